@@ -1,0 +1,48 @@
+# Needs Python >= 3.11 and make; everything else is installed into .venv.
+PYTHON ?= python3
+BIN := .venv/bin
+INSTALL := $(BIN)/python -m pip install -c constraints.txt
+PYTEST := $(BIN)/python -m pytest
+
+.PHONY: help quickstart test-fast test test-all lint clean
+
+help:
+	@echo "make quickstart  build a small base model, train it with GRPO, evaluate both"
+	@echo "make test-fast   the quick tests"
+	@echo "make test        lint and all tests but those of test-all; what CI runs"
+	@echo "make test-all    every test, with reliability, large compilations and learning"
+	@echo "make lint        ruff and pyright"
+	@echo "make clean       remove caches and builds; the environment and runs/ stay"
+
+quickstart: .venv/.run-time
+	$(BIN)/jaxgrpo quickstart
+
+test-fast: .venv/.tests
+	$(PYTEST) -m "not slow and not full"
+
+test: lint
+	$(PYTEST) -m "not full"
+
+test-all: lint
+	$(PYTEST)
+
+lint: .venv/.tests
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+
+clean:
+	rm -rf .cache .pytest_cache .ruff_cache build dist *.egg-info
+	find . -path ./.venv -prune -o -name __pycache__ -type d -exec rm -rf {} +
+
+.venv/.run-time: pyproject.toml constraints.txt
+	$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11) and 'jaxgrpo needs Python 3.11 or newer, but $(PYTHON) is ' + sys.version.split()[0] + ': name another one, make PYTHON=python3.12')"
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(INSTALL) -e .
+	touch $@
+
+# torch, the oracle of the model tests, by itself: its build for CPUs is enough where one is at hand.
+.venv/.tests: .venv/.run-time
+	$(INSTALL) torch
+	$(INSTALL) -e ".[test,bench]"
+	touch $@

@@ -1,0 +1,48 @@
+"""Group-relative reinforcement learning of language models in JAX, made of small parts.
+
+The public words are loaded when they are first used: `import jaxgrpo` loads neither Flax nor
+transformers, and `jaxgrpo.advantages` needs only JAX. Read types.py, advantages/recipes.py and
+training.py, in this order.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+__version__ = "0.1.0"
+
+_WORDS = {
+    "jaxgrpo.advantages": (
+        *("AdvantageTransform", "chain", "transform", "per_reward", "stream", "sum_rewards"),
+        *("subtract_group_mean", "divide_by_group_std", "sign", "to_tokens"),
+        *("mask_truncated", "mask_zero_variance"),
+    ),
+    "jaxgrpo.config": ("Config", "load_config"),
+    "jaxgrpo.errors": ("ConfigError", "InputError"),
+    "jaxgrpo.metrics": ("Max", "Mean"),
+    "jaxgrpo.training": ("train",),
+    "jaxgrpo.types": ("Prompts", "RolloutSpec", "Rollouts", "Signal", "TrainBatch", "TrainState"),
+}
+_MODULES = ("advantages", "losses", "models", "rewards", "tasks")
+_NAMES_AT_HOME = {"load_config": "load"}  # where the word alone would say too little
+_HOME = {word: module for module, words in _WORDS.items() for word in words}
+
+__all__ = ["__version__", *sorted(_HOME), *_MODULES]  # pyright: ignore[reportUnsupportedDunderAll]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        value = getattr(importlib.import_module(_HOME[name]), _NAMES_AT_HOME.get(name, name))
+    elif name in _MODULES:
+        value = importlib.import_module(f"jaxgrpo.{name}")
+    else:
+        from jaxgrpo.names import suggest
+
+        raise AttributeError(f"jaxgrpo has no {name!r}: {suggest(name, __all__)}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,3 @@
+from jaxgrpo.cli import run
+
+run()

@@ -1,0 +1,36 @@
+"""Advantages as chains of small pure transforms. Read recipes.py first."""
+
+from jaxgrpo.advantages.absolute import sign
+from jaxgrpo.advantages.base import (
+    AdvantageTransform,
+    chain,
+    compute,
+    start,
+    stateless,
+    transform,
+)
+from jaxgrpo.advantages.group import divide_by_group_std, subtract_group_mean
+from jaxgrpo.advantages.masks import mask_truncated, mask_zero_variance
+from jaxgrpo.advantages.registry import build, evaluate
+from jaxgrpo.advantages.streams import per_reward, stream, sum_rewards
+from jaxgrpo.advantages.tokens import to_tokens
+
+__all__ = [
+    "AdvantageTransform",
+    "build",
+    "chain",
+    "compute",
+    "divide_by_group_std",
+    "evaluate",
+    "mask_truncated",
+    "mask_zero_variance",
+    "per_reward",
+    "sign",
+    "start",
+    "stateless",
+    "stream",
+    "subtract_group_mean",
+    "sum_rewards",
+    "to_tokens",
+    "transform",
+]

@@ -1,0 +1,59 @@
+"""Methods by the names of their papers. Each is a chain: what it does is what it reads.
+
+`weights` are those of `sum_rewards`: None counts every reward with weight 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from jaxgrpo.advantages import absolute
+from jaxgrpo.advantages.base import AdvantageTransform, Scheduled, chain
+from jaxgrpo.advantages.group import divide_by_group_std, subtract_group_mean
+from jaxgrpo.advantages.streams import sum_rewards
+
+Weights = Mapping[str, Scheduled]
+
+
+def grpo(
+    eps: Scheduled = 1e-6, ddof: int = 1, weights: Weights | None = None
+) -> AdvantageTransform:
+    """Sum, then normalise within the group.
+
+        a[p, g] = (r[p, g] - mean_g r) / (std_g r + eps), exactly 0 in flat groups
+
+    Args:
+      eps: added to the standard deviation, in units of reward.
+      ddof: 1 divides the variance by n - 1 (TRL, verl), 0 by n.
+
+    Source: Shao et al. 2024, arXiv 2402.03300, section 4.1.2. TRL's numbers are those of
+    eps 1e-4; verl's are these, but for a group of one sample (its raw reward there, 0 here).
+    """
+    return chain(
+        sum_rewards(**(weights or {})),
+        subtract_group_mean(),
+        divide_by_group_std(eps, ddof),
+        name="grpo",
+    )
+
+
+def dr_grpo(weights: Weights | None = None) -> AdvantageTransform:
+    """Sum, then subtract the group mean: no division, so hard prompts are not blown up.
+
+        a[p, g] = r[p, g] - mean_g r
+
+    Source: Liu et al. 2025, arXiv 2503.20783. Its loss divides by a constant: reduction
+    `constant(length)`.
+    """
+    return chain(sum_rewards(**(weights or {})), subtract_group_mean(), name="dr_grpo")
+
+
+def sign(threshold: Scheduled | None = None, weights: Weights | None = None) -> AdvantageTransform:
+    """Sum, then +1 for a success and -1 for a failure; flat groups keep their signal.
+
+    Args:
+      threshold: the lowest sum that is a success; None: sums must be 0 or 1.
+
+    Source: Gradient starvation, arXiv 2605.07689.
+    """
+    return chain(sum_rewards(**(weights or {})), absolute.sign(threshold), name="sign")

@@ -1,0 +1,170 @@
+"""Transforms that know several rewards: each reward is a stream until `sum_rewards`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array
+
+from jaxgrpo.advantages.base import (
+    AdvantageTransform,
+    Scheduled,
+    Streams,
+    at_step,
+    chain,
+)
+from jaxgrpo.errors import InputError
+from jaxgrpo.metrics import Metrics, accumulate_dtype
+from jaxgrpo.names import suggest
+from jaxgrpo.types import Rollouts, RolloutSpec, Signal
+
+
+def sum_rewards(**weights: Scheduled) -> AdvantageTransform:
+    """Adds the weighted streams to one signal.
+
+        r[p, g] = sum_name weight[name] * stream[name][p, g]
+
+    Without weights every stream weighs 1. With weights each stream must be named: one that is not
+    meant to count gets weight 0, and is then not read at all. A sample that one of the summed
+    streams could not score is masked: a sum over the others would be another reward.
+
+    Args:
+      weights: name of the stream = weight, a number or a function of the step.
+
+    Streams: [P, G] each -> Signal [P, G], unmasked where all summed streams are.
+    Raises: InputError (a ValueError) on weights without a stream and streams without a weight.
+    """
+
+    def init(spec: RolloutSpec) -> tuple[()]:
+        _check_weights(weights, spec.rewards)
+        return ()
+
+    def update(streams: Streams, state: Any, rollouts: Rollouts) -> tuple[Signal, Any, Metrics]:
+        _check_weights(weights, tuple(streams))
+        counted = {name: weights.get(name, 1.0) for name in streams}
+        summed = {
+            name: stream
+            for name, stream in streams.items()
+            if callable(counted[name]) or counted[name] != 0
+        }
+        first = next(iter(streams.values()))
+        dtypes = {stream.value.dtype for stream in streams.values()}
+        dtype = max((accumulate_dtype(dtype) for dtype in dtypes), key=lambda dtype: dtype.itemsize)
+        total = jnp.zeros(first.value.shape, dtype)
+        mask = jnp.ones_like(first.mask)
+        for name, stream in summed.items():
+            weight = at_step(counted[name], rollouts, dtype)
+            total = total + weight * stream.value.astype(dtype)
+            mask = mask & stream.mask
+        total = total.astype(first.value.dtype) if len(dtypes) == 1 else total
+        return Signal(value=total, mask=mask), state, {}
+
+    return AdvantageTransform("sum_rewards", init, update, kind="streams->signal", levels=(2,))
+
+
+def per_reward(transform: AdvantageTransform) -> AdvantageTransform:
+    """Applies a transform of one signal to each stream by itself, with a state of its own.
+
+    GRPO sums and then normalises; GDPO normalises per reward and then sums:
+    `chain(per_reward(chain(subtract_group_mean(), divide_by_group_std())), sum_rewards())`.
+    A mask that the transform sets holds for its stream; `sum_rewards` unites them.
+
+    Streams: [P, G] each -> the same names.  Raises: InputError on a transform that takes streams.
+    """
+    if transform.kind != "signal->signal":
+        raise InputError(
+            f"per_reward({transform.name}) needs a transform of one signal, but it takes the"
+            " streams: put it beside per_reward in the chain"
+        )
+    # A chain of one re-zeroes and checks, whatever was given.
+    inner = transform if transform.steps else chain(transform, name=transform.name)
+
+    def init(spec: RolloutSpec) -> dict[str, Any]:
+        return {name: inner.init(spec) for name in spec.rewards}
+
+    def update(streams: Streams, state: Any, rollouts: Rollouts) -> tuple[Streams, Any, Metrics]:
+        if set(state) != set(streams):
+            raise InputError(
+                f"per_reward has state for the streams {sorted(state)} but got {sorted(streams)}:"
+                " use the state that init(spec) returned for these rewards"
+            )
+        after: Streams = {}
+        new_state: dict[str, Any] = {}
+        metrics: Metrics = {}
+        for name, stream in streams.items():
+            after[name], new_state[name], more = inner.update(stream, state[name], rollouts)
+            metrics |= {f"{name}/{metric}": value for metric, value in more.items()}
+        return after, new_state, metrics
+
+    return AdvantageTransform(
+        f"per_reward_{transform.name}",
+        init,
+        update,
+        needs=transform.needs,
+        kind="streams->streams",
+        levels=inner.levels,
+        ordered=transform.ordered,
+    )
+
+
+def stream(
+    name: str, function: Callable[[Rollouts], Array], needs: tuple[str, ...] = ()
+) -> AdvantageTransform:
+    """Adds a stream computed from the rollouts; entries that are not finite are masked.
+
+    Args:
+      name: of the new stream, as `sum_rewards` knows it.
+      function: rollouts -> [P, G].
+      needs: names of the fields that it reads.
+
+    Streams: those given and the new one.  Raises: InputError where the name is taken.
+    """
+
+    def init(spec: RolloutSpec) -> tuple[()]:
+        _check_free(name, spec.rewards)
+        return ()
+
+    def update(streams: Streams, state: Any, rollouts: Rollouts) -> tuple[Streams, Any, Metrics]:
+        _check_free(name, tuple(streams))
+        value = function(rollouts)
+        expected = next(iter(streams.values())).value.shape
+        if value.shape != expected:
+            raise InputError(
+                f"stream {name!r} has shape {value.shape}, expected [P, G] = {expected}"
+            )
+        scored = jnp.isfinite(value)
+        added = Signal(value=jnp.where(scored, value, 0), mask=scored)
+        return {**streams, name: added}, state, {}
+
+    return AdvantageTransform(
+        f"stream_{name}",
+        init,
+        update,
+        needs=frozenset(needs),
+        kind="streams->streams",
+        levels=(2,),
+        provides=(name,),
+    )
+
+
+def _check_free(name: str, streams: tuple[str, ...]) -> None:
+    if name in streams:
+        raise InputError(f"stream {name!r} exists already: {', '.join(streams)}; take another name")
+
+
+def _check_weights(weights: dict[str, Scheduled], streams: tuple[str, ...]) -> None:
+    if not weights:
+        return
+    for name in weights:
+        if name not in streams:
+            raise InputError(
+                f"sum_rewards: weight {name!r} has no reward of that name: {suggest(name, streams)}"
+            )
+    for name in streams:
+        if name not in weights:
+            raise InputError(
+                f"sum_rewards: reward {name!r} has no weight: name every reward"
+                f" (weight 0 leaves it out) or none; weights: {', '.join(weights)}"
+            )

@@ -1,0 +1,311 @@
+"""From a configuration to the functions and the state of a run."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import optax
+from jax import Array
+from jax.sharding import Mesh
+
+from jaxgrpo import advantages, losses, packing, sharding
+from jaxgrpo import rewards as reward_registry
+from jaxgrpo.advantages import AdvantageTransform
+from jaxgrpo.config import Config
+from jaxgrpo.errors import InputError
+from jaxgrpo.io import callables, data, huggingface
+from jaxgrpo.models import decoder
+from jaxgrpo.models.api import Model
+from jaxgrpo.optimizers import make_optimizer
+from jaxgrpo.packing import Geometry
+from jaxgrpo.prompts import PromptPolicy, sequential
+from jaxgrpo.rollouts import make_rewarder, make_selector
+from jaxgrpo.sampling import SamplingSettings
+from jaxgrpo.steps import Objective, Parts, Prepared, Steps, build_steps
+from jaxgrpo.types import FIELDS, Params, Prompts, Rollouts, RolloutSpec, TrainBatch, TrainState
+
+
+class Reward(NamedTuple):
+    """One reward of a run: its stream's name, its function, its weight in the recipe's sum."""
+
+    name: str
+    function: reward_registry.RewardFunction
+    weight: float
+
+
+class Setup(NamedTuple):
+    """A run, ready to be stepped: functions, the first state, and what they were built from."""
+
+    config: Config
+    mesh: Mesh
+    model: Model
+    tokenizer: Any
+    rows: list[dict[str, Any]]
+    encoded: list[np.ndarray]  # token ids of each row's prompt
+    rewards: tuple[Reward, ...]
+    parts: Parts
+    state: TrainState
+    select: Callable[[TrainState], tuple[Prompts, TrainState]]
+    sample: Callable[[Params, Prompts, Array], Rollouts]  # (sync(state), prompts, state.key)
+    reward: Callable[[Rollouts], Rollouts]
+    prepare: Callable[[TrainState, Rollouts], tuple[TrainState, Prepared]]
+    update: Callable[[TrainState, TrainBatch], tuple[TrainState, Any]]
+    sync: Callable[[TrainState], Params]
+
+
+def setup(
+    config: Config,
+    *,
+    rewards: Sequence[Callable[..., Any]] | None = None,
+    advantage: AdvantageTransform | None = None,
+    dataset: Sequence[Mapping[str, Any]] | None = None,
+) -> Setup:
+    """Builds everything a run needs; no step is compiled or taken.
+
+    Args:
+      rewards, advantage, dataset: Python objects in the place of what the config names.
+
+    Raises: InputError where parts do not fit one another.
+    """
+    mesh = sharding.make_mesh(**_mesh_sizes(config))
+    tokenizer = huggingface.read_tokenizer(config.model.path)
+    model_config = huggingface.read_config(config.model.path)
+    model_config = dataclasses.replace(model_config, dtype=config.model.dtype)
+    model = decoder.build(model_config, constrain=sharding.constrain(mesh))
+    rows = [dict(row) for row in dataset] if dataset is not None else load_rows(config)
+    encoded = data.encode_prompts(rows, tokenizer, config.rollout.max_prompt_tokens)
+    chosen = resolve_rewards(config, rewards)
+    parts = make_parts(config, mesh, model, tokenizer, chosen, advantage, rows)
+    layout = sharding.param_shardings(mesh, model.axes, model.shapes)
+    params = huggingface.read_params(config.model.path, model, shardings=layout)
+    policy = sequential()
+    functions = {reward.name: reward.function for reward in chosen}
+    state = first_state(parts, params, policy, len(rows), config.train.seed, tuple(functions))
+    steps = build_steps(parts)
+    return Setup(
+        config=config,
+        mesh=mesh,
+        model=model,
+        tokenizer=tokenizer,
+        rows=rows,
+        encoded=encoded,
+        rewards=chosen,
+        parts=parts,
+        state=state,
+        select=make_selector(mesh, policy, encoded, parts.geometry, config.train.seed),
+        sample=steps.sample,
+        reward=make_rewarder(mesh, tokenizer, functions, rows),
+        prepare=steps.prepare,
+        update=steps.update,
+        sync=steps.sync,
+    )
+
+
+def load_rows(config: Config, path: str | None = None) -> list[dict[str, Any]]:
+    """The rows of `path`; of the training data by default."""
+    return data.load_rows(path or config.data.path, config.data.prompt, config.data.answer)
+
+
+def resolve_rewards(
+    config: Config, given: Sequence[Callable[..., Any]] | None = None
+) -> tuple[Reward, ...]:
+    """The rewards of a run, each with a name of its own."""
+    if given is not None:
+        named = [(getattr(function, "__name__", "reward"), function, 1.0, {}) for function in given]
+    else:
+        named = [
+            (entry.name or callables.short_name(entry.use), entry.use, entry.weight, entry.options)
+            for entry in config.rewards
+        ]
+    names = [name for name, *_ in named]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise InputError(f"rewards: {twice[0]!r} stands twice; give each a `name` of its own")
+    return tuple(
+        Reward(name, reward_registry.build(_own(config, use), **options), weight)
+        for name, use, weight, options in named
+    )
+
+
+def resolve_scorer(config: Config, rewards: Sequence[Reward]) -> reward_registry.RewardFunction:
+    """What judges success in evaluations: `eval.scorer`, else the first reward."""
+    if config.eval.scorer is None:
+        return rewards[0].function
+    return reward_registry.build(_own(config, config.eval.scorer))
+
+
+def make_parts(
+    config: Config,
+    mesh: Mesh,
+    model: Model,
+    tokenizer: Any,
+    rewards: Sequence[Reward],
+    advantage: AdvantageTransform | None,
+    rows: Sequence[Mapping[str, Any]],
+) -> Parts:
+    """The static parts of a run, checked against one another."""
+    rollout = config.rollout
+    bins = sharding.num_bins(mesh)
+    sharding.check_divides(mesh, "rollout.prompts_per_step", rollout.prompts_per_step, "bins")
+    sharding.check_divides(
+        mesh, "rollout.max_completion_tokens", rollout.max_completion_tokens, "sequence"
+    )
+    sharding.check_divides(mesh, "rollout.max_prompt_tokens", rollout.max_prompt_tokens, "sequence")
+    whole_step = rollout.prompts_per_step * rollout.group_size // bins
+    geometry = Geometry(
+        num_prompts=rollout.prompts_per_step,
+        group_size=rollout.group_size,
+        max_prompt_tokens=rollout.max_prompt_tokens,
+        max_completion_tokens=rollout.max_completion_tokens,
+        bins=bins,
+        rows=config.train.rows_per_micro_batch or whole_step,
+    )
+    packing.check_geometry(geometry)
+    chain = advantage if advantage is not None else make_chain(config, rewards)
+    objective = make_objective(config)
+    check_needs(chain.needs | objective.needs, config, rows, rewards)
+    optimizer = config.optimizer
+    return Parts(
+        model=model,
+        chain=chain,
+        objective=objective,
+        optimizer=make_optimizer(
+            model.axes,
+            use=optimizer.use,
+            learning_rate=optimizer.learning_rate,
+            steps=config.train.steps,
+            clip_norm=optimizer.clip_norm,
+            warmup_steps=optimizer.warmup_steps,
+            schedule=optimizer.schedule,
+            options=optimizer.options,
+        ),
+        geometry=geometry,
+        sampling=sampling_settings(config, tokenizer),
+        mesh=mesh,
+    )
+
+
+def sampling_settings(config: Config, tokenizer: Any) -> SamplingSettings:
+    end = tokenizer.eos_token_id
+    if end is None:
+        raise InputError(
+            f"model.path = {config.model.path}: its tokenizer has no end token, so no sample could "
+            "end; set eos_token in its tokenizer_config.json"
+        )
+    pad = tokenizer.pad_token_id
+    return SamplingSettings(
+        group_size=config.rollout.group_size,
+        max_completion_tokens=config.rollout.max_completion_tokens,
+        temperature=config.rollout.temperature,
+        stop_tokens=(end,),
+        pad_token=end if pad is None else pad,
+        segment_tokens=config.rollout.segment_tokens,
+    )
+
+
+def make_chain(config: Config, rewards: Sequence[Reward]) -> AdvantageTransform:
+    """The advantage of a run: a recipe by name, or the list of parts."""
+    if config.advantage is not None:
+        return advantages.build(
+            [{**step, "use": _own(config, step["use"])} for step in config.advantage]
+        )
+    recipe = _own(config, config.recipe)
+    if not isinstance(recipe, str):
+        return advantages.build(recipe())
+    weights = {reward.name: reward.weight for reward in rewards}
+    return advantages.build(recipe, {"weights": weights})
+
+
+def make_objective(config: Config) -> Objective:
+    """Surrogate, reduction and penalties of a run."""
+    loss = config.loss
+    surrogate, reduction, kl = (
+        {**part, "use": _own(config, part["use"])} if part else None
+        for part in (loss.surrogate, loss.reduction, loss.kl)
+    )
+    if reduction["use"] == "constant":
+        reduction = {"length": config.rollout.max_completion_tokens, **reduction}
+    return Objective(
+        surrogate=losses.build_surrogate(surrogate),
+        reduction=losses.build_reduction(reduction),
+        penalties=(losses.build_penalty(kl),) if kl else (),
+        penalties_on=loss.penalties_on,
+        proximal=loss.proximal,
+    )
+
+
+def check_needs(
+    needs: frozenset[str],
+    config: Config,
+    rows: Sequence[Mapping[str, Any]],
+    rewards: Sequence[Reward],
+) -> None:
+    """Raises InputError for a field that no pass, column or reward produces."""
+    columns = set(rows[0])
+    known = FIELDS.keys() | columns | {reward.name for reward in rewards}
+    missing = sorted(needs - known)
+    if missing:
+        raise InputError(
+            f"the method needs {', '.join(missing)}, which nobody produces: passes of a model give "
+            f"{', '.join(FIELDS)}; the data have the columns {', '.join(sorted(columns))}"
+        )
+
+
+def first_state(
+    parts: Parts,
+    params: Params,
+    policy: PromptPolicy,
+    num_rows: int,
+    seed: int,
+    rewards: tuple[str, ...],
+) -> TrainState:
+    """The state before the first step, laid out on the mesh."""
+    everywhere = sharding.replicated(parts.mesh)
+    layout = sharding.param_shardings(parts.mesh, parts.model.axes, parts.model.shapes)
+    opt_layout = optax.tree_utils.tree_map_params(
+        parts.optimizer,
+        lambda _, sharding: sharding,
+        jax.eval_shape(parts.optimizer.init, params),
+        layout,
+        transform_non_params=lambda _: everywhere,
+    )
+    geometry = parts.geometry
+    spec = RolloutSpec(
+        num_prompts=geometry.num_prompts,
+        group_size=geometry.group_size,
+        max_prompt_tokens=geometry.max_prompt_tokens,
+        max_completion_tokens=geometry.max_completion_tokens,
+        rewards=rewards,
+        num_rows=num_rows,
+    )
+    needs = parts.chain.needs | parts.objective.needs
+    anchors = {FIELDS[name].policy for name in needs & FIELDS.keys()} - {"trainer"}
+    copy = jax.jit(lambda tree: jax.tree.map(lambda leaf: leaf + 0, tree), out_shardings=layout)
+    put = lambda value: sharding.put(value, everywhere)  # noqa: E731
+    key = jax.random.key_data(jax.random.key(seed))
+    return TrainState(
+        step=put(np.int32(0)),
+        trainable=params,
+        frozen={name: copy(params) for name in sorted(anchors)},
+        opt_state=jax.jit(parts.optimizer.init, out_shardings=opt_layout)(params),
+        advantage_state=jax.tree.map(put, parts.chain.init(spec)),
+        prompt_policy_state=policy.init(num_rows, seed),
+        cursor=put(np.int32(0)),
+        key=put(np.asarray(key)),
+    )
+
+
+def _mesh_sizes(config: Config) -> dict[str, int]:
+    mesh = config.mesh
+    return {"data": mesh.data, "fsdp": mesh.fsdp, "tensor": mesh.tensor, "context": mesh.context}
+
+
+def _own(config: Config, use: Any) -> Any:
+    """A built-in name as it is; "file.py:function" and "package.module:function" as the function."""
+    if isinstance(use, str) and callables.is_reference(use):
+        return callables.load(use, config.folder)
+    return use

@@ -1,0 +1,125 @@
+"""The commands: `jaxgrpo ...`, also `python -m jaxgrpo ...`.
+
+Each command imports what it needs when it runs, so that --help and a wrong option answer at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+import jaxgrpo
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command and returns its exit code (runtime.EXIT_CODES)."""
+    try:
+        arguments = _parser().parse_args(argv)
+    except SystemExit as stop:  # argparse has printed the help, the version or the mistake
+        return int(stop.code or 0)
+    from jaxgrpo import runtime
+
+    return runtime.guard(lambda: arguments.command(arguments))
+
+
+def run() -> None:
+    """The console script."""
+    sys.exit(main())
+
+
+def _quickstart(arguments: argparse.Namespace) -> int | None:
+    from jaxgrpo import quickstart
+
+    return quickstart.main(overrides=arguments.set)
+
+
+def _train(arguments: argparse.Namespace) -> int | None:
+    from jaxgrpo import config, training
+
+    read = config.load(arguments.config, arguments.set)
+    if arguments.dry_run:
+        training.dry_run(read)
+    else:
+        training.train(read, resume=arguments.resume)
+    return 0
+
+
+def _make_base(arguments: argparse.Namespace) -> int | None:
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from jaxgrpo import runtime, warmstart
+
+    console = Console()
+    console.print(runtime.start())
+    options = {name: getattr(arguments, name) for name in ("seed", "steps", "hidden_size")}
+    given = {name: value for name, value in options.items() if value is not None}
+    with Progress(console=console) as progress:
+        bar = progress.add_task("warm start", total=None)
+
+        def show(done: int, steps: int, loss: float) -> None:
+            progress.update(bar, completed=done, total=steps, description=f"loss {loss:.3f}")
+
+        made = warmstart.make_base(arguments.out, arguments.task, progress=show, **given)
+    console.print(
+        f"{made['path']}: {made['parameters']:,} parameters, loss {made['loss']:.4f} nats per token"
+        f" (no model is below {made['loss_floor']:.4f}), {made['seconds']:.0f} s"
+    )
+    return 0
+
+
+def _doctor(arguments: argparse.Namespace) -> int | None:
+    from jaxgrpo import doctor
+
+    return doctor.main()
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="jaxgrpo",
+        description="Group-relative reinforcement learning of language models in JAX.",
+        epilog="exit codes: 0 done, 1 crashed, 2 wrong input, 130 or 143 stopped by a signal",
+    )
+    parser.add_argument("--version", action="version", version=f"jaxgrpo {jaxgrpo.__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+
+    quickstart = commands.add_parser(
+        "quickstart", help="make a small base model, train it with GRPO, evaluate both"
+    )
+    _add_set(quickstart)
+    quickstart.set_defaults(command=_quickstart)
+
+    train = commands.add_parser("train", help="train as a config says")
+    train.add_argument("config", metavar="CONFIG", help="a TOML file, or a shipped config's name")
+    train.add_argument(
+        "--resume", choices=["auto"], help="go on where the run stopped, or start it"
+    )
+    train.add_argument(
+        "--dry-run", action="store_true", help="show what would be run, without training"
+    )
+    _add_set(train)
+    train.set_defaults(command=_train)
+
+    base = commands.add_parser("make-base", help="make a small base model for a built-in task")
+    base.add_argument("task", metavar="TASK", help="the task, as arithmetic")
+    base.add_argument("out", metavar="OUT", help="the folder to write")
+    base.add_argument("--seed", type=int, metavar="N")
+    base.add_argument("--steps", type=int, metavar="N", help="steps of the warm start")
+    base.add_argument("--hidden-size", type=int, metavar="N")
+    base.set_defaults(command=_make_base)
+
+    doctor = commands.add_parser("doctor", help="show versions, devices, memory and disk")
+    doctor.set_defaults(command=_doctor)
+    return parser
+
+
+def _add_set(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--set",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="KEY=VALUE",
+        help="replace keys of the config, as --set train.steps=20 optimizer.learning_rate=1e-4",
+    )

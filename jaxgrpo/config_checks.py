@@ -1,0 +1,205 @@
+"""What several keys of a config must fulfil together, and whether the parts it names exist.
+
+Every check takes the values that are right by themselves (config_reading.py), is silent where one
+that it reads is missing, and yields its problems: where, what was given, what to do.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from jaxgrpo.config_keys import OptimizerKeys, RewardKeys
+from jaxgrpo.config_reading import Values, show
+from jaxgrpo.io.callables import file_of, is_reference, short_name
+from jaxgrpo.names import call, find, suggest
+
+GROUP_RELATIVE = frozenset({"grpo", "dr_grpo", "subtract_group_mean", "divide_by_group_std"})
+"""Recipes and parts that compare the samples of one prompt with each other."""
+
+
+def check(values: Values) -> Iterator[str]:
+    """All problems of a config whose values are right one by one."""
+    for check_some in (_one_chain, _groups, _schedule, _evaluation, _penalties, _rewards):
+        yield from check_some(values)
+    yield from _sources(values)
+    yield from _parts(values)
+    yield from _optimizer(values)
+
+
+def _one_chain(values: Values) -> Iterator[str]:
+    if "recipe" in values and "advantage" in values:
+        yield (
+            f"recipe = {show(values['recipe'])} and advantage are both given: a recipe is a whole "
+            "chain; keep one of the two"
+        )
+
+
+def _groups(values: Values) -> Iterator[str]:
+    if values.get("rollout.group_size") != 1:
+        return
+    names = [values.get("recipe"), *(part["use"] for part in values.get("advantage", ()))]
+    for name in names:
+        if name in GROUP_RELATIVE:
+            yield (
+                f"rollout.group_size = 1: {name} compares the samples of a prompt with each other "
+                'and needs at least 2; set it to 2 or more, or take recipe = "sign"'
+            )
+            return
+
+
+def _schedule(values: Values) -> Iterator[str]:
+    warmup, steps = values.get("optimizer.warmup_steps"), values.get("train.steps")
+    if warmup is not None and steps is not None and warmup > steps:
+        yield (
+            f"optimizer.warmup_steps = {warmup}: more than train.steps = {steps}, so the learning "
+            f"rate would never be reached; set it to {steps} or less"
+        )
+
+
+def _evaluation(values: Values) -> Iterator[str]:
+    if values.get("eval.every") and "eval.data" in values and values["eval.data"] is None:
+        yield (
+            f"eval.every = {values['eval.every']}: there is nothing to evaluate on; name "
+            'eval.data, as "task:arithmetic:test", or leave eval.every out'
+        )
+
+
+def _penalties(values: Values) -> Iterator[str]:
+    if values.get("loss.penalties_on") == "live" and values.get("loss.kl", 0) is None:
+        yield (
+            'loss.penalties_on = "live": there is no penalty; add loss.kl = { use = "k2", beta = '
+            "0.01 }, or leave penalties_on out"
+        )
+
+
+def _rewards(values: Values) -> Iterator[str]:
+    seen: dict[str, int] = {}
+    for index, reward in enumerate(values.get("rewards", ())):
+        for option in reward.options:
+            if near := _misspelt(option, RewardKeys):
+                yield f"rewards[{index}].{option}: unknown key; did you mean {near}?"
+        name = reward.name or short_name(reward.use)
+        if name in seen:
+            yield (
+                f"rewards[{index}]: {name!r} is the name of rewards[{seen[name]}] too; give one of "
+                'them another, name = "..."'
+            )
+        seen.setdefault(name, index)
+
+
+def _misspelt(option: str, keys: Any) -> str | None:
+    """The key of a table that an option was meant to be: as long, with some letters changed."""
+    names = [name for name in keys.__dataclass_fields__ if len(name) == len(option)]
+    return next(iter(difflib.get_close_matches(option, names, n=1, cutoff=0.75)), None)
+
+
+def _sources(values: Values) -> Iterator[str]:
+    from jaxgrpo.tasks import registry
+
+    for where in ("data.path", "eval.data"):
+        path = values.get(where)
+        if path is None:
+            continue
+        if path.startswith(registry.PREFIX):
+            yield from _task(where, path)
+        elif not path.endswith(".jsonl"):
+            yield (
+                f"{where} = {show(path)}: expected a .jsonl file, or a built-in task as "
+                '"task:arithmetic:train"'
+            )
+        elif not Path(path).is_file():
+            yield (
+                f"{where} = {show(path)}: there is no such file; relative paths begin at the "
+                "folder of the config"
+            )
+
+
+def _task(where: str, path: str) -> Iterator[str]:
+    from jaxgrpo.tasks import registry
+
+    _, name, *split = path.split(":")
+    task = registry.tasks.get(name)
+    if task is None:
+        yield f"{where} = {show(path)}: unknown task {name!r}: {suggest(name, registry.tasks)}"
+    elif len(split) != 1 or split[0] not in task.splits:
+        known = " or ".join(f'"task:{name}:{split}"' for split in task.splits)
+        yield f"{where} = {show(path)}: expected {known}"
+
+
+def _parts(values: Values) -> Iterator[str]:
+    """Unknown parts and options; of own code only whether its file is there."""
+    from jaxgrpo import losses, rewards
+    from jaxgrpo.advantages import registry as advantages
+
+    def advantage(part: Mapping[str, Any]) -> None:
+        name, options = _split(part)
+        factory = find("part", name, advantages.parts)
+        if name != "per_reward":  # its option is a part, written as a table
+            call(name, factory, options)
+
+    def reduction(part: Mapping[str, Any]) -> None:
+        # The trainer fills in the length where the config leaves it out.
+        length = {"length": 1} if part["use"] == "constant" else {}
+        losses.build_reduction({**length, **part})
+
+    def reward(part: Mapping[str, Any]) -> None:
+        name, options = _split(part)
+        rewards.build(name, **options)
+
+    for index, entry in enumerate(values.get("rewards", ())):
+        yield from _try(f"rewards[{index}]", _table(entry), reward)
+    for index, part in enumerate(values.get("advantage", ())):
+        yield from _try(f"advantage[{index}]", part, advantage)
+    if recipe := values.get("recipe"):
+        yield from _try("recipe", {"use": recipe}, lambda _: advantages.build(recipe))
+    builders: dict[str, Callable[[dict[str, Any]], Any]] = {
+        "loss.surrogate": losses.build_surrogate,
+        "loss.reduction": reduction,
+        "loss.kl": losses.build_penalty,
+    }
+    for where, build in builders.items():
+        if part := values.get(where):
+            yield from _try(where, part, build)
+
+
+def _try(where: str, part: Mapping[str, Any], build: Callable[[Any], Any]) -> Iterator[str]:
+    name = part["use"]
+    if is_reference(name):
+        file = file_of(name)
+        if file is not None and not Path(file).is_file():
+            yield f"{where}: there is no file {file}, named by {name!r}"
+        return
+    try:
+        build(part)
+    except ValueError as error:
+        yield f"{where}: {error}"
+
+
+def _split(part: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    return part["use"], {name: value for name, value in part.items() if name != "use"}
+
+
+def _table(reward: RewardKeys) -> dict[str, Any]:
+    return {"use": reward.use, **reward.options}
+
+
+def _optimizer(values: Values) -> Iterator[str]:
+    from jaxgrpo.optimizers import make_optimizer
+
+    names = OptimizerKeys.__dataclass_fields__
+    keys: Any = {
+        name: values[f"optimizer.{name}"] for name in names if f"optimizer.{name}" in values
+    }
+    if len(keys) < len(names):
+        return
+    for name in keys["options"]:
+        if near := _misspelt(name, OptimizerKeys):
+            yield f"optimizer.{name}: unknown key; did you mean optimizer.{near}?"
+            return
+    try:
+        make_optimizer({}, steps=values.get("train.steps", 1), **keys)
+    except (ValueError, TypeError) as error:
+        yield str(error)

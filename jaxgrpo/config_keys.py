@@ -1,0 +1,195 @@
+"""The keys of a config: one frozen dataclass per table, each default in this one place.
+
+`key` states the range of a value beside its default; what several keys must fulfil together stands
+in config_checks.py. Reading and writing is in config.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jaxgrpo.io.callables import file_of
+
+_PACKAGE = Path(__file__).resolve().parent
+
+SHIPPED = next(filter(Path.is_dir, [_PACKAGE / "configs"]), _PACKAGE.parent / "configs")
+"""The configs that come with the package: inside it when installed, beside it in a checkout."""
+
+DEFAULT_RECIPE = "grpo"
+"""Taken where neither `recipe` nor `advantage` is given."""
+
+
+class Range(NamedTuple):
+    """What a key's value may be, beside its type."""
+
+    at_least: float = -math.inf
+    above: float = -math.inf
+    choices: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        if self.choices:
+            return " or ".join(f'"{choice}"' for choice in self.choices)
+        if self.above > -math.inf:
+            return f"above {self.above:g}"
+        return f"{self.at_least:g} or more"
+
+    def allows(self, value: Any) -> bool:
+        if self.choices:
+            return value in self.choices
+        if isinstance(value, str):
+            return bool(value)
+        return value >= self.at_least and value > self.above
+
+
+def key(default: Any = dataclasses.MISSING, **limits: Any) -> Any:
+    """A key with its default (none: the key must be given) and its range."""
+    return dataclasses.field(default=default, metadata={"range": Range(**limits)})
+
+
+def part(use: str) -> Any:
+    """A key that holds a part, with the built-in one that stands there by default."""
+    return dataclasses.field(default_factory=lambda: {"use": use}, metadata={"range": Range()})
+
+
+Part = dict[str, Any]
+"""A part by name and its options, {"use": ..., option: value, ...}. Its name is a built-in key,
+"path/file.py:function" or "package.module:function"."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RewardKeys:
+    """A reward, its weight in the sum and the name it bears in metrics and rows."""
+
+    use: str
+    weight: float = key(1.0)
+    name: str | None = key(None)  # None: the name in `use`
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelKeys:
+    path: str = key()  # a model folder as transformers writes it
+    dtype: str = key("float32", choices=("float32", "bfloat16"))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DataKeys:
+    path: str = key()  # "task:NAME:SPLIT", or a .jsonl file
+    prompt: str = key("prompt")  # column of the prompt
+    answer: str = key("answer")  # column of the answer
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LossKeys:
+    surrogate: Part = part("clip")
+    reduction: Part = part("token_mean")
+    kl: Part | None = key(None)  # None: no penalty and no reference policy
+    proximal: str = key("behavior", choices=("behavior", "trainer"))
+    penalties_on: str = key("all", choices=("all", "live"))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OptimizerKeys:
+    use: str = key("adamw")  # any optax factory; what else stands in the table is its options
+    learning_rate: float = key(at_least=0)
+    clip_norm: float = key(1.0, at_least=0)  # global gradient norm; 0: off
+    warmup_steps: int = key(0, at_least=0)
+    schedule: str = key("constant", choices=("constant", "linear", "cosine"))
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RolloutKeys:
+    prompts_per_step: int = key(at_least=1)
+    group_size: int = key(at_least=1)  # samples per prompt
+    max_prompt_tokens: int = key(at_least=1)
+    max_completion_tokens: int = key(at_least=1)
+    temperature: float = key(1.0, above=0)
+    segment_tokens: int = key(64, at_least=1)  # decoded between two looks at what has ended
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainKeys:
+    steps: int = key(at_least=1)
+    seed: int = key(0, at_least=0)
+    rows_per_micro_batch: int | None = key(None, at_least=1)  # per bin; None: a step in one
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EvalKeys:
+    data: str | None = key(None)  # as data.path; None: no evaluation
+    every: int = key(0, at_least=0)  # steps; 0: at the start and the end only
+    samples: int = key(16, at_least=1)  # per prompt, for pass@k
+    prompts: int | None = key(None, at_least=1)  # None: all
+    scorer: str | None = key(None)  # judges success, > 0.5; None: the first reward
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CheckpointKeys:
+    every: int = key(50, at_least=1)  # steps
+    keep: int = key(2, at_least=1)  # the latest so many stay
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MeshKeys:
+    data: int = key(0, at_least=0)  # 0: the devices that the other axes leave
+    fsdp: int = key(1, at_least=1)
+    tensor: int = key(1, at_least=1)
+    context: int = key(1, at_least=1)
+    platform: str = key("auto", choices=("auto", "cpu", "gpu", "tpu"))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunKeys:
+    dir: str = key()  # made where the command is started
+    samples_every: int = key(10, at_least=0)  # steps whose samples are written; 0: the first only
+    samples_every: int = key(10, at_least=0)  # steps between two files of samples; 0: none
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+    """A whole config, read and checked. Nothing changes it afterwards; the core never sees it.
+
+    Paths of inputs and of own code are absolute, or start with "task:".
+    """
+
+    model: ModelKeys
+    data: DataKeys
+    rewards: tuple[RewardKeys, ...] = key()
+    recipe: str | None = key(None)  # a chain by name; exactly one of these two is set
+    advantage: tuple[Part, ...] | None = key(None)
+    loss: LossKeys
+    optimizer: OptimizerKeys
+    rollout: RolloutKeys
+    train: TrainKeys
+    eval: EvalKeys
+    checkpoint: CheckpointKeys
+    mesh: MeshKeys
+    run: RunKeys
+    source: Path | None = dataclasses.field(default=None, compare=False)  # the file it came from
+
+    @property
+    def folder(self) -> Path:
+        """Where relative paths of inputs begin."""
+        return folder_of(self.source)
+
+    def resolve(self, path: str) -> str:
+        """A path of an input, absolute; "task:..." as it is."""
+        return path if path.startswith("task:") else str(self.folder / path)
+
+    @property
+    def own_files(self) -> tuple[Path, ...]:
+        """The files of own code that it names, each once."""
+        parts = [*(self.advantage or ()), self.loss.surrogate, self.loss.reduction]
+        parts += [self.loss.kl] if self.loss.kl else []
+        names = [reward.use for reward in self.rewards] + [part["use"] for part in parts]
+        names += [self.recipe] if self.recipe else []
+        return tuple(dict.fromkeys(Path(file) for name in names if (file := file_of(name))))
+
+
+def folder_of(source: Path | None) -> Path:
+    """Where the paths in a config begin: beside its file, or here for none and for shipped ones."""
+    return Path.cwd() if source is None or source.parent == SHIPPED else source.parent

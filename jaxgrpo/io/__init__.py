@@ -1,0 +1,1 @@
+"""The edge of the package: model folders, checkpoints, data and run files."""

@@ -1,0 +1,75 @@
+"""Surrogates, reductions and penalties by name, as a config writes them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar, cast
+
+from jaxgrpo.errors import InputError
+from jaxgrpo.losses import penalties as penalty_parts
+from jaxgrpo.losses import reductions as reduction_parts
+from jaxgrpo.losses import surrogates as surrogate_parts
+from jaxgrpo.losses.penalties import Penalty
+from jaxgrpo.losses.reductions import Reduction
+from jaxgrpo.losses.surrogates import Surrogate
+from jaxgrpo.names import call, find
+
+surrogates: dict[str, Callable[..., Surrogate]] = {"clip": surrogate_parts.clip}
+reductions: dict[str, Callable[..., Reduction]] = {
+    "token_mean": reduction_parts.token_mean,
+    "sequence_mean": reduction_parts.sequence_mean,
+    "constant": reduction_parts.constant,
+}
+penalties: dict[str, Callable[..., Penalty]] = {
+    "k2": penalty_parts.k2,
+    "forward_kl_k3": penalty_parts.forward_kl_k3,
+}
+
+Spec = str | Mapping[str, Any]
+"""A name, or {"use": name or an own factory, option: value, ...}."""
+
+T = TypeVar("T", Surrogate, Reduction, Penalty)
+
+
+def build_surrogate(spec: Spec | Surrogate, options: Mapping[str, Any] | None = None) -> Surrogate:
+    """The surrogate that a spec names. Raises: InputError with the nearest name or option."""
+    return _build("surrogate", Surrogate, surrogates, spec, options)
+
+
+def build_reduction(spec: Spec | Reduction, options: Mapping[str, Any] | None = None) -> Reduction:
+    """The reduction that a spec names. Raises: InputError with the nearest name or option."""
+    return _build("reduction", Reduction, reductions, spec, options)
+
+
+def build_penalty(spec: Spec | Penalty, options: Mapping[str, Any] | None = None) -> Penalty:
+    """The penalty that a spec names. Raises: InputError with the nearest name or option."""
+    return _build("penalty", Penalty, penalties, spec, options)
+
+
+def _build(
+    what: str,
+    kind: type[T],
+    table: Mapping[str, Callable[..., T]],
+    spec: Any,
+    options: Mapping[str, Any] | None,
+) -> T:
+    options = dict(options or {})
+    if isinstance(spec, Mapping):
+        if "use" not in spec:
+            raise InputError(f"{what} {dict(spec)} has no name: write {{ use = ..., ... }}")
+        options = {**{key: value for key, value in spec.items() if key != "use"}, **options}
+        spec = spec["use"]
+    if isinstance(spec, kind):
+        if options:
+            raise InputError(f"{what} {spec.name} is finished and takes no options: {options}")
+        return cast(T, spec)
+    if isinstance(spec, str):
+        return call(f"{what} {spec}", find(what, spec, table), options)
+    name = getattr(spec, "__name__", repr(spec))
+    made = call(f"{what} {name}", spec, options) if callable(spec) else spec
+    if not isinstance(made, kind):
+        raise InputError(
+            f"{what} {name} gave {type(made).__name__}, expected a {kind.__name__} or a function"
+            " that returns one"
+        )
+    return cast(T, made)

@@ -1,0 +1,1 @@
+"""Decoders: Flax NNX to define, plain dicts of arrays to run."""

@@ -1,0 +1,225 @@
+"""From a ModelConfig to a Model: NNX modules are taken apart once, then run over nested dicts.
+
+Layers that repeat are one `lax.scan` over the periods of the layer pattern, so that the size of the
+program and the time to compile it do not grow with depth.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+
+from jaxgrpo.errors import InputError
+from jaxgrpo.models.api import Attend, Constrain, Model
+from jaxgrpo.models.config import LayerKind, ModelConfig
+from jaxgrpo.models.layers import ACTIVATIONS, Block, Embedding, RMSNorm, rotary_angles
+from jaxgrpo.types import Params
+
+HIDDEN_AXES: dict[int, tuple[str | None, ...]] = {
+    3: ("bins", "sequence", None),
+    4: ("bins", "rows", "sequence", None),
+}
+"""Logical axes of hidden states by their number of dimensions; others are left alone."""
+
+Layer = Callable[[Params, Array, Any], tuple[Array, Any]]
+"""(parameters of one layer, hidden, its memory) -> (hidden, its memory)"""
+
+
+class _Definition(NamedTuple):
+    """An NNX module without its values."""
+
+    make: Callable[[nnx.Rngs], nnx.Module]
+    graph: nnx.GraphDef
+    axes: Params
+
+    def init(self, key: Array) -> Params:
+        return nnx.to_pure_dict(nnx.state(self.make(nnx.Rngs(params=key))))
+
+    def bind(self, params: Params) -> Any:
+        return nnx.merge(self.graph, params)
+
+
+def build(config: ModelConfig, *, constrain: Constrain | None = None, remat: bool = True) -> Model:
+    """The decoder of `config` as pure functions.
+
+    Args:
+      constrain: given hidden states and their logical axes after the embedding and after each
+        block, lays them out on the caller's mesh.
+      remat: recompute a period's activations in the backward pass and keep only its input.
+
+    Raises: InputError naming every field of the config that cannot be built.
+    """
+    _check(config)
+    embed = _define(lambda rngs: Embedding(config, rngs))
+    block = _define(lambda rngs: Block(config, rngs))
+    norm = _define(lambda rngs: RMSNorm(config.hidden_size, config))
+
+    def init(key: Array) -> Params:
+        return _init(config, embed, block, norm, key)
+
+    def lay_out(hidden: Array) -> Array:
+        axes = HIDDEN_AXES.get(hidden.ndim)
+        return hidden if constrain is None or axes is None else constrain(hidden, axes)
+
+    def apply(
+        params: Params, tokens: Array, positions: Array, attend: Attend, memory: Any
+    ) -> tuple[Array, Any]:
+        hidden = embed.bind(params["embed"]).encode(tokens)
+        hidden = lay_out(hidden * jnp.asarray(config.embedding_scale, hidden.dtype))
+        angles = {
+            theta: rotary_angles(positions, theta, config.head_dim)
+            for theta in {kind.rope_theta for kind in config.pattern}
+        }
+
+        def layer(kind: LayerKind) -> Layer:
+            def run(params: Params, hidden: Array, memory: Any) -> tuple[Array, Any]:
+                module = block.bind(params)
+                hidden, memory = module(hidden, angles[kind.rope_theta], attend, memory, kind)
+                return lay_out(hidden), memory
+
+            return run
+
+        layers = [layer(kind) for kind in config.pattern]
+        if type(memory) is tuple:
+            hidden, memory = _unrolled(config, layers, params, hidden, memory)
+        else:
+            hidden, memory = _scanned(config, layers, params, hidden, memory, remat)
+        return norm.bind(params["final_norm"])(hidden), memory
+
+    def unembed(params: Params, hidden: Array) -> Array:
+        table = params["embed" if config.tie_embeddings else "head"]
+        return embed.bind(table).decode(hidden)
+
+    # The key is made inside, so that building a model touches no device.
+    shapes = jax.eval_shape(lambda: init(jax.random.key(0)))
+    axes = _axes(config, embed, block, norm)
+    return Model(config, init, apply, unembed, axes, shapes)
+
+
+def _define(make: Callable[[nnx.Rngs], nnx.Module]) -> _Definition:
+    abstract = nnx.eval_shape(lambda: make(nnx.Rngs(params=jax.random.key(0))))
+    graph, state = nnx.split(abstract)
+    axes = jax.tree.map(
+        lambda param: param.get_metadata("axes"),
+        state,
+        is_leaf=lambda node: isinstance(node, nnx.Variable),
+    )
+    return _Definition(make, graph, nnx.to_pure_dict(axes))
+
+
+def _init(
+    config: ModelConfig, embed: _Definition, block: _Definition, norm: _Definition, key: Array
+) -> Params:
+    """Layer i draws from fold_in(key, i) wherever the pattern puts it."""
+    periods, pattern, depth = config.periods, len(config.pattern), config.num_layers
+    keys = jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.arange(depth + 2))
+    params: Params = {
+        "embed": embed.init(keys[depth]),
+        "blocks": {},
+        "rest": {str(i): block.init(keys[periods * pattern + i]) for i in range(config.num_rest)},
+        "final_norm": norm.init(key),
+    }
+    if periods:
+        params["blocks"] = {
+            str(k): jax.vmap(block.init)(keys[k : periods * pattern : pattern])
+            for k in range(pattern)
+        }
+    if not config.tie_embeddings:
+        params["head"] = embed.init(keys[depth + 1])
+    return params
+
+
+def _axes(config: ModelConfig, embed: _Definition, block: _Definition, norm: _Definition) -> Params:
+    stacked = jax.tree.map(
+        lambda axes: ("layers", *axes), block.axes, is_leaf=lambda node: isinstance(node, tuple)
+    )
+    axes: Params = {
+        "embed": embed.axes,
+        "blocks": {str(k): stacked for k in range(len(config.pattern))} if config.periods else {},
+        "rest": {str(i): block.axes for i in range(config.num_rest)},
+        "final_norm": norm.axes,
+    }
+    return axes if config.tie_embeddings else {**axes, "head": embed.axes}
+
+
+def _scanned(
+    config: ModelConfig,
+    layers: list[Layer],
+    params: Params,
+    hidden: Array,
+    memory: Any,
+    remat: bool,
+) -> tuple[Array, Any]:
+    """Scans the periods, then runs the layers left over; memory is stacked or None."""
+    given: dict[str, Any] = memory if memory is not None else {"blocks": None, "rest": None}
+    # A barrier against common subexpressions is not needed inside a scan, and costs fusion.
+    keep = jax.checkpoint if remat else (lambda run, **_: run)
+
+    def period(hidden: Array, xs: tuple[Params, Any]) -> tuple[Array, Any]:
+        blocks, entries = xs
+        written = {}
+        for k, run in enumerate(layers):
+            entry = None if entries is None else entries[str(k)]
+            hidden, written[str(k)] = run(blocks[str(k)], hidden, entry)
+        return hidden, written
+
+    written: dict[str, Any] = {"blocks": {}, "rest": {}}
+    if config.periods:
+        hidden, written["blocks"] = jax.lax.scan(
+            keep(period, prevent_cse=False), hidden, (params["blocks"], given["blocks"])
+        )
+    for i in range(config.num_rest):
+        entry = None if given["rest"] is None else given["rest"][str(i)]
+        hidden, written["rest"][str(i)] = keep(layers[i])(params["rest"][str(i)], hidden, entry)
+    return hidden, written
+
+
+def _unrolled(
+    config: ModelConfig, layers: list[Layer], params: Params, hidden: Array, memory: tuple[Any, ...]
+) -> tuple[Array, tuple[Any, ...]]:
+    """Runs layer by layer, so that a donated cache of one layer is updated in place."""
+    if len(memory) != config.num_layers:
+        raise ValueError(
+            f"apply: memory has {len(memory)} entries, but the model has {config.num_layers} "
+            "layers: give one entry per layer (memory_per_layer), or stacked memory as a dict"
+        )
+    pattern, written = len(layers), []
+    for i, entry in enumerate(memory):
+        period, k = divmod(i, pattern)
+        if period < config.periods:
+            at = jax.tree.map(
+                lambda leaf, p=period: jax.lax.index_in_dim(leaf, p, keepdims=False),
+                params["blocks"][str(k)],
+            )
+        else:
+            at = params["rest"][str(k)]
+        hidden, entry = layers[k](at, hidden, entry)
+        written.append(entry)
+    return hidden, tuple(written)
+
+
+def _check(config: ModelConfig) -> None:
+    problems = [
+        f"{name} = {getattr(config, name)}: must be at least 1"
+        for name in ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads")
+        if getattr(config, name) < 1
+    ]
+    heads, kv_heads = config.num_heads, config.num_kv_heads
+    if kv_heads < 1 or heads % kv_heads:
+        problems.append(f"num_kv_heads = {kv_heads}: must divide num_heads = {heads}")
+    if config.head_dim < 2 or config.head_dim % 2:
+        problems.append(f"head_dim = {config.head_dim}: rotary positions need an even number")
+    if not config.pattern:
+        problems.append("pattern = (): give at least one LayerKind")
+    if config.activation not in ACTIVATIONS:
+        known = ", ".join(ACTIVATIONS)
+        problems.append(f'activation = "{config.activation}": known are {known}')
+    if config.dtype not in ("float32", "bfloat16", "float16", "float64"):
+        problems.append(f'dtype = "{config.dtype}": choose float32, bfloat16, float16 or float64')
+    if problems:
+        raise InputError("ModelConfig cannot be built:\n  " + "\n  ".join(problems))

@@ -1,0 +1,196 @@
+"""The modules of a decoder, defined in Flax NNX; `decoder.py` runs them over plain dicts.
+
+Every parameter names its dimensions in the metadata `axes`, never a mesh: "vocab", "embed",
+"heads", "kv_heads", "head_dim", "mlp", and "norm" for the scales of norms. Matrices are drawn from
+a normal of standard deviation 0.02, biases are 0 and a norm begins as the identity up to scale,
+as in the Hugging Face models of these families (`initializer_range`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import Array
+from jaxtyping import Float, Int
+
+from jaxgrpo.models.api import Attend
+from jaxgrpo.models.config import LayerKind, ModelConfig
+
+INITIAL_STD = 0.02
+ACTIVATIONS = {
+    "silu": jax.nn.silu,
+    "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True),
+}
+
+Angles = tuple[Array, Array]
+"""Cosine and sine of the rotary angles, each [*B, Q, 1, head_dim / 2] float32."""
+
+
+def rotary_angles(position: Int[Array, "*B Q"], theta: float, head_dim: int) -> Angles:
+    """Cosine and sine of position * theta^(-2 i / head_dim), i < head_dim / 2, in float32.
+
+    Source: Su et al. 2021, arXiv 2104.09864, with the "rotate half" pairing of `rotate`.
+    """
+    frequency = np.float64(theta) ** (-np.arange(0, head_dim, 2) / head_dim)
+    angle = position[..., None, None].astype(jnp.float32) * frequency.astype(np.float32)
+    return jnp.cos(angle), jnp.sin(angle)
+
+
+def rotate(
+    x: Float[Array, "*B Q heads head_dim"], angles: Angles, scale: float = 1.0
+) -> Float[Array, "*B Q heads head_dim"]:
+    """Turns the pairs (x[i], x[i + head_dim / 2]) by their angles, then multiplies by `scale`.
+
+    Done in at least float32 and rounded once. Published interleaved weights pair (2 i, 2 i + 1);
+    Hugging Face checkpoints are already permuted to this pairing.
+    """
+    dtype = jnp.promote_types(x.dtype, jnp.float32)
+    cos, sin = (angle.astype(dtype) for angle in angles)
+    first, second = jnp.split(x.astype(dtype), 2, axis=-1)
+    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return (turned * scale).astype(x.dtype)
+
+
+class Embedding(nnx.Module):
+    """A table of one vector per token; read by `encode`, and as an output head by `decode`."""
+
+    def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
+        shape = (config.vocab_size, config.hidden_size)
+        self.table = _matrix(shape, ("vocab", "embed"), config, rngs)
+
+    def encode(self, tokens: Int[Array, "*B Q"]) -> Float[Array, "*B Q E"]:
+        return self.table[...][tokens]
+
+    def decode(self, hidden: Float[Array, "*B E"]) -> Float[Array, "*B V"]:
+        """Logits in at least float32, whatever the dtype of the table."""
+        table = self.table[...]
+        dtype = jnp.promote_types(table.dtype, jnp.float32)
+        return jnp.einsum("...e,ve->...v", hidden, table, preferred_element_type=dtype)
+
+
+class RMSNorm(nnx.Module):
+    """x / sqrt(mean(x^2) + eps) * (offset + scale), in at least float32, over the last axis."""
+
+    def __init__(self, size: int, config: ModelConfig):
+        initial = jnp.full((size,), 1.0 - config.norm_offset, config.dtype)
+        self.scale = nnx.Param(initial, axes=("norm",))
+        self.eps, self.offset = config.rms_norm_eps, config.norm_offset
+
+    def __call__(self, x: Float[Array, "*B E"]) -> Float[Array, "*B E"]:
+        dtype = jnp.promote_types(x.dtype, jnp.float32)
+        wide = x.astype(dtype)
+        inverse = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
+        scale = self.offset + self.scale[...].astype(dtype)
+        return (wide * inverse * scale).astype(x.dtype)
+
+
+class Dense(nnx.Module):
+    """y = x · kernel (+ bias), where `inputs` and `outputs` may be several dimensions each."""
+
+    def __init__(
+        self,
+        inputs: dict[str, int],
+        outputs: dict[str, int],
+        config: ModelConfig,
+        rngs: nnx.Rngs,
+        *,
+        bias: bool = False,
+    ):
+        """`inputs` and `outputs` map the logical name of each dimension to its size, in order."""
+        shape, axes = (*inputs.values(), *outputs.values()), (*inputs, *outputs)
+        self.kernel = _matrix(shape, axes, config, rngs)
+        zero = jnp.zeros(tuple(outputs.values()), config.dtype)
+        self.bias = nnx.Param(zero, axes=tuple(outputs)) if bias else None
+        self.contracted = len(inputs)
+
+    def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
+        y = jnp.tensordot(x, self.kernel[...], axes=self.contracted)
+        return y if self.bias is None else y + self.bias[...]
+
+
+class Attention(nnx.Module):
+    """Projections, q/k norm and rotation; who attends to what is the caller's `attend`.
+
+    The query carries the scale, so that `attend` multiplies by nothing.
+    """
+
+    def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
+        embed = {"embed": config.hidden_size}
+        heads = {"heads": config.num_heads, "head_dim": config.head_dim}
+        kv_heads = {"kv_heads": config.num_kv_heads, "head_dim": config.head_dim}
+        bias = config.attention_bias
+        self.query = Dense(embed, heads, config, rngs, bias=bias)
+        self.key = Dense(embed, kv_heads, config, rngs, bias=bias)
+        self.value = Dense(embed, kv_heads, config, rngs, bias=bias)
+        self.out = Dense(heads, embed, config, rngs, bias=bias)
+        normed = config.query_key_norm
+        self.query_norm = RMSNorm(config.head_dim, config) if normed else None
+        self.key_norm = RMSNorm(config.head_dim, config) if normed else None
+        scale = config.query_scale
+        self.scale = config.head_dim**-0.5 if scale is None else scale
+
+    def __call__(
+        self, x: Array, angles: Angles, attend: Attend, memory: Any, kind: LayerKind
+    ) -> tuple[Array, Any]:
+        query, key, value = self.query(x), self.key(x), self.value(x)
+        if self.query_norm is not None and self.key_norm is not None:
+            query, key = self.query_norm(query), self.key_norm(key)
+        query, key = rotate(query, angles, self.scale), rotate(key, angles)
+        out, memory = attend(query, key, value, memory, kind)
+        return self.out(out), memory
+
+
+class FeedForward(nnx.Module):
+    """down(activation(gate(x)) * up(x))."""
+
+    def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
+        embed, mlp = {"embed": config.hidden_size}, {"mlp": config.intermediate_size}
+        self.gate = Dense(embed, mlp, config, rngs)
+        self.up = Dense(embed, mlp, config, rngs)
+        self.down = Dense(mlp, embed, config, rngs)
+        self.activation = config.activation
+
+    def __call__(self, x: Float[Array, "*B E"]) -> Float[Array, "*B E"]:
+        return self.down(ACTIVATIONS[self.activation](self.gate(x)) * self.up(x))
+
+
+class Block(nnx.Module):
+    """One layer: h += attention(norm(h)); h += feed_forward(norm(h)).
+
+    With `sandwich_norms` each branch is normed once more before it is added (Gemma 2 and 3).
+    """
+
+    def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
+        def norm() -> RMSNorm:
+            return RMSNorm(config.hidden_size, config)
+
+        self.attention_norm, self.feed_forward_norm = norm(), norm()
+        self.attention = Attention(config, rngs)
+        self.feed_forward = FeedForward(config, rngs)
+        self.attention_out_norm = norm() if config.sandwich_norms else None
+        self.feed_forward_out_norm = norm() if config.sandwich_norms else None
+
+    def __call__(
+        self, hidden: Array, angles: Angles, attend: Attend, memory: Any, kind: LayerKind
+    ) -> tuple[Array, Any]:
+        branch = self.attention_norm(hidden)
+        branch, memory = self.attention(branch, angles, attend, memory, kind)
+        if self.attention_out_norm is not None:
+            branch = self.attention_out_norm(branch)
+        hidden = hidden + branch
+        branch = self.feed_forward(self.feed_forward_norm(hidden))
+        if self.feed_forward_out_norm is not None:
+            branch = self.feed_forward_out_norm(branch)
+        return hidden + branch, memory
+
+
+def _matrix(
+    shape: tuple[int, ...], axes: tuple[str, ...], config: ModelConfig, rngs: nnx.Rngs
+) -> nnx.Param:
+    # Drawn in float32 whatever the dtype: the same key gives the same weights, rounded.
+    value = INITIAL_STD * jax.random.normal(rngs.params(), shape, jnp.float32)
+    return nnx.Param(value.astype(config.dtype), axes=axes)

@@ -1,0 +1,113 @@
+"""What to generate next: the prompt stream, and the policy that reads from it.
+
+The stream has no end. Ordinal i stands for one row: each epoch visits every row once, in an order
+drawn from (seed, epoch) alone, so that a run resumes from its cursor and nothing else.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxgrpo.types import Prompts, Rollouts
+
+
+class PromptPolicy(NamedTuple):
+    """Which prompts to sample next. On the host, pure, the same on every process; state is saved.
+
+    State is a tree of numpy arrays whose structure, shapes and dtypes do not change.
+    """
+
+    name: str
+    init: Callable[[int, int], Any]  # (num_rows, seed) -> state
+    select: Callable[[Any, int, int], np.ndarray]
+    """(state, cursor, n) -> int32 [n], ordinals to sample; the cursor is the next unused one"""
+    observe: Callable[[Any, Rollouts], Any]
+    """(state, rollouts of all groups generated, also of those left out of the update) -> state"""
+
+
+def sequential() -> PromptPolicy:
+    """Takes the next n ordinals: every row once per epoch. Remembers nothing."""
+    return PromptPolicy(
+        name="sequential",
+        init=lambda num_rows, seed: {},
+        select=lambda state, cursor, n: np.arange(cursor, cursor + n, dtype=np.int32),
+        observe=lambda state, rollouts: state,
+    )
+
+
+@functools.lru_cache(maxsize=4)
+def _epoch_order(num_rows: int, seed: int, epoch: int) -> np.ndarray:
+    """A permutation of the rows, [num_rows], from the raw words of a counter-based generator.
+
+    `Generator.permutation` may change between NumPy releases; these words may not.
+    """
+    key = np.array([seed % 2**64, epoch], np.uint64)
+    words = np.random.Philox(key=key).random_raw(num_rows)
+    order = np.argsort(words, kind="stable").astype(np.int32)
+    order.flags.writeable = False  # the cache hands the same array to everyone
+    return order
+
+
+def row_of(ordinal: int | np.ndarray, num_rows: int, seed: int) -> np.ndarray:
+    """The row of the data set that an ordinal of the stream stands for.
+
+        row = order(seed, ordinal // num_rows)[ordinal % num_rows]
+
+    Shapes: ordinal [...] -> int32 [...].
+    Raises: ValueError on a negative ordinal or an empty data set.
+    >>> sorted(row_of(np.arange(4, 8), num_rows=4, seed=0).tolist())  # the second epoch
+    [0, 1, 2, 3]
+    """
+    ordinals = np.asarray(ordinal)
+    if num_rows < 1 or (ordinals < 0).any():
+        raise ValueError(
+            f"row_of got num_rows = {num_rows} and ordinals from {ordinals.min(initial=0)}: "
+            "it needs at least one row and no negative ordinal"
+        )
+    rows = np.empty(ordinals.shape, np.int32)
+    for epoch in np.unique(ordinals // num_rows):
+        here = ordinals // num_rows == epoch
+        rows[here] = _epoch_order(num_rows, seed, int(epoch))[ordinals[here] % num_rows]
+    return rows
+
+
+def make_prompts(
+    ordinals: np.ndarray,
+    tokens: Sequence[np.ndarray],
+    *,
+    seed: int,
+    step: int,
+    max_prompt_tokens: int,
+) -> Prompts:
+    """The prompts of one step as host arrays, right-padded with 0 to `max_prompt_tokens`.
+
+    Args:
+      ordinals: places in the stream, int32 [P].
+      tokens: the prompt of each row of the data set, int32 [length <= max_prompt_tokens].
+      seed: the run's; it orders the rows.
+      step: finished steps.
+    Raises: ValueError where a prompt is longer; `encode_prompts` says so before the run begins.
+    """
+    rows = row_of(ordinals, len(tokens), seed)
+    prompt_tokens = np.zeros((len(rows), max_prompt_tokens), np.int32)
+    prompt_mask = np.zeros((len(rows), max_prompt_tokens), bool)
+    for place, row in enumerate(rows):
+        length = len(tokens[row])
+        if length > max_prompt_tokens:
+            raise ValueError(
+                f"row {row} has {length} tokens, more than max_prompt_tokens = {max_prompt_tokens}"
+            )
+        prompt_tokens[place, :length] = tokens[row]
+        prompt_mask[place, :length] = True
+    arrays: dict[str, Any] = {  # numpy's: they go to the devices with the jitted call
+        "prompt_tokens": prompt_tokens,
+        "prompt_mask": prompt_mask,
+        "ordinal": np.asarray(ordinals, np.int32),
+        "row": rows,
+        "step": np.asarray(step, np.int32),
+    }
+    return Prompts(**arrays)

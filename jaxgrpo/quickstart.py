@@ -1,0 +1,62 @@
+"""`jaxgrpo quickstart`: a base model, GRPO on it, and what that changed, in one command."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import Progress
+
+from jaxgrpo import config as configs
+from jaxgrpo import runtime, training, warmstart
+from jaxgrpo.console import comparison, facts
+
+
+def main(overrides: Sequence[str] = ()) -> int:
+    """Builds the base where it is missing, trains it, prints the table. Returns the exit code."""
+    config = configs.load("quickstart", overrides)
+    console = Console(highlight=False)
+    runtime.start(config.mesh.platform)
+    base = Path(config.model.path)
+    if runtime.is_main() and not (base / "config.json").exists():
+        make_base(console, base, config.train.seed)
+    run = training.train(config, resume="auto")
+    if runtime.is_main():
+        show(console, run)
+    return 0
+
+
+def make_base(console: Console, path: Path, seed: int) -> None:
+    console.print(f"making a small base model in {path}: supervised warm start")
+    with Progress(console=console, transient=True) as progress:
+        bar = progress.add_task("warm start", total=None)
+
+        def report(done: int, steps: int, loss: float) -> None:
+            progress.update(bar, completed=done, total=steps, description=f"loss {loss:.3f}")
+
+        made = warmstart.make_base(path, "arithmetic", seed=seed, progress=report)
+    console.print(
+        f"base model: {made['parameters']:,} parameters, loss {made['loss']:.4f} nats per token "
+        f"(the corpus's own entropy is {made['loss_floor']:.4f}), {made['seconds']:.0f} s"
+    )
+
+
+def show(console: Console, run: training.Run) -> None:
+    """The table of the end, from summary.json's own numbers."""
+    summary = run.summary
+    names = ["accuracy", *(name for name in summary["base"] if name.startswith("pass@"))]
+    columns = {"base": summary["base"], "trained": summary["trained"]}
+    console.print(comparison("test problems", columns, [*names, "flat_groups"]))
+    speed = summary["time/tokens_per_second"]
+    facts(
+        console,
+        {
+            "seconds": f"{summary['time/seconds']:.0f}",
+            "sampled tokens per second": "–" if speed is None else f"{speed:,.0f}",
+            "model": summary["model"],
+            "summary": run.path / "summary.json",
+            "metrics": summary["metrics"],
+            "samples": run.path / "samples",
+        },
+    )

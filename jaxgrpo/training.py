@@ -1,0 +1,293 @@
+"""`jaxgrpo.train`: the loop over steps, with evaluation, logs, checkpoints and a clean stop.
+
+    prompts -> sample -> reward -> prepare (score, advantage) -> update -> log
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+import jaxgrpo
+from jaxgrpo import config as configs
+from jaxgrpo import runtime, sharding
+from jaxgrpo.advantages import AdvantageTransform
+from jaxgrpo.assembly import Setup, setup
+from jaxgrpo.config import Config
+from jaxgrpo.console import Display, facts
+from jaxgrpo.errors import InputError
+from jaxgrpo.evaluation import Evaluate, make_evaluator
+from jaxgrpo.io import huggingface
+from jaxgrpo.io.checkpoints import Checkpoints, parameter_hash
+from jaxgrpo.io.tracking import RunFolder, read_metrics
+from jaxgrpo.metrics import finalise, merge
+from jaxgrpo.optimizers import current_rate
+from jaxgrpo.rollouts import completion_ids
+from jaxgrpo.steps import Prepared
+from jaxgrpo.types import Rollouts, TrainState
+
+
+class Run(NamedTuple):
+    """A finished run."""
+
+    path: Path
+    summary: dict[str, Any]
+    state: TrainState
+
+
+def train(
+    config: Config | str | Path,
+    *,
+    resume: str | None = None,
+    rewards: Sequence[Callable[..., Any]] | None = None,
+    advantage: AdvantageTransform | None = None,
+    dataset: Sequence[Mapping[str, Any]] | None = None,
+) -> Run:
+    """Trains as a config says, and writes everything into its run folder.
+
+    Args:
+      config: a Config, a TOML file, or a shipped config's name.
+      resume: "auto" goes on from the newest checkpoint, or starts where there is none.
+      rewards, advantage, dataset: Python objects in the place of what the config names.
+
+    Returns: the run; its model stands in `path / "model"` as a Hugging Face folder.
+
+    Raises: InputError before anything long starts; runtime.StopRequested after a stop signal, when
+    everything is saved.
+    """
+    if not isinstance(config, Config):
+        config = configs.load(config)
+    line = runtime.start(config.mesh.platform)
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(RunFolder(config.run.dir, resume=resume == "auto"))
+        refuse_other_config(folder, config)
+        checkpoints = stack.enter_context(Checkpoints(folder.checkpoints, config.checkpoint.keep))
+        parts = setup(config, rewards=rewards, advantage=advantage, dataset=dataset)
+        state, done = _first_or_restored(parts, checkpoints)
+        folder.rewind(done if checkpoints.latest() is not None else None)
+        folder.write_config(configs.to_toml(config))
+        folder.copy_code(config.own_files)
+        display = stack.enter_context(
+            Display(config.train.steps, done, active=jax.process_index() == 0)
+        )
+        display.say(line)
+        stack.enter_context(runtime.stop_signals())
+        loop = _Loop(parts, folder, checkpoints, display)
+        state = loop.run(state, done)
+        checkpoints.wait()
+        summary = loop.finish(state)
+    return Run(Path(config.run.dir), summary, state)
+
+
+def dry_run(config: Config) -> None:
+    """Prints what `train` would do: config, devices, geometry, parameters, the first prompt."""
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    console.print(runtime.start(config.mesh.platform))
+    parts = setup(config)
+    geometry = parts.parts.geometry
+    prompts, _ = parts.select(parts.state)
+    first = int(sharding.to_host(prompts.row)[0])
+    ids = parts.encoded[first]
+    count = sum(leaf.size for leaf in jax.tree.leaves(parts.state.trainable))
+    console.print(configs.to_toml(config), markup=False)
+    samples = geometry.num_prompts * geometry.group_size
+    facts(
+        console,
+        {
+            "mesh": ", ".join(f"{name} {size}" for name, size in parts.mesh.shape.items()),
+            "parameters": f"{count:,}",
+            "a step": f"{geometry.num_prompts} prompts x {geometry.group_size} samples = {samples} "
+            f"completions of at most {geometry.max_completion_tokens} tokens",
+            "an update": f"at most {geometry.micro_batches} micro-batches of {geometry.bins} bins "
+            f"x {geometry.rows} rows ({geometry.prompts_per_bin} prompts each)",
+            "data": f"{len(parts.rows)} rows, {config.train.steps} steps draw "
+            f"{config.train.steps * geometry.num_prompts}",
+            "rewards": ", ".join(f"{r.name} x {r.weight:g}" for r in parts.rewards),
+            "first prompt": f"row {first}, {len(ids)} tokens: {parts.tokenizer.decode(ids)!r}",
+        },
+    )
+
+
+def refuse_other_config(folder: RunFolder, config: Config) -> None:
+    """A run goes on only with the config it began with, but for keys that may change."""
+    text = folder.config()
+    if text is None:
+        return
+    import tomllib
+
+    before = configs.from_dict(tomllib.loads(text))
+    difference = configs.resume_difference(before, config)
+    if difference:
+        raise InputError(
+            f"{folder.path}: the run began with another config; these keys may not change:\n  "
+            + "\n  ".join(difference)
+            + "\nset them back, or set run.dir to another folder"
+        )
+
+
+def _first_or_restored(parts: Setup, checkpoints: Checkpoints) -> tuple[TrainState, int]:
+    if checkpoints.latest() is None:
+        return parts.state, 0
+    state, _ = checkpoints.restore(parts.state)
+    return state, int(sharding.to_host(state.step))
+
+
+class _Loop:
+    """One run under way: what its steps share."""
+
+    def __init__(self, parts: Setup, folder: RunFolder, saved: Checkpoints, display: Display):
+        self.parts, self.folder, self.checkpoints, self.display = parts, folder, saved, display
+        self.config = parts.config
+        has_data = self.config.eval.data is not None
+        self.evaluate: Evaluate | None = make_evaluator(parts) if has_data else None
+        self.started = time.monotonic()
+        self.tokens = 0.0
+        self.seconds = 0.0
+
+    def run(self, state: TrainState, done: int) -> TrainState:
+        last = self.config.train.steps
+        if done == 0 and self.evaluate:
+            self.folder.write_metrics(0, self._measure(state, 0))
+        for number in range(done + 1, last + 1):
+            state = self._step(state, number)
+            stop = runtime.stop_requested(number)
+            if stop or number == last or number % self.config.checkpoint.every == 0:
+                self.checkpoints.save(number, state, {"jaxgrpo": jaxgrpo.__version__})
+            if stop and number < last:
+                self.checkpoints.wait()
+                raise runtime.StopRequested(self._how_to_go_on(number))
+        return state
+
+    def finish(self, state: TrainState) -> dict[str, Any]:
+        """The model as a Hugging Face folder, and the summary."""
+        model = self.folder.path / "model"
+        huggingface.save_model(model, self.parts.model, state.trainable, self.parts.tokenizer)
+        summary: dict[str, Any] = {
+            "step": int(sharding.to_host(state.step)),
+            "parameter_hash": parameter_hash(state.trainable),
+            "model": str(model),
+            "metrics": str(self.folder.path / "metrics.jsonl"),
+            "time/seconds": time.monotonic() - self.started,
+            "time/tokens_per_second": self.tokens / self.seconds if self.seconds else None,
+        }
+        if self.evaluate and runtime.is_main():
+            base, trained = _evaluations(self.folder)
+            summary |= {"base": base, "trained": trained}
+        self.folder.write_summary(summary)
+        self.display.say(f"parameter hash {summary['parameter_hash']}")
+        return summary
+
+    def _step(self, state: TrainState, number: int) -> TrainState:
+        clock, parts = _Clock(), self.parts
+        with clock("sample"):
+            prompts, state = parts.select(state)
+            rollouts = parts.sample(parts.sync(state), prompts, state.key)
+            jax.block_until_ready(rollouts.completion_tokens)
+        with clock("reward"):
+            rollouts = parts.reward(rollouts)
+        with clock("prepare"):
+            state, prepared = parts.prepare(state, rollouts)
+        with clock("update"):
+            state, metrics = parts.update(state, prepared.batch)
+            values = finalise(sharding.to_host(merge(prepared.metrics, metrics)))
+        values["learning_rate"] = float(sharding.to_host(current_rate(state.opt_state)))
+        values |= clock.seconds
+        self.tokens += values["num_tokens"]
+        self.seconds += values["time/step"]
+        self._log(state, number, rollouts, prepared, values)
+        return state
+
+    def _log(
+        self,
+        state: TrainState,
+        number: int,
+        rollouts: Rollouts,
+        prepared: Prepared,
+        values: dict[str, float],
+    ) -> None:
+        last = number == self.config.train.steps
+        if self.evaluate and (last or _due(number, self.config.eval.every)):
+            values |= self._measure(state, number)
+        if _due(number, self.config.run.samples_every) or number == 1:
+            self.folder.write_samples(number, sample_rows(self.parts, rollouts, prepared, number))
+        self.folder.write_metrics(number, values)
+        self.display.step(number, values)
+
+    def _measure(self, state: TrainState, number: int) -> dict[str, float]:
+        began = time.monotonic()
+        metrics = self.evaluate(self.parts.sync(state), number)  # pyright: ignore[reportOptionalCall]
+        self.display.evaluated(number, metrics)
+        named = {f"eval/{name}": value for name, value in metrics.items()}
+        return named | {"time/evaluate": time.monotonic() - began}
+
+    def _how_to_go_on(self, number: int) -> str:
+        source = self.config.source or self.folder.path / "config.toml"
+        return (
+            f"stopped after step {number} of {self.config.train.steps}, saved in {self.folder.path}"
+            f"; go on with: jaxgrpo train {source} --resume auto (and the same --set)"
+        )
+
+
+class _Clock:
+    """Wall-clock seconds of the phases of a step, as metrics."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextlib.contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        began = time.monotonic()
+        yield
+        spent = time.monotonic() - began
+        self.seconds[f"time/{phase}"] = spent
+        self.seconds["time/step"] = self.seconds.get("time/step", 0.0) + spent
+
+
+def sample_rows(
+    parts: Setup, rollouts: Rollouts, prepared: Prepared, number: int
+) -> Iterator[dict[str, Any]]:
+    """The samples of a step as rows of samples/step_N.jsonl, in order. Called by every process."""
+    host: Rollouts = sharding.to_host(rollouts)
+    advantage = sharding.to_host(prepared.advantage)
+    groups, samples, steps = host.token_mask.shape
+    ids = completion_ids(
+        host.completion_tokens.reshape(-1, steps), host.token_mask.reshape(-1, steps)
+    )
+    texts = parts.tokenizer.batch_decode(ids, skip_special_tokens=True)
+    for p, g in np.ndindex(groups, samples):
+        at = p * samples + g
+        yield {
+            "step": number,
+            "ordinal": int(host.ordinal[p]),
+            "row": int(host.row[p]),
+            "sample": g,
+            "prompt": parts.rows[int(host.row[p])]["prompt"],
+            "completion": texts[at],
+            "completion_ids": ids[at],
+            "logps": host.behavior_logp[p, g, : len(ids[at])],
+            "rewards": {name: float(value[p, g]) for name, value in host.rewards.items()},
+            "advantage": float(advantage[p, g]),
+            "truncated": bool(host.truncated[p, g]),
+        }
+
+
+def _evaluations(folder: RunFolder) -> tuple[dict[str, float], dict[str, float]]:
+    """The first and the last evaluation of a run, by their logged lines."""
+    measured = [
+        {name.removeprefix("eval/"): value for name, value in line.items() if "eval/" in name}
+        for line in read_metrics(folder.path / "metrics.jsonl")
+    ]
+    measured = [line for line in measured if line]
+    return measured[0], measured[-1]
+
+
+def _due(number: int, every: int) -> bool:
+    return bool(every) and number % every == 0

@@ -1,0 +1,130 @@
+"""The data that flow through a training step. This file is the specification: read it first.
+
+Shape letters: P prompts, G samples per prompt, S prompt positions, T completion positions; in the
+update batch K micro-batches, D bins (one per shard of data x fsdp), A prompts and R rows per bin
+and micro-batch, Q positions per row.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+from jax import Array
+
+Params = dict[str, Any]
+"""Nested dicts of arrays: all that leaves `models/` of a Flax module."""
+
+register = jax.tree_util.register_dataclass
+
+
+@register
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Prompts:
+    """The prompts of one step, each once, as tokens. Right-padded: position = index."""
+
+    prompt_tokens: Array  # [P, S] int32
+    prompt_mask: Array  # [P, S] bool, True on the prompt's own tokens
+    ordinal: Array  # [P] int32, place in the run's prompt stream
+    row: Array  # [P] int32, row in the data set
+    step: Array  # [] int32
+
+
+@register
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Rollouts:
+    """Prompts with G samples each. A group is one row of every [P, ...] array and never splits."""
+
+    prompt_tokens: Array  # [P, S] int32, once per group, right-padded
+    prompt_mask: Array  # [P, S] bool
+    completion_tokens: Array  # [P, G, T] int32, the end token included
+    token_mask: Array  # [P, G, T] bool, chosen by the policy (tool output, forced text: False)
+    behavior_logp: (
+        Array  # [P, G, T] float32 under the distribution sampled from; 0 outside the mask
+    )
+    rewards: dict[str, Array]  # name -> [P, G] float32, NaN = could not be scored
+    truncated: Array  # [P, G] bool, stopped by the length limit
+    ordinal: Array  # [P] int32, place in the run's prompt stream
+    row: Array  # [P] int32, row in the data set
+    policy_version: Array  # [P, G] int32, the step whose parameters sampled it
+    step: Array  # [] int32
+    fields: dict[str, Array]  # name -> [P, ...] or [P, G, ...]: what a method brings
+
+
+class RolloutSpec(NamedTuple):
+    """What a transform may know before the first rollout: sizes, names and whether rows come back."""
+
+    num_prompts: int
+    group_size: int
+    max_prompt_tokens: int
+    max_completion_tokens: int
+    rewards: tuple[str, ...] = ("reward",)
+    fields: frozenset[str] = frozenset()
+    num_rows: int | None = None  # rows of the data set; None: a stream, no row returns
+
+
+@register
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Signal:
+    """An advantage on its way through a chain."""
+
+    value: Array  # [P, G] or [P, G, T]; finite, 0 where masked
+    mask: Array  # same shape, bool; only shrinks
+
+
+@register
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainBatch:
+    """The update batch: whole completions in rows, prompts once per bin, padding nowhere trusted.
+
+    The last prompt token opens every sample's row, so each position predicts its own target.
+    Attention masks come from (segment, position) alone.
+    """
+
+    prompt_tokens: Array  # [K, D, A, S] int32, right-padded, without the last prompt token
+    prompt_length: Array  # [K, D, A] int32, tokens of it that are real
+    tokens: Array  # [K, D, R, Q] int32
+    targets: Array  # [K, D, R, Q] int32
+    segment: Array  # [K, D, R, Q] int32, 0 = padding, samples of a row counted from 1
+    position: Array  # [K, D, R, Q] int32
+    advantage: Array  # [K, D, R, Q] float32
+    weight: Array  # [K, D, R, Q] float32, the reduction's token weight
+    mask: Array  # [K, D, R, Q] bool, tokens the loss may read
+    proximal_logp: Array  # [K, D, R, Q] float32
+    fields: dict[str, Array]  # name -> [K, D, R, Q]
+    row_prompt: Array  # [K, D, R] int32, index into A of the same bin
+    num_live: Array  # [] int32, micro-batches to run
+
+
+@register
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainState:
+    """Everything that resuming needs, and nothing else."""
+
+    step: Array  # [] int32, finished steps
+    trainable: Params
+    frozen: dict[str, Params]  # "reference", "base", ...: only those a method asks for
+    opt_state: Any
+    advantage_state: Any
+    prompt_policy_state: Any  # host arrays
+    cursor: Array  # [] int32, next ordinal of the prompt stream
+    key: Array  # [2] uint32, key data of the run's key
+    leftover: Rollouts | None = None  # rollouts begun and not yet used
+
+
+class Field(NamedTuple):
+    """What a name in `needs` stands for: its shape, and who produces it."""
+
+    shape: str
+    policy: str  # whose parameters score it: "trainer", "reference" or "base"
+    quantity: str  # "logp" or "entropy"
+
+
+FIELDS: dict[str, Field] = {
+    "trainer_logp": Field("[P, G, T]", "trainer", "logp"),
+    "token_entropy": Field("[P, G, T]", "trainer", "entropy"),
+    "reference_logp": Field("[P, G, T]", "reference", "logp"),
+    "base_logp": Field("[P, G, T]", "base", "logp"),
+}
+"""Fields that a pass of a model produces. Any other need is a column of the data or a reward."""

@@ -1,0 +1,168 @@
+"""What holds for every part and recipe, present and future (`laws.chains`)."""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+
+import jax
+import jax.numpy as jnp
+import laws
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+TOLERANCE = {np.float64: 1e-12, np.float32: 2e-5}
+compiled = jax.jit(laws.run_all)
+
+
+@pytest.fixture(params=[np.float64, np.float32], ids=["float64", "float32"])
+def dtype(request):
+    """Laws hold in float64 up to 1e-12; float32 is the spot check."""
+    with jax.enable_x64(request.param is np.float64):
+        yield request.param
+
+
+def check_equal(left, right, tolerance: float) -> None:
+    assert left.keys() == right.keys()
+    for label in left:
+        for one, other in zip(
+            jax.tree.leaves(left[label]), jax.tree.leaves(right[label]), strict=True
+        ):
+            np.testing.assert_allclose(one, other, tolerance, tolerance, err_msg=label)
+
+
+def permuted(outcome, index):
+    return {
+        label: jax.tree.map(lambda leaf: leaf[index], signal)
+        for label, (signal, _, _) in outcome.items()
+    }
+
+
+def test_masked_samples_and_padding_have_no_influence(dtype):
+    rollouts = laws.make_rollouts(dtype)
+    check_equal(compiled(rollouts), compiled(laws.garble(rollouts)), 0)
+
+
+def test_a_permuted_group_gives_permuted_advantages(dtype):
+    rollouts = laws.make_rollouts(dtype)
+    order = np.random.default_rng(1).permutation(laws.G)
+
+    def samples(leaf):
+        return leaf[:, order] if leaf.shape[:2] == (laws.P, laws.G) else leaf
+
+    moved = compiled(jax.tree.map(samples, rollouts))
+    plain = permuted(compiled(rollouts), (slice(None), order))
+    check_equal(plain, permuted(moved, ...), TOLERANCE[dtype])
+
+
+def test_permuted_prompts_give_permuted_advantages_unless_ordered(dtype):
+    rollouts = laws.make_rollouts(dtype)
+    order = np.random.default_rng(2).permutation(laws.P)
+    moved = compiled(jax.tree.map(lambda leaf: leaf[order] if leaf.ndim else leaf, rollouts))
+    free = {label for label, whole in laws.chains().items() if not whole.ordered}
+    plain = {key: value for key, value in compiled(rollouts).items() if key in free}
+    moved = {key: value for key, value in moved.items() if key in free}
+    check_equal(permuted(plain, order), permuted(moved, ...), TOLERANCE[dtype])
+
+
+def test_values_are_finite_and_zero_where_masked(dtype):
+    for label, (signal, _, _) in compiled(laws.make_rollouts(dtype)).items():
+        value, mask = np.asarray(signal.value), np.asarray(signal.mask)
+        assert np.isfinite(value).all(), label
+        assert (value[~mask] == 0).all(), label
+        assert mask.any(), label
+
+
+def test_masks_only_shrink(dtype):
+    rollouts = laws.make_rollouts(dtype)
+    missing = ~np.isfinite(np.asarray(rollouts.rewards["correct"]))
+    missing &= ~np.isfinite(np.asarray(rollouts.rewards["style"]))
+    assert missing.sum() == len(laws.MISSING)
+    for label, (signal, _, _) in compiled(rollouts).items():
+        mask = np.asarray(signal.mask)
+        assert not mask[missing].any(), label
+        if mask.ndim == 3:
+            assert not mask[~np.asarray(rollouts.token_mask)].any(), label
+
+
+def test_state_keeps_structure_and_dtype_and_a_step_is_traced_once(dtype):
+    traces = []
+
+    @jax.jit
+    def step(rollouts, states):
+        traces.append(None)
+        return {
+            label: laws.run(whole, rollouts, states[label])
+            for label, whole in laws.chains().items()
+        }
+
+    states = {
+        label: whole.init(laws.adv.base.spec_of(laws.make_rollouts(dtype)))
+        for label, whole in laws.chains().items()
+    }
+    for seed in range(3):
+        outcome = step(laws.make_rollouts(dtype, seed), states)
+        after = {label: state for label, (_, state, _) in outcome.items()}
+        assert jax.tree.structure(after) == jax.tree.structure(states)
+        for old, new in zip(jax.tree.leaves(states), jax.tree.leaves(after), strict=True):
+            assert (old.shape, old.dtype) == (new.shape, new.dtype)
+        states = after
+    assert len(traces) == 1
+    assert float(states["own 0"]["running_mean"]["count"]) > 0
+
+
+def test_four_devices_give_what_one_gives(dtype):
+    rollouts = laws.make_rollouts(dtype)
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
+    split = NamedSharding(mesh, PartitionSpec("data"))
+    whole = NamedSharding(mesh, PartitionSpec())
+
+    def place(leaf):
+        return jax.device_put(leaf, split if leaf.ndim else whole)
+
+    spread = compiled(jax.tree.map(place, rollouts))
+    assert len(spread["recipe grpo 0"][0].value.sharding.device_set) == 4
+    check_equal(compiled(rollouts), spread, TOLERANCE[dtype])
+
+
+def test_jit_gives_what_plain_calls_give(dtype):
+    rollouts = laws.make_rollouts(dtype)
+    check_equal(compiled(rollouts), laws.run_all(rollouts), TOLERANCE[dtype])
+
+
+def test_no_gradient_flows_through(dtype):
+    rollouts = laws.make_rollouts(dtype)
+
+    @jax.jit
+    def slope(rewards, fields, behavior_logp):
+        def total(rewards, fields, behavior_logp):
+            given = dataclasses.replace(
+                rollouts, rewards=rewards, fields=fields, behavior_logp=behavior_logp
+            )
+            outcome = laws.run_all(given)
+            return sum(jnp.square(signal.value).sum() for signal, _, _ in outcome.values())
+
+        return jax.grad(total, argnums=(0, 1, 2))(rewards, fields, behavior_logp)
+
+    rewards = {name: jnp.nan_to_num(leaf) for name, leaf in rollouts.rewards.items()}
+    for leaf in jax.tree.leaves(slope(rewards, rollouts.fields, rollouts.behavior_logp)):
+        assert (np.asarray(leaf) == 0).all()
+
+
+@pytest.mark.parametrize("name", ["float32", "bfloat16", "float16"])
+def test_the_dtype_of_the_rewards_is_kept(name):
+    rollouts = laws.make_rollouts()
+    rewards = {key: leaf.astype(name) for key, leaf in rollouts.rewards.items()}
+    given = dataclasses.replace(rollouts, rewards=rewards)
+    for label, (signal, _, _) in jax.eval_shape(laws.run_all, given).items():
+        assert signal.value.dtype == name, label
+
+
+def test_parts_work_under_vmap():
+    rollouts = [laws.make_rollouts(seed=seed) for seed in (0, 1)]
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *rollouts)
+    both = jax.jit(jax.vmap(laws.run_all))(stacked)
+    for index, one in enumerate(rollouts):
+        alone = jax.tree.map(operator.itemgetter(index), both)
+        check_equal(alone, compiled(one), 2e-5)

@@ -1,0 +1,252 @@
+"""Recipes against NumPy written from the papers, the peers' numbers and the closed forms."""
+
+from __future__ import annotations
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import laws
+import numpy as np
+import pytest
+
+from jaxgrpo.advantages import (
+    chain,
+    compute,
+    divide_by_group_std,
+    evaluate,
+    mask_truncated,
+    mask_zero_variance,
+    sign,
+    subtract_group_mean,
+    sum_rewards,
+)
+from jaxgrpo.errors import InputError
+
+NAN = np.nan
+
+
+def grpo_oracle(rewards, mask, eps=1e-6, ddof=1, divide=True):
+    """Group-normalised advantages of one [P, G] reward in float64, group by group."""
+    out = np.zeros(np.shape(rewards))
+    for group, (row, keep) in enumerate(zip(rewards, mask, strict=True)):
+        scored = np.asarray(row, np.float64)[keep]
+        if len(scored) < 2 or scored.max() == scored.min():
+            continue
+        scale = scored.std(ddof=ddof) + eps if divide else 1.0
+        out[group, keep] = (scored - scored.mean()) / scale
+    return out
+
+
+def advantages(recipe, rewards, options=None, **fields):
+    """The values of `evaluate`, jitted: one small program instead of thirty."""
+    run = jax.jit(lambda rewards, fields: evaluate(recipe, rewards, options=options, **fields)[0])
+    return np.asarray(run(jax.tree.map(jnp.asarray, rewards, is_leaf=is_rows), fields))
+
+
+def is_rows(node):
+    return isinstance(node, (list, tuple))
+
+
+@pytest.mark.parametrize("ddof", [0, 1])
+def test_grpo_and_dr_grpo_are_the_papers_formulas(ddof):
+    with jax.enable_x64(True):
+        rollouts = laws.make_rollouts(np.float64)
+        rewards = {name: np.asarray(leaf) for name, leaf in rollouts.rewards.items()}
+        total = rewards["correct"] + 0.2 * rewards["style"]
+        mask = np.isfinite(total)
+        weights = {"correct": 1.0, "style": 0.2}
+        options = {"eps": 1e-3, "ddof": ddof, "weights": weights}
+        normalised = advantages("grpo", rewards, options=options)
+        centred = advantages("dr_grpo", rewards, options={"weights": weights})
+    np.testing.assert_allclose(normalised, grpo_oracle(total, mask, 1e-3, ddof), atol=1e-12)
+    np.testing.assert_allclose(centred, grpo_oracle(total, mask, divide=False), atol=1e-12)
+
+
+GOLDEN = {  # rewards: (TRL group, verl and SkyRL, Dr. GRPO); torch_peers table of golden values
+    (1.0, 0.0, 0.0, 0.0): (
+        [1.4997, -0.4999, -0.4999, -0.4999],
+        [1.499997, -0.499999, -0.499999, -0.499999],
+        [0.75, -0.25, -0.25, -0.25],
+    ),
+    (1.0, 1.0, 1.0, 0.0): (
+        [0.4999, 0.4999, 0.4999, -1.4997],
+        [0.499999, 0.499999, 0.499999, -1.499997],
+        [0.25, 0.25, 0.25, -0.75],
+    ),
+    (0.2, 0.9, 0.5, 0.5): (
+        [-1.131111, 1.305128, -0.087009, -0.087009],
+        [-1.131501, 1.305578, -0.087039, -0.087039],
+        [-0.325, 0.375, -0.025, -0.025],
+    ),
+    (1.0, 0.0): ([0.707007, -0.707007], [0.707106, -0.707106], [0.5, -0.5]),
+    (1.0, 1.0, 1.0, 1.0): ([0.0] * 4, [0.0] * 4, [0.0] * 4),
+    (1.0,): ([0.0], [0.0], [0.0]),  # verl keeps the raw reward of a single sample: we do not
+}
+
+
+@pytest.mark.parametrize("rewards", GOLDEN)
+def test_the_peers_golden_values_are_met(rewards):
+    trl, verl, dr_grpo = GOLDEN[rewards]
+    np.testing.assert_allclose(
+        advantages("grpo", [rewards], options={"eps": 1e-4})[0], trl, atol=2e-6
+    )
+    np.testing.assert_allclose(advantages("grpo", [rewards])[0], verl, atol=2e-6)
+    np.testing.assert_allclose(advantages("dr_grpo", [rewards])[0], dr_grpo, atol=2e-6)
+
+
+def test_only_equal_rewards_are_flat_and_eps_bounds_what_noise_becomes():
+    with jax.enable_x64(True):
+        equal = advantages("grpo", [[0.3, 0.3, 0.3, 0.3]])
+        differ = advantages("grpo", [[0.1 + 0.2, 0.3, 0.3, 0.3]])
+    assert (equal == 0).all()
+    assert 0 < np.abs(differ).max() < 1e-9  # 0.1 + 0.2 is 3e-17 too much; eps is 1e-6
+
+
+def test_equal_float32_rewards_give_exactly_zero_in_every_relative_recipe():
+    random = np.random.default_rng(0)
+    run = jax.jit(
+        lambda a, b: (
+            [
+                evaluate(recipe, {"a": a, "b": b}, options={"weights": {"a": 0.7, "b": 0.3}})[0]
+                for recipe in ("grpo", "dr_grpo")
+            ]
+            + [
+                evaluate(chain(sum_rewards(a=0.7, b=0.3), divide_by_group_std()), {"a": a, "b": b})[
+                    0
+                ]
+            ]
+        )
+    )
+    for size in (2, 3, 7, 8, 16, 33):
+        a, b = (
+            np.repeat(random.normal(size=(512, 1)).astype(np.float32), size, 1) for _ in range(2)
+        )
+        std = (0.7 * a + 0.3 * b).std(axis=1)
+        assert size not in (7, 33) or (std > 0).any()  # the trap: a deviation is not 0 here
+        for advantage in run(a, b):
+            assert (np.asarray(advantage) == 0).all()
+
+
+def test_expected_gradient_weights_are_the_closed_forms():
+    """Over all {0,1}^G: E[(1/G) sum_i A_i (r_i - p) / (p q)] is the weight on grad p.
+
+    All G from 1 to 8 in one batch, shorter groups filled up with unscored samples.
+    """
+    sizes = range(1, 9)
+    rows = [list(bits) for size in sizes for bits in itertools.product([0.0, 1.0], repeat=size)]
+    groups = np.array([row + [NAN] * (8 - len(row)) for row in rows])
+    with jax.enable_x64(True):
+        centred, signs = advantages("dr_grpo", groups), advantages("sign", groups)
+        divided = advantages("grpo", groups, options={"eps": 0.0, "ddof": 0})
+    number = np.isfinite(groups).sum(1)
+    for size, p in itertools.product(sizes, (0.02, 0.3, 0.5, 0.9)):
+        rewards, q = groups[number == size, :size], 1 - p
+        wins = rewards.sum(1)
+        chance = p**wins * q ** (size - wins)
+
+        def weight(advantage, where=1.0):
+            used = advantage[number == size, :size] * (rewards - p) / (p * q)  # noqa: B023
+            return (chance * where * used.mean(1)).sum()  # noqa: B023
+
+        spread = (chance * np.sqrt(wins * (size - wins))).sum() / (size * p * q)
+        close = {"rtol": 1e-10, "atol": 1e-12}
+        np.testing.assert_allclose(weight(centred), 1 - 1 / size, **close)
+        np.testing.assert_allclose(weight(divided), spread, **close)
+        np.testing.assert_allclose(weight(signs), 2, **close)
+        np.testing.assert_allclose(weight(signs, wins == 0), q ** (size - 1), **close)
+        np.testing.assert_allclose(weight(signs, wins == size), p ** (size - 1), **close)
+
+
+def test_one_success_of_many_has_the_bound_of_each_deviation():
+    one = np.eye(1, 64, dtype=np.float32)
+    by_n = advantages("grpo", one, options={"eps": 0.0, "ddof": 0})[0, 0]
+    by_n_less_one = advantages("grpo", one, options={"eps": 0.0})[0, 0]
+    np.testing.assert_allclose([by_n, by_n_less_one], [np.sqrt(63), 63 / np.sqrt(64)], rtol=1e-5)
+
+
+def test_an_unscored_sample_does_not_move_the_baseline():
+    value = advantages("dr_grpo", [[NAN, 1.0, 0.0, 1.0]])
+    np.testing.assert_allclose(value[0], [0, 1 / 3, -2 / 3, 1 / 3], rtol=1e-6)
+    _, mask = evaluate("dr_grpo", [[NAN, 1.0, np.inf, 1.0], [NAN, NAN, NAN, -np.inf]])
+    assert mask.tolist() == [[False, True, False, True], [False] * 4]
+
+
+def test_one_scored_sample_gives_zero_and_stays_unmasked():
+    for recipe in ("grpo", "dr_grpo"):
+        value, mask = evaluate(recipe, [[NAN, 1.0, NAN]])
+        assert value.tolist() == [[0, 0, 0]]
+        assert mask.tolist() == [[False, True, False]]
+
+
+def test_a_mask_for_plain_arrays_counts_as_unscored():
+    value, mask = evaluate("dr_grpo", [[5.0, 1.0, 0.0, 1.0]], mask=[[False, True, True, True]])
+    np.testing.assert_allclose(value[0], [0, 1 / 3, -2 / 3, 1 / 3], rtol=1e-6)
+    assert mask.tolist() == [[False, True, True, True]]
+
+
+def test_a_huge_group_keeps_its_digits():
+    rewards = 1000 + np.random.default_rng(0).normal(size=(1, 200_000)).astype(np.float32)
+    oracle = grpo_oracle(rewards, np.ones_like(rewards, bool))
+    np.testing.assert_allclose(advantages("grpo", rewards), oracle, atol=1e-3)
+
+
+def test_the_standard_deviation_is_that_of_the_values_it_gets():
+    rewards = [[3.0, 5.0, 10.0, NAN]]
+    alone = advantages(chain(sum_rewards(), divide_by_group_std()), rewards)
+    centred = advantages("grpo", rewards)
+    std = np.std([3.0, 5.0, 10.0], ddof=1) + 1e-6
+    np.testing.assert_allclose(alone[0], [3 / std, 5 / std, 10 / std, 0], rtol=1e-6)
+    np.testing.assert_allclose(centred[0], [-3 / std, -1 / std, 4 / std, 0], rtol=1e-6)
+
+
+def test_truncated_samples_leave_statistics_only_before_the_baseline():
+    rewards, truncated = [[0.0, 0.0, 1.0, 1.0]], [[False, False, False, True]]
+    before = chain(sum_rewards(), mask_truncated(), subtract_group_mean())
+    after = chain(sum_rewards(), subtract_group_mean(), mask_truncated())
+    early = advantages(before, rewards, truncated=truncated)
+    late, mask = evaluate(after, rewards, truncated=truncated)
+    np.testing.assert_allclose(early[0], [-1 / 3, -1 / 3, 2 / 3, 0], rtol=1e-6)
+    np.testing.assert_allclose(late[0], [-0.5, -0.5, 0.5, 0], rtol=1e-6)
+    assert mask.tolist() == [[True, True, True, False]]
+
+
+def test_zero_variance_groups_leave_the_mask_wherever_the_step_stands():
+    rewards = [[0.1, 0.1, 0.1], [0.0, 1.0, NAN], [NAN, NAN, 1.0]]
+    first = chain(sum_rewards(), mask_zero_variance(), subtract_group_mean())
+    last = chain(sum_rewards(), subtract_group_mean(), mask_zero_variance())
+    for whole in (first, last):
+        value, mask = evaluate(whole, rewards)
+        assert mask.tolist() == [[False] * 3, [True, True, False], [False] * 3]
+        np.testing.assert_allclose(value[1], [-0.5, 0.5, 0])
+    rollouts = laws.make_rollouts()
+    _, _, metrics = compute(chain(sum_rewards(), mask_zero_variance()), rollouts)
+    # Prompts 0 and 2 are flat, 7 has one sample; 6 has none and is no group.
+    assert metrics["mask_zero_variance/masked_groups"].result() == pytest.approx(3 / 8)
+
+
+def test_sign_keeps_flat_groups_alive():
+    value, mask = evaluate("sign", [[0.0, 0.0], [1.0, 1.0], [1.0, NAN]])
+    assert value.tolist() == [[-1, -1], [1, 1], [1, 0]]
+    assert mask.tolist() == [[True, True], [True, True], [True, False]]
+
+
+def test_sign_refuses_rewards_that_are_not_binary():
+    with pytest.raises(InputError, match=r"rewards in \{0, 1\} but got 0.5: give threshold"):
+        evaluate("sign", [[0.0, 0.5]])
+    value, mask = jax.jit(lambda rewards: evaluate("sign", rewards))(jnp.array([[0.0, 0.5, 1.0]]))
+    assert value.tolist() == [[-1, 0, 1]]  # nothing can be raised under jit: masked and counted
+    assert mask.tolist() == [[True, False, True]]
+    assert advantages("sign", [[0.0, 0.5, 1.2]], options={"threshold": 0.5}).tolist() == [
+        [-1, 1, 1]
+    ]
+
+
+def test_sign_counts_what_it_refused():
+    rollouts = laws.make_rollouts()
+    run = jax.jit(lambda rollouts: compute(chain(sum_rewards(), sign()), rollouts))
+    total = np.asarray(rollouts.rewards["correct"] + rollouts.rewards["style"])
+    scored = total[np.isfinite(total)]
+    expected = (~np.isin(scored, [0, 1])).mean()
+    assert expected > 0.9
+    assert run(rollouts)[2]["sign/refused"].result() == pytest.approx(expected)

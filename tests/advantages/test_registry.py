@@ -1,0 +1,132 @@
+"""Names, options and own code as a config gives them, and what the package may load."""
+
+from __future__ import annotations
+
+import dataclasses
+import doctest
+import re
+import subprocess
+
+import laws
+import numpy as np
+import pytest
+
+from jaxgrpo import names
+from jaxgrpo.advantages import absolute, base, build, chain, evaluate, registry, sign, stats
+from jaxgrpo.errors import InputError
+
+REWARDS = [[0.0, 1.0, 4.0]]
+
+
+def clipped(limit=3.0):
+    """A factory of a user: options in, function out."""
+
+    def soft_clip(signal, rollouts):
+        return dataclasses.replace(signal, value=signal.value.clip(-limit, limit))
+
+    return soft_clip
+
+
+def twice(signal, rollouts):
+    return dataclasses.replace(signal, value=2 * signal.value)
+
+
+def halved():
+    return base.transform(lambda signal, rollouts: twice(signal, rollouts), name="halved")
+
+
+def refuses(message: str):
+    return pytest.raises(InputError, match=re.escape(message))
+
+
+def test_a_list_of_steps_is_the_chain_of_their_factories():
+    steps = [
+        {"use": "sum_rewards", "reward": 2.0},
+        {"use": twice},
+        {"use": clipped, "limit": 3.0},
+        clipped,
+        {"use": halved},
+        laws.soften,
+        "mask_zero_variance",
+    ]
+    whole = build(steps)
+    assert [key for key, _ in whole.steps] == [
+        "sum_rewards", "twice", "clipped", "clipped_2", "halved", "soften", "mask_zero_variance",
+    ]  # fmt: skip
+    value, _ = evaluate(build(steps[:3]), REWARDS)
+    assert value.tolist() == [[0, 3, 3]]
+    assert evaluate(steps[:2], REWARDS)[0].tolist() == [[0, 4, 16]]
+
+
+def test_steps_for_each_reward_are_lists_in_the_list():
+    inner = [{"use": "subtract_group_mean"}, {"use": "divide_by_group_std", "ddof": 0}]
+    spec = [{"use": "per_reward", "transform": inner}, {"use": "sum_rewards"}]
+    one = [{"use": "per_reward", "transform": {"use": "subtract_group_mean"}}]
+    rewards = {"a": [[0.0, 1.0]], "b": [[8.0, 0.0]]}
+    np.testing.assert_allclose(evaluate(spec, rewards)[0], [[0, 0]], atol=1e-5)
+    assert evaluate([*one, "sum_rewards"], rewards)[0].tolist() == [[3.5, -3.5]]
+
+
+def test_recipes_are_found_by_name_with_their_options():
+    value, _ = evaluate("grpo", REWARDS, options={"eps": 1.0, "ddof": 0})
+    scored = np.array(REWARDS[0])
+    np.testing.assert_allclose(value[0], (scored - scored.mean()) / (scored.std() + 1), rtol=1e-6)
+    assert build(sign()).steps[0][0] == "sign"
+
+
+def test_an_unknown_name_or_option_names_the_nearest():
+    with refuses("unknown recipe 'gropo': did you mean 'grpo'? Known: dr_grpo, grpo, sign"):
+        build("gropo")
+    with refuses("recipe grpo: unknown option 'epz': did you mean 'eps'? Known: ddof, eps, weigh"):
+        build("grpo", {"epz": 1.0})
+    with refuses("options belong to a recipe given by name"):
+        build(chain(laws.soften), {"eps": 1.0})
+    with refuses("per_reward: missing a required argument: 'transform'; it takes (transform"):
+        build(["per_reward"])
+
+
+def test_all_wrong_steps_come_in_one_message():
+    with pytest.raises(InputError) as caught:
+        build([{"use": "sum_reward"}, {"use": "sign", "treshold": 1}, {"name": "sign"}, "sign"])
+    assert str(caught.value).splitlines() == [
+        "advantage[0]: unknown part 'sum_reward': did you mean 'sum_rewards'? Known: "
+        + ", ".join(sorted(registry.parts)),
+        "advantage[1]: sign: unknown option 'treshold': did you mean 'threshold'? Known: threshold",
+        "advantage[2]: {'name': 'sign'} names no part: write { use = 'sum_rewards', ... }",
+    ]
+
+
+def test_own_code_is_told_how_to_take_options():
+    with refuses("twice(signal, rollouts) takes no options: make it a factory, def twice(limit):"):
+        build([{"use": twice, "limit": 3.0}])
+    with refuses("clipped: unknown option 'limt': did you mean 'limit'?"):
+        build([{"use": clipped, "limt": 3.0}])
+    with refuses("<lambda> returned int, expected a transform or a function"):
+        build([{"use": lambda: 3}])
+    with refuses("soften is a finished transform and takes no options"):
+        build([{"use": laws.soften, "limit": 3.0}])
+    with refuses("3 is neither a part's name, a transform nor a function"):
+        build([{"use": 3}])
+
+
+def test_importing_the_core_loads_nothing_beyond_jax(python, environment):
+    code = (
+        "import sys, jax, jaxtyping; before = set(sys.modules)\n"
+        "import jaxgrpo.advantages, jaxgrpo.losses, jaxgrpo.diagnostics\n"
+        "more = {name for name in set(sys.modules) - before if not name.startswith('jaxgrpo')}\n"
+        "assert not more, more\n"
+        "assert not {'flax', 'optax', 'transformers'} & set(sys.modules)\n"
+        "mine = sorted(name for name in sys.modules if name.startswith('jaxgrpo.'))\n"
+        "assert not [name for name in mine if name.startswith('jaxgrpo.models')], mine\n"
+        "print(jaxgrpo.advantages.evaluate('dr_grpo', [[0.0, 1.0]])[0].tolist())\n"
+    )
+    done = subprocess.run(
+        [python, "-c", code], env=environment(), capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "[[-0.5, 0.5]]"
+
+
+@pytest.mark.parametrize("module", [absolute, base, registry, stats, names])
+def test_examples_in_docstrings_hold(module):
+    assert doctest.testmod(module).failed == 0

@@ -1,0 +1,227 @@
+"""The run folder: who may have it, and what a kill leaves of its files."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxgrpo.errors import InputError
+from jaxgrpo.io.tracking import SAMPLE_KEYS, RunFolder, plain, read_metrics, write_atomically
+
+ROW = {
+    "step": np.int32(3),
+    "ordinal": 1,
+    "row": 5,
+    "sample": 0,
+    "prompt": "1+1",
+    "completion": "zwei \u2028 \udc80 <img>",
+    "completion_ids": np.array([4, 2], np.int32),
+    "logps": np.array([-0.5, -1.0], np.float32),
+    "rewards": {"correct": np.float32(1.0), "judge": math.nan},
+    "advantage": jnp.float32(0.25),
+    "truncated": np.bool_(False),
+}
+
+
+def append(file: Path, text: bytes) -> None:
+    with open(file, "ab") as end:
+        end.write(text)
+
+
+def test_a_fresh_folder_is_made_and_a_full_one_refused(tmp_path):
+    path = tmp_path / "runs" / "a"
+    with RunFolder(path) as run:
+        run.write_metrics(1, {"reward": 0.5})
+    with pytest.raises(InputError, match=r"holds metrics.jsonl\): go on .* by --resume auto"):
+        RunFolder(path)
+    with RunFolder(path, resume=True):
+        assert read_metrics(path) == [{"step": 1, "reward": 0.5}]
+
+
+def test_a_refused_folder_is_left_as_it_was(tmp_path):
+    (tmp_path / "thesis.tex").write_text("x")
+    with pytest.raises(InputError, match="not empty"):
+        RunFolder(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
+    with pytest.raises(InputError, match="is a file: give a folder"):
+        RunFolder(tmp_path / "thesis.tex", resume=True)
+
+
+def test_an_empty_folder_may_be_begun_and_begun_again(tmp_path):
+    RunFolder(tmp_path).close()
+    RunFolder(tmp_path).close()
+
+
+def test_two_trainers_cannot_share_a_folder(tmp_path):
+    first = RunFolder(tmp_path)
+    with pytest.raises(InputError, match=r"in use by another trainer \(process \d+ on "):
+        RunFolder(tmp_path, resume=True)
+    first.close()
+    RunFolder(tmp_path, resume=True).close()
+
+
+HOLD = """
+import sys, time
+from jaxgrpo.io.tracking import RunFolder
+run = RunFolder(sys.argv[1])
+run.write_metrics(1, {"loss": 1.0})
+print("held", flush=True)
+time.sleep(60)
+"""
+
+
+def test_the_lock_of_a_killed_trainer_is_free(tmp_path, python, environment):
+    command = [python, "-c", HOLD, str(tmp_path)]
+    with subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "held\n"
+        with pytest.raises(InputError, match=f"process {holder.pid} on"):
+            RunFolder(tmp_path, resume=True)
+        holder.kill()
+    with RunFolder(tmp_path, resume=True):
+        assert len(read_metrics(tmp_path)) == 1
+
+
+def test_a_line_is_json_with_its_names_in_order_and_no_nan(tmp_path):
+    with RunFolder(tmp_path) as run:
+        run.write_metrics(
+            2, {"z": jnp.float32(0.1), "a": np.nan, "b": -math.inf, "c": np.int64(7), "note": "x"}
+        )
+        line = (tmp_path / "metrics.jsonl").read_text()  # already there: nothing is buffered
+    wanted = '{"step": 2, "a": null, "b": null, "c": 7, "note": "x", "z": 0.10000000149011612}\n'
+    assert line == wanted
+
+
+def test_the_same_run_writes_the_same_bytes(tmp_path):
+    for name, order in (("a", 1), ("b", -1)):
+        with RunFolder(tmp_path / name) as run:
+            for step in range(5):
+                metrics = {"loss": np.float32(1) / (step + 3), "entropy": 0.1 * step}
+                run.write_metrics(step, dict(list(metrics.items())[::order]))
+            run.write_samples(4, [ROW])
+    for file in ("metrics.jsonl", "samples/step_4.jsonl"):
+        assert (tmp_path / "a" / file).read_bytes() == (tmp_path / "b" / file).read_bytes()
+
+
+def test_a_metric_that_is_no_number_is_named(tmp_path):
+    with RunFolder(tmp_path) as run, pytest.raises(TypeError, match=r"reward is set, which JSON"):
+        run.write_metrics(1, {"reward": {1}})
+    with pytest.raises(TypeError, match=r"value\.a\[1\] is object"):
+        plain({"a": [1, object()]})
+
+
+@pytest.mark.parametrize("torn", [b"", b'{"step": 5, "lo', b'{"step": 5}', b"\x00\x00\x00"])
+def test_resuming_keeps_the_lines_up_to_the_checkpoint_byte_for_byte(tmp_path, torn):
+    with RunFolder(tmp_path) as run:
+        for step in range(5):
+            run.write_metrics(step, {"loss": 0.1 * step})
+            run.write_samples(step, [ROW])
+    file = tmp_path / "metrics.jsonl"
+    whole = file.read_bytes()
+    file.write_bytes(whole + torn)
+    assert len(read_metrics(file)) == 5
+    with RunFolder(tmp_path, resume=True) as run:
+        run.rewind(2)
+        assert file.read_bytes() == b"".join(whole.splitlines(keepends=True)[:3])
+        assert sorted(p.stem for p in (tmp_path / "samples").iterdir()) == [
+            "step_0",
+            "step_1",
+            "step_2",
+        ]
+        for step in (3, 4):
+            run.write_metrics(step, {"loss": 0.1 * step})
+    assert file.read_bytes() == whole
+
+
+def test_resuming_at_the_last_step_drops_only_the_torn_line(tmp_path):
+    with RunFolder(tmp_path) as run:
+        run.write_metrics(7, {"loss": 1.0})
+        append(tmp_path / "metrics.jsonl", b'{"step": 8, "loss"')
+        run.rewind(7)
+        run.write_metrics(8, {"loss": 2.0})
+    assert [line["step"] for line in read_metrics(tmp_path)] == [7, 8]
+
+
+def test_beginning_again_without_a_checkpoint_forgets_what_was_logged(tmp_path):
+    with RunFolder(tmp_path) as run:
+        run.write_metrics(0, {"eval/accuracy": 0.5})
+        run.write_samples(0, [ROW])
+        run.rewind(None)
+    assert read_metrics(tmp_path) == []
+    assert list((tmp_path / "samples").iterdir()) == []
+
+
+def test_a_torn_line_in_the_middle_is_an_error_with_its_number(tmp_path):
+    with RunFolder(tmp_path) as run:
+        run.write_metrics(1, {})
+        append(tmp_path / "metrics.jsonl", b'{"st\n')
+        run.write_metrics(2, {})
+        with pytest.raises(InputError, match=r"metrics.jsonl, line 2 is not a JSON object"):
+            run.rewind(1)
+
+
+def test_samples_hold_their_keys_in_order_and_text_survives(tmp_path):
+    with RunFolder(tmp_path) as run:
+        run.write_samples(3, [dict(reversed(ROW.items())), ROW])
+    lines = (tmp_path / "samples" / "step_3.jsonl").read_bytes().decode("utf-8").split("\n")
+    assert len(lines) == 3
+    assert lines[0] == lines[1]
+    row = json.loads(lines[0])
+    assert tuple(row) == SAMPLE_KEYS
+    assert row["completion"] == ROW["completion"]
+    assert row["completion_ids"] == [4, 2]
+    assert row["logps"] == [-0.5, -1.0]
+    assert row["rewards"] == {"correct": 1.0, "judge": None}
+    assert row["advantage"] == 0.25
+    assert row["truncated"] is False
+
+
+def test_a_sample_with_other_keys_is_refused_and_nothing_is_written(tmp_path):
+    bad = {**ROW, "score": 1}
+    del bad["logps"]
+    message = r"row 1 of step 3: missing \['logps'\], unknown \['score'\]"
+    with RunFolder(tmp_path) as run, pytest.raises(ValueError, match=message):
+        run.write_samples(3, [ROW, bad])
+    assert not (tmp_path / "samples").exists()
+
+
+def test_the_summary_is_replaced_as_a_whole(tmp_path):
+    with RunFolder(tmp_path) as run:
+        run.write_summary({"accuracy": {"base": np.float32(0.5), "trained": math.nan}})
+        run.write_summary({"accuracy": {"base": 0.5}, "steps": 3})
+    assert json.loads((tmp_path / "summary.json").read_text()) == {
+        "accuracy": {"base": 0.5},
+        "steps": 3,
+    }
+    assert list(tmp_path.glob("*.tmp")) == []
+
+
+def test_an_interrupted_write_leaves_the_old_file(tmp_path):
+    file = tmp_path / "summary.json"
+    write_atomically(file, "old")
+    (tmp_path / "summary.json.tmp").mkdir()  # so that the write fails before it replaces anything
+    with pytest.raises(IsADirectoryError):
+        write_atomically(file, "new")
+    assert file.read_text() == "old"
+
+
+def test_config_and_own_code_are_kept_beside_the_results(tmp_path):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    first, second = tmp_path / "a" / "reward.py", tmp_path / "b" / "reward.py"
+    first.write_text("one")
+    second.write_text("two")
+    with RunFolder(tmp_path / "run") as run:
+        assert run.config() is None
+        run.write_config('recipe = "grpo"\n')
+        assert run.config() == 'recipe = "grpo"\n'
+        run.copy_code([first, second])
+        run.copy_code([second, first])  # resumed with the same files: nothing new
+    kept = {path.name: path.read_text() for path in (tmp_path / "run" / "code").iterdir()}
+    assert kept == {"reward.py": "one", "reward_2.py": "two"}

@@ -1,0 +1,272 @@
+"""The decoder's forms agree: one causal pass, decoding, rows that share a prompt; any depth."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxgrpo.models.api import KeyValue, Model, memory_per_layer
+from jaxgrpo.models.attention import causal, decode, rows_with_prefix
+from jaxgrpo.models.config import LayerKind, ModelConfig
+from jaxgrpo.models.decoder import build
+
+UNIFORM = ModelConfig(
+    vocab_size=13,
+    hidden_size=16,
+    intermediate_size=20,
+    num_layers=3,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+)
+LOCAL, GLOBAL = LayerKind(window=4), LayerKind(rope_theta=1_000_000.0)
+LOCAL_GLOBAL = dataclasses.replace(
+    UNIFORM,
+    num_layers=4,  # one period and a layer left over
+    pattern=(LOCAL, LOCAL, GLOBAL),
+    tie_embeddings=True,
+    activation="gelu_tanh",
+    norm_offset=1.0,
+    sandwich_norms=True,
+    embedding_scale=4.0,
+    query_scale=0.5,
+)
+CONFIGS = {"uniform": UNIFORM, "local/global": LOCAL_GLOBAL}
+
+
+@pytest.fixture(params=CONFIGS, scope="module")
+def model(request) -> Model:
+    return build(CONFIGS[request.param])
+
+
+@pytest.fixture(scope="module")
+def params(model):
+    return large_params(model)
+
+
+def large_params(model):
+    """Weights large enough that every layer moves the logits."""
+    rng = np.random.default_rng(1)
+
+    def draw(path, spec):
+        is_scale = path[-1].key == "scale"
+        return jnp.asarray(is_scale + rng.normal(scale=0.2, size=spec.shape), spec.dtype)
+
+    return jax.tree_util.tree_map_with_path(draw, model.shapes)
+
+
+RNG = np.random.default_rng(0)
+PROMPTS = [RNG.integers(0, 13, size=length) for length in (7, 4)]
+COMPLETIONS = [[RNG.integers(0, 13, size=5) for _ in range(2)] for _ in PROMPTS]
+SLOTS = 8  # prompt positions, padding included
+
+
+def one_pass(model, params, tokens):
+    """Logits [B, Q, V] of whole sequences [B, Q]."""
+    tokens = jnp.asarray(tokens)
+    position = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+    hidden, _ = model.apply(params, tokens, position, causal(position, position >= 0), None)
+    return model.unembed(params, hidden)
+
+
+def expected_logits(model, params, filler=0):
+    """Logits [P, G, T, V] from which each completion token is drawn, by one causal pass."""
+    tokens, real = np.zeros((4, 12), int), np.zeros((4, 12), bool)
+    for p, prompt in enumerate(PROMPTS):
+        for g, completion in enumerate(COMPLETIONS[p]):
+            tokens[2 * p + g, : len(prompt) + 4] = [*prompt, *completion[:-1]]
+            real[2 * p + g, : len(prompt) + 4] = True
+    tokens = jnp.where(real, tokens, filler)
+    logits = one_pass(model, params, tokens).reshape(2, 2, 12, 13)
+    starts = [len(prompt) - 1 for prompt in PROMPTS]
+    return jnp.stack([logits[p, :, start : start + 5] for p, start in enumerate(starts)])
+
+
+def prefill(model, params, filler=0):
+    """Stacked memory of the prompts [P, S] without their last tokens, and their lengths [P]."""
+    tokens = np.zeros((2, SLOTS), int)
+    for p, prompt in enumerate(PROMPTS):
+        tokens[p, : len(prompt) - 1] = prompt[:-1]
+    length = jnp.asarray([len(prompt) - 1 for prompt in PROMPTS])
+    tokens = jnp.where(np.arange(SLOTS) < length[:, None], tokens, filler)
+    position = jnp.broadcast_to(jnp.arange(SLOTS), tokens.shape)
+    attend = causal(position, position < length[:, None])
+    return model.apply(params, tokens, position, attend, None)[1], length
+
+
+def decoded_logits(model, params, filler=0):
+    """Logits [P, G, T, V], one decoding step after another; the last prompt token opens."""
+    stacked, length = prefill(model, params, filler)
+    fed = np.stack(
+        [
+            [np.concatenate([prompt[-1:], completion[:-1]]) for completion in completions]
+            for prompt, completions in zip(PROMPTS, COMPLETIONS, strict=True)
+        ]
+    )
+    shape = (*fed.shape, model.config.num_kv_heads, model.config.head_dim)
+    empty = KeyValue(jnp.zeros(shape), jnp.zeros(shape))
+    memory = tuple((prefix, empty) for prefix in memory_per_layer(model.config, stacked))
+
+    def step(memory, index):
+        position = jnp.broadcast_to((length + index)[:, None, None], (2, 2, 1))
+        tokens = jax.lax.dynamic_slice_in_dim(jnp.asarray(fed), index, 1, axis=2)
+        attend = decode(index, position, length)
+        hidden, memory = model.apply(params, tokens, position, attend, memory)
+        return memory, model.unembed(params, hidden)[:, :, 0]
+
+    return jnp.moveaxis(jax.lax.scan(step, memory, jnp.arange(5))[1], 0, 2)
+
+
+def row_logits(model, params, filler=0):
+    """Logits [P, G, T, V] by rows [1, 3, 12]: samples (0, 0), then (1, 0) and (1, 1), then (0, 1).
+
+    Prompts enter as [D, A, S]: one bin.
+    """
+    stacked_in_p, length = prefill(model, params, filler)
+    tokens, segment, position = np.zeros((3, 1, 3, 12), int)
+    places = {(0, 0): (0, 0, 1), (1, 0): (1, 0, 1), (1, 1): (1, 5, 2), (0, 1): (2, 2, 1)}
+    for (p, g), (row, start, number) in places.items():
+        span = slice(start, start + 5)
+        tokens[0, row, span] = np.concatenate([PROMPTS[p][-1:], COMPLETIONS[p][g][:-1]])
+        segment[0, row, span] = number
+        position[0, row, span] = len(PROMPTS[p]) - 1 + np.arange(5)
+
+    def in_bin(leaf):  # [..., P, S, kv, d] -> [..., 1, P, S, kv, d]
+        return jnp.expand_dims(leaf, -5)
+
+    stacked = jax.tree.map(in_bin, stacked_in_p)
+    tokens = jnp.where(segment > 0, tokens, filler)
+    segment, position = jnp.asarray(segment), jnp.asarray(position)
+    attend = rows_with_prefix(segment, position, jnp.asarray([[0, 1, 0]]), length[None])
+    hidden, written = model.apply(params, tokens, position, attend, stacked)
+    assert not jax.tree.leaves(written)
+    logits = model.unembed(params, hidden)[0]
+    return jnp.stack(
+        [
+            jnp.stack([logits[row, at : at + 5] for row, at, _ in (places[p, 0], places[p, 1])])
+            for p in (0, 1)
+        ]
+    )
+
+
+@pytest.fixture(scope="module")
+def logits(model, params):
+    """Name of a form -> its logits [P, G, T, V] given what stands in padding; compiled once."""
+    forms = {"one pass": expected_logits, "decode": decoded_logits, "rows": row_logits}
+    jitted = {
+        name: jax.jit(lambda params, filler, form=form: form(model, params, filler))
+        for name, form in forms.items()
+    }
+    return lambda name, filler=0: jitted[name](params, filler)
+
+
+def test_decoding_step_by_step_gives_the_logits_of_one_causal_pass(logits):
+    expected = logits("one pass")
+    np.testing.assert_allclose(logits("decode"), expected, atol=2e-5)
+    assert expected.dtype == jnp.float32
+    assert float(jnp.std(expected)) > 0.1  # or nothing would be compared
+
+
+def test_rows_that_share_a_prompt_give_the_logits_of_one_causal_pass(logits):
+    np.testing.assert_allclose(logits("rows"), logits("one pass"), atol=2e-5)
+
+
+def test_what_stands_in_padding_has_no_influence(logits):
+    for form in ("one pass", "decode", "rows"):
+        np.testing.assert_array_equal(logits(form, 0), logits(form, 9))
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_gradient_reaches_parameters_through_the_prompts_keys_and_values(name):
+    weight = np.random.default_rng(5).normal(size=(2, 2, 5, 13))
+    with jax.enable_x64(True):  # so that only a missing term can make a difference
+        model = build(dataclasses.replace(CONFIGS[name], dtype="float64"))
+        params = large_params(model)
+
+        def gradient(form):
+            return jax.jit(
+                jax.grad(lambda params: (jax.nn.log_softmax(form(model, params)) * weight).sum())
+            )(params)
+
+        plain, shared = gradient(expected_logits), gradient(row_logits)
+        for (path, one), other in zip(
+            jax.tree_util.tree_leaves_with_path(plain), jax.tree.leaves(shared), strict=True
+        ):
+            assert one.dtype == jnp.float64
+            distance = float(jnp.linalg.norm(one - other) / jnp.linalg.norm(one))
+            assert distance < 1e-11, (path, distance)
+
+
+def test_unrolled_layers_give_what_the_scan_gives(model, params):
+    tokens, position = jnp.asarray([PROMPTS[0]]), jnp.arange(7)[None]
+    attend = causal(position, position >= 0)
+    no_memory = (None,) * model.config.num_layers
+
+    @jax.jit
+    def both(params):
+        forms = (None, no_memory)
+        return [model.apply(params, tokens, position, attend, form) for form in forms]
+
+    (scanned, stacked), (unrolled, memory) = both(params)
+    np.testing.assert_allclose(unrolled, scanned, atol=1e-5)
+    for ours, theirs in zip(memory, memory_per_layer(model.config, stacked), strict=True):
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), ours, theirs)
+
+
+def test_the_window_and_the_base_frequency_of_a_layer_kind_matter():
+    model = build(LOCAL_GLOBAL)
+    patterns = [(GLOBAL,) * 3, (LOCAL, LOCAL, LayerKind())]
+    others = [build(dataclasses.replace(LOCAL_GLOBAL, pattern=pattern)) for pattern in patterns]
+    tokens = np.concatenate([PROMPTS[0], COMPLETIONS[0][0]])[None]
+
+    @jax.jit
+    def last_logits(params):
+        return [one_pass(each, params, tokens)[0, -1] for each in (model, *others)]
+
+    own, *changed = last_logits(large_params(model))
+    for logits in changed:
+        assert float(jnp.abs(logits - own).max()) > 1e-2
+
+
+def test_the_program_does_not_grow_with_depth():
+    def lines(depth: int) -> int:
+        model = build(dataclasses.replace(UNIFORM, num_layers=depth))
+
+        def loss(params, tokens):
+            position = jnp.broadcast_to(jnp.arange(6), tokens.shape)
+            attend = causal(position, position >= 0)
+            return model.unembed(
+                params, model.apply(params, tokens, position, attend, None)[0]
+            ).sum()
+
+        tokens = jax.ShapeDtypeStruct((2, 6), jnp.int32)
+        return jax.jit(jax.grad(loss)).lower(model.shapes, tokens).as_text().count("\n")
+
+    shallow, deep = lines(2), lines(8)
+    assert shallow > 100
+    assert abs(deep - shallow) <= 0.02 * shallow
+
+
+def test_recomputing_activations_changes_no_gradient_and_saves_memory():
+    config = dataclasses.replace(UNIFORM, num_layers=8)
+    tokens = jnp.asarray(np.random.default_rng(0).integers(0, 13, size=(4, 64)))
+    position = jnp.broadcast_to(jnp.arange(64), tokens.shape)
+    compiled = {}
+    for remat in (True, False):
+        model = build(config, remat=remat)
+
+        def loss(params, model=model):
+            attend = causal(position, position >= 0)
+            hidden, _ = model.apply(params, tokens, position, attend, None)
+            return (model.unembed(params, hidden) ** 2).sum()
+
+        compiled[remat] = jax.jit(jax.grad(loss)).lower(model.shapes).compile()
+    params = large_params(build(config))
+    gradients = [compiled[remat](params) for remat in (True, False)]
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), *gradients)
+    needed = {remat: run.memory_analysis().temp_size_in_bytes for remat, run in compiled.items()}
+    assert needed[True] < 0.5 * needed[False]

@@ -1,0 +1,99 @@
+"""Each module against NumPy written from its formula."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jaxgrpo.models.config import ModelConfig
+from jaxgrpo.models.layers import Dense, FeedForward, RMSNorm, rotary_angles, rotate
+
+
+def config(**changes) -> ModelConfig:
+    sizes = {"vocab_size": 7, "hidden_size": 6, "intermediate_size": 10, "num_layers": 1}
+    heads = {"num_heads": 2, "num_kv_heads": 1, "head_dim": 4}
+    return ModelConfig(**{**sizes, **heads, **changes})
+
+
+def rngs() -> nnx.Rngs:
+    return nnx.Rngs(params=jax.random.key(0))
+
+
+def test_rms_norm_divides_by_the_root_mean_square_and_adds_its_offset():
+    x = np.random.default_rng(0).normal(size=(3, 6)).astype(np.float32)
+    for offset in (0.0, 1.0):
+        norm = RMSNorm(6, config(norm_offset=offset, rms_norm_eps=0.1))
+        norm.scale[...] = jnp.arange(6.0)
+        expected = x / np.sqrt((x**2).mean(-1, keepdims=True) + 0.1) * (offset + np.arange(6))
+        np.testing.assert_allclose(norm(jnp.asarray(x)), expected, rtol=1e-5)
+
+
+def test_a_new_norm_is_the_identity_up_to_scale_whatever_its_offset():
+    x = jnp.asarray([[1.0, -1.0, 1.0, -1.0, 1.0, -1.0]])
+    for offset in (0.0, 1.0):
+        np.testing.assert_allclose(RMSNorm(6, config(norm_offset=offset))(x), x, rtol=1e-5)
+
+
+def test_rms_norm_of_bfloat16_is_computed_in_float32():
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(64,)), jnp.bfloat16)
+    wide = np.asarray(x, np.float32)
+    expected = jnp.asarray(wide / np.sqrt((wide**2).mean() + 1e-6)).astype(jnp.bfloat16)
+    normed = RMSNorm(64, config(dtype="bfloat16"))(x)
+    assert normed.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(normed, expected)
+
+
+def test_rotation_turns_each_half_pair_by_position_times_frequency():
+    x = np.random.default_rng(0).normal(size=(1, 3, 2, 4)).astype(np.float32)
+    position = np.array([[0, 5, 1000]])
+    expected = np.zeros_like(x)
+    for q, at in enumerate(position[0]):
+        for i, frequency in enumerate((1.0, 100.0**-0.5)):
+            pair = x[0, q, :, i] + 1j * x[0, q, :, i + 2]
+            pair = pair * np.exp(1j * at * frequency) * 0.5
+            expected[0, q, :, i], expected[0, q, :, i + 2] = pair.real, pair.imag
+    angles = rotary_angles(jnp.asarray(position), 100.0, 4)
+    np.testing.assert_allclose(rotate(jnp.asarray(x), angles, 0.5), expected, atol=1e-4)
+
+
+def test_scores_of_rotated_vectors_depend_on_distance_only():
+    query, key = np.random.default_rng(0).normal(size=(2, 1, 1, 1, 8)).astype(np.float32)
+
+    def score(at: int, other: int) -> float:
+        turned = [
+            rotate(jnp.asarray(x), rotary_angles(jnp.asarray([[p]]), 10_000.0, 8))
+            for x, p in ((query, at), (key, other))
+        ]
+        return float(jnp.vdot(*turned))
+
+    np.testing.assert_allclose(score(9, 4), score(25, 20), rtol=1e-4)
+    assert abs(score(9, 4) - score(9, 5)) > 1e-3
+
+
+def test_dense_contracts_several_dimensions_and_adds_its_bias():
+    dense = Dense({"heads": 2, "head_dim": 4}, {"embed": 6}, config(), rngs(), bias=True)
+    assert dense.bias is not None
+    dense.bias[...] = jnp.arange(6.0)
+    x = np.random.default_rng(0).normal(size=(3, 2, 4)).astype(np.float32)
+    expected = x.reshape(3, 8) @ np.asarray(dense.kernel[...]).reshape(8, 6) + np.arange(6)
+    np.testing.assert_allclose(dense(jnp.asarray(x)), expected, rtol=1e-5)
+    assert dense.kernel.get_metadata("axes") == ("heads", "head_dim", "embed")
+
+
+def test_feed_forward_gates_with_silu_or_with_the_tanh_form_of_gelu():
+    def silu(x):
+        return x / (1 + np.exp(-x))
+
+    def gelu_tanh(x):
+        return 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
+
+    x = 30 * np.random.default_rng(0).normal(size=(3, 6)).astype(np.float32)
+    for name, activation in (("silu", silu), ("gelu_tanh", gelu_tanh)):
+        module = FeedForward(config(activation=name), rngs())
+        gate, up, down = (
+            np.asarray(part.kernel[...]) for part in (module.gate, module.up, module.down)
+        )
+        expected = (activation(x @ gate) * (x @ up)) @ down
+        np.testing.assert_allclose(module(jnp.asarray(x)), expected, rtol=1e-4, atol=1e-5)

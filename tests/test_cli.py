@@ -1,0 +1,122 @@
+"""The commands, in this process but where a process is what is tested."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import zipfile
+
+import pytest
+
+import jaxgrpo
+from jaxgrpo.cli import main
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    """A base model that has learned next to nothing."""
+    path = tmp_path_factory.mktemp("base") / "model"
+    assert main(["make-base", "arithmetic", str(path), "--steps", "1", "--hidden-size", "32"]) == 0
+    return path
+
+
+def test_a_misspelt_key_names_the_nearest_without_a_traceback(capsys):
+    assert main(["train", "quickstart", "--set", "train.stepz=3"]) == 2
+    errors = capsys.readouterr().err
+    assert "train.stepz: unknown key; did you mean train.steps?" in errors
+    assert "Traceback" not in errors
+
+
+def test_two_wrong_keys_come_in_one_message(capsys):
+    assert main(["train", "quickstart", "--set", "train.stepz=3", "rollout.temprature=1"]) == 2
+    errors = capsys.readouterr().err
+    assert errors.count("did you mean") == 2
+    assert errors.splitlines()[0].endswith("quickstart.toml: 2 problems")
+
+
+def test_set_may_be_given_again(capsys):
+    assert main(["train", "quickstart", "--set", "a.b=1", "--set", "c.d=1"]) == 2
+    assert "2 problems" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ([], "required: COMMAND"),
+        (["trian"], "invalid choice: 'trian' (choose from"),
+        (["train"], "required: CONFIG"),
+        (["train", "quickstart", "--resume", "never"], "invalid choice: 'never'"),
+        (["train", "absent.toml"], "absent.toml: 1 problem\n  there is no such file"),
+        (["train", "quickstrat"], "no shipped config: did you mean 'quickstart'"),
+        (["make-base", "arithmetics", "x"], "did you mean 'arithmetic'"),
+        (["make-base", "arithmetic", "x", "--steps", "0"], "steps = 0: give 1 or more"),
+    ],
+)
+def test_a_wrong_command_line_ends_with_2_and_says_why(argv, message, capsys):
+    assert main(argv) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_help_lists_the_commands_and_version_is_the_packages(capsys):
+    assert main(["--help"]) == 0
+    listed = capsys.readouterr().out
+    assert all(command in listed for command in ("quickstart", "train", "make-base", "doctor"))
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"jaxgrpo {jaxgrpo.__version__}\n"
+
+
+def test_the_package_runs_as_a_module_and_answers_before_jax_is_loaded(environment):
+    program = (
+        "import sys, jaxgrpo.cli; jaxgrpo.cli.main(['--version']); assert 'jax' not in sys.modules"
+    )
+    for command in (["-m", "jaxgrpo", "--version"], ["-c", program]):
+        run = subprocess.run(
+            [sys.executable, *command],
+            env=environment(),
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        assert run.stdout == f"jaxgrpo {jaxgrpo.__version__}\n"
+
+
+def test_doctor_shows_versions_devices_memory_and_disk(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    assert main(["doctor"]) == 0
+    shown = capsys.readouterr().out
+    for word in ("orbax-checkpoint", "on 4 cpu devices", "GiB unused", "compile cache", "GiB free"):
+        assert word in shown
+
+
+def test_make_base_writes_an_ordinary_model_folder(base):
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= set(os.listdir(base))
+
+
+def test_a_dry_run_shows_the_run_and_leaves_nothing_behind(base, tmp_path, capsys):
+    run_dir = tmp_path / "run"
+    keys = [f"model.path={base}", f"run.dir={run_dir}", "rollout.group_size=4"]
+    assert main(["train", "quickstart", "--dry-run", "--set", *keys]) == 0
+    shown = capsys.readouterr().out
+    for word in ("group_size = 4", "parameters", "micro-batches", "first prompt", " tokens: '"):
+        assert word in shown
+    assert not run_dir.exists()
+
+
+def test_the_wheel_holds_the_configs_and_finds_them(repository, tmp_path, environment):
+    build = ["-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)]
+    subprocess.run([sys.executable, *build], cwd=repository, check=True, capture_output=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    site = tmp_path / "site"
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(site)
+    program = "import jaxgrpo.config as c; print(c.shipped()['quickstart'])"
+    run = subprocess.run(
+        [sys.executable, "-c", program],
+        env=environment(PYTHONPATH=str(site)),
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert run.stdout.strip() == str(site / "jaxgrpo" / "configs" / "quickstart.toml")

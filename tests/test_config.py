@@ -1,0 +1,257 @@
+"""Reading, checking, writing and comparing configs."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from jaxgrpo import config, config_keys
+from jaxgrpo.errors import ConfigError
+
+MINIMAL = """
+rewards = [{ use = "arithmetic" }]
+[model]
+path = "base"
+[data]
+path = "task:arithmetic:train"
+[optimizer]
+learning_rate = 1e-4
+[rollout]
+prompts_per_step = 8
+group_size = 4
+max_prompt_tokens = 16
+max_completion_tokens = 32
+[train]
+steps = 10
+[run]
+dir = "runs/x"
+"""
+
+
+def read(*overrides: str) -> config.Config:
+    return config.from_dict(tomllib.loads(MINIMAL), overrides)
+
+
+def problems(*overrides: str) -> tuple[str, ...]:
+    with pytest.raises(ConfigError) as caught:
+        read(*overrides)
+    return caught.value.problems
+
+
+def test_what_is_left_out_has_its_default():
+    got = read()
+    assert got.recipe == "grpo"
+    assert got.advantage is None
+    assert got.loss == config_keys.LossKeys(
+        surrogate={"use": "clip"}, reduction={"use": "token_mean"}, kl=None
+    )
+    assert got.optimizer.clip_norm == 1.0
+    assert got.eval.data is None
+
+
+def test_a_whole_number_is_right_where_a_fraction_may_stand():
+    temperature = read("rollout.temperature=2").rollout.temperature
+    assert temperature == 2
+    assert type(temperature) is float
+
+
+def test_nothing_changes_a_config():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        read().train.steps = 3  # pyright: ignore[reportAttributeAccessIssue]
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("train.stepz=3", "train.stepz: unknown key; did you mean train.steps?"),
+        ("trian.seed=3", "trian: unknown key; did you mean train?"),
+        (
+            "rollout.learning_rate=3",
+            "rollout.learning_rate: unknown key; did you mean optimizer.learning_rate?",
+        ),
+        ("temperature=3", "temperature: unknown key; did you mean rollout.temperature?"),
+        ("run.zzz=3", "run.zzz: unknown key; the keys here are dir"),
+        ("optimizer.clip_nrom=3", "optimizer.clip_nrom: unknown key; did you mean"),
+        ("optimizer.weight_decai=3", "optimizer.weight_decai: optax.adamw has no such option; did"),
+        ("optimizer.use=adamm", 'optimizer.use = "adamm"'.replace('"', "'")),
+        ("train.steps=1.5", "train.steps = 1.5: expected a whole number"),
+        ("train.steps=true", "train.steps = true: expected a whole number"),
+        ('train.steps="10"', 'train.steps = "10": expected a whole number'),
+        ("train.steps=0", "train.steps = 0: expected 1 or more"),
+        ("optimizer.learning_rate=true", "optimizer.learning_rate = true: expected a number"),
+        ("optimizer.learning_rate=-1", "optimizer.learning_rate = -1.0: expected 0 or more"),
+        ("optimizer.learning_rate=nan", "optimizer.learning_rate = nan: expected a finite number"),
+        ("rollout.temperature=0", "rollout.temperature = 0.0: expected above 0"),
+        ("rollout.group_size=0", "rollout.group_size = 0: expected 1 or more"),
+        ("run.dir=3", 'run.dir = 3: expected a text in quotes, "..."'),
+        ('run.dir=""', 'run.dir = "": expected some text'),
+        ("model.dtype=float16", 'model.dtype = "float16": expected "float32" or "bfloat16"'),
+        ("mesh.platform=gpus", 'mesh.platform = "gpus": expected "auto" or "cpu" or "gpu" or'),
+        ("train=3", "train = 3: expected a table, [train]"),
+        ("loss.kl=3", 'loss.kl = 3: expected a table, { use = "..." }'),
+        ("loss.kl.beta=1", 'loss.kl = {"beta": 1}: names no part; add use = "..."'),
+        ('loss.kl={use="k2", beta=-1}', "loss.kl: k2: beta = -1"),
+        ("loss.surrogate.hihg=1", "loss.surrogate: surrogate clip: unknown option 'hihg': did you"),
+        ("loss.reduction.use=constnat", "loss.reduction: unknown reduction 'constnat': did you"),
+        ("recipe=gropo", "recipe: unknown recipe 'gropo': did you mean 'grpo'?"),
+        ("rewards=[]", 'rewards = []: expected a list of tables, rewards = [{ use = "..." }]'),
+        ("rewards.0.weigth=1", "rewards[0].weigth: unknown key; did you mean weight?"),
+        ("rewards.0.use=arithmetics", "rewards[0]: reward 'arithmetics' is not built in: did you"),
+        ("rewards.0.use=mine.py:f", "rewards[0]: there is no file"),
+        ('advantage=["sign"]', 'advantage = ["sign"]: expected a list of tables'),
+        ('advantage=[{use="sing"}]', "advantage[0]: unknown part 'sing': did you mean 'sign'?"),
+        ("data.path=task:aritmetic:train", "unknown task 'aritmetic': did you mean 'arithmetic'?"),
+        ("data.path=task:arithmetic:trian", 'expected "task:arithmetic:train" or "task:arithmetic'),
+        ("data.path=rows.csv", "expected a .jsonl file, or a built-in task"),
+        ("eval.data=rows.jsonl", "there is no such file; relative paths begin at the folder of"),
+        ("eval.every=5", "eval.every = 5: there is nothing to evaluate on; name eval.data"),
+        ("loss.penalties_on=live", 'loss.penalties_on = "live": there is no penalty; add loss.kl'),
+        ("optimizer.warmup_steps=11", "optimizer.warmup_steps = 11: more than train.steps = 10"),
+        ("rollout.group_size=1", "rollout.group_size = 1: grpo compares the samples of a prompt"),
+        ("train.steps", "--set train.steps: expected table.key=value"),
+        ("train.steps=[1", "--set train.steps=[1: the value is not TOML"),
+        ("run.dir.x=1", "--set run.dir.x=1: run.dir.x does not lead to a key of the config"),
+        ("rewards.3.weight=1", "rewards.3.weight does not lead to a key of the config"),
+    ],
+)
+def test_a_mistake_is_one_problem_that_says_where_and_what_to_do(override, message):
+    (problem,) = problems(override)
+    assert message in problem
+
+
+def test_all_mistakes_come_in_one_message():
+    with pytest.raises(ConfigError) as caught:
+        read("train.stepz=3", "rollout.group_sise=3", "model.dtype=int8", "recipe=gropo")
+    assert str(caught.value).splitlines()[0] == "config: 4 problems"
+    for word in ("train.steps?", "rollout.group_size?", "bfloat16", "'grpo'?"):
+        assert word in str(caught.value)
+
+
+def test_a_misspelt_required_key_is_not_reported_missing_too():
+    raw = tomllib.loads(MINIMAL)
+    raw["rolout"] = raw.pop("rollout")
+    raw["train"] = {"stepz": 3}
+    with pytest.raises(ConfigError) as caught:
+        config.from_dict(raw)
+    assert len(caught.value.problems) == 2
+
+
+def test_missing_keys_are_named_with_what_belongs_there():
+    with pytest.raises(ConfigError) as caught:
+        config.from_dict({})
+    found = caught.value.problems
+    assert "rollout.group_size: missing; expected a whole number, 1 or more" in found
+    assert len(found) == 10
+
+
+def test_a_recipe_beside_a_chain_is_a_contradiction():
+    (problem,) = problems("recipe=sign", 'advantage=[{use="sum_rewards"}]')
+    assert "both given" in problem
+
+
+def test_a_chain_stands_in_the_place_of_the_default_recipe():
+    got = read('advantage=[{use="sum_rewards"}, {use="sign", threshold=0.5}]')
+    assert got.recipe is None
+    assert got.advantage == ({"use": "sum_rewards"}, {"use": "sign", "threshold": 0.5})
+
+
+def test_one_sample_per_prompt_is_enough_for_sign():
+    assert read("rollout.group_size=1", "recipe=sign").rollout.group_size == 1
+
+
+def test_two_rewards_of_one_name_are_refused_until_one_is_named():
+    (problem,) = problems('rewards=[{use="arithmetic"}, {use="arithmetic"}]')
+    assert problem.startswith("rewards[1]: 'arithmetic' is the name of rewards[0] too")
+    got = read('rewards=[{use="arithmetic"}, {use="arithmetic", name="again", weight=2}]')
+    assert [(reward.name, reward.weight) for reward in got.rewards] == [(None, 1), ("again", 2)]
+
+
+def test_overrides_are_toml_or_plain_text_and_reach_into_lists():
+    got = read("run.dir=runs/7", "rewards.0.weight=2", "train.seed=3", "train.seed=4")
+    assert got.run.dir == "runs/7"
+    assert got.rewards[0].weight == 2
+    assert got.train.seed == 4
+
+
+def test_options_alone_are_those_of_the_default_part():
+    assert read("loss.surrogate.high=1").loss.surrogate == {"use": "clip", "high": 1}
+
+
+def test_other_keys_of_the_optimizer_are_options_of_the_factory():
+    assert read("optimizer.b2=0.95").optimizer.options == {"b2": 0.95}
+
+
+def test_paths_begin_at_the_folder_of_the_file_and_those_of_overrides_here(tmp_path, monkeypatch):
+    there, here = tmp_path / "there", tmp_path / "here"
+    for folder in (there, here):
+        folder.mkdir()
+        (folder / "mine.py").touch()
+    (there / "rows.jsonl").touch()
+    text = MINIMAL.replace('use = "arithmetic"', 'use = "mine.py:score"')
+    (there / "a.toml").write_text(text.replace("task:arithmetic:train", "rows.jsonl"))
+    monkeypatch.chdir(here)
+    got = config.load("../there/a.toml", ["loss.surrogate.use=mine.py:mine"])
+    assert got.model.path == f"{there}/base"
+    assert got.data.path == got.resolve("rows.jsonl") == f"{there}/rows.jsonl"
+    assert got.own_files == (there / "mine.py", here / "mine.py")
+    assert got.run.dir == "runs/x"
+    assert got.resolve("task:arithmetic:train") == "task:arithmetic:train"
+
+
+def test_a_written_config_is_read_back_equal(tmp_path):
+    got = read(
+        'advantage=[{use="sum_rewards", arithmetic=2.0}, {use="sign"}]',
+        'loss.kl={use="k2", beta=0.1}',
+        "eval.data=task:arithmetic:test",
+        "eval.prompts=5",
+        "optimizer.b1=0.8",
+        "train.rows_per_micro_batch=4",
+    )
+    file = tmp_path / "config.toml"
+    file.write_text(config.to_toml(got))
+    assert config.load(file) == got
+    assert tomllib.loads(config.to_toml(got))["optimizer"]["schedule"] == "constant"
+
+
+def test_a_run_may_go_on_longer_and_be_measured_otherwise():
+    new = read("train.steps=20", "eval.data=task:arithmetic:test", "checkpoint.keep=5", "run.dir=b")
+    assert config.resume_difference(read(), new) == []
+
+
+def test_every_other_change_is_listed_with_both_values():
+    new = read("rollout.group_size=8", "optimizer.weight_decay=0.1", "recipe=dr_grpo")
+    assert config.resume_difference(read(), new) == [
+        "optimizer.weight_decay: not set -> 0.1",
+        'recipe: "grpo" -> "dr_grpo"',
+        "rollout.group_size: 4 -> 8",
+    ]
+
+
+def test_steps_may_not_change_under_a_schedule_that_ends_with_them():
+    old = read("optimizer.schedule=linear")
+    new = read("optimizer.schedule=linear", "train.steps=20")
+    assert config.resume_difference(old, new) == ["train.steps: 10 -> 20"]
+
+
+def test_a_file_that_is_not_there_or_not_toml_is_said(tmp_path):
+    with pytest.raises(ConfigError, match="there is no such file"):
+        config.load(tmp_path / "absent.toml")
+    (tmp_path / "bad.toml").write_text("[train\n")
+    with pytest.raises(ConfigError, match=r"not TOML: .*line 1"):
+        config.load(tmp_path / "bad.toml")
+    with pytest.raises(ConfigError, match="did you mean 'quickstart'"):
+        config.load("quickstrat")
+
+
+def test_every_shipped_config_loads_by_name_and_begins_its_paths_here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert "quickstart" in config.shipped()
+    for name, file in config.shipped().items():
+        got = config.load(name)
+        assert got.source == file
+        assert got.folder == Path.cwd()
+        assert not got.model.path.startswith(os.fspath(config_keys.SHIPPED))

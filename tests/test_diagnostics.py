@@ -1,0 +1,102 @@
+"""Group shares, live groups, pass@k and degeneracy, against counting by hand and by brute force."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxgrpo.diagnostics import flat_share, group_metrics, iid_flat_share, live_groups, pass_at_k
+from jaxgrpo.metrics import finalise
+
+NAN = np.nan
+
+
+def results(metrics):
+    return finalise(jax.device_get(metrics))
+
+
+def test_groups_are_counted_by_what_their_scored_samples_got():
+    reward = jnp.array(
+        [
+            [0.0, 0.0, 0.0],  # all fail
+            [0.1, 0.1, 0.1],  # all pass, though no float32 mean says so
+            [1.0, NAN, 1.0],  # all pass of those scored
+            [0.0, 1.0, 0.0],  # mixed
+            [NAN, 0.0, NAN],  # one scored: flat
+            [NAN, NAN, NAN],  # no group
+        ]
+    )
+    metrics = results(jax.jit(group_metrics)({"reward": reward}))
+    assert metrics["groups/all_fail"] == pytest.approx(2 / 5)
+    assert metrics["groups/all_pass"] == pytest.approx(2 / 5)
+    assert metrics["groups/mixed"] == pytest.approx(1 / 5)
+    assert metrics["frac_reward_zero_std"] == pytest.approx(4 / 5)
+    assert metrics["reward"] == pytest.approx((0.3 + 2 + 1) / 12)
+    assert metrics["reward_std"] == pytest.approx(np.std([0, 1, 0], ddof=1) / 5, rel=1e-5)
+
+
+def test_several_rewards_are_weighed_and_need_all_to_be_scored():
+    rewards = {"a": jnp.array([[0.0, 1.0], [1.0, 1.0]]), "b": jnp.array([[1.0, NAN], [0.0, 2.0]])}
+    metrics = results(group_metrics(rewards, {"a": 1.0, "b": 0.5}))
+    assert metrics["reward"] == pytest.approx((0.5 + 1 + 2) / 3)
+    assert metrics["frac_reward_zero_std"] == 0.5
+    alone = results(group_metrics(rewards, {"a": 1.0, "b": 0.0}))
+    assert alone["reward"] == pytest.approx(0.75)
+    assert results(group_metrics(rewards))["reward"] == pytest.approx((1 + 1 + 3) / 3)
+    with pytest.raises(ValueError, match="at least one reward whose weight is not 0"):
+        group_metrics(rewards, {"a": 0.0, "b": 0.0})
+
+
+def test_a_group_is_live_where_an_unmasked_value_is_not_zero():
+    value = jnp.array([[0.0, 1.0], [0.0, 0.0], [0.0, 3.0], [-1.0, 0.0]])
+    mask = jnp.array([[True, True], [True, True], [True, False], [True, True]])
+    assert results(live_groups(value, mask))["live_groups"] == 0.5
+    tokens = jnp.zeros((2, 2, 3)).at[1, 1, 2].set(0.5)
+    assert results(live_groups(tokens, jnp.ones((2, 2, 3), bool)))["live_groups"] == 0.5
+
+
+def test_pass_at_k_is_the_binomial_formula_and_stays_exact_for_many_samples():
+    run = jax.jit(pass_at_k, static_argnums=2)
+    cases = [(c, n) for n in (4, 16) for c in range(n + 1)]
+    correct, samples = (jnp.array(column, jnp.int32) for column in zip(*cases, strict=True))
+    for k in (1, 3, 4):
+        expected = [1 - math.comb(n - c, k) / math.comb(n, k) for c, n in cases]
+        np.testing.assert_allclose(run(correct, samples, k), expected, atol=1e-6)
+    big = run(jnp.array([1, 5000, 10_000]), jnp.array([10_000] * 3), 256)
+    np.testing.assert_allclose(big, [256 / 10_000, 1, 1], atol=1e-5)
+    assert np.isnan(run(jnp.array([1]), jnp.array([3]), 4)).all()  # 3 samples say nothing of 4
+    with pytest.raises(ValueError, match="begin at 1"):
+        pass_at_k(jnp.array([1]), jnp.array([3]), 0)
+
+
+def test_flat_share_is_the_share_of_flat_draws_without_replacement():
+    for n, c in [(5, 2), (6, 6), (6, 0), (7, 4)]:
+        outcomes = [1] * c + [0] * (n - c)
+        draws = [len(set(draw)) == 1 for draw in itertools.combinations(outcomes, 3)]
+        value = flat_share(jnp.array([c]), jnp.array([n]), 3)
+        np.testing.assert_allclose(value, [np.mean(draws)], atol=1e-6)
+
+
+def test_flat_share_is_unbiased_where_plugging_in_the_rate_is_not():
+    p, n, group_size = 0.3, 8, 4
+    counts = jnp.arange(n + 1)
+    chance = np.array([math.comb(n, c) * p**c * (1 - p) ** (n - c) for c in range(n + 1)])
+    truth = p**group_size + (1 - p) ** group_size
+    unbiased = chance @ np.asarray(flat_share(counts, jnp.full(n + 1, n), group_size))
+    rates = np.arange(n + 1) / n
+    plugged = chance @ (rates**group_size + (1 - rates) ** group_size)
+    assert unbiased == pytest.approx(truth, abs=1e-6)
+    assert plugged > truth + 0.05
+
+
+def test_the_gap_to_equal_prompts_is_twice_the_variance_for_pairs():
+    rates = np.random.default_rng(0).beta(0.3, 0.5, size=1000)
+    real = np.mean(rates**2 + (1 - rates) ** 2)
+    predicted = iid_flat_share(jnp.float32(rates.mean()), 2)
+    assert real - float(predicted) == pytest.approx(2 * rates.var(), abs=1e-6)
+    np.testing.assert_allclose(iid_flat_share(jnp.float32(0.25), 4), 0.75**4 + 0.25**4, rtol=1e-6)

@@ -1,0 +1,211 @@
+"""The start and the end of a process."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import jax
+import pytest
+
+from jaxgrpo import runtime
+from jaxgrpo.errors import InputError
+
+# Steps until it is told to stop; with several processes each step is one collective.
+LOOP = """
+import sys, time
+import jax, jax.numpy as jnp
+from jax.experimental import multihost_utils
+from jaxgrpo import runtime
+
+def command():
+    print(runtime.start("cpu"), flush=True)
+    with runtime.stop_signals():
+        for step in range(1, 1000):
+            multihost_utils.process_allgather(jnp.float32(step))
+            if "fail" in sys.argv and step == 5:
+                raise RuntimeError("step 5 went wrong")
+            time.sleep(0.05)
+            if runtime.stop_requested(step) and "deaf" not in sys.argv:
+                raise runtime.StopRequested(f"saved at {step}")
+
+sys.exit(runtime.guard(command))
+"""
+
+
+@pytest.fixture
+def begin(environment):
+    """begin(*arguments, **environment) -> a started process that runs LOOP."""
+    started = []
+
+    def make(*arguments: str, **more: str) -> subprocess.Popen:
+        process = subprocess.Popen(
+            [sys.executable, "-c", LOOP, *arguments],
+            env=environment(**more),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        started.append(process)
+        return process
+
+    yield make
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def two(begin, *of_second: str) -> list[subprocess.Popen]:
+    """Two processes of one run over the loopback."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    shared = {"JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": "2"}
+    return [
+        begin(*(of_second if index else ()), JAX_PROCESS_ID=str(index), **shared)
+        for index in range(2)
+    ]
+
+
+def first_line(process: subprocess.Popen) -> str:
+    assert process.stdout is not None
+    return process.stdout.readline()
+
+
+def end(process: subprocess.Popen) -> tuple[int, str]:
+    _, errors = process.communicate(timeout=60)
+    return process.returncode, errors
+
+
+def test_the_first_line_names_the_devices():
+    assert (
+        runtime.start()
+        == f"jaxgrpo 0.1.0 on 4 cpu devices (cpu) in 1 process, jax {jax.__version__}"
+    )
+    assert runtime.is_main()
+
+
+def test_a_platform_that_is_not_there_is_refused():
+    with pytest.raises(InputError, match=r'mesh.platform = "gpu": JAX found cpu devices; install'):
+        runtime.start("gpu")
+
+
+def test_an_accelerator_that_jax_cannot_use_is_noticed_unless_it_is_hidden(tmp_path):
+    assert runtime.idle_accelerator({}, str(tmp_path)) is None
+    for name in ("nvidia0", "nvidiactl"):
+        (tmp_path / name).touch()
+    assert runtime.idle_accelerator({}, str(tmp_path)) == f"{tmp_path}/nvidia0"
+    assert runtime.idle_accelerator({"JAX_PLATFORMS": "cpu"}, str(tmp_path)) is None
+    assert runtime.idle_accelerator({"CUDA_VISIBLE_DEVICES": ""}, str(tmp_path)) is None
+    (tmp_path / "accel0").touch()
+    assert runtime.idle_accelerator({"CUDA_VISIBLE_DEVICES": ""}, str(tmp_path)) is not None
+
+
+def test_compiled_programs_go_where_jax_is_told_or_into_the_users_cache():
+    assert str(runtime.cache_folder({"JAX_COMPILATION_CACHE_DIR": "/a"})) == "/a"
+    assert str(runtime.cache_folder({"XDG_CACHE_HOME": "/b"})) == "/b/jaxgrpo/xla"
+    assert runtime.cache_folder({}).parts[-3:] == (".cache", "jaxgrpo", "xla")
+
+
+def test_a_run_is_of_several_processes_only_where_the_environment_says_so():
+    ours = {"JAX_COORDINATOR_ADDRESS": "a:1", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "1"}
+    assert runtime.several_processes(ours) == {
+        "coordinator_address": "a:1",
+        "num_processes": 2,
+        "process_id": 1,
+    }
+    for one in ({}, {"SLURM_NTASKS": "1"}, {"TPU_WORKER_HOSTNAMES": "localhost"}):
+        assert runtime.several_processes(one) is None
+    for many in (
+        {"SLURM_NTASKS": "2"},
+        {"OMPI_COMM_WORLD_SIZE": "4"},
+        {"TPU_WORKER_HOSTNAMES": "a,b"},
+    ):
+        assert runtime.several_processes(many) == {}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"JAX_PROCESS_ID": ""},
+            "JAX_NUM_PROCESSES is set but JAX_PROCESS_ID is not: set all three",
+        ),
+        ({"JAX_PROCESS_ID": "2"}, "JAX_PROCESS_ID = 2: expected whole numbers, the second from 0"),
+        ({"JAX_NUM_PROCESSES": "two"}, "JAX_NUM_PROCESSES = two"),
+    ],
+)
+def test_half_an_environment_of_several_processes_is_refused(change, message):
+    ours = {"JAX_COORDINATOR_ADDRESS": "a:1", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "1"}
+    with pytest.raises(InputError, match=message):
+        runtime.several_processes(ours | change)
+
+
+def test_a_users_mistake_is_one_message_and_a_crash_a_traceback(capsys):
+    def mistake():
+        raise InputError("rollout.group_size = 0: expected 1 or more")
+
+    def crash():
+        return 1 // 0
+
+    assert runtime.guard(mistake) == 2
+    assert capsys.readouterr().err == "error: rollout.group_size = 0: expected 1 or more\n"
+    assert runtime.guard(crash) == 1
+    assert "ZeroDivisionError" in capsys.readouterr().err
+    assert runtime.guard(lambda: None) == 0
+    assert {0, 1, 2} < runtime.EXIT_CODES.keys()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_stops_the_loop_after_its_step(begin, number):
+    process = begin()
+    first_line(process)
+    process.send_signal(number)
+    code, errors = end(process)
+    assert code == 128 + number
+    assert code in runtime.EXIT_CODES
+    assert "stopping after this step" in errors
+    assert errors.endswith("\n")
+    assert "saved at" in errors
+
+
+def test_a_second_ctrl_c_ends_at_once(begin):
+    process = begin("deaf")
+    first_line(process)
+    time.sleep(0.3)  # signals of one kind that come together count once
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.3)
+    assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    code, errors = end(process)
+    assert code == 128 + signal.SIGINT
+    assert "ended at once" in errors
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_to_one_process_stops_all_at_the_same_step(begin, number):
+    processes = two(begin)
+    assert all("2 cpu devices (cpu) in 2 processes" in first_line(process) for process in processes)
+    processes[1].send_signal(number)
+    ends = [end(process) for process in processes]
+    assert [code for code, _ in ends] == [143, 128 + number]
+    saved = [line for _, errors in ends for line in errors.splitlines() if "saved at" in line]
+    assert len(saved) == 2
+    assert saved[0] == saved[1]
+
+
+@pytest.mark.slow
+def test_an_exception_in_one_process_ends_all_soon_with_its_traceback(begin):
+    processes = two(begin, "fail")
+    for process in processes:
+        first_line(process)
+    began = time.monotonic()
+    ends = [end(process) for process in reversed(processes)]
+    assert ends[0][0] == 1
+    assert "RuntimeError: step 5 went wrong" in ends[0][1]
+    assert ends[1][0] != 0
+    assert time.monotonic() - began < 20

@@ -1,0 +1,121 @@
+"""Tiny random models, prompts and rollouts that tests share."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxgrpo.models import decoder
+from jaxgrpo.models.api import Model
+from jaxgrpo.models.attention import causal
+from jaxgrpo.models.config import LayerKind, ModelConfig
+from jaxgrpo.types import Prompts, Rollouts
+
+VOCAB = 40
+PAD, END = 0, 1
+
+UNIFORM = ModelConfig(
+    vocab_size=VOCAB,
+    hidden_size=32,
+    intermediate_size=64,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+)
+
+LOCAL_GLOBAL = ModelConfig(
+    family="random",
+    vocab_size=VOCAB,
+    hidden_size=32,
+    intermediate_size=64,
+    num_layers=4,  # one period of three, and one layer that is left over
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    pattern=(LayerKind(window=3), LayerKind(window=3, rope_theta=500.0), LayerKind()),
+    activation="gelu_tanh",
+    sandwich_norms=True,
+    norm_offset=1.0,
+    embedding_scale=32**0.5,
+)
+
+
+@functools.cache
+def model(config: ModelConfig = UNIFORM) -> Model:
+    return decoder.build(config)
+
+
+def params(config: ModelConfig = UNIFORM, seed: int = 0, scale: float = 15.0):
+    """Parameters whose distributions are far from uniform, so that differences show."""
+    values = model(config).init(jax.random.key(seed))
+    return {**values, "head": jax.tree.map(lambda leaf: leaf * scale, values["head"])}
+
+
+def prompts(count: int = 4, width: int = 6, seed: int = 0, step: int = 0) -> Prompts:
+    """Random prompts of 1 to `width` tokens; the first has one token, the second all."""
+    rng = np.random.default_rng(seed)
+    length = rng.integers(1, width + 1, count)
+    length[: min(2, count)] = [1, width][: min(2, count)]
+    mask = np.arange(width) < length[:, None]
+    tokens = np.where(mask, rng.integers(2, VOCAB, mask.shape), PAD)
+    return Prompts(
+        prompt_tokens=np.asarray(tokens, np.int32),
+        prompt_mask=mask,
+        ordinal=np.arange(count, dtype=np.int32),
+        row=np.arange(count, dtype=np.int32),
+        step=np.int32(step),
+    )
+
+
+def rollouts(
+    rewards: np.ndarray, steps: int = 5, width: int = 6, seed: int = 0, **changes
+) -> Rollouts:
+    """Rollouts with random tokens and ragged lengths for the given rewards [P, G]."""
+    rewards = np.asarray(rewards, np.float32)
+    count, samples = rewards.shape
+    asked = prompts(count, width, seed)
+    rng = np.random.default_rng(seed + 1)
+    length = rng.integers(1, steps + 1, rewards.shape)
+    mask = np.arange(steps) < length[..., None]
+    values = dict(
+        prompt_tokens=asked.prompt_tokens,
+        prompt_mask=asked.prompt_mask,
+        completion_tokens=np.where(mask, rng.integers(2, VOCAB, mask.shape), PAD).astype(np.int32),
+        token_mask=mask,
+        behavior_logp=np.where(mask, rng.normal(-2, 0.3, mask.shape), 0).astype(np.float32),
+        rewards={"reward": rewards},
+        truncated=length == steps,
+        ordinal=asked.ordinal,
+        row=asked.row,
+        policy_version=np.zeros(rewards.shape, np.int32),
+        step=np.int32(0),
+        fields={},
+    )
+    return jax.tree.map(jnp.asarray, Rollouts(**{**values, **changes}))
+
+
+def whole_logps(config: ModelConfig, values, rollouts: Rollouts, temperature: float = 1.0):
+    """Log-probs [P, G, T] by one plain causal pass per sample, as an oracle; 0 where masked."""
+
+    def one(prompt, length, completion):
+        # The sequence without padding between prompt and completion, by position.
+        steps = completion.shape[0]
+        index = jnp.arange(prompt.shape[0] + steps)
+        own = index - length
+        tokens = jnp.where(own < 0, jnp.pad(prompt, (0, steps))[index], completion[own % steps])
+        position = index[None]
+        attend = causal(position, jnp.ones_like(position, bool))
+        hidden, _ = model(config).apply(values, tokens[None], position, attend, None)
+        logits = model(config).unembed(values, hidden)[0] / temperature
+        logp = jax.nn.log_softmax(logits.astype(jnp.float32), -1)
+        at = length - 1 + jnp.arange(steps)
+        return logp[at, completion]
+
+    length = rollouts.prompt_mask.sum(-1)
+    over_samples = jax.vmap(one, in_axes=(None, None, 0))
+    logp = jax.vmap(over_samples)(rollouts.prompt_tokens, length, rollouts.completion_tokens)
+    return jnp.where(rollouts.token_mask, logp, 0)
