@@ -21,7 +21,9 @@ _WORDS = {
     "jaxgrpo.config": ("Config", "load_config"),
     "jaxgrpo.errors": ("ConfigError", "InputError"),
     "jaxgrpo.metrics": ("Max", "Mean"),
-    "jaxgrpo.training": ("train",),
+    "jaxgrpo.assembly": ("Setup", "setup"),
+    "jaxgrpo.io.checkpoints": ("parameter_hash",),
+    "jaxgrpo.training": ("Run", "train"),
     "jaxgrpo.types": ("Prompts", "RolloutSpec", "Rollouts", "Signal", "TrainBatch", "TrainState"),
 }
 _MODULES = ("advantages", "losses", "models", "rewards", "tasks")

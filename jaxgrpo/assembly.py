@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-import optax
 from jax import Array
 from jax.sharding import Mesh
 
@@ -22,10 +21,12 @@ from jaxgrpo.models import decoder
 from jaxgrpo.models.api import Model
 from jaxgrpo.optimizers import make_optimizer
 from jaxgrpo.packing import Geometry
+from jaxgrpo.parts import Objective, Parts, opt_layout, param_layout
+from jaxgrpo.preparation import Prepared
 from jaxgrpo.prompts import PromptPolicy, sequential
 from jaxgrpo.rollouts import make_rewarder, make_selector
 from jaxgrpo.sampling import SamplingSettings
-from jaxgrpo.steps import Objective, Parts, Prepared, Steps, build_steps
+from jaxgrpo.steps import build_steps
 from jaxgrpo.types import FIELDS, Params, Prompts, Rollouts, RolloutSpec, TrainBatch, TrainState
 
 
@@ -186,6 +187,7 @@ def make_parts(
         geometry=geometry,
         sampling=sampling_settings(config, tokenizer),
         mesh=mesh,
+        reward_weights={reward.name: reward.weight for reward in rewards},
     )
 
 
@@ -223,16 +225,17 @@ def make_chain(config: Config, rewards: Sequence[Reward]) -> AdvantageTransform:
 def make_objective(config: Config) -> Objective:
     """Surrogate, reduction and penalties of a run."""
     loss = config.loss
-    surrogate, reduction, kl = (
-        {**part, "use": _own(config, part["use"])} if part else None
-        for part in (loss.surrogate, loss.reduction, loss.kl)
-    )
+
+    def part(spec: Mapping[str, Any]) -> dict[str, Any]:
+        return {**spec, "use": _own(config, spec["use"])}
+
+    reduction = part(loss.reduction)
     if reduction["use"] == "constant":
         reduction = {"length": config.rollout.max_completion_tokens, **reduction}
     return Objective(
-        surrogate=losses.build_surrogate(surrogate),
+        surrogate=losses.build_surrogate(part(loss.surrogate)),
         reduction=losses.build_reduction(reduction),
-        penalties=(losses.build_penalty(kl),) if kl else (),
+        penalties=(losses.build_penalty(part(loss.kl)),) if loss.kl else (),
         penalties_on=loss.penalties_on,
         proximal=loss.proximal,
     )
@@ -265,14 +268,7 @@ def first_state(
 ) -> TrainState:
     """The state before the first step, laid out on the mesh."""
     everywhere = sharding.replicated(parts.mesh)
-    layout = sharding.param_shardings(parts.mesh, parts.model.axes, parts.model.shapes)
-    opt_layout = optax.tree_utils.tree_map_params(
-        parts.optimizer,
-        lambda _, sharding: sharding,
-        jax.eval_shape(parts.optimizer.init, params),
-        layout,
-        transform_non_params=lambda _: everywhere,
-    )
+    layout = param_layout(parts)
     geometry = parts.geometry
     spec = RolloutSpec(
         num_prompts=geometry.num_prompts,
@@ -291,7 +287,7 @@ def first_state(
         step=put(np.int32(0)),
         trainable=params,
         frozen={name: copy(params) for name in sorted(anchors)},
-        opt_state=jax.jit(parts.optimizer.init, out_shardings=opt_layout)(params),
+        opt_state=jax.jit(parts.optimizer.init, out_shardings=opt_layout(parts))(params),
         advantage_state=jax.tree.map(put, parts.chain.init(spec)),
         prompt_policy_state=policy.init(num_rows, seed),
         cursor=put(np.int32(0)),
@@ -305,7 +301,7 @@ def _mesh_sizes(config: Config) -> dict[str, int]:
 
 
 def _own(config: Config, use: Any) -> Any:
-    """A built-in name as it is; "file.py:function" and "package.module:function" as the function."""
+    """The function that "file.py:function" or "package.module:function" names; else `use`."""
     if isinstance(use, str) and callables.is_reference(use):
         return callables.load(use, config.folder)
     return use

@@ -147,7 +147,9 @@ def _parts(values: Values) -> Iterator[str]:
 
     def reward(part: Mapping[str, Any]) -> None:
         name, options = _split(part)
-        rewards.build(name, **options)
+        rewards.build(
+            name, **{key: options[key] for key in options if not _misspelt(key, RewardKeys)}
+        )
 
     for index, entry in enumerate(values.get("rewards", ())):
         yield from _try(f"rewards[{index}]", _table(entry), reward)

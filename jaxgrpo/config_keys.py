@@ -145,8 +145,9 @@ class MeshKeys:
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunKeys:
     dir: str = key()  # made where the command is started
-    samples_every: int = key(10, at_least=0)  # steps whose samples are written; 0: the first only
-    samples_every: int = key(10, at_least=0)  # steps between two files of samples; 0: none
+    samples_every: int = key(
+        10, at_least=0
+    )  # steps between files of samples; 0: the first step only
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -44,14 +44,12 @@ class Display:
         self.say(f"evaluated at step {step}: {', '.join(shown)}")
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """What matters first: is there reward, does it get better, is there signal, does it move."""
-        accuracy = "     –" if self._accuracy is None else f"{self._accuracy:6.3f}"
+        """What matters first: is there reward, does it grow, is there signal, does it move."""
+        accuracy = "    –" if self._accuracy is None else f"{self._accuracy:.3f}"
         self.say(
-            f"step {step:4d}  reward {metrics['reward']:6.3f}  accuracy {accuracy}  "
-            f"live groups {metrics['live_groups']:4.0%}  "
-            f"gradient {metrics['grad_norm']:8.2e}  "
-            f"length {metrics['completions/mean_length']:5.1f}  "
-            f"{metrics['time/step']:5.2f} s  loss {metrics['loss']:9.2e}"
+            f"{step:5d} reward {metrics['reward']:6.3f} accuracy {accuracy} "
+            f"live {metrics['live_groups']:4.0%} gradient {metrics['grad_norm']:.1e} "
+            f"{metrics['time/step']:4.1f} s loss {metrics['loss']:8.1e}"
         )
         self._bar.update(self._task, completed=step)
 

@@ -6,6 +6,7 @@ import importlib.metadata
 import os
 import platform
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 
 import jax
@@ -74,7 +75,7 @@ def memory() -> dict[str, str]:
     return {"memory": f"{total:.1f} GiB, {free:.1f} GiB unused"}
 
 
-def disk(environment: os._Environ[str]) -> dict[str, str]:
+def disk(environment: Mapping[str, str]) -> dict[str, str]:
     """Where runs and compiled programs go."""
     rows = {}
     places = {"runs": Path.cwd() / "runs", "compile cache": runtime.cache_folder(environment)}

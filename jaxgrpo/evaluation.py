@@ -12,6 +12,7 @@ import numpy as np
 from jaxgrpo import diagnostics, sharding
 from jaxgrpo.assembly import Setup, load_rows, resolve_scorer
 from jaxgrpo.io import data
+from jaxgrpo.prompts import host_prompts
 from jaxgrpo.rollouts import judge_texts, put_prompts
 from jaxgrpo.sampling import Sampler, make_sampler, sample
 from jaxgrpo.types import Params, Prompts, Rollouts
@@ -25,12 +26,12 @@ Evaluate = Callable[[Params, int], dict[str, float]]
 def make_evaluator(setup: Setup) -> Evaluate:
     """The function (sampling parameters, step) -> metrics on `eval.data`.
 
-        accuracy        share of prompts whose likeliest answer is right
-        pass@k          k = 1, 4, 16, ... up to eval.samples, unbiased, from samples at
-                        rollout.temperature
-        flat_groups     expected share of groups of rollout.group_size that all agree, unbiased
-        accuracy/level_L   greedy, where rows have a column "level"
-        mean_length, truncated   of the samples
+    accuracy        share of prompts whose likeliest answer is right
+    pass@k          k = 1, 4, 16, ... up to eval.samples, unbiased, from samples at
+                    rollout.temperature
+    flat_groups     expected share of groups of rollout.group_size that all agree, unbiased
+    accuracy/level_L   greedy, where rows have a column "level"
+    mean_length, truncated   of the samples
     """
     config = setup.config
     rows = load_rows(config, config.eval.data)[: config.eval.prompts]
@@ -38,9 +39,7 @@ def make_evaluator(setup: Setup) -> Evaluate:
     scorer = {"scorer": resolve_scorer(config, setup.rewards)}
     settings = setup.parts.sampling._replace(purpose=PURPOSE)
     constrain = sharding.constrain(setup.mesh)
-    greedy = make_sampler(
-        setup.model, settings._replace(group_size=1, temperature=0.0), constrain
-    )
+    greedy = make_sampler(setup.model, settings._replace(group_size=1, temperature=0.0), constrain)
     sampled = make_sampler(
         setup.model, settings._replace(group_size=config.eval.samples), constrain
     )
@@ -122,7 +121,4 @@ def _prompts(chosen: np.ndarray, encoded: Sequence[np.ndarray], width: int, step
     for place, row in enumerate(chosen):
         tokens[place, : len(encoded[row])] = encoded[row]
         mask[place, : len(encoded[row])] = True
-    ordinal = chosen.astype(np.int32)
-    return Prompts(
-        prompt_tokens=tokens, prompt_mask=mask, ordinal=ordinal, row=ordinal, step=np.int32(step)
-    )
+    return host_prompts(tokens, mask, chosen, chosen, step)

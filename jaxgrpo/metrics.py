@@ -72,6 +72,21 @@ def maximum(value: Array, mask: Array | None = None) -> Max:
     return Max(value=value.max(initial=-jnp.inf))
 
 
+def empty_like(metrics: Mapping[str, Any]) -> Metrics:
+    """Metrics of the same names and dtypes into which nothing has been counted yet.
+
+    Args:
+      metrics: metrics, or their shapes as `jax.eval_shape` gives them.
+    """
+
+    def one(metric: Any) -> Metric:
+        if isinstance(metric, Max):
+            return Max(value=jnp.full((), -jnp.inf, metric.value.dtype))
+        return jax.tree.map(lambda leaf: jnp.zeros((), leaf.dtype), metric)
+
+    return {name: one(metric) for name, metric in metrics.items()}
+
+
 def merge(left: Mapping[str, Metric], right: Mapping[str, Metric]) -> Metrics:
     """Adds two sets of metrics name by name; a name in only one of them is kept as it is."""
     merged = dict(left)

@@ -103,11 +103,16 @@ def make_prompts(
             )
         prompt_tokens[place, :length] = tokens[row]
         prompt_mask[place, :length] = True
-    arrays: dict[str, Any] = {  # numpy's: they go to the devices with the jitted call
-        "prompt_tokens": prompt_tokens,
-        "prompt_mask": prompt_mask,
-        "ordinal": np.asarray(ordinals, np.int32),
-        "row": rows,
+    return host_prompts(prompt_tokens, prompt_mask, ordinals, rows, step)
+
+
+def host_prompts(tokens: Any, mask: Any, ordinal: Any, row: Any, step: int) -> Prompts:
+    """Prompts of NumPy arrays: they go to the devices with the jitted call."""
+    arrays: dict[str, Any] = {
+        "prompt_tokens": np.asarray(tokens, np.int32),
+        "prompt_mask": np.asarray(mask, bool),
+        "ordinal": np.asarray(ordinal, np.int32),
+        "row": np.asarray(row, np.int32),
         "step": np.asarray(step, np.int32),
     }
     return Prompts(**arrays)

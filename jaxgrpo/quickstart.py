@@ -45,7 +45,8 @@ def make_base(console: Console, path: Path, seed: int) -> None:
 def show(console: Console, run: training.Run) -> None:
     """The table of the end, from summary.json's own numbers."""
     summary = run.summary
-    names = ["accuracy", *(name for name in summary["base"] if name.startswith("pass@"))]
+    passes = [name for name in summary["base"] if name.startswith("pass@")]
+    names = ["accuracy", *sorted(passes, key=lambda name: int(name.removeprefix("pass@")))]
     columns = {"base": summary["base"], "trained": summary["trained"]}
     console.print(comparison("test problems", columns, [*names, "flat_groups"]))
     speed = summary["time/tokens_per_second"]

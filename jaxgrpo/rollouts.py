@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax import Array
 from jax.sharding import Mesh
 
 from jaxgrpo import sharding
@@ -18,11 +19,10 @@ from jaxgrpo.types import Prompts, Rollouts, TrainState
 
 def put_prompts(mesh: Mesh, prompts: Prompts) -> Prompts:
     """Host prompts on the mesh: P over the bins, the step everywhere."""
-    put = (
-        lambda leaf: sharding.put(  # noqa: E731
-            leaf, sharding.named(mesh, *(("bins", None)[: np.ndim(leaf)]))
-        )
-    )
+
+    def put(leaf: Any) -> Array:
+        return sharding.put(leaf, sharding.named(mesh, *("bins", None)[: np.ndim(leaf)]))
+
     return jax.tree.map(put, prompts)
 
 
@@ -52,7 +52,7 @@ def decode_texts(tokenizer: Any, tokens: np.ndarray, mask: np.ndarray) -> list[s
     return tokenizer.batch_decode(completion_ids(tokens, mask), skip_special_tokens=True)
 
 
-def completion_ids(tokens: np.ndarray, mask: np.ndarray) -> list[list[int]]:
+def completion_ids(tokens: Any, mask: Any) -> list[list[int]]:
     """Token ids of [N, T] completions, up to the last one sampled."""
     length = np.where(mask.any(-1), mask.shape[-1] - np.argmax(mask[:, ::-1], axis=-1), 0)
     return [row[:end].tolist() for row, end in zip(tokens, length, strict=True)]

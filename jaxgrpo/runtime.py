@@ -8,7 +8,7 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from pathlib import Path
 
 import jax
@@ -54,6 +54,7 @@ def start(platform: str = "auto") -> str:
     """
     if platform == "cpu":
         jax.config.update("jax_platforms", "cpu")
+    _quiet_libtpu(os.environ)
     _join(os.environ)
     _keep_compilations(os.environ)
     found = _PLATFORM_NAMES.get(jax.default_backend(), jax.default_backend())
@@ -182,6 +183,14 @@ def _join(environment: Mapping[str, str]) -> None:
         return
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(**arguments)  # pyright: ignore[reportArgumentType]
+
+
+def _quiet_libtpu(environment: MutableMapping[str, str]) -> None:
+    """Keeps libtpu, installed to compile for TPUs, from complaining where there is none."""
+    # JAX sets the first variable where it finds no TPU; libtpu then takes the rest for a mistake.
+    if environment.get("TPU_SKIP_MDS_QUERY") == "1" and not environment.get("JAX_PLATFORMS"):
+        environment.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
+        environment.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-1")
 
 
 def _keep_compilations(environment: Mapping[str, str]) -> None:

@@ -1,6 +1,6 @@
 """`jaxgrpo.train`: the loop over steps, with evaluation, logs, checkpoints and a clean stop.
 
-    prompts -> sample -> reward -> prepare (score, advantage) -> update -> log
+prompts -> sample -> reward -> prepare (score, advantage) -> update -> log
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from jaxgrpo.io.checkpoints import Checkpoints, parameter_hash
 from jaxgrpo.io.tracking import RunFolder, read_metrics
 from jaxgrpo.metrics import finalise, merge
 from jaxgrpo.optimizers import current_rate
+from jaxgrpo.preparation import Prepared
 from jaxgrpo.rollouts import completion_ids
-from jaxgrpo.steps import Prepared
 from jaxgrpo.types import Rollouts, TrainState
 
 

@@ -53,7 +53,7 @@ class Rollouts:
 
 
 class RolloutSpec(NamedTuple):
-    """What a transform may know before the first rollout: sizes, names and whether rows come back."""
+    """What a transform may know before the first rollout: sizes, names, whether rows return."""
 
     num_prompts: int
     group_size: int

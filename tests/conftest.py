@@ -17,6 +17,9 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = (
     "--xla_force_host_platform_device_count=4"
     " --xla_cpu_collective_call_terminate_timeout_seconds=300"
+    # Programs of tests run for milliseconds and compile for seconds: half as long without LLVM's
+    # optimisation. Started commands (`environment`) are compiled as a user's are.
+    " --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 )
 os.environ["JAX_COMPILATION_CACHE_DIR"] = str(REPOSITORY / ".cache" / "jax")
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.2"

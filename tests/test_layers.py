@@ -36,11 +36,11 @@ def words(text: str) -> frozenset[str]:
 BASE = words("types metrics errors names")
 CORE = words("advantages losses logprobs diagnostics")
 FAST = words("sharding packing sampling prompts")
-STEPS = words("steps optimizers")
+STEPS = words("steps optimizers parts preparation")
 HOST = words("io rewards tasks")
 TOP = words(
-    "__init__ __main__ assembly cli config config_checks config_keys config_reading doctor"
-    " evaluation quickstart reporting rollouts runtime training warmstart"
+    "__init__ __main__ assembly cli config config_checks config_keys config_reading console doctor"
+    " evaluation quickstart rollouts runtime training warmstart"
 )
 LAYERS = (
     Layer(BASE, BASE, words("jax jaxtyping")),

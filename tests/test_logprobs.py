@@ -60,6 +60,7 @@ def test_no_buffer_of_the_compiled_gradient_holds_all_logits():
     def temporary(limit):
         gradient = jax.jit(jax.grad(objective, argnums=(0, 1)), static_argnums=3)
         memory = gradient.lower(hidden, head, targets, limit).compile().memory_analysis()
+        assert memory is not None
         return memory.temp_size_in_bytes
 
     whole = length * vocab * 4

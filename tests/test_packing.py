@@ -10,6 +10,10 @@ from jaxgrpo.errors import InputError
 from jaxgrpo.packing import Geometry, check_geometry, gather, plan, scatter
 
 
+def shape_of(value) -> tuple[int, int, int]:
+    return value.shape
+
+
 def geometry(groups, samples, bins, rows):
     return Geometry(groups, samples, 6, 5, bins, rows)
 
@@ -55,9 +59,9 @@ def test_gather_then_scatter_gives_back_every_token(size):
     everyone = plan(np.ones(size[:2], bool), shape)
     value = jnp.asarray(np.random.default_rng(2).normal(size=(*size[:2], 5)), jnp.float32)
     batch = gather(rollouts, everyone, value, value, rollouts.token_mask, {"own": value})
-    back = scatter(batch.fields["own"], everyone, value.shape)
+    back = scatter(batch.fields["own"], everyone, shape_of(value))
     np.testing.assert_array_equal(back, value)
-    targets = scatter(batch.targets, everyone, value.shape)
+    targets = scatter(batch.targets, everyone, shape_of(value))
     np.testing.assert_array_equal(targets, rollouts.completion_tokens * rollouts.token_mask)
 
 

@@ -11,6 +11,7 @@ import time
 import jax
 import pytest
 
+import jaxgrpo
 from jaxgrpo import runtime
 from jaxgrpo.errors import InputError
 
@@ -81,10 +82,9 @@ def end(process: subprocess.Popen) -> tuple[int, str]:
 
 
 def test_the_first_line_names_the_devices():
-    assert (
-        runtime.start()
-        == f"jaxgrpo 0.1.0 on 4 cpu devices (cpu) in 1 process, jax {jax.__version__}"
-    )
+    version = f"jaxgrpo {jaxgrpo.__version__}"
+    line = f"{version} on 4 cpu devices (cpu) in 1 process, jax {jax.__version__}"
+    assert runtime.start() == runtime.start("cpu") == line
     assert runtime.is_main()
 
 

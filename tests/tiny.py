@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ from jaxgrpo.models import decoder
 from jaxgrpo.models.api import Model
 from jaxgrpo.models.attention import causal
 from jaxgrpo.models.config import LayerKind, ModelConfig
+from jaxgrpo.prompts import host_prompts
 from jaxgrpo.types import Prompts, Rollouts
 
 VOCAB = 40
@@ -62,13 +64,8 @@ def prompts(count: int = 4, width: int = 6, seed: int = 0, step: int = 0) -> Pro
     length[: min(2, count)] = [1, width][: min(2, count)]
     mask = np.arange(width) < length[:, None]
     tokens = np.where(mask, rng.integers(2, VOCAB, mask.shape), PAD)
-    return Prompts(
-        prompt_tokens=np.asarray(tokens, np.int32),
-        prompt_mask=mask,
-        ordinal=np.arange(count, dtype=np.int32),
-        row=np.arange(count, dtype=np.int32),
-        step=np.int32(step),
-    )
+    order = np.arange(count)
+    return host_prompts(tokens, mask, order, order, step)
 
 
 def rollouts(
@@ -76,25 +73,26 @@ def rollouts(
 ) -> Rollouts:
     """Rollouts with random tokens and ragged lengths for the given rewards [P, G]."""
     rewards = np.asarray(rewards, np.float32)
-    count, samples = rewards.shape
+    count = len(rewards)
     asked = prompts(count, width, seed)
     rng = np.random.default_rng(seed + 1)
     length = rng.integers(1, steps + 1, rewards.shape)
     mask = np.arange(steps) < length[..., None]
-    values = dict(
-        prompt_tokens=asked.prompt_tokens,
-        prompt_mask=asked.prompt_mask,
-        completion_tokens=np.where(mask, rng.integers(2, VOCAB, mask.shape), PAD).astype(np.int32),
-        token_mask=mask,
-        behavior_logp=np.where(mask, rng.normal(-2, 0.3, mask.shape), 0).astype(np.float32),
-        rewards={"reward": rewards},
-        truncated=length == steps,
-        ordinal=asked.ordinal,
-        row=asked.row,
-        policy_version=np.zeros(rewards.shape, np.int32),
-        step=np.int32(0),
-        fields={},
-    )
+    tokens = np.where(mask, rng.integers(2, VOCAB, mask.shape), PAD)
+    values: dict[str, Any] = {
+        "prompt_tokens": asked.prompt_tokens,
+        "prompt_mask": asked.prompt_mask,
+        "completion_tokens": tokens.astype(np.int32),
+        "token_mask": mask,
+        "behavior_logp": np.where(mask, rng.normal(-2, 0.3, mask.shape), 0).astype(np.float32),
+        "rewards": {"reward": rewards},
+        "truncated": length == steps,
+        "ordinal": asked.ordinal,
+        "row": asked.row,
+        "policy_version": np.zeros(rewards.shape, np.int32),
+        "step": np.int32(0),
+        "fields": {},
+    }
     return jax.tree.map(jnp.asarray, Rollouts(**{**values, **changes}))
 
 

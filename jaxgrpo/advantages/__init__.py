@@ -1,14 +1,8 @@
 """Advantages as chains of small pure transforms. Read recipes.py first."""
 
 from jaxgrpo.advantages.absolute import sign
-from jaxgrpo.advantages.base import (
-    AdvantageTransform,
-    chain,
-    compute,
-    start,
-    stateless,
-    transform,
-)
+from jaxgrpo.advantages.base import AdvantageTransform, stateless, transform
+from jaxgrpo.advantages.chains import chain, compute, spec_of, start
 from jaxgrpo.advantages.group import divide_by_group_std, subtract_group_mean
 from jaxgrpo.advantages.masks import mask_truncated, mask_zero_variance
 from jaxgrpo.advantages.registry import build, evaluate
@@ -26,6 +20,7 @@ __all__ = [
     "mask_zero_variance",
     "per_reward",
     "sign",
+    "spec_of",
     "start",
     "stateless",
     "stream",

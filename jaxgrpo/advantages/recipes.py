@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from jaxgrpo.advantages import absolute
-from jaxgrpo.advantages.base import AdvantageTransform, Scheduled, chain
+from jaxgrpo.advantages.base import AdvantageTransform, Scheduled
+from jaxgrpo.advantages.chains import chain
 from jaxgrpo.advantages.group import divide_by_group_std, subtract_group_mean
 from jaxgrpo.advantages.streams import sum_rewards
 

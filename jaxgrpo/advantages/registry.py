@@ -11,7 +11,8 @@ from jax import Array
 
 from jaxgrpo.advantages import absolute, group, masks, streams, tokens
 from jaxgrpo.advantages import recipes as methods
-from jaxgrpo.advantages.base import AdvantageTransform, chain, compute, transform
+from jaxgrpo.advantages.base import AdvantageTransform, transform
+from jaxgrpo.advantages.chains import chain, compute
 from jaxgrpo.errors import InputError
 from jaxgrpo.names import call, find
 from jaxgrpo.types import Rollouts

@@ -8,13 +8,8 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array
 
-from jaxgrpo.advantages.base import (
-    AdvantageTransform,
-    Scheduled,
-    Streams,
-    at_step,
-    chain,
-)
+from jaxgrpo.advantages.base import AdvantageTransform, Scheduled, Streams, at_step
+from jaxgrpo.advantages.chains import chain
 from jaxgrpo.errors import InputError
 from jaxgrpo.metrics import Metrics, accumulate_dtype
 from jaxgrpo.names import suggest

@@ -174,11 +174,11 @@ def _unsupported(fields: Mapping[str, Any]) -> list[str]:
     dtype = "dtype" if "dtype" in fields else "torch_dtype"
     known = ("float32", "bfloat16", "float16", None)
     expect(fields.get(dtype) in known, dtype, "known are float32, bfloat16, float16")
-    rope = _rope(fields)
-    plain = rope.get("rope_type", rope.get("type", "default")) == "default"
-    plain = plain and set(rope) <= {"rope_theta", "rope_type", "type"}
-    field = "rope_parameters" if fields.get("rope_parameters") else "rope_scaling"
-    expect(plain, field, "scaled or partial rotary positions are not built")
+    for name in ("rope_parameters", "rope_scaling"):
+        rope = fields.get(name) or {}
+        plain = rope.get("rope_type", rope.get("type", "default")) == "default"
+        plain = plain and set(rope) <= {"rope_theta", "rope_type", "type"}
+        expect(plain, name, "scaled or partial rotary positions are not built")
     return problems
 
 

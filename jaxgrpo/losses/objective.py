@@ -71,12 +71,7 @@ def policy_loss(
     """
     if advantage.ndim == 1:
         advantage = jnp.broadcast_to(advantage[:, None], (advantage.shape[0], mask.shape[-1]))
-    given = {"proximal_logp": proximal_logp, "advantage": advantage, "mask": mask, **fields}
-    for name, array in given.items():
-        if logp.ndim != 2 or array.shape != logp.shape:
-            raise InputError(
-                f"{name} has shape {array.shape} and logp {logp.shape}: both must be [B, T]"
-            )
+    _check_shapes(logp, proximal_logp=proximal_logp, advantage=advantage, mask=mask, **fields)
     mask = mask.astype(bool)
     weight = build_reduction(reduction, reduction_options).weights(mask[:, None, :])[:, 0]
     rows = mask.astype(jnp.int32)  # one segment per row
@@ -93,3 +88,11 @@ def policy_loss(
     loss = (weight.astype(per_token.dtype) * per_token).sum()
     one = jnp.ones((), loss.dtype)
     return loss, merge(metrics, {"loss": Mean(total=loss, weight=one)})
+
+
+def _check_shapes(logp: Array, **given: Array) -> None:
+    for name, array in given.items():
+        if logp.ndim != 2 or array.shape != logp.shape:
+            raise InputError(
+                f"{name} has shape {array.shape} and logp {logp.shape}: both must be [B, T]"
+            )

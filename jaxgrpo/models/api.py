@@ -46,6 +46,7 @@ class Model(NamedTuple):
     Memory has two forms. *Stacked*: {"blocks": {"k": leaves [periods, ...]}, "rest": {"i": ...}},
     the layers are scanned. *Per layer*: a tuple with one entry per layer in order; the layers are
     unrolled, so that decoding updates each cache in place. None: every layer gets None, scanned.
+    A loop that decodes takes its parameters through `params_per_layer` once, before it begins.
     """
 
     config: ModelConfig
@@ -53,9 +54,8 @@ class Model(NamedTuple):
     apply: Callable[[Params, Array, Array, Attend, Any], tuple[Array, Any]]
     """(params, tokens [*B, Q], positions [*B, Q], attend, memory)
     -> (hidden [*B, Q, hidden_size] after the final norm, memory in the form it came in)"""
-    unembed: Callable[
-        [Params, Array], Array
-    ]  # (params, hidden [..., E]) -> logits [..., V], float32
+    unembed: Callable[[Params, Array], Array]
+    """(params, hidden [..., E]) -> logits [..., V], float32"""
     axes: Params  # parameter tree of tuples: the logical axis name of each dimension
     shapes: Params  # parameter tree of jax.ShapeDtypeStruct
 
@@ -70,3 +70,12 @@ def memory_per_layer(config: ModelConfig, stacked: Any) -> tuple[Any, ...]:
             layers.append(jax.tree.map(lambda leaf, at=period: leaf[at], stack))
     layers.extend(stacked["rest"][str(i)] for i in range(len(stacked["rest"])))
     return tuple(layers)
+
+
+def params_per_layer(config: ModelConfig, params: Params) -> Params:
+    """The parameters with each layer's apart too, under "layers": a tuple in their order.
+
+    To be called in a jitted function, outside its loop over tokens: a slice of stacked weights
+    taken inside the loop is copied at every token.
+    """
+    return {**params, "layers": memory_per_layer(config, params)}

@@ -15,9 +15,9 @@ from flax import nnx
 from jax import Array
 
 from jaxgrpo.errors import InputError
-from jaxgrpo.models.api import Attend, Constrain, Model
+from jaxgrpo.models.api import Attend, Constrain, Model, memory_per_layer
 from jaxgrpo.models.config import LayerKind, ModelConfig
-from jaxgrpo.models.layers import ACTIVATIONS, Block, Embedding, RMSNorm, rotary_angles
+from jaxgrpo.models.layers import ACTIVATIONS, Angles, Block, Embedding, RMSNorm, rotary_angles
 from jaxgrpo.types import Params
 
 HIDDEN_AXES: dict[int, tuple[str | None, ...]] = {
@@ -76,15 +76,9 @@ def build(config: ModelConfig, *, constrain: Constrain | None = None, remat: boo
             for theta in {kind.rope_theta for kind in config.pattern}
         }
 
-        def layer(kind: LayerKind) -> Layer:
-            def run(params: Params, hidden: Array, memory: Any) -> tuple[Array, Any]:
-                module = block.bind(params)
-                hidden, memory = module(hidden, angles[kind.rope_theta], attend, memory, kind)
-                return lay_out(hidden), memory
-
-            return run
-
-        layers = [layer(kind) for kind in config.pattern]
+        layers = [
+            _layer(block, kind, angles[kind.rope_theta], attend, lay_out) for kind in config.pattern
+        ]
         if type(memory) is tuple:
             hidden, memory = _unrolled(config, layers, params, hidden, memory)
         else:
@@ -99,6 +93,20 @@ def build(config: ModelConfig, *, constrain: Constrain | None = None, remat: boo
     shapes = jax.eval_shape(lambda: init(jax.random.key(0)))
     axes = _axes(config, embed, block, norm)
     return Model(config, init, apply, unembed, axes, shapes)
+
+
+def _layer(
+    block: _Definition,
+    kind: LayerKind,
+    angles: Angles,
+    attend: Attend,
+    lay_out: Callable[[Array], Array],
+) -> Layer:
+    def run(params: Params, hidden: Array, memory: Any) -> tuple[Array, Any]:
+        hidden, memory = block.bind(params)(hidden, angles, attend, memory, kind)
+        return lay_out(hidden), memory
+
+    return run
 
 
 def _define(make: Callable[[nnx.Rngs], nnx.Module]) -> _Definition:
@@ -188,17 +196,10 @@ def _unrolled(
             f"apply: memory has {len(memory)} entries, but the model has {config.num_layers} "
             "layers: give one entry per layer (memory_per_layer), or stacked memory as a dict"
         )
-    pattern, written = len(layers), []
-    for i, entry in enumerate(memory):
-        period, k = divmod(i, pattern)
-        if period < config.periods:
-            at = jax.tree.map(
-                lambda leaf, p=period: jax.lax.index_in_dim(leaf, p, keepdims=False),
-                params["blocks"][str(k)],
-            )
-        else:
-            at = params["rest"][str(k)]
-        hidden, entry = layers[k](at, hidden, entry)
+    apart = params["layers"] if "layers" in params else memory_per_layer(config, params)
+    written = []
+    for i, (own, entry) in enumerate(zip(apart, memory, strict=True)):
+        hidden, entry = layers[i % len(layers)](own, hidden, entry)
         written.append(entry)
     return hidden, tuple(written)
 

@@ -2,9 +2,10 @@
 
     fn(prompts=[...], completions=[...], completion_ids=[...], **columns) -> [1.0, 0.0, None, ...]
 
-One call judges N completions. Every keyword is a list of N entries; a data-set column is repeated
-for each sample of its prompt. A reward names the keywords it wants and gets only those, or takes
-all of them by **kwargs. It returns one number per completion; None or NaN: could not be scored.
+One call judges N completions; there is none for N = 0. Every keyword is a list of N entries: a
+data-set column is repeated for each sample of its prompt. A reward names the keywords it wants and
+gets only those, or takes all of them by **kwargs. It returns one number per completion; None or
+NaN: could not be scored.
 Source: the protocol of TRL's GRPOTrainer, called by keyword.
 """
 
@@ -12,18 +13,21 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import Any
 
 import numpy as np
 
 from jaxgrpo.errors import InputError
 
-RewardFunction = Callable[..., Sequence[float | None]]
+RewardFunction = Callable[..., Any]
+"""Called by keyword; returns a list, or a 1-d array, of N numbers or None."""
 
 PASSED = ("prompts", "completions", "completion_ids")
 """Keywords that every reward may ask for; no column bears these names."""
 
+LARGEST = float(np.finfo(np.float32).max)
 SHOWN = 300  # characters of each text in a message
 
 
@@ -56,6 +60,9 @@ def call_rewards(
     scores = {}
     for name, function in rewards.items():
         check(name, function, columns)
+        if not count:
+            scores[name] = np.empty(0, np.float32)
+            continue
         keywords = _accepted(function, {**given, **columns})
         try:
             values = function(**keywords)
@@ -108,6 +115,16 @@ def bind(name: str, function: RewardFunction, options: Mapping[str, Any]) -> Rew
     return functools.partial(function, **options)
 
 
+def options_of(function: RewardFunction) -> list[str]:
+    """The arguments of a reward that have a default, beside those every reward may ask for."""
+    named, _ = _parameters(function)
+    return [
+        parameter.name
+        for parameter in named.values()
+        if parameter.default is not parameter.empty and parameter.name not in PASSED
+    ]
+
+
 def _parameters(function: Callable[..., Any]) -> tuple[dict[str, inspect.Parameter], bool]:
     """Parameters that may be given by keyword, and whether any keyword is taken."""
     try:
@@ -142,7 +159,7 @@ def _check_lengths(keywords: Mapping[str, Sequence[Any]], count: int) -> None:
 def _numbers(name: str, values: Any, count: int) -> np.ndarray:
     """The returned values as float32 [N], None as NaN."""
     expected = "return a list with one number per completion, None = not scored"
-    if isinstance(values, (str, bytes, Mapping)) or not hasattr(values, "__len__"):
+    if isinstance(values, (str, bytes, Mapping, Set)) or not hasattr(values, "__len__"):
         raise RewardError(f"rewards.{name} returned a {type(values).__name__}: {expected}")
     if getattr(values, "ndim", 1) != 1:
         raise RewardError(f"rewards.{name} returned an array of shape {values.shape}: {expected}")
@@ -152,23 +169,16 @@ def _numbers(name: str, values: Any, count: int) -> np.ndarray:
         )
     scores = np.empty(count, np.float32)
     for place, value in enumerate(values):
-        if value is None:
-            scores[place] = np.nan
-            continue
+        where = f"rewards.{name} returned {value!r} for completion {place}"
         try:
             if isinstance(value, (str, bytes)):
                 raise TypeError  # float("1") would hide a missing conversion
-            scores[place] = float(value)
+            number = math.nan if value is None else float(value)
         except (TypeError, ValueError):
-            raise RewardError(
-                f"rewards.{name} returned {value!r} ({type(value).__name__}) for completion "
-                f"{place}: {expected}"
-            ) from None
-        if np.isinf(scores[place]):
-            raise RewardError(
-                f"rewards.{name} returned {value!r} for completion {place}: give a finite "
-                "float32, or None where the completion could not be scored"
-            )
+            raise RewardError(f"{where}, a {type(value).__name__}: {expected}") from None
+        if abs(number) > LARGEST:
+            raise RewardError(f"{where}: give a finite float32, or None = not scored")
+        scores[place] = number
     return scores
 
 

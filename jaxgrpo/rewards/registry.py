@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
 from typing import Any
 
-from jaxgrpo.errors import InputError
-from jaxgrpo.rewards.protocol import RewardFunction, bind
+from jaxgrpo.names import find
+from jaxgrpo.rewards.protocol import RewardError, RewardFunction, bind, options_of
 from jaxgrpo.tasks import tasks
 
 rewards: dict[str, RewardFunction] = {task.name: task.score for task in tasks.values()}
@@ -21,11 +20,11 @@ def build(use: str | RewardFunction, **options: Any) -> RewardFunction:
     """
     if not isinstance(use, str):
         return bind(getattr(use, "__name__", type(use).__name__), use, options)
-    if use not in rewards:
-        near = difflib.get_close_matches(use, rewards, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"there are: {', '.join(rewards)}"
-        raise InputError(
-            f"reward {use!r} is not built in: {hint} (your own is named path/file.py:function or "
-            "package.module:function)"
-        )
-    return bind(use, rewards[use], options)
+    function = find("reward", use, rewards)
+    # Built-in rewards take every keyword, as TRL's do; a misspelt option must not vanish in them.
+    known = options_of(function)
+    unknown = [option for option in options if option not in known]
+    if unknown:
+        takes = ", ".join(known) or "none"
+        raise RewardError(f"rewards.{use}: no option {unknown[0]!r}: it takes {takes}")
+    return bind(use, function, options)

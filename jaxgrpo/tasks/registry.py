@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import difflib
 from typing import Any
 
+from jaxgrpo import names
 from jaxgrpo.errors import InputError
 from jaxgrpo.tasks.arithmetic import arithmetic
 from jaxgrpo.tasks.base import Task
@@ -16,11 +16,7 @@ tasks: dict[str, Task] = {task.name: task for task in (arithmetic,)}
 
 def find(name: str) -> Task:
     """The task of that name.  Raises: InputError with the nearest name."""
-    if name not in tasks:
-        near = difflib.get_close_matches(name, tasks, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"there are: {', '.join(tasks)}"
-        raise InputError(f"task {name!r} does not exist: {hint}")
-    return tasks[name]
+    return names.find("task", name, tasks)
 
 
 def load(spec: str, count: int | None = None, seed: int = 0) -> list[dict[str, Any]]:

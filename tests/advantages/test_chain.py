@@ -21,6 +21,7 @@ from jaxgrpo.advantages import (
     mask_truncated,
     per_reward,
     sign,
+    spec_of,
     start,
     stream,
     subtract_group_mean,
@@ -28,7 +29,6 @@ from jaxgrpo.advantages import (
     to_tokens,
     transform,
 )
-from jaxgrpo.advantages.base import spec_of
 from jaxgrpo.errors import InputError
 from jaxgrpo.metrics import Mean
 from jaxgrpo.types import Signal
@@ -98,18 +98,18 @@ def test_a_step_on_streams_behind_the_sum_is_an_error_of_the_order():
 
 
 def test_a_misplaced_step_says_which_step_to_move():
-    tokens = {"token_mask": jnp.ones((1, 2, 3), bool)}
+    token_mask = jnp.ones((1, 2, 3), bool)
     for step in (subtract_group_mean(), divide_by_group_std(), sign(), to_tokens()):
         whole = chain(sum_rewards(), to_tokens(), step)
         with refuses(
             "needs sequence-level values [P, G] but got shape (1, 2, 3): put it before to"
         ):
-            evaluate(whole, [[0.0, 1.0]], **tokens)
+            evaluate(whole, [[0.0, 1.0]], token_mask=token_mask)
     spread = to_tokens()._replace(name="spread")
     with refuses(
         "sign needs sequence-level values [P, G] but got shape (1, 2, 3): put it before sp"
     ):
-        evaluate(chain(sum_rewards(), spread, sign()), [[0.0, 1.0]], **tokens)
+        evaluate(chain(sum_rewards(), spread, sign()), [[0.0, 1.0]], token_mask=token_mask)
     token_step = shift._replace(name="discount", levels=(3,))
     with refuses("discount needs token-level values [P, G, T] but got shape (1, 2): put it after"):
         evaluate(chain(sum_rewards(), token_step), [[0.0, 1.0]])
@@ -265,7 +265,7 @@ def test_a_computed_stream_counts_like_a_reward():
     assert mask.tolist() == [[True, True, False]]
     assert set(whole.init(SPEC._replace(rewards=("reward",)))) == {"stream_length", "sum_rewards"}
     with refuses("stream 'reward' exists already"):
-        evaluate(chain(stream("reward", lambda rollouts: 0), sum_rewards()), [[1.0]])
+        evaluate(chain(stream("reward", lambda rollouts: jnp.zeros(2)), sum_rewards()), [[1.0]])
     with refuses("stream 'x' has shape (2,), expected [P, G] = (1, 1)"):
         evaluate(chain(stream("x", lambda rollouts: jnp.zeros(2)), sum_rewards()), [[1.0]])
 

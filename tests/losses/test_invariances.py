@@ -31,7 +31,7 @@ def dtype(request):
 
 
 def make_batch(dtype):
-    """logp, proximal, advantage, reference, mask [P, G, T]: one empty and one zero-advantage row."""
+    """Arrays [P, G, T] with an empty row and a group without advantage."""
     random = np.random.default_rng(0)
     logp = -random.exponential(size=(P, G, T))
     proximal, reference = (logp + 0.4 * random.normal(size=(P, G, T)) for _ in range(2))

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxgrpo.models.api import KeyValue, Model, memory_per_layer
+from jaxgrpo.models.api import KeyValue, Model, memory_per_layer, params_per_layer
 from jaxgrpo.models.attention import causal, decode, rows_with_prefix
 from jaxgrpo.models.config import LayerKind, ModelConfig
 from jaxgrpo.models.decoder import build
@@ -111,11 +111,13 @@ def decoded_logits(model, params, filler=0):
     empty = KeyValue(jnp.zeros(shape), jnp.zeros(shape))
     memory = tuple((prefix, empty) for prefix in memory_per_layer(model.config, stacked))
 
+    apart = params_per_layer(model.config, params)
+
     def step(memory, index):
         position = jnp.broadcast_to((length + index)[:, None, None], (2, 2, 1))
         tokens = jax.lax.dynamic_slice_in_dim(jnp.asarray(fed), index, 1, axis=2)
         attend = decode(index, position, length)
-        hidden, memory = model.apply(params, tokens, position, attend, memory)
+        hidden, memory = model.apply(apart, tokens, position, attend, memory)
         return memory, model.unembed(params, hidden)[:, :, 0]
 
     return jnp.moveaxis(jax.lax.scan(step, memory, jnp.arange(5))[1], 0, 2)
@@ -207,11 +209,13 @@ def test_unrolled_layers_give_what_the_scan_gives(model, params):
     no_memory = (None,) * model.config.num_layers
 
     @jax.jit
-    def both(params):
-        forms = (None, no_memory)
-        return [model.apply(params, tokens, position, attend, form) for form in forms]
+    def forms(params):
+        apart = params_per_layer(model.config, params)
+        calls = ((params, None), (params, no_memory), (apart, no_memory))
+        return [model.apply(given, tokens, position, attend, form) for given, form in calls]
 
-    (scanned, stacked), (unrolled, memory) = both(params)
+    (scanned, stacked), (unrolled, memory), (before, _) = forms(params)
+    np.testing.assert_array_equal(before, unrolled)
     np.testing.assert_allclose(unrolled, scanned, atol=1e-5)
     for ours, theirs in zip(memory, memory_per_layer(model.config, stacked), strict=True):
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), ours, theirs)

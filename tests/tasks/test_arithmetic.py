@@ -156,7 +156,7 @@ def test_tokenizer_refuses_an_alphabet_with_a_repeated_character():
         ("arithmetic", "names no task: write task:NAME:SPLIT"),
         ("task:arithmetic", "names no task"),
         ("task:arithmetc:train", "did you mean 'arithmetic'"),
-        ("task:poetry:train", "there are: arithmetic"),
+        ("task:poetry:train", "Known: arithmetic"),
         ("task:arithmetic:validation", "no split 'validation': take train or test"),
     ],
 )

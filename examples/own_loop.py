@@ -1,0 +1,23 @@
+"""The training loop in your own hands: ends with the same parameters as `jaxgrpo train CONFIG`.
+
+python examples/own_loop.py CONFIG [KEY=VALUE ...]
+"""
+
+import sys
+
+import jaxgrpo as jg
+
+config = jg.load_config(sys.argv[1], sys.argv[2:])
+run = jg.setup(config)
+state = run.state
+
+for _ in range(config.train.steps):
+    prompts, state = run.select(state)
+    rollouts = run.sample(run.sync(state), prompts, state.key)
+    rollouts = run.reward(rollouts)
+    state, prepared = run.prepare(state, rollouts)
+    state, metrics = run.update(state, prepared.batch)
+    reward = prepared.metrics["reward"].result()
+    print(f"step {state.step}: reward {reward:.3f}, loss {metrics['loss'].result():.2e}")
+
+print("parameter hash", jg.parameter_hash(state.trainable))

@@ -1,0 +1,13 @@
+"""A reward is a function in TRL's protocol: keyword lists in, one number per completion out.
+
+rewards = [{ use = "examples/own_reward.py:short_and_right", limit = 18 }]
+"""
+
+
+def short_and_right(completions, answer, limit=20, **columns):
+    """1 for a right answer, less 0.1 for each character beyond `limit`; None is "not scored"."""
+    scores = []
+    for completion, right in zip(completions, answer, strict=True):
+        correct = completion.split(" ")[-1] == right
+        scores.append(float(correct) - 0.1 * max(0, len(completion) - limit))
+    return scores

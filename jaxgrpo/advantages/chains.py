@@ -1,0 +1,251 @@
+"""Chains of transforms, and running them: order is meaning.
+
+A chain takes the named rewards as streams, each a `Signal` (value and mask), and hands one signal
+from step to step. After each step masked values are set to 0 and masks are cut to what they were,
+so no step can bring a sample back.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxgrpo.advantages.base import AdvantageTransform, Streams, transform
+from jaxgrpo.errors import InputError
+from jaxgrpo.metrics import Metrics
+from jaxgrpo.names import suggest
+from jaxgrpo.types import Rollouts, RolloutSpec, Signal
+
+Steps = tuple[tuple[str, AdvantageTransform], ...]
+"""The steps of a chain under their unique names."""
+
+
+def chain(
+    *transforms: AdvantageTransform | Callable[[Signal, Rollouts], Any], name: str = "chain"
+) -> AdvantageTransform:
+    """Runs transforms one after the other; itself a transform, so chains nest.
+
+    State and metrics are keyed by the name of the step ("sign", a second one "sign_2"). A plain
+    function (signal, rollouts) -> signal is taken as a step. A chain whose steps all take one
+    signal may be given the streams too where there is exactly one. No gradient flows through.
+
+    Raises: InputError on an empty chain and on a step behind the sum that wants streams; at
+    trace time on several streams that nothing sums, values of the wrong rank, missing fields.
+    """
+    if not transforms:
+        raise InputError(f"{name}() has no steps: begin it with sum_rewards()")
+    steps = _named(transforms)
+    _check_order(name, steps)
+    takes_streams = steps[0][1].kind != "signal->signal"
+    sums = any(step.kind == "streams->signal" for _, step in steps)
+
+    def init(spec: RolloutSpec) -> dict[str, Any]:
+        state: dict[str, Any] = {}
+        for key, step in steps:
+            state[key] = step.init(spec)
+            spec = spec._replace(rewards=(*spec.rewards, *step.provides))
+        if takes_streams and not sums:
+            _check_single(name, spec.rewards)
+        return state
+
+    return AdvantageTransform(
+        name,
+        init,
+        lambda signal, state, rollouts: _run(name, steps, signal, state, rollouts),
+        needs=frozenset().union(*(step.needs for _, step in steps)),
+        kind="streams->signal" if takes_streams else "signal->signal",
+        levels=(2, 3) if takes_streams else steps[0][1].levels,
+        ordered=any(step.ordered for _, step in steps),
+        steps=steps,
+    )
+
+
+def start(rollouts: Rollouts) -> Streams:
+    """The named rewards as streams: what is not finite (NaN = not scored) is masked, with value 0.
+
+    Shapes: each reward [P, G].  Raises: InputError without rewards, or with other shapes.
+    """
+    if not rollouts.rewards:
+        raise InputError("rollouts.rewards is empty: give at least one named reward [P, G]")
+    streams: Streams = {}
+    for name, reward in rollouts.rewards.items():
+        if reward.ndim != 2:
+            raise InputError(
+                f"reward {name!r} has shape {reward.shape}, expected [P, G]:"
+                " one row per prompt, one column per sample"
+            )
+        if not jnp.issubdtype(reward.dtype, jnp.floating):
+            reward = reward.astype(jnp.result_type(float))
+        scored = jnp.isfinite(reward)
+        streams[name] = Signal(value=jnp.where(scored, reward, 0), mask=scored)
+    shapes = {name: stream.value.shape for name, stream in streams.items()}
+    if len(set(shapes.values())) > 1:
+        raise InputError(f"rewards differ in shape: {shapes}; all must be the same [P, G]")
+    return streams
+
+
+def compute(
+    whole: AdvantageTransform, rollouts: Rollouts, state: Any = None
+) -> tuple[Signal, Any, Metrics]:
+    """Runs a chain on rollouts: rewards -> (signal, state after, metrics).
+
+    Args:
+      whole: a chain or recipe; a single transform is run as a chain of one.
+      state: what the call before returned; None begins anew.
+    """
+    whole = whole if whole.steps else chain(whole)
+    if state is None:
+        state = whole.init(spec_of(rollouts))
+    signal, state, metrics = whole.update(start(rollouts), state, rollouts)
+    return signal, state, dict(metrics)
+
+
+def spec_of(rollouts: Rollouts) -> RolloutSpec:
+    """The sizes and names of rollouts that are already there."""
+    streams = start(rollouts)
+    num_prompts, group_size = next(iter(streams.values())).value.shape
+    prompts, tokens = rollouts.prompt_tokens, rollouts.token_mask
+    return RolloutSpec(
+        num_prompts=num_prompts,
+        group_size=group_size,
+        max_prompt_tokens=0 if prompts is None else prompts.shape[-1],
+        max_completion_tokens=0 if tokens is None else tokens.shape[-1],
+        rewards=tuple(streams),
+        fields=frozenset(rollouts.fields),
+    )
+
+
+def _run(
+    name: str, steps: Steps, signal: Any, state: Any, rollouts: Rollouts
+) -> tuple[Signal, Any, Metrics]:
+    _check_state(name, steps, state)
+    after, widened_by = dict(state), "to_tokens"
+    metrics: Metrics = {}
+    for key, step in steps:
+        if step.kind == "signal->signal":
+            signal = _single(name, signal)
+        _check_fields(key, step, rollouts)
+        _check_level(key, step, signal, widened_by)
+        before = signal
+        signal, after[key], reported = step.update(before, state[key], rollouts)
+        signal = _settle(key, before, signal)
+        if isinstance(signal, Signal) and signal.value.ndim > _rank(before):
+            widened_by = key
+        metrics |= {f"{key}/{metric}": value for metric, value in reported.items()}
+    return jax.lax.stop_gradient((_single(name, signal), after, metrics))
+
+
+def _named(transforms: tuple[Any, ...]) -> Steps:
+    steps: dict[str, AdvantageTransform] = {}
+    for item in transforms:
+        if not isinstance(item, AdvantageTransform):
+            if not callable(item):
+                raise InputError(
+                    f"a chain takes transforms and functions (signal, rollouts) -> signal, got"
+                    f" {item!r}"
+                )
+            item = transform(item)
+        key, number = item.name, 1
+        while key in steps:
+            number += 1
+            key = f"{item.name}_{number}"
+        steps[key] = item
+    return tuple(steps.items())
+
+
+def _check_order(name: str, steps: Steps) -> None:
+    """Refuses a step on streams behind one that made, or took, a single signal."""
+    made_one = None
+    for key, step in steps:
+        if step.kind != "signal->signal" and made_one is not None:
+            raise InputError(
+                f"{name}: {key} takes the reward streams, but {made_one} before it has one signal:"
+                f" put {key} before {made_one}"
+            )
+        if step.kind != "streams->streams" and made_one is None:
+            made_one = key
+
+
+def _check_single(name: str, rewards: tuple[str, ...]) -> None:
+    if len(rewards) != 1:
+        raise InputError(
+            f"{name} has {len(rewards)} reward streams ({', '.join(rewards)}) and no step that"
+            " makes one signal of them: put sum_rewards() before its first step on one signal"
+        )
+
+
+def _single(name: str, signal: Any) -> Signal:
+    """A signal as it is; of streams, the only one."""
+    if isinstance(signal, Signal):
+        return signal
+    _check_single(name, tuple(signal))
+    return next(iter(signal.values()))
+
+
+def _check_state(name: str, steps: Steps, state: Any) -> None:
+    names = [key for key, _ in steps]
+    if not isinstance(state, Mapping) or set(state) != set(names):
+        given = sorted(state) if isinstance(state, Mapping) else type(state).__name__
+        raise InputError(
+            f"{name} has the steps {names} but was given state of {given}: use the state that its"
+            " own init(spec) or last update returned"
+        )
+
+
+def _check_fields(key: str, step: AdvantageTransform, rollouts: Rollouts) -> None:
+    known = {*rollouts.fields, *rollouts.rewards}
+    for name in sorted(step.needs - known):
+        raise InputError(f"{key} needs the field {name!r}: {suggest(name, known)}")
+
+
+def _check_level(key: str, step: AdvantageTransform, signal: Any, widened_by: str) -> None:
+    for one in [signal] if isinstance(signal, Signal) else signal.values():
+        shape = one.value.shape
+        if len(shape) in step.levels:
+            continue
+        if len(shape) == 3:
+            raise InputError(
+                f"{key} needs sequence-level values [P, G] but got shape {shape}:"
+                f" put it before {widened_by}()"
+            )
+        raise InputError(
+            f"{key} needs token-level values [P, G, T] but got shape {shape}:"
+            " put it after to_tokens()"
+        )
+
+
+def _rank(signal: Any) -> int:
+    return signal.value.ndim if isinstance(signal, Signal) else 2
+
+
+def _settle(key: str, before: Any, after: Any) -> Any:
+    """What a step returned, with masks that only shrink and 0 where masked."""
+    if not isinstance(after, Signal):
+        if not isinstance(after, dict):
+            raise InputError(
+                f"{key} returned {type(after).__name__}, expected a Signal: return"
+                " dataclasses.replace(signal, value=...)"
+            )
+        return {
+            name: _settle(key, before.get(name, stream), stream) for name, stream in after.items()
+        }
+    if after.value.shape != after.mask.shape:
+        raise InputError(
+            f"{key} returned value {after.value.shape} and mask {after.mask.shape}:"
+            " they must have the same shape"
+        )
+    mask = after.mask
+    if isinstance(before, Signal):
+        shape = before.mask.shape
+        if after.value.shape[: len(shape)] != shape:
+            raise InputError(
+                f"{key} turned values {shape} into {after.value.shape}: a step keeps [P, G], or"
+                " widens it to [P, G, T]"
+            )
+        earlier = before.mask.reshape(shape + (1,) * (mask.ndim - len(shape)))
+        mask = mask & jnp.broadcast_to(earlier, mask.shape)
+    return dataclasses.replace(after, value=jnp.where(mask, after.value, 0), mask=mask)

@@ -1,0 +1,213 @@
+"""What is refused of a Hugging Face folder, and with which words; what a save may replace."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from jaxgrpo.errors import InputError
+from jaxgrpo.io.huggingface import read_config, read_params, save_model
+from jaxgrpo.models.config import LayerKind, ModelConfig
+from jaxgrpo.models.decoder import build
+
+CONFIG = ModelConfig(
+    vocab_size=29,
+    hidden_size=16,
+    intermediate_size=24,
+    num_layers=3,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    pattern=(LayerKind(rope_theta=1e6),),
+)
+
+
+def random_params(model, seed=0):
+    rng = np.random.default_rng(seed)
+    return jax.tree.map(
+        lambda spec: jnp.asarray(rng.normal(size=spec.shape), spec.dtype), model.shapes
+    )
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """Name -> folder of a small model."""
+    folders = {}
+    for name, tied in (("tied", True), ("untied", False)):
+        model = build(dataclasses.replace(CONFIG, tie_embeddings=tied))
+        folders[name] = tmp_path_factory.mktemp("models") / name
+        save_model(folders[name], model, random_params(model))
+    return folders
+
+
+@pytest.fixture
+def copy(saved, tmp_path):
+    """copy(**fields of config.json to change) -> a folder to spoil."""
+
+    def make(name="untied", **fields):
+        folder = tmp_path / "copy"
+        shutil.copytree(saved[name], folder)
+        config = json.loads((folder / "config.json").read_text()) | fields
+        (folder / "config.json").write_text(json.dumps(config))
+        return folder
+
+    return make
+
+
+def bytes_of(params) -> list[bytes]:
+    return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(params)]
+
+
+def test_configs_of_transformers_4_and_5_say_the_same(copy):
+    folder = copy("untied")
+    expected = read_config(folder)
+    assert expected == CONFIG
+    path = folder / "config.json"
+    fields = json.loads(path.read_text())
+    del fields["rope_theta"]
+    path.write_text(json.dumps(fields))
+    assert read_config(folder) == expected
+    del fields["rope_parameters"]
+    fields["torch_dtype"] = fields.pop("dtype")
+    path.write_text(json.dumps(fields | {"rope_theta": 1e6, "rope_scaling": None}))
+    assert read_config(folder) == expected
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("model_type", "llama"),
+        ("architectures", ["Qwen3MoeForCausalLM"]),
+        ("rope_scaling", {"rope_type": "yarn", "factor": 4.0}),
+        (
+            "rope_parameters",
+            {"rope_theta": 1e4, "rope_type": "default", "partial_rotary_factor": 0.5},
+        ),
+        ("use_sliding_window", True),
+        ("layer_types", ["full_attention", "sliding_attention", "full_attention"]),
+        ("hidden_act", "relu"),
+        ("quantization_config", {"quant_method": "fp8"}),
+        ("auto_map", {"AutoModelForCausalLM": "modeling.Model"}),
+        ("dtype", "float8_e4m3fn"),
+        ("attention_dropout", 0.1),
+    ],
+)
+def test_a_config_that_asks_for_what_is_not_built_is_refused_by_field(copy, field, value):
+    with pytest.raises(InputError, match=rf"config\.json is not .*\n  {field} = "):
+        read_config(copy(**{field: value}))
+
+
+def test_all_problems_of_a_config_come_in_one_message(copy):
+    folder = copy(hidden_act="relu", use_sliding_window=True)
+    fields = json.loads((folder / "config.json").read_text())
+    del fields["vocab_size"]
+    (folder / "config.json").write_text(json.dumps(fields))
+    with pytest.raises(InputError) as caught:
+        read_config(folder)
+    for part in ("hidden_act = 'relu'", "use_sliding_window = True", "vocab_size: missing"):
+        assert part in str(caught.value)
+
+
+def spoiled(folder, change):
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return lambda: read_params(folder, build(read_config(folder)))
+
+
+def test_missing_and_unknown_tensors_are_named(copy):
+    def change(tensors):
+        tensors["model.layers.1.mlp.gate.weight"] = tensors.pop("model.layers.1.mlp.up_proj.weight")
+
+    with pytest.raises(InputError) as caught:
+        spoiled(copy(), change)()
+    assert "missing: model.layers.1.mlp.up_proj.weight" in str(caught.value)
+    assert "unknown: model.layers.1.mlp.gate.weight" in str(caught.value)
+
+
+def test_a_tensor_of_another_shape_is_named_with_both_shapes(copy):
+    def change(tensors):
+        tensors["model.norm.weight"] = tensors["model.norm.weight"][:-1].copy()
+
+    with pytest.raises(InputError, match=r"model\.norm\.weight has shape \(15,\).*\(16,\)"):
+        spoiled(copy(), change)()
+
+
+def test_a_tied_checkpoint_may_repeat_its_embedding_but_not_contradict_it(copy):
+    def repeat(tensors):
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].copy()
+
+    folder = copy("tied")
+    assert "head" not in spoiled(folder, repeat)()
+
+    def contradict(tensors):
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] + 1
+
+    with pytest.raises(InputError, match=r"lm_head\.weight differs from model\.embed_tokens"):
+        spoiled(folder, contradict)()
+
+
+def test_pickles_damaged_files_and_missing_shards_are_refused(copy):
+    folder = copy()
+    model = build(read_config(folder))
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-10])
+    with pytest.raises(InputError, match="no readable safetensors file"):
+        read_params(folder, model)
+    weights.rename(folder / "pytorch_model.bin")
+    with pytest.raises(InputError, match=r"pytorch_model\.bin, a pickle"):
+        read_params(folder, model)
+    index = {"weight_map": {"model.norm.weight": "model-00001-of-00001.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(InputError, match=r"lists model-00001-of-00001\.safetensors, not in the"):
+        read_params(folder, model)
+
+
+def test_a_path_that_is_no_folder_says_what_it_was_taken_for(tmp_path):
+    with pytest.raises(InputError, match="no such folder, and no hub name"):
+        read_config(tmp_path / "absent")
+    with pytest.raises(InputError, match="nobody/absent: no such folder, and as a name on the hub"):
+        read_config("nobody/absent")  # the tests run with the hub switched off
+    with pytest.raises(InputError, match=r"config\.json does not exist"):
+        read_config(tmp_path)
+
+
+def test_saving_replaces_a_model_folder_but_nothing_else(tmp_path):
+    model = build(CONFIG)
+    params, other = random_params(model), random_params(model, seed=1)
+    folder = tmp_path / "m"
+    save_model(folder, model, params)
+    save_model(folder, model, other)
+    assert bytes_of(read_params(folder, model)) == bytes_of(other)
+    (folder / "notes.md").write_text("mine")
+    with pytest.raises(InputError, match=r"holds notes\.md"):
+        save_model(folder, model, params)
+    assert (folder / "notes.md").read_text() == "mine"
+    (folder / "notes.md").unlink()
+
+    class Unsavable:
+        def save_pretrained(self, folder):
+            raise OSError("disk full")
+
+    with pytest.raises(OSError, match="disk full"):
+        save_model(folder, model, params, Unsavable())
+    assert bytes_of(read_params(folder, model)) == bytes_of(other)
+    assert [path.name for path in tmp_path.iterdir()] == ["m"]
+
+
+def test_a_model_that_qwen3_cannot_express_is_refused_by_field(tmp_path):
+    config = dataclasses.replace(CONFIG, pattern=(LayerKind(window=4),), embedding_scale=4.0)
+    model = build(config)
+    with pytest.raises(InputError, match=r"(?s)pattern = .*embedding_scale = 4\.0"):
+        save_model(tmp_path / "m", model, model.shapes)
+    sandwich = build(dataclasses.replace(config, sandwich_norms=True))
+    with pytest.raises(InputError, match="attention_out_norm/scale"):
+        save_model(tmp_path / "m", sandwich, sandwich.shapes)
+    assert not (tmp_path / "m").exists()

@@ -1,0 +1,188 @@
+"""Calling rewards: what they get, what they may return, what is said when they fail."""
+
+import functools
+
+import numpy as np
+import pytest
+
+from jaxgrpo import rewards
+from jaxgrpo.errors import InputError
+from jaxgrpo.rewards import RewardError, bind, build, call_rewards, check
+
+PROMPTS = ["1+1=", "1+1=", "2+3="]
+COMPLETIONS = ["2", "3", "5"]
+IDS = [[4], [5], [7, 1]]
+COLUMNS = {"answer": ["2", "2", "5"], "level": [1, 1, 2]}
+
+
+def call(**functions) -> dict[str, np.ndarray]:
+    return call_rewards(functions, PROMPTS, COMPLETIONS, IDS, COLUMNS)
+
+
+def returning(values):
+    return lambda completions: values
+
+
+def test_each_reward_becomes_one_float32_array_under_its_name():
+    scores = call(right=build("arithmetic"), length=lambda completion_ids: map_len(completion_ids))
+    np.testing.assert_array_equal(scores["right"], [1, 0, 1])
+    np.testing.assert_array_equal(scores["length"], [1, 1, 2])
+    assert {values.dtype for values in scores.values()} == {np.dtype("float32")}
+
+
+def map_len(lists):
+    return [len(entries) for entries in lists]
+
+
+def test_none_and_nan_mean_not_scored():
+    scores = call(some=returning([None, float("nan"), 0.5]))["some"]
+    np.testing.assert_array_equal(np.isnan(scores), [True, True, False])
+    assert scores[2] == 0.5
+
+
+def test_booleans_integers_and_arrays_are_numbers():
+    scores = call(flags=returning([True, False, 1]), array=returning(np.array([1, 2, 3])))
+    np.testing.assert_array_equal(scores["flags"], [1, 0, 1])
+    np.testing.assert_array_equal(scores["array"], [1, 2, 3])
+
+
+def test_a_reward_gets_only_the_keywords_it_names():
+    seen = {}
+
+    def narrow(completions, *, level):
+        seen.update(completions=completions, level=level)
+        return [0.0] * 3
+
+    call(narrow=narrow)
+    assert seen == {"completions": COMPLETIONS, "level": [1, 1, 2]}
+
+
+def test_a_reward_with_kwargs_gets_everything():
+    seen = {}
+
+    def wide(**keywords):
+        seen.update(keywords)
+        return [0.0] * 3
+
+    call(wide=wide)
+    everything = {"prompts": PROMPTS, "completions": COMPLETIONS, "completion_ids": IDS}
+    assert seen == {**everything, **COLUMNS}
+
+
+def test_no_completions_give_no_scores_and_no_call():
+    scores = call_rewards({"never": lambda completions: 1 / 0}, [], [], [], {})
+    assert scores["never"].shape == (0,)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ([1.0, 2.0], "rewards.mine returned 2 values for 3 completions"),
+        (1.0, "rewards.mine returned a float: return a list"),
+        (None, "rewards.mine returned a NoneType"),
+        ("abc", "rewards.mine returned a str"),
+        ({"a": 1, "b": 2, "c": 3}, "rewards.mine returned a dict"),
+        ({1.0, 2.0, 3.0}, "rewards.mine returned a set"),
+        (np.zeros((3, 1)), r"rewards.mine returned an array of shape \(3, 1\)"),
+        ([0.0, "1.0", 0.0], "rewards.mine returned '1.0' for completion 1, a str"),
+        ([0.0, 0.0, [1.0]], r"rewards.mine returned \[1.0\] for completion 2, a list"),
+        ([float("inf"), 0.0, 0.0], "returned inf for completion 0: give a finite float32"),
+        ([0.0, 1e300, 0.0], r"returned 1e\+300 for completion 1: give a finite float32"),
+    ],
+)
+def test_anything_else_than_one_number_each_is_refused_by_name(values, message):
+    with pytest.raises(RewardError, match=message):
+        call(mine=returning(values))
+
+
+def test_an_exception_is_reported_with_the_sample_that_causes_it():
+    def mine(completions, answer):
+        return [1 / (int(text) - 3) for text in completions]
+
+    with pytest.raises(RewardError) as failure:
+        call(mine=mine)
+    message = str(failure.value)
+    assert "rewards.mine raised ZeroDivisionError on completion 1: division by zero" in message
+    assert "prompt = '1+1='" in message
+    assert "completion = '3'" in message
+    assert "answer = '2'" in message
+    assert "level" not in message
+    assert isinstance(failure.value.__cause__, ZeroDivisionError)
+
+
+def test_an_exception_that_no_single_completion_causes_says_so():
+    def mine(completions):
+        if len(completions) > 1:
+            raise OSError("no grader")
+        return [0.0]
+
+    with pytest.raises(RewardError, match=r"raised OSError on completions 1 to 2 together"):
+        call_rewards({"mine": mine}, PROMPTS, COMPLETIONS, IDS, {})
+
+
+def test_a_long_text_is_cut_in_a_message():
+    with pytest.raises(RewardError) as failure:
+        call_rewards({"mine": lambda completions: 1 / 0}, ["p"], ["x" * 9000], [[1]], {})
+    assert len(str(failure.value)) < 1000
+    assert "(9002 characters)" in str(failure.value)
+
+
+def test_a_missing_column_is_named_before_anything_is_called():
+    with pytest.raises(RewardError, match=r"asks for 'gold', which nobody gives .*answer, level"):
+        call(mine=lambda completions, gold: 1 / 0)
+
+
+def test_a_column_with_the_name_of_a_standard_keyword_is_refused():
+    with pytest.raises(RewardError, match="column 'completions' has a name"):
+        check("mine", returning([]), ["completions", "answer"])
+
+
+def test_something_that_cannot_be_called_is_refused():
+    with pytest.raises(RewardError, match=r"rewards\.mine is a str: give a function"):
+        check("mine", "arithmetic", [])
+
+
+def test_columns_of_another_length_are_refused():
+    with pytest.raises(ValueError, match="3 completions but 1 entries of 'answer'"):
+        call_rewards({}, PROMPTS, COMPLETIONS, IDS, {"answer": ["2"]})
+
+
+def test_options_are_fixed_and_no_column_replaces_them():
+    def near(completions, answer, level=0):
+        return [level] * len(completions) if isinstance(level, int) else level
+
+    bound = bind("near", near, {"level": 7})
+    np.testing.assert_array_equal(call(near=bound)["near"], [7, 7, 7])
+    np.testing.assert_array_equal(call(near=near)["near"], [1, 1, 2])
+
+
+def test_an_unknown_option_is_refused_with_those_there_are():
+    def near(completions, tolerance=0.1):
+        return [tolerance] * len(completions)
+
+    with pytest.raises(RewardError, match="no option 'tolerence': it takes tolerance"):
+        build(near, tolerence=1.0)
+    with pytest.raises(RewardError, match="no option 'wieght': it takes none"):
+        build("arithmetic", wieght=1.0)
+
+
+def test_callable_objects_and_partial_functions_are_rewards():
+    class Constant:
+        def __call__(self, completions, **columns):
+            return [len(columns)] * len(completions)
+
+    scaled = functools.partial(lambda completions, scale: [scale] * len(completions), scale=2)
+    scores = call(constant=Constant(), scaled=scaled)
+    np.testing.assert_array_equal(scores["constant"], [4, 4, 4])
+    np.testing.assert_array_equal(scores["scaled"], [2, 2, 2])
+
+
+def test_an_unknown_name_comes_with_the_nearest():
+    with pytest.raises(InputError, match="did you mean 'arithmetic'"):
+        build("arithmetics")
+
+
+def test_every_built_in_reward_takes_the_protocol_and_scores_its_task():
+    for name, function in rewards.rewards.items():
+        check(name, function, ["answer"])
+        assert build(name) is function

@@ -1,0 +1,99 @@
+"""Sampling and update compile for a TPU on a machine that has none."""
+
+import functools
+
+import jax
+import numpy as np
+import optax
+import pytest
+import tiny
+from jax.experimental import topologies
+
+from jaxgrpo import advantages, losses, sharding
+from jaxgrpo.models import decoder
+from jaxgrpo.packing import Geometry
+from jaxgrpo.parts import Objective, Parts
+from jaxgrpo.sampling import SamplingSettings, make_sampler
+from jaxgrpo.steps import build_steps
+
+pytestmark = pytest.mark.slow
+
+TOPOLOGY = "v5e:2x2"
+
+
+@pytest.fixture(scope="module", params=[tiny.UNIFORM, tiny.LOCAL_GLOBAL], ids=["uniform", "local"])
+def parts(request):
+    devices = topologies.get_topology_desc(platform="tpu", topology_name=TOPOLOGY).devices
+    mesh = sharding.make_mesh(fsdp=2, tensor=2, devices=devices)
+    model = decoder.build(request.param, constrain=sharding.constrain(mesh))
+    return Parts(
+        model=model,
+        chain=advantages.build("grpo"),
+        objective=Objective(losses.clip(), losses.token_mean()),
+        optimizer=optax.adamw(1e-3),
+        geometry=Geometry(4, 4, 8, 16, 2, 4),
+        sampling=SamplingSettings(4, 16, 1.0, (tiny.END,), tiny.PAD, 8),
+        mesh=mesh,
+    )
+
+
+def placed(mesh, tree, *axes):
+    """Shapes of host or device arrays, as arrays on the mesh would have them."""
+
+    def one(leaf):
+        names = axes[: np.ndim(leaf)]
+        return jax.ShapeDtypeStruct(
+            np.shape(leaf), leaf.dtype, sharding=sharding.named(mesh, *names)
+        )
+
+    return jax.tree.map(one, tree)
+
+
+def parameters(parts, rules=sharding.TRAINING):
+    layout = sharding.param_shardings(parts.mesh, parts.model.axes, parts.model.shapes, rules)
+    return jax.tree.map(
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+        parts.model.shapes,
+        layout,
+    )
+
+
+def compiled(function, *arguments):
+    return function.trace(*arguments).lower(lowering_platforms=("tpu",)).compile()
+
+
+def test_prefill_and_decoding_compile(parts):
+    sampler = make_sampler(parts.model, parts.sampling, sharding.constrain(parts.mesh))
+    params = parameters(parts, sharding.SAMPLING)
+    prompts = placed(parts.mesh, tiny.prompts(4, 8), "bins", None)
+    key = placed(parts.mesh, np.zeros(2, np.uint32), None)
+    assert compiled(sampler.prefill, params, prompts, key).memory_analysis() is not None
+    state = jax.eval_shape(sampler.prefill, params, prompts, key)
+    program = compiled(sampler.decode, params, state)
+    memory = program.memory_analysis()
+    caches = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state.memory))
+    assert memory.alias_size_in_bytes >= caches / 4  # donated: no second copy of a cache
+
+
+def test_the_update_compiles_and_donates_its_state(parts):
+    update = build_steps(parts).update_program
+    params = parameters(parts)
+    opt_state = jax.eval_shape(parts.optimizer.init, params)
+    batch = jax.eval_shape(functools.partial(_batch, parts))
+    batch = placed(parts.mesh, batch, None, "bins", None, None)
+    program = compiled(update, params, opt_state, batch)
+    shard = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(params)) / 4
+    assert program.memory_analysis().alias_size_in_bytes >= 3 * shard  # weights and two moments
+
+
+def _batch(parts):
+    import jax.numpy as jnp
+
+    from jaxgrpo import packing
+
+    shape = (parts.geometry.num_prompts, parts.geometry.group_size)
+    rollouts = tiny.rollouts(np.ones(shape), steps=16, width=8)
+    everyone = packing.plan(np.ones(shape, bool), parts.geometry)
+    zero = jnp.zeros(rollouts.token_mask.shape)
+    fields = {"behavior_logp": zero}
+    return packing.gather(rollouts, everyone, zero, zero, rollouts.token_mask, fields)

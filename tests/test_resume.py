@@ -1,0 +1,95 @@
+"""Killed, stopped and started again, a run ends as if nothing had happened."""
+
+import json
+import random
+import signal
+import time
+
+import pytest
+import small_run
+
+pytestmark = pytest.mark.slow
+
+STEPS = 12
+LIMIT = 120  # seconds that one start may take
+
+
+def summary(folder):
+    return json.loads((folder / "summary.json").read_text())
+
+
+def finish(process):
+    output, _ = process.communicate(timeout=LIMIT)
+    return process.returncode, output
+
+
+def wait_for_lines(process, folder, count):
+    """Until the run has logged `count` lines; the process must be alive until then."""
+    began = time.monotonic()
+    file = folder / "metrics.jsonl"
+    while time.monotonic() - began < LIMIT:
+        if file.exists() and len(file.read_text().splitlines()) >= count:
+            return
+        assert process.poll() is None, process.communicate()[0]
+        time.sleep(0.01)
+    raise AssertionError(f"{count} lines were not logged in {LIMIT} s")
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory, python):
+    """The folder of a run that nothing interrupted, and the environment that it had."""
+    import os
+
+    folder = tmp_path_factory.mktemp("straight")
+    changes = {
+        "train.steps": STEPS,
+        "eval.data": "task:arithmetic:test",
+        "eval.every": 5,
+        "eval.prompts": 8,
+        "eval.samples": 4,
+    }
+    file = small_run.write(folder / "run.toml", folder / "r", **changes)
+    environment = {**os.environ, "XLA_FLAGS": "", "NO_COLOR": "1"}
+    process = small_run.command(python, "train", file, env=environment)
+    code, output = finish(process)
+    assert code == 0, output
+    return folder / "r", changes, environment
+
+
+def test_six_kills_at_random_moments_change_nothing(tmp_path, python, straight):
+    done, changes, environment = straight
+    file = small_run.write(tmp_path / "run.toml", tmp_path / "r", **changes)
+    random.seed(0)
+    kills = 0
+    for target in [0, 2, 3, 5, 8, 11]:
+        process = small_run.command(python, "train", file, "--resume", "auto", env=environment)
+        wait_for_lines(process, tmp_path / "r", target)
+        time.sleep(random.random() * 0.3)
+        process.send_signal(signal.SIGKILL)
+        kills += finish(process)[0] == -signal.SIGKILL
+    process = small_run.command(python, "train", file, "--resume", "auto", env=environment)
+    code, output = finish(process)
+    assert code == 0, output
+    assert kills == 6
+    assert small_run.metrics(tmp_path / "r") == small_run.metrics(done)
+    assert summary(tmp_path / "r")["parameter_hash"] == summary(done)["parameter_hash"]
+    weights = "model/model.safetensors"
+    assert (tmp_path / "r" / weights).read_bytes() == (done / weights).read_bytes()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_stop_signal_saves_and_says_how_to_go_on(tmp_path, python, straight, number):
+    done, changes, environment = straight
+    file = small_run.write(tmp_path / "run.toml", tmp_path / "r", **changes)
+    process = small_run.command(python, "train", file, env=environment)
+    wait_for_lines(process, tmp_path / "r", 3)
+    process.send_signal(number)
+    code, output = finish(process)
+    assert code == 128 + number, output
+    assert f"jaxgrpo train {file} --resume auto" in output
+    assert "Traceback" not in output
+    process = small_run.command(python, "train", file, "--resume", "auto", env=environment)
+    code, output = finish(process)
+    assert code == 0, output
+    assert small_run.metrics(tmp_path / "r") == small_run.metrics(done)
+    assert summary(tmp_path / "r")["parameter_hash"] == summary(done)["parameter_hash"]

@@ -1,0 +1,259 @@
+"""Prepare and update: the numbers of a plain oracle, however the batch is laid out."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import tiny
+
+from jaxgrpo import advantages, losses, sharding
+from jaxgrpo.assembly import first_state
+from jaxgrpo.errors import InputError
+from jaxgrpo.io.checkpoints import parameter_hash
+from jaxgrpo.metrics import finalise
+from jaxgrpo.models import decoder
+from jaxgrpo.packing import Geometry
+from jaxgrpo.parts import Objective, Parts
+from jaxgrpo.prompts import sequential
+from jaxgrpo.sampling import SamplingSettings
+from jaxgrpo.steps import build_steps
+
+MIXED = np.array([[1, 0, 0, 0], [1, 1, 1, 1], [0, 0, 0, 0], [1, 1, 0, 0]], np.float32)
+FLAT = np.ones((4, 4), np.float32)
+TEMPERATURE = 0.8
+BETA = 0.3
+RATE = 10.0  # large, so that steps stand out of the rounding of parameters near 1
+
+CLIP = Objective(losses.clip(), losses.token_mean())
+WITH_KL = CLIP._replace(penalties=(losses.k2(BETA),))
+
+
+@functools.cache
+def parts(
+    objective=CLIP,
+    config=tiny.UNIFORM,
+    recipe="grpo",
+    mesh=(1, 1, 1, 1),
+    rows=16,
+    compact=True,
+    optimizer="sgd",
+):
+    sizes = dict(zip(sharding.AXES, mesh, strict=True))
+    devices = jax.devices()[: int(np.prod(mesh))]
+    grid = sharding.make_mesh(**sizes, devices=devices)
+    return Parts(
+        model=decoder.build(config, constrain=sharding.constrain(grid)),
+        chain=advantages.build(recipe),
+        objective=objective,
+        optimizer=optax.inject_hyperparams(getattr(optax, optimizer))(learning_rate=RATE),
+        geometry=Geometry(4, 4, 6, 5, sharding.num_bins(grid), rows),
+        sampling=SamplingSettings(4, 5, TEMPERATURE, (tiny.END,), tiny.PAD),
+        mesh=grid,
+        compact=compact,
+    )
+
+
+@functools.cache
+def built(**options):
+    """Parts and their jitted functions, compiled once for all tests that share them."""
+    made = parts(**options)
+    return made, build_steps(made)
+
+
+@functools.cache
+def run(rewards="mixed", reference=0, behavior="random", **options):
+    """One update from fixed rollouts: (prepared, state before, state after, metrics)."""
+    made, steps = built(**options)
+    config = options.get("config", tiny.UNIFORM)
+    layout = sharding.param_shardings(made.mesh, made.model.axes, made.model.shapes)
+    values = jax.device_put(tiny.params(config), layout)
+    state = first_state(made, values, sequential(), 8, 0, ("reward",))
+    if "reference" in state.frozen:
+        other = jax.device_put(tiny.params(config, seed=reference), layout)
+        state = dataclasses.replace(state, frozen={"reference": other})
+    rollouts = tiny.rollouts({"mixed": MIXED, "flat": FLAT, "nan": FLAT * np.nan}[rewards])
+    if behavior == "trainer":
+        logp = tiny.whole_logps(config, tiny.params(config), rollouts, TEMPERATURE)
+        rollouts = dataclasses.replace(rollouts, behavior_logp=logp)
+    if behavior == "nan":
+        poisoned = rollouts.behavior_logp.at[0, 0, 0].set(jnp.nan)
+        rollouts = dataclasses.replace(rollouts, behavior_logp=poisoned)
+    rollouts = jax.tree.map(
+        lambda leaf: sharding.put(
+            leaf, sharding.named(made.mesh, *("bins", None, None)[: leaf.ndim])
+        ),
+        rollouts,
+    )
+    before = jax.tree.map(np.asarray, state.trainable)
+    state, prepared = steps.prepare(state, rollouts)
+    after, metrics = steps.update(state, prepared.batch)
+    return prepared, before, jax.tree.map(np.asarray, after.trainable), finalise(metrics)
+
+
+def moved(result):
+    """The step that the parameters made."""
+    return jax.tree.map(lambda after, before: after - before, result[2], result[1])
+
+
+def assert_near(left, right, tolerance):
+    """Every leaf, by its norm."""
+    for (path, a), b in zip(
+        jax.tree_util.tree_leaves_with_path(left), jax.tree.leaves(right), strict=True
+    ):
+        error, size = np.linalg.norm(a - b), np.linalg.norm(b)
+        assert error <= tolerance * size, f"{jax.tree_util.keystr(path)}: {error} of {size}"
+
+
+def assert_same_step(left, right):
+    assert_near(moved(left), moved(right), 1e-5)
+    np.testing.assert_allclose(left[3]["loss"], right[3]["loss"], atol=1e-5, rtol=1e-5)
+
+
+def oracle_step(config, beta=0.0, reference=0):
+    """SGD on the loss written out: one causal pass per sample, the whole batch at once."""
+    rollouts = tiny.rollouts(MIXED)
+    centred = MIXED - MIXED.mean(1, keepdims=True)
+    advantage = centred / (MIXED.std(1, ddof=1, keepdims=True) + 1e-6)
+    mask = np.asarray(rollouts.token_mask)
+    anchor = tiny.whole_logps(config, tiny.params(config, seed=reference), rollouts, TEMPERATURE)
+
+    def loss(params):
+        logp = tiny.whole_logps(config, params, rollouts, TEMPERATURE)
+        ratio = jnp.exp(logp - rollouts.behavior_logp)
+        signal = advantage[..., None]
+        kept = jnp.minimum(ratio * signal, jnp.clip(ratio, 0.8, 1.2) * signal)
+        penalty = beta * 0.5 * (logp - anchor) ** 2
+        return jnp.where(mask, penalty - kept, 0).sum() / mask.sum()
+
+    value, gradient = jax.jit(jax.value_and_grad(loss))(tiny.params(config))
+    return value, jax.tree.map(lambda leaf: np.asarray(-RATE * leaf), gradient)
+
+
+@pytest.mark.parametrize("config", [tiny.UNIFORM, tiny.LOCAL_GLOBAL], ids=["uniform", "local"])
+def test_the_update_is_a_step_down_the_plain_loss(config):
+    value, want = oracle_step(config)
+    result = run(config=config)
+    np.testing.assert_allclose(result[3]["loss"], value, rtol=1e-4, atol=1e-6)
+    assert_near(moved(result), want, 1e-4)
+
+
+def test_a_penalty_acts_on_every_sample_from_reference_logps_scored_by_the_trainer():
+    value, want = oracle_step(tiny.UNIFORM, BETA, reference=7)
+    result = run(objective=WITH_KL, reference=7)
+    assert result[0].live.all()
+    np.testing.assert_allclose(result[3]["loss"], value, rtol=1e-4)
+    assert_near(moved(result), want, 1e-4)
+
+
+def test_penalties_on_live_samples_only_let_the_dead_leave():
+    live = run(objective=WITH_KL._replace(penalties_on="live"), reference=7)
+    np.testing.assert_array_equal(live[0].live.any(1), [True, False, False, True])
+    whole = run(objective=WITH_KL._replace(penalties_on="live"), reference=7, compact=False)
+    assert_same_step(live, whole)
+
+
+@pytest.mark.parametrize(
+    "objective",
+    [
+        CLIP,
+        CLIP._replace(reduction=losses.sequence_mean()),
+        CLIP._replace(reduction=losses.constant(5)),
+    ],
+    ids=["token_mean", "sequence_mean", "constant"],
+)
+def test_leaving_out_the_dead_changes_nothing_but_the_work(objective):
+    compact, whole = run(objective=objective, rows=4), run(objective=objective, compact=False)
+    assert (compact[0].batch.num_live, whole[0].batch.num_live) == (2, 1)
+    assert int((np.asarray(compact[0].batch.segment).max(-1) > 0).sum()) == 8
+    assert_same_step(compact, whole)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 4, 8])
+def test_micro_batches_add_up_to_the_whole(rows):
+    assert_same_step(run(rows=rows), run())
+
+
+@pytest.mark.parametrize("mesh", [(4, 1, 1, 1), (1, 4, 1, 1), (2, 1, 2, 1), (1, 2, 2, 1)], ids=str)
+def test_four_devices_make_the_step_of_one(mesh):
+    assert_same_step(run(mesh=mesh, rows=4, objective=WITH_KL), run(objective=WITH_KL))
+
+
+def test_the_sequence_can_be_split_over_devices():
+    # Widths 6 and 5 do not divide by 2: the check of the data says so before anything compiles.
+    mesh = sharding.make_mesh(data=2, context=2)
+    with pytest.raises(InputError, match=r"max_completion_tokens = 5.*multiple of 2"):
+        sharding.check_divides(mesh, "rollout.max_completion_tokens", 5, "sequence")
+
+
+@pytest.mark.parametrize("recipe", ["dr_grpo", "sign"])
+def test_recipes_reach_the_update(recipe):
+    result = run(recipe=recipe)
+    want = MIXED - MIXED.mean(1, keepdims=True) if recipe == "dr_grpo" else 2 * MIXED - 1
+    np.testing.assert_allclose(result[0].advantage, want, atol=1e-6)
+    alive = (want != 0).any(1)
+    np.testing.assert_array_equal(result[0].live.any(1), alive)
+
+
+@pytest.mark.parametrize("rewards", ["flat", "nan"])
+def test_a_step_without_a_live_sample_changes_not_one_byte(rewards):
+    prepared, before, after, metrics = run(rewards=rewards, optimizer="adamw")
+    assert not prepared.live.any()
+    assert parameter_hash(before) == parameter_hash(after)
+    assert metrics["skipped_updates/no_live_sample"] == 1
+    assert metrics["skipped_updates/not_finite"] == 0
+
+
+def test_a_gradient_that_is_not_finite_is_skipped_and_counted():
+    _, before, after, metrics = run(behavior="nan")
+    assert parameter_hash(before) == parameter_hash(after)
+    assert metrics["skipped_updates/not_finite"] == 1
+
+
+def test_ratios_are_1_when_behavior_and_trainer_agree():
+    metrics = run(behavior="trainer")[3]
+    np.testing.assert_allclose(metrics["ratio_max"], 1, atol=1e-4)
+    assert metrics["sampling/sampling_logp_difference/max"] < 1e-4
+
+
+def test_the_trainer_can_score_its_own_proximal_policy():
+    metrics = run(objective=CLIP._replace(proximal="trainer"))[3]
+    np.testing.assert_allclose(metrics["ratio_max"], 1, atol=1e-6)
+    assert metrics["sampling/sampling_logp_difference/max"] > 0.1  # the random behaviour policy
+
+
+def test_a_second_step_compiles_nothing():
+    made, steps = built(mesh=(1, 2, 2, 1), rows=4)
+    layout = sharding.param_shardings(made.mesh, made.model.axes, made.model.shapes)
+    state = first_state(
+        made, jax.device_put(tiny.params(), layout), sequential(), 8, 0, ("reward",)
+    )
+    for _ in range(2):
+        state, prepared = steps.prepare(state, tiny.rollouts(MIXED))
+        state, _ = steps.update(state, prepared.batch)
+    assert steps.update_program._cache_size() == 1
+    for leaf, wanted in zip(
+        jax.tree.leaves(state.trainable), jax.tree.leaves(layout), strict=True
+    ):
+        assert leaf.sharding == wanted
+
+
+def test_padding_carries_nothing_into_the_update():
+    made, steps = built()
+    clean = tiny.rollouts(MIXED)
+    junk = dataclasses.replace(
+        clean,
+        prompt_tokens=jnp.where(clean.prompt_mask, clean.prompt_tokens, 9),
+        completion_tokens=jnp.where(clean.token_mask, clean.completion_tokens, 11),
+        behavior_logp=jnp.where(clean.token_mask, clean.behavior_logp, jnp.nan),
+    )
+    hashes = []
+    for rollouts in (clean, junk):
+        state = first_state(made, tiny.params(), sequential(), 8, 0, ("reward",))
+        state, prepared = steps.prepare(state, rollouts)
+        state, _ = steps.update(state, prepared.batch)
+        hashes.append(parameter_hash(state.trainable))
+    assert hashes[0] == hashes[1]

@@ -1,0 +1,184 @@
+"""A whole run: what it writes, that it moves what it should, and nothing else."""
+
+import dataclasses
+import json
+import runpy
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+import small_run
+
+from jaxgrpo import config as configs
+from jaxgrpo import training
+from jaxgrpo.errors import InputError
+from jaxgrpo.io import huggingface
+from jaxgrpo.io.checkpoints import parameter_hash
+from jaxgrpo.models import decoder
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("run") / "r"
+    config = small_run.config(
+        folder, **{"eval.data": "task:arithmetic:test", "eval.prompts": 20, "eval.samples": 4}
+    )
+    return config, training.train(config)
+
+
+def folder_hash(path):
+    model = decoder.build(huggingface.read_config(path))
+    return parameter_hash(huggingface.read_params(path, model))
+
+
+def test_a_run_leaves_config_metrics_samples_summary_checkpoint_and_model(run):
+    config, finished = run
+    assert configs.load(finished.path / "config.toml") == config
+    lines = small_run.metrics(finished.path)
+    assert [line["step"] for line in lines] == [0, 1, 2, 3]
+    assert {"reward", "loss", "grad_norm", "live_groups", "entropy"} <= lines[1].keys()
+    summary = json.loads((finished.path / "summary.json").read_text())
+    assert summary["step"] == 3
+    assert summary["parameter_hash"] == folder_hash(finished.path / "model")
+    assert summary["base"]["accuracy"] == lines[0]["eval/accuracy"]
+    assert summary["trained"]["pass@4"] == lines[3]["eval/pass@4"]
+    assert (finished.path / "code" / "small_run.py").exists()
+
+
+def test_sample_rows_say_what_was_sampled_and_what_it_earned(run):
+    config, finished = run
+    rows = [
+        json.loads(line)
+        for line in (finished.path / "samples" / "step_1.jsonl").read_text().splitlines()
+    ]
+    assert len(rows) == 32
+    line = small_run.metrics(finished.path)[1]
+    rewards = [row["rewards"]["arithmetic"] for row in rows]
+    assert np.mean(rewards) == pytest.approx(line["rewards/arithmetic/mean"])
+    tokenizer = huggingface.read_tokenizer(config.model.path)
+    for row in rows:
+        assert len(row["logps"]) == len(row["completion_ids"])
+        assert (
+            tokenizer.decode(row["completion_ids"], skip_special_tokens=True) == row["completion"]
+        )
+    total = [row["rewards"]["arithmetic"] + 0.2 * row["rewards"]["digits"] for row in rows]
+    centred = np.reshape(total, (8, 4)) - np.reshape(total, (8, 4)).mean(1, keepdims=True)
+    assert np.sign(centred).ravel().tolist() == pytest.approx(
+        np.sign([row["advantage"] for row in rows]).tolist()
+    )
+
+
+def test_training_moves_the_parameters(run):
+    config, finished = run
+    assert folder_hash(config.model.path) != finished.summary["parameter_hash"]
+
+
+@pytest.mark.parametrize("control", ["zero reward", "learning rate 0"])
+def test_without_signal_or_rate_the_weights_stay_byte_for_byte(tmp_path, control):
+    changes: dict[str, Any] = {"run.samples_every": 0}
+    if control == "zero reward":
+        changes["rewards"] = [{"use": f"{small_run.__file__}:nothing"}]
+    else:
+        changes["optimizer"] = {"learning_rate": 0.0}
+    finished = training.train(small_run.config(tmp_path / "r", **changes))
+    base = (finished.path / "model" / "model.safetensors").read_bytes()
+    with open(f"{small_run.base()}/model.safetensors", "rb") as file:
+        assert file.read() == base
+    skipped = small_run.metrics(finished.path)[-1]["skipped_updates/no_live_sample"]
+    assert skipped == (control == "zero reward")
+
+
+def test_the_loop_written_out_by_hand_ends_with_the_same_parameters(
+    tmp_path, repository, monkeypatch, capsys, run
+):
+    _, finished = run
+    file = small_run.write(tmp_path / "own.toml", tmp_path / "unused")
+    example = repository / "examples" / "own_loop.py"
+    assert len(example.read_text().splitlines()) <= 40
+    monkeypatch.setattr(sys, "argv", [str(example), str(file)])
+    runpy.run_path(str(example), run_name="__main__")
+    assert finished.summary["parameter_hash"] in capsys.readouterr().out
+
+
+def test_own_parts_of_the_examples_train(tmp_path, repository):
+    examples = repository / "examples"
+    advantage = [
+        {"use": "sum_rewards"},
+        {"use": f"{examples}/own_advantage.py:subtract_group_median"},
+        {"use": f"{examples}/own_advantage.py:soft_clip", "limit": 3.0},
+    ]
+    rewards = [{"use": f"{examples}/own_reward.py:short_and_right", "limit": 12}]
+    changes = {"advantage": advantage, "rewards": rewards, "train.steps": 1}
+    finished = training.train(small_run.config(tmp_path / "r", **changes))
+    line = small_run.metrics(finished.path)[0]
+    assert line["reward"] < 0 < line["grad_norm"]
+    assert {file.name for file in (finished.path / "code").iterdir()} == {
+        "own_advantage.py",
+        "own_reward.py",
+    }
+
+
+def test_python_objects_take_the_place_of_what_the_config_names(tmp_path):
+    seen = []
+
+    def count(completions, colour, **columns):
+        seen.extend(colour)
+        return [float(len(text)) for text in completions]
+
+    dataset = [{"prompt": f"1{n}+20=", "answer": "", "colour": "red"} for n in range(9)]
+    import jaxgrpo as jg
+
+    finished = training.train(
+        small_run.config(tmp_path / "r", **{"train.steps": 1}),
+        rewards=[count],
+        advantage=jg.chain(jg.sum_rewards(), jg.subtract_group_mean()),
+        dataset=dataset,
+    )
+    assert seen == ["red"] * 32
+    assert "rewards/count/mean" in small_run.metrics(finished.path)[0]
+
+
+def test_a_method_that_needs_what_nobody_produces_is_refused(tmp_path):
+    import jaxgrpo as jg
+
+    needy = jg.transform(lambda signal, rollouts: signal, name="needy")._replace(
+        needs=frozenset({"answer_length"})
+    )
+    with pytest.raises(InputError, match=r"needs answer_length.*reference_logp.*prompt"):
+        training.train(
+            small_run.config(tmp_path / "r"), advantage=jg.chain(jg.sum_rewards(), needy)
+        )
+
+
+def test_a_run_goes_on_only_with_its_own_config(tmp_path, run):
+    config, _ = run
+    other = dataclasses.replace(config, train=dataclasses.replace(config.train, seed=1))
+    with pytest.raises(InputError, match=r"train\.seed: 0 -> 1"):
+        training.train(other, resume="auto")
+    with pytest.raises(InputError, match="--resume auto"):
+        training.train(config)
+
+
+def test_a_finished_run_can_be_trained_further(tmp_path):
+    config = small_run.config(tmp_path / "r", **{"train.steps": 2})
+    training.train(config)
+    longer = small_run.config(tmp_path / "r")
+    finished = training.train(longer, resume="auto")
+    straight = training.train(small_run.config(tmp_path / "s"))
+    assert finished.summary["parameter_hash"] == straight.summary["parameter_hash"]
+    assert small_run.metrics(tmp_path / "r") == small_run.metrics(tmp_path / "s")
+
+
+def test_a_dry_run_shows_config_geometry_and_the_first_prompt(tmp_path, capsys):
+    training.dry_run(small_run.config(tmp_path / "r"))
+    shown = capsys.readouterr().out
+    for part in [
+        "parameters",
+        "8 prompts x 4 samples = 32",
+        "first prompt",
+        "tokens: '",
+        "seed = 0",
+    ]:
+        assert part in shown
+    assert not (tmp_path / "r").exists()
