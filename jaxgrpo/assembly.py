@@ -80,7 +80,8 @@ def setup(
     rows = [dict(row) for row in dataset] if dataset is not None else load_rows(config)
     encoded = data.encode_prompts(rows, tokenizer, config.rollout.max_prompt_tokens)
     chosen = resolve_rewards(config, rewards)
-    parts = make_parts(config, mesh, model, tokenizer, chosen, advantage, rows)
+    parts = make_parts(config, mesh, model, tokenizer, chosen, advantage)
+    columns = needed_columns(parts.chain.needs | parts.objective.needs, rows, chosen)
     layout = sharding.param_shardings(mesh, model.axes, model.shapes)
     params = huggingface.read_params(config.model.path, model, shardings=layout)
     policy = sequential()
@@ -99,7 +100,7 @@ def setup(
         state=state,
         select=make_selector(mesh, policy, encoded, parts.geometry, config.train.seed),
         sample=steps.sample,
-        reward=make_rewarder(mesh, tokenizer, functions, rows),
+        reward=make_rewarder(mesh, tokenizer, functions, rows, columns),
         prepare=steps.prepare,
         update=steps.update,
         sync=steps.sync,
@@ -146,7 +147,6 @@ def make_parts(
     tokenizer: Any,
     rewards: Sequence[Reward],
     advantage: AdvantageTransform | None,
-    rows: Sequence[Mapping[str, Any]],
 ) -> Parts:
     """The static parts of a run, checked against one another."""
     rollout = config.rollout
@@ -168,7 +168,6 @@ def make_parts(
     packing.check_geometry(geometry)
     chain = advantage if advantage is not None else make_chain(config, rewards)
     objective = make_objective(config)
-    check_needs(chain.needs | objective.needs, config, rows, rewards)
     optimizer = config.optimizer
     return Parts(
         model=model,
@@ -241,21 +240,29 @@ def make_objective(config: Config) -> Objective:
     )
 
 
-def check_needs(
-    needs: frozenset[str],
-    config: Config,
-    rows: Sequence[Mapping[str, Any]],
-    rewards: Sequence[Reward],
-) -> None:
-    """Raises InputError for a field that no pass, column or reward produces."""
-    columns = set(rows[0])
-    known = FIELDS.keys() | columns | {reward.name for reward in rewards}
-    missing = sorted(needs - known)
+def needed_columns(
+    needs: frozenset[str], rows: Sequence[Mapping[str, Any]], rewards: Sequence[Reward]
+) -> dict[str, np.ndarray]:
+    """The data columns that a method reads as fields, as arrays [rows, ...].
+
+    Raises: InputError for a field that no pass, column or reward produces, and for a column that
+    holds no numbers.
+    """
+    names = needs - FIELDS.keys() - {reward.name for reward in rewards}
+    missing = sorted(names - rows[0].keys())
     if missing:
         raise InputError(
             f"the method needs {', '.join(missing)}, which nobody produces: passes of a model give "
-            f"{', '.join(FIELDS)}; the data have the columns {', '.join(sorted(columns))}"
+            f"{', '.join(FIELDS)}; the data have the columns {', '.join(sorted(rows[0]))}"
         )
+    columns = {name: np.asarray([row[name] for row in rows]) for name in sorted(names)}
+    for name, column in columns.items():
+        if column.dtype.kind not in "biuf":
+            raise InputError(
+                f"the method needs the data column {name!r} as numbers, but row 0 holds "
+                f"{rows[0][name]!r}: write numbers, the same count in every row"
+            )
+    return columns
 
 
 def first_state(

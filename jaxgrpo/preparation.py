@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
@@ -14,6 +15,7 @@ from jax import Array
 from jaxgrpo import advantages, packing, sharding
 from jaxgrpo.diagnostics import group_metrics
 from jaxgrpo.metrics import Mean, Metrics, maximum, mean, merge
+from jaxgrpo.models.api import Constrain
 from jaxgrpo.packing import Geometry
 from jaxgrpo.parts import Parts, forward, micro_batch
 from jaxgrpo.types import FIELDS, Params, Rollouts, TrainBatch, TrainState
@@ -31,73 +33,16 @@ class Prepared(NamedTuple):
     metrics: Metrics
 
 
-def make_scorer(parts: Parts) -> Score:
-    def score(params: Params, batch: TrainBatch) -> tuple[Array, Array]:
-        def body(index: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
-            values = forward(parts, params, micro_batch(batch, index))
-            return jax.tree.map(lambda all_, one: all_.at[index].set(one), carry, values)
-
-        empty = jnp.zeros(batch.tokens.shape, jnp.float32)
-        return jax.lax.fori_loop(0, batch.num_live, body, (empty, empty))
-
-    return score
-
-
 def make_preparer(parts: Parts) -> Callable[[TrainState, Rollouts], tuple[TrainState, Prepared]]:
-    geometry, objective = parts.geometry, parts.objective
-    score = jax.jit(make_scorer(parts))
-    judge = jax.jit(
-        lambda state, rollouts: _judge(parts, state, rollouts),
-        out_shardings=sharding.replicated(parts.mesh),
-    )
-    lay_out = sharding.constrain(parts.mesh)
-
-    @jax.jit
-    def gather(rollouts, where, advantage, weight, mask, fields) -> TrainBatch:
-        batch = packing.gather(rollouts, where, advantage, weight, mask, fields)
-        axes = lambda leaf: (None, "bins", *[None] * (leaf.ndim - 2))  # noqa: E731
-        return jax.tree.map(
-            lambda leaf: lay_out(leaf, axes(leaf)) if leaf.ndim > 1 else leaf, batch
-        )
-
-    everyone = packing.plan(np.ones((geometry.num_prompts, geometry.group_size), bool), geometry)
-    scatter = jax.jit(lambda values, where: packing.scatter(values, where, _sample_shape(geometry)))
-
-    def score_fields(state: TrainState, names: Collection[str], batch: TrainBatch):
-        fields: dict[str, Array] = {}
-        for policy in sorted({FIELDS[name].policy for name in names}):
-            params = state.trainable if policy == "trainer" else state.frozen[policy]
-            logp, entropy = score(params, batch)
-            for name in names:
-                if FIELDS[name].policy == policy:
-                    fields[name] = logp if FIELDS[name].quantity == "logp" else entropy
-        return fields
-
-    def add_fields(state: TrainState, rollouts: Rollouts, names: Collection[str]) -> Rollouts:
-        if not names:
-            return rollouts
-        zero = jnp.zeros(_sample_shape(geometry), jnp.float32)
-        batch = gather(rollouts, everyone, zero, zero, rollouts.token_mask, {})
-        scored = score_fields(state, names, batch)
-        fields = {name: scatter(value, everyone) for name, value in scored.items()}
-        return dataclasses.replace(rollouts, fields={**rollouts.fields, **fields})
+    """The function that turns judged rollouts into the batch of one update."""
+    programs = _compile(parts)
 
     def prepare(state: TrainState, rollouts: Rollouts) -> tuple[TrainState, Prepared]:
-        rollouts = add_fields(state, rollouts, parts.chain.needs & FIELDS.keys())
-        judged = judge(state.advantage_state, rollouts)
+        rollouts = _with_fields(parts, programs, state, rollouts)
+        judged = programs.judge(state.advantage_state, rollouts)
         live = sharding.to_host(judged.live)
-        kept = live if parts.compact else np.ones_like(live)
-        where = packing.plan(kept, geometry)
-        known = {
-            name: _per_token(rollouts.fields[name], geometry)
-            for name in objective.needs & rollouts.fields.keys()
-        }
-        known["behavior_logp"] = rollouts.behavior_logp
-        batch = gather(rollouts, where, judged.advantage, judged.weight, judged.mask, known)
-        late = score_fields(state, (objective.needs & FIELDS.keys()) - known.keys(), batch)
-        batch = dataclasses.replace(batch, fields={**batch.fields, **late})
-        if objective.proximal == "trainer":
-            batch = dataclasses.replace(batch, proximal_logp=batch.fields["trainer_logp"])
+        where = packing.plan(live if parts.compact else np.ones_like(live), parts.geometry)
+        batch = _assemble(parts, programs, state, rollouts, judged, where)
         state = dataclasses.replace(state, advantage_state=judged.state)
         return state, Prepared(batch, judged.per_sample, live, judged.metrics)
 
@@ -112,6 +57,98 @@ class _Judged(NamedTuple):
     live: Array  # [P, G]
     per_sample: Array  # [P, G]
     metrics: Metrics
+
+
+class _Programs(NamedTuple):
+    """The jitted functions of `prepare`."""
+
+    score: Score
+    judge: Callable[[Any, Rollouts], _Judged]
+    gather: Callable[..., TrainBatch]
+    scatter: Callable[[Array, packing.Plan], Array]
+
+
+def _compile(parts: Parts) -> _Programs:
+    shape = _sample_shape(parts.geometry)
+    return _Programs(
+        score=jax.jit(functools.partial(_score, parts)),
+        judge=jax.jit(functools.partial(_judge, parts)),
+        gather=jax.jit(functools.partial(_gather, sharding.constrain(parts.mesh))),
+        scatter=jax.jit(lambda values, where: packing.scatter(values, where, shape)),
+    )
+
+
+def _gather(constrain: Constrain, *arguments: Any) -> TrainBatch:
+    """`packing.gather`, with D laid out over the bins."""
+
+    def lay_out(leaf: Array) -> Array:
+        return constrain(leaf, (None, "bins", *[None] * (leaf.ndim - 2))) if leaf.ndim else leaf
+
+    return jax.tree.map(lay_out, packing.gather(*arguments))
+
+
+def _score(parts: Parts, params: Params, batch: TrainBatch) -> tuple[Array, Array]:
+    """Log-probs and entropies [K, D, R, Q] under `params`; 0 in micro-batches that are not live."""
+
+    def body(index: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
+        values = forward(parts, params, micro_batch(batch, index))
+        return jax.tree.map(lambda whole, one: whole.at[index].set(one), carry, values)
+
+    empty = jnp.zeros(batch.tokens.shape, jnp.float32)
+    return jax.lax.fori_loop(0, batch.num_live, body, (empty, empty))
+
+
+def _score_fields(
+    programs: _Programs, state: TrainState, names: Collection[str], batch: TrainBatch
+) -> dict[str, Array]:
+    """The named fields [K, D, R, Q], with one pass per policy that they ask for."""
+    fields: dict[str, Array] = {}
+    for policy in sorted({FIELDS[name].policy for name in names}):
+        params = state.trainable if policy == "trainer" else state.frozen[policy]
+        logp, entropy = programs.score(params, batch)
+        for name in names:
+            if FIELDS[name].policy == policy:
+                fields[name] = logp if FIELDS[name].quantity == "logp" else entropy
+    return fields
+
+
+def _with_fields(
+    parts: Parts, programs: _Programs, state: TrainState, rollouts: Rollouts
+) -> Rollouts:
+    """The rollouts with what the chain needs, scored on every sample."""
+    names = parts.chain.needs & FIELDS.keys()
+    if not names:
+        return rollouts
+    geometry = parts.geometry
+    everyone = packing.plan(np.ones((geometry.num_prompts, geometry.group_size), bool), geometry)
+    zero = jnp.zeros(_sample_shape(geometry), jnp.float32)
+    batch = programs.gather(rollouts, everyone, zero, zero, rollouts.token_mask, {})
+    scored = _score_fields(programs, state, names, batch)
+    fields = {name: programs.scatter(value, everyone) for name, value in scored.items()}
+    return dataclasses.replace(rollouts, fields={**rollouts.fields, **fields})
+
+
+def _assemble(
+    parts: Parts,
+    programs: _Programs,
+    state: TrainState,
+    rollouts: Rollouts,
+    judged: _Judged,
+    where: packing.Plan,
+) -> TrainBatch:
+    """The update batch, with what only the loss needs scored on its samples alone."""
+    needs = parts.objective.needs
+    known = {
+        name: _per_token(rollouts.fields[name], parts.geometry)
+        for name in needs & rollouts.fields.keys()
+    }
+    known["behavior_logp"] = rollouts.behavior_logp
+    batch = programs.gather(rollouts, where, judged.advantage, judged.weight, judged.mask, known)
+    late = _score_fields(programs, state, (needs & FIELDS.keys()) - known.keys(), batch)
+    batch = dataclasses.replace(batch, fields={**batch.fields, **late})
+    if parts.objective.proximal == "trainer":
+        batch = dataclasses.replace(batch, proximal_logp=batch.fields["trainer_logp"])
+    return batch
 
 
 def _judge(parts: Parts, state: Any, rollouts: Rollouts) -> _Judged:
@@ -132,6 +169,10 @@ def _judge(parts: Parts, state: Any, rollouts: Rollouts) -> _Judged:
         weight = jnp.where(live[..., None], weight, 0)
     metrics = merge(metrics, _rollout_metrics(rollouts, live, advantage, parts.reward_weights))
     per_sample = advantage.sum(-1) / jnp.maximum(mask.sum(-1), 1)
+    everywhere = sharding.replicated(parts.mesh)
+    state, live, per_sample, metrics = jax.lax.with_sharding_constraint(
+        (state, live, per_sample, metrics), everywhere
+    )
     return _Judged(state, advantage, weight, mask, live, per_sample, metrics)
 
 

@@ -100,15 +100,24 @@ def make_rewarder(
     tokenizer: Any,
     functions: Mapping[str, RewardFunction],
     rows: Sequence[Mapping[str, Any]],
+    columns: Mapping[str, np.ndarray],
 ) -> Callable[[Rollouts], Rollouts]:
-    """The function that judges rollouts and adds the scores to them."""
+    """The function that judges rollouts and adds the scores to them.
+
+    Args:
+      columns: numeric columns of the data, [rows, ...], that the method needs as fields.
+    """
 
     def reward(rollouts: Rollouts) -> Rollouts:
         host = sharding.to_host((rollouts.row, rollouts.completion_tokens, rollouts.token_mask))
         scores = judge_texts(tokenizer, functions, rows, *host)
         layout = sharding.named(mesh, "bins", None)
         placed = {name: sharding.put(value, layout) for name, value in scores.items()}
-        return dataclasses.replace(rollouts, rewards=placed)
+        by_prompt = sharding.named(mesh, "bins")
+        fields = {
+            name: sharding.put(column[host[0]], by_prompt) for name, column in columns.items()
+        }
+        return dataclasses.replace(rollouts, rewards=placed, fields={**rollouts.fields, **fields})
 
     return reward
 

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jaxgrpo.models.api import Constrain, KeyValue, Model, memory_per_layer
+from jaxgrpo.models.api import Constrain, KeyValue, Model, memory_per_layer, params_per_layer
 from jaxgrpo.models.attention import causal, decode
 from jaxgrpo.types import Params, Prompts, Rollouts, register
 
@@ -180,6 +180,7 @@ def _sample_keys(key: Array, settings: SamplingSettings, prompts: Prompts) -> Ar
 
 
 def _segment(model: Model, settings: SamplingSettings, params, state: DecodeState):
+    params = params_per_layer(model.config, params)
     last = jnp.minimum(state.index + settings.segment_tokens, settings.max_completion_tokens)
 
     def running(state: DecodeState) -> Array:

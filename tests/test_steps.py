@@ -235,9 +235,7 @@ def test_a_second_step_compiles_nothing():
         state, prepared = steps.prepare(state, tiny.rollouts(MIXED))
         state, _ = steps.update(state, prepared.batch)
     assert steps.update_program._cache_size() == 1
-    for leaf, wanted in zip(
-        jax.tree.leaves(state.trainable), jax.tree.leaves(layout), strict=True
-    ):
+    for leaf, wanted in zip(jax.tree.leaves(state.trainable), jax.tree.leaves(layout), strict=True):
         assert leaf.sharding == wanted
 
 

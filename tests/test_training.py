@@ -151,6 +151,27 @@ def test_a_method_that_needs_what_nobody_produces_is_refused(tmp_path):
         )
 
 
+def test_a_numeric_column_of_the_data_is_a_field_of_the_method(tmp_path):
+    import jaxgrpo as jg
+
+    def by_level(signal, rollouts):
+        harder = (rollouts.fields["level"] > 1)[:, None]
+        return dataclasses.replace(signal, mask=signal.mask & harder)
+
+    step = jg.transform(by_level)._replace(needs=frozenset({"level"}))
+    config = small_run.config(tmp_path / "r", **{"train.steps": 1})
+    training.train(config, advantage=jg.chain(jg.sum_rewards(), step))
+    import jaxgrpo.tasks
+
+    rows = jaxgrpo.tasks.load("task:arithmetic:train")
+    lines = (tmp_path / "r" / "samples" / "step_1.jsonl").read_text().splitlines()
+    samples = [json.loads(line) for line in lines]
+    easy = [sample["advantage"] for sample in samples if rows[sample["row"]]["level"] == 1]
+    hard = [sample["advantage"] for sample in samples if rows[sample["row"]]["level"] > 1]
+    assert not any(easy)
+    assert any(hard)
+
+
 def test_a_run_goes_on_only_with_its_own_config(tmp_path, run):
     config, _ = run
     other = dataclasses.replace(config, train=dataclasses.replace(config.train, seed=1))
