@@ -47,25 +47,14 @@ def _train(arguments: argparse.Namespace) -> int | None:
 
 def _make_base(arguments: argparse.Namespace) -> int | None:
     from rich.console import Console
-    from rich.progress import Progress
 
-    from jaxgrpo import runtime, warmstart
+    from jaxgrpo import quickstart, runtime
 
-    console = Console()
+    console = Console(highlight=False)
     console.print(runtime.start())
     options = {name: getattr(arguments, name) for name in ("seed", "steps", "hidden_size")}
     given = {name: value for name, value in options.items() if value is not None}
-    with Progress(console=console) as progress:
-        bar = progress.add_task("warm start", total=None)
-
-        def show(done: int, steps: int, loss: float) -> None:
-            progress.update(bar, completed=done, total=steps, description=f"loss {loss:.3f}")
-
-        made = warmstart.make_base(arguments.out, arguments.task, progress=show, **given)
-    console.print(
-        f"{made['path']}: {made['parameters']:,} parameters, loss {made['loss']:.4f} nats per token"
-        f" (no model is below {made['loss_floor']:.4f}), {made['seconds']:.0f} s"
-    )
+    quickstart.make_base(console, arguments.out, arguments.task, **given)
     return 0
 
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+import jax
 from rich.console import Console
 from rich.progress import Progress
 
 from jaxgrpo import config as configs
 from jaxgrpo import runtime, training, warmstart
 from jaxgrpo.console import comparison, facts
+from jaxgrpo.errors import InputError
 
 
 def main(overrides: Sequence[str] = ()) -> int:
@@ -18,27 +21,32 @@ def main(overrides: Sequence[str] = ()) -> int:
     config = configs.load("quickstart", overrides)
     console = Console(highlight=False)
     runtime.start(config.mesh.platform)
+    if jax.process_count() > 1:
+        raise InputError(
+            f"quickstart runs in one process, not {jax.process_count()}: make the base once with "
+            "`jaxgrpo make-base arithmetic runs/base`, then `jaxgrpo train quickstart` in each"
+        )
     base = Path(config.model.path)
-    if runtime.is_main() and not (base / "config.json").exists():
-        make_base(console, base, config.train.seed)
-    run = training.train(config, resume="auto")
-    if runtime.is_main():
-        show(console, run)
+    if not (base / "config.json").exists():
+        make_base(console, base, "arithmetic", seed=config.train.seed)
+    show(console, training.train(config, resume="auto"))
     return 0
 
 
-def make_base(console: Console, path: Path, seed: int) -> None:
-    console.print(f"making a small base model in {path}: supervised warm start")
+def make_base(console: Console, out: str | Path, task: str, **options: Any) -> None:
+    """`warmstart.make_base` with a bar, and a line on what came of it."""
+    console.print(f"base model for {task}: supervised warm start")
     with Progress(console=console, transient=True) as progress:
         bar = progress.add_task("warm start", total=None)
 
         def report(done: int, steps: int, loss: float) -> None:
             progress.update(bar, completed=done, total=steps, description=f"loss {loss:.3f}")
 
-        made = warmstart.make_base(path, "arithmetic", seed=seed, progress=report)
+        made = warmstart.make_base(out, task, progress=report, **options)
     console.print(
-        f"base model: {made['parameters']:,} parameters, loss {made['loss']:.4f} nats per token "
-        f"(the corpus's own entropy is {made['loss_floor']:.4f}), {made['seconds']:.0f} s"
+        f"{made['path']}: {made['parameters']:,} parameters, loss {made['loss']:.4f} nats per token"
+        f" (no model is below {made['loss_floor']:.4f}), {made['seconds']:.0f} s",
+        soft_wrap=True,
     )
 
 
