@@ -47,9 +47,9 @@ class Display:
         """What matters first: is there reward, does it grow, is there signal, does it move."""
         accuracy = "    –" if self._accuracy is None else f"{self._accuracy:.3f}"
         self.say(
-            f"{step:5d} reward {metrics['reward']:6.3f} accuracy {accuracy} "
+            f"{step:4d} reward {metrics['reward']:6.3f} accuracy {accuracy} "
             f"live {metrics['live_groups']:4.0%} gradient {metrics['grad_norm']:.1e} "
-            f"{metrics['time/step']:4.1f} s loss {metrics['loss']:8.1e}"
+            f"{metrics['time/step']:.1f}s loss {metrics['loss']:8.1e}"
         )
         self._bar.update(self._task, completed=step)
 
