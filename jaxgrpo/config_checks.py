@@ -22,7 +22,7 @@ GROUP_RELATIVE = frozenset({"grpo", "dr_grpo", "subtract_group_mean", "divide_by
 
 def check(values: Values) -> Iterator[str]:
     """All problems of a config whose values are right one by one."""
-    for check_some in (_one_chain, _groups, _schedule, _evaluation, _penalties, _rewards):
+    for check_some in (_one_chain, _groups, _schedule, _evaluation, _best, _penalties, _rewards):
         yield from check_some(values)
     yield from _sources(values)
     yield from _parts(values)
@@ -64,6 +64,19 @@ def _evaluation(values: Values) -> Iterator[str]:
         yield (
             f"eval.every = {values['eval.every']}: there is nothing to evaluate on; name "
             'eval.data, as "task:arithmetic:test", or leave eval.every out'
+        )
+
+
+def _best(values: Values) -> Iterator[str]:
+    best = values.get("checkpoint.keep_best")
+    if best is None:
+        return
+    if not best.startswith("eval/"):
+        yield f'checkpoint.keep_best = {show(best)}: expected "eval/NAME", as "eval/accuracy"'
+    if not values.get("eval.every", 1):
+        yield (
+            f"checkpoint.keep_best = {show(best)}: nothing is evaluated between the start and the "
+            "end; set eval.data and eval.every"
         )
 
 

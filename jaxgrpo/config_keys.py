@@ -131,6 +131,7 @@ class EvalKeys:
 class CheckpointKeys:
     every: int = key(50, at_least=1)  # steps
     keep: int = key(2, at_least=1)  # the latest so many stay
+    keep_best: str | None = key(None)  # a metric of evaluation, as "eval/accuracy"; None: none
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

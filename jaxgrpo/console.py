@@ -39,8 +39,9 @@ class Display:
 
     def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
         self._accuracy = metrics["accuracy"]
-        shown = [f"accuracy {metrics['accuracy']:.3f}"]
-        shown += [f"{name} {value:.3f}" for name, value in metrics.items() if "pass@" in name]
+        low, high = metrics["accuracy/low"], metrics["accuracy/high"]
+        shown = [f"accuracy {metrics['accuracy']:.3f} (95%: {low:.3f} to {high:.3f})"]
+        shown += [f"{name} {value:.3f}" for name, value in metrics.items() if is_summary(name)]
         self.say(f"evaluated at step {step}: {', '.join(shown)}")
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -52,6 +53,11 @@ class Display:
             f"{metrics['time/step']:.1f}s loss {metrics['loss']:8.1e}"
         )
         self._bar.update(self._task, completed=step)
+
+
+def is_summary(name: str) -> bool:
+    """Whether a metric of an evaluation is pass@k or maj@k itself, not an end of its interval."""
+    return name.startswith(("pass@", "maj@")) and "/" not in name
 
 
 def comparison(title: str, columns: Mapping[str, Mapping[str, float]], rows: list[str]) -> Table:

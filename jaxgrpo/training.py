@@ -22,10 +22,11 @@ from jaxgrpo.assembly import Setup, setup
 from jaxgrpo.config import Config
 from jaxgrpo.console import Display, facts
 from jaxgrpo.errors import InputError
-from jaxgrpo.evaluation import Evaluate, make_evaluator
+from jaxgrpo.evaluation import Evaluate, evaluator_of
+from jaxgrpo.exporting import export, refuse_unknown_best
 from jaxgrpo.io import huggingface
 from jaxgrpo.io.checkpoints import Checkpoints, parameter_hash
-from jaxgrpo.io.tracking import RunFolder, read_metrics
+from jaxgrpo.io.tracking import RunFolder, read_metrics, read_samples
 from jaxgrpo.metrics import finalise, merge
 from jaxgrpo.optimizers import current_rate
 from jaxgrpo.preparation import Prepared
@@ -34,11 +35,25 @@ from jaxgrpo.types import Rollouts, TrainState
 
 
 class Run(NamedTuple):
-    """A finished run."""
+    """A finished run, as its folder tells of it."""
 
     path: Path
     summary: dict[str, Any]
     state: TrainState
+
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
+        """The lines of metrics.jsonl, one per step."""
+        return read_metrics(self.path / "metrics.jsonl")
+
+    @property
+    def samples(self) -> list[dict[str, Any]]:
+        """The rows of the newest file of samples."""
+        return read_samples(self.path)
+
+    def export(self, out: str | Path, step: str | int = "last", dtype: str | None = None) -> Path:
+        """Writes a step's model as a Hugging Face folder; "best" by `checkpoint.keep_best`."""
+        return export(self.path, out, step, dtype)
 
 
 def train(
@@ -69,7 +84,7 @@ def train(
         refuse_other_config(folder, config)
         checkpoints = stack.enter_context(Checkpoints(folder.checkpoints, config.checkpoint.keep))
         parts = setup(config, rewards=rewards, advantage=advantage, dataset=dataset)
-        state, done = _first_or_restored(parts, checkpoints)
+        state, done, meta = _first_or_restored(parts, checkpoints)
         folder.rewind(done if checkpoints.latest() is not None else None)
         folder.write_config(configs.to_toml(config))
         folder.copy_code(config.own_files)
@@ -79,6 +94,7 @@ def train(
         display.say(line)
         stack.enter_context(runtime.stop_signals())
         loop = _Loop(parts, folder, checkpoints, display)
+        loop.best = tuple(meta["best"]) if meta.get("best") else None
         state = loop.run(state, done)
         checkpoints.wait()
         summary = loop.finish(state)
@@ -133,11 +149,14 @@ def refuse_other_config(folder: RunFolder, config: Config) -> None:
         )
 
 
-def _first_or_restored(parts: Setup, checkpoints: Checkpoints) -> tuple[TrainState, int]:
+def _first_or_restored(
+    parts: Setup, checkpoints: Checkpoints
+) -> tuple[TrainState, int, dict[str, Any]]:
+    """State, finished steps and what was saved beside it."""
     if checkpoints.latest() is None:
-        return parts.state, 0
-    state, _ = checkpoints.restore(parts.state)
-    return state, int(sharding.to_host(state.step))
+        return parts.state, 0, {}
+    state, meta = checkpoints.restore(parts.state)
+    return state, int(sharding.to_host(state.step)), meta
 
 
 class _Loop:
@@ -147,7 +166,8 @@ class _Loop:
         self.parts, self.folder, self.checkpoints, self.display = parts, folder, saved, display
         self.config = parts.config
         has_data = self.config.eval.data is not None
-        self.evaluate: Evaluate | None = make_evaluator(parts) if has_data else None
+        self.evaluate: Evaluate | None = evaluator_of(parts) if has_data else None
+        self.best: tuple[int, float] | None = None  # step and value, by checkpoint.keep_best
         self.started = time.monotonic()
         self.tokens = 0.0
         self.seconds = 0.0
@@ -159,12 +179,19 @@ class _Loop:
         for number in range(done + 1, last + 1):
             state = self._step(state, number)
             stop = runtime.stop_requested(number)
-            if stop or number == last or number % self.config.checkpoint.every == 0:
-                self.checkpoints.save(number, state, {"jaxgrpo": jaxgrpo.__version__})
+            is_best = self.best is not None and self.best[0] == number
+            due = is_best or _due(number, self.config.checkpoint.every)
+            if stop or number == last or due:
+                self._save(state, number)
             if stop and number < last:
                 self.checkpoints.wait()
                 raise runtime.StopRequested(self._how_to_go_on(number))
         return state
+
+    def _save(self, state: TrainState, number: int) -> None:
+        self.checkpoints.best = self.best[0] if self.best else None
+        meta = {"jaxgrpo": jaxgrpo.__version__, "best": self.best}
+        self.checkpoints.save(number, state, meta)
 
     def finish(self, state: TrainState) -> dict[str, Any]:
         """The model as a Hugging Face folder, and the summary."""
@@ -181,6 +208,8 @@ class _Loop:
         if self.evaluate and runtime.is_main():
             base, trained = _evaluations(self.folder)
             summary |= {"base": base, "trained": trained}
+        if self.best:
+            summary["best"] = {"step": self.best[0], self.config.checkpoint.keep_best: self.best[1]}
         self.folder.write_summary(summary)
         self.display.say(f"parameter hash {summary['parameter_hash']}")
         return summary
@@ -223,10 +252,22 @@ class _Loop:
 
     def _measure(self, state: TrainState, number: int) -> dict[str, float]:
         began = time.monotonic()
-        metrics = self.evaluate(self.parts.sync(state), number)  # pyright: ignore[reportOptionalCall]
+        evaluate = self.evaluate
+        assert evaluate is not None
+        metrics = evaluate(self.parts.sync(state), state.key, number).metrics
         self.display.evaluated(number, metrics)
+        self._note_best(number, metrics)
         named = {f"eval/{name}": value for name, value in metrics.items()}
         return named | {"time/evaluate": time.monotonic() - began}
+
+    def _note_best(self, number: int, metrics: Mapping[str, float]) -> None:
+        metric = self.config.checkpoint.keep_best
+        refuse_unknown_best(metric, metrics)
+        if metric is None or number == 0:
+            return
+        value = metrics[metric.removeprefix("eval/")]
+        if self.best is None or value > self.best[1]:
+            self.best = (number, value)
 
     def _how_to_go_on(self, number: int) -> str:
         source = self.config.source or self.folder.path / "config.toml"

@@ -99,6 +99,7 @@ def save_model(
     tokenizer: Any = None,
     generation_config: Mapping[str, Any] | None = None,
     max_shard_bytes: int = 5_000_000_000,
+    card: str | None = None,
 ) -> None:
     """Writes an ordinary Hugging Face folder, whole or not at all.
 
@@ -110,6 +111,7 @@ def save_model(
       tokenizer: anything with `save_pretrained(folder)`; its special tokens go into the configs.
       generation_config: fields of generation_config.json, over those the tokenizer gives.
       max_shard_bytes: weights beyond it are split over several files with an index.
+      card: text of the folder's README.md, the model card.
 
     Raises: InputError where Qwen3 cannot express the model, or `path` holds other files.
     """
@@ -127,6 +129,8 @@ def save_model(
             _write_configs(folder, {**fields, **tokens}, {**tokens, **(generation_config or {})})
             if tokenizer is not None:
                 tokenizer.save_pretrained(folder)
+            if card is not None:
+                (folder / "README.md").write_text(card, encoding="utf-8")
             weights.write_weights(folder, tensors, weights.plan_shards(sizes, max_shard_bytes))
     else:
         for _ in tensors:  # takes part in the gathers, keeps nothing

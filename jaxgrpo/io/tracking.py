@@ -80,6 +80,15 @@ def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     return [entry for _, entry in _complete_lines(file)]
 
 
+def read_samples(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """The rows of the newest file of samples of a run; [] where there is none."""
+    files = Path(path, "samples").glob("step_*.jsonl")
+    newest = max(files, key=lambda file: int(file.stem.removeprefix("step_")), default=None)
+    if newest is None:
+        return []
+    return [json.loads(line) for line in newest.read_text(encoding="utf-8").splitlines()]
+
+
 def _complete_lines(file: Path) -> list[tuple[bytes, dict[str, Any]]]:
     """Each complete line of a metrics file, as bytes with its end, and what it says."""
     lines = file.read_bytes().splitlines(keepends=True) if file.exists() else []
