@@ -6,6 +6,7 @@ import inspect
 import types
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 import small_run
 import tiny
@@ -43,7 +44,7 @@ def calls(tmp_path):
         "Mean": lambda: jg.Mean(total=numbers[0], weight=numbers[0]).result(),
         "Prompts": lambda: fields(jg.Prompts),
         "RolloutSpec": lambda: jg.RolloutSpec(1, 2, 3, 4),
-        "Rollouts": lambda: tiny.rollouts([[0.0, 1.0]]),
+        "Rollouts": lambda: tiny.rollouts(np.eye(2)),
         "Run": lambda: jg.Run(tmp_path, {}, fields(jg.TrainState)),
         "Setup": lambda: jg.Setup(*range(len(jg.Setup._fields))),
         "Signal": lambda: jg.Signal(value=numbers, mask=numbers > 0),
