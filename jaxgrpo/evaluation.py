@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxgrpo import diagnostics, sharding
-from jaxgrpo.assembly import Setup, load_rows, resolve_scorer
-from jaxgrpo.io import data
+from jaxgrpo.assembly import Setup, resolve_scorer
+from jaxgrpo.inputs import eval_source, load_prompts
 from jaxgrpo.prompts import host_prompts
 from jaxgrpo.rollouts import judge_texts, put_prompts
 from jaxgrpo.sampling import Sampler, make_sampler, sample
@@ -34,8 +34,8 @@ def make_evaluator(setup: Setup) -> Evaluate:
     mean_length, truncated   of the samples
     """
     config = setup.config
-    rows = load_rows(config, config.eval.data)[: config.eval.prompts]
-    encoded = data.encode_prompts(rows, setup.tokenizer, config.rollout.max_prompt_tokens)
+    held_out = setup.held_out or load_prompts(config, setup.chat, eval_source(config))
+    rows, encoded = held_out.rows[: config.eval.prompts], held_out.encoded
     scorer = {"scorer": resolve_scorer(config, setup.rewards)}
     settings = setup.parts.sampling._replace(purpose=PURPOSE)
     constrain = sharding.constrain(setup.mesh)
