@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -80,11 +81,7 @@ def setup(
     Raises: InputError where parts do not fit one another.
     """
     mesh = sharding.make_mesh(**_mesh_sizes(config))
-    folder = huggingface.find_folder(config.model.path, config.model.revision)
-    model_config = huggingface.read_config(folder)
-    tokenizer = huggingface.read_tokenizer(folder)
-    model_config = dataclasses.replace(model_config, dtype=config.model.dtype)
-    model = decoder.build(model_config, constrain=sharding.constrain(mesh))
+    folder, tokenizer, model = find_model(config, mesh)
     chat = make_chat(config, tokenizer)
     rows, encoded, dropped = load_prompts(config, chat, dataset)
     held_out = load_prompts(config, chat, eval_source(config)) if config.eval.data else None
@@ -117,6 +114,18 @@ def setup(
         update=steps.update,
         sync=steps.sync,
     )
+
+
+def find_model(config: Config, mesh: Mesh) -> tuple[Path, Any, Model]:
+    """The folder of the model that a config names, its tokenizer, and the model without weights.
+
+    Raises: InputError where there is no such model, or a file of it cannot be read.
+    """
+    folder = huggingface.find_folder(config.model.path, config.model.revision)
+    model_config = huggingface.read_config(folder)
+    tokenizer = huggingface.read_tokenizer(folder)
+    model_config = dataclasses.replace(model_config, dtype=config.model.dtype)
+    return folder, tokenizer, decoder.build(model_config, constrain=sharding.constrain(mesh))
 
 
 def resolve_rewards(

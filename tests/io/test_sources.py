@@ -135,7 +135,8 @@ def test_a_source_that_is_none_is_refused(tmp_path):
 def test_rows_from_python_are_lists_of_dicts_or_data_sets():
     assert rows_of(from_python(ROWS)) == ROWS
     assert rows_of(from_python(datasets.Dataset.from_list(ROWS))) == ROWS
-    splits = datasets.DatasetDict({"a": datasets.Dataset.from_list(ROWS), "b": ROWS[1:]})
+    splits = {"a": datasets.Dataset.from_list(ROWS), "b": datasets.Dataset.from_list(ROWS[1:])}
+    splits = datasets.DatasetDict(**splits)
     assert rows_of(from_python(splits, "b")) == ROWS[1:]
 
 
