@@ -13,8 +13,14 @@ from typing import Any
 
 from jaxgrpo.config_keys import OptimizerKeys, RewardKeys
 from jaxgrpo.config_reading import Values, show
+from jaxgrpo.errors import InputError
 from jaxgrpo.io.callables import file_of, is_reference, short_name
+from jaxgrpo.io.conversations import CHOICES
+from jaxgrpo.io.hub import is_name
+from jaxgrpo.io.sources import FILES, FORMS
+from jaxgrpo.io.templates import is_template, placeholders
 from jaxgrpo.names import call, find, suggest
+from jaxgrpo.tasks import PREFIX, tasks
 
 GROUP_RELATIVE = frozenset({"grpo", "dr_grpo", "subtract_group_mean", "divide_by_group_std"})
 """Recipes and parts that compare the samples of one prompt with each other."""
@@ -24,7 +30,8 @@ def check(values: Values) -> Iterator[str]:
     """All problems of a config whose values are right one by one."""
     for check_some in (_one_chain, _groups, _schedule, _evaluation, _best, _penalties, _rewards):
         yield from check_some(values)
-    yield from _sources(values)
+    for check_some in (_sources, _revision, _prompts):
+        yield from check_some(values)
     yield from _parts(values)
     yield from _optimizer(values)
 
@@ -110,33 +117,64 @@ def _misspelt(option: str, keys: Any) -> str | None:
 
 
 def _sources(values: Values) -> Iterator[str]:
-    from jaxgrpo.tasks import registry
-
-    for where in ("data.path", "eval.data"):
+    for where, keys in (
+        ("data.path", ("subset", "split", "revision")),
+        ("eval.data", ("subset", "split")),
+    ):
         path = values.get(where)
         if path is None:
             continue
-        if path.startswith(registry.PREFIX):
+        if path.startswith(PREFIX):
             yield from _task(where, path)
-        elif not path.endswith(".jsonl"):
-            yield (
-                f"{where} = {show(path)}: expected a .jsonl file, or a built-in task as "
-                '"task:arithmetic:train"'
-            )
-        elif not Path(path).is_file():
+        elif Path(path).suffix in FILES and not Path(path).is_file():
             yield (
                 f"{where} = {show(path)}: there is no such file; relative paths begin at the "
                 "folder of the config"
             )
+        elif not (Path(path).suffix in FILES or Path(path).is_dir() or is_name(path)):
+            known = "is no file of rows" if Path(path).exists() else "does not exist"
+            yield f"{where} = {show(path)}: {known}; give {FORMS}"
+        table = where.partition(".")[0]
+        if path.startswith(PREFIX) or Path(path).suffix in FILES:
+            for name in keys:
+                if values.get(f"{table}.{name}") is not None:
+                    yield f"{table}.{name}: {show(path)} has none; leave it out"
+
+
+def _revision(values: Values) -> Iterator[str]:
+    path, revision = values.get("model.path"), values.get("model.revision")
+    if path is not None and revision is not None and not is_name(path):
+        yield (
+            f"model.revision = {show(revision)}: model.path = {show(path)} is a local path; leave "
+            "it out, or name a model on the hub"
+        )
+
+
+def _prompts(values: Values) -> Iterator[str]:
+    prompt, template = values.get("data.prompt", ""), values.get("data.chat_template")
+    if is_template(prompt):
+        try:
+            placeholders(prompt)
+        except InputError as error:
+            yield str(error)
+    if template is not None and template not in CHOICES and not Path(template).is_file():
+        yield (
+            f"data.chat_template = {show(template)}: there is no such file; give a Jinja file, "
+            '"auto" or "none"'
+        )
+    for name in ("system", "chat_template_kwargs"):
+        if template == "none" and values.get(f"data.{name}"):
+            yield (
+                f'data.{name}: nothing reads it where data.chat_template = "none"; leave one of '
+                "the two out"
+            )
 
 
 def _task(where: str, path: str) -> Iterator[str]:
-    from jaxgrpo.tasks import registry
-
     _, name, *split = path.split(":")
-    task = registry.tasks.get(name)
+    task = tasks.get(name)
     if task is None:
-        yield f"{where} = {show(path)}: unknown task {name!r}: {suggest(name, registry.tasks)}"
+        yield f"{where} = {show(path)}: unknown task {name!r}: {suggest(name, tasks)}"
     elif len(split) != 1 or split[0] not in task.splits:
         known = " or ".join(f'"task:{name}:{split}"' for split in task.splits)
         yield f"{where} = {show(path)}: expected {known}"

@@ -24,6 +24,7 @@ KINDS = {
     float: "a number",
     str: 'a text in quotes, "..."',
     dict: 'a table, { use = "..." }',
+    Mapping: "a table, { name = value }",
 }
 
 Values = dict[str, Any]
@@ -109,7 +110,9 @@ def _read_value(
     kind = _kind(hint)
     if kind is float and type(value) is int:
         value = float(value)
-    if type(value) is not kind:
+    if kind is Mapping and isinstance(value, Mapping):
+        values[where] = dict(value)
+    elif type(value) is not kind:
         problems.append(f"{where} = {show(value)}: expected {KINDS[kind]}")
     elif kind is float and not math.isfinite(value):
         problems.append(f"{where} = {value}: expected a finite number")
@@ -182,7 +185,7 @@ def _names(cls: type) -> list[str]:
 
 
 def _kind(hint: Any) -> type:
-    """int, float, str or dict behind a hint, which may be optional."""
+    """int, float, str, dict or Mapping behind a hint, which may be optional."""
     if isinstance(hint, types.UnionType):
         (hint,) = (option for option in typing.get_args(hint) if option is not types.NoneType)
     return typing.get_origin(hint) or hint

@@ -75,4 +75,5 @@ def facts(console: Console, values: Mapping[str, Any]) -> None:
     """Name and value, one per line, aligned."""
     width = max(map(len, values))
     for name, value in values.items():
-        console.print(f"{name:<{width}}  {value}", soft_wrap=True)
+        # Without markup: a value may hold brackets, as a prompt does.
+        console.print(f"{name:<{width}}  {value}", soft_wrap=True, markup=False, emoji=False)

@@ -13,8 +13,8 @@ from jax import Array
 from jax.sharding import Mesh
 
 from jaxgrpo import diagnostics, sharding
-from jaxgrpo.assembly import Setup, load_rows, resolve_scorer
-from jaxgrpo.io import data
+from jaxgrpo.assembly import Setup, resolve_scorer
+from jaxgrpo.inputs import eval_source, load_prompts
 from jaxgrpo.models.api import Model
 from jaxgrpo.prompts import pad_prompts
 from jaxgrpo.rewards import RewardFunction
@@ -60,10 +60,10 @@ Evaluate = Callable[[Params, Array, int], Evaluation]
 def evaluator_of(run: Setup) -> Evaluate:
     """The evaluation that a run's config asks for."""
     config = run.config
-    rows = load_rows(config, config.eval.data)[: config.eval.prompts]
-    scorer = resolve_scorer(config, run.rewards)
+    held_out = run.held_out or load_prompts(config, run.chat, eval_source(config))
+    count = config.eval.prompts
     questions = Questions(
-        rows, data.encode_prompts(rows, run.tokenizer, config.rollout.max_prompt_tokens), scorer
+        held_out.rows[:count], held_out.encoded[:count], resolve_scorer(config, run.rewards)
     )
     geometry = run.parts.geometry
     return make_evaluator(

@@ -12,6 +12,7 @@ from jax import Array
 from jax.sharding import Mesh
 
 from jaxgrpo import sharding
+from jaxgrpo.io.conversations import for_rewards
 from jaxgrpo.prompts import PromptPolicy, make_prompts
 from jaxgrpo.rewards import RewardFunction, call_rewards
 from jaxgrpo.types import Prompts, Rollouts, TrainState
@@ -79,10 +80,13 @@ def judge_texts(
     flat_tokens = tokens[own].reshape(-1, steps)
     flat_mask = mask[own].reshape(-1, steps)
     columns = {name: [entry[name] for entry in chosen] for name in rows[0] if name != "prompt"}
+    prompts, completions = for_rewards(
+        [entry["prompt"] for entry in chosen], decode_texts(tokenizer, flat_tokens, flat_mask)
+    )
     scores = call_rewards(
         functions,
-        prompts=[entry["prompt"] for entry in chosen],
-        completions=decode_texts(tokenizer, flat_tokens, flat_mask),
+        prompts=prompts,
+        completions=completions,
         completion_ids=completion_ids(flat_tokens, flat_mask),
         columns=columns,
     )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,6 +24,7 @@ from jaxgrpo.console import Display, facts
 from jaxgrpo.errors import InputError
 from jaxgrpo.evaluation import Evaluate, evaluator_of
 from jaxgrpo.exporting import export, refuse_unknown_best
+from jaxgrpo.inputs import dropped_line
 from jaxgrpo.io import huggingface
 from jaxgrpo.io.checkpoints import Checkpoints, parameter_hash
 from jaxgrpo.io.tracking import RunFolder, read_metrics, read_samples
@@ -62,14 +63,15 @@ def train(
     resume: str | None = None,
     rewards: Sequence[Callable[..., Any]] | None = None,
     advantage: AdvantageTransform | None = None,
-    dataset: Sequence[Mapping[str, Any]] | None = None,
+    dataset: Iterable[Any] | None = None,
 ) -> Run:
     """Trains as a config says, and writes everything into its run folder.
 
     Args:
       config: a Config, a TOML file, or a shipped config's name.
       resume: "auto" goes on from the newest checkpoint, or starts where there is none.
-      rewards, advantage, dataset: Python objects in the place of what the config names.
+      rewards, advantage, dataset: Python objects in the place of what the config names; the data
+        set a datasets.Dataset or a list of dicts, read by the config's data keys.
 
     Returns: the run; its model stands in `path / "model"` as a Hugging Face folder.
 
@@ -92,6 +94,8 @@ def train(
             Display(config.train.steps, done, active=jax.process_index() == 0)
         )
         display.say(line)
+        if parts.dropped:
+            display.say(dropped_line(config, len(parts.rows), parts.dropped))
         stack.enter_context(runtime.stop_signals())
         loop = _Loop(parts, folder, checkpoints, display)
         loop.best = tuple(meta["best"]) if meta.get("best") else None
@@ -126,7 +130,9 @@ def dry_run(config: Config) -> None:
             f"x {geometry.rows} rows ({geometry.prompts_per_bin} prompts each)",
             "data": f"{len(parts.rows)} rows, {config.train.steps} steps draw "
             f"{config.train.steps * geometry.num_prompts}",
+            "too long": dropped_line(config, len(parts.rows), parts.dropped),
             "rewards": ", ".join(f"{r.name} x {r.weight:g}" for r in parts.rewards),
+            "chat template": parts.chat.name,
             "first prompt": f"row {first}, {len(ids)} tokens: {parts.tokenizer.decode(ids)!r}",
         },
     )
@@ -200,6 +206,7 @@ class _Loop:
         summary: dict[str, Any] = {
             "step": int(sharding.to_host(state.step)),
             "parameter_hash": parameter_hash(state.trainable),
+            "dropped_prompts": self.parts.dropped,
             "model": str(model),
             "metrics": str(self.folder.path / "metrics.jsonl"),
             "time/seconds": time.monotonic() - self.started,
