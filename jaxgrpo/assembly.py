@@ -12,7 +12,6 @@ from jax import Array
 from jax.sharding import Mesh
 
 from jaxgrpo import advantages, losses, packing, sharding
-from jaxgrpo import rewards as reward_registry
 from jaxgrpo.advantages import AdvantageTransform
 from jaxgrpo.config import Config
 from jaxgrpo.errors import InputError
@@ -24,18 +23,12 @@ from jaxgrpo.packing import Geometry
 from jaxgrpo.parts import Objective, Parts, opt_layout, param_layout
 from jaxgrpo.preparation import Prepared
 from jaxgrpo.prompts import PromptPolicy, sequential
+from jaxgrpo.rewarding import Reward, resolve_rewards
+from jaxgrpo.rewards import RewardLog
 from jaxgrpo.rollouts import make_rewarder, make_selector
 from jaxgrpo.sampling import SamplingSettings
 from jaxgrpo.steps import build_steps
 from jaxgrpo.types import FIELDS, Params, Prompts, Rollouts, RolloutSpec, TrainBatch, TrainState
-
-
-class Reward(NamedTuple):
-    """One reward of a run: its stream's name, its function, its weight in the recipe's sum."""
-
-    name: str
-    function: reward_registry.RewardFunction
-    weight: float
 
 
 class Setup(NamedTuple):
@@ -52,7 +45,7 @@ class Setup(NamedTuple):
     state: TrainState
     select: Callable[[TrainState], tuple[Prompts, TrainState]]
     sample: Callable[[Params, Prompts, Array], Rollouts]  # (sync(state), prompts, state.key)
-    reward: Callable[[Rollouts], Rollouts]
+    reward: Callable[[Rollouts], tuple[Rollouts, RewardLog]]
     prepare: Callable[[TrainState, Rollouts], tuple[TrainState, Prepared]]
     update: Callable[[TrainState, TrainBatch], tuple[TrainState, Any]]
     sync: Callable[[TrainState], Params]
@@ -61,14 +54,15 @@ class Setup(NamedTuple):
 def setup(
     config: Config,
     *,
-    rewards: Sequence[Callable[..., Any]] | None = None,
+    rewards: Sequence[Callable[..., Any] | str] | Mapping[str, Any] | None = None,
     advantage: AdvantageTransform | None = None,
     dataset: Sequence[Mapping[str, Any]] | None = None,
 ) -> Setup:
     """Builds everything a run needs; no step is compiled or taken.
 
     Args:
-      rewards, advantage, dataset: Python objects in the place of what the config names.
+      rewards, advantage, dataset: Python objects in the place of what the config names. Rewards
+        are functions or built-in names, with weight 1; {name: function} names them.
 
     Raises: InputError where parts do not fit one another.
     """
@@ -85,8 +79,8 @@ def setup(
     layout = sharding.param_shardings(mesh, model.axes, model.shapes)
     params = huggingface.read_params(config.model.path, model, shardings=layout)
     policy = sequential()
-    functions = {reward.name: reward.function for reward in chosen}
-    state = first_state(parts, params, policy, len(rows), config.train.seed, tuple(functions))
+    names = tuple(reward.name for reward in chosen)
+    state = first_state(parts, params, policy, len(rows), config.train.seed, names)
     steps = build_steps(parts)
     return Setup(
         config=config,
@@ -100,7 +94,7 @@ def setup(
         state=state,
         select=make_selector(mesh, policy, encoded, parts.geometry, config.train.seed),
         sample=steps.sample,
-        reward=make_rewarder(mesh, tokenizer, functions, rows, columns),
+        reward=make_rewarder(mesh, tokenizer, chosen, rows, columns, config.train.steps),
         prepare=steps.prepare,
         update=steps.update,
         sync=steps.sync,
@@ -110,34 +104,6 @@ def setup(
 def load_rows(config: Config, path: str | None = None) -> list[dict[str, Any]]:
     """The rows of `path`; of the training data by default."""
     return data.load_rows(path or config.data.path, config.data.prompt, config.data.answer)
-
-
-def resolve_rewards(
-    config: Config, given: Sequence[Callable[..., Any]] | None = None
-) -> tuple[Reward, ...]:
-    """The rewards of a run, each with a name of its own."""
-    if given is not None:
-        named = [(getattr(function, "__name__", "reward"), function, 1.0, {}) for function in given]
-    else:
-        named = [
-            (entry.name or callables.short_name(entry.use), entry.use, entry.weight, entry.options)
-            for entry in config.rewards
-        ]
-    names = [name for name, *_ in named]
-    twice = sorted({name for name in names if names.count(name) > 1})
-    if twice:
-        raise InputError(f"rewards: {twice[0]!r} stands twice; give each a `name` of its own")
-    return tuple(
-        Reward(name, reward_registry.build(_own(config, use), **options), weight)
-        for name, use, weight, options in named
-    )
-
-
-def resolve_scorer(config: Config, rewards: Sequence[Reward]) -> reward_registry.RewardFunction:
-    """What judges success in evaluations: `eval.scorer`, else the first reward."""
-    if config.eval.scorer is None:
-        return rewards[0].function
-    return reward_registry.build(_own(config, config.eval.scorer))
 
 
 def make_parts(
@@ -309,6 +275,4 @@ def _mesh_sizes(config: Config) -> dict[str, int]:
 
 def _own(config: Config, use: Any) -> Any:
     """The function that "file.py:function" or "package.module:function" names; else `use`."""
-    if isinstance(use, str) and callables.is_reference(use):
-        return callables.load(use, config.folder)
-    return use
+    return callables.resolve(use, config.folder)

@@ -35,7 +35,7 @@ class Display:
         self._bar.stop()
 
     def say(self, text: str) -> None:
-        self.console.print(text)
+        self.console.print(text, markup=False)  # it may hold what a model wrote
 
     def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
         self._accuracy = metrics["accuracy"]
@@ -69,4 +69,4 @@ def facts(console: Console, values: Mapping[str, Any]) -> None:
     """Name and value, one per line, aligned."""
     width = max(map(len, values))
     for name, value in values.items():
-        console.print(f"{name:<{width}}  {value}", soft_wrap=True)
+        console.print(f"{name:<{width}}  {value}", soft_wrap=True, markup=False)

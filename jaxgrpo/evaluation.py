@@ -10,10 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxgrpo import diagnostics, sharding
-from jaxgrpo.assembly import Setup, load_rows, resolve_scorer
+from jaxgrpo.assembly import Setup, load_rows
 from jaxgrpo.io import data
 from jaxgrpo.prompts import host_prompts
-from jaxgrpo.rollouts import judge_texts, put_prompts
+from jaxgrpo.rewarding import resolve_scorer
+from jaxgrpo.rollouts import judge_texts, put_prompts, trainer_state_of
 from jaxgrpo.sampling import Sampler, make_sampler, sample
 from jaxgrpo.types import Params, Prompts, Rollouts
 
@@ -111,8 +112,9 @@ def _judge(
     row, tokens, mask = sharding.to_host(
         (rollouts.row, rollouts.completion_tokens, rollouts.token_mask)
     )
-    scores = judge_texts(setup.tokenizer, scorer, rows, row, tokens, mask)["scorer"]
-    return scores, mask.sum(-1)
+    state = trainer_state_of(rollouts, len(setup.rows), setup.config.train.steps)
+    scores, _ = judge_texts(setup.tokenizer, scorer, rows, row, tokens, mask, trainer_state=state)
+    return scores["scorer"], mask.sum(-1)
 
 
 def _prompts(chosen: np.ndarray, encoded: Sequence[np.ndarray], width: int, step: int) -> Prompts:
