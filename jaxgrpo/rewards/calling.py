@@ -147,7 +147,7 @@ class _Call:
         except Exception as error:
             return Raised(error)
 
-    def _log_extra(self, column: str, values: Sequence[Any]) -> None:
+    def _log_extra(self, column: Any, values: Any) -> None:
         if isinstance(values, (str, bytes, Mapping)) or not hasattr(values, "__iter__"):
             raise RewardError(
                 f"rewards.{self.name}: log_extra({column!r}, ...) got a {type(values).__name__}: "
@@ -156,7 +156,7 @@ class _Call:
         # As in TRL, values of several calls follow one another: some rewards log one at a time.
         self.extra.setdefault(str(column), []).extend(map(_storable, values))
 
-    def _log_metric(self, name: str, value: Any) -> None:
+    def _log_metric(self, name: Any, value: Any) -> None:
         try:
             number = float(value)
         except (TypeError, ValueError):

@@ -33,10 +33,11 @@ def math_answer(
 ) -> list[float | None]:
     """1.0 where the completion's answer is mathematically the gold one, else 0.0.
 
-    The last `\\boxed{...}` is the answer, where there is one; else LaTeX between signs of
-    mathematics, or a plain number or fraction. `\\frac{1}{2}`, `0.5` and `2/4` are equal; so are
-    sets in another order, and expressions that simplify to the same. Only what follows a
-    `</think>` is read, where there is such a mark. A completion that holds no answer gets 0.
+    The last `\\boxed{...}` is the answer, where there is one; boxes that stand close together are
+    one set. Else it is LaTeX between signs of mathematics, or a plain number. `\\frac{1}{2}`, `0.5`
+    and `2/4` are equal; so are sets in another order, and expressions that simplify to the same.
+    Only what follows a `</think>` is read, where there is one. A completion without an answer
+    gets 0.
 
     Each is judged in a process that does nothing else, since some answers never end: `9^{9^{9^9}}`.
     One that takes too long, or ends its process, leaves its sample unscored; the process is
