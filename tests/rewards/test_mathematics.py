@@ -44,7 +44,7 @@ CASES = [
     (r"\boxed{(2, 1)}", "(1,2)", 0),
     (r"\boxed{2\pi}", r"2\pi", 1),
     (r"\boxed{\sqrt{8}}", r"2\sqrt{2}", 1),
-    ("It is \\boxed{5}.\nBut I have forgotten one, so:\n\\boxed{6}", "6", 1),
+    (r"It is \boxed{5}. " + "No, I have forgotten one. " * 3 + r"\boxed{6}", "6", 1),
     (r"Either \boxed{5} or \boxed{6}", r"\{6, 5\}", 1),
     (r"Either \boxed{5} or \boxed{6}", "6", 0),
     (r"<think>\boxed{5}</think> \boxed{6}", "6", 1),
