@@ -14,7 +14,7 @@ state = run.state
 for _ in range(config.train.steps):
     prompts, state = run.select(state)
     rollouts = run.sample(run.sync(state), prompts, state.key)
-    rollouts = run.reward(rollouts)
+    rollouts, _ = run.reward(rollouts)
     state, prepared = run.prepare(state, rollouts)
     state, metrics = run.update(state, prepared.batch)
     reward = prepared.metrics["reward"].result()

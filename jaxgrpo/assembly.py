@@ -13,7 +13,6 @@ from jax import Array
 from jax.sharding import Mesh
 
 from jaxgrpo import advantages, losses, packing, sharding
-from jaxgrpo import rewards as reward_registry
 from jaxgrpo.advantages import AdvantageTransform
 from jaxgrpo.config import Config
 from jaxgrpo.errors import InputError
@@ -28,18 +27,12 @@ from jaxgrpo.packing import Geometry
 from jaxgrpo.parts import Objective, Parts, opt_layout, param_layout
 from jaxgrpo.preparation import Prepared
 from jaxgrpo.prompts import PromptPolicy, sequential
+from jaxgrpo.rewarding import Reward, resolve_rewards
+from jaxgrpo.rewards import RewardLog
 from jaxgrpo.rollouts import make_rewarder, make_selector
 from jaxgrpo.sampling import SamplingSettings
 from jaxgrpo.steps import build_steps
 from jaxgrpo.types import FIELDS, Params, Prompts, Rollouts, RolloutSpec, TrainBatch, TrainState
-
-
-class Reward(NamedTuple):
-    """One reward of a run: its stream's name, its function, its weight in the recipe's sum."""
-
-    name: str
-    function: reward_registry.RewardFunction
-    weight: float
 
 
 class Setup(NamedTuple):
@@ -59,7 +52,7 @@ class Setup(NamedTuple):
     state: TrainState
     select: Callable[[TrainState], tuple[Prompts, TrainState]]
     sample: Callable[[Params, Prompts, Array], Rollouts]  # (sync(state), prompts, state.key)
-    reward: Callable[[Rollouts], Rollouts]
+    reward: Callable[[Rollouts], tuple[Rollouts, RewardLog]]
     prepare: Callable[[TrainState, Rollouts], tuple[TrainState, Prepared]]
     update: Callable[[TrainState, TrainBatch], tuple[TrainState, Any]]
     sync: Callable[[TrainState], Params]
@@ -68,15 +61,16 @@ class Setup(NamedTuple):
 def setup(
     config: Config,
     *,
-    rewards: Sequence[Callable[..., Any]] | None = None,
+    rewards: Sequence[Callable[..., Any] | str] | Mapping[str, Any] | None = None,
     advantage: AdvantageTransform | None = None,
     dataset: Iterable[Any] | None = None,
 ) -> Setup:
     """Builds everything a run needs; no step is compiled or taken.
 
     Args:
-      rewards, advantage, dataset: Python objects in the place of what the config names; the data
-        set a datasets.Dataset or a list of dicts, read by the config's data keys.
+      rewards, advantage, dataset: Python objects in the place of what the config names. Rewards
+        are functions or built-in names, with weight 1; {name: function} names them. The data set
+        is a datasets.Dataset or a list of dicts, read by the config's data keys.
 
     Raises: InputError where parts do not fit one another.
     """
@@ -91,8 +85,8 @@ def setup(
     layout = sharding.param_shardings(mesh, model.axes, model.shapes)
     params = huggingface.read_params(folder, model, shardings=layout)
     policy = sequential()
-    functions = {reward.name: reward.function for reward in chosen}
-    state = first_state(parts, params, policy, len(rows), config.train.seed, tuple(functions))
+    names = tuple(reward.name for reward in chosen)
+    state = first_state(parts, params, policy, len(rows), config.train.seed, names)
     steps = build_steps(parts)
     return Setup(
         config=config,
@@ -109,7 +103,7 @@ def setup(
         state=state,
         select=make_selector(mesh, policy, encoded, parts.geometry, config.train.seed),
         sample=steps.sample,
-        reward=make_rewarder(mesh, tokenizer, functions, rows, columns),
+        reward=make_rewarder(mesh, tokenizer, chosen, rows, columns, config.train.steps),
         prepare=steps.prepare,
         update=steps.update,
         sync=steps.sync,
@@ -126,34 +120,6 @@ def find_model(config: Config, mesh: Mesh) -> tuple[Path, Any, Model]:
     tokenizer = huggingface.read_tokenizer(folder)
     model_config = dataclasses.replace(model_config, dtype=config.model.dtype)
     return folder, tokenizer, decoder.build(model_config, constrain=sharding.constrain(mesh))
-
-
-def resolve_rewards(
-    config: Config, given: Sequence[Callable[..., Any]] | None = None
-) -> tuple[Reward, ...]:
-    """The rewards of a run, each with a name of its own."""
-    if given is not None:
-        named = [(getattr(function, "__name__", "reward"), function, 1.0, {}) for function in given]
-    else:
-        named = [
-            (entry.name or callables.short_name(entry.use), entry.use, entry.weight, entry.options)
-            for entry in config.rewards
-        ]
-    names = [name for name, *_ in named]
-    twice = sorted({name for name in names if names.count(name) > 1})
-    if twice:
-        raise InputError(f"rewards: {twice[0]!r} stands twice; give each a `name` of its own")
-    return tuple(
-        Reward(name, reward_registry.build(_own(config, use), **options), weight)
-        for name, use, weight, options in named
-    )
-
-
-def resolve_scorer(config: Config, rewards: Sequence[Reward]) -> reward_registry.RewardFunction:
-    """What judges success in evaluations: `eval.scorer`, else the first reward."""
-    if config.eval.scorer is None:
-        return rewards[0].function
-    return reward_registry.build(_own(config, config.eval.scorer))
 
 
 def make_parts(
@@ -325,6 +291,4 @@ def _mesh_sizes(config: Config) -> dict[str, int]:
 
 def _own(config: Config, use: Any) -> Any:
     """The function that "file.py:function" or "package.module:function" names; else `use`."""
-    if isinstance(use, str) and callables.is_reference(use):
-        return callables.load(use, config.folder)
-    return use
+    return callables.resolve(use, config.folder)

@@ -111,9 +111,16 @@ def _rewards(values: Values) -> Iterator[str]:
 
 
 def _misspelt(option: str, keys: Any) -> str | None:
-    """The key of a table that an option was meant to be: as long, with some letters changed."""
-    names = [name for name in keys.__dataclass_fields__ if len(name) == len(option)]
-    return next(iter(difflib.get_close_matches(option, names, n=1, cutoff=0.75)), None)
+    """The key of a table that an option was meant to be.
+
+    As long, with some letters changed; of several words, and almost the same.
+    """
+    names = list(keys.__dataclass_fields__)
+    same = [name for name in names if len(name) == len(option)]
+    near = difflib.get_close_matches(option, same, n=1, cutoff=0.75)
+    words = [name for name in names if "_" in name]
+    near += difflib.get_close_matches(option, words, n=1, cutoff=0.85)
+    return near[0] if near else None
 
 
 def _sources(values: Values) -> Iterator[str]:
@@ -198,9 +205,9 @@ def _parts(values: Values) -> Iterator[str]:
 
     def reward(part: Mapping[str, Any]) -> None:
         name, options = _split(part)
-        rewards.build(
-            name, **{key: options[key] for key in options if not _misspelt(key, RewardKeys)}
-        )
+        known = {key: options[key] for key in options if not _misspelt(key, RewardKeys)}
+        limit = values.get("rollout.max_completion_tokens", 1)
+        rewards.build(name, **rewards.with_lengths(name, known, limit))
 
     for index, entry in enumerate(values.get("rewards", ())):
         yield from _try(f"rewards[{index}]", _table(entry), reward)

@@ -76,6 +76,7 @@ class RewardKeys:
     use: str
     weight: float = key(1.0)
     name: str | None = key(None)  # None: the name in `use`
+    on_error: str = key("raise", choices=("raise", "unscored"))  # what follows where it raises
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 

@@ -35,7 +35,7 @@ class Display:
         self._bar.stop()
 
     def say(self, text: str) -> None:
-        self.console.print(text)
+        self.console.print(text, markup=False)  # it may hold what a model wrote
 
     def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
         self._accuracy = metrics["accuracy"]

@@ -13,11 +13,12 @@ from jax import Array
 from jax.sharding import Mesh
 
 from jaxgrpo import diagnostics, sharding
-from jaxgrpo.assembly import Setup, resolve_scorer
+from jaxgrpo.assembly import Setup
 from jaxgrpo.inputs import eval_source, load_prompts
 from jaxgrpo.models.api import Model
 from jaxgrpo.prompts import pad_prompts
-from jaxgrpo.rewards import RewardFunction
+from jaxgrpo.rewarding import resolve_scorer
+from jaxgrpo.rewards import RewardFunction, TrainerState
 from jaxgrpo.rollouts import completion_ids, judge_texts, put_prompts
 from jaxgrpo.sampling import Sampler, SamplingSettings, make_sampler, sample
 from jaxgrpo.types import Params
@@ -232,8 +233,13 @@ def _ask(
                 rollouts.truncated,
             )
         )
-        scores = judge_texts(
-            tokenizer, {"scorer": questions.scorer}, questions.rows, chosen, *host[:2]
+        scores, _ = judge_texts(
+            tokenizer,
+            {"scorer": questions.scorer},
+            questions.rows,
+            chosen,
+            *host[:2],
+            trainer_state=TrainerState(global_step=step),
         )
         real = min(size, count - begin)
         parts.append(tuple(leaf[:real] for leaf in (*host, scores["scorer"])))

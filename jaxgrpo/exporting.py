@@ -90,6 +90,7 @@ def refuse_unknown_best(metric: str | None, metrics: Mapping[str, float]) -> Non
 
 def model_card(config: Config, step: int, evaluation: Mapping[str, float]) -> str:
     """README.md of an exported model, with the metadata block that the hub reads."""
+    data = Path(config.data.path or "own rows").name
     method = config.recipe or " -> ".join(str(part["use"]) for part in config.advantage or ())
     lines = [
         "---",
@@ -100,7 +101,7 @@ def model_card(config: Config, step: int, evaluation: Mapping[str, float]) -> st
         f"# Trained with jaxgrpo {jaxgrpo.__version__}",
         "",
         f"Base model `{Path(config.model.path).name}`, {step} of {config.train.steps} steps of "
-        f"`{method}` on `{Path(config.data.path).name}` ({config.rollout.prompts_per_step} prompts "
+        f"`{method}` on `{data}` ({config.rollout.prompts_per_step} prompts "
         f"x {config.rollout.group_size} samples a step, {config.optimizer.use} at learning rate "
         f"{config.optimizer.learning_rate:g}, seed {config.train.seed}).",
     ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -12,9 +13,18 @@ from jax import Array
 from jax.sharding import Mesh
 
 from jaxgrpo import sharding
+from jaxgrpo.gathering import gather_json
 from jaxgrpo.io.conversations import for_rewards
 from jaxgrpo.prompts import PromptPolicy, make_prompts
-from jaxgrpo.rewards import RewardFunction, call_rewards
+from jaxgrpo.rewarding import Reward
+from jaxgrpo.rewards import (
+    RewardError,
+    RewardFunction,
+    RewardLog,
+    TrainerState,
+    call_rewards,
+    check,
+)
 from jaxgrpo.types import Prompts, Rollouts, TrainState
 
 
@@ -66,69 +76,133 @@ def judge_texts(
     row: np.ndarray,
     tokens: np.ndarray,
     mask: np.ndarray,
-) -> dict[str, np.ndarray]:
+    *,
+    trainer_state: TrainerState | None = None,
+    on_error: Mapping[str, str] | None = None,
+) -> tuple[dict[str, np.ndarray], RewardLog]:
     """Calls rewards on completions [P, G, T]; columns come from the data rows, once per sample.
 
-    With several processes each judges its share of the groups and all get every score.
+    With several processes each judges its share of the groups and all get everything.
 
-    Returns: name -> float32 [P, G], NaN = not scored.
+    Returns: name -> float32 [P, G], NaN = not scored; what the rewards logged, samples in order.
+    Raises: RewardError as `call_rewards` does, in every process.
     """
     groups, samples, steps = tokens.shape
-    count, mine = jax.process_count(), jax.process_index()
-    own = np.arange(groups) % count == mine
+    owner = np.arange(groups) % jax.process_count()
+    own = owner == jax.process_index()
     chosen = [rows[index] for index in row[own] for _ in range(samples)]
     flat_tokens = tokens[own].reshape(-1, steps)
     flat_mask = mask[own].reshape(-1, steps)
-    columns = {name: [entry[name] for entry in chosen] for name in rows[0] if name != "prompt"}
     prompts, completions = for_rewards(
         [entry["prompt"] for entry in chosen], decode_texts(tokenizer, flat_tokens, flat_mask)
     )
-    scores = call_rewards(
-        functions,
-        prompts=prompts,
-        completions=completions,
-        completion_ids=completion_ids(flat_tokens, flat_mask),
-        columns=columns,
-    )
-    whole = {}
-    for name, values in scores.items():
-        # Scores of others stay -inf, below any that a reward may return, until all are gathered.
-        part = np.full((groups, samples), -np.inf, np.float32)
-        part[own] = values.reshape(-1, samples)
-        whole[name] = _gather_max(part) if count > 1 else part
-    return whole
+
+    def call() -> tuple[dict[str, np.ndarray], RewardLog]:
+        return call_rewards(
+            functions,
+            prompts=prompts,
+            completions=completions,
+            completion_ids=completion_ids(flat_tokens, flat_mask),
+            columns={n: [entry[n] for entry in chosen] for n in rows[0] if n != "prompt"},
+            trainer_state=trainer_state,
+            on_error=on_error,
+        )
+
+    shares = _everyone(call)
+    whole = {name: np.empty((groups, samples), np.float32) for name in functions}
+    for process, (scores, _) in enumerate(shares):
+        for name, values in scores.items():
+            whole[name][owner == process] = np.reshape(values, (-1, samples))
+    return whole, _merged([RewardLog(*log) for _, log in shares], owner, samples)
+
+
+def _everyone(call: Callable[[], tuple[dict[str, np.ndarray], RewardLog]]) -> list[Any]:
+    """What `call` gave in each process; where it fails in one it fails in all, and none waits."""
+    if jax.process_count() == 1:
+        return [call()]
+    try:
+        (scores, log), error = call(), None
+        mine = [{name: values.tolist() for name, values in scores.items()}, log]
+    except Exception as raised:
+        mine, error = str(raised), raised
+    shares = gather_json(mine)
+    if error is not None:
+        raise error
+    for process, share in enumerate(shares):
+        if isinstance(share, str):
+            raise RewardError(f"process {process}: {share}")
+    return shares
+
+
+def _merged(logs: Sequence[RewardLog], owner: np.ndarray, samples: int) -> RewardLog:
+    """The logs of all processes as one; a column that one of them lacks is None there."""
+    extra: dict[str, list[Any]] = {}
+    metrics: dict[str, tuple[float, int]] = {}
+    failed: dict[str, int] = {}
+    messages: dict[str, str] = {}
+    for process, log in enumerate(logs):
+        places = np.flatnonzero(np.repeat(owner == process, samples))
+        for column, values in log.extra.items():
+            whole = extra.setdefault(column, [None] * (len(owner) * samples))
+            for place, value in zip(places, values, strict=True):
+                whole[place] = value
+        for name, (total, count) in log.metrics.items():
+            before = metrics.get(name, (0.0, 0))
+            metrics[name] = (before[0] + total, before[1] + count)
+        for name, number in log.failed.items():
+            failed[name] = failed.get(name, 0) + number
+        messages = {**log.messages, **messages}
+    return RewardLog(extra, metrics, failed, messages)
 
 
 def make_rewarder(
     mesh: Mesh,
     tokenizer: Any,
-    functions: Mapping[str, RewardFunction],
+    rewards: Sequence[Reward],
     rows: Sequence[Mapping[str, Any]],
     columns: Mapping[str, np.ndarray],
-) -> Callable[[Rollouts], Rollouts]:
+    max_steps: int,
+) -> Callable[[Rollouts], tuple[Rollouts, RewardLog]]:
     """The function that judges rollouts and adds the scores to them.
 
     Args:
       columns: numeric columns of the data, [rows, ...], that the method needs as fields.
-    """
+      max_steps: of the run, for the rewards' `trainer_state`.
 
-    def reward(rollouts: Rollouts) -> Rollouts:
+    Raises: RewardError, at once, where a reward asks for what nobody gives.
+    """
+    for entry in rewards:
+        check(entry.name, entry.function, [name for name in rows[0] if name != "prompt"])
+    functions = {entry.name: entry.function for entry in rewards}
+    on_error = {entry.name: entry.on_error for entry in rewards}
+
+    def reward(rollouts: Rollouts) -> tuple[Rollouts, RewardLog]:
         host = sharding.to_host((rollouts.row, rollouts.completion_tokens, rollouts.token_mask))
-        scores = judge_texts(tokenizer, functions, rows, *host)
+        state = trainer_state_of(rollouts, len(rows), max_steps)
+        scores, log = judge_texts(
+            tokenizer, functions, rows, *host, trainer_state=state, on_error=on_error
+        )
         layout = sharding.named(mesh, "bins", None)
         placed = {name: sharding.put(value, layout) for name, value in scores.items()}
         by_prompt = sharding.named(mesh, "bins")
         fields = {
             name: sharding.put(column[host[0]], by_prompt) for name, column in columns.items()
         }
-        return dataclasses.replace(rollouts, rewards=placed, fields={**rollouts.fields, **fields})
+        judged = dataclasses.replace(rollouts, rewards=placed, fields={**rollouts.fields, **fields})
+        return judged, log
 
     return reward
 
 
-def _gather_max(part: np.ndarray) -> np.ndarray:
-    from jax.experimental import multihost_utils
-
-    everyone = np.asarray(multihost_utils.process_allgather(part))
-    owner = np.argmax(~np.isneginf(everyone), axis=0)  # NaN, not scored, belongs to its judge too
-    return np.take_along_axis(everyone, owner[None], axis=0)[0]
+def trainer_state_of(rollouts: Rollouts, num_rows: int, max_steps: int) -> TrainerState:
+    """Where the run stands when these rollouts are judged."""
+    step, ordinal = sharding.to_host((rollouts.step, rollouts.ordinal))
+    main = jax.process_index() == 0
+    return TrainerState(
+        global_step=int(step),
+        max_steps=max_steps,
+        epoch=float(ordinal.min() / num_rows),
+        num_train_epochs=math.ceil(max_steps * len(ordinal) / num_rows),
+        is_world_process_zero=main,
+        is_local_process_zero=main,
+    )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,6 +31,8 @@ from jaxgrpo.io.tracking import RunFolder, read_metrics, read_samples
 from jaxgrpo.metrics import finalise, merge
 from jaxgrpo.optimizers import current_rate
 from jaxgrpo.preparation import Prepared
+from jaxgrpo.rewarding import show_previews, with_logged
+from jaxgrpo.rewards import RewardLog
 from jaxgrpo.rollouts import completion_ids
 from jaxgrpo.types import Rollouts, TrainState
 
@@ -61,7 +63,7 @@ def train(
     config: Config | str | Path,
     *,
     resume: str | None = None,
-    rewards: Sequence[Callable[..., Any]] | None = None,
+    rewards: Sequence[Callable[..., Any] | str] | Mapping[str, Any] | None = None,
     advantage: AdvantageTransform | None = None,
     dataset: Iterable[Any] | None = None,
 ) -> Run:
@@ -136,6 +138,7 @@ def dry_run(config: Config) -> None:
             "first prompt": f"row {first}, {len(ids)} tokens: {parts.tokenizer.decode(ids)!r}",
         },
     )
+    show_previews(console, parts.rewards, parts.rows[0], parts.tokenizer, config.train.steps)
 
 
 def refuse_other_config(folder: RunFolder, config: Config) -> None:
@@ -175,6 +178,7 @@ class _Loop:
         self.evaluate: Evaluate | None = evaluator_of(parts) if has_data else None
         self.best: tuple[int, float] | None = None  # step and value, by checkpoint.keep_best
         self.started = time.monotonic()
+        self.reported: set[str] = set()  # rewards whose failure was shown
         self.tokens = 0.0
         self.seconds = 0.0
 
@@ -228,18 +232,27 @@ class _Loop:
             rollouts = parts.sample(parts.sync(state), prompts, state.key)
             jax.block_until_ready(rollouts.completion_tokens)
         with clock("reward"):
-            rollouts = parts.reward(rollouts)
+            rollouts, said = parts.reward(rollouts)
         with clock("prepare"):
             state, prepared = parts.prepare(state, rollouts)
         with clock("update"):
             state, metrics = parts.update(state, prepared.batch)
             values = finalise(sharding.to_host(merge(prepared.metrics, metrics)))
+        values = with_logged(values, said)
         values["learning_rate"] = float(sharding.to_host(current_rate(state.opt_state)))
         values |= clock.seconds
         self.tokens += values["num_tokens"]
         self.seconds += values["time/step"]
-        self._log(state, number, rollouts, prepared, values)
+        self._report(said)
+        self._log(state, number, rollouts, prepared, values, said.extra)
         return state
+
+    def _report(self, said: RewardLog) -> None:
+        """Shows what a reward raised, once per run; rewards/NAME/errors counts the rest."""
+        for name, message in said.messages.items():
+            if name not in self.reported:
+                self.reported.add(name)
+                self.display.say(f'{message}\nleft unscored, as on_error = "unscored" says')
 
     def _log(
         self,
@@ -248,12 +261,14 @@ class _Loop:
         rollouts: Rollouts,
         prepared: Prepared,
         values: dict[str, float],
+        extra: Mapping[str, Sequence[Any]],
     ) -> None:
         last = number == self.config.train.steps
         if self.evaluate and (last or _due(number, self.config.eval.every)):
             values |= self._measure(state, number)
         if _due(number, self.config.run.samples_every) or number == 1:
-            self.folder.write_samples(number, sample_rows(self.parts, rollouts, prepared, number))
+            rows = sample_rows(self.parts, rollouts, prepared, number, extra)
+            self.folder.write_samples(number, rows)
         self.folder.write_metrics(number, values)
         self.display.step(number, values)
 
@@ -300,9 +315,17 @@ class _Clock:
 
 
 def sample_rows(
-    parts: Setup, rollouts: Rollouts, prepared: Prepared, number: int
+    parts: Setup,
+    rollouts: Rollouts,
+    prepared: Prepared,
+    number: int,
+    extra: Mapping[str, Sequence[Any]] | None = None,
 ) -> Iterator[dict[str, Any]]:
-    """The samples of a step as rows of samples/step_N.jsonl, in order. Called by every process."""
+    """The samples of a step as rows of samples/step_N.jsonl, in order. Called by every process.
+
+    Args:
+      extra: column -> a value per sample, what rewards logged beside their scores.
+    """
     host: Rollouts = sharding.to_host(rollouts)
     advantage = sharding.to_host(prepared.advantage)
     groups, samples, steps = host.token_mask.shape
@@ -312,6 +335,7 @@ def sample_rows(
     texts = parts.tokenizer.batch_decode(ids, skip_special_tokens=True)
     for p, g in np.ndindex(groups, samples):
         at = p * samples + g
+        logged = {column: values[at] for column, values in (extra or {}).items()}
         yield {
             "step": number,
             "ordinal": int(host.ordinal[p]),
@@ -324,6 +348,7 @@ def sample_rows(
             "rewards": {name: float(value[p, g]) for name, value in host.rewards.items()},
             "advantage": float(advantage[p, g]),
             "truncated": bool(host.truncated[p, g]),
+            **({"extra": logged} if logged else {}),
         }
 
 

@@ -40,7 +40,7 @@ STEPS = words("steps optimizers parts preparation")
 HOST = words("io rewards tasks")
 TOP = words(
     "__init__ __main__ assembly cli config config_checks config_keys config_reading console doctor"
-    " evaluation inputs quickstart rollouts runtime training warmstart"
+    " evaluation gathering inputs quickstart rewarding rollouts runtime training warmstart"
 )
 LAYERS = (
     Layer(BASE, BASE, words("jax jaxtyping")),

@@ -39,6 +39,11 @@ def short_name(name: str) -> str:
     return name.rpartition(":")[2]
 
 
+def resolve(use: Any, folder: str | Path | None = None) -> Any:
+    """The function that `use` names, where it is a reference to own code; else `use` itself."""
+    return load(use, folder) if isinstance(use, str) and is_reference(use) else use
+
+
 def load(reference: str, folder: str | Path | None = None) -> Callable[..., Any]:
     """The function that a reference names.
 

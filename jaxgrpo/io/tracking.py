@@ -34,6 +34,7 @@ SAMPLE_KEYS = (
     "advantage",  # one number, or one per token
     "truncated",  # stopped by the length limit
 )
+EXTRA = "extra"  # {column: value}, last, and only in rows whose step has a reward that logged one
 LOCK = ".lock"
 
 
@@ -201,13 +202,14 @@ class RunFolder:
         """
         lines = []
         for number, row in enumerate(rows):
-            if row.keys() != set(SAMPLE_KEYS):
-                missing, extra = set(SAMPLE_KEYS) - row.keys(), row.keys() - set(SAMPLE_KEYS)
+            if row.keys() - {EXTRA} != set(SAMPLE_KEYS):
+                missing = set(SAMPLE_KEYS) - row.keys()
+                extra = row.keys() - {*SAMPLE_KEYS, EXTRA}
                 raise ValueError(
                     f"sample row {number} of step {step}: missing {sorted(missing)}, unknown "
                     f"{sorted(extra)}; a row has the keys {', '.join(SAMPLE_KEYS)}"
                 )
-            ordered = {key: plain(row[key], key) for key in SAMPLE_KEYS}
+            ordered = {key: plain(row[key], key) for key in (*SAMPLE_KEYS, EXTRA) if key in row}
             lines.append(json.dumps(ordered, ensure_ascii=False, allow_nan=False) + "\n")
         if self._writes:
             folder = self.path / "samples"

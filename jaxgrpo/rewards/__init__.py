@@ -1,6 +1,39 @@
 """Rewards: judgements of texts, on the host, in TRL's protocol."""
 
-from jaxgrpo.rewards.protocol import RewardError, RewardFunction, bind, call_rewards, check
-from jaxgrpo.rewards.registry import build, rewards
+from jaxgrpo.rewards.calling import RewardLog, call_rewards
+from jaxgrpo.rewards.forms import has_format, overlong_penalty
+from jaxgrpo.rewards.gsm8k import gsm8k_answer
+from jaxgrpo.rewards.mathematics import math_answer
+from jaxgrpo.rewards.preview import Preview, preview
+from jaxgrpo.rewards.protocol import (
+    RewardError,
+    RewardFunction,
+    TrainerState,
+    bind,
+    check,
+    name_of,
+)
+from jaxgrpo.rewards.registry import build, rewards, with_lengths
+from jaxgrpo.rewards.texts import as_completion, text_of
 
-__all__ = ["RewardError", "RewardFunction", "bind", "build", "call_rewards", "check", "rewards"]
+__all__ = [
+    "Preview",
+    "RewardError",
+    "RewardFunction",
+    "RewardLog",
+    "TrainerState",
+    "as_completion",
+    "bind",
+    "build",
+    "call_rewards",
+    "check",
+    "gsm8k_answer",
+    "has_format",
+    "math_answer",
+    "name_of",
+    "overlong_penalty",
+    "preview",
+    "rewards",
+    "text_of",
+    "with_lengths",
+]

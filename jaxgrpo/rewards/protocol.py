@@ -1,75 +1,74 @@
 """How a reward is called, and what it may return.
 
-    fn(prompts=[...], completions=[...], completion_ids=[...], **columns) -> [1.0, 0.0, None, ...]
+    fn(prompts=[...], completions=[...], completion_ids=[...], **columns,
+       trainer_state=..., log_extra=..., log_metric=...) -> [1.0, 0.0, None, ...]
 
-One call judges N completions; there is none for N = 0. Every keyword is a list of N entries: a
-data-set column is repeated for each sample of its prompt. A reward names the keywords it wants and
-gets only those, or takes all of them by **kwargs. It returns one number per completion; None or
-NaN: could not be scored.
+One call judges N completions; there is none for N = 0. Prompts, completions, their token ids and
+the columns are lists of N entries: what belongs to a prompt is repeated for each of its samples.
+Prompts are texts, or lists of messages; then each completion is a list of one message. A reward,
+sync or async, names the keywords it wants and gets only those, or takes all of them by **kwargs.
+It returns one number per completion; None or NaN: could not be scored.
+
+    trainer_state              where the run stands: TrainerState
+    log_extra(column, values)  adds a column to the sample rows, one value per completion
+    log_metric(name, value)    adds a number to the step's metrics, the mean where it comes twice
+
 Source: the protocol of TRL's GRPOTrainer, called by keyword.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Set
 from typing import Any
 
 import numpy as np
 
 from jaxgrpo.errors import InputError
+from jaxgrpo.names import suggest
 
 RewardFunction = Callable[..., Any]
-"""Called by keyword; returns a list, or a 1-d array, of N numbers or None."""
+"""Called by keyword; returns a list, or a 1-d array, of N numbers or None, or awaits one."""
 
-PASSED = ("prompts", "completions", "completion_ids")
+LISTS = ("prompts", "completions", "completion_ids")
+PASSED = (*LISTS, "trainer_state", "log_extra", "log_metric")
 """Keywords that every reward may ask for; no column bears these names."""
 
 LARGEST = float(np.finfo(np.float32).max)
-SHOWN = 300  # characters of each text in a message
 
 
 class RewardError(InputError):
     """A reward that cannot be called, fails or returns something else than one number each."""
 
 
-def call_rewards(
-    rewards: Mapping[str, RewardFunction],
-    prompts: Sequence[Any],
-    completions: Sequence[Any],
-    completion_ids: Sequence[Sequence[int]],
-    columns: Mapping[str, Sequence[Any]],
-) -> dict[str, np.ndarray]:
-    """Calls each reward once on N completions.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainerState:
+    """Where the run stands, under the names that transformers' TrainerState has."""
 
-    Args:
-      rewards: name -> function; the names appear in the result and in messages.
-      columns: name -> N entries, the data set's columns beside the prompt.
+    global_step: int = 0  # updates done: 0 while the first step's samples are judged
+    max_steps: int = 0  # train.steps
+    epoch: float = 0.0  # passes through the data so far
+    num_train_epochs: int = 0  # passes begun when the run ends
+    is_world_process_zero: bool = True
+    is_local_process_zero: bool = True
 
-    Returns: name -> float32 [N], NaN = could not be scored.
+    def __getattr__(self, name: str) -> Any:
+        names = [field.name for field in dataclasses.fields(self)]
+        raise AttributeError(f"trainer_state has no {name!r}: {suggest(name, names)}")
 
-    Raises: RewardError where a reward asks for a keyword that does not exist, raises (the message
-    shows a completion it fails on), or returns the wrong number or type of values. ValueError
-    where the inputs do not have one length.
+
+def name_of(function: Any) -> str:
+    """What a function is called; a callable object by its own name or its class's.
+
+    >>> name_of(functools.partial(max, 1))
+    'max'
     """
-    count = len(completions)
-    given = {"prompts": prompts, "completions": completions, "completion_ids": completion_ids}
-    _check_lengths({**given, **columns}, count)
-    scores = {}
-    for name, function in rewards.items():
-        check(name, function, columns)
-        if not count:
-            scores[name] = np.empty(0, np.float32)
-            continue
-        keywords = _accepted(function, {**given, **columns})
-        try:
-            values = function(**keywords)
-        except Exception as error:
-            raise RewardError(_failure(name, function, keywords, given, error)) from error
-        scores[name] = _numbers(name, values, count)
-    return scores
+    if isinstance(function, functools.partial):
+        return name_of(function.func)
+    return getattr(function, "__name__", type(function).__name__)
 
 
 def check(name: str, function: Any, columns: Iterable[str]) -> None:
@@ -136,7 +135,7 @@ def _parameters(function: Callable[..., Any]) -> tuple[dict[str, inspect.Paramet
     return named, any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)
 
 
-def _accepted(function: RewardFunction, keywords: Mapping[str, Any]) -> dict[str, Any]:
+def accepted(function: RewardFunction, keywords: Mapping[str, Any]) -> dict[str, Any]:
     """The keywords to pass: those it names, or all; never one that `bind` has fixed."""
     named, takes_all = _parameters(function)
     fixed = function.keywords if isinstance(function, functools.partial) else {}
@@ -147,20 +146,17 @@ def _accepted(function: RewardFunction, keywords: Mapping[str, Any]) -> dict[str
     }
 
 
-def _check_lengths(keywords: Mapping[str, Sequence[Any]], count: int) -> None:
-    for keyword, values in keywords.items():
-        if len(values) != count:
-            raise ValueError(
-                f"rewards are called with {count} completions but {len(values)} entries of "
-                f"{keyword!r}: repeat prompts and columns once per sample"
-            )
-
-
-def _numbers(name: str, values: Any, count: int) -> np.ndarray:
+def numbers(name: str, values: Any, count: int) -> np.ndarray:
     """The returned values as float32 [N], None as NaN."""
     expected = "return a list with one number per completion, None = not scored"
+    kind = type(values).__name__
+    if callable(values):
+        raise RewardError(
+            f"rewards.{name} returned a {kind}: it makes a reward and is none itself; call it in a "
+            "file of your own, reward = make(...), and name file.py:reward"
+        )
     if isinstance(values, (str, bytes, Mapping, Set)) or not hasattr(values, "__len__"):
-        raise RewardError(f"rewards.{name} returned a {type(values).__name__}: {expected}")
+        raise RewardError(f"rewards.{name} returned a {kind}: {expected}")
     if getattr(values, "ndim", 1) != 1:
         raise RewardError(f"rewards.{name} returned an array of shape {values.shape}: {expected}")
     if len(values) != count:
@@ -180,46 +176,3 @@ def _numbers(name: str, values: Any, count: int) -> np.ndarray:
             raise RewardError(f"{where}: give a finite float32, or None = not scored")
         scores[place] = number
     return scores
-
-
-def _failure(
-    name: str,
-    function: RewardFunction,
-    keywords: Mapping[str, Sequence[Any]],
-    given: Mapping[str, Sequence[Any]],
-    error: Exception,
-) -> str:
-    """What was raised and on which completion, found by calling halves of the batch again."""
-    low, high = 0, len(given["completions"])
-    while high - low > 1:
-        middle = (low + high) // 2
-        if _fails(function, keywords, low, middle):
-            high = middle
-        elif _fails(function, keywords, middle, high):
-            low = middle
-        else:
-            break
-    where = f"completion {low}" if high - low == 1 else f"completions {low} to {high - 1} together"
-    sample = {"prompt": given["prompts"], "completion": given["completions"]}
-    sample |= {key: values for key, values in keywords.items() if key not in PASSED}
-    return "\n".join(
-        [
-            f"rewards.{name} raised {type(error).__name__} on {where}: {error}",
-            *(f"  {key} = {_shorten(values[low])}" for key, values in sample.items() if values),
-        ]
-    )
-
-
-def _fails(
-    function: RewardFunction, keywords: Mapping[str, Sequence[Any]], start: int, end: int
-) -> bool:
-    try:
-        function(**{key: values[start:end] for key, values in keywords.items()})
-    except Exception:
-        return True
-    return False
-
-
-def _shorten(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= SHOWN else f"{text[:SHOWN]}… ({len(text)} characters)"

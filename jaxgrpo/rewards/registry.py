@@ -2,24 +2,43 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
+from jaxgrpo.errors import InputError
 from jaxgrpo.names import find
-from jaxgrpo.rewards.protocol import RewardError, RewardFunction, bind, options_of
+from jaxgrpo.rewards.forms import check_format, check_length, has_format, overlong_penalty
+from jaxgrpo.rewards.gsm8k import gsm8k_answer
+from jaxgrpo.rewards.mathematics import check_math, math_answer
+from jaxgrpo.rewards.protocol import RewardError, RewardFunction, bind, name_of, options_of
 from jaxgrpo.tasks import tasks
 
-rewards: dict[str, RewardFunction] = {task.name: task.score for task in tasks.values()}
+rewards: dict[str, RewardFunction] = {
+    **{task.name: task.score for task in tasks.values()},
+    "gsm8k_answer": gsm8k_answer,
+    "math": math_answer,
+    "format": has_format,
+    "length": overlong_penalty,
+}
+
+_CHECKS: dict[str, Callable[..., None]] = {
+    "math": check_math,
+    "format": check_format,
+    "length": check_length,
+}
+"""What the options of a reward must fulfil; each takes them by name."""
 
 
 def build(use: str | RewardFunction, **options: Any) -> RewardFunction:
     """The built-in reward of that name, or the function itself, with its options fixed.
 
-    Raises: InputError on an unknown name, with the nearest; RewardError on an unknown option.
+    Raises: InputError on an unknown name, with the nearest; RewardError on an unknown option, or
+    one out of its range.
     >>> build("arithmetic")(completions=["3+4=7 1+1=2 27"], answer=["27"])
     [1.0]
     """
     if not isinstance(use, str):
-        return bind(getattr(use, "__name__", type(use).__name__), use, options)
+        return bind(name_of(use), use, options)
     function = find("reward", use, rewards)
     # Built-in rewards take every keyword, as TRL's do; a misspelt option must not vanish in them.
     known = options_of(function)
@@ -27,4 +46,20 @@ def build(use: str | RewardFunction, **options: Any) -> RewardFunction:
     if unknown:
         takes = ", ".join(known) or "none"
         raise RewardError(f"rewards.{use}: no option {unknown[0]!r}: it takes {takes}")
+    if use in _CHECKS:
+        try:
+            _CHECKS[use](**options)
+        except InputError as error:
+            raise RewardError(f"rewards.{use}: {error}") from None
     return bind(use, function, options)
+
+
+def with_lengths(
+    use: Any, options: Mapping[str, Any], max_completion_tokens: int
+) -> dict[str, Any]:
+    """The options of a reward, the limit that a run sets filled in where they leave it out.
+
+    >>> with_lengths("length", {"cache": 8}, 64)
+    {'max_tokens': 64, 'cache': 8}
+    """
+    return {"max_tokens": max_completion_tokens, **options} if use == "length" else {**options}

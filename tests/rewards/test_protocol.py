@@ -7,7 +7,7 @@ import pytest
 
 from jaxgrpo import rewards
 from jaxgrpo.errors import InputError
-from jaxgrpo.rewards import RewardError, bind, build, call_rewards, check
+from jaxgrpo.rewards import RewardError, TrainerState, bind, build, call_rewards, check
 
 PROMPTS = ["1+1=", "1+1=", "2+3="]
 COMPLETIONS = ["2", "3", "5"]
@@ -16,7 +16,7 @@ COLUMNS = {"answer": ["2", "2", "5"], "level": [1, 1, 2]}
 
 
 def call(**functions) -> dict[str, np.ndarray]:
-    return call_rewards(functions, PROMPTS, COMPLETIONS, IDS, COLUMNS)
+    return call_rewards(functions, PROMPTS, COMPLETIONS, IDS, COLUMNS)[0]
 
 
 def returning(values):
@@ -65,12 +65,15 @@ def test_a_reward_with_kwargs_gets_everything():
         return [0.0] * 3
 
     call(wide=wide)
+    assert isinstance(seen.pop("trainer_state"), TrainerState)
+    assert callable(seen.pop("log_extra"))
+    assert callable(seen.pop("log_metric"))
     everything = {"prompts": PROMPTS, "completions": COMPLETIONS, "completion_ids": IDS}
     assert seen == {**everything, **COLUMNS}
 
 
 def test_no_completions_give_no_scores_and_no_call():
-    scores = call_rewards({"never": lambda completions: 1 / 0}, [], [], [], {})
+    scores, _ = call_rewards({"never": lambda completions: 1 / 0}, [], [], [], {})
     assert scores["never"].shape == (0,)
 
 
@@ -169,11 +172,11 @@ def test_an_unknown_option_is_refused_with_those_there_are():
 def test_callable_objects_and_partial_functions_are_rewards():
     class Constant:
         def __call__(self, completions, **columns):
-            return [len(columns)] * len(completions)
+            return [sorted(columns).index("level")] * len(completions)
 
     scaled = functools.partial(lambda completions, scale: [scale] * len(completions), scale=2)
     scores = call(constant=Constant(), scaled=scaled)
-    np.testing.assert_array_equal(scores["constant"], [4, 4, 4])
+    np.testing.assert_array_equal(scores["constant"], [2, 2, 2])
     np.testing.assert_array_equal(scores["scaled"], [2, 2, 2])
 
 
@@ -182,7 +185,15 @@ def test_an_unknown_name_comes_with_the_nearest():
         build("arithmetics")
 
 
-def test_every_built_in_reward_takes_the_protocol_and_scores_its_task():
+def test_every_built_in_reward_takes_the_protocol():
     for name, function in rewards.rewards.items():
         check(name, function, ["answer"])
-        assert build(name) is function
+
+
+def test_a_reward_that_makes_rewards_is_told_apart():
+    def get_penalty(limit=3):
+        return lambda completions: [float(limit)] * len(completions)
+
+    with pytest.raises(RewardError, match="returned a function: it makes a reward and is none"):
+        call(penalty=get_penalty)
+    np.testing.assert_array_equal(call(penalty=get_penalty(2))["penalty"], [2, 2, 2])

@@ -1,0 +1,137 @@
+"""The rewards of a run: from names and options to functions, and what is shown of them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from rich.console import Console
+
+from jaxgrpo.config import Config
+from jaxgrpo.console import facts
+from jaxgrpo.errors import InputError
+from jaxgrpo.io import callables
+from jaxgrpo.rewards import (
+    RewardError,
+    RewardFunction,
+    RewardLog,
+    TrainerState,
+    build,
+    name_of,
+    preview,
+    with_lengths,
+)
+
+SHOWN = 80  # characters of an answer
+
+
+class Reward(NamedTuple):
+    """One reward of a run: its stream's name, its function, its weight in the recipe's sum."""
+
+    name: str
+    function: RewardFunction
+    weight: float
+    on_error: str = "raise"  # or "unscored": what follows where it raises
+
+
+def resolve_rewards(
+    config: Config, given: Sequence[Any] | Mapping[str, Any] | None = None
+) -> tuple[Reward, ...]:
+    """The rewards of a run, each with a name of its own.
+
+    Args:
+      given: functions, or names as a config may use them, in the place of the config's rewards,
+        each with weight 1. In a list they are called as their function is; a mapping names them.
+    """
+    if given is None:
+        entries = [
+            (entry.name or callables.short_name(entry.use), entry.use, entry.options)
+            for entry in config.rewards
+        ]
+        rest = [(entry.weight, entry.on_error) for entry in config.rewards]
+    else:
+        if not isinstance(given, Mapping):
+            _refuse_same_names(map(_name, given))
+            given = dict(zip(map(_name, given), given, strict=True))
+        entries = [(name, use, {}) for name, use in given.items()]
+        rest = [(1.0, "raise")] * len(entries)
+    _refuse_same_names(name for name, *_ in entries)
+    limit = config.rollout.max_completion_tokens
+    functions = [
+        build(callables.resolve(use, config.folder), **with_lengths(use, options, limit))
+        for _, use, options in entries
+    ]
+    return tuple(
+        Reward(name, function, *more)
+        for (name, *_), function, more in zip(entries, functions, rest, strict=True)
+    )
+
+
+def resolve_scorer(config: Config, rewards: Sequence[Reward]) -> RewardFunction:
+    """What judges success in evaluations: `eval.scorer`, else the first reward."""
+    if config.eval.scorer is None:
+        return rewards[0].function
+    return build(callables.resolve(config.eval.scorer, config.folder))
+
+
+def with_logged(values: Mapping[str, float], log: RewardLog) -> dict[str, float]:
+    """A step's metrics and those that rewards logged.
+
+    Raises: RewardError where a reward logs under a name that the trainer uses.
+    """
+    logged = log.numbers()
+    taken = sorted(logged.keys() & (values.keys() | {"step"}))
+    if taken:
+        raise RewardError(
+            f"a reward calls log_metric({taken[0]!r}, ...), the name of a metric of the trainer: "
+            "give it another name"
+        )
+    return {**values, **logged}
+
+
+def show_previews(
+    console: Console,
+    rewards: Sequence[Reward],
+    row: Mapping[str, Any],
+    tokenizer: Any,
+    max_steps: int,
+) -> None:
+    """Prints what every reward gives the row's gold answer and the empty text, one line each.
+
+    Raises: RewardError where a reward raises and does not leave its samples unscored.
+    """
+    previews = preview(
+        {reward.name: reward.function for reward in rewards},
+        row,
+        lambda text: tokenizer(text, add_special_tokens=False)["input_ids"],
+        trainer_state=TrainerState(max_steps=max_steps),
+        on_error={reward.name: reward.on_error for reward in rewards},
+    )
+
+    def score(value: float | None) -> str:
+        return "not scored" if value is None else f"{value:g}"
+
+    answer = row.get("answer")
+    text = repr(answer) if len(repr(answer)) <= SHOWN else repr(answer)[:SHOWN] + "…"
+    lines = {}
+    for name, seen in previews.items():
+        gold = "" if answer is None else f"gold answer: {score(seen.gold)}, "
+        problem = "" if seen.problem is None else f"; {seen.problem}"
+        lines[f"  {name}"] = f"{gold}empty text: {score(seen.empty)}{problem}"
+    of = "which has no answer" if answer is None else f"whose answer is {text}"
+    console.print(f"rewards on row 0, {of}:", soft_wrap=True, markup=False)
+    facts(console, lines)
+
+
+def _refuse_same_names(names: Iterable[str]) -> None:
+    twice = sorted(name for name, count in Counter(names).items() if count > 1)
+    if twice:
+        raise InputError(
+            f"rewards: {twice[0]!r} stands twice; give each a `name` of its own (from Python, "
+            "rewards={name: function})"
+        )
+
+
+def _name(reward: Any) -> str:
+    return callables.short_name(reward) if isinstance(reward, str) else name_of(reward)

@@ -1,0 +1,251 @@
+"""Calling the rewards of a run on a batch of completions."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxgrpo.rewards.protocol import (
+    LISTS,
+    RewardError,
+    RewardFunction,
+    TrainerState,
+    accepted,
+    check,
+    numbers,
+)
+from jaxgrpo.rewards.waiting import Raised, wait_for
+
+SHOWN = 300  # characters of each text in a message
+CREATED = inspect.CORO_CREATED
+SEARCH = 10.0  # seconds spent on finding the completion that a reward fails on
+
+
+class RewardLog(NamedTuple):
+    """What the rewards said of a batch beside their scores."""
+
+    extra: dict[str, list[Any]]  # column -> a value per completion, as JSON holds it
+    metrics: dict[str, tuple[float, int]]  # name -> sum and number of the values
+    failed: dict[str, int]  # reward with on_error = "unscored" -> completions it failed on
+    messages: dict[str, str]  # reward that failed -> what it raised, and on which sample
+
+    def numbers(self) -> dict[str, float]:
+        """The step's metrics: means of what was logged, rewards/NAME/errors in completions."""
+        means = {name: total / count for name, (total, count) in self.metrics.items()}
+        return means | {f"rewards/{name}/errors": float(n) for name, n in self.failed.items()}
+
+
+def call_rewards(
+    rewards: Mapping[str, RewardFunction],
+    prompts: Sequence[Any],
+    completions: Sequence[Any],
+    completion_ids: Sequence[Sequence[int]],
+    columns: Mapping[str, Sequence[Any]],
+    *,
+    trainer_state: TrainerState | None = None,
+    on_error: Mapping[str, str] | None = None,
+) -> tuple[dict[str, np.ndarray], RewardLog]:
+    """Calls each reward once on N completions; those that are async run at the same time.
+
+    Args:
+      rewards: name -> function; the names appear in the result and in messages.
+      columns: name -> N entries, the data set's columns beside the prompt.
+      on_error: name -> "raise" (the default) or "unscored": what follows where a reward raises.
+
+    Returns: name -> float32 [N], NaN = could not be scored; and what the rewards logged.
+
+    Raises: RewardError where a reward asks for a keyword that does not exist, raises and is not
+    "unscored" (the message shows a completion it fails on), or returns or logs the wrong number or
+    type of values. ValueError where the inputs do not have one length.
+    """
+    given = {"prompts": prompts, "completions": completions, "completion_ids": completion_ids}
+    lists = {**given, **columns}
+    count = len(completions)
+    _check_lengths(lists, count)
+    for name, function in rewards.items():
+        check(name, function, columns)
+    modes = {name: (on_error or {}).get(name, "raise") for name in rewards}
+    failed = {name: 0 for name, mode in modes.items() if mode == "unscored"}
+    if not count:
+        return {name: np.empty(0, np.float32) for name in rewards}, RewardLog({}, {}, failed, {})
+    state = trainer_state or TrainerState()
+    calls = {name: _Call(name, function, lists, state) for name, function in rewards.items()}
+    scores, messages = {}, {}
+    for name, outcome in _outcomes(calls, modes).items():
+        if isinstance(outcome, Raised):
+            failed[name], messages[name] = count, calls[name].failure(outcome.error)
+            outcome = [None] * count
+            calls[name].forget()
+        scores[name] = numbers(name, outcome, count)
+    return scores, RewardLog(_columns(calls, count), _metrics(calls), failed, messages)
+
+
+class _Call:
+    """One reward about to judge one batch, and what it logs while it does."""
+
+    def __init__(
+        self,
+        name: str,
+        function: RewardFunction,
+        lists: Mapping[str, Sequence[Any]],
+        state: TrainerState,
+    ):
+        self.name, self.function, self.given = name, function, lists
+        self.state = state
+        self.count = len(lists["completions"])
+        self.extra: dict[str, list[Any]] = {}
+        self.metrics: dict[str, list[float]] = {}
+
+    def forget(self) -> None:
+        """Drops what was logged: a call that failed may have logged a part."""
+        self.extra, self.metrics = {}, {}
+
+    def start(self) -> Any:
+        """The values, an awaitable of them, or Raised."""
+        return self._attempt(self.given, self._log_extra, self._log_metric)
+
+    def failure(self, error: BaseException) -> str:
+        """What was raised and on which completion, found by calling halves of the batch again."""
+        low, high = 0, self.count
+        deadline = time.monotonic() + SEARCH
+        while high - low > 1 and time.monotonic() < deadline:
+            middle = (low + high) // 2
+            if self._fails(low, middle):
+                high = middle
+            elif self._fails(middle, high):
+                low = middle
+            else:
+                break
+        single = high - low == 1
+        where = f"completion {low}" if single else f"completions {low} to {high - 1} together"
+        shown = {key.removesuffix("s"): self.given[key] for key in LISTS[:2]}
+        asked = accepted(self.function, self.given)
+        shown |= {key: values for key, values in asked.items() if key not in LISTS}
+        return "\n".join(
+            [
+                f"rewards.{self.name} raised {type(error).__name__} on {where}: {error}",
+                *(f"  {key} = {_shorten(values[low])}" for key, values in shown.items()),
+            ]
+        )
+
+    def _fails(self, start: int, end: int) -> bool:
+        part = {key: values[start:end] for key, values in self.given.items()}
+        outcome = self._attempt(part, lambda *_: None, lambda *_: None)
+        if inspect.isawaitable(outcome):
+            (outcome,) = wait_for([outcome])
+        return isinstance(outcome, Raised)
+
+    def _attempt(self, lists: Mapping[str, Sequence[Any]], log_extra: Any, log_metric: Any) -> Any:
+        logs = {"trainer_state": self.state, "log_extra": log_extra, "log_metric": log_metric}
+        try:
+            return self.function(**accepted(self.function, {**lists, **logs}))
+        except Exception as error:
+            return Raised(error)
+
+    def _log_extra(self, column: Any, values: Any) -> None:
+        if isinstance(values, (str, bytes, Mapping)) or not hasattr(values, "__iter__"):
+            raise RewardError(
+                f"rewards.{self.name}: log_extra({column!r}, ...) got a {type(values).__name__}: "
+                "give a list with one value per completion"
+            )
+        # As in TRL, values of several calls follow one another: some rewards log one at a time.
+        self.extra.setdefault(str(column), []).extend(map(_storable, values))
+
+    def _log_metric(self, name: Any, value: Any) -> None:
+        try:
+            number = float(value)
+        except (TypeError, ValueError):
+            raise RewardError(
+                f"rewards.{self.name}: log_metric({name!r}, {value!r}): give a number"
+            ) from None
+        if math.isfinite(number):
+            self.metrics.setdefault(str(name), []).append(number)
+
+
+def _outcomes(calls: Mapping[str, _Call], modes: Mapping[str, str]) -> dict[str, Any]:
+    """What each reward returned, or Raised, in their order.
+
+    Raises: RewardError on the first that raises and is not to be left unscored.
+    """
+
+    def settle(name: str, outcome: Any) -> None:
+        if not isinstance(outcome, Raised):
+            return
+        error = outcome.error
+        if isinstance(error, (RewardError, KeyboardInterrupt, SystemExit)):
+            raise error
+        if modes[name] == "raise":
+            raise RewardError(calls[name].failure(error)) from error
+
+    outcomes: dict[str, Any] = {}
+    try:
+        for name, call in calls.items():
+            outcomes[name] = call.start()
+            settle(name, outcomes[name])
+        awaited = {name: value for name, value in outcomes.items() if inspect.isawaitable(value)}
+        if awaited:
+            outcomes |= zip(awaited, wait_for(list(awaited.values())), strict=True)
+            for name in awaited:
+                settle(name, outcomes[name])
+    finally:
+        for value in outcomes.values():
+            # Never begun, since another reward has raised: it would warn that nobody awaited it.
+            if inspect.iscoroutine(value) and inspect.getcoroutinestate(value) == CREATED:
+                value.close()
+    return outcomes
+
+
+def _columns(calls: Mapping[str, _Call], count: int) -> dict[str, list[Any]]:
+    """The logged columns; one that two rewards log bears the reward's name too."""
+    logged = [column for call in calls.values() for column in call.extra]
+    columns = {}
+    for name, call in calls.items():
+        for column, values in call.extra.items():
+            if len(values) != count:
+                raise RewardError(
+                    f"rewards.{name}: log_extra({column!r}, ...) got {len(values)} values for "
+                    f"{count} completions: give one for each, None where there is none"
+                )
+            columns[f"{name}/{column}" if logged.count(column) > 1 else column] = values
+    return columns
+
+
+def _metrics(calls: Mapping[str, _Call]) -> dict[str, tuple[float, int]]:
+    metrics: dict[str, tuple[float, int]] = {}
+    for call in calls.values():
+        for name, values in call.metrics.items():
+            total, count = metrics.get(name, (0.0, 0))
+            metrics[name] = (total + sum(values), count + len(values))
+    return metrics
+
+
+def _check_lengths(keywords: Mapping[str, Sequence[Any]], count: int) -> None:
+    for keyword, values in keywords.items():
+        if len(values) != count:
+            raise ValueError(
+                f"rewards are called with {count} completions but {len(values)} entries of "
+                f"{keyword!r}: repeat prompts and columns once per sample"
+            )
+
+
+def _storable(value: Any) -> Any:
+    """A logged value as JSON holds it: arrays as lists, what is no number or text as its repr."""
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if hasattr(value, "tolist"):
+        return _storable(value.tolist())
+    if isinstance(value, Mapping):
+        return {str(key): _storable(entry) for key, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_storable(entry) for entry in value]
+    return repr(value)
+
+
+def _shorten(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]}… ({len(text)} characters)"

@@ -1,0 +1,186 @@
+"""The final number of a solution: where it is looked for, how it may be written."""
+
+import time
+from fractions import Fraction
+
+import pytest
+
+from jaxgrpo.rewards import gsm8k_answer
+from jaxgrpo.rewards.gsm8k import final_number, gold_number
+
+GOLD = "Natalia sold 48/2 = <<48/2=24>>24 clips in May.\nIn all 48+24 = <<48+24=72>>72.\n#### 72"
+
+PLACES = {
+    # Behind a mark.
+    "#### 72": "72",
+    "48+24=72\n#### 72 clips": "72",
+    "####72": "72",
+    "The answer is 72.": "72",
+    "the final ANSWER was 72": "72",
+    "Answer: 72": "72",
+    "answer = 72": "72",
+    "**Answer:** 72": "72",
+    "**Answer**: **72** clips": "72",
+    "Answer:\n\n72": "72",
+    "A: 72": "72",
+    "**A:** 72 clips for 2 kids": "72",
+    "A:\n72": "72",
+    r"\boxed{72}": "72",
+    r"So $\boxed{ 72 }$, as 70 + 2.": "72",
+    r"\fbox{72}": "72",
+    r"\boxed{\text{72 clips}}": "72",
+    r"\boxed{72": "72",
+    r"The answer is: \(72\), since 6 times 12": "72",
+    # The last mark with a number counts.
+    "#### 71\n#### 72": "72",
+    r"\boxed{71} or \boxed{72}": "72",
+    r"#### 71, no: the answer is 72 for 3 days": "72",
+    "Answer: 72\nI checked 5 times. ####": "72",
+    "A: 72\n\nQ: What is 5?": "72",
+    # A calculation behind a mark: its result.
+    "The answer is 6 * 12 = 72.": "72",
+    "The answer is 48/2 + 48 = 72 clips": "72",
+    r"\boxed{x = 72}": "72",
+    r"The answer is $6 \times 12 = 72$ clips.": "72",
+    "#### 6 x 12 = 72 (in 2 months)": "72",
+    "A: 48/2 = 24 clips in May.\nThen 48+24=72 clips.": "72",
+    # Words behind a mark: the line's last number.
+    "The answer is the sum of 70 and 2, so 72": "72",
+    "A: 70 on Monday,\nthen 2, so 72": "72",
+    "The answer is 72 - that is 6 dozen": "72",
+    # No mark: the last number.
+    "48+24 makes 72": "72",
+    "<<48+24=72>>72": "72",
+    "Option A: 3. So 72.": "72",
+    "- 5 apples\n- 72 pears": "72",
+    "the answers are many; 72": "72",
+    "71,72": "72",
+    # Thoughts are not read.
+    "<think>#### 5</think>72": "72",
+    "<think>72": "72",
+    "<think>#### 72</think>": None,
+    # None at all.
+    "": None,
+    "I don't know": None,
+    "seventy-two": None,
+    "####": None,
+    "1/0": None,
+    r"\boxed{}": None,
+}
+
+WRITINGS = {
+    "1,234": "1234",
+    "1,234,567 people": "1234567",
+    "1234.00": "1234",
+    "1{,}234": "1234",
+    r"1\,234": "1234",
+    "1\u202f234": "1234",
+    "0072": "72",
+    "72.": "72",
+    "72.50": "72.5",
+    ".5": "0.5",
+    "No.5": "5",
+    "+5": "5",
+    "-5": "-5",
+    "\u22125": "-5",
+    "x = -5": "-5",
+    "(-5)": "-5",
+    "10-5": "5",
+    "7 - 5": "5",
+    "$18": "18",
+    r"\$18": "18",
+    r"$\$18$": "18",
+    "$ 18 per day": "18",
+    "-$18": "-18",
+    "$-18": "-18",
+    "£1,000": "1000",
+    "18€": "18",
+    "50%": "50",
+    r"50\%": "50",
+    "15kg": "15",
+    "20 minutes": "20",
+    "3/4": "0.75",
+    "3 / 4": "0.75",
+    r"\frac{3}{4}": "0.75",
+    r"\dfrac34": "0.75",
+    r"-\frac{3}{4}": "-0.75",
+    r"\frac{-3}{4}": "-0.75",
+    "2 1/2 hours": "2.5",
+    r"2\frac{1}{2}": "2.5",
+    r"\left(5\right)": "5",
+    "9" * 101: None,
+    "9" * 100: "9" * 100,
+}
+
+
+@pytest.mark.parametrize(("text", "number"), PLACES.items())
+def test_the_final_number_is_found(text, number):
+    assert final_number(text) == (None if number is None else Fraction(number))
+
+
+@pytest.mark.parametrize(("text", "number"), WRITINGS.items())
+@pytest.mark.parametrize("around", ["{}", "#### {}", "It is {}", "The answer is {}."])
+def test_a_number_is_read_however_it_is_written(text, number, around):
+    assert final_number(around.format(text)) == (None if number is None else Fraction(number))
+
+
+@pytest.mark.parametrize("gold", [GOLD, "72", "72.0", " 72 ", "$72", 72, 72.0, "#### 72"])
+@pytest.mark.parametrize(
+    ("completion", "score"),
+    [
+        ("#### 72", 1.0),
+        ("The answer is $72.00.", 1.0),
+        ([{"role": "assistant", "content": r"\boxed{144/2}"}], 1.0),
+        ("#### 73", 0.0),
+        ("#### -72", 0.0),
+        ("#### 7.2", 0.0),
+        ("#### 720", 0.0),
+        ("", 0.0),
+        ("no idea", 0.0),
+    ],
+)
+def test_a_completion_is_right_iff_its_number_is_the_gold_one(completion, score, gold):
+    assert gsm8k_answer(completions=[completion], answer=[gold]) == [score]
+
+
+@pytest.mark.parametrize("gold", ["", "Paris", None, True, float("nan"), float("inf"), ["72"]])
+def test_without_a_gold_number_a_sample_is_not_scored(gold):
+    assert gsm8k_answer(completions=["#### 72"], answer=[gold]) == [None]
+
+
+def test_numbers_are_compared_exactly():
+    assert gsm8k_answer(completions=["0.333", "1/3", "0.1"], answer=["1/3", "2/6", 0.1]) == [
+        0,
+        1,
+        1,
+    ]
+    assert gold_number(1e22) == 10**22
+
+
+def test_other_columns_are_taken_and_lists_of_two_lengths_refused():
+    assert gsm8k_answer(completions=["#### 1"], answer=["1"], level=[3], prompts=["p"]) == [1.0]
+    with pytest.raises(ValueError, match="shorter"):
+        gsm8k_answer(completions=["#### 1"], answer=[])
+
+
+HOSTILE = [
+    "####",
+    "9",
+    "answer is ",
+    r"\boxed{",
+    "*",
+    "1,",
+    r"\frac{1",
+    "-",
+    " ",
+    "$",
+    "1 1 ",
+    "1/",
+]
+
+
+@pytest.mark.parametrize("piece", HOSTILE)
+def test_no_text_takes_long(piece):
+    began = time.monotonic()
+    final_number(piece * (40_000 // len(piece)))
+    assert time.monotonic() - began < 2

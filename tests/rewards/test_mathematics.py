@@ -1,0 +1,147 @@
+"""General mathematics: what counts as equal, and graders that never end.
+
+Without math-verify, which is optional, the tests that need it check that the reward says so.
+"""
+
+import ast
+import importlib.util
+import json
+import subprocess
+import time
+
+import pytest
+
+from jaxgrpo.errors import InputError
+from jaxgrpo.rewards import RewardError, build, call_rewards, math_answer
+from jaxgrpo.rewards.mathematics import NEEDED, PROGRAM
+
+THERE = importlib.util.find_spec("math_verify") is not None
+
+
+def score(completions, answers, **options):
+    """The scores; where the library is missing, nothing but the error that names it."""
+    if THERE:
+        return math_answer(completions=completions, answer=answers, **options)
+    with pytest.raises(RewardError, match="jaxgrpo\\[math\\]"):
+        math_answer(completions=completions, answer=answers, **options)
+    return None
+
+
+CASES = [
+    (r"\boxed{\frac{1}{2}}", r"\frac{1}{2}", 1),
+    (r"\boxed{0.5}", r"\frac12", 1),
+    (r"So it is $\frac{2}{4}$.", "1/2", 1),
+    ("The answer is 3/6", r"$\frac{1}{2}$", 1),
+    (r"\boxed{\frac{1}{3}}", "0.5", 0),
+    (r"\boxed{72}", "48+24=72\n#### 72", 1),
+    (r"\boxed{72}", 72, 1),
+    (r"\boxed{1{,}234}", "1,234", 1),
+    (r"\boxed{x = 5}", "5", 1),
+    (r"\boxed{(x+1)^2}", "x^2+2x+1", 1),
+    (r"\boxed{(x+1)^2}", "x^2+1", 0),
+    (r"\boxed{\{3, 1, 2\}}", r"\{1,2,3\}", 1),
+    (r"\boxed{(1, 2)}", "(1,2)", 1),
+    (r"\boxed{(2, 1)}", "(1,2)", 0),
+    (r"\boxed{2\pi}", r"2\pi", 1),
+    (r"\boxed{\sqrt{8}}", r"2\sqrt{2}", 1),
+    (r"It is \boxed{5}. " + "No, I have forgotten one. " * 3 + r"\boxed{6}", "6", 1),
+    (r"Either \boxed{5} or \boxed{6}", r"\{6, 5\}", 1),
+    (r"Either \boxed{5} or \boxed{6}", "6", 0),
+    (r"<think>\boxed{5}</think> \boxed{6}", "6", 1),
+    (r"<think>\boxed{6}</think>", "6", 0),
+    ("no idea", "6", 0),
+    ("", "6", 0),
+    (r"\boxed{6}", "", None),
+    (r"\boxed{6}", None, None),
+    ([{"role": "assistant", "content": r"\boxed{6}"}], "6", 1),
+    (r"\boxed{6}", r"First 2 and then \boxed{6}", 1),
+]
+
+
+def test_answers_are_compared_as_mathematics():
+    completions, answers, expected = (list(column) for column in zip(*CASES, strict=True))
+    scores = score(completions, answers)
+    if THERE:
+        assert scores == expected
+
+
+def test_a_grader_that_never_ends_is_killed_and_its_sample_unscored():
+    logged = {}
+    began = time.monotonic()
+    scores = score(
+        [r"\boxed{6}", r"\boxed{9^{9^{9^{9}}}}", r"\boxed{6}", r"\boxed{7}"],
+        ["6"] * 4,
+        time_limit=1.0,
+        workers=1,
+        log_metric=logged.__setitem__,
+    )
+    assert time.monotonic() - began < 20
+    if THERE:
+        assert scores == [1, None, 1, 0]
+        assert logged == {"math/timed_out": 0.25, "math/crashed": 0.0}
+
+
+def test_the_program_of_the_grader_loads_nothing_of_jax_or_of_this_package(python):
+    program = (
+        "import runpy, sys\nrunpy.run_path(sys.argv[1], run_name='__main__')\n"
+        "print({name.partition('.')[0] for name in sys.modules}, file=sys.stderr)"
+    )
+    run = subprocess.run(
+        [python, "-P", "-c", program, str(PROGRAM)],
+        input=json.dumps(["6", r"\boxed{6}", 5.0]) + "\n",
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert run.stdout.splitlines()[1:] == (["1.0"] if THERE else [])
+    loaded = ast.literal_eval(run.stderr.splitlines()[-1])
+    assert loaded & {"jax", "jaxlib", "jaxgrpo", "numpy"} == set()
+    assert ("sympy" in loaded) == THERE
+
+
+def test_a_batch_gets_its_shares_as_metrics():
+    if THERE:
+        scores, log = call_rewards(
+            {"math": build("math")}, ["p"], [r"\boxed{6}"], [[1]], {"answer": ["6"]}
+        )
+        assert scores["math"].tolist() == [1]
+        assert log.numbers() == {"math/timed_out": 0, "math/crashed": 0}
+    else:
+        with pytest.raises(InputError, match="math-verify, which is not installed"):
+            build("math")
+
+
+def test_a_missing_library_says_how_to_get_it(python, environment):
+    program = """
+import importlib.abc, sys
+class Hidden(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "math_verify":
+            raise ModuleNotFoundError("No module named 'math_verify'", name=name)
+sys.meta_path.insert(0, Hidden())
+sys.argv = sys.argv[1:]
+exec(compile(open(sys.argv[0]).read(), sys.argv[0], "exec"))
+"""
+    run = subprocess.run(
+        [python, "-c", program, str(PROGRAM)], capture_output=True, text=True, check=True
+    )
+    assert run.stdout == '{"error": "ModuleNotFoundError: No module named \'math_verify\'"}\n'
+    assert "pip install" in NEEDED
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"time_limit": 0}, r"rewards\.math: time_limit = 0: expected seconds above 0"),
+        ({"time_limit": "fast"}, "time_limit = 'fast'"),
+        ({"workers": 0}, "workers = 0: expected a whole number of processes"),
+        ({"worker": 2}, "no option 'worker': it takes time_limit, workers"),
+    ],
+)
+def test_options_out_of_range_are_refused(options, message):
+    with pytest.raises(InputError, match=message):
+        build("math", **options)
+
+
+def test_no_completions_start_no_process():
+    assert math_answer(completions=[], answer=[], time_limit=3.25) == []

@@ -1,0 +1,115 @@
+"""Children that hang, die or cannot begin, told to do so by the questions they get."""
+
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+
+from jaxgrpo.rewards.workers import Answer, WorkerError, Workers
+
+OBEDIENT = """
+import json, os, signal, sys, time
+print("{}", flush=True)
+for line in sys.stdin:
+    order = json.loads(line)
+    if order == "hang":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        while True:
+            pass
+    if order == "die":
+        os._exit(3)
+    if order == "mumble":
+        print("what?", flush=True)
+    print(json.dumps(os.getpid() if order == "who" else order), flush=True)
+"""
+
+
+@pytest.fixture
+def workers():
+    made = []
+
+    def make(count=1, time_limit=5.0, program=OBEDIENT):
+        made.append(Workers([sys.executable, "-c", program], count, time_limit))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def alive(process):
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def test_answers_come_in_order_from_several_children(workers):
+    questions = [["text", "ü\n", number, None] for number in range(50)]
+    pool = workers(count=3)
+    assert pool.ask(questions) == [Answer(question) for question in questions]
+    assert 1 <= len({answer.value for answer in pool.ask(["who"] * 50)}) <= 3
+
+
+def test_a_child_stays_for_the_next_batch(workers):
+    pool = workers()
+    assert pool.ask(["who"]) == pool.ask(["who"])
+
+
+def test_a_hanging_child_is_killed_and_replaced(workers):
+    pool = workers(time_limit=0.5)
+    (first,) = pool.ask(["who"])
+    began = time.monotonic()
+    answers = pool.ask(["a", "hang", "who", "b"])
+    assert time.monotonic() - began < 5
+    assert answers[1] == Answer(None, "timed out")
+    assert [answers[0].value, answers[3].value] == ["a", "b"]
+    assert answers[2].value != first.value
+    assert not alive(first.value)
+
+
+@pytest.mark.parametrize("order", ["die", "mumble"])
+def test_a_child_that_dies_or_talks_nonsense_is_replaced(workers, order):
+    answers = workers().ask(["a", order, "b"])
+    assert answers == [Answer("a"), Answer(None, "crashed"), Answer("b")]
+
+
+def test_a_child_killed_between_two_batches_costs_one_answer(workers):
+    pool = workers()
+    (who,) = pool.ask(["who"])
+    os.kill(who.value, 9)
+    answers = pool.ask(["a", "b"])
+    assert answers == [Answer(None, "crashed"), Answer("b")]
+
+
+def test_a_child_that_cannot_begin_says_why(workers):
+    pool = workers(program='print(\'{"error": "no library"}\')')
+    with pytest.raises(WorkerError, match="no library"):
+        pool.ask(["a"])
+    with pytest.raises(WorkerError, match="crashed"):
+        workers(program="raise SystemExit(1)").ask(["a"])
+
+
+def test_closed_children_are_gone_and_begin_again(workers):
+    pool = workers()
+    (who,) = pool.ask(["who"])
+    pool.close()
+    assert not alive(who.value)
+    assert pool.ask(["a"]) == [Answer("a")]
+
+
+def test_children_end_with_their_parent(python, environment, tmp_path):
+    program = (
+        "import sys\nfrom jaxgrpo.rewards.workers import Workers\n"
+        f"print(Workers([sys.executable, '-c', {OBEDIENT!r}], 1, 5.0).ask(['who'])[0].value)"
+    )
+    run = subprocess.run(
+        [python, "-c", program], env=environment(), capture_output=True, text=True, check=True
+    )
+    deadline = time.monotonic() + 5
+    while alive(int(run.stdout)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not alive(int(run.stdout))
