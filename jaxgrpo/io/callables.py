@@ -65,14 +65,16 @@ def load(reference: str, folder: str | Path | None = None) -> Callable[..., Any]
         module = _module_of_file(reference, Path(folder or Path.cwd(), place))
     else:
         module = _module(reference, place)
-    own = {key: value for key, value in vars(module).items() if callable(value)}
-    if name not in vars(module):
-        known = [key for key in own if not key.startswith("_")]
+    # Not `vars`: a package may load its names when they are first asked for, as trl does.
+    if not hasattr(module, name):
+        names = (key for key in dir(module) if not key.startswith("_"))
+        known = [key for key in names if callable(getattr(module, key, None))]
         raise InputError(f"{reference!r}: {place} has no {name!r}: {suggest(name, known)}")
-    if name not in own:
-        kind = type(vars(module)[name]).__name__
+    value = getattr(module, name)
+    if not callable(value):
+        kind = type(value).__name__
         raise InputError(f"{reference!r}: {name} is a {kind}: name a function")
-    return own[name]
+    return value
 
 
 def _module_of_file(reference: str, path: Path) -> ModuleType:

@@ -1,0 +1,48 @@
+"""What a dry run shows of the rewards: one call each on the gold answer and on nothing."""
+
+import pytest
+
+from jaxgrpo.rewards import Preview, RewardError, build, preview
+
+ROW = {"prompt": "47+38=", "answer": "85", "level": 2}
+
+
+def encode(text):
+    return [ord(letter) for letter in text]
+
+
+def test_every_reward_judges_the_gold_answer_and_the_empty_text():
+    seen = {}
+
+    def mine(prompts, completions, completion_ids, level, **columns):
+        seen.update(prompts=prompts, texts=completions, ids=completion_ids, level=level)
+        return [0.5, None]
+
+    shown = preview({"arithmetic": build("arithmetic"), "mine": mine}, ROW, encode)
+    assert shown == {"arithmetic": Preview(1.0, 0.0), "mine": Preview(0.5, None)}
+    assert seen == {
+        "prompts": ["47+38="] * 2,
+        "texts": ["85", ""],
+        "ids": [[56, 53], []],
+        "level": [2, 2],
+    }
+
+
+def test_a_conversation_is_answered_by_messages():
+    row = {"prompt": [{"role": "user", "content": "47+38="}], "answer": "#### 85"}
+    shown = preview({"right": build("gsm8k_answer")}, row, encode)
+    assert shown == {"right": Preview(1.0, 0.0)}
+
+
+def test_a_row_without_an_answer_is_judged_by_the_empty_text_alone():
+    shown = preview({"length": lambda completions: [7.0] * 2}, {"prompt": "Write."}, encode)
+    assert shown == {"length": Preview(None, 7.0)}
+
+
+def test_a_reward_that_raises_is_shown_or_ends_the_dry_run():
+    functions = {"broken": lambda completions: [1 / len(text) for text in completions]}
+    with pytest.raises(RewardError, match="broken raised ZeroDivisionError on completion 1"):
+        preview(functions, ROW, encode)
+    shown = preview(functions, ROW, encode, on_error={"broken": "unscored"})["broken"]
+    assert shown[:2] == (None, None)
+    assert "ZeroDivisionError on completion 1" in str(shown.problem)
