@@ -48,7 +48,7 @@ class Display:
         accuracy = "    –" if self._accuracy is None else f"{self._accuracy:.3f}"
         self.say(
             f"{step:5d} reward {metrics['reward']:6.3f} accuracy {accuracy} "
-            f"live {metrics['live_groups']:4.0%} gradient {metrics['grad_norm']:.1e} "
+            f"live {metrics['live_groups']:4.0%} grad {metrics['grad_norm']:.1e} "
             f"{metrics['time/step']:4.1f} s loss {metrics['loss']:8.1e}"
         )
         self._bar.update(self._task, completed=step)

@@ -26,6 +26,7 @@ from jaxgrpo.evaluation import Evaluate, make_evaluator
 from jaxgrpo.io import huggingface
 from jaxgrpo.io.checkpoints import Checkpoints, parameter_hash
 from jaxgrpo.io.tracking import RunFolder, read_metrics
+from jaxgrpo.logbook import Logbook
 from jaxgrpo.metrics import finalise, merge
 from jaxgrpo.optimizers import current_rate
 from jaxgrpo.preparation import Prepared
@@ -78,7 +79,8 @@ def train(
         )
         display.say(line)
         stack.enter_context(runtime.stop_signals())
-        loop = _Loop(parts, folder, checkpoints, display)
+        log = stack.enter_context(Logbook(config, folder, display, done))
+        loop = _Loop(parts, folder, checkpoints, display, log)
         state = loop.run(state, done)
         checkpoints.wait()
         summary = loop.finish(state)
@@ -143,8 +145,16 @@ def _first_or_restored(parts: Setup, checkpoints: Checkpoints) -> tuple[TrainSta
 class _Loop:
     """One run under way: what its steps share."""
 
-    def __init__(self, parts: Setup, folder: RunFolder, saved: Checkpoints, display: Display):
+    def __init__(
+        self,
+        parts: Setup,
+        folder: RunFolder,
+        saved: Checkpoints,
+        display: Display,
+        log: Logbook,
+    ):
         self.parts, self.folder, self.checkpoints, self.display = parts, folder, saved, display
+        self.log = log
         self.config = parts.config
         has_data = self.config.eval.data is not None
         self.evaluate: Evaluate | None = make_evaluator(parts) if has_data else None
@@ -155,7 +165,7 @@ class _Loop:
     def run(self, state: TrainState, done: int) -> TrainState:
         last = self.config.train.steps
         if done == 0 and self.evaluate:
-            self.folder.write_metrics(0, self._measure(state, 0))
+            self.log.step(0, self._measure(state, 0))
         for number in range(done + 1, last + 1):
             state = self._step(state, number)
             stop = runtime.stop_requested(number)
@@ -181,7 +191,7 @@ class _Loop:
         if self.evaluate and runtime.is_main():
             base, trained = _evaluations(self.folder)
             summary |= {"base": base, "trained": trained}
-        self.folder.write_summary(summary)
+        summary = self.log.finish(summary)
         self.display.say(f"parameter hash {summary['parameter_hash']}")
         return summary
 
@@ -217,9 +227,11 @@ class _Loop:
         if self.evaluate and (last or _due(number, self.config.eval.every)):
             values |= self._measure(state, number)
         if _due(number, self.config.run.samples_every) or number == 1:
-            self.folder.write_samples(number, sample_rows(self.parts, rollouts, prepared, number))
-        self.folder.write_metrics(number, values)
+            weights = {reward.name: reward.weight for reward in self.parts.rewards}
+            rows = sample_rows(self.parts, rollouts, prepared, number)
+            self.log.samples(number, rows, weights)
         self.display.step(number, values)
+        self.log.step(number, values)
 
     def _measure(self, state: TrainState, number: int) -> dict[str, float]:
         began = time.monotonic()

@@ -39,8 +39,8 @@ FAST = words("sharding packing sampling prompts")
 STEPS = words("steps optimizers parts preparation")
 HOST = words("io rewards tasks")
 TOP = words(
-    "__init__ __main__ assembly cli config config_checks config_keys config_reading console doctor"
-    " evaluation quickstart rollouts runtime training warmstart"
+    "__init__ __main__ alarms assembly cli config config_checks config_keys config_reading console"
+    " doctor evaluation logbook quickstart reports rollouts runtime training warmstart"
 )
 LAYERS = (
     Layer(BASE, BASE, words("jax jaxtyping")),
