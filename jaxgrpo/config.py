@@ -26,6 +26,7 @@ RESUMABLE = {
     "train.steps": "train longer, or less; not with a schedule that ends at train.steps",
     "eval": "what is measured does not act on training",
     "checkpoint": "when to save and what to keep",
+    "tracking": "who else sees the metrics does not act on training",
     "run": "the folder may have moved",
 }
 """Keys, and whole tables, that may change when a run goes on, and why."""

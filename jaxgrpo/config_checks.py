@@ -28,7 +28,9 @@ GROUP_RELATIVE = frozenset({"grpo", "dr_grpo", "subtract_group_mean", "divide_by
 
 def check(values: Values) -> Iterator[str]:
     """All problems of a config whose values are right one by one."""
-    for check_some in (_one_chain, _groups, _schedule, _evaluation, _best, _penalties, _rewards):
+    for check_some in (
+        *(_one_chain, _groups, _schedule, _evaluation, _best, _penalties, _rewards, _tracking),
+    ):
         yield from check_some(values)
     for check_some in (_sources, _revision, _prompts):
         yield from check_some(values)
@@ -93,6 +95,14 @@ def _penalties(values: Values) -> Iterator[str]:
             'loss.penalties_on = "live": there is no penalty; add loss.kl = { use = "k2", beta = '
             "0.01 }, or leave penalties_on out"
         )
+
+
+def _tracking(values: Values) -> Iterator[str]:
+    from jaxgrpo.io.trackers import wandb_problem
+
+    options = values.get("tracking.wandb")
+    if options is not None and (problem := wandb_problem(options)):
+        yield problem
 
 
 def _rewards(values: Values) -> Iterator[str]:

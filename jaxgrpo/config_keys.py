@@ -33,6 +33,7 @@ class Range(NamedTuple):
     above: float = -math.inf
     choices: tuple[str, ...] = ()
     may_be_empty: bool = False
+    holds: str = "use"  # of a table: the entry that it must have
 
     def __str__(self) -> str:
         if self.choices:
@@ -166,11 +167,18 @@ class MeshKeys:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class TrackingKeys:
+    tensorboard: bool = key(True)  # event files in the run folder
+    wandb: dict[str, Any] | None = key(None, holds="project")  # options of wandb.init
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class RunKeys:
     dir: str = key()  # made where the command is started
     samples_every: int = key(
         10, at_least=0
     )  # steps between files of samples; 0: the first step only
+    report_every: int = key(10, at_least=0)  # at most 1% of the time goes into it; 0: at the end
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -192,6 +200,7 @@ class Config:
     eval: EvalKeys
     checkpoint: CheckpointKeys
     mesh: MeshKeys
+    tracking: TrackingKeys
     run: RunKeys
     source: Path | None = dataclasses.field(default=None, compare=False)  # the file it came from
 

@@ -28,6 +28,7 @@ from jaxgrpo.inputs import dropped_line
 from jaxgrpo.io import huggingface
 from jaxgrpo.io.checkpoints import Checkpoints, parameter_hash
 from jaxgrpo.io.tracking import RunFolder, read_metrics, read_samples
+from jaxgrpo.logbook import Logbook
 from jaxgrpo.metrics import finalise, merge
 from jaxgrpo.optimizers import current_rate
 from jaxgrpo.preparation import Prepared
@@ -99,7 +100,8 @@ def train(
         if parts.dropped:
             display.say(dropped_line(config, len(parts.rows), parts.dropped))
         stack.enter_context(runtime.stop_signals())
-        loop = _Loop(parts, folder, checkpoints, display)
+        log = stack.enter_context(Logbook(config, folder, display, done))
+        loop = _Loop(parts, folder, checkpoints, display, log)
         loop.best = tuple(meta["best"]) if meta.get("best") else None
         state = loop.run(state, done)
         checkpoints.wait()
@@ -171,8 +173,16 @@ def _first_or_restored(
 class _Loop:
     """One run under way: what its steps share."""
 
-    def __init__(self, parts: Setup, folder: RunFolder, saved: Checkpoints, display: Display):
+    def __init__(
+        self,
+        parts: Setup,
+        folder: RunFolder,
+        saved: Checkpoints,
+        display: Display,
+        log: Logbook,
+    ):
         self.parts, self.folder, self.checkpoints, self.display = parts, folder, saved, display
+        self.log = log
         self.config = parts.config
         has_data = self.config.eval.data is not None
         self.evaluate: Evaluate | None = evaluator_of(parts) if has_data else None
@@ -185,7 +195,7 @@ class _Loop:
     def run(self, state: TrainState, done: int) -> TrainState:
         last = self.config.train.steps
         if done == 0 and self.evaluate:
-            self.folder.write_metrics(0, self._measure(state, 0))
+            self.log.step(0, self._measure(state, 0))
         for number in range(done + 1, last + 1):
             state = self._step(state, number)
             stop = runtime.stop_requested(number)
@@ -221,7 +231,7 @@ class _Loop:
             summary |= {"base": base, "trained": trained}
         if self.best:
             summary["best"] = {"step": self.best[0], self.config.checkpoint.keep_best: self.best[1]}
-        self.folder.write_summary(summary)
+        summary = self.log.finish(summary)
         self.display.say(f"parameter hash {summary['parameter_hash']}")
         return summary
 
@@ -267,10 +277,11 @@ class _Loop:
         if self.evaluate and (last or _due(number, self.config.eval.every)):
             values |= self._measure(state, number)
         if _due(number, self.config.run.samples_every) or number == 1:
+            weights = {reward.name: reward.weight for reward in self.parts.rewards}
             rows = sample_rows(self.parts, rollouts, prepared, number, extra)
-            self.folder.write_samples(number, rows)
-        self.folder.write_metrics(number, values)
+            self.log.samples(number, rows, weights)
         self.display.step(number, values)
+        self.log.step(number, values)
 
     def _measure(self, state: TrainState, number: int) -> dict[str, float]:
         began = time.monotonic()

@@ -1,8 +1,9 @@
 """The run folder: what a run leaves on disk, readable after a kill at any moment.
 
     config.toml  summary.json  metrics.jsonl  samples/step_N.jsonl  checkpoints/  code/
+    report.html  tensorboard/  (reports/ and trackers.py)
 
-Files are the same bytes for the same run, apart from metrics whose names begin with "time/".
+The first are the same bytes for the same run, apart from metrics whose names begin with "time/".
 """
 
 from __future__ import annotations
@@ -61,7 +62,8 @@ def plain(value: Any, name: str = "value") -> Any:
 
 def write_atomically(path: Path, text: str) -> None:
     """Writes a whole file or nothing: a reader sees the old text or the new, never a part."""
-    temporary = path.with_name(path.name + ".tmp")
+    # Named by process: a run and `jaxgrpo report` may write the same report at the same time.
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     with open(temporary, "wb") as file:
         file.write(text.encode("utf-8", "backslashreplace"))
         file.flush()
