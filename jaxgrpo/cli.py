@@ -35,11 +35,11 @@ def _quickstart(arguments: argparse.Namespace) -> int | None:
 
 
 def _train(arguments: argparse.Namespace) -> int | None:
-    from jaxgrpo import config, training
+    from jaxgrpo import config, planning, training
 
     read = config.load(arguments.config, arguments.set)
     if arguments.dry_run:
-        training.dry_run(read)
+        planning.dry_run(read)
     else:
         training.train(read, resume=arguments.resume)
     return 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -206,3 +206,45 @@ def trainer_state_of(rollouts: Rollouts, num_rows: int, max_steps: int) -> Train
         is_world_process_zero=main,
         is_local_process_zero=main,
     )
+
+
+def sample_rows(
+    tokenizer: Any,
+    rows: Sequence[Mapping[str, Any]],
+    rollouts: Rollouts,
+    advantage: Array,
+    number: int,
+    extra: Mapping[str, Sequence[Any]] | None = None,
+) -> Iterator[dict[str, Any]]:
+    """The samples of a step as rows of samples/step_N.jsonl, in order. Called by every process.
+
+    Args:
+      rows: of the data set.
+      advantage: [P, G].
+      number: of the step, which is the number of steps finished with it.
+      extra: column -> a value per sample, what rewards logged beside their scores.
+    """
+    host: Rollouts = sharding.to_host(rollouts)
+    advantage = sharding.to_host(advantage)
+    groups, samples, steps = host.token_mask.shape
+    ids = completion_ids(
+        host.completion_tokens.reshape(-1, steps), host.token_mask.reshape(-1, steps)
+    )
+    texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
+    for p, g in np.ndindex(groups, samples):
+        at = p * samples + g
+        logged = {column: values[at] for column, values in (extra or {}).items()}
+        yield {
+            "step": number,
+            "ordinal": int(host.ordinal[p]),
+            "row": int(host.row[p]),
+            "sample": g,
+            "prompt": rows[int(host.row[p])]["prompt"],
+            "completion": texts[at],
+            "completion_ids": ids[at],
+            "logps": host.behavior_logp[p, g, : len(ids[at])],
+            "rewards": {name: float(value[p, g]) for name, value in host.rewards.items()},
+            "advantage": float(advantage[p, g]),
+            "truncated": bool(host.truncated[p, g]),
+            **({"extra": logged} if logged else {}),
+        }

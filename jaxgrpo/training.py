@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 
 import jaxgrpo
 from jaxgrpo import config as configs
@@ -20,7 +19,7 @@ from jaxgrpo import runtime, sharding
 from jaxgrpo.advantages import AdvantageTransform
 from jaxgrpo.assembly import Setup, setup
 from jaxgrpo.config import Config
-from jaxgrpo.console import Display, facts
+from jaxgrpo.console import Display
 from jaxgrpo.errors import InputError
 from jaxgrpo.evaluation import Evaluate, evaluator_of
 from jaxgrpo.exporting import export, refuse_unknown_best
@@ -32,9 +31,9 @@ from jaxgrpo.logbook import Logbook
 from jaxgrpo.metrics import finalise, merge
 from jaxgrpo.optimizers import current_rate
 from jaxgrpo.preparation import Prepared
-from jaxgrpo.rewarding import show_previews, with_logged
+from jaxgrpo.rewarding import with_logged
 from jaxgrpo.rewards import RewardLog
-from jaxgrpo.rollouts import completion_ids
+from jaxgrpo.rollouts import sample_rows
 from jaxgrpo.types import Rollouts, TrainState
 
 
@@ -107,40 +106,6 @@ def train(
         checkpoints.wait()
         summary = loop.finish(state)
     return Run(Path(config.run.dir), summary, state)
-
-
-def dry_run(config: Config) -> None:
-    """Prints what `train` would do: config, devices, geometry, parameters, the first prompt."""
-    from rich.console import Console
-
-    console = Console(highlight=False)
-    console.print(runtime.start(config.mesh.platform))
-    parts = setup(config)
-    geometry = parts.parts.geometry
-    prompts, _ = parts.select(parts.state)
-    first = int(sharding.to_host(prompts.row)[0])
-    ids = parts.encoded[first]
-    count = sum(leaf.size for leaf in jax.tree.leaves(parts.state.trainable))
-    console.print(configs.to_toml(config), markup=False)
-    samples = geometry.num_prompts * geometry.group_size
-    facts(
-        console,
-        {
-            "mesh": ", ".join(f"{name} {size}" for name, size in parts.mesh.shape.items()),
-            "parameters": f"{count:,}",
-            "a step": f"{geometry.num_prompts} prompts x {geometry.group_size} samples = {samples} "
-            f"completions of at most {geometry.max_completion_tokens} tokens",
-            "an update": f"at most {geometry.micro_batches} micro-batches of {geometry.bins} bins "
-            f"x {geometry.rows} rows ({geometry.prompts_per_bin} prompts each)",
-            "data": f"{len(parts.rows)} rows, {config.train.steps} steps draw "
-            f"{config.train.steps * geometry.num_prompts}",
-            "too long": dropped_line(config, len(parts.rows), parts.dropped),
-            "rewards": ", ".join(f"{r.name} x {r.weight:g}" for r in parts.rewards),
-            "chat template": parts.chat.name,
-            "first prompt": f"row {first}, {len(ids)} tokens: {parts.tokenizer.decode(ids)!r}",
-        },
-    )
-    show_previews(console, parts.rewards, parts.rows[0], parts.tokenizer, config.train.steps)
 
 
 def refuse_other_config(folder: RunFolder, config: Config) -> None:
@@ -278,7 +243,9 @@ class _Loop:
             values |= self._measure(state, number)
         if _due(number, self.config.run.samples_every) or number == 1:
             weights = {reward.name: reward.weight for reward in self.parts.rewards}
-            rows = sample_rows(self.parts, rollouts, prepared, number, extra)
+            rows = sample_rows(
+                self.parts.tokenizer, self.parts.rows, rollouts, prepared.advantage, number, extra
+            )
             self.log.samples(number, rows, weights)
         self.display.step(number, values)
         self.log.step(number, values)
@@ -323,44 +290,6 @@ class _Clock:
         spent = time.monotonic() - began
         self.seconds[f"time/{phase}"] = spent
         self.seconds["time/step"] = self.seconds.get("time/step", 0.0) + spent
-
-
-def sample_rows(
-    parts: Setup,
-    rollouts: Rollouts,
-    prepared: Prepared,
-    number: int,
-    extra: Mapping[str, Sequence[Any]] | None = None,
-) -> Iterator[dict[str, Any]]:
-    """The samples of a step as rows of samples/step_N.jsonl, in order. Called by every process.
-
-    Args:
-      extra: column -> a value per sample, what rewards logged beside their scores.
-    """
-    host: Rollouts = sharding.to_host(rollouts)
-    advantage = sharding.to_host(prepared.advantage)
-    groups, samples, steps = host.token_mask.shape
-    ids = completion_ids(
-        host.completion_tokens.reshape(-1, steps), host.token_mask.reshape(-1, steps)
-    )
-    texts = parts.tokenizer.batch_decode(ids, skip_special_tokens=True)
-    for p, g in np.ndindex(groups, samples):
-        at = p * samples + g
-        logged = {column: values[at] for column, values in (extra or {}).items()}
-        yield {
-            "step": number,
-            "ordinal": int(host.ordinal[p]),
-            "row": int(host.row[p]),
-            "sample": g,
-            "prompt": parts.rows[int(host.row[p])]["prompt"],
-            "completion": texts[at],
-            "completion_ids": ids[at],
-            "logps": host.behavior_logp[p, g, : len(ids[at])],
-            "rewards": {name: float(value[p, g]) for name, value in host.rewards.items()},
-            "advantage": float(advantage[p, g]),
-            "truncated": bool(host.truncated[p, g]),
-            **({"extra": logged} if logged else {}),
-        }
 
 
 def _evaluations(folder: RunFolder) -> tuple[dict[str, float], dict[str, float]]:

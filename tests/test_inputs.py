@@ -145,7 +145,7 @@ def test_a_dry_run_shows_the_prompt_as_the_model_reads_it(tmp_path, model, capsy
     rows = [{"question": "[b]How many?[/b] :smile:", "answer": "2"}] * 4
     file = tmp_path / "rows.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    training.dry_run(config(tmp_path, model, **{"data.path": str(file)}))
+    planning.dry_run(config(tmp_path, model, **{"data.path": str(file)}))
     shown = capsys.readouterr().out
     prompt = "<|im_start|>user\n[b]How many?[/b] :smile:<|im_end|>\n<|im_start|>assistant\n"
     count = len(huggingface.read_tokenizer(model)(prompt)["input_ids"])

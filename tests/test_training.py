@@ -11,7 +11,7 @@ import pytest
 import small_run
 
 from jaxgrpo import config as configs
-from jaxgrpo import training
+from jaxgrpo import planning, training
 from jaxgrpo.errors import InputError
 from jaxgrpo.io import huggingface
 from jaxgrpo.io.checkpoints import parameter_hash
@@ -192,7 +192,7 @@ def test_a_finished_run_can_be_trained_further(tmp_path):
 
 
 def test_a_dry_run_shows_config_geometry_and_the_first_prompt(tmp_path, capsys):
-    training.dry_run(small_run.config(tmp_path / "r"))
+    planning.dry_run(small_run.config(tmp_path / "r"))
     shown = capsys.readouterr().out
     for part in [
         "parameters",
