@@ -11,7 +11,7 @@ import gsm8k
 import numpy as np
 import pytest
 
-from jaxgrpo import cli, inputs, training
+from jaxgrpo import cli, inputs, planning, training
 from jaxgrpo import config as configs
 from jaxgrpo.assembly import setup
 from jaxgrpo.config import Config

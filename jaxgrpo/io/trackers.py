@@ -12,7 +12,7 @@ import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from jaxgrpo.errors import InputError
 from jaxgrpo.io.tracking import write_atomically
@@ -22,6 +22,7 @@ WANDB_OURS = ("dir", "config", "id", "resume", "settings")
 """Arguments of `wandb.init` that the run itself gives."""
 
 
+@runtime_checkable
 class Tracker(Protocol):
     """Takes the metrics of one step after the other."""
 
