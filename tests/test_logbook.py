@@ -151,6 +151,17 @@ def test_reports_during_a_run_take_no_more_than_their_share():
     assert written == [300.0, 402.0, 604.0, 806.0, 1008.0]
 
 
+def test_a_report_is_refreshed_while_the_run_goes_on(book, monkeypatch):
+    config, folder = book
+    monkeypatch.setattr(logbook, "REPORT_SHARE", 1e9)  # as after many steps
+    log = logbook.Logbook(config, folder, display_to(io.StringIO()), done=0)
+    for step in (1, 2):
+        log.step(step, {"reward": 0.5})
+        text = (folder.path / "report.html").read_text()
+        assert '<span class="status">under way</span>' in text
+        assert f"step {step} of ?" in text
+
+
 def test_a_report_that_fails_is_said_once_and_ends_nothing(book):
     config, folder = book
     (folder.path / "report.html").mkdir()
