@@ -63,7 +63,7 @@ RULES = (
         "all fail",
         "groups/all_fail",
         0.9,
-        "in {value:.0%} of groups every sample fails: there is nothing to learn from",
+        "in {value:.0%} of groups every sample fails alike: there is nothing to learn from",
         "read samples/: does the model see its format, does the reward accept a right answer? "
         "Else take easier prompts, a larger rollout.group_size or a denser reward",
         hides=("flat",),
@@ -72,9 +72,10 @@ RULES = (
         "all pass",
         "groups/all_pass",
         0.9,
-        "in {value:.0%} of groups every sample passes: there is nothing left to learn",
-        "take harder prompts or a stricter reward, or stop here",
-        hides=("flat", "identical"),
+        "in {value:.0%} of groups every sample earns the same, above 0: nothing is left to learn",
+        "where answers are right take harder prompts, or stop; else the reward cannot tell them "
+        "apart",
+        hides=("flat",),
     ),
     Rule(
         "flat",
@@ -95,8 +96,9 @@ RULES = (
         "groups/identical",
         0.9,
         "in {value:.0%} of groups all completions are the same",
-        "raise rollout.temperature; if they once differed the policy has collapsed: lower "
-        "optimizer.learning_rate or add loss.kl",
+        "where they are right these prompts are learnt; else the policy has collapsed: raise "
+        "rollout.temperature, lower optimizer.learning_rate or add loss.kl",
+        hides=("all pass", "flat"),
     ),
     Rule(
         "mismatch",

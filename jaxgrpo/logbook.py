@@ -97,7 +97,9 @@ class Logbook:
         if asked.wandb is not None:  # first: it is the one that may refuse
             tables = tomllib.loads(configs.to_toml(self._config))
             trackers.append(page := WandB(path, asked.wandb, tables))
-            self._display.console.print(f"Weights & Biases: {page.place}", markup=False)
+            self._display.console.print(
+                f"Weights & Biases: {page.place}", markup=False, soft_wrap=True
+            )
         if asked.tensorboard and installed("tensorboardX"):
             trackers.append(TensorBoard(path, done))
         elif asked.tensorboard:
@@ -106,6 +108,11 @@ class Logbook:
                 "tracking.tensorboard = false"
             )
         return trackers
+
+
+def affords_report(elapsed: float, spent: float, cost: float) -> bool:
+    """Whether a report that takes `cost` seconds keeps all of them within REPORT_SHARE."""
+    return spent + cost <= REPORT_SHARE * elapsed
 
 
 class _Report:
@@ -122,8 +129,7 @@ class _Report:
 
     def refresh(self) -> None:
         """Writes it where the share allows one that costs what the last one did."""
-        elapsed = time.monotonic() - self._began
-        if self._spent + self._next <= REPORT_SHARE * elapsed:
+        if affords_report(time.monotonic() - self._began, self._spent, self._next):
             self.write()
 
     def write(self, status: str = UNDER_WAY) -> None:

@@ -36,10 +36,10 @@ def test_each_threshold_is_held_against_the_mean_of_its_steps(rule):
 def test_a_warning_names_cause_metric_and_remedy_on_one_line():
     (alarm,) = replay(lines("groups/all_fail", [1.0, 0.95, 0.99]))[1]
     assert alarm.text == (
-        "in 98% of groups every sample fails: there is nothing to learn from (groups/all_fail = "
-        "0.98, above 0.9 over 3 steps): read samples/: does the model see its format, does the "
-        "reward accept a right answer? Else take easier prompts, a larger rollout.group_size or a "
-        "denser reward"
+        "in 98% of groups every sample fails alike: there is nothing to learn from "
+        "(groups/all_fail = 0.98, above 0.9 over 3 steps): read samples/: does the model see its "
+        "format, does the reward accept a right answer? Else take easier prompts, a larger "
+        "rollout.group_size or a denser reward"
     )
 
 

@@ -12,23 +12,16 @@ import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from jaxgrpo.errors import InputError
 from jaxgrpo.io.tracking import write_atomically
 from jaxgrpo.names import suggest
 
+FLUSH_SECONDS = 5
+
 WANDB_OURS = ("dir", "config", "id", "resume", "settings")
 """Arguments of `wandb.init` that the run itself gives."""
-
-
-@runtime_checkable
-class Tracker(Protocol):
-    """Takes the metrics of one step after the other."""
-
-    def write(self, step: int, metrics: Mapping[str, Any]) -> None: ...
-
-    def close(self) -> None: ...
 
 
 def installed(module: str) -> bool:
@@ -39,8 +32,8 @@ def installed(module: str) -> bool:
 class TensorBoard:
     """Event files in RUN/tensorboard: `tensorboard --logdir runs` shows all runs beneath it.
 
-    Each step is on disk before the next one begins. In a name every character that TensorBoard's
-    tags have no room for becomes "_": eval/pass@4 is eval/pass_4 there.
+    A thread writes them: a kill loses the last FLUSH_SECONDS. In a name every character that
+    TensorBoard's tags have no room for becomes "_": eval/pass@4 is eval/pass_4 there.
 
     Args:
       folder: the run's.
@@ -53,13 +46,13 @@ class TensorBoard:
         self._writer = SummaryWriter(
             str(folder / "tensorboard"),
             purge_step=done + 1 if done else 0,
+            flush_secs=FLUSH_SECONDS,
             filename_suffix=f".{os.getpid()}.{done}",  # two starts in one second are two files
         )
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
         for name, value in numbers(metrics).items():
             self._writer.add_scalar(_tag(name), value, step)
-        self._writer.flush()
 
     def close(self) -> None:
         self._writer.close()
@@ -101,13 +94,17 @@ class WandB:
                 'tracking.wandb.mode = "offline", or take tracking.wandb out'
             ) from error
         self._run.define_metric("*", step_metric="step")
-        self.place = f"wandb sync {self._run.dir}" if self._run.offline else self._run.url
+        offline = self._run.offline
+        self.place = f"wandb sync {Path(self._run.dir).parent}" if offline else str(self._run.url)
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
         self._run.log({"step": step, **numbers(metrics)})
 
     def close(self) -> None:
         self._run.finish()
+
+
+Tracker = TensorBoard | WandB
 
 
 def wandb_problem(options: Mapping[str, Any]) -> str | None:

@@ -6,7 +6,7 @@ import fnmatch
 import io
 import re
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import matplotlib as mpl
 import numpy as np
@@ -22,7 +22,7 @@ MAX_POINTS = 300
 
 COLOURS = ("#2563a8", "#d9822b", "#3a9a6b", "#b04a78", "#7c6fb0", "#6b7280")
 FAIL, MIXED, PASS = "#d98c8c", "#7da7d0", "#8cc4a0"
-STYLE = {
+STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",  # text stays text
     "svg.hashsalt": "jaxgrpo",  # the same chart is the same bytes
     "font.size": 9,
@@ -41,7 +41,6 @@ STYLE = {
     "legend.framealpha": 0.75,
     "legend.borderpad": 0.2,
     "legend.columnspacing": 1.2,
-    "axes.formatter.limits": (-3, 4),
     "legend.fontsize": 8,
 }
 
@@ -189,6 +188,7 @@ def _svg(panel: Panel, curves: dict[str, tuple[np.ndarray, np.ndarray]]) -> str:
     axes = figure.add_subplot()
     axes.set_title(panel.title)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6))
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")  # no factor beside the title
     if panel.kind == "stack":
         _stack(axes, panel, curves)
     else:

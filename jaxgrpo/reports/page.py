@@ -41,7 +41,8 @@ td.n, th.n { text-align: right; white-space: nowrap; width: 1%; padding-left: 22
   font-variant-numeric: tabular-nums; }
 .fit { display: inline-block; } .fit table { width: auto; } .fit .n { width: auto; }
 tr.group td { border-top: 2px solid #cfd6dd; }
-pre { margin: 0; font: 12px/1.4 "DejaVu Sans Mono", ui-monospace, monospace; max-height: 12em;
+pre { margin: 0; font: 12px/1.4 "DejaVu Sans Mono", ui-monospace, monospace;
+  display: inline-block; max-width: 100%; max-height: 12em; vertical-align: middle;
   white-space: pre-wrap; overflow-wrap: anywhere; overflow-y: auto; unicode-bidi: plaintext; }
 td.prompt { width: 32%; } td.good { color: #23724b; } td.bad { color: #a23b3b; }
 """

@@ -42,14 +42,13 @@ def show(console: Console, record: Record) -> None:
     if record.evaluations:
         console.print(_evaluations(record))
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for name in ("", "first", "now", "lowest", "highest"):
+    for name in ("", "first", "now"):
         table.add_column(name, justify="right" if name else "left", no_wrap=True)
     table.add_column(f"to step {record.step}", no_wrap=True)
     for metric in METRICS:
         _, values = record.series(metric)
         if values:
-            numbers = (values[0], values[-1], min(values), max(values))
-            table.add_row(metric, *(f"{value:.3g}" for value in numbers), sparkline(values))
+            table.add_row(metric, f"{values[0]:.3g}", f"{values[-1]:.3g}", sparkline(values))
     if table.row_count:
         console.print(table)
 

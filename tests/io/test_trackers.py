@@ -3,71 +3,23 @@
 from __future__ import annotations
 
 import math
-import struct
 import sys
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
+from event_files import events, records, wandb_history
 
 from jaxgrpo import config as configs
 from jaxgrpo.errors import ConfigError, InputError
 from jaxgrpo.io.trackers import TensorBoard, WandB, numbers, wandb_problem
 
 
-def records(folder: Path) -> Iterator[Any]:
-    """Every Event in the event files, oldest file first.
-
-    A record is its length as uint64, a checksum, the bytes of an Event, a checksum.
-    """
-    from tensorboardX.proto.event_pb2 import Event
-
-    for file in sorted((folder / "tensorboard").iterdir()):
-        data, place = file.read_bytes(), 0
-        while place < len(data):
-            (length,) = struct.unpack_from("<Q", data, place)
-            yield Event.FromString(data[place + 12 : place + 12 + length])
-            place += length + 16
-
-
-def events(folder: Path) -> list[tuple[int, str, float]]:
-    """(step, tag, value) of every scalar."""
-    return [
-        (event.step, value.tag, value.simple_value)
-        for event in records(folder)
-        for value in event.summary.value
-    ]
-
-
-def wandb_history(folder: Path) -> list[dict[str, str]]:
-    """name -> JSON of each logged line of the one offline run.
-
-    After a head of 7 bytes, records of checksum, length as uint16, kind 1 = whole, and the bytes.
-    """
-    from wandb.proto import wandb_internal_pb2
-
-    found = []
-    for file in sorted(folder.glob("wandb/offline-run-*/*.wandb")):
-        data, place = file.read_bytes(), 7
-        while place < len(data):
-            _, length, kind = struct.unpack_from("<IHB", data, place)
-            assert kind == 1
-            record = wandb_internal_pb2.Record()
-            record.ParseFromString(data[place + 7 : place + 7 + length])
-            place += 7 + length
-            if record.WhichOneof("record_type") == "history":
-                items = record.history.item
-                found.append({"/".join(i.nested_key) or i.key: i.value_json for i in items})
-    return found
-
-
 def test_event_files_hold_every_number_under_its_step(tmp_path):
     board = TensorBoard(tmp_path)
     board.write(0, {"eval/pass@4": 0.5})
     board.write(1, {"reward": 0.25, "loss": math.nan, "note": "x", "kl": None})
-    assert events(tmp_path) == [(0, "eval/pass_4", 0.5), (1, "reward", 0.25)]  # before closing
     board.close()
+    assert events(tmp_path) == [(0, "eval/pass_4", 0.5), (1, "reward", 0.25)]
 
 
 def test_a_resumed_run_hides_what_came_after_its_checkpoint(tmp_path):
