@@ -99,3 +99,13 @@ def negated(completions, answer, **columns):
     from jaxgrpo.tasks import find
 
     return [1.0 - score for score in find("arithmetic").score(completions, answer)]
+
+
+def logging(completions, completion_ids, trainer_state, log_extra, log_metric, **columns):
+    """Logs what it sees; fails where the run has come to its second step."""
+    log_extra("letters", [len(text) for text in completions])
+    log_metric("letters/mean", sum(map(len, completions)) / len(completions))
+    log_metric("state/step", trainer_state.global_step)
+    if trainer_state.global_step == 1:
+        raise OSError("no grader")
+    return [0.0] * len(completions)

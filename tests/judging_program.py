@@ -1,0 +1,51 @@
+"""One process of a few that judge the same texts: what it got, as its last line of JSON."""
+
+import json
+import sys
+
+import numpy as np
+
+from jaxgrpo import rollouts, runtime
+from jaxgrpo.rewards import TrainerState
+
+
+class Letters:
+    def batch_decode(self, ids, skip_special_tokens):
+        return ["".join(chr(96 + token) for token in row) for row in ids]
+
+
+def main(fails: bool) -> None:
+    runtime.start("cpu")
+    import jax
+
+    mine = jax.process_index()
+
+    def lengths(completions, log_extra, log_metric, **columns):
+        log_extra("text", completions)
+        if mine == 1:
+            log_extra("second", [None, *completions[1:]])
+        log_metric("calls", mine)
+        return [len(text) + 0.1 if len(text) > 1 else None for text in completions]
+
+    def breaks(completions, **columns):
+        if mine == 1:
+            raise OSError("no grader here")
+        return [1.0] * len(completions)
+
+    tokens = np.arange(24).reshape(4, 2, 3) % 7
+    scores, log = rollouts.judge_texts(
+        Letters(),
+        {"lengths": lengths, "breaks": breaks},
+        [{"prompt": f"p{row}"} for row in range(4)],
+        np.arange(4),
+        tokens,
+        tokens > 0,
+        trainer_state=TrainerState(is_world_process_zero=mine == 0),
+        on_error={} if fails else {"breaks": "unscored"},
+    )
+    whole = {name: values.astype(float).tolist() for name, values in scores.items()}
+    print(json.dumps([whole, log._asdict() | {"numbers": log.numbers()}]))
+
+
+if __name__ == "__main__":
+    sys.exit(runtime.guard(lambda: main(sys.argv[1] == "raise")))

@@ -1,0 +1,60 @@
+"""Several processes judge a batch together: each gets everything, and none waits for a dead one."""
+
+import json
+import math
+import socket
+import subprocess
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+PROGRAM = Path(__file__).with_name("judging_program.py")
+
+
+def outputs(count, mode, python, environment):
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    processes = [
+        subprocess.Popen(
+            [python, PROGRAM, mode],
+            env=environment(
+                JAX_COORDINATOR_ADDRESS=f"127.0.0.1:{port}",
+                JAX_NUM_PROCESSES=str(count),
+                JAX_PROCESS_ID=str(index),
+            ),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for index in range(count)
+    ]
+    return [(process.communicate(timeout=120)[0], process.returncode) for process in processes]
+
+
+def test_every_process_gets_all_scores_and_all_that_was_logged(python, environment):
+    (one, code_one), (two, code_two) = outputs(2, "unscored", python, environment)
+    assert (code_one, code_two) == (0, 0), one + two
+    first, second = (text.splitlines()[-1] for text in (one, two))
+    assert first == second
+    scores, log = json.loads(first)
+    # Tokens count 0 1 2 3 4 5 6 0 1 ...; 0 is padding and cut where it ends a text.
+    texts = ["`ab", "cde", "f`a", "bcd", "ef", "abc", "def", "`ab"]
+    assert log["extra"]["text"] == texts
+    # Process 1 judged the groups 1 and 3.
+    assert log["extra"]["second"] == [None, None, None, "bcd", None, None, "def", "`ab"]
+    flat = [value for group in scores["lengths"] for value in group]
+    assert flat == pytest.approx([len(text) + 0.1 for text in texts])
+    breaks = [math.isnan(value) for group in scores["breaks"] for value in group]
+    assert breaks == [False, False, True, True, False, False, True, True]
+    assert log["numbers"] == {"calls": 0.5, "rewards/breaks/errors": 4}
+    assert "completion = 'f`a'" in log["messages"]["breaks"]
+
+
+def test_a_reward_that_raises_in_one_process_ends_both_with_its_message(python, environment):
+    for output, code in outputs(2, "raise", python, environment):
+        assert code == 2, output
+        assert "rewards.breaks raised OSError" in output
+        assert "Traceback" not in output

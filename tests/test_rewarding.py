@@ -1,0 +1,208 @@
+"""Rewards in a run: chosen, called, failing, logging; shown by a dry run."""
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+import small_run
+
+from jaxgrpo import rollouts, training
+from jaxgrpo.errors import ConfigError, InputError
+from jaxgrpo.rewarding import resolve_rewards, with_logged
+from jaxgrpo.rewards import RewardError, RewardLog
+
+OWN = small_run.__file__
+
+
+def samples(folder, step):
+    lines = (folder / "samples" / f"step_{step}.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """Two steps; the reward `logging` fails in the second."""
+    folder = tmp_path_factory.mktemp("run") / "r"
+    rewards = [
+        {"use": "arithmetic"},
+        {"use": f"{OWN}:logging", "on_error": "unscored"},
+        {"use": "length", "cache": 10, "weight": 0.1},
+    ]
+    changes = {"rewards": rewards, "train.steps": 2, "run.samples_every": 1}
+    training.train(small_run.config(folder, **changes))
+    return folder
+
+
+def test_logged_columns_stand_in_the_sample_rows(run):
+    rows = samples(run, 1)
+    assert [row["extra"] for row in rows] == [{"letters": len(row["completion"])} for row in rows]
+    assert list(rows[0])[-1] == "extra"
+
+
+def test_rows_of_a_step_without_logged_columns_have_the_usual_keys(run):
+    assert "extra" not in samples(run, 2)[0]
+
+
+def test_logged_metrics_and_errors_stand_in_the_metrics(run):
+    first, second = small_run.metrics(run)
+    letters = [row["extra"]["letters"] for row in samples(run, 1)]
+    assert first["letters/mean"] == pytest.approx(np.mean(letters))
+    assert first["state/step"] == 0
+    assert first["rewards/logging/errors"] == 0
+    assert first["rewards/logging/unscored"] == 0
+    assert second["rewards/logging/errors"] == 32
+    assert second["rewards/logging/unscored"] == 1
+    assert "letters/mean" not in second
+    assert "rewards/arithmetic/errors" not in first
+    assert {row["rewards"]["logging"] for row in samples(run, 2)} == {None}
+
+
+def test_the_length_limit_of_the_run_is_that_of_the_length_reward(run):
+    for row in samples(run, 1):
+        tokens = len(row["completion_ids"])
+        assert row["rewards"]["length"] == pytest.approx(min(0, (24 - 10 - tokens) / 10))
+
+
+def test_an_unscored_failure_is_shown_once(tmp_path, capsys):
+    rewards = [
+        {"use": "arithmetic"},
+        {"use": f"{OWN}:logging", "on_error": "unscored"},
+    ]
+    training.train(small_run.config(tmp_path / "r", rewards=rewards, **{"train.steps": 2}))
+    shown = capsys.readouterr().out
+    assert shown.count("rewards.logging raised OSError on completion") == 1
+    assert 'left unscored, as on_error = "unscored" says' in shown
+
+
+def test_an_exception_ends_the_run_by_default_and_keeps_what_is_done(tmp_path):
+    changes = {"rewards": [{"use": f"{OWN}:logging"}], "run.samples_every": 0}
+    with pytest.raises(RewardError, match=r"rewards\.logging raised OSError on completion 0"):
+        training.train(small_run.config(tmp_path / "r", **changes))
+    assert [line["step"] for line in small_run.metrics(tmp_path / "r")] == [1]
+
+
+def test_a_reward_that_asks_for_a_missing_column_is_refused_before_anything_is_sampled(tmp_path):
+    def needs_gold(completions, gold):
+        raise AssertionError("called")
+
+    with pytest.raises(RewardError, match=r"asks for 'gold', which nobody gives .*answer, level"):
+        training.train(small_run.config(tmp_path / "r"), rewards=[needs_gold])
+
+
+def test_a_dry_run_shows_what_every_reward_gives_the_gold_answer_and_nothing(tmp_path, capsys):
+    rewards = [
+        {"use": "arithmetic"},
+        {"use": f"{OWN}:digits"},
+        {"use": "length", "name": "short", "max_tokens": 2, "cache": 2},
+    ]
+    training.dry_run(small_run.config(tmp_path / "r", rewards=rewards))
+    lines = capsys.readouterr().out.splitlines()
+    (at,) = [i for i, line in enumerate(lines) if line.startswith("rewards on row 0, whose answer")]
+    shown = [" ".join(line.split()) for line in lines[at + 1 : at + 4]]
+    assert shown == [
+        "arithmetic gold answer: 1, empty text: 0",
+        "digits gold answer: 1, empty text: not scored",
+        "short gold answer: -1, empty text: 0",
+    ]
+
+
+def test_a_dry_run_ends_with_what_a_reward_raises(tmp_path, capsys):
+    own = tmp_path / "own.py"
+    own.write_text("def broken(completions, **kw):\n    return [1 / len(c) for c in completions]\n")
+    rewards: list[dict[str, Any]] = [{"use": f"{own}:broken"}]
+    with pytest.raises(RewardError, match="broken raised ZeroDivisionError on completion 1"):
+        training.dry_run(small_run.config(tmp_path / "r", rewards=rewards))
+    rewards[0]["on_error"] = "unscored"
+    training.dry_run(small_run.config(tmp_path / "r", rewards=rewards))
+    assert "empty text: not scored; rewards.broken raised" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("reward", "message"),
+    [
+        ({"on_error": "skip"}, 'rewards[0].on_error = "skip": expected "raise" or "unscored"'),
+        ({"on_eror": "raise"}, "rewards[0].on_eror: unknown key; did you mean on_error?"),
+        ({"on_errors": "raise"}, "rewards[0].on_errors: unknown key; did you mean on_error?"),
+        ({"use": "length", "cache": 25}, "cache = 25: more than max_tokens = 24"),
+        ({"use": "format", "pattern": "("}, "is no regular expression"),
+        ({"use": "gsm8k_answr"}, "unknown reward 'gsm8k_answr': did you mean 'gsm8k_answer'?"),
+    ],
+)
+def test_a_wrong_reward_is_a_problem_of_the_config(reward, message, tmp_path):
+    rewards = [{"use": f"{OWN}:digits", **reward}]
+    with pytest.raises(ConfigError) as problem:
+        small_run.config(tmp_path / "r", rewards=rewards)
+    assert message in str(problem.value)
+
+
+def test_rewards_from_python_may_be_functions_names_and_named(tmp_path):
+    config = small_run.config(tmp_path / "r")
+
+    class Judge:
+        def __call__(self, completions):
+            return [0.0] * len(completions)
+
+    listed = resolve_rewards(config, [len, "arithmetic", Judge(), f"{OWN}:digits", "length"])
+    assert [reward.name for reward in listed] == ["len", "arithmetic", "Judge", "digits", "length"]
+    assert listed[4].function(completion_ids=[[1] * 24]) == [-1.0]
+    named = resolve_rewards(config, {"a": Judge(), "b": Judge()})
+    assert [(reward.name, reward.weight, reward.on_error) for reward in named] == [
+        ("a", 1.0, "raise"),
+        ("b", 1.0, "raise"),
+    ]
+    with pytest.raises(InputError, match=r"'Judge' stands twice.*rewards=\{name: function\}"):
+        resolve_rewards(config, [Judge(), Judge()])
+
+
+def test_a_metric_logged_under_a_name_of_the_trainer_is_refused():
+    for name in ("reward", "step"):
+        log = RewardLog({}, {name: (1.0, 1)}, {}, {})
+        with pytest.raises(
+            RewardError, match=f"log_metric\\('{name}', ...\\), the name of a metric"
+        ):
+            with_logged({"reward": 0.5}, log)
+
+
+class Letters:
+    """A tokenizer of letters: token 1 is "a"."""
+
+    def batch_decode(self, ids, skip_special_tokens):
+        return ["".join(chr(96 + token) for token in row) for row in ids]
+
+
+def test_prompts_that_are_messages_are_judged_as_messages_and_texts_as_texts():
+    seen = {}
+
+    def mine(prompts, completions, name):
+        seen.update(prompts=prompts, completions=completions, name=name)
+        return [1.0, 2.0, 3.0, 4.0]
+
+    talk = [{"role": "user", "content": "hi"}]
+    rows = [{"prompt": talk, "name": "talk"}, {"prompt": "hi", "name": "text"}]
+    tokens = np.array([[[1, 2], [1, 0]], [[3, 4], [5, 0]]])
+    scores, _ = rollouts.judge_texts(
+        Letters(), {"mine": mine}, rows, np.array([1, 0]), tokens, tokens > 0
+    )
+    np.testing.assert_array_equal(scores["mine"], [[1, 2], [3, 4]])
+    message = [[{"role": "assistant", "content": text}] for text in ("cd", "e")]
+    assert seen == {
+        "prompts": ["hi", "hi", talk, talk],
+        "completions": ["ab", "a", *message],
+        "name": ["text", "text", "talk", "talk"],
+    }
+
+
+def test_the_trainer_state_follows_the_run(tmp_path):
+    seen = []
+
+    def mine(completions, trainer_state):
+        seen.append(trainer_state)
+        return [0.0] * len(completions)
+
+    dataset = [{"prompt": f"1{n}+20=", "answer": ""} for n in range(10)]
+    config = small_run.config(tmp_path / "r", **{"train.steps": 2})
+    training.train(config, rewards=[mine], dataset=dataset)
+    assert [state.global_step for state in seen] == [0, 1]
+    assert [state.epoch for state in seen] == pytest.approx([0, 0.8])
+    assert {(state.max_steps, state.num_train_epochs) for state in seen} == {(2, 2)}
