@@ -58,6 +58,49 @@ def _make_base(arguments: argparse.Namespace) -> int | None:
     return 0
 
 
+def _eval(arguments: argparse.Namespace) -> int | None:
+    from jaxgrpo import inference
+
+    return inference.evaluate(
+        arguments.target,
+        data=arguments.data,
+        scorer=arguments.scorer,
+        samples=arguments.num_samples,
+        prompts=arguments.num_prompts,
+        rows_out=arguments.samples,
+        json_out=arguments.json,
+        overrides=arguments.set,
+    )
+
+
+def _sample(arguments: argparse.Namespace) -> int | None:
+    from jaxgrpo import inference
+
+    return inference.write_samples(
+        arguments.target,
+        arguments.prompts,
+        arguments.out,
+        samples=arguments.num_samples,
+        temperature=arguments.temperature,
+        overrides=arguments.set,
+    )
+
+
+def _export(arguments: argparse.Namespace) -> int | None:
+    from jaxgrpo import exporting, runtime
+
+    print(runtime.start())  # noqa: T201
+    out = exporting.export(arguments.run, arguments.out, arguments.step, arguments.dtype)
+    print(f"{out}: model, tokenizer, generation config and model card")  # noqa: T201
+    return 0
+
+
+def _init(arguments: argparse.Namespace) -> int | None:
+    from jaxgrpo import beginning
+
+    return beginning.main(arguments.dir)
+
+
 def _report(arguments: argparse.Namespace) -> int | None:
     from jaxgrpo import reports
 
@@ -109,9 +152,47 @@ def _parser() -> argparse.ArgumentParser:
     report.add_argument("--text", action="store_true", help="print it instead")
     report.set_defaults(command=_report)
 
+    _add_inference(commands)
+    export = commands.add_parser("export", help="write a step of a run as a Hugging Face folder")
+    export.add_argument("run", metavar="RUN", help="a run folder")
+    export.add_argument("out", metavar="OUT", help="the folder to write")
+    export.add_argument("--step", default="last", help="last, best, or a number of steps")
+    export.add_argument("--dtype", choices=["float32", "bfloat16", "float16"])
+    export.set_defaults(command=_export)
+
+    init = commands.add_parser(
+        "init", help="write a run.toml and a reward.py that train as they are"
+    )
+    init.add_argument("dir", nargs="?", default=".", metavar="DIR")
+    init.set_defaults(command=_init)
+
     doctor = commands.add_parser("doctor", help="show versions, devices, memory and disk")
     doctor.set_defaults(command=_doctor)
     return parser
+
+
+def _add_inference(commands: argparse._SubParsersAction) -> None:
+    evaluate = commands.add_parser("eval", help="greedy accuracy, pass@k and majority votes")
+    evaluate.add_argument("target", metavar="MODEL|RUN", help="a model folder, or a run folder")
+    evaluate.add_argument("--data", help="as data.path; of a run: its eval.data by default")
+    evaluate.add_argument("--scorer", help="a reward that judges success; of a run: its own")
+    evaluate.add_argument("-n", "--num-samples", type=int, metavar="N", help="per prompt")
+    evaluate.add_argument(
+        "--num-prompts", type=int, metavar="N", help="of the data; all by default"
+    )
+    evaluate.add_argument("--samples", metavar="OUT.jsonl", help="write every sample")
+    evaluate.add_argument("--json", metavar="OUT", help="write the numbers")
+    _add_set(evaluate)
+    evaluate.set_defaults(command=_eval)
+
+    sample = commands.add_parser("sample", help="sample completions for a file of prompts")
+    sample.add_argument("target", metavar="MODEL|RUN", help="a model folder, or a run folder")
+    sample.add_argument("--prompts", required=True, metavar="FILE", help="as data.path, or .txt")
+    sample.add_argument("--out", required=True, metavar="OUT.jsonl")
+    sample.add_argument("-n", "--num-samples", type=int, default=1, metavar="N", help="per prompt")
+    sample.add_argument("--temperature", type=float, default=1.0, help="0: the likeliest token")
+    _add_set(sample)
+    sample.set_defaults(command=_sample)
 
 
 def _add_set(parser: argparse.ArgumentParser) -> None:

@@ -46,12 +46,20 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 
     Raises: ConfigError with all problems.
     """
+    raw, source = read_tables(path)
+    return from_dict(raw, overrides, source=source)
+
+
+def read_tables(path: str | Path) -> tuple[dict[str, Any], Path]:
+    """The tables of a config file, or of a shipped config by its name, and the file.
+
+    Raises: ConfigError where there is none, or it is no TOML.
+    """
     source = _find(Path(path))
     try:
-        raw = tomllib.loads(source.read_text(encoding="utf-8"))
+        return tomllib.loads(source.read_text(encoding="utf-8")), source
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(str(source), [f"not TOML: {error}"]) from None
-    return from_dict(raw, overrides, source=source)
 
 
 def from_dict(
@@ -63,7 +71,7 @@ def from_dict(
       source: the file they came from, where relative paths begin; None: the working directory.
     """
     problems: list[str] = []
-    tables: dict[str, Any] = _absolute(raw, folder_of(source))
+    tables: dict[str, Any] = absolute(raw, folder_of(source))
     for override in overrides:
         _override(tables, override, problems)
     values = config_reading.read(tables, problems)
@@ -82,7 +90,7 @@ def to_toml(config: Config) -> str:
     """The whole config with every default and absolute paths; `load` gives an equal one back."""
     import tomli_w
 
-    return tomli_w.dumps(_tables(config))
+    return tomli_w.dumps(tables_of(config))
 
 
 def resume_difference(old: Config, new: Config) -> list[str]:
@@ -91,7 +99,7 @@ def resume_difference(old: Config, new: Config) -> list[str]:
     >>> resume_difference(config, config)  # doctest: +SKIP
     []
     """
-    before, after = _flat(_tables(old)), _flat(_tables(new))
+    before, after = _flat(tables_of(old)), _flat(tables_of(new))
     allowed = {name for name in before.keys() | after.keys() if _may_change(name)}
     if old.optimizer.schedule != "constant":
         allowed.discard("train.steps")
@@ -121,15 +129,15 @@ def _find(path: Path) -> Path:
     return known[path.name]
 
 
-def _absolute(value: Any, folder: Path, where: str = "") -> Any:
+def absolute(value: Any, folder: Path, where: str = "") -> Any:
     """A copy in which paths of inputs and of own code are absolute."""
     if isinstance(value, Mapping):
         return {
-            name: _absolute(entry, folder, f"{where}.{name}".lstrip("."))
+            name: absolute(entry, folder, f"{where}.{name}".lstrip("."))
             for name, entry in value.items()
         }
     if isinstance(value, (list, tuple)):
-        return [_absolute(entry, folder, where) for entry in value]
+        return [absolute(entry, folder, where) for entry in value]
     is_input = where in _INPUTS and is_path(str(value), folder)
     is_input |= where == "data.chat_template" and value not in CHOICES
     is_file = where.rpartition(".")[2] in _NAMES and file_of(str(value)) is not None
@@ -158,7 +166,7 @@ def _override(raw: dict[str, Any], text: str, problems: list[str]) -> None:
             table = table[int(part)] if isinstance(table, list) else table.setdefault(part, {})
         last: Any = int(path[-1]) if isinstance(table, list) else path[-1]
         names = ".".join(part for part in path if not part.isdigit())
-        table[last] = _absolute(value, Path.cwd(), names)
+        table[last] = absolute(value, Path.cwd(), names)
     except (TypeError, AttributeError, ValueError, IndexError):
         problems.append(f"--set {text}: {name} does not lead to a key of the config")
 
@@ -171,7 +179,7 @@ def _build(values: config_reading.Values, source: Path | None) -> Config:
     return Config(**tables, rewards=values["rewards"], source=source)
 
 
-def _tables(config: Config) -> dict[str, Any]:
+def tables_of(config: Config) -> dict[str, Any]:
     """The config as TOML would have it: no None, options beside the keys of their table."""
 
     def plain(value: Any) -> Any:

@@ -110,10 +110,8 @@ def make_evaluator(
     sampled = make_sampler(model, settings._replace(group_size=samples), constrain)
 
     def evaluate(params: Params, key: Array, step: int) -> Evaluation:
-        ask = lambda sampler: _ask(  # noqa: E731
-            sampler, params, key, step, mesh, tokenizer, questions, width, slots
-        )
-        best, many = ask(greedy), ask(sampled)
+        rest = (params, key, step, mesh, tokenizer, questions, width, slots)
+        best, many = ask(greedy, *rest), ask(sampled, *rest)
         metrics = summarise(best, many, questions, settings.group_size)
         return Evaluation(metrics, best, many)
 
@@ -203,7 +201,7 @@ def answer_rows(
             }
 
 
-def _ask(
+def ask(
     sampler: Sampler,
     params: Params,
     key: Array,

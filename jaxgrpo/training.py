@@ -23,6 +23,7 @@ from jaxgrpo.console import Display
 from jaxgrpo.errors import InputError
 from jaxgrpo.evaluation import Evaluate, evaluator_of
 from jaxgrpo.exporting import export, refuse_unknown_best
+from jaxgrpo.from_python import config_of
 from jaxgrpo.inputs import dropped_line
 from jaxgrpo.io import huggingface
 from jaxgrpo.io.checkpoints import Checkpoints, parameter_hash
@@ -60,28 +61,29 @@ class Run(NamedTuple):
 
 
 def train(
-    config: Config | str | Path,
+    config: Config | Mapping[str, Any] | str | Path,
     *,
     resume: str | None = None,
     rewards: Sequence[Callable[..., Any] | str] | Mapping[str, Any] | None = None,
     advantage: AdvantageTransform | None = None,
     dataset: Iterable[Any] | None = None,
+    **overrides: Any,
 ) -> Run:
-    """Trains as a config says, and writes everything into its run folder.
+    """Trains as a config says, and writes everything into its run folder. Works in a notebook.
 
     Args:
-      config: a Config, a TOML file, or a shipped config's name.
+      config: a Config, its tables as dicts, a TOML file, or a shipped config's name.
       resume: "auto" goes on from the newest checkpoint, or starts where there is none.
       rewards, advantage, dataset: Python objects in the place of what the config names; the data
         set a datasets.Dataset or a list of dicts, read by the config's data keys.
+      overrides: keys of the config, train={"steps": 20} or **{"train.steps": 20}.
 
     Returns: the run; its model stands in `path / "model"` as a Hugging Face folder.
 
     Raises: InputError before anything long starts; runtime.StopRequested after a stop signal, when
     everything is saved.
     """
-    if not isinstance(config, Config):
-        config = configs.load(config)
+    config = config_of(config, overrides, rewards, advantage)
     line = runtime.start(config.mesh.platform)
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(RunFolder(config.run.dir, resume=resume == "auto"))

@@ -14,6 +14,9 @@ from typing import Any
 from jaxgrpo.errors import InputError
 from jaxgrpo.names import suggest
 
+PYTHON = "python"
+"""Stands for the module of what was given as a Python object."""
+
 
 def is_reference(name: str) -> bool:
     """Whether a name means own code and not a built-in part.
@@ -39,6 +42,15 @@ def short_name(name: str) -> str:
     return name.rpartition(":")[2]
 
 
+def python_name(name: str) -> str:
+    """How a config names what was given as a Python object.
+
+    >>> python_name("my_reward")
+    'python:my_reward'
+    """
+    return f"{PYTHON}:{name}"
+
+
 def resolve(use: Any, folder: str | Path | None = None) -> Any:
     """The function that `use` names, where it is a reference to own code; else `use` itself."""
     return load(use, folder) if isinstance(use, str) and is_reference(use) else use
@@ -56,6 +68,11 @@ def load(reference: str, folder: str | Path | None = None) -> Callable[..., Any]
     what the file itself raises comes as it is, with a note that says who loaded it.
     """
     place, _, name = reference.rpartition(":")
+    if place == PYTHON:
+        raise InputError(
+            f"{reference!r}: the run was begun from Python with the object {name}: give it again, "
+            "jaxgrpo.train(..., rewards=..., advantage=...)"
+        )
     if not place or not name:
         raise InputError(
             f"{reference!r} names no function: write path/file.py:function or "

@@ -1,0 +1,73 @@
+"""A config put together in Python: from objects, dicts and files, with keys replaced."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from jaxgrpo import config as configs
+from jaxgrpo.advantages import AdvantageTransform
+from jaxgrpo.config import Config
+from jaxgrpo.io.callables import python_name
+from jaxgrpo.rewards import name_of
+
+
+def config_of(
+    config: Config | Mapping[str, Any] | str | Path,
+    changes: Mapping[str, Any] | None = None,
+    rewards: Iterable[Any] | None = None,
+    advantage: AdvantageTransform | None = None,
+) -> Config:
+    """The config that a call from Python means.
+
+    Args:
+      config: a Config, its tables as dicts, a TOML file, or a shipped config's name.
+      changes: keys to replace, nested ({"train": {"steps": 3}}) or dotted ({"train.steps": 3});
+        relative paths in them begin at the working directory.
+      rewards, advantage: objects given beside the config; it records their names.
+
+    Raises: ConfigError with all problems.
+    """
+    source = None
+    if isinstance(config, Config):
+        tables, source = configs.tables_of(config), config.source
+    elif isinstance(config, Mapping):
+        tables = copy.deepcopy(dict(config))
+    else:
+        tables, source = configs.read_tables(config)
+    for key, value in configs.absolute(dict(changes or {}), Path.cwd()).items():
+        _set(tables, key.split("."), value)
+    if rewards is not None:
+        tables["rewards"] = list(_recorded(rewards))
+    if advantage is not None:
+        tables.pop("recipe", None)
+        tables["advantage"] = [{"use": python_name(advantage.name)}]
+    return configs.from_dict(tables, source=source)
+
+
+def _set(tables: dict[str, Any], path: list[str], value: Any) -> None:
+    """Replaces one key; of a table that is given as a dict only the keys it has."""
+    for name in path[:-1]:
+        tables = tables.setdefault(name, {})
+    last = path[-1]
+    if isinstance(value, Mapping) and isinstance(tables.get(last), dict) and "use" not in value:
+        for name, entry in value.items():
+            _set(tables[last], [name], entry)
+    else:
+        tables[last] = value
+
+
+def _recorded(rewards: Iterable[Any]) -> Iterable[dict[str, Any]]:
+    """Entries of a config for rewards given as objects; {name: function} names them."""
+    if isinstance(rewards, Mapping):
+        for name, function in rewards.items():
+            yield {
+                "use": function if isinstance(function, str) else python_name(name),
+                "name": name,
+            }
+        return
+    for function in rewards:
+        name = function if isinstance(function, str) else python_name(name_of(function))
+        yield {"use": name}

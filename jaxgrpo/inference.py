@@ -1,0 +1,226 @@
+"""`jaxgrpo eval` and `jaxgrpo sample`: a trained model, or that of a run, without training it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+from jax.sharding import Mesh
+from rich.console import Console
+from rich.table import Table
+
+from jaxgrpo import config as configs
+from jaxgrpo import runtime, sharding
+from jaxgrpo.assembly import find_model, sampling_settings
+from jaxgrpo.config import Config
+from jaxgrpo.errors import InputError
+from jaxgrpo.evaluation import Questions, answer_rows, ask, make_evaluator
+from jaxgrpo.exporting import read_run
+from jaxgrpo.from_python import config_of
+from jaxgrpo.inputs import eval_source, load_prompts, make_chat
+from jaxgrpo.io import huggingface
+from jaxgrpo.io.callables import python_name
+from jaxgrpo.io.data import PromptData
+from jaxgrpo.io.tracking import plain, write_atomically
+from jaxgrpo.models.api import Model
+from jaxgrpo.rewarding import resolve_rewards, resolve_scorer
+from jaxgrpo.sampling import make_sampler
+from jaxgrpo.types import Params
+
+SLOTS = 64  # samples decoded at once where no run says how many
+NOBODY = python_name("nobody")  # stands where a config must name a reward and none is asked for
+
+DEFAULTS: dict[str, Any] = {
+    "rollout": {
+        "prompts_per_step": SLOTS // 8,
+        "group_size": 8,
+        "max_prompt_tokens": 1024,
+        "max_completion_tokens": 1024,
+    },
+    "rewards": [{"use": NOBODY}],
+    "recipe": "sign",
+    "optimizer": {"learning_rate": 0.0},
+    "train": {"steps": 1},
+    "run": {"dir": "runs/none"},
+}
+"""What a config must say and a model folder does not; `--set` replaces it. Nothing is trained."""
+
+
+class Policy(NamedTuple):
+    """A model to sample from."""
+
+    mesh: Mesh
+    model: Model
+    params: Params
+    tokenizer: Any
+    config: Config
+
+
+def evaluate(
+    target: str,
+    *,
+    data: str | None = None,
+    scorer: str | None = None,
+    samples: int | None = None,
+    prompts: int | None = None,
+    rows_out: str | None = None,
+    json_out: str | None = None,
+    overrides: Sequence[str] = (),
+) -> int:
+    """Prints, and writes where asked, the evaluation of a model folder or of a run's model.
+
+    Raises: InputError where there is no data or no scorer, or one of them cannot be used.
+    """
+    given = {"data": data, "scorer": scorer, "samples": samples, "prompts": prompts}
+    changes = {f"eval.{name}": value for name, value in given.items() if value is not None}
+    config = config_for(target, changes, overrides)
+    if config.eval.data is None:
+        raise InputError(f"eval {target}: nothing to evaluate on; give --data")
+    if config.eval.scorer is None and config.rewards[0].use == NOBODY:
+        raise InputError(f"eval {target}: nothing judges the answers; give --scorer")
+    console = Console(highlight=False)
+    policy, held_out = _load(console, config)
+    rewards = () if config.rewards[0].use == NOBODY else resolve_rewards(config)
+    count = config.eval.prompts
+    questions = Questions(
+        held_out.rows[:count], held_out.encoded[:count], resolve_scorer(config, rewards)
+    )
+    run = make_evaluator(
+        policy.model,
+        policy.tokenizer,
+        policy.mesh,
+        questions,
+        sampling_settings(config, policy.tokenizer),
+        samples=config.eval.samples,
+        width=config.rollout.max_prompt_tokens,
+        slots=_slots(config),
+    )
+    evaluation = run(policy.params, _key(config), 0)
+    if runtime.is_main():
+        console.print(table_of(evaluation.metrics, f"{target} on {config.eval.data}"))
+        name = config.eval.scorer or config.rewards[0].use
+        if rows_out:
+            _write_rows(rows_out, answer_rows(evaluation.sampled, questions, 0, name))
+        if json_out:
+            write_atomically(Path(json_out), json.dumps(plain(evaluation.metrics), indent=2) + "\n")
+    return 0
+
+
+def write_samples(
+    target: str,
+    prompts: str,
+    out: str,
+    *,
+    samples: int = 1,
+    temperature: float = 1.0,
+    overrides: Sequence[str] = (),
+) -> int:
+    """Samples `samples` completions per prompt into a file of sample rows.
+
+    Args:
+      prompts: as data.path, with the column "prompt"; or a .txt file, one prompt per line.
+      temperature: 0 takes the likeliest token.
+    """
+    changes: dict[str, Any] = {"eval.data": prompts, "eval.scorer": None, "data.answer": ""}
+    config = config_for(target, changes, overrides)
+    console = Console(highlight=False)
+    rows = _lines(prompts) if prompts.endswith(".txt") else None
+    policy, asked = _load(console, config, rows)
+    settings = sampling_settings(config, policy.tokenizer)
+    settings = settings._replace(group_size=samples, temperature=temperature)
+    sampler = make_sampler(policy.model, settings, sharding.constrain(policy.mesh))
+    questions = Questions(asked.rows, asked.encoded, _unjudged)
+    answers = ask(
+        sampler,
+        policy.params,
+        _key(config),
+        0,
+        policy.mesh,
+        policy.tokenizer,
+        questions,
+        config.rollout.max_prompt_tokens,
+        max(samples, _slots(config)),
+    )
+    if runtime.is_main():
+        written = [{**row, "rewards": {}} for row in answer_rows(answers, questions, 0, "none")]
+        _write_rows(out, written)
+        console.print(f"{out}: {len(written)} samples of {len(asked.rows)} prompts")
+    return 0
+
+
+def config_for(
+    target: str, changes: Mapping[str, Any] | None = None, overrides: Sequence[str] = ()
+) -> Config:
+    """The config by which a target is sampled: a run's own, or DEFAULTS for a model folder.
+
+    Raises: ConfigError with all problems.
+    """
+    tables: dict[str, Any]
+    if (Path(target) / "config.toml").exists():
+        folder, config = read_run(target)
+        tables, source = configs.tables_of(config), config.source
+        tables["model"] = {**tables["model"], "path": str((folder / "model").absolute())}
+        tables["model"].pop("revision", None)
+    else:
+        tables, source = {**DEFAULTS, "model": {"path": target}}, None
+    kept = {name: value for name, value in (changes or {}).items() if value is not None}
+    config = config_of(tables, kept)
+    return configs.from_dict(configs.tables_of(config), overrides, source=source)
+
+
+def table_of(metrics: Mapping[str, float], title: str) -> Table:
+    """Numbers of an evaluation, with their intervals where they have one."""
+    table = Table(title=title)
+    for name in ("", "value", "95% interval"):
+        table.add_column(name, justify="left" if not name else "right")
+    for name, value in metrics.items():
+        if name.endswith(("/low", "/high")):
+            continue
+        low, high = metrics.get(f"{name}/low"), metrics.get(f"{name}/high")
+        table.add_row(name, f"{value:.3f}", "" if low is None else f"{low:.3f} to {high:.3f}")
+    return table
+
+
+def _load(
+    console: Console, config: Config, rows: Iterable[Any] | None = None
+) -> tuple[Policy, PromptData]:
+    """The policy, and the prompts of eval.data (or `rows`), read before the weights are."""
+    line = runtime.start(config.mesh.platform)
+    if runtime.is_main():
+        console.print(line)
+    keys = config.mesh
+    mesh = sharding.make_mesh(keys.data, keys.fsdp, keys.tensor, keys.context)
+    folder, tokenizer, model = find_model(config, mesh)
+    chat = make_chat(config, tokenizer)
+    prompts = load_prompts(config, chat, rows if rows is not None else eval_source(config))
+    layout = sharding.param_shardings(mesh, model.axes, model.shapes, sharding.SAMPLING)
+    params = huggingface.read_params(folder, model, shardings=layout)
+    return Policy(mesh, model, params, tokenizer, config), prompts
+
+
+def _unjudged(completions: Sequence[Any]) -> list[None]:
+    return [None] * len(completions)
+
+
+def _key(config: Config) -> Any:
+    return jax.random.key_data(jax.random.key(config.train.seed))
+
+
+def _slots(config: Config) -> int:
+    return config.rollout.prompts_per_step * config.rollout.group_size
+
+
+def _lines(path: str) -> list[dict[str, str]]:
+    file = Path(path)
+    if not file.is_file():
+        raise InputError(f"--prompts {path}: there is no such file")
+    lines = file.read_text(encoding="utf-8").splitlines()
+    return [{"prompt": line} for line in lines if line.strip()]
+
+
+def _write_rows(path: str, rows: Iterable[Mapping[str, Any]]) -> None:
+    lines = [json.dumps(plain(dict(row)), ensure_ascii=False) for row in rows]
+    write_atomically(Path(path), "".join(f"{line}\n" for line in lines))
