@@ -73,7 +73,7 @@ def setup(
     model = decoder.build(model_config, constrain=sharding.constrain(mesh))
     rows = [dict(row) for row in dataset] if dataset is not None else load_rows(config)
     encoded = data.encode_prompts(rows, tokenizer, config.rollout.max_prompt_tokens)
-    chosen = resolve_rewards(config, rewards)
+    chosen = resolve_rewards(config, rewards, rows[0])
     parts = make_parts(config, mesh, model, tokenizer, chosen, advantage)
     columns = needed_columns(parts.chain.needs | parts.objective.needs, rows, chosen)
     layout = sharding.param_shardings(mesh, model.axes, model.shapes)
