@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -15,7 +16,10 @@ from jaxgrpo import advantages, losses, packing, sharding
 from jaxgrpo.advantages import AdvantageTransform
 from jaxgrpo.config import Config
 from jaxgrpo.errors import InputError
-from jaxgrpo.io import callables, data, huggingface
+from jaxgrpo.inputs import eval_source, load_prompts, make_chat
+from jaxgrpo.io import callables, huggingface
+from jaxgrpo.io.conversations import Chat
+from jaxgrpo.io.data import PromptData
 from jaxgrpo.models import decoder
 from jaxgrpo.models.api import Model
 from jaxgrpo.optimizers import make_optimizer
@@ -38,8 +42,11 @@ class Setup(NamedTuple):
     mesh: Mesh
     model: Model
     tokenizer: Any
+    chat: Chat  # how prompts are written out
     rows: list[dict[str, Any]]
     encoded: list[np.ndarray]  # token ids of each row's prompt
+    dropped: int  # rows left out because their prompts are too long
+    held_out: PromptData | None  # of eval.data
     rewards: tuple[Reward, ...]
     parts: Parts
     state: TrainState
@@ -56,28 +63,27 @@ def setup(
     *,
     rewards: Sequence[Callable[..., Any] | str] | Mapping[str, Any] | None = None,
     advantage: AdvantageTransform | None = None,
-    dataset: Sequence[Mapping[str, Any]] | None = None,
+    dataset: Iterable[Any] | None = None,
 ) -> Setup:
     """Builds everything a run needs; no step is compiled or taken.
 
     Args:
       rewards, advantage, dataset: Python objects in the place of what the config names. Rewards
-        are functions or built-in names, with weight 1; {name: function} names them.
+        are functions or built-in names, with weight 1; {name: function} names them. The data set
+        is a datasets.Dataset or a list of dicts, read by the config's data keys.
 
     Raises: InputError where parts do not fit one another.
     """
     mesh = sharding.make_mesh(**_mesh_sizes(config))
-    tokenizer = huggingface.read_tokenizer(config.model.path)
-    model_config = huggingface.read_config(config.model.path)
-    model_config = dataclasses.replace(model_config, dtype=config.model.dtype)
-    model = decoder.build(model_config, constrain=sharding.constrain(mesh))
-    rows = [dict(row) for row in dataset] if dataset is not None else load_rows(config)
-    encoded = data.encode_prompts(rows, tokenizer, config.rollout.max_prompt_tokens)
+    folder, tokenizer, model = find_model(config, mesh)
+    chat = make_chat(config, tokenizer)
+    rows, encoded, dropped = load_prompts(config, chat, dataset)
+    held_out = load_prompts(config, chat, eval_source(config)) if config.eval.data else None
     chosen = resolve_rewards(config, rewards, rows[0])
     parts = make_parts(config, mesh, model, tokenizer, chosen, advantage)
     columns = needed_columns(parts.chain.needs | parts.objective.needs, rows, chosen)
     layout = sharding.param_shardings(mesh, model.axes, model.shapes)
-    params = huggingface.read_params(config.model.path, model, shardings=layout)
+    params = huggingface.read_params(folder, model, shardings=layout)
     policy = sequential()
     names = tuple(reward.name for reward in chosen)
     state = first_state(parts, params, policy, len(rows), config.train.seed, names)
@@ -87,8 +93,11 @@ def setup(
         mesh=mesh,
         model=model,
         tokenizer=tokenizer,
+        chat=chat,
         rows=rows,
         encoded=encoded,
+        dropped=dropped,
+        held_out=held_out,
         rewards=chosen,
         parts=parts,
         state=state,
@@ -101,9 +110,16 @@ def setup(
     )
 
 
-def load_rows(config: Config, path: str | None = None) -> list[dict[str, Any]]:
-    """The rows of `path`; of the training data by default."""
-    return data.load_rows(path or config.data.path, config.data.prompt, config.data.answer)
+def find_model(config: Config, mesh: Mesh) -> tuple[Path, Any, Model]:
+    """The folder of the model that a config names, its tokenizer, and the model without weights.
+
+    Raises: InputError where there is no such model, or a file of it cannot be read.
+    """
+    folder = huggingface.find_folder(config.model.path, config.model.revision)
+    model_config = huggingface.read_config(folder)
+    tokenizer = huggingface.read_tokenizer(folder)
+    model_config = dataclasses.replace(model_config, dtype=config.model.dtype)
+    return folder, tokenizer, decoder.build(model_config, constrain=sharding.constrain(mesh))
 
 
 def make_parts(

@@ -35,11 +35,11 @@ def _quickstart(arguments: argparse.Namespace) -> int | None:
 
 
 def _train(arguments: argparse.Namespace) -> int | None:
-    from jaxgrpo import config, training
+    from jaxgrpo import config, planning, training
 
     read = config.load(arguments.config, arguments.set)
     if arguments.dry_run:
-        training.dry_run(read)
+        planning.dry_run(read)
     else:
         training.train(read, resume=arguments.resume)
     return 0
@@ -56,6 +56,12 @@ def _make_base(arguments: argparse.Namespace) -> int | None:
     given = {name: value for name, value in options.items() if value is not None}
     quickstart.make_base(console, arguments.out, arguments.task, **given)
     return 0
+
+
+def _report(arguments: argparse.Namespace) -> int | None:
+    from jaxgrpo import reports
+
+    return reports.report(arguments.run, text=arguments.text)
 
 
 def _doctor(arguments: argparse.Namespace) -> int | None:
@@ -97,6 +103,11 @@ def _parser() -> argparse.ArgumentParser:
     base.add_argument("--steps", type=int, metavar="N", help="steps of the warm start")
     base.add_argument("--hidden-size", type=int, metavar="N")
     base.set_defaults(command=_make_base)
+
+    report = commands.add_parser("report", help="write RUN/report.html anew, or print a summary")
+    report.add_argument("run", metavar="RUN", help="a run folder, of a run at any stage")
+    report.add_argument("--text", action="store_true", help="print it instead")
+    report.set_defaults(command=_report)
 
     doctor = commands.add_parser("doctor", help="show versions, devices, memory and disk")
     doctor.set_defaults(command=_doctor)

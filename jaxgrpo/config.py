@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from jaxgrpo import config_checks, config_reading
-from jaxgrpo.config_keys import SHIPPED, Config, folder_of
+from jaxgrpo.config_keys import SHIPPED, Config, folder_of, is_path
 from jaxgrpo.errors import ConfigError
 from jaxgrpo.io.callables import file_of
+from jaxgrpo.io.conversations import CHOICES
 from jaxgrpo.names import suggest
 
 __all__ = ["RESUMABLE", "Config", "from_dict", "load", "resume_difference", "shipped", "to_toml"]
@@ -25,6 +26,7 @@ RESUMABLE = {
     "train.steps": "train longer, or less; not with a schedule that ends at train.steps",
     "eval": "what is measured does not act on training",
     "checkpoint": "when to save and what to keep",
+    "tracking": "who else sees the metrics does not act on training",
     "run": "the folder may have moved",
 }
 """Keys, and whole tables, that may change when a run goes on, and why."""
@@ -128,7 +130,8 @@ def _absolute(value: Any, folder: Path, where: str = "") -> Any:
         }
     if isinstance(value, (list, tuple)):
         return [_absolute(entry, folder, where) for entry in value]
-    is_input = where in _INPUTS and not str(value).startswith("task:")
+    is_input = where in _INPUTS and is_path(str(value), folder)
+    is_input |= where == "data.chat_template" and value not in CHOICES
     is_file = where.rpartition(".")[2] in _NAMES and file_of(str(value)) is not None
     if isinstance(value, str) and value and (is_input or is_file):
         return str(folder / Path(value).expanduser())

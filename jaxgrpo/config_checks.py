@@ -13,8 +13,14 @@ from typing import Any
 
 from jaxgrpo.config_keys import OptimizerKeys, RewardKeys
 from jaxgrpo.config_reading import Values, show
+from jaxgrpo.errors import InputError
 from jaxgrpo.io.callables import file_of, is_reference, short_name
+from jaxgrpo.io.conversations import CHOICES
+from jaxgrpo.io.hub import is_name
+from jaxgrpo.io.sources import FILES, FORMS
+from jaxgrpo.io.templates import is_template, placeholders
 from jaxgrpo.names import call, find, suggest
+from jaxgrpo.tasks import PREFIX, tasks
 
 GROUP_RELATIVE = frozenset({"grpo", "dr_grpo", "subtract_group_mean", "divide_by_group_std"})
 """Recipes and parts that compare the samples of one prompt with each other."""
@@ -22,9 +28,12 @@ GROUP_RELATIVE = frozenset({"grpo", "dr_grpo", "subtract_group_mean", "divide_by
 
 def check(values: Values) -> Iterator[str]:
     """All problems of a config whose values are right one by one."""
-    for check_some in (_one_chain, _groups, _schedule, _evaluation, _penalties, _rewards):
+    for check_some in (
+        *(_one_chain, _groups, _schedule, _evaluation, _best, _penalties, _rewards, _tracking),
+    ):
         yield from check_some(values)
-    yield from _sources(values)
+    for check_some in (_sources, _revision, _prompts):
+        yield from check_some(values)
     yield from _parts(values)
     yield from _optimizer(values)
 
@@ -67,12 +76,33 @@ def _evaluation(values: Values) -> Iterator[str]:
         )
 
 
+def _best(values: Values) -> Iterator[str]:
+    best = values.get("checkpoint.keep_best")
+    if best is None:
+        return
+    if not best.startswith("eval/"):
+        yield f'checkpoint.keep_best = {show(best)}: expected "eval/NAME", as "eval/accuracy"'
+    if not values.get("eval.every", 1):
+        yield (
+            f"checkpoint.keep_best = {show(best)}: nothing is evaluated between the start and the "
+            "end; set eval.data and eval.every"
+        )
+
+
 def _penalties(values: Values) -> Iterator[str]:
     if values.get("loss.penalties_on") == "live" and values.get("loss.kl", 0) is None:
         yield (
             'loss.penalties_on = "live": there is no penalty; add loss.kl = { use = "k2", beta = '
             "0.01 }, or leave penalties_on out"
         )
+
+
+def _tracking(values: Values) -> Iterator[str]:
+    from jaxgrpo.io.trackers import wandb_problem
+
+    options = values.get("tracking.wandb")
+    if options is not None and (problem := wandb_problem(options)):
+        yield problem
 
 
 def _rewards(values: Values) -> Iterator[str]:
@@ -104,33 +134,64 @@ def _misspelt(option: str, keys: Any) -> str | None:
 
 
 def _sources(values: Values) -> Iterator[str]:
-    from jaxgrpo.tasks import registry
-
-    for where in ("data.path", "eval.data"):
+    for where, keys in (
+        ("data.path", ("subset", "split", "revision")),
+        ("eval.data", ("subset", "split")),
+    ):
         path = values.get(where)
         if path is None:
             continue
-        if path.startswith(registry.PREFIX):
+        if path.startswith(PREFIX):
             yield from _task(where, path)
-        elif not path.endswith(".jsonl"):
-            yield (
-                f"{where} = {show(path)}: expected a .jsonl file, or a built-in task as "
-                '"task:arithmetic:train"'
-            )
-        elif not Path(path).is_file():
+        elif Path(path).suffix in FILES and not Path(path).is_file():
             yield (
                 f"{where} = {show(path)}: there is no such file; relative paths begin at the "
                 "folder of the config"
             )
+        elif not (Path(path).suffix in FILES or Path(path).is_dir() or is_name(path)):
+            known = "is no file of rows" if Path(path).exists() else "does not exist"
+            yield f"{where} = {show(path)}: {known}; give {FORMS}"
+        table = where.partition(".")[0]
+        if path.startswith(PREFIX) or Path(path).suffix in FILES:
+            for name in keys:
+                if values.get(f"{table}.{name}") is not None:
+                    yield f"{table}.{name}: {show(path)} has none; leave it out"
+
+
+def _revision(values: Values) -> Iterator[str]:
+    path, revision = values.get("model.path"), values.get("model.revision")
+    if path is not None and revision is not None and not is_name(path):
+        yield (
+            f"model.revision = {show(revision)}: model.path = {show(path)} is a local path; leave "
+            "it out, or name a model on the hub"
+        )
+
+
+def _prompts(values: Values) -> Iterator[str]:
+    prompt, template = values.get("data.prompt", ""), values.get("data.chat_template")
+    if is_template(prompt):
+        try:
+            placeholders(prompt)
+        except InputError as error:
+            yield str(error)
+    if template is not None and template not in CHOICES and not Path(template).is_file():
+        yield (
+            f"data.chat_template = {show(template)}: there is no such file; give a Jinja file, "
+            '"auto" or "none"'
+        )
+    for name in ("system", "chat_template_kwargs"):
+        if template == "none" and values.get(f"data.{name}"):
+            yield (
+                f'data.{name}: nothing reads it where data.chat_template = "none"; leave one of '
+                "the two out"
+            )
 
 
 def _task(where: str, path: str) -> Iterator[str]:
-    from jaxgrpo.tasks import registry
-
     _, name, *split = path.split(":")
-    task = registry.tasks.get(name)
+    task = tasks.get(name)
     if task is None:
-        yield f"{where} = {show(path)}: unknown task {name!r}: {suggest(name, registry.tasks)}"
+        yield f"{where} = {show(path)}: unknown task {name!r}: {suggest(name, tasks)}"
     elif len(split) != 1 or split[0] not in task.splits:
         known = " or ".join(f'"task:{name}:{split}"' for split in task.splits)
         yield f"{where} = {show(path)}: expected {known}"

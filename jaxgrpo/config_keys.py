@@ -8,10 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxgrpo.io.callables import file_of
+from jaxgrpo.io.hub import is_name
+from jaxgrpo.io.sources import FILES
+from jaxgrpo.tasks import PREFIX
 
 _PACKAGE = Path(__file__).resolve().parent
 
@@ -28,6 +32,8 @@ class Range(NamedTuple):
     at_least: float = -math.inf
     above: float = -math.inf
     choices: tuple[str, ...] = ()
+    may_be_empty: bool = False
+    holds: str = "use"  # of a table: the entry that it must have
 
     def __str__(self) -> str:
         if self.choices:
@@ -40,7 +46,7 @@ class Range(NamedTuple):
         if self.choices:
             return value in self.choices
         if isinstance(value, str):
-            return bool(value)
+            return self.may_be_empty or bool(value)
         return value >= self.at_least and value > self.above
 
 
@@ -52,6 +58,11 @@ def key(default: Any = dataclasses.MISSING, **limits: Any) -> Any:
 def part(use: str) -> Any:
     """A key that holds a part, with the built-in one that stands there by default."""
     return dataclasses.field(default_factory=lambda: {"use": use}, metadata={"range": Range()})
+
+
+def table() -> Any:
+    """A key that holds a table of any names; empty by default."""
+    return dataclasses.field(default_factory=dict, metadata={"range": Range()})
 
 
 Part = dict[str, Any]
@@ -72,15 +83,24 @@ class RewardKeys:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelKeys:
-    path: str = key()  # a model folder as transformers writes it
+    path: str = key()  # a model folder as transformers writes it, or owner/name on the hub
+    revision: str | None = key(None)  # of the hub: a branch, tag or commit; None: its main branch
     dtype: str = key("float32", choices=("float32", "bfloat16"))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DataKeys:
-    path: str = key()  # "task:NAME:SPLIT", or a .jsonl file
-    prompt: str = key("prompt")  # column of the prompt
-    answer: str = key("answer")  # column of the answer
+    path: str | None = key(None)  # a file, folder, owner/name on the hub, or "task:NAME:SPLIT";
+    # None: rows are given from Python
+    subset: str | None = key(None)  # of a data set of the hub that has several
+    split: str | None = key(None)  # of a folder or of the hub; None: the only one
+    revision: str | None = key(None)  # of the hub: a branch, tag or commit
+    prompt: str = key("prompt")  # column of the prompt, or a template "{column} and text"
+    answer: str = key("answer", may_be_empty=True)  # column of the answer; "": none
+    system: str | None = key(None)  # text of a system message in front of every prompt
+    chat_template: str = key("auto")  # "auto": the tokenizer's where it has one; "none"; a file
+    chat_template_kwargs: Mapping[str, Any] = table()  # variables of the template
+    too_long: str = key("error", choices=("error", "drop"))  # beyond rollout.max_prompt_tokens
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -122,6 +142,8 @@ class TrainKeys:
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EvalKeys:
     data: str | None = key(None)  # as data.path; None: no evaluation
+    subset: str | None = key(None)  # None: data.subset where eval.data is data.path
+    split: str | None = key(None)  # of a folder or of the hub; None: the only one
     every: int = key(0, at_least=0)  # steps; 0: at the start and the end only
     samples: int = key(16, at_least=1)  # per prompt, for pass@k
     prompts: int | None = key(None, at_least=1)  # None: all
@@ -132,6 +154,7 @@ class EvalKeys:
 class CheckpointKeys:
     every: int = key(50, at_least=1)  # steps
     keep: int = key(2, at_least=1)  # the latest so many stay
+    keep_best: str | None = key(None)  # a metric of evaluation, as "eval/accuracy"; None: none
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -144,18 +167,25 @@ class MeshKeys:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class TrackingKeys:
+    tensorboard: bool = key(True)  # event files in the run folder
+    wandb: dict[str, Any] | None = key(None, holds="project")  # options of wandb.init
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class RunKeys:
     dir: str = key()  # made where the command is started
     samples_every: int = key(
         10, at_least=0
     )  # steps between files of samples; 0: the first step only
+    report_every: int = key(10, at_least=0)  # at most 1% of the time goes into it; 0: at the end
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
     """A whole config, read and checked. Nothing changes it afterwards; the core never sees it.
 
-    Paths of inputs and of own code are absolute, or start with "task:".
+    Paths of inputs and of own code are absolute; built-in tasks and names on the hub stay.
     """
 
     model: ModelKeys
@@ -170,6 +200,7 @@ class Config:
     eval: EvalKeys
     checkpoint: CheckpointKeys
     mesh: MeshKeys
+    tracking: TrackingKeys
     run: RunKeys
     source: Path | None = dataclasses.field(default=None, compare=False)  # the file it came from
 
@@ -179,8 +210,8 @@ class Config:
         return folder_of(self.source)
 
     def resolve(self, path: str) -> str:
-        """A path of an input, absolute; "task:..." as it is."""
-        return path if path.startswith("task:") else str(self.folder / path)
+        """A path of an input, absolute; "task:..." and names on the hub as they are."""
+        return str(self.folder / path) if is_path(path, self.folder) else path
 
     @property
     def own_files(self) -> tuple[Path, ...]:
@@ -190,6 +221,18 @@ class Config:
         names = [reward.use for reward in self.rewards] + [part["use"] for part in parts]
         names += [self.recipe] if self.recipe else []
         return tuple(dict.fromkeys(Path(file) for name in names if (file := file_of(name))))
+
+
+def is_path(value: str, folder: Path) -> bool:
+    """Whether the name of an input means a local path, and no task or name on the hub.
+
+    A name of the form owner/name is a path where one is there; a model folder that is yet to be
+    made is written ./owner/name.
+    """
+    if value.startswith(PREFIX):
+        return False
+    local = Path(value).suffix in FILES or (folder / Path(value).expanduser()).exists()
+    return local or not is_name(value)
 
 
 def folder_of(source: Path | None) -> Path:

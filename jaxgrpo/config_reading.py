@@ -22,8 +22,10 @@ SECTIONS: dict[str, Any] = {
 KINDS = {
     int: "a whole number",
     float: "a number",
+    bool: "true or false",
     str: 'a text in quotes, "..."',
-    dict: 'a table, { use = "..." }',
+    dict: 'a table, {{ {holds} = "..." }}',
+    Mapping: "a table, {{ name = value }}",
 }
 
 Values = dict[str, Any]
@@ -109,12 +111,14 @@ def _read_value(
     kind = _kind(hint)
     if kind is float and type(value) is int:
         value = float(value)
-    if type(value) is not kind:
-        problems.append(f"{where} = {show(value)}: expected {KINDS[kind]}")
+    if kind is Mapping and isinstance(value, Mapping):
+        values[where] = dict(value)
+    elif type(value) is not kind:
+        problems.append(f"{where} = {show(value)}: expected {_described(kind, limits)}")
     elif kind is float and not math.isfinite(value):
         problems.append(f"{where} = {value}: expected a finite number")
     elif kind is dict:
-        _read_part(where, value, values, problems)
+        _read_part(where, value, values, problems, limits.holds)
     elif not limits.allows(value):
         expected = "some text" if value == "" and not limits.choices else str(limits)
         problems.append(f"{where} = {show(value)}: expected {expected}")
@@ -122,11 +126,14 @@ def _read_value(
         values[where] = value
 
 
-def _read_part(where: str, value: Part, values: Values, problems: list[str]) -> None:
-    if "use" not in value:
-        problems.append(f'{where} = {show(value)}: names no part; add use = "..."')
-    elif not isinstance(value["use"], str) or not value["use"]:
-        problems.append(f"{where}.use = {show(value['use'])}: expected {KINDS[str]}")
+def _read_part(
+    where: str, value: Part, values: Values, problems: list[str], holds: str = "use"
+) -> None:
+    if holds not in value:
+        lacks = "names no part" if holds == "use" else f"has no {holds}"
+        problems.append(f'{where} = {show(value)}: {lacks}; add {holds} = "..."')
+    elif not isinstance(value[holds], str) or not value[holds]:
+        problems.append(f"{where}.{holds} = {show(value[holds])}: expected {KINDS[str]}")
     else:
         values[where] = dict(value)
 
@@ -182,7 +189,7 @@ def _names(cls: type) -> list[str]:
 
 
 def _kind(hint: Any) -> type:
-    """int, float, str or dict behind a hint, which may be optional."""
+    """int, float, str, dict or Mapping behind a hint, which may be optional."""
     if isinstance(hint, types.UnionType):
         (hint,) = (option for option in typing.get_args(hint) if option is not types.NoneType)
     return typing.get_origin(hint) or hint
@@ -192,5 +199,9 @@ def _expected(hint: Any, field: dataclasses.Field) -> str:
     limits = field.metadata.get("range", Range())
     if limits.choices:
         return str(limits)
-    text = KINDS[_kind(hint)]
+    text = _described(_kind(hint), limits)
     return text if limits == Range() else f"{text}, {limits}"
+
+
+def _described(kind: type, limits: Range) -> str:
+    return KINDS[kind].format(holds=limits.holds)

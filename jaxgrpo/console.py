@@ -39,19 +39,25 @@ class Display:
 
     def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
         self._accuracy = metrics["accuracy"]
-        shown = [f"accuracy {metrics['accuracy']:.3f}"]
-        shown += [f"{name} {value:.3f}" for name, value in metrics.items() if "pass@" in name]
+        low, high = metrics["accuracy/low"], metrics["accuracy/high"]
+        shown = [f"accuracy {metrics['accuracy']:.3f} (95%: {low:.3f} to {high:.3f})"]
+        shown += [f"{name} {value:.3f}" for name, value in metrics.items() if is_summary(name)]
         self.say(f"evaluated at step {step}: {', '.join(shown)}")
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """What matters first: is there reward, does it grow, is there signal, does it move."""
         accuracy = "    –" if self._accuracy is None else f"{self._accuracy:.3f}"
         self.say(
-            f"{step:5d} reward {metrics['reward']:6.3f} accuracy {accuracy} "
+            f"{step:4d} reward {metrics['reward']:6.3f} accuracy {accuracy} "
             f"live {metrics['live_groups']:4.0%} gradient {metrics['grad_norm']:.1e} "
-            f"{metrics['time/step']:4.1f} s loss {metrics['loss']:8.1e}"
+            f"{metrics['time/step']:.1f}s loss {metrics['loss']:8.1e}"
         )
         self._bar.update(self._task, completed=step)
+
+
+def is_summary(name: str) -> bool:
+    """Whether a metric of an evaluation is pass@k or maj@k itself, not an end of its interval."""
+    return name.startswith(("pass@", "maj@")) and "/" not in name
 
 
 def comparison(title: str, columns: Mapping[str, Mapping[str, float]], rows: list[str]) -> Table:
@@ -69,4 +75,5 @@ def facts(console: Console, values: Mapping[str, Any]) -> None:
     """Name and value, one per line, aligned."""
     width = max(map(len, values))
     for name, value in values.items():
-        console.print(f"{name:<{width}}  {value}", soft_wrap=True, markup=False)
+        # Without markup: a value may hold brackets, as a prompt does.
+        console.print(f"{name:<{width}}  {value}", soft_wrap=True, markup=False, emoji=False)

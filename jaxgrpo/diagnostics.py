@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 
 import jax.numpy as jnp
@@ -9,7 +10,7 @@ from jax import Array
 from jaxtyping import Bool, Float, Int
 
 from jaxgrpo.advantages import stats
-from jaxgrpo.metrics import Metrics, mean
+from jaxgrpo.metrics import Mean, Metrics, maximum, mean, merge, minimum
 
 
 def group_metrics(
@@ -26,14 +27,17 @@ def group_metrics(
         groups/mixed     not flat
         frac_reward_zero_std  flat (TRL's name)
 
-    and reward (mean over samples), reward_std (mean over groups of the n - 1 deviation).
+    and reward (mean over samples), reward_std (mean over groups of the n - 1 deviation), and each
+    reward's own rewards/NAME/mean and std (n - 1, over all samples) and the share that it could
+    not score, rewards/NAME/unscored.
     Shapes: each reward [P, G].
     """
     total, mask = _summed(rewards, weights)
     flat = stats.is_flat(total, mask)
     _, high = stats.extremes(total, mask)
     scored = mask.any(axis=1, keepdims=True)
-    return {
+    own = [_own_metrics(name, reward) for name, reward in rewards.items()]
+    return functools.reduce(merge, own) | {
         "reward": mean(total, mask),
         "reward_std": mean(stats.std(total, mask, ddof=1), scored),
         "frac_reward_zero_std": mean(flat, scored),
@@ -41,6 +45,44 @@ def group_metrics(
         "groups/all_pass": mean(flat & (high > 0), scored),
         "groups/mixed": mean(~flat, scored),
     }
+
+
+def _own_metrics(name: str, reward: Float[Array, "P G"]) -> Metrics:
+    scored = jnp.isfinite(reward)
+    value = jnp.where(scored, reward, 0)
+    flat, mask = value.reshape(1, -1), scored.reshape(1, -1)
+    return {
+        f"rewards/{name}/mean": mean(value, scored),
+        f"rewards/{name}/std": mean(stats.std(flat, mask, ddof=1), mask.any(keepdims=True)),
+        f"rewards/{name}/unscored": mean(~scored),
+    }
+
+
+def completion_metrics(
+    tokens: Int[Array, "P G T"], mask: Bool[Array, "P G T"], truncated: Bool[Array, "P G"]
+) -> Metrics:
+    """Lengths in tokens, how many were cut, and whether samples differ at all.
+
+        completions/{mean,min,max}_length, and _terminated_length of those that ended by themselves
+        completions/clipped_ratio  the share that the length limit cut
+        groups/identical           the share of groups whose completions are all the same tokens
+        num_tokens                 their sum
+
+    A group of one sample is not identical to anything. Names as in TRL, but for `identical`;
+    num_tokens is this step's, TRL's the sum over the run and with prompts.
+    """
+    length = mask.sum(-1)
+    metrics: Metrics = {
+        "completions/clipped_ratio": mean(truncated),
+        "num_tokens": Mean(total=length.sum(dtype=jnp.float32), weight=jnp.float32(1)),
+    }
+    for name, chosen in {"length": None, "terminated_length": ~truncated}.items():
+        for kind, reduce in {"mean": mean, "min": minimum, "max": maximum}.items():
+            metrics[f"completions/{kind}_{name}"] = reduce(length, chosen)
+    if mask.shape[1] > 1:
+        shown = jnp.where(mask, tokens, -1)
+        metrics["groups/identical"] = mean((shown == shown[:, :1]).all((1, 2)))
+    return metrics
 
 
 def live_groups(value: Array, mask: Array) -> Metrics:

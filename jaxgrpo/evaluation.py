@@ -1,126 +1,252 @@
-"""Evaluation: greedy accuracy and unbiased pass@k of a policy on held-out prompts."""
+"""Evaluation on held-out prompts: greedy accuracy, unbiased pass@k, majority votes."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
+from jax.sharding import Mesh
 
 from jaxgrpo import diagnostics, sharding
-from jaxgrpo.assembly import Setup, load_rows
-from jaxgrpo.io import data
-from jaxgrpo.prompts import host_prompts
+from jaxgrpo.assembly import Setup
+from jaxgrpo.inputs import eval_source, load_prompts
+from jaxgrpo.models.api import Model
+from jaxgrpo.prompts import pad_prompts
 from jaxgrpo.rewarding import resolve_scorer
-from jaxgrpo.rollouts import judge_texts, put_prompts, trainer_state_of
-from jaxgrpo.sampling import Sampler, make_sampler, sample
-from jaxgrpo.types import Params, Prompts, Rollouts
+from jaxgrpo.rewards import RewardFunction, TrainerState
+from jaxgrpo.rollouts import completion_ids, judge_texts, put_prompts
+from jaxgrpo.sampling import Sampler, SamplingSettings, make_sampler, sample
+from jaxgrpo.types import Params
 
 PURPOSE = 1  # folded into the key, so that evaluation never repeats training's draws
 SUCCESS = 0.5  # a scorer's value above it is a success
+RESAMPLES = 1000  # of the prompts, for 95% intervals
 
-Evaluate = Callable[[Params, int], dict[str, float]]
+
+class Questions(NamedTuple):
+    """What is asked, and who judges the answers."""
+
+    rows: Sequence[Mapping[str, Any]]
+    encoded: Sequence[np.ndarray]  # token ids of each row's prompt
+    scorer: RewardFunction
+    extract: Callable[[str], Hashable] | None = None  # completion -> the answer that is voted on
 
 
-def make_evaluator(setup: Setup) -> Evaluate:
-    """The function (sampling parameters, step) -> metrics on `eval.data`.
+class Answers(NamedTuple):
+    """Samples of one pass over the questions, on the host."""
 
-    accuracy        share of prompts whose likeliest answer is right
-    pass@k          k = 1, 4, 16, ... up to eval.samples, unbiased, from samples at
-                    rollout.temperature
-    flat_groups     expected share of groups of rollout.group_size that all agree, unbiased
-    accuracy/level_L   greedy, where rows have a column "level"
-    mean_length, truncated   of the samples
-    """
-    config = setup.config
-    rows = load_rows(config, config.eval.data)[: config.eval.prompts]
-    encoded = data.encode_prompts(rows, setup.tokenizer, config.rollout.max_prompt_tokens)
-    scorer = {"scorer": resolve_scorer(config, setup.rewards)}
-    settings = setup.parts.sampling._replace(purpose=PURPOSE)
-    constrain = sharding.constrain(setup.mesh)
-    greedy = make_sampler(setup.model, settings._replace(group_size=1, temperature=0.0), constrain)
-    sampled = make_sampler(
-        setup.model, settings._replace(group_size=config.eval.samples), constrain
+    tokens: np.ndarray  # [N, n, T]
+    mask: np.ndarray  # [N, n, T]
+    logp: np.ndarray  # [N, n, T]
+    truncated: np.ndarray  # [N, n]
+    scores: np.ndarray  # [N, n]
+    texts: list[list[str]]  # [N][n]
+
+
+class Evaluation(NamedTuple):
+    metrics: dict[str, float]
+    greedy: Answers
+    sampled: Answers
+
+
+Evaluate = Callable[[Params, Array, int], Evaluation]
+"""(sampling parameters, key data of the run, step) -> Evaluation"""
+
+
+def evaluator_of(run: Setup) -> Evaluate:
+    """The evaluation that a run's config asks for."""
+    config = run.config
+    held_out = run.held_out or load_prompts(config, run.chat, eval_source(config))
+    count = config.eval.prompts
+    questions = Questions(
+        held_out.rows[:count], held_out.encoded[:count], resolve_scorer(config, run.rewards)
+    )
+    geometry = run.parts.geometry
+    return make_evaluator(
+        run.model,
+        run.tokenizer,
+        run.mesh,
+        questions,
+        run.parts.sampling,
+        samples=config.eval.samples,
+        width=geometry.max_prompt_tokens,
+        slots=geometry.num_prompts * geometry.group_size,
     )
 
-    def evaluate(params: Params, step: int) -> dict[str, float]:
-        scores, _ = _scores(setup, greedy, params, rows, encoded, scorer, step)
-        metrics = _by_level(rows, scores[:, 0] > SUCCESS)
-        scores, lengths = _scores(setup, sampled, params, rows, encoded, scorer, step)
-        success = scores > SUCCESS
-        metrics |= _from_counts(success.sum(1), config.eval.samples, config.rollout.group_size)
-        metrics["mean_length"] = float(lengths.mean())
-        metrics["truncated"] = float((lengths >= config.rollout.max_completion_tokens).mean())
-        return metrics
+
+def make_evaluator(
+    model: Model,
+    tokenizer: Any,
+    mesh: Mesh,
+    questions: Questions,
+    settings: SamplingSettings,
+    *,
+    samples: int,
+    width: int,
+    slots: int,
+) -> Evaluate:
+    """The function that asks every question once greedily and `samples` times at temperature.
+
+        accuracy          share of prompts whose likeliest answer is right
+        pass@k, k = 1, 4, 16, ... up to `samples`: unbiased
+        maj@k             share whose most frequent answer among k is right, where answers can be
+                          extracted; ties go to the answer that came first
+        flat_groups       expected share of groups of settings.group_size that all agree, unbiased
+        accuracy/level_L, accuracy/source_S    greedy, where rows have such a column
+        NAME/low, NAME/high    95% bootstrap interval over prompts, of accuracy, pass@k and maj@k
+
+    Args:
+      width: S, tokens that a prompt may have.
+      slots: samples decoded at once, about.
+    """
+    constrain = sharding.constrain(mesh)
+    settings = settings._replace(purpose=PURPOSE)
+    greedy = make_sampler(model, settings._replace(group_size=1, temperature=0.0), constrain)
+    sampled = make_sampler(model, settings._replace(group_size=samples), constrain)
+
+    def evaluate(params: Params, key: Array, step: int) -> Evaluation:
+        ask = lambda sampler: _ask(  # noqa: E731
+            sampler, params, key, step, mesh, tokenizer, questions, width, slots
+        )
+        best, many = ask(greedy), ask(sampled)
+        metrics = summarise(best, many, questions, settings.group_size)
+        return Evaluation(metrics, best, many)
 
     return evaluate
 
 
-def _by_level(rows: Sequence[Mapping[str, Any]], right: np.ndarray) -> dict[str, float]:
-    metrics = {"accuracy": float(right.mean())}
-    levels = np.array([str(row.get("level", "")) for row in rows])
-    for level in sorted(set(levels) - {""}):
-        metrics[f"accuracy/level_{level}"] = float(right[levels == level].mean())
-    return metrics
-
-
-def _from_counts(correct: np.ndarray, samples: int, group_size: int) -> dict[str, float]:
-    """pass@k and the flat share from the successes [P] among `samples` each."""
-    count, all_ = jnp.asarray(correct), jnp.full(correct.shape, samples)
-    metrics = {}
-    k = 1
-    while k <= samples:
-        metrics[f"pass@{k}"] = float(diagnostics.pass_at_k(count, all_, k).mean())
-        k *= 4
+def summarise(
+    greedy: Answers, sampled: Answers, questions: Questions, group_size: int
+) -> dict[str, float]:
+    """The numbers of an evaluation, as `make_evaluator` names them."""
+    right = greedy.scores[:, 0] > SUCCESS
+    success = sampled.scores > SUCCESS
+    samples = success.shape[1]
+    count, every = jnp.asarray(success.sum(1)), jnp.full(len(success), samples)
+    per_prompt: dict[str, np.ndarray] = {"accuracy": right.astype(float)}
+    sizes = [4**power for power in range(20) if 4**power <= samples]
+    for k in sizes:
+        per_prompt[f"pass@{k}"] = np.asarray(diagnostics.pass_at_k(count, every, k))
+    if questions.extract is not None:
+        for k in sizes[1:]:
+            per_prompt[f"maj@{k}"] = majority(sampled.texts, success, questions.extract, k)
+    metrics: dict[str, float] = {}
+    for name, values in per_prompt.items():
+        metrics[name] = float(values.mean())
+        metrics[f"{name}/low"], metrics[f"{name}/high"] = bootstrap(values)
     if group_size <= samples:
-        metrics["flat_groups"] = float(diagnostics.flat_share(count, all_, group_size).mean())
+        metrics["flat_groups"] = float(diagnostics.flat_share(count, every, group_size).mean())
+    for column in ("level", "source"):
+        labels = np.array([str(row.get(column, "")) for row in questions.rows])
+        for label in sorted(set(labels) - {""}):
+            metrics[f"accuracy/{column}_{label}"] = float(right[labels == label].mean())
+    metrics["mean_length"] = float(sampled.mask.sum(-1).mean())
+    metrics["truncated"] = float(sampled.truncated.mean())
+    metrics["unscored"] = float(np.isnan(sampled.scores).mean())
     return metrics
 
 
-def _scores(
-    setup: Setup,
+def majority(
+    texts: Sequence[Sequence[str]],
+    success: np.ndarray,
+    extract: Callable[[str], Hashable],
+    k: int,
+) -> np.ndarray:
+    """Per prompt, the share of disjoint blocks of k samples whose most frequent answer is right.
+
+    Shapes: texts [N][n], success [N, n] -> [N]. Samples without an answer (None) do not vote; a
+    block in which nobody votes is wrong.
+    """
+    shares = np.zeros(len(texts))
+    for place, (row, right) in enumerate(zip(texts, success, strict=True)):
+        blocks = range(0, len(row) - k + 1, k)
+        for begin in blocks:
+            answers = [extract(text) for text in row[begin : begin + k]]
+            votes = Counter(answer for answer in answers if answer is not None)
+            if votes:
+                chosen = answers.index(votes.most_common(1)[0][0])
+                shares[place] += right[begin + chosen] / len(blocks)
+    return shares
+
+
+def bootstrap(values: np.ndarray) -> tuple[float, float]:
+    """The 95% percentile interval of the mean over prompts [N]; the same for the same values."""
+    draws = np.random.default_rng(0).integers(0, len(values), (RESAMPLES, len(values)))
+    low, high = np.percentile(values[draws].mean(1), [2.5, 97.5])
+    return float(low), float(high)
+
+
+def answer_rows(
+    answers: Answers, questions: Questions, step: int, name: str
+) -> Iterator[dict[str, Any]]:
+    """The samples of an evaluation as sample rows, like those of training."""
+    for place, row in enumerate(questions.rows):
+        ids = completion_ids(answers.tokens[place], answers.mask[place])
+        for sample_, text in enumerate(answers.texts[place]):
+            yield {
+                "step": step,
+                "ordinal": place,
+                "row": place,
+                "sample": sample_,
+                "prompt": row["prompt"],
+                "completion": text,
+                "completion_ids": ids[sample_],
+                "logps": answers.logp[place, sample_, : len(ids[sample_])].tolist(),
+                "rewards": {name: float(answers.scores[place, sample_])},
+                "advantage": None,
+                "truncated": bool(answers.truncated[place, sample_]),
+            }
+
+
+def _ask(
     sampler: Sampler,
     params: Params,
-    rows: Sequence[Mapping[str, Any]],
-    encoded: Sequence[np.ndarray],
-    scorer: Mapping[str, Any],
+    key: Array,
     step: int,
-) -> tuple[np.ndarray, np.ndarray]:
-    """Scores and lengths [rows, samples], in batches of about the slots that training uses."""
-    geometry = setup.parts.geometry
-    bins = geometry.bins
-    slots = geometry.num_prompts * geometry.group_size
-    size = math.ceil(max(1, slots // sampler.settings.group_size) / bins) * bins
-    scores, lengths = [], []
-    for begin in range(0, len(rows), size):
-        # The last batch is filled up by repeating its rows, so that one program serves all.
-        chosen = np.arange(begin, begin + size) % len(rows)
-        prompts = _prompts(chosen, encoded, geometry.max_prompt_tokens, step)
-        rollouts = sample(sampler, params, put_prompts(setup.mesh, prompts), setup.state.key)
-        values, length = _judge(setup, rollouts, rows, scorer)
-        real = min(size, len(rows) - begin)
-        scores.append(values[:real])
-        lengths.append(length[:real])
-    return np.concatenate(scores), np.concatenate(lengths)
-
-
-def _judge(
-    setup: Setup, rollouts: Rollouts, rows: Sequence[Mapping[str, Any]], scorer: Mapping[str, Any]
-) -> tuple[np.ndarray, np.ndarray]:
-    row, tokens, mask = sharding.to_host(
-        (rollouts.row, rollouts.completion_tokens, rollouts.token_mask)
-    )
-    state = trainer_state_of(rollouts, len(setup.rows), setup.config.train.steps)
-    scores, _ = judge_texts(setup.tokenizer, scorer, rows, row, tokens, mask, trainer_state=state)
-    return scores["scorer"], mask.sum(-1)
-
-
-def _prompts(chosen: np.ndarray, encoded: Sequence[np.ndarray], width: int, step: int) -> Prompts:
-    tokens = np.zeros((len(chosen), width), np.int32)
-    mask = np.zeros((len(chosen), width), bool)
-    for place, row in enumerate(chosen):
-        tokens[place, : len(encoded[row])] = encoded[row]
-        mask[place, : len(encoded[row])] = True
-    return host_prompts(tokens, mask, chosen, chosen, step)
+    mesh: Mesh,
+    tokenizer: Any,
+    questions: Questions,
+    width: int,
+    slots: int,
+) -> Answers:
+    """One pass over the questions, in batches of one size, so that one program serves all."""
+    bins = sharding.num_bins(mesh)
+    count = len(questions.rows)
+    size = math.ceil(max(1, min(count, slots // sampler.settings.group_size)) / bins) * bins
+    parts: list[tuple[Any, ...]] = []
+    for begin in range(0, count, size):
+        # The last batch is filled up by repeating rows; what they give is dropped.
+        chosen = np.arange(begin, begin + size) % count
+        encoded = [questions.encoded[int(row)] for row in chosen]
+        prompts = put_prompts(mesh, pad_prompts(encoded, width, chosen, chosen, step))
+        rollouts = sample(sampler, params, prompts, key)
+        host = sharding.to_host(
+            (
+                rollouts.completion_tokens,
+                rollouts.token_mask,
+                rollouts.behavior_logp,
+                rollouts.truncated,
+            )
+        )
+        scores, _ = judge_texts(
+            tokenizer,
+            {"scorer": questions.scorer},
+            questions.rows,
+            chosen,
+            *host[:2],
+            trainer_state=TrainerState(global_step=step),
+        )
+        real = min(size, count - begin)
+        parts.append(tuple(leaf[:real] for leaf in (*host, scores["scorer"])))
+    columns = zip(*parts, strict=True)
+    tokens, mask, logp, truncated, judged = (np.concatenate(leaves) for leaves in columns)
+    texts = [
+        tokenizer.batch_decode(completion_ids(*pair), skip_special_tokens=True)
+        for pair in zip(tokens, mask, strict=True)
+    ]
+    return Answers(tokens, mask, logp, truncated, judged, texts)

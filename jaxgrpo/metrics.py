@@ -42,7 +42,21 @@ class Max:
         return float(self.value)
 
 
-Metric = Mean | Max
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Min:
+    """The smallest value seen. `+` merges; `result` is inf where nothing was seen."""
+
+    value: Array  # []
+
+    def __add__(self, other: Min) -> Min:
+        return Min(value=jnp.minimum(self.value, other.value))
+
+    def result(self) -> float:
+        return float(self.value)
+
+
+Metric = Mean | Max | Min
 Metrics = dict[str, Metric]
 
 
@@ -72,6 +86,11 @@ def maximum(value: Array, mask: Array | None = None) -> Max:
     return Max(value=value.max(initial=-jnp.inf))
 
 
+def minimum(value: Array, mask: Array | None = None) -> Min:
+    """The smallest entry of `value` where `mask` is True; inf where there is none."""
+    return Min(value=-maximum(-value.astype(accumulate_dtype(value.dtype)), mask).value)
+
+
 def empty_like(metrics: Mapping[str, Any]) -> Metrics:
     """Metrics of the same names and dtypes into which nothing has been counted yet.
 
@@ -82,6 +101,8 @@ def empty_like(metrics: Mapping[str, Any]) -> Metrics:
     def one(metric: Any) -> Metric:
         if isinstance(metric, Max):
             return Max(value=jnp.full((), -jnp.inf, metric.value.dtype))
+        if isinstance(metric, Min):
+            return Min(value=jnp.full((), jnp.inf, metric.value.dtype))
         return jax.tree.map(lambda leaf: jnp.zeros((), leaf.dtype), metric)
 
     return {name: one(metric) for name, metric in metrics.items()}

@@ -13,8 +13,8 @@ import numpy as np
 from jax import Array
 
 from jaxgrpo import advantages, packing, sharding
-from jaxgrpo.diagnostics import group_metrics
-from jaxgrpo.metrics import Mean, Metrics, maximum, mean, merge
+from jaxgrpo.diagnostics import completion_metrics, group_metrics
+from jaxgrpo.metrics import Metrics, maximum, mean, merge
 from jaxgrpo.models.api import Constrain
 from jaxgrpo.packing import Geometry
 from jaxgrpo.parts import Parts, forward, micro_batch
@@ -181,23 +181,14 @@ def _rollout_metrics(
 ) -> Metrics:
     """Metrics of rewards and completions, under TRL's names where TRL has one."""
     tokens = rollouts.token_mask
-    length = tokens.sum(-1)
-    sampled = rollouts.truncated
     metrics: Metrics = {
-        "completions/mean_length": mean(length),
-        "completions/max_length": maximum(length),
-        "completions/clipped_ratio": mean(sampled),
-        "num_tokens": Mean(total=length.sum(dtype=jnp.float32), weight=jnp.float32(1)),
         "advantage/abs_max": maximum(jnp.abs(advantage)),
         "live_samples": mean(live),
         "live_groups": mean(live.any(-1)),
         "live_tokens": mean(live[..., None], tokens),
     }
-    for name, reward in rollouts.rewards.items():
-        scored = jnp.isfinite(reward)
-        metrics[f"rewards/{name}/mean"] = mean(jnp.where(scored, reward, 0), scored)
-        metrics[f"rewards/{name}/unscored"] = mean(~scored)
-    return merge(metrics, group_metrics(rollouts.rewards, weights))
+    metrics |= completion_metrics(rollouts.completion_tokens, tokens, rollouts.truncated)
+    return metrics | group_metrics(rollouts.rewards, weights)
 
 
 def _per_token(value: Array, geometry: Geometry) -> Array:

@@ -93,17 +93,23 @@ def make_prompts(
     Raises: ValueError where a prompt is longer; `encode_prompts` says so before the run begins.
     """
     rows = row_of(ordinals, len(tokens), seed)
-    prompt_tokens = np.zeros((len(rows), max_prompt_tokens), np.int32)
-    prompt_mask = np.zeros((len(rows), max_prompt_tokens), bool)
-    for place, row in enumerate(rows):
-        length = len(tokens[row])
-        if length > max_prompt_tokens:
-            raise ValueError(
-                f"row {row} has {length} tokens, more than max_prompt_tokens = {max_prompt_tokens}"
-            )
-        prompt_tokens[place, :length] = tokens[row]
-        prompt_mask[place, :length] = True
-    return host_prompts(prompt_tokens, prompt_mask, ordinals, rows, step)
+    return pad_prompts([tokens[row] for row in rows], max_prompt_tokens, ordinals, rows, step)
+
+
+def pad_prompts(
+    tokens: Sequence[np.ndarray], width: int, ordinal: Any, row: Any, step: int
+) -> Prompts:
+    """Prompts of token lists, right-padded with 0 to `width`.
+
+    Raises: ValueError where one is longer.
+    """
+    padded = np.zeros((len(tokens), width), np.int32)
+    length = np.array([len(ids) for ids in tokens])
+    if length.max(initial=0) > width:
+        raise ValueError(f"a prompt has {length.max()} tokens, more than the {width} there are")
+    for place, ids in enumerate(tokens):
+        padded[place, : len(ids)] = ids
+    return host_prompts(padded, np.arange(width) < length[:, None], ordinal, row, step)
 
 
 def host_prompts(tokens: Any, mask: Any, ordinal: Any, row: Any, step: int) -> Prompts:

@@ -12,7 +12,7 @@ from rich.progress import Progress
 
 from jaxgrpo import config as configs
 from jaxgrpo import runtime, training, warmstart
-from jaxgrpo.console import comparison, facts
+from jaxgrpo.console import comparison, facts, is_summary
 from jaxgrpo.errors import InputError
 
 
@@ -53,8 +53,9 @@ def make_base(console: Console, out: str | Path, task: str, **options: Any) -> N
 def show(console: Console, run: training.Run) -> None:
     """The table of the end, from summary.json's own numbers."""
     summary = run.summary
-    passes = [name for name in summary["base"] if name.startswith("pass@")]
-    names = ["accuracy", *sorted(passes, key=lambda name: int(name.removeprefix("pass@")))]
+    several = [name for name in summary["base"] if is_summary(name)]
+    several.sort(key=lambda name: (name.split("@")[0] != "pass", int(name.split("@")[1])))
+    names = ["accuracy", *several]
     columns = {"base": summary["base"], "trained": summary["trained"]}
     console.print(comparison("test problems", columns, [*names, "flat_groups"]))
     speed = summary["time/tokens_per_second"]

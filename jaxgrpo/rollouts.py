@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 
 from jaxgrpo import sharding
 from jaxgrpo.gathering import gather_json
+from jaxgrpo.io.conversations import for_rewards
 from jaxgrpo.prompts import PromptPolicy, make_prompts
 from jaxgrpo.rewarding import Reward
 from jaxgrpo.rewards import (
@@ -21,7 +22,6 @@ from jaxgrpo.rewards import (
     RewardFunction,
     RewardLog,
     TrainerState,
-    as_completion,
     call_rewards,
 )
 from jaxgrpo.types import Prompts, Rollouts, TrainState
@@ -92,14 +92,15 @@ def judge_texts(
     chosen = [rows[index] for index in row[own] for _ in range(samples)]
     flat_tokens = tokens[own].reshape(-1, steps)
     flat_mask = mask[own].reshape(-1, steps)
-    prompts = [entry["prompt"] for entry in chosen]
-    texts = decode_texts(tokenizer, flat_tokens, flat_mask)
+    prompts, completions = for_rewards(
+        [entry["prompt"] for entry in chosen], decode_texts(tokenizer, flat_tokens, flat_mask)
+    )
 
     def call() -> tuple[dict[str, np.ndarray], RewardLog]:
         return call_rewards(
             functions,
             prompts=prompts,
-            completions=list(map(as_completion, prompts, texts)),
+            completions=completions,
             completion_ids=completion_ids(flat_tokens, flat_mask),
             columns={n: [entry[n] for entry in chosen] for n in rows[0] if n != "prompt"},
             trainer_state=trainer_state,
@@ -200,3 +201,45 @@ def trainer_state_of(rollouts: Rollouts, num_rows: int, max_steps: int) -> Train
         is_world_process_zero=main,
         is_local_process_zero=main,
     )
+
+
+def sample_rows(
+    tokenizer: Any,
+    rows: Sequence[Mapping[str, Any]],
+    rollouts: Rollouts,
+    advantage: Array,
+    number: int,
+    extra: Mapping[str, Sequence[Any]] | None = None,
+) -> Iterator[dict[str, Any]]:
+    """The samples of a step as rows of samples/step_N.jsonl, in order. Called by every process.
+
+    Args:
+      rows: of the data set.
+      advantage: [P, G].
+      number: of the step, which is the number of steps finished with it.
+      extra: column -> a value per sample, what rewards logged beside their scores.
+    """
+    host: Rollouts = sharding.to_host(rollouts)
+    advantage = sharding.to_host(advantage)
+    groups, samples, steps = host.token_mask.shape
+    ids = completion_ids(
+        host.completion_tokens.reshape(-1, steps), host.token_mask.reshape(-1, steps)
+    )
+    texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
+    for p, g in np.ndindex(groups, samples):
+        at = p * samples + g
+        logged = {column: values[at] for column, values in (extra or {}).items()}
+        yield {
+            "step": number,
+            "ordinal": int(host.ordinal[p]),
+            "row": int(host.row[p]),
+            "sample": g,
+            "prompt": rows[int(host.row[p])]["prompt"],
+            "completion": texts[at],
+            "completion_ids": ids[at],
+            "logps": host.behavior_logp[p, g, : len(ids[at])],
+            "rewards": {name: float(value[p, g]) for name, value in host.rewards.items()},
+            "advantage": float(advantage[p, g]),
+            "truncated": bool(host.truncated[p, g]),
+            **({"extra": logged} if logged else {}),
+        }

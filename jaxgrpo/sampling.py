@@ -17,7 +17,7 @@ from jax import Array
 
 from jaxgrpo.models.api import Constrain, KeyValue, Model, memory_per_layer, params_per_layer
 from jaxgrpo.models.attention import causal, decode
-from jaxgrpo.types import Params, Prompts, Rollouts, register
+from jaxgrpo.types import DecodeState, Params, Prompts, Rollouts
 
 
 class SamplingSettings(NamedTuple):
@@ -30,22 +30,6 @@ class SamplingSettings(NamedTuple):
     pad_token: int
     segment_tokens: int = 64  # tokens decoded between two looks of the host
     purpose: int = 0  # folded into the key: evaluation never repeats training's draws
-
-
-@register
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class DecodeState:
-    """All that decoding changes; donated from one segment to the next."""
-
-    index: Array  # [] int32, tokens decoded so far
-    token: Array  # [P, G] int32, the token fed next
-    done: Array  # [P, G] bool
-    tokens: Array  # [P, G, T] int32
-    logp: Array  # [P, G, T] float32
-    mask: Array  # [P, G, T] bool
-    memory: tuple[tuple[KeyValue, KeyValue], ...]  # per layer: (prompt, own)
-    prompt_length: Array  # [P] int32, tokens in the prompt's memory
-    keys: Array  # [P, G] keys, one per sample
 
 
 class Sampler(NamedTuple):

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 
 import jaxgrpo
 from jaxgrpo import config as configs
@@ -20,27 +19,44 @@ from jaxgrpo import runtime, sharding
 from jaxgrpo.advantages import AdvantageTransform
 from jaxgrpo.assembly import Setup, setup
 from jaxgrpo.config import Config
-from jaxgrpo.console import Display, facts
+from jaxgrpo.console import Display
 from jaxgrpo.errors import InputError
-from jaxgrpo.evaluation import Evaluate, make_evaluator
+from jaxgrpo.evaluation import Evaluate, evaluator_of
+from jaxgrpo.exporting import export, refuse_unknown_best
+from jaxgrpo.inputs import dropped_line
 from jaxgrpo.io import huggingface
 from jaxgrpo.io.checkpoints import Checkpoints, parameter_hash
-from jaxgrpo.io.tracking import RunFolder, read_metrics
+from jaxgrpo.io.tracking import RunFolder, read_metrics, read_samples
+from jaxgrpo.logbook import Logbook
 from jaxgrpo.metrics import finalise, merge
 from jaxgrpo.optimizers import current_rate
 from jaxgrpo.preparation import Prepared
-from jaxgrpo.rewarding import show_previews, with_logged
+from jaxgrpo.rewarding import with_logged
 from jaxgrpo.rewards import RewardLog
-from jaxgrpo.rollouts import completion_ids
+from jaxgrpo.rollouts import sample_rows
 from jaxgrpo.types import Rollouts, TrainState
 
 
 class Run(NamedTuple):
-    """A finished run."""
+    """A finished run, as its folder tells of it."""
 
     path: Path
     summary: dict[str, Any]
     state: TrainState
+
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
+        """The lines of metrics.jsonl, one per step."""
+        return read_metrics(self.path / "metrics.jsonl")
+
+    @property
+    def samples(self) -> list[dict[str, Any]]:
+        """The rows of the newest file of samples."""
+        return read_samples(self.path)
+
+    def export(self, out: str | Path, step: str | int = "last", dtype: str | None = None) -> Path:
+        """Writes a step's model as a Hugging Face folder; "best" by `checkpoint.keep_best`."""
+        return export(self.path, out, step, dtype)
 
 
 def train(
@@ -49,14 +65,15 @@ def train(
     resume: str | None = None,
     rewards: Sequence[Callable[..., Any] | str] | Mapping[str, Any] | None = None,
     advantage: AdvantageTransform | None = None,
-    dataset: Sequence[Mapping[str, Any]] | None = None,
+    dataset: Iterable[Any] | None = None,
 ) -> Run:
     """Trains as a config says, and writes everything into its run folder.
 
     Args:
       config: a Config, a TOML file, or a shipped config's name.
       resume: "auto" goes on from the newest checkpoint, or starts where there is none.
-      rewards, advantage, dataset: Python objects in the place of what the config names.
+      rewards, advantage, dataset: Python objects in the place of what the config names; the data
+        set a datasets.Dataset or a list of dicts, read by the config's data keys.
 
     Returns: the run; its model stands in `path / "model"` as a Hugging Face folder.
 
@@ -71,7 +88,7 @@ def train(
         refuse_other_config(folder, config)
         checkpoints = stack.enter_context(Checkpoints(folder.checkpoints, config.checkpoint.keep))
         parts = setup(config, rewards=rewards, advantage=advantage, dataset=dataset)
-        state, done = _first_or_restored(parts, checkpoints)
+        state, done, meta = _first_or_restored(parts, checkpoints)
         folder.rewind(done if checkpoints.latest() is not None else None)
         folder.write_config(configs.to_toml(config))
         folder.copy_code(config.own_files)
@@ -79,44 +96,16 @@ def train(
             Display(config.train.steps, done, active=jax.process_index() == 0)
         )
         display.say(line)
+        if parts.dropped:
+            display.say(dropped_line(config, len(parts.rows), parts.dropped))
         stack.enter_context(runtime.stop_signals())
-        loop = _Loop(parts, folder, checkpoints, display)
+        log = stack.enter_context(Logbook(config, folder, display, done))
+        loop = _Loop(parts, folder, checkpoints, display, log)
+        loop.best = tuple(meta["best"]) if meta.get("best") else None
         state = loop.run(state, done)
         checkpoints.wait()
         summary = loop.finish(state)
     return Run(Path(config.run.dir), summary, state)
-
-
-def dry_run(config: Config) -> None:
-    """Prints what `train` would do: config, devices, geometry, parameters, the first prompt."""
-    from rich.console import Console
-
-    console = Console(highlight=False)
-    console.print(runtime.start(config.mesh.platform))
-    parts = setup(config)
-    geometry = parts.parts.geometry
-    prompts, _ = parts.select(parts.state)
-    first = int(sharding.to_host(prompts.row)[0])
-    ids = parts.encoded[first]
-    count = sum(leaf.size for leaf in jax.tree.leaves(parts.state.trainable))
-    console.print(configs.to_toml(config), markup=False)
-    samples = geometry.num_prompts * geometry.group_size
-    facts(
-        console,
-        {
-            "mesh": ", ".join(f"{name} {size}" for name, size in parts.mesh.shape.items()),
-            "parameters": f"{count:,}",
-            "a step": f"{geometry.num_prompts} prompts x {geometry.group_size} samples = {samples} "
-            f"completions of at most {geometry.max_completion_tokens} tokens",
-            "an update": f"at most {geometry.micro_batches} micro-batches of {geometry.bins} bins "
-            f"x {geometry.rows} rows ({geometry.prompts_per_bin} prompts each)",
-            "data": f"{len(parts.rows)} rows, {config.train.steps} steps draw "
-            f"{config.train.steps * geometry.num_prompts}",
-            "rewards": ", ".join(f"{r.name} x {r.weight:g}" for r in parts.rewards),
-            "first prompt": f"row {first}, {len(ids)} tokens: {parts.tokenizer.decode(ids)!r}",
-        },
-    )
-    show_previews(console, parts.rewards, parts.rows[0], parts.tokenizer, config.train.steps)
 
 
 def refuse_other_config(folder: RunFolder, config: Config) -> None:
@@ -136,21 +125,33 @@ def refuse_other_config(folder: RunFolder, config: Config) -> None:
         )
 
 
-def _first_or_restored(parts: Setup, checkpoints: Checkpoints) -> tuple[TrainState, int]:
+def _first_or_restored(
+    parts: Setup, checkpoints: Checkpoints
+) -> tuple[TrainState, int, dict[str, Any]]:
+    """State, finished steps and what was saved beside it."""
     if checkpoints.latest() is None:
-        return parts.state, 0
-    state, _ = checkpoints.restore(parts.state)
-    return state, int(sharding.to_host(state.step))
+        return parts.state, 0, {}
+    state, meta = checkpoints.restore(parts.state)
+    return state, int(sharding.to_host(state.step)), meta
 
 
 class _Loop:
     """One run under way: what its steps share."""
 
-    def __init__(self, parts: Setup, folder: RunFolder, saved: Checkpoints, display: Display):
+    def __init__(
+        self,
+        parts: Setup,
+        folder: RunFolder,
+        saved: Checkpoints,
+        display: Display,
+        log: Logbook,
+    ):
         self.parts, self.folder, self.checkpoints, self.display = parts, folder, saved, display
+        self.log = log
         self.config = parts.config
         has_data = self.config.eval.data is not None
-        self.evaluate: Evaluate | None = make_evaluator(parts) if has_data else None
+        self.evaluate: Evaluate | None = evaluator_of(parts) if has_data else None
+        self.best: tuple[int, float] | None = None  # step and value, by checkpoint.keep_best
         self.started = time.monotonic()
         self.reported: set[str] = set()  # rewards whose failure was shown
         self.tokens = 0.0
@@ -159,16 +160,23 @@ class _Loop:
     def run(self, state: TrainState, done: int) -> TrainState:
         last = self.config.train.steps
         if done == 0 and self.evaluate:
-            self.folder.write_metrics(0, self._measure(state, 0))
+            self.log.step(0, self._measure(state, 0))
         for number in range(done + 1, last + 1):
             state = self._step(state, number)
             stop = runtime.stop_requested(number)
-            if stop or number == last or number % self.config.checkpoint.every == 0:
-                self.checkpoints.save(number, state, {"jaxgrpo": jaxgrpo.__version__})
+            is_best = self.best is not None and self.best[0] == number
+            due = is_best or _due(number, self.config.checkpoint.every)
+            if stop or number == last or due:
+                self._save(state, number)
             if stop and number < last:
                 self.checkpoints.wait()
                 raise runtime.StopRequested(self._how_to_go_on(number))
         return state
+
+    def _save(self, state: TrainState, number: int) -> None:
+        self.checkpoints.best = self.best[0] if self.best else None
+        meta = {"jaxgrpo": jaxgrpo.__version__, "best": self.best}
+        self.checkpoints.save(number, state, meta)
 
     def finish(self, state: TrainState) -> dict[str, Any]:
         """The model as a Hugging Face folder, and the summary."""
@@ -177,6 +185,7 @@ class _Loop:
         summary: dict[str, Any] = {
             "step": int(sharding.to_host(state.step)),
             "parameter_hash": parameter_hash(state.trainable),
+            "dropped_prompts": self.parts.dropped,
             "model": str(model),
             "metrics": str(self.folder.path / "metrics.jsonl"),
             "time/seconds": time.monotonic() - self.started,
@@ -185,7 +194,9 @@ class _Loop:
         if self.evaluate and runtime.is_main():
             base, trained = _evaluations(self.folder)
             summary |= {"base": base, "trained": trained}
-        self.folder.write_summary(summary)
+        if self.best:
+            summary["best"] = {"step": self.best[0], self.config.checkpoint.keep_best: self.best[1]}
+        summary = self.log.finish(summary)
         self.display.say(f"parameter hash {summary['parameter_hash']}")
         return summary
 
@@ -231,17 +242,32 @@ class _Loop:
         if self.evaluate and (last or _due(number, self.config.eval.every)):
             values |= self._measure(state, number)
         if _due(number, self.config.run.samples_every) or number == 1:
-            rows = sample_rows(self.parts, rollouts, prepared, number, extra)
-            self.folder.write_samples(number, rows)
-        self.folder.write_metrics(number, values)
+            weights = {reward.name: reward.weight for reward in self.parts.rewards}
+            rows = sample_rows(
+                self.parts.tokenizer, self.parts.rows, rollouts, prepared.advantage, number, extra
+            )
+            self.log.samples(number, rows, weights)
         self.display.step(number, values)
+        self.log.step(number, values)
 
     def _measure(self, state: TrainState, number: int) -> dict[str, float]:
         began = time.monotonic()
-        metrics = self.evaluate(self.parts.sync(state), number)  # pyright: ignore[reportOptionalCall]
+        evaluate = self.evaluate
+        assert evaluate is not None
+        metrics = evaluate(self.parts.sync(state), state.key, number).metrics
         self.display.evaluated(number, metrics)
+        self._note_best(number, metrics)
         named = {f"eval/{name}": value for name, value in metrics.items()}
         return named | {"time/evaluate": time.monotonic() - began}
+
+    def _note_best(self, number: int, metrics: Mapping[str, float]) -> None:
+        metric = self.config.checkpoint.keep_best
+        refuse_unknown_best(metric, metrics)
+        if metric is None or number == 0:
+            return
+        value = metrics[metric.removeprefix("eval/")]
+        if self.best is None or value > self.best[1]:
+            self.best = (number, value)
 
     def _how_to_go_on(self, number: int) -> str:
         source = self.config.source or self.folder.path / "config.toml"
@@ -264,44 +290,6 @@ class _Clock:
         spent = time.monotonic() - began
         self.seconds[f"time/{phase}"] = spent
         self.seconds["time/step"] = self.seconds.get("time/step", 0.0) + spent
-
-
-def sample_rows(
-    parts: Setup,
-    rollouts: Rollouts,
-    prepared: Prepared,
-    number: int,
-    extra: Mapping[str, Sequence[Any]] | None = None,
-) -> Iterator[dict[str, Any]]:
-    """The samples of a step as rows of samples/step_N.jsonl, in order. Called by every process.
-
-    Args:
-      extra: column -> a value per sample, what rewards logged beside their scores.
-    """
-    host: Rollouts = sharding.to_host(rollouts)
-    advantage = sharding.to_host(prepared.advantage)
-    groups, samples, steps = host.token_mask.shape
-    ids = completion_ids(
-        host.completion_tokens.reshape(-1, steps), host.token_mask.reshape(-1, steps)
-    )
-    texts = parts.tokenizer.batch_decode(ids, skip_special_tokens=True)
-    for p, g in np.ndindex(groups, samples):
-        at = p * samples + g
-        logged = {column: values[at] for column, values in (extra or {}).items()}
-        yield {
-            "step": number,
-            "ordinal": int(host.ordinal[p]),
-            "row": int(host.row[p]),
-            "sample": g,
-            "prompt": parts.rows[int(host.row[p])]["prompt"],
-            "completion": texts[at],
-            "completion_ids": ids[at],
-            "logps": host.behavior_logp[p, g, : len(ids[at])],
-            "rewards": {name: float(value[p, g]) for name, value in host.rewards.items()},
-            "advantage": float(advantage[p, g]),
-            "truncated": bool(host.truncated[p, g]),
-            **({"extra": logged} if logged else {}),
-        }
 
 
 def _evaluations(folder: RunFolder) -> tuple[dict[str, float], dict[str, float]]:

@@ -52,6 +52,22 @@ class Rollouts:
     fields: dict[str, Array]  # name -> [P, ...] or [P, G, ...]: what a method brings
 
 
+@register
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DecodeState:
+    """All that decoding changes; donated from one segment to the next."""
+
+    index: Array  # [] int32, tokens decoded so far
+    token: Array  # [P, G] int32, the token fed next
+    done: Array  # [P, G] bool
+    tokens: Array  # [P, G, T] int32
+    logp: Array  # [P, G, T] float32
+    mask: Array  # [P, G, T] bool
+    memory: Any  # per layer: (prompt, own), each models.api.KeyValue
+    prompt_length: Array  # [P] int32, tokens in the prompt's memory
+    keys: Array  # [P, G] keys, one per sample
+
+
 class RolloutSpec(NamedTuple):
     """What a transform may know before the first rollout: sizes, names, whether rows return."""
 

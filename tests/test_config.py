@@ -107,7 +107,14 @@ def test_nothing_changes_a_config():
         ('advantage=[{use="sing"}]', "advantage[0]: unknown part 'sing': did you mean 'sign'?"),
         ("data.path=task:aritmetic:train", "unknown task 'aritmetic': did you mean 'arithmetic'?"),
         ("data.path=task:arithmetic:trian", 'expected "task:arithmetic:train" or "task:arithmetic'),
-        ("data.path=rows.csv", "expected a .jsonl file, or a built-in task"),
+        ("data.path=rows.csv", "there is no such file; relative paths begin at the folder of"),
+        ("data.path=rows.txt", "does not exist; give a .jsonl, .csv or .parquet file, a folder"),
+        ("data.split=test", 'data.split: "task:arithmetic:train" has none; leave it out'),
+        ('data.prompt="{a"', "data.prompt = '{a': the brace at character 0 has no partner"),
+        ("data.chat_template=chat.jinja", "there is no such file; give a Jinja file"),
+        ("data.chat_template_kwargs=3", "= 3: expected a table, { name = value }"),
+        ("data.too_long=cut", 'data.too_long = "cut": expected "error" or "drop"'),
+        ("model.revision=v1", "is a local path; leave it out, or name a model on the hub"),
         ("eval.data=rows.jsonl", "there is no such file; relative paths begin at the folder of"),
         ("eval.every=5", "eval.every = 5: there is nothing to evaluate on; name eval.data"),
         ("loss.penalties_on=live", 'loss.penalties_on = "live": there is no penalty; add loss.kl'),
@@ -146,7 +153,7 @@ def test_missing_keys_are_named_with_what_belongs_there():
         config.from_dict({})
     found = caught.value.problems
     assert "rollout.group_size: missing; expected a whole number, 1 or more" in found
-    assert len(found) == 10
+    assert len(found) == 9
 
 
 def test_a_recipe_beside_a_chain_is_a_contradiction():
@@ -203,6 +210,36 @@ def test_paths_begin_at_the_folder_of_the_file_and_those_of_overrides_here(tmp_p
     assert got.resolve("task:arithmetic:train") == "task:arithmetic:train"
 
 
+def test_a_name_on_the_hub_stays_unless_a_path_of_that_name_is_there(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "rows.jsonl").touch()
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "model").mkdir()
+    named = ["model.path=Qwen/Qwen3-0.6B", "data.path=openai/gsm8k", "data.split=train"]
+    got = read(*named, "eval.data=data/rows.jsonl", "model.revision=v1.0")
+    assert (got.model.path, got.data.path) == ("Qwen/Qwen3-0.6B", "openai/gsm8k")
+    assert got.eval.data == f"{tmp_path}/data/rows.jsonl"
+    assert read("model.path=own/model").model.path == f"{tmp_path}/own/model"
+    assert read("model.path=./own/base").model.path == f"{tmp_path}/own/base"
+
+
+def test_an_empty_answer_and_a_table_of_any_names_are_values():
+    changes = ['data.answer=""', "data.chat_template_kwargs.enable_thinking=false"]
+    got = read(*changes)
+    assert got.data.answer == ""
+    assert got.data.chat_template_kwargs == {"enable_thinking": False}
+    assert config.resume_difference(read(), got) == [
+        'data.answer: "answer" -> ""',
+        "data.chat_template_kwargs.enable_thinking: not set -> false",
+    ]
+
+
+def test_system_text_without_a_template_is_refused():
+    (problem,) = problems("data.chat_template=none", "data.system=Be brief.")
+    assert 'data.system: nothing reads it where data.chat_template = "none"' in problem
+
+
 def test_a_written_config_is_read_back_equal(tmp_path):
     got = read(
         'advantage=[{use="sum_rewards", arithmetic=2.0}, {use="sign"}]',
@@ -211,6 +248,8 @@ def test_a_written_config_is_read_back_equal(tmp_path):
         "eval.prompts=5",
         "optimizer.b1=0.8",
         "train.rows_per_micro_batch=4",
+        "data.chat_template_kwargs.enable_thinking=false",
+        'data.prompt="{prompt} Think."',
     )
     file = tmp_path / "config.toml"
     file.write_text(config.to_toml(got))

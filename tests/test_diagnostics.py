@@ -10,7 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxgrpo.diagnostics import flat_share, group_metrics, iid_flat_share, live_groups, pass_at_k
+from jaxgrpo.diagnostics import (
+    completion_metrics,
+    flat_share,
+    group_metrics,
+    iid_flat_share,
+    live_groups,
+    pass_at_k,
+)
 from jaxgrpo.metrics import finalise
 
 NAN = np.nan
@@ -50,6 +57,51 @@ def test_several_rewards_are_weighed_and_need_all_to_be_scored():
     assert results(group_metrics(rewards))["reward"] == pytest.approx((1 + 1 + 3) / 3)
     with pytest.raises(ValueError, match="at least one reward whose weight is not 0"):
         group_metrics(rewards, {"a": 0.0, "b": 0.0})
+
+
+def test_each_reward_has_its_own_mean_deviation_and_share_of_unscored():
+    right = jnp.array([[0.0, 1.0], [1.0, NAN]])
+    metrics = results(group_metrics({"right": right, "none": jnp.full((2, 2), NAN)}))
+    assert metrics["rewards/right/mean"] == pytest.approx(2 / 3)
+    assert metrics["rewards/right/std"] == pytest.approx(np.std([0, 1, 1], ddof=1))
+    assert metrics["rewards/right/unscored"] == 0.25
+    assert metrics["rewards/none/unscored"] == 1.0
+    assert math.isnan(metrics["rewards/none/mean"])
+    assert math.isnan(metrics["rewards/none/std"])
+
+
+LENGTHS = np.array([[3, 1], [4, 4], [2, 2]])
+
+
+def test_lengths_are_counted_over_all_and_over_those_that_ended():
+    mask = jnp.arange(4)[None, None] < LENGTHS[..., None]
+    truncated = jnp.array([[False, False], [True, True], [False, False]])
+    metrics = results(jax.jit(completion_metrics)(jnp.zeros((3, 2, 4), int), mask, truncated))
+    assert metrics["num_tokens"] == 16
+    assert metrics["completions/mean_length"] == pytest.approx(16 / 6)
+    assert metrics["completions/min_length"] == 1
+    assert metrics["completions/max_length"] == 4
+    assert metrics["completions/mean_terminated_length"] == 2
+    assert metrics["completions/min_terminated_length"] == 1
+    assert metrics["completions/max_terminated_length"] == 3
+    assert metrics["completions/clipped_ratio"] == pytest.approx(1 / 3)
+
+
+def test_a_group_is_identical_where_all_its_samples_are_the_same_tokens():
+    tokens = jnp.array(
+        [
+            [[5, 6, 9], [5, 6, 7]],  # differ beyond the mask only
+            [[5, 6, 7], [5, 6, 0]],  # one is longer
+            [[5, 6, 7], [5, 1, 7]],
+            [[1, 2, 3], [1, 2, 3]],
+        ]
+    )
+    mask = jnp.array([[[1, 1, 0]] * 2, [[1, 1, 1], [1, 1, 0]], [[1, 1, 1]] * 2, [[1, 1, 1]] * 2])
+    truncated = jnp.zeros((4, 2), bool)
+    metrics = results(completion_metrics(tokens, mask.astype(bool), truncated))
+    assert metrics["groups/identical"] == 0.5
+    alone = results(completion_metrics(tokens[:, :1], mask[:, :1].astype(bool), truncated[:, :1]))
+    assert "groups/identical" not in alone
 
 
 def test_a_group_is_live_where_an_unmasked_value_is_not_zero():

@@ -39,8 +39,9 @@ FAST = words("sharding packing sampling prompts")
 STEPS = words("steps optimizers parts preparation")
 HOST = words("io rewards tasks")
 TOP = words(
-    "__init__ __main__ assembly cli config config_checks config_keys config_reading console doctor"
-    " evaluation gathering quickstart rewarding rollouts runtime training warmstart"
+    "__init__ __main__ alarms assembly cli config config_checks config_keys config_reading console"
+    " doctor evaluation exporting gathering inputs logbook planning quickstart reports"
+    " rewarding rollouts runtime training warmstart"
 )
 LAYERS = (
     Layer(BASE, BASE, words("jax jaxtyping")),

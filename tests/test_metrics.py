@@ -9,7 +9,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxgrpo.metrics import Max, Mean, accumulate_dtype, finalise, maximum, mean, merge
+from jaxgrpo.metrics import (
+    Max,
+    Mean,
+    accumulate_dtype,
+    empty_like,
+    finalise,
+    maximum,
+    mean,
+    merge,
+    minimum,
+)
 
 
 def test_merged_means_are_the_mean_of_the_whole_and_no_mean_of_means():
@@ -24,6 +34,7 @@ def test_masked_entries_may_hold_anything():
     mask = jnp.array([True, False, True, False])
     assert mean(value, mask).result() == 2
     assert maximum(value, mask).result() == 3
+    assert minimum(value, mask).result() == 1
     assert mean(value[:, None], jnp.array([[True], [False], [True], [False]])).result() == 2
 
 
@@ -38,6 +49,7 @@ def test_nothing_counted_is_told_from_zero():
     empty = jnp.zeros(2, bool)
     assert math.isnan(mean(jnp.ones(2), empty).result())
     assert maximum(jnp.ones(2), empty).result() == -math.inf
+    assert minimum(jnp.ones(2), empty).result() == math.inf
     assert maximum(jnp.ones(0)).result() == -math.inf
 
 
@@ -76,3 +88,13 @@ def test_metrics_pass_through_jit_and_loops():
     result = finalise(total(values))
     assert result["x"] == pytest.approx(values.mean(), abs=1e-6)
     assert result["top"] == values.max()
+
+
+def test_metrics_of_every_kind_add_up_from_nothing():
+    value = jnp.array([4, 7, 1, 9])
+    kinds = {"mean": mean, "max": maximum, "min": minimum}
+    whole = {name: kind(value) for name, kind in kinds.items()}
+    merged = empty_like(whole)
+    for part in (value[:1], value[1:]):
+        merged = merge(merged, {name: kind(part) for name, kind in kinds.items()})
+    assert finalise(merged) == finalise(whole) == {"mean": 5.25, "max": 9, "min": 1}

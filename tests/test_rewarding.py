@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import small_run
 
-from jaxgrpo import rollouts, training
+from jaxgrpo import planning, rollouts, training
 from jaxgrpo.errors import ConfigError, InputError
 from jaxgrpo.rewarding import resolve_rewards, with_logged
 from jaxgrpo.rewards import RewardError, RewardLog
@@ -96,7 +96,7 @@ def test_a_dry_run_shows_what_every_reward_gives_the_gold_answer_and_nothing(tmp
         {"use": f"{OWN}:digits"},
         {"use": "length", "name": "short", "max_tokens": 2, "cache": 2},
     ]
-    training.dry_run(small_run.config(tmp_path / "r", rewards=rewards))
+    planning.dry_run(small_run.config(tmp_path / "r", rewards=rewards))
     lines = capsys.readouterr().out.splitlines()
     (at,) = [i for i, line in enumerate(lines) if line.startswith("rewards on row 0, whose answer")]
     shown = [" ".join(line.split()) for line in lines[at + 1 : at + 4]]
@@ -112,9 +112,9 @@ def test_a_dry_run_ends_with_what_a_reward_raises(tmp_path, capsys):
     own.write_text("def broken(completions, **kw):\n    return [1 / len(c) for c in completions]\n")
     rewards: list[dict[str, Any]] = [{"use": f"{own}:broken"}]
     with pytest.raises(RewardError, match="broken raised ZeroDivisionError on completion 1"):
-        training.dry_run(small_run.config(tmp_path / "r", rewards=rewards))
+        planning.dry_run(small_run.config(tmp_path / "r", rewards=rewards))
     rewards[0]["on_error"] = "unscored"
-    training.dry_run(small_run.config(tmp_path / "r", rewards=rewards))
+    planning.dry_run(small_run.config(tmp_path / "r", rewards=rewards))
     assert "empty text: not scored; rewards.broken raised" in capsys.readouterr().out
 
 

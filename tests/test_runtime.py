@@ -23,8 +23,9 @@ from jax.experimental import multihost_utils
 from jaxgrpo import runtime
 
 def command():
-    print(runtime.start("cpu"), flush=True)
+    line = runtime.start("cpu")
     with runtime.stop_signals():
+        print(line, flush=True)  # from here on signals may come
         for step in range(1, 1000):
             multihost_utils.process_allgather(jnp.float32(step))
             if "fail" in sys.argv and step == 5:

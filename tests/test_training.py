@@ -11,7 +11,7 @@ import pytest
 import small_run
 
 from jaxgrpo import config as configs
-from jaxgrpo import training
+from jaxgrpo import planning, training
 from jaxgrpo.errors import InputError
 from jaxgrpo.io import huggingface
 from jaxgrpo.io.checkpoints import parameter_hash
@@ -192,7 +192,7 @@ def test_a_finished_run_can_be_trained_further(tmp_path):
 
 
 def test_a_dry_run_shows_config_geometry_and_the_first_prompt(tmp_path, capsys):
-    training.dry_run(small_run.config(tmp_path / "r"))
+    planning.dry_run(small_run.config(tmp_path / "r"))
     shown = capsys.readouterr().out
     for part in [
         "parameters",
@@ -203,3 +203,35 @@ def test_a_dry_run_shows_config_geometry_and_the_first_prompt(tmp_path, capsys):
     ]:
         assert part in shown
     assert not (tmp_path / "r").exists()
+
+
+def test_the_best_step_by_an_evaluation_stays_and_is_exported(tmp_path):
+    changes = {
+        "eval": {"data": "task:arithmetic:test", "every": 1, "prompts": 8, "samples": 4},
+        "checkpoint": {"every": 4, "keep": 1, "keep_best": "eval/mean_length"},
+        "optimizer": {"learning_rate": 0.02},
+        "train.steps": 4,
+    }
+    finished = training.train(small_run.config(tmp_path / "r", **changes))
+    lengths = [line["eval/mean_length"] for line in finished.metrics][1:]
+    best = 1 + int(np.argmax(lengths))
+    assert best < 4, "the example must not be at its best in the end"
+    assert finished.summary["best"] == {"step": best, "eval/mean_length": max(lengths)}
+    kept = sorted(int(folder.name) for folder in (tmp_path / "r" / "checkpoints").iterdir())
+    assert kept == [best, 4]
+    exported = finished.export(tmp_path / "best", step="best")
+    assert folder_hash(exported) != finished.summary["parameter_hash"]
+    assert folder_hash(finished.export(tmp_path / "last")) == finished.summary["parameter_hash"]
+    assert f"{best} of 4 steps" in (exported / "README.md").read_text()
+    half = finished.export(tmp_path / "half", dtype="bfloat16")
+    assert json.loads((half / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+def test_a_best_step_by_an_unknown_metric_is_refused_before_training(tmp_path):
+    changes = {
+        "eval": {"data": "task:arithmetic:test", "every": 1, "prompts": 4, "samples": 4},
+        "checkpoint.keep_best": "eval/acuracy",
+    }
+    with pytest.raises(InputError, match=r"did you mean .eval/accuracy"):
+        training.train(small_run.config(tmp_path / "r", **changes))
+    assert not (tmp_path / "r" / "metrics.jsonl").exists()

@@ -58,6 +58,7 @@ class Checkpoints:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: Future[None] | None = None
         self._newest: int | None = None  # what this object saved or restored last
+        self.best: int | None = None  # a step that stays beside the newest ones
 
     def __enter__(self) -> Checkpoints:
         return self
@@ -178,7 +179,8 @@ class Checkpoints:
                 files = {str(path.relative_to(home)): _fingerprint(path) for path in _files(home)}
                 write_atomically(self._manifest(step), json.dumps({"files": files}, indent=1))
                 for old in self.steps()[: -self.keep]:
-                    self._remove(old)
+                    if old != self.best:
+                        self._remove(old)
         except Exception as error:
             if jax.process_index() == 0 and not self._manifest(step).exists():
                 shutil.rmtree(home, ignore_errors=True)

@@ -11,7 +11,6 @@ import itertools
 import json
 import math
 import os
-import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -24,14 +23,13 @@ from jax.experimental import multihost_utils
 from jax.sharding import Sharding
 
 from jaxgrpo.errors import InputError
-from jaxgrpo.io import qwen3, weights
+from jaxgrpo.io import hub, qwen3, weights
 from jaxgrpo.models.api import Model
 from jaxgrpo.models.config import ModelConfig
 from jaxgrpo.types import Params
 
-HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")
-HUB_FILES = ("*.json", "*.safetensors", "*.txt", "*.jinja", "*.model")
 MAX_NAMES = 8  # tensors named in an error message
+MAX_REASON = 200  # characters of another library's message in ours
 
 
 def read_config(path: str | os.PathLike[str]) -> ModelConfig:
@@ -42,16 +40,29 @@ def read_config(path: str | os.PathLike[str]) -> ModelConfig:
     source = find_folder(path) / "config.json"
     if not source.is_file():
         raise InputError(f"{source} does not exist: give the folder of a Hugging Face model")
-    return qwen3.model_config(json.loads(source.read_text()), str(source))
+    try:
+        fields = json.loads(source.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise InputError(f"{source} is not JSON ({error}): copy the model folder anew") from error
+    return qwen3.model_config(fields, str(source))
 
 
 def read_tokenizer(path: str | os.PathLike[str]) -> Any:
-    """The tokenizer of a model folder, by transformers, from the folder's files alone."""
+    """The tokenizer of a model folder, by transformers, from the folder's files alone.
+
+    Raises: InputError where the folder holds none that can be read.
+    """
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(
-        find_folder(path), local_files_only=True, trust_remote_code=False
-    )
+    folder = find_folder(path)
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # transformers, tokenizers and json raise many kinds
+        reason = " ".join(str(error).split())[:MAX_REASON]
+        raise InputError(
+            f"{folder}: its tokenizer cannot be read ({type(error).__name__}: {reason}): put "
+            "tokenizer.json and tokenizer_config.json there, as tokenizer.save_pretrained writes"
+        ) from error
 
 
 def read_params(
@@ -99,6 +110,7 @@ def save_model(
     tokenizer: Any = None,
     generation_config: Mapping[str, Any] | None = None,
     max_shard_bytes: int = 5_000_000_000,
+    card: str | None = None,
 ) -> None:
     """Writes an ordinary Hugging Face folder, whole or not at all.
 
@@ -110,6 +122,7 @@ def save_model(
       tokenizer: anything with `save_pretrained(folder)`; its special tokens go into the configs.
       generation_config: fields of generation_config.json, over those the tokenizer gives.
       max_shard_bytes: weights beyond it are split over several files with an index.
+      card: text of the folder's README.md, the model card.
 
     Raises: InputError where Qwen3 cannot express the model, or `path` holds other files.
     """
@@ -127,6 +140,8 @@ def save_model(
             _write_configs(folder, {**fields, **tokens}, {**tokens, **(generation_config or {})})
             if tokenizer is not None:
                 tokenizer.save_pretrained(folder)
+            if card is not None:
+                (folder / "README.md").write_text(card, encoding="utf-8")
             weights.write_weights(folder, tensors, weights.plan_shards(sizes, max_shard_bytes))
     else:
         for _ in tensors:  # takes part in the gathers, keeps nothing
@@ -135,25 +150,23 @@ def save_model(
         multihost_utils.sync_global_devices("jaxgrpo save_model")
 
 
-def find_folder(path: str | os.PathLike[str]) -> Path:
+def find_folder(path: str | os.PathLike[str], revision: str | None = None) -> Path:
     """The local folder of a model: `path` itself, or the hub's files fetched into its cache.
+
+    Args:
+      revision: of the hub: a branch, tag or commit.
 
     Raises: InputError where `path` is neither a folder nor a model that the hub gives.
     """
     folder = Path(path).expanduser()
     if folder.is_dir():
         return folder
-    if not isinstance(path, str) or not HUB_NAME.fullmatch(path):
-        raise InputError(f"{path}: no such folder, and no hub name of the form owner/name")
-    from huggingface_hub import snapshot_download
-
-    try:
-        return Path(snapshot_download(path, allow_patterns=list(HUB_FILES)))
-    except Exception as error:  # the hub's library raises a dozen kinds, all with one remedy
+    if not isinstance(path, str) or not hub.is_name(path):
         raise InputError(
-            f"{path}: no such folder, and as a name on the hub it could not be fetched "
-            f"({type(error).__name__}: {error}): check the name, or give a local folder"
-        ) from error
+            f"model.path = {str(path)!r} is no folder: give one that holds a Hugging Face model, "
+            "or a name on the hub, owner/name"
+        )
+    return hub.fetch_model(path, revision)
 
 
 def _check_names(folder: Path, expected: set[str], files: Mapping[str, Any], tied: bool) -> None:

@@ -1,8 +1,9 @@
 """The run folder: what a run leaves on disk, readable after a kill at any moment.
 
     config.toml  summary.json  metrics.jsonl  samples/step_N.jsonl  checkpoints/  code/
+    report.html  tensorboard/  (reports/ and trackers.py)
 
-Files are the same bytes for the same run, apart from metrics whose names begin with "time/".
+The first are the same bytes for the same run, apart from metrics whose names begin with "time/".
 """
 
 from __future__ import annotations
@@ -61,7 +62,8 @@ def plain(value: Any, name: str = "value") -> Any:
 
 def write_atomically(path: Path, text: str) -> None:
     """Writes a whole file or nothing: a reader sees the old text or the new, never a part."""
-    temporary = path.with_name(path.name + ".tmp")
+    # Named by process: a run and `jaxgrpo report` may write the same report at the same time.
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     with open(temporary, "wb") as file:
         file.write(text.encode("utf-8", "backslashreplace"))
         file.flush()
@@ -79,6 +81,15 @@ def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     path = Path(path)
     file = path / "metrics.jsonl" if path.is_dir() else path
     return [entry for _, entry in _complete_lines(file)]
+
+
+def read_samples(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """The rows of the newest file of samples of a run; [] where there is none."""
+    files = Path(path, "samples").glob("step_*.jsonl")
+    newest = max(files, key=lambda file: int(file.stem.removeprefix("step_")), default=None)
+    if newest is None:
+        return []
+    return [json.loads(line) for line in newest.read_text(encoding="utf-8").splitlines()]
 
 
 def _complete_lines(file: Path) -> list[tuple[bytes, dict[str, Any]]]:

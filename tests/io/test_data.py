@@ -1,4 +1,4 @@
-"""Rows from files and tasks, and what is said about bad ones."""
+"""Rows with a prompt and an answer, their tokens, and what is said about bad ones."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from jaxgrpo.errors import InputError
-from jaxgrpo.io.data import encode_prompts, load_rows
+from jaxgrpo.io import data
+from jaxgrpo.io.conversations import make_chat
+from jaxgrpo.io.sources import Source
 
 
 @pytest.fixture
@@ -22,6 +24,15 @@ def write(tmp_path):
         return file
 
     return to_file
+
+
+def load_rows(path, prompt="prompt", answer="answer"):
+    return data.load_rows(Source(str(path)), prompt, answer)
+
+
+def prepare(prompts, tokenizer, longest, too_long="error"):
+    chat = make_chat(tokenizer, "auto", None, {}, "model")
+    return data.prepare([{"prompt": text} for text in prompts], chat, longest, too_long)
 
 
 def characters(begin: bool = False) -> PreTrainedTokenizerFast:
@@ -79,8 +90,24 @@ GOOD = {"prompt": "x", "answer": "y"}
             r"line 2: no column 'answer'; columns there: prompt; set data.an",
         ),
         (
-            ({"prompt": ["x"], "answer": 1},),
-            r"line 1: column 'prompt' holds list where a prompt is",
+            ({"prompt": 3, "answer": 1},),
+            r"line 1: column 'prompt' holds a number where a prompt is a text or a list of mess",
+        ),
+        (
+            (GOOD, {"prompt": None, "answer": 1}),
+            r"line 2: column 'prompt' holds nothing \(null\) where a prompt is",
+        ),
+        (
+            (GOOD, {"prompt": "x", "answer": 3}),
+            r"line 2: column 'answer' of several kinds: a number here, a text in .*line 1: write",
+        ),
+        (
+            (GOOD, {"prompt": [{"role": "user", "content": "x"}], "answer": "y"}),
+            r"line 2: prompts of several kinds: a list here, a text in .*line 1",
+        ),
+        (
+            ({"prompts": "x", "answer": 1},),
+            r"no column 'prompt' \(did you mean 'prompts'\?\); columns there: prompts, answer; set",
         ),
         (("", ""), r"rows.jsonl' holds no rows"),
     ],
@@ -97,39 +124,76 @@ def test_bytes_that_are_no_text_are_named_with_their_line(tmp_path):
         load_rows(file)
 
 
-def test_a_source_that_is_none_is_refused(tmp_path, write):
-    with pytest.raises(InputError, match=r"no.jsonl' does not exist \(looked for .*no.jsonl\)"):
-        load_rows(tmp_path / "no.jsonl")
-    (tmp_path / "folder.jsonl").mkdir()
-    with pytest.raises(InputError, match="is a folder"):
-        load_rows(tmp_path / "folder.jsonl")
-    with pytest.raises(InputError, match="no source of rows: give task:NAME:SPLIT"):
-        load_rows(write(GOOD, name="rows.csv"))
-    with pytest.raises(InputError, match="arithmetic"):
-        load_rows("task:arithmetics:train")
+def test_what_only_some_rows_have_is_none_in_the_others(write):
+    rows = load_rows(write({**GOOD, "level": 3}, {**GOOD, "source": "a"}))
+    assert [(row["level"], row["source"]) for row in rows] == [(3, None), (None, "a")]
+
+
+def test_a_template_makes_prompts_of_columns_and_rewards_still_get_the_columns(write):
+    file = write({"number 1": 3, "b": "4", "gold": 7}, {"number 1": 0.5, "b": "x", "gold": 1})
+    rows = load_rows(file, prompt="{{{number 1}+{b}}} Think.", answer="gold")
+    assert [row["prompt"] for row in rows] == ["{3+4} Think.", "{0.5+x} Think."]
+    assert rows[0] == {
+        "number 1": 3,
+        "b": "4",
+        "gold": 7,
+        "prompt": "{3+4} Think.",
+        "answer": 7,
+    }
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        (
+            "{promt} Think.",
+            r"line 1: no column 'promt' \(did you mean 'prompt'\?\); columns ",
+        ),
+        ("{prompt} {answer}", r"line 2: column 'answer' holds nothing \(null\) where data.prompt"),
+    ],
+)
+def test_a_template_that_a_row_cannot_fill_names_the_row(write, prompt, message):
+    with pytest.raises(InputError, match=message):
+        load_rows(write(GOOD, {"prompt": "x", "answer": None}), prompt=prompt)
 
 
 def test_prompts_become_the_tokens_the_tokenizer_gives():
-    rows = [{"prompt": "abc"}, {"prompt": "z"}]
-    plain = encode_prompts(rows, characters(), 3)
+    plain = prepare(["abc", "z"], characters(), 3).encoded
     assert [tokens.tolist() for tokens in plain] == [[1, 2, 3], [26]]
     assert all(tokens.dtype == np.int32 for tokens in plain)
-    begun = encode_prompts(rows, characters(begin=True), 4)
+    begun = prepare(["abc", "z"], characters(begin=True), 4).encoded
     assert [tokens.tolist() for tokens in begun] == [[0, 1, 2, 3], [0, 26]]
 
 
+def test_special_tokens_come_from_the_template_or_the_tokenizer_and_never_twice():
+    tokenizer = characters(begin=True)
+    tokenizer.chat_template = "{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    assert prepare(["ab"], tokenizer, 8).encoded[0].tolist() == [0, 1, 2]
+
+
 def test_prompts_that_are_too_long_are_counted_and_the_longest_named():
-    rows = [{"prompt": text} for text in ("abc", "abcd", "a", "abcdef")]
     message = (
         r"2 of 4 prompts are longer than rollout.max_prompt_tokens = 3 "
-        r"\(the longest, row 3, has 6 tokens\): set it to 6"
+        r"\(the longest, row 3, has 6 tokens\): set it to 6, or data.too_long to \"drop\""
     )
     with pytest.raises(InputError, match=message):
-        encode_prompts(rows, characters(), 3)
+        prepare(["abc", "abcd", "a", "abcdef"], characters(), 3)
+
+
+def test_prompts_that_are_too_long_are_left_out_on_request_and_counted():
+    got = prepare(["abc", "abcd", "a", "abcdef"], characters(), 3, "drop")
+    assert [row["prompt"] for row in got.rows] == ["abc", "a"]
+    assert [len(tokens) for tokens in got.encoded] == [3, 1]
+    assert got.dropped == 2
+    assert prepare(["abc"], characters(), 3, "drop").dropped == 0
+
+
+def test_leaving_out_every_prompt_is_an_error():
+    with pytest.raises(InputError, match=r"2 of 2 prompts are longer .* set it to 5$"):
+        prepare(["abcd", "abcde"], characters(), 3, "drop")
 
 
 @pytest.mark.parametrize("begin", [False, True])
 def test_an_empty_prompt_is_refused(begin):
-    rows = [{"prompt": "abc"}, {"prompt": ""}]
     with pytest.raises(InputError, match=r"1 of 2 prompts are empty .*the first is row 1, ''"):
-        encode_prompts(rows, characters(begin), 8)
+        prepare(["abc", ""], characters(begin), 8)

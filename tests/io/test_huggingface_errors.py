@@ -171,9 +171,9 @@ def test_pickles_damaged_files_and_missing_shards_are_refused(copy):
 
 
 def test_a_path_that_is_no_folder_says_what_it_was_taken_for(tmp_path):
-    with pytest.raises(InputError, match="no such folder, and no hub name"):
+    with pytest.raises(InputError, match="is no folder: give one that holds a Hugging Face model"):
         read_config(tmp_path / "absent")
-    with pytest.raises(InputError, match="nobody/absent: no such folder, and as a name on the hub"):
+    with pytest.raises(InputError, match="'nobody/absent' is no local path, and as a model"):
         read_config("nobody/absent")  # the tests run with the hub switched off
     with pytest.raises(InputError, match=r"config\.json does not exist"):
         read_config(tmp_path)

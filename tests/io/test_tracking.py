@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import subprocess
 from pathlib import Path
 
@@ -205,7 +206,9 @@ def test_the_summary_is_replaced_as_a_whole(tmp_path):
 def test_an_interrupted_write_leaves_the_old_file(tmp_path):
     file = tmp_path / "summary.json"
     write_atomically(file, "old")
-    (tmp_path / "summary.json.tmp").mkdir()  # so that the write fails before it replaces anything
+    (
+        tmp_path / f"summary.json.{os.getpid()}.tmp"
+    ).mkdir()  # so that the write fails before it replaces anything
     with pytest.raises(IsADirectoryError):
         write_atomically(file, "new")
     assert file.read_text() == "old"

@@ -1,0 +1,1 @@
+"""Benchmarks: `python -m benchmarks.NAME` prints device, ceiling, a table, and one line of JSON."""

@@ -1,0 +1,55 @@
+"""What benchmarks share: the device and its ceiling, quiet timing, the last line of JSON."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+def describe() -> dict[str, Any]:
+    """Device, versions and commit."""
+    device = jax.devices()[0]
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
+    ).stdout.strip()
+    return {
+        "device": f"{len(jax.devices())} x {device.device_kind} ({device.platform})",
+        "jax": jax.__version__,
+        "commit": commit or "unknown",
+    }
+
+
+def timed(function: Callable[..., Any], *arguments: Any) -> tuple[Any, float]:
+    """What a call returns, awaited, and its wall-clock seconds."""
+    began = time.perf_counter()
+    result = jax.block_until_ready(function(*arguments))
+    return result, time.perf_counter() - began
+
+
+def matmul_rate(rows: int, inner: int, columns: int, repeats: int = 5) -> float:
+    """FLOP/s that JAX reaches here for one float32 product of this shape: the ceiling."""
+    left = jnp.ones((rows, inner), jnp.float32)
+    right = jnp.ones((inner, columns), jnp.float32)
+    product = jax.jit(jnp.matmul)
+    jax.block_until_ready(product(left, right))
+    return 2 * rows * inner * columns / min(timed(product, left, right)[1] for _ in range(repeats))
+
+
+def interval(values: list[float], seed: int = 0) -> tuple[float, float, float]:
+    """Median with its 95% bootstrap interval."""
+    array = np.asarray(values)
+    draws = np.random.default_rng(seed).integers(0, len(array), (2000, len(array)))
+    low, high = np.percentile(np.median(array[draws], axis=1), [2.5, 97.5])
+    return float(np.median(array)), float(low), float(high)
+
+
+def report(result: Mapping[str, Any]) -> None:
+    """The last line of every benchmark."""
+    print(json.dumps(result))

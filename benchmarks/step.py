@@ -1,0 +1,134 @@
+"""Seconds of one training step, by phase, on workloads with exact lengths.
+
+    python -m benchmarks.step [--model S|M|V] [--workload A|B] [--repeats 5]
+
+Models and workloads are those of the comparison with TRL and Tunix: every completion has its full
+length, one update per batch, float32 AdamW, no reward but a random one. The floor is the arithmetic
+of the matrix products with each prompt computed once, at the rate that JAX reaches here for a large
+product; attention, softmax and memory traffic are not in it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+
+from benchmarks.common import describe, interval, matmul_rate, report, timed
+from jaxgrpo import advantages, losses, sharding
+from jaxgrpo.assembly import first_state
+from jaxgrpo.models import decoder
+from jaxgrpo.models.config import ModelConfig
+from jaxgrpo.packing import Geometry
+from jaxgrpo.parts import Objective, Parts
+from jaxgrpo.prompts import host_prompts, sequential
+from jaxgrpo.rollouts import put_prompts
+from jaxgrpo.sampling import SamplingSettings
+from jaxgrpo.steps import build_steps
+
+MODELS = {  # hidden, layers, vocabulary
+    "S": (256, 4, 512),
+    "M": (512, 8, 4096),
+    "V": (256, 4, 151_936),
+}
+WORKLOADS = {  # prompts, samples, prompt tokens, completion tokens
+    "A": (8, 8, 64, 128),
+    "B": (4, 16, 256, 64),
+}
+
+
+def model_config(name: str) -> ModelConfig:
+    hidden, layers, vocab = MODELS[name]
+    return ModelConfig(
+        vocab_size=vocab,
+        hidden_size=hidden,
+        intermediate_size=3 * hidden,
+        num_layers=layers,
+        num_heads=hidden // 64,
+        num_kv_heads=hidden // 128,
+        head_dim=64,
+    )
+
+
+def floor_flops(name: str, workload: str) -> float:
+    """Matrix-product FLOPs of one step: prefill, decode, and an update of three times that."""
+    hidden, layers, vocab = MODELS[name]
+    prompts, samples, prompt, completion = WORKLOADS[workload]
+    heads = hidden // 64
+    attention = hidden * 64 * (2 * heads + 2 * (heads // 2))
+    body = layers * (attention + 3 * hidden * 3 * hidden)
+    sampled = prompts * samples * completion
+    generate = 2 * (body * (prompts * prompt + sampled) + hidden * vocab * sampled)
+    return 4 * generate
+
+
+def build(name: str, workload: str, rows: int | None) -> tuple[Parts, Any]:
+    prompts, samples, prompt, completion = WORKLOADS[workload]
+    mesh = sharding.make_mesh()
+    model = decoder.build(model_config(name), constrain=sharding.constrain(mesh))
+    parts = Parts(
+        model=model,
+        chain=advantages.build("grpo"),
+        objective=Objective(losses.clip(), losses.token_mean()),
+        optimizer=optax.adamw(1e-6),
+        geometry=Geometry(prompts, samples, prompt, completion, 1, rows or prompts * samples),
+        sampling=SamplingSettings(samples, completion, 1.0, (), 0, completion),
+        mesh=mesh,
+    )
+    layout = sharding.param_shardings(mesh, model.axes, model.shapes)
+    params = jax.jit(model.init, out_shardings=layout)(jax.random.key(0))
+    return parts, first_state(parts, params, sequential(), 1000, 0, ("reward",))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", choices=MODELS, default="S")
+    parser.add_argument("--workload", choices=WORKLOADS, default="A")
+    parser.add_argument("--rows", type=int, help="rows per micro-batch; all by default")
+    parser.add_argument("--repeats", type=int, default=5)
+    arguments = parser.parse_args()
+    about = describe()
+    rate = matmul_rate(2048, 2048, 2048)
+    flops = floor_flops(arguments.model, arguments.workload)
+    print(f"{about['device']}, jax {about['jax']}, {rate / 1e9:.0f} GFLOP/s in a 2048^3 product")
+    parts, state = build(arguments.model, arguments.workload, arguments.rows)
+    spent = measure(parts, state, arguments.repeats)
+    floor = flops / rate
+    result: dict[str, Any] = {**about, "model": arguments.model, "workload": arguments.workload}
+    for phase, values in spent.items():
+        median, low, high = interval(values)
+        print(f"{phase:8} {median:7.3f} s  [{low:.3f}, {high:.3f}]")
+        result[phase] = median
+    print(f"floor    {floor:7.3f} s, {result['step'] / floor:.2f} times below the step")
+    report({**result, "floor": floor, "gflops": rate / 1e9})
+
+
+def measure(parts: Parts, state: Any, repeats: int) -> dict[str, list[float]]:
+    """Seconds of each phase, the first (compiling) step left out."""
+    steps, geometry = build_steps(parts), parts.geometry
+    rng = np.random.default_rng(0)
+    shape = (geometry.num_prompts, geometry.max_prompt_tokens)
+    order = np.arange(geometry.num_prompts)
+    tokens = rng.integers(2, parts.model.config.vocab_size, shape)
+    prompts = put_prompts(parts.mesh, host_prompts(tokens, np.ones(shape, bool), order, order, 0))
+    spent: dict[str, list[float]] = {"sample": [], "prepare": [], "update": [], "step": []}
+    for step in range(repeats + 1):
+        rollouts, sample = timed(steps.sample, steps.sync(state), prompts, state.key)
+        reward = rng.normal(size=(geometry.num_prompts, geometry.group_size)).astype(np.float32)
+        placed = sharding.put(reward, sharding.named(parts.mesh, "bins", None))
+        rollouts = dataclasses.replace(rollouts, rewards={"reward": placed})
+        (state, prepared), prepare = timed(steps.prepare, state, rollouts)
+        (state, _), update = timed(steps.update, state, prepared.batch)
+        if step:
+            phases = (sample, prepare, update, sample + prepare + update)
+            for name, value in zip(spent, phases, strict=True):
+                spent[name].append(value)
+    return spent
+
+
+if __name__ == "__main__":
+    main()

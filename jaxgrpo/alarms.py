@@ -1,0 +1,286 @@
+"""Warnings: what the metrics of a run say is going wrong, with the cause and the remedy.
+
+A pure function of the lines of metrics.jsonl: `see` takes one line after the other, `replay` all.
+Each warning is given once, when it begins; it can begin again once it has cleared. A threshold is
+held against the mean of the last few steps, and clears at CLEARS of itself, so that one odd step
+neither raises nor repeats it.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+CLEARS = 0.9
+"""A warning ends where its metric is no more than this share of the threshold."""
+
+EVALUATION_FALL = 0.05
+"""eval/accuracy this far below its best is a fall."""
+
+WINDOW = 5
+"""Steps of reward compared on either side of a fall: after the best evaluation, and before now."""
+
+DEVIATIONS = 2.0
+"""The reward rises where the two means differ by more than so many standard errors."""
+
+Line = Mapping[str, Any]
+"""One line of metrics.jsonl: {"step": n, name: number or None, ...}."""
+
+
+class Rule(NamedTuple):
+    """A threshold: raised where the mean of `metric` over the last `steps` steps is above it."""
+
+    name: str
+    metric: str  # one "*" stands for the name of a reward
+    above: float
+    says: str  # {value} is the mean, {star} what "*" stands for
+    remedy: str
+    steps: int = 3
+    hides: tuple[str, ...] = ()  # rules that say the same in weaker words
+
+
+RULES = (
+    Rule(
+        "no end",
+        "completions/clipped_ratio",
+        0.999,
+        "no completion ends: all are cut at the length limit",
+        "raise rollout.max_completion_tokens; if texts run on past the answer, the tokenizer's end "
+        "token is not the one that the model was trained to write",
+        hides=("truncated",),
+    ),
+    Rule(
+        "truncated",
+        "completions/clipped_ratio",
+        0.5,
+        "{value:.0%} of completions are cut at the length limit",
+        "raise rollout.max_completion_tokens, or ask for shorter answers",
+    ),
+    Rule(
+        "all fail",
+        "groups/all_fail",
+        0.9,
+        "in {value:.0%} of groups every sample fails alike: there is nothing to learn from",
+        "read samples/: does the model see its format, does the reward accept a right answer? "
+        "Else take easier prompts, a larger rollout.group_size or a denser reward",
+        hides=("flat",),
+    ),
+    Rule(
+        "all pass",
+        "groups/all_pass",
+        0.9,
+        "in {value:.0%} of groups every sample earns the same, above 0: nothing is left to learn",
+        "where answers are right take harder prompts, or stop; else the reward cannot tell them "
+        "apart",
+        hides=("flat",),
+    ),
+    Rule(
+        "flat",
+        "frac_reward_zero_std",
+        0.9,
+        "in {value:.0%} of groups all rewards are equal, so their advantage is 0",
+        "take prompts of middle difficulty, a larger rollout.group_size or a denser reward",
+    ),
+    Rule(
+        "unscored",
+        "rewards/*/unscored",
+        0.1,
+        "the reward {star} could not score {value:.0%} of completions",
+        "see which in samples/ (null) and mend the reward, or the columns it reads",
+    ),
+    Rule(
+        "identical",
+        "groups/identical",
+        0.9,
+        "in {value:.0%} of groups all completions are the same",
+        "where they are right these prompts are learnt; else the policy has collapsed: raise "
+        "rollout.temperature, lower optimizer.learning_rate or add loss.kl",
+        hides=("all pass", "flat"),
+    ),
+    Rule(
+        "mismatch",
+        "sampling/sampling_logp_difference/mean",
+        0.05,  # NeMo-RL's alarm: mean exp|difference| above 1.05
+        "sampler and trainer disagree by {value:.2g} nats per token about the same texts",
+        'set model.dtype = "float32" to see whether it is rounding, or loss.proximal = "trainer" '
+        "to keep it out of the ratio",
+        hides=("ratio", "policy kl"),
+    ),
+    Rule(
+        "ratio",
+        "ratio_max",
+        10.0,
+        "the ratio of current to sampling policy reaches {value:.3g}",
+        "lower optimizer.learning_rate",
+    ),
+    Rule(
+        "policy kl",
+        "policy_kl",
+        0.1,
+        "the policy is {value:.2g} nats per token from the one that sampled",
+        "lower optimizer.learning_rate",
+    ),
+    Rule(
+        "kl",
+        "kl",
+        1.0,
+        "the policy is {value:.2g} nats per token from the reference",
+        "lower optimizer.learning_rate, or raise loss.kl.beta",
+    ),
+    Rule(
+        "not finite",
+        "skipped_updates/not_finite",
+        0.0,
+        "a gradient was not finite, and its update was left out",
+        "lower optimizer.learning_rate; look at the rewards of this step",
+        steps=1,
+    ),
+)
+EVALUATION = "evaluation falls"
+"""The rule that is no threshold: eval/accuracy falls while reward rises."""
+
+NAMES = (*(rule.name for rule in RULES), EVALUATION)
+_KEPT = max(WINDOW, *(rule.steps for rule in RULES))
+
+
+class Alarm(NamedTuple):
+    """A warning, at the step where it began."""
+
+    name: str  # of its rule, with the reward it is about
+    step: int
+    text: str
+
+
+class _Evaluated(NamedTuple):
+    step: int
+    accuracy: float
+    rewards_after: tuple[float, ...] = ()  # of the first steps after it
+
+
+class State(NamedTuple):
+    """What is remembered of the lines seen: no more than the rules read."""
+
+    recent: tuple[Line, ...] = ()
+    evaluated: tuple[_Evaluated, ...] = ()
+    active: frozenset[str] = frozenset()
+
+
+def see(state: State, line: Line) -> tuple[State, tuple[Alarm, ...]]:
+    """(state after this line, the warnings that begin with it)."""
+    recent = (*state.recent, line)[-_KEPT:] if line["step"] > 0 else state.recent
+    evaluated = _with_reward(state.evaluated, line)
+    if (accuracy := _number(line, "eval/accuracy")) is not None:
+        evaluated = (*evaluated, _Evaluated(line["step"], accuracy))
+    state = State(recent, evaluated, state.active)
+    holds = _thresholds(state) | _evaluation(state, line)
+    hidden = {name for rule in RULES if rule.name in holds for name in rule.hides}
+    active = frozenset(holds.keys() - hidden)
+    begun = tuple(
+        Alarm(name, line["step"], text)
+        for name, text in holds.items()
+        if name in active - state.active
+    )
+    return state._replace(active=active), begun
+
+
+def replay(lines: Iterable[Line]) -> tuple[State, list[Alarm]]:
+    """(state after the last line, all warnings in their order)."""
+    state, alarms = State(), []
+    for line in lines:
+        state, begun = see(state, line)
+        alarms += begun
+    return state, alarms
+
+
+def count(alarms: Sequence[Alarm]) -> dict[str, int]:
+    """How often each warning was given."""
+    return dict(Counter(alarm.name for alarm in alarms))
+
+
+def _thresholds(state: State) -> dict[str, str]:
+    """name -> text of the rules that hold."""
+    holds = {}
+    for rule in RULES:
+        for metric in _names(rule.metric, state.recent):
+            star = metric.removeprefix("rewards/").removesuffix("/unscored")
+            name = f"{rule.name} {star}" if "*" in rule.metric else rule.name
+            values = [_number(line, metric) for line in state.recent[-rule.steps :]]
+            known = [value for value in values if value is not None]
+            if len(known) < rule.steps:  # too little is known to begin or to end
+                if name in state.active:
+                    holds[name] = ""
+                continue
+            value = _mean(known)
+            limit = rule.above * (CLEARS if name in state.active else 1)
+            # Metrics are float32: a tenth of them is 0.1000000015.
+            if value > limit and not math.isclose(value, limit, rel_tol=1e-6):
+                over = f" over {rule.steps} steps" if rule.steps > 1 else ""
+                says = rule.says.format(value=value, star=star)
+                seen = f"{metric} = {value:.3g}, above {rule.above:g}{over}"
+                holds[name] = f"{says} ({seen}): {rule.remedy}"
+    return holds
+
+
+def _names(pattern: str, lines: Sequence[Line]) -> list[str]:
+    if "*" not in pattern:
+        return [pattern]
+    return fnmatch.filter(lines[-1], pattern) if lines else []
+
+
+def _evaluation(state: State, line: Line) -> dict[str, str]:
+    """The text of the fall of eval/accuracy below its best while reward rises, if it is one."""
+    if _number(line, "eval/accuracy") is None:
+        return {EVALUATION: ""} if EVALUATION in state.active else {}
+    now = state.evaluated[-1]
+    best = max(state.evaluated, key=lambda entry: entry.accuracy)
+    rewards = [_number(entry, "reward") for entry in state.recent[-WINDOW:]]
+    rise = _rise(best.rewards_after, [value for value in rewards if value is not None])
+    if now.accuracy > best.accuracy - EVALUATION_FALL or rise is None:
+        return {}
+    return {
+        EVALUATION: f"evaluation falls while reward rises (eval/accuracy = {now.accuracy:.3f}, "
+        f"{best.accuracy:.3f} at step {best.step}; reward up by {rise:.3g}): the reward is being "
+        "earned without the skill: read samples/, mend the reward, add loss.kl, or take the model "
+        f"of step {best.step}"
+    }
+
+
+def _with_reward(evaluated: tuple[_Evaluated, ...], line: Line) -> tuple[_Evaluated, ...]:
+    """The evaluations, with this step's reward where it is among the first after one."""
+    reward = _number(line, "reward")
+    if reward is None:
+        return evaluated
+    return tuple(
+        entry._replace(rewards_after=(*entry.rewards_after, reward))
+        if len(entry.rewards_after) < WINDOW
+        else entry
+        for entry in evaluated
+    )
+
+
+def _rise(before: Sequence[float], after: Sequence[float]) -> float | None:
+    """The difference of the means; None unless it is more than DEVIATIONS standard errors."""
+    if min(len(before), len(after)) < 3:
+        return None
+    difference = _mean(after) - _mean(before)
+    error = math.sqrt(_squared_error(before) + _squared_error(after))
+    return difference if difference > DEVIATIONS * error else None
+
+
+def _mean(values: Sequence[float]) -> float:
+    return math.fsum(values) / len(values)
+
+
+def _squared_error(values: Sequence[float]) -> float:
+    """The squared standard error of the mean."""
+    centre = _mean(values)
+    return math.fsum((value - centre) ** 2 for value in values) / (len(values) - 1) / len(values)
+
+
+def _number(line: Line, name: str) -> float | None:
+    """The value of a metric where it is a finite number."""
+    value = line.get(name)
+    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None

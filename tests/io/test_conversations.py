@@ -1,0 +1,135 @@
+"""Chat templates and message lists: what the model reads, and what rewards get."""
+
+from __future__ import annotations
+
+import gsm8k
+import pytest
+
+from jaxgrpo.errors import InputError
+from jaxgrpo.io import data
+from jaxgrpo.io.conversations import for_rewards, make_chat, messages_of, write
+
+USER = {"role": "user", "content": "2+2?"}
+BEGUN = {"role": "assistant", "content": "It is"}
+TURN = "<|im_start|>user\n2+2?<|im_end|>\n"
+OPENED = "<|im_start|>assistant\n"
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    return gsm8k.tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+@pytest.fixture
+def bare(tokenizer, monkeypatch):
+    monkeypatch.setattr(tokenizer, "chat_template", None)
+    return tokenizer
+
+
+def chat_of(tokenizer, choice="auto", system=None, **options):
+    return make_chat(tokenizer, str(choice), system, options, "base")
+
+
+def test_a_text_becomes_one_user_message_after_the_system_text(tokenizer):
+    assert write(chat_of(tokenizer), "2+2?", "row 0") == TURN + OPENED
+    brief = write(chat_of(tokenizer, system="Be brief."), "2+2?", "row 0")
+    assert brief == "<|im_start|>system\nBe brief.<|im_end|>\n" + TURN + OPENED
+
+
+def test_a_conversation_goes_as_it_is_and_options_reach_the_template(tokenizer):
+    chat = chat_of(tokenizer, enable_thinking=False)
+    assert write(chat, [USER], "row 0") == TURN + OPENED + "<think>\n\n</think>\n\n"
+    assert write(chat_of(tokenizer, enable_thinking=True), [USER], "row 0") == TURN + OPENED
+
+
+def test_a_last_message_by_the_assistant_is_gone_on_with(tokenizer):
+    assert write(chat_of(tokenizer), [USER, BEGUN], "row 0") == TURN + OPENED + "It is"
+
+
+def test_tokens_are_those_of_transformers_own_chat_encoding(tokenizer):
+    prompts = [[USER], [USER, {**BEGUN, "content": "4"}, USER]]
+    rows = [{"prompt": prompt} for prompt in prompts]
+    ours = [ids.tolist() for ids in data.encode(rows, chat_of(tokenizer))]
+    theirs = tokenizer.apply_chat_template(prompts, add_generation_prompt=True, return_dict=False)
+    assert ours == theirs
+    assert ours[0][0] == tokenizer.convert_tokens_to_ids(gsm8k.BEGIN)
+
+
+def test_without_a_template_texts_go_as_they_are(tokenizer, bare):
+    for chat in (chat_of(bare), chat_of(tokenizer, "none")):
+        assert write(chat, "2+2?", "row 0") == "2+2?"
+        with pytest.raises(InputError, match=r"row 3: the prompt is a list of messages, but there"):
+            write(chat, [USER], "row 3")
+
+
+def test_a_file_takes_the_place_of_the_tokenizers_template(tokenizer, tmp_path):
+    file = tmp_path / "chat.jinja"
+    file.write_text("{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}")
+    assert write(chat_of(tokenizer, file), "ü", "row 0") == "[user]ü"
+
+
+def test_system_text_and_options_need_a_template_that_reads_them(tokenizer, bare, tmp_path):
+    with pytest.raises(InputError, match=r"data.system is given, .* tokenizer of base has none"):
+        chat_of(bare, system="Be brief.")
+    with pytest.raises(InputError, match=r"data\.chat_template_kwargs is given, but there is"):
+        chat_of(bare, enable_thinking=False)
+    (tmp_path / "chat.jinja").write_text(gsm8k.CHAT_TEMPLATE)
+    file = tmp_path / "chat.jinja"
+    with pytest.raises(InputError, match=r"enable_thinkin: .* does not read it; did you mean 'e"):
+        chat_of(bare, file, enable_thinkin=False)
+    with pytest.raises(InputError, match="add_generation_prompt: the role of a prompt's last mess"):
+        chat_of(bare, file, add_generation_prompt=False)
+
+
+def test_two_system_messages_are_refused(tokenizer):
+    with pytest.raises(InputError, match=r"row 2: the conversation opens with a system message"):
+        write(chat_of(tokenizer, system="A."), [{"role": "system", "content": "B."}, USER], "row 2")
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("{{ raise_exception('no system role') }}", r"fails \(TemplateError: no system role\)"),
+        ("a\n{% for %}", r"fails in line 2 \(TemplateSyntaxError: "),
+        ("{{ messages[0].nothing.here }}", r"fails \(UndefinedError: "),
+    ],
+)
+def test_a_template_that_fails_is_named_with_its_row_and_reason(
+    tokenizer, tmp_path, template, message
+):
+    (tmp_path / "chat.jinja").write_text(template)
+    with pytest.raises(InputError, match=rf"row 5: the chat template .*chat.jinja {message}"):
+        write(chat_of(tokenizer, tmp_path / "chat.jinja"), "x", "row 5")
+
+
+def test_a_template_file_that_cannot_be_read_is_refused(tokenizer, tmp_path):
+    with pytest.raises(InputError, match=r"no.jinja' cannot be read \(FileNotFoundError\)"):
+        chat_of(tokenizer, tmp_path / "no.jinja")
+    (tmp_path / "bytes.jinja").write_bytes(b"\xff")
+    with pytest.raises(InputError, match=r"cannot be read \(UnicodeDecodeError\)"):
+        chat_of(tokenizer, tmp_path / "bytes.jinja")
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ([], "line 4 holds no message"),
+        (["2+2?"], r"line 4, message 0: expected \{\"role\": \"user\", .* but got '2\+2\?'"),
+        ([USER, {"role": "user"}], "line 4, message 1: expected"),
+        ([{"role": "user", "content": [{"type": "image"}]}], "line 4, message 0: expected"),
+    ],
+)
+def test_what_is_no_conversation_is_refused_with_its_place(value, message):
+    with pytest.raises(InputError, match=message):
+        messages_of(value, "line 4")
+
+
+def test_rewards_get_texts_for_texts_and_messages_for_messages():
+    assert for_rewards(["2+2="], ["4"]) == (["2+2="], ["4"])
+    prompts, completions = for_rewards([[USER], [USER, BEGUN]], ["4", " 4"])
+    assert prompts == [[USER], [USER]]
+    assert completions == [
+        [{"role": "assistant", "content": "4"}],
+        [{"role": "assistant", "content": "It is 4"}],
+    ]
+    assert for_rewards([], []) == ([], [])

@@ -1,0 +1,186 @@
+"""Rows from CSV and Parquet files, folders, the hub and Python."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import datasets
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from jaxgrpo.errors import InputError
+from jaxgrpo.io.data import load_rows
+from jaxgrpo.io.sources import Source, from_python, read
+
+ROWS = [{"question": "1+1", "gold": "2"}, {"question": "ü\n", "gold": "0"}]
+
+
+def rows_of(located):
+    return [row for _, row in located]
+
+
+def test_a_csv_file_gives_named_columns_as_they_are_written_and_others_as_numbers(tmp_path):
+    file = tmp_path / "rows.csv"
+    text = '\ufeffq,gold,level,when\n"2,5\n+ 1",0042,3,\n"7",NA,4,2020-01-01\n'
+    file.write_text(text, encoding="utf-8")
+    first, second = load_rows(Source(str(file)), "{q} =", "gold")
+    assert (first["q"], first["gold"], first["level"]) == ("2,5\n+ 1", "0042", 3)
+    assert (second["q"], second["gold"], second["level"]) == ("7", "NA", 4)
+    assert (first["when"], second["prompt"], second["answer"]) == (None, "7 =", "NA")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (
+            b"q,a\nx,1\ny\n",
+            r"rows.csv: .*Row #3: Expected 2 columns, got 1: y \(rows count",
+        ),
+        (b"q,a\nx,1\n\xff,2\n", r"rows.csv: .*column #0: Row #3: .*invalid UTF8"),
+        (b"q,q\nx,1\n", r"rows.csv: column 'q' stands twice: rename one"),
+        (b"", r"rows.csv: Empty CSV file: mend it"),
+        (b"q,a\n", r"data.path = '.*rows.csv' holds no rows"),
+        (
+            b"prompt;a\nx;1\n",
+            r"rows.csv, row 0: no column 'q'; columns there: prompt;a",
+        ),
+    ],
+)
+def test_a_bad_csv_file_is_named_with_its_row_or_column(tmp_path, content, message):
+    (tmp_path / "rows.csv").write_bytes(content)
+    with pytest.raises(InputError, match=message):
+        load_rows(Source(str(tmp_path / "rows.csv")), "q", "")
+
+
+def test_a_parquet_file_gives_its_types_and_conversations(tmp_path):
+    file = tmp_path / "rows.parquet"
+    prompt = [
+        {"role": "system", "content": "Be brief.", "name": None},
+        {"role": "user", "content": "1+1?", "name": "ann"},
+    ]
+    pq.write_table(pa.Table.from_pylist([{"prompt": prompt, "answer": 2}]), file)
+    (row,) = load_rows(Source(str(file)), "prompt", "answer")
+    assert row["answer"] == 2
+    assert row["prompt"] == [{"role": "system", "content": "Be brief."}, prompt[1]]
+
+
+def test_a_damaged_parquet_file_is_said(tmp_path):
+    (tmp_path / "rows.parquet").write_text("no")
+    with pytest.raises(InputError, match=r"rows.parquet: .*Parquet.*: mend it"):
+        read(Source(str(tmp_path / "rows.parquet")))
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A folder of two splits."""
+    made = tmp_path / "data"
+    made.mkdir()
+    for name, part in (("train", ROWS), ("test", ROWS[1:])):
+        (made / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
+    return made
+
+
+def test_a_folder_gives_the_split_asked_for(folder):
+    assert rows_of(read(Source(str(folder), split="train"))) == ROWS
+    assert rows_of(read(Source(str(folder), split="train[1:]"))) == ROWS[1:]
+    (folder / "train.jsonl").unlink()
+    assert rows_of(read(Source(str(folder)))) == ROWS[1:]
+
+
+def test_a_folder_written_by_save_to_disk_gives_its_rows(tmp_path):
+    datasets.DatasetDict({"a": datasets.Dataset.from_list(ROWS)}).save_to_disk(tmp_path / "saved")
+    assert rows_of(read(Source(str(tmp_path / "saved")))) == ROWS
+    datasets.Dataset.from_list(ROWS).save_to_disk(tmp_path / "one")
+    assert rows_of(read(Source(str(tmp_path / "one")))) == ROWS
+
+
+def test_a_split_that_is_not_there_or_not_named_is_said_with_those_there(folder, tmp_path):
+    with pytest.raises(InputError, match=r"several splits: set eval.split to one of train, test"):
+        read(Source(str(folder), key="eval.data"))
+    with pytest.raises(InputError, match=r"Unknown split \"val\".*'train', 'test'.*data.split"):
+        read(Source(str(folder), split="val"))
+    with pytest.raises(InputError, match=r"BuilderConfig 'x' not found.* Set data.subset to one"):
+        read(Source(str(folder), subset="x", split="train"))
+    datasets.DatasetDict({"a": datasets.Dataset.from_list(ROWS)}).save_to_disk(tmp_path / "saved")
+    with pytest.raises(InputError, match=r"no split 'b': set data.split to one of a"):
+        read(Source(str(tmp_path / "saved"), split="b"))
+
+
+def test_a_folder_that_holds_no_rows_is_said_in_one_message(tmp_path):
+    with pytest.raises(InputError, match=r"is no folder of rows: .*doesn't contain any data files"):
+        read(Source(str(tmp_path)))
+    (tmp_path / "train.jsonl").write_text('{"a": 1}\n{"a":\n')
+    with pytest.raises(InputError, match=r"is no folder of rows: .*JSON parse error.*row 1"):
+        read(Source(str(tmp_path)))
+
+
+def test_a_source_that_is_none_is_refused(tmp_path):
+    with pytest.raises(InputError, match=r"no.jsonl' does not exist \(looked for .*no.jsonl\)"):
+        read(Source(str(tmp_path / "no.jsonl")))
+    (tmp_path / "folder.csv").mkdir()
+    with pytest.raises(InputError, match="is a folder"):
+        read(Source(str(tmp_path / "folder.csv")))
+    with pytest.raises(InputError, match=r"does not exist: give a .jsonl, .csv or .parquet file, "):
+        read(Source(str(tmp_path / "rows")))
+    (tmp_path / "rows.txt").touch()
+    with pytest.raises(InputError, match=r"is no file of rows: give a \.jsonl"):
+        read(Source(str(tmp_path / "rows.txt")))
+    with pytest.raises(InputError, match="arithmetic"):
+        read(Source("task:arithmetics:train"))
+
+
+def test_rows_from_python_are_lists_of_dicts_or_data_sets():
+    assert rows_of(from_python(ROWS)) == ROWS
+    assert rows_of(from_python(datasets.Dataset.from_list(ROWS))) == ROWS
+    splits = {"a": datasets.Dataset.from_list(ROWS), "b": datasets.Dataset.from_list(ROWS[1:])}
+    splits = datasets.DatasetDict(**splits)
+    assert rows_of(from_python(splits, "b")) == ROWS[1:]
+
+
+@pytest.mark.parametrize(
+    ("dataset", "message"),
+    [
+        ([], "dataset holds no rows"),
+        ([{"a": 1}, ("a", 1)], "dataset, row 1 is a tuple: give a dict"),
+        ({"train": [{}], "test": [{}]}, "dataset has several splits: set data.split to one of tr"),
+        (datasets.Dataset.from_list(ROWS).to_iterable_dataset(), "whose rows cannot be counted"),
+    ],
+)
+def test_other_objects_from_python_are_refused(dataset, message):
+    with pytest.raises(InputError, match=message):
+        from_python(dataset)
+
+
+WITHOUT = """
+import sys
+for name in ("datasets", "pyarrow"):
+    sys.modules[name] = None
+from jaxgrpo.errors import InputError
+from jaxgrpo.io.sources import Source, read
+folder = sys.argv[1]
+print(read(Source(f"{folder}/train.jsonl"))[0][1])
+for path in (f"{folder}/rows.csv", folder, "owner/name"):
+    try:
+        read(Source(path))
+    except InputError as error:
+        print(error)
+"""
+
+
+def test_jsonl_needs_no_library_and_the_others_name_the_one_they_need(folder, environment):
+    (folder / "rows.csv").write_text("q\nx\n")
+    run = subprocess.run(
+        [sys.executable, "-c", WITHOUT, str(folder)],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    first, csv, local, hub = run.stdout.splitlines()
+    assert first == repr(ROWS[0])
+    assert "reading .csv files needs pyarrow: pip install datasets, or write" in csv
+    for line in (local, hub):
+        assert "need the `datasets` library: pip install datasets, or give a .jsonl file" in line

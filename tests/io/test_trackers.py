@@ -1,0 +1,134 @@
+"""TensorBoard's and Weights & Biases' own files, read back record by record."""
+
+from __future__ import annotations
+
+import math
+import sys
+from typing import Any
+
+import pytest
+from event_files import events, records, wandb_history
+
+from jaxgrpo import config as configs
+from jaxgrpo.errors import ConfigError, InputError
+from jaxgrpo.io.trackers import TensorBoard, WandB, numbers, wandb_problem
+
+
+def test_event_files_hold_every_number_under_its_step(tmp_path):
+    board = TensorBoard(tmp_path)
+    board.write(0, {"eval/pass@4": 0.5})
+    board.write(1, {"reward": 0.25, "loss": math.nan, "note": "x", "kl": None})
+    board.close()
+    assert events(tmp_path) == [(0, "eval/pass_4", 0.5), (1, "reward", 0.25)]
+
+
+def test_a_resumed_run_hides_what_came_after_its_checkpoint(tmp_path):
+    first = TensorBoard(tmp_path)
+    first.write(5, {"reward": 0.5})
+    first.close()
+    second = TensorBoard(tmp_path, done=3)
+    second.write(4, {"reward": 0.75})
+    second.close()
+    assert sorted(events(tmp_path)) == [(4, "reward", 0.75), (5, "reward", 0.5)]
+    # The mark by which TensorBoard drops what earlier files hold from this step on.
+    assert [event.step for event in records(tmp_path) if event.session_log.status == 1] == [0, 4]
+
+
+def test_only_finite_numbers_reach_a_chart():
+    given = {"a": 1, "b": math.inf, "c": "text", "d": None, "e": [1], "f": 0.5}
+    assert numbers(given) == {"a": 1.0, "f": 0.5}
+
+
+def test_weights_and_biases_gets_the_metrics_with_their_step(tmp_path):
+    run = WandB(tmp_path, {"project": "p", "mode": "offline"}, {"train": {"steps": 3}})
+    run.write(1, {"reward": 0.5, "kl": None})
+    run.write(2, {"reward": 0.75})
+    run.close()
+    history = wandb_history(tmp_path)
+    assert [(line["step"], line["reward"]) for line in history] == [("1", "0.5"), ("2", "0.75")]
+    assert "kl" not in history[0]
+    assert run.place.startswith("wandb sync ")
+
+
+def test_a_resumed_run_is_the_same_run_there(tmp_path):
+    for step in (1, 2):
+        run = WandB(tmp_path, {"project": "p", "mode": "offline"}, {})
+        run.write(step, {"reward": 0.5})
+        run.close()
+    names = {file.name for file in tmp_path.glob("wandb/offline-run-*/*.wandb")}
+    assert names == {f"run-{(tmp_path / 'wandb_id.txt').read_text()}.wandb"}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"project": "p", "grup": "x"}, r"tracking\.wandb\.grup: .* did you mean 'group'"),
+        ({"project": "p", "id": "x"}, r"tracking\.wandb\.id: the run gives this itself"),
+    ],
+)
+def test_an_option_that_wandb_does_not_take_is_refused(tmp_path, options, message):
+    with pytest.raises(InputError, match=message):
+        WandB(tmp_path, options, {})
+
+
+def test_wandb_without_a_login_says_what_to_do(tmp_path, monkeypatch):
+    for name in ("WANDB_API_KEY", "WANDB_MODE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("NETRC", str(tmp_path / "none"))
+    monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
+    with pytest.raises(InputError, match=r"tracking.wandb could not start: .*`wandb login`"):
+        WandB(tmp_path, {"project": "p"}, {})
+
+
+def tables(**tracking: Any) -> dict[str, Any]:
+    return {
+        "model": {"path": "m"},
+        "data": {"path": "task:arithmetic:train"},
+        "rewards": [{"use": "arithmetic"}],
+        "optimizer": {"learning_rate": 1e-3},
+        "rollout": {
+            "prompts_per_step": 8,
+            "group_size": 4,
+            "max_prompt_tokens": 8,
+            "max_completion_tokens": 24,
+        },
+        "train": {"steps": 3},
+        "run": {"dir": "r"},
+        "tracking": tracking,
+    }
+
+
+def test_asking_for_wandb_where_it_is_not_installed_is_an_error_of_the_config(monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)  # what Python puts there for "not to be found"
+    with pytest.raises(
+        ConfigError, match=r"wandb is not installed: pip install 'jaxgrpo\[wandb\]'"
+    ):
+        configs.from_dict(tables(wandb={"project": "p"}))
+    assert wandb_problem({"project": "p"}) is not None
+
+
+@pytest.mark.parametrize(
+    ("tracking", "problem"),
+    [
+        ({"wandb": {}}, 'tracking.wandb = {}: has no project; add project = "..."'),
+        ({"wandb": {"project": 3}}, "tracking.wandb.project = 3: expected a text"),
+        ({"wandb": "p"}, 'tracking.wandb = "p": expected a table, { project = "..." }'),
+        ({"tensorboard": 1}, "tracking.tensorboard = 1: expected true or false"),
+        ({"tensorbord": True}, "tracking.tensorbord: unknown key; did you mean tracking.tensor"),
+    ],
+)
+def test_a_wrong_tracking_table_is_named(tracking, problem):
+    with pytest.raises(ConfigError) as caught:
+        configs.from_dict(tables(**tracking))
+    assert problem in str(caught.value)
+
+
+def test_tracking_may_change_when_a_run_goes_on_and_survives_toml():
+    import tomllib
+
+    old = configs.from_dict(tables())
+    new = configs.from_dict(tables(tensorboard=False, wandb={"project": "p", "mode": "offline"}))
+    assert configs.resume_difference(old, new) == []
+    assert configs.from_dict(tomllib.loads(configs.to_toml(new))) == new
+    assert old.tracking.tensorboard

@@ -1,0 +1,225 @@
+"""report.html: what it shows, and that nothing a model wrote is more than text in it."""
+
+from __future__ import annotations
+
+import base64
+import html.parser
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jaxgrpo import alarms
+from jaxgrpo.reports import charts, page
+from jaxgrpo.reports.record import FINISHED, Record
+
+EVIL = (
+    '<img src=x onerror="alert(1)"></pre></td><script>alert(2)</script>\u202e\x1b[31m\udc80\'&amp;'
+)
+
+
+def row(**changes: Any) -> dict[str, Any]:
+    sample = {
+        "step": 3,
+        "ordinal": 0,
+        "row": 0,
+        "sample": 0,
+        "prompt": "1+1=",
+        "completion": "2",
+        "completion_ids": [3],
+        "logps": [-0.1],
+        "rewards": {"right": 1.0},
+        "advantage": 0.5,
+        "truncated": False,
+    }
+    return sample | changes
+
+
+def record(**changes: Any) -> Record:
+    lines = [{"step": 0, "eval/accuracy": 0.25, "eval/pass@16": 0.5, "eval/pass@4": 0.4}]
+    for step in range(1, 4):
+        lines.append(
+            {
+                "step": step,
+                "reward": 0.1 * step,
+                "rewards/right/mean": 0.1 * step,
+                "groups/all_fail": 0.5,
+                "groups/mixed": 0.25,
+                "groups/all_pass": 0.25,
+                "grad_norm": 10.0**-step,
+                "kl": None,
+                "num_tokens": 100,
+                "time/step": 2.0,
+            }
+        )
+    lines[-1] |= {"eval/accuracy": 0.75, "eval/pass@4": 0.9}
+    values = {
+        "name": "run",
+        "status": FINISHED,
+        "config": {"train": {"steps": 3}, "model": {"path": "a/b/base"}, "recipe": "grpo"},
+        "lines": lines,
+        "summary": {"step": 3},
+        "samples": [row()],
+        "warnings": [],
+        "active": frozenset(),
+    }
+    return Record(**(values | changes))
+
+
+class Seen(html.parser.HTMLParser):
+    """Tags, attributes and texts as a browser would take them."""
+
+    def __init__(self, text: str):
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.text = ""
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_data(self, data):
+        self.text += data
+
+
+ALLOWED = {"html", "head", "meta", "link", "title", "style", "body", "h1", "h2", "div", "span", "b"}
+ALLOWED |= {"ul", "li", "p", "figure", "figcaption", "img", "table", "tr", "th", "td", "pre"}
+
+
+def test_what_a_model_a_data_set_or_a_user_wrote_is_text():
+    run = record(
+        name=EVIL,
+        config={"model": {"path": EVIL}, "recipe": EVIL, "rollout": {"group_size": EVIL}},
+        samples=[
+            row(completion=EVIL, prompt=[{"role": EVIL, "content": EVIL}], rewards={EVIL: 1.0}),
+            row(sample=1, completion={"parts": EVIL}, rewards={EVIL: None}),
+        ],
+        warnings=[alarms.Alarm(EVIL, 2, EVIL)],
+    )
+    run.lines[-1][f"rewards/{EVIL}/mean"] = 0.5
+    run.lines[-1][f"eval/{EVIL}"] = 0.5
+    seen = Seen(page.render(run))
+    assert {tag for tag, _ in seen.tags} <= ALLOWED
+    for tag, attributes in seen.tags:
+        assert not [name for name in attributes if name.startswith("on")]
+        if tag == "img":
+            assert (attributes["src"] or "").startswith("data:image/svg+xml;base64,")
+    shown = '<img src=x onerror="alert(1)"></pre></td><script>alert(2)</script>'
+    assert seen.text.count(shown) >= 8
+    assert "\\u202e\\x1b[31m\\udc80'&amp;" in seen.text
+    for panel, svg in charts.draw(run):
+        assert "<script>" not in svg.replace("&lt;script&gt;", ""), panel.title
+
+
+def test_the_page_loads_and_runs_nothing():
+    text = page.render(record())
+    assert page.POLICY in text
+    assert "default-src 'none'" in page.POLICY
+    assert "script" not in page.POLICY
+    for tag, attributes in Seen(text).tags:
+        for name in ("src", "href"):
+            if name in attributes:
+                assert (attributes[name] or "").startswith("data:"), tag
+
+
+def images(run: Record) -> list[str]:
+    seen = Seen(page.render(run))
+    return [attributes["alt"] or "" for tag, attributes in seen.tags if tag == "img"]
+
+
+def test_a_chart_is_there_for_what_was_logged_and_for_nothing_else():
+    assert images(record()) == ["Reward", "Evaluation", "Groups", "Gradient norm"]
+    with_kl = record()
+    with_kl.lines[-1]["kl"] = 0.5
+    assert "KL" in images(with_kl)
+
+
+def test_the_page_shows_where_the_run_stands():
+    text = Seen(page.render(record())).text
+    for part in ("run", "finished", "step 3 of 3", "model base", "0.250 → 0.750", "50"):
+        assert part in text
+    assert "a/b" not in text
+
+
+def test_the_evaluation_table_holds_first_last_and_change():
+    run = record()
+    rows = page._evaluation(run)
+    text = Seen(rows).text
+    assert text.index("accuracy") < text.index("pass@4") < text.index("pass@16")
+    assert "0.2500.750+0.500" in text
+    assert "pass@160.500––" in text  # not measured again
+
+
+def test_a_warning_holds_or_is_over():
+    def alarm(step: int) -> alarms.Alarm:
+        return alarms.Alarm("kl", step, "far away")
+
+    run = record(warnings=[alarm(3), alarm(9)], active=frozenset({"kl"}))
+    text = Seen(page.render(run)).text
+    assert "step 3, over: far away" in text
+    assert "step 9, holds: far away" in text
+    assert "None so far" in Seen(page.render(record())).text
+
+
+def test_groups_that_taught_most_stand_first_and_a_prompt_stands_once():
+    given = [(0, 0, 0.1), (0, 1, -0.1), (1, 0, -2.0), (1, 1, [1.0, 3.0])]
+    samples = [row(ordinal=o, sample=s, prompt=f"prompt {o}", advantage=a) for o, s, a in given]
+    text = Seen(page.render(record(samples=samples))).text
+    assert text.index("prompt 1") < text.index("prompt 0")
+    assert text.count("prompt 1") == text.count("prompt 0") == 1
+    assert "+2.00" in text
+
+
+def test_a_long_completion_is_cut_and_says_by_how_much():
+    long = "x" * (page.MAX_CHARACTERS + 1234)
+    text = Seen(page.render(record(samples=[row(completion=long)]))).text
+    assert "x… (1,234 more characters)" in text
+    assert "x" * (page.MAX_CHARACTERS + 1) not in text
+
+
+def test_an_empty_run_has_a_page():
+    run = record(lines=[], samples=[], config={}, summary={})
+    text = Seen(page.render(run)).text
+    assert "No step is finished yet" in text
+    assert "step 0 of ?" in text
+
+
+def test_a_long_run_is_drawn_by_the_means_of_its_stretches():
+    steps, values = np.arange(1, 901.0), np.arange(900.0)
+    thin_steps, thin = charts._thinned(steps, values)
+    assert len(thin) == len(thin_steps) == charts.MAX_POINTS
+    assert thin[0] == pytest.approx(np.mean([0, 1, 2]))
+    assert thin_steps[-1] == pytest.approx(np.mean([898, 899, 900]))
+
+
+def test_a_running_mean_takes_what_there_is():
+    mean = charts._running_mean(np.array([1.0, 2.0, 6.0, 4.0]), 3)
+    assert mean.tolist() == pytest.approx([1.0, 1.5, 3.0, 4.0])
+
+
+def test_names_with_mathematics_or_a_leading_underscore_are_labels():
+    run = record()
+    for line in run.lines[1:]:
+        line |= {"rewards/$x$/mean": 0.1, "rewards/_own/mean": 0.2}
+    ((_, svg),) = [drawn for drawn in charts.draw(run) if drawn[0].title == "Reward"]
+    assert "$x$" in svg
+    assert "_own" in svg
+
+
+def test_the_same_run_draws_the_same_bytes():
+    assert charts.draw(record()) == charts.draw(record())
+
+
+def test_charts_hold_the_numbers_of_the_run():
+    data = [a["src"] for tag, a in Seen(page.render(record())).tags if tag == "img"]
+    svg = base64.b64decode((data[0] or "").partition(",")[2]).decode()
+    assert "Reward" in svg
+    assert svg.count("<path") > 3
+
+
+def test_messages_are_shown_by_role():
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
+    text = Seen(page.render(record(samples=[row(prompt=messages)]))).text
+    assert "user: hi\nassistant: ho" in text
+    assert json.dumps(messages) not in text

@@ -1,0 +1,160 @@
+"""Warnings of a metric history: when each begins, that it is said once, and when it clears."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from jaxgrpo import alarms
+from jaxgrpo.alarms import RULES, replay, see
+
+
+def lines(metric: str, values: list[Any], start: int = 1) -> list[dict[str, Any]]:
+    return [{"step": start + i, metric: value} for i, value in enumerate(values)]
+
+
+def given(history: list[dict[str, Any]]) -> list[tuple[str, int]]:
+    return [(alarm.name, alarm.step) for alarm in replay(history)[1]]
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
+def test_each_threshold_is_held_against_the_mean_of_its_steps(rule):
+    metric = rule.metric.replace("*", "mine")
+    name = f"{rule.name} mine" if "*" in rule.metric else rule.name
+    above = rule.above + 1e-3 if rule.above < 1 else rule.above * 1.01
+    assert name in dict(given(lines(metric, [above] * rule.steps)))
+    assert name not in dict(given(lines(metric, [rule.above] * 10)))
+    (alarm,) = [a for a in replay(lines(metric, [above] * 9))[1] if a.name == name]
+    assert alarm.step == rule.steps
+    assert metric in alarm.text
+    assert f"above {rule.above:g}" in alarm.text
+    assert alarm.text.endswith(rule.remedy)
+
+
+def test_a_warning_names_cause_metric_and_remedy_on_one_line():
+    (alarm,) = replay(lines("groups/all_fail", [1.0, 0.95, 0.99]))[1]
+    assert alarm.text == (
+        "in 98% of groups every sample fails alike: there is nothing to learn from "
+        "(groups/all_fail = 0.98, above 0.9 over 3 steps): read samples/: does the model see its "
+        "format, does the reward accept a right answer? Else take easier prompts, a larger "
+        "rollout.group_size or a denser reward"
+    )
+
+
+def test_one_odd_step_raises_nothing():
+    assert given(lines("completions/clipped_ratio", [0.1, 0.9, 0.1, 0.2, 0.9, 0.2])) == []
+
+
+def test_a_warning_is_said_once_until_it_clears_and_then_again():
+    history = lines("completions/clipped_ratio", [0.6] * 5 + [0.48] * 5 + [0.1] * 3 + [0.6] * 3)
+    # 0.48 is under the threshold of 0.5 but not under nine tenths of it.
+    assert given(history) == [("truncated", 3), ("truncated", 16)]
+    assert alarms.count(replay(history)[1]) == {"truncated": 2}
+
+
+def test_what_says_the_same_in_weaker_words_stays_unsaid():
+    none_ends = lines("completions/clipped_ratio", [1.0] * 6)
+    assert given(none_ends) == [("no end", 3)]
+    failing = [
+        {**line, "frac_reward_zero_std": 1.0} for line in lines("groups/all_fail", [1.0] * 4)
+    ]
+    assert given(failing) == [("all fail", 3)]
+    half = {"groups/all_fail": 0.5, "groups/all_pass": 0.45, "frac_reward_zero_std": 0.95}
+    assert given([{"step": step, **half} for step in (1, 2, 3)]) == [("flat", 3)]
+
+
+def test_rewards_that_cannot_score_are_told_apart():
+    row = {"rewards/judge/unscored": 0.2, "rewards/format/unscored": 0.0}
+    history = [{"step": step, **row} for step in (1, 2, 3)]
+    state, (alarm,) = replay(history)
+    assert alarm.name == "unscored judge"
+    assert alarm.text.startswith("the reward judge could not score 20% of completions")
+    assert state.active == {"unscored judge"}
+
+
+@pytest.mark.parametrize("missing", [None, math.nan, math.inf, "absent"])
+def test_a_step_without_the_number_neither_raises_nor_clears(missing):
+    history = lines("kl", [2.0, missing, 2.0, 2.0, 2.0, missing, 2.0])
+    history = [{k: v for k, v in line.items() if v != "absent"} for line in history]
+    assert given(history) == [("kl", 5)]
+    assert replay(history)[0].active == {"kl"}
+
+
+def evaluated(rewards: list[float], accuracies: dict[int, float]) -> list[dict[str, Any]]:
+    history: list[dict[str, Any]] = [
+        {"step": step, "reward": reward} for step, reward in enumerate(rewards, start=1)
+    ]
+    history.insert(0, {"step": 0})
+    for step, accuracy in accuracies.items():
+        history[step]["eval/accuracy"] = accuracy
+    return history
+
+
+RISING = [0.1, 0.12, 0.11, 0.13, 0.12, 0.3, 0.4, 0.5, 0.52, 0.51, 0.6, 0.62]
+FLAT = [0.1, 0.12, 0.11, 0.13, 0.12, 0.1, 0.13, 0.11, 0.12, 0.1, 0.13, 0.12]
+
+
+def test_an_evaluation_that_falls_while_reward_rises_is_said():
+    (alarm,) = replay(evaluated(RISING, {0: 0.5, 6: 0.48, 12: 0.3}))[1]
+    assert (alarm.name, alarm.step) == ("evaluation falls", 12)
+
+    # The first five steps earned 0.116 in the mean, the last five 0.55.
+    assert "eval/accuracy = 0.300, 0.500 at step 0; reward up by 0.434" in alarm.text
+
+
+@pytest.mark.parametrize(
+    ("rewards", "accuracies"),
+    [
+        (FLAT, {0: 0.5, 12: 0.3}),  # reward stays
+        (RISING, {0: 0.5, 12: 0.46}),  # within the noise of an evaluation
+        (RISING, {0: 0.3, 12: 0.5}),  # both rise
+        (RISING[:2], {0: 0.5, 2: 0.1}),  # too few steps to say
+    ],
+)
+def test_an_evaluation_alone_or_a_reward_alone_raises_nothing(rewards, accuracies):
+    assert given(evaluated(rewards, accuracies)) == []
+
+
+def test_a_fall_of_the_evaluation_clears_when_it_recovers():
+    history = evaluated(RISING + [0.65] * 4, {0: 0.5, 12: 0.3, 16: 0.5})
+    state, (alarm,) = replay(history)
+    assert alarm.step == 12
+    assert state.active == frozenset()
+    assert replay(history[:15])[0].active == {"evaluation falls"}
+
+
+def test_seeing_line_by_line_is_replaying_and_changes_no_state_given():
+    history = evaluated(RISING, {0: 0.5, 12: 0.3})
+    for line in history:
+        line |= {"completions/clipped_ratio": 0.7}
+    state, begun = alarms.State(), []
+    for line in history:
+        before = state
+        state, new = see(state, line)
+        assert see(before, line) == (state, new)
+        begun += new
+    assert (state, begun) == replay(history)
+
+
+def test_a_resumed_history_goes_on_without_repeating():
+    history = lines("completions/clipped_ratio", [0.7] * 8)
+    state, first = replay(history[:5])
+    for line in history[5:]:
+        state, more = see(state, line)
+        assert more == ()
+    assert len(first) == 1
+
+
+def test_what_is_remembered_does_not_grow_with_the_run():
+    state, _ = replay(lines("reward", [0.1] * 1000))
+    assert len(state.recent) <= 10
+
+
+def test_every_rule_is_explained_in_the_documentation(repository):
+    text = (repository / "docs" / "metrics.md").read_text()
+    for name in alarms.NAMES:
+        assert f"| {name} |" in text
+    for rule in RULES:
+        assert f"`{rule.metric.replace('*', 'NAME')}` > {rule.above:g}" in text

@@ -1,0 +1,55 @@
+"""What the docs say of the code is so."""
+
+import dataclasses
+import re
+
+import pytest
+
+from jaxgrpo import config_keys
+from jaxgrpo.config import RESUMABLE
+
+
+def keys():
+    """Every key of a config, as the docs write it, with its default or None where it must be."""
+    for table in dataclasses.fields(config_keys.Config):
+        if table.name == "source":
+            continue
+        section = getattr(config_keys, f"{table.name.capitalize()}Keys", None)
+        if section is None or table.name == "rewards":
+            yield table.name, table.default
+            continue
+        for field in dataclasses.fields(section):
+            if field.name != "options":
+                yield f"{table.name}.{field.name}", field.default
+
+
+@pytest.fixture(scope="module")
+def rows(repository):
+    text = (repository / "docs" / "configuration.md").read_text()
+    return dict(re.findall(r"^\| `([a-z_.]+)` \| ([^|]*?) \|", text, re.MULTILINE))
+
+
+def test_every_key_is_described_and_no_other(rows):
+    assert set(rows) == {name for name, _ in keys()}
+
+
+def test_the_defaults_described_are_those_in_force(rows):
+    for name, default in keys():
+        said = rows[name]
+        if isinstance(default, bool | int | float | str):
+            written = str(default).lower() if isinstance(default, bool) else str(default)
+            assert said.strip("`").strip('"') == written, name
+        elif default is dataclasses.MISSING:
+            assert said == "–" or said.startswith("`{"), name
+
+
+def test_the_keys_that_may_change_on_resume_are_named(repository):
+    text = (repository / "docs" / "configuration.md").read_text().partition("## Going on")[2]
+    assert [key for key in RESUMABLE if f"`{key}`" not in text] == []
+
+
+def test_links_of_the_docs_lead_somewhere(repository):
+    for page in [repository / "README.md", *(repository / "docs").glob("**/*.md")]:
+        for target in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text()):
+            if "://" not in target:
+                assert (page.parent / target).exists(), f"{page.name}: {target}"

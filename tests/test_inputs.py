@@ -1,0 +1,252 @@
+"""From a config's data keys to prompts, in a whole setup: templates, rewards, bad input."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import datasets
+import gsm8k
+import numpy as np
+import pytest
+
+from jaxgrpo import cli, inputs, planning, training
+from jaxgrpo import config as configs
+from jaxgrpo.assembly import setup
+from jaxgrpo.config import Config
+from jaxgrpo.errors import InputError
+from jaxgrpo.io import huggingface
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("qwen3")
+    gsm8k.checkpoint(folder)
+    return str(folder)
+
+
+def config(folder: Path, model: str, **changes) -> Config:
+    """A run of one step on GSM8K's questions; changes are dotted keys, None takes a key out."""
+    tables = {
+        "model": {"path": model},
+        "data": {"prompt": "question"},
+        "rewards": [{"use": f"{__file__}:length"}],
+        "optimizer": {"learning_rate": 1e-3},
+        "rollout": {
+            "prompts_per_step": 4,
+            "group_size": 2,
+            "max_prompt_tokens": 256,
+            "max_completion_tokens": 8,
+            "segment_tokens": 8,
+        },
+        "train": {"steps": 1},
+        "eval": {},
+        "run": {"dir": str(folder / "run")},
+    }
+    if "data.path" not in changes:
+        changes["data.path"] = str(gsm8k.source(folder, count=40))
+    for key, value in changes.items():
+        table, _, name = key.partition(".")
+        tables[table][name] = value
+        if value is None:
+            del tables[table][name]
+    return configs.from_dict(tables)
+
+
+def write(folder: Path, model: str) -> Path:
+    """That config as a TOML file."""
+    file = folder / "run.toml"
+    file.write_text(configs.to_toml(config(folder, model)))
+    return file
+
+
+def length(completions, **columns):
+    return [float(len(str(completion))) for completion in completions]
+
+
+def test_gsm8k_becomes_chat_prompts_within_the_limit(tmp_path, model):
+    questions = gsm8k.rows()
+    tokenizer = huggingface.read_tokenizer(model)
+    changes = {"data.path": str(gsm8k.source(tmp_path)), "data.too_long": "drop"}
+    changes |= {"data.prompt": "{question} Think.", "data.system": "Be brief."}
+    made = config(tmp_path, model, **changes)
+    got = inputs.load_prompts(made, inputs.make_chat(made, tokenizer))
+    assert len(got.rows) + got.dropped == len(questions)
+    assert len(got.rows) > 0.8 * len(questions)
+    kept = [row["question"] for row in got.rows]
+    assert set(kept) <= {row["question"] for row in questions}
+    assert max(map(len, got.encoded)) <= 256
+    for row, ids in zip(got.rows[:50], got.encoded[:50], strict=True):
+        assert row["answer"].rpartition("#### ")[2].replace(",", "").lstrip("-").isdigit()
+        assert tokenizer.decode(ids) == (
+            "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n"
+            f"{row['question']} Think.<|im_end|>\n<|im_start|>assistant\n"
+        )
+
+
+def test_rewards_get_texts_for_texts_although_a_template_wraps_them(tmp_path, model):
+    seen = {}
+
+    def see(prompts, completions, question, answer, **columns):
+        seen.update(prompts=prompts, question=question, answer=answer, completions=completions)
+        return [0.0] * len(completions)
+
+    run = setup(config(tmp_path, model), rewards=[see])
+    prompts, state = run.select(run.state)
+    run.reward(run.sample(run.sync(state), prompts, state.key))
+    assert seen["prompts"] == seen["question"]
+    assert len(seen["prompts"]) == 8
+    assert set(seen["question"]) <= {row["question"] for row in gsm8k.rows(count=40)}
+    assert all(isinstance(text, str) for text in seen["completions"])
+
+
+def test_rewards_get_messages_for_messages_and_samples_show_them(tmp_path, model):
+    seen = {}
+
+    def see(prompts, completions, **columns):
+        seen.update(prompts=prompts, completions=completions)
+        return [float(len(message["content"])) for (message,) in completions]
+
+    rows = [
+        {"messages": [{"role": "user", "content": row["question"]}], "gold": row["answer"]}
+        for row in gsm8k.rows(count=8)
+    ]
+    keys = {"data.path": "task:arithmetic:train", "data.prompt": "messages", "data.answer": "gold"}
+    made = config(tmp_path, model, **keys)
+    finished = training.train(made, rewards=[see], dataset=datasets.Dataset.from_list(rows))
+    assert seen["prompts"][0] == seen["prompts"][1]
+    assert seen["prompts"][0] in [row["messages"] for row in rows]
+    assert {message["role"] for (message,) in seen["completions"]} == {"assistant"}
+    lines = (finished.path / "samples" / "step_1.jsonl").read_text().splitlines()
+    assert json.loads(lines[0])["prompt"] == seen["prompts"][0]
+
+
+def test_rows_from_python_need_no_data_path(tmp_path, model):
+    made = config(tmp_path, model, **{"data.path": None})
+    rows = gsm8k.rows(count=5)
+    assert [row["prompt"] for row in setup(made, dataset=rows).rows] == [
+        row["question"] for row in rows
+    ]
+    with pytest.raises(InputError, match=r"data.path: missing; give a .jsonl, .csv or .*dataset="):
+        setup(made)
+
+
+def test_dropped_prompts_are_said_at_the_start_and_in_the_summary(tmp_path, model, capsys):
+    rows = [{"question": "a " * n, "answer": ""} for n in (4, 4, 4, 4, 400, 500)]
+    made = config(tmp_path, model, **{"data.too_long": "drop", "data.path": None})
+    finished = training.train(made, dataset=rows)
+    said = "2 of 6 prompts left out: longer than rollout.max_prompt_tokens = 256"
+    assert capsys.readouterr().out.count(said) == 1
+    assert finished.summary["dropped_prompts"] == 2
+
+
+def test_a_dry_run_shows_the_prompt_as_the_model_reads_it(tmp_path, model, capsys):
+    rows = [{"question": "[b]How many?[/b] :smile:", "answer": "2"}] * 4
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    planning.dry_run(config(tmp_path, model, **{"data.path": str(file)}))
+    shown = capsys.readouterr().out
+    prompt = "<|im_start|>user\n[b]How many?[/b] :smile:<|im_end|>\n<|im_start|>assistant\n"
+    count = len(huggingface.read_tokenizer(model)(prompt)["input_ids"])
+    assert f"{count} tokens: {prompt!r}" in shown
+    assert f"chat template  the chat template of {model}" in shown
+
+
+def test_a_model_is_saved_with_the_template_it_was_trained_with(tmp_path, model):
+    file = tmp_path / "chat.jinja"
+    file.write_text("{% for m in messages %}[{{ m.content }}]{% endfor %}")
+    finished = training.train(config(tmp_path, model, **{"data.chat_template": str(file)}))
+    saved = huggingface.read_tokenizer(finished.path / "model")
+    assert saved.apply_chat_template([{"role": "user", "content": "x"}], tokenize=False) == "[x]"
+
+
+def test_an_evaluation_reads_the_subset_and_revision_of_the_same_source(tmp_path, model):
+    keys = {"data.path": "openai/gsm8k", "data.subset": "main", "data.split": "train"}
+    keys |= {"data.revision": "v1", "eval.split": "test"}
+    same = config(tmp_path, model, **keys, **{"eval.data": "openai/gsm8k"})
+    assert inputs.eval_source(same)[:4] == ("openai/gsm8k", "main", "test", "v1")
+    other = config(tmp_path, model, **keys, **{"eval.data": "owner/other"})
+    assert inputs.eval_source(other)[:4] == ("owner/other", None, "test", None)
+
+
+def spoil(model: str, folder: Path, name: str, content: str | None) -> str:
+    """A copy of the model with one file of another content, or without it."""
+    shutil.copytree(model, folder / "spoilt")
+    file = folder / "spoilt" / name
+    file.unlink()
+    if content is not None:
+        file.write_text(content)
+    return str(folder / "spoilt")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("config.json", None, "config.json does not exist: give the folder of a Hugging Face"),
+        ("config.json", "{", "config.json is not JSON (Expecting"),
+        ("tokenizer.json", "{", "its tokenizer cannot be read ("),
+        ("tokenizer_config.json", '{"tokenizer_class": "PreTrainedTokenizerFast"}', "no end token"),
+    ],
+)
+def test_a_spoilt_model_folder_is_one_message(tmp_path, model, capfd, name, content, message):
+    folder = spoil(model, tmp_path, name, content)
+    assert cli.main(["train", str(write(tmp_path, folder))]) == 2
+    errors = capfd.readouterr().err
+    assert message in errors
+    assert "Traceback" not in errors
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("model.path=./nowhere", "nowhere' is no folder: give one that holds a Hugging Face model"),
+        (
+            "model.path=no/model",
+            "as a model on the hub it is not in the local cache, and HF_HUB_OFF",
+        ),
+        (
+            "data.path=no/data",
+            "as a data set on the hub it is not in the local cache, and HF_HUB_O",
+        ),
+        (
+            "data.prompt=questoin",
+            "no column 'questoin' (did you mean 'question'?); columns there",
+        ),
+        (
+            "data.answer=gold",
+            "no column 'gold'; columns there: question, answer; set data.answer to",
+        ),
+        ("data.chat_template_kwargs.think=1", "does not read it; leave it out"),
+        ("rollout.max_prompt_tokens=4", "prompts are longer than rollout.max_prompt_tokens = 4"),
+        (
+            "eval.data=no/data",
+            "eval.data = 'no/data' is no local path, and as a data set on the hub",
+        ),
+    ],
+)
+def test_bad_input_is_one_message_before_anything_starts(tmp_path, model, capfd, override, message):
+    assert cli.main(["train", str(write(tmp_path, model)), "--set", override]) == 2
+    errors = capfd.readouterr().err
+    assert message in errors
+    assert errors.count("\n") == 1
+
+
+def test_evaluation_judges_conversations_too(tmp_path, model):
+    rows = [
+        {"question": [{"role": "user", "content": row["question"]}], "answer": row["answer"]}
+        for row in gsm8k.rows(count=6)
+    ]
+    file = tmp_path / "talks.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    keys = {"eval.data": str(file), "eval.samples": 2, "eval.scorer": f"{__file__}:is_message"}
+    finished = training.train(config(tmp_path, model, **{"data.path": str(file)}, **keys))
+    assert finished.summary["trained"]["accuracy"] == 1.0
+
+
+def is_message(completions, prompts, **columns):
+    right = [
+        message["role"] == "assistant" and prompt[-1]["role"] == "user"
+        for (message,), prompt in zip(completions, prompts, strict=True)
+    ]
+    return np.asarray(right, float)

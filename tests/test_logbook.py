@@ -1,0 +1,186 @@
+"""A run on a model that always fails: what it says, and everything that it leaves behind."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import re
+
+import pytest
+import small_run
+from event_files import events, wandb_history
+from rich.console import Console
+
+from jaxgrpo import console, logbook, training
+from jaxgrpo.io.tracking import RunFolder
+from jaxgrpo.reports import read_run
+
+
+@pytest.fixture(scope="module")
+def failing(tmp_path_factory):
+    """(config, run, what was printed): rewards that are always 0, a KL penalty, every tracker."""
+    folder = tmp_path_factory.mktemp("failing") / "r"
+    changes = {
+        "rewards": [{"use": f"{small_run.__file__}:nothing"}],
+        "loss.kl": {"use": "forward_kl_k3", "beta": 0.01},
+        "train.steps": 5,
+        "eval.data": "task:arithmetic:test",
+        "eval.prompts": 8,
+        "eval.samples": 4,
+        "run.samples_every": 2,
+        "tracking.wandb": {"project": "p", "mode": "offline"},
+    }
+    config = small_run.config(folder, **changes)
+    out = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out):
+        patch.setenv("COLUMNS", "500")
+        finished = training.train(config)
+    return config, finished, out.getvalue()
+
+
+def test_a_model_that_always_fails_is_said_to_once_with_the_remedy(failing):
+    _, _, printed = failing
+    said = [line for line in printed.splitlines() if "warning at step" in line]
+    assert len([line for line in said if "every sample fails" in line]) == 1
+    (line,) = [line for line in said if "every sample fails" in line]
+    assert line.startswith("warning at step 3: in 100% of groups every sample fails alike")
+    assert "groups/all_fail = 1, above 0.9 over 3 steps" in line
+    assert "read samples/" in line
+
+
+def test_the_summary_counts_the_warnings(failing):
+    _, finished, _ = failing
+    assert finished.summary["warnings"]["all fail"] == 1
+    assert json.loads((finished.path / "summary.json").read_text()) == finished.summary
+
+
+def test_the_report_of_the_end_says_so_too(failing):
+    _, finished, _ = failing
+    text = (finished.path / "report.html").read_text()
+    assert '<span class="status">finished</span>' in text
+    assert "step 5 of 5" in text
+    assert '<span class="holds">holds</span>: in 100% of groups every sample fails' in text
+
+
+def test_best_and_worst_completion_are_shown_where_samples_are_written(failing):
+    _, finished, printed = failing
+    assert printed.count("all 32 scored the same, 0") == 3  # steps 1, 2 and 4
+    written = sorted(file.stem for file in (finished.path / "samples").iterdir())
+    assert written == ["step_1", "step_2", "step_4"]
+
+
+def documented(repository) -> list[re.Pattern]:
+    """The names in the tables of docs/metrics.md; words in capitals stand for any."""
+    names = re.findall(r"^\| `([^`]+)` \|", (repository / "docs" / "metrics.md").read_text(), re.M)
+    return [re.compile(re.sub(r"NAME|LEVEL|K$", ".+", re.escape(name))) for name in names]
+
+
+def test_every_metric_that_a_run_logs_is_explained(failing, repository):
+    _, finished, _ = failing
+    logged = {name for line in read_run(finished.path).lines for name in line} - {"step"}
+    assert {"kl", "kl_clamped", "eval/pass@4", "groups/identical"} <= logged
+    patterns = documented(repository)
+    assert [n for n in sorted(logged) if not any(p.fullmatch(n) for p in patterns)] == []
+    unused = [p.pattern for p in patterns if not any(p.fullmatch(name) for name in logged)]
+    assert unused == []
+
+
+def test_the_same_numbers_reach_the_trackers(failing):
+    _, finished, _ = failing
+    lines = {line["step"]: line for line in read_run(finished.path).lines}
+    seen = {(step, tag): value for step, tag, value in events(finished.path)}
+    rows = wandb_history(finished.path)
+    assert [int(row["step"]) for row in rows] == [0, 1, 2, 3, 4, 5]
+    for step in (1, 5):
+        for name in ("reward", "entropy", "kl", "completions/mean_length"):
+            assert seen[step, name] == pytest.approx(lines[step][name])
+            assert float(rows[step][name]) == pytest.approx(lines[step][name])
+    assert seen[0, "eval/pass_4"] == pytest.approx(lines[0]["eval/pass@4"])
+
+
+def test_a_resumed_run_does_not_repeat_its_warnings(failing, capsys, monkeypatch):
+    config, finished, _ = failing
+    monkeypatch.setenv("COLUMNS", "500")
+    display = console.Display(6, 5, active=True)
+    with (
+        RunFolder(finished.path, resume=True) as folder,
+        logbook.Logbook(config, folder, display, done=5) as log,
+    ):
+        last = read_run(finished.path).lines[-1]
+        log.step(6, {name: value for name, value in last.items() if name != "step"})
+        summary = log.finish({"step": 6})
+    assert "warning" not in capsys.readouterr().out
+    assert summary["warnings"]["all fail"] == 1
+
+
+@pytest.fixture
+def book(tmp_path):
+    """A log of a run without trackers, and its folder."""
+    config = small_run.config(
+        tmp_path / "r", **{"tracking.tensorboard": False, "run.report_every": 1}
+    )
+    with RunFolder(config.run.dir) as folder:
+        folder.write_config("")
+        yield config, folder
+
+
+def display_to(out: io.StringIO) -> console.Display:
+    display = console.Display(3, 0, active=True)
+    display.console = Console(file=out, width=500, highlight=False)
+    return display
+
+
+def test_a_run_that_breaks_off_leaves_a_report(book):
+    config, folder = book
+    with logbook.Logbook(config, folder, display_to(io.StringIO()), done=0) as log:
+        log.step(1, {"reward": 0.5})
+    assert '<span class="status">stopped</span>' in (folder.path / "report.html").read_text()
+
+
+def test_reports_during_a_run_take_no_more_than_their_share():
+    """Steps of 10 s, and reports that take 2 s; the first is thought to take 3."""
+    elapsed, spent, cost, written = 0.0, 0.0, logbook.FIRST_REPORT_SECONDS, []
+    for _ in range(100):
+        elapsed += 10.0
+        if logbook.affords_report(elapsed, spent, cost):
+            written.append(elapsed)
+            elapsed, spent, cost = elapsed + 2.0, spent + 2.0, 2.0
+            assert spent <= 0.01 * elapsed
+    assert written == [300.0, 402.0, 604.0, 806.0, 1008.0]
+
+
+def test_a_report_is_refreshed_while_the_run_goes_on(book, monkeypatch):
+    config, folder = book
+    monkeypatch.setattr(logbook, "REPORT_SHARE", 1e9)  # as after many steps
+    log = logbook.Logbook(config, folder, display_to(io.StringIO()), done=0)
+    for step in (1, 2):
+        log.step(step, {"reward": 0.5})
+        text = (folder.path / "report.html").read_text()
+        assert '<span class="status">under way</span>' in text
+        assert f"step {step} of ?" in text
+
+
+def test_a_report_that_fails_is_said_once_and_ends_nothing(book):
+    config, folder = book
+    (folder.path / "report.html").mkdir()
+    out = io.StringIO()
+    log = logbook.Logbook(config, folder, display_to(out), done=0)
+    log.finish({"step": 3})
+    log.close()
+    assert out.getvalue().count("no report: ") == 1
+    assert "report.html cannot be written" in out.getvalue()
+
+
+def test_without_tensorboard_installed_a_run_says_so_and_goes_on(tmp_path, monkeypatch):
+    import sys
+
+    monkeypatch.setitem(sys.modules, "tensorboardX", None)  # as if it were not installed
+    config = small_run.config(tmp_path / "r")
+    out = io.StringIO()
+    with RunFolder(config.run.dir) as folder:
+        log = logbook.Logbook(config, folder, display_to(out), done=0)
+        log.step(1, {"reward": 0.5})
+    assert "no TensorBoard events: pip install tensorboardX" in out.getvalue()
+    assert not os.path.exists(folder.path / "tensorboard")

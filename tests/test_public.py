@@ -1,0 +1,91 @@
+"""The public words: each is what it says after any import, and works the second time as well."""
+
+import dataclasses
+import importlib
+import inspect
+import types
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import small_run
+import tiny
+
+import jaxgrpo as jg
+
+
+def fields(kind):
+    """A data type with nothing in it."""
+    return kind(**{field.name: None for field in dataclasses.fields(kind)})
+
+
+def unchanged(signal, rollouts):
+    return signal
+
+
+def runs(tmp_path):
+    """Configs for one run after the other."""
+    number = 0
+    while True:
+        number += 1
+        yield small_run.config(tmp_path / str(number), **{"train.steps": 1})
+
+
+def calls(tmp_path):
+    """Word -> a call of it."""
+    configs = runs(tmp_path)
+    numbers = jnp.ones(3)
+    return {
+        "AdvantageTransform": lambda: jg.AdvantageTransform("own", lambda spec: (), unchanged),
+        "Config": lambda: jg.Config(**vars(next(configs))),
+        "ConfigError": lambda: jg.ConfigError("run.toml", ["wrong"]),
+        "InputError": lambda: jg.InputError("wrong"),
+        "Max": lambda: jg.Max(value=numbers[0]).result(),
+        "Mean": lambda: jg.Mean(total=numbers[0], weight=numbers[0]).result(),
+        "Prompts": lambda: fields(jg.Prompts),
+        "RolloutSpec": lambda: jg.RolloutSpec(1, 2, 3, 4),
+        "Rollouts": lambda: tiny.rollouts(np.eye(2)),
+        "Run": lambda: jg.Run(tmp_path, {}, fields(jg.TrainState)),
+        "Setup": lambda: jg.Setup(*range(len(jg.Setup._fields))),
+        "Signal": lambda: jg.Signal(value=numbers, mask=numbers > 0),
+        "TrainBatch": lambda: fields(jg.TrainBatch),
+        "TrainState": lambda: fields(jg.TrainState),
+        "chain": lambda: jg.chain(jg.sum_rewards()),
+        "divide_by_group_std": lambda: jg.divide_by_group_std(),
+        "load_config": lambda: jg.load_config("quickstart"),
+        "mask_truncated": lambda: jg.mask_truncated(),
+        "mask_zero_variance": lambda: jg.mask_zero_variance(),
+        "parameter_hash": lambda: jg.parameter_hash({"a": numbers}),
+        "per_reward": lambda: jg.per_reward(jg.subtract_group_mean()),
+        "setup": lambda: jg.setup(next(configs)).config.train,
+        "sign": lambda: jg.sign(),
+        "stream": lambda: jg.stream("length", lambda rollouts: rollouts.token_mask.sum(-1)),
+        "subtract_group_mean": lambda: jg.subtract_group_mean(),
+        "sum_rewards": lambda: jg.sum_rewards(),
+        "to_tokens": lambda: jg.to_tokens(),
+        "train": lambda: jg.train(next(configs)).summary["parameter_hash"],
+        "transform": lambda: jg.transform(unchanged),
+    }
+
+
+WORDS = sorted(word for word in jg.__all__ if callable(getattr(jg, word)))
+
+
+@pytest.mark.parametrize("word", WORDS)
+def test_every_public_word_can_be_called_twice(word, tmp_path):
+    call = calls(tmp_path)[word]
+    first, second = call(), call()
+    assert type(first) is type(second)
+    if isinstance(first, str | float):
+        assert first == second
+
+
+def test_words_stay_functions_when_modules_are_imported():
+    for module in ["training", "assembly", "evaluation", "exporting", "sampling", "config"]:
+        importlib.import_module(f"jaxgrpo.{module}")
+    for word in WORDS:
+        assert not inspect.ismodule(getattr(jg, word)), word
+    modules = {word for word in jg.__all__ if isinstance(getattr(jg, word), types.ModuleType)}
+    assert modules.isdisjoint(WORDS)
+    with pytest.raises(AttributeError, match="subtract_group_mean"):
+        _ = jg.substract_group_mean
