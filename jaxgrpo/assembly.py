@@ -79,7 +79,7 @@ def setup(
     chat = make_chat(config, tokenizer)
     rows, encoded, dropped = load_prompts(config, chat, dataset)
     held_out = load_prompts(config, chat, eval_source(config)) if config.eval.data else None
-    chosen = resolve_rewards(config, rewards)
+    chosen = resolve_rewards(config, rewards, rows[0])
     parts = make_parts(config, mesh, model, tokenizer, chosen, advantage)
     columns = needed_columns(parts.chain.needs | parts.objective.needs, rows, chosen)
     layout = sharding.param_shardings(mesh, model.axes, model.shapes)

@@ -18,6 +18,7 @@ from jaxgrpo.rewards import (
     RewardLog,
     TrainerState,
     build,
+    check,
     name_of,
     preview,
     with_lengths,
@@ -36,13 +37,18 @@ class Reward(NamedTuple):
 
 
 def resolve_rewards(
-    config: Config, given: Sequence[Any] | Mapping[str, Any] | None = None
+    config: Config,
+    given: Sequence[Any] | Mapping[str, Any] | None = None,
+    row: Mapping[str, Any] | None = None,
 ) -> tuple[Reward, ...]:
     """The rewards of a run, each with a name of its own.
 
     Args:
       given: functions, or names as a config may use them, in the place of the config's rewards,
         each with weight 1. In a list they are called as their function is; a mapping names them.
+      row: one of the data's, whose columns have to be all that the rewards ask for.
+
+    Raises: InputError where two have one name, one does not exist or asks for what nobody gives.
     """
     if given is None:
         entries = [
@@ -62,6 +68,9 @@ def resolve_rewards(
         build(callables.resolve(use, config.folder), **with_lengths(use, options, limit))
         for _, use, options in entries
     ]
+    for (name, *_), function in zip(entries, functions, strict=True):
+        if row is not None:
+            check(name, function, [column for column in row if column != "prompt"])
     return tuple(
         Reward(name, function, *more)
         for (name, *_), function, more in zip(entries, functions, rest, strict=True)
@@ -72,7 +81,8 @@ def resolve_scorer(config: Config, rewards: Sequence[Reward]) -> RewardFunction:
     """What judges success in evaluations: `eval.scorer`, else the first reward."""
     if config.eval.scorer is None:
         return rewards[0].function
-    return build(callables.resolve(config.eval.scorer, config.folder))
+    use, limit = config.eval.scorer, config.rollout.max_completion_tokens
+    return build(callables.resolve(use, config.folder), **with_lengths(use, {}, limit))
 
 
 def with_logged(values: Mapping[str, float], log: RewardLog) -> dict[str, float]:

@@ -64,10 +64,13 @@ def for_rewards(prompts: Sequence[Any], completions: Sequence[str]) -> tuple[lis
     >>> for_rewards([[{"role": "user", "content": "2+2?"}]], ["4"])[1]
     [[{'role': 'assistant', 'content': '4'}]]
     """
-    if not prompts or isinstance(prompts[0], str):
-        return list(prompts), list(completions)
-    asked, answered = [], []
+    asked: list[Any] = []
+    answered: list[Any] = []
     for messages, text in zip(prompts, completions, strict=True):
+        if isinstance(messages, str):
+            asked.append(messages)
+            answered.append(text)
+            continue
         begun = _is_begun(messages)
         start = messages[-1]["content"] if begun else ""
         asked.append(list(messages[:-1] if begun else messages))

@@ -14,7 +14,7 @@ from jaxgrpo.rewards.protocol import (
     name_of,
 )
 from jaxgrpo.rewards.registry import build, rewards, with_lengths
-from jaxgrpo.rewards.texts import as_completion, text_of
+from jaxgrpo.rewards.texts import text_of
 
 __all__ = [
     "Preview",
@@ -22,7 +22,6 @@ __all__ = [
     "RewardFunction",
     "RewardLog",
     "TrainerState",
-    "as_completion",
     "bind",
     "build",
     "call_rewards",

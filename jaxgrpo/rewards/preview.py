@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from jaxgrpo.io.conversations import for_rewards
 from jaxgrpo.rewards.calling import call_rewards
 from jaxgrpo.rewards.protocol import RewardFunction, TrainerState
-from jaxgrpo.rewards.texts import as_completion
 
 
 class Preview(NamedTuple):
@@ -36,13 +36,14 @@ def preview(
 
     Raises: RewardError as `call_rewards` does.
     """
-    prompt, answer = row["prompt"], row.get("answer")
+    answer = row.get("answer")
     texts = ["" if answer is None else str(answer), ""]
+    prompts, completions = for_rewards([row["prompt"]] * 2, texts)
     columns = {name: [value] * 2 for name, value in row.items() if name != "prompt"}
     scores, log = call_rewards(
         functions,
-        prompts=[prompt] * 2,
-        completions=[as_completion(prompt, text) for text in texts],
+        prompts=prompts,
+        completions=completions,
         completion_ids=[encode(text) if text else [] for text in texts],
         columns=columns,
         trainer_state=trainer_state,

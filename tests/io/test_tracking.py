@@ -228,3 +228,14 @@ def test_config_and_own_code_are_kept_beside_the_results(tmp_path):
         run.copy_code([second, first])  # resumed with the same files: nothing new
     kept = {path.name: path.read_text() for path in (tmp_path / "run" / "code").iterdir()}
     assert kept == {"reward.py": "one", "reward_2.py": "two"}
+
+
+def test_what_rewards_logged_stands_last_in_its_rows_and_only_there(tmp_path):
+    with RunFolder(tmp_path / "r") as run:
+        extra = {"found": np.float32(2.5), "box": None}
+        run.write_samples(3, [{"extra": extra, **ROW}, ROW])
+    lines = (tmp_path / "r" / "samples" / "step_3.jsonl").read_text("utf-8").strip().split("\n")
+    first, second = map(json.loads, lines)
+    assert list(first) == [*SAMPLE_KEYS, "extra"]
+    assert first["extra"] == {"found": 2.5, "box": None}
+    assert list(second) == list(SAMPLE_KEYS)

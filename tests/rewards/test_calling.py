@@ -13,11 +13,9 @@ import pytest
 from jaxgrpo.rewards import (
     RewardError,
     TrainerState,
-    as_completion,
     bind,
     call_rewards,
     name_of,
-    text_of,
 )
 
 PROMPTS = ["1+1=", "1+1=", "2+3="]
@@ -259,13 +257,6 @@ def test_the_search_for_the_sample_ends_in_time(monkeypatch):
 def test_no_completions_leave_no_errors():
     _, log = call_rewards({"mine": len}, [], [], [], {}, on_error={"mine": "unscored"})
     assert log.numbers() == {"rewards/mine/errors": 0}
-
-
-def test_a_conversation_gets_messages_and_a_text_a_text():
-    message = as_completion([{"role": "user", "content": "1+1="}], "2")
-    assert message == [{"role": "assistant", "content": "2"}]
-    assert as_completion("1+1=", "2") == "2"
-    assert text_of(message) == text_of("2") == "2"
 
 
 def test_a_reward_is_called_as_its_function_or_class():

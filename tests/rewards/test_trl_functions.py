@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jaxgrpo.io import callables
-from jaxgrpo.rewards import RewardError, as_completion, build, call_rewards, check, name_of
+from jaxgrpo.rewards import RewardError, build, call_rewards, check, name_of
 from jaxgrpo.rewards.protocol import options_of
 
 PACKAGES = ["trl_like", *(["trl"] if importlib.util.find_spec("trl") else [])]
@@ -66,7 +66,7 @@ def get_soft_overlong_punishment(max_completion_len, soft_punish_cache):
 
 PROMPTS = [[{"role": "user", "content": "1+1"}]] * 3
 TEXTS = ["<think>1+1=2</think>$\\boxed{2}$", r"$\boxed{3}$", "<think>2"]
-COMPLETIONS = list(map(as_completion, PROMPTS, TEXTS))
+COMPLETIONS = [[{"role": "assistant", "content": text}] for text in TEXTS]
 IDS = [[1, 2, 3, 4], [2], [1, 2]]
 COLUMNS = {"solution": ["2", "2", ""]}
 
