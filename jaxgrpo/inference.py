@@ -80,7 +80,10 @@ def evaluate(
     if config.eval.data is None:
         raise InputError(f"eval {target}: nothing to evaluate on; give --data")
     if config.eval.scorer is None and config.rewards[0].use == NOBODY:
-        raise InputError(f"eval {target}: nothing judges the answers; give --scorer")
+        raise InputError(
+            f"eval {target}: nothing judges the answers; give --scorer, as "
+            "gsm8k_answer, math, or path/file.py:function"
+        )
     console = Console(highlight=False)
     policy, held_out = _load(console, config)
     rewards = () if config.rewards[0].use == NOBODY else resolve_rewards(config)
@@ -124,10 +127,12 @@ def write_samples(
       prompts: as data.path, with the column "prompt"; or a .txt file, one prompt per line.
       temperature: 0 takes the likeliest token.
     """
-    changes: dict[str, Any] = {"eval.data": prompts, "eval.scorer": None, "data.answer": ""}
+    rows = _lines(prompts) if prompts.endswith(".txt") else None
+    changes = {"data.prompt": "prompt", "data.answer": ""}
+    if rows is None:
+        changes["eval.data"] = prompts
     config = config_for(target, changes, overrides)
     console = Console(highlight=False)
-    rows = _lines(prompts) if prompts.endswith(".txt") else None
     policy, asked = _load(console, config, rows)
     settings = sampling_settings(config, policy.tokenizer)
     settings = settings._replace(group_size=samples, temperature=temperature)

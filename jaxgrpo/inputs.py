@@ -11,6 +11,7 @@ from jaxgrpo.io import conversations, data
 from jaxgrpo.io.conversations import Chat
 from jaxgrpo.io.data import PromptData
 from jaxgrpo.io.sources import FORMS, Source
+from jaxgrpo.tasks import PREFIX
 
 
 def load_prompts(
@@ -29,7 +30,10 @@ def load_prompts(
                 f"data.path: missing; give {FORMS}, or rows from Python, train(..., dataset=rows)"
             )
         source = Source(keys.path, keys.subset, keys.split, keys.revision)
-    rows = data.load_rows(source, keys.prompt, keys.answer, keys.split)
+    task = isinstance(source, Source) and source.path.startswith(PREFIX)
+    # A built-in task has columns of its own, whatever those of the training data are called.
+    prompt, answer = ("prompt", "answer") if task else (keys.prompt, keys.answer)
+    rows = data.load_rows(source, prompt, answer, keys.split)
     return data.prepare(rows, chat, config.rollout.max_prompt_tokens, keys.too_long)
 
 

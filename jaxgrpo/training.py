@@ -200,6 +200,7 @@ class _Loop:
             summary["best"] = {"step": self.best[0], self.config.checkpoint.keep_best: self.best[1]}
         summary = self.log.finish(summary)
         self.display.say(f"parameter hash {summary['parameter_hash']}")
+        self.display.say(f"{self.folder.path}: report.html, model, metrics.jsonl, samples")
         return summary
 
     def _step(self, state: TrainState, number: int) -> TrainState:
