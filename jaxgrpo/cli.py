@@ -139,6 +139,19 @@ def _parser() -> argparse.ArgumentParser:
     _add_set(train)
     train.set_defaults(command=_train)
 
+    _add_inference(commands)
+    _add_runs(commands)
+    _add_set_up(commands)
+    return parser
+
+
+def _add_set_up(commands: argparse._SubParsersAction) -> None:
+    init = commands.add_parser(
+        "init", help="write a run.toml and a reward.py that train as they are"
+    )
+    init.add_argument("dir", nargs="?", default=".", metavar="DIR")
+    init.set_defaults(command=_init)
+
     base = commands.add_parser("make-base", help="make a small base model for a built-in task")
     base.add_argument("task", metavar="TASK", help="the task, as arithmetic")
     base.add_argument("out", metavar="OUT", help="the folder to write")
@@ -147,28 +160,22 @@ def _parser() -> argparse.ArgumentParser:
     base.add_argument("--hidden-size", type=int, metavar="N")
     base.set_defaults(command=_make_base)
 
+    doctor = commands.add_parser("doctor", help="show versions, devices, memory and disk")
+    doctor.set_defaults(command=_doctor)
+
+
+def _add_runs(commands: argparse._SubParsersAction) -> None:
     report = commands.add_parser("report", help="write RUN/report.html anew, or print a summary")
     report.add_argument("run", metavar="RUN", help="a run folder, of a run at any stage")
     report.add_argument("--text", action="store_true", help="print it instead")
     report.set_defaults(command=_report)
 
-    _add_inference(commands)
     export = commands.add_parser("export", help="write a step of a run as a Hugging Face folder")
     export.add_argument("run", metavar="RUN", help="a run folder")
     export.add_argument("out", metavar="OUT", help="the folder to write")
     export.add_argument("--step", default="last", help="last, best, or a number of steps")
-    export.add_argument("--dtype", choices=["float32", "bfloat16", "float16"])
+    export.add_argument("--dtype", choices=["float32", "bfloat16"])
     export.set_defaults(command=_export)
-
-    init = commands.add_parser(
-        "init", help="write a run.toml and a reward.py that train as they are"
-    )
-    init.add_argument("dir", nargs="?", default=".", metavar="DIR")
-    init.set_defaults(command=_init)
-
-    doctor = commands.add_parser("doctor", help="show versions, devices, memory and disk")
-    doctor.set_defaults(command=_doctor)
-    return parser
 
 
 def _add_inference(commands: argparse._SubParsersAction) -> None:

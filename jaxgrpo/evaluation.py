@@ -14,10 +14,12 @@ from jax.sharding import Mesh
 
 from jaxgrpo import diagnostics, sharding
 from jaxgrpo.assembly import Setup
+from jaxgrpo.config import Config
 from jaxgrpo.inputs import eval_source, load_prompts
+from jaxgrpo.io.data import PromptData
 from jaxgrpo.models.api import Model
 from jaxgrpo.prompts import pad_prompts
-from jaxgrpo.rewarding import resolve_scorer
+from jaxgrpo.rewarding import extractor_of, resolve_scorer
 from jaxgrpo.rewards import RewardFunction, TrainerState
 from jaxgrpo.rollouts import completion_ids, judge_texts, put_prompts
 from jaxgrpo.sampling import Sampler, SamplingSettings, make_sampler, sample
@@ -58,14 +60,18 @@ Evaluate = Callable[[Params, Array, int], Evaluation]
 """(sampling parameters, key data of the run, step) -> Evaluation"""
 
 
+def questions_of(config: Config, held_out: PromptData, scorer: RewardFunction) -> Questions:
+    """The first `eval.prompts` prompts, all by default, and who judges the answers."""
+    count = config.eval.prompts
+    extract = extractor_of(config, scorer)
+    return Questions(held_out.rows[:count], held_out.encoded[:count], scorer, extract)
+
+
 def evaluator_of(run: Setup) -> Evaluate:
     """The evaluation that a run's config asks for."""
     config = run.config
     held_out = run.held_out or load_prompts(config, run.chat, eval_source(config))
-    count = config.eval.prompts
-    questions = Questions(
-        held_out.rows[:count], held_out.encoded[:count], resolve_scorer(config, run.rewards)
-    )
+    questions = questions_of(config, held_out, resolve_scorer(config, run.rewards))
     geometry = run.parts.geometry
     return make_evaluator(
         run.model,

@@ -22,6 +22,9 @@ from jaxgrpo.models import decoder
 from jaxgrpo.names import suggest
 
 
+DTYPES = ("float32", "bfloat16")
+
+
 def export(
     run: str | Path, out: str | Path, step: str | int = "last", dtype: str | None = None
 ) -> Path:
@@ -45,8 +48,8 @@ def export(
         number = int(state.step)
     model, params = parts.model, state.trainable
     if dtype is not None:
-        if dtype not in ("float32", "bfloat16", "float16"):
-            raise InputError(f"--dtype {dtype}: use float32, bfloat16 or float16")
+        if dtype not in DTYPES:
+            raise InputError(f"--dtype {dtype}: use {' or '.join(DTYPES)}")
         model = decoder.build(dataclasses.replace(model.config, dtype=dtype))
         params = jax.tree.map(lambda leaf: leaf.astype(dtype), params)
     card = model_card(config, number, _evaluation(folder, number))

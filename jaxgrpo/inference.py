@@ -17,7 +17,7 @@ from jaxgrpo import runtime, sharding
 from jaxgrpo.assembly import find_model, sampling_settings
 from jaxgrpo.config import Config
 from jaxgrpo.errors import InputError
-from jaxgrpo.evaluation import Questions, answer_rows, ask, make_evaluator
+from jaxgrpo.evaluation import Questions, answer_rows, ask, make_evaluator, questions_of
 from jaxgrpo.exporting import read_run
 from jaxgrpo.from_python import config_of
 from jaxgrpo.inputs import eval_source, load_prompts, make_chat
@@ -87,10 +87,7 @@ def evaluate(
     console = Console(highlight=False)
     policy, held_out = _load(console, config)
     rewards = () if config.rewards[0].use == NOBODY else resolve_rewards(config)
-    count = config.eval.prompts
-    questions = Questions(
-        held_out.rows[:count], held_out.encoded[:count], resolve_scorer(config, rewards)
-    )
+    questions = questions_of(config, held_out, resolve_scorer(config, rewards))
     run = make_evaluator(
         policy.model,
         policy.tokenizer,

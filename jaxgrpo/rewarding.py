@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from rich.console import Console
@@ -17,6 +17,7 @@ from jaxgrpo.rewards import (
     RewardFunction,
     RewardLog,
     TrainerState,
+    answers,
     build,
     check,
     name_of,
@@ -83,6 +84,12 @@ def resolve_scorer(config: Config, rewards: Sequence[Reward]) -> RewardFunction:
         return rewards[0].function
     use, limit = config.eval.scorer, config.rollout.max_completion_tokens
     return build(callables.resolve(use, config.folder), **with_lengths(use, {}, limit))
+
+
+def extractor_of(config: Config, scorer: RewardFunction) -> Callable[[str], Hashable] | None:
+    """What reads the answer off a completion, for votes; None where the scorer knows none."""
+    use = config.eval.scorer or (config.rewards[0].use if config.rewards else "")
+    return answers.get(use) or getattr(getattr(scorer, "func", scorer), "extract", None)
 
 
 def with_logged(values: Mapping[str, float], log: RewardLog) -> dict[str, float]:

@@ -235,3 +235,22 @@ def test_a_best_step_by_an_unknown_metric_is_refused_before_training(tmp_path):
     with pytest.raises(InputError, match=r"did you mean .eval/accuracy"):
         training.train(small_run.config(tmp_path / "r", **changes))
     assert not (tmp_path / "r" / "metrics.jsonl").exists()
+
+
+def test_a_config_is_put_together_from_dicts_objects_and_keys(tmp_path):
+    tables = small_run.tables(tmp_path / "r")
+    del tables["rewards"]
+
+    def short(completions, **columns):
+        return [-float(len(text)) for text in completions]
+
+    finished = training.train(tables, rewards=[short], train={"steps": 1}, **{"train.seed": 5})
+    recorded = configs.load(finished.path / "config.toml")
+    assert (recorded.train.steps, recorded.train.seed) == (1, 5)
+    assert [reward.use for reward in recorded.rewards] == ["python:short"]
+    assert finished.metrics[0]["reward"] < 0
+    assert {row["step"] for row in finished.samples} == {1}
+    with pytest.raises(InputError, match="begun from Python with the object short"):
+        training.train(recorded, resume="auto")
+    further = training.train(recorded, resume="auto", rewards=[short], train={"steps": 2})
+    assert further.summary["step"] == 2

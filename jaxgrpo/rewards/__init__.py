@@ -13,7 +13,7 @@ from jaxgrpo.rewards.protocol import (
     check,
     name_of,
 )
-from jaxgrpo.rewards.registry import build, rewards, with_lengths
+from jaxgrpo.rewards.registry import answers, build, rewards, with_lengths
 from jaxgrpo.rewards.texts import text_of
 
 __all__ = [
@@ -22,6 +22,7 @@ __all__ = [
     "RewardFunction",
     "RewardLog",
     "TrainerState",
+    "answers",
     "bind",
     "build",
     "call_rewards",

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 from jaxgrpo.errors import InputError
 from jaxgrpo.names import find
 from jaxgrpo.rewards.forms import check_format, check_length, has_format, overlong_penalty
-from jaxgrpo.rewards.gsm8k import gsm8k_answer
+from jaxgrpo.rewards.gsm8k import final_number, gsm8k_answer
 from jaxgrpo.rewards.mathematics import check_math, math_answer
 from jaxgrpo.rewards.protocol import RewardError, RewardFunction, bind, name_of, options_of
 from jaxgrpo.tasks import tasks
@@ -20,6 +20,13 @@ rewards: dict[str, RewardFunction] = {
     "format": has_format,
     "length": overlong_penalty,
 }
+
+answers: dict[str, Callable[[str], Hashable]] = {
+    **{task.name: task.answer_of for task in tasks.values()},
+    "gsm8k_answer": final_number,
+}
+"""What a completion answers, for votes: of the rewards that judge an answer. None does not vote.
+An own reward may have the function as its attribute `extract`."""
 
 _CHECKS: dict[str, Callable[..., None]] = {
     "math": check_math,

@@ -128,7 +128,16 @@ def score(completions: Sequence[str], answer: Sequence[str], **columns: Any) -> 
     """
     del columns
     pairs = zip(completions, answer, strict=True)
-    return [float(text.rsplit(" ", 1)[-1] == str(gold)) for text, gold in pairs]
+    return [float(answer_of(text) == str(gold)) for text, gold in pairs]
+
+
+def answer_of(completion: str) -> str:
+    """The text after the last space.
+
+    >>> answer_of("7+8=15 4+3+1=8 85")
+    '85'
+    """
+    return completion.rsplit(" ", 1)[-1]
 
 
 SPLITS = {"train": 3072, "test": 256}
@@ -140,6 +149,7 @@ arithmetic = Task(
     splits=SPLITS,
     rows=rows,
     corpus=corpus,
+    answer_of=answer_of,
     score=score,
 )
 

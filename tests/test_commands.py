@@ -1,0 +1,113 @@
+"""The commands around training, run as a user runs them, one after the other."""
+
+import json
+
+import pytest
+import small_run
+from safetensors.numpy import load_file
+
+from jaxgrpo import beginning, cli, training
+from jaxgrpo.io import huggingface
+from jaxgrpo.io.checkpoints import parameter_hash
+from jaxgrpo.models import decoder
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("commands") / "r"
+    changes = {"eval.data": "task:arithmetic:test", "eval.prompts": 12, "eval.samples": 4}
+    return training.train(small_run.config(folder, **{"train.steps": 2, **changes}))
+
+
+def main(capsys, *arguments):
+    code = cli.main([str(argument) for argument in arguments])
+    said = capsys.readouterr()
+    return code, said.out + said.err
+
+
+def test_eval_of_a_run_asks_what_the_run_asked(run, tmp_path, capsys):
+    numbers, rows = tmp_path / "e.json", tmp_path / "e.jsonl"
+    code, said = main(capsys, "eval", run.path, "--json", numbers, "--samples", rows)
+    assert code == 0, said
+    measured = json.loads(numbers.read_text())
+    trained = run.summary["trained"]
+    assert measured["accuracy"] == trained["accuracy"]
+    assert {"pass@4", "maj@4", "maj@4/low", "pass@4/high", "unscored"} <= measured.keys()
+    samples = [json.loads(line) for line in rows.read_text().splitlines()]
+    assert len(samples) == 12 * 4
+    scores = [sample["rewards"]["arithmetic"] for sample in samples]
+    assert sum(scores) / len(scores) == pytest.approx(measured["pass@1"])
+    assert "95% interval" in said
+
+
+def test_eval_of_a_model_folder_needs_data_and_a_scorer(run, tmp_path, capsys):
+    model = run.path / "model"
+    assert main(capsys, "eval", model) == (
+        2,
+        f"error: eval {model}: nothing to evaluate on; give --data\n",
+    )
+    code, said = main(capsys, "eval", model, "--data", "task:arithmetic:test")
+    assert code == 2
+    assert "give --scorer" in said
+    code, said = main(
+        capsys,
+        *("eval", model, "--data", "task:arithmetic:test", "--scorer", "arithmetic"),
+        *("-n", 2, "--num-prompts", 8, "--json", tmp_path / "e.json"),
+        *("--set", "rollout.max_completion_tokens=24", "rollout.max_prompt_tokens=8"),
+    )
+    assert code == 0, said
+    assert json.loads((tmp_path / "e.json").read_text())["pass@1/low"] >= 0
+
+
+def test_sample_writes_rows_for_lines_of_text(run, tmp_path, capsys):
+    prompts, out = tmp_path / "p.txt", tmp_path / "s.jsonl"
+    prompts.write_text("12+34=\n\n55+66=\n")
+    arguments = ("sample", run.path, "--prompts", prompts, "--out", out, "-n", 3)
+    code, said = main(capsys, *arguments)
+    assert code == 0, said
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [row["prompt"] for row in rows] == ["12+34="] * 3 + ["55+66="] * 3
+    assert all(len(row["logps"]) == len(row["completion_ids"]) for row in rows)
+    main(capsys, *arguments[:-2], "--temperature", 0, "-n", 2)
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert rows[0]["completion"] == rows[1]["completion"]
+    code, said = main(capsys, *arguments[:3], tmp_path / "none.txt", "--out", out)
+    assert code == 2
+    assert "there is no such file" in said
+
+
+def test_export_gives_what_was_trained_back(run, tmp_path, capsys):
+    out = tmp_path / "out"
+    code, said = main(capsys, "export", run.path, out)
+    assert code == 0, said
+    model = decoder.build(huggingface.read_config(out))
+    assert parameter_hash(huggingface.read_params(out, model)) == run.summary["parameter_hash"]
+    assert {"README.md", "generation_config.json", "tokenizer.json"} <= {
+        file.name for file in out.iterdir()
+    }
+    code, said = main(capsys, "export", run.path, out, "--dtype", "bfloat16")
+    assert code == 0, said
+    assert {str(tensor.dtype) for tensor in load_file(out / "model.safetensors").values()} == {
+        "bfloat16"
+    }
+    for step, reason in {"7": "no complete step 7", "best": "keep_best", "x": "--step x"}.items():
+        code, said = main(capsys, "export", run.path, tmp_path / "no", "--step", step)
+        assert code == 2
+        assert reason in said
+    assert main(capsys, "export", tmp_path, out)[1].startswith(f"error: {tmp_path}: no run folder")
+
+
+@pytest.mark.slow
+def test_what_init_writes_trains_as_it_is(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    code, said = main(capsys, "init", "first")
+    assert code == 0, said
+    assert beginning.RUN == (tmp_path / "first" / "run.toml").read_text()
+    assert len(beginning.RUN.splitlines()) == 12
+    monkeypatch.chdir(tmp_path / "first")
+    code, said = main(capsys, "train", "run.toml", "--set", "train.steps=2")
+    assert code == 0, said
+    assert (tmp_path / "first" / "runs" / "first" / "report.html").exists()
+    code, said = main(capsys, "init", ".")
+    assert code == 2
+    assert "run.toml, reward.py, data.jsonl, base is there already" in said
