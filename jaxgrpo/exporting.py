@@ -21,7 +21,6 @@ from jaxgrpo.io.tracking import read_metrics
 from jaxgrpo.models import decoder
 from jaxgrpo.names import suggest
 
-
 DTYPES = ("float32", "bfloat16")
 
 

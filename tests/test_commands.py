@@ -102,7 +102,7 @@ def test_what_init_writes_trains_as_it_is(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     code, said = main(capsys, "init", "first")
     assert code == 0, said
-    assert beginning.RUN == (tmp_path / "first" / "run.toml").read_text()
+    assert (tmp_path / "first" / "run.toml").read_text() == beginning.RUN
     assert len(beginning.RUN.splitlines()) == 12
     monkeypatch.chdir(tmp_path / "first")
     code, said = main(capsys, "train", "run.toml", "--set", "train.steps=2")

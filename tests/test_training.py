@@ -244,7 +244,8 @@ def test_a_config_is_put_together_from_dicts_objects_and_keys(tmp_path):
     def short(completions, **columns):
         return [-float(len(text)) for text in completions]
 
-    finished = training.train(tables, rewards=[short], train={"steps": 1}, **{"train.seed": 5})
+    seed: dict[str, Any] = {"train.seed": 5}
+    finished = training.train(tables, rewards=[short], train={"steps": 1}, **seed)
     recorded = configs.load(finished.path / "config.toml")
     assert (recorded.train.steps, recorded.train.seed) == (1, 5)
     assert [reward.use for reward in recorded.rewards] == ["python:short"]

@@ -22,6 +22,7 @@ INDEX = "model.safetensors.index.json"
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 OURS = (
+    "README.md",
     "config.json",
     "generation_config.json",
     "*.safetensors",
