@@ -13,6 +13,7 @@ from jaxgrpo.console import facts
 from jaxgrpo.errors import InputError
 from jaxgrpo.io import callables
 from jaxgrpo.rewards import (
+    Preview,
     RewardError,
     RewardFunction,
     RewardLog,
@@ -107,6 +108,23 @@ def with_logged(values: Mapping[str, float], log: RewardLog) -> dict[str, float]
     return {**values, **logged}
 
 
+def try_rewards(
+    rewards: Sequence[Reward], row: Mapping[str, Any], tokenizer: Any, max_steps: int
+) -> dict[str, Preview]:
+    """What every reward gives the row's gold answer and the empty text.
+
+    Raises: RewardError where a reward returns the wrong number or type of values, or raises and
+    does not leave its samples unscored.
+    """
+    return preview(
+        {reward.name: reward.function for reward in rewards},
+        row,
+        lambda text: tokenizer(text, add_special_tokens=False)["input_ids"],
+        trainer_state=TrainerState(max_steps=max_steps),
+        on_error={reward.name: reward.on_error for reward in rewards},
+    )
+
+
 def show_previews(
     console: Console,
     rewards: Sequence[Reward],
@@ -114,17 +132,8 @@ def show_previews(
     tokenizer: Any,
     max_steps: int,
 ) -> None:
-    """Prints what every reward gives the row's gold answer and the empty text, one line each.
-
-    Raises: RewardError where a reward raises and does not leave its samples unscored.
-    """
-    previews = preview(
-        {reward.name: reward.function for reward in rewards},
-        row,
-        lambda text: tokenizer(text, add_special_tokens=False)["input_ids"],
-        trainer_state=TrainerState(max_steps=max_steps),
-        on_error={reward.name: reward.on_error for reward in rewards},
-    )
+    """Prints what `try_rewards` gives, one line each."""
+    previews = try_rewards(rewards, row, tokenizer, max_steps)
 
     def score(value: float | None) -> str:
         return "not scored" if value is None else f"{value:g}"

@@ -32,7 +32,7 @@ from jaxgrpo.logbook import Logbook
 from jaxgrpo.metrics import finalise, merge
 from jaxgrpo.optimizers import current_rate
 from jaxgrpo.preparation import Prepared
-from jaxgrpo.rewarding import with_logged
+from jaxgrpo.rewarding import try_rewards, with_logged
 from jaxgrpo.rewards import RewardLog
 from jaxgrpo.rollouts import sample_rows
 from jaxgrpo.types import Rollouts, TrainState
@@ -90,6 +90,8 @@ def train(
         refuse_other_config(folder, config)
         checkpoints = stack.enter_context(Checkpoints(folder.checkpoints, config.checkpoint.keep))
         parts = setup(config, rewards=rewards, advantage=advantage, dataset=dataset)
+        # A reward that cannot be called is found now and not after the first samples.
+        try_rewards(parts.rewards, parts.rows[0], parts.tokenizer, config.train.steps)
         state, done, meta = _first_or_restored(parts, checkpoints)
         folder.rewind(done if checkpoints.latest() is not None else None)
         folder.write_config(configs.to_toml(config))

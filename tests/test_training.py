@@ -135,7 +135,7 @@ def test_python_objects_take_the_place_of_what_the_config_names(tmp_path):
         advantage=jg.chain(jg.sum_rewards(), jg.subtract_group_mean()),
         dataset=dataset,
     )
-    assert seen == ["red"] * 32
+    assert seen == ["red"] * (2 + 32)  # the trial on row 0, and a step
     assert "rewards/count/mean" in small_run.metrics(finished.path)[0]
 
 
@@ -255,3 +255,22 @@ def test_a_config_is_put_together_from_dicts_objects_and_keys(tmp_path):
         training.train(recorded, resume="auto")
     further = training.train(recorded, resume="auto", rewards=[short], train={"steps": 2})
     assert further.summary["step"] == 2
+
+
+def test_a_run_folder_that_cannot_be_written_is_refused(tmp_path):
+    with pytest.raises(InputError, match=r"run\.dir = /proc/nowhere cannot be written"):
+        training.train(small_run.config("/proc/nowhere"))
+
+
+@pytest.mark.parametrize(
+    ("values", "reason"), [([1.0], "returned 1 values for 2"), (["a", "b"], "'a' for completion 0")]
+)
+def test_a_reward_of_wrong_length_or_type_is_refused_before_the_first_step(
+    tmp_path, values, reason
+):
+    def wrong(completions, **columns):
+        return values
+
+    with pytest.raises(InputError, match=reason):
+        training.train(small_run.config(tmp_path / "r"), rewards=[wrong])
+    assert not (tmp_path / "r" / "metrics.jsonl").exists()

@@ -131,8 +131,14 @@ class RunFolder:
         self._writes = jax.process_index() == 0
         if self._writes:
             self._refuse_unless_usable(resume)
-            self.path.mkdir(parents=True, exist_ok=True)
-            self._take_lock()
+            try:
+                self.path.mkdir(parents=True, exist_ok=True)
+                self._take_lock()
+            except OSError as error:
+                raise InputError(
+                    f"run.dir = {self.path} cannot be written ({error.strerror}): set run.dir to a "
+                    "folder that can"
+                ) from error
 
     def __enter__(self) -> RunFolder:
         return self
