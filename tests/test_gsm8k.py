@@ -135,7 +135,7 @@ def test_transformers_reads_the_exported_model_with_equal_logits(run, folder, ex
     theirs = AutoModelForCausalLM.from_pretrained(exported, dtype="float32").eval()
     with torch.no_grad():
         expected = theirs(torch.as_tensor(tokens)).logits.numpy()
-    assert expected.std() > 0.5
+    assert expected.std() > 0.1
     model = build(read_config(exported))
     # Of the parameters as training left them, and of those that are read back.
     for params in (run.state.trainable, read_params(exported, model)):
