@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.sharding import Mesh
@@ -24,7 +25,7 @@ from jaxgrpo.models import decoder
 from jaxgrpo.models.api import Model
 from jaxgrpo.optimizers import make_optimizer
 from jaxgrpo.packing import Geometry
-from jaxgrpo.parts import Objective, Parts, opt_layout, param_layout
+from jaxgrpo.parts import Objective, Parts, as_computed, opt_layout, param_layout
 from jaxgrpo.preparation import Prepared
 from jaxgrpo.prompts import PromptPolicy, sequential
 from jaxgrpo.rewarding import Reward, resolve_rewards
@@ -83,7 +84,8 @@ def setup(
     parts = make_parts(config, mesh, model, tokenizer, chosen, advantage)
     columns = needed_columns(parts.chain.needs | parts.objective.needs, rows, chosen)
     layout = sharding.param_shardings(mesh, model.axes, model.shapes)
-    params = huggingface.read_params(folder, model, shardings=layout)
+    held = str(jnp.promote_types(model.config.dtype, jnp.float32))
+    params = huggingface.read_params(folder, model, dtype=held, shardings=layout)
     policy = sequential()
     names = tuple(reward.name for reward in chosen)
     state = first_state(parts, params, policy, len(rows), config.train.seed, names)
@@ -269,7 +271,11 @@ def first_state(
     )
     needs = parts.chain.needs | parts.objective.needs
     anchors = {FIELDS[name].policy for name in needs & FIELDS.keys()} - {"trainer"}
-    copy = jax.jit(lambda tree: jax.tree.map(lambda leaf: leaf + 0, tree), out_shardings=layout)
+    # A copy of its own, since the trainable parameters are donated.
+    copy = jax.jit(
+        lambda tree: jax.tree.map(lambda leaf: leaf + 0, as_computed(parts.model, tree)),
+        out_shardings=layout,
+    )
     put = lambda value: sharding.put(value, everywhere)  # noqa: E731
     key = jax.random.key_data(jax.random.key(seed))
     return TrainState(

@@ -1,11 +1,13 @@
 """A whole run: what it writes, that it moves what it should, and nothing else."""
 
 import dataclasses
+import functools
 import json
 import runpy
 import sys
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 import small_run
@@ -27,9 +29,12 @@ def run(tmp_path_factory):
     return config, training.train(config)
 
 
+def model_of(path):
+    return decoder.build(huggingface.read_config(path))
+
+
 def folder_hash(path):
-    model = decoder.build(huggingface.read_config(path))
-    return parameter_hash(huggingface.read_params(path, model))
+    return parameter_hash(huggingface.read_params(path, model_of(path)))
 
 
 def test_a_run_leaves_config_metrics_samples_summary_checkpoint_and_model(run):
@@ -235,3 +240,18 @@ def test_a_best_step_by_an_unknown_metric_is_refused_before_training(tmp_path):
     with pytest.raises(InputError, match=r"did you mean .eval/accuracy"):
         training.train(small_run.config(tmp_path / "r", **changes))
     assert not (tmp_path / "r" / "metrics.jsonl").exists()
+
+
+def test_bfloat16_computes_and_float32_is_trained(tmp_path):
+    changes = {"model.dtype": "bfloat16", "loss.kl": {"use": "k2", "beta": 0.01}}
+    changes["optimizer"] = {"learning_rate": 1e-6}  # lost in bfloat16
+    finished = training.train(small_run.config(tmp_path / "r", **changes))
+    before = huggingface.read_params(small_run.base(), model_of(small_run.base()))
+    trained = finished.state.trainable
+    assert {str(leaf.dtype) for leaf in jax.tree.leaves(trained)} == {"float32"}
+    frozen = finished.state.frozen["reference"]
+    assert {str(leaf.dtype) for leaf in jax.tree.leaves(frozen)} == {"bfloat16"}
+    kernel = ("blocks", "0", "feed_forward", "up", "kernel")
+    was, now = (functools.reduce(lambda tree, key: tree[key], kernel, p) for p in (before, trained))
+    assert 1e-6 < np.abs(np.asarray(now) - np.asarray(was)).max() < 1e-5
+    assert 0 < finished.metrics[0]["sampling/sampling_logp_difference/max"] < 0.1
