@@ -97,12 +97,16 @@ def param_layout(parts: Parts, rules: sharding.Rules = sharding.TRAINING) -> Par
 
 
 def opt_layout(parts: Parts) -> Any:
-    """The shardings of the optimizer's state: moments as their parameters, the rest everywhere."""
+    """The shardings of the optimizer's state: moments as their parameters, the rest everywhere.
+
+    A moment of another shape than its parameter's, as a row or column of adafactor's, is small.
+    """
     everywhere = sharding.replicated(parts.mesh)
     return optax.tree_utils.tree_map_params(
         parts.optimizer,
-        lambda _, layout: layout,
+        lambda leaf, layout, param: layout if leaf.shape == param.shape else everywhere,
         jax.eval_shape(parts.optimizer.init, parts.model.shapes),
         param_layout(parts),
+        parts.model.shapes,
         transform_non_params=lambda _: everywhere,
     )
