@@ -75,12 +75,16 @@ def forward(parts: Parts, params: Params, micro: TrainBatch) -> tuple[Array, Arr
     return logp.reshape(rows), entropy.reshape(rows)
 
 
-def as_computed(model: Model, params: Params) -> Params:
-    """The parameters in the dtype that the model computes in.
+def held_dtype(model: Model) -> str:
+    """The dtype in which trained parameters are held, at least float32.
 
-    Those that are trained are held in at least float32: bfloat16 has 8 bits, and a step of 1e-6
-    from a weight of 0.02 would be rounded away.
+    bfloat16 has 8 bits: a step of 1e-6 from a weight of 0.02 would be rounded away.
     """
+    return str(jnp.promote_types(model.config.dtype, jnp.float32))
+
+
+def as_computed(model: Model, params: Params) -> Params:
+    """The parameters in the dtype that the model computes in."""
     return jax.tree.map(lambda leaf: leaf.astype(model.config.dtype), params)
 
 
