@@ -83,6 +83,8 @@ def train(
     Raises: InputError before anything long starts; runtime.StopRequested after a stop signal, when
     everything is saved.
     """
+    if resume not in (None, "auto"):
+        raise InputError(f'resume = {resume!r}: use "auto", or leave it out for a new run')
     config = config_of(config, overrides, rewards, advantage)
     line = runtime.start(config.mesh.platform)
     with contextlib.ExitStack() as stack:
