@@ -24,7 +24,7 @@ from jaxgrpo.models import decoder
 from jaxgrpo.models.api import Model
 from jaxgrpo.optimizers import make_optimizer
 from jaxgrpo.packing import Geometry
-from jaxgrpo.parts import Objective, Parts, opt_layout, param_layout
+from jaxgrpo.parts import Objective, Parts, as_computed, held_dtype, opt_layout, param_layout
 from jaxgrpo.preparation import Prepared
 from jaxgrpo.prompts import PromptPolicy, sequential
 from jaxgrpo.rewarding import Reward, resolve_rewards
@@ -80,10 +80,10 @@ def setup(
     rows, encoded, dropped = load_prompts(config, chat, dataset)
     held_out = load_prompts(config, chat, eval_source(config)) if config.eval.data else None
     chosen = resolve_rewards(config, rewards, rows[0])
-    parts = make_parts(config, mesh, model, tokenizer, chosen, advantage)
+    ends = huggingface.read_end_tokens(folder, tokenizer)
+    parts = make_parts(config, mesh, model, tokenizer, ends, chosen, advantage)
     columns = needed_columns(parts.chain.needs | parts.objective.needs, rows, chosen)
-    layout = sharding.param_shardings(mesh, model.axes, model.shapes)
-    params = huggingface.read_params(folder, model, shardings=layout)
+    params = huggingface.read_params(folder, model, held_dtype(model), param_layout(parts))
     policy = sequential()
     names = tuple(reward.name for reward in chosen)
     state = first_state(parts, params, policy, len(rows), config.train.seed, names)
@@ -127,6 +127,7 @@ def make_parts(
     mesh: Mesh,
     model: Model,
     tokenizer: Any,
+    end_tokens: tuple[int, ...],
     rewards: Sequence[Reward],
     advantage: AdvantageTransform | None,
 ) -> Parts:
@@ -166,15 +167,16 @@ def make_parts(
             options=optimizer.options,
         ),
         geometry=geometry,
-        sampling=sampling_settings(config, tokenizer),
+        sampling=sampling_settings(config, tokenizer, end_tokens),
         mesh=mesh,
         reward_weights={reward.name: reward.weight for reward in rewards},
     )
 
 
-def sampling_settings(config: Config, tokenizer: Any) -> SamplingSettings:
-    end = tokenizer.eos_token_id
-    if end is None:
+def sampling_settings(
+    config: Config, tokenizer: Any, end_tokens: tuple[int, ...]
+) -> SamplingSettings:
+    if not end_tokens:
         raise InputError(
             f"model.path = {config.model.path}: its tokenizer has no end token, so no sample could "
             "end; set eos_token in its tokenizer_config.json"
@@ -184,8 +186,8 @@ def sampling_settings(config: Config, tokenizer: Any) -> SamplingSettings:
         group_size=config.rollout.group_size,
         max_completion_tokens=config.rollout.max_completion_tokens,
         temperature=config.rollout.temperature,
-        stop_tokens=(end,),
-        pad_token=end if pad is None else pad,
+        stop_tokens=end_tokens,
+        pad_token=end_tokens[0] if pad is None else pad,
         segment_tokens=config.rollout.segment_tokens,
     )
 
@@ -269,7 +271,11 @@ def first_state(
     )
     needs = parts.chain.needs | parts.objective.needs
     anchors = {FIELDS[name].policy for name in needs & FIELDS.keys()} - {"trainer"}
-    copy = jax.jit(lambda tree: jax.tree.map(lambda leaf: leaf + 0, tree), out_shardings=layout)
+    # A copy of its own, since the trainable parameters are donated.
+    copy = jax.jit(
+        lambda tree: jax.tree.map(lambda leaf: leaf + 0, as_computed(parts.model, tree)),
+        out_shardings=layout,
+    )
     put = lambda value: sharding.put(value, everywhere)  # noqa: E731
     key = jax.random.key_data(jax.random.key(seed))
     return TrainState(

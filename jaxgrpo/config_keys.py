@@ -85,7 +85,8 @@ class RewardKeys:
 class ModelKeys:
     path: str = key()  # a model folder as transformers writes it, or owner/name on the hub
     revision: str | None = key(None)  # of the hub: a branch, tag or commit; None: its main branch
-    dtype: str = key("float32", choices=("float32", "bfloat16"))
+    dtype: str = key("float32", choices=("float32", "bfloat16"))  # of the forward pass; the
+    # weights that are trained are float32
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 
 import jaxgrpo
 from jaxgrpo import config as configs
-from jaxgrpo.assembly import setup
 from jaxgrpo.config import Config
 from jaxgrpo.errors import InputError
+from jaxgrpo.inputs import make_chat
 from jaxgrpo.io import huggingface
 from jaxgrpo.io.checkpoints import Checkpoints
 from jaxgrpo.io.tracking import read_metrics
@@ -41,18 +42,25 @@ def export(
     """
     folder, config = read_run(run)
     number = _number(folder, config, step)
-    parts = setup(config)
+    home = huggingface.find_folder(config.model.path, config.model.revision)
+    tokenizer = huggingface.read_tokenizer(home)
+    make_chat(config, tokenizer)
+    ends = huggingface.end_fields(huggingface.read_end_tokens(home, tokenizer))
+    model = decoder.build(huggingface.read_config(home))
+    # On the host and without the rest of the state: neither the mesh of the run is needed for it,
+    # nor its data, rewards and method, which may have come from Python.
+    empty = lambda leaf: np.zeros(leaf.shape, np.float32)  # noqa: E731
+    wanted = {"step": np.zeros((), np.int32), "trainable": jax.tree.map(empty, model.shapes)}
     with Checkpoints(folder / "checkpoints", config.checkpoint.keep) as checkpoints:
-        state, _ = checkpoints.restore(parts.state, number)
-        number = int(state.step)
-    model, params = parts.model, state.trainable
+        state, _ = checkpoints.restore(wanted, number, partial=True)
+    number, params = int(state["step"]), state["trainable"]
     if dtype is not None:
         if dtype not in DTYPES:
             raise InputError(f"--dtype {dtype}: use {' or '.join(DTYPES)}")
         model = decoder.build(dataclasses.replace(model.config, dtype=dtype))
         params = jax.tree.map(lambda leaf: leaf.astype(dtype), params)
     card = model_card(config, number, _evaluation(folder, number))
-    huggingface.save_model(out, model, params, parts.tokenizer, card=card)
+    huggingface.save_model(out, model, params, tokenizer, ends, card=card)
     return Path(out)
 
 

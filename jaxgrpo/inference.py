@@ -27,7 +27,7 @@ from jaxgrpo.io.data import PromptData
 from jaxgrpo.io.tracking import plain, write_atomically
 from jaxgrpo.models.api import Model
 from jaxgrpo.rewarding import resolve_rewards, resolve_scorer
-from jaxgrpo.sampling import make_sampler
+from jaxgrpo.sampling import SamplingSettings, make_sampler
 from jaxgrpo.types import Params
 
 SLOTS = 64  # samples decoded at once where no run says how many
@@ -56,7 +56,7 @@ class Policy(NamedTuple):
     model: Model
     params: Params
     tokenizer: Any
-    config: Config
+    settings: SamplingSettings
 
 
 def evaluate(
@@ -93,7 +93,7 @@ def evaluate(
         policy.tokenizer,
         policy.mesh,
         questions,
-        sampling_settings(config, policy.tokenizer),
+        policy.settings,
         samples=config.eval.samples,
         width=config.rollout.max_prompt_tokens,
         slots=_slots(config),
@@ -131,8 +131,7 @@ def write_samples(
     config = config_for(target, changes, overrides)
     console = Console(highlight=False)
     policy, asked = _load(console, config, rows)
-    settings = sampling_settings(config, policy.tokenizer)
-    settings = settings._replace(group_size=samples, temperature=temperature)
+    settings = policy.settings._replace(group_size=samples, temperature=temperature)
     sampler = make_sampler(policy.model, settings, sharding.constrain(policy.mesh))
     questions = Questions(asked.rows, asked.encoded, _unjudged)
     answers = ask(
@@ -200,7 +199,9 @@ def _load(
     prompts = load_prompts(config, chat, rows if rows is not None else eval_source(config))
     layout = sharding.param_shardings(mesh, model.axes, model.shapes, sharding.SAMPLING)
     params = huggingface.read_params(folder, model, shardings=layout)
-    return Policy(mesh, model, params, tokenizer, config), prompts
+    ends = huggingface.read_end_tokens(folder, tokenizer)
+    settings = sampling_settings(config, tokenizer, ends)
+    return Policy(mesh, model, params, tokenizer, settings), prompts
 
 
 def _unjudged(completions: Sequence[Any]) -> list[None]:

@@ -84,13 +84,15 @@ def current_rate(opt_state: Any) -> jax.Array:
 
 
 def decay_mask(axes: Params) -> Params:
-    """True for the weights that decay: matrices, which are those with an "embed" dimension.
+    """True for the weights that decay: matrices, which have "embed" and another dimension.
 
-    Norm scales and biases have none. Told by logical axes, not by ndim: stacked scales have two.
+    Norm scales and biases do not. Told by logical axes, not by ndim: stacked scales have two.
     """
-    return jax.tree.map(
-        lambda names: "embed" in names, axes, is_leaf=lambda node: isinstance(node, tuple)
-    )
+
+    def decays(names: tuple[str | None, ...]) -> bool:
+        return "embed" in names and len(set(names) - {"layers"}) > 1
+
+    return jax.tree.map(decays, axes, is_leaf=lambda node: isinstance(node, tuple))
 
 
 def _factory(use: str) -> Any:

@@ -55,6 +55,7 @@ class Parts(NamedTuple):
 
 def forward(parts: Parts, params: Params, micro: TrainBatch) -> tuple[Array, Array]:
     """(logp, entropy) [D, R, Q] of one micro-batch: prompts once, then rows that read them."""
+    params = as_computed(parts.model, params)
     bins, prompts, width = micro.prompt_tokens.shape
     position = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32), (bins, prompts, width))
     valid = position < micro.prompt_length[..., None]
@@ -74,6 +75,19 @@ def forward(parts: Parts, params: Params, micro: TrainBatch) -> tuple[Array, Arr
     return logp.reshape(rows), entropy.reshape(rows)
 
 
+def held_dtype(model: Model) -> str:
+    """The dtype in which trained parameters are held, at least float32.
+
+    bfloat16 has 8 bits: a step of 1e-6 from a weight of 0.02 would be rounded away.
+    """
+    return str(jnp.promote_types(model.config.dtype, jnp.float32))
+
+
+def as_computed(model: Model, params: Params) -> Params:
+    """The parameters in the dtype that the model computes in."""
+    return jax.tree.map(lambda leaf: leaf.astype(model.config.dtype), params)
+
+
 def micro_batch(batch: TrainBatch, index: Array) -> TrainBatch:
     """Micro-batch `index` of a batch: every array without its leading K."""
     take = lambda leaf: jax.lax.dynamic_index_in_dim(leaf, index, keepdims=False)  # noqa: E731
@@ -87,12 +101,16 @@ def param_layout(parts: Parts, rules: sharding.Rules = sharding.TRAINING) -> Par
 
 
 def opt_layout(parts: Parts) -> Any:
-    """The shardings of the optimizer's state: moments as their parameters, the rest everywhere."""
+    """The shardings of the optimizer's state: moments as their parameters, the rest everywhere.
+
+    A moment of another shape than its parameter's, as a row or column of adafactor's, is small.
+    """
     everywhere = sharding.replicated(parts.mesh)
     return optax.tree_utils.tree_map_params(
         parts.optimizer,
-        lambda _, layout: layout,
+        lambda leaf, layout, param: layout if leaf.shape == param.shape else everywhere,
         jax.eval_shape(parts.optimizer.init, parts.model.shapes),
         param_layout(parts),
+        parts.model.shapes,
         transform_non_params=lambda _: everywhere,
     )

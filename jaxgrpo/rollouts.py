@@ -59,6 +59,8 @@ def make_selector(
 
 def decode_texts(tokenizer: Any, tokens: np.ndarray, mask: np.ndarray) -> list[str]:
     """Texts of [N, T] tokens, up to the last one sampled, without special tokens."""
+    if not len(tokens):  # a process without a group; transformers takes [] for one empty text
+        return []
     return tokenizer.batch_decode(completion_ids(tokens, mask), skip_special_tokens=True)
 
 

@@ -18,7 +18,7 @@ from jax import Array
 from jaxgrpo import sampling, sharding
 from jaxgrpo.losses import token_loss
 from jaxgrpo.metrics import Metrics, empty_like, maximum, mean, merge
-from jaxgrpo.parts import Parts, forward, micro_batch, opt_layout, param_layout
+from jaxgrpo.parts import Parts, as_computed, forward, micro_batch, opt_layout, param_layout
 from jaxgrpo.preparation import Prepared, make_preparer
 from jaxgrpo.types import Params, Prompts, Rollouts, TrainBatch, TrainState
 
@@ -47,11 +47,13 @@ def build_steps(parts: Parts) -> Steps:
 
 
 def _syncer(parts: Parts) -> Callable[[TrainState], Params]:
-    """Trained parameters as the sampler reads them: gathered over fsdp, or as they are."""
-    if parts.mesh.shape["fsdp"] == 1:
+    """Trained parameters as the sampler reads them: cast and gathered over fsdp, or as they are."""
+    narrow = jnp.finfo(parts.model.config.dtype).bits < 32
+    if parts.mesh.shape["fsdp"] == 1 and not narrow:
         return lambda state: state.trainable
-    gather = jax.jit(lambda params: params, out_shardings=param_layout(parts, sharding.SAMPLING))
-    return lambda state: gather(state.trainable)
+    layout = param_layout(parts, sharding.SAMPLING)
+    sync = jax.jit(functools.partial(as_computed, parts.model), out_shardings=layout)
+    return lambda state: sync(state.trainable)
 
 
 def _updater(program: Any) -> Callable[[TrainState, TrainBatch], tuple[TrainState, Metrics]]:

@@ -83,6 +83,8 @@ def train(
     Raises: InputError before anything long starts; runtime.StopRequested after a stop signal, when
     everything is saved.
     """
+    if resume not in (None, "auto"):
+        raise InputError(f'resume = {resume!r}: use "auto", or leave it out for a new run')
     config = config_of(config, overrides, rewards, advantage)
     line = runtime.start(config.mesh.platform)
     with contextlib.ExitStack() as stack:
@@ -93,6 +95,7 @@ def train(
         # A reward that cannot be called is found now and not after the first samples.
         try_rewards(parts.rewards, parts.rows[0], parts.tokenizer, config.train.steps)
         state, done, meta = _first_or_restored(parts, checkpoints)
+        parts = parts._replace(state=state)
         folder.rewind(done if checkpoints.latest() is not None else None)
         folder.write_config(configs.to_toml(config))
         folder.copy_code(config.own_files)
@@ -100,8 +103,7 @@ def train(
             Display(config.train.steps, done, active=jax.process_index() == 0)
         )
         display.say(line)
-        if parts.dropped:
-            display.say(dropped_line(config, len(parts.rows), parts.dropped))
+        _say_dropped(parts, display)
         stack.enter_context(runtime.stop_signals())
         log = stack.enter_context(Logbook(config, folder, display, done))
         loop = _Loop(parts, folder, checkpoints, display, log)
@@ -135,8 +137,27 @@ def _first_or_restored(
     """State, finished steps and what was saved beside it."""
     if checkpoints.latest() is None:
         return parts.state, 0, {}
-    state, meta = checkpoints.restore(parts.state)
+    wanted = jax.tree.map(_without_values, parts.state)
+    # The first state makes room: a device holds one, not two.
+    jax.tree.map(lambda leaf: leaf.delete() if isinstance(leaf, jax.Array) else None, parts.state)
+    state, meta = checkpoints.restore(wanted)
     return state, int(sharding.to_host(state.step)), meta
+
+
+def _say_dropped(parts: Setup, display: Display) -> None:
+    """Says which prompts were left out, of training and of evaluation."""
+    if parts.dropped:
+        display.say(dropped_line(parts.config, len(parts.rows), parts.dropped))
+    if parts.held_out and parts.held_out.dropped:
+        kept, dropped = len(parts.held_out.rows), parts.held_out.dropped
+        display.say(f"eval.data: {dropped_line(parts.config, kept, dropped)}")
+
+
+def _without_values(leaf: Any) -> Any:
+    """The shape of an array on devices, and where it lies; an array of the host as it is."""
+    if not isinstance(leaf, jax.Array):
+        return leaf
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
 
 
 class _Loop:
@@ -185,7 +206,13 @@ class _Loop:
     def finish(self, state: TrainState) -> dict[str, Any]:
         """The model as a Hugging Face folder, and the summary."""
         model = self.folder.path / "model"
-        huggingface.save_model(model, self.parts.model, state.trainable, self.parts.tokenizer)
+        huggingface.save_model(
+            model,
+            self.parts.model,
+            state.trainable,
+            self.parts.tokenizer,
+            huggingface.end_fields(self.parts.parts.sampling.stop_tokens),
+        )
         summary: dict[str, Any] = {
             "step": int(sharding.to_host(state.step)),
             "parameter_hash": parameter_hash(state.trainable),

@@ -29,6 +29,7 @@ def failing(tmp_path_factory):
         "eval.data": "task:arithmetic:test",
         "eval.prompts": 8,
         "eval.samples": 4,
+        "eval.scorer": "arithmetic",
         "run.samples_every": 2,
         "tracking.wandb": {"project": "p", "mode": "offline"},
     }

@@ -9,6 +9,7 @@ import small_run
 
 from jaxgrpo import planning, rollouts, training
 from jaxgrpo.errors import ConfigError, InputError
+from jaxgrpo.io import huggingface
 from jaxgrpo.rewarding import resolve_rewards, with_logged
 from jaxgrpo.rewards import RewardError, RewardLog
 
@@ -203,6 +204,14 @@ def test_the_trainer_state_follows_the_run(tmp_path):
     dataset = [{"prompt": f"1{n}+20=", "answer": ""} for n in range(10)]
     config = small_run.config(tmp_path / "r", **{"train.steps": 2})
     training.train(config, rewards=[mine], dataset=dataset)
+    trial, *seen = seen  # every reward is tried on row 0 before the first step
+    assert (trial.global_step, trial.max_steps) == (0, 2)
     assert [state.global_step for state in seen] == [0, 1]
     assert [state.epoch for state in seen] == pytest.approx([0, 0.8])
     assert {(state.max_steps, state.num_train_epochs) for state in seen} == {(2, 2)}
+
+
+def test_a_process_without_a_group_has_no_texts():
+    tokenizer = huggingface.read_tokenizer(small_run.base())
+    none = np.zeros((0, 5), np.int32)
+    assert rollouts.decode_texts(tokenizer, none, none > 0) == []

@@ -1,11 +1,15 @@
 """A whole run: what it writes, that it moves what it should, and nothing else."""
 
 import dataclasses
+import functools
+import gc
 import json
 import runpy
+import shutil
 import sys
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 import small_run
@@ -27,9 +31,12 @@ def run(tmp_path_factory):
     return config, training.train(config)
 
 
+def model_of(path):
+    return decoder.build(huggingface.read_config(path))
+
+
 def folder_hash(path):
-    model = decoder.build(huggingface.read_config(path))
-    return parameter_hash(huggingface.read_params(path, model))
+    return parameter_hash(huggingface.read_params(path, model_of(path)))
 
 
 def test_a_run_leaves_config_metrics_samples_summary_checkpoint_and_model(run):
@@ -274,3 +281,67 @@ def test_a_reward_of_wrong_length_or_type_is_refused_before_the_first_step(
     with pytest.raises(InputError, match=reason):
         training.train(small_run.config(tmp_path / "r"), rewards=[wrong])
     assert not (tmp_path / "r" / "metrics.jsonl").exists()
+
+
+def test_bfloat16_computes_and_float32_is_trained(tmp_path):
+    changes = {"model.dtype": "bfloat16", "loss.kl": {"use": "k2", "beta": 0.01}}
+    changes["optimizer"] = {"learning_rate": 1e-6}  # lost in bfloat16
+    finished = training.train(small_run.config(tmp_path / "r", **changes))
+    before = huggingface.read_params(small_run.base(), model_of(small_run.base()))
+    trained = finished.state.trainable
+    assert {str(leaf.dtype) for leaf in jax.tree.leaves(trained)} == {"float32"}
+    frozen = finished.state.frozen["reference"]
+    assert {str(leaf.dtype) for leaf in jax.tree.leaves(frozen)} == {"bfloat16"}
+    kernel = ("blocks", "0", "feed_forward", "up", "kernel")
+    was, now = (functools.reduce(lambda tree, key: tree[key], kernel, p) for p in (before, trained))
+    assert 1e-6 < np.abs(np.asarray(now) - np.asarray(was)).max() < 1e-5
+    assert 0 < finished.metrics[0]["sampling/sampling_logp_difference/max"] < 0.1
+
+
+def test_a_run_on_rows_and_rewards_from_python_is_exported(tmp_path):
+    tables = small_run.tables(tmp_path / "r", **{"train.steps": 1, "mesh.fsdp": 2})
+    del tables["data"]
+    finished = training.train(
+        configs.from_dict(tables),
+        rewards=[lambda completions, **columns: [float(len(text)) for text in completions]],
+        dataset=[{"prompt": f"1{n}+20=", "answer": ""} for n in range(9)],
+    )
+    elsewhere = configs.from_dict({**tables, "mesh": {"fsdp": 64}})  # more devices than here
+    (tmp_path / "r" / "config.toml").write_text(configs.to_toml(elsewhere))
+    exported = finished.export(tmp_path / "out")
+    assert folder_hash(exported) == finished.summary["parameter_hash"]
+
+
+def test_every_end_token_of_the_generation_config_ends_a_sample(tmp_path):
+    path = tmp_path / "base"
+    shutil.copytree(small_run.base(), path)
+    (five,) = huggingface.read_tokenizer(path)("5", add_special_tokens=False)["input_ids"]
+    fields = json.loads((path / "generation_config.json").read_text())
+    ends = [fields["eos_token_id"], five]
+    (path / "generation_config.json").write_text(json.dumps({**fields, "eos_token_id": ends}))
+    changes = {"model.path": str(path), "train.steps": 1}
+    finished = training.train(small_run.config(tmp_path / "r", **changes))
+    with_five = [row for row in finished.samples if "5" in row["completion"]]
+    assert with_five
+    for row in with_five:
+        assert row["completion"].index("5") == len(row["completion"]) - 1
+        assert not row["truncated"]
+    for folder in (finished.path / "model", finished.export(tmp_path / "out")):
+        saved = json.loads((folder / "generation_config.json").read_text())
+        assert saved["eos_token_id"] == ends
+
+
+def test_a_run_that_goes_on_holds_one_state_on_its_devices(tmp_path):
+    def held(completions, log_metric, **columns):
+        log_metric("held", sum(leaf.nbytes for leaf in jax.live_arrays()) - before)
+        return [float(len(text)) for text in completions]
+
+    seen = []
+    for steps, resume in ((2, None), (4, "auto")):
+        gc.collect()
+        before = sum(leaf.nbytes for leaf in jax.live_arrays())
+        config = small_run.config(tmp_path / "r", **{"train.steps": steps})
+        finished = training.train(config, resume=resume, rewards=[held])
+        seen.append(finished.metrics[-1]["held"])
+        del finished
+    assert seen[1] == pytest.approx(seen[0], rel=0.05)

@@ -115,7 +115,7 @@ class Checkpoints:
             write_atomically(home / "meta.json", text)
         arrays = {name: _saved(leaf) for name, leaf in leaves.items() if leaf.size}
         self._orbax.save(home / "state", args=ocp.args.StandardSave(arrays))
-        self._pending = self._thread.submit(self._finish, step)
+        self._pending = self._thread.submit(self._finish, step, self.best)
 
     def wait(self) -> None:
         """Returns when no save is under way. Raises: OSError where the last one failed."""
@@ -123,13 +123,16 @@ class Checkpoints:
         if pending is not None:
             pending.result()
 
-    def restore(self, abstract: Any, step: int | None = None) -> tuple[Any, dict[str, Any]]:
+    def restore(
+        self, abstract: Any, step: int | None = None, partial: bool = False
+    ) -> tuple[Any, dict[str, Any]]:
         """Reads a step back, bit for bit, onto the shardings asked for.
 
         Args:
           abstract: the tree to fill: jax arrays or `jax.ShapeDtypeStruct` with a sharding for what
             lives on devices, numpy arrays for what lives on the host.
           step: None takes the newest step whose files are intact and says which were not.
+          partial: the tree may leave out what was saved; nothing else is read.
         Returns: (state, meta).
         Raises: InputError where there is no such step, its files are damaged, or its tree, shapes
           or dtypes differ from what is asked for.
@@ -139,9 +142,14 @@ class Checkpoints:
         home = self.folder / str(chosen)
         stored = json.loads((home / "meta.json").read_text(encoding="utf-8"))
         wanted = _named_leaves(abstract)
-        _refuse_unless_equal(home, stored["leaves"], wanted)
+        kept = {n: leaf for n, leaf in stored["leaves"].items() if n in wanted or not partial}
+        _refuse_unless_equal(home, kept, wanted)
         targets = {name: _target(name, leaf) for name, leaf in wanted.items() if leaf.size}
-        arrays = self._orbax.restore(home / "state", args=ocp.args.StandardRestore(targets))
+        # A reader of its own: the one that saves reads whole trees only.
+        how = ocp.checkpoint_utils.construct_restore_args(targets)
+        asked = ocp.args.PyTreeRestore(targets, restore_args=how, partial_restore=True)
+        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
+            arrays = reader.restore(home / "state", args=asked)
         leaves = [_placed(arrays.get(name), leaf) for name, leaf in wanted.items()]
         self._newest = chosen
         return jax.tree.unflatten(jax.tree.structure(abstract), leaves), stored["meta"]
@@ -170,7 +178,7 @@ class Checkpoints:
                 "go on with that run by --resume auto, or set run.dir to another folder"
             )
 
-    def _finish(self, step: int) -> None:
+    def _finish(self, step: int, best: int | None) -> None:
         """In the background: waits for Orbax, writes the manifest, removes old steps."""
         home = self.folder / str(step)
         try:
@@ -179,7 +187,7 @@ class Checkpoints:
                 files = {str(path.relative_to(home)): _fingerprint(path) for path in _files(home)}
                 write_atomically(self._manifest(step), json.dumps({"files": files}, indent=1))
                 for old in self.steps()[: -self.keep]:
-                    if old != self.best:
+                    if old != best:
                         self._remove(old)
         except Exception as error:
             if jax.process_index() == 0 and not self._manifest(step).exists():

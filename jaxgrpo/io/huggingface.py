@@ -11,7 +11,7 @@ import itertools
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +63,26 @@ def read_tokenizer(path: str | os.PathLike[str]) -> Any:
             f"{folder}: its tokenizer cannot be read ({type(error).__name__}: {reason}): put "
             "tokenizer.json and tokenizer_config.json there, as tokenizer.save_pretrained writes"
         ) from error
+
+
+def read_end_tokens(path: str | os.PathLike[str], tokenizer: Any) -> tuple[int, ...]:
+    """The tokens that end a text: the tokenizer's own, then those of generation_config.json.
+
+    Chat models have several (Qwen3: <|im_end|> and <|endoftext|>), of which a tokenizer knows one.
+    """
+    source = find_folder(path) / "generation_config.json"
+    try:
+        fields = json.loads(source.read_text(encoding="utf-8")) if source.is_file() else {}
+    except ValueError as error:
+        raise InputError(f"{source} is not JSON ({error}): copy the model folder anew") from error
+    more = fields.get("eos_token_id")
+    found = [tokenizer.eos_token_id, *(more if isinstance(more, list) else [more])]
+    return tuple(dict.fromkeys(token for token in found if token is not None))
+
+
+def end_fields(tokens: Sequence[int]) -> dict[str, Any]:
+    """What generation_config.json says of a model that ends at `tokens`."""
+    return {"eos_token_id": list(tokens) if len(tokens) > 1 else tokens[0]}
 
 
 def read_params(
