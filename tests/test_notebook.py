@@ -38,8 +38,8 @@ CHECK = """
 import asyncio
 
 asyncio.get_running_loop()
-rises = sum(rewards[-5:]) / 5 - sum(rewards[:5]) / 5 > 0.1
-print(rises, len(rewards) == run.summary["step"] == 25, (exported / "tokenizer.json").exists())
+rises = sum(rewards[-5:]) / 5 - sum(rewards[:5]) / 5 > 0.05
+print(rises, len(rewards) == run.summary["step"] == 40, (exported / "tokenizer.json").exists())
 """
 
 
