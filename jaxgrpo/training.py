@@ -96,9 +96,7 @@ def train(
         try_rewards(parts.rewards, parts.rows[0], parts.tokenizer, config.train.steps)
         state, done, meta = _first_or_restored(parts, checkpoints)
         parts = parts._replace(state=state)
-        folder.rewind(done if checkpoints.latest() is not None else None)
-        folder.write_config(configs.to_toml(config))
-        folder.copy_code(config.own_files)
+        _begin(folder, config, None if checkpoints.latest() is None else done)
         display = stack.enter_context(
             Display(config.train.steps, done, active=jax.process_index() == 0)
         )
@@ -112,6 +110,13 @@ def train(
         checkpoints.wait()
         summary = loop.finish(state)
     return Run(Path(config.run.dir), summary, state)
+
+
+def _begin(folder: RunFolder, config: Config, done: int | None) -> None:
+    """Drops what was logged behind the restored step, and records the config and own code."""
+    folder.rewind(done)
+    folder.write_config(configs.to_toml(config))
+    folder.copy_code(config.own_files)
 
 
 def refuse_other_config(folder: RunFolder, config: Config) -> None:
