@@ -186,7 +186,6 @@ def spoil(model: str, folder: Path, name: str, content: str | None) -> str:
         ("config.json", None, "config.json does not exist: give the folder of a Hugging Face"),
         ("config.json", "{", "config.json is not JSON (Expecting"),
         ("tokenizer.json", "{", "its tokenizer cannot be read ("),
-        ("tokenizer_config.json", '{"tokenizer_class": "PreTrainedTokenizerFast"}', "no end token"),
     ],
 )
 def test_a_spoilt_model_folder_is_one_message(tmp_path, model, capfd, name, content, message):
@@ -195,6 +194,14 @@ def test_a_spoilt_model_folder_is_one_message(tmp_path, model, capfd, name, cont
     errors = capfd.readouterr().err
     assert message in errors
     assert "Traceback" not in errors
+
+
+def test_a_model_that_names_no_end_token_anywhere_is_refused(tmp_path, model, capfd):
+    tokenizer = '{"tokenizer_class": "PreTrainedTokenizerFast"}'
+    folder = Path(spoil(model, tmp_path, "tokenizer_config.json", tokenizer))
+    (folder / "generation_config.json").unlink()  # it may name one in the tokenizer's place
+    assert cli.main(["train", str(write(tmp_path, str(folder)))]) == 2
+    assert "no end token" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(
