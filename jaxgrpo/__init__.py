@@ -1,7 +1,7 @@
 """Group-relative reinforcement learning of language models in JAX, made of small parts.
 
 The public words are loaded when they are first used: `import jaxgrpo` loads neither Flax nor
-transformers, and `jaxgrpo.advantages` needs only JAX. Read types.py, advantages/recipes.py and
+transformers, and `jaxgrpo.advantages` needs only JAX. Read types.py, advantages/recipes/ and
 training.py, in this order.
 """
 

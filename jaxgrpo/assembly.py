@@ -198,11 +198,13 @@ def make_chain(config: Config, rewards: Sequence[Reward]) -> AdvantageTransform:
         return advantages.build(
             [{**step, "use": _own(config, step["use"])} for step in config.advantage]
         )
-    recipe = _own(config, config.recipe)
+    assert config.method is not None
+    options = {name: value for name, value in config.method.items() if name != "use"}
+    recipe = _own(config, config.method["use"])
     if not isinstance(recipe, str):
-        return advantages.build(recipe())
+        return advantages.build(recipe(**options))
     weights = {reward.name: reward.weight for reward in rewards}
-    return advantages.build(recipe, {"weights": weights})
+    return advantages.build(recipe, {"weights": weights, **options})
 
 
 def make_objective(config: Config) -> Objective:

@@ -19,11 +19,8 @@ from jaxgrpo.io.conversations import CHOICES
 from jaxgrpo.io.hub import is_name
 from jaxgrpo.io.sources import FILES, FORMS
 from jaxgrpo.io.templates import is_template, placeholders
-from jaxgrpo.names import call, find, suggest
+from jaxgrpo.names import suggest
 from jaxgrpo.tasks import PREFIX, tasks
-
-GROUP_RELATIVE = frozenset({"grpo", "dr_grpo", "subtract_group_mean", "divide_by_group_std"})
-"""Recipes and parts that compare the samples of one prompt with each other."""
 
 
 def check(values: Values) -> Iterator[str]:
@@ -49,12 +46,12 @@ def _one_chain(values: Values) -> Iterator[str]:
 def _groups(values: Values) -> Iterator[str]:
     if values.get("rollout.group_size") != 1:
         return
-    names = [values.get("recipe"), *(part["use"] for part in values.get("advantage", ()))]
-    for name in names:
-        if name in GROUP_RELATIVE:
+    recipe = values.get("recipe")
+    for part in [_recipe_part(recipe)] if recipe else values.get("advantage", ()):
+        if _is_relative(part):
             yield (
-                f"rollout.group_size = 1: {name} compares the samples of a prompt with each other "
-                'and needs at least 2; set it to 2 or more, or take recipe = "sign"'
+                f"rollout.group_size = 1: {part['use']} compares the samples of a prompt with "
+                'each other and needs at least 2; set it to 2 or more, or take recipe = "sign"'
             )
             return
 
@@ -199,14 +196,13 @@ def _task(where: str, path: str) -> Iterator[str]:
 
 def _parts(values: Values) -> Iterator[str]:
     """Unknown parts and options; of own code only whether its file is there."""
-    from jaxgrpo import losses, rewards
-    from jaxgrpo.advantages import registry as advantages
+    from jaxgrpo import advantages, losses, rewards
 
     def advantage(part: Mapping[str, Any]) -> None:
-        name, options = _split(part)
-        factory = find("part", name, advantages.parts)
-        if name != "per_reward":  # its option is a part, written as a table
-            call(name, factory, options)
+        advantages.build([part])
+
+    def recipe(part: Mapping[str, Any]) -> None:
+        advantages.build(*_split(part))
 
     def reduction(part: Mapping[str, Any]) -> None:
         # The trainer fills in the length where the config leaves it out.
@@ -223,8 +219,8 @@ def _parts(values: Values) -> Iterator[str]:
         yield from _try(f"rewards[{index}]", _table(entry), reward)
     for index, part in enumerate(values.get("advantage", ())):
         yield from _try(f"advantage[{index}]", part, advantage)
-    if recipe := values.get("recipe"):
-        yield from _try("recipe", {"use": recipe}, lambda _: advantages.build(recipe))
+    if named := values.get("recipe"):
+        yield from _try("recipe", _recipe_part(named), recipe)
     builders: dict[str, Callable[[dict[str, Any]], Any]] = {
         "loss.surrogate": losses.build_surrogate,
         "loss.reduction": reduction,
@@ -246,6 +242,24 @@ def _try(where: str, part: Mapping[str, Any], build: Callable[[Any], Any]) -> It
         build(part)
     except ValueError as error:
         yield f"{where}: {error}"
+
+
+def _recipe_part(recipe: Any) -> dict[str, Any]:
+    return {"use": recipe} if isinstance(recipe, str) else recipe
+
+
+def _is_relative(part: Mapping[str, Any]) -> bool:
+    """Whether a recipe or part compares the samples of a prompt; of own code nobody knows."""
+    from jaxgrpo import advantages
+    from jaxgrpo.advantages import registry
+
+    name, options = _split(part)
+    try:
+        if name in registry.recipes:
+            return advantages.build(name, options).relative
+        return name in registry.parts and advantages.build([part]).relative
+    except ValueError:  # reported by _parts
+        return False
 
 
 def _split(part: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:

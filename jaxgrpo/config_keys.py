@@ -192,7 +192,7 @@ class Config:
     model: ModelKeys
     data: DataKeys
     rewards: tuple[RewardKeys, ...] = key()
-    recipe: str | None = key(None)  # a chain by name; exactly one of these two is set
+    recipe: str | Part | None = key(None)  # a chain by name; exactly one of these two is set
     advantage: tuple[Part, ...] | None = key(None)
     loss: LossKeys
     optimizer: OptimizerKeys
@@ -215,12 +215,17 @@ class Config:
         return str(self.folder / path) if is_path(path, self.folder) else path
 
     @property
+    def method(self) -> Part | None:
+        """The recipe as a part, {"use": name, **options}."""
+        return {"use": self.recipe} if isinstance(self.recipe, str) else self.recipe
+
+    @property
     def own_files(self) -> tuple[Path, ...]:
         """The files of own code that it names, each once."""
         parts = [*(self.advantage or ()), self.loss.surrogate, self.loss.reduction]
         parts += [self.loss.kl] if self.loss.kl else []
         names = [reward.use for reward in self.rewards] + [part["use"] for part in parts]
-        names += [self.recipe] if self.recipe else []
+        names += [self.method["use"]] if self.method else []
         return tuple(dict.fromkeys(Path(file) for name in names if (file := file_of(name))))
 
 

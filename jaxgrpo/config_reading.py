@@ -49,7 +49,8 @@ def read(raw: Mapping[str, Any], problems: list[str]) -> Values:
         problems.append('rewards: missing; give at least one, rewards = [{ use = "..." }]')
     if "recipe" in raw or "advantage" not in raw:
         recipe = raw.get("recipe", DEFAULT_RECIPE)
-        _read_value("recipe", recipe, str, Range(), values, problems)
+        kind = dict if isinstance(recipe, Mapping) else str
+        _read_value("recipe", recipe, kind, Range(), values, problems)
     return values
 
 

@@ -101,7 +101,8 @@ def refuse_unknown_best(metric: str | None, metrics: Mapping[str, float]) -> Non
 def model_card(config: Config, step: int, evaluation: Mapping[str, float]) -> str:
     """README.md of an exported model, with the metadata block that the hub reads."""
     data = Path(config.data.path or "own rows").name
-    method = config.recipe or " -> ".join(str(part["use"]) for part in config.advantage or ())
+    steps = [config.method] if config.method else config.advantage or ()
+    method = " -> ".join(str(part["use"]) for part in steps)
     lines = [
         "---",
         "library_name: transformers",

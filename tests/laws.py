@@ -7,13 +7,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import law_examples
 import numpy as np
+from law_examples.basics import running_mean, soften
 
 from jaxgrpo import advantages as adv
 from jaxgrpo.advantages import registry
-from jaxgrpo.types import Rollouts, Signal
+from jaxgrpo.types import Rollouts
 
-P, G, T, S = 8, 5, 6, 3
+P, G, T, S, J, D = 8, 5, 6, 3, 4, 3
+ROWS = 5
 MISSING = {(1, 2), (3, 0), (5, 4), *((6, sample) for sample in range(G))}
 """(prompt, sample) that no reward could score; prompt 6 has no scored sample at all."""
 
@@ -46,15 +49,41 @@ def make_rollouts(dtype: Any = np.float32, seed: int = 0) -> Rollouts:
         rewards={"correct": jnp.asarray(correct), "style": jnp.asarray(style)},
         truncated=jnp.asarray(random.random((P, G)) < 0.3),
         ordinal=jnp.arange(P, dtype=jnp.int32),
-        row=jnp.arange(P, dtype=jnp.int32) % 5,
+        row=jnp.arange(P, dtype=jnp.int32) % ROWS,
         policy_version=jnp.zeros((P, G), jnp.int32),
         step=jnp.int32(3),
-        fields={
-            "reference_logp": jnp.asarray(logp * dtype(0.9)),
-            "token_entropy": jnp.asarray(np.abs(logp)),
-            "difficulty": jnp.asarray(random.random(P).astype(dtype)),
-        },
+        fields=make_fields(random, logp),
     )
+
+
+def make_fields(random: np.random.Generator, logp: np.ndarray) -> dict[str, jax.Array]:
+    """Everything that a method may bring, under the names that parts ask for by default."""
+    dtype = logp.dtype.type
+    parents = random.integers(0, 2, (P, G))
+    answer = -random.exponential(size=(P, G, J)).astype(dtype)
+    answer[5] = answer[5, :1]  # all samples judge the answer alike
+    values = {
+        "reference_logp": logp * dtype(0.9),
+        "base_logp": logp * dtype(1.1),
+        "trainer_logp": logp * dtype(0.95),
+        "token_entropy": np.abs(logp),
+        "token_value": random.normal(size=(P, G, T)).astype(dtype),
+        "planning": random.random((P, G, T)) < 0.4,
+        "answer_logp": answer,
+        "answer_mask": np.arange(J) < random.integers(1, J + 1, (P, 1)),
+        "masked_answer_logp": -random.exponential(size=(P, J)).astype(dtype),
+        "rubric": random.integers(0, 2, (P, G)).astype(dtype),
+        "classes": random.integers(0, 3, (P, G)).astype(np.int32),
+        "tree": parents.astype(np.int32),
+        "ancestors": np.stack(
+            [np.zeros((P, G)), 1 + parents, 3 + np.arange(G) + 0 * parents], -1
+        ).astype(np.int32),
+        "token_depth": np.minimum(np.arange(T) // 2 + 0 * parents[..., None], D - 1).astype(
+            np.int32
+        ),
+        "difficulty": random.random(P).astype(dtype),
+    }
+    return {name: jnp.asarray(value) for name, value in values.items()}
 
 
 def garble(rollouts: Rollouts) -> Rollouts:
@@ -65,7 +94,12 @@ def garble(rollouts: Rollouts) -> Rollouts:
     outside = jnp.asarray(missing[..., None] | ~np.asarray(rollouts.token_mask))
 
     def spoil(leaf: jax.Array) -> jax.Array:
-        return jnp.where(outside, jnp.nan, leaf) if leaf.shape == (P, G, T) else leaf
+        if leaf.shape[:2] != (P, G):
+            return leaf
+        tail = (1,) * (leaf.ndim - 2)
+        where = outside if leaf.shape == (P, G, T) else jnp.asarray(missing.reshape(P, G, *tail))
+        other = jnp.nan if jnp.issubdtype(leaf.dtype, jnp.floating) else 1
+        return jnp.where(where, jnp.asarray(other, leaf.dtype), leaf)
 
     return dataclasses.replace(
         rollouts,
@@ -77,88 +111,30 @@ def garble(rollouts: Rollouts) -> Rollouts:
     )
 
 
-def running_mean() -> adv.AdvantageTransform:
-    """A user's transform with memory: subtracts the mean of all batches before."""
-
-    def init(spec):
-        return {"total": jnp.zeros(()), "count": jnp.zeros(())}
-
-    def update(signal: Signal, state, rollouts: Rollouts):
-        baseline = state["total"] / jnp.maximum(state["count"], 1)
-        after = dataclasses.replace(
-            signal, value=signal.value - baseline.astype(signal.value.dtype)
-        )
-        total = signal.value.sum().astype(state["total"].dtype)
-        count = signal.mask.sum(dtype=state["count"].dtype)
-        new = {"total": state["total"] + total, "count": state["count"] + count}
-        return after, new, {}
-
-    return adv.AdvantageTransform("running_mean", init, update, levels=(2,))
-
-
-@adv.transform
-def soften(signal: Signal, rollouts: Rollouts) -> Signal:
-    """A user's function; it leaves tanh(0) = 0 and more in masked entries."""
-    return dataclasses.replace(signal, value=jnp.tanh(signal.value) + 1)
-
-
 def chains() -> dict[str, adv.AdvantageTransform]:
     """Every part and recipe, with their options, as chains over both rewards."""
-    binary = {"correct": 1.0, "style": 0.0}
-    normalise = adv.chain(adv.subtract_group_mean(), adv.divide_by_group_std(), name="normalise")
-    parts = {
-        "sum_rewards": [(adv.sum_rewards(correct=1.0, style=0.2),), (adv.sum_rewards(),)],
-        "per_reward": [(adv.per_reward(normalise), adv.sum_rewards())],
-        "stream": [(adv.stream("length", _length), adv.sum_rewards())],
-        "subtract_group_mean": [(adv.sum_rewards(), adv.subtract_group_mean())],
-        "divide_by_group_std": [
-            (adv.sum_rewards(), adv.divide_by_group_std()),
-            (adv.sum_rewards(), adv.divide_by_group_std(eps=_growing, ddof=0)),
-        ],
-        "mask_zero_variance": [(adv.sum_rewards(), adv.mask_zero_variance())],
-        "mask_truncated": [
-            (adv.sum_rewards(), adv.mask_truncated()),
-            (adv.sum_rewards(), adv.to_tokens(), adv.mask_truncated()),
-        ],
-        "sign": [
-            (adv.sum_rewards(**binary), adv.sign()),
-            (adv.sum_rewards(), adv.sign(threshold=0.5)),
-        ],
-        "to_tokens": [
-            (adv.sum_rewards(), adv.to_tokens()),
-            (adv.sum_rewards(), adv.to_tokens(place="last")),
-        ],
-    }
-    recipes = {
-        "grpo": [adv.build("grpo"), adv.build("grpo", {"eps": 1e-4, "ddof": 0})],
-        "dr_grpo": [adv.build("dr_grpo", {"weights": {"correct": 1.0, "style": 0.2}})],
-        "sign": [adv.build("sign", {"weights": binary})],
-    }
-    own = (adv.sum_rewards(), running_mean(), soften)
+    parts, recipes = law_examples.parts(), law_examples.recipes()
     _check_complete("part", parts, registry.parts)
     _check_complete("recipe", recipes, registry.recipes)
     made = {name: [adv.chain(*steps) for steps in list_] for name, list_ in parts.items()}
-    return _label(made) | _label(recipes, "recipe ") | _label({"own": [adv.chain(*own)]})
+    own = adv.chain(adv.sum_rewards(), running_mean(), soften)
+    return _label(made) | _label(recipes, "recipe ") | _label({"own": [own]})
+
+
+def first_state(whole: adv.AdvantageTransform, rollouts: Rollouts) -> Any:
+    """The state of a chain before the first rollouts, of a data set of `ROWS` rows."""
+    return whole.init(adv.spec_of(rollouts, num_rows=ROWS))
 
 
 def run(whole: adv.AdvantageTransform, rollouts: Rollouts, state: Any = None):
     """(signal, state, metrics) of one chain."""
+    state = first_state(whole, rollouts) if state is None else state
     return adv.compute(whole, rollouts, state)
 
 
 def run_all(rollouts: Rollouts) -> dict[str, Any]:
     """What every chain makes of the rollouts: label -> (signal, state, metrics)."""
     return {label: run(whole, rollouts) for label, whole in chains().items()}
-
-
-def _growing(step: jax.Array) -> jax.Array:
-    """A schedule."""
-    return 0.1 * step.astype(jnp.float32)
-
-
-def _length(rollouts: Rollouts) -> jax.Array:
-    value = next(iter(rollouts.rewards.values()))
-    return rollouts.token_mask.sum(-1).astype(value.dtype)
 
 
 def _check_complete(what: str, examples: dict[str, Any], known: dict[str, Any]) -> None:

@@ -1,11 +1,11 @@
-"""Advantages as chains of small pure transforms. Read recipes.py first."""
+"""Advantages as chains of small pure transforms. Read recipes/ first."""
 
 from jaxgrpo.advantages.absolute import sign
 from jaxgrpo.advantages.base import AdvantageTransform, stateless, transform
+from jaxgrpo.advantages.building import build, evaluate
 from jaxgrpo.advantages.chains import chain, compute, spec_of, start
 from jaxgrpo.advantages.group import divide_by_group_std, subtract_group_mean
 from jaxgrpo.advantages.masks import mask_truncated, mask_zero_variance
-from jaxgrpo.advantages.registry import build, evaluate
 from jaxgrpo.advantages.streams import per_reward, stream, sum_rewards
 from jaxgrpo.advantages.tokens import to_tokens
 

@@ -10,6 +10,7 @@ from jax import Array
 
 from jaxgrpo.errors import InputError
 from jaxgrpo.metrics import Metric, Metrics
+from jaxgrpo.names import suggest
 from jaxgrpo.types import Rollouts, RolloutSpec, Signal
 
 Streams = dict[str, Signal]
@@ -29,6 +30,7 @@ class AdvantageTransform(NamedTuple):
     needs: frozenset[str] = frozenset()  # names in rollouts.fields that must be produced for it
     kind: Kind = "signal->signal"
     levels: tuple[int, ...] = (2, 3)  # ranks of value it takes: 2 is [P, G], 3 is [P, G, T]
+    relative: bool = False  # compares the samples of a group: one alone says nothing
     ordered: bool = False  # the result depends on the order of the prompts
     provides: tuple[str, ...] = ()  # streams it adds
     steps: tuple[tuple[str, AdvantageTransform], ...] = ()  # of a chain: its named steps
@@ -41,6 +43,7 @@ def stateless(
     needs: frozenset[str] = frozenset(),
     kind: Kind = "signal->signal",
     levels: tuple[int, ...] = (2, 3),
+    relative: bool = False,
     provides: tuple[str, ...] = (),
 ) -> AdvantageTransform:
     """A transform without memory from `apply(signal or streams, rollouts) -> (same, metrics)`."""
@@ -51,7 +54,9 @@ def stateless(
         after, metrics = apply(signal, rollouts)
         return after, state, metrics
 
-    return AdvantageTransform(name, lambda spec: (), update, needs, kind, levels, provides=provides)
+    return AdvantageTransform(
+        name, lambda spec: (), update, needs, kind, levels, relative, provides=provides
+    )
 
 
 def transform(
@@ -81,6 +86,18 @@ def read(name: str, rollouts: Rollouts, attribute: str) -> Array:
     if value is None:
         raise InputError(f"{name} reads {attribute}, which was not given: pass {attribute}=...")
     return value
+
+
+def read_field(name: str, field: str, rollouts: Rollouts) -> Array:
+    """A field of the rollouts, or a reward, by the name that a part `needs`.
+
+    Raises: InputError where neither bears it.
+    """
+    for table in (rollouts.fields, rollouts.rewards):
+        if field in table:
+            return table[field]
+    known = {*rollouts.fields, *rollouts.rewards}
+    raise InputError(f"{name} needs the field {field!r}: {suggest(field, known)}")
 
 
 def at_step(value: Scheduled, rollouts: Rollouts, dtype: Any) -> Any:

@@ -14,10 +14,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxgrpo.advantages.base import AdvantageTransform, Streams, transform
+from jaxgrpo.advantages.base import AdvantageTransform, Streams, read_field, transform
 from jaxgrpo.errors import InputError
 from jaxgrpo.metrics import Metrics
-from jaxgrpo.names import suggest
 from jaxgrpo.types import Rollouts, RolloutSpec, Signal
 
 Steps = tuple[tuple[str, AdvantageTransform], ...]
@@ -59,6 +58,7 @@ def chain(
         needs=frozenset().union(*(step.needs for _, step in steps)),
         kind="streams->signal" if takes_streams else "signal->signal",
         levels=(2, 3) if takes_streams else steps[0][1].levels,
+        relative=any(step.relative for _, step in steps),
         ordered=any(step.ordered for _, step in steps),
         steps=steps,
     )
@@ -95,7 +95,8 @@ def compute(
 
     Args:
       whole: a chain or recipe; a single transform is run as a chain of one.
-      state: what the call before returned; None begins anew.
+      state: what the call before returned; None begins anew, for parts that remember no rows
+        (begin those with `whole.init(spec_of(rollouts, num_rows))`).
     """
     whole = whole if whole.steps else chain(whole)
     if state is None:
@@ -104,8 +105,12 @@ def compute(
     return signal, state, dict(metrics)
 
 
-def spec_of(rollouts: Rollouts) -> RolloutSpec:
-    """The sizes and names of rollouts that are already there."""
+def spec_of(rollouts: Rollouts, num_rows: int | None = None) -> RolloutSpec:
+    """The sizes and names of rollouts that are already there.
+
+    Args:
+      num_rows: of the data set; None: a stream, so parts that remember rows refuse it.
+    """
     streams = start(rollouts)
     num_prompts, group_size = next(iter(streams.values())).value.shape
     prompts, tokens = rollouts.prompt_tokens, rollouts.token_mask
@@ -116,6 +121,7 @@ def spec_of(rollouts: Rollouts) -> RolloutSpec:
         max_completion_tokens=0 if tokens is None else tokens.shape[-1],
         rewards=tuple(streams),
         fields=frozenset(rollouts.fields),
+        num_rows=num_rows,
     )
 
 
@@ -197,9 +203,8 @@ def _check_state(name: str, steps: Steps, state: Any) -> None:
 
 
 def _check_fields(key: str, step: AdvantageTransform, rollouts: Rollouts) -> None:
-    known = {*rollouts.fields, *rollouts.rewards}
-    for name in sorted(step.needs - known):
-        raise InputError(f"{key} needs the field {name!r}: {suggest(name, known)}")
+    for name in sorted(step.needs):
+        read_field(key, name, rollouts)
 
 
 def _check_level(key: str, step: AdvantageTransform, signal: Any, widened_by: str) -> None:

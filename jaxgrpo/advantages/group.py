@@ -32,7 +32,7 @@ def subtract_group_mean() -> AdvantageTransform:
         flat = stats.is_flat(signal.value, signal.mask)
         return _replace(signal, jnp.where(flat, 0, centred)), {}
 
-    return stateless("subtract_group_mean", apply, levels=(2,))
+    return stateless("subtract_group_mean", apply, levels=(2,), relative=True)
 
 
 def divide_by_group_std(eps: Scheduled = 1e-6, ddof: int = 1) -> AdvantageTransform:
@@ -63,7 +63,7 @@ def divide_by_group_std(eps: Scheduled = 1e-6, ddof: int = 1) -> AdvantageTransf
         divisor = jnp.where(flat, 1, std + at_step(eps, rollouts, value.dtype))
         return _replace(signal, jnp.where(flat, 0, value / divisor)), {}
 
-    return stateless("divide_by_group_std", apply, levels=(2,))
+    return stateless("divide_by_group_std", apply, levels=(2,), relative=True)
 
 
 def _replace(signal: Signal, value) -> Signal:

@@ -1,185 +1,33 @@
-"""Parts and recipes by name, chains from lists of names, and chains on plain arrays."""
+"""Parts and recipes by name."""
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
-
-import jax.numpy as jnp
-from jax import Array
+from collections.abc import Callable
 
 from jaxgrpo.advantages import absolute, group, masks, streams, tokens
 from jaxgrpo.advantages import recipes as methods
-from jaxgrpo.advantages.base import AdvantageTransform, transform
-from jaxgrpo.advantages.chains import chain, compute
-from jaxgrpo.errors import InputError
-from jaxgrpo.names import call, find
-from jaxgrpo.types import Rollouts
+from jaxgrpo.advantages.base import AdvantageTransform
 
-parts: dict[str, Callable[..., AdvantageTransform]] = {
-    "sum_rewards": streams.sum_rewards,
-    "per_reward": streams.per_reward,
-    "stream": streams.stream,
-    "subtract_group_mean": group.subtract_group_mean,
-    "divide_by_group_std": group.divide_by_group_std,
-    "mask_zero_variance": masks.mask_zero_variance,
-    "mask_truncated": masks.mask_truncated,
-    "sign": absolute.sign,
-    "to_tokens": tokens.to_tokens,
-}
-recipes: dict[str, Callable[..., AdvantageTransform]] = {
-    "grpo": methods.grpo,
-    "dr_grpo": methods.dr_grpo,
-    "sign": methods.sign,
-}
-
-Step = AdvantageTransform | Callable[..., Any] | Mapping[str, Any] | str
-"""A transform, a function, or {"use": name or either of them, option: value, ...}."""
+Factory = Callable[..., AdvantageTransform]
 
 
-def build(
-    spec: str | AdvantageTransform | Sequence[Step], options: Mapping[str, Any] | None = None
-) -> AdvantageTransform:
-    """A recipe by name, or a chain from the list of its steps.
-
-    A step is {"use": ..., **options}; `use` is the name of a part, a transform, a function
-    (signal, rollouts) -> signal, or, where there are options or nothing else fits, a factory that
-    returns one of the two. `transform` of per_reward is given as such a step, or a list of them.
-
-    Args:
-      options: of the recipe; of nothing else.
-
-    Raises: InputError naming every wrong step, with the nearest known name.
-
-    >>> build("dr_grpo").name
-    'dr_grpo'
-    >>> [key for key, _ in build([{"use": "sum_rewards"}, {"use": "mask_truncated"}]).steps]
-    ['sum_rewards', 'mask_truncated']
-    """
-    if isinstance(spec, str):
-        return call(f"recipe {spec}", find("recipe", spec, recipes), options or {})
-    if options:
-        raise InputError("options belong to a recipe given by name; give a step its own")
-    if isinstance(spec, AdvantageTransform):
-        return spec if spec.steps else chain(spec)
-    steps, problems = [], []
-    for index, step in enumerate(spec):
-        try:
-            steps.append(_step(step))
-        except InputError as error:
-            problems.append(f"advantage[{index}]: {error}")
-    if problems:
-        raise InputError("\n".join(problems))
-    return chain(*steps)
+def _by_name(*factories: Factory) -> dict[str, Factory]:
+    return {factory.__name__: factory for factory in factories}
 
 
-def evaluate(
-    recipe: str | AdvantageTransform | Sequence[Step],
-    rewards: Any,
-    mask: Any = None,
-    options: Mapping[str, Any] | None = None,
-    **fields: Any,
-) -> tuple[Array, Array]:
-    """A recipe or chain on plain arrays: any framework's rollouts, no trainer.
-
-    Args:
-      recipe: name, chain or list of steps as in `build`.
-      rewards: [P, G], or a dict name -> [P, G]; NaN = not scored.
-      mask: [P, G], False leaves a sample out of everything; None keeps all.
-      options: of a recipe given by name.
-      fields: what a step reads: attributes of `Rollouts` (truncated [P, G], token_mask
-        [P, G, T], ...) and the fields that it needs.
-
-    Returns: (advantage, mask), [P, G] or [P, G, T], 0 where masked.
-
-    >>> advantage, mask = evaluate("dr_grpo", [[1.0, 0.0, 0.0, 1.0], [1.0, 1.0, 1.0, 1.0]])
-    >>> advantage.tolist()
-    [[0.5, -0.5, -0.5, 0.5], [0.0, 0.0, 0.0, 0.0]]
-    """
-    named = rewards if isinstance(rewards, Mapping) else {"reward": rewards}
-    given = {name: jnp.asarray(value) for name, value in fields.items()}
-    streams_ = {name: _reward(name, value, mask) for name, value in named.items()}
-    attributes = dict.fromkeys(Rollouts.__dataclass_fields__)
-    rollouts: dict[str, Any] = {
-        **attributes,
-        "step": jnp.int32(0),
-        **{name: value for name, value in given.items() if name in attributes},
-        "rewards": streams_,
-        "fields": {name: value for name, value in given.items() if name not in attributes},
-    }
-    signal, _, _ = compute(build(recipe, options), Rollouts(**rollouts))
-    return signal.value, signal.mask
-
-
-def _reward(name: str, value: Any, mask: Any) -> Array:
-    value = jnp.asarray(value)
-    if not jnp.issubdtype(value.dtype, jnp.floating):
-        value = value.astype(jnp.result_type(float))
-    if mask is None:
-        return value
-    mask = jnp.asarray(mask).astype(bool)
-    if mask.shape != value.shape:
-        raise InputError(
-            f"mask has shape {mask.shape}, expected that of reward {name!r}, {value.shape}"
-        )
-    return jnp.where(mask, value, jnp.nan)
-
-
-def _step(step: Step) -> AdvantageTransform:
-    if not isinstance(step, Mapping):
-        step = {"use": step}
-    if "use" not in step:
-        raise InputError(f"{dict(step)} names no part: write {{ use = 'sum_rewards', ... }}")
-    use = step["use"]
-    options = {name: value for name, value in step.items() if name != "use"}
-    if isinstance(use, str):
-        if use == "per_reward" and "transform" in options:
-            options["transform"] = _inner(options["transform"])
-        return call(use, find("part", use, parts), options)
-    return _own(use, options)
-
-
-def _inner(spec: Any) -> AdvantageTransform:
-    if isinstance(spec, Sequence) and not isinstance(spec, (str, AdvantageTransform)):
-        return build(spec)
-    return _step(spec)
-
-
-def _own(use: Any, options: Mapping[str, Any]) -> AdvantageTransform:
-    """A user's transform, function or factory."""
-    name = getattr(use, "__name__", repr(use))
-    if isinstance(use, AdvantageTransform):
-        if options:
-            raise InputError(f"{use.name} is a finished transform and takes no options: {options}")
-        return use
-    if not callable(use):
-        raise InputError(f"{name} is neither a part's name, a transform nor a function")
-    if not options and _takes_signal(use):
-        return transform(use)
-    if options and _takes_signal(use) and not set(_required(use)) <= set(options):
-        raise InputError(
-            f"{name}{inspect.signature(use)} takes no options: make it a factory,"
-            f" def {name}({', '.join(options)}): return lambda signal, rollouts: ..."
-        )
-    made = call(name, use, options)
-    if not isinstance(made, AdvantageTransform) and not callable(made):
-        raise InputError(
-            f"{name} returned {type(made).__name__}, expected a transform or a function"
-            " (signal, rollouts) -> signal"
-        )
-    return made if isinstance(made, AdvantageTransform) else transform(made, name)
-
-
-def _required(function: Callable[..., Any]) -> list[str]:
-    """The positional parameters without a default."""
-    return [
-        name
-        for name, parameter in inspect.signature(function).parameters.items()
-        if parameter.default is parameter.empty
-        and parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
-    ]
-
-
-def _takes_signal(function: Callable[..., Any]) -> bool:
-    return len(_required(function)) == 2
+parts: dict[str, Factory] = _by_name(
+    streams.sum_rewards,
+    streams.per_reward,
+    streams.stream,
+    group.subtract_group_mean,
+    group.divide_by_group_std,
+    masks.mask_zero_variance,
+    masks.mask_truncated,
+    absolute.sign,
+    tokens.to_tokens,
+)
+recipes: dict[str, Factory] = _by_name(
+    methods.grpo,
+    methods.dr_grpo,
+    methods.sign,
+)

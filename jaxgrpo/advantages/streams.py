@@ -100,6 +100,7 @@ def per_reward(transform: AdvantageTransform) -> AdvantageTransform:
         needs=transform.needs,
         kind="streams->streams",
         levels=inner.levels,
+        relative=transform.relative,
         ordered=transform.ordered,
     )
 

@@ -1,19 +1,11 @@
-"""Methods by the names of their papers. Each is a chain: what it does is what it reads.
-
-`weights` are those of `sum_rewards`: None counts every reward with weight 1.
-"""
+"""Methods that compare the samples of one prompt."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
-from jaxgrpo.advantages import absolute
 from jaxgrpo.advantages.base import AdvantageTransform, Scheduled
 from jaxgrpo.advantages.chains import chain
 from jaxgrpo.advantages.group import divide_by_group_std, subtract_group_mean
-from jaxgrpo.advantages.streams import sum_rewards
-
-Weights = Mapping[str, Scheduled]
+from jaxgrpo.advantages.recipes.weighing import Weights, weighted_sum
 
 
 def grpo(
@@ -31,7 +23,7 @@ def grpo(
     eps 1e-4; verl's are these, but for a group of one sample (its raw reward there, 0 here).
     """
     return chain(
-        sum_rewards(**(weights or {})),
+        weighted_sum(weights),
         subtract_group_mean(),
         divide_by_group_std(eps, ddof),
         name="grpo",
@@ -46,15 +38,4 @@ def dr_grpo(weights: Weights | None = None) -> AdvantageTransform:
     Source: Liu et al. 2025, arXiv 2503.20783. Its loss divides by a constant: reduction
     `constant(length)`.
     """
-    return chain(sum_rewards(**(weights or {})), subtract_group_mean(), name="dr_grpo")
-
-
-def sign(threshold: Scheduled | None = None, weights: Weights | None = None) -> AdvantageTransform:
-    """Sum, then +1 for a success and -1 for a failure; flat groups keep their signal.
-
-    Args:
-      threshold: the lowest sum that is a success; None: sums must be 0 or 1.
-
-    Source: Gradient starvation, arXiv 2605.07689.
-    """
-    return chain(sum_rewards(**(weights or {})), absolute.sign(threshold), name="sign")
+    return chain(weighted_sum(weights), subtract_group_mean(), name="dr_grpo")

@@ -12,7 +12,17 @@ import numpy as np
 import pytest
 
 from jaxgrpo import names
-from jaxgrpo.advantages import absolute, base, build, chain, evaluate, registry, sign, stats
+from jaxgrpo.advantages import (
+    absolute,
+    base,
+    build,
+    building,
+    chain,
+    evaluate,
+    registry,
+    sign,
+    stats,
+)
 from jaxgrpo.errors import InputError
 
 REWARDS = [[0.0, 1.0, 4.0]]
@@ -127,6 +137,6 @@ def test_importing_the_core_loads_nothing_beyond_jax(python, environment):
     assert done.stdout.strip() == "[[-0.5, 0.5]]"
 
 
-@pytest.mark.parametrize("module", [absolute, base, registry, stats, names])
+@pytest.mark.parametrize("module", [absolute, base, building, stats, names])
 def test_examples_in_docstrings_hold(module):
     assert doctest.testmod(module).failed == 0
