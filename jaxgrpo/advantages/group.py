@@ -27,10 +27,9 @@ def subtract_group_mean() -> AdvantageTransform:
     """
 
     def apply(signal: Signal, rollouts: Rollouts) -> tuple[Signal, Metrics]:
-        value = stats.widen(signal.value)
-        centred = value - stats.mean(value, signal.mask)
-        flat = stats.is_flat(signal.value, signal.mask)
-        return _replace(signal, jnp.where(flat, 0, centred)), {}
+        group = stats.summary(signal.value, signal.mask)
+        centred = stats.widen(signal.value) - group.mean
+        return _replace(signal, jnp.where(group.flat, 0, centred)), {}
 
     return stateless("subtract_group_mean", apply, levels=(2,), relative=True)
 
@@ -57,7 +56,7 @@ def divide_by_group_std(eps: Scheduled = 1e-6, ddof: int = 1) -> AdvantageTransf
 
     def apply(signal: Signal, rollouts: Rollouts) -> tuple[Signal, Metrics]:
         value = stats.widen(signal.value)
-        std = stats.std(value, signal.mask, ddof=ddof)
+        std = stats.std(signal.value, signal.mask, ddof=ddof)
         flat = stats.is_flat(signal.value, signal.mask)
         # Where the group is flat the divisor may be 0: it is replaced, not only its quotient.
         divisor = jnp.where(flat, 1, std + at_step(eps, rollouts, value.dtype))
