@@ -56,11 +56,11 @@ def divide_by_group_std(eps: Scheduled = 1e-6, ddof: int = 1) -> AdvantageTransf
 
     def apply(signal: Signal, rollouts: Rollouts) -> tuple[Signal, Metrics]:
         value = stats.widen(signal.value)
-        std = stats.std(signal.value, signal.mask, ddof=ddof)
-        flat = stats.is_flat(signal.value, signal.mask)
+        group = stats.summary(signal.value, signal.mask)
+        std = stats.std(signal.value, signal.mask, ddof=ddof, about=group.mean)
         # Where the group is flat the divisor may be 0: it is replaced, not only its quotient.
-        divisor = jnp.where(flat, 1, std + at_step(eps, rollouts, value.dtype))
-        return _replace(signal, jnp.where(flat, 0, value / divisor)), {}
+        divisor = jnp.where(group.flat, 1, std + at_step(eps, rollouts, value.dtype))
+        return _replace(signal, jnp.where(group.flat, 0, value / divisor)), {}
 
     return stateless("divide_by_group_std", apply, levels=(2,), relative=True)
 

@@ -66,22 +66,34 @@ def mean(value: Float[Array, "*shape"], mask: Bool[Array, "*shape"], axis: int =
 
 
 def variance(
-    value: Float[Array, "*shape"], mask: Bool[Array, "*shape"], axis: int = 1, ddof: int = 0
+    value: Float[Array, "*shape"],
+    mask: Bool[Array, "*shape"],
+    axis: int = 1,
+    ddof: int = 0,
+    about: Array | None = None,
 ) -> Array:
     """sum((value - mean)^2) / (n - ddof) over unmasked entries; 0 where n <= ddof.
 
     Two passes: the mean of squares less the squared mean cancels in float32.
+
+    Args:
+      about: their mean, where it is known; None: it is computed.
     """
-    residual = jnp.where(mask, widen(value), 0) - mean(value, mask, axis)
+    centre = mean(value, mask, axis) if about is None else about
+    residual = jnp.where(mask, widen(value), 0) - centre
     squares, number = _reduce((_total(jnp.square(residual), mask), _number(mask)), axis)
     return jnp.where(number > ddof, _divided(squares, number - ddof), 0)
 
 
 def std(
-    value: Float[Array, "*shape"], mask: Bool[Array, "*shape"], axis: int = 1, ddof: int = 0
+    value: Float[Array, "*shape"],
+    mask: Bool[Array, "*shape"],
+    axis: int = 1,
+    ddof: int = 0,
+    about: Array | None = None,
 ) -> Array:
     """The square root of `variance`."""
-    return jnp.sqrt(variance(value, mask, axis, ddof))
+    return jnp.sqrt(variance(value, mask, axis, ddof, about))
 
 
 def extremes(

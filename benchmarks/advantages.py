@@ -1,0 +1,262 @@
+"""What advantages cost: recipes on [P, G], parts on [P, G, T], beside TRL's and verl's formulas.
+
+    python -m benchmarks.advantages
+
+Limits: a recipe on 4096 x 16 samples 300 us (with a tracker 5 ms); on tokens 4 times a copy of
+the arrays it reads, 8 times where it takes quantiles. The peers' formulas are written out in torch
+and run on the same rewards, in turn with ours; without torch they are left out, and that is said.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.interpreters.partial_eval import dce_jaxpr
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.common import describe, interval, report
+from jaxgrpo import advantages as adv
+from jaxgrpo.advantages import registry
+from jaxgrpo.types import Rollouts
+
+P, G = 4096, 16
+TOKEN_SHAPE = (256, 16, 1024)
+RECIPE_SECONDS, TRACKER_SECONDS = 300e-6, 5e-3
+TOKEN_COPIES, QUANTILE_COPIES = 4.0, 8.0
+
+
+def rollouts(shape: tuple[int, int, int], seed: int = 0) -> Rollouts:
+    """Rollouts with every field that a part reads by default, of random numbers."""
+    random = np.random.default_rng(seed)
+    num_prompts, group_size, tokens = shape
+
+    def logp(*shape: int) -> np.ndarray:
+        return -random.exponential(size=shape).astype(np.float32)
+
+    mask = np.arange(tokens) < random.integers(1, tokens + 1, (num_prompts, group_size, 1))
+    branch = random.integers(0, 2, shape[:2])
+    leaf = 3 + np.broadcast_to(np.arange(group_size), shape[:2])
+    fields = {
+        **{name: logp(*shape) for name in ("reference_logp", "base_logp", "trainer_logp")},
+        "token_entropy": -logp(*shape),
+        "token_value": logp(*shape),
+        "planning": random.random(shape) < 0.1,
+        "answer_logp": logp(*shape),
+        "answer_mask": mask[:, 0],
+        "masked_answer_logp": logp(num_prompts, tokens),
+        "rubric": random.integers(0, 2, shape[:2]).astype(np.float32),
+        "classes": random.integers(0, 4, shape[:2]).astype(np.int32),
+        "tree": branch.astype(np.int32),
+        "ancestors": np.stack([0 * leaf, 1 + branch, leaf], -1).astype(np.int32),
+        "token_depth": np.broadcast_to(np.arange(tokens) * 3 // tokens, shape).astype(np.int32),
+    }
+    rewards = {
+        "correct": random.integers(0, 2, shape[:2]).astype(np.float32),
+        "style": random.normal(size=shape[:2]).astype(np.float32),
+    }
+    everything: dict[str, Any] = {
+        "prompt_tokens": np.zeros((num_prompts, 1), np.int32),
+        "prompt_mask": np.ones((num_prompts, 1), bool),
+        "completion_tokens": random.integers(0, 99, shape).astype(np.int32),
+        "token_mask": mask,
+        "behavior_logp": fields["trainer_logp"] + 1e-3 * logp(*shape),
+        "rewards": rewards,
+        "truncated": random.random(shape[:2]) < 0.1,
+        "ordinal": np.arange(num_prompts, dtype=np.int32),
+        "row": random.integers(0, num_prompts, num_prompts).astype(np.int32),
+        "policy_version": np.zeros(shape[:2], np.int32),
+        "step": np.int32(0),
+        "fields": fields,
+    }
+    return jax.tree.map(jnp.asarray, Rollouts(**everything))
+
+
+class Case:
+    """A chain on rollouts, compiled once as a function of the arrays that it reads."""
+
+    def __init__(self, whole: adv.AdvantageTransform, given: Rollouts):
+        state = whole.init(adv.spec_of(given, num_rows=given.row.shape[0]))
+        run_whole = functools.partial(adv.compute, whole)
+        self.rank = len(jax.eval_shape(run_whole, given, state)[0].value.shape)
+        self.tracks = bool(jax.tree.leaves(state))
+        leaves, structure = jax.tree.flatten((given, state))
+        traced = jax.make_jaxpr(run_whole)(given, state)
+        _, used = dce_jaxpr(traced.jaxpr, [True] * len(traced.jaxpr.outvars))
+        self.reads = [leaf for leaf, is_used in zip(leaves, used, strict=True) if is_used]
+
+        def run(reads: list[jax.Array]) -> Any:
+            rest = iter(reads)
+            filled = [
+                next(rest) if is_used else leaf for leaf, is_used in zip(leaves, used, strict=True)
+            ]
+            return run_whole(*jax.tree.unflatten(structure, filled))
+
+        self.run = jax.jit(run)
+
+    def seconds(self) -> float:
+        return seconds_of(self.run, self.reads)
+
+    @property
+    def compiles(self) -> int:
+        return self.run._cache_size()
+
+
+@jax.jit
+def copied(arrays: list[jax.Array]) -> list[jax.Array]:
+    """New arrays of the same sizes: what reading and writing them costs."""
+    return [~leaf if leaf.dtype == bool else leaf + 1 for leaf in arrays]
+
+
+def seconds_of(call: Callable[..., Any], *arguments: Any) -> float:
+    """The median of five calls behind one that is not timed: threads of another are asleep then."""
+    spent = []
+    for _ in range(6):
+        began = time.perf_counter()
+        jax.block_until_ready(call(*arguments))
+        spent.append(time.perf_counter() - began)
+    return float(np.median(spent[1:]))
+
+
+def compare(contenders: Mapping[str, Callable[[], float]], repeats: int) -> dict[str, list[float]]:
+    """Seconds of each, in turn, so that a busy machine is busy for all; the first is left out."""
+    spent: dict[str, list[float]] = {name: [] for name in contenders}
+    for repeat in range(repeats + 1):
+        for name, seconds in contenders.items():
+            value = seconds()
+            if repeat:
+                spent[name].append(value)
+    return spent
+
+
+def weights_of(name: str) -> dict[str, float]:
+    """Recipes of several rewards get both; others the one in {0, 1}."""
+    return {"correct": 1.0, "style": 1.0 if name in ("gdpo", "dvao") else 0.0}
+
+
+def peers(rewards: np.ndarray) -> dict[str, Callable[[], float]]:
+    """TRL's and verl's group advantage in torch, on the same rewards."""
+    try:
+        import torch
+    except ImportError:
+        return {}
+    values = torch.from_numpy(np.array(rewards))
+    flat, index = values.reshape(-1), torch.arange(values.numel()) // G
+
+    def trl() -> Any:
+        groups = flat.view(-1, G)
+        centre = torch.nanmean(groups, dim=1)
+        counted = (~torch.isnan(groups)).sum(1)
+        squares = torch.nansum((groups - centre[:, None]) ** 2, dim=1)
+        scale = torch.sqrt(squares / (counted - 1))
+        wide = [part.repeat_interleave(G) for part in (centre, scale)]
+        return torch.nan_to_num((flat - wide[0]) / (wide[1] + 1e-4), nan=0.0)
+
+    def verl() -> Any:
+        number = torch.zeros(P).index_add_(0, index, torch.ones_like(flat))
+        centre = torch.zeros(P).index_add_(0, index, flat) / number
+        residual = flat - centre[index]
+        squares = torch.zeros(P).index_add_(0, index, residual * residual)
+        scale = torch.sqrt(squares / (number - 1).clamp(min=1))
+        return residual / (scale[index] + 1e-6)
+
+    return {
+        "TRL (torch)": functools.partial(seconds_of, trl),
+        "verl (torch)": functools.partial(seconds_of, verl),
+    }
+
+
+TOKEN_PARTS: dict[str, list[dict[str, Any]]] = {
+    "to_tokens": [{"use": "to_tokens"}],
+}
+"""Chains behind a centred signal whose last part works on tokens."""
+QUANTILES: tuple[str, ...] = ()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--repeats", type=int, default=50)
+    parser.add_argument("--only", nargs="*", help="names of recipes or parts")
+    arguments = parser.parse_args()
+    about, console = describe(), Console(width=110)
+    console.print(f"{about['device']}, jax {about['jax']}, commit {about['commit']}")
+    names = [name for name in registry.recipes if not arguments.only or name in arguments.only]
+    samples, tokens = rollouts((P, G, 1)), rollouts(TOKEN_SHAPE)
+    on_samples, on_tokens = {}, {}
+    for name in names:
+        whole = adv.build(name, {"weights": weights_of(name)})
+        case = Case(whole, tokens)
+        if case.rank == 3 or whole.needs:
+            on_tokens[name] = case
+        else:
+            on_samples[name] = Case(whole, samples)
+    for name, steps in TOKEN_PARTS.items():
+        if not arguments.only or name in arguments.only:
+            first = [{"use": "sum_rewards", "correct": 1.0, "style": 0.0}]
+            on_tokens[name] = Case(
+                adv.build([*first, {"use": "subtract_group_mean"}, *steps]), tokens
+            )
+    result = measure_samples(console, on_samples, samples, arguments.repeats)
+    result |= measure_tokens(console, on_tokens, max(5, arguments.repeats // 5))
+    report({**about, **result})
+
+
+def measure_samples(
+    console: Console, cases: Mapping[str, Case], given: Rollouts, repeats: int
+) -> dict[str, Any]:
+    """Recipes on [P, G] and the peers' formulas, in microseconds."""
+    rivals = peers(np.asarray(given.rewards["correct"]))
+    if not rivals:
+        console.print("torch is not installed: the peers' formulas are left out")
+    spent = compare({**{name: case.seconds for name, case in cases.items()}, **rivals}, repeats)
+    table = Table("recipe", "us", "95%", "limit", "within", title=f"{P} x {G} samples")
+    result: dict[str, Any] = {}
+    for name, values in spent.items():
+        median, low, high = interval([1e6 * value for value in values])
+        limit = None if name in rivals else RECIPE_SECONDS * 1e6
+        if limit and cases[name].tracks:
+            limit = TRACKER_SECONDS * 1e6
+        within = "" if limit is None else "yes" if median <= limit else "NO"
+        table.add_row(name, f"{median:.0f}", f"{low:.0f} .. {high:.0f}", f"{limit or '':}", within)
+        result[f"us/{name}"] = round(median, 1)
+        assert name in rivals or cases[name].compiles == 1, f"{name} compiled more than once"
+    console.print(table)
+    return result
+
+
+def measure_tokens(console: Console, cases: Mapping[str, Case], repeats: int) -> dict[str, Any]:
+    """Chains on [P, G, T], as multiples of a copy of what they read."""
+    title = " x ".join(map(str, TOKEN_SHAPE)) + " tokens"
+    table = Table("chain", "ms", "copies", "95%", "limit", "within", title=title)
+    result: dict[str, Any] = {}
+    for name, case in cases.items():
+        copy = functools.partial(seconds_of, copied, case.reads)
+        spent = compare({"own": case.seconds, "copy": copy}, repeats)
+        pairs = zip(spent["own"], spent["copy"], strict=True)
+        median, low, high = interval([own / copied_ for own, copied_ in pairs])
+        limit = QUANTILE_COPIES if name in QUANTILES else TOKEN_COPIES
+        table.add_row(
+            name,
+            f"{1e3 * float(np.median(spent['own'])):.1f}",
+            f"{median:.2f}",
+            f"{low:.2f} .. {high:.2f}",
+            f"{limit:.0f}",
+            "yes" if median <= limit else "NO",
+        )
+        result[f"copies/{name}"] = round(median, 2)
+        assert case.compiles == 1, f"{name} compiled more than once"
+    console.print(table)
+    return result
+
+
+if __name__ == "__main__":
+    main()
