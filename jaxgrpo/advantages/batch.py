@@ -1,0 +1,159 @@
+"""Scales taken from the whole batch: all unmasked samples, or tokens, of all prompts."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax.numpy as jnp
+from jax import Array
+
+from jaxgrpo.advantages import stats
+from jaxgrpo.advantages.base import AdvantageTransform, Scheduled, at_step, stateless
+from jaxgrpo.errors import InputError
+from jaxgrpo.metrics import Mean, Metrics
+from jaxgrpo.types import Rollouts, Signal
+
+_KEEP = ("zeros", "zero_groups", "nothing")
+_EPS_PLACES = ("std", "variance")
+
+
+def divide_by_batch_std(
+    eps: Scheduled = 1e-6, ddof: int = 1, include_flat: bool = True
+) -> AdvantageTransform:
+    """Divides each value by the standard deviation of the whole batch.
+
+        a[p, g] = r[p, g] / (std_{p, g} r[p, g] + eps)
+
+    The standard deviation is that of the values it gets, so order is meaning: behind
+    subtract_group_mean() it is that of the centred rewards (ScaleRL), before it that of the raw
+    ones (TRL's "batch", Lite PPO). Unmasked samples only; exactly 0 throughout where all counted
+    values of the batch are equal, or fewer than two are there.
+
+    Args:
+      eps: added to the standard deviation, in units of reward; a number or a function of the step.
+      ddof: 0 divides by n, 1 by n - 1.
+      include_flat: False counts only groups whose values are not all equal.
+
+    Signal: [P, G] -> [P, G], mask unchanged.  Raises: InputError on token-level values [P, G, T].
+    Metrics: std.
+    Source: ScaleRL, arXiv 2510.13786; Lite PPO, arXiv 2508.08221. Neither gives eps nor ddof, nor
+    whether flat groups count; TRL takes 1e-4, 1 and counts them.
+    """
+    _check_ddof("divide_by_batch_std", ddof)
+
+    def apply(signal: Signal, rollouts: Rollouts) -> tuple[Signal, Metrics]:
+        value = stats.widen(signal.value)
+        counted = _counted(signal, include_flat)
+        _, variance, flat = _moments(value, counted, ddof)
+        std = jnp.sqrt(variance)
+        # Where all is flat the divisor may be 0: it is replaced, not only its quotient.
+        divisor = jnp.where(flat, 1, std + at_step(eps, rollouts, value.dtype))
+        divided = jnp.where(flat, 0, value / divisor)
+        return _replace(signal, divided), {"std": Mean(total=std, weight=jnp.ones_like(std))}
+
+    return stateless("divide_by_batch_std", apply, levels=(2,))
+
+
+def whiten_batch(
+    eps: Scheduled = 1e-8,
+    ddof: int = 1,
+    eps_in: str = "variance",
+    keep: str = "zeros",
+    include_flat: bool = True,
+) -> AdvantageTransform:
+    """Subtracts the mean of the whole batch and divides by its standard deviation.
+
+        eps_in = "variance":  a = (r - mean r) / sqrt(var r + eps)
+        eps_in = "std":       a = (r - mean r) / (std r + eps)
+
+    Over all unmasked samples of values [P, G], over all unmasked tokens of [P, G, T], where a long
+    sample weighs as many times as it has tokens. Exactly 0 throughout where all counted values
+    are equal, or fewer than two are there.
+
+    The mean would push what was exactly 0, flat groups and rejected tokens, off 0 and so give it a
+    gradient of noise; `keep` says what stays.
+
+    Args:
+      eps: in units of reward, or of its square; a number or a function of the step.
+      ddof: 0 divides by n, 1 by n - 1.
+      eps_in: "variance" (verl, 1e-8) or "std" (TRL, 1e-4).
+      keep: what stays exactly 0: "zeros", each 0; "zero_groups", groups that are 0 throughout;
+        "nothing", for values without a baseline, where 0 is a reward like any other.
+      include_flat: False counts only groups whose values are not all equal.
+
+    Signal: [P, G] or [P, G, T], mask unchanged.  Metrics: mean, std.
+    Source: REINFORCE++, arXiv 2501.03262, which has no baseline and keeps nothing; neither verl
+    nor TRL keeps anything.
+    """
+    _check_ddof("whiten_batch", ddof)
+    _check_choice("eps_in", eps_in, _EPS_PLACES)
+    _check_choice("keep", keep, _KEEP)
+
+    def apply(signal: Signal, rollouts: Rollouts) -> tuple[Signal, Metrics]:
+        value = stats.widen(signal.value)
+        mean, variance, flat = _moments(value, _counted(signal, include_flat), ddof)
+        added = at_step(eps, rollouts, value.dtype)
+        std = jnp.sqrt(variance)
+        divisor = std + added if eps_in == "std" else jnp.sqrt(variance + added)
+        silent = jnp.broadcast_to(flat, (1,) * value.ndim)
+        if keep == "zeros":
+            silent = silent | (value == 0)
+        elif keep == "zero_groups":
+            axes = tuple(range(1, value.ndim))
+            silent = silent | ~(signal.mask & (value != 0)).any(axes, keepdims=True)
+        white = jnp.where(silent, 0, (value - mean) / jnp.where(flat, 1, divisor))
+        one = jnp.ones_like(mean)
+        metrics: Metrics = {
+            "mean": Mean(total=mean, weight=one),
+            "std": Mean(total=std, weight=one),
+        }
+        return _replace(signal, white), metrics
+
+    return stateless("whiten_batch", apply)
+
+
+def _counted(signal: Signal, include_flat: bool) -> Array:
+    """The entries that statistics of the batch read."""
+    if include_flat:
+        return signal.mask
+    value, mask = signal.value, signal.mask
+    axes = tuple(range(1, value.ndim))
+    low = jnp.where(mask, value, jnp.inf).min(axes, keepdims=True)
+    high = jnp.where(mask, value, -jnp.inf).max(axes, keepdims=True)
+    return mask & (low != high)
+
+
+def _moments(value: Array, mask: Array, ddof: int) -> tuple[Array, Array, Array]:
+    """(mean, variance, whether all unmasked entries are equal or fewer than two), each [].
+
+    Axis by axis, the last first: one long sum would lose digits in float32. Two passes: the mean
+    of squares less the squared mean cancels.
+    """
+    number = mask.sum(dtype=jnp.int32)
+    mean = _total(jnp.where(mask, value, 0)) / jnp.maximum(number, 1).astype(value.dtype)
+    residual = jnp.where(mask, value - mean, 0)
+    degrees = jnp.maximum(number - ddof, 1).astype(value.dtype)
+    low = jnp.where(mask, value, jnp.inf).min()
+    high = jnp.where(mask, value, -jnp.inf).max()
+    flat = (low == high) | (number < 2)
+    return mean, _total(jnp.square(residual)) / degrees, flat
+
+
+def _total(value: Array) -> Array:
+    for _ in range(value.ndim):
+        value = value.sum(-1)
+    return value
+
+
+def _replace(signal: Signal, value: Array) -> Signal:
+    return dataclasses.replace(signal, value=value.astype(signal.value.dtype))
+
+
+def _check_ddof(name: str, ddof: int) -> None:
+    if ddof not in (0, 1):
+        raise InputError(f"{name}: ddof = {ddof}, expected 0 (by n) or 1 (by n - 1)")
+
+
+def _check_choice(option: str, given: str, allowed: tuple[str, ...]) -> None:
+    if given not in allowed:
+        raise InputError(f"whiten_batch: {option} = {given!r}, expected {', '.join(allowed)}")
