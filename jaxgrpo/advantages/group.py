@@ -212,7 +212,9 @@ def _median(value: Float[Array, "P G"], mask: Bool[Array, "P G"]) -> Float[Array
     low, high = jnp.maximum(number - 1, 0) // 2, number // 2
     if value.shape[1] <= _FEW:
         # The k-th smallest is the largest of those with at most k smaller ones: no sort.
-        smaller = (mask[:, None, :] & (value[:, None, :] < value[:, :, None])).sum(-1)
+        smaller = (mask[:, None, :] & (value[:, None, :] < value[:, :, None])).sum(
+            -1, dtype=jnp.int32
+        )
 
         def smallest(rank: Array) -> Array:
             within = mask & (smaller <= rank)

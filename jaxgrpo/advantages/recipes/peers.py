@@ -40,7 +40,7 @@ def like_trl(
     (`sum_scored`), a sample that none could score is left out; scale_rewards does not matter to
     normalize_then_sum.
 
-    Differs from TRL: flat groups are exactly 0, where rounding leaves TRL up to 1e-3 of noise in
+    Differs from TRL: flat groups are exactly 0, where rounding leaves TRL up to 2e-3 of noise in
     float32; with normalize_then_sum, groups flat in every reward too.
 
     Args:
