@@ -49,7 +49,7 @@ def divide_by_batch_std(
         # Where all is flat the divisor may be 0: it is replaced, not only its quotient.
         divisor = jnp.where(flat, 1, std + at_step(eps, rollouts, value.dtype))
         divided = jnp.where(flat, 0, value / divisor)
-        return _replace(signal, divided), {"std": Mean(total=std, weight=jnp.ones_like(std))}
+        return _replace(signal, divided), {"std": _one(std)}
 
     return stateless("divide_by_batch_std", apply, levels=(2,))
 
@@ -70,8 +70,8 @@ def whiten_batch(
     sample weighs as many times as it has tokens. Exactly 0 throughout where all counted values
     are equal, or fewer than two are there.
 
-    The mean would push what was exactly 0, flat groups and rejected tokens, off 0 and so give it a
-    gradient of noise; `keep` says what stays.
+    The mean would push what was exactly 0, flat groups and rejected tokens, off 0; `keep` says
+    what stays.
 
     Args:
       eps: in units of reward, or of its square; a number or a function of the step.
@@ -95,21 +95,22 @@ def whiten_batch(
         added = at_step(eps, rollouts, value.dtype)
         std = jnp.sqrt(variance)
         divisor = std + added if eps_in == "std" else jnp.sqrt(variance + added)
-        silent = jnp.broadcast_to(flat, (1,) * value.ndim)
-        if keep == "zeros":
-            silent = silent | (value == 0)
-        elif keep == "zero_groups":
-            axes = tuple(range(1, value.ndim))
-            silent = silent | ~(signal.mask & (value != 0)).any(axes, keepdims=True)
-        white = jnp.where(silent, 0, (value - mean) / jnp.where(flat, 1, divisor))
-        one = jnp.ones_like(mean)
-        metrics: Metrics = {
-            "mean": Mean(total=mean, weight=one),
-            "std": Mean(total=std, weight=one),
-        }
-        return _replace(signal, white), metrics
+        white = (value - mean) / jnp.where(flat, 1, divisor)
+        white = jnp.where(flat | _silent(signal, keep), 0, white)
+        return _replace(signal, white), {"mean": _one(mean), "std": _one(std)}
 
     return stateless("whiten_batch", apply)
+
+
+def _silent(signal: Signal, keep: str) -> Array:
+    """What stays exactly 0; broadcasts against the value."""
+    value = signal.value
+    if keep == "zeros":
+        return value == 0
+    if keep == "zero_groups":
+        axes = tuple(range(1, value.ndim))
+        return ~(signal.mask & (value != 0)).any(axes, keepdims=True)
+    return jnp.zeros((1,) * value.ndim, bool)
 
 
 def _counted(signal: Signal, include_flat: bool) -> Array:
@@ -143,6 +144,11 @@ def _total(value: Array) -> Array:
     for _ in range(value.ndim):
         value = value.sum(-1)
     return value
+
+
+def _one(value: Array) -> Mean:
+    """A number of the whole batch as a metric."""
+    return Mean(total=value, weight=jnp.ones_like(value))
 
 
 def _replace(signal: Signal, value: Array) -> Signal:

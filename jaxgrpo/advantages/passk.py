@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax.numpy as jnp
 from jax import Array
@@ -68,19 +69,10 @@ def leave_one_out_pass_at_k(k: int, threshold: Scheduled | None = None) -> Advan
 
     def apply(signal: Signal, rollouts: Rollouts) -> tuple[Signal, Metrics]:
         signal, success, metrics = successes("leave_one_out_pass_at_k", signal, threshold, rollouts)
-        dtype = stats.widen(signal.value).dtype
-        number = stats.count(signal.mask).astype(dtype)
-        wins = stats.count(signal.mask & success).astype(dtype)
-        losses = number - wins
-        # C(n - c, k) / C(n, k), the chance that k of them all fail, factor by factor.
-        drawn = jnp.arange(k, dtype=dtype)[None, :]
-        left = jnp.maximum(losses - drawn, 0) / jnp.maximum(number - drawn, 1)
-        all_fail = left.prod(axis=1, keepdims=True)
-        gain = number * k * all_fail / jnp.maximum(number - k, 1)
-        value = jnp.where(success, gain, -gain * wins / jnp.maximum(losses, 1))
-        enough = (number > k) & (wins > 0)
+        number = stats.count(signal.mask)
+        value = _leave_one_out(success, signal.mask, k, stats.widen(signal.value).dtype)
         few = {"too_few": mean(number <= k, number > 0)}
-        return _replace(signal, jnp.where(enough, value, 0)), {**metrics, **few}
+        return _replace(signal, value), {**metrics, **few}
 
     whole = stateless("leave_one_out_pass_at_k", apply, levels=(2,), relative=True)
 
@@ -120,6 +112,19 @@ def contrastive_pairs() -> AdvantageTransform:
         return _replace(signal, (won - lost).astype(dtype) / number), {}
 
     return stateless("contrastive_pairs", apply, levels=(2,), relative=True)
+
+
+def _leave_one_out(success: Array, mask: Array, k: int, dtype: Any) -> Array:
+    """n (U - U without the sample) of pass@k, [P, G]; 0 in groups without a success or n <= k."""
+    number = stats.count(mask).astype(dtype)
+    wins = stats.count(mask & success).astype(dtype)
+    losses = number - wins
+    # C(n - c, k) / C(n, k), the chance that k of them all fail, factor by factor.
+    drawn = jnp.arange(k, dtype=dtype)[None, :]
+    left = jnp.maximum(losses - drawn, 0) / jnp.maximum(number - drawn, 1)
+    gain = number * k * left.prod(axis=1, keepdims=True) / jnp.maximum(number - k, 1)
+    value = jnp.where(success, gain, -gain * wins / jnp.maximum(losses, 1))
+    return jnp.where((number > k) & (wins > 0), value, 0)
 
 
 def _replace(signal: Signal, value: Array) -> Signal:

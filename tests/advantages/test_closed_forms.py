@@ -212,9 +212,7 @@ def test_equation_8_all_fail_groups_descend_the_failure_of_pass_at_g():
 def test_centring_adds_up_success_minus_failure_over_pairs():
     policy = Softmax([0, 1, 1, 0], size=4)
     pairs = every(policy.rewards, {"pairs": [sum_rewards(), contrastive_pairs()]})["pairs"]
-    for rewards, gradients, advantage in zip(
-        policy.rewards, policy.gradients, pairs, strict=True
-    ):
+    for rewards, gradients, advantage in zip(policy.rewards, policy.gradients, pairs, strict=True):
         wins, losses = gradients[rewards == 1], gradients[rewards == 0]
         listed = sum((win - loss for win in wins for loss in losses), np.zeros(4)) / 4
         np.testing.assert_allclose(advantage @ gradients, listed, atol=1e-14)

@@ -123,7 +123,7 @@ def test_verl_s_batches_are_met_but_for_flat_groups():
     recipes["grpo_passk centred"] = ("like_verl", options)
     mask = np.arange(length.max()) < length[..., None]
     values = every(recipes, streams, token_mask=mask)
-    total = sum(weights[name] * stream for name, stream in streams.items())
+    total = np.sum([weights[name] * stream for name, stream in streams.items()], axis=0)
     flat = total.max(1) == total.min(1)
     assert flat.tolist() == [False, True, False, False, False, False]
     for name, value in values.items():

@@ -10,6 +10,9 @@ they are. All in float64, so that the numbers are those of the formulas; `flat_n
 same functions make of equal float32 rewards.
 """
 
+# The peers are no dependency of ours.
+# pyright: reportMissingImports=false
+
 from __future__ import annotations
 
 import inspect
