@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 
@@ -43,8 +44,7 @@ def divide_by_batch_std(
 
     def apply(signal: Signal, rollouts: Rollouts) -> tuple[Signal, Metrics]:
         value = stats.widen(signal.value)
-        counted = _counted(signal, include_flat)
-        _, variance, flat = _moments(value, counted, ddof)
+        _, _, variance, flat = _moments(signal, ddof, include_flat)
         std = jnp.sqrt(variance)
         # Where all is flat the divisor may be 0: it is replaced, not only its quotient.
         divisor = jnp.where(flat, 1, std + at_step(eps, rollouts, value.dtype))
@@ -90,60 +90,77 @@ def whiten_batch(
     _check_choice("keep", keep, _KEEP)
 
     def apply(signal: Signal, rollouts: Rollouts) -> tuple[Signal, Metrics]:
-        value = stats.widen(signal.value)
-        mean, variance, flat = _moments(value, _counted(signal, include_flat), ddof)
-        added = at_step(eps, rollouts, value.dtype)
+        mean, residual, variance, flat = _moments(signal, ddof, include_flat)
+        added = at_step(eps, rollouts, mean.dtype)
         std = jnp.sqrt(variance)
         divisor = std + added if eps_in == "std" else jnp.sqrt(variance + added)
-        white = (value - mean) / jnp.where(flat, 1, divisor)
-        white = jnp.where(flat | _silent(signal, keep), 0, white)
+        white = jnp.where(_silent(signal.value, keep), 0, residual / jnp.where(flat, 1, divisor))
+        white = jnp.where(flat, 0, white)
         return _replace(signal, white), {"mean": _one(mean), "std": _one(std)}
 
     return stateless("whiten_batch", apply)
 
 
-def _silent(signal: Signal, keep: str) -> Array:
+def _moments(signal: Signal, ddof: int, include_flat: bool) -> tuple[Array, Array, Array, Array]:
+    """(mean, residual, variance, whether all counted values are equal) of the batch.
+
+    The residual has the shape of the value and is 0 where masked. Two passes: the mean of squares
+    less the squared mean cancels. Values are 0 where masked, so sums over tokens need no mask and
+    are ten times as fast on a CPU; they are added up sample by sample, since one long sum would
+    lose digits in float32.
+    """
+    value, mask = stats.widen(signal.value), signal.mask
+    if value.ndim == 3:
+        # Kept in memory: widened once more inside each sum they would cost more than the sums.
+        value, mask = jax.lax.optimization_barrier((value, mask))
+    differs = _differs(value, mask, axis=None if include_flat else tuple(range(1, value.ndim)))
+    counted = jnp.ones((1, 1), bool) if include_flat else differs.reshape((-1, 1))
+    number = jnp.where(counted, _tokens(mask), 0).sum(dtype=jnp.int32)
+    mean = _total(value, counted) / jnp.maximum(number, 1).astype(value.dtype)
+    residual = jnp.where(mask, value - mean, 0)
+    if value.ndim == 3:
+        residual = jax.lax.optimization_barrier(residual)
+    degrees = jnp.maximum(number - ddof, 1).astype(value.dtype)
+    variance = _total(jnp.square(residual), counted) / degrees
+    return mean, residual, variance, ~differs.any()
+
+
+def _differs(value: Array, mask: Array, axis: tuple[int, ...] | None) -> Array:
+    """Whether two unmasked entries differ. Exact; values are 0 where masked.
+
+    If all are equal to c, c is the highest of all entries, masked zeros included, where it is above
+    0, and the lowest where it is not.
+    """
+    high = value.max(axis, keepdims=True)
+    equal = jnp.where(high > 0, high, value.min(axis, keepdims=True))
+    return (mask & (value != equal)).any(axis, keepdims=True)
+
+
+def _total(value: Array, counted: Array) -> Array:
+    """The sum over the prompts that count, sample by sample."""
+    if value.ndim == 3:
+        value = value.sum(-1)
+    return jnp.where(counted, value, 0).sum(-1).sum()
+
+
+def _tokens(mask: Array) -> Array:
+    """Unmasked entries of each sample, [P, G] int32."""
+    if mask.ndim == 2:
+        return mask.astype(jnp.int32)
+    # Bytes are summed fast, int32 made of booleans slowly: pieces that a byte can count.
+    length = mask.shape[-1]
+    piece = max(size for size in range(1, 128) if length % size == 0) if length else 1
+    pieces = mask.reshape(*mask.shape[:-1], length // piece, piece)
+    return pieces.sum(-1, dtype=jnp.int8).sum(-1, dtype=jnp.int32)
+
+
+def _silent(value: Array, keep: str) -> Array:
     """What stays exactly 0; broadcasts against the value."""
-    value = signal.value
     if keep == "zeros":
         return value == 0
     if keep == "zero_groups":
-        axes = tuple(range(1, value.ndim))
-        return ~(signal.mask & (value != 0)).any(axes, keepdims=True)
+        return ~(value != 0).any(tuple(range(1, value.ndim)), keepdims=True)
     return jnp.zeros((1,) * value.ndim, bool)
-
-
-def _counted(signal: Signal, include_flat: bool) -> Array:
-    """The entries that statistics of the batch read."""
-    if include_flat:
-        return signal.mask
-    value, mask = signal.value, signal.mask
-    axes = tuple(range(1, value.ndim))
-    low = jnp.where(mask, value, jnp.inf).min(axes, keepdims=True)
-    high = jnp.where(mask, value, -jnp.inf).max(axes, keepdims=True)
-    return mask & (low != high)
-
-
-def _moments(value: Array, mask: Array, ddof: int) -> tuple[Array, Array, Array]:
-    """(mean, variance, whether all unmasked entries are equal or fewer than two), each [].
-
-    Axis by axis, the last first: one long sum would lose digits in float32. Two passes: the mean
-    of squares less the squared mean cancels.
-    """
-    number = mask.sum(dtype=jnp.int32)
-    mean = _total(jnp.where(mask, value, 0)) / jnp.maximum(number, 1).astype(value.dtype)
-    residual = jnp.where(mask, value - mean, 0)
-    degrees = jnp.maximum(number - ddof, 1).astype(value.dtype)
-    low = jnp.where(mask, value, jnp.inf).min()
-    high = jnp.where(mask, value, -jnp.inf).max()
-    flat = (low == high) | (number < 2)
-    return mean, _total(jnp.square(residual)) / degrees, flat
-
-
-def _total(value: Array) -> Array:
-    for _ in range(value.ndim):
-        value = value.sum(-1)
-    return value
 
 
 def _one(value: Array) -> Mean:
