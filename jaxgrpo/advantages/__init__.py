@@ -1,31 +1,64 @@
 """Advantages as chains of small pure transforms. Read recipes/ first."""
 
-from jaxgrpo.advantages.absolute import sign
+from jaxgrpo.advantages.absolute import (
+    asymmetric,
+    clip_advantage,
+    conditional_sign,
+    sign,
+    subtract_constant,
+)
 from jaxgrpo.advantages.base import AdvantageTransform, stateless, transform
+from jaxgrpo.advantages.batch import divide_by_batch_std, whiten_batch
 from jaxgrpo.advantages.building import build, evaluate
 from jaxgrpo.advantages.chains import chain, compute, spec_of, start
-from jaxgrpo.advantages.group import divide_by_group_std, subtract_group_mean
+from jaxgrpo.advantages.group import (
+    divide_by_group_mean,
+    divide_by_group_std,
+    subtract_group_mean,
+    subtract_group_median,
+    subtract_leave_one_out_mean,
+    subtract_length_weighted_mean,
+)
 from jaxgrpo.advantages.masks import mask_truncated, mask_zero_variance
-from jaxgrpo.advantages.streams import per_reward, stream, sum_rewards
+from jaxgrpo.advantages.passk import (
+    contrastive_pairs,
+    leave_one_out_pass_at_k,
+    max_minus_second,
+)
+from jaxgrpo.advantages.streams import per_reward, stream, sum_rewards, sum_scored
 from jaxgrpo.advantages.tokens import to_tokens
 
 __all__ = [
     "AdvantageTransform",
+    "asymmetric",
     "build",
     "chain",
+    "clip_advantage",
     "compute",
+    "conditional_sign",
+    "contrastive_pairs",
+    "divide_by_batch_std",
+    "divide_by_group_mean",
     "divide_by_group_std",
     "evaluate",
+    "leave_one_out_pass_at_k",
     "mask_truncated",
     "mask_zero_variance",
+    "max_minus_second",
     "per_reward",
     "sign",
     "spec_of",
     "start",
     "stateless",
     "stream",
+    "subtract_constant",
     "subtract_group_mean",
+    "subtract_group_median",
+    "subtract_leave_one_out_mean",
+    "subtract_length_weighted_mean",
     "sum_rewards",
+    "sum_scored",
     "to_tokens",
     "transform",
+    "whiten_batch",
 ]

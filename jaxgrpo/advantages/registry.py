@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from jaxgrpo.advantages import absolute, group, masks, streams, tokens
+from jaxgrpo.advantages import absolute, batch, group, masks, passk, streams, tokens
 from jaxgrpo.advantages import recipes as methods
 from jaxgrpo.advantages.base import AdvantageTransform
 
@@ -17,17 +17,41 @@ def _by_name(*factories: Factory) -> dict[str, Factory]:
 
 parts: dict[str, Factory] = _by_name(
     streams.sum_rewards,
+    streams.sum_scored,
     streams.per_reward,
     streams.stream,
     group.subtract_group_mean,
+    group.subtract_leave_one_out_mean,
+    group.subtract_group_median,
+    group.subtract_length_weighted_mean,
     group.divide_by_group_std,
+    group.divide_by_group_mean,
+    batch.divide_by_batch_std,
+    batch.whiten_batch,
     masks.mask_zero_variance,
     masks.mask_truncated,
     absolute.sign,
+    absolute.asymmetric,
+    absolute.conditional_sign,
+    absolute.subtract_constant,
+    absolute.clip_advantage,
+    passk.max_minus_second,
+    passk.leave_one_out_pass_at_k,
+    passk.contrastive_pairs,
     tokens.to_tokens,
 )
 recipes: dict[str, Factory] = _by_name(
     methods.grpo,
     methods.dr_grpo,
     methods.sign,
+    methods.asymmetric,
+    methods.conditional_sign,
+    methods.reinforce,
+    methods.rloo,
+    methods.maxrl,
+    methods.passk,
+    methods.lite_ppo,
+    methods.reinforce_pp,
+    methods.like_trl,
+    methods.like_verl,
 )

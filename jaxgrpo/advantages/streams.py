@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax.numpy as jnp
@@ -32,31 +32,39 @@ def sum_rewards(**weights: Scheduled) -> AdvantageTransform:
     Raises: InputError (a ValueError) on weights without a stream and streams without a weight.
     """
 
-    def init(spec: RolloutSpec) -> tuple[()]:
-        _check_weights(weights, spec.rewards)
-        return ()
+    def unite(streams: Streams, counted: Mapping[str, Scheduled]) -> Array:
+        mask = jnp.ones_like(next(iter(streams.values())).mask)
+        for name, stream in streams.items():
+            if callable(counted[name]) or counted[name] != 0:
+                mask = mask & stream.mask
+        return mask
 
-    def update(streams: Streams, state: Any, rollouts: Rollouts) -> tuple[Signal, Any, Metrics]:
-        _check_weights(weights, tuple(streams))
-        counted = {name: weights.get(name, 1.0) for name in streams}
-        summed = {
-            name: stream
-            for name, stream in streams.items()
-            if callable(counted[name]) or counted[name] != 0
-        }
-        first = next(iter(streams.values()))
-        dtypes = {stream.value.dtype for stream in streams.values()}
-        dtype = max((accumulate_dtype(dtype) for dtype in dtypes), key=lambda dtype: dtype.itemsize)
-        total = jnp.zeros(first.value.shape, dtype)
-        mask = jnp.ones_like(first.mask)
-        for name, stream in summed.items():
-            weight = at_step(counted[name], rollouts, dtype)
-            total = total + weight * stream.value.astype(dtype)
-            mask = mask & stream.mask
-        total = total.astype(first.value.dtype) if len(dtypes) == 1 else total
-        return Signal(value=total, mask=mask), state, {}
+    return _sum("sum_rewards", weights, unite)
 
-    return AdvantageTransform("sum_rewards", init, update, kind="streams->signal", levels=(2,))
+
+def sum_scored(**weights: Scheduled) -> AdvantageTransform:
+    """Adds the weighted streams to one signal; what a stream could not score counts 0 in it.
+
+        r[p, g] = sum_name weight[name] * stream[name][p, g]     over the streams that scored it
+
+    `sum_rewards` masks such a sample instead: its sum is another reward than that of its group.
+    A sample that no stream could score is masked; one that only a stream of weight 0 scored is not.
+
+    Args:
+      weights: name of the stream = weight, a number or a function of the step; none: all 1.
+
+    Streams: [P, G] each -> Signal [P, G], unmasked where any stream is.
+    Raises: InputError (a ValueError) on weights without a stream and streams without a weight.
+    Source: TRL 1.16, which adds what is not NaN. Ours only in `like_trl`.
+    """
+
+    def unite(streams: Streams, counted: Mapping[str, Scheduled]) -> Array:
+        mask = jnp.zeros_like(next(iter(streams.values())).mask)
+        for stream in streams.values():
+            mask = mask | stream.mask
+        return mask
+
+    return _sum("sum_scored", weights, unite)
 
 
 def per_reward(transform: AdvantageTransform) -> AdvantageTransform:
@@ -145,22 +153,50 @@ def stream(
     )
 
 
+def _sum(
+    part: str,
+    weights: Mapping[str, Scheduled],
+    unite: Callable[[Streams, Mapping[str, Scheduled]], Array],
+) -> AdvantageTransform:
+    """The weighted sum of all streams, unmasked where `unite(streams, their weights)` says."""
+
+    def init(spec: RolloutSpec) -> tuple[()]:
+        _check_weights(part, weights, spec.rewards)
+        return ()
+
+    def update(streams: Streams, state: Any, rollouts: Rollouts) -> tuple[Signal, Any, Metrics]:
+        _check_weights(part, weights, tuple(streams))
+        counted = {name: weights.get(name, 1.0) for name in streams}
+        first = next(iter(streams.values())).value
+        dtypes = {stream.value.dtype for stream in streams.values()}
+        dtype = max((accumulate_dtype(dtype) for dtype in dtypes), key=lambda dtype: dtype.itemsize)
+        total = jnp.zeros(first.shape, dtype)
+        for name, stream in streams.items():
+            if callable(counted[name]) or counted[name] != 0:
+                weight = at_step(counted[name], rollouts, dtype)
+                total = total + weight * stream.value.astype(dtype)
+        total = total.astype(first.dtype) if len(dtypes) == 1 else total
+        return Signal(value=total, mask=unite(streams, counted)), state, {}
+
+    return AdvantageTransform(part, init, update, kind="streams->signal", levels=(2,))
+
+
 def _check_free(name: str, streams: tuple[str, ...]) -> None:
     if name in streams:
         raise InputError(f"stream {name!r} exists already: {', '.join(streams)}; take another name")
 
 
-def _check_weights(weights: dict[str, Scheduled], streams: tuple[str, ...]) -> None:
+def _check_weights(part: str, weights: Mapping[str, Scheduled], streams: tuple[str, ...]) -> None:
     if not weights:
         return
     for name in weights:
         if name not in streams:
             raise InputError(
-                f"sum_rewards: weight {name!r} has no reward of that name: {suggest(name, streams)}"
+                f"{part}: weight {name!r} has no reward of that name: {suggest(name, streams)}"
             )
     for name in streams:
         if name not in weights:
             raise InputError(
-                f"sum_rewards: reward {name!r} has no weight: name every reward"
+                f"{part}: reward {name!r} has no weight: name every reward"
                 f" (weight 0 leaves it out) or none; weights: {', '.join(weights)}"
             )

@@ -3,7 +3,24 @@
 Every recipe takes `weights`, those of `sum_rewards`: None counts every reward with weight 1.
 """
 
-from jaxgrpo.advantages.recipes.absolute import sign
-from jaxgrpo.advantages.recipes.group import dr_grpo, grpo
+from jaxgrpo.advantages.recipes.absolute import asymmetric, conditional_sign, reinforce, sign
+from jaxgrpo.advantages.recipes.batch import lite_ppo, reinforce_pp
+from jaxgrpo.advantages.recipes.group import dr_grpo, grpo, maxrl, rloo
+from jaxgrpo.advantages.recipes.passk import passk
+from jaxgrpo.advantages.recipes.peers import like_trl, like_verl
 
-__all__ = ["dr_grpo", "grpo", "sign"]
+__all__ = [
+    "asymmetric",
+    "conditional_sign",
+    "dr_grpo",
+    "grpo",
+    "like_trl",
+    "like_verl",
+    "lite_ppo",
+    "maxrl",
+    "passk",
+    "reinforce",
+    "reinforce_pp",
+    "rloo",
+    "sign",
+]

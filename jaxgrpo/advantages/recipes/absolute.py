@@ -17,3 +17,45 @@ def sign(threshold: Scheduled | None = None, weights: Weights | None = None) -> 
     Source: Gradient starvation, arXiv 2605.07689.
     """
     return chain(weighted_sum(weights), absolute.sign(threshold), name="sign")
+
+
+def asymmetric(
+    cost: Scheduled = 1.0, threshold: Scheduled | None = None, weights: Weights | None = None
+) -> AdvantageTransform:
+    """Sum, then +1 for a success and -cost for a failure; flat groups keep their signal.
+
+    Args:
+      cost: of a failure: 1 is `sign`, 0 is `reinforce`.
+      threshold: the lowest sum that is a success; None: sums must be 0 or 1.
+
+    Source: equation 8 of Gradient starvation, arXiv 2605.07689.
+    """
+    return chain(weighted_sum(weights), absolute.asymmetric(cost, threshold), name="asymmetric")
+
+
+def conditional_sign(
+    threshold: Scheduled | None = None, weights: Weights | None = None
+) -> AdvantageTransform:
+    """Sum, then less the group mean in mixed groups, and +1 or -1 in flat ones.
+
+    Args:
+      threshold: the lowest sum that is a success; None: sums must be 0 or 1.
+
+    Source: ours, of the two advantages of Gradient starvation, arXiv 2605.07689.
+    """
+    return chain(
+        weighted_sum(weights), absolute.conditional_sign(threshold), name="conditional_sign"
+    )
+
+
+def reinforce(baseline: Scheduled = 0.0, weights: Weights | None = None) -> AdvantageTransform:
+    """The sum itself, less a constant; flat groups keep their signal.
+
+        a[p, g] = r[p, g] - baseline
+
+    Args:
+      baseline: in units of reward; it changes the variance of the gradient, not its expectation.
+
+    Source: Williams 1992; as one of the formulations of Gradient starvation, arXiv 2605.07689.
+    """
+    return chain(weighted_sum(weights), absolute.subtract_constant(baseline), name="reinforce")

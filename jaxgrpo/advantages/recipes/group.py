@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from jaxgrpo.advantages.base import AdvantageTransform, Scheduled
 from jaxgrpo.advantages.chains import chain
-from jaxgrpo.advantages.group import divide_by_group_std, subtract_group_mean
+from jaxgrpo.advantages.group import (
+    divide_by_group_mean,
+    divide_by_group_std,
+    subtract_group_mean,
+    subtract_leave_one_out_mean,
+)
 from jaxgrpo.advantages.recipes.weighing import Weights, weighted_sum
 
 
@@ -39,3 +44,32 @@ def dr_grpo(weights: Weights | None = None) -> AdvantageTransform:
     `constant(length)`.
     """
     return chain(weighted_sum(weights), subtract_group_mean(), name="dr_grpo")
+
+
+def rloo(weights: Weights | None = None) -> AdvantageTransform:
+    """Sum, then subtract the mean of the others: Dr. GRPO times n / (n - 1).
+
+        a[p, g] = r[p, g] - sum_{j != g} r[p, j] / (n - 1), exactly 0 in flat groups
+
+    Source: Ahmadian et al. 2024, arXiv 2402.14740. A group of one sample gives 0; verl's loop
+    keeps its raw reward.
+    """
+    return chain(weighted_sum(weights), subtract_leave_one_out_mean(), name="rloo")
+
+
+def maxrl(eps: Scheduled = 0.0, weights: Weights | None = None) -> AdvantageTransform:
+    """Sum, then what is above the group mean in units of that mean: the rarer, the heavier.
+
+        a[p, g] = (r[p, g] - mean_g r) / (mean_g r + eps), 0 where the mean is not above 0
+
+    With rewards in {0, 1} the expected gradient is that of sum_{k < G} pass@k / k: the
+    log-likelihood of success cut after G - 1 terms. Rewards should not be negative.
+
+    Args:
+      eps: added to the mean, in units of reward; SkyRL takes 1e-6.
+
+    Source: MaxRL, arXiv 2602.02710. SkyRL keeps the raw reward of a single sample; 0 here.
+    """
+    return chain(
+        weighted_sum(weights), divide_by_group_mean(eps), subtract_group_mean(), name="maxrl"
+    )

@@ -1,0 +1,147 @@
+"""What no number may break: flat groups, missing and huge rewards, groups of thousands."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import law_examples
+import laws
+import numpy as np
+
+from jaxgrpo import advantages as adv
+from jaxgrpo.advantages import registry
+
+
+def relative_recipes():
+    """The examples of every recipe that compares the samples of a group."""
+    return {
+        f"{name} {index}": whole
+        for name, wholes in law_examples.recipes().items()
+        for index, whole in enumerate(wholes)
+        if whole.relative
+    }
+
+
+def alike(rollouts, samples):
+    """Rollouts of which the samples of a prompt are all the same, and all policies agree."""
+    size = laws.G
+
+    def repeat(leaf):
+        if leaf.shape[:2] != (laws.P, size):
+            return leaf
+        return jnp.broadcast_to(leaf[:, :1], leaf.shape)
+
+    same = jax.tree.map(repeat, rollouts)
+    policies = ("reference_logp", "base_logp", "trainer_logp")
+    fields = same.fields | {name: same.behavior_logp for name in policies if name in same.fields}
+    return dataclasses.replace(same, rewards=samples, fields=fields)
+
+
+def test_a_group_of_equal_samples_gives_exactly_zero_in_every_relative_recipe(monkeypatch):
+    """400 float32 constants for each size from 6 to 12, beside mixed groups, by one program."""
+    sizes, number, mixed = range(6, 13), 400, 40
+    monkeypatch.setattr(laws, "P", number * len(sizes) + mixed)
+    monkeypatch.setattr(laws, "G", max(sizes))
+    monkeypatch.setattr(laws, "MISSING", set())
+    random = np.random.default_rng(0)
+    rewards = {}
+    there = np.arange(laws.G) < np.append(np.repeat(sizes, number), [laws.G] * mixed)[:, None]
+    for name in ("correct", "style"):
+        constant = random.uniform(-1, 1, (laws.P, 1)).astype(np.float32)
+        group = np.repeat(constant, laws.G, 1)
+        group[-mixed:] = random.normal(size=(mixed, laws.G))
+        rewards[name] = np.where(there, group, np.nan).astype(np.float32)
+    rewards["correct"][: number // 2] = random.integers(0, 2, (number // 2, 1))
+    rewards["correct"][: number // 2][~there[: number // 2]] = np.nan
+    rewards["correct"][-mixed:] = np.eye(laws.G, dtype=np.float32)[np.arange(mixed) % laws.G]
+    total = rewards["correct"] + np.float32(0.2) * rewards["style"]
+    noise = np.nanstd(total[:-mixed], 1, ddof=1)
+    assert (noise > 0).mean() > 0.2  # the trap: their deviation is not 0
+
+    recipes = relative_recipes()
+    assert {"grpo 0", "rloo 0", "like_verl 2", "like_trl 2"} <= recipes.keys()
+    assert {name.split()[0] for name in recipes} <= set(registry.recipes)
+    rollouts = alike(laws.make_rollouts(), jax.tree.map(jnp.asarray, rewards))
+
+    @jax.jit
+    def run(rollouts):
+        return {name: laws.run(whole, rollouts)[0].value for name, whole in recipes.items()}
+
+    values = run(rollouts)
+    for name, value in values.items():
+        assert (np.asarray(value)[:-mixed] == 0).all(), name
+    for name in ("grpo 0", "rloo 0", "passk 0", "lite_ppo 0", "like_verl 2", "reinforce_pp 1"):
+        assert (np.asarray(values[name])[-mixed:].reshape(mixed, -1) != 0).any(1).all(), name
+
+
+def test_nothing_breaks_on_nan_inf_huge_or_missing_rewards():
+    """Finite in every recipe that needs but rewards; what is not finite is not scored."""
+    rows = [
+        [np.nan, 1.0, 0.0, np.inf],
+        [np.nan, np.nan, 1.0, -np.inf],
+        [np.nan] * 4,
+        [1e30, -1e30, 1e30, 0.0],
+        [1e30] * 4,
+        [1e-30, 0.0, 0.0, 1e-30],
+    ]
+    rewards = jnp.asarray(np.array(rows, np.float32))
+    tokens = jnp.ones((6, 4, 2), bool)
+    names = ("rloo", "maxrl", "passk", "lite_ppo", "like_trl", "like_verl", "grpo", "reinforce_pp")
+
+    @jax.jit
+    def run(rewards):
+        return {name: adv.evaluate(name, rewards, token_mask=tokens) for name in names}
+
+    for name, (value, mask) in run(rewards).items():
+        value, mask = np.asarray(value), np.asarray(mask)
+        assert np.isfinite(value).all(), name
+        assert (value[~mask] == 0).all(), name
+        sample = mask if mask.ndim == 2 else mask.all(-1)
+        np.testing.assert_array_equal(sample, np.isfinite(rows))
+        if name != "reinforce_pp":
+            assert (value[[2, 4]] == 0).all(), name  # none scored, flat
+        if name not in ("reinforce_pp", "like_verl"):
+            assert (value[1] == 0).all(), name  # one scored
+    np.testing.assert_allclose(
+        run(rewards)["rloo"][0][3], np.array([1, -5 / 3, 1, -1 / 3]) * 1e30, rtol=1e-6
+    )
+
+
+def test_groups_of_thousands_keep_their_digits():
+    random = np.random.default_rng(3)
+    rewards = (100 + random.normal(size=(2, 4096))).astype(np.float32)
+    exact = rewards.astype(np.float64)
+    centred = exact - exact.mean(1, keepdims=True)
+    wins = (rewards > 102).astype(np.float32)
+    values = jax.jit(
+        lambda rewards, wins: {
+            "grpo": adv.evaluate("grpo", rewards)[0],
+            "rloo": adv.evaluate("rloo", rewards)[0],
+            "lite_ppo": adv.evaluate("lite_ppo", rewards)[0],
+            "median": adv.evaluate([adv.sum_rewards(), adv.subtract_group_median()], rewards)[0],
+            "passk": adv.evaluate("passk", wins, options={"k": 64})[0],
+        }
+    )(rewards, wins)
+    expected = {
+        "grpo": centred / (exact.std(1, ddof=1, keepdims=True) + 1e-6),
+        "rloo": centred * 4096 / 4095,
+        "lite_ppo": centred / (exact.std(ddof=1) + 1e-4),
+        "median": exact - np.median(exact, 1, keepdims=True),
+        "passk": pass_at_64(wins.astype(np.float64)),
+    }
+    for name, value in expected.items():
+        np.testing.assert_allclose(values[name], value, rtol=2e-5, atol=3e-5, err_msg=name)
+
+
+def pass_at_64(wins, k=64):
+    """n (U - U without the sample), in float64 and with logarithms of factorials."""
+    number, losses = wins.shape[1], (1 - wins).sum(1, keepdims=True)
+
+    def fail(losses, number):
+        steps = np.arange(k)
+        return np.exp(np.log((losses[..., None] - steps) / (number - steps)).sum(-1))
+
+    without = fail(losses - (1 - wins), number - 1)
+    return number * (without - fail(losses, number))
