@@ -1,24 +1,47 @@
 """Advantages as chains of small pure transforms. Read recipes/ first."""
 
-from jaxgrpo.advantages.absolute import sign
+from jaxgrpo.advantages.absolute import clip_advantage, sign
 from jaxgrpo.advantages.base import AdvantageTransform, stateless, transform
+from jaxgrpo.advantages.batch import divide_by_batch_std, whiten_batch
 from jaxgrpo.advantages.building import build, evaluate
 from jaxgrpo.advantages.chains import chain, compute, spec_of, start
+from jaxgrpo.advantages.gates import rubric_gate
 from jaxgrpo.advantages.group import divide_by_group_std, subtract_group_mean
-from jaxgrpo.advantages.masks import mask_truncated, mask_zero_variance
+from jaxgrpo.advantages.length import overlong_penalty
+from jaxgrpo.advantages.masks import (
+    mask_group_difficulty,
+    mask_low_variance,
+    mask_truncated,
+    mask_zero_variance,
+)
+from jaxgrpo.advantages.several import combine, dvao
 from jaxgrpo.advantages.streams import per_reward, stream, sum_rewards
 from jaxgrpo.advantages.tokens import to_tokens
+from jaxgrpo.advantages.weights import (
+    shrink_rare_success,
+    weight_by_absolute_advantage,
+    weight_by_learnability,
+)
 
 __all__ = [
     "AdvantageTransform",
     "build",
     "chain",
+    "clip_advantage",
+    "combine",
     "compute",
+    "divide_by_batch_std",
     "divide_by_group_std",
+    "dvao",
     "evaluate",
+    "mask_group_difficulty",
+    "mask_low_variance",
     "mask_truncated",
     "mask_zero_variance",
+    "overlong_penalty",
     "per_reward",
+    "rubric_gate",
+    "shrink_rare_success",
     "sign",
     "spec_of",
     "start",
@@ -28,4 +51,7 @@ __all__ = [
     "sum_rewards",
     "to_tokens",
     "transform",
+    "weight_by_absolute_advantage",
+    "weight_by_learnability",
+    "whiten_batch",
 ]

@@ -44,6 +44,29 @@ def sign(threshold: Scheduled | None = None) -> AdvantageTransform:
     return stateless("sign", apply, levels=(2,))
 
 
+def clip_advantage(low: Scheduled, high: Scheduled) -> AdvantageTransform:
+    """Cuts each value to [-low, high]; the sign stays.
+
+    Args:
+      low: the largest loss, positive; a number or a function of the step.
+      high: the largest gain, positive.
+
+    Signal: [P, G] or [P, G, T], mask unchanged.  Raises: InputError on bounds that are not
+    positive.
+    """
+    for name, bound in {"low": low, "high": high}.items():
+        if not callable(bound) and not bound > 0:
+            raise InputError(f"clip_advantage: {name} = {bound}, expected a positive number")
+
+    def apply(signal: Signal, rollouts: Rollouts) -> tuple[Signal, Metrics]:
+        value = signal.value
+        low_now, high_now = (at_step(bound, rollouts, value.dtype) for bound in (low, high))
+        cut = jnp.clip(value, -low_now, high_now)
+        return dataclasses.replace(signal, value=cut), {"clipped": mean(cut != value, signal.mask)}
+
+    return stateless("clip_advantage", apply)
+
+
 def _signs(signal: Signal, success: Array) -> Signal:
     value = jnp.where(success, 1, -1).astype(signal.value.dtype)
     return dataclasses.replace(signal, value=jnp.where(signal.mask, value, 0))

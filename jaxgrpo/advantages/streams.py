@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax.numpy as jnp
@@ -33,28 +33,19 @@ def sum_rewards(**weights: Scheduled) -> AdvantageTransform:
     """
 
     def init(spec: RolloutSpec) -> tuple[()]:
-        _check_weights(weights, spec.rewards)
+        counted("sum_rewards", weights, spec.rewards)
         return ()
 
     def update(streams: Streams, state: Any, rollouts: Rollouts) -> tuple[Signal, Any, Metrics]:
-        _check_weights(weights, tuple(streams))
-        counted = {name: weights.get(name, 1.0) for name in streams}
-        summed = {
-            name: stream
-            for name, stream in streams.items()
-            if callable(counted[name]) or counted[name] != 0
-        }
+        dtype, sum_dtype = common_dtypes(streams)
         first = next(iter(streams.values()))
-        dtypes = {stream.value.dtype for stream in streams.values()}
-        dtype = max((accumulate_dtype(dtype) for dtype in dtypes), key=lambda dtype: dtype.itemsize)
-        total = jnp.zeros(first.value.shape, dtype)
+        total = jnp.zeros(first.value.shape, sum_dtype)
         mask = jnp.ones_like(first.mask)
-        for name, stream in summed.items():
-            weight = at_step(counted[name], rollouts, dtype)
-            total = total + weight * stream.value.astype(dtype)
-            mask = mask & stream.mask
-        total = total.astype(first.value.dtype) if len(dtypes) == 1 else total
-        return Signal(value=total, mask=mask), state, {}
+        for name, weight in counted("sum_rewards", weights, tuple(streams)).items():
+            weight = at_step(weight, rollouts, sum_dtype)
+            total = total + weight * streams[name].value.astype(sum_dtype)
+            mask = mask & streams[name].mask
+        return Signal(value=total.astype(dtype), mask=mask), state, {}
 
     return AdvantageTransform("sum_rewards", init, update, kind="streams->signal", levels=(2,))
 
@@ -150,17 +141,37 @@ def _check_free(name: str, streams: tuple[str, ...]) -> None:
         raise InputError(f"stream {name!r} exists already: {', '.join(streams)}; take another name")
 
 
-def _check_weights(weights: dict[str, Scheduled], streams: tuple[str, ...]) -> None:
-    if not weights:
-        return
+def counted(
+    step: str, weights: Mapping[str, Scheduled], streams: tuple[str, ...]
+) -> dict[str, Scheduled]:
+    """The streams that are summed, with their weights: weight 0 leaves a stream unread.
+
+    Args:
+      step: opens the message of an error.
+      weights: of every stream, or of none (all count with weight 1).
+
+    Raises: InputError on weights without a stream and streams without a weight.
+    """
     for name in weights:
         if name not in streams:
             raise InputError(
-                f"sum_rewards: weight {name!r} has no reward of that name: {suggest(name, streams)}"
+                f"{step}: weight {name!r} has no reward of that name: {suggest(name, streams)}"
             )
     for name in streams:
-        if name not in weights:
+        if weights and name not in weights:
             raise InputError(
-                f"sum_rewards: reward {name!r} has no weight: name every reward"
+                f"{step}: reward {name!r} has no weight: name every reward"
                 f" (weight 0 leaves it out) or none; weights: {', '.join(weights)}"
             )
+    given = {name: weights.get(name, 1.0) for name in streams}
+    return {name: weight for name, weight in given.items() if callable(weight) or weight != 0}
+
+
+def common_dtypes(streams: Streams) -> tuple[Any, Any]:
+    """(dtype of one signal made of the streams, dtype to add them in).
+
+    Streams of one dtype give that dtype; of several, the widest that sums are taken in.
+    """
+    dtypes = {stream.value.dtype for stream in streams.values()}
+    widest = max(map(accumulate_dtype, dtypes), key=lambda dtype: dtype.itemsize)
+    return (next(iter(dtypes)) if len(dtypes) == 1 else widest), widest
