@@ -27,9 +27,13 @@ NAN = np.nan
 
 def run(*steps, **given):
     """(value, mask) of a chain on one reward, jitted; `rewards` and the fields in `given`."""
-    whole = chain(sum_rewards(), *steps)
+    return run_chain(chain(sum_rewards(), *steps), **given)
+
+
+def run_chain(whole, **given):
+    """(value, mask) of a chain, jitted; `rewards`, one or by name, and the fields in `given`."""
     value, mask = jax.jit(lambda given: evaluate(whole, given.pop("rewards"), **given))(
-        {name: jnp.asarray(leaf) for name, leaf in given.items()}
+        jax.tree.map(jnp.asarray, given, is_leaf=lambda node: isinstance(node, list))
     )
     return np.asarray(value), np.asarray(mask)
 
@@ -125,10 +129,9 @@ def test_raising_the_threshold_or_the_share_never_adds_a_group():
 
 def test_ties_across_the_boundary_stay_and_flat_groups_go():
     rewards = spreads([0.0, 1.0, 1.0, 1.0, 4.0, 9.0, 16.0, 0.0, 25.0, 36.0])
-    kept = {
-        drop: np.flatnonzero(run(mask_low_variance(drop=drop), rewards=rewards)[1].any(1)).tolist()
-        for drop in (0.0, 0.2, 0.3, 0.5, 0.6)
-    }
+    shares = (0.0, 0.2, 0.3, 0.5, 0.6)
+    left = groups_left(lambda drop: mask_low_variance(drop=drop), shares, rewards=rewards)
+    kept = {drop: np.flatnonzero(stay).tolist() for drop, stay in zip(shares, left, strict=True)}
     assert kept[0.0] == kept[0.2] == [1, 2, 3, 4, 5, 6, 8, 9]
     assert kept[0.3] == kept[0.2]  # the third lowest ties with the fourth and fifth
     assert kept[0.5] == [4, 5, 6, 8, 9]
@@ -152,7 +155,7 @@ def test_low_variance_of_a_reward_judges_without_touching_the_values():
         subtract_group_mean(),
         mask_low_variance(0.01, field="style"),
     )
-    value, mask = evaluate(whole, rewards)
+    value, mask = run_chain(whole, rewards=rewards)
     assert value.tolist() == [[0.0, 0.0], [0.5, -0.5]]
     assert mask.tolist() == [[False, False], [True, True]]
 
@@ -193,12 +196,12 @@ def test_the_band_may_judge_by_a_reward_behind_the_baseline_and_by_a_threshold()
         subtract_group_mean(),
         mask_group_difficulty(0.5, 0.5, reward="correct"),
     )
-    value, mask = evaluate(behind, rewards)
+    value, mask = run_chain(behind, rewards=rewards)
     np.testing.assert_allclose(value, [[-0.3, 0.3, 0], [0, 0, 0]], atol=1e-7)
     # Not judged by "correct", the third sample counts in no rate, but is not masked.
     assert mask.tolist() == [[True] * 3, [False] * 3]
-    by_grade = chain(sum_rewards(), mask_group_difficulty(0.6, 0.7, threshold=0.5))
-    assert evaluate(by_grade, rewards["style"])[1].all()
+    by_grade = mask_group_difficulty(0.6, 0.7, threshold=0.5)
+    assert run(by_grade, rewards=rewards["style"])[1].all()
 
 
 IDEMPOTENT = {
@@ -225,7 +228,7 @@ def test_a_mask_twice_is_the_mask_once():
             for name, step in IDEMPOTENT.items()
         }
 
-    start = np.asarray(compute(sum_rewards(), rollouts)[0].mask)
+    start = np.isfinite(sum(np.asarray(leaf) for leaf in rollouts.rewards.values()))
     for name, (once, twice) in both(rollouts).items():
         np.testing.assert_array_equal(once, twice, err_msg=name)
         assert 0 < once.sum() < start.sum(), name
@@ -283,7 +286,7 @@ def test_masked_groups_are_counted_among_those_with_a_sample():
     whole = chain(
         sum_rewards(correct=1.0, style=0.0), mask_group_difficulty(0.0, 0.99), rubric_gate()
     )
-    _, _, metrics = compute(whole, rollouts)
+    metrics = jax.jit(lambda rollouts: compute(whole, rollouts)[2])(rollouts)
     # Of seven groups with a scored sample, prompt 2 passed throughout, and 7 if its only one did.
     rate = np.nanmean(np.asarray(rollouts.rewards["correct"])[[0, 1, 2, 3, 4, 5, 7]], 1)
     masked = metrics["mask_group_difficulty/masked_groups"]
