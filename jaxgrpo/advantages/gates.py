@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import jax.numpy as jnp
+from jax import Array
 
 from jaxgrpo.advantages import stats
 from jaxgrpo.advantages.base import AdvantageTransform, Scheduled, at_step, stateless
@@ -29,14 +28,13 @@ def rubric_gate(
         rollout:  masks the samples that did not pass
         floor:    r[p, g] = min_g r[p, g] - margin where the sample did not pass
 
-    A sample passes where field >= threshold. One that was not judged (NaN) is masked in each mode.
-    Stand before the baseline: behind it, "rollout" leaves the baseline as if nothing had been
-    refused. Under "floor" a group without a pass is flat, so it gets exactly 0 behind a baseline
-    and still counts in the loss's denominator; the other modes take it out. The feasible group
-    with its refused samples out is `rubric_gate(mode="group")`, then `rubric_gate(mode="rollout")`.
+    A sample passes where field >= threshold; one that was not judged (NaN) is always masked. Stand
+    before the baseline: behind it, "rollout" leaves the baseline as if nothing had been refused.
+    Under "floor" a group without a pass is flat, so a baseline makes it exactly 0, and it still
+    counts in the loss's denominator; the other modes take it out.
 
     Args:
-      field: name of the field or reward [P, G], 1 = passed, 0 = refused, or a grade. A reward
+      field: name of the field or reward [P, G], 1 = passed, 0 = refused, or a grade; a reward
         that is only a gate gets weight 0 in `sum_rewards`.
       mode: "group", "rollout" or "floor".
       minimum: of mode "group": the lowest share of passes, 0 to 1; None: one pass is enough.
@@ -45,36 +43,35 @@ def rubric_gate(
 
     Signal: [P, G] -> [P, G], mask cut (under "floor" only where nothing was judged).
     Raises: InputError on token-level values [P, G, T], an unknown mode, options of another mode.
-    Metrics: passed, the share of judged samples; masked_groups, of groups with a sample, under
-    "floor" those without a pass.
+    Metrics: passed, the share of judged samples; masked_groups, the share of groups with a sample
+    that went (under "floor": that have no pass).
     Source: DRO, arXiv 2506.13351, for the gate on groups; the exact rules are ours.
     """
     _check(mode, minimum, margin)
 
     def apply(signal: Signal, rollouts: Rollouts) -> tuple[Signal, Metrics]:
         read = samples("rubric_gate", field, signal, rollouts)
-        judged = read.mask
-        passed = judged & (read.value >= at_step(threshold, rollouts, read.value.dtype))
+        passed = read.mask & (read.value >= at_step(threshold, rollouts, read.value.dtype))
         feasible = passed.any(axis=1, keepdims=True)
+        if minimum is not None:
+            share = stats.mean(passed.astype(read.value.dtype), read.mask)
+            feasible = feasible & (share >= at_step(minimum, rollouts, share.dtype))
+        masks = {"group": read.mask & feasible, "rollout": passed, "floor": read.mask}
         value = signal.value
-        if mode == "group":
-            if minimum is not None:
-                share = stats.mean(passed.astype(read.value.dtype), judged)
-                enough = share >= at_step(minimum, rollouts, share.dtype)
-                feasible = judged.any(axis=1, keepdims=True) & enough
-            mask = judged & feasible
-        elif mode == "rollout":
-            mask = passed
-        else:
-            mask = judged
-            low, _ = stats.extremes(value, judged)
-            floor = jnp.where(jnp.isfinite(low), low, 0) - at_step(margin, rollouts, low.dtype)
-            value = jnp.where(passed, value, floor)
-        scored = signal.mask.any(axis=1, keepdims=True)
-        metrics = {"passed": mean(passed, judged), "masked_groups": mean(~feasible, scored)}
-        return dataclasses.replace(signal, value=value, mask=mask), metrics
+        if mode == "floor":
+            lowest = _lowest(value, read.mask) - at_step(margin, rollouts, value.dtype)
+            value = jnp.where(passed, value, lowest)
+        gone = mean(~feasible, signal.mask.any(axis=1, keepdims=True))
+        metrics: Metrics = {"passed": mean(passed, read.mask), "masked_groups": gone}
+        return Signal(value=value, mask=masks[mode]), metrics
 
     return stateless("rubric_gate", apply, needs=frozenset({field}), levels=(2,))
+
+
+def _lowest(value: Array, mask: Array) -> Array:
+    """The lowest unmasked value of each group, 0 where there is none."""
+    low, _ = stats.extremes(value, mask)
+    return jnp.where(jnp.isfinite(low), low, 0)
 
 
 def _check(mode: str, minimum: Scheduled | None, margin: Scheduled) -> None:

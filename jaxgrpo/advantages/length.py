@@ -52,7 +52,10 @@ def overlong_penalty(
         value = stats.widen(signal.value)
         excess = _excess(tokens.sum(-1, dtype=jnp.int32), last, buffer).astype(value.dtype)
         cost = at_step(penalty, rollouts, value.dtype) * (excess / buffer)
-        metrics = {"penalised": mean(excess > 0, signal.mask), "penalty": mean(cost, signal.mask)}
+        metrics: Metrics = {
+            "penalised": mean(excess > 0, signal.mask),
+            "penalty": mean(cost, signal.mask),
+        }
         lowered = (value - cost).astype(signal.value.dtype)
         return dataclasses.replace(signal, value=lowered), metrics
 

@@ -76,25 +76,21 @@ def mask_low_variance(
         threshold:  group p stays where v[p] > threshold
         drop:       the floor(drop n) of the n groups with the lowest v go, and all with v = 0
 
-    The variance divides by n and reads unmasked samples only; it is exactly 0 where they are equal
-    (max == min) or fewer than two. So threshold 0 on the signal is `mask_zero_variance`. Under
-    drop, n counts groups with a sample, flat ones among the lowest; groups that tie across the
-    boundary all stay, so of those that differ at least n - floor(drop n) stay.
+    Exactly 0 where the unmasked samples are equal (max == min) or fewer than two: threshold 0 on
+    the signal is `mask_zero_variance`. Under drop, n counts groups with a sample, flat ones too;
+    groups that tie across the boundary all stay. Applied twice, a share goes twice.
 
     Args:
-      threshold: a variance, in squared units of x; or
-      drop: a share of the batch's groups, from 0 to below 1. Exactly one of the two. Both a number
-        or a function of the step.
+      threshold: a variance (divided by n), in squared units of x; a number or schedule. Or
+      drop: a share of the batch's groups, from 0 to below 1. Exactly one of the two.
       field: name of the reward or field x, None: the signal. What is not finite is left out.
       positions: name of the field that is True where x counts, [P, J] or the shape of x, e.g.
         "answer_mask"; "token_mask" is known too. None: everywhere.
       reduce: "max" or "mean" over the positions at which two samples or more are read.
 
-    Signal: [P, G] -> [P, G], mask cut.  Raises: InputError on token-level values [P, G, T], on both
-    or none of threshold and drop, on shapes that do not fit.
+    Signal: [P, G] -> [P, G], mask cut.  Raises: InputError on [P, G, T], on shapes without fit.
     Metrics: masked_groups, the share of groups with a sample that went; variance, the mean of v.
-    Source: the query filter of DRO, arXiv 2506.13351, which keeps the groups with the highest
-    cross-rollout variance. Threshold, ties and the zero rule are ours.
+    Source: DRO's query filter, arXiv 2506.13351. Threshold, ties and the zero rule are ours.
     """
     _check_low_variance(threshold, drop, field, positions, reduce)
     needs = needs_of(field) | needs_of(None if positions == "token_mask" else positions)
@@ -108,10 +104,7 @@ def mask_low_variance(
         else:
             keep = _above_lowest(spread, scored, at_step(drop, rollouts, spread.dtype))
         masked = dataclasses.replace(signal, mask=signal.mask & keep)
-        return masked, {
-            "masked_groups": mean(~keep, scored),
-            "variance": mean(spread, scored),
-        }
+        return masked, {"masked_groups": mean(~keep, scored), "variance": mean(spread, scored)}
 
     return stateless("mask_low_variance", apply, needs=needs, levels=(2,))
 

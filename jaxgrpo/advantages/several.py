@@ -17,7 +17,7 @@ from jaxgrpo.types import Rollouts, RolloutSpec, Signal
 
 
 def combine(
-    function: Callable[[Streams, Rollouts], Signal],
+    function: Callable[[Streams, Rollouts], Any],
     name: str | None = None,
     needs: tuple[str, ...] = (),
 ) -> AdvantageTransform:
@@ -46,23 +46,7 @@ def combine(
     step = name or getattr(function, "__name__", "combine")
 
     def update(streams: Streams, state: Any, rollouts: Rollouts) -> tuple[Signal, Any, Metrics]:
-        made = function(streams, rollouts)
-        expected = next(iter(streams.values())).value.shape
-        if not isinstance(made, Signal):
-            raise InputError(
-                f"{step} returned {type(made).__name__}, expected a Signal: return"
-                " Signal(value=..., mask=...)"
-            )
-        if made.value.shape != expected or made.mask.shape != expected:
-            raise InputError(
-                f"{step} returned value {made.value.shape} and mask {made.mask.shape},"
-                f" expected [P, G] = {expected}"
-            )
-        scored = jnp.zeros(expected, bool)
-        for stream in streams.values():
-            scored = scored | stream.mask
-        mask = made.mask.astype(bool) & scored & jnp.isfinite(made.value)
-        return Signal(value=jnp.where(mask, made.value, 0), mask=mask), state, {}
+        return _within(step, function(streams, rollouts), streams), state, {}
 
     return AdvantageTransform(
         step, lambda spec: (), update, frozenset(needs), "streams->signal", levels=(2,)
@@ -92,12 +76,7 @@ def dvao(eps: Scheduled = 1e-6, **weights: Scheduled) -> AdvantageTransform:
     Source: DVAO, arXiv 2605.25604, as sum_k share_k z_k with population standard deviations; that
     it is one division, and eps, are ours.
     """
-    for name, weight in weights.items():
-        if not callable(weight) and weight < 0:
-            raise InputError(
-                f"dvao: weight {name} = {weight:g} is negative, expected 0 or more: negate the"
-                " reward itself, or use sum_rewards, which takes any weight"
-            )
+    _check_weights(weights)
 
     def init(spec: RolloutSpec) -> tuple[()]:
         counted("dvao", weights, spec.rewards)
@@ -105,22 +84,14 @@ def dvao(eps: Scheduled = 1e-6, **weights: Scheduled) -> AdvantageTransform:
 
     def update(streams: Streams, state: Any, rollouts: Rollouts) -> tuple[Signal, Any, Metrics]:
         dtype, sum_dtype = common_dtypes(streams)
-        first = next(iter(streams.values()))
-        summed = counted("dvao", weights, tuple(streams))
-        mask = jnp.ones_like(first.mask)
-        for name in summed:
-            mask = mask & streams[name].mask
-        total = jnp.zeros(first.value.shape, sum_dtype)
-        spreads: dict[str, Array] = {}
-        for name, weight in summed.items():
-            if callable(weight):
-                weight = jnp.maximum(at_step(weight, rollouts, sum_dtype), 0)
-            centred = _centred(streams[name].value.astype(sum_dtype), mask)
-            total = total + weight * centred
-            spreads[name] = weight * jnp.sqrt(stats.mean(jnp.square(centred), mask))
-        spread = sum(spreads.values(), jnp.zeros((first.value.shape[0], 1), sum_dtype))
+        mask, parts = _weighed(
+            counted("dvao", weights, tuple(streams)), streams, rollouts, sum_dtype
+        )
+        total = sum((part for part, _ in parts.values()), jnp.zeros(mask.shape, sum_dtype))
+        spreads = {name: spread for name, (_, spread) in parts.items()}
+        spread = sum(spreads.values(), jnp.zeros((mask.shape[0], 1), sum_dtype))
         live = spread > 0
-        metrics = {
+        metrics: Metrics = {
             f"share_{name}": mean(own / jnp.where(live, spread, 1), live)
             for name, own in spreads.items()
         }
@@ -131,6 +102,51 @@ def dvao(eps: Scheduled = 1e-6, **weights: Scheduled) -> AdvantageTransform:
     return AdvantageTransform(
         "dvao", init, update, kind="streams->signal", levels=(2,), relative=True
     )
+
+
+def _within(step: str, made: Any, streams: Streams) -> Signal:
+    """What a function made of the streams, masked where it is not finite or nothing was scored."""
+    expected = next(iter(streams.values())).value.shape
+    if not isinstance(made, Signal):
+        raise InputError(
+            f"{step} returned {type(made).__name__}, expected a Signal: return"
+            " Signal(value=..., mask=...)"
+        )
+    if made.value.shape != expected or made.mask.shape != expected:
+        raise InputError(
+            f"{step} returned value {made.value.shape} and mask {made.mask.shape},"
+            f" expected [P, G] = {expected}"
+        )
+    scored = jnp.zeros(expected, bool)
+    for stream in streams.values():
+        scored = scored | stream.mask
+    mask = made.mask.astype(bool) & scored & jnp.isfinite(made.value)
+    return Signal(value=jnp.where(mask, made.value, 0), mask=mask)
+
+
+def _check_weights(weights: dict[str, Scheduled]) -> None:
+    for name, weight in weights.items():
+        if not callable(weight) and weight < 0:
+            raise InputError(
+                f"dvao: weight {name} = {weight:g} is negative, expected 0 or more: negate the"
+                " reward itself, or use sum_rewards, which takes any weight"
+            )
+
+
+def _weighed(
+    weights: dict[str, Scheduled], streams: Streams, rollouts: Rollouts, dtype: Any
+) -> tuple[Array, dict[str, tuple[Array, Array]]]:
+    """(mask, name -> (weight * centred reward, weight * its deviation)) where all are scored."""
+    mask = jnp.ones_like(next(iter(streams.values())).mask)
+    for name in weights:
+        mask = mask & streams[name].mask
+    parts: dict[str, tuple[Array, Array]] = {}
+    for name, weight in weights.items():
+        if callable(weight):
+            weight = jnp.maximum(at_step(weight, rollouts, dtype), 0)
+        centred = _centred(streams[name].value.astype(dtype), mask)
+        parts[name] = weight * centred, weight * jnp.sqrt(stats.mean(jnp.square(centred), mask))
+    return mask, parts
 
 
 def _centred(value: Array, mask: Array) -> Array:

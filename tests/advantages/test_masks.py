@@ -303,6 +303,10 @@ def test_masked_groups_are_counted_among_those_with_a_sample():
         (lambda: mask_low_variance(drop=1.0), "expected a share from 0 to below 1"),
         (lambda: mask_low_variance(0.1, reduce="sum"), "expected 'max' or 'mean'"),
         (lambda: mask_low_variance(0.1, positions="answer_mask"), "belongs to a field"),
+        (
+            lambda: evaluate(chain(sum_rewards(), mask_low_variance(0.1, field="x")), [[1.0, 0.0]]),
+            "mask_low_variance needs the field 'x'",
+        ),
         (lambda: mask_group_difficulty(0.9, 0.1), "low = 0.9 is above high = 0.1"),
         (lambda: rubric_gate(mode="soft"), "expected one of group, rollout, floor"),
         (lambda: rubric_gate(mode="floor", minimum=0.5), "belongs to mode 'group'"),
