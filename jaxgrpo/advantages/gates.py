@@ -43,8 +43,7 @@ def rubric_gate(
 
     Signal: [P, G] -> [P, G], mask cut (under "floor" only where nothing was judged).
     Raises: InputError on token-level values [P, G, T], an unknown mode, options of another mode.
-    Metrics: passed, the share of judged samples; masked_groups, the share of groups with a sample
-    that went (under "floor": that have no pass).
+    Metrics: passed, the share of judged samples; masked_groups, those gone or without a pass.
     Source: DRO, arXiv 2506.13351, for the gate on groups; the exact rules are ours.
     """
     _check(mode, minimum, margin)
@@ -59,8 +58,8 @@ def rubric_gate(
         masks = {"group": read.mask & feasible, "rollout": passed, "floor": read.mask}
         value = signal.value
         if mode == "floor":
-            lowest = _lowest(value, read.mask) - at_step(margin, rollouts, value.dtype)
-            value = jnp.where(passed, value, lowest)
+            below = at_step(margin, rollouts, value.dtype)
+            value = jnp.where(passed, value, _lowest(value, read.mask) - below)
         gone = mean(~feasible, signal.mask.any(axis=1, keepdims=True))
         metrics: Metrics = {"passed": mean(passed, read.mask), "masked_groups": gone}
         return Signal(value=value, mask=masks[mode]), metrics
