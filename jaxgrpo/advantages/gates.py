@@ -54,7 +54,7 @@ def rubric_gate(
         feasible = passed.any(axis=1, keepdims=True)
         if minimum is not None:
             share = stats.mean(passed.astype(read.value.dtype), read.mask)
-            feasible = feasible & (share >= at_step(minimum, rollouts, share.dtype))
+            feasible = share >= at_step(minimum, rollouts, share.dtype)
         masks = {"group": read.mask & feasible, "rollout": passed, "floor": read.mask}
         value = signal.value
         if mode == "floor":

@@ -110,6 +110,13 @@ def test_the_variance_of_a_field_is_that_of_its_positions():
             assert left.tolist() == (expected > cut).tolist()
 
 
+def test_a_position_that_one_sample_reaches_is_no_comparison():
+    x = [[[0.0, 5.0], [4.0, 0.0]]]  # variance 4 at the first, one sample at the second
+    reached = [[[True, True], [True, False]]]
+    part = mask_low_variance(3.0, field="x", positions="reached", reduce="mean")
+    assert run(part, rewards=[[0.0, 1.0]], x=x, reached=reached)[1].all()
+
+
 def test_raising_the_threshold_or_the_share_never_adds_a_group():
     rewards = np.random.default_rng(0).normal(size=(40, 4)) ** 3
     rewards[:4] = 0.1
@@ -190,16 +197,22 @@ def test_widening_the_band_never_takes_a_group_away_and_all_of_it_masks_nothing(
 
 
 def test_the_band_may_judge_by_a_reward_behind_the_baseline_and_by_a_threshold():
-    rewards = {"correct": [[0.0, 1.0, NAN], [0.0, 0.0, 0.0]], "style": [[0.2, 0.8, 0.5]] * 2}
+    correct = [[0.0, 1.0, NAN], [0.0, 0.0, 0.0], [NAN, NAN, NAN]]
+    rewards = {"correct": correct, "style": [[0.2, 0.8, 0.5]] * 3}
     behind = chain(
         sum_rewards(correct=0.0, style=1.0),
         subtract_group_mean(),
         mask_group_difficulty(0.5, 0.5, reward="correct"),
     )
     value, mask = run_chain(behind, rewards=rewards)
-    np.testing.assert_allclose(value, [[-0.3, 0.3, 0], [0, 0, 0]], atol=1e-7)
+    np.testing.assert_allclose(value, [[-0.3, 0.3, 0], [0, 0, 0], [0, 0, 0]], atol=1e-7)
     # Not judged by "correct", the third sample counts in no rate, but is not masked.
-    assert mask.tolist() == [[True] * 3, [False] * 3]
+    assert mask.tolist() == [[True] * 3, [False] * 3, [False] * 3]
+    of_all = chain(
+        sum_rewards(correct=0.0, style=1.0), mask_group_difficulty(0.0, 1.0, reward="correct")
+    )
+    # Nothing says how hard the third prompt is.
+    assert run_chain(of_all, rewards=rewards)[1].any(1).tolist() == [True, True, False]
     by_grade = mask_group_difficulty(0.6, 0.7, threshold=0.5)
     assert run(by_grade, rewards=rewards["style"])[1].all()
 
@@ -235,7 +248,7 @@ def test_a_mask_twice_is_the_mask_once():
 
 
 RUBRIC = np.array([[0, 0, 0, 0], [1, 0, 0, 0], [1, 1, 0, NAN], [1, 1, 1, 1]])
-REWARDS = np.array([[0, 1, 0, 1], [0, 1, 0, 1], [1, 0, 0, 1], [1, 1, 0, 0]], np.float32)
+REWARDS = np.array([[0, 1, 0, 1], [0, 1, 0, 1], [1, 0, 0, -1], [1, 1, 0, 0]], np.float32)
 
 
 def test_an_infeasible_group_contributes_exactly_nothing():

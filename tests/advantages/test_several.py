@@ -220,17 +220,19 @@ def test_decoupled_clipping_cuts_each_reward_before_the_sum():
 
 
 def test_combine_makes_one_signal_and_cannot_invent_a_sample():
-    def product(streams, rollouts):
+    def ratio(streams, rollouts):
         a, b = streams["a"], streams["b"]
-        return Signal(value=a.value / b.value, mask=jnp.ones_like(a.mask))
+        divisor = jnp.where(b.mask, b.value, 1)
+        return Signal(value=a.value / divisor, mask=jnp.ones_like(a.mask))
 
     rewards = {"a": [[1.0, 2.0, NAN, 3.0]], "b": [[2.0, 0.0, NAN, NAN]]}
-    value, mask = evaluate(chain(combine(product)), rewards)
-    assert mask.tolist() == [[True, False, False, False]]  # 2 / 0, unscored, 3 / 0
-    assert value.tolist() == [[0.5, 0, 0, 0]]
-    assert combine(product).name == "product"
-    assert combine(product, name="ratio").name == "ratio"
-    assert combine(product, needs=("rubric",)).needs == {"rubric"}
+    value, mask = evaluate(chain(combine(ratio)), rewards)
+    # 2 / 0 is not finite, nothing scored the third, and the function takes 3 as it is.
+    assert mask.tolist() == [[True, False, False, True]]
+    assert value.tolist() == [[0.5, 0, 0, 3]]
+    assert combine(ratio).name == "ratio"
+    assert combine(ratio, name="own").name == "own"
+    assert combine(ratio, needs=("rubric",)).needs == {"rubric"}
 
 
 def test_rlcr_pays_the_most_for_the_confidence_that_is_the_chance_of_being_right():
