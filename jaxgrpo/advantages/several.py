@@ -66,7 +66,7 @@ def dvao(eps: Scheduled = 1e-6, **weights: Scheduled) -> AdvantageTransform:
     stds, with equality where the rewards move together. With one reward the two are the same.
 
     Args:
-      eps: added to the divisor, in units of reward.
+      eps: added to the divisor, in units of reward; no reward can have this name here.
       weights: as those of `sum_rewards`, not negative: a negative one could make the divisor 0 or
         turn the sign (state a cost as a negative reward). A schedule below 0 counts as 0.
 
