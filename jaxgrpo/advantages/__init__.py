@@ -11,6 +11,7 @@ from jaxgrpo.advantages.base import AdvantageTransform, stateless, transform
 from jaxgrpo.advantages.batch import divide_by_batch_std, whiten_batch
 from jaxgrpo.advantages.building import build, evaluate
 from jaxgrpo.advantages.chains import chain, compute, spec_of, start
+from jaxgrpo.advantages.gates import rubric_gate
 from jaxgrpo.advantages.group import (
     divide_by_group_mean,
     divide_by_group_std,
@@ -19,14 +20,22 @@ from jaxgrpo.advantages.group import (
     subtract_leave_one_out_mean,
     subtract_length_weighted_mean,
 )
-from jaxgrpo.advantages.masks import mask_truncated, mask_zero_variance
-from jaxgrpo.advantages.passk import (
-    contrastive_pairs,
-    leave_one_out_pass_at_k,
-    max_minus_second,
+from jaxgrpo.advantages.length import overlong_penalty
+from jaxgrpo.advantages.masks import (
+    mask_group_difficulty,
+    mask_low_variance,
+    mask_truncated,
+    mask_zero_variance,
 )
+from jaxgrpo.advantages.passk import contrastive_pairs, leave_one_out_pass_at_k, max_minus_second
+from jaxgrpo.advantages.several import combine, dvao
 from jaxgrpo.advantages.streams import per_reward, stream, sum_rewards, sum_scored
 from jaxgrpo.advantages.tokens import to_tokens
+from jaxgrpo.advantages.weights import (
+    shrink_rare_success,
+    weight_by_absolute_advantage,
+    weight_by_learnability,
+)
 
 __all__ = [
     "AdvantageTransform",
@@ -34,18 +43,25 @@ __all__ = [
     "build",
     "chain",
     "clip_advantage",
+    "combine",
     "compute",
     "conditional_sign",
     "contrastive_pairs",
     "divide_by_batch_std",
     "divide_by_group_mean",
     "divide_by_group_std",
+    "dvao",
     "evaluate",
     "leave_one_out_pass_at_k",
+    "mask_group_difficulty",
+    "mask_low_variance",
     "mask_truncated",
     "mask_zero_variance",
     "max_minus_second",
+    "overlong_penalty",
     "per_reward",
+    "rubric_gate",
+    "shrink_rare_success",
     "sign",
     "spec_of",
     "start",
@@ -60,5 +76,7 @@ __all__ = [
     "sum_scored",
     "to_tokens",
     "transform",
+    "weight_by_absolute_advantage",
+    "weight_by_learnability",
     "whiten_batch",
 ]

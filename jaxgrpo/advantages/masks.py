@@ -4,8 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 
+import jax.numpy as jnp
+from jax import Array
+
 from jaxgrpo.advantages import stats
-from jaxgrpo.advantages.base import AdvantageTransform, read, stateless
+from jaxgrpo.advantages.base import (
+    AdvantageTransform,
+    Scheduled,
+    at_step,
+    read,
+    read_field,
+    stateless,
+)
+from jaxgrpo.advantages.reading import floating, needs_of, samples
+from jaxgrpo.errors import InputError
 from jaxgrpo.metrics import Metrics, mean
 from jaxgrpo.types import Rollouts, Signal
 
@@ -48,3 +60,171 @@ def mask_truncated() -> AdvantageTransform:
         return dataclasses.replace(signal, mask=mask), {"masked": mean(truncated, there)}
 
     return stateless("mask_truncated", apply)
+
+
+def mask_low_variance(
+    threshold: Scheduled | None = None,
+    drop: Scheduled | None = None,
+    field: str | None = None,
+    positions: str | None = None,
+    reduce: str = "max",
+) -> AdvantageTransform:
+    """Masks groups whose samples hardly differ: in the signal, or in any reward or field.
+
+        v[p] = var_g x[p, g]                                  x [P, G]
+        v[p] = max or mean over j of var_g x[p, g, j]         x [P, G, J] or [P, G, T]
+        threshold:  group p stays where v[p] > threshold
+        drop:       the floor(drop n) of the n groups with the lowest v go, and all with v = 0
+
+    Exactly 0 where the unmasked samples are equal (max == min) or fewer than two: threshold 0 on
+    the signal is `mask_zero_variance`. Under drop, n counts groups with a sample, flat ones too;
+    groups that tie across the boundary all stay. Applied twice, a share goes twice.
+
+    Args:
+      threshold: a variance (divided by n), in squared units of x; a number or schedule. Or
+      drop: a share of the batch's groups, from 0 to below 1. Exactly one of the two.
+      field: name of the reward or field x, None: the signal. What is not finite is left out.
+      positions: name of the field that is True where x counts, [P, J] or the shape of x, e.g.
+        "answer_mask"; "token_mask" is known too. None: everywhere.
+      reduce: "max" or "mean" over the positions at which two samples or more are read.
+
+    Signal: [P, G] -> [P, G], mask cut.  Raises: InputError on [P, G, T], on shapes without fit.
+    Metrics: masked_groups, the share of groups with a sample that went; variance, the mean of v.
+    Source: DRO's query filter, arXiv 2506.13351. Threshold, ties and the zero rule are ours.
+    """
+    _check_low_variance(threshold, drop, field, positions, reduce)
+    needs = needs_of(field) | needs_of(None if positions == "token_mask" else positions)
+
+    def apply(signal: Signal, rollouts: Rollouts) -> tuple[Signal, Metrics]:
+        value, mask = _compared(field, positions, signal, rollouts)
+        spread = _spread(value, mask, reduce)
+        scored = signal.mask.any(axis=1, keepdims=True)
+        if drop is None:
+            keep = spread > at_step(threshold or 0.0, rollouts, spread.dtype)
+        else:
+            keep = _above_lowest(spread, scored, at_step(drop, rollouts, spread.dtype))
+        masked = dataclasses.replace(signal, mask=signal.mask & keep)
+        return masked, {"masked_groups": mean(~keep, scored), "variance": mean(spread, scored)}
+
+    return stateless("mask_low_variance", apply, needs=needs, levels=(2,))
+
+
+def mask_group_difficulty(
+    low: Scheduled = 0.125,
+    high: Scheduled = 0.875,
+    reward: str | None = None,
+    threshold: Scheduled | None = None,
+) -> AdvantageTransform:
+    """Masks groups whose own success rate is outside a band: too hard or too easy now.
+
+        group p stays where low <= rate[p] <= high,  rate[p] = mean_g r[p, g]
+
+    The rate of these G samples, so it has steps of 1 / G and is read from the rewards that it
+    judges: with low above 0 an unlucky group of an easy prompt goes too, and lucky groups of hard
+    prompts stay. low 0 and high 1 mask nothing.
+
+    Args:
+      low, high: of the band, both ends included; numbers or functions of the step.
+      reward: name of the reward or field [P, G] that says success, NaN = not judged; None: the
+        signal, so stand before the baseline.
+      threshold: the lowest value that is a success; None: values are 0 or 1, or credit between.
+
+    Signal: [P, G] -> [P, G], mask cut; groups of which no sample is judged go.
+    Raises: InputError on token-level values [P, G, T], on a band without room.
+    Metrics: masked_groups, the share of groups with a sample that went; rate, its mean.
+    Source: the difficulties of arXiv 2605.28388, where overly hard samples harm; the band is ours.
+    """
+    if not callable(low) and not callable(high) and not low <= high:
+        raise InputError(f"mask_group_difficulty: low = {low} is above high = {high}: swap them")
+
+    def apply(signal: Signal, rollouts: Rollouts) -> tuple[Signal, Metrics]:
+        read = samples("mask_group_difficulty", reward, signal, rollouts)
+        value = read.value
+        if threshold is not None:
+            value = (value >= at_step(threshold, rollouts, value.dtype)).astype(value.dtype)
+        rate = stats.mean(value, read.mask)
+        judged = read.mask.any(axis=1, keepdims=True)
+        bounds = [at_step(bound, rollouts, rate.dtype) for bound in (low, high)]
+        keep = judged & (rate >= bounds[0]) & (rate <= bounds[1])
+        scored = signal.mask.any(axis=1, keepdims=True)
+        masked = dataclasses.replace(signal, mask=signal.mask & keep)
+        return masked, {"masked_groups": mean(~keep, scored), "rate": mean(rate, judged)}
+
+    return stateless("mask_group_difficulty", apply, needs=needs_of(reward), levels=(2,))
+
+
+def _check_low_variance(threshold, drop, field, positions, reduce) -> None:
+    where = "mask_low_variance"
+    if (threshold is None) == (drop is None):
+        raise InputError(
+            f"{where}: threshold = {threshold}, drop = {drop}: give exactly one of the two, a"
+            " variance that must be exceeded or the share of groups that goes"
+        )
+    if isinstance(threshold, (int, float)) and threshold < 0:
+        raise InputError(f"{where}: threshold = {threshold}, expected a variance, 0 or more")
+    if isinstance(drop, (int, float)) and not 0 <= drop < 1:
+        raise InputError(f"{where}: drop = {drop}, expected a share from 0 to below 1")
+    if reduce not in ("max", "mean"):
+        raise InputError(f"{where}: reduce = {reduce!r}, expected 'max' or 'mean'")
+    if positions is not None and field is None:
+        raise InputError(f"{where}: positions = {positions!r} belongs to a field: name it")
+
+
+def _compared(
+    field: str | None, positions: str | None, signal: Signal, rollouts: Rollouts
+) -> tuple[Array, Array]:
+    """What is compared across samples, [P, G] or [P, G, J], and where it counts."""
+    value = signal.value
+    if field is not None:
+        value = read_field("mask_low_variance", field, rollouts)
+    shape = signal.value.shape
+    if value.ndim not in (2, 3) or value.shape[:2] != shape:
+        raise InputError(
+            f"mask_low_variance: {field!r} has shape {value.shape}, expected [P, G] or [P, G, J]"
+            f" with [P, G] = {shape}"
+        )
+    value = floating(value)
+    mask = jnp.isfinite(value)
+    mask = mask & (signal.mask if value.ndim == 2 else signal.mask[..., None])
+    if positions is not None:
+        mask = mask & _positions(positions, value, rollouts)
+    return value, mask
+
+
+def _positions(name: str, value: Array, rollouts: Rollouts) -> Array:
+    """Where a field counts, in its shape: given for all samples of a group, or for each."""
+    if name == "token_mask":
+        counts = read("mask_low_variance", rollouts, name)
+    else:
+        counts = read_field("mask_low_variance", name, rollouts)
+    shared = (value.shape[0], *value.shape[2:])
+    if counts.shape not in (shared, value.shape):
+        raise InputError(
+            f"mask_low_variance: positions {name!r} has shape {counts.shape}, expected {shared}"
+            f" or {value.shape}"
+        )
+    counts = counts if counts.shape == value.shape else counts[:, None]
+    return jnp.broadcast_to(counts.astype(bool), value.shape)
+
+
+def _spread(value: Array, mask: Array, reduce: str) -> Array:
+    """The variance over samples, [P, 1]: of each position, then over positions."""
+    # Less the highest, equal values are exactly 0, and so is their variance.
+    _, high = stats.extremes(value, mask)
+    spread = stats.variance(jnp.where(mask, value - high, 0), mask)
+    if value.ndim == 2:
+        return spread
+    compared = stats.count(mask) >= 2
+    if reduce == "max":
+        return jnp.where(compared, spread, 0).max(axis=2, initial=0)
+    return stats.mean(spread, compared, axis=2)[..., 0]
+
+
+def _above_lowest(spread: Array, scored: Array, drop) -> Array:
+    """Which groups stay when a share of those with a sample goes, and the flat ones."""
+    number = scored.sum(dtype=spread.dtype)
+    # A share such as 0.29 of 100 groups is 29 of them, whatever the product rounds to.
+    gone = jnp.floor(drop * number * (1 + 1e-6)).astype(jnp.int32)
+    ranked = jnp.sort(jnp.where(scored, spread, jnp.inf).reshape(-1))
+    cutoff = ranked[jnp.clip(gone, 0, ranked.size - 1)]
+    return (spread >= cutoff) & (spread > 0)

@@ -4,7 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from jaxgrpo.advantages import absolute, batch, group, masks, passk, streams, tokens
+from jaxgrpo.advantages import (
+    absolute,
+    batch,
+    gates,
+    group,
+    length,
+    masks,
+    passk,
+    several,
+    streams,
+    tokens,
+    weights,
+)
 from jaxgrpo.advantages import recipes as methods
 from jaxgrpo.advantages.base import AdvantageTransform
 
@@ -30,6 +42,8 @@ parts: dict[str, Factory] = _by_name(
     batch.whiten_batch,
     masks.mask_zero_variance,
     masks.mask_truncated,
+    masks.mask_low_variance,
+    masks.mask_group_difficulty,
     absolute.sign,
     absolute.asymmetric,
     absolute.conditional_sign,
@@ -38,6 +52,13 @@ parts: dict[str, Factory] = _by_name(
     passk.max_minus_second,
     passk.leave_one_out_pass_at_k,
     passk.contrastive_pairs,
+    several.combine,
+    several.dvao,
+    gates.rubric_gate,
+    length.overlong_penalty,
+    weights.shrink_rare_success,
+    weights.weight_by_absolute_advantage,
+    weights.weight_by_learnability,
     tokens.to_tokens,
 )
 recipes: dict[str, Factory] = _by_name(
@@ -54,4 +75,9 @@ recipes: dict[str, Factory] = _by_name(
     methods.reinforce_pp,
     methods.like_trl,
     methods.like_verl,
+    methods.gdpo,
+    methods.dvao,
+    methods.rlcr,
+    methods.dapo,
+    methods.scale_rl,
 )

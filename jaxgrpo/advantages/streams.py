@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -32,14 +34,7 @@ def sum_rewards(**weights: Scheduled) -> AdvantageTransform:
     Raises: InputError (a ValueError) on weights without a stream and streams without a weight.
     """
 
-    def unite(streams: Streams, counted: Mapping[str, Scheduled]) -> Array:
-        mask = jnp.ones_like(next(iter(streams.values())).mask)
-        for name, stream in streams.items():
-            if callable(counted[name]) or counted[name] != 0:
-                mask = mask & stream.mask
-        return mask
-
-    return _sum("sum_rewards", weights, unite)
+    return _sum("sum_rewards", weights, lambda masks: functools.reduce(operator.and_, masks))
 
 
 def sum_scored(**weights: Scheduled) -> AdvantageTransform:
@@ -48,23 +43,17 @@ def sum_scored(**weights: Scheduled) -> AdvantageTransform:
         r[p, g] = sum_name weight[name] * stream[name][p, g]     over the streams that scored it
 
     `sum_rewards` masks such a sample instead: its sum is another reward than that of its group.
-    A sample that no stream could score is masked; one that only a stream of weight 0 scored is not.
+    A sample that none of them could score is masked.
 
     Args:
       weights: name of the stream = weight, a number or a function of the step; none: all 1.
 
-    Streams: [P, G] each -> Signal [P, G], unmasked where any stream is.
+    Streams: [P, G] each -> Signal [P, G], unmasked where any summed stream is.
     Raises: InputError (a ValueError) on weights without a stream and streams without a weight.
     Source: TRL 1.16, which adds what is not NaN. Ours only in `like_trl`.
     """
 
-    def unite(streams: Streams, counted: Mapping[str, Scheduled]) -> Array:
-        mask = jnp.zeros_like(next(iter(streams.values())).mask)
-        for stream in streams.values():
-            mask = mask | stream.mask
-        return mask
-
-    return _sum("sum_scored", weights, unite)
+    return _sum("sum_scored", weights, lambda masks: functools.reduce(operator.or_, masks))
 
 
 def per_reward(transform: AdvantageTransform) -> AdvantageTransform:
@@ -154,29 +143,25 @@ def stream(
 
 
 def _sum(
-    part: str,
-    weights: Mapping[str, Scheduled],
-    unite: Callable[[Streams, Mapping[str, Scheduled]], Array],
+    part: str, weights: Mapping[str, Scheduled], unite: Callable[[list[Array]], Array]
 ) -> AdvantageTransform:
-    """The weighted sum of all streams, unmasked where `unite(streams, their weights)` says."""
+    """The weighted sum of the streams that count; `unite` makes one mask of theirs."""
 
     def init(spec: RolloutSpec) -> tuple[()]:
-        _check_weights(part, weights, spec.rewards)
+        counted(part, weights, spec.rewards)
         return ()
 
     def update(streams: Streams, state: Any, rollouts: Rollouts) -> tuple[Signal, Any, Metrics]:
-        _check_weights(part, weights, tuple(streams))
-        counted = {name: weights.get(name, 1.0) for name in streams}
-        first = next(iter(streams.values())).value
-        dtypes = {stream.value.dtype for stream in streams.values()}
-        dtype = max((accumulate_dtype(dtype) for dtype in dtypes), key=lambda dtype: dtype.itemsize)
-        total = jnp.zeros(first.shape, dtype)
-        for name, stream in streams.items():
-            if callable(counted[name]) or counted[name] != 0:
-                weight = at_step(counted[name], rollouts, dtype)
-                total = total + weight * stream.value.astype(dtype)
-        total = total.astype(first.dtype) if len(dtypes) == 1 else total
-        return Signal(value=total, mask=unite(streams, counted)), state, {}
+        dtype, sum_dtype = common_dtypes(streams)
+        first = next(iter(streams.values()))
+        total = jnp.zeros(first.value.shape, sum_dtype)
+        masks = []
+        for name, weight in counted(part, weights, tuple(streams)).items():
+            weight = at_step(weight, rollouts, sum_dtype)
+            total = total + weight * streams[name].value.astype(sum_dtype)
+            masks.append(streams[name].mask)
+        mask = unite(masks) if masks else jnp.ones_like(first.mask)
+        return Signal(value=total.astype(dtype), mask=mask), state, {}
 
     return AdvantageTransform(part, init, update, kind="streams->signal", levels=(2,))
 
@@ -186,17 +171,37 @@ def _check_free(name: str, streams: tuple[str, ...]) -> None:
         raise InputError(f"stream {name!r} exists already: {', '.join(streams)}; take another name")
 
 
-def _check_weights(part: str, weights: Mapping[str, Scheduled], streams: tuple[str, ...]) -> None:
-    if not weights:
-        return
+def counted(
+    step: str, weights: Mapping[str, Scheduled], streams: tuple[str, ...]
+) -> dict[str, Scheduled]:
+    """The streams that are summed, with their weights: weight 0 leaves a stream unread.
+
+    Args:
+      step: opens the message of an error.
+      weights: of every stream, or of none (all count with weight 1).
+
+    Raises: InputError on weights without a stream and streams without a weight.
+    """
     for name in weights:
         if name not in streams:
             raise InputError(
-                f"{part}: weight {name!r} has no reward of that name: {suggest(name, streams)}"
+                f"{step}: weight {name!r} has no reward of that name: {suggest(name, streams)}"
             )
     for name in streams:
-        if name not in weights:
+        if weights and name not in weights:
             raise InputError(
-                f"{part}: reward {name!r} has no weight: name every reward"
+                f"{step}: reward {name!r} has no weight: name every reward"
                 f" (weight 0 leaves it out) or none; weights: {', '.join(weights)}"
             )
+    given = {name: weights.get(name, 1.0) for name in streams}
+    return {name: weight for name, weight in given.items() if callable(weight) or weight != 0}
+
+
+def common_dtypes(streams: Streams) -> tuple[Any, Any]:
+    """(dtype of one signal made of the streams, dtype to add them in).
+
+    Streams of one dtype give that dtype; of several, the widest that sums are taken in.
+    """
+    dtypes = {stream.value.dtype for stream in streams.values()}
+    widest = max(map(accumulate_dtype, dtypes), key=lambda dtype: dtype.itemsize)
+    return (next(iter(dtypes)) if len(dtypes) == 1 else widest), widest

@@ -1,6 +1,7 @@
 """Methods by the names of their papers. Each is a chain: what it does is what it reads.
 
-Every recipe takes `weights`, those of `sum_rewards`: None counts every reward with weight 1.
+Every recipe takes `weights`, those of `sum_rewards`: None counts every reward with weight 1;
+rlcr alone has weights of its own.
 """
 
 from jaxgrpo.advantages.recipes.absolute import asymmetric, conditional_sign, reinforce, sign
@@ -8,11 +9,16 @@ from jaxgrpo.advantages.recipes.batch import lite_ppo, reinforce_pp
 from jaxgrpo.advantages.recipes.group import dr_grpo, grpo, maxrl, rloo
 from jaxgrpo.advantages.recipes.passk import passk
 from jaxgrpo.advantages.recipes.peers import like_trl, like_verl
+from jaxgrpo.advantages.recipes.scale import dapo, scale_rl
+from jaxgrpo.advantages.recipes.several import dvao, gdpo, rlcr
 
 __all__ = [
     "asymmetric",
     "conditional_sign",
+    "dapo",
     "dr_grpo",
+    "dvao",
+    "gdpo",
     "grpo",
     "like_trl",
     "like_verl",
@@ -21,6 +27,8 @@ __all__ = [
     "passk",
     "reinforce",
     "reinforce_pp",
+    "rlcr",
     "rloo",
+    "scale_rl",
     "sign",
 ]
