@@ -15,8 +15,6 @@ from jaxgrpo.metrics import Metrics
 from jaxgrpo.types import Rollouts, Signal
 
 _SINGLETONS = ("zero", "raw")
-_FEW = 32
-"""Groups up to this size find their median by counting; larger ones are sorted."""
 
 
 def subtract_group_mean(singleton: str = "zero") -> AdvantageTransform:
@@ -210,11 +208,9 @@ def _median(value: Float[Array, "P G"], mask: Bool[Array, "P G"]) -> Float[Array
     """The median of unmasked entries; what it says of groups without any does not matter."""
     number = stats.count(mask)
     low, high = jnp.maximum(number - 1, 0) // 2, number // 2
-    if value.shape[1] <= _FEW:
+    if value.shape[1] <= stats.FEW:
         # The k-th smallest is the largest of those with at most k smaller ones: no sort.
-        smaller = (mask[:, None, :] & (value[:, None, :] < value[:, :, None])).sum(
-            -1, dtype=jnp.int32
-        )
+        smaller = stats.count_lower(value, mask)
 
         def smallest(rank: Array) -> Array:
             within = mask & (smaller <= rank)

@@ -104,9 +104,8 @@ def contrastive_pairs() -> AdvantageTransform:
 
     def apply(signal: Signal, rollouts: Rollouts) -> tuple[Signal, Metrics]:
         value, mask = signal.value, signal.mask
-        mine, other, there = value[:, :, None], value[:, None, :], mask[:, None, :]
-        won = (there & (other < mine)).sum(-1, dtype=jnp.int32)
-        lost = (there & (other > mine)).sum(-1, dtype=jnp.int32)
+        won = stats.count_lower(value, mask)
+        lost = stats.count_lower(-value, mask)
         dtype = stats.widen(value).dtype
         number = jnp.maximum(stats.count(mask), 1).astype(dtype)
         return _replace(signal, (won - lost).astype(dtype) / number), {}

@@ -118,6 +118,27 @@ def is_flat(
     return summary(value, mask, axis).flat
 
 
+FEW = 32
+"""Groups up to this size compare their samples one after the other, larger ones all at once."""
+
+
+def count_lower(value: Float[Array, "P G"], mask: Bool[Array, "P G"]) -> Int[Array, "P G"]:
+    """How many unmasked samples of the group lie below each sample, as int32.
+
+    >>> count_lower(jnp.array([[0.5, 0.1, 0.5]]), jnp.ones((1, 3), bool)).tolist()
+    [[1, 0, 1]]
+    """
+    size = value.shape[1]
+    if size > FEW:
+        lower = mask[:, None, :] & (value[:, None, :] < value[:, :, None])
+        return lower.sum(-1, dtype=jnp.int32)
+    total = jnp.zeros(value.shape, jnp.int32)
+    for other in range(size):
+        column = slice(other, other + 1)
+        total = total + (mask[:, column] & (value[:, column] < value)).astype(jnp.int32)
+    return total
+
+
 _Reduced = tuple[Array, Array, Callable[[Array, Array], Array]]
 """An array, the value that a reduction of it begins with, and what joins two of its entries."""
 

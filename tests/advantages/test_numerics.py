@@ -6,21 +6,18 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-import law_examples
 import laws
 import numpy as np
 
 from jaxgrpo import advantages as adv
-from jaxgrpo.advantages import registry
 
 
-def relative_recipes():
-    """The examples of every recipe that compares the samples of a group."""
+def relative_chains():
+    """Every recipe that compares the samples of a group, and every part that does, as chains."""
     return {
-        f"{name} {index}": whole
-        for name, wholes in law_examples.recipes().items()
-        for index, whole in enumerate(wholes)
-        if whole.relative
+        label: whole
+        for label, whole in laws.chains().items()
+        if whole.relative and (label.startswith("recipe ") or whole.steps[-1][1].relative)
     }
 
 
@@ -39,7 +36,7 @@ def alike(rollouts, samples):
     return dataclasses.replace(same, rewards=samples, fields=fields)
 
 
-def test_a_group_of_equal_samples_gives_exactly_zero_in_every_relative_recipe(monkeypatch):
+def test_a_group_of_equal_samples_gives_exactly_zero_in_all_that_is_relative(monkeypatch):
     """400 float32 constants for each size from 6 to 12, beside mixed groups, by one program."""
     sizes, number, mixed = range(6, 13), 400, 40
     monkeypatch.setattr(laws, "P", number * len(sizes) + mixed)
@@ -60,19 +57,19 @@ def test_a_group_of_equal_samples_gives_exactly_zero_in_every_relative_recipe(mo
     noise = np.nanstd(total[:-mixed], 1, ddof=1)
     assert (noise > 0).mean() > 0.2  # the trap: their deviation is not 0
 
-    recipes = relative_recipes()
-    assert {"grpo 0", "rloo 0", "like_verl 2", "like_trl 2"} <= recipes.keys()
-    assert {name.split()[0] for name in recipes} <= set(registry.recipes)
+    wholes = relative_chains()
+    assert {"recipe grpo 0", "recipe like_verl 2", "divide_by_group_std 0"} <= wholes.keys()
     rollouts = alike(laws.make_rollouts(), jax.tree.map(jnp.asarray, rewards))
 
     @jax.jit
     def run(rollouts):
-        return {name: laws.run(whole, rollouts)[0].value for name, whole in recipes.items()}
+        return {name: laws.run(whole, rollouts)[0].value for name, whole in wholes.items()}
 
     values = run(rollouts)
     for name, value in values.items():
         assert (np.asarray(value)[:-mixed] == 0).all(), name
     for name in ("grpo 0", "rloo 0", "passk 0", "lite_ppo 0", "like_verl 2", "reinforce_pp 1"):
+        name = f"recipe {name}"
         assert (np.asarray(values[name])[-mixed:].reshape(mixed, -1) != 0).any(1).all(), name
 
 
