@@ -8,6 +8,12 @@ from jaxgrpo.advantages.group import divide_by_group_std, subtract_group_mean
 from jaxgrpo.advantages.masks import mask_truncated, mask_zero_variance
 from jaxgrpo.advantages.streams import per_reward, stream, sum_rewards
 from jaxgrpo.advantages.tokens import to_tokens
+from jaxgrpo.advantages.tracked import (
+    divide_by_running_scale,
+    ema_baseline,
+    mask_difficulty_band,
+    subtract_tracked_success,
+)
 
 __all__ = [
     "AdvantageTransform",
@@ -15,7 +21,10 @@ __all__ = [
     "chain",
     "compute",
     "divide_by_group_std",
+    "divide_by_running_scale",
+    "ema_baseline",
     "evaluate",
+    "mask_difficulty_band",
     "mask_truncated",
     "mask_zero_variance",
     "per_reward",
@@ -25,6 +34,7 @@ __all__ = [
     "stateless",
     "stream",
     "subtract_group_mean",
+    "subtract_tracked_success",
     "sum_rewards",
     "to_tokens",
     "transform",

@@ -5,5 +5,6 @@ Every recipe takes `weights`, those of `sum_rewards`: None counts every reward w
 
 from jaxgrpo.advantages.recipes.absolute import sign
 from jaxgrpo.advantages.recipes.group import dr_grpo, grpo
+from jaxgrpo.advantages.recipes.tracked import ema, spo
 
-__all__ = ["dr_grpo", "grpo", "sign"]
+__all__ = ["dr_grpo", "ema", "grpo", "sign", "spo"]

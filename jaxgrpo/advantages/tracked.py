@@ -1,0 +1,385 @@
+"""Parts with memory: estimates carried from batch to batch, always used before this one enters.
+
+A baseline or filter that had seen its own sample would be biased, so each part reads its state
+first and updates it afterwards. State is saved with the run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from jaxgrpo.advantages import stats
+from jaxgrpo.advantages.base import AdvantageTransform, Scheduled, at_step, read, read_field
+from jaxgrpo.errors import InputError
+from jaxgrpo.metrics import Metrics, mean
+from jaxgrpo.types import Rollouts, RolloutSpec, Signal
+
+
+def ema_baseline(decay: Scheduled = 0.9, initial: float = 0.0) -> AdvantageTransform:
+    """Subtracts the running mean of the mean rewards of earlier batches.
+
+        a[p, g] = r[p, g] - b                       b as it was before this batch
+        n <- decay n + 1,   b <- b + (m - b) / n    m the mean of this batch's unmasked values
+
+    The weights of the batches are decay^age over their sum, from the first batch on: no start-up
+    bias, and the second batch already has the mean of the first. A batch without a scored sample
+    changes nothing.
+
+    Args:
+      decay: weight of the past, in [0, 1): 0 remembers the last batch only; a number or a
+        function of the step.
+      initial: the baseline of the first batch, in units of reward. 0 knows nothing of the reward
+        and is unbiased; 0.5 suits rewards in {0, 1}.
+
+    Signal: [P, G] -> [P, G], mask unchanged.  State: mean [], weight [].  Metrics: baseline.
+    Source: Williams 1992, REINFORCE with a reinforcement-comparison baseline.
+    """
+    _check_share("ema_baseline", "decay", decay, below_one=True)
+
+    def init(spec: RolloutSpec) -> dict[str, Array]:
+        return {"mean": _zeros(()), "weight": _zeros(())}
+
+    def update(signal: Signal, state: Any, rollouts: Rollouts) -> tuple[Signal, Any, Metrics]:
+        dtype = state["mean"].dtype
+        baseline = jnp.where(state["weight"] > 0, state["mean"], jnp.asarray(initial, dtype))
+        value = stats.widen(signal.value)
+        after = value - baseline.astype(value.dtype)
+        weight = at_step(decay, rollouts, dtype) * state["weight"] + 1
+        batch = _whole_mean(signal).astype(dtype)
+        new = {"mean": state["mean"] + (batch - state["mean"]) / weight, "weight": weight}
+        return (
+            _replace(signal, after),
+            _unless_empty(signal, new, state),
+            {"baseline": mean(baseline)},
+        )
+
+    return AdvantageTransform("ema_baseline", init, update, levels=(2,))
+
+
+def divide_by_running_scale(
+    decay: Scheduled = 0.99, eps: float = 1e-8, initial: float | None = None
+) -> AdvantageTransform:
+    """Divides by the running standard deviation of the values of earlier batches.
+
+        a = x / (s + eps),   s^2 the variance of earlier values, those of a batch weighing decay^age
+
+    One number for the whole batch, fixed before it: the expected gradient keeps its direction. An
+    s of exactly 0 (all values were equal) divides by 1. A batch whose values are all equal counts
+    with variance exactly 0.
+
+    Args:
+      decay: weight of the past, in [0, 1); a number or a function of the step.
+      eps: added to s, in units of reward.
+      initial: s of the first batch; None takes the deviation of that batch itself, so that the
+        scale of the rewards never matters.
+
+    Signal: [P, G] or [P, G, T], mask unchanged.  State: mean, variance, weight, each [].
+    Metrics: scale, the s that was used.
+    Source: reward scaling of common PPO codes (Engstrom et al. 2020, arXiv 2005.12729), which
+    takes the deviation of discounted returns and includes the present batch.
+    """
+    _check_share("divide_by_running_scale", "decay", decay, below_one=True)
+    if initial is not None and not initial > 0:
+        raise InputError(f"divide_by_running_scale: initial = {initial}, expected above 0 or None")
+
+    def init(spec: RolloutSpec) -> dict[str, Array]:
+        return {name: _zeros(()) for name in ("mean", "variance", "weight")}
+
+    def update(signal: Signal, state: Any, rollouts: Rollouts) -> tuple[Signal, Any, Metrics]:
+        dtype = state["mean"].dtype
+        batch_mean, batch_variance = (x.astype(dtype) for x in _whole_moments(signal))
+        first = jnp.sqrt(batch_variance) if initial is None else jnp.asarray(initial, dtype)
+        scale = jnp.where(state["weight"] > 0, jnp.sqrt(state["variance"]), first)
+        divisor = jnp.where(scale > 0, scale + eps, 1)
+        value = stats.widen(signal.value)
+        weight = at_step(decay, rollouts, dtype) * state["weight"] + 1
+        share, gap = 1 / weight, batch_mean - state["mean"]
+        # The variance of a mixture: within both, and between their means.
+        mixed = (1 - share) * state["variance"] + share * batch_variance
+        mixed = mixed + share * (1 - share) * jnp.square(gap)
+        new = {"mean": state["mean"] + share * gap, "variance": mixed, "weight": weight}
+        after = _replace(signal, value / divisor.astype(value.dtype))
+        return after, _unless_empty(signal, new, state), {"scale": mean(divisor)}
+
+    return AdvantageTransform("divide_by_running_scale", init, update)
+
+
+def subtract_tracked_success(
+    keep: Scheduled = 0.96,
+    drift: str | None = None,
+    half_life: float = 0.06,
+    low: float = 0.875,
+    high: float = 0.96,
+    initial: float | str = 0.5,
+    count: float = 8.0,
+) -> AdvantageTransform:
+    """Subtracts the tracked success rate of each prompt's own row.
+
+        a[p, g] = r[p, g] - v[row p],   v = alpha / (alpha + beta)    from before this batch
+        alpha <- rho alpha + sum_g r[p, g],   beta <- rho beta + sum_g (1 - r[p, g])
+
+    With n scored samples and N = alpha + beta that is v <- v + n (mean_g r - v) / (rho N + n): the
+    rewards' mean with n new observations in a memory of 1 / (1 - rho) visits. One sample per
+    prompt is the paper's case; the samples of a group are observations of one policy, so a visit
+    forgets once, however many they are. A row drawn twice in a batch is visited twice, in the
+    order of the prompts; both are judged by the v of before. A group without a scored sample is no
+    visit. Rewards outside [0, 1] are tracked alike; v is then no probability but still their mean.
+
+    Args:
+      keep: rho, the share of old counts that a visit keeps, in [0, 1]; a number or a function of
+        the step. Not read where `drift` is given.
+      drift: a field [P], how far the policy has moved on the prompt since its last visit (the
+        paper: the mean absolute difference of log-probs on the last completion). Then
+        rho = clip(2^(-drift / half_life), low, high); where it is not finite, high.
+      half_life: the drift that halves the counts, in nats.
+      low, high: bounds of rho under `drift`.
+      initial: v of a row before its first visit: a number, or a field [P] such as a data column
+        of success rates measured beforehand (the paper measures 8 samples per prompt).
+      count: N of a row before its first visit, in samples; above 0.
+
+    Signal: [P, G] -> [P, G], mask unchanged.  State: alpha, beta [rows], 0 before the first visit.
+    Raises: InputError on a stream of data, whose rows never return.
+    Metrics: estimate, the mean v; kept, the mean rho of the visits.
+    Source: SPO, arXiv 2509.13232; its code keeps only the last of two visits in a batch.
+    """
+    _check_tracker(keep, half_life, low, high, initial, count)
+    needs = frozenset(name for name in (drift, initial) if isinstance(name, str))
+
+    def init(spec: RolloutSpec) -> dict[str, Array]:
+        rows = _num_rows("subtract_tracked_success", spec)
+        return {"alpha": _zeros((rows,)), "beta": _zeros((rows,))}
+
+    def update(signal: Signal, state: Any, rollouts: Rollouts) -> tuple[Signal, Any, Metrics]:
+        name, dtype = "subtract_tracked_success", state["alpha"].dtype
+        row = read(name, rollouts, "row")
+        alpha, beta = state["alpha"][row], state["beta"][row]
+        fresh = alpha + beta == 0
+        prior = _per_prompt(name, initial, rollouts, row, dtype)
+        alpha = jnp.where(fresh, count * prior, alpha)
+        beta = jnp.where(fresh, count * (1 - prior), beta)
+        estimate = alpha / (alpha + beta)
+        value = stats.widen(signal.value)
+        after = value - estimate[:, None].astype(value.dtype)
+        rho = at_step(keep, rollouts, dtype)
+        if drift is not None:
+            moved = _per_prompt(name, drift, rollouts, row, dtype)
+            rho = jnp.where(
+                jnp.isfinite(moved), jnp.clip(2 ** (-moved / half_life), low, high), high
+            )
+        rho = jnp.broadcast_to(jnp.asarray(rho, dtype), row.shape)
+        success, number = (x.astype(dtype) for x in _successes(signal.value, signal.mask))
+        visited = number > 0
+        new = _visit(state, row, visited, rho, (alpha, beta), (success, number - success))
+        return (
+            _replace(signal, after),
+            new,
+            {"estimate": mean(estimate), "kept": mean(rho, visited)},
+        )
+
+    return AdvantageTransform(
+        "subtract_tracked_success", init, update, needs=needs, levels=(2,), ordered=True
+    )
+
+
+def mask_difficulty_band(
+    low: float = 0.125,
+    high: float = 0.875,
+    threshold: Scheduled = 0.5,
+    prior: tuple[float, float] = (0.5, 0.5),
+    keep: Scheduled = 1.0,
+) -> AdvantageTransform:
+    """Masks the groups of rows whose running success estimate is outside a band.
+
+        estimate = (successes + a0) / (samples + a0 + b0)    of the row, from before this batch
+        kept where low <= estimate <= high
+
+    Rare successes on prompts that are too hard are lucky ones, and the largest advantages. The
+    estimate drifts as the policy learns, so a row comes and goes; what is masked is still counted.
+    A row not seen yet is at a0 / (a0 + b0). No group in the band is legal: a step without a live
+    sample moves nothing. low = 0, high = 1 masks nothing.
+
+    Args:
+      low, high: the band of success rates, 0 <= low <= high <= 1.
+      threshold: the lowest value that is a success; a number or a function of the step.
+      prior: a0, b0, successes and failures that every row is thought to have had; above 0.
+      keep: share of the old counts that a batch keeps for the rows in it, in [0, 1]; 1 counts
+        everything ever seen.
+
+    Signal: [P, G] -> [P, G], mask cut.  Put it on rewards, before any baseline.
+    State: successes, samples [rows].  Raises: InputError on a stream of data.
+    Metrics: masked_groups, the share of groups with a sample that went; too_hard, too_easy, the
+    shares below and above.
+    Source: ours; that overly hard samples hurt: arXiv 2605.28388.
+    """
+    if not 0 <= low <= high <= 1:
+        raise InputError(
+            f"mask_difficulty_band: low = {low}, high = {high}: expected 0 <= low <= high <= 1"
+        )
+    a0, b0 = prior
+    if not (a0 > 0 and b0 > 0):
+        raise InputError(f"mask_difficulty_band: prior = {prior}, expected two numbers above 0")
+    _check_share("mask_difficulty_band", "keep", keep)
+
+    def init(spec: RolloutSpec) -> dict[str, Array]:
+        rows = _num_rows("mask_difficulty_band", spec)
+        return {"successes": _zeros((rows,)), "samples": _zeros((rows,))}
+
+    def update(signal: Signal, state: Any, rollouts: Rollouts) -> tuple[Signal, Any, Metrics]:
+        dtype = state["samples"].dtype
+        row = read("mask_difficulty_band", rollouts, "row")
+        samples = state["samples"][row]
+        estimate = ((state["successes"][row] + a0) / (samples + a0 + b0))[:, None]
+        hard, easy = estimate < low, estimate > high
+        success = signal.value >= at_step(threshold, rollouts, signal.value.dtype)
+        counted = [x.astype(dtype) for x in _successes(success.astype(dtype), signal.mask)]
+        new = _count(state, row, at_step(keep, rollouts, dtype), *counted)
+        scored = signal.mask.any(axis=1, keepdims=True)
+        after = dataclasses.replace(signal, mask=signal.mask & ~(hard | easy))
+        shares = {"masked_groups": hard | easy, "too_hard": hard, "too_easy": easy}
+        return after, new, {key: mean(share, scored) for key, share in shares.items()}
+
+    return AdvantageTransform("mask_difficulty_band", init, update, levels=(2,))
+
+
+def _visit(
+    state: dict[str, Array],
+    row: Array,
+    visited: Array,
+    rho: Array,
+    old: tuple[Array, Array],
+    new: tuple[Array, Array],
+) -> dict[str, Array]:
+    """x[row p] <- rho[p] x[row p] + new[p] for one prompt p after the other, without a loop.
+
+    Such steps compose: (rho, a) then (rho', a') is (rho rho', rho' a + a'). Sorted by row, a scan
+    that begins anew at each row leaves the whole composition at the row's last prompt.
+
+    Args:
+      old: alpha and beta of each prompt's row, [P]; equal for prompts of one row.
+      new: what a visit adds, [P].
+    """
+    number = state["alpha"].shape[0]
+    row = jnp.where(visited, row, number)  # sorted to the end, and dropped by the scatter
+    order = jnp.argsort(row, stable=True)
+    row = row[order]
+    differs = row[1:] != row[:-1]
+    one = jnp.ones(1, bool)
+    begins, ends = jnp.concatenate([one, differs]), jnp.concatenate([differs, one])
+
+    def compose(left: Any, right: Any) -> Any:
+        (begin, rho, a, b), (begins_anew, rho_2, a_2, b_2) = left, right
+        return (
+            begin | begins_anew,
+            jnp.where(begins_anew, rho_2, rho * rho_2),
+            jnp.where(begins_anew, a_2, rho_2 * a + a_2),
+            jnp.where(begins_anew, b_2, rho_2 * b + b_2),
+        )
+
+    steps = (begins, rho[order], new[0][order], new[1][order])
+    _, kept, alpha, beta = jax.lax.associative_scan(compose, steps)
+    at = jnp.where(ends, row, number)
+    after = {
+        "alpha": kept * old[0][order] + alpha,
+        "beta": kept * old[1][order] + beta,
+    }
+    return {name: state[name].at[at].set(value, mode="drop") for name, value in after.items()}
+
+
+def _count(
+    state: dict[str, Array], row: Array, keep: Any, success: Array, number: Array
+) -> dict[str, Array]:
+    """Adds successes and samples [P] to their rows; the rows met first keep a share of theirs."""
+    rows = state["samples"].shape[0]
+    added = jnp.zeros((rows,), number.dtype).at[row].add(number, mode="drop")
+    won = jnp.zeros((rows,), success.dtype).at[row].add(success, mode="drop")
+    share = jnp.where(added > 0, keep, jnp.ones((), number.dtype))
+    return {
+        "successes": share * state["successes"] + won,
+        "samples": share * state["samples"] + added,
+    }
+
+
+def _successes(value: Array, mask: Array) -> tuple[Array, Array]:
+    """Sum and number of the unmasked values of each group, [P]."""
+    total = jnp.where(mask, stats.widen(value), 0).sum(axis=1)
+    return total, stats.count(mask)[:, 0]
+
+
+def _whole_mean(signal: Signal) -> Array:
+    """The mean of all unmasked values, []; 0 without any."""
+    return stats.mean(signal.value.reshape(-1), signal.mask.reshape(-1), axis=0)[0]
+
+
+def _whole_moments(signal: Signal) -> tuple[Array, Array]:
+    """Mean and variance of all unmasked values, []; exact where they are all equal."""
+    value, mask = stats.widen(signal.value).reshape(-1), signal.mask.reshape(-1)
+    flat = stats.is_flat(value, mask, axis=0)[0]
+    some = mask.any()
+    # The rounded mean of equal values is not one of them, and would give them a variance.
+    low = jnp.where(some, stats.extremes(value, mask, axis=0)[0][0], 0)
+    average = jnp.where(flat, low, stats.mean(value, mask, axis=0)[0])
+    return average, jnp.where(flat, 0, stats.variance(value, mask, axis=0)[0])
+
+
+def _unless_empty(signal: Signal, new: Any, old: Any) -> Any:
+    some = signal.mask.any()
+    return jax.tree.map(lambda one, other: jnp.where(some, one, other), new, old)
+
+
+def _per_prompt(name: str, given: float | str, rollouts: Rollouts, row: Array, dtype: Any) -> Array:
+    """A number, or a field [P], as [P]."""
+    if not isinstance(given, str):
+        return jnp.full(row.shape, given, dtype)
+    value = read_field(name, given, rollouts)
+    if value.shape != row.shape:
+        raise InputError(
+            f"{name} reads the field {given!r} with shape {value.shape}, expected [P] = {row.shape}"
+        )
+    return value.astype(dtype)
+
+
+def _num_rows(name: str, spec: RolloutSpec) -> int:
+    if spec.num_rows is None:
+        raise InputError(
+            f"{name} remembers every row of the data set, but this is a stream whose rows do not"
+            " return: train on a data set of known size, or begin with"
+            " init(spec_of(rollouts, num_rows=...)); ema_baseline needs no rows"
+        )
+    return spec.num_rows
+
+
+def _check_share(name: str, option: str, value: Scheduled, below_one: bool = False) -> None:
+    if callable(value):
+        return
+    if not 0 <= value <= 1 or (below_one and value == 1):
+        expected = "0 or more and below 1" if below_one else "between 0 and 1"
+        raise InputError(f"{name}: {option} = {value}, expected {expected}")
+
+
+def _check_tracker(
+    keep: Scheduled, half_life: float, low: float, high: float, initial: float | str, count: float
+) -> None:
+    name = "subtract_tracked_success"
+    _check_share(name, "keep", keep)
+    if not 0 <= low <= high <= 1:
+        raise InputError(f"{name}: low = {low}, high = {high}: expected 0 <= low <= high <= 1")
+    for option, value in {"half_life": half_life, "count": count}.items():
+        if not value > 0:
+            raise InputError(f"{name}: {option} = {value}, expected above 0")
+    if not isinstance(initial, str) and not 0 <= initial <= 1:
+        raise InputError(
+            f"{name}: initial = {initial}, expected a rate in [0, 1] or a field's name"
+        )
+
+
+def _zeros(shape: tuple[int, ...]) -> Array:
+    return jnp.zeros(shape, jnp.result_type(float))
+
+
+def _replace(signal: Signal, value: Array) -> Signal:
+    return dataclasses.replace(signal, value=value.astype(signal.value.dtype))
