@@ -6,14 +6,10 @@ from jaxgrpo.advantages.building import build, evaluate
 from jaxgrpo.advantages.chains import chain, compute, spec_of, start
 from jaxgrpo.advantages.group import divide_by_group_std, subtract_group_mean
 from jaxgrpo.advantages.masks import mask_truncated, mask_zero_variance
+from jaxgrpo.advantages.running import divide_by_running_scale, ema_baseline
 from jaxgrpo.advantages.streams import per_reward, stream, sum_rewards
 from jaxgrpo.advantages.tokens import to_tokens
-from jaxgrpo.advantages.tracked import (
-    divide_by_running_scale,
-    ema_baseline,
-    mask_difficulty_band,
-    subtract_tracked_success,
-)
+from jaxgrpo.advantages.tracked import mask_difficulty_band, subtract_tracked_success
 
 __all__ = [
     "AdvantageTransform",

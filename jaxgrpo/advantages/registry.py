@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from jaxgrpo.advantages import absolute, group, masks, streams, tokens, tracked
+from jaxgrpo.advantages import absolute, group, masks, running, streams, tokens, tracked
 from jaxgrpo.advantages import recipes as methods
 from jaxgrpo.advantages.base import AdvantageTransform
 
@@ -25,8 +25,8 @@ parts: dict[str, Factory] = _by_name(
     masks.mask_truncated,
     absolute.sign,
     tokens.to_tokens,
-    tracked.ema_baseline,
-    tracked.divide_by_running_scale,
+    running.ema_baseline,
+    running.divide_by_running_scale,
     tracked.subtract_tracked_success,
     tracked.mask_difficulty_band,
 )

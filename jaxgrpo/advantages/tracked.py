@@ -1,4 +1,4 @@
-"""Parts with memory: estimates carried from batch to batch, always used before this one enters.
+"""Parts that remember every row of the data: success estimates, used before this batch enters.
 
 A baseline or filter that had seen its own sample would be biased, so each part reads its state
 first and updates it afterwards. State is saved with the run.
@@ -7,7 +7,7 @@ first and updates it afterwards. State is saved with the run.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,98 +15,10 @@ from jax import Array
 
 from jaxgrpo.advantages import stats
 from jaxgrpo.advantages.base import AdvantageTransform, Scheduled, at_step, read, read_field
+from jaxgrpo.advantages.running import check_share, replace_value, zeros
 from jaxgrpo.errors import InputError
 from jaxgrpo.metrics import Metrics, mean
 from jaxgrpo.types import Rollouts, RolloutSpec, Signal
-
-
-def ema_baseline(decay: Scheduled = 0.9, initial: float = 0.0) -> AdvantageTransform:
-    """Subtracts the running mean of the mean rewards of earlier batches.
-
-        a[p, g] = r[p, g] - b                       b as it was before this batch
-        n <- decay n + 1,   b <- b + (m - b) / n    m the mean of this batch's unmasked values
-
-    The weights of the batches are decay^age over their sum, from the first batch on: no start-up
-    bias, and the second batch already has the mean of the first. A batch without a scored sample
-    changes nothing.
-
-    Args:
-      decay: weight of the past, in [0, 1): 0 remembers the last batch only; a number or a
-        function of the step.
-      initial: the baseline of the first batch, in units of reward. 0 knows nothing of the reward
-        and is unbiased; 0.5 suits rewards in {0, 1}.
-
-    Signal: [P, G] -> [P, G], mask unchanged.  State: mean [], weight [].  Metrics: baseline.
-    Source: Williams 1992, REINFORCE with a reinforcement-comparison baseline.
-    """
-    _check_share("ema_baseline", "decay", decay, below_one=True)
-
-    def init(spec: RolloutSpec) -> dict[str, Array]:
-        return {"mean": _zeros(()), "weight": _zeros(())}
-
-    def update(signal: Signal, state: Any, rollouts: Rollouts) -> tuple[Signal, Any, Metrics]:
-        dtype = state["mean"].dtype
-        baseline = jnp.where(state["weight"] > 0, state["mean"], jnp.asarray(initial, dtype))
-        value = stats.widen(signal.value)
-        after = value - baseline.astype(value.dtype)
-        weight = at_step(decay, rollouts, dtype) * state["weight"] + 1
-        batch = _whole_mean(signal).astype(dtype)
-        new = {"mean": state["mean"] + (batch - state["mean"]) / weight, "weight": weight}
-        return (
-            _replace(signal, after),
-            _unless_empty(signal, new, state),
-            {"baseline": mean(baseline)},
-        )
-
-    return AdvantageTransform("ema_baseline", init, update, levels=(2,))
-
-
-def divide_by_running_scale(
-    decay: Scheduled = 0.99, eps: float = 1e-8, initial: float | None = None
-) -> AdvantageTransform:
-    """Divides by the running standard deviation of the values of earlier batches.
-
-        a = x / (s + eps),   s^2 the variance of earlier values, those of a batch weighing decay^age
-
-    One number for the whole batch, fixed before it: the expected gradient keeps its direction. An
-    s of exactly 0 (all values were equal) divides by 1. A batch whose values are all equal counts
-    with variance exactly 0.
-
-    Args:
-      decay: weight of the past, in [0, 1); a number or a function of the step.
-      eps: added to s, in units of reward.
-      initial: s of the first batch; None takes the deviation of that batch itself, so that the
-        scale of the rewards never matters.
-
-    Signal: [P, G] or [P, G, T], mask unchanged.  State: mean, variance, weight, each [].
-    Metrics: scale, the s that was used.
-    Source: reward scaling of common PPO codes (Engstrom et al. 2020, arXiv 2005.12729), which
-    takes the deviation of discounted returns and includes the present batch.
-    """
-    _check_share("divide_by_running_scale", "decay", decay, below_one=True)
-    if initial is not None and not initial > 0:
-        raise InputError(f"divide_by_running_scale: initial = {initial}, expected above 0 or None")
-
-    def init(spec: RolloutSpec) -> dict[str, Array]:
-        return {name: _zeros(()) for name in ("mean", "variance", "weight")}
-
-    def update(signal: Signal, state: Any, rollouts: Rollouts) -> tuple[Signal, Any, Metrics]:
-        dtype = state["mean"].dtype
-        batch_mean, batch_variance = (x.astype(dtype) for x in _whole_moments(signal))
-        first = jnp.sqrt(batch_variance) if initial is None else jnp.asarray(initial, dtype)
-        scale = jnp.where(state["weight"] > 0, jnp.sqrt(state["variance"]), first)
-        divisor = jnp.where(scale > 0, scale + eps, 1)
-        value = stats.widen(signal.value)
-        weight = at_step(decay, rollouts, dtype) * state["weight"] + 1
-        share, gap = 1 / weight, batch_mean - state["mean"]
-        # The variance of a mixture: within both, and between their means.
-        mixed = (1 - share) * state["variance"] + share * batch_variance
-        mixed = mixed + share * (1 - share) * jnp.square(gap)
-        new = {"mean": state["mean"] + share * gap, "variance": mixed, "weight": weight}
-        after = _replace(signal, value / divisor.astype(value.dtype))
-        return after, _unless_empty(signal, new, state), {"scale": mean(divisor)}
-
-    return AdvantageTransform("divide_by_running_scale", init, update)
 
 
 def subtract_tracked_success(
@@ -148,42 +60,63 @@ def subtract_tracked_success(
     Source: SPO, arXiv 2509.13232; its code keeps only the last of two visits in a batch.
     """
     _check_tracker(keep, half_life, low, high, initial, count)
-    needs = frozenset(name for name in (drift, initial) if isinstance(name, str))
+    tracker = _Tracker(keep, drift, half_life, low, high, initial, count)
+    return AdvantageTransform(
+        "subtract_tracked_success",
+        tracker.init,
+        tracker.update,
+        needs=frozenset(name for name in (drift, initial) if isinstance(name, str)),
+        levels=(2,),
+        ordered=True,
+    )
 
-    def init(spec: RolloutSpec) -> dict[str, Array]:
+
+class _Tracker(NamedTuple):
+    """The options of `subtract_tracked_success`, and what it does with them."""
+
+    keep: Scheduled
+    drift: str | None
+    half_life: float
+    low: float
+    high: float
+    initial: float | str
+    count: float
+
+    def init(self, spec: RolloutSpec) -> dict[str, Array]:
         rows = _num_rows("subtract_tracked_success", spec)
-        return {"alpha": _zeros((rows,)), "beta": _zeros((rows,))}
+        return {"alpha": zeros((rows,)), "beta": zeros((rows,))}
 
-    def update(signal: Signal, state: Any, rollouts: Rollouts) -> tuple[Signal, Any, Metrics]:
-        name, dtype = "subtract_tracked_success", state["alpha"].dtype
-        row = read(name, rollouts, "row")
-        alpha, beta = state["alpha"][row], state["beta"][row]
-        fresh = alpha + beta == 0
-        prior = _per_prompt(name, initial, rollouts, row, dtype)
-        alpha = jnp.where(fresh, count * prior, alpha)
-        beta = jnp.where(fresh, count * (1 - prior), beta)
+    def update(self, signal: Signal, state: Any, rollouts: Rollouts) -> tuple[Signal, Any, Metrics]:
+        row = read("subtract_tracked_success", rollouts, "row")
+        alpha, beta = self._before(state, row, rollouts)
         estimate = alpha / (alpha + beta)
         value = stats.widen(signal.value)
-        after = value - estimate[:, None].astype(value.dtype)
-        rho = at_step(keep, rollouts, dtype)
-        if drift is not None:
-            moved = _per_prompt(name, drift, rollouts, row, dtype)
-            rho = jnp.where(
-                jnp.isfinite(moved), jnp.clip(2 ** (-moved / half_life), low, high), high
-            )
-        rho = jnp.broadcast_to(jnp.asarray(rho, dtype), row.shape)
-        success, number = (x.astype(dtype) for x in _successes(signal.value, signal.mask))
+        after = replace_value(signal, value - estimate[:, None].astype(value.dtype))
+        rho = self._kept(row, rollouts, alpha.dtype)
+        success, number = (x.astype(alpha.dtype) for x in _sums(signal.value, signal.mask))
         visited = number > 0
         new = _visit(state, row, visited, rho, (alpha, beta), (success, number - success))
+        return after, new, {"estimate": mean(estimate, visited), "kept": mean(rho, visited)}
+
+    def _before(self, state: Any, row: Array, rollouts: Rollouts) -> tuple[Array, Array]:
+        """alpha and beta of each prompt's row, [P], with the prior where it was never visited."""
+        alpha, beta = state["alpha"][row], state["beta"][row]
+        prior = _per_prompt(self.initial, rollouts, row, alpha.dtype)
+        fresh = (alpha == 0) & (beta == 0)
         return (
-            _replace(signal, after),
-            new,
-            {"estimate": mean(estimate), "kept": mean(rho, visited)},
+            jnp.where(fresh, self.count * prior, alpha),
+            jnp.where(fresh, self.count * (1 - prior), beta),
         )
 
-    return AdvantageTransform(
-        "subtract_tracked_success", init, update, needs=needs, levels=(2,), ordered=True
-    )
+    def _kept(self, row: Array, rollouts: Rollouts, dtype: Any) -> Array:
+        """rho of each prompt, [P]."""
+        if self.drift is None:
+            return jnp.broadcast_to(
+                jnp.asarray(at_step(self.keep, rollouts, dtype), dtype), row.shape
+            )
+        drift = _per_prompt(self.drift, rollouts, row, dtype)
+        rho = jnp.clip(jnp.exp2(-drift / self.half_life), self.low, self.high)
+        return jnp.where(jnp.isfinite(drift), rho, self.high)
 
 
 def mask_difficulty_band(
@@ -216,28 +149,19 @@ def mask_difficulty_band(
     shares below and above.
     Source: ours; that overly hard samples hurt: arXiv 2605.28388.
     """
-    if not 0 <= low <= high <= 1:
-        raise InputError(
-            f"mask_difficulty_band: low = {low}, high = {high}: expected 0 <= low <= high <= 1"
-        )
-    a0, b0 = prior
-    if not (a0 > 0 and b0 > 0):
-        raise InputError(f"mask_difficulty_band: prior = {prior}, expected two numbers above 0")
-    _check_share("mask_difficulty_band", "keep", keep)
+    _check_band(low, high, prior, keep)
 
     def init(spec: RolloutSpec) -> dict[str, Array]:
         rows = _num_rows("mask_difficulty_band", spec)
-        return {"successes": _zeros((rows,)), "samples": _zeros((rows,))}
+        return {"successes": zeros((rows,)), "samples": zeros((rows,))}
 
     def update(signal: Signal, state: Any, rollouts: Rollouts) -> tuple[Signal, Any, Metrics]:
-        dtype = state["samples"].dtype
         row = read("mask_difficulty_band", rollouts, "row")
-        samples = state["samples"][row]
-        estimate = ((state["successes"][row] + a0) / (samples + a0 + b0))[:, None]
+        successes, samples = state["successes"][row], state["samples"][row]
+        estimate = ((successes + prior[0]) / (samples + sum(prior)))[:, None]
         hard, easy = estimate < low, estimate > high
         success = signal.value >= at_step(threshold, rollouts, signal.value.dtype)
-        counted = [x.astype(dtype) for x in _successes(success.astype(dtype), signal.mask)]
-        new = _count(state, row, at_step(keep, rollouts, dtype), *counted)
+        new = _count(state, row, at_step(keep, rollouts, samples.dtype), success, signal.mask)
         scored = signal.mask.any(axis=1, keepdims=True)
         after = dataclasses.replace(signal, mask=signal.mask & ~(hard | easy))
         shares = {"masked_groups": hard | easy, "too_hard": hard, "too_easy": easy}
@@ -290,51 +214,34 @@ def _visit(
     return {name: state[name].at[at].set(value, mode="drop") for name, value in after.items()}
 
 
-def _count(
-    state: dict[str, Array], row: Array, keep: Any, success: Array, number: Array
-) -> dict[str, Array]:
-    """Adds successes and samples [P] to their rows; the rows met first keep a share of theirs."""
-    rows = state["samples"].shape[0]
-    added = jnp.zeros((rows,), number.dtype).at[row].add(number, mode="drop")
-    won = jnp.zeros((rows,), success.dtype).at[row].add(success, mode="drop")
-    share = jnp.where(added > 0, keep, jnp.ones((), number.dtype))
+def _count(state: Any, row: Array, keep: Any, success: Array, mask: Array) -> dict[str, Array]:
+    """Adds successes and samples to their rows; rows met in this batch keep a share of theirs."""
+    dtype = state["samples"].dtype
+
+    def by_row(value: Array) -> Array:
+        empty = jnp.zeros(state["samples"].shape, dtype)
+        return empty.at[row].add(value.astype(dtype), mode="drop")
+
+    won, number = _sums(success.astype(dtype), mask)
+    added = by_row(number)
+    share = jnp.where(added > 0, keep, jnp.ones((), dtype))
     return {
-        "successes": share * state["successes"] + won,
+        "successes": share * state["successes"] + by_row(won),
         "samples": share * state["samples"] + added,
     }
 
 
-def _successes(value: Array, mask: Array) -> tuple[Array, Array]:
+def _sums(value: Array, mask: Array) -> tuple[Array, Array]:
     """Sum and number of the unmasked values of each group, [P]."""
     total = jnp.where(mask, stats.widen(value), 0).sum(axis=1)
     return total, stats.count(mask)[:, 0]
 
 
-def _whole_mean(signal: Signal) -> Array:
-    """The mean of all unmasked values, []; 0 without any."""
-    return stats.mean(signal.value.reshape(-1), signal.mask.reshape(-1), axis=0)[0]
-
-
-def _whole_moments(signal: Signal) -> tuple[Array, Array]:
-    """Mean and variance of all unmasked values, []; exact where they are all equal."""
-    value, mask = stats.widen(signal.value).reshape(-1), signal.mask.reshape(-1)
-    flat = stats.is_flat(value, mask, axis=0)[0]
-    some = mask.any()
-    # The rounded mean of equal values is not one of them, and would give them a variance.
-    low = jnp.where(some, stats.extremes(value, mask, axis=0)[0][0], 0)
-    average = jnp.where(flat, low, stats.mean(value, mask, axis=0)[0])
-    return average, jnp.where(flat, 0, stats.variance(value, mask, axis=0)[0])
-
-
-def _unless_empty(signal: Signal, new: Any, old: Any) -> Any:
-    some = signal.mask.any()
-    return jax.tree.map(lambda one, other: jnp.where(some, one, other), new, old)
-
-
-def _per_prompt(name: str, given: float | str, rollouts: Rollouts, row: Array, dtype: Any) -> Array:
+def _per_prompt(given: float | str, rollouts: Rollouts, row: Array, dtype: Any) -> Array:
     """A number, or a field [P], as [P]."""
     if not isinstance(given, str):
         return jnp.full(row.shape, given, dtype)
+    name = "subtract_tracked_success"
     value = read_field(name, given, rollouts)
     if value.shape != row.shape:
         raise InputError(
@@ -353,19 +260,11 @@ def _num_rows(name: str, spec: RolloutSpec) -> int:
     return spec.num_rows
 
 
-def _check_share(name: str, option: str, value: Scheduled, below_one: bool = False) -> None:
-    if callable(value):
-        return
-    if not 0 <= value <= 1 or (below_one and value == 1):
-        expected = "0 or more and below 1" if below_one else "between 0 and 1"
-        raise InputError(f"{name}: {option} = {value}, expected {expected}")
-
-
 def _check_tracker(
     keep: Scheduled, half_life: float, low: float, high: float, initial: float | str, count: float
 ) -> None:
     name = "subtract_tracked_success"
-    _check_share(name, "keep", keep)
+    check_share(name, "keep", keep)
     if not 0 <= low <= high <= 1:
         raise InputError(f"{name}: low = {low}, high = {high}: expected 0 <= low <= high <= 1")
     for option, value in {"half_life": half_life, "count": count}.items():
@@ -377,9 +276,10 @@ def _check_tracker(
         )
 
 
-def _zeros(shape: tuple[int, ...]) -> Array:
-    return jnp.zeros(shape, jnp.result_type(float))
-
-
-def _replace(signal: Signal, value: Array) -> Signal:
-    return dataclasses.replace(signal, value=value.astype(signal.value.dtype))
+def _check_band(low: float, high: float, prior: tuple[float, float], keep: Scheduled) -> None:
+    name = "mask_difficulty_band"
+    if not 0 <= low <= high <= 1:
+        raise InputError(f"{name}: low = {low}, high = {high}: expected 0 <= low <= high <= 1")
+    if len(prior) != 2 or not min(prior) > 0:
+        raise InputError(f"{name}: prior = {prior}, expected two counts above 0")
+    check_share(name, "keep", keep)

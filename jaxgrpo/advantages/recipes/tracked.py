@@ -10,7 +10,8 @@ from jaxgrpo.advantages import stats
 from jaxgrpo.advantages.base import AdvantageTransform, Scheduled, stateless
 from jaxgrpo.advantages.chains import chain
 from jaxgrpo.advantages.recipes.weighing import Weights, weighted_sum
-from jaxgrpo.advantages.tracked import ema_baseline, subtract_tracked_success
+from jaxgrpo.advantages.running import ema_baseline
+from jaxgrpo.advantages.tracked import subtract_tracked_success
 from jaxgrpo.metrics import Metrics
 from jaxgrpo.types import Rollouts, Signal
 
@@ -72,4 +73,4 @@ def _whiten(eps: float) -> AdvantageTransform:
         whitened = jnp.where(flat, 0, centred / divisor).reshape(signal.value.shape)
         return dataclasses.replace(signal, value=whitened.astype(signal.value.dtype)), {}
 
-    return stateless("whiten_batch", apply, relative=False)
+    return stateless("whiten_batch", apply)
