@@ -51,7 +51,8 @@ def subtract_tracked_success(
       half_life: the drift that halves the counts, in nats.
       low, high: bounds of rho under `drift`.
       initial: v of a row before its first visit: a number, or a field [P] such as a data column
-        of success rates measured beforehand (the paper measures 8 samples per prompt).
+        of success rates measured beforehand (the paper measures 8 samples per prompt); 0.5 where
+        the field is not finite.
       count: N of a row before its first visit, in samples; above 0.
 
     Signal: [P, G] -> [P, G], mask unchanged.  State: alpha, beta [rows], 0 before the first visit.
@@ -102,6 +103,7 @@ class _Tracker(NamedTuple):
         """alpha and beta of each prompt's row, [P], with the prior where it was never visited."""
         alpha, beta = state["alpha"][row], state["beta"][row]
         prior = _per_prompt(self.initial, rollouts, row, alpha.dtype)
+        prior = jnp.where(jnp.isfinite(prior), prior, 0.5)
         fresh = (alpha == 0) & (beta == 0)
         return (
             jnp.where(fresh, self.count * prior, alpha),
@@ -111,9 +113,8 @@ class _Tracker(NamedTuple):
     def _kept(self, row: Array, rollouts: Rollouts, dtype: Any) -> Array:
         """rho of each prompt, [P]."""
         if self.drift is None:
-            return jnp.broadcast_to(
-                jnp.asarray(at_step(self.keep, rollouts, dtype), dtype), row.shape
-            )
+            rho = jnp.asarray(at_step(self.keep, rollouts, dtype), dtype)
+            return jnp.broadcast_to(rho, row.shape)
         drift = _per_prompt(self.drift, rollouts, row, dtype)
         rho = jnp.clip(jnp.exp2(-drift / self.half_life), self.low, self.high)
         return jnp.where(jnp.isfinite(drift), rho, self.high)
