@@ -203,7 +203,8 @@ class _Judge(NamedTuple):
         wide = {name: np.asarray(value, np.float64) for name, value in rewards.items()}
         value = self._value({name: np.where(np.isfinite(x), x, np.nan) for name, x in wide.items()})
         scored = ~np.isnan(value)
-        won = (np.where(scored, value, -np.inf) >= self.success) & scored
+        # In float32, as rewards come: 0.9 reaches a threshold of 0.9.
+        won = scored & (np.where(scored, value, 0).astype(np.float32) >= np.float32(self.success))
         number = scored.sum(1)
         return np.where(number > 0, won.sum(1) / np.maximum(number, 1), np.nan)
 

@@ -12,6 +12,7 @@ import pytest
 import small_run
 
 from jaxgrpo import runtime, sharding, tasks, training
+from jaxgrpo.assembly import make_policy
 from jaxgrpo.io.checkpoints import parameter_hash
 
 OWN = '''\
@@ -31,6 +32,18 @@ def divide_by_largest(start=1.0):
 
     return AdvantageTransform("divide_by_largest", lambda spec: jnp.float32(start), update)
 '''
+
+
+POLICY = """
+from jaxgrpo.prompts import sequential
+
+
+def every_other(start=0):
+    def select(state, cursor, n):
+        return (cursor + start + 2 * np.arange(n)).astype(np.int32)
+
+    return sequential()._replace(name="every_other", select=select)
+"""
 
 
 class Killed(Exception):
@@ -120,6 +133,16 @@ def test_there_was_something_to_remember(resumed):
     assert lines[0]["prompts/eligible"] == 1
     assert lines[-1]["prompts/eligible"] < 1
     assert lines[-1]["prompts/skipped"] == cursor - 6 * 8 > 0
+
+
+def test_own_code_may_choose_the_prompts(made):
+    folder, changes = made
+    (folder / "policy.py").write_text(f"import numpy as np\n{POLICY}")
+    use = {"use": f"{folder}/policy.py:every_other", "start": 1}
+    config = small_run.config(folder / "x", **{**changes, "rollout.prompts": use})
+    policy = make_policy(config, [])
+    assert policy.select(policy.init(12, 0), 4, 3).tolist() == [5, 7, 9]
+    assert folder / "policy.py" in config.own_files
 
 
 def test_the_policy_and_own_code_may_not_change_on_the_way(made, resumed):

@@ -86,6 +86,13 @@ def test_the_rate_of_a_group_is_of_scored_samples_and_the_weighted_sum_judges():
         no_positive_resampling(reward="stile").observe(state, groups([2, 0], **rewards))
 
 
+def test_a_reward_or_rate_at_the_threshold_has_reached_it():
+    """0.9 as float32 is less than 0.9."""
+    policy = no_positive_resampling(threshold=0.9, success=0.9)
+    state = policy.observe(policy.init(2, 0), groups([1], r=[[0.9] * 9 + [0.8]]))
+    assert policy.chance(state, 1).tolist() == [1, 0]
+
+
 def test_rates_are_a_running_mean_and_a_row_drawn_twice_is_seen_twice():
     policy = difficulty_band(decay=0.5)
     state = policy.observe(policy.init(3, 0), groups([1, 1, 0], r=[[1, 0], [1, 1], [0, 0]]))
