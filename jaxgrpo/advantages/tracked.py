@@ -171,6 +171,7 @@ def mask_difficulty_band(
     return AdvantageTransform("mask_difficulty_band", init, update, levels=(2,))
 
 
+@jax.jit  # called outside of one, the scan's levels would be a small program each
 def _visit(
     state: dict[str, Array],
     row: Array,

@@ -169,14 +169,14 @@ def test_the_baseline_leaves_the_expected_gradient_that_of_the_success_rate(make
 
 def test_spo_whitens_over_the_batch_and_moves_zeros_too():
     """Four prompts at v = 0.5, rewards 1 1 0 0.5: less their mean 0.125 over their deviation."""
-    rewards = np.array([[1.0], [1.0], [0.0], [0.5]])
-    value, mask = adv.evaluate("spo", rewards)
-    raw = rewards - 0.5
-    np.testing.assert_allclose(value, (raw - raw.mean()) / raw.std(), rtol=1e-5)
+    spo = jax.jit(lambda rewards: adv.evaluate("spo", rewards)[0])
+    rewards = np.float32([[1.0], [1.0], [0.0], [0.5], [NAN], [NAN], [NAN]])
+    raw = rewards[:4] - 0.5
+    value = spo(rewards)
+    np.testing.assert_allclose(value[:4], (raw - raw.mean()) / raw.std(), rtol=1e-5)
     assert float(value[3, 0]) < 0
-    assert bool(mask.all())
-    for flat in ([[1.0], [1.0], [1.0]], [[0.1]], [[0.1]] * 7):
-        assert not np.asarray(adv.evaluate("spo", np.float32(flat))[0]).any()
+    for flat in ([1.0] * 3 + [NAN] * 4, [0.1] + [NAN] * 6, [0.1] * 7, [NAN] * 7):
+        assert not np.asarray(spo(np.float32(flat)[:, None])).any()
 
 
 def test_the_ema_weighs_batches_by_their_age_from_the_first_on():
