@@ -25,11 +25,12 @@ from jaxgrpo.models.api import Model
 from jaxgrpo.optimizers import make_optimizer
 from jaxgrpo.packing import Geometry
 from jaxgrpo.parts import Objective, Parts, as_computed, held_dtype, opt_layout, param_layout
+from jaxgrpo.policies import build_policy
 from jaxgrpo.preparation import Prepared
-from jaxgrpo.prompts import PromptPolicy, sequential
+from jaxgrpo.prompts import PromptPolicy
 from jaxgrpo.rewarding import Reward, resolve_rewards
 from jaxgrpo.rewards import RewardLog
-from jaxgrpo.rollouts import make_rewarder, make_selector
+from jaxgrpo.rollouts import make_observer, make_rewarder, make_selector
 from jaxgrpo.sampling import SamplingSettings
 from jaxgrpo.steps import build_steps
 from jaxgrpo.types import FIELDS, Params, Prompts, Rollouts, RolloutSpec, TrainBatch, TrainState
@@ -84,7 +85,7 @@ def setup(
     parts = make_parts(config, mesh, model, tokenizer, ends, chosen, advantage)
     columns = needed_columns(parts.chain.needs | parts.objective.needs, rows, chosen)
     params = huggingface.read_params(folder, model, held_dtype(model), param_layout(parts))
-    policy = sequential()
+    policy = make_policy(config, chosen)
     names = tuple(reward.name for reward in chosen)
     state = first_state(parts, params, policy, len(rows), config.train.seed, names)
     steps = build_steps(parts)
@@ -104,7 +105,7 @@ def setup(
         select=make_selector(mesh, policy, encoded, parts.geometry, config.train.seed),
         sample=steps.sample,
         reward=make_rewarder(mesh, tokenizer, chosen, rows, columns, config.train.steps),
-        prepare=steps.prepare,
+        prepare=make_observer(policy, parts.geometry.num_prompts, steps.prepare),
         update=steps.update,
         sync=steps.sync,
     )
@@ -205,6 +206,12 @@ def make_chain(config: Config, rewards: Sequence[Reward]) -> AdvantageTransform:
         return advantages.build(recipe(**options))
     weights = {reward.name: reward.weight for reward in rewards}
     return advantages.build(recipe, {"weights": weights, **options})
+
+
+def make_policy(config: Config, rewards: Sequence[Reward]) -> PromptPolicy:
+    """The prompt policy of a run."""
+    spec = {**config.rollout.prompts, "use": _own(config, config.rollout.prompts["use"])}
+    return build_policy(spec, {reward.name: reward.weight for reward in rewards})
 
 
 def make_objective(config: Config) -> Objective:

@@ -197,6 +197,9 @@ def _task(where: str, path: str) -> Iterator[str]:
 def _parts(values: Values) -> Iterator[str]:
     """Unknown parts and options; of own code only whether its file is there."""
     from jaxgrpo import advantages, losses, rewards
+    from jaxgrpo.policies import build_policy
+
+    weights = {r.name or short_name(r.use): r.weight for r in values.get("rewards", ())} or None
 
     def advantage(part: Mapping[str, Any]) -> None:
         advantages.build([part])
@@ -225,6 +228,7 @@ def _parts(values: Values) -> Iterator[str]:
         "loss.surrogate": losses.build_surrogate,
         "loss.reduction": reduction,
         "loss.kl": losses.build_penalty,
+        "rollout.prompts": lambda part: build_policy(part, weights),
     }
     for where, build in builders.items():
         if part := values.get(where):

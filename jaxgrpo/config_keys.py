@@ -131,6 +131,7 @@ class RolloutKeys:
     max_completion_tokens: int = key(at_least=1)
     temperature: float = key(1.0, above=0)
     segment_tokens: int = key(64, at_least=1)  # decoded between two looks at what has ended
+    prompts: Part = part("sequential")  # the policy that chooses what is sampled next
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -223,7 +224,7 @@ class Config:
     def own_files(self) -> tuple[Path, ...]:
         """The files of own code that it names, each once."""
         parts = [*(self.advantage or ()), self.loss.surrogate, self.loss.reduction]
-        parts += [self.loss.kl] if self.loss.kl else []
+        parts += [self.rollout.prompts, *([self.loss.kl] if self.loss.kl else [])]
         names = [reward.use for reward in self.rewards] + [part["use"] for part in parts]
         names += [self.method["use"]] if self.method else []
         return tuple(dict.fromkeys(Path(file) for name in names if (file := file_of(name))))

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.sharding import Mesh
@@ -15,6 +16,8 @@ from jax.sharding import Mesh
 from jaxgrpo import sharding
 from jaxgrpo.gathering import gather_json
 from jaxgrpo.io.conversations import for_rewards
+from jaxgrpo.metrics import mean, merge
+from jaxgrpo.preparation import Prepared
 from jaxgrpo.prompts import PromptPolicy, make_prompts
 from jaxgrpo.rewarding import Reward
 from jaxgrpo.rewards import (
@@ -55,6 +58,34 @@ def make_selector(
         return put_prompts(mesh, prompts), dataclasses.replace(state, cursor=after)
 
     return select
+
+
+def make_observer(
+    policy: PromptPolicy,
+    num_prompts: int,
+    prepare: Callable[[TrainState, Rollouts], tuple[TrainState, Prepared]],
+) -> Callable[[TrainState, Rollouts], tuple[TrainState, Prepared]]:
+    """`prepare`, which then shows the prompt policy every group that it was given.
+
+    Here, and not as a function of its own, since a loop that forgot to call it would train on with
+    a policy that learns nothing.
+    """
+
+    def prepare_and_observe(state: TrainState, rollouts: Rollouts) -> tuple[TrainState, Prepared]:
+        before = state.prompt_policy_state
+        state, prepared = prepare(state, rollouts)
+        if policy.chance is not None:
+            step, cursor = sharding.to_host((state.step, state.cursor))
+            logged = {
+                "prompts/eligible": policy.chance(before, num_prompts).mean(),
+                "prompts/skipped": cursor - (step + 1) * num_prompts,
+            }
+            more = {name: mean(jnp.float32(value)) for name, value in logged.items()}
+            prepared = prepared._replace(metrics=merge(prepared.metrics, more))
+        after = policy.observe(before, rollouts)
+        return dataclasses.replace(state, prompt_policy_state=after), prepared
+
+    return prepare_and_observe
 
 
 def decode_texts(tokenizer: Any, tokens: np.ndarray, mask: np.ndarray) -> list[str]:

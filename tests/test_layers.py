@@ -35,7 +35,7 @@ def words(text: str) -> frozenset[str]:
 
 BASE = words("types metrics errors names")
 CORE = words("advantages losses logprobs diagnostics")
-FAST = words("sharding packing sampling prompts")
+FAST = words("sharding packing sampling prompts policies")
 STEPS = words("steps optimizers parts preparation")
 HOST = words("io rewards tasks")
 TOP = words(

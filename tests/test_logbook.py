@@ -32,6 +32,7 @@ def failing(tmp_path_factory):
         "eval.scorer": "arithmetic",
         "run.samples_every": 2,
         "tracking.wandb": {"project": "p", "mode": "offline"},
+        "rollout.prompts": {"use": "no_positive_resampling"},
     }
     config = small_run.config(folder, **changes)
     out = io.StringIO()

@@ -28,9 +28,11 @@ from jaxgrpo.advantages.masks import (
     mask_zero_variance,
 )
 from jaxgrpo.advantages.passk import contrastive_pairs, leave_one_out_pass_at_k, max_minus_second
+from jaxgrpo.advantages.running import divide_by_running_scale, ema_baseline
 from jaxgrpo.advantages.several import combine, dvao
 from jaxgrpo.advantages.streams import per_reward, stream, sum_rewards, sum_scored
 from jaxgrpo.advantages.tokens import to_tokens
+from jaxgrpo.advantages.tracked import mask_difficulty_band, subtract_tracked_success
 from jaxgrpo.advantages.weights import (
     shrink_rare_success,
     weight_by_absolute_advantage,
@@ -50,9 +52,12 @@ __all__ = [
     "divide_by_batch_std",
     "divide_by_group_mean",
     "divide_by_group_std",
+    "divide_by_running_scale",
     "dvao",
+    "ema_baseline",
     "evaluate",
     "leave_one_out_pass_at_k",
+    "mask_difficulty_band",
     "mask_group_difficulty",
     "mask_low_variance",
     "mask_truncated",
@@ -72,6 +77,7 @@ __all__ = [
     "subtract_group_median",
     "subtract_leave_one_out_mean",
     "subtract_length_weighted_mean",
+    "subtract_tracked_success",
     "sum_rewards",
     "sum_scored",
     "to_tokens",

@@ -12,9 +12,11 @@ from jaxgrpo.advantages import (
     length,
     masks,
     passk,
+    running,
     several,
     streams,
     tokens,
+    tracked,
     weights,
 )
 from jaxgrpo.advantages import recipes as methods
@@ -59,6 +61,10 @@ parts: dict[str, Factory] = _by_name(
     weights.shrink_rare_success,
     weights.weight_by_absolute_advantage,
     weights.weight_by_learnability,
+    running.ema_baseline,
+    running.divide_by_running_scale,
+    tracked.subtract_tracked_success,
+    tracked.mask_difficulty_band,
     tokens.to_tokens,
 )
 recipes: dict[str, Factory] = _by_name(
@@ -80,4 +86,6 @@ recipes: dict[str, Factory] = _by_name(
     methods.rlcr,
     methods.dapo,
     methods.scale_rl,
+    methods.ema,
+    methods.spo,
 )

@@ -12,8 +12,6 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from jaxgrpo.advantages import spec_of
-
 TOLERANCE = {np.float64: 1e-12, np.float32: 2e-5}
 compiled = jax.jit(laws.run_all)
 
@@ -100,7 +98,7 @@ def test_state_keeps_structure_and_dtype_and_a_step_is_traced_once(dtype):
         }
 
     states = {
-        label: whole.init(spec_of(laws.make_rollouts(dtype)))
+        label: laws.first_state(whole, laws.make_rollouts(dtype))
         for label, whole in laws.chains().items()
     }
     for seed in range(3):

@@ -11,6 +11,7 @@ from jaxgrpo.advantages.recipes.passk import passk
 from jaxgrpo.advantages.recipes.peers import like_trl, like_verl
 from jaxgrpo.advantages.recipes.scale import dapo, scale_rl
 from jaxgrpo.advantages.recipes.several import dvao, gdpo, rlcr
+from jaxgrpo.advantages.recipes.tracked import ema, spo
 
 __all__ = [
     "asymmetric",
@@ -18,6 +19,7 @@ __all__ = [
     "dapo",
     "dr_grpo",
     "dvao",
+    "ema",
     "gdpo",
     "grpo",
     "like_trl",
@@ -31,4 +33,5 @@ __all__ = [
     "rloo",
     "scale_rl",
     "sign",
+    "spo",
 ]

@@ -1,0 +1,287 @@
+"""Parts that remember every row of the data: success estimates, used before this batch enters.
+
+A baseline or filter that had seen its own sample would be biased, so each part reads its state
+first and updates it afterwards. State is saved with the run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from jaxgrpo.advantages import stats
+from jaxgrpo.advantages.base import AdvantageTransform, Scheduled, at_step, read, read_field
+from jaxgrpo.advantages.running import check_share, replace_value, zeros
+from jaxgrpo.errors import InputError
+from jaxgrpo.metrics import Metrics, mean
+from jaxgrpo.types import Rollouts, RolloutSpec, Signal
+
+
+def subtract_tracked_success(
+    keep: Scheduled = 0.96,
+    drift: str | None = None,
+    half_life: float = 0.06,
+    low: float = 0.875,
+    high: float = 0.96,
+    initial: float | str = 0.5,
+    count: float = 8.0,
+) -> AdvantageTransform:
+    """Subtracts the tracked success rate of each prompt's own row.
+
+        a[p, g] = r[p, g] - v[row p],   v = alpha / (alpha + beta)    from before this batch
+        alpha <- rho alpha + sum_g r[p, g],   beta <- rho beta + sum_g (1 - r[p, g])
+
+    With n scored samples and N = alpha + beta that is v <- v + n (mean_g r - v) / (rho N + n): the
+    rewards' mean with n new observations in a memory of 1 / (1 - rho) visits. One sample per
+    prompt is the paper's case; the samples of a group are observations of one policy, so a visit
+    forgets once, however many they are. A row drawn twice in a batch is visited twice, in the
+    order of the prompts; both are judged by the v of before. A group without a scored sample is no
+    visit. Rewards outside [0, 1] are tracked alike; v is then no probability but still their mean.
+
+    Args:
+      keep: rho, the share of old counts that a visit keeps, in [0, 1]; a number or a function of
+        the step. Not read where `drift` is given.
+      drift: a field [P], how far the policy has moved on the prompt since its last visit (the
+        paper: the mean absolute difference of log-probs on the last completion). Then
+        rho = clip(2^(-drift / half_life), low, high); where it is not finite, high.
+      half_life: the drift that halves the counts, in nats.
+      low, high: bounds of rho under `drift`.
+      initial: v of a row before its first visit: a number, or a field [P] such as a data column
+        of success rates measured beforehand (the paper measures 8 samples per prompt); 0.5 where
+        the field is not finite.
+      count: N of a row before its first visit, in samples; above 0.
+
+    Signal: [P, G] -> [P, G], mask unchanged.  State: alpha, beta [rows], 0 before the first visit.
+    Raises: InputError on a stream of data, whose rows never return.
+    Metrics: estimate, the mean v; kept, the mean rho of the visits.
+    Source: SPO, arXiv 2509.13232; its code keeps only the last of two visits in a batch.
+    """
+    _check_tracker(keep, half_life, low, high, initial, count)
+    tracker = _Tracker(keep, drift, half_life, low, high, initial, count)
+    return AdvantageTransform(
+        "subtract_tracked_success",
+        tracker.init,
+        tracker.update,
+        needs=frozenset(name for name in (drift, initial) if isinstance(name, str)),
+        levels=(2,),
+        ordered=True,
+    )
+
+
+class _Tracker(NamedTuple):
+    """The options of `subtract_tracked_success`, and what it does with them."""
+
+    keep: Scheduled
+    drift: str | None
+    half_life: float
+    low: float
+    high: float
+    initial: float | str
+    count: float
+
+    def init(self, spec: RolloutSpec) -> dict[str, Array]:
+        rows = _num_rows("subtract_tracked_success", spec)
+        return {"alpha": zeros((rows,)), "beta": zeros((rows,))}
+
+    def update(self, signal: Signal, state: Any, rollouts: Rollouts) -> tuple[Signal, Any, Metrics]:
+        row = read("subtract_tracked_success", rollouts, "row")
+        alpha, beta = self._before(state, row, rollouts)
+        estimate = alpha / (alpha + beta)
+        value = stats.widen(signal.value)
+        after = replace_value(signal, value - estimate[:, None].astype(value.dtype))
+        rho = self._kept(row, rollouts, alpha.dtype)
+        success, number = (x.astype(alpha.dtype) for x in _sums(signal.value, signal.mask))
+        visited = number > 0
+        new = _visit(state, row, visited, rho, (alpha, beta), (success, number - success))
+        return after, new, {"estimate": mean(estimate, visited), "kept": mean(rho, visited)}
+
+    def _before(self, state: Any, row: Array, rollouts: Rollouts) -> tuple[Array, Array]:
+        """alpha and beta of each prompt's row, [P], with the prior where it was never visited."""
+        alpha, beta = state["alpha"][row], state["beta"][row]
+        prior = _per_prompt(self.initial, rollouts, row, alpha.dtype)
+        prior = jnp.where(jnp.isfinite(prior), prior, 0.5)
+        fresh = (alpha == 0) & (beta == 0)
+        return (
+            jnp.where(fresh, self.count * prior, alpha),
+            jnp.where(fresh, self.count * (1 - prior), beta),
+        )
+
+    def _kept(self, row: Array, rollouts: Rollouts, dtype: Any) -> Array:
+        """rho of each prompt, [P]."""
+        if self.drift is None:
+            rho = jnp.asarray(at_step(self.keep, rollouts, dtype), dtype)
+            return jnp.broadcast_to(rho, row.shape)
+        drift = _per_prompt(self.drift, rollouts, row, dtype)
+        rho = jnp.clip(jnp.exp2(-drift / self.half_life), self.low, self.high)
+        return jnp.where(jnp.isfinite(drift), rho, self.high)
+
+
+def mask_difficulty_band(
+    low: float = 0.125,
+    high: float = 0.875,
+    threshold: Scheduled = 0.5,
+    prior: tuple[float, float] = (0.5, 0.5),
+    keep: Scheduled = 1.0,
+) -> AdvantageTransform:
+    """Masks the groups of rows whose running success estimate is outside a band.
+
+        estimate = (successes + a0) / (samples + a0 + b0)    of the row, from before this batch
+        kept where low <= estimate <= high
+
+    Rare successes on prompts that are too hard are lucky ones, and the largest advantages. The
+    estimate drifts as the policy learns, so a row comes and goes; what is masked is still counted.
+    A row not seen yet is at a0 / (a0 + b0). No group in the band is legal: a step without a live
+    sample moves nothing. low = 0, high = 1 masks nothing.
+
+    Args:
+      low, high: the band of success rates, 0 <= low <= high <= 1.
+      threshold: the lowest value that is a success; a number or a function of the step.
+      prior: a0, b0, successes and failures that every row is thought to have had; above 0.
+      keep: share of the old counts that a batch keeps for the rows in it, in [0, 1]; 1 counts
+        everything ever seen.
+
+    Signal: [P, G] -> [P, G], mask cut.  Put it on rewards, before any baseline.
+    State: successes, samples [rows].  Raises: InputError on a stream of data.
+    Metrics: masked_groups, the share of groups with a sample that went; too_hard, too_easy, the
+    shares below and above.
+    Source: ours; that overly hard samples hurt: arXiv 2605.28388.
+    """
+    _check_band(low, high, prior, keep)
+
+    def init(spec: RolloutSpec) -> dict[str, Array]:
+        rows = _num_rows("mask_difficulty_band", spec)
+        return {"successes": zeros((rows,)), "samples": zeros((rows,))}
+
+    def update(signal: Signal, state: Any, rollouts: Rollouts) -> tuple[Signal, Any, Metrics]:
+        row = read("mask_difficulty_band", rollouts, "row")
+        successes, samples = state["successes"][row], state["samples"][row]
+        estimate = ((successes + prior[0]) / (samples + sum(prior)))[:, None]
+        hard, easy = estimate < low, estimate > high
+        success = signal.value >= at_step(threshold, rollouts, signal.value.dtype)
+        new = _count(state, row, at_step(keep, rollouts, samples.dtype), success, signal.mask)
+        scored = signal.mask.any(axis=1, keepdims=True)
+        after = dataclasses.replace(signal, mask=signal.mask & ~(hard | easy))
+        shares = {"masked_groups": hard | easy, "too_hard": hard, "too_easy": easy}
+        return after, new, {key: mean(share, scored) for key, share in shares.items()}
+
+    return AdvantageTransform("mask_difficulty_band", init, update, levels=(2,))
+
+
+@jax.jit  # called outside of one, the scan's levels would be a small program each
+def _visit(
+    state: dict[str, Array],
+    row: Array,
+    visited: Array,
+    rho: Array,
+    old: tuple[Array, Array],
+    new: tuple[Array, Array],
+) -> dict[str, Array]:
+    """x[row p] <- rho[p] x[row p] + new[p] for one prompt p after the other, without a loop.
+
+    Such steps compose: (rho, a) then (rho', a') is (rho rho', rho' a + a'). Sorted by row, a scan
+    that begins anew at each row leaves the whole composition at the row's last prompt.
+
+    Args:
+      old: alpha and beta of each prompt's row, [P]; equal for prompts of one row.
+      new: what a visit adds, [P].
+    """
+    number = state["alpha"].shape[0]
+    row = jnp.where(visited, row, number)  # sorted to the end, and dropped by the scatter
+    order = jnp.argsort(row, stable=True)
+    row = row[order]
+    differs = row[1:] != row[:-1]
+    one = jnp.ones(1, bool)
+    begins, ends = jnp.concatenate([one, differs]), jnp.concatenate([differs, one])
+
+    def compose(left: Any, right: Any) -> Any:
+        (begin, rho, a, b), (begins_anew, rho_2, a_2, b_2) = left, right
+        return (
+            begin | begins_anew,
+            jnp.where(begins_anew, rho_2, rho * rho_2),
+            jnp.where(begins_anew, a_2, rho_2 * a + a_2),
+            jnp.where(begins_anew, b_2, rho_2 * b + b_2),
+        )
+
+    steps = (begins, rho[order], new[0][order], new[1][order])
+    _, kept, alpha, beta = jax.lax.associative_scan(compose, steps)
+    at = jnp.where(ends, row, number)
+    after = {
+        "alpha": kept * old[0][order] + alpha,
+        "beta": kept * old[1][order] + beta,
+    }
+    return {name: state[name].at[at].set(value, mode="drop") for name, value in after.items()}
+
+
+def _count(state: Any, row: Array, keep: Any, success: Array, mask: Array) -> dict[str, Array]:
+    """Adds successes and samples to their rows; rows met in this batch keep a share of theirs."""
+    dtype = state["samples"].dtype
+
+    def by_row(value: Array) -> Array:
+        empty = jnp.zeros(state["samples"].shape, dtype)
+        return empty.at[row].add(value.astype(dtype), mode="drop")
+
+    won, number = _sums(success.astype(dtype), mask)
+    added = by_row(number)
+    share = jnp.where(added > 0, keep, jnp.ones((), dtype))
+    return {
+        "successes": share * state["successes"] + by_row(won),
+        "samples": share * state["samples"] + added,
+    }
+
+
+def _sums(value: Array, mask: Array) -> tuple[Array, Array]:
+    """Sum and number of the unmasked values of each group, [P]."""
+    total = jnp.where(mask, stats.widen(value), 0).sum(axis=1)
+    return total, stats.count(mask)[:, 0]
+
+
+def _per_prompt(given: float | str, rollouts: Rollouts, row: Array, dtype: Any) -> Array:
+    """A number, or a field [P], as [P]."""
+    if not isinstance(given, str):
+        return jnp.full(row.shape, given, dtype)
+    name = "subtract_tracked_success"
+    value = read_field(name, given, rollouts)
+    if value.shape != row.shape:
+        raise InputError(
+            f"{name} reads the field {given!r} with shape {value.shape}, expected [P] = {row.shape}"
+        )
+    return value.astype(dtype)
+
+
+def _num_rows(name: str, spec: RolloutSpec) -> int:
+    if spec.num_rows is None:
+        raise InputError(
+            f"{name} remembers every row of the data set, but this is a stream whose rows do not"
+            " return: train on a data set of known size, or begin with"
+            " init(spec_of(rollouts, num_rows=...)); ema_baseline needs no rows"
+        )
+    return spec.num_rows
+
+
+def _check_tracker(
+    keep: Scheduled, half_life: float, low: float, high: float, initial: float | str, count: float
+) -> None:
+    name = "subtract_tracked_success"
+    check_share(name, "keep", keep)
+    if not 0 <= low <= high <= 1:
+        raise InputError(f"{name}: low = {low}, high = {high}: expected 0 <= low <= high <= 1")
+    for option, value in {"half_life": half_life, "count": count}.items():
+        if not value > 0:
+            raise InputError(f"{name}: {option} = {value}, expected above 0")
+    if not isinstance(initial, str) and not 0 <= initial <= 1:
+        raise InputError(
+            f"{name}: initial = {initial}, expected a rate in [0, 1] or a field's name"
+        )
+
+
+def _check_band(low: float, high: float, prior: tuple[float, float], keep: Scheduled) -> None:
+    name = "mask_difficulty_band"
+    if not 0 <= low <= high <= 1:
+        raise InputError(f"{name}: low = {low}, high = {high}: expected 0 <= low <= high <= 1")
+    if len(prior) != 2 or not min(prior) > 0:
+        raise InputError(f"{name}: prior = {prior}, expected two counts above 0")
+    check_share(name, "keep", keep)
