@@ -33,9 +33,9 @@ def group_metrics(
 
     the last two as in `jensen_gap`, where a success is a reward above 0; NaN in a step with fewer
     prompts than samples per group. For rewards in {0, 1}, all scored, the measured share is their
-    sum. Further: reward (mean over samples), reward_std (mean over groups of the n - 1 deviation), and each
-    reward's own rewards/NAME/mean and std (n - 1, over all samples) and the share that it could
-    not score, rewards/NAME/unscored.
+    sum. Further: reward (mean over samples), reward_std (mean over groups of the n - 1 deviation),
+    each reward's own rewards/NAME/mean and std (n - 1, over all samples) and the share that it
+    could not score, rewards/NAME/unscored.
     Shapes: each reward [P, G].
     """
     total, mask = _summed(rewards, weights)
@@ -200,9 +200,9 @@ def jensen_gap(
         gap       measured - iid; G = 2: twice the variance of the prompts' success rates
 
     All three are unbiased for prompts drawn at random: the first for E_x[p_x^G + (1 - p_x)^G], the
-    second for p^G + (1 - p)^G at p = E_x p_x, which the mean rate of a batch put in `iid_flat_share`
-    overestimates. Products over *distinct* prompts are unbiased because those are independent. The
-    gap of one step is noisy and may be negative; take its mean over steps.
+    second for p^G + (1 - p)^G at p = E_x p_x. `iid_flat_share` of a batch's mean rate overestimates
+    that; products over *distinct* prompts do not, because those are independent. The gap of one
+    step is noisy and may be negative; take its mean over steps.
 
     Args:
       correct, samples: successes c and samples n per prompt. Prompts with fewer than G samples are
