@@ -40,8 +40,8 @@ STEPS = words("steps optimizers parts preparation")
 HOST = words("io rewards tasks")
 TOP = words(
     "__init__ __main__ alarms assembly beginning cli config config_checks config_keys"
-    " config_reading console doctor evaluation exporting from_python gathering inference inputs"
-    " logbook planning quickstart reports rewarding rollouts runtime training warmstart"
+    " config_reading console doctor evaluation explaining exporting from_python gathering inference"
+    " inputs logbook planning quickstart reports rewarding rollouts runtime training warmstart"
 )
 LAYERS = (
     Layer(BASE, BASE, words("jax jaxtyping")),

@@ -150,11 +150,12 @@ def spec_of(rollouts: Rollouts, num_rows: int | None = None) -> RolloutSpec:
 def _run(
     name: str, steps: Steps, signal: Any, state: Any, rollouts: Rollouts
 ) -> tuple[Signal, Any, Metrics]:
-    last, after = signal, {}
+    after: dict[str, Any] = {}
     metrics: Metrics = {}
-    for key, last, after[key], reported in _walk(name, steps, signal, state, rollouts):
+    for key, left, after[key], reported in _walk(name, steps, signal, state, rollouts):
+        signal = left
         metrics |= {f"{key}/{metric}": value for metric, value in reported.items()}
-    return jax.lax.stop_gradient((_single(name, last), after, metrics))
+    return jax.lax.stop_gradient((_single(name, signal), after, metrics))
 
 
 def _walk(
