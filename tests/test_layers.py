@@ -167,7 +167,7 @@ def test_a_file_in_no_row_is_found():
 
 @pytest.mark.parametrize(
     "file",
-    [file for top in ("jaxgrpo", "tests", "examples", "benchmarks")
+    [file for top in ("jaxgrpo", "tests", "examples", "benchmarks", "docs")
      for file in sorted((REPOSITORY / top).rglob("*.py"))],
     ids=lambda file: str(file.relative_to(REPOSITORY)),
 )  # fmt: skip
