@@ -118,7 +118,7 @@ def test_what_the_command_prints_is_what_the_documents_show(
 @pytest.mark.slow
 def test_the_pages_step_with_memory_trains_from_toml_and_resumes_bit_for_bit(page, tmp_path):
     (code,) = [block for block in blocks(page, "python") if "def running_baseline" in block]
-    code = code[: code.index("\njg.advantages")]
+    code = code[: code.index("\nmine = ")]
     imports = "import dataclasses\nimport jax.numpy as jnp\nimport jaxgrpo as jg\n"
     (tmp_path / "my_advantages.py").write_text(imports + code)
 
