@@ -19,9 +19,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxgrpo.advantages import build, chains, registry
+from jaxgrpo.advantages import AdvantageTransform, build, compute, registry
 from jaxgrpo.advantages.building import plain_rollouts
 from jaxgrpo.errors import InputError
+from jaxgrpo.types import Signal
 
 FOLDER = Path(__file__).resolve().parent
 SAMPLES = 4
@@ -71,13 +72,13 @@ def fields() -> dict[str, np.ndarray]:
     }
 
 
-def run(name: str, rows: slice = slice(None)) -> chains.Stage:
+def run(name: str, rows: slice = slice(None)) -> Signal:
     """What a recipe, in its first step, leaves of the groups."""
     rewards = REWARDS.get(name, {"reward": SUCCESS})
     given = {key: value[rows] for key, value in fields().items()}
     rollouts, spec = plain_rollouts({k: value[rows] for k, value in rewards.items()}, **given)
     whole = build(name)
-    return chains.trace(whole, rollouts, whole.init(spec))[-1]
+    return compute(whole, rollouts, whole.init(spec))[0]
 
 
 def table(recipes: Mapping[str, Callable[..., Any]] = registry.recipes) -> str:
@@ -89,7 +90,7 @@ def _row(name: str, factory: Callable[..., Any]) -> str:
     whole = build(name)
     chain = " → ".join(f"`{key}`" for key, _ in whole.steps)
     try:
-        signal = run(name).signal
+        signal = run(name)
         outcomes = [outcome(signal, group) for group in (0, SAMPLES, 1)]
         judged = _judged_by(name, whole, signal)
     except InputError as error:
@@ -98,7 +99,7 @@ def _row(name: str, factory: Callable[..., Any]) -> str:
     return f"| {' | '.join(cell.replace('|', '/') or '–' for cell in cells)} |"
 
 
-def outcome(signal: Any, group: int) -> str:
+def outcome(signal: Signal, group: int) -> str:
     """The advantages of one group in words, equal neighbours together."""
     value, mask = np.asarray(signal.value)[group], np.asarray(signal.mask)[group]
     if not mask.any():
@@ -124,9 +125,9 @@ def _number(value: np.ndarray, mask: np.ndarray) -> str:
     return each[0] if len(set(each)) == 1 else f"({' '.join(each)})"
 
 
-def _judged_by(name: str, whole: Any, signal: Any) -> str:
+def _judged_by(name: str, whole: AdvantageTransform, signal: Signal) -> str:
     """What an advantage depends on, found out by leaving the other groups out."""
-    alone = run(name, slice(1, 2)).signal
+    alone = run(name, slice(1, 2))
     together = np.asarray(signal.value)[1]
     batch = not np.allclose(np.asarray(alone.value)[0], together, atol=1e-5)
     said = "batch" if batch else "group" if whole.relative else "sample"

@@ -7,7 +7,7 @@ import importlib.util
 import re
 import subprocess
 
-import numpy as np
+import jax.numpy as jnp
 import pytest
 import small_run
 
@@ -51,8 +51,8 @@ def test_every_recipe_says_where_it_is_from_and_when_to_use_it(maker, name):
 
 
 def test_outcomes_tell_zero_from_left_out_and_equal_neighbours_together(maker):
-    value = np.array([[0, 0, 0], [0, 0, 0], [1.5, -0.5, -0.5], [0, 0, 2]])
-    mask = np.array([[1, 1, 1], [0, 0, 0], [1, 1, 1], [0, 1, 1]], bool)
+    value = jnp.array([[0, 0, 0], [0, 0, 0], [1.5, -0.5, -0.5], [0, 0, 2]])
+    mask = jnp.array([[1, 1, 1], [0, 0, 0], [1, 1, 1], [0, 1, 1]], bool)
     words = [maker.outcome(Signal(value=value, mask=mask), group) for group in range(4)]
     assert words == ["0", "left out", "+1.5, 2 × -0.5", "·, 0, +2"]
     tokens = Signal(value=value[None], mask=mask[None])
