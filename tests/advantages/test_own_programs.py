@@ -1,4 +1,4 @@
-"""Chains in other people's programs: under shard_map, stage by stage, and nothing but arithmetic."""
+"""Chains in other people's programs: under shard_map, stage by stage, without calls to the host."""
 
 from __future__ import annotations
 
