@@ -55,7 +55,7 @@ def fields() -> dict[str, np.ndarray]:
     return {
         **dict.fromkeys(same, -token),
         "token_mask": token.astype(bool),
-        "completion_tokens": np.broadcast_to(np.arange(TOKENS), token.shape),
+        "completion_tokens": np.arange(token.size).reshape(token.shape),  # all texts differ
         "truncated": np.zeros_like(SUCCESS, bool),
         "token_entropy": token,
         "token_value": 0 * token,
@@ -126,19 +126,25 @@ def _number(value: np.ndarray, mask: np.ndarray) -> str:
 
 
 def _judged_by(name: str, whole: AdvantageTransform, signal: Signal) -> str:
-    """What an advantage depends on, found out by leaving the other groups out."""
-    alone = run(name, slice(1, 2))
-    together = np.asarray(signal.value)[1]
-    batch = not np.allclose(np.asarray(alone.value)[0], together, atol=1e-5)
-    said = "batch" if batch else "group" if whole.relative else "sample"
+    """What an advantage depends on.
+
+    On the batch, if it changes where the other groups are left out; else on its group, if a sample
+    of the same reward and place gets another one in another group.
+    """
+    value = np.asarray(signal.value)
+    alone = np.asarray(run(name, slice(1, 2)).value)[0]
+    same = [(value[0, -1], value[1, -1]), (value[1, 0], value[SAMPLES, 0])]
+    batch = not np.allclose(alone, value[1], atol=1e-5)
+    group = not all(np.allclose(one, other, atol=1e-5) for one, other in same)
+    said = "batch" if batch else "group" if group else "sample"
     _, spec = plain_rollouts(REWARDS.get(name, {"reward": SUCCESS}), **fields())
     return f"{said}, memory" if jax.tree.leaves(whole.init(spec)) else said
 
 
 def _paragraph(factory: Callable[..., Any], opening: str) -> str:
-    """The paragraph of the docstring that begins so, without its opening, on one line."""
+    """What follows an opening in the docstring, up to the end of the paragraph, on one line."""
     doc = inspect.getdoc(factory) or ""
-    found = re.search(rf"^{opening}(.*?)(?=\n\n|\n[A-Z]\w+: |\Z)", doc, re.DOTALL | re.MULTILINE)
+    found = re.search(rf"{opening}(.*?)(?=\n\n|\n[A-Z]\w+:|\Z)", doc, re.DOTALL)
     return " ".join(found[1].split()) if found else ""
 
 
