@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -229,23 +228,19 @@ def _product_of_distinct(
 ) -> Float[Array, ""]:
     """The mean, over all sets of `number` usable entries, of the product of the set.
 
-    With S_k(j) this mean for sets of k among the first j, entry x_j either is in the set or not:
-    S_k(j) = (j - k) / j S_k(j - 1) + k / j x_j S_{k - 1}(j - 1). Every step is a weighted mean, so
-    nothing overflows or cancels, whatever the number of prompts.
+    With E_k(j) the sum over sets of k among the first j of N, and T_k(j) = E_k(j) / C(N, k):
+    T_k(j) = k / (N - k + 1) sum_{i <= j} x_i T_{k - 1}(i - 1), and T_k(N) is the mean. All terms
+    are positive and all T at most 1: nothing overflows or cancels, however many prompts there are.
     """
-    sizes = jnp.arange(number + 1, dtype=value.dtype)
+    value = jnp.where(usable, value, 0)
+    total = usable.sum().astype(value.dtype)
 
-    def add(carry: tuple[Array, Array], entry: tuple[Array, Array]) -> tuple[Any, None]:
-        seen, means = carry
-        one, counts = entry
-        after = seen + 1
-        smaller = jnp.concatenate([jnp.zeros_like(means[:1]), means[:-1]])
-        updated = ((after - sizes) * means + sizes * one * smaller) / after
-        return (jnp.where(counts, after, seen), jnp.where(counts, updated, means)), None
+    def larger(sets: Array, means: Array) -> Array:
+        size = sets.astype(value.dtype)
+        sums = jnp.cumsum(value * means[:-1]) * (size / jnp.maximum(total - size + 1, 1))
+        return jnp.concatenate([jnp.zeros_like(sums[:1]), sums])
 
-    first = (jnp.zeros_like(sizes[0]), (sizes == 0).astype(value.dtype))
-    (_, means), _ = jax.lax.scan(add, first, (value, usable))
-    return means[number]
+    return jax.lax.fori_loop(1, number + 1, larger, jnp.ones_like(value, shape=len(value) + 1))[-1]
 
 
 def _drawn_alike(alike: Int[Array, "P"], samples: Int[Array, "P"], draws: int) -> Float[Array, "P"]:
