@@ -98,6 +98,9 @@ def explain(
     fields = fields or {}
     missing = sorted(whole.needs - {*fields, *rewards})
     if missing:
+        of_tokens = any(FIELDS[field].shape == PER_TOKEN for field in missing if field in FIELDS)
+        if of_tokens and "token_mask" not in fields:
+            missing.append("token_mask")
         raise InputError(_missing(name, missing))
     rollouts, spec = building.plain_rollouts(rewards, **fields)
     try:

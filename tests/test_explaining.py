@@ -31,7 +31,7 @@ def judged():
         "judged",
         lambda spec: (),
         lambda signal, state, rollouts: (signal, state, {}),
-        needs=frozenset({"answer_logp", "doubt"}),
+        needs=frozenset({"answer_logp", "doubt", "base_logp"}),
     )
 '''
 
@@ -149,6 +149,9 @@ def test_everything_that_is_needed_is_named_with_how_to_give_it(capsys, own):
         " --field answer_logp='[[...], ...]'" in message
     )
     assert "  doubt: a reward, or a column of the data: --field doubt=0.5,1,0,0" in message
+    # What is given for each token says nothing without the tokens.
+    assert "  base_logp [P, G, T], log-prob under the original policy" in message
+    assert "  token_mask [P, G, T]" in message
     message = said(capsys, "to_tokens", "--rewards", "1,0", code=2)
     assert "--lengths 3,2,4,1 (tokens of each sample)" in message
     message = said(capsys, "mask_truncated", "--rewards", "1,0", code=2)
