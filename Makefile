@@ -4,7 +4,7 @@ BIN := .venv/bin
 INSTALL := $(BIN)/python -m pip install -c constraints.txt
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: help quickstart test-fast test test-all lint clean
+.PHONY: help quickstart test-fast test test-all lint docs clean
 
 help:
 	@echo "make quickstart  build a small base model, train it with GRPO, evaluate both"
@@ -12,6 +12,7 @@ help:
 	@echo "make test        lint and all tests but those of test-all; what CI runs"
 	@echo "make test-all    every test, with reliability, large compilations and learning"
 	@echo "make lint        ruff and pyright"
+	@echo "make docs        compute what the docs say of the recipes"
 	@echo "make clean       remove caches and builds; the environment and runs/ stay"
 
 quickstart: .venv/.run-time
@@ -30,6 +31,9 @@ lint: .venv/.tests
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
+
+docs: .venv/.run-time
+	$(BIN)/python docs/make_advantages.py
 
 clean:
 	rm -rf .cache .pytest_cache .ruff_cache build dist *.egg-info

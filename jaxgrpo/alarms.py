@@ -34,7 +34,7 @@ class Rule(NamedTuple):
     """A threshold: raised where the mean of `metric` over the last `steps` steps is above it."""
 
     name: str
-    metric: str  # one "*" stands for the name of a reward
+    metric: str  # one "*" stands for the name of a reward, or of a step of the chain
     above: float
     says: str  # {value} is the mean, {star} what "*" stands for
     remedy: str
@@ -90,6 +90,15 @@ RULES = (
         0.1,
         "the reward {star} could not score {value:.0%} of completions",
         "see which in samples/ (null) and mend the reward, or the columns it reads",
+    ),
+    Rule(
+        "refused",
+        "*/refused",
+        0.0,
+        "{star} left out {value:.2g} of the samples: their reward is neither 0 nor 1",
+        "give its option threshold, the lowest reward that is a success, or weigh the rewards so "
+        "that their sum is 0 or 1",
+        steps=1,
     ),
     Rule(
         "identical",
@@ -205,7 +214,8 @@ def _thresholds(state: State) -> dict[str, str]:
     holds = {}
     for rule in RULES:
         for metric in _names(rule.metric, state.recent):
-            star = metric.removeprefix("rewards/").removesuffix("/unscored")
+            before, _, behind = rule.metric.partition("*")
+            star = metric.removeprefix(before).removesuffix(behind)
             name = f"{rule.name} {star}" if "*" in rule.metric else rule.name
             values = [_number(line, metric) for line in state.recent[-rule.steps :]]
             known = [value for value in values if value is not None]

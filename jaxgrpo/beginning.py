@@ -15,7 +15,7 @@ model.path = "base"               # a Hugging Face folder, or owner/name on the 
 data.path = "data.jsonl"          # also .csv, .parquet, a folder, owner/name on the hub
 data.prompt = "{question}="       # a column, or text with {columns} in it
 rewards = [{ use = "reward.py:correct" }]  # your function, in the file beside this one
-recipe = "grpo"                   # or dr_grpo, sign; or your own chain: advantage = [...]
+recipe = "grpo"                   # jaxgrpo advantages lists others; your own: advantage = [...]
 optimizer.learning_rate = 3e-4    # this model is tiny; 1e-6 is usual for billions of parameters
 rollout.prompts_per_step = 16     # prompts of a step ...
 rollout.group_size = 8            # ... with so many samples each

@@ -107,6 +107,13 @@ def _report(arguments: argparse.Namespace) -> int | None:
     return reports.report(arguments.run, text=arguments.text)
 
 
+def _advantages(arguments: argparse.Namespace) -> int | None:
+    from jaxgrpo import explaining
+
+    given = (arguments.rewards, arguments.option, arguments.field, arguments.lengths)
+    return explaining.main(arguments.name, *given, as_json=arguments.json)
+
+
 def _doctor(arguments: argparse.Namespace) -> int | None:
     from jaxgrpo import doctor
 
@@ -141,8 +148,27 @@ def _parser() -> argparse.ArgumentParser:
 
     _add_inference(commands)
     _add_runs(commands)
+    _add_advantages(commands)
     _add_set_up(commands)
     return parser
+
+
+def _add_advantages(commands: argparse._SubParsersAction) -> None:
+    shown = commands.add_parser(
+        "advantages", help="list recipes and parts, or show what one does step by step"
+    )
+    shown.add_argument("name", nargs="?", metavar="NAME|FILE.py:FUNCTION")
+    for option, metavar, text in (
+        ("--rewards", "[NAME=]R,R,...", "a group of rewards, nan: not scored; again for more"),
+        ("--option", "KEY=VALUE", "of the recipe or part, as --option ddof=0"),
+        ("--field", "NAME=VALUE", "what it reads beside rewards: truncated=0,0,0,1, or JSON"),
+        ("--lengths", "N,N,...", "tokens of each sample, for what acts on tokens"),
+    ):
+        shown.add_argument(
+            option, nargs="+", action="extend", default=[], metavar=metavar, help=text
+        )
+    shown.add_argument("--json", action="store_true", help="print it as JSON")
+    shown.set_defaults(command=_advantages)
 
 
 def _add_set_up(commands: argparse._SubParsersAction) -> None:

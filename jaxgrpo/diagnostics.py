@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Bool, Float, Int
@@ -25,11 +26,15 @@ def group_metrics(
         groups/all_fail  flat, and the reward is 0 or below
         groups/all_pass  flat, and the reward is above 0
         groups/mixed     not flat
-        frac_reward_zero_std  flat (TRL's name)
+        frac_reward_zero_std  flat (TRL's name): the measured degeneracy
+        groups/flat_iid       what that share would be if all prompts were equally hard
+        groups/jensen_gap     by how much it is larger because they are not
 
-    and reward (mean over samples), reward_std (mean over groups of the n - 1 deviation), and each
-    reward's own rewards/NAME/mean and std (n - 1, over all samples) and the share that it could
-    not score, rewards/NAME/unscored.
+    the last two as in `jensen_gap`, where a success is a reward above 0; NaN in a step with fewer
+    prompts than samples per group. For rewards in {0, 1}, all scored, the measured share is their
+    sum. Further: reward (mean over samples), reward_std (mean over groups of the n - 1 deviation),
+    each reward's own rewards/NAME/mean and std (n - 1, over all samples) and the share that it
+    could not score, rewards/NAME/unscored.
     Shapes: each reward [P, G].
     """
     total, mask = _summed(rewards, weights)
@@ -37,6 +42,8 @@ def group_metrics(
     _, high = stats.extremes(total, mask)
     scored = mask.any(axis=1, keepdims=True)
     own = [_own_metrics(name, reward) for name, reward in rewards.items()]
+    correct = (mask & (total > 0)).sum(1, dtype=jnp.int32)
+    _, iid, gap = jensen_gap(correct, mask.sum(1, dtype=jnp.int32), mask.shape[1])
     return functools.reduce(merge, own) | {
         "reward": mean(total, mask),
         "reward_std": mean(stats.std(total, mask, ddof=1), scored),
@@ -44,6 +51,8 @@ def group_metrics(
         "groups/all_fail": mean(flat & (high <= 0), scored),
         "groups/all_pass": mean(flat & (high > 0), scored),
         "groups/mixed": mean(~flat, scored),
+        "groups/flat_iid": mean(iid, jnp.isfinite(iid)),
+        "groups/jensen_gap": mean(gap, jnp.isfinite(gap)),
     }
 
 
@@ -94,6 +103,48 @@ def live_groups(value: Array, mask: Array) -> Metrics:
     return {"live_groups": mean(live.any(tuple(range(1, live.ndim))))}
 
 
+def advantage_metrics(
+    advantage: Array,
+    mask: Array,
+    rewards: Mapping[str, Array],
+    weights: Mapping[str, float] | None = None,
+    success_rate: Float[Array, "P"] | None = None,
+    below: float = 0.125,
+) -> Metrics:
+    """How large advantages are, and who owns them.
+
+        advantage/abs_max      the largest |A|
+        advantage/lucky_share  sum of |A| over lucky single successes / sum of |A|
+        advantage/flat_share   sum of |A| over samples of flat groups / sum of |A|
+
+    A lucky single success is the only sample of its group that succeeded (weighted sum of the
+    rewards above 0) while another scored one failed. |A| of a sample is the mean over its
+    unmasked tokens. The shares are NaN where all advantages are 0.
+
+    Args:
+      success_rate: what was known of each prompt before this step: then only prompts below `below`
+        count as lucky. None: all of them.
+
+    Shapes: advantage and mask [P, G] or [P, G, T], as a chain returns them; rewards [P, G].
+    Source: the rare accidental success as exemplar, arXiv 2605.28388; the metric is ours.
+    """
+    size = jnp.where(mask, jnp.abs(stats.widen(advantage)), 0)
+    largest = maximum(size)
+    if size.ndim == 3:
+        size = stats.mean(size, mask, axis=2)[..., 0]
+    total, scored = _summed(rewards, weights)
+    success = scored & (total > 0)
+    alone = (stats.count(success) == 1) & (stats.count(scored) > 1)
+    if success_rate is not None:
+        alone = alone & (success_rate < below)[:, None]
+    owned = {"lucky": success & alone, "flat": scored & stats.is_flat(total, scored)}
+    metrics: Metrics = {"advantage/abs_max": largest}
+    for name, samples in owned.items():
+        share = Mean(total=jnp.where(samples, size, 0).sum(), weight=size.sum())
+        metrics[f"advantage/{name}_share"] = share
+    return metrics
+
+
 def pass_at_k(correct: Int[Array, "P"], samples: Int[Array, "P"], k: int) -> Float[Array, "P"]:
     """The probability that k samples hold a success, unbiased, from `correct` of `samples`.
 
@@ -136,6 +187,60 @@ def flat_share(
     """
     all_pass = _drawn_alike(correct, samples, group_size)
     return all_pass + _drawn_alike(samples - correct, samples, group_size)
+
+
+def jensen_gap(
+    correct: Int[Array, "P"], samples: Int[Array, "P"], group_size: int
+) -> tuple[Float[Array, ""], Float[Array, ""], Float[Array, ""]]:
+    """The share of flat groups, what it were were all prompts equally hard, and the difference.
+
+        measured  mean_x (C(c_x, G) + C(n_x - c_x, G)) / C(n_x, G)
+        iid       mean over all sets of G prompts of prod c_x / n_x, plus the same of failures
+        gap       measured - iid; G = 2: twice the variance of the prompts' success rates
+
+    All three are unbiased for prompts drawn at random: the first for E_x[p_x^G + (1 - p_x)^G], the
+    second for p^G + (1 - p)^G at p = E_x p_x. `iid_flat_share` of a batch's mean rate overestimates
+    that; products over *distinct* prompts do not, because those are independent. The gap of one
+    step is noisy and may be negative; take its mean over steps.
+
+    Args:
+      correct, samples: successes c and samples n per prompt. Prompts with fewer than G samples are
+        left out of all three, so that they speak of the same prompts.
+      group_size: G, static, at least 1.
+
+    Returns: NaN where no prompt has G samples; iid and gap where fewer than G prompts have them.
+    Source: Gradient starvation, arXiv 2605.07689, for the gap; the estimators are ours.
+    """
+    usable = samples >= group_size
+    flat = flat_share(correct, samples, group_size)
+    number = usable.sum()
+    measured = jnp.where(usable, flat, 0).sum() / jnp.maximum(number, 1).astype(flat.dtype)
+    rate = correct.astype(flat.dtype) / jnp.maximum(samples, 1).astype(flat.dtype)
+    wins = _product_of_distinct(rate, usable, group_size)
+    losses = _product_of_distinct(1 - rate, usable, group_size)
+    iid = jnp.where(number >= group_size, wins + losses, jnp.nan)
+    measured = jnp.where(number > 0, measured, jnp.nan)
+    return measured, iid, measured - iid
+
+
+def _product_of_distinct(
+    value: Float[Array, "P"], usable: Bool[Array, "P"], number: int
+) -> Float[Array, ""]:
+    """The mean, over all sets of `number` usable entries, of the product of the set.
+
+    With E_k(j) the sum over sets of k among the first j of N, and T_k(j) = E_k(j) / C(N, k):
+    T_k(j) = k / (N - k + 1) sum_{i <= j} x_i T_{k - 1}(i - 1), and T_k(N) is the mean. All terms
+    are positive and all T at most 1: nothing overflows or cancels, however many prompts there are.
+    """
+    value = jnp.where(usable, value, 0)
+    total = usable.sum().astype(value.dtype)
+
+    def larger(sets: Array, means: Array) -> Array:
+        size = sets.astype(value.dtype)
+        sums = jnp.cumsum(value * means[:-1]) * (size / jnp.maximum(total - size + 1, 1))
+        return jnp.concatenate([jnp.zeros_like(sums[:1]), sums])
+
+    return jax.lax.fori_loop(1, number + 1, larger, jnp.ones_like(value, shape=len(value) + 1))[-1]
 
 
 def _drawn_alike(alike: Int[Array, "P"], samples: Int[Array, "P"], draws: int) -> Float[Array, "P"]:

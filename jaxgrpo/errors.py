@@ -12,6 +12,18 @@ class InputError(ValueError):
     """
 
 
+class NotGiven(InputError):
+    """Something is read that nobody gave.
+
+    Args:
+      name: of the field or attribute that is missing.
+    """
+
+    def __init__(self, name: str, message: str):
+        self.name = name
+        super().__init__(message)
+
+
 class ConfigError(InputError):
     """Everything that is wrong with a config, in one message.
 

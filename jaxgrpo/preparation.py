@@ -13,8 +13,8 @@ import numpy as np
 from jax import Array
 
 from jaxgrpo import advantages, packing, sharding
-from jaxgrpo.diagnostics import completion_metrics, group_metrics
-from jaxgrpo.metrics import Metrics, maximum, mean, merge
+from jaxgrpo.diagnostics import advantage_metrics, completion_metrics, group_metrics
+from jaxgrpo.metrics import Metrics, mean, merge
 from jaxgrpo.models.api import Constrain
 from jaxgrpo.packing import Geometry
 from jaxgrpo.parts import Parts, forward, micro_batch
@@ -167,7 +167,9 @@ def _judge(parts: Parts, state: Any, rollouts: Rollouts) -> _Judged:
     else:
         # The dead carry no penalty, so that leaving them out changes nothing.
         weight = jnp.where(live[..., None], weight, 0)
-    metrics = merge(metrics, _rollout_metrics(rollouts, live, advantage, parts.reward_weights))
+    metrics = merge(
+        metrics, _rollout_metrics(rollouts, live, advantage, mask, parts.reward_weights)
+    )
     per_sample = advantage.sum(-1) / jnp.maximum(mask.sum(-1), 1)
     everywhere = sharding.replicated(parts.mesh)
     state, live, per_sample, metrics = jax.lax.with_sharding_constraint(
@@ -177,16 +179,20 @@ def _judge(parts: Parts, state: Any, rollouts: Rollouts) -> _Judged:
 
 
 def _rollout_metrics(
-    rollouts: Rollouts, live: Array, advantage: Array, weights: Mapping[str, float] | None
+    rollouts: Rollouts,
+    live: Array,
+    advantage: Array,
+    mask: Array,
+    weights: Mapping[str, float] | None,
 ) -> Metrics:
     """Metrics of rewards and completions, under TRL's names where TRL has one."""
     tokens = rollouts.token_mask
     metrics: Metrics = {
-        "advantage/abs_max": maximum(jnp.abs(advantage)),
         "live_samples": mean(live),
         "live_groups": mean(live.any(-1)),
         "live_tokens": mean(live[..., None], tokens),
     }
+    metrics |= advantage_metrics(advantage, mask, rollouts.rewards, weights)
     metrics |= completion_metrics(rollouts.completion_tokens, tokens, rollouts.truncated)
     return metrics | group_metrics(rollouts.rewards, weights)
 

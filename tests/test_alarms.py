@@ -74,6 +74,14 @@ def test_rewards_that_cannot_score_are_told_apart():
     assert state.active == {"unscored judge"}
 
 
+def test_rewards_that_sign_refuses_are_said_at_once_with_the_option_that_helps():
+    _, (alarm,) = replay(lines("sign/refused", [0.25, 0.25]))
+    assert (alarm.name, alarm.step) == ("refused sign", 1)
+    assert alarm.text.startswith("sign left out 0.25 of the samples: their reward is neither 0 nor")
+    assert "give its option threshold" in alarm.text
+    assert given(lines("sign/refused", [0.0, 0.0])) == []
+
+
 @pytest.mark.parametrize("missing", [None, math.nan, math.inf, "absent"])
 def test_a_step_without_the_number_neither_raises_nor_clears(missing):
     history = lines("kl", [2.0, missing, 2.0, 2.0, 2.0, missing, 2.0])

@@ -11,10 +11,12 @@ import numpy as np
 import pytest
 
 from jaxgrpo.diagnostics import (
+    advantage_metrics,
     completion_metrics,
     flat_share,
     group_metrics,
     iid_flat_share,
+    jensen_gap,
     live_groups,
     pass_at_k,
 )
@@ -152,3 +154,130 @@ def test_the_gap_to_equal_prompts_is_twice_the_variance_for_pairs():
     predicted = iid_flat_share(jnp.float32(rates.mean()), 2)
     assert real - float(predicted) == pytest.approx(2 * rates.var(), abs=1e-6)
     np.testing.assert_allclose(iid_flat_share(jnp.float32(0.25), 4), 0.75**4 + 0.25**4, rtol=1e-6)
+
+
+def binomial(n, p):
+    return np.array([math.comb(n, c) * p**c * (1 - p) ** (n - c) for c in range(n + 1)])
+
+
+def mean_over_outcomes(chances, samples, group_size):
+    """E of (measured, iid, gap) over all counts of successes, prompt by prompt independent."""
+    outcomes = np.array(list(itertools.product(range(samples + 1), repeat=len(chances))))
+    chance = np.prod([row[outcomes[:, j]] for j, row in enumerate(chances)], axis=0)
+    with jax.enable_x64(True):
+        run = jax.vmap(lambda c: jensen_gap(c, jnp.full_like(c, samples), group_size))
+        parts = jax.jit(run)(jnp.asarray(outcomes, jnp.int32))
+    return [float(chance @ np.asarray(part)) for part in parts]
+
+
+@pytest.mark.parametrize(("prompts", "samples", "group_size"), [(3, 2, 2), (4, 5, 3), (5, 4, 4)])
+def test_degeneracy_and_its_gap_are_unbiased_over_all_outcomes(prompts, samples, group_size):
+    """Prompts drawn from three kinds of different difficulty: the mean is the closed form."""
+    random = np.random.default_rng(samples)
+    rates, kinds = random.beta(0.4, 0.6, 3), random.dirichlet(np.ones(3))
+    drawn = sum(kind * binomial(samples, p) for kind, p in zip(kinds, rates, strict=True))
+    measured, iid, gap = mean_over_outcomes([drawn] * prompts, samples, group_size)
+    real = kinds @ (rates**group_size + (1 - rates) ** group_size)
+    p = kinds @ rates
+    alike = p**group_size + (1 - p) ** group_size
+    np.testing.assert_allclose([measured, iid, gap], [real, alike, real - alike], atol=1e-12)
+    assert gap > 0.01
+    if group_size == 2:
+        assert gap == pytest.approx(2 * (kinds @ (rates - p) ** 2), abs=1e-12)
+
+
+def test_for_pairs_the_gap_is_twice_the_sample_variance_of_given_prompts():
+    rates = np.array([0.0, 0.3, 0.9, 0.5])
+    measured, iid, gap = mean_over_outcomes([binomial(3, p) for p in rates], 3, 2)
+    assert gap == pytest.approx(2 * rates.var(ddof=1), abs=1e-12)
+    assert measured == pytest.approx(np.mean(rates**2 + (1 - rates) ** 2), abs=1e-12)
+    pairs = [p * q + (1 - p) * (1 - q) for p, q in itertools.combinations(rates, 2)]
+    assert iid == pytest.approx(np.mean(pairs), abs=1e-12)
+
+
+def test_prompts_with_too_few_samples_leave_the_gap_and_too_few_prompts_give_none():
+    correct, samples = jnp.array([4, 1, 0, 3]), jnp.array([4, 2, 3, 4])
+    whole = jensen_gap(correct[jnp.array([0, 2, 3])], samples[jnp.array([0, 2, 3])], 3)
+    np.testing.assert_allclose(jensen_gap(correct, samples, 3), whole, rtol=1e-6)
+    measured, iid, gap = jensen_gap(correct, samples, 4)  # two prompts, and four are needed
+    assert float(measured) == pytest.approx((1 + 0) / 2)
+    assert np.isnan([iid, gap]).all()
+    assert np.isnan(jensen_gap(correct, samples, 5)).all()
+    np.testing.assert_allclose(jensen_gap(correct, samples, 1), [1, 1, 0], atol=1e-6)
+
+
+def test_the_gap_stays_in_range_for_many_prompts_and_large_groups():
+    correct = jnp.asarray(np.random.default_rng(0).binomial(64, 0.9, 2000), jnp.int32)
+    measured, iid, _ = jax.jit(jensen_gap, static_argnums=2)(correct, jnp.full(2000, 64), 64)
+    assert float(iid) == pytest.approx(0.9**64, rel=0.1)  # 0.0012
+    assert float(measured) == pytest.approx((np.asarray(correct) == 64).mean())
+    assert jensen_gap(jnp.full(50, 8), jnp.full(50, 8), 8)[1] == pytest.approx(1, abs=1e-5)
+
+
+def test_of_a_step_measured_degeneracy_is_what_difficulty_and_chance_add_up_to():
+    reward = np.random.default_rng(1).binomial(1, [[0.1], [0.9], [0.5], [0.1], [1.0]], (5, 4))
+    metrics = results(jax.jit(group_metrics)({"reward": jnp.asarray(reward, jnp.float32)}))
+    total = metrics["groups/flat_iid"] + metrics["groups/jensen_gap"]
+    assert total == pytest.approx(metrics["frac_reward_zero_std"], abs=1e-6)
+    rate = reward.mean(1)
+    sets = list(itertools.combinations(range(5), 4))
+    iid = np.mean([np.prod(rate[[*one]]) + np.prod(1 - rate[[*one]]) for one in sets])
+    assert metrics["groups/flat_iid"] == pytest.approx(iid, abs=1e-6)
+    few = results(group_metrics({"reward": jnp.zeros((2, 4))}))
+    assert math.isnan(few["groups/flat_iid"])
+    assert math.isnan(few["groups/jensen_gap"])
+
+
+def test_pass_at_k_counts_the_draws_that_hold_a_success():
+    for n, k in [(8, 3), (12, 5), (20, 2)]:
+        for c in (0, 1, n // 2, n):
+            draws = [min(draw) < c for draw in itertools.combinations(range(n), k)]
+            value = pass_at_k(jnp.array([c]), jnp.array([n]), k)
+            np.testing.assert_allclose(value, [np.mean(draws)], atol=1e-6)
+
+
+REWARD = jnp.array(
+    [
+        [0.0, 0.0, 1.0, 0.0],  # one success among failures: lucky
+        [1.0, 0.0, 1.0, 0.0],
+        [0.0, 0.0, 0.0, 0.0],
+        [NAN, NAN, 1.0, NAN],  # alone: nothing to compare with, and flat
+        [1.0, 0.0, NAN, NAN],  # lucky too
+    ]
+)
+ADVANTAGE = jnp.array(
+    [
+        [-0.5, -0.5, 1.5, -0.5],
+        [1.0, -1.0, 1.0, -1.0],
+        [-1.0, -1.0, -1.0, -1.0],
+        [9.0, 0.0, 2.0, 0.0],  # the 9 is masked
+        [0.5, -0.5, 0.0, 0.0],
+    ]
+)
+SCORED = jnp.isfinite(REWARD)
+
+
+def test_lucky_single_successes_and_flat_groups_own_their_share_of_the_advantage():
+    run = jax.jit(advantage_metrics)
+    shares = results(run(ADVANTAGE, SCORED, {"reward": REWARD}))
+    total = 3 + 4 + 4 + 2 + 1
+    assert shares["advantage/lucky_share"] == pytest.approx((1.5 + 0.5) / total)
+    assert shares["advantage/flat_share"] == pytest.approx((4 + 2) / total)
+    assert shares["advantage/abs_max"] == 2
+    hard = results(
+        run(ADVANTAGE, SCORED, {"reward": REWARD}, None, jnp.array([0.1, 0.1, 0.1, 0.1, 0.125]))
+    )
+    assert hard["advantage/lucky_share"] == pytest.approx(1.5 / total)
+    nothing = results(run(0 * ADVANTAGE, SCORED, {"reward": REWARD}))
+    assert math.isnan(nothing["advantage/lucky_share"])
+    assert nothing["advantage/abs_max"] == 0
+
+
+def test_a_sample_owns_the_mean_over_its_tokens_whatever_its_length():
+    tokens = jnp.arange(3) < jnp.array([1, 3, 2, 0])[:, None]
+    wide = jnp.where(tokens, ADVANTAGE[..., None], 7.0)
+    mask = SCORED[..., None] & tokens
+    shares = results(advantage_metrics(wide, mask, {"reward": REWARD}))
+    total = (3 - 0.5) + (4 - 1) + (4 - 1) + 2 + 1  # the last sample has no token
+    assert shares["advantage/lucky_share"] == pytest.approx(2 / total)
+    assert shares["advantage/flat_share"] == pytest.approx((3 + 2) / total)

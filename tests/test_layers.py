@@ -40,8 +40,8 @@ STEPS = words("steps optimizers parts preparation")
 HOST = words("io rewards tasks")
 TOP = words(
     "__init__ __main__ alarms assembly beginning cli config config_checks config_keys"
-    " config_reading console doctor evaluation exporting from_python gathering inference inputs"
-    " logbook planning quickstart reports rewarding rollouts runtime training warmstart"
+    " config_reading console doctor evaluation explaining exporting from_python gathering inference"
+    " inputs logbook planning quickstart reports rewarding rollouts runtime training warmstart"
 )
 LAYERS = (
     Layer(BASE, BASE, words("jax jaxtyping")),
@@ -167,7 +167,7 @@ def test_a_file_in_no_row_is_found():
 
 @pytest.mark.parametrize(
     "file",
-    [file for top in ("jaxgrpo", "tests", "examples", "benchmarks")
+    [file for top in ("jaxgrpo", "tests", "examples", "benchmarks", "docs")
      for file in sorted((REPOSITORY / top).rglob("*.py"))],
     ids=lambda file: str(file.relative_to(REPOSITORY)),
 )  # fmt: skip

@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple
 import jax.numpy as jnp
 from jax import Array
 
-from jaxgrpo.errors import InputError
+from jaxgrpo.errors import NotGiven
 from jaxgrpo.metrics import Metric, Metrics
 from jaxgrpo.names import suggest
 from jaxgrpo.types import Rollouts, RolloutSpec, Signal
@@ -81,23 +81,24 @@ def transform(
 
 
 def read(name: str, rollouts: Rollouts, attribute: str) -> Array:
-    """An attribute of the rollouts. Raises: InputError where it was not given (plain arrays)."""
+    """An attribute of the rollouts. Raises: NotGiven where it was not (plain arrays)."""
     value = getattr(rollouts, attribute)
     if value is None:
-        raise InputError(f"{name} reads {attribute}, which was not given: pass {attribute}=...")
+        message = f"{name} reads {attribute}, which was not given: pass {attribute}=..."
+        raise NotGiven(attribute, message)
     return value
 
 
 def read_field(name: str, field: str, rollouts: Rollouts) -> Array:
     """A field of the rollouts, or a reward, by the name that a part `needs`.
 
-    Raises: InputError where neither bears it.
+    Raises: NotGiven, an InputError, where neither bears it.
     """
     for table in (rollouts.fields, rollouts.rewards):
         if field in table:
             return table[field]
     known = {*rollouts.fields, *rollouts.rewards}
-    raise InputError(f"{name} needs the field {field!r}: {suggest(field, known)}")
+    raise NotGiven(field, f"{name} needs the field {field!r}: {suggest(field, known)}")
 
 
 def at_step(value: Scheduled, rollouts: Rollouts, dtype: Any) -> Any:

@@ -16,7 +16,7 @@ from jaxgrpo.advantages.chains import chain, compute, spec_of
 from jaxgrpo.advantages.registry import parts, recipes
 from jaxgrpo.errors import InputError
 from jaxgrpo.names import call, find
-from jaxgrpo.types import Rollouts
+from jaxgrpo.types import Rollouts, RolloutSpec
 
 Step = AdvantageTransform | Callable[..., Any] | Mapping[str, Any] | str
 """A transform, a function, or {"use": name or either of them, option: value, ...}."""
@@ -82,6 +82,14 @@ def evaluate(
     >>> advantage.tolist()
     [[0.5, -0.5, -0.5, 0.5], [0.0, 0.0, 0.0, 0.0]]
     """
+    rollouts, spec = plain_rollouts(rewards, mask, **fields)
+    whole = build(recipe, options)
+    signal, _, _ = compute(whole, rollouts, whole.init(spec))
+    return signal.value, signal.mask
+
+
+def plain_rollouts(rewards: Any, mask: Any = None, **fields: Any) -> tuple[Rollouts, RolloutSpec]:
+    """Rollouts, and their spec, that hold what `evaluate` was given and nothing else."""
     named = rewards if isinstance(rewards, Mapping) else {"reward": rewards}
     given = {name: jnp.asarray(value) for name, value in fields.items()}
     attributes = dict.fromkeys(Rollouts.__dataclass_fields__)
@@ -92,14 +100,12 @@ def evaluate(
         "rewards": {name: _reward(name, value, mask) for name, value in named.items()},
         "fields": {name: value for name, value in given.items() if name not in attributes},
     }
-    rollouts, whole = Rollouts(**everything), build(recipe, options)
+    rollouts = Rollouts(**everything)
     spec = spec_of(rollouts)
     if rollouts.row is None:
         row = jnp.arange(spec.num_prompts, dtype=jnp.int32)
         rollouts = dataclasses.replace(rollouts, row=row)
-    spec = spec._replace(num_rows=_num_rows(rollouts.row))
-    signal, _, _ = compute(whole, rollouts, whole.init(spec))
-    return signal.value, signal.mask
+    return rollouts, spec._replace(num_rows=_num_rows(rollouts.row))
 
 
 def _num_rows(row: Array) -> int:

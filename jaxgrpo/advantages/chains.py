@@ -8,15 +8,15 @@ so no step can bring a sample back.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from jaxgrpo.advantages.base import AdvantageTransform, Streams, read_field, transform
 from jaxgrpo.errors import InputError
-from jaxgrpo.metrics import Metrics
+from jaxgrpo.metrics import Metric, Metrics
 from jaxgrpo.types import Rollouts, RolloutSpec, Signal
 
 Steps = tuple[tuple[str, AdvantageTransform], ...]
@@ -105,6 +105,28 @@ def compute(
     return signal, state, dict(metrics)
 
 
+class Stage(NamedTuple):
+    """What left one step of a chain."""
+
+    name: str  # of the step
+    signal: Signal | Streams
+    metrics: Metrics
+
+
+def trace(whole: AdvantageTransform, rollouts: Rollouts, state: Any = None) -> list[Stage]:
+    """As `compute`, and every stage on the way: the rewards first, then what each step left.
+
+    For looking at: `jaxgrpo advantages NAME --rewards 1,0,0,0` prints it.
+    """
+    whole = whole if whole.steps else chain(whole)
+    if state is None:
+        state = whole.init(spec_of(rollouts))
+    stages = [Stage("rewards", start(rollouts), {})]
+    for key, signal, _, metrics in _walk(whole.name, whole.steps, start(rollouts), state, rollouts):
+        stages.append(Stage(key, signal, dict(metrics)))
+    return stages
+
+
 def spec_of(rollouts: Rollouts, num_rows: int | None = None) -> RolloutSpec:
     """The sizes and names of rollouts that are already there.
 
@@ -128,21 +150,31 @@ def spec_of(rollouts: Rollouts, num_rows: int | None = None) -> RolloutSpec:
 def _run(
     name: str, steps: Steps, signal: Any, state: Any, rollouts: Rollouts
 ) -> tuple[Signal, Any, Metrics]:
-    _check_state(name, steps, state)
-    after, widened_by = dict(state), "to_tokens"
+    after: dict[str, Any] = {}
     metrics: Metrics = {}
+    for key, left, after[key], reported in _walk(name, steps, signal, state, rollouts):
+        signal = left
+        metrics |= {f"{key}/{metric}": value for metric, value in reported.items()}
+    return jax.lax.stop_gradient((_single(name, signal), after, metrics))
+
+
+def _walk(
+    name: str, steps: Steps, signal: Any, state: Any, rollouts: Rollouts
+) -> Iterator[tuple[str, Any, Any, Mapping[str, Metric]]]:
+    """(name of the step, signal or streams, state, metrics) after each step."""
+    _check_state(name, steps, state)
+    widened_by = "to_tokens"
     for key, step in steps:
         if step.kind == "signal->signal":
             signal = _single(name, signal)
         _check_fields(key, step, rollouts)
         _check_level(key, step, signal, widened_by)
         before = signal
-        signal, after[key], reported = step.update(before, state[key], rollouts)
+        signal, after, reported = step.update(before, state[key], rollouts)
         signal = _settle(key, before, signal)
         if isinstance(signal, Signal) and signal.value.ndim > _rank(before):
             widened_by = key
-        metrics |= {f"{key}/{metric}": value for metric, value in reported.items()}
-    return jax.lax.stop_gradient((_single(name, signal), after, metrics))
+        yield key, signal, after, reported
 
 
 def _named(transforms: tuple[Any, ...]) -> Steps:

@@ -11,6 +11,9 @@ from jaxgrpo.advantages.recipes.weighing import Weights, weighted_sum
 def sign(threshold: Scheduled | None = None, weights: Weights | None = None) -> AdvantageTransform:
     """Sum, then +1 for a success and -1 for a failure; flat groups keep their signal.
 
+    Use it when most groups are flat (`frac_reward_zero_std`): with few samples per prompt, or with
+    prompts that nearly always fail.
+
     Args:
       threshold: the lowest sum that is a success; None: sums must be 0 or 1.
 

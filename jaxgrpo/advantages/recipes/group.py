@@ -20,6 +20,8 @@ def grpo(
 
         a[p, g] = (r[p, g] - mean_g r) / (std_g r + eps), exactly 0 in flat groups
 
+    Use it when prompts are of middle difficulty, and as what the others are compared with.
+
     Args:
       eps: added to the standard deviation, in units of reward.
       ddof: 1 divides the variance by n - 1 (TRL, verl), 0 by n.
@@ -39,6 +41,8 @@ def dr_grpo(weights: Weights | None = None) -> AdvantageTransform:
     """Sum, then subtract the group mean: no division, so hard prompts are not blown up.
 
         a[p, g] = r[p, g] - mean_g r
+
+    Use it when few samples of a hard prompt succeed: their advantage stays below 1.
 
     Source: Liu et al. 2025, arXiv 2503.20783. Its loss divides by a constant: reduction
     `constant(length)`.

@@ -1,0 +1,189 @@
+"""Computes the table of recipes in docs/advantages.md, and names them in docs/configuration.md.
+
+    python docs/make_advantages.py     (make docs)
+
+Each recipe is run on one batch with a group of 4 for every number of successes, 0 to 4. Paper and
+"use it when" come from the recipe's docstring: "Source: ... arXiv 2402.03300", and a paragraph that
+begins "Use it when".
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxgrpo.advantages import AdvantageTransform, build, compute, registry
+from jaxgrpo.advantages.building import plain_rollouts
+from jaxgrpo.errors import InputError
+from jaxgrpo.types import Signal
+
+FOLDER = Path(__file__).resolve().parent
+SAMPLES = 4
+TOKENS = 2
+HEADER = (
+    "| recipe | chain | paper | judged by | all fail | all pass | 1 of 4 right | use it when |",
+    "|---|---|---|---|---|---|---|---|",
+)
+SUCCESS = (np.arange(SAMPLES) < np.arange(SAMPLES + 1)[:, None]).astype(np.float32)
+"""[5, 4]: row n has n successes."""
+
+REWARDS: dict[str, dict[str, np.ndarray]] = {
+    "rlcr": {
+        "accuracy": SUCCESS,
+        "brier": np.full_like(SUCCESS, 0.75),  # every sample says that it is sure to one half
+        "format": np.ones_like(SUCCESS),
+    }
+}
+"""Rewards of recipes that want them by name; the others get SUCCESS as their only one."""
+
+
+def fields() -> dict[str, np.ndarray]:
+    """On-policy samples of two tokens: all policies agree; right answers are judged likelier."""
+    prompts, samples = SUCCESS.shape
+    token = np.ones((prompts, samples, TOKENS), np.float32)
+    tree = np.broadcast_to(np.arange(samples) // 2, SUCCESS.shape)
+    leaf = np.broadcast_to(3 + np.arange(samples), SUCCESS.shape)
+    answer = np.stack([SUCCESS - 1.5, np.full_like(SUCCESS, -0.2)], -1)
+    same = ("behavior_logp", "trainer_logp", "reference_logp", "base_logp")
+    return {
+        **dict.fromkeys(same, -token),
+        "token_mask": token.astype(bool),
+        "completion_tokens": np.arange(token.size).reshape(token.shape),  # all texts differ
+        "truncated": np.zeros_like(SUCCESS, bool),
+        "token_entropy": token,
+        "token_value": 0 * token,
+        "planning": token.astype(bool) & (np.arange(TOKENS) == 0),
+        "token_depth": np.broadcast_to(np.arange(TOKENS) + 1, token.shape),
+        "answer_logp": answer,
+        "answer_mask": np.ones((prompts, 2), bool),
+        "masked_answer_logp": np.full((prompts, 2), -1.0, np.float32),
+        "rubric": np.ones_like(SUCCESS),
+        "classes": np.broadcast_to(np.arange(samples), SUCCESS.shape),
+        "tree": tree,
+        "ancestors": np.stack([0 * tree, 1 + tree, leaf], -1),
+        "row": np.arange(prompts),
+    }
+
+
+def run(name: str, rows: slice = slice(None)) -> Signal:
+    """What a recipe, in its first step, leaves of the groups."""
+    rewards = REWARDS.get(name, {"reward": SUCCESS})
+    given = {key: value[rows] for key, value in fields().items()}
+    rollouts, spec = plain_rollouts({k: value[rows] for k, value in rewards.items()}, **given)
+    whole = build(name)
+    return compute(whole, rollouts, whole.init(spec))[0]
+
+
+def table(recipes: Mapping[str, Callable[..., Any]] = registry.recipes) -> str:
+    """The table of all recipes, in Markdown."""
+    return "\n".join([*HEADER, *(_row(name, recipes[name]) for name in sorted(recipes))])
+
+
+def _row(name: str, factory: Callable[..., Any]) -> str:
+    whole = build(name)
+    chain = " → ".join(f"`{key}`" for key, _ in whole.steps)
+    try:
+        signal = run(name)
+        outcomes = [outcome(signal, group) for group in (0, SAMPLES, 1)]
+        judged = _judged_by(name, whole, signal)
+    except InputError as error:
+        outcomes, judged = [f"needs more: {str(error).partition(':')[0]}", "", ""], ""
+    cells = [f"`{name}`", chain, paper(factory), judged, *outcomes, use_when(factory)]
+    return f"| {' | '.join(cell.replace('|', '/') or '–' for cell in cells)} |"
+
+
+def outcome(signal: Signal, group: int) -> str:
+    """The advantages of one group in words, equal neighbours together."""
+    value, mask = np.asarray(signal.value)[group], np.asarray(signal.mask)[group]
+    if not mask.any():
+        return "left out"
+    samples = [_number(one, there) for one, there in zip(value, mask, strict=True)]
+    if len(set(samples)) == 1:
+        return samples[0] if samples[0] == "0" else f"{samples[0]} each"
+    parts: list[list[Any]] = []
+    for sample in samples:
+        if parts and parts[-1][0] == sample:
+            parts[-1][1] += 1
+        else:
+            parts.append([sample, 1])
+    return ", ".join(f"{count} × {text}" if count > 1 else text for text, count in parts)
+
+
+def _number(value: np.ndarray, mask: np.ndarray) -> str:
+    """One sample: a number, or one for each token where they differ; · where masked."""
+    each = [
+        f"{number:+.3g}" if number else "0" if there else "·"
+        for number, there in zip(np.atleast_1d(value), np.atleast_1d(mask), strict=True)
+    ]
+    return each[0] if len(set(each)) == 1 else f"({' '.join(each)})"
+
+
+def _judged_by(name: str, whole: AdvantageTransform, signal: Signal) -> str:
+    """What an advantage depends on.
+
+    On the batch, if it changes where the other groups are left out; else on its group, if a sample
+    of the same reward and place gets another one in another group.
+    """
+    value = np.asarray(signal.value)
+    alone = np.asarray(run(name, slice(1, 2)).value)[0]
+    same = [(value[0, -1], value[1, -1]), (value[1, 0], value[SAMPLES, 0])]
+    batch = not np.allclose(alone, value[1], atol=1e-5)
+    group = not all(np.allclose(one, other, atol=1e-5) for one, other in same)
+    said = "batch" if batch else "group" if group else "sample"
+    _, spec = plain_rollouts(REWARDS.get(name, {"reward": SUCCESS}), **fields())
+    return f"{said}, memory" if jax.tree.leaves(whole.init(spec)) else said
+
+
+def _paragraph(factory: Callable[..., Any], opening: str) -> str:
+    """What follows an opening in the docstring, up to the end of the paragraph, on one line."""
+    doc = inspect.getdoc(factory) or ""
+    found = re.search(rf"{opening}(.*?)(?=\n\n|\n[A-Z]\w+:|\Z)", doc, re.DOTALL)
+    return " ".join(found[1].split()) if found else ""
+
+
+def paper(factory: Callable[..., Any]) -> str:
+    """Links to the papers of "Source:"; without a number, its first sentence."""
+    source = _paragraph(factory, "Source:")
+    numbers = dict.fromkeys(re.findall(r"arXiv:? ?(\d{4}\.\d{4,5})", source))
+    links = [f"[{number}](https://arxiv.org/abs/{number})" for number in numbers]
+    return ", ".join(links) or re.split(r"[.;:] ", source)[0].rstrip(".")
+
+
+def use_when(factory: Callable[..., Any]) -> str:
+    """What "Use it when" goes on with."""
+    return _paragraph(factory, "Use it when").rstrip(".")
+
+
+def _between(text: str, opening: str, closing: str, content: str) -> str:
+    before, found, rest = text.partition(opening)
+    _, closed, after = rest.partition(closing)
+    if not found or not closed:
+        raise SystemExit(f"there is no {opening} ... {closing} to write between")
+    return f"{before}{opening}{content}{closing}{after}"
+
+
+def pages() -> dict[Path, str]:
+    """Every page with a computed part -> what it should hold."""
+    names = ", ".join(f"`{name}`" for name in sorted(registry.recipes))
+    written = {
+        "advantages.md": ("<!-- table -->\n", "\n<!-- end of table -->", table()),
+        "configuration.md": ("<!-- recipes -->", "<!-- end -->", names),
+    }
+    return {
+        FOLDER / name: _between((FOLDER / name).read_text(), *markers)
+        for name, markers in written.items()
+    }
+
+
+if __name__ == "__main__":
+    for path, text in pages().items():
+        changed = path.read_text() != text
+        path.write_text(text)
+        sys.stdout.write(f"{path}: {'written' if changed else 'as it was'}\n")

@@ -1,0 +1,192 @@
+"""`jaxgrpo advantages` in process: lists, each step of a chain, and what wrong input is told."""
+
+from __future__ import annotations
+
+import doctest
+import json
+
+import pytest
+
+from jaxgrpo import explaining
+from jaxgrpo.advantages import registry
+from jaxgrpo.cli import main
+
+OWN = '''
+import dataclasses
+import jax.numpy as jnp
+from jaxgrpo import AdvantageTransform
+
+
+def twice(signal, rollouts):
+    return dataclasses.replace(signal, value=2 * signal.value)
+
+
+def plus(amount):
+    """Adds a number."""
+    return lambda signal, rollouts: dataclasses.replace(signal, value=signal.value + amount)
+
+
+def judged():
+    return AdvantageTransform(
+        "judged",
+        lambda spec: (),
+        lambda signal, state, rollouts: (signal, state, {}),
+        needs=frozenset({"answer_logp", "doubt", "base_logp"}),
+    )
+'''
+
+
+@pytest.fixture(autouse=True)
+def wide(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+
+
+@pytest.fixture
+def own(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(OWN)
+    return file
+
+
+def said(capsys, *arguments, code=0):
+    assert main(["advantages", *map(str, arguments)]) == code
+    out = capsys.readouterr()
+    return out.out if code == 0 else out.err
+
+
+def shown(capsys, *arguments):
+    return json.loads(said(capsys, *arguments, "--json"))
+
+
+def test_every_recipe_and_part_is_listed_with_its_first_line(capsys):
+    text = said(capsys)
+    listed = json.loads(said(capsys, "--json"))
+    assert set(listed["recipes"]) == set(registry.recipes)
+    assert set(listed["parts"]) == set(registry.parts)
+    for name, line in (listed["recipes"] | listed["parts"]).items():
+        assert name in text
+        assert len(line) > 10, f"{name} has no docstring"
+
+
+def test_a_name_alone_is_described_with_its_options(capsys):
+    text = said(capsys, "grpo")
+    assert "a[p, g] = (r[p, g] - mean_g r) / (std_g r + eps)" in text
+    assert "arXiv 2402.03300" in text
+    assert "options: (eps: 'Scheduled' = 1e-06, ddof: 'int' = 1" in text
+    assert "Masks samples" in said(capsys, "mask_truncated")
+
+
+def test_sign_keeps_a_group_that_always_fails_alive(capsys):
+    lines = said(capsys, "sign", "--rewards", "0,0,0,0").splitlines()
+    assert lines[0].split() == ["step", "stream", "group", "value", "mask"]
+    assert lines[1].split() == ["rewards", "reward", "1", *"0000", *"1111"]
+    assert lines[2].split() == ["sum_rewards", "1", *"0000", *"1111"]
+    assert lines[3].split() == ["sign", "1", *["-1"] * 4, *"1111"]
+    assert lines[-1] == "alive (unmasked and not 0): group 1: 4 of 4"
+
+
+def test_value_and_mask_are_those_after_each_step(capsys):
+    steps = shown(capsys, "dr_grpo", "--rewards", "1,0,0,nan", "--rewards", "1,1,1,1")
+    assert [step["step"] for step in steps["steps"]] == [
+        "rewards", "sum_rewards", "subtract_group_mean",
+    ]  # fmt: skip
+    first, _, last = steps["steps"]
+    assert first["streams"]["reward"]["value"] == [[1, 0, 0, 0], [1, 1, 1, 1]]
+    assert last["value"][0] == pytest.approx([2 / 3, -1 / 3, -1 / 3, 0])
+    assert last["mask"] == [[True, True, True, False], [True] * 4]
+    assert steps["alive"] == [[True, True, True, False], [False] * 4]
+
+
+def test_several_rewards_are_named_and_weighed(capsys):
+    rewards = ("--rewards", "correct=1,0", "style=.5,.25")
+    weights = ("--option", "weights={correct=1, style=2}")
+    steps = shown(capsys, "dr_grpo", *rewards, *weights)["steps"]
+    assert steps[0]["streams"]["style"]["value"] == [[0.5, 0.25]]
+    assert steps[1]["value"] == [[2, 0.5]]
+    assert steps[2]["value"] == [[0.75, -0.75]]
+    # A part by itself gets the sum that it lacks, before it or behind it.
+    alone = shown(capsys, "subtract_group_mean", *rewards)["steps"]
+    assert [step["step"] for step in alone] == ["rewards", "sum_rewards", "subtract_group_mean"]
+    inner = ("--option", "transform=subtract_group_mean")
+    steps = shown(capsys, "per_reward", *rewards, *inner)["steps"]
+    assert steps[1]["streams"]["style"]["value"] == [[0.125, -0.125]]
+    assert steps[2]["value"] == [[0.625, -0.625]]
+
+
+def test_tokens_are_shown_sample_by_sample(capsys):
+    text = said(capsys, "to_tokens", "--rewards", "1,-1", "--lengths", "2,1")
+    assert [line.split() for line in text.splitlines()[2:4]] == [
+        ["to_tokens", "1.1", "1", "1", "1", "1"],
+        ["1.2", "-1", "0", "1", "0"],
+    ]
+
+
+def test_fields_are_lists_for_each_group_or_for_all_or_json(capsys):
+    two = ("--rewards", "0,1", "1,1")
+    for field in ("truncated=0,1", "truncated=[[0, 1], [0, 1]]"):
+        steps = shown(capsys, "mask_truncated", *two, "--field", field)
+        assert steps["steps"][-1]["mask"] == [[True, False], [True, False]]
+        assert steps["metrics"] == {"mask_truncated/masked": 0.5}
+    fields = explaining.read_fields(["row=4", "row=7", "classes=0,1", "doubt=.5,.25"], (2, 2))
+    assert fields["row"].tolist() == [4, 7]
+    assert fields["classes"].tolist() == [[0, 1], [0, 1]]
+    assert fields["classes"].dtype == int
+    assert fields["doubt"].tolist() == [[0.5, 0.25], [0.5, 0.25]]
+
+
+def test_own_code_is_run_from_its_file(capsys, own):
+    assert shown(capsys, f"{own}:twice", "--rewards", "1,3")["steps"][-1]["value"] == [[2, 6]]
+    plus = (f"{own}:plus", "--rewards", "1,3", "--option", "amount=0.5")
+    assert shown(capsys, *plus)["steps"][-1]["value"] == [[1.5, 3.5]]
+    assert "Adds a number." in said(capsys, f"{own}:plus")
+
+
+def test_everything_that_is_needed_is_named_with_how_to_give_it(capsys, own):
+    message = said(capsys, f"{own}:judged", "--rewards", "1,0", code=2)
+    assert "judged needs more than rewards:" in message
+    assert (
+        "  answer_logp [P, G, J], log-probs of the reference answer's tokens:"
+        " --field answer_logp='[[...], ...]'" in message
+    )
+    assert "  doubt: a reward, or a column of the data: --field doubt=0.5,1,0,0" in message
+    # What is given for each token says nothing without the tokens.
+    assert "  base_logp [P, G, T], log-prob under the original policy" in message
+    assert "  token_mask [P, G, T]" in message
+    message = said(capsys, "to_tokens", "--rewards", "1,0", code=2)
+    assert "--lengths 3,2,4,1 (tokens of each sample)" in message
+    message = said(capsys, "mask_truncated", "--rewards", "1,0", code=2)
+    assert "whether the length limit cut the sample: --field truncated=0,1,1,0" in message
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["gropo"], "unknown recipe or part 'gropo': did you mean 'grpo'?"),
+        (["gropo", "--rewards", "1,0"], "did you mean 'grpo'?"),
+        (["--rewards", "1,0"], "advantages --rewards 1,0: give a NAME too"),
+        (["grpo", "--field", "row=1"], "give --rewards 1,0,0,0 too"),
+        (["grpo", "--rewards", "1;0"], "--rewards 1;0: expected numbers with commas between"),
+        (["grpo", "--rewards", "1,0", "1,0,0"], "--rewards: samples differ in number (1,0: 2, "),
+        (["grpo", "--rewards", "a=1,0", "b=1,0", "a=0,0"], "groups differ in number (a: 2, b: 1)"),
+        (["grpo", "--rewards", "1,0", "--option", "eps"], "--option eps: expected key=value"),
+        (["grpo", "--rewards", "1,0", "--option", "epz=1"], "did you mean 'eps'?"),
+        (["grpo", "--rewards", "1,0", "--field", "row"], "--field row: expected name=value"),
+        (["grpo", "--rewards", "1,0", "--field", "x=[1"], "not JSON"),
+        (["grpo", "--rewards", "1,0", "--field", "x=[[1],[1,2]]"], "x: its lists differ in length"),
+        (
+            ["mask_truncated", "--rewards", "1,0", "--field", "truncated=1,0,0"],
+            "--field truncated has shape (1, 3), expected [1, 2]",
+        ),
+        (["sign", "--rewards", "1,0.5"], "sign takes rewards in {0, 1} but got 0.5"),
+        (["no.py:f", "--rewards", "1,0"], "there is no file"),
+    ],
+)
+def test_wrong_input_is_told_in_one_message(arguments, message, capsys):
+    errors = said(capsys, *arguments, code=2)
+    assert message in errors
+    assert errors.startswith("error: ")
+    assert "Traceback" not in errors
+
+
+def test_examples_in_docstrings_hold():
+    assert doctest.testmod(explaining).failed == 0
