@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from jaxgrpo.advantages import absolute, group, masks, streams, tokens
+from jaxgrpo.advantages import (
+    absolute,
+    filtered_model,
+    group,
+    masks,
+    reflection,
+    streams,
+    tokens,
+)
 from jaxgrpo.advantages import recipes as methods
 from jaxgrpo.advantages.base import AdvantageTransform
 
@@ -25,9 +33,16 @@ parts: dict[str, Factory] = _by_name(
     masks.mask_truncated,
     absolute.sign,
     tokens.to_tokens,
+    reflection.reasoning_reflection,
+    reflection.answer_length,
+    filtered_model.alpha_dpg,
+    filtered_model.f_dpg,
 )
 recipes: dict[str, Factory] = _by_name(
     methods.grpo,
     methods.dr_grpo,
     methods.sign,
+    methods.dro_r3,
+    methods.alpha_dpg,
+    methods.f_dpg,
 )

@@ -4,6 +4,7 @@ Every recipe takes `weights`, those of `sum_rewards`: None counts every reward w
 """
 
 from jaxgrpo.advantages.recipes.absolute import sign
+from jaxgrpo.advantages.recipes.answers import alpha_dpg, dro_r3, f_dpg
 from jaxgrpo.advantages.recipes.group import dr_grpo, grpo
 
-__all__ = ["dr_grpo", "grpo", "sign"]
+__all__ = ["alpha_dpg", "dr_grpo", "dro_r3", "f_dpg", "grpo", "sign"]
