@@ -27,6 +27,8 @@ class PromptPolicy(NamedTuple):
     """(state, cursor, n) -> int32 [n], ordinals to sample; the cursor is the next unused one"""
     observe: Callable[[Any, Rollouts], Any]
     """(state, rollouts of all groups generated, also of those left out of the update) -> state"""
+    chance: Callable[[Any, int], np.ndarray] | None = None
+    """(state, n) -> [rows] in [0, 1]: how likely `select` takes each; None: it leaves none out"""
 
 
 def sequential() -> PromptPolicy:

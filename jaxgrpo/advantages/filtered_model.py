@@ -70,7 +70,7 @@ def alpha_dpg(
     Signal: [P, G] -> [P, G]; a value that is neither 0 nor 1 is an InputError, under jit masked and
     counted ("refused"); a sample whose sums are NaN is masked.
     Metrics: z, refused, capped, unsupported (successes of base probability 0), shares of samples.
-    Source: arXiv 2512.05962, alpha 0.5, cap 10 and floor 1e-4 from its code; Z from a field is ours.
+    Source: arXiv 2512.05962; cap 10 and floor 1e-4 are its code's. Z from a field is ours.
     """
     if not callable(alpha) and not 0 <= alpha < 1:
         raise InputError(f"alpha_dpg: alpha = {alpha:g}, expected a number in [0, 1)")

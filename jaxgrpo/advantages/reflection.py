@@ -173,7 +173,7 @@ def _update(
         kept = kept & top_share(spread, there, 1 - drop, axis=0)
     like = next(iter(streams.values())).value
     added = Signal(value=value.astype(like.dtype), mask=scored & kept[:, None])
-    metrics = {"dropped": mean(~kept, there), "spread": mean(spread, there)}
+    metrics: Metrics = {"dropped": mean(~kept, there), "spread": mean(spread, there)}
     return {**streams, "r3": added}, state, metrics
 
 

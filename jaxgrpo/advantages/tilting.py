@@ -7,6 +7,7 @@ prompt it is fixed by either number, and KL(filtered model || tilted base) = -lo
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -25,7 +26,7 @@ def mu_of_beta(beta: Any, base_rate: Any) -> Array:
 
     1 at beta = 0 and base_rate at beta = inf; a base that always fails, or never does, stays.
 
-    >>> float(mu_of_beta(0.5, 0.1).round(4))
+    >>> round(float(mu_of_beta(0.5, 0.1)), 4)
     0.4509
     """
     beta, base_rate = _wide(beta, base_rate)
@@ -41,7 +42,7 @@ def beta_of_mu(mu: Any, base_rate: Any) -> Array:
     inf at mu = base_rate and 0 at mu = 1; NaN outside, where no penalty leads. It belongs to one
     prompt: for many see `target_validity`.
 
-    >>> float(beta_of_mu(0.4509, 0.1).round(3))
+    >>> round(float(beta_of_mu(0.4509, 0.1)), 3)
     0.5
     """
     mu, base_rate = _wide(mu, base_rate)
@@ -59,7 +60,7 @@ def kappa(mu: Any, base_rate: Any) -> Array:
     Keeps its digits where mu is near base_rate and both terms cancel. inf where mu says what
     base_rate cannot.
 
-    >>> float(kappa(0.5, 0.1).round(4))
+    >>> round(float(kappa(0.5, 0.1)), 4)
     0.5108
     """
     mu, base_rate = _wide(mu, base_rate)
@@ -89,7 +90,7 @@ def target_validity(target: Any, base_rates: Any) -> Validity:
     Raises: InputError on a number outside (0, 1).
 
     >>> found = target_validity(0.9, jnp.array([0.0, 0.2, 0.6]))
-    >>> float(found.mu[1:].mean().round(5)), int(found.left_out)
+    >>> round(float(found.mu[1:].mean()), 5), int(found.left_out)
     (0.9, 1)
     """
     if isinstance(target, float | int) and not 0 < target < 1:
@@ -123,10 +124,8 @@ def target_validity(target: Any, base_rates: Any) -> Validity:
 def _wide(*values: Any) -> tuple[Array, ...]:
     """Arrays of one dtype: the widest of those given as arrays, at least float32."""
     arrays = [jnp.asarray(value) for value in values]
-    floats = [
-        one.dtype for one, value in zip(arrays, values, strict=True) if hasattr(value, "dtype")
-    ]
-    dtype = jnp.result_type(*floats) if floats else jnp.result_type(float)
+    given = [value.dtype for value in values if hasattr(value, "dtype")]
+    dtype = functools.reduce(jnp.promote_types, given) if given else jnp.result_type(float)
     dtype = dtype if jnp.issubdtype(dtype, jnp.floating) else jnp.result_type(float)
     wide = stats.widen(jnp.zeros((), dtype)).dtype
     return tuple(one.astype(wide) for one in arrays)
