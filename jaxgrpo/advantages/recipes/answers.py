@@ -29,9 +29,9 @@ def dro_r3(
       masked_thought: subtract masked_answer_logp, the answer's log-probs without a thought.
       eps, ddof: of the standard deviation.
 
-    Fields: answer_logp [P, G, J] and answer_mask [P, J] (`reasoning_reflection`). They depend on
-    the samples, so a data column cannot hold them, and training has no pass for them yet: bring
-    them in `rollouts.fields` of your own loop or to `evaluate`.
+    Fields: answer_logp [P, G, J] and answer_mask [P, J] (`reasoning_reflection`). They go with the
+    samples, so no data column can hold them, and training has no pass for them yet: bring them in
+    the `fields` of rollouts of your own to `compute`, or to `evaluate`.
     Source: DRO, arXiv 2506.13351; its loss takes clip(0.2, 0.2) and masks truncated samples.
     """
     return chain(
