@@ -64,7 +64,8 @@ def kappa(mu: Any, base_rate: Any) -> Array:
     0.5108
     """
     mu, base_rate = _wide(mu, base_rate)
-    return _deviance(mu, base_rate) + _deviance(1 - mu, 1 - base_rate)
+    gap = mu - base_rate
+    return _deviance(mu, base_rate, gap) + _deviance(1 - mu, 1 - base_rate, -gap)
 
 
 class Validity(NamedTuple):
@@ -115,7 +116,8 @@ def target_validity(target: Any, base_rates: Any) -> Validity:
     finite = jnp.where(jnp.isfinite(far), far, 0)
     low, high = lax.fori_loop(0, _HALVINGS, halve, (jnp.zeros_like(finite), finite))
     push = low + (high - low) / 2
-    push = jnp.where((rate(jnp.zeros_like(push)) >= target) | ~able.any(), 0, push)
+    untilted = jnp.where(able, rates, 0).sum() / number
+    push = jnp.where((untilted >= target) | ~able.any(), 0, push)
     push = jnp.where((target >= 1) & able.any(), jnp.inf, push)
     mu = jnp.where(able, _tilted(rates, push), 0)
     return Validity(1 / push, mu, (~able).sum(dtype=jnp.int32))
@@ -142,15 +144,15 @@ def _tilted(rate: Array, push: Array) -> Array:
     return jnp.where(inner, jax.nn.sigmoid(logits + push), rate)
 
 
-def _deviance(x: Array, m: Array) -> Array:
-    """x log(x / m) + m - x >= 0, by a series where x and m are near (Loader 2000)."""
+def _deviance(x: Array, m: Array, gap: Array) -> Array:
+    """x log(x / m) + m - x >= 0, gap = x - m; by a series where they are near (Loader 2000)."""
     both = jnp.where(x + m > 0, x + m, 1)
-    ratio = (x - m) / both
+    ratio = gap / both
     square = ratio * ratio
     series = jnp.zeros_like(ratio)
     for term in range(_TERMS, 0, -1):
         series = square * (1 / (2 * term + 1) + series)
-    near = (x - m) * ratio + 2 * x * ratio * series
+    near = gap * ratio + 2 * x * ratio * series
     safe = jnp.where((x > 0) & (m > 0), x / jnp.where(m > 0, m, 1), 1)
-    far = jnp.where((x > 0) & (m <= 0), jnp.inf, x * jnp.log(safe) + m - x)
+    far = jnp.where((x > 0) & (m <= 0), jnp.inf, x * jnp.log(safe) - gap)
     return jnp.where(jnp.abs(ratio) < 0.1, near, far)
