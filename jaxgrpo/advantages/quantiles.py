@@ -70,7 +70,7 @@ def top_share(
 
 def _axes(value: Array, axis: int | Sequence[int]) -> tuple[int, ...]:
     axes = (axis,) if isinstance(axis, int) else tuple(axis)
-    return tuple(one % value.ndim for one in axes)
+    return tuple(sorted(one % value.ndim for one in axes))
 
 
 def _part(share: Any, number: Array) -> Array:
@@ -99,17 +99,32 @@ def _largest(keys: Array, number: Array, axes: tuple[int, ...]) -> Array:
     """The number-th largest key along the axes, which are kept with size 1."""
     dtype, width = keys.dtype, 8 * keys.dtype.itemsize
 
-    def add(left: Sequence[Array], right: Sequence[Array]) -> tuple[Array, ...]:
-        return tuple(one + other for one, other in zip(left, right, strict=True))
-
     def two_bits(index: Array, found: Array) -> Array:
         shift = jnp.asarray(width - 2, dtype) - index.astype(dtype) * jnp.asarray(2, dtype)
         candidates = [found + (jnp.asarray(digit, dtype) << shift) for digit in (1, 2, 3)]
         reached = tuple((keys >= candidate).astype(jnp.int32) for candidate in candidates)
-        # One reduction of three, so that the keys are read once.
-        counts = lax.reduce(reached, (jnp.int32(0),) * 3, add, axes)
-        for candidate, count in zip(candidates, counts, strict=True):
-            found = jnp.where(count.reshape(number.shape) >= number, candidate, found)
+        for candidate, count in zip(candidates, _sums(reached, axes), strict=True):
+            found = jnp.where(count >= number, candidate, found)
         return found
 
     return lax.fori_loop(0, width // 2, two_bits, jnp.zeros(number.shape, dtype))
+
+
+def _sums(values: tuple[Array, ...], axes: tuple[int, ...]) -> list[Array]:
+    """The sum of each along the axes, which are kept with size 1.
+
+    The last axis goes first, in one reduction of all of them, so that what they are made of is read
+    once. Not so axis 0: prompts lie on many devices, and that reduction would bring them together.
+    """
+    last = axes[-1]
+    if last > 0:
+        zeros = (jnp.int32(0),) * len(values)
+        values = tuple(
+            jnp.expand_dims(one, last) for one in lax.reduce(values, zeros, _add, (last,))
+        )
+        axes = axes[:-1]
+    return [one.sum(axes, keepdims=True, dtype=jnp.int32) for one in values]
+
+
+def _add(left: Sequence[Array], right: Sequence[Array]) -> tuple[Array, ...]:
+    return tuple(one + other for one, other in zip(left, right, strict=True))
