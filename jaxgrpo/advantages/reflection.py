@@ -76,18 +76,7 @@ def reasoning_reflection(
     token of no variance, "var" and the share to drop are ours.
     """
     options = _Options(kind, drop, threshold, spread, share, masked_thought, propagation)
-    _check(options)
-    needs = {"answer_logp", "answer_mask"} | ({"masked_answer_logp"} if masked_thought else set())
-    return AdvantageTransform(
-        _NAME,
-        _init,
-        partial(_update, options),
-        needs=frozenset(needs),
-        kind="streams->streams",
-        levels=(2,),
-        relative=True,
-        provides=("r3",),
-    )
+    return _transform(options)
 
 
 def answer_length(beta: Scheduled = 1.0, field: str = "answer_tokens") -> AdvantageTransform:
@@ -146,6 +135,21 @@ class _Options(NamedTuple):
     share: Scheduled
     masked_thought: bool
     propagation: float | None
+
+
+def _transform(options: _Options) -> AdvantageTransform:
+    _check(options)
+    needs = {"answer_logp", "answer_mask"}
+    return AdvantageTransform(
+        _NAME,
+        _init,
+        partial(_update, options),
+        needs=frozenset(needs | ({"masked_answer_logp"} if options.masked_thought else set())),
+        kind="streams->streams",
+        levels=(2,),
+        relative=True,
+        provides=("r3",),
+    )
 
 
 def _init(spec: RolloutSpec) -> tuple[()]:

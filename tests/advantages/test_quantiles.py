@@ -32,8 +32,8 @@ def test_a_quantile_is_one_of_the_entries_and_exact(dtype):
     value, mask = rows(dtype)
     with jax.enable_x64(dtype is np.float64):
         given = jnp.asarray(value), jnp.asarray(mask)
-        found = jax.jit(lambda *given: [quantile(*given, share) for share in SHARES])(*given)
-        taken = jax.jit(lambda *given: [top_share(*given, share) for share in SHARES])(*given)
+        found = jax.jit(lambda x, keep: [quantile(x, keep, share) for share in SHARES])(*given)
+        taken = jax.jit(lambda x, keep: [top_share(x, keep, share) for share in SHARES])(*given)
     for share, numbers, top in zip(SHARES, found, taken, strict=True):
         assert numbers.shape == (9, 1)
         assert numbers.dtype == dtype

@@ -76,8 +76,8 @@ def test_one_penalty_brings_the_mean_over_prompts_to_the_target():
         np.testing.assert_allclose(mu[1:6].mean(), target, 1e-10)
         np.testing.assert_allclose(mu, mu_of_beta(beta, rates), 1e-10)
         assert mu[0] == mu[6] == 0
-    np.testing.assert_allclose(target_validity(0.7, np.array([0.2])).beta, beta_of_mu(0.7, 0.2))
-    single = target_validity(0.7, jnp.asarray([0.2, 0.4], jnp.float32))
+    np.testing.assert_allclose(find(0.7, np.array([0.2])).beta, beta_of_mu(0.7, 0.2))
+    single = find(jnp.float32(0.7), jnp.asarray([0.2, 0.4], jnp.float32))
     assert single.mu.dtype == jnp.float32
     np.testing.assert_allclose(single.mu.mean(), 0.7, 1e-5)
 
