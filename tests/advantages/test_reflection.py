@@ -273,6 +273,26 @@ def test_r3_ranks_thoughts_where_the_sum_of_log_probs_ranks_style():
     assert by["var"] > by["sigma"] > by["uniform"]
 
 
+def test_the_recipe_counts_r3_once_whatever_the_other_weights_are():
+    logp, tokens, _ = table()
+    rewards = np.random.default_rng(2).random((P, G))
+    score = np.array([oracle(logp[p], tokens[p], "var")[0] for p in range(P)])
+
+    @jax.jit
+    def run(rewards, logp):
+        given = {"answer_logp": logp, "answer_mask": tokens}
+        tables = (None, {"reward": 0.2}, {"reward": 1.0, "r3": 3.0})
+        options = [{"drop": 0.0, "eps": 0.0, "weights": weights} for weights in tables]
+        return [adv.evaluate("dro_r3", rewards, options=each, **given)[0] for each in options]
+
+    with jax.enable_x64(True):
+        found = run(jnp.asarray(rewards), jnp.asarray(logp))
+    for value, (first, second) in zip(found, ((1, 1), (0.2, 1), (1, 3)), strict=True):
+        total = first * rewards + second * score
+        centred = total - total.mean(1, keepdims=True)
+        np.testing.assert_allclose(value, centred / total.std(1, ddof=1, keepdims=True), atol=1e-10)
+
+
 def test_the_length_of_the_answer_is_a_stream_of_its_own():
     whole = adv.chain(adv.answer_length(beta=0.5), adv.sum_rewards(reward=0.0, answer_length=1.0))
     tokens = np.array([[True, True, True, True], [False] * 4])

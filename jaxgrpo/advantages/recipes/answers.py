@@ -20,8 +20,8 @@ def dro_r3(
 ) -> AdvantageTransform:
     """R3 as one more reward, its filter of queries, then the sum normalised within the group.
 
-    `weights` knows it as "r3": `{"r3": 1.0, "correct": 0.2}`. A rubric gate, `answer_length` and
-    R3's other options: write the chain.
+    `weights` knows it as "r3", with weight 1 where they do not name it: `{"correct": 0.2}`. For a
+    rubric gate, `answer_length` and R3's other options write the chain.
 
     Args:
       kind: of the token weights: "var", "sigma", "top" or "uniform".
@@ -36,7 +36,7 @@ def dro_r3(
     """
     return chain(
         reasoning_reflection(kind, drop=drop, masked_thought=masked_thought),
-        weighted_sum(weights),
+        weighted_sum(None if weights is None else {"r3": 1.0, **weights}),
         subtract_group_mean(),
         divide_by_group_std(eps, ddof),
         name="dro_r3",
