@@ -33,7 +33,16 @@ from jaxgrpo.rewards import RewardLog
 from jaxgrpo.rollouts import make_observer, make_rewarder, make_selector
 from jaxgrpo.sampling import SamplingSettings
 from jaxgrpo.steps import build_steps
-from jaxgrpo.types import FIELDS, Params, Prompts, Rollouts, RolloutSpec, TrainBatch, TrainState
+from jaxgrpo.types import (
+    FIELDS,
+    OF_SAMPLES,
+    Params,
+    Prompts,
+    Rollouts,
+    RolloutSpec,
+    TrainBatch,
+    TrainState,
+)
 
 
 class Setup(NamedTuple):
@@ -247,6 +256,7 @@ def needed_columns(
         raise InputError(
             f"the method needs {', '.join(missing)}, which nobody produces: passes of a model give "
             f"{', '.join(FIELDS)}; the data have the columns {', '.join(sorted(rows[0]))}"
+            f"{_to_bring(missing)}"
         )
     columns = {name: np.asarray([row[name] for row in rows]) for name in sorted(names)}
     for name, column in columns.items():
@@ -256,6 +266,17 @@ def needed_columns(
                 f"{rows[0][name]!r}: write numbers, the same count in every row"
             )
     return columns
+
+
+def _to_bring(missing: Sequence[str]) -> str:
+    """What to do about missing fields that belong to the samples."""
+    known = [f"{name} {OF_SAMPLES[name]}" for name in missing if name in OF_SAMPLES]
+    if not known:
+        return ""
+    return (
+        f". Training has no pass yet that makes {'; '.join(known)}: run the chain on rollouts of "
+        "your own that bring them, by jaxgrpo.advantages.compute (rollouts.fields) or evaluate"
+    )
 
 
 def first_state(

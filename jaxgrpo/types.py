@@ -144,3 +144,14 @@ FIELDS: dict[str, Field] = {
     "base_logp": Field("[P, G, T]", "base", "logp"),
 }
 """Fields that a pass of a model produces. Any other need is a column of the data or a reward."""
+
+OF_SAMPLES: dict[str, str] = {
+    "answer_logp": "[P, G, J], log-probs of a known answer's tokens after each sample's thought",
+    "answer_mask": "[P, J], the tokens of that answer",
+    "masked_answer_logp": "[P, J], log-probs of that answer without a thought",
+    "answer_tokens": "[P, G], tokens of each sample's own answer",
+}
+"""Fields that go with the samples or the policy, and that no pass of training makes yet.
+
+Who runs a chain on rollouts of their own (`advantages.compute`, `advantages.evaluate`) brings them.
+"""

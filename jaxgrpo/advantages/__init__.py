@@ -11,6 +11,7 @@ from jaxgrpo.advantages.base import AdvantageTransform, stateless, transform
 from jaxgrpo.advantages.batch import divide_by_batch_std, whiten_batch
 from jaxgrpo.advantages.building import build, evaluate
 from jaxgrpo.advantages.chains import chain, compute, spec_of, start
+from jaxgrpo.advantages.filtered_model import alpha_dpg, f_dpg
 from jaxgrpo.advantages.gates import rubric_gate
 from jaxgrpo.advantages.group import (
     divide_by_group_mean,
@@ -28,9 +29,11 @@ from jaxgrpo.advantages.masks import (
     mask_zero_variance,
 )
 from jaxgrpo.advantages.passk import contrastive_pairs, leave_one_out_pass_at_k, max_minus_second
+from jaxgrpo.advantages.reflection import answer_length, reasoning_reflection
 from jaxgrpo.advantages.running import divide_by_running_scale, ema_baseline
 from jaxgrpo.advantages.several import combine, dvao
 from jaxgrpo.advantages.streams import per_reward, stream, sum_rewards, sum_scored
+from jaxgrpo.advantages.tilting import beta_of_mu, kappa, mu_of_beta, target_validity
 from jaxgrpo.advantages.tokens import to_tokens
 from jaxgrpo.advantages.tracked import mask_difficulty_band, subtract_tracked_success
 from jaxgrpo.advantages.weights import (
@@ -41,7 +44,10 @@ from jaxgrpo.advantages.weights import (
 
 __all__ = [
     "AdvantageTransform",
+    "alpha_dpg",
+    "answer_length",
     "asymmetric",
+    "beta_of_mu",
     "build",
     "chain",
     "clip_advantage",
@@ -56,6 +62,8 @@ __all__ = [
     "dvao",
     "ema_baseline",
     "evaluate",
+    "f_dpg",
+    "kappa",
     "leave_one_out_pass_at_k",
     "mask_difficulty_band",
     "mask_group_difficulty",
@@ -63,8 +71,10 @@ __all__ = [
     "mask_truncated",
     "mask_zero_variance",
     "max_minus_second",
+    "mu_of_beta",
     "overlong_penalty",
     "per_reward",
+    "reasoning_reflection",
     "rubric_gate",
     "shrink_rare_success",
     "sign",
@@ -80,6 +90,7 @@ __all__ = [
     "subtract_tracked_success",
     "sum_rewards",
     "sum_scored",
+    "target_validity",
     "to_tokens",
     "transform",
     "weight_by_absolute_advantage",

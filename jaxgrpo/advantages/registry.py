@@ -7,11 +7,13 @@ from collections.abc import Callable
 from jaxgrpo.advantages import (
     absolute,
     batch,
+    filtered_model,
     gates,
     group,
     length,
     masks,
     passk,
+    reflection,
     running,
     several,
     streams,
@@ -65,6 +67,10 @@ parts: dict[str, Factory] = _by_name(
     running.divide_by_running_scale,
     tracked.subtract_tracked_success,
     tracked.mask_difficulty_band,
+    reflection.reasoning_reflection,
+    reflection.answer_length,
+    filtered_model.alpha_dpg,
+    filtered_model.f_dpg,
     tokens.to_tokens,
 )
 recipes: dict[str, Factory] = _by_name(
@@ -88,4 +94,7 @@ recipes: dict[str, Factory] = _by_name(
     methods.scale_rl,
     methods.ema,
     methods.spo,
+    methods.dro_r3,
+    methods.alpha_dpg,
+    methods.f_dpg,
 )

@@ -118,6 +118,29 @@ def is_flat(
     return summary(value, mask, axis).flat
 
 
+def cross_rollout_variance(
+    value: Float[Array, "P G *rest"], mask: Bool[Array, "P G *rest"]
+) -> Float[Array, "P 1 *rest"]:
+    """How much the samples of a prompt differ at each position: population variance over samples.
+
+        v[p, j] = mean_g (x[p, g, j] - mean_g x[p, g, j])^2
+
+    Exactly 0 where all unmasked entries are equal and where fewer than two are: what varies can be
+    told from what does not. Both the token weights and the query filter of R3 are made of it.
+
+    Source: DRO, arXiv 2506.13351 (its sigma_j is the square root).
+
+    >>> value = jnp.array([[[0.1, -1.0], [0.1, -3.0], [0.1, 5.0]]])
+    >>> mask = jnp.array([[[True, True], [True, True], [True, False]]])
+    >>> cross_rollout_variance(value, mask).tolist()
+    [[[0.0, 1.0]]]
+    """
+    value = jnp.where(mask, widen(value), 0)
+    # Measured from one of the entries, equal values are exactly 0, whatever their digits.
+    _, high = extremes(value, mask)
+    return variance(value - jnp.where(mask.any(1, keepdims=True), high, 0), mask)
+
+
 FEW = 32
 """Groups up to this size compare their samples one after the other, larger ones all at once."""
 

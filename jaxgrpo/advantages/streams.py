@@ -116,11 +116,11 @@ def stream(
     """
 
     def init(spec: RolloutSpec) -> tuple[()]:
-        _check_free(name, spec.rewards)
+        check_free(name, spec.rewards)
         return ()
 
     def update(streams: Streams, state: Any, rollouts: Rollouts) -> tuple[Streams, Any, Metrics]:
-        _check_free(name, tuple(streams))
+        check_free(name, tuple(streams))
         value = function(rollouts)
         expected = next(iter(streams.values())).value.shape
         if value.shape != expected:
@@ -166,7 +166,8 @@ def _sum(
     return AdvantageTransform(part, init, update, kind="streams->signal", levels=(2,))
 
 
-def _check_free(name: str, streams: tuple[str, ...]) -> None:
+def check_free(name: str, streams: tuple[str, ...]) -> None:
+    """Raises: InputError where a stream of that name is there already."""
     if name in streams:
         raise InputError(f"stream {name!r} exists already: {', '.join(streams)}; take another name")
 

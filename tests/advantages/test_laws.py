@@ -97,10 +97,8 @@ def test_state_keeps_structure_and_dtype_and_a_step_is_traced_once(dtype):
             for label, whole in laws.chains().items()
         }
 
-    states = {
-        label: laws.first_state(whole, laws.make_rollouts(dtype))
-        for label, whole in laws.chains().items()
-    }
+    first = laws.make_rollouts(dtype)
+    states = {label: laws.first_state(whole, first) for label, whole in laws.chains().items()}
     for seed in range(3):
         outcome = step(laws.make_rollouts(dtype, seed), states)
         after = {label: state for label, (_, state, _) in outcome.items()}

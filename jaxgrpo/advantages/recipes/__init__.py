@@ -5,6 +5,7 @@ rlcr alone has weights of its own.
 """
 
 from jaxgrpo.advantages.recipes.absolute import asymmetric, conditional_sign, reinforce, sign
+from jaxgrpo.advantages.recipes.answers import alpha_dpg, dro_r3, f_dpg
 from jaxgrpo.advantages.recipes.batch import lite_ppo, reinforce_pp
 from jaxgrpo.advantages.recipes.group import dr_grpo, grpo, maxrl, rloo
 from jaxgrpo.advantages.recipes.passk import passk
@@ -14,12 +15,15 @@ from jaxgrpo.advantages.recipes.several import dvao, gdpo, rlcr
 from jaxgrpo.advantages.recipes.tracked import ema, spo
 
 __all__ = [
+    "alpha_dpg",
     "asymmetric",
     "conditional_sign",
     "dapo",
     "dr_grpo",
+    "dro_r3",
     "dvao",
     "ema",
+    "f_dpg",
     "gdpo",
     "grpo",
     "like_trl",

@@ -1,0 +1,263 @@
+"""Rewards from how certain a known answer becomes after a sample's thought (R3), per token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+from jaxgrpo.advantages import stats
+from jaxgrpo.advantages.base import AdvantageTransform, Scheduled, Streams, at_step, read_field
+from jaxgrpo.advantages.quantiles import top_share
+from jaxgrpo.advantages.streams import check_free, stream
+from jaxgrpo.errors import InputError
+from jaxgrpo.metrics import Metrics, mean
+from jaxgrpo.names import find
+from jaxgrpo.types import Rollouts, RolloutSpec, Signal
+
+LOWEST_LOGP = -30.0
+"""Answer log-probs are cut here, in nats: one of -inf would own all variance."""
+
+_WEIGHTS: dict[str, Callable[[Array, Array, Any], Array]] = {
+    "var": lambda variance, tokens, share: variance,
+    "sigma": lambda variance, tokens, share: jnp.sqrt(variance),
+    "top": lambda variance, tokens, share: (
+        top_share(variance, tokens, share) & (variance > 0)
+    ).astype(variance.dtype),
+    "uniform": lambda variance, tokens, share: tokens.astype(variance.dtype),
+}
+"""Kind -> (variance [P, J], answer tokens [P, J], share) -> weights before they are normalised."""
+_SPREADS = ("weighted", "max")
+_NAME = "reasoning_reflection"
+
+
+def reasoning_reflection(
+    kind: str = "var",
+    drop: Scheduled = 0.2,
+    threshold: Scheduled = 0.0,
+    spread: str = "weighted",
+    share: Scheduled = 0.1,
+    masked_thought: bool = False,
+    propagation: float | None = None,
+) -> AdvantageTransform:
+    """R3: adds the stream "r3", the weighted log-prob of a known answer after each thought.
+
+        v[p, j]  = variance over the samples of l[p, g, j]       (stats.cross_rollout_variance)
+        w[p, j]  = v, sqrt(v), 1 or [j is in the top share], divided by its sum over j
+        r3[p, g] = sum_j w[p, j] (l[p, g, j] - b[p, j] + c[p, g, j])
+
+    Tokens that every thought makes equally likely say nothing about thoughts: variance weighs them
+    0. The same variance is the filter of queries: a prompt is masked in the stream, so in the sum
+    too, unless its spread is above `threshold` and not in the lowest `drop` of the batch. So
+    prompts without an answer token, with fewer than two samples or with equal samples go. Where
+    nothing varies the weights are uniform. l is cut at -30 nats. A sample takes part while a
+    stream still has it; one with a NaN in its answer is not scored.
+
+    Args:
+      kind: "var", "sigma", "top" or "uniform".
+      drop: share of the batch's prompts that go, lowest spread first, rounded down; equals stay.
+      threshold: of the spread, in nats^2 (weighted) or nats (max); what is not above it goes.
+      spread: "weighted", sum_j w v, or "max", the largest sqrt(v).
+      share: of a prompt's answer tokens that "top" takes, rounded up; never those with v = 0.
+      masked_thought: b = masked_answer_logp, the answer's log-probs without a thought; else 0.
+      propagation: gamma, per token, of c[j] = the sum over earlier k that weigh more than uniform
+        of log P_k(j) (`log_propagation`): what the answer's own beginning gave away is not the
+        thought's merit. None: c = 0. Costs J times the rest.
+
+    Fields: answer_logp [P, G, J], the answer forced after each sample's thought; answer_mask
+    [P, J]; masked_answer_logp [P, J]. No pass of training makes them yet: bring them in the
+    `fields` of rollouts of your own to `compute`, or to `evaluate`.
+    Streams: [P, G] each -> and "r3".  Raises: InputError on unknown options and other shapes.
+    Metrics: dropped, share of prompts that the filter took; spread, its mean over prompts.
+    Source: DRO, arXiv 2506.13351. It does not give the form of the weights; "top" never takes a
+    token of no variance, "var" and the share to drop are ours.
+    """
+    options = _Options(kind, drop, threshold, spread, share, masked_thought, propagation)
+    return _transform(options)
+
+
+def answer_length(beta: Scheduled = 1.0, field: str = "answer_tokens") -> AdvantageTransform:
+    """Adds the stream "answer_length": 1 where a sample's own answer is as long as the known one.
+
+        r[p, g] = 1 - beta |J[p] - n[p, g]| / J[p],    J = the tokens in answer_mask
+
+    It judges the answer, not the thought; its weight in the sum is DRO's lambda. Prompts without an
+    answer token are masked.
+
+    Args:
+      beta: what an answer of length 0 or 2J loses; a number or a function of the step.
+      field: name of the field n [P, G], tokens of the sample's own answer.
+
+    Streams: [P, G] each -> and "answer_length".  Raises: InputError where the name is taken.
+    Source: DRO, arXiv 2506.13351.
+    """
+
+    def closeness(rollouts: Rollouts) -> Array:
+        tokens = read_field("answer_length", "answer_mask", rollouts).astype(bool)
+        dtype = next(iter(rollouts.rewards.values())).dtype
+        dtype = dtype if jnp.issubdtype(dtype, jnp.floating) else jnp.result_type(float)
+        wide = stats.widen(jnp.zeros((), dtype)).dtype
+        wanted = tokens.sum(-1, keepdims=True).astype(wide)
+        length = read_field("answer_length", field, rollouts).astype(wide)
+        missed = jnp.abs(wanted - length) / jnp.maximum(wanted, 1)
+        value = 1 - at_step(beta, rollouts, wide) * missed
+        return jnp.where(wanted > 0, value, jnp.nan).astype(dtype)
+
+    added = stream("answer_length", closeness, needs=("answer_mask", field))
+    return added._replace(name="answer_length")
+
+
+def log_propagation(logp: Array, distance: Array, gamma: float) -> Array:
+    """log P_k(j): how likely answer token j is for what token k before it gave away.
+
+        P_k(j) = p_k + (1 - p_k)(1 - exp(-gamma d)),   p_k = exp(logp),   d = distance = j - k > 0
+
+    In logs: logaddexp(logp - gamma d, log(1 - exp(-gamma d))), which loses no digits at either end.
+    Goes to log p_k as gamma d -> 0 and to 0 as it grows.
+
+    Source: DRO, arXiv 2506.13351, its second problem.
+    """
+    decay = gamma * distance
+    given = jnp.minimum(logp, 0) - decay
+    return jnp.minimum(jnp.logaddexp(given, jnp.log(-jnp.expm1(-decay))), 0)
+
+
+class _Options(NamedTuple):
+    """The arguments of `reasoning_reflection`."""
+
+    kind: str
+    drop: Scheduled
+    threshold: Scheduled
+    spread: str
+    share: Scheduled
+    masked_thought: bool
+    propagation: float | None
+
+
+def _transform(options: _Options) -> AdvantageTransform:
+    _check(options)
+    needs = {"answer_logp", "answer_mask"}
+    return AdvantageTransform(
+        _NAME,
+        _init,
+        partial(_update, options),
+        needs=frozenset(needs | ({"masked_answer_logp"} if options.masked_thought else set())),
+        kind="streams->streams",
+        levels=(2,),
+        relative=True,
+        provides=("r3",),
+    )
+
+
+def _init(spec: RolloutSpec) -> tuple[()]:
+    check_free("r3", spec.rewards)
+    return ()
+
+
+def _update(
+    options: _Options, streams: Streams, state: Any, rollouts: Rollouts
+) -> tuple[Streams, Any, Metrics]:
+    check_free("r3", tuple(streams))
+    logp, baseline, tokens, scored = _read(streams, rollouts, options.masked_thought)
+    read = scored[..., None] & tokens[:, None]
+    variance = stats.cross_rollout_variance(logp, read)[:, 0]
+    share = at_step(options.share, rollouts, logp.dtype)
+    weights = _normalise(_WEIGHTS[options.kind](variance, tokens, share), tokens)
+    certainty = logp - baseline[:, None]
+    if options.propagation is not None:
+        certainty = certainty + _propagated(logp, _heavy(weights, tokens), options.propagation)
+    value = jnp.where(read, weights[:, None] * certainty, 0).sum(-1)
+    there, spread = scored.any(1), _spread(options.spread, variance, weights)
+    kept = spread > at_step(options.threshold, rollouts, spread.dtype)
+    if callable(options.drop) or options.drop > 0:
+        drop = at_step(options.drop, rollouts, spread.dtype)
+        kept = kept & top_share(spread, there, 1 - drop, axis=0)
+    like = next(iter(streams.values())).value
+    added = Signal(value=value.astype(like.dtype), mask=scored & kept[:, None])
+    metrics: Metrics = {"dropped": mean(~kept, there), "spread": mean(spread, there)}
+    return {**streams, "r3": added}, state, metrics
+
+
+class _Answers(NamedTuple):
+    logp: Array  # [P, G, J], cut below; any number where not scored or no token
+    baseline: Array  # [P, J], 0 without one
+    tokens: Array  # [P, J] bool
+    scored: Array  # [P, G] bool
+
+
+def _read(streams: Streams, rollouts: Rollouts, masked_thought: bool) -> _Answers:
+    """The answer's log-probs, checked and made finite."""
+    there = jnp.stack([one.mask for one in streams.values()]).any(0)
+    logp = stats.widen(read_field(_NAME, "answer_logp", rollouts))
+    if logp.ndim != 3 or logp.shape[:2] != there.shape:
+        raise InputError(
+            f"{_NAME}: answer_logp has shape {logp.shape}, expected [P, G, J] with [P, G] ="
+            f" {there.shape}: log-probs of the answer's tokens after each sample's thought"
+        )
+    expected = (logp.shape[0], logp.shape[2])
+    tokens = _of_shape("answer_mask", rollouts, expected).astype(bool)
+    baseline = jnp.zeros(expected, logp.dtype)
+    if masked_thought:
+        baseline = _of_shape("masked_answer_logp", rollouts, expected).astype(logp.dtype)
+        baseline = jnp.maximum(jnp.where(tokens, baseline, 0), LOWEST_LOGP)
+    number = logp < jnp.inf  # NaN is not
+    scored = there & (number | ~tokens[:, None]).all(-1)
+    logp = jnp.maximum(jnp.where(number & tokens[:, None], logp, 0), LOWEST_LOGP)
+    return _Answers(logp, baseline, tokens, scored)
+
+
+def _of_shape(field: str, rollouts: Rollouts, shape: tuple[int, ...]) -> Array:
+    value = read_field(_NAME, field, rollouts)
+    if value.shape != shape:
+        raise InputError(f"{_NAME}: {field} has shape {value.shape}, expected [P, J] = {shape}")
+    return value
+
+
+def _normalise(weights: Array, tokens: Array) -> Array:
+    """Weights that sum to 1 over the answer's tokens; uniform where all are 0."""
+    total = weights.sum(-1, keepdims=True)
+    even = tokens.astype(weights.dtype)
+    number = jnp.maximum(even.sum(-1, keepdims=True), 1)
+    return jnp.where(total > 0, weights / jnp.where(total > 0, total, 1), even / number)
+
+
+def _heavy(weights: Array, tokens: Array) -> Array:
+    """The reflective tokens: those that weigh more than they would under uniform weights."""
+    return tokens & (weights > _normalise(jnp.zeros_like(weights), tokens))
+
+
+def _spread(how: str, variance: Array, weights: Array) -> Array:
+    if how == "max":
+        return jnp.sqrt(variance.max(-1, initial=0))
+    return (weights * variance).sum(-1)
+
+
+def _propagated(logp: Array, heavy: Array, gamma: float) -> Array:
+    """sum over heavy k < j of log P_k(j), one k at a time: no [J, J] array per sample."""
+    position = jnp.arange(logp.shape[-1])[None, None]
+
+    def add(k: Array, total: Array) -> Array:
+        distance = position - k
+        here = lax.dynamic_index_in_dim(logp, k, -1)
+        counts = lax.dynamic_index_in_dim(heavy, k, -1)[:, None] & (distance > 0)
+        factor = log_propagation(here, jnp.maximum(distance, 1).astype(logp.dtype), gamma)
+        return total + jnp.where(counts, factor, 0)
+
+    return lax.fori_loop(0, logp.shape[-1], add, jnp.zeros_like(logp))
+
+
+def _check(options: _Options) -> None:
+    _, drop, _, spread, share, _, propagation = options
+    find(f"{_NAME} kind", options.kind, _WEIGHTS)
+    find(f"{_NAME} spread", spread, dict.fromkeys(_SPREADS))
+    if not callable(drop) and not 0 <= drop < 1:
+        raise InputError(f"{_NAME}: drop = {drop:g}, expected a share in [0, 1) of the prompts")
+    if not callable(share) and not 0 < share <= 1:
+        raise InputError(f"{_NAME}: share = {share:g}, expected a share in (0, 1] of the tokens")
+    if propagation is not None and not propagation > 0:
+        raise InputError(
+            f"{_NAME}: propagation = {propagation:g}, expected a rate above 0, or none at all"
+        )

@@ -1,0 +1,326 @@
+"""alpha-DPG and f-DPG: their gradients by enumeration, their numbers against NumPy."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import laws
+import numpy as np
+import pytest
+
+from jaxgrpo import advantages as adv
+from jaxgrpo.errors import InputError
+from jaxgrpo.metrics import Mean
+
+ALPHAS = {f"alpha {alpha}": alpha for alpha in (0.0, 0.25, 0.5, 0.75, 0.9)}
+V, T = 3, 3
+SEQUENCES = np.array(list(itertools.product(range(V), repeat=T)))
+DIVERGENCES = {  # f(t), and what f(t) / t goes to
+    "forward_kl": (lambda t: -jnp.log(t), 0.0),
+    "js": (lambda t: t * jnp.log(2 * t / (t + 1)) + jnp.log(2 / (t + 1)), np.log(2)),
+    "tv": (lambda t: jnp.abs(t - 1) / 2, 0.5),
+    "chi2": (lambda t: 1 / t - 2 + t, 1.0),
+}
+
+
+def amari(alpha):
+    """(f, f(t) / t in the limit) of the alpha-divergence."""
+    if alpha == 0:
+        return lambda t: -jnp.log(t) + t - 1, 1.0
+    f = lambda t: (t**alpha - alpha * t - (1 - alpha)) / (alpha * (alpha - 1))  # noqa: E731
+    return f, 1 / (1 - alpha)
+
+
+class Toy(NamedTuple):
+    """A policy and a base of one softmax per prefix, over three tokens of three values."""
+
+    policy: np.ndarray  # [prefix, V] logits
+    base: np.ndarray
+    valid: np.ndarray  # [27] bool
+
+    def token_logp(self, logits):  # [27, T]
+        logp = jax.nn.log_softmax(jnp.asarray(logits))
+        first, second = SEQUENCES.T[:2]
+        prefix = np.stack([0 * first, 1 + first, 1 + V + V * first + second], 1)
+        return logp[prefix, SEQUENCES]
+
+    def filtered(self):
+        """(p [27], Z)."""
+        base = np.exp(np.asarray(self.token_logp(self.base)).sum(1)) * self.valid
+        return base / base.sum(), base.sum()
+
+
+def toy(seed=0) -> Toy:
+    random = np.random.default_rng(seed)
+    logits = random.normal(size=(2, 1 + V + V * V, V))
+    return Toy(logits[0], logits[1], random.random(V**T) < 0.4)
+
+
+def fields(policy, base, **more) -> dict[str, Any]:
+    """Token log-probs [P, G, T] as rollouts hold them."""
+    tokens = np.ones(policy.shape, bool)
+    return {"behavior_logp": policy, "base_logp": base, "token_mask": tokens} | more
+
+
+def parts(**options):
+    """Every alpha and divergence: name -> chain."""
+    table = {name: adv.alpha_dpg(alpha, **options) for name, alpha in ALPHAS.items()}
+    table |= {name: adv.f_dpg(name, **options) for name in DIVERGENCES}
+    return {name: adv.chain(adv.sum_rewards(), part) for name, part in table.items()}
+
+
+def advantages(chains, rewards, given):
+    """name -> advantages, all in one program, as float64 NumPy."""
+
+    @jax.jit
+    def run(rewards, given):
+        return {name: adv.evaluate(whole, rewards, **given)[0] for name, whole in chains.items()}
+
+    return jax.tree.map(np.asarray, run(jnp.asarray(rewards), jax.tree.map(jnp.asarray, given)))
+
+
+def slopes(game: Toy):
+    """(d log pi(y) / d logits [27, ...], probabilities [27])."""
+    whole = lambda logits: game.token_logp(logits).sum(1)  # noqa: E731
+    return np.asarray(jax.jacobian(whole)(game.policy)), np.exp(np.asarray(whole(game.policy)))
+
+
+def divergence_slope(game: Toy, f, limit):
+    """The gradient of D_f(pi || p) = sum p f(pi / p) + limit pi(p = 0), by autodiff."""
+    target, _ = game.filtered()
+    inside = game.valid
+
+    def value(logits):
+        policy = jnp.exp(game.token_logp(logits).sum(1))
+        ratio = policy[inside] / target[inside]
+        return (target[inside] * f(ratio)).sum() + limit * policy[~inside].sum()
+
+    return np.asarray(jax.grad(value)(game.policy))
+
+
+def test_expected_gradients_are_those_of_the_divergences():
+    """Alone, with Z known and no cap: E[R d log pi] = -(1 - alpha) d D_alpha, and -d D_f."""
+    with jax.enable_x64(True):
+        game = toy()
+        _, z = game.filtered()
+        logp = [game.token_logp(logits)[:, None] for logits in (game.policy, game.base)]
+        rate = np.full(V**T, z)
+        given = fields(*logp, difficulty=rate)
+        reward = advantages(
+            parts(cap=1e9, base_rate="difficulty"), game.valid[:, None] * 1.0, given
+        )
+        slope, chance = slopes(game)
+        for name, value in reward.items():
+            expected = np.einsum("i,i,ijk", chance, value[:, 0], slope)
+            alpha = ALPHAS.get(name)
+            f, limit = DIVERGENCES[name] if alpha is None else amari(alpha)
+            scale = 1.0 if alpha is None else 1 - alpha
+            wanted = -scale * divergence_slope(game, f, limit)
+            np.testing.assert_allclose(expected, wanted, atol=1e-12)
+            assert np.abs(wanted).max() > 1e-3
+
+
+def test_leaving_oneself_out_does_not_change_the_expected_gradient():
+    """All 729 pairs of samples of one prompt, with Z known."""
+    with jax.enable_x64(True):
+        game = toy(1)
+        pairs = np.array(list(itertools.product(range(V**T), repeat=2)))
+        logp = [np.asarray(game.token_logp(logits))[pairs] for logits in (game.policy, game.base)]
+        given = fields(*logp, difficulty=np.full(len(pairs), game.filtered()[1]))
+        value = advantages(
+            {0.5: parts(cap=1e9, base_rate="difficulty")["alpha 0.5"]},
+            game.valid[pairs] * 1.0,
+            given,
+        )[0.5]
+        slope, chance = slopes(game)
+        weight = chance[pairs].prod(1)
+        expected = np.einsum("i,ig,igjk", weight, value, slope[pairs]) / 2
+        np.testing.assert_allclose(expected, -0.5 * divergence_slope(game, *amari(0.5)), atol=1e-12)
+
+
+def test_the_estimate_of_z_is_unbiased_where_it_is_not_clipped():
+    """Over all pairs: E[mean of a v / pi] = Z; with ratios below 1 the bound of 1 never bites."""
+    with jax.enable_x64(True):
+        game = toy(2)
+        ratio = np.exp(
+            np.asarray(game.token_logp(game.base)).sum(1)
+            - np.asarray(game.token_logp(game.policy)).sum(1)
+        )
+        game = game._replace(valid=game.valid & (ratio < 1))
+        pairs = np.array(list(itertools.product(range(V**T), repeat=2)))
+        logp = [np.asarray(game.token_logp(logits))[pairs] for logits in (game.policy, game.base)]
+        whole = adv.chain(adv.sum_rewards(), adv.alpha_dpg(0.0, floor=1e-300))
+        value = advantages({0: whole}, game.valid[pairs] * 1.0, fields(*logp))[0]
+        one = game.valid[pairs].sum(1) == 1
+        # One success of two: R = n / 1 - 1 whatever its ratio, as the ratio cancels against Z.
+        np.testing.assert_allclose(np.abs(value[one]), 2.0)
+        run = jax.jit(jax.vmap(lambda rewards, policy, base: z_of(whole, rewards, policy, base)))
+        found = run(game.valid[pairs][:, None] * 1.0, logp[0][:, None], logp[1][:, None])
+        _, chance = slopes(game)
+        np.testing.assert_allclose((chance[pairs].prod(1) * found).sum(), game.filtered()[1], 1e-10)
+
+
+def z_of(whole, rewards, policy, base):
+    rollouts = make(rewards, policy, base)
+    z = adv.compute(whole, rollouts)[2]["alpha_dpg/z"]
+    assert isinstance(z, Mean)
+    return z.total
+
+
+def make(rewards, policy, base, row=None):
+    nothing = dict.fromkeys(type(laws.make_rollouts()).__dataclass_fields__)
+    given = {
+        "rewards": {"reward": rewards},
+        "behavior_logp": policy,
+        "fields": {"base_logp": base},
+        "token_mask": jnp.ones(policy.shape, bool),
+        "step": jnp.int32(0),
+        "row": row,
+    }
+    return type(laws.make_rollouts())(**{**nothing, **given})
+
+
+def oracle(value, policy, base, alpha, cap=10.0):
+    """alpha-DPG of one group, sample by sample; None = not scored."""
+    kept = [i for i, v in enumerate(value) if v is not None]
+    if not kept:
+        return np.zeros(len(value))
+    odds = {i: np.exp(base[i] - policy[i]) if value[i] else 0.0 for i in kept}
+    z = min(np.mean(list(odds.values())), 1) or 1e-4
+    reward = {i: min((odds[i] / z) ** (1 - alpha) - 1, cap) for i in kept}
+    out = np.zeros(len(value))
+    for i in kept:
+        others = [reward[j] for j in kept if j != i]
+        out[i] = reward[i] - np.mean(others) if others else reward[i]
+    return out
+
+
+def test_groups_are_those_of_the_papers_code_with_every_edge():
+    values = [
+        [1, 0, 0, 1],
+        [0, 0, 0, 0],  # all fail: 0
+        [1, 1, 1, 1],  # all pass: not 0
+        [1, None, None, None],  # alone: R itself
+        [0, None, None, None],
+        [None] * 4,
+        [1, None, 0, 1],
+    ]
+    random = np.random.default_rng(0)
+    policy, base = (-random.exponential(size=(7, 4, 5)) for _ in range(2))
+    tokens = np.arange(5) < random.integers(1, 6, (7, 4, 1))
+    tokens[0, 0] = False  # an empty completion, log-probs 0 and 0
+    base[6, 3, 0] = -np.inf  # the base cannot say it: a failure
+    policy[~tokens], base[~tokens] = np.nan, np.inf
+    rewards = np.array([[np.nan if v is None else v for v in row] for row in values], float)
+    policies, bases = (np.where(tokens, leaf, 0).sum(-1) for leaf in (policy, base))
+    with jax.enable_x64(True):
+        given = fields(policy, base) | {"token_mask": tokens}
+        chains = {
+            alpha: adv.chain(adv.sum_rewards(), adv.alpha_dpg(alpha, cap=1.5))
+            for alpha in ALPHAS.values()
+        }
+        found = advantages(chains, rewards, given)
+    for alpha, value in found.items():
+        for row, label in enumerate(values):
+            expected = oracle(label, policies[row], bases[row], alpha, cap=1.5)
+            np.testing.assert_allclose(value[row], expected, atol=1e-12, err_msg=str((alpha, row)))
+        assert (value[1] == 0).all()
+        assert (value[2] != 0).all()
+        assert value[4].tolist() == [-1, 0, 0, 0]
+
+
+def test_alpha_near_one_is_leave_one_out_and_its_next_term_is_an_anchor():
+    random = np.random.default_rng(1)
+    value = (random.random((50, 4)) < 0.5) * 1.0
+    logp = [-random.exponential(size=(50, 4, 2)) for _ in range(2)]
+    rate = random.uniform(0.1, 0.9, 50)
+    gap = 1e-6
+    with jax.enable_x64(True):
+        whole = adv.chain(
+            adv.sum_rewards(), adv.alpha_dpg(1 - gap, base_rate="difficulty", cap=1e9)
+        )
+        found = advantages({0: whole}, value, fields(*logp, difficulty=rate))[0]
+    left_out = lambda r: r - (r.sum(1, keepdims=True) - r) / 3  # noqa: E731
+    np.testing.assert_allclose(found, left_out(value), atol=1e-4)
+    anchor = left_out(value * ((logp[1] - logp[0]).sum(-1) - np.log(rate)[:, None]))
+    np.testing.assert_allclose((found - left_out(value)) / gap, anchor, rtol=1e-3, atol=1e-4)
+
+
+def test_at_the_filtered_model_nothing_is_pushed():
+    """pi = p on the valid sequences: all odds agree, so each advantage is exactly 0."""
+    with jax.enable_x64(True):
+        game = toy(3)
+        target, z = game.filtered()
+        logp = np.log(target[game.valid])[None, :, None]
+        base = logp + np.log(z)
+        ones = np.ones(logp.shape[:2])
+        given = fields(logp, base, difficulty=np.array([z]))
+        found = advantages(parts(base_rate="difficulty"), ones, given)
+    for name, value in found.items():
+        if name != "tv":  # its pseudo-reward jumps between -1/2 and 1/2 at agreement
+            np.testing.assert_allclose(value, 0, atol=1e-12, err_msg=str(name))
+
+
+def test_long_sequences_stay_in_logs_and_the_cap_holds():
+    policy = np.full((1, 3, 1000), -3.0, np.float32)
+    base = policy - np.array([[[2.0], [-2.0], [0.0]]], np.float32)  # ratios of e^-2000, e^2000, 1
+    found = advantages(parts(), [[1.0, 1.0, 0.0]], fields(policy, base))
+    for name in ALPHAS:
+        np.testing.assert_allclose(found[name], [[-5.5, 11.0, -5.5]], rtol=1e-6)
+    for value in found.values():
+        assert np.isfinite(value).all()
+
+
+def test_running_z_is_the_mean_over_the_rows_samples_so_far():
+    whole = adv.chain(adv.sum_rewards(), adv.alpha_dpg(0.0, z="running", cap=100.0))
+    with pytest.raises(InputError, match="z = 'running' remembers each row"):
+        whole.init(adv.spec_of(laws.make_rollouts()))
+    row = jnp.array([1, 1, 0], jnp.int32)
+    base = jnp.log(jnp.array([[[0.5], [0.5]], [[0.25], [0.25]], [[0.5], [0.5]]]))
+    rewards = jnp.array([[1.0, 0.0], [1.0, 1.0], [0.0, 0.0]])
+    rollouts = make(rewards, jnp.zeros_like(base), base, row)
+    state = whole.init(adv.spec_of(rollouts, num_rows=3))
+    step = jax.jit(lambda state: adv.compute(whole, rollouts, state))
+    for _ in range(2):
+        signal, state, _ = step(state)
+        # Row 1: (0.5 + 0 + 0.25 + 0.25) / 4 = 0.25 in both batches; R = 0.5 / 0.25 - 1 and -1.
+        np.testing.assert_allclose(signal.value, [[2, -2], [0, 0], [0, 0]], rtol=1e-6)
+    np.testing.assert_allclose(state["alpha_dpg"]["total"], [0, 2, 0], rtol=1e-6)
+    np.testing.assert_allclose(state["alpha_dpg"]["count"], [4, 8, 0])
+
+
+def test_metrics_say_what_was_refused_capped_and_unsupported():
+    base = jnp.array([[[0.0], [-jnp.inf], [0.0], [0.0]]])
+    policy = jnp.array([[[-9.0], [0.0], [0.0], [0.0]]])
+    rollouts = make(jnp.array([[1.0, 1.0, 0.0, 0.5]]), policy, base)
+    whole = adv.chain(adv.sum_rewards(), adv.alpha_dpg(0.0, cap=1.0))
+    signal, _, metrics = jax.jit(lambda rollouts: adv.compute(whole, rollouts))(rollouts)
+    assert signal.mask.tolist() == [[True, True, True, False]]
+    found = {name.split("/")[1]: metric.result() for name, metric in metrics.items()}
+    assert found["refused"] == 0.25
+    assert found["capped"] == found["unsupported"] == pytest.approx(1 / 3)
+    assert found["z"] == 1
+
+
+def test_wrong_options_are_refused():
+    logp = np.zeros((1, 2, 1))
+    for make_part, message in (
+        (lambda: adv.alpha_dpg(1.0), r"alpha = 1, expected a number in \[0, 1\)"),
+        (lambda: adv.alpha_dpg(cap=np.inf), "cap = inf, expected a finite number"),
+        (lambda: adv.alpha_dpg(floor=0.0), "floor = 0, expected"),
+        (lambda: adv.alpha_dpg(z="grup"), "did you mean 'group'"),
+        (lambda: adv.f_dpg("reverse_kl"), "infinite ones left out.*forward_kl"),
+    ):
+        with pytest.raises(InputError, match=message):
+            make_part()
+    for recipe in ("alpha_dpg", "f_dpg"):
+        with pytest.raises(InputError, match=r"in \{0, 1\} but got 0.5: give threshold"):
+            adv.evaluate(recipe, [[0.5, 1.0]], **fields(logp, logp))
+        with pytest.raises(InputError, match="needs the field 'base_logp'"):
+            adv.evaluate(recipe, [[0.0, 1.0]], behavior_logp=logp, token_mask=logp == 0)
+    wrong, whole = fields(logp, logp, difficulty=np.ones(2)), parts(base_rate="difficulty")["tv"]
+    with pytest.raises(InputError, match=r"difficulty has shape \(2,\), expected one base"):
+        adv.evaluate(whole, [[0.0, 1.0]], **wrong)

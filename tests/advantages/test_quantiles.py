@@ -1,0 +1,66 @@
+"""Quantiles without sorting against NumPy's, which sorts."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxgrpo.advantages.quantiles import quantile, top_share
+
+SHARES = (0.0, 0.2, 0.5, 0.9, 1.0)
+
+
+def rows(dtype) -> tuple[np.ndarray, np.ndarray]:
+    """Ties, signed zeros, infinities, tiny and huge numbers; a row of none and a row of one."""
+    random = np.random.default_rng(0)
+    value = random.normal(size=(9, 50)).astype(dtype)
+    value[1] = random.integers(-2, 3, 50)
+    value[2, ::2], value[2, 1::2] = 0.0, -0.0
+    value[3, :3] = np.inf, -np.inf, np.finfo(dtype).max
+    value[4] *= np.finfo(dtype).tiny * 1e3  # smaller ones are 0 to XLA
+    value[5] = -0.1
+    mask = random.random((9, 50)) < 0.7
+    mask[6], mask[7] = False, np.arange(50) == 7
+    value[~mask] = np.nan
+    return value, mask
+
+
+@pytest.mark.parametrize("dtype", [np.float64, np.float32])
+def test_a_quantile_is_one_of_the_entries_and_exact(dtype):
+    value, mask = rows(dtype)
+    with jax.enable_x64(dtype is np.float64):
+        given = jnp.asarray(value), jnp.asarray(mask)
+        found = jax.jit(lambda x, keep: [quantile(x, keep, share) for share in SHARES])(*given)
+        taken = jax.jit(lambda x, keep: [top_share(x, keep, share) for share in SHARES])(*given)
+    for share, numbers, top in zip(SHARES, found, taken, strict=True):
+        assert numbers.shape == (9, 1)
+        assert numbers.dtype == dtype
+        for row, keep, number, chosen in zip(
+            value, mask, np.asarray(numbers)[:, 0], top, strict=True
+        ):
+            entries = np.sort(row[keep])
+            if not len(entries):
+                assert number == 0
+                assert not chosen.any()
+                continue
+            assert number == np.quantile(entries, share, method="inverted_cdf")
+            count = int(np.ceil(np.round(share * len(entries), 9)))
+            expected = keep & (row >= entries[-count]) if count else np.zeros(50, bool)
+            assert (np.asarray(chosen) == expected).all()
+
+
+def test_the_share_may_be_taken_of_the_whole_batch_or_of_another_axis():
+    value = jnp.asarray(np.random.default_rng(1).permutation(24).reshape(2, 3, 4) * 1.0)
+    everything = jnp.ones(value.shape, bool)
+    whole = top_share(value, everything, 0.25, axis=(0, 1, 2))
+    assert sorted(np.asarray(value)[np.asarray(whole)]) == [18, 19, 20, 21, 22, 23]
+    first = quantile(value, everything, 0.0, axis=1)
+    np.testing.assert_array_equal(first, np.asarray(value).min(1, keepdims=True))
+
+
+def test_half_precision_keeps_its_dtype():
+    value = jnp.asarray([[0.5, -2.0, 1.5]], jnp.bfloat16)
+    found = quantile(value, jnp.ones((1, 3), bool), 0.5)
+    assert (found.dtype, float(found[0, 0])) == (jnp.bfloat16, 0.5)
