@@ -237,13 +237,13 @@ def _sum_behind(value: Array) -> Array:
 
 def _discounted(value: Array, mask: Array, decay: Any) -> Array:
     """a[t] = value[t] + decay * a[t + 1], where masked a[t + 1]; value must be 0 where masked."""
-    carry = jnp.where(mask, decay, 1).astype(value.dtype)
+    carry = jnp.where(mask, jnp.asarray(decay, value.dtype), 1)
 
     def join(behind: tuple[Array, Array], before: tuple[Array, Array]) -> tuple[Array, Array]:
         # The scan runs from the end: `behind` holds later tokens, `before` earlier ones.
         return before[0] + before[1] * behind[0], before[1] * behind[1]
 
-    return jax.lax.associative_scan(join, (value, carry), reverse=True, axis=-1)[0]
+    return jax.lax.associative_scan(join, (value, carry), reverse=True, axis=value.ndim - 1)[0]
 
 
 def _phrases(grams: Sequence[Sequence[int]]) -> dict[int, list[tuple[int, ...]]]:

@@ -5,5 +5,12 @@ Every recipe takes `weights`, those of `sum_rewards`: None counts every reward w
 
 from jaxgrpo.advantages.recipes.absolute import sign
 from jaxgrpo.advantages.recipes.group import dr_grpo, grpo
+from jaxgrpo.advantages.recipes.structured import (
+    darling,
+    hicra,
+    tree_grpo,
+    tree_po,
+    tree_rl,
+)
 
-__all__ = ["dr_grpo", "grpo", "sign"]
+__all__ = ["darling", "dr_grpo", "grpo", "hicra", "sign", "tree_grpo", "tree_po", "tree_rl"]
