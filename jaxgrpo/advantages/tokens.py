@@ -246,7 +246,7 @@ def _discounted(value: Array, mask: Array, decay: Any) -> Array:
     return jax.lax.associative_scan(join, (value, carry), reverse=True, axis=value.ndim - 1)[0]
 
 
-def _phrases(grams: Sequence[Sequence[int]]) -> dict[int, list[tuple[int, ...]]]:
+def _phrases(grams: Sequence[Any]) -> dict[int, list[tuple[int, ...]]]:
     """The grams by their length; refuses what is not a list of non-empty lists of token ids."""
     by_length: dict[int, list[tuple[int, ...]]] = {}
     for index, gram in enumerate(grams):
