@@ -247,7 +247,7 @@ def test_the_wrong_options_and_levels_are_refused():
         with pytest.raises(InputError, match="expected"):
             wrong()
     for step in (kl_in_reward(0.1), reward_to_go(), gae()):
-        fields = {name: LOGP["trainer_logp"] for name in (*LOGP, "token_value")}
+        fields = dict.fromkeys((*LOGP, "token_value"), LOGP["trainer_logp"])
         with pytest.raises(InputError, match=r"token-level values.*after to_tokens\(\)"):
             evaluate(chain(sum_rewards(), step), REWARD, **fields)
 
