@@ -216,23 +216,26 @@ def gae(
     _check_share("gae", "lam", lam)
 
     def apply(signal: Signal, rollouts: Rollouts) -> tuple[Signal, Metrics]:
-        mask, value = signal.mask, stats.widen(signal.value)
-        estimate = read_field("gae", field, rollouts).astype(value.dtype)
+        mask, reward = signal.mask, jnp.where(signal.mask, stats.widen(signal.value), 0)
+        estimate = read_field("gae", field, rollouts).astype(reward.dtype)
         estimate = jnp.where(mask, estimate, 0)
-        decay = jnp.asarray(at_step(gamma, rollouts, value.dtype), value.dtype)
-        # With decay 0 the sum from a token on is the estimate of the first unmasked one.
-        ahead = _discounted(estimate, mask, jnp.zeros((), value.dtype))[..., 1:]
-        ahead = jnp.pad(ahead, ((0, 0), (0, 0), (0, 1)))
-        error = jnp.where(mask, value + decay * ahead - estimate, 0)
-        decay = decay * jnp.asarray(at_step(lam, rollouts, value.dtype), value.dtype)
-        return _replace(signal, _discounted(error, mask, decay)), {}
+        shares = (at_step(share, rollouts, reward.dtype) for share in (gamma, lam))
+        discount, trust = (jnp.asarray(share, reward.dtype) for share in shares)
+        # What the token before sees: h[t] = (1 - lam) v[t] + lam (r[t] + gamma h[next(t)]).
+        seen = (1 - trust) * estimate + trust * reward
+        if callable(gamma) or callable(lam) or gamma * lam != 1:
+            seen = _discounted(seen, mask, discount * trust)
+        else:
+            seen = _sum_behind(seen)
+        ahead = jnp.pad(seen[..., 1:], ((0, 0), (0, 0), (0, 1)))
+        return _replace(signal, reward + discount * ahead - estimate), {}
 
     return stateless("gae", apply, needs=frozenset({field}), levels=(3,))
 
 
 def _sum_behind(value: Array) -> Array:
     """The sum from each token to the end."""
-    return jnp.cumsum(value[..., ::-1], axis=-1)[..., ::-1]
+    return jax.lax.cumsum(value, axis=value.ndim - 1, reverse=True)
 
 
 def _discounted(value: Array, mask: Array, decay: Any) -> Array:
