@@ -21,7 +21,7 @@ from jaxgrpo.advantages.base import (
 )
 from jaxgrpo.advantages.ratios import clamp, log_ratio
 from jaxgrpo.errors import InputError
-from jaxgrpo.metrics import Mean, Metrics, mean
+from jaxgrpo.metrics import Metrics, mean
 from jaxgrpo.types import Rollouts, Signal
 
 _PLACES = ("all", "last")
@@ -78,7 +78,7 @@ def hicra(
 
     Signal: [P, G, T] -> [P, G, T], mask unchanged.  Raises: InputError on [P, G]: put to_tokens()
     before it.
-    Metrics: planning, the share of tokens; mass, the share of sum |a| on them, before.
+    Metrics: planning, the share of tokens.
     Source: HICRA, arXiv 2509.03646, by a secondary note whose prose has failed plans blamed more,
     against its formula; the formula is followed. How grams are found is left to the caller.
     """
@@ -103,12 +103,7 @@ def hicra(
         value = stats.widen(signal.value)
         share = jnp.asarray(at_step(alpha, rollouts, value.dtype), value.dtype)
         factor = jnp.where(planning, jnp.where(value < 0, 1 - share, 1 + share), 1)
-        size = jnp.abs(value)
-        metrics: Metrics = {
-            "planning": mean(planning, signal.mask),
-            "mass": Mean(total=jnp.where(planning, size, 0).sum(), weight=size.sum()),
-        }
-        return _replace(signal, value * factor), metrics
+        return _replace(signal, value * factor), {"planning": mean(planning, signal.mask)}
 
     needs = frozenset({name}) if phrases is None else frozenset()
     return stateless("hicra", apply, needs=needs, levels=(3,))

@@ -198,7 +198,7 @@ def token_share_weights(
         shares = []
         for depth in range(path.shape[-1]):
             same = _same(path[..., depth], scored, path[..., depth] >= 0)
-            leaves = jnp.maximum(same.sum(-1, dtype=jnp.int32), 1)
+            leaves = jnp.maximum(same.sum(1, dtype=jnp.int32), 1)
             shares.append(1 / leaves.astype(value.dtype))
         weight = _on_tokens(shares, depths, otherwise=1)
         return _replace(signal, value * weight), {"weight": mean(weight, signal.mask)}
@@ -215,9 +215,9 @@ class _Node(NamedTuple):
     flat: Array  # [P, G] bool: all leaves equal, or fewer than two
 
     def variance(self, value: Array, ddof: int) -> Array:
-        residual = jnp.where(self.same, value[:, None, :] - self.mean[:, :, None], 0)
+        residual = jnp.where(self.same, value[:, :, None] - self.mean[:, None, :], 0)
         number = jnp.maximum(self.leaves - ddof, 1).astype(value.dtype)
-        return jnp.square(residual).sum(-1) / number
+        return jnp.square(residual).sum(1) / number
 
 
 def _same(ids: Array, *masks: Array) -> Array:
@@ -229,13 +229,14 @@ def _same(ids: Array, *masks: Array) -> Array:
 
 
 def _node(value: Array, same: Array) -> _Node:
-    others = jnp.broadcast_to(value[:, None, :], same.shape)
-    low, high = stats.extremes(others, same, axis=-1)
-    leaves = stats.count(same, axis=-1)
+    # `same` is symmetric: reduced over the first of the two, which CPUs do in vectors.
+    others = jnp.broadcast_to(value[:, :, None], same.shape)
+    low, high = stats.extremes(others, same)
+    leaves = stats.count(same)
     # Equal leaves have their value as mean, not a rounded one: their differences are exactly 0.
     flat = (low == high) | (leaves < 2)
-    mean_ = jnp.where(low == high, low, stats.mean(others, same, axis=-1))
-    return _Node(same, leaves[..., 0], mean_[..., 0], flat[..., 0])
+    average = jnp.where(low == high, low, stats.mean(others, same))
+    return _Node(same, leaves[:, 0], average[:, 0], flat[:, 0])
 
 
 def _on_tokens(per_depth: list[Array], depths: Array, otherwise: float = 0) -> Array:
