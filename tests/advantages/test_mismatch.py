@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -43,9 +45,9 @@ def double():
         yield
 
 
-def run(*steps, drift=DRIFT):
+def run(*steps, drift: Any = DRIFT):
     """(value, mask, metrics) of a chain on the rollouts of this file."""
-    given = dict.fromkeys(Rollouts.__dataclass_fields__) | {
+    given: dict[str, Any] = dict.fromkeys(Rollouts.__dataclass_fields__) | {
         "step": jnp.int32(0),
         "rewards": {"reward": jnp.asarray(REWARD)},
         "token_mask": jnp.asarray(MASK),
