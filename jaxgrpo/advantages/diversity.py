@@ -53,6 +53,8 @@ def darling(field: str | None = None, floor: Scheduled = 0.1) -> AdvantageTransf
         else:
             classes = read_field("darling", field, rollouts)
             same = classes[:, :, None] == classes[:, None, :]
+            # NaN, a class that is not known, equals nothing: the sample is a class of its own.
+            same = same | jnp.eye(classes.shape[1], dtype=bool)[None]
         same = same & mask[:, :, None] & mask[:, None, :]
         number = stats.count(mask)
         others = jnp.maximum(number - 1, 1).astype(value.dtype)

@@ -12,7 +12,7 @@ Ids mean nothing but "the same node", within one prompt and depth. Masked leaves
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import Array
@@ -104,34 +104,22 @@ def tree_process(
     Source: TreeRL, arXiv 2506.11902. Its code differs from its formula: rewards are centred by
     leave-one-out, and divided by the root before parents are subtracted.
     """
-    needs = frozenset({ancestors, token_depth})
 
     def apply(signal: Signal, rollouts: Rollouts) -> tuple[Signal, Metrics]:
         value = stats.widen(signal.value)
         path = read_field("tree_process", ancestors, rollouts)
-        above = _node(value, signal.mask[:, :, None] & signal.mask[:, None, :]).mean
-        shares = [
-            jnp.asarray(at_step(weight, rollouts, value.dtype), value.dtype)
-            for weight in (global_weight, local_weight)
-        ]
-        parts, parent = [], None
-        for depth in range(path.shape[-1]):
-            node = _node(value, _same(path[..., depth], signal.mask, path[..., depth] >= 0))
-            step = jnp.zeros_like(value) if parent is None else node.mean - parent
-            part = shares[0] * (node.mean - above) + shares[1] * step
-            part = part / jnp.maximum(node.leaves, 1).astype(value.dtype) ** leaf_power
-            parts.append(jnp.where(path[..., depth] >= 0, part, 0))
-            parent = node.mean
         depths = read_field("tree_process", token_depth, rollouts)
         tokens = read("tree_process", rollouts, "token_mask").astype(bool)
-        mask = tokens & signal.mask[..., None]
-        spread = _on_tokens(parts, depths)
-        metrics: Metrics = {
-            "unplaced": mean(~_on_tokens(list(jnp.moveaxis(path >= 0, -1, 0)), depths), mask),
-            "live": mean(spread != 0, mask),
-        }
+        weights = (
+            at_step(weight, rollouts, value.dtype) for weight in (global_weight, local_weight)
+        )
+        parts = _steps(value, signal.mask, path, tuple(weights), leaf_power)
+        there = _on_tokens(list(jnp.moveaxis(path >= 0, -1, 0)), depths)
+        spread, mask = _on_tokens(parts, depths), tokens & signal.mask[..., None]
+        metrics: Metrics = {"unplaced": mean(~there, mask), "live": mean(spread != 0, mask)}
         return Signal(value=spread.astype(signal.value.dtype), mask=mask), metrics
 
+    needs = frozenset({ancestors, token_depth})
     return stateless("tree_process", apply, needs=needs, levels=(2,), relative=True)
 
 
@@ -237,6 +225,25 @@ def _node(value: Array, same: Array) -> _Node:
     flat = (low == high) | (leaves < 2)
     average = jnp.where(low == high, low, stats.mean(others, same))
     return _Node(same, leaves[:, 0], average[:, 0], flat[:, 0])
+
+
+def _steps(
+    value: Array, mask: Array, path: Array, weights: tuple[Any, Any], leaf_power: float
+) -> list[Array]:
+    """Per depth [P, G]: what its node adds against the prompt and its parent; 0 without a node."""
+    of_prompt, of_parent = (jnp.asarray(weight, value.dtype) for weight in weights)
+    prompt = _node(value, mask[:, :, None] & mask[:, None, :]).mean
+    steps, parent = [], None
+    for depth in range(path.shape[-1]):
+        there = path[..., depth] >= 0
+        node = _node(value, _same(path[..., depth], mask, there))
+        step = of_prompt * (node.mean - prompt)
+        if parent is not None:
+            step = step + of_parent * (node.mean - parent)
+        step = step / jnp.maximum(node.leaves, 1).astype(value.dtype) ** leaf_power
+        steps.append(jnp.where(there, step, 0))
+        parent = node.mean
+    return steps
 
 
 def _on_tokens(per_depth: list[Array], depths: Array, otherwise: float = 0) -> Array:

@@ -6,8 +6,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.extend.core import jaxprs_in_params
 
-from jaxgrpo.advantages import chain, darling, evaluate, sum_rewards, unlikeliness
+from jaxgrpo.advantages import (
+    chain,
+    darling,
+    evaluate,
+    sum_rewards,
+    to_tokens,
+    token_share_weights,
+    tree_process,
+    unlikeliness,
+)
 from jaxgrpo.errors import InputError
 
 NAN = np.nan
@@ -48,11 +58,14 @@ def test_an_all_pass_group_is_live_with_two_classes_and_flat_with_one():
     assert (value[1:] == 0).all()
 
 
-def test_a_reward_may_give_the_classes():
-    rewards = {"correct": np.array([[1.0, 1.0, 1.0]]), "style": np.array([[0.2, 0.7, 0.2]])}
+def test_a_reward_may_give_the_classes_and_an_unknown_class_is_one_of_its_own():
+    rewards = {
+        "correct": np.ones((2, 3)),
+        "style": np.array([[0.2, 0.7, 0.2], [0.2, NAN, 0.2]]),
+    }
     options = {"field": "style", "weights": {"correct": 1.0, "style": 0.0}}
     value = run("darling", rewards, options)
-    np.testing.assert_allclose(value, np.array([[0.5, 1, 0.5]]) - 2 / 3, rtol=1e-12)
+    np.testing.assert_allclose(value, 2 * [[-1 / 6, 1 / 3, -1 / 6]], rtol=1e-12)
 
 
 def test_without_classes_equal_completions_are_one_class():
@@ -113,3 +126,30 @@ def test_shares_outside_zero_to_one_are_refused():
         darling(floor=-0.1)
     with pytest.raises(InputError, match="unlikeliness: beta = 2"):
         unlikeliness(beta=2.0)
+
+
+def sizes(jaxpr):
+    """Elements of every array in a program, the inner programs' too."""
+    for equation in jaxpr.eqns:
+        yield from (out.aval.size for out in equation.outvars)
+        for inner in jaxprs_in_params(equation.params):
+            yield from sizes(inner)
+
+
+def test_no_array_is_larger_than_the_tokens():
+    p, g, t = 2, 4, 64
+    tokens, mask = jnp.zeros((p, g, t), jnp.int32), jnp.ones((p, g, t), bool)
+
+    def program(step, rewards, **fields):
+        whole = chain(sum_rewards(), step)
+        return jax.make_jaxpr(lambda rewards: evaluate(whole, rewards, **fields))(rewards)
+
+    ids = {"ancestors": tokens[..., :3], "token_depth": tokens, "token_mask": mask}
+    share = chain(to_tokens(), token_share_weights())
+    for step, fields in (
+        (darling(), {"completion_tokens": tokens, "token_mask": mask}),
+        (unlikeliness(), {"behavior_logp": jnp.zeros((p, g, t)), "token_mask": mask}),
+        (tree_process(), ids),
+        (share, ids),
+    ):
+        assert max(sizes(program(step, jnp.ones((p, g)), **fields).jaxpr)) == p * g * t
