@@ -12,6 +12,7 @@ Ids mean nothing but "the same node", within one prompt and depth. Masked leaves
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -60,13 +61,13 @@ def tree_normalise(
     def apply(signal: Signal, rollouts: Rollouts) -> tuple[Signal, Metrics]:
         value, mask = stats.widen(signal.value), signal.mask
         ids = read_field("tree_normalise", field, rollouts)
-        tree = _node(value, _same(ids, mask))
-        prompt = _node(value, mask[:, :, None] & mask[:, None, :])
+        prompt = jnp.zeros(mask.shape, jnp.int32)
+        tree, whole = _node(value, ids, mask), _node(value, prompt, mask)
         total = jnp.zeros_like(value)
-        for node in (tree, prompt):
+        for node, of in ((tree, ids), (whole, prompt)):
             part = value - node.mean
             if std:
-                scale = jnp.sqrt(node.variance(value, ddof))
+                scale = jnp.sqrt(_variance(value, of, mask, node, ddof))
                 scale = scale + jnp.asarray(at_step(eps, rollouts, value.dtype), value.dtype)
                 part = part / jnp.where(node.flat, 1, scale)
             total = total + jnp.where(node.flat, 0, part)
@@ -150,7 +151,8 @@ def tree_subgroup(weighting: str = "average", ancestors: str = "ancestors") -> A
         path = read_field("tree_subgroup", ancestors, rollouts)
         total, weight, subgroups = (jnp.zeros_like(value) for _ in range(3))
         for depth in range(path.shape[-1]):
-            node = _node(value, _same(path[..., depth], signal.mask, path[..., depth] >= 0))
+            ids = path[..., depth]
+            node = _node(value, ids, signal.mask & (ids >= 0))
             shared = (node.leaves > 1).astype(value.dtype)
             size = shared * (node.leaves.astype(value.dtype) if weighting == "size" else 1)
             total = total + size * (value - node.mean)
@@ -185,8 +187,8 @@ def token_share_weights(
         value, scored = stats.widen(signal.value), signal.mask.any(-1)
         shares = []
         for depth in range(path.shape[-1]):
-            same = _same(path[..., depth], scored, path[..., depth] >= 0)
-            leaves = jnp.maximum(same.sum(1, dtype=jnp.int32), 1)
+            ids = path[..., depth]
+            leaves = jnp.maximum(_leaves(ids, scored & (ids >= 0)), 1)
             shares.append(1 / leaves.astype(value.dtype))
         weight = _on_tokens(shares, depths, otherwise=1)
         return _replace(signal, value * weight), {"weight": mean(weight, signal.mask)}
@@ -197,34 +199,49 @@ def token_share_weights(
 class _Node(NamedTuple):
     """What each leaf finds at one node above it."""
 
-    same: Array  # [P, G, G] bool, leaves of the same node
-    leaves: Array  # [P, G] int32
-    mean: Array  # [P, G]; where flat the common value itself; 0 without a leaf
+    leaves: Array  # [P, G] int32; 0 where masked
+    mean: Array  # [P, G]; where flat the common value itself; 0 where masked
     flat: Array  # [P, G] bool: all leaves equal, or fewer than two
 
-    def variance(self, value: Array, ddof: int) -> Array:
-        residual = jnp.where(self.same, value[:, :, None] - self.mean[:, None, :], 0)
-        number = jnp.maximum(self.leaves - ddof, 1).astype(value.dtype)
-        return jnp.square(residual).sum(1) / number
+
+def _with_same(ids: Array, mask: Array) -> Iterator[tuple[slice, Array]]:
+    """For each leaf of a group: its column, and [P, G] True where another is of its node.
+
+    A loop over G of elementwise steps, which compilers fuse into one pass: 25 times as fast on a
+    CPU as to reduce the pairs [P, G, G].
+    """
+    for index in range(ids.shape[1]):
+        column = slice(index, index + 1)
+        yield column, (ids == ids[:, column]) & mask & mask[:, column]
 
 
-def _same(ids: Array, *masks: Array) -> Array:
-    """[P, G, G]: True where two unmasked leaves have the same id."""
-    same = ids[:, :, None] == ids[:, None, :]
-    for mask in masks:
-        same = same & mask[:, :, None] & mask[:, None, :]
-    return same
-
-
-def _node(value: Array, same: Array) -> _Node:
-    # `same` is symmetric: reduced over the first of the two, which CPUs do in vectors.
-    others = jnp.broadcast_to(value[:, :, None], same.shape)
-    low, high = stats.extremes(others, same)
-    leaves = stats.count(same)
+def _node(value: Array, ids: Array, mask: Array) -> _Node:
+    leaves = _leaves(ids, mask)
+    low, high = jnp.full_like(value, jnp.inf), jnp.full_like(value, -jnp.inf)
+    total = jnp.zeros_like(value)
+    for column, same in _with_same(ids, mask):
+        other = value[:, column]
+        low = jnp.where(same, jnp.minimum(low, other), low)
+        high = jnp.where(same, jnp.maximum(high, other), high)
+        total = jnp.where(same, total + other, total)
     # Equal leaves have their value as mean, not a rounded one: their differences are exactly 0.
-    flat = (low == high) | (leaves < 2)
-    average = jnp.where(low == high, low, stats.mean(others, same))
-    return _Node(same, leaves[:, 0], average[:, 0], flat[:, 0])
+    average = total / jnp.maximum(leaves, 1).astype(value.dtype)
+    equal = low == high
+    return _Node(leaves, jnp.where(equal, low, average), equal | (leaves < 2))
+
+
+def _leaves(ids: Array, mask: Array) -> Array:
+    leaves = jnp.zeros(ids.shape, jnp.int32)
+    for _, same in _with_same(ids, mask):
+        leaves = leaves + same.astype(jnp.int32)
+    return leaves
+
+
+def _variance(value: Array, ids: Array, mask: Array, node: _Node, ddof: int) -> Array:
+    squares = jnp.zeros_like(value)
+    for column, same in _with_same(ids, mask):
+        squares = jnp.where(same, squares + jnp.square(value[:, column] - node.mean), squares)
+    return squares / jnp.maximum(node.leaves - ddof, 1).astype(value.dtype)
 
 
 def _steps(
@@ -232,11 +249,11 @@ def _steps(
 ) -> list[Array]:
     """Per depth [P, G]: what its node adds against the prompt and its parent; 0 without a node."""
     of_prompt, of_parent = (jnp.asarray(weight, value.dtype) for weight in weights)
-    prompt = _node(value, mask[:, :, None] & mask[:, None, :]).mean
+    prompt = _node(value, jnp.zeros(mask.shape, jnp.int32), mask).mean
     steps, parent = [], None
     for depth in range(path.shape[-1]):
         there = path[..., depth] >= 0
-        node = _node(value, _same(path[..., depth], mask, there))
+        node = _node(value, path[..., depth], mask & there)
         step = of_prompt * (node.mean - prompt)
         if parent is not None:
             step = step + of_parent * (node.mean - parent)
