@@ -11,6 +11,7 @@ from jaxgrpo.advantages.base import AdvantageTransform, stateless, transform
 from jaxgrpo.advantages.batch import divide_by_batch_std, whiten_batch
 from jaxgrpo.advantages.building import build, evaluate
 from jaxgrpo.advantages.chains import chain, compute, spec_of, start
+from jaxgrpo.advantages.diversity import darling, unlikeliness
 from jaxgrpo.advantages.filtered_model import alpha_dpg, f_dpg
 from jaxgrpo.advantages.gates import rubric_gate
 from jaxgrpo.advantages.group import (
@@ -28,14 +29,26 @@ from jaxgrpo.advantages.masks import (
     mask_truncated,
     mask_zero_variance,
 )
+from jaxgrpo.advantages.mismatch import (
+    geometric_rejection,
+    masked_importance,
+    sequence_rejection,
+    truncated_importance,
+)
 from jaxgrpo.advantages.passk import contrastive_pairs, leave_one_out_pass_at_k, max_minus_second
 from jaxgrpo.advantages.reflection import answer_length, reasoning_reflection
 from jaxgrpo.advantages.running import divide_by_running_scale, ema_baseline
 from jaxgrpo.advantages.several import combine, dvao
 from jaxgrpo.advantages.streams import per_reward, stream, sum_rewards, sum_scored
 from jaxgrpo.advantages.tilting import beta_of_mu, kappa, mu_of_beta, target_validity
-from jaxgrpo.advantages.tokens import to_tokens
+from jaxgrpo.advantages.tokens import gae, hicra, kl_in_reward, reward_to_go, to_tokens
 from jaxgrpo.advantages.tracked import mask_difficulty_band, subtract_tracked_success
+from jaxgrpo.advantages.trees import (
+    token_share_weights,
+    tree_normalise,
+    tree_process,
+    tree_subgroup,
+)
 from jaxgrpo.advantages.weights import (
     shrink_rare_success,
     weight_by_absolute_advantage,
@@ -55,6 +68,7 @@ __all__ = [
     "compute",
     "conditional_sign",
     "contrastive_pairs",
+    "darling",
     "divide_by_batch_std",
     "divide_by_group_mean",
     "divide_by_group_std",
@@ -63,19 +77,26 @@ __all__ = [
     "ema_baseline",
     "evaluate",
     "f_dpg",
+    "gae",
+    "geometric_rejection",
+    "hicra",
     "kappa",
+    "kl_in_reward",
     "leave_one_out_pass_at_k",
     "mask_difficulty_band",
     "mask_group_difficulty",
     "mask_low_variance",
     "mask_truncated",
     "mask_zero_variance",
+    "masked_importance",
     "max_minus_second",
     "mu_of_beta",
     "overlong_penalty",
     "per_reward",
     "reasoning_reflection",
+    "reward_to_go",
     "rubric_gate",
+    "sequence_rejection",
     "shrink_rare_success",
     "sign",
     "spec_of",
@@ -92,7 +113,13 @@ __all__ = [
     "sum_scored",
     "target_validity",
     "to_tokens",
+    "token_share_weights",
     "transform",
+    "tree_normalise",
+    "tree_process",
+    "tree_subgroup",
+    "truncated_importance",
+    "unlikeliness",
     "weight_by_absolute_advantage",
     "weight_by_learnability",
     "whiten_batch",

@@ -7,11 +7,13 @@ from collections.abc import Callable
 from jaxgrpo.advantages import (
     absolute,
     batch,
+    diversity,
     filtered_model,
     gates,
     group,
     length,
     masks,
+    mismatch,
     passk,
     reflection,
     running,
@@ -19,6 +21,7 @@ from jaxgrpo.advantages import (
     streams,
     tokens,
     tracked,
+    trees,
     weights,
 )
 from jaxgrpo.advantages import recipes as methods
@@ -72,6 +75,20 @@ parts: dict[str, Factory] = _by_name(
     filtered_model.alpha_dpg,
     filtered_model.f_dpg,
     tokens.to_tokens,
+    tokens.hicra,
+    tokens.kl_in_reward,
+    tokens.reward_to_go,
+    mismatch.truncated_importance,
+    mismatch.masked_importance,
+    mismatch.geometric_rejection,
+    mismatch.sequence_rejection,
+    trees.tree_normalise,
+    trees.tree_process,
+    trees.tree_subgroup,
+    trees.token_share_weights,
+    diversity.darling,
+    diversity.unlikeliness,
+    tokens.gae,
 )
 recipes: dict[str, Factory] = _by_name(
     methods.grpo,
@@ -97,4 +114,9 @@ recipes: dict[str, Factory] = _by_name(
     methods.dro_r3,
     methods.alpha_dpg,
     methods.f_dpg,
+    methods.hicra,
+    methods.darling,
+    methods.tree_grpo,
+    methods.tree_rl,
+    methods.tree_po,
 )

@@ -1,15 +1,31 @@
-"""From one value per sample to one per token."""
+"""From one value per sample to one per token, and what is done to single tokens."""
 
 from __future__ import annotations
 
-import jax.numpy as jnp
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
 
-from jaxgrpo.advantages.base import AdvantageTransform, read, stateless
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from jaxgrpo.advantages import stats
+from jaxgrpo.advantages.base import (
+    AdvantageTransform,
+    Scheduled,
+    at_step,
+    read,
+    read_field,
+    stateless,
+)
+from jaxgrpo.advantages.ratios import clamp, log_ratio
 from jaxgrpo.errors import InputError
-from jaxgrpo.metrics import Metrics
+from jaxgrpo.metrics import Metrics, mean
 from jaxgrpo.types import Rollouts, Signal
 
 _PLACES = ("all", "last")
+_POLICIES = ("trainer", "behavior")
 
 
 def to_tokens(place: str = "all") -> AdvantageTransform:
@@ -40,3 +56,233 @@ def to_tokens(place: str = "all") -> AdvantageTransform:
         return Signal(value=value, mask=mask), {}
 
     return stateless("to_tokens", apply, levels=(2,))
+
+
+def hicra(
+    alpha: Scheduled = 0.2,
+    field: str | None = None,
+    grams: Sequence[Sequence[int]] | None = None,
+) -> AdvantageTransform:
+    """Raises the advantage of planning tokens by a share of its size.
+
+        a[p, g, t] + alpha |a[p, g, t]|  at planning tokens, a[p, g, t] at the others
+
+    Positive advantages there are scaled by 1 + alpha, negative ones by 1 - alpha: a failed plan is
+    blamed less, not more. An advantage of 0 stays 0: flat groups stay without signal.
+
+    Args:
+      alpha: in [0, 1), a number or a function of the step; from 1 on failures would be praised.
+      field: bool [P, G, T], True on planning tokens; "planning" where grams are not given.
+      grams: token ids of phrases; each token of an occurrence in completion_tokens, over tokens
+        that the policy chose and without a gap, is a planning token. Give one of the two.
+
+    Signal: [P, G, T] -> [P, G, T], mask unchanged.  Raises: InputError on [P, G]: put to_tokens()
+    before it.
+    Metrics: planning, the share of tokens.
+    Source: HICRA, arXiv 2509.03646, by a secondary note whose prose has failed plans blamed more,
+    against its formula; the formula is followed. How grams are found is left to the caller.
+    """
+    if not callable(alpha) and not 0 <= alpha < 1:
+        raise InputError(
+            f"hicra: alpha = {alpha}, expected 0 <= alpha < 1: from 1 on the planning of failed"
+            " samples would be reinforced"
+        )
+    if field is not None and grams is not None:
+        raise InputError("hicra: field and grams both say which tokens plan: give one of them")
+    phrases = None if grams is None else _phrases(grams)
+    name = field or "planning"
+
+    def apply(signal: Signal, rollouts: Rollouts) -> tuple[Signal, Metrics]:
+        if phrases is None:
+            planning = read_field("hicra", name, rollouts).astype(bool)
+        else:
+            chosen = read("hicra", rollouts, "token_mask").astype(bool)
+            planning = _occurs(
+                jnp.where(chosen, read("hicra", rollouts, "completion_tokens"), -1), phrases
+            )
+        value = stats.widen(signal.value)
+        share = jnp.asarray(at_step(alpha, rollouts, value.dtype), value.dtype)
+        factor = jnp.where(planning, jnp.where(value < 0, 1 - share, 1 + share), 1)
+        return _replace(signal, value * factor), {"planning": mean(planning, signal.mask)}
+
+    needs = frozenset({name}) if phrases is None else frozenset()
+    return stateless("hicra", apply, needs=needs, levels=(3,))
+
+
+def kl_in_reward(
+    beta: Scheduled, reference: str = "reference", policy: str = "trainer"
+) -> AdvantageTransform:
+    """Charges each token for its distance from a reference policy, as part of the reward.
+
+        r[p, g, t] - beta (policy_logp[p, g, t] - reference_logp[p, g, t])          (k1)
+
+    Followed by `reward_to_go()` the expected gradient is exactly that of
+    E[return] - beta KL(policy || reference). Put it behind the normalisation: divided by the
+    standard deviation of a group, beta would be another one in every group. The whole tail:
+    `to_tokens(place="last"), kl_in_reward(beta), reward_to_go()`.
+
+    Args:
+      beta: at least 0, in units of advantage per nat; a number or a function of the step.
+      reference: whose log-probs are read, from the field `{reference}_logp`.
+      policy: "trainer" reads trainer_logp, of the same program as the reference; "behavior" what
+        the sampler reported and spares a pass, with the sampler's rounding charged as distance.
+
+    Signal: [P, G, T] -> [P, G, T], mask unchanged.  Raises: InputError on [P, G].
+    Metrics: kl, the mean of k1 over unmasked tokens; log_ratio_clamped, the share of tokens whose
+    |log ratio| is above 20 and counts as 20.
+    Source: the KL-shaped reward of Ziegler et al. 2019, arXiv 1909.08593. verl and OpenRLHF add it
+    before the advantage is normalised; we let the chain say where.
+    """
+    if not callable(beta) and not beta >= 0:
+        raise InputError(f"kl_in_reward: beta = {beta}, expected a number of at least 0")
+    if policy not in _POLICIES:
+        raise InputError(
+            f"kl_in_reward: policy = {policy!r}, expected one of {', '.join(_POLICIES)}"
+        )
+    needs = {f"{reference}_logp"} | ({"trainer_logp"} if policy == "trainer" else set())
+
+    def apply(signal: Signal, rollouts: Rollouts) -> tuple[Signal, Metrics]:
+        if policy == "trainer":
+            logp = read_field("kl_in_reward", "trainer_logp", rollouts)
+        else:
+            logp = read("kl_in_reward", rollouts, "behavior_logp")
+        anchor = read_field("kl_in_reward", f"{reference}_logp", rollouts)
+        distance, clamped = clamp(log_ratio(logp, anchor, signal.mask))
+        value = stats.widen(signal.value)
+        charge = jnp.asarray(at_step(beta, rollouts, value.dtype), value.dtype)
+        metrics: Metrics = {
+            "kl": mean(distance, signal.mask),
+            "log_ratio_clamped": mean(clamped, signal.mask),
+        }
+        return _replace(signal, value - charge * distance.astype(value.dtype)), metrics
+
+    return stateless("kl_in_reward", apply, needs=frozenset(needs), levels=(3,))
+
+
+def reward_to_go(gamma: Scheduled = 1.0) -> AdvantageTransform:
+    """Sums the rewards of a token and of all behind it.
+
+        a[p, g, t] = sum_(s >= t) gamma^(n(s) - n(t)) r[p, g, s],  n(t) = unmasked tokens before t
+
+    Masked tokens (tool output, forced text) are passed over: they neither pay nor discount.
+    With gamma 1 a reward at the last token comes back at every token: `to_tokens(place="last")`
+    and this step are together `to_tokens()`.
+
+    Args:
+      gamma: in [0, 1], per token; a number or a function of the step.
+
+    Signal: [P, G, T] -> [P, G, T], mask unchanged.  Raises: InputError on [P, G]: put
+    to_tokens(place="last") before it.
+    Source: the policy gradient theorem; the carry over masked tokens is that of REINFORCE++ in
+    verl (older code starts anew behind them).
+    """
+    _check_share("reward_to_go", "gamma", gamma)
+
+    def apply(signal: Signal, rollouts: Rollouts) -> tuple[Signal, Metrics]:
+        value = jnp.where(signal.mask, stats.widen(signal.value), 0)
+        if not callable(gamma) and gamma == 1:
+            return _replace(signal, _sum_behind(value)), {}
+        decay = at_step(gamma, rollouts, value.dtype)
+        return _replace(signal, _discounted(value, signal.mask, decay)), {}
+
+    return stateless("reward_to_go", apply, levels=(3,))
+
+
+def gae(
+    gamma: Scheduled = 1.0, lam: Scheduled = 1.0, field: str = "token_value"
+) -> AdvantageTransform:
+    """Generalised advantage estimation: returns less the estimates of a critic.
+
+        d[t] = r[t] + gamma v[next(t)] - v[t],  v = 0 behind the last token
+        a[t] = d[t] + gamma lam a[next(t)]
+
+    next(t) is the next unmasked token: masked ones are passed over and their estimate is not
+    read. lam 1 is `reward_to_go(gamma)` less v[t]; lam 0 the one-step error.
+
+    Args:
+      gamma, lam: in [0, 1]; numbers or functions of the step.
+      field: [P, G, T], the expected return before the token is chosen, in units of the rewards.
+
+    Signal: [P, G, T] -> [P, G, T], mask unchanged.  Raises: InputError on [P, G]: put
+    to_tokens(place="last") before it.
+    Source: Schulman et al. 2015, arXiv 1506.02438. verl whitens the result; a further step here.
+    """
+    _check_share("gae", "gamma", gamma)
+    _check_share("gae", "lam", lam)
+
+    def apply(signal: Signal, rollouts: Rollouts) -> tuple[Signal, Metrics]:
+        mask, reward = signal.mask, jnp.where(signal.mask, stats.widen(signal.value), 0)
+        estimate = read_field("gae", field, rollouts).astype(reward.dtype)
+        estimate = jnp.where(mask, estimate, 0)
+        shares = (at_step(share, rollouts, reward.dtype) for share in (gamma, lam))
+        discount, trust = (jnp.asarray(share, reward.dtype) for share in shares)
+        # What the token before sees: h[t] = (1 - lam) v[t] + lam (r[t] + gamma h[next(t)]).
+        seen = (1 - trust) * estimate + trust * reward
+        if callable(gamma) or callable(lam) or gamma * lam != 1:
+            seen = _discounted(seen, mask, discount * trust)
+        else:
+            seen = _sum_behind(seen)
+        ahead = jnp.pad(seen[..., 1:], ((0, 0), (0, 0), (0, 1)))
+        return _replace(signal, reward + discount * ahead - estimate), {}
+
+    return stateless("gae", apply, needs=frozenset({field}), levels=(3,))
+
+
+def _sum_behind(value: Array) -> Array:
+    """The sum from each token to the end."""
+    return jax.lax.cumsum(value, axis=value.ndim - 1, reverse=True)
+
+
+def _discounted(value: Array, mask: Array, decay: Any) -> Array:
+    """a[t] = value[t] + decay * a[t + 1], where masked a[t + 1]; value must be 0 where masked."""
+    carry = jnp.where(mask, jnp.asarray(decay, value.dtype), 1)
+
+    def join(behind: tuple[Array, Array], before: tuple[Array, Array]) -> tuple[Array, Array]:
+        # The scan runs from the end: `behind` holds later tokens, `before` earlier ones.
+        return before[0] + before[1] * behind[0], before[1] * behind[1]
+
+    return jax.lax.associative_scan(join, (value, carry), reverse=True, axis=value.ndim - 1)[0]
+
+
+def _phrases(grams: Sequence[Any]) -> dict[int, list[tuple[int, ...]]]:
+    """The grams by their length; refuses what is not a list of non-empty lists of token ids."""
+    by_length: dict[int, list[tuple[int, ...]]] = {}
+    for index, gram in enumerate(grams):
+        ids = tuple(gram) if isinstance(gram, Sequence) and not isinstance(gram, str) else ()
+        if not ids or not all(isinstance(token, int) and token >= 0 for token in ids):
+            raise InputError(
+                f"hicra: grams[{index}] = {gram!r}, expected a list of token ids, at least one:"
+                " encode the phrase with the model's tokenizer"
+            )
+        by_length.setdefault(len(ids), []).append(ids)
+    if not by_length:
+        raise InputError("hicra: grams is empty: no token would be a planning token")
+    return by_length
+
+
+def _occurs(tokens: Array, phrases: dict[int, list[tuple[int, ...]]]) -> Array:
+    """True at every token of an occurrence. tokens: [P, G, T], -1 where not to be matched."""
+    number = tokens.shape[-1]
+    found = jnp.zeros(tokens.shape, bool)
+    for length, grams in phrases.items():
+        if length > number:
+            continue
+        starts = number - length + 1
+        begins = jnp.zeros((*tokens.shape[:-1], starts), bool)
+        for gram in grams:
+            hit = tokens[..., :starts] == gram[0]
+            for place in range(1, length):
+                hit = hit & (tokens[..., place : place + starts] == gram[place])
+            begins = begins | hit
+        for place in range(length):
+            found = found | jnp.pad(begins, ((0, 0), (0, 0), (place, length - 1 - place)))
+    return found
+
+
+def _check_share(where: str, option: str, value: Scheduled) -> None:
+    if not callable(value) and not 0 <= value <= 1:
+        raise InputError(f"{where}: {option} = {value}, expected a number in [0, 1]")
+
+
+def _replace(signal: Signal, value: Array) -> Signal:
+    return dataclasses.replace(signal, value=value.astype(signal.value.dtype))

@@ -12,6 +12,7 @@ from jaxgrpo.advantages.recipes.passk import passk
 from jaxgrpo.advantages.recipes.peers import like_trl, like_verl
 from jaxgrpo.advantages.recipes.scale import dapo, scale_rl
 from jaxgrpo.advantages.recipes.several import dvao, gdpo, rlcr
+from jaxgrpo.advantages.recipes.structured import darling, hicra, tree_grpo, tree_po, tree_rl
 from jaxgrpo.advantages.recipes.tracked import ema, spo
 
 __all__ = [
@@ -19,6 +20,7 @@ __all__ = [
     "asymmetric",
     "conditional_sign",
     "dapo",
+    "darling",
     "dr_grpo",
     "dro_r3",
     "dvao",
@@ -26,6 +28,7 @@ __all__ = [
     "f_dpg",
     "gdpo",
     "grpo",
+    "hicra",
     "like_trl",
     "like_verl",
     "lite_ppo",
@@ -38,4 +41,7 @@ __all__ = [
     "scale_rl",
     "sign",
     "spo",
+    "tree_grpo",
+    "tree_po",
+    "tree_rl",
 ]

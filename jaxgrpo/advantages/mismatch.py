@@ -1,0 +1,265 @@
+"""Off-policy corrections that are constant during the update: the sampler was not the trainer.
+
+With x[t] = trainer_logp[t] - behavior_logp[t] at the tokens that the policy chose, the weight of a
+token is exp(x[t]), of a sample exp(sum_t x[t]), and its geometric mean exp(mean_t x[t]): trainer
+over sampler, so a bound on one side means the same everywhere here (verl's rejections bound the
+inverse). Where both agree nothing changes, to the last bit. x is clamped to +- 20 before the
+exponential; the share is in the metric log_ratio_clamped.
+
+A sample's ratio is taken over all its chosen tokens, also those that an earlier step has masked.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import Array
+
+from jaxgrpo.advantages import stats
+from jaxgrpo.advantages.base import (
+    AdvantageTransform,
+    Scheduled,
+    at_step,
+    read,
+    read_field,
+    stateless,
+)
+from jaxgrpo.advantages.ratios import clamp, log_ratio
+from jaxgrpo.errors import InputError
+from jaxgrpo.metrics import Max, Mean, Metrics, Min, maximum, mean, minimum
+from jaxgrpo.types import Rollouts, Signal
+
+_NEEDS = frozenset({"trainer_logp"})
+_LEVELS = {"token": (3,), "sequence": (2, 3)}
+_DENOMINATORS = ("keep", "shrink")
+
+
+def truncated_importance(cap: Scheduled = 2.0, level: str = "token") -> AdvantageTransform:
+    """Weighs by the ratio of trainer to sampler, cut at a cap (TIS).
+
+        a w,  w = min(exp(x), cap)
+
+    The weight is that of a token, exp(x[t]), or of the whole sample, exp(sum_t x[t]). The product
+    is the exact correction but for the cap, and varies with the length; the tokens' own ratio
+    ignores how the prefix came about.
+
+    Args:
+      cap: at least 1; a number or a function of the step.
+      level: "token" or "sequence".
+
+    Signal: [P, G, T] -> [P, G, T]; "sequence" takes [P, G] too. Mask unchanged.
+    Metrics: capped, weight (mean), effective_sample_size (share of the tokens or samples),
+    ratio_max, ratio_min, log_ratio_clamped.
+    Source: truncated importance sampling as in TRL, verl (cap 2), SkyRL; Ionides 2008.
+    """
+    _check_level("truncated_importance", level)
+    if not callable(cap) and not cap >= 1:
+        raise InputError(
+            f"truncated_importance: cap = {cap}, expected at least 1: below it on-policy samples"
+            " are cut too"
+        )
+
+    def apply(signal: Signal, rollouts: Rollouts) -> tuple[Signal, Metrics]:
+        ratios = _ratios("truncated_importance", level, signal, rollouts)
+        limit = jnp.asarray(at_step(cap, rollouts, ratios.log.dtype), ratios.log.dtype)
+        ratio = jnp.exp(ratios.log)
+        weight = jnp.minimum(ratio, limit)
+        metrics = {"capped": mean(ratio > limit, ratios.mask)}
+        return _weighted(signal, weight), metrics | _describe(ratios, weight)
+
+    return stateless("truncated_importance", apply, needs=_NEEDS, levels=_LEVELS[level])
+
+
+def masked_importance(
+    low: Scheduled = 0.5,
+    high: Scheduled = 5.0,
+    level: str = "token",
+    denominator: str = "keep",
+) -> AdvantageTransform:
+    """Weighs by the ratio of trainer to sampler, and drops what is outside a band (MIS, IcePop).
+
+        a w if low <= w <= high else 0,  w = exp(x)
+
+    Args:
+      low, high: low <= 1 <= high; numbers or functions of the step.
+      level: "token" (IcePop) or "sequence", with w = exp(sum_t x[t]); see `sequence_rejection`.
+      denominator: "keep" leaves what is dropped in the mask with value 0, so that it counts in the
+        denominator of the loss; "shrink" masks it, and the others weigh more.
+
+    Signal: [P, G, T] -> [P, G, T]; "sequence" takes [P, G] too. Mask unchanged, or cut.
+    Metrics: those of `truncated_importance` but capped, and dropped_tokens, dropped_samples (of
+    sequences), dropped_long and dropped_short (the longer and the shorter half of the samples).
+    Source: IcePop (0.5 to 5) as in slime, NeMo-RL, verl "lo_hi"; TRL sequence_mask (at most 3).
+    verl shrinks the mask, slime and TRL keep it.
+    """
+    _check_level("masked_importance", level)
+    _check_band("masked_importance", low, high, denominator)
+
+    def apply(signal: Signal, rollouts: Rollouts) -> tuple[Signal, Metrics]:
+        ratios = _ratios("masked_importance", level, signal, rollouts)
+        ratio = jnp.exp(ratios.log)
+        keep = _within(ratio, low, high, rollouts)
+        weight = jnp.where(keep, ratio, 0)
+        after = _weighted(_dropped(signal, keep, denominator), weight)
+        return after, _describe(ratios, weight) | _describe_dropped(ratios, keep)
+
+    return stateless("masked_importance", apply, needs=_NEEDS, levels=_LEVELS[level])
+
+
+def geometric_rejection(
+    low: Scheduled = 0.999, high: Scheduled = 1.001, denominator: str = "keep"
+) -> AdvantageTransform:
+    """Drops samples whose mean drift per token is outside a band; the others stay as they are.
+
+        a if low <= exp(mean_t x[t]) <= high else 0
+
+    The same band for every length: what a long sample may drift as a whole grows with it.
+
+    Args: as in `masked_importance`; the band is that of the geometric mean.
+
+    Signal: [P, G] or [P, G, T], mask unchanged, or cut. A sample without tokens stays.
+    Metrics: dropped_samples, dropped_tokens, dropped_long, dropped_short, ratio_max, ratio_min
+    (of the geometric means), log_ratio_clamped.
+    Source: verl seq_mean_k1 (0.999 to 1.001, of the inverse ratio), SkyRL, NeMo-RL (which also
+    weighs the rest by its token ratios: add `truncated_importance()`).
+    """
+    return _rejection("geometric_rejection", low, high, denominator, geometric=True)
+
+
+def sequence_rejection(
+    low: Scheduled = 0.5, high: Scheduled = 2.0, denominator: str = "keep"
+) -> AdvantageTransform:
+    """Drops samples whose whole ratio is outside a band; the others stay as they are.
+
+        a if low <= exp(sum_t x[t]) <= high else 0
+
+    Biased against length: a sample of T tokens stays only if its mean drift per token is below
+    log(high) / T, 3.5e-4 at 2,000 tokens. Watch dropped_long against dropped_short, or take
+    `geometric_rejection`.
+
+    Args: as in `masked_importance`; the band is that of the product over tokens.
+
+    Signal: [P, G] or [P, G, T], mask unchanged, or cut.  Metrics: as in `geometric_rejection`.
+    Source: SkyRL's product rule (0.5 to 2), verl seq_sum_k1 (of the inverse ratio).
+    """
+    return _rejection("sequence_rejection", low, high, denominator, geometric=False)
+
+
+def _rejection(
+    name: str, low: Scheduled, high: Scheduled, denominator: str, geometric: bool
+) -> AdvantageTransform:
+    _check_band(name, low, high, denominator)
+
+    def apply(signal: Signal, rollouts: Rollouts) -> tuple[Signal, Metrics]:
+        ratios = _ratios(name, "sequence", signal, rollouts, geometric)
+        keep = _within(jnp.exp(ratios.log), low, high, rollouts)
+        metrics = _extremes(ratios) | _describe_dropped(ratios, keep)
+        return _dropped(signal, keep, denominator), metrics
+
+    return stateless(name, apply, needs=_NEEDS)
+
+
+class _Ratios(NamedTuple):
+    log: Array  # [P, G, T] or [P, G], within +- LOG_RATIO_LIMIT; 0 where masked
+    clamped: Array  # same shape, bool
+    mask: Array  # same shape, bool: the tokens or samples that are unmasked
+    length: Array  # [P, G] int32, chosen tokens of unmasked samples
+    scored: Array  # [P, G] bool, unmasked samples
+
+
+def _ratios(
+    name: str, level: str, signal: Signal, rollouts: Rollouts, geometric: bool = False
+) -> _Ratios:
+    trainer = read_field(name, "trainer_logp", rollouts)
+    behavior = read(name, rollouts, "behavior_logp")
+    scored = signal.mask.any(-1) if signal.mask.ndim == 3 else signal.mask
+    chosen = read(name, rollouts, "token_mask").astype(bool) & scored[..., None]
+    length = chosen.sum(-1, dtype=jnp.int32)
+    mask = signal.mask if level == "token" else scored
+    log = log_ratio(trainer, behavior, mask if level == "token" else chosen)
+    if level == "sequence":
+        log = log.sum(-1)
+    if geometric:
+        log = log / jnp.maximum(length, 1).astype(log.dtype)
+    log, clamped = clamp(log)
+    return _Ratios(log, clamped, mask, length, scored)
+
+
+def _within(ratio: Array, low: Scheduled, high: Scheduled, rollouts: Rollouts) -> Array:
+    lowest, highest = (
+        jnp.asarray(at_step(bound, rollouts, ratio.dtype), ratio.dtype) for bound in (low, high)
+    )
+    return (ratio >= lowest) & (ratio <= highest)
+
+
+def _weighted(signal: Signal, weight: Array) -> Signal:
+    value = stats.widen(signal.value)
+    weight = weight.astype(value.dtype)
+    value = value * (weight if weight.ndim == value.ndim else weight[..., None])
+    return dataclasses.replace(signal, value=value.astype(signal.value.dtype))
+
+
+def _dropped(signal: Signal, keep: Array, denominator: str) -> Signal:
+    keep = keep if keep.ndim == signal.mask.ndim else keep[..., None]
+    value = jnp.where(keep, signal.value, 0)
+    mask = signal.mask & keep if denominator == "shrink" else signal.mask
+    return dataclasses.replace(signal, value=value, mask=mask)
+
+
+def _extremes(ratios: _Ratios) -> Metrics:
+    # The exponential is monotone: taken of the two extremes, not of every token.
+    return {
+        "ratio_max": Max(value=jnp.exp(maximum(ratios.log, ratios.mask).value)),
+        "ratio_min": Min(value=jnp.exp(minimum(ratios.log, ratios.mask).value)),
+        "log_ratio_clamped": mean(ratios.clamped, ratios.mask),
+    }
+
+
+def _describe(ratios: _Ratios, weight: Array) -> Metrics:
+    average = mean(weight, ratios.mask)
+    squares = jnp.where(ratios.mask, jnp.square(weight), 0).sum()
+    effective = jnp.square(average.total) / jnp.where(squares > 0, squares, 1)
+    return _extremes(ratios) | {
+        "weight": average,
+        "effective_sample_size": Mean(total=effective, weight=average.weight),
+    }
+
+
+def _describe_dropped(ratios: _Ratios, keep: Array) -> Metrics:
+    length = ratios.length.astype(ratios.log.dtype)
+    middle = jnp.nanmedian(jnp.where(ratios.scored, length, jnp.nan))
+    longer = length > middle
+    if keep.ndim == 3:
+        longer = longer[..., None]
+        metrics: Metrics = {"dropped_tokens": mean(~keep, ratios.mask)}
+    else:
+        metrics = {
+            "dropped_samples": mean(~keep, ratios.mask),
+            "dropped_tokens": Mean(total=jnp.where(keep, 0, length).sum(), weight=length.sum()),
+        }
+    return metrics | {
+        "dropped_long": mean(~keep, ratios.mask & longer),
+        "dropped_short": mean(~keep, ratios.mask & ~longer),
+    }
+
+
+def _check_level(name: str, level: str) -> None:
+    if level not in _LEVELS:
+        raise InputError(f"{name}: level = {level!r}, expected one of {', '.join(_LEVELS)}")
+
+
+def _check_band(name: str, low: Scheduled, high: Scheduled, denominator: str) -> None:
+    if not callable(low) and not 0 <= low <= 1:
+        raise InputError(
+            f"{name}: low = {low}, expected 0 <= low <= 1: above 1 on-policy samples are dropped"
+        )
+    if not callable(high) and not high >= 1:
+        raise InputError(
+            f"{name}: high = {high}, expected at least 1: below it on-policy samples are dropped"
+        )
+    if denominator not in _DENOMINATORS:
+        raise InputError(
+            f"{name}: denominator = {denominator!r}, expected one of {', '.join(_DENOMINATORS)}"
+        )

@@ -1,0 +1,72 @@
+"""Single tokens, off-policy weights, trees and diversity."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxgrpo import advantages as adv
+
+
+def parts() -> dict[str, list[tuple[Any, ...]]]:
+    start = (adv.sum_rewards(), adv.subtract_group_mean())
+    last = (*start, adv.to_tokens(place="last"))
+    every = (*start, adv.to_tokens())
+    return {
+        "hicra": [
+            (*every, adv.hicra()),
+            (*every, adv.hicra(alpha=_growing, grams=[[3], [1, 2], [777, 777]])),
+        ],
+        "kl_in_reward": [
+            (*last, adv.kl_in_reward(_growing), adv.reward_to_go()),
+            (*last, adv.kl_in_reward(0.1, reference="base", policy="behavior")),
+        ],
+        "reward_to_go": [(*last, adv.reward_to_go(gamma=0.9))],
+        "gae": [(*last, adv.gae(gamma=0.9, lam=0.8))],
+        "truncated_importance": [
+            (*every, adv.truncated_importance(cap=1.05)),
+            (*start, adv.truncated_importance(cap=_cap, level="sequence")),
+        ],
+        "masked_importance": [
+            (*every, adv.masked_importance(low=0.9, high=1.05, denominator="shrink")),
+            (*every, adv.masked_importance(high=1.1, level="sequence")),
+        ],
+        "geometric_rejection": [(*start, adv.geometric_rejection(high=1.05))],
+        "sequence_rejection": [
+            (*every, adv.sequence_rejection(high=1.2, denominator="shrink")),
+        ],
+        "tree_normalise": [
+            (adv.sum_rewards(), adv.tree_normalise()),
+            (adv.sum_rewards(), adv.tree_normalise(eps=_growing, ddof=0)),
+        ],
+        "tree_process": [(adv.sum_rewards(), adv.tree_process())],
+        "tree_subgroup": [(adv.sum_rewards(), adv.tree_subgroup(weighting="size"))],
+        "token_share_weights": [(*every, adv.token_share_weights())],
+        "darling": [
+            (adv.sum_rewards(), adv.darling()),
+            (adv.sum_rewards(), adv.darling(field="classes", floor=_growing)),
+        ],
+        "unlikeliness": [(adv.sum_rewards(), adv.unlikeliness())],
+    }
+
+
+def recipes() -> dict[str, list[Any]]:
+    return {
+        "hicra": [adv.build("hicra")],
+        "darling": [adv.build("darling", {"field": "classes"})],
+        "tree_grpo": [adv.build("tree_grpo")],
+        "tree_rl": [adv.build("tree_rl")],
+        "tree_po": [adv.build("tree_po")],
+    }
+
+
+def _growing(step: jax.Array) -> jax.Array:
+    """A schedule."""
+    return 0.1 * step.astype(jnp.float32)
+
+
+def _cap(step: jax.Array) -> jax.Array:
+    """A schedule that stays above 1."""
+    return 1 + 0.01 * step.astype(jnp.float32)
