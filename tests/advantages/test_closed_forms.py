@@ -15,7 +15,13 @@ import jax
 import numpy as np
 import pytest
 
-from jaxgrpo.advantages import contrastive_pairs, evaluate, max_minus_second, sum_rewards
+from jaxgrpo.advantages import (
+    contrastive_pairs,
+    divide_by_group_mean,
+    evaluate,
+    max_minus_second,
+    sum_rewards,
+)
 
 SIZES = range(1, 9)
 RATES = (0.02, 0.3, 0.5, 0.9)
@@ -31,6 +37,7 @@ RECIPES = {
     "cost 0.25": ("asymmetric", {"cost": 0.25}),
     "conditional_sign": "conditional_sign",
     "maxrl": "maxrl",
+    "by mean": [sum_rewards(), divide_by_group_mean()],
     "best": [sum_rewards(), max_minus_second()],
     "pairs": [sum_rewards(), contrastive_pairs()],
     **{f"pass@{k}": ("passk", {"k": k}) for k in (1, 2, 3, 5, 7)},
@@ -91,6 +98,7 @@ CLOSED_FORMS = {
     "cost 0.25": lambda size, p: 1.25,
     "conditional_sign": lambda size, p: 1 - 1 / size + (1 - p) ** (size - 1) + p ** (size - 1),
     "maxrl": lambda size, p: (1 - (1 - p) ** (size - 1)) / p,
+    "by mean": lambda size, p: (1 - (1 - p) ** size) / p,
     "best": lambda size, p: float(size > 1) * (1 - p) ** (size - 1),
     "pairs": lambda size, p: 1 - 1 / size,
     **{
@@ -125,8 +133,10 @@ def test_sign_splits_by_the_kind_of_group():
 
 def test_maxrl_sums_the_gradients_of_pass_at_k_over_k():
     for size, p in itertools.product(SIZES, RATES):
-        gradients = [(1 - p) ** (k - 1) for k in range(1, size)]
-        np.testing.assert_allclose(weight("maxrl", size, p), sum(gradients), 1e-10, 1e-12)
+        gradients = [(1 - p) ** (k - 1) for k in range(1, size + 1)]
+        without, all_of_them = sum(gradients[:-1]), sum(gradients)
+        np.testing.assert_allclose(weight("maxrl", size, p), without, 1e-10, 1e-12)
+        np.testing.assert_allclose(weight("by mean", size, p), all_of_them, 1e-10, 1e-12)
 
 
 def test_pairs_are_the_centred_rewards_group_by_group():
