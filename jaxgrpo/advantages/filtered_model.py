@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jax.core import Tracer
 
 from jaxgrpo.advantages import stats
+from jaxgrpo.advantages.absolute import successes
 from jaxgrpo.advantages.base import AdvantageTransform, Scheduled, at_step, read, read_field
 from jaxgrpo.errors import InputError
 from jaxgrpo.metrics import Metrics, mean
@@ -160,9 +160,9 @@ def _update(
     state: dict[str, Array],
     rollouts: Rollouts,
 ) -> tuple[Signal, Any, Metrics]:
-    success, mask, refused = _successes(options, signal, rollouts)
+    signal, success, refused = successes(options.name, signal, options.threshold, rollouts)
     base, policy = _sequences(options.name, rollouts)
-    mask = mask & ~jnp.isnan(base) & jnp.isfinite(policy)
+    mask = signal.mask & ~jnp.isnan(base) & jnp.isfinite(policy)
     supported = success & (base > -jnp.inf)
     log_weight = jnp.where(supported & mask, base - policy, -jnp.inf)
     log_z, state = _log_z(options, log_weight, mask, state, rollouts)
@@ -176,7 +176,7 @@ def _update(
     value = jnp.where(mask, value, 0).astype(signal.value.dtype)
     metrics = {
         "z": mean(jnp.exp(log_z), number > 0),
-        "refused": refused,
+        **refused,
         "capped": mean(raw > options.cap, mask),
         "unsupported": mean(success & ~supported, mask),
     }
@@ -227,19 +227,3 @@ def _sequences(name: str, rollouts: Rollouts) -> tuple[Array, Array]:
     policy = total(read(name, rollouts, "behavior_logp"))
     dtype = jnp.promote_types(base.dtype, policy.dtype)
     return base.astype(dtype), policy.astype(dtype)
-
-
-def _successes(options: _Options, signal: Signal, rollouts: Rollouts) -> tuple[Array, Array, Any]:
-    """(success, mask without what was refused, share refused)."""
-    value, mask = signal.value, signal.mask
-    if options.threshold is not None:
-        success = value >= at_step(options.threshold, rollouts, value.dtype)
-        return success, mask, mean(jnp.zeros_like(mask), mask)
-    binary = (value == 0) | (value == 1)
-    wrong = mask & ~binary
-    if not isinstance(wrong, Tracer) and bool(wrong.any()):
-        raise InputError(
-            f"{options.name} takes values in {{0, 1}} but got {float(value[wrong][0]):g}: give"
-            " threshold=..., the lowest value that is a success, or weigh the other rewards 0"
-        )
-    return value == 1, mask & binary, mean(~binary, mask)

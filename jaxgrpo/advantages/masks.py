@@ -209,9 +209,7 @@ def _positions(name: str, value: Array, rollouts: Rollouts) -> Array:
 
 def _spread(value: Array, mask: Array, reduce: str) -> Array:
     """The variance over samples, [P, 1]: of each position, then over positions."""
-    # Less the highest, equal values are exactly 0, and so is their variance.
-    _, high = stats.extremes(value, mask)
-    spread = stats.variance(jnp.where(mask, value - high, 0), mask)
+    spread = stats.cross_rollout_variance(value, mask)
     if value.ndim == 2:
         return spread
     compared = stats.count(mask) >= 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -74,7 +75,7 @@ def test_the_tracker_is_a_loop_over_prompts_with_duplicates_in_their_order(drift
         batches.append((rewards, row, drift))
         expected.append((rewards, row, rho))
     with jax.enable_x64(True):
-        options = {"drift": "drift"} if drifting else {"keep": 0.9}
+        options: dict[str, Any] = {"drift": "drift"} if drifting else {"keep": 0.9}
         part = adv.subtract_tracked_success(**options)
         given = [rollouts_of(rewards, row, drift=drift) for rewards, row, drift in batches]
         values, states = through(part, given)
@@ -170,13 +171,13 @@ def test_the_baseline_leaves_the_expected_gradient_that_of_the_success_rate(make
 def test_spo_whitens_over_the_batch_and_moves_zeros_too():
     """Four prompts at v = 0.5, rewards 1 1 0 0.5: less their mean 0.125 over their deviation."""
     spo = jax.jit(lambda rewards: adv.evaluate("spo", rewards)[0])
-    rewards = np.float32([[1.0], [1.0], [0.0], [0.5], [NAN], [NAN], [NAN]])
+    rewards = np.array([[1.0], [1.0], [0.0], [0.5], [NAN], [NAN], [NAN]], np.float32)
     raw = rewards[:4] - 0.5
     value = spo(rewards)
     np.testing.assert_allclose(value[:4], (raw - raw.mean()) / raw.std(), rtol=1e-5)
     assert float(value[3, 0]) < 0
     for flat in ([1.0] * 3 + [NAN] * 4, [0.1] + [NAN] * 6, [0.1] * 7, [NAN] * 7):
-        assert not np.asarray(spo(np.float32(flat)[:, None])).any()
+        assert not np.asarray(spo(np.array(flat, np.float32)[:, None])).any()
 
 
 def test_the_ema_weighs_batches_by_their_age_from_the_first_on():

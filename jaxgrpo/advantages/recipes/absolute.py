@@ -27,6 +27,9 @@ def asymmetric(
 ) -> AdvantageTransform:
     """Sum, then +1 for a success and -cost for a failure; flat groups keep their signal.
 
+    Use it when failures should teach, but less than successes: `c` sets how much all-fail
+    groups push away.
+
     Args:
       cost: of a failure: 1 is `sign`, 0 is `reinforce`.
       threshold: the lowest sum that is a success; None: sums must be 0 or 1.
@@ -40,6 +43,8 @@ def conditional_sign(
     threshold: Scheduled | None = None, weights: Weights | None = None
 ) -> AdvantageTransform:
     """Sum, then less the group mean in mixed groups, and +1 or -1 in flat ones.
+
+    Use it when mixed groups should be judged by their mean and flat ones not be lost.
 
     Args:
       threshold: the lowest sum that is a success; None: sums must be 0 or 1.
@@ -55,6 +60,9 @@ def reinforce(baseline: Scheduled = 0.0, weights: Weights | None = None) -> Adva
     """The sum itself, less a constant; flat groups keep their signal.
 
         a[p, g] = r[p, g] - baseline
+
+    Use it when rewards are centred already, or as the plain method that others are to beat;
+    flat groups keep their signal.
 
     Args:
       baseline: in units of reward; it changes the variance of the gradient, not its expectation.

@@ -23,6 +23,8 @@ def dro_r3(
     `weights` knows it as "r3", with weight 1 where they do not name it: `{"correct": 0.2}`. For a
     rubric gate, `answer_length` and R3's other options write the chain.
 
+    Use it when answers are long and free: there is a reference answer to each, and no verifier.
+
     Args:
       kind: of the token weights: "var", "sigma", "top" or "uniform".
       drop: share of the batch's prompts that are masked for varying least.
@@ -56,6 +58,9 @@ def alpha_dpg(
     samples; the authors divide by 1024), one update per rollout, where the clipped ratio is 1.
     `token_mean` and `sequence_mean` weigh long samples otherwise and leave the divergence.
 
+    Use it when right answers should stay as diverse as those of the base model: pass@k, not
+    pass@1 alone.
+
     Args:
       alpha: in [0, 1): 0 covers (forward KL), towards 1 it is leave-one-out REINFORCE.
       cap: on the pseudo-reward.
@@ -77,6 +82,8 @@ def f_dpg(
     weights: Weights | None = None,
 ) -> AdvantageTransform:
     """Sum, then f-DPG: as `alpha_dpg` under another divergence, with the same loss.
+
+    Use it when `alpha_dpg` fits and another divergence is to be tried.
 
     Args:
       divergence: "forward_kl", "js", "tv" or "chi2"; the reverse ones are infinite on failures.

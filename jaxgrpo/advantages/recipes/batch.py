@@ -22,6 +22,9 @@ def lite_ppo(
 
     The standard deviation is that of the raw sums, so it is divided by before centring.
 
+    Use it when groups are small, so that their own deviation is noise and that of the batch is
+    not.
+
     Args:
       eps: added to the standard deviation, in units of reward.
       ddof: 1 divides the variance by n - 1 (TRL), 0 by n.
@@ -49,6 +52,9 @@ def reinforce_pp(
 
     The return of each token is the whole reward: it comes at the last token, undiscounted. A long
     sample weighs as many times as it has tokens.
+
+    Use it when rewards are not 0 or 1 and one scale for the whole batch is wanted, not one per
+    group.
 
     Args:
       baseline: "none": REINFORCE++, flat groups keep their signal; "group": REINFORCE++-baseline,

@@ -55,6 +55,9 @@ def rloo(weights: Weights | None = None) -> AdvantageTransform:
 
         a[p, g] = r[p, g] - sum_{j != g} r[p, j] / (n - 1), exactly 0 in flat groups
 
+    Use it when the group baseline should be unbiased: the mean of GRPO contains the sample
+    itself, which shrinks the gradient by 1 - 1/G.
+
     Source: Ahmadian et al. 2024, arXiv 2402.14740. A group of one sample gives 0; verl's loop
     keeps its raw reward.
     """
@@ -68,6 +71,8 @@ def maxrl(eps: Scheduled = 0.0, weights: Weights | None = None) -> AdvantageTran
 
     With rewards in {0, 1} the expected gradient is that of sum_{k < G} pass@k / k: the
     log-likelihood of success cut after G - 1 terms. Rewards should not be negative.
+
+    Use it when hard prompts should weigh most: it climbs the log of the success rate.
 
     Args:
       eps: added to the mean, in units of reward; SkyRL takes 1e-6.

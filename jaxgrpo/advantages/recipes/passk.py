@@ -24,6 +24,8 @@ def passk(
     Without k the whole group is one draw, of any rewards, scaled as verl's `grpo_passk` is. With k
     rewards are successes or failures, and the expected gradient is exactly that of pass@k.
 
+    Use it when what counts is the best of several samples, as with a verifier behind the model.
+
     Args:
       k: samples of which one has to succeed, below group_size; None: the group.
       threshold: with k, the lowest sum that is a success; None: sums must be 0 or 1.

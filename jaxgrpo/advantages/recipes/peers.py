@@ -43,6 +43,8 @@ def like_trl(
     Differs from TRL: flat groups are exactly 0, where rounding leaves TRL up to 2e-3 of noise in
     float32; with normalize_then_sum, groups flat in every reward too.
 
+    Use it when you come from TRL and want its numbers first.
+
     Args:
       scale_rewards: "group", "batch" or "none".
       multi_objective_aggregation: "sum_then_normalize" or "normalize_then_sum".
@@ -90,6 +92,8 @@ def like_verl(
     whitening the whole batch mean), but for `reinforce_plus_plus`, which has no groups;
     `grpo_passk` takes single samples; discounting (gamma) and KL in the reward are steps of their
     own. gae, remax, gpg and the token baselines are not here.
+
+    Use it when you come from verl and want its numbers first.
 
     Args:
       adv_estimator: one of the above.

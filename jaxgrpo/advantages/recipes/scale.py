@@ -26,6 +26,9 @@ def dapo(
     loss.surrogate `clip` with low 0.2, high 0.28 and loss.reduction `token_mean`, sampling until
     the batch is full is a prompt policy, and its overlong filter is the step `mask_truncated`.
 
+    Use it when many groups are flat or many samples cut: they leave the denominator instead of
+    diluting it.
+
     Args:
       buffer: tokens before the limit in which the penalty grows; None: no penalty.
       limit: in tokens; None: the T of the rollouts.
@@ -56,6 +59,8 @@ def scale_rl(
     The deviation is that of the centred values over all groups that stay. Only the advantages of
     ScaleRL: its loss (CISPO, the mean over each prompt's tokens) and not sampling prompts again
     that are solved nine times of ten stand in the loss and the prompt policy.
+
+    Use it when runs are long and batches large.
 
     Args:
       eps: added to the standard deviation, in units of reward.

@@ -28,6 +28,9 @@ def gdpo(
     weight does. A reward that is flat in a group adds 0 there. The batch's statistics are over
     samples, each counting once, as in TRL; verl takes them over tokens, so long samples count more.
 
+    Use it when there are several rewards of different scale or frequency, and none may drown
+    the others.
+
     Args:
       eps: added to both standard deviations.
       ddof: 1 divides variances by n - 1 (TRL), 0 by n.
@@ -52,6 +55,9 @@ def dvao(eps: Scheduled = 1e-6, weights: Weights | None = None) -> AdvantageTran
 
         a[p, g] = sum_k w_k (r_k - mean_g r_k) / (sum_k w_k std_g r_k + eps)
 
+    Use it when there are several rewards and the one that varies in a group should decide
+    there.
+
     Args:
       eps: added to the divisor, in units of reward.
       weights: none negative.
@@ -70,6 +76,8 @@ def rlcr(weights: Weights | None = None) -> AdvantageTransform:
     its format. The expected reward is highest at q = the chance of being right, and grows with it:
     calibration and accuracy agree. No division by a deviation: it would scale q's part by how much
     c varies. A group that is flat in c is not flat in q and teaches calibration.
+
+    Use it when the model shall say how sure it is, and be right about it.
 
     Needs the rewards "accuracy" = c, "brier" = 1 - (c - q)^2 and "format" = f, or others, named in
     `weights`. All three must be 0 where the answer or q cannot be parsed or q is outside [0, 1]:

@@ -19,6 +19,8 @@ def hicra(
 ) -> AdvantageTransform:
     """Sum, less the group mean, then raised by alpha |a| at planning tokens.
 
+    Use it when tokens that plan can be told from those that carry out.
+
     Needs the planning tokens: bool [P, G, T] in a field, "planning" unless named, or the token
     ids of the grams that mark them. Flat groups stay without signal.
 
@@ -40,6 +42,8 @@ def darling(
 ) -> AdvantageTransform:
     """Sum, times the share of other samples in another class, less the group mean.
 
+    Use it when right answers grow alike: it pays the rare ones more.
+
     Args: as of the part `darling`; without `field`, equal completions are one class.
 
     Source: arXiv 2509.02534, without a division by the standard deviation.
@@ -57,6 +61,9 @@ def tree_grpo(
 ) -> AdvantageTransform:
     """Sum, normalised within the tree plus normalised within the prompt.
 
+    Use it when samples are leaves of trees with shared beginnings, and one value per leaf is
+    enough.
+
     Needs the field `tree`, the ids of the trees [P, G].
 
     Args:
@@ -70,6 +77,8 @@ def tree_grpo(
 def tree_rl(leaf_power: float = 0.5, weights: Weights | None = None) -> AdvantageTransform:
     """Sum, then per token: its node against the prompt plus its node against the parent.
 
+    Use it when samples are leaves of a tree and each branch should earn its own credit.
+
     Needs the fields `ancestors` [P, G, D] and `token_depth` [P, G, T].
 
     Args:
@@ -82,6 +91,8 @@ def tree_rl(leaf_power: float = 0.5, weights: Weights | None = None) -> Advantag
 
 def tree_po(weighting: str = "average", weights: Weights | None = None) -> AdvantageTransform:
     """Sum, less the means of the subgroups of leaves below each node of the path.
+
+    Use it when a tree branches at segments, and each subtree should judge its own leaves.
 
     Needs the field `ancestors` [P, G, D]. The paper whitens over the tokens of the batch at the
     end; add that step to the chain where it is wanted.

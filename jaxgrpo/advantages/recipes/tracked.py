@@ -15,6 +15,8 @@ def ema(
 ) -> AdvantageTransform:
     """Sum, then subtract the running mean of earlier batches; flat groups keep their signal.
 
+    Use it when there are one or few samples per prompt and prompts are about equally hard.
+
     Args:
       decay: weight of the past, in [0, 1).
       initial: the baseline of the first batch.
@@ -32,6 +34,9 @@ def spo(
     weights: Weights | None = None,
 ) -> AdvantageTransform:
     """Single-stream policy optimisation: sum, subtract the row's own success rate, whiten.
+
+    Use it when rows return many times and one or few samples per prompt is all that can be
+    afforded.
 
     Needs data whose rows return. Prompt policy `spo_priority` is the paper's way to draw them.
 
