@@ -6,9 +6,11 @@ from collections.abc import Sequence
 
 from jaxgrpo.advantages import diversity, tokens, trees
 from jaxgrpo.advantages.base import AdvantageTransform, Scheduled
+from jaxgrpo.advantages.batch import whiten_batch
 from jaxgrpo.advantages.chains import chain
 from jaxgrpo.advantages.group import subtract_group_mean
 from jaxgrpo.advantages.recipes.weighing import Weights, weighted_sum
+from jaxgrpo.advantages.tokens import to_tokens
 
 
 def hicra(
@@ -90,16 +92,22 @@ def tree_rl(leaf_power: float = 0.5, weights: Weights | None = None) -> Advantag
 
 
 def tree_po(weighting: str = "average", weights: Weights | None = None) -> AdvantageTransform:
-    """Sum, less the means of the subgroups of leaves below each node of the path.
+    """Sum, less the means of the subgroups of leaves below each node of the path, then whiten.
 
     Use it when a tree branches at segments, and each subtree should judge its own leaves.
 
-    Needs the field `ancestors` [P, G, D]. The paper whitens over the tokens of the batch at the
-    end; add that step to the chain where it is wanted.
+    Needs the field `ancestors` [P, G, D]. Whitened over the tokens of the batch, as in the paper;
+    groups that are 0 throughout stay so, which the paper does not say.
 
     Args:
       weighting: as of the part `tree_subgroup`.
 
     Source: TreePO, arXiv 2508.17445.
     """
-    return chain(weighted_sum(weights), trees.tree_subgroup(weighting), name="tree_po")
+    return chain(
+        weighted_sum(weights),
+        trees.tree_subgroup(weighting),
+        to_tokens(),
+        whiten_batch(keep="zero_groups"),
+        name="tree_po",
+    )
