@@ -25,7 +25,7 @@ from rich.table import Table
 from benchmarks.common import describe, interval, report
 from jaxgrpo import advantages as adv
 from jaxgrpo.advantages import registry
-from jaxgrpo.types import Rollouts
+from jaxgrpo.types import Rollouts, Signal
 
 P, G = 4096, 16
 TOKEN_SHAPE = (256, 16, 1024)
@@ -80,18 +80,27 @@ def rollouts(shape: tuple[int, int, int], seed: int = 0) -> Rollouts:
 
 
 class Case:
-    """A chain on rollouts, compiled once as a function of the arrays that it reads."""
+    """A chain on rollouts, or on a signal of tokens; compiled as a function of what it reads."""
 
-    def __init__(self, whole: adv.AdvantageTransform, given: Rollouts):
+    def __init__(
+        self, whole: adv.AdvantageTransform, given: Rollouts, signal: Signal | None = None
+    ):
         state = whole.init(adv.spec_of(given, num_rows=given.row.shape[0]))
-        run_whole = functools.partial(adv.compute, whole)
-        self.rank = len(jax.eval_shape(run_whole, given, state)[0].value.shape)
         self.tracks = bool(jax.tree.leaves(state))
-        leaves, structure = jax.tree.flatten((given, state))
-        traced = jax.make_jaxpr(run_whole)(given, state)
+        self.needs = whole.needs
+
+        def run_whole(signal: Signal | None, given: Rollouts, state: Any) -> Any:
+            if signal is None:
+                return adv.compute(whole, given, state)
+            return whole.update(signal, state, given)
+
+        leaves, structure = jax.tree.flatten((signal, given, state))
+        traced, shapes = jax.make_jaxpr(run_whole, return_shape=True)(signal, given, state)
+        self.rank = len(shapes[0].value.shape)
         _, used = dce_jaxpr(traced.jaxpr, [True] * len(traced.jaxpr.outvars))
         self.reads = [leaf for leaf, is_used in zip(leaves, used, strict=True) if is_used]
-
+        returns = [jnp.zeros(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(shapes[0])]
+        self.copied = max(self.reads, returns, key=lambda arrays: sum(one.nbytes for one in arrays))
         self.traces: list[None] = []
 
         def run(reads: list[jax.Array]) -> Any:
@@ -139,11 +148,6 @@ def compare(contenders: Mapping[str, Callable[[], float]], repeats: int) -> dict
     return spent
 
 
-def weights_of(name: str) -> dict[str, float]:
-    """Recipes of several rewards get both; others the one in {0, 1}."""
-    return {"correct": 1.0, "style": 1.0 if name in ("gdpo", "dvao") else 0.0}
-
-
 def peers(rewards: np.ndarray) -> dict[str, Callable[[], float]]:
     """TRL's and verl's group advantage in torch, on the same rewards."""
     try:
@@ -176,11 +180,50 @@ def peers(rewards: np.ndarray) -> dict[str, Callable[[], float]]:
     }
 
 
-TOKEN_PARTS: dict[str, list[dict[str, Any]]] = {
-    "to_tokens": [{"use": "to_tokens"}],
+TOKEN_PARTS: dict[str, dict[str, Any]] = {
+    "clip_advantage": {"limit": 2.0},
+    "whiten_batch": {},
+    "hicra": {"alpha": 0.2},
+    "kl_in_reward": {"beta": 0.01},
+    "reward_to_go": {},
+    "gae": {"gamma": 1.0, "lam": 1.0},
+    "truncated_importance": {"level": "token"},
+    "masked_importance": {"level": "token"},
+    "geometric_rejection": {},
+    "sequence_rejection": {},
+    "token_share_weights": {},
 }
-"""Chains behind a centred signal whose last part works on tokens."""
-QUANTILES: tuple[str, ...] = ()
+"""Parts that take a signal of tokens."""
+QUANTILES = {"reflection_top": {"kind": "top"}}
+"""R3 by the highest share of its tokens, which takes a quantile per prompt."""
+
+
+def several(name: str) -> dict[str, float]:
+    """Recipes of several rewards get both; others the one in {0, 1}."""
+    both = name in ("gdpo", "dvao", "like_trl")
+    return {"correct": 1.0, "style": 1.0 if both else 0.0}
+
+
+def cases(names: set[str] | None) -> tuple[dict[str, Case], dict[str, Case]]:
+    """(recipes on samples, recipes and parts on tokens)."""
+    samples, tokens = rollouts((P, G, 1)), rollouts(TOKEN_SHAPE)
+    wanted = lambda name: names is None or name in names  # noqa: E731
+    on_samples, on_tokens = {}, {}
+    for name in filter(wanted, registry.recipes):
+        whole = adv.build(name, {"weights": several(name)})
+        case = Case(whole, tokens)
+        reads_tokens = case.rank == 3 or any(leaf.ndim == 3 for leaf in case.reads)
+        on_tokens |= {name: case} if reads_tokens else {}
+        on_samples |= {} if reads_tokens else {name: Case(whole, samples)}
+    for name, options in filter(lambda item: wanted(item[0]), TOKEN_PARTS.items()):
+        mask = tokens.token_mask
+        signal = Signal(value=jnp.where(mask, tokens.fields["token_value"], 0), mask=mask)
+        on_tokens[name] = Case(adv.chain(registry.parts[name](**options)), tokens, signal)
+    for name, options in filter(lambda item: wanted(item[0]), QUANTILES.items()):
+        step = {"use": "reasoning_reflection", **options}
+        summed = {"use": "sum_rewards", "correct": 1.0, "style": 0.0, "r3": 1.0}
+        on_tokens[name] = Case(adv.build([step, summed]), tokens)
+    return on_samples, on_tokens
 
 
 def main() -> None:
@@ -192,32 +235,18 @@ def main() -> None:
     arguments = parser.parse_args()
     about, console = describe(), Console(width=110)
     console.print(f"{about['device']}, jax {about['jax']}, commit {about['commit']}")
-    names = [name for name in registry.recipes if not arguments.only or name in arguments.only]
-    samples, tokens = rollouts((P, G, 1)), rollouts(TOKEN_SHAPE)
-    on_samples, on_tokens = {}, {}
-    for name in names:
-        whole = adv.build(name, {"weights": weights_of(name)})
-        case = Case(whole, tokens)
-        if case.rank == 3 or whole.needs:
-            on_tokens[name] = case
-        else:
-            on_samples[name] = Case(whole, samples)
-    for name, steps in TOKEN_PARTS.items():
-        if not arguments.only or name in arguments.only:
-            first = [{"use": "sum_rewards", "correct": 1.0, "style": 0.0}]
-            on_tokens[name] = Case(
-                adv.build([*first, {"use": "subtract_group_mean"}, *steps]), tokens
-            )
-    result = measure_samples(console, on_samples, samples, arguments.repeats)
+    on_samples, on_tokens = cases(set(arguments.only) if arguments.only else None)
+    rewards = np.asarray(rollouts((P, G, 1)).rewards["correct"])
+    result = measure_samples(console, on_samples, rewards, arguments.repeats)
     result |= measure_tokens(console, on_tokens, max(5, arguments.repeats // 5))
     report({**about, **result})
 
 
 def measure_samples(
-    console: Console, cases: Mapping[str, Case], given: Rollouts, repeats: int
+    console: Console, cases: Mapping[str, Case], rewards: np.ndarray, repeats: int
 ) -> dict[str, Any]:
     """Recipes on [P, G] and the peers' formulas, in microseconds."""
-    rivals = peers(np.asarray(given.rewards["correct"]))
+    rivals = peers(rewards)
     if not rivals:
         console.print("torch is not installed: the peers' formulas are left out")
     spent = compare({**{name: case.seconds for name, case in cases.items()}, **rivals}, repeats)
@@ -242,7 +271,7 @@ def measure_tokens(console: Console, cases: Mapping[str, Case], repeats: int) ->
     table = Table("chain", "ms", "copies", "95%", "limit", "within", title=title)
     result: dict[str, Any] = {}
     for name, case in cases.items():
-        copy = functools.partial(seconds_of, copied, case.reads)
+        copy = functools.partial(seconds_of, copied, case.copied)
         spent = compare({"own": case.seconds, "copy": copy}, repeats)
         pairs = zip(spent["own"], spent["copy"], strict=True)
         median, low, high = interval([own / copied_ for own, copied_ in pairs])
