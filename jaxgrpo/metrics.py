@@ -11,6 +11,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from jaxgrpo import onepass
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -74,7 +76,10 @@ def mean(value: Array, mask: Array | None = None) -> Mean:
     if mask is None:
         mask = jnp.ones(value.shape, bool)
     value, mask = jnp.broadcast_arrays(value.astype(dtype), mask)
-    return Mean(total=jnp.where(mask, value, 0).sum(), weight=mask.sum(dtype=dtype))
+    if value.ndim < 2:  # one axis may lie on several devices; the pass would bring them together
+        return Mean(total=jnp.where(mask, value, 0).sum(), weight=mask.sum(dtype=dtype))
+    total, number = onepass.reduce(onepass.total(value, mask), onepass.number(mask), axis=-1)
+    return Mean(total=total.sum(), weight=number.sum().astype(dtype))
 
 
 def maximum(value: Array, mask: Array | None = None) -> Max:

@@ -33,7 +33,7 @@ def words(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-BASE = words("types metrics errors names")
+BASE = words("types metrics errors names onepass")
 CORE = words("advantages losses logprobs diagnostics")
 FAST = words("sharding packing sampling prompts policies")
 STEPS = words("steps optimizers parts preparation")

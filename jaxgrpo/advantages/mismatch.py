@@ -14,9 +14,11 @@ from __future__ import annotations
 import dataclasses
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 
+from jaxgrpo import onepass
 from jaxgrpo.advantages import stats
 from jaxgrpo.advantages.base import (
     AdvantageTransform,
@@ -28,7 +30,7 @@ from jaxgrpo.advantages.base import (
 )
 from jaxgrpo.advantages.ratios import clamp, log_ratio
 from jaxgrpo.errors import InputError
-from jaxgrpo.metrics import Max, Mean, Metrics, Min, maximum, mean, minimum
+from jaxgrpo.metrics import Max, Mean, Metrics, Min, mean
 from jaxgrpo.types import Rollouts, Signal
 
 _NEEDS = frozenset({"trainer_logp"})
@@ -64,7 +66,8 @@ def truncated_importance(cap: Scheduled = 2.0, level: str = "token") -> Advantag
     def apply(signal: Signal, rollouts: Rollouts) -> tuple[Signal, Metrics]:
         ratios = _ratios("truncated_importance", level, signal, rollouts)
         limit = jnp.asarray(at_step(cap, rollouts, ratios.log.dtype), ratios.log.dtype)
-        ratio = jnp.exp(ratios.log)
+        # Held in memory: every reader would take the exponential anew.
+        ratio = jax.lax.optimization_barrier(jnp.exp(ratios.log))
         weight = jnp.minimum(ratio, limit)
         metrics = {"capped": mean(ratio > limit, ratios.mask)}
         return _weighted(signal, weight), metrics | _describe(ratios, weight)
@@ -99,7 +102,7 @@ def masked_importance(
 
     def apply(signal: Signal, rollouts: Rollouts) -> tuple[Signal, Metrics]:
         ratios = _ratios("masked_importance", level, signal, rollouts)
-        ratio = jnp.exp(ratios.log)
+        ratio = jax.lax.optimization_barrier(jnp.exp(ratios.log))
         keep = _within(ratio, low, high, rollouts)
         weight = jnp.where(keep, ratio, 0)
         after = _weighted(_dropped(signal, keep, denominator), weight)
@@ -155,7 +158,7 @@ def _rejection(
     def apply(signal: Signal, rollouts: Rollouts) -> tuple[Signal, Metrics]:
         ratios = _ratios(name, "sequence", signal, rollouts, geometric)
         keep = _within(jnp.exp(ratios.log), low, high, rollouts)
-        metrics = _extremes(ratios) | _describe_dropped(ratios, keep)
+        metrics = _describe(ratios) | _describe_dropped(ratios, keep)
         return _dropped(signal, keep, denominator), metrics
 
     return stateless(name, apply, needs=_NEEDS)
@@ -208,23 +211,35 @@ def _dropped(signal: Signal, keep: Array, denominator: str) -> Signal:
     return dataclasses.replace(signal, value=value, mask=mask)
 
 
-def _extremes(ratios: _Ratios) -> Metrics:
-    # The exponential is monotone: taken of the two extremes, not of every token.
-    return {
-        "ratio_max": Max(value=jnp.exp(maximum(ratios.log, ratios.mask).value)),
-        "ratio_min": Min(value=jnp.exp(minimum(ratios.log, ratios.mask).value)),
-        "log_ratio_clamped": mean(ratios.clamped, ratios.mask),
+def _describe(ratios: _Ratios, weight: Array | None = None) -> Metrics:
+    """What the ratios, and the weights made of them, are like; in one pass over the tokens."""
+    log, mask = ratios.log, ratios.mask
+    weights = (
+        (onepass.total(weight, mask), onepass.total(jnp.square(weight), mask))
+        if weight is not None
+        else ()
+    )
+    high, low, clamped, number, *sums = onepass.reduce(
+        onepass.highest(log, mask),
+        onepass.lowest(log, mask),
+        onepass.number(mask & ratios.clamped),
+        onepass.number(mask),
+        *weights,
+        axis=-1,
+    )
+    counted = number.sum().astype(log.dtype)
+    metrics: Metrics = {
+        # The exponential is monotone: taken of the two extremes, not of every token.
+        "ratio_max": Max(value=jnp.exp(high.max(initial=-jnp.inf))),
+        "ratio_min": Min(value=jnp.exp(low.min(initial=jnp.inf))),
+        "log_ratio_clamped": Mean(total=clamped.sum().astype(log.dtype), weight=counted),
     }
-
-
-def _describe(ratios: _Ratios, weight: Array) -> Metrics:
-    average = mean(weight, ratios.mask)
-    squares = jnp.where(ratios.mask, jnp.square(weight), 0).sum()
-    effective = jnp.square(average.total) / jnp.where(squares > 0, squares, 1)
-    return _extremes(ratios) | {
-        "weight": average,
-        "effective_sample_size": Mean(total=effective, weight=average.weight),
-    }
+    if sums:
+        total, squares = (one.sum() for one in sums)
+        effective = jnp.square(total) / jnp.where(squares > 0, squares, 1)
+        metrics["weight"] = Mean(total=total, weight=counted)
+        metrics["effective_sample_size"] = Mean(total=effective, weight=counted)
+    return metrics
 
 
 def _describe_dropped(ratios: _Ratios, keep: Array) -> Metrics:

@@ -6,14 +6,13 @@ read unmasked entries only, whatever the others hold, and accumulate in at least
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Bool, Float, Int
 
+from jaxgrpo import onepass
 from jaxgrpo.metrics import accumulate_dtype
 
 
@@ -43,15 +42,12 @@ class Summary(NamedTuple):
 
 def summary(value: Float[Array, "*shape"], mask: Bool[Array, "*shape"], axis: int = 1) -> Summary:
     """Lowest, highest, mean and number of unmasked entries, in one pass."""
-    inf = jnp.asarray(jnp.inf, value.dtype)
-    low, high, total, number = _reduce(
-        (
-            (jnp.where(mask, value, inf), inf, jnp.minimum),
-            (jnp.where(mask, value, -inf), -inf, jnp.maximum),
-            _total(value, mask),
-            _number(mask),
-        ),
-        axis,
+    low, high, total, number = onepass.reduce(
+        onepass.lowest(value, mask),
+        onepass.highest(value, mask),
+        onepass.total(widen(value), mask),
+        onepass.number(mask),
+        axis=axis,
     )
     return Summary(low, high, _divided(total, number), number)
 
@@ -62,7 +58,10 @@ def mean(value: Float[Array, "*shape"], mask: Bool[Array, "*shape"], axis: int =
     >>> mean(jnp.array([[1.0, 0.0, jnp.nan]]), jnp.array([[True, True, False]])).tolist()
     [[0.5]]
     """
-    return _divided(*_reduce((_total(value, mask), _number(mask)), axis))
+    total, number = onepass.reduce(
+        onepass.total(widen(value), mask), onepass.number(mask), axis=axis
+    )
+    return _divided(total, number)
 
 
 def variance(
@@ -81,7 +80,9 @@ def variance(
     """
     centre = mean(value, mask, axis) if about is None else about
     residual = jnp.where(mask, widen(value), 0) - centre
-    squares, number = _reduce((_total(jnp.square(residual), mask), _number(mask)), axis)
+    squares, number = onepass.reduce(
+        onepass.total(jnp.square(residual), mask), onepass.number(mask), axis=axis
+    )
     return jnp.where(number > ddof, _divided(squares, number - ddof), 0)
 
 
@@ -160,51 +161,6 @@ def count_lower(value: Float[Array, "P G"], mask: Bool[Array, "P G"]) -> Int[Arr
         column = slice(other, other + 1)
         total = total + (mask[:, column] & (value[:, column] < value)).astype(jnp.int32)
     return total
-
-
-_Reduced = tuple[Array, Array, Callable[[Array, Array], Array]]
-"""An array, the value that a reduction of it begins with, and what joins two of its entries."""
-
-
-def _total(value: Array, mask: Array) -> _Reduced:
-    value = jnp.where(mask, widen(value), 0)
-    return value, jnp.zeros((), value.dtype), jax.lax.add
-
-
-def _number(mask: Array) -> _Reduced:
-    return mask.astype(jnp.int32), jnp.int32(0), jax.lax.add
-
-
-def _reduce(what: tuple[_Reduced, ...], axis: int) -> tuple[Array, ...]:
-    """Reduces several arrays over one axis in one pass; on CPUs 2 to 10 times faster than in turn.
-
-    No gradient flows through: none is meant to, and this reduction has none.
-    """
-    arrays, first, join = zip(*what, strict=True)
-    axis = axis % arrays[0].ndim
-    arrays = jax.lax.stop_gradient(arrays)
-
-    def joined(left: tuple[Array, ...], right: tuple[Array, ...]) -> tuple[Array, ...]:
-        return tuple(f(a, b) for f, a, b in zip(join, left, right, strict=True))
-
-    while arrays[0].shape[axis] > _BLOCK:
-        blocks = (_blocked(one, start, axis) for one, start in zip(arrays, first, strict=True))
-        arrays = jax.lax.reduce(tuple(blocks), first, joined, (axis + 1,))
-    reduced = jax.lax.reduce(arrays, first, joined, (axis,))
-    return tuple(jnp.expand_dims(one, axis) for one in reduced)
-
-
-_BLOCK = 512
-"""Entries added one after the other at most: a float32 sum of 200,000 in a row loses 4 digits."""
-
-
-def _blocked(array: Array, start: Array, axis: int) -> Array:
-    """An axis of n as two of [ceil(n / _BLOCK), _BLOCK], filled with the start of the reduction."""
-    blocks = -(-array.shape[axis] // _BLOCK)
-    missing = blocks * _BLOCK - array.shape[axis]
-    edges = [(0, missing if place == axis else 0, 0) for place in range(array.ndim)]
-    shape = (*array.shape[:axis], blocks, _BLOCK, *array.shape[axis + 1 :])
-    return jax.lax.pad(array, start, edges).reshape(shape)
 
 
 def _divided(total: Array, number: Array) -> Array:
