@@ -27,7 +27,7 @@ def asymmetric(
 ) -> AdvantageTransform:
     """Sum, then +1 for a success and -cost for a failure; flat groups keep their signal.
 
-    Use it when failures should teach, but less than successes: `c` sets how much all-fail
+    Use it when failures should teach, but less than successes: `cost` sets how much all-fail
     groups push away.
 
     Args:
