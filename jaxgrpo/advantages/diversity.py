@@ -68,7 +68,7 @@ def darling(field: str | None = None, floor: Scheduled = 0.1) -> AdvantageTransf
         return _replace(signal, value * jnp.maximum(diversity, least)), metrics
 
     needs = frozenset() if field is None else frozenset({field})
-    return stateless("darling", apply, needs=needs, levels=(2,), relative=True)
+    return stateless("darling", apply, needs=needs, levels=(2,))
 
 
 def unlikeliness(beta: Scheduled = 0.25) -> AdvantageTransform:
@@ -114,7 +114,7 @@ def unlikeliness(beta: Scheduled = 0.25) -> AdvantageTransform:
         }
         return _replace(signal, value * factor), metrics
 
-    return stateless("unlikeliness", apply, levels=(2,), relative=True)
+    return stateless("unlikeliness", apply, levels=(2,))
 
 
 def _same_tokens(tokens: Array, chosen: Array) -> Array:
