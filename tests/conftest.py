@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import gc
 import importlib
 import importlib.util
 import os
@@ -52,6 +53,18 @@ def strict_numbers(request: pytest.FixtureRequest):
             stack.enter_context(jax.numpy_dtype_promotion("strict"))
             stack.enter_context(jax.numpy_rank_promotion("raise"))
         yield
+
+
+@pytest.fixture(autouse=True, scope="module")
+def few_programs():
+    """Compiled programs go with the module that made them.
+
+    Each holds memory maps, of which Linux allows a process 65,530: thousands of programs end in a
+    segmentation fault.
+    """
+    yield
+    jax.clear_caches()
+    gc.collect()
 
 
 @pytest.fixture(scope="session")
