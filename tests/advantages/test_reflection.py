@@ -223,7 +223,7 @@ def equations(jaxpr: Any) -> Iterator[Any]:
 
 
 def variances(whole: adv.AdvantageTransform) -> tuple[int, int]:
-    """(squares of [P, G, J] floats, reductions of them over the samples) in the jaxpr of a chain."""
+    """(squares of [P, G, J] floats, reductions of them over samples) in the jaxpr of a chain."""
     rollouts = laws.make_rollouts()
     shape = rollouts.fields["answer_logp"].shape
     jaxpr = jax.make_jaxpr(lambda rollouts: adv.compute(whole, rollouts)[0].value)(rollouts)
