@@ -323,7 +323,7 @@ def figure(rows: list[list[Any]]) -> Figure:
         label = "reinforce, rloo, ema" if name == "reinforce" else name
         left.plot(p, CLOSED[name][1](8, p), label=label)
     left.plot(p, CLOSED["max_minus_second"][1](8, p), "--", label="max_minus_second")
-    left.set(title="weight on grad p, G = 8", xlabel="success rate p", yscale="log", ylim=(0.05, 9))
+    left.set(title="weight on grad p, G = 8", xlabel="success rate p", yscale="log", ylim=(0.01, 9))
     left.legend(fontsize=6.5, ncols=2, loc="lower left")
     for size in (2, 3, 4, 8):
         middle.plot(p, std_weight(size, p), label=f"G = {size}")
@@ -332,7 +332,8 @@ def figure(rows: list[list[Any]]) -> Figure:
     middle.legend(fontsize=7)
     four = [row for row in rows if row[1] == 4]
     for column, name in enumerate(NOISE, start=2):
-        right.plot([float(row[0]) for row in four], [row[column] for row in four], "o-", ms=3, label=name)
+        rates, noise = [float(row[0]) for row in four], [row[column] for row in four]
+        right.plot(rates, noise, "o:" if name == "std" else "o-", ms=3, label=name)
     right.set(title="|E g|² / tr Cov g, G = 4", xlabel="success rate p", yscale="log")
     right.legend(fontsize=7)
     for axes in (left, middle, right):
