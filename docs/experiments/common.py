@@ -81,11 +81,11 @@ def page(name: str, parts: Mapping[str, str]) -> str:
     """The page with its parts written anew, each between <!-- name --> and <!-- end of name -->."""
     text = (FOLDER / f"{name}.md").read_text()
     for marker, content in parts.items():
-        before, found, rest = text.partition(f"<!-- {marker} -->\n")
-        _, closed, after = rest.partition(f"\n<!-- end of {marker} -->")
+        before, found, rest = text.partition(f"<!-- {marker} -->")
+        _, closed, after = rest.partition(f"<!-- end of {marker} -->")
         if not found or not closed:
             raise SystemExit(f"{name}.md has no <!-- {marker} --> ... <!-- end of {marker} -->")
-        text = f"{before}{found}{content}{closed}{after}"
+        text = f"{before}{found}\n{content}\n{closed}{after}"
     return text
 
 
