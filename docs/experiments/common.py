@@ -62,7 +62,7 @@ def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
 def _cell(value: object) -> str:
     if isinstance(value, float | np.floating | Array):
         return number(float(value))
-    return str(value)
+    return str(value).replace("|", "\\|")
 
 
 def number(value: float) -> str:

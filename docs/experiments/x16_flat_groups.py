@@ -122,20 +122,21 @@ def rewards(number: int) -> tuple[dict[str, np.ndarray], np.ndarray]:
     return named, flat
 
 
-def alike(given: dict[str, np.ndarray], shape: tuple[int, int]) -> dict[str, np.ndarray]:
-    """Samples of one prompt that differ in nothing: then nothing may set them apart."""
-    return {
-        name: np.repeat(value[:, :1], shape[1], 1) if value.shape[:2] == shape else value
-        for name, value in given.items()
-    }
+def alike(given: dict[str, np.ndarray], flat: np.ndarray) -> dict[str, np.ndarray]:
+    """Samples of flat groups that differ in nothing: then nothing may set them apart."""
+    made = {}
+    for name, value in given.items():
+        if value.shape[:2] == (len(flat), SIZES[-1]):
+            rows = flat.reshape(-1, *[1] * (value.ndim - 1))
+            value = np.where(rows, value[:, :1], value)
+        made[name] = value
+    return made
 
 
 def recipe_rows(number: int = CONSTANTS) -> list[list[Any]]:
     """For each recipe: largest |A| on flat groups, share of mixed groups with a signal."""
     named, flat = rewards(number)
-    shape = flat.shape[0], SIZES[-1]
-    success = np.broadcast_to(np.float32(0.5), shape)
-    given = alike(fields(success), shape)
+    given = alike(fields(np.nan_to_num(named["accuracy"])), flat)
     wholes = relative()
 
     @jax.jit
@@ -198,7 +199,7 @@ def run(number: int = CONSTANTS) -> Result:
     parts = {
         "literal": common.table(header, by_size),
         "recipes": common.table(
-            ("recipe", "flat groups", "max abs A there", "mixed groups with a signal"), by_recipe
+            ("recipe", "flat groups", "max |A| there", "mixed groups with a signal"), by_recipe
         ),
     }
     return Result(parts, checks, figure)
