@@ -1,6 +1,6 @@
 """X16: what the formulas make of groups whose rewards are all equal, in float32.
 
-    python -m docs.experiments.x16_flat_groups
+python -m docs.experiments.x16_flat_groups
 """
 
 from __future__ import annotations

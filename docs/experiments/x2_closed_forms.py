@@ -1,6 +1,6 @@
 """X2: expected gradients of advantages in closed form, and how noisy each is.
 
-    python -m docs.experiments.x2_closed_forms
+python -m docs.experiments.x2_closed_forms
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from docs.experiments import common
+from docs.experiments.bandit import Bandit, bandit, slope
 from docs.experiments.common import Check, Result, below
 from jaxgrpo import advantages
 from jaxgrpo.advantages.building import plain_rollouts
@@ -23,7 +24,6 @@ from jaxgrpo.advantages.building import plain_rollouts
 NAME = "x2_closed_forms"
 SIZES = tuple(range(2, 9))
 RATES = (0.02, 0.1, 0.3, 0.5, 0.9)
-ANSWERS, RIGHT = 20, 2
 BASELINE, COST = 0.37, 0.7
 RECIPES: dict[str, Any] = {
     "grpo": ("grpo", {"eps": 0.0, "ddof": 0}),
@@ -109,48 +109,6 @@ def groups() -> Groups:
     return Groups(rewards, np.isfinite(rewards).sum(1), jax.tree.map(np.asarray, values))
 
 
-class Bandit(NamedTuple):
-    """A softmax policy over answers, some of them right."""
-
-    policy: np.ndarray  # [K]
-    right: np.ndarray  # [K] bool
-    score: np.ndarray  # [K, K], grad log pi(y) with respect to the logits
-
-    @property
-    def rate(self) -> float:
-        return float(self.policy[self.right].sum())
-
-    def class_mean(self, success: bool) -> np.ndarray:
-        """E[grad log pi(y) | success], [K]."""
-        chance = np.where(self.right == success, self.policy, 0)
-        return chance @ self.score / chance.sum()
-
-    def class_square(self, success: bool) -> float:
-        """E[|grad log pi(y)|^2 | success]."""
-        chance = np.where(self.right == success, self.policy, 0)
-        return float(chance @ (self.score**2).sum(1) / chance.sum())
-
-
-def bandit(rate: float, spread: float = 0.0, right: int = RIGHT, answers: int = ANSWERS) -> Bandit:
-    """A bandit of success rate `rate`; spread is that of the logits within a class."""
-    logits = spread * np.random.default_rng(0).normal(size=answers)
-    wins = np.arange(answers) < right
-    policy = np.exp(logits)
-    policy = np.where(wins, rate * policy / policy[wins].sum(), policy)
-    policy = np.where(wins, policy, (1 - rate) * policy / policy[~wins].sum())
-    score = np.asarray(jax.jacobian(jax.nn.log_softmax)(jnp.log(policy)))
-    return Bandit(policy, wins, score)
-
-
-def slope(game: Bandit, of: Callable[[jax.Array], jax.Array] = lambda p: p) -> np.ndarray:
-    """The gradient of a function of the success rate with respect to the logits, by autodiff."""
-
-    def value(logits: jax.Array) -> jax.Array:
-        return of(jnp.where(game.right, jax.nn.softmax(logits), 0).sum())
-
-    return np.asarray(jax.grad(value)(jnp.log(game.policy)))
-
-
 def update(
     game: Bandit, rewards: np.ndarray, advantage: np.ndarray, where: Any = 1.0
 ) -> np.ndarray:
@@ -210,7 +168,7 @@ def weight_checks(every: Groups) -> list[Check]:
         all_fail = update(game, *every.of(size, "asymmetric"), wins == 0)
         eighth.append(np.abs(all_fail - COST / size * pass_at_g).max())
         climbed = slope(
-            game, lambda p, size=size: sum((1 - (1 - p) ** k) / k for k in range(1, size))
+            game, lambda p, size=size: sum(((1 - (1 - p) ** k) / k for k in range(2, size)), p)
         )
         limits.append(np.abs(update(game, *every.of(size, "maxrl")) - climbed).max())
         best = slope(game, lambda p, size=size: (1 - (1 - p) ** size) / size)

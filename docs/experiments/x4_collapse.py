@@ -1,174 +1,49 @@
 """X4: a penalty against the base makes a misspecified policy collapse; divergences need not.
 
-    python -m docs.experiments.x4_collapse
+python -m docs.experiments.x4_collapse
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
-from jax import Array
 from matplotlib.figure import Figure
 
 from docs.experiments import common
+from docs.experiments.bigram import (
+    DRAWS,
+    SHAPE,
+    STARTS,
+    N,
+    Numbers,
+    Task,
+    at,
+    count_matched,
+    descend,
+    describe,
+    describe_all,
+    divergence,
+    kl_control,
+    log_policy,
+    single_sequence,
+    stack,
+    sweep,
+    task,
+)
 from docs.experiments.common import Check, Result, below
 from jaxgrpo import advantages
 
 NAME = "x4_collapse"
-V, T = 3, 4
-SEQUENCES = common.sequences(V, T)
-N = len(SEQUENCES)
-STATE = np.concatenate([np.zeros((N, 1), int), 1 + SEQUENCES[:, :-1]], 1)
-"""[81, T]: a bigram policy has a softmax for the first token and one after each token."""
-SHAPE = (1 + V, V)
-RATE, STARTS = 0.1, 24
 TABLE = (3.0, 5.0, 10.0, 30.0)
 SWEEP = np.arange(3, 6.01, 0.1)
 ALPHAS = (0.0, 0.25, 0.5, 0.75)
-DRAWS = 256
 SURVEY = 20
 
 
-class Task(NamedTuple):
-    """A base model and what is right; with a leading axis, many."""
-
-    base: Any  # [1 + V, V] logits; NumPy's float64, where it stands for one task
-    valid: Any  # [81] bool
-
-    def log_base(self) -> Array:
-        return log_policy(self.base)
-
-    def log_target(self) -> Array:
-        """log p_* of the valid, 0 elsewhere."""
-        log_base = jnp.where(self.valid, self.log_base(), -jnp.inf)
-        return jnp.where(self.valid, log_base - jax.nn.logsumexp(log_base), 0)
-
-    def target(self) -> Array:
-        return jnp.where(self.valid, jnp.exp(self.log_target()), 0)
-
-    def rate(self) -> Array:
-        return jnp.where(self.valid, jnp.exp(self.log_base()), 0).sum()
-
-
-def log_policy(logits: Array) -> Array:
-    """Log-probs of all sequences, [81]: of a bigram policy, or of a free table of 81 logits."""
-    if logits.ndim == 1:
-        return jax.nn.log_softmax(logits)
-    return common.token_logp(logits, STATE, SEQUENCES).sum(1)
-
-
-def task(seed: int, number: int, spread: float) -> Task:
-    """`number` valid sequences; base logits of deviation `spread`, 0: uniform."""
-    random = np.random.default_rng(seed)
-    base = spread * random.normal(size=SHAPE) if spread else np.zeros(SHAPE)
-    valid = np.zeros(N, bool)
-    valid[random.permutation(N)[:number]] = True
-    return Task(base, valid)
-
-
-def stack(tasks: list[Task]) -> Task:
-    return Task(*map(jnp.stack, zip(*tasks, strict=True)))
-
-
 UNIFORM, RANDOM = task(3, 8, 0), task(1, 12, 1)
-
-
-def kl_to_base(logits: Array, given: Task) -> Array:
-    logp = log_policy(logits)
-    return (jnp.exp(logp) * (logp - given.log_base())).sum()
-
-
-def kl_control(logits: Array, given: Task, push: Array) -> Array:
-    """-J = KL(pi || a) / push - E v, push = 1 / b."""
-    success = jnp.where(given.valid, jnp.exp(log_policy(logits)), 0).sum()
-    return kl_to_base(logits, given) / push - success
-
-
-def divergence(logits: Array, given: Task, alpha: Array) -> Array:
-    """D_alpha(pi || p_*) = (1 - sum pi^alpha p^(1 - alpha)) / (alpha (1 - alpha)); 0: KL(p || pi)."""
-    logp, log_target = log_policy(logits), given.log_target()
-    forward = (given.target() * (log_target - logp)).sum()
-    power = jnp.where(alpha > 0, alpha, 0.5)
-    overlap = jnp.where(given.valid, jnp.exp(power * logp + (1 - power) * log_target), 0).sum()
-    return jnp.where(alpha > 0, (1 - overlap) / (power * (1 - power)), forward)
-
-
-Loss = Callable[[Array, Task, Array], Array]
-
-
-def descend(loss: Callable[[Array], Array], start: Array, steps: int) -> tuple[Array, Array]:
-    """Adam on exact gradients: (logits, loss)."""
-    adam = optax.adam(optax.cosine_decay_schedule(RATE, steps))
-
-    def step(carry: Any, _: Any) -> tuple[Any, None]:
-        logits, state = carry
-        update, state = adam.update(jax.grad(loss)(logits), state)
-        return (optax.apply_updates(logits, update), state), None
-
-    (logits, _), _ = jax.lax.scan(step, (start, adam.init(start)), None, length=steps)
-    return logits, loss(logits)
-
-
-def starts(given: Task) -> Array:
-    """[STARTS, 1 + V, V]: the base, ways to the likeliest valid sequences, random ones."""
-    order = jnp.argsort(jnp.where(given.valid, -given.log_base(), jnp.inf))[:8]
-    steps = np.zeros((N, *SHAPE))
-    np.add.at(steps, (np.arange(N)[:, None], STATE, SEQUENCES), 3.0)
-    towards = jnp.asarray(steps)[order]
-    noise = 2 * np.random.default_rng(0).normal(size=(STARTS - 9, *SHAPE))
-    return given.base + jnp.concatenate([jnp.zeros((1, *SHAPE)), towards, jnp.asarray(noise)])
-
-
-def best(loss: Loss, given: Task, strength: Array, steps: int = 3000) -> tuple[Array, Array]:
-    """(logits of the best of all starts, share of starts that reach it)."""
-    one = lambda logits: loss(logits, given, strength)  # noqa: E731
-    logits, values = jax.vmap(lambda start: descend(one, start, steps))(starts(given))
-    return logits[values.argmin()], (values < values.min() + 1e-4).mean()
-
-
-def sweep(loss: Loss, tasks: Task, strengths: Any, steps: int = 3000) -> tuple[Array, Array]:
-    """`best` of tasks [K] x strengths [S]."""
-    each = jax.vmap(lambda given, s: best(loss, given, s, steps), (None, 0))
-    return jax.jit(jax.vmap(each, (0, None)))(tasks, jnp.asarray(strengths))
-
-
-class Numbers(NamedTuple):
-    """What a policy is like."""
-
-    success: Array  # E v
-    top: Array  # probability of the likeliest sequence
-    frequent: Array  # valid sequences above 1%
-    coverage: Array  # mass of p_* that 256 samples are expected to meet
-    entropy: Array  # nats
-    kl: Array  # to the base
-
-
-@jax.jit
-def describe(logits: Array, given: Task) -> Numbers:
-    logp = log_policy(logits)
-    policy = jnp.exp(logp)
-    met = 1 - (1 - policy) ** DRAWS
-    return Numbers(
-        jnp.where(given.valid, policy, 0).sum(),
-        policy.max(),
-        ((policy > 0.01) & given.valid).sum(),
-        (given.target() * met).sum(),
-        -(policy * logp).sum(),
-        kl_to_base(logits, given),
-    )
-
-
-describe_all = jax.jit(jax.vmap(jax.vmap(describe, (0, None))))
-"""Of logits [K, S, ...] and tasks [K]."""
-
-
-def at(numbers: Numbers, *place: int) -> Numbers:
-    return Numbers(*(value[place] for value in numbers))
 
 
 class Threshold(NamedTuple):
@@ -204,25 +79,8 @@ def threshold(given: Task, numbers: Numbers, nearest: float) -> Threshold:
     )
 
 
-def single_sequence(given: Task) -> int:
-    """The likeliest valid sequence that a bigram policy can say alone."""
-    one_way = [
-        len({(s, t) for s, t in zip(state, tokens, strict=True)}) == len(set(state))
-        for state, tokens in zip(STATE, SEQUENCES, strict=True)
-    ]
-    possible = np.asarray(given.valid) & np.array(one_way)
-    return int(np.where(possible, np.asarray(given.log_base()), -np.inf).argmax())
-
-
-def count_matched(given: Task) -> Array:
-    """The bigram policy of least KL(p_* || pi), in closed form: expected counts, normalised."""
-    counts = np.zeros(SHAPE)
-    np.add.at(counts, (STATE, SEQUENCES), np.asarray(given.target())[:, None])
-    return jnp.log(jnp.asarray(counts / np.maximum(counts.sum(1, keepdims=True), 1e-300)) + 1e-300)
-
-
 def pseudo_reward_errors(given: Task) -> list[float]:
-    """E[R grad log pi] of jaxgrpo's alpha_dpg against -(1 - alpha) grad D_alpha, random policies."""
+    """E[R grad log pi] of jaxgrpo's alpha_dpg against -(1 - alpha) grad D_alpha."""
     errors = []
     for seed, alpha in enumerate(ALPHAS):
         logits = jnp.asarray(np.random.default_rng(seed).normal(size=SHAPE))
@@ -372,6 +230,21 @@ def checks(found: Found) -> list[Check]:
     return made
 
 
+def frontier_rows(found: Found) -> list[list[Any]]:
+    """Coverage of each alpha beside the best of KL-control at its validity or a higher one."""
+    rows: list[list[Any]] = []
+    for index, name in enumerate(("uniform", "random")):
+        success, coverage = (
+            np.concatenate([getattr(found.swept, of)[index], getattr(found.control, of)[index]])
+            for of in ("success", "coverage")
+        )
+        for place, alpha in enumerate(ALPHAS):
+            one = at(found.alphas, index, place)
+            best = coverage[success >= float(one.success) - 1e-3].max()
+            rows.append([name, f"{alpha:g}", one.success, one.coverage, best])
+    return rows
+
+
 def survey_text(found: Found) -> str:
     control, cover = found.survey
     top, ratio = np.asarray(control.top)[:, 0], np.asarray(cover.coverage / control.coverage)[:, 0]
@@ -393,20 +266,27 @@ def figure(found: Found) -> Figure:
     drawing = Figure(figsize=(10.8, 3.5), layout="constrained")
     left, middle, right = drawing.subplots(1, 3)
     for index, (name, colour) in enumerate((("uniform", "C0"), ("random", "C1"))):
-        left.plot(SWEEP, found.swept.success[index], "o-", ms=2.5, color=colour, label=f"{name}: E v")
+        left.plot(
+            SWEEP, found.swept.success[index], "o-", ms=2.5, color=colour, label=f"{name}: E v"
+        )
         left.plot(SWEEP, found.swept.top[index], ":", color=colour, label=f"{name}: top sequence")
         left.axvline(found.thresholds[index].fully_valid, color=colour, lw=0.8, ls="--")
     left.set(xlabel="1/b", title="KL-control, bigram policy", ylim=(0, 1))
     left.text(3.02, 0.93, "dashed: predicted", fontsize=7)
     left.legend(fontsize=7, loc="center right")
-    middle.plot(found.swept.success[1], found.swept.coverage[1], ".-", color="C1", label="KL-control")
-    middle.plot(found.alphas.success[1], found.alphas.coverage[1], "s", color="C2", label="alpha")
-    for alpha, x, y in zip(ALPHAS, found.alphas.success[1], found.alphas.coverage[1], strict=True):
-        middle.annotate(f" {alpha:g}", (float(x), float(y)), fontsize=8)
-    middle.set(xlabel="validity E v", title="coverage of p_*, 256 samples", xlim=(0, 1.08), ylim=(0, 1))
+    for index, (name, colour) in enumerate((("uniform", "C0"), ("random", "C1"))):
+        swept, alphas = at(found.swept, index), at(found.alphas, index)
+        middle.plot(swept.success, swept.coverage, ".-", color=colour, label=f"{name}: KL-control")
+        middle.plot(alphas.success, alphas.coverage, "s", color=colour, label=f"{name}: alpha")
+        for alpha, x, y in zip(ALPHAS, alphas.success, alphas.coverage, strict=True):
+            middle.annotate(f"  {alpha:g}", (float(x), float(y)), fontsize=7, va="center")
+    middle.set(xlabel="validity E v", title="coverage of p_*, 256 samples")
+    middle.set(xlim=(0, 1.12), ylim=(0, 1.02))
     middle.legend(fontsize=7)
     push = np.linspace(0.1, 10, 100)
-    right.plot(push, advantages.mu_of_beta(jnp.asarray(1 / push), RANDOM.rate()), "k-", label="mu(b)")
+    right.plot(
+        push, advantages.mu_of_beta(jnp.asarray(1 / push), RANDOM.rate()), "k-", label="mu(b)"
+    )
     right.plot(found.free.push, found.free.success, "o", label="free table, by descent")
     right.plot(SWEEP, found.swept.success[1], ".", color="C1", label="bigram policy")
     right.set(xlabel="1/b", title="E v, random base", ylim=(0, 1.05))
@@ -434,6 +314,10 @@ def run() -> Result:
              "predicted: nearest fully valid policy"),
             [[name, f"{one.before:.1f}", f"{one.after:.1f}", *one[2:4]] for name, one in rows],
         )  # fmt: skip
+        parts["frontier"] = common.table(
+            ("base", "alpha", "E v", "coverage", "best of KL-control at this E v or more"),
+            frontier_rows(found),
+        )
         made = checks(found)
 
     def draw() -> Figure:
