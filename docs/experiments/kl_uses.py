@@ -87,8 +87,8 @@ def penalty(name: str):
 
     def loss(given: Terms) -> Array:
         fields = {"reference_logp": given.reference}
-        zero = jnp.zeros_like(given.logp)
-        return part.compute(given.logp, given.logp, zero, MASK, MASK, fields)[0].sum(1)
+        zero, mask = jnp.zeros_like(given.logp), jnp.asarray(MASK)
+        return part.compute(given.logp, given.logp, zero, mask, mask, fields)[0].sum(1)
 
     return loss
 
@@ -105,8 +105,9 @@ def in_reward(*steps: Any):
             trainer_logp=stop_gradient(given.logp)[:, None],
             reference_logp=given.reference[:, None],
         )
-        held, clip = stop_gradient(given.logp), build_surrogate("clip")
-        return clip.compute(given.logp, held, advantage[:, 0], MASK, MASK, {})[0].sum(1)
+        held, mask = stop_gradient(given.logp), jnp.asarray(MASK)
+        clip = build_surrogate("clip")
+        return clip.compute(given.logp, held, advantage[:, 0], mask, mask, {})[0].sum(1)
 
     return loss
 

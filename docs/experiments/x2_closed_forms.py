@@ -5,6 +5,7 @@ python -m docs.experiments.x2_closed_forms
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Callable
@@ -87,6 +88,7 @@ class Groups(NamedTuple):
         return self.rewards[there, :size], self.values[name][there, :size]
 
 
+@functools.cache
 def groups() -> Groups:
     """The advantages of jaxgrpo's recipes, in float64."""
     rows = [bits for size in SIZES for bits in itertools.product([0.0, 1.0], repeat=size)]

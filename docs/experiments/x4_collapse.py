@@ -276,10 +276,14 @@ def figure(found: Found) -> Figure:
     left.legend(fontsize=7, loc="center right")
     for index, (name, colour) in enumerate((("uniform", "C0"), ("random", "C1"))):
         swept, alphas = at(found.swept, index), at(found.alphas, index)
-        middle.plot(swept.success, swept.coverage, ".-", color=colour, label=f"{name}: KL-control")
-        middle.plot(alphas.success, alphas.coverage, "s", color=colour, label=f"{name}: alpha")
+        middle.plot(swept.success, swept.coverage, ".", color=colour, label=f"{name}: KL-control")
+        middle.plot(
+            alphas.success, alphas.coverage, "s", ms=5, color=colour, label=f"{name}: alpha"
+        )
         for alpha, x, y in zip(ALPHAS, alphas.success, alphas.coverage, strict=True):
-            middle.annotate(f"  {alpha:g}", (float(x), float(y)), fontsize=7, va="center")
+            if alpha >= 0.5 or name == "uniform":
+                put = {"va": "bottom" if alpha == 0 else "center", "fontsize": 7}
+                middle.annotate(f"   {alpha:g}", (float(x), float(y)), **put)
     middle.set(xlabel="validity E v", title="coverage of p_*, 256 samples")
     middle.set(xlim=(0, 1.12), ylim=(0, 1.02))
     middle.legend(fontsize=7)
