@@ -4,7 +4,7 @@ BIN := .venv/bin
 INSTALL := $(BIN)/python -m pip install -c constraints.txt
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: help quickstart test-fast test test-all lint docs clean
+.PHONY: help quickstart test-fast test test-all lint docs experiments clean
 
 help:
 	@echo "make quickstart  build a small base model, train it with GRPO, evaluate both"
@@ -13,6 +13,7 @@ help:
 	@echo "make test-all    every test, with reliability, large compilations and learning"
 	@echo "make lint        ruff and pyright"
 	@echo "make docs        compute what the docs say of the recipes"
+	@echo "make experiments compute docs/experiments anew; stops where a criterion fails"
 	@echo "make clean       remove caches and builds; the environment and runs/ stay"
 
 quickstart: .venv/.run-time
@@ -34,6 +35,10 @@ lint: .venv/.tests
 
 docs: .venv/.run-time
 	$(BIN)/python docs/make_advantages.py
+
+experiments: .venv/.run-time
+	for page in docs/experiments/x*.md; do \
+	  $(BIN)/python -m docs.experiments.$$(basename $$page .md) || exit 1; done
 
 clean:
 	rm -rf .cache .pytest_cache .ruff_cache build dist *.egg-info

@@ -44,19 +44,19 @@ REWARDS: dict[str, dict[str, np.ndarray]] = {
 """Rewards of recipes that want them by name; the others get SUCCESS as their only one."""
 
 
-def fields() -> dict[str, np.ndarray]:
+def fields(success: np.ndarray = SUCCESS) -> dict[str, np.ndarray]:
     """On-policy samples of two tokens: all policies agree; right answers are judged likelier."""
-    prompts, samples = SUCCESS.shape
+    prompts, samples = success.shape
     token = np.ones((prompts, samples, TOKENS), np.float32)
-    tree = np.broadcast_to(np.arange(samples) // 2, SUCCESS.shape)
-    leaf = np.broadcast_to(3 + np.arange(samples), SUCCESS.shape)
-    answer = np.stack([SUCCESS - 1.5, np.full_like(SUCCESS, -0.2)], -1)
+    tree = np.broadcast_to(np.arange(samples) // 2, success.shape)
+    leaf = np.broadcast_to(3 + np.arange(samples), success.shape)
+    answer = np.stack([success - 1.5, np.full_like(success, -0.2)], -1)
     same = ("behavior_logp", "trainer_logp", "reference_logp", "base_logp")
     return {
         **dict.fromkeys(same, -token),
         "token_mask": token.astype(bool),
         "completion_tokens": np.arange(token.size).reshape(token.shape),  # all texts differ
-        "truncated": np.zeros_like(SUCCESS, bool),
+        "truncated": np.zeros_like(success, bool),
         "token_entropy": token,
         "token_value": 0 * token,
         "planning": token.astype(bool) & (np.arange(TOKENS) == 0),
@@ -64,8 +64,8 @@ def fields() -> dict[str, np.ndarray]:
         "answer_logp": answer,
         "answer_mask": np.ones((prompts, 2), bool),
         "masked_answer_logp": np.full((prompts, 2), -1.0, np.float32),
-        "rubric": np.ones_like(SUCCESS),
-        "classes": np.broadcast_to(np.arange(samples), SUCCESS.shape),
+        "rubric": np.ones_like(success),
+        "classes": np.broadcast_to(np.arange(samples), success.shape),
         "tree": tree,
         "ancestors": np.stack([0 * tree, 1 + tree, leaf], -1),
         "row": np.arange(prompts),

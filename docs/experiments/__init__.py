@@ -1,0 +1,1 @@
+"""Experiments whose claims a command checks: `python -m docs.experiments.NAME`."""

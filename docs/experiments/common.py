@@ -1,0 +1,137 @@
+"""What the experiments share: checks, pages with computed parts, and policies that are tables.
+
+An experiment is a module NAME with `run() -> Result`, beside a page NAME.md. The command
+
+    python -m docs.experiments.NAME
+
+computes it, writes the tables between the markers of the page and draws NAME.png. It exits with 1
+where a check fails; the page then says so too.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+FOLDER = Path(__file__).resolve().parent
+STEPS = (1e-14, 1e-12, 1e-9, 1e-6, 1e-4)
+"""Errors are said as the first of these that they are below: digits of noise differ by machine."""
+
+
+class Check(NamedTuple):
+    """A claim that the numbers decide."""
+
+    claim: str
+    measured: str
+    holds: bool
+
+
+class Result(NamedTuple):
+    """What an experiment found."""
+
+    parts: dict[str, str]  # marker of the page -> what stands there
+    checks: list[Check]
+    figure: Callable[[], Figure]
+
+
+def below(claim: str, errors: object, bound: float = 1e-9) -> Check:
+    """A check that the largest absolute value is below a bound; NaN is not."""
+    error = float(np.max(np.abs(np.asarray(errors, float))))
+    said = next((f"below {step:.0e}" for step in STEPS if error < step), f"{error:.2e}")
+    return Check(f"{claim}: error < {bound:.0e}", said, error < bound)
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """A table in Markdown; floats to three digits."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join(f"| {' | '.join(_cell(cell) for cell in line)} |" for line in lines)
+
+
+def _cell(value: object) -> str:
+    if isinstance(value, float | np.floating | Array):
+        return number(float(value))
+    return str(value).replace("|", "\\|")
+
+
+def number(value: float) -> str:
+    """Three significant digits, or three behind the point for what is near 1."""
+    if value == 0 or not math.isfinite(value):
+        return "0" if value == 0 else str(value)
+    return f"{value:.3f}" if 0.0995 <= abs(value) < 99.95 else f"{value:#.3g}".rstrip(".")
+
+
+def check_table(checks: Sequence[Check]) -> str:
+    rows = [(one.claim, one.measured, "yes" if one.holds else "**NO**") for one in checks]
+    return table(("criterion", "measured", "holds"), rows)
+
+
+def page(name: str, parts: Mapping[str, str]) -> str:
+    """The page with its parts written anew, each between <!-- name --> and <!-- end of name -->."""
+    text = (FOLDER / f"{name}.md").read_text()
+    for marker, content in parts.items():
+        before, found, rest = text.partition(f"<!-- {marker} -->")
+        _, closed, after = rest.partition(f"<!-- end of {marker} -->")
+        if not found or not closed:
+            raise SystemExit(f"{name}.md has no <!-- {marker} --> ... <!-- end of {marker} -->")
+        text = f"{before}{found}\n{content}\n{closed}{after}"
+    return text
+
+
+def written(name: str, result: Result) -> str:
+    """The page as the result wants it."""
+    return page(name, {**result.parts, "checks": check_table(result.checks)})
+
+
+def command(name: str, run: Callable[[], Result]) -> None:
+    """Runs an experiment, writes page and figure, prints the checks; exits with 1 if one fails."""
+    jax.config.update("jax_platforms", "cpu")
+    began = time.perf_counter()
+    result = run()
+    text = written(name, result)
+    changed = text != (FOLDER / f"{name}.md").read_text()
+    (FOLDER / f"{name}.md").write_text(text)
+    figure = result.figure()
+    FigureCanvasAgg(figure)
+    figure.savefig(FOLDER / f"{name}.png", dpi=110, metadata={"Software": None})
+    for check in result.checks:
+        sys.stdout.write(f"{'ok  ' if check.holds else 'FAIL'} {check.claim}: {check.measured}\n")
+    seconds = time.perf_counter() - began
+    sys.stdout.write(f"{name}.md {'written' if changed else 'as it was'}, {seconds:.1f} s\n")
+    sys.exit(not all(check.holds for check in result.checks))
+
+
+def sequences(vocabulary: int, length: int) -> np.ndarray:
+    """Every sequence, [V^T, T]."""
+    return np.array(list(itertools.product(range(vocabulary), repeat=length)))
+
+
+def prefixes(tokens: np.ndarray, vocabulary: int) -> np.ndarray:
+    """The number of the prefix before each token, counted through all lengths; [N, T]."""
+    found = np.zeros_like(tokens)
+    for position in range(1, tokens.shape[1]):
+        found[:, position] = vocabulary * found[:, position - 1] + tokens[:, position - 1] + 1
+    return found
+
+
+def token_logp(logits: Array, state: np.ndarray, tokens: np.ndarray) -> Array:
+    """Log-probs of tokens under one softmax per state: logits [S, V] -> [N, T]."""
+    return jax.nn.log_softmax(logits)[state, tokens]
+
+
+def cosine(one: Array, other: Array) -> Array:
+    """Of two gradients [..., *parameters] with one leading axis, [...]."""
+    one, other = (value.reshape(value.shape[0], -1) for value in (one, other))
+    norms = jnp.linalg.norm(one, axis=1) * jnp.linalg.norm(other, axis=1)
+    return (one * other).sum(1) / norms

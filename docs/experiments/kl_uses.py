@@ -1,0 +1,159 @@
+"""The uses of k1, k2 and k3 on a policy that is a table: jaxgrpo's parts, others written out."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.lax import stop_gradient
+
+from docs.experiments import common
+from jaxgrpo import advantages
+from jaxgrpo.losses import build_penalty, build_surrogate
+
+V, T = 3, 3
+SEQUENCES = common.sequences(V, T)
+STATE = common.prefixes(SEQUENCES, V)
+SHAPE = (int(STATE.max()) + 1, V)
+MASK = np.ones(SEQUENCES.shape, bool)
+IN_REWARD = ({"use": "kl_in_reward", "beta": 1.0}, {"use": "reward_to_go"})
+
+REVERSE, FORWARD = "KL(π‖ref)", "KL(ref‖π)"
+STATES, FORWARD_STATES = "per state, KL(π‖ref)", "per state, KL(ref‖π)"
+OLD_STATES = "per state of old, KL(π‖ref)"
+NOTHING = "nothing: 0"
+K3_REWARD = "KL(π‖ref) − KL(ref‖π)"
+K3_TOKENS = "KL(π‖ref) − per state, KL(ref‖π)"
+K2_REWARD = "E ½l² − KL(π‖ref)"
+K2_TOKENS = "E Σ ½l² − per state, KL(π‖ref)"
+
+
+class Use(NamedTuple):
+    """A way to use an estimator: its loss is differentiated, what is held is a reward."""
+
+    name: str
+    level: str
+    made: str  # of jaxgrpo, or written out here
+    gradient: str  # of what, by the targets' names; "" where we know of none
+    loss: Any  # Terms -> loss of each sequence [27]
+    old: bool = False  # sequences are drawn from another policy
+
+
+class Terms(NamedTuple):
+    """Log-probs of all 27 sequences, [27, T] each; only `logp` carries gradient."""
+
+    logits: Array
+    anchor: Array  # logits of the reference
+    logp: Array
+    reference: Array
+    old: Array
+
+    @property
+    def token(self) -> Array:
+        return self.logp - self.reference
+
+    @property
+    def whole(self) -> Array:
+        return self.token.sum(1)
+
+    def ratio(self) -> Array:
+        return jnp.exp((self.logp - self.old).sum(1))
+
+
+def terms(logits: Array, anchor: Array, old: Array) -> Terms:
+    logp = [common.token_logp(each, STATE, SEQUENCES) for each in (logits, anchor, old)]
+    return Terms(logits, anchor, logp[0], *map(stop_gradient, logp[1:]))
+
+
+def k2(log_ratio: Array) -> Array:
+    return log_ratio**2 / 2
+
+
+def k3(log_ratio: Array) -> Array:
+    return jnp.expm1(-log_ratio) + log_ratio
+
+
+def rewarded(charge: Array, given: Terms) -> Array:
+    """The loss of REINFORCE with reward -charge: its gradient is charge * grad log pi."""
+    return stop_gradient(charge) * given.logp.sum(1)
+
+
+def penalty(name: str):
+    """A penalty of jaxgrpo.losses, summed over tokens."""
+    part = build_penalty(name, {"beta": 1.0})
+
+    def loss(given: Terms) -> Array:
+        fields = {"reference_logp": given.reference}
+        zero, mask = jnp.zeros_like(given.logp), jnp.asarray(MASK)
+        return part.compute(given.logp, given.logp, zero, mask, mask, fields)[0].sum(1)
+
+    return loss
+
+
+def in_reward(*steps: Any):
+    """A chain of jaxgrpo.advantages on rewards of 0, then the clipped ratio, which is 1."""
+    chain = advantages.build(["sum_rewards", {"use": "to_tokens", "place": "last"}, *steps])
+
+    def loss(given: Terms) -> Array:
+        advantage, _ = advantages.evaluate(
+            chain,
+            jnp.zeros((len(SEQUENCES), 1)),
+            token_mask=MASK[:, None],
+            trainer_logp=stop_gradient(given.logp)[:, None],
+            reference_logp=given.reference[:, None],
+        )
+        held, mask = stop_gradient(given.logp), jnp.asarray(MASK)
+        clip = build_surrogate("clip")
+        return clip.compute(given.logp, held, advantage[:, 0], mask, mask, {})[0].sum(1)
+
+    return loss
+
+
+def full_vocabulary(given: Terms) -> Array:
+    """KL at each visited state, summed over the vocabulary."""
+    logp, anchor = jax.nn.log_softmax(given.logits), jax.nn.log_softmax(given.anchor)
+    return (jnp.exp(logp) * (logp - stop_gradient(anchor))).sum(1)[STATE].sum(1)
+
+
+def straight_through(given: Terms) -> Array:
+    """The value of k3 with the gradient of k2."""
+    square = k2(given.token)
+    return (stop_gradient(k3(given.token) - square) + square).sum(1)
+
+
+def token_ratio(given: Terms, value: Array) -> Array:
+    return (jnp.exp(given.logp - given.old) * value).sum(1)
+
+
+HERE = "written out"
+USES = (
+    Use("k1 as loss", "either", HERE, NOTHING, lambda x: x.whole),
+    Use("k1 in reward", "sequence", HERE, REVERSE, lambda x: rewarded(x.whole, x)),
+    Use("k1 in reward, to go", "token", "`kl_in_reward`, `reward_to_go`", REVERSE,
+        in_reward(*IN_REWARD)),
+    Use("k1 in reward, own token", "token", "`kl_in_reward`", STATES, in_reward(IN_REWARD[0])),
+    Use("k2 as loss", "sequence", HERE, REVERSE, lambda x: k2(x.whole)),
+    Use("k2 as loss", "token", "`k2`", STATES, penalty("k2")),
+    Use("k3 value, k2 gradient", "token", HERE, STATES, straight_through),
+    Use("whole vocabulary as loss", "token", HERE, STATES, full_vocabulary),
+    Use("k3 as loss", "sequence", HERE, FORWARD, lambda x: k3(x.whole)),
+    Use("k3 as loss", "token", "`forward_kl_k3`", FORWARD_STATES, penalty("forward_kl_k3")),
+    Use("k2 in reward", "sequence", HERE, K2_REWARD, lambda x: rewarded(k2(x.whole), x)),
+    Use("k2 in reward", "token", HERE, K2_TOKENS, lambda x: rewarded(k2(x.token).sum(1), x)),
+    Use("k3 in reward", "sequence", HERE, K3_REWARD, lambda x: rewarded(k3(x.whole), x)),
+    Use("k3 in reward", "token", HERE, K3_TOKENS, lambda x: rewarded(k3(x.token).sum(1), x)),
+    Use("old: ρ k1", "sequence", HERE, REVERSE, lambda x: x.ratio() * x.whole, True),
+    Use("old: ρ k3", "sequence", HERE, REVERSE, lambda x: x.ratio() * k3(x.whole), True),
+    Use("old: held ρ, k2", "sequence", HERE, REVERSE,
+        lambda x: stop_gradient(x.ratio()) * k2(x.whole), True),
+    Use("old: held ρ, k1 in reward", "sequence", HERE, REVERSE,
+        lambda x: rewarded(x.ratio() * x.whole, x), True),
+    Use("old: ρ_t k1_t", "token", HERE, OLD_STATES, lambda x: token_ratio(x, x.token), True),
+    Use("old: ρ_t k3_t", "token", HERE, OLD_STATES, lambda x: token_ratio(x, k3(x.token)), True),
+    Use("old: k1 in reward", "sequence", HERE, "", lambda x: rewarded(x.whole, x), True),
+    Use("old: k2 as loss", "token", "`k2`", "", penalty("k2"), True),
+    Use("old: k3 as loss", "token", "`forward_kl_k3`", "", penalty("forward_kl_k3"), True),
+)  # fmt: skip

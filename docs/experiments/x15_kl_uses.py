@@ -1,0 +1,255 @@
+"""X15: which use of which KL estimator has which gradient, and how noisy it is.
+
+python -m docs.experiments.x15_kl_uses
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.lax import stop_gradient
+from matplotlib.figure import Figure
+
+from docs.experiments import common
+from docs.experiments.common import Check, Result, below, cosine
+from docs.experiments.kl_uses import (
+    FORWARD,
+    FORWARD_STATES,
+    K2_REWARD,
+    K2_TOKENS,
+    K3_REWARD,
+    K3_TOKENS,
+    NOTHING,
+    OLD_STATES,
+    REVERSE,
+    SEQUENCES,
+    SHAPE,
+    STATE,
+    STATES,
+    USES,
+    full_vocabulary,
+    k2,
+    k3,
+    terms,
+)
+
+NAME = "x15_kl_uses"
+POLICIES = 200
+NEAR = 0.1
+
+
+def targets(logits: Array, anchor: Array, old: Array) -> dict[str, Array]:
+    """Name -> gradient with respect to the logits, from the definitions, by autodiff."""
+
+    def whole(logits: Array) -> Array:
+        return common.token_logp(logits, STATE, SEQUENCES).sum(1)
+
+    def reverse(logits: Array) -> Array:
+        return (jnp.exp(whole(logits)) * (whole(logits) - whole(anchor))).sum()
+
+    def forward(logits: Array) -> Array:
+        return (jnp.exp(whole(anchor)) * (whole(anchor) - whole(logits))).sum()
+
+    def half_square(logits: Array, token: bool) -> Array:
+        ratio = whole(logits) - whole(anchor)
+        if token:
+            logp = [common.token_logp(each, STATE, SEQUENCES) for each in (logits, anchor)]
+            ratio = logp[0] - logp[1]
+        square = ratio**2 / 2
+        return (jnp.exp(whole(logits)) * (square.sum(1) if token else square)).sum()
+
+    def visits(policy: Array) -> Array:
+        """Expected visits of each state, [S], held."""
+        chance = stop_gradient(jnp.exp(whole(policy)))
+        return jnp.zeros(SHAPE[0]).at[STATE].add(chance[:, None])
+
+    def per_state(logits: Array, policy: Array, back: bool) -> Array:
+        logp, other = jax.nn.log_softmax(logits), jax.nn.log_softmax(anchor)
+        one, two = (other, logp) if back else (logp, other)
+        return visits(policy) @ (jnp.exp(one) * (one - two)).sum(1)
+
+    grad = jax.grad
+    found = {
+        NOTHING: jnp.zeros(SHAPE),
+        REVERSE: grad(reverse)(logits),
+        FORWARD: grad(forward)(logits),
+        STATES: grad(per_state)(logits, logits, False),
+        FORWARD_STATES: grad(per_state)(logits, logits, True),
+        OLD_STATES: grad(per_state)(logits, old, False),
+    }
+    found[K3_REWARD] = found[REVERSE] - found[FORWARD]
+    found[K3_TOKENS] = found[REVERSE] - found[FORWARD_STATES]
+    found[K2_REWARD] = grad(half_square)(logits, False) - found[REVERSE]
+    found[K2_TOKENS] = grad(half_square)(logits, True) - found[STATES]
+    return found
+
+
+class Found(NamedTuple):
+    """Of one policy, or with a leading axis of many."""
+
+    gradient: Array  # [uses, S, V], expected
+    spread: Array  # [uses], sqrt(tr Cov) of one sequence's gradient
+    target: dict[str, Array]  # name -> [S, V]
+    value: Array  # [6]: mean of k1, k2, k3 of whole sequences, then of sums over tokens
+    deviation: Array  # [6]
+    divergence: Array  # []: KL(pi || ref), by states
+    old_value: Array  # [2]: E of rho k1, rho k3 under old
+
+
+def measure(logits: Array, anchor: Array, old: Array) -> Found:
+    """Everything, by enumeration."""
+    given = terms(logits, anchor, old)
+    chance, chance_old = (jnp.exp(each.sum(1)) for each in (given.logp, given.old))
+
+    def losses(logits: Array) -> Array:
+        now = terms(logits, anchor, old)
+        return jnp.stack([use.loss(now) for use in USES])
+
+    slope = jax.jacobian(losses)(logits)  # [uses, 27, S, V]
+    off = np.array([use.old for use in USES])[:, None]
+    weight = jnp.where(off, chance_old[None], chance[None])
+    mean = jnp.einsum("un,unsv->usv", weight, slope)
+    square = jnp.einsum("un,unsv->u", weight, slope**2)
+    spread = jnp.sqrt(jnp.maximum(square - (mean**2).sum((1, 2)), 0))
+    token, whole = given.token, given.whole
+    each = [whole, k2(whole), k3(whole), token.sum(1), k2(token).sum(1), k3(token).sum(1)]
+    values = jnp.stack(each)
+    value = values @ chance
+    deviation = jnp.sqrt((values - value[:, None]) ** 2 @ chance)
+    divergence = full_vocabulary(given) @ chance
+    old_value = jnp.stack([whole, k3(whole)]) @ (given.ratio() * chance_old)
+    found = targets(logits, anchor, old)
+    return Found(mean, spread, found, value, deviation, divergence, old_value)
+
+
+def policies(number: int, distance: float | None = None) -> tuple[Array, Array, Array]:
+    """(policy, reference, old) logits [number, S, V]; a reference far away, or at a distance."""
+    drawn = np.random.default_rng(0).normal(size=(3, number, *SHAPE))
+    logits, anchor, old = jnp.asarray(drawn)
+    if distance is not None:
+        anchor = logits + distance * anchor
+    return logits, anchor, logits + 0.3 * old
+
+
+def use_rows(far: Found, near: Found) -> list[list[Any]]:
+    """One row for each use: of policy 0, and over all policies."""
+    rows = []
+    for index, use in enumerate(USES):
+        gradient = far.gradient[:, index]
+        row: list[Any] = [use.name, use.level, use.made, use.gradient or "neither"]
+        for name in (REVERSE, FORWARD):
+            if use.gradient == NOTHING:
+                row.append("–")
+                continue
+            low, middle, high = np.quantile(cosine(gradient, far.target[name]), (0.1, 0.5, 0.9))
+            same = low > 1 - 1e-9
+            row.append("1" if same else f"{middle:+.2f} ({low:+.2f} to {high:+.2f})")
+        for found in (far, near):
+            size = jnp.linalg.norm(found.target[REVERSE].reshape(len(gradient), -1), axis=1)
+            row.append(float(jnp.median(found.spread[:, index] / size)))
+        rows.append(row)
+    return rows
+
+
+def value_rows(far: Found, near: Found) -> list[list[Any]]:
+    """Values and deviations of the estimators, medians over policies."""
+    rows = []
+    for index, name in enumerate(("k1", "k2", "k3")):
+        for level, place in (("sequence", index), ("token", index + 3)):
+            row: list[Any] = [name, level]
+            for found in (far, near):
+                exact = found.divergence
+                row += [
+                    float(jnp.median(found.value[:, place] / exact)),
+                    float(jnp.median(found.deviation[:, place] / exact)),
+                ]
+            rows.append(row)
+    return rows
+
+
+def checks(far: Found, near: Found) -> list[Check]:
+    kinds: dict[str, list[Any]] = {}
+    for found in (far, near):
+        for index, use in enumerate(USES):
+            if use.gradient:
+                error = found.gradient[:, index] - found.target[use.gradient]
+                kinds.setdefault(use.gradient, []).append(np.abs(error).max())
+    exact = [far.value[:, [0, 2, 3, 5]], near.value[:, [0, 2, 3, 5]]]
+    truth = [found.divergence[:, None] for found in (far, near)]
+    unlike = [
+        float(cosine(far.gradient[:, index], far.target[REVERSE]).min())
+        for index, use in enumerate(USES)
+        if use.name == "k3 as loss"
+    ]
+    return [
+        *(below(f"gradient of {kind}", errors) for kind, errors in kinds.items()),
+        below("E k1 = E k3 = KL(π‖ref), sequences and tokens",
+              [np.abs(a - b).max() for a, b in zip(exact, truth, strict=True)]),
+        below("E_old ρ k1 = E_old ρ k3 = KL(π‖ref)", far.old_value - far.divergence[:, None]),
+        Check("k3 as loss is not the gradient of KL(π‖ref): some cosine < 0.9",
+              f"down to {max(unlike):.2f}", max(unlike) < 0.9),
+    ]  # fmt: skip
+
+
+def figure(far: Found) -> Figure:
+    """Noise of the values over the distance; cosines with the gradient of KL(pi || ref)."""
+    drawing = Figure(figsize=(10, 4.2), layout="constrained")
+    left, right = drawing.subplots(1, 2, width_ratios=(1, 1.25))
+    distances = np.geomspace(0.03, 2, 15)
+    run = jax.jit(jax.vmap(measure))
+    found = [run(*policies(32, float(distance))) for distance in distances]
+    kl = [float(jnp.median(each.divergence)) for each in found]
+    for index, name in enumerate(("k1", "k2", "k3")):
+        noise = [float(jnp.median(each.deviation[:, index] / each.divergence)) for each in found]
+        left.plot(kl, noise, "o-", ms=3, label=name)
+    left.set(xscale="log", yscale="log", xlabel="KL(π‖ref) in nats", title="deviation / KL")
+    left.set_ylabel("of one sequence")
+    left.legend()
+    left.grid(alpha=0.3)
+    shown = [i for i, use in enumerate(USES) if use.gradient != NOTHING]
+    cosines = [np.asarray(cosine(far.gradient[:, i], far.target[REVERSE])) for i in shown]
+    right.boxplot(
+        cosines, orientation="horizontal", showfliers=False, whis=(10, 90), widths=0.5,
+        medianprops={"color": "C3"},
+    )  # fmt: skip
+    words = [f"{USES[i].name}, {USES[i].level}" for i in shown]
+    right.set_yticks(range(1, len(words) + 1), words, fontsize=7)
+    right.invert_yaxis()
+    right.axvline(0, color="k", lw=0.8)
+    right.set_title(f"cosine with grad KL(π‖ref), {len(cosines[0])} policies")
+    right.grid(alpha=0.3, axis="x")
+    return drawing
+
+
+def run(number: int = POLICIES) -> Result:
+    with jax.enable_x64(True):
+        run = jax.jit(jax.vmap(measure))
+        far, near = run(*policies(number)), run(*policies(number, NEAR))
+        cosines = "median (10% to 90%)"
+        noise = "√tr Cov / norm of grad KL"
+        uses = common.table(
+            ("use", "level", "made by", "gradient of", f"cosine with KL(π‖ref), {cosines}",
+             f"with KL(ref‖π), {cosines}", f"{noise}, far", "near"), use_rows(far, near),
+        )  # fmt: skip
+        values = common.table(
+            ("estimator", "level", "mean / KL, far", "deviation / KL, far", "mean / KL, near",
+             "deviation / KL, near"), value_rows(far, near),
+        )  # fmt: skip
+        medians = [common.number(float(jnp.median(each.divergence))) for each in (far, near)]
+        said = f"Median KL(π‖ref): {medians[0]} nats far, {medians[1]} near; {number} policies."
+        parts = {"uses": uses, "values": values, "distance": said}
+        found = checks(far, near)
+
+    def draw() -> Figure:
+        with jax.enable_x64(True):
+            return figure(far)
+
+    return Result(parts, found, draw)
+
+
+if __name__ == "__main__":
+    common.command(NAME, run)

@@ -1,0 +1,209 @@
+"""X16: what the formulas make of groups whose rewards are all equal, in float32.
+
+python -m docs.experiments.x16_flat_groups
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from matplotlib.figure import Figure
+
+from docs.experiments import common
+from docs.experiments.common import Check, Result
+from docs.make_advantages import fields
+from jaxgrpo import advantages
+from jaxgrpo.advantages import registry
+from jaxgrpo.advantages.building import plain_rollouts
+
+NAME = "x16_flat_groups"
+SIZES = tuple(range(6, 13))
+CONSTANTS = 400
+EPS = (1e-8, 1e-6, 1e-4)
+MIXED = 64
+OPTIONS: dict[str, list[dict[str, Any]]] = {
+    "grpo": [{"eps": 1e-8}, {"eps": 0.0}],
+    "passk": [{"eps": 1e-8}],
+    "like_trl": [
+        {"scale_rewards": "batch"},
+        {"scale_rewards": "none"},
+        {"multi_objective_aggregation": "normalize_then_sum"},
+    ],
+    "like_verl": [
+        {"adv_estimator": estimator}
+        for estimator in (
+            "grpo_passk",
+            "rloo",
+            "rloo_vectorized",
+            "opo",
+            "reinforce_plus_plus_baseline",
+            "gdpo",
+        )
+    ],
+}
+"""Options of recipes that are run beside their defaults."""
+
+
+def constants(number: int = CONSTANTS) -> np.ndarray:
+    """Rewards that few float32 hold exactly, [number, 1]."""
+    return np.random.default_rng(0).uniform(0, 1, (number, 1)).astype(np.float32)
+
+
+def total(value: np.ndarray) -> np.ndarray:
+    """The sum over a group, one sample after the other, in float32; [N, 1]."""
+    return functools.reduce(np.add, value.T)[:, None]
+
+
+def centred(reward: np.ndarray) -> np.ndarray:
+    return reward - total(reward) / np.float32(reward.shape[1])
+
+
+def deviation(reward: np.ndarray, ddof: int = 1) -> np.ndarray:
+    degrees = np.float32(reward.shape[1] - ddof)
+    return np.sqrt(total(np.square(centred(reward))) / degrees)
+
+
+def literal(reward: np.ndarray, eps: float, ddof: int = 1) -> np.ndarray:
+    """(r - mean) / (std + eps), as it is written."""
+    return centred(reward) / (deviation(reward, ddof) + np.float32(eps))
+
+
+def others(reward: np.ndarray) -> np.ndarray:
+    """r - mean of the others, as it is written."""
+    return reward - (total(reward) - reward) / np.float32(reward.shape[1] - 1)
+
+
+def literal_rows() -> list[list[Any]]:
+    """For each group size: share of flat groups that are not 0, and the largest |A|."""
+    rows = []
+    for size in SIZES:
+        reward = np.repeat(constants(), size, 1)
+        assert reward.dtype == literal(reward, 1e-6).dtype == np.float32
+        share = f"{(centred(reward) != 0).any(1).mean():.0%}"
+        by_std = [np.abs(literal(reward, eps)).max() for eps in EPS]
+        by_n = np.abs(literal(reward, EPS[0], 0)).max()
+        rows.append([size, share, *by_std, by_n, np.abs(others(reward)).max()])
+    return rows
+
+
+def relative() -> dict[str, advantages.AdvantageTransform]:
+    """Every recipe that compares the samples of a group, by default and with options."""
+    found = {}
+    for name in sorted(registry.recipes):
+        for options in ({}, *OPTIONS.get(name, ())):
+            whole = advantages.build(name, options)
+            said = ", ".join(f"{key}={value}" for key, value in options.items())
+            if whole.relative:
+                found[f"{name}({said})" if said else name] = whole
+    return found
+
+
+def rewards(number: int) -> tuple[dict[str, np.ndarray], np.ndarray]:
+    """(rewards by name, which groups are flat): flat groups of each size, and mixed ones."""
+    widest = SIZES[-1]
+    size = np.append(np.repeat(SIZES, number), [widest] * MIXED)
+    flat = np.arange(len(size)) < number * len(SIZES)
+    there = np.arange(widest) < size[:, None]
+    random = np.random.default_rng(1)
+    named = {}
+    for name in ("accuracy", "brier", "format"):
+        value = np.repeat(np.tile(constants(number), (len(SIZES), 1)), widest, 1)
+        if name != "accuracy":
+            value = random.permuted(value, axis=0)[:, :1].repeat(widest, 1)
+        mixed = random.integers(0, 2, (MIXED, widest)).astype(np.float32)
+        if name == "accuracy":
+            mixed = (np.arange(widest) == np.arange(MIXED)[:, None] % widest).astype(np.float32)
+        value = np.concatenate([value, mixed])
+        named[name] = np.where(there, value, np.float32(np.nan))
+    return named, flat
+
+
+def alike(given: dict[str, np.ndarray], flat: np.ndarray) -> dict[str, np.ndarray]:
+    """Samples of flat groups that differ in nothing: then nothing may set them apart."""
+    made = {}
+    for name, value in given.items():
+        if value.shape[:2] == (len(flat), SIZES[-1]):
+            rows = flat.reshape(-1, *[1] * (value.ndim - 1))
+            value = np.where(rows, value[:, :1], value)
+        made[name] = value
+    return made
+
+
+def recipe_rows(number: int = CONSTANTS) -> list[list[Any]]:
+    """For each recipe: largest |A| on flat groups, share of mixed groups with a signal."""
+    named, flat = rewards(number)
+    given = alike(fields(np.nan_to_num(named["accuracy"])), flat)
+    wholes = relative()
+
+    @jax.jit
+    def run(named: Any, given: Any) -> dict[str, jax.Array]:
+        one = {"reward": named["accuracy"]}
+        values = {}
+        for name, whole in wholes.items():
+            rollouts, spec = plain_rollouts(named if name == "rlcr" else one, **given)
+            values[name] = advantages.compute(whole, rollouts, whole.init(spec))[0].value
+        return values
+
+    as_arrays = jax.tree.map(jnp.asarray, (named, given))
+    rows = []
+    for name, value in run(*as_arrays).items():
+        signal = np.abs(np.asarray(value)).reshape(len(flat), -1)
+        alive = (signal[~flat] > 0).any(1).mean()
+        rows.append([f"`{name}`", int(flat.sum()), float(signal[flat].max()), f"{alive:.0%}"])
+    return rows
+
+
+def figure() -> Figure:
+    """|A| over the constants at G = 7, and the largest |A| over group sizes."""
+    drawing = Figure(figsize=(8.2, 3.3), layout="constrained")
+    left, right = drawing.subplots(1, 2)
+    value = constants()
+    for eps, colour in zip(EPS, ("C3", "C1", "C0"), strict=True):
+        size = np.abs(literal(np.repeat(value, 7, 1), eps)).max(1)
+        left.plot(value[size > 0], size[size > 0], ".", ms=3, color=colour, label=f"eps = {eps:g}")
+        largest = [np.abs(literal(np.repeat(value, g, 1), eps)).max() for g in SIZES]
+        right.plot(SIZES, largest, "o-", ms=3, color=colour, label=f"eps = {eps:g}")
+    left.set(title="seven equal rewards: |A|", xlabel="the reward", yscale="log", ylim=(1e-5, 2))
+    right.set(title="largest |A| of 400 flat groups", xlabel="group size", yscale="log")
+    right.set_ylim(1e-5, 2)
+    right.text(6, 1.5e-5, "jaxgrpo: exactly 0", fontsize=8)
+    for axes in (left, right):
+        axes.grid(alpha=0.3)
+    left.legend(fontsize=7, loc="lower right")
+    return drawing
+
+
+def run(number: int = CONSTANTS) -> Result:
+    by_size, by_recipe = literal_rows(), recipe_rows(number)
+    largest = np.array([row[2:5] for row in by_size], float).max(0)
+    loud = [row[0] for row in by_recipe if row[2] != 0]
+    silent = [row[0] for row in by_recipe if row[3] == "0%"]
+    checks = [
+        Check(
+            f"max |A| is exactly 0 in {len(by_recipe)} relative recipes",
+            ", ".join(loud) or "0 in all",
+            not loud,
+        ),
+        Check("each of them gives mixed groups a signal", ", ".join(silent) or "yes", not silent),
+        Check(
+            "as written, eps 1e-8 and 1e-6 reach |A| > 0.5 and > 0.05",
+            f"{largest[0]:.2f} and {largest[1]:.2f}",
+            bool(largest[0] > 0.5 and largest[1] > 0.05),
+        ),
+    ]
+    header = ["G", "not 0", *(f"eps {eps:g}" for eps in EPS), "eps 1e-08, by n", "r − others"]
+    parts = {
+        "literal": common.table(header, by_size),
+        "recipes": common.table(
+            ("recipe", "flat groups", "max |A| there", "mixed groups with a signal"), by_recipe
+        ),
+    }
+    return Result(parts, checks, figure)
+
+
+if __name__ == "__main__":
+    common.command(NAME, run)

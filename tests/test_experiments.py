@@ -1,0 +1,96 @@
+"""docs/experiments: criteria hold, pages are what the commands compute, failures are told."""
+
+from __future__ import annotations
+
+import re
+
+import jax
+import numpy as np
+import pytest
+from matplotlib.figure import Figure
+
+from docs.experiments import (
+    bandit,
+    common,
+    x2_closed_forms,
+    x4_collapse,
+    x15_kl_uses,
+    x16_flat_groups,
+)
+
+QUICK = (x2_closed_forms, x15_kl_uses, x16_flat_groups)
+
+
+@pytest.mark.parametrize("experiment", QUICK, ids=lambda module: module.NAME)
+def test_the_criteria_hold_and_the_page_is_what_the_command_computes(experiment):
+    result = experiment.run()
+    assert [check for check in result.checks if not check.holds] == []
+    text = (common.FOLDER / f"{experiment.NAME}.md").read_text()
+    command = f"python -m docs.experiments.{experiment.NAME}"
+    assert text == common.written(experiment.NAME, result), f"out of date: {command}"
+
+
+@pytest.mark.full
+def test_the_criteria_of_the_collapse_hold():
+    assert [check for check in x4_collapse.run().checks if not check.holds] == []
+
+
+def test_every_page_is_listed_with_its_command_and_shows_its_figure():
+    listed = (common.FOLDER / "README.md").read_text()
+    pages = sorted(path.stem for path in common.FOLDER.glob("x*.md"))
+    assert pages == sorted(re.findall(r"`python -m docs\.experiments\.(\w+)`", listed))
+    for name in pages:
+        text = (common.FOLDER / f"{name}.md").read_text()
+        assert f"python -m docs.experiments.{name}\n" in text
+        assert f"({name}.png)" in text
+        assert (common.FOLDER / f"{name}.png").exists()
+        assert f"({name}.md)" in listed
+        assert "**NO**" not in text
+
+
+def test_a_criterion_that_fails_is_written_and_ends_the_command_with_1(
+    monkeypatch, tmp_path, capsys
+):
+    monkeypatch.setattr(common, "FOLDER", tmp_path)
+    markers = "<!-- checks -->\n<!-- end of checks -->\n<!-- numbers --><!-- end of numbers -->\n"
+    (tmp_path / "x0.md").write_text(f"# X0\n{markers}")
+    good = common.below("one", [0.0, -1e-10])
+    bad = common.below("two", np.nan)
+    assert (good.holds, good.measured) == (True, "below 1e-09")
+    for checks, code in (([good], 0), ([good, bad], 1)):
+        result = common.Result({"numbers": "1 | 2"}, checks, Figure)
+        with pytest.raises(SystemExit) as ended:
+            common.command("x0", lambda result=result: result)
+        assert int(ended.value.code or 0) == code
+    text = (tmp_path / "x0.md").read_text()
+    assert "<!-- numbers -->\n1 | 2\n<!-- end of numbers -->" in text
+    assert "| two: error < 1e-09 | nan | **NO** |" in text
+    assert "FAIL two" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="has no <!-- more -->"):
+        common.page("x0", {"more": ""})
+
+
+def test_numbers_are_rounded_to_three_digits():
+    row = common.table(("a", "|b|"), [(0.039999, 1.0), (12.3456, 3), (1e-5, 0.0)]).splitlines()
+    assert row[0] == "| a | \\|b\\| |"
+    assert row[2:] == ["| 0.0400 | 1.000 |", "| 12.346 | 3 |", "| 1.00e-05 | 0 |"]
+
+
+def test_a_wrong_closed_form_would_be_noticed(monkeypatch):
+    with jax.enable_x64(True):
+        groups = x2_closed_forms.groups()
+        (first, *_) = x2_closed_forms.weight_checks(groups)
+        assert first.holds
+        wrong = ("1", lambda size, p: 1.0 + 1e-8)
+        monkeypatch.setitem(x2_closed_forms.CLOSED, "rloo", wrong)
+        (first, *_) = x2_closed_forms.weight_checks(groups)
+        assert not first.holds
+
+
+def test_the_bandit_has_the_success_rate_that_was_asked_for():
+    with jax.enable_x64(True):
+        game = bandit.bandit(0.3, spread=1.0)
+        assert game.rate == pytest.approx(0.3, abs=1e-12)
+        means = 0.3 * game.class_mean(True) + 0.7 * game.class_mean(False)
+        np.testing.assert_allclose(means, 0, atol=1e-12)
+        np.testing.assert_allclose(0.3 * game.class_mean(True), bandit.slope(game), atol=1e-12)
