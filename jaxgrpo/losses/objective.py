@@ -10,7 +10,7 @@ from jax import Array
 
 from jaxgrpo.errors import InputError
 from jaxgrpo.losses.penalties import Penalty
-from jaxgrpo.losses.reductions import Reduction
+from jaxgrpo.losses.reductions import Reduction, dense_ids, packed_weights
 from jaxgrpo.losses.registry import Spec, build_penalty, build_reduction, build_surrogate
 from jaxgrpo.losses.surrogates import Surrogate
 from jaxgrpo.metrics import Mean, Metrics, merge
@@ -45,19 +45,27 @@ def policy_loss(
     proximal_logp: Array,
     advantage: Array,
     mask: Array,
+    segment: Array | None = None,
+    group: Array | None = None,
     *,
     penalties: Sequence[Spec | Penalty] = (),
     surrogate_options: Mapping[str, Any] | None = None,
     reduction_options: Mapping[str, Any] | None = None,
     **fields: Array,
 ) -> tuple[Array, Metrics]:
-    """The loss of plain arrays whose rows are sequences; differentiate it with respect to logp.
+    """The loss of plain arrays; differentiate it with respect to logp.
+
+    The arrays are the whole batch: what is left out here is in no denominator. For the parts of a
+    batch see `token_loss`.
 
     Args:
       surrogate, reduction: a name, {"use": name, **options}, or the object.
       logp, proximal_logp: [B, T].
-      advantage: [B], or [B, T].
+      advantage: [B, T]; or [B], of each row.
       mask: [B, T], True at tokens that the policy chose.
+      segment: [B, T], sequence ids within each row, any numbers, 0 = padding. None: each row is
+        a sequence.
+      group: prompt ids, [B] of each row, or [B, T]; any numbers. Only `prompt_mean` reads them.
       penalties: as `surrogate`.
       surrogate_options, reduction_options: of those given by name.
       fields: [B, T] each, what a part reads: reference_logp, ...
@@ -70,24 +78,55 @@ def policy_loss(
     -1.0
     """
     if advantage.ndim == 1:
-        advantage = jnp.broadcast_to(advantage[:, None], (advantage.shape[0], mask.shape[-1]))
-    _check_shapes(logp, proximal_logp=proximal_logp, advantage=advantage, mask=mask, **fields)
+        if segment is not None:
+            raise InputError("advantage [B] is one number per row: with segment give it as [B, T]")
+        advantage = _along(advantage, mask)
+    if group is not None and group.ndim == 1:
+        group = _along(group, mask)
+    given = {"segment": segment, "group": group}
+    _check_shapes(
+        logp,
+        proximal_logp=proximal_logp,
+        advantage=advantage,
+        mask=mask,
+        **{name: array for name, array in given.items() if array is not None},
+        **fields,
+    )
     mask = mask.astype(bool)
-    weight = build_reduction(reduction, reduction_options).weights(mask[:, None, :])[:, 0]
-    rows = mask.astype(jnp.int32)  # one segment per row
+    if segment is None:
+        ids = jnp.ones(mask.shape, jnp.int32)
+    else:
+        mask, ids = mask & (segment != 0), _ids_from_1(segment)
+    weight = _weights(build_reduction(reduction, reduction_options), mask, ids, segment, group)
     per_token, metrics = token_loss(
         build_surrogate(surrogate, surrogate_options),
         [build_penalty(penalty) for penalty in penalties],
-        logp,
-        proximal_logp,
-        advantage,
-        mask,
-        rows,
+        *(logp, proximal_logp, advantage, mask, ids),
         fields,
     )
     loss = (weight.astype(per_token.dtype) * per_token).sum()
     one = jnp.ones((), loss.dtype)
     return loss, merge(metrics, {"loss": Mean(total=loss, weight=one)})
+
+
+def _weights(
+    reduction: Reduction, mask: Array, ids: Array, segment: Array | None, group: Array | None
+) -> Array:
+    if reduction.divisor is None and segment is None and group is None:
+        return reduction.weights(mask[:, None, :])[:, 0]
+    return packed_weights(reduction, mask, ids, group)
+
+
+def _ids_from_1(segment: Array) -> Array:
+    """Any ids as numbers from 1 to T within each row, 0 where they are 0."""
+    taken = segment != 0
+    # Padding takes on the row's smallest id, so that there are no more ids than positions.
+    smallest = jnp.where(taken, segment, jnp.iinfo(segment.dtype).max).min(-1, keepdims=True)
+    return jnp.where(taken, dense_ids(jnp.where(taken, segment, smallest)) + 1, 0)
+
+
+def _along(per_row: Array, mask: Array) -> Array:
+    return jnp.broadcast_to(per_row[:, None], (per_row.shape[0], mask.shape[-1]))
 
 
 def _check_shapes(logp: Array, **given: Array) -> None:
