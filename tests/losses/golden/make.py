@@ -179,6 +179,7 @@ def peers(given):
 
 
 def main():
+    torch.set_default_dtype(torch.float64)  # that of temperatures in TRL
     golden = {
         "versions": {name: version(name) for name in ("verl", "trl", "torch")},
         "trl": TRL,
