@@ -161,7 +161,7 @@ def packed_weights(
     if group is not None:
         ids = dense_ids(group.reshape(-1))
         by_prompt = _count_by(ids, mask.reshape(-1), ids.size)
-        prompts = _number(by_prompt > 0)
+        prompts = _number(by_prompt > 0)[None]
         prompt_tokens = by_prompt[ids].reshape(mask.shape)
     counts = Counts(
         tokens=_number(mask),
