@@ -1,11 +1,13 @@
-"""What a surrogate costs: loss, metrics and gradient on [B, T] log-probs, beside the bare clip.
+"""What a surrogate costs: beside the log-probs that it reads, and beside the bare clip.
 
     python -m benchmarks.losses
 
-The bare clip is PPO's formula in one jnp expression, weighted and summed, with no metrics, clamps
-or care for what masked entries hold. Limit: 1.1 times its time for surrogates whose ratio is per
-token. Those of whole sequences are measured beside, without a limit. Each is measured without its
-metrics too, which says what they cost.
+Two measures, each of value and gradient with respect to what is differentiated:
+  of the pass: log-probs from hidden states with a surrogate and its metrics behind them, over the
+    same log-probs with a weighted sum behind them. Limit 1.1.
+  of the bare clip: a surrogate on [B, T] log-probs over PPO's formula in one jnp expression, which
+    has no metrics and no clamp, and lets NaN under the mask into the gradient; with and without
+    the surrogate's metrics. No limit: on CPUs each further sum is a pass of its own over memory.
 """
 
 from __future__ import annotations
@@ -23,13 +25,13 @@ from rich.table import Table
 
 from benchmarks.advantages import compare, seconds_of
 from benchmarks.common import describe, interval, report
-from jaxgrpo.losses import build_surrogate, policy_loss, registry, token_loss, token_mean
+from jaxgrpo.logprobs import token_logprobs
+from jaxgrpo.losses import build_surrogate, registry, token_loss, token_mean
 
 B, T = 512, 2048
+TOKENS, HIDDEN, VOCABULARY = 1024, 64, 8192  # small ones: the more, the less a surrogate weighs
 LIMIT = 1.1
 OPTIONS = {"by_sample": {"field": "replayed"}}
-OF_SEQUENCES = ("gspo", "gspo_token", "gmpo", "vespo")
-NO_LIMIT = (*OF_SEQUENCES, "by_sample")  # two surrogates in one
 
 
 def batch(rows: int, length: int) -> dict[str, jax.Array]:
@@ -49,6 +51,11 @@ def batch(rows: int, length: int) -> dict[str, jax.Array]:
     return jax.tree.map(jnp.asarray, arrays)
 
 
+def arrays_of(given: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """What every surrogate takes after logp."""
+    return given["proximal_logp"], given["advantage"], given["mask"], given["segment"]
+
+
 def bare(logp: jax.Array, given: dict[str, jax.Array]) -> jax.Array:
     """PPO's clip and nothing else."""
     ratio, advantage = jnp.exp(logp - given["proximal_logp"]), given["advantage"]
@@ -59,24 +66,28 @@ def bare(logp: jax.Array, given: dict[str, jax.Array]) -> jax.Array:
 def ours(name: str, with_metrics: bool) -> Callable[..., Any]:
     """Loss and gradient as the update takes them, by the weights of the whole batch."""
     surrogate = build_surrogate(name, OPTIONS.get(name))
-    names = ("proximal_logp", "advantage", "mask", "segment")
 
     def loss(logp: jax.Array, given: dict[str, jax.Array]) -> Any:
-        fields = {"replayed": given["replayed"]}
-        value, metrics = token_loss(surrogate, [], logp, *(given[name] for name in names), fields)
+        value, metrics = token_loss(surrogate, [], logp, *arrays_of(given), given)
         total = jnp.where(given["mask"], given["weight"] * value, 0).sum()
         return total, metrics if with_metrics else ()
 
     return jax.jit(jax.value_and_grad(loss, has_aux=True))
 
 
-def plain_arrays(name: str) -> Callable[..., Any]:
-    """policy_loss on the same rows: its weights are computed too."""
-    names = ("proximal_logp", "advantage", "mask")
+def on_hidden(name: str | None, head: jax.Array) -> Callable[..., Any]:
+    """Value and gradient with respect to hidden states; None: of the weighted log-probs."""
+    surrogate = name and build_surrogate(name, OPTIONS.get(name))
 
-    def loss(logp: jax.Array, given: dict[str, jax.Array]) -> Any:
-        arrays = (given[key] for key in names)
-        return policy_loss(name, "token_mean", logp, *arrays)
+    def loss(hidden: jax.Array, given: dict[str, jax.Array]) -> Any:
+        logp, _ = token_logprobs(
+            lambda hidden: hidden @ head, hidden, given["targets"], temperature=1.0
+        )
+        metrics = {}
+        value = logp
+        if surrogate:
+            value, metrics = token_loss(surrogate, [], logp, *arrays_of(given), given)
+        return jnp.where(given["mask"], given["weight"] * value, 0).sum(), metrics
 
     return jax.jit(jax.value_and_grad(loss, has_aux=True))
 
@@ -85,58 +96,71 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--repeats", type=int, default=10)
-    parser.add_argument("--rows", type=int, default=B)
-    parser.add_argument("--length", type=int, default=T)
+    parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--only", nargs="*", help="names of surrogates")
     arguments = parser.parse_args()
     about, console = describe(), Console(width=110)
     console.print(f"{about['device']}, jax {about['jax']}, commit {about['commit']}")
-    given = batch(arguments.rows, arguments.length)
-    read = sum(given[name].nbytes for name in ("logp", "proximal_logp", "advantage", "weight"))
-    read += given["mask"].nbytes + given["logp"].nbytes  # and the gradient written
-    reference = jax.jit(jax.value_and_grad(bare))
-    table = Table(
-        *("surrogate", "ms", "x bare clip", "95%", "without metrics", "limit", "within"),
-        title=f"{arguments.rows} x {arguments.length} tokens, loss and gradient",
-    )
-    result: dict[str, Any] = {"rows": arguments.rows, "length": arguments.length}
-    timer = lambda call: functools.partial(seconds_of, call, given["logp"], given)  # noqa: E731
-    chosen = [name for name in registry.surrogates if not arguments.only or name in arguments.only]
-    for name in chosen:
-        contenders = {
-            "bare": timer(reference),
-            "whole": timer(ours(name, with_metrics=True)),
-            "lean": timer(ours(name, with_metrics=False)),
-        }
-        if name == "clip":
-            contenders["arrays"] = timer(plain_arrays(name))
-        spent = compare(contenders, arguments.repeats)
-        ratio = {
-            what: interval([a / b for a, b in zip(values, spent["bare"], strict=True)])
-            for what, values in spent.items()
-        }
-        median, low, high = ratio["whole"]
-        limit = None if name in NO_LIMIT else LIMIT
-        table.add_row(
-            name,
-            f"{1e3 * float(np.median(spent['whole'])):.2f}",
-            f"{median:.2f}",
-            f"{low:.2f} .. {high:.2f}",
-            f"{ratio['lean'][0]:.2f}",
-            f"{limit or ''}",
-            "" if limit is None else "yes" if median <= limit else "NO",
-        )
-        result[f"x/{name}"] = round(median, 3)
-        result[f"x lean/{name}"] = round(ratio["lean"][0], 3)
-        if name == "clip":
-            seconds = float(np.median(spent["bare"]))
-            result["bare ms"] = round(1e3 * seconds, 3)
-            result["bare GB/s"] = round(read / seconds / 1e9, 1)
-            result["x/policy_loss clip"] = round(ratio["arrays"][0], 3)
-    console.print(table)
-    console.print(f"the bare clip moves {read / 1e6:.0f} MB")
+    names = [name for name in registry.surrogates if not arguments.only or name in arguments.only]
+    result = measure_pass(console, names, arguments.repeats)
+    result |= measure_bare(console, names, arguments.repeats)
     report({**about, **result})
+
+
+def measure_pass(console: Console, names: list[str], repeats: int) -> dict[str, Any]:
+    """Surrogates behind log-probs, over the log-probs alone."""
+    random = np.random.default_rng(1)
+    hidden, head = (
+        jnp.asarray(random.normal(size=shape).astype(np.float32))
+        for shape in ((1, TOKENS, HIDDEN), (HIDDEN, VOCABULARY))
+    )
+    targets = jnp.asarray(random.integers(0, VOCABULARY, (1, TOKENS)).astype(np.int32))
+    given = {**batch(1, TOKENS), "targets": targets}
+    alone = functools.partial(seconds_of, on_hidden(None, head), hidden, given)
+    title = f"{TOKENS} tokens, hidden {HIDDEN}, vocabulary {VOCABULARY}"
+    table = Table("surrogate", "x log-probs", "95%", "limit", "within", title=title)
+    result: dict[str, Any] = {}
+    for name in names:
+        with_loss = functools.partial(seconds_of, on_hidden(name, head), hidden, given)
+        median, low, high = against(compare({"whole": with_loss, "alone": alone}, repeats))["whole"]
+        within = "yes" if median <= LIMIT else "NO"
+        table.add_row(name, f"{median:.3f}", f"{low:.2f} .. {high:.2f}", f"{LIMIT}", within)
+        result[f"x log-probs/{name}"] = round(median, 3)
+    console.print(table)
+    return result
+
+
+def measure_bare(console: Console, names: list[str], repeats: int) -> dict[str, Any]:
+    """Surrogates on given log-probs, over the bare clip."""
+    given = batch(B, T)
+    timer = lambda call: functools.partial(seconds_of, call, given["logp"], given)  # noqa: E731
+    reference = timer(jax.jit(jax.value_and_grad(bare)))
+    title = f"{B} x {T} log-probs"
+    table = Table("surrogate", "ns per token", "x bare clip", "95%", "no metrics", title=title)
+    result: dict[str, Any] = {}
+    for name in names:
+        whole, lean = (timer(ours(name, with_metrics)) for with_metrics in (True, False))
+        spent = compare({"whole": whole, "lean": lean, "alone": reference}, repeats)
+        ratio = against(spent)
+        median, low, high = ratio["whole"]
+        nanoseconds = 1e9 * float(np.median(spent["whole"])) / (B * T)
+        table.add_row(
+            *(name, f"{nanoseconds:.1f}", f"{median:.2f}", f"{low:.2f} .. {high:.2f}"),
+            f"{ratio['lean'][0]:.2f}",
+        )
+        result[f"ns/{name}"] = round(nanoseconds, 1)
+        result[f"x bare/{name}"] = round(median, 2)
+        result[f"x bare, no metrics/{name}"] = round(ratio["lean"][0], 2)
+    console.print(table)
+    return result
+
+
+def against(spent: dict[str, list[float]]) -> dict[str, tuple[float, float, float]]:
+    """Each contender's seconds over those of "alone", pair by pair."""
+    return {
+        name: interval([own / other for own, other in zip(values, spent["alone"], strict=True)])
+        for name, values in spent.items()
+    }
 
 
 if __name__ == "__main__":

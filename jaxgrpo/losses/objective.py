@@ -53,10 +53,7 @@ def policy_loss(
     reduction_options: Mapping[str, Any] | None = None,
     **fields: Array,
 ) -> tuple[Array, Metrics]:
-    """The loss of plain arrays; differentiate it with respect to logp.
-
-    The arrays are the whole batch: what is left out here is in no denominator. For the parts of a
-    batch see `token_loss`.
+    """The loss of plain arrays, a whole batch; differentiate it with respect to logp.
 
     Args:
       surrogate, reduction: a name, {"use": name, **options}, or the object.
@@ -77,27 +74,10 @@ def policy_loss(
     >>> float(loss)
     -1.0
     """
-    if advantage.ndim == 1:
-        if segment is not None:
-            raise InputError("advantage [B] is one number per row: with segment give it as [B, T]")
-        advantage = _along(advantage, mask)
-    if group is not None and group.ndim == 1:
-        group = _along(group, mask)
-    given = {"segment": segment, "group": group}
-    _check_shapes(
-        logp,
-        proximal_logp=proximal_logp,
-        advantage=advantage,
-        mask=mask,
-        **{name: array for name, array in given.items() if array is not None},
-        **fields,
-    )
-    mask = mask.astype(bool)
-    if segment is None:
-        ids = jnp.ones(mask.shape, jnp.int32)
-    else:
-        mask, ids = mask & (segment != 0), _ids_from_1(segment)
-    weight = _weights(build_reduction(reduction, reduction_options), mask, ids, segment, group)
+    advantage = _along(_of_rows(advantage, segment), mask)
+    _check_shapes(logp, proximal_logp=proximal_logp, advantage=advantage, mask=mask, **fields)
+    normaliser = build_reduction(reduction, reduction_options)
+    weight, mask, ids = _layout(normaliser, mask, segment, group)
     per_token, metrics = token_loss(
         build_surrogate(surrogate, surrogate_options),
         [build_penalty(penalty) for penalty in penalties],
@@ -105,16 +85,23 @@ def policy_loss(
         fields,
     )
     loss = (weight.astype(per_token.dtype) * per_token).sum()
-    one = jnp.ones((), loss.dtype)
-    return loss, merge(metrics, {"loss": Mean(total=loss, weight=one)})
+    return loss, merge(metrics, {"loss": Mean(total=loss, weight=jnp.ones((), loss.dtype))})
 
 
-def _weights(
-    reduction: Reduction, mask: Array, ids: Array, segment: Array | None, group: Array | None
-) -> Array:
+def _layout(
+    reduction: Reduction, mask: Array, segment: Array | None, group: Array | None
+) -> tuple[Array, Array, Array]:
+    """(token weights, mask, segment ids from 1), [B, T] each."""
+    mask, ids = mask.astype(bool), jnp.ones(mask.shape, jnp.int32)
+    if segment is not None:
+        _check_shapes(mask, segment=segment)
+        mask, ids = mask & (segment != 0), _ids_from_1(segment)
+    if group is not None:
+        group = _along(group, mask)
+        _check_shapes(mask, group=group)
     if reduction.divisor is None and segment is None and group is None:
-        return reduction.weights(mask[:, None, :])[:, 0]
-    return packed_weights(reduction, mask, ids, group)
+        return reduction.weights(mask[:, None, :])[:, 0], mask, ids
+    return packed_weights(reduction, mask, ids, group), mask, ids
 
 
 def _ids_from_1(segment: Array) -> Array:
@@ -125,11 +112,20 @@ def _ids_from_1(segment: Array) -> Array:
     return jnp.where(taken, dense_ids(jnp.where(taken, segment, smallest)) + 1, 0)
 
 
-def _along(per_row: Array, mask: Array) -> Array:
-    return jnp.broadcast_to(per_row[:, None], (per_row.shape[0], mask.shape[-1]))
+def _of_rows(advantage: Array, segment: Array | None) -> Array:
+    if advantage.ndim == 1 and segment is not None:
+        raise InputError("advantage [B] is one number per row: with segment give it as [B, T]")
+    return advantage
 
 
-def _check_shapes(logp: Array, **given: Array) -> None:
+def _along(value: Array, mask: Array) -> Array:
+    """[B] as [B, T], and other shapes as they are."""
+    if value.ndim != 1:
+        return value
+    return jnp.broadcast_to(value[:, None], (value.shape[0], mask.shape[-1]))
+
+
+def _check_shapes(logp: Array, /, **given: Array) -> None:
     for name, array in given.items():
         if logp.ndim != 2 or array.shape != logp.shape:
             raise InputError(

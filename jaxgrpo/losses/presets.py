@@ -43,19 +43,7 @@ def like_trl(
     >>> surrogate.name, reduction.name
     ('clip', 'constant')
     """
-    if loss_type not in LOSS_TYPES:
-        raise InputError(f"like_trl: loss_type = {loss_type!r}, expected one of {LOSS_TYPES}")
-    if importance_sampling_level not in ("token", "sequence"):
-        raise InputError(
-            f"like_trl: importance_sampling_level = {importance_sampling_level!r}, expected 'token'"
-            " or 'sequence'"
-        )
-    on_sequences = importance_sampling_level == "sequence"
-    if on_sequences and (loss_type in ("cispo", "sapo") or delta is not None):
-        raise InputError(
-            f"like_trl: importance_sampling_level = 'sequence' goes with {', '.join(CLIPPED)}"
-            " without delta; leave it at 'token'"
-        )
+    _check(loss_type, importance_sampling_level, delta)
     high = epsilon if epsilon_high is None else epsilon_high
     if loss_type == "cispo":
         surrogate = cispo(high=high)
@@ -63,12 +51,34 @@ def like_trl(
         surrogate = sapo(sapo_temperature_pos, sapo_temperature_neg)
     elif loss_type == "vespo":
         surrogate = vespo(vespo_k_pos, vespo_lambda_pos, vespo_k_neg, vespo_lambda_neg)
+    elif importance_sampling_level == "sequence":
+        surrogate = gspo(epsilon, high)
     else:
-        surrogate = gspo(epsilon, high) if on_sequences else clip(epsilon, high, delta)
+        surrogate = clip(epsilon, high, delta)
+    return surrogate, _reduction(loss_type, max_completion_length)
+
+
+def _reduction(loss_type: str, max_completion_length: int) -> Reduction:
     if loss_type in ("grpo", "sapo"):
-        return surrogate, sequence_mean(count_empty=True)
+        return sequence_mean(count_empty=True)
     if loss_type == "dr_grpo":
-        return surrogate, constant(max_completion_length, count_empty=True)
+        return constant(max_completion_length, count_empty=True)
     if loss_type == "luspo":
-        return surrogate, sequence_sum(count_empty=True)
-    return surrogate, token_mean()
+        return sequence_sum(count_empty=True)
+    return token_mean()
+
+
+def _check(loss_type: str, importance_sampling_level: str, delta: float | None) -> None:
+    if loss_type not in LOSS_TYPES:
+        raise InputError(f"like_trl: loss_type = {loss_type!r}, expected one of {LOSS_TYPES}")
+    if importance_sampling_level not in ("token", "sequence"):
+        raise InputError(
+            f"like_trl: importance_sampling_level = {importance_sampling_level!r}, expected 'token'"
+            " or 'sequence'"
+        )
+    refused = loss_type in ("cispo", "sapo") or delta is not None
+    if importance_sampling_level == "sequence" and refused:
+        raise InputError(
+            f"like_trl: importance_sampling_level = 'sequence' goes with {', '.join(CLIPPED)}"
+            " without delta; leave it at 'token'"
+        )

@@ -8,7 +8,7 @@
 | the gradient on policy is REINFORCE's | all but shaped_ratio, which has a multiple of it |
 | gspo = gspo_token | weights and advantages that are constant within a sequence |
 
-One jitted function evaluates all pairs; each invariance changes its arguments.
+One jitted function evaluates all pairs (`loss_pairs.py`); each invariance changes its arguments.
 """
 
 from __future__ import annotations
@@ -18,132 +18,28 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
-
-from jaxgrpo.losses import (
-    build_penalty,
-    build_reduction,
-    build_surrogate,
-    policy_loss,
-    registry,
-    token_loss,
+from loss_pairs import (
+    BOUNDED,
+    COUNTS_MASKED_ROWS,
+    OPTIONS,
+    REDUCTIONS,
+    SLOPE_AT_1,
+    SURROGATES,
+    TOLERANCE,
+    G,
+    P,
+    T,
+    check_changed,
+    check_equal,
+    evaluate_all,
+    make_batch,
+    pick,
+    reduce_all,
+    whole,
 )
+
+from jaxgrpo.losses import policy_loss
 from jaxgrpo.metrics import merge
-
-P, G, T = 4, 3, 6
-OPTIONS = {
-    "constant": {"length": 5.0},
-    "k2": {"beta": 0.1},
-    "forward_kl_k3": {"beta": 0.1},
-    "by_sample": {"field": "replayed"},
-    "gspo": {"low": 0.05, "high": 0.05},  # so that some sequences are within, others beyond
-    "gspo_token": {"low": 0.05, "high": 0.05},
-    "dppo_tv": {"low": 0.02, "high": 0.02},
-}
-SURROGATES = {name: build_surrogate(name, OPTIONS.get(name)) for name in registry.surrogates}
-SURROGATES["cispo with two bounds"] = build_surrogate("cispo", {"low": 0.8, "high": 1.2})
-REDUCTIONS = {name: build_reduction(name, OPTIONS.get(name)) for name in registry.reductions}
-REDUCTIONS["sequence_mean of all"] = build_reduction("sequence_mean", {"count_empty": True})
-PENALTIES = [build_penalty(name, OPTIONS.get(name)) for name in registry.penalties]
-CASES = {name: (surrogate, []) for name, surrogate in SURROGATES.items()}
-CASES["clip with penalties"] = SURROGATES["clip"], PENALTIES
-COUNTS_MASKED_ROWS = {"sequence_mean of all"}
-BOUNDED = {"clip", "dual_clip", "gspo", "gspo_token", "gmpo", "dppo_tv"}
-SLOPE_AT_1 = {"shaped_ratio": 0.1 / 1.1**2}
-"""The gradient on policy as a multiple of REINFORCE's; 1 for the others."""
-TOLERANCE = {np.float64: 1e-12, np.float32: 1e-5}
-
-
-@pytest.fixture(params=[np.float64, np.float32], ids=["float64", "float32"])
-def dtype(request):
-    with jax.enable_x64(request.param is np.float64):
-        yield request.param
-
-
-@pytest.fixture
-def float64():
-    with jax.enable_x64(True):
-        yield np.float64
-
-
-def make_batch(dtype):
-    """Arrays [P, G, T] with an empty row and a group without advantage."""
-    random = np.random.default_rng(0)
-    logp = -random.exponential(size=(P, G, T))
-    proximal, reference = (logp + 0.4 * random.normal(size=(P, G, T)) for _ in range(2))
-    advantage = np.repeat(random.normal(size=(P, G, 1)), T, 2)
-    advantage[2] = 0  # a flat group, in the denominator all the same
-    mask = np.arange(T) < random.integers(1, T + 1, (P, G, 1))
-    mask[1, 2] = False
-    replayed = np.repeat(np.arange(P * G).reshape(P, G, 1) % 3 == 0, T, 2)
-    arrays = {
-        "logp": logp,
-        "proximal": proximal,
-        "advantage": advantage,
-        "reference": reference,
-        "replayed": replayed,
-    }
-    return {name: jnp.asarray(leaf, dtype) for name, leaf in arrays.items()} | {
-        "mask": jnp.asarray(mask),
-        "segment": jnp.ones((P, G, T), jnp.int32),
-    }
-
-
-@jax.jit
-def reduce_all(mask):
-    return {name: reduction.weights(mask) for name, reduction in REDUCTIONS.items()}
-
-
-@jax.jit
-def evaluate_all(batch, weights):
-    """case -> (reduction -> loss, reduction -> gradient, metrics), with weights of the whole."""
-    stacked = jnp.stack(list(weights.values()))
-
-    def one(logp, surrogate, penalties):
-        fields = {"reference_logp": batch["reference"], "replayed": batch["replayed"]}
-        arrays = (batch[name] for name in ("proximal", "advantage", "mask", "segment"))
-        return token_loss(surrogate, penalties, logp, *arrays, fields)
-
-    results = {}
-    for name, (surrogate, penalties) in CASES.items():
-        value, pull, metrics = jax.vjp(
-            lambda logp, s=surrogate, p=penalties: one(logp, s, p), batch["logp"], has_aux=True
-        )
-        weight = stacked.astype(value.dtype)
-        losses = (weight * value[None]).reshape(len(stacked), -1).sum(1)
-        (gradients,) = jax.vmap(pull)(weight)
-        results[name] = (
-            dict(zip(weights, losses, strict=True)),
-            dict(zip(weights, gradients, strict=True)),
-            metrics,
-        )
-    return results
-
-
-def whole(batch):
-    return evaluate_all(batch, reduce_all(batch["mask"]))
-
-
-def check_equal(left, right, tolerance):
-    jax.tree.map(
-        lambda one, other: np.testing.assert_allclose(one, other, tolerance, tolerance),
-        left,
-        right,
-    )
-
-
-def check_changed(plain, changed, back, tolerance, without=()):
-    """`changed` is `plain` once its gradients have been brought back into place."""
-    for name, (loss, gradient, metrics) in plain.items():
-        other, moved, counted = changed[name]
-        keys = loss.keys() - set(without)
-        check_equal({k: loss[k] for k in keys}, {k: other[k] for k in keys}, tolerance)
-        returned = {k: back(np.asarray(moved[k])) for k in keys}
-        check_equal({k: gradient[k] for k in keys}, returned, tolerance)
-        check_equal(metrics, counted, tolerance)
-
-
-def pick(tree, index):
-    return jax.tree.map(lambda leaf: leaf[index], tree)
 
 
 @pytest.mark.parametrize("garbage", [np.nan, np.inf, -1e30])
@@ -314,51 +210,3 @@ def test_tokens_beyond_the_bounds_get_no_gradient_but_from_cispo(float64):
         else:
             assert (~touched if name in BOUNDED else touched).all(), name
         assert (np.asarray(returning[name][1]["token_mean"])[mask] != 0).all(), name
-
-
-@pytest.mark.parametrize("advantage", [1.0, -1.0])
-@pytest.mark.parametrize("dtype", [np.float64, np.float32, jnp.bfloat16])
-def test_log_ratios_of_100_are_clamped_and_counted(dtype, advantage):
-    with jax.enable_x64(dtype is np.float64):
-        batch = make_batch(np.float64 if dtype is np.float64 else np.float32)
-        log_ratio = jnp.asarray(100 * (-1) ** np.arange(T), batch["logp"].dtype)
-        batch["proximal"] = batch["logp"] - log_ratio[None, None]
-        batch["advantage"] = jnp.full_like(batch["logp"], advantage)
-        batch = {
-            name: leaf.astype(dtype) if leaf.dtype == batch["logp"].dtype else leaf
-            for name, leaf in batch.items()
-        }
-        for name, (loss, gradient, metrics) in whole(batch).items():
-            assert np.isfinite(list(loss.values())).all(), name
-            for leaf in gradient.values():
-                assert leaf.dtype == dtype
-                assert np.isfinite(np.asarray(leaf, np.float64)).all(), name
-            assert loss["token_mean"].dtype == (np.float64 if dtype is np.float64 else np.float32)
-            counted = metrics["clip_ratio/log_ratio_clamped"].result()
-            # Means over a sequence: +100 and -100 may cancel, one more of either does not.
-            by_sequence = name in ("gspo", "gspo_token", "gmpo", "vespo")
-            assert (0 < counted <= 1) if by_sequence else counted == 1, name
-
-
-def test_a_batch_without_any_token_has_loss_and_gradient_zero(dtype):
-    batch = make_batch(dtype)
-    batch = {**batch, "mask": jnp.zeros((P, G, T), bool), "logp": batch["logp"] * np.nan}
-    for name, (loss, gradient, metrics) in whole(batch).items():
-        assert all(value == 0 for value in loss.values()), name
-        assert all((np.asarray(leaf) == 0).all() for leaf in gradient.values()), name
-        assert np.isnan(metrics["policy_kl"].result())  # of nothing
-
-
-def test_bfloat16_is_computed_in_float32():
-    batch = make_batch(np.float32)
-    rounded = {
-        name: leaf.astype(jnp.bfloat16) if leaf.dtype == jnp.float32 else leaf
-        for name, leaf in batch.items()
-    }
-    back = jax.tree.map(
-        lambda leaf: leaf.astype(jnp.float32) if leaf.dtype == jnp.bfloat16 else leaf, rounded
-    )
-    plain = whole(back)
-    for name, (loss, gradient, _) in whole(rounded).items():
-        check_equal(loss, plain[name][0], 1e-6)
-        assert gradient["token_mean"].dtype == jnp.bfloat16

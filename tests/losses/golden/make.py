@@ -79,8 +79,8 @@ def tensors(batch):
     return old, new.requires_grad_(), advantage, mask
 
 
-def run_trl(batch, options, method=GRPOTrainer):
-    old, new, advantage, mask = tensors(batch)
+def stand_in(new, options):
+    """What TRL's method reads of its trainer; the model gives the log-probs `new`."""
     options = {
         "epsilon": 0.2,
         "epsilon_high": None,
@@ -100,7 +100,7 @@ def run_trl(batch, options, method=GRPOTrainer):
         "steps_per_generation": 1,
         "use_bias_correction_kl": True,
     }
-    trainer = types.SimpleNamespace(
+    return types.SimpleNamespace(
         **{name: options.get(name) for name in ("loss_type", "importance_sampling_level")},
         epsilon_low=options["epsilon"],
         epsilon_high=options["epsilon"] if high is None else high,
@@ -124,6 +124,10 @@ def run_trl(batch, options, method=GRPOTrainer):
         _get_per_token_logps_and_entropies=lambda *_, **__: (new, torch.zeros_like(new), None),
         get_gamma_weights=GRPOTrainer.get_gamma_weights,
     )
+
+
+def run_trl(batch, options, method=GRPOTrainer):
+    old, new, advantage, mask = tensors(batch)
     ids = torch.zeros_like(mask, dtype=torch.long)
     inputs = {
         "prompt_ids": ids[:, :1],
@@ -134,7 +138,7 @@ def run_trl(batch, options, method=GRPOTrainer):
         "old_per_token_logps": old,
         "num_items_in_batch": mask.sum(),
     }
-    loss = method._compute_loss(trainer, None, inputs)
+    loss = method._compute_loss(stand_in(new, options), None, inputs)
     loss.backward()
     return {"loss": loss.item(), "gradient": new.grad.tolist()}
 
