@@ -166,9 +166,25 @@ def _override(raw: dict[str, Any], text: str, problems: list[str]) -> None:
             table = table[int(part)] if isinstance(table, list) else table.setdefault(part, {})
         last: Any = int(path[-1]) if isinstance(table, list) else path[-1]
         names = ".".join(part for part in path if not part.isdigit())
+        drop_options(raw, path, value)
         table[last] = absolute(value, Path.cwd(), names)
     except (TypeError, AttributeError, ValueError, IndexError):
         problems.append(f"--set {text}: {name} does not lead to a key of the config")
+
+
+def drop_options(raw: Mapping[str, Any], path: Sequence[str], value: Any) -> None:
+    """Empties the table of a part, loss.surrogate or the like, before its `use` changes.
+
+    Options belong to the part that was named before: a clip's bounds are nothing to GSPO.
+    """
+    section = config_reading.SECTIONS.get(path[0])
+    if section is None or len(path) != 3 or path[2] != "use":
+        return
+    types = {field.name: str(field.type) for field in dataclasses.fields(section)}
+    tables = raw.get(path[0])
+    table = tables.get(path[1]) if isinstance(tables, dict) else None
+    if "Part" in types.get(path[1], "") and isinstance(table, dict) and table.get("use") != value:
+        table.clear()
 
 
 def _build(values: config_reading.Values, source: Path | None) -> Config:

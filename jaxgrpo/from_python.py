@@ -38,7 +38,9 @@ def config_of(
     else:
         tables, source = configs.read_tables(config)
     for key, value in configs.absolute(dict(changes or {}), Path.cwd()).items():
-        _set(tables, key.split("."), value)
+        path = key.split(".")
+        configs.drop_options(tables, path, value)
+        _set(tables, path, value)
     if rewards is not None:
         tables["rewards"] = list(_recorded(rewards))
     if advantage is not None:

@@ -11,6 +11,7 @@ import pytest
 
 from jaxgrpo import config, config_keys
 from jaxgrpo.errors import ConfigError
+from jaxgrpo.from_python import config_of
 
 MINIMAL = """
 rewards = [{ use = "arithmetic" }]
@@ -187,6 +188,17 @@ def test_overrides_are_toml_or_plain_text_and_reach_into_lists():
 
 def test_options_alone_are_those_of_the_default_part():
     assert read("loss.surrogate.high=1").loss.surrogate == {"use": "clip", "high": 1}
+
+
+def test_another_part_does_not_inherit_the_options_of_the_one_before():
+    bounds = "loss.surrogate={ use = 'clip', low = 0.1, high = 0.3 }"
+    assert read(bounds, "loss.surrogate.use=cispo").loss.surrogate == {"use": "cispo"}
+    kept = read(bounds, "loss.surrogate.use=clip").loss.surrogate
+    assert kept == {"use": "clip", "low": 0.1, "high": 0.3}
+    changed = config_of(read(bounds), {"loss.surrogate.use": "gspo"})
+    assert changed.loss.surrogate == {"use": "gspo"}
+    given = read("loss.surrogate.use=cispo", "loss.surrogate.high=4.0").loss.surrogate
+    assert given == {"use": "cispo", "high": 4.0}
 
 
 def test_other_keys_of_the_optimizer_are_options_of_the_factory():

@@ -2,9 +2,29 @@
 
 from jaxgrpo.losses.objective import policy_loss, token_loss
 from jaxgrpo.losses.penalties import Penalty, forward_kl_k3, k2
-from jaxgrpo.losses.reductions import Reduction, constant, sequence_mean, token_mean
-from jaxgrpo.losses.registry import build_penalty, build_reduction, build_surrogate
-from jaxgrpo.losses.surrogates import Surrogate, clip, log_ratio
+from jaxgrpo.losses.presets import like_trl
+from jaxgrpo.losses.reductions import (
+    Reduction,
+    constant,
+    prompt_mean,
+    sequence_mean,
+    sequence_sum,
+    token_mean,
+)
+from jaxgrpo.losses.registry import build_penalty, build_reduction, build_surrogate, by_sample
+from jaxgrpo.losses.sequences import gmpo, gspo, gspo_token, segment_mean, segment_sum, vespo
+from jaxgrpo.losses.surrogates import (
+    Surrogate,
+    cispo,
+    clip,
+    dppo_tv,
+    dual_clip,
+    log_ratio,
+    on_policy,
+    reinforce,
+    sapo,
+    shaped_ratio,
+)
 
 __all__ = [
     "Penalty",
@@ -13,13 +33,30 @@ __all__ = [
     "build_penalty",
     "build_reduction",
     "build_surrogate",
+    "by_sample",
+    "cispo",
     "clip",
     "constant",
+    "dppo_tv",
+    "dual_clip",
     "forward_kl_k3",
+    "gmpo",
+    "gspo",
+    "gspo_token",
     "k2",
+    "like_trl",
     "log_ratio",
+    "on_policy",
     "policy_loss",
+    "prompt_mean",
+    "reinforce",
+    "sapo",
+    "segment_mean",
+    "segment_sum",
     "sequence_mean",
+    "sequence_sum",
+    "shaped_ratio",
     "token_loss",
     "token_mean",
+    "vespo",
 ]

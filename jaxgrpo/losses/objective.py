@@ -10,7 +10,7 @@ from jax import Array
 
 from jaxgrpo.errors import InputError
 from jaxgrpo.losses.penalties import Penalty
-from jaxgrpo.losses.reductions import Reduction
+from jaxgrpo.losses.reductions import Reduction, dense_ids, packed_weights
 from jaxgrpo.losses.registry import Spec, build_penalty, build_reduction, build_surrogate
 from jaxgrpo.losses.surrogates import Surrogate
 from jaxgrpo.metrics import Mean, Metrics, merge
@@ -45,19 +45,24 @@ def policy_loss(
     proximal_logp: Array,
     advantage: Array,
     mask: Array,
+    segment: Array | None = None,
+    group: Array | None = None,
     *,
     penalties: Sequence[Spec | Penalty] = (),
     surrogate_options: Mapping[str, Any] | None = None,
     reduction_options: Mapping[str, Any] | None = None,
     **fields: Array,
 ) -> tuple[Array, Metrics]:
-    """The loss of plain arrays whose rows are sequences; differentiate it with respect to logp.
+    """The loss of plain arrays, a whole batch; differentiate it with respect to logp.
 
     Args:
       surrogate, reduction: a name, {"use": name, **options}, or the object.
       logp, proximal_logp: [B, T].
-      advantage: [B], or [B, T].
+      advantage: [B, T]; or [B], of each row.
       mask: [B, T], True at tokens that the policy chose.
+      segment: [B, T], sequence ids within each row, any numbers, 0 = padding. None: each row is
+        a sequence.
+      group: prompt ids, [B] of each row, or [B, T]; any numbers. Only `prompt_mean` reads them.
       penalties: as `surrogate`.
       surrogate_options, reduction_options: of those given by name.
       fields: [B, T] each, what a part reads: reference_logp, ...
@@ -69,28 +74,58 @@ def policy_loss(
     >>> float(loss)
     -1.0
     """
-    if advantage.ndim == 1:
-        advantage = jnp.broadcast_to(advantage[:, None], (advantage.shape[0], mask.shape[-1]))
+    advantage = _along(_of_rows(advantage, segment), mask)
     _check_shapes(logp, proximal_logp=proximal_logp, advantage=advantage, mask=mask, **fields)
-    mask = mask.astype(bool)
-    weight = build_reduction(reduction, reduction_options).weights(mask[:, None, :])[:, 0]
-    rows = mask.astype(jnp.int32)  # one segment per row
+    normaliser = build_reduction(reduction, reduction_options)
+    weight, mask, ids = _layout(normaliser, mask, segment, group)
     per_token, metrics = token_loss(
         build_surrogate(surrogate, surrogate_options),
         [build_penalty(penalty) for penalty in penalties],
-        logp,
-        proximal_logp,
-        advantage,
-        mask,
-        rows,
+        *(logp, proximal_logp, advantage, mask, ids),
         fields,
     )
     loss = (weight.astype(per_token.dtype) * per_token).sum()
-    one = jnp.ones((), loss.dtype)
-    return loss, merge(metrics, {"loss": Mean(total=loss, weight=one)})
+    return loss, merge(metrics, {"loss": Mean(total=loss, weight=jnp.ones((), loss.dtype))})
 
 
-def _check_shapes(logp: Array, **given: Array) -> None:
+def _layout(
+    reduction: Reduction, mask: Array, segment: Array | None, group: Array | None
+) -> tuple[Array, Array, Array]:
+    """(token weights, mask, segment ids from 1), [B, T] each."""
+    mask, ids = mask.astype(bool), jnp.ones(mask.shape, jnp.int32)
+    if segment is not None:
+        _check_shapes(mask, segment=segment)
+        mask, ids = mask & (segment != 0), _ids_from_1(segment)
+    if group is not None:
+        group = _along(group, mask)
+        _check_shapes(mask, group=group)
+    if reduction.divisor is None and segment is None and group is None:
+        return reduction.weights(mask[:, None, :])[:, 0], mask, ids
+    return packed_weights(reduction, mask, ids, group), mask, ids
+
+
+def _ids_from_1(segment: Array) -> Array:
+    """Any ids as numbers from 1 to T within each row, 0 where they are 0."""
+    taken = segment != 0
+    # Padding takes on the row's smallest id, so that there are no more ids than positions.
+    smallest = jnp.where(taken, segment, jnp.iinfo(segment.dtype).max).min(-1, keepdims=True)
+    return jnp.where(taken, dense_ids(jnp.where(taken, segment, smallest)) + 1, 0)
+
+
+def _of_rows(advantage: Array, segment: Array | None) -> Array:
+    if advantage.ndim == 1 and segment is not None:
+        raise InputError("advantage [B] is one number per row: with segment give it as [B, T]")
+    return advantage
+
+
+def _along(value: Array, mask: Array) -> Array:
+    """[B] as [B, T], and other shapes as they are."""
+    if value.ndim != 1:
+        return value
+    return jnp.broadcast_to(value[:, None], (value.shape[0], mask.shape[-1]))
+
+
+def _check_shapes(logp: Array, /, **given: Array) -> None:
     for name, array in given.items():
         if logp.ndim != 2 or array.shape != logp.shape:
             raise InputError(

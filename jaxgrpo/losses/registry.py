@@ -5,20 +5,40 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, cast
 
+import jax.numpy as jnp
+from jax import Array
+
 from jaxgrpo.errors import InputError
 from jaxgrpo.losses import penalties as penalty_parts
 from jaxgrpo.losses import reductions as reduction_parts
+from jaxgrpo.losses import sequences
 from jaxgrpo.losses import surrogates as surrogate_parts
 from jaxgrpo.losses.penalties import Penalty
 from jaxgrpo.losses.reductions import Reduction
 from jaxgrpo.losses.surrogates import Surrogate
+from jaxgrpo.metrics import Metrics, merge
 from jaxgrpo.names import call, find
 
-surrogates: dict[str, Callable[..., Surrogate]] = {"clip": surrogate_parts.clip}
+surrogates: dict[str, Callable[..., Surrogate]] = {
+    "clip": surrogate_parts.clip,
+    "dual_clip": surrogate_parts.dual_clip,
+    "gspo": sequences.gspo,
+    "gspo_token": sequences.gspo_token,
+    "cispo": surrogate_parts.cispo,
+    "sapo": surrogate_parts.sapo,
+    "gmpo": sequences.gmpo,
+    "vespo": sequences.vespo,
+    "dppo_tv": surrogate_parts.dppo_tv,
+    "reinforce": surrogate_parts.reinforce,
+    "on_policy": surrogate_parts.on_policy,
+    "shaped_ratio": surrogate_parts.shaped_ratio,
+}
 reductions: dict[str, Callable[..., Reduction]] = {
     "token_mean": reduction_parts.token_mean,
     "sequence_mean": reduction_parts.sequence_mean,
+    "sequence_sum": reduction_parts.sequence_sum,
     "constant": reduction_parts.constant,
+    "prompt_mean": reduction_parts.prompt_mean,
 }
 penalties: dict[str, Callable[..., Penalty]] = {
     "k2": penalty_parts.k2,
@@ -44,6 +64,42 @@ def build_reduction(spec: Spec | Reduction, options: Mapping[str, Any] | None = 
 def build_penalty(spec: Spec | Penalty, options: Mapping[str, Any] | None = None) -> Penalty:
     """The penalty that a spec names. Raises: InputError with the nearest name or option."""
     return _build("penalty", Penalty, penalties, spec, options)
+
+
+def by_sample(
+    field: str, then: Spec | Surrogate = "shaped_ratio", otherwise: Spec | Surrogate = "clip"
+) -> Surrogate:
+    """One surrogate where a field is true, another elsewhere: replayed and fresh samples.
+
+        loss = then's where field != 0, otherwise's where field == 0
+
+    Each sees its own tokens alone. A field that changes within a sequence splits it in two.
+
+    Args:
+      field: name of the field, one number per token or sample.
+      then, otherwise: as `build_surrogate` takes them.
+
+    Metrics: both's, over all tokens together.  Raises: InputError where fields lack the field.
+    """
+    chosen, rest = build_surrogate(then), build_surrogate(otherwise)
+
+    def compute(logp, proximal_logp, advantage, mask, segment, fields) -> tuple[Array, Metrics]:
+        if field not in fields:
+            raise InputError(
+                f"by_sample reads fields[{field!r}], one number per token; given: "
+                f"{', '.join(sorted(fields)) or 'no fields'}"
+            )
+        here = mask & (fields[field] != 0)
+        arrays = (logp, proximal_logp, advantage)
+        loss, metrics = chosen.compute(*arrays, here, segment, fields)
+        other, more = rest.compute(*arrays, mask & ~here, segment, fields)
+        return jnp.where(here, loss, other), merge(metrics, more)
+
+    needs = chosen.needs | rest.needs | {field}
+    return Surrogate("by_sample", compute, needs)
+
+
+surrogates["by_sample"] = by_sample
 
 
 def _build(

@@ -1,104 +1,61 @@
-"""Every surrogate with every reduction and penalty: what may not change the loss or its gradient.
+"""Every surrogate with every reduction: what may not change the loss or its gradient, and where.
 
-One jitted function evaluates all pairs; each invariance changes its arguments.
+| invariance | where it holds |
+|---|---|
+| micro-batches, order, padding, masked groups, devices, what is masked, packing | every pair |
+| a masked row more | every pair; with count_empty the divisor counts it |
+| no gradient beyond the bounds | clip, dual_clip, gspo, gspo_token, gmpo, dppo_tv; not cispo |
+| the gradient on policy is REINFORCE's | all but shaped_ratio, which has a multiple of it |
+| gspo = gspo_token | weights and advantages that are constant within a sequence |
+
+One jitted function evaluates all pairs (`loss_pairs.py`); each invariance changes its arguments.
 """
 
 from __future__ import annotations
-
-import itertools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from loss_pairs import (
+    BOUNDED,
+    COUNTS_MASKED_ROWS,
+    OPTIONS,
+    REDUCTIONS,
+    SLOPE_AT_1,
+    SURROGATES,
+    TOLERANCE,
+    G,
+    P,
+    T,
+    check_changed,
+    check_equal,
+    evaluate_all,
+    make_batch,
+    pick,
+    reduce_all,
+    whole,
+)
 
-from jaxgrpo.losses import build_penalty, build_reduction, build_surrogate, registry, token_loss
+from jaxgrpo.losses import policy_loss
 from jaxgrpo.metrics import merge
-
-P, G, T = 4, 3, 6
-OPTIONS = {"constant": {"length": 5.0}, "k2": {"beta": 0.1}, "forward_kl_k3": {"beta": 0.1}}
-SURROGATES = {name: build_surrogate(name, OPTIONS.get(name)) for name in registry.surrogates}
-REDUCTIONS = {name: build_reduction(name, OPTIONS.get(name)) for name in registry.reductions}
-PENALTIES = [build_penalty(name, OPTIONS.get(name)) for name in registry.penalties]
-TOLERANCE = {np.float64: 1e-12, np.float32: 1e-5}
-
-
-@pytest.fixture(params=[np.float64, np.float32], ids=["float64", "float32"])
-def dtype(request):
-    with jax.enable_x64(request.param is np.float64):
-        yield request.param
-
-
-def make_batch(dtype):
-    """Arrays [P, G, T] with an empty row and a group without advantage."""
-    random = np.random.default_rng(0)
-    logp = -random.exponential(size=(P, G, T))
-    proximal, reference = (logp + 0.4 * random.normal(size=(P, G, T)) for _ in range(2))
-    advantage = np.repeat(random.normal(size=(P, G, 1)), T, 2)
-    advantage[2] = 0  # a flat group, in the denominator all the same
-    mask = np.arange(T) < random.integers(1, T + 1, (P, G, 1))
-    mask[1, 2] = False
-    arrays = {"logp": logp, "proximal": proximal, "advantage": advantage, "reference": reference}
-    return {name: jnp.asarray(leaf, dtype) for name, leaf in arrays.items()} | {
-        "mask": jnp.asarray(mask)
-    }
-
-
-@jax.jit
-def reduce_all(mask):
-    return {name: reduction.weights(mask) for name, reduction in REDUCTIONS.items()}
-
-
-@jax.jit
-def evaluate_all(batch, weights):
-    """pair -> (loss, gradient, metrics), given the weights of the whole batch."""
-
-    def one(logp, surrogate, penalties, weight):
-        fields = {"reference_logp": batch["reference"]}
-        rows = batch["mask"].astype(jnp.int32)
-        value, metrics = token_loss(
-            surrogate, penalties, logp, batch["proximal"], batch["advantage"], batch["mask"],
-            rows, fields,
-        )  # fmt: skip
-        return (weight.astype(value.dtype) * value).sum(), metrics
-
-    results = {}
-    for (name, surrogate), reduction, penalties in itertools.product(
-        SURROGATES.items(), REDUCTIONS, ([], PENALTIES)
-    ):
-        slope = jax.value_and_grad(one, has_aux=True)
-        (loss, metrics), gradient = slope(batch["logp"], surrogate, penalties, weights[reduction])
-        results[f"{name} {reduction} {len(penalties)}"] = loss, gradient, metrics
-    return results
-
-
-def check_equal(left, right, tolerance):
-    jax.tree.map(
-        lambda one, other: np.testing.assert_allclose(one, other, tolerance, tolerance),
-        left,
-        right,
-    )
-
-
-def pick(tree, index):
-    return jax.tree.map(lambda leaf: leaf[index], tree)
-
-
-def whole(batch):
-    return evaluate_all(batch, reduce_all(batch["mask"]))
 
 
 @pytest.mark.parametrize("garbage", [np.nan, np.inf, -1e30])
 def test_what_masked_entries_hold_reaches_neither_value_nor_gradient(dtype, garbage):
     batch = make_batch(dtype)
     mask = batch["mask"]
-    spoil = lambda leaf: leaf if leaf is mask else jnp.where(mask, leaf, garbage)  # noqa: E731
-    clean, spoilt = whole(batch), whole({name: spoil(leaf) for name, leaf in batch.items()})
-    check_equal(clean, spoilt, 0)
+    spoilt = {
+        name: jnp.where(mask, leaf, garbage) if leaf.dtype == dtype else leaf
+        for name, leaf in batch.items()
+    }
+    clean = whole(batch)
+    check_equal(clean, whole(spoilt), 0)
     for loss, gradient, _ in clean.values():
-        assert np.isfinite(loss)
-        assert (np.asarray(gradient)[~np.asarray(mask)] == 0).all()
+        assert np.isfinite(list(loss.values())).all()
+        for leaf in gradient.values():
+            assert (np.asarray(leaf)[~np.asarray(mask)] == 0).all()
 
 
 def test_micro_batches_add_up_to_the_whole(dtype):
@@ -107,79 +64,149 @@ def test_micro_batches_add_up_to_the_whole(dtype):
     halves = [
         evaluate_all(pick(batch, part), pick(weights, part)) for part in np.split(np.arange(P), 2)
     ]
-    for name, (loss, gradient, metrics) in evaluate_all(batch, weights).items():
+    for name, case in evaluate_all(batch, weights).items():
         parts = [half[name] for half in halves]
-        tolerance = TOLERANCE[dtype]
-        np.testing.assert_allclose(sum(part[0] for part in parts), loss, tolerance, tolerance)
-        joined = np.concatenate([part[1] for part in parts])
-        np.testing.assert_allclose(joined, gradient, tolerance, tolerance)
-        check_equal(merge(parts[0][2], parts[1][2]), metrics, tolerance)
+        added = jax.tree.map(lambda *leaves: sum(leaves), *(part[0] for part in parts))
+        joined = jax.tree.map(lambda *leaves: np.concatenate(leaves), *(part[1] for part in parts))
+        merged = merge(parts[0][2], parts[1][2])
+        check_equal((added, joined, merged), case, TOLERANCE[dtype])
 
 
-def test_order_of_prompts_and_samples_does_not_matter(dtype):
-    batch = make_batch(dtype)
+def test_order_of_prompts_and_samples_does_not_matter(float64):
+    batch = make_batch(float64)
     random = np.random.default_rng(5)
     index = np.ix_(random.permutation(P), random.permutation(G))
-    plain, moved = whole(batch), whole(pick(batch, index))
-    for name, (loss, gradient, metrics) in plain.items():
-        expected = loss, gradient[index], metrics
-        check_equal(expected, moved[name], TOLERANCE[dtype])
+    back = tuple(np.argsort(order, axis=None).reshape(order.shape) for order in index)
+    check_changed(whole(batch), whole(pick(batch, index)), lambda leaf: leaf[back], 1e-12)
 
 
-def test_padding_and_masked_rows_change_nothing(dtype):
-    batch = make_batch(dtype)
+def test_padding_and_masked_rows_and_groups_change_nothing(float64):
+    """Two positions, a row in every group and a whole group, all masked; only TRL counts rows."""
+    batch = make_batch(float64)
     wide = {
         name: jnp.pad(
-            leaf, ((0, 1), (0, 0), (0, 2)), constant_values=False if leaf.dtype == bool else 7
+            leaf, ((0, 1), (0, 1), (0, 2)), constant_values=False if leaf.dtype == bool else 7
         )
         for name, leaf in batch.items()
     }
-    padded = whole(wide)
-    for name, (loss, gradient, metrics) in whole(batch).items():
-        cut = padded[name][0], padded[name][1][:P, :, :T], padded[name][2]
-        check_equal((loss, gradient, metrics), cut, TOLERANCE[dtype])
+    plain, padded = whole(batch), whole(wide)
+    check_changed(plain, padded, lambda leaf: leaf[:P, :G, :T], 1e-12, COUNTS_MASKED_ROWS)
+    for cases, rows in ((plain, P * G), (padded, (P + 1) * (G + 1))):
+        loss = cases["clip"][0]
+        shrunk = loss["sequence_mean of all"] / loss["sequence_mean"]
+        np.testing.assert_allclose(shrunk, (P * G - 1) / rows, rtol=1e-12)  # one row is empty
 
 
-def test_four_devices_give_what_one_gives(dtype):
-    batch = make_batch(dtype)
+def test_four_devices_give_what_one_gives(float64):
+    batch = make_batch(float64)
     mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
     spread = jax.device_put(batch, NamedSharding(mesh, PartitionSpec("data")))
     assert len(spread["logp"].sharding.device_set) == 4
-    check_equal(whole(batch), whole(spread), TOLERANCE[dtype])
+    check_equal(whole(batch), whole(spread), 1e-12)
+
+
+def test_samples_packed_into_one_row_give_what_they_give_in_rows(float64):
+    """Each group in a row, its samples one after another, from another position in each."""
+    batch = make_batch(float64)
+    batch["segment"] = batch["segment"] * jnp.arange(1, G + 1, dtype=jnp.int32)[None, :, None]
+    weights = reduce_all(batch["mask"])
+
+    def pack(leaf):
+        rows = leaf.reshape(P, G * T)
+        return jnp.stack([jnp.roll(row, 2 * number) for number, row in enumerate(rows)])
+
+    def unpack(leaf):
+        rows = [np.roll(row, -2 * number) for number, row in enumerate(leaf)]
+        return np.stack(rows).reshape(P, G, T)
+
+    packed = evaluate_all(jax.tree.map(pack, batch), jax.tree.map(pack, weights))
+    check_changed(evaluate_all(batch, weights), packed, unpack, 1e-12)
+
+
+def test_plain_arrays_give_the_numbers_of_the_trainer_packed_or_not(float64):
+    batch = make_batch(float64)
+    weights = reduce_all(batch["mask"])
+    expected = evaluate_all(batch, weights)["gspo"]
+    sample = jnp.arange(P * G, dtype=jnp.int32).repeat(T)
+    prompt = 7 - 5 * (sample // G)  # any numbers
+    shapes = {"rows": (P * G, T), "one prompt a row": (P, G * T), "two": (P // 2, 2 * G * T)}
+
+    @jax.jit
+    def losses(batch):
+        found = {}
+        for layout, shape in shapes.items():
+            arrays = [
+                batch[key].reshape(shape) for key in ("logp", "proximal", "advantage", "mask")
+            ]
+            segment = None if layout == "rows" else (1000 - 30 * sample).reshape(shape)
+            for name, reduction in REDUCTIONS.items():
+
+                def loss(logp, rest=arrays[1:], segment=segment, reduction=reduction):
+                    group = prompt.reshape(rest[0].shape)
+                    options = OPTIONS["gspo"]
+                    return policy_loss(
+                        "gspo", reduction, logp, *rest, segment, group, surrogate_options=options
+                    )[0]
+
+                found[f"{layout}: {name}"] = jax.value_and_grad(loss)(arrays[0])
+        return found
+
+    for name, (loss, gradient) in losses(batch).items():
+        reduction = name.partition(": ")[2]
+        np.testing.assert_allclose(loss, expected[0][reduction], 1e-12, err_msg=name)
+        np.testing.assert_allclose(
+            gradient.reshape(P, G, T), expected[1][reduction], 1e-12, 1e-15, err_msg=name
+        )
 
 
 def test_on_policy_the_gradient_is_that_of_reinforce(dtype):
+    """Ratios are exactly 1: no surrogate sees a difference between the two policies."""
     batch = make_batch(dtype)
-    batch = {**batch, "proximal": batch["logp"]}
-    weights = reduce_all(batch["mask"])
-    for reduction, weight in weights.items():
-        loss, gradient, metrics = whole(batch)[f"clip {reduction} 0"]
-        expected = -np.asarray(weight) * np.asarray(batch["advantage"])
-        np.testing.assert_allclose(gradient, expected, TOLERANCE[dtype], TOLERANCE[dtype])
-        np.testing.assert_allclose(loss, expected.sum(), TOLERANCE[dtype], TOLERANCE[dtype])
+    batch = {**batch, "proximal": batch["logp"], "replayed": 0 * batch["replayed"]}
+    weights, results = reduce_all(batch["mask"]), whole(batch)
+    for name in SURROGATES:
+        loss, gradient, metrics = results[name]
+        for reduction, weight in weights.items():
+            expected = -np.asarray(weight) * np.asarray(batch["advantage"])
+            slope = SLOPE_AT_1.get(name, 1.0)
+            check_equal(gradient[reduction], slope * expected, TOLERANCE[dtype])
+            if name in BOUNDED - {"dppo_tv"} | {"on_policy", "by_sample"}:
+                check_equal(loss[reduction], expected.sum(), TOLERANCE[dtype])
         assert metrics["ratio_max"].result() == 1
         assert metrics["policy_kl"].result() == 0
+        assert "clip_ratio/region_mean" not in metrics or (
+            metrics["clip_ratio/region_mean"].result() == 0
+        )
+    check_equal(results["cispo"][1], results["reinforce"][1], 0)
+    check_equal(results["cispo"][0], results["reinforce"][0], 0)
 
 
-def test_a_batch_without_any_token_has_loss_and_gradient_zero(dtype):
-    batch = make_batch(dtype)
-    batch = {**batch, "mask": jnp.zeros((P, G, T), bool), "logp": batch["logp"] * np.nan}
-    for loss, gradient, metrics in whole(batch).values():
-        assert loss == 0
-        assert (np.asarray(gradient) == 0).all()
-        assert np.isnan(metrics["clip_ratio/region_mean"].result())  # of nothing
+def test_gspo_and_gspo_token_agree_where_weights_and_advantages_are_constant(float64):
+    batch = make_batch(float64)
+    results = whole(batch)
+    check_equal(results["gspo"], results["gspo_token"], 1e-12)
+    cut = results["gspo"][2]["clip_ratio/region_mean"].result()
+    assert 0.1 < cut < 0.9
+    uneven = {**batch, "advantage": batch["advantage"] * jnp.arange(1.0, T + 1)[None, None]}
+    results = whole(uneven)
+    gradients = [results[name][1]["token_mean"] for name in ("gspo", "gspo_token")]
+    assert np.abs(gradients[0] - gradients[1]).max() > 1e-3
 
 
-def test_bfloat16_is_computed_in_float32():
-    batch = make_batch(np.float32)
-    rounded = {
-        name: leaf if leaf.dtype == bool else leaf.astype(jnp.bfloat16)
-        for name, leaf in batch.items()
-    }
-    back = jax.tree.map(
-        lambda leaf: leaf.astype(jnp.float32) if leaf.dtype == jnp.bfloat16 else leaf, rounded
-    )
-    for name, (loss, gradient, _) in whole(rounded).items():
-        assert loss.dtype == jnp.float32
-        assert gradient.dtype == jnp.bfloat16
-        np.testing.assert_allclose(loss, whole(back)[name][0], rtol=1e-6)
+def test_tokens_beyond_the_bounds_get_no_gradient_but_from_cispo(float64):
+    """Every token 0.5 beyond its old log-prob in the direction that its advantage wants."""
+    batch = make_batch(float64)
+    sign = jnp.sign(batch["advantage"])
+    moved = {**batch, "proximal": batch["logp"] - 0.5 * sign}
+    back = {**batch, "proximal": batch["logp"] + 0.5 * sign}
+    mask = np.asarray(batch["mask"] & (sign != 0))
+    gone, returning = whole(moved), whole(back)
+    for name in SURROGATES.keys() - {"by_sample"}:
+        gradient = np.asarray(gone[name][1]["token_mean"])
+        touched = gradient[mask] != 0
+        if name == "dppo_tv":  # its bound is on probabilities: rare tokens are not touched
+            share = gone[name][2]["clip_ratio/region_mean"].result()
+            assert 0 < (~touched).sum() == round(share * np.asarray(batch["mask"]).sum())
+        else:
+            assert (~touched if name in BOUNDED else touched).all(), name
+        assert (np.asarray(returning[name][1]["token_mean"])[mask] != 0).all(), name

@@ -205,7 +205,7 @@ def test_parts_are_found_by_name_or_taken_as_they_are():
     assert build_surrogate({"use": lambda scale: own, "scale": 2.0}) is own
     with refuses("unknown surrogate 'clipp': did you mean 'clip'?"):
         build_surrogate("clipp")
-    with refuses("surrogate clip: unknown option 'hihg': did you mean 'high'? Known: high, low"):
+    with refuses("surrogate clip: unknown option 'hihg': did you mean 'high'? Known: delta, high"):
         build_surrogate({"use": "clip", "hihg": 0.3})
     with refuses("unknown reduction 'token_means': did you mean 'token_mean'?"):
         build_reduction("token_means")

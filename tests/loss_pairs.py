@@ -1,0 +1,119 @@
+"""Every surrogate with every reduction on one batch [P, G, T], in one jitted function."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxgrpo.losses import (
+    build_penalty,
+    build_reduction,
+    build_surrogate,
+    registry,
+    token_loss,
+)
+
+P, G, T = 4, 3, 6
+OPTIONS = {
+    "constant": {"length": 5.0},
+    "k2": {"beta": 0.1},
+    "forward_kl_k3": {"beta": 0.1},
+    "by_sample": {"field": "replayed"},
+    "gspo": {"low": 0.05, "high": 0.05},  # so that some sequences are within, others beyond
+    "gspo_token": {"low": 0.05, "high": 0.05},
+    "dppo_tv": {"low": 0.02, "high": 0.02},
+}
+SURROGATES = {name: build_surrogate(name, OPTIONS.get(name)) for name in registry.surrogates}
+SURROGATES["cispo with two bounds"] = build_surrogate("cispo", {"low": 0.8, "high": 1.2})
+REDUCTIONS = {name: build_reduction(name, OPTIONS.get(name)) for name in registry.reductions}
+REDUCTIONS["sequence_mean of all"] = build_reduction("sequence_mean", {"count_empty": True})
+PENALTIES = [build_penalty(name, OPTIONS.get(name)) for name in registry.penalties]
+CASES = {name: (surrogate, []) for name, surrogate in SURROGATES.items()}
+CASES["clip with penalties"] = SURROGATES["clip"], PENALTIES
+COUNTS_MASKED_ROWS = {"sequence_mean of all"}
+BOUNDED = {"clip", "dual_clip", "gspo", "gspo_token", "gmpo", "dppo_tv"}
+SLOPE_AT_1 = {"shaped_ratio": 0.1 / 1.1**2}
+"""The gradient on policy as a multiple of REINFORCE's; 1 for the others."""
+TOLERANCE = {np.float64: 1e-12, np.float32: 1e-5}
+
+
+def make_batch(dtype):
+    """Arrays [P, G, T] with an empty row and a group without advantage."""
+    random = np.random.default_rng(0)
+    logp = -random.exponential(size=(P, G, T))
+    proximal, reference = (logp + 0.4 * random.normal(size=(P, G, T)) for _ in range(2))
+    advantage = np.repeat(random.normal(size=(P, G, 1)), T, 2)
+    advantage[2] = 0  # a flat group, in the denominator all the same
+    mask = np.arange(T) < random.integers(1, T + 1, (P, G, 1))
+    mask[1, 2] = False
+    replayed = np.repeat(np.arange(P * G).reshape(P, G, 1) % 3 == 0, T, 2)
+    arrays = {
+        "logp": logp,
+        "proximal": proximal,
+        "advantage": advantage,
+        "reference": reference,
+        "replayed": replayed,
+    }
+    return {name: jnp.asarray(leaf, dtype) for name, leaf in arrays.items()} | {
+        "mask": jnp.asarray(mask),
+        "segment": jnp.ones((P, G, T), jnp.int32),
+    }
+
+
+@jax.jit
+def reduce_all(mask):
+    return {name: reduction.weights(mask) for name, reduction in REDUCTIONS.items()}
+
+
+@jax.jit
+def evaluate_all(batch, weights):
+    """case -> (reduction -> loss, reduction -> gradient, metrics), with weights of the whole."""
+    stacked = jnp.stack(list(weights.values()))
+
+    def one(logp, surrogate, penalties):
+        fields = {"reference_logp": batch["reference"], "replayed": batch["replayed"]}
+        arrays = (batch[name] for name in ("proximal", "advantage", "mask", "segment"))
+        return token_loss(surrogate, penalties, logp, *arrays, fields)
+
+    results = {}
+    for name, (surrogate, penalties) in CASES.items():
+        value, pull, metrics = jax.vjp(
+            lambda logp, s=surrogate, p=penalties: one(logp, s, p), batch["logp"], has_aux=True
+        )
+        weight = stacked.astype(value.dtype)
+        losses = (weight * value[None]).reshape(len(stacked), -1).sum(1)
+        (gradients,) = jax.vmap(pull)(weight)
+        results[name] = (
+            dict(zip(weights, losses, strict=True)),
+            dict(zip(weights, gradients, strict=True)),
+            metrics,
+        )
+    return results
+
+
+def whole(batch):
+    return evaluate_all(batch, reduce_all(batch["mask"]))
+
+
+def check_equal(left, right, tolerance):
+    jax.tree.map(
+        lambda one, other: np.testing.assert_allclose(one, other, tolerance, tolerance),
+        left,
+        right,
+    )
+
+
+def check_changed(plain, changed, back, tolerance, without=()):
+    """`changed` is `plain` once its gradients have been brought back into place."""
+    for name, (loss, gradient, metrics) in plain.items():
+        other, moved, counted = changed[name]
+        keys = loss.keys() - set(without)
+        check_equal({k: loss[k] for k in keys}, {k: other[k] for k in keys}, tolerance)
+        returned = {k: back(np.asarray(moved[k])) for k in keys}
+        check_equal({k: gradient[k] for k in keys}, returned, tolerance)
+        check_equal(metrics, counted, tolerance)
+
+
+def pick(tree, index):
+    return jax.tree.map(lambda leaf: leaf[index], tree)

@@ -1,0 +1,162 @@
+"""Parts of losses one by one: sums over segments, reductions, mixtures, what is refused."""
+
+from __future__ import annotations
+
+import doctest
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxgrpo.errors import InputError
+from jaxgrpo.losses import (
+    Reduction,
+    build_surrogate,
+    by_sample,
+    cispo,
+    clip,
+    constant,
+    dppo_tv,
+    dual_clip,
+    gmpo,
+    gspo,
+    policy_loss,
+    presets,
+    prompt_mean,
+    sapo,
+    segment_mean,
+    segment_sum,
+    sequence_mean,
+    sequence_sum,
+    shaped_ratio,
+    vespo,
+)
+
+ONES = jnp.ones((2, 3))
+MASK = jnp.ones((2, 3), bool)
+
+
+def refuses(message: str):
+    return pytest.raises(InputError, match=re.escape(message))
+
+
+def test_sums_over_segments_read_their_own_tokens_alone():
+    value = jnp.array([[1.0, 2.0, np.nan, 4.0, 8.0, 16.0], [1.0, 1.0, 1.0, 1.0, 1.0, 1.0]])
+    segment = jnp.array([[2, 2, 2, 1, 0, 1], [6, 6, 6, 6, 6, 6]])
+    mask = jnp.array([[True, True, False, True, False, True], [True] * 5 + [False]])
+    total = [[3.0, 3.0, 3.0, 20.0, 0.0, 20.0], [5.0] * 6]
+    np.testing.assert_array_equal(segment_sum(value, mask, segment), total)
+    mean = [[1.5, 1.5, 1.5, 10.0, 0.0, 10.0], [1.0] * 6]
+    np.testing.assert_array_equal(segment_mean(value, mask, segment), mean)
+    slope = jax.grad(lambda value: segment_mean(value, mask, segment)[0, 3])(value)
+    np.testing.assert_array_equal(slope, [[0, 0, 0, 0.5, 0, 0.5], [0] * 6])
+
+
+def test_a_long_row_takes_no_square_of_its_length():
+    length = 2**17
+    row = jax.ShapeDtypeStruct((1, length), jnp.float32)
+    mask, segment = (jax.ShapeDtypeStruct((1, length), kind) for kind in (bool, jnp.int32))
+    compiled = jax.jit(segment_mean).lower(row, mask, segment).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < 40 * length
+
+
+def test_new_reductions_are_their_denominators():
+    mask = np.zeros((3, 2, 4), bool)
+    mask[0, 0, :4] = mask[0, 1, :1] = mask[1, 1, 1:3] = True  # three sequences of six, two prompts
+    given = jnp.asarray(mask)
+    np.testing.assert_allclose(sequence_sum().weights(given), mask / 3, rtol=1e-6)
+    np.testing.assert_allclose(sequence_sum(True).weights(given), mask / 6, rtol=1e-6)
+    np.testing.assert_allclose(constant(5, True).weights(given), mask / 30, rtol=1e-6)
+    length = np.maximum(mask.sum(-1, keepdims=True), 1)
+    expected = mask / length / 6
+    np.testing.assert_allclose(sequence_mean(True).weights(given), expected, rtol=1e-6)
+    of_prompt = np.array([5, 2, 1])[:, None, None]
+    np.testing.assert_allclose(prompt_mean().weights(given), mask / of_prompt / 2, rtol=1e-6)
+    for reduction in (sequence_sum(), prompt_mean(), sequence_mean(True)):
+        assert (np.asarray(reduction.weights(given & False)) == 0).all()
+
+
+def test_by_sample_gives_each_token_its_own_surrogate():
+    random = np.random.default_rng(0)
+    logp, proximal, advantage = (jnp.asarray(random.normal(size=(2, 3))) for _ in range(3))
+    field = jnp.array([[1.0, 1.0, 1.0], [0.0, 0.0, 0.0]])
+    mask = MASK.at[0, 2].set(False)
+    mixed = by_sample("replayed", {"use": "shaped_ratio", "offset": 0.5}, "clip")
+    assert mixed.needs == {"replayed"}
+    arrays = (logp, proximal, advantage, mask, jnp.ones((2, 3), jnp.int32))
+    loss, metrics = mixed.compute(*arrays, {"replayed": field})
+    parts = [part.compute(*arrays, {})[0] for part in (shaped_ratio(0.5), clip())]
+    np.testing.assert_array_equal(loss, jnp.where(field == 1, *parts))
+    assert metrics["ratio_max"].result() == pytest.approx(
+        float(jnp.exp(jnp.where(mask, logp - proximal, -9)).max()), rel=1e-6
+    )
+    assert float(metrics["policy_kl"].weight) == 5
+    assert float(metrics["clip_ratio/region_mean"].weight) == 3  # of the clipped ones
+    with refuses("by_sample reads fields['replayed'], one number per token; given: no fields"):
+        mixed.compute(*arrays, {})
+
+
+def test_dual_clip_bounds_the_loss_of_negative_advantages():
+    log_ratio = jnp.log(jnp.array([[2.0, 4.0, 4.0]]))
+    advantage, mask = jnp.array([[-1.0, -1.0, 1.0]]), jnp.ones((1, 3), bool)
+
+    def loss(logp, surrogate):
+        arrays = (logp, jnp.zeros((1, 3)), advantage, mask, jnp.ones((1, 3), jnp.int32), {})
+        return surrogate.compute(*arrays)
+
+    value, metrics = loss(log_ratio, dual_clip())
+    np.testing.assert_allclose(value, [[2.0, 3.0, -1.2]], rtol=1e-6)
+    slope = jax.grad(lambda logp: loss(logp, dual_clip())[0].sum())(log_ratio)
+    np.testing.assert_allclose(slope, [[2.0, 0.0, 0.0]], rtol=1e-6)
+    assert metrics["clip_ratio/delta_mean"].result() == pytest.approx(1 / 3)
+    np.testing.assert_array_equal(value, loss(log_ratio, clip(delta=3.0))[0])
+
+
+def test_exgrpos_function_of_the_ratio():
+    """f(1) = 1 / 1.1; it rises and never reaches 1."""
+    ratio = jnp.array([[1e-8, 0.1, 1.0, 1e8]])
+    ones, mask = jnp.ones((1, 4)), jnp.ones((1, 4), bool)
+    loss, _ = shaped_ratio().compute(jnp.log(ratio), 0 * ones, ones, mask, mask, {})
+    np.testing.assert_allclose(loss, [[-1e-7, -0.5, -1 / 1.1, -1.0]], rtol=1e-5)
+
+
+def test_numbers_that_make_no_sense_are_refused():
+    for make, options, message in [
+        (clip, {"delta": 1.2}, "clip: delta = 1.2, expected a ratio above 1 + high = 1.2"),
+        (dual_clip, {"floor": 1.0}, "delta = 1.0, expected a ratio above"),
+        (cispo, {"low": 0.3, "high": 0.2}, "cispo: low = 0.3, high = 0.2; expected 0 <= low < hi"),
+        (cispo, {"high": np.nan}, "cispo: low = None, high = nan"),
+        (sapo, {"tau_negative": 0.0}, "sapo: tau_negative = 0.0, expected a positive number"),
+        (gspo, {"low": -1.0}, "gspo: low = -1.0, high = 0.0004; expected 0 <= low <= 1"),
+        (gmpo, {"high": np.inf}, "gmpo: low = 0.4, high = inf; expected finite numbers >= 0"),
+        (dppo_tv, {"cap": 0.0}, "dppo_tv: cap = 0.0, expected a positive ratio"),
+        (vespo, {"k_positive": 0.0}, "vespo: k and lambda = (0.0, 3.0, 3.0, 2.0), expected posit"),
+        (shaped_ratio, {"offset": 0.0}, "shaped_ratio: offset = 0.0, expected a positive number"),
+    ]:
+        with refuses(message):
+            make(**options)
+    with refuses("surrogate by_sample: missing a required argument: 'field'"):
+        build_surrogate("by_sample")
+
+
+def test_layouts_that_do_not_fit_are_refused():
+    arrays = (ONES, ONES, ONES, MASK)
+    with refuses("prompt_mean needs to know which rows answer the same prompt: give `group`"):
+        policy_loss("clip", "prompt_mean", *arrays)
+    with refuses("advantage [B] is one number per row: with segment give it as [B, T]"):
+        policy_loss("clip", "token_mean", ONES, ONES, ONES[:, 0], MASK, jnp.ones((2, 3), int))
+    with refuses("segment has shape (2,)"):
+        policy_loss("clip", "token_mean", *arrays, jnp.ones(2, int))
+    own = Reduction("own", lambda mask: mask.astype(jnp.float32) * 0.5)
+    loss, _ = policy_loss("clip", own, *arrays)
+    assert float(loss) == -3  # six tokens of -1, halved
+    with refuses("reduction own is defined on masks [P, G, T] alone: leave out segment and group"):
+        policy_loss("clip", own, *arrays, jnp.ones((2, 3), int))
+
+
+def test_examples_in_docstrings_hold():
+    found = doctest.testmod(presets)
+    assert found.attempted
+    assert found.failed == 0
