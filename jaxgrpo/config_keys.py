@@ -87,6 +87,7 @@ class ModelKeys:
     revision: str | None = key(None)  # of the hub: a branch, tag or commit; None: its main branch
     dtype: str = key("float32", choices=("float32", "bfloat16"))  # of the forward pass; the
     # weights that are trained are float32
+    float32_head: bool = key(False)  # last norm, output head and logits, in sampling too
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

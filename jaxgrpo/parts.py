@@ -90,8 +90,8 @@ def held_dtype(model: Model) -> str:
 
 
 def as_computed(model: Model, params: Params) -> Params:
-    """The parameters in the dtype that the model computes in."""
-    return jax.tree.map(lambda leaf: leaf.astype(model.config.dtype), params)
+    """The parameters in the dtypes that the model computes in."""
+    return jax.tree.map(lambda leaf, spec: leaf.astype(spec.dtype), params, model.shapes)
 
 
 def micro_batch(batch: TrainBatch, index: Array) -> TrainBatch:
