@@ -201,6 +201,8 @@ def sampling_settings(
         stop_tokens=end_tokens,
         pad_token=end_tokens[0] if pad is None else pad,
         segment_tokens=config.rollout.segment_tokens,
+        top_k=config.rollout.top_k,
+        top_p=config.rollout.top_p,
     )
 
 
