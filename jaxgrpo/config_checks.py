@@ -26,20 +26,10 @@ from jaxgrpo.tasks import PREFIX, tasks
 def check(values: Values) -> Iterator[str]:
     """All problems of a config whose values are right one by one."""
     for check_some in (
-        *(
-            _one_chain,
-            _groups,
-            _schedule,
-            _evaluation,
-            _best,
-            _penalties,
-            _truncation,
-            _rewards,
-            _tracking,
-        ),
+        *(_one_chain, _groups, _schedule, _evaluation, _best, _penalties, _rewards, _tracking),
     ):
         yield from check_some(values)
-    for check_some in (_sources, _revision, _prompts):
+    for check_some in (_truncation, _sources, _revision, _prompts):
         yield from check_some(values)
     yield from _parts(values)
     yield from _optimizer(values)

@@ -1,5 +1,6 @@
 """Top-k and top-p: which tokens stay, what is drawn from them, and where they are refused."""
 
+import copy
 import functools
 
 import jax
@@ -72,9 +73,7 @@ def test_the_sampler_cuts_and_the_likeliest_token_of_top_1_has_probability_1():
 
 
 def refused(**changes):
-    tables = {
-        name: dict(value) if isinstance(value, dict) else value for name, value in DEFAULTS.items()
-    }
+    tables = copy.deepcopy(DEFAULTS)
     tables["model"] = {"path": "some/model"}
     tables["rewards"] = [{"use": "gsm8k_answer"}]
     tables["loss"] = {"proximal": changes.pop("proximal", "behavior")}

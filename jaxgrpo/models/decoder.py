@@ -63,9 +63,7 @@ def build(config: ModelConfig, *, constrain: Constrain | None = None, remat: boo
     Raises: InputError naming every field of the config that cannot be built.
     """
     _check(config)
-    wide, tied = config.float32_head, config.tie_embeddings
-    embed = _define(lambda rngs: Embedding(config, rngs, wide=wide and tied))
-    head = embed if tied else _define(lambda rngs: Embedding(config, rngs, wide=wide))
+    embed, head = _embed_and_head(config)
     block = _define(lambda rngs: Block(config, rngs))
     norm = _define(lambda rngs: RMSNorm(config.hidden_size, config))
 
@@ -93,12 +91,12 @@ def build(config: ModelConfig, *, constrain: Constrain | None = None, remat: boo
             hidden, memory = _unrolled(config, layers, params, hidden, memory)
         else:
             hidden, memory = _scanned(config, layers, params, hidden, memory, remat)
-        if wide:
+        if config.float32_head:
             hidden = hidden.astype(head_dtype(config))
         return norm.bind(params["final_norm"])(hidden), memory
 
     def unembed(params: Params, hidden: Array) -> Array:
-        return head.bind(params["embed" if tied else "head"]).decode(hidden)
+        return head.bind(params["embed" if config.tie_embeddings else "head"]).decode(hidden)
 
     # The key is made inside, so that building a model touches no device.
     shapes = jax.eval_shape(lambda: init(jax.random.key(0)))
@@ -129,6 +127,13 @@ def _define(make: Callable[[nnx.Rngs], nnx.Module]) -> _Definition:
         is_leaf=lambda node: isinstance(node, nnx.Variable),
     )
     return _Definition(make, graph, nnx.to_pure_dict(axes))
+
+
+def _embed_and_head(config: ModelConfig) -> tuple[_Definition, _Definition]:
+    """Definitions of the token embedding and the output head: the same one where they are tied."""
+    wide, tied = config.float32_head, config.tie_embeddings
+    embed = _define(lambda rngs: Embedding(config, rngs, wide=wide and tied))
+    return embed, embed if tied else _define(lambda rngs: Embedding(config, rngs, wide=wide))
 
 
 def _init(

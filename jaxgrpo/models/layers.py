@@ -69,7 +69,8 @@ class Embedding(nnx.Module):
         self.dtype, self.wide = config.dtype, wide
 
     def encode(self, tokens: Int[Array, "*B Q"]) -> Float[Array, "*B Q E"]:
-        return self.table[...][tokens].astype(self.dtype)
+        vectors = self.table[...][tokens]
+        return vectors.astype(self.dtype) if self.wide else vectors
 
     def decode(self, hidden: Float[Array, "*B E"]) -> Float[Array, "*B V"]:
         """Logits in at least float32, whatever the dtype of the table."""
