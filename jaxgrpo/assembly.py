@@ -128,7 +128,9 @@ def find_model(config: Config, mesh: Mesh) -> tuple[Path, Any, Model]:
     folder = huggingface.find_folder(config.model.path, config.model.revision)
     model_config = huggingface.read_config(folder)
     tokenizer = huggingface.read_tokenizer(folder)
-    model_config = dataclasses.replace(model_config, dtype=config.model.dtype)
+    model_config = dataclasses.replace(
+        model_config, dtype=config.model.dtype, float32_head=config.model.float32_head
+    )
     return folder, tokenizer, decoder.build(model_config, constrain=sharding.constrain(mesh))
 
 
@@ -199,6 +201,8 @@ def sampling_settings(
         stop_tokens=end_tokens,
         pad_token=end_tokens[0] if pad is None else pad,
         segment_tokens=config.rollout.segment_tokens,
+        top_k=config.rollout.top_k,
+        top_p=config.rollout.top_p,
     )
 
 

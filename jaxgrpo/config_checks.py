@@ -29,7 +29,7 @@ def check(values: Values) -> Iterator[str]:
         *(_one_chain, _groups, _schedule, _evaluation, _best, _penalties, _rewards, _tracking),
     ):
         yield from check_some(values)
-    for check_some in (_sources, _revision, _prompts):
+    for check_some in (_truncation, _sources, _revision, _prompts):
         yield from check_some(values)
     yield from _parts(values)
     yield from _optimizer(values)
@@ -91,6 +91,20 @@ def _penalties(values: Values) -> Iterator[str]:
         yield (
             'loss.penalties_on = "live": there is no penalty; add loss.kl = { use = "k2", beta = '
             "0.01 }, or leave penalties_on out"
+        )
+
+
+def _truncation(values: Values) -> Iterator[str]:
+    top_k, top_p = values.get("rollout.top_k", 0), values.get("rollout.top_p", 1.0)
+    if top_p > 1:
+        yield f"rollout.top_p = {top_p:g}: a probability; set it to 1 (off) or less"
+        return
+    name = f"rollout.top_k = {top_k}" if top_k else f"rollout.top_p = {top_p:g}"
+    if (top_k or top_p < 1) and values.get("loss.proximal") == "behavior":
+        yield (
+            f"{name}: the sampler's log-probs are then those of the cut distribution and the "
+            "trainer's of the whole one, so their ratio is off by the probability cut away; set "
+            'loss.proximal = "trainer", or sample from all tokens'
         )
 
 

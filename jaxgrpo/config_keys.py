@@ -87,6 +87,7 @@ class ModelKeys:
     revision: str | None = key(None)  # of the hub: a branch, tag or commit; None: its main branch
     dtype: str = key("float32", choices=("float32", "bfloat16"))  # of the forward pass; the
     # weights that are trained are float32
+    float32_head: bool = key(False)  # last norm, output head and logits, in sampling too
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -130,6 +131,8 @@ class RolloutKeys:
     max_prompt_tokens: int = key(at_least=1)
     max_completion_tokens: int = key(at_least=1)
     temperature: float = key(1.0, above=0)
+    top_k: int = key(0, at_least=0)  # sample from the so many likeliest tokens; 0: from all
+    top_p: float = key(1.0, above=0)  # sample from the likeliest tokens of this probability
     segment_tokens: int = key(64, at_least=1)  # decoded between two looks at what has ended
     prompts: Part = part("sequential")  # the policy that chooses what is sampled next
 

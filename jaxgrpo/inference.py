@@ -42,6 +42,7 @@ DEFAULTS: dict[str, Any] = {
     },
     "rewards": [{"use": NOBODY}],
     "recipe": "sign",
+    "loss": {"proximal": "trainer"},  # so that rollout.top_k and top_p may be set
     "optimizer": {"learning_rate": 0.0},
     "train": {"steps": 1},
     "run": {"dir": "runs/none"},

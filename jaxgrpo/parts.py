@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 
 from jaxgrpo import sharding
 from jaxgrpo.advantages import AdvantageTransform
-from jaxgrpo.logprobs import token_logprobs
+from jaxgrpo.logprobs import Entropy, token_logprobs
 from jaxgrpo.losses import Penalty, Reduction, Surrogate
 from jaxgrpo.models.api import Model
 from jaxgrpo.models.attention import causal, rows_with_prefix
@@ -53,8 +53,13 @@ class Parts(NamedTuple):
     compact: bool = True  # False keeps dead samples in the update: slower, the same result
 
 
-def forward(parts: Parts, params: Params, micro: TrainBatch) -> tuple[Array, Array]:
-    """(logp, entropy) [D, R, Q] of one micro-batch: prompts once, then rows that read them."""
+def forward(
+    parts: Parts, params: Params, micro: TrainBatch, entropy: Entropy = "none"
+) -> tuple[Array, Array | None]:
+    """(logp, entropy) [D, R, Q] of one micro-batch: prompts once, then rows that read them.
+
+    The entropy is None unless asked for, and carries gradient for "gradient" only.
+    """
     params = as_computed(parts.model, params)
     bins, prompts, width = micro.prompt_tokens.shape
     position = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32), (bins, prompts, width))
@@ -65,14 +70,15 @@ def forward(parts: Parts, params: Params, micro: TrainBatch) -> tuple[Array, Arr
     attend = rows_with_prefix(micro.segment, micro.position, micro.row_prompt, micro.prompt_length)
     hidden, _ = parts.model.apply(params, micro.tokens, micro.position, attend, memory)
     rows = micro.tokens.shape
-    logp, entropy = token_logprobs(
+    values = token_logprobs(
         lambda hidden: parts.model.unembed(params, hidden),
         hidden.reshape(bins, -1, hidden.shape[-1]),
         micro.targets.reshape(bins, -1),
         # Greedy sampling has no distribution: its ratios are those of the model itself.
         temperature=parts.sampling.temperature or 1.0,
+        entropy=entropy,
     )
-    return logp.reshape(rows), entropy.reshape(rows)
+    return jax.tree.map(lambda value: value.reshape(rows), values)
 
 
 def held_dtype(model: Model) -> str:
@@ -84,8 +90,8 @@ def held_dtype(model: Model) -> str:
 
 
 def as_computed(model: Model, params: Params) -> Params:
-    """The parameters in the dtype that the model computes in."""
-    return jax.tree.map(lambda leaf: leaf.astype(model.config.dtype), params)
+    """The parameters in the dtypes that the model computes in."""
+    return jax.tree.map(lambda leaf, spec: leaf.astype(spec.dtype), params, model.shapes)
 
 
 def micro_batch(batch: TrainBatch, index: Array) -> TrainBatch:

@@ -14,14 +14,16 @@ from jax import Array
 
 from jaxgrpo import advantages, packing, sharding
 from jaxgrpo.diagnostics import advantage_metrics, completion_metrics, group_metrics
+from jaxgrpo.logprobs import Entropy
 from jaxgrpo.metrics import Metrics, mean, merge
 from jaxgrpo.models.api import Constrain
 from jaxgrpo.packing import Geometry
 from jaxgrpo.parts import Parts, forward, micro_batch
 from jaxgrpo.types import FIELDS, Params, Rollouts, TrainBatch, TrainState
 
-Score = Callable[[Params, TrainBatch], tuple[Array, Array]]
-"""(parameters, batch) -> (log-probs, entropies) [K, D, R, Q] of its live micro-batches"""
+Score = Callable[[Params, TrainBatch, Entropy], tuple[Array, Array | None]]
+"""(parameters, batch, "none" or "value") -> (log-probs, entropies) [K, D, R, Q] of its live
+micro-batches; without entropies None"""
 
 
 class Prepared(NamedTuple):
@@ -71,7 +73,7 @@ class _Programs(NamedTuple):
 def _compile(parts: Parts) -> _Programs:
     shape = _sample_shape(parts.geometry)
     return _Programs(
-        score=jax.jit(functools.partial(_score, parts)),
+        score=jax.jit(functools.partial(_score, parts), static_argnums=2),
         judge=jax.jit(functools.partial(_judge, parts)),
         gather=jax.jit(functools.partial(_gather, sharding.constrain(parts.mesh))),
         scatter=jax.jit(lambda values, where: packing.scatter(values, where, shape)),
@@ -87,15 +89,18 @@ def _gather(constrain: Constrain, *arguments: Any) -> TrainBatch:
     return jax.tree.map(lay_out, packing.gather(*arguments))
 
 
-def _score(parts: Parts, params: Params, batch: TrainBatch) -> tuple[Array, Array]:
+def _score(
+    parts: Parts, params: Params, batch: TrainBatch, entropy: Entropy
+) -> tuple[Array, Array | None]:
     """Log-probs and entropies [K, D, R, Q] under `params`; 0 in micro-batches that are not live."""
 
-    def body(index: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
-        values = forward(parts, params, micro_batch(batch, index))
+    def body(index: Array, carry: Any) -> Any:
+        values = forward(parts, params, micro_batch(batch, index), entropy)
         return jax.tree.map(lambda whole, one: whole.at[index].set(one), carry, values)
 
     empty = jnp.zeros(batch.tokens.shape, jnp.float32)
-    return jax.lax.fori_loop(0, batch.num_live, body, (empty, empty))
+    start = (empty, None if entropy == "none" else empty)
+    return jax.lax.fori_loop(0, batch.num_live, body, start)
 
 
 def _score_fields(
@@ -105,10 +110,13 @@ def _score_fields(
     fields: dict[str, Array] = {}
     for policy in sorted({FIELDS[name].policy for name in names}):
         params = state.trainable if policy == "trainer" else state.frozen[policy]
-        logp, entropy = programs.score(params, batch)
-        for name in names:
-            if FIELDS[name].policy == policy:
-                fields[name] = logp if FIELDS[name].quantity == "logp" else entropy
+        wanted = {name: FIELDS[name].quantity for name in names if FIELDS[name].policy == policy}
+        asked = "value" if "entropy" in wanted.values() else "none"
+        logp, entropy = programs.score(params, batch, asked)
+        for name, quantity in wanted.items():
+            value = logp if quantity == "logp" else entropy
+            assert value is not None
+            fields[name] = value
     return fields
 
 

@@ -30,6 +30,8 @@ class SamplingSettings(NamedTuple):
     pad_token: int
     segment_tokens: int = 64  # tokens decoded between two looks of the host
     purpose: int = 0  # folded into the key: evaluation never repeats training's draws
+    top_k: int = 0  # draw from the so many likeliest tokens; 0: from all
+    top_p: float = 1.0  # draw from the fewest likeliest tokens of this probability
 
 
 class Sampler(NamedTuple):
@@ -60,8 +62,9 @@ def make_sampler(
 def sample(sampler: Sampler, params: Params, prompts: Prompts, key: Array) -> Rollouts:
     """Draws G completions for every prompt from the policy `params`.
 
-    A token is drawn by Gumbel-max from softmax(logits / temperature) with the key folded from
-    (key, purpose, step, ordinal, sample, token), so a sample depends on nothing beside it.
+    A token is drawn by Gumbel-max from softmax(logits / temperature), cut to top_k and top_p, with
+    the key folded from (key, purpose, step, ordinal, sample, token), so a sample depends on nothing
+    beside it.
 
     Args:
       key: [2] uint32, the data of the run's key.
@@ -80,8 +83,10 @@ def sample(sampler: Sampler, params: Params, prompts: Prompts, key: Array) -> Ro
     return sampler.finish(state, prompts)
 
 
-def draw(keys: Array, logits: Array, temperature: float) -> tuple[Array, Array]:
-    """One token per row, and its log-probability.
+def draw(
+    keys: Array, logits: Array, temperature: float, top_k: int = 0, top_p: float = 1.0
+) -> tuple[Array, Array]:
+    """One token per row, and its log-probability under the distribution drawn from.
 
     Two-level Gumbel-max: first a block of the vocabulary by its log-sum-exp, then a token within
     it. Exact, with sqrt(V)-many random numbers per token instead of V; unlike an inverse CDF it
@@ -93,7 +98,7 @@ def draw(keys: Array, logits: Array, temperature: float) -> tuple[Array, Array]:
     if temperature == 0:
         token = logits.argmax(-1)
         return token, _chosen(jax.nn.log_softmax(logits, axis=-1), token)
-    logits = logits / temperature
+    logits = truncate(logits / temperature, top_k, top_p)
     *rows, vocab = logits.shape
     width = 1 << max(1, (vocab - 1).bit_length() // 2)
     blocks = -(-vocab // width)
@@ -106,6 +111,48 @@ def draw(keys: Array, logits: Array, temperature: float) -> tuple[Array, Array]:
     inside = jnp.take_along_axis(blocked, block[..., None, None], axis=-2)[..., 0, :]
     token = block * width + (inside + gumbel[..., blocks:]).argmax(-1)
     return token, _chosen(logits, token) - jax.nn.logsumexp(weight, axis=-1)
+
+
+def truncate(logits: Array, top_k: int = 0, top_p: float = 1.0) -> Array:
+    """Logits with -inf outside the `top_k` likeliest tokens, then outside the nucleus of the rest.
+
+    The nucleus is the smallest set of likeliest tokens whose probability, renormalised over what
+    `top_k` left, is at least `top_p`. Tokens as likely as the last of a set are in it too, so that
+    nothing depends on the order of the vocabulary.
+
+    Each threshold is found exactly, by bisection on the bits of the logits: 32 sums over the
+    vocabulary, and no sort, which would collect a sharded one.
+
+    Args:
+      top_k: 0, or as many as there are tokens: no limit.
+      top_p: in (0, 1]; 1: no limit.
+
+    Shapes: logits [..., V] float32 -> the same.
+    Source: top-p: Holtzman et al. 2020, arXiv 1904.09751.
+    """
+    if 0 < top_k < logits.shape[-1]:
+        logits = _likeliest(logits, lambda kept: kept.sum(-1, dtype=jnp.int32) >= top_k)
+    if top_p < 1:
+        probability = jax.nn.softmax(logits, axis=-1)
+        logits = _likeliest(logits, lambda kept: jnp.where(kept, probability, 0).sum(-1) >= top_p)
+    return logits
+
+
+def _likeliest(logits: Array, is_enough: Callable[[Array], Array]) -> Array:
+    """Logits at and above the highest threshold at which what is kept is enough; -inf elsewhere."""
+    size = 8 * logits.dtype.itemsize
+    bits = jax.lax.bitcast_convert_type(logits, jnp.dtype(f"int{size}"))
+    # Of negative floats the larger has the smaller bits; so ordered, integers compare as floats do.
+    order = jnp.where(bits < 0, bits ^ jnp.iinfo(bits.dtype).max, bits)
+
+    def halve(_, bounds: tuple[Array, Array]) -> tuple[Array, Array]:
+        low, high = bounds  # enough at low; not enough above high
+        middle = (low | high) - ((low ^ high) >> 1)  # the mean rounded up, without overflow
+        enough = is_enough(order >= middle[..., None])
+        return jnp.where(enough, middle, low), jnp.where(enough, high, middle - 1)
+
+    low, _ = jax.lax.fori_loop(0, size, halve, (order.min(-1), order.max(-1)))
+    return jnp.where(order >= low[..., None], logits, -jnp.inf)
 
 
 def _chosen(values: Array, token: Array) -> Array:
@@ -185,7 +232,8 @@ def _one_token(model: Model, settings: SamplingSettings, params, state: DecodeSt
     )
     logits = model.unembed(params, hidden[..., 0, :])
     fold = jax.vmap(jax.vmap(jax.random.fold_in, in_axes=(0, None)), in_axes=(0, None))
-    token, logp = draw(fold(state.keys, state.index), logits, settings.temperature)
+    keys = fold(state.keys, state.index)
+    token, logp = draw(keys, logits, settings.temperature, settings.top_k, settings.top_p)
     active = ~state.done
     token = jnp.where(active, token, settings.pad_token).astype(jnp.int32)
     stopped = (token[..., None] == jnp.asarray(settings.stop_tokens, jnp.int32)).any(-1)

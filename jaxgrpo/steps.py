@@ -122,7 +122,8 @@ def _accumulate(parts: Parts, trainable: Params, batch: TrainBatch):
 
 
 def _loss(parts: Parts, params: Params, micro: TrainBatch) -> tuple[Array, Metrics]:
-    logp, entropy = forward(parts, params, micro)
+    logp, entropy = forward(parts, params, micro, "value")
+    assert entropy is not None
     logp = jnp.where(micro.mask, logp, 0)
     per_token, metrics = token_loss(
         parts.objective.surrogate,
@@ -138,7 +139,7 @@ def _loss(parts: Parts, params: Params, micro: TrainBatch) -> tuple[Array, Metri
     metrics = merge(
         metrics,
         {
-            "entropy": mean(jax.lax.stop_gradient(entropy), micro.mask),
+            "entropy": mean(entropy, micro.mask),
             "sampling/sampling_logp_difference/mean": mean(gap, micro.mask),
             "sampling/sampling_logp_difference/max": maximum(gap, micro.mask),
         },

@@ -26,7 +26,7 @@ def keys():
 @pytest.fixture(scope="module")
 def rows(repository):
     text = (repository / "docs" / "configuration.md").read_text()
-    return dict(re.findall(r"^\| `([a-z_.]+)` \| ([^|]*?) \|", text, re.MULTILINE))
+    return dict(re.findall(r"^\| `([a-z0-9_.]+)` \| ([^|]*?) \|", text, re.MULTILINE))
 
 
 def test_every_key_is_described_and_no_other(rows):

@@ -93,7 +93,7 @@ def read_params(
     Holds one leaf on the host at a time, and of it only what this process's devices keep.
 
     Args:
-      dtype: of the result; None: model.config.dtype.
+      dtype: of the result; None: what the model computes in, leaf by leaf (`model.shapes`).
       shardings: tree of shardings like the parameters (over processes too); None: this process's
         default device.
 
@@ -101,7 +101,6 @@ def read_params(
     """
     folder = find_folder(path)
     entries = qwen3.entries(model)
-    dtype = model.config.dtype if dtype is None else dtype
     params: Params = jax.tree.map(lambda _: None, model.shapes)
     with weights.open_weights(folder) as files:
         _check_names(folder, {entry.name for entry in entries}, files, model.config.tie_embeddings)
@@ -117,9 +116,10 @@ def read_params(
 
         for leaf_path, group in itertools.groupby(entries, key=lambda entry: entry.path):
             parts = ((entry.period, read(entry)) for entry in group)
-            shape = _at(model.shapes, leaf_path).shape
+            spec = _at(model.shapes, leaf_path)
+            held = str(spec.dtype) if dtype is None else dtype
             sharding = None if shardings is None else _at(shardings, leaf_path)
-            _at(params, leaf_path[:-1])[leaf_path[-1]] = _place(shape, dtype, sharding, parts)
+            _at(params, leaf_path[:-1])[leaf_path[-1]] = _place(spec.shape, held, sharding, parts)
     return params
 
 

@@ -53,7 +53,8 @@ class Model(NamedTuple):
     init: Callable[[Array], Params]  # key -> parameters
     apply: Callable[[Params, Array, Array, Attend, Any], tuple[Array, Any]]
     """(params, tokens [*B, Q], positions [*B, Q], attend, memory)
-    -> (hidden [*B, Q, hidden_size] after the final norm, memory in the form it came in)"""
+    -> (hidden [*B, Q, hidden_size] after the final norm, memory in the form it came in)
+    The final norm gives config.dtype, or at least float32 with config.float32_head."""
     unembed: Callable[[Params, Array], Array]
     """(params, hidden [..., E]) -> logits [..., V], float32"""
     axes: Params  # parameter tree of tuples: the logical axis name of each dimension

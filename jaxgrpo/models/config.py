@@ -41,6 +41,7 @@ class ModelConfig:
     query_scale: float | None = None  # None: head_dim ** -0.5
     max_positions: int = 32_768  # the longest sequence the weights are meant for; not enforced here
     dtype: str = "float32"  # of parameters and activations
+    float32_head: bool = False  # the last norm's output, the head and its product in float32
 
     @property
     def periods(self) -> int:

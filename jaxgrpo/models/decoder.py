@@ -17,7 +17,15 @@ from jax import Array
 from jaxgrpo.errors import InputError
 from jaxgrpo.models.api import Attend, Constrain, Model, memory_per_layer
 from jaxgrpo.models.config import LayerKind, ModelConfig
-from jaxgrpo.models.layers import ACTIVATIONS, Angles, Block, Embedding, RMSNorm, rotary_angles
+from jaxgrpo.models.layers import (
+    ACTIVATIONS,
+    Angles,
+    Block,
+    Embedding,
+    RMSNorm,
+    head_dtype,
+    rotary_angles,
+)
 from jaxgrpo.types import Params
 
 HIDDEN_AXES: dict[int, tuple[str | None, ...]] = {
@@ -55,12 +63,12 @@ def build(config: ModelConfig, *, constrain: Constrain | None = None, remat: boo
     Raises: InputError naming every field of the config that cannot be built.
     """
     _check(config)
-    embed = _define(lambda rngs: Embedding(config, rngs))
+    embed, head = _embed_and_head(config)
     block = _define(lambda rngs: Block(config, rngs))
     norm = _define(lambda rngs: RMSNorm(config.hidden_size, config))
 
     def init(key: Array) -> Params:
-        return _init(config, embed, block, norm, key)
+        return _init(config, embed, head, block, norm, key)
 
     def lay_out(hidden: Array) -> Array:
         axes = HIDDEN_AXES.get(hidden.ndim)
@@ -83,11 +91,12 @@ def build(config: ModelConfig, *, constrain: Constrain | None = None, remat: boo
             hidden, memory = _unrolled(config, layers, params, hidden, memory)
         else:
             hidden, memory = _scanned(config, layers, params, hidden, memory, remat)
+        if config.float32_head:
+            hidden = hidden.astype(head_dtype(config))
         return norm.bind(params["final_norm"])(hidden), memory
 
     def unembed(params: Params, hidden: Array) -> Array:
-        table = params["embed" if config.tie_embeddings else "head"]
-        return embed.bind(table).decode(hidden)
+        return head.bind(params["embed" if config.tie_embeddings else "head"]).decode(hidden)
 
     # The key is made inside, so that building a model touches no device.
     shapes = jax.eval_shape(lambda: init(jax.random.key(0)))
@@ -120,8 +129,20 @@ def _define(make: Callable[[nnx.Rngs], nnx.Module]) -> _Definition:
     return _Definition(make, graph, nnx.to_pure_dict(axes))
 
 
+def _embed_and_head(config: ModelConfig) -> tuple[_Definition, _Definition]:
+    """Definitions of the token embedding and the output head: the same one where they are tied."""
+    wide, tied = config.float32_head, config.tie_embeddings
+    embed = _define(lambda rngs: Embedding(config, rngs, wide=wide and tied))
+    return embed, embed if tied else _define(lambda rngs: Embedding(config, rngs, wide=wide))
+
+
 def _init(
-    config: ModelConfig, embed: _Definition, block: _Definition, norm: _Definition, key: Array
+    config: ModelConfig,
+    embed: _Definition,
+    head: _Definition,
+    block: _Definition,
+    norm: _Definition,
+    key: Array,
 ) -> Params:
     """Layer i draws from fold_in(key, i) wherever the pattern puts it."""
     periods, pattern, depth = config.periods, len(config.pattern), config.num_layers
@@ -138,7 +159,7 @@ def _init(
             for k in range(pattern)
         }
     if not config.tie_embeddings:
-        params["head"] = embed.init(keys[depth + 1])
+        params["head"] = head.init(keys[depth + 1])
     return params
 
 

@@ -8,6 +8,7 @@ as in the Hugging Face models of these families (`initializer_range`).
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -56,20 +57,30 @@ def rotate(
 
 
 class Embedding(nnx.Module):
-    """A table of one vector per token; read by `encode`, and as an output head by `decode`."""
+    """A table of one vector per token; read by `encode`, and as an output head by `decode`.
 
-    def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
+    A `wide` table is held in at least float32, and its product is computed in that dtype.
+    """
+
+    def __init__(self, config: ModelConfig, rngs: nnx.Rngs, *, wide: bool = False):
         shape = (config.vocab_size, config.hidden_size)
-        self.table = _matrix(shape, ("vocab", "embed"), config, rngs)
+        held = dataclasses.replace(config, dtype=head_dtype(config)) if wide else config
+        self.table = _matrix(shape, ("vocab", "embed"), held, rngs)
+        self.dtype, self.wide = config.dtype, wide
 
     def encode(self, tokens: Int[Array, "*B Q"]) -> Float[Array, "*B Q E"]:
-        return self.table[...][tokens]
+        vectors = self.table[...][tokens]
+        return vectors.astype(self.dtype) if self.wide else vectors
 
     def decode(self, hidden: Float[Array, "*B E"]) -> Float[Array, "*B V"]:
         """Logits in at least float32, whatever the dtype of the table."""
         table = self.table[...]
         dtype = jnp.promote_types(table.dtype, jnp.float32)
-        return jnp.einsum("...e,ve->...v", hidden, table, preferred_element_type=dtype)
+        # By default a TPU multiplies float32 in bfloat16 and a GPU in TF32.
+        precision = "highest" if self.wide else None
+        return jnp.einsum(
+            "...e,ve->...v", hidden, table, preferred_element_type=dtype, precision=precision
+        )
 
 
 class RMSNorm(nnx.Module):
@@ -186,6 +197,11 @@ class Block(nnx.Module):
         if self.feed_forward_out_norm is not None:
             branch = self.feed_forward_out_norm(branch)
         return hidden + branch, memory
+
+
+def head_dtype(config: ModelConfig) -> str:
+    """The dtype of a wide head and of what it reads."""
+    return str(jnp.promote_types(config.dtype, jnp.float32))
 
 
 def _matrix(

@@ -1,0 +1,195 @@
+"""What token log-probs cost in chunks, forward and backward, beside one whole array of logits.
+
+    python -m benchmarks.logprobs [--tokens 512 --vocab 32768 --width 256] [--chunks 64 256]
+
+The limit is 1.5 times the unchunked form, log_softmax and a gather differentiated by JAX: a
+backward pass that recomputes needs four matrix products for its three. The products alone are timed
+in the same rounds, and torch's form of the same where torch is installed. Memory is what the
+compiler plans beside arguments and results.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.common import describe, interval, report, timed
+from jaxgrpo.logprobs import token_logprobs
+
+LIMIT = 1.5
+UNCHUNKED = "unchunked"
+Arrays = dict[str, np.ndarray]
+
+
+def arrays(tokens: int, vocab: int, width: int) -> Arrays:
+    """Hidden states, head, targets, and the cotangent of each log-prob."""
+    random = np.random.default_rng(0)
+    return {
+        "hidden": random.normal(size=(1, tokens, width)).astype(np.float32),
+        "table": (random.normal(size=(vocab, width)) / np.sqrt(width)).astype(np.float32),
+        "targets": random.integers(0, vocab, (1, tokens)).astype(np.int32),
+        "weight": random.normal(size=(1, tokens)).astype(np.float32),
+    }
+
+
+def logits_of(table: Array, hidden: Array) -> Array:
+    return jnp.einsum("...e,ve->...v", hidden, table, preferred_element_type=jnp.float32)
+
+
+def chunked(floats: Any, given: Any, **options: Any) -> Array:
+    """The weighted sum of log-probs (and of entropies that carry gradient)."""
+    unembed = functools.partial(logits_of, floats["table"])
+    logp, entropy = token_logprobs(unembed, floats["hidden"], given["targets"], **options)
+    loss = (given["weight"] * logp).sum()
+    return loss if entropy is None else loss + (given["weight"] * entropy).sum()
+
+
+def unchunked(floats: Any, given: Any) -> Array:
+    logp = jax.nn.log_softmax(logits_of(floats["table"], floats["hidden"]), axis=-1)
+    chosen = jnp.take_along_axis(logp, given["targets"][..., None], axis=-1)[..., 0]
+    return (given["weight"] * chosen).sum()
+
+
+def unchunked_entropy(floats: Any, given: Any) -> Array:
+    logp = jax.nn.log_softmax(logits_of(floats["table"], floats["hidden"]), axis=-1)
+    chosen = jnp.take_along_axis(logp, given["targets"][..., None], axis=-1)[..., 0]
+    return (given["weight"] * (chosen - (jnp.exp(logp) * logp).sum(-1))).sum()
+
+
+def products(floats: Any, given: Any) -> Any:
+    """The three matrix products of the unchunked form, and nothing else that takes time."""
+    del given
+    logits = logits_of(floats["table"], floats["hidden"])
+    return logits @ floats["table"], jnp.einsum("dnv,dne->ve", logits, floats["hidden"])
+
+
+class Contender:
+    """A jitted function of (floats, given), with the temporary memory that its compiler plans."""
+
+    def __init__(self, function: Callable[..., Any], floats: Any, given: Any):
+        compiled = jax.jit(function).lower(floats, given).compile()
+        self.run = functools.partial(timed, compiled, floats, given)
+        memory = compiled.memory_analysis()
+        self.bytes = None if memory is None else memory.temp_size_in_bytes
+
+    def seconds(self) -> float:
+        return self.run()[1]
+
+
+def torch_form(values: Arrays) -> Callable[[], float] | None:
+    """Seconds of torch's log_softmax and gather, forward and backward."""
+    try:
+        import torch
+    except ImportError:
+        return None
+    hidden, table = (
+        torch.from_numpy(values[name]).requires_grad_(True) for name in ("hidden", "table")
+    )
+    targets = torch.from_numpy(values["targets"]).long()[..., None]
+    weight = torch.from_numpy(values["weight"])
+
+    def once() -> None:
+        hidden.grad = table.grad = None
+        logp = torch.log_softmax(hidden @ table.T, dim=-1)
+        (weight * logp.gather(-1, targets)[..., 0]).sum().backward()
+
+    return lambda: timed(once)[1]
+
+
+def contenders(values: Arrays, chunks: list[int]) -> dict[str, Contender]:
+    vocab = len(values["table"])
+    on_device = jax.tree.map(jnp.asarray, values)
+    floats = {name: on_device[name] for name in ("hidden", "table")}
+
+    def gradient(loss: Callable[..., Array], **options: Any) -> Contender:
+        whole = jax.value_and_grad(functools.partial(loss, **options))
+        return Contender(whole, floats, on_device)
+
+    result = {UNCHUNKED: gradient(unchunked), "chunked": gradient(chunked)}
+    for tokens in chunks:
+        limit = tokens * vocab
+        result[f"chunks of {tokens}"] = gradient(chunked, logits_per_chunk=limit)
+    result["unchunked, entropy"] = gradient(unchunked_entropy)
+    result["chunked, entropy"] = gradient(chunked, entropy="gradient")
+    result["products"] = Contender(products, floats, on_device)
+    return result
+
+
+def compare(calls: Mapping[str, Callable[[], float]], repeats: int) -> dict[str, list[float]]:
+    """Seconds of each, in turn, so that a busy machine is busy for all; two rounds warm up."""
+    spent: dict[str, list[float]] = {name: [] for name in calls}
+    for repeat in range(repeats + 2):
+        for name, seconds in calls.items():
+            value = seconds()
+            if repeat >= 2:
+                spent[name].append(value)
+    return spent
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--tokens", type=int, default=512)
+    parser.add_argument("--vocab", type=int, default=32_768)
+    parser.add_argument("--width", type=int, default=256)
+    parser.add_argument("--chunks", type=int, nargs="*", default=[], help="further chunk sizes")
+    parser.add_argument("--repeats", type=int, default=11)
+    arguments = parser.parse_args()
+    about, console = describe(), Console(width=110)
+    console.print(f"{about['device']}, jax {about['jax']}, commit {about['commit']}")
+    values = arrays(arguments.tokens, arguments.vocab, arguments.width)
+    made = contenders(values, arguments.chunks)
+    calls = {name: contender.seconds for name, contender in made.items()}
+    rival = torch_form(values)
+    if rival is None:
+        console.print("torch is not installed: its form is left out")
+    else:
+        calls["torch"] = rival
+    spent = compare(calls, arguments.repeats)
+    flops = 6 * arguments.tokens * arguments.vocab * arguments.width
+    report({**about, **vars(arguments), **show(console, made, spent, flops)})
+
+
+def show(
+    console: Console, made: Mapping[str, Contender], spent: Mapping[str, list[float]], flops: int
+) -> dict[str, Any]:
+    """Prints the table; the numbers of it, with ratios to the unchunked form of the same round."""
+    rate = flops / float(np.median(spent["products"]))
+    console.print(f"the products alone: {rate / 1e9:.0f} GFLOP/s")
+    table = Table("form", "ms", "ratio", "95%", "MiB", "limit", "within")
+    result: dict[str, Any] = {"gflops": round(rate / 1e9, 1)}
+    for name, seconds in spent.items():
+        base = "unchunked, entropy" if name.endswith(", entropy") else UNCHUNKED
+        pairs = zip(seconds, spent[base], strict=True)
+        ratio, low, high = interval([own / other for own, other in pairs])
+        milliseconds = 1e3 * float(np.median(seconds))
+        memory = made[name].bytes if name in made else None
+        limited = name.startswith("chunk")
+        table.add_row(
+            name,
+            f"{milliseconds:.1f}",
+            f"{ratio:.2f}",
+            f"{low:.2f} .. {high:.2f}",
+            "" if memory is None else f"{memory / 2**20:.0f}",
+            f"{LIMIT}" if limited else "",
+            ("yes" if ratio <= LIMIT else "NO") if limited else "",
+        )
+        result |= {f"ms/{name}": round(milliseconds, 2), f"ratio/{name}": round(ratio, 3)}
+        if memory is not None:
+            result[f"bytes/{name}"] = memory
+    console.print(table)
+    return result
+
+
+if __name__ == "__main__":
+    main()
