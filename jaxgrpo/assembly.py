@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 
 from jaxgrpo import advantages, losses, packing, sharding
 from jaxgrpo.advantages import AdvantageTransform
+from jaxgrpo.chain_tail import build_penalties, build_tail
 from jaxgrpo.config import Config
 from jaxgrpo.errors import InputError
 from jaxgrpo.inputs import eval_source, load_prompts, make_chat
@@ -160,6 +161,8 @@ def make_parts(
     )
     packing.check_geometry(geometry)
     chain = advantage if advantage is not None else make_chain(config, rewards)
+    ends = (config.loss.kl, config.loss.mismatch)
+    chain = advantages.extend(chain, *build_tail(*(end and _part(config, end) for end in ends)))
     objective = make_objective(config)
     optimizer = config.optimizer
     return Parts(
@@ -226,17 +229,13 @@ def make_policy(config: Config, rewards: Sequence[Reward]) -> PromptPolicy:
 def make_objective(config: Config) -> Objective:
     """Surrogate, reduction and penalties of a run."""
     loss = config.loss
-
-    def part(spec: Mapping[str, Any]) -> dict[str, Any]:
-        return {**spec, "use": _own(config, spec["use"])}
-
-    reduction = part(loss.reduction)
+    reduction = _part(config, loss.reduction)
     if reduction["use"] == "constant":
         reduction = {"length": config.rollout.max_completion_tokens, **reduction}
     return Objective(
-        surrogate=losses.build_surrogate(part(loss.surrogate)),
+        surrogate=losses.build_surrogate(_part(config, loss.surrogate)),
         reduction=losses.build_reduction(reduction),
-        penalties=(losses.build_penalty(part(loss.kl)),) if loss.kl else (),
+        penalties=build_penalties(_part(config, loss.kl) if loss.kl else None),
         penalties_on=loss.penalties_on,
         proximal=loss.proximal,
     )
@@ -323,6 +322,11 @@ def first_state(
 def _mesh_sizes(config: Config) -> dict[str, int]:
     mesh = config.mesh
     return {"data": mesh.data, "fsdp": mesh.fsdp, "tensor": mesh.tensor, "context": mesh.context}
+
+
+def _part(config: Config, spec: Mapping[str, Any]) -> dict[str, Any]:
+    """A part with the function that it names."""
+    return {**spec, "use": _own(config, spec["use"])}
 
 
 def _own(config: Config, use: Any) -> Any:
