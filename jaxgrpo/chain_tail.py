@@ -59,8 +59,8 @@ def build_tail(
 def _kl_return(options: dict[str, Any]) -> AdvantageTransform:
     if ("beta" in options) == ("target_validity" in options):
         raise InputError(
-            f"{IN_REWARD} takes beta or target_validity, one of the two: beta = 0.01, the price of a"
-            " nat; or target_validity = 0.9, the success rate that the price shall lead to"
+            f"{IN_REWARD} takes beta or target_validity, one of the two: beta = 0.01, the price of"
+            " a nat; or target_validity = 0.9, the success rate that the price shall lead to"
         )
     if "beta" in options:
         return call(IN_REWARD, advantages.add_kl_return, options)

@@ -66,7 +66,7 @@ def base(tmp_path_factory) -> str:
     """A Hugging Face folder of the table: the layer adds nothing, and the last state is ones."""
     folder = tmp_path_factory.mktemp("table")
     params = jax.tree.map(np.asarray, model().init(jax.random.key(0)))
-    silent = lambda path, leaf: leaf * ("down" not in str(path) and "'o'" not in str(path))  # noqa: E731
+    silent = lambda path, leaf: leaf * ("down" not in str(path) and "out" not in str(path))  # noqa: E731
     params["blocks"] = jax.tree_util.tree_map_with_path(silent, params["blocks"])
     params["embed"] = jax.tree.map(np.ones_like, params["embed"])
     rows = np.repeat(logits_of_table()[:, None] / WIDTH, WIDTH, 1)
@@ -116,3 +116,58 @@ def train(base: str, folder: Any, **changes: Any) -> tuple[np.ndarray, jaxgrpo.t
 def test_the_checkpoint_is_the_table(base):
     params = huggingface.read_params(huggingface.find_folder(base), model())
     np.testing.assert_allclose(chances(params), BASE, rtol=0, atol=1e-6)
+
+
+def check(found: np.ndarray, validity: float, within: float = 0.005) -> None:
+    """The success rate, and the shares of the right answers: always those of the base."""
+    assert found[:3].sum() == pytest.approx(validity, abs=within)
+    np.testing.assert_allclose(found[:3] / found[:3].sum(), FILTERED, rtol=0, atol=0.01)
+
+
+def test_kl_in_the_return_leads_to_the_tilted_base(base, tmp_path):
+    beta = 0.5
+    found, run = train(
+        base, tmp_path, recipe="rloo", loss={"kl": {"use": "k1_in_reward", "beta": beta}}
+    )
+    tilted = BASE * np.exp(VALID / beta)
+    tilted /= tilted.sum()
+    assert tilted[:3].sum() == pytest.approx(1 / (1 + np.exp(-2)))
+    check(found, tilted[:3].sum())
+    distance = (tilted * np.log(tilted / BASE)).sum()
+    logged = np.mean([line["add_kl_return/kl"] for line in run.metrics[-20:]])
+    assert logged == pytest.approx(distance, abs=0.02)
+
+
+def test_a_target_validity_is_reached(base, tmp_path):
+    kl = {"use": "k1_in_reward", "target_validity": 0.9}
+    found, run = train(base, tmp_path, recipe="rloo", loss={"kl": kl})
+    check(found, 0.9)
+    last = {name.rpartition("/")[2]: value for name, value in run.metrics[-1].items()}
+    # The base's rate, .5, is known from samples of a policy that has long left it.
+    assert last["base_rate"] == pytest.approx(0.5, abs=0.005)
+    assert last["beta"] == pytest.approx(1 / np.log(9), abs=0.01)
+    assert last["rows_left_out"] == 0
+
+
+def test_alpha_dpg_leads_to_the_filtered_model(base, tmp_path):
+    found, _ = train(base, tmp_path, recipe="alpha_dpg")
+    assert found[:3].sum() > 0.99
+    check(found, 1.0, within=0.01)
+
+
+def test_k3_in_the_loss_leads_elsewhere_than_its_value_says(base, tmp_path):
+    """Its gradient is that of KL(reference || policy): E v - beta KL(base || policy) is climbed."""
+    beta = 0.5
+    found, _ = train(
+        base, tmp_path, recipe="rloo", loss={"kl": {"use": "forward_kl_k3", "beta": beta}}
+    )
+    # At rest policy (v - mu - beta) + beta base = 0 for each answer, mu being the success rate.
+    low, high = 0.5, 1.0
+    for _ in range(60):
+        mu = (low + high) / 2
+        policy = beta * BASE / (mu + beta - VALID)
+        low, high = (mu, high) if policy.sum() > 1 else (low, mu)
+    assert mu == pytest.approx(0.809, abs=1e-3)
+    assert (policy * VALID).sum() == pytest.approx(mu)
+    check(found, mu)
+    assert abs(found[:3].sum() - 1 / (1 + np.exp(-2))) > 0.05
