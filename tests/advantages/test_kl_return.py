@@ -110,7 +110,7 @@ def test_beta_is_the_one_that_leads_the_rows_met_to_the_target():
     """Two rows of base rates 1/2 and 1/4, one that never succeeds, and one that was never met."""
     rewards = np.array([[1, 1, 0, 0], [1, 0, 0, 0], [0, 0, 0, 0]], float)
     zero = np.zeros((3, 4, 1))
-    logps = {name: zero for name in ("trainer_logp", "base_logp", "behavior_logp")}
+    logps = dict.fromkeys(("trainer_logp", "base_logp", "behavior_logp"), zero)
     given = {"row": np.array([2, 0, 1]), "token_mask": np.ones((3, 4, 1), bool), **logps}
     step = adv.add_kl_return_for_validity(0.8)
     _, state, metrics = run([step], rewards, num_rows=4, **given)
@@ -141,7 +141,7 @@ def test_the_base_rate_is_right_in_expectation_whatever_the_policy_became():
 
 def test_a_base_that_is_there_already_or_never_succeeds_gives_the_highest_beta():
     zero = np.zeros((1, 4, 1))
-    logps = {name: zero for name in ("trainer_logp", "base_logp", "behavior_logp")}
+    logps = dict.fromkeys(("trainer_logp", "base_logp", "behavior_logp"), zero)
     for rewards in ([[1.0, 1.0, 1.0, 0.0]], [[0.0, 0.0, 0.0, 0.0]]):
         signal, _, metrics = run(
             [adv.add_kl_return_for_validity(0.6, max_beta=7.0)],
