@@ -32,11 +32,7 @@ def step(run: assembly.Setup, state):
 @pytest.fixture(scope="module")
 def warm(tmp_path_factory):
     """A run with a reference and a base that has made two steps, and its state."""
-    step_of_chain = [
-        {"use": "sum_rewards"},
-        {"use": "sign", "threshold": 0.5},
-        {"use": "to_tokens"},
-    ]
+    names = ("sum_rewards", "to_tokens")
     run = run_of(
         tmp_path_factory.mktemp("warm") / "r",
         advantage=[
