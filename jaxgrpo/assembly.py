@@ -160,9 +160,7 @@ def make_parts(
         rows=config.train.rows_per_micro_batch or whole_step,
     )
     packing.check_geometry(geometry)
-    chain = advantage if advantage is not None else make_chain(config, rewards)
-    ends = (config.loss.kl, config.loss.mismatch)
-    chain = advantages.extend(chain, *build_tail(*(end and _part(config, end) for end in ends)))
+    chain = make_chain(config, rewards, advantage)
     objective = make_objective(config)
     optimizer = config.optimizer
     return Parts(
@@ -205,12 +203,19 @@ def sampling_settings(
     )
 
 
-def make_chain(config: Config, rewards: Sequence[Reward]) -> AdvantageTransform:
-    """The advantage of a run: a recipe by name, or the list of parts."""
+def make_chain(
+    config: Config, rewards: Sequence[Reward], advantage: AdvantageTransform | None = None
+) -> AdvantageTransform:
+    """The advantage of a run: a recipe by name, the list of parts or `advantage`, and its tail."""
+    chain = advantage if advantage is not None else _named_chain(config, rewards)
+    kl, mismatch = config.loss.kl, config.loss.mismatch
+    tail = build_tail(kl and _part(config, kl), mismatch and _part(config, mismatch))
+    return advantages.extend(chain, *tail)
+
+
+def _named_chain(config: Config, rewards: Sequence[Reward]) -> AdvantageTransform:
     if config.advantage is not None:
-        return advantages.build(
-            [{**step, "use": _own(config, step["use"])} for step in config.advantage]
-        )
+        return advantages.build([_part(config, step) for step in config.advantage])
     assert config.method is not None
     options = {name: value for name, value in config.method.items() if name != "use"}
     recipe = _own(config, config.method["use"])

@@ -106,8 +106,7 @@ def train(
         stack.enter_context(runtime.stop_signals())
         log = stack.enter_context(Logbook(config, folder, display, done))
         loop = _Loop(parts, folder, checkpoints, display, log)
-        loop.best = tuple(meta["best"]) if meta.get("best") else None
-        loop.resets = Resets(**meta.get("resets", {}))
+        loop.recall(meta)
         state = loop.run(state, done)
         checkpoints.wait()
         summary = loop.finish(state)
@@ -146,6 +145,11 @@ class _Loop:
         self.reported: set[str] = set()  # rewards whose failure was shown
         self.tokens = 0.0
         self.seconds = 0.0
+
+    def recall(self, meta: Mapping[str, Any]) -> None:
+        """Takes up what a checkpoint says beside its state; nothing where there is none."""
+        self.best = tuple(meta["best"]) if meta.get("best") else None
+        self.resets = Resets(**meta.get("resets", {}))
 
     def run(self, state: TrainState, done: int) -> TrainState:
         last = self.config.train.steps
