@@ -1,7 +1,7 @@
 """Where whole runs come to rest: on a model that is a known table, by the public path.
 
-The base answers one question with one token, a .25, b .15 and c .10 (valid) or n .50 (not). What an
-objective leads to is then a number that can be written down.
+The base answers "?" with one token, a .25, b .15 and c .10 (valid) or n .50 (not), and the harder
+"!" with .10, .06, .04 and .80. What an objective leads to is then a number that can be written down.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ pytestmark = pytest.mark.slow
 
 ANSWERS = "abcn"
 BASE = np.array([0.25, 0.15, 0.10, 0.50])
+HARDER = np.array([0.10, 0.06, 0.04, 0.80])
 VALID = np.array([1.0, 1.0, 1.0, 0.0])
 FILTERED = np.array([0.50, 0.30, 0.20])  # the base among valid answers
 NEVER = -30.0  # the logit of every other token
@@ -33,7 +34,7 @@ WIDTH = 4
 
 @functools.cache
 def tokenizer():
-    return character_tokenizer("?" + ANSWERS)
+    return character_tokenizer("?!" + ANSWERS)
 
 
 @functools.cache
@@ -54,30 +55,29 @@ def ids(text: str) -> list[int]:
     return tokenizer()(text)["input_ids"]
 
 
-@functools.cache
-def logits_of_table() -> np.ndarray:
-    logits = np.full(len(tokenizer()), NEVER)
-    logits[ids(ANSWERS)] = np.log(BASE)
-    return logits
-
-
 @pytest.fixture(scope="module")
 def base(tmp_path_factory) -> str:
-    """A Hugging Face folder of the table: the layer adds nothing, and the last state is ones."""
+    """A Hugging Face folder of the two tables, one along each of two dimensions.
+
+    The layer adds nothing, and the last state of a question is 2 in a dimension of its own.
+    """
     folder = tmp_path_factory.mktemp("table")
-    params = jax.tree.map(np.asarray, model().init(jax.random.key(0)))
-    silent = lambda path, leaf: leaf * ("down" not in str(path) and "out" not in str(path))  # noqa: E731
-    params["blocks"] = jax.tree_util.tree_map_with_path(silent, params["blocks"])
-    params["embed"] = jax.tree.map(np.ones_like, params["embed"])
-    rows = np.repeat(logits_of_table()[:, None] / WIDTH, WIDTH, 1)
-    params["head"] = jax.tree.map(lambda leaf: rows.astype(leaf.dtype), params["head"])
+    params = jax.tree.map(np.array, model().init(jax.random.key(0)))
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params["blocks"]):
+        leaf *= "down" not in str(path) and "out" not in str(path)
+    (embed,), (head,) = jax.tree.leaves(params["embed"]), jax.tree.leaves(params["head"])
+    embed[:], head[:] = 0, 0
+    for dimension, (question, table) in enumerate({"?": BASE, "!": HARDER}.items()):
+        embed[ids(question), dimension] = 2
+        head[:, dimension] = NEVER / 2
+        head[ids(ANSWERS), dimension] = np.log(table) / 2
     huggingface.save_model(folder, model(), params, tokenizer=tokenizer())
     return str(folder)
 
 
-def chances(params: Any) -> np.ndarray:
-    """The probabilities of the four answers to the question."""
-    token = jnp.asarray([ids("?")])
+def chances(params: Any, question: str = "?") -> np.ndarray:
+    """The probabilities of the four answers to a question."""
+    token = jnp.asarray([ids(question)])
     position = jnp.zeros((1, 1), jnp.int32)
     attend = causal(position, jnp.ones((1, 1), bool))
     hidden, _ = model().apply(params, token, position, attend, None)
@@ -89,9 +89,11 @@ def valid(completions, **columns):
     return [float(text in "abc") for text in completions]
 
 
-def train(base: str, folder: Any, **changes: Any) -> tuple[np.ndarray, jaxgrpo.training.Run]:
+def train(
+    base: str, folder: Any, questions: str = "?", **changes: Any
+) -> tuple[np.ndarray, jaxgrpo.training.Run]:
     """The probabilities at the end of a run, and the run."""
-    tables = {
+    tables: dict[str, Any] = {
         "model": {"path": base},
         "data": {"prompt": "question", "answer": "", "chat_template": "none"},
         "loss": {},
@@ -104,18 +106,21 @@ def train(base: str, folder: Any, **changes: Any) -> tuple[np.ndarray, jaxgrpo.t
         },
         "train": {"steps": 200},
         "checkpoint": {"every": 1000},
+        "mesh": {"data": 1},  # many steps of almost no work: one device is the quickest
         "tracking": {"tensorboard": False},
         "run": {"dir": str(folder / "r"), "report_every": 0, "samples_every": 0},
     }
     for name, value in changes.items():
         tables[name] = {**tables.get(name, {}), **value} if isinstance(value, dict) else value
-    run = jaxgrpo.train(tables, rewards=[valid], dataset=[{"question": "?"}])
+    rows = [{"question": question} for question in questions]
+    run = jaxgrpo.train(tables, rewards=[valid], dataset=rows)
     return chances(run.state.trainable), run
 
 
 def test_the_checkpoint_is_the_table(base):
     params = huggingface.read_params(huggingface.find_folder(base), model())
     np.testing.assert_allclose(chances(params), BASE, rtol=0, atol=1e-6)
+    np.testing.assert_allclose(chances(params, "!"), HARDER, rtol=0, atol=1e-6)
 
 
 def check(found: np.ndarray, validity: float, within: float = 0.005) -> None:
@@ -147,6 +152,21 @@ def test_a_target_validity_is_reached(base, tmp_path):
     assert last["base_rate"] == pytest.approx(0.5, abs=0.005)
     assert last["beta"] == pytest.approx(1 / np.log(9), abs=0.01)
     assert last["rows_left_out"] == 0
+
+
+def test_a_target_validity_is_the_mean_over_prompts_under_one_beta(base, tmp_path):
+    kl = {"use": "k1_in_reward", "target_validity": 0.8}
+    easy, run = train(base, tmp_path, "?!", recipe="rloo", loss={"kl": kl}, train={"steps": 300})
+    hard = chances(run.state.trainable, "!")
+    # Found here by Newton's step on mean of 1 / (1 + odds of failure exp(-push)) = .8.
+    push = 1.0
+    for _ in range(50):
+        rates = 1 / (1 + np.array([1.0, 4.0]) * np.exp(-push))
+        push -= (rates.mean() - 0.8) / (rates * (1 - rates)).mean()
+    check(easy, rates[0], within=0.01)
+    check(hard, rates[1], within=0.01)
+    assert (easy[:3].sum() + hard[:3].sum()) / 2 == pytest.approx(0.8, abs=0.005)
+    assert run.metrics[-1]["add_kl_return_for_validity/beta"] == pytest.approx(1 / push, abs=0.01)
 
 
 def test_alpha_dpg_leads_to_the_filtered_model(base, tmp_path):
