@@ -1,7 +1,7 @@
 """Where whole runs come to rest: on a model that is a known table, by the public path.
 
 The base answers "?" with one token, a .25, b .15 and c .10 (valid) or n .50 (not), and the harder
-"!" with .10, .06, .04 and .80. What an objective leads to is then a number that can be written down.
+"!" with .10, .06, .04 and .80. What an objective leads to is then a number to be written down.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 import jaxgrpo
+from jaxgrpo import sharding
 from jaxgrpo.io import huggingface
 from jaxgrpo.models import decoder
 from jaxgrpo.models.attention import causal
@@ -30,6 +31,13 @@ VALID = np.array([1.0, 1.0, 1.0, 0.0])
 FILTERED = np.array([0.50, 0.30, 0.20])  # the base among valid answers
 NEVER = -30.0  # the logit of every other token
 WIDTH = 4
+
+
+@pytest.fixture(autouse=True)
+def one_device(monkeypatch):
+    """Many steps of almost no work: waiting for four devices would be most of the time."""
+    alone = functools.partial(sharding.make_mesh, devices=jax.devices()[:1])
+    monkeypatch.setattr(sharding, "make_mesh", alone)
 
 
 @functools.cache
@@ -106,7 +114,6 @@ def train(
         },
         "train": {"steps": 200},
         "checkpoint": {"every": 1000},
-        "mesh": {"data": 1},  # many steps of almost no work: one device is the quickest
         "tracking": {"tensorboard": False},
         "run": {"dir": str(folder / "r"), "report_every": 0, "samples_every": 0},
     }
