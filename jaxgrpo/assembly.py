@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 
 from jaxgrpo import advantages, losses, packing, sharding
 from jaxgrpo.advantages import AdvantageTransform
+from jaxgrpo.chain_tail import build_penalties, build_tail
 from jaxgrpo.config import Config
 from jaxgrpo.errors import InputError
 from jaxgrpo.inputs import eval_source, load_prompts, make_chat
@@ -161,7 +162,7 @@ def make_parts(
         rows=config.train.rows_per_micro_batch or whole_step,
     )
     packing.check_geometry(geometry)
-    chain = advantage if advantage is not None else make_chain(config, rewards)
+    chain = make_chain(config, rewards, advantage)
     objective = make_objective(config)
     optimizer = config.optimizer
     return Parts(
@@ -206,12 +207,19 @@ def sampling_settings(
     )
 
 
-def make_chain(config: Config, rewards: Sequence[Reward]) -> AdvantageTransform:
-    """The advantage of a run: a recipe by name, or the list of parts."""
+def make_chain(
+    config: Config, rewards: Sequence[Reward], advantage: AdvantageTransform | None = None
+) -> AdvantageTransform:
+    """The advantage of a run: a recipe by name, the list of parts or `advantage`, and its tail."""
+    chain = advantage if advantage is not None else _named_chain(config, rewards)
+    kl, mismatch = config.loss.kl, config.loss.mismatch
+    tail = build_tail(kl and _part(config, kl), mismatch and _part(config, mismatch))
+    return advantages.extend(chain, *tail)
+
+
+def _named_chain(config: Config, rewards: Sequence[Reward]) -> AdvantageTransform:
     if config.advantage is not None:
-        return advantages.build(
-            [{**step, "use": _own(config, step["use"])} for step in config.advantage]
-        )
+        return advantages.build([_part(config, step) for step in config.advantage])
     assert config.method is not None
     options = {name: value for name, value in config.method.items() if name != "use"}
     recipe = _own(config, config.method["use"])
@@ -230,17 +238,13 @@ def make_policy(config: Config, rewards: Sequence[Reward]) -> PromptPolicy:
 def make_objective(config: Config) -> Objective:
     """Surrogate, reduction and penalties of a run."""
     loss = config.loss
-
-    def part(spec: Mapping[str, Any]) -> dict[str, Any]:
-        return {**spec, "use": _own(config, spec["use"])}
-
-    reduction = part(loss.reduction)
+    reduction = _part(config, loss.reduction)
     if reduction["use"] == "constant":
         reduction = {"length": config.rollout.max_completion_tokens, **reduction}
     return Objective(
-        surrogate=losses.build_surrogate(part(loss.surrogate)),
+        surrogate=losses.build_surrogate(_part(config, loss.surrogate)),
         reduction=losses.build_reduction(reduction),
-        penalties=(losses.build_penalty(part(loss.kl)),) if loss.kl else (),
+        penalties=build_penalties(_part(config, loss.kl) if loss.kl else None),
         penalties_on=loss.penalties_on,
         proximal=loss.proximal,
     )
@@ -327,6 +331,11 @@ def first_state(
 def _mesh_sizes(config: Config) -> dict[str, int]:
     mesh = config.mesh
     return {"data": mesh.data, "fsdp": mesh.fsdp, "tensor": mesh.tensor, "context": mesh.context}
+
+
+def _part(config: Config, spec: Mapping[str, Any]) -> dict[str, Any]:
+    """A part with the function that it names."""
+    return {**spec, "use": _own(config, spec["use"])}
 
 
 def _own(config: Config, use: Any) -> Any:

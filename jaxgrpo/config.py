@@ -103,6 +103,9 @@ def resume_difference(old: Config, new: Config) -> list[str]:
     allowed = {name for name in before.keys() | after.keys() if _may_change(name)}
     if old.optimizer.schedule != "constant":
         allowed.discard("train.steps")
+    if old.reference.reset_patience:
+        # The evaluation says when the reference is reset, and so acts on training.
+        allowed = {name for name in allowed if not name.startswith("eval.")}
     lines = []
     for name in sorted(before.keys() | after.keys()):
         if name not in allowed and before.get(name) != after.get(name):

@@ -26,7 +26,8 @@ from jaxgrpo.tasks import PREFIX, tasks
 def check(values: Values) -> Iterator[str]:
     """All problems of a config whose values are right one by one."""
     for check_some in (
-        *(_one_chain, _groups, _schedule, _evaluation, _best, _penalties, _rewards, _tracking),
+        *(_one_chain, _groups, _schedule, _evaluation, _best, _penalties, _mismatch, _resets),
+        *(_rewards, _tracking),
     ):
         yield from check_some(values)
     for check_some in (_truncation, _sources, _revision, _prompts):
@@ -87,7 +88,11 @@ def _best(values: Values) -> Iterator[str]:
 
 
 def _penalties(values: Values) -> Iterator[str]:
-    if values.get("loss.penalties_on") == "live" and values.get("loss.kl", 0) is None:
+    from jaxgrpo.chain_tail import IN_REWARD
+
+    kl = values.get("loss.kl", 0)
+    none = kl is None or (kl and kl["use"] == IN_REWARD)
+    if values.get("loss.penalties_on") == "live" and none:
         yield (
             'loss.penalties_on = "live": there is no penalty; add loss.kl = { use = "k2", beta = '
             "0.01 }, or leave penalties_on out"
@@ -106,6 +111,40 @@ def _truncation(values: Values) -> Iterator[str]:
             "trainer's of the whole one, so their ratio is off by the probability cut away; set "
             'loss.proximal = "trainer", or sample from all tokens'
         )
+
+
+def _mismatch(values: Values) -> Iterator[str]:
+    from jaxgrpo.chain_tail import WEIGHING
+
+    part = values.get("loss.mismatch")
+    if part and part["use"] in WEIGHING and values.get("loss.proximal") == "behavior":
+        yield (
+            f'loss.mismatch = {show(part)}: with loss.proximal = "behavior" the surrogate\'s ratio '
+            'begins at the sampler and holds this weight already; set loss.proximal = "trainer"'
+        )
+
+
+def _resets(values: Values) -> Iterator[str]:
+    names = ("reset_every", "reset_kl_above", "reset_patience")
+    asked = [f"reference.{name}" for name in names if values.get(f"reference.{name}")]
+    if not asked or "loss.kl" not in values:
+        return
+    kl = values["loss.kl"]
+    if kl is None or "target_validity" in kl:
+        why = "there is no reference" if kl is None else "target_validity measures from the base"
+        yield (
+            f"{asked[0]}: {why}, so that nothing could be reset; take loss.kl = {{ use = "
+            '"k2", beta = 0.001 }, or leave it out'
+        )
+    if values.get("reference.reset_patience"):
+        metric = values.get("reference.reset_metric", "eval/accuracy")
+        if not metric.startswith("eval/"):
+            yield f'reference.reset_metric = {show(metric)}: expected "eval/NAME"'
+        if not values.get("eval.every", 1) or values.get("eval.data", 1) is None:
+            yield (
+                "reference.reset_patience: nothing is evaluated between the start and the end; set "
+                "eval.data and eval.every"
+            )
 
 
 def _tracking(values: Values) -> Iterator[str]:
@@ -211,6 +250,7 @@ def _task(where: str, path: str) -> Iterator[str]:
 def _parts(values: Values) -> Iterator[str]:
     """Unknown parts and options; of own code only whether its file is there."""
     from jaxgrpo import advantages, losses, rewards
+    from jaxgrpo.chain_tail import build_penalties, build_tail
     from jaxgrpo.policies import build_policy
 
     weights = {r.name or short_name(r.use): r.weight for r in values.get("rewards", ())} or None
@@ -241,7 +281,8 @@ def _parts(values: Values) -> Iterator[str]:
     builders: dict[str, Callable[[dict[str, Any]], Any]] = {
         "loss.surrogate": losses.build_surrogate,
         "loss.reduction": reduction,
-        "loss.kl": losses.build_penalty,
+        "loss.kl": lambda part: (build_penalties(part), build_tail(part, None)),
+        "loss.mismatch": lambda part: build_tail(None, part),
         "rollout.prompts": lambda part: build_policy(part, weights),
     }
     for where, build in builders.items():

@@ -110,8 +110,19 @@ class LossKeys:
     surrogate: Part = part("clip")
     reduction: Part = part("token_mean")
     kl: Part | None = key(None)  # None: no penalty and no reference policy
+    mismatch: Part | None = key(None)  # of sampler and trainer: weights, or what is dropped
     proximal: str = key("behavior", choices=("behavior", "trainer"))
     penalties_on: str = key("all", choices=("all", "live"))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ReferenceKeys:
+    """When the reference becomes the policy of the moment, with fresh optimizer moments."""
+
+    reset_every: int = key(0, at_least=0)  # steps since the last reset; 0: never for this reason
+    reset_kl_above: float | None = key(None, above=0)  # nats per token, of a step's metric kl
+    reset_patience: int = key(0, at_least=0)  # evaluations without a new best; 0: off
+    reset_metric: str = key("eval/accuracy")  # which evaluation patience is about
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -199,6 +210,7 @@ class Config:
     recipe: str | Part | None = key(None)  # a chain by name; exactly one of these two is set
     advantage: tuple[Part, ...] | None = key(None)
     loss: LossKeys
+    reference: ReferenceKeys
     optimizer: OptimizerKeys
     rollout: RolloutKeys
     train: TrainKeys
@@ -227,7 +239,8 @@ class Config:
     def own_files(self) -> tuple[Path, ...]:
         """The files of own code that it names, each once."""
         parts = [*(self.advantage or ()), self.loss.surrogate, self.loss.reduction]
-        parts += [self.rollout.prompts, *([self.loss.kl] if self.loss.kl else [])]
+        optional = (self.loss.kl, self.loss.mismatch)
+        parts += [self.rollout.prompts, *(part for part in optional if part)]
         names = [reward.use for reward in self.rewards] + [part["use"] for part in parts]
         names += [self.method["use"]] if self.method else []
         return tuple(dict.fromkeys(Path(file) for name in names if (file := file_of(name))))

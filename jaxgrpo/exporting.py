@@ -89,11 +89,13 @@ def best_step(folder: Path, metric: str | None) -> tuple[int, float] | None:
     return -step, value
 
 
-def refuse_unknown_best(metric: str | None, metrics: Mapping[str, float]) -> None:
-    """Raises InputError where checkpoint.keep_best names no metric of the evaluation."""
+def refuse_unknown_best(
+    metric: str | None, metrics: Mapping[str, float], key: str = "checkpoint.keep_best"
+) -> None:
+    """Raises InputError where a key names no metric of the evaluation, whose names are bare."""
     if metric is not None and metric.removeprefix("eval/") not in metrics:
         raise InputError(
-            f'checkpoint.keep_best = "{metric}": the evaluation has no such metric; '
+            f'{key} = "{metric}": the evaluation has no such metric; '
             + suggest(metric, [f"eval/{name}" for name in metrics])
         )
 

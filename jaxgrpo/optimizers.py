@@ -13,6 +13,8 @@ import optax
 from jaxgrpo.errors import InputError
 from jaxgrpo.types import Params
 
+_INNER = "inner_state"  # of optax.inject_hyperparams: the state of the factory itself
+
 
 def make_optimizer(
     axes: Params,
@@ -81,6 +83,21 @@ def current_rate(opt_state: Any) -> jax.Array:
     injected = lambda node: hasattr(node, "hyperparams")  # noqa: E731
     states = filter(injected, jax.tree.leaves(opt_state, is_leaf=injected))
     return next(states).hyperparams["learning_rate"]
+
+
+def fresh_moments(optimizer: optax.GradientTransformation, params: Params, opt_state: Any) -> Any:
+    """The optimizer's first state for these parameters, on a schedule that goes on where it is.
+
+    What it remembers of gradients is gone; the learning rate neither warms up nor decays anew.
+    """
+    injected = lambda node: hasattr(node, "hyperparams")  # noqa: E731
+
+    def keep_rate(new: Any, old: Any) -> Any:
+        if not injected(new):
+            return new
+        return new._replace(**{name: getattr(old, name) for name in new._fields if name != _INNER})
+
+    return jax.tree.map(keep_rate, optimizer.init(params), opt_state, is_leaf=injected)
 
 
 def decay_mask(axes: Params) -> Params:

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import jax
 
 import jaxgrpo
-from jaxgrpo import config as configs
 from jaxgrpo import runtime, sharding
 from jaxgrpo.advantages import AdvantageTransform
 from jaxgrpo.assembly import Setup, setup
@@ -32,6 +31,8 @@ from jaxgrpo.logbook import Logbook
 from jaxgrpo.metrics import finalise, merge
 from jaxgrpo.optimizers import current_rate
 from jaxgrpo.preparation import Prepared
+from jaxgrpo.resetting import Resets, make_resetter, see
+from jaxgrpo.resuming import begin, first_or_restored, refuse_other_config
 from jaxgrpo.rewarding import try_rewards, with_logged
 from jaxgrpo.rewards import RewardLog
 from jaxgrpo.rollouts import sample_rows
@@ -94,9 +95,9 @@ def train(
         parts = setup(config, rewards=rewards, advantage=advantage, dataset=dataset)
         # A reward that cannot be called is found now and not after the first samples.
         try_rewards(parts.rewards, parts.rows[0], parts.tokenizer, config.train.steps)
-        state, done, meta = _first_or_restored(parts, checkpoints)
+        state, done, meta = first_or_restored(parts, checkpoints)
         parts = parts._replace(state=state)
-        _begin(folder, config, None if checkpoints.latest() is None else done)
+        begin(folder, config, None if checkpoints.latest() is None else done)
         display = stack.enter_context(
             Display(config.train.steps, done, active=jax.process_index() == 0)
         )
@@ -105,48 +106,11 @@ def train(
         stack.enter_context(runtime.stop_signals())
         log = stack.enter_context(Logbook(config, folder, display, done))
         loop = _Loop(parts, folder, checkpoints, display, log)
-        loop.best = tuple(meta["best"]) if meta.get("best") else None
+        loop.recall(meta)
         state = loop.run(state, done)
         checkpoints.wait()
         summary = loop.finish(state)
     return Run(Path(config.run.dir), summary, state)
-
-
-def _begin(folder: RunFolder, config: Config, done: int | None) -> None:
-    """Drops what was logged behind the restored step, and records the config and own code."""
-    folder.rewind(done)
-    folder.write_config(configs.to_toml(config))
-    folder.copy_code(config.own_files)
-
-
-def refuse_other_config(folder: RunFolder, config: Config) -> None:
-    """A run goes on only with the config it began with, but for keys that may change."""
-    text = folder.config()
-    if text is None:
-        return
-    import tomllib
-
-    before = configs.from_dict(tomllib.loads(text))
-    difference = configs.resume_difference(before, config)
-    if difference:
-        raise InputError(
-            f"{folder.path}: the run began with another config; these keys may not change:\n  "
-            + "\n  ".join(difference)
-            + "\nset them back, or set run.dir to another folder"
-        )
-
-
-def _first_or_restored(
-    parts: Setup, checkpoints: Checkpoints
-) -> tuple[TrainState, int, dict[str, Any]]:
-    """State, finished steps and what was saved beside it."""
-    if checkpoints.latest() is None:
-        return parts.state, 0, {}
-    wanted = jax.tree.map(_without_values, parts.state)
-    # The first state makes room: a device holds one, not two.
-    jax.tree.map(lambda leaf: leaf.delete() if isinstance(leaf, jax.Array) else None, parts.state)
-    state, meta = checkpoints.restore(wanted)
-    return state, int(sharding.to_host(state.step)), meta
 
 
 def _say_dropped(parts: Setup, display: Display) -> None:
@@ -156,13 +120,6 @@ def _say_dropped(parts: Setup, display: Display) -> None:
     if parts.held_out and parts.held_out.dropped:
         kept, dropped = len(parts.held_out.rows), parts.held_out.dropped
         display.say(f"eval.data: {dropped_line(parts.config, kept, dropped)}")
-
-
-def _without_values(leaf: Any) -> Any:
-    """The shape of an array on devices, and where it lies; an array of the host as it is."""
-    if not isinstance(leaf, jax.Array):
-        return leaf
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
 
 
 class _Loop:
@@ -182,15 +139,24 @@ class _Loop:
         has_data = self.config.eval.data is not None
         self.evaluate: Evaluate | None = evaluator_of(parts) if has_data else None
         self.best: tuple[int, float] | None = None  # step and value, by checkpoint.keep_best
+        self.resets = Resets()
+        self.reset = make_resetter(self.config, parts.parts)
         self.started = time.monotonic()
         self.reported: set[str] = set()  # rewards whose failure was shown
         self.tokens = 0.0
         self.seconds = 0.0
 
+    def recall(self, meta: Mapping[str, Any]) -> None:
+        """Takes up what a checkpoint says beside its state; nothing where there is none."""
+        self.best = tuple(meta["best"]) if meta.get("best") else None
+        self.resets = Resets(**meta.get("resets", {}))
+
     def run(self, state: TrainState, done: int) -> TrainState:
         last = self.config.train.steps
         if done == 0 and self.evaluate:
-            self.log.step(0, self._measure(state, 0))
+            values = self._measure(state, 0)
+            self.resets = see(self.config, self.resets, values)
+            self.log.step(0, values)
         for number in range(done + 1, last + 1):
             state = self._step(state, number)
             stop = runtime.stop_requested(number)
@@ -205,7 +171,7 @@ class _Loop:
 
     def _save(self, state: TrainState, number: int) -> None:
         self.checkpoints.best = self.best[0] if self.best else None
-        meta = {"jaxgrpo": jaxgrpo.__version__, "best": self.best}
+        meta = {"jaxgrpo": jaxgrpo.__version__, "best": self.best, "resets": self.resets._asdict()}
         self.checkpoints.save(number, state, meta)
 
     def finish(self, state: TrainState) -> dict[str, Any]:
@@ -256,7 +222,11 @@ class _Loop:
         self.tokens += values["num_tokens"]
         self.seconds += values["time/step"]
         self._report(said)
-        self._log(state, number, rollouts, prepared, values, said.extra)
+        if self.evaluate and self._evaluates(number):
+            values |= self._measure(state, number)
+        state, self.resets = self.reset(state, self.resets, number, values)
+        values |= self.resets.metrics(self.config)
+        self._log(number, rollouts, prepared, values, said.extra)
         return state
 
     def _report(self, said: RewardLog) -> None:
@@ -268,16 +238,12 @@ class _Loop:
 
     def _log(
         self,
-        state: TrainState,
         number: int,
         rollouts: Rollouts,
         prepared: Prepared,
         values: dict[str, float],
         extra: Mapping[str, Sequence[Any]],
     ) -> None:
-        last = number == self.config.train.steps
-        if self.evaluate and (last or _due(number, self.config.eval.every)):
-            values |= self._measure(state, number)
         if _due(number, self.config.run.samples_every) or number == 1:
             weights = {reward.name: reward.weight for reward in self.parts.rewards}
             rows = sample_rows(
@@ -286,6 +252,9 @@ class _Loop:
             self.log.samples(number, rows, weights)
         self.display.step(number, values)
         self.log.step(number, values)
+
+    def _evaluates(self, number: int) -> bool:
+        return number == self.config.train.steps or _due(number, self.config.eval.every)
 
     def _measure(self, state: TrainState, number: int) -> dict[str, float]:
         began = time.monotonic()

@@ -119,6 +119,34 @@ def test_nothing_changes_a_config():
         ("eval.data=rows.jsonl", "there is no such file; relative paths begin at the folder of"),
         ("eval.every=5", "eval.every = 5: there is nothing to evaluate on; name eval.data"),
         ("loss.penalties_on=live", 'loss.penalties_on = "live": there is no penalty; add loss.kl'),
+        (
+            'loss.kl={use="k1_in_reward"}',
+            "loss.kl: k1_in_reward takes beta or target_validity, one of the two",
+        ),
+        ('loss.kl={use="k1_in_reward", beta=1, target_validity=0.9}', "one of the two: beta ="),
+        (
+            'loss.kl={use="k1_in_reward", beta=1, rewards=3}',
+            "loss.kl: k1_in_reward: unknown option",
+        ),
+        ('loss.kl={use="k1_in_reward", target_validity=1.9}', "expected a success rate in (0, 1)"),
+        (
+            'loss.kl={use="k2", target_validity=0.9}',
+            "loss.kl: k2: target_validity is reached by KL-control alone",
+        ),
+        ('loss.mismatch={use="truncated"}', "loss.mismatch: unknown mismatch 'truncated': "),
+        (
+            'loss.mismatch={use="geometric_rejection", hihg=2}',
+            "loss.mismatch: geometric_rejection: unknown option 'hihg': did",
+        ),
+        (
+            'loss.mismatch={use="masked_importance"}',
+            'holds this weight already; set loss.proximal = "trainer"',
+        ),
+        ("reference.reset_evry=3", "did you mean reference.reset_every?"),
+        (
+            "reference.reset_every=3",
+            "reference.reset_every: there is no reference, so that",
+        ),
         ("optimizer.warmup_steps=11", "optimizer.warmup_steps = 11: more than train.steps = 10"),
         ("rollout.group_size=1", "rollout.group_size = 1: grpo compares the samples of a prompt"),
         ("train.steps", "--set train.steps: expected table.key=value"),
@@ -267,6 +295,14 @@ def test_a_written_config_is_read_back_equal(tmp_path):
     file.write_text(config.to_toml(got))
     assert config.load(file) == got
     assert tomllib.loads(config.to_toml(got))["optimizer"]["schedule"] == "constant"
+
+
+def test_evaluation_may_not_change_where_it_says_when_the_reference_is_reset():
+    same = ('loss.kl={use="k2", beta=0.1}', "eval.data=task:arithmetic:test", "eval.every=2")
+    for patience, count in ((0, 0), (3, 1)):
+        before = (*same, f"reference.reset_patience={patience}")
+        difference = config.resume_difference(read(*before), read(*before, "eval.every=4"))
+        assert len(difference) == count
 
 
 def test_a_run_may_go_on_longer_and_be_measured_otherwise():

@@ -10,7 +10,7 @@ from jaxgrpo.advantages.absolute import (
 from jaxgrpo.advantages.base import AdvantageTransform, stateless, transform
 from jaxgrpo.advantages.batch import divide_by_batch_std, whiten_batch
 from jaxgrpo.advantages.building import build, evaluate
-from jaxgrpo.advantages.chains import chain, compute, spec_of, start
+from jaxgrpo.advantages.chains import chain, compute, extend, spec_of, start
 from jaxgrpo.advantages.diversity import darling, unlikeliness
 from jaxgrpo.advantages.filtered_model import alpha_dpg, f_dpg
 from jaxgrpo.advantages.gates import rubric_gate
@@ -22,6 +22,7 @@ from jaxgrpo.advantages.group import (
     subtract_leave_one_out_mean,
     subtract_length_weighted_mean,
 )
+from jaxgrpo.advantages.kl_return import add_kl_return, add_kl_return_for_validity
 from jaxgrpo.advantages.length import overlong_penalty
 from jaxgrpo.advantages.masks import (
     mask_group_difficulty,
@@ -57,6 +58,8 @@ from jaxgrpo.advantages.weights import (
 
 __all__ = [
     "AdvantageTransform",
+    "add_kl_return",
+    "add_kl_return_for_validity",
     "alpha_dpg",
     "answer_length",
     "asymmetric",
@@ -76,6 +79,7 @@ __all__ = [
     "dvao",
     "ema_baseline",
     "evaluate",
+    "extend",
     "f_dpg",
     "gae",
     "geometric_rejection",

@@ -64,6 +64,14 @@ def chain(
     )
 
 
+def extend(
+    whole: AdvantageTransform, *transforms: AdvantageTransform | Callable[[Signal, Rollouts], Any]
+) -> AdvantageTransform:
+    """A chain with further steps at its end, under its own name; its steps keep theirs."""
+    steps = [step for _, step in whole.steps] or [whole]
+    return chain(*steps, *transforms, name=whole.name) if transforms else whole
+
+
 def start(rollouts: Rollouts) -> Streams:
     """The named rewards as streams: what is not finite (NaN = not scored) is masked, with value 0.
 

@@ -161,7 +161,7 @@ def _update(
     rollouts: Rollouts,
 ) -> tuple[Signal, Any, Metrics]:
     signal, success, refused = successes(options.name, signal, options.threshold, rollouts)
-    base, policy = _sequences(options.name, rollouts)
+    base, policy = sequences(options.name, rollouts)
     mask = signal.mask & ~jnp.isnan(base) & jnp.isfinite(policy)
     supported = success & (base > -jnp.inf)
     log_weight = jnp.where(supported & mask, base - policy, -jnp.inf)
@@ -216,7 +216,7 @@ def _rate(options: _Options, rollouts: Rollouts, like: Array) -> Array:
     return jnp.clip(rate.astype(like.dtype), 0, 1)[:, None]
 
 
-def _sequences(name: str, rollouts: Rollouts) -> tuple[Array, Array]:
+def sequences(name: str, rollouts: Rollouts) -> tuple[Array, Array]:
     """log a and log pi of each whole completion, [P, G]; an empty one has 0."""
     tokens = read(name, rollouts, "token_mask").astype(bool)
 

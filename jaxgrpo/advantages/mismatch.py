@@ -29,12 +29,13 @@ from jaxgrpo.advantages.base import (
     stateless,
 )
 from jaxgrpo.advantages.ratios import clamp, log_ratio
+from jaxgrpo.advantages.tokens import at_tokens
 from jaxgrpo.errors import InputError
 from jaxgrpo.metrics import Max, Mean, Metrics, Min, mean
 from jaxgrpo.types import Rollouts, Signal
 
 _NEEDS = frozenset({"trainer_logp"})
-_LEVELS = {"token": (3,), "sequence": (2, 3)}
+_LEVELS = ("token", "sequence")
 _DENOMINATORS = ("keep", "shrink")
 
 
@@ -51,7 +52,8 @@ def truncated_importance(cap: Scheduled = 2.0, level: str = "token") -> Advantag
       cap: at least 1; a number or a function of the step.
       level: "token" or "sequence".
 
-    Signal: [P, G, T] -> [P, G, T]; "sequence" takes [P, G] too. Mask unchanged.
+    Signal: [P, G, T], mask unchanged; [P, G] is widened to tokens by level "token" and stays [P, G]
+    by "sequence".
     Metrics: capped, weight (mean), effective_sample_size (share of the tokens or samples),
     ratio_max, ratio_min, log_ratio_clamped.
     Source: truncated importance sampling as in TRL, verl (cap 2), SkyRL; Ionides 2008.
@@ -64,6 +66,7 @@ def truncated_importance(cap: Scheduled = 2.0, level: str = "token") -> Advantag
         )
 
     def apply(signal: Signal, rollouts: Rollouts) -> tuple[Signal, Metrics]:
+        signal = _at_level("truncated_importance", level, signal, rollouts)
         ratios = _ratios("truncated_importance", level, signal, rollouts)
         limit = jnp.asarray(at_step(cap, rollouts, ratios.log.dtype), ratios.log.dtype)
         # Held in memory: every reader would take the exponential anew.
@@ -72,7 +75,7 @@ def truncated_importance(cap: Scheduled = 2.0, level: str = "token") -> Advantag
         metrics = {"capped": mean(ratio > limit, ratios.mask)}
         return _weighted(signal, weight), metrics | _describe(ratios, weight)
 
-    return stateless("truncated_importance", apply, needs=_NEEDS, levels=_LEVELS[level])
+    return stateless("truncated_importance", apply, needs=_NEEDS)
 
 
 def masked_importance(
@@ -91,7 +94,7 @@ def masked_importance(
       denominator: "keep" leaves what is dropped in the mask with value 0, so that it counts in the
         denominator of the loss; "shrink" masks it, and the others weigh more.
 
-    Signal: [P, G, T] -> [P, G, T]; "sequence" takes [P, G] too. Mask unchanged, or cut.
+    Signal: as in `truncated_importance`; mask unchanged, or cut.
     Metrics: those of `truncated_importance` but capped, and dropped_tokens, dropped_samples (of
     sequences), dropped_long and dropped_short (the longer and the shorter half of the samples).
     Source: IcePop (0.5 to 5) as in slime, NeMo-RL, verl "lo_hi"; TRL sequence_mask (at most 3).
@@ -101,6 +104,7 @@ def masked_importance(
     _check_band("masked_importance", low, high, denominator)
 
     def apply(signal: Signal, rollouts: Rollouts) -> tuple[Signal, Metrics]:
+        signal = _at_level("masked_importance", level, signal, rollouts)
         ratios = _ratios("masked_importance", level, signal, rollouts)
         ratio = jax.lax.optimization_barrier(jnp.exp(ratios.log))
         keep = _within(ratio, low, high, rollouts)
@@ -108,7 +112,7 @@ def masked_importance(
         after = _weighted(_dropped(signal, keep, denominator), weight)
         return after, _describe(ratios, weight) | _describe_dropped(ratios, keep)
 
-    return stateless("masked_importance", apply, needs=_NEEDS, levels=_LEVELS[level])
+    return stateless("masked_importance", apply, needs=_NEEDS)
 
 
 def geometric_rejection(
@@ -188,6 +192,10 @@ def _ratios(
         log = log / jnp.maximum(length, 1).astype(log.dtype)
     log, clamped = clamp(log)
     return _Ratios(log, clamped, mask, length, scored)
+
+
+def _at_level(name: str, level: str, signal: Signal, rollouts: Rollouts) -> Signal:
+    return at_tokens(name, signal, rollouts) if level == "token" else signal
 
 
 def _within(ratio: Array, low: Scheduled, high: Scheduled, rollouts: Rollouts) -> Array:

@@ -46,16 +46,23 @@ def to_tokens(place: str = "all") -> AdvantageTransform:
         raise InputError(f"to_tokens: place = {place!r}, expected one of {', '.join(_PLACES)}")
 
     def apply(signal: Signal, rollouts: Rollouts) -> tuple[Signal, Metrics]:
+        wide = at_tokens("to_tokens", signal, rollouts)
+        if place == "all":
+            return wide, {}
         tokens = read("to_tokens", rollouts, "token_mask").astype(bool)
-        mask = tokens & signal.mask[..., None]
-        at = tokens
-        if place == "last":
-            # The running count from the end is 1 at the last token and where none follows.
-            at = tokens & (jnp.cumsum(tokens[..., ::-1], axis=-1)[..., ::-1] == 1)
-        value = jnp.where(mask & at, signal.value[..., None], 0)
-        return Signal(value=value, mask=mask), {}
+        # The running count from the end is 1 at the last token and where none follows.
+        last = jnp.cumsum(tokens[..., ::-1], axis=-1)[..., ::-1] == 1
+        return dataclasses.replace(wide, value=jnp.where(last, wide.value, 0)), {}
 
     return stateless("to_tokens", apply, levels=(2,))
+
+
+def at_tokens(name: str, signal: Signal, rollouts: Rollouts) -> Signal:
+    """A signal [P, G] at every token that the policy chose, for the step `name`; wider as it is."""
+    if signal.value.ndim == 3:
+        return signal
+    mask = read(name, rollouts, "token_mask").astype(bool) & signal.mask[..., None]
+    return Signal(value=jnp.where(mask, signal.value[..., None], 0), mask=mask)
 
 
 def hicra(
@@ -181,7 +188,7 @@ def reward_to_go(gamma: Scheduled = 1.0) -> AdvantageTransform:
     def apply(signal: Signal, rollouts: Rollouts) -> tuple[Signal, Metrics]:
         value = jnp.where(signal.mask, stats.widen(signal.value), 0)
         if not callable(gamma) and gamma == 1:
-            return _replace(signal, _sum_behind(value)), {}
+            return _replace(signal, sum_behind(value)), {}
         decay = at_step(gamma, rollouts, value.dtype)
         return _replace(signal, _discounted(value, signal.mask, decay)), {}
 
@@ -221,14 +228,14 @@ def gae(
         if callable(gamma) or callable(lam) or gamma * lam != 1:
             seen = _discounted(seen, mask, discount * trust)
         else:
-            seen = _sum_behind(seen)
+            seen = sum_behind(seen)
         ahead = jnp.pad(seen[..., 1:], ((0, 0), (0, 0), (0, 1)))
         return _replace(signal, reward + discount * ahead - estimate), {}
 
     return stateless("gae", apply, needs=frozenset({field}), levels=(3,))
 
 
-def _sum_behind(value: Array) -> Array:
+def sum_behind(value: Array) -> Array:
     """The sum from each token to the end."""
     return jax.lax.cumsum(value, axis=value.ndim - 1, reverse=True)
 

@@ -12,7 +12,6 @@ import pytest
 from jaxgrpo.advantages import (
     chain,
     compute,
-    evaluate,
     geometric_rejection,
     masked_importance,
     sequence_rejection,
@@ -194,7 +193,10 @@ def test_wrong_options_say_what_is_allowed():
     for message, make in wrong.items():
         with pytest.raises(InputError, match=message):
             make()
-    with pytest.raises(InputError, match=r"truncated_importance needs token-level values"):
-        evaluate(
-            chain(sum_rewards(), truncated_importance()), REWARD, trainer_logp=np.zeros((P, G, T))
-        )
+
+
+def test_token_weights_widen_a_signal_of_samples_as_to_tokens_does():
+    for step in (truncated_importance(1.2), masked_importance(0.8, 1.3, denominator="shrink")):
+        (alone, mask, _), (after, same, _) = run(step), run(to_tokens(), step)
+        np.testing.assert_array_equal(alone, after)
+        np.testing.assert_array_equal(mask, same)

@@ -23,6 +23,14 @@ def parts() -> dict[str, list[tuple[Any, ...]]]:
             (*last, adv.kl_in_reward(_growing), adv.reward_to_go()),
             (*last, adv.kl_in_reward(0.1, reference="base", policy="behavior")),
         ],
+        "add_kl_return": [
+            (*start, adv.add_kl_return(_growing)),
+            (*every, adv.add_kl_return(0.1, reference="base")),
+        ],
+        "add_kl_return_for_validity": [
+            (*start, adv.add_kl_return_for_validity(0.9, reward="correct")),
+            (*every, adv.add_kl_return_for_validity(0.9, "style", _growing, "difficulty")),
+        ],
         "reward_to_go": [(*last, adv.reward_to_go(gamma=0.9))],
         "gae": [(*last, adv.gae(gamma=0.9, lam=0.8))],
         "truncated_importance": [

@@ -1,0 +1,222 @@
+"""KL-control as part of the return: what is charged for distance, by its strength or its effect.
+
+A loss that holds k2 or k3 has, per sample, another gradient than that of KL(policy || anchor); the
+return has exactly it. Both parts stand behind the normalisation, where one beta is one beta.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import Array
+
+from jaxgrpo.advantages import stats
+from jaxgrpo.advantages.absolute import successes
+from jaxgrpo.advantages.base import AdvantageTransform, Scheduled, at_step, read, read_field
+from jaxgrpo.advantages.filtered_model import sequences
+from jaxgrpo.advantages.ratios import clamp, log_ratio
+from jaxgrpo.advantages.reading import floating
+from jaxgrpo.advantages.tilting import target_validity
+from jaxgrpo.advantages.tokens import at_tokens, sum_behind
+from jaxgrpo.errors import InputError
+from jaxgrpo.metrics import Metrics, mean
+from jaxgrpo.types import Rollouts, RolloutSpec, Signal
+
+
+def add_kl_return(beta: Scheduled, reference: str = "reference") -> AdvantageTransform:
+    """Adds to every token the KL that is still to be paid from it on, as a negative return.
+
+        d[s] = trainer_logp[s] - reference_logp[s]                                      (k1)
+        R[p, g, t] = -beta sum_(s >= t) d[p, g, s]
+        a[p, g, t] + R[p, g, t] - mean of R[p, h, t] over the other samples h with a token at t
+
+    The expected gradient is exactly that of E[return] - beta KL(policy || reference), with every
+    effect of a token on later ones. The mean over the others is only a baseline: they know nothing
+    of this sample. Where the signal is leave-one-out too, nothing is left to push, sample by
+    sample, once the policy is reference exp(r / beta), normalised.
+
+    Put it behind the normalisation. Without the baseline it is, on a signal [P, G],
+    `to_tokens(place="last"), kl_in_reward(beta), reward_to_go()`; token-level values stay what
+    they are and get R on top.
+
+    Args:
+      beta: at least 0, in units of advantage per nat; a number or a function of the step.
+      reference: whose log-probs are read, from the field `{reference}_logp`.
+
+    Signal: [P, G] or [P, G, T] -> [P, G, T], mask that of the samples at their tokens.
+    Metrics: kl, KL(policy || reference) per token by k3; log_ratio_clamped, the share of tokens
+    with |d| above 20, which counts as 20.
+    Source: KL-shaped rewards, Ziegler et al. 2019, arXiv 1909.08593. The baseline is ours.
+    """
+    if not callable(beta) and not 0 <= beta < float("inf"):
+        raise InputError(f"add_kl_return: beta = {beta}, expected a number of at least 0")
+
+    def update(signal: Signal, state: Any, rollouts: Rollouts) -> tuple[Signal, Any, Metrics]:
+        charge = at_step(beta, rollouts, jnp.result_type(float))
+        after, metrics = _charged("add_kl_return", charge, reference, signal, rollouts)
+        return after, state, metrics
+
+    return AdvantageTransform(
+        "add_kl_return",
+        lambda spec: (),
+        update,
+        needs=frozenset({"trainer_logp", f"{reference}_logp"}),
+    )
+
+
+def add_kl_return_for_validity(
+    target_validity: Scheduled,
+    reward: str | None = None,
+    threshold: Scheduled | None = None,
+    base_rate: str | None = None,
+    max_beta: float = 10.0,
+) -> AdvantageTransform:
+    """As `add_kl_return` from the base, with the beta that leads to a success rate.
+
+        beta: mean over rows with A > 0 of sigmoid(logit(A) + 1 / beta) = target_validity
+        A, the base's success rate on a row: the mean of v a(y) / policy(y) over all its samples
+
+    That mean is A in expectation whatever the policy has become, and costs no sample; a group's is
+    cut to 1. It is kept for every row of the data, and beta is found anew in each step over all
+    rows met so far, these samples included. Rows on which the base was never seen to succeed are
+    left out and counted: no beta moves them, though they pay for their distance too. With rewards
+    in {0, 1} behind a leave-one-out or mean baseline, undivided, the fixed point is the base tilted
+    to that rate; a division by the deviation makes it another beta in every group.
+
+    Args:
+      target_validity: in (0, 1), a number or a function of the step.
+      reward: name of the reward that says what is valid; None: the only one.
+      threshold: the lowest value that is a success; None: values must be 0 or 1.
+      base_rate: name of a field [P] that holds A instead, as measured before training.
+      max_beta: the highest beta, where the base reaches the target by itself or nothing succeeded.
+
+    Fields: base_logp and trainer_logp [P, G, T]; base_logp against behavior_logp for A.
+    Signal: [P, G] or [P, G, T] -> [P, G, T].  What earlier steps masked counts for A.
+    State: total, count [rows].  Raises: InputError on a stream of data, and on several rewards
+    where none is named.
+    Metrics: those of `add_kl_return`; beta; base_rate (mean of A over rows met), rows_left_out
+    (share of them), refused (see `sign`).
+    Source: beta(mu) of arXiv 2605.02375; the estimate by E[a v / policy] = A is that of alpha-DPG,
+    arXiv 2512.05962.
+    """
+    name = "add_kl_return_for_validity"
+    if not callable(target_validity) and not 0 < target_validity < 1:
+        raise InputError(
+            f"{name}: target_validity = {target_validity}, expected a success rate in (0, 1)"
+        )
+    if not 0 < max_beta < float("inf"):
+        raise InputError(f"{name}: max_beta = {max_beta}, expected a finite number above 0")
+    options = _Options(name, target_validity, reward, threshold, base_rate, max_beta)
+    named = {field for field in (reward, base_rate) if field is not None}
+    return AdvantageTransform(
+        name,
+        partial(_init, options),
+        partial(_update, options),
+        needs=frozenset({"trainer_logp", "base_logp"} | named),
+    )
+
+
+class _Options(NamedTuple):
+    name: str
+    target: Scheduled
+    reward: str | None
+    threshold: Scheduled | None
+    base_rate: str | None
+    max_beta: float
+
+
+def _init(options: _Options, spec: RolloutSpec) -> dict[str, Array]:
+    if spec.num_rows is None:
+        raise InputError(
+            f"{options.name} remembers the base's success rate on each row of the data, but a"
+            " stream returns none: train on a data set of known size, or take add_kl_return(beta)"
+        )
+    if options.reward is None and len(spec.rewards) != 1:
+        raise InputError(
+            f"{options.name}: there are {len(spec.rewards)} rewards ({', '.join(spec.rewards)}):"
+            " name the one that says what is valid, reward=..."
+        )
+    zeros = jnp.zeros(spec.num_rows, jnp.result_type(float))
+    return {"total": zeros, "count": zeros}
+
+
+def _update(
+    options: _Options, signal: Signal, state: dict[str, Array], rollouts: Rollouts
+) -> tuple[Signal, dict[str, Array], Metrics]:
+    state, refused = _rates(options, state, rollouts)
+    met = state["count"] > 0
+    rate = jnp.where(met, state["total"] / jnp.where(met, state["count"], 1), 0)
+    target = at_step(options.target, rollouts, rate.dtype)
+    beta = jnp.minimum(target_validity(target, rate).beta, options.max_beta)
+    after, metrics = _charged(options.name, beta, "base", signal, rollouts)
+    metrics |= {
+        "beta": mean(beta),
+        "base_rate": mean(rate, met),
+        "rows_left_out": mean(rate == 0, met),
+        **refused,
+    }
+    return after, state, metrics
+
+
+def _rates(
+    options: _Options, state: dict[str, Array], rollouts: Rollouts
+) -> tuple[dict[str, Array], Metrics]:
+    """What is known of each row's base success rate after these samples."""
+    row = read(options.name, rollouts, "row")
+    new, refused = (_given if options.base_rate else _measured)(options, row, rollouts)
+    return {n: old.at[row].add(new[n].astype(old.dtype)) for n, old in state.items()}, refused
+
+
+def _given(options: _Options, row: Array, rollouts: Rollouts) -> tuple[dict[str, Array], Metrics]:
+    rate = read_field(options.name, str(options.base_rate), rollouts)
+    if rate.shape != row.shape:
+        raise InputError(
+            f"{options.name}: {options.base_rate} has shape {rate.shape}, expected one base"
+            f" success rate per prompt, [P] = {row.shape}"
+        )
+    return {"total": jnp.clip(rate, 0, 1), "count": jnp.ones(row.shape)}, {}
+
+
+def _measured(
+    options: _Options, row: Array, rollouts: Rollouts
+) -> tuple[dict[str, Array], Metrics]:
+    """Sum and number of v a(y) / policy(y) of each group."""
+    value = floating(read_field(options.name, _reward(options, rollouts), rollouts))
+    judged = jnp.isfinite(value)
+    verdict = Signal(value=jnp.where(judged, value, 0), mask=judged)
+    verdict, success, refused = successes(options.name, verdict, options.threshold, rollouts)
+    base, policy = sequences(options.name, rollouts)
+    mask = verdict.mask & ~jnp.isnan(base) & jnp.isfinite(policy)
+    # Cut before the exponential: a group's mean is at most 1, so one weight at most its size.
+    highest = jnp.log(jnp.asarray(mask.shape[1], base.dtype))
+    weight = jnp.exp(jnp.minimum(jnp.where(mask & success, base - policy, -jnp.inf), highest))
+    number = stats.count(mask)[:, 0].astype(weight.dtype)
+    return {"total": jnp.minimum(weight.sum(1), number), "count": number}, refused
+
+
+def _reward(options: _Options, rollouts: Rollouts) -> str:
+    return options.reward if options.reward is not None else next(iter(rollouts.rewards))
+
+
+def _charged(
+    name: str, beta: float | Array, reference: str, signal: Signal, rollouts: Rollouts
+) -> tuple[Signal, Metrics]:
+    """The signal at its tokens with the KL's return added."""
+    signal = at_tokens(name, signal, rollouts)
+    policy = read_field(name, "trainer_logp", rollouts)
+    anchor = read_field(name, f"{reference}_logp", rollouts)
+    distance, clamped = clamp(log_ratio(policy, anchor, signal.mask))
+    charge = jnp.asarray(beta, distance.dtype)
+    paid = jnp.where(signal.mask, sum_behind(-charge * distance), 0)
+    others = stats.count(signal.mask) - signal.mask.astype(jnp.int32)
+    baseline = (paid.sum(1, keepdims=True) - paid) / jnp.maximum(others, 1).astype(paid.dtype)
+    value = stats.widen(signal.value)
+    value = value + jnp.where(others > 0, paid - baseline, paid).astype(value.dtype)
+    metrics: Metrics = {
+        "kl": mean(jnp.expm1(-distance) + distance, signal.mask),
+        "log_ratio_clamped": mean(clamped, signal.mask),
+    }
+    value = jnp.where(signal.mask, value, 0).astype(signal.value.dtype)
+    return Signal(value=value, mask=signal.mask), metrics

@@ -1,0 +1,181 @@
+"""KL-control as a return: its gradient by enumeration, its baseline, and beta found from rates."""
+
+from __future__ import annotations
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import laws
+import numpy as np
+import pytest
+
+from jaxgrpo import advantages as adv
+from jaxgrpo.errors import InputError
+from jaxgrpo.types import RolloutSpec
+
+LENGTH = 2
+SEQUENCES = np.array(list(itertools.product(range(2), repeat=LENGTH)))  # [4, 2]
+PREFIX = np.stack([np.zeros(4, int), 1 + SEQUENCES[:, 0]], 1)
+RANDOM = np.random.default_rng(0)
+
+
+@pytest.fixture(autouse=True)
+def double():
+    with jax.enable_x64(True):
+        yield
+
+
+def token_logps(table):
+    """[4, 2]: log-probs of every sequence under logits [3, 2] of a policy with full memory."""
+    logp = jax.nn.log_softmax(table)[PREFIX]
+    return jnp.take_along_axis(logp, jnp.asarray(SEQUENCES)[..., None], -1)[..., 0]
+
+
+def run(steps, rewards, num_rows=None, **fields):
+    rollouts, spec = adv.building.plain_rollouts(rewards, **fields)
+    whole = adv.chain(adv.sum_rewards(), *steps)
+    state = whole.init(spec._replace(num_rows=num_rows or spec.num_rows))
+    signal, state, metrics = jax.jit(whole.update)(adv.start(rollouts), state, rollouts)
+    return signal, state, {name.rpartition("/")[2]: m.result() for name, m in metrics.items()}
+
+
+def test_its_expected_gradient_is_that_of_kl_control_and_the_baseline_is_free():
+    """Over all groups of two samples: E v - beta KL(policy || reference) has that gradient."""
+    policy, reference = (jnp.asarray(RANDOM.normal(size=(3, 2))) for _ in range(2))
+    reward, beta = jnp.asarray(RANDOM.normal(size=4)), 0.7
+    groups = np.array(list(itertools.product(range(4), repeat=2)))  # [16, 2]
+    logp = token_logps(policy)
+
+    def objective(table):
+        logp = token_logps(table).sum(-1)
+        distance = logp - token_logps(reference).sum(-1)
+        return (jnp.exp(logp) * (reward - beta * distance)).sum()
+
+    def estimate(table, advantage):
+        chance = jnp.exp(logp.sum(-1))[groups].prod(-1)
+        return (chance[:, None, None] * advantage * token_logps(table)[groups]).sum() / 2
+
+    signal, _, _ = run(
+        [adv.add_kl_return(beta)],
+        reward[groups],
+        token_mask=np.ones((16, 2, LENGTH), bool),
+        trainer_logp=logp[groups],
+        reference_logp=token_logps(reference)[groups],
+    )
+    found = jax.grad(estimate)(policy, signal.value)
+    np.testing.assert_allclose(found, jax.grad(objective)(policy), rtol=0, atol=1e-9)
+
+
+def test_a_sample_pays_for_what_is_to_come_less_what_the_others_pay_there():
+    mask = np.array([[[1, 1, 0], [1, 0, 0], [1, 1, 1]]], bool)
+    distance = np.array([[[0.1, 0.2, 9.0], [0.5, 9.0, 9.0], [1.0, 2.0, 4.0]]])
+    wide, _, _ = run(
+        [adv.add_kl_return(2.0)],
+        [[1.0, 2.0, 3.0]],
+        token_mask=mask,
+        trainer_logp=distance,
+        reference_logp=0 * distance,
+    )
+    paid = -2 * np.array([[0.3, 0.2, 0.0], [0.5, 0.0, 0.0], [7.0, 6.0, 4.0]])
+    others = -np.array([[7.5, 12.0, 0.0], [7.3, 0.0, 0.0], [0.8, 0.4, 0.0]])
+    expected = np.where(mask[0], np.array([[1.0], [2.0], [3.0]]) + paid - others, 0)
+    np.testing.assert_allclose(wide.value[0], expected, rtol=0, atol=1e-12)
+    assert (wide.mask == mask).all()
+
+
+def test_values_of_tokens_stay_and_the_kl_comes_on_top():
+    rollouts = laws.make_rollouts(np.float64)
+    start = adv.chain(adv.sum_rewards(), adv.to_tokens(), adv.hicra())
+    before, _, _ = adv.compute(start, rollouts)
+    after, _, _ = adv.compute(adv.extend(start, adv.add_kl_return(0.3)), rollouts)
+    alone = adv.chain(adv.sum_rewards(correct=0.0, style=0.0), adv.add_kl_return(0.3))
+    charged, _, _ = adv.compute(alone, rollouts)
+    np.testing.assert_allclose(after.value, before.value + charged.value, rtol=0, atol=1e-12)
+    assert (after.mask == before.mask).all()
+
+
+def test_with_rloo_nothing_is_pushed_at_the_tilted_base():
+    base = np.array([0.25, 0.15, 0.10, 0.50])
+    valid, beta = np.array([1.0, 1.0, 1.0, 0.0]), 0.5
+    tilted = base * np.exp(valid / beta)
+    logp = np.log(np.stack([tilted / tilted.sum(), base]))[:, None, :, None]
+    given = {"token_mask": np.ones((1, 4, 1), bool), "reference_logp": logp[1]}
+    steps = [adv.subtract_leave_one_out_mean(), adv.add_kl_return(beta)]
+    signal, _, _ = run(steps, valid[None], trainer_logp=logp[0], **given)
+    np.testing.assert_allclose(signal.value, 0, rtol=0, atol=1e-12)
+
+
+def test_beta_is_the_one_that_leads_the_rows_met_to_the_target():
+    """Two rows of base rates 1/2 and 1/4, one that never succeeds, and one that was never met."""
+    rewards = np.array([[1, 1, 0, 0], [1, 0, 0, 0], [0, 0, 0, 0]], float)
+    zero = np.zeros((3, 4, 1))
+    logps = dict.fromkeys(("trainer_logp", "base_logp", "behavior_logp"), zero)
+    given = {"row": np.array([2, 0, 1]), "token_mask": np.ones((3, 4, 1), bool), **logps}
+    step = adv.add_kl_return_for_validity(0.8)
+    _, state, metrics = run([step], rewards, num_rows=4, **given)
+    tilted = [r / (r + (1 - r) * np.exp(-1 / metrics["beta"])) for r in (0.5, 0.25)]
+    assert np.mean(tilted) == pytest.approx(0.8)
+    assert metrics["base_rate"] == pytest.approx(0.25)
+    assert metrics["rows_left_out"] == pytest.approx(1 / 3)
+    kept = state["add_kl_return_for_validity"]
+    np.testing.assert_array_equal(kept["count"], [4, 4, 4, 0])
+    np.testing.assert_array_equal(kept["total"], [1, 0, 2, 0])
+
+
+def test_the_base_rate_is_right_in_expectation_whatever_the_policy_became():
+    """One group with every answer as often as a policy of rate .9 draws it."""
+    base, policy = np.array([0.3, 0.2, 0.5]), np.array([0.6, 0.3, 0.1])
+    answer = np.repeat([0, 1, 2], [6, 3, 1])[None]
+    logp = {"behavior_logp": np.log(policy), "base_logp": np.log(base), "trainer_logp": policy}
+    given = {name: value[answer][..., None] for name, value in logp.items()}
+    _, _, metrics = run(
+        [adv.add_kl_return_for_validity(0.8)],
+        (answer < 2).astype(float),
+        token_mask=np.ones((1, 10, 1), bool),
+        **given,
+    )
+    assert metrics["base_rate"] == pytest.approx(0.5)
+    assert metrics["beta"] == pytest.approx(1 / np.log(4))
+
+
+def test_a_base_that_is_there_already_or_never_succeeds_gives_the_highest_beta():
+    zero = np.zeros((1, 4, 1))
+    logps = dict.fromkeys(("trainer_logp", "base_logp", "behavior_logp"), zero)
+    for rewards in ([[1.0, 1.0, 1.0, 0.0]], [[0.0, 0.0, 0.0, 0.0]]):
+        signal, _, metrics = run(
+            [adv.add_kl_return_for_validity(0.6, max_beta=7.0)],
+            rewards,
+            token_mask=np.ones((1, 4, 1), bool),
+            **logps,
+        )
+        assert metrics["beta"] == 7.0
+        assert np.isfinite(np.asarray(signal.value)).all()
+
+
+def test_a_field_gives_the_base_rates_where_it_is_named():
+    rollouts = laws.make_rollouts(np.float64)
+    step = adv.add_kl_return_for_validity(0.95, reward="correct", base_rate="difficulty")
+    whole = adv.chain(adv.sum_rewards(), step)
+    state = whole.init(adv.spec_of(rollouts, num_rows=laws.ROWS))
+    _, state, _ = adv.compute(whole, rollouts, state)
+    kept = state["add_kl_return_for_validity"]
+    rows, given = np.asarray(rollouts.row), np.asarray(rollouts.fields["difficulty"])
+    mean = [given[rows == row].mean() for row in range(laws.ROWS)]
+    np.testing.assert_allclose(kept["total"] / kept["count"], mean)
+
+
+def test_streams_several_rewards_and_wrong_options_are_refused():
+    step = adv.add_kl_return_for_validity(0.9)
+    sizes = {"num_prompts": 1, "group_size": 2, "max_prompt_tokens": 1, "max_completion_tokens": 1}
+    with pytest.raises(InputError, match="a stream returns none"):
+        step.init(RolloutSpec(**sizes))
+    with pytest.raises(InputError, match=r"2 rewards.*reward=\.\.\."):
+        step.init(RolloutSpec(**sizes, rewards=("a", "b"), num_rows=3))
+    for wrong in (
+        lambda: adv.add_kl_return(-0.1),
+        lambda: adv.add_kl_return_for_validity(1.0),
+        lambda: adv.add_kl_return_for_validity(0.9, max_beta=0.0),
+    ):
+        with pytest.raises(InputError, match="expected a"):
+            wrong()

@@ -1,0 +1,166 @@
+"""The reference becomes the policy: what a reset leaves, when it comes, and that runs resume."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+import small_run
+
+from jaxgrpo import assembly, resetting, runtime, training
+from jaxgrpo.errors import ConfigError, InputError
+from jaxgrpo.io.checkpoints import parameter_hash
+from jaxgrpo.optimizers import current_rate
+
+K2 = {"use": "k2", "beta": 0.05}
+
+
+def run_of(folder, **changes) -> assembly.Setup:
+    return assembly.setup(small_run.config(folder, **changes))
+
+
+def step(run: assembly.Setup, state):
+    prompts, state = run.select(state)
+    rollouts, _ = run.reward(run.sample(run.sync(state), prompts, state.key))
+    state, prepared = run.prepare(state, rollouts)
+    return run.update(state, prepared.batch)
+
+
+@pytest.fixture(scope="module")
+def warm(tmp_path_factory):
+    """A run with a reference and a base that has made two steps, and its state."""
+    names = ("sum_rewards", "to_tokens")
+    run = run_of(
+        tmp_path_factory.mktemp("warm") / "r",
+        advantage=[
+            *({"use": name} for name in names),
+            {"use": "kl_in_reward", "beta": 0.0, "reference": "base"},
+        ],
+        **{"loss.kl": K2, "optimizer.schedule": "linear", "optimizer.warmup_steps": 2},
+    )
+    state = run.state
+    for _ in range(2):
+        state, _ = step(run, state)
+    return run, state
+
+
+def moments(state) -> list[np.ndarray]:
+    sizes = {leaf.shape for leaf in jax.tree.leaves(state.trainable)}
+    return [np.asarray(m) for m in jax.tree.leaves(state.opt_state) if m.shape in sizes]
+
+
+def test_a_reset_makes_the_policy_the_reference_and_forgets_gradients_alone(warm):
+    run, state = warm
+    before = jax.tree.map(np.asarray, state)
+    assert parameter_hash(state.frozen["reference"]) != parameter_hash(state.trainable)
+    after = resetting.reset_reference(state, run.parts.optimizer)
+    policy = parameter_hash(before.trainable)
+    assert parameter_hash(after.trainable) == parameter_hash(after.frozen["reference"]) == policy
+    assert parameter_hash(after.frozen["base"]) == parameter_hash(before.frozen["base"])
+    assert any(np.any(moment) for moment in moments(before))
+    assert not any(np.any(moment) for moment in moments(after))
+    assert float(current_rate(after.opt_state)) == float(current_rate(state.opt_state)) > 0
+    unchanged = ("step", "advantage_state", "cursor", "key")
+    for name in unchanged:
+        jax.tree.map(np.testing.assert_array_equal, getattr(before, name), getattr(after, name))
+
+
+def test_the_kl_is_zero_right_after_and_the_next_update_finds_its_own_reference(warm):
+    run, state = warm
+    copy = jax.tree.map(lambda leaf: leaf + 0 if isinstance(leaf, jax.Array) else leaf, state)
+    after = resetting.reset_reference(copy, run.parts.optimizer)
+    reference = parameter_hash(after.frozen["reference"])
+    after, metrics = step(run, after)
+    assert float(metrics["kl"].result()) == 0
+    assert parameter_hash(after.frozen["reference"]) == reference  # not donated with the policy
+    assert parameter_hash(after.trainable) != reference
+
+
+def test_before_the_first_update_a_reset_changes_nothing(tmp_path):
+    run = run_of(tmp_path / "r", **{"loss.kl": K2})
+    after = resetting.reset_reference(run.state, run.parts.optimizer)
+    jax.tree.map(np.testing.assert_array_equal, run.state, after)
+    no_reference = run_of(tmp_path / "s")
+    with pytest.raises(InputError, match="no reference policy"):
+        resetting.reset_reference(no_reference.state, no_reference.parts.optimizer)
+
+
+def resets(values: list[dict[str, float]], folder, **keys: Any) -> list[int]:
+    """The steps after which the reference is reset, given the metrics of each step."""
+    changes: dict[str, Any] = {f"reference.{name}": value for name, value in keys.items()}
+    if "reset_patience" in keys:
+        changes |= {"eval.data": "task:arithmetic:test", "eval.every": 1}
+    config = small_run.config(folder, **{"loss.kl": K2}, **changes)
+    known, due = resetting.Resets(), []
+    for number, line in enumerate(values, start=1):
+        known = resetting.see(config, known, line)
+        if resetting.is_due(config, known, number, line):
+            due.append(number)
+            known = known._replace(count=known.count + 1, last=number, stale=0)
+    return due
+
+
+def test_it_is_due_by_steps_by_kl_and_by_evaluations_that_stall(tmp_path):
+    nan = float("nan")
+    decide = functools.partial(resets, folder=tmp_path)
+    assert decide([{}] * 7, reset_every=3) == [3, 6]
+    kls = [{"kl": kl} for kl in (0.1, 0.3, nan, 0.2, 0.21)]
+    assert decide(kls, reset_kl_above=0.2) == [2, 5]
+    assert decide([{"add_kl_return/kl": 0.3}], reset_kl_above=0.2) == [1]
+    # Counted anew from each reset, whatever brought it.
+    assert decide([{"kl": kl} for kl in (0, 1, 0, 0, 0)], reset_kl_above=0.2, reset_every=3) == [
+        *(2, 5),
+    ]
+    lines = [{"eval/accuracy": a} for a in (0.1, 0.3, 0.2)] + [{}] * 3
+    lines += [{"eval/accuracy": a} for a in (0.3, 0.3, 0.1, 0.4, 0.3, 0.3)]
+    assert decide(lines, reset_patience=2) == [7, 9, 12]
+    with pytest.raises(InputError, match=r"reset_metric = .eval/acuracy.*did you mean"):
+        decide(lines, reset_patience=2, reset_metric="eval/acuracy")
+
+
+@pytest.mark.slow
+def test_a_run_that_stops_round_a_reset_ends_as_one_that_does_not(tmp_path, monkeypatch):
+    """The base is never right on these prompts, so each second evaluation brings a reset."""
+    changes = {
+        "loss.kl": {"use": "k1_in_reward", "beta": 0.05},
+        "reference.reset_patience": 2,
+        "eval.data": "task:arithmetic:test",
+        "eval.every": 1,
+        "eval.prompts": 2,
+        "eval.samples": 1,
+        "train.steps": 5,
+        "checkpoint.every": 1,
+    }
+    straight = training.train(small_run.config(tmp_path / "straight", **changes))
+    for stop in (2, 3):  # right behind a reset, and with one evaluation counted
+        monkeypatch.setattr(runtime, "stop_requested", lambda number, at=stop: number == at)
+        with pytest.raises(runtime.StopRequested):
+            training.train(small_run.config(tmp_path / "r", **changes), resume="auto")
+    monkeypatch.setattr(runtime, "stop_requested", lambda number: False)
+    resumed = training.train(small_run.config(tmp_path / "r", **changes), resume="auto")
+    assert small_run.metrics(tmp_path / "r") == small_run.metrics(tmp_path / "straight")
+    assert resumed.summary["parameter_hash"] == straight.summary["parameter_hash"]
+    reference = resumed.state.frozen["reference"]
+    assert parameter_hash(reference) == parameter_hash(straight.state.frozen["reference"])
+    lines = [line for line in straight.metrics if line["step"]]
+    assert [line["reference/resets"] for line in lines] == [0, 1, 1, 2, 2]
+    apart = [line["add_kl_return/kl"] > 0 for line in lines]
+    assert apart == [False, True, False, True, False]
+
+
+def test_resets_of_what_is_not_there_are_refused(tmp_path):
+    def problem(**changes) -> str:
+        with pytest.raises(ConfigError) as caught:
+            small_run.config(tmp_path, **changes)
+        (one,) = caught.value.problems
+        return one
+
+    every = {"reference.reset_every": 3}
+    assert "reference.reset_every: there is no reference" in problem(**every)
+    kl = {"use": "k1_in_reward", "target_validity": 0.9, "reward": "arithmetic"}
+    assert "measures from the base" in problem(**every, **{"loss.kl": kl})
+    patience = {"reference.reset_patience": 3, "loss.kl": K2}
+    assert "reset_patience: nothing is evaluated between" in problem(**patience)
