@@ -73,7 +73,7 @@ def evaluate_all(batch, weights):
 
     def one(logp, surrogate, penalties):
         fields = {"reference_logp": batch["reference"], "replayed": batch["replayed"]}
-        arrays = (batch[name] for name in ("proximal", "advantage", "mask", "segment"))
+        arrays = [batch[name] for name in ("proximal", "advantage", "mask", "segment")]
         return token_loss(surrogate, penalties, logp, *arrays, fields)
 
     results = {}
