@@ -73,8 +73,10 @@ def evaluate_all(batch, weights):
 
     def one(logp, surrogate, penalties):
         fields = {"reference_logp": batch["reference"], "replayed": batch["replayed"]}
-        arrays = (batch[name] for name in ("proximal", "advantage", "mask", "segment"))
-        return token_loss(surrogate, penalties, logp, *arrays, fields)
+        return token_loss(
+            *(surrogate, penalties, logp, batch["proximal"], batch["advantage"]),
+            *(batch["mask"], batch["segment"], fields),
+        )
 
     results = {}
     for name, (surrogate, penalties) in CASES.items():

@@ -145,7 +145,9 @@ def test_plain_arrays_give_the_numbers_of_the_trainer_packed_or_not(float64):
                     group = prompt.reshape(rest[0].shape)
                     options = OPTIONS["gspo"]
                     return policy_loss(
-                        "gspo", reduction, logp, *rest, segment, group, surrogate_options=options
+                        *("gspo", reduction, logp),
+                        *(rest[0], rest[1], rest[2], segment, group),
+                        surrogate_options=options,
                     )[0]
 
                 found[f"{layout}: {name}"] = jax.value_and_grad(loss)(arrays[0])

@@ -33,6 +33,7 @@ from jaxgrpo.losses import (
     shaped_ratio,
     vespo,
 )
+from jaxgrpo.metrics import Mean
 
 ONES = jnp.ones((2, 3))
 MASK = jnp.ones((2, 3), bool)
@@ -59,7 +60,9 @@ def test_a_long_row_takes_no_square_of_its_length():
     row = jax.ShapeDtypeStruct((1, length), jnp.float32)
     mask, segment = (jax.ShapeDtypeStruct((1, length), kind) for kind in (bool, jnp.int32))
     compiled = jax.jit(segment_mean).lower(row, mask, segment).compile()
-    assert compiled.memory_analysis().temp_size_in_bytes < 40 * length
+    memory = compiled.memory_analysis()
+    assert memory is not None
+    assert memory.temp_size_in_bytes < 40 * length
 
 
 def test_new_reductions_are_their_denominators():
@@ -92,8 +95,10 @@ def test_by_sample_gives_each_token_its_own_surrogate():
     assert metrics["ratio_max"].result() == pytest.approx(
         float(jnp.exp(jnp.where(mask, logp - proximal, -9)).max()), rel=1e-6
     )
-    assert float(metrics["policy_kl"].weight) == 5
-    assert float(metrics["clip_ratio/region_mean"].weight) == 3  # of the clipped ones
+    every, clipped = metrics["policy_kl"], metrics["clip_ratio/region_mean"]
+    assert isinstance(every, Mean)
+    assert isinstance(clipped, Mean)
+    assert (float(every.weight), float(clipped.weight)) == (5, 3)
     with refuses("by_sample reads fields['replayed'], one number per token; given: no fields"):
         mixed.compute(*arrays, {})
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -34,7 +35,7 @@ AGGREGATIONS = {
 
 def ours():
     """name of a golden value -> (surrogate, reduction) here that must give it."""
-    pairs = {
+    pairs: dict[str, tuple[Any, Any]] = {
         f"trl {name}": like_trl(**options, max_completion_length=GOLDEN["longest"])
         for name, options in GOLDEN["trl"].items()
     }
@@ -53,7 +54,7 @@ def found():
     def every(new, old, advantage, mask):
         return {
             name: jax.value_and_grad(
-                lambda new, pair=pair: policy_loss(*pair, new, old, advantage, mask)[0]
+                lambda new, pair=pair: policy_loss(pair[0], pair[1], new, old, advantage, mask)[0]
             )(new)
             for name, pair in ours().items()
         }
