@@ -2,6 +2,7 @@
 
 import functools
 import re
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -150,7 +151,8 @@ def test_the_entropy_is_paid_for_only_where_it_is_asked_for():
 
         floats = {name: case[name] for name in ("hidden", "head", "bias")}
         gradient = jax.jit(jax.grad(loss, has_aux=True))
-        return gradient.lower(floats, case).compile().cost_analysis()["flops"]
+        compiled: Any = gradient.lower(floats, case).compile()
+        return compiled.cost_analysis()["flops"]
 
     none, value, gradient = map(operations, ("none", "value", "gradient"))
     assert none < value < gradient
@@ -177,10 +179,11 @@ def test_at_a_large_vocabulary_no_buffer_exceeds_a_sixteenth_of_the_logits():
     def loss(hidden, table, targets):
         unembed = lambda x: jnp.einsum("...e,ve->...v", x, table)  # noqa: E731
         logp, entropy = token_logprobs(unembed, hidden, targets, entropy="gradient")
+        assert entropy is not None
         return logp.sum() + entropy.sum()
 
     gradient = jax.jit(jax.grad(loss, argnums=(0, 1)))
-    compiled = gradient.lower(hidden, table, targets).compile()
+    compiled: Any = gradient.lower(hidden, table, targets).compile()
     parameter = {(vocab, width), (width, vocab)}
     largest = buffers(compiled.as_text(), parameter)[-1]
     assert vocab <= largest <= tokens * vocab // 16
@@ -208,12 +211,13 @@ def check_sharded(mesh):
         logp, entropy = token_logprobs(
             unembed, hidden, targets, entropy="gradient", logits_per_chunk=8 * vocab
         )
+        assert entropy is not None
         return (logp * jnp.square(entropy)).sum(), (logp, entropy)
 
     run = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)
     places = (PartitionSpec("data"), PartitionSpec("tensor"), PartitionSpec("data"))
     layout = tuple(NamedSharding(mesh, place) for place in places)
-    program = jax.jit(run, in_shardings=layout).lower(hidden, table, targets).compile()
+    program: Any = jax.jit(run, in_shardings=layout).lower(hidden, table, targets).compile()
     got = program(*map(jax.device_put, (hidden, table, targets), layout))
     want = jax.jit(run)(hidden, table, targets)
     assert_equal(got, want, 1e-11)
