@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from jaxgrpo import advantages as adv
+from jaxgrpo.advantages.building import plain_rollouts
 from jaxgrpo.errors import InputError
 from jaxgrpo.types import RolloutSpec
 
@@ -33,7 +34,7 @@ def token_logps(table):
 
 
 def run(steps, rewards, num_rows=None, **fields):
-    rollouts, spec = adv.building.plain_rollouts(rewards, **fields)
+    rollouts, spec = plain_rollouts(rewards, **fields)
     whole = adv.chain(adv.sum_rewards(), *steps)
     state = whole.init(spec._replace(num_rows=num_rows or spec.num_rows))
     signal, state, metrics = jax.jit(whole.update)(adv.start(rollouts), state, rollouts)
@@ -167,11 +168,13 @@ def test_a_field_gives_the_base_rates_where_it_is_named():
 
 def test_streams_several_rewards_and_wrong_options_are_refused():
     step = adv.add_kl_return_for_validity(0.9)
-    sizes = {"num_prompts": 1, "group_size": 2, "max_prompt_tokens": 1, "max_completion_tokens": 1}
+    spec = RolloutSpec(
+        num_prompts=1, group_size=2, max_prompt_tokens=1, max_completion_tokens=1, num_rows=3
+    )
     with pytest.raises(InputError, match="a stream returns none"):
-        step.init(RolloutSpec(**sizes))
+        step.init(spec._replace(num_rows=None))
     with pytest.raises(InputError, match=r"2 rewards.*reward=\.\.\."):
-        step.init(RolloutSpec(**sizes, rewards=("a", "b"), num_rows=3))
+        step.init(spec._replace(rewards=("a", "b")))
     for wrong in (
         lambda: adv.add_kl_return(-0.1),
         lambda: adv.add_kl_return_for_validity(1.0),
