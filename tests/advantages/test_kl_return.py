@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import jax
@@ -90,7 +91,11 @@ def test_values_of_tokens_stay_and_the_kl_comes_on_top():
     start = adv.chain(adv.sum_rewards(), adv.to_tokens(), adv.hicra())
     before, _, _ = adv.compute(start, rollouts)
     after, _, _ = adv.compute(adv.extend(start, adv.add_kl_return(0.3)), rollouts)
-    alone = adv.chain(adv.sum_rewards(correct=0.0, style=0.0), adv.add_kl_return(0.3))
+
+    def nothing(signal, rollouts):
+        return dataclasses.replace(signal, value=jnp.zeros_like(signal.value))
+
+    alone = adv.chain(adv.sum_rewards(), nothing, adv.add_kl_return(0.3))
     charged, _, _ = adv.compute(alone, rollouts)
     np.testing.assert_allclose(after.value, before.value + charged.value, rtol=0, atol=1e-12)
     assert (after.mask == before.mask).all()
