@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import jax
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 
 from jaxgrpo import advantages as adv
+from jaxgrpo.advantages.building import plain_rollouts
 from jaxgrpo.errors import InputError
 from jaxgrpo.types import RolloutSpec
 
@@ -33,7 +35,7 @@ def token_logps(table):
 
 
 def run(steps, rewards, num_rows=None, **fields):
-    rollouts, spec = adv.building.plain_rollouts(rewards, **fields)
+    rollouts, spec = plain_rollouts(rewards, **fields)
     whole = adv.chain(adv.sum_rewards(), *steps)
     state = whole.init(spec._replace(num_rows=num_rows or spec.num_rows))
     signal, state, metrics = jax.jit(whole.update)(adv.start(rollouts), state, rollouts)
@@ -89,7 +91,11 @@ def test_values_of_tokens_stay_and_the_kl_comes_on_top():
     start = adv.chain(adv.sum_rewards(), adv.to_tokens(), adv.hicra())
     before, _, _ = adv.compute(start, rollouts)
     after, _, _ = adv.compute(adv.extend(start, adv.add_kl_return(0.3)), rollouts)
-    alone = adv.chain(adv.sum_rewards(correct=0.0, style=0.0), adv.add_kl_return(0.3))
+
+    def nothing(signal, rollouts):
+        return dataclasses.replace(signal, value=jnp.zeros_like(signal.value))
+
+    alone = adv.chain(adv.sum_rewards(), nothing, adv.add_kl_return(0.3))
     charged, _, _ = adv.compute(alone, rollouts)
     np.testing.assert_allclose(after.value, before.value + charged.value, rtol=0, atol=1e-12)
     assert (after.mask == before.mask).all()
@@ -167,11 +173,13 @@ def test_a_field_gives_the_base_rates_where_it_is_named():
 
 def test_streams_several_rewards_and_wrong_options_are_refused():
     step = adv.add_kl_return_for_validity(0.9)
-    sizes = {"num_prompts": 1, "group_size": 2, "max_prompt_tokens": 1, "max_completion_tokens": 1}
+    spec = RolloutSpec(
+        num_prompts=1, group_size=2, max_prompt_tokens=1, max_completion_tokens=1, num_rows=3
+    )
     with pytest.raises(InputError, match="a stream returns none"):
-        step.init(RolloutSpec(**sizes))
+        step.init(spec._replace(num_rows=None))
     with pytest.raises(InputError, match=r"2 rewards.*reward=\.\.\."):
-        step.init(RolloutSpec(**sizes, rewards=("a", "b"), num_rows=3))
+        step.init(spec._replace(rewards=("a", "b")))
     for wrong in (
         lambda: adv.add_kl_return(-0.1),
         lambda: adv.add_kl_return_for_validity(1.0),

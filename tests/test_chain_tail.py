@@ -1,0 +1,61 @@
+"""What loss.kl and loss.mismatch put behind the chain of a run."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import small_run
+
+from jaxgrpo import advantages, assembly, chain_tail, training
+
+KL = {"use": "k1_in_reward", "beta": 0.05}
+WEIGHTS = {"use": "truncated_importance", "level": "token", "cap": 2.0}
+
+
+def steps(folder, advantage=None, **changes) -> list[str]:
+    config = small_run.config(folder, **changes)
+    return [name for name, _ in assembly.make_chain(config, (), advantage).steps]
+
+
+def halved(signal, rollouts):
+    return dataclasses.replace(signal, value=signal.value / 2)
+
+
+def test_they_stand_behind_any_chain_weights_last_and_nothing_stands_there_without_them(tmp_path):
+    both = {"loss.kl": KL, "loss.mismatch": WEIGHTS, "loss.proximal": "trainer"}
+    tail = ["add_kl_return", "truncated_importance"]
+    recipe = steps(tmp_path, recipe="rloo")
+    assert steps(tmp_path, recipe="rloo", **both) == [*recipe, *tail]
+    parts = [{"use": "sum_rewards"}, {"use": "sign", "threshold": 0.5}]
+    config = small_run.config(tmp_path, advantage=parts, **both)
+    made = assembly.make_chain(config, ())
+    assert [name for name, _ in made.steps] == ["sum_rewards", "sign", *tail]
+    own = advantages.chain(advantages.sum_rewards(), advantages.to_tokens())
+    assert steps(tmp_path, own, **both) == ["sum_rewards", "to_tokens", *tail]
+
+
+def test_a_function_of_ones_own_may_correct_the_mismatch(tmp_path):
+    part = {"use": f"{__file__}:halved"}
+    assert steps(tmp_path, **{"loss.mismatch": part})[-1] == "halved"
+
+
+def test_a_kl_in_the_return_is_no_penalty_and_the_others_are():
+    assert chain_tail.build_penalties(KL) == ()
+    assert chain_tail.build_penalties(None) == chain_tail.build_tail(None, None) == ()
+    (penalty,) = chain_tail.build_penalties({"use": "k2", "beta": 0.1})
+    assert penalty.name == "k2"
+    assert chain_tail.build_tail({"use": "k2", "beta": 0.1}, None) == ()
+
+
+@pytest.mark.slow
+def test_a_run_with_both_says_what_they_did(tmp_path):
+    changes = {"loss.kl": KL, "loss.mismatch": WEIGHTS, "loss.proximal": "trainer"}
+    run = training.train(small_run.config(tmp_path / "r", recipe="rloo", **changes))
+    first, second, _ = run.metrics
+    assert first["add_kl_return/kl"] == 0 < second["add_kl_return/kl"]
+    for line in run.metrics:
+        # The sampler is the trainer but for rounding.
+        assert line["truncated_importance/effective_sample_size"] == pytest.approx(1, abs=1e-4)
+        assert line["truncated_importance/capped"] == 0
+        assert "kl" not in line
