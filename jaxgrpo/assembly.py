@@ -35,6 +35,7 @@ from jaxgrpo.sampling import SamplingSettings
 from jaxgrpo.steps import build_steps
 from jaxgrpo.types import (
     FIELDS,
+    OF_PASS,
     OF_SAMPLES,
     Params,
     Prompts,
@@ -92,7 +93,8 @@ def setup(
     chosen = resolve_rewards(config, rewards, rows[0])
     ends = huggingface.read_end_tokens(folder, tokenizer)
     parts = make_parts(config, mesh, model, tokenizer, ends, chosen, advantage)
-    columns = needed_columns(parts.chain.needs | parts.objective.needs, rows, chosen)
+    needs = parts.chain.needs | (parts.objective.needs - OF_PASS.keys())
+    columns = needed_columns(needs, rows, chosen)
     params = huggingface.read_params(folder, model, held_dtype(model), param_layout(parts))
     policy = make_policy(config, chosen)
     names = tuple(reward.name for reward in chosen)
@@ -236,7 +238,10 @@ def make_objective(config: Config) -> Objective:
     return Objective(
         surrogate=losses.build_surrogate(part(loss.surrogate)),
         reduction=losses.build_reduction(reduction),
-        penalties=(losses.build_penalty(part(loss.kl)),) if loss.kl else (),
+        penalties=(
+            *([losses.build_penalty(part(loss.kl))] if loss.kl else []),
+            *([losses.build_entropy(part(loss.entropy))] if loss.entropy else []),
+        ),
         penalties_on=loss.penalties_on,
         proximal=loss.proximal,
     )
@@ -300,7 +305,7 @@ def first_state(
         num_rows=num_rows,
     )
     needs = parts.chain.needs | parts.objective.needs
-    anchors = {FIELDS[name].policy for name in needs & FIELDS.keys()} - {"trainer"}
+    scored = {FIELDS[name].policy for name in needs & FIELDS.keys()} - {"trainer"}
     # A copy of its own, since the trainable parameters are donated.
     copy = jax.jit(
         lambda tree: jax.tree.map(lambda leaf: leaf + 0, as_computed(parts.model, tree)),
@@ -311,12 +316,13 @@ def first_state(
     return TrainState(
         step=put(np.int32(0)),
         trainable=params,
-        frozen={name: copy(params) for name in sorted(anchors)},
+        frozen={name: copy(params) for name in sorted(scored | parts.objective.anchors)},
         opt_state=jax.jit(parts.optimizer.init, out_shardings=opt_layout(parts))(params),
         advantage_state=jax.tree.map(put, parts.chain.init(spec)),
         prompt_policy_state=policy.init(num_rows, seed),
         cursor=put(np.int32(0)),
         key=put(np.asarray(key)),
+        objective_state=jax.tree.map(put, parts.objective.init()),
     )
 
 

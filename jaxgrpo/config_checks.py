@@ -87,10 +87,11 @@ def _best(values: Values) -> Iterator[str]:
 
 
 def _penalties(values: Values) -> Iterator[str]:
-    if values.get("loss.penalties_on") == "live" and values.get("loss.kl", 0) is None:
+    none = values.get("loss.kl", 0) is None and values.get("loss.entropy", 0) is None
+    if values.get("loss.penalties_on") == "live" and none:
         yield (
             'loss.penalties_on = "live": there is no penalty; add loss.kl = { use = "k2", beta = '
-            "0.01 }, or leave penalties_on out"
+            "0.01 } or loss.entropy, or leave penalties_on out"
         )
 
 
@@ -228,6 +229,7 @@ def _parts(values: Values) -> Iterator[str]:
         "loss.surrogate": losses.build_surrogate,
         "loss.reduction": reduction,
         "loss.kl": losses.build_penalty,
+        "loss.entropy": losses.build_entropy,
         "rollout.prompts": lambda part: build_policy(part, weights),
     }
     for where, build in builders.items():

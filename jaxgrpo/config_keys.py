@@ -109,6 +109,7 @@ class LossKeys:
     surrogate: Part = part("clip")
     reduction: Part = part("token_mean")
     kl: Part | None = key(None)  # None: no penalty and no reference policy
+    entropy: Part | None = key(None)  # None: neither bonus nor control
     proximal: str = key("behavior", choices=("behavior", "trainer"))
     penalties_on: str = key("all", choices=("all", "live"))
 
@@ -224,7 +225,8 @@ class Config:
     def own_files(self) -> tuple[Path, ...]:
         """The files of own code that it names, each once."""
         parts = [*(self.advantage or ()), self.loss.surrogate, self.loss.reduction]
-        parts += [self.rollout.prompts, *([self.loss.kl] if self.loss.kl else [])]
+        parts += [part for part in (self.loss.kl, self.loss.entropy) if part]
+        parts += [self.rollout.prompts]
         names = [reward.use for reward in self.rewards] + [part["use"] for part in parts]
         names += [self.method["use"]] if self.method else []
         return tuple(dict.fromkeys(Path(file) for name in names if (file := file_of(name))))

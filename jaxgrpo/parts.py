@@ -14,13 +14,15 @@ from jax.sharding import Mesh
 
 from jaxgrpo import sharding
 from jaxgrpo.advantages import AdvantageTransform
+from jaxgrpo.exact_kl import full_kl
 from jaxgrpo.logprobs import token_logprobs
 from jaxgrpo.losses import Penalty, Reduction, Surrogate
+from jaxgrpo.metrics import Metrics
 from jaxgrpo.models.api import Model
 from jaxgrpo.models.attention import causal, rows_with_prefix
 from jaxgrpo.packing import Geometry
 from jaxgrpo.sampling import SamplingSettings
-from jaxgrpo.types import Params, TrainBatch
+from jaxgrpo.types import OF_PASS, Params, TrainBatch
 
 
 class Objective(NamedTuple):
@@ -38,6 +40,23 @@ class Objective(NamedTuple):
         own = frozenset[str]().union(*(part.needs for part in parts))
         return own | ({"trainer_logp"} if self.proximal == "trainer" else frozenset())
 
+    @property
+    def anchors(self) -> frozenset[str]:
+        """The frozen policies that the update itself runs."""
+        return frozenset(OF_PASS[name] for name in self.needs & OF_PASS.keys()) - {"trainer"}
+
+    def init(self) -> dict[str, Any]:
+        """name of a penalty -> what it remembers before the first update."""
+        return {part.name: part.init() for part in self.penalties if part.init is not None}
+
+    def observe(self, state: Mapping[str, Any], metrics: Metrics) -> dict[str, Any]:
+        """What the penalties remember after an update with these metrics."""
+        return {
+            part.name: part.observe(state[part.name], metrics)
+            for part in self.penalties
+            if part.observe is not None
+        }
+
 
 class Parts(NamedTuple):
     """Everything static that the programs of a run are built from."""
@@ -53,9 +72,45 @@ class Parts(NamedTuple):
     compact: bool = True  # False keeps dead samples in the update: slower, the same result
 
 
-def forward(parts: Parts, params: Params, micro: TrainBatch) -> tuple[Array, Array]:
-    """(logp, entropy) [D, R, Q] of one micro-batch: prompts once, then rows that read them."""
+class Scored(NamedTuple):
+    """What one pass says of the chosen tokens."""
+
+    logp: Array  # [D, R, Q]
+    entropy: Array  # [D, R, Q]
+    fields: dict[str, Array]  # quantities of OF_PASS and what goes with them, [D, R, Q]
+
+
+def forward(
+    parts: Parts, params: Params, micro: TrainBatch, reference: Params | None = None
+) -> Scored:
+    """One micro-batch under `params`, against the whole distributions of `reference` if given."""
     params = as_computed(parts.model, params)
+    hidden = _hidden(parts, params, micro)
+    # Greedy sampling has no distribution: its ratios are those of the model itself.
+    temperature = parts.sampling.temperature or 1.0
+
+    def unembed(hidden: Array) -> Array:
+        return parts.model.unembed(params, hidden)
+
+    bins, rows = hidden.shape[0], micro.tokens.shape
+    logp, entropy = token_logprobs(
+        unembed, hidden, micro.targets.reshape(bins, -1), temperature=temperature
+    )
+    fields = {"policy_entropy": entropy}
+    if reference is not None:
+        anchor = as_computed(parts.model, reference)
+        fields["full_kl"], fields["full_kl_clamped"] = full_kl(
+            unembed,
+            hidden,
+            lambda hidden: parts.model.unembed(anchor, hidden),
+            _hidden(parts, anchor, micro),
+            temperature=temperature,
+        )
+    return jax.tree.map(lambda leaf: leaf.reshape(rows), Scored(logp, entropy, fields))
+
+
+def _hidden(parts: Parts, params: Params, micro: TrainBatch) -> Array:
+    """Hidden states [D, R * Q, E]: prompts once, then rows that read them."""
     bins, prompts, width = micro.prompt_tokens.shape
     position = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32), (bins, prompts, width))
     valid = position < micro.prompt_length[..., None]
@@ -64,15 +119,7 @@ def forward(parts: Parts, params: Params, micro: TrainBatch) -> tuple[Array, Arr
     )
     attend = rows_with_prefix(micro.segment, micro.position, micro.row_prompt, micro.prompt_length)
     hidden, _ = parts.model.apply(params, micro.tokens, micro.position, attend, memory)
-    rows = micro.tokens.shape
-    logp, entropy = token_logprobs(
-        lambda hidden: parts.model.unembed(params, hidden),
-        hidden.reshape(bins, -1, hidden.shape[-1]),
-        micro.targets.reshape(bins, -1),
-        # Greedy sampling has no distribution: its ratios are those of the model itself.
-        temperature=parts.sampling.temperature or 1.0,
-    )
-    return logp.reshape(rows), entropy.reshape(rows)
+    return hidden.reshape(bins, -1, hidden.shape[-1])
 
 
 def held_dtype(model: Model) -> str:

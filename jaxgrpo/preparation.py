@@ -91,8 +91,9 @@ def _score(parts: Parts, params: Params, batch: TrainBatch) -> tuple[Array, Arra
     """Log-probs and entropies [K, D, R, Q] under `params`; 0 in micro-batches that are not live."""
 
     def body(index: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
-        values = forward(parts, params, micro_batch(batch, index))
-        return jax.tree.map(lambda whole, one: whole.at[index].set(one), carry, values)
+        scored = forward(parts, params, micro_batch(batch, index))
+        logp, entropy = carry
+        return logp.at[index].set(scored.logp), entropy.at[index].set(scored.entropy)
 
     empty = jnp.zeros(batch.tokens.shape, jnp.float32)
     return jax.lax.fori_loop(0, batch.num_live, body, (empty, empty))
@@ -171,6 +172,8 @@ def _judge(parts: Parts, state: Any, rollouts: Rollouts) -> _Judged:
         metrics, _rollout_metrics(rollouts, live, advantage, mask, parts.reward_weights)
     )
     per_sample = advantage.sum(-1) / jnp.maximum(mask.sum(-1), 1)
+    # Nor are they in the metrics of the update, which penalties may remember.
+    mask = mask & live[..., None]
     everywhere = sharding.replicated(parts.mesh)
     state, live, per_sample, metrics = jax.lax.with_sharding_constraint(
         (state, live, per_sample, metrics), everywhere
