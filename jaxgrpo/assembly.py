@@ -35,7 +35,6 @@ from jaxgrpo.sampling import SamplingSettings
 from jaxgrpo.steps import build_steps
 from jaxgrpo.types import (
     FIELDS,
-    OF_PASS,
     OF_SAMPLES,
     Params,
     Prompts,
@@ -93,8 +92,7 @@ def setup(
     chosen = resolve_rewards(config, rewards, rows[0])
     ends = huggingface.read_end_tokens(folder, tokenizer)
     parts = make_parts(config, mesh, model, tokenizer, ends, chosen, advantage)
-    needs = parts.chain.needs | (parts.objective.needs - OF_PASS.keys())
-    columns = needed_columns(needs, rows, chosen)
+    columns = needed_columns(parts.chain.needs | parts.objective.needs, rows, chosen)
     params = huggingface.read_params(folder, model, held_dtype(model), param_layout(parts))
     policy = make_policy(config, chosen)
     names = tuple(reward.name for reward in chosen)
@@ -304,8 +302,6 @@ def first_state(
         rewards=rewards,
         num_rows=num_rows,
     )
-    needs = parts.chain.needs | parts.objective.needs
-    scored = {FIELDS[name].policy for name in needs & FIELDS.keys()} - {"trainer"}
     # A copy of its own, since the trainable parameters are donated.
     copy = jax.jit(
         lambda tree: jax.tree.map(lambda leaf: leaf + 0, as_computed(parts.model, tree)),
@@ -316,7 +312,7 @@ def first_state(
     return TrainState(
         step=put(np.int32(0)),
         trainable=params,
-        frozen={name: copy(params) for name in sorted(scored | parts.objective.anchors)},
+        frozen={name: copy(params) for name in _anchors(parts)},
         opt_state=jax.jit(parts.optimizer.init, out_shardings=opt_layout(parts))(params),
         advantage_state=jax.tree.map(put, parts.chain.init(spec)),
         prompt_policy_state=policy.init(num_rows, seed),
@@ -324,6 +320,13 @@ def first_state(
         key=put(np.asarray(key)),
         objective_state=jax.tree.map(put, parts.objective.init()),
     )
+
+
+def _anchors(parts: Parts) -> list[str]:
+    """The frozen policies that a method asks for."""
+    needs = parts.chain.needs | parts.objective.needs
+    scored = {FIELDS[name].policy for name in needs & FIELDS.keys()} - {"trainer"}
+    return sorted(scored | parts.objective.anchors)
 
 
 def _mesh_sizes(config: Config) -> dict[str, int]:

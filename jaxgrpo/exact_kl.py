@@ -42,10 +42,8 @@ def full_kl(
 
     Returns: (kl, held) in at least float32, in nats and as a share.
     """
-    bins, length, width = hidden.shape
     vocab = jax.eval_shape(unembed, hidden[:, :1]).shape[-1]
-    chunk = max(1, min(length, logits_per_chunk // (2 * vocab)))
-    count = -(-length // chunk)
+    chunk = max(1, min(hidden.shape[1], logits_per_chunk // (2 * vocab)))
 
     @jax.checkpoint
     def one(hidden: Array, anchor: Array) -> tuple[Array, Array]:
@@ -58,15 +56,23 @@ def full_kl(
         kl = (p * jnp.minimum(ratio, LIMIT)).sum(-1)
         return kl, jax.lax.stop_gradient(jnp.where(far, p, 0).sum(-1))
 
-    anchor_hidden = jax.lax.stop_gradient(anchor_hidden)
+    return _in_chunks(one, chunk, hidden, jax.lax.stop_gradient(anchor_hidden))
+
+
+def _in_chunks(
+    one: Callable[[Array, Array], tuple[Array, Array]], chunk: int, hidden: Array, anchor: Array
+) -> tuple[Array, Array]:
+    """`one`, [D, n, E] twice -> [D, n] twice, over `chunk` positions of N at a time."""
+    bins, length, width = hidden.shape
+    count = -(-length // chunk)
     if count == 1:
-        return one(hidden, anchor_hidden)
+        return one(hidden, anchor)
 
     def split(array: Array) -> Array:
         padded = jnp.pad(array, ((0, 0), (0, count * chunk - length), (0, 0)))
         return jnp.moveaxis(padded.reshape(bins, count, chunk, width), 1, 0)
 
-    chunks = (split(hidden), split(anchor_hidden))
+    chunks = (split(hidden), split(anchor))
     _, pieces = jax.lax.scan(lambda carry, xs: (carry, one(*xs)), None, chunks)
     kl, held = (
         jnp.moveaxis(piece, 0, 1).reshape(bins, count * chunk)[:, :length] for piece in pieces

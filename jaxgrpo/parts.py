@@ -36,14 +36,19 @@ class Objective(NamedTuple):
 
     @property
     def needs(self) -> frozenset[str]:
-        parts = (self.surrogate, *self.penalties)
-        own = frozenset[str]().union(*(part.needs for part in parts))
+        """The fields that must be there before the update."""
+        own = self._named - OF_PASS.keys()
         return own | ({"trainer_logp"} if self.proximal == "trainer" else frozenset())
 
     @property
     def anchors(self) -> frozenset[str]:
         """The frozen policies that the update itself runs."""
-        return frozenset(OF_PASS[name] for name in self.needs & OF_PASS.keys()) - {"trainer"}
+        return frozenset(OF_PASS[name] for name in self._named & OF_PASS.keys()) - {"trainer"}
+
+    @property
+    def _named(self) -> frozenset[str]:
+        parts = (self.surrogate, *self.penalties)
+        return frozenset[str]().union(*(part.needs for part in parts))
 
     def init(self) -> dict[str, Any]:
         """name of a penalty -> what it remembers before the first update."""

@@ -57,7 +57,7 @@ def adaptive_entropy(
 
     e_k is the entropy of the update before, as is e of this one for the next: known before the
     first micro-batch, so that the loss adds up exactly under any split. No bonus acts in the first
-    update, nor does one move anything in an update that is skipped.
+    update; an update that is skipped moves nothing.
 
     Args:
       target: in nats per token.
@@ -71,14 +71,7 @@ def adaptive_entropy(
     Raises: InputError unless 0 <= low <= coefficient <= high, and target and delta are positive.
     Source: Skywork-OR1, arXiv 2505.22312, section 4, where e_k is measured in update k itself.
     """
-    if not (0 <= low <= coefficient <= high < math.inf):
-        raise InputError(
-            f"adaptive_entropy: low = {low}, coefficient = {coefficient}, high = {high}; expected "
-            "0 <= low <= coefficient <= high"
-        )
-    for name, value in {"target": target, "delta": delta}.items():
-        if not 0 < value < math.inf:
-            raise InputError(f"adaptive_entropy: {name} = {value}, expected a positive number")
+    _check(target, coefficient, delta, low, high)
 
     def init() -> dict[str, Array]:
         # Above any target: nothing has been measured.
@@ -90,21 +83,34 @@ def adaptive_entropy(
         entropy = from_pass("adaptive_entropy", "policy_entropy", mask, fields)
         applied = jnp.where(state["entropy"] <= target, state["coefficient"], 0)
         applied = jax.lax.stop_gradient(applied).astype(entropy.dtype)
-        metrics = _measured(entropy, mask) | {"entropy_coefficient": mean(applied)}
+        metrics = _measured(entropy, mask) | {"entropy_coefficient": mean(applied, mask)}
         return -applied * entropy, metrics
 
     def observe(state: Any, metrics: Metrics) -> dict[str, Array]:
-        measured = metrics["entropy"]
-        assert isinstance(measured, Mean)
-        some = measured.weight > 0
-        entropy = (measured.total / jnp.maximum(measured.weight, 1)).astype(jnp.float32)
+        entropy = _mean_entropy(metrics, state["entropy"])
         moved = state["coefficient"] + delta * jnp.sign(target - entropy)
-        return {
-            "coefficient": jnp.where(some, jnp.clip(moved, low, high), state["coefficient"]),
-            "entropy": jnp.where(some, entropy, state["entropy"]),
-        }
+        return {"coefficient": jnp.clip(moved, low, high), "entropy": entropy}
 
     return Penalty("adaptive_entropy", compute, NEEDS, init, observe)
+
+
+def _check(target: float, coefficient: float, delta: float, low: float, high: float) -> None:
+    if not (0 <= low <= coefficient <= high < math.inf):
+        raise InputError(
+            f"adaptive_entropy: low = {low}, coefficient = {coefficient}, high = {high}; expected "
+            "0 <= low <= coefficient <= high"
+        )
+    for name, value in {"target": target, "delta": delta}.items():
+        if not 0 < value < math.inf:
+            raise InputError(f"adaptive_entropy: {name} = {value}, expected a positive number")
+
+
+def _mean_entropy(metrics: Metrics, otherwise: Array) -> Array:
+    """[] float32: of all tokens of an update; what was known before where there was none."""
+    measured = metrics["entropy"]
+    assert isinstance(measured, Mean)
+    entropy = (measured.total / jnp.maximum(measured.weight, 1)).astype(jnp.float32)
+    return jnp.where(measured.weight > 0, entropy, otherwise)
 
 
 def _measured(entropy: Array, mask: Array) -> Metrics:

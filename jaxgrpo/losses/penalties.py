@@ -173,8 +173,8 @@ def full_kl(beta: float) -> Penalty:
     def compute(logp, proximal_logp, advantage, mask, segment, fields) -> tuple[Array, Metrics]:
         value = from_pass("full_kl", "full_kl", mask, fields)
         held = jax.lax.stop_gradient(fields.get("full_kl_clamped", jnp.zeros_like(value)))
-        metrics = {"kl": mean(jax.lax.stop_gradient(value), mask), "kl_clamped": mean(held, mask)}
-        return beta * value, metrics
+        metrics: Metrics = {"kl": mean(jax.lax.stop_gradient(value), mask)}
+        return beta * value, metrics | {"kl_clamped": mean(held, mask)}
 
     return Penalty("full_kl", compute, frozenset({"full_kl"}))
 
@@ -249,7 +249,8 @@ def _k3(log_ratio: Array) -> Array:
 
 
 def _kl_metrics(ratio: _Ratio, mask: Array) -> Metrics:
-    return {"kl": mean(_k3(ratio.token), mask), "kl_clamped": mean(ratio.clamped, mask)}
+    clamped = ratio.clamped.astype(ratio.token.dtype)
+    return {"kl": mean(_k3(ratio.token), mask), "kl_clamped": mean(clamped, mask)}
 
 
 def _check(name: str, beta: float, level: str) -> None:

@@ -13,14 +13,26 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from jaxgrpo.losses import build_penalty, build_reduction, build_surrogate, registry, token_loss
+from jaxgrpo.losses import (
+    build_entropy,
+    build_penalty,
+    build_reduction,
+    build_surrogate,
+    registry,
+    token_loss,
+)
 from jaxgrpo.metrics import merge
 
 P, G, T = 4, 3, 6
-OPTIONS = {"constant": {"length": 5.0}, "k2": {"beta": 0.1}, "forward_kl_k3": {"beta": 0.1}}
+BY_SEQUENCE = ("k2", "forward_kl_k3", "reverse_kl_off_policy")
+OPTIONS = {"constant": {"length": 5.0}}
 SURROGATES = {name: build_surrogate(name, OPTIONS.get(name)) for name in registry.surrogates}
 REDUCTIONS = {name: build_reduction(name, OPTIONS.get(name)) for name in registry.reductions}
-PENALTIES = [build_penalty(name, OPTIONS.get(name)) for name in registry.penalties]
+PENALTIES = [
+    *(build_penalty(name, {"beta": 0.1}) for name in registry.penalties),
+    *(build_penalty(name, {"beta": 0.1, "level": "sequence"}) for name in BY_SEQUENCE),
+    *(build_entropy("bonus", {"coefficient": 0.1}), build_entropy("adaptive", {"target": 1.0})),
+]
 TOLERANCE = {np.float64: 1e-12, np.float32: 1e-5}
 
 
@@ -55,7 +67,8 @@ def evaluate_all(batch, weights):
     """pair -> (loss, gradient, metrics), given the weights of the whole batch."""
 
     def one(logp, surrogate, penalties, weight):
-        fields = {"reference_logp": batch["reference"]}
+        names = ("reference_logp", "full_kl", "policy_entropy")
+        fields = dict.fromkeys(names, batch["reference"])
         rows = batch["mask"].astype(jnp.int32)
         value, metrics = token_loss(
             surrogate, penalties, logp, batch["proximal"], batch["advantage"], batch["mask"],
