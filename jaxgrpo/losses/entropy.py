@@ -87,9 +87,10 @@ def adaptive_entropy(
         return -applied * entropy, metrics
 
     def observe(state: Any, metrics: Metrics) -> dict[str, Array]:
-        entropy = _mean_entropy(metrics, state["entropy"])
-        moved = state["coefficient"] + delta * jnp.sign(target - entropy)
-        return {"coefficient": jnp.clip(moved, low, high), "entropy": entropy}
+        entropy, some = _mean_entropy(metrics)
+        moved = jnp.clip(state["coefficient"] + delta * jnp.sign(target - entropy), low, high)
+        new = {"coefficient": moved, "entropy": entropy}
+        return {name: jnp.where(some, new[name], state[name]) for name in new}
 
     return Penalty("adaptive_entropy", compute, NEEDS, init, observe)
 
@@ -105,12 +106,12 @@ def _check(target: float, coefficient: float, delta: float, low: float, high: fl
             raise InputError(f"adaptive_entropy: {name} = {value}, expected a positive number")
 
 
-def _mean_entropy(metrics: Metrics, otherwise: Array) -> Array:
-    """[] float32: of all tokens of an update; what was known before where there was none."""
+def _mean_entropy(metrics: Metrics) -> tuple[Array, Array]:
+    """([] float32 over all tokens of an update, [] bool whether there were any)."""
     measured = metrics["entropy"]
     assert isinstance(measured, Mean)
-    entropy = (measured.total / jnp.maximum(measured.weight, 1)).astype(jnp.float32)
-    return jnp.where(measured.weight > 0, entropy, otherwise)
+    entropy = measured.total / jnp.maximum(measured.weight, 1)
+    return entropy.astype(jnp.float32), measured.weight > 0
 
 
 def _measured(entropy: Array, mask: Array) -> Metrics:
