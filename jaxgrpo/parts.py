@@ -37,7 +37,7 @@ class Objective(NamedTuple):
     @property
     def needs(self) -> frozenset[str]:
         """The fields that must be there before the update."""
-        own = self._named - OF_PASS.keys()
+        own = self._named.difference(OF_PASS)
         return own | ({"trainer_logp"} if self.proximal == "trainer" else frozenset())
 
     @property
