@@ -35,7 +35,6 @@ WITH_BONUS = CLIP._replace(penalties=(losses.entropy_bonus(BETA),))
 WITH_CONTROL = CLIP._replace(
     penalties=(losses.adaptive_entropy(target=3.0, coefficient=BETA, delta=0.01),)
 )
-ON_LIVE = {"penalties_on": "live"}
 
 
 @functools.cache
@@ -77,8 +76,13 @@ def run(rewards="mixed", reference=0, behavior="random", **options):
 
 
 @functools.cache
-def stepped(rewards="mixed", reference=0, behavior="random", steps_before=0, **options):
-    """As `run`, with the objective's state after it, and as many updates before."""
+def stepped(
+    rewards="mixed", reference=0, behavior="random", steps_before=0, measured=None, **options
+):
+    """As `run`, with the objective's state after it.
+
+    So many updates come before, or a control of the entropy is told what was measured before.
+    """
     made, steps = built(**options)
     config = options.get("config", tiny.UNIFORM)
     layout = sharding.param_shardings(made.mesh, made.model.axes, made.model.shapes)
@@ -100,6 +104,9 @@ def stepped(rewards="mixed", reference=0, behavior="random", steps_before=0, **o
         ),
         rollouts,
     )
+    if measured is not None:
+        control = state.objective_state["adaptive_entropy"] | {"entropy": jnp.float32(measured)}
+        state = dataclasses.replace(state, objective_state={"adaptive_entropy": control})
     for _ in range(steps_before):
         state, prepared = steps.prepare(state, rollouts)
         state, _ = steps.update(state, prepared.batch)
@@ -190,15 +197,16 @@ def test_penalties_over_the_vocabulary_make_the_step_of_the_plain_loss(objective
 
 
 @pytest.mark.parametrize(
-    ("objective", "steps_before"),
-    [(WITH_KL, 0), (WITH_FULL_KL, 0), (WITH_BONUS, 0), (WITH_CONTROL, 1)],
+    ("objective", "measured"),
+    [(WITH_KL, None), (WITH_FULL_KL, None), (WITH_BONUS, None), (WITH_CONTROL, 0.5)],
     ids=["k2", "full_kl", "bonus", "control"],
 )
-def test_penalties_on_live_samples_only_let_the_dead_leave(objective, steps_before):
-    options = {"objective": objective._replace(**ON_LIVE), "reference": 7}
-    live = stepped(steps_before=steps_before, rows=4, **options)
+def test_penalties_on_live_samples_only_let_the_dead_leave(objective, measured):
+    objective = objective._replace(penalties_on="live")
+    options = {"objective": objective, "reference": 7, "measured": measured}
+    live = stepped(rows=4, **options)
     np.testing.assert_array_equal(live[0].live.any(1), [True, False, False, True])
-    whole = stepped(steps_before=steps_before, compact=False, **options)
+    whole = stepped(compact=False, **options)
     assert (live[0].batch.num_live, whole[0].batch.num_live) == (2, 1)
     assert_same_step(live, whole)
     np.testing.assert_equal(live[3].keys(), whole[3].keys())
