@@ -25,6 +25,7 @@ def failing(tmp_path_factory):
     changes = {
         "rewards": [{"use": f"{small_run.__file__}:nothing"}],
         "loss.kl": {"use": "forward_kl_k3", "beta": 0.01},
+        "loss.entropy": {"use": "adaptive", "target": 0.5},
         "train.steps": 5,
         "eval.data": "task:arithmetic:test",
         "eval.prompts": 8,
