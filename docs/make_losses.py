@@ -2,9 +2,9 @@
 
     python docs/make_losses.py     (make docs)
 
-Surrogates: formula and paper come from the docstring (its first indented block; "Source: ... arXiv
-2402.03300"), the pull from differentiating a sequence of one token. KL and entropy: all sequences of
-random policies over 3 tokens are enumerated, in float64, and expected gradients are compared.
+Surrogates and penalties: formula and paper come from the docstring (its first indented block;
+"Source: ... arXiv 2402.03300"), the pull from differentiating a sequence of one token. KL: all
+sequences of random policies over 3 tokens are enumerated, in float64, and gradients compared.
 """
 
 from __future__ import annotations
@@ -40,11 +40,10 @@ PEERS = {
     "vespo": "TRL `vespo`",
     "dppo_tv": "verl `dppo_tv`",
     "reinforce": "verl `gpg`",
-    "on_policy": "NeMo RL `force_on_policy_ratio`",
+    "on_policy": "NeMo RL",
     "k2": "verl `k2` (`mse`)",
     "forward_kl_k3": "TRL `beta`; verl `low_var_kl`; slime `low_var_kl`",
-    "reverse_kl_off_policy": "TRL `use_bias_correction_kl`; at ratio 1 verl `low_var_kl+`",
-    "full_kl": "verl `full`",
+    "reverse_kl_off_policy": "TRL `use_bias_correction_kl`; at ratio 1 verl `k3+`",
     "entropy_bonus": "TRL `entropy_coef`; verl `entropy_coeff`",
     "adaptive_entropy": "TRL `use_adaptive_entropy`",
 }
@@ -63,9 +62,7 @@ def surrogates(table: Mapping[str, Callable[..., Any]] = registry.surrogates) ->
     """The table of surrogates, in Markdown."""
     ratios = ", ".join(f"{ratio:g}" for ratio in RATIOS)
     rows = [
-        "| surrogate | per token | pull at ratio "
-        + ratios
-        + ": A = 1; A = -1 | paper | elsewhere |",
+        f"| surrogate | per token | pull at ratio {ratios}: A = 1; A = -1 | paper | elsewhere |",
         "|---|---|---|---|---|",
     ]
     for name in sorted(table):

@@ -69,7 +69,7 @@ def adaptive_entropy(
     Metrics: entropy, over unmasked tokens; entropy_coefficient, the one applied, 0 while the
     entropy is above the target.
     Raises: InputError unless 0 <= low <= coefficient <= high, and target and delta are positive.
-    Source: Skywork-OR1, arXiv 2505.22312, section 4, where e_k is measured in update k itself.
+    Source: Skywork-OR1, arXiv 2505.22312, where e_k is measured in update k itself.
     """
     _check(target, coefficient, delta, low, high)
 
