@@ -27,7 +27,8 @@ def heads():
     return hidden, jnp.asarray(random.normal(size=(4, 11))), anchor, random.normal(size=(4, 11))
 
 
-def kl_by_numpy(hidden, head, anchor, anchor_head, temperature):
+def kl_by_numpy(given, temperature):
+    hidden, head, anchor, anchor_head = given
     p, q = (
         log_softmax(np.asarray(x) @ np.asarray(w) / temperature)
         for x, w in ((hidden, head), (anchor, anchor_head))
@@ -46,7 +47,7 @@ def test_the_pass_over_the_vocabulary_gives_the_kl_in_any_chunks(heads, tokens):
         )  # fmt: skip
 
     kl, held = jax.jit(run)(hidden, head)
-    np.testing.assert_allclose(kl, kl_by_numpy(*heads, 0.7), atol=1e-12)
+    np.testing.assert_allclose(kl, kl_by_numpy(heads, 0.7), atol=1e-12)
     assert (np.asarray(held) == 0).all()
     weight = jnp.arange(1.0, 15).reshape(2, 7)
     gradients = jax.jit(jax.grad(lambda *x: (weight * run(*x)[0]).sum(), argnums=(0, 1)))
@@ -56,7 +57,7 @@ def test_the_pass_over_the_vocabulary_gives_the_kl_in_any_chunks(heads, tokens):
             for sign in (1e-6, -1e-6):
                 given = [np.array(x) for x in heads]
                 given[which][place] += sign
-                sides.append((np.asarray(weight) * kl_by_numpy(*given, 0.7)).sum())
+                sides.append((np.asarray(weight) * kl_by_numpy(given, 0.7)).sum())
             assert float(gradient[place]) == pytest.approx((sides[0] - sides[1]) / 2e-6, abs=1e-6)
 
 

@@ -260,6 +260,12 @@ def test_four_devices_make_the_step_of_one(mesh):
     assert_same_step(run(mesh=mesh, rows=4, objective=WITH_KL), run(objective=WITH_KL))
 
 
+@pytest.mark.parametrize("objective", [WITH_FULL_KL, WITH_BONUS], ids=["full_kl", "bonus"])
+def test_penalties_over_the_vocabulary_are_the_same_with_the_vocabulary_split(objective):
+    split = run(mesh=(1, 2, 2, 1), rows=4, objective=objective, reference=7)
+    assert_same_step(split, run(objective=objective, reference=7))
+
+
 def test_the_sequence_can_be_split_over_devices():
     # Widths 6 and 5 do not divide by 2: the check of the data says so before anything compiles.
     mesh = sharding.make_mesh(data=2, context=2)

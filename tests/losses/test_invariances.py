@@ -67,8 +67,8 @@ def evaluate_all(batch, weights):
     """pair -> (loss, gradient, metrics), given the weights of the whole batch."""
 
     def one(logp, surrogate, penalties, weight):
-        names = ("reference_logp", "full_kl", "policy_entropy")
-        fields = dict.fromkeys(names, batch["reference"])
+        other = batch["reference"]
+        fields = {"reference_logp": other, "full_kl": other, "policy_entropy": other}
         rows = batch["mask"].astype(jnp.int32)
         value, metrics = token_loss(
             surrogate, penalties, logp, batch["proximal"], batch["advantage"], batch["mask"],
