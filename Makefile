@@ -12,7 +12,7 @@ help:
 	@echo "make test        lint and all tests but those of test-all; what CI runs"
 	@echo "make test-all    every test, with reliability, large compilations and learning"
 	@echo "make lint        ruff and pyright"
-	@echo "make docs        compute what the docs say of the recipes"
+	@echo "make docs        compute what the docs say of recipes and losses"
 	@echo "make experiments compute docs/experiments anew; stops where a criterion fails"
 	@echo "make clean       remove caches and builds; the environment and runs/ stay"
 
@@ -35,6 +35,7 @@ lint: .venv/.tests
 
 docs: .venv/.run-time
 	$(BIN)/python docs/make_advantages.py
+	$(BIN)/python docs/make_losses.py
 
 experiments: .venv/.run-time
 	for page in docs/experiments/x*.md; do \

@@ -244,7 +244,10 @@ def make_objective(config: Config) -> Objective:
     return Objective(
         surrogate=losses.build_surrogate(_part(config, loss.surrogate)),
         reduction=losses.build_reduction(reduction),
-        penalties=build_penalties(_part(config, loss.kl) if loss.kl else None),
+        penalties=(
+            *build_penalties(_part(config, loss.kl) if loss.kl else None),
+            *([losses.build_entropy(_part(config, loss.entropy))] if loss.entropy else []),
+        ),
         penalties_on=loss.penalties_on,
         proximal=loss.proximal,
     )
@@ -307,8 +310,6 @@ def first_state(
         rewards=rewards,
         num_rows=num_rows,
     )
-    needs = parts.chain.needs | parts.objective.needs
-    anchors = {FIELDS[name].policy for name in needs & FIELDS.keys()} - {"trainer"}
     # A copy of its own, since the trainable parameters are donated.
     copy = jax.jit(
         lambda tree: jax.tree.map(lambda leaf: leaf + 0, as_computed(parts.model, tree)),
@@ -319,13 +320,21 @@ def first_state(
     return TrainState(
         step=put(np.int32(0)),
         trainable=params,
-        frozen={name: copy(params) for name in sorted(anchors)},
+        frozen={name: copy(params) for name in _anchors(parts)},
         opt_state=jax.jit(parts.optimizer.init, out_shardings=opt_layout(parts))(params),
         advantage_state=jax.tree.map(put, parts.chain.init(spec)),
         prompt_policy_state=policy.init(num_rows, seed),
         cursor=put(np.int32(0)),
         key=put(np.asarray(key)),
+        objective_state=jax.tree.map(put, parts.objective.init()),
     )
+
+
+def _anchors(parts: Parts) -> list[str]:
+    """The frozen policies that a method asks for."""
+    needs = parts.chain.needs | parts.objective.needs
+    scored = {FIELDS[name].policy for name in needs & FIELDS.keys()} - {"trainer"}
+    return sorted(scored | parts.objective.anchors)
 
 
 def _mesh_sizes(config: Config) -> dict[str, int]:

@@ -92,10 +92,11 @@ def _penalties(values: Values) -> Iterator[str]:
 
     kl = values.get("loss.kl", 0)
     none = kl is None or (kl and kl["use"] == IN_REWARD)
+    none = none and values.get("loss.entropy", 0) is None
     if values.get("loss.penalties_on") == "live" and none:
         yield (
             'loss.penalties_on = "live": there is no penalty; add loss.kl = { use = "k2", beta = '
-            "0.01 }, or leave penalties_on out"
+            "0.01 } or loss.entropy, or leave penalties_on out"
         )
 
 
@@ -283,6 +284,7 @@ def _parts(values: Values) -> Iterator[str]:
         "loss.reduction": reduction,
         "loss.kl": lambda part: (build_penalties(part), build_tail(part, None)),
         "loss.mismatch": lambda part: build_tail(None, part),
+        "loss.entropy": losses.build_entropy,
         "rollout.prompts": lambda part: build_policy(part, weights),
     }
     for where, build in builders.items():

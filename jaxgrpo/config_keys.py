@@ -110,6 +110,7 @@ class LossKeys:
     surrogate: Part = part("clip")
     reduction: Part = part("token_mean")
     kl: Part | None = key(None)  # None: no penalty and no reference policy
+    entropy: Part | None = key(None)  # None: neither bonus nor control
     mismatch: Part | None = key(None)  # of sampler and trainer: weights, or what is dropped
     proximal: str = key("behavior", choices=("behavior", "trainer"))
     penalties_on: str = key("all", choices=("all", "live"))
@@ -239,7 +240,7 @@ class Config:
     def own_files(self) -> tuple[Path, ...]:
         """The files of own code that it names, each once."""
         parts = [*(self.advantage or ()), self.loss.surrogate, self.loss.reduction]
-        optional = (self.loss.kl, self.loss.mismatch)
+        optional = (self.loss.kl, self.loss.entropy, self.loss.mismatch)
         parts += [self.rollout.prompts, *(part for part in optional if part)]
         names = [reward.use for reward in self.rewards] + [part["use"] for part in parts]
         names += [self.method["use"]] if self.method else []

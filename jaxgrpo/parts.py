@@ -14,13 +14,15 @@ from jax.sharding import Mesh
 
 from jaxgrpo import sharding
 from jaxgrpo.advantages import AdvantageTransform
+from jaxgrpo.exact_kl import full_kl
 from jaxgrpo.logprobs import Entropy, token_logprobs
 from jaxgrpo.losses import Penalty, Reduction, Surrogate
+from jaxgrpo.metrics import Metrics
 from jaxgrpo.models.api import Model
 from jaxgrpo.models.attention import causal, rows_with_prefix
 from jaxgrpo.packing import Geometry
 from jaxgrpo.sampling import SamplingSettings
-from jaxgrpo.types import Params, TrainBatch
+from jaxgrpo.types import OF_PASS, Params, TrainBatch
 
 
 class Objective(NamedTuple):
@@ -34,9 +36,36 @@ class Objective(NamedTuple):
 
     @property
     def needs(self) -> frozenset[str]:
-        parts = (self.surrogate, *self.penalties)
-        own = frozenset[str]().union(*(part.needs for part in parts))
+        """The fields that must be there before the update."""
+        own = self._named.difference(OF_PASS)
         return own | ({"trainer_logp"} if self.proximal == "trainer" else frozenset())
+
+    @property
+    def entropy(self) -> Entropy:
+        """What the update's pass says of the entropy: for the log, or for a penalty on it."""
+        return "gradient" if "policy_entropy" in self._named else "value"
+
+    @property
+    def anchors(self) -> frozenset[str]:
+        """The frozen policies that the update itself runs."""
+        return frozenset(OF_PASS[name] for name in self._named & OF_PASS.keys()) - {"trainer"}
+
+    @property
+    def _named(self) -> frozenset[str]:
+        parts = (self.surrogate, *self.penalties)
+        return frozenset[str]().union(*(part.needs for part in parts))
+
+    def init(self) -> dict[str, Any]:
+        """name of a penalty -> what it remembers before the first update."""
+        return {part.name: part.init() for part in self.penalties if part.init is not None}
+
+    def observe(self, state: Mapping[str, Any], metrics: Metrics) -> dict[str, Any]:
+        """What the penalties remember after an update with these metrics."""
+        return {
+            part.name: part.observe(state[part.name], metrics)
+            for part in self.penalties
+            if part.observe is not None
+        }
 
 
 class Parts(NamedTuple):
@@ -53,14 +82,56 @@ class Parts(NamedTuple):
     compact: bool = True  # False keeps dead samples in the update: slower, the same result
 
 
-def forward(
-    parts: Parts, params: Params, micro: TrainBatch, entropy: Entropy = "none"
-) -> tuple[Array, Array | None]:
-    """(logp, entropy) [D, R, Q] of one micro-batch: prompts once, then rows that read them.
+class Scored(NamedTuple):
+    """What one pass says of the chosen tokens."""
 
-    The entropy is None unless asked for, and carries gradient for "gradient" only.
+    logp: Array  # [D, R, Q]
+    entropy: Array | None  # [D, R, Q]; None unless asked for
+    fields: dict[str, Array]  # quantities of OF_PASS and what goes with them, [D, R, Q]
+
+
+def forward(
+    parts: Parts,
+    params: Params,
+    micro: TrainBatch,
+    entropy: Entropy = "none",
+    reference: Params | None = None,
+) -> Scored:
+    """One micro-batch under `params`, against the whole distributions of `reference` if given.
+
+    The entropy carries gradient for "gradient" only.
     """
     params = as_computed(parts.model, params)
+    hidden = _hidden(parts, params, micro)
+    # Greedy sampling has no distribution: its ratios are those of the model itself.
+    temperature = parts.sampling.temperature or 1.0
+
+    def unembed(hidden: Array) -> Array:
+        return parts.model.unembed(params, hidden)
+
+    bins, rows = hidden.shape[0], micro.tokens.shape
+    logp, values = token_logprobs(
+        unembed,
+        hidden,
+        micro.targets.reshape(bins, -1),
+        temperature=temperature,
+        entropy=entropy,
+    )
+    fields = {} if values is None else {"policy_entropy": values}
+    if reference is not None:
+        anchor = as_computed(parts.model, reference)
+        fields["full_kl"], fields["full_kl_clamped"] = full_kl(
+            unembed,
+            hidden,
+            lambda hidden: parts.model.unembed(anchor, hidden),
+            _hidden(parts, anchor, micro),
+            temperature=temperature,
+        )
+    return jax.tree.map(lambda leaf: leaf.reshape(rows), Scored(logp, values, fields))
+
+
+def _hidden(parts: Parts, params: Params, micro: TrainBatch) -> Array:
+    """Hidden states [D, R * Q, E]: prompts once, then rows that read them."""
     bins, prompts, width = micro.prompt_tokens.shape
     position = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32), (bins, prompts, width))
     valid = position < micro.prompt_length[..., None]
@@ -69,16 +140,7 @@ def forward(
     )
     attend = rows_with_prefix(micro.segment, micro.position, micro.row_prompt, micro.prompt_length)
     hidden, _ = parts.model.apply(params, micro.tokens, micro.position, attend, memory)
-    rows = micro.tokens.shape
-    values = token_logprobs(
-        lambda hidden: parts.model.unembed(params, hidden),
-        hidden.reshape(bins, -1, hidden.shape[-1]),
-        micro.targets.reshape(bins, -1),
-        # Greedy sampling has no distribution: its ratios are those of the model itself.
-        temperature=parts.sampling.temperature or 1.0,
-        entropy=entropy,
-    )
-    return jax.tree.map(lambda value: value.reshape(rows), values)
+    return hidden.reshape(bins, -1, hidden.shape[-1])
 
 
 def held_dtype(model: Model) -> str:

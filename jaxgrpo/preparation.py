@@ -95,7 +95,8 @@ def _score(
     """Log-probs and entropies [K, D, R, Q] under `params`; 0 in micro-batches that are not live."""
 
     def body(index: Array, carry: Any) -> Any:
-        values = forward(parts, params, micro_batch(batch, index), entropy)
+        scored = forward(parts, params, micro_batch(batch, index), entropy)
+        values = scored.logp, scored.entropy
         return jax.tree.map(lambda whole, one: whole.at[index].set(one), carry, values)
 
     empty = jnp.zeros(batch.tokens.shape, jnp.float32)
@@ -179,6 +180,8 @@ def _judge(parts: Parts, state: Any, rollouts: Rollouts) -> _Judged:
         metrics, _rollout_metrics(rollouts, live, advantage, mask, parts.reward_weights)
     )
     per_sample = advantage.sum(-1) / jnp.maximum(mask.sum(-1), 1)
+    # Nor are they in the metrics of the update, which penalties may remember.
+    mask = mask & live[..., None]
     everywhere = sharding.replicated(parts.mesh)
     state, live, per_sample, metrics = jax.lax.with_sharding_constraint(
         (state, live, per_sample, metrics), everywhere

@@ -30,7 +30,9 @@ class Steps(NamedTuple):
     prepare: Callable[[TrainState, Rollouts], tuple[TrainState, Prepared]]
     update: Callable[[TrainState, TrainBatch], tuple[TrainState, Metrics]]
     sync: Callable[[TrainState], Params]
-    update_program: Any  # the jitted (trainable, opt_state, batch) -> (..., metrics) of `update`
+    update_program: Any
+    """the jitted (trainable, opt_state, objective_state, anchors, batch) -> (trainable, opt_state,
+    objective_state, metrics) of `update`"""
 
 
 def build_steps(parts: Parts) -> Steps:
@@ -40,7 +42,7 @@ def build_steps(parts: Parts) -> Steps:
     return Steps(
         sample=lambda params, prompts, key: sampling.sample(sampler, params, prompts, key),
         prepare=make_preparer(parts),
-        update=_updater(program),
+        update=_updater(program, parts.objective.anchors),
         sync=_syncer(parts),
         update_program=program,
     )
@@ -56,11 +58,21 @@ def _syncer(parts: Parts) -> Callable[[TrainState], Params]:
     return lambda state: sync(state.trainable)
 
 
-def _updater(program: Any) -> Callable[[TrainState, TrainBatch], tuple[TrainState, Metrics]]:
+def _updater(
+    program: Any, anchors: frozenset[str]
+) -> Callable[[TrainState, TrainBatch], tuple[TrainState, Metrics]]:
     def update(state: TrainState, batch: TrainBatch) -> tuple[TrainState, Metrics]:
-        trainable, opt_state, metrics = program(state.trainable, state.opt_state, batch)
-        step = state.step + 1
-        state = dataclasses.replace(state, step=step, trainable=trainable, opt_state=opt_state)
+        frozen = {name: state.frozen[name] for name in sorted(anchors)}
+        trainable, opt_state, objective_state, metrics = program(
+            state.trainable, state.opt_state, state.objective_state, frozen, batch
+        )
+        state = dataclasses.replace(
+            state,
+            step=state.step + 1,
+            trainable=trainable,
+            opt_state=opt_state,
+            objective_state=objective_state,
+        )
         return state, metrics
 
     return update
@@ -69,21 +81,29 @@ def _updater(program: Any) -> Callable[[TrainState, TrainBatch], tuple[TrainStat
 def _update_program(parts: Parts) -> Any:
     """One optimizer step on the gradient of the whole batch.
 
-    Without a live sample, or with a gradient that is not finite, parameters and optimizer state
-    stay as they are, and the step is counted.
+    Without a live sample, or with a gradient that is not finite, parameters, optimizer state and
+    what the penalties remember stay as they are, and the step is counted.
     """
 
-    def run(trainable: Params, opt_state: Any, batch: TrainBatch):
-        loss, grads, metrics = _accumulate(parts, trainable, batch)
+    def run(
+        trainable: Params,
+        opt_state: Any,
+        objective_state: dict[str, Any],
+        anchors: dict[str, Params],
+        batch: TrainBatch,
+    ):
+        loss, grads, metrics = _accumulate(parts, trainable, objective_state, anchors, batch)
         norm = optax.tree_utils.tree_norm(grads)
         finite = jnp.isfinite(norm)
         no_live = batch.num_live == 0
 
         def step(_):
             updates, new_state = parts.optimizer.update(grads, opt_state, trainable)
-            return optax.apply_updates(trainable, updates), new_state
+            observed = parts.objective.observe(objective_state, metrics)
+            return optax.apply_updates(trainable, updates), new_state, observed
 
-        new = jax.lax.cond(finite & ~no_live, step, lambda _: (trainable, opt_state), None)
+        old = (trainable, opt_state, objective_state)
+        new = jax.lax.cond(finite & ~no_live, step, lambda _: old, None)
         counted = {
             "loss": loss,
             "grad_norm": norm,
@@ -92,16 +112,24 @@ def _update_program(parts: Parts) -> Any:
         }
         return *new, metrics | {name: mean(value) for name, value in counted.items()}
 
-    layout = (param_layout(parts), opt_layout(parts), sharding.replicated(parts.mesh))
+    everywhere = sharding.replicated(parts.mesh)
+    layout = (param_layout(parts), opt_layout(parts), everywhere, everywhere)
     return jax.jit(run, donate_argnums=(0, 1), out_shardings=layout)
 
 
-def _accumulate(parts: Parts, trainable: Params, batch: TrainBatch):
+def _accumulate(
+    parts: Parts,
+    trainable: Params,
+    objective_state: dict[str, Any],
+    anchors: dict[str, Params],
+    batch: TrainBatch,
+):
     """Loss, gradients and metrics summed over the live micro-batches, in one loop."""
 
     def one(index: Array):
         objective = jax.value_and_grad(functools.partial(_loss, parts), has_aux=True)
-        (loss, metrics), grads = objective(trainable, micro_batch(batch, index))
+        micro = micro_batch(batch, index)
+        (loss, metrics), grads = objective(trainable, objective_state, anchors, micro)
         return loss, grads, metrics
 
     def body(index: Array, carry):
@@ -121,10 +149,16 @@ def _accumulate(parts: Parts, trainable: Params, batch: TrainBatch):
     return jax.lax.fori_loop(0, batch.num_live, body, start)
 
 
-def _loss(parts: Parts, params: Params, micro: TrainBatch) -> tuple[Array, Metrics]:
-    logp, entropy = forward(parts, params, micro, "value")
-    assert entropy is not None
-    logp = jnp.where(micro.mask, logp, 0)
+def _loss(
+    parts: Parts,
+    params: Params,
+    objective_state: dict[str, Any],
+    anchors: dict[str, Params],
+    micro: TrainBatch,
+) -> tuple[Array, Metrics]:
+    scored = forward(parts, params, micro, parts.objective.entropy, anchors.get("reference"))
+    assert scored.entropy is not None
+    logp = jnp.where(micro.mask, scored.logp, 0)
     per_token, metrics = token_loss(
         parts.objective.surrogate,
         parts.objective.penalties,
@@ -133,15 +167,14 @@ def _loss(parts: Parts, params: Params, micro: TrainBatch) -> tuple[Array, Metri
         micro.advantage,
         micro.mask,
         micro.segment,
-        micro.fields,
+        micro.fields | scored.fields,
+        objective_state,
     )
     gap = jnp.abs(jax.lax.stop_gradient(logp) - micro.fields["behavior_logp"])
-    metrics = merge(
-        metrics,
-        {
-            "entropy": mean(entropy, micro.mask),
-            "sampling/sampling_logp_difference/mean": mean(gap, micro.mask),
-            "sampling/sampling_logp_difference/max": maximum(gap, micro.mask),
-        },
-    )
+    # An entropy term reports the entropy itself, and so stands in the place of ours.
+    metrics = {
+        "entropy": mean(jax.lax.stop_gradient(scored.entropy), micro.mask),
+        "sampling/sampling_logp_difference/mean": mean(gap, micro.mask),
+        "sampling/sampling_logp_difference/max": maximum(gap, micro.mask),
+    } | metrics
     return jnp.where(micro.mask, micro.weight * per_token, 0).sum(), metrics

@@ -127,6 +127,8 @@ class TrainState:
     cursor: Array  # [] int32, next ordinal of the prompt stream
     key: Array  # [2] uint32, key data of the run's key
     leftover: Rollouts | None = None  # rollouts begun and not yet used
+    objective_state: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """name of a penalty -> what it remembers, as the coefficient of `adaptive_entropy`"""
 
 
 class Field(NamedTuple):
@@ -144,6 +146,11 @@ FIELDS: dict[str, Field] = {
     "base_logp": Field("[P, G, T]", "base", "logp"),
 }
 """Fields that a pass of a model produces. Any other need is a column of the data or a reward."""
+
+OF_PASS: dict[str, str] = {"policy_entropy": "trainer", "full_kl": "reference"}
+"""What a penalty may need of the update's own pass, with its gradient -> whose parameters that
+reads beside the trained ones.
+"""
 
 OF_SAMPLES: dict[str, str] = {
     "answer_logp": "[P, G, J], log-probs of a known answer's tokens after each sample's thought",

@@ -41,7 +41,10 @@ for data_types in ("jaxgrpo.types", "jaxgrpo.metrics"):
 if importlib.util.find_spec("beartype"):
     jaxtyping.install_import_hook("jaxgrpo", "checking.check")
 
-STRICT = ("tests/advantages/", "tests/losses/", "tests/test_logprobs.py")
+STRICT = (
+    *("tests/advantages/", "tests/losses/"),
+    *("tests/test_logprobs.py", "tests/test_exact_kl.py"),
+)
 
 
 @pytest.fixture(autouse=True)

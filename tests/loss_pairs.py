@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxgrpo.losses import (
+    build_entropy,
     build_penalty,
     build_reduction,
     build_surrogate,
@@ -17,8 +18,6 @@ from jaxgrpo.losses import (
 P, G, T = 4, 3, 6
 OPTIONS = {
     "constant": {"length": 5.0},
-    "k2": {"beta": 0.1},
-    "forward_kl_k3": {"beta": 0.1},
     "by_sample": {"field": "replayed"},
     "gspo": {"low": 0.05, "high": 0.05},  # so that some sequences are within, others beyond
     "gspo_token": {"low": 0.05, "high": 0.05},
@@ -28,7 +27,12 @@ SURROGATES = {name: build_surrogate(name, OPTIONS.get(name)) for name in registr
 SURROGATES["cispo with two bounds"] = build_surrogate("cispo", {"low": 0.8, "high": 1.2})
 REDUCTIONS = {name: build_reduction(name, OPTIONS.get(name)) for name in registry.reductions}
 REDUCTIONS["sequence_mean of all"] = build_reduction("sequence_mean", {"count_empty": True})
-PENALTIES = [build_penalty(name, OPTIONS.get(name)) for name in registry.penalties]
+BY_SEQUENCE = ("k2", "forward_kl_k3", "reverse_kl_off_policy")
+PENALTIES = [
+    *(build_penalty(name, {"beta": 0.1}) for name in registry.penalties),
+    *(build_penalty(name, {"beta": 0.1, "level": "sequence"}) for name in BY_SEQUENCE),
+    *(build_entropy("bonus", {"coefficient": 0.1}), build_entropy("adaptive", {"target": 1.0})),
+]
 CASES = {name: (surrogate, []) for name, surrogate in SURROGATES.items()}
 CASES["clip with penalties"] = SURROGATES["clip"], PENALTIES
 COUNTS_MASKED_ROWS = {"sequence_mean of all"}
@@ -72,7 +76,9 @@ def evaluate_all(batch, weights):
     stacked = jnp.stack(list(weights.values()))
 
     def one(logp, surrogate, penalties):
-        fields = {"reference_logp": batch["reference"], "replayed": batch["replayed"]}
+        other = batch["reference"]
+        fields = {"reference_logp": other, "full_kl": other, "policy_entropy": other}
+        fields["replayed"] = batch["replayed"]
         return token_loss(
             *(surrogate, penalties, logp, batch["proximal"], batch["advantage"]),
             *(batch["mask"], batch["segment"], fields),

@@ -88,7 +88,7 @@ def test_the_update_compiles_and_donates_its_state(parts):
     opt_state = with_layout(jax.eval_shape(parts.optimizer.init, params), opt_layout(parts))
     batch = jax.eval_shape(functools.partial(_batch, parts))
     batch = placed(parts.mesh, batch, None, "bins", None, None)
-    program = compiled(update, params, opt_state, batch)
+    program = compiled(update, params, opt_state, {}, {}, batch)
     shard = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(params)) / 4
     assert program.memory_analysis().alias_size_in_bytes >= 3 * shard  # weights and two moments
 

@@ -96,6 +96,7 @@ def test_nothing_changes_a_config():
         ("loss.kl=3", 'loss.kl = 3: expected a table, { use = "..." }'),
         ("loss.kl.beta=1", 'loss.kl = {"beta": 1}: names no part; add use = "..."'),
         ('loss.kl={use="k2", beta=-1}', "loss.kl: k2: beta = -1"),
+        ('loss.entropy={use="bonus"}', "loss.entropy: entropy bonus: missing a required argument"),
         ("loss.surrogate.hihg=1", "loss.surrogate: surrogate clip: unknown option 'hihg': did you"),
         ("loss.reduction.use=constnat", "loss.reduction: unknown reduction 'constnat': did you"),
         ("recipe=gropo", "recipe: unknown recipe 'gropo': did you mean 'grpo'?"),

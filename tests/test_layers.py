@@ -34,7 +34,7 @@ def words(text: str) -> frozenset[str]:
 
 
 BASE = words("types metrics errors names onepass")
-CORE = words("advantages losses logprobs diagnostics")
+CORE = words("advantages losses logprobs exact_kl diagnostics")
 FAST = words("sharding packing sampling prompts policies")
 STEPS = words("steps optimizers parts preparation")
 HOST = words("io rewards tasks")
@@ -46,7 +46,7 @@ TOP = words(
 )
 LAYERS = (
     Layer(BASE, BASE, words("jax jaxtyping")),
-    Layer(CORE, BASE | words("advantages.stats"), words("jax jaxtyping")),
+    Layer(CORE, BASE | words("advantages.stats logprobs"), words("jax jaxtyping")),
     Layer(words("models"), BASE, words("jax jaxtyping numpy flax")),
     Layer(
         FAST,

@@ -26,6 +26,7 @@ def failing(tmp_path_factory):
         "rewards": [{"use": f"{small_run.__file__}:nothing"}],
         "loss.kl": {"use": "forward_kl_k3", "beta": 0.01},
         "reference.reset_every": 2,
+        "loss.entropy": {"use": "adaptive", "target": 0.5},
         "train.steps": 5,
         "eval.data": "task:arithmetic:test",
         "eval.prompts": 8,

@@ -5,13 +5,18 @@ import random
 import signal
 import time
 
+import jax
+import numpy as np
 import pytest
 import small_run
+
+from jaxgrpo import training
 
 pytestmark = pytest.mark.slow
 
 STEPS = 12
 LIMIT = 120  # seconds that one start may take
+FULL_KL = {"use": "full_kl", "beta": 0.01}
 
 
 def summary(folder):
@@ -93,3 +98,22 @@ def test_a_stop_signal_saves_and_says_how_to_go_on(tmp_path, python, straight, n
     assert code == 0, output
     assert small_run.metrics(tmp_path / "r") == small_run.metrics(done)
     assert summary(tmp_path / "r")["parameter_hash"] == summary(done)["parameter_hash"]
+
+
+def test_a_penalty_with_memory_goes_on_bit_for_bit(tmp_path):
+    entropy = {"use": "adaptive", "target": 5.0, "coefficient": 0.01}
+
+    def train(name, steps, **more):
+        changes = {"train.steps": steps, "loss.entropy": entropy, "loss.kl": FULL_KL}
+        return training.train(small_run.config(tmp_path / name, **changes), **more)
+
+    straight = train("straight", 4)
+    train("broken", 2)
+    resumed = train("broken", 4, resume="auto")
+    assert resumed.summary["parameter_hash"] == straight.summary["parameter_hash"]
+    assert small_run.metrics(resumed.path) == small_run.metrics(straight.path)
+    applied = [line["entropy_coefficient"] for line in small_run.metrics(straight.path)[-4:]]
+    np.testing.assert_allclose(applied, [0, 0.015, 0.02, 0.025], rtol=1e-6)
+    left, right = (run.state.objective_state["adaptive_entropy"] for run in (straight, resumed))
+    assert jax.tree.map(float, left) == jax.tree.map(float, right)
+    assert float(left["coefficient"]) == pytest.approx(0.03)

@@ -30,6 +30,11 @@ RATE = 10.0  # large, so that steps stand out of the rounding of parameters near
 
 CLIP = Objective(losses.clip(), losses.token_mean())
 WITH_KL = CLIP._replace(penalties=(losses.k2(BETA),))
+WITH_FULL_KL = CLIP._replace(penalties=(losses.full_kl(BETA),))
+WITH_BONUS = CLIP._replace(penalties=(losses.entropy_bonus(BETA),))
+WITH_CONTROL = CLIP._replace(
+    penalties=(losses.adaptive_entropy(target=3.0, coefficient=BETA, delta=0.01),)
+)
 
 
 @functools.cache
@@ -66,7 +71,18 @@ def built(**options):
 
 @functools.cache
 def run(rewards="mixed", reference=0, behavior="random", **options):
-    """One update from fixed rollouts: (prepared, state before, state after, metrics)."""
+    """One update from fixed rollouts: (prepared, parameters before and after, metrics)."""
+    return stepped(rewards, reference, behavior, **options)[:4]
+
+
+@functools.cache
+def stepped(
+    rewards="mixed", reference=0, behavior="random", steps_before=0, measured=None, **options
+):
+    """As `run`, with the objective's state after it.
+
+    So many updates come before, or a control of the entropy is told what was measured before.
+    """
     made, steps = built(**options)
     config = options.get("config", tiny.UNIFORM)
     layout = sharding.param_shardings(made.mesh, made.model.axes, made.model.shapes)
@@ -88,10 +104,20 @@ def run(rewards="mixed", reference=0, behavior="random", **options):
         ),
         rollouts,
     )
+    if measured is not None:
+        control = state.objective_state["adaptive_entropy"] | {"entropy": jnp.float32(measured)}
+        state = dataclasses.replace(state, objective_state={"adaptive_entropy": control})
+    for _ in range(steps_before):
+        state, prepared = steps.prepare(state, rollouts)
+        state, _ = steps.update(state, prepared.batch)
     before = jax.tree.map(np.asarray, state.trainable)
     state, prepared = steps.prepare(state, rollouts)
     after, metrics = steps.update(state, prepared.batch)
-    return prepared, before, jax.tree.map(np.asarray, after.trainable), finalise(metrics)
+    remembered = jax.tree.map(np.asarray, after.objective_state)
+    return (
+        *(prepared, before, jax.tree.map(np.asarray, after.trainable), finalise(metrics)),
+        remembered,
+    )
 
 
 def moved(result):
@@ -113,21 +139,31 @@ def assert_same_step(left, right):
     np.testing.assert_allclose(left[3]["loss"], right[3]["loss"], atol=1e-5, rtol=1e-5)
 
 
-def oracle_step(config, beta=0.0, reference=0):
+def oracle_step(config, beta=0.0, reference=0, penalty="k2"):
     """SGD on the loss written out: one causal pass per sample, the whole batch at once."""
     rollouts = tiny.rollouts(MIXED)
     centred = MIXED - MIXED.mean(1, keepdims=True)
     advantage = centred / (MIXED.std(1, ddof=1, keepdims=True) + 1e-6)
     mask = np.asarray(rollouts.token_mask)
-    anchor = tiny.whole_logps(config, tiny.params(config, seed=reference), rollouts, TEMPERATURE)
+    tables = functools.partial(
+        tiny.whole_tables, config, rollouts=rollouts, temperature=TEMPERATURE
+    )
+    anchor = tables(tiny.params(config, seed=reference))
+    chosen = rollouts.completion_tokens[..., None]
+    pick = lambda table: jnp.take_along_axis(table, chosen, -1)[..., 0]  # noqa: E731
 
     def loss(params):
-        logp = tiny.whole_logps(config, params, rollouts, TEMPERATURE)
+        table = tables(params)
+        logp = jnp.where(mask, pick(table), 0)
         ratio = jnp.exp(logp - rollouts.behavior_logp)
         signal = advantage[..., None]
         kept = jnp.minimum(ratio * signal, jnp.clip(ratio, 0.8, 1.2) * signal)
-        penalty = beta * 0.5 * (logp - anchor) ** 2
-        return jnp.where(mask, penalty - kept, 0).sum() / mask.sum()
+        kinds = {
+            "k2": 0.5 * (logp - pick(anchor)) ** 2,
+            "full_kl": (jnp.exp(table) * (table - anchor)).sum(-1),
+            "bonus": (jnp.exp(table) * table).sum(-1),
+        }
+        return jnp.where(mask, beta * kinds[penalty] - kept, 0).sum() / mask.sum()
 
     value, gradient = jax.jit(jax.value_and_grad(loss))(tiny.params(config))
     return value, jax.tree.map(lambda leaf: np.asarray(-RATE * leaf), gradient)
@@ -149,11 +185,53 @@ def test_a_penalty_acts_on_every_sample_from_reference_logps_scored_by_the_train
     assert_near(moved(result), want, 1e-4)
 
 
-def test_penalties_on_live_samples_only_let_the_dead_leave():
-    live = run(objective=WITH_KL._replace(penalties_on="live"), reference=7)
+@pytest.mark.parametrize(
+    ("objective", "penalty"), [(WITH_FULL_KL, "full_kl"), (WITH_BONUS, "bonus")]
+)
+def test_penalties_over_the_vocabulary_make_the_step_of_the_plain_loss(objective, penalty):
+    value, want = oracle_step(tiny.UNIFORM, BETA, reference=7, penalty=penalty)
+    result = run(objective=objective, reference=7)
+    assert result[0].live.all()
+    np.testing.assert_allclose(result[3]["loss"], value, rtol=1e-4)
+    assert_near(moved(result), want, 1e-4)
+
+
+@pytest.mark.parametrize(
+    ("objective", "measured"),
+    [(WITH_KL, None), (WITH_FULL_KL, None), (WITH_BONUS, None), (WITH_CONTROL, 0.5)],
+    ids=["k2", "full_kl", "bonus", "control"],
+)
+def test_penalties_on_live_samples_only_let_the_dead_leave(objective, measured):
+    objective = objective._replace(penalties_on="live")
+    options = {"objective": objective, "reference": 7, "measured": measured}
+    live = stepped(rows=4, **options)
     np.testing.assert_array_equal(live[0].live.any(1), [True, False, False, True])
-    whole = run(objective=WITH_KL._replace(penalties_on="live"), reference=7, compact=False)
+    whole = stepped(compact=False, **options)
+    assert (live[0].batch.num_live, whole[0].batch.num_live) == (2, 1)
     assert_same_step(live, whole)
+    np.testing.assert_equal(live[3].keys(), whole[3].keys())
+    for name in live[3]:
+        np.testing.assert_allclose(live[3][name], whole[3][name], rtol=1e-4, err_msg=name)
+    assert_near(live[4], whole[4], 1e-6)
+
+
+def test_an_entropy_control_acts_from_the_second_update_on_what_the_first_measured():
+    first, second = (stepped(objective=WITH_CONTROL, steps_before=n) for n in (0, 1))
+    assert first[3]["entropy_coefficient"] == 0
+    assert_near(moved(first), moved(run()), 1e-5)
+    remembered = first[4]["adaptive_entropy"]
+    np.testing.assert_allclose(remembered["entropy"], first[3]["entropy"], rtol=1e-6)
+    sign = 1 if first[3]["entropy"] < 3.0 else -1
+    np.testing.assert_allclose(remembered["coefficient"], BETA + 0.01 * sign, rtol=1e-6)
+    assert first[3]["entropy"] < 3.0
+    np.testing.assert_allclose(second[3]["entropy_coefficient"], BETA + 0.01, rtol=1e-6)
+
+
+def test_an_update_that_is_skipped_leaves_the_entropy_control_as_it_was():
+    for options in ({"rewards": "nan"}, {"behavior": "nan"}):
+        remembered = stepped(objective=WITH_CONTROL, **options)[4]["adaptive_entropy"]
+        assert remembered["entropy"] == np.inf
+        assert remembered["coefficient"] == np.float32(BETA)
 
 
 @pytest.mark.parametrize(
@@ -180,6 +258,12 @@ def test_micro_batches_add_up_to_the_whole(rows):
 @pytest.mark.parametrize("mesh", [(4, 1, 1, 1), (1, 4, 1, 1), (2, 1, 2, 1), (1, 2, 2, 1)], ids=str)
 def test_four_devices_make_the_step_of_one(mesh):
     assert_same_step(run(mesh=mesh, rows=4, objective=WITH_KL), run(objective=WITH_KL))
+
+
+@pytest.mark.parametrize("objective", [WITH_FULL_KL, WITH_BONUS], ids=["full_kl", "bonus"])
+def test_penalties_over_the_vocabulary_are_the_same_with_the_vocabulary_split(objective):
+    split = run(mesh=(1, 2, 2, 1), rows=4, objective=objective, reference=7)
+    assert_same_step(split, run(objective=objective, reference=7))
 
 
 def test_the_sequence_can_be_split_over_devices():

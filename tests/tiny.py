@@ -98,6 +98,13 @@ def rollouts(
 
 def whole_logps(config: ModelConfig, values, rollouts: Rollouts, temperature: float = 1.0):
     """Log-probs [P, G, T] by one plain causal pass per sample, as an oracle; 0 where masked."""
+    table = whole_tables(config, values, rollouts, temperature)
+    logp = jnp.take_along_axis(table, rollouts.completion_tokens[..., None], -1)[..., 0]
+    return jnp.where(rollouts.token_mask, logp, 0)
+
+
+def whole_tables(config: ModelConfig, values, rollouts: Rollouts, temperature: float = 1.0):
+    """Log-probs [P, G, T, V] of every token, in the same way."""
 
     def one(prompt, length, completion):
         # The sequence without padding between prompt and completion, by position.
@@ -111,9 +118,8 @@ def whole_logps(config: ModelConfig, values, rollouts: Rollouts, temperature: fl
         logits = model(config).unembed(values, hidden)[0] / temperature
         logp = jax.nn.log_softmax(logits.astype(jnp.float32), -1)
         at = length - 1 + jnp.arange(steps)
-        return logp[at, completion]
+        return logp[at]
 
     length = rollouts.prompt_mask.sum(-1)
     over_samples = jax.vmap(one, in_axes=(None, None, 0))
-    logp = jax.vmap(over_samples)(rollouts.prompt_tokens, length, rollouts.completion_tokens)
-    return jnp.where(rollouts.token_mask, logp, 0)
+    return jax.vmap(over_samples)(rollouts.prompt_tokens, length, rollouts.completion_tokens)

@@ -1,7 +1,8 @@
 """Losses as reduction x surrogate, with penalties beside: `sum(weight * loss per token)`."""
 
+from jaxgrpo.losses.entropy import adaptive_entropy, entropy_bonus
 from jaxgrpo.losses.objective import policy_loss, token_loss
-from jaxgrpo.losses.penalties import Penalty, forward_kl_k3, k2
+from jaxgrpo.losses.penalties import Penalty, forward_kl_k3, full_kl, k2, reverse_kl_off_policy
 from jaxgrpo.losses.presets import like_trl
 from jaxgrpo.losses.reductions import (
     Reduction,
@@ -11,7 +12,13 @@ from jaxgrpo.losses.reductions import (
     sequence_sum,
     token_mean,
 )
-from jaxgrpo.losses.registry import build_penalty, build_reduction, build_surrogate, by_sample
+from jaxgrpo.losses.registry import (
+    build_entropy,
+    build_penalty,
+    build_reduction,
+    build_surrogate,
+    by_sample,
+)
 from jaxgrpo.losses.sequences import gmpo, gspo, gspo_token, segment_mean, segment_sum, vespo
 from jaxgrpo.losses.surrogates import (
     Surrogate,
@@ -30,6 +37,8 @@ __all__ = [
     "Penalty",
     "Reduction",
     "Surrogate",
+    "adaptive_entropy",
+    "build_entropy",
     "build_penalty",
     "build_reduction",
     "build_surrogate",
@@ -39,7 +48,9 @@ __all__ = [
     "constant",
     "dppo_tv",
     "dual_clip",
+    "entropy_bonus",
     "forward_kl_k3",
+    "full_kl",
     "gmpo",
     "gspo",
     "gspo_token",
@@ -50,6 +61,7 @@ __all__ = [
     "policy_loss",
     "prompt_mean",
     "reinforce",
+    "reverse_kl_off_policy",
     "sapo",
     "segment_mean",
     "segment_sum",

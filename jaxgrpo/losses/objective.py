@@ -25,15 +25,23 @@ def token_loss(
     mask: Array,
     segment: Array,
     fields: Mapping[str, Array],
+    states: Mapping[str, Any] | None = None,
 ) -> tuple[Array, Metrics]:
     """(surrogate + penalties per token, metrics), 0 where masked; multiply by the weights and sum.
+
+    Args:
+      states: name of a penalty -> what it remembers; None: what each begins with.
 
     Shapes: all arrays alike, any rank.
     """
     arguments = (logp, proximal_logp, advantage, mask, segment, fields)
     loss, metrics = surrogate.compute(*arguments)
     for penalty in penalties:
-        value, more = penalty.compute(*arguments)
+        if penalty.init is None:
+            value, more = penalty.compute(*arguments)
+        else:
+            state = penalty.init() if states is None else states[penalty.name]
+            value, more = penalty.compute(*arguments, state)
         loss, metrics = loss + value, merge(metrics, more)
     return loss, metrics
 

@@ -1,27 +1,36 @@
 """Penalties that keep the policy near the reference, per token, beside the surrogate.
 
-Each is named for the gradient it has. With l = logp - reference_logp at tokens sampled from the
-current policy: `k2` has, per state, the gradient of the reverse KL(policy || reference);
+Each is named for the gradient it has; docs/losses.md has the table, computed by enumeration. With
+l = logp - reference_logp at tokens sampled from the current policy: `k2` has, per state, the
+gradient of the reverse KL(policy || reference), over whole sequences that of the sequences' KL;
 `forward_kl_k3`, GRPO's usual estimator, that of the forward KL(reference || policy), though its
-value estimates the reverse one. Arguments, shapes and treatment of masked entries are those of a
-surrogate.
+value estimates the reverse one. `reverse_kl_off_policy` has value and gradient of the reverse KL
+from tokens of an older policy. `full_kl` is no estimate: it sums over the vocabulary.
+
+Arguments, shapes and treatment of masked entries are those of a surrogate. Log ratios of tokens are
+held within +-20 and counted (metric kl_clamped): a reference that gives a token no probability
+costs no more than that, and its pull stays finite.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
 from jaxgrpo.errors import InputError
+from jaxgrpo.losses.sequences import segment_sum
 from jaxgrpo.metrics import Metrics, accumulate_dtype, mean
 
 KL_LIMIT = 20.0
-"""k3 holds log ratios below minus this constant, where exp(-l) would overflow."""
+"""Log ratios are held within +- this constant; exp(20) is 4.9e8."""
+
+FLOOR = -1e30
+"""Log-probs below it, -inf too, count as this: a difference of two infinities would be NaN."""
 
 
 class Penalty(NamedTuple):
@@ -29,55 +38,209 @@ class Penalty(NamedTuple):
 
     name: str
     compute: Callable[..., tuple[Array, Metrics]]
-    """(logp, proximal_logp, advantage, mask, segment, fields) -> (penalty per token, metrics)"""
+    """(logp, proximal_logp, advantage, mask, segment, fields) -> (penalty per token, metrics);
+    with `init`, the state comes as a seventh argument"""
     needs: frozenset[str] = frozenset()  # fields that must be produced for it
+    init: Callable[[], Any] | None = None
+    """() -> state, a tree of arrays, where it remembers something"""
+    observe: Callable[[Any, Metrics], Any] | None = None
+    """(state, metrics of a whole update) -> the state of the next; given exactly with `init`"""
 
 
-def k2(beta: float) -> Penalty:
-    """The squared log ratio: the gradient of the reverse KL at each visited state.
+def k2(beta: float, level: str = "token") -> Penalty:
+    """The squared log ratio: the gradient of the reverse KL.
 
-        beta * (logp - reference_logp)^2 / 2
+        token:     beta l_t^2 / 2
+        sequence:  beta L^2 / 2 in all, spread over the tokens;  L = sum_t l_t
 
-    It leaves out what a token does to later states (k1 in the reward has that too).
+    Per token it has the gradient at each visited state and leaves out what a token does to later
+    states. Over the sequence it has that too (as k1 in the reward), with a variance that grows with
+    the length; exact under reductions that weigh all tokens alike, up to their constant.
+    The value estimates no KL; the metric kl does.
 
     Args:
       beta: weight against the surrogate; not negative.
+      level: "token" or "sequence".
 
-    Metrics: kl, the k3 value without beta, over unmasked tokens; kl_clamped, see `forward_kl_k3`.
-    Raises: InputError on a negative beta, and where fields lack reference_logp.
+    Metrics: kl, the k3 value per token without beta, over unmasked tokens; kl_clamped, the share of
+    them whose log ratio was held: their pull stays at beta 20.
+    Raises: InputError on a negative beta, another level, and where fields lack reference_logp.
     Source: Schulman, Approximating KL divergence, 2020 (joschu.net/blog/kl-approx.html).
     """
-    _check_beta("k2", beta)
+    _check("k2", beta, level)
 
     def compute(logp, proximal_logp, advantage, mask, segment, fields) -> tuple[Array, Metrics]:
-        log_ratio = _to_reference("k2", logp, mask, fields)
-        return beta * 0.5 * jnp.square(log_ratio), _kl_metrics(log_ratio, mask)
+        ratio = _to_reference("k2", level, logp, mask, segment, fields)
+        value = ratio.share * 0.5 * jnp.square(ratio.log)
+        return beta * _sloped(value, ratio.log, logp, mask), _kl_metrics(ratio, mask)
 
     return Penalty("k2", compute, frozenset({"reference_logp"}))
 
 
-def forward_kl_k3(beta: float) -> Penalty:
+def forward_kl_k3(beta: float, level: str = "token") -> Penalty:
     """GRPO's k3 estimator, under the name of the gradient it has.
 
-        beta * (exp(-l) - 1 + l),   l = max(logp - reference_logp, -20)
+        token:     beta (exp(-l_t) - 1 + l_t)
+        sequence:  beta (exp(-L) - 1 + L) in all, spread over the tokens;  L = sum_t l_t
 
-    As a loss its expected gradient is that of the forward KL(reference || policy). Beyond the
-    clamp it has no gradient; such tokens are counted in the metric kl_clamped.
+    As a loss its expected gradient is that of the forward KL(reference || policy): per token at
+    each state that the policy visits, which is no gradient of one function; over the sequence that
+    of the sequences' KL, under reductions that weigh all tokens alike. Where l < -20 it has no
+    gradient.
+
+    Args:
+      beta: weight against the surrogate; not negative.
+      level: "token" or "sequence".
+
+    Metrics: kl, the value per token without beta, over unmasked tokens; kl_clamped, the share of
+    tokens with a log ratio beyond +-20 (of the sequence: below -20 too).
+    Raises: InputError on a negative beta, another level, and where fields lack reference_logp.
+    Source: Shao et al. 2024, arXiv 2402.03300, equation 4, per token, without a clamp.
+    """
+    _check("forward_kl_k3", beta, level)
+
+    def compute(logp, proximal_logp, advantage, mask, segment, fields) -> tuple[Array, Metrics]:
+        ratio = _to_reference("forward_kl_k3", level, logp, mask, segment, fields)
+        low = ratio.log < -KL_LIMIT
+        slope = jnp.where(low, 0, -jnp.expm1(-jnp.maximum(ratio.log, -KL_LIMIT)))
+        value = ratio.share * _k3(ratio.log)
+        ratio = ratio._replace(clamped=ratio.clamped | (mask & low))
+        return beta * _sloped(value, slope, logp, mask), _kl_metrics(ratio, mask)
+
+    return Penalty("forward_kl_k3", compute, frozenset({"reference_logp"}))
+
+
+def reverse_kl_off_policy(beta: float, level: str = "token") -> Penalty:
+    """k3 times the differentiated ratio to the policy sampled from: the reverse KL, off policy.
+
+        token:     beta rho_t (exp(-l_t) - 1 + l_t),   gradient  beta rho_t l_t grad logp_t
+        sequence:  beta R (exp(-L) - 1 + L) in all,    gradient  beta R L sum_t grad logp_t
+        rho_t = exp(logp_t - proximal_logp_t),  R = prod_t rho_t,  L = sum_t l_t
+
+    Over the sequence, value and gradient are those of KL(policy || reference), whatever the
+    proximal policy, under reductions that weigh all tokens alike; R is as noisy as sequences are
+    long. Per token the gradient is that of the reverse KL at each state that the *proximal* policy
+    visits. At ratio 1 it is `k2` with the value of k3 (verl's "k3+").
+
+    Args:
+      beta: weight against the surrogate; not negative.
+      level: "token" or "sequence".
+
+    Log ratios to the proximal policy (of the sequence: their sum) are held within +-20, as weights:
+    what lies beyond keeps its pull. Counted in kl_clamped too.
+    Metrics: kl, the k3 value per token without beta and ratio; kl_clamped, as above.
+    Raises: InputError on a negative beta, another level, and where fields lack reference_logp.
+    Source: DeepSeek-V3.2, arXiv 2512.02556, section 3.1, per token.
+    """
+    name = "reverse_kl_off_policy"
+    _check(name, beta, level)
+
+    def compute(logp, proximal_logp, advantage, mask, segment, fields) -> tuple[Array, Metrics]:
+        ratio = _to_reference(name, level, logp, mask, segment, fields)
+        step = _difference(logp, proximal_logp, mask)
+        if level == "sequence":
+            step = segment_sum(step, mask, segment)
+        far = mask & (jnp.abs(step) > KL_LIMIT)
+        weight = jnp.exp(jnp.clip(step, -KL_LIMIT, KL_LIMIT))
+        value = ratio.share * weight * _k3(ratio.log)
+        ratio = ratio._replace(clamped=ratio.clamped | far)
+        return beta * _sloped(value, weight * ratio.log, logp, mask), _kl_metrics(ratio, mask)
+
+    return Penalty(name, compute, frozenset({"reference_logp"}))
+
+
+def full_kl(beta: float) -> Penalty:
+    """The reverse KL at each visited state, summed over the vocabulary, not estimated.
+
+        beta sum_v policy(v) (log policy(v) - log reference(v))
+
+    Value and gradient without the noise of the token that was sampled. As `k2` it leaves out what
+    a token does to later states. It costs the reference's forward pass inside the update and both
+    heads over the vocabulary once more.
 
     Args:
       beta: weight against the surrogate; not negative.
 
-    Metrics: kl, the value without beta, over unmasked tokens; kl_clamped, the share of them.
-    Raises: InputError on a negative beta, and where fields lack reference_logp.
-    Source: Shao et al. 2024, arXiv 2402.03300, equation 4, which has no clamp.
+    Reads fields["full_kl"], differentiated, which the update's own pass makes
+    (`jaxgrpo.exact_kl.full_kl`).
+    Metrics: kl, the value without beta, over unmasked tokens; kl_clamped, the policy's probability
+    of tokens whose log ratio was held at 20.
+    Raises: InputError on a negative beta, and where fields lack full_kl.
+    Source: the definition.
     """
-    _check_beta("forward_kl_k3", beta)
+    _check("full_kl", beta, "token")
 
     def compute(logp, proximal_logp, advantage, mask, segment, fields) -> tuple[Array, Metrics]:
-        log_ratio = _to_reference("forward_kl_k3", logp, mask, fields)
-        return beta * _k3(log_ratio), _kl_metrics(log_ratio, mask)
+        value = from_pass("full_kl", "full_kl", mask, fields)
+        held = jax.lax.stop_gradient(fields.get("full_kl_clamped", jnp.zeros_like(value)))
+        metrics: Metrics = {"kl": mean(jax.lax.stop_gradient(value), mask)}
+        return beta * value, metrics | {"kl_clamped": mean(held, mask)}
 
-    return Penalty("forward_kl_k3", compute, frozenset({"reference_logp"}))
+    return Penalty("full_kl", compute, frozenset({"full_kl"}))
+
+
+class _Ratio(NamedTuple):
+    """Log ratios to the reference, without gradient, 0 where masked."""
+
+    log: Array  # of the token, or at each token that of its sequence
+    share: Array  # of the value that each token bears
+    token: Array  # of the token
+    clamped: Array  # bool, where a log ratio was held
+
+
+def _to_reference(
+    name: str, level: str, logp: Array, mask: Array, segment: Array, fields: Mapping[str, Array]
+) -> _Ratio:
+    if "reference_logp" not in fields:
+        raise InputError(
+            f"{name} reads fields['reference_logp'], the reference policy's log-probs in the shape"
+            f" of logp; given: {', '.join(sorted(fields)) or 'no fields'}"
+        )
+    raw = _difference(logp, fields["reference_logp"], mask)
+    token = jnp.clip(raw, -KL_LIMIT, KL_LIMIT)
+    clamped = mask & (jnp.abs(raw) > KL_LIMIT)
+    one = jnp.ones_like(token)
+    if level == "token":
+        return _Ratio(token, one, token, clamped)
+    number = segment_sum(one, mask, segment)
+    return _Ratio(segment_sum(token, mask, segment), 1 / jnp.maximum(number, 1), token, clamped)
+
+
+def _difference(logp: Array, other: Array, mask: Array) -> Array:
+    """logp - other in at least float32, without gradient, finite, 0 where masked."""
+    dtype = accumulate_dtype(logp.dtype)
+    # Masked inputs are replaced before any arithmetic: NaN times a zero cotangent is NaN.
+    here, there = (
+        jnp.maximum(jnp.where(mask, jax.lax.stop_gradient(each), 0).astype(dtype), FLOOR)
+        for each in (logp, other)
+    )
+    return here - there
+
+
+def _sloped(value: Array, slope: Array, logp: Array, mask: Array) -> Array:
+    """`value`, whose derivative with respect to logp is `slope`; 0 where masked.
+
+    Written out, since over the sequence every token has the whole sequence's slope.
+    """
+    value, slope = jax.lax.stop_gradient((value, slope))
+    # A logp of -inf would make a NaN of its own difference.
+    carrier = jnp.where(mask & jnp.isfinite(logp), logp, 0).astype(value.dtype)
+    moved = slope * (carrier - jax.lax.stop_gradient(carrier))
+    return jnp.where(mask, value + moved, 0)
+
+
+def from_pass(name: str, quantity: str, mask: Array, fields: Mapping[str, Array]) -> Array:
+    """A quantity of the update's own pass, with its gradient, in at least float32; 0 where masked.
+
+    Raises: InputError where fields lack it.
+    """
+    if quantity not in fields:
+        raise InputError(
+            f"{name} reads fields[{quantity!r}], which the pass over the current policy makes, with"
+            f" its gradient; given: {', '.join(sorted(fields)) or 'no fields'}"
+        )
+    value = fields[quantity]
+    return jnp.where(mask, value, 0).astype(accumulate_dtype(value.dtype))
 
 
 def _k3(log_ratio: Array) -> Array:
@@ -85,28 +248,13 @@ def _k3(log_ratio: Array) -> Array:
     return jnp.expm1(-held) + held
 
 
-def _to_reference(name: str, logp: Array, mask: Array, fields: Mapping[str, Array]) -> Array:
-    """logp - reference_logp in at least float32, 0 where masked."""
-    if "reference_logp" not in fields:
-        raise InputError(
-            f"{name} reads fields['reference_logp'], the reference policy's log-probs in the shape"
-            f" of logp; given: {', '.join(sorted(fields)) or 'no fields'}"
-        )
-    dtype = accumulate_dtype(logp.dtype)
-    reference = jax.lax.stop_gradient(fields["reference_logp"])
-    # Masked inputs are replaced before any arithmetic: NaN times a zero cotangent is NaN.
-    current = jnp.where(mask, logp, 0).astype(dtype)
-    return current - jnp.where(mask, reference, 0).astype(dtype)
+def _kl_metrics(ratio: _Ratio, mask: Array) -> Metrics:
+    clamped = ratio.clamped.astype(ratio.token.dtype)
+    return {"kl": mean(_k3(ratio.token), mask), "kl_clamped": mean(clamped, mask)}
 
 
-def _kl_metrics(log_ratio: Array, mask: Array) -> Metrics:
-    log_ratio = jax.lax.stop_gradient(log_ratio)
-    return {
-        "kl": mean(_k3(log_ratio), mask),
-        "kl_clamped": mean(log_ratio < -KL_LIMIT, mask),
-    }
-
-
-def _check_beta(name: str, beta: float) -> None:
+def _check(name: str, beta: float, level: str) -> None:
     if not (beta >= 0 and math.isfinite(beta)):
         raise InputError(f"{name}: beta = {beta}, expected a number >= 0; 0.001 to 0.05 is usual")
+    if level not in ("token", "sequence"):
+        raise InputError(f'{name}: level = {level!r}, expected "token" or "sequence"')

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from jaxgrpo.errors import InputError
+from jaxgrpo.losses import entropy as entropy_parts
 from jaxgrpo.losses import penalties as penalty_parts
 from jaxgrpo.losses import reductions as reduction_parts
 from jaxgrpo.losses import sequences
@@ -43,6 +44,14 @@ reductions: dict[str, Callable[..., Reduction]] = {
 penalties: dict[str, Callable[..., Penalty]] = {
     "k2": penalty_parts.k2,
     "forward_kl_k3": penalty_parts.forward_kl_k3,
+    "reverse_kl_off_policy": penalty_parts.reverse_kl_off_policy,
+    "full_kl": penalty_parts.full_kl,
+}
+"""Uses of the KL divergence to the reference that act in the loss."""
+
+entropies: dict[str, Callable[..., Penalty]] = {
+    "bonus": entropy_parts.entropy_bonus,
+    "adaptive": entropy_parts.adaptive_entropy,
 }
 
 Spec = str | Mapping[str, Any]
@@ -64,6 +73,11 @@ def build_reduction(spec: Spec | Reduction, options: Mapping[str, Any] | None = 
 def build_penalty(spec: Spec | Penalty, options: Mapping[str, Any] | None = None) -> Penalty:
     """The penalty that a spec names. Raises: InputError with the nearest name or option."""
     return _build("penalty", Penalty, penalties, spec, options)
+
+
+def build_entropy(spec: Spec | Penalty, options: Mapping[str, Any] | None = None) -> Penalty:
+    """The entropy term that a spec names. Raises: InputError with the nearest name or option."""
+    return _build("entropy", Penalty, entropies, spec, options)
 
 
 def by_sample(

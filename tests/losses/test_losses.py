@@ -168,9 +168,11 @@ def test_extreme_log_ratios_are_clamped_and_counted():
         assert metrics["ratio_max"].result() == pytest.approx(np.exp(20), rel=1e-5)
     for penalty in (k2(1.0), forward_kl_k3(1.0)):
         field = {"reference_logp": jnp.asarray(proximal)}
-        value, metrics = penalty.compute(jnp.asarray(logp), 0, 0, jnp.asarray(mask), 0, field)
+        logps, there = jnp.asarray(logp), jnp.asarray(mask)
+        rows = there.astype(jnp.int32)
+        value, metrics = penalty.compute(logps, logps, logps, there, rows, field)
         assert np.isfinite(value).all()
-        assert metrics["kl_clamped"].result() == pytest.approx(1 / 3)
+        assert metrics["kl_clamped"].result() == pytest.approx(2 / 3)
 
 
 def test_fields_and_rows_that_do_not_fit_are_refused():
@@ -211,7 +213,7 @@ def test_parts_are_found_by_name_or_taken_as_they_are():
         build_reduction("token_means")
     with refuses("reduction constant: missing a required argument: 'length'"):
         build_reduction("constant")
-    with refuses("unknown penalty 'k3': Known: forward_kl_k3, k2"):
+    with refuses("unknown penalty 'k3': Known: forward_kl_k3, full_kl, k2, reverse_kl_off_policy"):
         build_penalty("k3")
     with refuses("penalty {'beta': 0.1} has no name"):
         build_penalty({"beta": 0.1})

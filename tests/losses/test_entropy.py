@@ -1,0 +1,51 @@
+"""The entropy control: how its coefficient moves, and when it acts."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxgrpo.losses import adaptive_entropy
+from jaxgrpo.metrics import Mean, finalise
+
+
+def state_after(penalty, *entropies):
+    state = penalty.init()
+    for entropy in entropies:
+        weight = jnp.float32(0 if entropy is None else 2)
+        state = penalty.observe(
+            state, {"entropy": Mean(total=jnp.float32(2 * (entropy or 0)), weight=weight)}
+        )
+    return {name: float(value) for name, value in state.items()}
+
+
+def test_the_adaptive_coefficient_moves_towards_the_target_within_its_bounds():
+    penalty = adaptive_entropy(1.0, coefficient=0.02, delta=0.01, low=0.01, high=0.04)
+    seen = [
+        state_after(penalty, *entropies)["coefficient"]
+        for entropies in ([], [0.5], [0.5] * 5, [1.0], [1.5], [1.5] * 5, [0.5, None])
+    ]
+    np.testing.assert_allclose(seen, [0.02, 0.03, 0.04, 0.02, 0.01, 0.01, 0.03], rtol=1e-6)
+    assert state_after(penalty, 0.5, None)["entropy"] == 0.5
+
+
+@pytest.mark.parametrize(
+    ("measured", "applied"), [(np.inf, 0.0), (1.1, 0.0), (1.0, 0.3), (0.2, 0.3)]
+)
+def test_the_adaptive_bonus_acts_while_the_entropy_is_at_most_the_target(measured, applied):
+    penalty = adaptive_entropy(1.0, coefficient=0.3)
+    state = {"coefficient": jnp.float32(0.3), "entropy": jnp.float32(measured)}
+    mask = jnp.array([[True, True, False]])
+    entropy = jnp.array([[0.5, 0.7, jnp.nan]])
+
+    def run(entropy):
+        fields = {"policy_entropy": entropy}
+        value, metrics = penalty.compute(entropy, 0, 0, mask, 0, fields, state)
+        return value.sum(), metrics
+
+    (value, metrics), gradient = jax.value_and_grad(run, has_aux=True)(entropy)
+    assert float(value) == pytest.approx(-applied * 1.2)
+    np.testing.assert_allclose(gradient, [[-applied, -applied, 0]], rtol=1e-6)
+    assert finalise(metrics) == pytest.approx({"entropy": 0.6, "entropy_coefficient": applied})

@@ -1,0 +1,318 @@
+"""Uses of the KL divergence and of the entropy: which gradient each has, by enumeration.
+
+A policy over 3 tokens has a distribution of its own at each of the 13 states before 3 tokens, so
+that all 27 sequences, and every expectation, are at hand in float64.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxgrpo.errors import InputError
+from jaxgrpo.losses import (
+    adaptive_entropy,
+    build_entropy,
+    build_penalty,
+    entropy_bonus,
+    full_kl,
+    policy_loss,
+)
+
+V, T = 3, 3
+SEQUENCES = np.array(list(itertools.product(range(V), repeat=T)))
+STATES = np.stack([np.zeros(27, int), 1 + SEQUENCES[:, 0], 4 + SEQUENCES[:, :2] @ [3, 1]], 1)
+SAMPLED = ("k2", "forward_kl_k3", "reverse_kl_off_policy")
+
+
+def log_softmax(logits):
+    return logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+
+
+class Tabular:
+    """A policy by its logits [13, 3], in plain NumPy."""
+
+    def __init__(self, seed):
+        self.logits = np.random.default_rng(seed).normal(size=(13, V))
+        self.table = log_softmax(self.logits)
+        self.logp = self.table[STATES, SEQUENCES]  # [27, T]
+        self.probability = np.exp(self.logp.sum(1))  # [27]
+
+    def visits(self):
+        """Probability of each state, [13]."""
+        return np.bincount(STATES.ravel(), np.repeat(self.probability, T), 13)
+
+
+POLICY, REFERENCE, OLD = Tabular(0), Tabular(1), Tabular(2)
+
+
+def score(weight):
+    """sum_i weight[i] grad log policy(sequence i): [13, 3], by hand."""
+    gradient = np.zeros((13, V))
+    for i, t in np.ndindex(27, T):
+        state = STATES[i, t]
+        gradient[state] -= weight[i, t] * np.exp(POLICY.table[state])
+        gradient[state, SEQUENCES[i, t]] += weight[i, t]
+    return gradient
+
+
+def kl_of_sequences(left, right):
+    return (left.probability * (left.logp - right.logp).sum(1)).sum()
+
+
+def reverse_gradient():
+    """grad KL(policy || reference) of the sequences: the score times the log ratio."""
+    ratio = (POLICY.logp - REFERENCE.logp).sum(1)
+    return score(np.repeat((POLICY.probability * ratio)[:, None], T, 1))
+
+
+def forward_gradient():
+    """grad KL(reference || policy) of the sequences: minus the mean score under the reference."""
+    return -score(np.repeat(REFERENCE.probability[:, None], T, 1))
+
+
+def per_state(visits, forward=False):
+    """sum_s visits(s) grad KL at s, the visits held: the gradient in logits, in closed form."""
+    p, q = np.exp(POLICY.table), np.exp(REFERENCE.table)
+    ratio = POLICY.table - REFERENCE.table
+    mean = (p * ratio).sum(1, keepdims=True)
+    return visits[:, None] * ((p - q) if forward else p * (ratio - mean))
+
+
+PENALTIES = {
+    **{(name, "token"): build_penalty(name, {"beta": 1.0}) for name in SAMPLED},
+    **{(n, "sequence"): build_penalty(n, {"beta": 1.0, "level": "sequence"}) for n in SAMPLED},
+    ("full_kl", "token"): full_kl(1.0),
+    ("bonus", "token"): entropy_bonus(0.5),
+}
+
+
+@jax.jit
+def expectations(logits, anchor, probability, old):
+    """Each penalty -> (its expectation per sequence, the gradient), the samples being held."""
+
+    def loss(logits, penalty):
+        table = jax.nn.log_softmax(logits)
+        logp = table[STATES, SEQUENCES]
+        p = jnp.exp(table)
+        fields = {
+            "reference_logp": anchor[STATES, SEQUENCES],
+            "full_kl": (p * (table - anchor)).sum(1)[STATES],
+            "policy_entropy": -(p * table).sum(1)[STATES],
+        }
+        rows = jnp.ones(logp.shape, jnp.int32)
+        value, _ = penalty.compute(logp, old, 0 * logp, rows > 0, rows, fields)
+        return (probability * value.sum(1)).sum()
+
+    return {key: jax.value_and_grad(loss)(logits, part) for key, part in PENALTIES.items()}
+
+
+@functools.cache
+def expected(sampler):
+    given = (POLICY.logits, REFERENCE.table, sampler.probability, sampler.logp)
+    return jax.tree.map(np.asarray, expectations(*map(jnp.asarray, given)))
+
+
+def expectation(name, level="token", sampler=POLICY):
+    """(value, gradient) under the sequences of a sampler."""
+    value, gradient = expected(sampler)[name, level]
+    return float(value), gradient
+
+
+def cosine(left, right):
+    return float((left * right).sum() / np.sqrt((left**2).sum() * (right**2).sum()))
+
+
+@pytest.fixture(autouse=True)
+def wide(request):
+    with jax.enable_x64("float32" not in request.node.name):
+        yield
+
+
+def exactly(value):
+    return pytest.approx(value, abs=1e-12)
+
+
+def test_over_the_sequence_k2_has_the_gradient_of_the_reverse_kl_and_k3_that_of_the_forward_one():
+    value, gradient = expectation("k2", "sequence")
+    np.testing.assert_allclose(gradient, reverse_gradient(), atol=1e-12)
+    assert abs(value - kl_of_sequences(POLICY, REFERENCE)) > 0.1  # its value estimates no KL
+    value, gradient = expectation("forward_kl_k3", "sequence")
+    np.testing.assert_allclose(gradient, forward_gradient(), atol=1e-12)
+    assert value == exactly(kl_of_sequences(POLICY, REFERENCE))  # and yet the value is the reverse
+
+
+def test_per_token_they_have_the_gradients_at_the_visited_states_and_miss_later_states():
+    visits = POLICY.visits()
+    _, gradient = expectation("k2")
+    np.testing.assert_allclose(gradient, per_state(visits), atol=1e-12)
+    assert 0.5 < cosine(gradient, reverse_gradient()) < 0.99
+    value, gradient = expectation("forward_kl_k3")
+    np.testing.assert_allclose(gradient, per_state(visits, forward=True), atol=1e-12)
+    assert value == exactly(kl_of_sequences(POLICY, REFERENCE))  # chain rule
+    assert cosine(gradient, reverse_gradient()) < 0.95
+    assert cosine(gradient, forward_gradient()) < 0.95
+
+
+@pytest.mark.parametrize("sampler", [OLD, POLICY], ids=["off_policy", "on_policy"])
+def test_the_off_policy_form_has_value_and_gradient_of_the_reverse_kl(sampler):
+    value, gradient = expectation("reverse_kl_off_policy", "sequence", sampler)
+    np.testing.assert_allclose(gradient, reverse_gradient(), atol=1e-12)
+    assert value == exactly(kl_of_sequences(POLICY, REFERENCE))
+    _, gradient = expectation("reverse_kl_off_policy", "token", sampler)
+    np.testing.assert_allclose(gradient, per_state(sampler.visits()), atol=1e-12)
+    assert cosine(gradient, reverse_gradient()) < 0.99
+
+
+def test_without_the_ratio_no_form_is_right_off_policy():
+    for name, level in [("k2", "sequence"), ("full_kl", "token"), ("forward_kl_k3", "sequence")]:
+        _, gradient = expectation(name, level, OLD)
+        assert cosine(gradient, reverse_gradient()) < 0.99
+
+
+def test_the_full_kl_is_that_of_each_visited_state_with_its_gradient():
+    value, gradient = expectation("full_kl")
+    assert value == exactly(kl_of_sequences(POLICY, REFERENCE))
+    np.testing.assert_allclose(gradient, per_state(POLICY.visits()), atol=1e-12)
+
+
+def test_the_bonus_raises_the_entropy_of_each_visited_state():
+    value, gradient = expectation("bonus")
+    entropy = -(POLICY.probability * POLICY.logp.sum(1)).sum()
+    assert value == exactly(-0.5 * entropy)  # chain rule
+    p, table = np.exp(POLICY.table), POLICY.table
+    own = -(p * table).sum(1, keepdims=True)
+    slope = -p * (table + own)  # of one state's entropy by its logits
+    np.testing.assert_allclose(gradient, -0.5 * POLICY.visits()[:, None] * slope, atol=1e-12)
+
+
+def test_k1_as_a_loss_has_no_gradient_and_off_policy_k1_has_that_of_k3():
+    """Why neither is offered: rows of the table in docs/losses.md that are written out."""
+    ratio = (POLICY.logp - REFERENCE.logp).sum(1)
+    np.testing.assert_allclose(score(np.repeat(POLICY.probability[:, None], T, 1)), 0, atol=1e-12)
+    weight = POLICY.probability  # of old, times the ratio to it
+    rho_k1 = score(np.repeat((weight * (ratio + 1))[:, None], T, 1))
+    np.testing.assert_allclose(rho_k1, reverse_gradient(), atol=1e-12)
+
+
+@jax.jit
+def summed(logp, proximal, reference, mask, segment):
+    """Each penalty -> ((the sum over tokens, metrics), the gradient)."""
+
+    def loss(logp, penalty):
+        fields = {"reference_logp": reference}
+        value, metrics = penalty.compute(logp, proximal, logp, mask, segment, fields)
+        return value.sum(), metrics
+
+    both = jax.value_and_grad(loss, has_aux=True)
+    return {key: both(logp, part) for key, part in PENALTIES.items() if key[0] in SAMPLED}
+
+
+def test_gradients_are_those_of_the_formulas_by_finite_differences():
+    """Over the sequence too, where the gradient is written out: two sequences in one row."""
+    random = np.random.default_rng(3)
+    logp, proximal, reference = (0.3 * random.normal(size=(2, 7)) for _ in range(3))
+    mask = np.array([[1, 1, 0, 1, 1, 1, 0], [1, 1, 1, 1, 1, 1, 1]], bool)
+    segment = np.array([[1, 1, 1, 2, 2, 2, 0], [2, 1, 1, 1, 1, 2, 2]])
+
+    def formula(logp, name, level):
+        total = 0.0
+        for row, number in [(0, 1), (0, 2), (1, 1), (1, 2)]:
+            at = mask[row] & (segment[row] == number)
+            own, step = (logp - reference)[row][at], (logp - proximal)[row][at]
+            if level == "sequence":
+                own, step = own.sum(), step.sum()
+            square, third = own**2 / 2, np.exp(-own) - 1 + own
+            value = {"k2": square, "forward_kl_k3": third}.get(name, np.exp(step) * third)
+            total += np.sum(value)
+        return total
+
+    given = map(jnp.asarray, (logp, proximal, reference, mask, segment))
+    for key, ((value, _), gradient) in summed(*given).items():
+        assert float(value) == exactly(formula(logp, *key))
+        for place in np.ndindex(2, 7):
+            nudge = np.zeros_like(logp)
+            nudge[place] = 1e-6
+            slope = (formula(logp + nudge, *key) - formula(logp - nudge, *key)) / 2e-6
+            assert float(gradient[place]) == pytest.approx(slope, abs=1e-8)
+
+
+EXTREME = {
+    "logp": [-1.0, -1.0, -1.0, -101.0, -1.0, -np.inf, np.nan],
+    "reference": [-np.inf, -1e9, -101.0, -1.0, -1.0, -np.inf, np.nan],
+}
+
+
+def test_extremes_are_finite_and_counted_in_float32():
+    logp, reference = (jnp.asarray([EXTREME[key]], jnp.float32) for key in EXTREME)
+    mask = jnp.arange(7)[None] < 6
+    given = (logp, jnp.zeros_like(logp), reference)
+    some = summed(*given, mask, mask.astype(jnp.int32))
+    none = summed(*given, mask & False, mask.astype(jnp.int32))
+    for key, ((value, metrics), gradient) in some.items():
+        assert np.isfinite(value), key
+        assert np.isfinite(gradient).all(), key
+        assert gradient[0, 6] == 0
+        assert np.isfinite(metrics["kl"].result())
+        if key[0] == "k2":
+            held = [20.0, 20, 20, -20, 0, 0] if key[1] == "token" else [40.0] * 5 + [0]
+            np.testing.assert_allclose(gradient[0, :6], held)
+            assert metrics["kl_clamped"].result() == pytest.approx(4 / 6)
+        (value, metrics), gradient = none[key]
+        assert value == 0
+        assert (np.asarray(gradient) == 0).all()
+        assert metrics["kl"].weight == 0
+
+
+def test_a_policy_that_is_its_reference_feels_no_pull():
+    logp = jnp.asarray([[-1.0, -2.0, -0.5]])
+    rows = jnp.ones((1, 3), jnp.int32)
+    for (value, _), gradient in summed(logp, logp, logp, rows > 0, rows).values():
+        assert value == 0
+        assert (np.asarray(gradient) == 0).all()
+
+
+def test_plain_arrays_are_given_their_penalties_with_their_fields():
+    one, mask = jnp.ones((1, 2)), jnp.ones((1, 2), bool)
+    given = ("clip", "token_mean", one, one, jnp.zeros(1), mask)
+    loss, metrics = policy_loss(
+        *given,
+        penalties=[full_kl(0.5), adaptive_entropy(3.0, 1.0)],
+        full_kl=one,
+        policy_entropy=one,
+    )
+    assert float(loss) == 0.5  # the control begins with its second update
+    assert {"kl", "kl_clamped", "entropy", "entropy_coefficient"} <= metrics.keys()
+    for penalty, missing in [(full_kl(1.0), "full_kl"), (entropy_bonus(1.0), "policy_entropy")]:
+        with pytest.raises(InputError, match=rf"{penalty.name} reads fields\['{missing}'\]"):
+            policy_loss(*given, penalties=[penalty])
+
+
+def refuses(message):
+    return pytest.raises(InputError, match=re.escape(message))
+
+
+def test_options_that_make_no_sense_are_refused():
+    for name in SAMPLED:
+        with refuses(f'{name}: level = \'tokens\', expected "token" or "sequence"'):
+            build_penalty(name, {"beta": 0.1, "level": "tokens"})
+    with refuses("full_kl: beta = -1, expected a number >= 0"):
+        full_kl(-1)
+    with refuses("entropy_bonus: coefficient = nan, expected a finite number"):
+        entropy_bonus(np.nan)
+    with refuses(
+        "low = 0.0, coefficient = 2, high = 1.0; expected 0 <= low <= coefficient <= high"
+    ):
+        adaptive_entropy(1.0, 2)
+    with refuses("adaptive_entropy: target = 0, expected a positive number"):
+        adaptive_entropy(0)
+    with refuses("adaptive_entropy: delta = -1, expected a positive number"):
+        adaptive_entropy(1.0, delta=-1)
+    with refuses("unknown entropy 'bonuss': did you mean 'bonus'?"):
+        build_entropy("bonuss")

@@ -1,0 +1,94 @@
+"""The KL of two policies over the vocabulary: exact, in chunks as in one piece, never whole."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxgrpo.exact_kl import full_kl as exact_kl
+
+
+@pytest.fixture(autouse=True)
+def wide(request):
+    with jax.enable_x64("float32" not in request.node.name):
+        yield
+
+
+def log_softmax(logits):
+    return logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+
+
+@pytest.fixture
+def heads():
+    random = np.random.default_rng(4)
+    hidden, anchor = (jnp.asarray(random.normal(size=(2, 7, 4))) for _ in range(2))
+    return hidden, jnp.asarray(random.normal(size=(4, 11))), anchor, random.normal(size=(4, 11))
+
+
+def kl_by_numpy(given, temperature):
+    hidden, head, anchor, anchor_head = given
+    p, q = (
+        log_softmax(np.asarray(x) @ np.asarray(w) / temperature)
+        for x, w in ((hidden, head), (anchor, anchor_head))
+    )
+    return (np.exp(p) * (p - q)).sum(-1)
+
+
+@pytest.mark.parametrize("tokens", [7, 3, 1])
+def test_the_pass_over_the_vocabulary_gives_the_kl_in_any_chunks(heads, tokens):
+    hidden, head, anchor, anchor_head = heads
+
+    def run(hidden, head):
+        return exact_kl(
+            lambda x: x @ head, hidden, lambda x: x @ anchor_head, anchor,
+            temperature=0.7, logits_per_chunk=2 * 11 * tokens,
+        )  # fmt: skip
+
+    kl, held = jax.jit(run)(hidden, head)
+    np.testing.assert_allclose(kl, kl_by_numpy(heads, 0.7), atol=1e-12)
+    assert (np.asarray(held) == 0).all()
+    weight = jnp.arange(1.0, 15).reshape(2, 7)
+    gradients = jax.jit(jax.grad(lambda *x: (weight * run(*x)[0]).sum(), argnums=(0, 1)))
+    for which, gradient in enumerate(gradients(hidden, head)):
+        for place in [(0, 0, 0), (1, 4, 3), (1, 6, 1)] if which == 0 else [(0, 0), (3, 10)]:
+            sides = []
+            for sign in (1e-6, -1e-6):
+                given = [np.array(x) for x in heads]
+                given[which][place] += sign
+                sides.append((np.asarray(weight) * kl_by_numpy(given, 0.7)).sum())
+            assert float(gradient[place]) == pytest.approx((sides[0] - sides[1]) / 2e-6, abs=1e-6)
+
+
+def test_a_reference_without_probability_costs_20_nats_and_is_counted_in_float32():
+    logits = jnp.asarray([[[0.0, 0.0, -jnp.inf]]], jnp.float32)
+    for without in (-jnp.inf, -1e9):
+        anchor = jnp.asarray([[[without, 0.0, without]]], jnp.float32)
+        run = lambda x: exact_kl(lambda x: x, x, lambda x: x, anchor)  # noqa: B023, E731
+        kl, held = run(logits)
+        assert float(kl[0, 0]) == pytest.approx(0.5 * 20 + 0.5 * np.log(0.5))
+        assert held[0, 0] == 0.5
+        gradient = np.asarray(jax.grad(lambda x: run(x)[0].sum())(logits))[0, 0]  # noqa: B023
+        assert np.isfinite(gradient).all()
+        assert gradient[0] > 0 > gradient[1]  # down with what the reference does not know
+
+
+def test_no_buffer_of_its_gradient_holds_all_logits_in_float32():
+    length, vocab = 512, 4096
+    hidden = jax.ShapeDtypeStruct((1, length, 16), jnp.float32)
+    head = jax.ShapeDtypeStruct((16, vocab), jnp.float32)
+
+    def temporary(tokens):
+        def loss(hidden, head, anchor, anchor_head):
+            heads = (lambda x: x @ head), hidden, (lambda x: x @ anchor_head), anchor
+            return exact_kl(*heads, logits_per_chunk=2 * tokens * vocab)[0].sum()
+
+        gradient = jax.jit(jax.grad(loss, argnums=(0, 1)))
+        memory = gradient.lower(hidden, head, hidden, head).compile().memory_analysis()
+        assert memory is not None
+        return memory.temp_size_in_bytes
+
+    whole = length * vocab * 4
+    assert temporary(length) >= whole
+    assert temporary(8) < whole / 4

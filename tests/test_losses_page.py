@@ -1,0 +1,61 @@
+"""docs/losses.md: its tables are computed anew, its code is run."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import re
+
+import pytest
+
+from jaxgrpo.losses import registry
+
+
+@pytest.fixture(scope="module")
+def maker(repository):
+    """docs/make_losses.py as a module."""
+    path = repository / "docs" / "make_losses.py"
+    spec = importlib.util.spec_from_file_location("make_losses", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def text(repository):
+    return (repository / "docs" / "losses.md").read_text()
+
+
+def test_the_page_is_what_the_script_computes(maker, text):
+    assert maker.page(text) == text, "docs/losses.md is out of date: make docs"
+
+
+@pytest.mark.parametrize("table", ["surrogates", "penalties", "entropies"])
+def test_every_part_says_its_formula_and_where_it_is_from(maker, table):
+    for name, factory in getattr(registry, table).items():
+        assert maker.formula(factory) != "–", f"{name}: begin its docstring's body with a formula"
+        assert maker.paper(factory) != "–", f'{name}: its docstring needs "Source: ..., arXiv ..."'
+
+
+def test_no_distance_is_near_the_line_between_same_and_other(maker):
+    """Equal to rounding, or plainly another gradient: the table does not hang on SAME."""
+    for name, distance in maker.compare().items():
+        if name.startswith("gradient "):
+            worst = distance.max(0)
+            assert ((worst < 1e-12) | (worst > 1e-2)).all(), name
+
+
+def test_what_the_code_of_the_page_gives_is_what_the_page_says(text):
+    (code,) = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    names, checked = {}, 0
+    for node in ast.parse(code).body:
+        source = ast.get_source_segment(code, node) or ""
+        comment = code.splitlines()[(node.end_lineno or 1) - 1].partition("  # ")[2]
+        if isinstance(node, ast.Expr) and comment:
+            assert repr(eval(source, names)) == comment
+            checked += 1
+        else:
+            exec(source, names)
+    assert checked == 2
