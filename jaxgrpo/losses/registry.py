@@ -94,6 +94,7 @@ def by_sample(
       then, otherwise: as `build_surrogate` takes them.
 
     Metrics: both's, over all tokens together.  Raises: InputError where fields lack the field.
+    Source: ExGRPO, arXiv 2510.02245, whose groups mix replayed and fresh samples.
     """
     chosen, rest = build_surrogate(then), build_surrogate(otherwise)
 

@@ -247,6 +247,7 @@ def on_policy() -> Surrogate:
         loss = -exp(logp - stop_gradient(logp)) A
 
     Metrics: `ratio_metrics`, of the true ratio.
+    Source: the on-policy switch of NeMo-RL's loss; TRL does so where a batch is used once.
     """
 
     def compute(logp, proximal_logp, advantage, mask, segment, fields) -> tuple[Array, Metrics]:
