@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 import small_run
 
-from jaxgrpo import advantages, assembly, chain_tail, training
+from jaxgrpo import advantages, chain_tail, methods, training
 
 KL = {"use": "k1_in_reward", "beta": 0.05}
 WEIGHTS = {"use": "truncated_importance", "level": "token", "cap": 2.0}
@@ -15,7 +15,7 @@ WEIGHTS = {"use": "truncated_importance", "level": "token", "cap": 2.0}
 
 def steps(folder, advantage=None, **changes) -> list[str]:
     config = small_run.config(folder, **changes)
-    return [name for name, _ in assembly.make_chain(config, (), advantage).steps]
+    return [name for name, _ in methods.make_chain(config, (), advantage).steps]
 
 
 def halved(signal, rollouts):
@@ -29,7 +29,7 @@ def test_they_stand_behind_any_chain_weights_last_and_nothing_stands_there_witho
     assert steps(tmp_path, recipe="rloo", **both) == [*recipe, *tail]
     parts = [{"use": "sum_rewards"}, {"use": "sign", "threshold": 0.5}]
     config = small_run.config(tmp_path, advantage=parts, **both)
-    made = assembly.make_chain(config, ())
+    made = methods.make_chain(config, ())
     assert [name for name, _ in made.steps] == ["sum_rewards", "sign", *tail]
     own = advantages.chain(advantages.sum_rewards(), advantages.to_tokens())
     assert steps(tmp_path, own, **both) == ["sum_rewards", "to_tokens", *tail]

@@ -12,8 +12,8 @@ import pytest
 import small_run
 
 from jaxgrpo import runtime, sharding, tasks, training
-from jaxgrpo.assembly import make_policy
 from jaxgrpo.io.checkpoints import parameter_hash
+from jaxgrpo.methods import make_policy
 
 OWN = '''\
 """A user's transform with memory: divides by the largest value seen so far."""
