@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -105,24 +106,47 @@ def _moments(signal: Signal, ddof: int, include_flat: bool) -> tuple[Array, Arra
     """(mean, residual, variance, whether all counted values are equal) of the batch.
 
     The residual has the shape of the value and is 0 where masked. Two passes: the mean of squares
-    less the squared mean cancels. Values are 0 where masked, so sums over tokens need no mask and
-    are ten times as fast on a CPU; they are added up sample by sample, since one long sum would
-    lose digits in float32.
+    less the squared mean cancels. Added up group by group, or sample by sample, since one long sum
+    would lose digits in float32.
     """
     value, mask = stats.widen(signal.value), signal.mask
     if value.ndim == 3:
         # Kept in memory: widened once more inside each sum they would cost more than the sums.
         value, mask = jax.lax.optimization_barrier((value, mask))
-    differs = _differs(value, mask, axis=None if include_flat else tuple(range(1, value.ndim)))
-    counted = jnp.ones((1, 1), bool) if include_flat else differs.reshape((-1, 1))
-    number = jnp.where(counted, _tokens(mask), 0).sum(dtype=jnp.int32)
-    mean = _total(value, counted) / jnp.maximum(number, 1).astype(value.dtype)
+    take = _of_tokens if value.ndim == 3 else _of_samples
+    total, number, counted, flat = take(value, mask, include_flat)
+    mean = total / jnp.maximum(number, 1).astype(value.dtype)
     residual = jnp.where(mask, value - mean, 0)
     if value.ndim == 3:
         residual = jax.lax.optimization_barrier(residual)
     degrees = jnp.maximum(number - ddof, 1).astype(value.dtype)
-    variance = _total(jnp.square(residual), counted) / degrees
-    return mean, residual, variance, ~differs.any()
+    return mean, residual, _total(jnp.square(residual), counted) / degrees, flat
+
+
+class _First(NamedTuple):
+    """What the first pass over a batch tells."""
+
+    total: Array  # [] of the values that count
+    number: Array  # [] int32, of them
+    counted: Array  # [P, 1] or [1, 1] bool, the prompts that count
+    flat: Array  # [] bool, all of them equal, or fewer than two
+
+
+def _of_samples(value: Array, mask: Array, include_flat: bool) -> _First:
+    group = stats.summary(value, mask)
+    counted = jnp.ones((1, 1), bool) if include_flat else ~group.flat
+    number = jnp.where(counted, group.count, 0).sum(dtype=jnp.int32)
+    total = jnp.where(counted, group.mean * group.count.astype(value.dtype), 0).sum()
+    equal = ~counted.any() if not include_flat else group.low.min() == group.high.max()
+    return _First(total, number, counted, equal | (number < 2))
+
+
+def _of_tokens(value: Array, mask: Array, include_flat: bool) -> _First:
+    """Values are 0 where masked: sums without a mask are ten times as fast on a CPU."""
+    differs = _differs(value, mask, axis=None if include_flat else (1, 2))
+    counted = jnp.ones((1, 1), bool) if include_flat else differs.reshape((-1, 1))
+    number = jnp.where(counted, _tokens(mask), 0).sum(dtype=jnp.int32)
+    return _First(_total(value, counted), number, counted, ~differs.any())
 
 
 def _differs(value: Array, mask: Array, axis: tuple[int, ...] | None) -> Array:
@@ -145,8 +169,6 @@ def _total(value: Array, counted: Array) -> Array:
 
 def _tokens(mask: Array) -> Array:
     """Unmasked entries of each sample, [P, G] int32."""
-    if mask.ndim == 2:
-        return mask.astype(jnp.int32)
     # Bytes are summed fast, int32 made of booleans slowly: pieces that a byte can count.
     length = mask.shape[-1]
     piece = max(size for size in range(1, 128) if length % size == 0) if length else 1

@@ -36,8 +36,9 @@ def subtract_group_mean(singleton: str = "zero") -> AdvantageTransform:
 
     def apply(signal: Signal, rollouts: Rollouts) -> tuple[Signal, Metrics]:
         value = stats.widen(signal.value)
-        centred = value - stats.summary(signal.value, signal.mask).mean
-        return _unless_flat(signal, centred, value if singleton == "raw" else None), {}
+        group = stats.summary(signal.value, signal.mask)
+        raw = value if singleton == "raw" else None
+        return _unless_flat(signal, group, value - group.mean, raw), {}
 
     return stateless("subtract_group_mean", apply, levels=(2,), relative=True)
 
@@ -74,7 +75,7 @@ def divide_by_group_std(
         # Where the group is flat the divisor may be 0: it is replaced, not only its quotient.
         divisor = jnp.where(group.flat, 1 + added, std + added)
         divided = value / divisor
-        return _unless_flat(signal, divided, divided if singleton == "raw" else None), {}
+        return _unless_flat(signal, group, divided, divided if singleton == "raw" else None), {}
 
     return stateless("divide_by_group_std", apply, levels=(2,), relative=True)
 
@@ -99,10 +100,10 @@ def subtract_leave_one_out_mean(singleton: str = "zero") -> AdvantageTransform:
 
     def apply(signal: Signal, rollouts: Rollouts) -> tuple[Signal, Metrics]:
         value = stats.widen(signal.value)
-        number = stats.count(signal.mask).astype(value.dtype)
-        factor = number / jnp.maximum(number - 1, 1)
-        alone = factor * (value - stats.summary(signal.value, signal.mask).mean)
-        return _unless_flat(signal, alone, value if singleton == "raw" else None), {}
+        group = stats.summary(signal.value, signal.mask)
+        number = group.count.astype(value.dtype)
+        alone = number / jnp.maximum(number - 1, 1) * (value - group.mean)
+        return _unless_flat(signal, group, alone, value if singleton == "raw" else None), {}
 
     return stateless("subtract_leave_one_out_mean", apply, levels=(2,), relative=True)
 
@@ -123,7 +124,8 @@ def subtract_group_median() -> AdvantageTransform:
 
     def apply(signal: Signal, rollouts: Rollouts) -> tuple[Signal, Metrics]:
         value = stats.widen(signal.value)
-        return _unless_flat(signal, value - _median(value, signal.mask)), {}
+        group = stats.summary(signal.value, signal.mask)
+        return _unless_flat(signal, group, value - _median(value, signal.mask)), {}
 
     return stateless("subtract_group_median", apply, levels=(2,), relative=True)
 
@@ -154,7 +156,8 @@ def subtract_length_weighted_mean(singleton: str = "zero") -> AdvantageTransform
         share = length / jnp.maximum(total, 1)
         baseline = jnp.where(signal.mask, share * value, 0).sum(1, keepdims=True)
         raw = value if singleton == "raw" else None
-        return _unless_flat(signal, value - baseline, raw), {}
+        group = stats.summary(signal.value, signal.mask)
+        return _unless_flat(signal, group, value - baseline, raw), {}
 
     return stateless("subtract_length_weighted_mean", apply, levels=(2,), relative=True)
 
@@ -189,11 +192,13 @@ def _replace(signal: Signal, value: Array) -> Signal:
     return dataclasses.replace(signal, value=value.astype(signal.value.dtype))
 
 
-def _unless_flat(signal: Signal, value: Array, raw: Array | None = None) -> Signal:
+def _unless_flat(
+    signal: Signal, group: stats.Summary, value: Array, raw: Array | None = None
+) -> Signal:
     """The value, but exactly 0 in flat groups; with `raw`, that of a single unmasked sample."""
-    after = jnp.where(stats.is_flat(signal.value, signal.mask), 0, value)
+    after = jnp.where(group.flat, 0, value)
     if raw is not None:
-        after = jnp.where(stats.count(signal.mask) == 1, raw, after)
+        after = jnp.where(group.count == 1, raw, after)
     return _replace(signal, after)
 
 

@@ -33,10 +33,12 @@ def max_minus_second() -> AdvantageTransform:
 
     def apply(signal: Signal, rollouts: Rollouts) -> tuple[Signal, Metrics]:
         value, mask = stats.widen(signal.value), signal.mask
-        best = stats.extremes(value, mask)[1]
+        whole = stats.summary(value, mask)
+        best = whole.high
         first = mask & (value == best)
-        second = stats.extremes(value, mask & ~first)[1]
-        alone = (stats.count(first) == 1) & (stats.count(mask) > 1)
+        rest = stats.summary(value, mask & ~first)
+        second = rest.high
+        alone = (whole.count == rest.count + 1) & (whole.count > 1)
         ahead = best - jnp.where(alone, second, best)
         return _replace(signal, jnp.where(alone & first, ahead, 0)), {}
 

@@ -61,15 +61,17 @@ def tree_normalise(
     def apply(signal: Signal, rollouts: Rollouts) -> tuple[Signal, Metrics]:
         value, mask = stats.widen(signal.value), signal.mask
         ids = read_field("tree_normalise", field, rollouts)
-        prompt = jnp.zeros(mask.shape, jnp.int32)
-        tree, whole = _node(value, ids, mask), _node(value, prompt, mask)
+        tree, whole = _node(value, ids, mask), stats.summary(value, mask)
+        added = jnp.asarray(at_step(eps, rollouts, value.dtype), value.dtype)
         total = jnp.zeros_like(value)
-        for node, of in ((tree, ids), (whole, prompt)):
+        for node in (tree, whole):
             part = value - node.mean
             if std:
-                scale = jnp.sqrt(_variance(value, of, mask, node, ddof))
-                scale = scale + jnp.asarray(at_step(eps, rollouts, value.dtype), value.dtype)
-                part = part / jnp.where(node.flat, 1, scale)
+                if node is tree:
+                    scale = jnp.sqrt(_variance(value, ids, mask, tree, ddof))
+                else:
+                    scale = stats.std(value, mask, ddof=ddof, about=whole.mean)
+                part = part / jnp.where(node.flat, 1, scale + added)
             total = total + jnp.where(node.flat, 0, part)
         return _replace(signal, total), {"flat_trees": mean(tree.flat, mask)}
 
