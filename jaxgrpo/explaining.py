@@ -181,12 +181,15 @@ def read_fields(texts: Sequence[str], shape: tuple[int, int]) -> dict[str, np.nd
     lists = [text for text in texts if not text.partition("=")[2].lstrip().startswith("[")]
     values: dict[str, Any] = {}
     for text in lists:
-        values.setdefault(text.partition("=")[0], []).append(
-            groups("--field", [text])[text.partition("=")[0]][0]
-        )
+        for name, rows in groups("--field", [text]).items():
+            values.setdefault(name, []).extend(rows)
     for name, rows in values.items():
+        known = FIELDS[name].shape if name in FIELDS else "[P]?" if shape[1] > 1 else "[P, G]"
+        if known == "[P]" and len(rows) == 1:
+            rows = [[number] for number in rows[0]]
         rows = rows * shape[0] if len(rows) == 1 else rows
-        values[name] = [row[0] for row in rows] if _is_per_prompt(name, rows, shape) else rows
+        alone = known.startswith("[P]") and all(len(row) == 1 for row in rows)
+        values[name] = [row[0] for row in rows] if alone else rows
     for text in set(texts) - set(lists):
         name, _, written = text.partition("=")
         try:
@@ -194,11 +197,6 @@ def read_fields(texts: Sequence[str], shape: tuple[int, int]) -> dict[str, np.nd
         except json.JSONDecodeError as error:
             raise InputError(f"--field {text}: not JSON: {error}") from None
     return {name: _field(name, value, shape) for name, value in values.items()}
-
-
-def _is_per_prompt(name: str, rows: Any, shape: tuple[int, int]) -> bool:
-    known = FIELDS[name].shape if name in FIELDS else "[P]" if shape[1] > 1 else "[P, G]"
-    return known == "[P]" and all(len(row) == 1 for row in rows)
 
 
 def _field(name: str, value: Any, shape: tuple[int, int]) -> np.ndarray:
@@ -272,6 +270,8 @@ def _describe(console: Console, name: str) -> None:
     if not callables.is_reference(name):
         options = str(inspect.signature(table[name])).partition(" ->")[0]
         console.print(f"\noptions: {options}", markup=False)
+    if name in registry.recipes and name in registry.parts:
+        console.print(f"\nThe part {name}: {inspect.getdoc(registry.parts[name])}", markup=False)
     console.print(f"\njaxgrpo advantages {name} --rewards 1,0,0,0 shows what each step does")
 
 

@@ -76,6 +76,12 @@ def test_a_name_alone_is_described_with_its_options(capsys):
     assert "Masks samples" in said(capsys, "mask_truncated")
 
 
+def test_a_part_that_shares_its_name_with_a_recipe_is_described_behind_it(capsys):
+    recipe, _, part = said(capsys, "darling").partition("The part darling: ")
+    assert "as of the part `darling`" in recipe
+    assert "max((n - |class of g|) / (n - 1), floor)" in part
+
+
 def test_sign_keeps_a_group_that_always_fails_alive(capsys):
     lines = said(capsys, "sign", "--rewards", "0,0,0,0").splitlines()
     assert lines[0].split() == ["step", "stream", "group", "value", "mask"]
@@ -190,3 +196,13 @@ def test_wrong_input_is_told_in_one_message(arguments, message, capsys):
 
 def test_examples_in_docstrings_hold():
     assert doctest.testmod(explaining).failed == 0
+
+
+def test_what_belongs_to_a_prompt_may_be_one_list():
+    fields = explaining.read_fields(["row=4,7"], (2, 3))
+    assert fields["row"].tolist() == [4, 7]
+    assert explaining.read_fields(["row=4"], (2, 3))["row"].tolist() == [4, 4]
+
+
+def test_a_field_with_two_equals_signs_is_no_crash(capsys):
+    assert "alive" in said(capsys, "grpo", "--rewards", "1,0", "--field", "x=y=1,0")

@@ -132,6 +132,8 @@ def clip_advantage(
     """
     if (limit is None) == (low is None and high is None):
         raise InputError("clip_advantage: give limit, or low, high or both of them")
+    if limit is not None and not callable(limit) and not limit >= 0:
+        raise InputError(f"clip_advantage: limit = {limit}, expected 0 or more")
     low, high = (_minus(limit), limit) if limit is not None else (low, high)
     for name, bound, right in (("low", low, -1), ("high", high, 1)):
         if bound is not None and not callable(bound) and bound * right < 0:

@@ -74,7 +74,7 @@ def evaluate(
       options: of a recipe given by name.
       fields: what a step reads: attributes of `Rollouts` (truncated [P, G], token_mask
         [P, G, T], row [P], ...) and the fields that it needs. Without `row` each prompt is a row
-        of its own; parts with memory begin anew at every call.
+        of its own; parts with memory begin anew at every call. Options of the recipe are none.
 
     Returns: (advantage, mask), [P, G] or [P, G, T], 0 where masked.
 
@@ -82,10 +82,21 @@ def evaluate(
     >>> advantage.tolist()
     [[0.5, -0.5, -0.5, 0.5], [0.0, 0.0, 0.0, 0.0]]
     """
-    rollouts, spec = plain_rollouts(rewards, mask, **fields)
     whole = build(recipe, options)
+    if isinstance(recipe, str):
+        _check_options(recipe, set(fields) - whole.needs)
+    rollouts, spec = plain_rollouts(rewards, mask, **fields)
     signal, _, _ = compute(whole, rollouts, whole.init(spec))
     return signal.value, signal.mask
+
+
+def _check_options(recipe: str, fields: set[str]) -> None:
+    """Refuses options given as if they were fields: nothing would read them."""
+    for name in sorted(fields & set(inspect.signature(recipes[recipe]).parameters)):
+        raise InputError(
+            f"evaluate: {name} is an option of {recipe}, but stands where fields of the rollouts"
+            f" are given: write options={{{name!r}: ...}}"
+        )
 
 
 def plain_rollouts(rewards: Any, mask: Any = None, **fields: Any) -> tuple[Rollouts, RolloutSpec]:

@@ -283,7 +283,11 @@ def _settle(key: str, before: Any, after: Any) -> Any:
             f"{key} returned value {after.value.shape} and mask {after.mask.shape}:"
             " they must have the same shape"
         )
-    mask = after.mask
+    value, mask = after.value, after.mask.astype(bool)
+    if not jnp.issubdtype(value.dtype, jnp.floating):
+        # Ranks or truth values: statistics of them are no whole numbers.
+        floating = before.value.dtype if isinstance(before, Signal) else jnp.result_type(float)
+        value = value.astype(floating)
     if isinstance(before, Signal):
         shape = before.mask.shape
         if after.value.shape[: len(shape)] != shape:
@@ -293,4 +297,4 @@ def _settle(key: str, before: Any, after: Any) -> Any:
             )
         earlier = before.mask.reshape(shape + (1,) * (mask.ndim - len(shape)))
         mask = mask & jnp.broadcast_to(earlier, mask.shape)
-    return dataclasses.replace(after, value=jnp.where(mask, after.value, 0), mask=mask)
+    return dataclasses.replace(after, value=jnp.where(mask, value, 0), mask=mask)

@@ -58,7 +58,7 @@ def alpha_dpg(
     the base cannot say (log-prob -inf) counts as a failure.
 
     Args:
-      alpha: in [0, 1), a number or a function of the step.
+      alpha: in [0, 1), a number; or a function of the step, which may reach 1: R = v - 1.
       cap: the highest R. It bites where the policy has left what the base finds likely.
       z: how log Z is estimated from a v / pi, at most 0: "group", the mean over this group;
         "running", over all of the row's samples so far, these included.
@@ -77,7 +77,10 @@ def alpha_dpg(
     options = _Options("alpha_dpg", cap, z, base_rate, floor, threshold)
 
     def pseudo_reward(log_odds: Array, rollouts: Rollouts) -> Array:
-        return jnp.expm1((1 - at_step(alpha, rollouts, log_odds.dtype)) * log_odds)
+        # A schedule may arrive at 1: R is 0 on successes then and, 0 times -inf being NaN, -1 else.
+        possible = log_odds > -jnp.inf
+        power = 1 - at_step(alpha, rollouts, log_odds.dtype)
+        return jnp.where(possible, jnp.expm1(power * jnp.where(possible, log_odds, 0)), -1)
 
     return _towards(options, pseudo_reward)
 

@@ -89,7 +89,7 @@ def add_kl_return_for_validity(
       target_validity: in (0, 1), a number or a function of the step.
       reward: name of the reward that says what is valid; None: the only one.
       threshold: the lowest value that is a success; None: values must be 0 or 1.
-      base_rate: name of a field [P] that holds A instead, as measured before training.
+      base_rate: name of a field [P] that holds A, measured before training; NaN = not met.
       max_beta: the highest beta, where the base reaches the target by itself or nothing succeeded.
 
     Fields: base_logp and trainer_logp [P, G, T]; base_logp against behavior_logp for A.
@@ -176,7 +176,10 @@ def _given(options: _Options, row: Array, rollouts: Rollouts) -> tuple[dict[str,
             f"{options.name}: {options.base_rate} has shape {rate.shape}, expected one base"
             f" success rate per prompt, [P] = {row.shape}"
         )
-    return {"total": jnp.clip(rate, 0, 1), "count": jnp.ones(row.shape)}, {}
+    rate = floating(rate)
+    known = jnp.isfinite(rate)
+    total = jnp.where(known, jnp.clip(rate, 0, 1), 0)
+    return {"total": total, "count": known.astype(rate.dtype)}, {}
 
 
 def _measured(

@@ -54,7 +54,8 @@ def reasoning_reflection(
     too, unless its spread is above `threshold` and not in the lowest `drop` of the batch. So
     prompts without an answer token, with fewer than two samples or with equal samples go. Where
     nothing varies the weights are uniform. l is cut at -30 nats. A sample takes part while a
-    stream still has it; one with a NaN in its answer is not scored.
+    stream still has it; one with a NaN in its answer is not scored, nor is any of a prompt with a
+    NaN in its masked_answer_logp.
 
     Args:
       kind: "var", "sigma", "top" or "uniform".
@@ -202,9 +203,9 @@ def _read(streams: Streams, rollouts: Rollouts, masked_thought: bool) -> _Answer
     baseline = jnp.zeros(expected, logp.dtype)
     if masked_thought:
         baseline = _of_shape("masked_answer_logp", rollouts, expected).astype(logp.dtype)
-        baseline = jnp.maximum(jnp.where(tokens, baseline, 0), LOWEST_LOGP)
-    number = logp < jnp.inf  # NaN is not
-    scored = there & (number | ~tokens[:, None]).all(-1)
+    number, known = logp < jnp.inf, baseline < jnp.inf  # NaN is not
+    scored = there & ((number & known[:, None]) | ~tokens[:, None]).all(-1)
+    baseline = jnp.maximum(jnp.where(known & tokens, baseline, 0), LOWEST_LOGP)
     logp = jnp.maximum(jnp.where(number & tokens[:, None], logp, 0), LOWEST_LOGP)
     return _Answers(logp, baseline, tokens, scored)
 

@@ -107,6 +107,8 @@ def stream(
 ) -> AdvantageTransform:
     """Adds a stream computed from the rollouts; entries that are not finite are masked.
 
+    So is a sample that every stream before it has masked: nothing brings it back.
+
     Args:
       name: of the new stream, as `sum_rewards` knows it.
       function: rollouts -> [P, G].
@@ -127,7 +129,8 @@ def stream(
             raise InputError(
                 f"stream {name!r} has shape {value.shape}, expected [P, G] = {expected}"
             )
-        scored = jnp.isfinite(value)
+        there = functools.reduce(operator.or_, (one.mask for one in streams.values()))
+        scored = jnp.isfinite(value) & there
         added = Signal(value=jnp.where(scored, value, 0), mask=scored)
         return {**streams, name: added}, state, {}
 

@@ -252,6 +252,7 @@ REFUSED = {
     "low = 0.5 is above 0": lambda: adv.clip_advantage(low=0.5),
     "high = -1 is below 0": lambda: adv.clip_advantage(high=-1),
     "limit, or low": lambda: adv.clip_advantage(),
+    "limit = -1": lambda: adv.clip_advantage(-1),
     "limit, or low, high": lambda: adv.clip_advantage(limit=1.0, low=-1.0),
     "baseline = 'mean'": lambda: adv.build("reinforce_pp", {"baseline": "mean"}),
 }

@@ -140,3 +140,10 @@ def test_importing_the_core_loads_nothing_beyond_jax(python, environment):
 @pytest.mark.parametrize("module", [absolute, base, building, stats, names])
 def test_examples_in_docstrings_hold(module):
     assert doctest.testmod(module).failed == 0
+
+
+def test_an_option_among_the_fields_of_plain_arrays_is_refused():
+    for given in ({"eps": 1e-4}, {"weights": {"reward": 1.0}}):
+        with pytest.raises(InputError, match=f"{next(iter(given))} is an option of grpo"):
+            evaluate("grpo", [[1.0, 0.0]], **given)
+    evaluate("grpo", [[1.0, 0.0]], options={"eps": 1e-4}, something_else=[[1.0, 0.0]])

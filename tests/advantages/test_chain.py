@@ -300,3 +300,26 @@ def test_whole_numbers_and_truth_values_are_rewards():
         value, _ = evaluate("dr_grpo", rewards)
         assert value.dtype == jnp.float32
         assert value.tolist() == [[0.5, -0.5, -0.5, 0.5]]
+
+
+def test_ranks_and_truth_values_of_an_own_step_are_values_like_any_other():
+    def rank(signal, rollouts):
+        return dataclasses.replace(signal, value=jnp.argsort(jnp.argsort(signal.value)))
+
+    def passed(signal, rollouts):
+        return dataclasses.replace(signal, value=signal.value > 0.25, mask=signal.mask.astype(int))
+
+    rewards = [[0.3, 0.1, 0.4, 0.2]]
+    for step, expected in ((rank, [0.5, -1.5, 1.5, -0.5]), (passed, [0.5, -0.5, 0.5, -0.5])):
+        value, mask = evaluate(chain(sum_rewards(), step, subtract_group_mean()), rewards)
+        assert value.dtype == jnp.float32
+        assert mask.dtype == bool
+        np.testing.assert_allclose(value, [expected], rtol=1e-6)
+
+
+def test_a_computed_stream_does_not_bring_back_what_was_left_out():
+    length = stream("length", lambda rollouts: rollouts.fields["length"], needs=("length",))
+    whole = chain(length, sum_rewards(reward=0.0, length=1.0), subtract_group_mean())
+    value, mask = evaluate(whole, [[0.0, 0, 0]], [[True, True, False]], length=[[2.0, 4.0, 99.0]])
+    assert mask.tolist() == [[True, True, False]]
+    assert value.tolist() == [[-1.0, 1.0, 0.0]]

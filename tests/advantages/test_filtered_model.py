@@ -324,3 +324,11 @@ def test_wrong_options_are_refused():
     wrong, whole = fields(logp, logp, difficulty=np.ones(2)), parts(base_rate="difficulty")["tv"]
     with pytest.raises(InputError, match=r"difficulty has shape \(2,\), expected one base"):
         adv.evaluate(whole, [[0.0, 1.0]], **wrong)
+
+
+def test_a_schedule_that_arrives_at_one_is_leave_one_out():
+    logp = jnp.full((1, 3, 2), -1.0)
+    fields = {"token_mask": jnp.ones((1, 3, 2), bool), "base_logp": logp, "behavior_logp": 2 * logp}
+    arrived = {"alpha": lambda step: 1.0 + 0.0 * step.astype(jnp.float32)}
+    value, _ = adv.evaluate("alpha_dpg", [[1.0, 0.0, 0.0]], options=arrived, **fields)
+    np.testing.assert_allclose(value, [[1.0, -0.5, -0.5]], rtol=1e-6)

@@ -187,3 +187,20 @@ def test_streams_several_rewards_and_wrong_options_are_refused():
     ):
         with pytest.raises(InputError, match="expected a"):
             wrong()
+
+
+def test_a_base_rate_that_was_not_measured_counts_as_not_met():
+    logp = jnp.zeros((2, 2, LENGTH))
+    fields = {
+        "token_mask": logp == 0,
+        "base_logp": logp,
+        "behavior_logp": logp,
+        "trainer_logp": logp,
+    }
+    step = adv.add_kl_return_for_validity(0.9, base_rate="rate")
+    _, state, metrics = run([step], np.eye(2), rate=np.array([np.nan, 0.2]), **fields)
+    state = state["add_kl_return_for_validity"]
+    assert state["count"].tolist() == [0, 1]
+    assert state["total"].tolist() == [0, 0.2]
+    np.testing.assert_allclose(metrics["base_rate"], 0.2)
+    assert metrics["rows_left_out"] == 0

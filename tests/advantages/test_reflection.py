@@ -325,3 +325,11 @@ def test_wrong_options_shapes_and_names_are_refused():
 def test_training_says_what_r3_needs_and_where_it_can_be_brought():
     with pytest.raises(InputError, match=r"answer_logp \[P, G, J\], log-probs of .*compute"):
         needed_columns(adv.build("dro_r3").needs, [{"prompt": "1+1=", "answer": "2"}], [])
+
+
+def test_a_prompt_whose_masked_thought_is_not_known_is_not_scored():
+    logp, tokens, masked = table(prompts=3)
+    masked[0, 0], masked[1, -1], tokens[1, -1] = np.nan, np.nan, False
+    value, mask = reflect(logp, tokens, masked=masked, drop=0.0)
+    assert np.isfinite(value).all()
+    assert mask.any(1).tolist() == [False, True, True]
