@@ -39,8 +39,8 @@ def full_kl(
     Args:
       unembed, anchor_unembed: hidden [..., E] -> logits [..., V]; the anchor's gets no gradient.
       temperature: of the sampling distribution, for both.
-      logits_per_chunk: upper bound on the logits of one chunk and bin, both policies together; None:
-        see `jaxgrpo.logprobs.TOKENS_PER_CHUNK`.
+      logits_per_chunk: upper bound on the logits of one chunk and bin, both policies together;
+        None: see `jaxgrpo.logprobs.TOKENS_PER_CHUNK`.
 
     Returns: (kl, held) in at least float32, in nats and as a share.
     """
