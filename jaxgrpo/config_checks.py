@@ -301,7 +301,7 @@ def _try(where: str, part: Mapping[str, Any], build: Callable[[Any], Any]) -> It
         return
     try:
         build(part)
-    except ValueError as error:
+    except (ValueError, TypeError) as error:
         yield f"{where}: {error}"
 
 
@@ -319,7 +319,7 @@ def _is_relative(part: Mapping[str, Any]) -> bool:
         if name in registry.recipes:
             return advantages.build(name, options).relative
         return name in registry.parts and advantages.build([part]).relative
-    except ValueError:  # reported by _parts
+    except (ValueError, TypeError):  # reported by _parts
         return False
 
 

@@ -93,7 +93,9 @@ def make_resetter(config: Config, parts: Parts) -> Reset:
     def reset(
         state: TrainState, resets: Resets, number: int, values: Mapping[str, float]
     ) -> tuple[TrainState, Resets]:
-        resets = see(config, resets, values)
+        # The evaluation behind the last step is none of a run that goes on with more.
+        if number % (config.eval.every or 1) == 0:
+            resets = see(config, resets, values)
         if not is_due(config, resets, number, values):
             return state, resets
         return _reset(state, fresh), resets._replace(count=resets.count + 1, last=number, stale=0)

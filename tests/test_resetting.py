@@ -179,3 +179,13 @@ def test_a_chain_of_ones_own_may_read_the_reference_that_is_reset(tmp_path):
     assert callable(resetter("reference"))
     with pytest.raises(InputError, match="nothing in the run reads the reference's log-probs"):
         resetter("base")
+
+
+def test_the_evaluation_behind_the_last_step_counts_only_where_a_longer_run_has_it(tmp_path):
+    changes = {"loss.kl": K2, "eval.data": "task:arithmetic:test", "eval.every": 2}
+    run = run_of(tmp_path, **changes, **{"reference.reset_patience": 3})
+    reset = resetting.make_resetter(run.config, run.parts)
+    known = resetting.Resets(best=1.0)
+    for number, stale in ((2, 1), (3, 1), (4, 2)):  # trained to 3, then to 4
+        _, known = reset(run.state, known, number, {"eval/accuracy": 0.5})
+        assert known.stale == stale
