@@ -153,7 +153,8 @@ def third(log_ratio: Array) -> Array:
 USES = (
     Use("k1 as loss", "either", "", lambda x: x.whole),
     Use("k1 in the reward", "sequence", "", lambda x: rewarded(spread(x.whole), x)),
-    Use("k1 in the reward, to go", "token", "", lambda x: rewarded(to_go(x.token), x)),
+    Use("k1 in the reward, to go", "token", "`k1_in_reward`",
+        lambda x: rewarded(to_go(x.token), x)),
     Use("k2 as loss", "sequence", '`k2`, `level = "sequence"`', penalty("k2", "sequence")),
     Use("k2 as loss", "token", "`k2`", penalty("k2")),
     Use("k2 in the reward", "sequence", "", lambda x: rewarded(spread(square(x.whole)), x)),

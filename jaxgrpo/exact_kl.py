@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float
 
-from jaxgrpo.logprobs import LOGITS_PER_CHUNK
+from jaxgrpo.logprobs import tokens_per_chunk
 from jaxgrpo.metrics import accumulate_dtype
 
 LIMIT = 20.0
@@ -23,7 +23,7 @@ def full_kl(
     anchor_hidden: Float[Array, "D N E"],
     *,
     temperature: float = 1.0,
-    logits_per_chunk: int = LOGITS_PER_CHUNK,
+    logits_per_chunk: int | None = None,
 ) -> tuple[Float[Array, "D N"], Float[Array, "D N"]]:
     """KL(policy || anchor) of the next token at each position, and how much of it was held.
 
@@ -33,21 +33,29 @@ def full_kl(
 
     The gradient is taken with l held: sum_v p_v d l_v is 0 without the limit, and with it a token
     that the anchor does not know is pushed down as one of 20 nats. Tokens are taken in chunks along
-    N, whose logits, of both policies, the backward pass computes again.
+    N, whose logits, of both policies, the backward pass computes again. Gradients of what `unembed`
+    reads are summed over chunks in at least float32.
 
     Args:
       unembed, anchor_unembed: hidden [..., E] -> logits [..., V]; the anchor's gets no gradient.
       temperature: of the sampling distribution, for both.
-      logits_per_chunk: upper bound on the logits of one chunk and bin, both policies together.
+      logits_per_chunk: upper bound on the logits of one chunk and bin, both policies together;
+        None: see `jaxgrpo.logprobs.TOKENS_PER_CHUNK`.
 
     Returns: (kl, held) in at least float32, in nats and as a share.
     """
     vocab = jax.eval_shape(unembed, hidden[:, :1]).shape[-1]
-    chunk = max(1, min(hidden.shape[1], logits_per_chunk // (2 * vocab)))
+    chunk = min(tokens_per_chunk(2 * vocab, logits_per_chunk), hidden.shape[1])
+    # What unembed closes over becomes an argument, held wide: the chunks' gradients are added in
+    # the dtype of what they belong to.
+    converted, read = jax.closure_convert(unembed, hidden[:, :chunk])
+    dtypes = [leaf.dtype for leaf in read]
+    wide = [leaf.astype(accumulate_dtype(leaf.dtype)) for leaf in read]
 
     @jax.checkpoint
     def one(hidden: Array, anchor: Array) -> tuple[Array, Array]:
-        log_p = _log_softmax(unembed(hidden), temperature)
+        weights = [leaf.astype(dtype) for leaf, dtype in zip(wide, dtypes, strict=True)]
+        log_p = _log_softmax(converted(hidden, *weights), temperature)
         log_q = jax.lax.stop_gradient(_log_softmax(anchor_unembed(anchor), temperature))
         p = jnp.exp(log_p)
         # Where p is 0 both may be -inf.

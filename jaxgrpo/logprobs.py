@@ -61,14 +61,18 @@ def token_logprobs(
     Returns: (logp, entropy) in at least float32, in nats.
     """
     vocab = jax.eval_shape(unembed, hidden[:, :1]).shape[-1]
-    chunk = max(TOKENS_PER_CHUNK, LOGITS_PER_CHUNK // vocab)
-    if logits_per_chunk is not None:
-        chunk = max(1, logits_per_chunk // vocab)
-    chunk = min(chunk, hidden.shape[1])
+    chunk = min(tokens_per_chunk(vocab, logits_per_chunk), hidden.shape[1])
     # What unembed closes over becomes an argument, so that a gradient can be returned for it.
     converted, read = jax.closure_convert(unembed, hidden[:, :chunk])
     settings = _Settings(converted, temperature, entropy, chunk)
     return _token_logprobs(settings, tuple(read), hidden, targets)
+
+
+def tokens_per_chunk(logits_per_token: int, logits_per_chunk: int | None = None) -> int:
+    """How many tokens of a bin are held at a time; `logits_per_chunk` as in `token_logprobs`."""
+    if logits_per_chunk is None:
+        return max(TOKENS_PER_CHUNK, LOGITS_PER_CHUNK // logits_per_token)
+    return max(1, logits_per_chunk // logits_per_token)
 
 
 class _Settings(NamedTuple):

@@ -147,10 +147,9 @@ def _assemble(
 ) -> TrainBatch:
     """The update batch, with what only the loss needs scored on its samples alone."""
     needs = parts.objective.needs
-    known = {
-        name: _per_token(rollouts.fields[name], parts.geometry)
-        for name in needs & rollouts.fields.keys()
-    }
+    # As for the parts of a chain, a need may be the name of a reward.
+    brought = {**rollouts.rewards, **rollouts.fields}
+    known = {name: _per_token(brought[name], parts.geometry) for name in needs & brought.keys()}
     known["behavior_logp"] = rollouts.behavior_logp
     batch = programs.gather(rollouts, where, judged.advantage, judged.weight, judged.mask, known)
     late = _score_fields(programs, state, (needs & FIELDS.keys()) - known.keys(), batch)

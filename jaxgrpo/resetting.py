@@ -53,6 +53,10 @@ def _fresh(
     return jax.tree.map(copy, trainable, reference), moments
 
 
+KL_METRICS = ("kl", "add_kl_return/kl", "kl_in_reward/kl")
+"""Where a step's KL to the reference is found, the first that is there."""
+
+
 class Resets(NamedTuple):
     """What a run remembers of its resets, saved beside each checkpoint as JSON."""
 
@@ -71,16 +75,27 @@ Reset = Callable[[TrainState, Resets, int, Mapping[str, float]], tuple[TrainStat
 
 
 def make_resetter(config: Config, parts: Parts) -> Reset:
-    """What the loop calls after each step, with the step's metrics and evaluation."""
+    """What the loop calls after each step, with the step's metrics and evaluation.
+
+    Raises: InputError where resets are asked for and nothing in the run reads a reference.
+    """
     if not _asked(config):
         return lambda state, resets, number, values: (state, resets)
+    objective = parts.objective
+    if not ({"reference_logp"} & (parts.chain.needs | objective.needs) or objective.anchors):
+        raise InputError(
+            "reference: nothing in the run reads the reference's log-probs, so that a reset would "
+            "do nothing; add a KL to it, or leave reference.reset_... out"
+        )
     layout = (param_layout(parts), opt_layout(parts))
     fresh = jax.jit(functools.partial(_fresh, parts.optimizer), out_shardings=layout)
 
     def reset(
         state: TrainState, resets: Resets, number: int, values: Mapping[str, float]
     ) -> tuple[TrainState, Resets]:
-        resets = see(config, resets, values)
+        # The evaluation behind the last step is none of a run that goes on with more.
+        if number % (config.eval.every or 1) == 0:
+            resets = see(config, resets, values)
         if not is_due(config, resets, number, values):
             return state, resets
         return _reset(state, fresh), resets._replace(count=resets.count + 1, last=number, stale=0)
@@ -117,9 +132,17 @@ def _evaluated(values: Mapping[str, float]) -> dict[str, float]:
 
 
 def _kl(values: Mapping[str, float]) -> float:
-    """The step's KL to the reference: of a penalty in the loss, or of a step of the chain."""
-    found = [name for name in ("kl", "add_kl_return/kl") if name in values]
-    return values[found[0]] if found else float("nan")
+    """The step's KL to the reference: of a penalty in the loss, or of a step of the chain.
+
+    Raises: InputError where nothing reports it.
+    """
+    for name in KL_METRICS:
+        if name in values:
+            return values[name]
+    raise InputError(
+        f"reference.reset_kl_above: no step reports {' or '.join(KL_METRICS)}; let the loss of your"
+        " own return the metric kl, or take reference.reset_every"
+    )
 
 
 def _asked(config: Config) -> bool:

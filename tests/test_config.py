@@ -143,6 +143,7 @@ def test_nothing_changes_a_config():
             'loss.mismatch={use="masked_importance"}',
             'holds this weight already; set loss.proximal = "trainer"',
         ),
+        ('loss.kl={use="k2", beta="0.1"}', "loss.kl: "),
         ("reference.reset_evry=3", "did you mean reference.reset_every?"),
         (
             "reference.reset_every=3",

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from jaxgrpo.exact_kl import full_kl as exact_kl
+from jaxgrpo.logprobs import TOKENS_PER_CHUNK
 
 
 @pytest.fixture(autouse=True)
@@ -92,3 +93,32 @@ def test_no_buffer_of_its_gradient_holds_all_logits_in_float32():
     whole = length * vocab * 4
     assert temporary(length) >= whole
     assert temporary(8) < whole / 4
+
+
+def test_a_large_vocabulary_is_not_taken_token_by_token():
+    length, vocab = 300, 65536
+    hidden = jax.ShapeDtypeStruct((1, length, 2), jnp.float64)
+    head = jax.ShapeDtypeStruct((2, vocab), jnp.float64)
+    run = lambda x, w, y, v: exact_kl(lambda x: x @ w, x, lambda y: y @ v, y)  # noqa: E731
+    text = str(jax.make_jaxpr(run)(hidden, head, hidden, head))
+    assert f"[1,{TOKENS_PER_CHUNK},{vocab}]" in text
+
+
+def test_gradients_of_a_narrow_head_are_added_up_in_float32():
+    length = 600
+    random = np.random.default_rng(0)
+    hidden, anchor = (
+        jnp.asarray(1 + random.normal(size=(1, length, 4)), jnp.bfloat16) for _ in range(2)
+    )
+    head, other = (jnp.asarray(random.normal(size=(4, 7)), jnp.bfloat16) for _ in range(2))
+
+    def gradient(tokens):
+        def loss(head):
+            heads = (lambda x: x @ head), hidden, (lambda x: x @ other), anchor
+            return exact_kl(*heads, logits_per_chunk=2 * 7 * tokens)[0].sum()
+
+        return np.asarray(jax.jit(jax.grad(loss))(head), np.float64)
+
+    whole = gradient(length)
+    # Each chunk's own gradient is rounded to 8 bits, with errors that cancel; the sum is not.
+    np.testing.assert_allclose(gradient(1), whole, atol=0.01 * np.abs(whole).max())

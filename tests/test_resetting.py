@@ -109,7 +109,10 @@ def test_it_is_due_by_steps_by_kl_and_by_evaluations_that_stall(tmp_path):
     assert decide([{}] * 7, reset_every=3) == [3, 6]
     kls = [{"kl": kl} for kl in (0.1, 0.3, nan, 0.2, 0.21)]
     assert decide(kls, reset_kl_above=0.2) == [2, 5]
-    assert decide([{"add_kl_return/kl": 0.3}], reset_kl_above=0.2) == [1]
+    for name in ("add_kl_return/kl", "kl_in_reward/kl"):
+        assert decide([{name: 0.3}], reset_kl_above=0.2) == [1]
+    with pytest.raises(InputError, match=r"reset_kl_above: no step reports kl or"):
+        decide([{}], reset_kl_above=0.2)
     # Counted anew from each reset, whatever brought it.
     assert decide([{"kl": kl} for kl in (0, 1, 0, 0, 0)], reset_kl_above=0.2, reset_every=3) == [
         *(2, 5),
@@ -164,3 +167,25 @@ def test_resets_of_what_is_not_there_are_refused(tmp_path):
     assert "measures from the base" in problem(**every, **{"loss.kl": kl})
     patience = {"reference.reset_patience": 3, "loss.kl": K2}
     assert "reset_patience: nothing is evaluated between" in problem(**patience)
+
+
+def test_a_chain_of_ones_own_may_read_the_reference_that_is_reset(tmp_path):
+    def resetter(reference):
+        kl = {"use": "add_kl_return", "beta": 0.1, "reference": reference}
+        changes = {"advantage": [{"use": "sum_rewards"}, kl], "reference.reset_every": 3}
+        run = run_of(tmp_path, **changes)
+        return resetting.make_resetter(run.config, run.parts)
+
+    assert callable(resetter("reference"))
+    with pytest.raises(InputError, match="nothing in the run reads the reference's log-probs"):
+        resetter("base")
+
+
+def test_the_evaluation_behind_the_last_step_counts_only_where_a_longer_run_has_it(tmp_path):
+    changes = {"loss.kl": K2, "eval.data": "task:arithmetic:test", "eval.every": 2}
+    run = run_of(tmp_path, **changes, **{"reference.reset_patience": 3})
+    reset = resetting.make_resetter(run.config, run.parts)
+    known = resetting.Resets(best=1.0)
+    for number, stale in ((2, 1), (3, 1), (4, 2)):  # trained to 3, then to 4
+        _, known = reset(run.state, known, number, {"eval/accuracy": 0.5})
+        assert known.stale == stale

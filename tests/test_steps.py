@@ -339,3 +339,8 @@ def test_padding_carries_nothing_into_the_update():
         state, _ = steps.update(state, prepared.batch)
         hashes.append(parameter_hash(state.trainable))
     assert hashes[0] == hashes[1]
+
+
+def test_a_surrogate_may_go_by_a_reward_as_a_part_of_a_chain_may():
+    by_reward = losses.by_sample("reward", "clip", "clip")
+    assert_same_step(run(objective=CLIP._replace(surrogate=by_reward)), run())
