@@ -140,6 +140,13 @@ RULES = (
         "lower optimizer.learning_rate, or raise loss.kl.beta",
     ),
     Rule(
+        "kl",
+        "*/kl",  # of a step of the chain, as k1_in_reward is
+        1.0,
+        "the policy is {value:.2g} nats per token from the reference",
+        "lower optimizer.learning_rate, or raise loss.kl.beta",
+    ),
+    Rule(
         "not finite",
         "skipped_updates/not_finite",
         0.0,

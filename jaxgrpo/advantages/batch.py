@@ -49,6 +49,7 @@ def divide_by_batch_std(
         std = jnp.sqrt(variance)
         # Where all is flat the divisor may be 0: it is replaced, not only its quotient.
         divisor = jnp.where(flat, 1, std + at_step(eps, rollouts, value.dtype))
+        divisor = jnp.where(divisor > 0, divisor, jnp.inf)  # eps 0 and a variance that underflows
         divided = jnp.where(flat, 0, value / divisor)
         return _replace(signal, divided), {"std": _one(std)}
 
@@ -95,6 +96,7 @@ def whiten_batch(
         added = at_step(eps, rollouts, mean.dtype)
         std = jnp.sqrt(variance)
         divisor = std + added if eps_in == "std" else jnp.sqrt(variance + added)
+        divisor = jnp.where(divisor > 0, divisor, jnp.inf)
         white = jnp.where(_silent(signal.value, keep), 0, residual / jnp.where(flat, 1, divisor))
         white = jnp.where(flat, 0, white)
         return _replace(signal, white), {"mean": _one(mean), "std": _one(std)}

@@ -74,6 +74,7 @@ def divide_by_group_std(
         added = at_step(eps, rollouts, value.dtype)
         # Where the group is flat the divisor may be 0: it is replaced, not only its quotient.
         divisor = jnp.where(group.flat, 1 + added, std + added)
+        divisor = jnp.where(divisor > 0, divisor, jnp.inf)  # eps 0 and a variance that underflows
         divided = value / divisor
         return _unless_flat(signal, group, divided, divided if singleton == "raw" else None), {}
 

@@ -6,6 +6,7 @@ import dataclasses
 import doctest
 import re
 import subprocess
+from typing import Any
 
 import laws
 import numpy as np
@@ -143,7 +144,8 @@ def test_examples_in_docstrings_hold(module):
 
 
 def test_an_option_among_the_fields_of_plain_arrays_is_refused():
-    for given in ({"eps": 1e-4}, {"weights": {"reward": 1.0}}):
+    options: list[dict[str, Any]] = [{"eps": 1e-4}, {"weights": {"reward": 1.0}}]
+    for given in options:
         with pytest.raises(InputError, match=f"{next(iter(given))} is an option of grpo"):
             evaluate("grpo", [[1.0, 0.0]], **given)
     evaluate("grpo", [[1.0, 0.0]], options={"eps": 1e-4}, something_else=[[1.0, 0.0]])

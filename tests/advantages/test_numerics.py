@@ -142,3 +142,10 @@ def pass_at_64(wins, k=64):
 
     without = fail(losses - (1 - wins), number - 1)
     return number * (without - fail(losses, number))
+
+
+def test_a_deviation_that_underflows_divides_nothing_by_zero():
+    tiny = [[1e-30, 2e-30, 3e-30]]
+    for step in ("divide_by_group_std", "divide_by_batch_std"):
+        value, _ = adv.evaluate([{"use": "sum_rewards"}, {"use": step, "eps": 0.0}], tiny)
+        assert (np.asarray(value) == 0).all(), step
