@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import importlib.util
 import re
 import subprocess
 
@@ -11,21 +10,10 @@ import jax.numpy as jnp
 import pytest
 import small_run
 
+from docs import make_advantages as maker
 from jaxgrpo import config, training
 from jaxgrpo.advantages import chain, registry, sum_rewards, to_tokens
 from jaxgrpo.types import Signal
-
-
-@pytest.fixture(scope="module")
-def maker(repository):
-    """docs/make_advantages.py as a module."""
-    path = repository / "docs" / "make_advantages.py"
-    spec = importlib.util.spec_from_file_location("make_advantages", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture(scope="module")
@@ -38,19 +26,19 @@ def blocks(page, language):
     return [text for name, text in found if name == language]
 
 
-def test_the_pages_are_what_the_script_computes(maker):
+def test_the_pages_are_what_the_script_computes():
     for path, text in maker.pages().items():
         assert path.read_text() == text, f"{path.name} is out of date: make docs"
 
 
 @pytest.mark.parametrize("name", registry.recipes)
-def test_every_recipe_says_where_it_is_from_and_when_to_use_it(maker, name):
+def test_every_recipe_says_where_it_is_from_and_when_to_use_it(name):
     factory = registry.recipes[name]
     assert maker.paper(factory), f'{name}: its docstring needs "Source: ..., arXiv ..."'
     assert maker.use_when(factory), f'{name}: its docstring needs a paragraph "Use it when ..."'
 
 
-def test_outcomes_tell_zero_from_left_out_and_equal_neighbours_together(maker):
+def test_outcomes_tell_zero_from_left_out_and_equal_neighbours_together():
     value = jnp.array([[0, 0, 0], [0, 0, 0], [1.5, -0.5, -0.5], [0, 0, 2]])
     mask = jnp.array([[1, 1, 1], [0, 0, 0], [1, 1, 1], [0, 1, 1]], bool)
     words = [maker.outcome(Signal(value=value, mask=mask), group) for group in range(4)]
@@ -59,7 +47,7 @@ def test_outcomes_tell_zero_from_left_out_and_equal_neighbours_together(maker):
     assert maker.outcome(tokens, 0) == "0, ·, (+1.5 -0.5 -0.5), (· 0 +2)"
 
 
-def test_the_table_tells_sample_group_and_batch_and_says_what_is_missing(maker, monkeypatch):
+def test_the_table_tells_sample_group_and_batch_and_says_what_is_missing(monkeypatch):
     def needy():
         """Reads what nobody has.
 

@@ -3,24 +3,12 @@
 from __future__ import annotations
 
 import ast
-import importlib.util
 import re
 
 import pytest
 
+from docs import make_losses as maker
 from jaxgrpo.losses import registry
-
-
-@pytest.fixture(scope="module")
-def maker(repository):
-    """docs/make_losses.py as a module."""
-    path = repository / "docs" / "make_losses.py"
-    spec = importlib.util.spec_from_file_location("make_losses", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture(scope="module")
@@ -28,18 +16,18 @@ def text(repository):
     return (repository / "docs" / "losses.md").read_text()
 
 
-def test_the_page_is_what_the_script_computes(maker, text):
+def test_the_page_is_what_the_script_computes(text):
     assert maker.page(text) == text, "docs/losses.md is out of date: make docs"
 
 
 @pytest.mark.parametrize("table", ["surrogates", "penalties", "entropies"])
-def test_every_part_says_its_formula_and_where_it_is_from(maker, table):
+def test_every_part_says_its_formula_and_where_it_is_from(table):
     for name, factory in getattr(registry, table).items():
         assert maker.formula(factory) != "–", f"{name}: begin its docstring's body with a formula"
         assert maker.paper(factory) != "–", f'{name}: its docstring needs "Source: ..., arXiv ..."'
 
 
-def test_no_distance_is_near_the_line_between_same_and_other(maker):
+def test_no_distance_is_near_the_line_between_same_and_other():
     """Equal to rounding, or plainly another gradient: the table does not hang on SAME."""
     for name, distance in maker.compare().items():
         if name.startswith("gradient "):

@@ -9,7 +9,7 @@ from jax import Array
 from jax.core import Tracer
 
 from jaxgrpo.advantages import stats
-from jaxgrpo.advantages.base import AdvantageTransform, Scheduled, at_step, stateless
+from jaxgrpo.advantages.base import AdvantageTransform, Scheduled, at_step, stateless, with_value
 from jaxgrpo.errors import InputError
 from jaxgrpo.metrics import Metrics, mean
 from jaxgrpo.types import Rollouts, Signal
@@ -170,8 +170,7 @@ def successes(
 
 
 def _replace(signal: Signal, value: Array) -> Signal:
-    value = jnp.where(signal.mask, value.astype(signal.value.dtype), 0)
-    return dataclasses.replace(signal, value=value)
+    return with_value(signal, jnp.where(signal.mask, value, 0))
 
 
 def _minus(bound: Scheduled) -> Scheduled:

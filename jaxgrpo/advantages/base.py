@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
 
@@ -78,6 +79,11 @@ def transform(
         return function(signal, rollouts), {}
 
     return stateless(name or getattr(function, "__name__", "transform"), apply)
+
+
+def with_value(signal: Signal, value: Array) -> Signal:
+    """The signal with another value, in the dtype that it had."""
+    return dataclasses.replace(signal, value=value.astype(signal.value.dtype))
 
 
 def read(name: str, rollouts: Rollouts, attribute: str) -> Array:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import NamedTuple
 
 import jax
@@ -10,7 +9,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from jaxgrpo.advantages import stats
-from jaxgrpo.advantages.base import AdvantageTransform, Scheduled, at_step, stateless
+from jaxgrpo.advantages.base import AdvantageTransform, Scheduled, at_step, stateless, with_value
 from jaxgrpo.errors import InputError
 from jaxgrpo.metrics import Mean, Metrics
 from jaxgrpo.types import Rollouts, Signal
@@ -41,7 +40,7 @@ def divide_by_batch_std(
     Source: ScaleRL, arXiv 2510.13786; Lite PPO, arXiv 2508.08221. Neither gives eps nor ddof, nor
     whether flat groups count; TRL takes 1e-4, 1 and counts them.
     """
-    _check_ddof("divide_by_batch_std", ddof)
+    stats.check_ddof("divide_by_batch_std", ddof)
 
     def apply(signal: Signal, rollouts: Rollouts) -> tuple[Signal, Metrics]:
         value = stats.widen(signal.value)
@@ -51,7 +50,7 @@ def divide_by_batch_std(
         divisor = jnp.where(flat, 1, std + at_step(eps, rollouts, value.dtype))
         divisor = jnp.where(divisor > 0, divisor, jnp.inf)  # eps 0 and a variance that underflows
         divided = jnp.where(flat, 0, value / divisor)
-        return _replace(signal, divided), {"std": _one(std)}
+        return with_value(signal, divided), {"std": _one(std)}
 
     return stateless("divide_by_batch_std", apply, levels=(2,))
 
@@ -87,7 +86,7 @@ def whiten_batch(
     Source: REINFORCE++, arXiv 2501.03262, which has no baseline and keeps nothing; neither verl
     nor TRL keeps anything.
     """
-    _check_ddof("whiten_batch", ddof)
+    stats.check_ddof("whiten_batch", ddof)
     _check_choice("eps_in", eps_in, _EPS_PLACES)
     _check_choice("keep", keep, _KEEP)
 
@@ -99,7 +98,7 @@ def whiten_batch(
         divisor = jnp.where(divisor > 0, divisor, jnp.inf)
         white = jnp.where(_silent(signal.value, keep), 0, residual / jnp.where(flat, 1, divisor))
         white = jnp.where(flat, 0, white)
-        return _replace(signal, white), {"mean": _one(mean), "std": _one(std)}
+        return with_value(signal, white), {"mean": _one(mean), "std": _one(std)}
 
     return stateless("whiten_batch", apply)
 
@@ -190,15 +189,6 @@ def _silent(value: Array, keep: str) -> Array:
 def _one(value: Array) -> Mean:
     """A number of the whole batch as a metric."""
     return Mean(total=value, weight=jnp.ones_like(value))
-
-
-def _replace(signal: Signal, value: Array) -> Signal:
-    return dataclasses.replace(signal, value=value.astype(signal.value.dtype))
-
-
-def _check_ddof(name: str, ddof: int) -> None:
-    if ddof not in (0, 1):
-        raise InputError(f"{name}: ddof = {ddof}, expected 0 (by n) or 1 (by n - 1)")
 
 
 def _check_choice(option: str, given: str, allowed: tuple[str, ...]) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import jax.numpy as jnp
 from jax import Array
 
@@ -15,6 +13,7 @@ from jaxgrpo.advantages.base import (
     read,
     read_field,
     stateless,
+    with_value,
 )
 from jaxgrpo.errors import InputError
 from jaxgrpo.metrics import Metrics, mean
@@ -65,7 +64,7 @@ def darling(field: str | None = None, floor: Scheduled = 0.1) -> AdvantageTransf
             "diversity": mean(diversity, mask),
             "floored": mean(diversity <= least, mask),
         }
-        return _replace(signal, value * jnp.maximum(diversity, least)), metrics
+        return with_value(signal, value * jnp.maximum(diversity, least)), metrics
 
     needs = frozenset() if field is None else frozenset({field})
     return stateless("darling", apply, needs=needs, levels=(2,))
@@ -112,7 +111,7 @@ def unlikeliness(beta: Scheduled = 0.25) -> AdvantageTransform:
             "likeliest_reward": mean(value, mask & (share > 0.5)),
             "unlikeliest_reward": mean(value, mask & (share < 0.5)),
         }
-        return _replace(signal, value * factor), metrics
+        return with_value(signal, value * factor), metrics
 
     return stateless("unlikeliness", apply, levels=(2,))
 
@@ -131,7 +130,3 @@ def _same_tokens(tokens: Array, chosen: Array) -> Array:
         rows.append(jnp.pad(behind, ((0, 0), (index + 1, 0))))
     above = jnp.stack(rows, axis=1)
     return above | jnp.swapaxes(above, 1, 2) | jnp.eye(size, dtype=bool)[None]
-
-
-def _replace(signal: Signal, value: Array) -> Signal:
-    return dataclasses.replace(signal, value=value.astype(signal.value.dtype))

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Bool, Float
 
 from jaxgrpo.advantages import stats
-from jaxgrpo.advantages.base import AdvantageTransform, Scheduled, at_step, read, stateless
+from jaxgrpo.advantages.base import (
+    AdvantageTransform,
+    Scheduled,
+    at_step,
+    read,
+    stateless,
+    with_value,
+)
 from jaxgrpo.errors import InputError
 from jaxgrpo.metrics import Metrics
 from jaxgrpo.types import Rollouts, Signal
@@ -64,8 +69,7 @@ def divide_by_group_std(
     ddof; TRL takes ddof 1 and eps 1e-4, verl ddof 1 and eps 1e-6.
     """
     _check_singleton("divide_by_group_std", singleton)
-    if ddof not in (0, 1):
-        raise InputError(f"divide_by_group_std: ddof = {ddof}, expected 0 (by n) or 1 (by n - 1)")
+    stats.check_ddof("divide_by_group_std", ddof)
 
     def apply(signal: Signal, rollouts: Rollouts) -> tuple[Signal, Metrics]:
         value = stats.widen(signal.value)
@@ -184,13 +188,9 @@ def divide_by_group_mean(eps: Scheduled = 0.0) -> AdvantageTransform:
         mean = stats.mean(value, signal.mask)
         positive = mean > 0
         divisor = jnp.where(positive, mean + at_step(eps, rollouts, value.dtype), 1)
-        return _replace(signal, jnp.where(positive, value / divisor, 0)), {}
+        return with_value(signal, jnp.where(positive, value / divisor, 0)), {}
 
     return stateless("divide_by_group_mean", apply, levels=(2,))
-
-
-def _replace(signal: Signal, value: Array) -> Signal:
-    return dataclasses.replace(signal, value=value.astype(signal.value.dtype))
 
 
 def _unless_flat(
@@ -200,7 +200,7 @@ def _unless_flat(
     after = jnp.where(group.flat, 0, value)
     if raw is not None:
         after = jnp.where(group.count == 1, raw, after)
-    return _replace(signal, after)
+    return with_value(signal, after)
 
 
 def _check_singleton(name: str, singleton: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import jax.numpy as jnp
@@ -10,7 +9,7 @@ from jax import Array
 
 from jaxgrpo.advantages import stats
 from jaxgrpo.advantages.absolute import successes
-from jaxgrpo.advantages.base import AdvantageTransform, Scheduled, stateless
+from jaxgrpo.advantages.base import AdvantageTransform, Scheduled, stateless, with_value
 from jaxgrpo.errors import InputError
 from jaxgrpo.metrics import Metrics, mean
 from jaxgrpo.types import Rollouts, RolloutSpec, Signal
@@ -40,7 +39,7 @@ def max_minus_second() -> AdvantageTransform:
         second = rest.high
         alone = (whole.count == rest.count + 1) & (whole.count > 1)
         ahead = best - jnp.where(alone, second, best)
-        return _replace(signal, jnp.where(alone & first, ahead, 0)), {}
+        return with_value(signal, jnp.where(alone & first, ahead, 0)), {}
 
     return stateless("max_minus_second", apply, levels=(2,), relative=True)
 
@@ -74,7 +73,7 @@ def leave_one_out_pass_at_k(k: int, threshold: Scheduled | None = None) -> Advan
         number = stats.count(signal.mask)
         value = _leave_one_out(success, signal.mask, k, stats.widen(signal.value).dtype)
         few = {"too_few": mean(number <= k, number > 0)}
-        return _replace(signal, value), {**metrics, **few}
+        return with_value(signal, value), {**metrics, **few}
 
     whole = stateless("leave_one_out_pass_at_k", apply, levels=(2,), relative=True)
 
@@ -110,7 +109,7 @@ def contrastive_pairs() -> AdvantageTransform:
         lost = stats.count_lower(-value, mask)
         dtype = stats.widen(value).dtype
         number = jnp.maximum(stats.count(mask), 1).astype(dtype)
-        return _replace(signal, (won - lost).astype(dtype) / number), {}
+        return with_value(signal, (won - lost).astype(dtype) / number), {}
 
     return stateless("contrastive_pairs", apply, levels=(2,), relative=True)
 
@@ -126,7 +125,3 @@ def _leave_one_out(success: Array, mask: Array, k: int, dtype: Any) -> Array:
     gain = number * k * left.prod(axis=1, keepdims=True) / jnp.maximum(number - k, 1)
     value = jnp.where(success, gain, -gain * wins / jnp.maximum(losses, 1))
     return jnp.where((number > k) & (wins > 0), value, 0)
-
-
-def _replace(signal: Signal, value: Array) -> Signal:
-    return dataclasses.replace(signal, value=value.astype(signal.value.dtype))

@@ -13,6 +13,7 @@ from jax import Array
 from jaxtyping import Bool, Float, Int
 
 from jaxgrpo import onepass
+from jaxgrpo.errors import InputError
 from jaxgrpo.metrics import accumulate_dtype
 
 
@@ -24,6 +25,12 @@ def widen(value: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
 def count(mask: Bool[Array, "..."], axis: int = 1) -> Int[Array, "..."]:
     """How many entries are unmasked, as int32."""
     return mask.sum(axis, keepdims=True, dtype=jnp.int32)
+
+
+def check_ddof(name: str, ddof: int) -> None:
+    """Raises: InputError, opened by the name of the part, unless ddof is 0 or 1."""
+    if ddof not in (0, 1):
+        raise InputError(f"{name}: ddof = {ddof}, expected 0 (by n) or 1 (by n - 1)")
 
 
 class Summary(NamedTuple):

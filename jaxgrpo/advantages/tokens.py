@@ -18,6 +18,7 @@ from jaxgrpo.advantages.base import (
     read,
     read_field,
     stateless,
+    with_value,
 )
 from jaxgrpo.advantages.ratios import clamp, log_ratio
 from jaxgrpo.errors import InputError
@@ -110,7 +111,7 @@ def hicra(
         value = stats.widen(signal.value)
         share = jnp.asarray(at_step(alpha, rollouts, value.dtype), value.dtype)
         factor = jnp.where(planning, jnp.where(value < 0, 1 - share, 1 + share), 1)
-        return _replace(signal, value * factor), {"planning": mean(planning, signal.mask)}
+        return with_value(signal, value * factor), {"planning": mean(planning, signal.mask)}
 
     needs = frozenset({name}) if phrases is None else frozenset()
     return stateless("hicra", apply, needs=needs, levels=(3,))
@@ -161,7 +162,7 @@ def kl_in_reward(
             "kl": mean(distance, signal.mask),
             "log_ratio_clamped": mean(clamped, signal.mask),
         }
-        return _replace(signal, value - charge * distance.astype(value.dtype)), metrics
+        return with_value(signal, value - charge * distance.astype(value.dtype)), metrics
 
     return stateless("kl_in_reward", apply, needs=frozenset(needs), levels=(3,))
 
@@ -188,9 +189,9 @@ def reward_to_go(gamma: Scheduled = 1.0) -> AdvantageTransform:
     def apply(signal: Signal, rollouts: Rollouts) -> tuple[Signal, Metrics]:
         value = jnp.where(signal.mask, stats.widen(signal.value), 0)
         if not callable(gamma) and gamma == 1:
-            return _replace(signal, sum_behind(value)), {}
+            return with_value(signal, sum_behind(value)), {}
         decay = at_step(gamma, rollouts, value.dtype)
-        return _replace(signal, _discounted(value, signal.mask, decay)), {}
+        return with_value(signal, _discounted(value, signal.mask, decay)), {}
 
     return stateless("reward_to_go", apply, levels=(3,))
 
@@ -230,7 +231,7 @@ def gae(
         else:
             seen = sum_behind(seen)
         ahead = jnp.pad(seen[..., 1:], ((0, 0), (0, 0), (0, 1)))
-        return _replace(signal, reward + discount * ahead - estimate), {}
+        return with_value(signal, reward + discount * ahead - estimate), {}
 
     return stateless("gae", apply, needs=frozenset({field}), levels=(3,))
 
@@ -289,7 +290,3 @@ def _occurs(tokens: Array, phrases: dict[int, list[tuple[int, ...]]]) -> Array:
 def _check_share(where: str, option: str, value: Scheduled) -> None:
     if not callable(value) and not 0 <= value <= 1:
         raise InputError(f"{where}: {option} = {value}, expected a number in [0, 1]")
-
-
-def _replace(signal: Signal, value: Array) -> Signal:
-    return dataclasses.replace(signal, value=value.astype(signal.value.dtype))

@@ -11,7 +11,6 @@ Ids mean nothing but "the same node", within one prompt and depth. Masked leaves
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -26,6 +25,7 @@ from jaxgrpo.advantages.base import (
     read,
     read_field,
     stateless,
+    with_value,
 )
 from jaxgrpo.errors import InputError
 from jaxgrpo.metrics import Metrics, mean
@@ -55,8 +55,7 @@ def tree_normalise(
     Source: Tree-GRPO, arXiv 2509.21240 (intra-tree plus inter-tree). Only the sum works there:
     trees alone collapse.
     """
-    if ddof not in (0, 1):
-        raise InputError(f"tree_normalise: ddof = {ddof}, expected 0 (by n) or 1 (by n - 1)")
+    stats.check_ddof("tree_normalise", ddof)
 
     def apply(signal: Signal, rollouts: Rollouts) -> tuple[Signal, Metrics]:
         value, mask = stats.widen(signal.value), signal.mask
@@ -73,7 +72,7 @@ def tree_normalise(
                     scale = stats.std(value, mask, ddof=ddof, about=whole.mean)
                 part = part / jnp.where(node.flat, 1, scale + added)
             total = total + jnp.where(node.flat, 0, part)
-        return _replace(signal, total), {"flat_trees": mean(tree.flat, mask)}
+        return with_value(signal, total), {"flat_trees": mean(tree.flat, mask)}
 
     needs = frozenset({field})
     return stateless("tree_normalise", apply, needs=needs, levels=(2,), relative=True)
@@ -160,7 +159,7 @@ def tree_subgroup(weighting: str = "average", ancestors: str = "ancestors") -> A
             total = total + size * (value - node.mean)
             weight, subgroups = weight + size, subgroups + shared
         advantage = total / jnp.where(weight > 0, weight, 1)
-        return _replace(signal, advantage), {"subgroups": mean(subgroups, signal.mask)}
+        return with_value(signal, advantage), {"subgroups": mean(subgroups, signal.mask)}
 
     needs = frozenset({ancestors})
     return stateless("tree_subgroup", apply, needs=needs, levels=(2,), relative=True)
@@ -193,7 +192,7 @@ def token_share_weights(
             leaves = jnp.maximum(_leaves(ids, scored & (ids >= 0)), 1)
             shares.append(1 / leaves.astype(value.dtype))
         weight = _on_tokens(shares, depths, otherwise=1)
-        return _replace(signal, value * weight), {"weight": mean(weight, signal.mask)}
+        return with_value(signal, value * weight), {"weight": mean(weight, signal.mask)}
 
     return stateless("token_share_weights", apply, needs=needs, levels=(3,))
 
@@ -272,7 +271,3 @@ def _on_tokens(per_depth: list[Array], depths: Array, otherwise: float = 0) -> A
     for depth, value in enumerate(per_depth):
         spread = jnp.where(depths == depth, value[..., None], spread)
     return spread
-
-
-def _replace(signal: Signal, value: Array) -> Signal:
-    return dataclasses.replace(signal, value=value.astype(signal.value.dtype))

@@ -24,10 +24,8 @@ from jax import Array
 
 from jaxgrpo.errors import InputError
 from jaxgrpo.losses.sequences import segment_sum
+from jaxgrpo.losses.surrogates import LOG_RATIO_LIMIT
 from jaxgrpo.metrics import Metrics, accumulate_dtype, mean
-
-KL_LIMIT = 20.0
-"""Log ratios are held within +- this constant; exp(20) is 4.9e8."""
 
 FLOOR = -1e30
 """Log-probs below it, -inf too, count as this: a difference of two infinities would be NaN."""
@@ -101,8 +99,8 @@ def forward_kl_k3(beta: float, level: str = "token") -> Penalty:
 
     def compute(logp, proximal_logp, advantage, mask, segment, fields) -> tuple[Array, Metrics]:
         ratio = _to_reference("forward_kl_k3", level, logp, mask, segment, fields)
-        low = ratio.log < -KL_LIMIT
-        slope = jnp.where(low, 0, -jnp.expm1(-jnp.maximum(ratio.log, -KL_LIMIT)))
+        low = ratio.log < -LOG_RATIO_LIMIT
+        slope = jnp.where(low, 0, -jnp.expm1(-jnp.maximum(ratio.log, -LOG_RATIO_LIMIT)))
         value = ratio.share * _k3(ratio.log)
         ratio = ratio._replace(clamped=ratio.clamped | (mask & low))
         return beta * _sloped(value, slope, logp, mask), _kl_metrics(ratio, mask)
@@ -140,8 +138,8 @@ def reverse_kl_off_policy(beta: float, level: str = "token") -> Penalty:
         step = _difference(logp, proximal_logp, mask)
         if level == "sequence":
             step = segment_sum(step, mask, segment)
-        far = mask & (jnp.abs(step) > KL_LIMIT)
-        weight = jnp.exp(jnp.clip(step, -KL_LIMIT, KL_LIMIT))
+        far = mask & (jnp.abs(step) > LOG_RATIO_LIMIT)
+        weight = jnp.exp(jnp.clip(step, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
         value = ratio.share * weight * _k3(ratio.log)
         ratio = ratio._replace(clamped=ratio.clamped | far)
         return beta * _sloped(value, weight * ratio.log, logp, mask), _kl_metrics(ratio, mask)
@@ -197,8 +195,8 @@ def _to_reference(
             f" of logp; given: {', '.join(sorted(fields)) or 'no fields'}"
         )
     raw = _difference(logp, fields["reference_logp"], mask)
-    token = jnp.clip(raw, -KL_LIMIT, KL_LIMIT)
-    clamped = mask & (jnp.abs(raw) > KL_LIMIT)
+    token = jnp.clip(raw, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    clamped = mask & (jnp.abs(raw) > LOG_RATIO_LIMIT)
     one = jnp.ones_like(token)
     if level == "token":
         return _Ratio(token, one, token, clamped)
@@ -244,7 +242,7 @@ def from_pass(name: str, quantity: str, mask: Array, fields: Mapping[str, Array]
 
 
 def _k3(log_ratio: Array) -> Array:
-    held = jnp.maximum(log_ratio, -KL_LIMIT)
+    held = jnp.maximum(log_ratio, -LOG_RATIO_LIMIT)
     return jnp.expm1(-held) + held
 
 
