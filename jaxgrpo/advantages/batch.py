@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from jaxgrpo import onepass
 from jaxgrpo.advantages import stats
 from jaxgrpo.advantages.base import AdvantageTransform, Scheduled, at_step, stateless, with_value
 from jaxgrpo.errors import InputError
@@ -114,8 +115,9 @@ def _moments(signal: Signal, ddof: int, include_flat: bool) -> tuple[Array, Arra
     if value.ndim == 3:
         # Kept in memory: widened once more inside each sum they would cost more than the sums.
         value, mask = jax.lax.optimization_barrier((value, mask))
-    take = _of_tokens if value.ndim == 3 else _of_samples
-    total, number, counted, flat = take(value, mask, include_flat)
+        total, number, counted, flat = _of_tokens(value, mask, include_flat)
+    else:
+        total, number, counted, flat = _of_samples(stats.of_groups(signal), include_flat)
     mean = total / jnp.maximum(number, 1).astype(value.dtype)
     residual = jnp.where(mask, value - mean, 0)
     if value.ndim == 3:
@@ -133,13 +135,17 @@ class _First(NamedTuple):
     flat: Array  # [] bool, all of them equal, or fewer than two
 
 
-def _of_samples(value: Array, mask: Array, include_flat: bool) -> _First:
-    group = stats.summary(value, mask)
-    counted = jnp.ones((1, 1), bool) if include_flat else ~group.flat
-    number = jnp.where(counted, group.count, 0).sum(dtype=jnp.int32)
-    total = jnp.where(counted, group.mean * group.count.astype(value.dtype), 0).sum()
-    equal = ~counted.any() if not include_flat else group.low.min() == group.high.max()
-    return _First(total, number, counted, equal | (number < 2))
+def _of_samples(group: stats.Summary, include_flat: bool) -> _First:
+    counted = jnp.ones_like(group.flat) if include_flat else ~group.flat
+    total, number, low, high = onepass.reduce(
+        onepass.total(group.mean * group.count.astype(group.mean.dtype), counted),
+        onepass.total(group.count, counted),
+        onepass.lowest(group.low, counted),
+        onepass.highest(group.high, counted),
+        axis=0,
+    )
+    flat = (low == high) | (number < 2)
+    return _First(total[0, 0], number[0, 0], counted, flat[0, 0])
 
 
 def _of_tokens(value: Array, mask: Array, include_flat: bool) -> _First:

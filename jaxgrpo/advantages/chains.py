@@ -7,13 +7,13 @@ so no step can bring a sample back.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from jaxgrpo.advantages import stats
 from jaxgrpo.advantages.base import AdvantageTransform, Streams, read_field, transform
 from jaxgrpo.errors import InputError
 from jaxgrpo.metrics import Metric, Metrics
@@ -295,6 +295,9 @@ def _settle(key: str, before: Any, after: Any) -> Any:
                 f"{key} turned values {shape} into {after.value.shape}: a step keeps [P, G], or"
                 " widens it to [P, G, T]"
             )
-        earlier = before.mask.reshape(shape + (1,) * (mask.ndim - len(shape)))
-        mask = mask & jnp.broadcast_to(earlier, mask.shape)
-    return dataclasses.replace(after, value=jnp.where(mask, value, 0), mask=mask)
+        if after.mask is not before.mask:
+            earlier = before.mask.reshape(shape + (1,) * (mask.ndim - len(shape)))
+            mask = mask & jnp.broadcast_to(earlier, mask.shape)
+    settled = Signal(value=jnp.where(mask, value, 0), mask=mask)
+    found = stats.recall(after)
+    return settled if found is None else stats.remember(settled, found)

@@ -40,10 +40,10 @@ def subtract_group_mean(singleton: str = "zero") -> AdvantageTransform:
     _check_singleton("subtract_group_mean", singleton)
 
     def apply(signal: Signal, rollouts: Rollouts) -> tuple[Signal, Metrics]:
-        value = stats.widen(signal.value)
-        group = stats.summary(signal.value, signal.mask)
+        value, group = stats.widen(signal.value), stats.of_groups(signal)
         raw = value if singleton == "raw" else None
-        return _unless_flat(signal, group, value - group.mean, raw), {}
+        centred = _unless_flat(signal, group, value - group.mean, raw)
+        return (centred if raw is not None else _remember_centred(centred, group)), {}
 
     return stateless("subtract_group_mean", apply, levels=(2,), relative=True)
 
@@ -73,8 +73,8 @@ def divide_by_group_std(
 
     def apply(signal: Signal, rollouts: Rollouts) -> tuple[Signal, Metrics]:
         value = stats.widen(signal.value)
-        group = stats.summary(signal.value, signal.mask)
-        std = stats.std(value, signal.mask, ddof=ddof, about=group.mean)
+        group = stats.of_groups(signal)
+        std = stats.std(value, signal.mask, ddof=ddof, about=group)
         added = at_step(eps, rollouts, value.dtype)
         # Where the group is flat the divisor may be 0: it is replaced, not only its quotient.
         divisor = jnp.where(group.flat, 1 + added, std + added)
@@ -105,7 +105,7 @@ def subtract_leave_one_out_mean(singleton: str = "zero") -> AdvantageTransform:
 
     def apply(signal: Signal, rollouts: Rollouts) -> tuple[Signal, Metrics]:
         value = stats.widen(signal.value)
-        group = stats.summary(signal.value, signal.mask)
+        group = stats.of_groups(signal)
         number = group.count.astype(value.dtype)
         alone = number / jnp.maximum(number - 1, 1) * (value - group.mean)
         return _unless_flat(signal, group, alone, value if singleton == "raw" else None), {}
@@ -129,7 +129,7 @@ def subtract_group_median() -> AdvantageTransform:
 
     def apply(signal: Signal, rollouts: Rollouts) -> tuple[Signal, Metrics]:
         value = stats.widen(signal.value)
-        group = stats.summary(signal.value, signal.mask)
+        group = stats.of_groups(signal)
         return _unless_flat(signal, group, value - _median(value, signal.mask)), {}
 
     return stateless("subtract_group_median", apply, levels=(2,), relative=True)
@@ -161,7 +161,7 @@ def subtract_length_weighted_mean(singleton: str = "zero") -> AdvantageTransform
         share = length / jnp.maximum(total, 1)
         baseline = jnp.where(signal.mask, share * value, 0).sum(1, keepdims=True)
         raw = value if singleton == "raw" else None
-        group = stats.summary(signal.value, signal.mask)
+        group = stats.of_groups(signal)
         return _unless_flat(signal, group, value - baseline, raw), {}
 
     return stateless("subtract_length_weighted_mean", apply, levels=(2,), relative=True)
@@ -201,6 +201,18 @@ def _unless_flat(
     if raw is not None:
         after = jnp.where(group.count == 1, raw, after)
     return with_value(signal, after)
+
+
+def _remember_centred(centred: Signal, group: stats.Summary) -> Signal:
+    """What is known of groups less their mean: a subtraction rounds all their values alike."""
+
+    def less_mean(end: Array) -> Array:
+        after = stats.widen(end) - jnp.where(group.count > 0, group.mean, 0)
+        return jnp.where(group.flat & (group.count > 0), 0, after).astype(centred.value.dtype)
+
+    ends = less_mean(group.low), less_mean(group.high)
+    found = stats.Summary(*ends, jnp.zeros_like(group.mean), group.count)
+    return stats.remember(centred, found)
 
 
 def _check_singleton(name: str, singleton: str) -> None:

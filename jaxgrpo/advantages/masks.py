@@ -34,10 +34,10 @@ def mask_zero_variance() -> AdvantageTransform:
     """
 
     def apply(signal: Signal, rollouts: Rollouts) -> tuple[Signal, Metrics]:
-        flat = stats.is_flat(signal.value, signal.mask)
-        scored = signal.mask.any(axis=1, keepdims=True)
-        masked = dataclasses.replace(signal, mask=signal.mask & ~flat)
-        return masked, {"masked_groups": mean(flat & scored)}
+        group = stats.of_groups(signal)
+        masked = dataclasses.replace(signal, mask=signal.mask & ~group.flat)
+        metrics = {"masked_groups": mean(group.flat & (group.count > 0))}
+        return stats.remember(masked, group.where(~group.flat)), metrics
 
     return stateless("mask_zero_variance", apply, levels=(2,))
 

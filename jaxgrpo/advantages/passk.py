@@ -7,6 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array
 
+from jaxgrpo import onepass
 from jaxgrpo.advantages import stats
 from jaxgrpo.advantages.absolute import successes
 from jaxgrpo.advantages.base import AdvantageTransform, Scheduled, stateless, with_value
@@ -32,16 +33,19 @@ def max_minus_second() -> AdvantageTransform:
 
     def apply(signal: Signal, rollouts: Rollouts) -> tuple[Signal, Metrics]:
         value, mask = stats.widen(signal.value), signal.mask
-        whole = stats.summary(value, mask)
-        best = whole.high
+        best, number = _highest(value, mask)
         first = mask & (value == best)
-        rest = stats.summary(value, mask & ~first)
-        second = rest.high
-        alone = (whole.count == rest.count + 1) & (whole.count > 1)
+        second, others = _highest(value, mask & ~first)
+        alone = (number == others + 1) & (number > 1)
         ahead = best - jnp.where(alone, second, best)
         return with_value(signal, jnp.where(alone & first, ahead, 0)), {}
 
     return stateless("max_minus_second", apply, levels=(2,), relative=True)
+
+
+def _highest(value: Array, mask: Array) -> tuple[Array, ...]:
+    """(the highest unmasked sample of each prompt, how many are unmasked)."""
+    return onepass.reduce(onepass.highest(value, mask), onepass.number(mask), axis=1)
 
 
 def leave_one_out_pass_at_k(k: int, threshold: Scheduled | None = None) -> AdvantageTransform:

@@ -144,12 +144,10 @@ def _weighed(
     for name, weight in weights.items():
         if callable(weight):
             weight = jnp.maximum(at_step(weight, rollouts, dtype), 0)
-        centred = _centred(streams[name].value.astype(dtype), mask)
-        parts[name] = weight * centred, weight * jnp.sqrt(stats.mean(jnp.square(centred), mask))
+        value = streams[name].value.astype(dtype)
+        group = stats.summary(value, mask)
+        # Exactly 0 in flat groups, where the mean is rounded.
+        centred = jnp.where(mask & ~group.flat, value - group.mean, 0)
+        spread = jnp.where(group.flat, 0, stats.std(value, mask, about=group))
+        parts[name] = weight * centred, weight * spread
     return mask, parts
-
-
-def _centred(value: Array, mask: Array) -> Array:
-    """The value less its group's mean: exactly 0 in flat groups, where the mean is rounded."""
-    live = mask & ~stats.is_flat(value, mask)
-    return jnp.where(live, value - stats.mean(value, mask), 0)

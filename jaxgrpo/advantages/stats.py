@@ -6,6 +6,7 @@ read unmasked entries only, whatever the others hold, and accumulate in at least
 
 from __future__ import annotations
 
+import dataclasses
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -15,6 +16,7 @@ from jaxtyping import Bool, Float, Int
 from jaxgrpo import onepass
 from jaxgrpo.errors import InputError
 from jaxgrpo.metrics import accumulate_dtype
+from jaxgrpo.types import Signal
 
 
 def widen(value: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
@@ -46,6 +48,34 @@ class Summary(NamedTuple):
         """As `is_flat`."""
         return (self.low == self.high) | (self.count < 2)
 
+    def where(self, kept: Array) -> Summary:
+        """The same where `kept` [P, 1], and that of no entry elsewhere."""
+        low, high = jnp.where(kept, self.low, jnp.inf), jnp.where(kept, self.high, -jnp.inf)
+        return Summary(low, high, jnp.where(kept, self.mean, 0), jnp.where(kept, self.count, 0))
+
+
+def of_groups(signal: Signal) -> Summary:
+    """The summary of a signal over the samples of each prompt; no pass where it is known."""
+    found = recall(signal)
+    return summary(signal.value, signal.mask) if found is None else found
+
+
+def recall(signal: Signal) -> Summary | None:
+    """What is remembered of the groups of a signal, or None."""
+    if signal.known is None:
+        return None
+    value, mask, found = signal.known
+    return found if value is signal.value and mask is signal.mask else None
+
+
+def remember(signal: Signal, found: Summary) -> Signal:
+    """The signal with its summary, low and high exact, for the next `of_groups`.
+
+    Known of these very arrays alone: with another value or mask, or behind the border of a jitted
+    function, it is forgotten and computed anew.
+    """
+    return dataclasses.replace(signal, known=(signal.value, signal.mask, found))
+
 
 def summary(value: Float[Array, "*shape"], mask: Bool[Array, "*shape"], axis: int = 1) -> Summary:
     """Lowest, highest, mean and number of unmasked entries, in one pass."""
@@ -76,17 +106,18 @@ def variance(
     mask: Bool[Array, "*shape"],
     axis: int = 1,
     ddof: int = 0,
-    about: Array | None = None,
+    about: Summary | None = None,
 ) -> Array:
     """sum((value - mean)^2) / (n - ddof) over unmasked entries; 0 where n <= ddof.
 
     Two passes: the mean of squares less the squared mean cancels in float32.
 
     Args:
-      about: their mean, where it is known; None: it is computed.
+      about: their summary, where it is known; None: it is computed.
     """
-    centre = mean(value, mask, axis) if about is None else about
-    residual = jnp.where(mask, widen(value), 0) - centre
+    if about is None:
+        about = summary(value, mask, axis)
+    residual = jnp.where(mask, widen(value), 0) - about.mean
     squares, number = onepass.reduce(
         onepass.total(jnp.square(residual), mask), onepass.number(mask), axis=axis
     )
@@ -98,7 +129,7 @@ def std(
     mask: Bool[Array, "*shape"],
     axis: int = 1,
     ddof: int = 0,
-    about: Array | None = None,
+    about: Summary | None = None,
 ) -> Array:
     """The square root of `variance`."""
     return jnp.sqrt(variance(value, mask, axis, ddof, about))
@@ -144,7 +175,7 @@ def cross_rollout_variance(
     [[[0.0, 1.0]]]
     """
     found = summary(value, mask)
-    return jnp.where(found.flat, 0, variance(value, mask, about=found.mean))
+    return jnp.where(found.flat, 0, variance(value, mask, about=found))
 
 
 FEW = 32

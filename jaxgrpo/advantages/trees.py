@@ -11,12 +11,12 @@ Ids mean nothing but "the same node", within one prompt and depth. Masked leaves
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import Array
 
+from jaxgrpo import onepass
 from jaxgrpo.advantages import stats
 from jaxgrpo.advantages.base import (
     AdvantageTransform,
@@ -60,7 +60,7 @@ def tree_normalise(
     def apply(signal: Signal, rollouts: Rollouts) -> tuple[Signal, Metrics]:
         value, mask = stats.widen(signal.value), signal.mask
         ids = read_field("tree_normalise", field, rollouts)
-        tree, whole = _node(value, ids, mask), stats.summary(value, mask)
+        tree, whole = _node(value, ids, mask), stats.of_groups(signal)
         added = jnp.asarray(at_step(eps, rollouts, value.dtype), value.dtype)
         total = jnp.zeros_like(value)
         for node in (tree, whole):
@@ -69,7 +69,7 @@ def tree_normalise(
                 if node is tree:
                     scale = jnp.sqrt(_variance(value, ids, mask, tree, ddof))
                 else:
-                    scale = stats.std(value, mask, ddof=ddof, about=whole.mean)
+                    scale = stats.std(value, mask, ddof=ddof, about=whole)
                 part = part / jnp.where(node.flat, 1, scale + added)
             total = total + jnp.where(node.flat, 0, part)
         return with_value(signal, total), {"flat_trees": mean(tree.flat, mask)}
@@ -205,44 +205,46 @@ class _Node(NamedTuple):
     flat: Array  # [P, G] bool: all leaves equal, or fewer than two
 
 
-def _with_same(ids: Array, mask: Array) -> Iterator[tuple[slice, Array]]:
-    """For each leaf of a group: its column, and [P, G] True where another is of its node.
+def _pairs(ids: Array, mask: Array) -> Array:
+    """[P, other, leaf]: True where another unmasked leaf, or the leaf itself, is of its node.
 
-    A loop over G of elementwise steps, which compilers fuse into one pass: 25 times as fast on a
-    CPU as to reduce the pairs [P, G, G].
+    Never an array in memory: reductions over the first G take it in, several in one pass, 4 times
+    as fast on a CPU as a loop over the leaves.
     """
-    for index in range(ids.shape[1]):
-        column = slice(index, index + 1)
-        yield column, (ids == ids[:, column]) & mask & mask[:, column]
+    return (ids[:, :, None] == ids[:, None]) & mask[:, :, None]
+
+
+def _across(value: Array) -> Array:
+    """[P, G] of the other leaf, beside `_pairs`."""
+    return jnp.broadcast_to(value[:, :, None], (*value.shape, value.shape[1]))
 
 
 def _node(value: Array, ids: Array, mask: Array) -> _Node:
-    leaves = _leaves(ids, mask)
-    low, high = jnp.full_like(value, jnp.inf), jnp.full_like(value, -jnp.inf)
-    total = jnp.zeros_like(value)
-    for column, same in _with_same(ids, mask):
-        other = value[:, column]
-        low = jnp.where(same, jnp.minimum(low, other), low)
-        high = jnp.where(same, jnp.maximum(high, other), high)
-        total = jnp.where(same, total + other, total)
+    same = _pairs(ids, mask)
+    total, leaves, different = onepass.reduce(
+        onepass.total(_across(value), same),
+        onepass.number(same),
+        onepass.number(same & (_across(value) != value[:, None])),
+        axis=1,
+    )
     # Equal leaves have their value as mean, not a rounded one: their differences are exactly 0.
-    average = total / jnp.maximum(leaves, 1).astype(value.dtype)
-    equal = low == high
-    return _Node(leaves, jnp.where(equal, low, average), equal | (leaves < 2))
+    leaves, equal = jnp.where(mask, leaves[:, 0], 0), different[:, 0] == 0
+    average = total[:, 0] / jnp.maximum(leaves, 1).astype(value.dtype)
+    mean = jnp.where(mask, jnp.where(equal, value, average), 0)
+    return _Node(leaves, mean, equal | (leaves < 2))
 
 
 def _leaves(ids: Array, mask: Array) -> Array:
-    leaves = jnp.zeros(ids.shape, jnp.int32)
-    for _, same in _with_same(ids, mask):
-        leaves = leaves + same.astype(jnp.int32)
-    return leaves
+    (leaves,) = onepass.reduce(onepass.number(_pairs(ids, mask)), axis=1)
+    return jnp.where(mask, leaves[:, 0], 0)
 
 
 def _variance(value: Array, ids: Array, mask: Array, node: _Node, ddof: int) -> Array:
-    squares = jnp.zeros_like(value)
-    for column, same in _with_same(ids, mask):
-        squares = jnp.where(same, squares + jnp.square(value[:, column] - node.mean), squares)
-    return squares / jnp.maximum(node.leaves - ddof, 1).astype(value.dtype)
+    same, squares = _pairs(ids, mask), jnp.square(value - node.mean)
+    total, leaves = onepass.reduce(
+        onepass.total(_across(squares), same), onepass.number(same), axis=1
+    )
+    return total[:, 0] / jnp.maximum(leaves[:, 0] - ddof, 1).astype(value.dtype)
 
 
 def _steps(
