@@ -164,7 +164,8 @@ def _update(
     check_free("r3", tuple(streams))
     logp, baseline, tokens, scored = _read(streams, rollouts, options.masked_thought)
     read = scored[..., None] & tokens[:, None]
-    variance = stats.cross_rollout_variance(logp, read)[:, 0]
+    one = logp[jnp.arange(len(logp)), jnp.argmax(scored, axis=1)][:, None]
+    variance = stats.cross_rollout_variance(logp, read, one)[:, 0]
     share = at_step(options.share, rollouts, logp.dtype)
     weights = _normalise(_WEIGHTS[options.kind](variance, tokens, share), tokens)
     certainty = logp - baseline[:, None]
