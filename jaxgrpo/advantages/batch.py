@@ -45,7 +45,7 @@ def divide_by_batch_std(
 
     def apply(signal: Signal, rollouts: Rollouts) -> tuple[Signal, Metrics]:
         value = stats.widen(signal.value)
-        _, _, variance, flat = _moments(signal, ddof, include_flat)
+        _, variance, flat, _ = _moments(signal, ddof, include_flat)
         std = jnp.sqrt(variance)
         # Where all is flat the divisor may be 0: it is replaced, not only its quotient.
         divisor = jnp.where(flat, 1, std + at_step(eps, rollouts, value.dtype))
@@ -92,38 +92,45 @@ def whiten_batch(
     _check_choice("keep", keep, _KEEP)
 
     def apply(signal: Signal, rollouts: Rollouts) -> tuple[Signal, Metrics]:
-        mean, residual, variance, flat = _moments(signal, ddof, include_flat)
+        mean, variance, flat, zero_groups = _moments(signal, ddof, include_flat)
         added = at_step(eps, rollouts, mean.dtype)
         std = jnp.sqrt(variance)
         divisor = std + added if eps_in == "std" else jnp.sqrt(variance + added)
-        divisor = jnp.where(divisor > 0, divisor, jnp.inf)
-        white = jnp.where(_silent(signal.value, keep), 0, residual / jnp.where(flat, 1, divisor))
-        white = jnp.where(flat, 0, white)
+        divisor = jnp.where(flat | ~(divisor > 0), jnp.inf, divisor)
+        value = stats.widen(signal.value)
+        silent = {"zeros": value == 0, "zero_groups": zero_groups, "nothing": False}[keep]
+        white = jnp.where(silent, 0, (value - mean) / divisor)
         return with_value(signal, white), {"mean": _one(mean), "std": _one(std)}
 
     return stateless("whiten_batch", apply)
 
 
-def _moments(signal: Signal, ddof: int, include_flat: bool) -> tuple[Array, Array, Array, Array]:
-    """(mean, residual, variance, whether all counted values are equal) of the batch.
+class _Moments(NamedTuple):
+    """Of all unmasked values of the batch, or of those in groups that are not flat."""
 
-    The residual has the shape of the value and is 0 where masked. Two passes: the mean of squares
-    less the squared mean cancels. Added up group by group, or sample by sample, since one long sum
-    would lose digits in float32.
+    mean: Array  # []
+    variance: Array  # []
+    flat: Array  # [] bool, all that count are equal, or fewer than two do
+    zero_groups: Array  # [P, 1] or [P, 1, 1] bool, prompts that are 0 throughout
+
+
+def _moments(signal: Signal, ddof: int, include_flat: bool) -> _Moments:
+    """Two passes: the mean of squares less the squared mean cancels.
+
+    Added up group by group, or sample by sample: one long sum would lose digits in float32.
     """
     value, mask = stats.widen(signal.value), signal.mask
     if value.ndim == 3:
         # Kept in memory: widened once more inside each sum they would cost more than the sums.
         value, mask = jax.lax.optimization_barrier((value, mask))
-        total, number, counted, flat = _of_tokens(value, mask, include_flat)
+        first = _of_tokens(value, mask, include_flat)
     else:
-        total, number, counted, flat = _of_samples(stats.of_groups(signal), include_flat)
-    mean = total / jnp.maximum(number, 1).astype(value.dtype)
-    residual = jnp.where(mask, value - mean, 0)
-    if value.ndim == 3:
-        residual = jax.lax.optimization_barrier(residual)
-    degrees = jnp.maximum(number - ddof, 1).astype(value.dtype)
-    return mean, residual, _total(jnp.square(residual), counted) / degrees, flat
+        first = _of_samples(stats.of_groups(signal), include_flat)
+    mean = first.total / jnp.maximum(first.number, 1).astype(value.dtype)
+    squares = _total(jnp.where(mask, jnp.square(value - mean), 0), first.counted)
+    degrees = jnp.maximum(first.number - ddof, 1).astype(value.dtype)
+    zero = first.zero.reshape(-1, *(1,) * (value.ndim - 1))
+    return _Moments(mean, squares / degrees, first.flat | (first.number < 2), zero)
 
 
 class _First(NamedTuple):
@@ -132,39 +139,42 @@ class _First(NamedTuple):
     total: Array  # [] of the values that count
     number: Array  # [] int32, of them
     counted: Array  # [P, 1] or [1, 1] bool, the prompts that count
-    flat: Array  # [] bool, all of them equal, or fewer than two
+    flat: Array  # [] bool, all of them equal
+    zero: Array  # [P, 1] bool, prompts that are 0 throughout
 
 
 def _of_samples(group: stats.Summary, include_flat: bool) -> _First:
     counted = jnp.ones_like(group.flat) if include_flat else ~group.flat
-    total, number, low, high = onepass.reduce(
-        onepass.total(group.mean * group.count.astype(group.mean.dtype), counted),
-        onepass.total(group.count, counted),
-        onepass.lowest(group.low, counted),
-        onepass.highest(group.high, counted),
-        axis=0,
+    total, number, low, high = (
+        one[0, 0]
+        for one in onepass.reduce(
+            onepass.total(group.mean * group.count.astype(group.mean.dtype), counted),
+            onepass.total(group.count, counted),
+            onepass.lowest(group.low, counted),
+            onepass.highest(group.high, counted),
+            axis=0,
+        )
     )
-    flat = (low == high) | (number < 2)
-    return _First(total[0, 0], number[0, 0], counted, flat[0, 0])
+    zero = (group.count == 0) | ((group.low == 0) & (group.high == 0))
+    return _First(total, number, counted, low == high, zero)
 
 
 def _of_tokens(value: Array, mask: Array, include_flat: bool) -> _First:
-    """Values are 0 where masked: sums without a mask are ten times as fast on a CPU."""
-    differs = _differs(value, mask, axis=None if include_flat else (1, 2))
-    counted = jnp.ones((1, 1), bool) if include_flat else differs.reshape((-1, 1))
-    number = jnp.where(counted, _tokens(mask), 0).sum(dtype=jnp.int32)
-    return _First(_total(value, counted), number, counted, ~differs.any())
+    """Values are 0 where masked: reductions without a mask are several times as fast on a CPU.
 
-
-def _differs(value: Array, mask: Array, axis: tuple[int, ...] | None) -> Array:
-    """Whether two unmasked entries differ. Exact; values are 0 where masked.
-
-    If all are equal to c, c is the highest of all entries, masked zeros included, where it is above
-    0, and the lowest where it is not.
+    If all unmasked values are equal to c, c is the highest of all entries, masked zeros included,
+    where it is above 0, and the lowest where it is not.
     """
-    high = value.max(axis, keepdims=True)
-    equal = jnp.where(high > 0, high, value.min(axis, keepdims=True))
-    return (mask & (value != equal)).any(axis, keepdims=True)
+    low, high = value.min(-1, initial=0), value.max(-1, initial=0)
+    low, high = low.min(1, keepdims=True), high.max(1, keepdims=True)
+    zero = (low == 0) & (high == 0)
+    if include_flat:
+        low, high = low.min(0, keepdims=True), high.max(0, keepdims=True)
+    equal = jnp.where(high > 0, high, low)
+    differs = (mask & (value != equal[..., None])).any(-1).any(1, keepdims=True)
+    counted = jnp.ones((1, 1), bool) if include_flat else differs
+    number = jnp.where(counted, stats.count_tokens(mask), 0).sum(dtype=jnp.int32)
+    return _First(_total(value, counted), number, counted, ~differs.any(), zero)
 
 
 def _total(value: Array, counted: Array) -> Array:
@@ -172,24 +182,6 @@ def _total(value: Array, counted: Array) -> Array:
     if value.ndim == 3:
         value = value.sum(-1)
     return jnp.where(counted, value, 0).sum(-1).sum()
-
-
-def _tokens(mask: Array) -> Array:
-    """Unmasked entries of each sample, [P, G] int32."""
-    # Bytes are summed fast, int32 made of booleans slowly: pieces that a byte can count.
-    length = mask.shape[-1]
-    piece = max(size for size in range(1, 128) if length % size == 0) if length else 1
-    pieces = mask.reshape(*mask.shape[:-1], length // piece, piece)
-    return pieces.sum(-1, dtype=jnp.int8).sum(-1, dtype=jnp.int32)
-
-
-def _silent(value: Array, keep: str) -> Array:
-    """What stays exactly 0; broadcasts against the value."""
-    if keep == "zeros":
-        return value == 0
-    if keep == "zero_groups":
-        return ~(value != 0).any(tuple(range(1, value.ndim)), keepdims=True)
-    return jnp.zeros((1,) * value.ndim, bool)
 
 
 def _one(value: Array) -> Mean:

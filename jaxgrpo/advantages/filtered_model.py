@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from jaxgrpo import onepass
 from jaxgrpo.advantages import stats
 from jaxgrpo.advantages.absolute import successes
 from jaxgrpo.advantages.base import AdvantageTransform, Scheduled, at_step, read, read_field
@@ -222,11 +223,10 @@ def _rate(options: _Options, rollouts: Rollouts, like: Array) -> Array:
 def sequences(name: str, rollouts: Rollouts) -> tuple[Array, Array]:
     """log a and log pi of each whole completion, [P, G]; an empty one has 0."""
     tokens = read(name, rollouts, "token_mask").astype(bool)
-
-    def total(logp: Array) -> Array:
-        return jnp.where(tokens, stats.widen(logp), 0).sum(-1)
-
-    base = total(read_field(name, "base_logp", rollouts))
-    policy = total(read(name, rollouts, "behavior_logp"))
+    base = stats.widen(read_field(name, "base_logp", rollouts))
+    policy = stats.widen(read(name, rollouts, "behavior_logp"))
     dtype = jnp.promote_types(base.dtype, policy.dtype)
-    return base.astype(dtype), policy.astype(dtype)
+    totals = onepass.reduce(
+        *(onepass.total(logp.astype(dtype), tokens) for logp in (base, policy)), axis=-1
+    )
+    return totals[0][..., 0], totals[1][..., 0]

@@ -69,10 +69,8 @@ def truncated_importance(cap: Scheduled = 2.0, level: str = "token") -> Advantag
         signal = _at_level("truncated_importance", level, signal, rollouts)
         ratios = _ratios("truncated_importance", level, signal, rollouts)
         limit = jnp.asarray(at_step(cap, rollouts, ratios.log.dtype), ratios.log.dtype)
-        # Held in memory: every reader would take the exponential anew.
-        ratio = jax.lax.optimization_barrier(jnp.exp(ratios.log))
-        weight = jnp.minimum(ratio, limit)
-        metrics = {"capped": mean(ratio > limit, ratios.mask)}
+        weight = _held(jnp.minimum(jnp.exp(ratios.log), limit), ratios.mask)
+        metrics = {"capped": mean(ratios.log > jnp.log(limit), ratios.mask)}
         return _weighted(signal, weight), metrics | _describe(ratios, weight)
 
     return stateless("truncated_importance", apply, needs=_NEEDS)
@@ -106,7 +104,7 @@ def masked_importance(
     def apply(signal: Signal, rollouts: Rollouts) -> tuple[Signal, Metrics]:
         signal = _at_level("masked_importance", level, signal, rollouts)
         ratios = _ratios("masked_importance", level, signal, rollouts)
-        ratio = jax.lax.optimization_barrier(jnp.exp(ratios.log))
+        ratio = _held(jnp.exp(ratios.log), ratios.mask)
         keep = _within(ratio, low, high, rollouts)
         weight = jnp.where(keep, ratio, 0)
         after = _weighted(_dropped(signal, keep, denominator), weight)
@@ -183,15 +181,22 @@ def _ratios(
     behavior = read(name, rollouts, "behavior_logp")
     scored = signal.mask.any(-1) if signal.mask.ndim == 3 else signal.mask
     chosen = read(name, rollouts, "token_mask").astype(bool) & scored[..., None]
-    length = chosen.sum(-1, dtype=jnp.int32)
-    mask = signal.mask if level == "token" else scored
-    log = log_ratio(trainer, behavior, mask if level == "token" else chosen)
-    if level == "sequence":
-        log = log.sum(-1)
+    if level == "token":
+        mask, length = signal.mask, stats.count_tokens(chosen)
+        log = log_ratio(trainer, behavior, mask)
+    else:
+        mask, drift = scored, log_ratio(trainer, behavior, chosen)
+        sums = onepass.reduce(onepass.total(drift, chosen), onepass.number(chosen), axis=-1)
+        log, length = (one[..., 0] for one in sums)
     if geometric:
         log = log / jnp.maximum(length, 1).astype(log.dtype)
     log, clamped = clamp(log)
     return _Ratios(log, clamped, mask, length, scored)
+
+
+def _held(weight: Array, mask: Array) -> Array:
+    """The weight, 0 where masked, kept in memory: every reader would take the exponential anew."""
+    return jax.lax.optimization_barrier(jnp.where(mask, weight, 0))
 
 
 def _at_level(name: str, level: str, signal: Signal, rollouts: Rollouts) -> Signal:
@@ -220,19 +225,13 @@ def _dropped(signal: Signal, keep: Array, denominator: str) -> Signal:
 
 
 def _describe(ratios: _Ratios, weight: Array | None = None) -> Metrics:
-    """What the ratios, and the weights made of them, are like; in one pass over the tokens."""
+    """What the ratios, and the weights made of them (0 where masked), are like."""
     log, mask = ratios.log, ratios.mask
-    weights = (
-        (onepass.total(weight, mask), onepass.total(jnp.square(weight), mask))
-        if weight is not None
-        else ()
-    )
-    high, low, clamped, number, *sums = onepass.reduce(
+    high, low, clamped, number = onepass.reduce(
         onepass.highest(log, mask),
         onepass.lowest(log, mask),
         onepass.number(mask & ratios.clamped),
         onepass.number(mask),
-        *weights,
         axis=-1,
     )
     counted = number.sum().astype(log.dtype)
@@ -242,8 +241,9 @@ def _describe(ratios: _Ratios, weight: Array | None = None) -> Metrics:
         "ratio_min": Min(value=jnp.exp(low.min(initial=jnp.inf))),
         "log_ratio_clamped": Mean(total=clamped.sum().astype(log.dtype), weight=counted),
     }
-    if sums:
-        total, squares = (one.sum() for one in sums)
+    if weight is not None:
+        # Sample by sample: one long sum would lose digits in float32.
+        total, squares = (one.sum(-1).sum() for one in (weight, jnp.square(weight)))
         effective = jnp.square(total) / jnp.where(squares > 0, squares, 1)
         metrics["weight"] = Mean(total=total, weight=counted)
         metrics["effective_sample_size"] = Mean(total=effective, weight=counted)
@@ -255,17 +255,21 @@ def _describe_dropped(ratios: _Ratios, keep: Array) -> Metrics:
     middle = jnp.nanmedian(jnp.where(ratios.scored, length, jnp.nan))
     longer = length > middle
     if keep.ndim == 3:
-        longer = longer[..., None]
-        metrics: Metrics = {"dropped_tokens": mean(~keep, ratios.mask)}
+        counts = onepass.reduce(
+            onepass.number(ratios.mask & ~keep), onepass.number(ratios.mask), axis=-1
+        )
+        dropped, number = (one[..., 0].astype(length.dtype) for one in counts)
+        metrics: Metrics = {"dropped_tokens": Mean(total=dropped.sum(), weight=number.sum())}
     else:
+        dropped, number = (one.astype(length.dtype) for one in (ratios.mask & ~keep, ratios.mask))
         metrics = {
-            "dropped_samples": mean(~keep, ratios.mask),
+            "dropped_samples": Mean(total=dropped.sum(), weight=number.sum()),
             "dropped_tokens": Mean(total=jnp.where(keep, 0, length).sum(), weight=length.sum()),
         }
-    return metrics | {
-        "dropped_long": mean(~keep, ratios.mask & longer),
-        "dropped_short": mean(~keep, ratios.mask & ~longer),
-    }
+    for name, half in {"dropped_long": longer, "dropped_short": ~longer}.items():
+        total, weight = (jnp.where(half, one, 0).sum() for one in (dropped, number))
+        metrics[name] = Mean(total=total, weight=weight)
+    return metrics
 
 
 def _check_level(name: str, level: str) -> None:

@@ -29,6 +29,15 @@ def count(mask: Bool[Array, "..."], axis: int = 1) -> Int[Array, "..."]:
     return mask.sum(axis, keepdims=True, dtype=jnp.int32)
 
 
+def count_tokens(mask: Bool[Array, "P G T"]) -> Int[Array, "P G"]:
+    """How many tokens of each sample are unmasked, as int32."""
+    # Bytes are summed fast, int32 made of booleans slowly: pieces that a byte can count.
+    length = mask.shape[-1]
+    piece = max(size for size in range(1, 128) if length % size == 0) if length else 1
+    pieces = mask.reshape(*mask.shape[:-1], length // piece, piece)
+    return pieces.sum(-1, dtype=jnp.int8).sum(-1, dtype=jnp.int32)
+
+
 def check_ddof(name: str, ddof: int) -> None:
     """Raises: InputError, opened by the name of the part, unless ddof is 0 or 1."""
     if ddof not in (0, 1):
