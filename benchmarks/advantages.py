@@ -157,14 +157,25 @@ def peers(rewards: np.ndarray) -> dict[str, Callable[[], float]]:
     values = torch.from_numpy(np.array(rewards))
     flat, index = values.reshape(-1), torch.arange(values.numel()) // G
 
+    per_function, weights = flat[:, None], torch.ones(1)
+
+    def deviation(groups: Any) -> Any:
+        known = ~torch.isnan(groups)
+        squares = torch.nanmean((groups - torch.nanmean(groups, 1, keepdim=True)) ** 2, 1)
+        number = known.sum(1)
+        squares = torch.where(number > 1, squares * number / (number - 1), torch.nan)
+        return torch.sqrt(squares)
+
     def trl() -> Any:
-        groups = flat.view(-1, G)
-        centre = torch.nanmean(groups, dim=1)
-        counted = (~torch.isnan(groups)).sum(1)
-        squares = torch.nansum((groups - centre[:, None]) ** 2, dim=1)
-        scale = torch.sqrt(squares / (counted - 1))
-        wide = [part.repeat_interleave(G) for part in (centre, scale)]
-        return torch.nan_to_num((flat - wide[0]) / (wide[1] + 1e-4), nan=0.0)
+        missing = torch.isnan(per_function).all(1)
+        total = (per_function * weights[None]).nansum(1)
+        total[missing] = torch.nan
+        groups = total.view(-1, G)
+        centre = torch.nanmean(groups, 1).repeat_interleave(G)
+        scale = deviation(groups).repeat_interleave(G)
+        value = (total - centre) / (scale + 1e-4)
+        flat_groups = torch.isclose(scale, torch.zeros_like(scale))
+        return torch.nan_to_num(value, nan=0.0), flat_groups
 
     def verl() -> Any:
         number = torch.zeros(P).index_add_(0, index, torch.ones_like(flat))
