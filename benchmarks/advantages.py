@@ -22,7 +22,7 @@ from jax.interpreters.partial_eval import dce_jaxpr
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.common import describe, interval, report
+from benchmarks.common import describe, interval, keep_memory, report
 from jaxgrpo import advantages as adv
 from jaxgrpo.advantages import registry
 from jaxgrpo.types import Rollouts, Signal
@@ -244,6 +244,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=50)
     parser.add_argument("--only", nargs="*", help="names of recipes or parts")
     arguments = parser.parse_args()
+    keep_memory("benchmarks.advantages")
     about, console = describe(), Console(width=110)
     console.print(f"{about['device']}, jax {about['jax']}, commit {about['commit']}")
     on_samples, on_tokens = cases(set(arguments.only) if arguments.only else None)

@@ -165,16 +165,25 @@ def _of_tokens(value: Array, mask: Array, include_flat: bool) -> _First:
     If all unmasked values are equal to c, c is the highest of all entries, masked zeros included,
     where it is above 0, and the lowest where it is not.
     """
+    tokens = stats.count_tokens(mask)
     low, high = value.min(-1, initial=0), value.max(-1, initial=0)
+    own = jnp.where(high > 0, high, low)
     low, high = low.min(1, keepdims=True), high.max(1, keepdims=True)
     zero = (low == 0) & (high == 0)
     if include_flat:
         low, high = low.min(0, keepdims=True), high.max(0, keepdims=True)
     equal = jnp.where(high > 0, high, low)
-    differs = (mask & (value != equal[..., None])).any(-1).any(1, keepdims=True)
+    differs = ((own != equal) & (tokens > 0)).any(1, keepdims=True)
+    known = differs.any() if include_flat else differs.all()
+    differs = differs | jax.lax.cond(known, lambda: differs, lambda: _differ(value, mask, equal))
     counted = jnp.ones((1, 1), bool) if include_flat else differs
-    number = jnp.where(counted, stats.count_tokens(mask), 0).sum(dtype=jnp.int32)
+    number = jnp.where(counted, tokens, 0).sum(dtype=jnp.int32)
     return _First(_total(value, counted), number, counted, ~differs.any(), zero)
+
+
+def _differ(value: Array, mask: Array, equal: Array) -> Array:
+    """[P, 1], where an unmasked token is not `equal`; a pass that is rarely needed."""
+    return (mask & (value != equal[..., None])).any(-1).any(1, keepdims=True)
 
 
 def _total(value: Array, counted: Array) -> Array:

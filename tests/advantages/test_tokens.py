@@ -24,6 +24,7 @@ from jaxgrpo.advantages import (
     sum_rewards,
     to_tokens,
 )
+from jaxgrpo.advantages.tokens import sum_behind
 from jaxgrpo.errors import InputError
 
 RANDOM = np.random.default_rng(0)
@@ -120,6 +121,17 @@ def test_hicra_refuses_what_would_praise_failures_or_name_no_tokens():
         hicra(grams=[])
     with pytest.raises(InputError, match=r"hicra needs token-level values.*after to_tokens\(\)"):
         evaluate(chain(sum_rewards(), hicra()), [[1.0]], planning=[[[True]]])
+
+
+@pytest.mark.parametrize("length", [1, 31, 32, 33, 100, 1025])
+def test_sums_behind_a_token_are_cumulative_sums_and_exact_for_a_single_reward(length):
+    value = RANDOM.normal(size=(2, 3, length))
+    expected = np.cumsum(value[..., ::-1], -1)[..., ::-1]
+    np.testing.assert_allclose(sum_behind(jnp.asarray(value)), expected, rtol=0, atol=1e-12)
+    place = RANDOM.integers(0, length, (2, 3, 1))
+    single = np.where(np.arange(length) == place, np.float32(0.1), np.float32(0))
+    expected = np.where(np.arange(length) <= place, np.float32(0.1), np.float32(0))
+    np.testing.assert_array_equal(sum_behind(jnp.asarray(single)), expected)
 
 
 def test_a_reward_at_the_last_token_comes_back_at_every_token():
