@@ -36,7 +36,7 @@ def mask_zero_variance() -> AdvantageTransform:
     def apply(signal: Signal, rollouts: Rollouts) -> tuple[Signal, Metrics]:
         group = stats.of_groups(signal)
         masked = dataclasses.replace(signal, mask=signal.mask & ~group.flat)
-        metrics = {"masked_groups": mean(group.flat & (group.count > 0))}
+        metrics: Metrics = {"masked_groups": mean(group.flat & (group.count > 0))}
         return stats.remember(masked, group.where(~group.flat)), metrics
 
     return stateless("mask_zero_variance", apply, levels=(2,))

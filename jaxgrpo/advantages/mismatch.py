@@ -104,9 +104,8 @@ def masked_importance(
     def apply(signal: Signal, rollouts: Rollouts) -> tuple[Signal, Metrics]:
         signal = _at_level("masked_importance", level, signal, rollouts)
         ratios = _ratios("masked_importance", level, signal, rollouts)
-        ratio = _held(jnp.exp(ratios.log), ratios.mask)
-        keep = _within(ratio, low, high, rollouts)
-        weight = jnp.where(keep, ratio, 0)
+        keep = _within(ratios.log, low, high, rollouts)
+        weight = _held(jnp.exp(ratios.log), ratios.mask & keep)
         after = _weighted(_dropped(signal, keep, denominator), weight)
         return after, _describe(ratios, weight) | _describe_dropped(ratios, keep)
 
@@ -159,7 +158,7 @@ def _rejection(
 
     def apply(signal: Signal, rollouts: Rollouts) -> tuple[Signal, Metrics]:
         ratios = _ratios(name, "sequence", signal, rollouts, geometric)
-        keep = _within(jnp.exp(ratios.log), low, high, rollouts)
+        keep = _within(ratios.log, low, high, rollouts)
         metrics = _describe(ratios) | _describe_dropped(ratios, keep)
         return _dropped(signal, keep, denominator), metrics
 
@@ -203,11 +202,13 @@ def _at_level(name: str, level: str, signal: Signal, rollouts: Rollouts) -> Sign
     return at_tokens(name, signal, rollouts) if level == "token" else signal
 
 
-def _within(ratio: Array, low: Scheduled, high: Scheduled, rollouts: Rollouts) -> Array:
+def _within(log: Array, low: Scheduled, high: Scheduled, rollouts: Rollouts) -> Array:
+    """Where low <= exp(log) <= high, asked of the logs."""
     lowest, highest = (
-        jnp.asarray(at_step(bound, rollouts, ratio.dtype), ratio.dtype) for bound in (low, high)
+        jnp.log(jnp.asarray(at_step(bound, rollouts, log.dtype), log.dtype))
+        for bound in (low, high)
     )
-    return (ratio >= lowest) & (ratio <= highest)
+    return (log >= lowest) & (log <= highest)
 
 
 def _weighted(signal: Signal, weight: Array) -> Signal:

@@ -345,7 +345,7 @@ def test_what_a_step_knows_of_its_groups_is_what_a_pass_over_them_finds():
 def test_what_is_known_is_forgotten_once_a_step_changes_the_value_or_the_mask():
     @transform
     def stretch(signal, rollouts):
-        return dataclasses.replace(signal, value=signal.value * jnp.arange(1, 5))
+        return dataclasses.replace(signal, value=signal.value * jnp.arange(1.0, 5.0)[None])
 
     @transform
     def drop_first(signal, rollouts):
