@@ -6,6 +6,7 @@ prompts -> sample -> reward -> prepare (score, advantage) -> update -> log
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -272,6 +273,8 @@ class _Loop:
         if metric is None or number == 0:
             return
         value = metrics[metric.removeprefix("eval/")]
+        if not math.isfinite(value):
+            return
         if self.best is None or value > self.best[1]:
             self.best = (number, value)
 
