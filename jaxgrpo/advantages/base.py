@@ -33,6 +33,7 @@ class AdvantageTransform(NamedTuple):
     relative: bool = False  # compares the samples of a group: one alone says nothing
     ordered: bool = False  # the result depends on the order of the prompts
     provides: tuple[str, ...] = ()  # streams it adds
+    importance: bool = False  # weighs by trainer over sampler
     steps: tuple[tuple[str, AdvantageTransform], ...] = ()  # of a chain: its named steps
 
 
@@ -45,6 +46,7 @@ def stateless(
     levels: tuple[int, ...] = (2, 3),
     relative: bool = False,
     provides: tuple[str, ...] = (),
+    importance: bool = False,
 ) -> AdvantageTransform:
     """A transform without memory from `apply(signal or streams, rollouts) -> (same, metrics)`."""
 
@@ -55,7 +57,9 @@ def stateless(
         return after, state, metrics
 
     return AdvantageTransform(
-        name, lambda spec: (), update, needs, kind, levels, relative, provides=provides
+        *(name, lambda spec: (), update, needs, kind, levels, relative),
+        provides=provides,
+        importance=importance,
     )
 
 

@@ -75,7 +75,7 @@ def truncated_importance(cap: Scheduled = 2.0, level: str = "token") -> Advantag
         metrics = {"capped": mean(ratio > limit, ratios.mask)}
         return _weighted(signal, weight), metrics | _describe(ratios, weight)
 
-    return stateless("truncated_importance", apply, needs=_NEEDS)
+    return stateless("truncated_importance", apply, needs=_NEEDS, importance=True)
 
 
 def masked_importance(
@@ -112,7 +112,7 @@ def masked_importance(
         after = _weighted(_dropped(signal, keep, denominator), weight)
         return after, _describe(ratios, weight) | _describe_dropped(ratios, keep)
 
-    return stateless("masked_importance", apply, needs=_NEEDS)
+    return stateless("masked_importance", apply, needs=_NEEDS, importance=True)
 
 
 def geometric_rejection(

@@ -78,8 +78,7 @@ def policy_loss(
       logp, proximal_logp: [B, T].
       advantage: [B, T]; or [B], of each row.
       mask: [B, T], True at tokens that the policy chose.
-      segment: [B, T], sequence ids within each row, any numbers, 0 = padding. None: each row is
-        a sequence.
+      segment: [B, T], sequence ids within each row, 0 = padding. None: each row is a sequence.
       group: prompt ids, [B] of each row, or [B, T]; any numbers. Only `prompt_mean` reads them.
       penalties: as `surrogate`.
       states: name of a penalty -> what it remembers, of those with an `init` (adaptive_entropy):
@@ -87,8 +86,7 @@ def policy_loss(
       surrogate_options, reduction_options: of those given by name.
       fields: [B, T] each, what a part reads: reference_logp, ...
 
-    Returns: (loss [], metrics).
-    Raises: InputError on other shapes, unknown names and a penalty's state that is missing.
+    Returns: (loss [], metrics).  Raises: InputError on other shapes, unknown names, no state.
 
     >>> one, mask = jnp.zeros((1, 2)), jnp.ones((1, 2), bool)
     >>> loss, _ = policy_loss("clip", "token_mean", one, one, jnp.ones(1), mask)
@@ -103,8 +101,7 @@ def policy_loss(
         build_surrogate(surrogate, surrogate_options),
         [build_penalty(penalty) for penalty in penalties],
         *(logp, proximal_logp, advantage, mask, ids),
-        fields,
-        states,
+        *(fields, states),
     )
     loss = (weight.astype(per_token.dtype) * per_token).sum()
     return loss, merge(metrics, {"loss": Mean(total=loss, weight=jnp.ones((), loss.dtype))})

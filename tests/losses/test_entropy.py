@@ -72,7 +72,7 @@ def test_on_plain_arrays_the_adaptive_bonus_acts_from_the_second_update_on():
 @pytest.mark.parametrize("states", [None, {}, {"adaptive": 1}])
 def test_a_bonus_that_would_never_act_for_lack_of_its_state_is_refused(states):
     one, mask = jnp.ones((1, 2)), jnp.ones((1, 2), bool)
-    with pytest.raises(InputError, match="adaptive_entropy remembers .* penalty.init()"):
+    with pytest.raises(InputError, match=r"adaptive_entropy remembers .* penalty\.init\(\)"):
         policy_loss(
             *("clip", "token_mean", one, one, jnp.zeros(1), mask),
             penalties=[adaptive_entropy(1.0)],
