@@ -96,6 +96,7 @@ def explain(
     """
     whole = _over_streams(_find(name, dict(map(_option, options))), len(rewards))
     fields = fields or {}
+    building.refuse_unread(whole, fields)
     missing = sorted(whole.needs - {*fields, *rewards})
     if missing:
         of_tokens = any(FIELDS[field].shape == PER_TOKEN for field in missing if field in FIELDS)

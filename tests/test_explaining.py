@@ -204,5 +204,8 @@ def test_what_belongs_to_a_prompt_may_be_one_list():
     assert explaining.read_fields(["row=4"], (2, 3))["row"].tolist() == [4, 4]
 
 
-def test_a_field_with_two_equals_signs_is_no_crash(capsys):
-    assert "alive" in said(capsys, "grpo", "--rewards", "1,0", "--field", "x=y=1,0")
+def test_a_field_that_nothing_reads_is_refused_one_with_two_equals_signs_too(capsys):
+    given = ("grpo", "--rewards", "1,0", "--field")
+    assert "reads the field 'x=y'" in said(capsys, *given, "x=y=1,0", code=2)
+    told = said(capsys, *given, "trunctated=1,0", code=2)
+    assert "nothing in grpo reads the field 'trunctated': did you mean 'truncated'?" in told

@@ -99,14 +99,15 @@ def test_the_variance_of_a_field_is_that_of_its_positions():
         return np.array(out)
 
     whole = np.broadcast_to(where[:, None], value.shape)
-    fields = {"rewards": rewards, "x": value, "shared": where, "own": each}
+    places = {"shared": where, "own": each}
     for positions, counts in {"shared": whole, "own": each, None: np.ones_like(each)}.items():
         for name, reduce in {"max": np.max, "mean": np.mean}.items():
             expected = oracle(counts, reduce)
             cut = float(np.median(expected))  # between two of the six
             with jax.enable_x64(True):
                 part = mask_low_variance(cut, field="x", positions=positions, reduce=name)
-                left = run(part, **fields)[1].any(1)
+                given = {name: places[name] for name in places if name == positions}
+                left = run(part, rewards=rewards, x=value, **given)[1].any(1)
             assert left.tolist() == (expected > cut).tolist()
 
 
