@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple
 import jax.numpy as jnp
 from jax import Array
 
-from jaxgrpo.errors import NotGiven
+from jaxgrpo.errors import InputError, NotGiven
 from jaxgrpo.metrics import Metric, Metrics
 from jaxgrpo.names import suggest
 from jaxgrpo.types import Rollouts, RolloutSpec, Signal
@@ -108,3 +108,13 @@ def read_field(name: str, field: str, rollouts: Rollouts) -> Array:
 def at_step(value: Scheduled, rollouts: Rollouts, dtype: Any) -> Any:
     """The number that a scheduled argument has at the step of these rollouts."""
     return jnp.asarray(value(rollouts.step), dtype) if callable(value) else value
+
+
+def check_at_least(name: str, least: float, **options: Scheduled | None) -> None:
+    """Refuses numbers below `least`, and those that are not finite; not None, nor schedules.
+
+    Raises: InputError naming the part and the option.
+    """
+    for option, value in options.items():
+        if value is not None and not callable(value) and not least <= value < float("inf"):
+            raise InputError(f"{name}: {option} = {value}, expected {least:g} or more")
