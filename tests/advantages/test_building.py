@@ -90,6 +90,9 @@ def test_an_unknown_name_or_option_names_the_nearest():
         build("gropo")
     with refuses("recipe grpo: unknown option 'epz': did you mean 'eps'? Known: ddof, eps, weigh"):
         build("grpo", {"epz": 1.0})
+    with refuses("unknown recipe 'GRPO': did you mean 'grpo'?"):
+        build("GRPO")
+    assert names.suggest("ETA", ["Beta", "alpha"]).startswith("did you mean 'Beta'?")
     with refuses("options belong to a recipe given by name"):
         build(chain(laws.soften), {"eps": 1.0})
     with refuses("per_reward: missing a required argument: 'transform'; it takes (transform"):
