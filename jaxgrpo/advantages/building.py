@@ -160,10 +160,26 @@ def _step(step: Step) -> AdvantageTransform:
     use = step["use"]
     options = {name: value for name, value in step.items() if name != "use"}
     if isinstance(use, str):
+        factory = find("part", use, parts)
+        if needs_function(factory) and not callable(options.get("function")):
+            raise InputError(how_to_give_a_function(use))
         if use == "per_reward" and "transform" in options:
             options["transform"] = _inner(options["transform"])
-        return call(use, find("part", use, parts), options)
+        return call(use, factory, options)
     return _own(use, options)
+
+
+def needs_function(factory: Callable[..., Any]) -> bool:
+    """Whether a part is made of a function, as `combine` and `stream` are."""
+    return "function" in inspect.signature(factory).parameters
+
+
+def how_to_give_a_function(name: str) -> str:
+    """What to say where such a part is named in a text."""
+    return (
+        f"{name} takes a function, which text cannot give: write a step of your own in a file, def"
+        f" mine(): return jaxgrpo.advantages.{name}(...), and name that, file.py:mine"
+    )
 
 
 def _inner(spec: Any) -> AdvantageTransform:
