@@ -156,7 +156,8 @@ def _describe(console: Console, name: str) -> None:
     table = registry.recipes if name in registry.recipes else registry.parts
     factory = callables.load(name) if callables.is_reference(name) else table.get(name)
     if factory is None:
-        _find(name, {})
+        _find(name, {})  # raises
+    assert factory is not None
     # Without markup: formulas hold brackets.
     console.print(inspect.getdoc(factory) or f"{name} has no docstring", markup=False)
     if not callables.is_reference(name):

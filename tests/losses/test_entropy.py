@@ -52,20 +52,25 @@ def test_the_adaptive_bonus_acts_while_the_entropy_is_at_most_the_target(measure
     assert finalise(metrics) == pytest.approx({"entropy": 0.6, "entropy_coefficient": applied})
 
 
-def test_on_plain_arrays_the_adaptive_bonus_acts_from_the_second_update_on():
-    penalty = adaptive_entropy(1.0, coefficient=0.3, delta=0.1)
+def seen_on_plain_arrays(penalty, entropies):
+    """(loss, coefficient after it) of updates whose policy has these entropies."""
     one, mask = jnp.ones((1, 2)), jnp.ones((1, 2), bool)
-    given = ("clip", "token_mean", one, one, jnp.zeros(1), mask)
     state, seen = penalty.init(), []
-    for entropy in (0.5, 0.7, 0.2):
+    for entropy in entropies:
         loss, metrics = policy_loss(
-            *given,
+            *("clip", "token_mean", one, one, jnp.zeros(1), mask),
             penalties=[penalty],
-            states={"adaptive_entropy": state},
+            states={penalty.name: state},
             policy_entropy=entropy * one,
         )
         state = penalty.observe(state, metrics)
         seen.append((float(loss), float(state["coefficient"])))
+    return seen
+
+
+def test_on_plain_arrays_the_adaptive_bonus_acts_from_the_second_update_on():
+    penalty = adaptive_entropy(1.0, coefficient=0.3, delta=0.1)
+    seen = seen_on_plain_arrays(penalty, (0.5, 0.7, 0.2))
     np.testing.assert_allclose(seen, [(0, 0.4), (-0.4 * 0.7, 0.5), (-0.5 * 0.2, 0.6)], rtol=1e-6)
 
 
