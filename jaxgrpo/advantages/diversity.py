@@ -114,7 +114,7 @@ def unlikeliness(beta: Scheduled = 0.25) -> AdvantageTransform:
             "likeliest_reward": mean(value, mask & (share > 0.5)),
             "unlikeliest_reward": mean(value, mask & (share < 0.5)),
         }
-        return _replace(dataclasses.replace(signal, mask=mask), value * factor), metrics
+        return Signal(value=(value * factor).astype(signal.value.dtype), mask=mask), metrics
 
     return stateless("unlikeliness", apply, levels=(2,))
 
