@@ -15,7 +15,7 @@ import optax
 from jaxgrpo.advantages import AdvantageTransform
 from jaxgrpo.config import Config
 from jaxgrpo.errors import InputError
-from jaxgrpo.exporting import refuse_unknown_best
+from jaxgrpo.exporting import is_better, refuse_unknown_best
 from jaxgrpo.optimizers import fresh_moments
 from jaxgrpo.parts import Objective, Parts, opt_layout, param_layout
 from jaxgrpo.types import Params, TrainState
@@ -113,7 +113,7 @@ def see(config: Config, resets: Resets, values: Mapping[str, float]) -> Resets:
     value = float(values[metric])
     if not math.isfinite(value):
         return resets
-    if resets.best is None or value > resets.best:
+    if is_better(value, resets.best):
         return resets._replace(best=value, stale=0)
     return resets._replace(stale=resets.stale + 1)
 

@@ -12,6 +12,7 @@ import small_run
 
 from jaxgrpo import assembly, resetting, runtime, training
 from jaxgrpo.errors import ConfigError, InputError
+from jaxgrpo.exporting import is_better
 from jaxgrpo.io.checkpoints import parameter_hash
 from jaxgrpo.optimizers import current_rate
 
@@ -125,6 +126,15 @@ def test_it_is_due_by_steps_by_kl_and_by_evaluations_that_stall(tmp_path):
     assert decide(lines, reset_patience=2) == [9]
     with pytest.raises(InputError, match=r"reset_metric = .eval/acuracy.*did you mean"):
         decide(lines, reset_patience=2, reset_metric="eval/acuracy")
+
+
+def test_what_is_not_finite_is_never_the_best_and_does_not_stay_it():
+    nan, inf = float("nan"), float("inf")
+    assert [is_better(value, None) for value in (0.1, nan, inf, -inf)] == [True] + [False] * 3
+    assert [is_better(value, 0.2) for value in (0.1, 0.2, 0.3, nan, inf)] == [
+        *(False, False, True, False, False),
+    ]
+    assert is_better(0.1, nan)  # of a run that was begun before this was so
 
 
 @pytest.mark.slow
