@@ -35,7 +35,7 @@ lint: .venv/.tests
 
 docs: .venv/.run-time
 	$(BIN)/python docs/make_advantages.py
-	$(BIN)/python docs/make_losses.py
+	$(BIN)/python -m docs.make_losses
 
 experiments: .venv/.run-time
 	for page in docs/experiments/x*.md; do \

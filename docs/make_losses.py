@@ -1,31 +1,32 @@
 """Computes the tables of docs/losses.md.
 
-    python docs/make_losses.py     (make docs)
+    python -m docs.make_losses     (make docs)
 
 Surrogates and penalties: formula and paper come from the docstring (its first indented block;
-"Source: ... arXiv 2402.03300"), the pull from differentiating a sequence of one token. KL: all
-sequences of random policies over 3 tokens are enumerated, in float64, and gradients compared.
+"Source: ... arXiv 2402.03300"), the pull from differentiating a sequence of one token. KL: the
+uses of docs/experiments/kl_uses.py, whose gradients x15_kl_uses.py enumerates.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-import itertools
 import re
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.lax import stop_gradient
 
+from docs.experiments.common import cosine
+from docs.experiments.kl_uses import REVERSE, USES
+from docs.experiments.x15_kl_uses import measure, policies
 from jaxgrpo.errors import InputError
-from jaxgrpo.losses import build_penalty, build_surrogate, registry
+from jaxgrpo.losses import build_surrogate, registry
 
 PAGE = Path(__file__).resolve().parent / "losses.md"
 
@@ -50,10 +51,7 @@ PEERS = {
 """What others call a part; of those that are not here nobody else has one we know of."""
 
 RATIOS = (0.5, 1.0, 1.5, 6.0)
-V, T = 3, 3
 POLICIES = 50
-SEQUENCES = np.array(list(itertools.product(range(V), repeat=T)))
-STATES = np.stack([0 * SEQUENCES[:, 0], 1 + SEQUENCES[:, 0], 4 + SEQUENCES[:, :2] @ [3, 1]], 1)
 SAME = 1e-9
 """Gradients that differ by less, in every policy, are the same."""
 
@@ -89,93 +87,6 @@ def pull(name: str) -> str:
     return "; ".join(", ".join(_number(value) for value in row) for row in signs)
 
 
-class Terms(NamedTuple):
-    """A policy's log-probs of all sequences, [27, T] each; only `logp` and `kl` have gradient."""
-
-    logp: Array
-    reference: Array
-    old: Array
-    kl: Array  # at each visited state, over the vocabulary
-
-    @property
-    def token(self) -> Array:
-        return self.logp - self.reference
-
-    @property
-    def whole(self) -> Array:
-        return self.token.sum(1)
-
-
-class Use(NamedTuple):
-    """A use of a KL estimator as a loss of each sequence."""
-
-    name: str
-    level: str
-    here: str  # how it is called here; "": not offered
-    loss: Callable[[Terms], Array]  # -> [27]
-    old: bool = False  # sequences are drawn from another policy
-
-
-def penalty(name: str, level: str = "token") -> Callable[[Terms], Array]:
-    """A penalty of jaxgrpo, summed over the tokens of each sequence."""
-    part = build_penalty(name, {"beta": 1.0} | ({} if name == "full_kl" else {"level": level}))
-
-    def loss(given: Terms) -> Array:
-        fields = {"reference_logp": given.reference, "full_kl": given.kl}
-        rows = jnp.ones(given.logp.shape, jnp.int32)
-        mask = rows > 0
-        return part.compute(given.logp, given.old, given.logp, mask, rows, fields)[0].sum(1)
-
-    return loss
-
-
-def rewarded(charge: Array, given: Terms) -> Array:
-    """REINFORCE with the reward -charge: its gradient is charge * grad logp."""
-    return (stop_gradient(charge) * given.logp).sum(1)
-
-
-def to_go(value: Array) -> Array:
-    return jnp.cumsum(value[:, ::-1], 1)[:, ::-1]
-
-
-def spread(value: Array) -> Array:
-    return jnp.broadcast_to(value[:, None], (len(SEQUENCES), T))
-
-
-def square(log_ratio: Array) -> Array:
-    return log_ratio**2 / 2
-
-
-def third(log_ratio: Array) -> Array:
-    return jnp.expm1(-log_ratio) + log_ratio
-
-
-USES = (
-    Use("k1 as loss", "either", "", lambda x: x.whole),
-    Use("k1 in the reward", "sequence", "", lambda x: rewarded(spread(x.whole), x)),
-    Use("k1 in the reward, to go", "token", "`k1_in_reward`",
-        lambda x: rewarded(to_go(x.token), x)),
-    Use("k2 as loss", "sequence", '`k2`, `level = "sequence"`', penalty("k2", "sequence")),
-    Use("k2 as loss", "token", "`k2`", penalty("k2")),
-    Use("k2 in the reward", "sequence", "", lambda x: rewarded(spread(square(x.whole)), x)),
-    Use("k2 in the reward, to go", "token", "", lambda x: rewarded(to_go(square(x.token)), x)),
-    Use("k3 as loss", "sequence", '`forward_kl_k3`, `level = "sequence"`',
-        penalty("forward_kl_k3", "sequence")),
-    Use("k3 as loss", "token", "`forward_kl_k3`", penalty("forward_kl_k3")),
-    Use("k3 in the reward", "sequence", "", lambda x: rewarded(spread(third(x.whole)), x)),
-    Use("k3 in the reward, to go", "token", "", lambda x: rewarded(to_go(third(x.token)), x)),
-    Use("whole vocabulary as loss", "token", "`full_kl`", penalty("full_kl")),
-    Use("ρ k1 as loss, off policy", "sequence", "",
-        lambda x: jnp.exp((x.logp - x.old).sum(1)) * x.whole, old=True),
-    Use("ρ k3 as loss, off policy", "sequence", '`reverse_kl_off_policy`, `level = "sequence"`',
-        penalty("reverse_kl_off_policy", "sequence"), old=True),
-    Use("ρ k3 as loss, off policy", "token", "`reverse_kl_off_policy`",
-        penalty("reverse_kl_off_policy"), old=True),
-)  # fmt: skip
-
-REVERSE, FORWARD = "KL(π‖ref)", "KL(ref‖π)"
-
-
 def kl_uses() -> str:
     """The table of uses of KL estimators, in Markdown."""
     found = compare()
@@ -189,10 +100,10 @@ def kl_uses() -> str:
         gradient = same[0].removeprefix("gradient ") if same else "none of these"
         value = REVERSE if (one["value"] < SAME).all() else "–"
         zero = (one["gradient nothing"] < SAME).all()
-        cosine = "–" if zero else f"{one['cosine'].mean():.2f}"
+        angle = "–" if zero else f"{one['cosine'].mean():.2f}"
         if gradient == REVERSE:
-            gradient, cosine = f"**{gradient}**", "1"
-        cells = (use.name, use.level, use.here or "–", gradient, cosine, value)
+            gradient, angle = f"**{gradient}**", "1"
+        cells = (use.name, use.level, use.here or "–", gradient, angle, value)
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -201,59 +112,15 @@ def kl_uses() -> str:
 def compare() -> dict[str, np.ndarray]:
     """[policies, uses]: distances to the targets' gradients, cosine, distance of the value."""
     with jax.enable_x64(True):
-        logits = np.random.default_rng(0).normal(size=(POLICIES, 3, 13, V))
-        return jax.tree.map(np.asarray, jax.jit(jax.vmap(_compare))(jnp.asarray(logits)))
-
-
-def _compare(logits: Array) -> dict[str, Array]:
-    """Of one policy, reference and old policy, logits [3, 13, 3]."""
-    policy, reference, old = logits
-    targets = {name: jax.grad(f)(policy) for name, f in _targets(reference, old).items()}
-    reverse = targets[REVERSE]
-
-    def expected(policy: Array, use: Use) -> Array:
-        given = terms(policy, reference, old if use.old else stop_gradient(policy))
-        return (jnp.exp(given.old.sum(1)) * use.loss(given)).sum()
-
-    both = [jax.value_and_grad(expected)(policy, use) for use in USES]
-    divergence = _targets(reference, old)[REVERSE](policy)
-    found = {
-        f"gradient {name}": jnp.stack([jnp.abs(g - target).max() for _, g in both])
-        for name, target in targets.items()
-    }
-    size = lambda x: jnp.sqrt((x**2).sum())  # noqa: E731
-    cosine = [(g * reverse).sum() / jnp.maximum(size(g) * size(reverse), 1e-30) for _, g in both]
-    value = [jnp.abs(v - divergence) for v, _ in both]
-    return found | {"cosine": jnp.stack(cosine), "value": jnp.stack(value)}
-
-
-def _targets(reference: Array, old: Array) -> dict[str, Callable[[Array], Array]]:
-    """Name -> what is differentiated with respect to the policy's logits."""
-
-    def sequences(left: Array, right: Array) -> Array:
-        one, other = (jax.nn.log_softmax(x)[STATES, SEQUENCES].sum(1) for x in (left, right))
-        return (jnp.exp(one) * (one - other)).sum()
-
-    def states(left: Array, right: Array, visitor: Array) -> Array:
-        p, q = jax.nn.log_softmax(left), jax.nn.log_softmax(right)
-        visits = jnp.exp(jax.nn.log_softmax(visitor)[STATES, SEQUENCES].sum(1))
-        return (stop_gradient(visits)[:, None] * (jnp.exp(p) * (p - q)).sum(1)[STATES]).sum()
-
-    return {
-        REVERSE: lambda x: sequences(x, reference),
-        FORWARD: lambda x: sequences(reference, x),
-        "nothing": lambda x: 0 * x.sum(),
-        f"{REVERSE} at each visited state": lambda x: states(x, reference, x),
-        f"{FORWARD} at each visited state": lambda x: states(reference, x, x),
-        f"{REVERSE} at each state that old visits": lambda x: states(x, reference, old),
-    }
-
-
-def terms(policy: Array, reference: Array, old: Array) -> Terms:
-    tables = [jax.nn.log_softmax(x) for x in (policy, reference, old)]
-    logp, anchor, sampler = (table[STATES, SEQUENCES] for table in tables)
-    kl = (jnp.exp(tables[0]) * (tables[0] - tables[1])).sum(1)[STATES]
-    return Terms(logp, anchor, stop_gradient(sampler), kl)
+        found = jax.jit(jax.vmap(measure))(*policies(POLICIES))
+        apart = {
+            f"gradient {name}": np.abs(found.gradient - target[:, None]).max((2, 3))
+            for name, target in found.target.items()
+        }
+        reverse = found.target[REVERSE]
+        each = [cosine(found.gradient[:, index], reverse) for index in range(len(USES))]
+        value = np.abs(found.expected - found.divergence[:, None])
+        return apart | {"cosine": np.stack(each, 1), "value": value}
 
 
 def penalties() -> str:

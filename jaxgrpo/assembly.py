@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 
 from jaxgrpo import packing, sharding
 from jaxgrpo.advantages import AdvantageTransform
+from jaxgrpo.chain_tail import refuse_double_weights
 from jaxgrpo.config import Config
 from jaxgrpo.errors import InputError
 from jaxgrpo.inputs import eval_source, load_prompts, make_chat
@@ -162,6 +163,7 @@ def make_parts(
     packing.check_geometry(geometry)
     chain = make_chain(config, rewards, advantage)
     objective = make_objective(config)
+    refuse_double_weights(chain, objective.surrogate, objective.proximal)
     optimizer = config.optimizer
     return Parts(
         model=model,

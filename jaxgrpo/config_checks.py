@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from jaxgrpo import loss_checks
 from jaxgrpo.config_keys import OptimizerKeys, RewardKeys
 from jaxgrpo.config_reading import Values, show
 from jaxgrpo.errors import InputError
@@ -21,16 +22,15 @@ from jaxgrpo.io.sources import FILES, FORMS
 from jaxgrpo.io.templates import is_template, placeholders
 from jaxgrpo.names import suggest
 from jaxgrpo.tasks import PREFIX, tasks
+from jaxgrpo.types import RolloutSpec
 
 
 def check(values: Values) -> Iterator[str]:
     """All problems of a config whose values are right one by one."""
     for check_some in (
-        *(_one_chain, _groups, _schedule, _evaluation, _best, _penalties, _mismatch, _resets),
-        *(_rewards, _tracking),
+        *(_one_chain, _groups, _schedule, _evaluation, _best, loss_checks.check, _rewards),
+        *(_tracking, _sources, _revision, _prompts, _parts, _optimizer),
     ):
-        yield from check_some(values)
-    for check_some in (_truncation, _sources, _revision, _prompts, _parts, _optimizer):
         yield from check_some(values)
 
 
@@ -83,69 +83,6 @@ def _best(values: Values) -> Iterator[str]:
             f"checkpoint.keep_best = {show(best)}: nothing is evaluated between the start and the "
             "end; set eval.data and eval.every"
         )
-
-
-def _penalties(values: Values) -> Iterator[str]:
-    from jaxgrpo.chain_tail import IN_REWARD
-
-    kl = values.get("loss.kl", 0)
-    none = kl is None or (kl and kl["use"] == IN_REWARD)
-    none = none and values.get("loss.entropy", 0) is None
-    if values.get("loss.penalties_on") == "live" and none:
-        yield (
-            'loss.penalties_on = "live": there is no penalty; add loss.kl = { use = "k2", beta = '
-            "0.01 } or loss.entropy, or leave penalties_on out"
-        )
-
-
-def _truncation(values: Values) -> Iterator[str]:
-    top_k, top_p = values.get("rollout.top_k", 0), values.get("rollout.top_p", 1.0)
-    if top_p > 1:
-        yield f"rollout.top_p = {top_p:g}: a probability; set it to 1 (off) or less"
-        return
-    name = f"rollout.top_k = {top_k}" if top_k else f"rollout.top_p = {top_p:g}"
-    if (top_k or top_p < 1) and values.get("loss.proximal") == "behavior":
-        yield (
-            f"{name}: the sampler's log-probs are then those of the cut distribution and the "
-            "trainer's of the whole one, so their ratio is off by the probability cut away; set "
-            'loss.proximal = "trainer", or sample from all tokens'
-        )
-
-
-def _mismatch(values: Values) -> Iterator[str]:
-    from jaxgrpo.chain_tail import WEIGHING
-
-    part = values.get("loss.mismatch")
-    if part and part["use"] in WEIGHING and values.get("loss.proximal") == "behavior":
-        yield (
-            f'loss.mismatch = {show(part)}: with loss.proximal = "behavior" the surrogate\'s ratio '
-            'begins at the sampler and holds this weight already; set loss.proximal = "trainer"'
-        )
-
-
-def _resets(values: Values) -> Iterator[str]:
-    names = ("reset_every", "reset_kl_above", "reset_patience")
-    asked = [f"reference.{name}" for name in names if values.get(f"reference.{name}")]
-    if not asked or "loss.kl" not in values:
-        return
-    kl = values["loss.kl"]
-    # A chain of one's own may read the reference: that is seen when the run is built.
-    own = "advantage" in values or is_reference(_recipe_part(values.get("recipe", "grpo"))["use"])
-    if (kl is None and not own) or (kl and "target_validity" in kl):
-        why = "there is no reference" if kl is None else "target_validity measures from the base"
-        yield (
-            f"{asked[0]}: {why}, so that nothing could be reset; take loss.kl = {{ use = "
-            '"k2", beta = 0.001 }, or leave it out'
-        )
-    if values.get("reference.reset_patience"):
-        metric = values.get("reference.reset_metric", "eval/accuracy")
-        if not metric.startswith("eval/"):
-            yield f'reference.reset_metric = {show(metric)}: expected "eval/NAME"'
-        if not values.get("eval.every", 1) or values.get("eval.data", 1) is None:
-            yield (
-                "reference.reset_patience: nothing is evaluated between the start and the end; set "
-                "eval.data and eval.every"
-            )
 
 
 def _tracking(values: Values) -> Iterator[str]:
@@ -267,6 +204,11 @@ def _parts(values: Values) -> Iterator[str]:
         length = {"length": 1} if part["use"] == "constant" else {}
         losses.build_reduction({**length, **part})
 
+    def kl(part: Mapping[str, Any]) -> None:
+        build_penalties(part)
+        for step in build_tail(part, None):
+            step.init(_spec(tuple(weights or ("reward",))))
+
     def reward(part: Mapping[str, Any]) -> None:
         name, options = _split(part)
         known = {key: options[key] for key in options if not _misspelt(key, RewardKeys)}
@@ -282,7 +224,7 @@ def _parts(values: Values) -> Iterator[str]:
     builders: dict[str, Callable[[dict[str, Any]], Any]] = {
         "loss.surrogate": losses.build_surrogate,
         "loss.reduction": reduction,
-        "loss.kl": lambda part: (build_penalties(part), build_tail(part, None)),
+        "loss.kl": kl,
         "loss.mismatch": lambda part: build_tail(None, part),
         "loss.entropy": losses.build_entropy,
         "rollout.prompts": lambda part: build_policy(part, weights),
@@ -290,6 +232,11 @@ def _parts(values: Values) -> Iterator[str]:
     for where, build in builders.items():
         if part := values.get(where):
             yield from _try(where, part, build)
+
+
+def _spec(rewards: tuple[str, ...]) -> RolloutSpec:
+    """Rollouts of these rewards, from rows that return; the sizes stand for any."""
+    return RolloutSpec(1, 1, 1, 1, rewards, num_rows=1)
 
 
 def _try(where: str, part: Mapping[str, Any], build: Callable[[Any], Any]) -> Iterator[str]:

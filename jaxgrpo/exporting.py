@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -98,6 +99,17 @@ def refuse_unknown_best(
             f'{key} = "{metric}": the evaluation has no such metric; '
             + suggest(metric, [f"eval/{name}" for name in metrics])
         )
+
+
+def is_better(value: float, best: float | None) -> bool:
+    """Whether a value is above the best so far; what is not finite is never better, nor a best.
+
+    >>> is_better(0.1, None), is_better(float("nan"), None), is_better(0.1, float("nan"))
+    (True, False, True)
+    """
+    if not math.isfinite(value):
+        return False
+    return best is None or not math.isfinite(best) or value > best
 
 
 def model_card(config: Config, step: int, evaluation: Mapping[str, float]) -> str:

@@ -13,14 +13,15 @@ T = TypeVar("T")
 
 
 def suggest(name: str, known: Iterable[str]) -> str:
-    """What to say after an unknown name: the nearest known one, else all of them.
+    """What to say after an unknown name: the nearest known one in any case, else all of them.
 
-    >>> suggest("grop", ["grpo", "sign"])
+    >>> suggest("GROP", ["grpo", "sign"])
     "did you mean 'grpo'? Known: grpo, sign"
     """
     known = sorted(known)
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
-    hint = f"did you mean {near[0]!r}? " if near else ""
+    lowered = {one.lower(): one for one in known}
+    near = difflib.get_close_matches(name.lower(), lowered, n=1, cutoff=0.6)
+    hint = f"did you mean {lowered[near[0]]!r}? " if near else ""
     return f"{hint}Known: {', '.join(known) or 'none'}"
 
 

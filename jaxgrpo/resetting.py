@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
+from jaxgrpo.advantages import AdvantageTransform
 from jaxgrpo.config import Config
 from jaxgrpo.errors import InputError
-from jaxgrpo.exporting import refuse_unknown_best
+from jaxgrpo.exporting import is_better, refuse_unknown_best
 from jaxgrpo.optimizers import fresh_moments
-from jaxgrpo.parts import Parts, opt_layout, param_layout
+from jaxgrpo.parts import Objective, Parts, opt_layout, param_layout
 from jaxgrpo.types import Params, TrainState
 
 
@@ -53,10 +55,6 @@ def _fresh(
     return jax.tree.map(copy, trainable, reference), moments
 
 
-KL_METRICS = ("kl", "add_kl_return/kl", "kl_in_reward/kl")
-"""Where a step's KL to the reference is found, the first that is there."""
-
-
 class Resets(NamedTuple):
     """What a run remembers of its resets, saved beside each checkpoint as JSON."""
 
@@ -81,12 +79,12 @@ def make_resetter(config: Config, parts: Parts) -> Reset:
     """
     if not _asked(config):
         return lambda state, resets, number, values: (state, resets)
-    objective = parts.objective
-    if not ({"reference_logp"} & (parts.chain.needs | objective.needs) or objective.anchors):
+    if not ("reference_logp" in parts.chain.needs or _reads_reference(parts.objective)):
         raise InputError(
             "reference: nothing in the run reads the reference's log-probs, so that a reset would "
             "do nothing; add a KL to it, or leave reference.reset_... out"
         )
+    names = kl_metrics(parts)
     layout = (param_layout(parts), opt_layout(parts))
     fresh = jax.jit(functools.partial(_fresh, parts.optimizer), out_shardings=layout)
 
@@ -96,7 +94,7 @@ def make_resetter(config: Config, parts: Parts) -> Reset:
         # The evaluation behind the last step is none of a run that goes on with more.
         if number % (config.eval.every or 1) == 0:
             resets = see(config, resets, values)
-        if not is_due(config, resets, number, values):
+        if not is_due(config, resets, number, values, names):
             return state, resets
         return _reset(state, fresh), resets._replace(count=resets.count + 1, last=number, stale=0)
 
@@ -104,26 +102,59 @@ def make_resetter(config: Config, parts: Parts) -> Reset:
 
 
 def see(config: Config, resets: Resets, values: Mapping[str, float]) -> Resets:
-    """Counts the evaluations that brought nothing better. A step without one changes nothing."""
+    """Counts the evaluations that brought nothing better.
+
+    A step without an evaluation changes nothing; nor does one whose value is not finite.
+    """
     metric, measured = config.reference.reset_metric, _evaluated(values)
     if not config.reference.reset_patience or not measured:
         return resets
     refuse_unknown_best(metric, measured, "reference.reset_metric")
     value = float(values[metric])
-    if resets.best is None or value > resets.best:
+    if not math.isfinite(value):
+        return resets
+    if is_better(value, resets.best):
         return resets._replace(best=value, stale=0)
     return resets._replace(stale=resets.stale + 1)
 
 
-def is_due(config: Config, resets: Resets, number: int, values: Mapping[str, float]) -> bool:
-    """Whether the reference is to be reset after step `number`."""
+def kl_metrics(parts: Parts) -> tuple[str, ...]:
+    """Where a step's KL to the reference may be found: in the loss, then in steps of the chain.
+
+    A step that reads base_logp and no reference_logp measures from the base, which is never reset.
+    """
+    own = ("kl",) if _reads_reference(parts.objective) else ()
+    return (*own, *_kl_of_steps(parts.chain))
+
+
+def is_due(
+    config: Config,
+    resets: Resets,
+    number: int,
+    values: Mapping[str, float],
+    names: Sequence[str],
+) -> bool:
+    """Whether the reference is to be reset after step `number`; `names` as `kl_metrics` gives."""
     keys = config.reference
     if keys.reset_every and number - resets.last >= keys.reset_every:
         return True
     if keys.reset_patience and resets.stale >= keys.reset_patience:
         return True
     # NaN, in a step without a live sample, is above nothing.
-    return keys.reset_kl_above is not None and _kl(values) > keys.reset_kl_above
+    return keys.reset_kl_above is not None and _kl(values, names) > keys.reset_kl_above
+
+
+def _reads_reference(objective: Objective) -> bool:
+    return "reference_logp" in objective.needs or bool(objective.anchors)
+
+
+def _kl_of_steps(chain: AdvantageTransform) -> tuple[str, ...]:
+    found = []
+    for name, step in chain.steps or ((chain.name, chain),):
+        inner = _kl_of_steps(step) if step.steps else ("kl",)
+        if "reference_logp" in step.needs:
+            found += [f"{name}/{metric}" for metric in inner]
+    return tuple(found)
 
 
 def _evaluated(values: Mapping[str, float]) -> dict[str, float]:
@@ -131,17 +162,17 @@ def _evaluated(values: Mapping[str, float]) -> dict[str, float]:
     return {name.removeprefix("eval/"): values[name] for name in found}
 
 
-def _kl(values: Mapping[str, float]) -> float:
-    """The step's KL to the reference: of a penalty in the loss, or of a step of the chain.
+def _kl(values: Mapping[str, float], names: Sequence[str]) -> float:
+    """The step's KL to the reference, under the first of the names that is there.
 
     Raises: InputError where nothing reports it.
     """
-    for name in KL_METRICS:
+    for name in names:
         if name in values:
             return values[name]
     raise InputError(
-        f"reference.reset_kl_above: no step reports {' or '.join(KL_METRICS)}; let the loss of your"
-        " own return the metric kl, or take reference.reset_every"
+        f"reference.reset_kl_above: no step reports {' or '.join(names)}; let the code of your own"
+        " return the metric kl, or take reference.reset_every"
     )
 
 

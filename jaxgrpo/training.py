@@ -21,7 +21,7 @@ from jaxgrpo.config import Config
 from jaxgrpo.console import Display
 from jaxgrpo.errors import InputError
 from jaxgrpo.evaluation import Evaluate, evaluator_of
-from jaxgrpo.exporting import export, refuse_unknown_best
+from jaxgrpo.exporting import export, is_better, refuse_unknown_best
 from jaxgrpo.from_python import config_of
 from jaxgrpo.inputs import dropped_line
 from jaxgrpo.io import huggingface
@@ -272,7 +272,7 @@ class _Loop:
         if metric is None or number == 0:
             return
         value = metrics[metric.removeprefix("eval/")]
-        if self.best is None or value > self.best[1]:
+        if is_better(value, self.best[1] if self.best else None):
             self.best = (number, value)
 
     def _how_to_go_on(self, number: int) -> str:

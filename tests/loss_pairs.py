@@ -33,6 +33,7 @@ PENALTIES = [
     *(build_penalty(name, {"beta": 0.1, "level": "sequence"}) for name in BY_SEQUENCE),
     *(build_entropy("bonus", {"coefficient": 0.1}), build_entropy("adaptive", {"target": 1.0})),
 ]
+STATES = {penalty.name: penalty.init() for penalty in PENALTIES if penalty.init is not None}
 CASES = {name: (surrogate, []) for name, surrogate in SURROGATES.items()}
 CASES["clip with penalties"] = SURROGATES["clip"], PENALTIES
 COUNTS_MASKED_ROWS = {"sequence_mean of all"}
@@ -81,7 +82,7 @@ def evaluate_all(batch, weights):
         fields["replayed"] = batch["replayed"]
         return token_loss(
             *(surrogate, penalties, logp, batch["proximal"], batch["advantage"]),
-            *(batch["mask"], batch["segment"], fields),
+            *(batch["mask"], batch["segment"], fields, STATES),
         )
 
     results = {}

@@ -7,7 +7,8 @@ import dataclasses
 import pytest
 import small_run
 
-from jaxgrpo import advantages, chain_tail, methods, training
+from jaxgrpo import advantages, assembly, chain_tail, losses, methods, training
+from jaxgrpo.errors import InputError
 
 KL = {"use": "k1_in_reward", "beta": 0.05}
 WEIGHTS = {"use": "truncated_importance", "level": "token", "cap": 2.0}
@@ -46,6 +47,23 @@ def test_a_kl_in_the_return_is_no_penalty_and_the_others_are():
     (penalty,) = chain_tail.build_penalties({"use": "k2", "beta": 0.1})
     assert penalty.name == "k2"
     assert chain_tail.build_tail({"use": "k2", "beta": 0.1}, None) == ()
+
+
+def test_what_python_brings_may_not_weigh_twice_either(tmp_path):
+    weights = advantages.chain(advantages.sum_rewards(), advantages.truncated_importance())
+    inner = advantages.chain(advantages.truncated_importance(), name="inner")
+    nested = advantages.chain(advantages.sum_rewards(), inner)
+    each = advantages.per_reward(advantages.masked_importance(level="sequence"))
+    clip, plain = (losses.build_surrogate(name) for name in ("clip", "reinforce"))
+    own = losses.Surrogate("own", clip.compute)
+    for chain, step in ((weights, "truncated_importance"), (nested, "inner"), (each, "per_reward")):
+        for surrogate in (clip, own):
+            with pytest.raises(InputError, match=f"^{step}.*: with loss.proximal = .behavior"):
+                chain_tail.refuse_double_weights(chain, surrogate, "behavior")
+            chain_tail.refuse_double_weights(chain, surrogate, "trainer")
+        chain_tail.refuse_double_weights(chain, plain, "behavior")
+    with pytest.raises(InputError, match="holds this weight already"):
+        assembly.setup(small_run.config(tmp_path), advantage=weights)
 
 
 @pytest.mark.slow

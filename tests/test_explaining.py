@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from jaxgrpo import explaining
+from jaxgrpo import given_rollouts
 from jaxgrpo.advantages import registry
 from jaxgrpo.cli import main
 
@@ -133,7 +133,7 @@ def test_fields_are_lists_for_each_group_or_for_all_or_json(capsys):
         steps = shown(capsys, "mask_truncated", *two, "--field", field)
         assert steps["steps"][-1]["mask"] == [[True, False], [True, False]]
         assert steps["metrics"] == {"mask_truncated/masked": 0.5}
-    fields = explaining.read_fields(["row=4", "row=7", "classes=0,1", "doubt=.5,.25"], (2, 2))
+    fields = given_rollouts.read_fields(["row=4", "row=7", "classes=0,1", "doubt=.5,.25"], (2, 2))
     assert fields["row"].tolist() == [4, 7]
     assert fields["classes"].tolist() == [[0, 1], [0, 1]]
     assert fields["classes"].dtype == int
@@ -195,14 +195,38 @@ def test_wrong_input_is_told_in_one_message(arguments, message, capsys):
 
 
 def test_examples_in_docstrings_hold():
-    assert doctest.testmod(explaining).failed == 0
+    assert doctest.testmod(given_rollouts).attempted
+    assert doctest.testmod(given_rollouts).failed == 0
 
 
 def test_what_belongs_to_a_prompt_may_be_one_list():
-    fields = explaining.read_fields(["row=4,7"], (2, 3))
+    fields = given_rollouts.read_fields(["row=4,7"], (2, 3))
     assert fields["row"].tolist() == [4, 7]
-    assert explaining.read_fields(["row=4"], (2, 3))["row"].tolist() == [4, 4]
+    assert given_rollouts.read_fields(["row=4"], (2, 3))["row"].tolist() == [4, 4]
 
 
-def test_a_field_with_two_equals_signs_is_no_crash(capsys):
-    assert "alive" in said(capsys, "grpo", "--rewards", "1,0", "--field", "x=y=1,0")
+def test_a_field_that_nothing_reads_is_refused_one_with_two_equals_signs_too(capsys):
+    given = ("grpo", "--rewards", "1,0", "--field")
+    assert "reads the field 'x=y'" in said(capsys, *given, "x=y=1,0", code=2)
+    told = said(capsys, *given, "trunctated=1,0", code=2)
+    assert "nothing in grpo reads the field 'trunctated': did you mean 'truncated'?" in told
+
+
+@pytest.mark.parametrize("name", ["combine", "stream"])
+def test_a_part_that_takes_a_function_says_how_to_be_shown(capsys, own, name):
+    told = said(capsys, name, "--rewards", "1,0", code=2)
+    message = f"{name} takes a function, which text cannot give: write a step of your own"
+    assert message in told
+    assert "advantage[0]" not in told
+    given = ("--option", "name=x", "--option", "function=mine.py:plus")
+    assert message in said(capsys, name, "--rewards", "1,0", *given, code=2)
+    assert message in said(capsys, name)  # instead of "--rewards 1,0,0,0 shows ..."
+    own.write_text(
+        "import jaxgrpo.advantages as adv\n"
+        "def combine():\n"
+        "    return adv.combine(lambda streams, rollouts: streams['b'], name='second')\n"
+        "def stream():\n"
+        "    return adv.stream('ones', lambda rollouts: 0 * rollouts.rewards['a'] + 1)\n"
+    )
+    steps = shown(capsys, f"{own}:{name}", "--rewards", "a=1,0", "--rewards", "b=2,3")["steps"]
+    assert steps[-1]["value"] == {"combine": [[2, 3]], "stream": [[4, 4]]}[name]

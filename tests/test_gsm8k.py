@@ -5,17 +5,14 @@ from __future__ import annotations
 import math
 
 import gsm8k
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-import torch
+import whole_logits
 from safetensors.numpy import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import jaxgrpo
 from jaxgrpo.io.huggingface import read_config, read_params
-from jaxgrpo.models.attention import causal
 from jaxgrpo.models.decoder import build
 from jaxgrpo.rewards import gsm8k_answer
 
@@ -133,13 +130,12 @@ def test_gold_answers_of_the_data_are_right_answers(folder):
 def test_transformers_reads_the_exported_model_with_equal_logits(run, folder, exported):
     tokens = np.random.default_rng(0).integers(3, gsm8k.VOCABULARY, size=(4, 48))
     theirs = AutoModelForCausalLM.from_pretrained(exported, dtype="float32").eval()
-    with torch.no_grad():
-        expected = theirs(torch.as_tensor(tokens)).logits.numpy()
+    expected = whole_logits.of_torch(theirs, tokens)
     assert expected.std() > 0.1
     model = build(read_config(exported))
     # Of the parameters as training left them, and of those that are read back.
     for params in (run.state.trainable, read_params(exported, model)):
-        ours = np.asarray(logits(model, params, tokens))
+        ours = whole_logits.of_ours(model, params, tokens)
         assert np.abs(ours - expected).max() < 1e-4
 
 
@@ -156,16 +152,3 @@ def test_the_exported_tokenizer_writes_the_prompts_that_were_trained_on(run, exp
         )
         assert words(text, add_special_tokens=False)["input_ids"] == encoded.tolist()
         assert text.endswith("<think>\n\n</think>\n\n")
-
-
-def logits(model, params, tokens) -> jax.Array:
-    """Our own forward pass [rows, positions, vocabulary]."""
-
-    @jax.jit
-    def forward(params):
-        position = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-        attend = causal(position, position >= 0)
-        hidden, _ = model.apply(params, jnp.asarray(tokens), position, attend, None)
-        return model.unembed(params, hidden)
-
-    return forward(params)

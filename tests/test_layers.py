@@ -40,9 +40,9 @@ STEPS = words("steps optimizers parts preparation")
 HOST = words("io rewards tasks")
 TOP = words(
     "__init__ __main__ alarms assembly beginning chain_tail cli config config_checks config_keys"
-    " config_reading console doctor evaluation explaining exporting from_python gathering inference"
-    " inputs logbook methods planning quickstart reports resetting resuming rewarding rollouts"
-    " runtime training warmstart"
+    " config_reading console doctor evaluation explaining exporting from_python gathering"
+    " given_rollouts inference inputs logbook loss_checks methods planning quickstart reports"
+    " resetting resuming rewarding rollouts runtime training warmstart"
 )
 LAYERS = (
     Layer(BASE, BASE, words("jax jaxtyping")),

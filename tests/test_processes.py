@@ -28,6 +28,19 @@ def free_port():
         return listener.getsockname()[1]
 
 
+def start_two(python, environment, config):
+    """Two started processes of two devices each, that train as one run."""
+    port = free_port()
+    together = {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}", "JAX_NUM_PROCESSES": "2"}
+    return [
+        small_run.command(
+            *(python, "train", config),
+            env=environment(devices=2, JAX_PROCESS_ID=str(index), **together),
+        )
+        for index in range(2)
+    ]
+
+
 def test_two_processes_train_three_steps_like_one(tmp_path, python, environment):
     rows = tasks.load("task:arithmetic:train", count=8)
     (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
@@ -37,21 +50,7 @@ def test_two_processes_train_three_steps_like_one(tmp_path, python, environment)
         count: small_run.write(tmp_path / f"{count}.toml", folder, **changes)
         for count, folder in folders.items()
     }
-    port = free_port()
-    processes = [
-        small_run.command(
-            python,
-            "train",
-            files[2],
-            env=environment(
-                devices=2,
-                JAX_COORDINATOR_ADDRESS=f"127.0.0.1:{port}",
-                JAX_NUM_PROCESSES="2",
-                JAX_PROCESS_ID=str(index),
-            ),
-        )
-        for index in range(2)
-    ]
+    processes = start_two(python, environment, files[2])
     processes.append(small_run.command(python, "train", files[1], env=environment(devices=4)))
     for process in processes:
         output, _ = process.communicate(timeout=300)
@@ -76,21 +75,7 @@ def test_two_processes_train_three_steps_like_one(tmp_path, python, environment)
 
 def test_a_mistake_ends_both_processes_with_one_message(tmp_path, python, environment):
     file = small_run.write(tmp_path / "run.toml", tmp_path / "r", **{"mesh.fsdp": 3})
-    port = free_port()
-    processes = [
-        small_run.command(
-            python,
-            "train",
-            file,
-            env=environment(
-                devices=2,
-                JAX_COORDINATOR_ADDRESS=f"127.0.0.1:{port}",
-                JAX_NUM_PROCESSES="2",
-                JAX_PROCESS_ID=str(index),
-            ),
-        )
-        for index in range(2)
-    ]
+    processes = start_two(python, environment, file)
     for process in processes:
         output, _ = process.communicate(timeout=120)
         assert process.returncode == 2, output

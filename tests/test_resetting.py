@@ -12,6 +12,7 @@ import small_run
 
 from jaxgrpo import assembly, resetting, runtime, training
 from jaxgrpo.errors import ConfigError, InputError
+from jaxgrpo.exporting import is_better
 from jaxgrpo.io.checkpoints import parameter_hash
 from jaxgrpo.optimizers import current_rate
 
@@ -94,10 +95,11 @@ def resets(values: list[dict[str, float]], folder, **keys: Any) -> list[int]:
     if "reset_patience" in keys:
         changes |= {"eval.data": "task:arithmetic:test", "eval.every": 1}
     config = small_run.config(folder, **{"loss.kl": K2}, **changes)
+    names = ("kl", "add_kl_return/kl")
     known, due = resetting.Resets(), []
     for number, line in enumerate(values, start=1):
         known = resetting.see(config, known, line)
-        if resetting.is_due(config, known, number, line):
+        if resetting.is_due(config, known, number, line, names):
             due.append(number)
             known = known._replace(count=known.count + 1, last=number, stale=0)
     return due
@@ -109,8 +111,7 @@ def test_it_is_due_by_steps_by_kl_and_by_evaluations_that_stall(tmp_path):
     assert decide([{}] * 7, reset_every=3) == [3, 6]
     kls = [{"kl": kl} for kl in (0.1, 0.3, nan, 0.2, 0.21)]
     assert decide(kls, reset_kl_above=0.2) == [2, 5]
-    for name in ("add_kl_return/kl", "kl_in_reward/kl"):
-        assert decide([{name: 0.3}], reset_kl_above=0.2) == [1]
+    assert decide([{"add_kl_return/kl": 0.3}], reset_kl_above=0.2) == [1]
     with pytest.raises(InputError, match=r"reset_kl_above: no step reports kl or"):
         decide([{}], reset_kl_above=0.2)
     # Counted anew from each reset, whatever brought it.
@@ -120,8 +121,20 @@ def test_it_is_due_by_steps_by_kl_and_by_evaluations_that_stall(tmp_path):
     lines = [{"eval/accuracy": a} for a in (0.1, 0.3, 0.2)] + [{}] * 3
     lines += [{"eval/accuracy": a} for a in (0.3, 0.3, 0.1, 0.4, 0.3, 0.3)]
     assert decide(lines, reset_patience=2) == [7, 9, 12]
+    # What is not finite is no evaluation, neither a best one nor one without a best.
+    lines = [{"eval/accuracy": a} for a in (nan, 0.1, nan, 0.2, nan, 0.1, -np.inf, np.inf, 0.2)]
+    assert decide(lines, reset_patience=2) == [9]
     with pytest.raises(InputError, match=r"reset_metric = .eval/acuracy.*did you mean"):
         decide(lines, reset_patience=2, reset_metric="eval/acuracy")
+
+
+def test_what_is_not_finite_is_never_the_best_and_does_not_stay_it():
+    nan, inf = float("nan"), float("inf")
+    assert [is_better(value, None) for value in (0.1, nan, inf, -inf)] == [True] + [False] * 3
+    assert [is_better(value, 0.2) for value in (0.1, 0.2, 0.3, nan, inf)] == [
+        *(False, False, True, False, False),
+    ]
+    assert is_better(0.1, nan)  # of a run that was begun before this was so
 
 
 @pytest.mark.slow
@@ -167,6 +180,10 @@ def test_resets_of_what_is_not_there_are_refused(tmp_path):
     assert "measures from the base" in problem(**every, **{"loss.kl": kl})
     patience = {"reference.reset_patience": 3, "loss.kl": K2}
     assert "reset_patience: nothing is evaluated between" in problem(**patience)
+    metric = {"reference.reset_metric": "eval/pass_at_4", **every, "loss.kl": K2}
+    assert 'reset_metric = "eval/pass_at_4": nothing reads it; set reference.reset' in problem(
+        **metric
+    )
 
 
 def test_a_chain_of_ones_own_may_read_the_reference_that_is_reset(tmp_path):
@@ -179,6 +196,25 @@ def test_a_chain_of_ones_own_may_read_the_reference_that_is_reset(tmp_path):
     assert callable(resetter("reference"))
     with pytest.raises(InputError, match="nothing in the run reads the reference's log-probs"):
         resetter("base")
+
+
+def test_only_a_kl_measured_from_the_reference_brings_a_reset(tmp_path):
+    def decided(line, *chain, **changes) -> bool:
+        """Whether a step whose metrics are `line` brings a reset."""
+        parts = [{"use": "sum_rewards"}, *chain]
+        run = run_of(tmp_path, advantage=parts, **{"reference.reset_kl_above": 0.2}, **changes)
+        reset = resetting.make_resetter(run.config, run.parts)
+        return reset(run.state, resetting.Resets(), 1, line)[1].count == 1
+
+    base = {"use": "add_kl_return", "beta": 0.1, "reference": "base"}
+    reference = {**base, "reference": "reference"}
+    apart = {"add_kl_return/kl": 0.3, "add_kl_return_2/kl": 0.1}
+    assert not decided(apart, base, reference)
+    assert decided(apart, reference, base)
+    assert not decided(apart | {"kl": 0.1}, base, **{"loss.kl": K2})
+    assert decided(apart | {"kl": 0.3}, base, **{"loss.kl": K2})
+    with pytest.raises(InputError, match="no step reports add_kl_return_2/kl; let"):
+        decided({"add_kl_return/kl": 0.3}, base, reference)
 
 
 def test_the_evaluation_behind_the_last_step_counts_only_where_a_longer_run_has_it(tmp_path):

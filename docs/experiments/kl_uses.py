@@ -1,4 +1,7 @@
-"""The uses of k1, k2 and k3 on a policy that is a table: jaxgrpo's parts, others written out."""
+"""The uses of k1, k2 and k3 on a policy that is a table: jaxgrpo's parts, others written out.
+
+x15_kl_uses.py measures them all; docs/make_losses.py makes the table of docs/losses.md of it.
+"""
 
 from __future__ import annotations
 
@@ -19,16 +22,15 @@ SEQUENCES = common.sequences(V, T)
 STATE = common.prefixes(SEQUENCES, V)
 SHAPE = (int(STATE.max()) + 1, V)
 MASK = np.ones(SEQUENCES.shape, bool)
-IN_REWARD = ({"use": "kl_in_reward", "beta": 1.0}, {"use": "reward_to_go"})
 
 REVERSE, FORWARD = "KL(π‖ref)", "KL(ref‖π)"
-STATES, FORWARD_STATES = "per state, KL(π‖ref)", "per state, KL(ref‖π)"
-OLD_STATES = "per state of old, KL(π‖ref)"
-NOTHING = "nothing: 0"
-K3_REWARD = "KL(π‖ref) − KL(ref‖π)"
-K3_TOKENS = "KL(π‖ref) − per state, KL(ref‖π)"
-K2_REWARD = "E ½l² − KL(π‖ref)"
-K2_TOKENS = "E Σ ½l² − per state, KL(π‖ref)"
+STATES, FORWARD_STATES = f"{REVERSE} at each visited state", f"{FORWARD} at each visited state"
+OLD_STATES = f"{REVERSE} at each state that old visits"
+NOTHING = "nothing"
+K3_REWARD = f"{REVERSE} − {FORWARD}"
+K3_TOKENS = f"{REVERSE} − ({FORWARD_STATES})"
+K2_REWARD = f"E ½l² − {REVERSE}"
+K2_TOKENS = f"E Σ ½l² − ({STATES})"
 
 
 class Use(NamedTuple):
@@ -36,7 +38,7 @@ class Use(NamedTuple):
 
     name: str
     level: str
-    made: str  # of jaxgrpo, or written out here
+    here: str  # how jaxgrpo calls it; "" where it is not offered, and written out in this file
     gradient: str  # of what, by the targets' names; "" where we know of none
     loss: Any  # Terms -> loss of each sequence [27]
     old: bool = False  # sequences are drawn from another policy
@@ -81,14 +83,15 @@ def rewarded(charge: Array, given: Terms) -> Array:
     return stop_gradient(charge) * given.logp.sum(1)
 
 
-def penalty(name: str):
+def penalty(name: str, level: str = "token"):
     """A penalty of jaxgrpo.losses, summed over tokens."""
-    part = build_penalty(name, {"beta": 1.0})
+    part = build_penalty(name, {"beta": 1.0} | ({} if name == "full_kl" else {"level": level}))
 
     def loss(given: Terms) -> Array:
-        fields = {"reference_logp": given.reference}
+        fields = {"reference_logp": given.reference, "full_kl": at_states(given)}
         zero, mask = jnp.zeros_like(given.logp), jnp.asarray(MASK)
-        return part.compute(given.logp, given.logp, zero, mask, mask, fields)[0].sum(1)
+        rows = mask.astype(jnp.int32)
+        return part.compute(given.logp, given.old, zero, mask, rows, fields)[0].sum(1)
 
     return loss
 
@@ -112,10 +115,10 @@ def in_reward(*steps: Any):
     return loss
 
 
-def full_vocabulary(given: Terms) -> Array:
-    """KL at each visited state, summed over the vocabulary."""
+def at_states(given: Terms) -> Array:
+    """KL at each visited state, over the vocabulary, [27, T]."""
     logp, anchor = jax.nn.log_softmax(given.logits), jax.nn.log_softmax(given.anchor)
-    return (jnp.exp(logp) * (logp - stop_gradient(anchor))).sum(1)[STATE].sum(1)
+    return (jnp.exp(logp) * (logp - stop_gradient(anchor))).sum(1)[STATE]
 
 
 def straight_through(given: Terms) -> Array:
@@ -128,32 +131,36 @@ def token_ratio(given: Terms, value: Array) -> Array:
     return (jnp.exp(given.logp - given.old) * value).sum(1)
 
 
-HERE = "written out"
 USES = (
-    Use("k1 as loss", "either", HERE, NOTHING, lambda x: x.whole),
-    Use("k1 in reward", "sequence", HERE, REVERSE, lambda x: rewarded(x.whole, x)),
-    Use("k1 in reward, to go", "token", "`kl_in_reward`, `reward_to_go`", REVERSE,
-        in_reward(*IN_REWARD)),
-    Use("k1 in reward, own token", "token", "`kl_in_reward`", STATES, in_reward(IN_REWARD[0])),
-    Use("k2 as loss", "sequence", HERE, REVERSE, lambda x: k2(x.whole)),
+    Use("k1 as loss", "either", "", NOTHING, lambda x: x.whole),
+    Use("k1 in the reward", "sequence", "", REVERSE, lambda x: rewarded(x.whole, x)),
+    Use("k1 in the reward, to go", "token", "`k1_in_reward`", REVERSE,
+        in_reward({"use": "add_kl_return", "beta": 1.0})),
+    Use("k1 in the reward, own token", "token", "part `kl_in_reward`", STATES,
+        in_reward({"use": "kl_in_reward", "beta": 1.0})),
+    Use("k2 as loss", "sequence", '`k2`, `level = "sequence"`', REVERSE, penalty("k2", "sequence")),
     Use("k2 as loss", "token", "`k2`", STATES, penalty("k2")),
-    Use("k3 value, k2 gradient", "token", HERE, STATES, straight_through),
-    Use("whole vocabulary as loss", "token", HERE, STATES, full_vocabulary),
-    Use("k3 as loss", "sequence", HERE, FORWARD, lambda x: k3(x.whole)),
+    Use("k3 value, k2 gradient", "token", "", STATES, straight_through),
+    Use("whole vocabulary as loss", "token", "`full_kl`", STATES, penalty("full_kl")),
+    Use("k3 as loss", "sequence", '`forward_kl_k3`, `level = "sequence"`', FORWARD,
+        penalty("forward_kl_k3", "sequence")),
     Use("k3 as loss", "token", "`forward_kl_k3`", FORWARD_STATES, penalty("forward_kl_k3")),
-    Use("k2 in reward", "sequence", HERE, K2_REWARD, lambda x: rewarded(k2(x.whole), x)),
-    Use("k2 in reward", "token", HERE, K2_TOKENS, lambda x: rewarded(k2(x.token).sum(1), x)),
-    Use("k3 in reward", "sequence", HERE, K3_REWARD, lambda x: rewarded(k3(x.whole), x)),
-    Use("k3 in reward", "token", HERE, K3_TOKENS, lambda x: rewarded(k3(x.token).sum(1), x)),
-    Use("old: ρ k1", "sequence", HERE, REVERSE, lambda x: x.ratio() * x.whole, True),
-    Use("old: ρ k3", "sequence", HERE, REVERSE, lambda x: x.ratio() * k3(x.whole), True),
-    Use("old: held ρ, k2", "sequence", HERE, REVERSE,
+    Use("k2 in the reward", "sequence", "", K2_REWARD, lambda x: rewarded(k2(x.whole), x)),
+    Use("k2 in the reward", "token", "", K2_TOKENS, lambda x: rewarded(k2(x.token).sum(1), x)),
+    Use("k3 in the reward", "sequence", "", K3_REWARD, lambda x: rewarded(k3(x.whole), x)),
+    Use("k3 in the reward", "token", "", K3_TOKENS, lambda x: rewarded(k3(x.token).sum(1), x)),
+    Use("old: ρ k1 as loss", "sequence", "", REVERSE, lambda x: x.ratio() * x.whole, True),
+    Use("old: ρ k3 as loss", "sequence", '`reverse_kl_off_policy`, `level = "sequence"`', REVERSE,
+        penalty("reverse_kl_off_policy", "sequence"), True),
+    Use("old: held ρ, k2 as loss", "sequence", "", REVERSE,
         lambda x: stop_gradient(x.ratio()) * k2(x.whole), True),
-    Use("old: held ρ, k1 in reward", "sequence", HERE, REVERSE,
+    Use("old: held ρ, k1 in the reward", "sequence", "", REVERSE,
         lambda x: rewarded(x.ratio() * x.whole, x), True),
-    Use("old: ρ_t k1_t", "token", HERE, OLD_STATES, lambda x: token_ratio(x, x.token), True),
-    Use("old: ρ_t k3_t", "token", HERE, OLD_STATES, lambda x: token_ratio(x, k3(x.token)), True),
-    Use("old: k1 in reward", "sequence", HERE, "", lambda x: rewarded(x.whole, x), True),
+    Use("old: ρ k1 as loss", "token", "", OLD_STATES, lambda x: token_ratio(x, x.token), True),
+    Use("old: ρ k3 as loss", "token", "`reverse_kl_off_policy`", OLD_STATES,
+        penalty("reverse_kl_off_policy"), True),
+    Use("old: k1 in the reward", "sequence", "", "", lambda x: rewarded(x.whole, x), True),
     Use("old: k2 as loss", "token", "`k2`", "", penalty("k2"), True),
     Use("old: k3 as loss", "token", "`forward_kl_k3`", "", penalty("forward_kl_k3"), True),
 )  # fmt: skip
+"""ρ is the ratio of the whole sequence, or the token's own. "old:" is drawn from another policy."""

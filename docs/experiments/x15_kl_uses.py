@@ -31,7 +31,7 @@ from docs.experiments.kl_uses import (
     STATE,
     STATES,
     USES,
-    full_vocabulary,
+    at_states,
     k2,
     k3,
     terms,
@@ -94,6 +94,7 @@ class Found(NamedTuple):
     gradient: Array  # [uses, S, V], expected
     spread: Array  # [uses], sqrt(tr Cov) of one sequence's gradient
     target: dict[str, Array]  # name -> [S, V]
+    expected: Array  # [uses], the value
     value: Array  # [6]: mean of k1, k2, k3 of whole sequences, then of sums over tokens
     deviation: Array  # [6]
     divergence: Array  # []: KL(pi || ref), by states
@@ -114,16 +115,17 @@ def measure(logits: Array, anchor: Array, old: Array) -> Found:
     weight = jnp.where(off, chance_old[None], chance[None])
     mean = jnp.einsum("un,unsv->usv", weight, slope)
     square = jnp.einsum("un,unsv->u", weight, slope**2)
+    expected = (weight * losses(logits)).sum(1)
     spread = jnp.sqrt(jnp.maximum(square - (mean**2).sum((1, 2)), 0))
     token, whole = given.token, given.whole
     each = [whole, k2(whole), k3(whole), token.sum(1), k2(token).sum(1), k3(token).sum(1)]
     values = jnp.stack(each)
     value = values @ chance
     deviation = jnp.sqrt((values - value[:, None]) ** 2 @ chance)
-    divergence = full_vocabulary(given) @ chance
+    divergence = at_states(given).sum(1) @ chance
     old_value = jnp.stack([whole, k3(whole)]) @ (given.ratio() * chance_old)
     found = targets(logits, anchor, old)
-    return Found(mean, spread, found, value, deviation, divergence, old_value)
+    return Found(mean, spread, found, expected, value, deviation, divergence, old_value)
 
 
 def policies(number: int, distance: float | None = None) -> tuple[Array, Array, Array]:
@@ -140,7 +142,7 @@ def use_rows(far: Found, near: Found) -> list[list[Any]]:
     rows = []
     for index, use in enumerate(USES):
         gradient = far.gradient[:, index]
-        row: list[Any] = [use.name, use.level, use.made, use.gradient or "neither"]
+        row: list[Any] = [use.name, use.level, use.here or "written out", use.gradient or "none"]
         for name in (REVERSE, FORWARD):
             if use.gradient == NOTHING:
                 row.append("–")

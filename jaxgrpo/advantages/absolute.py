@@ -9,7 +9,14 @@ from jax import Array
 from jax.core import Tracer
 
 from jaxgrpo.advantages import stats
-from jaxgrpo.advantages.base import AdvantageTransform, Scheduled, at_step, stateless, with_value
+from jaxgrpo.advantages.base import (
+    AdvantageTransform,
+    Scheduled,
+    at_step,
+    check_at_least,
+    stateless,
+    with_value,
+)
 from jaxgrpo.errors import InputError
 from jaxgrpo.metrics import Metrics, mean
 from jaxgrpo.types import Rollouts, Signal
@@ -55,10 +62,7 @@ def asymmetric(cost: Scheduled = 1.0, threshold: Scheduled | None = None) -> Adv
     Signal: [P, G] -> [P, G].  Other rewards as with `sign`; so is the metric "refused".
     Source: equation 8 of Gradient starvation, arXiv 2605.07689.
     """
-    if not callable(cost) and cost < 0:
-        raise InputError(
-            f"asymmetric: cost = {cost}, expected 0 or more: failures would be praised"
-        )
+    check_at_least("asymmetric", 0, cost=cost)  # below 0 failures would be praised
 
     def apply(signal: Signal, rollouts: Rollouts) -> tuple[Signal, Metrics]:
         signal, success, metrics = successes("asymmetric", signal, threshold, rollouts)
@@ -136,9 +140,11 @@ def clip_advantage(
         raise InputError(f"clip_advantage: limit = {limit}, expected 0 or more")
     low, high = (_minus(limit), limit) if limit is not None else (low, high)
     for name, bound, right in (("low", low, -1), ("high", high, 1)):
-        if bound is not None and not callable(bound) and bound * right < 0:
-            side = "above" if right < 0 else "below"
-            raise InputError(f"clip_advantage: {name} = {bound} is {side} 0 and would flip signs")
+        if bound is not None and not callable(bound) and not bound * right >= 0:
+            side = "not above" if right < 0 else "not below"
+            raise InputError(
+                f"clip_advantage: {name} = {bound}, expected a number {side} 0: it would flip signs"
+            )
 
     def apply(signal: Signal, rollouts: Rollouts) -> tuple[Signal, Metrics]:
         value = stats.widen(signal.value)

@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 import jax.numpy as jnp
 from jax import Array
 
-from jaxgrpo.errors import NotGiven
+from jaxgrpo.errors import InputError, NotGiven
 from jaxgrpo.metrics import Metric, Metrics
 from jaxgrpo.names import suggest
 from jaxgrpo.types import Rollouts, RolloutSpec, Signal
@@ -34,6 +34,7 @@ class AdvantageTransform(NamedTuple):
     relative: bool = False  # compares the samples of a group: one alone says nothing
     ordered: bool = False  # the result depends on the order of the prompts
     provides: tuple[str, ...] = ()  # streams it adds
+    importance: bool = False  # weighs by trainer over sampler
     steps: tuple[tuple[str, AdvantageTransform], ...] = ()  # of a chain: its named steps
 
 
@@ -46,6 +47,7 @@ def stateless(
     levels: tuple[int, ...] = (2, 3),
     relative: bool = False,
     provides: tuple[str, ...] = (),
+    importance: bool = False,
 ) -> AdvantageTransform:
     """A transform without memory from `apply(signal or streams, rollouts) -> (same, metrics)`."""
 
@@ -56,7 +58,9 @@ def stateless(
         return after, state, metrics
 
     return AdvantageTransform(
-        name, lambda spec: (), update, needs, kind, levels, relative, provides=provides
+        *(name, lambda spec: (), update, needs, kind, levels, relative),
+        provides=provides,
+        importance=importance,
     )
 
 
@@ -110,3 +114,13 @@ def read_field(name: str, field: str, rollouts: Rollouts) -> Array:
 def at_step(value: Scheduled, rollouts: Rollouts, dtype: Any) -> Any:
     """The number that a scheduled argument has at the step of these rollouts."""
     return jnp.asarray(value(rollouts.step), dtype) if callable(value) else value
+
+
+def check_at_least(name: str, least: float, **options: Scheduled | None) -> None:
+    """Refuses numbers below `least`, and those that are not finite; not None, nor schedules.
+
+    Raises: InputError naming the part and the option.
+    """
+    for option, value in options.items():
+        if value is not None and not callable(value) and not least <= value < float("inf"):
+            raise InputError(f"{name}: {option} = {value}, expected {least:g} or more")

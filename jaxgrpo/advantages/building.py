@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ from jaxgrpo.advantages.base import AdvantageTransform, transform
 from jaxgrpo.advantages.chains import chain, compute, spec_of
 from jaxgrpo.advantages.registry import parts, recipes
 from jaxgrpo.errors import InputError
-from jaxgrpo.names import call, find
+from jaxgrpo.names import call, find, suggest
 from jaxgrpo.types import Rollouts, RolloutSpec
 
 Step = AdvantageTransform | Callable[..., Any] | Mapping[str, Any] | str
@@ -73,10 +73,11 @@ def evaluate(
       mask: [P, G], False leaves a sample out of everything; None keeps all.
       options: of a recipe given by name.
       fields: what a step reads: attributes of `Rollouts` (truncated [P, G], token_mask
-        [P, G, T], row [P], ...) and the fields that it needs. Without `row` each prompt is a row
+        [P, G, T], row [P], ...) and the fields in its `needs`. Without `row` each prompt is a row
         of its own; parts with memory begin anew at every call. Options of the recipe are none.
 
     Returns: (advantage, mask), [P, G] or [P, G, T], 0 where masked.
+    Raises: InputError on what `build` refuses, and on a field that nothing reads.
 
     >>> advantage, mask = evaluate("dr_grpo", [[1.0, 0.0, 0.0, 1.0], [1.0, 1.0, 1.0, 1.0]])
     >>> advantage.tolist()
@@ -85,6 +86,7 @@ def evaluate(
     whole = build(recipe, options)
     if isinstance(recipe, str):
         _check_options(recipe, set(fields) - whole.needs)
+    refuse_unread(whole, fields)
     rollouts, spec = plain_rollouts(rewards, mask, **fields)
     signal, _, _ = compute(whole, rollouts, whole.init(spec))
     return signal.value, signal.mask
@@ -97,6 +99,18 @@ def _check_options(recipe: str, fields: set[str]) -> None:
             f"evaluate: {name} is an option of {recipe}, but stands where fields of the rollouts"
             f" are given: write options={{{name!r}: ...}}"
         )
+
+
+def refuse_unread(whole: AdvantageTransform, fields: Iterable[str]) -> None:
+    """Raises InputError on names that are neither parts of all rollouts nor needed by a chain."""
+    known = whole.needs | (Rollouts.__dataclass_fields__.keys() - {"rewards", "fields"})
+    for name in fields:
+        if name not in known:
+            raise InputError(
+                f"nothing in {whole.name} reads the field {name!r}: {suggest(name, known)}; a step"
+                " of your own says what it reads, jaxgrpo.transform(function)._replace(needs="
+                f"frozenset({{{name!r}}}))"
+            )
 
 
 def plain_rollouts(rewards: Any, mask: Any = None, **fields: Any) -> tuple[Rollouts, RolloutSpec]:
@@ -146,10 +160,26 @@ def _step(step: Step) -> AdvantageTransform:
     use = step["use"]
     options = {name: value for name, value in step.items() if name != "use"}
     if isinstance(use, str):
+        factory = find("part", use, parts)
+        if needs_function(factory) and not callable(options.get("function")):
+            raise InputError(how_to_give_a_function(use))
         if use == "per_reward" and "transform" in options:
             options["transform"] = _inner(options["transform"])
-        return call(use, find("part", use, parts), options)
+        return call(use, factory, options)
     return _own(use, options)
+
+
+def needs_function(factory: Callable[..., Any]) -> bool:
+    """Whether a part is made of a function, as `combine` and `stream` are."""
+    return "function" in inspect.signature(factory).parameters
+
+
+def how_to_give_a_function(name: str) -> str:
+    """What to say where such a part is named in a text."""
+    return (
+        f"{name} takes a function, which text cannot give: write a step of your own in a file, def"
+        f" mine(): return jaxgrpo.advantages.{name}(...), and name that, file.py:mine"
+    )
 
 
 def _inner(spec: Any) -> AdvantageTransform:

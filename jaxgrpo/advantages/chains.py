@@ -60,6 +60,7 @@ def chain(
         levels=(2, 3) if takes_streams else steps[0][1].levels,
         relative=any(step.relative for _, step in steps),
         ordered=any(step.ordered for _, step in steps),
+        importance=any(step.importance for _, step in steps),
         steps=steps,
     )
 

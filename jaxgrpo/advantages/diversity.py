@@ -85,7 +85,8 @@ def unlikeliness(beta: Scheduled = 0.25) -> AdvantageTransform:
     Args:
       beta: in [0, 1]; a number or a function of the step.
 
-    Signal: [P, G] -> [P, G], mask unchanged.  Raises: InputError on token-level values [P, G, T].
+    Signal: [P, G] -> [P, G], mask cut where the log-probs are NaN: such a sample has no rank.
+    Raises: InputError on token-level values [P, G, T].
     Metrics: factor, the mean; likeliest_reward and unlikeliest_reward, the mean reward before of
     the likelier and the unlikelier half.
     Source: He et al. 2025, arXiv 2506.02355 (beta 0.25), which counts rank / n from the other end,
@@ -99,6 +100,7 @@ def unlikeliness(beta: Scheduled = 0.25) -> AdvantageTransform:
         chosen = read("unlikeliness", rollouts, "token_mask").astype(bool)
         logp = stats.widen(read("unlikeliness", rollouts, "behavior_logp"))
         logp = jnp.where(chosen & mask[..., None], logp, 0).sum(-1)
+        mask = mask & ~jnp.isnan(logp)
         own, other = logp[:, :, None], logp[:, None, :]
         less = ((other < own) & mask[:, None, :]).sum(-1, dtype=jnp.int32)
         tied = ((other == own) & mask[:, None, :]).sum(-1, dtype=jnp.int32)
@@ -113,7 +115,7 @@ def unlikeliness(beta: Scheduled = 0.25) -> AdvantageTransform:
             "likeliest_reward": mean(value, mask & (share > 0.5)),
             "unlikeliest_reward": mean(value, mask & (share < 0.5)),
         }
-        return with_value(signal, value * factor), metrics
+        return Signal(value=(value * factor).astype(signal.value.dtype), mask=mask), metrics
 
     return stateless("unlikeliness", apply, levels=(2,))
 

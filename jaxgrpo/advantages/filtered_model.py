@@ -63,7 +63,8 @@ def alpha_dpg(
       cap: the highest R. It bites where the policy has left what the base finds likely.
       z: how log Z is estimated from a v / pi, at most 0: "group", the mean over this group;
         "running", over all of the row's samples so far, these included.
-      base_rate: name of a field [P] that holds Z instead, as measured before training.
+      base_rate: name of a field [P] that holds Z instead, as measured before training. NaN, not
+        measured, masks the prompt: it has no target.
       floor: Z where the estimate is 0, in a group without success.
       threshold: the lowest value that is a success; None: values must be 0 or 1.
 
@@ -167,6 +168,8 @@ def _update(
     signal, success, refused = successes(options.name, signal, options.threshold, rollouts)
     base, policy = sequences(options.name, rollouts)
     mask = signal.mask & ~jnp.isnan(base) & jnp.isfinite(policy)
+    if options.base_rate:
+        mask = mask & jnp.isfinite(_rate(options, rollouts, base))
     supported = success & (base > -jnp.inf)
     log_weight = jnp.where(supported & mask, base - policy, -jnp.inf)
     log_z, state = _log_z(options, log_weight, mask, state, rollouts)
@@ -210,14 +213,15 @@ def _log_z(
 
 
 def _rate(options: _Options, rollouts: Rollouts, like: Array) -> Array:
-    """The field of base success rates, [P, 1]."""
+    """The field of base success rates, [P, 1]; NaN where it was not measured."""
     rate = read_field(options.name, str(options.base_rate), rollouts)
     if rate.shape != like.shape[:1]:
         raise InputError(
             f"{options.name}: {options.base_rate} has shape {rate.shape}, expected one base"
             f" success rate per prompt, [P] = {like.shape[:1]}"
         )
-    return jnp.clip(rate.astype(like.dtype), 0, 1)[:, None]
+    known = jnp.isfinite(rate)
+    return jnp.where(known, jnp.clip(rate.astype(like.dtype), 0, 1), jnp.nan)[:, None]
 
 
 def sequences(name: str, rollouts: Rollouts) -> tuple[Array, Array]:

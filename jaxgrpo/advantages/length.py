@@ -8,7 +8,14 @@ import jax.numpy as jnp
 from jax import Array
 
 from jaxgrpo.advantages import stats
-from jaxgrpo.advantages.base import AdvantageTransform, Scheduled, at_step, read, stateless
+from jaxgrpo.advantages.base import (
+    AdvantageTransform,
+    Scheduled,
+    at_step,
+    check_at_least,
+    read,
+    stateless,
+)
 from jaxgrpo.errors import InputError
 from jaxgrpo.metrics import Metrics, mean
 from jaxgrpo.types import Rollouts, RolloutSpec, Signal
@@ -31,15 +38,17 @@ def overlong_penalty(
       buffer: tokens before the limit in which the penalty grows.
       limit: in tokens; None: the T of the rollouts, the longest completion that can be sampled.
         Arrays cut to the longest completion of a batch have another T: give the limit there.
-      penalty: the largest deduction, in units of reward; a number or a function of the step.
+      penalty: the largest deduction, in units of reward, not negative; a number or a function of
+        the step.
 
     Signal: [P, G] -> [P, G], mask unchanged.  Raises: InputError on token-level values [P, G, T],
-    on a buffer that is not from 1 to limit.
+    on a buffer that is not from 1 to limit, and on a negative penalty, which would be a prize.
     Metrics: penalised, the share of samples; penalty, its mean.
     Source: DAPO, arXiv 2503.14476, section 3.4 (soft overlong punishment), with limit 20480,
     buffer 4096 and rewards of 1 and -1: against rewards of 1 and 0 the same penalty weighs double.
     """
     _check_tokens(buffer, limit)
+    check_at_least("overlong_penalty", 0, penalty=penalty)
 
     def init(spec: RolloutSpec) -> tuple[()]:
         if limit is None and spec.max_completion_tokens:

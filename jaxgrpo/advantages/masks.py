@@ -12,11 +12,13 @@ from jaxgrpo.advantages.base import (
     AdvantageTransform,
     Scheduled,
     at_step,
+    check_at_least,
     read,
     read_field,
     stateless,
 )
 from jaxgrpo.advantages.reading import floating, needs_of, samples
+from jaxgrpo.advantages.running import check_share
 from jaxgrpo.errors import InputError
 from jaxgrpo.metrics import Metrics, mean
 from jaxgrpo.types import Rollouts, Signal
@@ -130,12 +132,14 @@ def mask_group_difficulty(
       threshold: the lowest value that is a success; None: values are 0 or 1, or credit between.
 
     Signal: [P, G] -> [P, G], mask cut; groups of which no sample is judged go.
-    Raises: InputError on token-level values [P, G, T], on a band without room.
+    Raises: InputError on token-level values [P, G, T], on a band without room or beyond [0, 1].
     Metrics: masked_groups, the share of groups with a sample that went; rate, its mean.
     Source: the difficulties of arXiv 2605.28388, where overly hard samples harm; the band is ours.
     """
     if not callable(low) and not callable(high) and not low <= high:
         raise InputError(f"mask_group_difficulty: low = {low} is above high = {high}: swap them")
+    check_share("mask_group_difficulty", "low", low)
+    check_share("mask_group_difficulty", "high", high)
 
     def apply(signal: Signal, rollouts: Rollouts) -> tuple[Signal, Metrics]:
         read = samples("mask_group_difficulty", reward, signal, rollouts)
@@ -160,8 +164,7 @@ def _check_low_variance(threshold, drop, field, positions, reduce) -> None:
             f"{where}: threshold = {threshold}, drop = {drop}: give exactly one of the two, a"
             " variance that must be exceeded or the share of groups that goes"
         )
-    if isinstance(threshold, (int, float)) and threshold < 0:
-        raise InputError(f"{where}: threshold = {threshold}, expected a variance, 0 or more")
+    check_at_least(where, 0, threshold=threshold)
     if isinstance(drop, (int, float)) and not 0 <= drop < 1:
         raise InputError(f"{where}: drop = {drop}, expected a share from 0 to below 1")
     if reduce not in ("max", "mean"):

@@ -73,7 +73,7 @@ def truncated_importance(cap: Scheduled = 2.0, level: str = "token") -> Advantag
         metrics = {"capped": mean(ratios.log > jnp.log(limit), ratios.mask)}
         return _weighted(signal, weight), metrics | _describe(ratios, weight)
 
-    return stateless("truncated_importance", apply, needs=_NEEDS)
+    return stateless("truncated_importance", apply, needs=_NEEDS, importance=True)
 
 
 def masked_importance(
@@ -109,7 +109,7 @@ def masked_importance(
         after = _weighted(_dropped(signal, keep, denominator), weight)
         return after, _describe(ratios, weight) | _describe_dropped(ratios, keep)
 
-    return stateless("masked_importance", apply, needs=_NEEDS)
+    return stateless("masked_importance", apply, needs=_NEEDS, importance=True)
 
 
 def geometric_rejection(
@@ -236,9 +236,11 @@ def _describe(ratios: _Ratios, weight: Array | None = None) -> Metrics:
         axis=-1,
     )
     counted = number.sum().astype(log.dtype)
+    # The exponential is monotone: taken of the two extremes, not of every token.
+    highest = jnp.exp(high.max(initial=-jnp.inf))
     metrics: Metrics = {
-        # The exponential is monotone: taken of the two extremes, not of every token.
-        "ratio_max": Max(value=jnp.exp(high.max(initial=-jnp.inf))),
+        # Of no token it would be 0, and not the -inf of a maximum of nothing.
+        "ratio_max": Max(value=jnp.where(counted > 0, highest, -jnp.inf)),
         "ratio_min": Min(value=jnp.exp(low.min(initial=jnp.inf))),
         "log_ratio_clamped": Mean(total=clamped.sum().astype(log.dtype), weight=counted),
     }

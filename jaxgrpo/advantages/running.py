@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from jaxgrpo.advantages import stats
-from jaxgrpo.advantages.base import AdvantageTransform, Scheduled, at_step
+from jaxgrpo.advantages.base import AdvantageTransform, Scheduled, at_step, check_at_least
 from jaxgrpo.errors import InputError
 from jaxgrpo.metrics import Metrics, mean
 from jaxgrpo.types import Rollouts, RolloutSpec, Signal
@@ -81,6 +81,7 @@ def divide_by_running_scale(
     takes the deviation of discounted returns and includes the present batch.
     """
     check_share("divide_by_running_scale", "decay", decay, below_one=True)
+    check_at_least("divide_by_running_scale", 0, eps=eps)
     if initial is not None and not initial > 0:
         raise InputError(f"divide_by_running_scale: initial = {initial}, expected above 0 or None")
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import jax.numpy as jnp
 from jax import Array
 
 from jaxgrpo.advantages import stats
-from jaxgrpo.advantages.base import AdvantageTransform, Scheduled, Streams, at_step
+from jaxgrpo.advantages.base import AdvantageTransform, Scheduled, Streams, at_step, check_at_least
 from jaxgrpo.advantages.streams import common_dtypes, counted
 from jaxgrpo.errors import InputError
 from jaxgrpo.metrics import Metrics, mean
@@ -66,17 +67,26 @@ def dvao(eps: Scheduled = 1e-6, **weights: Scheduled) -> AdvantageTransform:
     stds, with equality where the rewards move together. With one reward the two are the same.
 
     Args:
-      eps: added to the divisor, in units of reward; no reward can have this name here.
+      eps: added to the divisor, in units of reward. A reward of this name cannot be weighed here;
+        the recipe `dvao` takes weights of any name.
       weights: as those of `sum_rewards`, not negative: a negative one could make the divisor 0 or
         turn the sign (state a cost as a negative reward). A schedule below 0 counts as 0.
 
     Streams: [P, G] each -> Signal [P, G], unmasked where all counted streams are.
-    Raises: InputError on negative weights, weights without a stream, streams without a weight.
+    Raises: InputError on negative weights or eps, weights without a stream, streams without one.
     Metrics: share_NAME, the mean of share_k over groups that are not flat.
     Source: DVAO, arXiv 2605.25604, as sum_k share_k z_k with population standard deviations; that
     it is one division, and eps, are ours.
     """
+    if weights:
+        return dvao_of(weights, eps)._replace(init=partial(_refuse_eps, weights))
+    return dvao_of(weights, eps)
+
+
+def dvao_of(weights: Mapping[str, Scheduled], eps: Scheduled) -> AdvantageTransform:
+    """`dvao` with the weights of rewards that may have any name."""
     _check_weights(weights)
+    check_at_least("dvao", 0, eps=eps)
 
     def init(spec: RolloutSpec) -> tuple[()]:
         counted("dvao", weights, spec.rewards)
@@ -124,11 +134,22 @@ def _within(step: str, made: Any, streams: Streams) -> Signal:
     return Signal(value=jnp.where(mask, made.value, 0), mask=mask)
 
 
-def _check_weights(weights: dict[str, Scheduled]) -> None:
+def _refuse_eps(weights: Mapping[str, Scheduled], spec: RolloutSpec) -> tuple[()]:
+    if "eps" in spec.rewards:
+        raise InputError(
+            "dvao: a reward has the name eps, which is an option of this part: give the reward"
+            ' another, name = "...", or take the recipe dvao'
+        )
+    counted("dvao", weights, spec.rewards)
+    return ()
+
+
+def _check_weights(weights: Mapping[str, Scheduled]) -> None:
     for name, weight in weights.items():
-        if not callable(weight) and weight < 0:
+        if not callable(weight) and not 0 <= weight < float("inf"):
+            wrong = "is negative" if weight < 0 else "is no weight"
             raise InputError(
-                f"dvao: weight {name} = {weight:g} is negative, expected 0 or more: negate the"
+                f"dvao: weight {name} = {weight:g} {wrong}, expected 0 or more: negate the"
                 " reward itself, or use sum_rewards, which takes any weight"
             )
 

@@ -99,6 +99,7 @@ def per_reward(transform: AdvantageTransform) -> AdvantageTransform:
         levels=inner.levels,
         relative=transform.relative,
         ordered=transform.ordered,
+        importance=transform.importance,
     )
 
 

@@ -30,9 +30,9 @@ def token_loss(
     """(surrogate + penalties per token, metrics), 0 where masked; multiply by the weights and sum.
 
     Args:
-      states: name of a penalty -> what it remembers; None: what each begins with.
+      states: name of a penalty -> what it remembers; of penalties with an `init`.
 
-    Shapes: all arrays alike, any rank.
+    Shapes: all arrays alike, any rank.  Raises: InputError where a penalty's state is missing.
     """
     arguments = (logp, proximal_logp, advantage, mask, segment, fields)
     loss, metrics = surrogate.compute(*arguments)
@@ -40,10 +40,19 @@ def token_loss(
         if penalty.init is None:
             value, more = penalty.compute(*arguments)
         else:
-            state = penalty.init() if states is None else states[penalty.name]
-            value, more = penalty.compute(*arguments, state)
+            value, more = penalty.compute(*arguments, _state_of(penalty, states or {}))
         loss, metrics = loss + value, merge(metrics, more)
     return loss, metrics
+
+
+def _state_of(penalty: Penalty, states: Mapping[str, Any]) -> Any:
+    if penalty.name not in states:
+        name = penalty.name
+        raise InputError(
+            f"{name} remembers something from one update to the next: give states = {{{name!r}:"
+            " penalty.init()} in the first, and penalty.observe(state, metrics) in each later one"
+        )
+    return states[penalty.name]
 
 
 def policy_loss(
@@ -57,6 +66,7 @@ def policy_loss(
     group: Array | None = None,
     *,
     penalties: Sequence[Spec | Penalty] = (),
+    states: Mapping[str, Any] | None = None,
     surrogate_options: Mapping[str, Any] | None = None,
     reduction_options: Mapping[str, Any] | None = None,
     **fields: Array,
@@ -68,14 +78,15 @@ def policy_loss(
       logp, proximal_logp: [B, T].
       advantage: [B, T]; or [B], of each row.
       mask: [B, T], True at tokens that the policy chose.
-      segment: [B, T], sequence ids within each row, any numbers, 0 = padding. None: each row is
-        a sequence.
+      segment: [B, T], sequence ids within each row, 0 = padding. None: each row is a sequence.
       group: prompt ids, [B] of each row, or [B, T]; any numbers. Only `prompt_mean` reads them.
       penalties: as `surrogate`.
+      states: name of a penalty -> what it remembers, of those with an `init` (adaptive_entropy):
+        penalty.init() in the first update, then penalty.observe(state, metrics) of the one before.
       surrogate_options, reduction_options: of those given by name.
       fields: [B, T] each, what a part reads: reference_logp, ...
 
-    Returns: (loss [], metrics).  Raises: InputError on other shapes and unknown names.
+    Returns: (loss [], metrics).  Raises: InputError on other shapes, unknown names, no state.
 
     >>> one, mask = jnp.zeros((1, 2)), jnp.ones((1, 2), bool)
     >>> loss, _ = policy_loss("clip", "token_mean", one, one, jnp.ones(1), mask)
@@ -90,7 +101,7 @@ def policy_loss(
         build_surrogate(surrogate, surrogate_options),
         [build_penalty(penalty) for penalty in penalties],
         *(logp, proximal_logp, advantage, mask, ids),
-        fields,
+        *(fields, states),
     )
     loss = (weight.astype(per_token.dtype) * per_token).sum()
     return loss, merge(metrics, {"loss": Mean(total=loss, weight=jnp.ones((), loss.dtype))})

@@ -111,7 +111,7 @@ def by_sample(
         return jnp.where(here, loss, other), merge(metrics, more)
 
     needs = chosen.needs | rest.needs | {field}
-    return Surrogate("by_sample", compute, needs)
+    return Surrogate("by_sample", compute, needs, chosen.weighs or rest.weighs)
 
 
 surrogates["by_sample"] = by_sample

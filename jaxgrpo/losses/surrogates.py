@@ -34,6 +34,7 @@ class Surrogate(NamedTuple):
     compute: Callable[..., tuple[Array, Metrics]]
     """(logp, proximal_logp, advantage, mask, segment, fields) -> (loss per token, metrics)"""
     needs: frozenset[str] = frozenset()  # fields that must be produced for it
+    weighs: bool = True  # the gradient, by the ratio of the policy to the proximal one
 
 
 def log_ratio(
@@ -238,7 +239,7 @@ def reinforce() -> Surrogate:
         metrics = ratio_metrics(*log_ratio(logp, proximal_logp, mask), mask)
         return -fixed(advantage, mask, logp) * unmasked(logp, mask, logp), metrics
 
-    return Surrogate("reinforce", compute)
+    return Surrogate("reinforce", compute, weighs=False)
 
 
 def on_policy() -> Surrogate:
@@ -254,7 +255,7 @@ def on_policy() -> Surrogate:
         metrics = ratio_metrics(*log_ratio(logp, proximal_logp, mask), mask)
         return -jnp.exp(difference(logp, logp, mask)) * fixed(advantage, mask, logp), metrics
 
-    return Surrogate("on_policy", compute)
+    return Surrogate("on_policy", compute, weighs=False)
 
 
 def shaped_ratio(offset: float = 0.1) -> Surrogate:

@@ -90,6 +90,9 @@ def test_an_unknown_name_or_option_names_the_nearest():
         build("gropo")
     with refuses("recipe grpo: unknown option 'epz': did you mean 'eps'? Known: ddof, eps, weigh"):
         build("grpo", {"epz": 1.0})
+    with refuses("unknown recipe 'GRPO': did you mean 'grpo'?"):
+        build("GRPO")
+    assert names.suggest("ETA", ["Beta", "alpha"]).startswith("did you mean 'Beta'?")
     with refuses("options belong to a recipe given by name"):
         build(chain(laws.soften), {"eps": 1.0})
     with refuses("per_reward: missing a required argument: 'transform'; it takes (transform"):
@@ -148,4 +151,19 @@ def test_an_option_among_the_fields_of_plain_arrays_is_refused():
     for given in options:
         with pytest.raises(InputError, match=f"{next(iter(given))} is an option of grpo"):
             evaluate("grpo", [[1.0, 0.0]], **given)
-    evaluate("grpo", [[1.0, 0.0]], options={"eps": 1e-4}, something_else=[[1.0, 0.0]])
+    evaluate("grpo", [[1.0, 0.0]], options={"eps": 1e-4}, truncated=[[True, False]])
+
+
+def test_a_field_that_nothing_reads_is_refused_with_the_one_that_was_meant():
+    def by_level(signal, rollouts):
+        return dataclasses.replace(signal, value=signal.value * rollouts.fields["level"])
+
+    one, level = [[1.0, 0.0]], np.array([[2.0, 3.0]], np.float32)
+    with refuses("nothing in grpo reads the field 'trunctated': did you mean 'truncated'?"):
+        evaluate("grpo", one, trunctated=[[True, False]])
+    with refuses("nothing in alpha_dpg reads the field 'base_lopg': did you mean 'base_logp'?"):
+        evaluate("alpha_dpg", one, base_lopg=[[[0.5], [0.5]]])
+    with refuses("transform(function)._replace(needs=frozenset({'level'}))"):
+        evaluate(["sum_rewards", by_level], one, level=level)
+    step = base.transform(by_level)._replace(needs=frozenset({"level"}))
+    assert evaluate(["sum_rewards", step], one, level=level)[0].tolist() == [[2, 0]]

@@ -332,3 +332,14 @@ def test_a_schedule_that_arrives_at_one_is_leave_one_out():
     arrived = {"alpha": lambda step: 1.0 + 0.0 * step.astype(jnp.float32)}
     value, _ = adv.evaluate("alpha_dpg", [[1.0, 0.0, 0.0]], options=arrived, **fields)
     np.testing.assert_allclose(value, [[1.0, -0.5, -0.5]], rtol=1e-6)
+
+
+@pytest.mark.parametrize("part", [adv.alpha_dpg, adv.f_dpg])
+def test_a_prompt_whose_base_rate_is_not_known_has_no_target_and_is_masked(part):
+    logp, rewards = np.log([[[0.5], [0.2]]] * 3), np.array([[1.0, 0.0]] * 3)
+    whole, given = adv.chain(adv.sum_rewards(), part(base_rate="rate")), fields(logp, logp)
+    value, mask = adv.evaluate(whole, rewards, rate=np.array([np.nan, 0.5, np.inf]), **given)
+    assert mask.tolist() == [[False] * 2, [True] * 2, [False] * 2]
+    alone, _ = adv.evaluate(whole, rewards, rate=np.full(3, 0.5), **given)
+    np.testing.assert_array_equal(value[1], alone[1])
+    assert (value[1] != 0).all()

@@ -99,14 +99,15 @@ def test_the_variance_of_a_field_is_that_of_its_positions():
         return np.array(out)
 
     whole = np.broadcast_to(where[:, None], value.shape)
-    fields = {"rewards": rewards, "x": value, "shared": where, "own": each}
+    places = {"shared": where, "own": each}
     for positions, counts in {"shared": whole, "own": each, None: np.ones_like(each)}.items():
         for name, reduce in {"max": np.max, "mean": np.mean}.items():
             expected = oracle(counts, reduce)
             cut = float(np.median(expected))  # between two of the six
             with jax.enable_x64(True):
                 part = mask_low_variance(cut, field="x", positions=positions, reduce=name)
-                left = run(part, **fields)[1].any(1)
+                given = {name: places[name] for name in places if name == positions}
+                left = run(part, rewards=rewards, x=value, **given)[1].any(1)
             assert left.tolist() == (expected > cut).tolist()
 
 
@@ -312,7 +313,7 @@ def test_masked_groups_are_counted_among_those_with_a_sample():
     [
         (lambda: mask_low_variance(), "threshold = None, drop = None: give exactly one"),
         (lambda: mask_low_variance(0.1, 0.2), "give exactly one of the two"),
-        (lambda: mask_low_variance(-1.0), "expected a variance, 0 or more"),
+        (lambda: mask_low_variance(-1.0), "threshold = -1.0, expected 0 or more"),
         (lambda: mask_low_variance(drop=1.0), "expected a share from 0 to below 1"),
         (lambda: mask_low_variance(0.1, reduce="sum"), "expected 'max' or 'mean'"),
         (lambda: mask_low_variance(0.1, positions="answer_mask"), "belongs to a field"),
@@ -321,6 +322,8 @@ def test_masked_groups_are_counted_among_those_with_a_sample():
             "mask_low_variance needs the field 'x'",
         ),
         (lambda: mask_group_difficulty(0.9, 0.1), "low = 0.9 is above high = 0.1"),
+        (lambda: mask_group_difficulty(-0.1), "low = -0.1, expected between 0 and 1"),
+        (lambda: mask_group_difficulty(high=1.1), "high = 1.1, expected between 0 and 1"),
         (lambda: rubric_gate(mode="soft"), "expected one of group, rollout, floor"),
         (lambda: rubric_gate(mode="floor", minimum=0.5), "belongs to mode 'group'"),
         (lambda: rubric_gate(minimum=0.0), "expected a share above 0"),

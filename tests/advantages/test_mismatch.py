@@ -44,11 +44,11 @@ def double():
         yield
 
 
-def run(*steps, drift: Any = DRIFT):
+def run(*steps, drift: Any = DRIFT, reward: Any = REWARD):
     """(value, mask, metrics) of a chain on the rollouts of this file."""
     given: dict[str, Any] = dict.fromkeys(Rollouts.__dataclass_fields__) | {
         "step": jnp.int32(0),
-        "rewards": {"reward": jnp.asarray(REWARD)},
+        "rewards": {"reward": jnp.asarray(reward)},
         "token_mask": jnp.asarray(MASK),
         "behavior_logp": jnp.asarray(BEHAVIOR),
         "fields": {"trainer_logp": jnp.asarray(BEHAVIOR + drift)},
@@ -176,6 +176,21 @@ def test_dropped_tokens_are_counted_by_the_length_of_their_sample():
     assert metrics["dropped_tokens"] == pytest.approx(outside[TOKENS].mean())
     assert metrics["dropped_long"] == pytest.approx(outside[TOKENS & longer].mean())
     assert metrics["dropped_short"] == pytest.approx(outside[TOKENS & ~longer].mean())
+
+
+def test_where_nothing_is_scored_no_metric_holds_a_number():
+    for step in (
+        *(truncated_importance(level=level) for level in ("token", "sequence")),
+        *(masked_importance(level=level) for level in ("token", "sequence")),
+        *(geometric_rejection(), sequence_rejection()),
+    ):
+        value, mask, metrics = run(step, reward=np.full((P, G), np.nan))
+        assert not value.any()
+        assert not mask.any()
+        # As of any maximum and minimum of nothing; logs leave out what is not finite.
+        assert metrics.pop("ratio_max") == -np.inf
+        assert metrics.pop("ratio_min") == np.inf
+        assert np.isnan(list(metrics.values())).all()  # means of weight 0
 
 
 def test_wrong_options_say_what_is_allowed():

@@ -257,6 +257,17 @@ def test_rlcr_pays_the_most_for_the_confidence_that_is_the_chance_of_being_right
     np.testing.assert_allclose(np.array(best) - best[0], grid**2 / 2, atol=1e-12)
 
 
+def test_a_reward_may_have_the_name_of_an_option_where_weights_are_a_table():
+    rewards = {"eps": [[1.0, 0.0, 0.0]], "style": [[0.0, 0.5, 1.0]]}
+    other = {"correct": rewards["eps"], "style": rewards["style"]}
+    here = evaluate("dvao", rewards, options={"weights": {"eps": 2.0, "style": 1.0}})
+    there = evaluate("dvao", other, options={"weights": {"correct": 2.0, "style": 1.0}})
+    np.testing.assert_array_equal(here[0], there[0])
+    assert evaluate(chain(dvao()), rewards)[1].all()  # nobody weighs it
+    with pytest.raises(InputError, match=r"dvao: a reward has the name eps.*recipe dvao"):
+        evaluate(chain(dvao(eps=2.0, style=1.0)), rewards)
+
+
 def test_rlcr_teaches_calibration_where_all_are_right_and_names_what_it_needs():
     rewards = {"accuracy": [[1.0, 1.0]], "brier": [[1.0, 0.75]], "format": [[1.0, 1.0]]}
     np.testing.assert_allclose(values("rlcr", rewards), [[0.0625, -0.0625]])
@@ -267,6 +278,8 @@ def test_rlcr_teaches_calibration_where_all_are_right_and_names_what_it_needs():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
+        (lambda: dvao(eps=-0.1), "dvao: eps = -0.1, expected 0 or more"),
+        (lambda: dvao(a=float("nan")), "weight a = nan is no weight, expected 0 or more"),
         (lambda: dvao(a=-0.5), "weight a = -0.5 is negative, expected 0 or more: negate"),
         (
             lambda: evaluate("dvao", {"a": [[0.0, 1.0]]}, options={"weights": {"b": 1.0}}),

@@ -259,8 +259,8 @@ def test_the_wrong_options_and_levels_are_refused():
     ):
         with pytest.raises(InputError, match="expected"):
             wrong()
-    fields: dict[str, Any] = dict.fromkeys((*LOGP, "token_value"), LOGP["trainer_logp"])
     for step in (kl_in_reward(0.1), reward_to_go(), gae()):
+        fields: dict[str, Any] = dict.fromkeys(step.needs, LOGP["trainer_logp"])
         with pytest.raises(InputError, match=r"token-level values.*after to_tokens\(\)"):
             evaluate(chain(sum_rewards(), step), REWARD, **fields)
 

@@ -58,8 +58,10 @@ def double():
 
 
 def run(step, rewards: Any = REWARD, **fields):
-    fields = jax.tree.map(jnp.asarray, FIELDS | fields)
     whole = chain(sum_rewards(), step)
+    read = whole.needs | {"token_mask"}
+    given = {name: leaf for name, leaf in (FIELDS | fields).items() if name in read}
+    fields = jax.tree.map(jnp.asarray, given)
     made = jax.jit(lambda rewards, fields: evaluate(whole, rewards, **fields)[0])
     return np.asarray(made(jnp.asarray(rewards), fields))
 

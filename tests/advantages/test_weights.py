@@ -145,6 +145,9 @@ def test_scale_rl_divides_by_the_deviation_of_the_groups_that_stay():
         (lambda: shrink_rare_success(0), "count = 0, expected more than 0 successes"),
         (lambda: overlong_penalty(0), "buffer = 0, expected from 1 to limit tokens"),
         (lambda: overlong_penalty(9, 8), "buffer = 9, expected from 1 to limit = 8 tokens"),
+        (lambda: overlong_penalty(1, penalty=-1), "penalty = -1, expected 0 or more"),
+        (lambda: overlong_penalty(1, penalty=np.nan), "penalty = nan, expected 0 or more"),
+        (lambda: build("dapo", {"penalty": 0.5}), "dapo: limit and penalty .* give buffer too"),
         (lambda: overlong_penalty(1, 0), "limit = 0, expected at least 1 token"),
         (
             lambda: evaluate("dapo", [[1.0]], options={"buffer": 5}, token_mask=np.ones((1, 1, 4))),

@@ -12,12 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+import whole_logits
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from safetensors.numpy import load_file
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from jaxgrpo.io.huggingface import read_config, read_params, read_tokenizer, save_model
-from jaxgrpo.models.attention import causal
 from jaxgrpo.models.config import LayerKind
 from jaxgrpo.models.decoder import build
 
@@ -49,22 +49,12 @@ def torch_model(**changes) -> Qwen3ForCausalLM:
 
 
 def torch_logits(model: Qwen3ForCausalLM) -> np.ndarray:
-    with torch.no_grad():
-        return model(torch.as_tensor(TOKENS)).logits.numpy()
+    return whole_logits.of_torch(model, TOKENS)
 
 
-def our_logits(folder, **config_changes) -> jax.Array:
+def our_logits(folder, **config_changes) -> np.ndarray:
     model = build(dataclasses.replace(read_config(folder), **config_changes))
-    params = read_params(folder, model)
-
-    @jax.jit
-    def logits(params):
-        position = jnp.broadcast_to(jnp.arange(TOKENS.shape[1]), TOKENS.shape)
-        attend = causal(position, position >= 0)
-        hidden, _ = model.apply(params, jnp.asarray(TOKENS), position, attend, None)
-        return model.unembed(params, hidden)
-
-    return logits(params)
+    return whole_logits.of_ours(model, read_params(folder, model), TOKENS)
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxgrpo.losses import adaptive_entropy
+from jaxgrpo.errors import InputError
+from jaxgrpo.losses import adaptive_entropy, policy_loss
 from jaxgrpo.metrics import Mean, finalise
 
 
@@ -49,3 +50,37 @@ def test_the_adaptive_bonus_acts_while_the_entropy_is_at_most_the_target(measure
     assert float(value) == pytest.approx(-applied * 1.2)
     np.testing.assert_allclose(gradient, [[-applied, -applied, 0]], rtol=1e-6)
     assert finalise(metrics) == pytest.approx({"entropy": 0.6, "entropy_coefficient": applied})
+
+
+def seen_on_plain_arrays(penalty, entropies):
+    """(loss, coefficient after it) of updates whose policy has these entropies."""
+    one, mask = jnp.ones((1, 2)), jnp.ones((1, 2), bool)
+    state, seen = penalty.init(), []
+    for entropy in entropies:
+        loss, metrics = policy_loss(
+            *("clip", "token_mean", one, one, jnp.zeros(1), mask),
+            penalties=[penalty],
+            states={penalty.name: state},
+            policy_entropy=entropy * one,
+        )
+        state = penalty.observe(state, metrics)
+        seen.append((float(loss), float(state["coefficient"])))
+    return seen
+
+
+def test_on_plain_arrays_the_adaptive_bonus_acts_from_the_second_update_on():
+    penalty = adaptive_entropy(1.0, coefficient=0.3, delta=0.1)
+    seen = seen_on_plain_arrays(penalty, (0.5, 0.7, 0.2))
+    np.testing.assert_allclose(seen, [(0, 0.4), (-0.4 * 0.7, 0.5), (-0.5 * 0.2, 0.6)], rtol=1e-6)
+
+
+@pytest.mark.parametrize("states", [None, {}, {"adaptive": 1}])
+def test_a_bonus_that_would_never_act_for_lack_of_its_state_is_refused(states):
+    one, mask = jnp.ones((1, 2)), jnp.ones((1, 2), bool)
+    with pytest.raises(InputError, match=r"adaptive_entropy remembers .* penalty\.init\(\)"):
+        policy_loss(
+            *("clip", "token_mean", one, one, jnp.zeros(1), mask),
+            penalties=[adaptive_entropy(1.0)],
+            states=states,
+            policy_entropy=one,
+        )

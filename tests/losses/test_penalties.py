@@ -281,14 +281,10 @@ def test_a_policy_that_is_its_reference_feels_no_pull():
 def test_plain_arrays_are_given_their_penalties_with_their_fields():
     one, mask = jnp.ones((1, 2)), jnp.ones((1, 2), bool)
     given = ("clip", "token_mean", one, one, jnp.zeros(1), mask)
-    loss, metrics = policy_loss(
-        *given,
-        penalties=[full_kl(0.5), adaptive_entropy(3.0, 1.0)],
-        full_kl=one,
-        policy_entropy=one,
-    )
-    assert float(loss) == 0.5  # the control begins with its second update
-    assert {"kl", "kl_clamped", "entropy", "entropy_coefficient"} <= metrics.keys()
+    penalties = [full_kl(0.5), entropy_bonus(0.25)]
+    loss, metrics = policy_loss(*given, penalties=penalties, full_kl=one, policy_entropy=one)
+    assert float(loss) == 0.25
+    assert {"kl", "kl_clamped", "entropy"} <= metrics.keys()
     for penalty, missing in [(full_kl(1.0), "full_kl"), (entropy_bonus(1.0), "policy_entropy")]:
         with pytest.raises(InputError, match=rf"{penalty.name} reads fields\['{missing}'\]"):
             policy_loss(*given, penalties=[penalty])

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+import whole_logits
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
-from jaxgrpo.models.attention import causal
 from jaxgrpo.models.config import LayerKind, ModelConfig
 from jaxgrpo.models.decoder import build
 
@@ -101,15 +101,6 @@ def converted(model, theirs):
 def test_a_local_and_global_decoder_gives_the_logits_of_gemma_3(theirs):
     model = build(CONFIG)
     params = converted(model, theirs)
-
-    @jax.jit
-    def logits(params):
-        position = jnp.broadcast_to(jnp.arange(TOKENS.shape[1]), TOKENS.shape)
-        attend = causal(position, position >= 0)
-        hidden, _ = model.apply(params, jnp.asarray(TOKENS), position, attend, None)
-        return model.unembed(params, hidden)
-
-    with torch.no_grad():
-        expected = theirs(torch.as_tensor(TOKENS)).logits.numpy()
+    expected = whole_logits.of_torch(theirs, TOKENS)
     assert expected.std() > 0.5
-    np.testing.assert_allclose(logits(params), expected, atol=1e-4)
+    np.testing.assert_allclose(whole_logits.of_ours(model, params, TOKENS), expected, atol=1e-4)

@@ -9,6 +9,7 @@ from jaxgrpo.advantages.group import divide_by_group_std, subtract_group_mean
 from jaxgrpo.advantages.length import overlong_penalty
 from jaxgrpo.advantages.masks import mask_zero_variance
 from jaxgrpo.advantages.recipes.weighing import Weights, weighted_sum
+from jaxgrpo.errors import InputError
 
 
 def dapo(
@@ -38,6 +39,8 @@ def dapo(
 
     Source: Yu et al. 2025, arXiv 2503.14476, with buffer 4096 and limit 20480.
     """
+    if buffer is None and (limit is not None or penalty != 1.0):
+        raise InputError("dapo: limit and penalty are those of the length penalty: give buffer too")
     lengths = () if buffer is None else (overlong_penalty(buffer, limit, penalty),)
     return chain(
         weighted_sum(weights),

@@ -64,7 +64,7 @@ def dvao(eps: Scheduled = 1e-6, weights: Weights | None = None) -> AdvantageTran
 
     Source: DVAO, arXiv 2605.25604; see the part `dvao`.
     """
-    return chain(several.dvao(eps, **(weights or {})), name="dvao")
+    return chain(several.dvao_of(weights or {}, eps), name="dvao")
 
 
 def rlcr(weights: Weights | None = None) -> AdvantageTransform:

@@ -1,0 +1,39 @@
+"""A config of required keys alone, and reading it with some replaced."""
+
+from __future__ import annotations
+
+import tomllib
+
+import pytest
+
+from jaxgrpo import config
+from jaxgrpo.errors import ConfigError
+
+MINIMAL = """
+rewards = [{ use = "arithmetic" }]
+[model]
+path = "base"
+[data]
+path = "task:arithmetic:train"
+[optimizer]
+learning_rate = 1e-4
+[rollout]
+prompts_per_step = 8
+group_size = 4
+max_prompt_tokens = 16
+max_completion_tokens = 32
+[train]
+steps = 10
+[run]
+dir = "runs/x"
+"""
+
+
+def read(*overrides: str) -> config.Config:
+    return config.from_dict(tomllib.loads(MINIMAL), overrides)
+
+
+def problems(*overrides: str) -> tuple[str, ...]:
+    with pytest.raises(ConfigError) as caught:
+        read(*overrides)
+    return caught.value.problems

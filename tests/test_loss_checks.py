@@ -1,0 +1,78 @@
+"""Mistakes in the keys of the loss and its reference are problems of the config."""
+
+from __future__ import annotations
+
+import pytest
+from minimal_config import problems, read
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ('loss.kl={use="k2", beta=-1}', "loss.kl: k2: beta = -1"),
+        ('loss.entropy={use="bonus"}', "loss.entropy: entropy bonus: missing a required argument"),
+        ("loss.surrogate.hihg=1", "loss.surrogate: surrogate clip: unknown option 'hihg': did you"),
+        ("loss.reduction.use=constnat", "loss.reduction: unknown reduction 'constnat': did you"),
+        ("loss.penalties_on=live", 'loss.penalties_on = "live": there is no penalty; add loss.kl'),
+        (
+            'loss.kl={use="k1_in_reward"}',
+            "loss.kl: k1_in_reward takes beta or target_validity, one of the two",
+        ),
+        ('loss.kl={use="k1_in_reward", beta=1, target_validity=0.9}', "one of the two: beta ="),
+        (
+            'loss.kl={use="k1_in_reward", beta=1, rewards=3}',
+            "loss.kl: k1_in_reward: unknown option",
+        ),
+        ('loss.kl={use="k1_in_reward", target_validity=1.9}', "expected a success rate in (0, 1)"),
+        (
+            'loss.kl={use="k2", target_validity=0.9}',
+            "loss.kl: k2: target_validity is reached by KL-control alone",
+        ),
+        ('loss.mismatch={use="truncated"}', "loss.mismatch: unknown mismatch 'truncated': "),
+        (
+            'loss.mismatch={use="geometric_rejection", hihg=2}',
+            "loss.mismatch: geometric_rejection: unknown option 'hihg': did",
+        ),
+        (
+            'loss.mismatch={use="masked_importance"}',
+            'holds this weight already; set loss.proximal = "trainer"',
+        ),
+        (
+            'advantage=[{use="sum_rewards"}, {use="truncated_importance", cap=3.0}]',
+            'advantage[1] = {"use": "truncated_importance", "cap": 3.0}: with loss.proximal',
+        ),
+        ('loss.kl={use="k1_in_reward", beta=-1}', "loss.kl: k1_in_reward: beta = -1, expected"),
+        ('loss.kl={use="k2", beta="0.1"}', "loss.kl: "),
+        ("reference.reset_evry=3", "did you mean reference.reset_every?"),
+        (
+            "reference.reset_every=3",
+            "reference.reset_every: there is no reference, so that",
+        ),
+    ],
+)
+def test_a_mistake_is_one_problem_that_says_where_and_what_to_do(override, message):
+    (problem,) = problems(override)
+    assert message in problem
+
+
+def test_weights_of_trainer_over_sampler_may_stand_where_no_ratio_holds_them_already():
+    weights = 'loss.mismatch={use="masked_importance"}'
+    chain = 'advantage=[{use="sum_rewards"}, {use="truncated_importance"}]'
+    for name in ("reinforce", "on_policy"):
+        read(weights, chain, f"loss.surrogate.use={name}")
+    assert len(problems(weights, chain)) == 2
+    both = 'loss.surrogate={use="by_sample", field="new", then="reinforce", otherwise="%s"}'
+    read(weights, both % "on_policy")
+    assert len(problems(weights, both % "cispo")) == 1
+    rejection = 'advantage=[{use="sum_rewards"}, {use="sequence_rejection"}]'
+    read('loss.mismatch={use="geometric_rejection"}', rejection)
+    read(weights, chain, "loss.proximal=trainer")
+
+
+def test_a_target_of_validity_asks_which_of_several_rewards_it_is_about():
+    two = 'rewards=[{use="arithmetic"}, {use="format", pattern="a"}]'
+    kl = 'loss.kl={use="k1_in_reward", target_validity=0.9%s}'
+    (problem,) = problems(two, kl % "")
+    assert problem.startswith("loss.kl: k1_in_reward: there are 2 rewards (arithmetic, format): ")
+    read(two, kl % ', reward="format"')
+    read(kl % "")
