@@ -90,13 +90,13 @@ def _compile(parts: Parts) -> _Programs:
     return _Programs(
         score=jax.jit(functools.partial(_score, parts), static_argnums=2),
         judge=jax.jit(functools.partial(_judge, parts)),
-        gather=jax.jit(functools.partial(_gather, sharding.constrain(parts.mesh))),
+        gather=jax.jit(functools.partial(gather_over_bins, sharding.constrain(parts.mesh))),
         scatter=jax.jit(lambda values, where: packing.scatter(values, where, shape)),
         drift=jax.jit(functools.partial(_drift, shape), static_argnums=0),
     )
 
 
-def _gather(constrain: Constrain, *arguments: Any) -> TrainBatch:
+def gather_over_bins(constrain: Constrain, *arguments: Any) -> TrainBatch:
     """`packing.gather`, with D laid out over the bins."""
 
     def lay_out(leaf: Array) -> Array:
