@@ -1,4 +1,4 @@
-"""What the keys of evaluation must fulfil together; called by config_checks.py, and as it says."""
+"""What the keys of evaluation must fulfil together, checked as config_checks.py says."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import re
 from collections.abc import Iterator
 
 from jaxgrpo.config_reading import Values, show
-from jaxgrpo.variety import OTHER
 
 
 def _data(values: Values) -> Iterator[str]:
@@ -31,6 +30,8 @@ def _best(values: Values) -> Iterator[str]:
 
 
 def _formats(values: Values) -> Iterator[str]:
+    from jaxgrpo.variety import OTHER
+
     for name, pattern in values.get("eval.formats", {}).items():
         where = f"eval.formats.{name} = {show(pattern)}"
         if name == OTHER:

@@ -15,7 +15,6 @@ from jax.sharding import Mesh
 
 from jaxgrpo import diagnostics, rescoring, sharding, variety, voting
 from jaxgrpo.assembly import Setup
-from jaxgrpo.confidence import TraceConfidence
 from jaxgrpo.config import Config
 from jaxgrpo.inputs import eval_source, load_prompts
 from jaxgrpo.io.data import PromptData
@@ -172,7 +171,7 @@ def summarise(
     for k in sizes:
         per_prompt[f"pass@{k}"] = np.asarray(diagnostics.pass_at_k(count, every, k))
     if answers is not None:
-        per_prompt |= voting.votes(answers, success, sizes[1:], traces, questions.weighing.kept)
+        per_prompt |= voting.votes(answers, success, sizes[1:], questions.weighing.kept, traces)
     if "kl" in sampled.rescored:
         for name, of in {"kl_to_base": "kl", "kl_to_base_estimated": "logp_gap"}.items():
             per_prompt[name] = sampled.rescored[of].sum(-1, dtype=float).mean(-1)
@@ -196,7 +195,7 @@ def _looks(
     sampled: Answers,
     questions: Questions,
     answers: voting.Answered | None,
-    traces: TraceConfidence | None,
+    traces: Mapping[str, np.ndarray],
 ) -> dict[str, float]:
     """Variety, formats and confidences of the samples."""
     success, scored = sampled.scores > SUCCESS, np.isfinite(sampled.scores)
@@ -207,8 +206,7 @@ def _looks(
     metrics |= variety.stated_metrics(sampled.texts, success, scored)
     if questions.formats:
         metrics |= variety.format_metrics(sampled.texts, success, questions.formats)
-    if traces is not None:
-        metrics |= voting.confidence_metrics(success, scored, traces)
+    metrics |= voting.confidence_metrics(success, scored, traces)
     if "clamped" in sampled.rescored:
         number = max(1, sampled.mask.sum())
         metrics["kl_to_base_clamped"] = float(sampled.rescored["clamped"].sum() / number)
@@ -222,10 +220,11 @@ def answers_of(sampled: Answers, questions: Questions) -> voting.Answered | None
     return [[questions.extract(text) for text in row] for row in sampled.texts]
 
 
-def _traces(sampled: Answers, questions: Questions) -> TraceConfidence | None:
-    tokens = sampled.rescored.get("confidence")
-    if tokens is None:
-        return None
+def _traces(sampled: Answers, questions: Questions) -> dict[str, np.ndarray]:
+    """Summaries of confidence [N, n] by name; none where it was not asked for."""
+    if "confidence" not in sampled.rescored:
+        return {}
+    tokens = sampled.rescored["confidence"]
     return voting.confidences(tokens, sampled.mask, questions.weighing.window)
 
 

@@ -91,14 +91,14 @@ def make_rescorer(
 
     def one(params: Params, base_params: Params, micro: TrainBatch) -> dict[str, Array]:
         hidden = hidden_states(model, params, micro)
-        unembed = lambda x: model.unembed(params, x)  # noqa: E731
+        unembed = functools.partial(model.unembed, params)
         values: dict[str, Array] = {}
         if confidence:
             values["confidence"] = token_confidence(unembed, hidden, temperature=temperature)
         if anchor is not None:
             other, targets = hidden_states(anchor, base_params, micro), micro.targets
             targets = targets.reshape(hidden.shape[0], -1)
-            base_unembed = lambda x: anchor.unembed(base_params, x)  # noqa: E731
+            base_unembed = functools.partial(anchor.unembed, base_params)
             pair = ((unembed, hidden), (base_unembed, other))
             values["kl"], values["clamped"] = full_kl(*pair[0], *pair[1], temperature=temperature)
             own, bases = (token_logprobs(*p, targets, temperature=temperature)[0] for p in pair)
@@ -134,6 +134,7 @@ def _in_micro_batches(
 ) -> dict[str, Array]:
     """`one` of every sample, in the loop and layout of training's scoring."""
     mask = rollouts.token_mask
+    groups, samples, steps = mask.shape
     zero = jnp.zeros(mask.shape, jnp.float32)
     batch = gather_over_bins(constrain, rollouts, where, zero, zero, mask, {})
 
@@ -145,6 +146,6 @@ def _in_micro_batches(
     start = {name: jnp.zeros(batch.tokens.shape, leaf.dtype) for name, leaf in shapes.items()}
     values = jax.lax.fori_loop(0, batch.num_live, body, start)
     return {
-        name: jnp.where(mask, packing.scatter(value, where, mask.shape), 0)
+        name: jnp.where(mask, packing.scatter(value, where, (groups, samples, steps)), 0)
         for name, value in values.items()
     }

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 
 from jaxgrpo.calibration import auroc
-from jaxgrpo.confidence import TraceConfidence, trace_confidence
+from jaxgrpo.confidence import trace_confidence
 
 Answered = Sequence[Sequence[Hashable]]
 """[N][n] answers; None: there is none, and the sample does not vote"""
@@ -63,37 +63,39 @@ def vote(
     return shares
 
 
-def confidences(token_confidence: np.ndarray, mask: np.ndarray, window: int) -> TraceConfidence:
-    """Summaries [N, n] of the confidence of tokens [N, n, T]."""
-    shape = mask.shape[:2]
-    flat = (jnp.asarray(x.reshape(-1, x.shape[-1])) for x in (token_confidence, mask))
-    return TraceConfidence(*(np.asarray(x).reshape(shape) for x in trace_confidence(*flat, window)))
+def confidences(
+    token_confidence: np.ndarray, mask: np.ndarray, window: int
+) -> dict[str, np.ndarray]:
+    """name -> [N, n], the summaries of `trace_confidence` for confidences of tokens [N, n, T]."""
+    flat, own = (jnp.asarray(x.reshape(-1, x.shape[-1])) for x in (token_confidence, mask))
+    summaries = trace_confidence(flat, own, window)._asdict()
+    return {name: np.asarray(value).reshape(mask.shape[:2]) for name, value in summaries.items()}
 
 
 def votes(
     answers: Answered,
     success: np.ndarray,
     sizes: Sequence[int],
-    traces: TraceConfidence | None,
     kept: float,
+    traces: Mapping[str, np.ndarray],
 ) -> dict[str, np.ndarray]:
-    """maj@k, and where confidences are known deepconf@k/NAME by each of their summaries.
+    """maj@k, and deepconf@k/NAME by each summary of confidence that there is.
 
     Returns: per prompt, what `vote` of so many samples gives, [N] each.
     """
     found = {f"maj@{k}": vote(answers, success, k) for k in sizes}
-    for name, weight in ({} if traces is None else traces._asdict()).items():
+    for name, weight in traces.items():
         for k in sizes:
             found[f"deepconf@{k}/{name}"] = vote(answers, success, k, weight, kept)
     return found
 
 
 def confidence_metrics(
-    success: np.ndarray, scored: np.ndarray, traces: TraceConfidence
+    success: np.ndarray, scored: np.ndarray, traces: Mapping[str, np.ndarray]
 ) -> dict[str, float]:
     """deepconf/NAME/auroc: how well each summary tells right completions from wrong ones."""
     right, known = jnp.asarray(success.ravel()), jnp.asarray(scored.ravel())
     return {
         f"deepconf/{name}/auroc": float(auroc(jnp.asarray(value.ravel()), right, known))
-        for name, value in traces._asdict().items()
+        for name, value in traces.items()
     }
