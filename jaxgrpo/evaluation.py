@@ -13,14 +13,14 @@ import numpy as np
 from jax import Array
 from jax.sharding import Mesh
 
-from jaxgrpo import diagnostics, rescoring, sharding, variety, voting
+from jaxgrpo import diagnostics, sharding, variety, voting
 from jaxgrpo.assembly import Setup
 from jaxgrpo.config import Config
 from jaxgrpo.inputs import eval_source, load_prompts
 from jaxgrpo.io.data import PromptData
 from jaxgrpo.models.api import Model
 from jaxgrpo.prompts import pad_prompts
-from jaxgrpo.rescoring import Rescore
+from jaxgrpo.rescoring import Rescore, base_of, rescorer_of
 from jaxgrpo.rewarding import extractor_of, resolve_scorer
 from jaxgrpo.rewards import RewardFunction, TrainerState
 from jaxgrpo.rollouts import completion_ids, judge_texts, put_prompts
@@ -88,14 +88,7 @@ def evaluator_of(run: Setup) -> Evaluate:
     held_out = run.held_out or load_prompts(config, run.chat, eval_source(config))
     questions = questions_of(config, held_out, resolve_scorer(config, run.rewards))
     geometry = run.parts.geometry
-    rescore = rescoring.make_rescorer(
-        run.model,
-        run.mesh,
-        temperature=config.rollout.temperature,
-        confidence=config.eval.confidence,
-        base=rescoring.base_of(run) if config.eval.kl_to_base else None,
-        rows=config.train.rows_per_micro_batch,
-    )
+    base = base_of(run) if config.eval.kl_to_base else None
     return make_evaluator(
         run.model,
         run.tokenizer,
@@ -105,7 +98,7 @@ def evaluator_of(run: Setup) -> Evaluate:
         samples=config.eval.samples,
         width=geometry.max_prompt_tokens,
         slots=geometry.num_prompts * geometry.group_size,
-        rescore=rescore,
+        rescore=rescorer_of(config, run.model, run.mesh, base),
     )
 
 
@@ -199,8 +192,9 @@ def _looks(
 ) -> dict[str, float]:
     """Variety, formats and confidences of the samples."""
     success, scored = sampled.scores > SUCCESS, np.isfinite(sampled.scores)
-    ids = [completion_ids(*pair) for pair in zip(sampled.tokens, sampled.mask, strict=True)]
-    metrics = {"distinct_completions": variety.distinct([[*map(tuple, row)] for row in ids])}
+    shown = np.where(sampled.mask, sampled.tokens, -1)
+    ids = [[completion.tobytes() for completion in row] for row in shown]
+    metrics = {"distinct_completions": variety.distinct(ids)}
     if answers is not None:
         metrics["distinct_answers"] = variety.distinct(answers)
     metrics |= variety.stated_metrics(sampled.texts, success, scored)

@@ -28,7 +28,7 @@ from jaxgrpo.io.callables import python_name
 from jaxgrpo.io.data import PromptData
 from jaxgrpo.io.tracking import plain, write_atomically
 from jaxgrpo.models.api import Model
-from jaxgrpo.rescoring import load_base, make_rescorer
+from jaxgrpo.rescoring import load_base, rescorer_of
 from jaxgrpo.rewarding import resolve_rewards, resolve_scorer
 from jaxgrpo.sampling import SamplingSettings, make_sampler
 from jaxgrpo.types import Params
@@ -86,18 +86,13 @@ def evaluate(
     given = {"data": data, "scorer": scorer, "samples": samples, "prompts": prompts}
     changes = {f"eval.{name}": value for name, value in given.items() if value is not None}
     config = config_for(target, changes, overrides)
-    if config.eval.data is None:
-        raise InputError(f"eval {target}: nothing to evaluate on; give --data")
-    if config.eval.scorer is None and config.rewards[0].use == NOBODY:
-        raise InputError(
-            f"eval {target}: nothing judges the answers; give --scorer, as "
-            "gsm8k_answer, math, or path/file.py:function"
-        )
+    _refuse_unjudged(target, config)
     began = _base_config(target, config, base)
     console = Console(highlight=False)
     policy, held_out = _load(console, config)
     rewards = () if config.rewards[0].use == NOBODY else resolve_rewards(config)
     questions = questions_of(config, held_out, resolve_scorer(config, rewards))
+    anchor = load_base(began, policy.mesh) if began else None
     run = make_evaluator(
         policy.model,
         policy.tokenizer,
@@ -107,14 +102,7 @@ def evaluate(
         samples=config.eval.samples,
         width=config.rollout.max_prompt_tokens,
         slots=_slots(config),
-        rescore=make_rescorer(
-            policy.model,
-            policy.mesh,
-            temperature=config.rollout.temperature,
-            confidence=config.eval.confidence,
-            base=load_base(began, policy.mesh) if began else None,
-            rows=config.train.rows_per_micro_batch,
-        ),
+        rescore=rescorer_of(config, policy.model, policy.mesh, anchor),
     )
     evaluation = run(policy.params, _key(config), 0)
     if runtime.is_main():
@@ -201,6 +189,16 @@ def table_of(metrics: Mapping[str, float], title: str) -> Table:
         low, high = metrics.get(f"{name}/low"), metrics.get(f"{name}/high")
         table.add_row(name, f"{value:.3f}", "" if low is None else f"{low:.3f} to {high:.3f}")
     return table
+
+
+def _refuse_unjudged(target: str, config: Config) -> None:
+    if config.eval.data is None:
+        raise InputError(f"eval {target}: nothing to evaluate on; give --data")
+    if config.eval.scorer is None and config.rewards[0].use == NOBODY:
+        raise InputError(
+            f"eval {target}: nothing judges the answers; give --scorer, as "
+            "gsm8k_answer, math, or path/file.py:function"
+        )
 
 
 def _base_config(target: str, config: Config, base: str | None) -> Config | None:

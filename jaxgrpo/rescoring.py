@@ -54,6 +54,18 @@ def base_of(run: Setup) -> Base:
     return load_base(run.config, run.mesh)
 
 
+def rescorer_of(config: Config, model: Model, mesh: Mesh, base: Base | None) -> Rescore | None:
+    """The second pass that a config asks for; None where it asks for none."""
+    return make_rescorer(
+        model,
+        mesh,
+        temperature=config.rollout.temperature,
+        confidence=config.eval.confidence,
+        base=base,
+        rows=config.train.rows_per_micro_batch,
+    )
+
+
 def make_rescorer(
     model: Model,
     mesh: Mesh,
@@ -78,33 +90,12 @@ def make_rescorer(
 
     Raises: InputError where the base has another vocabulary.
     """
-    if base is not None and base.model.config.vocab_size != model.config.vocab_size:
-        raise InputError(
-            f"the base has {base.model.config.vocab_size} tokens and the model "
-            f"{model.config.vocab_size}: a KL between them is not defined; name the model that "
-            "training began with"
-        )
     if not confidence and base is None:
         return None
-    anchor = None if base is None else base.model
-    temperature = temperature or 1.0  # greedy sampling has no distribution: the model's own
-
-    def one(params: Params, base_params: Params, micro: TrainBatch) -> dict[str, Array]:
-        hidden = hidden_states(model, params, micro)
-        unembed = functools.partial(model.unembed, params)
-        values: dict[str, Array] = {}
-        if confidence:
-            values["confidence"] = token_confidence(unembed, hidden, temperature=temperature)
-        if anchor is not None:
-            other, targets = hidden_states(anchor, base_params, micro), micro.targets
-            targets = targets.reshape(hidden.shape[0], -1)
-            base_unembed = functools.partial(anchor.unembed, base_params)
-            pair = ((unembed, hidden), (base_unembed, other))
-            values["kl"], values["clamped"] = full_kl(*pair[0], *pair[1], temperature=temperature)
-            own, bases = (token_logprobs(*p, targets, temperature=temperature)[0] for p in pair)
-            values["logp_gap"] = own - bases
-        return {name: value.reshape(micro.tokens.shape) for name, value in values.items()}
-
+    if base is not None:
+        _refuse_other_vocabulary(model, base.model)
+    # Greedy sampling has no distribution: its confidence is that of the model itself.
+    one = functools.partial(_look, model, base and base.model, temperature or 1.0, confidence)
     program = jax.jit(functools.partial(_in_micro_batches, one, sharding.constrain(mesh)))
     held = {} if base is None else base.params
 
@@ -122,6 +113,43 @@ def make_rescorer(
         return program(params, held, rollouts, everyone)
 
     return rescore
+
+
+def _refuse_other_vocabulary(model: Model, anchor: Model) -> None:
+    own, theirs = model.config.vocab_size, anchor.config.vocab_size
+    if own != theirs:
+        raise InputError(
+            f"the base has {theirs} tokens and the model {own}: a KL between them is not defined; "
+            "name the model that training began with"
+        )
+
+
+def _look(
+    model: Model,
+    anchor: Model | None,
+    temperature: float,
+    confidence: bool,
+    params: Params,
+    base_params: Params,
+    micro: TrainBatch,
+) -> dict[str, Array]:
+    """What is asked for of one micro-batch, [D, R, Q] each."""
+    hidden = hidden_states(model, params, micro)
+    unembed = functools.partial(model.unembed, params)
+    values: dict[str, Array] = {}
+    if confidence:
+        values["confidence"] = token_confidence(unembed, hidden, temperature=temperature)
+    if anchor is not None:
+        own = (unembed, hidden)
+        base_unembed = functools.partial(anchor.unembed, base_params)
+        theirs = (base_unembed, hidden_states(anchor, base_params, micro))
+        targets = micro.targets.reshape(hidden.shape[0], -1)
+        values["kl"], values["clamped"] = full_kl(*own, *theirs, temperature=temperature)
+        logp, base_logp = (
+            token_logprobs(*policy, targets, temperature=temperature)[0] for policy in (own, theirs)
+        )
+        values["logp_gap"] = logp - base_logp
+    return {name: value.reshape(micro.tokens.shape) for name, value in values.items()}
 
 
 def _in_micro_batches(

@@ -46,17 +46,18 @@ def vote(
     weight = np.ones(success.shape) if weight is None else weight
     shares = np.zeros(len(answers))
     for place, given in enumerate(answers):
+        weigh: list[float] = weight[place].tolist()
         begins = range(0, len(given) - k + 1, k)
         for begin in begins:
             voters = [i for i in range(begin, begin + k) if given[i] is not None]
             if not voters:
                 continue
-            least = np.quantile(weight[place, voters], 1 - kept)
+            least = np.quantile([weigh[i] for i in voters], 1 - kept) if kept < 1 else 0.0
             votes: dict[Hashable, float] = {}
             first: dict[Hashable, int] = {}
             for i in voters:
-                if weight[place, i] >= least:
-                    votes[given[i]] = votes.get(given[i], 0.0) + float(weight[place, i])
+                if weigh[i] >= least:
+                    votes[given[i]] = votes.get(given[i], 0.0) + weigh[i]
                     first.setdefault(given[i], i)
             chosen = first[max(votes, key=lambda answer: votes[answer])]
             shares[place] += success[place, chosen] / len(begins)

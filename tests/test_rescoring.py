@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -106,11 +108,11 @@ def test_exact_and_estimated_kl_agree_in_expectation(case):
     _, ours, bases, (p, q) = case
     one = np.exp(p[0, 0, 0]) @ (p[0, 0, 0] - q[0, 0, 0])
     every = jnp.arange(tiny.VOCAB, dtype=jnp.int32)
-    changed = {
-        "completion_tokens": jnp.broadcast_to(every[None, :, None], (4, tiny.VOCAB, 1)),
-        "token_mask": jnp.ones((4, tiny.VOCAB, 1), bool),
-    }
-    asked = tiny.rollouts(np.zeros((4, tiny.VOCAB)), steps=1, **changed)
+    asked = dataclasses.replace(
+        tiny.rollouts(np.zeros((4, tiny.VOCAB)), steps=1),
+        completion_tokens=jnp.broadcast_to(every[None, :, None], (4, tiny.VOCAB, 1)),
+        token_mask=jnp.ones((4, tiny.VOCAB, 1), bool),
+    )
     model = tiny.model()
     run = make_rescorer(model, one_device(), temperature=TEMPERATURE, base=Base(model, bases))
     assert run is not None
