@@ -85,8 +85,8 @@ def votes(
     Returns: per prompt, what `vote` of so many samples gives, [N] each.
     """
     found = {f"maj@{k}": vote(answers, success, k) for k in sizes}
-    for name, weight in traces.items():
-        for k in sizes:
+    for k in sizes:
+        for name, weight in traces.items():
             found[f"deepconf@{k}/{name}"] = vote(answers, success, k, weight, kept)
     return found
 
