@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxgrpo import config_evaluation
+from jaxgrpo import evaluation_checks
 from jaxgrpo.config_keys import OptimizerKeys, RewardKeys
 from jaxgrpo.config_reading import Values, show
 from jaxgrpo.errors import InputError
@@ -31,7 +31,7 @@ def check(values: Values) -> Iterator[str]:
             _one_chain,
             _groups,
             _schedule,
-            *config_evaluation.CHECKS,
+            evaluation_checks.check,
             _penalties,
             _mismatch,
             _resets,

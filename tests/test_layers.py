@@ -40,7 +40,7 @@ STEPS = words("steps optimizers parts preparation")
 HOST = words("io rewards tasks")
 TOP = words(
     "__init__ __main__ alarms assembly beginning chain_tail cli config config_checks"
-    " config_evaluation config_keys config_reading console doctor evaluation explaining"
+    " config_keys config_reading console doctor evaluation evaluation_checks explaining"
     " exporting from_python gathering inference inputs logbook methods planning quickstart"
     " reports rescoring resetting resuming rewarding rollouts runtime training variety voting"
     " warmstart"

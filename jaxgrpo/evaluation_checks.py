@@ -8,6 +8,12 @@ from collections.abc import Iterator
 from jaxgrpo.config_reading import Values, show
 
 
+def check(values: Values) -> Iterator[str]:
+    """All problems of what is evaluated and how."""
+    for check_some in (_data, _best, _formats, _kept, _second_pass):
+        yield from check_some(values)
+
+
 def _data(values: Values) -> Iterator[str]:
     if values.get("eval.every") and "eval.data" in values and values["eval.data"] is None:
         yield (
@@ -55,6 +61,3 @@ def _second_pass(values: Values) -> Iterator[str]:
     for name in ("eval.confidence", "eval.kl_to_base"):
         if values.get(name) and "eval.data" in values and values["eval.data"] is None:
             yield f"{name} = true: there is nothing to evaluate on; name eval.data, or leave it out"
-
-
-CHECKS = (_data, _best, _formats, _kept, _second_pass)
