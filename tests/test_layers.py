@@ -34,15 +34,16 @@ def words(text: str) -> frozenset[str]:
 
 
 BASE = words("types metrics errors names onepass")
-CORE = words("advantages losses logprobs exact_kl diagnostics")
+CORE = words("advantages losses logprobs exact_kl diagnostics calibration confidence symptoms")
 FAST = words("sharding packing sampling prompts policies")
 STEPS = words("steps optimizers parts preparation")
 HOST = words("io rewards tasks")
 TOP = words(
     "__init__ __main__ alarms assembly beginning chain_tail cli config config_checks config_keys"
-    " config_reading console doctor evaluation explaining exporting from_python gathering"
-    " given_rollouts inference inputs logbook loss_checks methods planning quickstart reports"
-    " resetting resuming rewarding rollouts runtime training warmstart"
+    " config_reading console doctor evaluation evaluation_checks explaining exporting from_python"
+    " gathering given_rollouts inference inputs logbook loss_checks methods planning quickstart"
+    " reports rescoring resetting resuming rewarding rollouts runtime training variety voting"
+    " warmstart"
 )
 LAYERS = (
     Layer(BASE, BASE, words("jax jaxtyping")),
