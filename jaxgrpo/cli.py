@@ -73,6 +73,20 @@ def _eval(arguments: argparse.Namespace) -> int | None:
     )
 
 
+def _probe(arguments: argparse.Namespace) -> int | None:
+    from jaxgrpo import probing
+
+    given = {name: getattr(arguments, name) for name in ("data", "reward", "samples", "level")}
+    return probing.main(
+        arguments.target,
+        **{name: value for name, value in given.items() if value is not None},
+        prompts=arguments.num_prompts,
+        json_out=arguments.json,
+        html_out=arguments.html,
+        overrides=arguments.set,
+    )
+
+
 def _sample(arguments: argparse.Namespace) -> int | None:
     from jaxgrpo import inference
 
@@ -146,6 +160,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_set(train)
     train.set_defaults(command=_train)
 
+    _add_probe(commands)
     _add_inference(commands)
     _add_runs(commands)
     _add_advantages(commands)
@@ -202,6 +217,22 @@ def _add_runs(commands: argparse._SubParsersAction) -> None:
     export.add_argument("--step", default="last", help="last, best, or a number of steps")
     export.add_argument("--dtype", choices=["float32", "bfloat16"])
     export.set_defaults(command=_export)
+
+
+def _add_probe(commands: argparse._SubParsersAction) -> None:
+    probe = commands.add_parser(
+        "probe", help="before training: would groups of samples carry signal?"
+    )
+    probe.add_argument("target", metavar="MODEL|RUN", help="a model folder, or a run folder")
+    probe.add_argument("--data", help="as data.path; of a run: its training data by default")
+    probe.add_argument("--reward", help="a reward that judges success; of a run: its own")
+    probe.add_argument("-n", "--samples", type=int, metavar="N", help="per prompt, 16 by default")
+    probe.add_argument("--num-prompts", type=int, metavar="N", help="of the data; all by default")
+    probe.add_argument("--level", type=float, metavar="L", help="of intervals, 0.99 by default")
+    probe.add_argument("--json", metavar="OUT", help="write the numbers")
+    probe.add_argument("--html", metavar="OUT", help="write a page with plots")
+    _add_set(probe)
+    probe.set_defaults(command=_probe)
 
 
 def _add_inference(commands: argparse._SubParsersAction) -> None:

@@ -1,0 +1,225 @@
+"""`jaxgrpo probe`: before training, whether groups of samples would carry signal."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from rich.console import Console
+
+from jaxgrpo import measuring, runtime, sharding
+from jaxgrpo.advice import advise
+from jaxgrpo.config import Config
+from jaxgrpo.errors import InputError
+from jaxgrpo.evaluation import Answers, Questions, ask, questions_of
+from jaxgrpo.inference import NOBODY, Policy, config_for, find_policy, key_of, slots_of
+from jaxgrpo.intervals import LEVEL
+from jaxgrpo.io.callables import short_name
+from jaxgrpo.io.tracking import plain, write_atomically
+from jaxgrpo.packing import Geometry
+from jaxgrpo.preparation import make_scorer
+from jaxgrpo.prompts import pad_prompts
+from jaxgrpo.reports import check_can_draw
+from jaxgrpo.rewarding import Reward, resolve_rewards, resolve_scorer, show_previews
+from jaxgrpo.rollouts import put_prompts
+from jaxgrpo.sampling import make_sampler
+from jaxgrpo.types import Params, Rollouts
+
+PURPOSE = 2  # folded into the key: a probe repeats the draws of neither training nor evaluation
+
+
+def main(
+    target: str,
+    *,
+    data: str | None = None,
+    reward: str | None = None,
+    samples: int | None = None,
+    prompts: int | None = None,
+    level: float = LEVEL,
+    json_out: str | None = None,
+    html_out: str | None = None,
+    overrides: Sequence[str] = (),
+) -> int:
+    """Probes a model folder or a run's model; prints what was found, and writes it where asked.
+
+    Args:
+      data, reward: of a run its own by default.
+      samples: N per prompt; 16 by default.
+      prompts: the first so many of the data; all by default.
+      level: of the intervals.
+
+    Raises: InputError before anything is sampled, where an argument cannot be used.
+    """
+    config = _config(target, data, reward, samples, prompts, overrides)
+    if not 0.5 <= level < 1:
+        raise InputError(f"--level {level}: expected a share from 0.5 to below 1, as 0.99")
+    for out in (json_out, html_out):
+        _check_can_write(out)
+    if html_out:
+        check_can_draw(f"{html_out} needs", "leave --html out")
+    console = Console(highlight=False)
+    policy, held_out = find_policy(console, config)
+    rewards = () if config.rewards[0].use == NOBODY else resolve_rewards(config)
+    judge = resolve_scorer(config, rewards)
+    name = short_name(config.eval.scorer or config.rewards[0].use)
+    questions = questions_of(config, held_out, judge)
+    if runtime.is_main():
+        show_previews(console, [Reward(name, judge, 1.0)], questions.rows[0], policy.tokenizer, 0)
+    found = _numbers(config, policy, questions, level)
+    whole = {"model": target, "data": config.eval.data, "reward": name, **found}
+    whole["advice"] = [one.as_dict() for one in advise(found)]
+    if runtime.is_main():
+        _tell(console, whole, json_out, html_out)
+    return 0
+
+
+def _config(
+    target: str,
+    data: str | None,
+    reward: str | None,
+    samples: int | None,
+    prompts: int | None,
+    overrides: Sequence[str],
+) -> Config:
+    """As of an evaluation, whose keys say what is asked and who judges."""
+    given = {"data": data, "scorer": reward, "samples": samples, "prompts": prompts}
+    changes = {f"eval.{name}": value for name, value in given.items() if value is not None}
+    config = config_for(target, changes, overrides)
+    if data is None and config.data.path is not None:
+        of = config.data
+        asked = dataclasses.replace(config.eval, data=of.path, subset=of.subset, split=of.split)
+        config = dataclasses.replace(config, eval=asked)
+    if config.eval.data is None:
+        raise InputError(
+            f"probe {target}: no prompts to probe with; give --data, as task:NAME:train"
+        )
+    if config.eval.scorer is None and config.rewards[0].use == NOBODY:
+        raise InputError(
+            f"probe {target}: nothing judges the answers; give --reward, as gsm8k_answer, math, or "
+            "path/file.py:function"
+        )
+    if config.eval.samples < 2:
+        raise InputError(
+            f"probe {target}: --samples {config.eval.samples}: a group needs 2 or more; 16 tell "
+            "of groups of 2, 4, 8 and 16"
+        )
+    return config
+
+
+def _numbers(config: Config, policy: Policy, questions: Questions, level: float) -> dict[str, Any]:
+    """What `measuring.measure` says of fresh samples, how they were drawn, and the agreement."""
+    samples, width = config.eval.samples, config.rollout.max_prompt_tokens
+    settings = policy.settings._replace(group_size=samples, purpose=PURPOSE)
+    sampler = make_sampler(policy.model, settings, sharding.constrain(policy.mesh))
+    params, slots = policy.read_params(), max(samples, slots_of(config))
+    rest = (policy.mesh, policy.tokenizer, questions, width, slots)
+    answers = ask(sampler, params, key_of(config), 0, *rest)
+    per_step = config.rollout.prompts_per_step
+    found = measuring.measure(answers, questions.extract, prompts_per_step=per_step, level=level)
+    return {
+        "prompts": len(questions.rows),
+        "samples": samples,
+        "temperature": settings.temperature,
+        "prompts_per_step": per_step,
+        "level": level,
+        **found,
+        "agreement": agreement(answers, policy, params, questions, width, slots),
+    }
+
+
+def agreement(
+    answers: Answers,
+    policy: Policy,
+    params: Params,
+    questions: Questions,
+    width: int,
+    slots: int,
+) -> dict[str, float]:
+    """How far the sampler's log-probs are from those that training recomputes, in nats per token.
+
+        mean, max   of |trainer - sampler| over sampled tokens
+        kl          mean of exp(d) - 1 - d, d = trainer - sampler: KL(sampler || trainer) by k3
+        tokens      how many there were
+
+    Both are told of the same weights and texts, so the difference is that of two programs, and of
+    rollout.top_k and top_p, which the trainer does not know.
+    """
+    bins = sharding.num_bins(policy.mesh)
+    count, samples, steps = answers.tokens.shape
+    size = math.ceil(max(1, min(count, slots // samples)) / bins) * bins
+    geometry = Geometry(size, samples, width, steps, bins, size * samples // bins)
+    score = make_scorer(policy.model, policy.settings.temperature, geometry, policy.mesh)
+    total, largest, divergence, number = 0.0, 0.0, 0.0, 0
+    for begin in range(0, count, size):
+        chosen = np.arange(begin, begin + size) % count
+        rollouts = _rollouts(answers, policy, questions, width, chosen)
+        logp = np.asarray(sharding.to_host(score(params, rollouts)), np.float64)
+        real = slice(min(size, count - begin))
+        mask = answers.mask[chosen][real]
+        apart = (logp[real] - answers.logp[chosen][real])[mask]
+        total += float(np.abs(apart).sum())
+        largest = max(largest, float(np.abs(apart).max(initial=0)))
+        divergence += float((np.expm1(apart) - apart).sum())
+        number += len(apart)
+    number = max(number, 1)
+    return {"mean": total / number, "max": largest, "kl": divergence / number, "tokens": number}
+
+
+def _rollouts(
+    answers: Answers, policy: Policy, questions: Questions, width: int, chosen: np.ndarray
+) -> Rollouts:
+    """Answers to the chosen questions on the mesh again, as far as scoring reads them."""
+    encoded = [questions.encoded[int(row)] for row in chosen]
+    prompts = put_prompts(policy.mesh, pad_prompts(encoded, width, chosen, chosen, 0))
+
+    def put(leaf: np.ndarray) -> Array:
+        layout = sharding.named(policy.mesh, *("bins", None, None)[: leaf.ndim])
+        return sharding.put(leaf[chosen], layout)
+
+    return Rollouts(
+        prompt_tokens=prompts.prompt_tokens,
+        prompt_mask=prompts.prompt_mask,
+        completion_tokens=put(answers.tokens),
+        token_mask=put(answers.mask),
+        behavior_logp=put(answers.logp),
+        rewards={},
+        truncated=put(answers.truncated),
+        ordinal=prompts.ordinal,
+        row=prompts.row,
+        policy_version=put(np.zeros(answers.truncated.shape, np.int32)),
+        step=jnp.int32(0),
+        fields={},
+    )
+
+
+def _tell(
+    console: Console, whole: dict[str, Any], json_out: str | None, html_out: str | None
+) -> None:
+    from jaxgrpo.reports import probe_terminal
+
+    probe_terminal.show(console, whole)
+    if json_out:
+        write_atomically(Path(json_out), json.dumps(plain(whole), indent=2) + "\n")
+    if html_out:
+        from jaxgrpo.reports import probe_page
+
+        write_atomically(Path(html_out), probe_page.render(whole))
+    for out in filter(None, (json_out, html_out)):
+        console.print(f"written: {out}", markup=False, soft_wrap=True)
+
+
+def _check_can_write(out: str | None) -> None:
+    if out is None:
+        return
+    path = Path(out)
+    if path.is_dir():
+        raise InputError(f"{out}: is a folder; give the name of a file to write")
+    if not path.parent.is_dir():
+        raise InputError(f"{out}: there is no folder {path.parent}; make it first")
