@@ -97,7 +97,7 @@ def _figures(found: Mapping[str, Any]) -> list[str]:
             (
                 "Prompts by success rate",
                 _draw_histogram,
-                "The ends, where all samples agree, carry no signal whatever the advantage.",
+                "At the ends all samples agree: a baseline of the group learns nothing there.",
             ),
             (
                 "Flat groups",
