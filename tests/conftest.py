@@ -43,7 +43,7 @@ if importlib.util.find_spec("beartype"):
 
 STRICT = (
     *("tests/advantages/", "tests/losses/"),
-    *("tests/test_logprobs.py", "tests/test_exact_kl.py"),
+    *("tests/test_logprobs.py", "tests/test_exact_kl.py", "tests/test_calibration.py"),
 )
 
 

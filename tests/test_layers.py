@@ -34,7 +34,7 @@ def words(text: str) -> frozenset[str]:
 
 
 BASE = words("types metrics errors names onepass")
-CORE = words("advantages losses logprobs exact_kl diagnostics")
+CORE = words("advantages losses logprobs exact_kl diagnostics calibration")
 FAST = words("sharding packing sampling prompts policies")
 STEPS = words("steps optimizers parts preparation")
 HOST = words("io rewards tasks")

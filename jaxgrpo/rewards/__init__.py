@@ -1,6 +1,7 @@
 """Rewards: judgements of texts, on the host, in TRL's protocol."""
 
 from jaxgrpo.rewards.calling import RewardLog, call_rewards
+from jaxgrpo.rewards.confidence import stated_confidence
 from jaxgrpo.rewards.forms import has_format, overlong_penalty
 from jaxgrpo.rewards.gsm8k import gsm8k_answer
 from jaxgrpo.rewards.mathematics import math_answer
@@ -34,6 +35,7 @@ __all__ = [
     "overlong_penalty",
     "preview",
     "rewards",
+    "stated_confidence",
     "text_of",
     "with_lengths",
 ]
