@@ -87,7 +87,7 @@ def lucky_share(
     Returns: NaN where no prompt has more than 1 / below samples and at least G, or none is mixed.
     Source: the rare accidental success as exemplar, arXiv 2605.28388; the metric is ours.
     """
-    usable = (samples >= group_size) & (samples * below > 1)
+    usable = (samples >= group_size) & (samples > int(1 / below))
     shares = group_shares(correct, samples, group_size)
     hard = usable & (_rate(correct, samples) < below)
     lone = jnp.where(hard, shares.one_success, 0).sum()
@@ -111,8 +111,8 @@ def gap_influence(
     Source: Hoeffding's projection of a U-statistic, Ann. Math. Statist. 19 (1948).
     """
     usable = samples >= group_size
-    number = jnp.maximum(usable.sum(), 1)
     flat = jnp.where(usable, flat_share(correct, samples, group_size), 0)
+    number = jnp.maximum(usable.sum(), 1).astype(flat.dtype)
     rate = jnp.where(usable, _rate(correct, samples), 0)
     p = rate.sum() / number
     slope = group_size * (p ** (group_size - 1) - (1 - p) ** (group_size - 1))

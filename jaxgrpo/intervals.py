@@ -6,6 +6,7 @@ import numpy as np
 
 LEVEL = 0.99
 RESAMPLES = 2000
+BLOCK = 2**20  # draws held at a time
 SAME = 1e-6  # float32 values that differ by less are one
 
 
@@ -43,11 +44,12 @@ def studentised(
     centred = values - values.mean()
     error = centred.std(ddof=1) / np.sqrt(count)
     tail = (1 - level) / 2 * 100
-    scores = np.empty(RESAMPLES)
-    for place in range(RESAMPLES):
-        drawn = centred[random.integers(0, count, count)]
-        spread = max(drawn.std(ddof=1) / np.sqrt(count), 1e-12)
-        scores[place] = drawn.mean() / spread
-    low, high = np.percentile(scores, [tail, 100 - tail])
+    scores = []
+    for begin in range(0, RESAMPLES, block := max(1, BLOCK // count)):
+        rows = min(block, RESAMPLES - begin)
+        drawn = centred[random.integers(0, count, (rows, count))]
+        spread = drawn.std(1, ddof=1) / np.sqrt(count)
+        scores.append(drawn.mean(1) / np.maximum(spread, SAME / count))
+    low, high = np.percentile(np.concatenate(scores), [tail, 100 - tail])
     ends = np.clip([estimate - high * error, estimate - low * error], *bounds)
     return float(ends[0]), float(ends[1])

@@ -12,8 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jaxgrpo import diagnostics, group_signal, intervals
+from jaxgrpo import calibration, diagnostics, group_signal, intervals
 from jaxgrpo.evaluation import SUCCESS, Answers
+from jaxgrpo.rewards import stated_confidence
 from jaxgrpo.rewards.forms import has_format
 
 GROUP_SIZES = (2, 4, 8, 16)
@@ -37,7 +38,7 @@ def measure(
         degeneracy   G -> measured, iid, gap and ci of the gap (`diagnostics.jensen_gap`);
                      all_fail and all_pass; of a step, live_groups and live_tokens;
                      live_groups_per_1000_samples; lucky (`group_signal.lucky_share`)
-        diversity, format    see `_diversity` and `_format`
+        diversity, format, calibration    see `_diversity`, `_format`, `_calibration`
 
     Samples that could not be scored are left out: a prompt has n <= N, and takes part in what needs
     no more than n.
@@ -66,6 +67,7 @@ def measure(
         },
         "diversity": _diversity(answers.texts, extract),
         "format": _format(answers, right, scored, extract),
+        "calibration": _calibration(answers, right, scored),
     }
 
 
@@ -99,13 +101,16 @@ def _groups(
 
 
 def _degeneracy(group: dict[str, Any], size: int, prompts: int, level: float) -> dict[str, Any]:
-    influence = group["influence"][group["usable"]]
+    gap, influence = float(group["gap"]), group["influence"][group["usable"]]
+    low, high = intervals.studentised(gap, influence, level)
     share = {name: _nan_mean(group[name]) for name in ("all_fail", "all_pass", "mixed", "tokens")}
     return {
         "measured": float(group["measured"]),
         "iid": float(group["iid"]),
-        "gap": float(group["gap"]),
-        "ci": intervals.studentised(float(group["gap"]), influence, level),
+        "gap": gap,
+        # Prompts that differ only make groups flat: an interval below 0 has seen no flat group
+        # where a few were to be expected.
+        "ci": (low, max(high, 0.0)),
         "all_fail": share["all_fail"],
         "all_pass": share["all_pass"],
         "live_groups": prompts * share["mixed"],
@@ -199,3 +204,25 @@ def _format(
         "mean_tokens_right": _nan_mean(lengths[right]),
         "mean_tokens_wrong": _nan_mean(lengths[scored & ~right]),
     }
+
+
+def _calibration(
+    answers: Answers, right: np.ndarray, scored: np.ndarray
+) -> dict[str, float] | None:
+    """How good stated confidences are, over the samples that state one; None where none does.
+
+    stated            share of samples with a confidence (`rewards.stated_confidence`)
+    mean_confidence, brier, ece, auroc    see `jaxgrpo.calibration`
+    """
+    said = [stated_confidence(text) for row in answers.texts for text in row]
+    known = np.array([one is not None for one in said])
+    mask = known & scored.ravel()
+    if not mask.any():
+        return None
+    confidence = np.array([0.0 if one is None else one for one in said])
+    given = jnp.asarray(confidence, jnp.float32), jnp.asarray(right.ravel()), jnp.asarray(mask)
+    measures = {
+        name: float(getattr(calibration, name)(*given)) for name in ("brier", "ece", "auroc")
+    }
+    stated = {"stated": _nan_mean(known), "mean_confidence": _nan_mean(confidence[mask])}
+    return stated | measures

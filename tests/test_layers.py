@@ -34,19 +34,19 @@ def words(text: str) -> frozenset[str]:
 
 
 BASE = words("types metrics errors names onepass")
-CORE = words("advantages losses logprobs exact_kl diagnostics calibration")
+CORE = words("advantages losses logprobs exact_kl diagnostics calibration group_signal")
 FAST = words("sharding packing sampling prompts policies")
 STEPS = words("steps optimizers parts preparation")
 HOST = words("io rewards tasks")
 TOP = words(
-    "__init__ __main__ alarms assembly beginning chain_tail cli config config_checks config_keys"
-    " config_reading console doctor evaluation explaining exporting from_python gathering inference"
-    " inputs logbook methods planning quickstart reports resetting resuming rewarding rollouts"
-    " runtime training warmstart"
+    "__init__ __main__ advice alarms assembly beginning chain_tail cli config config_checks"
+    " config_keys config_reading console doctor evaluation explaining exporting from_python"
+    " gathering inference inputs intervals logbook measuring methods planning probing quickstart"
+    " reports resetting resuming rewarding rollouts runtime training warmstart"
 )
 LAYERS = (
     Layer(BASE, BASE, words("jax jaxtyping")),
-    Layer(CORE, BASE | words("advantages.stats logprobs"), words("jax jaxtyping")),
+    Layer(CORE, BASE | words("advantages.stats diagnostics logprobs"), words("jax jaxtyping")),
     Layer(words("models"), BASE, words("jax jaxtyping numpy flax")),
     Layer(
         FAST,
