@@ -113,24 +113,33 @@ def _config(
     return config
 
 
+def draw(config: Config, policy: Policy, params: Params, questions: Questions) -> Answers:
+    """eval.samples judged answers to each question."""
+    settings = policy.settings._replace(group_size=config.eval.samples, purpose=PURPOSE)
+    sampler = make_sampler(policy.model, settings, sharding.constrain(policy.mesh))
+    width, slots = config.rollout.max_prompt_tokens, _slots(config)
+    rest = (policy.mesh, policy.tokenizer, questions, width, slots)
+    return ask(sampler, params, key_of(config), 0, *rest)
+
+
+def _slots(config: Config) -> int:
+    return max(config.eval.samples, slots_of(config))
+
+
 def _numbers(config: Config, policy: Policy, questions: Questions, level: float) -> dict[str, Any]:
     """What `measuring.measure` says of fresh samples, how they were drawn, and the agreement."""
-    samples, width = config.eval.samples, config.rollout.max_prompt_tokens
-    settings = policy.settings._replace(group_size=samples, purpose=PURPOSE)
-    sampler = make_sampler(policy.model, settings, sharding.constrain(policy.mesh))
-    params, slots = policy.read_params(), max(samples, slots_of(config))
-    rest = (policy.mesh, policy.tokenizer, questions, width, slots)
-    answers = ask(sampler, params, key_of(config), 0, *rest)
-    per_step = config.rollout.prompts_per_step
+    params, per_step = policy.read_params(), config.rollout.prompts_per_step
+    answers = draw(config, policy, params, questions)
     found = measuring.measure(answers, questions.extract, prompts_per_step=per_step, level=level)
+    width = config.rollout.max_prompt_tokens
     return {
         "prompts": len(questions.rows),
-        "samples": samples,
-        "temperature": settings.temperature,
+        "samples": config.eval.samples,
+        "temperature": policy.settings.temperature,
         "prompts_per_step": per_step,
         "level": level,
         **found,
-        "agreement": agreement(answers, policy, params, questions, width, slots),
+        "agreement": agreement(answers, policy, params, questions, width, _slots(config)),
     }
 
 

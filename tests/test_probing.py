@@ -81,8 +81,7 @@ def test_on_a_bimodal_table_degeneracy_and_pass_at_k_are_those_of_the_table(foun
         # 80 prompts at a half, each with 16 samples: the estimate's deviation by enumeration.
         chance = np.array([math.comb(16, c) / 2**16 for c in range(17)])
         drawn = [
-            (math.comb(c, size) + math.comb(16 - c, size)) / math.comb(16, size)
-            for c in range(17)
+            (math.comb(c, size) + math.comb(16 - c, size)) / math.comb(16, size) for c in range(17)
         ]
         deviation = 0.4 * np.sqrt(chance @ np.square(drawn) - (chance @ drawn) ** 2) / np.sqrt(80)
         assert group["measured"] == pytest.approx(measured, abs=3 * deviation + 5e-4)
