@@ -28,7 +28,7 @@ from jaxgrpo.rewarding import resolve_scorer
 
 NAME = "x1_degeneracy"
 SIZES = (2, 4, 8)
-PROMPTS, SAMPLES, WARM_STEPS = 1024, 64, 800
+PROMPTS, SAMPLES = 1024, 64
 
 
 class Drawn(NamedTuple):
@@ -48,11 +48,11 @@ class Gap(NamedTuple):
     high: float
 
 
-def sample(prompts: int, samples: int, steps: int) -> Drawn:
+def sample(prompts: int, samples: int, **base_options: int) -> Drawn:
     """Makes the quickstart's base model and samples answers to training problems."""
     with tempfile.TemporaryDirectory() as folder:
         base = str(Path(folder) / "base")
-        warmstart.make_base(base, "arithmetic", steps=steps)
+        warmstart.make_base(base, "arithmetic", **base_options)
         changes = {
             "eval.data": "task:arithmetic:train",
             "eval.scorer": "arithmetic",
@@ -140,19 +140,20 @@ def figure(drawn: Drawn, gaps: Sequence[Gap]) -> Figure:
     drawing = Figure(figsize=(10.5, 3.3), layout="constrained")
     left, middle, right = drawing.subplots(1, 3)
     rate = drawn.right.mean(1)
-    left.hist(rate, np.linspace(0, 1, 34), color="C0", weights=np.full(len(rate), 1 / len(rate)))
+    edges = (np.arange(drawn.right.shape[1] + 2) - 0.5) / drawn.right.shape[1]
+    left.hist(rate, edges, color="C0", weights=np.full(len(rate), 1 / len(rate)))
     left.axvline(rate.mean(), color="C1", lw=1.2, label=f"mean {rate.mean():.2f}")
     left.set(title="prompts by success rate", xlabel="success rate", ylabel="share of prompts")
     left.legend(fontsize=8)
     p = np.linspace(0, 1, 201)
     for size, one, colour in zip(SIZES, gaps, ("C0", "C2", "C3"), strict=True):
-        middle.plot(p, p**size + (1 - p) ** size, color=colour, lw=1, label=f"G = {size}")
+        middle.plot(p, p**size + (1 - p) ** size, color=colour, lw=1)
+        middle.plot([rate.mean()] * 2, [one.iid, one.measured], ":", color=colour, lw=1)
         middle.plot(rate.mean(), one.iid, "o", color=colour, mfc="white", ms=5)
         middle.plot(rate.mean(), one.measured, "o", color=colour, ms=5)
-    middle.set(title="chance of a flat group", xlabel="success rate", ylim=(-0.02, 1.02))
-    middle.legend(
-        fontsize=8, title="full: mean over prompts\nhollow: at the mean", title_fontsize=7
-    )
+        middle.text(rate.mean() + 0.03, one.measured, f"G = {size}", color=colour, va="center")
+    middle.set(title="chance of a flat group", ylim=(-0.02, 1.02))
+    middle.set_xlabel("success rate; full: mean over prompts, hollow: at their mean", fontsize=8)
     places = np.arange(len(SIZES))
     around = np.array([[one.gap - one.low, one.high - one.gap] for one in gaps]).T
     right.bar(places - 0.2, [one.measured for one in gaps], 0.38, color="C0", label="measured")
@@ -168,8 +169,9 @@ def figure(drawn: Drawn, gaps: Sequence[Gap]) -> Figure:
     return drawing
 
 
-def run(prompts: int = PROMPTS, samples: int = SAMPLES, steps: int = WARM_STEPS) -> Result:
-    drawn = sample(prompts, samples, steps)
+def run(prompts: int = PROMPTS, samples: int = SAMPLES, **base_options: int) -> Result:
+    """Args: base_options: of `warmstart.make_base`, for a base that is sooner made."""
+    drawn = sample(prompts, samples, **base_options)
     one, other = np.split(drawn.right, 2, axis=1)
     gaps = [gap_of(one, size) for size in SIZES]
     control = [gap_of(shuffled(one), size) for size in SIZES]
