@@ -7,6 +7,7 @@ direction; they differ in scale, in noise and in what they make of flat groups.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -82,6 +83,10 @@ def _health(found: Mapping[str, Any]) -> list[Advice]:
             continue
         hidden |= set(rule.hides)
         given.append(Advice("health", rule.remedy, rule.says.format(value=value), (str(path),)))
+    if not math.isfinite(found["agreement"]["mean"]):
+        says = "do not train it like this: look at the weights, and at model.dtype"
+        why = "log-probs of sampler or trainer are not finite"
+        given.append(Advice("health", says, why, ("agreement.mean",)))
     unscored = found["success"]["unscored"]
     if unscored > MUCH:
         why = f"the reward could not score {unscored:.0%} of the samples"

@@ -8,8 +8,14 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 import jaxgrpo
+
+TARGET: dict[str, Any] = {
+    "metavar": "MODEL|RUN|CONFIG",
+    "help": "a model folder, a run folder, or a config whose model is meant",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -223,9 +229,9 @@ def _add_probe(commands: argparse._SubParsersAction) -> None:
     probe = commands.add_parser(
         "probe", help="before training: would groups of samples carry signal?"
     )
-    probe.add_argument("target", metavar="MODEL|RUN", help="a model folder, or a run folder")
-    probe.add_argument("--data", help="as data.path; of a run: its training data by default")
-    probe.add_argument("--reward", help="a reward that judges success; of a run: its own")
+    probe.add_argument("target", **TARGET)
+    probe.add_argument("--data", help="as data.path; by default that of the run or config")
+    probe.add_argument("--reward", help="judges success; by default the first of the run or config")
     probe.add_argument("-n", "--samples", type=int, metavar="N", help="per prompt, 16 by default")
     probe.add_argument("--num-prompts", type=int, metavar="N", help="of the data; all by default")
     probe.add_argument("--level", type=float, metavar="L", help="of intervals, 0.99 by default")
@@ -237,7 +243,7 @@ def _add_probe(commands: argparse._SubParsersAction) -> None:
 
 def _add_inference(commands: argparse._SubParsersAction) -> None:
     evaluate = commands.add_parser("eval", help="greedy accuracy, pass@k and majority votes")
-    evaluate.add_argument("target", metavar="MODEL|RUN", help="a model folder, or a run folder")
+    evaluate.add_argument("target", **TARGET)
     evaluate.add_argument("--data", help="as data.path; of a run: its eval.data by default")
     evaluate.add_argument("--scorer", help="a reward that judges success; of a run: its own")
     evaluate.add_argument("-n", "--num-samples", type=int, metavar="N", help="per prompt")
@@ -250,7 +256,7 @@ def _add_inference(commands: argparse._SubParsersAction) -> None:
     evaluate.set_defaults(command=_eval)
 
     sample = commands.add_parser("sample", help="sample completions for a file of prompts")
-    sample.add_argument("target", metavar="MODEL|RUN", help="a model folder, or a run folder")
+    sample.add_argument("target", **TARGET)
     sample.add_argument("--prompts", required=True, metavar="FILE", help="as data.path, or .txt")
     sample.add_argument("--out", required=True, metavar="OUT.jsonl")
     sample.add_argument("-n", "--num-samples", type=int, default=1, metavar="N", help="per prompt")

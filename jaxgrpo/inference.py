@@ -162,7 +162,7 @@ def write_samples(
 def config_for(
     target: str, changes: Mapping[str, Any] | None = None, overrides: Sequence[str] = ()
 ) -> Config:
-    """The config by which a target is sampled: a run's own, or DEFAULTS for a model folder.
+    """The config by which a target is sampled: a run's own, a TOML file, or DEFAULTS for a model.
 
     Raises: ConfigError with all problems.
     """
@@ -172,6 +172,9 @@ def config_for(
         tables, source = configs.tables_of(config), config.source
         tables["model"] = {**tables["model"], "path": str((folder / "model").absolute())}
         tables["model"].pop("revision", None)
+    elif Path(target).suffix == ".toml":
+        read = configs.load(target)
+        tables, source = configs.tables_of(read), read.source
     else:
         tables, source = {**DEFAULTS, "model": {"path": target}}, None
     kept = {name: value for name, value in (changes or {}).items() if value is not None}

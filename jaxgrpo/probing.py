@@ -47,10 +47,11 @@ def main(
     html_out: str | None = None,
     overrides: Sequence[str] = (),
 ) -> int:
-    """Probes a model folder or a run's model; prints what was found, and writes it where asked.
+    """Probes a model; prints what was found, and writes it where asked.
 
     Args:
-      data, reward: of a run its own by default.
+      target: a model folder, a run folder, or a config whose model is meant.
+      data, reward: by default the training data and the first reward of the run or config.
       samples: N per prompt; 16 by default.
       prompts: the first so many of the data; all by default.
       level: of the intervals.
@@ -174,7 +175,7 @@ def agreement(
         mask = answers.mask[chosen][real]
         apart = (logp[real] - answers.logp[chosen][real])[mask]
         total += float(np.abs(apart).sum())
-        largest = max(largest, float(np.abs(apart).max(initial=0)))
+        largest = float(np.maximum(largest, np.abs(apart).max(initial=0)))  # NaN stays
         divergence += float((np.expm1(apart) - apart).sum())
         number += len(apart)
     number = max(number, 1)

@@ -161,6 +161,34 @@ def test_a_disagreement_of_sampler_and_trainer_is_measured_and_told(
     assert "sampler and trainer disagree by 0.25 nats per token" in " ".join(said.split())
 
 
+def test_a_config_names_model_data_and_reward(folders, tmp_path, capsys):
+    folder, file = folders["bimodal"], tmp_path / "run.toml"
+    lines = {
+        "model.path": folder / "model",
+        "data.path": folder / "data.jsonl",
+        "recipe": "grpo",
+        "run.dir": "runs/none",
+    }
+    numbers = {
+        "optimizer.learning_rate": 1e-3,
+        "rollout.prompts_per_step": 40,
+        "rollout.group_size": 4,
+        "rollout.max_prompt_tokens": 1,
+        "rollout.max_completion_tokens": 2,
+        "train.steps": 1,
+    }
+    text = [f'{name} = "{value}"' for name, value in lines.items()]
+    text += [f"{name} = {value}" for name, value in numbers.items()]
+    file.write_text("\n".join([*text, f'rewards = [{{ use = "{tables.REWARD}" }}]']))
+    out = tmp_path / "out.json"
+    code, said = probe(capsys, file, "-n", 2, "--num-prompts", 120, "--json", out)
+    assert code == 0, said
+    found = json.loads(out.read_text())
+    assert (found["reward"], found["prompts_per_step"]) == ("right", 40)
+    assert found["degeneracy"]["2"]["measured"] == 1  # 80 prompts at 0, 40 at 1
+    assert not (tmp_path / "runs").exists()
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
