@@ -8,7 +8,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -48,7 +48,7 @@ class Gap(NamedTuple):
     high: float
 
 
-def sample(prompts: int, samples: int, **base_options: int) -> Drawn:
+def sample(prompts: int, samples: int, **base_options: Any) -> Drawn:
     """Makes the quickstart's base model and samples answers to training problems."""
     with tempfile.TemporaryDirectory() as folder:
         base = str(Path(folder) / "base")
@@ -169,7 +169,7 @@ def figure(drawn: Drawn, gaps: Sequence[Gap]) -> Figure:
     return drawing
 
 
-def run(prompts: int = PROMPTS, samples: int = SAMPLES, **base_options: int) -> Result:
+def run(prompts: int = PROMPTS, samples: int = SAMPLES, **base_options: Any) -> Result:
     """Args: base_options: of `warmstart.make_base`, for a base that is sooner made."""
     drawn = sample(prompts, samples, **base_options)
     one, other = np.split(drawn.right, 2, axis=1)
