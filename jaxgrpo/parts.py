@@ -91,8 +91,7 @@ class Scored(NamedTuple):
 
 
 def forward(
-    model: Model,
-    temperature: float,
+    parts: Parts,
     params: Params,
     micro: TrainBatch,
     entropy: Entropy = "none",
@@ -101,16 +100,14 @@ def forward(
     """One micro-batch under `params`, against the whole distributions of `reference` if given.
 
     The entropy carries gradient for "gradient" only.
-
-    Args:
-      temperature: of the sampling distribution. 0 has none: its ratios are those of the model.
     """
-    params = as_computed(model, params)
-    hidden = _hidden(model, params, micro)
-    temperature = temperature or 1.0
+    params = as_computed(parts.model, params)
+    hidden = _hidden(parts, params, micro)
+    # Greedy sampling has no distribution: its ratios are those of the model itself.
+    temperature = parts.sampling.temperature or 1.0
 
     def unembed(hidden: Array) -> Array:
-        return model.unembed(params, hidden)
+        return parts.model.unembed(params, hidden)
 
     bins, rows = hidden.shape[0], micro.tokens.shape
     logp, values = token_logprobs(
@@ -122,25 +119,27 @@ def forward(
     )
     fields = {} if values is None else {"policy_entropy": values}
     if reference is not None:
-        anchor = as_computed(model, reference)
+        anchor = as_computed(parts.model, reference)
         fields["full_kl"], fields["full_kl_clamped"] = full_kl(
             unembed,
             hidden,
-            lambda hidden: model.unembed(anchor, hidden),
-            _hidden(model, anchor, micro),
+            lambda hidden: parts.model.unembed(anchor, hidden),
+            _hidden(parts, anchor, micro),
             temperature=temperature,
         )
     return jax.tree.map(lambda leaf: leaf.reshape(rows), Scored(logp, values, fields))
 
 
-def _hidden(model: Model, params: Params, micro: TrainBatch) -> Array:
+def _hidden(parts: Parts, params: Params, micro: TrainBatch) -> Array:
     """Hidden states [D, R * Q, E]: prompts once, then rows that read them."""
     bins, prompts, width = micro.prompt_tokens.shape
     position = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32), (bins, prompts, width))
     valid = position < micro.prompt_length[..., None]
-    _, memory = model.apply(params, micro.prompt_tokens, position, causal(position, valid), None)
+    _, memory = parts.model.apply(
+        params, micro.prompt_tokens, position, causal(position, valid), None
+    )
     attend = rows_with_prefix(micro.segment, micro.position, micro.row_prompt, micro.prompt_length)
-    hidden, _ = model.apply(params, micro.tokens, micro.position, attend, memory)
+    hidden, _ = parts.model.apply(params, micro.tokens, micro.position, attend, memory)
     return hidden.reshape(bins, -1, hidden.shape[-1])
 
 

@@ -11,13 +11,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.sharding import Mesh
 
 from jaxgrpo import advantages, packing, sharding
 from jaxgrpo.diagnostics import advantage_metrics, completion_metrics, group_metrics
 from jaxgrpo.logprobs import Entropy
 from jaxgrpo.metrics import Metrics, mean, merge
-from jaxgrpo.models.api import Model
+from jaxgrpo.models.api import Constrain
 from jaxgrpo.packing import Geometry
 from jaxgrpo.parts import Parts, forward, micro_batch
 from jaxgrpo.types import FIELDS, Params, Rollouts, TrainBatch, TrainState
@@ -74,62 +73,35 @@ class _Programs(NamedTuple):
 def _compile(parts: Parts) -> _Programs:
     shape = _sample_shape(parts.geometry)
     return _Programs(
-        score=_scorer(parts.model, parts.sampling.temperature),
+        score=jax.jit(functools.partial(_score, parts), static_argnums=2),
         judge=jax.jit(functools.partial(_judge, parts)),
-        gather=_gatherer(parts.mesh),
+        gather=jax.jit(functools.partial(_gather, sharding.constrain(parts.mesh))),
         scatter=jax.jit(lambda values, where: packing.scatter(values, where, shape)),
     )
 
 
-def make_scorer(
-    model: Model, temperature: float, geometry: Geometry, mesh: Mesh
-) -> Callable[[Params, Rollouts], Array]:
-    """The function that gives every sampled token the log-prob that training gives it, [P, G, T].
-
-    From packed rows behind prompts that are run once, as an update reads them; 0 behind the end.
-
-    Args:
-      temperature: of the sampling distribution.
-      geometry: of the rollouts.
-    """
-    score, gather = _scorer(model, temperature), _gatherer(mesh)
-    shape = _sample_shape(geometry)
-    scatter = jax.jit(lambda values, where: packing.scatter(values, where, shape))
-    everyone = packing.plan(np.ones(shape[:2], bool), geometry)
-    zero = jnp.zeros(shape, jnp.float32)
-
-    def run(params: Params, rollouts: Rollouts) -> Array:
-        batch = gather(rollouts, everyone, zero, zero, rollouts.token_mask, {})
-        logp, _ = score(params, batch, "none")
-        return jnp.where(rollouts.token_mask, scatter(logp, everyone), 0)
-
-    return run
-
-
-def _gatherer(mesh: Mesh) -> Callable[..., TrainBatch]:
-    """`packing.gather`, jitted, with D laid out over the bins."""
-    constrain = sharding.constrain(mesh)
+def _gather(constrain: Constrain, *arguments: Any) -> TrainBatch:
+    """`packing.gather`, with D laid out over the bins."""
 
     def lay_out(leaf: Array) -> Array:
         return constrain(leaf, (None, "bins", *[None] * (leaf.ndim - 2))) if leaf.ndim else leaf
 
-    return jax.jit(lambda *arguments: jax.tree.map(lay_out, packing.gather(*arguments)))
+    return jax.tree.map(lay_out, packing.gather(*arguments))
 
 
-def _scorer(model: Model, temperature: float) -> Score:
-    """Jitted: log-probs and entropies [K, D, R, Q]; 0 in micro-batches that are not live."""
+def _score(
+    parts: Parts, params: Params, batch: TrainBatch, entropy: Entropy
+) -> tuple[Array, Array | None]:
+    """Log-probs and entropies [K, D, R, Q] under `params`; 0 in micro-batches that are not live."""
 
-    def score(params: Params, batch: TrainBatch, entropy: Entropy) -> tuple[Array, Array | None]:
-        def body(index: Array, carry: Any) -> Any:
-            scored = forward(model, temperature, params, micro_batch(batch, index), entropy)
-            values = scored.logp, scored.entropy
-            return jax.tree.map(lambda whole, one: whole.at[index].set(one), carry, values)
+    def body(index: Array, carry: Any) -> Any:
+        scored = forward(parts, params, micro_batch(batch, index), entropy)
+        values = scored.logp, scored.entropy
+        return jax.tree.map(lambda whole, one: whole.at[index].set(one), carry, values)
 
-        empty = jnp.zeros(batch.tokens.shape, jnp.float32)
-        start = (empty, None if entropy == "none" else empty)
-        return jax.lax.fori_loop(0, batch.num_live, body, start)
-
-    return jax.jit(score, static_argnums=2)
+    empty = jnp.zeros(batch.tokens.shape, jnp.float32)
+    start = (empty, None if entropy == "none" else empty)
+    return jax.lax.fori_loop(0, batch.num_live, body, start)
 
 
 def _score_fields(

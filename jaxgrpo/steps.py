@@ -156,9 +156,7 @@ def _loss(
     anchors: dict[str, Params],
     micro: TrainBatch,
 ) -> tuple[Array, Metrics]:
-    objective, temperature = parts.objective, parts.sampling.temperature
-    reference = anchors.get("reference")
-    scored = forward(parts.model, temperature, params, micro, objective.entropy, reference)
+    scored = forward(parts, params, micro, parts.objective.entropy, anchors.get("reference"))
     assert scored.entropy is not None
     logp = jnp.where(micro.mask, scored.logp, 0)
     per_token, metrics = token_loss(
