@@ -156,9 +156,15 @@ RULES = (
     ),
 )
 EVALUATION = "evaluation falls"
-"""The rule that is no threshold: eval/accuracy falls while reward rises."""
+"""A rule that is no threshold: eval/accuracy falls while reward rises."""
 
-NAMES = (*(rule.name for rule in RULES), EVALUATION)
+COVERAGE = "pass@k below base"
+"""Another: eval/pass@16 falls below that of the first evaluation, beyond both intervals."""
+
+TRIES = 16
+"""k of that pass@k; where it is not evaluated the largest k that is."""
+
+NAMES = (*(rule.name for rule in RULES), EVALUATION, COVERAGE)
 _KEPT = max(WINDOW, *(rule.steps for rule in RULES))
 
 
@@ -181,6 +187,7 @@ class State(NamedTuple):
 
     recent: tuple[Line, ...] = ()
     evaluated: tuple[_Evaluated, ...] = ()
+    first: Line | None = None  # of those with an evaluation: that of the base
     active: frozenset[str] = frozenset()
 
 
@@ -188,10 +195,12 @@ def see(state: State, line: Line) -> tuple[State, tuple[Alarm, ...]]:
     """(state after this line, the warnings that begin with it)."""
     recent = (*state.recent, line)[-_KEPT:] if line["step"] > 0 else state.recent
     evaluated = _with_reward(state.evaluated, line)
+    first = state.first
     if (accuracy := _number(line, "eval/accuracy")) is not None:
         evaluated = (*evaluated, _Evaluated(line["step"], accuracy))
-    state = State(recent, evaluated, state.active)
-    holds = _thresholds(state) | _evaluation(state, line)
+        first = first or line
+    state = State(recent, evaluated, first, state.active)
+    holds = _thresholds(state) | _evaluation(state, line) | _coverage(state, line)
     hidden = {name for rule in RULES if rule.name in holds for name in rule.hides}
     active = frozenset(holds.keys() - hidden)
     begun = tuple(
@@ -262,6 +271,31 @@ def _evaluation(state: State, line: Line) -> dict[str, str]:
         f"{best.accuracy:.3f} at step {best.step}; reward up by {rise:.3g}): the reward is being "
         "earned without the skill: read samples/, mend the reward, add loss.kl, or take the model "
         f"of step {best.step}"
+    }
+
+
+def _coverage(state: State, line: Line) -> dict[str, str]:
+    """The text of the fall of pass@k below the base's, beyond both intervals, if it is one."""
+    first = state.first
+    if first is None or _number(line, "eval/accuracy") is None:
+        return {COVERAGE: ""} if COVERAGE in state.active else {}
+    sizes = [
+        int(name.removeprefix("eval/pass@").removesuffix("/low"))
+        for name in first
+        if fnmatch.fnmatch(name, "eval/pass@*/low") and name.replace("/low", "/high") in line
+    ]
+    if not sizes:
+        return {}
+    metric = f"eval/pass@{TRIES if TRIES in sizes else max(sizes)}"
+    high, low = _number(line, f"{metric}/high"), _number(first, f"{metric}/low")
+    now, base = _number(line, metric), _number(first, metric)
+    if high is None or low is None or high >= low:
+        return {}
+    return {
+        COVERAGE: f"the policy solves fewer prompts than the base did ({metric} = {now:.3f}, "
+        f"{base:.3f} at step {first['step']}; their 95% intervals do not meet): it has narrowed "
+        "to some of the base's answers: lower optimizer.learning_rate, add loss.kl, take a recipe "
+        "that keeps answers diverse (passk, darling, alpha_dpg), or the model of an earlier step"
     }
 
 

@@ -75,6 +75,7 @@ def _eval(arguments: argparse.Namespace) -> int | None:
         prompts=arguments.num_prompts,
         rows_out=arguments.samples,
         json_out=arguments.json,
+        base=arguments.base,
         overrides=arguments.set,
     )
 
@@ -249,6 +250,9 @@ def _add_inference(commands: argparse._SubParsersAction) -> None:
     evaluate.add_argument("-n", "--num-samples", type=int, metavar="N", help="per prompt")
     evaluate.add_argument(
         "--num-prompts", type=int, metavar="N", help="of the data; all by default"
+    )
+    evaluate.add_argument(
+        "--base", metavar="MODEL", help="measure the KL to this model; of a run: eval.kl_to_base"
     )
     evaluate.add_argument("--samples", metavar="OUT.jsonl", help="write every sample")
     evaluate.add_argument("--json", metavar="OUT", help="write the numbers")

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from jaxgrpo import config_evaluation
 from jaxgrpo.config_keys import OptimizerKeys, RewardKeys
 from jaxgrpo.config_reading import Values, show
 from jaxgrpo.errors import InputError
@@ -26,7 +27,15 @@ from jaxgrpo.tasks import PREFIX, tasks
 def check(values: Values) -> Iterator[str]:
     """All problems of a config whose values are right one by one."""
     for check_some in (
-        *(_one_chain, _groups, _schedule, _evaluation, _best, _penalties, _mismatch, _resets),
+        *(
+            _one_chain,
+            _groups,
+            _schedule,
+            *config_evaluation.CHECKS,
+            _penalties,
+            _mismatch,
+            _resets,
+        ),
         *(_rewards, _tracking),
     ):
         yield from check_some(values)
@@ -61,27 +70,6 @@ def _schedule(values: Values) -> Iterator[str]:
         yield (
             f"optimizer.warmup_steps = {warmup}: more than train.steps = {steps}, so the learning "
             f"rate would never be reached; set it to {steps} or less"
-        )
-
-
-def _evaluation(values: Values) -> Iterator[str]:
-    if values.get("eval.every") and "eval.data" in values and values["eval.data"] is None:
-        yield (
-            f"eval.every = {values['eval.every']}: there is nothing to evaluate on; name "
-            'eval.data, as "task:arithmetic:test", or leave eval.every out'
-        )
-
-
-def _best(values: Values) -> Iterator[str]:
-    best = values.get("checkpoint.keep_best")
-    if best is None:
-        return
-    if not best.startswith("eval/"):
-        yield f'checkpoint.keep_best = {show(best)}: expected "eval/NAME", as "eval/accuracy"'
-    if not values.get("eval.every", 1):
-        yield (
-            f"checkpoint.keep_best = {show(best)}: nothing is evaluated between the start and the "
-            "end; set eval.data and eval.every"
         )
 
 

@@ -165,6 +165,11 @@ class EvalKeys:
     samples: int = key(16, at_least=1)  # per prompt, for pass@k
     prompts: int | None = key(None, at_least=1)  # None: all
     scorer: str | None = key(None)  # judges success, > 0.5; None: the first reward
+    formats: Mapping[str, str] = table()  # name -> regular expression, the first found counts
+    confidence: bool = key(False)  # of tokens, for weighted votes: a second pass over the samples
+    confidence_window: int = key(2048, at_least=1)  # tokens; DeepConf, arXiv 2508.15260
+    confidence_kept: float = key(0.9, above=0)  # share of the voters, the most confident
+    kl_to_base: bool = key(False)  # a second pass, and the base's parameters in memory
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -13,6 +13,9 @@ from jaxtyping import Bool, Float, Int
 from jaxgrpo.advantages import stats
 from jaxgrpo.metrics import Mean, Metrics, maximum, mean, merge, minimum
 
+RARE = 0.25
+"""A success is rare where no larger share of its group succeeded."""
+
 
 def group_metrics(
     rewards: Mapping[str, Array], weights: Mapping[str, float] | None = None
@@ -116,6 +119,7 @@ def advantage_metrics(
         advantage/abs_max      the largest |A|
         advantage/lucky_share  sum of |A| over lucky single successes / sum of |A|
         advantage/flat_share   sum of |A| over samples of flat groups / sum of |A|
+        advantage/rare_success_mass    sum of |A| over `rare_successes` / sum of |A|
 
     A lucky single success is the only sample of its group that succeeded (weighted sum of the
     rewards above 0) while another scored one failed. |A| of a sample is the mean over its
@@ -137,12 +141,29 @@ def advantage_metrics(
     alone = (stats.count(success) == 1) & (stats.count(scored) > 1)
     if success_rate is not None:
         alone = alone & (success_rate < below)[:, None]
-    owned = {"lucky": success & alone, "flat": scored & stats.is_flat(total, scored)}
+    owned = {
+        "advantage/lucky_share": success & alone,
+        "advantage/flat_share": scored & stats.is_flat(total, scored),
+        "advantage/rare_success_mass": rare_successes(rewards, weights),
+    }
     metrics: Metrics = {"advantage/abs_max": largest}
     for name, samples in owned.items():
-        share = Mean(total=jnp.where(samples, size, 0).sum(), weight=size.sum())
-        metrics[f"advantage/{name}_share"] = share
+        metrics[name] = Mean(total=jnp.where(samples, size, 0).sum(), weight=size.sum())
     return metrics
+
+
+def rare_successes(
+    rewards: Mapping[str, Array], weights: Mapping[str, float] | None = None
+) -> Bool[Array, "P G"]:
+    """Which samples succeeded where at most RARE of their group's scored samples did.
+
+    Success is a weighted sum of the rewards above 0. In groups of 4 these are the lucky single
+    successes of `advantage_metrics`, in groups of 8 pairs too; in groups of 2 and 3 there are none.
+    Shapes: each reward [P, G].
+    """
+    total, scored = _summed(rewards, weights)
+    success = scored & (total > 0)
+    return success & (stats.count(success) <= RARE * stats.count(scored))
 
 
 def pass_at_k(correct: Int[Array, "P"], samples: Int[Array, "P"], k: int) -> Float[Array, "P"]:

@@ -1,24 +1,26 @@
-"""Evaluation on held-out prompts: greedy accuracy, unbiased pass@k, majority votes."""
+"""Evaluation on held-out prompts: greedy accuracy, unbiased pass@k, votes, calibration, drift."""
 
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.sharding import Mesh
 
-from jaxgrpo import diagnostics, sharding
+from jaxgrpo import diagnostics, sharding, variety, voting
 from jaxgrpo.assembly import Setup
 from jaxgrpo.config import Config
 from jaxgrpo.inputs import eval_source, load_prompts
 from jaxgrpo.io.data import PromptData
 from jaxgrpo.models.api import Model
 from jaxgrpo.prompts import pad_prompts
+from jaxgrpo.rescoring import Rescore, base_of, rescorer_of
 from jaxgrpo.rewarding import extractor_of, resolve_scorer
 from jaxgrpo.rewards import RewardFunction, TrainerState
 from jaxgrpo.rollouts import completion_ids, judge_texts, put_prompts
@@ -30,13 +32,18 @@ SUCCESS = 0.5  # a scorer's value above it is a success
 RESAMPLES = 1000  # of the prompts, for 95% intervals
 
 
+NOTHING: Mapping[str, Any] = MappingProxyType({})
+
+
 class Questions(NamedTuple):
-    """What is asked, and who judges the answers."""
+    """What is asked, who judges the answers, and how they are looked at."""
 
     rows: Sequence[Mapping[str, Any]]
     encoded: Sequence[np.ndarray]  # token ids of each row's prompt
     scorer: RewardFunction
     extract: Callable[[str], Hashable] | None = None  # completion -> the answer that is voted on
+    formats: Mapping[str, str] = NOTHING  # name -> regular expression
+    weighing: voting.Weighing = voting.Weighing()
 
 
 class Answers(NamedTuple):
@@ -48,6 +55,7 @@ class Answers(NamedTuple):
     truncated: np.ndarray  # [N, n]
     scores: np.ndarray  # [N, n]
     texts: list[list[str]]  # [N][n]
+    rescored: Mapping[str, np.ndarray] = NOTHING  # name -> [N, n, T], of a second pass
 
 
 class Evaluation(NamedTuple):
@@ -63,8 +71,15 @@ Evaluate = Callable[[Params, Array, int], Evaluation]
 def questions_of(config: Config, held_out: PromptData, scorer: RewardFunction) -> Questions:
     """The first `eval.prompts` prompts, all by default, and who judges the answers."""
     count = config.eval.prompts
-    extract = extractor_of(config, scorer)
-    return Questions(held_out.rows[:count], held_out.encoded[:count], scorer, extract)
+    asked = config.eval
+    return Questions(
+        held_out.rows[:count],
+        held_out.encoded[:count],
+        scorer,
+        extractor_of(config, scorer),
+        asked.formats,
+        voting.Weighing(asked.confidence_window, asked.confidence_kept),
+    )
 
 
 def evaluator_of(run: Setup) -> Evaluate:
@@ -73,6 +88,7 @@ def evaluator_of(run: Setup) -> Evaluate:
     held_out = run.held_out or load_prompts(config, run.chat, eval_source(config))
     questions = questions_of(config, held_out, resolve_scorer(config, run.rewards))
     geometry = run.parts.geometry
+    base = base_of(run) if config.eval.kl_to_base else None
     return make_evaluator(
         run.model,
         run.tokenizer,
@@ -82,6 +98,7 @@ def evaluator_of(run: Setup) -> Evaluate:
         samples=config.eval.samples,
         width=geometry.max_prompt_tokens,
         slots=geometry.num_prompts * geometry.group_size,
+        rescore=rescorer_of(config, run.model, run.mesh, base),
     )
 
 
@@ -95,6 +112,7 @@ def make_evaluator(
     samples: int,
     width: int,
     slots: int,
+    rescore: Rescore | None = None,
 ) -> Evaluate:
     """The function that asks every question once greedily and `samples` times at temperature.
 
@@ -102,13 +120,20 @@ def make_evaluator(
         pass@k, k = 1, 4, 16, ... up to `samples`: unbiased
         maj@k             share whose most frequent answer among k is right, where answers can be
                           extracted; ties go to the answer that came first
+        deepconf@k/NAME   the same where votes weigh what a summary of confidence says
+        kl_to_base        KL(policy || base) of whole completions, exact at each sampled position;
+                          kl_to_base_estimated from the log-probs of the sampled tokens alone
         flat_groups       expected share of groups of settings.group_size that all agree, unbiased
         accuracy/level_L, accuracy/source_S    greedy, where rows have such a column
-        NAME/low, NAME/high    95% bootstrap interval over prompts, of accuracy, pass@k and maj@k
+        NAME/low, NAME/high    95% bootstrap interval over prompts, of all above but the last two
+        distinct_completions, distinct_answers    of a prompt, in the mean
+
+    and what `jaxgrpo.variety` and `jaxgrpo.voting` say of formats and confidences.
 
     Args:
       width: S, tokens that a prompt may have.
       slots: samples decoded at once, about.
+      rescore: a second pass over the samples, for deepconf@k and kl_to_base; None: without.
     """
     constrain = sharding.constrain(mesh)
     settings = settings._replace(purpose=PURPOSE)
@@ -117,7 +142,7 @@ def make_evaluator(
 
     def evaluate(params: Params, key: Array, step: int) -> Evaluation:
         rest = (params, key, step, mesh, tokenizer, questions, width, slots)
-        best, many = ask(greedy, *rest), ask(sampled, *rest)
+        best, many = ask(greedy, *rest), ask(sampled, *rest, rescore)
         metrics = summarise(best, many, questions, settings.group_size)
         return Evaluation(metrics, best, many)
 
@@ -132,13 +157,17 @@ def summarise(
     success = sampled.scores > SUCCESS
     samples = success.shape[1]
     count, every = jnp.asarray(success.sum(1)), jnp.full(len(success), samples)
-    per_prompt: dict[str, np.ndarray] = {"accuracy": right.astype(float)}
+    answers = answers_of(sampled, questions)
+    traces = _traces(sampled, questions)
     sizes = [4**power for power in range(20) if 4**power <= samples]
+    per_prompt: dict[str, np.ndarray] = {"accuracy": right.astype(float)}
     for k in sizes:
         per_prompt[f"pass@{k}"] = np.asarray(diagnostics.pass_at_k(count, every, k))
-    if questions.extract is not None:
-        for k in sizes[1:]:
-            per_prompt[f"maj@{k}"] = majority(sampled.texts, success, questions.extract, k)
+    if answers is not None:
+        per_prompt |= voting.votes(answers, success, sizes[1:], questions.weighing.kept, traces)
+    if "kl" in sampled.rescored:
+        for name, of in {"kl_to_base": "kl", "kl_to_base_estimated": "logp_gap"}.items():
+            per_prompt[name] = sampled.rescored[of].sum(-1, dtype=float).mean(-1)
     metrics: dict[str, float] = {}
     for name, values in per_prompt.items():
         metrics[name] = float(values.mean())
@@ -152,30 +181,45 @@ def summarise(
     metrics["mean_length"] = float(sampled.mask.sum(-1).mean())
     metrics["truncated"] = float(sampled.truncated.mean())
     metrics["unscored"] = float(np.isnan(sampled.scores).mean())
+    return metrics | _looks(sampled, questions, answers, traces)
+
+
+def _looks(
+    sampled: Answers,
+    questions: Questions,
+    answers: voting.Answered | None,
+    traces: Mapping[str, np.ndarray],
+) -> dict[str, float]:
+    """Variety, formats and confidences of the samples."""
+    success, scored = sampled.scores > SUCCESS, np.isfinite(sampled.scores)
+    shown = np.where(sampled.mask, sampled.tokens, -1)
+    ids = [[completion.tobytes() for completion in row] for row in shown]
+    metrics = {"distinct_completions": variety.distinct(ids)}
+    if answers is not None:
+        metrics["distinct_answers"] = variety.distinct(answers)
+    metrics |= variety.stated_metrics(sampled.texts, success, scored)
+    if questions.formats:
+        metrics |= variety.format_metrics(sampled.texts, success, questions.formats)
+    metrics |= voting.confidence_metrics(success, scored, traces)
+    if "clamped" in sampled.rescored:
+        number = max(1, sampled.mask.sum())
+        metrics["kl_to_base_clamped"] = float(sampled.rescored["clamped"].sum() / number)
     return metrics
 
 
-def majority(
-    texts: Sequence[Sequence[str]],
-    success: np.ndarray,
-    extract: Callable[[str], Hashable],
-    k: int,
-) -> np.ndarray:
-    """Per prompt, the share of disjoint blocks of k samples whose most frequent answer is right.
+def answers_of(sampled: Answers, questions: Questions) -> voting.Answered | None:
+    """The answers that the samples give, [N][n]; None where they cannot be read off."""
+    if questions.extract is None:
+        return None
+    return [[questions.extract(text) for text in row] for row in sampled.texts]
 
-    Shapes: texts [N][n], success [N, n] -> [N]. Samples without an answer (None) do not vote; a
-    block in which nobody votes is wrong.
-    """
-    shares = np.zeros(len(texts))
-    for place, (row, right) in enumerate(zip(texts, success, strict=True)):
-        blocks = range(0, len(row) - k + 1, k)
-        for begin in blocks:
-            answers = [extract(text) for text in row[begin : begin + k]]
-            votes = Counter(answer for answer in answers if answer is not None)
-            if votes:
-                chosen = answers.index(votes.most_common(1)[0][0])
-                shares[place] += right[begin + chosen] / len(blocks)
-    return shares
+
+def _traces(sampled: Answers, questions: Questions) -> dict[str, np.ndarray]:
+    """Summaries of confidence [N, n] by name; none where it was not asked for."""
+    if "confidence" not in sampled.rescored:
+        return {}
+    tokens = sampled.rescored["confidence"]
+    return voting.confidences(tokens, sampled.mask, questions.weighing.window)
 
 
 def bootstrap(values: np.ndarray) -> tuple[float, float]:
@@ -217,6 +261,7 @@ def ask(
     questions: Questions,
     width: int,
     slots: int,
+    rescore: Rescore | None = None,
 ) -> Answers:
     """One pass over the questions, in batches of one size, so that one program serves all."""
     bins = sharding.num_bins(mesh)
@@ -245,12 +290,14 @@ def ask(
             *host[:2],
             trainer_state=TrainerState(global_step=step),
         )
+        more = {} if rescore is None else sharding.to_host(rescore(params, rollouts))
         real = min(size, count - begin)
-        parts.append(tuple(leaf[:real] for leaf in (*host, scores["scorer"])))
-    columns = zip(*parts, strict=True)
-    tokens, mask, logp, truncated, judged = (np.concatenate(leaves) for leaves in columns)
+        parts.append((*host, scores["scorer"], more))
+        parts[-1] = jax.tree.map(lambda leaf, real=real: leaf[:real], parts[-1])
+    whole = jax.tree.map(lambda *leaves: np.concatenate(leaves), *parts)
+    tokens, mask, logp, truncated, judged, rescored = whole
     texts = [
         tokenizer.batch_decode(completion_ids(*pair), skip_special_tokens=True)
         for pair in zip(tokens, mask, strict=True)
     ]
-    return Answers(tokens, mask, logp, truncated, judged, texts)
+    return Answers(tokens, mask, logp, truncated, judged, texts, rescored)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -16,6 +17,7 @@ from jaxgrpo import config as configs
 from jaxgrpo import runtime, sharding
 from jaxgrpo.assembly import find_model, sampling_settings
 from jaxgrpo.config import Config
+from jaxgrpo.config_keys import is_path
 from jaxgrpo.errors import InputError
 from jaxgrpo.evaluation import Questions, answer_rows, ask, make_evaluator, questions_of
 from jaxgrpo.exporting import read_run
@@ -26,6 +28,7 @@ from jaxgrpo.io.callables import python_name
 from jaxgrpo.io.data import PromptData
 from jaxgrpo.io.tracking import plain, write_atomically
 from jaxgrpo.models.api import Model
+from jaxgrpo.rescoring import load_base, rescorer_of
 from jaxgrpo.rewarding import resolve_rewards, resolve_scorer
 from jaxgrpo.sampling import SamplingSettings, make_sampler
 from jaxgrpo.types import Params
@@ -75,26 +78,27 @@ def evaluate(
     prompts: int | None = None,
     rows_out: str | None = None,
     json_out: str | None = None,
+    base: str | None = None,
     overrides: Sequence[str] = (),
 ) -> int:
     """Prints, and writes where asked, the evaluation of a model folder or of a run's model.
+
+    Args:
+      base: a model folder or owner/name on the hub that the KL is measured from; None: with
+        eval.kl_to_base the model that the run began with.
 
     Raises: InputError where there is no data or no scorer, or one of them cannot be used.
     """
     given = {"data": data, "scorer": scorer, "samples": samples, "prompts": prompts}
     changes = {f"eval.{name}": value for name, value in given.items() if value is not None}
     config = config_for(target, changes, overrides)
-    if config.eval.data is None:
-        raise InputError(f"eval {target}: nothing to evaluate on; give --data")
-    if config.eval.scorer is None and config.rewards[0].use == NOBODY:
-        raise InputError(
-            f"eval {target}: nothing judges the answers; give --scorer, as "
-            "gsm8k_answer, math, or path/file.py:function"
-        )
+    _refuse_unjudged(target, config)
+    began = _base_config(target, config, base)
     console = Console(highlight=False)
     policy, held_out = find_policy(console, config)
     rewards = () if config.rewards[0].use == NOBODY else resolve_rewards(config)
     questions = questions_of(config, held_out, resolve_scorer(config, rewards))
+    anchor = load_base(began, policy.mesh) if began else None
     run = make_evaluator(
         policy.model,
         policy.tokenizer,
@@ -104,6 +108,7 @@ def evaluate(
         samples=config.eval.samples,
         width=config.rollout.max_prompt_tokens,
         slots=slots_of(config),
+        rescore=rescorer_of(config, policy.model, policy.mesh, anchor),
     )
     evaluation = run(policy.read_params(), key_of(config), 0)
     if runtime.is_main():
@@ -193,6 +198,36 @@ def table_of(metrics: Mapping[str, float], title: str) -> Table:
         low, high = metrics.get(f"{name}/low"), metrics.get(f"{name}/high")
         table.add_row(name, f"{value:.3f}", "" if low is None else f"{low:.3f} to {high:.3f}")
     return table
+
+
+def _refuse_unjudged(target: str, config: Config) -> None:
+    if config.eval.data is None:
+        raise InputError(f"eval {target}: nothing to evaluate on; give --data")
+    if config.eval.scorer is None and config.rewards[0].use == NOBODY:
+        raise InputError(
+            f"eval {target}: nothing judges the answers; give --scorer, as "
+            "gsm8k_answer, math, or path/file.py:function"
+        )
+
+
+def _base_config(target: str, config: Config, base: str | None) -> Config | None:
+    """A config whose model is the one that the KL is measured from; None where none is asked for.
+
+    Raises: InputError where a KL is asked for and nobody says from what.
+    """
+    if base is not None:
+        path = str(Path(base).absolute()) if is_path(base, Path.cwd()) else base
+        model = dataclasses.replace(config.model, path=path, revision=None)
+    elif not config.eval.kl_to_base:
+        return None
+    elif (Path(target) / "config.toml").exists():
+        model = read_run(target)[1].model
+    else:
+        raise InputError(
+            f"eval {target}: eval.kl_to_base = true, and a model folder does not say what it was "
+            "trained from; give --base MODEL"
+        )
+    return dataclasses.replace(config, model=model)
 
 
 def find_policy(

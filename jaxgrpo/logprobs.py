@@ -68,6 +68,46 @@ def token_logprobs(
     return _token_logprobs(settings, tuple(read), hidden, targets)
 
 
+def token_confidence(
+    unembed: Callable[[Array], Array],
+    hidden: Float[Array, "D N E"],
+    *,
+    k: int = 20,
+    temperature: float = 1.0,
+    logits_per_chunk: int | None = None,
+) -> Float[Array, "D N"]:
+    """How peaked the distribution of the next token is at each position.
+
+        p = softmax(unembed(hidden) / temperature)
+        C = -(1 / k) sum of log p_v over the k likeliest v
+
+    High is peaked: all but the first of the k are then unlikely. It is log k at least, where
+    k tokens share all probability. The token that was drawn plays no part. Chunked as
+    `token_logprobs` is; no gradient.
+
+    Args:
+      unembed: hidden [D, n, E] -> logits [D, n, V].
+      k: more than V: V, and C = log V + KL(uniform || p).
+      temperature: of the sampling distribution.
+      logits_per_chunk: as in `token_logprobs`.
+
+    Returns: C in at least float32, in nats; inf where fewer than k tokens have any probability.
+    Source: Fu et al. 2025 (DeepConf), arXiv 2508.15260: k = 20. There the log-probs are what the
+      inference engine reports, of the model before temperature by default in vLLM.
+    """
+    vocab = jax.eval_shape(unembed, hidden[:, :1]).shape[-1]
+    chunk = min(tokens_per_chunk(vocab, logits_per_chunk), hidden.shape[1])
+
+    def one(carry: None, hidden: Array) -> tuple[None, Array]:
+        logits = unembed(jax.lax.stop_gradient(hidden))
+        z = logits.astype(accumulate_dtype(logits.dtype)) / temperature
+        likeliest, _ = jax.lax.top_k(z, min(k, vocab))
+        return carry, jax.nn.logsumexp(z, axis=-1) - likeliest.mean(-1)
+
+    _, pieces = jax.lax.scan(one, None, _split(chunk, hidden))
+    return jax.lax.stop_gradient(_join(pieces, hidden.shape[1]))
+
+
 def tokens_per_chunk(logits_per_token: int, logits_per_chunk: int | None = None) -> int:
     """How many tokens of a bin are held at a time; `logits_per_chunk` as in `token_logprobs`."""
     if logits_per_chunk is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -12,20 +12,18 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jaxgrpo import calibration, diagnostics, group_signal, intervals
-from jaxgrpo.evaluation import SUCCESS, Answers
-from jaxgrpo.rewards import stated_confidence
+from jaxgrpo import diagnostics, group_signal, intervals, variety
+from jaxgrpo.evaluation import SUCCESS, Answers, Questions, answers_of
 from jaxgrpo.rewards.forms import has_format
+from jaxgrpo.voting import Answered
 
 GROUP_SIZES = (2, 4, 8, 16)
 PER = 1000  # samples, of which live groups are told at equal cost
 
-Extract = Callable[[str], Hashable]
-
 
 def measure(
     answers: Answers,
-    extract: Extract | None,
+    questions: Questions,
     *,
     prompts_per_step: int,
     level: float = intervals.LEVEL,
@@ -38,16 +36,18 @@ def measure(
         degeneracy   G -> measured, iid, gap and ci of the gap (`diagnostics.jensen_gap`);
                      all_fail and all_pass; of a step, live_groups and live_tokens;
                      live_groups_per_1000_samples; lucky (`group_signal.lucky_share`)
-        diversity, format, calibration    see `_diversity`, `_format`, `_calibration`
+        diversity, format, calibration, agreement    see the functions of these names
 
     Samples that could not be scored are left out: a prompt has n <= N, and takes part in what needs
     no more than n.
 
     Args:
-      extract: text -> the answer in it, None where there is none; None where nobody can say.
+      answers: with "logp" of a second pass, for the agreement.
+      questions: of which what reads an answer and names formats is used.
       prompts_per_step: P of the step that live groups and tokens are told of.
       level: of every interval.
     """
+    given = answers_of(answers, questions)
     scored = np.isfinite(answers.scores)
     right = scored & (answers.scores > SUCCESS)
     correct, samples = (jnp.asarray(what.sum(1), jnp.int32) for what in (right, scored))
@@ -65,9 +65,10 @@ def measure(
             size: _degeneracy(group, size, prompts_per_step, level)
             for size, group in groups.items()
         },
-        "diversity": _diversity(answers.texts, extract),
-        "format": _format(answers, right, scored, extract),
+        "diversity": _diversity(answers, given),
+        "format": _format(answers, right, scored, given, questions.formats),
         "calibration": _calibration(answers, right, scored),
+        "agreement": _agreement(answers),
     }
 
 
@@ -152,53 +153,56 @@ def _nan_mean(values: Any) -> float:
     return float(values.mean()) if len(values) else float("nan")
 
 
-def _diversity(texts: Sequence[Sequence[str]], extract: Extract | None) -> dict[str, float]:
+def _diversity(answers: Answers, given: Answered | None) -> dict[str, float]:
     """How much the samples of a prompt differ, mean over prompts.
 
     distinct_completions, distinct_answers   different ones among the N
     same_completion, same_answer             probability that two samples agree, which does not
                                              depend on N: sum_a m_a (m_a - 1) / (N (N - 1))
     """
-    found = _distinct("completion", texts)
-    if extract is not None:
-        answered = [
-            [answer for text in row if (answer := extract(text)) is not None] for row in texts
-        ]
-        found |= _distinct("answer", answered)
+    shown = np.where(answers.mask, answers.tokens, -1)
+    rows: dict[str, Answered] = {"completion": [[one.tobytes() for one in row] for row in shown]}
+    if given is not None:
+        rows["answer"] = given
+    found = {}
+    for name, values in rows.items():
+        found[f"distinct_{name}s"] = variety.distinct(values)
+        found[f"same_{name}"] = _nan_mean([_agreeing(row) for row in values])
     return found
 
 
-def _distinct(name: str, rows: Sequence[Sequence[Hashable]]) -> dict[str, float]:
-    counts = [np.array(list(Counter(row).values())) for row in rows]
-    pairs = [
-        (many * (many - 1)).sum() / (many.sum() * (many.sum() - 1))
-        for many in counts
-        if many.sum() > 1
-    ]
-    return {
-        f"distinct_{name}s": _nan_mean([len(many) for many in counts]),
-        f"same_{name}": _nan_mean(pairs),
-    }
+def _agreeing(row: Sequence[Hashable]) -> float:
+    """The probability that two samples, none twice, have the same value; None is none."""
+    many = np.array(list(Counter(value for value in row if value is not None).values()))
+    number = many.sum()
+    return (many * (many - 1)).sum() / (number * (number - 1)) if number > 1 else float("nan")
 
 
 def _format(
-    answers: Answers, right: np.ndarray, scored: np.ndarray, extract: Extract | None
-) -> dict[str, float]:
+    answers: Answers,
+    right: np.ndarray,
+    scored: np.ndarray,
+    given: Answered | None,
+    formats: Mapping[str, str],
+) -> dict[str, Any]:
     """Shares of samples, and their mean lengths in tokens.
 
     cut       at the length limit              blank   nothing but white space
     tags      <think>...</think><answer>...</answer> and nothing else, as the reward `format`
     answered  an answer can be read; where somebody can say
+    formats   of eval.formats, as `variety.format_metrics`
     """
     texts = [text for row in answers.texts for text in row]
     lengths = answers.mask.sum(-1)
-    found = {
+    found: dict[str, Any] = {
         "cut": float(answers.truncated.mean()),
         "blank": _nan_mean([not text.strip() for text in texts]),
         "tags": _nan_mean(has_format(texts)),
     }
-    if extract is not None:
-        found["answered"] = _nan_mean([extract(text) is not None for text in texts])
+    if given is not None:
+        found["answered"] = _nan_mean([answer is not None for row in given for answer in row])
+    if formats:
+        found["formats"] = variety.format_metrics(answers.texts, right, formats)
     return found | {
         "mean_tokens": float(lengths.mean()),
         "mean_tokens_right": _nan_mean(lengths[right]),
@@ -209,20 +213,31 @@ def _format(
 def _calibration(
     answers: Answers, right: np.ndarray, scored: np.ndarray
 ) -> dict[str, float] | None:
-    """How good stated confidences are, over the samples that state one; None where none does.
+    """stated, mean, brier, ece, auroc of `variety.stated_metrics`; None where nobody states any."""
+    found = variety.stated_metrics(answers.texts, right, scored)
+    return {name.removeprefix("confidence/"): value for name, value in found.items()} or None
 
-    stated            share of samples with a confidence (`rewards.stated_confidence`)
-    mean_confidence, brier, ece, auroc    see `jaxgrpo.calibration`
+
+def _agreement(answers: Answers) -> dict[str, float]:
+    """How far the sampler's log-probs are from those that training recomputes, in nats per token.
+
+        mean, max   of |trainer - sampler| over sampled tokens
+        kl          mean of exp(d) - 1 - d, d = trainer - sampler: KL(sampler || trainer) by k3
+        tokens      how many there were
+
+    Both are told of the same weights and texts, so the difference is that of two programs, and of
+    rollout.top_k and top_p, which the trainer does not know.
     """
-    said = [stated_confidence(text) for row in answers.texts for text in row]
-    known = np.array([one is not None for one in said])
-    mask = known & scored.ravel()
-    if not mask.any():
-        return None
-    confidence = np.array([0.0 if one is None else one for one in said])
-    given = jnp.asarray(confidence, jnp.float32), jnp.asarray(right.ravel()), jnp.asarray(mask)
-    measures = {
-        name: float(getattr(calibration, name)(*given)) for name in ("brier", "ece", "auroc")
+    wide = (values.astype(np.float64) for values in (answers.rescored["logp"], answers.logp))
+    trainer, sampler = (values[answers.mask] for values in wide)
+    apart = trainer - sampler
+    return {
+        "mean": _mean_or_zero(np.abs(apart)),
+        "max": float(np.abs(apart).max(initial=0)),
+        "kl": _mean_or_zero(np.expm1(apart) - apart),
+        "tokens": len(apart),
     }
-    stated = {"stated": _nan_mean(known), "mean_confidence": _nan_mean(confidence[mask])}
-    return stated | measures
+
+
+def _mean_or_zero(values: np.ndarray) -> float:
+    return float(values.mean()) if len(values) else 0.0

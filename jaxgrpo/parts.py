@@ -102,7 +102,7 @@ def forward(
     The entropy carries gradient for "gradient" only.
     """
     params = as_computed(parts.model, params)
-    hidden = _hidden(parts, params, micro)
+    hidden = hidden_states(parts.model, params, micro)
     # Greedy sampling has no distribution: its ratios are those of the model itself.
     temperature = parts.sampling.temperature or 1.0
 
@@ -124,22 +124,20 @@ def forward(
             unembed,
             hidden,
             lambda hidden: parts.model.unembed(anchor, hidden),
-            _hidden(parts, anchor, micro),
+            hidden_states(parts.model, anchor, micro),
             temperature=temperature,
         )
     return jax.tree.map(lambda leaf: leaf.reshape(rows), Scored(logp, values, fields))
 
 
-def _hidden(parts: Parts, params: Params, micro: TrainBatch) -> Array:
+def hidden_states(model: Model, params: Params, micro: TrainBatch) -> Array:
     """Hidden states [D, R * Q, E]: prompts once, then rows that read them."""
     bins, prompts, width = micro.prompt_tokens.shape
     position = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32), (bins, prompts, width))
     valid = position < micro.prompt_length[..., None]
-    _, memory = parts.model.apply(
-        params, micro.prompt_tokens, position, causal(position, valid), None
-    )
+    _, memory = model.apply(params, micro.prompt_tokens, position, causal(position, valid), None)
     attend = rows_with_prefix(micro.segment, micro.position, micro.row_prompt, micro.prompt_length)
-    hidden, _ = parts.model.apply(params, micro.tokens, micro.position, attend, memory)
+    hidden, _ = model.apply(params, micro.tokens, micro.position, attend, memory)
     return hidden.reshape(bins, -1, hidden.shape[-1])
 
 

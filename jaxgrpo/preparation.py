@@ -13,17 +13,26 @@ import numpy as np
 from jax import Array
 
 from jaxgrpo import advantages, packing, sharding
-from jaxgrpo.diagnostics import advantage_metrics, completion_metrics, group_metrics
+from jaxgrpo.diagnostics import (
+    advantage_metrics,
+    completion_metrics,
+    group_metrics,
+    rare_successes,
+)
 from jaxgrpo.logprobs import Entropy
 from jaxgrpo.metrics import Metrics, mean, merge
 from jaxgrpo.models.api import Constrain
 from jaxgrpo.packing import Geometry
 from jaxgrpo.parts import Parts, forward, micro_batch
+from jaxgrpo.symptoms import drift_metrics, symptom_metrics
 from jaxgrpo.types import FIELDS, Params, Rollouts, TrainBatch, TrainState
 
 Score = Callable[[Params, TrainBatch, Entropy], tuple[Array, Array | None]]
 """(parameters, batch, "none" or "value") -> (log-probs, entropies) [K, D, R, Q] of its live
 micro-batches; without entropies None"""
+
+ANCHORS = ("base_logp", "reference_logp")
+"""Fields that tell, where a method asks for them, how far the policy has gone."""
 
 
 class Prepared(NamedTuple):
@@ -46,7 +55,12 @@ def make_preparer(parts: Parts) -> Callable[[TrainState, Rollouts], tuple[TrainS
         where = packing.plan(live if parts.compact else np.ones_like(live), parts.geometry)
         batch = _assemble(parts, programs, state, rollouts, judged, where)
         state = dataclasses.replace(state, advantage_state=judged.state)
-        return state, Prepared(batch, judged.per_sample, live, judged.metrics)
+        metrics = judged.metrics
+        for name in ANCHORS:
+            if name not in rollouts.fields and name in batch.fields:
+                late = (rollouts.behavior_logp, batch.fields[name], judged.mask, where)
+                metrics = merge(metrics, programs.drift(name, *late))
+        return state, Prepared(batch, judged.per_sample, live, metrics)
 
     return prepare
 
@@ -68,6 +82,7 @@ class _Programs(NamedTuple):
     judge: Callable[[Any, Rollouts], _Judged]
     gather: Callable[..., TrainBatch]
     scatter: Callable[[Array, packing.Plan], Array]
+    drift: Callable[..., Metrics]
 
 
 def _compile(parts: Parts) -> _Programs:
@@ -75,12 +90,13 @@ def _compile(parts: Parts) -> _Programs:
     return _Programs(
         score=jax.jit(functools.partial(_score, parts), static_argnums=2),
         judge=jax.jit(functools.partial(_judge, parts)),
-        gather=jax.jit(functools.partial(_gather, sharding.constrain(parts.mesh))),
+        gather=jax.jit(functools.partial(gather_over_bins, sharding.constrain(parts.mesh))),
         scatter=jax.jit(lambda values, where: packing.scatter(values, where, shape)),
+        drift=jax.jit(functools.partial(_drift, shape), static_argnums=0),
     )
 
 
-def _gather(constrain: Constrain, *arguments: Any) -> TrainBatch:
+def gather_over_bins(constrain: Constrain, *arguments: Any) -> TrainBatch:
     """`packing.gather`, with D laid out over the bins."""
 
     def lay_out(leaf: Array) -> Array:
@@ -204,7 +220,26 @@ def _rollout_metrics(
     }
     metrics |= advantage_metrics(advantage, mask, rollouts.rewards, weights)
     metrics |= completion_metrics(rollouts.completion_tokens, tokens, rollouts.truncated)
+    rare = rare_successes(rollouts.rewards, weights)
+    metrics |= symptom_metrics(rollouts.completion_tokens, tokens, rare)
+    for name in ANCHORS:
+        if name in rollouts.fields:
+            pair = (rollouts.behavior_logp, rollouts.fields[name])
+            metrics |= drift_metrics(*pair, tokens, FIELDS[name].policy)
     return metrics | group_metrics(rollouts.rewards, weights)
+
+
+def _drift(
+    shape: tuple[int, int, int],
+    name: str,
+    behavior_logp: Array,
+    other_logp: Array,
+    mask: Array,
+    where: packing.Plan,
+) -> Metrics:
+    """`drift_metrics` of a field that was scored for the loss alone, on its samples."""
+    other = packing.scatter(other_logp, where, shape)
+    return drift_metrics(behavior_logp, other, mask, FIELDS[name].policy)
 
 
 def _per_token(value: Array, geometry: Geometry) -> Array:

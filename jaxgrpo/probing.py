@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import jax.numpy as jnp
-import numpy as np
-from jax import Array
 from rich.console import Console
 
 from jaxgrpo import measuring, runtime, sharding
@@ -23,14 +19,10 @@ from jaxgrpo.inference import NOBODY, Policy, config_for, find_policy, key_of, s
 from jaxgrpo.intervals import LEVEL
 from jaxgrpo.io.callables import short_name
 from jaxgrpo.io.tracking import plain, write_atomically
-from jaxgrpo.packing import Geometry
-from jaxgrpo.preparation import make_scorer
-from jaxgrpo.prompts import pad_prompts
 from jaxgrpo.reports import check_can_draw
+from jaxgrpo.rescoring import make_rescorer
 from jaxgrpo.rewarding import Reward, resolve_rewards, resolve_scorer, show_previews
-from jaxgrpo.rollouts import put_prompts
 from jaxgrpo.sampling import make_sampler
-from jaxgrpo.types import Params, Rollouts
 
 PURPOSE = 2  # folded into the key: a probe repeats the draws of neither training nor evaluation
 
@@ -114,99 +106,35 @@ def _config(
     return config
 
 
-def draw(config: Config, policy: Policy, params: Params, questions: Questions) -> Answers:
-    """eval.samples judged answers to each question."""
-    settings = policy.settings._replace(group_size=config.eval.samples, purpose=PURPOSE)
+def draw(config: Config, policy: Policy, questions: Questions) -> Answers:
+    """eval.samples judged answers to each question, with "logp" as training computes it again."""
+    samples = config.eval.samples
+    settings = policy.settings._replace(group_size=samples, purpose=PURPOSE)
     sampler = make_sampler(policy.model, settings, sharding.constrain(policy.mesh))
-    width, slots = config.rollout.max_prompt_tokens, _slots(config)
-    rest = (policy.mesh, policy.tokenizer, questions, width, slots)
-    return ask(sampler, params, key_of(config), 0, *rest)
-
-
-def _slots(config: Config) -> int:
-    return max(config.eval.samples, slots_of(config))
+    rescore = make_rescorer(
+        policy.model,
+        policy.mesh,
+        temperature=settings.temperature,
+        logp=True,
+        rows=config.train.rows_per_micro_batch,
+    )
+    width, slots = config.rollout.max_prompt_tokens, max(samples, slots_of(config))
+    rest = (policy.mesh, policy.tokenizer, questions, width, slots, rescore)
+    return ask(sampler, policy.read_params(), key_of(config), 0, *rest)
 
 
 def _numbers(config: Config, policy: Policy, questions: Questions, level: float) -> dict[str, Any]:
-    """What `measuring.measure` says of fresh samples, how they were drawn, and the agreement."""
-    params, per_step = policy.read_params(), config.rollout.prompts_per_step
-    answers = draw(config, policy, params, questions)
-    found = measuring.measure(answers, questions.extract, prompts_per_step=per_step, level=level)
-    width = config.rollout.max_prompt_tokens
+    """What `measuring.measure` says of fresh samples, and how they were drawn."""
+    per_step = config.rollout.prompts_per_step
+    answers = draw(config, policy, questions)
     return {
         "prompts": len(questions.rows),
         "samples": config.eval.samples,
         "temperature": policy.settings.temperature,
         "prompts_per_step": per_step,
         "level": level,
-        **found,
-        "agreement": agreement(answers, policy, params, questions, width, _slots(config)),
+        **measuring.measure(answers, questions, prompts_per_step=per_step, level=level),
     }
-
-
-def agreement(
-    answers: Answers,
-    policy: Policy,
-    params: Params,
-    questions: Questions,
-    width: int,
-    slots: int,
-) -> dict[str, float]:
-    """How far the sampler's log-probs are from those that training recomputes, in nats per token.
-
-        mean, max   of |trainer - sampler| over sampled tokens
-        kl          mean of exp(d) - 1 - d, d = trainer - sampler: KL(sampler || trainer) by k3
-        tokens      how many there were
-
-    Both are told of the same weights and texts, so the difference is that of two programs, and of
-    rollout.top_k and top_p, which the trainer does not know.
-    """
-    bins = sharding.num_bins(policy.mesh)
-    count, samples, steps = answers.tokens.shape
-    size = math.ceil(max(1, min(count, slots // samples)) / bins) * bins
-    geometry = Geometry(size, samples, width, steps, bins, size * samples // bins)
-    score = make_scorer(policy.model, policy.settings.temperature, geometry, policy.mesh)
-    total, largest, divergence, number = 0.0, 0.0, 0.0, 0
-    for begin in range(0, count, size):
-        chosen = np.arange(begin, begin + size) % count
-        rollouts = _rollouts(answers, policy, questions, width, chosen)
-        logp = np.asarray(sharding.to_host(score(params, rollouts)), np.float64)
-        real = slice(min(size, count - begin))
-        mask = answers.mask[chosen][real]
-        apart = (logp[real] - answers.logp[chosen][real])[mask]
-        total += float(np.abs(apart).sum())
-        largest = float(np.maximum(largest, np.abs(apart).max(initial=0)))  # NaN stays
-        divergence += float((np.expm1(apart) - apart).sum())
-        number += len(apart)
-    number = max(number, 1)
-    return {"mean": total / number, "max": largest, "kl": divergence / number, "tokens": number}
-
-
-def _rollouts(
-    answers: Answers, policy: Policy, questions: Questions, width: int, chosen: np.ndarray
-) -> Rollouts:
-    """Answers to the chosen questions on the mesh again, as far as scoring reads them."""
-    encoded = [questions.encoded[int(row)] for row in chosen]
-    prompts = put_prompts(policy.mesh, pad_prompts(encoded, width, chosen, chosen, 0))
-
-    def put(leaf: np.ndarray) -> Array:
-        layout = sharding.named(policy.mesh, *("bins", None, None)[: leaf.ndim])
-        return sharding.put(leaf[chosen], layout)
-
-    return Rollouts(
-        prompt_tokens=prompts.prompt_tokens,
-        prompt_mask=prompts.prompt_mask,
-        completion_tokens=put(answers.tokens),
-        token_mask=put(answers.mask),
-        behavior_logp=put(answers.logp),
-        rewards={},
-        truncated=put(answers.truncated),
-        ordinal=prompts.ordinal,
-        row=prompts.row,
-        policy_version=put(np.zeros(answers.truncated.shape, np.int32)),
-        step=jnp.int32(0),
-        fields={},
-    )
 
 
 def _tell(

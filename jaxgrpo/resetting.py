@@ -67,7 +67,7 @@ class Resets(NamedTuple):
 
     def metrics(self, config: Config) -> dict[str, float]:
         """`reference/resets`, in runs that may have some."""
-        return {"reference/resets": float(self.count)} if _asked(config) else {}
+        return {"reference/resets": float(self.count)} if may_reset(config) else {}
 
 
 Reset = Callable[[TrainState, Resets, int, Mapping[str, float]], tuple[TrainState, Resets]]
@@ -79,7 +79,7 @@ def make_resetter(config: Config, parts: Parts) -> Reset:
 
     Raises: InputError where resets are asked for and nothing in the run reads a reference.
     """
-    if not _asked(config):
+    if not may_reset(config):
         return lambda state, resets, number, values: (state, resets)
     objective = parts.objective
     if not ({"reference_logp"} & (parts.chain.needs | objective.needs) or objective.anchors):
@@ -145,6 +145,7 @@ def _kl(values: Mapping[str, float]) -> float:
     )
 
 
-def _asked(config: Config) -> bool:
+def may_reset(config: Config) -> bool:
+    """Whether the reference of such a run may become another policy than the base."""
     keys = config.reference
     return bool(keys.reset_every or keys.reset_patience or keys.reset_kl_above)

@@ -43,8 +43,13 @@ if importlib.util.find_spec("beartype"):
 
 STRICT = (
     *("tests/advantages/", "tests/losses/"),
-    *("tests/test_logprobs.py", "tests/test_exact_kl.py", "tests/test_calibration.py"),
-    "tests/test_group_signal.py",
+    *(
+        "tests/test_logprobs.py",
+        "tests/test_exact_kl.py",
+        "tests/test_calibration.py",
+        "tests/test_confidence.py",
+        "tests/test_group_signal.py",
+    ),
 )
 
 

@@ -133,6 +133,62 @@ def test_a_fall_of_the_evaluation_clears_when_it_recovers():
     assert replay(history[:15])[0].active == {"evaluation falls"}
 
 
+def measured(step: int, **values: tuple[float, float, float]) -> dict[str, Any]:
+    """A line with an evaluation: pass_16=(value, low, high)."""
+    line: dict[str, Any] = {"step": step, "eval/accuracy": 0.5}
+    for name, numbers in values.items():
+        metric = "eval/" + name.replace("_", "@")
+        names = (metric, f"{metric}/low", f"{metric}/high")
+        line |= dict(zip(names, numbers, strict=True))
+    return line
+
+
+BASE = measured(0, pass_1=(0.3, 0.25, 0.35), pass_16=(0.8, 0.75, 0.85), pass_64=(0.9, 0.88, 0.93))
+
+
+def test_pass_at_16_below_the_base_beyond_both_intervals_is_said_with_a_remedy():
+    fallen = measured(
+        9, pass_1=(0.6, 0.5, 0.7), pass_16=(0.7, 0.65, 0.74), pass_64=(0.9, 0.88, 0.93)
+    )
+    (alarm,) = replay([BASE, {"step": 1}, fallen])[1]
+    assert (alarm.name, alarm.step) == ("pass@k below base", 9)
+    assert "eval/pass@16 = 0.700, 0.800 at step 0" in alarm.text
+    assert "passk, darling, alpha_dpg" in alarm.text
+    assert "pass@k below base" in alarms.NAMES
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"pass_16": (0.74, 0.69, 0.75)},  # the intervals touch
+        {"pass_16": (0.9, 0.85, 0.95)},
+        {"pass_16": (0.8, 0.75, 0.85), "pass_64": (0.1, 0.05, 0.2)},  # 16 is what counts
+        {"pass_4": (0.1, 0.0, 0.2)},  # the base was not asked for it
+        {},
+    ],
+)
+def test_a_pass_at_16_within_the_intervals_is_no_fall(values):
+    assert given([BASE, measured(9, **values)]) == []
+
+
+def test_where_16_is_not_evaluated_the_largest_k_counts():
+    history = [
+        measured(0, pass_1=(0.5, 0.4, 0.6), pass_4=(0.7, 0.6, 0.8)),
+        measured(5, pass_1=(0.5, 0.4, 0.6), pass_4=(0.4, 0.3, 0.5)),
+    ]
+    assert given(history) == [("pass@k below base", 5)]
+    assert given([{**line, "eval/pass@4/high": None} for line in history]) == []
+
+
+def test_a_fall_below_the_base_holds_between_evaluations_and_clears_when_it_recovers():
+    fallen = {"pass_16": (0.7, 0.65, 0.74)}
+    history = [BASE, measured(4, **fallen), {"step": 5}, measured(6, **fallen)]
+    state, alarms_given = replay(history)
+    assert [alarm.step for alarm in alarms_given] == [4]
+    assert state.active == {"pass@k below base"}
+    assert see(state, measured(8, pass_16=(0.8, 0.75, 0.85)))[0].active == frozenset()
+
+
 def test_seeing_line_by_line_is_replaying_and_changes_no_state_given():
     history = evaluated(RISING, {0: 0.5, 12: 0.3})
     for line in history:

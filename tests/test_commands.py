@@ -71,6 +71,30 @@ def test_probe_of_a_run_asks_its_training_prompts_and_its_own_reward(run, tmp_pa
     assert "what to make of it" in said
 
 
+def test_eval_measures_the_distance_from_a_base(run, tmp_path, capsys):
+    numbers, base = tmp_path / "e.json", small_run.base()
+    asked = ("--set", "eval.confidence=true", "eval.confidence_window=4")
+
+    def measured(*arguments):
+        code, said = main(capsys, "eval", *arguments, "--json", numbers, *asked)
+        assert code == 0, said
+        return json.loads(numbers.read_text())
+
+    trained = measured(run.path, "--base", base)
+    assert trained["kl_to_base"] > 1e-3
+    assert trained["kl_to_base/low"] <= trained["kl_to_base"] <= trained["kl_to_base/high"]
+    assert {"deepconf@4/least", "deepconf/tail/auroc"} <= trained.keys()
+    # Of a run the base is known.
+    assert measured(run.path, "--set", "eval.kl_to_base=true") == trained
+    sizes = ("rollout.max_completion_tokens=24", "rollout.max_prompt_tokens=8")
+    alone = ("--data", "task:arithmetic:test", "--scorer", "arithmetic", "-n", 2)
+    alone = (base, *alone, "--num-prompts", 8, "--set", *sizes)
+    assert measured(*alone, "--base", base)["kl_to_base"] == pytest.approx(0, abs=1e-5)
+    code, said = main(capsys, "eval", *alone, "--set", "eval.kl_to_base=true")
+    assert code == 2
+    assert "give --base MODEL" in said
+
+
 def test_sample_writes_rows_for_lines_of_text(run, tmp_path, capsys):
     prompts, out = tmp_path / "p.txt", tmp_path / "s.jsonl"
     prompts.write_text("12+34=\n\n55+66=\n")

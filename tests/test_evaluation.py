@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from jaxgrpo.evaluation import Answers, Questions, bootstrap, majority, summarise
+from jaxgrpo.evaluation import Answers, Questions, bootstrap, summarise
 
 
 def answers(scores, texts=None):
@@ -41,15 +41,6 @@ def test_pass_at_k_and_flat_groups_are_unbiased_from_the_counts():
     )
 
 
-def test_a_majority_is_of_answers_not_of_texts_and_silence_does_not_vote():
-    texts = [["7", "7 ", "8", ""], ["", "", "", ""], ["1", "2", "2", "1"]]
-    success = np.array([[1, 1, 0, 0], [1, 1, 1, 1], [1, 0, 0, 1]], bool)
-    extract = lambda text: text.strip() or None  # noqa: E731
-    np.testing.assert_array_equal(majority(texts, success, extract, 4), [1, 0, 1])
-    # Blocks of two: (7, 7) right, (8, -) wrong; a tie goes to the first.
-    np.testing.assert_array_equal(majority(texts, success, extract, 2), [0.5, 0, 0.5])
-
-
 def test_majorities_appear_only_where_answers_can_be_extracted():
     greedy, sampled = answers([[1]]), answers([[1, 0, 0, 0]], [["a", "b", "b", "b"]])
     assert "maj@4" not in summarise(greedy, sampled, questions(1), 2)
@@ -74,3 +65,36 @@ def test_what_a_scorer_could_not_score_is_no_success_and_is_counted():
     assert metrics["accuracy"] == 0
     assert metrics["pass@1"] == 0.5
     assert metrics["unscored"] == 0.5
+
+
+def rescored(shape, **values):
+    return {name: np.broadcast_to(value, shape) for name, value in values.items()}
+
+
+def test_a_second_pass_adds_votes_by_confidence_and_the_kl_to_the_base():
+    texts = [["7", "8", "8", "8"], ["1", "2", "3", "4"]]
+    sampled = answers([[1, 0, 0, 0], [0, 1, 0, 0]], texts)
+    # Two tokens each; the sure one of the first prompt is right, that of the second wrong.
+    sure = np.array([[9.0, 1, 1, 1], [9, 1, 1, 1]])[..., None]
+    gaps = np.array([[0.5, -0.5, 1, 1], [0, 0, 0, 4]])[..., None]
+    more = rescored((2, 4, 2), confidence=sure, kl=0.75, clamped=0.25, logp_gap=gaps)
+    metrics = summarise(
+        answers([[1], [1]]), sampled._replace(rescored=more), questions(2, extract=str), 2
+    )
+    assert metrics["maj@4"] == 0
+    for name in ("mean", "least", "bottom", "tail"):
+        assert metrics[f"deepconf@4/{name}"] == 0.5
+        # Of 2 right and 6 wrong: one right one is above all but one tie, the other ties with five.
+        assert metrics[f"deepconf/{name}/auroc"] == pytest.approx((5.5 + 2.5) / 12)
+    assert metrics["kl_to_base"] == metrics["kl_to_base/low"] == pytest.approx(1.5)
+    assert metrics["kl_to_base_estimated"] == pytest.approx((2 * 0.5 + 2 * 1) / 2)
+    assert metrics["kl_to_base_clamped"] == 0.25
+
+
+def test_nothing_of_a_second_pass_is_said_without_one():
+    sampled = answers([[1, 0, 0, 0]], [["1", "2", "2", ""]])
+    metrics = summarise(answers([[1]]), sampled, questions(1, extract=lambda t: t or None), 2)
+    assert not [name for name in metrics if "deepconf" in name or "kl_to" in name]
+    assert not [name for name in metrics if name.startswith(("brier", "format", "confidence"))]
+    assert metrics["distinct_answers"] == 2
+    assert metrics["distinct_completions"] == 1  # the tokens are all the same

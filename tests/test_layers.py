@@ -34,15 +34,18 @@ def words(text: str) -> frozenset[str]:
 
 
 BASE = words("types metrics errors names onepass")
-CORE = words("advantages losses logprobs exact_kl diagnostics calibration group_signal")
+CORE = words(
+    "advantages losses logprobs exact_kl diagnostics calibration confidence group_signal symptoms"
+)
 FAST = words("sharding packing sampling prompts policies")
 STEPS = words("steps optimizers parts preparation")
 HOST = words("io rewards tasks")
 TOP = words(
     "__init__ __main__ advice alarms assembly beginning chain_tail cli config config_checks"
-    " config_keys config_reading console doctor evaluation explaining exporting from_python"
-    " gathering inference inputs intervals logbook measuring methods planning probing quickstart"
-    " reports resetting resuming rewarding rollouts runtime training warmstart"
+    " config_evaluation config_keys config_reading console doctor evaluation explaining"
+    " exporting from_python gathering inference inputs intervals logbook measuring methods"
+    " planning probing quickstart reports rescoring resetting resuming rewarding rollouts runtime"
+    " training variety voting warmstart"
 )
 LAYERS = (
     Layer(BASE, BASE, words("jax jaxtyping")),

@@ -8,6 +8,7 @@ import json
 import os
 import re
 
+import numpy as np
 import pytest
 import small_run
 from event_files import events, wandb_history
@@ -16,6 +17,7 @@ from rich.console import Console
 from jaxgrpo import console, logbook, training
 from jaxgrpo.io.tracking import RunFolder
 from jaxgrpo.reports import read_run
+from jaxgrpo.variety import stated_metrics
 
 
 @pytest.fixture(scope="module")
@@ -32,6 +34,10 @@ def failing(tmp_path_factory):
         "eval.prompts": 8,
         "eval.samples": 4,
         "eval.scorer": "arithmetic",
+        "eval.formats": {"sum": r"\+"},
+        "eval.confidence": True,
+        "eval.confidence_window": 4,
+        "eval.kl_to_base": True,
         "run.samples_every": 2,
         "tracking.wandb": {"project": "p", "mode": "offline"},
         "rollout.prompts": {"use": "no_positive_resampling"},
@@ -78,17 +84,30 @@ def test_best_and_worst_completion_are_shown_where_samples_are_written(failing):
 def documented(repository) -> list[re.Pattern]:
     """The names in the tables of docs/metrics.md; words in capitals stand for any."""
     names = re.findall(r"^\| `([^`]+)` \|", (repository / "docs" / "metrics.md").read_text(), re.M)
-    return [re.compile(re.sub(r"NAME|LEVEL|K$", ".+", re.escape(name))) for name in names]
+    return [re.compile(re.sub(r"NAME|LEVEL|(?<=@)K", ".+", re.escape(name))) for name in names]
 
 
 def test_every_metric_that_a_run_logs_is_explained(failing, repository):
     _, finished, _ = failing
     logged = {name for line in read_run(finished.path).lines for name in line} - {"step"}
+    # The task states no confidence; any text that does brings these.
+    stated = stated_metrics([["<confidence>1</confidence>"]], *[np.ones((1, 1), bool)] * 2)
+    logged |= {f"eval/{name}" for name in stated}
     assert {"kl", "kl_clamped", "eval/pass@4", "groups/identical"} <= logged
     patterns = documented(repository)
     assert [n for n in sorted(logged) if not any(p.fullmatch(n) for p in patterns)] == []
     unused = [p.pattern for p in patterns if not any(p.fullmatch(name) for name in logged)]
     assert unused == []
+
+
+def test_the_distance_from_the_base_grows_though_the_reference_is_reset(
+    failing,
+):
+    _, finished, _ = failing
+    lines = {line["step"]: line for line in read_run(finished.path).lines}
+    assert lines[0]["eval/kl_to_base"] == pytest.approx(0, abs=1e-5)
+    assert lines[0]["eval/kl_to_base_estimated"] == pytest.approx(0, abs=1e-5)
+    assert lines[5]["eval/kl_to_base"] > 1e-5  # Adam moves by rounding errors
 
 
 def test_the_same_numbers_reach_the_trackers(failing):

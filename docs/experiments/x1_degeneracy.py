@@ -65,7 +65,7 @@ def sample(prompts: int, samples: int, **base_options: Any) -> Drawn:
         config = config_for(base, changes)
         policy, held_out = find_policy(Console(quiet=True), config)
         questions = questions_of(config, held_out, resolve_scorer(config, ()))
-        answers = draw(config, policy, policy.read_params(), questions)
+        answers = draw(config, policy, questions)
     level = np.array([row["level"] for row in questions.rows])
     return Drawn(answers.scores > 0.5, level)
 

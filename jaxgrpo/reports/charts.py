@@ -87,6 +87,12 @@ PANELS = (
     Panel("Entropy", {"entropy": "nats per token"}, "Falls as the policy makes up its mind."),
     Panel("KL", {"kl": "to the reference"}, "Nats per token, by the k3 estimator."),
     Panel(
+        "Distance from the base",
+        {"eval/kl_to_base": "exact", "eval/kl_to_base_estimated": "estimated"},
+        "On held-out prompts: nats per completion.",
+        kind="points",
+    ),
+    Panel(
         "Lengths",
         {
             "completions/mean_length": "mean",
@@ -96,11 +102,12 @@ PANELS = (
         "Tokens of a completion.",
     ),
     Panel(
-        "Cut, unscored, identical",
+        "Cut, unscored, identical, repeated",
         {
             "completions/clipped_ratio": "cut at the limit",
             "rewards/*/unscored": "unscored by *",
             "groups/identical": "identical groups",
+            "completions/repetition": "repeated 4-grams",
         },
         "Shares that should be near 0.",
         share=True,

@@ -32,7 +32,7 @@ KINDS = {
     },
     "calibration": {
         "stated": "a confidence is stated",
-        "mean_confidence": "mean confidence",
+        "mean": "mean confidence",
         "brier": "Brier score",
         "ece": "calibration error, ten bins",
         "auroc": "AUROC",
@@ -110,6 +110,8 @@ def others(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
                 form = ".1%" if name in SHARES else ".2e" if kind == "agreement" else ".3g"
                 unit = " nats per token" if kind == "agreement" and of[name] == of[name] else ""
                 yield label, number(of[name], form) + unit
+    for name, value in found["format"].get("formats", {}).items():
+        yield visible(name), number(value)
 
 
 def _successes(found: Mapping[str, Any]) -> Table:

@@ -1,0 +1,79 @@
+"""How far the policy is from reference and base, as the metrics of a step tell it."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import numpy as np
+import optax
+import pytest
+import tiny
+
+from jaxgrpo import advantages, losses, sharding
+from jaxgrpo.assembly import first_state
+from jaxgrpo.metrics import finalise
+from jaxgrpo.packing import Geometry
+from jaxgrpo.parts import Objective, Parts
+from jaxgrpo.preparation import make_preparer
+from jaxgrpo.prompts import sequential
+from jaxgrpo.sampling import SamplingSettings
+
+REWARDS = np.array([[1, 0, 0, 0], [1, 1, 1, 1], [0, 0, 0, 0], [1, 1, 0, 0]], np.float32)
+TEMPERATURE = 0.8
+
+
+def prepared(recipe, objective, anchor):
+    """Metrics of a step whose frozen policy is another model, and what that model says."""
+    mesh = sharding.make_mesh(devices=jax.devices()[:1])
+    parts = Parts(
+        model=tiny.model(),
+        chain=advantages.build(recipe),
+        objective=objective,
+        optimizer=optax.sgd(0.1),
+        geometry=Geometry(4, 4, 6, 5, 1, 16),
+        sampling=SamplingSettings(4, 5, TEMPERATURE, (tiny.END,), tiny.PAD),
+        mesh=mesh,
+    )
+    state = first_state(parts, tiny.params(), sequential(), 8, 0, ("reward",))
+    assert set(state.frozen) == ({anchor} if anchor else set())
+    other = tiny.params(seed=7)
+    state = dataclasses.replace(state, frozen=dict.fromkeys(state.frozen, other))
+    rollouts = tiny.rollouts(REWARDS)
+    _, result = make_preparer(parts)(state, rollouts)
+    theirs = tiny.whole_logps(tiny.UNIFORM, other, rollouts, TEMPERATURE)
+    gaps = np.asarray(rollouts.behavior_logp - theirs, float).sum(-1)
+    return finalise(jax.device_get(result.metrics)), gaps
+
+
+PLAIN = Objective(losses.clip(), losses.token_mean())
+
+
+@pytest.mark.parametrize(
+    ("recipe", "penalties", "anchor"),
+    [
+        ("alpha_dpg", (), "base"),  # scored for the chain
+        ("grpo", (losses.k2(0.1),), "reference"),  # scored for the loss
+    ],
+)
+def test_it_is_the_mean_over_completions_of_the_log_ratio_of_what_was_sampled(
+    recipe, penalties, anchor
+):
+    metrics, gaps = prepared(recipe, PLAIN._replace(penalties=penalties), anchor)
+    assert metrics[f"kl_to_{anchor}_estimated"] == pytest.approx(gaps.mean(), rel=1e-4)
+
+
+def test_where_penalties_spare_the_dead_only_the_live_are_measured():
+    objective = PLAIN._replace(penalties=(losses.k2(0.1),), penalties_on="live")
+    metrics, gaps = prepared("grpo", objective, "reference")
+    live = gaps[[0, 3]]  # the other groups are flat
+    assert metrics["kl_to_reference_estimated"] == pytest.approx(live.mean(), rel=1e-4)
+
+
+def test_it_costs_no_pass_where_the_method_asks_for_none():
+    metrics, _ = prepared("grpo", PLAIN, None)
+    assert not [name for name in metrics if name.startswith("kl_to")]
+    assert metrics["completions/repetition"] == 0
+    # One lucky success of four; the group with two of them is not rare.
+    assert 0 < metrics["advantage/rare_success_mass"] == metrics["advantage/lucky_share"]
+    assert metrics["rare_success/relative_length"] > 0

@@ -1,0 +1,128 @@
+"""The second pass of an evaluation against plain passes over whole distributions."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+
+from jaxgrpo import sharding
+from jaxgrpo.errors import InputError
+from jaxgrpo.rescoring import Base, make_rescorer
+
+TEMPERATURE = 0.7
+
+
+@pytest.fixture(scope="module")
+def case():
+    rollouts = tiny.rollouts(np.zeros((4, 6)), steps=5)
+    ours, bases = tiny.params(), tiny.params(seed=1, scale=5.0)
+    tables = [
+        np.asarray(tiny.whole_tables(tiny.UNIFORM, values, rollouts, TEMPERATURE), np.float64)
+        for values in (ours, bases)
+    ]
+    return rollouts, ours, bases, tables
+
+
+def one_device():
+    return sharding.make_mesh(devices=jax.devices()[:1])
+
+
+def rescored(case, mesh=None, **options):
+    rollouts, ours, bases, _ = case
+    model = tiny.model()
+    run = make_rescorer(
+        model,
+        mesh or one_device(),
+        temperature=TEMPERATURE,
+        confidence=True,
+        logp=True,
+        base=Base(model, bases),
+        **options,
+    )
+    assert run is not None
+    return jax.device_get(run(ours, rollouts))
+
+
+def expected(case):
+    rollouts, _, _, (p, q) = case
+    mask = np.asarray(rollouts.token_mask)
+    chosen = np.asarray(rollouts.completion_tokens)[..., None]
+    logp, base_logp = (np.take_along_axis(table, chosen, -1)[..., 0] for table in (p, q))
+    far = (p - q) > 20
+    values = {
+        "confidence": -np.sort(p, axis=-1)[..., -20:].mean(-1),
+        "kl": (np.exp(p) * np.minimum(p - q, 20)).sum(-1),
+        "clamped": (np.exp(p) * far).sum(-1),
+        "logp": logp,
+        "logp_gap": logp - base_logp,
+    }
+    return {name: np.where(mask, value, 0) for name, value in values.items()}
+
+
+@pytest.mark.parametrize("rows", [None, 2, 4])
+def test_what_it_says_of_each_token_is_what_whole_distributions_say(case, rows):
+    found, right = rescored(case, rows=rows), expected(case)
+    assert found.keys() == right.keys()
+    for name, value in right.items():
+        assert value.any() or name == "clamped"
+        np.testing.assert_allclose(found[name], value, rtol=1e-4, atol=1e-4, err_msg=name)
+
+
+def test_four_devices_say_what_one_says(case):
+    one, four = rescored(case), rescored(case, sharding.make_mesh(data=2, fsdp=2))
+    for name, value in one.items():
+        np.testing.assert_allclose(four[name], value, rtol=1e-5, atol=1e-5, err_msg=name)
+
+
+def test_the_base_itself_is_at_no_distance(case):
+    rollouts, ours, _, _ = case
+    model, mesh = tiny.model(), one_device()
+    run = make_rescorer(model, mesh, temperature=1.0, base=Base(model, ours))
+    assert run is not None
+    found = run(ours, rollouts)
+    assert set(found) == {"kl", "clamped", "logp_gap"}
+    for value in found.values():
+        np.testing.assert_allclose(value, 0, atol=1e-6)
+
+
+def test_only_what_is_asked_for_is_run(case):
+    rollouts, ours, _, _ = case
+    model, mesh = tiny.model(), one_device()
+    assert make_rescorer(model, mesh, temperature=1.0) is None
+    run = make_rescorer(model, mesh, temperature=1.0, confidence=True)
+    assert run is not None
+    assert set(jax.eval_shape(run, ours, rollouts)) == {"confidence"}
+    run = make_rescorer(model, mesh, temperature=1.0, logp=True)
+    assert run is not None
+    assert set(jax.eval_shape(run, ours, rollouts)) == {"logp"}
+
+
+def test_a_base_with_another_vocabulary_is_refused():
+    other = tiny.model(tiny.UNIFORM.__class__(**{**vars(tiny.UNIFORM), "vocab_size": 41}))
+    with pytest.raises(InputError, match="the base has 41 tokens and the model 40"):
+        make_rescorer(tiny.model(), one_device(), temperature=1.0, base=Base(other, {}))
+
+
+def test_exact_and_estimated_kl_agree_in_expectation(case):
+    """Samples of one token, in the proportions of the policy: their mean is the exact KL."""
+    _, ours, bases, (p, q) = case
+    one = np.exp(p[0, 0, 0]) @ (p[0, 0, 0] - q[0, 0, 0])
+    every = jnp.arange(tiny.VOCAB, dtype=jnp.int32)
+    asked = dataclasses.replace(
+        tiny.rollouts(np.zeros((4, tiny.VOCAB)), steps=1),
+        completion_tokens=jnp.broadcast_to(every[None, :, None], (4, tiny.VOCAB, 1)),
+        token_mask=jnp.ones((4, tiny.VOCAB, 1), bool),
+    )
+    model = tiny.model()
+    run = make_rescorer(model, one_device(), temperature=TEMPERATURE, base=Base(model, bases))
+    assert run is not None
+    found = jax.device_get(run(ours, asked))
+    estimated = np.exp(p[0, 0, 0]) @ found["logp_gap"][0, :, 0]
+    assert estimated == pytest.approx(one, rel=1e-4)
+    np.testing.assert_allclose(found["kl"][0], one, rtol=1e-4)
+    assert not found["clamped"].any()

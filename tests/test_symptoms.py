@@ -1,0 +1,118 @@
+"""Repetition, lengths of rare successes and drift, counted by hand and in Python."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxgrpo.diagnostics import advantage_metrics, rare_successes
+from jaxgrpo.metrics import finalise
+from jaxgrpo.symptoms import drift_metrics, repetition, symptom_metrics
+
+NAN = np.nan
+repetition_of = jax.jit(repetition, static_argnums=2)
+
+
+def results(metrics):
+    return finalise(jax.device_get(metrics))
+
+
+def by_python(tokens, mask, n):
+    """1 - distinct / all n-grams of a completion with a set; NaN without any."""
+    grams = [tuple(tokens[i : i + n]) for i in range(len(tokens) - n + 1) if mask[i : i + n].all()]
+    return 1 - len(set(grams)) / len(grams) if grams else NAN
+
+
+@pytest.mark.parametrize("n", [1, 2, 4])
+def test_repetition_is_what_a_set_of_n_grams_says(n):
+    rng = np.random.default_rng(n)
+    # Few different tokens, so that many n-grams come again; holes, so that some do not count.
+    tokens = rng.integers(0, 3, (6, 5, 30))
+    mask = (np.arange(30) < rng.integers(0, 31, (6, 5, 1))) & (rng.random((6, 5, 30)) < 0.97)
+    found = repetition_of(jnp.asarray(tokens), jnp.asarray(mask), n)
+    one_by_one = [
+        [by_python(*pair, n) for pair in zip(row, kept, strict=True)]
+        for row, kept in zip(tokens, mask, strict=True)
+    ]
+    np.testing.assert_allclose(found, one_by_one, atol=1e-6)
+
+
+def test_a_loop_repeats_itself_and_a_count_does_not():
+    tokens = jnp.array([[[7] * 12, list(range(12)), [1, 2, 3, 4] * 3]])
+    found = repetition_of(tokens, jnp.ones((1, 3, 12), bool), 4)
+    # Nine 4-grams: one distinct, nine, and the four turns of a cycle.
+    np.testing.assert_allclose(found, [[8 / 9, 0, 5 / 9]], rtol=1e-6)
+
+
+def test_completions_shorter_than_an_n_gram_say_nothing():
+    tokens, mask = jnp.zeros((1, 2, 3), int), jnp.ones((1, 2, 3), bool)
+    assert np.isnan(repetition_of(tokens, mask, 4)).all()
+    metrics = results(symptom_metrics(tokens, mask, jnp.ones((1, 2), bool)))
+    assert np.isnan(metrics["completions/repetition"])
+
+
+REWARD = jnp.array(
+    [
+        [1.0, 0, 0, 0, 0, 0, 0, 0],
+        [1.0, 1, 0, 0, 0, 0, 0, 0],
+        [1.0, 1, 1, 0, 0, 0, 0, 0],
+        [1.0, 0, 0, NAN, NAN, NAN, NAN, NAN],  # a third of what was scored
+        [0.0, 0, 0, 0, 0, 0, 0, 0],
+    ]
+)
+
+
+def test_successes_are_rare_where_at_most_a_quarter_of_the_group_succeeded():
+    rare = np.asarray(jax.jit(rare_successes)({"reward": REWARD}))
+    expected = np.zeros((5, 8), bool)
+    expected[0, 0] = expected[1, 0] = expected[1, 1] = True
+    np.testing.assert_array_equal(rare, expected)
+    assert not rare_successes({"reward": jnp.eye(3)}).any()
+
+
+def test_rare_successes_own_their_share_of_the_advantage():
+    advantage = jnp.where(jnp.isfinite(REWARD), jnp.where(REWARD > 0, 3.0, -1.0), 0)
+    metrics = results(advantage_metrics(advantage, jnp.isfinite(REWARD), {"reward": REWARD}))
+    successes, failures = 3 * (1 + 2 + 3 + 1), 7 + 6 + 5 + 2 + 8
+    share = 3 * (1 + 2) / (successes + failures)
+    assert metrics["advantage/rare_success_mass"] == pytest.approx(share)
+    assert metrics["advantage/lucky_share"] < share
+
+
+def test_rare_successes_are_measured_against_the_median_of_their_group():
+    length = np.array([[2, 8, 8, 12], [4, 4, 4, 4]])
+    mask = jnp.arange(12) < length[..., None]
+    # The rare one counts to two and so has no 4-gram; the other group's rare one repeats.
+    tokens = jnp.where(jnp.arange(2)[:, None, None] == 0, jnp.arange(12), 5) + jnp.zeros((2, 4, 12))
+    rare = jnp.array([[True, False, False, False], [False, True, False, False]])
+    metrics = results(jax.jit(symptom_metrics)(tokens.astype(int), mask, rare))
+    assert metrics["rare_success/relative_length"] == pytest.approx((2 / 8 + 4 / 4) / 2)
+    assert metrics["rare_success/repetition"] == 0  # one 4-gram, once
+    none = results(symptom_metrics(tokens.astype(int), mask, jnp.zeros((2, 4), bool)))
+    assert np.isnan(none["rare_success/relative_length"])
+    assert none["completions/repetition"] == 0
+
+
+def test_drift_is_the_mean_over_completions_of_their_summed_log_ratio():
+    logp = jnp.array([[[-1.0, -2.0, NAN], [-1.0, 5.0, 5.0], [9.0, 9.0, 9.0]]])
+    other = jnp.array([[[-1.5, -4.0, 3.0], [-0.5, 0.0, 0.0], [0.0, 0.0, 0.0]]])
+    mask = jnp.array([[[True, True, False], [True, False, False], [False] * 3]])
+    metrics = results(jax.jit(drift_metrics, static_argnums=3)(logp, other, mask, "base"))
+    assert metrics == {"kl_to_base_estimated": pytest.approx((0.5 + 2.0 - 0.5) / 2)}
+
+
+def test_the_estimate_has_the_kl_of_two_policies_over_sequences_as_its_expectation():
+    """Every sequence of two tokens under two tables, weighted by its probability."""
+    rng = np.random.default_rng(5)
+    tables = rng.dirichlet(np.ones(3), (2, 4))  # of policy and base: the first token's, and after
+    total, kl = 0.0, 0.0
+    for first in range(3):
+        for second in range(3):
+            p, q = ([t[0, first], t[1 + first, second]] for t in tables)
+            kl += np.prod(p) * np.log(np.prod(p) / np.prod(q))
+            pair = (jnp.log(jnp.array([[p]])), jnp.log(jnp.array([[q]])))
+            metrics = results(drift_metrics(*pair, jnp.ones((1, 1, 2), bool), "base"))
+            total += np.prod(p) * metrics["kl_to_base_estimated"]
+    assert total == pytest.approx(kl, rel=1e-5)
