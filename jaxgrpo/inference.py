@@ -28,7 +28,7 @@ from jaxgrpo.io.callables import python_name
 from jaxgrpo.io.data import PromptData
 from jaxgrpo.io.tracking import plain, write_atomically
 from jaxgrpo.models.api import Model
-from jaxgrpo.rescoring import load_base, rescorer_of
+from jaxgrpo.rescoring import load_base, refuse_other_vocabulary, rescorer_of
 from jaxgrpo.rewarding import resolve_rewards, resolve_scorer
 from jaxgrpo.sampling import SamplingSettings, make_sampler
 from jaxgrpo.types import Params
@@ -213,7 +213,7 @@ def _refuse_unjudged(target: str, config: Config) -> None:
 def _base_config(target: str, config: Config, base: str | None) -> Config | None:
     """A config whose model is the one that the KL is measured from; None where none is asked for.
 
-    Raises: InputError where a KL is asked for and nobody says from what.
+    Raises: InputError where a KL is asked for and nobody says from what, or from no such model.
     """
     if base is not None:
         path = str(Path(base).absolute()) if is_path(base, Path.cwd()) else base
@@ -227,6 +227,8 @@ def _base_config(target: str, config: Config, base: str | None) -> Config | None
             f"eval {target}: eval.kl_to_base = true, and a model folder does not say what it was "
             "trained from; give --base MODEL"
         )
+    folders = (huggingface.find_folder(keys.path, keys.revision) for keys in (config.model, model))
+    refuse_other_vocabulary(*map(huggingface.read_config, folders))
     return dataclasses.replace(config, model=model)
 
 

@@ -21,6 +21,7 @@ from jaxgrpo.exact_kl import full_kl
 from jaxgrpo.io import huggingface
 from jaxgrpo.logprobs import token_confidence, token_logprobs
 from jaxgrpo.models.api import Constrain, Model
+from jaxgrpo.models.config import ModelConfig
 from jaxgrpo.packing import Geometry
 from jaxgrpo.parts import hidden_states, micro_batch
 from jaxgrpo.preparation import gather_over_bins
@@ -95,7 +96,7 @@ def make_rescorer(
     if not (confidence or logp or base is not None):
         return None
     if base is not None:
-        _refuse_other_vocabulary(model, base.model)
+        refuse_other_vocabulary(model.config, base.model.config)
     # Greedy sampling has no distribution: its confidence is that of the model itself.
     one = functools.partial(_look, model, base and base.model, temperature or 1.0, confidence, logp)
     program = jax.jit(functools.partial(_in_micro_batches, one, sharding.constrain(mesh)))
@@ -117,12 +118,12 @@ def make_rescorer(
     return rescore
 
 
-def _refuse_other_vocabulary(model: Model, anchor: Model) -> None:
-    own, theirs = model.config.vocab_size, anchor.config.vocab_size
-    if own != theirs:
+def refuse_other_vocabulary(own: ModelConfig, base: ModelConfig) -> None:
+    """Raises InputError where a KL between two models is not defined."""
+    if own.vocab_size != base.vocab_size:
         raise InputError(
-            f"the base has {theirs} tokens and the model {own}: a KL between them is not defined; "
-            "name the model that training began with"
+            f"the base has {base.vocab_size} tokens and the model {own.vocab_size}: a KL between "
+            "them is not defined; name the model that training began with"
         )
 
 

@@ -93,6 +93,9 @@ def test_eval_measures_the_distance_from_a_base(run, tmp_path, capsys):
     code, said = main(capsys, "eval", *alone, "--set", "eval.kl_to_base=true")
     assert code == 2
     assert "give --base MODEL" in said
+    code, said = main(capsys, "eval", *alone, "--base", tmp_path / "none")
+    assert code == 2
+    assert str(tmp_path / "none") in said
 
 
 def test_sample_writes_rows_for_lines_of_text(run, tmp_path, capsys):

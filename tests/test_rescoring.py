@@ -12,6 +12,7 @@ import tiny
 
 from jaxgrpo import sharding
 from jaxgrpo.errors import InputError
+from jaxgrpo.models import decoder
 from jaxgrpo.rescoring import Base, make_rescorer
 
 TEMPERATURE = 0.7
@@ -34,10 +35,13 @@ def one_device():
 
 def rescored(case, mesh=None, **options):
     rollouts, ours, bases, _ = case
-    model = tiny.model()
+    mesh = mesh or one_device()
+    model = decoder.build(tiny.UNIFORM, constrain=sharding.constrain(mesh))
+    layout = sharding.param_shardings(mesh, model.axes, model.shapes)
+    ours, bases = jax.device_put(ours, layout), jax.device_put(bases, layout)
     run = make_rescorer(
         model,
-        mesh or one_device(),
+        mesh,
         temperature=TEMPERATURE,
         confidence=True,
         logp=True,
@@ -73,8 +77,10 @@ def test_what_it_says_of_each_token_is_what_whole_distributions_say(case, rows):
         np.testing.assert_allclose(found[name], value, rtol=1e-4, atol=1e-4, err_msg=name)
 
 
-def test_four_devices_say_what_one_says(case):
-    one, four = rescored(case), rescored(case, sharding.make_mesh(data=2, fsdp=2))
+@pytest.mark.parametrize("axis", ["fsdp", "tensor"])
+def test_four_devices_say_what_one_says(case, axis):
+    """Prompts over two or four bins, the parameters and the vocabulary split in two."""
+    one, four = rescored(case), rescored(case, sharding.make_mesh(**{axis: 2}))
     for name, value in one.items():
         np.testing.assert_allclose(four[name], value, rtol=1e-5, atol=1e-5, err_msg=name)
 
