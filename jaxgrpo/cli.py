@@ -8,8 +8,14 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 import jaxgrpo
+
+TARGET: dict[str, Any] = {
+    "metavar": "MODEL|RUN|CONFIG",
+    "help": "a model folder, a run folder, or a config whose model is meant",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -70,6 +76,20 @@ def _eval(arguments: argparse.Namespace) -> int | None:
         rows_out=arguments.samples,
         json_out=arguments.json,
         base=arguments.base,
+        overrides=arguments.set,
+    )
+
+
+def _probe(arguments: argparse.Namespace) -> int | None:
+    from jaxgrpo import probing
+
+    given = {name: getattr(arguments, name) for name in ("data", "reward", "samples", "level")}
+    return probing.main(
+        arguments.target,
+        **{name: value for name, value in given.items() if value is not None},
+        prompts=arguments.num_prompts,
+        json_out=arguments.json,
+        html_out=arguments.html,
         overrides=arguments.set,
     )
 
@@ -147,6 +167,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_set(train)
     train.set_defaults(command=_train)
 
+    _add_probe(commands)
     _add_inference(commands)
     _add_runs(commands)
     _add_advantages(commands)
@@ -205,9 +226,25 @@ def _add_runs(commands: argparse._SubParsersAction) -> None:
     export.set_defaults(command=_export)
 
 
+def _add_probe(commands: argparse._SubParsersAction) -> None:
+    probe = commands.add_parser(
+        "probe", help="before training: would groups of samples carry signal?"
+    )
+    probe.add_argument("target", **TARGET)
+    probe.add_argument("--data", help="as data.path; by default that of the run or config")
+    probe.add_argument("--reward", help="judges success; by default the first of the run or config")
+    probe.add_argument("-n", "--samples", type=int, metavar="N", help="per prompt, 16 by default")
+    probe.add_argument("--num-prompts", type=int, metavar="N", help="of the data; all by default")
+    probe.add_argument("--level", type=float, metavar="L", help="of intervals, 0.99 by default")
+    probe.add_argument("--json", metavar="OUT", help="write the numbers")
+    probe.add_argument("--html", metavar="OUT", help="write a page with plots")
+    _add_set(probe)
+    probe.set_defaults(command=_probe)
+
+
 def _add_inference(commands: argparse._SubParsersAction) -> None:
     evaluate = commands.add_parser("eval", help="greedy accuracy, pass@k and majority votes")
-    evaluate.add_argument("target", metavar="MODEL|RUN", help="a model folder, or a run folder")
+    evaluate.add_argument("target", **TARGET)
     evaluate.add_argument("--data", help="as data.path; of a run: its eval.data by default")
     evaluate.add_argument("--scorer", help="a reward that judges success; of a run: its own")
     evaluate.add_argument("-n", "--num-samples", type=int, metavar="N", help="per prompt")
@@ -223,7 +260,7 @@ def _add_inference(commands: argparse._SubParsersAction) -> None:
     evaluate.set_defaults(command=_eval)
 
     sample = commands.add_parser("sample", help="sample completions for a file of prompts")
-    sample.add_argument("target", metavar="MODEL|RUN", help="a model folder, or a run folder")
+    sample.add_argument("target", **TARGET)
     sample.add_argument("--prompts", required=True, metavar="FILE", help="as data.path, or .txt")
     sample.add_argument("--out", required=True, metavar="OUT.jsonl")
     sample.add_argument("-n", "--num-samples", type=int, default=1, metavar="N", help="per prompt")

@@ -180,7 +180,7 @@ def pass_at_k(correct: Int[Array, "P"], samples: Int[Array, "P"], k: int) -> Flo
 
     Source: Chen et al. 2021, arXiv 2107.03374.
     """
-    return 1 - _drawn_alike(samples - correct, samples, k)
+    return 1 - drawn_alike(samples - correct, samples, k)
 
 
 def iid_flat_share(success_rate: Float[Array, ""], group_size: int) -> Float[Array, ""]:
@@ -206,8 +206,8 @@ def flat_share(
     Putting c / n into p^G + (1 - p)^G instead overestimates, by the same inequality that makes
     the mean over prompts exceed `iid_flat_share`. NaN where n < G.
     """
-    all_pass = _drawn_alike(correct, samples, group_size)
-    return all_pass + _drawn_alike(samples - correct, samples, group_size)
+    all_pass = drawn_alike(correct, samples, group_size)
+    return all_pass + drawn_alike(samples - correct, samples, group_size)
 
 
 def jensen_gap(
@@ -264,8 +264,15 @@ def _product_of_distinct(
     return jax.lax.fori_loop(1, number + 1, larger, jnp.ones_like(value, shape=len(value) + 1))[-1]
 
 
-def _drawn_alike(alike: Int[Array, "P"], samples: Int[Array, "P"], draws: int) -> Float[Array, "P"]:
-    """C(alike, draws) / C(samples, draws) = prod_{j < draws} (alike - j) / (samples - j)."""
+def drawn_alike(alike: Int[Array, "P"], samples: Int[Array, "P"], draws: int) -> Float[Array, "P"]:
+    """The probability that `draws` of the samples, none twice, are all of one kind.
+
+        C(alike, draws) / C(samples, draws) = prod_{j < draws} (alike - j) / (samples - j)
+
+    Args:
+      alike: samples of that kind, of `samples`.
+      draws: static, at least 1. NaN where there are fewer samples.
+    """
     if draws < 1:
         raise ValueError(f"{draws} draws: pass@k and group sizes begin at 1")
     dtype = jnp.result_type(float)

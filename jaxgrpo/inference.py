@@ -54,13 +54,19 @@ DEFAULTS: dict[str, Any] = {
 
 
 class Policy(NamedTuple):
-    """A model to sample from."""
+    """A model to sample from, whose weights are not read yet."""
 
     mesh: Mesh
+    folder: Path
     model: Model
-    params: Params
     tokenizer: Any
     settings: SamplingSettings
+
+    def read_params(self) -> Params:
+        """The weights, laid out for sampling."""
+        rules, model = sharding.SAMPLING, self.model
+        layout = sharding.param_shardings(self.mesh, model.axes, model.shapes, rules)
+        return huggingface.read_params(self.folder, model, shardings=layout)
 
 
 def evaluate(
@@ -89,7 +95,7 @@ def evaluate(
     _refuse_unjudged(target, config)
     began = _base_config(target, config, base)
     console = Console(highlight=False)
-    policy, held_out = _load(console, config)
+    policy, held_out = find_policy(console, config)
     rewards = () if config.rewards[0].use == NOBODY else resolve_rewards(config)
     questions = questions_of(config, held_out, resolve_scorer(config, rewards))
     anchor = load_base(began, policy.mesh) if began else None
@@ -101,10 +107,10 @@ def evaluate(
         policy.settings,
         samples=config.eval.samples,
         width=config.rollout.max_prompt_tokens,
-        slots=_slots(config),
+        slots=slots_of(config),
         rescore=rescorer_of(config, policy.model, policy.mesh, anchor),
     )
-    evaluation = run(policy.params, _key(config), 0)
+    evaluation = run(policy.read_params(), key_of(config), 0)
     if runtime.is_main():
         console.print(table_of(evaluation.metrics, f"{target} on {config.eval.data}"))
         name = config.eval.scorer or config.rewards[0].use
@@ -136,20 +142,20 @@ def write_samples(
         changes["eval.data"] = prompts
     config = config_for(target, changes, overrides)
     console = Console(highlight=False)
-    policy, asked = _load(console, config, rows)
+    policy, asked = find_policy(console, config, rows)
     settings = policy.settings._replace(group_size=samples, temperature=temperature)
     sampler = make_sampler(policy.model, settings, sharding.constrain(policy.mesh))
     questions = Questions(asked.rows, asked.encoded, _unjudged)
     answers = ask(
         sampler,
-        policy.params,
-        _key(config),
+        policy.read_params(),
+        key_of(config),
         0,
         policy.mesh,
         policy.tokenizer,
         questions,
         config.rollout.max_prompt_tokens,
-        max(samples, _slots(config)),
+        max(samples, slots_of(config)),
     )
     if runtime.is_main():
         written = [{**row, "rewards": {}} for row in answer_rows(answers, questions, 0, "none")]
@@ -161,7 +167,7 @@ def write_samples(
 def config_for(
     target: str, changes: Mapping[str, Any] | None = None, overrides: Sequence[str] = ()
 ) -> Config:
-    """The config by which a target is sampled: a run's own, or DEFAULTS for a model folder.
+    """The config by which a target is sampled: a run's own, a TOML file, or DEFAULTS for a model.
 
     Raises: ConfigError with all problems.
     """
@@ -171,6 +177,9 @@ def config_for(
         tables, source = configs.tables_of(config), config.source
         tables["model"] = {**tables["model"], "path": str((folder / "model").absolute())}
         tables["model"].pop("revision", None)
+    elif Path(target).suffix == ".toml":
+        read = configs.load(target)
+        tables, source = configs.tables_of(read), read.source
     else:
         tables, source = {**DEFAULTS, "model": {"path": target}}, None
     kept = {name: value for name, value in (changes or {}).items() if value is not None}
@@ -223,10 +232,13 @@ def _base_config(target: str, config: Config, base: str | None) -> Config | None
     return dataclasses.replace(config, model=model)
 
 
-def _load(
+def find_policy(
     console: Console, config: Config, rows: Iterable[Any] | None = None
 ) -> tuple[Policy, PromptData]:
-    """The policy, and the prompts of eval.data (or `rows`), read before the weights are."""
+    """The policy, and the prompts of eval.data (or `rows`).
+
+    Raises: InputError where there is no such model, or a prompt cannot be read or does not fit.
+    """
     line = runtime.start(config.mesh.platform)
     if runtime.is_main():
         console.print(line)
@@ -235,22 +247,22 @@ def _load(
     folder, tokenizer, model = find_model(config, mesh)
     chat = make_chat(config, tokenizer)
     prompts = load_prompts(config, chat, rows if rows is not None else eval_source(config))
-    layout = sharding.param_shardings(mesh, model.axes, model.shapes, sharding.SAMPLING)
-    params = huggingface.read_params(folder, model, shardings=layout)
     ends = huggingface.read_end_tokens(folder, tokenizer)
     settings = sampling_settings(config, tokenizer, ends)
-    return Policy(mesh, model, params, tokenizer, settings), prompts
+    return Policy(mesh, folder, model, tokenizer, settings), prompts
 
 
 def _unjudged(completions: Sequence[Any]) -> list[None]:
     return [None] * len(completions)
 
 
-def _key(config: Config) -> Any:
+def key_of(config: Config) -> Any:
+    """The key data of a config's seed."""
     return jax.random.key_data(jax.random.key(config.train.seed))
 
 
-def _slots(config: Config) -> int:
+def slots_of(config: Config) -> int:
+    """Samples decoded at once."""
     return config.rollout.prompts_per_step * config.rollout.group_size
 
 

@@ -73,12 +73,14 @@ def make_rescorer(
     *,
     temperature: float,
     confidence: bool = False,
+    logp: bool = False,
     base: Base | None = None,
     rows: int | None = None,
 ) -> Rescore | None:
     """The function that runs what is asked for, in micro-batches of one prompt's completions.
 
         confidence    of each token, as `token_confidence`
+        logp          log-prob of each token, as training computes it again
         kl, clamped   KL(policy || base) of each next token over the whole vocabulary, as `full_kl`
         logp_gap      log-prob of each token less that under the base
 
@@ -91,12 +93,12 @@ def make_rescorer(
 
     Raises: InputError where the base has another vocabulary.
     """
-    if not confidence and base is None:
+    if not (confidence or logp or base is not None):
         return None
     if base is not None:
         refuse_other_vocabulary(model.config, base.model.config)
     # Greedy sampling has no distribution: its confidence is that of the model itself.
-    one = functools.partial(_look, model, base and base.model, temperature or 1.0, confidence)
+    one = functools.partial(_look, model, base and base.model, temperature or 1.0, confidence, logp)
     program = jax.jit(functools.partial(_in_micro_batches, one, sharding.constrain(mesh)))
     held = {} if base is None else base.params
 
@@ -130,6 +132,7 @@ def _look(
     anchor: Model | None,
     temperature: float,
     confidence: bool,
+    logp: bool,
     params: Params,
     base_params: Params,
     micro: TrainBatch,
@@ -137,19 +140,22 @@ def _look(
     """What is asked for of one micro-batch, [D, R, Q] each."""
     hidden = hidden_states(model, params, micro)
     unembed = functools.partial(model.unembed, params)
+    targets = micro.targets.reshape(hidden.shape[0], -1)
+
+    def log_probs(unembed: Callable[[Array], Array], hidden: Array) -> Array:
+        return token_logprobs(unembed, hidden, targets, temperature=temperature)[0]
+
     values: dict[str, Array] = {}
     if confidence:
         values["confidence"] = token_confidence(unembed, hidden, temperature=temperature)
+    if logp:
+        values["logp"] = log_probs(unembed, hidden)
     if anchor is not None:
         own = (unembed, hidden)
         base_unembed = functools.partial(anchor.unembed, base_params)
         theirs = (base_unembed, hidden_states(anchor, base_params, micro))
-        targets = micro.targets.reshape(hidden.shape[0], -1)
         values["kl"], values["clamped"] = full_kl(*own, *theirs, temperature=temperature)
-        logp, base_logp = (
-            token_logprobs(*policy, targets, temperature=temperature)[0] for policy in (own, theirs)
-        )
-        values["logp_gap"] = logp - base_logp
+        values["logp_gap"] = log_probs(*own) - log_probs(*theirs)
     return {name: value.reshape(micro.tokens.shape) for name, value in values.items()}
 
 

@@ -48,6 +48,7 @@ STRICT = (
         "tests/test_exact_kl.py",
         "tests/test_calibration.py",
         "tests/test_confidence.py",
+        "tests/test_group_signal.py",
     ),
 )
 

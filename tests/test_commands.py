@@ -59,6 +59,18 @@ def test_eval_of_a_model_folder_needs_data_and_a_scorer(run, tmp_path, capsys):
     assert json.loads((tmp_path / "e.json").read_text())["pass@1/low"] >= 0
 
 
+def test_probe_of_a_run_asks_its_training_prompts_and_its_own_reward(run, tmp_path, capsys):
+    out = tmp_path / "p.json"
+    code, said = main(capsys, "probe", run.path, "-n", 4, "--num-prompts", 8, "--json", out)
+    assert code == 0, said
+    found = json.loads(out.read_text())
+    assert (found["data"], found["reward"]) == ("task:arithmetic:train", "arithmetic")
+    assert (found["prompts"], found["samples"]) == (8, 4)
+    assert list(found["degeneracy"]) == ["2", "4"]
+    assert found["agreement"]["max"] < 1e-3
+    assert "what to make of it" in said
+
+
 def test_eval_measures_the_distance_from_a_base(run, tmp_path, capsys):
     numbers, base = tmp_path / "e.json", small_run.base()
     asked = ("--set", "eval.confidence=true", "eval.confidence_window=4")

@@ -12,6 +12,7 @@ from matplotlib.figure import Figure
 from docs.experiments import (
     bandit,
     common,
+    x1_degeneracy,
     x2_closed_forms,
     x4_collapse,
     x15_kl_uses,
@@ -28,6 +29,26 @@ def test_the_criteria_hold_and_the_page_is_what_the_command_computes(experiment)
     text = (common.FOLDER / f"{experiment.NAME}.md").read_text()
     command = f"python -m docs.experiments.{experiment.NAME}"
     assert text == common.written(experiment.NAME, result), f"out of date: {command}"
+
+
+@pytest.mark.slow
+def test_the_criteria_of_degeneracy_hold_on_a_smaller_base_and_fewer_prompts():
+    result = x1_degeneracy.run(prompts=96, samples=32, steps=240)
+    assert [check for check in result.checks if not check.holds] == []
+    assert result.figure().axes[0].get_title() == "prompts by success rate"
+    common.written("x1_degeneracy", result)  # the page has a place for every part
+
+
+def test_2_var_p_is_measured_without_the_noise_of_the_samples():
+    random = np.random.default_rng(0)
+    p = random.choice([0.1, 0.9, 0.5], size=4000)
+    right = random.random((4000, 8)) < p[:, None]
+    assert x1_degeneracy.twice_the_variance(right) == pytest.approx(2 * p.var(), abs=0.01)
+    assert 2 * right.mean(1).var() > 2 * p.var() + 0.03  # what the rates themselves would say
+    equal = x1_degeneracy.shuffled(right)
+    assert x1_degeneracy.twice_the_variance(equal) == pytest.approx(0, abs=0.01)
+    flat = np.array([[1, 1, 0, 0], [0, 1, 0, 0]], bool)
+    assert x1_degeneracy.counted(flat, 2) == 0.75
 
 
 @pytest.mark.full

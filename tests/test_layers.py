@@ -34,20 +34,22 @@ def words(text: str) -> frozenset[str]:
 
 
 BASE = words("types metrics errors names onepass")
-CORE = words("advantages losses logprobs exact_kl diagnostics calibration confidence symptoms")
+CORE = words(
+    "advantages losses logprobs exact_kl diagnostics calibration confidence group_signal symptoms"
+)
 FAST = words("sharding packing sampling prompts policies")
 STEPS = words("steps optimizers parts preparation")
 HOST = words("io rewards tasks")
 TOP = words(
-    "__init__ __main__ alarms assembly beginning chain_tail cli config config_checks config_keys"
-    " config_reading console doctor evaluation evaluation_checks explaining exporting from_python"
-    " gathering given_rollouts inference inputs logbook loss_checks methods planning quickstart"
-    " reports rescoring resetting resuming rewarding rollouts runtime training variety voting"
-    " warmstart"
+    "__init__ __main__ advice alarms assembly beginning chain_tail cli config config_checks"
+    " config_keys config_reading console doctor evaluation evaluation_checks explaining"
+    " exporting from_python gathering given_rollouts inference inputs intervals logbook"
+    " loss_checks measuring methods planning probing quickstart reports rescoring resetting"
+    " resuming rewarding rollouts runtime training variety voting warmstart"
 )
 LAYERS = (
     Layer(BASE, BASE, words("jax jaxtyping")),
-    Layer(CORE, BASE | words("advantages.stats logprobs"), words("jax jaxtyping")),
+    Layer(CORE, BASE | words("advantages.stats diagnostics logprobs"), words("jax jaxtyping")),
     Layer(words("models"), BASE, words("jax jaxtyping numpy flax")),
     Layer(
         FAST,

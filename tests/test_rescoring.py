@@ -44,6 +44,7 @@ def rescored(case, mesh=None, **options):
         mesh,
         temperature=TEMPERATURE,
         confidence=True,
+        logp=True,
         base=Base(model, bases),
         **options,
     )
@@ -55,13 +56,14 @@ def expected(case):
     rollouts, _, _, (p, q) = case
     mask = np.asarray(rollouts.token_mask)
     chosen = np.asarray(rollouts.completion_tokens)[..., None]
-    gap = np.take_along_axis(p, chosen, -1) - np.take_along_axis(q, chosen, -1)
+    logp, base_logp = (np.take_along_axis(table, chosen, -1)[..., 0] for table in (p, q))
     far = (p - q) > 20
     values = {
         "confidence": -np.sort(p, axis=-1)[..., -20:].mean(-1),
         "kl": (np.exp(p) * np.minimum(p - q, 20)).sum(-1),
         "clamped": (np.exp(p) * far).sum(-1),
-        "logp_gap": gap[..., 0],
+        "logp": logp,
+        "logp_gap": logp - base_logp,
     }
     return {name: np.where(mask, value, 0) for name, value in values.items()}
 
@@ -101,6 +103,9 @@ def test_only_what_is_asked_for_is_run(case):
     run = make_rescorer(model, mesh, temperature=1.0, confidence=True)
     assert run is not None
     assert set(jax.eval_shape(run, ours, rollouts)) == {"confidence"}
+    run = make_rescorer(model, mesh, temperature=1.0, logp=True)
+    assert run is not None
+    assert set(jax.eval_shape(run, ours, rollouts)) == {"logp"}
 
 
 def test_a_base_with_another_vocabulary_is_refused():

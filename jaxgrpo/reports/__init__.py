@@ -4,6 +4,6 @@ Everything is read from the folder, so a report can be made of a run under way, 
 """
 
 from jaxgrpo.reports.record import Record, read_run
-from jaxgrpo.reports.writing import report, write_report
+from jaxgrpo.reports.writing import check_can_draw, report, write_report
 
-__all__ = ["Record", "read_run", "report", "write_report"]
+__all__ = ["Record", "check_can_draw", "read_run", "report", "write_report"]

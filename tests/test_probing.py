@@ -1,0 +1,218 @@
+"""`jaxgrpo probe` on models whose success rate on every prompt is known."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import numpy as np
+import pytest
+import tables
+
+from jaxgrpo import cli, probing
+
+EQUAL = [0.4] * 200
+BIMODAL = [0.0] * 80 + [1.0] * 40 + [0.5] * 80
+SAMPLES = 16
+
+
+def probe(capsys, *arguments):
+    code = cli.main(["probe", *map(str, arguments)])
+    said = capsys.readouterr()
+    return code, said.out + said.err
+
+
+def asked(folder, *more):
+    """The arguments of a probe of the table in a folder."""
+    given = ("--data", folder / "data.jsonl", "--reward", tables.REWARD)
+    return folder / "model", *given, *more, "--set", *tables.GEOMETRY, "data.answer=answer"
+
+
+def table(folder, rates):
+    tables.write_model(folder / "model", rates)
+    tables.write_data(folder / "data.jsonl", len(rates))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    made = {"equal": EQUAL, "bimodal": BIMODAL}
+    return {name: table(tmp_path_factory.mktemp(name), rates) for name, rates in made.items()}
+
+
+@pytest.fixture(scope="module")
+def found(folders):
+    """What the command writes of each, and its page."""
+    read = {}
+    for name, folder in folders.items():
+        outs = ("--json", folder / "out.json", "--html", folder / "out.html")
+        code = cli.main(["probe", *map(str, asked(folder, *outs, "--samples", SAMPLES))])
+        assert code == 0
+        read[name] = json.loads((folder / "out.json").read_text())
+    return read
+
+
+def flat(p, size):
+    return p**size + (1 - p) ** size
+
+
+def test_on_equal_prompts_the_gap_is_zero_within_its_interval(found):
+    for size in (2, 4, 8, 16):
+        group = found["equal"]["degeneracy"][str(size)]
+        low, high = group["ci"]
+        assert low < 0 <= high
+        assert group["gap"] == pytest.approx(group["measured"] - group["iid"], abs=1e-6)
+        assert group["iid"] == pytest.approx(flat(0.4, size), abs=0.03)
+    # Rates c / N put into p^G + (1 - p)^G find a gap where there is none.
+    group = found["equal"]["degeneracy"]["4"]
+    rates = np.repeat(np.arange(SAMPLES + 1), found["equal"]["success"]["histogram"]) / SAMPLES
+    plugged = flat(rates, 4).mean() - flat(rates.mean(), 4)
+    assert plugged - group["gap"] == pytest.approx(0.0475, abs=0.006)
+    assert plugged > group["ci"][1]
+
+
+def test_on_a_bimodal_table_degeneracy_and_pass_at_k_are_those_of_the_table(found):
+    bimodal = found["bimodal"]
+    iid = {2: 0.520, 4: 0.155, 8: 0.0175}
+    for size, measured in {2: 0.800, 4: 0.650, 8: 0.603}.items():
+        assert measured == pytest.approx(0.6 + 0.4 * flat(0.5, size), abs=5e-4)
+        assert iid[size] == pytest.approx(flat(0.4, size), abs=5e-4)
+        group = bimodal["degeneracy"][str(size)]
+        # 80 prompts at a half, each with 16 samples: the estimate's deviation by enumeration.
+        chance = np.array([math.comb(16, c) / 2**16 for c in range(17)])
+        drawn = [
+            (math.comb(c, size) + math.comb(16 - c, size)) / math.comb(16, size) for c in range(17)
+        ]
+        deviation = 0.4 * np.sqrt(chance @ np.square(drawn) - (chance @ drawn) ** 2) / np.sqrt(80)
+        assert group["measured"] == pytest.approx(measured, abs=3 * deviation + 5e-4)
+        # 1280 draws at a half; the 200 prompts were not drawn: 1 / 200 of the variance is missing.
+        slope = size * abs(0.4 ** (size - 1) - 0.6 ** (size - 1))
+        assert group["iid"] == pytest.approx(
+            iid[size], abs=3 * slope * 0.4 * 0.5 / np.sqrt(1280) + 0.01
+        )
+        low, high = group["ci"]
+        assert 0 < low < measured - iid[size] < high
+    for k, value in {1: 0.400, 4: 0.575, 16: 0.600}.items():
+        low, high = bimodal["pass_at"][str(k)]["ci"]
+        assert low < value < high
+        assert bimodal["pass_at"][str(k)]["value"] == pytest.approx(value, abs=0.02)
+    assert bimodal["success"]["at_zero"] == pytest.approx(0.4, abs=0.005)
+    assert bimodal["success"]["at_one"] == pytest.approx(0.2, abs=0.005)
+    assert bimodal["success"]["histogram"][0] == 80
+
+
+def test_live_groups_and_tokens_of_a_step_follow_from_the_table(found):
+    bimodal = found["bimodal"]
+    assert bimodal["prompts_per_step"] == 8
+    for size in (2, 4, 8):
+        group = bimodal["degeneracy"][str(size)]
+        live = 1 - group["measured"]
+        assert group["live_groups"] == pytest.approx(8 * live, abs=1e-4)
+        assert group["live_tokens"] == pytest.approx(8 * live * size * 2, rel=1e-5)  # answer, end
+        assert group["live_groups_per_1000_samples"] == pytest.approx(1000 * live / size, rel=1e-5)
+        assert group["all_fail"] - group["all_pass"] == pytest.approx(0.2, abs=0.05)
+        assert group["lucky"] == 0  # no prompt that is seldom right ever is
+    assert bimodal["format"] == pytest.approx(
+        {"cut": 0, "blank": 0, "tags": 0, "mean_tokens": 2}
+        | {"mean_tokens_right": 2, "mean_tokens_wrong": 2}
+    )
+    assert bimodal["diversity"]["distinct_completions"] == pytest.approx(0.6 + 0.4 * 2, abs=0.02)
+    assert bimodal["diversity"]["same_completion"] == pytest.approx(0.8, abs=0.02)
+    assert bimodal["calibration"] is None
+    assert bimodal["agreement"]["tokens"] == 200 * SAMPLES * 2
+    assert bimodal["agreement"]["max"] < 1e-4
+
+
+def test_the_page_holds_its_charts_and_the_advice(found, folders):
+    for name, folder in folders.items():
+        page = (folder / "out.html").read_text()
+        assert page.count("data:image/svg+xml;base64,") == 4
+        assert found[name]["advice"]
+        assert "rollout.group_size = " in page
+        assert "<script" not in page
+
+
+def test_the_advice_tells_bimodal_from_equal_prompts(found):
+    says = {name: " ".join(one["says"] for one in of["advice"]) for name, of in found.items()}
+    assert "difficulty_band" in says["bimodal"]
+    assert "`sign`" in says["bimodal"]
+    assert "no filter of prompts" in says["equal"]
+    assert "`sign`" not in says["equal"]
+
+
+def test_a_disagreement_of_sampler_and_trainer_is_measured_and_told(
+    folders, tmp_path, monkeypatch, capsys
+):
+    draw = probing.ask
+
+    def shifted(*arguments):
+        answers = draw(*arguments)
+        return answers._replace(logp=answers.logp - np.where(answers.mask, 0.25, 0))
+
+    monkeypatch.setattr(probing, "ask", shifted)
+    out = tmp_path / "out.json"
+    arguments = asked(folders["equal"], "-n", 2, "--num-prompts", 5, "--json", out)
+    code, said = probe(capsys, *arguments)
+    assert code == 0, said
+    agreement = json.loads(out.read_text())["agreement"]
+    assert agreement["tokens"] == 5 * 2 * 2
+    assert agreement["mean"] == pytest.approx(0.25, abs=1e-5)
+    assert agreement["kl"] == pytest.approx(math.exp(0.25) - 1.25, abs=1e-5)
+    assert "sampler and trainer disagree by 0.25 nats per token" in " ".join(said.split())
+
+
+def test_a_config_names_model_data_and_reward(folders, tmp_path, capsys):
+    folder, file = folders["bimodal"], tmp_path / "run.toml"
+    lines = {
+        "model.path": folder / "model",
+        "data.path": folder / "data.jsonl",
+        "recipe": "grpo",
+        "run.dir": "runs/none",
+    }
+    numbers = {
+        "optimizer.learning_rate": 1e-3,
+        "rollout.prompts_per_step": 40,
+        "rollout.group_size": 4,
+        "rollout.max_prompt_tokens": 1,
+        "rollout.max_completion_tokens": 2,
+        "train.steps": 1,
+    }
+    text = [f'{name} = "{value}"' for name, value in lines.items()]
+    text += [f"{name} = {value}" for name, value in numbers.items()]
+    file.write_text("\n".join([*text, f'rewards = [{{ use = "{tables.REWARD}" }}]']))
+    out = tmp_path / "out.json"
+    code, said = probe(capsys, file, "-n", 2, "--num-prompts", 120, "--json", out)
+    assert code == 0, said
+    found = json.loads(out.read_text())
+    assert (found["reward"], found["prompts_per_step"]) == ("right", 40)
+    assert found["degeneracy"]["2"]["measured"] == 1  # 80 prompts at 0, 40 at 1
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["M", "--reward", "math"], "no prompts to probe with; give --data"),
+        (["M", "--data", "task:arithmetic:test"], "nothing judges the answers; give --reward"),
+        (["M", "--data", "D", "--reward", "R", "-n", "1"], "a group needs 2 or more"),
+        (["M", "--data", "D", "--reward", "R", "--level", "99"], "expected a share from 0.5"),
+        (["M", "--data", "D", "--reward", "R", "--json", "no/o.json"], "there is no folder no"),
+        (["M", "--data", "D", "--reward", "R", "--html", "."], "is a folder"),
+        (["M", "--data", "D", "--reward", "aritmetic"], "arithmetic"),
+        (["M", "--data", "D", "--reward", f"{__file__}:needs_level"], "asks for 'level'"),
+    ],
+)
+def test_wrong_arguments_are_told_before_anything_is_sampled(
+    arguments, message, folders, monkeypatch, capsys
+):
+    monkeypatch.setattr(probing, "ask", None)
+    folder = folders["equal"]
+    stand_for = {"M": folder / "model", "D": folder / "data.jsonl", "R": tables.REWARD}
+    given = [stand_for.get(argument, argument) for argument in arguments]
+    code, said = probe(capsys, *given, "--set", *tables.GEOMETRY)
+    assert code == 2, said
+    assert message in said
+
+
+def needs_level(completions, level, **columns):
+    return level
