@@ -78,6 +78,8 @@ class RewardKeys:
     weight: float = key(1.0)
     name: str | None = key(None)  # None: the name in `use`
     on_error: str = key("raise", choices=("raise", "unscored"))  # what follows where it raises
+    flip: float = key(0.0, at_least=0)  # share of 0/1 rewards turned over in training; not in
+    # evaluation
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
@@ -195,6 +197,7 @@ class RunKeys:
     samples_every: int = key(
         10, at_least=0
     )  # steps between files of samples; 0: the first step only
+    report: bool = key(True)  # false: none, until `jaxgrpo report` is asked for one
     report_every: int = key(10, at_least=0)  # at most 1% of the time goes into it; 0: at the end
 
 

@@ -36,6 +36,7 @@ class Reward(NamedTuple):
     function: RewardFunction
     weight: float
     on_error: str = "raise"  # or "unscored": what follows where it raises
+    flip: float = 0.0  # share of 0/1 rewards that training sees turned over
 
 
 def resolve_rewards(
@@ -57,7 +58,7 @@ def resolve_rewards(
             (entry.name or callables.short_name(entry.use), entry.use, entry.options)
             for entry in config.rewards
         ]
-        rest = [(entry.weight, entry.on_error) for entry in config.rewards]
+        rest = [(entry.weight, entry.on_error, entry.flip) for entry in config.rewards]
     else:
         if not isinstance(given, Mapping):
             _refuse_same_names(map(_name, given))

@@ -26,6 +26,7 @@ from jaxgrpo.rewards import (
     RewardLog,
     TrainerState,
     call_rewards,
+    flipped,
 )
 from jaxgrpo.types import Prompts, Rollouts, TrainState
 
@@ -194,13 +195,16 @@ def make_rewarder(
     rows: Sequence[Mapping[str, Any]],
     columns: Mapping[str, np.ndarray],
     max_steps: int,
+    seed: int = 0,
 ) -> Callable[[Rollouts], tuple[Rollouts, RewardLog]]:
     """The function that judges rollouts and adds the scores to them.
 
     Args:
       columns: numeric columns of the data, [rows, ...], that the method needs as fields.
       max_steps: of the run, for the rewards' `trainer_state`.
+      seed: of the run, which says the samples whose rewards are turned over (`flip`).
     """
+    noise = {entry.name: entry.flip for entry in rewards if entry.flip}
     functions = {entry.name: entry.function for entry in rewards}
     on_error = {entry.name: entry.on_error for entry in rewards}
 
@@ -210,6 +214,9 @@ def make_rewarder(
         scores, log = judge_texts(
             tokenizer, functions, rows, *host, trainer_state=state, on_error=on_error
         )
+        if noise:
+            ordinal = sharding.to_host(rollouts.ordinal)
+            scores, log = flipped(scores, log, noise, seed, state.global_step, ordinal)
         layout = sharding.named(mesh, "bins", None)
         placed = {name: sharding.put(value, layout) for name, value in scores.items()}
         by_prompt = sharding.named(mesh, "bins")

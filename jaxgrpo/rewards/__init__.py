@@ -4,6 +4,7 @@ from jaxgrpo.rewards.calling import RewardLog, call_rewards
 from jaxgrpo.rewards.forms import has_format, overlong_penalty
 from jaxgrpo.rewards.gsm8k import gsm8k_answer
 from jaxgrpo.rewards.mathematics import math_answer
+from jaxgrpo.rewards.noise import flipped
 from jaxgrpo.rewards.preview import Preview, preview
 from jaxgrpo.rewards.protocol import (
     RewardError,
@@ -27,6 +28,7 @@ __all__ = [
     "build",
     "call_rewards",
     "check",
+    "flipped",
     "gsm8k_answer",
     "has_format",
     "math_answer",
