@@ -22,7 +22,6 @@ from jaxgrpo.parts import Parts, as_computed, forward, micro_batch, opt_layout, 
 from jaxgrpo.preparation import Prepared, make_preparer
 from jaxgrpo.types import Params, Prompts, Rollouts, TrainBatch, TrainState
 
-
 Share = Callable[[str, Callable[[], Any]], Any]
 """(name, make) -> what `make` gives, or gave an earlier run that shares it"""
 

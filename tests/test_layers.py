@@ -39,7 +39,7 @@ FAST = words("sharding packing sampling prompts policies")
 STEPS = words("steps optimizers parts preparation")
 HOST = words("io rewards tasks")
 TOP = words(
-    "__init__ __main__ alarms assembly beginning chain_tail cli config config_checks config_keys"
+    "__init__ __main__ alarms assembly beginning chain_tail cli comparing config config_checks config_keys"
     " config_reading console doctor evaluation explaining exporting from_python gathering inference"
     " inputs logbook methods planning quickstart reports resetting resuming rewarding rollouts"
     " runtime training warmstart"

@@ -181,12 +181,7 @@ def _thinned(steps: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndar
 
 
 def _svg(panel: Panel, curves: dict[str, tuple[np.ndarray, np.ndarray]]) -> str:
-    figure = Figure(figsize=(4.2, 2.5))
-    # Fixed margins: to fit them to the labels takes as long again as all the rest.
-    figure.subplots_adjust(left=0.14, right=0.98, top=0.9, bottom=0.1)
-    FigureCanvasSVG(figure)
-    axes = figure.add_subplot()
-    axes.set_title(panel.title)
+    figure, axes = blank(panel.title)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6))
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")  # no factor beside the title
     if panel.kind == "stack":
@@ -198,6 +193,22 @@ def _svg(panel: Panel, curves: dict[str, tuple[np.ndarray, np.ndarray]]) -> str:
     if len(curves) > 1:
         longest = max(map(len, curves))
         axes.legend(loc="best", ncols=min(len(curves), max(1, 45 // (longest + 6))))
+    return as_svg(figure)
+
+
+def blank(title: str) -> tuple[Figure, Axes]:
+    """A chart with nothing in it yet."""
+    figure = Figure(figsize=(4.2, 2.5))
+    # Fixed margins: to fit them to the labels takes as long again as all the rest.
+    figure.subplots_adjust(left=0.14, right=0.98, top=0.9, bottom=0.1)
+    FigureCanvasSVG(figure)
+    axes = figure.add_subplot()
+    axes.set_title(title)
+    return figure, axes
+
+
+def as_svg(figure: Figure) -> str:
+    """The same text for the same chart."""
     text = io.StringIO()
     figure.savefig(text, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
     return text.getvalue()

@@ -1,51 +1,17 @@
-"""The report as one HTML file that loads nothing and runs nothing.
-
-Every text that a model, a data set or a user wrote goes through `_text`. Should one ever slip by,
-the page's own policy still forbids scripts, connections and any image that is not in the file.
-"""
+"""The report of a run as one HTML file."""
 
 from __future__ import annotations
 
-import base64
 import datetime
-import html
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxgrpo.reports import charts
-from jaxgrpo.reports.record import UNDER_WAY, Record, has, is_number, shown, total_reward, visible
+from jaxgrpo.reports import charts, html
+from jaxgrpo.reports.record import UNDER_WAY, Record, has, is_number, shown, total_reward
 
 MAX_SAMPLES = 40
 MAX_CHARACTERS = 1500  # of a prompt or completion
-POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
-CSS = """
-body { font: 14px/1.45 system-ui, "DejaVu Sans", sans-serif; color: #1f2933; background: #f4f6f8;
-  margin: 0 auto; max-width: 1320px; padding: 20px 24px; }
-h1 { font-size: 22px; margin: 0; } h2 { font-size: 16px; margin: 26px 0 8px; }
-.muted { color: #5b6770; } .status { font-size: 12px; border-radius: 9px; padding: 2px 9px;
-  background: #dde5ec; vertical-align: 3px; margin-left: 8px; font-weight: normal; }
-.tiles { display: flex; flex-wrap: wrap; gap: 10px; margin-top: 14px; }
-.tile, figure, .box { background: #fff; border: 1px solid #dfe4e9; border-radius: 8px; }
-.tile { padding: 8px 16px 9px; min-width: 120px; } .tile b { font-size: 20px; display: block; }
-.tile span { font-size: 12px; color: #5b6770; }
-.charts { display: grid; grid-template-columns: repeat(auto-fill, minmax(310px, 1fr)); gap: 10px; }
-figure { margin: 0; padding: 6px 6px 8px; } figure img { width: 100%; display: block; }
-figcaption { font-size: 12px; color: #5b6770; padding: 0 6px; }
-.box { padding: 4px 14px; overflow-x: auto; } ul.box { list-style: none; margin: 0; }
-ul.box li { padding: 5px 0; border-top: 1px solid #eceff2; } ul.box li:first-child { border: 0; }
-.holds { color: #a4410a; font-weight: 600; } table { border-collapse: collapse; width: 100%; }
-th, td { text-align: left; padding: 5px 12px 5px 0; vertical-align: top;
-  border-top: 1px solid #eceff2; } tr:first-child th { border-top: 0; color: #5b6770; }
-td.n, th.n { text-align: right; white-space: nowrap; width: 1%; padding-left: 22px;
-  font-variant-numeric: tabular-nums; }
-.fit { display: inline-block; } .fit table { width: auto; } .fit .n { width: auto; }
-tr.group td { border-top: 2px solid #cfd6dd; }
-pre { margin: 0; font: 12px/1.4 "DejaVu Sans Mono", ui-monospace, monospace;
-  display: inline-block; max-width: 100%; max-height: 12em; vertical-align: middle;
-  white-space: pre-wrap; overflow-wrap: anywhere; overflow-y: auto; unicode-bidi: plaintext; }
-td.prompt { width: 32%; } td.good { color: #23724b; } td.bad { color: #a23b3b; }
-"""
 
 
 def render(record: Record) -> str:
@@ -59,18 +25,7 @@ def render(record: Record) -> str:
             _samples(record),
         ]
     )
-    return (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">\n'
-        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f'<link rel="icon" href="data:,">\n<title>{_text(record.name)} - jaxgrpo</title>\n'
-        f"<style>{CSS}</style></head>\n<body>\n{body}\n</body></html>\n"
-    )
-
-
-def _text(value: Any) -> str:
-    """As text between tags or in quotes, whatever it holds."""
-    return html.escape(visible(str(value)), quote=True)
+    return html.document(record.name, body)
 
 
 def _number(value: float | None, digits: int = 3) -> str:
@@ -94,13 +49,9 @@ def _header(record: Record) -> str:
     ]
     if record.status == UNDER_WAY:
         facts.append("load the page again for the latest")
-    tiles = "".join(
-        f'<div class="tile"><b>{_text(value)}</b><span>{_text(label)}</span></div>'
-        for label, value in _tiles(record).items()
-    )
     return (
-        f'<h1>{_text(record.name)}<span class="status">{_text(record.status)}</span></h1>\n'
-        f'<div class="muted">{_text(" · ".join(facts))}</div>\n<div class="tiles">{tiles}</div>'
+        f'<h1>{html.text(record.name)}<span class="status">{html.text(record.status)}</span></h1>\n'
+        f'<div class="muted">{html.text(" · ".join(facts))}</div>\n{html.tiles(_tiles(record))}'
     )
 
 
@@ -132,7 +83,7 @@ def _warnings(record: Record) -> str:
     for place, alarm in enumerate(record.warnings):
         holds = alarm.name in record.active and latest[alarm.name] == place
         state = '<span class="holds">holds</span>' if holds else '<span class="muted">over</span>'
-        items.append(f"<li>step {alarm.step}, {state}: {_text(alarm.text)}</li>")
+        items.append(f"<li>step {alarm.step}, {state}: {html.text(alarm.text)}</li>")
     return f'<h2>Warnings</h2>\n<ul class="box">{"".join(items)}</ul>'
 
 
@@ -146,35 +97,15 @@ def _evaluation(record: Record) -> str:
         before, after = base.get(name), now.get(name)
         change = "–" if before is None or after is None else f"{after - before:+.3f}"
         rows.append([name, *("–" if v is None else f"{v:.3f}" for v in (before, after)), change])
-    return f"<h2>Evaluation</h2>\n{_table(rows)}"
+    return f"<h2>Evaluation</h2>\n{html.table(rows)}"
 
 
 def _accuracy_first(name: str) -> tuple[Any, ...]:
     return (not name.startswith("accuracy"), not name.startswith("pass@"), charts.natural(name))
 
 
-def _table(rows: Sequence[Sequence[str]]) -> str:
-    """Cells as texts; the first row is the head, every column but the first holds numbers."""
-
-    def line(cells: Sequence[str], tag: str) -> str:
-        kind = [""] + [' class="n"'] * (len(cells) - 1)
-        return "".join(
-            f"<{tag}{k}>{_text(cell)}</{tag}>" for k, cell in zip(kind, cells, strict=True)
-        )
-
-    head, *body = rows
-    lines = [f"<tr>{line(head, 'th')}</tr>", *(f"<tr>{line(row, 'td')}</tr>" for row in body)]
-    return f'<div class="box fit"><table>{"".join(lines)}</table></div>'
-
-
 def _charts(record: Record) -> str:
-    figures = []
-    for panel, svg in charts.draw(record):
-        data = base64.b64encode(svg.encode()).decode("ascii")
-        figures.append(
-            f'<figure><img alt="{_text(panel.title)}" src="data:image/svg+xml;base64,{data}">'
-            f"<figcaption>{_text(panel.note)}</figcaption></figure>"
-        )
+    figures = [html.figure(panel.title, svg, panel.note) for panel, svg in charts.draw(record)]
     if not figures:
         return '<h2>Charts</h2>\n<div class="box muted"><p>No step is finished yet.</p></div>'
     return f'<h2>Charts</h2>\n<div class="charts">{"".join(figures)}</div>'
@@ -185,7 +116,7 @@ def _samples(record: Record) -> str:
         return ""
     rows = _strongest_first(record.samples)[:MAX_SAMPLES]
     rewards = list(dict.fromkeys(name for row in rows for name in row["rewards"]))
-    head = "".join(f'<th class="n">{_text(name)}</th>' for name in [*rewards, "advantage"])
+    head = "".join(f'<th class="n">{html.text(name)}</th>' for name in [*rewards, "advantage"])
     body = "".join(_sample_rows(rows, rewards, weights(record)))
     more = len(record.samples) - len(rows)
     rest = f", {len(rows)} of {len(record.samples)}, strongest groups first" if more else ""
@@ -264,4 +195,4 @@ def _long(value: Any) -> str:
     if len(text) > MAX_CHARACTERS:
         left = len(text) - MAX_CHARACTERS
         text = f"{text[:MAX_CHARACTERS]}… ({left:,} more characters)"
-    return _text(text)
+    return html.text(text)

@@ -10,7 +10,12 @@ from jaxgrpo.io.tracking import write_atomically
 from jaxgrpo.reports.record import read_run
 
 NAME = "report.html"
-MISSING = "report.html needs matplotlib: pip install matplotlib"
+
+
+def check_can_draw(who: str, instead: str) -> None:
+    """Raises: InputError where matplotlib is missing: what needs it, and what to do instead."""
+    if not installed("matplotlib"):
+        raise InputError(f"{who} matplotlib: pip install matplotlib, or {instead}")
 
 
 def write_report(folder: Path, status: str | None = None) -> Path:
@@ -20,8 +25,7 @@ def write_report(folder: Path, status: str | None = None) -> Path:
       status: of the run, where the caller knows; None looks at the folder.
     Raises: InputError where the folder holds no run, cannot be written, or matplotlib is missing.
     """
-    if not installed("matplotlib"):
-        raise InputError(f"{MISSING}, or print the report with `jaxgrpo report {folder} --text`")
+    check_can_draw(f"{NAME} needs", f"print the report with `jaxgrpo report {folder} --text`")
     from jaxgrpo.reports import page
 
     text = page.render(read_run(folder, status))
