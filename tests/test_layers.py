@@ -39,10 +39,10 @@ FAST = words("sharding packing sampling prompts policies")
 STEPS = words("steps optimizers parts preparation")
 HOST = words("io rewards tasks")
 TOP = words(
-    "__init__ __main__ alarms assembly beginning chain_tail cli comparing config config_checks config_keys"
-    " config_reading console doctor evaluation explaining exporting from_python gathering inference"
-    " inputs logbook methods planning quickstart reports resetting resuming rewarding rollouts"
-    " runtime training warmstart"
+    "__init__ __main__ alarms assembly beginning chain_tail cli comparing config config_checks"
+    " config_keys config_reading console doctor evaluation explaining exporting from_python"
+    " gathering inference inputs logbook methods planning quickstart reports resetting resuming"
+    " rewarding rollouts runtime sharing training warmstart"
 )
 LAYERS = (
     Layer(BASE, BASE, words("jax jaxtyping")),

@@ -98,7 +98,7 @@ def _finish(
     write_atomically(folder / "results.csv", results.csv_text(experiment, outcomes))
     write_atomically(folder / "tables.md", markdown(found))
     write_atomically(folder / "report.html", page.render(experiment, outcomes, found, differing))
-    for section in found:
+    for section in filter(_is_short, found):
         if section.rows:
             console.print(_rich(section.title, section.rows))
         elif section.text:
@@ -106,6 +106,11 @@ def _finish(
         for text in section.text:
             console.print(text, markup=False)
     console.print(f"{folder}: report.html, tables.md, results.csv", markup=False, soft_wrap=True)
+
+
+def _is_short(section: Section) -> bool:
+    """Whether it is shown in the terminal; the tables of each learning rate are in the files."""
+    return not section.title.startswith("At learning rate")
 
 
 def _rich(title: str, rows: Sequence[Sequence[str]]) -> Table:

@@ -114,17 +114,28 @@ def cases_of(experiment: Experiment) -> list[Case]:
 
 def differences(cases: Sequence[Case]) -> dict[str, dict[str, str]]:
     """Every key that is not the same in all arms -> its value in each; rates and seeds apart."""
-    flat = {case.arm: configs.flat(configs.tables_of(case.config)) for case in cases}
+    flat = {case.arm: _entries(configs.tables_of(case.config)) for case in cases}
     swept = {"optimizer.learning_rate", "train.seed", "run.dir"}
     rows = {}
     for key in sorted(set().union(*flat.values()) - swept):
-        values = {
-            arm: json.dumps(keys[key], ensure_ascii=False) if key in keys else "not set"
-            for arm, keys in flat.items()
-        }
+        values = {arm: keys.get(key, "–") for arm, keys in flat.items()}
         if len(set(values.values())) > 1:
             rows[key] = values
     return rows
+
+
+def _entries(value: Any, name: str = "") -> dict[str, str]:
+    """Every number and text under its full name, as JSON; rewards.0.flip: of the first one."""
+    if isinstance(value, Mapping):
+        inside = value.items()
+    elif isinstance(value, list) and any(isinstance(entry, Mapping) for entry in value):
+        inside = ((str(place), entry) for place, entry in enumerate(value))
+    else:
+        return {name: json.dumps(value, ensure_ascii=False)}
+    found: dict[str, str] = {}
+    for key, entry in inside:
+        found |= _entries(entry, f"{name}.{key}".lstrip("."))
+    return found
 
 
 def _find(path: Path) -> Path:

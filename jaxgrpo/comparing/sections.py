@@ -156,7 +156,7 @@ def _pass_section(chosen: dict[str, list[Outcome]]) -> Section:
     samples = min(len(run.base_pass) for found in chosen.values() for run in found)
     sizes = [4**power for power in range(20) if 4**power <= samples]
     rows = [
-        ["arm", *(f"pass@{k}, base → trained" for k in sizes), "below the base from k", "seeds"]
+        ["arm", *(f"pass@{k}, base → trained" for k in sizes), "below the base from k", "in seeds"]
     ]
     for arm, found in chosen.items():
         base = np.mean([run.base_pass[:samples] for run in found], axis=0)

@@ -7,7 +7,8 @@ more prompts make each number exact, only more seeds say whether a difference co
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import numpy as np
 
@@ -96,7 +97,7 @@ def holm(p: Mapping[str, float]) -> dict[str, float]:
     return {name: corrected[name] for name in p}
 
 
-def crossing(base: Sequence[float], trained: Sequence[float]) -> int | None:
+def crossing(base: np.ndarray, trained: np.ndarray) -> int | None:
     """The smallest k at which pass@k of the trained model is below that of the base; None: nowhere.
 
     Args:
@@ -106,7 +107,7 @@ def crossing(base: Sequence[float], trained: Sequence[float]) -> int | None:
     return int(below[0]) + 1 if len(below) else None
 
 
-def _best(values: np.ndarray) -> np.ndarray:
+def _best(values: np.ndarray) -> Any:
     """The highest of the means over seeds: [..., L, n] -> [...]. Whichever of equal ones."""
     return values.mean(-1).max(-1)
 
