@@ -67,6 +67,7 @@ def _figures(experiment: Experiment, outcomes: Outcomes) -> list[str]:
             f"Minus {experiment.control}",
             "At each arm's best rate; by seeds, with the 95% bootstrap interval.",
             lambda axes: forest(axes, experiment, outcomes),
+            left=min(0.5, 0.04 + 0.017 * max(map(len, experiment.arms))),
         ),
         _figure(
             "pass@k",
@@ -80,9 +81,11 @@ def _figures(experiment: Experiment, outcomes: Outcomes) -> list[str]:
     return drawn
 
 
-def _figure(title: str, note: str, draw: Callable[[Axes], None]) -> str:
+def _figure(title: str, note: str, draw: Callable[[Axes], None], left: float = 0.14) -> str:
+    """A chart, `left` the share of its width that is kept for the labels of its rows."""
     with mpl.rc_context(charts.STYLE):
         figure, axes = charts.blank(title)
+        figure.subplots_adjust(left=max(0.14, left))
         draw(axes)
         if axes.get_legend_handles_labels()[0]:
             axes.legend(loc="best", ncols=2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import functools
 import io
 import json
 from collections.abc import Mapping, Sequence
@@ -114,8 +115,13 @@ def _pass_at(case: Case, step: int) -> np.ndarray:
     """Unbiased pass@1 ... pass@n, means over prompts, [n]."""
     file = case.path / "successes" / f"step_{step}.json"
     found = json.loads(file.read_text(encoding="utf-8"))
-    correct, samples = jnp.asarray(found["correct"]), found["samples"]
+    return _pass_table(found["samples"])[found["correct"]].mean(0)
+
+
+@functools.cache
+def _pass_table(samples: int) -> np.ndarray:
+    """pass@k of a prompt with c successes, [n + 1, n] for c = 0 ... n and k = 1 ... n."""
+    correct = jnp.arange(samples + 1)
     every = jnp.full(correct.shape, samples)
-    return np.array(
-        [float(diagnostics.pass_at_k(correct, every, k).mean()) for k in range(1, samples + 1)]
-    )
+    columns = [diagnostics.pass_at_k(correct, every, k) for k in range(1, samples + 1)]
+    return np.stack([np.asarray(column, float) for column in columns], axis=1)

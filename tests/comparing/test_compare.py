@@ -200,6 +200,7 @@ def test_a_folder_that_holds_runs_of_another_config_is_refused(compared, model, 
         running.is_finished(cases[1])
 
 
+@pytest.mark.full
 def test_ten_arms_that_differ_by_chance_alone_yield_no_significant_difference(model, tmp_path):
     """The same noise share, drawn differently in each arm: by name of the reward."""
     arms = {
