@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -86,15 +87,9 @@ def setup(
     Raises: InputError where parts do not fit one another.
     """
     inputs = share("inputs", lambda: _read_inputs(config, dataset))
-    mesh, folder, model, tokenizer, chat = inputs[:5]
-    rows, encoded, dropped = inputs.prompts
+    mesh, folder, model, tokenizer, _, (rows, encoded, dropped), _ = inputs
     chosen = resolve_rewards(config, rewards, rows[0])
-
-    def method() -> tuple[Parts, Steps]:
-        ends = huggingface.read_end_tokens(folder, tokenizer)
-        parts = make_parts(config, mesh, model, tokenizer, ends, chosen, advantage)
-        return parts, build_steps(parts, share)
-
+    method = functools.partial(_make_method, config, inputs, chosen, advantage, share)
     parts, steps = share("method", method)
     columns = needed_columns(parts.chain.needs | parts.objective.needs, rows, chosen)
     params = huggingface.read_params(folder, model, held_dtype(model), param_layout(parts))
@@ -106,7 +101,7 @@ def setup(
         mesh=mesh,
         model=model,
         tokenizer=tokenizer,
-        chat=chat,
+        chat=inputs.chat,
         rows=rows,
         encoded=encoded,
         dropped=dropped,
@@ -116,9 +111,7 @@ def setup(
         state=state,
         select=make_selector(mesh, policy, encoded, parts.geometry, config.train.seed),
         sample=steps.sample,
-        reward=make_rewarder(
-            mesh, tokenizer, chosen, rows, columns, config.train.steps, config.train.seed
-        ),
+        reward=make_rewarder(mesh, tokenizer, chosen, rows, columns, config.train),
         prepare=make_observer(policy, parts.geometry.num_prompts, steps.prepare),
         update=steps.update,
         sync=steps.sync,
@@ -144,6 +137,19 @@ def _read_inputs(config: Config, dataset: Iterable[Any] | None) -> _Inputs:
     prompts = load_prompts(config, chat, dataset)
     held_out = load_prompts(config, chat, eval_source(config)) if config.eval.data else None
     return _Inputs(mesh, folder, model, tokenizer, chat, prompts, held_out)
+
+
+def _make_method(
+    config: Config,
+    inputs: _Inputs,
+    rewards: Sequence[Reward],
+    advantage: AdvantageTransform | None,
+    share: Share,
+) -> tuple[Parts, Steps]:
+    mesh, folder, model, tokenizer = inputs[:4]
+    ends = huggingface.read_end_tokens(folder, tokenizer)
+    parts = make_parts(config, mesh, model, tokenizer, ends, rewards, advantage)
+    return parts, build_steps(parts, share)
 
 
 def find_model(config: Config, mesh: Mesh) -> tuple[Path, Any, Model]:

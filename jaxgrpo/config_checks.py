@@ -163,11 +163,6 @@ def _rewards(values: Values) -> Iterator[str]:
             if near := _misspelt(option, RewardKeys):
                 yield f"rewards[{index}].{option}: unknown key; did you mean {near}?"
         name = reward.name or short_name(reward.use)
-        if reward.flip > 0.5:
-            yield (
-                f"rewards[{index}].flip = {reward.flip:g}: a reward that is wrong more often than "
-                "right; set it to 0.5 or less"
-            )
         if name in seen:
             yield (
                 f"rewards[{index}]: {name!r} is the name of rewards[{seen[name]}] too; give one of "
@@ -181,8 +176,7 @@ def _misspelt(option: str, keys: Any) -> str | None:
 
     As long, with some letters changed; of several words, and almost the same.
     """
-    # "clip" is no "flip", but a likely option of a reward.
-    names = [name for name in keys.__dataclass_fields__ if name != "flip"]
+    names = [name for name in keys.__dataclass_fields__ if name != "flip"]  # "clip" is likelier
     same = [name for name in names if len(name) == len(option)]
     near = difflib.get_close_matches(option, same, n=1, cutoff=0.75)
     words = [name for name in names if "_" in name]

@@ -17,7 +17,7 @@ EVAL = {"eval.data": "task:arithmetic:test", "eval.prompts": 8, "eval.samples": 
 
 
 def config(folder, **changes):
-    return small_run.config(folder, **EVAL, **{"train.steps": 2, "run.report": False, **changes})
+    return small_run.config(folder, **{**EVAL, "train.steps": 2, "run.report": False, **changes})
 
 
 def test_each_key_is_among_those_that_something_shared_depends_on_or_acts_on_nothing_shared():
@@ -56,7 +56,7 @@ def test_a_run_that_shares_ends_as_one_that_does_not(tmp_path):
     shared = Shared()
     hashes = []
     for seed in (0, 1):
-        given = config(tmp_path / f"shared{seed}", **{"train.seed": seed, "recipe": "sign"})
+        given = config(tmp_path / f"shared{seed}", **{"train.seed": seed, "recipe": "rloo"})
         share = shared.of(given)
         run = training.take(
             given,
@@ -66,7 +66,7 @@ def test_a_run_that_shares_ends_as_one_that_does_not(tmp_path):
         )
         hashes.append(run.summary["parameter_hash"])
     assert hashes[0] != hashes[1]
-    alone = training.train(config(tmp_path / "alone", **{"train.seed": 1, "recipe": "sign"}))
+    alone = training.train(config(tmp_path / "alone", **{"train.seed": 1, "recipe": "rloo"}))
     assert alone.summary["parameter_hash"] == hashes[1]
     assert small_run.metrics(tmp_path / "alone") == small_run.metrics(tmp_path / "shared1")
     assert not (tmp_path / "alone" / "report.html").exists()

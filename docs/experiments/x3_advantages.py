@@ -129,8 +129,8 @@ def figure(found: Mapping[int, Compared]) -> Figure:
         page.curves(axes[2], best, "reward")
         page.curves(axes[3], best, "groups/all_fail")
         metric, control = one.experiment.metric, one.experiment.control
-        titles = (f"{metric} by learning rate", f"minus {control}, best rates", "reward in training",
-                  "groups that all fail")  # fmt: skip
+        titles = [f"{metric} by learning rate", f"minus {control}, best rates"]
+        titles += ["reward in training", "groups that all fail"]
         for each, title in zip(axes, titles, strict=True):
             each.set_title(f"G = {size}: {title}", fontsize=10)
             each.grid(alpha=0.3)

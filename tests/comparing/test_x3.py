@@ -39,7 +39,7 @@ def test_the_smoke_form_becomes_a_page_and_a_figure(tmp_path):
     (tmp_path / "x3_smoke.toml").write_text(tomli_w.dumps(tables))
     assert main(["compare", str(tmp_path / "x3_smoke.toml")]) == 0
     one = x3_advantages.read(experiments.load(tmp_path / "x3_smoke.toml"))
-    result = x3_advantages.result({size: one for size in x3_advantages.SIZES})
+    result = x3_advantages.result(dict.fromkeys(x3_advantages.SIZES, one))
     assert [check for check in result.checks if not check.holds] == []
     text = common.written(x3_advantages.NAME, result)
     for part in ("sign against grpo: no difference shown", "| rate 0.001 |", "4 of 4", "8 runs, "):

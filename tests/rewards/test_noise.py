@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -36,7 +37,8 @@ def test_a_sample_meets_the_same_noise_whatever_stands_beside_it():
     np.testing.assert_array_equal(part, whole[20:25])
     smaller, _ = turn(zero[:, :2], 0.3)
     np.testing.assert_array_equal(smaller, whole[:, :2])
-    for other in ({"seed": 1}, {"step": 1}, {"name": "else"}):
+    others: list[dict[str, Any]] = [{"seed": 1}, {"step": 1}, {"name": "else"}]
+    for other in others:
         assert (turn(zero, 0.3, **other)[0] != whole).any()
 
 
