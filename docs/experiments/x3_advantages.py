@@ -57,7 +57,9 @@ def result(found: Mapping[int, Compared]) -> Result:
     parts: dict[str, str] = {}
     checks: list[Check] = []
     for size, one in found.items():
-        answer, seen, best, *_, passes, groups, _ = sections.sections(*one)
+        by_title = {section.title: section for section in sections.sections(*one)}
+        answer, seen, best = list(by_title.values())[:3]
+        passes, groups = by_title["pass@k before and after"], by_title["Groups in training"]
         parts |= {
             f"answer_{size}": "\n\n".join(answer.text + seen.text),
             f"best_{size}": _table(best),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -47,7 +48,8 @@ def compare(path: str | Path, dry_run: bool = False) -> int:
     line = runtime.start(cases[0].config.mesh.platform)
     say = console.print if runtime.is_main() else lambda text: None
     say(line)
-    running.take_all(cases, say, f"go on with: jaxgrpo compare {path}")
+    check = functools.partial(results.check_metric, experiment)
+    running.take_all(cases, say, check, f"go on with: jaxgrpo compare {path}")
     if runtime.is_main():
         _finish(console, experiment, cases, differing)
     return 0

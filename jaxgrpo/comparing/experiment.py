@@ -89,24 +89,24 @@ def cases_of(experiment: Experiment) -> list[Case]:
 
     Raises: ConfigError with the problems of the base, else with those of every arm.
     """
-    base = _base(experiment)
     name = str(experiment.source or "experiment")
-    problems: list[str] = []
+    try:
+        base = _base(experiment)
+        common = _config(experiment, base, {}, experiment.learning_rates[0])
+    except ConfigError as error:
+        where = f"base = {show(experiment.base)} with set"
+        raise ConfigError(name, [f"{where}: {item}" for item in error.problems]) from None
+    problems = list(_evaluation_problems(common))
     at_first: dict[str, Config] = {}
-    for arm, changes in {"": {}, **experiment.arms}.items():
-        rate = experiment.rates(arm)[0] if arm else experiment.learning_rates[0]
+    for arm, changes in experiment.arms.items():
         try:
-            at_first[arm] = config = _config(experiment, base, changes, rate)
-            where = f"arms.{arm}: "
-            found = _arm_problems(experiment, config, at_first[""]) if arm else []
-            problems += [where + problem for problem in found]
+            config = _config(experiment, base, changes, experiment.rates(arm)[0])
+            found = tuple(_arm_problems(experiment, config, common))
         except ConfigError as error:
-            where = f"arms.{arm}: " if arm else f"base = {show(experiment.base)} with set: "
-            problems += [where + problem for problem in error.problems]
-        if not arm:
-            problems += [] if problems else _evaluation_problems(at_first[arm])
-            if problems:
-                raise ConfigError(name, problems)
+            found = error.problems
+        else:
+            at_first[arm] = config
+        problems += [f"arms.{arm}: {item}" for item in found]
     if problems:
         raise ConfigError(name, problems)
     return list(_cases(experiment, at_first))
@@ -204,7 +204,7 @@ def _cases(experiment: Experiment, configs_of: Mapping[str, Config]) -> Iterator
         for arm in experiment.arms:
             for rate in experiment.rates(arm):
                 config = configs_of[arm]
-                folder = Path(experiment.dir) / "runs" / arm / f"lr_{rate:g}" / f"seed_{seed}"
+                folder = Path(experiment.dir) / "runs" / arm / f"lr_{rate!r}" / f"seed_{seed}"
                 config = dataclasses.replace(
                     config,
                     optimizer=dataclasses.replace(config.optimizer, learning_rate=rate),

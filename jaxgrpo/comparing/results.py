@@ -33,6 +33,7 @@ class Outcome(NamedTuple):
     curves: dict[str, np.ndarray]  # of OVER_STEPS, one value per step; NaN where there is none
     base_pass: np.ndarray  # [n] pass@1 ... pass@n of the base
     trained_pass: np.ndarray  # [n]
+    warnings: dict[str, int]  # what the run warned of, and how often
 
 
 Outcomes = Mapping[tuple[str, float], Mapping[int, Outcome]]
@@ -68,8 +69,18 @@ def read(case: Case) -> Outcome:
     numbers |= {name: float(np.nanmean(c)) for name, c in curves.items() if np.isfinite(c).any()}
     numbers["tokens"] = float(np.nansum(_column(steps, "num_tokens")))
     numbers["time/seconds"] = float(np.nansum(_column(steps, "time/step")))
-    last = case.config.train.steps
-    return Outcome(case, numbers, curves, *(_pass_at(case, step) for step in (0, last)))
+    base_pass, trained_pass = (_pass_at(case, step) for step in (0, case.config.train.steps))
+    summary = json.loads((case.path / "summary.json").read_text(encoding="utf-8"))
+    return Outcome(case, numbers, curves, base_pass, trained_pass, summary["warnings"])
+
+
+def check_metric(experiment: Experiment, case: Case) -> None:
+    """Refuses a metric that a finished run does not know, before the others are taken."""
+    numbers = read(case).numbers
+    if experiment.metric not in numbers:
+        raise InputError(
+            f"metric = {experiment.metric!r}: no such number; {suggest(experiment.metric, numbers)}"
+        )
 
 
 def values_of(experiment: Experiment, outcomes: Outcomes, arm: str, metric: str) -> np.ndarray:
@@ -92,7 +103,7 @@ def csv_text(experiment: Experiment, outcomes: Outcomes) -> str:
         for rate in experiment.rates(arm):
             for seed, outcome in sorted(outcomes[arm, rate].items()):
                 for name in sorted(outcome.numbers):
-                    writer.writerow([arm, f"{rate:g}", seed, name, repr(outcome.numbers[name])])
+                    writer.writerow([arm, repr(rate), seed, name, repr(outcome.numbers[name])])
     return text.getvalue()
 
 
@@ -100,9 +111,6 @@ def _table(
     outcomes: Outcomes, arm: str, rates: Sequence[float], seeds: Sequence[int], metric: str
 ) -> np.ndarray:
     rows = [[outcomes[arm, rate][seed].numbers for seed in seeds] for rate in rates]
-    for numbers in (each for row in rows for each in row):
-        if metric not in numbers:
-            raise InputError(f"metric = {metric!r}: no such number; {suggest(metric, numbers)}")
     return np.array([[numbers[metric] for numbers in row] for row in rows])
 
 

@@ -99,17 +99,26 @@ def write_successes(folder: Path, step: int, scores: np.ndarray) -> None:
     write_atomically(folder / "successes" / f"step_{step}.json", text + "\n")
 
 
-def take_all(cases: Iterable[Case], say: Callable[[str], None], how_to_go_on: str) -> None:
+def take_all(
+    cases: Iterable[Case],
+    say: Callable[[str], None],
+    check: Callable[[Case], None],
+    how_to_go_on: str,
+) -> None:
     """Takes every run that is not finished.
 
     Args:
       say: is told of each run that has come to its end.
+      check: is given the first one that has, and may refuse to take more.
     Raises: runtime.StopRequested after a stop signal, with what the run under way has saved.
     """
     cases = list(cases)
-    waiting = [case for case in cases if not is_finished(case)]
-    if len(waiting) < len(cases):
-        say(f"{len(cases) - len(waiting)} of {len(cases)} runs are finished already")
+    finished, waiting = [], []
+    for case in cases:
+        (finished if is_finished(case) else waiting).append(case)
+    if finished:
+        check(finished[0])
+        say(f"{len(finished)} of {len(cases)} runs are finished already")
     runner, began = Runner(), time.monotonic()
     for place, case in enumerate(waiting, start=1):
         began_run = time.monotonic()
@@ -119,10 +128,12 @@ def take_all(cases: Iterable[Case], say: Callable[[str], None], how_to_go_on: st
             raise runtime.StopRequested(
                 f"{stopped.args[0].partition(';')[0]}; {how_to_go_on}"
             ) from None
+        if place == 1:
+            check(case)
         now = time.monotonic()
         left = (now - began) / place * (len(waiting) - place)
         say(
-            f"{len(cases) - len(waiting) + place:4d} of {len(cases)}: {case.arm}, rate "
+            f"{len(finished) + place:4d} of {len(cases)}: {case.arm}, rate "
             f"{case.rate:g}, seed {case.seed}: {now - began_run:.1f} s, {_duration(left)} left"
         )
         if runtime.stop_requested(0) and place < len(waiting):

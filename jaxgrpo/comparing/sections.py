@@ -46,6 +46,7 @@ def sections(experiment: Experiment, outcomes: Outcomes) -> list[Section]:
         *tables,
         _pass_section(chosen),
         _groups_section(chosen),
+        *_warnings(outcomes),
         _cost_section(chosen),
     ]
 
@@ -198,6 +199,18 @@ def _groups_section(chosen: dict[str, list[Outcome]]) -> Section:
             cells.append(f"{curve[:part].mean():.3f}, {curve[-part:].mean():.3f}")
         rows.append([arm, *cells])
     return Section("Groups in training", ["Shares of groups, means over seeds and steps."], rows)
+
+
+def _warnings(outcomes: Outcomes) -> list[Section]:
+    """What runs warned of, which nobody saw while they were taken."""
+    rows = [["arm", "rate", "warning", "in runs"]]
+    for (arm, rate), by_seed in outcomes.items():
+        names = sorted({name for run in by_seed.values() for name, n in run.warnings.items() if n})
+        for name in names:
+            count = sum(bool(run.warnings.get(name)) for run in by_seed.values())
+            rows.append([arm, f"{rate:g}", name, f"{count} of {len(by_seed)}"])
+    text = "`jaxgrpo report RUN --text` says more of each; docs/metrics.md what they mean."
+    return [Section("Warnings", [text], rows)] if len(rows) > 1 else []
 
 
 def _cost_section(chosen: dict[str, list[Outcome]]) -> Section:

@@ -178,6 +178,26 @@ def test_everything_is_left_in_the_folder(compared):
         assert not (case.path / "checkpoints").exists()
 
 
+def test_warnings_of_the_runs_are_told(compared):
+    experiment, cases, _ = compared
+    warned = {case.arm for case in cases if any(summary_of(case)["warnings"].values())}
+    text = (Path(experiment.dir) / "tables.md").read_text()
+    told = text.partition("## Warnings")[2].partition("\n## ")[0]
+    assert warned, "else the example shows nothing"
+    for arm in experiment.arms:
+        assert (f"| {arm} |" in told) == (arm in warned)
+
+
+def test_an_unknown_metric_is_refused_after_the_first_run(model, tmp_path, capsys):
+    file = write(
+        model, tmp_path, steps=1, arms={"a": {}, "b": {}}, control="a", metric="eval/pass@k"
+    )
+    assert main(["compare", str(file)]) == 2
+    said = capsys.readouterr().err
+    assert "metric = 'eval/pass@k': no such number; did you mean 'eval/pass@" in said
+    assert len(list((tmp_path / "out/runs").glob("*/*/*"))) == 1
+
+
 def test_a_second_start_touches_no_finished_run_and_writes_the_same(compared, capsys):
     experiment, cases, _ = compared
     folder = Path(experiment.dir)
@@ -229,7 +249,7 @@ def test_killed_and_started_again_it_repeats_nothing_and_gives_the_same_table(
 ):
     arms = {"grpo": {"recipe": "grpo"}, "sign": {"recipe": "sign"}}
     files = [
-        write(model, tmp_path / name, steps=40, arms=arms, seeds=3) for name in ("whole", "killed")
+        write(model, tmp_path / name, steps=60, arms=arms, seeds=3) for name in ("whole", "killed")
     ]
 
     def start(file: Path) -> subprocess.Popen:
@@ -244,15 +264,21 @@ def test_killed_and_started_again_it_repeats_nothing_and_gives_the_same_table(
     def finished() -> list[Path]:
         return [path.parent for path in (tmp_path / "killed/out/runs").glob("*/*/*/summary.json")]
 
+    def is_under_way() -> bool:
+        """Whether a run has made some of its steps and not all, and others are finished."""
+        logs = (tmp_path / "killed/out/runs").glob("*/*/*/metrics.jsonl")
+        waiting = [log for log in logs if not (log.parent / "summary.json").exists()]
+        return len(finished()) >= 2 and any(log.read_bytes().count(b"\n") > 10 for log in waiting)
+
     whole, doomed = map(start, files)
     started = time.monotonic()
-    while len(finished()) < 2 and doomed.poll() is None and time.monotonic() - started < 200:
-        time.sleep(0.02)
-    time.sleep(0.3)  # into the next run
+    while not is_under_way() and doomed.poll() is None and time.monotonic() - started < 200:
+        time.sleep(0.01)
     doomed.send_signal(signal.SIGKILL)
     doomed.communicate()
     kept = [file for run in finished() for file in run.rglob("*") if "checkpoints" not in str(file)]
     assert 2 <= len(finished()) < 6
+    assert is_under_way()
     before = {file: file.stat().st_mtime_ns for file in kept if file.is_file()}
     again = start(files[1])
     said, _ = again.communicate(timeout=200)
