@@ -27,6 +27,7 @@ from jaxgrpo.rewards import (
 )
 
 SHOWN = 80  # characters of an answer
+_REST = ("weight", "on_error", "flip")  # what a reward has beside its name and function
 
 
 class Reward(NamedTuple):
@@ -58,13 +59,13 @@ def resolve_rewards(
             (entry.name or callables.short_name(entry.use), entry.use, entry.options)
             for entry in config.rewards
         ]
-        rest = [(entry.weight, entry.on_error, entry.flip) for entry in config.rewards]
+        rest = [{name: getattr(entry, name) for name in _REST} for entry in config.rewards]
     else:
         if not isinstance(given, Mapping):
             _refuse_same_names(map(_name, given))
             given = dict(zip(map(_name, given), given, strict=True))
         entries = [(name, use, {}) for name, use in given.items()]
-        rest = [(1.0, "raise")] * len(entries)
+        rest = [{"weight": 1.0}] * len(entries)
     _refuse_same_names(name for name, *_ in entries)
     limit = config.rollout.max_completion_tokens
     functions = [
@@ -75,7 +76,7 @@ def resolve_rewards(
         if row is not None:
             check(name, function, [column for column in row if column != "prompt"])
     return tuple(
-        Reward(name, function, *more)
+        Reward(name, function, **more)
         for (name, *_), function, more in zip(entries, functions, rest, strict=True)
     )
 

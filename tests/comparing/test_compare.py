@@ -18,7 +18,7 @@ import tables
 import tomli_w
 
 from jaxgrpo import config as configs
-from jaxgrpo import sharding, training
+from jaxgrpo import runtime, sharding, training
 from jaxgrpo.cli import main
 from jaxgrpo.comparing import analysis, results, running, sections
 from jaxgrpo.comparing import experiment as experiments
@@ -244,6 +244,23 @@ def test_ten_arms_that_differ_by_chance_alone_yield_no_significant_difference(mo
     assert all("no difference shown" in line for line in answer)
 
 
+def test_a_stop_signal_saves_and_says_how_to_go_on(model, tmp_path, monkeypatch, capsys):
+    file = write(model, tmp_path, arms={"a": {}, "b": {}}, control="a", seeds=1)
+    with monkeypatch.context() as patch:
+        patch.setattr(runtime, "stop_requested", lambda step: step == 3)
+        assert main(["compare", str(file)]) == 143
+    said = capsys.readouterr().err
+    assert f"go on with: jaxgrpo compare {file}" in said
+    assert "jaxgrpo train" not in said
+    stopped = tmp_path / "out/runs/a/lr_0.5/seed_0"
+    assert len(read_metrics(stopped)) == 1 + 3
+    first = (stopped / "metrics.jsonl").read_bytes()
+    assert main(["compare", str(file)]) == 0
+    assert (stopped / "metrics.jsonl").read_bytes().startswith(first), "nothing is done again"
+    assert len(read_metrics(stopped)) == 1 + 6
+
+
+@pytest.mark.full
 def test_killed_and_started_again_it_repeats_nothing_and_gives_the_same_table(
     model, tmp_path, python, environment
 ):
