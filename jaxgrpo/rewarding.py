@@ -59,7 +59,9 @@ def resolve_rewards(
             (entry.name or callables.short_name(entry.use), entry.use, entry.options)
             for entry in config.rewards
         ]
-        rest = [{name: getattr(entry, name) for name in _REST} for entry in config.rewards]
+        rest: list[dict[str, Any]] = [
+            {name: getattr(entry, name) for name in _REST} for entry in config.rewards
+        ]
     else:
         if not isinstance(given, Mapping):
             _refuse_same_names(map(_name, given))
