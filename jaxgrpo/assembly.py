@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -33,7 +34,7 @@ from jaxgrpo.rewarding import Reward, resolve_rewards
 from jaxgrpo.rewards import RewardLog
 from jaxgrpo.rollouts import make_observer, make_rewarder, make_selector
 from jaxgrpo.sampling import SamplingSettings
-from jaxgrpo.steps import build_steps
+from jaxgrpo.steps import Share, Steps, alone, build_steps
 from jaxgrpo.types import (
     FIELDS,
     Params,
@@ -74,6 +75,7 @@ def setup(
     rewards: Sequence[Callable[..., Any] | str] | Mapping[str, Any] | None = None,
     advantage: AdvantageTransform | None = None,
     dataset: Iterable[Any] | None = None,
+    share: Share = alone,
 ) -> Setup:
     """Builds everything a run needs; no step is compiled or taken.
 
@@ -81,43 +83,74 @@ def setup(
       rewards, advantage, dataset: Python objects in the place of what the config names. Rewards
         are functions or built-in names, with weight 1; {name: function} names them. The data set
         is a datasets.Dataset or a list of dicts, read by the config's data keys.
+      share: of sharing.Shared, where the process takes more runs that a config says whole.
 
     Raises: InputError where parts do not fit one another.
     """
-    mesh = sharding.make_mesh(**_mesh_sizes(config))
-    folder, tokenizer, model = find_model(config, mesh)
-    chat = make_chat(config, tokenizer)
-    rows, encoded, dropped = load_prompts(config, chat, dataset)
-    held_out = load_prompts(config, chat, eval_source(config)) if config.eval.data else None
+    inputs = share("inputs", lambda: _read_inputs(config, dataset))
+    mesh, folder, model, tokenizer, _, (rows, encoded, dropped), _ = inputs
     chosen = resolve_rewards(config, rewards, rows[0])
-    ends = huggingface.read_end_tokens(folder, tokenizer)
-    parts = make_parts(config, mesh, model, tokenizer, ends, chosen, advantage)
+    method = functools.partial(_make_method, config, inputs, chosen, advantage, share)
+    parts, steps = share("method", method)
     columns = needed_columns(parts.chain.needs | parts.objective.needs, rows, chosen)
     params = huggingface.read_params(folder, model, held_dtype(model), param_layout(parts))
     policy = make_policy(config, chosen)
     names = tuple(reward.name for reward in chosen)
     state = first_state(parts, params, policy, len(rows), config.train.seed, names)
-    steps = build_steps(parts)
     return Setup(
         config=config,
         mesh=mesh,
         model=model,
         tokenizer=tokenizer,
-        chat=chat,
+        chat=inputs.chat,
         rows=rows,
         encoded=encoded,
         dropped=dropped,
-        held_out=held_out,
+        held_out=inputs.held_out,
         rewards=chosen,
         parts=parts,
         state=state,
         select=make_selector(mesh, policy, encoded, parts.geometry, config.train.seed),
         sample=steps.sample,
-        reward=make_rewarder(mesh, tokenizer, chosen, rows, columns, config.train.steps),
+        reward=make_rewarder(mesh, tokenizer, chosen, rows, columns, config.train),
         prepare=make_observer(policy, parts.geometry.num_prompts, steps.prepare),
         update=steps.update,
         sync=steps.sync,
     )
+
+
+class _Inputs(NamedTuple):
+    """What is read from disk, but for the weights: those are donated, and read by every run."""
+
+    mesh: Mesh
+    folder: Path
+    model: Model
+    tokenizer: Any
+    chat: Chat
+    prompts: PromptData
+    held_out: PromptData | None
+
+
+def _read_inputs(config: Config, dataset: Iterable[Any] | None) -> _Inputs:
+    mesh = sharding.make_mesh(**_mesh_sizes(config))
+    folder, tokenizer, model = find_model(config, mesh)
+    chat = make_chat(config, tokenizer)
+    prompts = load_prompts(config, chat, dataset)
+    held_out = load_prompts(config, chat, eval_source(config)) if config.eval.data else None
+    return _Inputs(mesh, folder, model, tokenizer, chat, prompts, held_out)
+
+
+def _make_method(
+    config: Config,
+    inputs: _Inputs,
+    rewards: Sequence[Reward],
+    advantage: AdvantageTransform | None,
+    share: Share,
+) -> tuple[Parts, Steps]:
+    mesh, folder, model, tokenizer = inputs[:4]
+    ends = huggingface.read_end_tokens(folder, tokenizer)
+    parts = make_parts(config, mesh, model, tokenizer, ends, rewards, advantage)
+    return parts, build_steps(parts, share)
 
 
 def find_model(config: Config, mesh: Mesh) -> tuple[Path, Any, Model]:

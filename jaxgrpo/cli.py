@@ -135,6 +135,12 @@ def _advantages(arguments: argparse.Namespace) -> int | None:
     return explaining.main(arguments.name, *given, as_json=arguments.json)
 
 
+def _compare(arguments: argparse.Namespace) -> int | None:
+    from jaxgrpo import comparing
+
+    return comparing.compare(arguments.experiment, dry_run=arguments.dry_run)
+
+
 def _doctor(arguments: argparse.Namespace) -> int | None:
     from jaxgrpo import doctor
 
@@ -170,9 +176,23 @@ def _parser() -> argparse.ArgumentParser:
     _add_probe(commands)
     _add_inference(commands)
     _add_runs(commands)
+    _add_compare(commands)
     _add_advantages(commands)
     _add_set_up(commands)
     return parser
+
+
+def _add_compare(commands: argparse._SubParsersAction) -> None:
+    compare = commands.add_parser(
+        "compare", help="settle which arm is better: arms x learning rates x seeds from one base"
+    )
+    compare.add_argument(
+        "experiment", metavar="EXPERIMENT", help="a TOML file, or a shipped experiment's name"
+    )
+    compare.add_argument(
+        "--dry-run", action="store_true", help="check everything and show the plan, without a run"
+    )
+    compare.set_defaults(command=_compare)
 
 
 def _add_advantages(commands: argparse._SubParsersAction) -> None:

@@ -99,7 +99,7 @@ def resume_difference(old: Config, new: Config) -> list[str]:
     >>> resume_difference(config, config)  # doctest: +SKIP
     []
     """
-    before, after = _flat(tables_of(old)), _flat(tables_of(new))
+    before, after = flat(tables_of(old)), flat(tables_of(new))
     allowed = {name for name in before.keys() | after.keys() if _may_change(name)}
     if old.optimizer.schedule != "constant":
         allowed.discard("train.steps")
@@ -110,8 +110,8 @@ def resume_difference(old: Config, new: Config) -> list[str]:
     for name in sorted(before.keys() | after.keys()):
         if name not in allowed and before.get(name) != after.get(name):
             was, now = (
-                config_reading.show(flat[name]) if name in flat else "not set"
-                for flat in (before, after)
+                config_reading.show(keys[name]) if name in keys else "not set"
+                for keys in (before, after)
             )
             lines.append(f"{name}: {was} -> {now}")
     return lines
@@ -213,10 +213,10 @@ def tables_of(config: Config) -> dict[str, Any]:
     return {name: value for name, value in plain(config).items() if name != "source"}
 
 
-def _flat(tables: Mapping[str, Any], path: str = "") -> dict[str, Any]:
+def flat(tables: Mapping[str, Any], path: str = "") -> dict[str, Any]:
     """Every value under its full name; lists are one value."""
-    flat: dict[str, Any] = {}
+    found: dict[str, Any] = {}
     for name, value in tables.items():
         inner = isinstance(value, Mapping)
-        flat |= _flat(value, f"{path}{name}.") if inner else {f"{path}{name}": value}
-    return flat
+        found |= flat(value, f"{path}{name}.") if inner else {f"{path}{name}": value}
+    return found

@@ -92,7 +92,7 @@ def _misspelt(option: str, keys: Any) -> str | None:
 
     As long, with some letters changed; of several words, and almost the same.
     """
-    names = list(keys.__dataclass_fields__)
+    names = [name for name in keys.__dataclass_fields__ if name != "flip"]  # "clip" is likelier
     same = [name for name in names if len(name) == len(option)]
     near = difflib.get_close_matches(option, same, n=1, cutoff=0.75)
     words = [name for name in names if "_" in name]

@@ -30,6 +30,7 @@ class Range(NamedTuple):
     """What a key's value may be, beside its type."""
 
     at_least: float = -math.inf
+    at_most: float = math.inf
     above: float = -math.inf
     choices: tuple[str, ...] = ()
     may_be_empty: bool = False
@@ -40,6 +41,8 @@ class Range(NamedTuple):
             return " or ".join(f'"{choice}"' for choice in self.choices)
         if self.above > -math.inf:
             return f"above {self.above:g}"
+        if self.at_most < math.inf:
+            return f"{self.at_least:g} to {self.at_most:g}"
         return f"{self.at_least:g} or more"
 
     def allows(self, value: Any) -> bool:
@@ -47,7 +50,7 @@ class Range(NamedTuple):
             return value in self.choices
         if isinstance(value, str):
             return self.may_be_empty or bool(value)
-        return value >= self.at_least and value > self.above
+        return self.at_least <= value <= self.at_most and value > self.above
 
 
 def key(default: Any = dataclasses.MISSING, **limits: Any) -> Any:
@@ -78,6 +81,8 @@ class RewardKeys:
     weight: float = key(1.0)
     name: str | None = key(None)  # None: the name in `use`
     on_error: str = key("raise", choices=("raise", "unscored"))  # what follows where it raises
+    flip: float = key(0.0, at_least=0, at_most=0.5)  # share of 0/1 rewards that training sees
+    # turned over; never evaluation
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
@@ -200,6 +205,7 @@ class RunKeys:
     samples_every: int = key(
         10, at_least=0
     )  # steps between files of samples; 0: the first step only
+    report: bool = key(True)  # false: none, until `jaxgrpo report` is asked for one
     report_every: int = key(10, at_least=0)  # at most 1% of the time goes into it; 0: at the end
 
 

@@ -25,6 +25,7 @@ from jaxgrpo.rewarding import extractor_of, resolve_scorer
 from jaxgrpo.rewards import RewardFunction, TrainerState
 from jaxgrpo.rollouts import completion_ids, judge_texts, put_prompts
 from jaxgrpo.sampling import Sampler, SamplingSettings, make_sampler, sample
+from jaxgrpo.steps import Share, alone
 from jaxgrpo.types import Params
 
 PURPOSE = 1  # folded into the key, so that evaluation never repeats training's draws
@@ -82,8 +83,16 @@ def questions_of(config: Config, held_out: PromptData, scorer: RewardFunction) -
     )
 
 
-def evaluator_of(run: Setup) -> Evaluate:
-    """The evaluation that a run's config asks for."""
+def evaluator_of(run: Setup, share: Share = alone) -> Evaluate:
+    """The evaluation that a run's config asks for.
+
+    Args:
+      share: as of `assembly.setup`.
+    """
+    return share("evaluator", lambda: _make_evaluator_of(run))
+
+
+def _make_evaluator_of(run: Setup) -> Evaluate:
     config = run.config
     held_out = run.held_out or load_prompts(config, run.chat, eval_source(config))
     questions = questions_of(config, held_out, resolve_scorer(config, run.rewards))

@@ -37,16 +37,25 @@ def config_of(
         tables = copy.deepcopy(dict(config))
     else:
         tables, source = configs.read_tables(config)
-    for key, value in configs.absolute(dict(changes or {}), Path.cwd()).items():
-        path = key.split(".")
-        configs.drop_options(tables, path, value)
-        _set(tables, path, value)
+    replace(tables, changes or {}, Path.cwd())
     if rewards is not None:
         tables["rewards"] = list(_recorded(rewards))
     if advantage is not None:
         tables.pop("recipe", None)
         tables["advantage"] = [{"use": python_name(advantage.name)}]
     return configs.from_dict(tables, source=source)
+
+
+def replace(tables: dict[str, Any], changes: Mapping[str, Any], folder: Path) -> None:
+    """Replaces keys of `tables`, which are changed, by nested or dotted ones.
+
+    Args:
+      folder: where relative paths in `changes` begin.
+    """
+    for key, value in configs.absolute(dict(changes), folder).items():
+        path = key.split(".")
+        configs.drop_options(tables, path, value)
+        _set(tables, path, value)
 
 
 def _set(tables: dict[str, Any], path: list[str], value: Any) -> None:

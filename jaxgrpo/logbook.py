@@ -40,7 +40,7 @@ class Logbook:
         self._trackers = self._start_trackers(done) if self._active else []
         lines = read_metrics(folder.path) if self._active else []
         self._state, self._given = alarms.replay(lines)
-        self._report = _Report(folder, display) if self._active else None
+        self._report = _Report(folder, display) if self._active and config.run.report else None
         self._finished = False
 
     def __enter__(self) -> Logbook:

@@ -27,6 +27,7 @@ from jaxgrpo.rewards import (
 )
 
 SHOWN = 80  # characters of an answer
+_REST = ("weight", "on_error", "flip")  # what a reward has beside its name and function
 
 
 class Reward(NamedTuple):
@@ -36,6 +37,7 @@ class Reward(NamedTuple):
     function: RewardFunction
     weight: float
     on_error: str = "raise"  # or "unscored": what follows where it raises
+    flip: float = 0.0  # share of 0/1 rewards that training sees turned over
 
 
 def resolve_rewards(
@@ -57,13 +59,15 @@ def resolve_rewards(
             (entry.name or callables.short_name(entry.use), entry.use, entry.options)
             for entry in config.rewards
         ]
-        rest = [(entry.weight, entry.on_error) for entry in config.rewards]
+        rest: list[dict[str, Any]] = [
+            {name: getattr(entry, name) for name in _REST} for entry in config.rewards
+        ]
     else:
         if not isinstance(given, Mapping):
             _refuse_same_names(map(_name, given))
             given = dict(zip(map(_name, given), given, strict=True))
         entries = [(name, use, {}) for name, use in given.items()]
-        rest = [(1.0, "raise")] * len(entries)
+        rest = [{"weight": 1.0}] * len(entries)
     _refuse_same_names(name for name, *_ in entries)
     limit = config.rollout.max_completion_tokens
     functions = [
@@ -74,7 +78,7 @@ def resolve_rewards(
         if row is not None:
             check(name, function, [column for column in row if column != "prompt"])
     return tuple(
-        Reward(name, function, *more)
+        Reward(name, function, **more)
         for (name, *_), function, more in zip(entries, functions, rest, strict=True)
     )
 

@@ -14,6 +14,7 @@ from jax import Array
 from jax.sharding import Mesh
 
 from jaxgrpo import sharding
+from jaxgrpo.config_keys import TrainKeys
 from jaxgrpo.gathering import gather_json
 from jaxgrpo.io.conversations import for_rewards
 from jaxgrpo.metrics import mean, merge
@@ -26,6 +27,7 @@ from jaxgrpo.rewards import (
     RewardLog,
     TrainerState,
     call_rewards,
+    flipped,
 )
 from jaxgrpo.types import Prompts, Rollouts, TrainState
 
@@ -193,23 +195,28 @@ def make_rewarder(
     rewards: Sequence[Reward],
     rows: Sequence[Mapping[str, Any]],
     columns: Mapping[str, np.ndarray],
-    max_steps: int,
+    keys: TrainKeys,
 ) -> Callable[[Rollouts], tuple[Rollouts, RewardLog]]:
     """The function that judges rollouts and adds the scores to them.
 
     Args:
       columns: numeric columns of the data, [rows, ...], that the method needs as fields.
-      max_steps: of the run, for the rewards' `trainer_state`.
+      keys: of the run; its steps stand in the rewards' `trainer_state`, and its seed says whose
+        rewards are turned over (`flip`).
     """
+    noise = {entry.name: entry.flip for entry in rewards if entry.flip}
     functions = {entry.name: entry.function for entry in rewards}
     on_error = {entry.name: entry.on_error for entry in rewards}
 
     def reward(rollouts: Rollouts) -> tuple[Rollouts, RewardLog]:
         host = sharding.to_host((rollouts.row, rollouts.completion_tokens, rollouts.token_mask))
-        state = trainer_state_of(rollouts, len(rows), max_steps)
+        state = trainer_state_of(rollouts, len(rows), keys.steps)
         scores, log = judge_texts(
             tokenizer, functions, rows, *host, trainer_state=state, on_error=on_error
         )
+        if noise:
+            ordinal = sharding.to_host(rollouts.ordinal)
+            scores, log = flipped(scores, log, noise, keys.seed, state.global_step, ordinal)
         layout = sharding.named(mesh, "bins", None)
         placed = {name: sharding.put(value, layout) for name, value in scores.items()}
         by_prompt = sharding.named(mesh, "bins")

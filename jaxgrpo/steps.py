@@ -22,6 +22,14 @@ from jaxgrpo.parts import Parts, as_computed, forward, micro_batch, opt_layout, 
 from jaxgrpo.preparation import Prepared, make_preparer
 from jaxgrpo.types import Params, Prompts, Rollouts, TrainBatch, TrainState
 
+Share = Callable[[str, Callable[[], Any]], Any]
+"""(name, make) -> what `make` gives, or gave an earlier run that shares it"""
+
+
+def alone(name: str, make: Callable[[], Any]) -> Any:
+    """Shares nothing."""
+    return make()
+
 
 class Steps(NamedTuple):
     """The functions of training: state in, state out. `update` donates the state it gets."""
@@ -35,10 +43,17 @@ class Steps(NamedTuple):
     objective_state, metrics) of `update`"""
 
 
-def build_steps(parts: Parts) -> Steps:
-    """Jits the functions of a training step for one model, method, geometry and mesh."""
-    sampler = sampling.make_sampler(parts.model, parts.sampling, sharding.constrain(parts.mesh))
-    program = _update_program(parts)
+def build_steps(parts: Parts, share: Share = alone) -> Steps:
+    """Jits the functions of a training step for one model, method, geometry and mesh.
+
+    Args:
+      share: asked for "sampler", "update" and "method", the programs that runs may have in common.
+    """
+    constrain = sharding.constrain(parts.mesh)
+    sampler = share(
+        "sampler", lambda: sampling.make_sampler(parts.model, parts.sampling, constrain)
+    )
+    program = share("update", lambda: _update_program(parts))
     return Steps(
         sample=lambda params, prompts, key: sampling.sample(sampler, params, prompts, key),
         prepare=make_preparer(parts),

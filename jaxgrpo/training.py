@@ -88,24 +88,49 @@ def train(
         raise InputError(f'resume = {resume!r}: use "auto", or leave it out for a new run')
     config = config_of(config, overrides, rewards, advantage)
     line = runtime.start(config.mesh.platform)
+
+    def make() -> Setup:
+        return setup(config, rewards=rewards, advantage=advantage, dataset=dataset)
+
+    return take(config, make, evaluator_of, resume=resume == "auto", opening=line)
+
+
+def take(
+    config: Config,
+    make: Callable[[], Setup],
+    evaluator: Callable[[Setup], Evaluate],
+    *,
+    resume: bool = False,
+    opening: str = "",
+    shown: bool = True,
+) -> Run:
+    """Takes one run from its first or restored step to its last: `train` without what precedes it.
+
+    Args:
+      make: builds the run; called once its folder is known to be usable.
+      evaluator: makes the evaluation, where the config has eval.data.
+      opening: printed first.
+      shown: whether steps are shown in the terminal.
+    """
     with contextlib.ExitStack() as stack:
-        folder = stack.enter_context(RunFolder(config.run.dir, resume=resume == "auto"))
+        folder = stack.enter_context(RunFolder(config.run.dir, resume=resume))
         refuse_other_config(folder, config)
         checkpoints = stack.enter_context(Checkpoints(folder.checkpoints, config.checkpoint.keep))
-        parts = setup(config, rewards=rewards, advantage=advantage, dataset=dataset)
+        parts = make()
         # A reward that cannot be called is found now and not after the first samples.
         try_rewards(parts.rewards, parts.rows[0], parts.tokenizer, config.train.steps)
         state, done, meta = first_or_restored(parts, checkpoints)
         parts = parts._replace(state=state)
         begin(folder, config, None if checkpoints.latest() is None else done)
         display = stack.enter_context(
-            Display(config.train.steps, done, active=jax.process_index() == 0)
+            Display(config.train.steps, done, active=shown and jax.process_index() == 0)
         )
-        display.say(line)
+        display.say(opening)
         _say_dropped(parts, display)
         stack.enter_context(runtime.stop_signals())
         log = stack.enter_context(Logbook(config, folder, display, done))
-        loop = _Loop(parts, folder, checkpoints, display, log)
+        evaluate = evaluator(parts) if config.eval.data is not None else None
+        loop = _Loop(parts, folder, checkpoints, display, log, evaluate)
         loop.recall(meta)
         state = loop.run(state, done)
         checkpoints.wait()
@@ -132,12 +157,12 @@ class _Loop:
         saved: Checkpoints,
         display: Display,
         log: Logbook,
+        evaluate: Evaluate | None,
     ):
         self.parts, self.folder, self.checkpoints, self.display = parts, folder, saved, display
         self.log = log
         self.config = parts.config
-        has_data = self.config.eval.data is not None
-        self.evaluate: Evaluate | None = evaluator_of(parts) if has_data else None
+        self.evaluate = evaluate
         self.best: tuple[int, float] | None = None  # step and value, by checkpoint.keep_best
         self.resets = Resets()
         self.reset = make_resetter(self.config, parts.parts)

@@ -41,11 +41,11 @@ FAST = words("sharding packing sampling prompts policies")
 STEPS = words("steps optimizers parts preparation")
 HOST = words("io rewards tasks")
 TOP = words(
-    "__init__ __main__ advice alarms assembly beginning chain_tail cli config config_checks"
-    " config_keys config_reading console doctor evaluation evaluation_checks explaining"
-    " exporting from_python gathering given_rollouts inference inputs intervals logbook"
-    " loss_checks measuring methods planning probing quickstart reports rescoring resetting"
-    " resuming rewarding rollouts runtime training variety voting warmstart"
+    "__init__ __main__ advice alarms assembly beginning chain_tail cli comparing config"
+    " config_checks config_keys config_reading console doctor evaluation evaluation_checks"
+    " explaining exporting from_python gathering given_rollouts inference inputs intervals"
+    " logbook loss_checks measuring methods planning probing quickstart reports rescoring"
+    " resetting resuming rewarding rollouts runtime sharing training variety voting warmstart"
 )
 LAYERS = (
     Layer(BASE, BASE, words("jax jaxtyping")),

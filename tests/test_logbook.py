@@ -25,7 +25,10 @@ def failing(tmp_path_factory):
     """(config, run, what was printed): rewards that are always 0, a KL penalty, every tracker."""
     folder = tmp_path_factory.mktemp("failing") / "r"
     changes = {
-        "rewards": [{"use": f"{small_run.__file__}:nothing"}],
+        "rewards": [
+            {"use": f"{small_run.__file__}:nothing"},
+            {"use": f"{small_run.__file__}:nothing", "name": "noisy", "weight": 0.0, "flip": 0.5},
+        ],
         "loss.kl": {"use": "forward_kl_k3", "beta": 0.01},
         "reference.reset_every": 2,
         "loss.entropy": {"use": "adaptive", "target": 0.5},

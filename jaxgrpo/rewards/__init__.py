@@ -5,6 +5,7 @@ from jaxgrpo.rewards.confidence import stated_confidence
 from jaxgrpo.rewards.forms import has_format, overlong_penalty
 from jaxgrpo.rewards.gsm8k import gsm8k_answer
 from jaxgrpo.rewards.mathematics import math_answer
+from jaxgrpo.rewards.noise import flipped
 from jaxgrpo.rewards.preview import Preview, preview
 from jaxgrpo.rewards.protocol import (
     RewardError,
@@ -28,6 +29,7 @@ __all__ = [
     "build",
     "call_rewards",
     "check",
+    "flipped",
     "gsm8k_answer",
     "has_format",
     "math_answer",

@@ -1,0 +1,135 @@
+"""What the finished runs of a comparison say, as numbers."""
+
+from __future__ import annotations
+
+import csv
+import functools
+import io
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from jaxgrpo import diagnostics
+from jaxgrpo.comparing.experiment import Case, Experiment
+from jaxgrpo.errors import InputError
+from jaxgrpo.io.tracking import read_metrics
+from jaxgrpo.names import suggest
+
+OVER_STEPS = (
+    *("reward", "entropy", "live_groups"),
+    *("groups/all_fail", "groups/all_pass", "groups/mixed"),
+)
+"""Metrics of training that are compared by their curves, and by their means over all steps."""
+
+
+class Outcome(NamedTuple):
+    """One finished run."""
+
+    case: Case
+    numbers: dict[str, float]  # what results.csv says of it
+    curves: dict[str, np.ndarray]  # of OVER_STEPS, one value per step; NaN where there is none
+    base_pass: np.ndarray  # [n] pass@1 ... pass@n of the base
+    trained_pass: np.ndarray  # [n]
+    warnings: dict[str, int]  # what the run warned of, and how often
+
+
+Outcomes = Mapping[tuple[str, float], Mapping[int, Outcome]]
+"""(arm, learning rate) -> seed -> outcome"""
+
+
+def read_all(cases: Sequence[Case]) -> Outcomes:
+    """Every outcome. All runs must be finished."""
+    found: dict[tuple[str, float], dict[int, Outcome]] = {}
+    for case in cases:
+        found.setdefault((case.arm, case.rate), {})[case.seed] = read(case)
+    return found
+
+
+def read(case: Case) -> Outcome:
+    """The numbers of a run:
+
+    base/NAME, eval/NAME   the evaluations before and after training
+    reward, entropy, ...   means over the steps, of OVER_STEPS
+    tokens                 sampled in training
+    time/seconds           spent in training, without evaluation
+    """
+    lines = read_metrics(case.path)
+    numbers: dict[str, float] = {}
+    for line, prefix in ((lines[0], "base/"), (lines[-1], "eval/")):
+        numbers |= {
+            prefix + name.removeprefix("eval/"): float(value)
+            for name, value in line.items()
+            if name.startswith("eval/") and value is not None
+        }
+    steps = [line for line in lines if "reward" in line]
+    curves = {name: _column(steps, name) for name in OVER_STEPS}
+    numbers |= {name: float(np.nanmean(c)) for name, c in curves.items() if np.isfinite(c).any()}
+    numbers["tokens"] = float(np.nansum(_column(steps, "num_tokens")))
+    numbers["time/seconds"] = float(np.nansum(_column(steps, "time/step")))
+    base_pass, trained_pass = (_pass_at(case, step) for step in (0, case.config.train.steps))
+    summary = json.loads((case.path / "summary.json").read_text(encoding="utf-8"))
+    return Outcome(case, numbers, curves, base_pass, trained_pass, summary["warnings"])
+
+
+def check_metric(experiment: Experiment, case: Case) -> None:
+    """Refuses a metric that a finished run does not know, before the others are taken."""
+    numbers = read(case).numbers
+    if experiment.metric not in numbers:
+        raise InputError(
+            f"metric = {experiment.metric!r}: no such number; {suggest(experiment.metric, numbers)}"
+        )
+
+
+def values_of(experiment: Experiment, outcomes: Outcomes, arm: str, metric: str) -> np.ndarray:
+    """A metric of an arm, [L, n]: its learning rates by the seeds that count."""
+    return _table(outcomes, arm, experiment.rates(arm), experiment.seeds, metric)
+
+
+def tuning_values(experiment: Experiment, outcomes: Outcomes, arm: str) -> np.ndarray:
+    """The metric on the seeds that rates are chosen by, [L, t]."""
+    seeds = experiment.tuning_seeds or experiment.seeds
+    return _table(outcomes, arm, experiment.rates(arm), seeds, experiment.metric)
+
+
+def csv_text(experiment: Experiment, outcomes: Outcomes) -> str:
+    """results.csv: arm, lr, seed, metric, value. Tuning seeds are in it too."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(["arm", "lr", "seed", "metric", "value"])
+    for arm in experiment.arms:
+        for rate in experiment.rates(arm):
+            for seed, outcome in sorted(outcomes[arm, rate].items()):
+                for name in sorted(outcome.numbers):
+                    writer.writerow([arm, repr(rate), seed, name, repr(outcome.numbers[name])])
+    return text.getvalue()
+
+
+def _table(
+    outcomes: Outcomes, arm: str, rates: Sequence[float], seeds: Sequence[int], metric: str
+) -> np.ndarray:
+    rows = [[outcomes[arm, rate][seed].numbers for seed in seeds] for rate in rates]
+    return np.array([[numbers[metric] for numbers in row] for row in rows])
+
+
+def _column(lines: Sequence[Mapping[str, Any]], name: str) -> np.ndarray:
+    """A metric of every step; NaN where a step has none."""
+    return np.array([np.nan if line.get(name) is None else line[name] for line in lines], float)
+
+
+def _pass_at(case: Case, step: int) -> np.ndarray:
+    """Unbiased pass@1 ... pass@n, means over prompts, [n]."""
+    file = case.path / "successes" / f"step_{step}.json"
+    found = json.loads(file.read_text(encoding="utf-8"))
+    return _pass_table(found["samples"])[found["correct"]].mean(0)
+
+
+@functools.cache
+def _pass_table(samples: int) -> np.ndarray:
+    """pass@k of a prompt with c successes, [n + 1, n] for c = 0 ... n and k = 1 ... n."""
+    correct = jnp.arange(samples + 1)
+    every = jnp.full(correct.shape, samples)
+    columns = [diagnostics.pass_at_k(correct, every, k) for k in range(1, samples + 1)]
+    return np.stack([np.asarray(column, float) for column in columns], axis=1)

@@ -1,0 +1,122 @@
+"""Statistics of a comparison: pure functions of numbers per seed. The unit is the seed.
+
+Prompts of one seed share one trained model, so that they are no independent trials of a method:
+more prompts make each number exact, only more seeds say whether a difference comes back.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+RESAMPLES = 10_000
+EXACT = 12  # seeds up to which every exchange of labels is looked at
+DRAWN = 20_000  # exchanges drawn where there are more
+SAME = 1e-12  # numbers that differ by less are one
+
+
+def interval(values: np.ndarray, level: float = 0.95) -> tuple[float, float]:
+    """The percentile bootstrap interval of the mean over seeds, [n]; the same for the same values.
+
+    With few seeds it is too narrow: a sample of 7 has a spread of its own. NaN for one seed.
+    """
+    values = np.asarray(values, float)
+    if len(values) < 2:
+        return float("nan"), float("nan")
+    drawn = np.random.default_rng(0).integers(0, len(values), (RESAMPLES, len(values)))
+    tail = (1 - level) / 2 * 100
+    low, high = np.percentile(values[drawn].mean(1), [tail, 100 - tail])
+    return float(low), float(high)
+
+
+def smallest_p(seeds: int) -> float:
+    """The smallest two-sided p that an exchange of labels can give: 2 of 2^n."""
+    return 2.0 / 2**seeds if seeds <= EXACT else max(2.0 / 2**seeds, 1 / (DRAWN + 1))
+
+
+def seeds_needed(comparisons: int, level: float) -> int:
+    """With how many seeds the smallest corrected p is at most `level`."""
+    seeds = 1
+    while comparisons * 2.0 / 2**seeds > level:
+        seeds += 1
+    return seeds
+
+
+def choose(values: np.ndarray) -> int:
+    """The row of the highest mean, [L, n]; the first of equal ones."""
+    means = np.asarray(values, float).mean(1)
+    return int(np.flatnonzero(means >= means.max() - SAME)[0])
+
+
+def exchange_test(arm: np.ndarray, control: np.ndarray) -> float:
+    """Two-sided p that two arms, each at its best of L learning rates, are the same.
+
+        T = | mean_s arm[l*(arm), s] - mean_s control[l*(control), s] |,   l* = choose(...)
+        p = share of the 2^n exchanges of the two within seeds whose T is at least the observed one
+
+    Were the arms the same, each seed's two columns could as well bear each other's names: exact for
+    any distribution, and for any way of choosing l*, since the choice is made again in every
+    exchange. For L = 1 it is the sign-flip test of the paired differences. Above EXACT seeds,
+    DRAWN exchanges are drawn, the same for the same n, and the observed one counts as one of them.
+
+    Shapes: arm, control [L, n], the same rates and seeds. Higher is better.
+    """
+    arm, control = np.asarray(arm, float), np.asarray(control, float)
+    observed = _best(arm) - _best(control)
+    least = abs(float(observed)) - SAME
+    met, count = (0, 0) if arm.shape[1] <= EXACT else (1, 1)
+    for swapped in _exchanges(arm.shape[1]):
+        one = np.where(swapped[:, None, :], control, arm)
+        other = np.where(swapped[:, None, :], arm, control)
+        met += int((np.abs(_best(one) - _best(other)) >= least).sum())
+        count += len(swapped)
+    return met / count
+
+
+def sign_flip_test(difference: np.ndarray) -> float:
+    """Two-sided p that paired differences [n] are as likely of either sign: exact, no normality."""
+    difference = np.asarray(difference, float)[None]
+    return exchange_test(difference, np.zeros_like(difference))
+
+
+def holm(p: Mapping[str, float]) -> dict[str, float]:
+    """Each p corrected for being one of several: with all below a level, none is by chance.
+
+        sorted p_(1) <= ... <= p_(m):   p'_(i) = max over j <= i of min(1, (m - j + 1) p_(j))
+
+    Whatever the comparisons have to do with each other. Source: Holm 1979, Scand. J. Stat. 6.
+    """
+    corrected: dict[str, float] = {}
+    largest = 0.0
+    for place, name in enumerate(sorted(p, key=lambda name: p[name])):
+        largest = max(largest, min(1.0, (len(p) - place) * p[name]))
+        corrected[name] = largest
+    return {name: corrected[name] for name in p}
+
+
+def crossing(base: np.ndarray, trained: np.ndarray) -> int | None:
+    """The smallest k at which pass@k of the trained model is below that of the base; None: nowhere.
+
+    Args:
+      base, trained: pass@1, pass@2, ...
+    """
+    below = np.flatnonzero(np.asarray(trained) < np.asarray(base) - SAME)
+    return int(below[0]) + 1 if len(below) else None
+
+
+def _best(values: np.ndarray) -> Any:
+    """The highest of the means over seeds: [..., L, n] -> [...]. Whichever of equal ones."""
+    return values.mean(-1).max(-1)
+
+
+def _exchanges(seeds: int) -> Iterator[np.ndarray]:
+    """Which seeds' labels are exchanged, in blocks [m, n]."""
+    if seeds <= EXACT:
+        yield np.array(list(itertools.product([False, True], repeat=seeds)))
+        return
+    random = np.random.default_rng(0)
+    for _ in range(0, DRAWN, 1000):
+        yield random.random((1000, seeds)) < 0.5

@@ -1,0 +1,122 @@
+"""Tables and verdicts from numbers that were written down, without a run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jaxgrpo.comparing import analysis, sections
+from jaxgrpo.comparing.experiment import Experiment
+from jaxgrpo.comparing.results import Outcome
+
+SEEDS = tuple(range(7))
+NOISE = np.array([0.01, -0.02, 0.0, 0.02, -0.01, 0.03, -0.03])
+
+
+def compared(values: dict[str, dict[float, Any]], **changes: Any):
+    """(experiment, outcomes) from arm -> rate -> one number per seed, tuning seeds last."""
+    rates = {arm: tuple(by_rate) for arm, by_rate in values.items()}
+    experiment = Experiment(
+        base="none",
+        dir="none",
+        arms={arm: {} for arm in values},
+        control="control",
+        learning_rates=rates["control"],
+        own_rates=rates,
+        seeds=SEEDS,
+        **{"metric": "m", **changes},
+    )
+    seeds = (*SEEDS, *experiment.tuning_seeds)
+    passes, curve = np.array([0.5, 0.75]), {"groups/all_fail": np.zeros(3)}
+    outcomes = {
+        (arm, rate): {
+            seed: Outcome(None, {"m": float(value)}, curve, passes, passes, {})  # pyright: ignore
+            for seed, value in zip(seeds, numbers, strict=True)
+        }
+        for arm, by_rate in values.items()
+        for rate, numbers in by_rate.items()
+    }
+    return experiment, outcomes
+
+
+def best(experiment, outcomes):
+    return {row.arm: row for row in analysis.at_best(experiment, outcomes)}
+
+
+@pytest.mark.parametrize(
+    ("better", "word", "other"), [("higher", "better", "worse"), ("lower", "worse", "better")]
+)
+def test_gains_losses_and_neither_are_told_in_the_same_words(better, word, other):
+    values = {
+        "control": {0.1: 0.5 + NOISE},
+        "more": {0.1: 0.6 + NOISE},
+        "less": {0.1: 0.4 + NOISE},
+        "same": {0.1: 0.5 - NOISE},
+    }
+    experiment, outcomes = compared(values, better=better, tests=("more", "less"))
+    rows = best(experiment, outcomes)
+    assert {name: analysis.standing(experiment, rows[name]).word for name in ("more", "less")} == {
+        "more": word,
+        "less": other,
+    }
+    # Two tested arms, both as far from 0 in every seed: 2 x 2 / 2^7.
+    assert rows["more"].corrected == rows["less"].corrected == 4 / 128
+    assert rows["same"].p is None, "it was not to be tested"
+    experiment, outcomes = compared(values, better=better, tests=("more", "less", "same"))
+    one, two, three = sections._answer(experiment, analysis.at_best(experiment, outcomes)).text
+    assert one == (
+        f"more against control: {word}. m differs by +0.100 (95% interval +0.100 to +0.100), "
+        "corrected p = 0.047."
+    )
+    assert two == one.replace("more", "less").replace(word, other).replace("+", "-")
+    assert three.startswith("same against control: no difference shown. m differs by +0.000")
+
+
+def test_with_five_comparisons_nothing_can_be_shown_and_it_is_said():
+    values = {"control": {0.1: NOISE}} | {f"a{i}": {0.1: NOISE + 9} for i in range(5)}
+    experiment, outcomes = compared(values)
+    rows = best(experiment, outcomes)
+    assert {analysis.standing(experiment, rows[f"a{i}"]).word for i in range(5)} == {
+        "no difference shown"
+    }
+    said = sections.said_detectable(experiment)
+    assert "no p below 0.016, and none below 0.078 corrected for 5 comparisons" in said
+    assert "no difference can be shown, however large: take 8 seeds or more" in said
+
+
+def test_rates_are_chosen_on_tuning_seeds_where_there_are_some():
+    ahead, behind = np.append(NOISE + 0.9, [0.1, 0.1]), np.append(NOISE + 0.2, [0.8, 0.8])
+    values = {"control": {0.1: ahead, 0.2: behind}, "other": {0.1: behind, 0.2: ahead}}
+    experiment, outcomes = compared(values, tuning_seeds=(7, 8))
+    rows = best(experiment, outcomes)
+    assert (rows["control"].rate, rows["other"].rate) == (0.2, 0.1)
+    assert rows["control"].metric.value == pytest.approx(0.2), "of the seeds that count"
+    without = {arm: {rate: v[:7] for rate, v in by.items()} for arm, by in values.items()}
+    rows = best(*compared(without))
+    assert (rows["control"].rate, rows["other"].rate) == (0.1, 0.2)
+    rows = best(*compared(without, better="lower"))
+    assert (rows["control"].rate, rows["other"].rate) == (0.2, 0.1)
+
+
+def test_the_test_makes_the_choice_again_only_where_rates_are_the_control_s():
+    random = np.random.default_rng(3)
+    many = {rate: random.normal(size=7) for rate in (0.1, 0.2, 0.3)}
+    one = {0.1: random.normal(size=7)}
+    for arm, other in ((many, {**many}), (one, one)):
+        assert best(*compared({"control": arm, "arm": other}))["arm"].p == 1
+    rows = best(*compared({"control": many, "arm": one}))
+    place = max(many, key=lambda rate: many[rate].mean())
+    difference = one[0.1] - many[place]
+    signs = np.array(np.meshgrid(*[[1, -1]] * 7)).reshape(7, -1).T
+    expected = (abs(signs @ difference) >= abs(difference.sum()) - 1e-9).mean()
+    assert rows["arm"].p == pytest.approx(expected)
+
+
+def test_a_table_of_a_rate_that_the_control_lacks_shows_no_difference():
+    values = {"control": {0.1: NOISE}, "other": {0.1: NOISE, 0.2: NOISE + 1}}
+    experiment, outcomes = compared(values)
+    (row,) = analysis.at_rate(experiment, outcomes, 0.2)
+    assert (row.arm, row.difference, row.p) == ("other", None, None)
+    assert [row.arm for row in analysis.at_rate(experiment, outcomes, 0.1)] == ["control", "other"]

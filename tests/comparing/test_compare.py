@@ -1,0 +1,313 @@
+"""`jaxgrpo compare` whole, on models that are known tables: what it reports, and after a kill."""
+
+from __future__ import annotations
+
+import csv
+import functools
+import json
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+import tables
+import tomli_w
+
+from jaxgrpo import config as configs
+from jaxgrpo import runtime, sharding, training
+from jaxgrpo.cli import main
+from jaxgrpo.comparing import analysis, results, running, sections
+from jaxgrpo.comparing import experiment as experiments
+from jaxgrpo.errors import InputError
+from jaxgrpo.io.tracking import read_metrics
+
+pytestmark = pytest.mark.slow
+
+RATES = (0.2, 0.3, 0.4, 0.45)  # below a half: greedily the base answers nothing right
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_device():
+    """Many steps of almost no work: waiting for four devices would be most of the time."""
+    alone = functools.partial(sharding.make_mesh, devices=jax.devices()[:1])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sharding, "make_mesh", alone)
+        yield
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("table")
+    tables.write_model(folder / "model", RATES)
+    tables.write_data(folder / "data.jsonl", len(RATES))
+    return folder
+
+
+def write(model: Path, folder: Path, steps: int = 6, **changes: Any) -> Path:
+    """An experiment on the tables; returns its file."""
+    data = str(model / "data.jsonl")
+    base = {
+        "model": {"path": str(model / "model")},
+        "data": {"path": data, "chat_template": "none"},
+        "rewards": [{"use": tables.REWARD}],
+        "optimizer": {"use": "sgd", "learning_rate": 1.0, "clip_norm": 0.0},
+        "rollout": {
+            "prompts_per_step": 8,
+            "group_size": 8,
+            "max_prompt_tokens": 1,
+            "max_completion_tokens": 2,
+        },
+        "train": {"steps": steps},
+        "eval": {"data": data, "samples": 16},
+        "checkpoint": {"every": 5},
+        "run": {"dir": "nowhere"},
+    }
+    folder.mkdir(exist_ok=True)
+    (folder / "base.toml").write_text(tomli_w.dumps(base))
+    whole = {
+        "base": "base.toml",
+        "dir": str(folder / "out"),
+        "control": "grpo",
+        "learning_rates": [0.5],
+        "seeds": 6,
+        **changes,
+    }
+    (folder / "x.toml").write_text(tomli_w.dumps(whole))
+    return folder / "x.toml"
+
+
+def summary_of(case: experiments.Case) -> dict[str, Any]:
+    return json.loads((case.path / "summary.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def compared(model, tmp_path_factory):
+    """(experiment, cases, outcomes): an arm, its twin, one that stays, one under full noise."""
+    arms = {
+        "grpo": {"recipe": "grpo"},
+        "twin": {"recipe": "grpo"},
+        "frozen": {"recipe": "grpo", "learning_rates": [0.0]},
+        "noise": {"recipe": "grpo", "rewards": [{"use": tables.REWARD, "flip": 0.5}]},
+    }
+    file = write(model, tmp_path_factory.mktemp("compare"), arms=arms, tests=["frozen"])
+    assert main(["compare", str(file)]) == 0
+    experiment = experiments.load(file)
+    cases = experiments.cases_of(experiment)
+    return experiment, cases, results.read_all(cases)
+
+
+def test_identical_arms_with_identical_seeds_differ_by_exactly_0(compared):
+    experiment, _, outcomes = compared
+    for metric in ("eval/accuracy", "eval/pass@1", "reward", "tokens", "entropy"):
+        one, other = (
+            results.values_of(experiment, outcomes, arm, metric) for arm in ("grpo", "twin")
+        )
+        assert (one == other).all()
+    (row,) = [row for row in analysis.at_best(experiment, outcomes) if row.arm == "twin"]
+    assert row.difference == (0, 0, 0)
+
+
+def test_an_arm_that_does_not_learn_is_reported_worse_and_its_reverse_better(compared):
+    experiment, cases, outcomes = compared
+    (row,) = [row for row in analysis.at_best(experiment, outcomes) if row.arm == "frozen"]
+    assert row.metric.value == 0, "no prompt's likeliest answer is right in the base"
+    assert row.corrected == 2 / 2**6
+    assert analysis.standing(experiment, row).word == "worse"
+    text = (Path(experiment.dir) / "tables.md").read_text()
+    assert "frozen against grpo: worse. eval/accuracy differs by -" in text
+    for case in cases:
+        if case.arm == "frozen":
+            base, trained = (outcomes["frozen", 0.0][case.seed].numbers[name]
+                             for name in ("base/accuracy", "eval/accuracy"))  # fmt: skip
+            assert base == trained == 0
+
+
+def test_noise_flips_training_and_never_evaluation(compared):
+    _, cases, outcomes = compared
+    shares = []
+    for case in cases:
+        base = outcomes["grpo", 0.5][case.seed].numbers["base/pass@1"]
+        assert outcomes[case.arm, case.rate][case.seed].numbers["base/pass@1"] == base
+        lines = read_metrics(case.path)
+        if case.arm == "noise":
+            shares += [line["rewards/right/flipped"] for line in lines if "reward" in line]
+    # 6 seeds x 6 steps x 64 samples, a fair coin each.
+    assert sum(shares) / len(shares) == pytest.approx(0.5, abs=4 * 0.5 / (36 * 64) ** 0.5)
+    rewards = [outcomes["noise", 0.5][seed].numbers["reward"] for seed in range(6)]
+    assert sum(rewards) / 6 == pytest.approx(0.5, abs=0.05)
+
+
+def test_a_run_is_the_same_config_run_by_train(compared, tmp_path):
+    _, cases, _ = compared
+    for case in (cases[0], cases[3], cases[-1]):
+        config = configs.load(case.path / "config.toml")
+        alone = training.train(config, run={"dir": str(tmp_path / case.arm / str(case.seed))})
+        again = configs.load(alone.path / "config.toml")
+        assert again.run.dir != config.run.dir
+        assert alone.summary["parameter_hash"] == summary_of(case)["parameter_hash"]
+        clockless = [
+            [{name: v for name, v in line.items() if not name.startswith("time/")} for line in of]
+            for of in (read_metrics(alone.path), read_metrics(case.path))
+        ]
+        assert clockless[0] == clockless[1]
+
+
+def test_everything_is_left_in_the_folder(compared):
+    experiment, cases, outcomes = compared
+    folder = Path(experiment.dir)
+    with open(folder / "results.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert list(rows[0]) == ["arm", "lr", "seed", "metric", "value"]
+    found = {(r["arm"], float(r["lr"]), int(r["seed"]), r["metric"]): r["value"] for r in rows}
+    assert len(found) == len(rows)
+    for (arm, rate), by_seed in outcomes.items():
+        for seed, outcome in by_seed.items():
+            for metric, value in outcome.numbers.items():
+                assert float(found[arm, rate, seed, metric]) == value
+    page = (folder / "report.html").read_text()
+    assert page.count("data:image/svg+xml") == 7
+    assert "no difference shown" not in page, "only one arm was to be tested"
+    assert "| rewards.0.flip | 0.0 | 0.0 | 0.0 | 0.5 |" in (folder / "differences.md").read_text()
+    assert (folder / "experiment.toml").read_bytes() == experiment.source.read_bytes()
+    for case in cases:
+        assert (case.path / "model" / "model.safetensors").exists()
+        assert not (case.path / "checkpoints").exists()
+
+
+def test_warnings_of_the_runs_are_told(compared):
+    experiment, cases, _ = compared
+    warned = {case.arm for case in cases if any(summary_of(case)["warnings"].values())}
+    text = (Path(experiment.dir) / "tables.md").read_text()
+    told = text.partition("## Warnings")[2].partition("\n## ")[0]
+    assert warned, "else the example shows nothing"
+    for arm in experiment.arms:
+        assert (f"| {arm} |" in told) == (arm in warned)
+
+
+def test_an_unknown_metric_is_refused_after_the_first_run(model, tmp_path, capsys):
+    file = write(
+        model, tmp_path, steps=1, arms={"a": {}, "b": {}}, control="a", metric="eval/pass@k"
+    )
+    assert main(["compare", str(file)]) == 2
+    said = capsys.readouterr().err
+    assert "metric = 'eval/pass@k': no such number; did you mean 'eval/pass@" in said
+    assert len(list((tmp_path / "out/runs").glob("*/*/*"))) == 1
+
+
+def test_a_second_start_touches_no_finished_run_and_writes_the_same(compared, capsys):
+    experiment, cases, _ = compared
+    folder = Path(experiment.dir)
+    before = {file: file.stat().st_mtime_ns for file in (folder / "runs").rglob("*")}
+    texts = [(folder / name).read_bytes() for name in ("tables.md", "results.csv")]
+    assert main(["compare", str(experiment.source)]) == 0
+    assert f"{len(cases)} of {len(cases)} runs are finished already" in capsys.readouterr().out
+    assert before == {file: file.stat().st_mtime_ns for file in (folder / "runs").rglob("*")}
+    assert texts == [(folder / name).read_bytes() for name in ("tables.md", "results.csv")]
+
+
+def test_a_folder_that_holds_runs_of_another_config_is_refused(compared, model, tmp_path):
+    experiment, *_ = compared
+    shutil.copytree(experiment.dir, tmp_path / "out")
+    arms = {"grpo": {"recipe": "grpo"}, "twin": {"recipe": "sign"}}
+    file = write(model, tmp_path, arms=arms, seeds=1)
+    cases = experiments.cases_of(experiments.load(file))
+    assert running.is_finished(cases[0]), "moved, and still the same run"
+    with pytest.raises(InputError, match=r"(?s)twin.*another config.*recipe: grpo -> sign"):
+        running.is_finished(cases[1])
+
+
+@pytest.mark.full
+def test_ten_arms_that_differ_by_chance_alone_yield_no_significant_difference(model, tmp_path):
+    """The same noise share, drawn differently in each arm: by name of the reward."""
+    arms = {
+        f"same{i}": {"rewards": [{"use": tables.REWARD, "flip": 0.25, "name": f"r{i}"}]}
+        for i in range(10)
+    }
+    file = write(
+        model, tmp_path, steps=2, arms=arms, control="same0", seeds=9, metric="eval/pass@1"
+    )
+    assert main(["compare", str(file)]) == 0
+    experiment = experiments.load(file)
+    _, corrected, _ = analysis.detectable(experiment)
+    assert corrected < experiment.level, "a difference could be shown"
+    outcomes = results.read_all(experiments.cases_of(experiment))
+    rows = [row for row in analysis.at_best(experiment, outcomes) if row.difference]
+    assert len(rows) == 9
+    assert all(row.difference and row.difference.value != 0 for row in rows)
+    words = {analysis.standing(experiment, row).word for row in rows}
+    assert words == {"no difference shown"}
+    answer = sections.sections(experiment, outcomes)[0].text
+    assert all("no difference shown" in line for line in answer)
+
+
+def test_a_stop_signal_saves_and_says_how_to_go_on(model, tmp_path, monkeypatch, capsys):
+    file = write(model, tmp_path, arms={"a": {}, "b": {}}, control="a", seeds=1)
+    with monkeypatch.context() as patch:
+        patch.setattr(runtime, "stop_requested", lambda step: step == 3)
+        assert main(["compare", str(file)]) == 143
+    said = capsys.readouterr().err
+    assert f"go on with: jaxgrpo compare {file}" in said
+    assert "jaxgrpo train" not in said
+    stopped = tmp_path / "out/runs/a/lr_0.5/seed_0"
+    assert len(read_metrics(stopped)) == 1 + 3
+    first = (stopped / "metrics.jsonl").read_bytes()
+    assert main(["compare", str(file)]) == 0
+    assert (stopped / "metrics.jsonl").read_bytes().startswith(first), "nothing is done again"
+    assert len(read_metrics(stopped)) == 1 + 6
+
+
+@pytest.mark.full
+def test_killed_and_started_again_it_repeats_nothing_and_gives_the_same_table(
+    model, tmp_path, python, environment
+):
+    arms = {"grpo": {"recipe": "grpo"}, "sign": {"recipe": "sign"}}
+    files = [
+        write(model, tmp_path / name, steps=60, arms=arms, seeds=3) for name in ("whole", "killed")
+    ]
+
+    def start(file: Path) -> subprocess.Popen:
+        return subprocess.Popen(
+            [python, "-m", "jaxgrpo", "compare", str(file)],
+            env=environment(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    def finished() -> list[Path]:
+        return [path.parent for path in (tmp_path / "killed/out/runs").glob("*/*/*/summary.json")]
+
+    def is_under_way() -> bool:
+        """Whether a run has made some of its steps and not all, and others are finished."""
+        logs = (tmp_path / "killed/out/runs").glob("*/*/*/metrics.jsonl")
+        waiting = [log for log in logs if not (log.parent / "summary.json").exists()]
+        return len(finished()) >= 2 and any(log.read_bytes().count(b"\n") > 10 for log in waiting)
+
+    whole, doomed = map(start, files)
+    started = time.monotonic()
+    while not is_under_way() and doomed.poll() is None and time.monotonic() - started < 200:
+        time.sleep(0.01)
+    doomed.send_signal(signal.SIGKILL)
+    doomed.communicate()
+    kept = [file for run in finished() for file in run.rglob("*") if "checkpoints" not in str(file)]
+    assert 2 <= len(finished()) < 6
+    assert is_under_way()
+    before = {file: file.stat().st_mtime_ns for file in kept if file.is_file()}
+    again = start(files[1])
+    said, _ = again.communicate(timeout=200)
+    assert again.returncode == 0, said
+    assert "of 6 runs are finished already" in said
+    assert before == {file: file.stat().st_mtime_ns for file in before}
+    said, _ = whole.communicate(timeout=200)
+    assert whole.returncode == 0, said
+    one, other = ((tmp_path / name / "out") for name in ("whole", "killed"))
+    assert (one / "tables.md").read_bytes() == (other / "tables.md").read_bytes()
+    clockless = [
+        [line for line in (folder / "results.csv").read_text().splitlines() if "time/" not in line]
+        for folder in (one, other)
+    ]
+    assert clockless[0] == clockless[1]

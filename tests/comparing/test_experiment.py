@@ -1,0 +1,177 @@
+"""Experiment files: what is refused, what is locked, and the config that each run gets."""
+
+from __future__ import annotations
+
+import dataclasses
+import tomllib
+
+import pytest
+import tomli_w
+
+from jaxgrpo import config as configs
+from jaxgrpo.cli import main
+from jaxgrpo.comparing import experiment as experiments
+from jaxgrpo.errors import ConfigError
+
+ARMS = {"grpo": {"recipe": "grpo"}, "sign": {"recipe": "sign"}}
+
+
+def tables(**changes):
+    whole = {
+        "base": "quickstart",
+        "dir": "runs/x",
+        "control": "grpo",
+        "learning_rates": [1e-4, 3e-4],
+        "seeds": 2,
+        "arms": ARMS,
+        **changes,
+    }
+    return {name: value for name, value in whole.items() if value is not None}
+
+
+def load(tmp_path, **changes):
+    file = tmp_path / "experiment.toml"
+    file.write_text(tomli_w.dumps(tables(**changes)))
+    return experiments.load(file)
+
+
+def cases(tmp_path, **changes):
+    return experiments.cases_of(load(tmp_path, **changes))
+
+
+def problems(tmp_path, **changes):
+    with pytest.raises(ConfigError) as refused:
+        cases(tmp_path, **changes)
+    return refused.value.problems
+
+
+def test_a_run_has_the_config_of_the_base_but_for_what_is_said(tmp_path):
+    found = cases(tmp_path, set={"train": {"steps": 7}})
+    assert [(case.arm, case.rate, case.seed) for case in found[:4]] == [
+        ("grpo", 1e-4, 0),
+        ("grpo", 3e-4, 0),
+        ("sign", 1e-4, 0),
+        ("sign", 3e-4, 0),
+    ]
+    assert len(found) == 8
+    last = found[-1].config
+    base = configs.load("quickstart")
+    assert (last.recipe, last.train.steps, last.train.seed) == ("sign", 7, 1)
+    assert last.optimizer == dataclasses.replace(base.optimizer, learning_rate=3e-4)
+    for table in ("model", "data", "rewards", "loss", "rollout", "eval", "mesh", "reference"):
+        assert getattr(last, table) == getattr(base, table)
+    assert last.run.dir == "runs/x/runs/sign/lr_0.0003/seed_1"
+    assert configs.from_dict(tomllib.loads(configs.to_toml(last))) == last
+
+
+@pytest.mark.parametrize(
+    ("arm", "said"),
+    [
+        ({"train": {"steps": 3}}, "arms.b.train.steps: locked, the same in every arm"),
+        ({"data.path": "x"}, "arms.b.data.path: locked"),
+        ({"rollout": {"temperature": 0.5}}, "arms.b.rollout.temperature: locked"),
+        ({"eval": {"samples": 3}}, "arms.b.eval.samples: locked"),
+        ({"model": {"path": "y"}}, "arms.b.model.path: locked"),
+        ({"optimizer": {"learning_rate": 1.0}}, "arms.b.learning_rates = [...]"),
+        ({"recipie": "sign"}, "arms.b.recipie: unknown key; did you mean recipe?"),
+    ],
+)
+def test_an_arm_may_not_differ_in_what_is_locked(tmp_path, arm, said):
+    (problem,) = problems(tmp_path, arms={"grpo": {"recipe": "grpo"}, "b": arm})
+    assert said in problem
+
+
+def test_all_problems_come_at_once_with_the_nearest_name(tmp_path):
+    found = problems(
+        tmp_path,
+        base=None,
+        bse="quickstart",
+        control="gpro",
+        seeds=[1, 1],
+        learning_rates=[-1.0],
+        tests=["sing"],
+        level=2.0,
+        set={"run": {"dir": "x"}, "optimizer.learning_rate": 1.0},
+        train={"steps": 3},
+    )
+    text = "\n".join(found)
+    for said in (
+        "bse: unknown key; did you mean base?",
+        "train: unknown key; a key of a config; write set.train",
+        "seeds = [1, 1]: expected a number of seeds",
+        "learning_rates = [-1.0]: expected a list of different rates",
+        "level = 2.0: expected a number between 0 and 1",
+        "set.run.dir: is the comparison's own",
+        "set.optimizer.learning_rate: is what `learning_rates` is for",
+        "control = \"gpro\": no arm 'gpro'; did you mean 'grpo'?",
+        "tests = [\"sing\"]: no arm 'sing'; did you mean 'sign'?",
+    ):
+        assert said in text
+    assert len(found) == 9
+
+
+def test_problems_of_the_configs_name_the_arm(tmp_path):
+    arms = {**ARMS, "odd": {"recipe": "gpro"}, "odder": {"loss": {"kl": {"use": "k9"}}}}
+    found = problems(tmp_path, arms=arms)
+    assert [problem.partition(":")[0] for problem in found] == ["arms.odd", "arms.odder"]
+    assert "did you mean 'grpo'" in found[0]
+    (problem,) = problems(tmp_path, set={"train": {"stpes": 3}})
+    assert problem == (
+        'base = "quickstart" with set: train.stpes: unknown key; did you mean train.steps?'
+    )
+
+
+def test_tuning_seeds_are_others_and_the_control_is_not_tested(tmp_path):
+    found = problems(tmp_path, tuning_seeds=[1, 5], tests=["grpo"])
+    assert any("tuning_seeds = [1]: among seeds too" in problem for problem in found)
+    assert any("'grpo' is the control" in problem for problem in found)
+    assert {case.seed for case in cases(tmp_path, tuning_seeds=[5])} == {0, 1, 5}
+
+
+def test_group_sizes_differ_only_where_it_is_said_what_a_step_keeps(tmp_path):
+    arms = {"grpo": {}, "two": {"rollout": {"group_size": 2}}}
+    (problem,) = problems(tmp_path, arms=arms)
+    assert "arms.two: rollout.group_size: say what a step keeps where it differs, hold" in problem
+    for hold, prompts in (("samples", 128), ("prompts", 32)):  # the base: 32 x 8
+        found = cases(tmp_path, arms=arms, hold=hold)
+        assert [case.config.rollout.prompts_per_step for case in found[::2][:2]] == [32, prompts]
+    (problem,) = problems(
+        tmp_path, hold="samples", arms={"grpo": {}, "odd": {"rollout": {"group_size": 3}}}
+    )
+    assert "32 x 8 = 256 samples, which is no multiple of it" in problem
+
+
+def test_the_judge_of_evaluations_is_the_same_in_every_arm(tmp_path):
+    arms = {"grpo": {}, "long": {"rewards": [{"use": "length"}, {"use": "arithmetic"}]}}
+    (problem,) = problems(tmp_path, arms=arms)
+    assert "name the judge, set.eval.scorer" in problem
+    assert cases(tmp_path, arms=arms, set={"eval": {"scorer": "arithmetic"}})
+    noisy = {"grpo": {}, "noisy": {"rewards": [{"use": "arithmetic", "flip": 0.07}]}}
+    assert cases(tmp_path, arms=noisy)
+
+
+def test_differences_are_those_of_the_resolved_configs(tmp_path):
+    arms = {
+        "grpo": {},
+        "noisy": {"rewards": [{"use": "arithmetic", "flip": 0.07}], "learning_rates": [0.0]},
+        "own": {"advantage": [{"use": "sum_rewards"}, {"use": "sign"}]},
+    }
+    found = experiments.differences(cases(tmp_path, arms=arms))
+    assert found == {
+        "advantage.0.use": {"grpo": "–", "noisy": "–", "own": '"sum_rewards"'},
+        "advantage.1.use": {"grpo": "–", "noisy": "–", "own": '"sign"'},
+        "recipe": {"grpo": '"grpo"', "noisy": '"grpo"', "own": "–"},
+        "rewards.0.flip": {"grpo": "0.0", "noisy": "0.07", "own": "0.0"},
+    }
+
+
+def test_a_dry_run_shows_the_plan_and_what_can_be_seen(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    load(tmp_path, seeds=7)
+    assert main(["compare", "experiment.toml", "--dry-run"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "28 runs: 2 arms" in shown
+    assert "gives no p below 0.016" in shown
+    assert not (tmp_path / "runs").exists()
+    assert main(["compare", "x3_g5", "--dry-run"]) == 2
+    assert "did you mean 'x3_g" in capsys.readouterr().err

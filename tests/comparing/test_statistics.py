@@ -1,0 +1,119 @@
+"""Statistics of a comparison against brute force, tables written by hand, and chance itself."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+
+from jaxgrpo.comparing import statistics
+
+
+def best(values):
+    return max(sum(row) / len(row) for row in values)
+
+
+def brute_force(arm, control):
+    """The share of exchanges whose difference of best means is at least the observed one."""
+    observed = abs(best(arm) - best(control))
+    met = 0
+    for swapped in itertools.product([False, True], repeat=len(arm[0])):
+        pairs = [
+            [(c, a) if swap else (a, c) for a, c, swap in zip(*rows, swapped, strict=True)]
+            for rows in zip(arm, control, strict=True)
+        ]
+        one = [[a for a, _ in row] for row in pairs]
+        other = [[c for _, c in row] for row in pairs]
+        met += abs(best(one) - best(other)) >= observed - 1e-12
+    return met / 2 ** len(arm[0])
+
+
+@pytest.mark.parametrize("rates", [1, 3])
+def test_the_exchange_test_counts_every_exchange(rates):
+    random = np.random.default_rng(rates)
+    for shift in (0.0, 0.5, 3.0):
+        arm, control = random.normal(size=(2, rates, 6))
+        arm = arm + shift
+        expected = brute_force(arm.tolist(), control.tolist())
+        assert statistics.exchange_test(arm, control) == pytest.approx(expected)
+
+
+def test_equal_arms_have_p_1_and_what_all_seeds_agree_on_the_smallest():
+    same = np.array([[0.3, 0.5, 0.2]])
+    assert statistics.exchange_test(same, same) == 1
+    assert statistics.sign_flip_test(np.zeros(7)) == 1
+    # By hand: only all + and all - are as far from 0, 2 of 2^7.
+    assert statistics.sign_flip_test(np.array([1, 2, 3, 4, 5, 6, 7])) == 2 / 128
+    assert statistics.sign_flip_test(-np.array([1, 2, 3, 4, 5, 6, 7])) == 2 / 128
+    assert statistics.smallest_p(7) == 2 / 128
+    # Signs of (3, -1): sums 2, 4, -4, -2; all four are at least 2 away from 0.
+    assert statistics.sign_flip_test(np.array([3, -1])) == 1
+
+
+def test_many_seeds_are_judged_by_drawn_exchanges():
+    random = np.random.default_rng(0)
+    difference = random.normal(0.5, 1.0, 14)
+    signs = np.array(list(itertools.product([1, -1], repeat=14)))
+    exact = (abs(signs @ difference) >= abs(difference.sum()) - 1e-9).mean()
+    found = statistics.sign_flip_test(difference)
+    error = math.sqrt(exact * (1 - exact) / statistics.DRAWN)
+    assert found == pytest.approx(exact, abs=5 * error)
+    assert found == statistics.sign_flip_test(difference)
+    assert statistics.sign_flip_test(np.ones(40)) == statistics.smallest_p(40) > 0
+
+
+def test_holm_of_a_table_worked_by_hand():
+    # Sorted .01 .02 .03 .04 times 4 3 2 1: .04 .06 .06 .04, then never falling.
+    p = {"b": 0.02, "d": 0.04, "a": 0.01, "c": 0.03}
+    corrected = statistics.holm(p)
+    assert list(corrected) == list(p)
+    assert corrected == pytest.approx({"a": 0.04, "b": 0.06, "c": 0.06, "d": 0.06})
+    assert statistics.holm({"a": 0.7, "b": 0.8}) == {"a": 1.0, "b": 1.0}
+    assert statistics.holm({}) == {}
+
+
+def test_seven_seeds_cannot_show_five_differences_and_nine_can():
+    assert 5 * statistics.smallest_p(7) > 0.05 >= 5 * statistics.smallest_p(9)
+    assert statistics.seeds_needed(5, 0.05) == 8  # 5 * 2 / 256 = .039
+    assert statistics.seeds_needed(1, 0.05) == 6
+
+
+def test_the_interval_is_that_of_means_of_resamples():
+    values = np.array([0.1, 0.4, 0.2, 0.9, 0.5])
+    random = np.random.default_rng(7)
+    means = [random.choice(values, 5).mean() for _ in range(20_000)]
+    expected = np.percentile(means, [2.5, 97.5])
+    np.testing.assert_allclose(statistics.interval(values), expected, atol=0.02)
+    assert statistics.interval(values) == statistics.interval(values)
+    assert statistics.interval(np.full(4, 0.5)) == (0.5, 0.5)
+    assert np.isnan(statistics.interval(np.array([0.5]))).all()
+
+
+def test_the_best_rate_is_the_first_of_the_highest_means():
+    assert statistics.choose(np.array([[0.1, 0.2], [0.3, 0.4], [0.4, 0.3]])) == 1
+
+
+def test_the_crossing_is_the_first_k_below_the_base():
+    base, trained = np.array([0.2, 0.4, 0.6, 0.7]), np.array([0.5, 0.55, 0.59, 0.6])
+    assert statistics.crossing(base, trained) == 3
+    assert statistics.crossing(trained, base) == 1
+    assert statistics.crossing(base, base) is None
+
+
+@pytest.mark.parametrize("rates", [1, 3])
+def test_ten_arms_that_are_the_same_are_found_to_differ_no_oftener_than_the_level(rates):
+    """Seeds differ, the noise is skewed, the best of the rates is taken: all by chance."""
+    random = np.random.default_rng(rates)
+    level, seeds, rounds = 0.05, 9, 250
+    assert 9 * statistics.smallest_p(seeds) < level, "else nothing could be found at all"
+    false = 0
+    for _ in range(rounds):
+        of_seed = random.normal(size=seeds)
+        arms = of_seed + random.exponential(size=(10, rates, seeds))
+        p = {str(i): statistics.exchange_test(arms[i], arms[0]) for i in range(1, 10)}
+        false += min(statistics.holm(p).values()) <= level
+    assert false / rounds <= level + 3 * math.sqrt(level * (1 - level) / rounds)
+    better = {"1": statistics.exchange_test(arms[1] + 5, arms[0])}
+    assert statistics.holm(better)["1"] <= level, "and a real difference is found"

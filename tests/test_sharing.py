@@ -1,0 +1,85 @@
+"""What runs of one process share, and that it changes nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import small_run
+
+from jaxgrpo import config as configs
+from jaxgrpo import training
+from jaxgrpo.assembly import setup
+from jaxgrpo.evaluation import evaluator_of
+from jaxgrpo.sharing import DEPENDS, Shared
+
+EVAL = {"eval.data": "task:arithmetic:test", "eval.prompts": 8, "eval.samples": 4}
+
+
+def config(folder, **changes):
+    return small_run.config(folder, **{**EVAL, "train.steps": 2, "run.report": False, **changes})
+
+
+def test_each_key_is_among_those_that_something_shared_depends_on_or_acts_on_nothing_shared():
+    keys = configs.flat(configs.tables_of(configs.load("quickstart")))
+    tables = set().union(*DEPENDS.values())
+    left = {k for k in keys if not any(k == t or k.startswith(f"{t}.") for t in tables)}
+    assert {key if key == "train.seed" else key.partition(".")[0] for key in left} == {
+        *("train.seed", "run", "tracking", "checkpoint", "reference")
+    }
+
+
+def test_what_differs_only_by_seed_shares_everything_and_a_method_is_its_own(tmp_path):
+    shared = Shared()
+    asked: list[str] = []
+
+    def names(given):
+        """What is made anew for a config."""
+        asked.clear()
+        share = shared.of(given)
+        for name in DEPENDS:
+            share(name, lambda name=name: asked.append(name))
+        return set(asked)
+
+    first = config(tmp_path / "a")
+    assert names(first) == set(DEPENDS)
+    assert names(config(tmp_path / "b", **{"train.seed": 1})) == set()
+    assert names(dataclasses.replace(first, recipe="sign")) == {"method"}
+    rate = {"optimizer": {"learning_rate": 0.5}}
+    assert names(config(tmp_path / "c", **rate)) == {"method", "update"}
+    assert names(config(tmp_path / "d", **{"eval.samples": 2})) == {"inputs", "evaluator"}
+    size = names(config(tmp_path / "e", **{"rollout.group_size": 2}))
+    assert size == {"method", "update", "sampler", "evaluator"}
+
+
+def test_a_run_that_shares_ends_as_one_that_does_not(tmp_path):
+    shared = Shared()
+    hashes = []
+    for seed in (0, 1):
+        given = config(tmp_path / f"shared{seed}", **{"train.seed": seed, "recipe": "rloo"})
+        share = shared.of(given)
+        run = training.take(
+            given,
+            lambda given=given, share=share: setup(given, share=share),
+            lambda parts, share=share: evaluator_of(parts, share),
+            shown=False,
+        )
+        hashes.append(run.summary["parameter_hash"])
+    assert hashes[0] != hashes[1]
+    alone = training.train(config(tmp_path / "alone", **{"train.seed": 1, "recipe": "rloo"}))
+    assert alone.summary["parameter_hash"] == hashes[1]
+    assert small_run.metrics(tmp_path / "alone") == small_run.metrics(tmp_path / "shared1")
+    assert not (tmp_path / "alone" / "report.html").exists()
+
+
+def test_noise_is_what_training_sees_and_evaluation_does_not(tmp_path):
+    rewards = [{"use": f"{small_run.__file__}:nothing", "flip": 0.25}]
+    changes = {"rewards": rewards, "optimizer": {"learning_rate": 0.0}}
+    run = training.train(config(tmp_path / "r", **changes))
+    shares = [line["rewards/nothing/flipped"] for line in run.metrics if "reward" in line]
+    assert shares == [line["reward"] for line in run.metrics if "reward" in line]
+    # 64 draws at .25: four deviations of .054.
+    assert np.mean(shares) > 0
+    assert abs(np.mean(shares) - 0.25) < 0.22
+    for line in run.metrics:
+        assert line.get("eval/pass@1", 0) == 0
