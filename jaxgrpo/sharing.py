@@ -20,7 +20,7 @@ DEPENDS = {
     "sampler": _SAMPLED,
     "update": _UPDATED,
     "method": (*_UPDATED, "recipe", "advantage", "rewards"),
-    "evaluator": (*_SAMPLED, *_INPUTS, "rewards"),
+    "evaluator": (*_SAMPLED, *_INPUTS, "rewards", "train.rows_per_micro_batch"),
 }
 """What can be shared, and the keys of a config that it depends on: tables, or keys of one. None of
 them depends on the seed, nor on where a run is kept."""
