@@ -56,9 +56,9 @@ def start(platform: str = "auto") -> str:
         jax.config.update("jax_platforms", "cpu")
     _quiet_libtpu(os.environ)
     _join(os.environ)
-    _keep_compilations(os.environ)
     found = _PLATFORM_NAMES.get(jax.default_backend(), jax.default_backend())
     _check_platform(platform, found)
+    _keep_compilations(os.environ, found)
     devices = jax.devices()
     processes = f"{jax.process_count()} process{'es' * (jax.process_count() > 1)}"
     return (
@@ -193,7 +193,15 @@ def _quiet_libtpu(environment: MutableMapping[str, str]) -> None:
         environment.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-1")
 
 
-def _keep_compilations(environment: Mapping[str, str]) -> None:
+def _keep_compilations(environment: Mapping[str, str], platform: str) -> None:
+    """Keeps compiled programs on disk; not those of several CPU devices.
+
+    Read back, such a program forgets the order of its collectives (XLA of JAX 0.10.2): devices wait
+    in different ones, for ever.
+    """
+    if platform == "cpu" and jax.device_count() > 1:
+        jax.config.update("jax_enable_compilation_cache", False)
+        return
     jax.config.update("jax_compilation_cache_dir", str(cache_folder(environment)))
     if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in environment:
         jax.config.update("jax_persistent_cache_min_compile_time_secs", _CACHE_MIN_SECONDS)

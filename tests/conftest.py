@@ -1,4 +1,4 @@
-"""The surroundings of every test: four CPU devices, checked shapes, one shared compile cache."""
+"""The surroundings of every test: four CPU devices, checked shapes; commands share compilations."""
 
 from __future__ import annotations
 
@@ -32,6 +32,10 @@ os.environ["HF_DATASETS_CACHE"] = str(REPOSITORY / ".cache" / "datasets")
 import jax
 import jaxtyping
 import pytest
+
+# The commands' alone: read back, programs of several CPU devices may wait for one another for ever
+# (runtime._keep_compilations).
+jax.config.update("jax_enable_compilation_cache", False)
 
 # Loaded before the hook, so that trees of specs may stand in the data types: their fields hold
 # arrays, ShapeDtypeStructs, shardings. Every other module is checked at each call.

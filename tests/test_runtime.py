@@ -105,6 +105,25 @@ def test_an_accelerator_that_jax_cannot_use_is_noticed_unless_it_is_hidden(tmp_p
     assert runtime.idle_accelerator({"CUDA_VISIBLE_DEVICES": ""}, str(tmp_path)) is not None
 
 
+@pytest.mark.parametrize("devices", [1, 4])
+def test_programs_of_several_cpu_devices_are_not_kept(devices, python, environment, tmp_path):
+    # Taken from the cache they would wait for one another for ever.
+    code = """
+import jax, jax.numpy as jnp
+from jaxgrpo import runtime
+runtime.start()
+jax.jit(lambda x: jnp.tanh(x @ x))(jnp.ones((3, 3)))
+"""
+    kept = tmp_path / "kept"
+    variables = {"JAX_COMPILATION_CACHE_DIR": str(kept)}
+    variables["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+    done = subprocess.run(
+        [python, "-c", code], env=environment(devices, **variables), cwd=tmp_path, check=False
+    )
+    assert done.returncode == 0
+    assert (kept.is_dir() and any(kept.iterdir())) == (devices == 1)
+
+
 def test_compiled_programs_go_where_jax_is_told_or_into_the_users_cache():
     assert str(runtime.cache_folder({"JAX_COMPILATION_CACHE_DIR": "/a"})) == "/a"
     assert str(runtime.cache_folder({"XDG_CACHE_HOME": "/b"})) == "/b/jaxgrpo/xla"
