@@ -22,7 +22,7 @@ from jax import Array
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.common import describe, interval, report, timed
+from benchmarks.common import describe, interval, keep_memory, report, timed
 from jaxgrpo.logprobs import token_logprobs
 
 LIMIT = 1.5
@@ -145,6 +145,7 @@ def main() -> None:
     parser.add_argument("--chunks", type=int, nargs="*", default=[], help="further chunk sizes")
     parser.add_argument("--repeats", type=int, default=11)
     arguments = parser.parse_args()
+    keep_memory("benchmarks.logprobs")
     about, console = describe(), Console(width=110)
     console.print(f"{about['device']}, jax {about['jax']}, commit {about['commit']}")
     values = arrays(arguments.tokens, arguments.vocab, arguments.width)

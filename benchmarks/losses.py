@@ -26,7 +26,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.advantages import compare, seconds_of
-from benchmarks.common import describe, interval, report
+from benchmarks.common import describe, interval, keep_memory, report
 from jaxgrpo.logprobs import token_logprobs
 from jaxgrpo.losses import build_surrogate, registry, token_loss, token_mean
 
@@ -111,6 +111,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--only", nargs="*", help="names of surrogates")
     arguments = parser.parse_args()
+    keep_memory("benchmarks.losses")
     about, console = describe(), Console(width=110)
     console.print(f"{about['device']}, jax {about['jax']}, commit {about['commit']}")
     names = [name for name in registry.surrogates if not arguments.only or name in arguments.only]

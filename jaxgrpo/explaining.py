@@ -225,7 +225,9 @@ def _show_json(name: str, stages: Sequence[chains.Stage]) -> None:
             for stream, signal in streams.items()
         }
         steps.append({"step": stage.name, **(signals.pop("", None) or {"streams": signals})})
-    metrics = {key: None if np.isnan(value) else value for key, value in _reported(stages).items()}
+    metrics = {
+        key: value if np.isfinite(value) else None for key, value in _reported(stages).items()
+    }
     shown = {"name": name, "steps": steps, "metrics": metrics}
     print(json.dumps({**shown, "alive": _alive(stages).tolist()}))  # noqa: T201
 

@@ -39,7 +39,7 @@ FIELDS: dict[str, Given] = {
     "answer_mask": Given("[P, J]", bool, "which of the answer's tokens there are"),
     "masked_answer_logp": Given("[P, J]", float, "log-probs of the answer without reasoning"),
     "rubric": Given("[P, G]", float, "1 where the sample meets the rubric, else 0"),
-    "classes": Given("[P, G]", int, "id of the kind of answer"),
+    "classes": Given("[P, G]", float, "id of the kind of answer"),
     "tree": Given("[P, G]", int, "id of the tree that the sample is a leaf of"),
     "ancestors": Given("[P, G, D]", int, "ids of its nodes, root first, -1 for none"),
     "row": Given("[P]", int, "row of the prompt in the data set"),
@@ -106,9 +106,17 @@ def _field(name: str, value: Any, shape: tuple[int, int]) -> np.ndarray:
     sizes = {"P": shape[0], "G": shape[1]}
     known = FIELDS.get(name)
     try:
-        array = np.array(value, known.kind if known else float)
+        array = np.array(value, float)
     except ValueError:
         raise InputError(f"--field {name}: its lists differ in length") from None
+    if known and known.kind is not float:
+        with np.errstate(invalid="ignore"):
+            whole = array.astype(known.kind)
+        odd = array[whole != array]
+        if odd.size:
+            wanted = "true or false" if known.kind is bool else "whole numbers"
+            raise InputError(f"--field {name} = {odd.flat[0]:g}: expected {wanted}")
+        array = whole
     letters = known.shape.strip("[]").split(", ") if known else ["P", "G"][: array.ndim]
     if name == "step":
         return array.reshape(-1)[0]

@@ -134,13 +134,30 @@ def _same_tokens(tokens: Array, chosen: Array) -> Array:
 
 
 def _fingerprints(tokens: Array) -> list[Array]:
-    """Two sums [P, G], modulo 2^32, of numbers that token and place are scrambled to."""
+    """Two sums [P, G], modulo 2^32, of numbers that token and place are scrambled to.
+
+    The token is scrambled before its place is added, and each sum has factors of its own: else two
+    samples that differ at two places alike could agree in both.
+    """
     place = jax.lax.broadcasted_iota(jnp.uint32, tokens.shape, tokens.ndim - 1)
-    first = tokens.astype(jnp.uint32) * jnp.uint32(0x9E3779B1) ^ place * jnp.uint32(0x85EBCA77)
-    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
-        first = (first ^ first >> jnp.uint32(shift)) * jnp.uint32(factor)
-    second = (first ^ first >> jnp.uint32(13)) * jnp.uint32(0xC2B2AE35)
-    halves = (part ^ part >> jnp.uint32(16) for part in (first, second))
     everywhere = jnp.ones(tokens.shape, bool)
-    sums = onepass.reduce(*(onepass.total(half, everywhere) for half in halves), axis=-1)
+    parts = (_scrambled(tokens.astype(jnp.uint32), place, factors) for factors in _FACTORS)
+    sums = onepass.reduce(*(onepass.total(part, everywhere) for part in parts), axis=-1)
     return [one[..., 0] for one in sums]
+
+
+def _scrambled(token: Array, place: Array, factors: tuple[int, int, int, int]) -> Array:
+    of_token, once_more, of_place, of_both = (jnp.uint32(factor) for factor in factors)
+    half, most = jnp.uint32(16), jnp.uint32(13)
+    token = token * of_token
+    token = (token ^ token >> half) * once_more
+    both = (token ^ token >> most) + place * of_place
+    both = (both ^ both >> half) * of_both
+    return both ^ both >> most
+
+
+_FACTORS = (
+    (0x9E3779B1, 0x7FEB352D, 0x85EBCA77, 0x846CA68B),
+    (0xC2B2AE3D, 0x2C1B3C6D, 0x27D4EB2F, 0x297A2D39),
+)
+"""Odd numbers of 32 bits, without a pattern."""

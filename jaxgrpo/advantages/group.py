@@ -204,7 +204,10 @@ def _unless_flat(
 
 
 def _remember_centred(centred: Signal, group: stats.Summary) -> Signal:
-    """What is known of groups less their mean: a subtraction rounds all their values alike."""
+    """What is known of groups less their mean: a subtraction rounds all their values alike.
+
+    Their mean is 0 but for the rounding of the mean that was subtracted.
+    """
 
     def less_mean(end: Array) -> Array:
         after = stats.widen(end) - jnp.where(group.count > 0, group.mean, 0)

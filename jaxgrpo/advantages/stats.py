@@ -78,8 +78,9 @@ def recall(signal: Signal) -> Summary | None:
 
 
 def remember(signal: Signal, found: Summary) -> Signal:
-    """The signal with its summary, low and high exact, for the next `of_groups`.
+    """The signal with its summary, for the next `of_groups`: low, high and count exact.
 
+    The mask must be that of the signal which the step was given, or a part of it.
     Known of these very arrays alone: with another value or mask, or behind the border of a jitted
     function, it is forgotten and computed anew.
     """
@@ -202,7 +203,7 @@ def cross_rollout_variance(
         axis=1,
     )
     spread = _divided(squares - total * _divided(total, number), number)
-    return jnp.maximum(spread, 0)
+    return jnp.where(squares < jnp.inf, jnp.maximum(spread, 0), squares)
 
 
 FEW = 32

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,6 +20,7 @@ from jaxgrpo.advantages import (
     tree_process,
     unlikeliness,
 )
+from jaxgrpo.advantages.diversity import _fingerprints
 from jaxgrpo.errors import InputError
 
 NAN = np.nan
@@ -79,6 +82,19 @@ def test_without_classes_equal_completions_are_one_class():
         token_mask=np.array([mask], bool),
     )
     np.testing.assert_allclose(value[0], [0.8, 0.8, 0.8, 0.8, 1, 1], rtol=1e-12)
+
+
+def test_no_two_completions_share_their_fingerprints():
+    every = np.array(list(itertools.product(range(12), repeat=4)))
+    one, other = _fingerprints(jnp.asarray(every[None]))
+    assert len(set(zip(one[0].tolist(), other[0].tolist(), strict=True))) == len(every)
+    # Renamings at two places, which sums of one scramble of token and place would confuse.
+    names = np.random.default_rng(0).integers(0, 150_000, 40_000)
+    twice = np.stack([names, 0 * names + 7, 0 * names + 8, names], -1)
+    pairs = [[6145, 7, 8, 6145], [56596, 7, 8, 56596]]
+    one, other = _fingerprints(jnp.asarray(np.concatenate([pairs, twice])[None]))
+    found = set(zip(one[0].tolist(), other[0].tolist(), strict=True))
+    assert len(found) == len({6145, 56596, *names.tolist()})
 
 
 def test_equal_completions_are_found_among_many():
