@@ -97,13 +97,28 @@ def holm(p: Mapping[str, float]) -> dict[str, float]:
     return {name: corrected[name] for name in p}
 
 
+def band(values: np.ndarray, resamples: int = RESAMPLES) -> np.ndarray:
+    """`interval` at each of m places by itself: [n, m] -> [2, m]."""
+    seeds = len(values)
+    drawn = np.random.default_rng(0).integers(0, seeds, (resamples, seeds))
+    weights = (drawn[..., None] == np.arange(seeds)).mean(1)  # [resamples, n]
+    return np.percentile(weights @ np.asarray(values, float), [2.5, 97.5], axis=0)
+
+
 def crossing(base: np.ndarray, trained: np.ndarray) -> int | None:
-    """The smallest k at which pass@k of the trained model is below that of the base; None: nowhere.
+    """The smallest k at which the trained model is shown to solve less than the base; None: nowhere.
+
+    Shown: the 95% bootstrap interval over seeds of trained - base lies wholly below 0. Base and
+    trained are drawn independently, so that their means alone cross by chance. Each k is looked at
+    by itself. One seed shows nothing.
 
     Args:
-      base, trained: pass@1, pass@2, ...
+      base, trained: pass@1, pass@2, ... by seeds, [n, K].
     """
-    below = np.flatnonzero(np.asarray(trained) < np.asarray(base) - SAME)
+    difference = np.asarray(trained, float) - np.asarray(base, float)
+    if len(difference) < 2:
+        return None
+    below = np.flatnonzero(band(difference)[1] < -SAME)
     return int(below[0]) + 1 if len(below) else None
 
 
