@@ -58,8 +58,8 @@ def replace(tables: dict[str, Any], changes: Mapping[str, Any], folder: Path) ->
     """
     for key, value in configs.absolute(dict(changes), folder).items():
         path = key.split(".")
-        if key in SECTIONS and isinstance(value, Mapping) and "use" in value:
-            tables.setdefault(key, {})
+        table = tables.setdefault(key, {}) if key in SECTIONS else None
+        if isinstance(table, dict) and isinstance(value, Mapping) and "use" in value:
             configs.drop_options(tables, [key, "use"], value["use"])
             for name, entry in value.items():
                 _set(tables, [key, name], entry)

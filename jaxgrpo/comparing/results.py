@@ -136,8 +136,9 @@ def mixtures(outcomes: Outcomes) -> list[str]:
 
 def has_other_code(case: Case) -> bool:
     """Whether a run was taken with own files that have changed since."""
-    present = {file.read_bytes() for file in case.config.own_files}
-    return bool(present) and present != _code_of(case)
+    files = case.config.own_files
+    present = {file.read_bytes() for file in files if file.is_file()}
+    return bool(files) and present != _code_of(case)
 
 
 def _code_of(case: Case) -> frozenset[bytes]:

@@ -12,7 +12,6 @@ from jaxgrpo.comparing.analysis import Estimate, Row, Table
 from jaxgrpo.comparing.experiment import Experiment
 from jaxgrpo.comparing.results import Outcome, Outcomes
 
-
 NO_P = (
     "No p: its learning rates are not the control's, and the best of them is chosen on the seeds "
     "it is judged on. Take tuning_seeds, or the same rates."
@@ -97,14 +96,12 @@ def said_detectable(experiment: Experiment) -> str:
         f"{corrected:.2g} corrected for {_count(len(tested), 'comparison')} "
         f"({', '.join(tested)} with {experiment.control})."
     )
-    if untold:
-        text += f" {untold}"
     if corrected > experiment.level:
         text += (
             f" At the level {experiment.level:g} no difference can be shown, however large: take "
             f"{needed} seeds or more, or name fewer arms in `tests` before looking."
         )
-    return text
+    return f"{text} {untold}".strip()
 
 
 def rows_of(experiment: Experiment, table: Table, own_rates: bool = False) -> list[list[str]]:

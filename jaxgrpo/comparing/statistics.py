@@ -106,7 +106,7 @@ def band(values: np.ndarray, resamples: int = RESAMPLES) -> np.ndarray:
 
 
 def crossing(base: np.ndarray, trained: np.ndarray) -> int | None:
-    """The smallest k at which the trained model is shown to solve less than the base; None: nowhere.
+    """The smallest k at which the trained model is shown to solve less than the base, or None.
 
     Shown: the 95% bootstrap interval over seeds of trained - base lies wholly below 0. Base and
     trained are drawn independently, so that their means alone cross by chance. Each k is looked at
