@@ -50,7 +50,7 @@ def sections(experiment: Experiment, outcomes: Outcomes) -> list[Section]:
         ),
         *_mixed(outcomes),
         *tables,
-        _pass_section(chosen),
+        _pass_section(experiment, chosen),
         _groups_section(chosen),
         *_warnings(outcomes),
         _cost_section(chosen),
@@ -169,7 +169,7 @@ def _how_chosen(experiment: Experiment) -> str:
     )
 
 
-def _pass_section(chosen: dict[str, list[Outcome]]) -> Section:
+def _pass_section(experiment: Experiment, chosen: dict[str, list[Outcome]]) -> Section:
     """pass@k before and after, and where the trained model falls below the base."""
     samples = min(len(run.base_pass) for found in chosen.values() for run in found)
     sizes = [4**power for power in range(20) if 4**power <= samples]
@@ -177,7 +177,7 @@ def _pass_section(chosen: dict[str, list[Outcome]]) -> Section:
     for arm, found in chosen.items():
         base = np.array([run.base_pass[:samples] for run in found])
         trained = np.array([run.trained_pass[:samples] for run in found])
-        k = statistics.crossing(base, trained)
+        k = statistics.crossing(base, trained, experiment.level)
         one, other = base.mean(0), trained.mean(0)
         rows.append(
             [
@@ -188,9 +188,10 @@ def _pass_section(chosen: dict[str, list[Outcome]]) -> Section:
         )
     text = (
         "Means over seeds and prompts, unbiased. The last column: the smallest k at which the "
-        "trained model is shown to solve less than the base, the 95% interval over seeds of the "
-        "difference wholly below 0. Both are drawn anew, so that means alone cross by chance; each "
-        "k is looked at by itself."
+        "trained model is shown to solve less than the base: the 95% interval over seeds of the "
+        "difference lies wholly below 0, and p, corrected for all k, is at most "
+        f"{experiment.level:g} (which takes {statistics.seeds_needed(1, experiment.level)} seeds). "
+        "Both are drawn anew, so that means alone cross by chance."
     )
     return Section("pass@k before and after", [text], rows)
 

@@ -3,111 +3,36 @@
 from __future__ import annotations
 
 import csv
-import dataclasses
-import functools
 import json
-import shutil
 import signal
 import subprocess
 import time
 from pathlib import Path
 from typing import Any
 
-import jax
+import comparisons
 import pytest
 import tables
-import tomli_w
+from comparisons import write
 
 from jaxgrpo import config as configs
-from jaxgrpo import runtime, sharding, training
+from jaxgrpo import runtime, training
 from jaxgrpo.cli import main
-from jaxgrpo.comparing import analysis, results, running, sections
+from jaxgrpo.comparing import analysis, results, sections
 from jaxgrpo.comparing import experiment as experiments
-from jaxgrpo.errors import InputError
 from jaxgrpo.io.tracking import read_metrics
 
 pytestmark = pytest.mark.slow
 
-RATES = (0.2, 0.3, 0.4, 0.45)  # below a half: greedily the base answers nothing right
-
 
 @pytest.fixture(autouse=True, scope="module")
 def one_device():
-    """Many steps of almost no work: waiting for four devices would be most of the time."""
-    alone = functools.partial(sharding.make_mesh, devices=jax.devices()[:1])
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sharding, "make_mesh", alone)
+    with comparisons.one_device():
         yield
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("table")
-    tables.write_model(folder / "model", RATES)
-    tables.write_data(folder / "data.jsonl", len(RATES))
-    return folder
-
-
-def write(model: Path, folder: Path, steps: int = 6, **changes: Any) -> Path:
-    """An experiment on the tables; returns its file."""
-    data = str(model / "data.jsonl")
-    base = {
-        "model": {"path": str(model / "model")},
-        "data": {"path": data, "chat_template": "none"},
-        "rewards": [{"use": tables.REWARD}],
-        "optimizer": {"use": "sgd", "learning_rate": 1.0, "clip_norm": 0.0},
-        "rollout": {
-            "prompts_per_step": 8,
-            "group_size": 8,
-            "max_prompt_tokens": 1,
-            "max_completion_tokens": 2,
-        },
-        "train": {"steps": steps},
-        "eval": {"data": data, "samples": 16},
-        "checkpoint": {"every": 5},
-        "run": {"dir": "nowhere"},
-    }
-    folder.mkdir(exist_ok=True)
-    (folder / "base.toml").write_text(tomli_w.dumps(base))
-    whole = {
-        "base": "base.toml",
-        "dir": str(folder / "out"),
-        "control": "grpo",
-        "learning_rates": [0.5],
-        "seeds": 6,
-        **changes,
-    }
-    (folder / "x.toml").write_text(tomli_w.dumps(whole))
-    return folder / "x.toml"
-
-
-def arms_of(experiment: experiments.Experiment) -> dict[str, Any]:
-    """The arms as its file has them."""
-    own = experiment.own_rates
-    return {
-        arm: {**table, **({"learning_rates": list(own[arm])} if arm in own else {})}
-        for arm, table in experiment.arms.items()
-    }
 
 
 def summary_of(case: experiments.Case) -> dict[str, Any]:
     return json.loads((case.path / "summary.json").read_text())
-
-
-@pytest.fixture(scope="module")
-def compared(model, tmp_path_factory):
-    """(experiment, cases, outcomes): an arm, its twin, one that stays, one under full noise."""
-    arms = {
-        "grpo": {"recipe": "grpo"},
-        "twin": {"recipe": "grpo"},
-        "frozen": {"recipe": "grpo", "learning_rates": [0.0]},
-        "noise": {"recipe": "grpo", "rewards": [{"use": tables.REWARD, "flip": 0.5}]},
-    }
-    file = write(model, tmp_path_factory.mktemp("compare"), arms=arms, tests=["frozen"])
-    assert main(["compare", str(file)]) == 0
-    experiment = experiments.load(file)
-    cases = experiments.cases_of(experiment)
-    return experiment, cases, results.read_all(cases)
 
 
 def test_identical_arms_with_identical_seeds_differ_by_exactly_0(compared):
@@ -217,88 +142,6 @@ def test_a_second_start_touches_no_finished_run_and_writes_the_same(compared, ca
     assert f"{len(cases)} of {len(cases)} runs are finished already" in capsys.readouterr().out
     assert before == {file: file.stat().st_mtime_ns for file in (folder / "runs").rglob("*")}
     assert texts == [(folder / name).read_bytes() for name in ("tables.md", "results.csv")]
-
-
-def test_a_folder_that_holds_runs_of_another_config_is_refused(compared, model, tmp_path):
-    experiment, *_ = compared
-    shutil.copytree(experiment.dir, tmp_path / "out")
-    arms = {"grpo": {"recipe": "grpo"}, "twin": {"recipe": "sign"}}
-    file = write(model, tmp_path, arms=arms, seeds=1)
-    cases = experiments.cases_of(experiments.load(file))
-    assert running.is_finished(cases[0]), "moved, and still the same run"
-    with pytest.raises(InputError, match=r"(?s)twin.*another config.*recipe: grpo -> sign"):
-        running.is_finished(cases[1])
-    before = {path: path.read_bytes() for path in (tmp_path / "out").glob("*.*")}
-    assert len(before) == 5
-    for option in ([], ["--dry-run"]):
-        assert main(["compare", str(file), *option]) == 2
-    assert before == {path: path.read_bytes() for path in (tmp_path / "out").glob("*.*")}
-
-
-def test_an_experiment_may_stand_in_its_own_folder(compared, model, tmp_path):
-    experiment, *_ = compared
-    shutil.copytree(experiment.dir, tmp_path / "out")
-    file = write(model, tmp_path, arms=arms_of(experiment), tests=["twin"])
-    shutil.copy(tmp_path / "base.toml", tmp_path / "out")
-    shutil.copy(file, tmp_path / "out" / "experiment.toml")
-    text = (tmp_path / "out" / "experiment.toml").read_bytes()
-    assert main(["compare", str(tmp_path / "out" / "experiment.toml")]) == 0
-    assert (tmp_path / "out" / "experiment.toml").read_bytes() == text
-
-
-def test_a_metric_without_a_value_in_some_run_is_refused_with_results_csv_there(
-    compared, model, tmp_path, capsys
-):
-    experiment, cases, _ = compared
-    shutil.copytree(experiment.dir, tmp_path / "out")
-    file = write(model, tmp_path, arms=arms_of(experiment))
-    for name in ("results.csv", "tables.md"):
-        (tmp_path / "out" / name).unlink()
-    for place in (3, -1):
-        run = tmp_path / "out" / cases[place].path.relative_to(experiment.dir)
-        lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-        lines[-1]["eval/accuracy"] = None
-        (run / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
-    assert main(["compare", str(file)]) == 2
-    said = capsys.readouterr().err
-    for case in (cases[3], cases[-1]):
-        assert f"arm {case.arm}, learning rate {case.rate:g}, seed {case.seed}" in said
-    assert said.count("learning rate") == 2
-    assert "name another metric" in said
-    assert "eval/pass@1" in (tmp_path / "out" / "results.csv").read_text()
-    file = write(model, tmp_path, arms=arms_of(experiment), metric="eval/pass@1")
-    assert main(["compare", str(file)]) == 0
-    assert (tmp_path / "out" / "tables.md").exists()
-
-
-def test_runs_of_other_weights_or_other_code_are_told(compared, tmp_path):
-    experiment, cases, outcomes = compared
-    assert results.mixtures(outcomes) == [], "whatever the arms' rewards are"
-    changed = {key: dict(by_seed) for key, by_seed in outcomes.items()}
-    run = changed["twin", 0.5][2]
-    numbers = {**run.numbers, "base/pass@1": run.numbers["base/pass@1"] + 0.01}
-    changed["twin", 0.5][2] = run._replace(numbers=numbers)
-    (said,) = results.mixtures(changed)
-    assert said == "Seed 2: runs begin at different bases (base/pass@1 differ)."
-    shutil.copytree(experiment.dir, tmp_path / "out")
-    own = tmp_path / "mine.py"
-    own.write_text("now")
-    named = dataclasses.replace(cases[0].config.rewards[0], use=f"{own}:reward")
-    moved = {}
-    for case in cases[:3]:
-        folder = tmp_path / "out" / case.path.relative_to(experiment.dir)
-        (folder / "code").mkdir()
-        (folder / "code" / "mine.py").write_text("now" if case != cases[1] else "then")
-        config = dataclasses.replace(
-            case.config,
-            rewards=(named,),
-            run=dataclasses.replace(case.config.run, dir=str(folder)),
-        )
-        case = case._replace(config=config)
-        assert results.has_other_code(case) == (case.arm == cases[1].arm)
-        moved[case.arm, case.rate] = {0: outcomes[case.arm, case.rate][0]._replace(case=case)}
-    (said,) = results.mixtures(moved)
-    assert said == f"Runs with 2 states of {own}."
 
 
 @pytest.mark.full
