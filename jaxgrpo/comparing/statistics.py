@@ -123,7 +123,7 @@ def sign_flip_tests(differences: np.ndarray) -> np.ndarray:
         largest = np.abs(np.where(flipped, -1.0, 1.0) @ scaled).max(1)
         met = met + (largest[:, None] >= least).sum(0)
         count += len(flipped)
-    return met / count
+    return np.asarray(met / count)
 
 
 def crossing(base: np.ndarray, trained: np.ndarray, level: float = 0.05) -> int | None:
