@@ -69,6 +69,28 @@ def test_a_metric_without_a_value_in_some_run_is_refused_with_results_csv_there(
     assert (tmp_path / "out" / "tables.md").exists()
 
 
+def test_before_runs_are_taken_changed_own_code_of_finished_ones_is_told(
+    compared, model, tmp_path, capsys
+):
+    experiment, cases, _ = compared
+    shutil.copytree(experiment.dir, tmp_path / "out")
+    file = write(model, tmp_path, arms=arms_of(experiment))
+    changed, missing = (
+        tmp_path / "out" / case.path.relative_to(experiment.dir) for case in (cases[1], cases[-1])
+    )
+    for copied in (changed / "code").iterdir():
+        copied.write_text(copied.read_text() + "# before")
+    assert main(["compare", str(file), "--dry-run"]) == 0
+    assert "own code has changed" not in capsys.readouterr().out, "no run is to be taken"
+    shutil.rmtree(missing)
+    assert main(["compare", str(file), "--dry-run"]) == 0
+    said = capsys.readouterr().out
+    assert f"own code has changed since 1 of {len(cases) - 1} finished runs" in " ".join(
+        said.split()
+    )
+    assert not missing.exists()
+
+
 def test_runs_of_other_weights_or_other_code_are_told(compared, tmp_path):
     experiment, cases, outcomes = compared
     assert results.mixtures(outcomes) == [], "whatever the arms' rewards are"
