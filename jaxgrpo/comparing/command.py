@@ -80,8 +80,8 @@ def _warn_of_code(console: Console, finished: Sequence[Case], waiting: Sequence[
     other = [case for case in finished if waiting and results.has_other_code(case)]
     if other:
         console.print(
-            f"warning: own code has changed since {len(other)} of {len(finished)} finished runs were "
-            f"taken, first {other[0].path}; remove these runs to take them anew",
+            f"warning: own code has changed since {len(other)} of {len(finished)} finished runs "
+            f"were taken, first {other[0].path}; remove these runs to take them anew",
             markup=False,
         )
 
