@@ -190,7 +190,9 @@ def _add_compare(commands: argparse._SubParsersAction) -> None:
         "experiment", metavar="EXPERIMENT", help="a TOML file, or a shipped experiment's name"
     )
     compare.add_argument(
-        "--dry-run", action="store_true", help="check everything and show the plan, without a run"
+        "--dry-run",
+        action="store_true",
+        help="check the file and all configs and show the plan, without a run",
     )
     compare.set_defaults(command=_compare)
 

@@ -178,16 +178,32 @@ def _override(raw: dict[str, Any], text: str, problems: list[str]) -> None:
 def drop_options(raw: Mapping[str, Any], path: Sequence[str], value: Any) -> None:
     """Empties the table of a part, loss.surrogate or the like, before its `use` changes.
 
-    Options belong to the part that was named before: a clip's bounds are nothing to GSPO.
+    Options belong to the part that was named before: a clip's bounds are nothing to GSPO. Of
+    optimizer its own keys stay, clip_norm and the like, whatever is used.
     """
     section = config_reading.SECTIONS.get(path[0])
-    if section is None or len(path) != 3 or path[2] != "use":
+    if section is None or path[-1] != "use":
+        return
+    if len(path) == 2:
+        _drop_factory_options(raw.get(path[0]), section, value)
+        return
+    if len(path) != 3:
         return
     types = {field.name: str(field.type) for field in dataclasses.fields(section)}
     tables = raw.get(path[0])
     table = tables.get(path[1]) if isinstance(tables, dict) else None
     if "Part" in types.get(path[1], "") and isinstance(table, dict) and table.get("use") != value:
         table.clear()
+
+
+def _drop_factory_options(table: Any, section: type, value: Any) -> None:
+    """What stands in the table beside the keys of its section, where `use` changes."""
+    fields = {field.name: field for field in dataclasses.fields(section)}
+    if not isinstance(table, dict) or "use" not in fields or "options" not in fields:
+        return
+    if table.get("use", fields["use"].default) != value:
+        for name in table.keys() - fields.keys():
+            del table[name]
 
 
 def _build(values: config_reading.Values, source: Path | None) -> Config:

@@ -10,6 +10,7 @@ from typing import Any
 from jaxgrpo import config as configs
 from jaxgrpo.advantages import AdvantageTransform
 from jaxgrpo.config import Config
+from jaxgrpo.config_reading import SECTIONS
 from jaxgrpo.io.callables import python_name
 from jaxgrpo.rewards import name_of
 
@@ -49,13 +50,22 @@ def config_of(
 def replace(tables: dict[str, Any], changes: Mapping[str, Any], folder: Path) -> None:
     """Replaces keys of `tables`, which are changed, by nested or dotted ones.
 
+    Of a table of the config, optimizer or the like, only the keys given are replaced; another `use`
+    drops the options of what was named before.
+
     Args:
       folder: where relative paths in `changes` begin.
     """
     for key, value in configs.absolute(dict(changes), folder).items():
         path = key.split(".")
-        configs.drop_options(tables, path, value)
-        _set(tables, path, value)
+        table = tables.setdefault(key, {}) if key in SECTIONS else None
+        if isinstance(table, dict) and isinstance(value, Mapping) and "use" in value:
+            configs.drop_options(tables, [key, "use"], value["use"])
+            for name, entry in value.items():
+                _set(tables, [key, name], entry)
+        else:
+            configs.drop_options(tables, path, value)
+            _set(tables, path, value)
 
 
 def _set(tables: dict[str, Any], path: list[str], value: Any) -> None:

@@ -53,7 +53,7 @@ def at_rate(experiment: Experiment, outcomes: Outcomes, rate: float) -> Table:
         for arm in experiment.arms
         if rate in experiment.rates(arm)
     }
-    return _table(experiment, outcomes, chosen, repeats_choice=False)
+    return _table(experiment, outcomes, chosen, experiment.tested)
 
 
 def at_best(experiment: Experiment, outcomes: Outcomes) -> Table:
@@ -61,10 +61,28 @@ def at_best(experiment: Experiment, outcomes: Outcomes) -> Table:
 
     Without tuning seeds the test of an arm with the control's rates makes the choice again in every
     exchange, so that its p is right; the means themselves are those of the best of L and so a
-    little too good, in every arm alike.
+    little too good, in every arm alike. Only `testable` arms have a p.
     """
     chosen = {arm: best_rate(experiment, outcomes, arm) for arm in experiment.arms}
-    return _table(experiment, outcomes, chosen, repeats_choice=not experiment.tuning_seeds)
+    again = not experiment.tuning_seeds
+    return _table(experiment, outcomes, chosen, testable(experiment), repeats_choice=again)
+
+
+def testable(experiment: Experiment) -> tuple[str, ...]:
+    """The tested arms whose p at the best rates is right.
+
+    That is where rates are chosen on other seeds, where the arm has the control's rates, in any
+    order, or where neither has a choice. Otherwise the best of more rates on the very seeds that
+    are judged would look like a better arm.
+    """
+    theirs = set(experiment.rates(experiment.control))
+    return tuple(
+        arm
+        for arm in experiment.tested
+        if experiment.tuning_seeds
+        or set(experiment.rates(arm)) == theirs
+        or len(experiment.rates(arm)) == len(theirs) == 1
+    )
 
 
 def best_rate(experiment: Experiment, outcomes: Outcomes, arm: str) -> int:
@@ -90,7 +108,7 @@ def standing(experiment: Experiment, row: Row) -> Standing:
 def detectable(experiment: Experiment) -> tuple[float, float, int]:
     """The smallest p there can be, the same corrected, and the seeds it takes to get below the
     level."""
-    comparisons = len(experiment.tested)
+    comparisons = len(testable(experiment))
     least = statistics.smallest_p(len(experiment.seeds))
     needed = statistics.seeds_needed(comparisons, experiment.level)
     return least, min(1.0, comparisons * least), needed
@@ -100,9 +118,10 @@ def _table(
     experiment: Experiment,
     outcomes: Outcomes,
     chosen: Mapping[str, int],
-    repeats_choice: bool,
+    tested: Sequence[str],
+    repeats_choice: bool = False,
 ) -> Table:
-    """Rows of the arms in `chosen`, each at its place among its rates."""
+    """Rows of the arms in `chosen`, each at its place among its rates; p of those `tested`."""
     values = {arm: values_of(experiment, outcomes, arm, experiment.metric) for arm in chosen}
     control = experiment.control
     rows, p = [], {}
@@ -112,10 +131,10 @@ def _table(
         if arm != control and control in chosen:
             difference = values[arm][place] - values[control][chosen[control]]
             row = row._replace(difference=estimate(difference))
-            if arm in experiment.tested:
-                whole = repeats_choice and experiment.rates(arm) == experiment.rates(control)
-                pair = (values[arm], values[control]) if whole else None
-                p[arm] = _p(difference, pair, _sign(experiment))
+            if arm in tested:
+                order = np.argsort(experiment.rates(arm)), np.argsort(experiment.rates(control))
+                pair = (values[arm][order[0]], values[control][order[1]])
+                p[arm] = _p(difference, pair if repeats_choice else None, _sign(experiment))
         rows.append(row)
     corrected = statistics.holm(p)
     return [row._replace(p=p.get(row.arm), corrected=corrected.get(row.arm)) for row in rows]

@@ -32,8 +32,9 @@ def compare(path: str | Path, dry_run: bool = False) -> int:
 
     Args:
       path: the file, or a shipped experiment's name.
-      dry_run: only checks everything and shows the plan.
-    Raises: InputError with all problems before the first run.
+      dry_run: only checks the file, the configs and what `dir` holds, and shows the plan; models,
+        data and own files are looked at when runs begin.
+    Raises: InputError with all problems before the first run, and before anything is written.
     """
     console = Console(highlight=False)
     experiment = experiments.load(path)
@@ -41,6 +42,8 @@ def compare(path: str | Path, dry_run: bool = False) -> int:
     check_can_draw("report.html needs", "read results.csv")
     differing = experiments.differences(cases)
     _show_plan(console, experiment, cases, differing)
+    finished, waiting = running.split(cases)
+    _warn_of_code(console, finished, waiting)
     if dry_run:
         return 0
     if runtime.is_main():
@@ -49,7 +52,7 @@ def compare(path: str | Path, dry_run: bool = False) -> int:
     say = console.print if runtime.is_main() else lambda text: None
     say(line)
     check = functools.partial(results.check_metric, experiment)
-    running.take_all(cases, say, check, f"go on with: jaxgrpo compare {path}")
+    running.take_all(finished, waiting, say, check, f"go on with: jaxgrpo compare {path}")
     if runtime.is_main():
         _finish(console, experiment, cases, differing)
     return 0
@@ -72,12 +75,24 @@ def _show_plan(
     console.print(said_detectable(experiment), markup=False)
 
 
+def _warn_of_code(console: Console, finished: Sequence[Case], waiting: Sequence[Case]) -> None:
+    """Before further runs are taken with own files that have changed since the finished ones."""
+    other = [case for case in finished if waiting and results.has_other_code(case)]
+    if other:
+        console.print(
+            f"warning: own code has changed since {len(other)} of {len(finished)} finished runs "
+            f"were taken, first {other[0].path}; remove these runs to take them anew",
+            markup=False,
+        )
+
+
 def _begin(experiment: Experiment, differing: Mapping[str, Mapping[str, str]]) -> None:
     folder = Path(experiment.dir)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        if experiment.source:
-            shutil.copyfile(experiment.source, folder / "experiment.toml")
+        kept = folder / "experiment.toml"
+        if experiment.source and not (kept.exists() and kept.samefile(experiment.source)):
+            shutil.copyfile(experiment.source, kept)
         section = Section("In what the arms differ", [], difference_rows(differing))
         write_atomically(folder / "differences.md", markdown([section]))
     except OSError as error:
@@ -95,9 +110,10 @@ def _finish(
     from jaxgrpo.comparing import page
 
     outcomes = results.read_all(cases)
-    found = sections(experiment, outcomes)
     folder = Path(experiment.dir)
     write_atomically(folder / "results.csv", results.csv_text(experiment, outcomes))
+    results.check_complete(experiment, outcomes)
+    found = sections(experiment, outcomes)
     write_atomically(folder / "tables.md", markdown(found))
     write_atomically(folder / "report.html", page.render(experiment, outcomes, found, differing))
     for section in filter(_is_short, found):

@@ -113,8 +113,14 @@ def cases_of(experiment: Experiment) -> list[Case]:
 
 
 def differences(cases: Sequence[Case]) -> dict[str, dict[str, str]]:
-    """Every key that is not the same in all arms -> its value in each; rates and seeds apart."""
+    """Every key that is not the same in all arms -> its value in each; seeds apart.
+
+    An arm's learning rates are one key, `learning_rates`, in which their order does not count.
+    """
     flat = {case.arm: _entries(configs.tables_of(case.config)) for case in cases}
+    for arm, entries in flat.items():
+        rates = {case.rate for case in cases if case.arm == arm}
+        entries["learning_rates"] = json.dumps(sorted(rates))
     swept = {"optimizer.learning_rate", "train.seed", "run.dir"}
     rows = {}
     for key in sorted(set().union(*flat.values()) - swept):
@@ -150,9 +156,10 @@ def _find(path: Path) -> Path:
 
 
 def _base(experiment: Experiment) -> dict[str, Any]:
-    """The tables of the base config, with absolute paths."""
+    """The tables of the base config, with absolute paths; without tracking, which stays its own."""
     beside = experiment.folder / experiment.base
     tables, source = configs.read_tables(beside if beside.is_file() else experiment.base)
+    tables.pop("tracking", None)
     return configs.absolute(tables, folder_of(source))
 
 

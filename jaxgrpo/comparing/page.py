@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import matplotlib as mpl
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
-from jaxgrpo.comparing import analysis
+from jaxgrpo.comparing import analysis, statistics
 from jaxgrpo.comparing.experiment import Experiment
 from jaxgrpo.comparing.results import Outcome, Outcomes, values_of
 from jaxgrpo.comparing.sections import Section, difference_rows, runs
@@ -152,14 +151,8 @@ def curves(axes: Axes, best: Mapping[str, Sequence[Outcome]], name: str) -> None
         steps = np.arange(1, values.shape[1] + 1)
         axes.plot(steps, values.mean(0), color=colour(place), linewidth=1.4, label=arm)
         if len(values) > 1:
-            low, high = band(values)
+            low, high = statistics.band(values, BANDS)
             axes.fill_between(steps, low, high, color=colour(place), alpha=0.15, linewidth=0)
-
-
-def band(values: np.ndarray) -> Any:
-    """The 95% bootstrap interval of the mean over seeds, at each step: [n, steps] -> [2, steps]."""
-    drawn = np.random.default_rng(0).integers(0, len(values), (BANDS, len(values)))
-    return np.percentile(values[drawn].mean(1), [2.5, 97.5], axis=0)
 
 
 def smoothed(values: np.ndarray) -> np.ndarray:

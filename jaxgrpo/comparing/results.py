@@ -7,6 +7,7 @@ import functools
 import io
 import json
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -23,6 +24,10 @@ OVER_STEPS = (
     *("groups/all_fail", "groups/all_pass", "groups/mixed"),
 )
 """Metrics of training that are compared by their curves, and by their means over all steps."""
+
+
+SHOWN = 8  # runs that a message names
+SAME = 1e-6  # evaluations that differ by less differ by rounding
 
 
 class Outcome(NamedTuple):
@@ -76,11 +81,73 @@ def read(case: Case) -> Outcome:
 
 def check_metric(experiment: Experiment, case: Case) -> None:
     """Refuses a metric that a finished run does not know, before the others are taken."""
-    numbers = read(case).numbers
-    if experiment.metric not in numbers:
+    outcome = read(case)
+    if experiment.metric in read_metrics(case.path)[-1]:
+        check_complete(experiment, {(case.arm, case.rate): {case.seed: outcome}})
+    elif experiment.metric not in outcome.numbers:
+        known = suggest(experiment.metric, outcome.numbers)
+        raise InputError(f"metric = {experiment.metric!r}: no such number; {known}")
+
+
+def check_complete(experiment: Experiment, outcomes: Outcomes) -> None:
+    """Refuses a metric that has no value in some runs, and so cannot be compared."""
+    lacking = [
+        f"arm {arm}, learning rate {rate:g}, seed {seed}"
+        for (arm, rate), by_seed in outcomes.items()
+        for seed, outcome in by_seed.items()
+        if experiment.metric not in outcome.numbers
+    ]
+    if lacking:
+        more = f"\n  and {len(lacking) - SHOWN} more" if len(lacking) > SHOWN else ""
         raise InputError(
-            f"metric = {experiment.metric!r}: no such number; {suggest(experiment.metric, numbers)}"
+            f"metric = {experiment.metric!r}: it has no value (null in metrics.jsonl) in\n  "
+            + "\n  ".join(lacking[:SHOWN])
+            + f"{more}\nname another metric, one that results.csv has for every run; finished runs "
+            "are kept, no run is taken twice"
         )
+
+
+def mixtures(outcomes: Outcomes) -> list[str]:
+    """What says that the runs are not those of one base and one code: sentences, none if all are.
+
+    Of one seed every run evaluates the same base on the same prompts with the same keys. Runs that
+    name the same own files were to have the same copies of them.
+    """
+    runs = [run for by_seed in outcomes.values() for run in by_seed.values()]
+    said = []
+    for seed in dict.fromkeys(run.case.seed for run in runs):
+        bases = [_base_of(run) for run in runs if run.case.seed == seed]
+        common = set.intersection(*map(set, bases))
+        other = sorted(
+            name
+            for name in common
+            if not np.allclose([base[name] for base in bases], bases[0][name], rtol=0, atol=SAME)
+        )
+        if other:
+            said.append(f"Seed {seed}: runs begin at different bases ({', '.join(other)} differ).")
+    copies: dict[tuple[Path, ...], set[frozenset[bytes]]] = {}
+    for run in runs:
+        copies.setdefault(run.case.config.own_files, set()).add(_code_of(run.case))
+    for files, found in copies.items():
+        if len(found) > 1:
+            said.append(f"Runs with {len(found)} states of {', '.join(map(str, files))}.")
+    return said
+
+
+def has_other_code(case: Case) -> bool:
+    """Whether a run was taken with own files that have changed since."""
+    files = case.config.own_files
+    present = {file.read_bytes() for file in files if file.is_file()}
+    return bool(files) and present != _code_of(case)
+
+
+def _code_of(case: Case) -> frozenset[bytes]:
+    """The contents of the own files that a run was taken with."""
+    return frozenset(file.read_bytes() for file in (case.path / "code").glob("*"))
+
+
+def _base_of(run: Outcome) -> dict[str, float]:
+    return {name: value for name, value in run.numbers.items() if name.startswith("base/")}
 
 
 def values_of(experiment: Experiment, outcomes: Outcomes, arm: str, metric: str) -> np.ndarray:

@@ -6,7 +6,7 @@ import json
 import shutil
 import time
 import tomllib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,13 +56,17 @@ class Runner:
 
     def __init__(self) -> None:
         self._shared = Shared()
-        self._base: dict[Any, Evaluation] = {}
+        self._base: dict[Any, Evaluation] = {}  # of the seed under way
+        self._seed: int | None = None
 
     def run(self, case: Case) -> None:
         """Takes a run to its end, from where a killed process left it, as `jaxgrpo train` would.
 
         Its checkpoints are removed at the end: the model stays.
         """
+        if case.seed != self._seed:  # runs come seed by seed
+            self._base.clear()
+            self._seed = case.seed
         share = self._shared.of(case.config)
         training.take(
             case.config,
@@ -99,8 +103,17 @@ def write_successes(folder: Path, step: int, scores: np.ndarray) -> None:
     write_atomically(folder / "successes" / f"step_{step}.json", text + "\n")
 
 
+def split(cases: Iterable[Case]) -> tuple[list[Case], list[Case]]:
+    """Those whose runs are finished and those that wait. Raises: InputError, as `is_finished`."""
+    finished, waiting = [], []
+    for case in cases:
+        (finished if is_finished(case) else waiting).append(case)
+    return finished, waiting
+
+
 def take_all(
-    cases: Iterable[Case],
+    finished: Sequence[Case],
+    waiting: Sequence[Case],
     say: Callable[[str], None],
     check: Callable[[Case], None],
     how_to_go_on: str,
@@ -108,17 +121,15 @@ def take_all(
     """Takes every run that is not finished.
 
     Args:
+      finished, waiting: as `split` finds them.
       say: is told of each run that has come to its end.
       check: is given the first one that has, and may refuse to take more.
     Raises: runtime.StopRequested after a stop signal, with what the run under way has saved.
     """
-    cases = list(cases)
-    finished, waiting = [], []
-    for case in cases:
-        (finished if is_finished(case) else waiting).append(case)
+    count = len(finished) + len(waiting)
     if finished:
         check(finished[0])
-        say(f"{len(finished)} of {len(cases)} runs are finished already")
+        say(f"{len(finished)} of {count} runs are finished already")
     runner, began = Runner(), time.monotonic()
     for place, case in enumerate(waiting, start=1):
         began_run = time.monotonic()
@@ -133,7 +144,7 @@ def take_all(
         now = time.monotonic()
         left = (now - began) / place * (len(waiting) - place)
         say(
-            f"{len(finished) + place:4d} of {len(cases)}: {case.arm}, rate "
+            f"{len(finished) + place:4d} of {count}: {case.arm}, rate "
             f"{case.rate:g}, seed {case.seed}: {now - began_run:.1f} s, {_duration(left)} left"
         )
         if runtime.stop_requested(0) and place < len(waiting):

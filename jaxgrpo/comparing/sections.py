@@ -7,10 +7,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxgrpo.comparing import analysis, statistics
+from jaxgrpo.comparing import analysis, results, statistics
 from jaxgrpo.comparing.analysis import Estimate, Row, Table
 from jaxgrpo.comparing.experiment import Experiment
 from jaxgrpo.comparing.results import Outcome, Outcomes
+
+NO_P = (
+    "No p: its learning rates are not the control's, and the best of them is chosen on the seeds "
+    "it is judged on. Take tuning_seeds, or the same rates."
+)
 
 
 class Section(NamedTuple):
@@ -43,8 +48,9 @@ def sections(experiment: Experiment, outcomes: Outcomes) -> list[Section]:
             [_how_chosen(experiment)],
             rows_of(experiment, best, own_rates=True),
         ),
+        *_mixed(outcomes),
         *tables,
-        _pass_section(chosen),
+        _pass_section(experiment, chosen),
         _groups_section(chosen),
         *_warnings(outcomes),
         _cost_section(chosen),
@@ -80,18 +86,22 @@ def difference_rows(differing: Mapping[str, Mapping[str, str]]) -> list[list[str
 def said_detectable(experiment: Experiment) -> str:
     """What the number of seeds allows to be seen at all."""
     least, corrected, needed = analysis.detectable(experiment)
-    seeds, count = len(experiment.seeds), len(experiment.tested)
+    seeds, tested = len(experiment.seeds), analysis.testable(experiment)
+    without = [arm for arm in experiment.tested if arm not in tested]
+    untold = "".join(f"{arm}: {NO_P} " for arm in without).strip()
+    if not tested:
+        return untold
     text = (
         f"{seeds} seeds: an exchange of labels gives no p below {least:.2g}, and none below "
-        f"{corrected:.2g} corrected for {_count(count, 'comparison')} "
-        f"({', '.join(experiment.tested)} with {experiment.control})."
+        f"{corrected:.2g} corrected for {_count(len(tested), 'comparison')} "
+        f"({', '.join(tested)} with {experiment.control})."
     )
     if corrected > experiment.level:
         text += (
             f" At the level {experiment.level:g} no difference can be shown, however large: take "
             f"{needed} seeds or more, or name fewer arms in `tests` before looking."
         )
-    return text
+    return f"{text} {untold}".strip()
 
 
 def rows_of(experiment: Experiment, table: Table, own_rates: bool = False) -> list[list[str]]:
@@ -119,15 +129,19 @@ def _answer(experiment: Experiment, best: Table) -> Section:
     """One sentence per comparison, the same one for gains, losses and neither."""
     text = []
     for row in best:
-        if row.corrected is None or row.difference is None:
+        if row.arm not in experiment.tested or row.difference is None:
             continue
-        word, _ = analysis.standing(experiment, row)
         low, high = row.difference.low, row.difference.high
-        text.append(
-            f"{row.arm} against {experiment.control}: {word}. {experiment.metric} differs by "
-            f"{row.difference.value:+.3f} (95% interval {low:+.3f} to {high:+.3f}), corrected "
-            f"p = {row.corrected:.2g}."
+        differs = (
+            f"{experiment.metric} differs by {row.difference.value:+.3f} (95% interval {low:+.3f} "
+            f"to {high:+.3f})"
         )
+        opening = f"{row.arm} against {experiment.control}"
+        if row.corrected is None:
+            text.append(f"{opening}: not tested. {differs}. {NO_P}")
+        else:
+            word, _ = analysis.standing(experiment, row)
+            text.append(f"{opening}: {word}. {differs}, corrected p = {row.corrected:.2g}.")
     seeds = _count(len(experiment.seeds), "seed")
     title = f"{experiment.metric}, each arm at its best learning rate, {seeds}"
     return Section(title, text, [])
@@ -146,37 +160,38 @@ def _how_chosen(experiment: Experiment) -> str:
             "good, the more so the more rates an arm has; the test makes the choice again in every "
             "exchange of labels, where an arm has the control's rates."
         )
+    how = "exact"
+    if len(experiment.seeds) > statistics.EXACT:
+        how = f"{statistics.DRAWN} drawn exchanges"
     return (
         f"{chosen} Intervals: percentile bootstrap over seeds, too narrow where seeds are few. p: "
-        "exchange of labels within seeds, two-sided, exact; corrected by Holm within a table."
+        f"exchange of labels within seeds, two-sided, {how}; corrected by Holm within a table."
     )
 
 
-def _pass_section(chosen: dict[str, list[Outcome]]) -> Section:
+def _pass_section(experiment: Experiment, chosen: dict[str, list[Outcome]]) -> Section:
     """pass@k before and after, and where the trained model falls below the base."""
     samples = min(len(run.base_pass) for found in chosen.values() for run in found)
     sizes = [4**power for power in range(20) if 4**power <= samples]
-    rows = [
-        ["arm", *(f"pass@{k}, base → trained" for k in sizes), "below the base from k", "in seeds"]
-    ]
+    rows = [["arm", *(f"pass@{k}, base → trained" for k in sizes), "below the base from k"]]
     for arm, found in chosen.items():
-        base = np.mean([run.base_pass[:samples] for run in found], axis=0)
-        trained = np.mean([run.trained_pass[:samples] for run in found], axis=0)
-        k = statistics.crossing(base, trained)
-        below = sum(
-            statistics.crossing(run.base_pass, run.trained_pass) is not None for run in found
-        )
+        base = np.array([run.base_pass[:samples] for run in found])
+        trained = np.array([run.trained_pass[:samples] for run in found])
+        k = statistics.crossing(base, trained, experiment.level)
+        one, other = base.mean(0), trained.mean(0)
         rows.append(
             [
                 arm,
-                *(f"{base[k - 1]:.3f} → {trained[k - 1]:.3f}" for k in sizes),
-                f"none up to {samples}" if k is None else str(k),
-                f"{below} of {len(found)}",
+                *(f"{one[k - 1]:.3f} → {other[k - 1]:.3f}" for k in sizes),
+                f"none shown up to {samples}" if k is None else str(k),
             ]
         )
     text = (
-        "Means over seeds and prompts, unbiased. The last columns: the smallest k at which the "
-        "trained model solves less than the base, and in how many seeds there is one."
+        "Means over seeds and prompts, unbiased. The last column: the smallest k at which the "
+        "trained model is shown to solve less than the base: the 95% interval over seeds of the "
+        "difference lies wholly below 0, and p, corrected for all k, is at most "
+        f"{experiment.level:g} (which takes {statistics.seeds_needed(1, experiment.level)} seeds). "
+        "Both are drawn anew, so that means alone cross by chance."
     )
     return Section("pass@k before and after", [text], rows)
 
@@ -199,6 +214,18 @@ def _groups_section(chosen: dict[str, list[Outcome]]) -> Section:
             cells.append(f"{curve[:part].mean():.3f}, {curve[-part:].mean():.3f}")
         rows.append([arm, *cells])
     return Section("Groups in training", ["Shares of groups, means over seeds and steps."], rows)
+
+
+def _mixed(outcomes: Outcomes) -> list[Section]:
+    """That runs do not belong together, if they do not."""
+    said = results.mixtures(outcomes)
+    if not said:
+        return []
+    text = (
+        "Something changed between runs that no config shows, the base's weights or own code, and "
+        "differences between arms may come from it. Remove the runs from before and compare again."
+    )
+    return [Section("Runs that do not belong together", [*said, text], [])]
 
 
 def _warnings(outcomes: Outcomes) -> list[Section]:

@@ -97,13 +97,50 @@ def holm(p: Mapping[str, float]) -> dict[str, float]:
     return {name: corrected[name] for name in p}
 
 
-def crossing(base: np.ndarray, trained: np.ndarray) -> int | None:
-    """The smallest k at which pass@k of the trained model is below that of the base; None: nowhere.
+def band(values: np.ndarray, resamples: int = RESAMPLES) -> np.ndarray:
+    """`interval` at each of m places by itself: [n, m] -> [2, m]."""
+    seeds = len(values)
+    drawn = np.random.default_rng(0).integers(0, seeds, (resamples, seeds))
+    weights = (drawn[..., None] == np.arange(seeds)).mean(1)  # [resamples, n]
+    return np.percentile(weights @ np.asarray(values, float), [2.5, 97.5], axis=0)
+
+
+def sign_flip_tests(differences: np.ndarray) -> np.ndarray:
+    """`sign_flip_test` of several numbers per seed, corrected for being several: [n, K] -> [K].
+
+        T_k = | mean_s d[s, k] | / sqrt(mean_s d[s, k]^2)
+        p_k = share of the sign flips of seeds whose max over j of T_j is at least the observed T_k
+
+    A seed's numbers are flipped together, and so may depend on each other in any way.
+    Source: Westfall and Young 1993, Resampling-Based Multiple Testing, the single-step maximum.
+    """
+    differences = np.asarray(differences, float)
+    scale = np.sqrt((differences**2).mean(0))
+    scaled = differences / np.where(scale > SAME, scale, 1.0) / len(differences)
+    least = np.abs(scaled.sum(0)) - SAME
+    met, count = (0, 0) if len(differences) <= EXACT else (1, 1)
+    for flipped in _exchanges(len(differences)):
+        largest = np.abs(np.where(flipped, -1.0, 1.0) @ scaled).max(1)
+        met = met + (largest[:, None] >= least).sum(0)
+        count += len(flipped)
+    return np.asarray(met / count)
+
+
+def crossing(base: np.ndarray, trained: np.ndarray, level: float = 0.05) -> int | None:
+    """The smallest k at which the trained model is shown to solve less than the base, or None.
+
+    Shown: the 95% bootstrap interval over seeds of trained - base lies wholly below 0, and p,
+    corrected for all k looked at, is at most `level`. Base and trained are drawn independently, so
+    that their means cross by chance, and some interval of many k does too. Takes six seeds.
 
     Args:
-      base, trained: pass@1, pass@2, ...
+      base, trained: pass@1, pass@2, ... by seeds, [n, K].
     """
-    below = np.flatnonzero(np.asarray(trained) < np.asarray(base) - SAME)
+    difference = np.asarray(trained, float) - np.asarray(base, float)
+    if len(difference) < 2:
+        return None
+    shown = (band(difference)[1] < -SAME) & (sign_flip_tests(difference) <= level)
+    below = np.flatnonzero(shown)
     return int(below[0]) + 1 if len(below) else None
 
 

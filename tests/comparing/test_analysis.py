@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -106,12 +107,47 @@ def test_the_test_makes_the_choice_again_only_where_rates_are_the_control_s():
     one = {0.1: random.normal(size=7)}
     for arm, other in ((many, {**many}), (one, one)):
         assert best(*compared({"control": arm, "arm": other}))["arm"].p == 1
-    rows = best(*compared({"control": many, "arm": one}))
-    place = max(many, key=lambda rate: many[rate].mean())
-    difference = one[0.1] - many[place]
+    turned = {rate: -many[rate] for rate in (0.3, 0.1, 0.2)}
+    sorted_rates = {rate: turned[rate] for rate in many}
+    p = [best(*compared({"control": many, "arm": arm}))["arm"].p for arm in (turned, sorted_rates)]
+    assert p[0] == p[1] is not None, "the order of rates does not count"
+    tuned = {rate: np.append(values, [rate == 0.2]) for rate, values in many.items()}
+    alone = {0.1: np.append(one[0.1], [0.0])}
+    rows = best(*compared({"control": tuned, "arm": alone}, tuning_seeds=(7,)))
+    difference = one[0.1] - many[0.2]
     signs = np.array(np.meshgrid(*[[1, -1]] * 7)).reshape(7, -1).T
     expected = (abs(signs @ difference) >= abs(difference.sum()) - 1e-9).mean()
     assert rows["arm"].p == pytest.approx(expected)
+
+
+def test_rates_of_its_own_chosen_on_the_judged_seeds_give_no_p_and_it_is_said():
+    values = {
+        "control": {0.1: NOISE},
+        "own": {0.1: NOISE, 0.2: NOISE + 9, 0.3: NOISE},
+        "one": {0.4: NOISE + 9},
+    }
+    experiment, outcomes = compared(values)
+    rows = best(experiment, outcomes)
+    assert (rows["own"].p, rows["own"].corrected) == (None, None)
+    assert rows["one"].corrected == rows["one"].p == 2 / 2**7, "neither has a choice"
+    table = analysis.at_best(experiment, outcomes)
+    own, one = sections._answer(experiment, table).text
+    assert own.startswith("own against control: not tested. m differs by +9.000")
+    assert own.endswith(sections.NO_P)
+    assert one.startswith("one against control: better.")
+    assert sections.rows_of(experiment, table)[2][-2:] == ["–", "–"]
+    said = sections.said_detectable(experiment)
+    assert "corrected for 1 comparison (one with control)" in said
+    assert "own: No p: " in said
+    only, _ = compared(values, tests=("own",))
+    assert sections.said_detectable(only) == f"own: {sections.NO_P}"
+
+
+def test_above_twelve_seeds_exchanges_are_said_to_be_drawn():
+    experiment, _ = compared({"control": {0.1: NOISE}, "arm": {0.1: NOISE}})
+    assert "two-sided, exact;" in sections._how_chosen(experiment)
+    many = dataclasses.replace(experiment, seeds=tuple(range(13)))
+    assert "two-sided, 20000 drawn exchanges;" in sections._how_chosen(many)
 
 
 def test_a_table_of_a_rate_that_the_control_lacks_shows_no_difference():

@@ -3,101 +3,36 @@
 from __future__ import annotations
 
 import csv
-import functools
 import json
-import shutil
 import signal
 import subprocess
 import time
 from pathlib import Path
 from typing import Any
 
-import jax
+import comparisons
 import pytest
 import tables
-import tomli_w
+from comparisons import write
 
 from jaxgrpo import config as configs
-from jaxgrpo import runtime, sharding, training
+from jaxgrpo import runtime, training
 from jaxgrpo.cli import main
-from jaxgrpo.comparing import analysis, results, running, sections
+from jaxgrpo.comparing import analysis, results, sections
 from jaxgrpo.comparing import experiment as experiments
-from jaxgrpo.errors import InputError
 from jaxgrpo.io.tracking import read_metrics
 
 pytestmark = pytest.mark.slow
 
-RATES = (0.2, 0.3, 0.4, 0.45)  # below a half: greedily the base answers nothing right
-
 
 @pytest.fixture(autouse=True, scope="module")
 def one_device():
-    """Many steps of almost no work: waiting for four devices would be most of the time."""
-    alone = functools.partial(sharding.make_mesh, devices=jax.devices()[:1])
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sharding, "make_mesh", alone)
+    with comparisons.one_device():
         yield
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("table")
-    tables.write_model(folder / "model", RATES)
-    tables.write_data(folder / "data.jsonl", len(RATES))
-    return folder
-
-
-def write(model: Path, folder: Path, steps: int = 6, **changes: Any) -> Path:
-    """An experiment on the tables; returns its file."""
-    data = str(model / "data.jsonl")
-    base = {
-        "model": {"path": str(model / "model")},
-        "data": {"path": data, "chat_template": "none"},
-        "rewards": [{"use": tables.REWARD}],
-        "optimizer": {"use": "sgd", "learning_rate": 1.0, "clip_norm": 0.0},
-        "rollout": {
-            "prompts_per_step": 8,
-            "group_size": 8,
-            "max_prompt_tokens": 1,
-            "max_completion_tokens": 2,
-        },
-        "train": {"steps": steps},
-        "eval": {"data": data, "samples": 16},
-        "checkpoint": {"every": 5},
-        "run": {"dir": "nowhere"},
-    }
-    folder.mkdir(exist_ok=True)
-    (folder / "base.toml").write_text(tomli_w.dumps(base))
-    whole = {
-        "base": "base.toml",
-        "dir": str(folder / "out"),
-        "control": "grpo",
-        "learning_rates": [0.5],
-        "seeds": 6,
-        **changes,
-    }
-    (folder / "x.toml").write_text(tomli_w.dumps(whole))
-    return folder / "x.toml"
 
 
 def summary_of(case: experiments.Case) -> dict[str, Any]:
     return json.loads((case.path / "summary.json").read_text())
-
-
-@pytest.fixture(scope="module")
-def compared(model, tmp_path_factory):
-    """(experiment, cases, outcomes): an arm, its twin, one that stays, one under full noise."""
-    arms = {
-        "grpo": {"recipe": "grpo"},
-        "twin": {"recipe": "grpo"},
-        "frozen": {"recipe": "grpo", "learning_rates": [0.0]},
-        "noise": {"recipe": "grpo", "rewards": [{"use": tables.REWARD, "flip": 0.5}]},
-    }
-    file = write(model, tmp_path_factory.mktemp("compare"), arms=arms, tests=["frozen"])
-    assert main(["compare", str(file)]) == 0
-    experiment = experiments.load(file)
-    cases = experiments.cases_of(experiment)
-    return experiment, cases, results.read_all(cases)
 
 
 def test_identical_arms_with_identical_seeds_differ_by_exactly_0(compared):
@@ -207,17 +142,6 @@ def test_a_second_start_touches_no_finished_run_and_writes_the_same(compared, ca
     assert f"{len(cases)} of {len(cases)} runs are finished already" in capsys.readouterr().out
     assert before == {file: file.stat().st_mtime_ns for file in (folder / "runs").rglob("*")}
     assert texts == [(folder / name).read_bytes() for name in ("tables.md", "results.csv")]
-
-
-def test_a_folder_that_holds_runs_of_another_config_is_refused(compared, model, tmp_path):
-    experiment, *_ = compared
-    shutil.copytree(experiment.dir, tmp_path / "out")
-    arms = {"grpo": {"recipe": "grpo"}, "twin": {"recipe": "sign"}}
-    file = write(model, tmp_path, arms=arms, seeds=1)
-    cases = experiments.cases_of(experiments.load(file))
-    assert running.is_finished(cases[0]), "moved, and still the same run"
-    with pytest.raises(InputError, match=r"(?s)twin.*another config.*recipe: grpo -> sign"):
-        running.is_finished(cases[1])
 
 
 @pytest.mark.full

@@ -158,11 +158,36 @@ def test_differences_are_those_of_the_resolved_configs(tmp_path):
     }
     found = experiments.differences(cases(tmp_path, arms=arms))
     assert found == {
+        "learning_rates": {"grpo": "[0.0001, 0.0003]", "noisy": "[0.0]", "own": "[0.0001, 0.0003]"},
         "advantage.0.use": {"grpo": "–", "noisy": "–", "own": '"sum_rewards"'},
         "advantage.1.use": {"grpo": "–", "noisy": "–", "own": '"sign"'},
         "recipe": {"grpo": '"grpo"', "noisy": '"grpo"', "own": "–"},
         "rewards.0.flip": {"grpo": "0.0", "noisy": "0.07", "own": "0.0"},
     }
+
+
+def test_an_arm_with_another_optimizer_keeps_what_every_optimizer_has(tmp_path):
+    of_base = {"clip_norm": 0.3, "warmup_steps": 2, "schedule": "cosine", "weight_decay": 0.1}
+    arms = {
+        "grpo": {},
+        "sgd": {"optimizer": {"use": "sgd", "momentum": 0.9}},
+        "same": {"optimizer": {"use": "adamw", "b2": 0.9}},
+        "dotted": {"optimizer.use": "sgd"},
+    }
+    found = cases(tmp_path, arms=arms, seeds=1, learning_rates=[0.1], set={"optimizer": of_base})
+    base, sgd, same, dotted = (case.config.optimizer for case in found)
+    assert base.options["weight_decay"] == 0.1
+    assert sgd == dataclasses.replace(base, use="sgd", options={"momentum": 0.9})
+    assert same == dataclasses.replace(base, options={**base.options, "b2": 0.9})
+    assert dotted == dataclasses.replace(base, use="sgd", options={})
+
+
+def test_tracking_of_the_base_is_not_for_the_runs(tmp_path):
+    raw, _ = configs.read_tables("quickstart")
+    raw["tracking"] = {"wandb": {"project": "mine"}, "tensorboard": True}
+    (tmp_path / "base.toml").write_text(tomli_w.dumps(raw))
+    for case in cases(tmp_path, base="base.toml"):
+        assert (case.config.tracking.wandb, case.config.tracking.tensorboard) == (None, False)
 
 
 def test_a_dry_run_shows_the_plan_and_what_can_be_seen(tmp_path, capsys, monkeypatch):

@@ -95,11 +95,69 @@ def test_the_best_rate_is_the_first_of_the_highest_means():
     assert statistics.choose(np.array([[0.1, 0.2], [0.3, 0.4], [0.4, 0.3]])) == 1
 
 
-def test_the_crossing_is_the_first_k_below_the_base():
+def test_the_crossing_is_the_first_k_at_which_seeds_show_less_than_the_base():
+    noise = np.random.default_rng(0).normal(0, 0.002, (7, 4))
     base, trained = np.array([0.2, 0.4, 0.6, 0.7]), np.array([0.5, 0.55, 0.59, 0.6])
+    base, trained = base + noise, np.tile(trained, (7, 1))
     assert statistics.crossing(base, trained) == 3
     assert statistics.crossing(trained, base) == 1
     assert statistics.crossing(base, base) is None
+    assert statistics.crossing(base[:1], trained[:1]) is None, "one seed shows nothing"
+    # Below in the mean at k = 3, by less than the seeds differ; k = 4 is beyond that.
+    wide = base + np.array([-3, -2, -1, 0, 1, 2, 3])[:, None] * [0, 0, 0.02, 0.02]
+    assert trained.mean(0)[2] < wide.mean(0)[2]
+    assert statistics.crossing(wide, trained) == 4
+
+
+def test_differences_that_are_noise_seldom_cross():
+    """A model against itself: 7 seeds, 100 prompts of 8 samples each, base and trained drawn anew.
+
+    By means alone there is a k at which it is below itself in half of the cases or more.
+    """
+    random, samples, rounds = np.random.default_rng(0), 8, 200
+    table = np.array(
+        [
+            [1 - math.comb(samples - c, k) / math.comb(samples, k) for k in range(1, samples + 1)]
+            for c in range(samples + 1)
+        ]
+    )
+    chance = random.beta(0.5, 0.5, 100)
+    by_means = shown = 0
+    for _ in range(rounds):
+        base, trained = table[random.binomial(samples, chance, (2, 7, 100))].mean(2)
+        by_means += bool((trained.mean(0) < base.mean(0)).any())
+        shown += statistics.crossing(base, trained) is not None
+    assert by_means / rounds > 0.5
+    # One side of a two-sided level of 5% for all k together.
+    assert shown / rounds <= 0.025 + 3 * math.sqrt(0.025 * 0.975 / rounds)
+
+
+def test_sign_flips_of_one_number_are_the_sign_flip_test_and_of_several_brute_force():
+    random = np.random.default_rng(2)
+    found = random.normal(0.4, 1.0, (6, 3))
+    one = statistics.sign_flip_tests(found[:, :1])
+    assert one[0] == pytest.approx(statistics.sign_flip_test(found[:, 0]))
+    size = [math.sqrt(sum(d * d for d in column) / 6) for column in found.T]
+    expected = np.zeros(3)
+    for signs in itertools.product([1, -1], repeat=6):
+        flipped = [
+            abs(sum(s * d for s, d in zip(signs, column, strict=True))) / 6 / scale
+            for column, scale in zip(found.T, size, strict=True)
+        ]
+        observed = [abs(column.mean()) / scale for column, scale in zip(found.T, size, strict=True)]
+        expected += [max(flipped) >= value - 1e-9 for value in observed]
+    np.testing.assert_allclose(statistics.sign_flip_tests(found), expected / 2**6)
+    many = random.normal(1.0, 1.0, (14, 1))
+    assert statistics.sign_flip_tests(many)[0] == pytest.approx(
+        statistics.sign_flip_test(many[:, 0]), abs=0.01
+    )
+    assert statistics.sign_flip_tests(np.zeros((7, 2))).tolist() == [1, 1]
+
+
+def test_a_band_is_the_interval_at_each_place():
+    values = np.random.default_rng(1).normal(size=(6, 3))
+    expected = np.array([statistics.interval(column) for column in values.T]).T
+    np.testing.assert_allclose(statistics.band(values), expected, atol=1e-12)
 
 
 @pytest.mark.parametrize("rates", [1, 3])

@@ -16,7 +16,10 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.mark.parametrize("name", ["x3_g2", "x3_g4", "x3_paper"])
-def test_the_shipped_experiments_are_right_but_for_what_they_say_is_missing(name, capsys):
+def test_the_shipped_experiments_are_right_but_for_what_they_say_is_missing(
+    name, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)  # where no runs are
     assert main(["compare", name, "--dry-run"]) == 0
     experiment = experiments.load(name)
     cases = experiments.cases_of(experiment)
