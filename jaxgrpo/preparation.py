@@ -56,9 +56,11 @@ def make_preparer(parts: Parts) -> Callable[[TrainState, Rollouts], tuple[TrainS
         batch = _assemble(parts, programs, state, rollouts, judged, where)
         state = dataclasses.replace(state, advantage_state=judged.state)
         metrics = judged.metrics
+        # Of all completions or of none: those that the loss leaves out are no random ones.
+        mask = rollouts.token_mask & bool(live.all() or not parts.compact)
         for name in ANCHORS:
             if name not in rollouts.fields and name in batch.fields:
-                late = (rollouts.behavior_logp, batch.fields[name], judged.mask, where)
+                late = (rollouts.behavior_logp, batch.fields[name], mask, where)
                 metrics = merge(metrics, programs.drift(name, *late))
         return state, Prepared(batch, judged.per_sample, live, metrics)
 
@@ -237,7 +239,7 @@ def _drift(
     mask: Array,
     where: packing.Plan,
 ) -> Metrics:
-    """`drift_metrics` of a field that was scored for the loss alone, on its samples."""
+    """`drift_metrics` of a field that was scored for the loss alone; without `mask` NaN."""
     other = packing.scatter(other_logp, where, shape)
     return drift_metrics(behavior_logp, other, mask, FIELDS[name].policy)
 
