@@ -178,7 +178,8 @@ def test_a_config_names_model_data_and_reward(folders, tmp_path, capsys):
         "train.steps": 1,
     }
     # An evaluation's own data, judge and numbers are not those of a probe.
-    lines |= {"eval.data": tmp_path / "none.jsonl", "eval.split": "test", "eval.scorer": "math"}
+    other = tables.write_data(tmp_path / "other.jsonl", 9)
+    lines |= {"eval.data": other, "eval.scorer": "math"}
     numbers |= {"eval.samples": 3, "eval.prompts": 7}
     text = [f'{name} = "{value}"' for name, value in lines.items()]
     text += [f"{name} = {value}" for name, value in numbers.items()]
