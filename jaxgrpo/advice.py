@@ -22,6 +22,9 @@ NO_SIGNAL = 0.05
 MUCH = 0.1
 """A share of prompts, groups or samples that is worth doing something about."""
 
+SMALL_GAP = 0.05
+"""Where the interval of the gap ends below, prompts are as good as equally hard."""
+
 STARVED = 0.3
 """So many groups that all fail: methods that keep them alive are worth a comparison."""
 
@@ -55,21 +58,30 @@ Rule = Callable[[Mapping[str, Any], int], Advice | None]
 
 
 def advise(found: Mapping[str, Any]) -> list[Advice]:
-    """All advice that follows from the numbers of a probe."""
+    """All advice that follows from the numbers of a probe.
+
+    Without live groups of any size nothing is said of methods: none of them helps before there is
+    a signal, and what would be compared is noise.
+    """
     advice = _health(found)
-    groups = found["degeneracy"]
-    known = [size for size in groups if groups[size]["measured"] == groups[size]["measured"]]
-    if not known:
+    live = live_shares(found["degeneracy"])
+    if not live:
         return advice
-    size = advised_size(groups)
-    given = (rule(found, size) for rule in ADVICE)
+    rules = FIRST if max(live.values()) < NO_SIGNAL else (*FIRST, *METHODS)
+    size = advised_size(found["degeneracy"])
+    given = (rule(found, size) for rule in rules)
     return advice + [one for one in given if one is not None]
+
+
+def live_shares(groups: Mapping[int, Mapping[str, float]]) -> dict[int, float]:
+    """Group size -> share of live groups, of the sizes of which it is known."""
+    live = {size: 1 - group["measured"] for size, group in groups.items()}
+    return {size: share for size, share in live.items() if share == share}
 
 
 def advised_size(groups: Mapping[int, Mapping[str, float]]) -> int:
     """The smallest group size that has GAIN of the live groups that the largest has."""
-    live = {size: 1 - group["measured"] for size, group in groups.items()}
-    live = {size: share for size, share in live.items() if share == share}
+    live = live_shares(groups)
     return next(size for size in live if live[size] >= GAIN * live[max(live)])
 
 
@@ -111,10 +123,9 @@ def _headroom(found: Mapping[str, Any], size: int) -> Advice:
 
 def _group_size(found: Mapping[str, Any], size: int) -> Advice:
     groups, success = found["degeneracy"], found["success"]
-    live = {g: 1 - group["measured"] for g, group in groups.items()}
-    live = {g: share for g, share in live.items() if share == share}
+    live = live_shares(groups)
     largest, smallest = max(live), min(live)
-    if live[largest] < NO_SIGNAL:
+    if max(live.values()) < NO_SIGNAL:
         return Advice(
             "group size",
             "change prompts or reward first: no group size measured here gives signal",
@@ -152,8 +163,11 @@ def _prompt_filter(found: Mapping[str, Any], size: int) -> Advice | None:
             says = 'prefer uncertain prompts: rollout.prompts = { use = "spo_priority" }'
         why = f"prompts differ in difficulty and more samples do not help the ends: {gap}; {ends}"
         return Advice("filter", says, why, numbers)
-    if low <= 0 <= high:
+    if high < SMALL_GAP:
         says = "no filter of prompts: flat groups come by chance, and larger groups make them rarer"
+        return Advice("filter", says, gap, numbers)
+    if low <= 0 <= high:
+        says = "the interval is too wide to tell whether a filter helps: probe with more prompts"
         return Advice("filter", says, gap, numbers)
     return None
 
@@ -226,9 +240,10 @@ def _calibration(found: Mapping[str, Any], size: int) -> Advice | None:
     return Advice("advantage", says, why, ("calibration.ece",))
 
 
-ADVICE: tuple[Rule, ...] = (
-    _headroom,
-    _group_size,
+FIRST: tuple[Rule, ...] = (_headroom, _group_size)
+"""Rules that hold whether there is a signal or none."""
+
+METHODS: tuple[Rule, ...] = (
     _prompt_filter,
     _denominator,
     _cut,

@@ -21,7 +21,7 @@ from jaxgrpo.io.data import PromptData
 from jaxgrpo.models.api import Model
 from jaxgrpo.prompts import pad_prompts
 from jaxgrpo.rescoring import Rescore, base_of, rescorer_of
-from jaxgrpo.rewarding import extractor_of, resolve_scorer
+from jaxgrpo.rewarding import Reward, extractor_of, resolve_scorer
 from jaxgrpo.rewards import RewardFunction, TrainerState
 from jaxgrpo.rollouts import completion_ids, judge_texts, put_prompts
 from jaxgrpo.sampling import Sampler, SamplingSettings, make_sampler, sample
@@ -45,6 +45,7 @@ class Questions(NamedTuple):
     extract: Callable[[str], Hashable] | None = None  # completion -> the answer that is voted on
     formats: Mapping[str, str] = NOTHING  # name -> regular expression
     weighing: voting.Weighing = voting.Weighing()
+    on_error: str = "raise"  # or "unscored": what follows where the scorer raises
 
 
 class Answers(NamedTuple):
@@ -69,17 +70,18 @@ Evaluate = Callable[[Params, Array, int], Evaluation]
 """(sampling parameters, key data of the run, step) -> Evaluation"""
 
 
-def questions_of(config: Config, held_out: PromptData, scorer: RewardFunction) -> Questions:
+def questions_of(config: Config, held_out: PromptData, scorer: Reward) -> Questions:
     """The first `eval.prompts` prompts, all by default, and who judges the answers."""
     count = config.eval.prompts
     asked = config.eval
     return Questions(
         held_out.rows[:count],
         held_out.encoded[:count],
-        scorer,
-        extractor_of(config, scorer),
+        scorer.function,
+        extractor_of(config, scorer.function),
         asked.formats,
         voting.Weighing(asked.confidence_window, asked.confidence_kept),
+        scorer.on_error,
     )
 
 
@@ -298,6 +300,7 @@ def ask(
             chosen,
             *host[:2],
             trainer_state=TrainerState(global_step=step),
+            on_error={"scorer": questions.on_error},
         )
         more = {} if rescore is None else sharding.to_host(rescore(params, rollouts))
         real = min(size, count - begin)

@@ -1,4 +1,4 @@
-"""Intervals by the bootstrap over prompts: of means, and of what is a mean up to small terms."""
+"""Intervals over prompts: of means, and of what is a mean up to small terms."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ LEVEL = 0.99
 RESAMPLES = 2000
 BLOCK = 2**20  # draws held at a time
 SAME = 1e-6  # float32 values that differ by less are one
+HALVINGS = 60  # of an interval that is searched: to the last digit of float64
 
 
 def studentised(
@@ -30,7 +31,7 @@ def studentised(
 
     Args:
       bounds: what the estimated quantity cannot leave. Where resamples hold hardly any spread, as
-        with two successes in all, the interval reaches them: nothing is known.
+        with two successes in all, the interval reaches them; of shares see `mean_of_shares`.
 
     Returns: (low, high), the same for the same values; NaN where all of `influence` is equal, which
     says nothing of the spread, and where the estimate is NaN.
@@ -53,3 +54,50 @@ def studentised(
     low, high = np.percentile(np.concatenate(scores), [tail, 100 - tail])
     ends = np.clip([estimate - high * error, estimate - low * error], *bounds)
     return float(ends[0]), float(ends[1])
+
+
+def mean_of_shares(values: np.ndarray, level: float = LEVEL) -> tuple[float, float]:
+    """The interval of the mean of values in [0, 1], one per prompt: what two intervals share.
+
+        the bootstrap-t interval  and  {m: P kl(mean, m) <= log(2 / (1 - level))},
+        kl(x, m) = x log(x / m) + (1 - x) log((1 - x) / (1 - m))
+
+    With 5 of 200 prompts solved some resamples hold hardly a success, so that the first reaches 1,
+    and where no prompt is solved it says nothing. The second holds for any distribution and any
+    number of prompts, but does not know that values spread less than those that are all 0 or 1:
+    there the first is the shorter one. The two miss together at most as often as the first misses,
+    and 1 - level.
+
+    Args:
+      values: [P], finite; rounding beyond the ends is taken back.
+
+    Returns: (low, high); NaN without a value.
+    Source: Hoeffding 1963, Probability Inequalities for Sums of Bounded Random Variables, theorem 1
+    (2.1), solved for the mean at each side.
+    """
+    values = np.clip(np.asarray(values, float), 0, 1)
+    if not len(values):
+        return float("nan"), float("nan")
+    mean = float(values.mean())
+    limit = float(np.log(2 / (1 - level)) / len(values))
+    low = 1 - _reach(1 - mean, limit)
+    high = _reach(mean, limit)
+    ends = studentised(mean, values - mean, level, (0.0, 1.0))
+    return float(np.fmax(low, ends[0])), float(np.fmin(high, ends[1]))
+
+
+def _reach(mean: float, limit: float) -> float:
+    """The largest m in [mean, 1] with kl(mean, m) <= limit."""
+    low, high = mean, 1.0
+    for _ in range(HALVINGS):
+        middle = (low + high) / 2
+        inside = middle < 1 and _divergence(mean, middle) <= limit
+        low, high = (middle, high) if inside else (low, middle)
+    return low
+
+
+def _divergence(mean: float, other: float) -> float:
+    """KL of two coins, in nats; `other` lies between `mean` and 1."""
+    won = mean * np.log(mean / other) if mean > 0 else 0.0
+    lost = (1 - mean) * np.log((1 - mean) / (1 - other)) if mean < 1 else 0.0
+    return float(won + lost)

@@ -140,11 +140,10 @@ def _success(correct: np.ndarray, samples: np.ndarray, width: int, level: float)
 
 
 def _mean(values: np.ndarray, level: float) -> dict[str, Any]:
-    """The mean over prompts and its interval; prompts of which nothing is known are NaN."""
+    """The mean over prompts of shares, and its interval; NaN: nothing is known of a prompt."""
     values = np.asarray(values, float)
     values = values[np.isfinite(values)]
-    value = _nan_mean(values)
-    return {"value": value, "ci": intervals.studentised(value, values - value, level, (0.0, 1.0))}
+    return {"value": _nan_mean(values), "ci": intervals.mean_of_shares(values, level)}
 
 
 def _nan_mean(values: Any) -> float:

@@ -56,9 +56,11 @@ def make_preparer(parts: Parts) -> Callable[[TrainState, Rollouts], tuple[TrainS
         batch = _assemble(parts, programs, state, rollouts, judged, where)
         state = dataclasses.replace(state, advantage_state=judged.state)
         metrics = judged.metrics
+        # Of all completions or of none: those that the loss leaves out are no random ones.
+        whole = bool(live.all() or not parts.compact)
         for name in ANCHORS:
             if name not in rollouts.fields and name in batch.fields:
-                late = (rollouts.behavior_logp, batch.fields[name], judged.mask, where)
+                late = rollouts, batch.fields[name], where, whole
                 metrics = merge(metrics, programs.drift(name, *late))
         return state, Prepared(batch, judged.per_sample, live, metrics)
 
@@ -232,14 +234,15 @@ def _rollout_metrics(
 def _drift(
     shape: tuple[int, int, int],
     name: str,
-    behavior_logp: Array,
+    rollouts: Rollouts,
     other_logp: Array,
-    mask: Array,
     where: packing.Plan,
+    whole: Array,
 ) -> Metrics:
-    """`drift_metrics` of a field that was scored for the loss alone, on its samples."""
+    """`drift_metrics` of a field that was scored for the loss alone; NaN if not for `whole`."""
     other = packing.scatter(other_logp, where, shape)
-    return drift_metrics(behavior_logp, other, mask, FIELDS[name].policy)
+    mask = rollouts.token_mask & whole
+    return drift_metrics(rollouts.behavior_logp, other, mask, FIELDS[name].policy)
 
 
 def _per_token(value: Array, geometry: Geometry) -> Array:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +13,15 @@ from rich.console import Console
 from jaxgrpo import measuring, runtime, sharding
 from jaxgrpo.advice import advise
 from jaxgrpo.config import Config
+from jaxgrpo.config_keys import EvalKeys
 from jaxgrpo.errors import InputError
 from jaxgrpo.evaluation import Answers, Questions, ask, questions_of
 from jaxgrpo.inference import NOBODY, Policy, config_for, find_policy, key_of, slots_of
 from jaxgrpo.intervals import LEVEL
-from jaxgrpo.io.callables import short_name
 from jaxgrpo.io.tracking import plain, write_atomically
 from jaxgrpo.reports import check_can_draw
 from jaxgrpo.rescoring import make_rescorer
-from jaxgrpo.rewarding import Reward, resolve_rewards, resolve_scorer, show_previews
+from jaxgrpo.rewarding import resolve_rewards, resolve_scorer, show_previews
 from jaxgrpo.sampling import make_sampler
 
 PURPOSE = 2  # folded into the key: a probe repeats the draws of neither training nor evaluation
@@ -47,6 +47,7 @@ def main(
       samples: N per prompt; 16 by default.
       prompts: the first so many of the data; all by default.
       level: of the intervals.
+      overrides: keys of the config; those of `eval` that are named here count, its own do not.
 
     Raises: InputError before anything is sampled, where an argument cannot be used.
     """
@@ -61,12 +62,11 @@ def main(
     policy, held_out = find_policy(console, config)
     rewards = () if config.rewards[0].use == NOBODY else resolve_rewards(config)
     judge = resolve_scorer(config, rewards)
-    name = short_name(config.eval.scorer or config.rewards[0].use)
     questions = questions_of(config, held_out, judge)
     if runtime.is_main():
-        show_previews(console, [Reward(name, judge, 1.0)], questions.rows[0], policy.tokenizer, 0)
+        show_previews(console, [judge], questions.rows[0], policy.tokenizer, 0)
     found = _numbers(config, policy, questions, level)
-    whole = {"model": target, "data": config.eval.data, "reward": name, **found}
+    whole = {"model": target, "data": config.eval.data, "reward": judge.name, **found}
     whole["advice"] = [one.as_dict() for one in advise(found)]
     if runtime.is_main():
         _tell(console, whole, json_out, html_out)
@@ -81,14 +81,16 @@ def _config(
     prompts: int | None,
     overrides: Sequence[str],
 ) -> Config:
-    """As of an evaluation, whose keys say what is asked and who judges."""
+    """As of an evaluation, whose keys say what is asked and who judges.
+
+    Of those of a run or config only the ones named for this probe count: what a run is evaluated
+    on, how often and by whom is another question than whether it would learn.
+    """
     given = {"data": data, "scorer": reward, "samples": samples, "prompts": prompts}
     changes = {f"eval.{name}": value for name, value in given.items() if value is not None}
     config = config_for(target, changes, overrides)
-    if data is None and config.data.path is not None:
-        of = config.data
-        asked = dataclasses.replace(config.eval, data=of.path, subset=of.subset, split=of.split)
-        config = dataclasses.replace(config, eval=asked)
+    named = {*changes, *(one.partition("=")[0].replace(" ", "") for one in overrides)}
+    config = dataclasses.replace(config, eval=_asked(config, named))
     if config.eval.data is None:
         raise InputError(
             f"probe {target}: no prompts to probe with; give --data, as task:NAME:train"
@@ -104,6 +106,18 @@ def _config(
             "of groups of 2, 4, 8 and 16"
         )
     return config
+
+
+def _asked(config: Config, named: Collection[str]) -> EvalKeys:
+    """config.eval, where what is not `named` is the training data, or a default."""
+    of, default = config.data, EvalKeys()
+    kept = {name: getattr(default, name) for name in ("samples", "prompts", "scorer")}
+    if "eval.data" in named:
+        kept |= {"subset": default.subset, "split": default.split}
+    elif of.path is not None:
+        kept |= {"data": of.path, "subset": of.subset, "split": of.split}
+    kept = {name: value for name, value in kept.items() if f"eval.{name}" not in named}
+    return dataclasses.replace(config.eval, **kept)
 
 
 def draw(config: Config, policy: Policy, questions: Questions) -> Answers:

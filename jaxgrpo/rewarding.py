@@ -83,12 +83,13 @@ def resolve_rewards(
     )
 
 
-def resolve_scorer(config: Config, rewards: Sequence[Reward]) -> RewardFunction:
-    """What judges success in evaluations: `eval.scorer`, else the first reward."""
+def resolve_scorer(config: Config, rewards: Sequence[Reward]) -> Reward:
+    """What judges success in evaluations: `eval.scorer`, else the first reward, never flipped."""
     if config.eval.scorer is None:
-        return rewards[0].function
+        return rewards[0]._replace(flip=0.0)
     use, limit = config.eval.scorer, config.rollout.max_completion_tokens
-    return build(callables.resolve(use, config.folder), **with_lengths(use, {}, limit))
+    function = build(callables.resolve(use, config.folder), **with_lengths(use, {}, limit))
+    return Reward(callables.short_name(use), function, 1.0)
 
 
 def extractor_of(config: Config, scorer: RewardFunction) -> Callable[[str], Hashable] | None:

@@ -69,7 +69,15 @@ HOPELESS = numbers(
     pass_at={1: {"value": 0.0}, 16: {"value": 0.0}},
     degeneracy={2: group(1.0, 1.0, NAN, lucky=NAN), 4: group(1.0, 1.0, NAN, lucky=NAN)},
 )
-EVERY = {"middle": numbers(), "hard": HARD, "easy": EASY, "spread": SPREAD, "hopeless": HOPELESS}
+UNSURE = numbers(degeneracy={2: group(0.5, 0.4, -0.05), 4: group(0.2, 0.12, -0.1)})
+EVERY = {
+    "middle": numbers(),
+    "hard": HARD,
+    "easy": EASY,
+    "spread": SPREAD,
+    "hopeless": HOPELESS,
+    "unsure": UNSURE,
+}
 
 
 def test_the_group_size_is_the_smallest_with_nine_tenths_of_the_live_groups_there_are():
@@ -89,10 +97,22 @@ def test_the_group_size_is_the_smallest_with_nine_tenths_of_the_live_groups_ther
         (EASY, "no_positive_resampling"),
         (SPREAD, "spo_priority"),
         (numbers(), "no filter of prompts"),
+        (UNSURE, "too wide to tell"),
     ],
 )
 def test_prompts_are_chosen_where_the_interval_of_the_gap_is_above_zero(found, policy):
     assert policy in said(found)["filter"][0]
+
+
+def test_without_live_groups_of_any_size_no_method_is_named():
+    assert [one.about for one in advise(HOPELESS)] == ["headroom", "group size"]
+    nearly = {2: group(0.99, 0.98, all_fail=0.99), 4: group(0.96, 0.95, all_fail=0.96)}
+    given = [
+        one.about for one in advise({**HOPELESS, "degeneracy": nearly, "format": {"cut": 0.9}})
+    ]
+    assert given == ["health", "headroom", "group size"]
+    some = {**nearly, 4: group(0.94, 0.93, all_fail=0.94)}
+    assert "advantage" in said({**HOPELESS, "degeneracy": some})
 
 
 def test_methods_that_keep_flat_groups_alive_are_named_where_many_all_fail():

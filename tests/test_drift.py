@@ -23,7 +23,7 @@ REWARDS = np.array([[1, 0, 0, 0], [1, 1, 1, 1], [0, 0, 0, 0], [1, 1, 0, 0]], np.
 TEMPERATURE = 0.8
 
 
-def prepared(recipe, objective, anchor):
+def prepared(recipe, objective, anchor, compact=True):
     """Metrics of a step whose frozen policy is another model, and what that model says."""
     mesh = sharding.make_mesh(devices=jax.devices()[:1])
     parts = Parts(
@@ -34,6 +34,7 @@ def prepared(recipe, objective, anchor):
         geometry=Geometry(4, 4, 6, 5, 1, 16),
         sampling=SamplingSettings(4, 5, TEMPERATURE, (tiny.END,), tiny.PAD),
         mesh=mesh,
+        compact=compact,
     )
     state = first_state(parts, tiny.params(), sequential(), 8, 0, ("reward",))
     assert set(state.frozen) == ({anchor} if anchor else set())
@@ -63,11 +64,13 @@ def test_it_is_the_mean_over_completions_of_the_log_ratio_of_what_was_sampled(
     assert metrics[f"kl_to_{anchor}_estimated"] == pytest.approx(gaps.mean(), rel=1e-4)
 
 
-def test_where_penalties_spare_the_dead_only_the_live_are_measured():
+def test_where_penalties_spare_the_dead_nothing_is_told_of_the_live_alone():
     objective = PLAIN._replace(penalties=(losses.k2(0.1),), penalties_on="live")
-    metrics, gaps = prepared("grpo", objective, "reference")
-    live = gaps[[0, 3]]  # the other groups are flat
-    assert metrics["kl_to_reference_estimated"] == pytest.approx(live.mean(), rel=1e-4)
+    metrics, _ = prepared("grpo", objective, "reference")
+    assert np.isnan(metrics["kl_to_reference_estimated"])
+    # Kept in the batch, the dead are scored, and all are told of.
+    metrics, gaps = prepared("grpo", objective, "reference", compact=False)
+    assert metrics["kl_to_reference_estimated"] == pytest.approx(gaps.mean(), rel=1e-4)
 
 
 def test_it_costs_no_pass_where_the_method_asks_for_none():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +11,7 @@ import pytest
 
 from jaxgrpo.diagnostics import jensen_gap
 from jaxgrpo.group_signal import gap_influence
-from jaxgrpo.intervals import studentised
+from jaxgrpo.intervals import mean_of_shares, studentised
 
 PROMPTS, SAMPLES, SIZE, TIMES = 200, 16, 4, 150
 
@@ -77,3 +79,47 @@ def test_bounds_are_kept_and_nothing_known_is_told():
     assert np.isnan(studentised(0.3, np.array([1e-8, -1e-8]))).all()
     assert np.isnan(studentised(np.nan, np.arange(5.0))).all()
     assert np.isnan(studentised(0.5, np.array([0.1]))).all()
+
+
+def chance(count, p):
+    """Of 0 to `count` successes."""
+    return np.array([math.comb(count, k) * p**k * (1 - p) ** (count - k) for k in range(count + 1)])
+
+
+def solved(count, k):
+    return (np.arange(count) < k).astype(float)
+
+
+def test_few_successes_bound_the_mean_from_above():
+    """5 of 200: the interval holds the exact one of Clopper and Pearson and is not much longer."""
+    low, high = mean_of_shares(solved(200, 5))
+    assert studentised(0.025, solved(200, 5) - 0.025, bounds=(0, 1))[1] == 1  # what it is cut from
+    for p in (low, high):  # outside the exact interval: as few or as many are rarer than 0.5%
+        tail = chance(200, p)[5:].sum() if p == low else chance(200, p)[:6].sum()
+        assert 0.0005 < tail < 0.005
+    mirrored = mean_of_shares(1 - solved(200, 5))
+    assert mirrored == pytest.approx((1 - high, 1 - low), abs=1e-3)  # other draws
+
+
+@pytest.mark.parametrize("count", [1, 5, 200])
+def test_where_no_prompt_or_every_one_is_solved_the_mean_is_bounded_all_the_same(count):
+    reach = 1 - 0.005 ** (1 / count)  # (1 - m)^P = .005
+    assert mean_of_shares(np.zeros(count)) == pytest.approx((0, reach))
+    assert mean_of_shares(np.ones(count)) == pytest.approx((1 - reach, 1))
+    assert np.isnan(mean_of_shares(np.zeros(0))).all()
+
+
+def test_shares_that_spread_little_have_the_short_interval_of_the_bootstrap():
+    rates = np.random.default_rng(0).binomial(16, 0.4, 200) / 16
+    ends = mean_of_shares(rates)
+    assert ends == studentised(rates.mean(), rates - rates.mean(), bounds=(0, 1))
+    assert ends[1] - ends[0] < 0.06  # of 200 that are 0 or 1 it would be 0.18
+
+
+@pytest.mark.parametrize("count", [20, 100])
+def test_the_interval_of_a_share_covers_it_whatever_it_is(count):
+    """Exactly, over all numbers of solved prompts; each of the two intervals may miss 1%."""
+    ends = np.array([mean_of_shares(solved(count, k)) for k in range(count + 1)])
+    for p in (0.002, 0.01, 0.03, 0.1, 0.3, 0.5, 0.7, 0.95, 0.999):
+        covers = (ends[:, 0] <= p) & (p <= ends[:, 1])
+        assert chance(count, p)[covers].sum() > 0.98, p

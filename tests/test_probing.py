@@ -177,16 +177,35 @@ def test_a_config_names_model_data_and_reward(folders, tmp_path, capsys):
         "rollout.max_completion_tokens": 2,
         "train.steps": 1,
     }
+    # An evaluation's own data, judge and numbers are not those of a probe.
+    other = tables.write_data(tmp_path / "other.jsonl", 9)
+    lines |= {"eval.data": other, "eval.scorer": "math"}
+    numbers |= {"eval.samples": 3, "eval.prompts": 7}
     text = [f'{name} = "{value}"' for name, value in lines.items()]
     text += [f"{name} = {value}" for name, value in numbers.items()]
     file.write_text("\n".join([*text, f'rewards = [{{ use = "{tables.REWARD}" }}]']))
     out = tmp_path / "out.json"
-    code, said = probe(capsys, file, "-n", 2, "--num-prompts", 120, "--json", out)
+    code, said = probe(capsys, file, "--json", out)
     assert code == 0, said
     found = json.loads(out.read_text())
-    assert (found["reward"], found["prompts_per_step"]) == ("right", 40)
+    assert (found["reward"], found["data"]) == ("right", str(folder / "data.jsonl"))
+    assert (found["samples"], found["prompts"], found["prompts_per_step"]) == (16, 200, 40)
+    code, said = probe(capsys, file, "-n", 2, "--json", out, "--set", "eval.prompts=120")
+    assert code == 0, said
+    found = json.loads(out.read_text())
+    assert (found["reward"], found["samples"], found["prompts"]) == ("right", 2, 120)
     assert found["degeneracy"]["2"]["measured"] == 1  # 80 prompts at 0, 40 at 1
     assert not (tmp_path / "runs").exists()
+    text = file.read_text().replace(tables.REWARD, f"{__file__}:refuses_no")
+    file.write_text(text)
+    arguments = (file, "-n", 2, "--num-prompts", 120, "--json", out)
+    code, said = probe(capsys, *arguments)
+    assert (code, "no opinion of n" in said) == (2, True), said
+    code, said = probe(capsys, *arguments, "--set", "rewards.0.on_error=unscored")
+    assert code == 0, said
+    found = json.loads(out.read_text())
+    assert found["success"]["unscored"] > 0.5
+    assert "health" in {one["about"] for one in found["advice"]}
 
 
 @pytest.mark.parametrize(
@@ -212,6 +231,12 @@ def test_wrong_arguments_are_told_before_anything_is_sampled(
     code, said = probe(capsys, *given, "--set", *tables.GEOMETRY)
     assert code == 2, said
     assert message in said
+
+
+def refuses_no(completions, **columns):
+    if "n" in completions:
+        raise ValueError("no opinion of n")
+    return [1.0] * len(completions)
 
 
 def needs_level(completions, level, **columns):

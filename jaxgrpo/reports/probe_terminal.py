@@ -118,6 +118,8 @@ def _successes(found: Mapping[str, Any]) -> Table:
     success, samples = found["success"], found["samples"]
     counts = success["histogram"]
     rate = f"mean success rate {number(success['rate'])} ({span(success['ci'])})"
+    if success["unscored"]:
+        rate += f"; {success['unscored']:.1%} of the samples could not be scored"
     table = _table(rate, "successes", "prompts", "share", "")
     for among in ranges(samples):
         name = f"{among[0]}" if len(among) == 1 else f"{among[0]} to {among[-1]}"
@@ -137,16 +139,22 @@ def _passes(found: Mapping[str, Any]) -> Table:
 
 def _groups(found: Mapping[str, Any]) -> Table:
     step = f"live groups and tokens per step of {found['prompts_per_step']} prompts"
-    names = ("G", "flat", "i.i.d.", "gap", _interval(found), "live", "tokens", f"per {PER}")
-    table = _table(f"flat groups, measured and i.i.d.; {step}, and per {PER} samples", *names)
+    shares = ("flat", "fail", "pass", "i.i.d.", "gap")
+    names = ("G", *shares, _interval(found), "live", "tokens", f"per {PER}", "lucky")
+    title = (
+        "flat groups, of these all fail and all pass, and i.i.d.;\n"
+        f"{step}, and per {PER} samples; of live groups, lucky ones"
+    )
+    table = _table(title, *names)
     for size, group in found["degeneracy"].items():
         table.add_row(
             str(size),
-            *(number(group[name]) for name in ("measured", "iid", "gap")),
+            *(number(group[name]) for name in ("measured", "all_fail", "all_pass", "iid", "gap")),
             span(group["ci"]),
             number(group["live_groups"], ".1f"),
             number(group["live_tokens"], ".0f"),
             number(group[f"live_groups_per_{PER}_samples"], ".0f"),
+            number(group["lucky"]),
         )
     return table
 

@@ -78,11 +78,23 @@ def test_the_terminal_shows_each_number_once(found):
     assert "3 of 4 0 0.0%" in rows
     assert "pass@1 0.375 0.250 to 0.500" in rows
     assert "pass@2 0.500 –" in rows
-    assert "2 0.750 0.500 0.250 0.125 to 0.375 2.0 321 125" in rows
-    assert "4 0.750 – – – 2.0 321 125" in rows
+    assert "2 0.750 0.500 0.250 0.500 0.250 0.125 to 0.375 2.0 321 125 –" in rows
+    assert "4 0.750 0.500 0.250 – – – 2.0 321 125 –" in rows
     assert "two completions of a prompt are the same 25.0%" in rows
     assert "of right ones –" in rows
     assert "95% interval" in text
+
+
+def test_long_numbers_fit_the_terminal(found):
+    long = group(ci=(-0.125, -0.1), live_groups=255.5, live_tokens=123456.0, lucky=0.25)
+    found["degeneracy"] = {16: long}
+    found["success"] |= {"unscored": 0.125}
+    out = io.StringIO()
+    probe_terminal.show(Console(file=out, width=100, color_system=None), found)
+    text = out.getvalue()
+    assert "…" not in text
+    assert re.search("-0.125 to -0.100 +255.5 +123456 +125 +0.250", text)
+    assert "12.5% of the samples could not be scored" in " ".join(text.split())
 
 
 def test_the_page_draws_four_charts_even_where_numbers_are_missing(found):
