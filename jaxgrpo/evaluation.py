@@ -23,7 +23,7 @@ from jaxgrpo.prompts import pad_prompts
 from jaxgrpo.rescoring import Rescore, base_of, rescorer_of
 from jaxgrpo.rewarding import Reward, extractor_of, resolve_scorer
 from jaxgrpo.rewards import RewardFunction, TrainerState
-from jaxgrpo.rollouts import completion_ids, judge_texts, put_prompts
+from jaxgrpo.rollouts import completion_ids, decode_texts, judge_texts, put_prompts
 from jaxgrpo.sampling import Sampler, SamplingSettings, make_sampler, sample
 from jaxgrpo.steps import Share, alone
 from jaxgrpo.types import Params
@@ -308,8 +308,5 @@ def ask(
         parts[-1] = jax.tree.map(lambda leaf, real=real: leaf[:real], parts[-1])
     whole = jax.tree.map(lambda *leaves: np.concatenate(leaves), *parts)
     tokens, mask, logp, truncated, judged, rescored = whole
-    texts = [
-        tokenizer.batch_decode(completion_ids(*pair), skip_special_tokens=True)
-        for pair in zip(tokens, mask, strict=True)
-    ]
+    texts = [decode_texts(tokenizer, *pair) for pair in zip(tokens, mask, strict=True)]
     return Answers(tokens, mask, logp, truncated, judged, texts, rescored)

@@ -65,8 +65,9 @@ def mean_of_shares(values: np.ndarray, level: float = LEVEL) -> tuple[float, flo
     With 5 of 200 prompts solved some resamples hold hardly a success, so that the first reaches 1,
     and where no prompt is solved it says nothing. The second holds for any distribution and any
     number of prompts, but does not know that values spread less than those that are all 0 or 1:
-    there the first is the shorter one. The two miss together at most as often as the first misses,
-    and 1 - level.
+    there the first is the shorter one. Together they may miss more often than the first alone, by
+    1 - level. At 99%, of prompts that are solved or not, .002 to .95 of them, they miss, computed
+    exactly, 0.03 to 0.3% with 20 prompts, 0.05 to 1.0% with 100 and 0.08 to 1.6% with 200.
 
     Args:
       values: [P], finite; rounding beyond the ends is taken back.

@@ -33,7 +33,7 @@ def test_the_criteria_hold_and_the_page_is_what_the_command_computes(experiment)
 
 @pytest.mark.slow
 def test_the_criteria_of_degeneracy_hold_on_a_smaller_base_and_fewer_prompts():
-    result = x1_degeneracy.run(prompts=96, samples=32, steps=240)
+    result = x1_degeneracy.run(prompts=96, samples=32, steps=240, batch=32)
     assert [check for check in result.checks if not check.holds] == []
     assert result.figure().axes[0].get_title() == "prompts by success rate"
     common.written("x1_degeneracy", result)  # the page has a place for every part
