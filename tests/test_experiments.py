@@ -31,7 +31,7 @@ def test_the_criteria_hold_and_the_page_is_what_the_command_computes(experiment)
     assert text == common.written(experiment.NAME, result), f"out of date: {command}"
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_criteria_of_degeneracy_hold_on_a_smaller_base_and_fewer_prompts():
     result = x1_degeneracy.run(prompts=96, samples=32, steps=240, batch=32)
     assert [check for check in result.checks if not check.holds] == []

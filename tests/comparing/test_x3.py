@@ -31,6 +31,7 @@ def test_the_shipped_experiments_are_right_but_for_what_they_say_is_missing(
         assert rollout.prompts_per_step * rollout.group_size == 64
 
 
+@pytest.mark.full
 def test_the_smoke_form_becomes_a_page_and_a_figure(tmp_path):
     file = experiments.SHIPPED_EXPERIMENTS / "x3_g4.toml"
     tables = tomllib.loads(file.read_text())
