@@ -5,11 +5,13 @@ from __future__ import annotations
 import doctest
 import json
 
+import numpy as np
 import pytest
 
 from jaxgrpo import given_rollouts
 from jaxgrpo.advantages import registry
 from jaxgrpo.cli import main
+from jaxgrpo.errors import InputError
 
 OWN = '''
 import dataclasses
@@ -135,9 +137,14 @@ def test_fields_are_lists_for_each_group_or_for_all_or_json(capsys):
         assert steps["metrics"] == {"mask_truncated/masked": 0.5}
     fields = given_rollouts.read_fields(["row=4", "row=7", "classes=0,1", "doubt=.5,.25"], (2, 2))
     assert fields["row"].tolist() == [4, 7]
+    assert fields["row"].dtype == int
     assert fields["classes"].tolist() == [[0, 1], [0, 1]]
-    assert fields["classes"].dtype == int
     assert fields["doubt"].tolist() == [[0.5, 0.25], [0.5, 0.25]]
+    unknown = given_rollouts.read_fields(["classes=0,nan"], (1, 2))["classes"]
+    np.testing.assert_array_equal(unknown, [[0, np.nan]])  # a class of its own to darling
+    for field, wanted in {"row=0.5": "whole numbers", "truncated=0,nan": "true or false"}.items():
+        with pytest.raises(InputError, match=f"--field {field[:3]}.*: expected {wanted}"):
+            given_rollouts.read_fields([field], (1, 2))
 
 
 def test_own_code_is_run_from_its_file(capsys, own):
