@@ -194,12 +194,13 @@ def _quiet_libtpu(environment: MutableMapping[str, str]) -> None:
 
 
 def _keep_compilations(environment: Mapping[str, str], platform: str) -> None:
-    """Keeps compiled programs on disk; not those of several CPU devices.
+    """Keeps compiled programs on disk; not those of several CPU devices, unless told to.
 
     Read back, such a program forgets the order of its collectives (XLA of JAX 0.10.2): devices wait
     in different ones, for ever.
     """
-    if platform == "cpu" and jax.device_count() > 1:
+    told = "JAX_ENABLE_COMPILATION_CACHE" in environment
+    if platform == "cpu" and jax.device_count() > 1 and not told:
         jax.config.update("jax_enable_compilation_cache", False)
         return
     jax.config.update("jax_compilation_cache_dir", str(cache_folder(environment)))

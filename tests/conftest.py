@@ -1,4 +1,4 @@
-"""The surroundings of every test: four CPU devices, checked shapes; commands share compilations."""
+"""The surroundings of every test: four CPU devices, checked shapes, one shared compile cache."""
 
 from __future__ import annotations
 
@@ -22,6 +22,9 @@ os.environ["XLA_FLAGS"] = (
     # optimisation. Started commands (`environment`) are compiled as a user's are.
     " --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 )
+# Also of four devices, which halves the time of all tests, though some such programs wait for ever
+# when they are read back (runtime._keep_compilations): the module of those turns it off.
+os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "true"
 os.environ["JAX_COMPILATION_CACHE_DIR"] = str(REPOSITORY / ".cache" / "jax")
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.2"
 os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
@@ -32,10 +35,6 @@ os.environ["HF_DATASETS_CACHE"] = str(REPOSITORY / ".cache" / "datasets")
 import jax
 import jaxtyping
 import pytest
-
-# The commands' alone: read back, programs of several CPU devices may wait for one another for ever
-# (runtime._keep_compilations).
-jax.config.update("jax_enable_compilation_cache", False)
 
 # Loaded before the hook, so that trees of specs may stand in the data types: their fields hold
 # arrays, ShapeDtypeStructs, shardings. Every other module is checked at each call.
@@ -105,8 +104,10 @@ def environment():
             " --xla_cpu_collective_call_terminate_timeout_seconds=300"
         )
         paths = [str(REPOSITORY), os.environ.get("PYTHONPATH", "")]
+        inherited = {**os.environ}
+        del inherited["JAX_ENABLE_COMPILATION_CACHE"]
         return {
-            **os.environ,
+            **inherited,
             "XLA_FLAGS": flags,
             "PYTHONPATH": os.pathsep.join(path for path in paths if path),
             "NO_COLOR": "1",

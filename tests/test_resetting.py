@@ -9,6 +9,7 @@ import jax
 import numpy as np
 import pytest
 import small_run
+from jax.experimental.compilation_cache import compilation_cache
 
 from jaxgrpo import assembly, resetting, runtime, training
 from jaxgrpo.errors import ConfigError, InputError
@@ -28,6 +29,16 @@ def step(run: assembly.Setup, state):
     rollouts, _ = run.reward(run.sample(run.sync(state), prompts, state.key))
     state, prepared = run.prepare(state, rollouts)
     return run.update(state, prepared.batch)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def no_programs_from_the_cache():
+    """The passes of reference and base, read back from the compile cache, may wait for ever."""
+    for used in (False, True):
+        jax.config.update("jax_enable_compilation_cache", used)
+        compilation_cache.reset_cache()  # which has looked at the setting once and for all
+        if not used:
+            yield
 
 
 @pytest.fixture(scope="module")
