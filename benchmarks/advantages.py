@@ -25,7 +25,7 @@ from rich.table import Table
 from benchmarks.common import describe, interval, keep_memory, report
 from jaxgrpo import advantages as adv
 from jaxgrpo.advantages import registry
-from jaxgrpo.types import Rollouts, Signal
+from jaxgrpo.core.types import Rollouts, Signal
 
 P, G = 4096, 16
 TOKEN_SHAPE = (256, 16, 1024)

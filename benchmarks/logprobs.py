@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.common import describe, interval, keep_memory, report, timed
-from jaxgrpo.logprobs import token_logprobs
+from jaxgrpo.models.logprobs import token_logprobs
 
 LIMIT = 1.5
 UNCHUNKED = "unchunked"

@@ -27,8 +27,8 @@ from rich.table import Table
 
 from benchmarks.advantages import compare, seconds_of
 from benchmarks.common import describe, interval, keep_memory, report
-from jaxgrpo.logprobs import token_logprobs
 from jaxgrpo.losses import build_surrogate, registry, token_loss, token_mean
+from jaxgrpo.models.logprobs import token_logprobs
 
 B, T = 512, 2048
 TOKENS, HIDDEN, VOCABULARY = 1024, 64, 8192  # small ones: the more, the less a surrogate weighs

@@ -19,16 +19,16 @@ import numpy as np
 import optax
 
 from benchmarks.common import describe, interval, matmul_rate, report, timed
-from jaxgrpo import advantages, losses, sharding
-from jaxgrpo.assembly import first_state
-from jaxgrpo.models import decoder
+from jaxgrpo import advantages, losses
+from jaxgrpo.models import decoder, sharding
 from jaxgrpo.models.config import ModelConfig
-from jaxgrpo.packing import Geometry
-from jaxgrpo.parts import Objective, Parts
-from jaxgrpo.prompts import host_prompts, sequential
-from jaxgrpo.rollouts import put_prompts
-from jaxgrpo.sampling import SamplingSettings
-from jaxgrpo.steps import build_steps
+from jaxgrpo.rollout.judging import put_prompts
+from jaxgrpo.rollout.sampler import SamplingSettings
+from jaxgrpo.rollout.stream import host_prompts, sequential
+from jaxgrpo.training.setup import first_state
+from jaxgrpo.update.forward import Objective, Parts
+from jaxgrpo.update.packing import Geometry
+from jaxgrpo.update.step import build_steps
 
 MODELS = {  # hidden, layers, vocabulary
     "S": (256, 4, 512),

@@ -21,8 +21,8 @@ import numpy as np
 
 from jaxgrpo.advantages import AdvantageTransform, build, compute, registry
 from jaxgrpo.advantages.building import plain_rollouts
-from jaxgrpo.errors import InputError
-from jaxgrpo.types import Signal
+from jaxgrpo.core.errors import InputError
+from jaxgrpo.core.types import Signal
 
 FOLDER = Path(__file__).resolve().parent
 SAMPLES = 4

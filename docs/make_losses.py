@@ -25,7 +25,7 @@ from jax import Array
 from docs.experiments.common import cosine
 from docs.experiments.kl_uses import REVERSE, USES
 from docs.experiments.x15_kl_uses import measure, policies
-from jaxgrpo.errors import InputError
+from jaxgrpo.core.errors import InputError
 from jaxgrpo.losses import build_surrogate, registry
 
 PAGE = Path(__file__).resolve().parent / "losses.md"

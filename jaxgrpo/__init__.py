@@ -1,8 +1,8 @@
 """Group-relative reinforcement learning of language models in JAX, made of small parts.
 
 The public words are loaded when they are first used: `import jaxgrpo` loads neither Flax nor
-transformers, and `jaxgrpo.advantages` needs only JAX. Read types.py, advantages/recipes/ and
-training.py, in this order.
+transformers, and `jaxgrpo.advantages` needs only JAX. Read core/types.py,
+advantages/recipes/ and training/loop.py, in this order.
 """
 
 from __future__ import annotations
@@ -18,15 +18,20 @@ _WORDS = {
         *("subtract_group_mean", "divide_by_group_std", "sign", "to_tokens"),
         *("mask_truncated", "mask_zero_variance"),
     ),
-    "jaxgrpo.config": ("Config", "load_config"),
-    "jaxgrpo.errors": ("ConfigError", "InputError"),
-    "jaxgrpo.metrics": ("Max", "Mean"),
-    "jaxgrpo.assembly": ("Setup", "setup"),
-    "jaxgrpo.io.checkpoints": ("parameter_hash",),
-    "jaxgrpo.training": ("Run", "train"),
-    "jaxgrpo.types": ("Prompts", "RolloutSpec", "Rollouts", "Signal", "TrainBatch", "TrainState"),
+    "jaxgrpo.config.files": ("Config", "load_config"),
+    "jaxgrpo.core.errors": ("ConfigError", "InputError"),
+    "jaxgrpo.core.metrics": ("Max", "Mean"),
+    "jaxgrpo.training.setup": ("Setup", "setup"),
+    "jaxgrpo.training.checkpoints": ("parameter_hash",),
+    "jaxgrpo.training.loop": ("Run", "train"),
+    "jaxgrpo.core.types": (
+        *("Prompts", "RolloutSpec", "Rollouts", "Signal", "TrainBatch", "TrainState"),
+    ),
 }
-_MODULES = ("advantages", "losses", "models", "rewards", "tasks")
+_MODULES = {
+    **{name: f"jaxgrpo.{name}" for name in ("advantages", "losses", "models", "rewards")},
+    "tasks": "jaxgrpo.data.tasks",
+}
 _NAMES_AT_HOME = {"load_config": "load"}  # where the word alone would say too little
 _HOME = {word: module for module, words in _WORDS.items() for word in words}
 
@@ -37,9 +42,9 @@ def __getattr__(name: str) -> Any:
     if name in _HOME:
         value = getattr(importlib.import_module(_HOME[name]), _NAMES_AT_HOME.get(name, name))
     elif name in _MODULES:
-        value = importlib.import_module(f"jaxgrpo.{name}")
+        value = importlib.import_module(_MODULES[name])
     else:
-        from jaxgrpo.names import suggest
+        from jaxgrpo.core.names import suggest
 
         raise AttributeError(f"jaxgrpo has no {name!r}: {suggest(name, __all__)}")
     globals()[name] = value

@@ -1,3 +1,3 @@
-from jaxgrpo.cli import run
+from jaxgrpo.cli.main import run
 
 run()

@@ -12,8 +12,8 @@ import pytest
 import tables
 import tomli_w
 
-from jaxgrpo import sharding
-from jaxgrpo.comparing import experiment as experiments
+from jaxgrpo.experiments.compare import experiment as experiments
+from jaxgrpo.models import sharding
 
 RATES = (0.2, 0.3, 0.4, 0.45)  # below a half: greedily the base answers nothing right
 

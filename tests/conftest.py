@@ -38,7 +38,7 @@ import pytest
 
 # Loaded before the hook, so that trees of specs may stand in the data types: their fields hold
 # arrays, ShapeDtypeStructs, shardings. Every other module is checked at each call.
-for data_types in ("jaxgrpo.types", "jaxgrpo.metrics"):
+for data_types in ("jaxgrpo.core.types", "jaxgrpo.core.metrics"):
     importlib.import_module(data_types)
 
 if importlib.util.find_spec("beartype"):

@@ -5,8 +5,9 @@ import sys
 
 import numpy as np
 
-from jaxgrpo import rollouts, runtime
 from jaxgrpo.rewards import TrainerState
+from jaxgrpo.rollout import judging
+from jaxgrpo.training import process
 
 
 class Letters:
@@ -15,7 +16,7 @@ class Letters:
 
 
 def main(fails: bool) -> None:
-    runtime.start("cpu")
+    process.start("cpu")
     import jax
 
     mine = jax.process_index()
@@ -33,7 +34,7 @@ def main(fails: bool) -> None:
         return [1.0] * len(completions)
 
     tokens = np.arange(24).reshape(4, 2, 3) % 7
-    scores, log = rollouts.judge_texts(
+    scores, log = judging.judge_texts(
         Letters(),
         {"lengths": lengths, "breaks": breaks},
         [{"prompt": f"p{row}"} for row in range(4)],
@@ -48,4 +49,4 @@ def main(fails: bool) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(runtime.guard(lambda: main(sys.argv[1] == "raise")))
+    sys.exit(process.guard(lambda: main(sys.argv[1] == "raise")))

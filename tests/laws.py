@@ -13,7 +13,7 @@ from law_examples.basics import running_mean, soften
 
 from jaxgrpo import advantages as adv
 from jaxgrpo.advantages import registry
-from jaxgrpo.types import Rollouts
+from jaxgrpo.core.types import Rollouts
 
 P, G, T, S, J, D = 8, 5, 6, 3, 4, 3
 ROWS = 5

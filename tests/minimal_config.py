@@ -6,8 +6,8 @@ import tomllib
 
 import pytest
 
-from jaxgrpo import config
-from jaxgrpo.errors import ConfigError
+from jaxgrpo.config import files
+from jaxgrpo.core.errors import ConfigError
 
 MINIMAL = """
 rewards = [{ use = "arithmetic" }]
@@ -29,8 +29,8 @@ dir = "runs/x"
 """
 
 
-def read(*overrides: str) -> config.Config:
-    return config.from_dict(tomllib.loads(MINIMAL), overrides)
+def read(*overrides: str) -> files.Config:
+    return files.from_dict(tomllib.loads(MINIMAL), overrides)
 
 
 def problems(*overrides: str) -> tuple[str, ...]:

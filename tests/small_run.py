@@ -9,16 +9,16 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from jaxgrpo import config as configs
-from jaxgrpo import warmstart
-from jaxgrpo.config import Config
+from jaxgrpo.cli import make_base
+from jaxgrpo.config import files as configs
+from jaxgrpo.config.files import Config
 
 
 @functools.cache
 def base() -> str:
     """A base model for the arithmetic task after 40 steps: it knows the format, hardly more."""
     path = Path(tempfile.mkdtemp(prefix="jaxgrpo-test-base-"))
-    warmstart.make_base(path / "base", steps=40, batch=64, hidden_size=32)
+    make_base.make_base(path / "base", steps=40, batch=64, hidden_size=32)
     return str(path / "base")
 
 
@@ -96,7 +96,7 @@ def coin(completion_ids, prompts, **columns):
 
 
 def negated(completions, answer, **columns):
-    from jaxgrpo.tasks import find
+    from jaxgrpo.data.tasks import find
 
     return [1.0 - score for score in find("arithmetic").score(completions, answer)]
 

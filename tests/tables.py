@@ -15,11 +15,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxgrpo.io import huggingface
+from jaxgrpo.data.tasks.tokenizer import character_tokenizer
 from jaxgrpo.models import decoder
 from jaxgrpo.models.api import Model
 from jaxgrpo.models.config import ModelConfig
-from jaxgrpo.tasks.tokenizer import character_tokenizer
+from jaxgrpo.models.hf import folders
 
 RIGHT, WRONG = "yn"
 REWARD = f"{__file__}:right"
@@ -60,7 +60,7 @@ def write_model(folder: Path | str, rates: Sequence[float]) -> Path:
     head[:, 2], head[answers, 2] = -SURE / np.sqrt(WIDTH / 2), 0
     head[answers[0], 0] = SURE / np.sqrt(WIDTH / 2)
     head[tokenizer.eos_token_id, 3] = SURE / np.sqrt(WIDTH)
-    huggingface.save_model(Path(folder), model, params, tokenizer=tokenizer)
+    folders.save_model(Path(folder), model, params, tokenizer=tokenizer)
     return Path(folder)
 
 

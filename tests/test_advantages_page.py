@@ -11,9 +11,10 @@ import pytest
 import small_run
 
 from docs import make_advantages as maker
-from jaxgrpo import config, training
 from jaxgrpo.advantages import chain, registry, sum_rewards, to_tokens
-from jaxgrpo.types import Signal
+from jaxgrpo.config import files
+from jaxgrpo.core.types import Signal
+from jaxgrpo.training import loop
 
 
 @pytest.fixture(scope="module")
@@ -117,7 +118,7 @@ def test_the_pages_step_with_memory_trains_from_toml_and_resumes_bit_for_bit(pag
             r"^recipe = .*\n", "", file.read_text(), flags=re.MULTILINE
         )
         file.write_text(text)
-        return training.train(config.load(file, [f"train.steps={steps}"]), **more)
+        return loop.train(files.load(file, [f"train.steps={steps}"]), **more)
 
     straight = train("straight", 4)
     train("broken", 2)

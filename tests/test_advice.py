@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from jaxgrpo import policies
 from jaxgrpo.advantages import registry
-from jaxgrpo.advice import advise, advised_size
+from jaxgrpo.experiments.probe.advice import advise, advised_size
+from jaxgrpo.rollout import selection
 
 
 def group(measured, iid=0.5, low=-0.01, **changes) -> dict[str, Any]:
@@ -160,4 +160,4 @@ def test_every_number_is_in_the_probe_and_every_name_exists(name):
             assert at is not None
         assert set(re.findall(r"`(\w+)`", one.says + one.why)) <= known
         for policy in re.findall(r'use = "(\w+)"', one.says):
-            assert callable(getattr(policies, policy))
+            assert callable(getattr(selection, policy))

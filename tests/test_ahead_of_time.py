@@ -9,12 +9,12 @@ import pytest
 import tiny
 from jax.experimental import topologies
 
-from jaxgrpo import advantages, losses, sharding
-from jaxgrpo.models import decoder
-from jaxgrpo.packing import Geometry
-from jaxgrpo.parts import Objective, Parts, opt_layout
-from jaxgrpo.sampling import SamplingSettings, make_sampler
-from jaxgrpo.steps import build_steps
+from jaxgrpo import advantages, losses
+from jaxgrpo.models import decoder, sharding
+from jaxgrpo.rollout.sampler import SamplingSettings, make_sampler
+from jaxgrpo.update.forward import Objective, Parts, opt_layout
+from jaxgrpo.update.packing import Geometry
+from jaxgrpo.update.step import build_steps
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("error:Some donated buffers")]
 
@@ -96,7 +96,7 @@ def test_the_update_compiles_and_donates_its_state(parts):
 def _batch(parts):
     import jax.numpy as jnp
 
-    from jaxgrpo import packing
+    from jaxgrpo.update import packing
 
     shape = (parts.geometry.num_prompts, parts.geometry.group_size)
     rollouts = tiny.rollouts(np.ones(shape), steps=16, width=8)

@@ -7,8 +7,10 @@ import dataclasses
 import pytest
 import small_run
 
-from jaxgrpo import advantages, assembly, chain_tail, losses, methods, training
-from jaxgrpo.errors import InputError
+from jaxgrpo import advantages, losses
+from jaxgrpo.config import chain_tail, methods
+from jaxgrpo.core.errors import InputError
+from jaxgrpo.training import loop, setup
 
 KL = {"use": "k1_in_reward", "beta": 0.05}
 WEIGHTS = {"use": "truncated_importance", "level": "token", "cap": 2.0}
@@ -63,13 +65,13 @@ def test_what_python_brings_may_not_weigh_twice_either(tmp_path):
             chain_tail.refuse_double_weights(chain, surrogate, "trainer")
         chain_tail.refuse_double_weights(chain, plain, "behavior")
     with pytest.raises(InputError, match="holds this weight already"):
-        assembly.setup(small_run.config(tmp_path), advantage=weights)
+        setup.setup(small_run.config(tmp_path), advantage=weights)
 
 
 @pytest.mark.slow
 def test_a_run_with_both_says_what_they_did(tmp_path):
     changes = {"loss.kl": KL, "loss.mismatch": WEIGHTS, "loss.proximal": "trainer"}
-    run = training.train(small_run.config(tmp_path / "r", recipe="rloo", **changes))
+    run = loop.train(small_run.config(tmp_path / "r", recipe="rloo", **changes))
     first, second, _ = run.metrics
     assert first["add_kl_return/kl"] == 0 < second["add_kl_return/kl"]
     for line in run.metrics:

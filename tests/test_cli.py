@@ -10,7 +10,7 @@ import zipfile
 import pytest
 
 import jaxgrpo
-from jaxgrpo.cli import main
+from jaxgrpo.cli.main import main
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +68,8 @@ def test_help_lists_the_commands_and_version_is_the_packages(capsys):
 
 def test_the_package_runs_as_a_module_and_answers_before_jax_is_loaded(environment):
     program = (
-        "import sys, jaxgrpo.cli; jaxgrpo.cli.main(['--version']); assert 'jax' not in sys.modules"
+        "import sys; from jaxgrpo.cli.main import main;"
+        "main(['--version']); assert 'jax' not in sys.modules"
     )
     for command in (["-m", "jaxgrpo", "--version"], ["-c", program]):
         run = subprocess.run(
@@ -110,7 +111,7 @@ def test_the_wheel_holds_the_configs_and_finds_them(repository, tmp_path, enviro
     site = tmp_path / "site"
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(site)
-    program = "import jaxgrpo.config as c; print(c.shipped()['quickstart'])"
+    program = "import jaxgrpo.config.files as c; print(c.shipped()['quickstart'])"
     run = subprocess.run(
         [sys.executable, "-c", program],
         env=environment(PYTHONPATH=str(site)),

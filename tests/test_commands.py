@@ -6,17 +6,19 @@ import pytest
 import small_run
 from safetensors.numpy import load_file
 
-from jaxgrpo import beginning, cli, training
-from jaxgrpo.io import huggingface
-from jaxgrpo.io.checkpoints import parameter_hash
+from jaxgrpo.cli import beginning
+from jaxgrpo.cli import main as cli
 from jaxgrpo.models import decoder
+from jaxgrpo.models.hf import folders
+from jaxgrpo.training import loop
+from jaxgrpo.training.checkpoints import parameter_hash
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("commands") / "r"
     changes = {"eval.data": "task:arithmetic:test", "eval.prompts": 12, "eval.samples": 4}
-    return training.train(small_run.config(folder, **{"train.steps": 2, **changes}))
+    return loop.train(small_run.config(folder, **{"train.steps": 2, **changes}))
 
 
 def main(capsys, *arguments):
@@ -119,8 +121,8 @@ def test_export_gives_what_was_trained_back(run, tmp_path, capsys):
     out = tmp_path / "out"
     code, said = main(capsys, "export", run.path, out)
     assert code == 0, said
-    model = decoder.build(huggingface.read_config(out))
-    assert parameter_hash(huggingface.read_params(out, model)) == run.summary["parameter_hash"]
+    model = decoder.build(folders.read_config(out))
+    assert parameter_hash(folders.read_params(out, model)) == run.summary["parameter_hash"]
     assert {"README.md", "generation_config.json", "tokenizer.json"} <= {
         file.name for file in out.iterdir()
     }

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxgrpo.confidence import trace_confidence
-from jaxgrpo.logprobs import token_confidence
+from jaxgrpo.evaluation.confidence import trace_confidence
+from jaxgrpo.models.logprobs import token_confidence
 
 BINS, LENGTH, VOCAB = 2, 23, 50
 

@@ -10,16 +10,16 @@ from pathlib import Path
 import pytest
 from minimal_config import MINIMAL, problems, read
 
-from jaxgrpo import config, config_keys
-from jaxgrpo.errors import ConfigError
-from jaxgrpo.from_python import config_of
+from jaxgrpo.config import files, keys
+from jaxgrpo.config.from_python import config_of
+from jaxgrpo.core.errors import ConfigError
 
 
 def test_what_is_left_out_has_its_default():
     got = read()
     assert got.recipe == "grpo"
     assert got.advantage is None
-    assert got.loss == config_keys.LossKeys(
+    assert got.loss == keys.LossKeys(
         surrogate={"use": "clip"}, reduction={"use": "token_mean"}, kl=None
     )
     assert got.optimizer.clip_norm == 1.0
@@ -113,13 +113,13 @@ def test_a_misspelt_required_key_is_not_reported_missing_too():
     raw["rolout"] = raw.pop("rollout")
     raw["train"] = {"stepz": 3}
     with pytest.raises(ConfigError) as caught:
-        config.from_dict(raw)
+        files.from_dict(raw)
     assert len(caught.value.problems) == 2
 
 
 def test_missing_keys_are_named_with_what_belongs_there():
     with pytest.raises(ConfigError) as caught:
-        config.from_dict({})
+        files.from_dict({})
     found = caught.value.problems
     assert "rollout.group_size: missing; expected a whole number, 1 or more" in found
     assert len(found) == 9
@@ -182,7 +182,7 @@ def test_paths_begin_at_the_folder_of_the_file_and_those_of_overrides_here(tmp_p
     text = MINIMAL.replace('use = "arithmetic"', 'use = "mine.py:score"')
     (there / "a.toml").write_text(text.replace("task:arithmetic:train", "rows.jsonl"))
     monkeypatch.chdir(here)
-    got = config.load("../there/a.toml", ["loss.surrogate.use=mine.py:mine"])
+    got = files.load("../there/a.toml", ["loss.surrogate.use=mine.py:mine"])
     assert got.model.path == f"{there}/base"
     assert got.data.path == got.resolve("rows.jsonl") == f"{there}/rows.jsonl"
     assert got.own_files == (there / "mine.py", here / "mine.py")
@@ -209,7 +209,7 @@ def test_an_empty_answer_and_a_table_of_any_names_are_values():
     got = read(*changes)
     assert got.data.answer == ""
     assert got.data.chat_template_kwargs == {"enable_thinking": False}
-    assert config.resume_difference(read(), got) == [
+    assert files.resume_difference(read(), got) == [
         'data.answer: "answer" -> ""',
         "data.chat_template_kwargs.enable_thinking: not set -> false",
     ]
@@ -232,27 +232,27 @@ def test_a_written_config_is_read_back_equal(tmp_path):
         'data.prompt="{prompt} Think."',
     )
     file = tmp_path / "config.toml"
-    file.write_text(config.to_toml(got))
-    assert config.load(file) == got
-    assert tomllib.loads(config.to_toml(got))["optimizer"]["schedule"] == "constant"
+    file.write_text(files.to_toml(got))
+    assert files.load(file) == got
+    assert tomllib.loads(files.to_toml(got))["optimizer"]["schedule"] == "constant"
 
 
 def test_evaluation_may_not_change_where_it_says_when_the_reference_is_reset():
     same = ('loss.kl={use="k2", beta=0.1}', "eval.data=task:arithmetic:test", "eval.every=2")
     for patience, count in ((0, 0), (3, 1)):
         before = (*same, f"reference.reset_patience={patience}")
-        difference = config.resume_difference(read(*before), read(*before, "eval.every=4"))
+        difference = files.resume_difference(read(*before), read(*before, "eval.every=4"))
         assert len(difference) == count
 
 
 def test_a_run_may_go_on_longer_and_be_measured_otherwise():
     new = read("train.steps=20", "eval.data=task:arithmetic:test", "checkpoint.keep=5", "run.dir=b")
-    assert config.resume_difference(read(), new) == []
+    assert files.resume_difference(read(), new) == []
 
 
 def test_every_other_change_is_listed_with_both_values():
     new = read("rollout.group_size=8", "optimizer.weight_decay=0.1", "recipe=dr_grpo")
-    assert config.resume_difference(read(), new) == [
+    assert files.resume_difference(read(), new) == [
         "optimizer.weight_decay: not set -> 0.1",
         'recipe: "grpo" -> "dr_grpo"',
         "rollout.group_size: 4 -> 8",
@@ -262,24 +262,24 @@ def test_every_other_change_is_listed_with_both_values():
 def test_steps_may_not_change_under_a_schedule_that_ends_with_them():
     old = read("optimizer.schedule=linear")
     new = read("optimizer.schedule=linear", "train.steps=20")
-    assert config.resume_difference(old, new) == ["train.steps: 10 -> 20"]
+    assert files.resume_difference(old, new) == ["train.steps: 10 -> 20"]
 
 
 def test_a_file_that_is_not_there_or_not_toml_is_said(tmp_path):
     with pytest.raises(ConfigError, match="there is no such file"):
-        config.load(tmp_path / "absent.toml")
+        files.load(tmp_path / "absent.toml")
     (tmp_path / "bad.toml").write_text("[train\n")
     with pytest.raises(ConfigError, match=r"not TOML: .*line 1"):
-        config.load(tmp_path / "bad.toml")
+        files.load(tmp_path / "bad.toml")
     with pytest.raises(ConfigError, match="did you mean 'quickstart'"):
-        config.load("quickstrat")
+        files.load("quickstrat")
 
 
 def test_every_shipped_config_loads_by_name_and_begins_its_paths_here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert "quickstart" in config.shipped()
-    for name, file in config.shipped().items():
-        got = config.load(name)
+    assert "quickstart" in files.shipped()
+    for name, file in files.shipped().items():
+        got = files.load(name)
         assert got.source == file
         assert got.folder == Path.cwd()
-        assert not got.model.path.startswith(os.fspath(config_keys.SHIPPED))
+        assert not got.model.path.startswith(os.fspath(keys.SHIPPED))

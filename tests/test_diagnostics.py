@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxgrpo.diagnostics import (
+from jaxgrpo.core.metrics import finalise
+from jaxgrpo.update.diagnostics import (
     advantage_metrics,
     completion_metrics,
     flat_share,
@@ -20,7 +21,6 @@ from jaxgrpo.diagnostics import (
     live_groups,
     pass_at_k,
 )
-from jaxgrpo.metrics import finalise
 
 NAN = np.nan
 

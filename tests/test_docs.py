@@ -5,8 +5,8 @@ import re
 
 import pytest
 
-from jaxgrpo import config_keys
-from jaxgrpo.config import RESUMABLE
+from jaxgrpo.config import keys as config_keys
+from jaxgrpo.config.files import RESUMABLE
 
 
 def keys():

@@ -10,14 +10,15 @@ import optax
 import pytest
 import tiny
 
-from jaxgrpo import advantages, losses, sharding
-from jaxgrpo.assembly import first_state
-from jaxgrpo.metrics import finalise
-from jaxgrpo.packing import Geometry
-from jaxgrpo.parts import Objective, Parts
-from jaxgrpo.preparation import make_preparer
-from jaxgrpo.prompts import sequential
-from jaxgrpo.sampling import SamplingSettings
+from jaxgrpo import advantages, losses
+from jaxgrpo.core.metrics import finalise
+from jaxgrpo.models import sharding
+from jaxgrpo.rollout.sampler import SamplingSettings
+from jaxgrpo.rollout.stream import sequential
+from jaxgrpo.training.setup import first_state
+from jaxgrpo.update.forward import Objective, Parts
+from jaxgrpo.update.packing import Geometry
+from jaxgrpo.update.prepare import make_preparer
 
 REWARDS = np.array([[1, 0, 0, 0], [1, 1, 1, 1], [0, 0, 0, 0], [1, 1, 0, 0]], np.float32)
 TEMPERATURE = 0.8

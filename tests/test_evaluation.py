@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from jaxgrpo.evaluation import Answers, Questions, bootstrap, summarise
+from jaxgrpo.evaluation.evaluate import Answers, Questions, bootstrap, summarise
 
 
 def answers(scores, texts=None):

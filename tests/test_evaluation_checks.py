@@ -6,8 +6,8 @@ import tomllib
 
 import pytest
 
-from jaxgrpo import config
-from jaxgrpo.errors import ConfigError
+from jaxgrpo.config import files
+from jaxgrpo.core.errors import ConfigError
 
 LEAST = {
     "model": {"path": "base"},
@@ -41,7 +41,7 @@ LEAST = {
 )
 def test_each_problem_says_where_what_and_what_to_do(override, message):
     with pytest.raises(ConfigError) as caught:
-        config.from_dict(LEAST, [override])
+        files.from_dict(LEAST, [override])
     (problem,) = caught.value.problems
     assert message in problem
 
@@ -49,8 +49,8 @@ def test_each_problem_says_where_what_and_what_to_do(override, message):
 def test_formats_keep_their_order_and_survive_being_written():
     formats = {"tags": "<answer>", "code": "```.*def", "number": r"^\d+$"}
     asked = {"data": "task:arithmetic:test", "formats": formats, "confidence": True}
-    read = config.from_dict({**LEAST, "eval": asked})
+    read = files.from_dict({**LEAST, "eval": asked})
     assert list(read.eval.formats.items()) == list(formats.items())
-    again = config.from_dict(tomllib.loads(config.to_toml(read)))
+    again = files.from_dict(tomllib.loads(files.to_toml(read)))
     assert list(again.eval.formats.items()) == list(formats.items())
     assert again.eval == read.eval

@@ -8,10 +8,10 @@ import json
 import numpy as np
 import pytest
 
-from jaxgrpo import given_rollouts
 from jaxgrpo.advantages import registry
-from jaxgrpo.cli import main
-from jaxgrpo.errors import InputError
+from jaxgrpo.cli import given_rollouts
+from jaxgrpo.cli.main import main
+from jaxgrpo.core.errors import InputError
 
 OWN = '''
 import dataclasses

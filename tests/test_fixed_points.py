@@ -15,12 +15,11 @@ import numpy as np
 import pytest
 
 import jaxgrpo
-from jaxgrpo import sharding
-from jaxgrpo.io import huggingface
-from jaxgrpo.models import decoder
+from jaxgrpo.data.tasks.tokenizer import character_tokenizer
+from jaxgrpo.models import decoder, sharding
 from jaxgrpo.models.attention import causal
 from jaxgrpo.models.config import ModelConfig
-from jaxgrpo.tasks.tokenizer import character_tokenizer
+from jaxgrpo.models.hf import folders
 
 pytestmark = pytest.mark.slow
 
@@ -79,7 +78,7 @@ def base(tmp_path_factory) -> str:
         embed[ids(question), dimension] = 2
         head[:, dimension] = NEVER / 2
         head[ids(ANSWERS), dimension] = np.log(table) / 2
-    huggingface.save_model(folder, model(), params, tokenizer=tokenizer())
+    folders.save_model(folder, model(), params, tokenizer=tokenizer())
     return str(folder)
 
 
@@ -99,7 +98,7 @@ def valid(completions, **columns):
 
 def train(
     base: str, folder: Any, questions: str = "?", **changes: Any
-) -> tuple[np.ndarray, jaxgrpo.training.Run]:
+) -> tuple[np.ndarray, jaxgrpo.Run]:
     """The probabilities at the end of a run, and the run."""
     tables: dict[str, Any] = {
         "model": {"path": base},
@@ -125,7 +124,7 @@ def train(
 
 
 def test_the_checkpoint_is_the_table(base):
-    params = huggingface.read_params(huggingface.find_folder(base), model())
+    params = folders.read_params(folders.find_folder(base), model())
     np.testing.assert_allclose(chances(params), BASE, rtol=0, atol=1e-6)
     np.testing.assert_allclose(chances(params, "!"), HARDER, rtol=0, atol=1e-6)
 

@@ -9,7 +9,7 @@ import pytest
 import tiny
 
 from jaxgrpo.models.attention import causal
-from jaxgrpo.sampling import SamplingSettings, make_sampler, sample
+from jaxgrpo.rollout.sampler import SamplingSettings, make_sampler, sample
 
 NARROW = dataclasses.replace(tiny.UNIFORM, dtype="bfloat16")
 WIDE = dataclasses.replace(NARROW, float32_head=True)

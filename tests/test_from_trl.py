@@ -11,10 +11,10 @@ from test_docs import keys
 
 from jaxgrpo import advantages, losses
 from jaxgrpo.advantages import registry as chains
-from jaxgrpo.assembly import Setup
-from jaxgrpo.from_python import config_of
+from jaxgrpo.config.from_python import config_of
 from jaxgrpo.losses import registry as objectives
-from jaxgrpo.training import Run
+from jaxgrpo.training.loop import Run
+from jaxgrpo.training.setup import Setup
 
 OWN_FIELDS = """
     learning_rate model_init_kwargs trust_remote_code router_aux_loss_coef disable_dropout

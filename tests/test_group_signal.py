@@ -9,8 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxgrpo.diagnostics import jensen_gap
-from jaxgrpo.group_signal import gap_influence, group_shares, live_tokens, lucky_share
+from jaxgrpo.experiments.probe.group_signal import (
+    gap_influence,
+    group_shares,
+    live_tokens,
+    lucky_share,
+)
+from jaxgrpo.update.diagnostics import jensen_gap
 
 CASES = [(0, 6), (1, 6), (2, 6), (4, 6), (6, 6), (3, 5), (1, 2)]
 CORRECT, SAMPLES = (np.array(column, np.int32) for column in zip(*CASES, strict=True))

@@ -12,8 +12,8 @@ from safetensors.numpy import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import jaxgrpo
-from jaxgrpo.io.huggingface import read_config, read_params
 from jaxgrpo.models.decoder import build
+from jaxgrpo.models.hf.folders import read_config, read_params
 from jaxgrpo.rewards import gsm8k_answer
 
 pytestmark = pytest.mark.slow

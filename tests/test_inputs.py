@@ -11,12 +11,13 @@ import gsm8k
 import numpy as np
 import pytest
 
-from jaxgrpo import cli, inputs, planning, training
-from jaxgrpo import config as configs
-from jaxgrpo.assembly import setup
-from jaxgrpo.config import Config
-from jaxgrpo.errors import InputError
-from jaxgrpo.io import huggingface
+from jaxgrpo.cli import main
+from jaxgrpo.config import files as configs
+from jaxgrpo.config.files import Config
+from jaxgrpo.core.errors import InputError
+from jaxgrpo.models.hf import folders
+from jaxgrpo.training import inputs, loop, plan
+from jaxgrpo.training.setup import setup
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +68,7 @@ def length(completions, **columns):
 
 def test_gsm8k_becomes_chat_prompts_within_the_limit(tmp_path, model):
     questions = gsm8k.rows()
-    tokenizer = huggingface.read_tokenizer(model)
+    tokenizer = folders.read_tokenizer(model)
     changes = {"data.path": str(gsm8k.source(tmp_path)), "data.too_long": "drop"}
     changes |= {"data.prompt": "{question} Think.", "data.system": "Be brief."}
     made = config(tmp_path, model, **changes)
@@ -114,7 +115,7 @@ def test_rewards_get_messages_for_messages_and_samples_show_them(tmp_path, model
     ]
     keys = {"data.path": "task:arithmetic:train", "data.prompt": "messages", "data.answer": "gold"}
     made = config(tmp_path, model, **keys)
-    finished = training.train(made, rewards=[see], dataset=datasets.Dataset.from_list(rows))
+    finished = loop.train(made, rewards=[see], dataset=datasets.Dataset.from_list(rows))
     assert seen["prompts"][0] == seen["prompts"][1]
     assert seen["prompts"][0] in [row["messages"] for row in rows]
     assert {message["role"] for (message,) in seen["completions"]} == {"assistant"}
@@ -135,7 +136,7 @@ def test_rows_from_python_need_no_data_path(tmp_path, model):
 def test_dropped_prompts_are_said_at_the_start_and_in_the_summary(tmp_path, model, capsys):
     rows = [{"question": "a " * n, "answer": ""} for n in (4, 4, 4, 4, 400, 500)]
     made = config(tmp_path, model, **{"data.too_long": "drop", "data.path": None})
-    finished = training.train(made, dataset=rows)
+    finished = loop.train(made, dataset=rows)
     said = "2 of 6 prompts left out: longer than rollout.max_prompt_tokens = 256"
     assert capsys.readouterr().out.count(said) == 1
     assert finished.summary["dropped_prompts"] == 2
@@ -145,10 +146,10 @@ def test_a_dry_run_shows_the_prompt_as_the_model_reads_it(tmp_path, model, capsy
     rows = [{"question": "[b]How many?[/b] :smile:", "answer": "2"}] * 4
     file = tmp_path / "rows.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    planning.dry_run(config(tmp_path, model, **{"data.path": str(file)}))
+    plan.dry_run(config(tmp_path, model, **{"data.path": str(file)}))
     shown = capsys.readouterr().out
     prompt = "<|im_start|>user\n[b]How many?[/b] :smile:<|im_end|>\n<|im_start|>assistant\n"
-    count = len(huggingface.read_tokenizer(model)(prompt)["input_ids"])
+    count = len(folders.read_tokenizer(model)(prompt)["input_ids"])
     assert f"{count} tokens: {prompt!r}" in shown
     assert f"chat template  the chat template of {model}" in shown
 
@@ -156,8 +157,8 @@ def test_a_dry_run_shows_the_prompt_as_the_model_reads_it(tmp_path, model, capsy
 def test_a_model_is_saved_with_the_template_it_was_trained_with(tmp_path, model):
     file = tmp_path / "chat.jinja"
     file.write_text("{% for m in messages %}[{{ m.content }}]{% endfor %}")
-    finished = training.train(config(tmp_path, model, **{"data.chat_template": str(file)}))
-    saved = huggingface.read_tokenizer(finished.path / "model")
+    finished = loop.train(config(tmp_path, model, **{"data.chat_template": str(file)}))
+    saved = folders.read_tokenizer(finished.path / "model")
     assert saved.apply_chat_template([{"role": "user", "content": "x"}], tokenize=False) == "[x]"
 
 
@@ -190,7 +191,7 @@ def spoil(model: str, folder: Path, name: str, content: str | None) -> str:
 )
 def test_a_spoilt_model_folder_is_one_message(tmp_path, model, capfd, name, content, message):
     folder = spoil(model, tmp_path, name, content)
-    assert cli.main(["train", str(write(tmp_path, folder))]) == 2
+    assert main.main(["train", str(write(tmp_path, folder))]) == 2
     errors = capfd.readouterr().err
     assert message in errors
     assert "Traceback" not in errors
@@ -200,7 +201,7 @@ def test_a_model_that_names_no_end_token_anywhere_is_refused(tmp_path, model, ca
     tokenizer = '{"tokenizer_class": "PreTrainedTokenizerFast"}'
     folder = Path(spoil(model, tmp_path, "tokenizer_config.json", tokenizer))
     (folder / "generation_config.json").unlink()  # it may name one in the tokenizer's place
-    assert cli.main(["train", str(write(tmp_path, str(folder)))]) == 2
+    assert main.main(["train", str(write(tmp_path, str(folder)))]) == 2
     assert "no end token" in capfd.readouterr().err
 
 
@@ -233,7 +234,7 @@ def test_a_model_that_names_no_end_token_anywhere_is_refused(tmp_path, model, ca
     ],
 )
 def test_bad_input_is_one_message_before_anything_starts(tmp_path, model, capfd, override, message):
-    assert cli.main(["train", str(write(tmp_path, model)), "--set", override]) == 2
+    assert main.main(["train", str(write(tmp_path, model)), "--set", override]) == 2
     errors = capfd.readouterr().err
     assert message in errors
     assert errors.count("\n") == 1
@@ -247,7 +248,7 @@ def test_evaluation_judges_conversations_too(tmp_path, model):
     file = tmp_path / "talks.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     keys = {"eval.data": str(file), "eval.samples": 2, "eval.scorer": f"{__file__}:is_message"}
-    finished = training.train(config(tmp_path, model, **{"data.path": str(file)}, **keys))
+    finished = loop.train(config(tmp_path, model, **{"data.path": str(file)}, **keys))
     assert finished.summary["trained"]["accuracy"] == 1.0
 
 

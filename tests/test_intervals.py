@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxgrpo.diagnostics import jensen_gap
-from jaxgrpo.group_signal import gap_influence
-from jaxgrpo.intervals import mean_of_shares, studentised
+from jaxgrpo.evaluation.intervals import mean_of_shares, studentised
+from jaxgrpo.experiments.probe.group_signal import gap_influence
+from jaxgrpo.update.diagnostics import jensen_gap
 
 PROMPTS, SAMPLES, SIZE, TIMES = 200, 16, 4, 150
 

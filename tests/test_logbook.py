@@ -14,10 +14,10 @@ import small_run
 from event_files import events, wandb_history
 from rich.console import Console
 
-from jaxgrpo import console, logbook, training
-from jaxgrpo.io.tracking import RunFolder
-from jaxgrpo.reports import read_run
-from jaxgrpo.variety import stated_metrics
+from jaxgrpo.evaluation.diversity import stated_metrics
+from jaxgrpo.training import console, logbook, loop
+from jaxgrpo.training.folder import RunFolder
+from jaxgrpo.training.report import read_run
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +49,7 @@ def failing(tmp_path_factory):
     out = io.StringIO()
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out):
         patch.setenv("COLUMNS", "500")
-        finished = training.train(config)
+        finished = loop.train(config)
     return config, finished, out.getvalue()
 
 

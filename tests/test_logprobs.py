@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxgrpo import sharding
-from jaxgrpo.logprobs import token_logprobs
+from jaxgrpo.models import sharding
+from jaxgrpo.models.logprobs import token_logprobs
 
 BINS, LENGTH, WIDTH, VOCAB = 2, 23, 8, 50
 CHUNKS = {"whole": 10**9, "several": 8 * VOCAB, "one token": VOCAB, "ragged": 7 * VOCAB}

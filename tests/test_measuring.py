@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxgrpo.advice import advise
-from jaxgrpo.evaluation import Answers, Questions
-from jaxgrpo.measuring import measure
+from jaxgrpo.evaluation.evaluate import Answers, Questions
+from jaxgrpo.experiments.probe.advice import advise
+from jaxgrpo.experiments.probe.measure import measure
 
 NAN = np.nan
 

@@ -11,9 +11,11 @@ import numpy as np
 import pytest
 import small_run
 
-from jaxgrpo import runtime, sharding, tasks, training
-from jaxgrpo.io.checkpoints import parameter_hash
-from jaxgrpo.methods import make_policy
+from jaxgrpo.config.methods import make_policy
+from jaxgrpo.data import tasks
+from jaxgrpo.models import sharding
+from jaxgrpo.training import loop, process
+from jaxgrpo.training.checkpoints import parameter_hash
 
 OWN = '''\
 """A user's transform with memory: divides by the largest value seen so far."""
@@ -101,10 +103,10 @@ def resumed(made):
         return False
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(runtime, "stop_requested", die)
+        patch.setattr(process, "stop_requested", die)
         with pytest.raises(Killed):
-            training.train(config)
-    return training.train(config, resume="auto")
+            loop.train(config)
+    return loop.train(config, resume="auto")
 
 
 def memory(state):
@@ -149,5 +151,5 @@ def test_the_policy_and_own_code_may_not_change_on_the_way(made, resumed):
     folder, changes = made
     other = {**changes, "rollout.prompts": {"use": "sequential"}}
     with pytest.raises(ValueError, match=r'rollout\.prompts\.use: "spo_priority" -> "sequential"'):
-        training.train(small_run.config(folder / "r", **other), resume="auto")
+        loop.train(small_run.config(folder / "r", **other), resume="auto")
     assert (folder / "r" / "code" / "own.py").read_text() == OWN

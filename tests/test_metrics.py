@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxgrpo.metrics import (
+from jaxgrpo.core.metrics import (
     Max,
     Mean,
     accumulate_dtype,

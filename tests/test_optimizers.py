@@ -6,12 +6,12 @@ import jax
 import pytest
 import tiny
 
-from jaxgrpo import advantages, losses, sharding
-from jaxgrpo.models import decoder
-from jaxgrpo.optimizers import decay_mask, make_optimizer
-from jaxgrpo.packing import Geometry
-from jaxgrpo.parts import Objective, Parts, opt_layout, param_layout
-from jaxgrpo.sampling import SamplingSettings
+from jaxgrpo import advantages, losses
+from jaxgrpo.models import decoder, sharding
+from jaxgrpo.rollout.sampler import SamplingSettings
+from jaxgrpo.update.forward import Objective, Parts, opt_layout, param_layout
+from jaxgrpo.update.optimizer import decay_mask, make_optimizer
+from jaxgrpo.update.packing import Geometry
 
 
 def test_matrices_decay_and_norms_and_biases_do_not():

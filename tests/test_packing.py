@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import tiny
 
-from jaxgrpo.errors import InputError
-from jaxgrpo.packing import Geometry, check_geometry, gather, plan, scatter
+from jaxgrpo.core.errors import InputError
+from jaxgrpo.update.packing import Geometry, check_geometry, gather, plan, scatter
 
 
 def shape_of(value) -> tuple[int, int, int]:

@@ -6,9 +6,10 @@ import jax
 import numpy as np
 import pytest
 
-from jaxgrpo import config as configs
-from jaxgrpo.errors import ConfigError, InputError
-from jaxgrpo.policies import (
+from jaxgrpo.config import files as configs
+from jaxgrpo.core.errors import ConfigError, InputError
+from jaxgrpo.core.types import Rollouts
+from jaxgrpo.rollout.selection import (
     build_policy,
     difficulty_band,
     no_positive_resampling,
@@ -16,8 +17,7 @@ from jaxgrpo.policies import (
     refill,
     spo_priority,
 )
-from jaxgrpo.prompts import PromptPolicy, row_of, sequential
-from jaxgrpo.types import Rollouts
+from jaxgrpo.rollout.stream import PromptPolicy, row_of, sequential
 
 NAN = np.nan
 ROWS, SEED = 20, 5

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import tables
 
-from jaxgrpo import cli, probing
+from jaxgrpo.cli import main
+from jaxgrpo.experiments.probe import command
 
 EQUAL = [0.4] * 200
 BIMODAL = [0.0] * 80 + [1.0] * 40 + [0.5] * 80
@@ -17,7 +18,7 @@ SAMPLES = 16
 
 
 def probe(capsys, *arguments):
-    code = cli.main(["probe", *map(str, arguments)])
+    code = main.main(["probe", *map(str, arguments)])
     said = capsys.readouterr()
     return code, said.out + said.err
 
@@ -46,7 +47,7 @@ def found(folders):
     read = {}
     for name, folder in folders.items():
         outs = ("--json", folder / "out.json", "--html", folder / "out.html")
-        code = cli.main(["probe", *map(str, asked(folder, *outs, "--samples", SAMPLES))])
+        code = main.main(["probe", *map(str, asked(folder, *outs, "--samples", SAMPLES))])
         assert code == 0
         read[name] = json.loads((folder / "out.json").read_text())
     return read
@@ -143,13 +144,13 @@ def test_the_advice_tells_bimodal_from_equal_prompts(found):
 def test_a_disagreement_of_sampler_and_trainer_is_measured_and_told(
     folders, tmp_path, monkeypatch, capsys
 ):
-    draw = probing.ask
+    draw = command.ask
 
     def shifted(*arguments):
         answers = draw(*arguments)
         return answers._replace(logp=answers.logp - np.where(answers.mask, 0.25, 0))
 
-    monkeypatch.setattr(probing, "ask", shifted)
+    monkeypatch.setattr(command, "ask", shifted)
     out = tmp_path / "out.json"
     arguments = asked(folders["equal"], "-n", 2, "--num-prompts", 5, "--json", out)
     code, said = probe(capsys, *arguments)
@@ -224,7 +225,7 @@ def test_a_config_names_model_data_and_reward(folders, tmp_path, capsys):
 def test_wrong_arguments_are_told_before_anything_is_sampled(
     arguments, message, folders, monkeypatch, capsys
 ):
-    monkeypatch.setattr(probing, "ask", None)
+    monkeypatch.setattr(command, "ask", None)
     folder = folders["equal"]
     stand_for = {"M": folder / "model", "D": folder / "data.jsonl", "R": tables.REWARD}
     given = [stand_for.get(argument, argument) for argument in arguments]

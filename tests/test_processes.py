@@ -8,7 +8,7 @@ import pytest
 import small_run
 from safetensors.numpy import load_file
 
-from jaxgrpo import tasks
+from jaxgrpo.data import tasks
 
 pytestmark = pytest.mark.slow
 

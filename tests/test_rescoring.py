@@ -10,10 +10,9 @@ import numpy as np
 import pytest
 import tiny
 
-from jaxgrpo import sharding
-from jaxgrpo.errors import InputError
-from jaxgrpo.models import decoder
-from jaxgrpo.rescoring import Base, make_rescorer
+from jaxgrpo.core.errors import InputError
+from jaxgrpo.evaluation.rescoring import Base, make_rescorer
+from jaxgrpo.models import decoder, sharding
 
 TEMPERATURE = 0.7
 

@@ -11,20 +11,21 @@ import pytest
 import small_run
 from jax.experimental.compilation_cache import compilation_cache
 
-from jaxgrpo import assembly, resetting, runtime, training
-from jaxgrpo.errors import ConfigError, InputError
-from jaxgrpo.exporting import is_better
-from jaxgrpo.io.checkpoints import parameter_hash
-from jaxgrpo.optimizers import current_rate
+from jaxgrpo.core.errors import ConfigError, InputError
+from jaxgrpo.training import loop, process, setup
+from jaxgrpo.training import resets as resetting
+from jaxgrpo.training.checkpoints import parameter_hash
+from jaxgrpo.training.export import is_better
+from jaxgrpo.update.optimizer import current_rate
 
 K2 = {"use": "k2", "beta": 0.05}
 
 
-def run_of(folder, **changes) -> assembly.Setup:
-    return assembly.setup(small_run.config(folder, **changes))
+def run_of(folder, **changes) -> setup.Setup:
+    return setup.setup(small_run.config(folder, **changes))
 
 
-def step(run: assembly.Setup, state):
+def step(run: setup.Setup, state):
     prompts, state = run.select(state)
     rollouts, _ = run.reward(run.sample(run.sync(state), prompts, state.key))
     state, prepared = run.prepare(state, rollouts)
@@ -161,13 +162,13 @@ def test_a_run_that_stops_round_a_reset_ends_as_one_that_does_not(tmp_path, monk
         "train.steps": 5,
         "checkpoint.every": 1,
     }
-    straight = training.train(small_run.config(tmp_path / "straight", **changes))
+    straight = loop.train(small_run.config(tmp_path / "straight", **changes))
     for stop in (2, 3):  # right behind a reset, and with one evaluation counted
-        monkeypatch.setattr(runtime, "stop_requested", lambda number, at=stop: number == at)
-        with pytest.raises(runtime.StopRequested):
-            training.train(small_run.config(tmp_path / "r", **changes), resume="auto")
-    monkeypatch.setattr(runtime, "stop_requested", lambda number: False)
-    resumed = training.train(small_run.config(tmp_path / "r", **changes), resume="auto")
+        monkeypatch.setattr(process, "stop_requested", lambda number, at=stop: number == at)
+        with pytest.raises(process.StopRequested):
+            loop.train(small_run.config(tmp_path / "r", **changes), resume="auto")
+    monkeypatch.setattr(process, "stop_requested", lambda number: False)
+    resumed = loop.train(small_run.config(tmp_path / "r", **changes), resume="auto")
     assert small_run.metrics(tmp_path / "r") == small_run.metrics(tmp_path / "straight")
     assert resumed.summary["parameter_hash"] == straight.summary["parameter_hash"]
     reference = resumed.state.frozen["reference"]

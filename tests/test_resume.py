@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import small_run
 
-from jaxgrpo import training
+from jaxgrpo.training import loop
 
 pytestmark = pytest.mark.slow
 
@@ -105,7 +105,7 @@ def test_a_penalty_with_memory_goes_on_bit_for_bit(tmp_path):
 
     def train(name, steps, **more):
         changes = {"train.steps": steps, "loss.entropy": entropy, "loss.kl": FULL_KL}
-        return training.train(small_run.config(tmp_path / name, **changes), **more)
+        return loop.train(small_run.config(tmp_path / name, **changes), **more)
 
     straight = train("straight", 4)
     train("broken", 2)

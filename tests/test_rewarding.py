@@ -7,11 +7,12 @@ import numpy as np
 import pytest
 import small_run
 
-from jaxgrpo import planning, rollouts, training
-from jaxgrpo.errors import ConfigError, InputError
-from jaxgrpo.io import huggingface
-from jaxgrpo.rewarding import resolve_rewards, with_logged
+from jaxgrpo.core.errors import ConfigError, InputError
+from jaxgrpo.models.hf import folders
 from jaxgrpo.rewards import RewardError, RewardLog
+from jaxgrpo.rollout import judging
+from jaxgrpo.training import loop, plan
+from jaxgrpo.training.rewarding import resolve_rewards, with_logged
 
 OWN = small_run.__file__
 
@@ -31,7 +32,7 @@ def run(tmp_path_factory):
         {"use": "length", "cache": 10, "weight": 0.1},
     ]
     changes = {"rewards": rewards, "train.steps": 2, "run.samples_every": 1}
-    training.train(small_run.config(folder, **changes))
+    loop.train(small_run.config(folder, **changes))
     return folder
 
 
@@ -70,7 +71,7 @@ def test_an_unscored_failure_is_shown_once(tmp_path, capsys):
         {"use": "arithmetic"},
         {"use": f"{OWN}:logging", "on_error": "unscored"},
     ]
-    training.train(small_run.config(tmp_path / "r", rewards=rewards, **{"train.steps": 2}))
+    loop.train(small_run.config(tmp_path / "r", rewards=rewards, **{"train.steps": 2}))
     shown = capsys.readouterr().out
     assert shown.count("rewards.logging raised OSError on completion") == 1
     assert 'left unscored, as on_error = "unscored" says' in shown
@@ -79,7 +80,7 @@ def test_an_unscored_failure_is_shown_once(tmp_path, capsys):
 def test_an_exception_ends_the_run_by_default_and_keeps_what_is_done(tmp_path):
     changes = {"rewards": [{"use": f"{OWN}:logging"}], "run.samples_every": 0}
     with pytest.raises(RewardError, match=r"rewards\.logging raised OSError on completion 0"):
-        training.train(small_run.config(tmp_path / "r", **changes))
+        loop.train(small_run.config(tmp_path / "r", **changes))
     assert [line["step"] for line in small_run.metrics(tmp_path / "r")] == [1]
 
 
@@ -88,7 +89,7 @@ def test_a_reward_that_asks_for_a_missing_column_is_refused_before_anything_is_s
         raise AssertionError("called")
 
     with pytest.raises(RewardError, match=r"asks for 'gold', which nobody gives .*answer, level"):
-        training.train(small_run.config(tmp_path / "r"), rewards=[needs_gold])
+        loop.train(small_run.config(tmp_path / "r"), rewards=[needs_gold])
 
 
 def test_a_dry_run_shows_what_every_reward_gives_the_gold_answer_and_nothing(tmp_path, capsys):
@@ -97,7 +98,7 @@ def test_a_dry_run_shows_what_every_reward_gives_the_gold_answer_and_nothing(tmp
         {"use": f"{OWN}:digits"},
         {"use": "length", "name": "short", "max_tokens": 2, "cache": 2},
     ]
-    planning.dry_run(small_run.config(tmp_path / "r", rewards=rewards))
+    plan.dry_run(small_run.config(tmp_path / "r", rewards=rewards))
     lines = capsys.readouterr().out.splitlines()
     (at,) = [i for i, line in enumerate(lines) if line.startswith("rewards on row 0, whose answer")]
     shown = [" ".join(line.split()) for line in lines[at + 1 : at + 4]]
@@ -113,9 +114,9 @@ def test_a_dry_run_ends_with_what_a_reward_raises(tmp_path, capsys):
     own.write_text("def broken(completions, **kw):\n    return [1 / len(c) for c in completions]\n")
     rewards: list[dict[str, Any]] = [{"use": f"{own}:broken"}]
     with pytest.raises(RewardError, match="broken raised ZeroDivisionError on completion 1"):
-        planning.dry_run(small_run.config(tmp_path / "r", rewards=rewards))
+        plan.dry_run(small_run.config(tmp_path / "r", rewards=rewards))
     rewards[0]["on_error"] = "unscored"
-    planning.dry_run(small_run.config(tmp_path / "r", rewards=rewards))
+    plan.dry_run(small_run.config(tmp_path / "r", rewards=rewards))
     assert "empty text: not scored; rewards.broken raised" in capsys.readouterr().out
 
 
@@ -182,7 +183,7 @@ def test_prompts_that_are_messages_are_judged_as_messages_and_texts_as_texts():
     talk = [{"role": "user", "content": "hi"}]
     rows = [{"prompt": talk, "name": "talk"}, {"prompt": "hi", "name": "text"}]
     tokens = np.array([[[1, 2], [1, 0]], [[3, 4], [5, 0]]])
-    scores, _ = rollouts.judge_texts(
+    scores, _ = judging.judge_texts(
         Letters(), {"mine": mine}, rows, np.array([1, 0]), tokens, tokens > 0
     )
     np.testing.assert_array_equal(scores["mine"], [[1, 2], [3, 4]])
@@ -203,7 +204,7 @@ def test_the_trainer_state_follows_the_run(tmp_path):
 
     dataset = [{"prompt": f"1{n}+20=", "answer": ""} for n in range(10)]
     config = small_run.config(tmp_path / "r", **{"train.steps": 2})
-    training.train(config, rewards=[mine], dataset=dataset)
+    loop.train(config, rewards=[mine], dataset=dataset)
     trial, *seen = seen  # every reward is tried on row 0 before the first step
     assert (trial.global_step, trial.max_steps) == (0, 2)
     assert [state.global_step for state in seen] == [0, 1]
@@ -212,6 +213,6 @@ def test_the_trainer_state_follows_the_run(tmp_path):
 
 
 def test_a_process_without_a_group_has_no_texts():
-    tokenizer = huggingface.read_tokenizer(small_run.base())
+    tokenizer = folders.read_tokenizer(small_run.base())
     none = np.zeros((0, 5), np.int32)
-    assert rollouts.decode_texts(tokenizer, none, none > 0) == []
+    assert judging.decode_texts(tokenizer, none, none > 0) == []

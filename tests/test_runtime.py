@@ -12,8 +12,8 @@ import jax
 import pytest
 
 import jaxgrpo
-from jaxgrpo import runtime
-from jaxgrpo.errors import InputError
+from jaxgrpo.core.errors import InputError
+from jaxgrpo.training import process as runtime
 
 # Steps until it is told to stop; with several processes each step is one collective.
 LOOP = """

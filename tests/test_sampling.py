@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 import tiny
 
-from jaxgrpo import sharding
-from jaxgrpo.models import decoder
-from jaxgrpo.sampling import SamplingSettings, draw, make_sampler, sample
-from jaxgrpo.types import Prompts
+from jaxgrpo.core.types import Prompts
+from jaxgrpo.models import decoder, sharding
+from jaxgrpo.rollout.sampler import SamplingSettings, draw, make_sampler, sample
 
 KEY = jax.random.key_data(jax.random.key(3))
 GROUP, STEPS = 3, 12

@@ -7,11 +7,11 @@ import dataclasses
 import numpy as np
 import small_run
 
-from jaxgrpo import config as configs
-from jaxgrpo import training
-from jaxgrpo.assembly import setup
-from jaxgrpo.evaluation import evaluator_of
-from jaxgrpo.sharing import DEPENDS, Shared
+from jaxgrpo.config import files as configs
+from jaxgrpo.evaluation.evaluate import evaluator_of
+from jaxgrpo.training import loop
+from jaxgrpo.training.setup import setup
+from jaxgrpo.training.sharing import DEPENDS, Shared
 
 EVAL = {"eval.data": "task:arithmetic:test", "eval.prompts": 8, "eval.samples": 4}
 
@@ -58,7 +58,7 @@ def test_a_run_that_shares_ends_as_one_that_does_not(tmp_path):
     for seed in (0, 1):
         given = config(tmp_path / f"shared{seed}", **{"train.seed": seed, "recipe": "rloo"})
         share = shared.of(given)
-        run = training.take(
+        run = loop.take(
             given,
             lambda given=given, share=share: setup(given, share=share),
             lambda parts, share=share: evaluator_of(parts, share),
@@ -66,7 +66,7 @@ def test_a_run_that_shares_ends_as_one_that_does_not(tmp_path):
         )
         hashes.append(run.summary["parameter_hash"])
     assert hashes[0] != hashes[1]
-    alone = training.train(config(tmp_path / "alone", **{"train.seed": 1, "recipe": "rloo"}))
+    alone = loop.train(config(tmp_path / "alone", **{"train.seed": 1, "recipe": "rloo"}))
     assert alone.summary["parameter_hash"] == hashes[1]
     assert small_run.metrics(tmp_path / "alone") == small_run.metrics(tmp_path / "shared1")
     assert not (tmp_path / "alone" / "report.html").exists()
@@ -75,7 +75,7 @@ def test_a_run_that_shares_ends_as_one_that_does_not(tmp_path):
 def test_noise_is_what_training_sees_and_evaluation_does_not(tmp_path):
     rewards = [{"use": f"{small_run.__file__}:nothing", "flip": 0.25}]
     changes = {"rewards": rewards, "optimizer": {"learning_rate": 0.0}}
-    run = training.train(config(tmp_path / "r", **changes))
+    run = loop.train(config(tmp_path / "r", **changes))
     shares = [line["rewards/nothing/flipped"] for line in run.metrics if "reward" in line]
     assert shares == [line["reward"] for line in run.metrics if "reward" in line]
     # 64 draws at .25: four deviations of .054.

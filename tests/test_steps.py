@@ -10,17 +10,17 @@ import optax
 import pytest
 import tiny
 
-from jaxgrpo import advantages, losses, sharding
-from jaxgrpo.assembly import first_state
-from jaxgrpo.errors import InputError
-from jaxgrpo.io.checkpoints import parameter_hash
-from jaxgrpo.metrics import finalise
-from jaxgrpo.models import decoder
-from jaxgrpo.packing import Geometry
-from jaxgrpo.parts import Objective, Parts
-from jaxgrpo.prompts import sequential
-from jaxgrpo.sampling import SamplingSettings
-from jaxgrpo.steps import build_steps
+from jaxgrpo import advantages, losses
+from jaxgrpo.core.errors import InputError
+from jaxgrpo.core.metrics import finalise
+from jaxgrpo.models import decoder, sharding
+from jaxgrpo.rollout.sampler import SamplingSettings
+from jaxgrpo.rollout.stream import sequential
+from jaxgrpo.training.checkpoints import parameter_hash
+from jaxgrpo.training.setup import first_state
+from jaxgrpo.update.forward import Objective, Parts
+from jaxgrpo.update.packing import Geometry
+from jaxgrpo.update.step import build_steps
 
 MIXED = np.array([[1, 0, 0, 0], [1, 1, 1, 1], [0, 0, 0, 0], [1, 1, 0, 0]], np.float32)
 FLAT = np.ones((4, 4), np.float32)

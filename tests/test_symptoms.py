@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxgrpo.diagnostics import advantage_metrics, rare_successes
-from jaxgrpo.metrics import finalise
-from jaxgrpo.symptoms import drift_metrics, repetition, symptom_metrics
+from jaxgrpo.core.metrics import finalise
+from jaxgrpo.update.diagnostics import advantage_metrics, rare_successes
+from jaxgrpo.update.symptoms import drift_metrics, repetition, symptom_metrics
 
 NAN = np.nan
 repetition_of = jax.jit(repetition, static_argnums=2)

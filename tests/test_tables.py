@@ -5,18 +5,18 @@ import jax.numpy as jnp
 import numpy as np
 import tables
 
-from jaxgrpo.io import huggingface
 from jaxgrpo.models import decoder
 from jaxgrpo.models.attention import causal
+from jaxgrpo.models.hf import folders
 
 RATES = [0.0, 0.4, 0.9, 1.0, 0.015]
 
 
 def test_each_prompt_has_its_success_rate_and_an_answer_is_followed_by_the_end(tmp_path):
     folder = tables.write_model(tmp_path / "model", RATES)
-    tokenizer = huggingface.read_tokenizer(folder)
-    model = decoder.build(huggingface.read_config(folder))
-    params = huggingface.read_params(folder, model)
+    tokenizer = folders.read_tokenizer(folder)
+    model = decoder.build(folders.read_config(folder))
+    params = folders.read_params(folder, model)
     ids = tokenizer(tables.prompts(len(RATES)) + "yn")["input_ids"]
     token = jnp.asarray(ids)[:, None]
     position = jnp.zeros_like(token)

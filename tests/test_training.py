@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 import small_run
 
-from jaxgrpo import config as configs
-from jaxgrpo import planning, training
-from jaxgrpo.errors import InputError
-from jaxgrpo.io import huggingface
-from jaxgrpo.io.checkpoints import parameter_hash
+from jaxgrpo.config import files as configs
+from jaxgrpo.core.errors import InputError
 from jaxgrpo.models import decoder
+from jaxgrpo.models.hf import folders
+from jaxgrpo.training import loop, plan
+from jaxgrpo.training.checkpoints import parameter_hash
 
 
 @pytest.fixture(scope="module")
@@ -28,15 +28,15 @@ def run(tmp_path_factory):
     config = small_run.config(
         folder, **{"eval.data": "task:arithmetic:test", "eval.prompts": 20, "eval.samples": 4}
     )
-    return config, training.train(config)
+    return config, loop.train(config)
 
 
 def model_of(path):
-    return decoder.build(huggingface.read_config(path))
+    return decoder.build(folders.read_config(path))
 
 
 def folder_hash(path):
-    return parameter_hash(huggingface.read_params(path, model_of(path)))
+    return parameter_hash(folders.read_params(path, model_of(path)))
 
 
 def test_a_run_leaves_config_metrics_samples_summary_checkpoint_and_model(run):
@@ -63,7 +63,7 @@ def test_sample_rows_say_what_was_sampled_and_what_it_earned(run):
     line = small_run.metrics(finished.path)[1]
     rewards = [row["rewards"]["arithmetic"] for row in rows]
     assert np.mean(rewards) == pytest.approx(line["rewards/arithmetic/mean"])
-    tokenizer = huggingface.read_tokenizer(config.model.path)
+    tokenizer = folders.read_tokenizer(config.model.path)
     for row in rows:
         assert len(row["logps"]) == len(row["completion_ids"])
         assert (
@@ -88,7 +88,7 @@ def test_without_signal_or_rate_the_weights_stay_byte_for_byte(tmp_path, control
         changes["rewards"] = [{"use": f"{small_run.__file__}:nothing"}]
     else:
         changes["optimizer"] = {"learning_rate": 0.0}
-    finished = training.train(small_run.config(tmp_path / "r", **changes))
+    finished = loop.train(small_run.config(tmp_path / "r", **changes))
     base = (finished.path / "model" / "model.safetensors").read_bytes()
     with open(f"{small_run.base()}/model.safetensors", "rb") as file:
         assert file.read() == base
@@ -117,7 +117,7 @@ def test_own_parts_of_the_examples_train(tmp_path, repository):
     ]
     rewards = [{"use": f"{examples}/own_reward.py:short_and_right", "limit": 12}]
     changes = {"advantage": advantage, "rewards": rewards, "train.steps": 1}
-    finished = training.train(small_run.config(tmp_path / "r", **changes))
+    finished = loop.train(small_run.config(tmp_path / "r", **changes))
     line = small_run.metrics(finished.path)[0]
     assert line["reward"] < 0 < line["grad_norm"]
     assert {file.name for file in (finished.path / "code").iterdir()} == {
@@ -136,7 +136,7 @@ def test_python_objects_take_the_place_of_what_the_config_names(tmp_path):
     dataset = [{"prompt": f"1{n}+20=", "answer": "", "colour": "red"} for n in range(9)]
     import jaxgrpo as jg
 
-    finished = training.train(
+    finished = loop.train(
         small_run.config(tmp_path / "r", **{"train.steps": 1}),
         rewards=[count],
         advantage=jg.chain(jg.sum_rewards(), jg.subtract_group_mean()),
@@ -153,9 +153,7 @@ def test_a_method_that_needs_what_nobody_produces_is_refused(tmp_path):
         needs=frozenset({"answer_length"})
     )
     with pytest.raises(InputError, match=r"needs answer_length.*reference_logp.*prompt"):
-        training.train(
-            small_run.config(tmp_path / "r"), advantage=jg.chain(jg.sum_rewards(), needy)
-        )
+        loop.train(small_run.config(tmp_path / "r"), advantage=jg.chain(jg.sum_rewards(), needy))
 
 
 def test_a_numeric_column_of_the_data_is_a_field_of_the_method(tmp_path):
@@ -167,8 +165,8 @@ def test_a_numeric_column_of_the_data_is_a_field_of_the_method(tmp_path):
 
     step = jg.transform(by_level)._replace(needs=frozenset({"level"}))
     config = small_run.config(tmp_path / "r", **{"train.steps": 1})
-    training.train(config, advantage=jg.chain(jg.sum_rewards(), step))
-    import jaxgrpo.tasks
+    loop.train(config, advantage=jg.chain(jg.sum_rewards(), step))
+    import jaxgrpo
 
     rows = jaxgrpo.tasks.load("task:arithmetic:train")
     lines = (tmp_path / "r" / "samples" / "step_1.jsonl").read_text().splitlines()
@@ -183,23 +181,23 @@ def test_a_run_goes_on_only_with_its_own_config(tmp_path, run):
     config, _ = run
     other = dataclasses.replace(config, train=dataclasses.replace(config.train, seed=1))
     with pytest.raises(InputError, match=r"train\.seed: 0 -> 1"):
-        training.train(other, resume="auto")
+        loop.train(other, resume="auto")
     with pytest.raises(InputError, match="--resume auto"):
-        training.train(config)
+        loop.train(config)
 
 
 def test_a_finished_run_can_be_trained_further(tmp_path):
     config = small_run.config(tmp_path / "r", **{"train.steps": 2})
-    training.train(config)
+    loop.train(config)
     longer = small_run.config(tmp_path / "r")
-    finished = training.train(longer, resume="auto")
-    straight = training.train(small_run.config(tmp_path / "s"))
+    finished = loop.train(longer, resume="auto")
+    straight = loop.train(small_run.config(tmp_path / "s"))
     assert finished.summary["parameter_hash"] == straight.summary["parameter_hash"]
     assert small_run.metrics(tmp_path / "r") == small_run.metrics(tmp_path / "s")
 
 
 def test_a_dry_run_shows_config_geometry_and_the_first_prompt(tmp_path, capsys):
-    planning.dry_run(small_run.config(tmp_path / "r"))
+    plan.dry_run(small_run.config(tmp_path / "r"))
     shown = capsys.readouterr().out
     for part in [
         "parameters",
@@ -219,7 +217,7 @@ def test_the_best_step_by_an_evaluation_stays_and_is_exported(tmp_path):
         "optimizer": {"learning_rate": 0.02},
         "train.steps": 4,
     }
-    finished = training.train(small_run.config(tmp_path / "r", **changes))
+    finished = loop.train(small_run.config(tmp_path / "r", **changes))
     lengths = [line["eval/mean_length"] for line in finished.metrics][1:]
     best = 1 + int(np.argmax(lengths))
     assert best < 4, "the example must not be at its best in the end"
@@ -240,7 +238,7 @@ def test_a_best_step_by_an_unknown_metric_is_refused_before_training(tmp_path):
         "checkpoint.keep_best": "eval/acuracy",
     }
     with pytest.raises(InputError, match=r"did you mean .eval/accuracy"):
-        training.train(small_run.config(tmp_path / "r", **changes))
+        loop.train(small_run.config(tmp_path / "r", **changes))
     assert not (tmp_path / "r" / "metrics.jsonl").exists()
 
 
@@ -252,21 +250,21 @@ def test_a_config_is_put_together_from_dicts_objects_and_keys(tmp_path):
         return [-float(len(text)) for text in completions]
 
     seed: dict[str, Any] = {"train.seed": 5}
-    finished = training.train(tables, rewards=[short], train={"steps": 1}, **seed)
+    finished = loop.train(tables, rewards=[short], train={"steps": 1}, **seed)
     recorded = configs.load(finished.path / "config.toml")
     assert (recorded.train.steps, recorded.train.seed) == (1, 5)
     assert [reward.use for reward in recorded.rewards] == ["python:short"]
     assert finished.metrics[0]["reward"] < 0
     assert {row["step"] for row in finished.samples} == {1}
     with pytest.raises(InputError, match="begun from Python with the object short"):
-        training.train(recorded, resume="auto")
-    further = training.train(recorded, resume="auto", rewards=[short], train={"steps": 2})
+        loop.train(recorded, resume="auto")
+    further = loop.train(recorded, resume="auto", rewards=[short], train={"steps": 2})
     assert further.summary["step"] == 2
 
 
 def test_a_run_folder_that_cannot_be_written_is_refused(tmp_path):
     with pytest.raises(InputError, match=r"run\.dir = /proc/nowhere cannot be written"):
-        training.train(small_run.config("/proc/nowhere"))
+        loop.train(small_run.config("/proc/nowhere"))
 
 
 @pytest.mark.parametrize(
@@ -279,15 +277,15 @@ def test_a_reward_of_wrong_length_or_type_is_refused_before_the_first_step(
         return values
 
     with pytest.raises(InputError, match=reason):
-        training.train(small_run.config(tmp_path / "r"), rewards=[wrong])
+        loop.train(small_run.config(tmp_path / "r"), rewards=[wrong])
     assert not (tmp_path / "r" / "metrics.jsonl").exists()
 
 
 def test_bfloat16_computes_and_float32_is_trained(tmp_path):
     changes = {"model.dtype": "bfloat16", "loss.kl": {"use": "k2", "beta": 0.01}}
     changes["optimizer"] = {"learning_rate": 1e-6}  # lost in bfloat16
-    finished = training.train(small_run.config(tmp_path / "r", **changes))
-    before = huggingface.read_params(small_run.base(), model_of(small_run.base()))
+    finished = loop.train(small_run.config(tmp_path / "r", **changes))
+    before = folders.read_params(small_run.base(), model_of(small_run.base()))
     trained = finished.state.trainable
     assert {str(leaf.dtype) for leaf in jax.tree.leaves(trained)} == {"float32"}
     frozen = finished.state.frozen["reference"]
@@ -301,7 +299,7 @@ def test_bfloat16_computes_and_float32_is_trained(tmp_path):
 def test_a_run_on_rows_and_rewards_from_python_is_exported(tmp_path):
     tables = small_run.tables(tmp_path / "r", **{"train.steps": 1, "mesh.fsdp": 2})
     del tables["data"]
-    finished = training.train(
+    finished = loop.train(
         configs.from_dict(tables),
         rewards=[lambda completions, **columns: [float(len(text)) for text in completions]],
         dataset=[{"prompt": f"1{n}+20=", "answer": ""} for n in range(9)],
@@ -315,12 +313,12 @@ def test_a_run_on_rows_and_rewards_from_python_is_exported(tmp_path):
 def test_every_end_token_of_the_generation_config_ends_a_sample(tmp_path):
     path = tmp_path / "base"
     shutil.copytree(small_run.base(), path)
-    (five,) = huggingface.read_tokenizer(path)("5", add_special_tokens=False)["input_ids"]
+    (five,) = folders.read_tokenizer(path)("5", add_special_tokens=False)["input_ids"]
     fields = json.loads((path / "generation_config.json").read_text())
     ends = [fields["eos_token_id"], five]
     (path / "generation_config.json").write_text(json.dumps({**fields, "eos_token_id": ends}))
     changes = {"model.path": str(path), "train.steps": 1}
-    finished = training.train(small_run.config(tmp_path / "r", **changes))
+    finished = loop.train(small_run.config(tmp_path / "r", **changes))
     with_five = [row for row in finished.samples if "5" in row["completion"]]
     assert with_five
     for row in with_five:
@@ -341,7 +339,7 @@ def test_a_run_that_goes_on_holds_one_state_on_its_devices(tmp_path):
         gc.collect()
         before = sum(leaf.nbytes for leaf in jax.live_arrays())
         config = small_run.config(tmp_path / "r", **{"train.steps": steps})
-        finished = training.train(config, resume=resume, rewards=[held])
+        finished = loop.train(config, resume=resume, rewards=[held])
         seen.append(finished.metrics[-1]["held"])
         del finished
     assert seen[1] == pytest.approx(seen[0], rel=0.05)

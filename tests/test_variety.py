@@ -5,8 +5,8 @@ import doctest
 import numpy as np
 import pytest
 
-from jaxgrpo import variety
-from jaxgrpo.variety import distinct, format_metrics, format_of, stated_metrics
+from jaxgrpo.evaluation import diversity
+from jaxgrpo.evaluation.diversity import distinct, format_metrics, format_of, stated_metrics
 
 FORMATS = {"code": r"```.*def", "tags": "<answer>", "number": r"^\d+$"}
 CODE, TAGS, NUMBER, NONE = "```\ndef f", "so <answer>7</answer>", "7", "seven"
@@ -94,4 +94,4 @@ def test_texts_without_a_confidence_have_no_calibration():
 
 
 def test_the_examples_are_so():
-    assert doctest.testmod(variety).failed == 0
+    assert doctest.testmod(diversity).failed == 0

@@ -5,7 +5,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from jaxgrpo.voting import confidence_metrics, confidences, vote, votes
+from jaxgrpo.evaluation.voting import confidence_metrics, confidences, vote, votes
 
 
 def test_a_majority_is_of_answers_and_silence_does_not_vote():

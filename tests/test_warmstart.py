@@ -10,27 +10,28 @@ import numpy as np
 import optax
 import pytest
 
-from jaxgrpo import tasks, warmstart
-from jaxgrpo.errors import InputError
-from jaxgrpo.io import huggingface
+from jaxgrpo.cli import make_base
+from jaxgrpo.core.errors import InputError
+from jaxgrpo.core.types import Prompts
+from jaxgrpo.data import tasks
+from jaxgrpo.data.tasks import arithmetic
+from jaxgrpo.data.tasks.tokenizer import character_tokenizer
 from jaxgrpo.models import decoder
 from jaxgrpo.models.attention import causal
-from jaxgrpo.sampling import SamplingSettings, make_sampler, sample
-from jaxgrpo.tasks import arithmetic
-from jaxgrpo.tasks.tokenizer import character_tokenizer
-from jaxgrpo.types import Prompts
+from jaxgrpo.models.hf import folders as huggingface
+from jaxgrpo.rollout.sampler import SamplingSettings, make_sampler, sample
 
 TASK = tasks.find("arithmetic")
 TOKENIZER = character_tokenizer(TASK.alphabet)
 PAD, END = 0, 1
-make_small = functools.partial(warmstart.make_base, steps=25, batch=8, hidden_size=32)
+make_small = functools.partial(make_base.make_base, steps=25, batch=8, hidden_size=32)
 
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
     """The base model of the quickstart: (folder, summary)."""
     out = tmp_path_factory.mktemp("base") / "model"
-    return out, warmstart.make_base(out)
+    return out, make_base.make_base(out)
 
 
 def judge(folder, group_size: int, temperature: float) -> tuple[np.ndarray, np.ndarray, list]:
@@ -146,8 +147,8 @@ def tiny():
         tasks.Worked("1+12=", "3 13", 0.375),
         tasks.Worked("1+12=", "13", 0.125),
     ]
-    corpus = warmstart.encode(texts, TOKENIZER)
-    model = decoder.build(warmstart.base_config(16, 32, 2), remat=False)
+    corpus = make_base.encode(texts, TOKENIZER)
+    model = decoder.build(make_base.base_config(16, 32, 2), remat=False)
     return model, model.init(jax.random.key(0)), corpus
 
 
@@ -167,7 +168,7 @@ def test_loss_floor_is_the_entropy_per_learned_token(tiny):
     # One prompt has one solution; the other, half of all draws, two at 3/4 and 1/4.
     nats = 0.5 * -(0.75 * math.log(0.75) + 0.25 * math.log(0.25))
     learned = 0.5 * 2 + 0.375 * 5 + 0.125 * 3
-    assert warmstart.entropy(tiny[2]) == pytest.approx(nats / learned)
+    assert make_base.entropy(tiny[2]) == pytest.approx(nats / learned)
 
 
 def test_loss_is_the_mean_cross_entropy_of_learned_tokens(tiny):
@@ -182,14 +183,14 @@ def test_loss_is_the_mean_cross_entropy_of_learned_tokens(tiny):
         -logp[row, place - 1, corpus.tokens[row, place]]
         for row, place in np.argwhere(corpus.learned)
     ]
-    loss = warmstart._loss(model, params, tokens, learned)
+    loss = make_base._loss(model, params, tokens, learned)
     assert float(loss) == pytest.approx(np.mean(nats), rel=1e-5)
 
 
 def test_one_dispatch_of_two_steps_is_two_dispatches_of_one(tiny):
     model, params, corpus = tiny
     optimizer = optax.sgd(0.1)
-    dispatch = jax.jit(functools.partial(warmstart._dispatch, model, optimizer))
+    dispatch = jax.jit(functools.partial(make_base._dispatch, model, optimizer))
     data = (jnp.asarray(corpus.tokens), jnp.asarray(corpus.learned))
     drawn = jnp.array([[0, 1, 1], [2, 0, 1]])
     start = (params, optimizer.init(params))
@@ -213,6 +214,6 @@ def test_one_dispatch_of_two_steps_is_two_dispatches_of_one(tiny):
 )
 def test_bad_arguments_are_refused_before_training(tmp_path, options, message):
     with pytest.raises(ValueError, match=message) as refused:
-        warmstart.make_base(tmp_path / "base", **options)
+        make_base.make_base(tmp_path / "base", **options)
     assert isinstance(refused.value, InputError) or "num_layers" in options
     assert not (tmp_path / "base").exists()

@@ -9,12 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxgrpo.core.types import Prompts, Rollouts
 from jaxgrpo.models import decoder
 from jaxgrpo.models.api import Model
 from jaxgrpo.models.attention import causal
 from jaxgrpo.models.config import LayerKind, ModelConfig
-from jaxgrpo.prompts import host_prompts
-from jaxgrpo.types import Prompts, Rollouts
+from jaxgrpo.rollout.stream import host_prompts
 
 VOCAB = 40
 PAD, END = 0, 1

@@ -17,14 +17,14 @@ from rich.console import Console
 
 from docs.experiments import common
 from docs.experiments.common import Check, Result
-from jaxgrpo import warmstart
-from jaxgrpo.diagnostics import jensen_gap
-from jaxgrpo.evaluation import questions_of
-from jaxgrpo.group_signal import gap_influence
-from jaxgrpo.inference import config_for, find_policy
-from jaxgrpo.intervals import studentised
-from jaxgrpo.probing import draw
-from jaxgrpo.rewarding import resolve_scorer
+from jaxgrpo.cli import make_base
+from jaxgrpo.cli.inference import config_for, find_policy
+from jaxgrpo.evaluation.evaluate import questions_of
+from jaxgrpo.evaluation.intervals import studentised
+from jaxgrpo.experiments.probe.command import draw
+from jaxgrpo.experiments.probe.group_signal import gap_influence
+from jaxgrpo.training.rewarding import resolve_scorer
+from jaxgrpo.update.diagnostics import jensen_gap
 
 NAME = "x1_degeneracy"
 SIZES = (2, 4, 8)
@@ -52,7 +52,7 @@ def sample(prompts: int, samples: int, **base_options: Any) -> Drawn:
     """Makes the quickstart's base model and samples answers to training problems."""
     with tempfile.TemporaryDirectory() as folder:
         base = str(Path(folder) / "base")
-        warmstart.make_base(base, "arithmetic", **base_options)
+        make_base.make_base(base, "arithmetic", **base_options)
         changes = {
             "eval.data": "task:arithmetic:train",
             "eval.scorer": "arithmetic",

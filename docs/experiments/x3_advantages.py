@@ -17,12 +17,13 @@ from matplotlib.figure import Figure
 
 from docs.experiments import common
 from docs.experiments.common import Check, Result
-from jaxgrpo import comparing, warmstart
-from jaxgrpo.comparing import analysis, page, results, sections
-from jaxgrpo.comparing import experiment as experiments
-from jaxgrpo.comparing.experiment import Experiment
-from jaxgrpo.comparing.results import Outcomes
-from jaxgrpo.comparing.sections import Section
+from jaxgrpo.cli import make_base
+from jaxgrpo.experiments import compare
+from jaxgrpo.experiments.compare import analysis, page, results, sections
+from jaxgrpo.experiments.compare import experiment as experiments
+from jaxgrpo.experiments.compare.experiment import Experiment
+from jaxgrpo.experiments.compare.results import Outcomes
+from jaxgrpo.experiments.compare.sections import Section
 
 NAME = "x3_advantages"
 SIZES = (2, 4)
@@ -39,10 +40,10 @@ class Compared(NamedTuple):
 def find() -> dict[int, Compared]:
     """Group size -> its comparison. Makes the base, and takes the runs, that are missing."""
     if not (BASE / "config.json").exists():
-        warmstart.make_base(BASE)
+        make_base.make_base(BASE)
     found = {}
     for size in SIZES:
-        comparing.compare(f"x3_g{size}")
+        compare.compare(f"x3_g{size}")
         found[size] = read(experiments.load(f"x3_g{size}"))
     return found
 

@@ -9,10 +9,10 @@ from typing import Any, Literal, NamedTuple
 import jax.numpy as jnp
 from jax import Array
 
-from jaxgrpo.errors import InputError, NotGiven
-from jaxgrpo.metrics import Metric, Metrics
-from jaxgrpo.names import suggest
-from jaxgrpo.types import Rollouts, RolloutSpec, Signal
+from jaxgrpo.core.errors import InputError, NotGiven
+from jaxgrpo.core.metrics import Metric, Metrics
+from jaxgrpo.core.names import suggest
+from jaxgrpo.core.types import Rollouts, RolloutSpec, Signal
 
 Streams = dict[str, Signal]
 Kind = Literal["streams->streams", "streams->signal", "signal->signal"]

@@ -8,12 +8,12 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jaxgrpo import onepass
 from jaxgrpo.advantages import stats
 from jaxgrpo.advantages.base import AdvantageTransform, Scheduled, at_step, stateless, with_value
-from jaxgrpo.errors import InputError
-from jaxgrpo.metrics import Mean, Metrics
-from jaxgrpo.types import Rollouts, Signal
+from jaxgrpo.core import onepass
+from jaxgrpo.core.errors import InputError
+from jaxgrpo.core.metrics import Mean, Metrics
+from jaxgrpo.core.types import Rollouts, Signal
 
 _KEEP = ("zeros", "zero_groups", "nothing")
 _EPS_PLACES = ("std", "variance")

@@ -14,9 +14,9 @@ from jax.core import Tracer
 from jaxgrpo.advantages.base import AdvantageTransform, transform
 from jaxgrpo.advantages.chains import chain, compute, spec_of
 from jaxgrpo.advantages.registry import parts, recipes
-from jaxgrpo.errors import InputError
-from jaxgrpo.names import call, find, suggest
-from jaxgrpo.types import Rollouts, RolloutSpec
+from jaxgrpo.core.errors import InputError
+from jaxgrpo.core.names import call, find, suggest
+from jaxgrpo.core.types import Rollouts, RolloutSpec
 
 Step = AdvantageTransform | Callable[..., Any] | Mapping[str, Any] | str
 """A transform, a function, or {"use": name or either of them, option: value, ...}."""

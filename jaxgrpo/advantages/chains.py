@@ -15,9 +15,9 @@ import jax.numpy as jnp
 
 from jaxgrpo.advantages import stats
 from jaxgrpo.advantages.base import AdvantageTransform, Streams, read_field, transform
-from jaxgrpo.errors import InputError
-from jaxgrpo.metrics import Metric, Metrics
-from jaxgrpo.types import Rollouts, RolloutSpec, Signal
+from jaxgrpo.core.errors import InputError
+from jaxgrpo.core.metrics import Metric, Metrics
+from jaxgrpo.core.types import Rollouts, RolloutSpec, Signal
 
 Steps = tuple[tuple[str, AdvantageTransform], ...]
 """The steps of a chain under their unique names."""

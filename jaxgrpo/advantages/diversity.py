@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jaxgrpo import onepass
 from jaxgrpo.advantages import stats
 from jaxgrpo.advantages.base import (
     AdvantageTransform,
@@ -17,9 +16,10 @@ from jaxgrpo.advantages.base import (
     stateless,
     with_value,
 )
-from jaxgrpo.errors import InputError
-from jaxgrpo.metrics import Metrics, mean
-from jaxgrpo.types import Rollouts, Signal
+from jaxgrpo.core import onepass
+from jaxgrpo.core.errors import InputError
+from jaxgrpo.core.metrics import Metrics, mean
+from jaxgrpo.core.types import Rollouts, Signal
 
 
 def darling(field: str | None = None, floor: Scheduled = 0.1) -> AdvantageTransform:

@@ -16,14 +16,14 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jaxgrpo import onepass
 from jaxgrpo.advantages import stats
 from jaxgrpo.advantages.absolute import successes
 from jaxgrpo.advantages.base import AdvantageTransform, Scheduled, at_step, read, read_field
-from jaxgrpo.errors import InputError
-from jaxgrpo.metrics import Metrics, mean
-from jaxgrpo.names import find
-from jaxgrpo.types import Rollouts, RolloutSpec, Signal
+from jaxgrpo.core import onepass
+from jaxgrpo.core.errors import InputError
+from jaxgrpo.core.metrics import Metrics, mean
+from jaxgrpo.core.names import find
+from jaxgrpo.core.types import Rollouts, RolloutSpec, Signal
 
 DIVERGENCES: dict[str, Callable[[Array], Array]] = {
     "forward_kl": jnp.exp,

@@ -15,9 +15,9 @@ from jaxgrpo.advantages.base import (
     stateless,
     with_value,
 )
-from jaxgrpo.errors import InputError
-from jaxgrpo.metrics import Metrics
-from jaxgrpo.types import Rollouts, Signal
+from jaxgrpo.core.errors import InputError
+from jaxgrpo.core.metrics import Metrics
+from jaxgrpo.core.types import Rollouts, Signal
 
 _SINGLETONS = ("zero", "raw")
 

@@ -20,9 +20,9 @@ from jaxgrpo.advantages.ratios import clamp, log_ratio
 from jaxgrpo.advantages.reading import floating
 from jaxgrpo.advantages.tilting import target_validity
 from jaxgrpo.advantages.tokens import at_tokens, sum_behind
-from jaxgrpo.errors import InputError
-from jaxgrpo.metrics import Metrics, mean
-from jaxgrpo.types import Rollouts, RolloutSpec, Signal
+from jaxgrpo.core.errors import InputError
+from jaxgrpo.core.metrics import Metrics, mean
+from jaxgrpo.core.types import Rollouts, RolloutSpec, Signal
 
 
 def add_kl_return(beta: Scheduled, reference: str = "reference") -> AdvantageTransform:

@@ -16,9 +16,9 @@ from jaxgrpo.advantages.base import (
     read,
     stateless,
 )
-from jaxgrpo.errors import InputError
-from jaxgrpo.metrics import Metrics, mean
-from jaxgrpo.types import Rollouts, RolloutSpec, Signal
+from jaxgrpo.core.errors import InputError
+from jaxgrpo.core.metrics import Metrics, mean
+from jaxgrpo.core.types import Rollouts, RolloutSpec, Signal
 
 
 def overlong_penalty(

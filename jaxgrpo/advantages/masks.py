@@ -19,9 +19,9 @@ from jaxgrpo.advantages.base import (
 )
 from jaxgrpo.advantages.reading import floating, needs_of, samples
 from jaxgrpo.advantages.running import check_share
-from jaxgrpo.errors import InputError
-from jaxgrpo.metrics import Metrics, mean
-from jaxgrpo.types import Rollouts, Signal
+from jaxgrpo.core.errors import InputError
+from jaxgrpo.core.metrics import Metrics, mean
+from jaxgrpo.core.types import Rollouts, Signal
 
 
 def mask_zero_variance() -> AdvantageTransform:

@@ -18,7 +18,6 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jaxgrpo import onepass
 from jaxgrpo.advantages import stats
 from jaxgrpo.advantages.base import (
     AdvantageTransform,
@@ -30,9 +29,10 @@ from jaxgrpo.advantages.base import (
 )
 from jaxgrpo.advantages.ratios import clamp, log_ratio
 from jaxgrpo.advantages.tokens import at_tokens
-from jaxgrpo.errors import InputError
-from jaxgrpo.metrics import Max, Mean, Metrics, Min, mean
-from jaxgrpo.types import Rollouts, Signal
+from jaxgrpo.core import onepass
+from jaxgrpo.core.errors import InputError
+from jaxgrpo.core.metrics import Max, Mean, Metrics, Min, mean
+from jaxgrpo.core.types import Rollouts, Signal
 
 _NEEDS = frozenset({"trainer_logp"})
 _LEVELS = ("token", "sequence")

@@ -7,13 +7,13 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array
 
-from jaxgrpo import onepass
 from jaxgrpo.advantages import stats
 from jaxgrpo.advantages.absolute import successes
 from jaxgrpo.advantages.base import AdvantageTransform, Scheduled, stateless, with_value
-from jaxgrpo.errors import InputError
-from jaxgrpo.metrics import Metrics, mean
-from jaxgrpo.types import Rollouts, RolloutSpec, Signal
+from jaxgrpo.core import onepass
+from jaxgrpo.core.errors import InputError
+from jaxgrpo.core.metrics import Metrics, mean
+from jaxgrpo.core.types import Rollouts, RolloutSpec, Signal
 
 
 def max_minus_second() -> AdvantageTransform:

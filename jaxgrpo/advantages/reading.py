@@ -7,8 +7,8 @@ from jax import Array
 
 from jaxgrpo.advantages import stats
 from jaxgrpo.advantages.base import read_field
-from jaxgrpo.errors import InputError
-from jaxgrpo.types import Rollouts, Signal
+from jaxgrpo.core.errors import InputError
+from jaxgrpo.core.types import Rollouts, Signal
 
 
 def needs_of(name: str | None) -> frozenset[str]:

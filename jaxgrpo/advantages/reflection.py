@@ -13,10 +13,10 @@ from jaxgrpo.advantages import stats
 from jaxgrpo.advantages.base import AdvantageTransform, Scheduled, Streams, at_step, read_field
 from jaxgrpo.advantages.quantiles import top_share
 from jaxgrpo.advantages.streams import check_free, stream
-from jaxgrpo.errors import InputError
-from jaxgrpo.metrics import Metrics, mean
-from jaxgrpo.names import find
-from jaxgrpo.types import Rollouts, RolloutSpec, Signal
+from jaxgrpo.core.errors import InputError
+from jaxgrpo.core.metrics import Metrics, mean
+from jaxgrpo.core.names import find
+from jaxgrpo.core.types import Rollouts, RolloutSpec, Signal
 
 LOWEST_LOGP = -30.0
 """Answer log-probs are cut here, in nats: one of -inf would own all variance."""

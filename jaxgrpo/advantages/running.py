@@ -15,9 +15,9 @@ from jax import Array
 
 from jaxgrpo.advantages import stats
 from jaxgrpo.advantages.base import AdvantageTransform, Scheduled, at_step, check_at_least
-from jaxgrpo.errors import InputError
-from jaxgrpo.metrics import Metrics, mean
-from jaxgrpo.types import Rollouts, RolloutSpec, Signal
+from jaxgrpo.core.errors import InputError
+from jaxgrpo.core.metrics import Metrics, mean
+from jaxgrpo.core.types import Rollouts, RolloutSpec, Signal
 
 
 def ema_baseline(decay: Scheduled = 0.9, initial: float = 0.0) -> AdvantageTransform:

@@ -13,10 +13,10 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Bool, Float, Int
 
-from jaxgrpo import onepass
-from jaxgrpo.errors import InputError
-from jaxgrpo.metrics import accumulate_dtype
-from jaxgrpo.types import Signal
+from jaxgrpo.core import onepass
+from jaxgrpo.core.errors import InputError
+from jaxgrpo.core.metrics import accumulate_dtype
+from jaxgrpo.core.types import Signal
 
 
 def widen(value: Float[Array, "*shape"]) -> Float[Array, "*shape"]:

@@ -12,10 +12,10 @@ from jax import Array
 
 from jaxgrpo.advantages.base import AdvantageTransform, Scheduled, Streams, at_step
 from jaxgrpo.advantages.chains import chain
-from jaxgrpo.errors import InputError
-from jaxgrpo.metrics import Metrics, accumulate_dtype
-from jaxgrpo.names import suggest
-from jaxgrpo.types import Rollouts, RolloutSpec, Signal
+from jaxgrpo.core.errors import InputError
+from jaxgrpo.core.metrics import Metrics, accumulate_dtype
+from jaxgrpo.core.names import suggest
+from jaxgrpo.core.types import Rollouts, RolloutSpec, Signal
 
 
 def sum_rewards(**weights: Scheduled) -> AdvantageTransform:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from jaxgrpo.advantages import stats
-from jaxgrpo.errors import InputError
+from jaxgrpo.core.errors import InputError
 
 _HALVINGS = 64
 _TERMS = 9  # of the series of `_deviance`: below 1e-18 of the first where |ratio| < 0.1

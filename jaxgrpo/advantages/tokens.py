@@ -21,9 +21,9 @@ from jaxgrpo.advantages.base import (
     with_value,
 )
 from jaxgrpo.advantages.ratios import clamp, log_ratio
-from jaxgrpo.errors import InputError
-from jaxgrpo.metrics import Metrics, mean
-from jaxgrpo.types import Rollouts, Signal
+from jaxgrpo.core.errors import InputError
+from jaxgrpo.core.metrics import Metrics, mean
+from jaxgrpo.core.types import Rollouts, Signal
 
 _BLOCK = 32  # tokens
 _PLACES = ("all", "last")

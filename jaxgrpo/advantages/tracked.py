@@ -16,9 +16,9 @@ from jax import Array
 from jaxgrpo.advantages import stats
 from jaxgrpo.advantages.base import AdvantageTransform, Scheduled, at_step, read, read_field
 from jaxgrpo.advantages.running import check_share, replace_value, zeros
-from jaxgrpo.errors import InputError
-from jaxgrpo.metrics import Metrics, mean
-from jaxgrpo.types import Rollouts, RolloutSpec, Signal
+from jaxgrpo.core.errors import InputError
+from jaxgrpo.core.metrics import Metrics, mean
+from jaxgrpo.core.types import Rollouts, RolloutSpec, Signal
 
 
 def subtract_tracked_success(

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import Array
 
-from jaxgrpo import onepass
 from jaxgrpo.advantages import stats
 from jaxgrpo.advantages.base import (
     AdvantageTransform,
@@ -27,9 +26,10 @@ from jaxgrpo.advantages.base import (
     stateless,
     with_value,
 )
-from jaxgrpo.errors import InputError
-from jaxgrpo.metrics import Metrics, mean
-from jaxgrpo.types import Rollouts, Signal
+from jaxgrpo.core import onepass
+from jaxgrpo.core.errors import InputError
+from jaxgrpo.core.metrics import Metrics, mean
+from jaxgrpo.core.types import Rollouts, Signal
 
 _WEIGHTINGS = ("average", "size")
 

@@ -10,9 +10,9 @@ from jax import Array
 from jaxgrpo.advantages import stats
 from jaxgrpo.advantages.base import AdvantageTransform, Scheduled, at_step, stateless
 from jaxgrpo.advantages.reading import needs_of, samples
-from jaxgrpo.errors import InputError
-from jaxgrpo.metrics import Metrics, mean
-from jaxgrpo.types import Rollouts, Signal
+from jaxgrpo.core.errors import InputError
+from jaxgrpo.core.metrics import Metrics, mean
+from jaxgrpo.core.types import Rollouts, Signal
 
 
 def shrink_rare_success(

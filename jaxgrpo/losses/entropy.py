@@ -13,9 +13,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jaxgrpo.errors import InputError
+from jaxgrpo.core.errors import InputError
+from jaxgrpo.core.metrics import Mean, Metrics, mean
 from jaxgrpo.losses.penalties import Penalty, from_pass
-from jaxgrpo.metrics import Mean, Metrics, mean
 
 NEEDS = frozenset({"policy_entropy"})
 

@@ -8,12 +8,12 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array
 
-from jaxgrpo.errors import InputError
+from jaxgrpo.core.errors import InputError
+from jaxgrpo.core.metrics import Mean, Metrics, merge
 from jaxgrpo.losses.penalties import Penalty
 from jaxgrpo.losses.reductions import Reduction, dense_ids, packed_weights
 from jaxgrpo.losses.registry import Spec, build_penalty, build_reduction, build_surrogate
 from jaxgrpo.losses.surrogates import Surrogate
-from jaxgrpo.metrics import Mean, Metrics, merge
 
 
 def token_loss(

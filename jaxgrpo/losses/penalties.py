@@ -22,10 +22,10 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jaxgrpo.errors import InputError
+from jaxgrpo.core.errors import InputError
+from jaxgrpo.core.metrics import Metrics, accumulate_dtype, mean
 from jaxgrpo.losses.sequences import segment_sum
 from jaxgrpo.losses.surrogates import LOG_RATIO_LIMIT
-from jaxgrpo.metrics import Metrics, accumulate_dtype, mean
 
 FLOOR = -1e30
 """Log-probs below it, -inf too, count as this: a difference of two infinities would be NaN."""
@@ -160,7 +160,7 @@ def full_kl(beta: float) -> Penalty:
       beta: weight against the surrogate; not negative.
 
     Reads fields["full_kl"], differentiated, which the update's own pass makes
-    (`jaxgrpo.exact_kl.full_kl`).
+    (`jaxgrpo.models.exact_kl.full_kl`).
     Metrics: kl, the value without beta, over unmasked tokens; kl_clamped, the policy's probability
     of tokens whose log ratio was held at 20.
     Raises: InputError on a negative beta, and where fields lack full_kl.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from jaxgrpo.errors import InputError
+from jaxgrpo.core.errors import InputError
 from jaxgrpo.losses.reductions import Reduction, constant, sequence_mean, sequence_sum, token_mean
 from jaxgrpo.losses.sequences import gspo, vespo
 from jaxgrpo.losses.surrogates import Surrogate, cispo, clip, sapo

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Bool, Float, Int
 
-from jaxgrpo.errors import InputError
+from jaxgrpo.core.errors import InputError
 
 
 class Counts(NamedTuple):

@@ -8,7 +8,9 @@ from typing import Any, TypeVar, cast
 import jax.numpy as jnp
 from jax import Array
 
-from jaxgrpo.errors import InputError
+from jaxgrpo.core.errors import InputError
+from jaxgrpo.core.metrics import Metrics, merge
+from jaxgrpo.core.names import call, find
 from jaxgrpo.losses import entropy as entropy_parts
 from jaxgrpo.losses import penalties as penalty_parts
 from jaxgrpo.losses import reductions as reduction_parts
@@ -17,8 +19,6 @@ from jaxgrpo.losses import surrogates as surrogate_parts
 from jaxgrpo.losses.penalties import Penalty
 from jaxgrpo.losses.reductions import Reduction
 from jaxgrpo.losses.surrogates import Surrogate
-from jaxgrpo.metrics import Metrics, merge
-from jaxgrpo.names import call, find
 
 surrogates: dict[str, Callable[..., Surrogate]] = {
     "clip": surrogate_parts.clip,

@@ -13,7 +13,8 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Bool, Float, Int
 
-from jaxgrpo.errors import InputError
+from jaxgrpo.core.errors import InputError
+from jaxgrpo.core.metrics import Metrics
 from jaxgrpo.losses.surrogates import (
     LOG_RATIO_LIMIT,
     Surrogate,
@@ -26,7 +27,6 @@ from jaxgrpo.losses.surrogates import (
     ratio_metrics,
     unmasked,
 )
-from jaxgrpo.metrics import Metrics
 
 
 def segment_sum(

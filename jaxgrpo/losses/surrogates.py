@@ -20,8 +20,8 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Bool, Float
 
-from jaxgrpo.errors import InputError
-from jaxgrpo.metrics import Mean, Metrics, accumulate_dtype, maximum, mean
+from jaxgrpo.core.errors import InputError
+from jaxgrpo.core.metrics import Mean, Metrics, accumulate_dtype, maximum, mean
 
 LOG_RATIO_LIMIT = 20.0
 """Log ratios are clamped to +- this before the exponential; see `log_ratio`."""

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import jax
 from jax import Array
 
+from jaxgrpo.core.types import Params
 from jaxgrpo.models.config import LayerKind, ModelConfig
-from jaxgrpo.types import Params
 
 Constrain = Callable[[Array, tuple[str | None, ...]], Array]
 """(activation, logical axis names) -> the same values, laid out on the caller's mesh."""

@@ -14,7 +14,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
-from jaxgrpo.errors import InputError
+from jaxgrpo.core.errors import InputError
+from jaxgrpo.core.types import Params
 from jaxgrpo.models.api import Attend, Constrain, Model, memory_per_layer
 from jaxgrpo.models.config import LayerKind, ModelConfig
 from jaxgrpo.models.layers import (
@@ -26,7 +27,6 @@ from jaxgrpo.models.layers import (
     head_dtype,
     rotary_angles,
 )
-from jaxgrpo.types import Params
 
 HIDDEN_AXES: dict[int, tuple[str | None, ...]] = {
     3: ("bins", "sequence", None),

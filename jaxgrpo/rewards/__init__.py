@@ -7,14 +7,7 @@ from jaxgrpo.rewards.gsm8k import gsm8k_answer
 from jaxgrpo.rewards.mathematics import math_answer
 from jaxgrpo.rewards.noise import flipped
 from jaxgrpo.rewards.preview import Preview, preview
-from jaxgrpo.rewards.protocol import (
-    RewardError,
-    RewardFunction,
-    TrainerState,
-    bind,
-    check,
-    name_of,
-)
+from jaxgrpo.rewards.protocol import RewardError, RewardFunction, TrainerState, bind, check, name_of
 from jaxgrpo.rewards.registry import answers, build, rewards, with_lengths
 from jaxgrpo.rewards.texts import text_of
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from jaxgrpo.errors import InputError
+from jaxgrpo.core.errors import InputError
 from jaxgrpo.rewards.texts import text_of
 
 TAGS = ("<think>", "</think>", "<answer>", "</answer>")

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxgrpo.errors import InputError
+from jaxgrpo.core.errors import InputError
 from jaxgrpo.rewards.protocol import RewardError
 from jaxgrpo.rewards.texts import after_thought, text_of
 from jaxgrpo.rewards.workers import WorkerError, Workers

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxgrpo.io.conversations import for_rewards
+from jaxgrpo.data.chat import for_rewards
 from jaxgrpo.rewards.calling import call_rewards
 from jaxgrpo.rewards.protocol import RewardFunction, TrainerState
 

@@ -27,8 +27,8 @@ from typing import Any
 
 import numpy as np
 
-from jaxgrpo.errors import InputError
-from jaxgrpo.names import suggest
+from jaxgrpo.core.errors import InputError
+from jaxgrpo.core.names import suggest
 
 RewardFunction = Callable[..., Any]
 """Called by keyword; returns a list, or a 1-d array, of N numbers or None, or awaits one."""

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
-from jaxgrpo.errors import InputError
-from jaxgrpo.names import find
+from jaxgrpo.core.errors import InputError
+from jaxgrpo.core.names import find
+from jaxgrpo.data.tasks import tasks
 from jaxgrpo.rewards.forms import check_format, check_length, has_format, overlong_penalty
 from jaxgrpo.rewards.gsm8k import final_number, gsm8k_answer
 from jaxgrpo.rewards.mathematics import check_math, math_answer
 from jaxgrpo.rewards.protocol import RewardError, RewardFunction, bind, name_of, options_of
-from jaxgrpo.tasks import tasks
 
 rewards: dict[str, RewardFunction] = {
     **{task.name: task.score for task in tasks.values()},

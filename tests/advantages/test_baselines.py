@@ -12,7 +12,7 @@ import pytest
 
 from jaxgrpo import advantages as adv
 from jaxgrpo.advantages import compute
-from jaxgrpo.errors import InputError
+from jaxgrpo.core.errors import InputError
 
 SUM = adv.sum_rewards(correct=1.0, style=0.2)
 CHAINS = {

@@ -12,7 +12,6 @@ import laws
 import numpy as np
 import pytest
 
-from jaxgrpo import names
 from jaxgrpo.advantages import (
     absolute,
     base,
@@ -24,7 +23,8 @@ from jaxgrpo.advantages import (
     sign,
     stats,
 )
-from jaxgrpo.errors import InputError
+from jaxgrpo.core import names
+from jaxgrpo.core.errors import InputError
 
 REWARDS = [[0.0, 1.0, 4.0]]
 

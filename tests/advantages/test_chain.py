@@ -29,9 +29,9 @@ from jaxgrpo.advantages import (
     to_tokens,
     transform,
 )
-from jaxgrpo.errors import InputError
-from jaxgrpo.metrics import Mean
-from jaxgrpo.types import Signal
+from jaxgrpo.core.errors import InputError
+from jaxgrpo.core.metrics import Mean
+from jaxgrpo.core.types import Signal
 
 NAN = np.nan
 SPEC = spec_of(laws.make_rollouts())

@@ -21,7 +21,7 @@ from jaxgrpo.advantages import (
     unlikeliness,
 )
 from jaxgrpo.advantages.diversity import _fingerprints
-from jaxgrpo.errors import InputError
+from jaxgrpo.core.errors import InputError
 
 NAN = np.nan
 

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from jaxgrpo import advantages as adv
-from jaxgrpo.errors import InputError
-from jaxgrpo.metrics import Mean
+from jaxgrpo.core.errors import InputError
+from jaxgrpo.core.metrics import Mean
 
 ALPHAS = {f"alpha {alpha}": alpha for alpha in (0.0, 0.25, 0.5, 0.75, 0.9)}
 V, T = 3, 3

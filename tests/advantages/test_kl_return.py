@@ -13,8 +13,8 @@ import pytest
 
 from jaxgrpo import advantages as adv
 from jaxgrpo.advantages.building import plain_rollouts
-from jaxgrpo.errors import InputError
-from jaxgrpo.types import RolloutSpec
+from jaxgrpo.core.errors import InputError
+from jaxgrpo.core.types import RolloutSpec
 
 LENGTH = 2
 SEQUENCES = np.array(list(itertools.product(range(2), repeat=LENGTH)))  # [4, 2]

@@ -18,7 +18,7 @@ from jaxgrpo.advantages import (
     subtract_group_mean,
     transform,
 )
-from jaxgrpo.types import Signal
+from jaxgrpo.core.types import Signal
 
 
 def test_what_a_step_knows_of_its_groups_is_what_a_pass_over_them_finds():

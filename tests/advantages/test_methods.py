@@ -19,7 +19,7 @@ from jaxgrpo.advantages import (
     subtract_group_mean,
     sum_rewards,
 )
-from jaxgrpo.errors import InputError
+from jaxgrpo.core.errors import InputError
 
 NAN = np.nan
 

@@ -20,8 +20,8 @@ from jaxgrpo.advantages import (
     to_tokens,
     truncated_importance,
 )
-from jaxgrpo.errors import InputError
-from jaxgrpo.types import Rollouts
+from jaxgrpo.core.errors import InputError
+from jaxgrpo.core.types import Rollouts
 
 RANDOM = np.random.default_rng(0)
 P, G, T = 4, 5, 6

@@ -14,7 +14,7 @@ from law_examples import basics
 
 from jaxgrpo import advantages as adv
 from jaxgrpo.advantages import chains
-from jaxgrpo.types import Signal
+from jaxgrpo.core.types import Signal
 
 
 def group_level():

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jaxgrpo.advantages import evaluate
-from jaxgrpo.errors import InputError
+from jaxgrpo.core.errors import InputError
 
 GOLDEN = json.loads((Path(__file__).parent / "golden" / "peers.json").read_text())
 VERL = {

@@ -16,8 +16,8 @@ import pytest
 from jaxgrpo import advantages as adv
 from jaxgrpo.advantages import stats
 from jaxgrpo.advantages.reflection import LOWEST_LOGP, log_propagation
-from jaxgrpo.errors import InputError
-from jaxgrpo.methods import needed_columns
+from jaxgrpo.config.methods import needed_columns
+from jaxgrpo.core.errors import InputError
 
 P, G, J = 6, 4, 5
 ZEROS = np.zeros((P, G))

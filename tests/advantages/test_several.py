@@ -8,17 +8,9 @@ import numpy as np
 import pytest
 from evaluating import all_values, scores, values
 
-from jaxgrpo.advantages import (
-    build,
-    chain,
-    combine,
-    compute,
-    dvao,
-    evaluate,
-    subtract_group_mean,
-)
-from jaxgrpo.errors import InputError
-from jaxgrpo.types import Rollouts, Signal
+from jaxgrpo.advantages import build, chain, combine, compute, dvao, evaluate, subtract_group_mean
+from jaxgrpo.core.errors import InputError
+from jaxgrpo.core.types import Rollouts, Signal
 
 NAN = np.nan
 WEIGHTS = {"a": 0.7, "b": 0.2, "c": 1.3}

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxgrpo.advantages import beta_of_mu, kappa, mu_of_beta, target_validity
-from jaxgrpo.errors import InputError
+from jaxgrpo.core.errors import InputError
 
 BETAS = np.array([0.02, 0.1, 0.5, 1.0, 4.0, 100.0])
 

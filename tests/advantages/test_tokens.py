@@ -25,7 +25,7 @@ from jaxgrpo.advantages import (
     to_tokens,
 )
 from jaxgrpo.advantages.tokens import sum_behind
-from jaxgrpo.errors import InputError
+from jaxgrpo.core.errors import InputError
 
 RANDOM = np.random.default_rng(0)
 P, G, T = 3, 4, 7

@@ -12,8 +12,8 @@ import pytest
 
 from jaxgrpo import advantages as adv
 from jaxgrpo.advantages import chain, sum_rewards
-from jaxgrpo.errors import InputError
-from jaxgrpo.types import Rollouts
+from jaxgrpo.core.errors import InputError
+from jaxgrpo.core.types import Rollouts
 
 NAN = np.nan
 

@@ -21,7 +21,7 @@ from jaxgrpo.advantages import (
     tree_process,
     tree_subgroup,
 )
-from jaxgrpo.errors import InputError
+from jaxgrpo.core.errors import InputError
 
 RANDOM = np.random.default_rng(0)
 P, G, D = 3, 8, 4

@@ -19,7 +19,7 @@ from jaxgrpo.advantages import (
     weight_by_absolute_advantage,
     weight_by_learnability,
 )
-from jaxgrpo.errors import InputError
+from jaxgrpo.core.errors import InputError
 
 
 def test_one_success_of_many_is_bounded_and_cutting_it_flips_no_sign():

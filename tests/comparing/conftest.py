@@ -8,9 +8,9 @@ import comparisons
 import pytest
 import tables
 
-from jaxgrpo.cli import main
-from jaxgrpo.comparing import experiment as experiments
-from jaxgrpo.comparing import results
+from jaxgrpo.cli.main import main
+from jaxgrpo.experiments.compare import experiment as experiments
+from jaxgrpo.experiments.compare import results
 
 
 @pytest.fixture(scope="session")

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxgrpo.comparing import analysis, sections
-from jaxgrpo.comparing.experiment import Experiment
-from jaxgrpo.comparing.results import Outcome
+from jaxgrpo.experiments.compare import analysis, sections
+from jaxgrpo.experiments.compare.experiment import Experiment
+from jaxgrpo.experiments.compare.results import Outcome
 
 SEEDS = tuple(range(7))
 NOISE = np.array([0.01, -0.02, 0.0, 0.02, -0.01, 0.03, -0.03])

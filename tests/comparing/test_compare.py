@@ -15,12 +15,12 @@ import pytest
 import tables
 from comparisons import write
 
-from jaxgrpo import config as configs
-from jaxgrpo import runtime, training
-from jaxgrpo.cli import main
-from jaxgrpo.comparing import analysis, results, sections
-from jaxgrpo.comparing import experiment as experiments
-from jaxgrpo.io.tracking import read_metrics
+from jaxgrpo.cli.main import main
+from jaxgrpo.config import files as configs
+from jaxgrpo.experiments.compare import analysis, results, sections
+from jaxgrpo.experiments.compare import experiment as experiments
+from jaxgrpo.training import loop, process
+from jaxgrpo.training.folder import read_metrics
 
 pytestmark = pytest.mark.slow
 
@@ -80,7 +80,7 @@ def test_a_run_is_the_same_config_run_by_train(compared, tmp_path):
     _, cases, _ = compared
     for case in (cases[0], cases[3], cases[-1]):
         config = configs.load(case.path / "config.toml")
-        alone = training.train(config, run={"dir": str(tmp_path / case.arm / str(case.seed))})
+        alone = loop.train(config, run={"dir": str(tmp_path / case.arm / str(case.seed))})
         again = configs.load(alone.path / "config.toml")
         assert again.run.dir != config.run.dir
         assert alone.summary["parameter_hash"] == summary_of(case)["parameter_hash"]
@@ -171,7 +171,7 @@ def test_ten_arms_that_differ_by_chance_alone_yield_no_significant_difference(mo
 def test_a_stop_signal_saves_and_says_how_to_go_on(model, tmp_path, monkeypatch, capsys):
     file = write(model, tmp_path, arms={"a": {}, "b": {}}, control="a", seeds=1)
     with monkeypatch.context() as patch:
-        patch.setattr(runtime, "stop_requested", lambda step: step == 3)
+        patch.setattr(process, "stop_requested", lambda step: step == 3)
         assert main(["compare", str(file)]) == 143
     said = capsys.readouterr().err
     assert f"go on with: jaxgrpo compare {file}" in said

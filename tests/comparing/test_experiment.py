@@ -8,10 +8,10 @@ import tomllib
 import pytest
 import tomli_w
 
-from jaxgrpo import config as configs
-from jaxgrpo.cli import main
-from jaxgrpo.comparing import experiment as experiments
-from jaxgrpo.errors import ConfigError
+from jaxgrpo.cli.main import main
+from jaxgrpo.config import files as configs
+from jaxgrpo.core.errors import ConfigError
+from jaxgrpo.experiments.compare import experiment as experiments
 
 ARMS = {"grpo": {"recipe": "grpo"}, "sign": {"recipe": "sign"}}
 

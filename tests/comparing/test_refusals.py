@@ -9,10 +9,10 @@ import shutil
 import pytest
 from comparisons import arms_of, write
 
-from jaxgrpo.cli import main
-from jaxgrpo.comparing import experiment as experiments
-from jaxgrpo.comparing import results, running
-from jaxgrpo.errors import InputError
+from jaxgrpo.cli.main import main
+from jaxgrpo.core.errors import InputError
+from jaxgrpo.experiments.compare import experiment as experiments
+from jaxgrpo.experiments.compare import results, running
 
 pytestmark = pytest.mark.slow
 

@@ -8,7 +8,7 @@ import math
 import numpy as np
 import pytest
 
-from jaxgrpo.comparing import statistics
+from jaxgrpo.experiments.compare import statistics
 
 
 def best(values):

@@ -9,8 +9,8 @@ import small_run
 import tomli_w
 
 from docs.experiments import common, x3_advantages
-from jaxgrpo.cli import main
-from jaxgrpo.comparing import experiment as experiments
+from jaxgrpo.cli.main import main
+from jaxgrpo.experiments.compare import experiment as experiments
 
 pytestmark = pytest.mark.slow
 

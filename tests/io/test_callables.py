@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from jaxgrpo.errors import InputError
-from jaxgrpo.io.callables import file_of, is_reference, load, short_name
+from jaxgrpo.config.own_code import file_of, is_reference, load, short_name
+from jaxgrpo.core.errors import InputError
 
 
 @pytest.fixture

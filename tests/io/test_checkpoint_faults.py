@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from jaxgrpo.errors import InputError
-from jaxgrpo.io.checkpoints import Checkpoints, damage, parameter_hash
+from jaxgrpo.core.errors import InputError
+from jaxgrpo.training.checkpoints import Checkpoints, damage, parameter_hash
 
 
 def small(step: int) -> dict[str, Any]:

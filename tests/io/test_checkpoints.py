@@ -13,9 +13,9 @@ import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from jaxgrpo.errors import InputError
-from jaxgrpo.io.checkpoints import Checkpoints, parameter_hash
-from jaxgrpo.types import TrainState
+from jaxgrpo.core.errors import InputError
+from jaxgrpo.core.types import TrainState
+from jaxgrpo.training.checkpoints import Checkpoints, parameter_hash
 
 
 def sharding(shape: tuple[int, ...], names: tuple[str, ...], *axes: str | None) -> NamedSharding:

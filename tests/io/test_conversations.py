@@ -5,9 +5,9 @@ from __future__ import annotations
 import gsm8k
 import pytest
 
-from jaxgrpo.errors import InputError
-from jaxgrpo.io import data
-from jaxgrpo.io.conversations import for_rewards, make_chat, messages_of, write
+from jaxgrpo.core.errors import InputError
+from jaxgrpo.data import prompts as data
+from jaxgrpo.data.chat import for_rewards, make_chat, messages_of, write
 
 USER = {"role": "user", "content": "2+2?"}
 BEGUN = {"role": "assistant", "content": "It is"}

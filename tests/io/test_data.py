@@ -9,10 +9,10 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from jaxgrpo.errors import InputError
-from jaxgrpo.io import data
-from jaxgrpo.io.conversations import make_chat
-from jaxgrpo.io.sources import Source
+from jaxgrpo.core.errors import InputError
+from jaxgrpo.data import prompts as data
+from jaxgrpo.data.chat import make_chat
+from jaxgrpo.data.sources import Source
 
 
 @pytest.fixture

@@ -17,9 +17,9 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from safetensors.numpy import load_file
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from jaxgrpo.io.huggingface import read_config, read_params, read_tokenizer, save_model
 from jaxgrpo.models.config import LayerKind
 from jaxgrpo.models.decoder import build
+from jaxgrpo.models.hf.folders import read_config, read_params, read_tokenizer, save_model
 
 SIZES = {
     "vocab_size": 29,

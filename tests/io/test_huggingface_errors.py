@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from jaxgrpo.errors import InputError
-from jaxgrpo.io.huggingface import read_config, read_params, save_model
+from jaxgrpo.core.errors import InputError
 from jaxgrpo.models.config import LayerKind, ModelConfig
 from jaxgrpo.models.decoder import build
+from jaxgrpo.models.hf.folders import read_config, read_params, save_model
 
 CONFIG = ModelConfig(
     vocab_size=29,

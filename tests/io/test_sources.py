@@ -11,9 +11,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from jaxgrpo.errors import InputError
-from jaxgrpo.io.data import load_rows
-from jaxgrpo.io.sources import Source, from_python, read
+from jaxgrpo.core.errors import InputError
+from jaxgrpo.data.prompts import load_rows
+from jaxgrpo.data.sources import Source, from_python, read
 
 ROWS = [{"question": "1+1", "gold": "2"}, {"question": "ü\n", "gold": "0"}]
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from event_files import events, records, wandb_history
 
-from jaxgrpo import config as configs
-from jaxgrpo.errors import ConfigError, InputError
-from jaxgrpo.io.trackers import TensorBoard, WandB, numbers, wandb_problem
+from jaxgrpo.config import files as configs
+from jaxgrpo.core.errors import ConfigError, InputError
+from jaxgrpo.training.trackers import TensorBoard, WandB, numbers, wandb_problem
 
 
 def test_event_files_hold_every_number_under_its_step(tmp_path):

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxgrpo.errors import InputError
-from jaxgrpo.io.tracking import SAMPLE_KEYS, RunFolder, plain, read_metrics, write_atomically
+from jaxgrpo.core.errors import InputError
+from jaxgrpo.training.folder import SAMPLE_KEYS, RunFolder, plain, read_metrics, write_atomically
 
 ROW = {
     "step": np.int32(3),

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxgrpo import advantages as adv
-from jaxgrpo.types import Rollouts, Signal
+from jaxgrpo.core.types import Rollouts, Signal
 
 BINARY = {"correct": 1.0, "style": 0.0}
 """Weights that leave the one reward in {0, 1}."""

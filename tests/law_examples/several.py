@@ -7,7 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from jaxgrpo import advantages as adv
-from jaxgrpo.types import Rollouts, Signal
+from jaxgrpo.core.types import Rollouts, Signal
 from law_examples.basics import BINARY
 
 BOTH = {"correct": 1.0, "style": 0.5}

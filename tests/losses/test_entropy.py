@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxgrpo.errors import InputError
+from jaxgrpo.core.errors import InputError
+from jaxgrpo.core.metrics import Mean, finalise
 from jaxgrpo.losses import adaptive_entropy, policy_loss
-from jaxgrpo.metrics import Mean, finalise
 
 
 def state_after(penalty, *entropies):

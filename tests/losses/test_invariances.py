@@ -38,8 +38,8 @@ from loss_pairs import (
     whole,
 )
 
+from jaxgrpo.core.metrics import merge
 from jaxgrpo.losses import policy_loss
-from jaxgrpo.metrics import merge
 
 
 @pytest.mark.parametrize("garbage", [np.nan, np.inf, -1e30])

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxgrpo.errors import InputError
+from jaxgrpo.core.errors import InputError
 from jaxgrpo.losses import (
     Penalty,
     Surrogate,

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxgrpo.errors import InputError
+from jaxgrpo.core.errors import InputError
+from jaxgrpo.core.metrics import Mean
 from jaxgrpo.losses import (
     Reduction,
     build_surrogate,
@@ -33,7 +34,6 @@ from jaxgrpo.losses import (
     shaped_ratio,
     vespo,
 )
-from jaxgrpo.metrics import Mean
 
 ONES = jnp.ones((2, 3))
 MASK = jnp.ones((2, 3), bool)

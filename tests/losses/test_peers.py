@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxgrpo.errors import InputError
+from jaxgrpo.core.errors import InputError
 from jaxgrpo.losses import build_reduction, like_trl, policy_loss, sequence_mean
 
 GOLDEN = json.loads((Path(__file__).parent / "golden" / "peers.json").read_text())

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxgrpo.errors import InputError
+from jaxgrpo.core.errors import InputError
 from jaxgrpo.losses import (
     adaptive_entropy,
     build_entropy,

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxgrpo.errors import InputError
+from jaxgrpo.core.errors import InputError
 from jaxgrpo.models.attention import causal
 from jaxgrpo.models.config import LayerKind, ModelConfig
 from jaxgrpo.models.decoder import build

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxgrpo import alarms
-from jaxgrpo.reports import charts, page
-from jaxgrpo.reports import html as html_parts
-from jaxgrpo.reports.record import FINISHED, Record
+from jaxgrpo.training import alarms
+from jaxgrpo.training.report import charts, page
+from jaxgrpo.training.report import html as html_parts
+from jaxgrpo.training.report.record import FINISHED, Record
 
 EVIL = (
     '<img src=x onerror="alert(1)"></pre></td><script>alert(2)</script>\u202e\x1b[31m\udc80\'&amp;'

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from jaxgrpo.cli import main
-from jaxgrpo.errors import InputError
-from jaxgrpo.io.tracking import RunFolder
-from jaxgrpo.reports import read_run, write_report
-from jaxgrpo.reports.record import FINISHED, STOPPED, UNDER_WAY, shown, total_reward
+from jaxgrpo.cli.main import main
+from jaxgrpo.core.errors import InputError
+from jaxgrpo.training.folder import RunFolder
+from jaxgrpo.training.report import read_run, write_report
+from jaxgrpo.training.report.record import FINISHED, STOPPED, UNDER_WAY, shown, total_reward
 
 TABLES = """
 recipe = "grpo"

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from jaxgrpo.reports import terminal
-from jaxgrpo.reports.record import visible
+from jaxgrpo.training.report import terminal
+from jaxgrpo.training.report.record import visible
 
 MARKUP = "[bold red]x[/bold red] [link=http://a]y[/link] \x1b[31m\x1b]0;title\x07 \r\x08[/]"
 

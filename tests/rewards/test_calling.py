@@ -10,13 +10,7 @@ import warnings
 import numpy as np
 import pytest
 
-from jaxgrpo.rewards import (
-    RewardError,
-    TrainerState,
-    bind,
-    call_rewards,
-    name_of,
-)
+from jaxgrpo.rewards import RewardError, TrainerState, bind, call_rewards, name_of
 
 PROMPTS = ["1+1=", "1+1=", "2+3="]
 COMPLETIONS = ["2", "3", "5"]

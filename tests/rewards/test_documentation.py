@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxgrpo import rewards
-from jaxgrpo.config_keys import RewardKeys
+from jaxgrpo.config.keys import RewardKeys
 from jaxgrpo.rewards.protocol import PASSED, options_of
 
 

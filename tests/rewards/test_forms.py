@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from jaxgrpo.errors import InputError
+from jaxgrpo.core.errors import InputError
 from jaxgrpo.rewards import build, has_format, overlong_penalty
 
 

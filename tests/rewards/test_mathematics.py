@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from jaxgrpo.errors import InputError
+from jaxgrpo.core.errors import InputError
 from jaxgrpo.rewards import RewardError, build, call_rewards, math_answer
 from jaxgrpo.rewards.mathematics import NEEDED, PROGRAM
 

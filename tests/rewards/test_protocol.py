@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxgrpo import rewards
-from jaxgrpo.errors import InputError
+from jaxgrpo.core.errors import InputError
 from jaxgrpo.rewards import RewardError, TrainerState, bind, build, call_rewards, check
 
 PROMPTS = ["1+1=", "1+1=", "2+3="]

@@ -10,7 +10,7 @@ import sys
 import numpy as np
 import pytest
 
-from jaxgrpo.io import callables
+from jaxgrpo.config import own_code
 from jaxgrpo.rewards import RewardError, build, call_rewards, check, name_of
 from jaxgrpo.rewards.protocol import options_of
 
@@ -79,7 +79,7 @@ def load(request, tmp_path, monkeypatch):
     (folder / "rewards.py").write_text(LAZY)
     (folder / "functions.py").write_text(FUNCTIONS)
     monkeypatch.syspath_prepend(tmp_path)
-    yield lambda name: callables.load(f"{request.param}.rewards:{name}")
+    yield lambda name: own_code.load(f"{request.param}.rewards:{name}")
     for name in [name for name in sys.modules if name.startswith("trl_like")]:
         del sys.modules[name]
 

@@ -4,10 +4,10 @@ import itertools
 
 import pytest
 
-from jaxgrpo import tasks
-from jaxgrpo.errors import InputError
-from jaxgrpo.tasks import arithmetic as arithmetic_module
-from jaxgrpo.tasks.tokenizer import character_tokenizer
+from jaxgrpo.core.errors import InputError
+from jaxgrpo.data import tasks
+from jaxgrpo.data.tasks import arithmetic as arithmetic_module
+from jaxgrpo.data.tasks.tokenizer import character_tokenizer
 
 TASK = tasks.find("arithmetic")
 PROBLEMS = list(itertools.product(range(10, 100), repeat=2))

@@ -8,7 +8,7 @@ from jaxgrpo.advantages.chains import chain
 from jaxgrpo.advantages.group import subtract_group_mean
 from jaxgrpo.advantages.recipes.weighing import Weights, weighted_sum
 from jaxgrpo.advantages.tokens import to_tokens
-from jaxgrpo.errors import InputError
+from jaxgrpo.core.errors import InputError
 
 _BASELINES = ("none", "group")
 

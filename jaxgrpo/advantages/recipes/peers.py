@@ -15,7 +15,7 @@ from jaxgrpo.advantages.passk import max_minus_second
 from jaxgrpo.advantages.recipes.weighing import Weights, weighted_sum
 from jaxgrpo.advantages.streams import per_reward, sum_scored
 from jaxgrpo.advantages.tokens import to_tokens
-from jaxgrpo.names import find
+from jaxgrpo.core.names import find
 
 Steps = tuple[AdvantageTransform, ...]
 

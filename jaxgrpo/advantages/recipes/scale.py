@@ -9,7 +9,7 @@ from jaxgrpo.advantages.group import divide_by_group_std, subtract_group_mean
 from jaxgrpo.advantages.length import overlong_penalty
 from jaxgrpo.advantages.masks import mask_zero_variance
 from jaxgrpo.advantages.recipes.weighing import Weights, weighted_sum
-from jaxgrpo.errors import InputError
+from jaxgrpo.core.errors import InputError
 
 
 def dapo(

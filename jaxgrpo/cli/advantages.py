@@ -1,0 +1,248 @@
+"""`jaxgrpo advantages`: which recipes and parts there are, and what one does, step by step."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import tomllib
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from jaxgrpo.advantages import AdvantageTransform, building, chain, chains, registry, sum_rewards
+from jaxgrpo.cli.given_rollouts import FIELDS, PER_TOKEN, groups, read_fields, token_mask
+from jaxgrpo.config import own_code
+from jaxgrpo.core.errors import InputError, NotGiven
+from jaxgrpo.core.metrics import finalise
+from jaxgrpo.core.names import suggest
+from jaxgrpo.core.types import Signal
+
+
+def main(
+    name: str | None,
+    rewards: Sequence[str] = (),
+    options: Sequence[str] = (),
+    fields: Sequence[str] = (),
+    lengths: Sequence[str] = (),
+    as_json: bool = False,
+) -> int:
+    """Lists everything, describes one recipe or part, or shows it at work on rewards."""
+    console = Console(highlight=False)
+    if name is None or not rewards:
+        for option, given in {"rewards": rewards, "option": options, "field": fields}.items():
+            if given:
+                what = "--rewards 1,0,0,0" if name else "a NAME"
+                raise InputError(f"advantages --{option} {given[0]}: give {what} too")
+        _list(console, as_json) if name is None else _describe(console, name)
+        return 0
+    named = groups("--rewards", rewards, default="reward")
+    shape = (len(next(iter(named.values()))), len(next(iter(named.values()))[0]))
+    given = read_fields(fields, shape)
+    if lengths:
+        given["token_mask"] = token_mask(lengths, shape)
+    stages = explain(name, {key: np.array(value) for key, value in named.items()}, options, given)
+    _show_json(name, stages) if as_json else _show(console, stages)
+    return 0
+
+
+def explain(
+    name: str, rewards: Mapping[str, Any], options: Sequence[str] = (), fields: Any = None
+) -> list[chains.Stage]:
+    """What each step of a recipe, a part or own code leaves of the rewards.
+
+    Args:
+      name: of a recipe, a part, or "path/file.py:function".
+      options: "key=value" of it; the value is TOML, or plain text as it stands.
+      fields: name -> array of what it reads beside rewards.
+
+    Raises: InputError naming every field that it needs and was not given.
+    """
+    whole = _over_streams(_find(name, dict(map(_option, options))), len(rewards))
+    fields = fields or {}
+    building.refuse_unread(whole, fields)
+    missing = sorted(whole.needs - {*fields, *rewards})
+    if missing:
+        of_tokens = any(FIELDS[field].shape == PER_TOKEN for field in missing if field in FIELDS)
+        if of_tokens and "token_mask" not in fields:
+            missing.append("token_mask")
+        raise InputError(_missing(name, missing))
+    rollouts, spec = building.plain_rollouts(rewards, **fields)
+    try:
+        return chains.trace(whole, rollouts, whole.init(spec))
+    except NotGiven as error:
+        raise InputError(_missing(name, [error.name])) from None
+
+
+def _find(name: str, options: Mapping[str, Any]) -> AdvantageTransform:
+    if own_code.is_reference(name):
+        return building.build([{"use": own_code.load(name), **options}])
+    if name in registry.recipes:
+        return building.build(name, options)
+    if name in registry.parts:
+        try:
+            return building.build([{"use": name, **options}])
+        except InputError as error:  # the list is ours, not the user's
+            raise InputError(str(error).removeprefix("advantage[0]: ")) from None
+    known = {*registry.recipes, *registry.parts}
+    raise InputError(
+        f"unknown recipe or part {name!r}: {suggest(name, known)};"
+        " own code is path/file.py:function"
+    )
+
+
+def _over_streams(whole: AdvantageTransform, streams: int) -> AdvantageTransform:
+    """The chain, with the sum that a part by itself lacks where there are several rewards."""
+    steps = [step for _, step in whole.steps]
+    if streams == 1 or any(step.kind == "streams->signal" for step in steps):
+        return whole
+    if whole.kind == "signal->signal":
+        return chain(sum_rewards(), *steps, name=whole.name)
+    return chain(*steps, sum_rewards(), name=whole.name)
+
+
+def _missing(name: str, missing: Sequence[str]) -> str:
+    lines = [f"{name} needs more than rewards:"]
+    for field in missing:
+        if field not in FIELDS:
+            lines.append(f"  {field}: a reward, or a column of the data: --field {field}=0.5,1,0,0")
+            continue
+        shape, _, meaning = FIELDS[field]
+        how = f"--field {field}=" + {"[P, G]": "0,1,1,0"}.get(shape, "'[[...], ...]'")
+        if field == "token_mask":
+            how = "--lengths 3,2,4,1 (tokens of each sample)"
+        lines.append(f"  {field} {shape}, {meaning}: {how}")
+    return "\n".join(lines)
+
+
+def _option(text: str) -> tuple[str, Any]:
+    name, equals, written = text.partition("=")
+    if not equals or not name:
+        raise InputError(f"--option {text}: expected key=value")
+    try:
+        return name, tomllib.loads(f"value = {written}")["value"]
+    except tomllib.TOMLDecodeError:
+        return name, written
+
+
+def summary(factory: Any) -> str:
+    """The first line of a docstring."""
+    return (inspect.getdoc(factory) or "").partition("\n")[0]
+
+
+def _list(console: Console, as_json: bool) -> None:
+    tables = {"recipes": registry.recipes, "parts": registry.parts}
+    said = {
+        title: {name: summary(table[name]) for name in sorted(table)}
+        for title, table in tables.items()
+    }
+    if as_json:
+        print(json.dumps(said, indent=2))  # noqa: T201
+        return
+    for title, lines in said.items():
+        table = Table(title=title, title_justify="left", show_header=False, box=None)
+        table.add_column(no_wrap=True)
+        table.add_column()
+        for name, line in lines.items():
+            table.add_row(name, line)
+        console.print(table)
+        console.print()
+    console.print("jaxgrpo advantages NAME describes one; --rewards 1,0,0,0 shows it step by step")
+
+
+def _describe(console: Console, name: str) -> None:
+    table = registry.recipes if name in registry.recipes else registry.parts
+    factory = own_code.load(name) if own_code.is_reference(name) else table.get(name)
+    if factory is None:
+        _find(name, {})  # raises
+    assert factory is not None
+    # Without markup: formulas hold brackets.
+    console.print(inspect.getdoc(factory) or f"{name} has no docstring", markup=False)
+    if not own_code.is_reference(name):
+        options = str(inspect.signature(table[name])).partition(" ->")[0]
+        console.print(f"\noptions: {options}", markup=False)
+    if name in registry.recipes and name in registry.parts:
+        console.print(f"\nThe part {name}: {inspect.getdoc(registry.parts[name])}", markup=False)
+    shown = f"jaxgrpo advantages {name} --rewards 1,0,0,0 shows what each step does"
+    if building.needs_function(factory) and not own_code.is_reference(name):
+        shown = building.how_to_give_a_function(name)
+    console.print(f"\n{shown}")
+
+
+class _Line(NamedTuple):
+    """The last axis of one signal."""
+
+    step: str
+    stream: str
+    place: str  # group, or group.sample
+    value: np.ndarray
+    mask: np.ndarray
+
+
+def _lines(stages: Sequence[chains.Stage]) -> list[_Line]:
+    lines = []
+    for stage in stages:
+        streams = {"": stage.signal} if isinstance(stage.signal, Signal) else stage.signal
+        for stream, signal in streams.items():
+            value, mask = np.asarray(signal.value), np.asarray(signal.mask)
+            for index in np.ndindex(value.shape[:-1]):
+                place = ".".join(str(number + 1) for number in index)
+                lines.append(_Line(stage.name, stream, place, value[index], mask[index]))
+    return lines
+
+
+def _show(console: Console, stages: Sequence[chains.Stage]) -> None:
+    lines = _lines(stages)
+    words = [[f"{number:.4g}" for number in line.value] for line in lines]
+    width = max(len(word) for row in words for word in row)
+    table = Table(box=None, pad_edge=False)
+    # Of tokens, the place is group.sample.
+    for title in ("step", "stream", "group", "value", "mask"):
+        table.add_column(title, no_wrap=True)
+    before = ("", "")
+    for line, row in zip(lines, words, strict=True):
+        heading = (line.step, line.stream)
+        shown = heading if heading != before else ("", "")
+        before = heading
+        values = " ".join(word.rjust(width) for word in row)
+        table.add_row(*shown, line.place, values, " ".join("01"[bit] for bit in line.mask * 1))
+    console.print(table, markup=False)
+    for name, value in _reported(stages).items():
+        console.print(f"{name} = {value:.4g}", markup=False)
+    alive = _alive(stages)
+    each = "; ".join(f"group {p + 1}: {row.sum()} of {row.size}" for p, row in enumerate(alive))
+    console.print(f"alive (unmasked and not 0): {each}")
+
+
+def _show_json(name: str, stages: Sequence[chains.Stage]) -> None:
+    steps = []
+    for stage in stages:
+        streams = {"": stage.signal} if isinstance(stage.signal, Signal) else stage.signal
+        signals = {
+            stream: {"value": signal.value.tolist(), "mask": signal.mask.tolist()}
+            for stream, signal in streams.items()
+        }
+        steps.append({"step": stage.name, **(signals.pop("", None) or {"streams": signals})})
+    metrics = {
+        key: value if np.isfinite(value) else None for key, value in _reported(stages).items()
+    }
+    shown = {"name": name, "steps": steps, "metrics": metrics}
+    print(json.dumps({**shown, "alive": _alive(stages).tolist()}))  # noqa: T201
+
+
+def _reported(stages: Sequence[chains.Stage]) -> dict[str, float]:
+    return {
+        f"{stage.name}/{metric}": value
+        for stage in stages
+        for metric, value in finalise(stage.metrics).items()
+    }
+
+
+def _alive(stages: Sequence[chains.Stage]) -> np.ndarray:
+    """[P, G]: whether the sample can move the parameters."""
+    signal = stages[-1].signal
+    last = signal if isinstance(signal, Signal) else next(iter(signal.values()))
+    live = np.asarray(last.mask) & (np.asarray(last.value) != 0)
+    return live.any(-1) if live.ndim == 3 else live

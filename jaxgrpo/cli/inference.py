@@ -1,0 +1,280 @@
+"""`jaxgrpo eval` and `jaxgrpo sample`: a trained model, or that of a run, without training it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+from jax.sharding import Mesh
+from rich.console import Console
+from rich.table import Table
+
+from jaxgrpo.config import files as configs
+from jaxgrpo.config.files import Config
+from jaxgrpo.config.from_python import config_of
+from jaxgrpo.config.keys import is_path
+from jaxgrpo.config.own_code import python_name
+from jaxgrpo.core.errors import InputError
+from jaxgrpo.core.types import Params
+from jaxgrpo.data.prompts import PromptData
+from jaxgrpo.evaluation.evaluate import Questions, answer_rows, ask, make_evaluator, questions_of
+from jaxgrpo.evaluation.rescoring import load_base, refuse_other_vocabulary, rescorer_of
+from jaxgrpo.models import sharding
+from jaxgrpo.models.api import Model
+from jaxgrpo.models.hf import folders as huggingface
+from jaxgrpo.rollout.sampler import SamplingSettings, make_sampler
+from jaxgrpo.training import process
+from jaxgrpo.training.export import read_run
+from jaxgrpo.training.folder import plain, write_atomically
+from jaxgrpo.training.inputs import eval_source, load_prompts, make_chat
+from jaxgrpo.training.rewarding import resolve_rewards, resolve_scorer
+from jaxgrpo.training.setup import find_model, sampling_settings
+
+SLOTS = 64  # samples decoded at once where no run says how many
+NOBODY = python_name("nobody")  # stands where a config must name a reward and none is asked for
+
+DEFAULTS: dict[str, Any] = {
+    "rollout": {
+        "prompts_per_step": SLOTS // 8,
+        "group_size": 8,
+        "max_prompt_tokens": 1024,
+        "max_completion_tokens": 1024,
+    },
+    "rewards": [{"use": NOBODY}],
+    "recipe": "sign",
+    "loss": {"proximal": "trainer"},  # so that rollout.top_k and top_p may be set
+    "optimizer": {"learning_rate": 0.0},
+    "train": {"steps": 1},
+    "run": {"dir": "runs/none"},
+}
+"""What a config must say and a model folder does not; `--set` replaces it. Nothing is trained."""
+
+
+class Policy(NamedTuple):
+    """A model to sample from, whose weights are not read yet."""
+
+    mesh: Mesh
+    folder: Path
+    model: Model
+    tokenizer: Any
+    settings: SamplingSettings
+
+    def read_params(self) -> Params:
+        """The weights, laid out for sampling."""
+        rules, model = sharding.SAMPLING, self.model
+        layout = sharding.param_shardings(self.mesh, model.axes, model.shapes, rules)
+        return huggingface.read_params(self.folder, model, shardings=layout)
+
+
+def evaluate(
+    target: str,
+    *,
+    data: str | None = None,
+    scorer: str | None = None,
+    samples: int | None = None,
+    prompts: int | None = None,
+    rows_out: str | None = None,
+    json_out: str | None = None,
+    base: str | None = None,
+    overrides: Sequence[str] = (),
+) -> int:
+    """Prints, and writes where asked, the evaluation of a model folder or of a run's model.
+
+    Args:
+      base: a model folder or owner/name on the hub that the KL is measured from; None: with
+        eval.kl_to_base the model that the run began with.
+
+    Raises: InputError where there is no data or no scorer, or one of them cannot be used.
+    """
+    given = {"data": data, "scorer": scorer, "samples": samples, "prompts": prompts}
+    changes = {f"eval.{name}": value for name, value in given.items() if value is not None}
+    config = config_for(target, changes, overrides)
+    _refuse_unjudged(target, config)
+    began = _base_config(target, config, base)
+    console = Console(highlight=False)
+    policy, held_out = find_policy(console, config)
+    rewards = () if config.rewards[0].use == NOBODY else resolve_rewards(config)
+    questions = questions_of(config, held_out, resolve_scorer(config, rewards))
+    anchor = load_base(began, policy.mesh) if began else None
+    run = make_evaluator(
+        policy.model,
+        policy.tokenizer,
+        policy.mesh,
+        questions,
+        policy.settings,
+        samples=config.eval.samples,
+        width=config.rollout.max_prompt_tokens,
+        slots=slots_of(config),
+        rescore=rescorer_of(config, policy.model, policy.mesh, anchor),
+    )
+    evaluation = run(policy.read_params(), key_of(config), 0)
+    if process.is_main():
+        console.print(table_of(evaluation.metrics, f"{target} on {config.eval.data}"))
+        name = config.eval.scorer or config.rewards[0].use
+        if rows_out:
+            _write_rows(rows_out, answer_rows(evaluation.sampled, questions, 0, name))
+        if json_out:
+            write_atomically(Path(json_out), json.dumps(plain(evaluation.metrics), indent=2) + "\n")
+    return 0
+
+
+def write_samples(
+    target: str,
+    prompts: str,
+    out: str,
+    *,
+    samples: int = 1,
+    temperature: float = 1.0,
+    overrides: Sequence[str] = (),
+) -> int:
+    """Samples `samples` completions per prompt into a file of sample rows.
+
+    Args:
+      prompts: as data.path, with the column "prompt"; or a .txt file, one prompt per line.
+      temperature: 0 takes the likeliest token.
+    """
+    rows = _lines(prompts) if prompts.endswith(".txt") else None
+    changes = {"data.prompt": "prompt", "data.answer": ""}
+    if rows is None:
+        changes["eval.data"] = prompts
+    config = config_for(target, changes, overrides)
+    console = Console(highlight=False)
+    policy, asked = find_policy(console, config, rows)
+    settings = policy.settings._replace(group_size=samples, temperature=temperature)
+    sampler = make_sampler(policy.model, settings, sharding.constrain(policy.mesh))
+    questions = Questions(asked.rows, asked.encoded, _unjudged)
+    answers = ask(
+        sampler,
+        policy.read_params(),
+        key_of(config),
+        0,
+        policy.mesh,
+        policy.tokenizer,
+        questions,
+        config.rollout.max_prompt_tokens,
+        max(samples, slots_of(config)),
+    )
+    if process.is_main():
+        written = [{**row, "rewards": {}} for row in answer_rows(answers, questions, 0, "none")]
+        _write_rows(out, written)
+        console.print(f"{out}: {len(written)} samples of {len(asked.rows)} prompts")
+    return 0
+
+
+def config_for(
+    target: str, changes: Mapping[str, Any] | None = None, overrides: Sequence[str] = ()
+) -> Config:
+    """The config by which a target is sampled: a run's own, a TOML file, or DEFAULTS for a model.
+
+    Raises: ConfigError with all problems.
+    """
+    tables: dict[str, Any]
+    if (Path(target) / "config.toml").exists():
+        folder, config = read_run(target)
+        tables, source = configs.tables_of(config), config.source
+        tables["model"] = {**tables["model"], "path": str((folder / "model").absolute())}
+        tables["model"].pop("revision", None)
+    elif Path(target).suffix == ".toml":
+        read = configs.load(target)
+        tables, source = configs.tables_of(read), read.source
+    else:
+        tables, source = {**DEFAULTS, "model": {"path": target}}, None
+    kept = {name: value for name, value in (changes or {}).items() if value is not None}
+    config = config_of(tables, kept)
+    return configs.from_dict(configs.tables_of(config), overrides, source=source)
+
+
+def table_of(metrics: Mapping[str, float], title: str) -> Table:
+    """Numbers of an evaluation, with their intervals where they have one."""
+    table = Table(title=title)
+    for name in ("", "value", "95% interval"):
+        table.add_column(name, justify="left" if not name else "right")
+    for name, value in metrics.items():
+        if name.endswith(("/low", "/high")):
+            continue
+        low, high = metrics.get(f"{name}/low"), metrics.get(f"{name}/high")
+        table.add_row(name, f"{value:.3f}", "" if low is None else f"{low:.3f} to {high:.3f}")
+    return table
+
+
+def _refuse_unjudged(target: str, config: Config) -> None:
+    if config.eval.data is None:
+        raise InputError(f"eval {target}: nothing to evaluate on; give --data")
+    if config.eval.scorer is None and config.rewards[0].use == NOBODY:
+        raise InputError(
+            f"eval {target}: nothing judges the answers; give --scorer, as "
+            "gsm8k_answer, math, or path/file.py:function"
+        )
+
+
+def _base_config(target: str, config: Config, base: str | None) -> Config | None:
+    """A config whose model is the one that the KL is measured from; None where none is asked for.
+
+    Raises: InputError where a KL is asked for and nobody says from what, or from no such model.
+    """
+    if base is not None:
+        path = str(Path(base).absolute()) if is_path(base, Path.cwd()) else base
+        model = dataclasses.replace(config.model, path=path, revision=None)
+    elif not config.eval.kl_to_base:
+        return None
+    elif (Path(target) / "config.toml").exists():
+        model = read_run(target)[1].model
+    else:
+        raise InputError(
+            f"eval {target}: eval.kl_to_base = true, and a model folder does not say what it was "
+            "trained from; give --base MODEL"
+        )
+    folders = (huggingface.find_folder(keys.path, keys.revision) for keys in (config.model, model))
+    refuse_other_vocabulary(*map(huggingface.read_config, folders))
+    return dataclasses.replace(config, model=model)
+
+
+def find_policy(
+    console: Console, config: Config, rows: Iterable[Any] | None = None
+) -> tuple[Policy, PromptData]:
+    """The policy, and the prompts of eval.data (or `rows`).
+
+    Raises: InputError where there is no such model, or a prompt cannot be read or does not fit.
+    """
+    line = process.start(config.mesh.platform)
+    if process.is_main():
+        console.print(line)
+    keys = config.mesh
+    mesh = sharding.make_mesh(keys.data, keys.fsdp, keys.tensor, keys.context)
+    folder, tokenizer, model = find_model(config, mesh)
+    chat = make_chat(config, tokenizer)
+    prompts = load_prompts(config, chat, rows if rows is not None else eval_source(config))
+    ends = huggingface.read_end_tokens(folder, tokenizer)
+    settings = sampling_settings(config, tokenizer, ends)
+    return Policy(mesh, folder, model, tokenizer, settings), prompts
+
+
+def _unjudged(completions: Sequence[Any]) -> list[None]:
+    return [None] * len(completions)
+
+
+def key_of(config: Config) -> Any:
+    """The key data of a config's seed."""
+    return jax.random.key_data(jax.random.key(config.train.seed))
+
+
+def slots_of(config: Config) -> int:
+    """Samples decoded at once."""
+    return config.rollout.prompts_per_step * config.rollout.group_size
+
+
+def _lines(path: str) -> list[dict[str, str]]:
+    file = Path(path)
+    if not file.is_file():
+        raise InputError(f"--prompts {path}: there is no such file")
+    lines = file.read_text(encoding="utf-8").splitlines()
+    return [{"prompt": line} for line in lines if line.strip()]
+
+
+def _write_rows(path: str, rows: Iterable[Mapping[str, Any]]) -> None:
+    lines = [json.dumps(plain(dict(row)), ensure_ascii=False) for row in rows]
+    write_atomically(Path(path), "".join(f"{line}\n" for line in lines))

@@ -1,0 +1,208 @@
+"""`jaxgrpo make-base`: a small base model for a generated task, by supervised learning.
+
+The loss is the next-token cross entropy of the solutions (the prompt's own tokens are not
+learned), over draws from the task's corpus. All steps of a dispatch are one jitted program.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import Array
+
+from jaxgrpo.core.errors import InputError
+from jaxgrpo.core.types import Params
+from jaxgrpo.data import tasks
+from jaxgrpo.data.tasks.tokenizer import character_tokenizer
+from jaxgrpo.models import decoder
+from jaxgrpo.models.api import Model
+from jaxgrpo.models.attention import causal
+from jaxgrpo.models.config import LayerKind, ModelConfig
+from jaxgrpo.models.hf import folders
+from jaxgrpo.models.logprobs import token_logprobs
+
+Progress = Callable[[int, int, float], None]
+"""(steps done, steps in all, mean loss of the last dispatch)"""
+
+STEPS_PER_DISPATCH = 20
+
+
+class Corpus(NamedTuple):
+    """Every text of a corpus once, as tokens."""
+
+    tokens: np.ndarray  # [N, L] int32, prompt, solution, end, padding
+    learned: np.ndarray  # [N, L] bool, True on solution and end
+    probability: np.ndarray  # [N] float64
+
+
+def make_base(
+    out: str | Path,
+    task: str = "arithmetic",
+    *,
+    seed: int = 0,
+    steps: int = 800,
+    batch: int = 64,
+    learning_rate: float = 1e-2,
+    hidden_size: int = 64,
+    num_layers: int = 2,
+    progress: Progress | None = None,
+) -> dict[str, Any]:
+    """Trains a base model for `task` and saves it as a Hugging Face folder with its tokenizer.
+
+    AdamW with linear warm-up over a tenth of the steps, then cosine to zero. The same arguments
+    give the same weights on the same machine. One device works, however many there are.
+
+    Args:
+      out: the folder to write; made where it does not exist.
+      seed: of the initial weights and of the draws from the corpus.
+      batch: texts per step.
+      progress: called after each dispatch, from the calling thread.
+
+    Returns: path, task, seed, steps, parameters, loss (mean of the last tenth of the steps),
+    loss_floor (the corpus's own entropy, which no model can beat) and seconds.
+
+    Raises: InputError on an unknown task, or fewer than 1 step or text; ValueError on a size that
+    no decoder can have.
+    """
+    started = time.monotonic()
+    for name, value in {"steps": steps, "batch": batch}.items():
+        if value < 1:
+            raise InputError(f"make-base: {name} = {value}: give 1 or more")
+    generated = tasks.find(task)
+    tokenizer = character_tokenizer(generated.alphabet)
+    corpus = encode(generated.corpus(), tokenizer)
+    model = decoder.build(base_config(len(tokenizer), hidden_size, num_layers), remat=False)
+    params, losses = _train(model, corpus, seed, steps, batch, learning_rate, progress)
+    folders.save_model(out, model, params, tokenizer=tokenizer)
+    return {
+        "path": str(out),
+        "task": task,
+        "seed": seed,
+        "steps": steps,
+        "parameters": sum(leaf.size for leaf in jax.tree.leaves(params)),
+        "loss": float(losses[-max(1, steps // 10) :].mean()),
+        "loss_floor": entropy(corpus),
+        "seconds": time.monotonic() - started,
+    }
+
+
+def base_config(vocab_size: int, hidden_size: int = 64, num_layers: int = 2) -> ModelConfig:
+    """A small Qwen3: heads of 16, two of them sharing keys, tied embeddings."""
+    heads = max(2, hidden_size // 32 * 2)
+    return ModelConfig(
+        vocab_size=vocab_size,
+        hidden_size=hidden_size,
+        intermediate_size=3 * hidden_size,
+        num_layers=num_layers,
+        num_heads=heads,
+        num_kv_heads=heads // 2,
+        head_dim=16,
+        pattern=(LayerKind(rope_theta=10_000.0),),
+        tie_embeddings=True,
+    )
+
+
+def encode(texts: list[tasks.Worked], tokenizer: Any) -> Corpus:
+    """The texts as right-padded tokens, each solution closed by the end token."""
+    prompts = tokenizer([text.prompt for text in texts])["input_ids"]
+    solutions = tokenizer([text.solution for text in texts])["input_ids"]
+    length = max(map(len, prompts)) + max(map(len, solutions)) + 1
+    tokens = np.full((len(texts), length), tokenizer.pad_token_id, np.int32)
+    learned = np.zeros(tokens.shape, bool)
+    for row, (prompt, solution) in enumerate(zip(prompts, solutions, strict=True)):
+        end = len(prompt) + len(solution) + 1
+        tokens[row, :end] = [*prompt, *solution, tokenizer.eos_token_id]
+        learned[row, len(prompt) : end] = True
+    return Corpus(tokens, learned, np.array([text.probability for text in texts]))
+
+
+def entropy(corpus: Corpus) -> float:
+    """Mean nats per learned token of the corpus, given the prompt and what came before.
+
+    sum_prompt P(prompt) H(solution | prompt) / E[learned tokens]
+    """
+    behind = np.maximum.accumulate(corpus.learned, axis=1)  # solutions and the padding after them
+    prompts = np.where(behind, -1, corpus.tokens)
+    _, group = np.unique(prompts, axis=0, return_inverse=True)
+    of_prompt = np.bincount(group.ravel(), corpus.probability)[group.ravel()]
+    nats = -(corpus.probability * np.log(corpus.probability / of_prompt)).sum()
+    return float(nats / (corpus.probability * corpus.learned.sum(1)).sum())
+
+
+def _train(
+    model: Model,
+    corpus: Corpus,
+    seed: int,
+    steps: int,
+    batch: int,
+    learning_rate: float,
+    progress: Progress | None,
+) -> tuple[Params, np.ndarray]:
+    """Parameters after `steps` steps, and the loss of each step [steps]."""
+    schedule = optax.warmup_cosine_decay_schedule(
+        0.0, learning_rate, warmup_steps=max(1, steps // 10), decay_steps=max(2, steps)
+    )
+    optimizer = optax.chain(
+        optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.98, weight_decay=0.01)
+    )
+    params = jax.jit(model.init)(jax.random.key(seed))
+    carry = (params, jax.jit(optimizer.init)(params))
+    dispatch = jax.jit(functools.partial(_dispatch, model, optimizer), donate_argnums=0)
+    tokens, learned = jnp.asarray(corpus.tokens), jnp.asarray(corpus.learned)
+    random = np.random.default_rng(seed)
+    losses = np.empty(steps)
+    for done in range(0, steps, STEPS_PER_DISPATCH):
+        count = min(STEPS_PER_DISPATCH, steps - done)
+        drawn = random.choice(len(tokens), (STEPS_PER_DISPATCH, batch), p=corpus.probability)
+        carry, loss = dispatch(carry, tokens, learned, drawn, count)
+        losses[done : done + count] = loss[:count]
+        if progress is not None:
+            progress(done + count, steps, float(losses[done : done + count].mean()))
+    return carry[0], losses
+
+
+def _dispatch(
+    model: Model,
+    optimizer: optax.GradientTransformation,
+    carry: tuple[Params, Any],
+    tokens: Array,
+    learned: Array,
+    drawn: Array,
+    count: Array,
+) -> tuple[tuple[Params, Any], Array]:
+    """The first `count` of the drawn batches, one step each; returns the losses as well.
+
+    Shapes: tokens, learned [N, L]; drawn [steps, batch], rows of them; losses [steps].
+    """
+
+    def step(i: Array, carry: tuple[Any, Any, Array]) -> tuple[Any, Any, Array]:
+        params, opt_state, losses = carry
+        loss, gradient = jax.value_and_grad(functools.partial(_loss, model))(
+            params, tokens[drawn[i]], learned[drawn[i]]
+        )
+        updates, opt_state = optimizer.update(gradient, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, losses.at[i].set(loss)
+
+    losses = jnp.zeros(drawn.shape[0], jnp.float32)
+    params, opt_state, losses = jax.lax.fori_loop(0, count, step, (*carry, losses))
+    return (params, opt_state), losses
+
+
+def _loss(model: Model, params: Params, tokens: Array, learned: Array) -> Array:
+    """Mean cross entropy per learned token, in nats. Shapes: tokens, learned [batch, L]."""
+    inputs, targets, learned = tokens[:, :-1], tokens[:, 1:], learned[:, 1:]
+    position = jnp.broadcast_to(jnp.arange(inputs.shape[1]), inputs.shape)
+    # Padding stands at the end, where no learned position can see it.
+    attend = causal(position, jnp.ones(inputs.shape, bool))
+    hidden, _ = model.apply(params, inputs, position, attend, None)
+    unembed = functools.partial(model.unembed, params)
+    logp, _ = token_logprobs(unembed, hidden, targets)
+    return -jnp.where(learned, logp, 0).sum() / learned.sum()

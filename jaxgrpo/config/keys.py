@@ -1,0 +1,275 @@
+"""The keys of a config: one frozen dataclass per table, each default in this one place.
+
+`key` states the range of a value beside its default; what several keys must fulfil together stands
+in config_checks.py. Reading and writing is in config.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jaxgrpo.config.own_code import file_of
+from jaxgrpo.data.hub import is_name
+from jaxgrpo.data.sources import FILES
+from jaxgrpo.data.tasks import PREFIX
+
+_PACKAGE = Path(__file__).resolve().parent.parent
+
+SHIPPED = next(filter(Path.is_dir, [_PACKAGE / "configs"]), _PACKAGE.parent / "configs")
+"""The configs that come with the package: inside it when installed, beside it in a checkout."""
+
+DEFAULT_RECIPE = "grpo"
+"""Taken where neither `recipe` nor `advantage` is given."""
+
+
+class Range(NamedTuple):
+    """What a key's value may be, beside its type."""
+
+    at_least: float = -math.inf
+    at_most: float = math.inf
+    above: float = -math.inf
+    choices: tuple[str, ...] = ()
+    may_be_empty: bool = False
+    holds: str = "use"  # of a table: the entry that it must have
+
+    def __str__(self) -> str:
+        if self.choices:
+            return " or ".join(f'"{choice}"' for choice in self.choices)
+        if self.above > -math.inf:
+            return f"above {self.above:g}"
+        if self.at_most < math.inf:
+            return f"{self.at_least:g} to {self.at_most:g}"
+        return f"{self.at_least:g} or more"
+
+    def allows(self, value: Any) -> bool:
+        if self.choices:
+            return value in self.choices
+        if isinstance(value, str):
+            return self.may_be_empty or bool(value)
+        return self.at_least <= value <= self.at_most and value > self.above
+
+
+def key(default: Any = dataclasses.MISSING, **limits: Any) -> Any:
+    """A key with its default (none: the key must be given) and its range."""
+    return dataclasses.field(default=default, metadata={"range": Range(**limits)})
+
+
+def part(use: str) -> Any:
+    """A key that holds a part, with the built-in one that stands there by default."""
+    return dataclasses.field(default_factory=lambda: {"use": use}, metadata={"range": Range()})
+
+
+def table() -> Any:
+    """A key that holds a table of any names; empty by default."""
+    return dataclasses.field(default_factory=dict, metadata={"range": Range()})
+
+
+Part = dict[str, Any]
+"""A part by name and its options, {"use": ..., option: value, ...}. Its name is a built-in key,
+"path/file.py:function" or "package.module:function"."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RewardKeys:
+    """A reward, its weight in the sum and the name it bears in metrics and rows."""
+
+    use: str
+    weight: float = key(1.0)
+    name: str | None = key(None)  # None: the name in `use`
+    on_error: str = key("raise", choices=("raise", "unscored"))  # what follows where it raises
+    flip: float = key(0.0, at_least=0, at_most=0.5)  # share of 0/1 rewards that training sees
+    # turned over; never evaluation
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelKeys:
+    path: str = key()  # a model folder as transformers writes it, or owner/name on the hub
+    revision: str | None = key(None)  # of the hub: a branch, tag or commit; None: its main branch
+    dtype: str = key("float32", choices=("float32", "bfloat16"))  # of the forward pass; the
+    # weights that are trained are float32
+    float32_head: bool = key(False)  # last norm, output head and logits, in sampling too
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DataKeys:
+    path: str | None = key(None)  # a file, folder, owner/name on the hub, or "task:NAME:SPLIT";
+    # None: rows are given from Python
+    subset: str | None = key(None)  # of a data set of the hub that has several
+    split: str | None = key(None)  # of a folder or of the hub; None: the only one
+    revision: str | None = key(None)  # of the hub: a branch, tag or commit
+    prompt: str = key("prompt")  # column of the prompt, or a template "{column} and text"
+    answer: str = key("answer", may_be_empty=True)  # column of the answer; "": none
+    system: str | None = key(None)  # text of a system message in front of every prompt
+    chat_template: str = key("auto")  # "auto": the tokenizer's where it has one; "none"; a file
+    chat_template_kwargs: Mapping[str, Any] = table()  # variables of the template
+    too_long: str = key("error", choices=("error", "drop"))  # beyond rollout.max_prompt_tokens
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LossKeys:
+    surrogate: Part = part("clip")
+    reduction: Part = part("token_mean")
+    kl: Part | None = key(None)  # None: no penalty and no reference policy
+    entropy: Part | None = key(None)  # None: neither bonus nor control
+    mismatch: Part | None = key(None)  # of sampler and trainer: weights, or what is dropped
+    proximal: str = key("behavior", choices=("behavior", "trainer"))
+    penalties_on: str = key("all", choices=("all", "live"))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ReferenceKeys:
+    """When the reference becomes the policy of the moment, with fresh optimizer moments."""
+
+    reset_every: int = key(0, at_least=0)  # steps since the last reset; 0: never for this reason
+    reset_kl_above: float | None = key(None, above=0)  # nats per token, of a step's metric kl
+    reset_patience: int = key(0, at_least=0)  # evaluations without a new best; 0: off
+    reset_metric: str = key("eval/accuracy")  # which evaluation patience is about
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OptimizerKeys:
+    use: str = key("adamw")  # any optax factory; what else stands in the table is its options
+    learning_rate: float = key(at_least=0)
+    clip_norm: float = key(1.0, at_least=0)  # global gradient norm; 0: off
+    warmup_steps: int = key(0, at_least=0)
+    schedule: str = key("constant", choices=("constant", "linear", "cosine"))
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RolloutKeys:
+    prompts_per_step: int = key(at_least=1)
+    group_size: int = key(at_least=1)  # samples per prompt
+    max_prompt_tokens: int = key(at_least=1)
+    max_completion_tokens: int = key(at_least=1)
+    temperature: float = key(1.0, above=0)
+    top_k: int = key(0, at_least=0)  # sample from the so many likeliest tokens; 0: from all
+    top_p: float = key(1.0, above=0)  # sample from the likeliest tokens of this probability
+    segment_tokens: int = key(64, at_least=1)  # decoded between two looks at what has ended
+    prompts: Part = part("sequential")  # the policy that chooses what is sampled next
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainKeys:
+    steps: int = key(at_least=1)
+    seed: int = key(0, at_least=0)
+    rows_per_micro_batch: int | None = key(None, at_least=1)  # per bin; None: a step in one
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EvalKeys:
+    data: str | None = key(None)  # as data.path; None: no evaluation
+    subset: str | None = key(None)  # None: data.subset where eval.data is data.path
+    split: str | None = key(None)  # of a folder or of the hub; None: the only one
+    every: int = key(0, at_least=0)  # steps; 0: at the start and the end only
+    samples: int = key(16, at_least=1)  # per prompt, for pass@k
+    prompts: int | None = key(None, at_least=1)  # None: all
+    scorer: str | None = key(None)  # judges success, > 0.5; None: the first reward
+    formats: Mapping[str, str] = table()  # name -> regular expression, the first found counts
+    confidence: bool = key(False)  # of tokens, for weighted votes: a second pass over the samples
+    confidence_window: int = key(2048, at_least=1)  # tokens; DeepConf, arXiv 2508.15260
+    confidence_kept: float = key(0.9, above=0)  # share of the voters, the most confident
+    kl_to_base: bool = key(False)  # a second pass, and the base's parameters in memory
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CheckpointKeys:
+    every: int = key(50, at_least=1)  # steps
+    keep: int = key(2, at_least=1)  # the latest so many stay
+    keep_best: str | None = key(None)  # a metric of evaluation, as "eval/accuracy"; None: none
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MeshKeys:
+    data: int = key(0, at_least=0)  # 0: the devices that the other axes leave
+    fsdp: int = key(1, at_least=1)
+    tensor: int = key(1, at_least=1)
+    context: int = key(1, at_least=1)
+    platform: str = key("auto", choices=("auto", "cpu", "gpu", "tpu"))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrackingKeys:
+    tensorboard: bool = key(True)  # event files in the run folder
+    wandb: dict[str, Any] | None = key(None, holds="project")  # options of wandb.init
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunKeys:
+    dir: str = key()  # made where the command is started
+    samples_every: int = key(
+        10, at_least=0
+    )  # steps between files of samples; 0: the first step only
+    report: bool = key(True)  # false: none, until `jaxgrpo report` is asked for one
+    report_every: int = key(10, at_least=0)  # at most 1% of the time goes into it; 0: at the end
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+    """A whole config, read and checked. Nothing changes it afterwards; the core never sees it.
+
+    Paths of inputs and of own code are absolute; built-in tasks and names on the hub stay.
+    """
+
+    model: ModelKeys
+    data: DataKeys
+    rewards: tuple[RewardKeys, ...] = key()
+    recipe: str | Part | None = key(None)  # a chain by name; exactly one of these two is set
+    advantage: tuple[Part, ...] | None = key(None)
+    loss: LossKeys
+    reference: ReferenceKeys
+    optimizer: OptimizerKeys
+    rollout: RolloutKeys
+    train: TrainKeys
+    eval: EvalKeys
+    checkpoint: CheckpointKeys
+    mesh: MeshKeys
+    tracking: TrackingKeys
+    run: RunKeys
+    source: Path | None = dataclasses.field(default=None, compare=False)  # the file it came from
+
+    @property
+    def folder(self) -> Path:
+        """Where relative paths of inputs begin."""
+        return folder_of(self.source)
+
+    def resolve(self, path: str) -> str:
+        """A path of an input, absolute; "task:..." and names on the hub as they are."""
+        return str(self.folder / path) if is_path(path, self.folder) else path
+
+    @property
+    def method(self) -> Part | None:
+        """The recipe as a part, {"use": name, **options}."""
+        return {"use": self.recipe} if isinstance(self.recipe, str) else self.recipe
+
+    @property
+    def own_files(self) -> tuple[Path, ...]:
+        """The files of own code that it names, each once."""
+        parts = [*(self.advantage or ()), self.loss.surrogate, self.loss.reduction]
+        optional = (self.loss.kl, self.loss.entropy, self.loss.mismatch)
+        parts += [self.rollout.prompts, *(part for part in optional if part)]
+        names = [reward.use for reward in self.rewards] + [part["use"] for part in parts]
+        names += [self.method["use"]] if self.method else []
+        return tuple(dict.fromkeys(Path(file) for name in names if (file := file_of(name))))
+
+
+def is_path(value: str, folder: Path) -> bool:
+    """Whether the name of an input means a local path, and no task or name on the hub.
+
+    A name of the form owner/name is a path where one is there; a model folder that is yet to be
+    made is written ./owner/name.
+    """
+    if value.startswith(PREFIX):
+        return False
+    local = Path(value).suffix in FILES or (folder / Path(value).expanduser()).exists()
+    return local or not is_name(value)
+
+
+def folder_of(source: Path | None) -> Path:
+    """Where the paths in a config begin: beside its file, or here for none and for shipped ones."""
+    return Path.cwd() if source is None or source.parent == SHIPPED else source.parent

@@ -1,0 +1,135 @@
+"""Own code by name: "path/file.py:function" or "package.module:function"."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from jaxgrpo.core.errors import InputError
+from jaxgrpo.core.names import suggest
+
+PYTHON = "python"
+"""Stands for the module of what was given as a Python object."""
+
+
+def is_reference(name: str) -> bool:
+    """Whether a name means own code and not a built-in part.
+
+    >>> is_reference("mine.py:score"), is_reference("grpo")
+    (True, False)
+    """
+    return ":" in name
+
+
+def file_of(name: str) -> str | None:
+    """The file of "path/file.py:function"; None for the name of a module or of a built-in part."""
+    place = name.rpartition(":")[0]
+    return place if place.endswith(".py") else None
+
+
+def short_name(name: str) -> str:
+    """The function's name without its place; a built-in name as it is.
+
+    >>> short_name("rewards/mine.py:score")
+    'score'
+    """
+    return name.rpartition(":")[2]
+
+
+def python_name(name: str) -> str:
+    """How a config names what was given as a Python object.
+
+    >>> python_name("my_reward")
+    'python:my_reward'
+    """
+    return f"{PYTHON}:{name}"
+
+
+def resolve(use: Any, folder: str | Path | None = None) -> Any:
+    """The function that `use` names, where it is a reference to own code; else `use` itself."""
+    return load(use, folder) if isinstance(use, str) and is_reference(use) else use
+
+
+def load(reference: str, folder: str | Path | None = None) -> Callable[..., Any]:
+    """The function that a reference names.
+
+    A file is run once per process, however often it is named, and finds modules that lie beside it.
+
+    Args:
+      folder: where a relative path of a file begins; None: the working directory.
+
+    Raises: InputError where there is no such file, module or function, or no function of that name;
+    what the file itself raises comes as it is, with a note that says who loaded it.
+    """
+    place, _, name = reference.rpartition(":")
+    if place == PYTHON:
+        raise InputError(
+            f"{reference!r}: the run was begun from Python with the object {name}: give it again, "
+            "jaxgrpo.train(..., rewards=..., advantage=...)"
+        )
+    if not place or not name:
+        raise InputError(
+            f"{reference!r} names no function: write path/file.py:function or "
+            "package.module:function"
+        )
+    if file_of(reference):
+        module = _module_of_file(reference, Path(folder or Path.cwd(), place))
+    else:
+        module = _module(reference, place)
+    # Not `vars`: a package may load its names when they are first asked for, as trl does.
+    if not hasattr(module, name):
+        names = (key for key in dir(module) if not key.startswith("_"))
+        known = [key for key in names if callable(getattr(module, key, None))]
+        raise InputError(f"{reference!r}: {place} has no {name!r}: {suggest(name, known)}")
+    value = getattr(module, name)
+    if not callable(value):
+        kind = type(value).__name__
+        raise InputError(f"{reference!r}: {name} is a {kind}: name a function")
+    return value
+
+
+def _module_of_file(reference: str, path: Path) -> ModuleType:
+    path = path.resolve()
+    if not path.is_file():
+        there = ", ".join(sorted(file.name for file in path.parent.glob("*.py"))) or "no .py files"
+        raise InputError(
+            f"{reference!r}: there is no file {path}; {path.parent} holds {there}: relative paths "
+            "begin at the folder of the config"
+        )
+    name = f"own_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:  # impossible for the suffix .py
+        raise InputError(f"{reference!r}: {path} is no Python file")
+    module = importlib.util.module_from_spec(spec)
+    if str(path.parent) not in sys.path:
+        sys.path.append(str(path.parent))  # last: a file beside it hides no installed package
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException as error:
+        del sys.modules[name]
+        error.add_note(f"while loading {reference!r}")
+        raise
+    return module
+
+
+def _module(reference: str, place: str) -> ModuleType:
+    try:
+        return importlib.import_module(place)
+    except ModuleNotFoundError as error:
+        # A module that the user's module misses is a defect of that module, with a traceback.
+        if error.name is None or not f"{place}.".startswith(f"{error.name}."):
+            error.add_note(f"while loading {reference!r}")
+            raise
+        raise InputError(
+            f"{reference!r}: no module {error.name!r}: install it, or name a file, as "
+            "path/file.py:function"
+        ) from None

@@ -1,0 +1,1 @@
+"""Types, metrics and errors that every other package uses."""

@@ -1,0 +1,126 @@
+"""Metrics that add up: across micro-batches, devices and hosts; divided once, at the edge."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from jaxgrpo.core import onepass
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Mean:
+    """A mean as its two sums. `+` merges; `result` divides, NaN where nothing was counted."""
+
+    total: Array  # []
+    weight: Array  # []
+
+    def __add__(self, other: Mean) -> Mean:
+        return Mean(total=self.total + other.total, weight=self.weight + other.weight)
+
+    def result(self) -> float:
+        weight = float(self.weight)
+        return float(self.total) / weight if weight else math.nan
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Max:
+    """The largest value seen. `+` merges; `result` is -inf where nothing was seen."""
+
+    value: Array  # []
+
+    def __add__(self, other: Max) -> Max:
+        return Max(value=jnp.maximum(self.value, other.value))
+
+    def result(self) -> float:
+        return float(self.value)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Min:
+    """The smallest value seen. `+` merges; `result` is inf where nothing was seen."""
+
+    value: Array  # []
+
+    def __add__(self, other: Min) -> Min:
+        return Min(value=jnp.minimum(self.value, other.value))
+
+    def result(self) -> float:
+        return float(self.value)
+
+
+Metric = Mean | Max | Min
+Metrics = dict[str, Metric]
+
+
+def accumulate_dtype(dtype: Any) -> Any:
+    """The dtype that sums are taken in: float64 for float64, float32 for everything else."""
+    return dtype if dtype == jnp.float64 else jnp.dtype(jnp.float32)
+
+
+def mean(value: Array, mask: Array | None = None) -> Mean:
+    """The mean of `value` over the True entries of `mask` (all of them by default).
+
+    Shapes: value and mask broadcast against each other; masked entries may hold anything, NaN too.
+    """
+    dtype = accumulate_dtype(value.dtype)
+    if mask is None:
+        mask = jnp.ones(value.shape, bool)
+    value, mask = jnp.broadcast_arrays(value.astype(dtype), mask)
+    if value.ndim < 2:  # one axis may lie on several devices; the pass would bring them together
+        return Mean(total=jnp.where(mask, value, 0).sum(), weight=mask.sum(dtype=dtype))
+    total, number = onepass.reduce(onepass.total(value, mask), onepass.number(mask), axis=-1)
+    return Mean(total=total.sum(), weight=number.sum().astype(dtype))
+
+
+def maximum(value: Array, mask: Array | None = None) -> Max:
+    """The largest entry of `value` where `mask` is True; -inf where there is none."""
+    dtype = accumulate_dtype(value.dtype)
+    value = value.astype(dtype)
+    if mask is not None:
+        value = jnp.where(mask, value, -jnp.inf)
+    return Max(value=value.max(initial=-jnp.inf))
+
+
+def minimum(value: Array, mask: Array | None = None) -> Min:
+    """The smallest entry of `value` where `mask` is True; inf where there is none."""
+    return Min(value=-maximum(-value.astype(accumulate_dtype(value.dtype)), mask).value)
+
+
+def empty_like(metrics: Mapping[str, Any]) -> Metrics:
+    """Metrics of the same names and dtypes into which nothing has been counted yet.
+
+    Args:
+      metrics: metrics, or their shapes as `jax.eval_shape` gives them.
+    """
+
+    def one(metric: Any) -> Metric:
+        if isinstance(metric, Max):
+            return Max(value=jnp.full((), -jnp.inf, metric.value.dtype))
+        if isinstance(metric, Min):
+            return Min(value=jnp.full((), jnp.inf, metric.value.dtype))
+        return jax.tree.map(lambda leaf: jnp.zeros((), leaf.dtype), metric)
+
+    return {name: one(metric) for name, metric in metrics.items()}
+
+
+def merge(left: Mapping[str, Metric], right: Mapping[str, Metric]) -> Metrics:
+    """Adds two sets of metrics name by name; a name in only one of them is kept as it is."""
+    merged = dict(left)
+    for name, metric in right.items():
+        merged[name] = merged[name] + metric if name in merged else metric  # type: ignore[operator]
+    return merged
+
+
+def finalise(metrics: Mapping[str, Metric]) -> dict[str, float]:
+    """The numbers of a set of metrics, on the host."""
+    return {name: metric.result() for name, metric in metrics.items()}

@@ -1,0 +1,1 @@
+"""Where prompts come from: files, the hub, chat templates, built-in tasks."""

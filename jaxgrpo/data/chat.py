@@ -1,0 +1,202 @@
+"""Conversations, [{"role": "user", "content": "..."}], and the chat templates that write them out.
+
+A prompt is a text or such a list. Where a chat template acts, a text becomes one user message.
+Rewards get conversations as TRL gives them: prompts as lists of messages, each completion as
+[{"role": "assistant", "content": text}]; prompts that are texts and their completions stay texts.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jaxgrpo.core.errors import InputError
+
+Message = dict[str, Any]
+Conversation = list[Message]
+
+CHOICES = ("auto", "none")
+"""Of data.chat_template, beside a file."""
+
+OURS = ("add_generation_prompt", "continue_final_message", "messages")
+"""Variables of chat templates that the role of the last message decides."""
+
+
+class Chat(NamedTuple):
+    """How prompts are written out."""
+
+    tokenizer: Any  # renders the template, with its special tokens
+    template: str | None  # Jinja text; None: prompts are texts and go as they are
+    name: str  # words for the template, or for why there is none
+    system: str | None
+    options: dict[str, Any]
+
+
+def messages_of(value: Any, where: str) -> Conversation:
+    """A prompt column's list of messages, checked. Entries that are None, as tables have them
+    where some messages lack a key, are left out.
+
+    Raises: InputError where it is no list of messages with a role and a text.
+    """
+    if not value:
+        raise InputError(f"{where} holds no message: write at least one, by the user")
+    messages = []
+    for place, message in enumerate(value):
+        entries = message if isinstance(message, Mapping) else {}
+        if not all(isinstance(entries.get(name), str) for name in ("role", "content")):
+            raise InputError(
+                f'{where}, message {place}: expected {{"role": "user", "content": "some text"}} '
+                f"but got {_shown(message)}"
+            )
+        messages.append({name: entry for name, entry in entries.items() if entry is not None})
+    return messages
+
+
+def for_rewards(prompts: Sequence[Any], completions: Sequence[str]) -> tuple[list[Any], list[Any]]:
+    """Prompts and completions as rewards get them.
+
+    A last message by the assistant is the beginning of the completion, and leaves the prompt.
+    Source: TRL's GRPOTrainer; it removes that message from the data set's own list, we from a copy.
+    >>> for_rewards(["2+2="], ["4"])
+    (['2+2='], ['4'])
+    >>> for_rewards([[{"role": "user", "content": "2+2?"}]], ["4"])[1]
+    [[{'role': 'assistant', 'content': '4'}]]
+    """
+    asked: list[Any] = []
+    answered: list[Any] = []
+    for messages, text in zip(prompts, completions, strict=True):
+        if isinstance(messages, str):
+            asked.append(messages)
+            answered.append(text)
+            continue
+        begun = _is_begun(messages)
+        start = messages[-1]["content"] if begun else ""
+        asked.append(list(messages[:-1] if begun else messages))
+        answered.append([{"role": "assistant", "content": start + text}])
+    return asked, answered
+
+
+def make_chat(
+    tokenizer: Any, choice: str, system: str | None, options: Mapping[str, Any], path: str
+) -> Chat:
+    """How the prompts of a run are written out.
+
+    Args:
+      choice: "auto" takes the tokenizer's own template where it has one; "none"; or a Jinja file.
+      system: the text of a system message in front of every conversation.
+      options: variables of the template, as enable_thinking.
+      path: model.path, for messages.
+
+    Raises: InputError where the template cannot be found, none acts although there is a system
+    text or an option for one, or it does not read an option.
+    """
+    template, name = _find(tokenizer, choice, path)
+    if template is None:
+        given = {"data.system": system, "data.chat_template_kwargs": options}
+        for key in (key for key, value in given.items() if value):
+            raise InputError(
+                f"{key} is given, but there is no chat template ({name}): name a Jinja file by "
+                "data.chat_template, or write the text into data.prompt"
+            )
+    for option in options:
+        if option in OURS:
+            raise InputError(
+                f"data.chat_template_kwargs.{option}: the role of a prompt's last message decides "
+                "it; leave it out"
+            )
+        names = _names_in(template or "", name)
+        if option not in names:
+            near = difflib.get_close_matches(option, names, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else "leave it out"
+            raise InputError(f"data.chat_template_kwargs.{option}: {name} does not read it; {hint}")
+    return Chat(tokenizer, template, name, system, dict(options))
+
+
+def write(chat: Chat, prompt: str | Conversation, where: str) -> str:
+    """One prompt as text, with the special tokens that the template writes.
+
+    Raises: InputError where the template fails, or a conversation meets no template.
+    """
+    if chat.template is None:
+        if isinstance(prompt, str):
+            return prompt
+        raise InputError(
+            f"{where}: the prompt is a list of messages, but there is no chat template "
+            f"({chat.name}): name a Jinja file by data.chat_template, or write prompts as texts"
+        )
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    if chat.system is not None:
+        if messages[0]["role"] == "system":
+            raise InputError(
+                f"{where}: the conversation opens with a system message, and data.system is given: "
+                "take one of them out"
+            )
+        messages = [{"role": "system", "content": chat.system}, *messages]
+    begun = _is_begun(messages)
+    try:
+        return chat.tokenizer.apply_chat_template(
+            messages,
+            chat_template=chat.template,
+            tokenize=False,
+            add_generation_prompt=not begun,
+            continue_final_message=begun,
+            **chat.options,
+        )
+    except Exception as error:  # whatever the template raises, or jinja2 about it
+        raise InputError(f"{where}: {_failure(chat.name, error)}") from error
+
+
+def _names_in(template: str, name: str) -> set[str]:
+    """The words of a template that are no text: what it may read."""
+    import jinja2
+
+    try:
+        tokens = list(jinja2.Environment().lex(template))
+    except jinja2.TemplateError as error:
+        raise InputError(_failure(name, error)) from error
+    return {word for _, kind, word in tokens if kind == "name"}
+
+
+def _failure(name: str, error: Exception) -> str:
+    line = getattr(error, "lineno", None)
+    reason = " ".join(str(error).split())
+    return (
+        f"{name} fails{f' in line {line}' if line else ''} ({type(error).__name__}: {reason}): "
+        "mend it or the prompt, or set data.chat_template"
+    )
+
+
+def _find(tokenizer: Any, choice: str, path: str) -> tuple[str | None, str]:
+    """The template that acts, None where prompts go as they are, and words for it."""
+    if choice == "none":
+        return None, 'data.chat_template = "none"'
+    if choice == "auto":
+        if not getattr(tokenizer, "chat_template", None):
+            return None, f"the tokenizer of {path} has none"
+        try:
+            return tokenizer.get_chat_template(), f"the chat template of {path}"
+        except ValueError as error:
+            raise InputError(
+                f"model.path = {path}: {' '.join(str(error).split())}: write the template to use "
+                "to a file and set data.chat_template to it"
+            ) from error
+    try:
+        text = Path(choice).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(
+            f"data.chat_template = {choice!r} cannot be read ({type(error).__name__}): give a "
+            'Jinja file, "auto" or "none"'
+        ) from error
+    return text, f"the chat template {choice}"
+
+
+def _is_begun(messages: Conversation) -> bool:
+    """Whether the model goes on with a message that the prompt begins."""
+    return messages[-1]["role"] == "assistant"
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."

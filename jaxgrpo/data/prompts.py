@@ -1,0 +1,167 @@
+"""From rows to prompts: which columns, in which words, as which tokens."""
+
+from __future__ import annotations
+
+import difflib
+import numbers
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxgrpo.core.errors import InputError
+from jaxgrpo.data import chat as conversations
+from jaxgrpo.data import sources, templates
+from jaxgrpo.data.chat import Chat
+from jaxgrpo.data.sources import Located, Row, Source
+
+
+class PromptData(NamedTuple):
+    """The prompts of a run. Row numbers everywhere else count `rows`."""
+
+    rows: list[Row]  # all columns, with the prompt under "prompt" and the answer under "answer"
+    encoded: list[np.ndarray]  # int32 [length], the tokens of each row's prompt
+    dropped: int  # rows left out because their prompts are too long
+
+
+def load_rows(
+    source: Source | Iterable[Any],
+    prompt: str,
+    answer: str,
+    split: str | None = None,
+) -> list[Row]:
+    """The rows of a source, or of a Python object, each with its prompt also under "prompt" and its
+    answer under "answer". All have the same columns; what a row lacks is None.
+
+    Args:
+      prompt: the column that holds the prompt, a text or a list of messages; or a template.
+      answer: the column that holds what the rewards compare with; "" where there is none.
+      split: of a DatasetDict given from Python.
+    Raises: InputError where the source or a column does not exist, a line cannot be read, prompts
+      or answers are of several kinds, or there are no rows.
+    """
+    needed = templates.placeholders(prompt) if templates.is_template(prompt) else [prompt]
+    if isinstance(source, Source):
+        located = sources.read(source, text_columns=[*needed, *([answer] if answer else [])])
+    else:
+        located = sources.from_python(source, split)
+    for where, row in located:
+        for name in needed:
+            _check_column(where, row, name, "data.prompt", "")
+        if answer:
+            _check_column(where, row, answer, "data.answer", ' (or to "" where no reward needs it)')
+    columns = dict.fromkeys(name for _, row in located for name in row)
+    rows = []
+    for where, raw in located:
+        row = {name: raw.get(name) for name in columns}
+        row["prompt"] = _prompt(where, raw, prompt, needed)
+        if answer:
+            row["answer"] = raw[answer]
+        rows.append(row)
+    _check_one_kind(located, [row["prompt"] for row in rows], "prompts")
+    _check_one_kind(located, [row.get("answer") for row in rows], f"column {answer!r}")
+    return rows
+
+
+def prepare(rows: list[Row], chat: Chat, max_prompt_tokens: int, too_long: str) -> PromptData:
+    """The rows whose prompts fit, with their tokens.
+
+    Special tokens are the template's where a chat template acts, and else those which the tokenizer
+    adds to a text: never both.
+
+    Args:
+      chat: how prompts are written out.
+      max_prompt_tokens: the longest prompt, in tokens.
+      too_long: "error", or "drop" for leaving longer ones out.
+    Raises: InputError where prompts are empty, cannot be written out, or are longer, with how many
+      and the longest.
+    """
+    encoded = encode(rows, chat)
+    lengths = np.array([len(ids) for ids in encoded])
+    over = np.flatnonzero(lengths > max_prompt_tokens)
+    if over.size and (too_long == "error" or over.size == len(rows)):
+        longest = int(lengths.argmax())
+        remedy = "" if too_long == "drop" else ', or data.too_long to "drop"'
+        raise InputError(
+            f"{over.size} of {len(rows)} prompts are longer than rollout.max_prompt_tokens = "
+            f"{max_prompt_tokens} (the longest, row {longest}, has {lengths[longest]} tokens): set "
+            f"it to {lengths[longest]}{remedy}"
+        )
+    kept = np.flatnonzero(lengths <= max_prompt_tokens).tolist()
+    return PromptData([rows[i] for i in kept], [encoded[i] for i in kept], int(over.size))
+
+
+def encode(rows: Sequence[Row], chat: Chat) -> list[np.ndarray]:
+    """The tokens of each row's prompt as the model reads them, int32 [length].
+
+    Raises: InputError where a prompt is empty, gives no token or cannot be written out.
+    """
+    texts = [
+        conversations.write(chat, row["prompt"], f"row {place}") for place, row in enumerate(rows)
+    ]
+    encoded = chat.tokenizer(texts, add_special_tokens=chat.template is None)["input_ids"]
+    tokens = [np.asarray(ids, np.int32) for ids in encoded]
+    empty = [place for place, row in enumerate(rows) if not row["prompt"] or not len(tokens[place])]
+    if empty:
+        raise InputError(
+            f"{len(empty)} of {len(rows)} prompts are empty or give no token (the first is row "
+            f"{empty[0]}, {rows[empty[0]]['prompt']!r}): take them out of the data"
+        )
+    return tokens
+
+
+def _check_column(where: str, row: Row, name: str, key: str, otherwise: str) -> None:
+    if name in row:
+        return
+    near = difflib.get_close_matches(name, map(str, row), n=1)
+    meant = f" (did you mean {near[0]!r}?)" if near else ""
+    there = ", ".join(map(str, row)) or "none"
+    raise InputError(
+        f"{where}: no column {name!r}{meant}; columns there: {there}; set {key} to one{otherwise}"
+    )
+
+
+def _prompt(where: str, row: Row, prompt: str, needed: Sequence[str]) -> Any:
+    """A row's prompt: a text, or messages."""
+    if templates.is_template(prompt):
+        for name in needed:
+            if not isinstance(row[name], (str, numbers.Number)):
+                raise InputError(
+                    f"{where}: column {name!r} holds {_kind(row[name])} where data.prompt needs a "
+                    "text or a number: write one, or take the row out"
+                )
+        return templates.fill(prompt, row)
+    value = row[prompt]
+    if isinstance(value, str):
+        return value
+    if isinstance(value, (list, tuple)):
+        return conversations.messages_of(value, f"{where}: column {prompt!r}")
+    raise InputError(
+        f"{where}: column {prompt!r} holds {_kind(value)} where a prompt is a text or a list of "
+        "messages: write the prompt as one string"
+    )
+
+
+def _check_one_kind(located: Sequence[Located], values: Sequence[Any], what: str) -> None:
+    """Refuses values of which some are texts and others numbers, and the like."""
+    first: tuple[str, str] | None = None
+    for (where, _), value in zip(located, values, strict=True):
+        if value is None:
+            continue
+        kind = _kind(value)
+        if first is None:
+            first = where, kind
+        elif kind != first[1]:
+            raise InputError(
+                f"{where}: {what} of several kinds: {kind} here, {first[1]} in {first[0]}: write "
+                "one kind in all rows"
+            )
+
+
+def _kind(value: Any) -> str:
+    """Words for the type of a value."""
+    if isinstance(value, numbers.Number) and not isinstance(value, bool):
+        return "a number"
+    names = {str: "a text", list: "a list", tuple: "a list", bool: "true or false"}
+    names[type(None)] = "nothing (null)"
+    return names.get(type(value), f"a {type(value).__name__}")

@@ -1,0 +1,195 @@
+"""Rows from wherever data lie, each with words for its place.
+
+A source is told by its form: "task:NAME:SPLIT" is a built-in task; .jsonl, .csv and .parquet name a
+file; a folder, or else a name on the hub ("owner/name"), goes through the `datasets` library. All
+give the same rows, and nothing after this knows of them. JSONL needs no library, CSV and Parquet
+need pyarrow, which `datasets` brings.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jaxgrpo.core.errors import InputError
+from jaxgrpo.data import hub, tasks
+
+Row = dict[str, Any]
+Located = tuple[str, Row]
+"""A row, and where it stands: "rows.jsonl, line 3". Rows are counted from 0, lines from 1."""
+
+FILES = (".jsonl", ".csv", ".parquet")
+FORMS = "a .jsonl, .csv or .parquet file, a folder, owner/name on the hub, or task:NAME:SPLIT"
+
+
+class Source(NamedTuple):
+    """Where rows come from."""
+
+    path: str
+    subset: str | None = None  # of a data set of the hub that has several
+    split: str | None = None  # of a folder or of the hub; None: the only one there is
+    revision: str | None = None  # of the hub: a branch, tag or commit
+    key: str = "data.path"  # the key of the config that named it, for messages
+
+
+def read(source: Source, text_columns: Iterable[str] = ()) -> list[Located]:
+    """The rows of a source, each with the columns it has.
+
+    Args:
+      text_columns: columns of a CSV file that are taken as they are written. What else looks like
+        numbers, dates or truth values becomes such.
+    Raises: InputError where there is no such source, it cannot be read, or it holds no rows.
+    """
+    path = Path(source.path).expanduser()
+    if source.path.startswith(tasks.PREFIX):
+        located = _counted(source.path, tasks.load(source.path))
+    elif path.suffix in FILES:
+        if not path.is_file():
+            what = "is a folder" if path.is_dir() else "does not exist"
+            raise InputError(f"{source.key} = {str(path)!r} {what} (looked for {path.absolute()})")
+        located = list(_jsonl(path) if path.suffix == ".jsonl" else _table(path, text_columns))
+    elif path.is_dir() or hub.is_name(source.path):
+        located = _counted(source.path, _data_set(source, path))
+    else:
+        what = "is no file of rows" if path.exists() else "does not exist"
+        raise InputError(f"{source.key} = {source.path!r} {what}: give {FORMS}")
+    if not located:
+        raise InputError(
+            f"{source.key} = {source.path!r} holds no rows: give a source with at least one"
+        )
+    return located
+
+
+def from_python(dataset: Any, split: str | None = None) -> list[Located]:
+    """The rows of a `datasets.Dataset`, a list of dicts, or a DatasetDict with a split.
+
+    Raises: InputError where it is none of these or holds no rows.
+    """
+    if isinstance(dataset, Mapping):
+        dataset = _chosen(dataset, split, "dataset", "data")
+    if not hasattr(dataset, "__len__"):
+        raise InputError(
+            f"dataset is a {type(dataset).__name__}, whose rows cannot be counted or met again: "
+            "give a datasets.Dataset or a list of dicts"
+        )
+    rows = list(dataset)
+    for place, row in enumerate(rows):
+        if not isinstance(row, Mapping):
+            raise InputError(
+                f"dataset, row {place} is a {type(row).__name__}: give a dict {{column: value}} "
+                "per row"
+            )
+    if not rows:
+        raise InputError("dataset holds no rows: give at least one")
+    return _counted("dataset", rows)
+
+
+def _counted(name: str, rows: Iterable[Mapping[str, Any]]) -> list[Located]:
+    return [(f"{name}, row {place}", dict(row)) for place, row in enumerate(rows)]
+
+
+def _jsonl(file: Path) -> Iterator[Located]:
+    """The object of each line that is not blank."""
+    with open(file, "rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            where = f"{file}, line {number}"
+            if not line.strip():
+                continue
+            try:
+                raw = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
+            except ValueError as error:
+                # Not the error's own text: its "line 1" is not the file's.
+                reason = getattr(error, "msg", "bytes that are no UTF-8")
+                raise InputError(f"{where}: not JSON ({reason}): mend the line") from error
+            if not isinstance(raw, dict):
+                kind = type(raw).__name__
+                raise InputError(f"{where}: a JSON {kind}: write an object, {{column: value}}")
+            yield where, raw
+
+
+def _table(file: Path, text_columns: Iterable[str]) -> list[Located]:
+    """The rows of a CSV or Parquet file. What pyarrow says names the row or the column."""
+    try:
+        import pyarrow as pa
+        from pyarrow import csv, parquet
+    except ImportError:
+        raise InputError(
+            f"{file}: reading {file.suffix} files needs pyarrow: pip install datasets, or write "
+            "the rows as .jsonl"
+        ) from None
+    try:
+        if file.suffix == ".parquet":
+            table = parquet.ParquetFile(file).read()
+        else:
+            table = csv.read_csv(
+                file,
+                read_options=csv.ReadOptions(use_threads=False),  # else errors name no row
+                parse_options=csv.ParseOptions(newlines_in_values=True),
+                convert_options=csv.ConvertOptions(
+                    column_types={name: pa.string() for name in text_columns}
+                ),
+            )
+    except (pa.ArrowException, OSError) as error:
+        counted = " (rows count the header as 1)" if "Row #" in str(error) else ""
+        raise InputError(f"{file}: {' '.join(str(error).split())}{counted}: mend it") from error
+    names = table.column_names
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise InputError(f"{file}: column {twice[0]!r} stands twice: rename one of them")
+    return _counted(str(file), table.to_pylist())
+
+
+def _data_set(source: Source, path: Path) -> Any:
+    """The data set that `datasets` reads from a folder or the hub."""
+    try:
+        import datasets
+    except ImportError:
+        raise InputError(
+            f"{source.key} = {source.path!r}: folders and names on the hub need the `datasets` "
+            "library: pip install datasets, or give a .jsonl file"
+        ) from None
+    local = path.is_dir()
+    saved = local and any((path / name).is_file() for name in ("dataset_dict.json", "state.json"))
+    try:
+        if saved:  # by save_to_disk
+            found = datasets.load_from_disk(str(path))
+        else:
+            found = datasets.load_dataset(
+                str(path) if local else source.path,
+                source.subset,
+                split=source.split,
+                revision=None if local else source.revision,
+            )
+    except Exception as error:  # of a dozen kinds
+        raise InputError(_failure(source, error, local)) from error
+    where = f"{source.key} = {source.path!r}"
+    return _chosen(found, source.split, where, source.key.partition(".")[0])
+
+
+def _chosen(found: Any, split: str | None, where: str, table: str) -> Any:
+    """The rows of one split, where `found` has splits; `table` is the config's, for its key."""
+    if not isinstance(found, Mapping):
+        return found
+    if split is None and len(found) == 1:
+        return next(iter(found.values()))
+    if split not in found:
+        problem = "several splits" if split is None else f"no split {split!r}"
+        known = ", ".join(map(str, found))
+        raise InputError(f"{where} has {problem}: set {table}.split to one of {known}")
+    return found[split]
+
+
+def _failure(source: Source, error: Exception, local: bool) -> str:
+    """What `datasets` could not do, in one line."""
+    where, table = f"{source.key} = {source.path!r}", source.key.partition(".")[0]
+    text = " ".join(str(error).split())
+    if "split" in text and isinstance(error, ValueError):
+        return f"{where}: {text} Set {table}.split to one of them"
+    if "onfig" in text and isinstance(error, ValueError):
+        return f"{where}: {text} Set {table}.subset to one of them"
+    if not local:
+        return hub.explain(source.key, hub.DATA_SET, source.path, error, source.revision)
+    cause = f" ({error.__cause__})" if error.__cause__ else ""
+    return f"{where} is no folder of rows: {text}{cause}: give {FORMS}"

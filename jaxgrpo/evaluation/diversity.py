@@ -1,0 +1,105 @@
+"""What completions of a prompt have in common: answers, wording, format, stated confidence."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Hashable, Mapping, Sequence
+
+import jax.numpy as jnp
+import numpy as np
+
+from jaxgrpo.evaluation.calibration import auroc, brier, ece
+from jaxgrpo.rewards import stated_confidence
+
+OTHER = "other"
+"""The format of a text that no named one fits."""
+
+Texts = Sequence[Sequence[str]]
+"""[N][n] completions of N prompts"""
+
+
+def distinct(values: Sequence[Sequence[Hashable]]) -> float:
+    """The mean over prompts of how many different values its samples have; None is none.
+
+    >>> distinct([["7", "8", "7", None], ["1", "1", "1", "1"]])
+    1.5
+    """
+    return float(np.mean([len(set(row) - {None}) for row in values]))
+
+
+def format_of(text: str, formats: Mapping[str, str]) -> str:
+    """The first named format whose regular expression is found in the text; else "other".
+
+    `.` matches line ends too, and nothing is anchored: use ^ and $ for the text's two ends.
+
+    >>> forms = {"code": "```python", "box": r"boxed[{]"}
+    >>> [format_of(text, forms) for text in ("```python", "so boxed{7}", "7")]
+    ['code', 'box', 'other']
+    """
+    for name, pattern in formats.items():
+        if re.search(pattern, text, re.DOTALL):
+            return name
+    return OTHER
+
+
+def format_metrics(
+    texts: Texts, success: np.ndarray, formats: Mapping[str, str]
+) -> dict[str, float]:
+    """How completions are written, by named formats.
+
+        format/NAME            s: the share of completions in that format, "other" among them
+        format/NAME/accuracy   the share of these that are right; absent where there are none
+        format_entropy         - sum s log s, in nats: 0 where one format is left
+        format_diversity       the chance that two samples of a prompt differ in format, unbiased
+
+    Entropy that falls with diversity is a collapse within prompts; diversity that falls alone, a
+    format for each kind of prompt. Without a second sample there is no diversity.
+
+    Args:
+      formats: name -> regular expression, as `format_of` takes them.
+
+    Shapes: texts [N][n], success [N, n].
+    Source: Zhao et al. 2025 (Echo Chamber), arXiv 2504.07912, for shares, tagged in a fixed order.
+    """
+    tags = np.array([[format_of(text, formats) for text in row] for row in texts])
+    count, samples = tags.shape
+    metrics: dict[str, float] = {}
+    entropy, alike = 0.0, np.zeros(count)
+    for name in (*formats, OTHER):
+        inside = tags == name
+        share = float(inside.mean())
+        metrics[f"format/{name}"] = share
+        if share:
+            metrics[f"format/{name}/accuracy"] = float(success[inside].mean())
+            entropy -= share * np.log(share)
+        number = inside.sum(1)
+        alike += number * (number - 1)
+    metrics["format_entropy"] = float(entropy)
+    if samples > 1:
+        metrics["format_diversity"] = float(1 - (alike / (samples * (samples - 1))).mean())
+    return metrics
+
+
+def stated_metrics(texts: Texts, success: np.ndarray, scored: np.ndarray) -> dict[str, float]:
+    """How good the confidences are that completions state; nothing where none states one.
+
+        confidence/stated   the share of completions that state one, as `stated_confidence` reads it
+        confidence/mean     the mean of these
+        brier, ece, auroc   as in `jaxgrpo.evaluation.calibration`, over those that could be scored
+
+    Shapes: texts [N][n], success and scored [N, n].
+    """
+    stated = [stated_confidence(text) for row in texts for text in row]
+    known = np.array([value is not None for value in stated])
+    if not known.any():
+        return {}
+    confidence = np.array([0.0 if value is None else value for value in stated], np.float32)
+    judged = known & scored.ravel()
+    given = (jnp.asarray(confidence), jnp.asarray(success.ravel()), jnp.asarray(judged))
+    return {
+        "confidence/stated": float(known.mean()),
+        "confidence/mean": float(confidence[known].mean()),
+        "brier": float(brier(*given)),
+        "ece": float(ece(*given)),
+        "auroc": float(auroc(*given)),
+    }

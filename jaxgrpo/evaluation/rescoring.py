@@ -1,0 +1,187 @@
+"""A second pass over sampled completions: how confident each token was, how far from the base."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.sharding import Mesh
+
+from jaxgrpo.config.files import Config
+from jaxgrpo.core.errors import InputError
+from jaxgrpo.core.types import Params, Rollouts, TrainBatch
+from jaxgrpo.models import sharding
+from jaxgrpo.models.api import Constrain, Model
+from jaxgrpo.models.config import ModelConfig
+from jaxgrpo.models.exact_kl import full_kl
+from jaxgrpo.models.hf import folders
+from jaxgrpo.models.logprobs import token_confidence, token_logprobs
+from jaxgrpo.training.resets import may_reset
+from jaxgrpo.training.setup import Setup, find_model
+from jaxgrpo.update import packing
+from jaxgrpo.update.forward import hidden_states, micro_batch
+from jaxgrpo.update.packing import Geometry
+from jaxgrpo.update.prepare import gather_over_bins
+
+Rescore = Callable[[Params, Rollouts], dict[str, Array]]
+"""(parameters that sampled, rollouts) -> name -> [P, G, T], 0 where the token mask is False"""
+
+
+class Base(NamedTuple):
+    """The policy that an evaluation measures the distance from."""
+
+    model: Model
+    params: Params
+
+
+def load_base(config: Config, mesh: Mesh) -> Base:
+    """The model that a config names, as a base: one more copy of its parameters in memory."""
+    folder, _, model = find_model(config, mesh)
+    layout = sharding.param_shardings(mesh, model.axes, model.shapes, sharding.TRAINING)
+    return Base(model, folders.read_params(folder, model, shardings=layout))
+
+
+def base_of(run: Setup) -> Base:
+    """The base of a run: a policy that it holds anyway, where there is one; else read anew."""
+    held = ("base",) if may_reset(run.config) else ("base", "reference")
+    for name in held:
+        if name in run.state.frozen:
+            return Base(run.model, run.state.frozen[name])
+    return load_base(run.config, run.mesh)
+
+
+def rescorer_of(config: Config, model: Model, mesh: Mesh, base: Base | None) -> Rescore | None:
+    """The second pass that a config asks for; None where it asks for none."""
+    return make_rescorer(
+        model,
+        mesh,
+        temperature=config.rollout.temperature,
+        confidence=config.eval.confidence,
+        base=base,
+        rows=config.train.rows_per_micro_batch,
+    )
+
+
+def make_rescorer(
+    model: Model,
+    mesh: Mesh,
+    *,
+    temperature: float,
+    confidence: bool = False,
+    logp: bool = False,
+    base: Base | None = None,
+    rows: int | None = None,
+) -> Rescore | None:
+    """The function that runs what is asked for, in micro-batches of one prompt's completions.
+
+        confidence    of each token, as `token_confidence`
+        logp          log-prob of each token, as training computes it again
+        kl, clamped   KL(policy || base) of each next token over the whole vocabulary, as `full_kl`
+        logp_gap      log-prob of each token less that under the base
+
+    No array holds the logits of more than a chunk of tokens. None where nothing is asked for.
+
+    Args:
+      temperature: of the sampling distribution, for both policies; what top-k and top-p cut away
+        is in it.
+      rows: completions per bin and micro-batch, at most; None: all of a prompt.
+
+    Raises: InputError where the base has another vocabulary.
+    """
+    if not (confidence or logp or base is not None):
+        return None
+    if base is not None:
+        refuse_other_vocabulary(model.config, base.model.config)
+    # Greedy sampling has no distribution: its confidence is that of the model itself.
+    one = functools.partial(_look, model, base and base.model, temperature or 1.0, confidence, logp)
+    program = jax.jit(functools.partial(_in_micro_batches, one, sharding.constrain(mesh)))
+    held = {} if base is None else base.params
+
+    def rescore(params: Params, rollouts: Rollouts) -> dict[str, Array]:
+        groups, samples, steps = rollouts.token_mask.shape
+        geometry = Geometry(
+            num_prompts=groups,
+            group_size=samples,
+            max_prompt_tokens=rollouts.prompt_tokens.shape[1],
+            max_completion_tokens=steps,
+            bins=sharding.num_bins(mesh),
+            rows=math.gcd(samples, rows or samples),  # groups fill bins evenly
+        )
+        everyone = packing.plan(np.ones((groups, samples), bool), geometry)
+        return program(params, held, rollouts, everyone)
+
+    return rescore
+
+
+def refuse_other_vocabulary(own: ModelConfig, base: ModelConfig) -> None:
+    """Raises InputError where a KL between two models is not defined."""
+    if own.vocab_size != base.vocab_size:
+        raise InputError(
+            f"the base has {base.vocab_size} tokens and the model {own.vocab_size}: a KL between "
+            "them is not defined; name the model that training began with"
+        )
+
+
+def _look(
+    model: Model,
+    anchor: Model | None,
+    temperature: float,
+    confidence: bool,
+    logp: bool,
+    params: Params,
+    base_params: Params,
+    micro: TrainBatch,
+) -> dict[str, Array]:
+    """What is asked for of one micro-batch, [D, R, Q] each."""
+    hidden = hidden_states(model, params, micro)
+    unembed = functools.partial(model.unembed, params)
+    targets = micro.targets.reshape(hidden.shape[0], -1)
+
+    def log_probs(unembed: Callable[[Array], Array], hidden: Array) -> Array:
+        return token_logprobs(unembed, hidden, targets, temperature=temperature)[0]
+
+    values: dict[str, Array] = {}
+    if confidence:
+        values["confidence"] = token_confidence(unembed, hidden, temperature=temperature)
+    if logp:
+        values["logp"] = log_probs(unembed, hidden)
+    if anchor is not None:
+        own = (unembed, hidden)
+        base_unembed = functools.partial(anchor.unembed, base_params)
+        theirs = (base_unembed, hidden_states(anchor, base_params, micro))
+        values["kl"], values["clamped"] = full_kl(*own, *theirs, temperature=temperature)
+        values["logp_gap"] = log_probs(*own) - log_probs(*theirs)
+    return {name: value.reshape(micro.tokens.shape) for name, value in values.items()}
+
+
+def _in_micro_batches(
+    one: Callable[..., dict[str, Array]],
+    constrain: Constrain,
+    params: Params,
+    base_params: Params,
+    rollouts: Rollouts,
+    where: packing.Plan,
+) -> dict[str, Array]:
+    """`one` of every sample, in the loop and layout of training's scoring."""
+    mask = rollouts.token_mask
+    groups, samples, steps = mask.shape
+    zero = jnp.zeros(mask.shape, jnp.float32)
+    batch = gather_over_bins(constrain, rollouts, where, zero, zero, mask, {})
+
+    def body(index: Array, whole: dict[str, Array]) -> dict[str, Array]:
+        values = one(params, base_params, micro_batch(batch, index))
+        return {name: whole[name].at[index].set(values[name]) for name in whole}
+
+    shapes = jax.eval_shape(one, params, base_params, jax.eval_shape(micro_batch, batch, 0))
+    start = {name: jnp.zeros(batch.tokens.shape, leaf.dtype) for name, leaf in shapes.items()}
+    values = jax.lax.fori_loop(0, batch.num_live, body, start)
+    return {
+        name: jnp.where(mask, packing.scatter(value, where, (groups, samples, steps)), 0)
+        for name, value in values.items()
+    }

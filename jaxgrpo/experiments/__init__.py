@@ -1,0 +1,1 @@
+"""Measuring a policy before training and comparing methods."""

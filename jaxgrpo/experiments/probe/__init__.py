@@ -1,0 +1,1 @@
+"""`jaxgrpo probe`: do groups of samples carry signal?"""

@@ -1,0 +1,179 @@
+"""`jaxgrpo probe`: before training, whether groups of samples would carry signal."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from jaxgrpo.cli.inference import NOBODY, Policy, config_for, find_policy, key_of, slots_of
+from jaxgrpo.config.files import Config
+from jaxgrpo.config.keys import EvalKeys
+from jaxgrpo.core.errors import InputError
+from jaxgrpo.evaluation.evaluate import Answers, Questions, ask, questions_of
+from jaxgrpo.evaluation.intervals import LEVEL
+from jaxgrpo.evaluation.rescoring import make_rescorer
+from jaxgrpo.experiments.probe import measure
+from jaxgrpo.experiments.probe.advice import advise
+from jaxgrpo.models import sharding
+from jaxgrpo.rollout.sampler import make_sampler
+from jaxgrpo.training import process
+from jaxgrpo.training.folder import plain, write_atomically
+from jaxgrpo.training.report import check_can_draw
+from jaxgrpo.training.rewarding import resolve_rewards, resolve_scorer, show_previews
+
+PURPOSE = 2  # folded into the key: a probe repeats the draws of neither training nor evaluation
+
+
+def main(
+    target: str,
+    *,
+    data: str | None = None,
+    reward: str | None = None,
+    samples: int | None = None,
+    prompts: int | None = None,
+    level: float = LEVEL,
+    json_out: str | None = None,
+    html_out: str | None = None,
+    overrides: Sequence[str] = (),
+) -> int:
+    """Probes a model; prints what was found, and writes it where asked.
+
+    Args:
+      target: a model folder, a run folder, or a config whose model is meant.
+      data, reward: by default the training data and the first reward of the run or config.
+      samples: N per prompt; 16 by default.
+      prompts: the first so many of the data; all by default.
+      level: of the intervals.
+      overrides: keys of the config; those of `eval` that are named here count, its own do not.
+
+    Raises: InputError before anything is sampled, where an argument cannot be used.
+    """
+    config = _config(target, data, reward, samples, prompts, overrides)
+    if not 0.5 <= level < 1:
+        raise InputError(f"--level {level}: expected a share from 0.5 to below 1, as 0.99")
+    for out in (json_out, html_out):
+        _check_can_write(out)
+    if html_out:
+        check_can_draw(f"{html_out} needs", "leave --html out")
+    console = Console(highlight=False)
+    policy, held_out = find_policy(console, config)
+    rewards = () if config.rewards[0].use == NOBODY else resolve_rewards(config)
+    judge = resolve_scorer(config, rewards)
+    questions = questions_of(config, held_out, judge)
+    if process.is_main():
+        show_previews(console, [judge], questions.rows[0], policy.tokenizer, 0)
+    found = _numbers(config, policy, questions, level)
+    whole = {"model": target, "data": config.eval.data, "reward": judge.name, **found}
+    whole["advice"] = [one.as_dict() for one in advise(found)]
+    if process.is_main():
+        _tell(console, whole, json_out, html_out)
+    return 0
+
+
+def _config(
+    target: str,
+    data: str | None,
+    reward: str | None,
+    samples: int | None,
+    prompts: int | None,
+    overrides: Sequence[str],
+) -> Config:
+    """As of an evaluation, whose keys say what is asked and who judges.
+
+    Of those of a run or config only the ones named for this probe count: what a run is evaluated
+    on, how often and by whom is another question than whether it would learn.
+    """
+    given = {"data": data, "scorer": reward, "samples": samples, "prompts": prompts}
+    changes = {f"eval.{name}": value for name, value in given.items() if value is not None}
+    config = config_for(target, changes, overrides)
+    named = {*changes, *(one.partition("=")[0].replace(" ", "") for one in overrides)}
+    config = dataclasses.replace(config, eval=_asked(config, named))
+    if config.eval.data is None:
+        raise InputError(
+            f"probe {target}: no prompts to probe with; give --data, as task:NAME:train"
+        )
+    if config.eval.scorer is None and config.rewards[0].use == NOBODY:
+        raise InputError(
+            f"probe {target}: nothing judges the answers; give --reward, as gsm8k_answer, math, or "
+            "path/file.py:function"
+        )
+    if config.eval.samples < 2:
+        raise InputError(
+            f"probe {target}: --samples {config.eval.samples}: a group needs 2 or more; 16 tell "
+            "of groups of 2, 4, 8 and 16"
+        )
+    return config
+
+
+def _asked(config: Config, named: Collection[str]) -> EvalKeys:
+    """config.eval, where what is not `named` is the training data, or a default."""
+    of, default = config.data, EvalKeys()
+    kept = {name: getattr(default, name) for name in ("samples", "prompts", "scorer")}
+    if "eval.data" in named:
+        kept |= {"subset": default.subset, "split": default.split}
+    elif of.path is not None:
+        kept |= {"data": of.path, "subset": of.subset, "split": of.split}
+    kept = {name: value for name, value in kept.items() if f"eval.{name}" not in named}
+    return dataclasses.replace(config.eval, **kept)
+
+
+def draw(config: Config, policy: Policy, questions: Questions) -> Answers:
+    """eval.samples judged answers to each question, with "logp" as training computes it again."""
+    samples = config.eval.samples
+    settings = policy.settings._replace(group_size=samples, purpose=PURPOSE)
+    sampler = make_sampler(policy.model, settings, sharding.constrain(policy.mesh))
+    rescore = make_rescorer(
+        policy.model,
+        policy.mesh,
+        temperature=settings.temperature,
+        logp=True,
+        rows=config.train.rows_per_micro_batch,
+    )
+    width, slots = config.rollout.max_prompt_tokens, max(samples, slots_of(config))
+    rest = (policy.mesh, policy.tokenizer, questions, width, slots, rescore)
+    return ask(sampler, policy.read_params(), key_of(config), 0, *rest)
+
+
+def _numbers(config: Config, policy: Policy, questions: Questions, level: float) -> dict[str, Any]:
+    """What `measuring.measure` says of fresh samples, and how they were drawn."""
+    per_step = config.rollout.prompts_per_step
+    answers = draw(config, policy, questions)
+    return {
+        "prompts": len(questions.rows),
+        "samples": config.eval.samples,
+        "temperature": policy.settings.temperature,
+        "prompts_per_step": per_step,
+        "level": level,
+        **measure.measure(answers, questions, prompts_per_step=per_step, level=level),
+    }
+
+
+def _tell(
+    console: Console, whole: dict[str, Any], json_out: str | None, html_out: str | None
+) -> None:
+    from jaxgrpo.experiments.probe import terminal
+
+    terminal.show(console, whole)
+    if json_out:
+        write_atomically(Path(json_out), json.dumps(plain(whole), indent=2) + "\n")
+    if html_out:
+        from jaxgrpo.experiments.probe import page
+
+        write_atomically(Path(html_out), page.render(whole))
+    for out in filter(None, (json_out, html_out)):
+        console.print(f"written: {out}", markup=False, soft_wrap=True)
+
+
+def _check_can_write(out: str | None) -> None:
+    if out is None:
+        return
+    path = Path(out)
+    if path.is_dir():
+        raise InputError(f"{out}: is a folder; give the name of a file to write")
+    if not path.parent.is_dir():
+        raise InputError(f"{out}: there is no folder {path.parent}; make it first")

@@ -1,0 +1,244 @@
+"""The numbers of a probe, from judged samples: whether groups of each size would carry signal."""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from jaxgrpo.evaluation import diversity, intervals
+from jaxgrpo.evaluation.evaluate import SUCCESS, Answers, Questions, answers_of
+from jaxgrpo.evaluation.voting import Answered
+from jaxgrpo.experiments.probe import group_signal
+from jaxgrpo.rewards.forms import has_format
+from jaxgrpo.update import diagnostics
+
+GROUP_SIZES = (2, 4, 8, 16)
+PER = 1000  # samples, of which live groups are told at equal cost
+
+
+def measure(
+    answers: Answers,
+    questions: Questions,
+    *,
+    prompts_per_step: int,
+    level: float = intervals.LEVEL,
+) -> dict[str, Any]:
+    """Everything that the samples of a probe say, as JSON holds it but for NaN.
+
+        success      rate and its interval; at_zero, at_one: shares of prompts whose samples all
+                     fail or all succeed; histogram: prompts by successes, 0 to N; unscored
+        pass_at      k -> value and ci, for k = 1, 2, 4, ... up to N
+        degeneracy   G -> measured, iid, gap and ci of the gap (`diagnostics.jensen_gap`);
+                     all_fail and all_pass; of a step, live_groups and live_tokens;
+                     live_groups_per_1000_samples; lucky (`group_signal.lucky_share`)
+        diversity, format, calibration, agreement    see the functions of these names
+
+    Samples that could not be scored are left out: a prompt has n <= N, and takes part in what needs
+    no more than n.
+
+    Args:
+      answers: with "logp" of a second pass, for the agreement.
+      questions: of which what reads an answer and names formats is used.
+      prompts_per_step: P of the step that live groups and tokens are told of.
+      level: of every interval.
+    """
+    given = answers_of(answers, questions)
+    scored = np.isfinite(answers.scores)
+    right = scored & (answers.scores > SUCCESS)
+    correct, samples = (jnp.asarray(what.sum(1), jnp.int32) for what in (right, scored))
+    lengths = answers.mask.sum(-1)
+    tokens = [jnp.asarray((lengths * of).sum(1), jnp.float32) for of in (right, scored & ~right)]
+    width = answers.scores.shape[1]
+    sizes = tuple(size for size in GROUP_SIZES if size <= width)
+    groups = jax.device_get(_groups(sizes, correct, samples, *tokens))
+    powers = tuple(2**power for power in range(20) if 2**power <= width)
+    passes = jax.device_get(_passes(powers, correct, samples))
+    return {
+        "success": _success(np.asarray(correct), np.asarray(samples), width, level),
+        "pass_at": {k: _mean(value, level) for k, value in passes.items()},
+        "degeneracy": {
+            size: _degeneracy(group, size, prompts_per_step, level)
+            for size, group in groups.items()
+        },
+        "diversity": _diversity(answers, given),
+        "format": _format(answers, right, scored, given, questions.formats),
+        "calibration": _calibration(answers, right, scored),
+        "agreement": _agreement(answers),
+    }
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _passes(powers: tuple[int, ...], correct: Array, samples: Array) -> dict[int, Array]:
+    return {k: diagnostics.pass_at_k(correct, samples, k) for k in powers}
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _groups(
+    sizes: tuple[int, ...], correct: Array, samples: Array, right: Array, wrong: Array
+) -> dict[int, dict[str, Array]]:
+    """G -> what is known of groups of that size, numbers and [P]."""
+    found = {}
+    for size in sizes:
+        measured, iid, gap = diagnostics.jensen_gap(correct, samples, size)
+        shares = group_signal.group_shares(correct, samples, size)
+        found[size] = {
+            "measured": measured,
+            "iid": iid,
+            "gap": gap,
+            "influence": group_signal.gap_influence(correct, samples, size),
+            "usable": samples >= size,
+            "all_fail": shares.all_fail,
+            "all_pass": shares.all_pass,
+            "mixed": shares.mixed,
+            "tokens": group_signal.live_tokens(correct, samples, right, wrong, size),
+            "lucky": group_signal.lucky_share(correct, samples, size),
+        }
+    return found
+
+
+def _degeneracy(group: dict[str, Any], size: int, prompts: int, level: float) -> dict[str, Any]:
+    gap, influence = float(group["gap"]), group["influence"][group["usable"]]
+    low, high = intervals.studentised(gap, influence, level)
+    share = {name: _nan_mean(group[name]) for name in ("all_fail", "all_pass", "mixed", "tokens")}
+    return {
+        "measured": float(group["measured"]),
+        "iid": float(group["iid"]),
+        "gap": gap,
+        # Prompts that differ only make groups flat: an interval below 0 has seen no flat group
+        # where a few were to be expected.
+        "ci": (low, max(high, 0.0)),
+        "all_fail": share["all_fail"],
+        "all_pass": share["all_pass"],
+        "live_groups": prompts * share["mixed"],
+        "live_tokens": prompts * share["tokens"],
+        f"live_groups_per_{PER}_samples": PER / size * share["mixed"],
+        "lucky": float(group["lucky"]),
+    }
+
+
+def _success(correct: np.ndarray, samples: np.ndarray, width: int, level: float) -> dict[str, Any]:
+    known = samples > 0
+    correct, samples = correct[known], samples[known]
+    rate = correct / samples
+    # Where some samples are not scored, to the nearest of N; the ends hold none but themselves.
+    place = np.clip(np.rint(rate * width), 1, width - 1)
+    place = np.where(correct == 0, 0, np.where(correct == samples, width, place)).astype(int)
+    mean = _mean(rate, level)
+    return {
+        "rate": mean["value"],
+        "ci": mean["ci"],
+        "at_zero": _nan_mean(correct == 0),
+        "at_one": _nan_mean(correct == samples),
+        "histogram": np.bincount(place, minlength=width + 1),
+        "unscored": float(1 - samples.sum() / (width * len(known))),
+    }
+
+
+def _mean(values: np.ndarray, level: float) -> dict[str, Any]:
+    """The mean over prompts of shares, and its interval; NaN: nothing is known of a prompt."""
+    values = np.asarray(values, float)
+    values = values[np.isfinite(values)]
+    return {"value": _nan_mean(values), "ci": intervals.mean_of_shares(values, level)}
+
+
+def _nan_mean(values: Any) -> float:
+    values = np.asarray(values, float)
+    values = values[np.isfinite(values)]
+    return float(values.mean()) if len(values) else float("nan")
+
+
+def _diversity(answers: Answers, given: Answered | None) -> dict[str, float]:
+    """How much the samples of a prompt differ, mean over prompts.
+
+    distinct_completions, distinct_answers   different ones among the N
+    same_completion, same_answer             probability that two samples agree, which does not
+                                             depend on N: sum_a m_a (m_a - 1) / (N (N - 1))
+    """
+    shown = np.where(answers.mask, answers.tokens, -1)
+    rows: dict[str, Answered] = {"completion": [[one.tobytes() for one in row] for row in shown]}
+    if given is not None:
+        rows["answer"] = given
+    found = {}
+    for name, values in rows.items():
+        found[f"distinct_{name}s"] = diversity.distinct(values)
+        found[f"same_{name}"] = _nan_mean([_agreeing(row) for row in values])
+    return found
+
+
+def _agreeing(row: Sequence[Hashable]) -> float:
+    """The probability that two samples, none twice, have the same value; None is none."""
+    many = np.array(list(Counter(value for value in row if value is not None).values()))
+    number = many.sum()
+    return (many * (many - 1)).sum() / (number * (number - 1)) if number > 1 else float("nan")
+
+
+def _format(
+    answers: Answers,
+    right: np.ndarray,
+    scored: np.ndarray,
+    given: Answered | None,
+    formats: Mapping[str, str],
+) -> dict[str, Any]:
+    """Shares of samples, and their mean lengths in tokens.
+
+    cut       at the length limit              blank   nothing but white space
+    tags      <think>...</think><answer>...</answer> and nothing else, as the reward `format`
+    answered  an answer can be read; where somebody can say
+    formats   of eval.formats, as `variety.format_metrics`
+    """
+    texts = [text for row in answers.texts for text in row]
+    lengths = answers.mask.sum(-1)
+    found: dict[str, Any] = {
+        "cut": float(answers.truncated.mean()),
+        "blank": _nan_mean([not text.strip() for text in texts]),
+        "tags": _nan_mean(has_format(texts)),
+    }
+    if given is not None:
+        found["answered"] = _nan_mean([answer is not None for row in given for answer in row])
+    if formats:
+        found["formats"] = diversity.format_metrics(answers.texts, right, formats)
+    return found | {
+        "mean_tokens": float(lengths.mean()),
+        "mean_tokens_right": _nan_mean(lengths[right]),
+        "mean_tokens_wrong": _nan_mean(lengths[scored & ~right]),
+    }
+
+
+def _calibration(
+    answers: Answers, right: np.ndarray, scored: np.ndarray
+) -> dict[str, float] | None:
+    """stated, mean, brier, ece, auroc of `variety.stated_metrics`; None where nobody states any."""
+    found = diversity.stated_metrics(answers.texts, right, scored)
+    return {name.removeprefix("confidence/"): value for name, value in found.items()} or None
+
+
+def _agreement(answers: Answers) -> dict[str, float]:
+    """How far the sampler's log-probs are from those that training recomputes, in nats per token.
+
+        mean, max   of |trainer - sampler| over sampled tokens
+        kl          mean of exp(d) - 1 - d, d = trainer - sampler: KL(sampler || trainer) by k3
+        tokens      how many there were
+
+    Both are told of the same weights and texts, so the difference is that of two programs, and of
+    rollout.top_k and top_p, which the trainer does not know.
+    """
+    wide = (values.astype(np.float64) for values in (answers.rescored["logp"], answers.logp))
+    trainer, sampler = (values[answers.mask] for values in wide)
+    apart = trainer - sampler
+    return {
+        "mean": _mean_or_zero(np.abs(apart)),
+        "max": float(np.abs(apart).max(initial=0)),
+        "kl": _mean_or_zero(np.expm1(apart) - apart),
+        "tokens": len(apart),
+    }
+
+
+def _mean_or_zero(values: np.ndarray) -> float:
+    return float(values.mean()) if len(values) else 0.0

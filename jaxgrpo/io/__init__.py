@@ -1,1 +1,0 @@
-"""The edge of the package: model folders, checkpoints, data and run files."""

@@ -1,0 +1,1 @@
+"""Hugging Face checkpoints, read and written."""

@@ -1,0 +1,288 @@
+"""Model folders as Hugging Face writes them: config.json, safetensors, tokenizer. Both ways.
+
+A path is a local folder, or else the name of a model on the hub ("owner/name"), which is then
+fetched: nothing else here uses the network. Pickled weights and code that comes with a checkpoint
+are refused.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.experimental import multihost_utils
+from jax.sharding import Sharding
+
+from jaxgrpo.core.errors import InputError
+from jaxgrpo.core.types import Params
+from jaxgrpo.data import hub
+from jaxgrpo.models.api import Model
+from jaxgrpo.models.config import ModelConfig
+from jaxgrpo.models.hf import qwen3, weights
+
+MAX_NAMES = 8  # tensors named in an error message
+MAX_REASON = 200  # characters of another library's message in ours
+
+
+def read_config(path: str | os.PathLike[str]) -> ModelConfig:
+    """The ModelConfig of a model folder; its dtype is that of the stored weights.
+
+    Raises: InputError naming every field that is missing or asks for what is not built.
+    """
+    source = find_folder(path) / "config.json"
+    if not source.is_file():
+        raise InputError(f"{source} does not exist: give the folder of a Hugging Face model")
+    try:
+        fields = json.loads(source.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise InputError(f"{source} is not JSON ({error}): copy the model folder anew") from error
+    return qwen3.model_config(fields, str(source))
+
+
+def read_tokenizer(path: str | os.PathLike[str]) -> Any:
+    """The tokenizer of a model folder, by transformers, from the folder's files alone.
+
+    Raises: InputError where the folder holds none that can be read.
+    """
+    from transformers import AutoTokenizer
+
+    folder = find_folder(path)
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # transformers, tokenizers and json raise many kinds
+        reason = " ".join(str(error).split())[:MAX_REASON]
+        raise InputError(
+            f"{folder}: its tokenizer cannot be read ({type(error).__name__}: {reason}): put "
+            "tokenizer.json and tokenizer_config.json there, as tokenizer.save_pretrained writes"
+        ) from error
+
+
+def read_end_tokens(path: str | os.PathLike[str], tokenizer: Any) -> tuple[int, ...]:
+    """The tokens that end a text: the tokenizer's own, then those of generation_config.json.
+
+    Chat models have several (Qwen3: <|im_end|> and <|endoftext|>), of which a tokenizer knows one.
+    """
+    source = find_folder(path) / "generation_config.json"
+    try:
+        fields = json.loads(source.read_text(encoding="utf-8")) if source.is_file() else {}
+    except ValueError as error:
+        raise InputError(f"{source} is not JSON ({error}): copy the model folder anew") from error
+    more = fields.get("eos_token_id")
+    found = [tokenizer.eos_token_id, *(more if isinstance(more, list) else [more])]
+    return tuple(dict.fromkeys(token for token in found if token is not None))
+
+
+def end_fields(tokens: Sequence[int]) -> dict[str, Any]:
+    """What generation_config.json says of a model that ends at `tokens`."""
+    return {"eos_token_id": list(tokens) if len(tokens) > 1 else tokens[0]}
+
+
+def read_params(
+    path: str | os.PathLike[str], model: Model, dtype: str | None = None, shardings: Any = None
+) -> Params:
+    """The parameters of a model folder, in the layout of `model`.
+
+    Holds one leaf on the host at a time, and of it only what this process's devices keep.
+
+    Args:
+      dtype: of the result; None: what the model computes in, leaf by leaf (`model.shapes`).
+      shardings: tree of shardings like the parameters (over processes too); None: this process's
+        default device.
+
+    Raises: InputError naming tensors that are missing, unknown or of another shape.
+    """
+    folder = find_folder(path)
+    entries = qwen3.entries(model)
+    params: Params = jax.tree.map(lambda _: None, model.shapes)
+    with weights.open_weights(folder) as files:
+        _check_names(folder, {entry.name for entry in entries}, files, model.config.tie_embeddings)
+
+        def read(entry: qwen3.Entry) -> np.ndarray:
+            tensor = files[entry.name].get_tensor(entry.name)
+            if tensor.shape != entry.hf_shape:
+                raise InputError(
+                    f"{folder}: {entry.name} has shape {tensor.shape}, but config.json asks for "
+                    f"{entry.hf_shape}: the weights and the config belong to different models"
+                )
+            return qwen3.to_ours(entry, tensor)
+
+        for leaf_path, group in itertools.groupby(entries, key=lambda entry: entry.path):
+            parts = ((entry.period, read(entry)) for entry in group)
+            spec = _at(model.shapes, leaf_path)
+            held = str(spec.dtype) if dtype is None else dtype
+            sharding = None if shardings is None else _at(shardings, leaf_path)
+            _at(params, leaf_path[:-1])[leaf_path[-1]] = _place(spec.shape, held, sharding, parts)
+    return params
+
+
+def save_model(
+    path: str | os.PathLike[str],
+    model: Model,
+    params: Params,
+    tokenizer: Any = None,
+    generation_config: Mapping[str, Any] | None = None,
+    max_shard_bytes: int = 5_000_000_000,
+    card: str | None = None,
+) -> None:
+    """Writes an ordinary Hugging Face folder, whole or not at all.
+
+    Every process calls it, since arrays laid out over processes are gathered, tensor by tensor;
+    process 0 writes, and none returns before the folder stands. A model folder that is already
+    there is replaced.
+
+    Args:
+      tokenizer: anything with `save_pretrained(folder)`; its special tokens go into the configs.
+      generation_config: fields of generation_config.json, over those the tokenizer gives.
+      max_shard_bytes: weights beyond it are split over several files with an index.
+      card: text of the folder's README.md, the model card.
+
+    Raises: InputError where Qwen3 cannot express the model, or `path` holds other files.
+    """
+    entries = qwen3.entries(model)
+    dtype = {str(leaf.dtype) for leaf in jax.tree.leaves(params)}
+    if len(dtype) != 1:
+        raise InputError(f"save_model: parameters of several dtypes {sorted(dtype)}: cast to one")
+    fields = qwen3.config_fields(model.config, *dtype)
+    itemsize = jax.tree.leaves(params)[0].dtype.itemsize
+    sizes = {entry.name: math.prod(entry.shape) * itemsize for entry in entries}
+    tensors = _gathered(params, entries)
+    if jax.process_index() == 0:
+        tokens = _special_tokens(tokenizer)
+        with weights.replaced(Path(path).absolute()) as folder:
+            _write_configs(folder, {**fields, **tokens}, {**tokens, **(generation_config or {})})
+            if tokenizer is not None:
+                tokenizer.save_pretrained(folder)
+            if card is not None:
+                (folder / "README.md").write_text(card, encoding="utf-8")
+            weights.write_weights(folder, tensors, weights.plan_shards(sizes, max_shard_bytes))
+    else:
+        for _ in tensors:  # takes part in the gathers, keeps nothing
+            pass
+    if jax.process_count() > 1:
+        multihost_utils.sync_global_devices("jaxgrpo save_model")
+
+
+def find_folder(path: str | os.PathLike[str], revision: str | None = None) -> Path:
+    """The local folder of a model: `path` itself, or the hub's files fetched into its cache.
+
+    Args:
+      revision: of the hub: a branch, tag or commit.
+
+    Raises: InputError where `path` is neither a folder nor a model that the hub gives.
+    """
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        return folder
+    if not isinstance(path, str) or not hub.is_name(path):
+        raise InputError(
+            f"model.path = {str(path)!r} is no folder: give one that holds a Hugging Face model, "
+            "or a name on the hub, owner/name"
+        )
+    return hub.fetch_model(path, revision)
+
+
+def _check_names(folder: Path, expected: set[str], files: Mapping[str, Any], tied: bool) -> None:
+    def listed(names: set[str]) -> str:
+        more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
+        return ", ".join(sorted(names)[:MAX_NAMES]) + more
+
+    found = set(files)
+    head, embed = qwen3.TIED_HEAD
+    if tied and head in found:
+        found.remove(head)
+        same = embed in files and np.array_equal(
+            files[head].get_tensor(head), files[embed].get_tensor(embed)
+        )
+        if not same:
+            raise InputError(
+                f"{folder}: tie_word_embeddings is true, but {head} differs from {embed}: set "
+                "tie_word_embeddings to false in config.json, or remove the tensor"
+            )
+    problems = []
+    if expected - found:
+        problems.append(f"missing: {listed(expected - found)}")
+    if found - expected:
+        problems.append(f"unknown: {listed(found - expected)}")
+    if problems:
+        raise InputError(
+            f"{folder}: the tensors are not those that config.json describes; "
+            + "; ".join(problems)
+        )
+
+
+def _at(tree: Any, path: tuple[str, ...]) -> Any:
+    for key in path:
+        tree = tree[key]
+    return tree
+
+
+def _place(
+    shape: tuple[int, ...],
+    dtype: str,
+    sharding: Sharding | None,
+    parts: Iterator[tuple[int | None, np.ndarray]],
+) -> Array:
+    """One leaf from its tensors (period or None for the whole leaf, values), read once each."""
+
+    def bounds(index: Any) -> tuple[tuple[int, int], ...]:
+        return tuple(s.indices(size)[:2] for s, size in zip(index, shape, strict=True))
+
+    whole = tuple(slice(size) for size in shape)
+    held: list[Any] = [whole]
+    if sharding is not None:
+        held = list(sharding.addressable_devices_indices_map(shape).values())
+    buffers = {}  # one per distinct part, however many devices keep it
+    for index in map(bounds, held):
+        buffers[index] = np.empty([stop - start for start, stop in index], jnp.dtype(dtype))
+    for period, tensor in parts:
+        for index, buffer in buffers.items():
+            if period is None:
+                buffer[...] = tensor[tuple(slice(*span) for span in index)]
+            elif index[0][0] <= period < index[0][1]:
+                cut = tensor[tuple(slice(*span) for span in index[1:])]
+                buffer[period - index[0][0]] = cut
+    if sharding is None:
+        return jax.device_put(buffers[bounds(whole)], may_alias=False)
+    return jax.make_array_from_callback(shape, sharding, lambda index: buffers[bounds(index)])
+
+
+@jax.jit
+def _period(leaf: Array, period: int | Array) -> Array:
+    return jax.lax.dynamic_index_in_dim(leaf, period, keepdims=False)
+
+
+def _gathered(params: Params, entries: list[qwen3.Entry]) -> Iterator[tuple[str, np.ndarray]]:
+    """Every tensor under its Hugging Face name and in that layout, whole on every process."""
+    for entry in entries:
+        leaf = _at(params, entry.path)
+        if entry.period is not None:
+            leaf = _period(leaf, entry.period)
+        if isinstance(leaf, Array) and not leaf.is_fully_addressable:
+            leaf = multihost_utils.process_allgather(leaf, tiled=True)
+        yield entry.name, qwen3.to_hf(entry, np.asarray(leaf))
+
+
+def _special_tokens(tokenizer: Any) -> dict[str, int]:
+    names = ("bos_token_id", "eos_token_id", "pad_token_id")
+    found = {name: getattr(tokenizer, name, None) for name in names}
+    return {name: token for name, token in found.items() if token is not None}
+
+
+def _write_configs(folder: Path, fields: Mapping[str, Any], generation: Mapping[str, Any]) -> None:
+    from transformers import GenerationConfig, Qwen3Config
+
+    Qwen3Config(**fields).save_pretrained(folder)
+    # Readers older than transformers 5 look for the base frequency here, and else take 10 000.
+    written = json.loads((folder / "config.json").read_text())
+    written["rope_theta"] = fields["rope_parameters"]["rope_theta"]
+    (folder / "config.json").write_text(json.dumps(written, indent=2, sort_keys=True) + "\n")
+    GenerationConfig(**generation).save_pretrained(folder)

@@ -1,0 +1,225 @@
+"""Qwen3 as data: our parameter paths and Hugging Face's tensor names, our config and theirs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from jaxgrpo.core.errors import InputError
+from jaxgrpo.models.api import Model
+from jaxgrpo.models.config import LayerKind, ModelConfig
+
+ARCHITECTURE = "Qwen3ForCausalLM"
+TIED_HEAD = ("lm_head.weight", "model.embed_tokens.weight")
+"""A tied checkpoint may hold the embedding a second time, as the head."""
+
+ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+
+
+class HFWeight(NamedTuple):
+    """A tensor's Hugging Face name, and how its layout differs from ours.
+
+    `inputs` counts our leading dimensions that are inputs of a linear map: Hugging Face flattens
+    inputs and outputs and keeps the outputs first. None: the same layout.
+    """
+
+    name: str
+    inputs: int | None = None
+
+
+TOP: Mapping[str, HFWeight] = {
+    "embed/table": HFWeight("model.embed_tokens.weight"),
+    "final_norm/scale": HFWeight("model.norm.weight"),
+    "head/table": HFWeight("lm_head.weight"),
+}
+LAYER: Mapping[str, HFWeight] = {  # each name follows "model.layers.{layer}."
+    "attention_norm/scale": HFWeight("input_layernorm.weight"),
+    "attention/query/kernel": HFWeight("self_attn.q_proj.weight", inputs=1),
+    "attention/query/bias": HFWeight("self_attn.q_proj.bias", inputs=0),
+    "attention/query_norm/scale": HFWeight("self_attn.q_norm.weight"),
+    "attention/key/kernel": HFWeight("self_attn.k_proj.weight", inputs=1),
+    "attention/key/bias": HFWeight("self_attn.k_proj.bias", inputs=0),
+    "attention/key_norm/scale": HFWeight("self_attn.k_norm.weight"),
+    "attention/value/kernel": HFWeight("self_attn.v_proj.weight", inputs=1),
+    "attention/value/bias": HFWeight("self_attn.v_proj.bias", inputs=0),
+    "attention/out/kernel": HFWeight("self_attn.o_proj.weight", inputs=2),
+    "attention/out/bias": HFWeight("self_attn.o_proj.bias", inputs=0),
+    "feed_forward_norm/scale": HFWeight("post_attention_layernorm.weight"),
+    "feed_forward/gate/kernel": HFWeight("mlp.gate_proj.weight", inputs=1),
+    "feed_forward/up/kernel": HFWeight("mlp.up_proj.weight", inputs=1),
+    "feed_forward/down/kernel": HFWeight("mlp.down_proj.weight", inputs=1),
+}
+
+
+class Entry(NamedTuple):
+    """One tensor of a checkpoint and its place among our parameters."""
+
+    name: str  # Hugging Face's
+    path: tuple[str, ...]  # of our leaf
+    period: int | None  # its index in a leaf stacked over periods; None: the whole leaf
+    shape: tuple[int, ...]  # ours, of this layer
+    inputs: int | None  # as in HFWeight
+
+    @property
+    def hf_shape(self) -> tuple[int, ...]:
+        if self.inputs is None:
+            return self.shape
+        outputs = math.prod(self.shape[self.inputs :])
+        return (outputs, math.prod(self.shape[: self.inputs])) if self.inputs else (outputs,)
+
+
+def entries(model: Model) -> list[Entry]:
+    """All tensors of the model, leaf by leaf.
+
+    Raises: InputError for a parameter that Qwen3 has no name for.
+    """
+    config, found = model.config, []
+    pattern = len(config.pattern)
+    for keys, spec in jax.tree_util.tree_leaves_with_path(model.shapes):
+        path = tuple(str(key.key) for key in keys)
+        in_layer = path[0] in ("blocks", "rest")
+        weight = (LAYER if in_layer else TOP).get("/".join(path[2:] if in_layer else path))
+        if weight is None:
+            raise InputError(f'{"/".join(path)}: family "qwen3" has no tensor for this parameter')
+        name, inputs = weight
+        if not in_layer:
+            found.append(Entry(name, path, None, spec.shape, inputs))
+        elif path[0] == "rest":
+            layer = config.periods * pattern + int(path[1])
+            found.append(Entry(f"model.layers.{layer}.{name}", path, None, spec.shape, inputs))
+        else:
+            for period in range(config.periods):
+                full = f"model.layers.{period * pattern + int(path[1])}.{name}"
+                found.append(Entry(full, path, period, spec.shape[1:], inputs))
+    return found
+
+
+def to_ours(entry: Entry, tensor: np.ndarray) -> np.ndarray:
+    """A view of a checkpoint's tensor in our layout."""
+    return (tensor if entry.inputs is None else tensor.T).reshape(entry.shape)
+
+
+def to_hf(entry: Entry, tensor: np.ndarray) -> np.ndarray:
+    """Our parameter in the layout of a checkpoint, contiguous."""
+    if entry.inputs is not None:
+        tensor = tensor.reshape(entry.hf_shape[::-1]).T
+    return np.ascontiguousarray(tensor)
+
+
+def model_config(fields: Mapping[str, Any], source: str) -> ModelConfig:
+    """The ModelConfig of a config.json's fields, in the form of transformers 4 or 5.
+
+    Raises: InputError naming every field of `source` that is missing or asks for what is not built.
+    """
+    problems = _unsupported(fields)
+    names = {
+        "vocab_size": "vocab_size",
+        "hidden_size": "hidden_size",
+        "intermediate_size": "intermediate_size",
+        "num_layers": "num_hidden_layers",
+        "num_heads": "num_attention_heads",
+        "num_kv_heads": "num_key_value_heads",
+    }
+    problems += [f"{name}: missing" for name in names.values() if name not in fields]
+    if problems:
+        raise InputError("\n  ".join([f"{source} is not a Qwen3 that can be built:", *problems]))
+    rope = _rope(fields)
+    # What transformers assumes where the file is silent.
+    return ModelConfig(
+        family="qwen3",
+        **{ours: fields[theirs] for ours, theirs in names.items()},
+        head_dim=fields.get("head_dim") or 128,
+        pattern=(LayerKind(rope_theta=float(rope.get("rope_theta", 10_000.0))),),
+        rms_norm_eps=fields.get("rms_norm_eps", 1e-6),
+        tie_embeddings=fields.get("tie_word_embeddings", False),
+        attention_bias=fields.get("attention_bias", False),
+        activation=ACTIVATIONS[fields.get("hidden_act", "silu")],
+        max_positions=fields.get("max_position_embeddings", 32_768),
+        dtype=fields.get("dtype") or fields.get("torch_dtype") or "float32",
+    )
+
+
+def _rope(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Rotary settings: `rope_parameters` in transformers 5, two fields before."""
+    old = {"rope_theta": fields["rope_theta"]} if "rope_theta" in fields else {}
+    scaling = fields.get("rope_scaling") or {}
+    return {**old, **scaling, **(fields.get("rope_parameters") or {})}
+
+
+def _unsupported(fields: Mapping[str, Any]) -> list[str]:
+    problems = []
+
+    def expect(met: bool, name: str, expected: str) -> None:
+        if not met:
+            problems.append(f"{name} = {fields.get(name)!r}: {expected}")
+
+    def silent(name: str) -> bool:
+        return not fields.get(name)
+
+    expect(fields.get("model_type") == "qwen3", "model_type", 'only "qwen3" is built')
+    architectures = fields.get("architectures") or [ARCHITECTURE]
+    expect(architectures == [ARCHITECTURE], "architectures", f"only {ARCHITECTURE} is built")
+    expect(silent("auto_map"), "auto_map", "code that comes with a checkpoint is never run")
+    expect(silent("quantization_config"), "quantization_config", "only plain weights are read")
+    expect(silent("use_sliding_window"), "use_sliding_window", "Qwen3 is built without windows")
+    kinds = set(fields.get("layer_types") or ())
+    expect(kinds <= {"full_attention"}, "layer_types", 'only "full_attention" is built')
+    expect(silent("attention_dropout"), "attention_dropout", "dropout is not built; set it to 0")
+    known = ", ".join(ACTIVATIONS)
+    expect(fields.get("hidden_act", "silu") in ACTIVATIONS, "hidden_act", f"known are {known}")
+    dtype = "dtype" if "dtype" in fields else "torch_dtype"
+    known = ("float32", "bfloat16", "float16", None)
+    expect(fields.get(dtype) in known, dtype, "known are float32, bfloat16, float16")
+    for name in ("rope_parameters", "rope_scaling"):
+        rope = fields.get(name) or {}
+        plain = rope.get("rope_type", rope.get("type", "default")) == "default"
+        plain = plain and set(rope) <= {"rope_theta", "rope_type", "type"}
+        expect(plain, name, "scaled or partial rotary positions are not built")
+    return problems
+
+
+def config_fields(config: ModelConfig, dtype: str) -> dict[str, Any]:
+    """The fields of config.json for a model whose weights are stored in `dtype`.
+
+    Raises: InputError naming every field of the config that Qwen3 cannot express.
+    """
+    kind = config.pattern[0]
+    plain = {
+        "family": config.family == "qwen3",
+        "pattern": all(other == kind for other in config.pattern) and kind.window is None,
+        "query_key_norm": config.query_key_norm,
+        "norm_offset": config.norm_offset == 0.0,
+        "sandwich_norms": not config.sandwich_norms,
+        "embedding_scale": config.embedding_scale == 1.0,
+        "query_scale": config.query_scale in (None, config.head_dim**-0.5),
+        "dtype": dtype in ("float32", "bfloat16", "float16"),
+    }
+    problems = [
+        f"{name} = {getattr(config, name)!r}: Qwen3 has no such model"
+        for name, fits in plain.items()
+        if not fits
+    ]
+    if problems:
+        raise InputError("\n  ".join(["this model cannot be saved as a Qwen3:", *problems]))
+    activations = {ours: theirs for theirs, ours in ACTIVATIONS.items()}
+    return {
+        "architectures": [ARCHITECTURE],
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "rms_norm_eps": config.rms_norm_eps,
+        "tie_word_embeddings": config.tie_embeddings,
+        "attention_bias": config.attention_bias,
+        "hidden_act": activations[config.activation],
+        "max_position_embeddings": config.max_positions,
+        "rope_parameters": {"rope_type": "default", "rope_theta": kind.rope_theta},
+        "dtype": dtype,
+    }

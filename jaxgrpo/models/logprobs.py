@@ -1,0 +1,223 @@
+"""Log-probabilities of chosen tokens, chunk by chunk: no [B, T, V] array is ever whole."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Float, Int
+
+from jaxgrpo.core.metrics import accumulate_dtype
+
+LOGITS_PER_CHUNK = 2**20
+TOKENS_PER_CHUNK = 256
+"""Tokens of one bin held at a time: LOGITS_PER_CHUNK / V, at least TOKENS_PER_CHUNK.
+
+Measured on a 2-core CPU (benchmarks/logprobs.py). Small vocabularies like chunks that stay in the
+cache. Of large ones every chunk reads the head and adds to its gradient: below 128 tokens that
+traffic is more than the products. A GPU or TPU has some 200 FLOP per byte and wants 1024 to 2048.
+"""
+
+Entropy = Literal["none", "value", "gradient"]
+"""Whether the entropy is computed, and whether it carries gradient."""
+
+
+def token_logprobs(
+    unembed: Callable[[Array], Array],
+    hidden: Float[Array, "D N E"],
+    targets: Int[Array, "D N"],
+    *,
+    temperature: float = 1.0,
+    entropy: Entropy = "none",
+    logits_per_chunk: int | None = None,
+) -> tuple[Float[Array, "D N"], Float[Array, "D N"] | None]:
+    """Log-probability of each target, and the entropy of the distribution it was drawn from.
+
+        z = unembed(hidden) / temperature
+        logp = z[target] - logsumexp(z)
+        entropy = logsumexp(z) - sum_v softmax(z)_v z_v
+
+    Tokens are taken in chunks along N; D, the sharded dimension, stays whole, and the vocabulary
+    stays sharded as `unembed` gives it. Of a chunk's logits nothing is kept but logsumexp and
+    entropy; the backward pass computes them again, and with p = softmax(z), for cotangents a of
+    logp and b of the entropy,
+
+        d loss / d z = a (onehot(target) - p) - b p (log p + entropy)
+
+    Gradients of what `unembed` reads are summed over chunks in at least float32. Only reverse mode,
+    once.
+
+    Args:
+      unembed: hidden [D, n, E] -> logits [D, n, V]. Arrays it closes over get their gradients; any
+        differentiable function will do.
+      temperature: of the sampling distribution, so that ratios compare like with like.
+      entropy: "none" costs nothing and gives None; "value" carries no gradient.
+      logits_per_chunk: upper bound on n * V of one chunk and bin; None: see `TOKENS_PER_CHUNK`.
+
+    Returns: (logp, entropy) in at least float32, in nats.
+    """
+    vocab = jax.eval_shape(unembed, hidden[:, :1]).shape[-1]
+    chunk = min(tokens_per_chunk(vocab, logits_per_chunk), hidden.shape[1])
+    # What unembed closes over becomes an argument, so that a gradient can be returned for it.
+    converted, read = jax.closure_convert(unembed, hidden[:, :chunk])
+    settings = _Settings(converted, temperature, entropy, chunk)
+    return _token_logprobs(settings, tuple(read), hidden, targets)
+
+
+def token_confidence(
+    unembed: Callable[[Array], Array],
+    hidden: Float[Array, "D N E"],
+    *,
+    k: int = 20,
+    temperature: float = 1.0,
+    logits_per_chunk: int | None = None,
+) -> Float[Array, "D N"]:
+    """How peaked the distribution of the next token is at each position.
+
+        p = softmax(unembed(hidden) / temperature)
+        C = -(1 / k) sum of log p_v over the k likeliest v
+
+    High is peaked: all but the first of the k are then unlikely. It is log k at least, where
+    k tokens share all probability. The token that was drawn plays no part. Chunked as
+    `token_logprobs` is; no gradient.
+
+    Args:
+      unembed: hidden [D, n, E] -> logits [D, n, V].
+      k: more than V: V, and C = log V + KL(uniform || p).
+      temperature: of the sampling distribution.
+      logits_per_chunk: as in `token_logprobs`.
+
+    Returns: C in at least float32, in nats; inf where fewer than k tokens have any probability.
+    Source: Fu et al. 2025 (DeepConf), arXiv 2508.15260: k = 20. There the log-probs are what the
+      inference engine reports, of the model before temperature by default in vLLM.
+    """
+    vocab = jax.eval_shape(unembed, hidden[:, :1]).shape[-1]
+    chunk = min(tokens_per_chunk(vocab, logits_per_chunk), hidden.shape[1])
+
+    def one(carry: None, hidden: Array) -> tuple[None, Array]:
+        logits = unembed(jax.lax.stop_gradient(hidden))
+        z = logits.astype(accumulate_dtype(logits.dtype)) / temperature
+        likeliest, _ = jax.lax.top_k(z, min(k, vocab))
+        return carry, jax.nn.logsumexp(z, axis=-1) - likeliest.mean(-1)
+
+    _, pieces = jax.lax.scan(one, None, _split(chunk, hidden))
+    return jax.lax.stop_gradient(_join(pieces, hidden.shape[1]))
+
+
+def tokens_per_chunk(logits_per_token: int, logits_per_chunk: int | None = None) -> int:
+    """How many tokens of a bin are held at a time; `logits_per_chunk` as in `token_logprobs`."""
+    if logits_per_chunk is None:
+        return max(TOKENS_PER_CHUNK, LOGITS_PER_CHUNK // logits_per_token)
+    return max(1, logits_per_chunk // logits_per_token)
+
+
+class _Settings(NamedTuple):
+    """What is static in a pass."""
+
+    unembed: Callable[..., Array]  # (hidden, *what it reads) -> logits
+    temperature: float
+    entropy: Entropy
+    chunk: int  # tokens of one bin
+
+    def scaled(self, logits: Array) -> Array:
+        return logits.astype(accumulate_dtype(logits.dtype)) / self.temperature
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _token_logprobs(settings: _Settings, read: Any, hidden: Array, targets: Array):
+    logp, _, entropy = _values(settings, read, hidden, targets)
+    return logp, entropy
+
+
+def _forward(settings: _Settings, read: Any, hidden: Array, targets: Array):
+    logp, total, entropy = _values(settings, read, hidden, targets)
+    return (logp, entropy), (read, hidden, targets, total, entropy)
+
+
+def _backward(settings: _Settings, saved: Any, cotangents: tuple[Array, Array | None]):
+    read, hidden, targets, total, entropy = saved
+    a, b = cotangents
+    b = b if settings.entropy == "gradient" else None
+
+    def one(sums: Any, xs: Any):
+        hidden, *rest = xs
+        logits, pull = jax.vjp(settings.unembed, hidden, *read)
+        d_logits = _logits_gradient(settings, logits, *rest).astype(logits.dtype)
+        d_hidden, *d_read = pull(d_logits)
+        sums = jax.tree.map(lambda whole, part: whole + part.astype(whole.dtype), sums, d_read)
+        return sums, d_hidden
+
+    zeros = [jnp.zeros(leaf.shape, accumulate_dtype(leaf.dtype)) for leaf in read]
+    chunks = _split(settings.chunk, (hidden, targets, total, entropy, a, b))
+    sums, d_hidden = jax.lax.scan(one, zeros, chunks)
+    d_read = tuple(d.astype(leaf.dtype) for d, leaf in zip(sums, read, strict=True))
+    return d_read, _join(d_hidden, hidden.shape[1]), None
+
+
+_token_logprobs.defvjp(_forward, _backward)
+
+
+def _values(settings: _Settings, read: Any, hidden: Array, targets: Array):
+    """(logp, logsumexp, entropy or None) [D, N]."""
+
+    def one(carry: None, xs: tuple[Array, Array]):
+        hidden, targets = xs
+        z = settings.scaled(settings.unembed(hidden, *read))
+        highest = z.max(-1)
+        shifted = z - highest[..., None]
+        weight = jnp.exp(shifted)
+        mass = weight.sum(-1)
+        log_mass = jnp.log(mass)
+        total = highest + log_mass
+        chosen = jnp.where(_is_target(z, targets), z, 0).sum(-1)
+        entropy = None
+        if settings.entropy != "none":
+            # As a product: of a sum, XLA computes the exponentials again, one by one on a CPU.
+            expected = jnp.einsum("dnv,dnv->dn", weight, shifted, precision="highest")
+            entropy = log_mass - expected / mass
+        return carry, (chosen - total, total, entropy)
+
+    _, pieces = jax.lax.scan(one, None, _split(settings.chunk, (hidden, targets)))
+    return _join(pieces, hidden.shape[1])
+
+
+def _logits_gradient(settings, logits, targets, total, entropy, a, b) -> Array:
+    """d loss / d logits of one chunk, from the cotangents a of logp and b of the entropy."""
+    z = settings.scaled(logits)
+    log_p = z - total[..., None]
+    slope = a[..., None]
+    if b is not None:
+        slope = slope + b[..., None] * (log_p + entropy[..., None])
+    gradient = jnp.where(_is_target(z, targets), a[..., None], 0) - jnp.exp(log_p) * slope
+    return gradient / settings.temperature
+
+
+def _is_target(z: Array, targets: Array) -> Array:
+    # A comparison stays on the shard that holds the token; a gather would collect the logits.
+    return jax.lax.broadcasted_iota(targets.dtype, z.shape, z.ndim - 1) == targets[..., None]
+
+
+def _split(chunk: int, tree: Any) -> Any:
+    """Leaves [D, N, ...] as [chunks, D, chunk, ...], the last one filled up with zeros."""
+
+    def one(leaf: Array) -> Array:
+        bins, length, *rest = leaf.shape
+        count = -(-length // chunk)
+        padding = [(0, 0), (0, count * chunk - length), *[(0, 0)] * len(rest)]
+        return jnp.moveaxis(jnp.pad(leaf, padding).reshape(bins, count, chunk, *rest), 1, 0)
+
+    return jax.tree.map(one, tree)
+
+
+def _join(tree: Any, length: int) -> Any:
+    """The inverse of `_split`."""
+
+    def one(leaf: Array) -> Array:
+        count, bins, chunk, *rest = leaf.shape
+        return jnp.moveaxis(leaf, 0, 1).reshape(bins, count * chunk, *rest)[:, :length]
+
+    return jax.tree.map(one, tree)

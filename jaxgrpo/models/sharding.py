@@ -1,0 +1,174 @@
+"""The mesh, and the rules that lay parameters and data out on it by logical axis names."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from jax import Array
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from jaxgrpo.core.errors import InputError
+from jaxgrpo.core.types import Params
+from jaxgrpo.models.api import Constrain
+
+AXES = ("data", "fsdp", "tensor", "context")
+
+Rules = Mapping[str, str | tuple[str, ...] | None]
+
+TRAINING: Rules = {
+    # activations
+    "bins": ("data", "fsdp"),
+    "rows": None,
+    "sequence": "context",
+    # parameters
+    "vocab": "tensor",
+    "embed": "fsdp",
+    "heads": "tensor",
+    "kv_heads": "tensor",
+    "head_dim": None,
+    "mlp": "tensor",
+    "norm": None,
+    "layers": None,
+}
+"""Logical axis -> mesh axes. A logical axis without a rule is an error."""
+
+SAMPLING: Rules = {**TRAINING, "embed": None}
+"""Decoding reads every weight at every token, so parameters are gathered over fsdp once, before."""
+
+
+def make_mesh(
+    data: int = 0, fsdp: int = 1, tensor: int = 1, context: int = 1, devices: Any = None
+) -> Mesh:
+    """A mesh with axes (data, fsdp, tensor, context); `data` = 0 takes the devices left over.
+
+    Raises: InputError where the product of the sizes is not the number of devices.
+    """
+    devices = jax.devices() if devices is None else list(devices)
+    others = fsdp * tensor * context
+    if data == 0:
+        data = max(1, len(devices) // others)
+    sizes = dict(zip(AXES, (data, fsdp, tensor, context), strict=True))
+    if math.prod(sizes.values()) != len(devices):
+        given = " x ".join(f"{name} {size}" for name, size in sizes.items())
+        raise InputError(
+            f"mesh: {given} = {math.prod(sizes.values())} devices, but there are {len(devices)}: "
+            "choose sizes whose product is the number of devices (data = 0 takes what is left)"
+        )
+    if devices[0].platform == "cpu" and devices == jax.devices():
+        array = np.asarray(devices).reshape(tuple(sizes.values()))
+        return Mesh(array, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+    from jax.experimental import mesh_utils
+
+    array = mesh_utils.create_device_mesh(
+        tuple(sizes.values()), devices=devices, allow_split_physical_axes=True
+    )
+    return Mesh(array, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def num_bins(mesh: Mesh) -> int:
+    """D, the number of shards of the batch: data x fsdp."""
+    return mesh.shape["data"] * mesh.shape["fsdp"]
+
+
+def spec(axes: tuple[str | None, ...], rules: Rules = TRAINING) -> PartitionSpec:
+    """The partition of an array by the logical names of its dimensions.
+
+    Raises: InputError for a name without a rule.
+    """
+    for name in axes:
+        if name is not None and name not in rules:
+            raise InputError(
+                f"sharding: logical axis {name!r} of {axes} has no rule; known: {', '.join(rules)}"
+            )
+    return PartitionSpec(*(None if name is None else rules[name] for name in axes))
+
+
+def named(mesh: Mesh, *axes: str | None, rules: Rules = TRAINING) -> NamedSharding:
+    return NamedSharding(mesh, spec(axes, rules))
+
+
+def replicated(mesh: Mesh) -> NamedSharding:
+    return NamedSharding(mesh, PartitionSpec())
+
+
+def param_shardings(mesh: Mesh, axes: Params, shapes: Params, rules: Rules = TRAINING) -> Params:
+    """A tree of NamedSharding for parameters, from their logical axes.
+
+    Raises: InputError, with every parameter whose dimension its mesh axes do not divide.
+    """
+    problems: list[str] = []
+
+    def one(path, names: tuple[str | None, ...], shape) -> NamedSharding:
+        partition = spec(names, rules)
+        for name, size, split in zip(names, shape.shape, partition, strict=True):
+            ways = _ways(mesh, split)
+            if size % ways:
+                problems.append(
+                    f"{jax.tree_util.keystr(path, simple=True, separator='/')}: dimension {name!r} "
+                    f"of size {size} is not divisible by {ways} (mesh axes {split})"
+                )
+        return NamedSharding(mesh, partition)
+
+    tree = jax.tree_util.tree_map_with_path(
+        one, axes, shapes, is_leaf=lambda node: isinstance(node, tuple)
+    )
+    if problems:
+        raise InputError(
+            "mesh: the model does not divide over it; use smaller tensor or fsdp sizes:\n  "
+            + "\n  ".join(problems)
+        )
+    return tree
+
+
+def check_divides(mesh: Mesh, what: str, size: int, logical: str) -> None:
+    """Raises InputError where the mesh does not divide a dimension of the data."""
+    split = TRAINING[logical]
+    ways = _ways(mesh, split)
+    if size % ways:
+        raise InputError(
+            f"{what} = {size}: must be a multiple of {ways}, the size of mesh axes {split}; "
+            f"use {math.ceil(size / ways) * ways} or change the mesh"
+        )
+
+
+def constrain(mesh: Mesh, rules: Rules = TRAINING) -> Constrain:
+    """The function that models call on activations. A dimension of size 1 stays whole."""
+
+    def apply(value: Array, axes: tuple[str | None, ...]) -> Array:
+        kept = tuple(
+            None if size == 1 else name for name, size in zip(axes, value.shape, strict=True)
+        )
+        return jax.lax.with_sharding_constraint(value, named(mesh, *kept, rules=rules))
+
+    return apply
+
+
+def put(value: Any, sharding: NamedSharding) -> Array:
+    """A host array, the same in every process, as a global array on the mesh."""
+    value = np.asarray(value)
+    return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index])
+
+
+def to_host(tree: Any) -> Any:
+    """Every leaf whole, as NumPy, in every process."""
+
+    def one(leaf: Any) -> Any:
+        if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
+            if leaf.is_fully_replicated:
+                return np.asarray(leaf.addressable_data(0))
+            from jax.experimental import multihost_utils
+
+            return np.asarray(multihost_utils.process_allgather(leaf, tiled=True))
+        return np.asarray(leaf)
+
+    return jax.tree.map(one, tree)
+
+
+def _ways(mesh: Mesh, split: str | tuple[str, ...] | None) -> int:
+    if split is None:
+        return 1
+    return math.prod(mesh.shape[name] for name in ((split,) if isinstance(split, str) else split))

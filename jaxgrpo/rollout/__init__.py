@@ -1,0 +1,1 @@
+"""Which prompts a step takes, sampling, and the rewards of samples."""

@@ -1,0 +1,285 @@
+"""The host's part of a step: which prompts, what the tokens say, how rewards judge them."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.sharding import Mesh
+
+from jaxgrpo.config.keys import TrainKeys
+from jaxgrpo.core.metrics import mean, merge
+from jaxgrpo.core.types import Prompts, Rollouts, TrainState
+from jaxgrpo.data.chat import for_rewards
+from jaxgrpo.models import sharding
+from jaxgrpo.rewards import (
+    RewardError,
+    RewardFunction,
+    RewardLog,
+    TrainerState,
+    call_rewards,
+    flipped,
+)
+from jaxgrpo.rollout.gathering import gather_json
+from jaxgrpo.rollout.stream import PromptPolicy, make_prompts
+from jaxgrpo.training.rewarding import Reward
+from jaxgrpo.update.prepare import Prepared
+
+
+def put_prompts(mesh: Mesh, prompts: Prompts) -> Prompts:
+    """Host prompts on the mesh: P over the bins, the step everywhere."""
+
+    def put(leaf: Any) -> Array:
+        return sharding.put(leaf, sharding.named(mesh, *("bins", None)[: np.ndim(leaf)]))
+
+    return jax.tree.map(put, prompts)
+
+
+def make_selector(
+    mesh: Mesh, policy: PromptPolicy, encoded: Sequence[np.ndarray], geometry: Any, seed: int
+) -> Callable[[TrainState], tuple[Prompts, TrainState]]:
+    """The function that asks the prompt policy for the next step's prompts."""
+
+    def select(state: TrainState) -> tuple[Prompts, TrainState]:
+        cursor = int(sharding.to_host(state.cursor))
+        ordinals = policy.select(state.prompt_policy_state, cursor, geometry.num_prompts)
+        prompts = make_prompts(
+            ordinals,
+            encoded,
+            max_prompt_tokens=geometry.max_prompt_tokens,
+            seed=seed,
+            step=int(sharding.to_host(state.step)),
+        )
+        after = sharding.put(np.int32(ordinals.max() + 1), sharding.replicated(mesh))
+        return put_prompts(mesh, prompts), dataclasses.replace(state, cursor=after)
+
+    return select
+
+
+def make_observer(
+    policy: PromptPolicy,
+    num_prompts: int,
+    prepare: Callable[[TrainState, Rollouts], tuple[TrainState, Prepared]],
+) -> Callable[[TrainState, Rollouts], tuple[TrainState, Prepared]]:
+    """`prepare`, which then shows the prompt policy every group that it was given.
+
+    Here, and not as a function of its own, since a loop that forgot to call it would train on with
+    a policy that learns nothing.
+    """
+
+    def prepare_and_observe(state: TrainState, rollouts: Rollouts) -> tuple[TrainState, Prepared]:
+        before = state.prompt_policy_state
+        state, prepared = prepare(state, rollouts)
+        if policy.chance is not None:
+            step, cursor = sharding.to_host((state.step, state.cursor))
+            logged = {
+                "prompts/eligible": policy.chance(before, num_prompts).mean(),
+                "prompts/skipped": cursor - (step + 1) * num_prompts,
+            }
+            more = {name: mean(jnp.float32(value)) for name, value in logged.items()}
+            prepared = prepared._replace(metrics=merge(prepared.metrics, more))
+        after = policy.observe(before, rollouts)
+        return dataclasses.replace(state, prompt_policy_state=after), prepared
+
+    return prepare_and_observe
+
+
+def decode_texts(tokenizer: Any, tokens: np.ndarray, mask: np.ndarray) -> list[str]:
+    """Texts of [N, T] tokens, up to the last one sampled, without special tokens."""
+    if not len(tokens):  # a process without a group; transformers takes [] for one empty text
+        return []
+    return tokenizer.batch_decode(completion_ids(tokens, mask), skip_special_tokens=True)
+
+
+def completion_ids(tokens: Any, mask: Any) -> list[list[int]]:
+    """Token ids of [N, T] completions, up to the last one sampled."""
+    length = np.where(mask.any(-1), mask.shape[-1] - np.argmax(mask[:, ::-1], axis=-1), 0)
+    return [row[:end].tolist() for row, end in zip(tokens, length, strict=True)]
+
+
+def judge_texts(
+    tokenizer: Any,
+    functions: Mapping[str, RewardFunction],
+    rows: Sequence[Mapping[str, Any]],
+    row: np.ndarray,
+    tokens: np.ndarray,
+    mask: np.ndarray,
+    *,
+    trainer_state: TrainerState | None = None,
+    on_error: Mapping[str, str] | None = None,
+) -> tuple[dict[str, np.ndarray], RewardLog]:
+    """Calls rewards on completions [P, G, T]; columns come from the data rows, once per sample.
+
+    With several processes each judges its share of the groups and all get everything.
+
+    Returns: name -> float32 [P, G], NaN = not scored; what the rewards logged, samples in order.
+    Raises: RewardError as `call_rewards` does, in every process.
+    """
+    groups, samples, steps = tokens.shape
+    owner = np.arange(groups) % jax.process_count()
+    own = owner == jax.process_index()
+    chosen = [rows[index] for index in row[own] for _ in range(samples)]
+    flat_tokens = tokens[own].reshape(-1, steps)
+    flat_mask = mask[own].reshape(-1, steps)
+    prompts, completions = for_rewards(
+        [entry["prompt"] for entry in chosen], decode_texts(tokenizer, flat_tokens, flat_mask)
+    )
+
+    def call() -> tuple[dict[str, np.ndarray], RewardLog]:
+        return call_rewards(
+            functions,
+            prompts=prompts,
+            completions=completions,
+            completion_ids=completion_ids(flat_tokens, flat_mask),
+            columns={n: [entry[n] for entry in chosen] for n in rows[0] if n != "prompt"},
+            trainer_state=trainer_state,
+            on_error=on_error,
+        )
+
+    shares = _everyone(call)
+    whole = {name: np.empty((groups, samples), np.float32) for name in functions}
+    for process, (scores, _) in enumerate(shares):
+        for name, values in scores.items():
+            whole[name][owner == process] = np.reshape(values, (-1, samples))
+    return whole, _merged([RewardLog(*log) for _, log in shares], owner, samples)
+
+
+def _everyone(call: Callable[[], tuple[dict[str, np.ndarray], RewardLog]]) -> list[Any]:
+    """What `call` gave in each process; where it fails in one it fails in all, and none waits."""
+    if jax.process_count() == 1:
+        return [call()]
+    try:
+        (scores, log), error = call(), None
+        mine = [{name: values.tolist() for name, values in scores.items()}, log]
+    except Exception as raised:
+        mine, error = str(raised), raised
+    shares = gather_json(mine)
+    if error is not None:
+        raise error
+    for process, share in enumerate(shares):
+        if isinstance(share, str):
+            raise RewardError(f"process {process}: {share}")
+    return shares
+
+
+def _merged(logs: Sequence[RewardLog], owner: np.ndarray, samples: int) -> RewardLog:
+    """The logs of all processes as one; a column that one of them lacks is None there."""
+    extra: dict[str, list[Any]] = {}
+    metrics: dict[str, tuple[float, int]] = {}
+    failed: dict[str, int] = {}
+    messages: dict[str, str] = {}
+    for process, log in enumerate(logs):
+        places = np.flatnonzero(np.repeat(owner == process, samples))
+        for column, values in log.extra.items():
+            whole = extra.setdefault(column, [None] * (len(owner) * samples))
+            for place, value in zip(places, values, strict=True):
+                whole[place] = value
+        for name, (total, count) in log.metrics.items():
+            before = metrics.get(name, (0.0, 0))
+            metrics[name] = (before[0] + total, before[1] + count)
+        for name, number in log.failed.items():
+            failed[name] = failed.get(name, 0) + number
+        messages = {**log.messages, **messages}
+    return RewardLog(extra, metrics, failed, messages)
+
+
+def make_rewarder(
+    mesh: Mesh,
+    tokenizer: Any,
+    rewards: Sequence[Reward],
+    rows: Sequence[Mapping[str, Any]],
+    columns: Mapping[str, np.ndarray],
+    keys: TrainKeys,
+) -> Callable[[Rollouts], tuple[Rollouts, RewardLog]]:
+    """The function that judges rollouts and adds the scores to them.
+
+    Args:
+      columns: numeric columns of the data, [rows, ...], that the method needs as fields.
+      keys: of the run; its steps stand in the rewards' `trainer_state`, and its seed says whose
+        rewards are turned over (`flip`).
+    """
+    noise = {entry.name: entry.flip for entry in rewards if entry.flip}
+    functions = {entry.name: entry.function for entry in rewards}
+    on_error = {entry.name: entry.on_error for entry in rewards}
+
+    def reward(rollouts: Rollouts) -> tuple[Rollouts, RewardLog]:
+        host = sharding.to_host((rollouts.row, rollouts.completion_tokens, rollouts.token_mask))
+        state = trainer_state_of(rollouts, len(rows), keys.steps)
+        scores, log = judge_texts(
+            tokenizer, functions, rows, *host, trainer_state=state, on_error=on_error
+        )
+        if noise:
+            ordinal = sharding.to_host(rollouts.ordinal)
+            scores, log = flipped(scores, log, noise, keys.seed, state.global_step, ordinal)
+        layout = sharding.named(mesh, "bins", None)
+        placed = {name: sharding.put(value, layout) for name, value in scores.items()}
+        by_prompt = sharding.named(mesh, "bins")
+        fields = {
+            name: sharding.put(column[host[0]], by_prompt) for name, column in columns.items()
+        }
+        judged = dataclasses.replace(rollouts, rewards=placed, fields={**rollouts.fields, **fields})
+        return judged, log
+
+    return reward
+
+
+def trainer_state_of(rollouts: Rollouts, num_rows: int, max_steps: int) -> TrainerState:
+    """Where the run stands when these rollouts are judged."""
+    step, ordinal = sharding.to_host((rollouts.step, rollouts.ordinal))
+    main = jax.process_index() == 0
+    return TrainerState(
+        global_step=int(step),
+        max_steps=max_steps,
+        epoch=float(ordinal.min() / num_rows),
+        num_train_epochs=math.ceil(max_steps * len(ordinal) / num_rows),
+        is_world_process_zero=main,
+        is_local_process_zero=main,
+    )
+
+
+def sample_rows(
+    tokenizer: Any,
+    rows: Sequence[Mapping[str, Any]],
+    rollouts: Rollouts,
+    advantage: Array,
+    number: int,
+    extra: Mapping[str, Sequence[Any]] | None = None,
+) -> Iterator[dict[str, Any]]:
+    """The samples of a step as rows of samples/step_N.jsonl, in order. Called by every process.
+
+    Args:
+      rows: of the data set.
+      advantage: [P, G].
+      number: of the step, which is the number of steps finished with it.
+      extra: column -> a value per sample, what rewards logged beside their scores.
+    """
+    host: Rollouts = sharding.to_host(rollouts)
+    advantage = sharding.to_host(advantage)
+    groups, samples, steps = host.token_mask.shape
+    ids = completion_ids(
+        host.completion_tokens.reshape(-1, steps), host.token_mask.reshape(-1, steps)
+    )
+    texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
+    for p, g in np.ndindex(groups, samples):
+        at = p * samples + g
+        logged = {column: values[at] for column, values in (extra or {}).items()}
+        yield {
+            "step": number,
+            "ordinal": int(host.ordinal[p]),
+            "row": int(host.row[p]),
+            "sample": g,
+            "prompt": rows[int(host.row[p])]["prompt"],
+            "completion": texts[at],
+            "completion_ids": ids[at],
+            "logps": host.behavior_logp[p, g, : len(ids[at])],
+            "rewards": {name: float(value[p, g]) for name, value in host.rewards.items()},
+            "advantage": float(advantage[p, g]),
+            "truncated": bool(host.truncated[p, g]),
+            **({"extra": logged} if logged else {}),
+        }

@@ -1,0 +1,305 @@
+"""Prompt policies with memory: which rows of the stream to leave out, by what became of them.
+
+Each remembers one success rate per row and walks the stream: an ordinal is taken where a draw from
+(seed, ordinal) alone falls below the chance of its row, so a resumed run repeats itself. Host code
+in NumPy, the same on every process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxgrpo.core.errors import InputError
+from jaxgrpo.core.names import call, find, suggest
+from jaxgrpo.core.types import Rollouts
+from jaxgrpo.models import sharding
+from jaxgrpo.rollout.stream import PromptPolicy, row_of, sequential
+
+Weights = Mapping[str, float]
+
+
+def no_positive_resampling(
+    threshold: float = 0.9,
+    decay: float = 0.0,
+    reward: str | None = None,
+    success: float = 0.5,
+    weights: Weights | None = None,
+) -> PromptPolicy:
+    """Leaves out rows whose success rate has reached a threshold: they are solved.
+
+    A row that is not sampled keeps its rate, so it stays out, unless fewer rows are left than a
+    step has prompts: then those of the lowest rate come back, as many as are missing.
+
+    Args:
+      threshold: the lowest success rate that leaves, in (0, 1].
+      decay: rate <- decay rate + (1 - decay) (rate of the group); 0 keeps the last group's.
+      reward: the one that judges success; None takes the weighted sum.
+      success: the lowest value of it that is a success.
+      weights: of the sum; a config fills in those of its rewards.
+
+    Source: ScaleRL, arXiv 2510.13786 (there 0.9, on the whole history).
+    """
+    if not 0 < threshold <= 1:
+        raise InputError(f"no_positive_resampling: threshold = {threshold}, expected in (0, 1]")
+    judge = _Judge("no_positive_resampling", decay, reward, success, weights)
+
+    def chance(rate: np.ndarray, n: int) -> np.ndarray:
+        return _reinstated(~(rate >= threshold), rate, n)
+
+    return _thinned(judge, chance, np.nan)
+
+
+def difficulty_band(
+    low: float = 0.125,
+    high: float = 0.875,
+    decay: float = 0.0,
+    reward: str | None = None,
+    success: float = 0.5,
+    weights: Weights | None = None,
+) -> PromptPolicy:
+    """Leaves out rows whose success rate is known and outside [low, high].
+
+    Rows not yet sampled are taken. Where fewer rows are left than a step has prompts, those nearest
+    to the band come back. A row that left is not measured again; to keep sampling it and only leave
+    it out of the update, use the advantage part `mask_difficulty_band`.
+
+    Args:
+      low, high: the band, 0 <= low <= high <= 1.
+      decay, reward, success, weights: as of `no_positive_resampling`.
+    """
+    if not 0 <= low <= high <= 1:
+        raise InputError(
+            f"difficulty_band: low = {low}, high = {high}: expected 0 <= low <= high <= 1"
+        )
+    judge = _Judge("difficulty_band", decay, reward, success, weights)
+
+    def chance(rate: np.ndarray, n: int) -> np.ndarray:
+        beyond = np.maximum(low - rate, rate - high)
+        return _reinstated(~(beyond > 0), beyond, n)
+
+    return _thinned(judge, chance, np.nan)
+
+
+def spo_priority(
+    decay: float = 0.875,
+    floor: float = 0.05,
+    reward: str | None = None,
+    success: float = 0.5,
+    weights: Weights | None = None,
+) -> PromptPolicy:
+    """Takes rows the more often the less certain their outcome is.
+
+        weight = sqrt(v (1 - v)) + floor,   chance = weight / largest weight of any row
+
+    An ordinal of the stream is taken with that chance: over the epochs rows come in proportion to
+    their weights, and within one epoch none comes twice.
+
+    Args:
+      decay: v <- decay v + (1 - decay) (rate of the group), from 0.5. 0.875 remembers some eight
+        groups, as SPO's tracker at its shortest.
+      floor: keeps rows of certain outcome in the stream; above 0.
+      reward, success, weights: as of `no_positive_resampling`.
+
+    Source: SPO, arXiv 2509.13232, which draws each batch from the weights without epochs.
+    """
+    if not floor > 0:
+        raise InputError(f"spo_priority: floor = {floor}, expected above 0: no row may starve")
+    judge = _Judge("spo_priority", decay, reward, success, weights)
+
+    def chance(rate: np.ndarray, n: int) -> np.ndarray:
+        # In float64: the square root of NumPy is the same on every machine.
+        wide = rate.astype(np.float64)
+        weight = np.sqrt(wide * (1 - wide)) + floor
+        return weight / weight.max()
+
+    return _thinned(judge, chance, 0.5)
+
+
+class Refill(NamedTuple):
+    """What DAPO's dynamic sampling does next."""
+
+    keep: np.ndarray  # [<= target] int, groups to train on, in stream order
+    more: bool  # generate another batch
+    shortfall: int  # live groups that are missing
+
+
+def refill(live: np.ndarray, target: int, batches: int, max_batches: int = 10) -> Refill:
+    """Which of the groups generated so far to train on, and whether to go on generating.
+
+    Args:
+      live: [Pg] bool, groups that are not flat, of all batches of this step in stream order.
+      target: groups that an update wants.
+      batches: generated so far.
+      max_batches: at most so many; then the update takes what there is, which may be nothing.
+
+    Source: DAPO, arXiv 2503.14476, section 3.2; 10 batches are its code's. Groups beyond the
+    target are dropped there too.
+
+    >>> refill(np.array([False, True, True, True]), target=2, batches=1)
+    Refill(keep=array([1, 2]), more=False, shortfall=0)
+    """
+    if target < 1 or max_batches < 1:
+        raise InputError(
+            f"refill: target = {target}, max_batches = {max_batches}: both are at least 1"
+        )
+    keep = np.flatnonzero(live)[:target]
+    shortfall = target - len(keep)
+    return Refill(keep, bool(shortfall) and batches < max_batches, shortfall)
+
+
+policies: dict[str, Callable[..., PromptPolicy]] = {
+    "sequential": sequential,
+    "no_positive_resampling": no_positive_resampling,
+    "difficulty_band": difficulty_band,
+    "spo_priority": spo_priority,
+}
+
+
+def build_policy(spec: Mapping[str, Any], weights: Weights | None = None) -> PromptPolicy:
+    """The policy that {"use": name or an own factory, option: value, ...} names.
+
+    Args:
+      weights: of the run's rewards, for built-in policies that judge success.
+
+    Raises: InputError with the nearest name or option.
+    """
+    use = spec["use"]
+    options = {name: value for name, value in spec.items() if name != "use"}
+    if isinstance(use, str):
+        factory = find("prompt policy", use, policies)
+        judge = options.get("reward")
+        if weights is not None and judge is not None and judge not in weights:
+            raise InputError(
+                f"prompt policy {use}: reward = {judge!r} is none of the rewards:"
+                f" {suggest(judge, weights)}"
+            )
+        if weights is not None and factory is not sequential:
+            options = {"weights": weights, **options}
+    else:
+        factory = use
+    name = getattr(factory, "__name__", repr(factory))
+    made = call(f"prompt policy {name}", factory, options)
+    if not isinstance(made, PromptPolicy):
+        raise InputError(
+            f"prompt policy {name} returned {type(made).__name__}, expected a PromptPolicy"
+        )
+    return made
+
+
+class _Judge(NamedTuple):
+    """How a policy tells success, and how long it remembers."""
+
+    name: str
+    decay: float
+    reward: str | None
+    success: float
+    weights: Weights | None
+
+    def rates(self, rewards: Mapping[str, np.ndarray]) -> np.ndarray:
+        """The success rate of each group, float64 [P]; NaN where no sample was scored."""
+        wide = {name: np.asarray(value, np.float64) for name, value in rewards.items()}
+        value = self._value({name: np.where(np.isfinite(x), x, np.nan) for name, x in wide.items()})
+        scored = ~np.isnan(value)
+        # In float32, as rewards come: 0.9 reaches a threshold of 0.9.
+        won = scored & (np.where(scored, value, 0).astype(np.float32) >= np.float32(self.success))
+        number = scored.sum(1)
+        return np.where(number > 0, won.sum(1) / np.maximum(number, 1), np.nan)
+
+    def _value(self, rewards: Mapping[str, np.ndarray]) -> np.ndarray:
+        if self.reward is not None:
+            if self.reward not in rewards:
+                hint = suggest(self.reward, rewards)
+                raise InputError(f"{self.name}: there is no reward {self.reward!r}; {hint}")
+            return rewards[self.reward]
+        weights = {name: (self.weights or {}).get(name, 1.0) for name in rewards}
+        # A reward of weight 0 is not read, as in sum_rewards: it may leave samples unscored.
+        parts = [weight * rewards[name] for name, weight in weights.items() if weight]
+        return sum(parts, np.zeros_like(next(iter(rewards.values()))))
+
+
+def _thinned(
+    judge: _Judge, chance: Callable[[np.ndarray, int], np.ndarray], unknown: float
+) -> PromptPolicy:
+    """A policy that remembers rates and takes the stream's ordinals by the chance of their rows.
+
+    Args:
+      chance: (rates [rows], n prompts of a step) -> chance of each row to be taken.
+      unknown: the rate of a row that was never sampled.
+    """
+    if not 0 <= judge.decay < 1:
+        raise InputError(f"{judge.name}: decay = {judge.decay}, expected 0 or more and below 1")
+
+    def init(num_rows: int, seed: int) -> dict[str, np.ndarray]:
+        rate = np.full(num_rows, unknown, np.float32)
+        return {"rate": rate, "seed": np.asarray(seed % 2**64, np.uint64)}
+
+    def select(state: dict[str, np.ndarray], cursor: int, n: int) -> np.ndarray:
+        return _walk(chance(state["rate"], n), int(state["seed"]), cursor, n)
+
+    def observe(state: dict[str, np.ndarray], rollouts: Rollouts) -> dict[str, np.ndarray]:
+        row, rewards = sharding.to_host((rollouts.row, dict(rollouts.rewards)))
+        rate = state["rate"].copy()
+        for place, new in zip(row, judge.rates(rewards), strict=True):
+            if np.isfinite(new):
+                old = rate[place] if np.isfinite(rate[place]) else new
+                rate[place] = judge.decay * float(old) + (1 - judge.decay) * new
+        return {**state, "rate": rate}
+
+    return PromptPolicy(
+        judge.name,
+        init,
+        select,
+        observe,
+        chance=lambda state, n: chance(state["rate"], n).astype(np.float64),
+    )
+
+
+def _reinstated(eligible: np.ndarray, cost: np.ndarray, n: int) -> np.ndarray:
+    """Chances 0 and 1 of rows, at least `n` of them 1 where there are as many: the cheapest."""
+    missing = min(n, len(eligible)) - int(eligible.sum())
+    if missing > 0:
+        eligible = eligible.copy()
+        order = np.argsort(np.where(eligible, np.inf, cost), kind="stable")
+        eligible[order[:missing]] = True
+    return eligible.astype(np.float64)
+
+
+def _walk(chance: np.ndarray, seed: int, cursor: int, n: int) -> np.ndarray:
+    """The next n ordinals that are taken, int32 [n].
+
+    It ends after two epochs, which hold every row at least once: what is missing is taken from the
+    ordinals passed over, first those of rows with any chance. So no step is full of one row.
+    """
+    num_rows = len(chance)
+    limit = cursor + 2 * (num_rows + n)
+    taken, passed, start, size = [], [], cursor, max(4 * n, 64)
+    while start < limit and sum(map(len, taken)) < n:
+        ordinals = np.arange(start, min(start + size, limit))
+        here = chance[row_of(ordinals, num_rows, seed)]
+        hit = _draw(ordinals, seed) < here
+        taken.append(ordinals[hit])
+        passed.append(ordinals[~hit & (here > 0)])
+        start, size = start + size, 2 * size
+    found = np.concatenate(taken)[:n]
+    if len(found) < n:
+        rest = np.concatenate(passed)
+        others = np.setdiff1d(np.arange(cursor, limit), np.concatenate([found, rest]))
+        found = np.sort(np.concatenate([found, rest, others])[:n])
+    return found.astype(np.int32)
+
+
+def _draw(ordinals: np.ndarray, seed: int) -> np.ndarray:
+    """A number in [0, 1) for each ordinal, of (seed, ordinal) alone: SplitMix64, Steele 2014."""
+    with np.errstate(over="ignore"):
+        state = _mixed(np.asarray([seed ^ 0x5851F42D4C957F2D], np.uint64))
+        bits = _mixed(state + ordinals.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15))
+    return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def _mixed(bits: np.ndarray) -> np.ndarray:
+    bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return bits ^ (bits >> np.uint64(31))

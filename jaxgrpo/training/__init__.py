@@ -1,0 +1,1 @@
+"""A run: set-up, the loop, checkpoints, logs and reports."""

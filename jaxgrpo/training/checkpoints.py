@@ -1,0 +1,347 @@
+"""Checkpoints: the whole TrainState, saved in the background, checked byte by byte when restored.
+
+    FOLDER/STEP/state/         the arrays, one entry per leaf, written by Orbax
+    FOLDER/STEP/meta.json      names, dtypes and shapes of the leaves, and the caller's own data
+    FOLDER/STEP/manifest.json  size and crc32 of every other file; written last
+
+A step exists once its manifest does, so a kill at any moment leaves the step before. Orbax is used
+through its v0 `AsyncCheckpointer`, not its `CheckpointManager`: the manager removes old steps when
+the arrays are committed, which is before our manifest is, and with `keep = 1` a kill between the
+two would leave nothing. What Orbax does not see we check: a flipped bit in its data files restores
+without an error, and a dtype other than the stored one is cast without a word.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import shutil
+import zlib
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+from jax.experimental import multihost_utils
+
+from jaxgrpo.core.errors import InputError
+from jaxgrpo.core.types import Params
+from jaxgrpo.training.folder import write_atomically
+
+FORMAT = 1  # of the files of a step
+logger = logging.getLogger(__name__)
+
+
+class Checkpoints:
+    """The checkpoints of one run, in one folder. A context manager, or `close` it.
+
+    On several processes every method but `steps` and `latest` is called by all of them; the folder
+    is on a file system they share. Process 0 writes the small files, checks, and removes old steps.
+
+    Args:
+      folder: made by the first save.
+      keep: how many of the newest steps stay; an older one goes once a newer one is complete.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], keep: int = 2):
+        if keep < 1:
+            raise InputError(f"checkpoint.keep = {keep}: set it to 1 or more")
+        self.folder = Path(folder).absolute()
+        self.keep = keep
+        self._orbax = ocp.AsyncCheckpointer(ocp.StandardCheckpointHandler())
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._pending: Future[None] | None = None
+        self._newest: int | None = None  # what this object saved or restored last
+        self.best: int | None = None  # a step that stays beside the newest ones
+
+    def __enter__(self) -> Checkpoints:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Waits for the save under way, then lets go of the threads."""
+        try:
+            self.wait()
+        finally:
+            self._thread.shutdown()
+            self._orbax.close()
+
+    def steps(self) -> list[int]:
+        """The complete steps, oldest first."""
+        return [step for step in self._folders() if self._manifest(step).exists()]
+
+    def latest(self) -> int | None:
+        """The newest complete step; None where there is none. Its contents are not checked here."""
+        return max(self.steps(), default=None)
+
+    def save(self, step: int, state: Any, meta: Mapping[str, Any]) -> None:
+        """Begins to save; returns when the state's arrays may be donated or overwritten.
+
+        Saving the step that was saved or restored last does nothing. After `restore` chose an older
+        step, the first save removes the newer ones: they belong to a future that will not happen.
+
+        Args:
+          step: finished steps.
+          state: any tree of jax and numpy arrays.
+          meta: JSON values, given back by `restore`.
+        Raises: InputError where the folder holds steps and none was restored. ValueError where
+          `step` is older than the last, a leaf is no array or `meta` no JSON.
+          OSError where the save before this one failed.
+        """
+        self.wait()
+        if step == self._newest:
+            return
+        self._refuse_unless_next(step)
+        leaves = _named_leaves(state)
+        table = {name: _description(leaf) for name, leaf in leaves.items()}
+        try:
+            text = json.dumps({"format": FORMAT, "leaves": table, "meta": meta}, indent=1)
+        except TypeError as error:
+            raise ValueError(f"meta of step {step} must hold JSON values only: {error}") from error
+        home = self.folder / str(step)
+        if jax.process_index() == 0:
+            for other in self._folders():
+                if not self._manifest(other).exists() or other > (self._newest or 0):
+                    self._remove(other)
+            home.mkdir(parents=True)
+            write_atomically(home / "meta.json", text)
+        arrays = {name: _saved(leaf) for name, leaf in leaves.items() if leaf.size}
+        self._orbax.save(home / "state", args=ocp.args.StandardSave(arrays))
+        self._pending = self._thread.submit(self._finish, step, self.best)
+
+    def wait(self) -> None:
+        """Returns when no save is under way. Raises: OSError where the last one failed."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.result()
+
+    def restore(
+        self, abstract: Any, step: int | None = None, partial: bool = False
+    ) -> tuple[Any, dict[str, Any]]:
+        """Reads a step back, bit for bit, onto the shardings asked for.
+
+        Args:
+          abstract: the tree to fill: jax arrays or `jax.ShapeDtypeStruct` with a sharding for what
+            lives on devices, numpy arrays for what lives on the host.
+          step: None takes the newest step whose files are intact and says which were not.
+          partial: the tree may leave out what was saved; nothing else is read.
+        Returns: (state, meta).
+        Raises: InputError where there is no such step, its files are damaged, or its tree, shapes
+          or dtypes differ from what is asked for.
+        """
+        self.wait()
+        chosen = self._choose(step)
+        home = self.folder / str(chosen)
+        stored = json.loads((home / "meta.json").read_text(encoding="utf-8"))
+        wanted = _named_leaves(abstract)
+        kept = {n: leaf for n, leaf in stored["leaves"].items() if n in wanted or not partial}
+        _refuse_unless_equal(home, kept, wanted)
+        targets = {name: _target(name, leaf) for name, leaf in wanted.items() if leaf.size}
+        # A reader of its own: the one that saves reads whole trees only.
+        how = ocp.checkpoint_utils.construct_restore_args(targets)
+        asked = ocp.args.PyTreeRestore(targets, restore_args=how, partial_restore=True)
+        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
+            arrays = reader.restore(home / "state", args=asked)
+        leaves = [_placed(arrays.get(name), leaf) for name, leaf in wanted.items()]
+        self._newest = chosen
+        return jax.tree.unflatten(jax.tree.structure(abstract), leaves), stored["meta"]
+
+    def _folders(self) -> list[int]:
+        found = self.folder.iterdir() if self.folder.is_dir() else ()
+        return sorted(int(path.name) for path in found if path.name.isdecimal())
+
+    def _manifest(self, step: int) -> Path:
+        return self.folder / str(step) / "manifest.json"
+
+    def _remove(self, step: int) -> None:
+        # The manifest first: what a kill leaves of the rest is then no step.
+        self._manifest(step).unlink(missing_ok=True)
+        shutil.rmtree(self.folder / str(step))
+
+    def _refuse_unless_next(self, step: int) -> None:
+        if self._newest is not None and step < self._newest:
+            raise ValueError(
+                f"{self.folder}: step {step} cannot be saved after step {self._newest}: "
+                "steps go forward; restore an older step to go on from it"
+            )
+        if self._newest is None and self.steps():
+            raise InputError(
+                f"{self.folder} already holds steps {self.steps()}: "
+                "go on with that run by --resume auto, or set run.dir to another folder"
+            )
+
+    def _finish(self, step: int, best: int | None) -> None:
+        """In the background: waits for Orbax, writes the manifest, removes old steps."""
+        home = self.folder / str(step)
+        try:
+            self._orbax.wait_until_finished()
+            if jax.process_index() == 0:
+                files = {str(path.relative_to(home)): _fingerprint(path) for path in _files(home)}
+                write_atomically(self._manifest(step), json.dumps({"files": files}, indent=1))
+                for old in self.steps()[: -self.keep]:
+                    if old != best:
+                        self._remove(old)
+        except Exception as error:
+            if jax.process_index() == 0 and not self._manifest(step).exists():
+                shutil.rmtree(home, ignore_errors=True)
+            reason = str(error.__cause__ or error).split("\n")[0]
+            raise OSError(
+                f"{home} could not be saved: {reason}; complete steps: {self.steps()}; "
+                "see to the space and the permissions there"
+            ) from error
+        self._newest = step
+
+    def _choose(self, step: int | None) -> int:
+        """The step to restore, the same on every process."""
+        problem, chosen = "", -1
+        if jax.process_index() == 0:
+            try:
+                chosen = self._intact(step)
+            except InputError as error:
+                problem = str(error)
+        if jax.process_count() > 1:
+            chosen = int(multihost_utils.broadcast_one_to_all(np.int32(chosen)))
+        if chosen < 0:
+            raise InputError(problem or f"{self.folder}: process 0 found no step to restore")
+        return chosen
+
+    def _intact(self, step: int | None) -> int:
+        steps = self.steps()
+        if not steps or (step is not None and step not in steps):
+            missing = "no complete checkpoint" if step is None else f"no complete step {step}"
+            raise InputError(
+                f"{self.folder} holds {missing} (steps there: {steps or 'none'}): "
+                "give a run that has saved one"
+            )
+        problems = []
+        for candidate in [step] if step is not None else reversed(steps):
+            problem = damage(self.folder / str(candidate))
+            if problem is None:
+                return candidate
+            problems.append(f"step {candidate} is damaged: {problem}")
+            if step is None:
+                logger.warning("%s; trying the step before it", problems[-1])
+        others = "choose another step" if step is not None else "start again in another run.dir"
+        raise InputError(f"{self.folder}: {'; '.join(problems)}: {others}")
+
+
+def damage(home: Path) -> str | None:
+    """What is wrong with the files of a step, the first file found; None where all are intact."""
+    try:
+        files = json.loads((home / "manifest.json").read_text(encoding="utf-8"))["files"]
+        expected = {name: tuple(entry) for name, entry in files.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return f"{home / 'manifest.json'} cannot be read ({type(error).__name__})"
+    for name, (size, crc) in sorted(expected.items()):
+        path = home / name
+        if not path.is_file():
+            return f"{path} is missing"
+        found = _fingerprint(path)
+        if found != [size, crc]:
+            return f"{path} was written as {size} bytes, crc32 {crc}, and is {found[0]}, {found[1]}"
+    return None
+
+
+def _files(home: Path) -> list[Path]:
+    return sorted(p for p in home.rglob("*") if p.is_file() and p.name != "manifest.json")
+
+
+def _fingerprint(path: Path) -> list[int]:
+    """[bytes, crc32] of a file."""
+    size, crc = 0, 0
+    with open(path, "rb") as file:
+        while chunk := file.read(1 << 22):
+            size, crc = size + len(chunk), zlib.crc32(chunk, crc)
+    return [size, crc]
+
+
+def _named_leaves(tree: Any) -> dict[str, Any]:
+    """Path in the tree -> leaf, in the order of the leaves. numpy scalars become arrays."""
+    leaves: dict[str, Any] = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        if name in leaves:
+            raise ValueError(f"two leaves of the state are called {name}: no key may hold a slash")
+        if isinstance(leaf, np.generic):
+            leaf = np.asarray(leaf)
+        if not isinstance(leaf, (np.ndarray, jax.Array, jax.ShapeDtypeStruct)):
+            raise ValueError(f"{name} is {type(leaf).__name__}: a state holds arrays only")
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            raise ValueError(f"{name} is a typed key: keep jax.random.key_data(key) in the state")
+        leaves[name] = leaf
+    return leaves
+
+
+def _description(leaf: Any) -> list[Any]:
+    """[dtype, shape], as meta.json holds it."""
+    return [str(leaf.dtype), list(leaf.shape)]
+
+
+def _saved(leaf: Any) -> Any:
+    """What Orbax is given. It copies what it is given before `save` returns.
+
+    On several processes it refuses a device array that each of them has of its own, such as a step
+    counter; those are equal, and process 0 saves its as a host array.
+    """
+    if isinstance(leaf, jax.Array) and jax.process_count() > 1 and leaf.is_fully_addressable:
+        return np.asarray(leaf)
+    return leaf
+
+
+def _target(name: str, leaf: Any) -> Any:
+    """What Orbax is asked for."""
+    if isinstance(leaf, np.ndarray):
+        return leaf
+    if leaf.sharding is None:
+        raise ValueError(f"{name} is asked for without a sharding: give each leaf one")
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
+
+
+def _placed(array: Any, leaf: Any) -> Any:
+    """What the caller gets: Orbax's array; one without entries, which Orbax cannot store, anew."""
+    if array is not None:
+        return array
+    empty = np.zeros(leaf.shape, leaf.dtype)
+    return empty if isinstance(leaf, np.ndarray) else jax.device_put(empty, leaf.sharding)
+
+
+def _refuse_unless_equal(home: Path, stored: dict[str, list[Any]], wanted: dict[str, Any]) -> None:
+    """Raises InputError naming the first leaf whose name, dtype or shape differs."""
+    asked = {name: _description(leaf) for name, leaf in wanted.items()}
+    wrong = [name for name in sorted(stored | asked) if stored.get(name) != asked.get(name)]
+    if not wrong:
+        return
+
+    def said(entry: list[Any] | None) -> str:
+        return "nothing" if entry is None else f"{entry[0]} {entry[1]}"
+
+    more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
+    raise InputError(
+        f"{home}: {wrong[0]} is stored as {said(stored.get(wrong[0]))} and asked for as "
+        f"{said(asked.get(wrong[0]))}{more}: use the model, dtype and optimizer that the run "
+        "began with, or set run.dir to another folder"
+    )
+
+
+def parameter_hash(params: Params) -> str:
+    """sha256 over name, dtype, shape and bytes of every leaf, in the order of the names.
+
+    The same on every process and for every sharding; arrays are gathered one at a time. Called by
+    all processes.
+    """
+    digest = hashlib.sha256()
+    for name, leaf in sorted(_named_leaves(params).items()):
+        if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
+            leaf = multihost_utils.process_allgather(leaf, tiled=True)
+        array = np.asarray(leaf)
+        digest.update(f"{name}|{array.dtype}|{array.shape}|".encode())
+        digest.update(array.tobytes())
+    return digest.hexdigest()

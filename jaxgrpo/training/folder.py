@@ -1,0 +1,263 @@
+"""The run folder: what a run leaves on disk, readable after a kill at any moment.
+
+    config.toml  summary.json  metrics.jsonl  samples/step_N.jsonl  checkpoints/  code/
+    report.html  tensorboard/  (reports/ and trackers.py)
+
+The first are the same bytes for the same run, apart from metrics whose names begin with "time/".
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import math
+import os
+import shutil
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxgrpo.core.errors import InputError
+
+SAMPLE_KEYS = (
+    "step",  # the step it was drawn for, as in metrics.jsonl
+    "ordinal",  # place of its prompt in the run's prompt stream
+    "row",  # row of its prompt in the data set
+    "sample",  # index within the group
+    "prompt",
+    "completion",
+    "completion_ids",
+    "logps",  # log-probability of each token of completion_ids under the sampler
+    "rewards",  # {name: reward, null where it could not be scored}
+    "advantage",  # one number, or one per token
+    "truncated",  # stopped by the length limit
+)
+EXTRA = "extra"  # {column: value}, last, and only in rows whose step has a reward that logged one
+LOCK = ".lock"
+
+
+def plain(value: Any, name: str = "value") -> Any:
+    """`value` as JSON can hold it: arrays as lists, numbers that are not finite as None.
+
+    Raises: TypeError, naming the place, on anything that is no number, text, list or mapping.
+    """
+    if isinstance(value, (np.ndarray, np.generic, jax.Array)):
+        value = np.asarray(value).tolist()
+    if value is None or isinstance(value, (str, bool, int)):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): plain(item, f"{name}.{key}") for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(item, f"{name}[{i}]") for i, item in enumerate(value)]
+    raise TypeError(
+        f"{name} is {type(value).__name__}, which JSON cannot hold: "
+        "give numbers, text, lists, mappings or arrays"
+    )
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Writes a whole file or nothing: a reader sees the old text or the new, never a part."""
+    # Named by process: a run and `jaxgrpo report` may write the same report at the same time.
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    with open(temporary, "wb") as file:
+        file.write(text.encode("utf-8", "backslashreplace"))
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """The lines of a run's metrics.jsonl; a half-written last line is left out.
+
+    Args:
+      path: the run folder, or the file.
+    Raises: InputError on a line that is no JSON object with a step, unless it is the last one.
+    """
+    path = Path(path)
+    file = path / "metrics.jsonl" if path.is_dir() else path
+    return [entry for _, entry in _complete_lines(file)]
+
+
+def read_samples(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """The rows of the newest file of samples of a run; [] where there is none."""
+    files = Path(path, "samples").glob("step_*.jsonl")
+    newest = max(files, key=lambda file: int(file.stem.removeprefix("step_")), default=None)
+    if newest is None:
+        return []
+    return [json.loads(line) for line in newest.read_text(encoding="utf-8").splitlines()]
+
+
+def _complete_lines(file: Path) -> list[tuple[bytes, dict[str, Any]]]:
+    """Each complete line of a metrics file, as bytes with its end, and what it says."""
+    lines = file.read_bytes().splitlines(keepends=True) if file.exists() else []
+    result = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            entry = json.loads(line)
+            if not line.endswith(b"\n") or not isinstance(entry["step"], int):
+                raise ValueError
+        except (ValueError, TypeError, KeyError):
+            if number == len(lines):  # the process died while it wrote this line
+                break
+            raise InputError(
+                f'{file}, line {number} is not a JSON object with a "step": {line[:60]!r}; '
+                "take the line out, or start again in another run.dir"
+            ) from None
+        result.append((line, entry))
+    return result
+
+
+class RunFolder:
+    """A run's folder, held by one trainer at a time. Only process 0 writes and locks it.
+
+    The system lets go of the lock when the process dies, however it dies.
+
+    Args:
+      path: made where it is missing.
+      resume: take a folder that already holds a run; `rewind` then drops what no longer counts.
+    Raises: InputError where the folder holds something and `resume` is False, where `path` is a
+      file, or where another trainer holds it.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], resume: bool = False):
+        self.path = Path(path)
+        self.checkpoints = self.path / "checkpoints"
+        self._lock: int | None = None  # file descriptor
+        self._writes = jax.process_index() == 0
+        if self._writes:
+            self._refuse_unless_usable(resume)
+            try:
+                self.path.mkdir(parents=True, exist_ok=True)
+                self._take_lock()
+            except OSError as error:
+                raise InputError(
+                    f"run.dir = {self.path} cannot be written ({error.strerror}): set run.dir to a "
+                    "folder that can"
+                ) from error
+
+    def __enter__(self) -> RunFolder:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def _refuse_unless_usable(self, resume: bool) -> None:
+        if self.path.exists() and not self.path.is_dir():
+            raise InputError(f"run.dir = {self.path} is a file: give a folder")
+        found = sorted(p.name for p in self.path.glob("*") if p.name != LOCK)
+        if found and not resume:
+            holds = ", ".join(found[:4]) + (", ..." if len(found) > 4 else "")
+            raise InputError(
+                f"run.dir = {self.path} is not empty (it holds {holds}): "
+                "go on with that run by --resume auto, or set run.dir to another folder"
+            )
+
+    def _take_lock(self) -> None:
+        lock = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            holder = os.read(lock, 200).decode().strip() or "unknown"
+            os.close(lock)
+            raise InputError(
+                f"run.dir = {self.path} is in use by another trainer ({holder}): "
+                "wait for it or stop it, or set run.dir to another folder"
+            ) from error
+        os.ftruncate(lock, 0)
+        os.write(lock, f"process {os.getpid()} on {os.uname().nodename}\n".encode())
+        self._lock = lock
+
+    def rewind(self, step: int | None) -> None:
+        """Forgets what was written after `step` finished steps; None forgets everything logged.
+
+        Keeps the lines of metrics.jsonl with step <= `step`, byte for byte, and the sample files of
+        those steps. Call it once a checkpoint is restored and before anything is written.
+        """
+        if not self._writes:
+            return
+        last = -1 if step is None else step
+        file = self.path / "metrics.jsonl"
+        if file.exists():
+            kept = [line for line, entry in _complete_lines(file) if entry["step"] <= last]
+            write_atomically(file, b"".join(kept).decode("utf-8"))
+        for samples in (self.path / "samples").glob("step_*.jsonl"):
+            number = samples.stem.removeprefix("step_")
+            if number.isdecimal() and int(number) > last:
+                samples.unlink()
+
+    def write_metrics(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Appends one line, names in order, numbers that are not finite as null.
+
+        A step's line goes out before its checkpoint is saved: what is restored then has its line.
+        """
+        if not self._writes:
+            return
+        named = {name: plain(metrics[name], name) for name in sorted(metrics)}
+        line = json.dumps({"step": int(step), **named}, allow_nan=False)
+        with open(self.path / "metrics.jsonl", "ab") as file:
+            file.write(line.encode("ascii") + b"\n")
+
+    def write_samples(self, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Writes samples/step_N.jsonl, whole or not at all, keys in the order of SAMPLE_KEYS.
+
+        Every process reads `rows` to its end: what makes them may gather arrays.
+        Raises: ValueError where a row lacks a key or brings another.
+        """
+        lines = []
+        for number, row in enumerate(rows):
+            if row.keys() - {EXTRA} != set(SAMPLE_KEYS):
+                missing = set(SAMPLE_KEYS) - row.keys()
+                extra = row.keys() - {*SAMPLE_KEYS, EXTRA}
+                raise ValueError(
+                    f"sample row {number} of step {step}: missing {sorted(missing)}, unknown "
+                    f"{sorted(extra)}; a row has the keys {', '.join(SAMPLE_KEYS)}"
+                )
+            ordered = {key: plain(row[key], key) for key in (*SAMPLE_KEYS, EXTRA) if key in row}
+            lines.append(json.dumps(ordered, ensure_ascii=False, allow_nan=False) + "\n")
+        if self._writes:
+            folder = self.path / "samples"
+            folder.mkdir(exist_ok=True)
+            write_atomically(folder / f"step_{step}.jsonl", "".join(lines))
+
+    def write_summary(self, summary: Mapping[str, Any]) -> None:
+        """Writes summary.json in one go; numbers that are not finite become null."""
+        if self._writes:
+            text = json.dumps(plain(summary, "summary"), indent=2, allow_nan=False)
+            write_atomically(self.path / "summary.json", text + "\n")
+
+    def write_config(self, text: str) -> None:
+        """Writes config.toml, the resolved config as TOML."""
+        if self._writes:
+            write_atomically(self.path / "config.toml", text)
+
+    def config(self) -> str | None:
+        """The text of config.toml; None where the run has none yet."""
+        file = self.path / "config.toml"
+        return file.read_text(encoding="utf-8") if file.exists() else None
+
+    def copy_code(self, files: Iterable[str | os.PathLike[str]]) -> None:
+        """Copies own code files into code/. A name taken by other contents gets a number.
+
+        So a run that goes on with a changed file keeps what it began with: reward.py, reward_2.py.
+        """
+        if not self._writes:
+            return
+        folder = self.path / "code"
+        for source in map(Path, files):
+            folder.mkdir(exist_ok=True)
+            target, number = folder / source.name, 1
+            while target.exists() and target.read_bytes() != source.read_bytes():
+                number += 1
+                target = folder / f"{source.stem}_{number}{source.suffix}"
+            shutil.copyfile(source, target)
+
+    def close(self) -> None:
+        """Gives up the lock. Its file stays and names the last holder."""
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None

@@ -1,0 +1,145 @@
+"""Where the numbers of a run go: its folder, trackers, the terminal, warnings and the report."""
+
+from __future__ import annotations
+
+import time
+import tomllib
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from jaxgrpo.config import files as configs
+from jaxgrpo.config.files import Config
+from jaxgrpo.training import alarms, process
+from jaxgrpo.training.console import Display
+from jaxgrpo.training.folder import RunFolder, read_metrics
+from jaxgrpo.training.report import terminal, writing
+from jaxgrpo.training.report.record import FINISHED, STOPPED, UNDER_WAY
+from jaxgrpo.training.trackers import TensorBoard, Tracker, WandB, installed
+
+REPORT_SHARE = 0.01
+"""Of the seconds since the start, so much at most goes into reports during the run."""
+
+FIRST_REPORT_SECONDS = 3.0
+"""What the first report is taken to cost, before one has been measured: most of it is importing."""
+
+
+class Logbook:
+    """The records of one run. A context manager, or `close` it.
+
+    Every process calls it alike; only the first one writes, prints and warns.
+
+    Args:
+      folder: rewound to `done`.
+      done: finished steps.
+    Raises: InputError where a tracker that the config asks for cannot start.
+    """
+
+    def __init__(self, config: Config, folder: RunFolder, display: Display, done: int):
+        self._config, self._folder, self._display = config, folder, display
+        self._active = process.is_main()
+        self._trackers = self._start_trackers(done) if self._active else []
+        lines = read_metrics(folder.path) if self._active else []
+        self._state, self._given = alarms.replay(lines)
+        self._report = _Report(folder, display) if self._active and config.run.report else None
+        self._finished = False
+
+    def __enter__(self) -> Logbook:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Lets the trackers finish; a run that ended before its time leaves a report too."""
+        if self._report and not self._finished:
+            self._report.write(STOPPED)
+        for tracker in self._trackers:
+            tracker.close()
+
+    def step(self, number: int, values: Mapping[str, float]) -> None:
+        """Writes the metrics of a step, and says what begins to go wrong with it."""
+        self._folder.write_metrics(number, values)
+        if not self._active:
+            return
+        for tracker in self._trackers:
+            tracker.write(number, values)
+        self._state, begun = alarms.see(self._state, {"step": number, **values})
+        self._given += begun
+        for alarm in begun:
+            self._display.console.print(terminal.warning(alarm.step, alarm.text))
+        every = self._config.run.report_every
+        if self._report and every and number and number % every == 0:
+            self._report.refresh()
+
+    def samples(
+        self, number: int, rows: Iterable[Mapping[str, Any]], weights: Mapping[str, float]
+    ) -> None:
+        """Writes the samples of a step, and shows the best and the worst of them."""
+        rows = list(rows)
+        self._folder.write_samples(number, rows)
+        if self._active:
+            for text in terminal.best_and_worst(rows, weights):
+                self._display.console.print(text)
+
+    def finish(self, summary: Mapping[str, Any]) -> dict[str, Any]:
+        """Writes the summary, with the count of each warning, and the last report."""
+        whole = {**summary, "warnings": alarms.count(self._given)}
+        self._folder.write_summary(whole)
+        if self._report:
+            self._report.write(FINISHED)
+        self._finished = True
+        return whole
+
+    def _start_trackers(self, done: int) -> list[Tracker]:
+        asked = self._config.tracking
+        path = self._folder.path
+        trackers: list[Tracker] = []
+        if asked.wandb is not None:  # first: it is the one that may refuse
+            tables = tomllib.loads(configs.to_toml(self._config))
+            trackers.append(page := WandB(path, asked.wandb, tables))
+            self._display.console.print(
+                f"Weights & Biases: {page.place}", markup=False, soft_wrap=True
+            )
+        if asked.tensorboard and installed("tensorboardX"):
+            trackers.append(TensorBoard(path, done))
+        elif asked.tensorboard:
+            self._display.say(
+                "no TensorBoard events: pip install tensorboardX for them, or set "
+                "tracking.tensorboard = false"
+            )
+        return trackers
+
+
+def affords_report(elapsed: float, spent: float, cost: float) -> bool:
+    """Whether a report that takes `cost` seconds keeps all of them within REPORT_SHARE."""
+    return spent + cost <= REPORT_SHARE * elapsed
+
+
+class _Report:
+    """report.html, kept fresh within its share of the time.
+
+    A report that cannot be written is no reason to end a run: it is said, once.
+    """
+
+    def __init__(self, folder: RunFolder, display: Display):
+        self._folder, self._display = folder, display
+        self._began = time.monotonic()
+        self._spent, self._next = 0.0, FIRST_REPORT_SECONDS
+        self._failed = False
+
+    def refresh(self) -> None:
+        """Writes it where the share allows one that costs what the last one did."""
+        if affords_report(time.monotonic() - self._began, self._spent, self._next):
+            self.write()
+
+    def write(self, status: str = UNDER_WAY) -> None:
+        if self._failed:
+            return
+        began = time.monotonic()
+        try:
+            writing.write_report(self._folder.path, status)
+        except Exception as error:
+            self._failed = True
+            self._display.console.print(f"no report: {error}", markup=False, style="yellow")
+        self._next = time.monotonic() - began
+        self._spent += self._next

@@ -1,0 +1,235 @@
+"""The start and the end of a process: devices, several processes, stop signals, exit codes."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from pathlib import Path
+
+import jax
+
+import jaxgrpo
+from jaxgrpo.core.errors import InputError
+
+EXIT_CODES = {
+    0: "done",
+    1: "crashed; the traceback says where",
+    2: "what was given cannot be used; the message says why",
+    130: "stopped by Ctrl-C (SIGINT), saved where there was something to save",
+    143: "stopped by SIGTERM, saved",
+}
+
+PROCESS_VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
+"""Set in every process of a run over several; a cluster that JAX knows sets its own instead."""
+
+_PLATFORM_NAMES = {"cuda": "gpu", "rocm": "gpu"}
+_CACHE_MIN_SECONDS = 0.2  # compilations shorter than this are not worth a file
+
+
+class StopRequested(Exception):
+    """A run has stopped by request, after saving. The message says how to go on."""
+
+
+class _Stop:
+    """The first stop signal that this process got; None so far."""
+
+    number: int | None = None
+
+
+def start(platform: str = "auto") -> str:
+    """Joins the other processes, takes the devices and returns a line that names them.
+
+    To be called before anything is computed; calling it again only checks the platform.
+
+    Args:
+      platform: "cpu", "gpu", "tpu", or "auto" for the best one there is.
+
+    Raises: InputError where the devices are not of that platform; with "auto", where there is a
+    GPU or TPU that this JAX cannot use. Nothing falls back to the CPU in silence.
+    """
+    if platform == "cpu":
+        jax.config.update("jax_platforms", "cpu")
+    _quiet_libtpu(os.environ)
+    _join(os.environ)
+    found = _PLATFORM_NAMES.get(jax.default_backend(), jax.default_backend())
+    _check_platform(platform, found)
+    _keep_compilations(os.environ, found)
+    devices = jax.devices()
+    processes = f"{jax.process_count()} process{'es' * (jax.process_count() > 1)}"
+    return (
+        f"jaxgrpo {jaxgrpo.__version__} on {len(devices)} {found} device{'s' * (len(devices) > 1)}"
+        f" ({devices[0].device_kind}) in {processes}, jax {jax.__version__}"
+    )
+
+
+def is_main() -> bool:
+    """Whether this process is the one that writes and prints for all."""
+    return jax.process_index() == 0
+
+
+@contextlib.contextmanager
+def stop_signals() -> Iterator[None]:
+    """Within it, SIGINT and SIGTERM ask the training loop to stop; a second Ctrl-C ends at once.
+
+    With several processes SIGTERM stays with JAX, whose service tells all of them, and Ctrl-C
+    becomes a SIGTERM: so that all stop at the same step, whichever got the signal.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    _Stop.number = None
+    several = several_processes(os.environ) is not None
+    numbers = (signal.SIGINT,) if several else (signal.SIGINT, signal.SIGTERM)
+    before = {number: signal.signal(number, _on_signal) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def stop_requested(step: int) -> bool:
+    """Whether to save and stop now; the same answer in every process of a run.
+
+    Args:
+      step: a counter that grows by each call and is the same in every process.
+    """
+    if not jax.distributed.is_initialized():
+        return _Stop.number is not None
+    from jax.experimental import multihost_utils
+
+    return multihost_utils.reached_preemption_sync_point(step)
+
+
+def guard(command: Callable[[], int | None]) -> int:
+    """Runs a command and returns its exit code, EXIT_CODES.
+
+    A mistake of the user becomes its message, without a traceback. With several processes a
+    failure ends this one at once: at a normal exit it would wait for the others, and they for it.
+    """
+    try:
+        return command() or 0
+    except StopRequested as stopped:
+        sys.stderr.write(f"{stopped}\n")
+        return 128 + (_Stop.number or signal.SIGTERM)
+    except InputError as error:
+        sys.stderr.write(f"error: {error}\n")
+        code = 2
+    except KeyboardInterrupt:
+        sys.stderr.write("interrupted\n")  # outside the training loop, where nothing is lost
+        code = 128 + signal.SIGINT
+    except Exception:
+        traceback.print_exc()
+        code = 1
+    if jax.distributed.is_initialized():
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    return code
+
+
+def cache_folder(environment: Mapping[str, str]) -> Path:
+    """Where compiled programs are kept: JAX's own variable, else the user's cache folder."""
+    if environment.get("JAX_COMPILATION_CACHE_DIR"):
+        return Path(environment["JAX_COMPILATION_CACHE_DIR"])
+    return Path(environment.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxgrpo" / "xla"
+
+
+def several_processes(environment: Mapping[str, str]) -> dict[str, str | int] | None:
+    """Arguments of jax.distributed.initialize: {} lets JAX ask the cluster, None is one process.
+
+    Raises: InputError where only some of PROCESS_VARIABLES are set, or no numbers.
+    """
+    given = {name: environment[name] for name in PROCESS_VARIABLES if environment.get(name)}
+    if not given:
+        tasks = (environment.get(name, "1") for name in ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE"))
+        in_pod = "," in environment.get("TPU_WORKER_HOSTNAMES", "")
+        return {} if in_pod or any(count not in ("", "1") for count in tasks) else None
+    missing = [name for name in PROCESS_VARIABLES if name not in given]
+    if missing:
+        raise InputError(
+            f"{', '.join(given)} is set but {', '.join(missing)} is not: set all three in every "
+            "process, or none"
+        )
+    address, *numbers = (given[name] for name in PROCESS_VARIABLES)
+    if not all(number.isdecimal() for number in numbers) or int(numbers[1]) >= int(numbers[0]):
+        raise InputError(
+            f"JAX_NUM_PROCESSES = {numbers[0]} and JAX_PROCESS_ID = {numbers[1]}: expected whole "
+            "numbers, the second from 0 to one less than the first"
+        )
+    count, index = map(int, numbers)
+    return {"coordinator_address": address, "num_processes": count, "process_id": index}
+
+
+def idle_accelerator(environment: Mapping[str, str], folder: str = "/dev") -> str | None:
+    """The device file of an accelerator that the machine has and nobody has hidden."""
+    if "cpu" in environment.get("JAX_PLATFORMS", ""):
+        return None
+    hidden = environment.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+    names = ["accel[0-9]*"] if hidden else ["nvidia[0-9]*", "accel[0-9]*"]
+    return next((str(file) for name in names for file in sorted(Path(folder).glob(name))), None)
+
+
+def _join(environment: Mapping[str, str]) -> None:
+    if jax.distributed.is_initialized():
+        return
+    arguments = several_processes(environment)
+    if arguments is None:
+        return
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.distributed.initialize(**arguments)  # pyright: ignore[reportArgumentType]
+
+
+def _quiet_libtpu(environment: MutableMapping[str, str]) -> None:
+    """Keeps libtpu, installed to compile for TPUs, from complaining where there is none."""
+    # JAX sets the first variable where it finds no TPU; libtpu then takes the rest for a mistake.
+    if environment.get("TPU_SKIP_MDS_QUERY") == "1" and not environment.get("JAX_PLATFORMS"):
+        environment.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
+        environment.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-1")
+
+
+def _keep_compilations(environment: Mapping[str, str], platform: str) -> None:
+    """Keeps compiled programs on disk; not those of several CPU devices, unless told to.
+
+    Read back, such a program forgets the order of its collectives (XLA of JAX 0.10.2): devices wait
+    in different ones, for ever.
+    """
+    told = "JAX_ENABLE_COMPILATION_CACHE" in environment
+    if platform == "cpu" and jax.device_count() > 1 and not told:
+        jax.config.update("jax_enable_compilation_cache", False)
+        return
+    jax.config.update("jax_compilation_cache_dir", str(cache_folder(environment)))
+    if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in environment:
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", _CACHE_MIN_SECONDS)
+
+
+def _check_platform(wanted: str, found: str) -> None:
+    if wanted not in ("auto", found):
+        remedy = (
+            "unset JAX_PLATFORMS and start a new process"
+            if wanted == "cpu"
+            else f"install jaxgrpo[{'tpu' if wanted == 'tpu' else 'cuda12'}] and see that the "
+            f'devices are visible, or set mesh.platform = "{found}"'
+        )
+        raise InputError(f'mesh.platform = "{wanted}": JAX found {found} devices; {remedy}')
+    idle = idle_accelerator(os.environ) if wanted == "auto" and found == "cpu" else None
+    if idle:
+        raise InputError(
+            f'mesh.platform = "auto": {idle} is there, but this JAX has only the CPU; install '
+            'jaxgrpo[cuda12] or jaxgrpo[tpu], or set mesh.platform = "cpu"'
+        )
+
+
+def _on_signal(number: int, frame: object) -> None:
+    if _Stop.number is not None and number == signal.SIGINT:  # os.write: allowed in a handler
+        os.write(2, b"\nended at once; the last checkpoint is kept\n")
+        os._exit(128 + number)
+    _Stop.number = number
+    os.write(2, b"\nstopping after this step; Ctrl-C again ends at once, without saving\n")
+    if jax.distributed.is_initialized():
+        os.kill(os.getpid(), signal.SIGTERM)

@@ -1,0 +1,260 @@
+"""The charts of a report as SVG texts, drawn by matplotlib from a run's record."""
+
+from __future__ import annotations
+
+import fnmatch
+import io
+import re
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import matplotlib as mpl
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_svg import FigureCanvasSVG
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from jaxgrpo.training.report.record import Record, visible
+
+MAX_POINTS = 300
+"""Points of a curve; a longer run is shown by the means of as many stretches of steps."""
+
+COLOURS = ("#2563a8", "#d9822b", "#3a9a6b", "#b04a78", "#7c6fb0", "#6b7280")
+FAIL, MIXED, PASS = "#d98c8c", "#7da7d0", "#8cc4a0"
+STYLE: dict[Any, Any] = {
+    "svg.fonttype": "none",  # text stays text
+    "svg.hashsalt": "jaxgrpo",  # the same chart is the same bytes
+    "font.size": 9,
+    "axes.titlesize": 10,
+    "axes.titlelocation": "left",
+    "axes.titleweight": "bold",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.edgecolor": "#9aa3ad",
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": "#e6e9ed",
+    "xtick.color": "#4b5563",
+    "ytick.color": "#4b5563",
+    "legend.edgecolor": "none",
+    "legend.framealpha": 0.75,
+    "legend.borderpad": 0.2,
+    "legend.columnspacing": 1.2,
+    "legend.fontsize": 8,
+}
+
+
+class Panel(NamedTuple):
+    """One chart: metrics by the names of their curves. A "*" takes every metric that fits."""
+
+    title: str
+    curves: dict[str, str]  # metric -> label
+    note: str  # what to look for
+    kind: str = "lines"  # or "stack", "points"
+    share: bool = False  # from 0 to 1
+    log: bool = False
+    colours: Sequence[str] = COLOURS
+
+
+PANELS = (
+    Panel(
+        "Reward",
+        {"reward": "weighted sum", "rewards/*/mean": "*"},
+        "Mean over the completions of a step.",
+    ),
+    Panel(
+        "Evaluation",
+        {"eval/accuracy": "accuracy", "eval/pass@*": "pass@*"},
+        "On held-out prompts: greedy accuracy and unbiased pass@k.",
+        kind="points",
+        share=True,
+    ),
+    Panel(
+        "Groups",
+        {"groups/all_fail": "all fail", "groups/mixed": "mixed", "groups/all_pass": "all pass"},
+        "Only mixed groups teach: where all samples get the same reward the advantage is 0.",
+        kind="stack",
+        share=True,
+        colours=(FAIL, MIXED, PASS),
+    ),
+    Panel(
+        "Live",
+        {"live_groups": "groups", "live_samples": "samples", "live_tokens": "tokens"},
+        "The share that can move the parameters; a penalty such as KL acts on all.",
+        share=True,
+    ),
+    Panel("Entropy", {"entropy": "nats per token"}, "Falls as the policy makes up its mind."),
+    Panel("KL", {"kl": "to the reference"}, "Nats per token, by the k3 estimator."),
+    Panel(
+        "Distance from the base",
+        {"eval/kl_to_base": "exact", "eval/kl_to_base_estimated": "estimated"},
+        "On held-out prompts: nats per completion.",
+        kind="points",
+    ),
+    Panel(
+        "Lengths",
+        {
+            "completions/mean_length": "mean",
+            "completions/max_length": "longest",
+            "completions/mean_terminated_length": "mean of those that ended",
+        },
+        "Tokens of a completion.",
+    ),
+    Panel(
+        "Cut, unscored, identical, repeated",
+        {
+            "completions/clipped_ratio": "cut at the limit",
+            "rewards/*/unscored": "unscored by *",
+            "groups/identical": "identical groups",
+            "completions/repetition": "repeated 4-grams",
+        },
+        "Shares that should be near 0.",
+        share=True,
+    ),
+    Panel("Gradient norm", {"grad_norm": "norm"}, "Of the whole batch, before clipping.", log=True),
+    Panel(
+        "Sampler against trainer",
+        {"sampling/sampling_logp_difference/mean": "mean", "policy_kl": "KL"},
+        "Nats per token between the policy that sampled and the one that is updated.",
+        log=True,
+    ),
+    Panel(
+        "Seconds per step",
+        {
+            "time/sample": "sample",
+            "time/reward": "reward",
+            "time/prepare": "prepare",
+            "time/update": "update",
+        },
+        "The first step compiles; its bar may end above the frame.",
+        kind="stack",
+        colours=COLOURS,
+    ),
+    Panel(
+        "Loss",
+        {"loss": "loss"},
+        "Near 0 by construction: advantages sum to 0 in a group. It is no measure of success.",
+    ),
+)
+
+
+def draw(record: Record) -> list[tuple[Panel, str]]:
+    """(panel, SVG) of every panel that has a curve."""
+    drawn = []
+    with mpl.rc_context(STYLE):
+        for panel in PANELS:
+            curves = _curves(panel, record)
+            if curves:
+                drawn.append((panel, _svg(panel, curves)))
+    return drawn
+
+
+def _curves(panel: Panel, record: Record) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """label -> (steps, values), in the order of the panel."""
+    labels: dict[str, str] = {}
+    for pattern, label in panel.curves.items():
+        before, _, after = pattern.partition("*")
+        for name in sorted(fnmatch.filter(record.names(), pattern), key=natural):
+            labels[name] = _plain(label.replace("*", name.removeprefix(before).removesuffix(after)))
+    if "reward" in labels and len(labels) == 2:
+        del labels[next(name for name in labels if name != "reward")]  # one reward, weighed by 1
+    curves = {label: record.series(name) for name, label in labels.items()}
+    return {
+        label: _thinned(np.asarray(steps, float), np.asarray(values))
+        for label, (steps, values) in curves.items()
+        if values
+    }
+
+
+def _plain(label: str) -> str:
+    """A label that matplotlib neither reads as mathematics nor hides for a leading "_"."""
+    label = visible(label).replace("$", r"\$")
+    return f" {label}" if label.startswith("_") else label
+
+
+def natural(name: str) -> list[tuple[str, int]]:
+    """Sorts pass@4 before pass@16."""
+    parts = re.findall(r"(\D+)(\d*)", f" {name}")
+    return [(text, int(number or 0)) for text, number in parts]
+
+
+def _thinned(steps: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    if len(values) <= MAX_POINTS:
+        return steps, values
+    edges = np.linspace(0, len(values), MAX_POINTS + 1).astype(int)[:-1]
+    sizes = np.diff(np.append(edges, len(values)))
+    return np.add.reduceat(steps, edges) / sizes, np.add.reduceat(values, edges) / sizes
+
+
+def _svg(panel: Panel, curves: dict[str, tuple[np.ndarray, np.ndarray]]) -> str:
+    figure, axes = blank(panel.title)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6))
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")  # no factor beside the title
+    if panel.kind == "stack":
+        _stack(axes, panel, curves)
+    else:
+        _lines(axes, panel, curves)
+    if panel.share:
+        axes.set_ylim(-0.02, 1.02)
+    if len(curves) > 1:
+        longest = max(map(len, curves))
+        axes.legend(loc="best", ncols=min(len(curves), max(1, 45 // (longest + 6))))
+    return as_svg(figure)
+
+
+def blank(title: str) -> tuple[Figure, Axes]:
+    """A chart with nothing in it yet."""
+    figure = Figure(figsize=(4.2, 2.5))
+    # Fixed margins: to fit them to the labels takes as long again as all the rest.
+    figure.subplots_adjust(left=0.14, right=0.98, top=0.9, bottom=0.1)
+    FigureCanvasSVG(figure)
+    axes = figure.add_subplot()
+    axes.set_title(title)
+    return figure, axes
+
+
+def as_svg(figure: Figure) -> str:
+    """The same text for the same chart."""
+    text = io.StringIO()
+    figure.savefig(text, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+    return text.getvalue()
+
+
+def _lines(axes: Axes, panel: Panel, curves: dict[str, tuple[np.ndarray, np.ndarray]]) -> None:
+    """Each curve; a long one faint, with its running mean on top."""
+    for place, (label, (steps, values)) in enumerate(curves.items()):
+        colour = panel.colours[place % len(panel.colours)]
+        smooth = panel.kind == "lines" and len(values) >= 40
+        if smooth:
+            axes.plot(steps, values, color=colour, alpha=0.25, linewidth=0.8)
+            values = _running_mean(values, len(values) // 20)
+        marker = "o" if panel.kind == "points" or len(values) == 1 else None
+        axes.plot(
+            steps, values, color=colour, label=label, linewidth=1.6, marker=marker, markersize=3.5
+        )
+    if panel.log and all((values > 0).all() for _, values in curves.values()):
+        axes.set_yscale("log")
+
+
+def _stack(axes: Axes, panel: Panel, curves: dict[str, tuple[np.ndarray, np.ndarray]]) -> None:
+    steps = next(iter(curves.values()))[0]
+    heights = [np.interp(steps, *curve) for curve in curves.values()]
+    if len(steps) == 1:  # an area needs two points
+        steps, heights = np.append(steps, steps + 1), [np.repeat(height, 2) for height in heights]
+    axes.stackplot(
+        steps, *heights, labels=list(curves), colors=panel.colours[: len(heights)], alpha=0.9
+    )
+    axes.set_xlim(steps[0], steps[-1])
+    total = np.sum(heights, axis=0)
+    usual = float(np.quantile(total, 0.9))
+    if total.max() > 3 * usual > 0:
+        axes.set_ylim(0, 1.5 * usual)
+
+
+def _running_mean(values: np.ndarray, width: int) -> np.ndarray:
+    """The mean of the last `width` values, of fewer at the start."""
+    total = np.cumsum(np.insert(values, 0, 0.0))
+    end = np.arange(1, len(values) + 1)
+    start = np.maximum(end - max(width, 1), 0)
+    return (total[end] - total[start]) / (end - start)

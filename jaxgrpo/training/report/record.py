@@ -1,0 +1,198 @@
+"""A run folder as data: what a report shows, read without disturbing the run."""
+
+from __future__ import annotations
+
+import dataclasses
+import fcntl
+import json
+import math
+import tomllib
+import unicodedata
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jaxgrpo.core.errors import InputError
+from jaxgrpo.training import alarms
+from jaxgrpo.training.folder import LOCK, read_metrics
+
+TURNS = "\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"
+UNDER_WAY, FINISHED, STOPPED = "under way", "finished", "stopped"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Record:
+    """All that is known of a run."""
+
+    name: str
+    status: str  # UNDER_WAY, FINISHED or STOPPED
+    config: dict[str, Any]  # as TOML tables; {} where there is none
+    lines: list[dict[str, Any]]  # of metrics.jsonl
+    summary: dict[str, Any]  # {} until the run ends
+    samples: list[dict[str, Any]]  # rows of the latest samples file
+    warnings: list[alarms.Alarm]
+    active: frozenset[str]  # warnings that hold at the last step
+
+    @property
+    def step(self) -> int:
+        """Finished steps."""
+        return max((line["step"] for line in self.lines), default=0)
+
+    @property
+    def steps(self) -> int | None:
+        """Steps that the run is to take."""
+        return self.config.get("train", {}).get("steps")
+
+    @property
+    def evaluations(self) -> list[tuple[int, dict[str, float]]]:
+        """(step, metrics without "eval/") of each evaluation."""
+        found = []
+        for line in self.lines:
+            values = {
+                name.removeprefix("eval/"): float(value)
+                for name, value in line.items()
+                if name.startswith("eval/") and is_number(value)
+            }
+            if values:
+                found.append((line["step"], values))
+        return found
+
+    def series(self, metric: str) -> tuple[list[int], list[float]]:
+        """(steps, values) where the metric is a finite number."""
+        pairs = [(line["step"], float(line[metric])) for line in self.lines if has(line, metric)]
+        return [step for step, _ in pairs], [value for _, value in pairs]
+
+    def last(self, metric: str) -> float | None:
+        """Its last finite value."""
+        return next(
+            (float(line[metric]) for line in reversed(self.lines) if has(line, metric)), None
+        )
+
+    def names(self) -> list[str]:
+        """Every metric that some line holds, in order."""
+        return sorted({name for line in self.lines for name in line} - {"step"})
+
+
+def read_run(folder: Path, status: str | None = None) -> Record:
+    """Reads a run folder; what the run has not written yet is empty.
+
+    Args:
+      status: of the run, where the caller knows; None looks for a trainer that holds the folder.
+    Raises: InputError where the folder holds no run, or a line before the last cannot be read.
+    """
+    if not (folder / "config.toml").is_file() and not (folder / "metrics.jsonl").is_file():
+        what = "there is no such folder" if not folder.is_dir() else "it holds no run"
+        raise InputError(
+            f"{folder}: {what}; give the folder that run.dir names, with its config.toml and "
+            "metrics.jsonl"
+        )
+    config = _config(folder / "config.toml")
+    lines = read_metrics(folder)
+    state, given = alarms.replay(lines)
+    summary = _object(folder / "summary.json")
+    return Record(
+        name=folder.resolve().name,
+        status=status or _status(folder, summary, lines),
+        config=config,
+        lines=lines,
+        summary=summary,
+        samples=_latest_samples(folder / "samples"),
+        warnings=given,
+        active=state.active,
+    )
+
+
+def total_reward(row: Mapping[str, Any], weights: Mapping[str, float]) -> float | None:
+    """The weighted sum of a sample's rewards; None where one that weighs could not be scored."""
+    total = 0.0
+    for name, value in row["rewards"].items():
+        weight = weights.get(name, 1.0)
+        if weight and not is_number(value):
+            return None
+        total += weight * value if weight else 0.0
+    return total
+
+
+def shown(value: Any) -> str:
+    """A prompt or a completion as text: a list of messages as "role: content" lines."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, Sequence) and all(isinstance(item, Mapping) for item in value):
+        return "\n".join(
+            f"{item.get('role', '?')}: {shown(item.get('content', ''))}" for item in value
+        )
+    return json.dumps(value, ensure_ascii=False, default=str)
+
+
+def visible(text: str) -> str:
+    """The text with what a terminal would obey, or a reader could not see, written out.
+
+    Those are control characters but for line end and tab, halves of surrogate pairs, and marks
+    that turn the direction of writing.
+
+    >>> visible("a\\x1b[2Jb")
+    'a\\\\x1b[2Jb'
+    """
+    return "".join(repr(c)[1:-1] if _acts(c) else c for c in text)
+
+
+def _acts(character: str) -> bool:
+    if character in "\n\t":
+        return False
+    return character in TURNS or unicodedata.category(character) in ("Cc", "Cs", "Zl", "Zp")
+
+
+def has(line: Mapping[str, Any], metric: str) -> bool:
+    return is_number(line.get(metric))
+
+
+def is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
+
+
+def _config(file: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise InputError(f"{file} is not TOML ({error}): put back the run's own file") from None
+
+
+def _object(file: Path) -> dict[str, Any]:
+    """A JSON object; {} where the file is missing."""
+    try:
+        return dict(json.loads(file.read_text(encoding="utf-8"))) if file.is_file() else {}
+    except (ValueError, TypeError) as error:
+        raise InputError(f"{file} is no JSON object ({error}): remove it") from None
+
+
+def _status(folder: Path, summary: Mapping[str, Any], lines: Sequence[Mapping[str, Any]]) -> str:
+    if _is_held(folder / LOCK):
+        return UNDER_WAY
+    last = lines[-1]["step"] if lines else 0
+    return FINISHED if summary.get("step") == last else STOPPED
+
+
+def _is_held(lock: Path) -> bool:
+    """Whether a trainer holds the folder. The file is opened for reading and left as it is."""
+    try:
+        with open(lock, "rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # no lock yet, or a file system without them
+        return False
+    return False
+
+
+def _latest_samples(folder: Path) -> list[dict[str, Any]]:
+    numbers = [
+        int(number)
+        for file in folder.glob("step_*.jsonl")
+        if (number := file.stem.removeprefix("step_")).isdecimal()
+    ]
+    if not numbers:
+        return []
+    file = folder / f"step_{max(numbers)}.jsonl"
+    # Split at "\n" alone: a completion may hold other characters that end lines.
+    lines = file.read_text(encoding="utf-8", errors="replace").split("\n")
+    return [json.loads(line) for line in lines if line]

@@ -1,0 +1,182 @@
+"""The reference becomes the policy of the moment: what that does to a state, and when it is due."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxgrpo.advantages import AdvantageTransform
+from jaxgrpo.config.files import Config
+from jaxgrpo.core.errors import InputError
+from jaxgrpo.core.types import Params, TrainState
+from jaxgrpo.training.export import is_better, refuse_unknown_best
+from jaxgrpo.update.forward import Objective, Parts, opt_layout, param_layout
+from jaxgrpo.update.optimizer import fresh_moments
+
+
+def reset_reference(state: TrainState, optimizer: optax.GradientTransformation) -> TrainState:
+    """The state with its policy as the new reference, and nothing remembered of gradients.
+
+    Trained parameters, the base and all else stay; KL(policy || reference) is 0 afterwards. The
+    learning rate goes on along its schedule (ProRL says that the optimizer's state is reset, and
+    not what becomes of a schedule). Before the first update it changes nothing.
+
+    Raises: InputError where the state has no reference.
+    Source: ProRL, arXiv 2505.24864, section 3.2.
+    """
+    return _reset(state, functools.partial(_fresh, optimizer))
+
+
+def _reset(state: TrainState, fresh: Callable[..., tuple[Params, Any]]) -> TrainState:
+    if "reference" not in state.frozen:
+        raise InputError(
+            "reset_reference: the state has no reference policy, since nothing in the run reads "
+            "reference_logp; add a KL to it"
+        )
+    reference, moments = fresh(state.trainable, state.frozen["reference"], state.opt_state)
+    frozen = {**state.frozen, "reference": reference}
+    return dataclasses.replace(state, frozen=frozen, opt_state=moments)
+
+
+def _fresh(
+    optimizer: optax.GradientTransformation, trainable: Params, reference: Params, opt_state: Any
+) -> tuple[Params, Any]:
+    """(reference, optimizer's state) after a reset."""
+    # A copy, since the trainable parameters are donated to the next update.
+    copy = lambda new, old: jnp.copy(new).astype(old.dtype)  # noqa: E731
+    moments = fresh_moments(optimizer, trainable, opt_state)
+    return jax.tree.map(copy, trainable, reference), moments
+
+
+class Resets(NamedTuple):
+    """What a run remembers of its resets, saved beside each checkpoint as JSON."""
+
+    count: int = 0
+    last: int = 0  # step of the last one; 0: none yet
+    best: float | None = None  # the best evaluation so far
+    stale: int = 0  # evaluations since the best one, or since the last reset
+
+    def metrics(self, config: Config) -> dict[str, float]:
+        """`reference/resets`, in runs that may have some."""
+        return {"reference/resets": float(self.count)} if may_reset(config) else {}
+
+
+Reset = Callable[[TrainState, Resets, int, Mapping[str, float]], tuple[TrainState, Resets]]
+"""(state, resets, step, the step's metrics) -> (state, resets), where due with a new reference"""
+
+
+def make_resetter(config: Config, parts: Parts) -> Reset:
+    """What the loop calls after each step, with the step's metrics and evaluation.
+
+    Raises: InputError where resets are asked for and nothing in the run reads a reference.
+    """
+    if not may_reset(config):
+        return lambda state, resets, number, values: (state, resets)
+    if not ("reference_logp" in parts.chain.needs or _reads_reference(parts.objective)):
+        raise InputError(
+            "reference: nothing in the run reads the reference's log-probs, so that a reset would "
+            "do nothing; add a KL to it, or leave reference.reset_... out"
+        )
+    names = kl_metrics(parts)
+    layout = (param_layout(parts), opt_layout(parts))
+    fresh = jax.jit(functools.partial(_fresh, parts.optimizer), out_shardings=layout)
+
+    def reset(
+        state: TrainState, resets: Resets, number: int, values: Mapping[str, float]
+    ) -> tuple[TrainState, Resets]:
+        # The evaluation behind the last step is none of a run that goes on with more.
+        if number % (config.eval.every or 1) == 0:
+            resets = see(config, resets, values)
+        if not is_due(config, resets, number, values, names):
+            return state, resets
+        return _reset(state, fresh), resets._replace(count=resets.count + 1, last=number, stale=0)
+
+    return reset
+
+
+def see(config: Config, resets: Resets, values: Mapping[str, float]) -> Resets:
+    """Counts the evaluations that brought nothing better.
+
+    A step without an evaluation changes nothing; nor does one whose value is not finite.
+    """
+    metric, measured = config.reference.reset_metric, _evaluated(values)
+    if not config.reference.reset_patience or not measured:
+        return resets
+    refuse_unknown_best(metric, measured, "reference.reset_metric")
+    value = float(values[metric])
+    if not math.isfinite(value):
+        return resets
+    if is_better(value, resets.best):
+        return resets._replace(best=value, stale=0)
+    return resets._replace(stale=resets.stale + 1)
+
+
+def kl_metrics(parts: Parts) -> tuple[str, ...]:
+    """Where a step's KL to the reference may be found: in the loss, then in steps of the chain.
+
+    A step that reads base_logp and no reference_logp measures from the base, which is never reset.
+    """
+    own = ("kl",) if _reads_reference(parts.objective) else ()
+    return (*own, *_kl_of_steps(parts.chain))
+
+
+def is_due(
+    config: Config,
+    resets: Resets,
+    number: int,
+    values: Mapping[str, float],
+    names: Sequence[str],
+) -> bool:
+    """Whether the reference is to be reset after step `number`; `names` as `kl_metrics` gives."""
+    keys = config.reference
+    if keys.reset_every and number - resets.last >= keys.reset_every:
+        return True
+    if keys.reset_patience and resets.stale >= keys.reset_patience:
+        return True
+    # NaN, in a step without a live sample, is above nothing.
+    return keys.reset_kl_above is not None and _kl(values, names) > keys.reset_kl_above
+
+
+def _reads_reference(objective: Objective) -> bool:
+    return "reference_logp" in objective.needs or bool(objective.anchors)
+
+
+def _kl_of_steps(chain: AdvantageTransform) -> tuple[str, ...]:
+    found = []
+    for name, step in chain.steps or ((chain.name, chain),):
+        inner = _kl_of_steps(step) if step.steps else ("kl",)
+        if "reference_logp" in step.needs:
+            found += [f"{name}/{metric}" for metric in inner]
+    return tuple(found)
+
+
+def _evaluated(values: Mapping[str, float]) -> dict[str, float]:
+    found = (name for name in values if name.startswith("eval/"))
+    return {name.removeprefix("eval/"): values[name] for name in found}
+
+
+def _kl(values: Mapping[str, float], names: Sequence[str]) -> float:
+    """The step's KL to the reference, under the first of the names that is there.
+
+    Raises: InputError where nothing reports it.
+    """
+    for name in names:
+        if name in values:
+            return values[name]
+    raise InputError(
+        f"reference.reset_kl_above: no step reports {' or '.join(names)}; let the code of your own"
+        " return the metric kl, or take reference.reset_every"
+    )
+
+
+def may_reset(config: Config) -> bool:
+    """Whether the reference of such a run may become another policy than the base."""
+    keys = config.reference
+    return bool(keys.reset_every or keys.reset_patience or keys.reset_kl_above)

@@ -1,0 +1,292 @@
+"""From a configuration to the functions and the state of a run."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax import Array
+from jax.sharding import Mesh
+
+from jaxgrpo.advantages import AdvantageTransform
+from jaxgrpo.config.chain_tail import refuse_double_weights
+from jaxgrpo.config.files import Config
+from jaxgrpo.config.methods import make_chain, make_objective, make_policy, needed_columns
+from jaxgrpo.core.errors import InputError
+from jaxgrpo.core.types import (
+    FIELDS,
+    Params,
+    Prompts,
+    Rollouts,
+    RolloutSpec,
+    TrainBatch,
+    TrainState,
+)
+from jaxgrpo.data.chat import Chat
+from jaxgrpo.data.prompts import PromptData
+from jaxgrpo.models import decoder, sharding
+from jaxgrpo.models.api import Model
+from jaxgrpo.models.hf import folders
+from jaxgrpo.rewards import RewardLog
+from jaxgrpo.rollout.judging import make_observer, make_rewarder, make_selector
+from jaxgrpo.rollout.sampler import SamplingSettings
+from jaxgrpo.rollout.stream import PromptPolicy
+from jaxgrpo.training.inputs import eval_source, load_prompts, make_chat
+from jaxgrpo.training.rewarding import Reward, resolve_rewards
+from jaxgrpo.update import packing
+from jaxgrpo.update.forward import Parts, as_computed, held_dtype, opt_layout, param_layout
+from jaxgrpo.update.optimizer import make_optimizer
+from jaxgrpo.update.packing import Geometry
+from jaxgrpo.update.prepare import Prepared
+from jaxgrpo.update.step import Share, Steps, alone, build_steps
+
+
+class Setup(NamedTuple):
+    """A run, ready to be stepped: functions, the first state, and what they were built from."""
+
+    config: Config
+    mesh: Mesh
+    model: Model
+    tokenizer: Any
+    chat: Chat  # how prompts are written out
+    rows: list[dict[str, Any]]
+    encoded: list[np.ndarray]  # token ids of each row's prompt
+    dropped: int  # rows left out because their prompts are too long
+    held_out: PromptData | None  # of eval.data
+    rewards: tuple[Reward, ...]
+    parts: Parts
+    state: TrainState
+    select: Callable[[TrainState], tuple[Prompts, TrainState]]
+    sample: Callable[[Params, Prompts, Array], Rollouts]  # (sync(state), prompts, state.key)
+    reward: Callable[[Rollouts], tuple[Rollouts, RewardLog]]
+    prepare: Callable[[TrainState, Rollouts], tuple[TrainState, Prepared]]
+    update: Callable[[TrainState, TrainBatch], tuple[TrainState, Any]]
+    sync: Callable[[TrainState], Params]
+
+
+def setup(
+    config: Config,
+    *,
+    rewards: Sequence[Callable[..., Any] | str] | Mapping[str, Any] | None = None,
+    advantage: AdvantageTransform | None = None,
+    dataset: Iterable[Any] | None = None,
+    share: Share = alone,
+) -> Setup:
+    """Builds everything a run needs; no step is compiled or taken.
+
+    Args:
+      rewards, advantage, dataset: Python objects in the place of what the config names. Rewards
+        are functions or built-in names, with weight 1; {name: function} names them. The data set
+        is a datasets.Dataset or a list of dicts, read by the config's data keys.
+      share: of sharing.Shared, where the process takes more runs that a config says whole.
+
+    Raises: InputError where parts do not fit one another.
+    """
+    inputs = share("inputs", lambda: _read_inputs(config, dataset))
+    mesh, folder, model, tokenizer, _, (rows, encoded, dropped), _ = inputs
+    chosen = resolve_rewards(config, rewards, rows[0])
+    method = functools.partial(_make_method, config, inputs, chosen, advantage, share)
+    parts, steps = share("method", method)
+    columns = needed_columns(parts.chain.needs | parts.objective.needs, rows, chosen)
+    params = folders.read_params(folder, model, held_dtype(model), param_layout(parts))
+    policy = make_policy(config, chosen)
+    names = tuple(reward.name for reward in chosen)
+    state = first_state(parts, params, policy, len(rows), config.train.seed, names)
+    return Setup(
+        config=config,
+        mesh=mesh,
+        model=model,
+        tokenizer=tokenizer,
+        chat=inputs.chat,
+        rows=rows,
+        encoded=encoded,
+        dropped=dropped,
+        held_out=inputs.held_out,
+        rewards=chosen,
+        parts=parts,
+        state=state,
+        select=make_selector(mesh, policy, encoded, parts.geometry, config.train.seed),
+        sample=steps.sample,
+        reward=make_rewarder(mesh, tokenizer, chosen, rows, columns, config.train),
+        prepare=make_observer(policy, parts.geometry.num_prompts, steps.prepare),
+        update=steps.update,
+        sync=steps.sync,
+    )
+
+
+class _Inputs(NamedTuple):
+    """What is read from disk, but for the weights: those are donated, and read by every run."""
+
+    mesh: Mesh
+    folder: Path
+    model: Model
+    tokenizer: Any
+    chat: Chat
+    prompts: PromptData
+    held_out: PromptData | None
+
+
+def _read_inputs(config: Config, dataset: Iterable[Any] | None) -> _Inputs:
+    mesh = sharding.make_mesh(**_mesh_sizes(config))
+    folder, tokenizer, model = find_model(config, mesh)
+    chat = make_chat(config, tokenizer)
+    prompts = load_prompts(config, chat, dataset)
+    held_out = load_prompts(config, chat, eval_source(config)) if config.eval.data else None
+    return _Inputs(mesh, folder, model, tokenizer, chat, prompts, held_out)
+
+
+def _make_method(
+    config: Config,
+    inputs: _Inputs,
+    rewards: Sequence[Reward],
+    advantage: AdvantageTransform | None,
+    share: Share,
+) -> tuple[Parts, Steps]:
+    mesh, folder, model, tokenizer = inputs[:4]
+    ends = folders.read_end_tokens(folder, tokenizer)
+    parts = make_parts(config, mesh, model, tokenizer, ends, rewards, advantage)
+    return parts, build_steps(parts, share)
+
+
+def find_model(config: Config, mesh: Mesh) -> tuple[Path, Any, Model]:
+    """The folder of the model that a config names, its tokenizer, and the model without weights.
+
+    Raises: InputError where there is no such model, or a file of it cannot be read.
+    """
+    folder = folders.find_folder(config.model.path, config.model.revision)
+    model_config = folders.read_config(folder)
+    tokenizer = folders.read_tokenizer(folder)
+    model_config = dataclasses.replace(
+        model_config, dtype=config.model.dtype, float32_head=config.model.float32_head
+    )
+    return folder, tokenizer, decoder.build(model_config, constrain=sharding.constrain(mesh))
+
+
+def make_parts(
+    config: Config,
+    mesh: Mesh,
+    model: Model,
+    tokenizer: Any,
+    end_tokens: tuple[int, ...],
+    rewards: Sequence[Reward],
+    advantage: AdvantageTransform | None,
+) -> Parts:
+    """The static parts of a run, checked against one another."""
+    rollout = config.rollout
+    bins = sharding.num_bins(mesh)
+    sharding.check_divides(mesh, "rollout.prompts_per_step", rollout.prompts_per_step, "bins")
+    sharding.check_divides(
+        mesh, "rollout.max_completion_tokens", rollout.max_completion_tokens, "sequence"
+    )
+    sharding.check_divides(mesh, "rollout.max_prompt_tokens", rollout.max_prompt_tokens, "sequence")
+    whole_step = rollout.prompts_per_step * rollout.group_size // bins
+    geometry = Geometry(
+        num_prompts=rollout.prompts_per_step,
+        group_size=rollout.group_size,
+        max_prompt_tokens=rollout.max_prompt_tokens,
+        max_completion_tokens=rollout.max_completion_tokens,
+        bins=bins,
+        rows=config.train.rows_per_micro_batch or whole_step,
+    )
+    packing.check_geometry(geometry)
+    chain = make_chain(config, rewards, advantage)
+    objective = make_objective(config)
+    refuse_double_weights(chain, objective.surrogate, objective.proximal)
+    optimizer = config.optimizer
+    return Parts(
+        model=model,
+        chain=chain,
+        objective=objective,
+        optimizer=make_optimizer(
+            model.axes,
+            use=optimizer.use,
+            learning_rate=optimizer.learning_rate,
+            steps=config.train.steps,
+            clip_norm=optimizer.clip_norm,
+            warmup_steps=optimizer.warmup_steps,
+            schedule=optimizer.schedule,
+            options=optimizer.options,
+        ),
+        geometry=geometry,
+        sampling=sampling_settings(config, tokenizer, end_tokens),
+        mesh=mesh,
+        reward_weights={reward.name: reward.weight for reward in rewards},
+    )
+
+
+def sampling_settings(
+    config: Config, tokenizer: Any, end_tokens: tuple[int, ...]
+) -> SamplingSettings:
+    if not end_tokens:
+        raise InputError(
+            f"model.path = {config.model.path}: its tokenizer has no end token, so no sample could "
+            "end; set eos_token in its tokenizer_config.json"
+        )
+    pad = tokenizer.pad_token_id
+    return SamplingSettings(
+        group_size=config.rollout.group_size,
+        max_completion_tokens=config.rollout.max_completion_tokens,
+        temperature=config.rollout.temperature,
+        stop_tokens=end_tokens,
+        pad_token=end_tokens[0] if pad is None else pad,
+        segment_tokens=config.rollout.segment_tokens,
+        top_k=config.rollout.top_k,
+        top_p=config.rollout.top_p,
+    )
+
+
+def first_state(
+    parts: Parts,
+    params: Params,
+    policy: PromptPolicy,
+    num_rows: int,
+    seed: int,
+    rewards: tuple[str, ...],
+) -> TrainState:
+    """The state before the first step, laid out on the mesh."""
+    everywhere = sharding.replicated(parts.mesh)
+    layout = param_layout(parts)
+    geometry = parts.geometry
+    spec = RolloutSpec(
+        num_prompts=geometry.num_prompts,
+        group_size=geometry.group_size,
+        max_prompt_tokens=geometry.max_prompt_tokens,
+        max_completion_tokens=geometry.max_completion_tokens,
+        rewards=rewards,
+        num_rows=num_rows,
+    )
+    # A copy of its own, since the trainable parameters are donated.
+    copy = jax.jit(
+        lambda tree: jax.tree.map(lambda leaf: leaf + 0, as_computed(parts.model, tree)),
+        out_shardings=layout,
+    )
+    put = lambda value: sharding.put(value, everywhere)  # noqa: E731
+    key = jax.random.key_data(jax.random.key(seed))
+    return TrainState(
+        step=put(np.int32(0)),
+        trainable=params,
+        frozen={name: copy(params) for name in _anchors(parts)},
+        opt_state=jax.jit(parts.optimizer.init, out_shardings=opt_layout(parts))(params),
+        advantage_state=jax.tree.map(put, parts.chain.init(spec)),
+        prompt_policy_state=policy.init(num_rows, seed),
+        cursor=put(np.int32(0)),
+        key=put(np.asarray(key)),
+        objective_state=jax.tree.map(put, parts.objective.init()),
+    )
+
+
+def _anchors(parts: Parts) -> list[str]:
+    """The frozen policies that a method asks for."""
+    needs = parts.chain.needs | parts.objective.needs
+    scored = {FIELDS[name].policy for name in needs & FIELDS.keys()} - {"trainer"}
+    return sorted(scored | parts.objective.anchors)
+
+
+def _mesh_sizes(config: Config) -> dict[str, int]:
+    mesh = config.mesh
+    return {"data": mesh.data, "fsdp": mesh.fsdp, "tensor": mesh.tensor, "context": mesh.context}

@@ -1,0 +1,1 @@
+"""From judged rollouts to new parameters."""

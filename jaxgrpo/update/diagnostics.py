@@ -1,0 +1,299 @@
+"""Pure statistics of groups: how many teach nothing, how many would by chance, and pass@k."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Bool, Float, Int
+
+from jaxgrpo.advantages import stats
+from jaxgrpo.core.metrics import Mean, Metrics, maximum, mean, merge, minimum
+
+RARE = 0.25
+"""A success is rare where no larger share of its group succeeded."""
+
+
+def group_metrics(
+    rewards: Mapping[str, Array], weights: Mapping[str, float] | None = None
+) -> Metrics:
+    """Rewards and shares of groups, of the weighted sum of the rewards (None: all weigh 1).
+
+    A sample that one of the rewards could not score is left out, as in `sum_rewards`; a group
+    without any scored sample is counted in no share. A group is flat where its scored rewards are
+    all equal, or only one is scored:
+
+        groups/all_fail  flat, and the reward is 0 or below
+        groups/all_pass  flat, and the reward is above 0
+        groups/mixed     not flat
+        frac_reward_zero_std  flat (TRL's name): the measured degeneracy
+        groups/flat_iid       what that share would be if all prompts were equally hard
+        groups/jensen_gap     by how much it is larger because they are not
+
+    the last two as in `jensen_gap`, where a success is a reward above 0; NaN in a step with fewer
+    prompts than samples per group. For rewards in {0, 1}, all scored, the measured share is their
+    sum. Further: reward (mean over samples), reward_std (mean over groups of the n - 1 deviation),
+    each reward's own rewards/NAME/mean and std (n - 1, over all samples) and the share that it
+    could not score, rewards/NAME/unscored.
+    Shapes: each reward [P, G].
+    """
+    total, mask = _summed(rewards, weights)
+    flat = stats.is_flat(total, mask)
+    _, high = stats.extremes(total, mask)
+    scored = mask.any(axis=1, keepdims=True)
+    own = [_own_metrics(name, reward) for name, reward in rewards.items()]
+    correct = (mask & (total > 0)).sum(1, dtype=jnp.int32)
+    _, iid, gap = jensen_gap(correct, mask.sum(1, dtype=jnp.int32), mask.shape[1])
+    return functools.reduce(merge, own) | {
+        "reward": mean(total, mask),
+        "reward_std": mean(stats.std(total, mask, ddof=1), scored),
+        "frac_reward_zero_std": mean(flat, scored),
+        "groups/all_fail": mean(flat & (high <= 0), scored),
+        "groups/all_pass": mean(flat & (high > 0), scored),
+        "groups/mixed": mean(~flat, scored),
+        "groups/flat_iid": mean(iid, jnp.isfinite(iid)),
+        "groups/jensen_gap": mean(gap, jnp.isfinite(gap)),
+    }
+
+
+def _own_metrics(name: str, reward: Float[Array, "P G"]) -> Metrics:
+    scored = jnp.isfinite(reward)
+    value = jnp.where(scored, reward, 0)
+    flat, mask = value.reshape(1, -1), scored.reshape(1, -1)
+    return {
+        f"rewards/{name}/mean": mean(value, scored),
+        f"rewards/{name}/std": mean(stats.std(flat, mask, ddof=1), mask.any(keepdims=True)),
+        f"rewards/{name}/unscored": mean(~scored),
+    }
+
+
+def completion_metrics(
+    tokens: Int[Array, "P G T"], mask: Bool[Array, "P G T"], truncated: Bool[Array, "P G"]
+) -> Metrics:
+    """Lengths in tokens, how many were cut, and whether samples differ at all.
+
+        completions/{mean,min,max}_length, and _terminated_length of those that ended by themselves
+        completions/clipped_ratio  the share that the length limit cut
+        groups/identical           the share of groups whose completions are all the same tokens
+        num_tokens                 their sum
+
+    A group of one sample is not identical to anything. Names as in TRL, but for `identical`;
+    num_tokens is this step's, TRL's the sum over the run and with prompts.
+    """
+    length = mask.sum(-1)
+    metrics: Metrics = {
+        "completions/clipped_ratio": mean(truncated),
+        "num_tokens": Mean(total=length.sum(dtype=jnp.float32), weight=jnp.float32(1)),
+    }
+    for name, chosen in {"length": None, "terminated_length": ~truncated}.items():
+        for kind, reduce in {"mean": mean, "min": minimum, "max": maximum}.items():
+            metrics[f"completions/{kind}_{name}"] = reduce(length, chosen)
+    if mask.shape[1] > 1:
+        shown = jnp.where(mask, tokens, -1)
+        metrics["groups/identical"] = mean((shown == shown[:, :1]).all((1, 2)))
+    return metrics
+
+
+def live_groups(value: Array, mask: Array) -> Metrics:
+    """live_groups: the share of groups with an unmasked value other than 0.
+
+    Shapes: value and mask [P, G] or [P, G, T], as a chain returns them.
+    """
+    live = mask & (value != 0)
+    return {"live_groups": mean(live.any(tuple(range(1, live.ndim))))}
+
+
+def advantage_metrics(
+    advantage: Array,
+    mask: Array,
+    rewards: Mapping[str, Array],
+    weights: Mapping[str, float] | None = None,
+    success_rate: Float[Array, "P"] | None = None,
+    below: float = 0.125,
+) -> Metrics:
+    """How large advantages are, and who owns them.
+
+        advantage/abs_max      the largest |A|
+        advantage/lucky_share  sum of |A| over lucky single successes / sum of |A|
+        advantage/flat_share   sum of |A| over samples of flat groups / sum of |A|
+        advantage/rare_success_mass    sum of |A| over `rare_successes` / sum of |A|
+
+    A lucky single success is the only sample of its group that succeeded (weighted sum of the
+    rewards above 0) while another scored one failed. |A| of a sample is the mean over its
+    unmasked tokens. The shares are NaN where all advantages are 0.
+
+    Args:
+      success_rate: what was known of each prompt before this step: then only prompts below `below`
+        count as lucky. None: all of them.
+
+    Shapes: advantage and mask [P, G] or [P, G, T], as a chain returns them; rewards [P, G].
+    Source: the rare accidental success as exemplar, arXiv 2605.28388; the metric is ours.
+    """
+    size = jnp.where(mask, jnp.abs(stats.widen(advantage)), 0)
+    largest = maximum(size)
+    if size.ndim == 3:
+        size = stats.mean(size, mask, axis=2)[..., 0]
+    total, scored = _summed(rewards, weights)
+    success = scored & (total > 0)
+    alone = (stats.count(success) == 1) & (stats.count(scored) > 1)
+    if success_rate is not None:
+        alone = alone & (success_rate < below)[:, None]
+    owned = {
+        "advantage/lucky_share": success & alone,
+        "advantage/flat_share": scored & stats.is_flat(total, scored),
+        "advantage/rare_success_mass": rare_successes(rewards, weights),
+    }
+    metrics: Metrics = {"advantage/abs_max": largest}
+    for name, samples in owned.items():
+        metrics[name] = Mean(total=jnp.where(samples, size, 0).sum(), weight=size.sum())
+    return metrics
+
+
+def rare_successes(
+    rewards: Mapping[str, Array], weights: Mapping[str, float] | None = None
+) -> Bool[Array, "P G"]:
+    """Which samples succeeded where at most RARE of their group's scored samples did.
+
+    Success is a weighted sum of the rewards above 0. In groups of 4 these are the lucky single
+    successes of `advantage_metrics`, in groups of 8 pairs too; in groups of 2 and 3 there are none.
+    Shapes: each reward [P, G].
+    """
+    total, scored = _summed(rewards, weights)
+    success = scored & (total > 0)
+    return success & (stats.count(success) <= RARE * stats.count(scored))
+
+
+def pass_at_k(correct: Int[Array, "P"], samples: Int[Array, "P"], k: int) -> Float[Array, "P"]:
+    """The probability that k samples hold a success, unbiased, from `correct` of `samples`.
+
+        1 - C(n - c, k) / C(n, k)
+
+    NaN where n < k: k samples cannot be judged from fewer. Stable for any n: a product of k
+    factors in [0, 1], never a binomial coefficient.
+
+    Args:
+      correct, samples: successes c and samples n per prompt.
+      k: static, at least 1.
+
+    Source: Chen et al. 2021, arXiv 2107.03374.
+    """
+    return 1 - drawn_alike(samples - correct, samples, k)
+
+
+def iid_flat_share(success_rate: Float[Array, ""], group_size: int) -> Float[Array, ""]:
+    """The share of flat groups if every prompt had the same success rate.
+
+        p^G + (1 - p)^G
+
+    By Jensen's inequality the real share, E_x of the same at each prompt's own rate, is never
+    smaller; at G = 2 the difference is 2 Var_x(p_x).
+
+    Source: Gradient starvation, arXiv 2605.07689.
+    """
+    return success_rate**group_size + (1 - success_rate) ** group_size
+
+
+def flat_share(
+    correct: Int[Array, "P"], samples: Int[Array, "P"], group_size: int
+) -> Float[Array, "P"]:
+    """The probability that a group of G samples is flat, unbiased, from `correct` of `samples`.
+
+        (C(c, G) + C(n - c, G)) / C(n, G)
+
+    Putting c / n into p^G + (1 - p)^G instead overestimates, by the same inequality that makes
+    the mean over prompts exceed `iid_flat_share`. NaN where n < G.
+    """
+    all_pass = drawn_alike(correct, samples, group_size)
+    return all_pass + drawn_alike(samples - correct, samples, group_size)
+
+
+def jensen_gap(
+    correct: Int[Array, "P"], samples: Int[Array, "P"], group_size: int
+) -> tuple[Float[Array, ""], Float[Array, ""], Float[Array, ""]]:
+    """The share of flat groups, what it were were all prompts equally hard, and the difference.
+
+        measured  mean_x (C(c_x, G) + C(n_x - c_x, G)) / C(n_x, G)
+        iid       mean over all sets of G prompts of prod c_x / n_x, plus the same of failures
+        gap       measured - iid; G = 2: twice the variance of the prompts' success rates
+
+    All three are unbiased for prompts drawn at random: the first for E_x[p_x^G + (1 - p_x)^G], the
+    second for p^G + (1 - p)^G at p = E_x p_x. `iid_flat_share` of a batch's mean rate overestimates
+    that; products over *distinct* prompts do not, because those are independent. The gap of one
+    step is noisy and may be negative; take its mean over steps.
+
+    Args:
+      correct, samples: successes c and samples n per prompt. Prompts with fewer than G samples are
+        left out of all three, so that they speak of the same prompts.
+      group_size: G, static, at least 1.
+
+    Returns: NaN where no prompt has G samples; iid and gap where fewer than G prompts have them.
+    Source: Gradient starvation, arXiv 2605.07689, for the gap; the estimators are ours.
+    """
+    usable = samples >= group_size
+    flat = flat_share(correct, samples, group_size)
+    number = usable.sum()
+    measured = jnp.where(usable, flat, 0).sum() / jnp.maximum(number, 1).astype(flat.dtype)
+    rate = correct.astype(flat.dtype) / jnp.maximum(samples, 1).astype(flat.dtype)
+    wins = _product_of_distinct(rate, usable, group_size)
+    losses = _product_of_distinct(1 - rate, usable, group_size)
+    iid = jnp.where(number >= group_size, wins + losses, jnp.nan)
+    measured = jnp.where(number > 0, measured, jnp.nan)
+    return measured, iid, measured - iid
+
+
+def _product_of_distinct(
+    value: Float[Array, "P"], usable: Bool[Array, "P"], number: int
+) -> Float[Array, ""]:
+    """The mean, over all sets of `number` usable entries, of the product of the set.
+
+    With E_k(j) the sum over sets of k among the first j of N, and T_k(j) = E_k(j) / C(N, k):
+    T_k(j) = k / (N - k + 1) sum_{i <= j} x_i T_{k - 1}(i - 1), and T_k(N) is the mean. All terms
+    are positive and all T at most 1: nothing overflows or cancels, however many prompts there are.
+    """
+    value = jnp.where(usable, value, 0)
+    total = usable.sum().astype(value.dtype)
+
+    def larger(sets: Array, means: Array) -> Array:
+        size = sets.astype(value.dtype)
+        sums = jnp.cumsum(value * means[:-1]) * (size / jnp.maximum(total - size + 1, 1))
+        return jnp.concatenate([jnp.zeros_like(sums[:1]), sums])
+
+    return jax.lax.fori_loop(1, number + 1, larger, jnp.ones_like(value, shape=len(value) + 1))[-1]
+
+
+def drawn_alike(alike: Int[Array, "P"], samples: Int[Array, "P"], draws: int) -> Float[Array, "P"]:
+    """The probability that `draws` of the samples, none twice, are all of one kind.
+
+        C(alike, draws) / C(samples, draws) = prod_{j < draws} (alike - j) / (samples - j)
+
+    Args:
+      alike: samples of that kind, of `samples`.
+      draws: static, at least 1. NaN where there are fewer samples.
+    """
+    if draws < 1:
+        raise ValueError(f"{draws} draws: pass@k and group sizes begin at 1")
+    dtype = jnp.result_type(float)
+    taken = jnp.arange(draws, dtype=alike.dtype)[None, :]
+    left = jnp.maximum(alike[:, None] - taken, 0).astype(dtype)
+    among = jnp.maximum(samples[:, None] - taken, 1).astype(dtype)
+    return jnp.where(samples >= draws, (left / among).prod(axis=1), jnp.nan)
+
+
+def _summed(
+    rewards: Mapping[str, Array], weights: Mapping[str, float] | None
+) -> tuple[Float[Array, "P G"], Bool[Array, "P G"]]:
+    total, mask = None, None
+    for name, reward in rewards.items():
+        weight = 1.0 if weights is None else weights[name]
+        if weight == 0:
+            continue
+        scored = jnp.isfinite(reward)
+        value = weight * stats.widen(jnp.where(scored, reward, 0))
+        total = value if total is None else total + value
+        mask = scored if mask is None else mask & scored
+    if total is None or mask is None:
+        raise ValueError("group_metrics needs at least one reward whose weight is not 0")
+    return jnp.where(mask, total, 0), mask

@@ -1,0 +1,182 @@
+"""What a run's programs are built from, and the forward pass that scoring and updating share."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import Array
+from jax.sharding import Mesh
+
+from jaxgrpo.advantages import AdvantageTransform
+from jaxgrpo.core.metrics import Metrics
+from jaxgrpo.core.types import OF_PASS, Params, TrainBatch
+from jaxgrpo.losses import Penalty, Reduction, Surrogate
+from jaxgrpo.models import sharding
+from jaxgrpo.models.api import Model
+from jaxgrpo.models.attention import causal, rows_with_prefix
+from jaxgrpo.models.exact_kl import full_kl
+from jaxgrpo.models.logprobs import Entropy, token_logprobs
+from jaxgrpo.rollout.sampler import SamplingSettings
+from jaxgrpo.update.packing import Geometry
+
+
+class Objective(NamedTuple):
+    """What an update minimises: sum(weight * (surrogate + penalties))."""
+
+    surrogate: Surrogate
+    reduction: Reduction
+    penalties: tuple[Penalty, ...] = ()
+    penalties_on: str = "all"  # "live": dead samples are free of penalties, and leave the update
+    proximal: str = "behavior"  # the policy ratios are measured from; "trainer" scores it again
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """The fields that must be there before the update."""
+        own = self._named.difference(OF_PASS)
+        return own | ({"trainer_logp"} if self.proximal == "trainer" else frozenset())
+
+    @property
+    def entropy(self) -> Entropy:
+        """What the update's pass says of the entropy: for the log, or for a penalty on it."""
+        return "gradient" if "policy_entropy" in self._named else "value"
+
+    @property
+    def anchors(self) -> frozenset[str]:
+        """The frozen policies that the update itself runs."""
+        return frozenset(OF_PASS[name] for name in self._named & OF_PASS.keys()) - {"trainer"}
+
+    @property
+    def _named(self) -> frozenset[str]:
+        parts = (self.surrogate, *self.penalties)
+        return frozenset[str]().union(*(part.needs for part in parts))
+
+    def init(self) -> dict[str, Any]:
+        """name of a penalty -> what it remembers before the first update."""
+        return {part.name: part.init() for part in self.penalties if part.init is not None}
+
+    def observe(self, state: Mapping[str, Any], metrics: Metrics) -> dict[str, Any]:
+        """What the penalties remember after an update with these metrics."""
+        return {
+            part.name: part.observe(state[part.name], metrics)
+            for part in self.penalties
+            if part.observe is not None
+        }
+
+
+class Parts(NamedTuple):
+    """Everything static that the programs of a run are built from."""
+
+    model: Model
+    chain: AdvantageTransform
+    objective: Objective
+    optimizer: optax.GradientTransformation
+    geometry: Geometry
+    sampling: SamplingSettings
+    mesh: Mesh
+    reward_weights: Mapping[str, float] | None = None  # of the logged reward; None: all 1
+    compact: bool = True  # False keeps dead samples in the update: slower, the same result
+
+
+class Scored(NamedTuple):
+    """What one pass says of the chosen tokens."""
+
+    logp: Array  # [D, R, Q]
+    entropy: Array | None  # [D, R, Q]; None unless asked for
+    fields: dict[str, Array]  # quantities of OF_PASS and what goes with them, [D, R, Q]
+
+
+def forward(
+    parts: Parts,
+    params: Params,
+    micro: TrainBatch,
+    entropy: Entropy = "none",
+    reference: Params | None = None,
+) -> Scored:
+    """One micro-batch under `params`, against the whole distributions of `reference` if given.
+
+    The entropy carries gradient for "gradient" only.
+    """
+    params = as_computed(parts.model, params)
+    hidden = hidden_states(parts.model, params, micro)
+    # Greedy sampling has no distribution: its ratios are those of the model itself.
+    temperature = parts.sampling.temperature or 1.0
+
+    def unembed(hidden: Array) -> Array:
+        return parts.model.unembed(params, hidden)
+
+    bins, rows = hidden.shape[0], micro.tokens.shape
+    logp, values = token_logprobs(
+        unembed,
+        hidden,
+        micro.targets.reshape(bins, -1),
+        temperature=temperature,
+        entropy=entropy,
+    )
+    fields = {} if values is None else {"policy_entropy": values}
+    if reference is not None:
+        anchor = as_computed(parts.model, reference)
+        fields["full_kl"], fields["full_kl_clamped"] = full_kl(
+            unembed,
+            hidden,
+            lambda hidden: parts.model.unembed(anchor, hidden),
+            hidden_states(parts.model, anchor, micro),
+            temperature=temperature,
+        )
+    return jax.tree.map(lambda leaf: leaf.reshape(rows), Scored(logp, values, fields))
+
+
+def hidden_states(model: Model, params: Params, micro: TrainBatch) -> Array:
+    """Hidden states [D, R * Q, E]: prompts once, then rows that read them."""
+    bins, prompts, width = micro.prompt_tokens.shape
+    position = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32), (bins, prompts, width))
+    valid = position < micro.prompt_length[..., None]
+    _, memory = model.apply(params, micro.prompt_tokens, position, causal(position, valid), None)
+    attend = rows_with_prefix(micro.segment, micro.position, micro.row_prompt, micro.prompt_length)
+    hidden, _ = model.apply(params, micro.tokens, micro.position, attend, memory)
+    return hidden.reshape(bins, -1, hidden.shape[-1])
+
+
+def held_dtype(model: Model) -> str:
+    """The dtype in which trained parameters are held, at least float32.
+
+    bfloat16 has 8 bits: a step of 1e-6 from a weight of 0.02 would be rounded away.
+    """
+    return str(jnp.promote_types(model.config.dtype, jnp.float32))
+
+
+def as_computed(model: Model, params: Params) -> Params:
+    """The parameters in the dtypes that the model computes in."""
+    return jax.tree.map(lambda leaf, spec: leaf.astype(spec.dtype), params, model.shapes)
+
+
+def micro_batch(batch: TrainBatch, index: Array) -> TrainBatch:
+    """Micro-batch `index` of a batch: every array without its leading K."""
+    take = lambda leaf: jax.lax.dynamic_index_in_dim(leaf, index, keepdims=False)  # noqa: E731
+    rest = dataclasses.replace(batch, num_live=jnp.zeros(batch.tokens.shape[0], jnp.int32))
+    return jax.tree.map(take, rest)
+
+
+def param_layout(parts: Parts, rules: sharding.Rules = sharding.TRAINING) -> Params:
+    """The shardings of the parameters."""
+    return sharding.param_shardings(parts.mesh, parts.model.axes, parts.model.shapes, rules)
+
+
+def opt_layout(parts: Parts) -> Any:
+    """The shardings of the optimizer's state: moments as their parameters, the rest everywhere.
+
+    A moment of another shape than its parameter's, as a row or column of adafactor's, is small.
+    """
+    everywhere = sharding.replicated(parts.mesh)
+    return optax.tree_utils.tree_map_params(
+        parts.optimizer,
+        lambda leaf, layout, param: layout if leaf.shape == param.shape else everywhere,
+        jax.eval_shape(parts.optimizer.init, parts.model.shapes),
+        param_layout(parts),
+        parts.model.shapes,
+        transform_non_params=lambda _: everywhere,
+    )

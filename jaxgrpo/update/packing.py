@@ -1,0 +1,155 @@
+"""The update batch: a host plan of who goes where, and the one jitted gather that moves it.
+
+The plan is a pure function of the live flags, the same in every process. This packer is plain:
+one sample per row, rows in order, whole groups per bin; the layout is the one that denser packers
+fill, so nothing behind it changes when they come.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from jaxgrpo.core.errors import InputError
+from jaxgrpo.core.types import Rollouts, TrainBatch
+
+
+class Geometry(NamedTuple):
+    """The static sizes of a run's batches."""
+
+    num_prompts: int  # P
+    group_size: int  # G
+    max_prompt_tokens: int  # S
+    max_completion_tokens: int  # T
+    bins: int  # D
+    rows: int  # R, per bin and micro-batch
+
+    @property
+    def prompts_per_bin(self) -> int:
+        """A, prompts per bin and micro-batch."""
+        return max(1, self.rows // self.group_size)
+
+    @property
+    def micro_batches(self) -> int:
+        """K, enough for a step in which every sample is live."""
+        if self.rows >= self.group_size:
+            full_bins = -(-self.num_prompts // self.prompts_per_bin)
+        else:
+            full_bins = self.num_prompts * (self.group_size // self.rows)
+        return -(-full_bins // self.bins)
+
+
+class Plan(NamedTuple):
+    """Who goes where. Indices count samples p * G + g and prompts p; -1 is empty."""
+
+    sample: np.ndarray  # [K, D, R] int32
+    prompt: np.ndarray  # [K, D, A] int32
+    row_prompt: np.ndarray  # [K, D, R] int32
+    num_live: np.ndarray  # [] int32
+
+
+def check_geometry(geometry: Geometry) -> None:
+    """Raises InputError where rows and groups do not fit one another."""
+    rows, group = geometry.rows, geometry.group_size
+    if rows < 1 or (rows % group and group % rows):
+        raise InputError(
+            f"train.rows_per_micro_batch = {rows}: must be a multiple or a divisor of "
+            f"rollout.group_size = {group}, so that groups fill bins evenly"
+        )
+
+
+def plan(live: np.ndarray, geometry: Geometry) -> Plan:
+    """Places the live samples [P, G] into micro-batches, bins and rows, in order.
+
+    A bin takes whole groups (their live members) as long as `prompts_per_bin` allows, or pieces of
+    one group of `rows` samples where a group is larger than a bin.
+    """
+    pieces: list[list[np.ndarray]] = []  # bins, each a list of sample indices by prompt
+    groups = [np.flatnonzero(row) + p * geometry.group_size for p, row in enumerate(live)]
+    groups = [group for group in groups if group.size]
+    if geometry.rows >= geometry.group_size:
+        per_bin = geometry.prompts_per_bin
+        pieces = [groups[i : i + per_bin] for i in range(0, len(groups), per_bin)]
+    else:
+        for group in groups:
+            pieces += [[group[i : i + geometry.rows]] for i in range(0, group.size, geometry.rows)]
+    shape = (geometry.micro_batches, geometry.bins)
+    sample = np.full((*shape, geometry.rows), -1, np.int32)
+    prompt = np.full((*shape, geometry.prompts_per_bin), -1, np.int32)
+    row_prompt = np.zeros_like(sample)
+    for number, content in enumerate(pieces):
+        at = divmod(number, geometry.bins)
+        members = np.concatenate(content)
+        sample[at][: members.size] = members
+        prompt[at][: len(content)] = [group[0] // geometry.group_size for group in content]
+        row_prompt[at][: members.size] = np.repeat(
+            np.arange(len(content)), [group.size for group in content]
+        )
+    num_live = np.int32(-(-len(pieces) // geometry.bins))
+    return Plan(sample, prompt, row_prompt, np.asarray(num_live))
+
+
+def gather(
+    rollouts: Rollouts,
+    plan: Plan,
+    advantage: Array,
+    weight: Array,
+    mask: Array,
+    fields: dict[str, Array],
+) -> TrainBatch:
+    """Moves samples into the rows that the plan gives them. Pure; jitted by the caller.
+
+    Shapes: advantage, weight, mask and every field [P, G, T]; the rest as in the types.
+    """
+    present = plan.sample >= 0  # [K, D, R]
+    row = jnp.maximum(plan.sample, 0)
+    length = rollouts.prompt_mask.sum(-1, dtype=jnp.int32)  # [P]
+    steps = rollouts.completion_tokens.shape[-1]
+    group = rollouts.completion_tokens.shape[1]
+
+    def move(value: Array, fill: float | int | bool = 0) -> Array:
+        moved = value.reshape(-1, steps)[row]
+        return jnp.where(present[..., None], moved, jnp.asarray(fill, value.dtype))
+
+    target = move(rollouts.completion_tokens)
+    of_row = row // group  # [K, D, R] prompt index
+    last = jnp.take_along_axis(rollouts.prompt_tokens, length[:, None] - 1, axis=1)[:, 0]
+    tokens = jnp.concatenate([last[of_row][..., None], target[..., :-1]], axis=-1)
+    real = move(_completion_length_mask(rollouts.token_mask), fill=False)
+    prompt = jnp.maximum(plan.prompt, 0)
+    prompt_length = jnp.where(plan.prompt >= 0, length[prompt] - 1, 0)
+    position = jnp.arange(rollouts.prompt_tokens.shape[1])
+    prompt_tokens = jnp.where(
+        position < prompt_length[..., None], rollouts.prompt_tokens[prompt], 0
+    )
+    return TrainBatch(
+        prompt_tokens=prompt_tokens,
+        prompt_length=prompt_length,
+        tokens=jnp.where(real, tokens, 0),
+        targets=jnp.where(real, target, 0),
+        segment=real.astype(jnp.int32),
+        position=length[of_row][..., None] - 1 + jnp.arange(steps, dtype=jnp.int32),
+        advantage=move(advantage),
+        weight=move(weight),
+        mask=move(mask, fill=False),
+        proximal_logp=move(rollouts.behavior_logp),
+        fields={name: move(value) for name, value in fields.items()},
+        row_prompt=jnp.asarray(plan.row_prompt),
+        num_live=jnp.asarray(plan.num_live),
+    )
+
+
+def scatter(values: Array, plan: Plan, shape: tuple[int, int, int]) -> Array:
+    """The way back: row values [K, D, R, T] to samples [P, G, T]; 0 where a sample had no row."""
+    groups, samples, steps = shape
+    index = jnp.where(plan.sample >= 0, plan.sample, groups * samples).reshape(-1)
+    flat = jnp.zeros((groups * samples, steps), values.dtype)
+    return flat.at[index].set(values.reshape(-1, steps), mode="drop").reshape(shape)
+
+
+def _completion_length_mask(token_mask: Array) -> Array:
+    """True up to the last token the policy chose: forced text behind it teaches nothing."""
+    return jnp.flip(jnp.cumsum(jnp.flip(token_mask, -1), -1) > 0, -1)

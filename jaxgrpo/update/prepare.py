@@ -1,0 +1,257 @@
+"""From judged rollouts to the update batch: score, advantage, weights, plan, gather."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from jaxgrpo import advantages
+from jaxgrpo.core.metrics import Metrics, mean, merge
+from jaxgrpo.core.types import FIELDS, Params, Rollouts, TrainBatch, TrainState
+from jaxgrpo.models import sharding
+from jaxgrpo.models.api import Constrain
+from jaxgrpo.models.logprobs import Entropy
+from jaxgrpo.update import packing
+from jaxgrpo.update.diagnostics import (
+    advantage_metrics,
+    completion_metrics,
+    group_metrics,
+    rare_successes,
+)
+from jaxgrpo.update.forward import Parts, forward, micro_batch
+from jaxgrpo.update.packing import Geometry
+from jaxgrpo.update.symptoms import drift_metrics, symptom_metrics
+
+Score = Callable[[Params, TrainBatch, Entropy], tuple[Array, Array | None]]
+"""(parameters, batch, "none" or "value") -> (log-probs, entropies) [K, D, R, Q] of its live
+micro-batches; without entropies None"""
+
+ANCHORS = ("base_logp", "reference_logp")
+"""Fields that tell, where a method asks for them, how far the policy has gone."""
+
+
+class Prepared(NamedTuple):
+    """What `prepare` hands on: the batch to update on, and what the log shows of it."""
+
+    batch: TrainBatch
+    advantage: Array  # [P, G], the mean over a sample's tokens
+    live: np.ndarray  # [P, G] bool, samples that can move the parameters
+    metrics: Metrics
+
+
+def make_preparer(parts: Parts) -> Callable[[TrainState, Rollouts], tuple[TrainState, Prepared]]:
+    """The function that turns judged rollouts into the batch of one update."""
+    programs = _compile(parts)
+
+    def prepare(state: TrainState, rollouts: Rollouts) -> tuple[TrainState, Prepared]:
+        rollouts = _with_fields(parts, programs, state, rollouts)
+        judged = programs.judge(state.advantage_state, rollouts)
+        live = sharding.to_host(judged.live)
+        where = packing.plan(live if parts.compact else np.ones_like(live), parts.geometry)
+        batch = _assemble(parts, programs, state, rollouts, judged, where)
+        state = dataclasses.replace(state, advantage_state=judged.state)
+        metrics = judged.metrics
+        # Of all completions or of none: those that the loss leaves out are no random ones.
+        whole = bool(live.all() or not parts.compact)
+        for name in ANCHORS:
+            if name not in rollouts.fields and name in batch.fields:
+                late = rollouts, batch.fields[name], where, whole
+                metrics = merge(metrics, programs.drift(name, *late))
+        return state, Prepared(batch, judged.per_sample, live, metrics)
+
+    return prepare
+
+
+class _Judged(NamedTuple):
+    state: Any
+    advantage: Array  # [P, G, T]
+    weight: Array  # [P, G, T]
+    mask: Array  # [P, G, T]
+    live: Array  # [P, G]
+    per_sample: Array  # [P, G]
+    metrics: Metrics
+
+
+class _Programs(NamedTuple):
+    """The jitted functions of `prepare`."""
+
+    score: Score
+    judge: Callable[[Any, Rollouts], _Judged]
+    gather: Callable[..., TrainBatch]
+    scatter: Callable[[Array, packing.Plan], Array]
+    drift: Callable[..., Metrics]
+
+
+def _compile(parts: Parts) -> _Programs:
+    shape = _sample_shape(parts.geometry)
+    return _Programs(
+        score=jax.jit(functools.partial(_score, parts), static_argnums=2),
+        judge=jax.jit(functools.partial(_judge, parts)),
+        gather=jax.jit(functools.partial(gather_over_bins, sharding.constrain(parts.mesh))),
+        scatter=jax.jit(lambda values, where: packing.scatter(values, where, shape)),
+        drift=jax.jit(functools.partial(_drift, shape), static_argnums=0),
+    )
+
+
+def gather_over_bins(constrain: Constrain, *arguments: Any) -> TrainBatch:
+    """`packing.gather`, with D laid out over the bins."""
+
+    def lay_out(leaf: Array) -> Array:
+        return constrain(leaf, (None, "bins", *[None] * (leaf.ndim - 2))) if leaf.ndim else leaf
+
+    return jax.tree.map(lay_out, packing.gather(*arguments))
+
+
+def _score(
+    parts: Parts, params: Params, batch: TrainBatch, entropy: Entropy
+) -> tuple[Array, Array | None]:
+    """Log-probs and entropies [K, D, R, Q] under `params`; 0 in micro-batches that are not live."""
+
+    def body(index: Array, carry: Any) -> Any:
+        scored = forward(parts, params, micro_batch(batch, index), entropy)
+        values = scored.logp, scored.entropy
+        return jax.tree.map(lambda whole, one: whole.at[index].set(one), carry, values)
+
+    empty = jnp.zeros(batch.tokens.shape, jnp.float32)
+    start = (empty, None if entropy == "none" else empty)
+    return jax.lax.fori_loop(0, batch.num_live, body, start)
+
+
+def _score_fields(
+    programs: _Programs, state: TrainState, names: Collection[str], batch: TrainBatch
+) -> dict[str, Array]:
+    """The named fields [K, D, R, Q], with one pass per policy that they ask for."""
+    fields: dict[str, Array] = {}
+    for policy in sorted({FIELDS[name].policy for name in names}):
+        params = state.trainable if policy == "trainer" else state.frozen[policy]
+        wanted = {name: FIELDS[name].quantity for name in names if FIELDS[name].policy == policy}
+        asked = "value" if "entropy" in wanted.values() else "none"
+        logp, entropy = programs.score(params, batch, asked)
+        for name, quantity in wanted.items():
+            value = logp if quantity == "logp" else entropy
+            assert value is not None
+            fields[name] = value
+    return fields
+
+
+def _with_fields(
+    parts: Parts, programs: _Programs, state: TrainState, rollouts: Rollouts
+) -> Rollouts:
+    """The rollouts with what the chain needs, scored on every sample."""
+    names = parts.chain.needs & FIELDS.keys()
+    if not names:
+        return rollouts
+    geometry = parts.geometry
+    everyone = packing.plan(np.ones((geometry.num_prompts, geometry.group_size), bool), geometry)
+    zero = jnp.zeros(_sample_shape(geometry), jnp.float32)
+    batch = programs.gather(rollouts, everyone, zero, zero, rollouts.token_mask, {})
+    scored = _score_fields(programs, state, names, batch)
+    fields = {name: programs.scatter(value, everyone) for name, value in scored.items()}
+    return dataclasses.replace(rollouts, fields={**rollouts.fields, **fields})
+
+
+def _assemble(
+    parts: Parts,
+    programs: _Programs,
+    state: TrainState,
+    rollouts: Rollouts,
+    judged: _Judged,
+    where: packing.Plan,
+) -> TrainBatch:
+    """The update batch, with what only the loss needs scored on its samples alone."""
+    needs = parts.objective.needs
+    # As for the parts of a chain, a need may be the name of a reward.
+    brought = {**rollouts.rewards, **rollouts.fields}
+    known = {name: _per_token(brought[name], parts.geometry) for name in needs & brought.keys()}
+    known["behavior_logp"] = rollouts.behavior_logp
+    batch = programs.gather(rollouts, where, judged.advantage, judged.weight, judged.mask, known)
+    late = _score_fields(programs, state, (needs & FIELDS.keys()) - known.keys(), batch)
+    batch = dataclasses.replace(batch, fields={**batch.fields, **late})
+    if parts.objective.proximal == "trainer":
+        batch = dataclasses.replace(batch, proximal_logp=batch.fields["trainer_logp"])
+    return batch
+
+
+def _judge(parts: Parts, state: Any, rollouts: Rollouts) -> _Judged:
+    """The chain, the reduction's weights on the whole batch, and who is alive."""
+    signal, state, metrics = parts.chain.update(advantages.start(rollouts), state, rollouts)
+    tokens = rollouts.token_mask
+    value, mask = signal.value, signal.mask
+    if value.ndim == 2:
+        value, mask = value[..., None], mask[..., None]
+    mask = jnp.broadcast_to(mask, tokens.shape) & tokens
+    advantage = jnp.where(mask, value, 0).astype(jnp.float32)
+    weight = parts.objective.reduction.weights(mask).astype(jnp.float32)
+    live = (advantage != 0).any(-1)
+    if parts.objective.penalties and parts.objective.penalties_on == "all":
+        live = mask.any(-1)
+    else:
+        # The dead carry no penalty, so that leaving them out changes nothing.
+        weight = jnp.where(live[..., None], weight, 0)
+    metrics = merge(
+        metrics, _rollout_metrics(rollouts, live, advantage, mask, parts.reward_weights)
+    )
+    per_sample = advantage.sum(-1) / jnp.maximum(mask.sum(-1), 1)
+    # Nor are they in the metrics of the update, which penalties may remember.
+    mask = mask & live[..., None]
+    everywhere = sharding.replicated(parts.mesh)
+    state, live, per_sample, metrics = jax.lax.with_sharding_constraint(
+        (state, live, per_sample, metrics), everywhere
+    )
+    return _Judged(state, advantage, weight, mask, live, per_sample, metrics)
+
+
+def _rollout_metrics(
+    rollouts: Rollouts,
+    live: Array,
+    advantage: Array,
+    mask: Array,
+    weights: Mapping[str, float] | None,
+) -> Metrics:
+    """Metrics of rewards and completions, under TRL's names where TRL has one."""
+    tokens = rollouts.token_mask
+    metrics: Metrics = {
+        "live_samples": mean(live),
+        "live_groups": mean(live.any(-1)),
+        "live_tokens": mean(live[..., None], tokens),
+    }
+    metrics |= advantage_metrics(advantage, mask, rollouts.rewards, weights)
+    metrics |= completion_metrics(rollouts.completion_tokens, tokens, rollouts.truncated)
+    rare = rare_successes(rollouts.rewards, weights)
+    metrics |= symptom_metrics(rollouts.completion_tokens, tokens, rare)
+    for name in ANCHORS:
+        if name in rollouts.fields:
+            pair = (rollouts.behavior_logp, rollouts.fields[name])
+            metrics |= drift_metrics(*pair, tokens, FIELDS[name].policy)
+    return metrics | group_metrics(rollouts.rewards, weights)
+
+
+def _drift(
+    shape: tuple[int, int, int],
+    name: str,
+    rollouts: Rollouts,
+    other_logp: Array,
+    where: packing.Plan,
+    whole: Array,
+) -> Metrics:
+    """`drift_metrics` of a field that was scored for the loss alone; NaN if not for `whole`."""
+    other = packing.scatter(other_logp, where, shape)
+    mask = rollouts.token_mask & whole
+    return drift_metrics(rollouts.behavior_logp, other, mask, FIELDS[name].policy)
+
+
+def _per_token(value: Array, geometry: Geometry) -> Array:
+    """A field [P], [P, G] or [P, G, T] at every token."""
+    value = value.reshape(*value.shape, *[1] * (3 - value.ndim))
+    return jnp.broadcast_to(value, _sample_shape(geometry))
+
+
+def _sample_shape(geometry: Geometry) -> tuple[int, int, int]:
+    return geometry.num_prompts, geometry.group_size, geometry.max_completion_tokens
