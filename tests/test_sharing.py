@@ -8,8 +8,8 @@ import numpy as np
 import small_run
 
 from jaxgrpo.config import files as configs
-from jaxgrpo.evaluation.evaluate import evaluator_of
 from jaxgrpo.training import loop
+from jaxgrpo.training.policy import evaluator_of
 from jaxgrpo.training.setup import setup
 from jaxgrpo.training.sharing import DEPENDS, Shared
 

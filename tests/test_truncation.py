@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import tiny
 
-from jaxgrpo.cli.inference import DEFAULTS
 from jaxgrpo.config import files as configs
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.rollout.sampler import SamplingSettings, draw, make_sampler, sample, truncate
+from jaxgrpo.training.policy import DEFAULTS
 
 LOGITS = np.random.default_rng(0).normal(size=(40, 37)).astype(np.float32) * 3
 LOGITS[::2] = np.round(LOGITS[::2])  # with ties, and zeros of both signs

@@ -18,11 +18,11 @@ from rich.console import Console
 from docs.experiments import common
 from docs.experiments.common import Check, Result
 from jaxgrpo.cli import make_base
-from jaxgrpo.cli.inference import config_for, find_policy
 from jaxgrpo.evaluation.evaluate import questions_of
 from jaxgrpo.evaluation.intervals import studentised
 from jaxgrpo.experiments.probe.command import draw
 from jaxgrpo.experiments.probe.group_signal import gap_influence
+from jaxgrpo.training.policy import config_for, find_policy
 from jaxgrpo.training.rewarding import resolve_scorer
 from jaxgrpo.update.diagnostics import jensen_gap
 

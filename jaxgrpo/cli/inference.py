@@ -6,68 +6,24 @@ import dataclasses
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import jax
-from jax.sharding import Mesh
 from rich.console import Console
 from rich.table import Table
 
-from jaxgrpo.config import files as configs
 from jaxgrpo.config.files import Config
-from jaxgrpo.config.from_python import config_of
 from jaxgrpo.config.keys import is_path
-from jaxgrpo.config.own_code import python_name
 from jaxgrpo.core.errors import InputError
-from jaxgrpo.core.types import Params
-from jaxgrpo.data.prompts import PromptData
 from jaxgrpo.evaluation.evaluate import Questions, answer_rows, ask, make_evaluator, questions_of
-from jaxgrpo.evaluation.rescoring import load_base, refuse_other_vocabulary, rescorer_of
+from jaxgrpo.evaluation.rescoring import refuse_other_vocabulary, rescorer_of
 from jaxgrpo.models import sharding
-from jaxgrpo.models.api import Model
 from jaxgrpo.models.hf import folders as huggingface
-from jaxgrpo.rollout.sampler import SamplingSettings, make_sampler
+from jaxgrpo.rollout.sampler import make_sampler
 from jaxgrpo.training import process
 from jaxgrpo.training.export import read_run
 from jaxgrpo.training.folder import plain, write_atomically
-from jaxgrpo.training.inputs import eval_source, load_prompts, make_chat
+from jaxgrpo.training.policy import NOBODY, config_for, find_policy, key_of, load_base, slots_of
 from jaxgrpo.training.rewarding import resolve_rewards, resolve_scorer
-from jaxgrpo.training.setup import find_model, sampling_settings
-
-SLOTS = 64  # samples decoded at once where no run says how many
-NOBODY = python_name("nobody")  # stands where a config must name a reward and none is asked for
-
-DEFAULTS: dict[str, Any] = {
-    "rollout": {
-        "prompts_per_step": SLOTS // 8,
-        "group_size": 8,
-        "max_prompt_tokens": 1024,
-        "max_completion_tokens": 1024,
-    },
-    "rewards": [{"use": NOBODY}],
-    "recipe": "sign",
-    "loss": {"proximal": "trainer"},  # so that rollout.top_k and top_p may be set
-    "optimizer": {"learning_rate": 0.0},
-    "train": {"steps": 1},
-    "run": {"dir": "runs/none"},
-}
-"""What a config must say and a model folder does not; `--set` replaces it. Nothing is trained."""
-
-
-class Policy(NamedTuple):
-    """A model to sample from, whose weights are not read yet."""
-
-    mesh: Mesh
-    folder: Path
-    model: Model
-    tokenizer: Any
-    settings: SamplingSettings
-
-    def read_params(self) -> Params:
-        """The weights, laid out for sampling."""
-        rules, model = sharding.SAMPLING, self.model
-        layout = sharding.param_shardings(self.mesh, model.axes, model.shapes, rules)
-        return huggingface.read_params(self.folder, model, shardings=layout)
 
 
 def evaluate(
@@ -165,29 +121,6 @@ def write_samples(
     return 0
 
 
-def config_for(
-    target: str, changes: Mapping[str, Any] | None = None, overrides: Sequence[str] = ()
-) -> Config:
-    """The config by which a target is sampled: a run's own, a TOML file, or DEFAULTS for a model.
-
-    Raises: ConfigError with all problems.
-    """
-    tables: dict[str, Any]
-    if (Path(target) / "config.toml").exists():
-        folder, config = read_run(target)
-        tables, source = configs.tables_of(config), config.source
-        tables["model"] = {**tables["model"], "path": str((folder / "model").absolute())}
-        tables["model"].pop("revision", None)
-    elif Path(target).suffix == ".toml":
-        read = configs.load(target)
-        tables, source = configs.tables_of(read), read.source
-    else:
-        tables, source = {**DEFAULTS, "model": {"path": target}}, None
-    kept = {name: value for name, value in (changes or {}).items() if value is not None}
-    config = config_of(tables, kept)
-    return configs.from_dict(configs.tables_of(config), overrides, source=source)
-
-
 def table_of(metrics: Mapping[str, float], title: str) -> Table:
     """Numbers of an evaluation, with their intervals where they have one."""
     table = Table(title=title)
@@ -233,38 +166,8 @@ def _base_config(target: str, config: Config, base: str | None) -> Config | None
     return dataclasses.replace(config, model=model)
 
 
-def find_policy(
-    console: Console, config: Config, rows: Iterable[Any] | None = None
-) -> tuple[Policy, PromptData]:
-    """The policy, and the prompts of eval.data (or `rows`).
-
-    Raises: InputError where there is no such model, or a prompt cannot be read or does not fit.
-    """
-    line = process.start(config.mesh.platform)
-    if process.is_main():
-        console.print(line)
-    keys = config.mesh
-    mesh = sharding.make_mesh(keys.data, keys.fsdp, keys.tensor, keys.context)
-    folder, tokenizer, model = find_model(config, mesh)
-    chat = make_chat(config, tokenizer)
-    prompts = load_prompts(config, chat, rows if rows is not None else eval_source(config))
-    ends = huggingface.read_end_tokens(folder, tokenizer)
-    settings = sampling_settings(config, tokenizer, ends)
-    return Policy(mesh, folder, model, tokenizer, settings), prompts
-
-
 def _unjudged(completions: Sequence[Any]) -> list[None]:
     return [None] * len(completions)
-
-
-def key_of(config: Config) -> Any:
-    """The key data of a config's seed."""
-    return jax.random.key_data(jax.random.key(config.train.seed))
-
-
-def slots_of(config: Config) -> int:
-    """Samples decoded at once."""
-    return config.rollout.prompts_per_step * config.rollout.group_size
 
 
 def _lines(path: str) -> list[dict[str, str]]:

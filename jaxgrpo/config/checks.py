@@ -7,13 +7,14 @@ that it reads is missing, and yields its problems: where, what was given, what t
 from __future__ import annotations
 
 import difflib
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from jaxgrpo.config import evaluation_checks, loss_checks
 from jaxgrpo.config.keys import OptimizerKeys, RewardKeys
-from jaxgrpo.config.own_code import file_of, is_reference, short_name
+from jaxgrpo.config.own_code import file_of, installed, is_reference, short_name
 from jaxgrpo.config.reading import Values, show
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.names import suggest
@@ -65,7 +66,6 @@ def _schedule(values: Values) -> Iterator[str]:
 
 
 def _tracking(values: Values) -> Iterator[str]:
-    from jaxgrpo.training.trackers import wandb_problem
 
     options = values.get("tracking.wandb")
     if options is not None and (problem := wandb_problem(options)):
@@ -274,3 +274,25 @@ def _optimizer(values: Values) -> Iterator[str]:
         make_optimizer({}, steps=values.get("train.steps", 1), **keys)
     except (ValueError, TypeError) as error:
         yield str(error)
+
+
+WANDB_OURS = ("dir", "config", "id", "resume", "settings")
+"""Arguments of `wandb.init` that the run itself gives."""
+
+
+def wandb_problem(options: Mapping[str, Any]) -> str | None:
+    """Why `tracking.wandb` cannot be followed; None where it can."""
+    if not installed("wandb"):
+        return (
+            "tracking.wandb is given, but wandb is not installed: pip install 'jaxgrpo[wandb]', or "
+            "take tracking.wandb out; metrics.jsonl and report.html are written in any case"
+        )
+    import wandb
+
+    known = inspect.signature(wandb.init).parameters.keys() - set(WANDB_OURS)
+    for name in options:
+        if name in WANDB_OURS:
+            return f"tracking.wandb.{name}: the run gives this itself; take it out"
+        if name not in known:
+            return f"tracking.wandb.{name}: no option of wandb.init: {suggest(name, known)}"
+    return None

@@ -36,12 +36,12 @@ def _best(values: Values) -> Iterator[str]:
 
 
 def _formats(values: Values) -> Iterator[str]:
-    from jaxgrpo.evaluation.diversity import OTHER
+    from jaxgrpo.config.keys import OTHER_FORMAT
 
     for name, pattern in values.get("eval.formats", {}).items():
         where = f"eval.formats.{name} = {show(pattern)}"
-        if name == OTHER:
-            yield f"{where}: {OTHER} is the name of what fits no format; give another name"
+        if name == OTHER_FORMAT:
+            yield f"{where}: {OTHER_FORMAT} is the name of what fits no format; give another name"
         if not isinstance(pattern, str):
             yield f"{where}: expected a regular expression as a text"
             continue

@@ -273,3 +273,7 @@ def is_path(value: str, folder: Path) -> bool:
 def folder_of(source: Path | None) -> Path:
     """Where the paths in a config begin: beside its file, or here for none and for shipped ones."""
     return Path.cwd() if source is None or source.parent == SHIPPED else source.parent
+
+
+OTHER_FORMAT = "other"
+"""The format of a text that no named one fits."""

@@ -14,9 +14,9 @@ from jaxgrpo.config.chain_tail import build_penalties, build_tail
 from jaxgrpo.config.files import Config
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.types import FIELDS, OF_SAMPLES
+from jaxgrpo.rewards.protocol import Reward
 from jaxgrpo.rollout.selection import build_policy
 from jaxgrpo.rollout.stream import PromptPolicy
-from jaxgrpo.training.rewarding import Reward
 from jaxgrpo.update.forward import Objective
 
 

@@ -133,3 +133,8 @@ def _module(reference: str, place: str) -> ModuleType:
             f"{reference!r}: no module {error.name!r}: install it, or name a file, as "
             "path/file.py:function"
         ) from None
+
+
+def installed(module: str) -> bool:
+    """Whether a package can be imported, without importing it."""
+    return importlib.util.find_spec(module) is not None

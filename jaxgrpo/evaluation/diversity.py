@@ -8,11 +8,9 @@ from collections.abc import Hashable, Mapping, Sequence
 import jax.numpy as jnp
 import numpy as np
 
+from jaxgrpo.config.keys import OTHER_FORMAT
 from jaxgrpo.evaluation.calibration import auroc, brier, ece
 from jaxgrpo.rewards import stated_confidence
-
-OTHER = "other"
-"""The format of a text that no named one fits."""
 
 Texts = Sequence[Sequence[str]]
 """[N][n] completions of N prompts"""
@@ -39,7 +37,7 @@ def format_of(text: str, formats: Mapping[str, str]) -> str:
     for name, pattern in formats.items():
         if re.search(pattern, text, re.DOTALL):
             return name
-    return OTHER
+    return OTHER_FORMAT
 
 
 def format_metrics(
@@ -65,7 +63,7 @@ def format_metrics(
     count, samples = tags.shape
     metrics: dict[str, float] = {}
     entropy, alike = 0.0, np.zeros(count)
-    for name in (*formats, OTHER):
+    for name in (*formats, OTHER_FORMAT):
         inside = tags == name
         share = float(inside.mean())
         metrics[f"format/{name}"] = share

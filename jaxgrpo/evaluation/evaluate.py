@@ -17,18 +17,19 @@ from jaxgrpo.config.files import Config
 from jaxgrpo.core.types import Params
 from jaxgrpo.data.prompts import PromptData
 from jaxgrpo.evaluation import diversity, voting
-from jaxgrpo.evaluation.rescoring import Rescore, base_of, rescorer_of
+from jaxgrpo.evaluation.rescoring import Rescore
 from jaxgrpo.models import sharding
 from jaxgrpo.models.api import Model
-from jaxgrpo.rewards import RewardFunction, TrainerState
+from jaxgrpo.rewards import (
+    RewardFunction,
+    TrainerState,
+    answers,
+)
+from jaxgrpo.rewards.protocol import Reward
 from jaxgrpo.rollout.judging import completion_ids, decode_texts, judge_texts, put_prompts
 from jaxgrpo.rollout.sampler import Sampler, SamplingSettings, make_sampler, sample
 from jaxgrpo.rollout.stream import pad_prompts
-from jaxgrpo.training.inputs import eval_source, load_prompts
-from jaxgrpo.training.rewarding import Reward, extractor_of, resolve_scorer
-from jaxgrpo.training.setup import Setup
 from jaxgrpo.update import diagnostics
-from jaxgrpo.update.step import Share, alone
 
 PURPOSE = 1  # folded into the key, so that evaluation never repeats training's draws
 SUCCESS = 0.5  # a scorer's value above it is a success
@@ -84,34 +85,6 @@ def questions_of(config: Config, held_out: PromptData, scorer: Reward) -> Questi
         asked.formats,
         voting.Weighing(asked.confidence_window, asked.confidence_kept),
         scorer.on_error,
-    )
-
-
-def evaluator_of(run: Setup, share: Share = alone) -> Evaluate:
-    """The evaluation that a run's config asks for.
-
-    Args:
-      share: as of `assembly.setup`.
-    """
-    return share("evaluator", lambda: _make_evaluator_of(run))
-
-
-def _make_evaluator_of(run: Setup) -> Evaluate:
-    config = run.config
-    held_out = run.held_out or load_prompts(config, run.chat, eval_source(config))
-    questions = questions_of(config, held_out, resolve_scorer(config, run.rewards))
-    geometry = run.parts.geometry
-    base = base_of(run) if config.eval.kl_to_base else None
-    return make_evaluator(
-        run.model,
-        run.tokenizer,
-        run.mesh,
-        questions,
-        run.parts.sampling,
-        samples=config.eval.samples,
-        width=geometry.max_prompt_tokens,
-        slots=geometry.num_prompts * geometry.group_size,
-        rescore=rescorer_of(config, run.model, run.mesh, base),
     )
 
 
@@ -312,3 +285,9 @@ def ask(
     tokens, mask, logp, truncated, judged, rescored = whole
     texts = [decode_texts(tokenizer, *pair) for pair in zip(tokens, mask, strict=True)]
     return Answers(tokens, mask, logp, truncated, judged, texts, rescored)
+
+
+def extractor_of(config: Config, scorer: RewardFunction) -> Callable[[str], Hashable] | None:
+    """What reads the answer off a completion, for votes; None where the scorer knows none."""
+    use = config.eval.scorer or (config.rewards[0].use if config.rewards else "")
+    return answers.get(use) or getattr(getattr(scorer, "func", scorer), "extract", None)

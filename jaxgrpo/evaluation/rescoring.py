@@ -20,10 +20,7 @@ from jaxgrpo.models import sharding
 from jaxgrpo.models.api import Constrain, Model
 from jaxgrpo.models.config import ModelConfig
 from jaxgrpo.models.exact_kl import full_kl
-from jaxgrpo.models.hf import folders
 from jaxgrpo.models.logprobs import token_confidence, token_logprobs
-from jaxgrpo.training.resets import may_reset
-from jaxgrpo.training.setup import Setup, find_model
 from jaxgrpo.update import packing
 from jaxgrpo.update.forward import hidden_states, micro_batch
 from jaxgrpo.update.packing import Geometry
@@ -38,22 +35,6 @@ class Base(NamedTuple):
 
     model: Model
     params: Params
-
-
-def load_base(config: Config, mesh: Mesh) -> Base:
-    """The model that a config names, as a base: one more copy of its parameters in memory."""
-    folder, _, model = find_model(config, mesh)
-    layout = sharding.param_shardings(mesh, model.axes, model.shapes, sharding.TRAINING)
-    return Base(model, folders.read_params(folder, model, shardings=layout))
-
-
-def base_of(run: Setup) -> Base:
-    """The base of a run: a policy that it holds anyway, where there is one; else read anew."""
-    held = ("base",) if may_reset(run.config) else ("base", "reference")
-    for name in held:
-        if name in run.state.frozen:
-            return Base(run.model, run.state.frozen[name])
-    return load_base(run.config, run.mesh)
 
 
 def rescorer_of(config: Config, model: Model, mesh: Mesh, base: Base | None) -> Rescore | None:

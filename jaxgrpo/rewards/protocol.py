@@ -23,7 +23,7 @@ import functools
 import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping, Set
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -176,3 +176,13 @@ def numbers(name: str, values: Any, count: int) -> np.ndarray:
             raise RewardError(f"{where}: give a finite float32, or None = not scored")
         scores[place] = number
     return scores
+
+
+class Reward(NamedTuple):
+    """One reward of a run: its stream's name, its function, its weight in the recipe's sum."""
+
+    name: str
+    function: RewardFunction
+    weight: float
+    on_error: str = "raise"  # or "unscored": what follows where it raises
+    flip: float = 0.0  # share of 0/1 rewards that training sees turned over

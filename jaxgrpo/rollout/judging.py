@@ -8,13 +8,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.sharding import Mesh
 
-from jaxgrpo.config.keys import TrainKeys
-from jaxgrpo.core.metrics import mean, merge
 from jaxgrpo.core.types import Prompts, Rollouts, TrainState
 from jaxgrpo.data.chat import for_rewards
 from jaxgrpo.models import sharding
@@ -26,10 +23,9 @@ from jaxgrpo.rewards import (
     call_rewards,
     flipped,
 )
+from jaxgrpo.rewards.protocol import Reward
 from jaxgrpo.rollout.gathering import gather_json
 from jaxgrpo.rollout.stream import PromptPolicy, make_prompts
-from jaxgrpo.training.rewarding import Reward
-from jaxgrpo.update.prepare import Prepared
 
 
 def put_prompts(mesh: Mesh, prompts: Prompts) -> Prompts:
@@ -60,34 +56,6 @@ def make_selector(
         return put_prompts(mesh, prompts), dataclasses.replace(state, cursor=after)
 
     return select
-
-
-def make_observer(
-    policy: PromptPolicy,
-    num_prompts: int,
-    prepare: Callable[[TrainState, Rollouts], tuple[TrainState, Prepared]],
-) -> Callable[[TrainState, Rollouts], tuple[TrainState, Prepared]]:
-    """`prepare`, which then shows the prompt policy every group that it was given.
-
-    Here, and not as a function of its own, since a loop that forgot to call it would train on with
-    a policy that learns nothing.
-    """
-
-    def prepare_and_observe(state: TrainState, rollouts: Rollouts) -> tuple[TrainState, Prepared]:
-        before = state.prompt_policy_state
-        state, prepared = prepare(state, rollouts)
-        if policy.chance is not None:
-            step, cursor = sharding.to_host((state.step, state.cursor))
-            logged = {
-                "prompts/eligible": policy.chance(before, num_prompts).mean(),
-                "prompts/skipped": cursor - (step + 1) * num_prompts,
-            }
-            more = {name: mean(jnp.float32(value)) for name, value in logged.items()}
-            prepared = prepared._replace(metrics=merge(prepared.metrics, more))
-        after = policy.observe(before, rollouts)
-        return dataclasses.replace(state, prompt_policy_state=after), prepared
-
-    return prepare_and_observe
 
 
 def decode_texts(tokenizer: Any, tokens: np.ndarray, mask: np.ndarray) -> list[str]:
@@ -195,14 +163,15 @@ def make_rewarder(
     rewards: Sequence[Reward],
     rows: Sequence[Mapping[str, Any]],
     columns: Mapping[str, np.ndarray],
-    keys: TrainKeys,
+    steps: int,
+    seed: int,
 ) -> Callable[[Rollouts], tuple[Rollouts, RewardLog]]:
     """The function that judges rollouts and adds the scores to them.
 
     Args:
       columns: numeric columns of the data, [rows, ...], that the method needs as fields.
-      keys: of the run; its steps stand in the rewards' `trainer_state`, and its seed says whose
-        rewards are turned over (`flip`).
+      steps: of the run, for the rewards' `trainer_state`.
+      seed: of the run; it decides whose 0/1 rewards are flipped (`flip`).
     """
     noise = {entry.name: entry.flip for entry in rewards if entry.flip}
     functions = {entry.name: entry.function for entry in rewards}
@@ -210,13 +179,13 @@ def make_rewarder(
 
     def reward(rollouts: Rollouts) -> tuple[Rollouts, RewardLog]:
         host = sharding.to_host((rollouts.row, rollouts.completion_tokens, rollouts.token_mask))
-        state = trainer_state_of(rollouts, len(rows), keys.steps)
+        state = trainer_state_of(rollouts, len(rows), steps)
         scores, log = judge_texts(
             tokenizer, functions, rows, *host, trainer_state=state, on_error=on_error
         )
         if noise:
             ordinal = sharding.to_host(rollouts.ordinal)
-            scores, log = flipped(scores, log, noise, keys.seed, state.global_step, ordinal)
+            scores, log = flipped(scores, log, noise, seed, state.global_step, ordinal)
         layout = sharding.named(mesh, "bins", None)
         placed = {name: sharding.put(value, layout) for name, value in scores.items()}
         by_prompt = sharding.named(mesh, "bins")

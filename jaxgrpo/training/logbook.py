@@ -9,12 +9,13 @@ from typing import Any
 
 from jaxgrpo.config import files as configs
 from jaxgrpo.config.files import Config
+from jaxgrpo.config.own_code import installed
 from jaxgrpo.training import alarms, process
 from jaxgrpo.training.console import Display
 from jaxgrpo.training.folder import RunFolder, read_metrics
 from jaxgrpo.training.report import terminal, writing
 from jaxgrpo.training.report.record import FINISHED, STOPPED, UNDER_WAY
-from jaxgrpo.training.trackers import TensorBoard, Tracker, WandB, installed
+from jaxgrpo.training.trackers import TensorBoard, Tracker, WandB
 
 REPORT_SHARE = 0.01
 """Of the seconds since the start, so much at most goes into reports during the run."""

@@ -20,7 +20,7 @@ from jaxgrpo.config.from_python import config_of
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.metrics import finalise, merge
 from jaxgrpo.core.types import Rollouts, TrainState
-from jaxgrpo.evaluation.evaluate import Evaluate, evaluator_of
+from jaxgrpo.evaluation.evaluate import Evaluate
 from jaxgrpo.models import sharding
 from jaxgrpo.models.hf import folders
 from jaxgrpo.rewards import RewardLog
@@ -32,6 +32,7 @@ from jaxgrpo.training.export import export, is_better, refuse_unknown_best
 from jaxgrpo.training.folder import RunFolder, read_metrics, read_samples
 from jaxgrpo.training.inputs import dropped_line
 from jaxgrpo.training.logbook import Logbook
+from jaxgrpo.training.policy import evaluator_of
 from jaxgrpo.training.resets import Resets, make_resetter, see
 from jaxgrpo.training.resuming import begin, first_or_restored, refuse_other_config
 from jaxgrpo.training.rewarding import try_rewards, with_logged

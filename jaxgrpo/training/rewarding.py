@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from rich.console import Console
 
@@ -14,30 +14,19 @@ from jaxgrpo.core.errors import InputError
 from jaxgrpo.rewards import (
     Preview,
     RewardError,
-    RewardFunction,
     RewardLog,
     TrainerState,
-    answers,
     build,
     check,
     name_of,
     preview,
     with_lengths,
 )
+from jaxgrpo.rewards.protocol import Reward
 from jaxgrpo.training.console import facts
 
 SHOWN = 80  # characters of an answer
 _REST = ("weight", "on_error", "flip")  # what a reward has beside its name and function
-
-
-class Reward(NamedTuple):
-    """One reward of a run: its stream's name, its function, its weight in the recipe's sum."""
-
-    name: str
-    function: RewardFunction
-    weight: float
-    on_error: str = "raise"  # or "unscored": what follows where it raises
-    flip: float = 0.0  # share of 0/1 rewards that training sees turned over
 
 
 def resolve_rewards(
@@ -90,12 +79,6 @@ def resolve_scorer(config: Config, rewards: Sequence[Reward]) -> Reward:
     use, limit = config.eval.scorer, config.rollout.max_completion_tokens
     function = build(own_code.resolve(use, config.folder), **with_lengths(use, {}, limit))
     return Reward(own_code.short_name(use), function, 1.0)
-
-
-def extractor_of(config: Config, scorer: RewardFunction) -> Callable[[str], Hashable] | None:
-    """What reads the answer off a completion, for votes; None where the scorer knows none."""
-    use = config.eval.scorer or (config.rewards[0].use if config.rewards else "")
-    return answers.get(use) or getattr(getattr(scorer, "func", scorer), "extract", None)
 
 
 def with_logged(values: Mapping[str, float], log: RewardLog) -> dict[str, float]:

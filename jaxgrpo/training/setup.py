@@ -33,16 +33,17 @@ from jaxgrpo.models import decoder, sharding
 from jaxgrpo.models.api import Model
 from jaxgrpo.models.hf import folders
 from jaxgrpo.rewards import RewardLog
-from jaxgrpo.rollout.judging import make_observer, make_rewarder, make_selector
+from jaxgrpo.rewards.protocol import Reward
+from jaxgrpo.rollout.judging import make_rewarder, make_selector
 from jaxgrpo.rollout.sampler import SamplingSettings
 from jaxgrpo.rollout.stream import PromptPolicy
 from jaxgrpo.training.inputs import eval_source, load_prompts, make_chat
-from jaxgrpo.training.rewarding import Reward, resolve_rewards
+from jaxgrpo.training.rewarding import resolve_rewards
 from jaxgrpo.update import packing
 from jaxgrpo.update.forward import Parts, as_computed, held_dtype, opt_layout, param_layout
 from jaxgrpo.update.optimizer import make_optimizer
 from jaxgrpo.update.packing import Geometry
-from jaxgrpo.update.prepare import Prepared
+from jaxgrpo.update.prepare import Prepared, make_observer
 from jaxgrpo.update.step import Share, Steps, alone, build_steps
 
 
@@ -112,7 +113,9 @@ def setup(
         state=state,
         select=make_selector(mesh, policy, encoded, parts.geometry, config.train.seed),
         sample=steps.sample,
-        reward=make_rewarder(mesh, tokenizer, chosen, rows, columns, config.train),
+        reward=make_rewarder(
+            mesh, tokenizer, chosen, rows, columns, config.train.steps, config.train.seed
+        ),
         prepare=make_observer(policy, parts.geometry.num_prompts, steps.prepare),
         update=steps.update,
         sync=steps.sync,

@@ -6,27 +6,17 @@ the record of the run.
 
 from __future__ import annotations
 
-import importlib.util
-import inspect
 import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from jaxgrpo.config.checks import wandb_problem
 from jaxgrpo.core.errors import InputError
-from jaxgrpo.core.names import suggest
 from jaxgrpo.training.folder import write_atomically
 
 FLUSH_SECONDS = 5
-
-WANDB_OURS = ("dir", "config", "id", "resume", "settings")
-"""Arguments of `wandb.init` that the run itself gives."""
-
-
-def installed(module: str) -> bool:
-    """Whether a package can be imported, without importing it."""
-    return importlib.util.find_spec(module) is not None
 
 
 class TensorBoard:
@@ -105,24 +95,6 @@ class WandB:
 
 
 Tracker = TensorBoard | WandB
-
-
-def wandb_problem(options: Mapping[str, Any]) -> str | None:
-    """Why `tracking.wandb` cannot be followed; None where it can."""
-    if not installed("wandb"):
-        return (
-            "tracking.wandb is given, but wandb is not installed: pip install 'jaxgrpo[wandb]', or "
-            "take tracking.wandb out; metrics.jsonl and report.html are written in any case"
-        )
-    import wandb
-
-    known = inspect.signature(wandb.init).parameters.keys() - set(WANDB_OURS)
-    for name in options:
-        if name in WANDB_OURS:
-            return f"tracking.wandb.{name}: the run gives this itself; take it out"
-        if name not in known:
-            return f"tracking.wandb.{name}: no option of wandb.init: {suggest(name, known)}"
-    return None
 
 
 def numbers(metrics: Mapping[str, Any]) -> dict[str, float]:

@@ -18,6 +18,7 @@ from jaxgrpo.core.types import FIELDS, Params, Rollouts, TrainBatch, TrainState
 from jaxgrpo.models import sharding
 from jaxgrpo.models.api import Constrain
 from jaxgrpo.models.logprobs import Entropy
+from jaxgrpo.rollout.stream import PromptPolicy
 from jaxgrpo.update import packing
 from jaxgrpo.update.diagnostics import (
     advantage_metrics,
@@ -255,3 +256,31 @@ def _per_token(value: Array, geometry: Geometry) -> Array:
 
 def _sample_shape(geometry: Geometry) -> tuple[int, int, int]:
     return geometry.num_prompts, geometry.group_size, geometry.max_completion_tokens
+
+
+def make_observer(
+    policy: PromptPolicy,
+    num_prompts: int,
+    prepare: Callable[[TrainState, Rollouts], tuple[TrainState, Prepared]],
+) -> Callable[[TrainState, Rollouts], tuple[TrainState, Prepared]]:
+    """`prepare`, which then shows the prompt policy every group that it was given.
+
+    Here, and not as a function of its own, since a loop that forgot to call it would train on with
+    a policy that learns nothing.
+    """
+
+    def prepare_and_observe(state: TrainState, rollouts: Rollouts) -> tuple[TrainState, Prepared]:
+        before = state.prompt_policy_state
+        state, prepared = prepare(state, rollouts)
+        if policy.chance is not None:
+            step, cursor = sharding.to_host((state.step, state.cursor))
+            logged = {
+                "prompts/eligible": policy.chance(before, num_prompts).mean(),
+                "prompts/skipped": cursor - (step + 1) * num_prompts,
+            }
+            more = {name: mean(jnp.float32(value)) for name, value in logged.items()}
+            prepared = prepared._replace(metrics=merge(prepared.metrics, more))
+        after = policy.observe(before, rollouts)
+        return dataclasses.replace(state, prompt_policy_state=after), prepared
+
+    return prepare_and_observe

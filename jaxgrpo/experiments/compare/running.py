@@ -16,11 +16,12 @@ from jax import Array
 from jaxgrpo.config import files as configs
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.types import Params
-from jaxgrpo.evaluation.evaluate import SUCCESS, Evaluate, Evaluation, evaluator_of
+from jaxgrpo.evaluation.evaluate import SUCCESS, Evaluate, Evaluation
 from jaxgrpo.experiments.compare.experiment import Case
 from jaxgrpo.models import sharding
 from jaxgrpo.training import loop, process
 from jaxgrpo.training.folder import write_atomically
+from jaxgrpo.training.policy import evaluator_of
 from jaxgrpo.training.setup import setup
 from jaxgrpo.training.sharing import Shared
 

@@ -10,7 +10,6 @@ from typing import Any
 
 from rich.console import Console
 
-from jaxgrpo.cli.inference import NOBODY, Policy, config_for, find_policy, key_of, slots_of
 from jaxgrpo.config.files import Config
 from jaxgrpo.config.keys import EvalKeys
 from jaxgrpo.core.errors import InputError
@@ -23,6 +22,7 @@ from jaxgrpo.models import sharding
 from jaxgrpo.rollout.sampler import make_sampler
 from jaxgrpo.training import process
 from jaxgrpo.training.folder import plain, write_atomically
+from jaxgrpo.training.policy import NOBODY, Policy, config_for, find_policy, key_of, slots_of
 from jaxgrpo.training.report import check_can_draw
 from jaxgrpo.training.rewarding import resolve_rewards, resolve_scorer, show_previews
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from jaxgrpo.config.own_code import installed
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.training.folder import write_atomically
 from jaxgrpo.training.report.record import read_run
-from jaxgrpo.training.trackers import installed
 
 NAME = "report.html"
 
