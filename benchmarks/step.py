@@ -21,10 +21,10 @@ import optax
 from benchmarks.common import describe, interval, matmul_rate, report, timed
 from jaxgrpo import advantages, losses
 from jaxgrpo.models import decoder, sharding
-from jaxgrpo.models.config import ModelConfig
+from jaxgrpo.models.api import ModelConfig
 from jaxgrpo.rollout.judging import put_prompts
 from jaxgrpo.rollout.sampler import SamplingSettings
-from jaxgrpo.rollout.stream import host_prompts, sequential
+from jaxgrpo.rollout.selection import host_prompts, sequential
 from jaxgrpo.training.setup import first_state
 from jaxgrpo.update.forward import Objective, Parts
 from jaxgrpo.update.packing import Geometry

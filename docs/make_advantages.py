@@ -20,7 +20,7 @@ import jax
 import numpy as np
 
 from jaxgrpo.advantages import AdvantageTransform, build, compute, registry
-from jaxgrpo.advantages.building import plain_rollouts
+from jaxgrpo.advantages.registry import plain_rollouts
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.types import Signal
 

@@ -44,7 +44,7 @@ def __getattr__(name: str) -> Any:
     elif name in _MODULES:
         value = importlib.import_module(_MODULES[name])
     else:
-        from jaxgrpo.core.names import suggest
+        from jaxgrpo.core.errors import suggest
 
         raise AttributeError(f"jaxgrpo has no {name!r}: {suggest(name, __all__)}")
     globals()[name] = value

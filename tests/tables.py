@@ -17,8 +17,7 @@ import numpy as np
 
 from jaxgrpo.data.tasks.tokenizer import character_tokenizer
 from jaxgrpo.models import decoder
-from jaxgrpo.models.api import Model
-from jaxgrpo.models.config import ModelConfig
+from jaxgrpo.models.api import Model, ModelConfig
 from jaxgrpo.models.hf import folders
 
 RIGHT, WRONG = "yn"

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxgrpo.evaluation.calibration import auroc, brier, ece
+from jaxgrpo.evaluation.voting import auroc, brier, ece
 from jaxgrpo.rewards import stated_confidence
 
 NAN = np.nan

@@ -8,7 +8,7 @@ import pytest
 import small_run
 
 from jaxgrpo import advantages, losses
-from jaxgrpo.config import chain_tail, methods
+from jaxgrpo.config import methods
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.training import loop, setup
 
@@ -44,11 +44,11 @@ def test_a_function_of_ones_own_may_correct_the_mismatch(tmp_path):
 
 
 def test_a_kl_in_the_return_is_no_penalty_and_the_others_are():
-    assert chain_tail.build_penalties(KL) == ()
-    assert chain_tail.build_penalties(None) == chain_tail.build_tail(None, None) == ()
-    (penalty,) = chain_tail.build_penalties({"use": "k2", "beta": 0.1})
+    assert methods.build_penalties(KL) == ()
+    assert methods.build_penalties(None) == methods.build_tail(None, None) == ()
+    (penalty,) = methods.build_penalties({"use": "k2", "beta": 0.1})
     assert penalty.name == "k2"
-    assert chain_tail.build_tail({"use": "k2", "beta": 0.1}, None) == ()
+    assert methods.build_tail({"use": "k2", "beta": 0.1}, None) == ()
 
 
 def test_what_python_brings_may_not_weigh_twice_either(tmp_path):
@@ -61,9 +61,9 @@ def test_what_python_brings_may_not_weigh_twice_either(tmp_path):
     for chain, step in ((weights, "truncated_importance"), (nested, "inner"), (each, "per_reward")):
         for surrogate in (clip, own):
             with pytest.raises(InputError, match=f"^{step}.*: with loss.proximal = .behavior"):
-                chain_tail.refuse_double_weights(chain, surrogate, "behavior")
-            chain_tail.refuse_double_weights(chain, surrogate, "trainer")
-        chain_tail.refuse_double_weights(chain, plain, "behavior")
+                methods.refuse_double_weights(chain, surrogate, "behavior")
+            methods.refuse_double_weights(chain, surrogate, "trainer")
+        methods.refuse_double_weights(chain, plain, "behavior")
     with pytest.raises(InputError, match="holds this weight already"):
         setup.setup(small_run.config(tmp_path), advantage=weights)
 

@@ -6,8 +6,8 @@ import pytest
 import small_run
 from safetensors.numpy import load_file
 
-from jaxgrpo.cli import beginning
 from jaxgrpo.cli import main as cli
+from jaxgrpo.cli import start
 from jaxgrpo.models import decoder
 from jaxgrpo.models.hf import folders
 from jaxgrpo.training import loop
@@ -143,8 +143,8 @@ def test_what_init_writes_trains_as_it_is(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     code, said = main(capsys, "init", "first")
     assert code == 0, said
-    assert (tmp_path / "first" / "run.toml").read_text() == beginning.RUN
-    assert len(beginning.RUN.splitlines()) == 12
+    assert (tmp_path / "first" / "run.toml").read_text() == start.RUN
+    assert len(start.RUN.splitlines()) == 12
     monkeypatch.chdir(tmp_path / "first")
     code, said = main(capsys, "train", "run.toml", "--set", "train.steps=2")
     assert code == 0, said

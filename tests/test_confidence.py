@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxgrpo.evaluation.confidence import trace_confidence
+from jaxgrpo.evaluation.voting import trace_confidence
 from jaxgrpo.models.logprobs import token_confidence
 
 BINS, LENGTH, VOCAB = 2, 23, 50

@@ -11,7 +11,7 @@ import pytest
 from minimal_config import MINIMAL, problems, read
 
 from jaxgrpo.config import files, keys
-from jaxgrpo.config.from_python import config_of
+from jaxgrpo.config.files import config_of
 from jaxgrpo.core.errors import ConfigError
 
 

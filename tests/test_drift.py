@@ -14,7 +14,7 @@ from jaxgrpo import advantages, losses
 from jaxgrpo.core.metrics import finalise
 from jaxgrpo.models import sharding
 from jaxgrpo.rollout.sampler import SamplingSettings
-from jaxgrpo.rollout.stream import sequential
+from jaxgrpo.rollout.selection import sequential
 from jaxgrpo.training.setup import first_state
 from jaxgrpo.update.forward import Objective, Parts
 from jaxgrpo.update.packing import Geometry

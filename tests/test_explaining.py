@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxgrpo.advantages import registry
-from jaxgrpo.cli import given_rollouts
+from jaxgrpo.cli import advantages
 from jaxgrpo.cli.main import main
 from jaxgrpo.core.errors import InputError
 
@@ -135,16 +135,16 @@ def test_fields_are_lists_for_each_group_or_for_all_or_json(capsys):
         steps = shown(capsys, "mask_truncated", *two, "--field", field)
         assert steps["steps"][-1]["mask"] == [[True, False], [True, False]]
         assert steps["metrics"] == {"mask_truncated/masked": 0.5}
-    fields = given_rollouts.read_fields(["row=4", "row=7", "classes=0,1", "doubt=.5,.25"], (2, 2))
+    fields = advantages.read_fields(["row=4", "row=7", "classes=0,1", "doubt=.5,.25"], (2, 2))
     assert fields["row"].tolist() == [4, 7]
     assert fields["row"].dtype == int
     assert fields["classes"].tolist() == [[0, 1], [0, 1]]
     assert fields["doubt"].tolist() == [[0.5, 0.25], [0.5, 0.25]]
-    unknown = given_rollouts.read_fields(["classes=0,nan"], (1, 2))["classes"]
+    unknown = advantages.read_fields(["classes=0,nan"], (1, 2))["classes"]
     np.testing.assert_array_equal(unknown, [[0, np.nan]])  # a class of its own to darling
     for field, wanted in {"row=0.5": "whole numbers", "truncated=0,nan": "true or false"}.items():
         with pytest.raises(InputError, match=f"--field {field[:3]}.*: expected {wanted}"):
-            given_rollouts.read_fields([field], (1, 2))
+            advantages.read_fields([field], (1, 2))
 
 
 def test_own_code_is_run_from_its_file(capsys, own):
@@ -202,14 +202,14 @@ def test_wrong_input_is_told_in_one_message(arguments, message, capsys):
 
 
 def test_examples_in_docstrings_hold():
-    assert doctest.testmod(given_rollouts).attempted
-    assert doctest.testmod(given_rollouts).failed == 0
+    assert doctest.testmod(advantages).attempted
+    assert doctest.testmod(advantages).failed == 0
 
 
 def test_what_belongs_to_a_prompt_may_be_one_list():
-    fields = given_rollouts.read_fields(["row=4,7"], (2, 3))
+    fields = advantages.read_fields(["row=4,7"], (2, 3))
     assert fields["row"].tolist() == [4, 7]
-    assert given_rollouts.read_fields(["row=4"], (2, 3))["row"].tolist() == [4, 4]
+    assert advantages.read_fields(["row=4"], (2, 3))["row"].tolist() == [4, 4]
 
 
 def test_a_field_that_nothing_reads_is_refused_one_with_two_equals_signs_too(capsys):

@@ -17,8 +17,8 @@ import pytest
 import jaxgrpo
 from jaxgrpo.data.tasks.tokenizer import character_tokenizer
 from jaxgrpo.models import decoder, sharding
+from jaxgrpo.models.api import ModelConfig
 from jaxgrpo.models.attention import causal
-from jaxgrpo.models.config import ModelConfig
 from jaxgrpo.models.hf import folders
 
 pytestmark = pytest.mark.slow

@@ -11,7 +11,7 @@ from test_docs import keys
 
 from jaxgrpo import advantages, losses
 from jaxgrpo.advantages import registry as chains
-from jaxgrpo.config.from_python import config_of
+from jaxgrpo.config.files import config_of
 from jaxgrpo.losses import registry as objectives
 from jaxgrpo.training.loop import Run
 from jaxgrpo.training.setup import Setup

@@ -9,12 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxgrpo.experiments.probe.group_signal import (
-    gap_influence,
-    group_shares,
-    live_tokens,
-    lucky_share,
-)
+from jaxgrpo.experiments.probe.measure import gap_influence, group_shares, live_tokens, lucky_share
 from jaxgrpo.update.diagnostics import jensen_gap
 
 CASES = [(0, 6), (1, 6), (2, 6), (4, 6), (6, 6), (3, 5), (1, 2)]

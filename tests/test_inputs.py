@@ -16,7 +16,8 @@ from jaxgrpo.config import files as configs
 from jaxgrpo.config.files import Config
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.models.hf import folders
-from jaxgrpo.training import inputs, loop, plan
+from jaxgrpo.training import inputs, loop
+from jaxgrpo.training import setup as plan
 from jaxgrpo.training.setup import setup
 
 

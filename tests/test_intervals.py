@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxgrpo.evaluation.intervals import mean_of_shares, studentised
-from jaxgrpo.experiments.probe.group_signal import gap_influence
+from jaxgrpo.experiments.probe.measure import gap_influence
 from jaxgrpo.update.diagnostics import jensen_gap
 
 PROMPTS, SAMPLES, SIZE, TIMES = 200, 16, 4, 150

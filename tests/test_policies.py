@@ -10,14 +10,16 @@ from jaxgrpo.config import files as configs
 from jaxgrpo.core.errors import ConfigError, InputError
 from jaxgrpo.core.types import Rollouts
 from jaxgrpo.rollout.selection import (
+    PromptPolicy,
     build_policy,
     difficulty_band,
     no_positive_resampling,
     policies,
     refill,
+    row_of,
+    sequential,
     spo_priority,
 )
-from jaxgrpo.rollout.stream import PromptPolicy, row_of, sequential
 
 NAN = np.nan
 ROWS, SEED = 20, 5

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from jaxgrpo.rollout.stream import make_prompts, row_of, sequential
+from jaxgrpo.rollout.selection import make_prompts, row_of, sequential
 
 
 def test_every_epoch_visits_every_row_once_in_an_order_of_its_own():

@@ -10,8 +10,7 @@ import small_run
 from jaxgrpo.config import files as configs
 from jaxgrpo.training import loop
 from jaxgrpo.training.policy import evaluator_of
-from jaxgrpo.training.setup import setup
-from jaxgrpo.training.sharing import DEPENDS, Shared
+from jaxgrpo.training.setup import DEPENDS, Shared, setup
 
 EVAL = {"eval.data": "task:arithmetic:test", "eval.prompts": 8, "eval.samples": 4}
 

@@ -15,7 +15,7 @@ from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.metrics import finalise
 from jaxgrpo.models import decoder, sharding
 from jaxgrpo.rollout.sampler import SamplingSettings
-from jaxgrpo.rollout.stream import sequential
+from jaxgrpo.rollout.selection import sequential
 from jaxgrpo.training.checkpoints import parameter_hash
 from jaxgrpo.training.setup import first_state
 from jaxgrpo.update.forward import Objective, Parts

@@ -8,8 +8,13 @@ import numpy as np
 import pytest
 
 from jaxgrpo.core.metrics import finalise
-from jaxgrpo.update.diagnostics import advantage_metrics, rare_successes
-from jaxgrpo.update.symptoms import drift_metrics, repetition, symptom_metrics
+from jaxgrpo.update.diagnostics import (
+    advantage_metrics,
+    drift_metrics,
+    rare_successes,
+    repetition,
+    symptom_metrics,
+)
 
 NAN = np.nan
 repetition_of = jax.jit(repetition, static_argnums=2)

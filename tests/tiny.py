@@ -11,10 +11,9 @@ import numpy as np
 
 from jaxgrpo.core.types import Prompts, Rollouts
 from jaxgrpo.models import decoder
-from jaxgrpo.models.api import Model
+from jaxgrpo.models.api import LayerKind, Model, ModelConfig
 from jaxgrpo.models.attention import causal
-from jaxgrpo.models.config import LayerKind, ModelConfig
-from jaxgrpo.rollout.stream import host_prompts
+from jaxgrpo.rollout.selection import host_prompts
 
 VOCAB = 40
 PAD, END = 0, 1

@@ -18,7 +18,7 @@ from docs.experiments.common import Check, Result
 from docs.make_advantages import fields
 from jaxgrpo import advantages
 from jaxgrpo.advantages import registry
-from jaxgrpo.advantages.building import plain_rollouts
+from jaxgrpo.advantages.registry import plain_rollouts
 
 NAME = "x16_flat_groups"
 SIZES = tuple(range(6, 13))

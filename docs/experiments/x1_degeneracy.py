@@ -21,9 +21,9 @@ from jaxgrpo.cli import make_base
 from jaxgrpo.evaluation.evaluate import questions_of
 from jaxgrpo.evaluation.intervals import studentised
 from jaxgrpo.experiments.probe.command import draw
-from jaxgrpo.experiments.probe.group_signal import gap_influence
+from jaxgrpo.experiments.probe.measure import gap_influence
+from jaxgrpo.training.inputs import resolve_scorer
 from jaxgrpo.training.policy import config_for, find_policy
-from jaxgrpo.training.rewarding import resolve_scorer
 from jaxgrpo.update.diagnostics import jensen_gap
 
 NAME = "x1_degeneracy"

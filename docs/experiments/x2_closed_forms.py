@@ -20,7 +20,7 @@ from docs.experiments import common
 from docs.experiments.bandit import Bandit, bandit, slope
 from docs.experiments.common import Check, Result, below
 from jaxgrpo import advantages
-from jaxgrpo.advantages.building import plain_rollouts
+from jaxgrpo.advantages.registry import plain_rollouts
 
 NAME = "x2_closed_forms"
 SIZES = tuple(range(2, 9))

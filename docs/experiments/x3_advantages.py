@@ -19,11 +19,11 @@ from docs.experiments import common
 from docs.experiments.common import Check, Result
 from jaxgrpo.cli import make_base
 from jaxgrpo.experiments import compare
-from jaxgrpo.experiments.compare import analysis, page, results, sections
 from jaxgrpo.experiments.compare import experiment as experiments
+from jaxgrpo.experiments.compare import page, results, statistics
 from jaxgrpo.experiments.compare.experiment import Experiment
+from jaxgrpo.experiments.compare.page import Section
 from jaxgrpo.experiments.compare.results import Outcomes
-from jaxgrpo.experiments.compare.sections import Section
 
 NAME = "x3_advantages"
 SIZES = (2, 4)
@@ -58,7 +58,7 @@ def result(found: Mapping[int, Compared]) -> Result:
     parts: dict[str, str] = {}
     checks: list[Check] = []
     for size, one in found.items():
-        by_title = {section.title: section for section in sections.sections(*one)}
+        by_title = {section.title: section for section in page.sections(*one)}
         answer, seen, best = list(by_title.values())[:3]
         passes, groups = by_title["pass@k before and after"], by_title["Groups in training"]
         parts |= {
@@ -79,7 +79,7 @@ def checks_of(size: int, one: Compared) -> list[Check]:
     runs = [outcome for by_seed in outcomes.values() for outcome in by_seed.values()]
     wanted = len(experiments.cases_of(experiment))
     finite = all(np.isfinite(run.numbers[experiment.metric]) for run in runs)
-    (sign,) = [row for row in analysis.at_best(*one) if row.arm == "sign"]
+    (sign,) = [row for row in statistics.at_best(*one) if row.arm == "sign"]
     assert sign.difference is not None
     said = f"{sign.difference.value:+.4f}, corrected p = {sign.corrected:.2g}"
     interval = np.isfinite([*sign.difference, sign.corrected or np.nan]).all()
@@ -100,7 +100,7 @@ def rates_table(one: Compared) -> str:
     rows = []
     for arm in experiment.arms:
         values = results.values_of(experiment, outcomes, arm, experiment.metric)
-        cells = [analysis.estimate(row) for row in values]
+        cells = [statistics.estimate(row) for row in values]
         rows.append([arm, *(f"{c.value:.3f} ({c.low:.3f} to {c.high:.3f})" for c in cells)])
     head = [experiment.metric, *(f"rate {rate:g}" for rate in experiment.learning_rates)]
     return common.table(head, rows)
@@ -124,8 +124,8 @@ def figure(found: Mapping[int, Compared]) -> Figure:
     grid = drawing.subplots(len(found), 4, squeeze=False)
     for axes, (size, one) in zip(grid, found.items(), strict=True):
         best = {
-            row.arm: sections.runs(one.experiment, one.outcomes, row.arm, row.rate)
-            for row in analysis.at_best(*one)
+            row.arm: page.runs(one.experiment, one.outcomes, row.arm, row.rate)
+            for row in statistics.at_best(*one)
         }
         page.by_rate(axes[0], *one)
         page.forest(axes[1], *one)

@@ -4,26 +4,33 @@ from jaxgrpo.advantages.absolute import (
     asymmetric,
     clip_advantage,
     conditional_sign,
+    overlong_penalty,
     sign,
     subtract_constant,
 )
 from jaxgrpo.advantages.base import AdvantageTransform, stateless, transform
 from jaxgrpo.advantages.batch import divide_by_batch_std, whiten_batch
-from jaxgrpo.advantages.building import build, evaluate
 from jaxgrpo.advantages.chains import chain, compute, extend, spec_of, start
-from jaxgrpo.advantages.diversity import darling, unlikeliness
-from jaxgrpo.advantages.filtered_model import alpha_dpg, f_dpg
-from jaxgrpo.advantages.gates import rubric_gate
+from jaxgrpo.advantages.filtered_model import (
+    alpha_dpg,
+    beta_of_mu,
+    f_dpg,
+    kappa,
+    mu_of_beta,
+    target_validity,
+)
 from jaxgrpo.advantages.group import (
+    contrastive_pairs,
     divide_by_group_mean,
     divide_by_group_std,
+    leave_one_out_pass_at_k,
+    max_minus_second,
     subtract_group_mean,
     subtract_group_median,
     subtract_leave_one_out_mean,
     subtract_length_weighted_mean,
 )
 from jaxgrpo.advantages.kl_return import add_kl_return, add_kl_return_for_validity
-from jaxgrpo.advantages.length import overlong_penalty
 from jaxgrpo.advantages.masks import (
     mask_group_difficulty,
     mask_low_variance,
@@ -36,14 +43,24 @@ from jaxgrpo.advantages.mismatch import (
     sequence_rejection,
     truncated_importance,
 )
-from jaxgrpo.advantages.passk import contrastive_pairs, leave_one_out_pass_at_k, max_minus_second
 from jaxgrpo.advantages.reflection import answer_length, reasoning_reflection
-from jaxgrpo.advantages.running import divide_by_running_scale, ema_baseline
-from jaxgrpo.advantages.several import combine, dvao
-from jaxgrpo.advantages.streams import per_reward, stream, sum_rewards, sum_scored
-from jaxgrpo.advantages.tilting import beta_of_mu, kappa, mu_of_beta, target_validity
+from jaxgrpo.advantages.registry import build, evaluate
+from jaxgrpo.advantages.streams import (
+    combine,
+    dvao,
+    per_reward,
+    rubric_gate,
+    stream,
+    sum_rewards,
+    sum_scored,
+)
 from jaxgrpo.advantages.tokens import gae, hicra, kl_in_reward, reward_to_go, to_tokens
-from jaxgrpo.advantages.tracked import mask_difficulty_band, subtract_tracked_success
+from jaxgrpo.advantages.tracked import (
+    divide_by_running_scale,
+    ema_baseline,
+    mask_difficulty_band,
+    subtract_tracked_success,
+)
 from jaxgrpo.advantages.trees import (
     token_share_weights,
     tree_normalise,
@@ -51,7 +68,9 @@ from jaxgrpo.advantages.trees import (
     tree_subgroup,
 )
 from jaxgrpo.advantages.weights import (
+    darling,
     shrink_rare_success,
+    unlikeliness,
     weight_by_absolute_advantage,
     weight_by_learnability,
 )

@@ -14,11 +14,16 @@ from jax import Array
 
 from jaxgrpo.advantages import stats
 from jaxgrpo.advantages.absolute import successes
-from jaxgrpo.advantages.base import AdvantageTransform, Scheduled, at_step, read, read_field
-from jaxgrpo.advantages.filtered_model import sequences
-from jaxgrpo.advantages.ratios import clamp, log_ratio
-from jaxgrpo.advantages.reading import floating
-from jaxgrpo.advantages.tilting import target_validity
+from jaxgrpo.advantages.base import (
+    AdvantageTransform,
+    Scheduled,
+    at_step,
+    floating,
+    read,
+    read_field,
+)
+from jaxgrpo.advantages.filtered_model import sequences, target_validity
+from jaxgrpo.advantages.stats import clamp, log_ratio
 from jaxgrpo.advantages.tokens import at_tokens, sum_behind
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.metrics import Metrics, mean

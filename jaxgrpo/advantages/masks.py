@@ -13,12 +13,14 @@ from jaxgrpo.advantages.base import (
     Scheduled,
     at_step,
     check_at_least,
+    floating,
+    needs_of,
     read,
     read_field,
+    samples,
     stateless,
 )
-from jaxgrpo.advantages.reading import floating, needs_of, samples
-from jaxgrpo.advantages.running import check_share
+from jaxgrpo.advantages.tracked import check_share
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.metrics import Metrics, mean
 from jaxgrpo.core.types import Rollouts, Signal

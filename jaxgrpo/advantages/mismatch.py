@@ -7,6 +7,8 @@ inverse). Where both agree nothing changes, to the last bit. x is clamped to +- 
 exponential; the share is in the metric log_ratio_clamped.
 
 A sample's ratio is taken over all its chosen tokens, also those that an earlier step has masked.
+
+Log ratios of two policies at the sampled tokens, as constants of the update.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from jaxgrpo.advantages.base import (
     read_field,
     stateless,
 )
-from jaxgrpo.advantages.ratios import clamp, log_ratio
+from jaxgrpo.advantages.stats import clamp, log_ratio
 from jaxgrpo.advantages.tokens import at_tokens
 from jaxgrpo.core import onepass
 from jaxgrpo.core.errors import InputError

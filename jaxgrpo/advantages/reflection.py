@@ -11,11 +11,10 @@ from jax import Array, lax
 
 from jaxgrpo.advantages import stats
 from jaxgrpo.advantages.base import AdvantageTransform, Scheduled, Streams, at_step, read_field
-from jaxgrpo.advantages.quantiles import top_share
+from jaxgrpo.advantages.stats import top_share
 from jaxgrpo.advantages.streams import check_free, stream
-from jaxgrpo.core.errors import InputError
+from jaxgrpo.core.errors import InputError, find
 from jaxgrpo.core.metrics import Metrics, mean
-from jaxgrpo.core.names import find
 from jaxgrpo.core.types import Rollouts, RolloutSpec, Signal
 
 LOWEST_LOGP = -30.0

@@ -1,24 +1,28 @@
-"""Parts and recipes by name."""
+"""Parts and recipes by name.
+
+Chains from names and lists of steps, and chains on plain arrays.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array
+from jax.core import Tracer
 
 from jaxgrpo.advantages import (
     absolute,
     batch,
-    diversity,
     filtered_model,
-    gates,
     group,
     kl_return,
-    length,
     masks,
     mismatch,
-    passk,
     reflection,
-    running,
-    several,
     streams,
     tokens,
     tracked,
@@ -26,7 +30,10 @@ from jaxgrpo.advantages import (
     weights,
 )
 from jaxgrpo.advantages import recipes as methods
-from jaxgrpo.advantages.base import AdvantageTransform
+from jaxgrpo.advantages.base import AdvantageTransform, transform
+from jaxgrpo.advantages.chains import chain, compute, spec_of
+from jaxgrpo.core.errors import InputError, call, find, suggest
+from jaxgrpo.core.types import Rollouts, RolloutSpec
 
 Factory = Callable[..., AdvantageTransform]
 
@@ -57,18 +64,18 @@ parts: dict[str, Factory] = _by_name(
     absolute.conditional_sign,
     absolute.subtract_constant,
     absolute.clip_advantage,
-    passk.max_minus_second,
-    passk.leave_one_out_pass_at_k,
-    passk.contrastive_pairs,
-    several.combine,
-    several.dvao,
-    gates.rubric_gate,
-    length.overlong_penalty,
+    group.max_minus_second,
+    group.leave_one_out_pass_at_k,
+    group.contrastive_pairs,
+    streams.combine,
+    streams.dvao,
+    streams.rubric_gate,
+    absolute.overlong_penalty,
     weights.shrink_rare_success,
     weights.weight_by_absolute_advantage,
     weights.weight_by_learnability,
-    running.ema_baseline,
-    running.divide_by_running_scale,
+    tracked.ema_baseline,
+    tracked.divide_by_running_scale,
     tracked.subtract_tracked_success,
     tracked.mask_difficulty_band,
     reflection.reasoning_reflection,
@@ -89,8 +96,8 @@ parts: dict[str, Factory] = _by_name(
     trees.tree_process,
     trees.tree_subgroup,
     trees.token_share_weights,
-    diversity.darling,
-    diversity.unlikeliness,
+    weights.darling,
+    weights.unlikeliness,
     tokens.gae,
 )
 recipes: dict[str, Factory] = _by_name(
@@ -123,3 +130,212 @@ recipes: dict[str, Factory] = _by_name(
     methods.tree_rl,
     methods.tree_po,
 )
+
+
+Step = AdvantageTransform | Callable[..., Any] | Mapping[str, Any] | str
+"""A transform, a function, or {"use": name or either of them, option: value, ...}."""
+
+
+def build(
+    spec: str | AdvantageTransform | Sequence[Step], options: Mapping[str, Any] | None = None
+) -> AdvantageTransform:
+    """A recipe by name, or a chain from the list of its steps.
+
+    A step is {"use": ..., **options}; `use` is the name of a part, a transform, a function
+    (signal, rollouts) -> signal, or, where there are options or nothing else fits, a factory that
+    returns one of the two. `transform` of per_reward is given as such a step, or a list of them.
+
+    Args:
+      options: of the recipe; of nothing else.
+
+    Raises: InputError naming every wrong step, with the nearest known name.
+
+    >>> build("dr_grpo").name
+    'dr_grpo'
+    >>> [key for key, _ in build([{"use": "sum_rewards"}, {"use": "mask_truncated"}]).steps]
+    ['sum_rewards', 'mask_truncated']
+    """
+    if isinstance(spec, str):
+        return call(f"recipe {spec}", find("recipe", spec, recipes), options or {})
+    if options:
+        raise InputError("options belong to a recipe given by name; give a step its own")
+    if isinstance(spec, AdvantageTransform):
+        return spec if spec.steps else chain(spec)
+    steps, problems = [], []
+    for index, step in enumerate(spec):
+        try:
+            steps.append(_step(step))
+        except InputError as error:
+            problems.append(f"advantage[{index}]: {error}")
+    if problems:
+        raise InputError("\n".join(problems))
+    return chain(*steps)
+
+
+def evaluate(
+    recipe: str | AdvantageTransform | Sequence[Step],
+    rewards: Any,
+    mask: Any = None,
+    options: Mapping[str, Any] | None = None,
+    **fields: Any,
+) -> tuple[Array, Array]:
+    """A recipe or chain on plain arrays: any framework's rollouts, no trainer.
+
+    Args:
+      recipe: name, chain or list of steps as in `build`.
+      rewards: [P, G], or a dict name -> [P, G]; NaN = not scored.
+      mask: [P, G], False leaves a sample out of everything; None keeps all.
+      options: of a recipe given by name.
+      fields: what a step reads: attributes of `Rollouts` (truncated [P, G], token_mask
+        [P, G, T], row [P], ...) and the fields in its `needs`. Without `row` each prompt is a row
+        of its own; parts with memory begin anew at every call. Options of the recipe are none.
+
+    Returns: (advantage, mask), [P, G] or [P, G, T], 0 where masked.
+    Raises: InputError on what `build` refuses, and on a field that nothing reads.
+
+    >>> advantage, mask = evaluate("dr_grpo", [[1.0, 0.0, 0.0, 1.0], [1.0, 1.0, 1.0, 1.0]])
+    >>> advantage.tolist()
+    [[0.5, -0.5, -0.5, 0.5], [0.0, 0.0, 0.0, 0.0]]
+    """
+    whole = build(recipe, options)
+    if isinstance(recipe, str):
+        _check_options(recipe, set(fields) - whole.needs)
+    refuse_unread(whole, fields)
+    rollouts, spec = plain_rollouts(rewards, mask, **fields)
+    signal, _, _ = compute(whole, rollouts, whole.init(spec))
+    return signal.value, signal.mask
+
+
+def _check_options(recipe: str, fields: set[str]) -> None:
+    """Refuses options given as if they were fields: nothing would read them."""
+    for name in sorted(fields & set(inspect.signature(recipes[recipe]).parameters)):
+        raise InputError(
+            f"evaluate: {name} is an option of {recipe}, but stands where fields of the rollouts"
+            f" are given: write options={{{name!r}: ...}}"
+        )
+
+
+def refuse_unread(whole: AdvantageTransform, fields: Iterable[str]) -> None:
+    """Raises InputError on names that are neither parts of all rollouts nor needed by a chain."""
+    known = whole.needs | (Rollouts.__dataclass_fields__.keys() - {"rewards", "fields"})
+    for name in fields:
+        if name not in known:
+            raise InputError(
+                f"nothing in {whole.name} reads the field {name!r}: {suggest(name, known)}; a step"
+                " of your own says what it reads, jaxgrpo.transform(function)._replace(needs="
+                f"frozenset({{{name!r}}}))"
+            )
+
+
+def plain_rollouts(rewards: Any, mask: Any = None, **fields: Any) -> tuple[Rollouts, RolloutSpec]:
+    """Rollouts, and their spec, that hold what `evaluate` was given and nothing else."""
+    named = rewards if isinstance(rewards, Mapping) else {"reward": rewards}
+    given = {name: jnp.asarray(value) for name, value in fields.items()}
+    attributes = dict.fromkeys(Rollouts.__dataclass_fields__)
+    everything: dict[str, Any] = {
+        **attributes,
+        "step": jnp.int32(0),
+        **{name: value for name, value in given.items() if name in attributes},
+        "rewards": {name: _reward(name, value, mask) for name, value in named.items()},
+        "fields": {name: value for name, value in given.items() if name not in attributes},
+    }
+    rollouts = Rollouts(**everything)
+    spec = spec_of(rollouts)
+    if rollouts.row is None:
+        row = jnp.arange(spec.num_prompts, dtype=jnp.int32)
+        rollouts = dataclasses.replace(rollouts, row=row)
+    return rollouts, spec._replace(num_rows=_num_rows(rollouts.row))
+
+
+def _num_rows(row: Array) -> int:
+    """One more than the highest row; under jit, where it is not known, one for each prompt."""
+    return row.shape[0] if isinstance(row, Tracer) else int(row.max(initial=-1)) + 1
+
+
+def _reward(name: str, value: Any, mask: Any) -> Array:
+    value = jnp.asarray(value)
+    if not jnp.issubdtype(value.dtype, jnp.floating):
+        value = value.astype(jnp.result_type(float))
+    if mask is None:
+        return value
+    mask = jnp.asarray(mask).astype(bool)
+    if mask.shape != value.shape:
+        raise InputError(
+            f"mask has shape {mask.shape}, expected that of reward {name!r}, {value.shape}"
+        )
+    return jnp.where(mask, value, jnp.nan)
+
+
+def _step(step: Step) -> AdvantageTransform:
+    if not isinstance(step, Mapping):
+        step = {"use": step}
+    if "use" not in step:
+        raise InputError(f"{dict(step)} names no part: write {{ use = 'sum_rewards', ... }}")
+    use = step["use"]
+    options = {name: value for name, value in step.items() if name != "use"}
+    if isinstance(use, str):
+        factory = find("part", use, parts)
+        if needs_function(factory) and not callable(options.get("function")):
+            raise InputError(how_to_give_a_function(use))
+        if use == "per_reward" and "transform" in options:
+            options["transform"] = _inner(options["transform"])
+        return call(use, factory, options)
+    return _own(use, options)
+
+
+def needs_function(factory: Callable[..., Any]) -> bool:
+    """Whether a part is made of a function, as `combine` and `stream` are."""
+    return "function" in inspect.signature(factory).parameters
+
+
+def how_to_give_a_function(name: str) -> str:
+    """What to say where such a part is named in a text."""
+    return (
+        f"{name} takes a function, which text cannot give: write a step of your own in a file, def"
+        f" mine(): return jaxgrpo.advantages.{name}(...), and name that, file.py:mine"
+    )
+
+
+def _inner(spec: Any) -> AdvantageTransform:
+    if isinstance(spec, Sequence) and not isinstance(spec, (str, AdvantageTransform)):
+        return build(spec)
+    return _step(spec)
+
+
+def _own(use: Any, options: Mapping[str, Any]) -> AdvantageTransform:
+    """A user's transform, function or factory."""
+    name = getattr(use, "__name__", repr(use))
+    if isinstance(use, AdvantageTransform):
+        if options:
+            raise InputError(f"{use.name} is a finished transform and takes no options: {options}")
+        return use
+    if not callable(use):
+        raise InputError(f"{name} is neither a part's name, a transform nor a function")
+    if not options and _takes_signal(use):
+        return transform(use)
+    if options and _takes_signal(use) and not set(_required(use)) <= set(options):
+        raise InputError(
+            f"{name}{inspect.signature(use)} takes no options: make it a factory,"
+            f" def {name}({', '.join(options)}): return lambda signal, rollouts: ..."
+        )
+    made = call(name, use, options)
+    if not isinstance(made, AdvantageTransform) and not callable(made):
+        raise InputError(
+            f"{name} returned {type(made).__name__}, expected a transform or a function"
+            " (signal, rollouts) -> signal"
+        )
+    return made if isinstance(made, AdvantageTransform) else transform(made, name)
+
+
+def _required(function: Callable[..., Any]) -> list[str]:
+    """The positional parameters without a default."""
+    return [
+        name
+        for name, parameter in inspect.signature(function).parameters.items()
+        if parameter.default is parameter.empty
+        and parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
+    ]
+
+
+def _takes_signal(function: Callable[..., Any]) -> bool:
+    return len(_required(function)) == 2

@@ -20,7 +20,7 @@ from jaxgrpo.advantages.base import (
     stateless,
     with_value,
 )
-from jaxgrpo.advantages.ratios import clamp, log_ratio
+from jaxgrpo.advantages.stats import clamp, log_ratio
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.metrics import Metrics, mean
 from jaxgrpo.core.types import Rollouts, Signal

@@ -1,15 +1,29 @@
-"""Weights of whole groups: how much a prompt's advantages count, sign and mask unchanged."""
+"""Weights of whole groups: how much a prompt's advantages count, sign and mask unchanged.
+
+Rewards reshaped by how rare a sample is within its group.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 
 from jaxgrpo.advantages import stats
-from jaxgrpo.advantages.base import AdvantageTransform, Scheduled, at_step, stateless
-from jaxgrpo.advantages.reading import needs_of, samples
+from jaxgrpo.advantages.base import (
+    AdvantageTransform,
+    Scheduled,
+    at_step,
+    needs_of,
+    read,
+    read_field,
+    samples,
+    stateless,
+    with_value,
+)
+from jaxgrpo.core import onepass
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.metrics import Metrics, mean
 from jaxgrpo.core.types import Rollouts, Signal
@@ -124,3 +138,144 @@ def _weighed(signal: Signal, weight: Array, normalise: bool) -> tuple[Signal, Me
 def _times(signal: Signal, factor: Array) -> Signal:
     value = stats.widen(signal.value) * factor.astype(stats.widen(signal.value).dtype)
     return dataclasses.replace(signal, value=value.astype(signal.value.dtype))
+
+
+def darling(field: str | None = None, floor: Scheduled = 0.1) -> AdvantageTransform:
+    """Multiplies each reward by the share of the others that belong to another class.
+
+        r[p, g] max((n - |class of g|) / (n - 1), floor),  n = unmasked samples of the prompt
+
+    All distinct: factor 1; all alike: the floor. A sample alone in its group has factor 1. Wrong
+    answers with reward 0 keep 0; a negative reward would be softened by being common. A group
+    where all succeed is live as soon as it has two classes of different size, where GRPO has
+    nothing to say; of one class, or of classes of equal size, it is still flat. Put it before the
+    baseline.
+
+    Args:
+      field: classes [P, G], by the name of a field or a reward, equal numbers being one class.
+        None: completions of the same tokens are one class.
+      floor: in [0, 1]; a number or a function of the step.
+
+    Signal: [P, G] -> [P, G], mask unchanged.  Raises: InputError on token-level values [P, G, T].
+    Metrics: diversity, the mean factor before the floor; floored, the share of samples at it.
+    Source: DARLING, arXiv 2509.02534; classes there come from a classifier, and n = 1 divides by 0.
+    """
+    if not callable(floor) and not 0 <= floor <= 1:
+        raise InputError(f"darling: floor = {floor}, expected a number in [0, 1]")
+
+    def apply(signal: Signal, rollouts: Rollouts) -> tuple[Signal, Metrics]:
+        value, mask = stats.widen(signal.value), signal.mask
+        if field is None:
+            chosen = read("darling", rollouts, "token_mask").astype(bool)
+            tokens = read("darling", rollouts, "completion_tokens")
+            same = _same_tokens(tokens, chosen)
+        else:
+            classes = read_field("darling", field, rollouts)
+            same = classes[:, :, None] == classes[:, None, :]
+            # NaN, a class that is not known, equals nothing: the sample is a class of its own.
+            same = same | jnp.eye(classes.shape[1], dtype=bool)[None]
+        same = same & mask[:, :, None] & mask[:, None, :]
+        number = stats.count(mask)
+        others = jnp.maximum(number - 1, 1).astype(value.dtype)
+        apart = (number - same.sum(-1, dtype=jnp.int32)).astype(value.dtype) / others
+        diversity = jnp.where(number > 1, apart, 1)
+        least = jnp.asarray(at_step(floor, rollouts, value.dtype), value.dtype)
+        metrics: Metrics = {
+            "diversity": mean(diversity, mask),
+            "floored": mean(diversity <= least, mask),
+        }
+        return with_value(signal, value * jnp.maximum(diversity, least)), metrics
+
+    needs = frozenset() if field is None else frozenset({field})
+    return stateless("darling", apply, needs=needs, levels=(2,))
+
+
+def unlikeliness(beta: Scheduled = 0.25) -> AdvantageTransform:
+    """Lowers the reward of a sample by its rank in likelihood among the group.
+
+        r[p, g] (1 - beta rank / (n - 1)),  rank = unmasked samples that are less likely
+
+    The likelihood is that of the whole completion, the sum of behavior_logp: short completions
+    rank high. Equally likely ones share the mean of their ranks. The least likely keeps its
+    reward, the likeliest loses beta of it; alone in a group it keeps it. Put it before the
+    baseline.
+
+    Args:
+      beta: in [0, 1]; a number or a function of the step.
+
+    Signal: [P, G] -> [P, G], mask cut where the log-probs are NaN: such a sample has no rank.
+    Raises: InputError on token-level values [P, G, T].
+    Metrics: factor, the mean; likeliest_reward and unlikeliest_reward, the mean reward before of
+    the likelier and the unlikelier half.
+    Source: He et al. 2025, arXiv 2506.02355 (beta 0.25), which counts rank / n from the other end,
+    so that the least likely loses beta / n too.
+    """
+    if not callable(beta) and not 0 <= beta <= 1:
+        raise InputError(f"unlikeliness: beta = {beta}, expected a number in [0, 1]")
+
+    def apply(signal: Signal, rollouts: Rollouts) -> tuple[Signal, Metrics]:
+        value, mask = stats.widen(signal.value), signal.mask
+        chosen = read("unlikeliness", rollouts, "token_mask").astype(bool)
+        logp = stats.widen(read("unlikeliness", rollouts, "behavior_logp"))
+        logp = jnp.where(chosen & mask[..., None], logp, 0).sum(-1)
+        mask = mask & ~jnp.isnan(logp)
+        own, other = logp[:, :, None], logp[:, None, :]
+        less = ((other < own) & mask[:, None, :]).sum(-1, dtype=jnp.int32)
+        tied = ((other == own) & mask[:, None, :]).sum(-1, dtype=jnp.int32)
+        # Ranks less, less + 1, ..., less + tied - 1 are shared by `tied` samples.
+        rank = less.astype(value.dtype) + (tied - 1).astype(value.dtype) / 2
+        number = jnp.maximum(stats.count(mask) - 1, 1).astype(value.dtype)
+        share = jnp.where(mask, rank / number, 0)
+        weight = jnp.asarray(at_step(beta, rollouts, value.dtype), value.dtype)
+        factor = 1 - weight * share
+        metrics: Metrics = {
+            "factor": mean(factor, mask),
+            "likeliest_reward": mean(value, mask & (share > 0.5)),
+            "unlikeliest_reward": mean(value, mask & (share < 0.5)),
+        }
+        return Signal(value=(value * factor).astype(signal.value.dtype), mask=mask), metrics
+
+    return stateless("unlikeliness", apply, levels=(2,))
+
+
+def _same_tokens(tokens: Array, chosen: Array) -> Array:
+    """[P, G, G]: True where two samples have the same tokens at the places the policy chose.
+
+    By two sums of 32 bits each: samples that differ are taken for the same once in 1e19 pairs. One
+    pass over the tokens, where comparing all pairs of samples takes G^2 / 2.
+    """
+    size = tokens.shape[1]
+    same = jnp.ones((tokens.shape[0], size, size), bool)
+    for total in _fingerprints(jnp.where(chosen, tokens, -1)):
+        same = same & (total[:, :, None] == total[:, None])
+    return same
+
+
+def _fingerprints(tokens: Array) -> list[Array]:
+    """Two sums [P, G], modulo 2^32, of numbers that token and place are scrambled to.
+
+    The token is scrambled before its place is added, and each sum has factors of its own: else two
+    samples that differ at two places alike could agree in both.
+    """
+    place = jax.lax.broadcasted_iota(jnp.uint32, tokens.shape, tokens.ndim - 1)
+    everywhere = jnp.ones(tokens.shape, bool)
+    parts = (_scrambled(tokens.astype(jnp.uint32), place, factors) for factors in _FACTORS)
+    sums = onepass.reduce(*(onepass.total(part, everywhere) for part in parts), axis=-1)
+    return [one[..., 0] for one in sums]
+
+
+def _scrambled(token: Array, place: Array, factors: tuple[int, int, int, int]) -> Array:
+    of_token, once_more, of_place, of_both = (jnp.uint32(factor) for factor in factors)
+    half, most = jnp.uint32(16), jnp.uint32(13)
+    token = token * of_token
+    token = (token ^ token >> half) * once_more
+    both = (token ^ token >> most) + place * of_place
+    both = (both ^ both >> half) * of_both
+    return both ^ both >> most
+
+
+_FACTORS = (
+    (0x9E3779B1, 0x7FEB352D, 0x85EBCA77, 0x846CA68B),
+    (0xC2B2AE3D, 0x2C1B3C6D, 0x27D4EB2F, 0x297A2D39),
+)
+"""Odd numbers of 32 bits, without a pattern."""

@@ -22,8 +22,8 @@ from jaxgrpo.rollout.sampler import make_sampler
 from jaxgrpo.training import process
 from jaxgrpo.training.export import read_run
 from jaxgrpo.training.folder import plain, write_atomically
+from jaxgrpo.training.inputs import resolve_rewards, resolve_scorer
 from jaxgrpo.training.policy import NOBODY, config_for, find_policy, key_of, load_base, slots_of
-from jaxgrpo.training.rewarding import resolve_rewards, resolve_scorer
 
 
 def evaluate(

@@ -37,16 +37,16 @@ def run() -> None:
 def _quickstart(arguments: argparse.Namespace) -> int | None:
     from jaxgrpo.cli import start as quickstart
 
-    return quickstart.main(overrides=arguments.set)
+    return quickstart.quickstart(overrides=arguments.set)
 
 
 def _train(arguments: argparse.Namespace) -> int | None:
     from jaxgrpo.config import files
-    from jaxgrpo.training import loop, plan
+    from jaxgrpo.training import loop, setup
 
     read = files.load(arguments.config, arguments.set)
     if arguments.dry_run:
-        plan.dry_run(read)
+        setup.dry_run(read)
     else:
         loop.train(read, resume=arguments.resume)
     return 0
@@ -120,9 +120,9 @@ def _export(arguments: argparse.Namespace) -> int | None:
 
 
 def _init(arguments: argparse.Namespace) -> int | None:
-    from jaxgrpo.cli import beginning
+    from jaxgrpo.cli import start
 
-    return beginning.main(arguments.dir)
+    return start.init(arguments.dir)
 
 
 def _report(arguments: argparse.Namespace) -> int | None:

@@ -23,9 +23,8 @@ from jaxgrpo.core.types import Params
 from jaxgrpo.data import tasks
 from jaxgrpo.data.tasks.tokenizer import character_tokenizer
 from jaxgrpo.models import decoder
-from jaxgrpo.models.api import Model
+from jaxgrpo.models.api import LayerKind, Model, ModelConfig
 from jaxgrpo.models.attention import causal
-from jaxgrpo.models.config import LayerKind, ModelConfig
 from jaxgrpo.models.hf import folders
 from jaxgrpo.models.logprobs import token_logprobs
 

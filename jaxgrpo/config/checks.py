@@ -2,34 +2,38 @@
 
 Every check takes the values that are right by themselves (config_reading.py), is silent where one
 that it reads is missing, and yields its problems: where, what was given, what to do.
+
+What the keys of `loss` and `reference` must fulfil together, and with those that they act on.
+
+A part of config_checks.py: silent where a value is missing, and yields its problems.
+
+What the keys of evaluation must fulfil together, checked as config_checks.py says.
 """
 
 from __future__ import annotations
 
 import difflib
 import inspect
+import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxgrpo.config import evaluation_checks, loss_checks
-from jaxgrpo.config.keys import OptimizerKeys, RewardKeys
+from jaxgrpo.config.keys import OptimizerKeys, ReferenceKeys, RewardKeys
 from jaxgrpo.config.own_code import file_of, installed, is_reference, short_name
 from jaxgrpo.config.reading import Values, show
-from jaxgrpo.core.errors import InputError
-from jaxgrpo.core.names import suggest
+from jaxgrpo.core.errors import InputError, suggest
 from jaxgrpo.core.types import RolloutSpec
 from jaxgrpo.data.chat import CHOICES
-from jaxgrpo.data.hub import is_name
-from jaxgrpo.data.sources import FILES, FORMS
+from jaxgrpo.data.prompts import is_template, placeholders
+from jaxgrpo.data.sources import FILES, FORMS, is_name
 from jaxgrpo.data.tasks import PREFIX, tasks
-from jaxgrpo.data.templates import is_template, placeholders
 
 
 def check(values: Values) -> Iterator[str]:
     """All problems of a config whose values are right one by one."""
     for check_some in (
-        *(_one_chain, _groups, _schedule, evaluation_checks.check, loss_checks.check, _rewards),
+        *(_one_chain, _groups, _schedule, check_evaluation, check_loss, _rewards),
         *(_tracking, _sources, _revision, _prompts, _parts, _optimizer),
     ):
         yield from check_some(values)
@@ -167,7 +171,7 @@ def _task(where: str, path: str) -> Iterator[str]:
 def _parts(values: Values) -> Iterator[str]:
     """Unknown parts and options; of own code only whether its file is there."""
     from jaxgrpo import advantages, losses, rewards
-    from jaxgrpo.config.chain_tail import build_penalties, build_tail
+    from jaxgrpo.config.methods import build_penalties, build_tail
     from jaxgrpo.rollout.selection import build_policy
 
     weights = {r.name or short_name(r.use): r.weight for r in values.get("rewards", ())} or None
@@ -296,3 +300,162 @@ def wandb_problem(options: Mapping[str, Any]) -> str | None:
         if name not in known:
             return f"tracking.wandb.{name}: no option of wandb.init: {suggest(name, known)}"
     return None
+
+
+METRIC = ReferenceKeys().reset_metric
+
+
+def check_loss(values: Values) -> Iterator[str]:
+    """All problems of the loss and of the resets of its reference."""
+    for check_some in (_penalties, _truncation, _mismatch, _resets):
+        yield from check_some(values)
+
+
+def _penalties(values: Values) -> Iterator[str]:
+    from jaxgrpo.config.methods import IN_REWARD
+
+    kl = values.get("loss.kl", 0)
+    none = kl is None or (kl and kl["use"] == IN_REWARD)
+    none = none and values.get("loss.entropy", 0) is None
+    if values.get("loss.penalties_on") == "live" and none:
+        yield (
+            'loss.penalties_on = "live": there is no penalty; add loss.kl = { use = "k2", beta = '
+            "0.01 } or loss.entropy, or leave penalties_on out"
+        )
+
+
+def _truncation(values: Values) -> Iterator[str]:
+    top_k, top_p = values.get("rollout.top_k", 0), values.get("rollout.top_p", 1.0)
+    if top_p > 1:
+        yield f"rollout.top_p = {top_p:g}: a probability; set it to 1 (off) or less"
+        return
+    name = f"rollout.top_k = {top_k}" if top_k else f"rollout.top_p = {top_p:g}"
+    if (top_k or top_p < 1) and values.get("loss.proximal") == "behavior":
+        yield (
+            f"{name}: the sampler's log-probs are then those of the cut distribution and the "
+            "trainer's of the whole one, so their ratio is off by the probability cut away; set "
+            'loss.proximal = "trainer", or sample from all tokens'
+        )
+
+
+def _mismatch(values: Values) -> Iterator[str]:
+    from jaxgrpo.config.methods import weighed_twice
+
+    if values.get("loss.proximal") != "behavior" or not _weighs(values.get("loss.surrogate")):
+        return
+    mismatch = values.get("loss.mismatch")
+    parts = {f"loss.mismatch = {show(mismatch)}": mismatch} if mismatch else {}
+    for index, part in enumerate(values.get("advantage", ())):
+        parts[f"advantage[{index}] = {show(part)}"] = part
+    for where, part in parts.items():
+        if _is_importance(part):
+            yield f"{where}: {weighed_twice()}"
+
+
+def _weighs(surrogate: Mapping[str, Any] | None) -> bool:
+    """Whether a surrogate holds a ratio; of own code it is seen when the run is built."""
+    from jaxgrpo import losses
+
+    try:
+        return bool(surrogate) and losses.build_surrogate(surrogate).weighs
+    except (ValueError, TypeError):  # own code, or reported with the other parts
+        return False
+
+
+def _is_importance(part: Mapping[str, Any]) -> bool:
+    from jaxgrpo import advantages
+
+    try:
+        return advantages.build([part]).importance
+    except (ValueError, TypeError):  # own code, or reported with the other parts
+        return False
+
+
+def _resets(values: Values) -> Iterator[str]:
+    names = ("reset_every", "reset_kl_above", "reset_patience")
+    metric = values.get("reference.reset_metric", METRIC)
+    if metric != METRIC and values.get("reference.reset_patience") == 0:
+        yield (
+            f"reference.reset_metric = {show(metric)}: nothing reads it; set "
+            "reference.reset_patience, the evaluations without a new best until a reset"
+        )
+    asked = [f"reference.{name}" for name in names if values.get(f"reference.{name}")]
+    if not asked or "loss.kl" not in values:
+        return
+    kl = values["loss.kl"]
+    # A chain of one's own may read the reference: that is seen when the run is built.
+    own = "advantage" in values or _is_own(values.get("recipe"))
+    if (kl is None and not own) or (kl and "target_validity" in kl):
+        why = "there is no reference" if kl is None else "target_validity measures from the base"
+        yield (
+            f"{asked[0]}: {why}, so that nothing could be reset; take loss.kl = {{ use = "
+            '"k2", beta = 0.001 }, or leave it out'
+        )
+    if values.get("reference.reset_patience"):
+        if not metric.startswith("eval/"):
+            yield f'reference.reset_metric = {show(metric)}: expected "eval/NAME"'
+        if not values.get("eval.every", 1) or values.get("eval.data", 1) is None:
+            yield (
+                "reference.reset_patience: nothing is evaluated between the start and the end; set "
+                "eval.data and eval.every"
+            )
+
+
+def _is_own(recipe: Any) -> bool:
+    name = recipe["use"] if isinstance(recipe, Mapping) else recipe
+    return name is not None and is_reference(name)
+
+
+def check_evaluation(values: Values) -> Iterator[str]:
+    """All problems of what is evaluated and how."""
+    for check_some in (_data, _best, _formats, _kept, _second_pass):
+        yield from check_some(values)
+
+
+def _data(values: Values) -> Iterator[str]:
+    if values.get("eval.every") and "eval.data" in values and values["eval.data"] is None:
+        yield (
+            f"eval.every = {values['eval.every']}: there is nothing to evaluate on; name "
+            'eval.data, as "task:arithmetic:test", or leave eval.every out'
+        )
+
+
+def _best(values: Values) -> Iterator[str]:
+    best = values.get("checkpoint.keep_best")
+    if best is None:
+        return
+    if not best.startswith("eval/"):
+        yield f'checkpoint.keep_best = {show(best)}: expected "eval/NAME", as "eval/accuracy"'
+    if not values.get("eval.every", 1):
+        yield (
+            f"checkpoint.keep_best = {show(best)}: nothing is evaluated between the start and the "
+            "end; set eval.data and eval.every"
+        )
+
+
+def _formats(values: Values) -> Iterator[str]:
+    from jaxgrpo.config.keys import OTHER_FORMAT
+
+    for name, pattern in values.get("eval.formats", {}).items():
+        where = f"eval.formats.{name} = {show(pattern)}"
+        if name == OTHER_FORMAT:
+            yield f"{where}: {OTHER_FORMAT} is the name of what fits no format; give another name"
+        if not isinstance(pattern, str):
+            yield f"{where}: expected a regular expression as a text"
+            continue
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            yield f"{where}: is no regular expression: {error}"
+
+
+def _kept(values: Values) -> Iterator[str]:
+    kept = values.get("eval.confidence_kept", 1.0)
+    if kept > 1:
+        yield f"eval.confidence_kept = {kept:g}: a share of the voters; set it to 1 (all) or less"
+
+
+def _second_pass(values: Values) -> Iterator[str]:
+    for name in ("eval.confidence", "eval.kl_to_base"):
+        if values.get(name) and "eval.data" in values and values["eval.data"] is None:
+            yield f"{name} = true: there is nothing to evaluate on; name eval.data, or leave it out"

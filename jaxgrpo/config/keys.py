@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxgrpo.config.own_code import file_of
-from jaxgrpo.data.hub import is_name
-from jaxgrpo.data.sources import FILES
+from jaxgrpo.data.sources import FILES, is_name
 from jaxgrpo.data.tasks import PREFIX
 
 _PACKAGE = Path(__file__).resolve().parent.parent

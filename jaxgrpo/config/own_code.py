@@ -11,8 +11,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from jaxgrpo.core.errors import InputError
-from jaxgrpo.core.names import suggest
+from jaxgrpo.core.errors import InputError, suggest
 
 PYTHON = "python"
 """Stands for the module of what was given as a Python object."""

@@ -1,17 +1,23 @@
-"""From rows to prompts: which columns, in which words, as which tokens."""
+"""From rows to prompts: which columns, in which words, as which tokens.
+
+Prompts made of columns: "{question} Think step by step."
+
+Between braces stands the name of a column, whatever its characters; "{{" and "}}" are braces.
+"""
 
 from __future__ import annotations
 
 import difflib
 import numbers
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.data import chat as conversations
-from jaxgrpo.data import sources, templates
+from jaxgrpo.data import sources
 from jaxgrpo.data.chat import Chat
 from jaxgrpo.data.sources import Located, Row, Source
 
@@ -40,7 +46,7 @@ def load_rows(
     Raises: InputError where the source or a column does not exist, a line cannot be read, prompts
       or answers are of several kinds, or there are no rows.
     """
-    needed = templates.placeholders(prompt) if templates.is_template(prompt) else [prompt]
+    needed = placeholders(prompt) if is_template(prompt) else [prompt]
     if isinstance(source, Source):
         located = sources.read(source, text_columns=[*needed, *([answer] if answer else [])])
     else:
@@ -123,14 +129,14 @@ def _check_column(where: str, row: Row, name: str, key: str, otherwise: str) -> 
 
 def _prompt(where: str, row: Row, prompt: str, needed: Sequence[str]) -> Any:
     """A row's prompt: a text, or messages."""
-    if templates.is_template(prompt):
+    if is_template(prompt):
         for name in needed:
             if not isinstance(row[name], (str, numbers.Number)):
                 raise InputError(
                     f"{where}: column {name!r} holds {_kind(row[name])} where data.prompt needs a "
                     "text or a number: write one, or take the row out"
                 )
-        return templates.fill(prompt, row)
+        return fill(prompt, row)
     value = row[prompt]
     if isinstance(value, str):
         return value
@@ -165,3 +171,54 @@ def _kind(value: Any) -> str:
     names = {str: "a text", list: "a list", tuple: "a list", bool: "true or false"}
     names[type(None)] = "nothing (null)"
     return names.get(type(value), f"a {type(value).__name__}")
+
+
+_PIECE = re.compile(r"\{\{|\}\}|\{([^{}]*)\}|[{}]")
+
+
+def is_template(text: str) -> bool:
+    """Whether a text is a template and no column's name: by its braces.
+
+    >>> is_template("{question} Think."), is_template("question")
+    (True, False)
+    """
+    return "{" in text or "}" in text
+
+
+def placeholders(template: str) -> list[str]:
+    """The columns that a template names, each once.
+
+    Raises: InputError on a brace without its partner, and where no column is named.
+    >>> placeholders("{a} of {{b}} and {c}")
+    ['a', 'c']
+    """
+    names = []
+    for piece in _PIECE.finditer(template):
+        if piece.group() in ("{", "}") or piece.group(1) == "":
+            what = "names no column" if piece.group(1) == "" else "has no partner"
+            raise InputError(
+                f"data.prompt = {template!r}: the brace at character {piece.start()} {what}: "
+                "write {column} for a column's value, {{ or }} for a brace"
+            )
+        if piece.group(1) is not None:
+            names.append(piece.group(1))
+    if not names:
+        raise InputError(
+            f"data.prompt = {template!r} names no column, so all prompts would be the same: "
+            "write {column} where a column's value stands"
+        )
+    return list(dict.fromkeys(names))
+
+
+def fill(template: str, row: Mapping[str, Any]) -> str:
+    """The template with the values of a row, which has all its columns.
+
+    >>> fill("{{{n}}} + {n}", {"n": 3})
+    '{3} + 3'
+    """
+
+    def value(piece: re.Match[str]) -> str:
+        name = piece.group(1)
+        return piece.group()[0] if name is None else str(row[name])
+
+    return _PIECE.sub(value, template)

@@ -4,17 +4,22 @@ A source is told by its form: "task:NAME:SPLIT" is a built-in task; .jsonl, .csv
 file; a folder, or else a name on the hub ("owner/name"), goes through the `datasets` library. All
 give the same rows, and nothing after this knows of them. JSONL needs no library, CSV and Parquet
 need pyarrow, which `datasets` brings.
+
+Names on the Hugging Face hub, and what its library's errors mean for whoever gave the name.
+
+A name is used because the user wrote it; nothing else here reaches the network.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxgrpo.core.errors import InputError
-from jaxgrpo.data import hub, tasks
+from jaxgrpo.data import tasks
 
 Row = dict[str, Any]
 Located = tuple[str, Row]
@@ -50,7 +55,7 @@ def read(source: Source, text_columns: Iterable[str] = ()) -> list[Located]:
             what = "is a folder" if path.is_dir() else "does not exist"
             raise InputError(f"{source.key} = {str(path)!r} {what} (looked for {path.absolute()})")
         located = list(_jsonl(path) if path.suffix == ".jsonl" else _table(path, text_columns))
-    elif path.is_dir() or hub.is_name(source.path):
+    elif path.is_dir() or is_name(source.path):
         located = _counted(source.path, _data_set(source, path))
     else:
         what = "is no file of rows" if path.exists() else "does not exist"
@@ -190,6 +195,82 @@ def _failure(source: Source, error: Exception, local: bool) -> str:
     if "onfig" in text and isinstance(error, ValueError):
         return f"{where}: {text} Set {table}.subset to one of them"
     if not local:
-        return hub.explain(source.key, hub.DATA_SET, source.path, error, source.revision)
+        return explain(source.key, DATA_SET, source.path, error, source.revision)
     cause = f" ({error.__cause__})" if error.__cause__ else ""
     return f"{where} is no folder of rows: {text}{cause}: give {FORMS}"
+
+
+NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")
+MODEL_FILES = ("*.json", "*.safetensors", "*.txt", "*.jinja", "*.model")
+DATA_SET = "data set"
+
+
+def is_name(text: str) -> bool:
+    """Whether a text has the form of a name on the hub, owner/name.
+
+    >>> is_name("Qwen/Qwen3-0.6B"), is_name("./runs/base"), is_name("base")
+    (True, False, False)
+    """
+    return NAME.fullmatch(text) is not None
+
+
+def fetch_model(name: str, revision: str | None = None) -> Path:
+    """The folder of a model of the hub, fetched where the cache does not hold it.
+
+    Raises: InputError with the cause and the remedy.
+    """
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(name, revision=revision, allow_patterns=list(MODEL_FILES)))
+    except Exception as error:  # the hub's library raises a dozen kinds
+        raise InputError(explain("model.path", "model", name, error, revision)) from error
+
+
+def explain(
+    where: str, kind: str, name: str, error: BaseException, revision: str | None = None
+) -> str:
+    """What went wrong with a name on the hub, in one line that ends with what to do.
+
+    Args:
+      where: the key that gave the name.
+      kind: "model" or DATA_SET.
+    """
+    from huggingface_hub import constants
+
+    start = f"{where} = {name!r} is no local path, and as a {kind} on the hub "
+    kinds = {cls.__name__ for seen in _causes(error) for cls in type(seen).__mro__}
+    text = " ".join(str(error).split())
+    page = f"{constants.ENDPOINT}/{'datasets/' if kind == DATA_SET else ''}{name}"
+    if "GatedRepoError" in kinds or "is a gated" in text:
+        return start + (
+            f"it is gated: accept its terms at {page}, then log in with `hf auth login` or set "
+            "HF_TOKEN"
+        )
+    if "RevisionNotFoundError" in kinds:
+        return start + f"it has no revision {revision!r}: name a branch, tag or commit of {page}"
+    if kinds & {"RepositoryNotFoundError", "DatasetNotFoundError"}:
+        return start + (
+            "it does not exist, or is private: check the name, or log in with `hf auth login` or "
+            "set HF_TOKEN"
+        )
+    if kinds & {"OfflineModeIsEnabled", "LocalEntryNotFoundError", "ConnectionError"}:
+        cause = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else "the hub is out of reach"
+        repo_type = " --repo-type dataset" if kind == DATA_SET else ""
+        return start + (
+            f"it is not in the local cache, and {cause}: give a local path, or run `hf download "
+            f"{name}{repo_type}` where there is a network"
+        )
+    return start + (
+        f"it could not be fetched ({type(error).__name__}: {text}): check the name, or give a "
+        "local path"
+    )
+
+
+def _causes(error: BaseException | None) -> list[BaseException]:
+    """An error and what it was raised from, the error first."""
+    chain: list[BaseException] = []
+    while error is not None and error not in chain:
+        chain.append(error)
+        error = error.__cause__ or error.__context__
+    return chain

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxgrpo.config.keys import OTHER_FORMAT
-from jaxgrpo.evaluation.calibration import auroc, brier, ece
+from jaxgrpo.evaluation.voting import auroc, brier, ece
 from jaxgrpo.rewards import stated_confidence
 
 Texts = Sequence[Sequence[str]]

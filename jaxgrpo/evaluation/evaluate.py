@@ -20,15 +20,11 @@ from jaxgrpo.evaluation import diversity, voting
 from jaxgrpo.evaluation.rescoring import Rescore
 from jaxgrpo.models import sharding
 from jaxgrpo.models.api import Model
-from jaxgrpo.rewards import (
-    RewardFunction,
-    TrainerState,
-    answers,
-)
+from jaxgrpo.rewards import RewardFunction, TrainerState, answers
 from jaxgrpo.rewards.protocol import Reward
 from jaxgrpo.rollout.judging import completion_ids, decode_texts, judge_texts, put_prompts
 from jaxgrpo.rollout.sampler import Sampler, SamplingSettings, make_sampler, sample
-from jaxgrpo.rollout.stream import pad_prompts
+from jaxgrpo.rollout.selection import pad_prompts
 from jaxgrpo.update import diagnostics
 
 PURPOSE = 1  # folded into the key, so that evaluation never repeats training's draws

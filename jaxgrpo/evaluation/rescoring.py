@@ -17,10 +17,8 @@ from jaxgrpo.config.files import Config
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.types import Params, Rollouts, TrainBatch
 from jaxgrpo.models import sharding
-from jaxgrpo.models.api import Constrain, Model
-from jaxgrpo.models.config import ModelConfig
-from jaxgrpo.models.exact_kl import full_kl
-from jaxgrpo.models.logprobs import token_confidence, token_logprobs
+from jaxgrpo.models.api import Constrain, Model, ModelConfig
+from jaxgrpo.models.logprobs import full_kl, token_confidence, token_logprobs
 from jaxgrpo.update import packing
 from jaxgrpo.update.forward import hidden_states, micro_batch
 from jaxgrpo.update.packing import Geometry

@@ -1,4 +1,9 @@
-"""Votes among the samples of a prompt: the most frequent answer, or the most confident one."""
+"""Votes among the samples of a prompt: the most frequent answer, or the most confident one.
+
+From the confidence of tokens to that of a whole completion, by windows (DeepConf).
+
+How well confidences tell right from wrong: Brier score, calibration error, AUROC.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +12,10 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
+from jaxtyping import Bool, Float
 
-from jaxgrpo.evaluation.calibration import auroc
-from jaxgrpo.evaluation.confidence import trace_confidence
+from jaxgrpo.core.metrics import accumulate_dtype
 
 Answered = Sequence[Sequence[Hashable]]
 """[N][n] answers; None: there is none, and the sample does not vote"""
@@ -100,3 +106,135 @@ def confidence_metrics(
         f"deepconf/{name}/auroc": float(auroc(jnp.asarray(value.ravel()), right, known))
         for name, value in traces.items()
     }
+
+
+class TraceConfidence(NamedTuple):
+    """Four ways to put the confidence of a completion into one number, [N] each."""
+
+    mean: Array  # over all of its tokens
+    least: Array  # its least confident window
+    bottom: Array  # mean of the least confident tenth of its windows
+    tail: Array  # its last window
+
+
+def trace_confidence(
+    confidence: Float[Array, "N T"], mask: Bool[Array, "N T"], window: int
+) -> TraceConfidence:
+    """Summaries of the confidence of tokens, over windows of so many tokens.
+
+        W[t] = mean of C over tokens t - window + 1 ... t, one for each place that a window fits
+        mean = mean C,  least = min W,  bottom = mean of the max(1, len(W) // 10) lowest W,
+        tail = the last W
+
+    A slip that a long completion's mean hides shows in its least window. Masked tokens are left
+    out and the rest joined. A completion shorter than the window has one, of all its tokens; an
+    empty one is 0 everywhere.
+
+    Args:
+      confidence: of tokens, as `jaxgrpo.models.logprobs.token_confidence` gives it.
+      window: static, at least 1.
+
+    Source: Fu et al. 2025 (DeepConf), arXiv 2508.15260: windows of 2048 tokens. The tail there has
+      a length of its own, of the same 2048 tokens.
+    """
+    if window < 1:
+        raise ValueError(f"window = {window}: a window has at least 1 token")
+    dtype = accumulate_dtype(confidence.dtype)
+    size = min(window, confidence.shape[1])
+    joined = jnp.argsort(~mask, axis=1, stable=True)
+    length = mask.sum(1, keepdims=True)
+    real = jnp.arange(confidence.shape[1])[None, :] < length
+    value = jnp.where(real, jnp.take_along_axis(confidence, joined, axis=1), 0).astype(dtype)
+    mean = value.sum(1, keepdims=True) / jnp.maximum(length, 1).astype(dtype)
+    # Sums of what is left of the mean: running sums of C itself would swallow its changes.
+    sums = jnp.cumsum(jnp.where(real, value - mean, 0), axis=1)
+    sums = jnp.concatenate([jnp.zeros_like(mean), sums], axis=1)
+    short = length < size
+    windows = jnp.where(short, mean, mean + (sums[:, size:] - sums[:, :-size]) / size)
+    number = jnp.where(short, 1, length - size + 1)
+    place = jnp.arange(windows.shape[1])[None, :]
+    lowest = jnp.sort(jnp.where(place < number, windows, jnp.inf), axis=1)
+    tenth = jnp.maximum(1, number // 10)
+    bottom = jnp.where(place < tenth, lowest, 0).sum(1) / tenth[:, 0].astype(dtype)
+    tail = jnp.take_along_axis(windows, number - 1, axis=1)[:, 0]
+    return TraceConfidence(mean[:, 0], lowest[:, 0], bottom, tail)
+
+
+def brier(
+    confidence: Float[Array, "N"], correct: Bool[Array, "N"], mask: Bool[Array, "N"]
+) -> Float[Array, ""]:
+    """The mean squared difference of what was claimed and what came.
+
+        mean over unmasked n of (q[n] - c[n])^2
+
+    0 is best, 1 the worst; saying 0.5 always gives 0.25. Confidences that are uniform and right
+    give 1/6.
+
+    Args:
+      confidence: q, the stated probability of being right, in [0, 1]; anything where masked.
+      correct: c.
+      mask: which samples stated a confidence. None did: NaN.
+
+    Source: Damani et al. 2025, arXiv 2507.16806.
+    """
+    q, c, count = _unmasked(confidence, correct, mask)
+    return ((q - c) ** 2).sum() / count
+
+
+def ece(
+    confidence: Float[Array, "N"], correct: Bool[Array, "N"], mask: Bool[Array, "N"], bins: int = 10
+) -> Float[Array, ""]:
+    """The expected calibration error: by how much claims miss the share of right answers.
+
+        sum_b n_b / n |mean_b q - mean_b c|
+
+    over equal bins [b / bins, (b + 1) / bins) of q, of which the last is closed at 1. It does not
+    see what averages out inside a bin, and even calibrated confidences give about
+    sqrt(bins / n) / 3 by chance: compare samples of one size.
+
+    Args:
+      confidence, correct, mask: as in `brier`.
+      bins: static.
+
+    Returns: NaN where everything is masked.
+    Source: Damani et al. 2025, arXiv 2507.16806: 10 bins.
+    """
+    q, c, count = _unmasked(confidence, correct, mask)
+    # Divided in Python: 0.3 as a float32 lies on its edge, and the product 0.3 * 10 may not.
+    edges = jnp.asarray([b / bins for b in range(1, bins)], confidence.dtype)
+    place = jnp.searchsorted(edges, jnp.where(mask, confidence, 0), side="right")
+    excess = jnp.zeros(bins, q.dtype).at[place].add(q - c)
+    return jnp.abs(excess).sum() / count
+
+
+def auroc(
+    confidence: Float[Array, "N"], correct: Bool[Array, "N"], mask: Bool[Array, "N"]
+) -> Float[Array, ""]:
+    """The probability that a right sample is more confident than a wrong one; ties count half.
+
+        sum over right i, wrong j of [q_i > q_j] + [q_i = q_j] / 2, over their number
+
+    The Mann-Whitney statistic, so any increasing map of the confidences gives the same: they need
+    be no probabilities. 0.5 is no better than chance.
+
+    Args:
+      confidence: finite where unmasked.
+      correct, mask: as in `brier`.
+
+    Returns: NaN where no unmasked sample is right, or none is wrong.
+    """
+    right, wrong = mask & correct, mask & ~correct
+    dtype = accumulate_dtype(confidence.dtype)
+    rivals = jnp.sort(jnp.where(wrong, confidence, jnp.inf))
+    below = jnp.searchsorted(rivals, confidence, side="left")
+    level = jnp.searchsorted(rivals, confidence, side="right")
+    # As a share of the rivals first: the number of pairs is beyond the whole numbers of a float32.
+    share = (below + level).astype(dtype) / (2 * wrong.sum()).astype(dtype)
+    return jnp.where(right, share, 0).sum() / right.sum().astype(dtype)
+
+
+def _unmasked(confidence: Array, correct: Array, mask: Array) -> tuple[Array, Array, Array]:
+    """(q, c) as numbers, 0 where masked, and how many are not."""
+    dtype = accumulate_dtype(confidence.dtype)
+    q = jnp.where(mask, confidence.astype(dtype), 0)
+    return q, (mask & correct).astype(dtype), mask.sum().astype(dtype)

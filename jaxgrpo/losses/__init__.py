@@ -1,9 +1,15 @@
 """Losses as reduction x surrogate, with penalties beside: `sum(weight * loss per token)`."""
 
-from jaxgrpo.losses.entropy import adaptive_entropy, entropy_bonus
 from jaxgrpo.losses.objective import policy_loss, token_loss
-from jaxgrpo.losses.penalties import Penalty, forward_kl_k3, full_kl, k2, reverse_kl_off_policy
-from jaxgrpo.losses.presets import like_trl
+from jaxgrpo.losses.penalties import (
+    Penalty,
+    adaptive_entropy,
+    entropy_bonus,
+    forward_kl_k3,
+    full_kl,
+    k2,
+    reverse_kl_off_policy,
+)
 from jaxgrpo.losses.reductions import (
     Reduction,
     constant,
@@ -18,6 +24,7 @@ from jaxgrpo.losses.registry import (
     build_reduction,
     build_surrogate,
     by_sample,
+    like_trl,
 )
 from jaxgrpo.losses.sequences import gmpo, gspo, gspo_token, segment_mean, segment_sum, vespo
 from jaxgrpo.losses.surrogates import (

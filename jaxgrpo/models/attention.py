@@ -11,8 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jaxgrpo.models.api import Attend, KeyValue
-from jaxgrpo.models.config import LayerKind
+from jaxgrpo.models.api import Attend, KeyValue, LayerKind
 
 
 def causal(position: Array, valid: Array) -> Attend:

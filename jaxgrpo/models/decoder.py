@@ -16,8 +16,7 @@ from jax import Array
 
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.types import Params
-from jaxgrpo.models.api import Attend, Constrain, Model, memory_per_layer
-from jaxgrpo.models.config import LayerKind, ModelConfig
+from jaxgrpo.models.api import Attend, Constrain, LayerKind, Model, ModelConfig, memory_per_layer
 from jaxgrpo.models.layers import (
     ACTIVATIONS,
     Angles,

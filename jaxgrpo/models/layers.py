@@ -18,8 +18,7 @@ from flax import nnx
 from jax import Array
 from jaxtyping import Float, Int
 
-from jaxgrpo.models.api import Attend
-from jaxgrpo.models.config import LayerKind, ModelConfig
+from jaxgrpo.models.api import Attend, LayerKind, ModelConfig
 
 INITIAL_STD = 0.02
 ACTIVATIONS = {

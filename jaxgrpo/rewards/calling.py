@@ -1,11 +1,20 @@
-"""Calling the rewards of a run on a batch of completions."""
+"""Calling the rewards of a run on a batch of completions.
+
+Awaiting async rewards together, from code that is not async.
+
+Rewards that are wrong now and then, on purpose: how much noise a method bears.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import functools
 import inspect
 import math
+import threading
 import time
-from collections.abc import Mapping, Sequence
+import zlib
+from collections.abc import Awaitable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,7 +28,6 @@ from jaxgrpo.rewards.protocol import (
     check,
     numbers,
 )
-from jaxgrpo.rewards.waiting import Raised, wait_for
 
 SHOWN = 300  # characters of each text in a message
 CREATED = inspect.CORO_CREATED
@@ -249,3 +257,88 @@ def _storable(value: Any) -> Any:
 def _shorten(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}… ({len(text)} characters)"
+
+
+class Raised(NamedTuple):
+    """What a call raised in the place of a value."""
+
+    error: BaseException
+
+
+def wait_for(awaitables: Sequence[Awaitable[Any]]) -> list[Any]:
+    """The results of all, which run at the same time; Raised(error) where one fails.
+
+    They run in one event loop of a thread of its own. So this works where a loop is running
+    already, as in a notebook, and what a reward keeps between calls (a session, a lock) stays with
+    its loop.
+    """
+    future = asyncio.run_coroutine_threadsafe(_gather(awaitables), _loop())
+    try:
+        return future.result()
+    except BaseException:  # a signal, while waiting
+        future.cancel()
+        raise
+
+
+@functools.cache
+def _loop() -> asyncio.AbstractEventLoop:
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name="jaxgrpo-rewards", daemon=True).start()
+    return loop
+
+
+async def _gather(awaitables: Sequence[Awaitable[Any]]) -> list[Any]:
+    return list(await asyncio.gather(*map(_outcome, awaitables)))
+
+
+async def _outcome(awaitable: Awaitable[Any]) -> Any:
+    try:
+        return await awaitable
+    except BaseException as error:  # one that left its task would end the loop's thread
+        return Raised(error)
+
+
+def flipped(
+    scores: Mapping[str, np.ndarray],
+    log: RewardLog,
+    noise: Mapping[str, float],
+    seed: int,
+    step: int,
+    ordinal: np.ndarray,
+) -> tuple[dict[str, np.ndarray], RewardLog]:
+    """The scores with a share of the 0/1 rewards turned over, and their log, which tells of it.
+
+        r -> 1 - r    where draw(seed, reward, step, ordinal, sample) < flip
+
+    A draw depends on nothing else: two methods that are given the same prompts under one seed meet
+    the same noise. What is unscored stays so. The log gets rewards/NAME/flipped, the share of the
+    scored samples that were turned over.
+
+    Args:
+      scores: name -> [P, G], NaN = not scored.
+      noise: name -> flip, the probability, for the rewards that have one.
+      ordinal: [P], places in the prompt stream.
+
+    Raises: RewardError where such a reward gives anything but 0 and 1.
+    """
+    turned, metrics = dict(scores), dict(log.metrics)
+    for name, flip in noise.items():
+        value = scores[name]
+        scored = np.isfinite(value)
+        odd = value[scored & (value != 0) & (value != 1)]
+        if len(odd):
+            raise RewardError(
+                f"rewards.{name} gave {odd[0]:g}, and flip = {flip:g} turns over rewards that are "
+                "0 or 1: take flip out, or a reward of 0 and 1"
+            )
+        chosen = scored & (_draws(seed, name, step, ordinal, value.shape[1]) < flip)
+        turned[name] = np.where(chosen, 1 - value, value).astype(value.dtype)
+        metrics[f"rewards/{name}/flipped"] = (float(chosen.sum()), max(1, int(scored.sum())))
+    return turned, log._replace(metrics=metrics)
+
+
+def _draws(seed: int, name: str, step: int, ordinal: np.ndarray, samples: int) -> np.ndarray:
+    """Uniform numbers [P, G]; those of a prompt begin alike whatever the size of its group."""
+    source = zlib.crc32(name.encode())
+    of_prompt = ([seed, source, step, int(place)] for place in ordinal)
+    return np.stack([np.random.default_rng(entropy).random(samples) for entropy in of_prompt])

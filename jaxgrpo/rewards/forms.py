@@ -1,4 +1,9 @@
-"""Rewards that look at a completion's form alone: its tags, its length."""
+"""Rewards that look at a completion's form alone: its tags, its length.
+
+The text of a completion: a text, or a list of messages where the prompt is a conversation.
+
+The confidence that a completion states, between tags.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +12,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxgrpo.core.errors import InputError
-from jaxgrpo.rewards.texts import text_of
 
 TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 SHARE = 5  # the default cache is 1 / SHARE of the length limit, as DAPO's 4096 of 20480
@@ -114,3 +118,46 @@ def _has_tags(text: str) -> bool:
         pieces.append(piece)
     around, (thought, answer) = (pieces[0], pieces[2], rest), (pieces[1], pieces[3])
     return not any(map(str.strip, around)) and bool(thought.strip()) and bool(answer.strip())
+
+
+END_OF_THOUGHT = "</think>"
+
+
+def text_of(completion: Any) -> str:
+    """The text of a completion in either form; of several messages the last one's.
+
+    >>> text_of("2"), text_of([{"role": "assistant", "content": "2"}])
+    ('2', '2')
+    """
+    return completion if isinstance(completion, str) else completion[-1]["content"]
+
+
+def after_thought(text: str) -> str:
+    """What follows the last </think>; the whole text where there is none."""
+    return text.rpartition(END_OF_THOUGHT)[2]
+
+
+_STATED = re.compile(r"<confidence>(.*?)</confidence>", re.DOTALL)
+
+
+def stated_confidence(completion: Any) -> float | None:
+    """What stands between the last pair of <confidence> tags, where it is a number in [0, 1].
+
+    None: it states none, or one that cannot be read ("high", "80%", 7). That is not 0, which would
+    be a good confidence for a wrong answer. An earlier pair does not stand in for the last.
+
+    Args:
+      completion: a text, or messages.
+
+    Source: the form is that of Damani et al. 2025, arXiv 2507.16806.
+
+    >>> stated_confidence("<answer>7</answer><confidence> 0.8 </confidence>")
+    0.8
+    >>> stated_confidence("<confidence>1</confidence> no: <confidence>unsure</confidence>")
+    """
+    stated = _STATED.findall(text_of(completion))
+    try:
+        confidence = float(stated[-1]) if stated else -1.0
+    except ValueError:
+        return None
+    return confidence if 0 <= confidence <= 1 else None

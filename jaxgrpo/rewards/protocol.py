@@ -27,8 +27,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxgrpo.core.errors import InputError
-from jaxgrpo.core.names import suggest
+from jaxgrpo.core.errors import InputError, suggest
 
 RewardFunction = Callable[..., Any]
 """Called by keyword; returns a list, or a 1-d array, of N numbers or None, or awaits one."""

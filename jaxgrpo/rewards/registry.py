@@ -1,17 +1,29 @@
-"""The built-in rewards by name."""
+"""The built-in rewards by name.
+
+What each reward says of a row before anything is sampled.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
-from jaxgrpo.core.errors import InputError
-from jaxgrpo.core.names import find
+import numpy as np
+
+from jaxgrpo.core.errors import InputError, find
+from jaxgrpo.data.chat import for_rewards
 from jaxgrpo.data.tasks import tasks
+from jaxgrpo.rewards.calling import call_rewards
 from jaxgrpo.rewards.forms import check_format, check_length, has_format, overlong_penalty
-from jaxgrpo.rewards.gsm8k import final_number, gsm8k_answer
-from jaxgrpo.rewards.mathematics import check_math, math_answer
-from jaxgrpo.rewards.protocol import RewardError, RewardFunction, bind, name_of, options_of
+from jaxgrpo.rewards.mathematics import check_math, final_number, gsm8k_answer, math_answer
+from jaxgrpo.rewards.protocol import (
+    RewardError,
+    RewardFunction,
+    TrainerState,
+    bind,
+    name_of,
+    options_of,
+)
 
 rewards: dict[str, RewardFunction] = {
     **{task.name: task.score for task in tasks.values()},
@@ -70,3 +82,52 @@ def with_lengths(
     {'max_tokens': 64, 'cache': 8}
     """
     return {"max_tokens": max_completion_tokens, **options} if use == "length" else {**options}
+
+
+class Preview(NamedTuple):
+    """The scores of a row's gold answer and of the empty text; None: not scored."""
+
+    gold: float | None  # None too where the row has no answer
+    empty: float | None
+    problem: str | None = None  # what the reward raised, where that leaves samples unscored
+
+
+def preview(
+    functions: Mapping[str, RewardFunction],
+    row: Mapping[str, Any],
+    encode: Callable[[str], list[int]],
+    *,
+    trainer_state: TrainerState | None = None,
+    on_error: Mapping[str, str] | None = None,
+) -> dict[str, Preview]:
+    """Calls every reward once on two completions: the row's gold answer, and "".
+
+    Args:
+      row: has "prompt" and, where the data have answers, "answer".
+      encode: the token ids of a text.
+
+    Raises: RewardError as `call_rewards` does.
+    """
+    answer = row.get("answer")
+    texts = ["" if answer is None else str(answer), ""]
+    prompts, completions = for_rewards([row["prompt"]] * 2, texts)
+    columns = {name: [value] * 2 for name, value in row.items() if name != "prompt"}
+    scores, log = call_rewards(
+        functions,
+        prompts=prompts,
+        completions=completions,
+        completion_ids=[encode(text) if text else [] for text in texts],
+        columns=columns,
+        trainer_state=trainer_state,
+        on_error=on_error,
+    )
+
+    def number(value: Any) -> float | None:
+        return None if np.isnan(value) else float(value)
+
+    return {
+        name: Preview(
+            number(gold) if answer is not None else None, number(empty), log.messages.get(name)
+        )
+        for name, (gold, empty) in scores.items()
+    }

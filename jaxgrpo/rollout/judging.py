@@ -1,8 +1,12 @@
-"""The host's part of a step: which prompts, what the tokens say, how rewards judge them."""
+"""The host's part of a step: which prompts, what the tokens say, how rewards judge them.
+
+What each process of a run knows, brought to all of them.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -24,8 +28,7 @@ from jaxgrpo.rewards import (
     flipped,
 )
 from jaxgrpo.rewards.protocol import Reward
-from jaxgrpo.rollout.gathering import gather_json
-from jaxgrpo.rollout.stream import PromptPolicy, make_prompts
+from jaxgrpo.rollout.selection import PromptPolicy, make_prompts
 
 
 def put_prompts(mesh: Mesh, prompts: Prompts) -> Prompts:
@@ -252,3 +255,26 @@ def sample_rows(
             "truncated": bool(host.truncated[p, g]),
             **({"extra": logged} if logged else {}),
         }
+
+
+SMALLEST = 4096  # bytes
+
+
+def gather_json(value: Any) -> list[Any]:
+    """The value of every process, by process number; every process has to call it.
+
+    Args:
+      value: whatever JSON holds. Floats come back bit for bit, NaN too.
+    """
+    if jax.process_count() == 1:
+        return [value]
+    from jax.experimental import multihost_utils
+
+    data = np.frombuffer(json.dumps(value).encode(), np.uint8)
+    lengths = np.asarray(multihost_utils.process_allgather(np.int32(len(data))))
+    # Powers of two, so that few sizes are compiled.
+    size = max(SMALLEST, 1 << (int(lengths.max()) - 1).bit_length())
+    padded = np.zeros(size, np.uint8)
+    padded[: len(data)] = data
+    everyone = np.asarray(multihost_utils.process_allgather(padded))
+    return [json.loads(row[:n].tobytes()) for row, n in zip(everyone, lengths, strict=True)]

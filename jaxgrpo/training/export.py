@@ -15,8 +15,7 @@ import numpy as np
 import jaxgrpo
 from jaxgrpo.config import files as configs
 from jaxgrpo.config.files import Config
-from jaxgrpo.core.errors import InputError
-from jaxgrpo.core.names import suggest
+from jaxgrpo.core.errors import InputError, suggest
 from jaxgrpo.models import decoder
 from jaxgrpo.models.hf import folders
 from jaxgrpo.training.checkpoints import Checkpoints

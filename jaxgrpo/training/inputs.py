@@ -1,10 +1,17 @@
-"""The prompts that a config names: of the training data, and of the evaluation's."""
+"""The prompts that a config names: of the training data, and of the evaluation's.
+
+The rewards of a run: from names and options to functions, and what is shown of them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from rich.console import Console
+
+from jaxgrpo.config import own_code
 from jaxgrpo.config.files import Config
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.data import chat as conversations
@@ -13,6 +20,19 @@ from jaxgrpo.data.chat import Chat
 from jaxgrpo.data.prompts import PromptData
 from jaxgrpo.data.sources import FORMS, Source
 from jaxgrpo.data.tasks import PREFIX
+from jaxgrpo.rewards import (
+    Preview,
+    RewardError,
+    RewardLog,
+    TrainerState,
+    build,
+    check,
+    name_of,
+    preview,
+    with_lengths,
+)
+from jaxgrpo.rewards.protocol import Reward
+from jaxgrpo.training.console import facts
 
 
 def load_prompts(
@@ -69,3 +89,129 @@ def dropped_line(config: Config, rows: int, dropped: int) -> str:
         f"{dropped} of {rows + dropped} prompts left out: longer than rollout.max_prompt_tokens = "
         f"{config.rollout.max_prompt_tokens}"
     )
+
+
+SHOWN = 80  # characters of an answer
+_REST = ("weight", "on_error", "flip")  # what a reward has beside its name and function
+
+
+def resolve_rewards(
+    config: Config,
+    given: Sequence[Any] | Mapping[str, Any] | None = None,
+    row: Mapping[str, Any] | None = None,
+) -> tuple[Reward, ...]:
+    """The rewards of a run, each with a name of its own.
+
+    Args:
+      given: functions, or names as a config may use them, in the place of the config's rewards,
+        each with weight 1. In a list they are called as their function is; a mapping names them.
+      row: one of the data's, whose columns have to be all that the rewards ask for.
+
+    Raises: InputError where two have one name, one does not exist or asks for what nobody gives.
+    """
+    if given is None:
+        entries = [
+            (entry.name or own_code.short_name(entry.use), entry.use, entry.options)
+            for entry in config.rewards
+        ]
+        rest: list[dict[str, Any]] = [
+            {name: getattr(entry, name) for name in _REST} for entry in config.rewards
+        ]
+    else:
+        if not isinstance(given, Mapping):
+            _refuse_same_names(map(_name, given))
+            given = dict(zip(map(_name, given), given, strict=True))
+        entries = [(name, use, {}) for name, use in given.items()]
+        rest = [{"weight": 1.0}] * len(entries)
+    _refuse_same_names(name for name, *_ in entries)
+    limit = config.rollout.max_completion_tokens
+    functions = [
+        build(own_code.resolve(use, config.folder), **with_lengths(use, options, limit))
+        for _, use, options in entries
+    ]
+    for (name, *_), function in zip(entries, functions, strict=True):
+        if row is not None:
+            check(name, function, [column for column in row if column != "prompt"])
+    return tuple(
+        Reward(name, function, **more)
+        for (name, *_), function, more in zip(entries, functions, rest, strict=True)
+    )
+
+
+def resolve_scorer(config: Config, rewards: Sequence[Reward]) -> Reward:
+    """What judges success in evaluations: `eval.scorer`, else the first reward, never flipped."""
+    if config.eval.scorer is None:
+        return rewards[0]._replace(flip=0.0)
+    use, limit = config.eval.scorer, config.rollout.max_completion_tokens
+    function = build(own_code.resolve(use, config.folder), **with_lengths(use, {}, limit))
+    return Reward(own_code.short_name(use), function, 1.0)
+
+
+def with_logged(values: Mapping[str, float], log: RewardLog) -> dict[str, float]:
+    """A step's metrics and those that rewards logged.
+
+    Raises: RewardError where a reward logs under a name that the trainer uses.
+    """
+    logged = log.numbers()
+    taken = sorted(logged.keys() & (values.keys() | {"step"}))
+    if taken:
+        raise RewardError(
+            f"a reward calls log_metric({taken[0]!r}, ...), the name of a metric of the trainer: "
+            "give it another name"
+        )
+    return {**values, **logged}
+
+
+def try_rewards(
+    rewards: Sequence[Reward], row: Mapping[str, Any], tokenizer: Any, max_steps: int
+) -> dict[str, Preview]:
+    """What every reward gives the row's gold answer and the empty text.
+
+    Raises: RewardError where a reward returns the wrong number or type of values, or raises and
+    does not leave its samples unscored.
+    """
+    return preview(
+        {reward.name: reward.function for reward in rewards},
+        row,
+        lambda text: tokenizer(text, add_special_tokens=False)["input_ids"],
+        trainer_state=TrainerState(max_steps=max_steps),
+        on_error={reward.name: reward.on_error for reward in rewards},
+    )
+
+
+def show_previews(
+    console: Console,
+    rewards: Sequence[Reward],
+    row: Mapping[str, Any],
+    tokenizer: Any,
+    max_steps: int,
+) -> None:
+    """Prints what `try_rewards` gives, one line each."""
+    previews = try_rewards(rewards, row, tokenizer, max_steps)
+
+    def score(value: float | None) -> str:
+        return "not scored" if value is None else f"{value:g}"
+
+    answer = row.get("answer")
+    text = repr(answer) if len(repr(answer)) <= SHOWN else repr(answer)[:SHOWN] + "…"
+    lines = {}
+    for name, seen in previews.items():
+        gold = "" if answer is None else f"gold answer: {score(seen.gold)}, "
+        problem = "" if seen.problem is None else f"; {seen.problem}"
+        lines[f"  {name}"] = f"{gold}empty text: {score(seen.empty)}{problem}"
+    of = "which has no answer" if answer is None else f"whose answer is {text}"
+    console.print(f"rewards on row 0, {of}:", soft_wrap=True, markup=False)
+    facts(console, lines)
+
+
+def _refuse_same_names(names: Iterable[str]) -> None:
+    twice = sorted(name for name, count in Counter(names).items() if count > 1)
+    if twice:
+        raise InputError(
+            f"rewards: {twice[0]!r} stands twice; give each a `name` of its own (from Python, "
+            "rewards={name: function})"
+        )
+
+
+def _name(reward: Any) -> str:
+    return own_code.short_name(reward) if isinstance(reward, str) else name_of(reward)

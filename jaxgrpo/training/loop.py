@@ -1,12 +1,15 @@
 """`jaxgrpo.train`: the loop over steps, with evaluation, logs, checkpoints and a clean stop.
 
 prompts -> sample -> reward -> prepare (score, advantage) -> update -> log
+
+How a run begins, or goes on from its newest checkpoint.
 """
 
 from __future__ import annotations
 
 import contextlib
 import time
+import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,8 +18,8 @@ import jax
 
 import jaxgrpo
 from jaxgrpo.advantages import AdvantageTransform
-from jaxgrpo.config.files import Config
-from jaxgrpo.config.from_python import config_of
+from jaxgrpo.config import files as configs
+from jaxgrpo.config.files import Config, config_of
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.metrics import finalise, merge
 from jaxgrpo.core.types import Rollouts, TrainState
@@ -30,12 +33,10 @@ from jaxgrpo.training.checkpoints import Checkpoints, parameter_hash
 from jaxgrpo.training.console import Display
 from jaxgrpo.training.export import export, is_better, refuse_unknown_best
 from jaxgrpo.training.folder import RunFolder, read_metrics, read_samples
-from jaxgrpo.training.inputs import dropped_line
+from jaxgrpo.training.inputs import dropped_line, try_rewards, with_logged
 from jaxgrpo.training.logbook import Logbook
 from jaxgrpo.training.policy import evaluator_of
 from jaxgrpo.training.resets import Resets, make_resetter, see
-from jaxgrpo.training.resuming import begin, first_or_restored, refuse_other_config
-from jaxgrpo.training.rewarding import try_rewards, with_logged
 from jaxgrpo.training.setup import Setup, setup
 from jaxgrpo.update.optimizer import current_rate
 from jaxgrpo.update.prepare import Prepared
@@ -337,3 +338,45 @@ def _evaluations(folder: RunFolder) -> tuple[dict[str, float], dict[str, float]]
 
 def _due(number: int, every: int) -> bool:
     return bool(every) and number % every == 0
+
+
+def begin(folder: RunFolder, config: Config, done: int | None) -> None:
+    """Drops what was logged behind the restored step, and records the config and own code."""
+    folder.rewind(done)
+    folder.write_config(configs.to_toml(config))
+    folder.copy_code(config.own_files)
+
+
+def refuse_other_config(folder: RunFolder, config: Config) -> None:
+    """A run goes on only with the config it began with, but for keys that may change."""
+    text = folder.config()
+    if text is None:
+        return
+    before = configs.from_dict(tomllib.loads(text))
+    difference = configs.resume_difference(before, config)
+    if difference:
+        raise InputError(
+            f"{folder.path}: the run began with another config; these keys may not change:\n  "
+            + "\n  ".join(difference)
+            + "\nset them back, or set run.dir to another folder"
+        )
+
+
+def first_or_restored(
+    parts: Setup, checkpoints: Checkpoints
+) -> tuple[TrainState, int, dict[str, Any]]:
+    """State, finished steps and what was saved beside it."""
+    if checkpoints.latest() is None:
+        return parts.state, 0, {}
+    wanted = jax.tree.map(_without_values, parts.state)
+    # The first state makes room: a device holds one, not two.
+    jax.tree.map(lambda leaf: leaf.delete() if isinstance(leaf, jax.Array) else None, parts.state)
+    state, meta = checkpoints.restore(wanted)
+    return state, int(sharding.to_host(state.step)), meta
+
+
+def _without_values(leaf: Any) -> Any:
+    """The shape of an array on devices, and where it lies; an array of the host as it is."""
+    if not isinstance(leaf, jax.Array):
+        return leaf
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)

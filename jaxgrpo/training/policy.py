@@ -11,16 +11,11 @@ from jax.sharding import Mesh
 from rich.console import Console
 
 from jaxgrpo.config import files as configs
-from jaxgrpo.config.files import Config
-from jaxgrpo.config.from_python import config_of
+from jaxgrpo.config.files import Config, config_of
 from jaxgrpo.config.own_code import python_name
 from jaxgrpo.core.types import Params
 from jaxgrpo.data.prompts import PromptData
-from jaxgrpo.evaluation.evaluate import (
-    Evaluate,
-    make_evaluator,
-    questions_of,
-)
+from jaxgrpo.evaluation.evaluate import Evaluate, make_evaluator, questions_of
 from jaxgrpo.evaluation.rescoring import Base, rescorer_of
 from jaxgrpo.models import sharding
 from jaxgrpo.models.api import Model
@@ -29,9 +24,8 @@ from jaxgrpo.models.hf import folders as huggingface
 from jaxgrpo.rollout.sampler import SamplingSettings
 from jaxgrpo.training import process
 from jaxgrpo.training.export import read_run
-from jaxgrpo.training.inputs import eval_source, load_prompts, make_chat
+from jaxgrpo.training.inputs import eval_source, load_prompts, make_chat, resolve_scorer
 from jaxgrpo.training.resets import may_reset
-from jaxgrpo.training.rewarding import resolve_scorer
 from jaxgrpo.training.setup import Setup, find_model, sampling_settings
 from jaxgrpo.update.step import Share, alone
 

@@ -1,22 +1,35 @@
-"""From a configuration to the functions and the state of a run."""
+"""From a configuration to the functions and the state of a run.
+
+What runs of one process have in common, made once: inputs read, programs compiled.
+
+`jaxgrpo train --dry-run`: what a run would do, without doing it.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import numpy as np
 from jax import Array
 from jax.sharding import Mesh
+from rich.console import Console
 
 from jaxgrpo.advantages import AdvantageTransform
-from jaxgrpo.config.chain_tail import refuse_double_weights
+from jaxgrpo.config import files as configs
 from jaxgrpo.config.files import Config
-from jaxgrpo.config.methods import make_chain, make_objective, make_policy, needed_columns
+from jaxgrpo.config.methods import (
+    make_chain,
+    make_objective,
+    make_policy,
+    needed_columns,
+    refuse_double_weights,
+)
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.types import (
     FIELDS,
@@ -36,9 +49,17 @@ from jaxgrpo.rewards import RewardLog
 from jaxgrpo.rewards.protocol import Reward
 from jaxgrpo.rollout.judging import make_rewarder, make_selector
 from jaxgrpo.rollout.sampler import SamplingSettings
-from jaxgrpo.rollout.stream import PromptPolicy
-from jaxgrpo.training.inputs import eval_source, load_prompts, make_chat
-from jaxgrpo.training.rewarding import resolve_rewards
+from jaxgrpo.rollout.selection import PromptPolicy
+from jaxgrpo.training import process
+from jaxgrpo.training.console import facts
+from jaxgrpo.training.inputs import (
+    dropped_line,
+    eval_source,
+    load_prompts,
+    make_chat,
+    resolve_rewards,
+    show_previews,
+)
 from jaxgrpo.update import packing
 from jaxgrpo.update.forward import Parts, as_computed, held_dtype, opt_layout, param_layout
 from jaxgrpo.update.optimizer import make_optimizer
@@ -293,3 +314,79 @@ def _anchors(parts: Parts) -> list[str]:
 def _mesh_sizes(config: Config) -> dict[str, int]:
     mesh = config.mesh
     return {"data": mesh.data, "fsdp": mesh.fsdp, "tensor": mesh.tensor, "context": mesh.context}
+
+
+T = TypeVar("T")
+
+_SAMPLED = ("model", "mesh", "rollout")
+_INPUTS = ("model", "mesh", "data", "eval", "rollout.max_prompt_tokens")
+_UPDATED = (*_SAMPLED, "loss", "optimizer", "train.steps", "train.rows_per_micro_batch")
+DEPENDS = {
+    "inputs": _INPUTS,
+    "sampler": _SAMPLED,
+    "update": _UPDATED,
+    "method": (*_UPDATED, "recipe", "advantage", "rewards"),
+    "evaluator": (*_SAMPLED, *_INPUTS, "rewards", "train.rows_per_micro_batch"),
+}
+"""What can be shared, and the keys of a config that it depends on: tables, or keys of one. None of
+them depends on the seed, nor on where a run is kept."""
+
+
+class Shared:
+    """Keeps what one run has made for the next. It belongs to one process and one set of devices.
+
+    Only for runs that a config says whole: objects given from Python are not told apart.
+    """
+
+    def __init__(self) -> None:
+        self._made: dict[str, Any] = {}
+
+    def of(self, config: Config) -> Share:
+        """The function (name in DEPENDS, make) -> what is shared under that name by this config."""
+        flat = configs.flat(configs.tables_of(config))
+
+        def share(name: str, make: Callable[[], T]) -> T:
+            keys = DEPENDS[name]
+            chosen = {key: flat[key] for key in sorted(flat) if _within(key, keys)}
+            place = json.dumps([name, chosen], default=str)
+            if place not in self._made:
+                self._made[place] = make()
+            return self._made[place]
+
+        return share
+
+
+def _within(key: str, tables: tuple[str, ...]) -> bool:
+    return any(key == table or key.startswith(f"{table}.") for table in tables)
+
+
+def dry_run(config: Config) -> None:
+    """Prints what `train` would do: config, devices, geometry, parameters, the first prompt."""
+    console = Console(highlight=False)
+    console.print(process.start(config.mesh.platform))
+    parts = setup(config)
+    geometry = parts.parts.geometry
+    prompts, _ = parts.select(parts.state)
+    first = int(sharding.to_host(prompts.row)[0])
+    ids = parts.encoded[first]
+    count = sum(leaf.size for leaf in jax.tree.leaves(parts.state.trainable))
+    console.print(configs.to_toml(config), markup=False)
+    samples = geometry.num_prompts * geometry.group_size
+    facts(
+        console,
+        {
+            "mesh": ", ".join(f"{name} {size}" for name, size in parts.mesh.shape.items()),
+            "parameters": f"{count:,}",
+            "a step": f"{geometry.num_prompts} prompts x {geometry.group_size} samples = {samples} "
+            f"completions of at most {geometry.max_completion_tokens} tokens",
+            "an update": f"at most {geometry.micro_batches} micro-batches of {geometry.bins} bins "
+            f"x {geometry.rows} rows ({geometry.prompts_per_bin} prompts each)",
+            "data": f"{len(parts.rows)} rows, {config.train.steps} steps draw "
+            f"{config.train.steps * geometry.num_prompts}",
+            "too long": dropped_line(config, len(parts.rows), parts.dropped),
+            "rewards": ", ".join(f"{r.name} x {r.weight:g}" for r in parts.rewards),
+            "chat template": parts.chat.name,
+            "first prompt": f"row {first}, {len(ids)} tokens: {parts.tokenizer.decode(ids)!r}",
+        },
+    )
+    show_previews(console, parts.rewards, parts.rows[0], parts.tokenizer, config.train.steps)

@@ -19,8 +19,7 @@ from jaxgrpo.losses import Penalty, Reduction, Surrogate
 from jaxgrpo.models import sharding
 from jaxgrpo.models.api import Model
 from jaxgrpo.models.attention import causal, rows_with_prefix
-from jaxgrpo.models.exact_kl import full_kl
-from jaxgrpo.models.logprobs import Entropy, token_logprobs
+from jaxgrpo.models.logprobs import Entropy, full_kl, token_logprobs
 from jaxgrpo.rollout.sampler import SamplingSettings
 from jaxgrpo.update.packing import Geometry
 

@@ -18,17 +18,18 @@ from jaxgrpo.core.types import FIELDS, Params, Rollouts, TrainBatch, TrainState
 from jaxgrpo.models import sharding
 from jaxgrpo.models.api import Constrain
 from jaxgrpo.models.logprobs import Entropy
-from jaxgrpo.rollout.stream import PromptPolicy
+from jaxgrpo.rollout.selection import PromptPolicy
 from jaxgrpo.update import packing
 from jaxgrpo.update.diagnostics import (
     advantage_metrics,
     completion_metrics,
+    drift_metrics,
     group_metrics,
     rare_successes,
+    symptom_metrics,
 )
 from jaxgrpo.update.forward import Parts, forward, micro_batch
 from jaxgrpo.update.packing import Geometry
-from jaxgrpo.update.symptoms import drift_metrics, symptom_metrics
 
 Score = Callable[[Params, TrainBatch, Entropy], tuple[Array, Array | None]]
 """(parameters, batch, "none" or "value") -> (log-probs, entropies) [K, D, R, Q] of its live

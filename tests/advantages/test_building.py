@@ -12,18 +12,8 @@ import laws
 import numpy as np
 import pytest
 
-from jaxgrpo.advantages import (
-    absolute,
-    base,
-    build,
-    building,
-    chain,
-    evaluate,
-    registry,
-    sign,
-    stats,
-)
-from jaxgrpo.core import names
+from jaxgrpo.advantages import absolute, base, build, chain, evaluate, registry, sign, stats
+from jaxgrpo.core import errors
 from jaxgrpo.core.errors import InputError
 
 REWARDS = [[0.0, 1.0, 4.0]]
@@ -92,7 +82,7 @@ def test_an_unknown_name_or_option_names_the_nearest():
         build("grpo", {"epz": 1.0})
     with refuses("unknown recipe 'GRPO': did you mean 'grpo'?"):
         build("GRPO")
-    assert names.suggest("ETA", ["Beta", "alpha"]).startswith("did you mean 'Beta'?")
+    assert errors.suggest("ETA", ["Beta", "alpha"]).startswith("did you mean 'Beta'?")
     with refuses("options belong to a recipe given by name"):
         build(chain(laws.soften), {"eps": 1.0})
     with refuses("per_reward: missing a required argument: 'transform'; it takes (transform"):
@@ -141,7 +131,7 @@ def test_importing_the_core_loads_nothing_beyond_jax(python, environment):
     assert done.stdout.strip() == "[[-0.5, 0.5]]"
 
 
-@pytest.mark.parametrize("module", [absolute, base, building, stats, names])
+@pytest.mark.parametrize("module", [absolute, base, registry, stats, errors])
 def test_examples_in_docstrings_hold(module):
     assert doctest.testmod(module).failed == 0
 

@@ -20,7 +20,7 @@ from jaxgrpo.advantages import (
     tree_process,
     unlikeliness,
 )
-from jaxgrpo.advantages.diversity import _fingerprints
+from jaxgrpo.advantages.weights import _fingerprints
 from jaxgrpo.core.errors import InputError
 
 NAN = np.nan

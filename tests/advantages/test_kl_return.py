@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from jaxgrpo import advantages as adv
-from jaxgrpo.advantages.building import plain_rollouts
+from jaxgrpo.advantages.registry import plain_rollouts
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.types import RolloutSpec
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxgrpo.advantages.quantiles import quantile, top_share
+from jaxgrpo.advantages.stats import quantile, top_share
 
 SHARES = (0.0, 0.2, 0.5, 0.9, 1.0)
 

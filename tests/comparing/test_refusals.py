@@ -11,8 +11,8 @@ from comparisons import arms_of, write
 
 from jaxgrpo.cli.main import main
 from jaxgrpo.core.errors import InputError
+from jaxgrpo.experiments.compare import command, results
 from jaxgrpo.experiments.compare import experiment as experiments
-from jaxgrpo.experiments.compare import results, running
 
 pytestmark = pytest.mark.slow
 
@@ -23,9 +23,9 @@ def test_a_folder_that_holds_runs_of_another_config_is_refused(compared, model, 
     arms = {"grpo": {"recipe": "grpo"}, "twin": {"recipe": "sign"}}
     file = write(model, tmp_path, arms=arms, seeds=1)
     cases = experiments.cases_of(experiments.load(file))
-    assert running.is_finished(cases[0]), "moved, and still the same run"
+    assert command.is_finished(cases[0]), "moved, and still the same run"
     with pytest.raises(InputError, match=r"(?s)twin.*another config.*recipe: grpo -> sign"):
-        running.is_finished(cases[1])
+        command.is_finished(cases[1])
     before = {path: path.read_bytes() for path in (tmp_path / "out").glob("*.*")}
     assert len(before) == 5
     for option in ([], ["--dry-run"]):

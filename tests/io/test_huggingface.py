@@ -17,7 +17,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from safetensors.numpy import load_file
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from jaxgrpo.models.config import LayerKind
+from jaxgrpo.models.api import LayerKind
 from jaxgrpo.models.decoder import build
 from jaxgrpo.models.hf.folders import read_config, read_params, read_tokenizer, save_model
 

@@ -13,7 +13,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from jaxgrpo.core.errors import InputError
-from jaxgrpo.models.config import LayerKind, ModelConfig
+from jaxgrpo.models.api import LayerKind, ModelConfig
 from jaxgrpo.models.decoder import build
 from jaxgrpo.models.hf.folders import read_config, read_params, save_model
 

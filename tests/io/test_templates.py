@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from jaxgrpo.core.errors import InputError
-from jaxgrpo.data.templates import fill, is_template, placeholders
+from jaxgrpo.data.prompts import fill, is_template, placeholders
 
 
 def test_braces_tell_a_template_from_a_column():

@@ -24,8 +24,8 @@ from jaxgrpo.losses import (
     gmpo,
     gspo,
     policy_loss,
-    presets,
     prompt_mean,
+    registry,
     sapo,
     segment_mean,
     segment_sum,
@@ -162,6 +162,6 @@ def test_layouts_that_do_not_fit_are_refused():
 
 
 def test_examples_in_docstrings_hold():
-    found = doctest.testmod(presets)
+    found = doctest.testmod(registry)
     assert found.attempted
     assert found.failed == 0

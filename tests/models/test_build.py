@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from jaxgrpo.core.errors import InputError
+from jaxgrpo.models.api import LayerKind, ModelConfig
 from jaxgrpo.models.attention import causal
-from jaxgrpo.models.config import LayerKind, ModelConfig
 from jaxgrpo.models.decoder import build
 
 CONFIG = ModelConfig(

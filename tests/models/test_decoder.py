@@ -9,9 +9,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxgrpo.models.api import KeyValue, Model, memory_per_layer, params_per_layer
+from jaxgrpo.models.api import (
+    KeyValue,
+    LayerKind,
+    Model,
+    ModelConfig,
+    memory_per_layer,
+    params_per_layer,
+)
 from jaxgrpo.models.attention import causal, decode, rows_with_prefix
-from jaxgrpo.models.config import LayerKind, ModelConfig
 from jaxgrpo.models.decoder import build
 
 UNIFORM = ModelConfig(

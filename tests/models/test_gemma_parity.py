@@ -10,7 +10,7 @@ import torch
 import whole_logits
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
-from jaxgrpo.models.config import LayerKind, ModelConfig
+from jaxgrpo.models.api import LayerKind, ModelConfig
 from jaxgrpo.models.decoder import build
 
 TOKENS = np.random.default_rng(0).integers(0, 29, size=(2, 14))

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxgrpo.models.config import ModelConfig
+from jaxgrpo.models.api import ModelConfig
 from jaxgrpo.models.layers import Dense, FeedForward, RMSNorm, rotary_angles, rotate
 
 

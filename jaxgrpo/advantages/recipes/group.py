@@ -1,16 +1,33 @@
-"""Methods that compare the samples of one prompt."""
+"""Methods that compare the samples of one prompt.
+
+Methods that judge a sample by itself: flat groups keep their signal.
+
+Methods that scale by the whole batch.
+
+Methods for the best of several samples.
+
+Recipes of large runs, as far as they are advantages: groups without a difference leave.
+"""
 
 from __future__ import annotations
 
+from jaxgrpo.advantages import absolute
+from jaxgrpo.advantages.absolute import overlong_penalty
 from jaxgrpo.advantages.base import AdvantageTransform, Scheduled
+from jaxgrpo.advantages.batch import divide_by_batch_std, whiten_batch
 from jaxgrpo.advantages.chains import chain
 from jaxgrpo.advantages.group import (
     divide_by_group_mean,
     divide_by_group_std,
+    leave_one_out_pass_at_k,
+    max_minus_second,
     subtract_group_mean,
     subtract_leave_one_out_mean,
 )
-from jaxgrpo.advantages.recipes.weighing import Weights, weighted_sum
+from jaxgrpo.advantages.masks import mask_zero_variance
+from jaxgrpo.advantages.recipes.several import Weights, weighted_sum
+from jaxgrpo.advantages.tokens import to_tokens
+from jaxgrpo.core.errors import InputError
 
 
 def grpo(
@@ -81,4 +98,241 @@ def maxrl(eps: Scheduled = 0.0, weights: Weights | None = None) -> AdvantageTran
     """
     return chain(
         weighted_sum(weights), divide_by_group_mean(eps), subtract_group_mean(), name="maxrl"
+    )
+
+
+def sign(threshold: Scheduled | None = None, weights: Weights | None = None) -> AdvantageTransform:
+    """Sum, then +1 for a success and -1 for a failure; flat groups keep their signal.
+
+    Use it when most groups are flat (`frac_reward_zero_std`): with few samples per prompt, or with
+    prompts that nearly always fail.
+
+    Args:
+      threshold: the lowest sum that is a success; None: sums must be 0 or 1.
+
+    Source: Gradient starvation, arXiv 2605.07689.
+    """
+    return chain(weighted_sum(weights), absolute.sign(threshold), name="sign")
+
+
+def asymmetric(
+    cost: Scheduled = 1.0, threshold: Scheduled | None = None, weights: Weights | None = None
+) -> AdvantageTransform:
+    """Sum, then +1 for a success and -cost for a failure; flat groups keep their signal.
+
+    Use it when failures should teach, but less than successes: `cost` sets how much all-fail
+    groups push away.
+
+    Args:
+      cost: of a failure: 1 is `sign`, 0 is `reinforce`.
+      threshold: the lowest sum that is a success; None: sums must be 0 or 1.
+
+    Source: equation 8 of Gradient starvation, arXiv 2605.07689.
+    """
+    return chain(weighted_sum(weights), absolute.asymmetric(cost, threshold), name="asymmetric")
+
+
+def conditional_sign(
+    threshold: Scheduled | None = None, weights: Weights | None = None
+) -> AdvantageTransform:
+    """Sum, then less the group mean in mixed groups, and +1 or -1 in flat ones.
+
+    Use it when mixed groups should be judged by their mean and flat ones not be lost.
+
+    Args:
+      threshold: the lowest sum that is a success; None: sums must be 0 or 1.
+
+    Source: ours, of the two advantages of Gradient starvation, arXiv 2605.07689.
+    """
+    return chain(
+        weighted_sum(weights), absolute.conditional_sign(threshold), name="conditional_sign"
+    )
+
+
+def reinforce(baseline: Scheduled = 0.0, weights: Weights | None = None) -> AdvantageTransform:
+    """The sum itself, less a constant; flat groups keep their signal.
+
+        a[p, g] = r[p, g] - baseline
+
+    Use it when rewards are centred already, or as the plain method that others are to beat;
+    flat groups keep their signal.
+
+    Args:
+      baseline: in units of reward; it changes the variance of the gradient, not its expectation.
+
+    Source: Williams 1992; as one of the formulations of Gradient starvation, arXiv 2605.07689.
+    """
+    return chain(weighted_sum(weights), absolute.subtract_constant(baseline), name="reinforce")
+
+
+_BASELINES = ("none", "group")
+
+
+def lite_ppo(
+    eps: Scheduled = 1e-4, ddof: int = 1, weights: Weights | None = None
+) -> AdvantageTransform:
+    """Sum, then subtract the group mean and divide by the standard deviation of the batch.
+
+        a[p, g] = (r[p, g] - mean_g r) / (std_{p, g} r + eps), exactly 0 in flat groups
+
+    The standard deviation is that of the raw sums, so it is divided by before centring.
+
+    Use it when groups are small, so that their own deviation is noise and that of the batch is
+    not.
+
+    Args:
+      eps: added to the standard deviation, in units of reward.
+      ddof: 1 divides the variance by n - 1 (TRL), 0 by n.
+
+    Source: Lite PPO, arXiv 2508.08221, which gives neither eps nor ddof: they are those of TRL's
+    scale_rewards = "batch". Its loss is averaged over tokens: reduction `token_mean`.
+    """
+    return chain(
+        weighted_sum(weights),
+        divide_by_batch_std(eps, ddof),
+        subtract_group_mean(),
+        name="lite_ppo",
+    )
+
+
+def reinforce_pp(
+    baseline: str = "none",
+    eps: Scheduled = 1e-8,
+    ddof: int = 1,
+    weights: Weights | None = None,
+) -> AdvantageTransform:
+    """Sum, perhaps less the group mean, then whitened over all tokens of the batch.
+
+        a[p, g, t] = (r[p, g] - m) / sqrt(v + eps)     m, v over all tokens that the policy chose
+
+    The return of each token is the whole reward: it comes at the last token, undiscounted. A long
+    sample weighs as many times as it has tokens.
+
+    Use it when rewards are not 0 or 1 and one scale for the whole batch is wanted, not one per
+    group.
+
+    Args:
+      baseline: "none": REINFORCE++, flat groups keep their signal; "group": REINFORCE++-baseline,
+        flat groups stay exactly 0, and their zeros count in m and v.
+      eps: added to the variance, in squared units of reward.
+      ddof: 1 divides the variance by n - 1 (verl), 0 by n.
+
+    Reads token_mask.  Source: REINFORCE++, arXiv 2501.03262, without the KL in the reward. verl
+    whitens flat groups away from 0.
+    """
+    if baseline not in _BASELINES:
+        raise InputError(
+            f"reinforce_pp: baseline = {baseline!r}, expected one of {', '.join(_BASELINES)}"
+        )
+    if baseline == "none":
+        before, keep = (), "nothing"
+    else:
+        before, keep = (subtract_group_mean(),), "zero_groups"
+    return chain(
+        weighted_sum(weights),
+        *before,
+        to_tokens(),
+        whiten_batch(eps, ddof, keep=keep),
+        name="reinforce_pp",
+    )
+
+
+def passk(
+    k: int | None = None,
+    threshold: Scheduled | None = None,
+    eps: Scheduled = 1e-6,
+    ddof: int = 1,
+    weights: Weights | None = None,
+) -> AdvantageTransform:
+    """Sum, then what each sample adds to pass@k; exactly 0 in flat groups.
+
+        k = None:  a = (max_g r - second) / (std_g r + eps) for the best sample, 0 for the others
+        k:         a = n (U - U without the sample), U = 1 - C(n - c, k) / C(n, k)
+
+    Without k the whole group is one draw, of any rewards, scaled as verl's `grpo_passk` is. With k
+    rewards are successes or failures, and the expected gradient is exactly that of pass@k.
+
+    Use it when what counts is the best of several samples, as with a verifier behind the model.
+
+    Args:
+      k: samples of which one has to succeed, below group_size; None: the group.
+      threshold: with k, the lowest sum that is a success; None: sums must be 0 or 1.
+      eps: without k, added to the standard deviation, in units of reward.
+      ddof: without k, 1 divides the variance by n - 1, 0 by n.
+
+    Source: arXiv 2503.19595 without k; with k, the estimator of arXiv 2107.03374 less itself
+    without the sample.
+    """
+    if k is None:
+        steps = (divide_by_group_std(eps, ddof), max_minus_second())
+    else:
+        steps = (leave_one_out_pass_at_k(k, threshold),)
+    return chain(weighted_sum(weights), *steps, name="passk")
+
+
+def dapo(
+    buffer: int | None = None,
+    limit: int | None = None,
+    penalty: Scheduled = 1.0,
+    eps: Scheduled = 1e-6,
+    ddof: int = 1,
+    weights: Weights | None = None,
+) -> AdvantageTransform:
+    """Groups without a difference leave, long completions pay, then GRPO's normalisation.
+
+    Groups are judged by the rewards alone, before the penalty: else the lengths of a group of
+    failures would keep it. Only the advantages of DAPO: its clip range and mean over tokens are
+    loss.surrogate `clip` with low 0.2, high 0.28 and loss.reduction `token_mean`, sampling until
+    the batch is full is a prompt policy, and its overlong filter is the step `mask_truncated`.
+
+    Use it when many groups are flat or many samples cut: they leave the denominator instead of
+    diluting it.
+
+    Args:
+      buffer: tokens before the limit in which the penalty grows; None: no penalty.
+      limit: in tokens; None: the T of the rollouts.
+      penalty: the largest deduction, in units of reward.
+      eps: added to the standard deviation, in units of reward.
+      ddof: 1 divides the variance by n - 1 (verl), 0 by n.
+
+    Source: Yu et al. 2025, arXiv 2503.14476, with buffer 4096 and limit 20480.
+    """
+    if buffer is None and (limit is not None or penalty != 1.0):
+        raise InputError("dapo: limit and penalty are those of the length penalty: give buffer too")
+    lengths = () if buffer is None else (overlong_penalty(buffer, limit, penalty),)
+    return chain(
+        weighted_sum(weights),
+        mask_zero_variance(),
+        *lengths,
+        subtract_group_mean(),
+        divide_by_group_std(eps, ddof),
+        name="dapo",
+    )
+
+
+def scale_rl(
+    eps: Scheduled = 1e-4, ddof: int = 1, weights: Weights | None = None
+) -> AdvantageTransform:
+    """Groups without a difference leave; the group mean is subtracted, the batch's std divides.
+
+        a[p, g] = (r[p, g] - mean_g r) / (std_pg (r - mean_g r) + eps)
+
+    The deviation is that of the centred values over all groups that stay. Only the advantages of
+    ScaleRL: its loss (CISPO, the mean over each prompt's tokens) and not sampling prompts again
+    that are solved nine times of ten stand in the loss and the prompt policy.
+
+    Use it when runs are long and batches large.
+
+    Args:
+      eps: added to the standard deviation, in units of reward.
+      ddof: 1 divides the variance by n - 1, 0 by n.
+
+    Source: Khatri et al. 2025, arXiv 2510.13786. It gives neither eps nor ddof.
+    """
+    return chain(
+        weighted_sum(weights),
+        mask_zero_variance(),
+        subtract_group_mean(),
+        divide_by_batch_std(eps, ddof),
+        name="scale_rl",
     )

@@ -7,15 +7,15 @@ from jaxgrpo.advantages.batch import divide_by_batch_std, whiten_batch
 from jaxgrpo.advantages.chains import chain
 from jaxgrpo.advantages.group import (
     divide_by_group_std,
+    max_minus_second,
     subtract_group_mean,
     subtract_leave_one_out_mean,
     subtract_length_weighted_mean,
 )
-from jaxgrpo.advantages.passk import max_minus_second
-from jaxgrpo.advantages.recipes.weighing import Weights, weighted_sum
+from jaxgrpo.advantages.recipes.several import Weights, weighted_sum
 from jaxgrpo.advantages.streams import per_reward, sum_scored
 from jaxgrpo.advantages.tokens import to_tokens
-from jaxgrpo.core.names import find
+from jaxgrpo.core.errors import find
 
 Steps = tuple[AdvantageTransform, ...]
 

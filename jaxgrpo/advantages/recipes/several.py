@@ -1,15 +1,29 @@
-"""Methods for several rewards at once: what is normalised before they are added."""
+"""Methods for several rewards at once: what is normalised before they are added.
+
+Methods that look inside a group: planning tokens, trees, diversity.
+
+Methods that judge a sample by what is remembered: one sample per prompt is enough.
+
+Methods that know the right answer, or the model that only gives right ones.
+
+How the rewards of a recipe are weighed.
+"""
 
 from __future__ import annotations
 
-from jaxgrpo.advantages import several
+from collections.abc import Mapping, Sequence
+
+from jaxgrpo.advantages import filtered_model, streams, tokens, trees
+from jaxgrpo.advantages import weights as diversity
 from jaxgrpo.advantages.absolute import clip_advantage
 from jaxgrpo.advantages.base import AdvantageTransform, Scheduled
 from jaxgrpo.advantages.batch import whiten_batch
 from jaxgrpo.advantages.chains import chain
 from jaxgrpo.advantages.group import divide_by_group_std, subtract_group_mean
-from jaxgrpo.advantages.recipes.weighing import Weights, weighted_sum
-from jaxgrpo.advantages.streams import per_reward
+from jaxgrpo.advantages.reflection import reasoning_reflection
+from jaxgrpo.advantages.streams import per_reward, sum_rewards
+from jaxgrpo.advantages.tokens import to_tokens
+from jaxgrpo.advantages.tracked import ema_baseline, subtract_tracked_success
 
 
 def gdpo(
@@ -64,7 +78,7 @@ def dvao(eps: Scheduled = 1e-6, weights: Weights | None = None) -> AdvantageTran
 
     Source: DVAO, arXiv 2605.25604; see the part `dvao`.
     """
-    return chain(several.dvao_of(weights or {}, eps), name="dvao")
+    return chain(streams.dvao_of(weights or {}, eps), name="dvao")
 
 
 def rlcr(weights: Weights | None = None) -> AdvantageTransform:
@@ -94,3 +108,246 @@ def rlcr(weights: Weights | None = None) -> AdvantageTransform:
         subtract_group_mean(),
         name="rlcr",
     )
+
+
+def hicra(
+    alpha: Scheduled = 0.2,
+    field: str | None = None,
+    grams: Sequence[Sequence[int]] | None = None,
+    weights: Weights | None = None,
+) -> AdvantageTransform:
+    """Sum, less the group mean, then raised by alpha |a| at planning tokens.
+
+    Use it when tokens that plan can be told from those that carry out.
+
+    Needs the planning tokens: bool [P, G, T] in a field, "planning" unless named, or the token
+    ids of the grams that mark them. Flat groups stay without signal.
+
+    Args: as of the part `hicra`.
+
+    Source: arXiv 2509.03646.
+    """
+    return chain(
+        weighted_sum(weights),
+        subtract_group_mean(),
+        tokens.to_tokens(),
+        tokens.hicra(alpha, field, grams),
+        name="hicra",
+    )
+
+
+def darling(
+    field: str | None = None, floor: Scheduled = 0.1, weights: Weights | None = None
+) -> AdvantageTransform:
+    """Sum, times the share of other samples in another class, less the group mean.
+
+    Use it when right answers grow alike: it pays the rare ones more.
+
+    Args: as of the part `darling`; without `field`, equal completions are one class.
+
+    Source: arXiv 2509.02534, without a division by the standard deviation.
+    """
+    return chain(
+        weighted_sum(weights),
+        diversity.darling(field, floor),
+        subtract_group_mean(),
+        name="darling",
+    )
+
+
+def tree_grpo(
+    eps: Scheduled = 1e-6, ddof: int = 1, weights: Weights | None = None
+) -> AdvantageTransform:
+    """Sum, normalised within the tree plus normalised within the prompt.
+
+    Use it when samples are leaves of trees with shared beginnings, and one value per leaf is
+    enough.
+
+    Needs the field `tree`, the ids of the trees [P, G].
+
+    Args:
+      eps, ddof: as of the part `tree_normalise`.
+
+    Source: arXiv 2509.21240.
+    """
+    return chain(weighted_sum(weights), trees.tree_normalise(eps, ddof), name="tree_grpo")
+
+
+def tree_rl(leaf_power: float = 0.5, weights: Weights | None = None) -> AdvantageTransform:
+    """Sum, then per token: its node against the prompt plus its node against the parent.
+
+    Use it when samples are leaves of a tree and each branch should earn its own credit.
+
+    Needs the fields `ancestors` [P, G, D] and `token_depth` [P, G, T].
+
+    Args:
+      leaf_power: as of the part `tree_process`.
+
+    Source: TreeRL, arXiv 2506.11902.
+    """
+    return chain(weighted_sum(weights), trees.tree_process(leaf_power=leaf_power), name="tree_rl")
+
+
+def tree_po(weighting: str = "average", weights: Weights | None = None) -> AdvantageTransform:
+    """Sum, less the means of the subgroups of leaves below each node of the path, then whiten.
+
+    Use it when a tree branches at segments, and each subtree should judge its own leaves.
+
+    Needs the field `ancestors` [P, G, D]. Whitened over the tokens of the batch, as in the paper;
+    groups that are 0 throughout stay so, which the paper does not say.
+
+    Args:
+      weighting: as of the part `tree_subgroup`.
+
+    Source: TreePO, arXiv 2508.17445.
+    """
+    return chain(
+        weighted_sum(weights),
+        trees.tree_subgroup(weighting),
+        to_tokens(),
+        whiten_batch(keep="zero_groups"),
+        name="tree_po",
+    )
+
+
+def ema(
+    decay: Scheduled = 0.9, initial: float = 0.0, weights: Weights | None = None
+) -> AdvantageTransform:
+    """Sum, then subtract the running mean of earlier batches; flat groups keep their signal.
+
+    Use it when there are one or few samples per prompt and prompts are about equally hard.
+
+    Args:
+      decay: weight of the past, in [0, 1).
+      initial: the baseline of the first batch.
+
+    Source: Williams 1992, REINFORCE with a reinforcement-comparison baseline.
+    """
+    return chain(weighted_sum(weights), ema_baseline(decay, initial), name="ema")
+
+
+def spo(
+    keep: Scheduled = 0.96,
+    drift: str | None = None,
+    initial: float | str = 0.5,
+    eps: float = 1e-8,
+    weights: Weights | None = None,
+) -> AdvantageTransform:
+    """Single-stream policy optimisation: sum, subtract the row's own success rate, whiten.
+
+    Use it when rows return many times and one or few samples per prompt is all that can be
+    afforded.
+
+    Needs data whose rows return. Prompt policy `spo_priority` is the paper's way to draw them.
+
+    Args:
+      keep: share of old counts that a visit of a row keeps; not read with `drift`.
+      drift: a field [P], how far the policy has moved on the prompt since its last visit.
+      initial: success rate of a row before its first visit, or a field [P] of such rates.
+      eps: added to the standard deviation of the batch.
+
+    Source: arXiv 2509.13232. There 8 samples per prompt are drawn before the first step for the
+    first estimates; here `initial`, which may be a data column of rates measured so.
+    """
+    return chain(
+        weighted_sum(weights),
+        subtract_tracked_success(keep, drift, initial=initial),
+        # An exact 0 is a reward equal to its estimate here, and no flat group.
+        whiten_batch(eps, ddof=0, eps_in="std", keep="nothing"),
+        name="spo",
+    )
+
+
+def dro_r3(
+    kind: str = "var",
+    drop: Scheduled = 0.2,
+    masked_thought: bool = False,
+    eps: Scheduled = 1e-6,
+    ddof: int = 1,
+    weights: Weights | None = None,
+) -> AdvantageTransform:
+    """R3 as one more reward, its filter of queries, then the sum normalised within the group.
+
+    `weights` knows it as "r3", with weight 1 where they do not name it: `{"correct": 0.2}`. For a
+    rubric gate, `answer_length` and R3's other options write the chain.
+
+    Use it when answers are long and free: there is a reference answer to each, and no verifier.
+
+    Args:
+      kind: of the token weights: "var", "sigma", "top" or "uniform".
+      drop: share of the batch's prompts that are masked for varying least.
+      masked_thought: subtract masked_answer_logp, the answer's log-probs without a thought.
+      eps, ddof: of the standard deviation.
+
+    Fields: answer_logp [P, G, J] and answer_mask [P, J] (`reasoning_reflection`). They go with the
+    samples, so no data column can hold them, and training has no pass for them yet: bring them in
+    the `fields` of rollouts of your own to `compute`, or to `evaluate`.
+    Source: DRO, arXiv 2506.13351; its loss takes clip(0.2, 0.2) and masks truncated samples.
+    """
+    return chain(
+        reasoning_reflection(kind, drop=drop, masked_thought=masked_thought),
+        weighted_sum(None if weights is None else {"r3": 1.0, **weights}),
+        subtract_group_mean(),
+        divide_by_group_std(eps, ddof),
+        name="dro_r3",
+    )
+
+
+def alpha_dpg(
+    alpha: Scheduled = 0.5,
+    cap: float = 10.0,
+    z: str = "group",
+    threshold: Scheduled | None = None,
+    weights: Weights | None = None,
+) -> AdvantageTransform:
+    """Sum, then alpha-DPG: towards the base model restricted to right answers.
+
+    Its gradient is that of whole sequences: reduction `constant(1)` (a sum over tokens, a mean over
+    samples; the authors divide by 1024), one update per rollout, where the clipped ratio is 1.
+    `token_mean` and `sequence_mean` weigh long samples otherwise and leave the divergence.
+
+    Use it when right answers should stay as diverse as those of the base model: pass@k, not
+    pass@1 alone.
+
+    Args:
+      alpha: in [0, 1): 0 covers (forward KL), towards 1 it is leave-one-out REINFORCE.
+      cap: on the pseudo-reward.
+      z: how the base's success rate is estimated: "group" or "running".
+      threshold: the lowest sum that is a success; None: sums must be 0 or 1.
+
+    Fields: base_logp [P, G, T], a pass of the frozen base.
+    Source: arXiv 2512.05962.
+    """
+    part = filtered_model.alpha_dpg(alpha, cap=cap, z=z, threshold=threshold)
+    return chain(weighted_sum(weights), part, name="alpha_dpg")
+
+
+def f_dpg(
+    divergence: str = "js",
+    cap: float = 10.0,
+    z: str = "group",
+    threshold: Scheduled | None = None,
+    weights: Weights | None = None,
+) -> AdvantageTransform:
+    """Sum, then f-DPG: as `alpha_dpg` under another divergence, with the same loss.
+
+    Use it when `alpha_dpg` fits and another divergence is to be tried.
+
+    Args:
+      divergence: "forward_kl", "js", "tv" or "chi2"; the reverse ones are infinite on failures.
+      cap, z, threshold: as in `alpha_dpg`.
+
+    Fields: base_logp [P, G, T], a pass of the frozen base.
+    Source: arXiv 2302.08215.
+    """
+    part = filtered_model.f_dpg(divergence, cap=cap, z=z, threshold=threshold)
+    return chain(weighted_sum(weights), part, name="f_dpg")
+
+
+Weights = Mapping[str, Scheduled]
+"""Name of a reward = its weight; None counts every reward with weight 1."""
+
+
+def weighted_sum(weights: Weights | None) -> AdvantageTransform:
+    """`sum_rewards` of a recipe's `weights`."""
+    return sum_rewards(**(weights or {}))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from jaxgrpo.core import names
+from jaxgrpo.core import errors
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.data.tasks.arithmetic import arithmetic
 from jaxgrpo.data.tasks.base import Task
@@ -16,7 +16,7 @@ tasks: dict[str, Task] = {task.name: task for task in (arithmetic,)}
 
 def find(name: str) -> Task:
     """The task of that name.  Raises: InputError with the nearest name."""
-    return names.find("task", name, tasks)
+    return errors.find("task", name, tasks)
 
 
 def load(spec: str, count: int | None = None, seed: int = 0) -> list[dict[str, Any]]:

@@ -13,8 +13,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from jaxgrpo.core.errors import InputError
-from jaxgrpo.core.names import suggest
+from jaxgrpo.core.errors import InputError, suggest
 from jaxgrpo.experiments.compare.experiment import Case, Experiment
 from jaxgrpo.training.folder import read_metrics
 from jaxgrpo.update import diagnostics

@@ -22,9 +22,9 @@ from jaxgrpo.models import sharding
 from jaxgrpo.rollout.sampler import make_sampler
 from jaxgrpo.training import process
 from jaxgrpo.training.folder import plain, write_atomically
+from jaxgrpo.training.inputs import resolve_rewards, resolve_scorer, show_previews
 from jaxgrpo.training.policy import NOBODY, Policy, config_for, find_policy, key_of, slots_of
 from jaxgrpo.training.report import check_can_draw
-from jaxgrpo.training.rewarding import resolve_rewards, resolve_scorer, show_previews
 
 PURPOSE = 2  # folded into the key: a probe repeats the draws of neither training nor evaluation
 

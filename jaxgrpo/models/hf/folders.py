@@ -24,9 +24,8 @@ from jax.sharding import Sharding
 
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.types import Params
-from jaxgrpo.data import hub
-from jaxgrpo.models.api import Model
-from jaxgrpo.models.config import ModelConfig
+from jaxgrpo.data import sources
+from jaxgrpo.models.api import Model, ModelConfig
 from jaxgrpo.models.hf import qwen3, weights
 
 MAX_NAMES = 8  # tensors named in an error message
@@ -182,12 +181,12 @@ def find_folder(path: str | os.PathLike[str], revision: str | None = None) -> Pa
     folder = Path(path).expanduser()
     if folder.is_dir():
         return folder
-    if not isinstance(path, str) or not hub.is_name(path):
+    if not isinstance(path, str) or not sources.is_name(path):
         raise InputError(
             f"model.path = {str(path)!r} is no folder: give one that holds a Hugging Face model, "
             "or a name on the hub, owner/name"
         )
-    return hub.fetch_model(path, revision)
+    return sources.fetch_model(path, revision)
 
 
 def _check_names(folder: Path, expected: set[str], files: Mapping[str, Any], tied: bool) -> None:

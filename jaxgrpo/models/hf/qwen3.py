@@ -10,8 +10,7 @@ import jax
 import numpy as np
 
 from jaxgrpo.core.errors import InputError
-from jaxgrpo.models.api import Model
-from jaxgrpo.models.config import LayerKind, ModelConfig
+from jaxgrpo.models.api import LayerKind, Model, ModelConfig
 
 ARCHITECTURE = "Qwen3ForCausalLM"
 TIED_HEAD = ("lm_head.weight", "model.embed_tokens.weight")
