@@ -45,14 +45,9 @@ if importlib.util.find_spec("beartype"):
     jaxtyping.install_import_hook("jaxgrpo", "checking.check")
 
 STRICT = (
-    *("tests/advantages/", "tests/losses/"),
-    *(
-        "tests/test_logprobs.py",
-        "tests/test_exact_kl.py",
-        "tests/test_calibration.py",
-        "tests/test_confidence.py",
-        "tests/test_group_signal.py",
-    ),
+    *("tests/advantages/", "tests/losses/", "tests/models/test_logprobs.py"),
+    *("tests/models/test_exact_kl.py", "tests/evaluation/test_calibration.py"),
+    *("tests/evaluation/test_confidence.py", "tests/experiments/probe/test_group_signal.py"),
 )
 
 

@@ -21,7 +21,7 @@ from jax import Array
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.types import Params
 from jaxgrpo.data import tasks
-from jaxgrpo.data.tasks.tokenizer import character_tokenizer
+from jaxgrpo.data.tasks.base import character_tokenizer
 from jaxgrpo.models import decoder
 from jaxgrpo.models.api import LayerKind, Model, ModelConfig
 from jaxgrpo.models.attention import causal

@@ -24,7 +24,7 @@ from jaxgrpo.core.errors import InputError
 from jaxgrpo.training import alarms, process
 from jaxgrpo.training.console import Display
 from jaxgrpo.training.folder import RunFolder, read_metrics, write_atomically
-from jaxgrpo.training.report import terminal, writing
+from jaxgrpo.training.report import terminal, write_report
 from jaxgrpo.training.report.record import FINISHED, STOPPED, UNDER_WAY
 
 REPORT_SHARE = 0.01
@@ -148,7 +148,7 @@ class _Report:
             return
         began = time.monotonic()
         try:
-            writing.write_report(self._folder.path, status)
+            write_report(self._folder.path, status)
         except Exception as error:
             self._failed = True
             self._display.console.print(f"no report: {error}", markup=False, style="yellow")

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxgrpo.data.tasks.tokenizer import character_tokenizer
+from jaxgrpo.data.tasks.base import character_tokenizer
 from jaxgrpo.models import decoder
 from jaxgrpo.models.api import Model, ModelConfig
 from jaxgrpo.models.hf import folders

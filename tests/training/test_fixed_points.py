@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import jaxgrpo
-from jaxgrpo.data.tasks.tokenizer import character_tokenizer
+from jaxgrpo.data.tasks.base import character_tokenizer
 from jaxgrpo.models import decoder, sharding
 from jaxgrpo.models.api import ModelConfig
 from jaxgrpo.models.attention import causal

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-DATA = Path(__file__).resolve().parent.parent.parent / "shared" / "data" / "gsm8k"
+DATA = Path(__file__).resolve().parents[3] / "shared" / "data" / "gsm8k"
 """The data set beside the checkout; where it is absent, rows are written in its format."""
 
 PAD, BEGIN, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"

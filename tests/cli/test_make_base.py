@@ -15,7 +15,7 @@ from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.types import Prompts
 from jaxgrpo.data import tasks
 from jaxgrpo.data.tasks import arithmetic
-from jaxgrpo.data.tasks.tokenizer import character_tokenizer
+from jaxgrpo.data.tasks.base import character_tokenizer
 from jaxgrpo.models import decoder
 from jaxgrpo.models.attention import causal
 from jaxgrpo.models.hf import folders as huggingface

@@ -7,7 +7,7 @@ import pytest
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.data import tasks
 from jaxgrpo.data.tasks import arithmetic as arithmetic_module
-from jaxgrpo.data.tasks.tokenizer import character_tokenizer
+from jaxgrpo.data.tasks.base import character_tokenizer
 
 TASK = tasks.find("arithmetic")
 PROBLEMS = list(itertools.product(range(10, 100), repeat=2))

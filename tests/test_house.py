@@ -1,0 +1,246 @@
+"""The rules of the house, read off every file: who may import whom, and how large things are."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+import jaxgrpo
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+PACKAGE = REPOSITORY / "jaxgrpo"
+FILES = sorted(PACKAGE.rglob("*.py"))
+MAX_FILE_LINES = 500
+MIN_FILE_LINES = 60
+MAX_FUNCTION_LINES = 50
+MAX_FOLDER_FILES = 20  # beside __init__.py
+MAX_PACKAGES = 14
+
+SHORT = {
+    "rewards/math_program.py": "a program of its own, started by mathematics.py",
+}
+"""Files below MIN_FILE_LINES, each with its reason."""
+
+
+class Package(NamedTuple):
+    """What a package may read of the others, and of other distributions; None: any of them."""
+
+    reads: frozenset[str]
+    outside: frozenset[str] | None = None
+    pure: bool = False  # no files, clocks, host randomness or printing
+
+
+def words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+CORE = words("jax jaxtyping")
+HOUSE = {
+    "core": Package(words(""), CORE, pure=True),
+    "advantages": Package(words("core"), CORE, pure=True),
+    "losses": Package(words("core"), CORE, pure=True),
+    "data": Package(words("core")),
+    "models": Package(words("core"), CORE | words("numpy flax"), pure=True),
+    "models.hf": Package(words("core data models")),
+    "rewards": Package(words("core data")),
+    "rollout": Package(words("core data models rewards"), CORE | words("numpy"), pure=True),
+    "update": Package(
+        words("core advantages losses models rollout"), CORE | words("numpy optax"), pure=True
+    ),
+    "config": Package(words("core advantages losses data models rewards rollout update")),
+}
+for above in ("evaluation", "training", "experiments", "cli"):
+    HOUSE[above] = Package(frozenset(name for name in HOUSE if "." not in name))
+"""The packages from the ground up. One may read only packages that stand above it in this table."""
+
+IMPURE_MODULES = words("io logging os pathlib random shutil socket subprocess tempfile time")
+IMPURE_CALLS = words("open print input")
+
+
+def name_of(file: Path) -> str:
+    """The module of a file inside the package: "data.hub"; a package has its own name."""
+    parts = file.relative_to(PACKAGE).with_suffix("").parts
+    return ".".join(parts[:-1] if len(parts) > 1 and parts[-1] == "__init__" else parts)
+
+
+def package_of(module: str) -> str:
+    """The entry of HOUSE that a module belongs to: the longest name that leads to it."""
+    found = [name for name in HOUSE if module == name or module.startswith(f"{name}.")]
+    assert found, f"{module} is in no package of HOUSE: put it in one"
+    return max(found, key=len)
+
+
+def imports_of(tree: ast.AST) -> Iterator[str]:
+    """Every module imported anywhere in a file; `from a import b` gives a.b."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "relative import: write the whole name"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def may_import(module: str, imported: str) -> bool:
+    """Whether `module` of the package may import "jaxgrpo.x.y" or "numpy.linalg"."""
+    name, (top, *rest) = package_of(module), imported.split(".")
+    package = HOUSE[name]
+    if top == "jaxgrpo":
+        if not rest or rest[0] == "__version__":
+            return package.outside is None
+        target = ".".join(rest)
+        if name != "models.hf" and target.startswith("models.hf"):
+            return package.outside is None and "models" in package.reads
+        return rest[0] in package.reads | {name.split(".")[0]}
+    if top in sys.stdlib_module_names:
+        return not (package.pure and top in IMPURE_MODULES)
+    return package.outside is None or top in package.outside
+
+
+def wrong_imports(module: str, source: str) -> list[str]:
+    names = imports_of(ast.parse(source))
+    return [f"{module} imports {name}" for name in names if not may_import(module, name)]
+
+
+def impure_calls(source: str) -> list[str]:
+    calls = (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call))
+    names = (call.func.id for call in calls if isinstance(call.func, ast.Name))
+    return [name for name in names if name in IMPURE_CALLS]
+
+
+def long_functions(source: str) -> list[str]:
+    lines = {
+        f"{node.name}, line {node.lineno}": (node.end_lineno or node.lineno) - node.lineno + 1
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+    }
+    return [f"{name}: {count} lines" for name, count in lines.items() if count > MAX_FUNCTION_LINES]
+
+
+def inside() -> Iterator[tuple[str, str]]:
+    """(module, source) of every file in a package."""
+    for file in FILES:
+        if file.parent != PACKAGE:
+            yield name_of(file), file.read_text()
+
+
+def test_a_module_imports_only_what_lies_below_it():
+    assert [wrong for module, source in inside() for wrong in wrong_imports(module, source)] == []
+
+
+def test_only_the_upper_packages_open_print_or_ask():
+    found = {
+        module: impure_calls(source)
+        for module, source in inside()
+        if HOUSE[package_of(module)].pure
+    }
+    assert len(found) > 40
+    assert {module: calls for module, calls in found.items() if calls} == {}
+
+
+def test_the_files_of_a_package_do_not_import_each_other_in_circles():
+    modules = {name_of(file): file for file in FILES}
+    reads = {}
+    for module, file in modules.items():
+        names = [name.removeprefix("jaxgrpo.") for name in imports_of(ast.parse(file.read_text()))]
+        homes = {name if name in modules else name.rpartition(".")[0] for name in names}
+        reads[module] = homes & modules.keys()
+    while free := [module for module, below in reads.items() if not below & reads.keys()]:
+        for module in free:
+            del reads[module]
+    assert reads == {}
+
+
+def test_a_package_reads_only_packages_above_it_in_the_table():
+    names = [name for name in HOUSE if "." not in name]
+    for place, name in enumerate(names):
+        assert HOUSE[name].reads <= set(names[:place])
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("advantages.base", "import flax"),
+        ("advantages.base", "import numpy as np"),
+        ("advantages.base", "from jaxgrpo.update import step"),
+        ("advantages.base", "def f():\n    import time"),
+        ("advantages.base", "from jaxgrpo.losses import clip"),
+        ("losses.registry", "from jaxgrpo.config.files import Config"),
+        ("update.packing", "from jaxgrpo.models.hf import folders"),
+        ("update.step", "from jaxgrpo.data import prompts"),
+        ("core.types", "import os"),
+        ("models.decoder", "import jaxgrpo"),
+        ("models.decoder", "from jaxgrpo.models.hf import weights"),
+        ("data.prompts", "from jaxgrpo.training.loop import train"),
+    ],
+)
+def test_an_upward_or_foreign_import_is_found(module, source):
+    assert len(wrong_imports(module, source)) == 1
+
+
+def test_opening_and_printing_are_found():
+    assert impure_calls("print(open('x'))") == ["print", "open"]
+
+
+def test_a_file_in_no_package_is_found():
+    with pytest.raises(AssertionError, match="in no package"):
+        package_of("utils")
+
+
+def test_files_and_functions_are_short_and_folders_small():
+    wrong = []
+    for top in ("jaxgrpo", "tests", "examples", "benchmarks", "docs"):
+        for file in sorted((REPOSITORY / top).rglob("*.py")):
+            source, place = file.read_text(), file.relative_to(REPOSITORY)
+            count = len(source.splitlines())
+            wrong += [f"{place}: {count} lines"] * (count > MAX_FILE_LINES)
+            wrong += [f"{place}: {one}" for one in long_functions(source)]
+    assert wrong == []
+
+
+def test_a_short_file_has_a_reason_and_a_folder_few_files():
+    folders: dict[Path, int] = {}
+    for file in FILES:
+        place = file.relative_to(PACKAGE)
+        if file.name.startswith("__"):
+            continue
+        folders[file.parent] = folders.get(file.parent, 0) + 1
+        short = len(file.read_text().splitlines()) < MIN_FILE_LINES
+        assert not short or str(place) in SHORT, f"{place}: merge it, or give a reason in SHORT"
+    assert max(folders.values()) <= MAX_FOLDER_FILES
+    assert len([one for one in PACKAGE.iterdir() if one.is_dir()]) <= MAX_PACKAGES
+    assert {file.name for file in PACKAGE.glob("*.py")} == {"__init__.py", "__main__.py"}
+
+
+@pytest.mark.parametrize("module", ["jaxgrpo", "jaxgrpo.advantages", "jaxgrpo.losses"])
+def test_the_core_loads_nothing_that_jax_and_jaxtyping_do_not(module, environment, python):
+    program = (
+        "import sys, jax, jax.numpy, jaxtyping; before = set(sys.modules);"
+        f"import {module}; print(*{{name.split('.')[0] for name in set(sys.modules) - before}})"
+    )
+    run = subprocess.run(
+        [python, "-c", program], env=environment(), capture_output=True, text=True, check=True
+    )
+    assert set(run.stdout.split()) - sys.stdlib_module_names == {"jaxgrpo"}
+
+
+@pytest.mark.parametrize("word", jaxgrpo.__all__)
+def test_a_public_word_is_found_and_stays_the_same(word):
+    assert getattr(jaxgrpo, word) is getattr(jaxgrpo, word)
+    assert word in dir(jaxgrpo)
+
+
+def test_a_word_that_does_not_exist_is_refused_with_the_nearest():
+    with pytest.raises(AttributeError, match="did you mean 'Rollouts'"):
+        jaxgrpo.Rolouts  # noqa: B018
+
+
+def test_no_package_has_the_name_of_a_public_function():
+    packages = {file.name for file in PACKAGE.iterdir() if file.is_dir()}
+    public = {"advantages", "losses", "models", "rewards"}
+    assert (packages - public) & set(jaxgrpo.__all__) == set()
