@@ -1,8 +1,7 @@
-"""Transforms that know several rewards: each reward is a stream until `sum_rewards`.
+"""Transforms that know several rewards: each reward is a stream until one signal is made of them.
 
-Gates: hard conditions on samples and groups that are no reward.
-
-Several rewards made one signal in other ways than a plain sum.
+First the weighted sums and what works on streams before them; then a gate, a condition that is no
+reward; last, other ways to make one signal of several rewards.
 """
 
 from __future__ import annotations
@@ -30,6 +29,9 @@ from jaxgrpo.advantages.chains import chain
 from jaxgrpo.core.errors import InputError, suggest
 from jaxgrpo.core.metrics import Metrics, accumulate_dtype, mean
 from jaxgrpo.core.types import Rollouts, RolloutSpec, Signal
+
+Weights = Mapping[str, Scheduled]
+"""Name of a reward = its weight. Where a recipe has None, every reward counts with weight 1."""
 
 
 def sum_rewards(**weights: Scheduled) -> AdvantageTransform:
@@ -68,6 +70,11 @@ def sum_scored(**weights: Scheduled) -> AdvantageTransform:
     """
 
     return _sum("sum_scored", weights, lambda masks: functools.reduce(operator.or_, masks))
+
+
+def sum_then(name: str, weights: Weights | None, *steps: AdvantageTransform) -> AdvantageTransform:
+    """The recipe of that name: the weighted sum of the rewards, then the steps."""
+    return chain(sum_rewards(**(weights or {})), *steps, name=name)
 
 
 def per_reward(transform: AdvantageTransform) -> AdvantageTransform:
@@ -160,9 +167,7 @@ def stream(
     )
 
 
-def _sum(
-    part: str, weights: Mapping[str, Scheduled], unite: Callable[[list[Array]], Array]
-) -> AdvantageTransform:
+def _sum(part: str, weights: Weights, unite: Callable[[list[Array]], Array]) -> AdvantageTransform:
     """The weighted sum of the streams that count; `unite` makes one mask of theirs."""
 
     def init(spec: RolloutSpec) -> tuple[()]:
@@ -190,9 +195,7 @@ def check_free(name: str, streams: tuple[str, ...]) -> None:
         raise InputError(f"stream {name!r} exists already: {', '.join(streams)}; take another name")
 
 
-def counted(
-    step: str, weights: Mapping[str, Scheduled], streams: tuple[str, ...]
-) -> dict[str, Scheduled]:
+def counted(step: str, weights: Weights, streams: tuple[str, ...]) -> dict[str, Scheduled]:
     """The streams that are summed, with their weights: weight 0 leaves a stream unread.
 
     Args:
@@ -368,7 +371,7 @@ def dvao(eps: Scheduled = 1e-6, **weights: Scheduled) -> AdvantageTransform:
     return dvao_of(weights, eps)
 
 
-def dvao_of(weights: Mapping[str, Scheduled], eps: Scheduled) -> AdvantageTransform:
+def dvao_of(weights: Weights, eps: Scheduled) -> AdvantageTransform:
     """`dvao` with the weights of rewards that may have any name."""
     _check_weights(weights)
     check_at_least("dvao", 0, eps=eps)
@@ -419,7 +422,7 @@ def _within(step: str, made: Any, streams: Streams) -> Signal:
     return Signal(value=jnp.where(mask, made.value, 0), mask=mask)
 
 
-def _refuse_eps(weights: Mapping[str, Scheduled], spec: RolloutSpec) -> tuple[()]:
+def _refuse_eps(weights: Weights, spec: RolloutSpec) -> tuple[()]:
     if "eps" in spec.rewards:
         raise InputError(
             "dvao: a reward has the name eps, which is an option of this part: give the reward"
@@ -429,7 +432,7 @@ def _refuse_eps(weights: Mapping[str, Scheduled], spec: RolloutSpec) -> tuple[()
     return ()
 
 
-def _check_weights(weights: Mapping[str, Scheduled]) -> None:
+def _check_weights(weights: Weights) -> None:
     for name, weight in weights.items():
         if not callable(weight) and not 0 <= weight < float("inf"):
             wrong = "is negative" if weight < 0 else "is no weight"
