@@ -1,7 +1,4 @@
-"""Parts and recipes by name.
-
-Chains from names and lists of steps, and chains on plain arrays.
-"""
+"""Parts and recipes by name; chains from names and lists of steps; chains on plain arrays."""
 
 from __future__ import annotations
 
@@ -30,9 +27,11 @@ from jaxgrpo.advantages import (
     trees,
     weights,
 )
-from jaxgrpo.advantages import recipes as methods
 from jaxgrpo.advantages.base import AdvantageTransform, transform
 from jaxgrpo.advantages.chains import chain, compute, spec_of
+from jaxgrpo.advantages.recipes import group as group_recipes
+from jaxgrpo.advantages.recipes import peers, several
+from jaxgrpo.core import errors
 from jaxgrpo.core.errors import InputError, call, find, suggest
 from jaxgrpo.core.types import Rollouts, RolloutSpec
 
@@ -58,7 +57,7 @@ parts: dict[str, Factory] = _factories(
     *(streams, group, batch, masks, absolute, weights, tracked, reflection, filtered_model),
     *(tokens, kl_return, mismatch, trees),
 )
-recipes: dict[str, Factory] = _factories(methods.group, methods.several, methods.peers)
+recipes: dict[str, Factory] = _factories(group_recipes, several, peers)
 
 Step = AdvantageTransform | Callable[..., Any] | Mapping[str, Any] | str
 """A transform, a function, or {"use": name or either of them, option: value, ...}."""
@@ -84,7 +83,7 @@ def build(
     ['sum_rewards', 'mask_truncated']
     """
     if isinstance(spec, str):
-        return call(f"recipe {spec}", find("recipe", spec, recipes), options or {})
+        return errors.build("recipe", {**(options or {}), "use": spec}, recipes)
     if options:
         raise InputError("options belong to a recipe given by name; give a step its own")
     if isinstance(spec, AdvantageTransform):

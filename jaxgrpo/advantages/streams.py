@@ -21,7 +21,9 @@ from jaxgrpo.advantages.base import (
     Scheduled,
     Streams,
     at_step,
+    check,
     check_at_least,
+    check_choice,
     samples,
     stateless,
 )
@@ -151,8 +153,7 @@ def stream(
             raise InputError(
                 f"stream {name!r} has shape {value.shape}, expected [P, G] = {expected}"
             )
-        there = functools.reduce(operator.or_, (one.mask for one in streams.values()))
-        scored = jnp.isfinite(value) & there
+        scored = jnp.isfinite(value) & any_mask(streams)
         added = Signal(value=jnp.where(scored, value, 0), mask=scored)
         return {**streams, name: added}, state, {}
 
@@ -189,8 +190,13 @@ def _sum(part: str, weights: Weights, unite: Callable[[list[Array]], Array]) -> 
     return AdvantageTransform(part, init, update, kind="streams->signal", levels=(2,))
 
 
+def any_mask(streams: Streams) -> Array:
+    """The samples that a stream still has, [P, G]."""
+    return functools.reduce(operator.or_, (one.mask for one in streams.values()))
+
+
 def check_free(name: str, streams: tuple[str, ...]) -> None:
-    """Raises: InputError where a stream of that name is there already."""
+    """Raises: InputError if there is a stream of that name already."""
     if name in streams:
         raise InputError(f"stream {name!r} exists already: {', '.join(streams)}; take another name")
 
@@ -276,7 +282,8 @@ def rubric_gate(
         value = signal.value
         if mode == "floor":
             below = at_step(margin, rollouts, value.dtype)
-            value = jnp.where(passed, value, _lowest(value, read.mask) - below)
+            low, _ = stats.extremes(value, read.mask)
+            value = jnp.where(passed, value, jnp.where(jnp.isfinite(low), low, 0) - below)
         gone = mean(~feasible, signal.mask.any(axis=1, keepdims=True))
         metrics: Metrics = {"passed": mean(passed, read.mask), "masked_groups": gone}
         return Signal(value=value, mask=masks[mode]), metrics
@@ -284,24 +291,14 @@ def rubric_gate(
     return stateless("rubric_gate", apply, needs=frozenset({field}), levels=(2,))
 
 
-def _lowest(value: Array, mask: Array) -> Array:
-    """The lowest unmasked value of each group, 0 where there is none."""
-    low, _ = stats.extremes(value, mask)
-    return jnp.where(jnp.isfinite(low), low, 0)
-
-
 def _check(mode: str, minimum: Scheduled | None, margin: Scheduled) -> None:
-    if mode not in _MODES:
-        raise InputError(f"rubric_gate: mode = {mode!r}, expected one of {', '.join(_MODES)}")
+    check_choice("rubric_gate", _MODES, mode=mode)
     if minimum is not None and mode != "group":
         raise InputError(f"rubric_gate: minimum = {minimum} belongs to mode 'group', not {mode!r}")
-    if isinstance(minimum, (int, float)) and not 0 < minimum <= 1:
-        raise InputError(f"rubric_gate: minimum = {minimum}, expected a share above 0, up to 1")
-    if callable(margin):
-        return
-    if margin < 0:
-        raise InputError(f"rubric_gate: margin = {margin}, expected 0 or more")
-    if margin and mode != "floor":
+    share = "a share above 0, up to 1"
+    check("rubric_gate", share, lambda minimum: 0 < minimum <= 1, minimum=minimum)
+    check("rubric_gate", "0 or more", lambda margin: margin >= 0, margin=margin)
+    if margin and not callable(margin) and mode != "floor":
         raise InputError(f"rubric_gate: margin = {margin} belongs to mode 'floor', not {mode!r}")
 
 
@@ -415,9 +412,7 @@ def _within(step: str, made: Any, streams: Streams) -> Signal:
             f"{step} returned value {made.value.shape} and mask {made.mask.shape},"
             f" expected [P, G] = {expected}"
         )
-    scored = jnp.zeros(expected, bool)
-    for stream in streams.values():
-        scored = scored | stream.mask
+    scored = any_mask(streams)
     mask = made.mask.astype(bool) & scored & jnp.isfinite(made.value)
     return Signal(value=jnp.where(mask, made.value, 0), mask=mask)
 
