@@ -1,8 +1,7 @@
-"""Transforms that know several rewards: each reward is a stream until `sum_rewards`.
+"""Transforms that know several rewards: each reward is a stream until one signal is made of them.
 
-Gates: hard conditions on samples and groups that are no reward.
-
-Several rewards made one signal in other ways than a plain sum.
+First the weighted sums and what works on streams before them; then a gate, a condition that is no
+reward; last, other ways to make one signal of several rewards.
 """
 
 from __future__ import annotations
@@ -22,7 +21,9 @@ from jaxgrpo.advantages.base import (
     Scheduled,
     Streams,
     at_step,
+    check,
     check_at_least,
+    check_choice,
     samples,
     stateless,
 )
@@ -30,6 +31,9 @@ from jaxgrpo.advantages.chains import chain
 from jaxgrpo.core.errors import InputError, suggest
 from jaxgrpo.core.metrics import Metrics, accumulate_dtype, mean
 from jaxgrpo.core.types import Rollouts, RolloutSpec, Signal
+
+Weights = Mapping[str, Scheduled]
+"""Name of a reward = its weight. Where a recipe has None, every reward counts with weight 1."""
 
 
 def sum_rewards(**weights: Scheduled) -> AdvantageTransform:
@@ -68,6 +72,11 @@ def sum_scored(**weights: Scheduled) -> AdvantageTransform:
     """
 
     return _sum("sum_scored", weights, lambda masks: functools.reduce(operator.or_, masks))
+
+
+def sum_then(name: str, weights: Weights | None, *steps: AdvantageTransform) -> AdvantageTransform:
+    """The recipe of that name: the weighted sum of the rewards, then the steps."""
+    return chain(sum_rewards(**(weights or {})), *steps, name=name)
 
 
 def per_reward(transform: AdvantageTransform) -> AdvantageTransform:
@@ -144,8 +153,7 @@ def stream(
             raise InputError(
                 f"stream {name!r} has shape {value.shape}, expected [P, G] = {expected}"
             )
-        there = functools.reduce(operator.or_, (one.mask for one in streams.values()))
-        scored = jnp.isfinite(value) & there
+        scored = jnp.isfinite(value) & any_mask(streams)
         added = Signal(value=jnp.where(scored, value, 0), mask=scored)
         return {**streams, name: added}, state, {}
 
@@ -160,9 +168,7 @@ def stream(
     )
 
 
-def _sum(
-    part: str, weights: Mapping[str, Scheduled], unite: Callable[[list[Array]], Array]
-) -> AdvantageTransform:
+def _sum(part: str, weights: Weights, unite: Callable[[list[Array]], Array]) -> AdvantageTransform:
     """The weighted sum of the streams that count; `unite` makes one mask of theirs."""
 
     def init(spec: RolloutSpec) -> tuple[()]:
@@ -184,15 +190,18 @@ def _sum(
     return AdvantageTransform(part, init, update, kind="streams->signal", levels=(2,))
 
 
+def any_mask(streams: Streams) -> Array:
+    """The samples that a stream still has, [P, G]."""
+    return functools.reduce(operator.or_, (one.mask for one in streams.values()))
+
+
 def check_free(name: str, streams: tuple[str, ...]) -> None:
-    """Raises: InputError where a stream of that name is there already."""
+    """Raises: InputError if there is a stream of that name already."""
     if name in streams:
         raise InputError(f"stream {name!r} exists already: {', '.join(streams)}; take another name")
 
 
-def counted(
-    step: str, weights: Mapping[str, Scheduled], streams: tuple[str, ...]
-) -> dict[str, Scheduled]:
+def counted(step: str, weights: Weights, streams: tuple[str, ...]) -> dict[str, Scheduled]:
     """The streams that are summed, with their weights: weight 0 leaves a stream unread.
 
     Args:
@@ -273,7 +282,8 @@ def rubric_gate(
         value = signal.value
         if mode == "floor":
             below = at_step(margin, rollouts, value.dtype)
-            value = jnp.where(passed, value, _lowest(value, read.mask) - below)
+            low, _ = stats.extremes(value, read.mask)
+            value = jnp.where(passed, value, jnp.where(jnp.isfinite(low), low, 0) - below)
         gone = mean(~feasible, signal.mask.any(axis=1, keepdims=True))
         metrics: Metrics = {"passed": mean(passed, read.mask), "masked_groups": gone}
         return Signal(value=value, mask=masks[mode]), metrics
@@ -281,24 +291,14 @@ def rubric_gate(
     return stateless("rubric_gate", apply, needs=frozenset({field}), levels=(2,))
 
 
-def _lowest(value: Array, mask: Array) -> Array:
-    """The lowest unmasked value of each group, 0 where there is none."""
-    low, _ = stats.extremes(value, mask)
-    return jnp.where(jnp.isfinite(low), low, 0)
-
-
 def _check(mode: str, minimum: Scheduled | None, margin: Scheduled) -> None:
-    if mode not in _MODES:
-        raise InputError(f"rubric_gate: mode = {mode!r}, expected one of {', '.join(_MODES)}")
+    check_choice("rubric_gate", _MODES, mode=mode)
     if minimum is not None and mode != "group":
         raise InputError(f"rubric_gate: minimum = {minimum} belongs to mode 'group', not {mode!r}")
-    if isinstance(minimum, (int, float)) and not 0 < minimum <= 1:
-        raise InputError(f"rubric_gate: minimum = {minimum}, expected a share above 0, up to 1")
-    if callable(margin):
-        return
-    if margin < 0:
-        raise InputError(f"rubric_gate: margin = {margin}, expected 0 or more")
-    if margin and mode != "floor":
+    share = "a share above 0, up to 1"
+    check("rubric_gate", share, lambda minimum: 0 < minimum <= 1, minimum=minimum)
+    check("rubric_gate", "0 or more", lambda margin: margin >= 0, margin=margin)
+    if margin and not callable(margin) and mode != "floor":
         raise InputError(f"rubric_gate: margin = {margin} belongs to mode 'floor', not {mode!r}")
 
 
@@ -368,7 +368,7 @@ def dvao(eps: Scheduled = 1e-6, **weights: Scheduled) -> AdvantageTransform:
     return dvao_of(weights, eps)
 
 
-def dvao_of(weights: Mapping[str, Scheduled], eps: Scheduled) -> AdvantageTransform:
+def dvao_of(weights: Weights, eps: Scheduled) -> AdvantageTransform:
     """`dvao` with the weights of rewards that may have any name."""
     _check_weights(weights)
     check_at_least("dvao", 0, eps=eps)
@@ -412,14 +412,12 @@ def _within(step: str, made: Any, streams: Streams) -> Signal:
             f"{step} returned value {made.value.shape} and mask {made.mask.shape},"
             f" expected [P, G] = {expected}"
         )
-    scored = jnp.zeros(expected, bool)
-    for stream in streams.values():
-        scored = scored | stream.mask
+    scored = any_mask(streams)
     mask = made.mask.astype(bool) & scored & jnp.isfinite(made.value)
     return Signal(value=jnp.where(mask, made.value, 0), mask=mask)
 
 
-def _refuse_eps(weights: Mapping[str, Scheduled], spec: RolloutSpec) -> tuple[()]:
+def _refuse_eps(weights: Weights, spec: RolloutSpec) -> tuple[()]:
     if "eps" in spec.rewards:
         raise InputError(
             "dvao: a reward has the name eps, which is an option of this part: give the reward"
@@ -429,7 +427,7 @@ def _refuse_eps(weights: Mapping[str, Scheduled], spec: RolloutSpec) -> tuple[()
     return ()
 
 
-def _check_weights(weights: Mapping[str, Scheduled]) -> None:
+def _check_weights(weights: Weights) -> None:
     for name, weight in weights.items():
         if not callable(weight) and not 0 <= weight < float("inf"):
             wrong = "is negative" if weight < 0 else "is no weight"

@@ -15,6 +15,10 @@ from jaxgrpo.advantages.base import (
     AdvantageTransform,
     Scheduled,
     at_step,
+    check,
+    check_choice,
+    check_share,
+    needs_of,
     read,
     read_field,
     stateless,
@@ -44,8 +48,7 @@ def to_tokens(place: str = "all") -> AdvantageTransform:
     Signal: [P, G] -> [P, G, T], mask = that of the sample on its token_mask. A sample without any
     token is masked throughout.  Raises: InputError on values that are already [P, G, T].
     """
-    if place not in _PLACES:
-        raise InputError(f"to_tokens: place = {place!r}, expected one of {', '.join(_PLACES)}")
+    check_choice("to_tokens", _PLACES, place=place)
 
     def apply(signal: Signal, rollouts: Rollouts) -> tuple[Signal, Metrics]:
         wide = at_tokens("to_tokens", signal, rollouts)
@@ -91,11 +94,8 @@ def hicra(
     Source: HICRA, arXiv 2509.03646, by a secondary note whose prose has failed plans blamed more,
     against its formula; the formula is followed. How grams are found is left to the caller.
     """
-    if not callable(alpha) and not 0 <= alpha < 1:
-        raise InputError(
-            f"hicra: alpha = {alpha}, expected 0 <= alpha < 1: from 1 on the planning of failed"
-            " samples would be reinforced"
-        )
+    expected = "0 <= alpha < 1: from 1 on the planning of failed samples would be reinforced"
+    check("hicra", expected, lambda alpha: 0 <= alpha < 1, alpha=alpha)
     if field is not None and grams is not None:
         raise InputError("hicra: field and grams both say which tokens plan: give one of them")
     phrases = None if grams is None else _phrases(grams)
@@ -114,7 +114,7 @@ def hicra(
         factor = jnp.where(planning, jnp.where(value < 0, 1 - share, 1 + share), 1)
         return with_value(signal, value * factor), {"planning": mean(planning, signal.mask)}
 
-    needs = frozenset({name}) if phrases is None else frozenset()
+    needs = needs_of(name if phrases is None else None)
     return stateless("hicra", apply, needs=needs, levels=(3,))
 
 
@@ -142,13 +142,9 @@ def kl_in_reward(
     Source: the KL-shaped reward of Ziegler et al. 2019, arXiv 1909.08593. verl and OpenRLHF add it
     before the advantage is normalised; we let the chain say where.
     """
-    if not callable(beta) and not beta >= 0:
-        raise InputError(f"kl_in_reward: beta = {beta}, expected a number of at least 0")
-    if policy not in _POLICIES:
-        raise InputError(
-            f"kl_in_reward: policy = {policy!r}, expected one of {', '.join(_POLICIES)}"
-        )
-    needs = {f"{reference}_logp"} | ({"trainer_logp"} if policy == "trainer" else set())
+    check("kl_in_reward", "a number of at least 0", lambda beta: beta >= 0, beta=beta)
+    check_choice("kl_in_reward", _POLICIES, policy=policy)
+    needs = needs_of(f"{reference}_logp", "trainer_logp" if policy == "trainer" else None)
 
     def apply(signal: Signal, rollouts: Rollouts) -> tuple[Signal, Metrics]:
         if policy == "trainer":
@@ -165,7 +161,7 @@ def kl_in_reward(
         }
         return with_value(signal, value - charge * distance.astype(value.dtype)), metrics
 
-    return stateless("kl_in_reward", apply, needs=frozenset(needs), levels=(3,))
+    return stateless("kl_in_reward", apply, needs=needs, levels=(3,))
 
 
 def reward_to_go(gamma: Scheduled = 1.0) -> AdvantageTransform:
@@ -185,7 +181,7 @@ def reward_to_go(gamma: Scheduled = 1.0) -> AdvantageTransform:
     Source: the policy gradient theorem; the carry over masked tokens is that of REINFORCE++ in
     verl (older code starts anew behind them).
     """
-    _check_share("reward_to_go", "gamma", gamma)
+    check_share("reward_to_go", gamma=gamma)
 
     def apply(signal: Signal, rollouts: Rollouts) -> tuple[Signal, Metrics]:
         value = stats.widen(signal.value)  # 0 where masked
@@ -216,8 +212,7 @@ def gae(
     to_tokens(place="last") before it.
     Source: Schulman et al. 2015, arXiv 1506.02438. verl whitens the result; a further step here.
     """
-    _check_share("gae", "gamma", gamma)
-    _check_share("gae", "lam", lam)
+    check_share("gae", gamma=gamma, lam=lam)
 
     def apply(signal: Signal, rollouts: Rollouts) -> tuple[Signal, Metrics]:
         mask, reward = signal.mask, stats.widen(signal.value)  # 0 where masked
@@ -302,8 +297,3 @@ def _occurs(tokens: Array, phrases: dict[int, list[tuple[int, ...]]]) -> Array:
         for place in range(length):
             found = found | jnp.pad(begins, ((0, 0), (0, 0), (place, length - 1 - place)))
     return found
-
-
-def _check_share(where: str, option: str, value: Scheduled) -> None:
-    if not callable(value) and not 0 <= value <= 1:
-        raise InputError(f"{where}: {option} = {value}, expected a number in [0, 1]")

@@ -8,7 +8,6 @@ and micro-batch, Q positions per row.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -81,15 +80,13 @@ class RolloutSpec(NamedTuple):
     num_rows: int | None = None  # rows of the data set; None: a stream, no row returns
 
 
-@functools.partial(register, data_fields=["value", "mask"], meta_fields=[], drop_fields=["known"])
+@register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Signal:
     """An advantage on its way through a chain."""
 
     value: Array  # [P, G] or [P, G, T]; finite, 0 where masked
     mask: Array  # same shape, bool; only shrinks
-    known: Any = dataclasses.field(default=None, repr=False, compare=False)
-    """What a step knows of its groups, for the next (advantages.stats.remember); no leaf."""
 
 
 @register

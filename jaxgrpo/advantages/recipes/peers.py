@@ -12,8 +12,7 @@ from jaxgrpo.advantages.group import (
     subtract_leave_one_out_mean,
     subtract_length_weighted_mean,
 )
-from jaxgrpo.advantages.recipes.several import Weights, weighted_sum
-from jaxgrpo.advantages.streams import per_reward, sum_scored
+from jaxgrpo.advantages.streams import Weights, per_reward, sum_rewards, sum_scored
 from jaxgrpo.advantages.tokens import to_tokens
 from jaxgrpo.core.errors import find
 
@@ -105,7 +104,7 @@ def like_verl(
     centre = subtract_group_mean(singleton="raw")
     one = chain(centre, *scale, name="normalise")
     white = whiten_batch(1e-8, keep="zero_groups")
-    summed = weighted_sum(weights)
+    summed = sum_rewards(**(weights or {}))
     estimators: dict[str, Steps] = {
         "grpo": (summed, centre, *scale),
         "grpo_vectorized": (summed, centre, *scale),

@@ -1,17 +1,12 @@
-"""Methods for several rewards at once: what is normalised before they are added.
+"""Recipes that use more than the samples' summed reward.
 
-Methods that look inside a group: planning tokens, trees, diversity.
-
-Methods that judge a sample by what is remembered: one sample per prompt is enough.
-
-Methods that know the right answer, or the model that only gives right ones.
-
-How the rewards of a recipe are weighed.
+Several rewards that are normalised apart; planning tokens, trees and classes inside a group; what
+is remembered of earlier batches; log-probs of the right answer or of the base model.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from jaxgrpo.advantages import filtered_model, streams, tokens, trees
 from jaxgrpo.advantages import weights as diversity
@@ -21,7 +16,7 @@ from jaxgrpo.advantages.batch import whiten_batch
 from jaxgrpo.advantages.chains import chain
 from jaxgrpo.advantages.group import divide_by_group_std, subtract_group_mean
 from jaxgrpo.advantages.reflection import reasoning_reflection
-from jaxgrpo.advantages.streams import per_reward, sum_rewards
+from jaxgrpo.advantages.streams import Weights, per_reward, sum_rewards, sum_then
 from jaxgrpo.advantages.tokens import to_tokens
 from jaxgrpo.advantages.tracked import ema_baseline, subtract_tracked_success
 
@@ -58,7 +53,7 @@ def gdpo(
     normalise = chain(subtract_group_mean(), divide_by_group_std(eps, ddof), *cut, name="normalise")
     return chain(
         per_reward(normalise),
-        weighted_sum(weights),
+        sum_rewards(**(weights or {})),
         whiten_batch(eps, ddof, eps_in="std"),
         name="gdpo",
     )
@@ -103,11 +98,8 @@ def rlcr(weights: Weights | None = None) -> AdvantageTransform:
     Source: Damani et al. 2025, arXiv 2507.16806. The paper writes c - (q - c)^2, which is this with
     weights 1, 1 and 0, less a constant.
     """
-    return chain(
-        weighted_sum(weights or {"accuracy": 0.5, "brier": 0.5, "format": 0.5}),
-        subtract_group_mean(),
-        name="rlcr",
-    )
+    weights = weights or {"accuracy": 0.5, "brier": 0.5, "format": 0.5}
+    return sum_then("rlcr", weights, subtract_group_mean())
 
 
 def hicra(
@@ -127,12 +119,12 @@ def hicra(
 
     Source: arXiv 2509.03646.
     """
-    return chain(
-        weighted_sum(weights),
+    return sum_then(
+        "hicra",
+        weights,
         subtract_group_mean(),
         tokens.to_tokens(),
         tokens.hicra(alpha, field, grams),
-        name="hicra",
     )
 
 
@@ -147,12 +139,7 @@ def darling(
 
     Source: arXiv 2509.02534, without a division by the standard deviation.
     """
-    return chain(
-        weighted_sum(weights),
-        diversity.darling(field, floor),
-        subtract_group_mean(),
-        name="darling",
-    )
+    return sum_then("darling", weights, diversity.darling(field, floor), subtract_group_mean())
 
 
 def tree_grpo(
@@ -170,7 +157,7 @@ def tree_grpo(
 
     Source: arXiv 2509.21240.
     """
-    return chain(weighted_sum(weights), trees.tree_normalise(eps, ddof), name="tree_grpo")
+    return sum_then("tree_grpo", weights, trees.tree_normalise(eps, ddof))
 
 
 def tree_rl(leaf_power: float = 0.5, weights: Weights | None = None) -> AdvantageTransform:
@@ -185,7 +172,7 @@ def tree_rl(leaf_power: float = 0.5, weights: Weights | None = None) -> Advantag
 
     Source: TreeRL, arXiv 2506.11902.
     """
-    return chain(weighted_sum(weights), trees.tree_process(leaf_power=leaf_power), name="tree_rl")
+    return sum_then("tree_rl", weights, trees.tree_process(leaf_power=leaf_power))
 
 
 def tree_po(weighting: str = "average", weights: Weights | None = None) -> AdvantageTransform:
@@ -201,12 +188,12 @@ def tree_po(weighting: str = "average", weights: Weights | None = None) -> Advan
 
     Source: TreePO, arXiv 2508.17445.
     """
-    return chain(
-        weighted_sum(weights),
+    return sum_then(
+        "tree_po",
+        weights,
         trees.tree_subgroup(weighting),
         to_tokens(),
         whiten_batch(keep="zero_groups"),
-        name="tree_po",
     )
 
 
@@ -223,7 +210,7 @@ def ema(
 
     Source: Williams 1992, REINFORCE with a reinforcement-comparison baseline.
     """
-    return chain(weighted_sum(weights), ema_baseline(decay, initial), name="ema")
+    return sum_then("ema", weights, ema_baseline(decay, initial))
 
 
 def spo(
@@ -249,12 +236,12 @@ def spo(
     Source: arXiv 2509.13232. There 8 samples per prompt are drawn before the first step for the
     first estimates; here `initial`, which may be a data column of rates measured so.
     """
-    return chain(
-        weighted_sum(weights),
+    return sum_then(
+        "spo",
+        weights,
         subtract_tracked_success(keep, drift, initial=initial),
         # An exact 0 is a reward equal to its estimate here, and no flat group.
         whiten_batch(eps, ddof=0, eps_in="std", keep="nothing"),
-        name="spo",
     )
 
 
@@ -286,7 +273,7 @@ def dro_r3(
     """
     return chain(
         reasoning_reflection(kind, drop=drop, masked_thought=masked_thought),
-        weighted_sum(None if weights is None else {"r3": 1.0, **weights}),
+        sum_rewards(**({} if weights is None else {"r3": 1.0, **weights})),
         subtract_group_mean(),
         divide_by_group_std(eps, ddof),
         name="dro_r3",
@@ -319,7 +306,7 @@ def alpha_dpg(
     Source: arXiv 2512.05962.
     """
     part = filtered_model.alpha_dpg(alpha, cap=cap, z=z, threshold=threshold)
-    return chain(weighted_sum(weights), part, name="alpha_dpg")
+    return sum_then("alpha_dpg", weights, part)
 
 
 def f_dpg(
@@ -341,13 +328,4 @@ def f_dpg(
     Source: arXiv 2302.08215.
     """
     part = filtered_model.f_dpg(divergence, cap=cap, z=z, threshold=threshold)
-    return chain(weighted_sum(weights), part, name="f_dpg")
-
-
-Weights = Mapping[str, Scheduled]
-"""Name of a reward = its weight; None counts every reward with weight 1."""
-
-
-def weighted_sum(weights: Weights | None) -> AdvantageTransform:
-    """`sum_rewards` of a recipe's `weights`."""
-    return sum_rewards(**(weights or {}))
+    return sum_then("f_dpg", weights, part)
