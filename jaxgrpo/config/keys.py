@@ -1,7 +1,7 @@
 """The keys of a config: one frozen dataclass per table, each default in this one place.
 
-`key` states the range of a value beside its default; what several keys must fulfil together stands
-in config_checks.py. Reading and writing is in config.py.
+`key` states the range of a value beside its default; checks.py has what several keys must fulfil
+together. Reading and writing is in files.py.
 """
 
 from __future__ import annotations
@@ -72,16 +72,21 @@ Part = dict[str, Any]
 "path/file.py:function" or "package.module:function"."""
 
 
+def options_of(part: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of a part, without its name."""
+    return {name: value for name, value in part.items() if name != "use"}
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RewardKeys:
-    """A reward, its weight in the sum and the name it bears in metrics and rows."""
+    """A reward, its weight in the sum and its name in metrics and rows."""
 
     use: str
     weight: float = key(1.0)
     name: str | None = key(None)  # None: the name in `use`
     on_error: str = key("raise", choices=("raise", "unscored"))  # what follows where it raises
-    flip: float = key(0.0, at_least=0, at_most=0.5)  # share of 0/1 rewards that training sees
-    # turned over; never evaluation
+    flip: float = key(0.0, at_least=0, at_most=0.5)  # label noise: the share of 0/1 rewards that
+    # is flipped, in training only
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
@@ -201,9 +206,7 @@ class TrackingKeys:
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunKeys:
     dir: str = key()  # made where the command is started
-    samples_every: int = key(
-        10, at_least=0
-    )  # steps between files of samples; 0: the first step only
+    samples_every: int = key(10, at_least=0)  # steps between files of samples; 0: only the first's
     report: bool = key(True)  # false: none, until `jaxgrpo report` is asked for one
     report_every: int = key(10, at_least=0)  # at most 1% of the time goes into it; 0: at the end
 
@@ -249,11 +252,10 @@ class Config:
     @property
     def own_files(self) -> tuple[Path, ...]:
         """The files of own code that it names, each once."""
-        parts = [*(self.advantage or ()), self.loss.surrogate, self.loss.reduction]
-        optional = (self.loss.kl, self.loss.entropy, self.loss.mismatch)
-        parts += [self.rollout.prompts, *(part for part in optional if part)]
+        loss = self.loss
+        parts = [*(self.advantage or ()), loss.surrogate, loss.reduction, self.rollout.prompts]
+        parts += [part for part in (loss.kl, loss.entropy, loss.mismatch, self.method) if part]
         names = [reward.use for reward in self.rewards] + [part["use"] for part in parts]
-        names += [self.method["use"]] if self.method else []
         return tuple(dict.fromkeys(Path(file) for name in names if (file := file_of(name))))
 
 
