@@ -87,7 +87,7 @@ def _parts(values: Values) -> Iterator[tuple[str, Part, Callable[[Part], Any]]]:
 
     def kl(part: Part) -> None:
         methods.build_penalties(part)
-        # Rollouts of these rewards, from rows that return; the sizes stand for any.
+        # Rollouts of these rewards, from rows that return; their sizes do not matter.
         spec = RolloutSpec(1, 1, 1, 1, tuple(weights or ("reward",)), num_rows=1)
         for step in methods.build_tail(part, None):
             step.init(spec)
@@ -122,7 +122,7 @@ def _build_reward(part: Part, max_completion_tokens: int) -> Any:
 
 
 def _method(values: Values, made: Mapping[str, _Made]) -> Iterator[str]:
-    """Recipe or chain, beside group size, steps and the surrogate's ratio."""
+    """Recipe or chain, together with group size, steps and the surrogate's ratio."""
     from jaxgrpo.config.methods import WEIGHED_TWICE
 
     if "recipe" in values and "advantage" in values:

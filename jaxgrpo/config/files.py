@@ -41,7 +41,7 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 
     Args:
       path: a TOML file; or "quickstart" for the shipped quickstart.toml.
-      overrides: "table.key=value", applied in turn; the value is TOML, or plain text as it stands.
+      overrides: "table.key=value", applied in turn; the value is TOML, or plain text.
         In a list an entry is named by its number: "rewards.0.weight=2". Relative paths in them
         begin at the working directory, those in the file at its folder.
 
@@ -54,7 +54,7 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 def read_tables(path: str | Path) -> tuple[dict[str, Any], Path]:
     """The tables of a config file, or of a shipped config by its name, and the file.
 
-    Raises: ConfigError where there is none, or it is no TOML.
+    Raises: ConfigError if there is none, or it is no TOML.
     """
     source = _find(Path(path))
     try:
@@ -69,7 +69,8 @@ def from_dict(
     """A config from tables as `tomllib` reads them. Raises: ConfigError with all problems.
 
     Args:
-      source: the file they came from, where relative paths begin; None: the working directory.
+      source: the file they came from; relative paths begin at its folder, or if None at the
+        working directory.
     """
     problems: list[str] = []
     tables: dict[str, Any] = absolute(raw, folder_of(source))
@@ -224,7 +225,7 @@ def _build(values: reading.Values, source: Path | None) -> Config:
 
 
 def tables_of(config: Config) -> dict[str, Any]:
-    """The config as TOML would have it: no None, options beside the keys of their table."""
+    """The config as TOML would have it: no None, options among the keys of their table."""
 
     def plain(value: Any) -> Any:
         if dataclasses.is_dataclass(value):
@@ -259,7 +260,7 @@ def config_of(
       config: a Config, its tables as dicts, a TOML file, or a shipped config's name.
       changes: keys to replace, nested ({"train": {"steps": 3}}) or dotted ({"train.steps": 3});
         relative paths in them begin at the working directory.
-      rewards, advantage: objects given beside the config; it records their names.
+      rewards, advantage: objects of the call; the config records their names.
 
     Raises: ConfigError with all problems.
     """

@@ -39,7 +39,7 @@ WEIGHED_TWICE = (
     'this weight already; set loss.proximal = "trainer", or take a surrogate without a ratio, '
     "reinforce or on_policy"
 )
-"""What is wrong with a weight of trainer over sampler beside a ratio from the sampler."""
+"""Why weights of trainer over sampler and a ratio measured from the sampler exclude each other."""
 
 
 def make_chain(
@@ -149,7 +149,7 @@ def build_tail(
 
 
 def refuse_double_weights(chain: AdvantageTransform, surrogate: Surrogate, proximal: str) -> None:
-    """Raises InputError where chain and surrogate both weigh by trainer over sampler."""
+    """Raises InputError if chain and surrogate both weigh by trainer over sampler."""
     if proximal == "behavior" and surrogate.weighs and chain.importance:
         step = next((name for name, step in chain.steps if step.importance), chain.name)
         raise InputError(f"{step}: {WEIGHED_TWICE}")
@@ -183,12 +183,12 @@ def _kl_return(options: dict[str, Any]) -> AdvantageTransform:
 
 
 @contextlib.contextmanager
-def _naming(part: str) -> Iterator[None]:
-    """Errors of a part say what the user wrote for it."""
+def _naming(step: str) -> Iterator[None]:
+    """Errors name a step by what the user wrote for it, k1_in_reward."""
     try:
         yield
     except InputError as error:
-        raise InputError(str(error).replace(f"{part}:", f"{IN_REWARD}:", 1)) from None
+        raise InputError(str(error).replace(f"{step}:", f"{IN_REWARD}:", 1)) from None
 
 
 def _correction(part: Mapping[str, Any]) -> AdvantageTransform:

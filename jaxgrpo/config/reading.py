@@ -87,7 +87,7 @@ def read_keys(
 
 
 def show(value: Any) -> str:
-    """A value as it stands in the file, cut where it is long."""
+    """A value as written in the file, cut if it is long."""
     text = json.dumps(value, default=str, ensure_ascii=False)
     return text if len(text) <= 60 else text[:57] + "..."
 
@@ -156,7 +156,7 @@ def _read_list(
     values: Values,
     problems: list[str],
 ) -> None:
-    """A list of tables; each right one also stands alone, under "advantage[0]", ..."""
+    """A list of tables; each right one is also a value of its own, "advantage[0]", ..."""
     right = isinstance(entries, (list, tuple)) and all(isinstance(one, Mapping) for one in entries)
     if not right or not entries:
         expected = f'a list of tables, {where} = [{{ use = "..." }}]'
@@ -185,7 +185,7 @@ def _names(cls: type) -> list[str]:
 
 
 def _kind(hint: Any) -> type:
-    """int, float, str, dict or Mapping behind a hint, which may be optional."""
+    """int, float, str, dict or Mapping: the type of a hint, which may be optional."""
     if isinstance(hint, types.UnionType):
         (hint,) = (option for option in typing.get_args(hint) if option is not types.NoneType)
     return typing.get_origin(hint) or hint

@@ -76,6 +76,9 @@ def token_loss(
       states: name of a penalty -> what it remembers; of penalties with an `init`.
 
     Raises: InputError if a penalty's state is missing.
+
+    >>> token_loss(build_surrogate("clip"), [], Tokens.of_ratios([1.0, 0.5]))[0].tolist()
+    [-1.0, -0.5]
     """
     loss, metrics = surrogate.compute(tokens)
     for penalty in penalties:
@@ -114,7 +117,7 @@ def policy_loss(
       states: name of a penalty -> what it remembers, of those with an `init` (adaptive_entropy):
         penalty.init() in the first update, then penalty.observe(state, metrics) of the one before.
       surrogate_options, reduction_options: of those given by name.
-      fields: [B, T] each, what a part reads: reference_logp, ...
+      fields: [B, T] each, what surrogate and penalties read: reference_logp, ...
 
     Returns: (loss [], metrics).  Raises: InputError on other shapes, unknown names, no state.
 

@@ -45,7 +45,7 @@ class Penalty(NamedTuple):
     """(tokens: Tokens) -> (penalty per token, metrics); with `init` (tokens, state)"""
     needs: frozenset[str] = frozenset()  # fields that must be produced for it
     init: Callable[[], Any] | None = None
-    """() -> state, a tree of arrays, where it remembers something"""
+    """() -> state, a tree of arrays, if it remembers something"""
     observe: Callable[[Any, Metrics], Any] | None = None
     """(state, metrics of a whole update) -> the state of the next; given exactly with `init`"""
 
@@ -66,8 +66,8 @@ def k2(beta: float, level: str = "token") -> Penalty:
       level: "token" or "sequence".
 
     Metrics: kl, the k3 value per token without beta, over unmasked tokens; kl_clamped, the share of
-    them whose log ratio was held: their pull stays at beta 20.
-    Raises: InputError on a negative beta, another level, and where fields lack reference_logp.
+    them whose log ratio was clamped: their pull stays at beta 20.
+    Raises: InputError on a negative beta, another level, and if fields lack reference_logp.
     Source: Schulman, Approximating KL divergence, 2020 (joschu.net/blog/kl-approx.html).
 
     >>> tokens = Tokens.of_ratios([math.exp(2)], reference_logp=0.0)  # l = 2
@@ -99,7 +99,7 @@ def forward_kl_k3(beta: float, level: str = "token") -> Penalty:
 
     Metrics: kl, the value per token without beta, over unmasked tokens; kl_clamped, the share of
     tokens with a log ratio beyond +-20 (of the sequence: below -20 too).
-    Raises: InputError on a negative beta, another level, and where fields lack reference_logp.
+    Raises: InputError on a negative beta, another level, and if fields lack reference_logp.
     Source: Shao et al. 2024, arXiv 2402.03300, equation 4, per token, without a clamp.
 
     >>> tokens = Tokens.of_ratios([math.exp(2)], reference_logp=0.0)  # l = 2
@@ -132,10 +132,10 @@ def reverse_kl_off_policy(beta: float, level: str = "token") -> Penalty:
       beta: weight against the surrogate; not negative.
       level: "token" or "sequence".
 
-    Log ratios to the proximal policy (of the sequence: their sum) are held within +-20, as weights:
+    Log ratios to the proximal policy (of the sequence: their sum) are clamped to +-20, as weights:
     what lies beyond keeps its pull. Counted in kl_clamped too.
     Metrics: kl, the k3 value per token without beta and ratio; kl_clamped, as above.
-    Raises: InputError on a negative beta, another level, and where fields lack reference_logp.
+    Raises: InputError on a negative beta, another level, and if fields lack reference_logp.
     Source: DeepSeek-V3.2, arXiv 2512.02556, section 3.1, per token.
 
     >>> tokens = Tokens.of_ratios([0.5], reference_logp=0.0)  # rho = 0.5, l = -log 2
@@ -172,7 +172,7 @@ def full_kl(beta: float) -> Penalty:
     (`jaxgrpo.models.logprobs.full_kl`).
     Metrics: kl, the value without beta, over unmasked tokens; kl_clamped, the policy's probability
     of tokens whose log ratio was clamped at 20.
-    Raises: InputError on a negative beta, and where fields lack full_kl.
+    Raises: InputError on a negative beta, and if fields lack full_kl.
     Source: the definition.
 
     >>> value, _ = full_kl(0.25).compute(Tokens.of_ratios([1.0], full_kl=2.0))
@@ -199,7 +199,7 @@ def entropy_bonus(coefficient: float) -> Penalty:
       coefficient: weight against the surrogate; below 0 it lowers the entropy.
 
     Metrics: entropy, in nats, over unmasked tokens.
-    Raises: InputError unless the coefficient is finite, and where fields lack policy_entropy.
+    Raises: InputError unless the coefficient is finite, and if fields lack policy_entropy.
     Source: Williams and Peng 1991, Function optimization using connectionist reinforcement
     learning algorithms.
 
@@ -236,8 +236,8 @@ def adaptive_entropy(
     Args:
       target: in nats per token.
       coefficient: c_0.
-      delta: by which it moves in each update.
-      low, high: what it is kept within.
+      delta: how far it moves in each update.
+      low, high: its bounds.
 
     State: coefficient [] and entropy [], float32.
     Metrics: entropy, over unmasked tokens; entropy_coefficient, the one applied, 0 while the

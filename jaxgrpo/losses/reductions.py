@@ -136,7 +136,7 @@ def prompt_mean() -> Reduction:
     Prompts without an unmasked token are not counted, so that `mask_zero_variance` takes flat
     groups out of the denominator, as ScaleRL does.
 
-    Raises: InputError where prompts are not known: plain arrays without `group`.
+    Raises: InputError if prompts are not known: plain arrays without `group`.
     Source: ScaleRL, arXiv 2510.13786.
 
     >>> mask = jnp.array([[[True, True], [True, True]], [[True, False], [False, False]]])

@@ -82,7 +82,7 @@ def by_sample(
       field: name of the field, one number per token or sample.
       then, otherwise: as `build_surrogate` takes them.
 
-    Metrics: both's, over all tokens together.  Raises: InputError where fields lack the field.
+    Metrics: both's, over all tokens together.  Raises: InputError if fields lack the field.
     Source: ExGRPO, arXiv 2510.02245, whose groups mix replayed and fresh samples.
 
     >>> tokens = Tokens.of_ratios([1.5, 1.5], replayed=jnp.array([1, 0]))
@@ -125,13 +125,13 @@ def like_trl(
 
     Arguments and defaults are GRPOConfig's. TRL's loss of one optimizer step is the mean over its
     micro-batches of what each of them gives; this is the loss of the whole step, which is the same
-    where loss_type is "dapo", "cispo" or "vespo", or where there is one micro-batch.
+    if loss_type is "dapo", "cispo" or "vespo", or if there is one micro-batch.
 
     Surprises kept: `epsilon_high` of "cispo" bounds the ratio itself, and without it epsilon does;
     rows without a token in the loss count as sequences.
 
     Raises: InputError on unknown names; on a level of "sequence" with "cispo" and "sapo", which
-    nobody's paper has; on delta where its clip would undo the other (below 1 + epsilon_high).
+    no paper has; on delta if its clip would undo the other (below 1 + epsilon_high).
     Source: TRL 1.16.0, trainer/grpo_trainer.py, _compute_loss.
 
     >>> surrogate, reduction = like_trl("dr_grpo", max_completion_length=1024)

@@ -111,7 +111,7 @@ def gspo_token(low: float = 3e-4, high: float = 4e-4) -> Surrogate:
         s_it = stop_gradient(s_i) exp(logp - stop_gradient(logp))
         loss = -min(s_it A, clip(s_it, 1 - low, 1 + high) A)
 
-    Values are those of `gspo`. Gradients are too, where advantage and weight are the same at all
+    Values are those of `gspo`. Gradients are too, if advantage and weight are the same at all
     tokens of a sequence.
 
     Args:

@@ -299,7 +299,7 @@ def on_policy() -> Surrogate:
         loss = -exp(logp - stop_gradient(logp)) A
 
     Metrics: `ratio_metrics`, of the true ratio.
-    Source: the on-policy switch of NeMo-RL's loss; TRL does so where a batch is used once.
+    Source: the on-policy switch of NeMo-RL's loss; TRL does so if a batch is used once.
 
     >>> loss, _ = on_policy().compute(Tokens.of_ratios([0.5, 6.0], [3, 1]))
     >>> print(loss.round(2))
