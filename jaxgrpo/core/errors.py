@@ -78,13 +78,11 @@ def build(what: str, spec: Mapping[str, Any], table: Mapping[str, Callable[..., 
     if "use" not in spec:
         raise InputError(f"{what} {dict(spec)} has no name: write {{ use = ..., ... }}")
     use, options = spec["use"], {name: value for name, value in spec.items() if name != "use"}
-    if isinstance(use, str):
-        return call(f"{what} {use}", find(what, use, table), options)
-    name = getattr(use, "__name__", repr(use))
-    if not callable(use):
+    factory = find(what, use, table) if isinstance(use, str) else use
+    name = use if isinstance(use, str) else getattr(use, "__name__", repr(use))
+    if not callable(factory):
         raise InputError(f"{what} {name} is neither a name nor a function")
-    made: Any = call(f"{what} {name}", use, options)
-    return made
+    return call(f"{what} {name}", factory, options)
 
 
 def call(where: str, factory: Callable[..., T], options: Mapping[str, Any]) -> T:

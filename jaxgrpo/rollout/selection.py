@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxgrpo.core.errors import InputError, call, find, suggest
+from jaxgrpo.core.errors import InputError, build, suggest
 from jaxgrpo.core.types import Prompts, Rollouts
 from jaxgrpo.models import sharding
 
@@ -282,23 +282,18 @@ def build_policy(spec: Mapping[str, Any], weights: Weights | None = None) -> Pro
 
     Raises: InputError with the nearest name or option.
     """
-    use = spec["use"]
-    options = {name: value for name, value in spec.items() if name != "use"}
-    if isinstance(use, str):
-        factory = find("prompt policy", use, policies)
-        judge = options.get("reward")
-        if weights is not None and judge is not None and judge not in weights:
+    use, reward = spec.get("use"), spec.get("reward")
+    if weights is not None and isinstance(use, str) and use in policies:
+        if reward is not None and reward not in weights:
             raise InputError(
-                f"prompt policy {use}: reward = {judge!r} is none of the rewards:"
-                f" {suggest(judge, weights)}"
+                f"prompt policy {use}: reward = {reward!r} is none of the rewards:"
+                f" {suggest(reward, weights)}"
             )
-        if weights is not None and factory is not sequential:
-            options = {"weights": weights, **options}
-    else:
-        factory = use
-    name = getattr(factory, "__name__", repr(factory))
-    made = call(f"prompt policy {name}", factory, options)
+        if use != "sequential":
+            spec = {"weights": weights, **spec}
+    made = build("prompt policy", spec, policies)
     if not isinstance(made, PromptPolicy):
+        name = getattr(use, "__name__", repr(use))
         raise InputError(
             f"prompt policy {name} returned {type(made).__name__}, expected a PromptPolicy"
         )
