@@ -121,6 +121,14 @@ def write_samples(
     return 0
 
 
+def export(run: str, out: str, step: str | int = "last", dtype: str | None = None) -> int:
+    """Writes a step of a run as a Hugging Face folder. Returns the exit code."""
+    print(process.start())  # noqa: T201
+    written = policies.export(run, out, step, dtype)
+    print(f"{written}: model, tokenizer, generation config and model card")  # noqa: T201
+    return 0
+
+
 def table_of(metrics: Mapping[str, float], title: str) -> Table:
     """Numbers of an evaluation, with their intervals where they have one."""
     table = Table(title=title)

@@ -22,9 +22,9 @@ from jaxgrpo.config.files import Config
 from jaxgrpo.config.own_code import installed
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.training import alarms, process
-from jaxgrpo.training.console import Display
+from jaxgrpo.training.console import Display, best_and_worst, warning
 from jaxgrpo.training.folder import RunFolder, read_metrics, write_atomically
-from jaxgrpo.training.report import terminal, write_report
+from jaxgrpo.training.report.html import write_report
 from jaxgrpo.training.report.record import FINISHED, STOPPED, UNDER_WAY
 
 REPORT_SHARE = 0.01
@@ -77,7 +77,7 @@ class Logbook:
         self._state, begun = alarms.see(self._state, {"step": number, **values})
         self._given += begun
         for alarm in begun:
-            self._display.console.print(terminal.warning(alarm.step, alarm.text))
+            self._display.console.print(warning(alarm.step, alarm.text))
         every = self._config.run.report_every
         if self._report and every and number and number % every == 0:
             self._report.refresh()
@@ -89,7 +89,7 @@ class Logbook:
         rows = list(rows)
         self._folder.write_samples(number, rows)
         if self._active:
-            for text in terminal.best_and_worst(rows, weights):
+            for text in best_and_worst(rows, weights):
                 self._display.console.print(text)
 
     def finish(self, summary: Mapping[str, Any]) -> dict[str, Any]:

@@ -37,7 +37,7 @@ from jaxgrpo.models import sharding
 from jaxgrpo.training import loop, process
 from jaxgrpo.training.folder import write_atomically
 from jaxgrpo.training.policy import evaluator_of
-from jaxgrpo.training.report.page import check_can_draw
+from jaxgrpo.training.report.html import check_can_draw
 from jaxgrpo.training.setup import Shared, setup
 
 

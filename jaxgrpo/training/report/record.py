@@ -6,6 +6,7 @@ import dataclasses
 import fcntl
 import json
 import math
+import re
 import tomllib
 import unicodedata
 from collections.abc import Mapping, Sequence
@@ -140,6 +141,12 @@ def _acts(character: str) -> bool:
     if character in "\n\t":
         return False
     return character in TURNS or unicodedata.category(character) in ("Cc", "Cs", "Zl", "Zp")
+
+
+def natural(name: str) -> list[tuple[str, int]]:
+    """Sorts pass@4 before pass@16."""
+    pieces = re.findall(r"(\D+)(\d*)", f" {name}")
+    return [(text, int(number or 0)) for text, number in pieces]
 
 
 def has(line: Mapping[str, Any], metric: str) -> bool:
