@@ -14,16 +14,17 @@ from rich.table import Table
 from jaxgrpo.config.files import Config
 from jaxgrpo.config.keys import is_path
 from jaxgrpo.core.errors import InputError
-from jaxgrpo.evaluation.evaluate import Questions, answer_rows, ask, make_evaluator, questions_of
-from jaxgrpo.evaluation.rescoring import refuse_other_vocabulary, rescorer_of
+from jaxgrpo.evaluation.evaluate import Questions, answer_rows, ask, questions_of
+from jaxgrpo.evaluation.rescoring import refuse_other_vocabulary
 from jaxgrpo.models import sharding
 from jaxgrpo.models.hf import folders as huggingface
 from jaxgrpo.rollout.sampler import make_sampler
+from jaxgrpo.training import policy as policies
 from jaxgrpo.training import process
-from jaxgrpo.training.export import read_run
 from jaxgrpo.training.folder import plain, write_atomically
 from jaxgrpo.training.inputs import resolve_rewards, resolve_scorer
-from jaxgrpo.training.policy import NOBODY, config_for, find_policy, key_of, load_base, slots_of
+from jaxgrpo.training.policy import NOBODY, config_for, find_policy, key_of, load_base, read_run
+from jaxgrpo.training.setup import slots_of
 
 
 def evaluate(
@@ -56,17 +57,7 @@ def evaluate(
     rewards = () if config.rewards[0].use == NOBODY else resolve_rewards(config)
     questions = questions_of(config, held_out, resolve_scorer(config, rewards))
     anchor = load_base(began, policy.mesh) if began else None
-    run = make_evaluator(
-        policy.model,
-        policy.tokenizer,
-        policy.mesh,
-        questions,
-        policy.settings,
-        samples=config.eval.samples,
-        width=config.rollout.max_prompt_tokens,
-        slots=slots_of(config),
-        rescore=rescorer_of(config, policy.model, policy.mesh, anchor),
-    )
+    run = policy.evaluator(config, questions, anchor)
     evaluation = run(policy.read_params(), key_of(config), 0)
     if process.is_main():
         console.print(table_of(evaluation.metrics, f"{target} on {config.eval.data}"))

@@ -83,6 +83,12 @@ def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     return [entry for _, entry in _complete_lines(file)]
 
 
+def evaluation_of(line: Mapping[str, Any]) -> dict[str, Any]:
+    """The metrics of an evaluation in a line, or a step's values, without "eval/"."""
+    named = line.items()
+    return {name[5:]: value for name, value in named if name.startswith("eval/")}
+
+
 def read_samples(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     """The rows of the newest file of samples of a run; [] where there is none."""
     files = Path(path, "samples").glob("step_*.jsonl")

@@ -14,9 +14,9 @@ import optax
 
 from jaxgrpo.advantages import AdvantageTransform
 from jaxgrpo.config.files import Config
-from jaxgrpo.core.errors import InputError
+from jaxgrpo.core.errors import InputError, suggest
 from jaxgrpo.core.types import Params, TrainState
-from jaxgrpo.training.export import is_better, refuse_unknown_best
+from jaxgrpo.training.folder import evaluation_of
 from jaxgrpo.update.forward import Blueprint, Objective, opt_layout, param_layout
 from jaxgrpo.update.optimizer import fresh_moments
 
@@ -106,7 +106,7 @@ def see(config: Config, resets: Resets, values: Mapping[str, float]) -> Resets:
 
     A step without an evaluation changes nothing; nor does one whose value is not finite.
     """
-    metric, measured = config.reference.reset_metric, _evaluated(values)
+    metric, measured = config.reference.reset_metric, evaluation_of(values)
     if not config.reference.reset_patience or not measured:
         return resets
     refuse_unknown_best(metric, measured, "reference.reset_metric")
@@ -144,6 +144,28 @@ def is_due(
     return keys.reset_kl_above is not None and _kl(values, names) > keys.reset_kl_above
 
 
+def refuse_unknown_best(
+    metric: str | None, metrics: Mapping[str, float], key: str = "checkpoint.keep_best"
+) -> None:
+    """Raises InputError where a key names no metric of the evaluation, whose names are bare."""
+    if metric is not None and metric.removeprefix("eval/") not in metrics:
+        raise InputError(
+            f'{key} = "{metric}": the evaluation has no such metric; '
+            + suggest(metric, [f"eval/{name}" for name in metrics])
+        )
+
+
+def is_better(value: float, best: float | None) -> bool:
+    """Whether a value is above the best so far; what is not finite is never better, nor a best.
+
+    >>> is_better(0.1, None), is_better(float("nan"), None), is_better(0.1, float("nan"))
+    (True, False, True)
+    """
+    if not math.isfinite(value):
+        return False
+    return best is None or not math.isfinite(best) or value > best
+
+
 def _reads_reference(objective: Objective) -> bool:
     return "reference_logp" in objective.needs or bool(objective.anchors)
 
@@ -155,11 +177,6 @@ def _kl_of_steps(chain: AdvantageTransform) -> tuple[str, ...]:
         if "reference_logp" in step.needs:
             found += [f"{name}/{metric}" for metric in inner]
     return tuple(found)
-
-
-def _evaluated(values: Mapping[str, float]) -> dict[str, float]:
-    found = (name for name in values if name.startswith("eval/"))
-    return {name.removeprefix("eval/"): values[name] for name in found}
 
 
 def _kl(values: Mapping[str, float], names: Sequence[str]) -> float:

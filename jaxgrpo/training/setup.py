@@ -1,14 +1,12 @@
-"""From a configuration to the functions and the state of a run.
+"""From a config to the functions and the first state of a run.
 
-What runs of one process have in common, made once: inputs read, programs compiled.
-
-`jaxgrpo train --dry-run`: what a run would do, without doing it.
+`setup` builds them, `Shared` lets runs of one process reuse what they have in common, and `dry_run`
+prints what a run would do.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -67,6 +65,28 @@ from jaxgrpo.update.packing import Geometry
 from jaxgrpo.update.prepare import Prepared, make_observer
 from jaxgrpo.update.step import Share, Steps, alone, build_steps
 
+DIVIDED = {
+    "prompts_per_step": "bins",
+    "max_completion_tokens": "sequence",
+    "max_prompt_tokens": "sequence",
+}
+"""Sizes of a rollout that the devices divide among them: key -> axis of the mesh."""
+
+T = TypeVar("T")
+
+_SAMPLED = ("model", "mesh", "rollout")
+_INPUTS = ("model", "mesh", "data", "eval", "rollout.max_prompt_tokens")
+_UPDATED = (*_SAMPLED, "loss", "optimizer", "train.steps", "train.rows_per_micro_batch")
+DEPENDS = {
+    "inputs": _INPUTS,
+    "sampler": _SAMPLED,
+    "update": _UPDATED,
+    "method": (*_UPDATED, "recipe", "advantage", "rewards"),
+    "evaluator": (*_SAMPLED, *_INPUTS, "rewards", "train.rows_per_micro_batch"),
+}
+"""What runs can share -> the tables, or single keys, of a config that it depends on. Neither the
+seed nor the run's folder matters to any of it."""
+
 
 class Setup(NamedTuple):
     """A run, ready to be stepped: functions, the first state, and what they were built from."""
@@ -105,20 +125,20 @@ def setup(
       rewards, advantage, dataset: Python objects in the place of what the config names. Rewards
         are functions or built-in names, with weight 1; {name: function} names them. The data set
         is a datasets.Dataset or a list of dicts, read by the config's data keys.
-      share: of sharing.Shared, where the process takes more runs that a config says whole.
+      share: of `Shared`, in a process that takes several runs fully described by their configs.
 
     Raises: InputError where parts do not fit one another.
     """
     inputs = share("inputs", lambda: _read_inputs(config, dataset))
-    mesh, folder, model, tokenizer, _, (rows, encoded, dropped), _ = inputs
+    rows, encoded, dropped = inputs.prompts
     chosen = resolve_rewards(config, rewards, rows[0])
-    method = functools.partial(_make_method, config, inputs, chosen, advantage, share)
-    blueprint, steps = share("method", method)
+    blueprint, steps = share("method", lambda: _method(config, inputs, chosen, advantage, share))
     columns = needed_columns(blueprint.chain.needs | blueprint.objective.needs, rows, chosen)
-    params = folders.read_params(folder, model, held_dtype(model), param_layout(blueprint))
-    policy = make_policy(config, chosen)
+    mesh, model, tokenizer = inputs.mesh, inputs.model, inputs.tokenizer
+    dtype, layout = held_dtype(model), param_layout(blueprint)
+    params = folders.read_params(inputs.folder, model, dtype, layout)
+    policy, seed = make_policy(config, chosen), config.train.seed
     names = tuple(reward.name for reward in chosen)
-    state = first_state(blueprint, params, policy, len(rows), config.train.seed, names)
     return Setup(
         config=config,
         mesh=mesh,
@@ -131,12 +151,10 @@ def setup(
         held_out=inputs.held_out,
         rewards=chosen,
         blueprint=blueprint,
-        state=state,
-        select=make_selector(mesh, policy, encoded, blueprint.geometry, config.train.seed),
+        state=first_state(blueprint, params, policy, len(rows), seed, names),
+        select=make_selector(mesh, policy, encoded, blueprint.geometry, seed),
         sample=steps.sample,
-        reward=make_rewarder(
-            mesh, tokenizer, chosen, rows, columns, config.train.steps, config.train.seed
-        ),
+        reward=make_rewarder(mesh, tokenizer, chosen, rows, columns, config.train.steps, seed),
         prepare=make_observer(policy, blueprint.geometry.num_prompts, steps.prepare),
         update=steps.update,
         sync=steps.sync,
@@ -144,7 +162,8 @@ def setup(
 
 
 class _Inputs(NamedTuple):
-    """What is read from disk, but for the weights: those are donated, and read by every run."""
+    """What runs may share of what is read from disk. Each run reads the weights anew: its update
+    overwrites them."""
 
     mesh: Mesh
     folder: Path
@@ -156,7 +175,7 @@ class _Inputs(NamedTuple):
 
 
 def _read_inputs(config: Config, dataset: Iterable[Any] | None) -> _Inputs:
-    mesh = sharding.make_mesh(**_mesh_sizes(config))
+    mesh = make_mesh(config)
     folder, tokenizer, model = find_model(config, mesh)
     chat = make_chat(config, tokenizer)
     prompts = load_prompts(config, chat, dataset)
@@ -164,17 +183,10 @@ def _read_inputs(config: Config, dataset: Iterable[Any] | None) -> _Inputs:
     return _Inputs(mesh, folder, model, tokenizer, chat, prompts, held_out)
 
 
-def _make_method(
-    config: Config,
-    inputs: _Inputs,
-    rewards: Sequence[Reward],
-    advantage: AdvantageTransform | None,
-    share: Share,
-) -> tuple[Blueprint, Steps]:
-    mesh, folder, model, tokenizer = inputs[:4]
-    ends = folders.read_end_tokens(folder, tokenizer)
-    blueprint = make_blueprint(config, mesh, model, tokenizer, ends, rewards, advantage)
-    return blueprint, build_steps(blueprint, share)
+def make_mesh(config: Config) -> Mesh:
+    """The devices of a run, as its config divides them."""
+    keys = config.mesh
+    return sharding.make_mesh(keys.data, keys.fsdp, keys.tensor, keys.context)
 
 
 def find_model(config: Config, mesh: Mesh) -> tuple[Path, Any, Model]:
@@ -191,76 +203,70 @@ def find_model(config: Config, mesh: Mesh) -> tuple[Path, Any, Model]:
     return folder, tokenizer, decoder.build(model_config, constrain=sharding.constrain(mesh))
 
 
-def make_blueprint(
+def _method(
     config: Config,
-    mesh: Mesh,
-    model: Model,
-    tokenizer: Any,
-    end_tokens: tuple[int, ...],
+    inputs: _Inputs,
     rewards: Sequence[Reward],
     advantage: AdvantageTransform | None,
-) -> Blueprint:
-    """The static description of a run, checked against one another."""
-    rollout = config.rollout
+    share: Share,
+) -> tuple[Blueprint, Steps]:
+    """The static description of a run, checked as a whole, and the functions built from it."""
+    mesh, model, rollout = inputs.mesh, inputs.model, config.rollout
+    for name, axis in DIVIDED.items():
+        sharding.check_divides(mesh, f"rollout.{name}", getattr(rollout, name), axis)
     bins = sharding.num_bins(mesh)
-    sharding.check_divides(mesh, "rollout.prompts_per_step", rollout.prompts_per_step, "bins")
-    sharding.check_divides(
-        mesh, "rollout.max_completion_tokens", rollout.max_completion_tokens, "sequence"
-    )
-    sharding.check_divides(mesh, "rollout.max_prompt_tokens", rollout.max_prompt_tokens, "sequence")
-    whole_step = rollout.prompts_per_step * rollout.group_size // bins
     geometry = Geometry(
         num_prompts=rollout.prompts_per_step,
         group_size=rollout.group_size,
         max_prompt_tokens=rollout.max_prompt_tokens,
         max_completion_tokens=rollout.max_completion_tokens,
         bins=bins,
-        rows=config.train.rows_per_micro_batch or whole_step,
+        rows=config.train.rows_per_micro_batch or slots_of(config) // bins,
     )
     packing.check_geometry(geometry)
     chain = make_chain(config, rewards, advantage)
     objective = make_objective(config)
     refuse_double_weights(chain, objective.surrogate, objective.proximal)
-    optimizer = config.optimizer
-    return Blueprint(
+    optimizer = make_optimizer(model.axes, steps=config.train.steps, **vars(config.optimizer))
+    blueprint = Blueprint(
         model=model,
         chain=chain,
         objective=objective,
-        optimizer=make_optimizer(
-            model.axes,
-            use=optimizer.use,
-            learning_rate=optimizer.learning_rate,
-            steps=config.train.steps,
-            clip_norm=optimizer.clip_norm,
-            warmup_steps=optimizer.warmup_steps,
-            schedule=optimizer.schedule,
-            options=optimizer.options,
-        ),
+        optimizer=optimizer,
         geometry=geometry,
-        sampling=sampling_settings(config, tokenizer, end_tokens),
+        sampling=sampling_settings(config, inputs.folder, inputs.tokenizer),
         mesh=mesh,
         reward_weights={reward.name: reward.weight for reward in rewards},
     )
+    return blueprint, build_steps(blueprint, share)
 
 
-def sampling_settings(
-    config: Config, tokenizer: Any, end_tokens: tuple[int, ...]
-) -> SamplingSettings:
-    if not end_tokens:
+def slots_of(config: Config) -> int:
+    """Samples of a step, and so many are decoded at once."""
+    return config.rollout.prompts_per_step * config.rollout.group_size
+
+
+def sampling_settings(config: Config, folder: Path, tokenizer: Any) -> SamplingSettings:
+    """How a config samples from the model in `folder`.
+
+    Raises: InputError where no token ends a sample.
+    """
+    ends = folders.read_end_tokens(folder, tokenizer)
+    if not ends:
         raise InputError(
             f"model.path = {config.model.path}: its tokenizer has no end token, so no sample could "
             "end; set eos_token in its tokenizer_config.json"
         )
-    pad = tokenizer.pad_token_id
+    rollout, pad = config.rollout, tokenizer.pad_token_id
     return SamplingSettings(
-        group_size=config.rollout.group_size,
-        max_completion_tokens=config.rollout.max_completion_tokens,
-        temperature=config.rollout.temperature,
-        stop_tokens=end_tokens,
-        pad_token=end_tokens[0] if pad is None else pad,
-        segment_tokens=config.rollout.segment_tokens,
-        top_k=config.rollout.top_k,
-        top_p=config.rollout.top_p,
+        group_size=rollout.group_size,
+        max_completion_tokens=rollout.max_completion_tokens,
+        temperature=rollout.temperature,
+        stop_tokens=ends,
+        pad_token=ends[0] if pad is None else pad,
+        segment_tokens=rollout.segment_tokens,
+        top_k=rollout.top_k,
+        top_p=rollout.top_p,
     )
 
 
@@ -274,20 +280,12 @@ def first_state(
 ) -> TrainState:
     """The state before the first step, laid out on the mesh."""
     everywhere = sharding.replicated(blueprint.mesh)
-    layout = param_layout(blueprint)
-    geometry = blueprint.geometry
-    spec = RolloutSpec(
-        num_prompts=geometry.num_prompts,
-        group_size=geometry.group_size,
-        max_prompt_tokens=geometry.max_prompt_tokens,
-        max_completion_tokens=geometry.max_completion_tokens,
-        rewards=rewards,
-        num_rows=num_rows,
-    )
+    sizes = blueprint.geometry[:4]  # Geometry and RolloutSpec begin with the same four
+    spec = RolloutSpec(*sizes, rewards=rewards, num_rows=num_rows)
     # A copy of its own, since the trainable parameters are donated.
     copy = jax.jit(
         lambda tree: jax.tree.map(lambda leaf: leaf + 0, as_computed(blueprint.model, tree)),
-        out_shardings=layout,
+        out_shardings=param_layout(blueprint),
     )
     put = lambda value: sharding.put(value, everywhere)  # noqa: E731
     key = jax.random.key_data(jax.random.key(seed))
@@ -311,53 +309,29 @@ def _anchors(blueprint: Blueprint) -> list[str]:
     return sorted(scored | blueprint.objective.anchors)
 
 
-def _mesh_sizes(config: Config) -> dict[str, int]:
-    mesh = config.mesh
-    return {"data": mesh.data, "fsdp": mesh.fsdp, "tensor": mesh.tensor, "context": mesh.context}
-
-
-T = TypeVar("T")
-
-_SAMPLED = ("model", "mesh", "rollout")
-_INPUTS = ("model", "mesh", "data", "eval", "rollout.max_prompt_tokens")
-_UPDATED = (*_SAMPLED, "loss", "optimizer", "train.steps", "train.rows_per_micro_batch")
-DEPENDS = {
-    "inputs": _INPUTS,
-    "sampler": _SAMPLED,
-    "update": _UPDATED,
-    "method": (*_UPDATED, "recipe", "advantage", "rewards"),
-    "evaluator": (*_SAMPLED, *_INPUTS, "rewards", "train.rows_per_micro_batch"),
-}
-"""What can be shared, and the keys of a config that it depends on: tables, or keys of one. None of
-them depends on the seed, nor on where a run is kept."""
-
-
 class Shared:
-    """Keeps what one run has made for the next. It belongs to one process and one set of devices.
+    """Keeps what one run has built for the next one, in one process and on one set of devices.
 
-    Only for runs that a config says whole: objects given from Python are not told apart.
+    Only for runs fully described by their config: Python objects are not part of the key.
     """
 
     def __init__(self) -> None:
         self._made: dict[str, Any] = {}
 
     def of(self, config: Config) -> Share:
-        """The function (name in DEPENDS, make) -> what is shared under that name by this config."""
+        """A function (name in DEPENDS, make) that makes the thing, or returns the one it kept."""
         flat = configs.flat(configs.tables_of(config))
 
         def share(name: str, make: Callable[[], T]) -> T:
             keys = DEPENDS[name]
-            chosen = {key: flat[key] for key in sorted(flat) if _within(key, keys)}
+            tables = tuple(f"{key}." for key in keys)
+            chosen = {key: flat[key] for key in sorted(flat) if f"{key}.".startswith(tables)}
             place = json.dumps([name, chosen], default=str)
             if place not in self._made:
                 self._made[place] = make()
             return self._made[place]
 
         return share
-
-
-def _within(key: str, tables: tuple[str, ...]) -> bool:
-    return any(key == table or key.startswith(f"{table}.") for table in tables)
 
 
 def dry_run(config: Config) -> None:
@@ -371,14 +345,13 @@ def dry_run(config: Config) -> None:
     ids = run.encoded[first]
     count = sum(leaf.size for leaf in jax.tree.leaves(run.state.trainable))
     console.print(configs.to_toml(config), markup=False)
-    samples = geometry.num_prompts * geometry.group_size
     facts(
         console,
         {
             "mesh": ", ".join(f"{name} {size}" for name, size in run.mesh.shape.items()),
             "parameters": f"{count:,}",
-            "a step": f"{geometry.num_prompts} prompts x {geometry.group_size} samples = {samples} "
-            f"completions of at most {geometry.max_completion_tokens} tokens",
+            "a step": f"{geometry.num_prompts} prompts x {geometry.group_size} samples = "
+            f"{slots_of(config)} completions of at most {geometry.max_completion_tokens} tokens",
             "an update": f"at most {geometry.micro_batches} micro-batches of {geometry.bins} bins "
             f"x {geometry.rows} rows ({geometry.prompts_per_bin} prompts each)",
             "data": f"{len(run.rows)} rows, {config.train.steps} steps draw "

@@ -15,7 +15,7 @@ from jaxgrpo.core.errors import ConfigError, InputError
 from jaxgrpo.training import loop, process, setup
 from jaxgrpo.training import resets as resetting
 from jaxgrpo.training.checkpoints import parameter_hash
-from jaxgrpo.training.export import is_better
+from jaxgrpo.training.resets import is_better
 from jaxgrpo.update.optimizer import current_rate
 
 K2 = {"use": "k2", "beta": 0.05}

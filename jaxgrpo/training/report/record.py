@@ -15,7 +15,7 @@ from typing import Any
 
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.training import alarms
-from jaxgrpo.training.folder import LOCK, read_metrics
+from jaxgrpo.training.folder import LOCK, evaluation_of, read_metrics
 
 TURNS = "\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"
 UNDER_WAY, FINISHED, STOPPED = "under way", "finished", "stopped"
@@ -49,11 +49,8 @@ class Record:
         """(step, metrics without "eval/") of each evaluation."""
         found = []
         for line in self.lines:
-            values = {
-                name.removeprefix("eval/"): float(value)
-                for name, value in line.items()
-                if name.startswith("eval/") and is_number(value)
-            }
+            measured = evaluation_of(line).items()
+            values = {name: float(value) for name, value in measured if is_number(value)}
             if values:
                 found.append((line["step"], values))
         return found
