@@ -11,28 +11,12 @@ import argparse
 import importlib
 import sys
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jaxgrpo
 
-
-class Argument(NamedTuple):
-    """What `add_argument` gets."""
-
-    flags: list[str]
-    options: dict[str, Any]
-
-
-class Command(NamedTuple):
-    """A command of the table."""
-
-    help: str
-    calls: str  # "package.module:function"
-    arguments: Sequence[Argument]
-
-
-def command(text: str, calls: str, *arguments: Argument) -> Command:
-    return Command(text, calls, arguments)
+Argument = tuple[list[str], dict[str, Any]]
+"""What `add_argument` gets: flags and options."""
 
 
 def argument(
@@ -40,11 +24,11 @@ def argument(
 ) -> Argument:
     """An argument by its position ("out") or an option ("-n --samples")."""
     shown = {"metavar": metavar, "help": text}
-    return Argument(flags.split(), {k: v for k, v in shown.items() if v is not None} | more)
+    return flags.split(), {k: v for k, v in shown.items() if v is not None} | more
 
 
 def switch(flag: str, text: str, **more: Any) -> Argument:
-    return Argument([flag], {"action": "store_true", "help": text, **more})
+    return [flag], {"action": "store_true", "help": text, **more}
 
 
 def several(flag: str, metavar: str, text: str, **more: Any) -> Argument:
@@ -67,13 +51,13 @@ SAMPLES = argument("-n --num-samples", "N", "per prompt", type=int, dest="sample
 PROMPTS = argument("--num-prompts", "N", "of the data; all by default", type=int, dest="prompts")
 JSON = argument("--json", "OUT", "write the numbers", dest="json_out")
 
-COMMANDS = {
-    "quickstart": command(
+COMMANDS: dict[str, tuple[Any, ...]] = {
+    "quickstart": (
         "make a small base model, train it with GRPO, evaluate both",
         "jaxgrpo.cli.start:quickstart",
         SET,
     ),
-    "train": command(
+    "train": (
         "train as a config says",
         "jaxgrpo.cli.start:train",
         argument("config", "CONFIG", "a TOML file, or a shipped config's name"),
@@ -81,7 +65,7 @@ COMMANDS = {
         switch("--dry-run", "show what would be run, without training"),
         SET,
     ),
-    "probe": command(
+    "probe": (
         "before training: would groups of samples carry signal?",
         "jaxgrpo.experiments.probe.command:main",
         TARGET,
@@ -94,7 +78,7 @@ COMMANDS = {
         argument("--html", "OUT", "write a page with plots", dest="html_out"),
         SET,
     ),
-    "eval": command(
+    "eval": (
         "greedy accuracy, pass@k and majority votes",
         "jaxgrpo.cli.inference:evaluate",
         TARGET,
@@ -107,7 +91,7 @@ COMMANDS = {
         JSON,
         SET,
     ),
-    "sample": command(
+    "sample": (
         "sample completions for a file of prompts",
         "jaxgrpo.cli.inference:write_samples",
         TARGET,
@@ -117,13 +101,13 @@ COMMANDS = {
         argument("--temperature", None, "0: the likeliest token", type=float),
         SET,
     ),
-    "report": command(
+    "report": (
         "write RUN/report.html anew, or print a summary",
         "jaxgrpo.training.report.html:report",
         argument("run", "RUN", "a run folder, of a run at any stage"),
         switch("--text", "print it instead"),
     ),
-    "export": command(
+    "export": (
         "write a step of a run as a Hugging Face folder",
         "jaxgrpo.cli.inference:export",
         argument("run", "RUN", "a run folder"),
@@ -131,13 +115,13 @@ COMMANDS = {
         argument("--step", None, "last, best, or a number of steps"),
         argument("--dtype", choices=["float32", "bfloat16"]),
     ),
-    "compare": command(
+    "compare": (
         "settle which arm is better: arms x learning rates x seeds from one base",
         "jaxgrpo.experiments.compare:compare",
         argument("path", "EXPERIMENT", "a TOML file, or a shipped experiment's name"),
         switch("--dry-run", "check the file and all configs and show the plan, without a run"),
     ),
-    "advantages": command(
+    "advantages": (
         "list recipes and parts, or show what one does step by step",
         "jaxgrpo.cli.advantages:main",
         argument("name", "NAME|FILE.py:FUNCTION", nargs="?"),
@@ -156,12 +140,12 @@ COMMANDS = {
         several("--lengths", "N,N,...", "tokens of each sample, for what acts on tokens"),
         switch("--json", "print it as JSON", dest="as_json"),
     ),
-    "init": command(
+    "init": (
         "write a run.toml and a reward.py that train as they are",
         "jaxgrpo.cli.start:init",
         argument("folder", "DIR", nargs="?"),
     ),
-    "make-base": command(
+    "make-base": (
         "make a small base model for a built-in task",
         "jaxgrpo.cli.start:make_base",
         argument("task", "TASK", "the task, as arithmetic"),
@@ -170,8 +154,9 @@ COMMANDS = {
         argument("--steps", "N", "steps of the warm start", type=int),
         argument("--hidden-size", "N", type=int),
     ),
-    "doctor": command("show versions, devices, memory and disk", "jaxgrpo.cli.start:doctor"),
+    "doctor": ("show versions, devices, memory and disk", "jaxgrpo.cli.start:doctor"),
 }
+"""name -> what it does, "package.module:function", and its arguments."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -200,7 +185,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"jaxgrpo {jaxgrpo.__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for name, (text, calls, arguments) in COMMANDS.items():
+    for name, (text, calls, *arguments) in COMMANDS.items():
         added = commands.add_parser(name, help=text)
         added.set_defaults(calls=calls)
         for flags, options in arguments:

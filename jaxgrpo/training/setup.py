@@ -20,14 +20,8 @@ from rich.console import Console
 
 from jaxgrpo.advantages import AdvantageTransform
 from jaxgrpo.config import files as configs
+from jaxgrpo.config import methods
 from jaxgrpo.config.files import Config
-from jaxgrpo.config.methods import (
-    make_chain,
-    make_objective,
-    make_policy,
-    needed_columns,
-    refuse_double_weights,
-)
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.types import (
     FIELDS,
@@ -48,16 +42,8 @@ from jaxgrpo.rewards.protocol import Reward
 from jaxgrpo.rollout.judging import make_rewarder, make_selector
 from jaxgrpo.rollout.sampler import SamplingSettings
 from jaxgrpo.rollout.selection import PromptPolicy
-from jaxgrpo.training import process
+from jaxgrpo.training import inputs, process
 from jaxgrpo.training.console import facts
-from jaxgrpo.training.inputs import (
-    dropped_line,
-    eval_source,
-    load_prompts,
-    make_chat,
-    resolve_rewards,
-    show_previews,
-)
 from jaxgrpo.update import packing
 from jaxgrpo.update.forward import Blueprint, as_computed, held_dtype, opt_layout, param_layout
 from jaxgrpo.update.optimizer import make_optimizer
@@ -129,26 +115,27 @@ def setup(
 
     Raises: InputError where parts do not fit one another.
     """
-    inputs = share("inputs", lambda: _read_inputs(config, dataset))
-    rows, encoded, dropped = inputs.prompts
-    chosen = resolve_rewards(config, rewards, rows[0])
-    blueprint, steps = share("method", lambda: _method(config, inputs, chosen, advantage, share))
-    columns = needed_columns(blueprint.chain.needs | blueprint.objective.needs, rows, chosen)
-    mesh, model, tokenizer = inputs.mesh, inputs.model, inputs.tokenizer
+    read = share("inputs", lambda: _read_inputs(config, dataset))
+    rows, encoded, dropped = read.prompts
+    chosen = inputs.resolve_rewards(config, rewards, rows[0])
+    blueprint, steps = share("method", lambda: _method(config, read, chosen, advantage, share))
+    needs = blueprint.chain.needs | blueprint.objective.needs
+    columns = methods.needed_columns(needs, rows, chosen)
+    mesh, model, tokenizer = read.mesh, read.model, read.tokenizer
     dtype, layout = held_dtype(model), param_layout(blueprint)
-    params = folders.read_params(inputs.folder, model, dtype, layout)
-    policy, seed = make_policy(config, chosen), config.train.seed
+    params = folders.read_params(read.folder, model, dtype, layout)
+    policy, seed = methods.make_policy(config, chosen), config.train.seed
     names = tuple(reward.name for reward in chosen)
     return Setup(
         config=config,
         mesh=mesh,
         model=model,
         tokenizer=tokenizer,
-        chat=inputs.chat,
+        chat=read.chat,
         rows=rows,
         encoded=encoded,
         dropped=dropped,
-        held_out=inputs.held_out,
+        held_out=read.held_out,
         rewards=chosen,
         blueprint=blueprint,
         state=first_state(blueprint, params, policy, len(rows), seed, names),
@@ -177,9 +164,10 @@ class _Inputs(NamedTuple):
 def _read_inputs(config: Config, dataset: Iterable[Any] | None) -> _Inputs:
     mesh = make_mesh(config)
     folder, tokenizer, model = find_model(config, mesh)
-    chat = make_chat(config, tokenizer)
-    prompts = load_prompts(config, chat, dataset)
-    held_out = load_prompts(config, chat, eval_source(config)) if config.eval.data else None
+    chat = inputs.make_chat(config, tokenizer)
+    prompts = inputs.load_prompts(config, chat, dataset)
+    source = inputs.eval_source(config) if config.eval.data else None
+    held_out = inputs.load_prompts(config, chat, source) if source else None
     return _Inputs(mesh, folder, model, tokenizer, chat, prompts, held_out)
 
 
@@ -205,13 +193,13 @@ def find_model(config: Config, mesh: Mesh) -> tuple[Path, Any, Model]:
 
 def _method(
     config: Config,
-    inputs: _Inputs,
+    read: _Inputs,
     rewards: Sequence[Reward],
     advantage: AdvantageTransform | None,
     share: Share,
 ) -> tuple[Blueprint, Steps]:
     """The static description of a run, checked as a whole, and the functions built from it."""
-    mesh, model, rollout = inputs.mesh, inputs.model, config.rollout
+    mesh, model, rollout = read.mesh, read.model, config.rollout
     for name, axis in DIVIDED.items():
         sharding.check_divides(mesh, f"rollout.{name}", getattr(rollout, name), axis)
     bins = sharding.num_bins(mesh)
@@ -224,9 +212,9 @@ def _method(
         rows=config.train.rows_per_micro_batch or slots_of(config) // bins,
     )
     packing.check_geometry(geometry)
-    chain = make_chain(config, rewards, advantage)
-    objective = make_objective(config)
-    refuse_double_weights(chain, objective.surrogate, objective.proximal)
+    chain = methods.make_chain(config, rewards, advantage)
+    objective = methods.make_objective(config)
+    methods.refuse_double_weights(chain, objective.surrogate, objective.proximal)
     optimizer = make_optimizer(model.axes, steps=config.train.steps, **vars(config.optimizer))
     blueprint = Blueprint(
         model=model,
@@ -234,7 +222,7 @@ def _method(
         objective=objective,
         optimizer=optimizer,
         geometry=geometry,
-        sampling=sampling_settings(config, inputs.folder, inputs.tokenizer),
+        sampling=sampling_settings(config, read.folder, read.tokenizer),
         mesh=mesh,
         reward_weights={reward.name: reward.weight for reward in rewards},
     )
@@ -356,10 +344,10 @@ def dry_run(config: Config) -> None:
             f"x {geometry.rows} rows ({geometry.prompts_per_bin} prompts each)",
             "data": f"{len(run.rows)} rows, {config.train.steps} steps draw "
             f"{config.train.steps * geometry.num_prompts}",
-            "too long": dropped_line(config, len(run.rows), run.dropped),
+            "too long": inputs.dropped_line(config, len(run.rows), run.dropped),
             "rewards": ", ".join(f"{r.name} x {r.weight:g}" for r in run.rewards),
             "chat template": run.chat.name,
             "first prompt": f"row {first}, {len(ids)} tokens: {run.tokenizer.decode(ids)!r}",
         },
     )
-    show_previews(console, run.rewards, run.rows[0], run.tokenizer, config.train.steps)
+    inputs.show_previews(console, run.rewards, run.rows[0], run.tokenizer, config.train.steps)

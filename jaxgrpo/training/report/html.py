@@ -104,20 +104,20 @@ def report(run: str | Path, text: bool = False) -> int:
 
 def render(record: Record) -> str:
     """The whole page."""
-    body = "\n".join(
-        [
-            _header(record),
-            _warnings(record),
-            _evaluation(record),
-            _charts(record),
-            _samples(record),
-        ]
-    )
-    return document(record.name, body)
+    sections = (_header, _warnings, _evaluation, _charts, _samples)
+    return document(record.name, "\n".join(section(record) for section in sections))
 
 
-def _number(value: float | None, digits: int = 3) -> str:
-    return "–" if value is None else f"{value:.{digits}g}"
+def _number(value: float | None, form: str = ".3g") -> str:
+    return "–" if value is None else f"{value:{form}}"
+
+
+def _section(title: str, body: str) -> str:
+    return f"<h2>{title}</h2>\n{body}"
+
+
+def _nothing(why: str) -> str:
+    return f'<div class="box muted"><p>{why}</p></div>'
 
 
 def _header(record: Record) -> str:
@@ -125,14 +125,12 @@ def _header(record: Record) -> str:
     model = Path(str(config.get("model", {}).get("path", "?"))).name
     method = config.get("recipe") or "own chain of advantages"
     rollout = config.get("rollout", {})
+    prompts, samples = (rollout.get(key, "?") for key in ("prompts_per_step", "group_size"))
     facts = [
         f"step {record.step} of {record.steps or '?'}",
         f"model {model}",
         str(method),
-        " x ".join(
-            f"{rollout.get(key, '?')} {what}"
-            for key, what in (("prompts_per_step", "prompts"), ("group_size", "samples"))
-        ),
+        f"{prompts} prompts x {samples} samples",
         f"written {datetime.datetime.now().strftime('%Y-%m-%d %H:%M')}",
     ]
     if record.status == UNDER_WAY:
@@ -165,14 +163,14 @@ def _tiles(record: Record) -> dict[str, str]:
 
 def _warnings(record: Record) -> str:
     if not record.warnings:
-        return '<h2>Warnings</h2>\n<div class="box muted"><p>None so far.</p></div>'
+        return _section("Warnings", _nothing("None so far."))
     items = []
     latest = {alarm.name: place for place, alarm in enumerate(record.warnings)}
     for place, alarm in enumerate(record.warnings):
         holds = alarm.name in record.active and latest[alarm.name] == place
         state = '<span class="holds">holds</span>' if holds else '<span class="muted">over</span>'
         items.append(f"<li>step {alarm.step}, {state}: {text(alarm.text)}</li>")
-    return f'<h2>Warnings</h2>\n<ul class="box">{"".join(items)}</ul>'
+    return _section("Warnings", f'<ul class="box">{"".join(items)}</ul>')
 
 
 def _evaluation(record: Record) -> str:
@@ -183,9 +181,9 @@ def _evaluation(record: Record) -> str:
     rows = [["", f"step {first}", f"step {last}", "change"]]
     for name in sorted(base.keys() | now.keys(), key=_accuracy_first):
         before, after = base.get(name), now.get(name)
-        change = "–" if before is None or after is None else f"{after - before:+.3f}"
-        rows.append([name, *("–" if v is None else f"{v:.3f}" for v in (before, after)), change])
-    return f"<h2>Evaluation</h2>\n{table(rows)}"
+        change = None if before is None or after is None else after - before
+        rows.append([name, _number(before, ".3f"), _number(after, ".3f"), _number(change, "+.3f")])
+    return _section("Evaluation", table(rows))
 
 
 def _accuracy_first(name: str) -> tuple[Any, ...]:
@@ -197,8 +195,8 @@ def _charts(record: Record) -> str:
 
     figures = [figure(panel.title, svg, panel.note) for panel, svg in charts.draw(record)]
     if not figures:
-        return '<h2>Charts</h2>\n<div class="box muted"><p>No step is finished yet.</p></div>'
-    return f'<h2>Charts</h2>\n<div class="charts">{"".join(figures)}</div>'
+        return _section("Charts", _nothing("No step is finished yet."))
+    return _section("Charts", f'<div class="charts">{"".join(figures)}</div>')
 
 
 def _samples(record: Record) -> str:
@@ -210,11 +208,9 @@ def _samples(record: Record) -> str:
     body = "".join(_sample_rows(rows, rewards, weights(record)))
     more = len(record.samples) - len(rows)
     rest = f", {len(rows)} of {len(record.samples)}, strongest groups first" if more else ""
-    return (
-        f"<h2>Samples of step {record.samples[0]['step']}{rest}</h2>\n"
-        f'<div class="box"><table><tr><th>prompt</th><th>completion</th>{head}</tr>{body}</table>'
-        "</div>"
-    )
+    lines = f"<table><tr><th>prompt</th><th>completion</th>{head}</tr>{body}</table>"
+    title = f"Samples of step {record.samples[0]['step']}{rest}"
+    return _section(title, f'<div class="box">{lines}</div>')
 
 
 def _strongest_first(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
