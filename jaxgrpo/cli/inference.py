@@ -1,4 +1,4 @@
-"""`jaxgrpo eval` and `jaxgrpo sample`: a trained model, or that of a run, without training it."""
+"""`jaxgrpo eval`, `sample` and `export`: a model, or that of a run, without training it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from jaxgrpo.config.files import Config
 from jaxgrpo.config.keys import is_path
@@ -122,9 +122,8 @@ def export(run: str, out: str, step: str | int = "last", dtype: str | None = Non
 
 def table_of(metrics: Mapping[str, float], title: str) -> Table:
     """Numbers of an evaluation, with their intervals where they have one."""
-    table = Table(title=title)
-    for name in ("", "value", "95% interval"):
-        table.add_column(name, justify="left" if not name else "right")
+    numbers = [Column(name, justify="right") for name in ("value", "95% interval")]
+    table = Table("", *numbers, title=title)
     for name, value in metrics.items():
         if name.endswith(("/low", "/high")):
             continue
@@ -146,7 +145,7 @@ def _refuse_unjudged(target: str, config: Config) -> None:
 def _base_config(target: str, config: Config, base: str | None) -> Config | None:
     """A config whose model is the one that the KL is measured from; None where none is asked for.
 
-    Raises: InputError where a KL is asked for and nobody says from what, or from no such model.
+    Raises: InputError where a KL is asked for without a base, or its model does not exist.
     """
     if base is not None:
         path = str(Path(base).absolute()) if is_path(base, Path.cwd()) else base

@@ -18,7 +18,7 @@ from typing import Any
 import jax
 from rich.console import Console
 from rich.progress import Progress
-from rich.table import Table
+from rich.table import Column, Table
 
 import jaxgrpo
 from jaxgrpo.core.errors import InputError
@@ -138,9 +138,8 @@ def make_base(out: str, task: str, **options: Any) -> int:
 
 def doctor() -> int:
     """Prints versions, devices, memory and disk; 2 where JAX cannot use the machine's devices."""
-    table = Table(title=f"jaxgrpo {jaxgrpo.__version__}", show_header=False)
-    table.add_column(style="bold")
-    table.add_column(overflow="fold")
+    columns = Column(style="bold"), Column(overflow="fold")
+    table = Table(*columns, title=f"jaxgrpo {jaxgrpo.__version__}", show_header=False)
     found = _devices()
     for rows in (_versions(), found, _memory(), _disk(os.environ)):
         for name, value in rows.items():

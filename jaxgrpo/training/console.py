@@ -13,7 +13,7 @@ from typing import Any
 from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from jaxgrpo.training.report.record import Record, is_number, shown, total_reward, visible
@@ -86,10 +86,7 @@ def is_summary(name: str) -> bool:
 
 def comparison(title: str, columns: Mapping[str, Mapping[str, float]], rows: list[str]) -> Table:
     """A table with one column per policy."""
-    table = Table(title=title)
-    table.add_column("")
-    for name in columns:
-        table.add_column(name, justify="right")
+    table = Table("", *(Column(name, justify="right") for name in columns), title=title)
     for row in rows:
         table.add_row(row, *(f"{column[row]:.3f}" for column in columns.values()))
     return table
@@ -104,17 +101,16 @@ def facts(console: Console, values: Mapping[str, Any]) -> None:
 
 
 def show(console: Console, record: Record) -> None:
-    """Where the run stands, its warnings, evaluations and curves."""
+    """The step of the run, its warnings, evaluations and curves."""
     of = f" of {record.steps}" if record.steps else ""
     console.print(Text(f"{record.name}: {record.status}, step {record.step}{of}", style="bold"))
     for alarm in record.warnings:
         console.print(warning(alarm.step, alarm.text))
     if record.evaluations:
         console.print(_evaluations(record))
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for name in ("", "first", "now"):
-        table.add_column(name, justify="right" if name else "left", no_wrap=True)
-    table.add_column(f"to step {record.step}", no_wrap=True)
+    numbers = [Column(name, justify="right", no_wrap=True) for name in ("first", "now")]
+    curve = Column(f"to step {record.step}", no_wrap=True)
+    table = Table(Column(no_wrap=True), *numbers, curve, box=box.SIMPLE_HEAD, pad_edge=False)
     for metric in METRICS:
         _, values = record.series(metric)
         if values:
@@ -183,9 +179,8 @@ def _few(text: str, width: int = 100) -> list[str]:
 
 def _evaluations(record: Record) -> Table:
     (first, base), (last, now) = record.evaluations[0], record.evaluations[-1]
-    table = Table(title="evaluation")
-    for name in ("", f"step {first}", f"step {last}"):
-        table.add_column(name, justify="right" if name else "left")
+    steps = [Column(f"step {number}", justify="right") for number in (first, last)]
+    table = Table("", *steps, title="evaluation")
     names = [name for name in now if name in base]
     for name in sorted(names, key=lambda name: ("accuracy" not in name, name)):
         values = [f"{value:.3f}" if is_number(value) else "–" for value in (base[name], now[name])]

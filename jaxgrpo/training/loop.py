@@ -78,7 +78,7 @@ def train(
         set a datasets.Dataset or a list of dicts, read by the config's data keys.
       overrides: keys of the config, train={"steps": 20} or **{"train.steps": 20}.
 
-    Returns: the run; its model stands in `path / "model"` as a Hugging Face folder.
+    Returns: the run; its model is in `path / "model"`, as a Hugging Face folder.
 
     Raises: InputError before anything long starts; process.StopRequested after a stop signal, when
     everything is saved.

@@ -160,8 +160,8 @@ def evaluator_of(run: Setup, share: Share = alone) -> Evaluate:
         config = run.config
         held_out = run.held_out or load_prompts(config, run.chat, eval_source(config))
         questions = questions_of(config, held_out, resolve_scorer(config, run.rewards))
-        folder = Path(config.model.path)
-        policy = Policy(run.mesh, folder, run.model, run.tokenizer, run.blueprint.sampling)
+        settings = run.blueprint.sampling
+        policy = Policy(run.mesh, run.folder, run.model, run.tokenizer, settings)
         return policy.evaluator(config, questions, base_of(run) if config.eval.kl_to_base else None)
 
     return share("evaluator", make)

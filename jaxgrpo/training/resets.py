@@ -1,4 +1,4 @@
-"""The reference becomes the policy of the moment: what that does to a state, and when it is due."""
+"""Resets of the reference to the current policy: when one is due, and what it changes."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def make_resetter(config: Config, blueprint: Blueprint) -> Reset:
     def reset(
         state: TrainState, resets: Resets, number: int, values: Mapping[str, float]
     ) -> tuple[TrainState, Resets]:
-        # The evaluation behind the last step is none of a run that goes on with more.
+        # A run with more steps would not evaluate after this last one.
         if number % (config.eval.every or 1) == 0:
             resets = see(config, resets, values)
         if not is_due(config, resets, number, values, names):

@@ -79,6 +79,7 @@ class Setup(NamedTuple):
 
     config: Config
     mesh: Mesh
+    folder: Path  # of the model
     model: Model
     tokenizer: Any
     chat: Chat  # how prompts are written out
@@ -116,32 +117,24 @@ def setup(
     Raises: InputError where parts do not fit one another.
     """
     read = share("inputs", lambda: _read_inputs(config, dataset))
-    rows, encoded, dropped = read.prompts
+    mesh, rows, model = read.mesh, read.rows, read.model
     chosen = inputs.resolve_rewards(config, rewards, rows[0])
     blueprint, steps = share("method", lambda: _method(config, read, chosen, advantage, share))
     needs = blueprint.chain.needs | blueprint.objective.needs
     columns = methods.needed_columns(needs, rows, chosen)
-    mesh, model, tokenizer = read.mesh, read.model, read.tokenizer
     dtype, layout = held_dtype(model), param_layout(blueprint)
     params = folders.read_params(read.folder, model, dtype, layout)
     policy, seed = methods.make_policy(config, chosen), config.train.seed
     names = tuple(reward.name for reward in chosen)
     return Setup(
         config=config,
-        mesh=mesh,
-        model=model,
-        tokenizer=tokenizer,
-        chat=read.chat,
-        rows=rows,
-        encoded=encoded,
-        dropped=dropped,
-        held_out=read.held_out,
+        **read._asdict(),
         rewards=chosen,
         blueprint=blueprint,
         state=first_state(blueprint, params, policy, len(rows), seed, names),
-        select=make_selector(mesh, policy, encoded, blueprint.geometry, seed),
+        select=make_selector(mesh, policy, read.encoded, blueprint.geometry, seed),
         sample=steps.sample,
-        reward=make_rewarder(mesh, tokenizer, chosen, rows, columns, config.train.steps, seed),
+        reward=make_rewarder(mesh, read.tokenizer, chosen, rows, columns, config.train.steps, seed),
         prepare=make_observer(policy, blueprint.geometry.num_prompts, steps.prepare),
         update=steps.update,
         sync=steps.sync,
@@ -157,7 +150,9 @@ class _Inputs(NamedTuple):
     model: Model
     tokenizer: Any
     chat: Chat
-    prompts: PromptData
+    rows: list[dict[str, Any]]
+    encoded: list[np.ndarray]
+    dropped: int
     held_out: PromptData | None
 
 
@@ -168,7 +163,7 @@ def _read_inputs(config: Config, dataset: Iterable[Any] | None) -> _Inputs:
     prompts = inputs.load_prompts(config, chat, dataset)
     source = inputs.eval_source(config) if config.eval.data else None
     held_out = inputs.load_prompts(config, chat, source) if source else None
-    return _Inputs(mesh, folder, model, tokenizer, chat, prompts, held_out)
+    return _Inputs(mesh, folder, model, tokenizer, chat, *prompts, held_out)
 
 
 def make_mesh(config: Config) -> Mesh:

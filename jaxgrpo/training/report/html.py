@@ -214,7 +214,7 @@ def _samples(record: Record) -> str:
 
 
 def _strongest_first(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Whole groups, by their largest advantage: what the step learnt from stands on top."""
+    """Whole groups, those with the largest advantage first: the step learnt most from them."""
     groups: dict[Any, list[Mapping[str, Any]]] = {}
     for row in rows:
         groups.setdefault(row["ordinal"], []).append(row)
@@ -239,7 +239,7 @@ def weights(record: Record) -> dict[str, float]:
 def _sample_rows(
     rows: Sequence[Mapping[str, Any]], rewards: Sequence[str], weigh: Mapping[str, float]
 ) -> Iterable[str]:
-    """A prompt stands once, beside the first of its samples."""
+    """One row of the table per sample; a prompt is shown once, with the first of its samples."""
     before = None
     for row in rows:
         opens = row["ordinal"] != before
