@@ -78,7 +78,7 @@ def build(what: str, spec: Mapping[str, Any], table: Mapping[str, Callable[..., 
     if "use" not in spec:
         raise InputError(f"{what} {dict(spec)} has no name: write {{ use = ..., ... }}")
     use, options = spec["use"], {name: value for name, value in spec.items() if name != "use"}
-    factory = find(what, use, table) if isinstance(use, str) else use
+    factory: Any = find(what, use, table) if isinstance(use, str) else use
     name = use if isinstance(use, str) else getattr(use, "__name__", repr(use))
     if not callable(factory):
         raise InputError(f"{what} {name} is neither a name nor a function")

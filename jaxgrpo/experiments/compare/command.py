@@ -37,7 +37,7 @@ from jaxgrpo.models import sharding
 from jaxgrpo.training import loop, process
 from jaxgrpo.training.folder import write_atomically
 from jaxgrpo.training.policy import evaluator_of
-from jaxgrpo.training.report.page import check_can_draw
+from jaxgrpo.training.report.html import check_can_draw
 from jaxgrpo.training.setup import Shared, setup
 
 
@@ -209,7 +209,7 @@ class Runner:
         loop.take(
             case.config,
             lambda: setup(case.config, share=share),
-            lambda parts: self._remembering(evaluator_of(parts, share), case.path),
+            lambda run: self._remembering(evaluator_of(run, share), case.path),
             resume=True,
             shown=False,
         )

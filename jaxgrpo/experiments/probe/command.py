@@ -23,8 +23,9 @@ from jaxgrpo.rollout.sampler import make_sampler
 from jaxgrpo.training import process
 from jaxgrpo.training.folder import plain, write_atomically
 from jaxgrpo.training.inputs import resolve_rewards, resolve_scorer, show_previews
-from jaxgrpo.training.policy import NOBODY, Policy, config_for, find_policy, key_of, slots_of
-from jaxgrpo.training.report import check_can_draw
+from jaxgrpo.training.policy import NOBODY, Policy, config_for, find_policy, key_of
+from jaxgrpo.training.report.html import check_can_draw
+from jaxgrpo.training.setup import slots_of
 
 PURPOSE = 2  # folded into the key: a probe repeats the draws of neither training nor evaluation
 
