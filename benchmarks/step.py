@@ -22,7 +22,7 @@ from benchmarks.common import describe, interval, matmul_rate, report, timed
 from jaxgrpo import advantages, losses
 from jaxgrpo.models import decoder, sharding
 from jaxgrpo.models.api import ModelConfig
-from jaxgrpo.rollout.judging import put_prompts
+from jaxgrpo.rollout.judging import put_by_prompt
 from jaxgrpo.rollout.sampler import SamplingSettings
 from jaxgrpo.rollout.selection import host_prompts, sequential
 from jaxgrpo.training.setup import first_state
@@ -114,7 +114,7 @@ def measure(parts: Parts, state: Any, repeats: int) -> dict[str, list[float]]:
     shape = (geometry.num_prompts, geometry.max_prompt_tokens)
     order = np.arange(geometry.num_prompts)
     tokens = rng.integers(2, parts.model.config.vocab_size, shape)
-    prompts = put_prompts(parts.mesh, host_prompts(tokens, np.ones(shape, bool), order, order, 0))
+    prompts = put_by_prompt(parts.mesh, host_prompts(tokens, np.ones(shape, bool), order, order, 0))
     spent: dict[str, list[float]] = {"sample": [], "prepare": [], "update": [], "step": []}
     for step in range(repeats + 1):
         rollouts, sample = timed(steps.sample, steps.sync(state), prompts, state.key)

@@ -1,13 +1,11 @@
-"""Mistakes in what a user gave, told apart from defects of the program.
-
-Names and options that users write: found, or refused with the nearest known one.
-"""
+"""Mistakes in what a user gave, as opposed to defects of the program, and messages for them."""
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 
@@ -19,7 +17,7 @@ class InputError(ValueError):
 
 
 class NotGiven(InputError):
-    """Something is read that nobody gave.
+    """A field or attribute is read that was not given.
 
     Args:
       name: of the field or attribute that is missing.
@@ -45,6 +43,27 @@ class ConfigError(InputError):
 
 
 T = TypeVar("T")
+
+
+@contextlib.contextmanager
+def refusing(message: Callable[[Any], str], *kinds: type[Exception]) -> Iterator[None]:
+    """Turns an error of these kinds (none: of any) that its block raises into an InputError.
+
+    Args:
+      message: error -> the message: where, what was given, what was expected, what to do.
+    """
+    kinds = kinds or (Exception,)
+    try:
+        yield
+    except InputError:
+        raise
+    except kinds as error:
+        raise InputError(message(error)) from error
+
+
+def one_line(error: BaseException) -> str:
+    """The message of another library's error, in one line."""
+    return " ".join(str(error).split())
 
 
 def suggest(name: str, known: Iterable[str]) -> str:

@@ -43,7 +43,7 @@ def test_every_key_keyword_reward_and_option_is_described(text):
             assert f"`{option}" in row
 
 
-@pytest.mark.parametrize("module", ["forms", "gsm8k", "protocol", "registry", "texts"])
+@pytest.mark.parametrize("module", ["forms", "mathematics", "protocol", "registry"])
 def test_the_examples_of_the_docstrings_are_right(module):
     result = doctest.testmod(importlib.import_module(f"jaxgrpo.rewards.{module}"))
     assert result.attempted > 0
