@@ -22,7 +22,7 @@ from jaxgrpo.models import sharding
 from jaxgrpo.models.api import Model
 from jaxgrpo.rewards import RewardFunction, TrainerState, answers
 from jaxgrpo.rewards.protocol import Reward
-from jaxgrpo.rollout.judging import completion_ids, decode_texts, judge_texts, put_by_prompt
+from jaxgrpo.rollout.judging import completion_ids, decode_texts, judge_texts, put_prompts
 from jaxgrpo.rollout.sampler import Sampler, SamplingSettings, make_sampler, sample
 from jaxgrpo.rollout.selection import pad_prompts
 from jaxgrpo.update import diagnostics
@@ -254,7 +254,7 @@ def ask(
         # The last batch is filled up by repeating rows; what they give is dropped.
         chosen = np.arange(begin, begin + size) % count
         encoded = [questions.encoded[int(row)] for row in chosen]
-        prompts = put_by_prompt(mesh, pad_prompts(encoded, width, chosen, chosen, step))
+        prompts = put_prompts(mesh, pad_prompts(encoded, width, chosen, chosen, step))
         rollouts = sample(sampler, params, prompts, key)
         host = sharding.to_host(
             (

@@ -27,8 +27,8 @@ from jaxgrpo.rollout.selection import PromptPolicy, make_prompts
 SMALLEST = 4096  # bytes of a value that processes exchange
 
 
-def put_by_prompt(mesh: Mesh, tree: Any) -> Any:
-    """Host arrays [], [P] and [P, N] on the mesh: P over the bins, scalars everywhere."""
+def put_prompts(mesh: Mesh, tree: Any) -> Any:
+    """Prompts, or host arrays with one entry per prompt, on the mesh: P over the bins."""
 
     def put(leaf: Any) -> Array:
         return sharding.put(leaf, sharding.named(mesh, *("bins", None)[: np.ndim(leaf)]))
@@ -52,7 +52,7 @@ def make_selector(
             step=int(sharding.to_host(state.step)),
         )
         after = sharding.put(np.int32(ordinals.max() + 1), sharding.replicated(mesh))
-        return put_by_prompt(mesh, prompts), dataclasses.replace(state, cursor=after)
+        return put_prompts(mesh, prompts), dataclasses.replace(state, cursor=after)
 
     return select
 
@@ -176,8 +176,8 @@ def make_rewarder(
         if noise:
             ordinal = sharding.to_host(rollouts.ordinal)
             scores, log = flipped(scores, log, noise, seed, state.global_step, ordinal)
-        placed = {name: put_by_prompt(mesh, value) for name, value in scores.items()}
-        fields = {name: put_by_prompt(mesh, column[host[0]]) for name, column in columns.items()}
+        placed = {name: put_prompts(mesh, value) for name, value in scores.items()}
+        fields = {name: put_prompts(mesh, column[host[0]]) for name, column in columns.items()}
         judged = dataclasses.replace(rollouts, rewards=placed, fields={**rollouts.fields, **fields})
         return judged, log
 

@@ -119,35 +119,35 @@ def take(
         folder = stack.enter_context(RunFolder(config.run.dir, resume=resume))
         refuse_other_config(folder, config)
         checkpoints = stack.enter_context(Checkpoints(folder.checkpoints, config.checkpoint.keep))
-        parts = make()
+        run = make()
         # A reward that cannot be called is found now and not after the first samples.
-        try_rewards(parts.rewards, parts.rows[0], parts.tokenizer, config.train.steps)
-        state, done, meta = first_or_restored(parts, checkpoints)
-        parts = parts._replace(state=state)
+        try_rewards(run.rewards, run.rows[0], run.tokenizer, config.train.steps)
+        state, done, meta = first_or_restored(run, checkpoints)
+        run = run._replace(state=state)
         begin(folder, config, None if checkpoints.latest() is None else done)
         display = stack.enter_context(
             Display(config.train.steps, done, active=shown and jax.process_index() == 0)
         )
         display.say(opening)
-        _say_dropped(parts, display)
+        _say_dropped(run, display)
         stack.enter_context(process.stop_signals())
         log = stack.enter_context(Logbook(config, folder, display, done))
-        evaluate = evaluator(parts) if config.eval.data is not None else None
-        loop = _Loop(parts, folder, checkpoints, display, log, evaluate)
+        evaluate = evaluator(run) if config.eval.data is not None else None
+        loop = _Loop(run, folder, checkpoints, display, log, evaluate)
         loop.recall(meta)
-        state = loop.run(state, done)
+        state = loop.take_steps(state, done)
         checkpoints.wait()
         summary = loop.finish(state)
     return Run(Path(config.run.dir), summary, state)
 
 
-def _say_dropped(parts: Setup, display: Display) -> None:
+def _say_dropped(run: Setup, display: Display) -> None:
     """Says which prompts were left out, of training and of evaluation."""
-    if parts.dropped:
-        display.say(dropped_line(parts.config, len(parts.rows), parts.dropped))
-    if parts.held_out and parts.held_out.dropped:
-        kept, dropped = len(parts.held_out.rows), parts.held_out.dropped
-        display.say(f"eval.data: {dropped_line(parts.config, kept, dropped)}")
+    if run.dropped:
+        display.say(dropped_line(run.config, len(run.rows), run.dropped))
+    if run.held_out and run.held_out.dropped:
+        kept, dropped = len(run.held_out.rows), run.held_out.dropped
+        display.say(f"eval.data: {dropped_line(run.config, kept, dropped)}")
 
 
 class _Loop:
@@ -155,20 +155,20 @@ class _Loop:
 
     def __init__(
         self,
-        parts: Setup,
+        run: Setup,
         folder: RunFolder,
         saved: Checkpoints,
         display: Display,
         log: Logbook,
         evaluate: Evaluate | None,
     ):
-        self.parts, self.folder, self.checkpoints, self.display = parts, folder, saved, display
+        self.run, self.folder, self.checkpoints, self.display = run, folder, saved, display
         self.log = log
-        self.config = parts.config
+        self.config = run.config
         self.evaluate = evaluate
         self.best: tuple[int, float] | None = None  # step and value, by checkpoint.keep_best
         self.resets = Resets()
-        self.reset = make_resetter(self.config, parts.parts)
+        self.reset = make_resetter(self.config, run.blueprint)
         self.started = time.monotonic()
         self.reported: set[str] = set()  # rewards whose failure was shown
         self.tokens = 0.0
@@ -179,7 +179,7 @@ class _Loop:
         self.best = tuple(meta["best"]) if meta.get("best") else None
         self.resets = Resets(**meta.get("resets", {}))
 
-    def run(self, state: TrainState, done: int) -> TrainState:
+    def take_steps(self, state: TrainState, done: int) -> TrainState:
         last = self.config.train.steps
         if done == 0 and self.evaluate:
             values = self._measure(state, 0)
@@ -207,15 +207,15 @@ class _Loop:
         model = self.folder.path / "model"
         folders.save_model(
             model,
-            self.parts.model,
+            self.run.model,
             state.trainable,
-            self.parts.tokenizer,
-            folders.end_fields(self.parts.parts.sampling.stop_tokens),
+            self.run.tokenizer,
+            folders.end_fields(self.run.blueprint.sampling.stop_tokens),
         )
         summary: dict[str, Any] = {
             "step": int(sharding.to_host(state.step)),
             "parameter_hash": parameter_hash(state.trainable),
-            "dropped_prompts": self.parts.dropped,
+            "dropped_prompts": self.run.dropped,
             "model": str(model),
             "metrics": str(self.folder.path / "metrics.jsonl"),
             "time/seconds": time.monotonic() - self.started,
@@ -232,17 +232,17 @@ class _Loop:
         return summary
 
     def _step(self, state: TrainState, number: int) -> TrainState:
-        clock, parts = _Clock(), self.parts
+        clock, run = _Clock(), self.run
         with clock("sample"):
-            prompts, state = parts.select(state)
-            rollouts = parts.sample(parts.sync(state), prompts, state.key)
+            prompts, state = run.select(state)
+            rollouts = run.sample(run.sync(state), prompts, state.key)
             jax.block_until_ready(rollouts.completion_tokens)
         with clock("reward"):
-            rollouts, said = parts.reward(rollouts)
+            rollouts, said = run.reward(rollouts)
         with clock("prepare"):
-            state, prepared = parts.prepare(state, rollouts)
+            state, prepared = run.prepare(state, rollouts)
         with clock("update"):
-            state, metrics = parts.update(state, prepared.batch)
+            state, metrics = run.update(state, prepared.batch)
             values = finalise(sharding.to_host(merge(prepared.metrics, metrics)))
         values = with_logged(values, said)
         values["learning_rate"] = float(sharding.to_host(current_rate(state.opt_state)))
@@ -273,9 +273,9 @@ class _Loop:
         extra: Mapping[str, Sequence[Any]],
     ) -> None:
         if _due(number, self.config.run.samples_every) or number == 1:
-            weights = {reward.name: reward.weight for reward in self.parts.rewards}
+            weights = {reward.name: reward.weight for reward in self.run.rewards}
             rows = sample_rows(
-                self.parts.tokenizer, self.parts.rows, rollouts, prepared.advantage, number, extra
+                self.run.tokenizer, self.run.rows, rollouts, prepared.advantage, number, extra
             )
             self.log.samples(number, rows, weights)
         self.display.step(number, values)
@@ -288,7 +288,7 @@ class _Loop:
         began = time.monotonic()
         evaluate = self.evaluate
         assert evaluate is not None
-        metrics = evaluate(self.parts.sync(state), state.key, number).metrics
+        metrics = evaluate(self.run.sync(state), state.key, number).metrics
         self.display.evaluated(number, metrics)
         self._note_best(number, metrics)
         named = {f"eval/{name}": value for name, value in metrics.items()}
@@ -363,14 +363,14 @@ def refuse_other_config(folder: RunFolder, config: Config) -> None:
 
 
 def first_or_restored(
-    parts: Setup, checkpoints: Checkpoints
+    run: Setup, checkpoints: Checkpoints
 ) -> tuple[TrainState, int, dict[str, Any]]:
     """State, finished steps and what was saved beside it."""
     if checkpoints.latest() is None:
-        return parts.state, 0, {}
-    wanted = jax.tree.map(_without_values, parts.state)
+        return run.state, 0, {}
+    wanted = jax.tree.map(_without_values, run.state)
     # The first state makes room: a device holds one, not two.
-    jax.tree.map(lambda leaf: leaf.delete() if isinstance(leaf, jax.Array) else None, parts.state)
+    jax.tree.map(lambda leaf: leaf.delete() if isinstance(leaf, jax.Array) else None, run.state)
     state, meta = checkpoints.restore(wanted)
     return state, int(sharding.to_host(state.step)), meta
 

@@ -150,14 +150,14 @@ def _make_evaluator_of(run: Setup) -> Evaluate:
     config = run.config
     held_out = run.held_out or load_prompts(config, run.chat, eval_source(config))
     questions = questions_of(config, held_out, resolve_scorer(config, run.rewards))
-    geometry = run.parts.geometry
+    geometry = run.blueprint.geometry
     base = base_of(run) if config.eval.kl_to_base else None
     return make_evaluator(
         run.model,
         run.tokenizer,
         run.mesh,
         questions,
-        run.parts.sampling,
+        run.blueprint.sampling,
         samples=config.eval.samples,
         width=geometry.max_prompt_tokens,
         slots=geometry.num_prompts * geometry.group_size,

@@ -17,7 +17,7 @@ from jaxgrpo.config.files import Config
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.types import Params, TrainState
 from jaxgrpo.training.export import is_better, refuse_unknown_best
-from jaxgrpo.update.forward import Objective, Parts, opt_layout, param_layout
+from jaxgrpo.update.forward import Blueprint, Objective, opt_layout, param_layout
 from jaxgrpo.update.optimizer import fresh_moments
 
 
@@ -72,21 +72,21 @@ Reset = Callable[[TrainState, Resets, int, Mapping[str, float]], tuple[TrainStat
 """(state, resets, step, the step's metrics) -> (state, resets), where due with a new reference"""
 
 
-def make_resetter(config: Config, parts: Parts) -> Reset:
+def make_resetter(config: Config, blueprint: Blueprint) -> Reset:
     """What the loop calls after each step, with the step's metrics and evaluation.
 
     Raises: InputError where resets are asked for and nothing in the run reads a reference.
     """
     if not may_reset(config):
         return lambda state, resets, number, values: (state, resets)
-    if not ("reference_logp" in parts.chain.needs or _reads_reference(parts.objective)):
+    if not ("reference_logp" in blueprint.chain.needs or _reads_reference(blueprint.objective)):
         raise InputError(
             "reference: nothing in the run reads the reference's log-probs, so that a reset would "
             "do nothing; add a KL to it, or leave reference.reset_... out"
         )
-    names = kl_metrics(parts)
-    layout = (param_layout(parts), opt_layout(parts))
-    fresh = jax.jit(functools.partial(_fresh, parts.optimizer), out_shardings=layout)
+    names = kl_metrics(blueprint)
+    layout = (param_layout(blueprint), opt_layout(blueprint))
+    fresh = jax.jit(functools.partial(_fresh, blueprint.optimizer), out_shardings=layout)
 
     def reset(
         state: TrainState, resets: Resets, number: int, values: Mapping[str, float]
@@ -118,13 +118,13 @@ def see(config: Config, resets: Resets, values: Mapping[str, float]) -> Resets:
     return resets._replace(stale=resets.stale + 1)
 
 
-def kl_metrics(parts: Parts) -> tuple[str, ...]:
+def kl_metrics(blueprint: Blueprint) -> tuple[str, ...]:
     """Where a step's KL to the reference may be found: in the loss, then in steps of the chain.
 
     A step that reads base_logp and no reference_logp measures from the base, which is never reset.
     """
-    own = ("kl",) if _reads_reference(parts.objective) else ()
-    return (*own, *_kl_of_steps(parts.chain))
+    own = ("kl",) if _reads_reference(blueprint.objective) else ()
+    return (*own, *_kl_of_steps(blueprint.chain))
 
 
 def is_due(

@@ -61,7 +61,7 @@ from jaxgrpo.training.inputs import (
     show_previews,
 )
 from jaxgrpo.update import packing
-from jaxgrpo.update.forward import Parts, as_computed, held_dtype, opt_layout, param_layout
+from jaxgrpo.update.forward import Blueprint, as_computed, held_dtype, opt_layout, param_layout
 from jaxgrpo.update.optimizer import make_optimizer
 from jaxgrpo.update.packing import Geometry
 from jaxgrpo.update.prepare import Prepared, make_observer
@@ -81,7 +81,7 @@ class Setup(NamedTuple):
     dropped: int  # rows left out because their prompts are too long
     held_out: PromptData | None  # of eval.data
     rewards: tuple[Reward, ...]
-    parts: Parts
+    blueprint: Blueprint
     state: TrainState
     select: Callable[[TrainState], tuple[Prompts, TrainState]]
     sample: Callable[[Params, Prompts, Array], Rollouts]  # (sync(state), prompts, state.key)
@@ -113,12 +113,12 @@ def setup(
     mesh, folder, model, tokenizer, _, (rows, encoded, dropped), _ = inputs
     chosen = resolve_rewards(config, rewards, rows[0])
     method = functools.partial(_make_method, config, inputs, chosen, advantage, share)
-    parts, steps = share("method", method)
-    columns = needed_columns(parts.chain.needs | parts.objective.needs, rows, chosen)
-    params = folders.read_params(folder, model, held_dtype(model), param_layout(parts))
+    blueprint, steps = share("method", method)
+    columns = needed_columns(blueprint.chain.needs | blueprint.objective.needs, rows, chosen)
+    params = folders.read_params(folder, model, held_dtype(model), param_layout(blueprint))
     policy = make_policy(config, chosen)
     names = tuple(reward.name for reward in chosen)
-    state = first_state(parts, params, policy, len(rows), config.train.seed, names)
+    state = first_state(blueprint, params, policy, len(rows), config.train.seed, names)
     return Setup(
         config=config,
         mesh=mesh,
@@ -130,14 +130,14 @@ def setup(
         dropped=dropped,
         held_out=inputs.held_out,
         rewards=chosen,
-        parts=parts,
+        blueprint=blueprint,
         state=state,
-        select=make_selector(mesh, policy, encoded, parts.geometry, config.train.seed),
+        select=make_selector(mesh, policy, encoded, blueprint.geometry, config.train.seed),
         sample=steps.sample,
         reward=make_rewarder(
             mesh, tokenizer, chosen, rows, columns, config.train.steps, config.train.seed
         ),
-        prepare=make_observer(policy, parts.geometry.num_prompts, steps.prepare),
+        prepare=make_observer(policy, blueprint.geometry.num_prompts, steps.prepare),
         update=steps.update,
         sync=steps.sync,
     )
@@ -170,11 +170,11 @@ def _make_method(
     rewards: Sequence[Reward],
     advantage: AdvantageTransform | None,
     share: Share,
-) -> tuple[Parts, Steps]:
+) -> tuple[Blueprint, Steps]:
     mesh, folder, model, tokenizer = inputs[:4]
     ends = folders.read_end_tokens(folder, tokenizer)
-    parts = make_parts(config, mesh, model, tokenizer, ends, rewards, advantage)
-    return parts, build_steps(parts, share)
+    blueprint = make_blueprint(config, mesh, model, tokenizer, ends, rewards, advantage)
+    return blueprint, build_steps(blueprint, share)
 
 
 def find_model(config: Config, mesh: Mesh) -> tuple[Path, Any, Model]:
@@ -191,7 +191,7 @@ def find_model(config: Config, mesh: Mesh) -> tuple[Path, Any, Model]:
     return folder, tokenizer, decoder.build(model_config, constrain=sharding.constrain(mesh))
 
 
-def make_parts(
+def make_blueprint(
     config: Config,
     mesh: Mesh,
     model: Model,
@@ -199,8 +199,8 @@ def make_parts(
     end_tokens: tuple[int, ...],
     rewards: Sequence[Reward],
     advantage: AdvantageTransform | None,
-) -> Parts:
-    """The static parts of a run, checked against one another."""
+) -> Blueprint:
+    """The static description of a run, checked against one another."""
     rollout = config.rollout
     bins = sharding.num_bins(mesh)
     sharding.check_divides(mesh, "rollout.prompts_per_step", rollout.prompts_per_step, "bins")
@@ -222,7 +222,7 @@ def make_parts(
     objective = make_objective(config)
     refuse_double_weights(chain, objective.surrogate, objective.proximal)
     optimizer = config.optimizer
-    return Parts(
+    return Blueprint(
         model=model,
         chain=chain,
         objective=objective,
@@ -265,7 +265,7 @@ def sampling_settings(
 
 
 def first_state(
-    parts: Parts,
+    blueprint: Blueprint,
     params: Params,
     policy: PromptPolicy,
     num_rows: int,
@@ -273,9 +273,9 @@ def first_state(
     rewards: tuple[str, ...],
 ) -> TrainState:
     """The state before the first step, laid out on the mesh."""
-    everywhere = sharding.replicated(parts.mesh)
-    layout = param_layout(parts)
-    geometry = parts.geometry
+    everywhere = sharding.replicated(blueprint.mesh)
+    layout = param_layout(blueprint)
+    geometry = blueprint.geometry
     spec = RolloutSpec(
         num_prompts=geometry.num_prompts,
         group_size=geometry.group_size,
@@ -286,7 +286,7 @@ def first_state(
     )
     # A copy of its own, since the trainable parameters are donated.
     copy = jax.jit(
-        lambda tree: jax.tree.map(lambda leaf: leaf + 0, as_computed(parts.model, tree)),
+        lambda tree: jax.tree.map(lambda leaf: leaf + 0, as_computed(blueprint.model, tree)),
         out_shardings=layout,
     )
     put = lambda value: sharding.put(value, everywhere)  # noqa: E731
@@ -294,21 +294,21 @@ def first_state(
     return TrainState(
         step=put(np.int32(0)),
         trainable=params,
-        frozen={name: copy(params) for name in _anchors(parts)},
-        opt_state=jax.jit(parts.optimizer.init, out_shardings=opt_layout(parts))(params),
-        advantage_state=jax.tree.map(put, parts.chain.init(spec)),
+        frozen={name: copy(params) for name in _anchors(blueprint)},
+        opt_state=jax.jit(blueprint.optimizer.init, out_shardings=opt_layout(blueprint))(params),
+        advantage_state=jax.tree.map(put, blueprint.chain.init(spec)),
         prompt_policy_state=policy.init(num_rows, seed),
         cursor=put(np.int32(0)),
         key=put(np.asarray(key)),
-        objective_state=jax.tree.map(put, parts.objective.init()),
+        objective_state=jax.tree.map(put, blueprint.objective.init()),
     )
 
 
-def _anchors(parts: Parts) -> list[str]:
+def _anchors(blueprint: Blueprint) -> list[str]:
     """The frozen policies that a method asks for."""
-    needs = parts.chain.needs | parts.objective.needs
+    needs = blueprint.chain.needs | blueprint.objective.needs
     scored = {FIELDS[name].policy for name in needs & FIELDS.keys()} - {"trainer"}
-    return sorted(scored | parts.objective.anchors)
+    return sorted(scored | blueprint.objective.anchors)
 
 
 def _mesh_sizes(config: Config) -> dict[str, int]:
@@ -364,29 +364,29 @@ def dry_run(config: Config) -> None:
     """Prints what `train` would do: config, devices, geometry, parameters, the first prompt."""
     console = Console(highlight=False)
     console.print(process.start(config.mesh.platform))
-    parts = setup(config)
-    geometry = parts.parts.geometry
-    prompts, _ = parts.select(parts.state)
+    run = setup(config)
+    geometry = run.blueprint.geometry
+    prompts, _ = run.select(run.state)
     first = int(sharding.to_host(prompts.row)[0])
-    ids = parts.encoded[first]
-    count = sum(leaf.size for leaf in jax.tree.leaves(parts.state.trainable))
+    ids = run.encoded[first]
+    count = sum(leaf.size for leaf in jax.tree.leaves(run.state.trainable))
     console.print(configs.to_toml(config), markup=False)
     samples = geometry.num_prompts * geometry.group_size
     facts(
         console,
         {
-            "mesh": ", ".join(f"{name} {size}" for name, size in parts.mesh.shape.items()),
+            "mesh": ", ".join(f"{name} {size}" for name, size in run.mesh.shape.items()),
             "parameters": f"{count:,}",
             "a step": f"{geometry.num_prompts} prompts x {geometry.group_size} samples = {samples} "
             f"completions of at most {geometry.max_completion_tokens} tokens",
             "an update": f"at most {geometry.micro_batches} micro-batches of {geometry.bins} bins "
             f"x {geometry.rows} rows ({geometry.prompts_per_bin} prompts each)",
-            "data": f"{len(parts.rows)} rows, {config.train.steps} steps draw "
+            "data": f"{len(run.rows)} rows, {config.train.steps} steps draw "
             f"{config.train.steps * geometry.num_prompts}",
-            "too long": dropped_line(config, len(parts.rows), parts.dropped),
-            "rewards": ", ".join(f"{r.name} x {r.weight:g}" for r in parts.rewards),
-            "chat template": parts.chat.name,
-            "first prompt": f"row {first}, {len(ids)} tokens: {parts.tokenizer.decode(ids)!r}",
+            "too long": dropped_line(config, len(run.rows), run.dropped),
+            "rewards": ", ".join(f"{r.name} x {r.weight:g}" for r in run.rewards),
+            "chat template": run.chat.name,
+            "first prompt": f"row {first}, {len(ids)} tokens: {run.tokenizer.decode(ids)!r}",
         },
     )
-    show_previews(console, parts.rewards, parts.rows[0], parts.tokenizer, config.train.steps)
+    show_previews(console, run.rewards, run.rows[0], run.tokenizer, config.train.steps)

@@ -67,8 +67,8 @@ class Objective(NamedTuple):
         }
 
 
-class Parts(NamedTuple):
-    """Everything static that the programs of a run are built from."""
+class Blueprint(NamedTuple):
+    """Everything static that the jitted functions of a run are built from."""
 
     model: Model
     chain: AdvantageTransform
@@ -90,7 +90,7 @@ class Scored(NamedTuple):
 
 
 def forward(
-    parts: Parts,
+    blueprint: Blueprint,
     params: Params,
     micro: TrainBatch,
     entropy: Entropy = "none",
@@ -100,13 +100,13 @@ def forward(
 
     The entropy carries gradient for "gradient" only.
     """
-    params = as_computed(parts.model, params)
-    hidden = hidden_states(parts.model, params, micro)
+    params = as_computed(blueprint.model, params)
+    hidden = hidden_states(blueprint.model, params, micro)
     # Greedy sampling has no distribution: its ratios are those of the model itself.
-    temperature = parts.sampling.temperature or 1.0
+    temperature = blueprint.sampling.temperature or 1.0
 
     def unembed(hidden: Array) -> Array:
-        return parts.model.unembed(params, hidden)
+        return blueprint.model.unembed(params, hidden)
 
     bins, rows = hidden.shape[0], micro.tokens.shape
     logp, values = token_logprobs(
@@ -118,12 +118,12 @@ def forward(
     )
     fields = {} if values is None else {"policy_entropy": values}
     if reference is not None:
-        anchor = as_computed(parts.model, reference)
+        anchor = as_computed(blueprint.model, reference)
         fields["full_kl"], fields["full_kl_clamped"] = full_kl(
             unembed,
             hidden,
-            lambda hidden: parts.model.unembed(anchor, hidden),
-            hidden_states(parts.model, anchor, micro),
+            lambda hidden: blueprint.model.unembed(anchor, hidden),
+            hidden_states(blueprint.model, anchor, micro),
             temperature=temperature,
         )
     return jax.tree.map(lambda leaf: leaf.reshape(rows), Scored(logp, values, fields))
@@ -160,22 +160,24 @@ def micro_batch(batch: TrainBatch, index: Array) -> TrainBatch:
     return jax.tree.map(take, rest)
 
 
-def param_layout(parts: Parts, rules: sharding.Rules = sharding.TRAINING) -> Params:
+def param_layout(blueprint: Blueprint, rules: sharding.Rules = sharding.TRAINING) -> Params:
     """The shardings of the parameters."""
-    return sharding.param_shardings(parts.mesh, parts.model.axes, parts.model.shapes, rules)
+    return sharding.param_shardings(
+        blueprint.mesh, blueprint.model.axes, blueprint.model.shapes, rules
+    )
 
 
-def opt_layout(parts: Parts) -> Any:
+def opt_layout(blueprint: Blueprint) -> Any:
     """The shardings of the optimizer's state: moments as their parameters, the rest everywhere.
 
     A moment of another shape than its parameter's, as a row or column of adafactor's, is small.
     """
-    everywhere = sharding.replicated(parts.mesh)
+    everywhere = sharding.replicated(blueprint.mesh)
     return optax.tree_utils.tree_map_params(
-        parts.optimizer,
+        blueprint.optimizer,
         lambda leaf, layout, param: layout if leaf.shape == param.shape else everywhere,
-        jax.eval_shape(parts.optimizer.init, parts.model.shapes),
-        param_layout(parts),
-        parts.model.shapes,
+        jax.eval_shape(blueprint.optimizer.init, blueprint.model.shapes),
+        param_layout(blueprint),
+        blueprint.model.shapes,
         transform_non_params=lambda _: everywhere,
     )

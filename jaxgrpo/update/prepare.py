@@ -28,7 +28,7 @@ from jaxgrpo.update.diagnostics import (
     rare_successes,
     symptom_metrics,
 )
-from jaxgrpo.update.forward import Parts, forward, micro_batch
+from jaxgrpo.update.forward import Blueprint, forward, micro_batch
 from jaxgrpo.update.packing import Geometry
 
 Score = Callable[[Params, TrainBatch, Entropy], tuple[Array, Array | None]]
@@ -48,20 +48,22 @@ class Prepared(NamedTuple):
     metrics: Metrics
 
 
-def make_preparer(parts: Parts) -> Callable[[TrainState, Rollouts], tuple[TrainState, Prepared]]:
+def make_preparer(
+    blueprint: Blueprint,
+) -> Callable[[TrainState, Rollouts], tuple[TrainState, Prepared]]:
     """The function that turns judged rollouts into the batch of one update."""
-    programs = _compile(parts)
+    programs = _compile(blueprint)
 
     def prepare(state: TrainState, rollouts: Rollouts) -> tuple[TrainState, Prepared]:
-        rollouts = _with_fields(parts, programs, state, rollouts)
+        rollouts = _with_fields(blueprint, programs, state, rollouts)
         judged = programs.judge(state.advantage_state, rollouts)
         live = sharding.to_host(judged.live)
-        where = packing.plan(live if parts.compact else np.ones_like(live), parts.geometry)
-        batch = _assemble(parts, programs, state, rollouts, judged, where)
+        where = packing.plan(live if blueprint.compact else np.ones_like(live), blueprint.geometry)
+        batch = _assemble(blueprint, programs, state, rollouts, judged, where)
         state = dataclasses.replace(state, advantage_state=judged.state)
         metrics = judged.metrics
         # Of all completions or of none: those that the loss leaves out are no random ones.
-        whole = bool(live.all() or not parts.compact)
+        whole = bool(live.all() or not blueprint.compact)
         for name in ANCHORS:
             if name not in rollouts.fields and name in batch.fields:
                 late = rollouts, batch.fields[name], where, whole
@@ -91,12 +93,12 @@ class _Programs(NamedTuple):
     drift: Callable[..., Metrics]
 
 
-def _compile(parts: Parts) -> _Programs:
-    shape = _sample_shape(parts.geometry)
+def _compile(blueprint: Blueprint) -> _Programs:
+    shape = _sample_shape(blueprint.geometry)
     return _Programs(
-        score=jax.jit(functools.partial(_score, parts), static_argnums=2),
-        judge=jax.jit(functools.partial(_judge, parts)),
-        gather=jax.jit(functools.partial(gather_over_bins, sharding.constrain(parts.mesh))),
+        score=jax.jit(functools.partial(_score, blueprint), static_argnums=2),
+        judge=jax.jit(functools.partial(_judge, blueprint)),
+        gather=jax.jit(functools.partial(gather_over_bins, sharding.constrain(blueprint.mesh))),
         scatter=jax.jit(lambda values, where: packing.scatter(values, where, shape)),
         drift=jax.jit(functools.partial(_drift, shape), static_argnums=0),
     )
@@ -112,12 +114,12 @@ def gather_over_bins(constrain: Constrain, *arguments: Any) -> TrainBatch:
 
 
 def _score(
-    parts: Parts, params: Params, batch: TrainBatch, entropy: Entropy
+    blueprint: Blueprint, params: Params, batch: TrainBatch, entropy: Entropy
 ) -> tuple[Array, Array | None]:
     """Log-probs and entropies [K, D, R, Q] under `params`; 0 in micro-batches that are not live."""
 
     def body(index: Array, carry: Any) -> Any:
-        scored = forward(parts, params, micro_batch(batch, index), entropy)
+        scored = forward(blueprint, params, micro_batch(batch, index), entropy)
         values = scored.logp, scored.entropy
         return jax.tree.map(lambda whole, one: whole.at[index].set(one), carry, values)
 
@@ -144,13 +146,13 @@ def _score_fields(
 
 
 def _with_fields(
-    parts: Parts, programs: _Programs, state: TrainState, rollouts: Rollouts
+    blueprint: Blueprint, programs: _Programs, state: TrainState, rollouts: Rollouts
 ) -> Rollouts:
     """The rollouts with what the chain needs, scored on every sample."""
-    names = parts.chain.needs & FIELDS.keys()
+    names = blueprint.chain.needs & FIELDS.keys()
     if not names:
         return rollouts
-    geometry = parts.geometry
+    geometry = blueprint.geometry
     everyone = packing.plan(np.ones((geometry.num_prompts, geometry.group_size), bool), geometry)
     zero = jnp.zeros(_sample_shape(geometry), jnp.float32)
     batch = programs.gather(rollouts, everyone, zero, zero, rollouts.token_mask, {})
@@ -160,7 +162,7 @@ def _with_fields(
 
 
 def _assemble(
-    parts: Parts,
+    blueprint: Blueprint,
     programs: _Programs,
     state: TrainState,
     rollouts: Rollouts,
@@ -168,42 +170,42 @@ def _assemble(
     where: packing.Plan,
 ) -> TrainBatch:
     """The update batch, with what only the loss needs scored on its samples alone."""
-    needs = parts.objective.needs
+    needs = blueprint.objective.needs
     # As for the parts of a chain, a need may be the name of a reward.
     brought = {**rollouts.rewards, **rollouts.fields}
-    known = {name: _per_token(brought[name], parts.geometry) for name in needs & brought.keys()}
+    known = {name: _per_token(brought[name], blueprint.geometry) for name in needs & brought.keys()}
     known["behavior_logp"] = rollouts.behavior_logp
     batch = programs.gather(rollouts, where, judged.advantage, judged.weight, judged.mask, known)
     late = _score_fields(programs, state, (needs & FIELDS.keys()) - known.keys(), batch)
     batch = dataclasses.replace(batch, fields={**batch.fields, **late})
-    if parts.objective.proximal == "trainer":
+    if blueprint.objective.proximal == "trainer":
         batch = dataclasses.replace(batch, proximal_logp=batch.fields["trainer_logp"])
     return batch
 
 
-def _judge(parts: Parts, state: Any, rollouts: Rollouts) -> _Judged:
+def _judge(blueprint: Blueprint, state: Any, rollouts: Rollouts) -> _Judged:
     """The chain, the reduction's weights on the whole batch, and who is alive."""
-    signal, state, metrics = parts.chain.update(advantages.start(rollouts), state, rollouts)
+    signal, state, metrics = blueprint.chain.update(advantages.start(rollouts), state, rollouts)
     tokens = rollouts.token_mask
     value, mask = signal.value, signal.mask
     if value.ndim == 2:
         value, mask = value[..., None], mask[..., None]
     mask = jnp.broadcast_to(mask, tokens.shape) & tokens
     advantage = jnp.where(mask, value, 0).astype(jnp.float32)
-    weight = parts.objective.reduction.weights(mask).astype(jnp.float32)
+    weight = blueprint.objective.reduction.weights(mask).astype(jnp.float32)
     live = (advantage != 0).any(-1)
-    if parts.objective.penalties and parts.objective.penalties_on == "all":
+    if blueprint.objective.penalties and blueprint.objective.penalties_on == "all":
         live = mask.any(-1)
     else:
         # The dead carry no penalty, so that leaving them out changes nothing.
         weight = jnp.where(live[..., None], weight, 0)
     metrics = merge(
-        metrics, _rollout_metrics(rollouts, live, advantage, mask, parts.reward_weights)
+        metrics, _rollout_metrics(rollouts, live, advantage, mask, blueprint.reward_weights)
     )
     per_sample = advantage.sum(-1) / jnp.maximum(mask.sum(-1), 1)
     # Nor are they in the metrics of the update, which penalties may remember.
     mask = mask & live[..., None]
-    everywhere = sharding.replicated(parts.mesh)
+    everywhere = sharding.replicated(blueprint.mesh)
     state, live, per_sample, metrics = jax.lax.with_sharding_constraint(
         (state, live, per_sample, metrics), everywhere
     )

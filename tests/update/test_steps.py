@@ -18,7 +18,7 @@ from jaxgrpo.rollout.sampler import SamplingSettings
 from jaxgrpo.rollout.selection import sequential
 from jaxgrpo.training.checkpoints import parameter_hash
 from jaxgrpo.training.setup import first_state
-from jaxgrpo.update.forward import Objective, Parts
+from jaxgrpo.update.forward import Blueprint, Objective
 from jaxgrpo.update.packing import Geometry
 from jaxgrpo.update.step import build_steps
 
@@ -38,7 +38,7 @@ WITH_CONTROL = CLIP._replace(
 
 
 @functools.cache
-def parts(
+def blueprint(
     objective=CLIP,
     config=tiny.UNIFORM,
     recipe="grpo",
@@ -50,7 +50,7 @@ def parts(
     sizes = dict(zip(sharding.AXES, mesh, strict=True))
     devices = jax.devices()[: int(np.prod(mesh))]
     grid = sharding.make_mesh(**sizes, devices=devices)
-    return Parts(
+    return Blueprint(
         model=decoder.build(config, constrain=sharding.constrain(grid)),
         chain=advantages.build(recipe),
         objective=objective,
@@ -64,8 +64,8 @@ def parts(
 
 @functools.cache
 def built(**options):
-    """Parts and their jitted functions, compiled once for all tests that share them."""
-    made = parts(**options)
+    """The blueprint and their jitted functions, compiled once for all tests that share them."""
+    made = blueprint(**options)
     return made, build_steps(made)
 
 

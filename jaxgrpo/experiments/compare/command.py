@@ -209,7 +209,7 @@ class Runner:
         loop.take(
             case.config,
             lambda: setup(case.config, share=share),
-            lambda parts: self._remembering(evaluator_of(parts, share), case.path),
+            lambda run: self._remembering(evaluator_of(run, share), case.path),
             resume=True,
             shown=False,
         )
