@@ -86,6 +86,24 @@ def find(what: str, name: str, table: Mapping[str, T]) -> T:
     return table[name]
 
 
+def build(what: str, spec: Mapping[str, Any], table: Mapping[str, Callable[..., T]]) -> T:
+    """What {"use": name in the table or a factory of one's own, option: value, ...} makes.
+
+    Raises: InputError on an unknown name or option, with the nearest known one.
+
+    >>> build("shape", {"use": "box", "a": 1}, {"box": dict})
+    {'a': 1}
+    """
+    if "use" not in spec:
+        raise InputError(f"{what} {dict(spec)} has no name: write {{ use = ..., ... }}")
+    use, options = spec["use"], {name: value for name, value in spec.items() if name != "use"}
+    factory = find(what, use, table) if isinstance(use, str) else use
+    name = use if isinstance(use, str) else getattr(use, "__name__", repr(use))
+    if not callable(factory):
+        raise InputError(f"{what} {name} is neither a name nor a function")
+    return call(f"{what} {name}", factory, options)
+
+
 def call(where: str, factory: Callable[..., T], options: Mapping[str, Any]) -> T:
     """`factory(**options)`; an option that it does not take, or misses, is an InputError.
 
