@@ -26,7 +26,7 @@ from jaxgrpo.rollout.judging import put_prompts
 from jaxgrpo.rollout.sampler import SamplingSettings
 from jaxgrpo.rollout.selection import host_prompts, sequential
 from jaxgrpo.training.setup import first_state
-from jaxgrpo.update.forward import Blueprint, Objective
+from jaxgrpo.update.forward import Blueprint
 from jaxgrpo.update.packing import Geometry
 from jaxgrpo.update.step import build_steps
 
@@ -73,7 +73,7 @@ def build(name: str, workload: str, rows: int | None) -> tuple[Blueprint, Any]:
     blueprint = Blueprint(
         model=model,
         chain=advantages.build("grpo"),
-        objective=Objective(losses.clip(), losses.token_mean()),
+        objective=losses.Objective(losses.clip(), losses.token_mean()),
         optimizer=optax.adamw(1e-6),
         geometry=Geometry(prompts, samples, prompt, completion, 1, rows or prompts * samples),
         sampling=SamplingSettings(samples, completion, 1.0, (), 0, completion),

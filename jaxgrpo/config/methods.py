@@ -20,10 +20,9 @@ from jaxgrpo.config import own_code
 from jaxgrpo.config.keys import Config
 from jaxgrpo.core.errors import InputError, call, find
 from jaxgrpo.core.types import FIELDS, OF_SAMPLES, RolloutSpec
-from jaxgrpo.losses import Penalty, Surrogate
+from jaxgrpo.losses import Objective, Penalty, Surrogate
 from jaxgrpo.rewards.protocol import Reward
 from jaxgrpo.rollout.selection import PromptPolicy, build_policy
-from jaxgrpo.update.forward import Objective
 
 
 def make_chain(

@@ -1,30 +1,73 @@
-"""The loss: sum(weight * (surrogate + penalties)), in parts for a trainer and whole for arrays."""
+"""What an update minimises, sum(weight * (surrogate + penalties)): for a trainer, and on arrays."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import jax.numpy as jnp
 from jax import Array
 
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.metrics import Mean, Metrics, merge
+from jaxgrpo.core.types import OF_PASS
 from jaxgrpo.losses.penalties import Penalty
 from jaxgrpo.losses.reductions import Reduction, dense_ids, packed_weights
 from jaxgrpo.losses.registry import Spec, build_penalty, build_reduction, build_surrogate
-from jaxgrpo.losses.surrogates import Surrogate
+from jaxgrpo.losses.surrogates import Surrogate, Tokens
+
+
+class Objective(NamedTuple):
+    """What an update of a run minimises, and what it needs for that.
+
+    >>> Objective(build_surrogate("clip"), build_reduction("token_mean"), proximal="trainer").needs
+    frozenset({'trainer_logp'})
+    """
+
+    surrogate: Surrogate
+    reduction: Reduction
+    penalties: tuple[Penalty, ...] = ()
+    penalties_on: str = "all"  # "live": dead samples are free of penalties, and leave the update
+    proximal: str = "behavior"  # the policy ratios are measured from; "trainer" scores it again
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """The fields that must be there before the update."""
+        own = self._fields_read.difference(OF_PASS)
+        return own | ({"trainer_logp"} if self.proximal == "trainer" else frozenset())
+
+    @property
+    def entropy(self) -> Literal["gradient", "value"]:
+        """How the update's pass gives the entropy: differentiated for a penalty, or for the log."""
+        return "gradient" if "policy_entropy" in self._fields_read else "value"
+
+    @property
+    def anchors(self) -> frozenset[str]:
+        """The frozen policies that the update itself runs."""
+        read = self._fields_read & OF_PASS.keys()
+        return frozenset(OF_PASS[name] for name in read) - {"trainer"}
+
+    @property
+    def _fields_read(self) -> frozenset[str]:
+        return self.surrogate.needs.union(*(penalty.needs for penalty in self.penalties))
+
+    def init(self) -> dict[str, Any]:
+        """name of a penalty -> what it remembers before the first update."""
+        return {one.name: one.init() for one in self.penalties if one.init is not None}
+
+    def observe(self, state: Mapping[str, Any], metrics: Metrics) -> dict[str, Any]:
+        """What the penalties remember after an update with these metrics."""
+        return {
+            one.name: one.observe(state[one.name], metrics)
+            for one in self.penalties
+            if one.observe is not None
+        }
 
 
 def token_loss(
     surrogate: Surrogate,
     penalties: Sequence[Penalty],
-    logp: Array,
-    proximal_logp: Array,
-    advantage: Array,
-    mask: Array,
-    segment: Array,
-    fields: Mapping[str, Array],
+    tokens: Tokens,
     states: Mapping[str, Any] | None = None,
 ) -> tuple[Array, Metrics]:
     """(surrogate + penalties per token, metrics), 0 where masked; multiply by the weights and sum.
@@ -32,27 +75,14 @@ def token_loss(
     Args:
       states: name of a penalty -> what it remembers; of penalties with an `init`.
 
-    Shapes: all arrays alike, any rank.  Raises: InputError where a penalty's state is missing.
+    Raises: InputError if a penalty's state is missing.
     """
-    arguments = (logp, proximal_logp, advantage, mask, segment, fields)
-    loss, metrics = surrogate.compute(*arguments)
+    loss, metrics = surrogate.compute(tokens)
     for penalty in penalties:
-        if penalty.init is None:
-            value, more = penalty.compute(*arguments)
-        else:
-            value, more = penalty.compute(*arguments, _state_of(penalty, states or {}))
+        state = () if penalty.init is None else (_state_of(penalty, states or {}),)
+        value, more = penalty.compute(tokens, *state)
         loss, metrics = loss + value, merge(metrics, more)
     return loss, metrics
-
-
-def _state_of(penalty: Penalty, states: Mapping[str, Any]) -> Any:
-    if penalty.name not in states:
-        name = penalty.name
-        raise InputError(
-            f"{name} remembers something from one update to the next: give states = {{{name!r}:"
-            " penalty.init()} in the first, and penalty.observe(state, metrics) in each later one"
-        )
-    return states[penalty.name]
 
 
 def policy_loss(
@@ -93,18 +123,35 @@ def policy_loss(
     >>> float(loss)
     -1.0
     """
-    advantage = _along(_of_rows(advantage, segment), mask)
+    if advantage.ndim == 1 and segment is not None:
+        raise InputError("advantage [B] is one number per row: with segment give it as [B, T]")
+    advantage = _along(advantage, mask)
     _check_shapes(logp, proximal_logp=proximal_logp, advantage=advantage, mask=mask, **fields)
     normaliser = build_reduction(reduction, reduction_options)
     weight, mask, ids = _layout(normaliser, mask, segment, group)
-    per_token, metrics = token_loss(
-        build_surrogate(surrogate, surrogate_options),
-        [build_penalty(penalty) for penalty in penalties],
-        *(logp, proximal_logp, advantage, mask, ids),
-        *(fields, states),
+    tokens = Tokens(
+        logp=logp,
+        proximal_logp=proximal_logp,
+        advantage=advantage,
+        mask=mask,
+        segment=ids,
+        fields=fields,
     )
+    terms = [build_penalty(penalty) for penalty in penalties]
+    made = build_surrogate(surrogate, surrogate_options)
+    per_token, metrics = token_loss(made, terms, tokens, states)
     loss = (weight.astype(per_token.dtype) * per_token).sum()
     return loss, merge(metrics, {"loss": Mean(total=loss, weight=jnp.ones((), loss.dtype))})
+
+
+def _state_of(penalty: Penalty, states: Mapping[str, Any]) -> Any:
+    name = penalty.name
+    if name not in states:
+        raise InputError(
+            f"{name} remembers something from one update to the next: give states = {{{name!r}:"
+            " penalty.init()} in the first, and penalty.observe(state, metrics) in each later one"
+        )
+    return states[name]
 
 
 def _layout(
@@ -129,12 +176,6 @@ def _ids_from_1(segment: Array) -> Array:
     # Padding takes on the row's smallest id, so that there are no more ids than positions.
     smallest = jnp.where(taken, segment, jnp.iinfo(segment.dtype).max).min(-1, keepdims=True)
     return jnp.where(taken, dense_ids(jnp.where(taken, segment, smallest)) + 1, 0)
-
-
-def _of_rows(advantage: Array, segment: Array | None) -> Array:
-    if advantage.ndim == 1 and segment is not None:
-        raise InputError("advantage [B] is one number per row: with segment give it as [B, T]")
-    return advantage
 
 
 def _along(value: Array, mask: Array) -> Array:

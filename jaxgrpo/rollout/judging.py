@@ -23,7 +23,6 @@ from jaxgrpo.rewards.calling import RewardLog, call_rewards, flipped, merge_metr
 from jaxgrpo.rewards.protocol import Reward, RewardError, RewardFunction, TrainerState
 from jaxgrpo.rollout.selection import PromptPolicy, make_prompts
 
-
 SMALLEST = 4096  # bytes of a value that processes exchange
 
 

@@ -16,8 +16,9 @@ from jaxgrpo.advantages import AdvantageTransform
 from jaxgrpo.config.files import Config
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.types import Params, TrainState
+from jaxgrpo.losses import Objective
 from jaxgrpo.training.export import is_better, refuse_unknown_best
-from jaxgrpo.update.forward import Blueprint, Objective, opt_layout, param_layout
+from jaxgrpo.update.forward import Blueprint, opt_layout, param_layout
 from jaxgrpo.update.optimizer import fresh_moments
 
 

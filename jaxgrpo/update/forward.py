@@ -13,58 +13,14 @@ from jax import Array
 from jax.sharding import Mesh
 
 from jaxgrpo.advantages import AdvantageTransform
-from jaxgrpo.core.metrics import Metrics
-from jaxgrpo.core.types import OF_PASS, Params, TrainBatch
-from jaxgrpo.losses import Penalty, Reduction, Surrogate
+from jaxgrpo.core.types import Params, TrainBatch
+from jaxgrpo.losses import Objective
 from jaxgrpo.models import sharding
 from jaxgrpo.models.api import Model
 from jaxgrpo.models.attention import causal, rows_with_prefix
 from jaxgrpo.models.logprobs import Entropy, full_kl, token_logprobs
 from jaxgrpo.rollout.sampler import SamplingSettings
 from jaxgrpo.update.packing import Geometry
-
-
-class Objective(NamedTuple):
-    """What an update minimises: sum(weight * (surrogate + penalties))."""
-
-    surrogate: Surrogate
-    reduction: Reduction
-    penalties: tuple[Penalty, ...] = ()
-    penalties_on: str = "all"  # "live": dead samples are free of penalties, and leave the update
-    proximal: str = "behavior"  # the policy ratios are measured from; "trainer" scores it again
-
-    @property
-    def needs(self) -> frozenset[str]:
-        """The fields that must be there before the update."""
-        own = self._named.difference(OF_PASS)
-        return own | ({"trainer_logp"} if self.proximal == "trainer" else frozenset())
-
-    @property
-    def entropy(self) -> Entropy:
-        """What the update's pass says of the entropy: for the log, or for a penalty on it."""
-        return "gradient" if "policy_entropy" in self._named else "value"
-
-    @property
-    def anchors(self) -> frozenset[str]:
-        """The frozen policies that the update itself runs."""
-        return frozenset(OF_PASS[name] for name in self._named & OF_PASS.keys()) - {"trainer"}
-
-    @property
-    def _named(self) -> frozenset[str]:
-        parts = (self.surrogate, *self.penalties)
-        return frozenset[str]().union(*(part.needs for part in parts))
-
-    def init(self) -> dict[str, Any]:
-        """name of a penalty -> what it remembers before the first update."""
-        return {part.name: part.init() for part in self.penalties if part.init is not None}
-
-    def observe(self, state: Mapping[str, Any], metrics: Metrics) -> dict[str, Any]:
-        """What the penalties remember after an update with these metrics."""
-        return {
-            part.name: part.observe(state[part.name], metrics)
-            for part in self.penalties
-            if part.observe is not None
-        }
 
 
 class Blueprint(NamedTuple):

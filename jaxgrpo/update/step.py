@@ -17,7 +17,7 @@ from jax import Array
 
 from jaxgrpo.core.metrics import Metrics, empty_like, maximum, mean, merge
 from jaxgrpo.core.types import Params, Prompts, Rollouts, TrainBatch, TrainState
-from jaxgrpo.losses import token_loss
+from jaxgrpo.losses import Tokens, token_loss
 from jaxgrpo.models import sharding
 from jaxgrpo.rollout import sampler as sampling
 from jaxgrpo.update.forward import (
@@ -184,16 +184,17 @@ def _loss(
     )
     assert scored.entropy is not None
     logp = jnp.where(micro.mask, scored.logp, 0)
+    tokens = Tokens(
+        logp=logp,
+        proximal_logp=micro.proximal_logp,
+        advantage=micro.advantage,
+        mask=micro.mask,
+        segment=micro.segment,
+        fields=micro.fields | scored.fields,
+    )
+    objective = blueprint.objective
     per_token, metrics = token_loss(
-        blueprint.objective.surrogate,
-        blueprint.objective.penalties,
-        logp,
-        micro.proximal_logp,
-        micro.advantage,
-        micro.mask,
-        micro.segment,
-        micro.fields | scored.fields,
-        objective_state,
+        objective.surrogate, objective.penalties, tokens, objective_state
     )
     gap = jnp.abs(jax.lax.stop_gradient(logp) - micro.fields["behavior_logp"])
     # An entropy term reports the entropy itself, and so stands in the place of ours.

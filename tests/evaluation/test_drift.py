@@ -16,7 +16,7 @@ from jaxgrpo.models import sharding
 from jaxgrpo.rollout.sampler import SamplingSettings
 from jaxgrpo.rollout.selection import sequential
 from jaxgrpo.training.setup import first_state
-from jaxgrpo.update.forward import Blueprint, Objective
+from jaxgrpo.update.forward import Blueprint
 from jaxgrpo.update.packing import Geometry
 from jaxgrpo.update.prepare import make_preparer
 
@@ -48,7 +48,7 @@ def prepared(recipe, objective, anchor, compact=True):
     return finalise(jax.device_get(result.metrics)), gaps
 
 
-PLAIN = Objective(losses.clip(), losses.token_mean())
+PLAIN = losses.Objective(losses.clip(), losses.token_mean())
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from jax.experimental import topologies
 from jaxgrpo import advantages, losses
 from jaxgrpo.models import decoder, sharding
 from jaxgrpo.rollout.sampler import SamplingSettings, make_sampler
-from jaxgrpo.update.forward import Blueprint, Objective, opt_layout
+from jaxgrpo.update.forward import Blueprint, opt_layout
 from jaxgrpo.update.packing import Geometry
 from jaxgrpo.update.step import build_steps
 
@@ -29,7 +29,7 @@ def blueprint(request):
     return Blueprint(
         model=model,
         chain=advantages.build("grpo"),
-        objective=Objective(losses.clip(), losses.token_mean()),
+        objective=losses.Objective(losses.clip(), losses.token_mean()),
         optimizer=optax.adamw(1e-3),
         geometry=Geometry(4, 4, 8, 16, 2, 4),
         sampling=SamplingSettings(4, 16, 1.0, (tiny.END,), tiny.PAD, 8),

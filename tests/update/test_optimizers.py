@@ -9,7 +9,7 @@ import tiny
 from jaxgrpo import advantages, losses
 from jaxgrpo.models import decoder, sharding
 from jaxgrpo.rollout.sampler import SamplingSettings
-from jaxgrpo.update.forward import Blueprint, Objective, opt_layout, param_layout
+from jaxgrpo.update.forward import Blueprint, opt_layout, param_layout
 from jaxgrpo.update.optimizer import decay_mask, make_optimizer
 from jaxgrpo.update.packing import Geometry
 
@@ -29,7 +29,7 @@ def test_the_state_of_an_optimizer_is_laid_out_on_a_mesh(use):
     blueprint = Blueprint(
         model=model,
         chain=advantages.build("grpo"),
-        objective=Objective(losses.clip(), losses.token_mean()),
+        objective=losses.Objective(losses.clip(), losses.token_mean()),
         optimizer=make_optimizer(
             model.axes, use=use, learning_rate=0.1, steps=2, clip_norm=1.0, options=options
         ),

@@ -18,7 +18,7 @@ from jaxgrpo.rollout.sampler import SamplingSettings
 from jaxgrpo.rollout.selection import sequential
 from jaxgrpo.training.checkpoints import parameter_hash
 from jaxgrpo.training.setup import first_state
-from jaxgrpo.update.forward import Blueprint, Objective
+from jaxgrpo.update.forward import Blueprint
 from jaxgrpo.update.packing import Geometry
 from jaxgrpo.update.step import build_steps
 
@@ -28,7 +28,7 @@ TEMPERATURE = 0.8
 BETA = 0.3
 RATE = 10.0  # large, so that steps stand out of the rounding of parameters near 1
 
-CLIP = Objective(losses.clip(), losses.token_mean())
+CLIP = losses.Objective(losses.clip(), losses.token_mean())
 WITH_KL = CLIP._replace(penalties=(losses.k2(BETA),))
 WITH_FULL_KL = CLIP._replace(penalties=(losses.full_kl(BETA),))
 WITH_BONUS = CLIP._replace(penalties=(losses.entropy_bonus(BETA),))
