@@ -46,11 +46,12 @@ T = TypeVar("T")
 
 
 @contextlib.contextmanager
-def refusing(message: Callable[[Any], str], *kinds: type[Exception]) -> Iterator[None]:
+def refusing(message: str | Callable[[Any], str], *kinds: type[Exception]) -> Iterator[None]:
     """Turns an error of these kinds (none: of any) that its block raises into an InputError.
 
     Args:
-      message: error -> the message: where, what was given, what was expected, what to do.
+      message: of the InputError, with "{kind}" and "{reason}" for the type and the message of the
+        error; or a function of the error.
     """
     kinds = kinds or (Exception,)
     try:
@@ -58,6 +59,9 @@ def refusing(message: Callable[[Any], str], *kinds: type[Exception]) -> Iterator
     except InputError:
         raise
     except kinds as error:
+        if isinstance(message, str):
+            message = message.replace("{kind}", type(error).__name__)
+            raise InputError(message.replace("{reason}", one_line(error))) from error
         raise InputError(message(error)) from error
 
 

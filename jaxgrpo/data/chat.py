@@ -171,22 +171,17 @@ def _find(tokenizer: Any, choice: str, path: str) -> tuple[str | None, str]:
     if choice == "auto":
         if not getattr(tokenizer, "chat_template", None):
             return None, f"the tokenizer of {path} has none"
-        with refusing(
-            lambda error: (
-                f"model.path = {path}: {one_line(error)}: write the template to use to a "
-                "file and set data.chat_template to it"
-            ),
-            ValueError,
-        ):
+        problem = (
+            f"model.path = {path}: {{reason}}: write the template to use to a file and set "
+            "data.chat_template to it"
+        )
+        with refusing(problem, ValueError):
             return tokenizer.get_chat_template(), f"the chat template of {path}"
-    with refusing(
-        lambda error: (
-            f"data.chat_template = {choice!r} cannot be read ({type(error).__name__}): "
-            'give a Jinja file, "auto" or "none"'
-        ),
-        OSError,
-        UnicodeDecodeError,
-    ):
+    problem = (
+        f'data.chat_template = {choice!r} cannot be read ({{kind}}): give a Jinja file, "auto" or '
+        '"none"'
+    )
+    with refusing(problem, OSError, UnicodeDecodeError):
         return Path(choice).expanduser().read_text("utf-8"), f"the chat template {choice}"
 
 

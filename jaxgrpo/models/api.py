@@ -1,7 +1,4 @@
-"""What the rest of the package knows of a model: pure functions over a nested dict of arrays.
-
-The shape of a decoder, independent of any library's configuration files.
-"""
+"""A model as the rest of the package sees it: its config, and pure functions over nested dicts."""
 
 from __future__ import annotations
 
@@ -13,6 +10,53 @@ import jax
 from jax import Array
 
 from jaxgrpo.core.types import Params
+
+
+class LayerKind(NamedTuple):
+    """How one layer attends: over everything before it, or over a window of positions."""
+
+    window: int | None = None  # positions a query sees, itself included; None: all before it
+    rope_theta: float = 10_000.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """A pre-norm decoder with rotary positions, grouped queries and a gated feed-forward.
+
+    `pattern` is the repeating sequence of layer kinds: one entry for uniform models, five local and
+    one global for Gemma-like ones. Layers beyond the last whole period follow the pattern's start.
+    """
+
+    family: str = "qwen3"
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    pattern: tuple[LayerKind, ...] = (LayerKind(),)
+    rms_norm_eps: float = 1e-6
+    tie_embeddings: bool = False
+    attention_bias: bool = False
+    query_key_norm: bool = True
+    activation: str = "silu"  # or "gelu_tanh"
+    norm_offset: float = 0.0  # norms multiply by (offset + weight): 1 for Gemma
+    sandwich_norms: bool = False  # norms after attention and feed-forward too, as in Gemma 2 and 3
+    embedding_scale: float = 1.0
+    query_scale: float | None = None  # None: head_dim ** -0.5
+    max_positions: int = 32_768  # the longest sequence the weights are meant for; not enforced here
+    dtype: str = "float32"  # of parameters and activations
+    float32_head: bool = False  # the last norm's output, the head and its product in float32
+
+    @property
+    def periods(self) -> int:
+        return self.num_layers // len(self.pattern)
+
+    @property
+    def num_rest(self) -> int:
+        return self.num_layers % len(self.pattern)
+
 
 Constrain = Callable[[Array, tuple[str | None, ...]], Array]
 """(activation, logical axis names) -> the same values, laid out on the caller's mesh."""
@@ -66,14 +110,12 @@ class Model(NamedTuple):
 
 def memory_per_layer(config: ModelConfig, stacked: Any) -> tuple[Any, ...]:
     """The stacked memory of a scan as one entry per layer, in the order of the layers."""
-    periods, pattern = config.periods, len(config.pattern)
-    layers: list[Any] = []
-    for period in range(periods):
-        for k in range(pattern):
-            stack = stacked["blocks"][str(k)]
-            layers.append(jax.tree.map(lambda leaf, at=period: leaf[at], stack))
-    layers.extend(stacked["rest"][str(i)] for i in range(len(stacked["rest"])))
-    return tuple(layers)
+
+    def layer(period: int, k: int) -> Any:
+        return jax.tree.map(lambda leaf: leaf[period], stacked["blocks"][str(k)])
+
+    scanned = [layer(p, k) for p in range(config.periods) for k in range(len(config.pattern))]
+    return (*scanned, *(stacked["rest"][str(i)] for i in range(len(stacked["rest"]))))
 
 
 def params_per_layer(config: ModelConfig, params: Params) -> Params:
@@ -83,49 +125,3 @@ def params_per_layer(config: ModelConfig, params: Params) -> Params:
     taken inside the loop is copied at every token.
     """
     return {**params, "layers": memory_per_layer(config, params)}
-
-
-class LayerKind(NamedTuple):
-    """How one layer attends: over everything before it, or over a window of positions."""
-
-    window: int | None = None  # positions a query sees, itself included; None: all before it
-    rope_theta: float = 10_000.0
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ModelConfig:
-    """A pre-norm decoder with rotary positions, grouped queries and a gated feed-forward.
-
-    `pattern` is the repeating sequence of layer kinds: one entry for uniform models, five local and
-    one global for Gemma-like ones. Layers beyond the last whole period follow the pattern's start.
-    """
-
-    family: str = "qwen3"
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    pattern: tuple[LayerKind, ...] = (LayerKind(),)
-    rms_norm_eps: float = 1e-6
-    tie_embeddings: bool = False
-    attention_bias: bool = False
-    query_key_norm: bool = True
-    activation: str = "silu"  # or "gelu_tanh"
-    norm_offset: float = 0.0  # norms multiply by (offset + weight): 1 for Gemma
-    sandwich_norms: bool = False  # norms after attention and feed-forward too, as in Gemma 2 and 3
-    embedding_scale: float = 1.0
-    query_scale: float | None = None  # None: head_dim ** -0.5
-    max_positions: int = 32_768  # the longest sequence the weights are meant for; not enforced here
-    dtype: str = "float32"  # of parameters and activations
-    float32_head: bool = False  # the last norm's output, the head and its product in float32
-
-    @property
-    def periods(self) -> int:
-        return self.num_layers // len(self.pattern)
-
-    @property
-    def num_rest(self) -> int:
-        return self.num_layers % len(self.pattern)

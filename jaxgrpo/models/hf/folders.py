@@ -22,7 +22,7 @@ from jax import Array
 from jax.experimental import multihost_utils
 from jax.sharding import Sharding
 
-from jaxgrpo.core.errors import InputError
+from jaxgrpo.core.errors import InputError, one_line, refusing
 from jaxgrpo.core.types import Params
 from jaxgrpo.data import sources
 from jaxgrpo.models.api import Model, ModelConfig
@@ -40,29 +40,27 @@ def read_config(path: str | os.PathLike[str]) -> ModelConfig:
     source = find_folder(path) / "config.json"
     if not source.is_file():
         raise InputError(f"{source} does not exist: give the folder of a Hugging Face model")
-    try:
-        fields = json.loads(source.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise InputError(f"{source} is not JSON ({error}): copy the model folder anew") from error
-    return qwen3.model_config(fields, str(source))
+    return qwen3.model_config(_read_json(source), str(source))
 
 
 def read_tokenizer(path: str | os.PathLike[str]) -> Any:
     """The tokenizer of a model folder, by transformers, from the folder's files alone.
 
-    Raises: InputError where the folder holds none that can be read.
+    Raises: InputError if the folder holds none that can be read.
     """
     from transformers import AutoTokenizer
 
     folder = find_folder(path)
-    try:
+
+    def problem(error: Exception) -> str:
+        reason = f"{type(error).__name__}: {one_line(error)[:MAX_REASON]}"
+        return (
+            f"{folder}: its tokenizer cannot be read ({reason}): put tokenizer.json and "
+            "tokenizer_config.json there, as tokenizer.save_pretrained writes"
+        )
+
+    with refusing(problem):  # transformers, tokenizers and json raise many kinds
         return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # transformers, tokenizers and json raise many kinds
-        reason = " ".join(str(error).split())[:MAX_REASON]
-        raise InputError(
-            f"{folder}: its tokenizer cannot be read ({type(error).__name__}: {reason}): put "
-            "tokenizer.json and tokenizer_config.json there, as tokenizer.save_pretrained writes"
-        ) from error
 
 
 def read_end_tokens(path: str | os.PathLike[str], tokenizer: Any) -> tuple[int, ...]:
@@ -71,11 +69,7 @@ def read_end_tokens(path: str | os.PathLike[str], tokenizer: Any) -> tuple[int, 
     Chat models have several (Qwen3: <|im_end|> and <|endoftext|>), of which a tokenizer knows one.
     """
     source = find_folder(path) / "generation_config.json"
-    try:
-        fields = json.loads(source.read_text(encoding="utf-8")) if source.is_file() else {}
-    except ValueError as error:
-        raise InputError(f"{source} is not JSON ({error}): copy the model folder anew") from error
-    more = fields.get("eos_token_id")
+    more = (_read_json(source) if source.is_file() else {}).get("eos_token_id")
     found = [tokenizer.eos_token_id, *(more if isinstance(more, list) else [more])]
     return tuple(dict.fromkeys(token for token in found if token is not None))
 
@@ -135,7 +129,7 @@ def save_model(
     """Writes an ordinary Hugging Face folder, whole or not at all.
 
     Every process calls it, since arrays laid out over processes are gathered, tensor by tensor;
-    process 0 writes, and none returns before the folder stands. A model folder that is already
+    process 0 writes, and none returns before the folder is there. A model folder that is already
     there is replaced.
 
     Args:
@@ -144,7 +138,7 @@ def save_model(
       max_shard_bytes: weights beyond it are split over several files with an index.
       card: text of the folder's README.md, the model card.
 
-    Raises: InputError where Qwen3 cannot express the model, or `path` holds other files.
+    Raises: InputError if Qwen3 cannot express the model, or `path` holds other files.
     """
     entries = qwen3.entries(model)
     dtype = {str(leaf.dtype) for leaf in jax.tree.leaves(params)}
@@ -176,7 +170,7 @@ def find_folder(path: str | os.PathLike[str], revision: str | None = None) -> Pa
     Args:
       revision: of the hub: a branch, tag or commit.
 
-    Raises: InputError where `path` is neither a folder nor a model that the hub gives.
+    Raises: InputError if `path` is neither a folder nor a model that the hub gives.
     """
     folder = Path(path).expanduser()
     if folder.is_dir():
@@ -187,6 +181,11 @@ def find_folder(path: str | os.PathLike[str], revision: str | None = None) -> Pa
             "or a name on the hub, owner/name"
         )
     return sources.fetch_model(path, revision)
+
+
+def _read_json(file: Path) -> Any:
+    with refusing(f"{file} is not JSON ({{reason}}): copy the model folder anew", ValueError):
+        return json.loads(file.read_text(encoding="utf-8"))
 
 
 def _check_names(folder: Path, expected: set[str], files: Mapping[str, Any], tied: bool) -> None:
@@ -206,11 +205,8 @@ def _check_names(folder: Path, expected: set[str], files: Mapping[str, Any], tie
                 f"{folder}: tie_word_embeddings is true, but {head} differs from {embed}: set "
                 "tie_word_embeddings to false in config.json, or remove the tensor"
             )
-    problems = []
-    if expected - found:
-        problems.append(f"missing: {listed(expected - found)}")
-    if found - expected:
-        problems.append(f"unknown: {listed(found - expected)}")
+    odd = {"missing": expected - found, "unknown": found - expected}
+    problems = [f"{kind}: {listed(names)}" for kind, names in odd.items() if names]
     if problems:
         raise InputError(
             f"{folder}: the tensors are not those that config.json describes; "

@@ -15,7 +15,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from jaxgrpo.core.errors import InputError
+from jaxgrpo.core.errors import InputError, refusing
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -41,17 +41,14 @@ OURS = (
 def open_weights(folder: Path) -> Iterator[dict[str, Any]]:
     """Tensor name -> open file with `get_tensor(name)`, over all shards of the folder.
 
-    Raises: InputError where there are no safetensors, a shard is missing or a file is damaged.
+    Raises: InputError if there are no safetensors, a shard is missing or a file is damaged.
     """
     with contextlib.ExitStack() as stack:
         files: dict[str, Any] = {}
         for path in _weight_files(folder):
-            try:
+            problem = f"{path} is no readable safetensors file ({{reason}}): fetch it again"
+            with refusing(problem, SafetensorError, OSError):
                 file = stack.enter_context(safe_open(path, framework="numpy"))
-            except (SafetensorError, OSError) as error:
-                raise InputError(
-                    f"{path} is no readable safetensors file ({error}): fetch it again"
-                ) from error
             files.update(dict.fromkeys(file.keys(), file))
         yield files
 
@@ -79,18 +76,15 @@ def _weight_files(folder: Path) -> list[Path]:
 
 def plan_shards(sizes: dict[str, int], max_bytes: int) -> dict[str, str]:
     """Tensor name -> file name, in order; a file grows to at most `max_bytes` (or one tensor)."""
-    shard_of, shard, filled = {}, 0, 0
+    shard_of, count, filled = {}, 1, 0
     for name, size in sizes.items():
         if filled and filled + size > max_bytes:
-            shard, filled = shard + 1, 0
-        shard_of[name], filled = shard, filled + size
-    if shard == 0:
+            count, filled = count + 1, 0
+        shard_of[name], filled = count, filled + size
+    if count == 1:
         return dict.fromkeys(sizes, SINGLE)
-    count = shard + 1
-    return {
-        name: f"model-{number + 1:05d}-of-{count:05d}.safetensors"
-        for name, number in shard_of.items()
-    }
+    file = "model-{:05d}-of-{:05d}.safetensors"
+    return {name: file.format(number, count) for name, number in shard_of.items()}
 
 
 def write_weights(
@@ -120,7 +114,7 @@ def replaced(folder: Path) -> Iterator[Path]:
     The files are flushed to disk before they are renamed, so that `folder` is at any moment the
     old one, the new one or, between two renames, absent; never half written.
 
-    Raises: InputError where `folder` exists and holds files that are not a model's.
+    Raises: InputError if `folder` exists and holds files that are not a model's.
     """
     if folder.exists():
         foreign = sorted(
