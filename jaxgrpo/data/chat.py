@@ -36,7 +36,7 @@ class Chat(NamedTuple):
 
 def messages_of(value: Any, where: str) -> Conversation:
     """A prompt column's list of messages, checked. Entries that are None, as tables have them
-    where some messages lack a key, are left out.
+    if some messages lack a key, are left out.
 
     Raises: InputError if it is no list of messages with a role and a text.
     """
@@ -84,7 +84,7 @@ def make_chat(
     """How the prompts of a run are written out.
 
     Args:
-      choice: "auto" takes the tokenizer's own template where it has one; "none"; or a Jinja file.
+      choice: "auto" takes the tokenizer's own template if it has one; "none"; or a Jinja file.
       system: the text of a system message in front of every conversation.
       options: variables of the template, as enable_thinking.
       path: model.path, for messages.

@@ -19,7 +19,7 @@ from jaxgrpo.data import tasks
 
 Row = dict[str, Any]
 Located = tuple[str, Row]
-"""A row, and where it stands: "rows.jsonl, line 3". Rows are counted from 0, lines from 1."""
+"""A row, and its place in words: "rows.jsonl, line 3". Rows are counted from 0, lines from 1."""
 
 FILES = (".jsonl", ".csv", ".parquet")
 NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")  # on the hub
@@ -114,7 +114,7 @@ def _jsonl(file: Path) -> Iterator[Located]:
 
 
 def _table(file: Path, text_columns: Iterable[str]) -> list[Located]:
-    """The rows of a CSV or Parquet file. What pyarrow says names the row or the column."""
+    """The rows of a CSV or Parquet file. The errors of pyarrow name the row or the column."""
     try:
         import pyarrow as pa
         from pyarrow import csv, parquet

@@ -74,7 +74,7 @@ class Attend(Protocol):
     """Attention belongs to the caller: the model knows no segments, prefixes, caches or slots.
 
     Shapes: query [*B, Q, heads, head_dim]; key, value [*B, Q, kv_heads, head_dim], rotated by
-    position. `memory` is this layer's entry of the memory given to `apply`; what is returned beside
+    position. `memory` is this layer's entry of the memory given to `apply`; what is returned with
     the output [*B, Q, heads, head_dim] becomes this layer's entry of the memory it returns.
     """
 
@@ -88,7 +88,7 @@ class Model(NamedTuple):
 
     Parameters are {"embed", "blocks", "rest", "final_norm", ["head"]}: `blocks["k"]` holds layer k
     of the pattern, each leaf stacked over the periods [periods, ...]; `rest["i"]` the layers left
-    over where the depth is no multiple of the pattern.
+    over if the depth is no multiple of the pattern.
 
     Memory has two forms. *Stacked*: {"blocks": {"k": leaves [periods, ...]}, "rest": {"i": ...}},
     the layers are scanned. *Per layer*: a tuple with one entry per layer in order; the layers are

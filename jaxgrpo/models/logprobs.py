@@ -95,7 +95,7 @@ def token_confidence(
       temperature: of the sampling distribution.
       logits_per_chunk: as in `token_logprobs`.
 
-    Returns: C in at least float32, in nats; inf where fewer than k tokens have any probability.
+    Returns: C in at least float32, in nats; inf if fewer than k tokens have any probability.
     Source: Fu et al. 2025 (DeepConf), arXiv 2508.15260: k = 20. There the log-probs are what the
       inference engine reports, of the model before temperature by default in vLLM.
     """

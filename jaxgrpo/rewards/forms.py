@@ -120,15 +120,15 @@ def text_of(completion: Any) -> str:
 
 
 def after_thought(text: str) -> str:
-    """What follows the last </think>; the whole text where there is none."""
+    """What follows the last </think>; the whole text if there is none."""
     return text.rpartition(TAGS[1])[2]
 
 
 def stated_confidence(completion: Any) -> float | None:
-    """What stands between the last pair of <confidence> tags, where it is a number in [0, 1].
+    """The number between the last pair of <confidence> tags, if it is in [0, 1].
 
     None: it states none, or one that cannot be read ("high", "80%", 7). That is not 0, which would
-    be a good confidence for a wrong answer. An earlier pair does not stand in for the last.
+    be a good confidence for a wrong answer. An earlier pair does not replace the last.
 
     Args:
       completion: a text, or messages.

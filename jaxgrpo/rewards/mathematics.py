@@ -25,7 +25,7 @@ NEEDED = (
     'pip install "jaxgrpo[math]" (or math-verify by itself)'
 )
 
-LONGEST = 100  # digits; a longer number is nobody's answer, and costs time to compare
+LONGEST = 100  # digits; a longer number answers no question, and costs time to compare
 MARKS = 16  # of a text, from its end: one that holds only marks costs no more than another
 
 _FRACTION = r"\\[dt]?frac\s*(?:\{\s*(-?[0-9]+)\s*\}\s*\{\s*([0-9]+)\s*\}|([0-9])\s*([0-9]))"
@@ -57,7 +57,7 @@ _MARKER = re.compile(
     re.MULTILINE,
 )
 _OPERATOR = re.compile(r"\s*(?:[-+*/×÷=^x]|\\times|\\cdot|\\div)\s*[-($\\.0-9]")
-_OPENING = re.compile(r"[\s*_:=~`(\[]*(?:\\[(\[]\s*)?")  # before a number that stands at once
+_OPENING = re.compile(r"[\s*_:=~`(\[]*(?:\\[(\[]\s*)?")  # before a number that follows at once
 
 
 def math_answer(
@@ -70,10 +70,10 @@ def math_answer(
 ) -> list[float | None]:
     """1.0 if the completion's answer is mathematically the gold one, else 0.0.
 
-    The last `\\boxed{...}` is the answer, where there is one; boxes that stand close together are
+    The last `\\boxed{...}` is the answer, if there is one; boxes that stand close together are
     one set. Else it is LaTeX between signs of mathematics, or a plain number. `\\frac{1}{2}`, `0.5`
     and `2/4` are equal; so are sets in another order, and expressions that simplify to the same.
-    Only what follows a `</think>` is read, where there is one. A completion without an answer
+    Only what follows a `</think>` is read, if there is one. A completion without an answer
     gets 0.
 
     Each is judged in a process that does nothing else, since some answers never end: `9^{9^{9^9}}`.
@@ -87,7 +87,7 @@ def math_answer(
       time_limit: seconds for one completion.
       workers: processes at most, and never more than the machine has cores.
 
-    Returns: one score each; None where the gold answer cannot be read, or nobody could judge.
+    Returns: one score each; None if the gold answer cannot be read, or no process gave an answer.
     Raises: RewardError if math-verify is not installed.
     Source: github.com/huggingface/Math-Verify. Its own time limits work in a main thread alone,
     and do not end a process that is lost in one long operation on numbers.
@@ -138,11 +138,11 @@ def gsm8k_answer(
 ) -> list[float | None]:
     """1.0 if the completion's final number equals that of the gold answer, else 0.0.
 
-    The final number stands behind the last of these marks that has one: `####`, `answer is`,
+    The final number is the one after the last of these marks that has one: `####`, `answer is`,
     `answer:`, `A:` at the start of a line, `\\boxed{...}`. Behind a mark it is the number that
-    follows at once; where words or a calculation follow, the one after the last `=` of the line
-    (of the paragraph behind `A:`), else its last. Without a mark it is the text's last number.
-    Only what follows a `</think>` is read, where there is one.
+    follows at once; if words or a calculation follow, the one after the last `=` of the line
+    (of the paragraph after `A:`), else its last. Without a mark it is the text's last number.
+    Only what follows a `</think>` is read, if there is one.
 
     Numbers are compared exactly, as fractions: `1,234`, `1234.00`, `$1,234`, `1{,}234`, `1234
     clips`, `2468/2` and `\\frac{2468}{2}` are equal, and so are `50%` and `50`; `0.333` is not 1/3.
@@ -153,7 +153,7 @@ def gsm8k_answer(
       answer: the gold answers as the data set writes them: a GSM8K solution that ends with
         `#### 72`, or the bare number, as a text or a number.
 
-    Returns: one score each; None where the gold answer holds no number: not scored.
+    Returns: one score each; None if the gold answer holds no number: not scored.
     Source: Cobbe et al. 2021, arXiv 2110.14168, whose solutions end with `#### `. Their grader
     reads only that mark and compares texts, so that 72.0 is not 72.
 
@@ -177,7 +177,7 @@ def gold_number(answer: Any) -> Fraction | None:
 
 
 def final_number(text: str) -> Fraction | None:
-    """The number that a text gives as its answer; None where it holds none.
+    """The number that a text gives as its answer; None if it holds none.
 
     >>> final_number("The answer is 6 * 12 = 72 clips.")
     Fraction(72, 1)
@@ -194,9 +194,9 @@ def final_number(text: str) -> Fraction | None:
 
 
 def _segment(text: str, marker: re.Match[str]) -> str:
-    """What a mark speaks of: the braces' inside, the paragraph of `A:`, else the line.
+    """The text that a mark points to: the braces' inside, the paragraph of `A:`, else the line.
 
-    Where nothing else stands on the mark's line it speaks of the next one that has text.
+    If nothing else is on the mark's line, it is the next line that has text.
     """
     rest = text[marker.end() :]
     if "boxed" in marker.group():
@@ -206,7 +206,7 @@ def _segment(text: str, marker: re.Match[str]) -> str:
 
 
 def _braces(text: str) -> str:
-    """The inside of the braces that `text` begins with; all of it where they are not closed."""
+    """The inside of the braces that `text` begins with; all of it if they are not closed."""
     depth = 0
     for place, letter in enumerate(text):
         depth += {"{": 1, "}": -1}.get(letter, 0)
@@ -222,8 +222,8 @@ def _marked(segment: str) -> re.Match[str] | None:
     more = line >= 0 and NUMBER.search(segment, line)  # "A: 3 on Monday,\nthen 4, so 7"
     if first and not more and not _OPERATOR.match(segment, first.end()):
         return first
-    behind = NUMBER.search(segment, segment.rfind("=") + 1) if "=" in segment else None
-    return behind or _last(NUMBER.finditer(segment))
+    last = NUMBER.search(segment, segment.rfind("=") + 1) if "=" in segment else None
+    return last or _last(NUMBER.finditer(segment))
 
 
 def _last(matches: Iterator[re.Match[str]]) -> re.Match[str] | None:

@@ -9,9 +9,9 @@ Prompts are texts, or lists of messages; then each completion is a list of one m
 sync or async, names the keywords it wants and gets only those, or takes all of them by **kwargs.
 It returns one number per completion; None or NaN: could not be scored.
 
-    trainer_state              where the run stands: TrainerState
+    trainer_state              the progress of the run: TrainerState
     log_extra(column, values)  adds a column to the sample rows, one value per completion
-    log_metric(name, value)    adds a number to the step's metrics, the mean where it comes twice
+    log_metric(name, value)    adds a number to the step's metrics, the mean if it is logged twice
 
 Source: the protocol of TRL's GRPOTrainer, called by keyword.
 """
@@ -45,7 +45,7 @@ class RewardError(InputError):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainerState:
-    """Where the run stands, under the names that transformers' TrainerState has."""
+    """The progress of the run, under the names that transformers' TrainerState has."""
 
     global_step: int = 0  # updates done: 0 while the first step's samples are judged
     max_steps: int = 0  # train.steps
@@ -120,7 +120,7 @@ def bind(
 
 
 def options_of(function: RewardFunction) -> list[str]:
-    """The arguments of a reward that have a default, beside those every reward may ask for."""
+    """The arguments of a reward that have a default, besides those every reward may ask for."""
     named, _ = _parameters(function)
     return [
         parameter.name

@@ -79,7 +79,7 @@ def with_lengths(
 class Preview(NamedTuple):
     """The scores of a row's gold answer and of the empty text; None: not scored."""
 
-    gold: float | None  # None too where the row has no answer
+    gold: float | None  # None too if the row has no answer
     empty: float | None
     problem: str | None = None  # what a reward with on_error = "unscored" raised
 

@@ -184,7 +184,7 @@ def make_rewarder(
 
 
 def trainer_state_of(rollouts: Rollouts, num_rows: int, max_steps: int) -> TrainerState:
-    """Where the run stands when these rollouts are judged."""
+    """The progress of the run when these rollouts are judged."""
     step, ordinal = sharding.to_host((rollouts.step, rollouts.ordinal))
     main = jax.process_index() == 0
     return TrainerState(
@@ -211,7 +211,7 @@ def sample_rows(
       rows: of the data set.
       advantage: [P, G].
       number: of the step, which is the number of steps finished with it.
-      extra: column -> a value per sample, what rewards logged beside their scores.
+      extra: column -> a value per sample, what rewards logged besides their scores.
     """
     host: Rollouts = sharding.to_host(rollouts)
     advantage = sharding.to_host(advantage)

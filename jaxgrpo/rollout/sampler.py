@@ -64,7 +64,7 @@ def sample(sampler: Sampler, params: Params, prompts: Prompts, key: Array) -> Ro
 
     A token is drawn by Gumbel-max from softmax(logits / temperature), cut to top_k and top_p, with
     the key folded from (key, purpose, step, ordinal, sample, token), so a sample depends on nothing
-    beside it.
+    else.
 
     Args:
       key: [2] uint32, the data of the run's key.

@@ -300,7 +300,7 @@ def build_policy(spec: Mapping[str, Any], weights: Weights | None = None) -> Pro
 
 
 class _Judge(NamedTuple):
-    """How a policy tells success, and how long it remembers."""
+    """How a policy measures success, and how long it remembers."""
 
     name: str
     decay: float
@@ -309,7 +309,7 @@ class _Judge(NamedTuple):
     weights: Weights | None
 
     def rates(self, rewards: Mapping[str, np.ndarray]) -> np.ndarray:
-        """The success rate of each group, float64 [P]; NaN where no sample was scored."""
+        """The success rate of each group, float64 [P]; NaN if no sample was scored."""
         wide = {name: np.asarray(value, np.float64) for name, value in rewards.items()}
         value = self._value({name: np.where(np.isfinite(x), x, np.nan) for name, x in wide.items()})
         scored = ~np.isnan(value)

@@ -26,7 +26,7 @@ def group_metrics(
     """Rewards and shares of groups, of the weighted sum of the rewards (None: all weigh 1).
 
     A sample that one of the rewards could not score is left out, as in `sum_rewards`; a group
-    without any scored sample is counted in no share. A group is flat where its scored rewards are
+    without any scored sample is counted in no share. A group is flat if its scored rewards are
     all equal, or only one is scored:
 
         groups/all_fail  flat, and the reward is 0 or below
@@ -115,7 +115,7 @@ def advantage_metrics(
 
     A lucky single success is the only sample of its group that succeeded (weighted sum of the
     rewards above 0) while another scored one failed. |A| of a sample is the mean over its
-    unmasked tokens. The shares are NaN where all advantages are 0.
+    unmasked tokens. The shares are NaN if all advantages are 0.
 
     Shapes: advantage and mask [P, G] or [P, G, T], as a chain returns them; rewards [P, G].
     Source: the rare accidental success as exemplar, arXiv 2605.28388; the metric is ours.
@@ -157,7 +157,7 @@ def pass_at_k(correct: Int[Array, "P"], samples: Int[Array, "P"], k: int) -> Flo
 
         1 - C(n - c, k) / C(n, k)
 
-    NaN where n < k: k samples cannot be judged from fewer. Stable for any n: a product of k
+    NaN if n < k: k samples cannot be judged from fewer. Stable for any n: a product of k
     factors in [0, 1], never a binomial coefficient.
 
     Args:
@@ -176,7 +176,7 @@ def flat_share(
 
         (C(c, G) + C(n - c, G)) / C(n, G)
 
-    Putting c / n into p^G + (1 - p)^G instead overestimates, by Jensen's inequality. NaN where
+    Putting c / n into p^G + (1 - p)^G instead overestimates, by Jensen's inequality. NaN if
     n < G.
     """
     all_pass = drawn_alike(correct, samples, group_size)
@@ -199,10 +199,10 @@ def jensen_gap(
 
     Args:
       correct, samples: successes c and samples n per prompt. Prompts with fewer than G samples are
-        left out of all three, so that they speak of the same prompts.
+        left out of all three, so that they are about the same prompts.
       group_size: G, static, at least 1.
 
-    Returns: NaN where no prompt has G samples; iid and gap where fewer than G prompts have them.
+    Returns: NaN if no prompt has G samples; iid and gap if fewer than G prompts have them.
     Source: Gradient starvation, arXiv 2605.07689, for the gap; the estimators are ours.
     """
     usable = samples >= group_size
@@ -244,7 +244,7 @@ def drawn_alike(alike: Int[Array, "P"], samples: Int[Array, "P"], draws: int) ->
 
     Args:
       alike: samples of that kind, of `samples`.
-      draws: static, at least 1. NaN where there are fewer samples.
+      draws: static, at least 1. NaN if there are fewer samples.
     """
     if draws < 1:
         raise ValueError(f"{draws} draws: pass@k and group sizes begin at 1")
@@ -262,7 +262,7 @@ def repetition(
 
         1 - distinct n-grams / n-grams
 
-    0: none comes twice; near 1: a loop. Only n-grams without a masked token count; NaN where there
+    0: none comes twice; near 1: a loop. Only n-grams without a masked token count; NaN if there
     is none. Exact, by sorting the n-grams of each completion.
 
     Source: a detector of degenerate behaviour, after arXiv 2605.28388; n is ours.

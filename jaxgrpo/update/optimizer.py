@@ -33,7 +33,7 @@ def make_optimizer(
     `steps` along a line ("linear") or half a cosine ("cosine"). Skipped updates do not count.
 
     Args:
-      axes: logical axes of the parameters; where the factory takes a `mask`, only matrices decay.
+      axes: logical axes of the parameters; if the factory takes a `mask`, only matrices decay.
       clip_norm: largest global gradient norm; 0 leaves gradients as they are.
       options: further keyword arguments of the factory, as optax names them.
 
@@ -85,7 +85,7 @@ def current_rate(opt_state: Any) -> jax.Array:
 
 
 def fresh_moments(optimizer: optax.GradientTransformation, params: Params, opt_state: Any) -> Any:
-    """The optimizer's first state for these parameters, on a schedule that goes on where it is.
+    """The optimizer's first state for these parameters, on a schedule that continues.
 
     What it remembers of gradients is gone; the learning rate neither warms up nor decays anew.
     """

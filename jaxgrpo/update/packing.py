@@ -64,7 +64,7 @@ def plan(live: np.ndarray, geometry: Geometry) -> Plan:
     """Places the live samples [P, G] into micro-batches, bins and rows, in order.
 
     A bin takes whole groups (their live members) as long as `prompts_per_bin` allows, or pieces of
-    one group of `rows` samples where a group is larger than a bin.
+    one group of `rows` samples if a group is larger than a bin.
     """
     pieces: list[list[np.ndarray]] = []  # bins, each a list of sample indices by prompt
     groups = [np.flatnonzero(row) + p * geometry.group_size for p, row in enumerate(live)]
@@ -142,7 +142,7 @@ def gather(
 
 
 def scatter(values: Array, plan: Plan, shape: tuple[int, int, int]) -> Array:
-    """The way back: row values [K, D, R, T] to samples [P, G, T]; 0 where a sample had no row."""
+    """The way back: row values [K, D, R, T] to samples [P, G, T]; 0 if a sample had no row."""
     groups, samples, steps = shape
     index = jnp.where(plan.sample >= 0, plan.sample, groups * samples).reshape(-1)
     flat = jnp.zeros((groups * samples, steps), values.dtype)
@@ -150,5 +150,5 @@ def scatter(values: Array, plan: Plan, shape: tuple[int, int, int]) -> Array:
 
 
 def _completion_length_mask(token_mask: Array) -> Array:
-    """True up to the last token the policy chose: forced text behind it teaches nothing."""
+    """True up to the last token the policy chose: forced text after it teaches nothing."""
     return jnp.flip(jnp.cumsum(jnp.flip(token_mask, -1), -1) > 0, -1)

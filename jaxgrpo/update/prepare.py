@@ -201,7 +201,7 @@ def _rollout_metrics(
     mask: Array,
     weights: Mapping[str, float] | None,
 ) -> Metrics:
-    """Metrics of rewards and completions, under TRL's names where TRL has one."""
+    """Metrics of rewards and completions, under TRL's names if TRL has one."""
     tokens = rollouts.token_mask
     metrics: Metrics = {
         "live_samples": mean(live),

@@ -190,7 +190,7 @@ def _loss(
         objective.surrogate, objective.penalties, tokens, objective_state
     )
     gap = jnp.abs(jax.lax.stop_gradient(logp) - micro.fields["behavior_logp"])
-    # An entropy term reports the entropy itself, and so stands in the place of ours.
+    # An entropy term reports the entropy itself, which then replaces ours.
     metrics = {
         "entropy": mean(jax.lax.stop_gradient(scored.entropy), micro.mask),
         "sampling/sampling_logp_difference/mean": mean(gap, micro.mask),
