@@ -1,13 +1,11 @@
-"""Mistakes in what a user gave, told apart from defects of the program.
-
-Names and options that users write: found, or refused with the nearest known one.
-"""
+"""Mistakes in what a user gave, as opposed to defects of the program, and messages for them."""
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 
@@ -19,7 +17,7 @@ class InputError(ValueError):
 
 
 class NotGiven(InputError):
-    """Something is read that nobody gave.
+    """A field or attribute is read that was not given.
 
     Args:
       name: of the field or attribute that is missing.
@@ -45,6 +43,31 @@ class ConfigError(InputError):
 
 
 T = TypeVar("T")
+
+
+@contextlib.contextmanager
+def refusing(message: str | Callable[[Any], str], *kinds: type[Exception]) -> Iterator[None]:
+    """Turns an error of these kinds (none: of any) that its block raises into an InputError.
+
+    Args:
+      message: of the InputError, with "{kind}" and "{reason}" for the type and the message of the
+        error; or a function of the error.
+    """
+    kinds = kinds or (Exception,)
+    try:
+        yield
+    except InputError:
+        raise
+    except kinds as error:
+        if isinstance(message, str):
+            message = message.replace("{kind}", type(error).__name__)
+            raise InputError(message.replace("{reason}", one_line(error))) from error
+        raise InputError(message(error)) from error
+
+
+def one_line(error: BaseException) -> str:
+    """The message of another library's error, in one line."""
+    return " ".join(str(error).split())
 
 
 def suggest(name: str, known: Iterable[str]) -> str:
@@ -78,11 +101,12 @@ def build(what: str, spec: Mapping[str, Any], table: Mapping[str, Callable[..., 
     if "use" not in spec:
         raise InputError(f"{what} {dict(spec)} has no name: write {{ use = ..., ... }}")
     use, options = spec["use"], {name: value for name, value in spec.items() if name != "use"}
-    factory: Any = find(what, use, table) if isinstance(use, str) else use
+    factory = find(what, use, table) if isinstance(use, str) else use
     name = use if isinstance(use, str) else getattr(use, "__name__", repr(use))
     if not callable(factory):
         raise InputError(f"{what} {name} is neither a name nor a function")
-    return call(f"{what} {name}", factory, options)
+    made: Any = call(f"{what} {name}", factory, options)
+    return made
 
 
 def call(where: str, factory: Callable[..., T], options: Mapping[str, Any]) -> T:

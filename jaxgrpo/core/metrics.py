@@ -19,7 +19,7 @@ from jax import Array
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Mean:
-    """A mean as its two sums. `+` merges; `result` divides, NaN where nothing was counted."""
+    """A mean as its two sums. `+` merges; `result` divides, NaN if nothing was counted."""
 
     total: Array  # []
     weight: Array  # []
@@ -35,7 +35,7 @@ class Mean:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Max:
-    """The largest value seen. `+` merges; `result` is -inf where nothing was seen."""
+    """The largest value seen. `+` merges; `result` is -inf if nothing was seen."""
 
     value: Array  # []
 
@@ -49,7 +49,7 @@ class Max:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Min:
-    """The smallest value seen. `+` merges; `result` is inf where nothing was seen."""
+    """The smallest value seen. `+` merges; `result` is inf if nothing was seen."""
 
     value: Array  # []
 
@@ -85,7 +85,7 @@ def mean(value: Array, mask: Array | None = None) -> Mean:
 
 
 def maximum(value: Array, mask: Array | None = None) -> Max:
-    """The largest entry of `value` where `mask` is True; -inf where there is none."""
+    """The largest entry of `value` where `mask` is True; -inf if there is none."""
     dtype = accumulate_dtype(value.dtype)
     value = value.astype(dtype)
     if mask is not None:
@@ -94,7 +94,7 @@ def maximum(value: Array, mask: Array | None = None) -> Max:
 
 
 def minimum(value: Array, mask: Array | None = None) -> Min:
-    """The smallest entry of `value` where `mask` is True; inf where there is none."""
+    """The smallest entry of `value` where `mask` is True; inf if there is none."""
     return Min(value=-maximum(-value.astype(accumulate_dtype(value.dtype)), mask).value)
 
 

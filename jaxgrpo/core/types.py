@@ -132,7 +132,7 @@ class TrainState:
 
 
 class Field(NamedTuple):
-    """What a name in `needs` stands for: its shape, and who produces it."""
+    """A field that a name in `needs` asks for: its shape, and which policy produces it."""
 
     shape: str
     policy: str  # whose parameters score it: "trainer", "reference" or "base"
@@ -149,7 +149,7 @@ FIELDS: dict[str, Field] = {
 
 OF_PASS: dict[str, str] = {"policy_entropy": "trainer", "full_kl": "reference"}
 """What a penalty may need of the update's own pass, with its gradient -> whose parameters that
-reads beside the trained ones.
+reads besides the trained ones.
 """
 
 OF_SAMPLES: dict[str, str] = {

@@ -38,7 +38,7 @@ class Blueprint(NamedTuple):
 
 
 class Scored(NamedTuple):
-    """What one pass says of the chosen tokens."""
+    """What one pass gives for the chosen tokens."""
 
     logp: Array  # [D, R, Q]
     entropy: Array | None  # [D, R, Q]; None unless asked for

@@ -29,18 +29,13 @@ from jaxgrpo.update.diagnostics import (
     symptom_metrics,
 )
 from jaxgrpo.update.forward import Blueprint, forward, micro_batch
-from jaxgrpo.update.packing import Geometry
-
-Score = Callable[[Params, TrainBatch, Entropy], tuple[Array, Array | None]]
-"""(parameters, batch, "none" or "value") -> (log-probs, entropies) [K, D, R, Q] of its live
-micro-batches; without entropies None"""
 
 ANCHORS = ("base_logp", "reference_logp")
-"""Fields that tell, where a method asks for them, how far the policy has gone."""
+"""Fields that show, if a method asks for them, how far the policy has moved."""
 
 
 class Prepared(NamedTuple):
-    """What `prepare` hands on: the batch to update on, and what the log shows of it."""
+    """What `prepare` returns: the batch to update on, and what the log shows of it."""
 
     batch: TrainBatch
     advantage: Array  # [P, G], the mean over a sample's tokens
@@ -52,25 +47,7 @@ def make_preparer(
     blueprint: Blueprint,
 ) -> Callable[[TrainState, Rollouts], tuple[TrainState, Prepared]]:
     """The function that turns judged rollouts into the batch of one update."""
-    programs = _compile(blueprint)
-
-    def prepare(state: TrainState, rollouts: Rollouts) -> tuple[TrainState, Prepared]:
-        rollouts = _with_fields(blueprint, programs, state, rollouts)
-        judged = programs.judge(state.advantage_state, rollouts)
-        live = sharding.to_host(judged.live)
-        where = packing.plan(live if blueprint.compact else np.ones_like(live), blueprint.geometry)
-        batch = _assemble(blueprint, programs, state, rollouts, judged, where)
-        state = dataclasses.replace(state, advantage_state=judged.state)
-        metrics = judged.metrics
-        # Of all completions or of none: those that the loss leaves out are no random ones.
-        whole = bool(live.all() or not blueprint.compact)
-        for name in ANCHORS:
-            if name not in rollouts.fields and name in batch.fields:
-                late = rollouts, batch.fields[name], where, whole
-                metrics = merge(metrics, programs.drift(name, *late))
-        return state, Prepared(batch, judged.per_sample, live, metrics)
-
-    return prepare
+    return _Preparer(blueprint).prepare
 
 
 class _Judged(NamedTuple):
@@ -83,25 +60,85 @@ class _Judged(NamedTuple):
     metrics: Metrics
 
 
-class _Programs(NamedTuple):
-    """The jitted functions of `prepare`."""
+class _Preparer:
+    """The jitted functions of `prepare`, and what the host does between them."""
 
-    score: Score
-    judge: Callable[[Any, Rollouts], _Judged]
-    gather: Callable[..., TrainBatch]
-    scatter: Callable[[Array, packing.Plan], Array]
-    drift: Callable[..., Metrics]
+    def __init__(self, blueprint: Blueprint):
+        self.blueprint, geometry = blueprint, blueprint.geometry
+        shape = geometry.num_prompts, geometry.group_size, geometry.max_completion_tokens
+        self.sample_shape = shape
+        self.score = jax.jit(functools.partial(_score, blueprint), static_argnums=2)
+        self.judge = jax.jit(functools.partial(_judge, blueprint))
+        self.gather = jax.jit(
+            functools.partial(gather_over_bins, sharding.constrain(blueprint.mesh))
+        )
+        self.scatter = jax.jit(lambda values, where: packing.scatter(values, where, shape))
+        self.drift = jax.jit(drift_metrics, static_argnums=3)
 
+    def prepare(self, state: TrainState, rollouts: Rollouts) -> tuple[TrainState, Prepared]:
+        compact = self.blueprint.compact
+        rollouts = self.with_fields(state, rollouts)
+        judged: _Judged = self.judge(state.advantage_state, rollouts)
+        live = sharding.to_host(judged.live)
+        where = packing.plan(live if compact else np.ones_like(live), self.blueprint.geometry)
+        batch = self.assemble(state, rollouts, judged, where)
+        state = dataclasses.replace(state, advantage_state=judged.state)
+        metrics = judged.metrics
+        for name in ANCHORS:
+            if name not in rollouts.fields and name in batch.fields:
+                # Of all completions or of none: those that the loss leaves out are no random ones.
+                mask = rollouts.token_mask & bool(live.all() or not compact)
+                other = self.scatter(batch.fields[name], where)
+                drift = self.drift(rollouts.behavior_logp, other, mask, FIELDS[name].policy)
+                metrics = merge(metrics, drift)
+        return state, Prepared(batch, judged.per_sample, live, metrics)
 
-def _compile(blueprint: Blueprint) -> _Programs:
-    shape = _sample_shape(blueprint.geometry)
-    return _Programs(
-        score=jax.jit(functools.partial(_score, blueprint), static_argnums=2),
-        judge=jax.jit(functools.partial(_judge, blueprint)),
-        gather=jax.jit(functools.partial(gather_over_bins, sharding.constrain(blueprint.mesh))),
-        scatter=jax.jit(lambda values, where: packing.scatter(values, where, shape)),
-        drift=jax.jit(functools.partial(_drift, shape), static_argnums=0),
-    )
+    def with_fields(self, state: TrainState, rollouts: Rollouts) -> Rollouts:
+        """The rollouts with what the chain needs, scored on every sample."""
+        names = self.blueprint.chain.needs & FIELDS.keys()
+        if not names:
+            return rollouts
+        everyone = packing.plan(np.ones(self.sample_shape[:2], bool), self.blueprint.geometry)
+        zero = jnp.zeros(self.sample_shape, jnp.float32)
+        batch = self.gather(rollouts, everyone, zero, zero, rollouts.token_mask, {})
+        scored = self.score_fields(state, names, batch)
+        fields = {name: self.scatter(value, everyone) for name, value in scored.items()}
+        return dataclasses.replace(rollouts, fields={**rollouts.fields, **fields})
+
+    def assemble(
+        self, state: TrainState, rollouts: Rollouts, judged: _Judged, where: packing.Plan
+    ) -> TrainBatch:
+        """The update batch, with what only the loss needs scored on its samples alone."""
+        needs = self.blueprint.objective.needs
+        # As for the parts of a chain, a need may be the name of a reward.
+        brought = {**rollouts.rewards, **rollouts.fields}
+        known = {name: self.per_token(brought[name]) for name in needs & brought.keys()}
+        known["behavior_logp"] = rollouts.behavior_logp
+        batch = self.gather(rollouts, where, judged.advantage, judged.weight, judged.mask, known)
+        late = self.score_fields(state, (needs & FIELDS.keys()) - known.keys(), batch)
+        batch = dataclasses.replace(batch, fields={**batch.fields, **late})
+        if self.blueprint.objective.proximal == "trainer":
+            batch = dataclasses.replace(batch, proximal_logp=batch.fields["trainer_logp"])
+        return batch
+
+    def score_fields(
+        self, state: TrainState, names: Collection[str], batch: TrainBatch
+    ) -> dict[str, Array]:
+        """The named fields [K, D, R, Q], with one pass per policy that they ask for."""
+        fields: dict[str, Array] = {}
+        for policy in sorted({FIELDS[name].policy for name in names}):
+            params = state.trainable if policy == "trainer" else state.frozen[policy]
+            wanted = {name: FIELDS[name] for name in names if FIELDS[name].policy == policy}
+            asked = "value" if "entropy" in {one.quantity for one in wanted.values()} else "none"
+            logp, entropy = self.score(params, batch, asked)
+            values = {"logp": logp, "entropy": entropy}
+            fields |= {name: values[field.quantity] for name, field in wanted.items()}
+        return fields
+
+    def per_token(self, value: Array) -> Array:
+        """A field [P], [P, G] or [P, G, T] at every token."""
+        value = value.reshape(*value.shape, *[1] * (3 - value.ndim))
+        return jnp.broadcast_to(value, self.sample_shape)
 
 
 def gather_over_bins(constrain: Constrain, *arguments: Any) -> TrainBatch:
@@ -126,61 +163,6 @@ def _score(
     empty = jnp.zeros(batch.tokens.shape, jnp.float32)
     start = (empty, None if entropy == "none" else empty)
     return jax.lax.fori_loop(0, batch.num_live, body, start)
-
-
-def _score_fields(
-    programs: _Programs, state: TrainState, names: Collection[str], batch: TrainBatch
-) -> dict[str, Array]:
-    """The named fields [K, D, R, Q], with one pass per policy that they ask for."""
-    fields: dict[str, Array] = {}
-    for policy in sorted({FIELDS[name].policy for name in names}):
-        params = state.trainable if policy == "trainer" else state.frozen[policy]
-        wanted = {name: FIELDS[name].quantity for name in names if FIELDS[name].policy == policy}
-        asked = "value" if "entropy" in wanted.values() else "none"
-        logp, entropy = programs.score(params, batch, asked)
-        for name, quantity in wanted.items():
-            value = logp if quantity == "logp" else entropy
-            assert value is not None
-            fields[name] = value
-    return fields
-
-
-def _with_fields(
-    blueprint: Blueprint, programs: _Programs, state: TrainState, rollouts: Rollouts
-) -> Rollouts:
-    """The rollouts with what the chain needs, scored on every sample."""
-    names = blueprint.chain.needs & FIELDS.keys()
-    if not names:
-        return rollouts
-    geometry = blueprint.geometry
-    everyone = packing.plan(np.ones((geometry.num_prompts, geometry.group_size), bool), geometry)
-    zero = jnp.zeros(_sample_shape(geometry), jnp.float32)
-    batch = programs.gather(rollouts, everyone, zero, zero, rollouts.token_mask, {})
-    scored = _score_fields(programs, state, names, batch)
-    fields = {name: programs.scatter(value, everyone) for name, value in scored.items()}
-    return dataclasses.replace(rollouts, fields={**rollouts.fields, **fields})
-
-
-def _assemble(
-    blueprint: Blueprint,
-    programs: _Programs,
-    state: TrainState,
-    rollouts: Rollouts,
-    judged: _Judged,
-    where: packing.Plan,
-) -> TrainBatch:
-    """The update batch, with what only the loss needs scored on its samples alone."""
-    needs = blueprint.objective.needs
-    # As for the parts of a chain, a need may be the name of a reward.
-    brought = {**rollouts.rewards, **rollouts.fields}
-    known = {name: _per_token(brought[name], blueprint.geometry) for name in needs & brought.keys()}
-    known["behavior_logp"] = rollouts.behavior_logp
-    batch = programs.gather(rollouts, where, judged.advantage, judged.weight, judged.mask, known)
-    late = _score_fields(programs, state, (needs & FIELDS.keys()) - known.keys(), batch)
-    batch = dataclasses.replace(batch, fields={**batch.fields, **late})
-    if blueprint.objective.proximal == "trainer":
-        batch = dataclasses.replace(batch, proximal_logp=batch.fields["trainer_logp"])
-    return batch
 
 
 def _judge(blueprint: Blueprint, state: Any, rollouts: Rollouts) -> _Judged:
@@ -219,7 +201,7 @@ def _rollout_metrics(
     mask: Array,
     weights: Mapping[str, float] | None,
 ) -> Metrics:
-    """Metrics of rewards and completions, under TRL's names where TRL has one."""
+    """Metrics of rewards and completions, under TRL's names if TRL has one."""
     tokens = rollouts.token_mask
     metrics: Metrics = {
         "live_samples": mean(live),
@@ -237,39 +219,15 @@ def _rollout_metrics(
     return metrics | group_metrics(rollouts.rewards, weights)
 
 
-def _drift(
-    shape: tuple[int, int, int],
-    name: str,
-    rollouts: Rollouts,
-    other_logp: Array,
-    where: packing.Plan,
-    whole: Array,
-) -> Metrics:
-    """`drift_metrics` of a field that was scored for the loss alone; NaN if not for `whole`."""
-    other = packing.scatter(other_logp, where, shape)
-    mask = rollouts.token_mask & whole
-    return drift_metrics(rollouts.behavior_logp, other, mask, FIELDS[name].policy)
-
-
-def _per_token(value: Array, geometry: Geometry) -> Array:
-    """A field [P], [P, G] or [P, G, T] at every token."""
-    value = value.reshape(*value.shape, *[1] * (3 - value.ndim))
-    return jnp.broadcast_to(value, _sample_shape(geometry))
-
-
-def _sample_shape(geometry: Geometry) -> tuple[int, int, int]:
-    return geometry.num_prompts, geometry.group_size, geometry.max_completion_tokens
-
-
 def make_observer(
     policy: PromptPolicy,
     num_prompts: int,
     prepare: Callable[[TrainState, Rollouts], tuple[TrainState, Prepared]],
 ) -> Callable[[TrainState, Rollouts], tuple[TrainState, Prepared]]:
-    """`prepare`, which then shows the prompt policy every group that it was given.
+    """`prepare`, after which the prompt policy observes every group.
 
-    Here, and not as a function of its own, since a loop that forgot to call it would train on with
-    a policy that learns nothing.
+    It is no function of its own, since a loop that forgot to call it would train on with a policy
+    that learns nothing.
     """
 
     def prepare_and_observe(state: TrainState, rollouts: Rollouts) -> tuple[TrainState, Prepared]:

@@ -109,13 +109,10 @@ def _update_program(blueprint: Blueprint) -> Any:
     """
 
     def run(
-        trainable: Params,
-        opt_state: Any,
-        objective_state: dict[str, Any],
-        anchors: dict[str, Params],
-        batch: TrainBatch,
+        trainable: Params, opt_state: Any, objective_state: Any, anchors: Any, batch: TrainBatch
     ):
-        loss, grads, metrics = _accumulate(blueprint, trainable, objective_state, anchors, batch)
+        loss_of = functools.partial(_loss, blueprint, objective_state, anchors)
+        loss, grads, metrics = _accumulate(loss_of, param_layout(blueprint), trainable, batch)
         norm = optax.tree_utils.tree_norm(grads)
         finite = jnp.isfinite(norm)
         no_live = batch.num_live == 0
@@ -141,18 +138,16 @@ def _update_program(blueprint: Blueprint) -> Any:
 
 
 def _accumulate(
-    blueprint: Blueprint,
+    loss_of: Callable[[Params, TrainBatch], Any],
+    layout: Params,
     trainable: Params,
-    objective_state: dict[str, Any],
-    anchors: dict[str, Params],
     batch: TrainBatch,
 ):
     """Loss, gradients and metrics summed over the live micro-batches, in one loop."""
 
     def one(index: Array):
-        objective = jax.value_and_grad(functools.partial(_loss, blueprint), has_aux=True)
-        micro = micro_batch(batch, index)
-        (loss, metrics), grads = objective(trainable, objective_state, anchors, micro)
+        with_gradient = jax.value_and_grad(loss_of, has_aux=True)
+        (loss, metrics), grads = with_gradient(trainable, micro_batch(batch, index))
         return loss, grads, metrics
 
     def body(index: Array, carry):
@@ -166,7 +161,7 @@ def _accumulate(
     loss, grads, metrics = jax.eval_shape(one, jnp.int32(0))
     start = (
         jnp.zeros(loss.shape, loss.dtype),
-        jax.tree.map(zeros, grads, param_layout(blueprint)),
+        jax.tree.map(zeros, grads, layout),
         empty_like(metrics),
     )
     return jax.lax.fori_loop(0, batch.num_live, body, start)
@@ -174,14 +169,13 @@ def _accumulate(
 
 def _loss(
     blueprint: Blueprint,
-    params: Params,
     objective_state: dict[str, Any],
     anchors: dict[str, Params],
+    params: Params,
     micro: TrainBatch,
 ) -> tuple[Array, Metrics]:
-    scored = forward(
-        blueprint, params, micro, blueprint.objective.entropy, anchors.get("reference")
-    )
+    objective = blueprint.objective
+    scored = forward(blueprint, params, micro, objective.entropy, anchors.get("reference"))
     assert scored.entropy is not None
     logp = jnp.where(micro.mask, scored.logp, 0)
     tokens = Tokens(
@@ -192,12 +186,11 @@ def _loss(
         segment=micro.segment,
         fields=micro.fields | scored.fields,
     )
-    objective = blueprint.objective
     per_token, metrics = token_loss(
         objective.surrogate, objective.penalties, tokens, objective_state
     )
     gap = jnp.abs(jax.lax.stop_gradient(logp) - micro.fields["behavior_logp"])
-    # An entropy term reports the entropy itself, and so stands in the place of ours.
+    # An entropy term reports the entropy itself, which then replaces ours.
     metrics = {
         "entropy": mean(jax.lax.stop_gradient(scored.entropy), micro.mask),
         "sampling/sampling_logp_difference/mean": mean(gap, micro.mask),
