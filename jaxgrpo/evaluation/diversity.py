@@ -1,4 +1,4 @@
-"""What completions of a prompt have in common: answers, wording, format, stated confidence."""
+"""How completions of a prompt differ: tokens, answers, formats, stated confidences."""
 
 from __future__ import annotations
 
@@ -14,6 +14,11 @@ from jaxgrpo.rewards import stated_confidence
 
 Texts = Sequence[Sequence[str]]
 """[N][n] completions of N prompts"""
+
+
+def completion_keys(tokens: np.ndarray, mask: np.ndarray) -> list[list[bytes]]:
+    """[N][n], equal where two completions have the same tokens, [N, n, T]."""
+    return [[one.tobytes() for one in row] for row in np.where(mask, tokens, -1)]
 
 
 def distinct(values: Sequence[Sequence[Hashable]]) -> float:
@@ -79,11 +84,11 @@ def format_metrics(
 
 
 def stated_metrics(texts: Texts, success: np.ndarray, scored: np.ndarray) -> dict[str, float]:
-    """How good the confidences are that completions state; nothing where none states one.
+    """How good the confidences are that completions state; {} if none states one.
 
         confidence/stated   the share of completions that state one, as `stated_confidence` reads it
         confidence/mean     the mean of these
-        brier, ece, auroc   as in `jaxgrpo.evaluation.calibration`, over those that could be scored
+        brier, ece, auroc   as in `jaxgrpo.evaluation.voting`, over those that could be scored
 
     Shapes: texts [N][n], success and scored [N, n].
     """
