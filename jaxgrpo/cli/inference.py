@@ -14,16 +14,20 @@ from rich.table import Table
 from jaxgrpo.config.files import Config
 from jaxgrpo.config.keys import is_path
 from jaxgrpo.core.errors import InputError
-from jaxgrpo.evaluation.evaluate import Questions, answer_rows, ask, make_evaluator, questions_of
+from jaxgrpo.evaluation.evaluate import (
+    Questions,
+    answer_rows,
+    make_asker,
+    make_evaluator,
+    questions_of,
+)
 from jaxgrpo.evaluation.rescoring import refuse_other_vocabulary, rescorer_of
-from jaxgrpo.models import sharding
 from jaxgrpo.models.hf import folders as huggingface
-from jaxgrpo.rollout.sampler import make_sampler
 from jaxgrpo.training import process
 from jaxgrpo.training.export import read_run
 from jaxgrpo.training.folder import plain, write_atomically
 from jaxgrpo.training.inputs import resolve_rewards, resolve_scorer
-from jaxgrpo.training.policy import NOBODY, config_for, find_policy, key_of, load_base, slots_of
+from jaxgrpo.training.policy import NOBODY, config_for, find_policy, key_of, load_base
 
 
 def evaluate(
@@ -56,17 +60,8 @@ def evaluate(
     rewards = () if config.rewards[0].use == NOBODY else resolve_rewards(config)
     questions = questions_of(config, held_out, resolve_scorer(config, rewards))
     anchor = load_base(began, policy.mesh) if began else None
-    run = make_evaluator(
-        policy.model,
-        policy.tokenizer,
-        policy.mesh,
-        questions,
-        policy.settings,
-        samples=config.eval.samples,
-        width=config.rollout.max_prompt_tokens,
-        slots=slots_of(config),
-        rescore=rescorer_of(config, policy.model, policy.mesh, anchor),
-    )
+    rescore = rescorer_of(config, policy.model, policy.mesh, anchor)
+    run = make_evaluator(policy, questions, samples=config.eval.samples, rescore=rescore)
     evaluation = run(policy.read_params(), key_of(config), 0)
     if process.is_main():
         console.print(table_of(evaluation.metrics, f"{target} on {config.eval.data}"))
@@ -100,20 +95,9 @@ def write_samples(
     config = config_for(target, changes, overrides)
     console = Console(highlight=False)
     policy, asked = find_policy(console, config, rows)
-    settings = policy.settings._replace(group_size=samples, temperature=temperature)
-    sampler = make_sampler(policy.model, settings, sharding.constrain(policy.mesh))
     questions = Questions(asked.rows, asked.encoded, _unjudged)
-    answers = ask(
-        sampler,
-        policy.read_params(),
-        key_of(config),
-        0,
-        policy.mesh,
-        policy.tokenizer,
-        questions,
-        config.rollout.max_prompt_tokens,
-        max(samples, slots_of(config)),
-    )
+    ask = make_asker(policy, questions, group_size=samples, temperature=temperature)
+    answers = ask(policy.read_params(), key_of(config), 0)
     if process.is_main():
         written = [{**row, "rewards": {}} for row in answer_rows(answers, questions, 0, "none")]
         _write_rows(out, written)

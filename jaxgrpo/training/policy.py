@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 from jax.sharding import Mesh
@@ -15,13 +16,11 @@ from jaxgrpo.config.files import Config, config_of
 from jaxgrpo.config.own_code import python_name
 from jaxgrpo.core.types import Params
 from jaxgrpo.data.prompts import PromptData
-from jaxgrpo.evaluation.evaluate import Evaluate, make_evaluator, questions_of
+from jaxgrpo.evaluation.evaluate import Evaluate, Policy, make_evaluator, questions_of
 from jaxgrpo.evaluation.rescoring import Base, rescorer_of
 from jaxgrpo.models import sharding
-from jaxgrpo.models.api import Model
 from jaxgrpo.models.hf import folders
 from jaxgrpo.models.hf import folders as huggingface
-from jaxgrpo.rollout.sampler import SamplingSettings
 from jaxgrpo.training import process
 from jaxgrpo.training.export import read_run
 from jaxgrpo.training.inputs import eval_source, load_prompts, make_chat, resolve_scorer
@@ -52,14 +51,11 @@ DEFAULTS: dict[str, Any] = {
 """What a config must say and a model folder does not; `--set` replaces it. Nothing is trained."""
 
 
-class Policy(NamedTuple):
-    """A model to sample from, whose weights are not read yet."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StoredPolicy(Policy):
+    """A policy whose weights are in a model folder and not read yet."""
 
-    mesh: Mesh
     folder: Path
-    model: Model
-    tokenizer: Any
-    settings: SamplingSettings
 
     def read_params(self) -> Params:
         """The weights, laid out for sampling."""
@@ -93,8 +89,8 @@ def config_for(
 
 def find_policy(
     console: Console, config: Config, rows: Iterable[Any] | None = None
-) -> tuple[Policy, PromptData]:
-    """The policy, and the prompts of eval.data (or `rows`).
+) -> tuple[StoredPolicy, PromptData]:
+    """The policy of a config, and the prompts of eval.data (or `rows`).
 
     Raises: InputError where there is no such model, or a prompt cannot be read or does not fit.
     """
@@ -107,18 +103,21 @@ def find_policy(
     chat = make_chat(config, tokenizer)
     prompts = load_prompts(config, chat, rows if rows is not None else eval_source(config))
     ends = huggingface.read_end_tokens(folder, tokenizer)
-    settings = sampling_settings(config, tokenizer, ends)
-    return Policy(mesh, folder, model, tokenizer, settings), prompts
+    policy = StoredPolicy(
+        model=model,
+        tokenizer=tokenizer,
+        mesh=mesh,
+        settings=sampling_settings(config, tokenizer, ends),
+        width=config.rollout.max_prompt_tokens,
+        slots=config.rollout.prompts_per_step * config.rollout.group_size,
+        folder=folder,
+    )
+    return policy, prompts
 
 
 def key_of(config: Config) -> Any:
     """The key data of a config's seed."""
     return jax.random.key_data(jax.random.key(config.train.seed))
-
-
-def slots_of(config: Config) -> int:
-    """Samples decoded at once."""
-    return config.rollout.prompts_per_step * config.rollout.group_size
 
 
 def load_base(config: Config, mesh: Mesh) -> Base:
@@ -152,14 +151,13 @@ def _make_evaluator_of(run: Setup) -> Evaluate:
     questions = questions_of(config, held_out, resolve_scorer(config, run.rewards))
     geometry = run.parts.geometry
     base = base_of(run) if config.eval.kl_to_base else None
-    return make_evaluator(
-        run.model,
-        run.tokenizer,
-        run.mesh,
-        questions,
-        run.parts.sampling,
-        samples=config.eval.samples,
+    policy = Policy(
+        model=run.model,
+        tokenizer=run.tokenizer,
+        mesh=run.mesh,
+        settings=run.parts.sampling,
         width=geometry.max_prompt_tokens,
         slots=geometry.num_prompts * geometry.group_size,
-        rescore=rescorer_of(config, run.model, run.mesh, base),
     )
+    rescore = rescorer_of(config, run.model, run.mesh, base)
+    return make_evaluator(policy, questions, samples=config.eval.samples, rescore=rescore)
