@@ -21,7 +21,7 @@ from jaxgrpo.evaluation.evaluate import (
     make_evaluator,
     questions_of,
 )
-from jaxgrpo.evaluation.rescoring import refuse_other_vocabulary, rescorer_of
+from jaxgrpo.evaluation.rescoring import refuse_other_vocabulary
 from jaxgrpo.models.hf import folders as huggingface
 from jaxgrpo.training import process
 from jaxgrpo.training.export import read_run
@@ -60,8 +60,7 @@ def evaluate(
     rewards = () if config.rewards[0].use == NOBODY else resolve_rewards(config)
     questions = questions_of(config, held_out, resolve_scorer(config, rewards))
     anchor = load_base(began, policy.mesh) if began else None
-    rescore = rescorer_of(config, policy.model, policy.mesh, anchor)
-    run = make_evaluator(policy, questions, samples=config.eval.samples, rescore=rescore)
+    run = make_evaluator(config, policy, questions, anchor)
     evaluation = run(policy.read_params(), key_of(config), 0)
     if process.is_main():
         console.print(table_of(evaluation.metrics, f"{target} on {config.eval.data}"))

@@ -19,7 +19,7 @@ from jaxgrpo.core.types import Params
 from jaxgrpo.data.prompts import PromptData
 from jaxgrpo.evaluation import diversity, voting
 from jaxgrpo.evaluation.intervals import bootstrap
-from jaxgrpo.evaluation.rescoring import Rescore
+from jaxgrpo.evaluation.rescoring import Base, Rescore, make_rescorer
 from jaxgrpo.models import sharding
 from jaxgrpo.models.api import Model
 from jaxgrpo.rewards import RewardFunction, TrainerState, answers
@@ -100,12 +100,12 @@ Ask = Callable[[Params, Array, int], Answers]
 
 
 def make_evaluator(
-    policy: Policy, questions: Questions, *, samples: int, rescore: Rescore | None = None
+    config: Config, policy: Policy, questions: Questions, base: Base | None = None
 ) -> Evaluate:
-    """The function that asks every question once greedily and `samples` times at temperature.
+    """The function that asks every question once greedily and eval.samples times at temperature.
 
         accuracy          share of prompts whose likeliest answer is right
-        pass@k, k = 1, 4, 16, ... up to `samples`: unbiased
+        pass@k, k = 1, 4, 16, ... up to eval.samples: unbiased
         maj@k             share whose most frequent answer among k is right, where answers can be
                           extracted; ties go to the answer that came first
         deepconf@k/NAME   the same with votes weighted by a summary of the tokens' confidence
@@ -119,9 +119,18 @@ def make_evaluator(
     and the metrics of formats and confidences in `jaxgrpo.evaluation.diversity` and `.voting`.
 
     Args:
-      rescore: a second pass over the samples, for deepconf@k and kl_to_base; None: without.
+      base: the policy that kl_to_base is measured from; None: without.
     """
+    rescore = make_rescorer(
+        policy.model,
+        policy.mesh,
+        temperature=config.rollout.temperature,
+        confidence=config.eval.confidence,
+        base=base,
+        rows=config.train.rows_per_micro_batch,
+    )
     greedy = make_asker(policy, questions, group_size=1, temperature=0.0, purpose=PURPOSE)
+    samples = config.eval.samples
     sampled = make_asker(policy, questions, rescore, group_size=samples, purpose=PURPOSE)
 
     def evaluate(params: Params, key: Array, step: int) -> Evaluation:

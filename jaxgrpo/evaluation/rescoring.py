@@ -13,7 +13,6 @@ import numpy as np
 from jax import Array
 from jax.sharding import Mesh
 
-from jaxgrpo.config.files import Config
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.types import Params, Rollouts, TrainBatch
 from jaxgrpo.models import sharding
@@ -33,18 +32,6 @@ class Base(NamedTuple):
 
     model: Model
     params: Params
-
-
-def rescorer_of(config: Config, model: Model, mesh: Mesh, base: Base | None) -> Rescore | None:
-    """The second pass that a config asks for; None where it asks for none."""
-    return make_rescorer(
-        model,
-        mesh,
-        temperature=config.rollout.temperature,
-        confidence=config.eval.confidence,
-        base=base,
-        rows=config.train.rows_per_micro_batch,
-    )
 
 
 def make_rescorer(

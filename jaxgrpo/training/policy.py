@@ -17,7 +17,7 @@ from jaxgrpo.config.own_code import python_name
 from jaxgrpo.core.types import Params
 from jaxgrpo.data.prompts import PromptData
 from jaxgrpo.evaluation.evaluate import Evaluate, Policy, make_evaluator, questions_of
-from jaxgrpo.evaluation.rescoring import Base, rescorer_of
+from jaxgrpo.evaluation.rescoring import Base
 from jaxgrpo.models import sharding
 from jaxgrpo.models.hf import folders
 from jaxgrpo.models.hf import folders as huggingface
@@ -159,5 +159,4 @@ def _make_evaluator_of(run: Setup) -> Evaluate:
         width=geometry.max_prompt_tokens,
         slots=geometry.num_prompts * geometry.group_size,
     )
-    rescore = rescorer_of(config, run.model, run.mesh, base)
-    return make_evaluator(policy, questions, samples=config.eval.samples, rescore=rescore)
+    return make_evaluator(config, policy, questions, base)

@@ -22,7 +22,7 @@ MAY_DIFFER = (
     *("recipe", "advantage", "rewards", "loss", "reference", "optimizer"),
     *("rollout.group_size", "rollout.prompts"),
 )
-"""The keys of a config, and whole tables, that arms may differ in. All else is locked."""
+"""The keys of a config, and whole tables, that arms may differ in. All others are locked."""
 
 GIVEN = {
     "optimizer.learning_rate": "is what `learning_rates` is for",
@@ -148,6 +148,32 @@ def differences(cases: Sequence[Case]) -> dict[str, dict[str, str]]:
     return rows
 
 
+def read(raw: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
+    """The values of an Experiment by name; those that are wrong become problems."""
+    values: dict[str, Any] = {}
+    near = {name: difflib.get_close_matches(name, KEYS, n=1) for name in raw if name not in KEYS}
+    meant = {keys[0] for keys in near.values() if keys}
+    problems += [f"{name}: unknown key; {_hint(name, keys)}" for name, keys in near.items()]
+    for name, (reader, expected) in KEYS.items():
+        if name not in raw:
+            if name in REQUIRED and name not in meant:  # a merely misspelt key is one problem
+                problems.append(f"{name}: missing; expected {expected}")
+        elif (value := reader(raw[name])) is None:
+            problems.append(f"{name} = {show(raw[name])}: expected {expected}")
+        else:
+            values[name] = value
+    arms = values.get("arms", {})
+    problems += _set_problems(values.get("set", {}))
+    problems += (item for arm, table in arms.items() for item in _table_problems(arm, table))
+    values["own_rates"] = {
+        arm: _rates(table.pop("learning_rates"))
+        for arm, table in arms.items()
+        if "learning_rates" in table
+    }
+    problems += _together(values)
+    return values
+
+
 def _entries(value: Any, name: str = "") -> dict[str, str]:
     """Every number and text under its full name, as JSON; rewards.0.flip: of the first one."""
     if isinstance(value, Mapping):
@@ -173,7 +199,7 @@ def _base(experiment: Experiment) -> dict[str, Any]:
 def _config(
     experiment: Experiment, base: Mapping[str, Any], changes: Mapping[str, Any], rate: float
 ) -> Config:
-    """One arm's config, of seed 0 and in a folder that is yet to be named."""
+    """One arm's config, with seed 0 and a folder that `_cases` replaces."""
     common = _changed(base, experiment.set, experiment.folder)
     tables = _changed(common, changes, experiment.folder)
     if experiment.hold == "samples":
@@ -189,7 +215,7 @@ def _config(
 
 def _changed(tables: Mapping[str, Any], changes: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     result = copy.deepcopy(dict(tables))
-    # A recipe is a whole chain: what stands in the place of it gives way.
+    # A recipe is a whole chain: it replaces `advantage`, and is replaced by it.
     for one, other in (("recipe", "advantage"), ("advantage", "recipe")):
         if one in changes:
             result.pop(other, None)
@@ -202,7 +228,7 @@ def _hold_samples(common: Mapping[str, Any], tables: dict[str, Any]) -> None:
     before, after = common.get("rollout", {}), tables.get("rollout", {})
     sizes = [before.get("prompts_per_step"), before.get("group_size"), after.get("group_size")]
     if not all(isinstance(size, int) and size > 0 for size in sizes):
-        return  # the config says so
+        return  # reading the config reports it
     prompts, size, wanted = sizes
     if prompts * size % wanted:
         problem = (
@@ -229,7 +255,7 @@ def _cases(experiment: Experiment, configs_of: Mapping[str, Config]) -> Iterator
 
 
 def _arm_problems(experiment: Experiment, config: Config, common: Config) -> Iterator[str]:
-    """What is right in a config and wrong in a comparison."""
+    """What is valid in a config but not in a comparison."""
     if config.rollout.group_size != common.rollout.group_size and experiment.hold is None:
         yield (
             'rollout.group_size: say what a step keeps where it differs, hold = "samples" '
@@ -241,32 +267,6 @@ def _arm_problems(experiment: Experiment, config: Config, common: Config) -> Ite
             "rewards: the first one judges success in evaluation too, which must be the same in "
             "every arm; name the judge, set.eval.scorer"
         )
-
-
-def read(raw: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
-    """The values of an Experiment by name; those that are wrong become problems."""
-    values: dict[str, Any] = {}
-    near = {name: difflib.get_close_matches(name, KEYS, n=1) for name in raw if name not in KEYS}
-    meant = {keys[0] for keys in near.values() if keys}
-    problems += [f"{name}: unknown key; {_hint(name, keys)}" for name, keys in near.items()]
-    for name, (reader, expected) in KEYS.items():
-        if name not in raw:
-            if name in REQUIRED and name not in meant:  # a merely misspelt key is one problem
-                problems.append(f"{name}: missing; expected {expected}")
-        elif (value := reader(raw[name])) is None:
-            problems.append(f"{name} = {show(raw[name])}: expected {expected}")
-        else:
-            values[name] = value
-    arms = values.get("arms", {})
-    problems += _set_problems(values.get("set", {}))
-    problems += (item for arm, table in arms.items() for item in _table_problems(arm, table))
-    values["own_rates"] = {
-        arm: _rates(table.pop("learning_rates"))
-        for arm, table in arms.items()
-        if "learning_rates" in table
-    }
-    problems += _together(values)
-    return values
 
 
 def _hint(name: str, near: list[str]) -> str:

@@ -334,12 +334,11 @@ def by_rate(axes: Axes, experiment: Experiment, outcomes: Outcomes) -> None:
     """The metric over learning rates, one line per arm."""
     rates = sorted({rate for arm in experiment.arms for rate in experiment.rates(arm)})
     for place, arm in enumerate(experiment.arms):
-        found = [results.estimate(row) for row in
-                 values_of(experiment, outcomes, arm, experiment.metric)]  # fmt: skip
+        values = values_of(experiment, outcomes, arm, experiment.metric)
+        middle, low, high = np.array([results.estimate(row) for row in values]).T
+        ends = np.array([middle - low, high - middle])
         where = np.array([rates.index(rate) for rate in experiment.rates(arm)])
         shift = 0.03 * (place - len(experiment.arms) / 2)
-        middle = np.array([one.value for one in found])
-        ends = np.array([[one.value - one.low, one.high - one.value] for one in found]).T
         axes.errorbar(
             where + shift, middle, yerr=np.nan_to_num(np.maximum(ends, 0)), color=colour(place),
             label=arm, marker="o", markersize=3, linewidth=1.2, capsize=2,
@@ -349,22 +348,20 @@ def by_rate(axes: Axes, experiment: Experiment, outcomes: Outcomes) -> None:
 
 def forest(axes: Axes, experiment: Experiment, outcomes: Outcomes) -> None:
     """Differences from the control, with intervals and every seed."""
-    table = results.at_best(experiment, outcomes)
-    chosen = {row.arm: experiment.rates(row.arm).index(row.rate) for row in table}
     by_seed = {
-        arm: values_of(experiment, outcomes, arm, experiment.metric)[place]
-        for arm, place in chosen.items()
+        arm: np.array([run.numbers[experiment.metric] for run in found])
+        for arm, found in best_runs(experiment, outcomes).items()
     }
-    others = [row for row in table if row.difference is not None]
-    for place, row in enumerate(others):
-        value, low, high = row.difference or (np.nan,) * 3
-        tone = colour(list(experiment.arms).index(row.arm))
+    others = [arm for arm in experiment.arms if arm != experiment.control]
+    for place, arm in enumerate(others):
+        difference = by_seed[arm] - by_seed[experiment.control]
+        value, low, high = results.estimate(difference)
+        tone = colour(list(experiment.arms).index(arm))
         axes.plot([low, high], [place, place], color=tone, linewidth=2)
         axes.plot([value], [place], "o", color=tone)
-        seeds = by_seed[row.arm] - by_seed[experiment.control]
-        axes.plot(seeds, np.full(len(seeds), place + 0.22), "|", color=tone, alpha=0.6)
+        axes.plot(difference, np.full(len(difference), place + 0.22), "|", color=tone, alpha=0.6)
     axes.axvline(0, color="#6b7280", linewidth=0.8)
-    axes.set_yticks(range(len(others)), [row.arm for row in others])
+    axes.set_yticks(range(len(others)), others)
     axes.set_ylim(len(others) - 0.4, -0.6)
     axes.xaxis.set_major_locator(MaxNLocator(5))
 

@@ -89,7 +89,7 @@ def read(case: Case) -> Outcome:
 
 
 def check_metric(experiment: Experiment, case: Case) -> None:
-    """Refuses a metric that a finished run does not know, before the others are taken."""
+    """Refuses a metric that a finished run does not have, before the others are taken."""
     outcome = read(case)
     if experiment.metric in read_metrics(case.path)[-1]:
         check_complete(experiment, {(case.arm, case.rate): {case.seed: outcome}})
@@ -117,10 +117,10 @@ def check_complete(experiment: Experiment, outcomes: Outcomes) -> None:
 
 
 def mixtures(outcomes: Outcomes) -> list[str]:
-    """What says that the runs are not those of one base and one code: sentences, none if all are.
+    """Signs that the runs do not have one base and one code, as sentences; [] if there are none.
 
-    Of one seed every run evaluates the same base on the same prompts with the same keys. Runs that
-    name the same own files were to have the same copies of them.
+    All runs of a seed evaluate the same base on the same prompts with the same keys. Runs that name
+    the same own files should have the same copies of them.
     """
     runs = [run for by_seed in outcomes.values() for run in by_seed.values()]
     said = []
@@ -279,39 +279,6 @@ def detectable(experiment: Experiment) -> tuple[float, float, int]:
     return least, min(1.0, comparisons * least), needed
 
 
-def _table(
-    experiment: Experiment,
-    outcomes: Outcomes,
-    chosen: Mapping[str, int],
-    tested: Sequence[str],
-    repeats_choice: bool = False,
-) -> Table:
-    """Rows of the arms in `chosen`, each at its place among its rates; p of those `tested`."""
-    values = {arm: values_of(experiment, outcomes, arm, experiment.metric) for arm in chosen}
-    control = experiment.control
-    rows, p = [], {}
-    for arm, place in chosen.items():
-        row = Row(arm, experiment.rates(arm)[place], estimate(values[arm][place]))
-        if arm != control and control in chosen:
-            difference = values[arm][place] - values[control][chosen[control]]
-            row = row._replace(difference=estimate(difference))
-            if arm in tested and repeats_choice:
-                ours, theirs = (
-                    _sign(experiment) * values[one][np.argsort(experiment.rates(one))]
-                    for one in (arm, control)
-                )
-                p[arm] = exchange_test(ours, theirs)
-            elif arm in tested:
-                p[arm] = sign_flip_test(difference)
-        rows.append(row)
-    corrected = holm(p)
-    return [row._replace(p=p.get(row.arm), corrected=corrected.get(row.arm)) for row in rows]
-
-
-def _sign(experiment: Experiment) -> float:
-    return 1.0 if experiment.better == "higher" else -1.0
-
-
 def smallest_p(seeds: int) -> float:
     """The smallest two-sided p that an exchange of labels can give: 2 of 2^n."""
     return 2.0 / 2**seeds if seeds <= EXACT else max(2.0 / 2**seeds, 1 / (DRAWN + 1))
@@ -337,7 +304,7 @@ def exchange_test(arm: np.ndarray, control: np.ndarray) -> float:
         T = | mean_s arm[l*(arm), s] - mean_s control[l*(control), s] |,   l* = choose(...)
         p = share of the 2^n exchanges of the two within seeds whose T is at least the observed one
 
-    Were the arms the same, each seed's two columns could as well bear each other's names: exact for
+    If the arms were the same, the two values of each seed could be exchanged: so it is exact for
     any distribution, and for any way of choosing l*, since the choice is made again in every
     exchange. For L = 1 it is the sign-flip test of the paired differences. Above EXACT seeds,
     DRAWN exchanges are drawn, the same for the same n, and the observed one counts as one of them.
@@ -414,6 +381,39 @@ def crossing(base: np.ndarray, trained: np.ndarray, level: float = 0.05) -> int 
     shown = (bootstrap(difference, RESAMPLES)[1] < -SAME) & (sign_flip_tests(difference) <= level)
     below = np.flatnonzero(shown)
     return int(below[0]) + 1 if len(below) else None
+
+
+def _table(
+    experiment: Experiment,
+    outcomes: Outcomes,
+    chosen: Mapping[str, int],
+    tested: Sequence[str],
+    repeats_choice: bool = False,
+) -> Table:
+    """Rows of the arms in `chosen`, each at its place among its rates; p of those `tested`."""
+    values = {arm: values_of(experiment, outcomes, arm, experiment.metric) for arm in chosen}
+    control = experiment.control
+    rows, p = [], {}
+    for arm, place in chosen.items():
+        row = Row(arm, experiment.rates(arm)[place], estimate(values[arm][place]))
+        if arm != control and control in chosen:
+            difference = values[arm][place] - values[control][chosen[control]]
+            row = row._replace(difference=estimate(difference))
+            if arm in tested and repeats_choice:
+                ours, theirs = (
+                    _sign(experiment) * values[one][np.argsort(experiment.rates(one))]
+                    for one in (arm, control)
+                )
+                p[arm] = exchange_test(ours, theirs)
+            elif arm in tested:
+                p[arm] = sign_flip_test(difference)
+        rows.append(row)
+    corrected = holm(p)
+    return [row._replace(p=p.get(row.arm), corrected=corrected.get(row.arm)) for row in rows]
+
+
+def _sign(experiment: Experiment) -> float:
+    return 1.0 if experiment.better == "higher" else -1.0
 
 
 def _best(values: np.ndarray) -> Any:
