@@ -34,6 +34,18 @@ SUCCESS = 0.5  # a scorer's value above it is a success
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Policy:
+    """A model to sample from, without its weights, and the sizes in which it is sampled."""
+
+    model: Model
+    tokenizer: Any
+    mesh: Mesh
+    settings: SamplingSettings
+    width: int  # S, tokens that a prompt may have
+    slots: int  # samples decoded at once, about
+
+
 class Questions(NamedTuple):
     """What is asked, who judges the answers, and how they are analysed."""
 
@@ -56,6 +68,10 @@ class Answers(NamedTuple):
     scores: np.ndarray  # [N, n]
     texts: list[list[str]]  # [N][n]
     rescored: Mapping[str, np.ndarray] = NOTHING  # name -> [N, n, T], of a second pass
+
+
+Ask = Callable[[Params, Array, int], Answers]
+"""(sampling parameters, key data of the run, step) -> Answers"""
 
 
 class Evaluation(NamedTuple):
@@ -81,22 +97,6 @@ def questions_of(config: Config, held_out: PromptData, scorer: Reward) -> Questi
         voting.Weighing(asked.confidence_window, asked.confidence_kept),
         scorer.on_error,
     )
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Policy:
-    """A model to sample from, without its weights, and the sizes in which it is sampled."""
-
-    model: Model
-    tokenizer: Any
-    mesh: Mesh
-    settings: SamplingSettings
-    width: int  # S, tokens that a prompt may have
-    slots: int  # samples decoded at once, about
-
-
-Ask = Callable[[Params, Array, int], Answers]
-"""(sampling parameters, key data of the run, step) -> Answers"""
 
 
 def make_evaluator(
