@@ -51,8 +51,8 @@ def format_metrics(
     """How completions are written, by named formats.
 
         format/NAME            s: the share of completions in that format, "other" among them
-        format/NAME/accuracy   the share of these that are right; absent where there are none
-        format_entropy         - sum s log s, in nats: 0 where one format is left
+        format/NAME/accuracy   the share of these that are right; absent if there are none
+        format_entropy         - sum s log s, in nats: 0 if one format is left
         format_diversity       the chance that two samples of a prompt differ in format, unbiased
 
     Entropy that falls with diversity is a collapse within prompts; diversity that falls alone, a

@@ -106,7 +106,7 @@ def make_evaluator(
 
         accuracy          share of prompts whose likeliest answer is right
         pass@k, k = 1, 4, 16, ... up to eval.samples: unbiased
-        maj@k             share whose most frequent answer among k is right, where answers can be
+        maj@k             share whose most frequent answer among k is right, if answers can be
                           extracted; ties go to the answer that came first
         deepconf@k/NAME   the same with votes weighted by a summary of the tokens' confidence
         kl_to_base        KL(policy || base) of whole completions, exact at each sampled position;

@@ -46,8 +46,8 @@ def studentised(
       bounds: what the estimated quantity cannot leave. Where resamples hold hardly any spread, as
         with two successes in all, the interval reaches them; of shares see `mean_of_shares`.
 
-    Returns: (low, high), the same for the same values; NaN where all of `influence` is equal, which
-    says nothing of the spread, and where the estimate is NaN.
+    Returns: (low, high), the same for the same values; NaN if all of `influence` is equal, which
+    says nothing about the spread, and if the estimate is NaN.
     Source: Efron 1982, The Jackknife, the Bootstrap and Other Resampling Plans, chapter 10.
     """
     values = np.asarray(influence, float)
@@ -76,7 +76,7 @@ def mean_of_shares(values: np.ndarray, level: float = LEVEL) -> tuple[float, flo
         kl(x, m) = x log(x / m) + (1 - x) log((1 - x) / (1 - m))
 
     With 5 of 200 prompts solved some resamples hold hardly a success, so that the first reaches 1,
-    and where no prompt is solved it says nothing. The second holds for any distribution and any
+    and if no prompt is solved it says nothing. The second holds for any distribution and any
     number of prompts, but does not know that values spread less than those that are all 0 or 1:
     there the first is the shorter one. Together they may miss more often than the first alone, by
     1 - level. At 99%, of prompts that are solved or not, .002 to .95 of them, they miss, computed

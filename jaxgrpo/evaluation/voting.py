@@ -195,7 +195,7 @@ def ece(
       confidence, correct, mask: as in `brier`.
       bins: static.
 
-    Returns: NaN where everything is masked.
+    Returns: NaN if everything is masked.
     Source: Damani et al. 2025, arXiv 2507.16806: 10 bins.
     """
     q, c, count = _unmasked(confidence, correct, mask)
@@ -220,7 +220,7 @@ def auroc(
       confidence: finite where unmasked.
       correct, mask: as in `brier`.
 
-    Returns: NaN where no unmasked sample is right, or none is wrong.
+    Returns: NaN if no unmasked sample is right, or none is wrong.
     """
     right, wrong = mask & correct, mask & ~correct
     dtype = accumulate_dtype(confidence.dtype)

@@ -35,7 +35,7 @@ GIVEN = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Experiment:
-    """What is compared. Every default of the file stands here."""
+    """What is compared: the keys of an experiment file and all their defaults."""
 
     base: str  # a config, by path or shipped name
     arms: dict[str, dict[str, Any]]  # name -> tables of keys that it changes

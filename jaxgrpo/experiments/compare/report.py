@@ -264,7 +264,7 @@ def _mixed(outcomes: Outcomes) -> list[Section]:
 
 
 def _warnings(outcomes: Outcomes) -> list[Section]:
-    """What runs warned of, which nobody saw while they were taken."""
+    """The warnings of the runs, which are not printed while the runs are taken."""
     rows = [["arm", "rate", "warning", "in runs"]]
     for (arm, rate), by_seed in outcomes.items():
         names = sorted({name for run in by_seed.values() for name, n in run.warnings.items() if n})

@@ -44,7 +44,7 @@ class Outcome(NamedTuple):
 
     case: Case
     numbers: dict[str, float]  # what results.csv says of it
-    curves: dict[str, np.ndarray]  # of OVER_STEPS, one value per step; NaN where there is none
+    curves: dict[str, np.ndarray]  # of OVER_STEPS, one value per step, NaN if it has none
     base_pass: np.ndarray  # [n] pass@1 ... pass@n of the base
     trained_pass: np.ndarray  # [n]
     warnings: dict[str, int]  # what the run warned of, and how often
@@ -210,7 +210,7 @@ def estimate(values: np.ndarray) -> Estimate:
 
 
 def at_rate(experiment: Experiment, outcomes: Outcomes, rate: float) -> Table:
-    """The arms that have this learning rate; differences where the control has it too."""
+    """The arms that have this learning rate; differences if the control has it too."""
     chosen = {
         arm: experiment.rates(arm).index(rate)
         for arm in experiment.arms
@@ -234,9 +234,9 @@ def at_best(experiment: Experiment, outcomes: Outcomes) -> Table:
 def testable(experiment: Experiment) -> tuple[str, ...]:
     """The tested arms whose p at the best rates is right.
 
-    That is where rates are chosen on other seeds, where the arm has the control's rates, in any
-    order, or where neither has a choice. Otherwise the best of more rates on the very seeds that
-    are judged would look like a better arm.
+    It is right if rates are chosen on other seeds, if the arm has the control's rates, in any
+    order, or if neither has a choice. Otherwise the best of more rates on the very seeds that are
+    judged would look like a better arm.
     """
     theirs = set(experiment.rates(experiment.control))
     return tuple(
@@ -256,7 +256,7 @@ def best_rate(experiment: Experiment, outcomes: Outcomes, arm: str) -> int:
 
 
 def standing(experiment: Experiment, row: Row) -> str:
-    """How a tested arm stands to the control: "better", "worse" or "no difference shown".
+    """How a tested arm compares with the control: "better", "worse" or "no difference shown".
 
     "better" or "worse" only if the corrected p is at most the level and the interval of the
     difference does not contain 0.
@@ -441,7 +441,7 @@ def _base_of(run: Outcome) -> dict[str, float]:
 
 
 def _column(lines: Sequence[Mapping[str, Any]], name: str) -> np.ndarray:
-    """A metric of every step; NaN where a step has none."""
+    """A metric of every step; NaN if a step has none."""
     return np.array([np.nan if line.get(name) is None else line[name] for line in lines], float)
 
 

@@ -66,21 +66,8 @@ def main(
     questions = questions_of(config, held_out, judge)
     if process.is_main():
         show_previews(console, [judge], questions.rows[0], policy.tokenizer, 0)
-    per_step = config.rollout.prompts_per_step
-    answers = draw(config, policy, questions)
-    found = measure.measure(answers, questions, prompts_per_step=per_step, level=level)
-    whole = {
-        "model": target,
-        "data": config.eval.data,
-        "reward": judge.name,
-        "prompts": len(questions.rows),
-        "samples": config.eval.samples,
-        "temperature": policy.settings.temperature,
-        "prompts_per_step": per_step,
-        "level": level,
-        **found,
-        "advice": [one.as_dict() for one in advise(found)],
-    }
+    found = _numbers(config, policy, questions, level)
+    whole = {"model": target, "data": config.eval.data, "reward": judge.name, **found}
     if process.is_main():
         _tell(console, whole, json_out, html_out)
     return 0
@@ -136,6 +123,24 @@ def draw(config: Config, policy: StoredPolicy, questions: Questions) -> Answers:
     )
     ask = make_asker(policy, questions, rescore, group_size=config.eval.samples, purpose=PURPOSE)
     return ask(policy.read_params(), key_of(config), 0)
+
+
+def _numbers(
+    config: Config, policy: StoredPolicy, questions: Questions, level: float
+) -> dict[str, Any]:
+    """How fresh samples are drawn, what `measure.measure` says of them, and the advice."""
+    per_step = config.rollout.prompts_per_step
+    answers = draw(config, policy, questions)
+    found = measure.measure(answers, questions, prompts_per_step=per_step, level=level)
+    return {
+        "prompts": len(questions.rows),
+        "samples": config.eval.samples,
+        "temperature": policy.settings.temperature,
+        "prompts_per_step": per_step,
+        "level": level,
+        **found,
+        "advice": [one.as_dict() for one in advise(found)],
+    }
 
 
 def _tell(

@@ -110,7 +110,7 @@ def _degeneracy(group: dict[str, Any], size: int, prompts: int, level: float) ->
     return {
         **{name: mean[name] for name in ("measured", "iid", "gap")},
         # Prompts that differ only make groups flat: an interval below 0 has seen no flat group
-        # where a few were to be expected.
+        # although a few were to be expected.
         "ci": (low, max(high, 0.0)),
         **{name: mean[name] for name in ("all_fail", "all_pass")},
         "live_groups": prompts * mean["mixed"],
@@ -302,7 +302,7 @@ def lucky_share(
     that of the same samples, so a prompt must have more than 1 / below of them to be hard and yet
     succeed once.
 
-    Returns: NaN where no prompt has more than 1 / below samples and at least G, or none is mixed.
+    Returns: NaN if no prompt has more than 1 / below samples and at least G, or none is mixed.
     Source: the rare accidental success as exemplar, arXiv 2605.28388; the metric is ours.
     """
     usable = (samples >= group_size) & (samples > int(1 / below))
@@ -325,7 +325,7 @@ def gap_influence(
     over sqrt(P) is its standard error. Drawing prompts anew and computing the gap of each draw is
     no substitute: a prompt drawn twice then counts as two that are independent and agree.
 
-    Returns: 0 where a prompt has fewer than G samples, as the gap leaves it out.
+    Returns: 0 for a prompt that has fewer than G samples, which the gap leaves out.
     Source: Hoeffding's projection of a U-statistic, Ann. Math. Statist. 19 (1948).
     """
     usable = samples >= group_size
