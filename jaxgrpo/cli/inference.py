@@ -14,17 +14,20 @@ from rich.table import Column, Table
 from jaxgrpo.config.files import Config
 from jaxgrpo.config.keys import is_path
 from jaxgrpo.core.errors import InputError
-from jaxgrpo.evaluation.evaluate import Questions, answer_rows, ask, questions_of
+from jaxgrpo.evaluation.evaluate import (
+    Questions,
+    answer_rows,
+    make_asker,
+    make_evaluator,
+    questions_of,
+)
 from jaxgrpo.evaluation.rescoring import refuse_other_vocabulary
-from jaxgrpo.models import sharding
 from jaxgrpo.models.hf import folders as huggingface
-from jaxgrpo.rollout.sampler import make_sampler
 from jaxgrpo.training import policy as policies
 from jaxgrpo.training import process
 from jaxgrpo.training.folder import plain, write_atomically
 from jaxgrpo.training.inputs import resolve_rewards, resolve_scorer
 from jaxgrpo.training.policy import NOBODY, config_for, find_policy, key_of, load_base, read_run
-from jaxgrpo.training.setup import slots_of
 
 
 def evaluate(
@@ -57,7 +60,7 @@ def evaluate(
     rewards = () if config.rewards[0].use == NOBODY else resolve_rewards(config)
     questions = questions_of(config, held_out, resolve_scorer(config, rewards))
     anchor = load_base(began, policy.mesh) if began else None
-    run = policy.evaluator(config, questions, anchor)
+    run = make_evaluator(config, policy, questions, anchor)
     evaluation = run(policy.read_params(), key_of(config), 0)
     if process.is_main():
         console.print(table_of(evaluation.metrics, f"{target} on {config.eval.data}"))
@@ -91,20 +94,9 @@ def write_samples(
     config = config_for(target, changes, overrides)
     console = Console(highlight=False)
     policy, asked = find_policy(console, config, rows)
-    settings = policy.settings._replace(group_size=samples, temperature=temperature)
-    sampler = make_sampler(policy.model, settings, sharding.constrain(policy.mesh))
     questions = Questions(asked.rows, asked.encoded, _unjudged)
-    answers = ask(
-        sampler,
-        policy.read_params(),
-        key_of(config),
-        0,
-        policy.mesh,
-        policy.tokenizer,
-        questions,
-        config.rollout.max_prompt_tokens,
-        max(samples, slots_of(config)),
-    )
+    ask = make_asker(policy, questions, group_size=samples, temperature=temperature)
+    answers = ask(policy.read_params(), key_of(config), 0)
     if process.is_main():
         written = [{**row, "rewards": {}} for row in answer_rows(answers, questions, 0, "none")]
         _write_rows(out, written)

@@ -6,7 +6,7 @@ import dataclasses
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -20,12 +20,10 @@ from jaxgrpo.config.own_code import python_name
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.types import Params
 from jaxgrpo.data.prompts import PromptData
-from jaxgrpo.evaluation.evaluate import Evaluate, Questions, make_evaluator, questions_of
-from jaxgrpo.evaluation.rescoring import Base, rescorer_of
+from jaxgrpo.evaluation.evaluate import Evaluate, Policy, make_evaluator, questions_of
+from jaxgrpo.evaluation.rescoring import Base
 from jaxgrpo.models import decoder, sharding
-from jaxgrpo.models.api import Model
 from jaxgrpo.models.hf import folders
-from jaxgrpo.rollout.sampler import SamplingSettings
 from jaxgrpo.training import process
 from jaxgrpo.training.checkpoints import Checkpoints
 from jaxgrpo.training.folder import evaluation_of, read_metrics
@@ -61,34 +59,17 @@ DEFAULTS: dict[str, Any] = {
 """What a config must say and a model folder does not; `--set` replaces it. Nothing is trained."""
 
 
-class Policy(NamedTuple):
-    """A model to sample from, whose weights are not read yet."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StoredPolicy(Policy):
+    """A policy whose weights are in a model folder and not read yet."""
 
-    mesh: Mesh
     folder: Path
-    model: Model
-    tokenizer: Any
-    settings: SamplingSettings
 
     def read_params(self) -> Params:
         """The weights, laid out for sampling."""
         rules, model = sharding.SAMPLING, self.model
         layout = sharding.param_shardings(self.mesh, model.axes, model.shapes, rules)
         return folders.read_params(self.folder, model, shardings=layout)
-
-    def evaluator(self, config: Config, questions: Questions, base: Base | None) -> Evaluate:
-        """The evaluation of such a policy, with the KL to `base` where there is one."""
-        return make_evaluator(
-            self.model,
-            self.tokenizer,
-            self.mesh,
-            questions,
-            self.settings,
-            samples=config.eval.samples,
-            width=config.rollout.max_prompt_tokens,
-            slots=slots_of(config),
-            rescore=rescorer_of(config, self.model, self.mesh, base),
-        )
 
 
 def config_for(
@@ -116,8 +97,8 @@ def config_for(
 
 def find_policy(
     console: Console, config: Config, rows: Iterable[Any] | None = None
-) -> tuple[Policy, PromptData]:
-    """The policy, and the prompts of eval.data (or `rows`).
+) -> tuple[StoredPolicy, PromptData]:
+    """The policy of a config, and the prompts of eval.data (or `rows`).
 
     Raises: InputError where there is no such model, or a prompt cannot be read or does not fit.
     """
@@ -128,8 +109,16 @@ def find_policy(
     folder, tokenizer, model = find_model(config, mesh)
     chat = make_chat(config, tokenizer)
     prompts = load_prompts(config, chat, rows if rows is not None else eval_source(config))
-    settings = sampling_settings(config, folder, tokenizer)
-    return Policy(mesh, folder, model, tokenizer, settings), prompts
+    policy = StoredPolicy(
+        model=model,
+        tokenizer=tokenizer,
+        mesh=mesh,
+        settings=sampling_settings(config, folder, tokenizer),
+        width=config.rollout.max_prompt_tokens,
+        slots=slots_of(config),
+        folder=folder,
+    )
+    return policy, prompts
 
 
 def key_of(config: Config) -> Any:
@@ -160,9 +149,16 @@ def evaluator_of(run: Setup, share: Share = alone) -> Evaluate:
         config = run.config
         held_out = run.held_out or load_prompts(config, run.chat, eval_source(config))
         questions = questions_of(config, held_out, resolve_scorer(config, run.rewards))
-        settings = run.blueprint.sampling
-        policy = Policy(run.mesh, run.folder, run.model, run.tokenizer, settings)
-        return policy.evaluator(config, questions, base_of(run) if config.eval.kl_to_base else None)
+        base = base_of(run) if config.eval.kl_to_base else None
+        policy = Policy(
+            model=run.model,
+            tokenizer=run.tokenizer,
+            mesh=run.mesh,
+            settings=run.blueprint.sampling,
+            width=config.rollout.max_prompt_tokens,
+            slots=slots_of(config),
+        )
+        return make_evaluator(config, policy, questions, base)
 
     return share("evaluator", make)
 
