@@ -45,6 +45,10 @@ def divide_by_batch_std(
     Metrics: std.
     Source: ScaleRL, arXiv 2510.13786; Lite PPO, arXiv 2508.08221. Neither gives eps nor ddof, nor
     whether flat groups count; TRL takes 1e-4, 1 and counts them.
+
+    >>> from jaxgrpo.advantages import evaluate
+    >>> evaluate(divide_by_batch_std(eps=0.0, ddof=0), [[3.0, 1.0], [1.0, 3.0]])[0].tolist()
+    [[3.0, 1.0], [1.0, 3.0]]
     """
     stats.check_ddof("divide_by_batch_std", ddof)
 
@@ -91,6 +95,10 @@ def whiten_batch(
     Signal: [P, G] or [P, G, T], mask unchanged.  Metrics: mean, std.
     Source: REINFORCE++, arXiv 2501.03262, which has no baseline and keeps nothing; neither verl
     nor TRL keeps anything.
+
+    >>> from jaxgrpo.advantages import evaluate
+    >>> evaluate(whiten_batch(eps=0.0, ddof=0), [[3.0, 1.0], [1.0, 3.0]])[0].tolist()
+    [[1.0, -1.0], [-1.0, 1.0]]
     """
     stats.check_ddof("whiten_batch", ddof)
     check_choice("whiten_batch", _EPS_PLACES, eps_in=eps_in)
@@ -102,9 +110,8 @@ def whiten_batch(
         std = jnp.sqrt(variance)
         divisor = std + added if eps_in == "std" else jnp.sqrt(variance + added)
         divisor = jnp.where(flat | ~(divisor > 0), jnp.inf, divisor)
-        value = stats.widen(signal.value)
-        silent = {"zeros": value == 0, "zero_groups": zero_groups, "nothing": False}[keep]
-        white = jnp.where(silent, 0, (value - mean) / divisor)
+        silent = {"zeros": signal.value == 0, "zero_groups": zero_groups, "nothing": False}[keep]
+        white = jnp.where(silent, 0, (stats.widen(signal.value) - mean) / divisor)
         return with_value(signal, white), {"mean": _one(mean), "std": _one(std)}
 
     return stateless("whiten_batch", apply)

@@ -83,6 +83,11 @@ def reasoning_reflection(
     Metrics: dropped, share of prompts that the filter took; spread, its mean over prompts.
     Source: DRO, arXiv 2506.13351. It does not give the form of the weights; "top" never takes a
     token of no variance, "var" and the share to drop are ours.
+
+    >>> from jaxgrpo.advantages import evaluate, sum_rewards
+    >>> given = {"answer_logp": [[[-1.0], [-3.0]]], "answer_mask": [[True]]}
+    >>> evaluate([reasoning_reflection(), sum_rewards()], [[0.0, 0.0]], **given)[0].tolist()
+    [[-1.0, -3.0]]
     """
     options = _Options(kind, drop, threshold, spread, share, masked_thought, propagation)
     return _transform(options)
@@ -102,6 +107,11 @@ def answer_length(beta: Scheduled = 1.0, field: str = "answer_tokens") -> Advant
 
     Streams: [P, G] each -> and "answer_length".  Raises: InputError where the name is taken.
     Source: DRO, arXiv 2506.13351.
+
+    >>> from jaxgrpo.advantages import evaluate, sum_rewards
+    >>> given = {"answer_tokens": [[2.0, 3.0]], "answer_mask": [[True, True]]}
+    >>> evaluate([answer_length(), sum_rewards()], [[1.0, 0.0]], **given)[0].tolist()
+    [[2.0, 0.5]]
     """
 
     def closeness(rollouts: Rollouts) -> Array:

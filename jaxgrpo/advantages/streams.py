@@ -24,6 +24,7 @@ from jaxgrpo.advantages.base import (
     check,
     check_at_least,
     check_choice,
+    keep_groups,
     samples,
     stateless,
 )
@@ -50,6 +51,10 @@ def sum_rewards(**weights: Scheduled) -> AdvantageTransform:
 
     Streams: [P, G] each -> Signal [P, G], unmasked where all summed streams are.
     Raises: InputError (a ValueError) on weights without a stream and streams without a weight.
+
+    >>> from jaxgrpo.advantages import evaluate
+    >>> evaluate([sum_rewards(a=1.0, b=0.5)], {"a": [[1.0, 0.0]], "b": [[1.0, 1.0]]})[0].tolist()
+    [[1.5, 0.5]]
     """
 
     return _sum("sum_rewards", weights, lambda masks: functools.reduce(operator.and_, masks))
@@ -69,6 +74,11 @@ def sum_scored(**weights: Scheduled) -> AdvantageTransform:
     Streams: [P, G] each -> Signal [P, G], unmasked where any summed stream is.
     Raises: InputError (a ValueError) on weights without a stream and streams without a weight.
     Source: TRL 1.16, which adds what is not NaN. Ours only in `like_trl`.
+
+    >>> from jaxgrpo.advantages import evaluate
+    >>> rewards = {"a": [[1.0, 0.0]], "b": [[float("nan"), 1.0]]}
+    >>> evaluate([sum_scored()], rewards)[0].tolist()
+    [[1.0, 1.0]]
     """
 
     return _sum("sum_scored", weights, lambda masks: functools.reduce(operator.or_, masks))
@@ -87,6 +97,11 @@ def per_reward(transform: AdvantageTransform) -> AdvantageTransform:
     A mask that the transform sets holds for its stream; `sum_rewards` unites them.
 
     Streams: [P, G] each -> the same names.  Raises: InputError on a transform that takes streams.
+
+    >>> from jaxgrpo.advantages import evaluate, subtract_group_mean
+    >>> rewards = {"a": [[1.0, 0.0]], "b": [[4.0, 2.0]]}
+    >>> evaluate([per_reward(subtract_group_mean()), sum_rewards()], rewards)[0].tolist()
+    [[1.5, -1.5]]
     """
     if transform.kind != "signal->signal":
         raise InputError(
@@ -139,6 +154,11 @@ def stream(
       needs: names of the fields that it reads.
 
     Streams: those given and the new one.  Raises: InputError where the name is taken.
+
+    >>> from jaxgrpo.advantages import evaluate
+    >>> added = stream("length", lambda rollouts: rollouts.token_mask.sum(-1) / 2)
+    >>> evaluate([added, sum_rewards()], [[1.0, 0.0]], token_mask=[[[1, 1], [1, 0]]])[0].tolist()
+    [[2.0, 0.5]]
     """
 
     def init(spec: RolloutSpec) -> tuple[()]:
@@ -251,10 +271,9 @@ def rubric_gate(
         rollout:  masks the samples that did not pass
         floor:    r[p, g] = min_g r[p, g] - margin where the sample did not pass
 
-    A sample passes where field >= threshold; one that was not judged (NaN) is always masked. Stand
-    before the baseline: behind it, "rollout" leaves the baseline as if nothing had been refused.
-    Under "floor" a group without a pass is flat, so a baseline makes it exactly 0, and it still
-    counts in the loss's denominator; the other modes take it out.
+    A sample passes where field >= threshold; one that was not judged (NaN) is always masked. Put it
+    before the baseline: after it, "rollout" leaves the baseline as if nothing had been refused.
+    Under "floor" a group without a pass gets 0 of a baseline and stays in the loss's denominator.
 
     Args:
       field: name of the field or reward [P, G], 1 = passed, 0 = refused, or a grade; a reward
@@ -268,24 +287,24 @@ def rubric_gate(
     Raises: InputError on token-level values [P, G, T], an unknown mode, options of another mode.
     Metrics: passed, the share of judged samples; masked_groups, those gone or without a pass.
     Source: DRO, arXiv 2506.13351, for the gate on groups; the exact rules are ours.
+
+    >>> from jaxgrpo.advantages import evaluate
+    >>> evaluate(rubric_gate(mode="rollout"), [[1.0, 1.0]], rubric=[[1.0, 0.0]])[1].tolist()
+    [[True, False]]
     """
     _check(mode, minimum, margin)
 
     def apply(signal: Signal, rollouts: Rollouts) -> tuple[Signal, Metrics]:
         read = samples("rubric_gate", field, signal, rollouts)
         passed = read.mask & (read.value >= at_step(threshold, rollouts, read.value.dtype))
-        feasible = passed.any(axis=1, keepdims=True)
-        if minimum is not None:
-            share = stats.mean(passed.astype(read.value.dtype), read.mask)
-            feasible = share >= at_step(minimum, rollouts, share.dtype)
+        rate = stats.mean(passed.astype(read.value.dtype), read.mask)
+        feasible = rate > 0 if minimum is None else rate >= at_step(minimum, rollouts, rate.dtype)
         masks = {"group": read.mask & feasible, "rollout": passed, "floor": read.mask}
         value = signal.value
         if mode == "floor":
-            below = at_step(margin, rollouts, value.dtype)
-            low, _ = stats.extremes(value, read.mask)
-            value = jnp.where(passed, value, jnp.where(jnp.isfinite(low), low, 0) - below)
-        gone = mean(~feasible, signal.mask.any(axis=1, keepdims=True))
-        metrics: Metrics = {"passed": mean(passed, read.mask), "masked_groups": gone}
+            low = jnp.min(value, axis=1, keepdims=True, initial=jnp.inf, where=read.mask)
+            value = jnp.where(passed, value, low - at_step(margin, rollouts, value.dtype))
+        _, metrics = keep_groups(signal, feasible, passed=mean(passed, read.mask))
         return Signal(value=value, mask=masks[mode]), metrics
 
     return stateless("rubric_gate", apply, needs=frozenset({field}), levels=(2,))
@@ -362,6 +381,11 @@ def dvao(eps: Scheduled = 1e-6, **weights: Scheduled) -> AdvantageTransform:
     Metrics: share_NAME, the mean of share_k over groups that are not flat.
     Source: DVAO, arXiv 2605.25604, as sum_k share_k z_k with population standard deviations; that
     it is one division, and eps, are ours.
+
+    >>> from jaxgrpo.advantages import evaluate
+    >>> rewards = {"a": [[1.0, 0.0]], "b": [[0.5, 0.5]]}
+    >>> evaluate([dvao(eps=0.0)], rewards)[0].tolist()
+    [[1.0, -1.0]]
     """
     if weights:
         return dvao_of(weights, eps)._replace(init=partial(_refuse_eps, weights))
