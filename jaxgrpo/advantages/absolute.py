@@ -239,10 +239,9 @@ def overlong_penalty(
     _check_tokens(buffer, limit)
     check_at_least("overlong_penalty", 0, penalty=penalty)
 
-    def init(spec: RolloutSpec) -> tuple[()]:
+    def accepts(spec: RolloutSpec) -> None:
         if limit is None and spec.max_completion_tokens:
             _check_tokens(buffer, spec.max_completion_tokens)
-        return ()
 
     def apply(signal: Signal, rollouts: Rollouts) -> tuple[Signal, Metrics]:
         tokens = read("overlong_penalty", rollouts, "token_mask").astype(bool)
@@ -254,7 +253,7 @@ def overlong_penalty(
         lowered, mask = with_value(signal, value - cost), signal.mask
         return lowered, {"penalised": mean(excess > 0, mask), "penalty": mean(cost, mask)}
 
-    return stateless("overlong_penalty", apply, levels=(2,))._replace(init=init)
+    return stateless("overlong_penalty", apply, levels=(2,), accepts=accepts)
 
 
 def _check_tokens(buffer: int, limit: int | None) -> None:

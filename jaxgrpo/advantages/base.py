@@ -51,8 +51,17 @@ def stateless(
     relative: bool = False,
     provides: tuple[str, ...] = (),
     importance: bool = False,
+    accepts: Callable[[RolloutSpec], Any] = lambda spec: None,
 ) -> AdvantageTransform:
-    """A transform without memory from `apply(signal or streams, rollouts) -> (same, metrics)`."""
+    """A transform without memory from `apply(signal or streams, rollouts) -> (same, metrics)`.
+
+    Args:
+      accepts: raises InputError on a spec that the transform cannot work on.
+    """
+
+    def init(spec: RolloutSpec) -> tuple[()]:
+        accepts(spec)
+        return ()
 
     def update(
         signal: Any, state: Any, rollouts: Rollouts
@@ -61,7 +70,7 @@ def stateless(
         return after, state, metrics
 
     return AdvantageTransform(
-        *(name, lambda spec: (), update, needs, kind, levels, relative),
+        *(name, init, update, needs, kind, levels, relative),
         provides=provides,
         importance=importance,
     )

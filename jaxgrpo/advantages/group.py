@@ -309,18 +309,16 @@ def leave_one_out_pass_at_k(k: int, threshold: Scheduled | None = None) -> Advan
         few = {"too_few": mean(number <= k, number > 0)}
         return with_value(signal, value), {**metrics, **few}
 
-    whole = stateless("leave_one_out_pass_at_k", apply, levels=(2,), relative=True)
-
-    def init(spec: RolloutSpec) -> tuple[()]:
+    def accepts(spec: RolloutSpec) -> None:
         if spec.group_size <= k:
             raise InputError(
                 f"rollout.group_size = {spec.group_size}: leave_one_out_pass_at_k(k={k}) leaves one"
                 " sample out of more than k: draw more samples or lower k; for k = group_size take"
                 " max_minus_second"
             )
-        return ()
 
-    return whole._replace(init=init)
+    name = "leave_one_out_pass_at_k"
+    return stateless(name, apply, levels=(2,), relative=True, accepts=accepts)
 
 
 def contrastive_pairs() -> AdvantageTransform:

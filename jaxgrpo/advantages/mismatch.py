@@ -28,6 +28,7 @@ from jaxgrpo.advantages.base import (
     read,
     read_field,
     stateless,
+    with_value,
 )
 from jaxgrpo.advantages.stats import clamp, log_ratio
 from jaxgrpo.advantages.tokens import at_tokens
@@ -213,7 +214,7 @@ def _ratios(
     scored = signal.mask.any(-1) if signal.mask.ndim == 3 else signal.mask
     chosen = read(name, rollouts, "token_mask").astype(bool) & scored[..., None]
     if level == "token":
-        mask, length = signal.mask, stats.count_tokens(chosen)
+        mask, length = signal.mask, chosen.sum(-1, dtype=jnp.int32)
         log = log_ratio(trainer, behavior, mask)
     else:
         mask, drift = scored, log_ratio(trainer, behavior, chosen)
@@ -245,9 +246,8 @@ def _within(log: Array, low: Scheduled, high: Scheduled, rollouts: Rollouts) -> 
 
 def _weighted(signal: Signal, weight: Array) -> Signal:
     value = stats.widen(signal.value)
-    weight = weight.astype(value.dtype)
-    value = value * (weight if weight.ndim == value.ndim else weight[..., None])
-    return dataclasses.replace(signal, value=value.astype(signal.value.dtype))
+    weight = weight if weight.ndim == value.ndim else weight[..., None]
+    return with_value(signal, value * weight.astype(value.dtype))
 
 
 def _dropped(signal: Signal, keep: Array, denominator: str) -> Signal:

@@ -27,11 +27,6 @@ def count(mask: Bool[Array, "..."], axis: int = 1) -> Int[Array, "..."]:
     return mask.sum(axis, keepdims=True, dtype=jnp.int32)
 
 
-def count_tokens(mask: Bool[Array, "P G T"]) -> Int[Array, "P G"]:
-    """How many tokens of each sample are unmasked, as int32."""
-    return mask.sum(-1, dtype=jnp.int32)
-
-
 def check_ddof(name: str, ddof: int) -> None:
     """Raises: InputError, opened by the name of the part, unless ddof is 0 or 1."""
     if ddof not in (0, 1):
@@ -103,14 +98,6 @@ def std(
 ) -> Array:
     """The square root of `variance`."""
     return jnp.sqrt(variance(value, mask, axis, ddof, about))
-
-
-def extremes(
-    value: Float[Array, "*shape"], mask: Bool[Array, "*shape"], axis: int = 1
-) -> tuple[Array, Array]:
-    """(lowest, highest) unmasked entry, in the dtype of the value; (inf, -inf) without any."""
-    found = summary(value, mask, axis)
-    return found.low, found.high
 
 
 def is_flat(

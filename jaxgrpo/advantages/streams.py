@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any
 
 import jax.numpy as jnp
@@ -161,11 +160,7 @@ def stream(
     [[2.0, 0.5]]
     """
 
-    def init(spec: RolloutSpec) -> tuple[()]:
-        check_free(name, spec.rewards)
-        return ()
-
-    def update(streams: Streams, state: Any, rollouts: Rollouts) -> tuple[Streams, Any, Metrics]:
+    def apply(streams: Streams, rollouts: Rollouts) -> tuple[Streams, Metrics]:
         check_free(name, tuple(streams))
         value = function(rollouts)
         expected = next(iter(streams.values())).value.shape
@@ -175,27 +170,23 @@ def stream(
             )
         scored = jnp.isfinite(value) & any_mask(streams)
         added = Signal(value=jnp.where(scored, value, 0), mask=scored)
-        return {**streams, name: added}, state, {}
+        return {**streams, name: added}, {}
 
-    return AdvantageTransform(
+    return stateless(
         f"stream_{name}",
-        init,
-        update,
+        apply,
         needs=frozenset(needs),
         kind="streams->streams",
         levels=(2,),
         provides=(name,),
+        accepts=lambda spec: check_free(name, spec.rewards),
     )
 
 
 def _sum(part: str, weights: Weights, unite: Callable[[list[Array]], Array]) -> AdvantageTransform:
     """The weighted sum of the streams that count; `unite` makes one mask of theirs."""
 
-    def init(spec: RolloutSpec) -> tuple[()]:
-        counted(part, weights, spec.rewards)
-        return ()
-
-    def update(streams: Streams, state: Any, rollouts: Rollouts) -> tuple[Signal, Any, Metrics]:
+    def apply(streams: Streams, rollouts: Rollouts) -> tuple[Signal, Metrics]:
         dtype, sum_dtype = common_dtypes(streams)
         first = next(iter(streams.values()))
         total = jnp.zeros(first.value.shape, sum_dtype)
@@ -205,9 +196,10 @@ def _sum(part: str, weights: Weights, unite: Callable[[list[Array]], Array]) -> 
             total = total + weight * streams[name].value.astype(sum_dtype)
             masks.append(streams[name].mask)
         mask = unite(masks) if masks else jnp.ones_like(first.mask)
-        return Signal(value=total.astype(dtype), mask=mask), state, {}
+        return Signal(value=total.astype(dtype), mask=mask), {}
 
-    return AdvantageTransform(part, init, update, kind="streams->signal", levels=(2,))
+    accepts = lambda spec: counted(part, weights, spec.rewards)  # noqa: E731
+    return stateless(part, apply, kind="streams->signal", levels=(2,), accepts=accepts)
 
 
 def any_mask(streams: Streams) -> Array:
@@ -350,12 +342,10 @@ def combine(
     """
     step = name or getattr(function, "__name__", "combine")
 
-    def update(streams: Streams, state: Any, rollouts: Rollouts) -> tuple[Signal, Any, Metrics]:
-        return _within(step, function(streams, rollouts), streams), state, {}
+    def apply(streams: Streams, rollouts: Rollouts) -> tuple[Signal, Metrics]:
+        return _within(step, function(streams, rollouts), streams), {}
 
-    return AdvantageTransform(
-        step, lambda spec: (), update, frozenset(needs), "streams->signal", levels=(2,)
-    )
+    return stateless(step, apply, needs=frozenset(needs), kind="streams->signal", levels=(2,))
 
 
 def dvao(eps: Scheduled = 1e-6, **weights: Scheduled) -> AdvantageTransform:
@@ -387,21 +377,24 @@ def dvao(eps: Scheduled = 1e-6, **weights: Scheduled) -> AdvantageTransform:
     >>> evaluate([dvao(eps=0.0)], rewards)[0].tolist()
     [[1.0, -1.0]]
     """
-    if weights:
-        return dvao_of(weights, eps)._replace(init=partial(_refuse_eps, weights))
-    return dvao_of(weights, eps)
+    return dvao_of(weights, eps, refuses=("eps",) if weights else ())
 
 
-def dvao_of(weights: Weights, eps: Scheduled) -> AdvantageTransform:
-    """`dvao` with the weights of rewards that may have any name."""
+def dvao_of(weights: Weights, eps: Scheduled, refuses: tuple[str, ...] = ()) -> AdvantageTransform:
+    """`dvao` with the weights of rewards that may have any name but those that it `refuses`."""
     _check_weights(weights)
     check_at_least("dvao", 0, eps=eps)
 
-    def init(spec: RolloutSpec) -> tuple[()]:
+    def accepts(spec: RolloutSpec) -> None:
+        for name in refuses:
+            if name in spec.rewards:
+                raise InputError(
+                    f"dvao: a reward has the name {name}, which is an option of this part: give the"
+                    ' reward another, name = "...", or take the recipe dvao'
+                )
         counted("dvao", weights, spec.rewards)
-        return ()
 
-    def update(streams: Streams, state: Any, rollouts: Rollouts) -> tuple[Signal, Any, Metrics]:
+    def apply(streams: Streams, rollouts: Rollouts) -> tuple[Signal, Metrics]:
         dtype, sum_dtype = common_dtypes(streams)
         mask, parts = _weighed(
             counted("dvao", weights, tuple(streams)), streams, rollouts, sum_dtype
@@ -416,11 +409,10 @@ def dvao_of(weights: Weights, eps: Scheduled) -> AdvantageTransform:
         }
         divisor = jnp.where(live, spread + at_step(eps, rollouts, sum_dtype), 1)
         value = jnp.where(live & mask, total / divisor, 0)
-        return Signal(value=value.astype(dtype), mask=mask), state, metrics
+        return Signal(value=value.astype(dtype), mask=mask), metrics
 
-    return AdvantageTransform(
-        "dvao", init, update, kind="streams->signal", levels=(2,), relative=True
-    )
+    kind = "streams->signal"
+    return stateless("dvao", apply, kind=kind, levels=(2,), relative=True, accepts=accepts)
 
 
 def _within(step: str, made: Any, streams: Streams) -> Signal:
@@ -439,16 +431,6 @@ def _within(step: str, made: Any, streams: Streams) -> Signal:
     scored = any_mask(streams)
     mask = made.mask.astype(bool) & scored & jnp.isfinite(made.value)
     return Signal(value=jnp.where(mask, made.value, 0), mask=mask)
-
-
-def _refuse_eps(weights: Weights, spec: RolloutSpec) -> tuple[()]:
-    if "eps" in spec.rewards:
-        raise InputError(
-            "dvao: a reward has the name eps, which is an option of this part: give the reward"
-            ' another, name = "...", or take the recipe dvao'
-        )
-    counted("dvao", weights, spec.rewards)
-    return ()
 
 
 def _check_weights(weights: Weights) -> None:
