@@ -136,7 +136,7 @@ def _moments(signal: Signal, ddof: int, include_flat: bool) -> _Moments:
         # Kept in memory: widened once more inside each sum they would cost more than the sums.
         value, mask = jax.lax.optimization_barrier((value, mask))
     axes = tuple(range(1, value.ndim))
-    row = stats.summary(value, mask, axis=-1)
+    row = _of_tokens(value, mask) if value.ndim == 3 else stats.summary(value, mask)
     low, high = row.low.min(axes, keepdims=True), row.high.max(axes, keepdims=True)
     number = row.count.sum(axes, keepdims=True, dtype=jnp.int32)
     live = jnp.ones_like(mask, shape=number.shape)
@@ -152,6 +152,22 @@ def _moments(signal: Signal, ddof: int, include_flat: bool) -> _Moments:
     flat = (lowest == highest) | (counted < 2)
     zero = (number == 0) | ((low == 0) & (high == 0))
     return _Moments(mean, squares / degrees, flat, zero)
+
+
+def _of_tokens(value: Array, mask: Array) -> stats.Summary:
+    """As `stats.summary` of each sample's tokens, but low and high may include 0 if they differ.
+
+    Values are 0 where masked, and CPUs reduce without a mask several times as fast as with one.
+    """
+    number = stats.count_tokens(mask)[..., None]
+    low = value.min(-1, keepdims=True, initial=0)
+    high = value.max(-1, keepdims=True, initial=0)
+    equal = jnp.where(high > 0, high, low)  # what all unmasked tokens are, if they are equal
+    differ = (mask & (value != equal)).any(-1, keepdims=True)
+    low = jnp.where(number > 0, jnp.where(differ, low, equal), jnp.inf)
+    high = jnp.where(number > 0, jnp.where(differ, high, equal), -jnp.inf)
+    mean = value.sum(-1, keepdims=True) / jnp.maximum(number, 1).astype(value.dtype)
+    return stats.Summary(low, high, mean, number)
 
 
 def _one(value: Array) -> Mean:

@@ -214,7 +214,7 @@ def _ratios(
     scored = signal.mask.any(-1) if signal.mask.ndim == 3 else signal.mask
     chosen = read(name, rollouts, "token_mask").astype(bool) & scored[..., None]
     if level == "token":
-        mask, length = signal.mask, chosen.sum(-1, dtype=jnp.int32)
+        mask, length = signal.mask, stats.count_tokens(chosen)
         log = log_ratio(trainer, behavior, mask)
     else:
         mask, drift = scored, log_ratio(trainer, behavior, chosen)

@@ -27,7 +27,7 @@ from jaxgrpo.advantages.base import (
     stateless,
     with_value,
 )
-from jaxgrpo.core.metrics import Metrics, mean
+from jaxgrpo.core.metrics import Metrics, mean, reduce, summed
 from jaxgrpo.core.types import Rollouts, Signal
 
 _WEIGHTINGS = ("average", "size")
@@ -232,9 +232,10 @@ def _node(value: Array, ids: Array, mask: Array) -> stats.Summary:
 
 
 def _variance(value: Array, ids: Array, mask: Array, node: stats.Summary, ddof: int) -> Array:
-    squares = jnp.square(value - node.mean)[:, :, None]
-    total = jnp.where(_pairs(ids, mask), squares, 0).sum(1)
-    return total / jnp.maximum(node.count - ddof, 1).astype(value.dtype)
+    same = _pairs(ids, mask)
+    squares = jnp.broadcast_to(jnp.square(value - node.mean)[:, :, None], same.shape)
+    (total,) = reduce(summed(squares, same), axis=1)
+    return total[:, 0] / jnp.maximum(node.count - ddof, 1).astype(value.dtype)
 
 
 def _steps(
