@@ -39,6 +39,10 @@ def sign(threshold: Scheduled | None = None) -> AdvantageTransform:
     Signal: [P, G] -> [P, G].  Without a threshold another reward is an InputError where values
     are known, and masked and counted ("refused") under jit, where nothing can be raised.
     Source: Gradient starvation, arXiv 2605.07689 (A = 2r - 1). The threshold is ours.
+
+    >>> from jaxgrpo.advantages import evaluate
+    >>> evaluate(sign(), [[1.0, 0.0, 0.0]])[0].tolist()
+    [[1.0, -1.0, -1.0]]
     """
 
     def apply(signal: Signal, rollouts: Rollouts) -> tuple[Signal, Metrics]:
@@ -63,6 +67,10 @@ def asymmetric(cost: Scheduled = 1.0, threshold: Scheduled | None = None) -> Adv
 
     Signal: [P, G] -> [P, G].  Other rewards as with `sign`; so is the metric "refused".
     Source: equation 8 of Gradient starvation, arXiv 2605.07689.
+
+    >>> from jaxgrpo.advantages import evaluate
+    >>> evaluate(asymmetric(cost=0.5), [[1.0, 0.0, 0.0]])[0].tolist()
+    [[1.0, -0.5, -0.5]]
     """
     check_at_least("asymmetric", 0, cost=cost)  # below 0 failures would be praised
 
@@ -88,6 +96,10 @@ def conditional_sign(threshold: Scheduled | None = None) -> AdvantageTransform:
 
     Signal: [P, G] -> [P, G].  Other rewards as with `sign`; so is the metric "refused".
     Source: our mixture of the two advantages of Gradient starvation, arXiv 2605.07689.
+
+    >>> from jaxgrpo.advantages import evaluate
+    >>> evaluate(conditional_sign(), [[1.0, 0.0], [0.0, 0.0]])[0].tolist()
+    [[0.5, -0.5], [-1.0, -1.0]]
     """
 
     def apply(signal: Signal, rollouts: Rollouts) -> tuple[Signal, Metrics]:
@@ -112,6 +124,10 @@ def subtract_constant(baseline: Scheduled) -> AdvantageTransform:
 
     Signal: [P, G] -> [P, G], mask unchanged.
     Source: Williams 1992, REINFORCE with a baseline.
+
+    >>> from jaxgrpo.advantages import evaluate
+    >>> evaluate(subtract_constant(0.5), [[1.0, 0.0]])[0].tolist()
+    [[0.5, -0.5]]
     """
 
     def apply(signal: Signal, rollouts: Rollouts) -> tuple[Signal, Metrics]:
@@ -135,6 +151,10 @@ def clip_advantage(
 
     Signal: [P, G] or [P, G, T], mask unchanged.  Metrics: clipped, the share of unmasked entries.
     Raises: InputError on bounds on the wrong side of 0; a schedule's are cut to 0 instead.
+
+    >>> from jaxgrpo.advantages import evaluate
+    >>> evaluate(clip_advantage(low=-1.0), [[3.0, -3.0]])[0].tolist()
+    [[3.0, -1.0]]
     """
     if (limit is None) == (low is None and high is None):
         raise InputError("clip_advantage: give limit, or low, high or both of them")
@@ -210,14 +230,18 @@ def overlong_penalty(
     Metrics: penalised, the share of samples; penalty, its mean.
     Source: DAPO, arXiv 2503.14476, section 3.4 (soft overlong punishment), with limit 20480,
     buffer 4096 and rewards of 1 and -1: against rewards of 1 and 0 the same penalty weighs double.
+
+    >>> from jaxgrpo.advantages import evaluate
+    >>> lengths = [[[True] * 2 + [False] * 2, [True] * 4]]
+    >>> evaluate(overlong_penalty(buffer=2), [[1.0, 1.0]], token_mask=lengths)[0].tolist()
+    [[1.0, 0.0]]
     """
     _check_tokens(buffer, limit)
     check_at_least("overlong_penalty", 0, penalty=penalty)
 
-    def init(spec: RolloutSpec) -> tuple[()]:
+    def accepts(spec: RolloutSpec) -> None:
         if limit is None and spec.max_completion_tokens:
             _check_tokens(buffer, spec.max_completion_tokens)
-        return ()
 
     def apply(signal: Signal, rollouts: Rollouts) -> tuple[Signal, Metrics]:
         tokens = read("overlong_penalty", rollouts, "token_mask").astype(bool)
@@ -226,13 +250,10 @@ def overlong_penalty(
         length = tokens.sum(-1, dtype=jnp.int32)
         excess = jnp.clip(length - (last - buffer), 0, buffer).astype(value.dtype)
         cost = at_step(penalty, rollouts, value.dtype) * (excess / buffer)
-        metrics: Metrics = {
-            "penalised": mean(excess > 0, signal.mask),
-            "penalty": mean(cost, signal.mask),
-        }
-        return with_value(signal, value - cost), metrics
+        lowered, mask = with_value(signal, value - cost), signal.mask
+        return lowered, {"penalised": mean(excess > 0, mask), "penalty": mean(cost, mask)}
 
-    return stateless("overlong_penalty", apply, levels=(2,))._replace(init=init)
+    return stateless("overlong_penalty", apply, levels=(2,), accepts=accepts)
 
 
 def _check_tokens(buffer: int, limit: int | None) -> None:

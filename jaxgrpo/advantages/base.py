@@ -51,8 +51,17 @@ def stateless(
     relative: bool = False,
     provides: tuple[str, ...] = (),
     importance: bool = False,
+    accepts: Callable[[RolloutSpec], Any] = lambda spec: None,
 ) -> AdvantageTransform:
-    """A transform without memory from `apply(signal or streams, rollouts) -> (same, metrics)`."""
+    """A transform without memory from `apply(signal or streams, rollouts) -> (same, metrics)`.
+
+    Args:
+      accepts: raises InputError on a spec that the transform cannot work on.
+    """
+
+    def init(spec: RolloutSpec) -> tuple[()]:
+        accepts(spec)
+        return ()
 
     def update(
         signal: Any, state: Any, rollouts: Rollouts
@@ -61,7 +70,7 @@ def stateless(
         return after, state, metrics
 
     return AdvantageTransform(
-        *(name, lambda spec: (), update, needs, kind, levels, relative),
+        *(name, init, update, needs, kind, levels, relative),
         provides=provides,
         importance=importance,
     )
@@ -170,17 +179,21 @@ def keep_groups(signal: Signal, keep: Array, **metrics: Metric) -> tuple[Signal,
     return masked, {"masked_groups": gone, **metrics}
 
 
-def row_state(where: str, spec: RolloutSpec, instead: str, *names: str) -> dict[str, Array]:
-    """Zeros for every row of the data set, by name.
+def row_state(where: str, instead: str, *names: str) -> Callable[[RolloutSpec], dict[str, Array]]:
+    """The `init` of a part that keeps a number for every row of the data set under each name.
 
-    Raises: InputError on a stream, which has no rows that return; it says what to take instead.
+    It raises InputError on a stream, which has no rows that return, and says what to take instead.
     """
-    if spec.num_rows is None:
-        raise InputError(
-            f"{where} remembers every row of the data set, but this is a stream whose rows do not"
-            f" return: {instead}"
-        )
-    return {name: jnp.zeros(spec.num_rows, jnp.result_type(float)) for name in names}
+
+    def init(spec: RolloutSpec) -> dict[str, Array]:
+        if spec.num_rows is None:
+            raise InputError(
+                f"{where} remembers every row of the data set, but this is a stream whose rows do"
+                f" not return: {instead}"
+            )
+        return {name: jnp.zeros(spec.num_rows, jnp.result_type(float)) for name in names}
+
+    return init
 
 
 def needs_of(*names: str | None) -> frozenset[str]:

@@ -85,6 +85,11 @@ def alpha_dpg(
     counted ("refused"); a sample whose sums are NaN is masked.
     Metrics: z, refused, capped, unsupported (successes of base probability 0), shares of samples.
     Source: arXiv 2512.05962; cap 10 and floor 1e-4 are its code's. Z from a field is ours.
+
+    >>> from jaxgrpo.advantages import evaluate
+    >>> logp = {name: [[[-1.0], [-1.0]]] for name in ("base_logp", "behavior_logp")}
+    >>> evaluate(alpha_dpg(0.0), [[1.0, 0.0]], token_mask=[[[True], [True]]], **logp)[0].tolist()
+    [[2.0, -2.0]]
     """
     check("alpha_dpg", "a number in [0, 1)", lambda alpha: 0 <= alpha < 1, alpha=alpha)
     options = _Options("alpha_dpg", cap, z, base_rate, floor, threshold)
@@ -123,6 +128,11 @@ def f_dpg(
 
     Source: Go et al. 2023, arXiv 2302.08215, which takes estimates of Z over all batches and has
     no cap. Here js is the gradient of 2 JS, as in the authors' code.
+
+    >>> from jaxgrpo.advantages import evaluate
+    >>> logp = {name: [[[-1.0], [-1.0]]] for name in ("base_logp", "behavior_logp")}
+    >>> evaluate(f_dpg("tv"), [[1.0, 0.0]], token_mask=[[[True], [True]]], **logp)[0].tolist()
+    [[1.0, -1.0]]
     """
     find("f_dpg divergence (infinite ones left out)", divergence, DIVERGENCES)
     options = _Options("f_dpg", cap, z, base_rate, floor, threshold)
@@ -159,7 +169,7 @@ def _init(options: _Options, spec: RolloutSpec) -> dict[str, Array]:
     if options.z != "running" or options.base_rate:
         return {}
     where = f"{options.name}: z = 'running'"
-    return row_state(where, spec, "take z = 'group', or a data set", "total", "count")
+    return row_state(where, "take z = 'group', or a data set", "total", "count")(spec)
 
 
 def _update(

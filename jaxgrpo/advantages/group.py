@@ -42,6 +42,10 @@ def subtract_group_mean(singleton: str = "zero") -> AdvantageTransform:
     Signal: [P, G] -> [P, G], mask unchanged.  Raises: InputError on token-level values [P, G, T].
     Source: Shao et al. 2024, arXiv 2402.03300, section 4.1.2; alone, it is the advantage of
     Dr. GRPO, Liu et al. 2025, arXiv 2503.20783. verl keeps a single sample's raw reward.
+
+    >>> from jaxgrpo.advantages import evaluate
+    >>> evaluate(subtract_group_mean(), [[1.0, 0.0, 0.0, 1.0]])[0].tolist()
+    [[0.5, -0.5, -0.5, 0.5]]
     """
 
     def centred(signal: Signal, group: stats.Summary, rollouts: Rollouts) -> Array:
@@ -69,6 +73,10 @@ def divide_by_group_std(
     Signal: [P, G] -> [P, G], mask unchanged.  Raises: InputError on token-level values [P, G, T].
     Source: Shao et al. 2024, arXiv 2402.03300, section 4.1.2. The paper gives neither eps nor
     ddof; TRL takes ddof 1 and eps 1e-4, verl ddof 1 and eps 1e-6.
+
+    >>> from jaxgrpo.advantages import evaluate
+    >>> evaluate(divide_by_group_std(eps=0.0, ddof=0), [[3.0, 1.0], [1.0, 1.0]])[0].tolist()
+    [[3.0, 1.0], [0.0, 0.0]]
     """
     stats.check_ddof("divide_by_group_std", ddof)
 
@@ -99,6 +107,10 @@ def subtract_leave_one_out_mean(singleton: str = "zero") -> AdvantageTransform:
     Signal: [P, G] -> [P, G], mask unchanged.  Raises: InputError on token-level values [P, G, T].
     Source: RLOO, Ahmadian et al. 2024, arXiv 2402.14740. verl's `rloo` keeps a single sample's
     raw reward, its `rloo_vectorized` gives 0.
+
+    >>> from jaxgrpo.advantages import evaluate
+    >>> evaluate(subtract_leave_one_out_mean(), [[1.0, 0.0, 0.5]])[0].tolist()
+    [[0.75, -0.75, 0.0]]
     """
 
     def left_out(signal: Signal, group: stats.Summary, rollouts: Rollouts) -> Array:
@@ -121,6 +133,10 @@ def subtract_group_median() -> AdvantageTransform:
     Signal: [P, G] -> [P, G], mask unchanged.  Raises: InputError on token-level values [P, G, T].
     Source: MC-GRPO, arXiv 2601.22582, which draws an odd number of samples and leaves the middle
     one out of the update; here its advantage is 0.
+
+    >>> from jaxgrpo.advantages import evaluate
+    >>> evaluate(subtract_group_median(), [[1.0, 0.0, 0.0, 0.0]])[0].tolist()
+    [[1.0, 0.0, 0.0, 0.0]]
     """
 
     def centred(signal: Signal, group: stats.Summary, rollouts: Rollouts) -> Array:
@@ -144,6 +160,11 @@ def subtract_length_weighted_mean(singleton: str = "zero") -> AdvantageTransform
     Signal: [P, G] -> [P, G], mask unchanged; reads token_mask [P, G, T].  Raises: InputError on
     token-level values [P, G, T].
     Source: OPO, Hao et al. 2025, arXiv 2505.23585.
+
+    >>> from jaxgrpo.advantages import evaluate
+    >>> lengths = [[[True, True, True], [True, False, False]]]
+    >>> evaluate(subtract_length_weighted_mean(), [[1.0, 0.0]], token_mask=lengths)[0].tolist()
+    [[0.25, -0.75]]
     """
 
     def centred(signal: Signal, group: stats.Summary, rollouts: Rollouts) -> Array:
@@ -172,6 +193,10 @@ def divide_by_group_mean(eps: Scheduled = 0.0) -> AdvantageTransform:
     Signal: [P, G] -> [P, G], mask unchanged.  Raises: InputError on token-level values [P, G, T].
     Source: MaxRL, arXiv 2602.02710: with rewards in {0, 1} the expected gradient is that of
     sum_{k <= G} pass@k / k, the log-likelihood of success cut after G terms.
+
+    >>> from jaxgrpo.advantages import evaluate
+    >>> evaluate(divide_by_group_mean(), [[1.0, 0.0, 0.0, 0.0]])[0].tolist()
+    [[4.0, 0.0, 0.0, 0.0]]
     """
 
     def apply(signal: Signal, rollouts: Rollouts) -> tuple[Signal, Metrics]:
@@ -232,6 +257,10 @@ def max_minus_second() -> AdvantageTransform:
     Signal: [P, G] -> [P, G], mask unchanged.  Raises: InputError on token-level values [P, G, T].
     Source: pass@k training, arXiv 2503.19595. The expected gradient is that of the expected best
     reward of G, over G; verl refuses single samples.
+
+    >>> from jaxgrpo.advantages import evaluate
+    >>> evaluate(max_minus_second(), [[4.0, 1.0, 3.0]])[0].tolist()
+    [[1.0, 0.0, 0.0]]
     """
 
     def apply(signal: Signal, rollouts: Rollouts) -> tuple[Signal, Metrics]:
@@ -266,6 +295,10 @@ def leave_one_out_pass_at_k(k: int, threshold: Scheduled | None = None) -> Advan
     Raises: InputError on k < 1, and before compiling on k >= group_size.  Metrics: too_few, the
     share of groups with unmasked samples, but no more than k.
     Source: the estimator of Chen et al. 2021, arXiv 2107.03374; as a reward, arXiv 2505.15201.
+
+    >>> from jaxgrpo.advantages import evaluate
+    >>> evaluate(leave_one_out_pass_at_k(1), [[1.0, 0.0, 0.0]])[0].tolist()
+    [[1.0, -0.5, -0.5]]
     """
     check("leave_one_out_pass_at_k", "at least 1", lambda k: k >= 1, k=k)
 
@@ -276,18 +309,16 @@ def leave_one_out_pass_at_k(k: int, threshold: Scheduled | None = None) -> Advan
         few = {"too_few": mean(number <= k, number > 0)}
         return with_value(signal, value), {**metrics, **few}
 
-    whole = stateless("leave_one_out_pass_at_k", apply, levels=(2,), relative=True)
-
-    def init(spec: RolloutSpec) -> tuple[()]:
+    def accepts(spec: RolloutSpec) -> None:
         if spec.group_size <= k:
             raise InputError(
                 f"rollout.group_size = {spec.group_size}: leave_one_out_pass_at_k(k={k}) leaves one"
                 " sample out of more than k: draw more samples or lower k; for k = group_size take"
                 " max_minus_second"
             )
-        return ()
 
-    return whole._replace(init=init)
+    name = "leave_one_out_pass_at_k"
+    return stateless(name, apply, levels=(2,), relative=True, accepts=accepts)
 
 
 def contrastive_pairs() -> AdvantageTransform:
@@ -302,6 +333,10 @@ def contrastive_pairs() -> AdvantageTransform:
 
     Signal: [P, G] -> [P, G], mask unchanged.  Raises: InputError on token-level values [P, G, T].
     Source: the pairwise reading of centring, Gradient starvation, arXiv 2605.07689; ranks are ours.
+
+    >>> from jaxgrpo.advantages import evaluate
+    >>> evaluate(contrastive_pairs(), [[9.0, 1.0, 0.0, 0.0]])[0].tolist()
+    [[0.75, 0.25, -0.5, -0.5]]
     """
 
     def apply(signal: Signal, rollouts: Rollouts) -> tuple[Signal, Metrics]:

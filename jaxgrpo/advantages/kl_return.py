@@ -60,6 +60,12 @@ def add_kl_return(beta: Scheduled, reference: str = "reference") -> AdvantageTra
     Metrics: kl, KL(policy || reference) per token by k3; log_ratio_clamped, the share of tokens
     with |d| above 20, which counts as 20.
     Source: KL-shaped rewards, Ziegler et al. 2019, arXiv 1909.08593. The baseline is ours.
+
+    >>> from jaxgrpo.advantages import evaluate
+    >>> given = {"trainer_logp": [[[-1.0, -1.0]]], "reference_logp": [[[-2.0, -2.0]]]}
+    >>> given["token_mask"] = [[[True, True]]]
+    >>> evaluate(add_kl_return(0.5), [[1.0]], **given)[0].tolist()
+    [[[0.0, 0.5]]]
     """
     check_at_least("add_kl_return", 0, beta=beta)
 
@@ -104,12 +110,16 @@ def add_kl_return_for_validity(
     (share of them), refused (see `sign`).
     Source: beta(mu) of arXiv 2605.02375; the estimate by E[a v / policy] = A is that of alpha-DPG,
     arXiv 2512.05962.
+
+    >>> from jaxgrpo.advantages import evaluate
+    >>> logp = {name: [[[-1.0], [-1.0]]] for name in ("trainer_logp", "base_logp", "behavior_logp")}
+    >>> part = add_kl_return_for_validity(0.9)
+    >>> evaluate(part, [[1.0, 0.0]], token_mask=[[[True], [True]]], **logp)[0].tolist()
+    [[[1.0], [0.0]]]
     """
     name = "add_kl_return_for_validity"
-    rate = "a success rate in (0, 1)"
-    check(name, rate, lambda rate: 0 < rate < 1, target_validity=target_validity)
-    check(name, "a finite number above 0", lambda b: 0 < b < float("inf"), max_beta=max_beta)
     options = _Options(name, target_validity, reward, threshold, base_rate, max_beta)
+    options.check()
     return AdvantageTransform(
         name,
         partial(_init, options),
@@ -126,6 +136,12 @@ class _Options(NamedTuple):
     base_rate: str | None
     max_beta: float
 
+    def check(self) -> None:
+        rate = "a success rate in (0, 1)"
+        check(self.name, rate, lambda rate: 0 < rate < 1, target_validity=self.target)
+        positive = "a finite number above 0"
+        check(self.name, positive, lambda beta: 0 < beta < float("inf"), max_beta=self.max_beta)
+
 
 def _init(options: _Options, spec: RolloutSpec) -> dict[str, Array]:
     if options.reward is None and len(spec.rewards) != 1:
@@ -134,7 +150,7 @@ def _init(options: _Options, spec: RolloutSpec) -> dict[str, Array]:
             " name the one that says what is valid, reward=..."
         )
     instead = "train on a data set of known size, or take add_kl_return(beta)"
-    return row_state(options.name, spec, instead, "total", "count")
+    return row_state(options.name, instead, "total", "count")(spec)
 
 
 def _update(

@@ -38,6 +38,10 @@ def mask_zero_variance() -> AdvantageTransform:
     Signal: [P, G] -> [P, G], mask cut.  Raises: InputError on token-level values [P, G, T].
     Metrics: masked_groups, the share of groups with a sample that went.
     Source: DAPO, arXiv 2503.14476, section 3.2, without its refill, which is a prompt policy.
+
+    >>> from jaxgrpo.advantages import evaluate
+    >>> evaluate(mask_zero_variance(), [[1.0, 0.0], [1.0, 1.0]])[1].tolist()
+    [[True, True], [False, False]]
     """
 
     def apply(signal: Signal, rollouts: Rollouts) -> tuple[Signal, Metrics]:
@@ -56,6 +60,10 @@ def mask_truncated() -> AdvantageTransform:
 
     Signal: [P, G] or [P, G, T], mask cut.  Metrics: masked, the share of unmasked samples.
     Source: DAPO, arXiv 2503.14476, section 3.4 (overlong filtering); where it stands is not given.
+
+    >>> from jaxgrpo.advantages import evaluate
+    >>> evaluate(mask_truncated(), [[1.0, 0.0]], truncated=[[False, True]])[1].tolist()
+    [[True, False]]
     """
 
     def apply(signal: Signal, rollouts: Rollouts) -> tuple[Signal, Metrics]:
@@ -97,6 +105,10 @@ def mask_low_variance(
     Signal: [P, G] -> [P, G], mask cut.  Raises: InputError on [P, G, T], on shapes without fit.
     Metrics: masked_groups, the share of groups with a sample that went; variance, the mean of v.
     Source: DRO's query filter, arXiv 2506.13351. Threshold, ties and the zero rule are ours.
+
+    >>> from jaxgrpo.advantages import evaluate
+    >>> evaluate(mask_low_variance(drop=0.5), [[1.0, 0.0], [0.5, 0.4]])[1].tolist()
+    [[True, True], [False, False]]
     """
     _check_low_variance(threshold, drop, field, positions, reduce)
     needs = needs_of(field, None if positions == "token_mask" else positions)
@@ -138,6 +150,10 @@ def mask_group_difficulty(
     Raises: InputError on token-level values [P, G, T], on a band without room or beyond [0, 1].
     Metrics: masked_groups, the share of groups with a sample that went; rate, its mean.
     Source: the difficulties of arXiv 2605.28388, where overly hard samples harm; the band is ours.
+
+    >>> from jaxgrpo.advantages import evaluate
+    >>> evaluate(mask_group_difficulty(), [[1.0, 0.0], [0.0, 0.0]])[1].tolist()
+    [[True, True], [False, False]]
     """
     if not callable(low) and not callable(high) and not low <= high:
         raise InputError(f"mask_group_difficulty: low = {low} is above high = {high}: swap them")

@@ -28,6 +28,7 @@ from jaxgrpo.advantages.base import (
     read,
     read_field,
     stateless,
+    with_value,
 )
 from jaxgrpo.advantages.stats import clamp, log_ratio
 from jaxgrpo.advantages.tokens import at_tokens
@@ -68,6 +69,12 @@ def truncated_importance(cap: Scheduled = 2.0, level: str = "token") -> Advantag
     Metrics: capped, weight (mean), effective_sample_size (share of the tokens or samples),
     ratio_max, ratio_min, log_ratio_clamped.
     Source: truncated importance sampling as in TRL, verl (cap 2), SkyRL; Ionides 2008.
+
+    >>> from jaxgrpo.advantages import evaluate
+    >>> given = {"trainer_logp": [[[-1.0, -1.0]]], "behavior_logp": [[[-1.0, -9.0]]]}
+    >>> given["token_mask"] = [[[True, True]]]
+    >>> evaluate(truncated_importance(cap=2.0), [[1.0]], **given)[0].tolist()
+    [[[1.0, 2.0]]]
     """
     check_choice("truncated_importance", _LEVELS, level=level)
     expected = "at least 1: below it on-policy samples are cut too"
@@ -105,6 +112,12 @@ def masked_importance(
     sequences), dropped_long and dropped_short (the longer and the shorter half of the samples).
     Source: IcePop (0.5 to 5) as in slime, NeMo-RL, verl "lo_hi"; TRL sequence_mask (at most 3).
     verl shrinks the mask, slime and TRL keep it.
+
+    >>> from jaxgrpo.advantages import evaluate
+    >>> given = {"trainer_logp": [[[-1.0, -1.0]]], "behavior_logp": [[[-1.0, -9.0]]]}
+    >>> given["token_mask"] = [[[True, True]]]
+    >>> evaluate(masked_importance(), [[1.0]], **given)[0].tolist()
+    [[[1.0, 0.0]]]
     """
     check_choice("masked_importance", _LEVELS, level=level)
     _check_band("masked_importance", low, high, denominator)
@@ -136,6 +149,12 @@ def geometric_rejection(
     (of the geometric means), log_ratio_clamped.
     Source: verl seq_mean_k1 (0.999 to 1.001, of the inverse ratio), SkyRL, NeMo-RL (which also
     weighs the rest by its token ratios: add `truncated_importance()`).
+
+    >>> from jaxgrpo.advantages import evaluate
+    >>> given = {"trainer_logp": [[[-1.0], [-1.0]]], "behavior_logp": [[[-1.0], [-1.1]]]}
+    >>> given["token_mask"] = [[[True], [True]]]
+    >>> evaluate(geometric_rejection(), [[1.0, 1.0]], **given)[0].tolist()
+    [[1.0, 0.0]]
     """
     return _rejection("geometric_rejection", low, high, denominator, geometric=True)
 
@@ -155,6 +174,12 @@ def sequence_rejection(
 
     Signal: [P, G] or [P, G, T], mask unchanged, or cut.  Metrics: as in `geometric_rejection`.
     Source: SkyRL's product rule (0.5 to 2), verl seq_sum_k1 (of the inverse ratio).
+
+    >>> from jaxgrpo.advantages import evaluate
+    >>> given = {"trainer_logp": [[[-1.0], [-1.0]]], "behavior_logp": [[[-1.0], [-2.0]]]}
+    >>> given["token_mask"] = [[[True], [True]]]
+    >>> evaluate(sequence_rejection(), [[1.0, 1.0]], **given)[0].tolist()
+    [[1.0, 0.0]]
     """
     return _rejection("sequence_rejection", low, high, denominator, geometric=False)
 
@@ -221,9 +246,8 @@ def _within(log: Array, low: Scheduled, high: Scheduled, rollouts: Rollouts) -> 
 
 def _weighted(signal: Signal, weight: Array) -> Signal:
     value = stats.widen(signal.value)
-    weight = weight.astype(value.dtype)
-    value = value * (weight if weight.ndim == value.ndim else weight[..., None])
-    return dataclasses.replace(signal, value=value.astype(signal.value.dtype))
+    weight = weight if weight.ndim == value.ndim else weight[..., None]
+    return with_value(signal, value * weight.astype(value.dtype))
 
 
 def _dropped(signal: Signal, keep: Array, denominator: str) -> Signal:

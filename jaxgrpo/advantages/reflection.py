@@ -19,12 +19,13 @@ from jaxgrpo.advantages.base import (
     floating,
     needs_of,
     read_field,
+    stateless,
 )
 from jaxgrpo.advantages.stats import top_share
 from jaxgrpo.advantages.streams import any_mask, check_free, stream
 from jaxgrpo.core.errors import InputError, find
 from jaxgrpo.core.metrics import Metrics, mean
-from jaxgrpo.core.types import Rollouts, RolloutSpec, Signal
+from jaxgrpo.core.types import Rollouts, Signal
 
 LOWEST_LOGP = -30.0
 """Answer log-probs are cut here, in nats: one of -inf would own all variance."""
@@ -83,6 +84,11 @@ def reasoning_reflection(
     Metrics: dropped, share of prompts that the filter took; spread, its mean over prompts.
     Source: DRO, arXiv 2506.13351. It does not give the form of the weights; "top" never takes a
     token of no variance, "var" and the share to drop are ours.
+
+    >>> from jaxgrpo.advantages import evaluate, sum_rewards
+    >>> given = {"answer_logp": [[[-1.0], [-3.0]]], "answer_mask": [[True]]}
+    >>> evaluate([reasoning_reflection(), sum_rewards()], [[0.0, 0.0]], **given)[0].tolist()
+    [[-1.0, -3.0]]
     """
     options = _Options(kind, drop, threshold, spread, share, masked_thought, propagation)
     return _transform(options)
@@ -102,6 +108,11 @@ def answer_length(beta: Scheduled = 1.0, field: str = "answer_tokens") -> Advant
 
     Streams: [P, G] each -> and "answer_length".  Raises: InputError where the name is taken.
     Source: DRO, arXiv 2506.13351.
+
+    >>> from jaxgrpo.advantages import evaluate, sum_rewards
+    >>> given = {"answer_tokens": [[2.0, 3.0]], "answer_mask": [[True, True]]}
+    >>> evaluate([answer_length(), sum_rewards()], [[1.0, 0.0]], **given)[0].tolist()
+    [[2.0, 0.5]]
     """
 
     def closeness(rollouts: Rollouts) -> Array:
@@ -149,26 +160,19 @@ class _Options(NamedTuple):
 def _transform(options: _Options) -> AdvantageTransform:
     _check(options)
     masked = "masked_answer_logp" if options.masked_thought else None
-    return AdvantageTransform(
+    return stateless(
         _NAME,
-        _init,
-        partial(_update, options),
+        partial(_apply, options),
         needs=needs_of("answer_logp", "answer_mask", masked),
         kind="streams->streams",
         levels=(2,),
         relative=True,
         provides=("r3",),
+        accepts=lambda spec: check_free("r3", spec.rewards),
     )
 
 
-def _init(spec: RolloutSpec) -> tuple[()]:
-    check_free("r3", spec.rewards)
-    return ()
-
-
-def _update(
-    options: _Options, streams: Streams, state: Any, rollouts: Rollouts
-) -> tuple[Streams, Any, Metrics]:
+def _apply(options: _Options, streams: Streams, rollouts: Rollouts) -> tuple[Streams, Metrics]:
     check_free("r3", tuple(streams))
     logp, baseline, tokens, scored = _read(streams, rollouts, options.masked_thought)
     read = scored[..., None] & tokens[:, None]
@@ -188,7 +192,7 @@ def _update(
     like = next(iter(streams.values())).value
     added = Signal(value=value.astype(like.dtype), mask=scored & kept[:, None])
     metrics: Metrics = {"dropped": mean(~kept, there), "spread": mean(spread, there)}
-    return {**streams, "r3": added}, state, metrics
+    return {**streams, "r3": added}, metrics
 
 
 class _Answers(NamedTuple):

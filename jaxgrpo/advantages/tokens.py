@@ -47,6 +47,10 @@ def to_tokens(place: str = "all") -> AdvantageTransform:
 
     Signal: [P, G] -> [P, G, T], mask = that of the sample on its token_mask. A sample without any
     token is masked throughout.  Raises: InputError on values that are already [P, G, T].
+
+    >>> from jaxgrpo.advantages import evaluate
+    >>> evaluate(to_tokens(), [[2.0]], token_mask=[[[True, True, False]]])[0].tolist()
+    [[[2.0, 2.0, 0.0]]]
     """
     check_choice("to_tokens", _PLACES, place=place)
 
@@ -93,6 +97,11 @@ def hicra(
     Metrics: planning, the share of tokens.
     Source: HICRA, arXiv 2509.03646, by a secondary note whose prose has failed plans blamed more,
     against its formula; the formula is followed. How grams are found is left to the caller.
+
+    >>> from jaxgrpo.advantages import evaluate
+    >>> given = {"token_mask": [[[True, True]]], "planning": [[[True, False]]]}
+    >>> evaluate([to_tokens(), hicra(0.5)], [[-1.0]], **given)[0].tolist()
+    [[[-0.5, -1.0]]]
     """
     expected = "0 <= alpha < 1: from 1 on the planning of failed samples would be reinforced"
     check("hicra", expected, lambda alpha: 0 <= alpha < 1, alpha=alpha)
@@ -114,8 +123,7 @@ def hicra(
         factor = jnp.where(planning, jnp.where(value < 0, 1 - share, 1 + share), 1)
         return with_value(signal, value * factor), {"planning": mean(planning, signal.mask)}
 
-    needs = needs_of(name if phrases is None else None)
-    return stateless("hicra", apply, needs=needs, levels=(3,))
+    return stateless("hicra", apply, needs=needs_of(None if phrases else name), levels=(3,))
 
 
 def kl_in_reward(
@@ -141,6 +149,12 @@ def kl_in_reward(
     |log ratio| is above 20 and counts as 20.
     Source: the KL-shaped reward of Ziegler et al. 2019, arXiv 1909.08593. verl and OpenRLHF add it
     before the advantage is normalised; we let the chain say where.
+
+    >>> from jaxgrpo.advantages import evaluate
+    >>> given = {"trainer_logp": [[[-1.0, -2.0]]], "reference_logp": [[[-2.0, -2.0]]]}
+    >>> steps = [to_tokens(), kl_in_reward(0.5)]
+    >>> evaluate(steps, [[1.0]], token_mask=[[[True, True]]], **given)[0].tolist()
+    [[[0.5, 1.0]]]
     """
     check("kl_in_reward", "a number of at least 0", lambda beta: beta >= 0, beta=beta)
     check_choice("kl_in_reward", _POLICIES, policy=policy)
@@ -180,6 +194,11 @@ def reward_to_go(gamma: Scheduled = 1.0) -> AdvantageTransform:
     to_tokens(place="last") before it.
     Source: the policy gradient theorem; the carry over masked tokens is that of REINFORCE++ in
     verl (older code starts anew behind them).
+
+    >>> from jaxgrpo.advantages import evaluate
+    >>> steps = [to_tokens("last"), reward_to_go(gamma=0.5)]
+    >>> evaluate(steps, [[1.0]], token_mask=[[[True, True, True]]])[0].tolist()
+    [[[0.25, 0.5, 1.0]]]
     """
     check_share("reward_to_go", gamma=gamma)
 
@@ -211,6 +230,11 @@ def gae(
     Signal: [P, G, T] -> [P, G, T], mask unchanged.  Raises: InputError on [P, G]: put
     to_tokens(place="last") before it.
     Source: Schulman et al. 2015, arXiv 1506.02438. verl whitens the result; a further step here.
+
+    >>> from jaxgrpo.advantages import evaluate
+    >>> given = {"token_mask": [[[True, True]]], "token_value": [[[0.5, 0.75]]]}
+    >>> evaluate([to_tokens("last"), gae()], [[1.0]], **given)[0].tolist()
+    [[[0.5, 0.25]]]
     """
     check_share("gae", gamma=gamma, lam=lam)
 

@@ -70,17 +70,17 @@ def subtract_tracked_success(
     Raises: InputError on a stream of data, whose rows never return.
     Metrics: estimate, the mean v; kept, the mean rho of the visits.
     Source: SPO, arXiv 2509.13232; its code keeps only the last of two visits in a batch.
+
+    >>> from jaxgrpo.advantages import evaluate
+    >>> evaluate(subtract_tracked_success(), [[1.0, 0.0]])[0].tolist()
+    [[0.5, -0.5]]
     """
     _check_tracker(keep, half_life, low, high, initial, count)
     tracker = _Tracker(keep, drift, half_life, low, high, initial, count)
-    return AdvantageTransform(
-        "subtract_tracked_success",
-        tracker.init,
-        tracker.update,
-        needs=needs_of(drift, initial if isinstance(initial, str) else None),
-        levels=(2,),
-        ordered=True,
-    )
+    init = row_state("subtract_tracked_success", _INSTEAD, "alpha", "beta")
+    needs = needs_of(drift, initial if isinstance(initial, str) else None)
+    part = AdvantageTransform("subtract_tracked_success", init, tracker.update, needs)
+    return part._replace(levels=(2,), ordered=True)
 
 
 class _Tracker(NamedTuple):
@@ -93,9 +93,6 @@ class _Tracker(NamedTuple):
     high: float
     initial: float | str
     count: float
-
-    def init(self, spec: RolloutSpec) -> dict[str, Array]:
-        return row_state("subtract_tracked_success", spec, _INSTEAD, "alpha", "beta")
 
     def update(self, signal: Signal, state: Any, rollouts: Rollouts) -> tuple[Signal, Any, Metrics]:
         row = read("subtract_tracked_success", rollouts, "row")
@@ -159,13 +156,12 @@ def mask_difficulty_band(
     Metrics: masked_groups, the share of groups with a sample that went; too_hard, too_easy, the
     shares below and above.
     Source: ours; that overly hard samples hurt: arXiv 2605.28388.
-    """
-    _check_band("mask_difficulty_band", low, high, keep)
-    fits = lambda prior: len(prior) == 2 and min(prior) > 0  # noqa: E731
-    check("mask_difficulty_band", "two counts above 0", fits, prior=prior)
 
-    def init(spec: RolloutSpec) -> dict[str, Array]:
-        return row_state("mask_difficulty_band", spec, _INSTEAD, "successes", "samples")
+    >>> from jaxgrpo.advantages import evaluate
+    >>> evaluate(mask_difficulty_band(), [[1.0, 0.0]])[1].tolist()
+    [[True, True]]
+    """
+    _check_band("mask_difficulty_band", low, high, keep, prior)
 
     def update(signal: Signal, state: Any, rollouts: Rollouts) -> tuple[Signal, Any, Metrics]:
         row = read("mask_difficulty_band", rollouts, "row")
@@ -179,6 +175,7 @@ def mask_difficulty_band(
         after, metrics = keep_groups(signal, ~(hard | easy), **shares)
         return after, new, metrics
 
+    init = row_state("mask_difficulty_band", _INSTEAD, "successes", "samples")
     return AdvantageTransform("mask_difficulty_band", init, update, levels=(2,))
 
 
@@ -273,7 +270,11 @@ def _check_tracker(
     check(name, "a rate in [0, 1] or a field's name", lambda rate: 0 <= rate <= 1, initial=rate)
 
 
-def _check_band(name: str, low: float, high: float, keep: Scheduled) -> None:
+def _check_band(
+    name: str, low: float, high: float, keep: Scheduled, prior: tuple[float, ...] | None = None
+) -> None:
+    fits = lambda prior: len(prior) == 2 and min(prior) > 0  # noqa: E731
+    check(name, "two counts above 0", fits, prior=prior)
     if not 0 <= low <= high <= 1:
         raise InputError(f"{name}: low = {low}, high = {high}: expected 0 <= low <= high <= 1")
     check_share(name, keep=keep)
@@ -297,6 +298,10 @@ def ema_baseline(decay: Scheduled = 0.9, initial: float = 0.0) -> AdvantageTrans
 
     Signal: [P, G] -> [P, G], mask unchanged.  State: mean [], weight [].  Metrics: baseline.
     Source: Williams 1992, REINFORCE with a reinforcement-comparison baseline.
+
+    >>> from jaxgrpo.advantages import evaluate
+    >>> evaluate(ema_baseline(initial=0.5), [[1.0, 0.0]])[0].tolist()
+    [[0.5, -0.5]]
     """
     check("ema_baseline", "0 or more and below 1", lambda share: 0 <= share < 1, decay=decay)
 
@@ -339,6 +344,10 @@ def divide_by_running_scale(
     Metrics: scale, the s that was used.
     Source: reward scaling of common PPO codes (Engstrom et al. 2020, arXiv 2005.12729), which
     takes the deviation of discounted returns and includes the present batch.
+
+    >>> from jaxgrpo.advantages import evaluate
+    >>> evaluate(divide_by_running_scale(initial=2.0), [[1.0, 0.0]])[0].tolist()
+    [[0.5, 0.0]]
     """
     name = "divide_by_running_scale"
     check(name, "0 or more and below 1", lambda share: 0 <= share < 1, decay=decay)

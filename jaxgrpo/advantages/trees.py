@@ -27,7 +27,7 @@ from jaxgrpo.advantages.base import (
     stateless,
     with_value,
 )
-from jaxgrpo.core.metrics import Metrics, mean
+from jaxgrpo.core.metrics import Metrics, mean, reduce, summed
 from jaxgrpo.core.types import Rollouts, Signal
 
 _WEIGHTINGS = ("average", "size")
@@ -53,6 +53,10 @@ def tree_normalise(
     Metrics: flat_trees, the share of leaves whose tree says nothing.
     Source: Tree-GRPO, arXiv 2509.21240 (intra-tree plus inter-tree). Only the sum works there:
     trees alone collapse.
+
+    >>> from jaxgrpo.advantages import evaluate
+    >>> evaluate(tree_normalise(std=False), [[3.0, 1.0, 2.0]], tree=[[0, 0, 1]])[0].tolist()
+    [[2.0, -2.0, 0.0]]
     """
     stats.check_ddof("tree_normalise", ddof)
 
@@ -104,6 +108,12 @@ def tree_process(
     Metrics: unplaced, the share of such tokens; live, the share of tokens that are not 0.
     Source: TreeRL, arXiv 2506.11902. Its code differs from its formula: rewards are centred by
     leave-one-out, and divided by the root before parents are subtracted.
+
+    >>> from jaxgrpo.advantages import evaluate
+    >>> given = {"ancestors": [[[0, 1], [0, 2]]], "token_depth": [[[0, 1], [0, 1]]]}
+    >>> given["token_mask"] = [[[True, True], [True, True]]]
+    >>> evaluate(tree_process(), [[1.0, 0.0]], **given)[0].tolist()
+    [[[0.0, 1.0], [0.0, -1.0]]]
     """
 
     def apply(signal: Signal, rollouts: Rollouts) -> tuple[Signal, Metrics]:
@@ -111,9 +121,7 @@ def tree_process(
         path = read_field("tree_process", ancestors, rollouts)
         depths = read_field("tree_process", token_depth, rollouts)
         tokens = read("tree_process", rollouts, "token_mask").astype(bool)
-        weights = (
-            at_step(weight, rollouts, value.dtype) for weight in (global_weight, local_weight)
-        )
+        weights = (at_step(one, rollouts, value.dtype) for one in (global_weight, local_weight))
         parts = _steps(value, signal.mask, path, tuple(weights), leaf_power)
         there = _on_tokens(list(jnp.moveaxis(path >= 0, -1, 0)), depths)
         spread, mask = _on_tokens(parts, depths), tokens & signal.mask[..., None]
@@ -140,6 +148,10 @@ def tree_subgroup(weighting: str = "average", ancestors: str = "ancestors") -> A
     Signal: [P, G] -> [P, G], mask unchanged.  Raises: InputError on token-level values [P, G, T].
     Metrics: subgroups, the mean number of depths that were averaged.
     Source: TreePO, arXiv 2508.17445, whose batch whitening over tokens is a further step.
+
+    >>> from jaxgrpo.advantages import evaluate
+    >>> evaluate(tree_subgroup(), [[1.0, 0.0]], ancestors=[[[0, 1], [0, 2]]])[0].tolist()
+    [[0.5, -0.5]]
     """
     check_choice("tree_subgroup", _WEIGHTINGS, weighting=weighting)
 
@@ -175,6 +187,12 @@ def token_share_weights(
     Signal: [P, G, T] -> [P, G, T], mask unchanged.  Raises: InputError on [P, G]: put to_tokens()
     before it.  Metrics: weight, the mean: sampled tokens over tokens trained on.
     Source: ours; the papers of the other parts count a shared token once per leaf.
+
+    >>> from jaxgrpo.advantages import evaluate, to_tokens
+    >>> given = {"ancestors": [[[0, 1], [0, 2]]], "token_depth": [[[0, 1], [0, 1]]]}
+    >>> given["token_mask"] = [[[True, True], [True, True]]]
+    >>> evaluate([to_tokens(), token_share_weights()], [[1.0, 4.0]], **given)[0].tolist()
+    [[[0.5, 1.0], [2.0, 4.0]]]
     """
     needs = frozenset({ancestors, token_depth})
 
@@ -214,9 +232,10 @@ def _node(value: Array, ids: Array, mask: Array) -> stats.Summary:
 
 
 def _variance(value: Array, ids: Array, mask: Array, node: stats.Summary, ddof: int) -> Array:
-    squares = jnp.square(value - node.mean)[:, :, None]
-    total = jnp.where(_pairs(ids, mask), squares, 0).sum(1)
-    return total / jnp.maximum(node.count - ddof, 1).astype(value.dtype)
+    same = _pairs(ids, mask)
+    squares = jnp.broadcast_to(jnp.square(value - node.mean)[:, :, None], same.shape)
+    (total,) = reduce(summed(squares, same), axis=1)
+    return total[:, 0] / jnp.maximum(node.count - ddof, 1).astype(value.dtype)
 
 
 def _steps(

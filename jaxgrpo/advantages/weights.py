@@ -44,6 +44,10 @@ def shrink_rare_success(
     on a count that is not positive.
     Metrics: shrunk_groups, the share of groups with a sample.
     Source: methods against overly hard samples, arXiv 2605.28388, name the harm; the rule is ours.
+
+    >>> from jaxgrpo.advantages import evaluate
+    >>> evaluate(shrink_rare_success(count=2), [[1.0, -1.0, -1.0]])[0].tolist()
+    [[0.5, -0.5, -0.5]]
     """
     check("shrink_rare_success", "more than 0 successes", lambda n: n > 0, count=count)
 
@@ -77,6 +81,10 @@ def weight_by_absolute_advantage(normalise: bool = False) -> AdvantageTransform:
     Signal: [P, G] -> [P, G], mask unchanged.  Raises: InputError on token-level values [P, G, T].
     Metrics: weight, its mean over groups before normalising.
     Source: ours; the closed form is exact.
+
+    >>> from jaxgrpo.advantages import evaluate
+    >>> evaluate(weight_by_absolute_advantage(), [[0.5, -0.5], [0.0, 0.0]])[0].tolist()
+    [[0.25, -0.25], [0.0, 0.0]]
     """
 
     def apply(signal: Signal, rollouts: Rollouts) -> tuple[Signal, Metrics]:
@@ -106,6 +114,10 @@ def weight_by_learnability(
     Metrics: weight, its mean over groups before normalising.
     Source: LILO, arXiv 2502.12272, which chooses prompts by p (1 - p) before they are trained on;
     here it weighs those that were sampled.
+
+    >>> from jaxgrpo.advantages import evaluate
+    >>> evaluate(weight_by_learnability(), [[0.5, -0.5]])[0].tolist()
+    [[0.125, -0.125]]
     """
 
     def apply(signal: Signal, rollouts: Rollouts) -> tuple[Signal, Metrics]:
@@ -153,6 +165,10 @@ def darling(field: str | None = None, floor: Scheduled = 0.1) -> AdvantageTransf
     Signal: [P, G] -> [P, G], mask unchanged.  Raises: InputError on token-level values [P, G, T].
     Metrics: diversity, the mean factor before the floor; floored, the share of samples at it.
     Source: DARLING, arXiv 2509.02534; classes there come from a classifier, and n = 1 divides by 0.
+
+    >>> from jaxgrpo.advantages import evaluate
+    >>> evaluate(darling("kind"), [[1.0, 1.0, 1.0]], kind=[[0, 0, 1]])[0].tolist()
+    [[0.5, 0.5, 1.0]]
     """
     check_share("darling", floor=floor)
 
@@ -201,6 +217,11 @@ def unlikeliness(beta: Scheduled = 0.25) -> AdvantageTransform:
     the likelier and the unlikelier half.
     Source: He et al. 2025, arXiv 2506.02355 (beta 0.25), which counts rank / n from the other end,
     so that the least likely loses beta / n too.
+
+    >>> from jaxgrpo.advantages import evaluate
+    >>> given = {"behavior_logp": [[[-1.0], [-2.0]]], "token_mask": [[[True], [True]]]}
+    >>> evaluate(unlikeliness(beta=0.25), [[1.0, 1.0]], **given)[0].tolist()
+    [[0.75, 1.0]]
     """
     check_share("unlikeliness", beta=beta)
 

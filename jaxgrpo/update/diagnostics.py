@@ -44,8 +44,8 @@ def group_metrics(
     Shapes: each reward [P, G].
     """
     total, mask = _summed(rewards, weights)
-    flat = stats.is_flat(total, mask)
-    _, high = stats.extremes(total, mask)
+    group = stats.summary(total, mask)
+    flat, high = group.flat, group.high
     scored = mask.any(axis=1, keepdims=True)
     own = [_own_metrics(name, reward) for name, reward in rewards.items()]
     correct = (mask & (total > 0)).sum(1, dtype=jnp.int32)

@@ -40,6 +40,10 @@ def grpo(
 
     Source: Shao et al. 2024, arXiv 2402.03300, section 4.1.2. TRL's numbers are those of
     eps 1e-4; verl's are these, but for a group of one sample (its raw reward there, 0 here).
+
+    >>> from jaxgrpo.advantages import evaluate
+    >>> evaluate("grpo", [[3.0, 1.0]], options={"eps": 0.0, "ddof": 0})[0].tolist()
+    [[1.0, -1.0]]
     """
     return sum_then("grpo", weights, subtract_group_mean(), divide_by_group_std(eps, ddof))
 
@@ -53,6 +57,10 @@ def dr_grpo(weights: Weights | None = None) -> AdvantageTransform:
 
     Source: Liu et al. 2025, arXiv 2503.20783. Its loss divides by a constant: reduction
     `constant(length)`.
+
+    >>> from jaxgrpo.advantages import evaluate
+    >>> evaluate("dr_grpo", [[1.0, 0.0, 0.0, 1.0]])[0].tolist()
+    [[0.5, -0.5, -0.5, 0.5]]
     """
     return sum_then("dr_grpo", weights, subtract_group_mean())
 
@@ -67,6 +75,10 @@ def rloo(weights: Weights | None = None) -> AdvantageTransform:
 
     Source: Ahmadian et al. 2024, arXiv 2402.14740. A group of one sample gives 0; verl's loop
     keeps its raw reward.
+
+    >>> from jaxgrpo.advantages import evaluate
+    >>> evaluate("rloo", [[1.0, 0.0, 0.5]])[0].tolist()
+    [[0.75, -0.75, 0.0]]
     """
     return sum_then("rloo", weights, subtract_leave_one_out_mean())
 
@@ -85,6 +97,10 @@ def maxrl(eps: Scheduled = 0.0, weights: Weights | None = None) -> AdvantageTran
       eps: added to the mean, in units of reward; SkyRL takes 1e-6.
 
     Source: MaxRL, arXiv 2602.02710. SkyRL keeps the raw reward of a single sample; 0 here.
+
+    >>> from jaxgrpo.advantages import evaluate
+    >>> evaluate("maxrl", [[1.0, 0.0, 0.0, 0.0]])[0].tolist()
+    [[3.0, -1.0, -1.0, -1.0]]
     """
     return sum_then("maxrl", weights, divide_by_group_mean(eps), subtract_group_mean())
 
@@ -99,6 +115,10 @@ def sign(threshold: Scheduled | None = None, weights: Weights | None = None) -> 
       threshold: the lowest sum that is a success; None: sums must be 0 or 1.
 
     Source: Gradient starvation, arXiv 2605.07689.
+
+    >>> from jaxgrpo.advantages import evaluate
+    >>> evaluate("sign", [[1.0, 0.0], [0.0, 0.0]])[0].tolist()
+    [[1.0, -1.0], [-1.0, -1.0]]
     """
     return sum_then("sign", weights, absolute.sign(threshold))
 
@@ -116,6 +136,10 @@ def asymmetric(
       threshold: the lowest sum that is a success; None: sums must be 0 or 1.
 
     Source: equation 8 of Gradient starvation, arXiv 2605.07689.
+
+    >>> from jaxgrpo.advantages import evaluate
+    >>> evaluate("asymmetric", [[1.0, 0.0]], options={"cost": 0.5})[0].tolist()
+    [[1.0, -0.5]]
     """
     return sum_then("asymmetric", weights, absolute.asymmetric(cost, threshold))
 
@@ -131,6 +155,10 @@ def conditional_sign(
       threshold: the lowest sum that is a success; None: sums must be 0 or 1.
 
     Source: ours, of the two advantages of Gradient starvation, arXiv 2605.07689.
+
+    >>> from jaxgrpo.advantages import evaluate
+    >>> evaluate("conditional_sign", [[1.0, 0.0], [0.0, 0.0]])[0].tolist()
+    [[0.5, -0.5], [-1.0, -1.0]]
     """
     return sum_then("conditional_sign", weights, absolute.conditional_sign(threshold))
 
@@ -147,6 +175,10 @@ def reinforce(baseline: Scheduled = 0.0, weights: Weights | None = None) -> Adva
       baseline: in units of reward; it changes the variance of the gradient, not its expectation.
 
     Source: Williams 1992; as one of the formulations of Gradient starvation, arXiv 2605.07689.
+
+    >>> from jaxgrpo.advantages import evaluate
+    >>> evaluate("reinforce", [[1.0, 0.0]], options={"baseline": 0.5})[0].tolist()
+    [[0.5, -0.5]]
     """
     return sum_then("reinforce", weights, absolute.subtract_constant(baseline))
 
@@ -172,6 +204,10 @@ def lite_ppo(
 
     Source: Lite PPO, arXiv 2508.08221, which gives neither eps nor ddof: they are those of TRL's
     scale_rewards = "batch". Its loss is averaged over tokens: reduction `token_mean`.
+
+    >>> from jaxgrpo.advantages import evaluate
+    >>> evaluate("lite_ppo", [[3.0, 1.0]], options={"eps": 0.0, "ddof": 0})[0].tolist()
+    [[1.0, -1.0]]
     """
     return sum_then("lite_ppo", weights, divide_by_batch_std(eps, ddof), subtract_group_mean())
 
@@ -200,6 +236,11 @@ def reinforce_pp(
 
     Reads token_mask.  Source: REINFORCE++, arXiv 2501.03262, without the KL in the reward. verl
     whitens flat groups away from 0.
+
+    >>> from jaxgrpo.advantages import evaluate
+    >>> options = {"eps": 0.0, "ddof": 0}
+    >>> evaluate("reinforce_pp", [[3.0, 1.0]], token_mask=[[[1], [1]]], options=options)[0].tolist()
+    [[[1.0], [-1.0]]]
     """
     if baseline not in _BASELINES:
         raise InputError(
@@ -239,6 +280,10 @@ def passk(
 
     Source: arXiv 2503.19595 without k; with k, the estimator of arXiv 2107.03374 less itself
     without the sample.
+
+    >>> from jaxgrpo.advantages import evaluate
+    >>> evaluate("passk", [[1.0, 0.0, 0.0]], options={"k": 1})[0].tolist()
+    [[1.0, -0.5, -0.5]]
     """
     if k is None:
         steps = (divide_by_group_std(eps, ddof), max_minus_second())
@@ -273,6 +318,10 @@ def dapo(
       ddof: 1 divides the variance by n - 1 (verl), 0 by n.
 
     Source: Yu et al. 2025, arXiv 2503.14476, with buffer 4096 and limit 20480.
+
+    >>> from jaxgrpo.advantages import evaluate
+    >>> evaluate("dapo", [[1.0, 0.0], [1.0, 1.0]])[1].tolist()
+    [[True, True], [False, False]]
     """
     if buffer is None and (limit is not None or penalty != 1.0):
         raise InputError("dapo: limit and penalty are those of the length penalty: give buffer too")
@@ -305,6 +354,10 @@ def scale_rl(
       ddof: 1 divides the variance by n - 1, 0 by n.
 
     Source: Khatri et al. 2025, arXiv 2510.13786. It gives neither eps nor ddof.
+
+    >>> from jaxgrpo.advantages import evaluate
+    >>> evaluate("scale_rl", [[3.0, 1.0]], options={"eps": 0.0, "ddof": 0})[0].tolist()
+    [[1.0, -1.0]]
     """
     return sum_then(
         "scale_rl",
