@@ -107,13 +107,11 @@ def policy_loss(
     """The loss of plain arrays, a whole batch; differentiate it with respect to logp.
 
     Args:
-      surrogate, reduction: a name, {"use": name, **options}, or the object.
-      logp, proximal_logp: [B, T].
-      advantage: [B, T]; or [B], of each row.
+      surrogate, reduction, penalties: a name, {"use": name, **options}, or the object.
+      logp, proximal_logp, advantage: [B, T]; or the advantage [B], of each row.
       mask: [B, T], True at tokens that the policy chose.
       segment: [B, T], sequence ids within each row, 0 = padding. None: each row is a sequence.
       group: prompt ids, [B] of each row, or [B, T]; any numbers. Only `prompt_mean` reads them.
-      penalties: as `surrogate`.
       states: name of a penalty -> what it remembers, of those with an `init` (adaptive_entropy):
         penalty.init() in the first update, then penalty.observe(state, metrics) of the one before.
       surrogate_options, reduction_options: of those given by name.
@@ -126,20 +124,13 @@ def policy_loss(
     >>> float(loss)
     -1.0
     """
-    if advantage.ndim == 1 and segment is not None:
-        raise InputError("advantage [B] is one number per row: with segment give it as [B, T]")
-    advantage = _along(advantage, mask)
+    advantage = _along(_of_rows(advantage, segment), mask)
     _check_shapes(logp, proximal_logp=proximal_logp, advantage=advantage, mask=mask, **fields)
-    normaliser = build_reduction(reduction, reduction_options)
-    weight, mask, ids = _layout(normaliser, mask, segment, group)
-    tokens = Tokens(
-        logp=logp,
-        proximal_logp=proximal_logp,
-        advantage=advantage,
-        mask=mask,
-        segment=ids,
-        fields=fields,
+    weight, mask, segment = _layout(
+        build_reduction(reduction, reduction_options), mask, segment, group
     )
+    arrays = {"logp": logp, "proximal_logp": proximal_logp, "advantage": advantage, "mask": mask}
+    tokens = Tokens(**arrays, segment=segment, fields=fields)
     terms = [build_penalty(penalty) for penalty in penalties]
     made = build_surrogate(surrogate, surrogate_options)
     per_token, metrics = token_loss(made, terms, tokens, states)
@@ -179,6 +170,12 @@ def _ids_from_1(segment: Array) -> Array:
     # Padding takes on the row's smallest id, so that there are no more ids than positions.
     smallest = jnp.where(taken, segment, jnp.iinfo(segment.dtype).max).min(-1, keepdims=True)
     return jnp.where(taken, dense_ids(jnp.where(taken, segment, smallest)) + 1, 0)
+
+
+def _of_rows(advantage: Array, segment: Array | None) -> Array:
+    if advantage.ndim == 1 and segment is not None:
+        raise InputError("advantage [B] is one number per row: with segment give it as [B, T]")
+    return advantage
 
 
 def _along(value: Array, mask: Array) -> Array:

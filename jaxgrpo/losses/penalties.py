@@ -240,23 +240,17 @@ def adaptive_entropy(
       low, high: its bounds.
 
     State: coefficient [] and entropy [], float32.
-    Metrics: entropy, over unmasked tokens; entropy_coefficient, the one applied, 0 while the
-    entropy is above the target.
+    Metrics: entropy, over unmasked tokens; entropy_coefficient, the one applied (0 above target).
     Raises: InputError unless 0 <= low <= coefficient <= high, and target and delta are positive.
     Source: Skywork-OR1, arXiv 2505.22312, where e_k is measured in update k itself.
 
     >>> penalty = adaptive_entropy(1.0, delta=0.25)
     >>> tokens = Tokens.of_ratios([1.0], policy_entropy=0.5)
-    >>> _, metrics = penalty.compute(tokens, penalty.init())
-    >>> state = penalty.observe(penalty.init(), metrics)  # 0.5 is below the target of 1
+    >>> state = penalty.observe(penalty.init(), penalty.compute(tokens, penalty.init())[1])
     >>> float(state["coefficient"]), penalty.compute(tokens, state)[0].tolist()
     (0.25, [-0.125])
     """
     _check_adaptive(target, coefficient, delta, low, high)
-
-    def init() -> dict[str, Array]:
-        # Above any target: nothing has been measured.
-        return {"coefficient": jnp.float32(coefficient), "entropy": jnp.float32(jnp.inf)}
 
     def compute(tokens: Tokens, state: Any) -> tuple[Array, Metrics]:
         entropy = _from_pass("adaptive_entropy", "policy_entropy", tokens)
@@ -267,14 +261,12 @@ def adaptive_entropy(
         return -applied * entropy, metrics
 
     def observe(state: Any, metrics: Metrics) -> dict[str, Array]:
-        measured = metrics["entropy"]
-        assert isinstance(measured, Mean)
-        entropy = (measured.total / jnp.maximum(measured.weight, 1)).astype(jnp.float32)
+        entropy, some = _mean_entropy(metrics)
         moved = jnp.clip(state["coefficient"] + delta * jnp.sign(target - entropy), low, high)
         new = {"coefficient": moved, "entropy": entropy}
-        return {name: jnp.where(measured.weight > 0, new[name], state[name]) for name in new}
+        return {name: jnp.where(some, new[name], state[name]) for name in new}
 
-    return Penalty("adaptive_entropy", compute, ENTROPY, init, observe)
+    return Penalty("adaptive_entropy", compute, ENTROPY, lambda: _unmeasured(coefficient), observe)
 
 
 class _Ratio(NamedTuple):
@@ -376,6 +368,19 @@ def _check_adaptive(
     for name, value in {"target": target, "delta": delta}.items():
         if not 0 < value < math.inf:
             raise InputError(f"adaptive_entropy: {name} = {value}, expected a positive number")
+
+
+def _unmeasured(coefficient: float) -> dict[str, Array]:
+    """The state before the first update; the entropy is above any target."""
+    return {"coefficient": jnp.float32(coefficient), "entropy": jnp.float32(jnp.inf)}
+
+
+def _mean_entropy(metrics: Metrics) -> tuple[Array, Array]:
+    """([] float32 over all tokens of an update, [] bool whether there were any)."""
+    measured = metrics["entropy"]
+    assert isinstance(measured, Mean)
+    entropy = measured.total / jnp.maximum(measured.weight, 1)
+    return entropy.astype(jnp.float32), measured.weight > 0
 
 
 def _measured(entropy: Array, mask: Array) -> Metrics:

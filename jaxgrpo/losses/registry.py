@@ -140,13 +140,6 @@ def like_trl(
     """
     _check_trl(loss_type, importance_sampling_level, delta)
     high = epsilon if epsilon_high is None else epsilon_high
-    reduction = weights.token_mean()
-    if loss_type in ("grpo", "sapo"):
-        reduction = weights.sequence_mean(count_empty=True)
-    elif loss_type == "dr_grpo":
-        reduction = weights.constant(max_completion_length, count_empty=True)
-    elif loss_type == "luspo":
-        reduction = weights.sequence_sum(count_empty=True)
     if loss_type == "cispo":
         surrogate = per_token.cispo(high=high)
     elif loss_type == "sapo":
@@ -157,7 +150,17 @@ def like_trl(
         surrogate = per_sequence.gspo(epsilon, high)
     else:
         surrogate = per_token.clip(epsilon, high, delta)
-    return surrogate, reduction
+    return surrogate, _trl_reduction(loss_type, max_completion_length)
+
+
+def _trl_reduction(loss_type: str, max_completion_length: int) -> Reduction:
+    if loss_type in ("grpo", "sapo"):
+        return weights.sequence_mean(count_empty=True)
+    if loss_type == "dr_grpo":
+        return weights.constant(max_completion_length, count_empty=True)
+    if loss_type == "luspo":
+        return weights.sequence_sum(count_empty=True)
+    return weights.token_mean()
 
 
 def _build(
