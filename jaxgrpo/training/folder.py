@@ -15,7 +15,7 @@ import os
 import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -39,10 +39,13 @@ EXTRA = "extra"  # {column: value}, last, and only in rows whose step has a rewa
 LOCK = ".lock"
 
 
+C = TypeVar("C")
+
+
 class Closing:
     """A context manager that calls its own `close` at the end."""
 
-    def __enter__(self) -> Self:
+    def __enter__(self: C) -> C:
         return self
 
     def __exit__(self, *error: object) -> None:
