@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import gc
 import importlib
 import importlib.util
 import os
@@ -13,18 +12,17 @@ from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
+UNOPTIMISED = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+"""Programs of tests run for milliseconds and compile for seconds: half as long without LLVM's
+optimisation."""
+
 # Before JAX is imported, and inherited by the commands that tests start.
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = (
     "--xla_force_host_platform_device_count=4"
-    " --xla_cpu_collective_call_terminate_timeout_seconds=300"
-    # Programs of tests run for milliseconds and compile for seconds: half as long without LLVM's
-    # optimisation. Started commands (`environment`) are compiled as a user's are.
-    " --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+    f" --xla_cpu_collective_call_terminate_timeout_seconds=300 {UNOPTIMISED}"
 )
-# Also of four devices, which halves the time of all tests, though some such programs wait for ever
-# when they are read back (runtime._keep_compilations): the module of those turns it off.
-os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "true"
+os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "true"  # for programs of one device: see below
 os.environ["JAX_COMPILATION_CACHE_DIR"] = str(REPOSITORY / ".cache" / "jax")
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.2"
 os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
@@ -34,7 +32,10 @@ os.environ["HF_DATASETS_CACHE"] = str(REPOSITORY / ".cache" / "datasets")
 
 import jax
 import jaxtyping
+import programs
 import pytest
+
+programs.keep_no_program_of_several_devices()
 
 # Loaded before the hook, so that trees of specs may stand in the data types: their fields hold
 # arrays, ShapeDtypeStructs, shardings. Every other module is checked at each call.
@@ -62,16 +63,18 @@ def strict_numbers(request: pytest.FixtureRequest):
         yield
 
 
+@pytest.fixture(autouse=True, scope="session")
+def shared_runs():
+    """Runs that a config describes fully share their compiled programs, as in a comparison."""
+    with programs.shared_by_all_runs():
+        yield
+
+
 @pytest.fixture(autouse=True, scope="module")
 def few_programs():
-    """Compiled programs go with the module that made them.
-
-    Each holds memory maps, of which Linux allows a process 65,530: thousands of programs end in a
-    segmentation fault.
-    """
+    """Drops the compiled programs when they hold too many memory maps."""
     yield
-    jax.clear_caches()
-    gc.collect()
+    programs.drop_if_many()
 
 
 @pytest.fixture(scope="session")
@@ -89,14 +92,15 @@ def python() -> str:
 def environment():
     """Environment of a started process: environment(devices=1, **more) -> dict.
 
-    The process finds the checkout wherever it is started, has so many CPU devices, shares the
-    compile cache of the tests and prints without colours or a fixed width.
+    The process finds the checkout wherever it is started, has that many CPU devices, compiles
+    without optimisation, shares the tests' compile cache if it has one device, and prints without
+    colours or a fixed width.
     """
 
     def make(devices: int = 1, **more: str) -> dict[str, str]:
         flags = (
             f"--xla_force_host_platform_device_count={devices}"
-            " --xla_cpu_collective_call_terminate_timeout_seconds=300"
+            f" --xla_cpu_collective_call_terminate_timeout_seconds=300 {UNOPTIMISED}"
         )
         paths = [str(REPOSITORY), os.environ.get("PYTHONPATH", "")]
         inherited = {**os.environ}

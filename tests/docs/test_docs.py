@@ -4,23 +4,9 @@ import dataclasses
 import re
 
 import pytest
+from minimal_config import keys
 
-from jaxgrpo.config import keys as config_keys
 from jaxgrpo.config.files import RESUMABLE
-
-
-def keys():
-    """Every key of a config, as the docs write it, with its default or None where it must be."""
-    for table in dataclasses.fields(config_keys.Config):
-        if table.name == "source":
-            continue
-        section = getattr(config_keys, f"{table.name.capitalize()}Keys", None)
-        if section is None or table.name == "rewards":
-            yield table.name, table.default
-            continue
-        for field in dataclasses.fields(section):
-            if field.name != "options":
-                yield f"{table.name}.{field.name}", field.default
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ import re
 import tomllib
 
 import pytest
-from test_docs import keys
+from minimal_config import keys
 
 from jaxgrpo import advantages, losses
 from jaxgrpo.advantages import registry as chains

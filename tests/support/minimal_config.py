@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import tomllib
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 from jaxgrpo.config import files
+from jaxgrpo.config import keys as config_keys
 from jaxgrpo.core.errors import ConfigError
 
 MINIMAL = """
@@ -37,3 +41,17 @@ def problems(*overrides: str) -> tuple[str, ...]:
     with pytest.raises(ConfigError) as caught:
         read(*overrides)
     return caught.value.problems
+
+
+def keys() -> Iterator[tuple[str, Any]]:
+    """Every key of a config, as the docs write it, with its default or None where it must be."""
+    for table in dataclasses.fields(config_keys.Config):
+        if table.name == "source":
+            continue
+        section = getattr(config_keys, f"{table.name.capitalize()}Keys", None)
+        if section is None or table.name == "rewards":
+            yield table.name, table.default
+            continue
+        for field in dataclasses.fields(section):
+            if field.name != "options":
+                yield f"{table.name}.{field.name}", field.default

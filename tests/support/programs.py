@@ -1,0 +1,77 @@
+"""The compiled programs of a test session: which are kept on disk, shared by runs, and dropped."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+from jax._src import compiler
+
+MAX_MAPS = 40_000
+"""Memory maps of the process at which programs are dropped. Linux allows 65,530; with more the
+process ends in a segmentation fault, and each program holds several."""
+
+
+def keep_no_program_of_several_devices() -> None:
+    """Only programs of one device are written to the compile cache and read back from it.
+
+    A program of several CPU devices that is read back may wait for ever (JAX 0.10.2): its devices
+    can meet in different collectives. JAX has one switch for all programs, so this is done around
+    the function that reads and writes the cache.
+    """
+    cached = compiler.compile_or_get_cached
+
+    def compile_(backend, computation, devices, options, callbacks, executable, *rest: Any):
+        if devices.size == 1:
+            return cached(backend, computation, devices, options, callbacks, executable, *rest)
+        return compiler.backend_compile_and_load(
+            backend, computation, executable, options, callbacks
+        )
+
+    compiler.compile_or_get_cached = compile_
+
+
+@contextlib.contextmanager
+def shared_by_all_runs() -> Iterator[None]:
+    """`train` shares inputs and programs between all runs of the session.
+
+    A run given Python objects shares what does not depend on them: the sampler and the update.
+    """
+    from jaxgrpo.training import loop, policy, setup
+
+    shared = setup.Shared()
+
+    def share_of(config: Any, objects: bool) -> Any:
+        share = shared.of(config)
+        fixed = ("sampler", "update") if objects else tuple(setup.DEPENDS)
+        return lambda name, make: share(name, make) if name in fixed else make()
+
+    def make_setup(config: Any, **given: Any) -> Any:
+        objects = any(value is not None for value in given.values())
+        run = setup.setup(config, share=share_of(config, objects), **given)
+        described.append((run, objects))
+        del described[:-1]
+        return run
+
+    def evaluator(run: Any) -> Any:
+        objects = next((objects for one, objects in described if one is run), True)
+        return policy.evaluator_of(run, share_of(run.config, objects))
+
+    described: list[tuple[Any, bool]] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "setup", make_setup)
+        patch.setattr(loop, "evaluator_of", evaluator)
+        yield
+
+
+def drop_if_many() -> None:
+    """Drops every compiled program if the process has more than MAX_MAPS memory maps."""
+    maps = Path("/proc/self/maps")
+    if maps.exists() and maps.read_bytes().count(b"\n") > MAX_MAPS:
+        jax.clear_caches()
+        gc.collect()
