@@ -15,7 +15,9 @@ from jaxgrpo.cli import start
 CHECKED = {"README.md": 2, "docs/advantages.md": 6, "docs/losses.md": 2, "docs/rewards.md": 0}
 """Every page with Python that runs -> how many of its lines say what they give."""
 
-BLOCK = re.compile(r"^(<!-- not run: (.+) -->\n)?```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+BLOCK = re.compile(
+    r"^(<!-- not run: ([^\n]+) -->\n)?```python\n(.*?)^```$", re.MULTILINE | re.DOTALL
+)
 
 
 def pages(repository: Path) -> dict[str, str]:
@@ -50,7 +52,8 @@ def test_the_python_of_a_page_runs_and_gives_what_it_says(repository, page):
 def test_every_page_with_python_is_run_or_says_why_not(repository):
     for page, text in pages(repository).items():
         blocks = BLOCK.findall(text)
-        assert len(blocks) == text.count("```python"), f"{page}: a block that is not found"
+        begun = re.findall(r"^ *```python$", text, re.MULTILINE)
+        assert len(blocks) == len(begun), f"{page}: a block that is not found"
         for _, reason, code in blocks:
             assert page in CHECKED or reason, f"{page}: not run, without a reason: {code}"
 
