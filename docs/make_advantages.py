@@ -157,7 +157,7 @@ def paper(factory: Callable[..., Any]) -> str:
 
 
 def use_when(factory: Callable[..., Any]) -> str:
-    """What "Use it when" goes on with."""
+    """The text after "Use it when"."""
     return _paragraph(factory, "Use it when").rstrip(".")
 
 

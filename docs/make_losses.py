@@ -49,7 +49,7 @@ PEERS = {
     "entropy_bonus": "TRL `entropy_coef`; verl `entropy_coeff`",
     "adaptive_entropy": "TRL `use_adaptive_entropy`",
 }
-"""What others call a part; of those that are not here nobody else has one we know of."""
+"""What other libraries call a part; none that we know has the parts that are not listed."""
 
 RATIOS = (0.5, 1.0, 1.5, 6.0)
 POLICIES = 50

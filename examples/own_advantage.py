@@ -1,4 +1,4 @@
-"""An advantage is a chain of (signal, rollouts) -> signal; yours stands among the built-in parts.
+"""An advantage is a chain of (signal, rollouts) -> signal; yours are parts like the built-in ones.
 
 advantage = [
   { use = "sum_rewards" },
@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 
 def subtract_group_median(signal, rollouts):
-    """Half of the group lies above the baseline, whatever the outliers. Masked samples stay out."""
+    """Half of the group is above the baseline, whatever the outliers. Ignores masked samples."""
     median = jnp.nanmedian(jnp.where(signal.mask, signal.value, jnp.nan), axis=1, keepdims=True)
     return dataclasses.replace(signal, value=signal.value - jnp.nan_to_num(median))
 

@@ -1,4 +1,4 @@
-"""The training loop in your own hands: ends with the same parameters as `jaxgrpo train CONFIG`.
+"""A training loop of your own: it ends with the same parameters as `jaxgrpo train CONFIG`.
 
 python examples/own_loop.py CONFIG [KEY=VALUE ...]
 """

@@ -5,7 +5,7 @@ rewards = [{ use = "examples/own_reward.py:short_and_right", limit = 18 }]
 
 
 def short_and_right(completions, answer, limit=20, **columns):
-    """1 for a right answer, less 0.1 for each character beyond `limit`; None is "not scored"."""
+    """1 for a right answer, minus 0.1 per character beyond `limit`; None means "not scored"."""
     scores = []
     for completion, right in zip(completions, answer, strict=True):
         correct = completion.split(" ")[-1] == right

@@ -1,4 +1,4 @@
-"""X1: prompts of unlike difficulty make more flat groups than their mean success rate promises.
+"""X1: prompts of unlike difficulty make more flat groups than their mean success rate predicts.
 
 python -m docs.experiments.x1_degeneracy
 """
@@ -127,7 +127,7 @@ def checks(gaps: Sequence[Gap], control: Sequence[Gap], twice: float) -> list[Ch
     held = [one.low <= 0 <= one.high for one in control]
     made.append(
         Check(
-            "with the same answers dealt out to prompts at random, each interval holds 0",
+            "with the same answers assigned to prompts at random, each interval contains 0",
             ", ".join(f"{one.gap:+.4f}" for one in control),
             all(held),
         )
@@ -170,7 +170,7 @@ def figure(drawn: Drawn, gaps: Sequence[Gap]) -> Figure:
 
 
 def run(prompts: int = PROMPTS, samples: int = SAMPLES, **base_options: Any) -> Result:
-    """Args: base_options: of `warmstart.make_base`, for a base that is sooner made."""
+    """Args: base_options: of `make_base.make_base`, to make a smaller base faster."""
     drawn = sample(prompts, samples, **base_options)
     one, other = np.split(drawn.right, 2, axis=1)
     gaps = [gap_of(one, size) for size in SIZES]

@@ -2,8 +2,8 @@
 
 python -m docs.experiments.x3_advantages
 
-Takes the 252 runs of configs/experiments/x3_g2.toml and x3_g4.toml into runs/, about twenty minutes
-on two cores; runs that are there already are not taken again.
+Does the 252 runs of configs/experiments/x3_g2.toml and x3_g4.toml in runs/, about twenty minutes on
+two cores; finished runs are not repeated.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def read(experiment: Experiment) -> Compared:
 
 
 def result(found: Mapping[int, Compared]) -> Result:
-    """What the page says of them."""
+    """What the page reports about them."""
     parts: dict[str, str] = {}
     checks: list[Check] = []
     for size, one in found.items():
@@ -74,7 +74,7 @@ def result(found: Mapping[int, Compared]) -> Result:
 
 
 def checks_of(size: int, one: Compared) -> list[Check]:
-    """That everything is there. Who is ahead is no criterion."""
+    """That everything is there. Which arm is better is not a criterion."""
     experiment, outcomes = one
     runs = [outcome for by_seed in outcomes.values() for outcome in by_seed.values()]
     wanted = len(experiments.cases_of(experiment))
@@ -88,9 +88,9 @@ def checks_of(size: int, one: Compared) -> list[Check]:
     return [
         Check(f"G = {size}: every run has a result", f"{len(runs)} of {wanted}",
               finite and len(runs) == wanted),
-        Check(f"G = {size}: arms begin at the same base, on the same samples, in each seed",
+        Check(f"G = {size}: arms start from the same base, on the same samples, in each seed",
               f"{len(base)} seeds", same),
-        Check(f"G = {size}: sign minus grpo is told with an interval and p", said, bool(interval)),
+        Check(f"G = {size}: sign minus grpo has an interval and p", said, bool(interval)),
     ]  # fmt: skip
 
 

@@ -58,7 +58,37 @@ def correct(completions, answer, **columns):
     ]
 '''
 
+EXPERIMENT = """\
+base = "run.toml"                 # the config that all arms begin from
+dir = "runs/compare"              # report.html, tables and every run go here
+control = "grpo"                  # the arm that the others are compared with
+learning_rates = [1e-4, 3e-4]     # every arm is trained at every rate ...
+seeds = 2                         # ... with every seed; six or more are needed for p below 0.05
+metric = "eval/pass@1"
+
+[set.eval]                        # keys that hold in every arm
+data = "task:arithmetic:test"
+prompts = 64
+samples = 4                       # of each prompt
+
+[arms]
+grpo = { recipe = "grpo" }
+sign = { recipe = "sign" }        # learns from groups whose samples all agree too
+"""
+
+PROMPTS = """\
+12+34=
+47+38=
+95+17=
+"""
+
 ROWS = 400
+TEXTS = {
+    "run.toml": RUN,
+    "reward.py": REWARD,
+    "experiment.toml": EXPERIMENT,
+    "prompts.txt": PROMPTS,
+}
 
 
 def quickstart(overrides: Sequence[str] = ()) -> int:
@@ -98,14 +128,14 @@ def train(
 
 
 def init(folder: str = ".") -> int:
-    """Writes run.toml, reward.py, data.jsonl and a small base model. Returns the exit code.
+    """Writes TEXTS, data.jsonl and a small base model. Returns the exit code.
 
-    Raises: InputError where one of them is there already.
+    Raises: InputError if one of them is there already.
     """
     from jaxgrpo.data import tasks
 
     home = Path(folder)
-    names = ("run.toml", "reward.py", "data.jsonl", "base")
+    names = (*TEXTS, "data.jsonl", "base")
     there = [name for name in names if (home / name).exists()]
     if there:
         raise InputError(
@@ -120,9 +150,9 @@ def init(folder: str = ".") -> int:
         json.dumps({"question": row["prompt"].rstrip("="), "answer": row["answer"]}) for row in rows
     ]
     (home / "data.jsonl").write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
-    (home / "reward.py").write_text(REWARD, encoding="utf-8")
     _make_base(console, home / "base", "arithmetic")
-    (home / "run.toml").write_text(RUN, encoding="utf-8")
+    for name, text in TEXTS.items():
+        (home / name).write_text(text, encoding="utf-8")
     where = "" if folder == "." else f"cd {folder} && "
     console.print(f"written: {', '.join(names)}\ntrain:   {where}jaxgrpo train run.toml")
     return 0

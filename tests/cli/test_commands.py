@@ -4,6 +4,7 @@ import json
 
 import pytest
 import small_run
+from rich.console import Console
 from safetensors.numpy import load_file
 
 from jaxgrpo.cli import main as cli
@@ -151,4 +152,21 @@ def test_what_init_writes_trains_as_it_is(tmp_path, monkeypatch, capsys):
     assert (tmp_path / "first" / "runs" / "first" / "report.html").exists()
     code, said = main(capsys, "init", ".")
     assert code == 2
-    assert "run.toml, reward.py, data.jsonl, base is there already" in said
+    names = "run.toml, reward.py, experiment.toml, prompts.txt, data.jsonl, base"
+    assert f"{names} is there already" in said
+
+
+@pytest.mark.slow
+def test_what_init_writes_compares_and_samples_as_it_is(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for name, text in start.TEXTS.items():
+        (tmp_path / name).write_text(text)
+    start.make_base(Console(quiet=True), "base", "arithmetic", steps=1)
+    (tmp_path / "data.jsonl").write_text('{"question": "12+34", "answer": "46"}\n')
+    code, said = main(capsys, "compare", "experiment.toml", "--dry-run")
+    assert code == 0, said
+    assert all(name in said for name in ("grpo", "sign", "8 runs"))
+    code, said = main(capsys, "sample", "base", "--prompts", "prompts.txt", "--out", "out.jsonl")
+    assert code == 0, said
+    asked = [json.loads(line)["prompt"] for line in (tmp_path / "out.jsonl").open()]
+    assert asked == start.PROMPTS.split()

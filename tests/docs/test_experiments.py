@@ -1,4 +1,4 @@
-"""docs/experiments: criteria hold, pages are what the commands compute, failures are told."""
+"""docs/experiments: criteria hold, pages match the commands, failures are reported."""
 
 from __future__ import annotations
 

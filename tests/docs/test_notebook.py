@@ -22,7 +22,7 @@ def test_it_is_stored_without_outputs(notebook):
 
 
 def test_every_cell_runs_in_a_kernel_and_the_reward_rises(notebook, tmp_path, environment):
-    # A kernel has a running event loop, which the run's own loops must bear.
+    # A kernel has a running event loop, which the run's own loops must tolerate.
     extra = nbformat.v4.new_code_cell(CHECK)
     notebook = notebook.copy()
     notebook.cells = [*notebook.cells, extra]
