@@ -106,9 +106,7 @@ def compute(
       state: what the call before returned; None begins anew, for parts that remember no rows
         (begin those with `whole.init(spec_of(rollouts, num_rows))`).
     """
-    whole = whole if whole.steps else chain(whole)
-    if state is None:
-        state = whole.init(spec_of(rollouts))
+    whole, state = _begin(whole, rollouts, state)
     signal, state, metrics = whole.update(start(rollouts), state, rollouts)
     return signal, state, dict(metrics)
 
@@ -126,13 +124,11 @@ def trace(whole: AdvantageTransform, rollouts: Rollouts, state: Any = None) -> l
 
     For looking at: `jaxgrpo advantages NAME --rewards 1,0,0,0` prints it.
     """
-    whole = whole if whole.steps else chain(whole)
-    if state is None:
-        state = whole.init(spec_of(rollouts))
-    stages = [Stage("rewards", start(rollouts), {})]
-    for key, signal, _, metrics in _walk(whole.name, whole.steps, start(rollouts), state, rollouts):
-        stages.append(Stage(key, signal, dict(metrics)))
-    return stages
+    whole, state = _begin(whole, rollouts, state)
+    rewards = start(rollouts)
+    after = _walk(whole.name, whole.steps, rewards, state, rollouts)
+    stages = [Stage(key, signal, dict(metrics)) for key, signal, _, metrics in after]
+    return [Stage("rewards", rewards, {}), *stages]
 
 
 def spec_of(rollouts: Rollouts, num_rows: int | None = None) -> RolloutSpec:
@@ -155,6 +151,12 @@ def spec_of(rollouts: Rollouts, num_rows: int | None = None) -> RolloutSpec:
     )
 
 
+def _begin(whole: AdvantageTransform, rollouts: Rollouts, state: Any) -> tuple[Any, Any]:
+    """A transform as a chain, and its first state if there is none."""
+    whole = whole if whole.steps else chain(whole)
+    return whole, whole.init(spec_of(rollouts)) if state is None else state
+
+
 def _run(
     name: str, steps: Steps, signal: Any, state: Any, rollouts: Rollouts
 ) -> tuple[Signal, Any, Metrics]:
@@ -175,7 +177,8 @@ def _walk(
     for key, step in steps:
         if step.kind == "signal->signal":
             signal = _single(name, signal)
-        _check_fields(key, step, rollouts)
+        for field in sorted(step.needs):
+            read_field(key, field, rollouts)
         _check_level(key, step, signal, widened_by)
         before = signal
         signal, after, reported = step.update(before, state[key], rollouts)
@@ -240,11 +243,6 @@ def _check_state(name: str, steps: Steps, state: Any) -> None:
             f"{name} has the steps {names} but was given state of {given}: use the state that its"
             " own init(spec) or last update returned"
         )
-
-
-def _check_fields(key: str, step: AdvantageTransform, rollouts: Rollouts) -> None:
-    for name in sorted(step.needs):
-        read_field(key, name, rollouts)
 
 
 def _check_level(key: str, step: AdvantageTransform, signal: Any, widened_by: str) -> None:

@@ -127,17 +127,8 @@ def per_reward(transform: AdvantageTransform) -> AdvantageTransform:
             metrics |= {f"{name}/{metric}": value for metric, value in more.items()}
         return after, new_state, metrics
 
-    return AdvantageTransform(
-        f"per_reward_{transform.name}",
-        init,
-        update,
-        needs=transform.needs,
-        kind="streams->streams",
-        levels=inner.levels,
-        relative=transform.relative,
-        ordered=transform.ordered,
-        importance=transform.importance,
-    )
+    name = f"per_reward_{transform.name}"
+    return inner._replace(name=name, init=init, update=update, kind="streams->streams", steps=())
 
 
 def stream(
@@ -382,7 +373,9 @@ def dvao(eps: Scheduled = 1e-6, **weights: Scheduled) -> AdvantageTransform:
 
 def dvao_of(weights: Weights, eps: Scheduled, refuses: tuple[str, ...] = ()) -> AdvantageTransform:
     """`dvao` with the weights of rewards that may have any name but those that it `refuses`."""
-    _check_weights(weights)
+    expected = "0 or more: negate the reward itself, or use sum_rewards, which takes any weight"
+    named = {f"weight {name}": weight for name, weight in weights.items()}
+    check("dvao", expected, lambda weight: 0 <= weight < float("inf"), **named)
     check_at_least("dvao", 0, eps=eps)
 
     def accepts(spec: RolloutSpec) -> None:
@@ -431,16 +424,6 @@ def _within(step: str, made: Any, streams: Streams) -> Signal:
     scored = any_mask(streams)
     mask = made.mask.astype(bool) & scored & jnp.isfinite(made.value)
     return Signal(value=jnp.where(mask, made.value, 0), mask=mask)
-
-
-def _check_weights(weights: Weights) -> None:
-    for name, weight in weights.items():
-        if not callable(weight) and not 0 <= weight < float("inf"):
-            wrong = "is negative" if weight < 0 else "is no weight"
-            raise InputError(
-                f"dvao: weight {name} = {weight:g} {wrong}, expected 0 or more: negate the"
-                " reward itself, or use sum_rewards, which takes any weight"
-            )
 
 
 def _weighed(

@@ -75,8 +75,8 @@ def subtract_tracked_success(
     >>> evaluate(subtract_tracked_success(), [[1.0, 0.0]])[0].tolist()
     [[0.5, -0.5]]
     """
-    _check_tracker(keep, half_life, low, high, initial, count)
     tracker = _Tracker(keep, drift, half_life, low, high, initial, count)
+    tracker.check()
     init = row_state("subtract_tracked_success", _INSTEAD, "alpha", "beta")
     needs = needs_of(drift, initial if isinstance(initial, str) else None)
     part = AdvantageTransform("subtract_tracked_success", init, tracker.update, needs)
@@ -93,6 +93,14 @@ class _Tracker(NamedTuple):
     high: float
     initial: float | str
     count: float
+
+    def check(self) -> None:
+        name = "subtract_tracked_success"
+        _check_band(name, self.low, self.high, self.keep)
+        counts = {"half_life": self.half_life, "count": self.count}
+        check(name, "above 0", lambda number: number > 0, **counts)
+        rate = None if isinstance(self.initial, str) else self.initial
+        check(name, "a rate in [0, 1] or a field's name", lambda r: 0 <= r <= 1, initial=rate)
 
     def update(self, signal: Signal, state: Any, rollouts: Rollouts) -> tuple[Signal, Any, Metrics]:
         row = read("subtract_tracked_success", rollouts, "row")
@@ -258,16 +266,6 @@ _INSTEAD = (
     "train on a data set of known size, or begin with init(spec_of(rollouts, num_rows=...));"
     " ema_baseline needs no rows"
 )
-
-
-def _check_tracker(
-    keep: Scheduled, half_life: float, low: float, high: float, initial: float | str, count: float
-) -> None:
-    name = "subtract_tracked_success"
-    _check_band(name, low, high, keep)
-    check(name, "above 0", lambda number: number > 0, half_life=half_life, count=count)
-    rate = None if isinstance(initial, str) else initial
-    check(name, "a rate in [0, 1] or a field's name", lambda rate: 0 <= rate <= 1, initial=rate)
 
 
 def _check_band(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import laws
@@ -18,6 +20,7 @@ from jaxgrpo.advantages import (
     sign,
     subtract_group_mean,
     sum_rewards,
+    transform,
 )
 from jaxgrpo.core.errors import InputError
 
@@ -154,3 +157,27 @@ def test_sign_counts_what_it_refused():
     expected = (~np.isin(scored, [0, 1])).mean()
     assert expected > 0.9
     assert run(rollouts)[2]["sign/refused"].result() == pytest.approx(expected)
+
+
+@transform
+def stretch(signal, rollouts):
+    return dataclasses.replace(signal, value=signal.value * jnp.arange(1.0, 5.0)[None])
+
+
+@transform
+def drop_first(signal, rollouts):
+    return dataclasses.replace(signal, mask=signal.mask.at[:, 0].set(False))
+
+
+@pytest.mark.parametrize("step", [stretch, drop_first])
+def test_a_deviation_is_that_of_the_values_which_the_step_before_it_left(step):
+    rewards = np.random.default_rng(1).normal(size=(3, 4))
+    with jax.enable_x64(True):
+        whole = chain(subtract_group_mean(), step, divide_by_group_std(eps=0.0))
+        value, mask = evaluate(whole, rewards)
+        changed = rewards - rewards.mean(1, keepdims=True)
+        changed = changed * np.arange(1, 5) if step is stretch else changed[:, 1:]
+        expected = changed / changed.std(1, ddof=1, keepdims=True)
+        np.testing.assert_allclose(
+            value[mask].reshape(expected.shape), expected, rtol=0, atol=1e-12
+        )
