@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 INSTALL := $(BIN)/python -m pip install -c constraints.txt
-PYTEST := $(BIN)/python -m pytest
+PYTEST := $(BIN)/python -m pytest $(if $(TIMES),--times $(TIMES))
 
 .PHONY: help quickstart test-fast test test-all lint docs experiments clean
 

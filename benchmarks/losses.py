@@ -27,7 +27,7 @@ from rich.table import Table
 
 from benchmarks.advantages import compare, seconds_of
 from benchmarks.common import describe, interval, keep_memory, report
-from jaxgrpo.losses import build_surrogate, registry, token_loss, token_mean
+from jaxgrpo.losses import Tokens, build_surrogate, registry, token_loss, token_mean
 from jaxgrpo.models.logprobs import token_logprobs
 
 B, T = 512, 2048
@@ -53,9 +53,10 @@ def batch(rows: int, length: int) -> dict[str, jax.Array]:
     return jax.tree.map(jnp.asarray, arrays)
 
 
-def arrays_of(given: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """What every surrogate takes after logp."""
-    return given["proximal_logp"], given["advantage"], given["mask"], given["segment"]
+def tokens_of(logp: jax.Array, given: dict[str, jax.Array]) -> Tokens:
+    """What every surrogate reads."""
+    names = ("proximal_logp", "advantage", "mask", "segment")
+    return Tokens(logp=logp, **{name: given[name] for name in names}, fields=given)
 
 
 def bare(logp: jax.Array, given: dict[str, jax.Array]) -> jax.Array:
@@ -70,7 +71,7 @@ def ours(name: str, with_metrics: bool) -> Callable[..., Any]:
     surrogate = build_surrogate(name, OPTIONS.get(name))
 
     def loss(logp: jax.Array, given: dict[str, jax.Array]) -> Any:
-        value, metrics = token_loss(surrogate, [], logp, *arrays_of(given), given)
+        value, metrics = token_loss(surrogate, [], tokens_of(logp, given))
         total = jnp.where(given["mask"], given["weight"] * value, 0).sum()
         return total, metrics if with_metrics else ()
 
@@ -88,7 +89,7 @@ def on_hidden(name: str | None, head: jax.Array) -> Callable[..., Any]:
         metrics = {}
         value = logp
         if surrogate:
-            value, metrics = token_loss(surrogate, [], logp, *arrays_of(given), given)
+            value, metrics = token_loss(surrogate, [], tokens_of(logp, given))
         return jnp.where(given["mask"], given["weight"] * value, 0).sum(), metrics
 
     return jax.jit(jax.value_and_grad(loss, has_aux=True))

@@ -26,7 +26,7 @@ from jaxgrpo.rollout.judging import put_prompts
 from jaxgrpo.rollout.sampler import SamplingSettings
 from jaxgrpo.rollout.selection import host_prompts, sequential
 from jaxgrpo.training.setup import first_state
-from jaxgrpo.update.forward import Objective, Parts
+from jaxgrpo.update.forward import Blueprint
 from jaxgrpo.update.packing import Geometry
 from jaxgrpo.update.step import build_steps
 
@@ -66,14 +66,14 @@ def floor_flops(name: str, workload: str) -> float:
     return 4 * generate
 
 
-def build(name: str, workload: str, rows: int | None) -> tuple[Parts, Any]:
+def build(name: str, workload: str, rows: int | None) -> tuple[Blueprint, Any]:
     prompts, samples, prompt, completion = WORKLOADS[workload]
     mesh = sharding.make_mesh()
     model = decoder.build(model_config(name), constrain=sharding.constrain(mesh))
-    parts = Parts(
+    blueprint = Blueprint(
         model=model,
         chain=advantages.build("grpo"),
-        objective=Objective(losses.clip(), losses.token_mean()),
+        objective=losses.Objective(losses.clip(), losses.token_mean()),
         optimizer=optax.adamw(1e-6),
         geometry=Geometry(prompts, samples, prompt, completion, 1, rows or prompts * samples),
         sampling=SamplingSettings(samples, completion, 1.0, (), 0, completion),
@@ -81,7 +81,7 @@ def build(name: str, workload: str, rows: int | None) -> tuple[Parts, Any]:
     )
     layout = sharding.param_shardings(mesh, model.axes, model.shapes)
     params = jax.jit(model.init, out_shardings=layout)(jax.random.key(0))
-    return parts, first_state(parts, params, sequential(), 1000, 0, ("reward",))
+    return blueprint, first_state(blueprint, params, sequential(), 1000, 0, ("reward",))
 
 
 def main() -> None:
@@ -95,8 +95,8 @@ def main() -> None:
     rate = matmul_rate(2048, 2048, 2048)
     flops = floor_flops(arguments.model, arguments.workload)
     print(f"{about['device']}, jax {about['jax']}, {rate / 1e9:.0f} GFLOP/s in a 2048^3 product")
-    parts, state = build(arguments.model, arguments.workload, arguments.rows)
-    spent = measure(parts, state, arguments.repeats)
+    blueprint, state = build(arguments.model, arguments.workload, arguments.rows)
+    spent = measure(blueprint, state, arguments.repeats)
     floor = flops / rate
     result: dict[str, Any] = {**about, "model": arguments.model, "workload": arguments.workload}
     for phase, values in spent.items():
@@ -107,19 +107,21 @@ def main() -> None:
     report({**result, "floor": floor, "gflops": rate / 1e9})
 
 
-def measure(parts: Parts, state: Any, repeats: int) -> dict[str, list[float]]:
+def measure(blueprint: Blueprint, state: Any, repeats: int) -> dict[str, list[float]]:
     """Seconds of each phase, the first (compiling) step left out."""
-    steps, geometry = build_steps(parts), parts.geometry
+    steps, geometry = build_steps(blueprint), blueprint.geometry
     rng = np.random.default_rng(0)
     shape = (geometry.num_prompts, geometry.max_prompt_tokens)
     order = np.arange(geometry.num_prompts)
-    tokens = rng.integers(2, parts.model.config.vocab_size, shape)
-    prompts = put_prompts(parts.mesh, host_prompts(tokens, np.ones(shape, bool), order, order, 0))
+    tokens = rng.integers(2, blueprint.model.config.vocab_size, shape)
+    prompts = put_prompts(
+        blueprint.mesh, host_prompts(tokens, np.ones(shape, bool), order, order, 0)
+    )
     spent: dict[str, list[float]] = {"sample": [], "prepare": [], "update": [], "step": []}
     for step in range(repeats + 1):
         rollouts, sample = timed(steps.sample, steps.sync(state), prompts, state.key)
         reward = rng.normal(size=(geometry.num_prompts, geometry.group_size)).astype(np.float32)
-        placed = sharding.put(reward, sharding.named(parts.mesh, "bins", None))
+        placed = sharding.put(reward, sharding.named(blueprint.mesh, "bins", None))
         rollouts = dataclasses.replace(rollouts, rewards={"reward": placed})
         (state, prepared), prepare = timed(steps.prepare, state, rollouts)
         (state, _), update = timed(steps.update, state, prepared.batch)

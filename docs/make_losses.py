@@ -9,6 +9,7 @@ uses of docs/experiments/kl_uses.py, whose gradients x15_kl_uses.py enumerates.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 import re
@@ -26,7 +27,7 @@ from docs.experiments.common import cosine
 from docs.experiments.kl_uses import REVERSE, USES
 from docs.experiments.x15_kl_uses import measure, policies
 from jaxgrpo.core.errors import InputError
-from jaxgrpo.losses import build_surrogate, registry
+from jaxgrpo.losses import Tokens, build_surrogate, registry
 
 PAGE = Path(__file__).resolve().parent / "losses.md"
 
@@ -75,11 +76,10 @@ def pull(name: str) -> str:
         part = build_surrogate(name)
     except InputError as error:
         return f"by its options: {str(error).partition(': ')[2].partition(';')[0]}"
-    mask = jnp.ones((1, 1), bool)
 
     def loss(logp: Array, advantage: float) -> Array:
-        given = (jnp.zeros((1, 1)), jnp.full((1, 1), advantage), mask, mask.astype(jnp.int32), {})
-        return part.compute(logp.reshape(1, 1), *given)[0].sum()
+        given = Tokens.of_ratios(jnp.ones((1, 1)), advantage)
+        return part.compute(dataclasses.replace(given, logp=logp.reshape(1, 1)))[0].sum()
 
     slope = jax.jit(jax.vmap(jax.grad(loss), (0, None)))
     log_ratio = jnp.log(jnp.asarray(RATIOS))

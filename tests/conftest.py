@@ -117,21 +117,36 @@ def environment():
     return make
 
 
-def pytest_terminal_summary(terminalreporter) -> None:
-    """Prints the seconds spent in each area: a directory of tests/, or a file beside them."""
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--times", metavar="FILE", help="write the time per area there, as Markdown")
+
+
+def pytest_terminal_summary(terminalreporter, config: pytest.Config) -> None:
+    """Prints the seconds spent in each area: a folder of tests/, or a file beside them."""
     seconds: dict[str, float] = collections.defaultdict(float)
     count: dict[str, int] = collections.defaultdict(int)
     for reports in terminalreporter.stats.values():
         for report in reports:
             if not hasattr(report, "duration") or not hasattr(report, "nodeid"):
                 continue
-            parts = report.nodeid.split("::")[0].split("/")
-            area = parts[1] if len(parts) > 1 else parts[0]
+            area = report.nodeid.split("::")[0].split("/")[1]
             seconds[area] += report.duration
             count[area] += getattr(report, "when", None) == "call"
     if not seconds:
         return
+    rows = sorted(seconds.items(), key=lambda item: -item[1])
+    rows = [(area, spent, count[area]) for area, spent in rows]
+    rows.append(("all", sum(seconds.values()), sum(count.values())))
     terminalreporter.section("time per area")
-    for area, spent in sorted(seconds.items(), key=lambda item: -item[1]):
-        terminalreporter.write_line(f"{spent:8.1f} s  {count[area]:5d} tests  {area}")
-    terminalreporter.write_line(f"{sum(seconds.values()):8.1f} s  {sum(count.values()):5d} tests")
+    for area, spent, number in rows:
+        terminalreporter.write_line(f"{spent:8.1f} s  {number:5d} tests  {area}")
+    if config.option.times:
+        lines = [f"| {area} | {spent:.0f} | {number} |" for area, spent, number in rows]
+        head = ["| area | seconds | tests |", "|---|---:|---:|"]
+        Path(config.option.times).write_text("\n".join([TIMES, *head, *lines]) + "\n")
+
+
+TIMES = """# Time of the tests
+
+Seconds per area of `make test TIMES=tests/TIMES.md`, on 2 cores; written by that command.
+"""

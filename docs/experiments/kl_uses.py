@@ -15,7 +15,7 @@ from jax.lax import stop_gradient
 
 from docs.experiments import common
 from jaxgrpo import advantages
-from jaxgrpo.losses import build_penalty, build_surrogate
+from jaxgrpo.losses import Tokens, build_penalty, build_surrogate
 
 V, T = 3, 3
 SEQUENCES = common.sequences(V, T)
@@ -83,15 +83,25 @@ def rewarded(charge: Array, given: Terms) -> Array:
     return stop_gradient(charge) * given.logp.sum(1)
 
 
+def tokens_of(given: Terms, proximal: Array, advantage: Array, fields: dict[str, Array]) -> Tokens:
+    """What a loss of jaxgrpo reads, each row one sequence."""
+    return Tokens(
+        logp=given.logp,
+        proximal_logp=proximal,
+        advantage=advantage,
+        mask=jnp.asarray(MASK),
+        segment=jnp.ones(MASK.shape, jnp.int32),
+        fields=fields,
+    )
+
+
 def penalty(name: str, level: str = "token"):
     """A penalty of jaxgrpo.losses, summed over tokens."""
     part = build_penalty(name, {"beta": 1.0} | ({} if name == "full_kl" else {"level": level}))
 
     def loss(given: Terms) -> Array:
         fields = {"reference_logp": given.reference, "full_kl": at_states(given)}
-        zero, mask = jnp.zeros_like(given.logp), jnp.asarray(MASK)
-        rows = mask.astype(jnp.int32)
-        return part.compute(given.logp, given.old, zero, mask, rows, fields)[0].sum(1)
+        return part.compute(tokens_of(given, given.old, 0 * given.logp, fields))[0].sum(1)
 
     return loss
 
@@ -108,9 +118,8 @@ def in_reward(*steps: Any):
             trainer_logp=stop_gradient(given.logp)[:, None],
             reference_logp=given.reference[:, None],
         )
-        held, mask = stop_gradient(given.logp), jnp.asarray(MASK)
-        clip = build_surrogate("clip")
-        return clip.compute(given.logp, held, advantage[:, 0], mask, mask, {})[0].sum(1)
+        tokens = tokens_of(given, stop_gradient(given.logp), advantage[:, 0], {})
+        return build_surrogate("clip").compute(tokens)[0].sum(1)
 
     return loss
 

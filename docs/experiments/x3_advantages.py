@@ -20,9 +20,9 @@ from docs.experiments.common import Check, Result
 from jaxgrpo.cli import make_base
 from jaxgrpo.experiments import compare
 from jaxgrpo.experiments.compare import experiment as experiments
-from jaxgrpo.experiments.compare import page, results, statistics
+from jaxgrpo.experiments.compare import report, results
 from jaxgrpo.experiments.compare.experiment import Experiment
-from jaxgrpo.experiments.compare.page import Section
+from jaxgrpo.experiments.compare.report import Section
 from jaxgrpo.experiments.compare.results import Outcomes
 
 NAME = "x3_advantages"
@@ -58,7 +58,7 @@ def result(found: Mapping[int, Compared]) -> Result:
     parts: dict[str, str] = {}
     checks: list[Check] = []
     for size, one in found.items():
-        by_title = {section.title: section for section in page.sections(*one)}
+        by_title = {section.title: section for section in report.sections(*one)}
         answer, seen, best = list(by_title.values())[:3]
         passes, groups = by_title["pass@k before and after"], by_title["Groups in training"]
         parts |= {
@@ -79,7 +79,7 @@ def checks_of(size: int, one: Compared) -> list[Check]:
     runs = [outcome for by_seed in outcomes.values() for outcome in by_seed.values()]
     wanted = len(experiments.cases_of(experiment))
     finite = all(np.isfinite(run.numbers[experiment.metric]) for run in runs)
-    (sign,) = [row for row in statistics.at_best(*one) if row.arm == "sign"]
+    (sign,) = [row for row in results.at_best(*one) if row.arm == "sign"]
     assert sign.difference is not None
     said = f"{sign.difference.value:+.4f}, corrected p = {sign.corrected:.2g}"
     interval = np.isfinite([*sign.difference, sign.corrected or np.nan]).all()
@@ -100,7 +100,7 @@ def rates_table(one: Compared) -> str:
     rows = []
     for arm in experiment.arms:
         values = results.values_of(experiment, outcomes, arm, experiment.metric)
-        cells = [statistics.estimate(row) for row in values]
+        cells = [results.estimate(row) for row in values]
         rows.append([arm, *(f"{c.value:.3f} ({c.low:.3f} to {c.high:.3f})" for c in cells)])
     head = [experiment.metric, *(f"rate {rate:g}" for rate in experiment.learning_rates)]
     return common.table(head, rows)
@@ -123,14 +123,11 @@ def figure(found: Mapping[int, Compared]) -> Figure:
     drawing = Figure(figsize=(17, 3.6 * len(found)), layout="constrained")
     grid = drawing.subplots(len(found), 4, squeeze=False)
     for axes, (size, one) in zip(grid, found.items(), strict=True):
-        best = {
-            row.arm: page.runs(one.experiment, one.outcomes, row.arm, row.rate)
-            for row in statistics.at_best(*one)
-        }
-        page.by_rate(axes[0], *one)
-        page.forest(axes[1], *one)
-        page.curves(axes[2], best, "reward")
-        page.curves(axes[3], best, "groups/all_fail")
+        best = report.best_runs(*one)
+        report.by_rate(axes[0], *one)
+        report.forest(axes[1], *one)
+        report.curves(axes[2], best, "reward")
+        report.curves(axes[3], best, "groups/all_fail")
         metric, control = one.experiment.metric, one.experiment.control
         titles = [f"{metric} by learning rate", f"minus {control}, best rates"]
         titles += ["reward in training", "groups that all fail"]

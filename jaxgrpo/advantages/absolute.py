@@ -1,7 +1,4 @@
-"""Advantages that judge a sample by itself: no group, so nothing is flat.
-
-What a completion's length costs.
-"""
+"""Advantages that judge a sample by itself: no group, so nothing is flat. And a price of length."""
 
 from __future__ import annotations
 
@@ -16,6 +13,7 @@ from jaxgrpo.advantages.base import (
     AdvantageTransform,
     Scheduled,
     at_step,
+    check,
     check_at_least,
     read,
     stateless,
@@ -41,11 +39,15 @@ def sign(threshold: Scheduled | None = None) -> AdvantageTransform:
     Signal: [P, G] -> [P, G].  Without a threshold another reward is an InputError where values
     are known, and masked and counted ("refused") under jit, where nothing can be raised.
     Source: Gradient starvation, arXiv 2605.07689 (A = 2r - 1). The threshold is ours.
+
+    >>> from jaxgrpo.advantages import evaluate
+    >>> evaluate(sign(), [[1.0, 0.0, 0.0]])[0].tolist()
+    [[1.0, -1.0, -1.0]]
     """
 
     def apply(signal: Signal, rollouts: Rollouts) -> tuple[Signal, Metrics]:
         signal, success, metrics = successes("sign", signal, threshold, rollouts)
-        return _replace(signal, jnp.where(success, 1, -1)), metrics
+        return with_value(signal, jnp.where(success, 1, -1)), metrics
 
     return stateless("sign", apply, levels=(2,))
 
@@ -65,14 +67,18 @@ def asymmetric(cost: Scheduled = 1.0, threshold: Scheduled | None = None) -> Adv
 
     Signal: [P, G] -> [P, G].  Other rewards as with `sign`; so is the metric "refused".
     Source: equation 8 of Gradient starvation, arXiv 2605.07689.
+
+    >>> from jaxgrpo.advantages import evaluate
+    >>> evaluate(asymmetric(cost=0.5), [[1.0, 0.0, 0.0]])[0].tolist()
+    [[1.0, -0.5, -0.5]]
     """
     check_at_least("asymmetric", 0, cost=cost)  # below 0 failures would be praised
 
     def apply(signal: Signal, rollouts: Rollouts) -> tuple[Signal, Metrics]:
         signal, success, metrics = successes("asymmetric", signal, threshold, rollouts)
         value = stats.widen(signal.value)
-        failed = jnp.broadcast_to(-jnp.asarray(at_step(cost, rollouts, value.dtype)), value.shape)
-        return _replace(signal, jnp.where(success, 1, failed.astype(value.dtype))), metrics
+        failed = -jnp.asarray(at_step(cost, rollouts, value.dtype), value.dtype)
+        return with_value(signal, jnp.where(success, 1, failed)), metrics
 
     return stateless("asymmetric", apply, levels=(2,))
 
@@ -90,6 +96,10 @@ def conditional_sign(threshold: Scheduled | None = None) -> AdvantageTransform:
 
     Signal: [P, G] -> [P, G].  Other rewards as with `sign`; so is the metric "refused".
     Source: our mixture of the two advantages of Gradient starvation, arXiv 2605.07689.
+
+    >>> from jaxgrpo.advantages import evaluate
+    >>> evaluate(conditional_sign(), [[1.0, 0.0], [0.0, 0.0]])[0].tolist()
+    [[0.5, -0.5], [-1.0, -1.0]]
     """
 
     def apply(signal: Signal, rollouts: Rollouts) -> tuple[Signal, Metrics]:
@@ -97,7 +107,7 @@ def conditional_sign(threshold: Scheduled | None = None) -> AdvantageTransform:
         reward = success.astype(stats.widen(signal.value).dtype)
         rate = stats.mean(reward, signal.mask)
         mixed = (rate > 0) & (rate < 1)
-        return _replace(signal, jnp.where(mixed, reward - rate, 2 * reward - 1)), metrics
+        return with_value(signal, jnp.where(mixed, reward - rate, 2 * reward - 1)), metrics
 
     return stateless("conditional_sign", apply, levels=(2,))
 
@@ -114,11 +124,15 @@ def subtract_constant(baseline: Scheduled) -> AdvantageTransform:
 
     Signal: [P, G] -> [P, G], mask unchanged.
     Source: Williams 1992, REINFORCE with a baseline.
+
+    >>> from jaxgrpo.advantages import evaluate
+    >>> evaluate(subtract_constant(0.5), [[1.0, 0.0]])[0].tolist()
+    [[0.5, -0.5]]
     """
 
     def apply(signal: Signal, rollouts: Rollouts) -> tuple[Signal, Metrics]:
         value = stats.widen(signal.value)
-        return _replace(signal, value - at_step(baseline, rollouts, value.dtype)), {}
+        return with_value(signal, value - at_step(baseline, rollouts, value.dtype)), {}
 
     return stateless("subtract_constant", apply, levels=(2,))
 
@@ -137,18 +151,19 @@ def clip_advantage(
 
     Signal: [P, G] or [P, G, T], mask unchanged.  Metrics: clipped, the share of unmasked entries.
     Raises: InputError on bounds on the wrong side of 0; a schedule's are cut to 0 instead.
+
+    >>> from jaxgrpo.advantages import evaluate
+    >>> evaluate(clip_advantage(low=-1.0), [[3.0, -3.0]])[0].tolist()
+    [[3.0, -1.0]]
     """
     if (limit is None) == (low is None and high is None):
         raise InputError("clip_advantage: give limit, or low, high or both of them")
-    if limit is not None and not callable(limit) and not limit >= 0:
-        raise InputError(f"clip_advantage: limit = {limit}, expected 0 or more")
-    low, high = (_minus(limit), limit) if limit is not None else (low, high)
-    for name, bound, right in (("low", low, -1), ("high", high, 1)):
-        if bound is not None and not callable(bound) and not bound * right >= 0:
-            side = "not above" if right < 0 else "not below"
-            raise InputError(
-                f"clip_advantage: {name} = {bound}, expected a number {side} 0: it would flip signs"
-            )
+    check("clip_advantage", "0 or more", lambda limit: limit >= 0, limit=limit)
+    flips = "0: it would flip signs"
+    check("clip_advantage", f"a number not above {flips}", lambda low: low <= 0, low=low)
+    check("clip_advantage", f"a number not below {flips}", lambda high: high >= 0, high=high)
+    if limit is not None:
+        low, high = (lambda step: -limit(step)) if callable(limit) else -limit, limit
 
     def apply(signal: Signal, rollouts: Rollouts) -> tuple[Signal, Metrics]:
         value = stats.widen(signal.value)
@@ -157,7 +172,7 @@ def clip_advantage(
             cut = jnp.minimum(cut, jnp.maximum(at_step(high, rollouts, value.dtype), 0))
         if low is not None:
             cut = jnp.maximum(cut, jnp.minimum(at_step(low, rollouts, value.dtype), 0))
-        return _replace(signal, cut), {"clipped": mean(cut != value, signal.mask)}
+        return with_value(signal, cut), {"clipped": mean(cut != value, signal.mask)}
 
     return stateless("clip_advantage", apply)
 
@@ -177,14 +192,6 @@ def successes(
     _refuse(name, value, mask & ~binary)
     metrics: Metrics = {"refused": mean(~binary, mask)}
     return dataclasses.replace(signal, mask=mask & binary), value == 1, metrics
-
-
-def _replace(signal: Signal, value: Array) -> Signal:
-    return with_value(signal, jnp.where(signal.mask, value, 0))
-
-
-def _minus(bound: Scheduled) -> Scheduled:
-    return (lambda step: -bound(step)) if callable(bound) else -bound
 
 
 def _refuse(name: str, value: Array, wrong: Array) -> None:
@@ -223,34 +230,30 @@ def overlong_penalty(
     Metrics: penalised, the share of samples; penalty, its mean.
     Source: DAPO, arXiv 2503.14476, section 3.4 (soft overlong punishment), with limit 20480,
     buffer 4096 and rewards of 1 and -1: against rewards of 1 and 0 the same penalty weighs double.
+
+    >>> from jaxgrpo.advantages import evaluate
+    >>> lengths = [[[True] * 2 + [False] * 2, [True] * 4]]
+    >>> evaluate(overlong_penalty(buffer=2), [[1.0, 1.0]], token_mask=lengths)[0].tolist()
+    [[1.0, 0.0]]
     """
     _check_tokens(buffer, limit)
     check_at_least("overlong_penalty", 0, penalty=penalty)
 
-    def init(spec: RolloutSpec) -> tuple[()]:
+    def accepts(spec: RolloutSpec) -> None:
         if limit is None and spec.max_completion_tokens:
             _check_tokens(buffer, spec.max_completion_tokens)
-        return ()
 
     def apply(signal: Signal, rollouts: Rollouts) -> tuple[Signal, Metrics]:
         tokens = read("overlong_penalty", rollouts, "token_mask").astype(bool)
         last = tokens.shape[-1] if limit is None else limit
         value = stats.widen(signal.value)
-        excess = _excess(tokens.sum(-1, dtype=jnp.int32), last, buffer).astype(value.dtype)
+        length = tokens.sum(-1, dtype=jnp.int32)
+        excess = jnp.clip(length - (last - buffer), 0, buffer).astype(value.dtype)
         cost = at_step(penalty, rollouts, value.dtype) * (excess / buffer)
-        metrics: Metrics = {
-            "penalised": mean(excess > 0, signal.mask),
-            "penalty": mean(cost, signal.mask),
-        }
-        lowered = (value - cost).astype(signal.value.dtype)
-        return dataclasses.replace(signal, value=lowered), metrics
+        lowered, mask = with_value(signal, value - cost), signal.mask
+        return lowered, {"penalised": mean(excess > 0, mask), "penalty": mean(cost, mask)}
 
-    return stateless("overlong_penalty", apply, levels=(2,))._replace(init=init)
-
-
-def _excess(length: Array, limit: int, buffer: int) -> Array:
-    """Tokens of the buffer that are used up, 0 to buffer."""
-    return jnp.clip(length - (limit - buffer), 0, buffer)
+    return stateless("overlong_penalty", apply, levels=(2,), accepts=accepts)
 
 
 def _check_tokens(buffer: int, limit: int | None) -> None:

@@ -1,12 +1,12 @@
-"""What an advantage transform is, and how to make one. chains.py puts them one after the other.
+"""What an advantage transform is, how to make one, and what parts share. chains.py chains them.
 
-Samples' values that a step reads beside its signal: a reward or a field by name.
+Shared: reading a reward or field by name, the number that a schedule gives, checks of options.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ from jax import Array
 
 from jaxgrpo.advantages import stats
 from jaxgrpo.core.errors import InputError, NotGiven, suggest
-from jaxgrpo.core.metrics import Metric, Metrics
+from jaxgrpo.core.metrics import Metric, Metrics, mean
 from jaxgrpo.core.types import Rollouts, RolloutSpec, Signal
 
 Streams = dict[str, Signal]
@@ -51,8 +51,17 @@ def stateless(
     relative: bool = False,
     provides: tuple[str, ...] = (),
     importance: bool = False,
+    accepts: Callable[[RolloutSpec], Any] = lambda spec: None,
 ) -> AdvantageTransform:
-    """A transform without memory from `apply(signal or streams, rollouts) -> (same, metrics)`."""
+    """A transform without memory from `apply(signal or streams, rollouts) -> (same, metrics)`.
+
+    Args:
+      accepts: raises InputError on a spec that the transform cannot work on.
+    """
+
+    def init(spec: RolloutSpec) -> tuple[()]:
+        accepts(spec)
+        return ()
 
     def update(
         signal: Any, state: Any, rollouts: Rollouts
@@ -61,7 +70,7 @@ def stateless(
         return after, state, metrics
 
     return AdvantageTransform(
-        *(name, lambda spec: (), update, needs, kind, levels, relative),
+        *(name, init, update, needs, kind, levels, relative),
         provides=provides,
         importance=importance,
     )
@@ -94,7 +103,7 @@ def with_value(signal: Signal, value: Array) -> Signal:
 
 
 def read(name: str, rollouts: Rollouts, attribute: str) -> Array:
-    """An attribute of the rollouts. Raises: NotGiven where it was not (plain arrays)."""
+    """An attribute of the rollouts. Raises: NotGiven if plain arrays came without it."""
     value = getattr(rollouts, attribute)
     if value is None:
         message = f"{name} reads {attribute}, which was not given: pass {attribute}=..."
@@ -102,14 +111,29 @@ def read(name: str, rollouts: Rollouts, attribute: str) -> Array:
     return value
 
 
-def read_field(name: str, field: str, rollouts: Rollouts) -> Array:
+def read_field(
+    name: str,
+    field: str,
+    rollouts: Rollouts,
+    shape: tuple[int, ...] | None = None,
+    axes: str = "[P]",
+) -> Array:
     """A field of the rollouts, or a reward, by the name that a part `needs`.
 
-    Raises: NotGiven, an InputError, where neither bears it.
+    Args:
+      name: of the part; opens the message of an error.
+      shape: that it must have, `axes` in words; None: any.
+
+    Raises: NotGiven, an InputError, if there is neither; InputError on another shape.
     """
     for table in (rollouts.fields, rollouts.rewards):
         if field in table:
-            return table[field]
+            value = table[field]
+            if shape is not None and value.shape != shape:
+                raise InputError(
+                    f"{name}: {field} has shape {value.shape}, expected {axes} = {shape}"
+                )
+            return value
     known = {*rollouts.fields, *rollouts.rewards}
     raise NotGiven(field, f"{name} needs the field {field!r}: {suggest(field, known)}")
 
@@ -119,19 +143,62 @@ def at_step(value: Scheduled, rollouts: Rollouts, dtype: Any) -> Any:
     return jnp.asarray(value(rollouts.step), dtype) if callable(value) else value
 
 
-def check_at_least(name: str, least: float, **options: Scheduled | None) -> None:
-    """Refuses numbers below `least`, and those that are not finite; not None, nor schedules.
+def check(where: str, expected: str, fits: Callable[[Any], bool], **options: Any) -> None:
+    """Refuses options that do not fit; None and functions of the step are not looked at.
 
-    Raises: InputError naming the part and the option.
+    Raises: InputError naming the part, the option, what was given and what was expected.
+
+    >>> check("gae", "a number in [0, 1]", lambda share: 0 <= share <= 1, gamma=0.9, lam=2)
+    Traceback (most recent call last):
+    jaxgrpo.core.errors.InputError: gae: lam = 2, expected a number in [0, 1]
     """
     for option, value in options.items():
-        if value is not None and not callable(value) and not least <= value < float("inf"):
-            raise InputError(f"{name}: {option} = {value}, expected {least:g} or more")
+        if value is not None and not callable(value) and not fits(value):
+            raise InputError(f"{where}: {option} = {value!r}, expected {expected}")
 
 
-def needs_of(name: str | None) -> frozenset[str]:
-    """The `needs` of a step that reads a reward or field where it is named, else its signal."""
-    return frozenset() if name is None else frozenset({name})
+def check_at_least(where: str, least: float, **options: Scheduled | None) -> None:
+    """Refuses numbers below `least`, and those that are not finite."""
+    check(where, f"{least:g} or more", lambda value: least <= value < float("inf"), **options)
+
+
+def check_share(where: str, **options: Scheduled | None) -> None:
+    """Refuses numbers outside [0, 1]."""
+    check(where, "a number in [0, 1]", lambda value: 0 <= value <= 1, **options)
+
+
+def check_choice(where: str, known: Sequence[str], **options: str) -> None:
+    """Refuses words that are not among the known ones."""
+    check(where, f"one of {', '.join(known)}", lambda value: value in known, **options)
+
+
+def keep_groups(signal: Signal, keep: Array, **metrics: Metric) -> tuple[Signal, Metrics]:
+    """Masks groups but those of `keep` [P, 1]; reports their share of the groups with a sample."""
+    gone = mean(~keep, signal.mask.any(axis=1, keepdims=True))
+    masked = dataclasses.replace(signal, mask=signal.mask & keep)
+    return masked, {"masked_groups": gone, **metrics}
+
+
+def row_state(where: str, instead: str, *names: str) -> Callable[[RolloutSpec], dict[str, Array]]:
+    """The `init` of a part that keeps a number for every row of the data set under each name.
+
+    It raises InputError on a stream, which has no rows that return, and says what to take instead.
+    """
+
+    def init(spec: RolloutSpec) -> dict[str, Array]:
+        if spec.num_rows is None:
+            raise InputError(
+                f"{where} remembers every row of the data set, but this is a stream whose rows do"
+                f" not return: {instead}"
+            )
+        return {name: jnp.zeros(spec.num_rows, jnp.result_type(float)) for name in names}
+
+    return init
+
+
+def needs_of(*names: str | None) -> frozenset[str]:
+    """The `needs` of a step that reads the rewards or fields that are named."""
+    return frozenset(name for name in names if name is not None)
 
 
 def samples(step: str, name: str | None, signal: Signal, rollouts: Rollouts) -> Signal:
@@ -144,7 +211,7 @@ def samples(step: str, name: str | None, signal: Signal, rollouts: Rollouts) -> 
       step: opens the message of an error.
       name: of the reward or field; None: the signal's values.
 
-    Raises: InputError where nothing bears the name, or it is not [P, G].
+    Raises: InputError if there is no reward or field of that name, or it is not [P, G].
     """
     value = signal.value if name is None else read_field(step, name, rollouts)
     if value.shape != signal.value.shape:

@@ -9,9 +9,14 @@ import jax.numpy as jnp
 from jax import Array
 
 from jaxgrpo.advantages import stats
-from jaxgrpo.advantages.base import AdvantageTransform, Scheduled, at_step, stateless, with_value
-from jaxgrpo.core import onepass
-from jaxgrpo.core.errors import InputError
+from jaxgrpo.advantages.base import (
+    AdvantageTransform,
+    Scheduled,
+    at_step,
+    check_choice,
+    stateless,
+    with_value,
+)
 from jaxgrpo.core.metrics import Mean, Metrics
 from jaxgrpo.core.types import Rollouts, Signal
 
@@ -40,6 +45,10 @@ def divide_by_batch_std(
     Metrics: std.
     Source: ScaleRL, arXiv 2510.13786; Lite PPO, arXiv 2508.08221. Neither gives eps nor ddof, nor
     whether flat groups count; TRL takes 1e-4, 1 and counts them.
+
+    >>> from jaxgrpo.advantages import evaluate
+    >>> evaluate(divide_by_batch_std(eps=0.0, ddof=0), [[3.0, 1.0], [1.0, 3.0]])[0].tolist()
+    [[3.0, 1.0], [1.0, 3.0]]
     """
     stats.check_ddof("divide_by_batch_std", ddof)
 
@@ -86,10 +95,14 @@ def whiten_batch(
     Signal: [P, G] or [P, G, T], mask unchanged.  Metrics: mean, std.
     Source: REINFORCE++, arXiv 2501.03262, which has no baseline and keeps nothing; neither verl
     nor TRL keeps anything.
+
+    >>> from jaxgrpo.advantages import evaluate
+    >>> evaluate(whiten_batch(eps=0.0, ddof=0), [[3.0, 1.0], [1.0, 3.0]])[0].tolist()
+    [[1.0, -1.0], [-1.0, 1.0]]
     """
     stats.check_ddof("whiten_batch", ddof)
-    _check_choice("eps_in", eps_in, _EPS_PLACES)
-    _check_choice("keep", keep, _KEEP)
+    check_choice("whiten_batch", _EPS_PLACES, eps_in=eps_in)
+    check_choice("whiten_batch", _KEEP, keep=keep)
 
     def apply(signal: Signal, rollouts: Rollouts) -> tuple[Signal, Metrics]:
         mean, variance, flat, zero_groups = _moments(signal, ddof, include_flat)
@@ -97,9 +110,8 @@ def whiten_batch(
         std = jnp.sqrt(variance)
         divisor = std + added if eps_in == "std" else jnp.sqrt(variance + added)
         divisor = jnp.where(flat | ~(divisor > 0), jnp.inf, divisor)
-        value = stats.widen(signal.value)
-        silent = {"zeros": value == 0, "zero_groups": zero_groups, "nothing": False}[keep]
-        white = jnp.where(silent, 0, (value - mean) / divisor)
+        silent = {"zeros": signal.value == 0, "zero_groups": zero_groups, "nothing": False}[keep]
+        white = jnp.where(silent, 0, (stats.widen(signal.value) - mean) / divisor)
         return with_value(signal, white), {"mean": _one(mean), "std": _one(std)}
 
     return stateless("whiten_batch", apply)
@@ -123,81 +135,41 @@ def _moments(signal: Signal, ddof: int, include_flat: bool) -> _Moments:
     if value.ndim == 3:
         # Kept in memory: widened once more inside each sum they would cost more than the sums.
         value, mask = jax.lax.optimization_barrier((value, mask))
-        first = _of_tokens(value, mask, include_flat)
-    else:
-        first = _of_samples(stats.of_groups(signal), include_flat)
-    mean = first.total / jnp.maximum(first.number, 1).astype(value.dtype)
-    squares = _total(jnp.where(mask, jnp.square(value - mean), 0), first.counted)
-    degrees = jnp.maximum(first.number - ddof, 1).astype(value.dtype)
-    zero = first.zero.reshape(-1, *(1,) * (value.ndim - 1))
-    return _Moments(mean, squares / degrees, first.flat | (first.number < 2), zero)
+    axes = tuple(range(1, value.ndim))
+    row = _of_tokens(value, mask) if value.ndim == 3 else stats.summary(value, mask)
+    low, high = row.low.min(axes, keepdims=True), row.high.max(axes, keepdims=True)
+    number = row.count.sum(axes, keepdims=True, dtype=jnp.int32)
+    live = jnp.ones_like(mask, shape=number.shape)
+    if not include_flat:
+        live = (low != high) & (number > 1)
+    total = jnp.where(live, row.mean * row.count.astype(value.dtype), 0).sum(axes).sum()
+    lowest, highest = jnp.where(live, low, jnp.inf).min(), jnp.where(live, high, -jnp.inf).max()
+    counted = jnp.where(live, number, 0).sum(dtype=jnp.int32)
+    mean = total / jnp.maximum(counted, 1).astype(value.dtype)
+    squares = jnp.where(mask & live, jnp.square(value - mean), 0)
+    squares = squares.sum(-1, keepdims=True).sum(axes).sum()
+    degrees = jnp.maximum(counted - ddof, 1).astype(value.dtype)
+    flat = (lowest == highest) | (counted < 2)
+    zero = (number == 0) | ((low == 0) & (high == 0))
+    return _Moments(mean, squares / degrees, flat, zero)
 
 
-class _First(NamedTuple):
-    """What the first pass over a batch tells."""
+def _of_tokens(value: Array, mask: Array) -> stats.Summary:
+    """As `stats.summary` of each sample's tokens, but low and high may include 0 if they differ.
 
-    total: Array  # [] of the values that count
-    number: Array  # [] int32, of them
-    counted: Array  # [P, 1] or [1, 1] bool, the prompts that count
-    flat: Array  # [] bool, all of them equal
-    zero: Array  # [P, 1] bool, prompts that are 0 throughout
-
-
-def _of_samples(group: stats.Summary, include_flat: bool) -> _First:
-    counted = jnp.ones_like(group.flat) if include_flat else ~group.flat
-    total, number, low, high = (
-        one[0, 0]
-        for one in onepass.reduce(
-            onepass.total(group.mean * group.count.astype(group.mean.dtype), counted),
-            onepass.total(group.count, counted),
-            onepass.lowest(group.low, counted),
-            onepass.highest(group.high, counted),
-            axis=0,
-        )
-    )
-    zero = (group.count == 0) | ((group.low == 0) & (group.high == 0))
-    return _First(total, number, counted, low == high, zero)
-
-
-def _of_tokens(value: Array, mask: Array, include_flat: bool) -> _First:
-    """Values are 0 where masked: reductions without a mask are several times as fast on a CPU.
-
-    If all unmasked values are equal to c, c is the highest of all entries, masked zeros included,
-    where it is above 0, and the lowest where it is not.
+    Values are 0 where masked, and CPUs reduce without a mask several times as fast as with one.
     """
-    tokens = stats.count_tokens(mask)
-    low, high = value.min(-1, initial=0), value.max(-1, initial=0)
-    own = jnp.where(high > 0, high, low)
-    low, high = low.min(1, keepdims=True), high.max(1, keepdims=True)
-    zero = (low == 0) & (high == 0)
-    if include_flat:
-        low, high = low.min(0, keepdims=True), high.max(0, keepdims=True)
-    equal = jnp.where(high > 0, high, low)
-    differs = ((own != equal) & (tokens > 0)).any(1, keepdims=True)
-    known = differs.any() if include_flat else differs.all()
-    differs = differs | jax.lax.cond(known, lambda: differs, lambda: _differ(value, mask, equal))
-    counted = jnp.ones((1, 1), bool) if include_flat else differs
-    number = jnp.where(counted, tokens, 0).sum(dtype=jnp.int32)
-    return _First(_total(value, counted), number, counted, ~differs.any(), zero)
-
-
-def _differ(value: Array, mask: Array, equal: Array) -> Array:
-    """[P, 1], where an unmasked token is not `equal`; a pass that is rarely needed."""
-    return (mask & (value != equal[..., None])).any(-1).any(1, keepdims=True)
-
-
-def _total(value: Array, counted: Array) -> Array:
-    """The sum over the prompts that count, sample by sample."""
-    if value.ndim == 3:
-        value = value.sum(-1)
-    return jnp.where(counted, value, 0).sum(-1).sum()
+    number = stats.count_tokens(mask)[..., None]
+    low = value.min(-1, keepdims=True, initial=0)
+    high = value.max(-1, keepdims=True, initial=0)
+    equal = jnp.where(high > 0, high, low)  # what all unmasked tokens are, if they are equal
+    differ = (mask & (value != equal)).any(-1, keepdims=True)
+    low = jnp.where(number > 0, jnp.where(differ, low, equal), jnp.inf)
+    high = jnp.where(number > 0, jnp.where(differ, high, equal), -jnp.inf)
+    mean = value.sum(-1, keepdims=True) / jnp.maximum(number, 1).astype(value.dtype)
+    return stats.Summary(low, high, mean, number)
 
 
 def _one(value: Array) -> Mean:
     """A number of the whole batch as a metric."""
     return Mean(total=value, weight=jnp.ones_like(value))
-
-
-def _check_choice(option: str, given: str, allowed: tuple[str, ...]) -> None:
-    if given not in allowed:
-        raise InputError(f"whiten_batch: {option} = {given!r}, expected {', '.join(allowed)}")

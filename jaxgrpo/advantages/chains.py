@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxgrpo.advantages import stats
 from jaxgrpo.advantages.base import AdvantageTransform, Streams, read_field, transform
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.metrics import Metric, Metrics
@@ -299,6 +298,4 @@ def _settle(key: str, before: Any, after: Any) -> Any:
         if after.mask is not before.mask:
             earlier = before.mask.reshape(shape + (1,) * (mask.ndim - len(shape)))
             mask = mask & jnp.broadcast_to(earlier, mask.shape)
-    settled = Signal(value=jnp.where(mask, value, 0), mask=mask)
-    found = stats.recall(after)
-    return settled if found is None else stats.remember(settled, found)
+    return Signal(value=jnp.where(mask, value, 0), mask=mask)

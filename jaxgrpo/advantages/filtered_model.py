@@ -1,19 +1,17 @@
-"""Towards the filtered model: the base, restricted to right answers.
+"""Towards the filtered model: the base, restricted to right answers; and the base under a penalty.
 
 v in {0, 1} is success, a the base, pi the policy sampled from, Z = P_a(v = 1) the base's success
-rate on a prompt. The filtered model is p(y) = a(y) v(y) / Z. Its counterpart under a penalty is
-a(y) exp(v / beta), normalised; tilting.py ties beta to the success rate mu that it has.
+rate on a prompt. The filtered model is p(y) = a(y) v(y) / Z, the target of `alpha_dpg` and `f_dpg`.
 
-What a penalty of strength beta and a success rate mu have to do with each other.
-
-max_q E_q v - beta KL(q || a) is reached by a(y) exp(v / beta), normalised: the base, tilted. On one
-prompt it is fixed by either number, and KL(filtered model || tilted base) = -log mu. Formulas of
-"Binary rewards: fundamental challenges", arXiv 2605.02375; elementwise, in at least float32.
+Its counterpart under a penalty of strength beta is the tilted base a(y) exp(v / beta), normalised,
+which reaches max_q E_q v - beta KL(q || a). On one prompt it is fixed by beta or by its success
+rate mu, and KL(filtered model || tilted base) = -log mu. `mu_of_beta`, `beta_of_mu`, `kappa` and
+`target_validity` are the formulas of "Binary rewards: fundamental challenges", arXiv 2605.02375;
+elementwise, in at least float32.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from functools import partial
@@ -25,10 +23,18 @@ from jax import Array, lax
 
 from jaxgrpo.advantages import stats
 from jaxgrpo.advantages.absolute import successes
-from jaxgrpo.advantages.base import AdvantageTransform, Scheduled, at_step, read, read_field
-from jaxgrpo.core import onepass
-from jaxgrpo.core.errors import InputError, find
-from jaxgrpo.core.metrics import Metrics, mean
+from jaxgrpo.advantages.base import (
+    AdvantageTransform,
+    Scheduled,
+    at_step,
+    check,
+    needs_of,
+    read,
+    read_field,
+    row_state,
+)
+from jaxgrpo.core.errors import find
+from jaxgrpo.core.metrics import Metrics, mean, reduce, summed
 from jaxgrpo.core.types import Rollouts, RolloutSpec, Signal
 
 DIVERGENCES: dict[str, Callable[[Array], Array]] = {
@@ -79,9 +85,13 @@ def alpha_dpg(
     counted ("refused"); a sample whose sums are NaN is masked.
     Metrics: z, refused, capped, unsupported (successes of base probability 0), shares of samples.
     Source: arXiv 2512.05962; cap 10 and floor 1e-4 are its code's. Z from a field is ours.
+
+    >>> from jaxgrpo.advantages import evaluate
+    >>> logp = {name: [[[-1.0], [-1.0]]] for name in ("base_logp", "behavior_logp")}
+    >>> evaluate(alpha_dpg(0.0), [[1.0, 0.0]], token_mask=[[[True], [True]]], **logp)[0].tolist()
+    [[2.0, -2.0]]
     """
-    if not callable(alpha) and not 0 <= alpha < 1:
-        raise InputError(f"alpha_dpg: alpha = {alpha:g}, expected a number in [0, 1)")
+    check("alpha_dpg", "a number in [0, 1)", lambda alpha: 0 <= alpha < 1, alpha=alpha)
     options = _Options("alpha_dpg", cap, z, base_rate, floor, threshold)
 
     def pseudo_reward(log_odds: Array, rollouts: Rollouts) -> Array:
@@ -118,6 +128,11 @@ def f_dpg(
 
     Source: Go et al. 2023, arXiv 2302.08215, which takes estimates of Z over all batches and has
     no cap. Here js is the gradient of 2 JS, as in the authors' code.
+
+    >>> from jaxgrpo.advantages import evaluate
+    >>> logp = {name: [[[-1.0], [-1.0]]] for name in ("base_logp", "behavior_logp")}
+    >>> evaluate(f_dpg("tv"), [[1.0, 0.0]], token_mask=[[[True], [True]]], **logp)[0].tolist()
+    [[1.0, -1.0]]
     """
     find("f_dpg divergence (infinite ones left out)", divergence, DIVERGENCES)
     options = _Options("f_dpg", cap, z, base_rate, floor, threshold)
@@ -139,15 +154,13 @@ def _towards(
     """The transform of a pseudo-reward of log(p / pi)."""
     name, cap, z, base_rate, floor, _ = options
     find(f"{name} z", z, dict.fromkeys(_ESTIMATES))
-    if not 0 < cap < float("inf"):
-        raise InputError(f"{name}: cap = {cap:g}, expected a finite number above 0")
-    if not 0 < floor <= 1:
-        raise InputError(f"{name}: floor = {floor:g}, expected a success rate in (0, 1]")
+    check(name, "a finite number above 0", lambda cap: 0 < cap < float("inf"), cap=cap)
+    check(name, "a success rate in (0, 1]", lambda floor: 0 < floor <= 1, floor=floor)
     return AdvantageTransform(
         name,
         partial(_init, options),
         partial(_update, options, pseudo_reward),
-        needs=frozenset({"base_logp"} | ({base_rate} if base_rate else set())),
+        needs=needs_of("base_logp", base_rate),
         levels=(2,),
     )
 
@@ -155,13 +168,8 @@ def _towards(
 def _init(options: _Options, spec: RolloutSpec) -> dict[str, Array]:
     if options.z != "running" or options.base_rate:
         return {}
-    if spec.num_rows is None:
-        raise InputError(
-            f"{options.name}: z = 'running' remembers each row of the data, but a stream returns"
-            " none: take z = 'group', or a data set"
-        )
-    zeros = jnp.zeros(spec.num_rows, jnp.result_type(float))
-    return {"total": zeros, "count": zeros}
+    where = f"{options.name}: z = 'running'"
+    return row_state(where, "take z = 'group', or a data set", "total", "count")(spec)
 
 
 def _update(
@@ -175,7 +183,7 @@ def _update(
     base, policy = sequences(options.name, rollouts)
     mask = signal.mask & ~jnp.isnan(base) & jnp.isfinite(policy)
     if options.base_rate:
-        mask = mask & jnp.isfinite(_rate(options, rollouts, base))
+        mask = mask & jnp.isfinite(base_rates(options.name, options.base_rate, rollouts, base))
     supported = success & (base > -jnp.inf)
     log_weight = jnp.where(supported & mask, base - policy, -jnp.inf)
     log_z, state = _log_z(options, log_weight, mask, state, rollouts)
@@ -193,7 +201,7 @@ def _update(
         "capped": mean(raw > options.cap, mask),
         "unsupported": mean(success & ~supported, mask),
     }
-    return dataclasses.replace(signal, value=value, mask=mask), state, metrics
+    return Signal(value=value, mask=mask), state, metrics
 
 
 def _log_z(
@@ -203,7 +211,7 @@ def _log_z(
     floor = jnp.log(jnp.asarray(options.floor, log_weight.dtype))
     number = stats.count(mask).astype(log_weight.dtype)
     if options.base_rate:
-        rate = _rate(options, rollouts, log_weight)
+        rate = base_rates(options.name, options.base_rate, rollouts, log_weight)
         return jnp.where(rate > 0, jnp.log(jnp.where(rate > 0, rate, 1)), floor), state
     log_z = jax.nn.logsumexp(log_weight, axis=1, keepdims=True) - jnp.log(jnp.maximum(number, 1))
     log_z = jnp.minimum(log_z, 0)
@@ -218,16 +226,13 @@ def _log_z(
     return jnp.where(log_z > -jnp.inf, log_z, floor), state
 
 
-def _rate(options: _Options, rollouts: Rollouts, like: Array) -> Array:
-    """The field of base success rates, [P, 1]; NaN where it was not measured."""
-    rate = read_field(options.name, str(options.base_rate), rollouts)
-    if rate.shape != like.shape[:1]:
-        raise InputError(
-            f"{options.name}: {options.base_rate} has shape {rate.shape}, expected one base"
-            f" success rate per prompt, [P] = {like.shape[:1]}"
-        )
-    known = jnp.isfinite(rate)
-    return jnp.where(known, jnp.clip(rate.astype(like.dtype), 0, 1), jnp.nan)[:, None]
+def base_rates(name: str, field: str, rollouts: Rollouts, like: Array) -> Array:
+    """The field of base success rates, [P, 1], in [0, 1]; NaN where it was not measured."""
+    rate = read_field(
+        name, field, rollouts, like.shape[:1], "one base success rate per prompt, [P]"
+    )
+    clipped = jnp.clip(rate.astype(like.dtype), 0, 1)
+    return jnp.where(jnp.isfinite(rate), clipped, jnp.nan)[:, None]
 
 
 def sequences(name: str, rollouts: Rollouts) -> tuple[Array, Array]:
@@ -236,9 +241,7 @@ def sequences(name: str, rollouts: Rollouts) -> tuple[Array, Array]:
     base = stats.widen(read_field(name, "base_logp", rollouts))
     policy = stats.widen(read(name, rollouts, "behavior_logp"))
     dtype = jnp.promote_types(base.dtype, policy.dtype)
-    totals = onepass.reduce(
-        *(onepass.total(logp.astype(dtype), tokens) for logp in (base, policy)), axis=-1
-    )
+    totals = reduce(*(summed(logp.astype(dtype), tokens) for logp in (base, policy)), axis=-1)
     return totals[0][..., 0], totals[1][..., 0]
 
 
@@ -319,8 +322,8 @@ def target_validity(target: Any, base_rates: Any) -> Validity:
     >>> round(float(found.mu[1:].mean()), 5), int(found.left_out)
     (0.9, 1)
     """
-    if isinstance(target, float | int) and not 0 < target < 1:
-        raise InputError(f"target_validity: target = {target:g}, expected a rate in (0, 1)")
+    if isinstance(target, float | int):
+        check("target_validity", "a rate in (0, 1)", lambda rate: 0 < rate < 1, target=target)
     target, rates = _wide(target, base_rates)
     able = rates > 0
     number = jnp.maximum(able.sum(dtype=jnp.int32), 1).astype(rates.dtype)

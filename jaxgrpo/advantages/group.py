@@ -1,10 +1,8 @@
-"""Baselines and scales taken from the samples of one prompt.
-
-Advantages for the best of several samples, and pairs of samples.
-"""
+"""Baselines and scales taken from the samples of one prompt; then pass@k, and pairs of samples."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
@@ -17,11 +15,12 @@ from jaxgrpo.advantages.base import (
     AdvantageTransform,
     Scheduled,
     at_step,
+    check,
+    check_choice,
     read,
     stateless,
     with_value,
 )
-from jaxgrpo.core import onepass
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.metrics import Metrics, mean
 from jaxgrpo.core.types import Rollouts, RolloutSpec, Signal
@@ -43,16 +42,16 @@ def subtract_group_mean(singleton: str = "zero") -> AdvantageTransform:
     Signal: [P, G] -> [P, G], mask unchanged.  Raises: InputError on token-level values [P, G, T].
     Source: Shao et al. 2024, arXiv 2402.03300, section 4.1.2; alone, it is the advantage of
     Dr. GRPO, Liu et al. 2025, arXiv 2503.20783. verl keeps a single sample's raw reward.
+
+    >>> from jaxgrpo.advantages import evaluate
+    >>> evaluate(subtract_group_mean(), [[1.0, 0.0, 0.0, 1.0]])[0].tolist()
+    [[0.5, -0.5, -0.5, 0.5]]
     """
-    _check_singleton("subtract_group_mean", singleton)
 
-    def apply(signal: Signal, rollouts: Rollouts) -> tuple[Signal, Metrics]:
-        value, group = stats.widen(signal.value), stats.of_groups(signal)
-        raw = value if singleton == "raw" else None
-        centred = _unless_flat(signal, group, value - group.mean, raw)
-        return (centred if raw is not None else _remember_centred(centred, group)), {}
+    def centred(signal: Signal, group: stats.Summary, rollouts: Rollouts) -> Array:
+        return stats.widen(signal.value) - group.mean
 
-    return stateless("subtract_group_mean", apply, levels=(2,), relative=True)
+    return _unless_flat("subtract_group_mean", centred, singleton)
 
 
 def divide_by_group_std(
@@ -74,22 +73,23 @@ def divide_by_group_std(
     Signal: [P, G] -> [P, G], mask unchanged.  Raises: InputError on token-level values [P, G, T].
     Source: Shao et al. 2024, arXiv 2402.03300, section 4.1.2. The paper gives neither eps nor
     ddof; TRL takes ddof 1 and eps 1e-4, verl ddof 1 and eps 1e-6.
+
+    >>> from jaxgrpo.advantages import evaluate
+    >>> evaluate(divide_by_group_std(eps=0.0, ddof=0), [[3.0, 1.0], [1.0, 1.0]])[0].tolist()
+    [[3.0, 1.0], [0.0, 0.0]]
     """
-    _check_singleton("divide_by_group_std", singleton)
     stats.check_ddof("divide_by_group_std", ddof)
 
-    def apply(signal: Signal, rollouts: Rollouts) -> tuple[Signal, Metrics]:
+    def divided(signal: Signal, group: stats.Summary, rollouts: Rollouts) -> Array:
         value = stats.widen(signal.value)
-        group = stats.of_groups(signal)
         std = stats.std(value, signal.mask, ddof=ddof, about=group)
         added = at_step(eps, rollouts, value.dtype)
         # Where the group is flat the divisor may be 0: it is replaced, not only its quotient.
         divisor = jnp.where(group.flat, 1 + added, std + added)
         divisor = jnp.where(divisor > 0, divisor, jnp.inf)  # eps 0 and a variance that underflows
-        divided = value / divisor
-        return _unless_flat(signal, group, divided, divided if singleton == "raw" else None), {}
+        return value / divisor
 
-    return stateless("divide_by_group_std", apply, levels=(2,), relative=True)
+    return _unless_flat("divide_by_group_std", divided, singleton, scales=True)
 
 
 def subtract_leave_one_out_mean(singleton: str = "zero") -> AdvantageTransform:
@@ -107,17 +107,18 @@ def subtract_leave_one_out_mean(singleton: str = "zero") -> AdvantageTransform:
     Signal: [P, G] -> [P, G], mask unchanged.  Raises: InputError on token-level values [P, G, T].
     Source: RLOO, Ahmadian et al. 2024, arXiv 2402.14740. verl's `rloo` keeps a single sample's
     raw reward, its `rloo_vectorized` gives 0.
+
+    >>> from jaxgrpo.advantages import evaluate
+    >>> evaluate(subtract_leave_one_out_mean(), [[1.0, 0.0, 0.5]])[0].tolist()
+    [[0.75, -0.75, 0.0]]
     """
-    _check_singleton("subtract_leave_one_out_mean", singleton)
 
-    def apply(signal: Signal, rollouts: Rollouts) -> tuple[Signal, Metrics]:
+    def left_out(signal: Signal, group: stats.Summary, rollouts: Rollouts) -> Array:
         value = stats.widen(signal.value)
-        group = stats.of_groups(signal)
         number = group.count.astype(value.dtype)
-        alone = number / jnp.maximum(number - 1, 1) * (value - group.mean)
-        return _unless_flat(signal, group, alone, value if singleton == "raw" else None), {}
+        return number / jnp.maximum(number - 1, 1) * (value - group.mean)
 
-    return stateless("subtract_leave_one_out_mean", apply, levels=(2,), relative=True)
+    return _unless_flat("subtract_leave_one_out_mean", left_out, singleton)
 
 
 def subtract_group_median() -> AdvantageTransform:
@@ -132,14 +133,17 @@ def subtract_group_median() -> AdvantageTransform:
     Signal: [P, G] -> [P, G], mask unchanged.  Raises: InputError on token-level values [P, G, T].
     Source: MC-GRPO, arXiv 2601.22582, which draws an odd number of samples and leaves the middle
     one out of the update; here its advantage is 0.
+
+    >>> from jaxgrpo.advantages import evaluate
+    >>> evaluate(subtract_group_median(), [[1.0, 0.0, 0.0, 0.0]])[0].tolist()
+    [[1.0, 0.0, 0.0, 0.0]]
     """
 
-    def apply(signal: Signal, rollouts: Rollouts) -> tuple[Signal, Metrics]:
+    def centred(signal: Signal, group: stats.Summary, rollouts: Rollouts) -> Array:
         value = stats.widen(signal.value)
-        group = stats.of_groups(signal)
-        return _unless_flat(signal, group, value - _median(value, signal.mask)), {}
+        return value - _median(value, signal.mask)
 
-    return stateless("subtract_group_median", apply, levels=(2,), relative=True)
+    return _unless_flat("subtract_group_median", centred)
 
 
 def subtract_length_weighted_mean(singleton: str = "zero") -> AdvantageTransform:
@@ -156,22 +160,23 @@ def subtract_length_weighted_mean(singleton: str = "zero") -> AdvantageTransform
     Signal: [P, G] -> [P, G], mask unchanged; reads token_mask [P, G, T].  Raises: InputError on
     token-level values [P, G, T].
     Source: OPO, Hao et al. 2025, arXiv 2505.23585.
-    """
-    _check_singleton("subtract_length_weighted_mean", singleton)
 
-    def apply(signal: Signal, rollouts: Rollouts) -> tuple[Signal, Metrics]:
+    >>> from jaxgrpo.advantages import evaluate
+    >>> lengths = [[[True, True, True], [True, False, False]]]
+    >>> evaluate(subtract_length_weighted_mean(), [[1.0, 0.0]], token_mask=lengths)[0].tolist()
+    [[0.25, -0.75]]
+    """
+
+    def centred(signal: Signal, group: stats.Summary, rollouts: Rollouts) -> Array:
         value = stats.widen(signal.value)
         tokens = read("subtract_length_weighted_mean", rollouts, "token_mask").astype(bool)
         length = jnp.where(signal.mask, tokens.sum(-1, dtype=jnp.int32), 0).astype(value.dtype)
         total = length.sum(1, keepdims=True)
         # Weights that add up to 1 first: length times a huge reward would overflow.
         share = length / jnp.maximum(total, 1)
-        baseline = jnp.where(signal.mask, share * value, 0).sum(1, keepdims=True)
-        raw = value if singleton == "raw" else None
-        group = stats.of_groups(signal)
-        return _unless_flat(signal, group, value - baseline, raw), {}
+        return value - jnp.where(signal.mask, share * value, 0).sum(1, keepdims=True)
 
-    return stateless("subtract_length_weighted_mean", apply, levels=(2,), relative=True)
+    return _unless_flat("subtract_length_weighted_mean", centred, singleton)
 
 
 def divide_by_group_mean(eps: Scheduled = 0.0) -> AdvantageTransform:
@@ -188,6 +193,10 @@ def divide_by_group_mean(eps: Scheduled = 0.0) -> AdvantageTransform:
     Signal: [P, G] -> [P, G], mask unchanged.  Raises: InputError on token-level values [P, G, T].
     Source: MaxRL, arXiv 2602.02710: with rewards in {0, 1} the expected gradient is that of
     sum_{k <= G} pass@k / k, the log-likelihood of success cut after G terms.
+
+    >>> from jaxgrpo.advantages import evaluate
+    >>> evaluate(divide_by_group_mean(), [[1.0, 0.0, 0.0, 0.0]])[0].tolist()
+    [[4.0, 0.0, 0.0, 0.0]]
     """
 
     def apply(signal: Signal, rollouts: Rollouts) -> tuple[Signal, Metrics]:
@@ -201,56 +210,38 @@ def divide_by_group_mean(eps: Scheduled = 0.0) -> AdvantageTransform:
 
 
 def _unless_flat(
-    signal: Signal, group: stats.Summary, value: Array, raw: Array | None = None
-) -> Signal:
-    """The value, but exactly 0 in flat groups; with `raw`, that of a single unmasked sample."""
-    after = jnp.where(group.flat, 0, value)
-    if raw is not None:
-        after = jnp.where(group.count == 1, raw, after)
-    return with_value(signal, after)
+    name: str,
+    of_group: Callable[[Signal, stats.Summary, Rollouts], Array],
+    singleton: str = "zero",
+    scales: bool = False,
+) -> AdvantageTransform:
+    """The part that gives exactly 0 in flat groups, and what `of_group` gives in the others.
 
-
-def _remember_centred(centred: Signal, group: stats.Summary) -> Signal:
-    """What is known of groups less their mean: a subtraction rounds all their values alike.
-
-    Their mean is 0 but for the rounding of the mean that was subtracted.
+    Args:
+      singleton: what a group with one unmasked sample gets: "zero", or "raw": the sample's value,
+        or what `of_group` gives if it `scales`.
     """
+    check_choice(name, _SINGLETONS, singleton=singleton)
 
-    def less_mean(end: Array) -> Array:
-        after = stats.widen(end) - jnp.where(group.count > 0, group.mean, 0)
-        return jnp.where(group.flat & (group.count > 0), 0, after).astype(centred.value.dtype)
+    def apply(signal: Signal, rollouts: Rollouts) -> tuple[Signal, Metrics]:
+        group = stats.summary(signal.value, signal.mask)
+        made = of_group(signal, group, rollouts)
+        after = jnp.where(group.flat, 0, made)
+        if singleton == "raw":
+            raw = made if scales else stats.widen(signal.value)
+            after = jnp.where(group.count == 1, raw, after)
+        return with_value(signal, after), {}
 
-    ends = less_mean(group.low), less_mean(group.high)
-    found = stats.Summary(*ends, jnp.zeros_like(group.mean), group.count)
-    return stats.remember(centred, found)
-
-
-def _check_singleton(name: str, singleton: str) -> None:
-    if singleton not in _SINGLETONS:
-        raise InputError(
-            f"{name}: singleton = {singleton!r}, expected one of {', '.join(_SINGLETONS)}"
-        )
+    return stateless(name, apply, levels=(2,), relative=True)
 
 
 def _median(value: Float[Array, "P G"], mask: Bool[Array, "P G"]) -> Float[Array, "P 1"]:
     """The median of unmasked entries; what it says of groups without any does not matter."""
     number = stats.count(mask)
-    low, high = jnp.maximum(number - 1, 0) // 2, number // 2
-    if value.shape[1] <= stats.FEW:
-        # The k-th smallest is the largest of those with at most k smaller ones: no sort.
-        smaller = stats.count_lower(value, mask)
-
-        def smallest(rank: Array) -> Array:
-            within = mask & (smaller <= rank)
-            return jnp.where(within, value, -jnp.inf).max(1, keepdims=True)
-
-        pair = smallest(low), smallest(high)
-    else:
-        order = jnp.sort(jnp.where(mask, value, jnp.inf), axis=1)
-        high = jnp.minimum(high, value.shape[1] - 1)
-        pair = jnp.take_along_axis(order, low, 1), jnp.take_along_axis(order, high, 1)
+    order = jnp.sort(jnp.where(mask, value, jnp.inf), axis=1)
+    low, high = jnp.maximum(number - 1, 0) // 2, jnp.minimum(number // 2, value.shape[1] - 1)
     # Halved before they are added: two huge rewards would overflow.
-    return pair[0] / 2 + pair[1] / 2
+    return jnp.take_along_axis(order, low, 1) / 2 + jnp.take_along_axis(order, high, 1) / 2
 
 
 def max_minus_second() -> AdvantageTransform:
@@ -266,23 +257,22 @@ def max_minus_second() -> AdvantageTransform:
     Signal: [P, G] -> [P, G], mask unchanged.  Raises: InputError on token-level values [P, G, T].
     Source: pass@k training, arXiv 2503.19595. The expected gradient is that of the expected best
     reward of G, over G; verl refuses single samples.
+
+    >>> from jaxgrpo.advantages import evaluate
+    >>> evaluate(max_minus_second(), [[4.0, 1.0, 3.0]])[0].tolist()
+    [[1.0, 0.0, 0.0]]
     """
 
     def apply(signal: Signal, rollouts: Rollouts) -> tuple[Signal, Metrics]:
         value, mask = stats.widen(signal.value), signal.mask
-        best, number = _highest(value, mask)
-        first = mask & (value == best)
-        second, others = _highest(value, mask & ~first)
-        alone = (number == others + 1) & (number > 1)
-        ahead = best - jnp.where(alone, second, best)
+        group = stats.summary(value, mask)
+        first = mask & (value == group.high)
+        others = stats.summary(value, mask & ~first)
+        alone = (group.count == others.count + 1) & (group.count > 1)
+        ahead = group.high - jnp.where(alone, others.high, group.high)
         return with_value(signal, jnp.where(alone & first, ahead, 0)), {}
 
     return stateless("max_minus_second", apply, levels=(2,), relative=True)
-
-
-def _highest(value: Array, mask: Array) -> tuple[Array, ...]:
-    """(the highest unmasked sample of each prompt, how many are unmasked)."""
-    return onepass.reduce(onepass.highest(value, mask), onepass.number(mask), axis=1)
 
 
 def leave_one_out_pass_at_k(k: int, threshold: Scheduled | None = None) -> AdvantageTransform:
@@ -305,9 +295,12 @@ def leave_one_out_pass_at_k(k: int, threshold: Scheduled | None = None) -> Advan
     Raises: InputError on k < 1, and before compiling on k >= group_size.  Metrics: too_few, the
     share of groups with unmasked samples, but no more than k.
     Source: the estimator of Chen et al. 2021, arXiv 2107.03374; as a reward, arXiv 2505.15201.
+
+    >>> from jaxgrpo.advantages import evaluate
+    >>> evaluate(leave_one_out_pass_at_k(1), [[1.0, 0.0, 0.0]])[0].tolist()
+    [[1.0, -0.5, -0.5]]
     """
-    if k < 1:
-        raise InputError(f"leave_one_out_pass_at_k: k = {k}, expected at least 1")
+    check("leave_one_out_pass_at_k", "at least 1", lambda k: k >= 1, k=k)
 
     def apply(signal: Signal, rollouts: Rollouts) -> tuple[Signal, Metrics]:
         signal, success, metrics = successes("leave_one_out_pass_at_k", signal, threshold, rollouts)
@@ -316,18 +309,16 @@ def leave_one_out_pass_at_k(k: int, threshold: Scheduled | None = None) -> Advan
         few = {"too_few": mean(number <= k, number > 0)}
         return with_value(signal, value), {**metrics, **few}
 
-    whole = stateless("leave_one_out_pass_at_k", apply, levels=(2,), relative=True)
-
-    def init(spec: RolloutSpec) -> tuple[()]:
+    def accepts(spec: RolloutSpec) -> None:
         if spec.group_size <= k:
             raise InputError(
                 f"rollout.group_size = {spec.group_size}: leave_one_out_pass_at_k(k={k}) leaves one"
                 " sample out of more than k: draw more samples or lower k; for k = group_size take"
                 " max_minus_second"
             )
-        return ()
 
-    return whole._replace(init=init)
+    name = "leave_one_out_pass_at_k"
+    return stateless(name, apply, levels=(2,), relative=True, accepts=accepts)
 
 
 def contrastive_pairs() -> AdvantageTransform:
@@ -342,12 +333,18 @@ def contrastive_pairs() -> AdvantageTransform:
 
     Signal: [P, G] -> [P, G], mask unchanged.  Raises: InputError on token-level values [P, G, T].
     Source: the pairwise reading of centring, Gradient starvation, arXiv 2605.07689; ranks are ours.
+
+    >>> from jaxgrpo.advantages import evaluate
+    >>> evaluate(contrastive_pairs(), [[9.0, 1.0, 0.0, 0.0]])[0].tolist()
+    [[0.75, 0.25, -0.5, -0.5]]
     """
 
     def apply(signal: Signal, rollouts: Rollouts) -> tuple[Signal, Metrics]:
         value, mask = signal.value, signal.mask
-        won = stats.count_lower(value, mask)
-        lost = stats.count_lower(-value, mask)
+        # [P, other, sample]
+        lower = mask[:, :, None] & (value[:, :, None] < value[:, None])
+        higher = mask[:, :, None] & (value[:, :, None] > value[:, None])
+        won, lost = lower.sum(1, dtype=jnp.int32), higher.sum(1, dtype=jnp.int32)
         dtype = stats.widen(value).dtype
         number = jnp.maximum(stats.count(mask), 1).astype(dtype)
         return with_value(signal, (won - lost).astype(dtype) / number), {}

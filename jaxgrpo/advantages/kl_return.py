@@ -7,7 +7,7 @@ return has exactly it. Both parts stand behind the normalisation, where one beta
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import Array
@@ -18,11 +18,17 @@ from jaxgrpo.advantages.base import (
     AdvantageTransform,
     Scheduled,
     at_step,
+    check,
+    check_at_least,
     floating,
+    needs_of,
     read,
     read_field,
+    row_state,
+    stateless,
+    with_value,
 )
-from jaxgrpo.advantages.filtered_model import sequences, target_validity
+from jaxgrpo.advantages.filtered_model import base_rates, sequences, target_validity
 from jaxgrpo.advantages.stats import clamp, log_ratio
 from jaxgrpo.advantages.tokens import at_tokens, sum_behind
 from jaxgrpo.core.errors import InputError
@@ -54,21 +60,20 @@ def add_kl_return(beta: Scheduled, reference: str = "reference") -> AdvantageTra
     Metrics: kl, KL(policy || reference) per token by k3; log_ratio_clamped, the share of tokens
     with |d| above 20, which counts as 20.
     Source: KL-shaped rewards, Ziegler et al. 2019, arXiv 1909.08593. The baseline is ours.
+
+    >>> from jaxgrpo.advantages import evaluate
+    >>> given = {"trainer_logp": [[[-1.0, -1.0]]], "reference_logp": [[[-2.0, -2.0]]]}
+    >>> given["token_mask"] = [[[True, True]]]
+    >>> evaluate(add_kl_return(0.5), [[1.0]], **given)[0].tolist()
+    [[[0.0, 0.5]]]
     """
-    if not callable(beta) and not 0 <= beta < float("inf"):
-        raise InputError(f"add_kl_return: beta = {beta}, expected a number of at least 0")
+    check_at_least("add_kl_return", 0, beta=beta)
 
-    def update(signal: Signal, state: Any, rollouts: Rollouts) -> tuple[Signal, Any, Metrics]:
+    def apply(signal: Signal, rollouts: Rollouts) -> tuple[Signal, Metrics]:
         charge = at_step(beta, rollouts, jnp.result_type(float))
-        after, metrics = _charged("add_kl_return", charge, reference, signal, rollouts)
-        return after, state, metrics
+        return _charged("add_kl_return", charge, reference, signal, rollouts)
 
-    return AdvantageTransform(
-        "add_kl_return",
-        lambda spec: (),
-        update,
-        needs=frozenset({"trainer_logp", f"{reference}_logp"}),
-    )
+    return stateless("add_kl_return", apply, needs=needs_of("trainer_logp", f"{reference}_logp"))
 
 
 def add_kl_return_for_validity(
@@ -105,21 +110,21 @@ def add_kl_return_for_validity(
     (share of them), refused (see `sign`).
     Source: beta(mu) of arXiv 2605.02375; the estimate by E[a v / policy] = A is that of alpha-DPG,
     arXiv 2512.05962.
+
+    >>> from jaxgrpo.advantages import evaluate
+    >>> logp = {name: [[[-1.0], [-1.0]]] for name in ("trainer_logp", "base_logp", "behavior_logp")}
+    >>> part = add_kl_return_for_validity(0.9)
+    >>> evaluate(part, [[1.0, 0.0]], token_mask=[[[True], [True]]], **logp)[0].tolist()
+    [[[1.0], [0.0]]]
     """
     name = "add_kl_return_for_validity"
-    if not callable(target_validity) and not 0 < target_validity < 1:
-        raise InputError(
-            f"{name}: target_validity = {target_validity}, expected a success rate in (0, 1)"
-        )
-    if not 0 < max_beta < float("inf"):
-        raise InputError(f"{name}: max_beta = {max_beta}, expected a finite number above 0")
     options = _Options(name, target_validity, reward, threshold, base_rate, max_beta)
-    named = {field for field in (reward, base_rate) if field is not None}
+    options.check()
     return AdvantageTransform(
         name,
         partial(_init, options),
         partial(_update, options),
-        needs=frozenset({"trainer_logp", "base_logp"} | named),
+        needs=needs_of("trainer_logp", "base_logp", reward, base_rate),
     )
 
 
@@ -131,20 +136,21 @@ class _Options(NamedTuple):
     base_rate: str | None
     max_beta: float
 
+    def check(self) -> None:
+        rate = "a success rate in (0, 1)"
+        check(self.name, rate, lambda rate: 0 < rate < 1, target_validity=self.target)
+        positive = "a finite number above 0"
+        check(self.name, positive, lambda beta: 0 < beta < float("inf"), max_beta=self.max_beta)
+
 
 def _init(options: _Options, spec: RolloutSpec) -> dict[str, Array]:
-    if spec.num_rows is None:
-        raise InputError(
-            f"{options.name} remembers the base's success rate on each row of the data, but a"
-            " stream returns none: train on a data set of known size, or take add_kl_return(beta)"
-        )
     if options.reward is None and len(spec.rewards) != 1:
         raise InputError(
             f"{options.name}: there are {len(spec.rewards)} rewards ({', '.join(spec.rewards)}):"
             " name the one that says what is valid, reward=..."
         )
-    zeros = jnp.zeros(spec.num_rows, jnp.result_type(float))
-    return {"total": zeros, "count": zeros}
+    instead = "train on a data set of known size, or take add_kl_return(beta)"
+    return row_state(options.name, instead, "total", "count")(spec)
 
 
 def _update(
@@ -175,23 +181,18 @@ def _rates(
 
 
 def _given(options: _Options, row: Array, rollouts: Rollouts) -> tuple[dict[str, Array], Metrics]:
-    rate = read_field(options.name, str(options.base_rate), rollouts)
-    if rate.shape != row.shape:
-        raise InputError(
-            f"{options.name}: {options.base_rate} has shape {rate.shape}, expected one base"
-            f" success rate per prompt, [P] = {row.shape}"
-        )
-    rate = floating(rate)
+    like = jnp.zeros(row.shape, jnp.result_type(float))
+    rate = base_rates(options.name, str(options.base_rate), rollouts, like)[:, 0]
     known = jnp.isfinite(rate)
-    total = jnp.where(known, jnp.clip(rate, 0, 1), 0)
-    return {"total": total, "count": known.astype(rate.dtype)}, {}
+    return {"total": jnp.where(known, rate, 0), "count": known.astype(rate.dtype)}, {}
 
 
 def _measured(
     options: _Options, row: Array, rollouts: Rollouts
 ) -> tuple[dict[str, Array], Metrics]:
     """Sum and number of v a(y) / policy(y) of each group."""
-    value = floating(read_field(options.name, _reward(options, rollouts), rollouts))
+    reward = options.reward or next(iter(rollouts.rewards))
+    value = floating(read_field(options.name, reward, rollouts))
     judged = jnp.isfinite(value)
     verdict = Signal(value=jnp.where(judged, value, 0), mask=judged)
     verdict, success, refused = successes(options.name, verdict, options.threshold, rollouts)
@@ -202,10 +203,6 @@ def _measured(
     weight = jnp.exp(jnp.minimum(jnp.where(mask & success, base - policy, -jnp.inf), highest))
     number = stats.count(mask)[:, 0].astype(weight.dtype)
     return {"total": jnp.minimum(weight.sum(1), number), "count": number}, refused
-
-
-def _reward(options: _Options, rollouts: Rollouts) -> str:
-    return options.reward if options.reward is not None else next(iter(rollouts.rewards))
 
 
 def _charged(
@@ -226,5 +223,4 @@ def _charged(
         "kl": mean(jnp.expm1(-distance) + distance, signal.mask),
         "log_ratio_clamped": mean(clamped, signal.mask),
     }
-    value = jnp.where(signal.mask, value, 0).astype(signal.value.dtype)
-    return Signal(value=value, mask=signal.mask), metrics
+    return with_value(signal, jnp.where(signal.mask, value, 0)), metrics

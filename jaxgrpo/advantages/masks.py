@@ -12,15 +12,18 @@ from jaxgrpo.advantages.base import (
     AdvantageTransform,
     Scheduled,
     at_step,
+    check,
     check_at_least,
+    check_choice,
+    check_share,
     floating,
+    keep_groups,
     needs_of,
     read,
     read_field,
     samples,
     stateless,
 )
-from jaxgrpo.advantages.tracked import check_share
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.metrics import Metrics, mean
 from jaxgrpo.core.types import Rollouts, Signal
@@ -35,13 +38,16 @@ def mask_zero_variance() -> AdvantageTransform:
     Signal: [P, G] -> [P, G], mask cut.  Raises: InputError on token-level values [P, G, T].
     Metrics: masked_groups, the share of groups with a sample that went.
     Source: DAPO, arXiv 2503.14476, section 3.2, without its refill, which is a prompt policy.
+
+    >>> from jaxgrpo.advantages import evaluate
+    >>> evaluate(mask_zero_variance(), [[1.0, 0.0], [1.0, 1.0]])[1].tolist()
+    [[True, True], [False, False]]
     """
 
     def apply(signal: Signal, rollouts: Rollouts) -> tuple[Signal, Metrics]:
-        group = stats.of_groups(signal)
+        group = stats.summary(signal.value, signal.mask)
         masked = dataclasses.replace(signal, mask=signal.mask & ~group.flat)
-        metrics: Metrics = {"masked_groups": mean(group.flat & (group.count > 0))}
-        return stats.remember(masked, group.where(~group.flat)), metrics
+        return masked, {"masked_groups": mean(group.flat & (group.count > 0))}
 
     return stateless("mask_zero_variance", apply, levels=(2,))
 
@@ -54,6 +60,10 @@ def mask_truncated() -> AdvantageTransform:
 
     Signal: [P, G] or [P, G, T], mask cut.  Metrics: masked, the share of unmasked samples.
     Source: DAPO, arXiv 2503.14476, section 3.4 (overlong filtering); where it stands is not given.
+
+    >>> from jaxgrpo.advantages import evaluate
+    >>> evaluate(mask_truncated(), [[1.0, 0.0]], truncated=[[False, True]])[1].tolist()
+    [[True, False]]
     """
 
     def apply(signal: Signal, rollouts: Rollouts) -> tuple[Signal, Metrics]:
@@ -95,9 +105,13 @@ def mask_low_variance(
     Signal: [P, G] -> [P, G], mask cut.  Raises: InputError on [P, G, T], on shapes without fit.
     Metrics: masked_groups, the share of groups with a sample that went; variance, the mean of v.
     Source: DRO's query filter, arXiv 2506.13351. Threshold, ties and the zero rule are ours.
+
+    >>> from jaxgrpo.advantages import evaluate
+    >>> evaluate(mask_low_variance(drop=0.5), [[1.0, 0.0], [0.5, 0.4]])[1].tolist()
+    [[True, True], [False, False]]
     """
     _check_low_variance(threshold, drop, field, positions, reduce)
-    needs = needs_of(field) | needs_of(None if positions == "token_mask" else positions)
+    needs = needs_of(field, None if positions == "token_mask" else positions)
 
     def apply(signal: Signal, rollouts: Rollouts) -> tuple[Signal, Metrics]:
         value, mask = _compared(field, positions, signal, rollouts)
@@ -107,8 +121,7 @@ def mask_low_variance(
             keep = spread > at_step(threshold or 0.0, rollouts, spread.dtype)
         else:
             keep = _above_lowest(spread, scored, at_step(drop, rollouts, spread.dtype))
-        masked = dataclasses.replace(signal, mask=signal.mask & keep)
-        return masked, {"masked_groups": mean(~keep, scored), "variance": mean(spread, scored)}
+        return keep_groups(signal, keep, variance=mean(spread, scored))
 
     return stateless("mask_low_variance", apply, needs=needs, levels=(2,))
 
@@ -137,11 +150,14 @@ def mask_group_difficulty(
     Raises: InputError on token-level values [P, G, T], on a band without room or beyond [0, 1].
     Metrics: masked_groups, the share of groups with a sample that went; rate, its mean.
     Source: the difficulties of arXiv 2605.28388, where overly hard samples harm; the band is ours.
+
+    >>> from jaxgrpo.advantages import evaluate
+    >>> evaluate(mask_group_difficulty(), [[1.0, 0.0], [0.0, 0.0]])[1].tolist()
+    [[True, True], [False, False]]
     """
     if not callable(low) and not callable(high) and not low <= high:
         raise InputError(f"mask_group_difficulty: low = {low} is above high = {high}: swap them")
-    check_share("mask_group_difficulty", "low", low)
-    check_share("mask_group_difficulty", "high", high)
+    check_share("mask_group_difficulty", low=low, high=high)
 
     def apply(signal: Signal, rollouts: Rollouts) -> tuple[Signal, Metrics]:
         read = samples("mask_group_difficulty", reward, signal, rollouts)
@@ -152,9 +168,7 @@ def mask_group_difficulty(
         judged = read.mask.any(axis=1, keepdims=True)
         bounds = [at_step(bound, rollouts, rate.dtype) for bound in (low, high)]
         keep = judged & (rate >= bounds[0]) & (rate <= bounds[1])
-        scored = signal.mask.any(axis=1, keepdims=True)
-        masked = dataclasses.replace(signal, mask=signal.mask & keep)
-        return masked, {"masked_groups": mean(~keep, scored), "rate": mean(rate, judged)}
+        return keep_groups(signal, keep, rate=mean(rate, judged))
 
     return stateless("mask_group_difficulty", apply, needs=needs_of(reward), levels=(2,))
 
@@ -167,10 +181,8 @@ def _check_low_variance(threshold, drop, field, positions, reduce) -> None:
             " variance that must be exceeded or the share of groups that goes"
         )
     check_at_least(where, 0, threshold=threshold)
-    if isinstance(drop, (int, float)) and not 0 <= drop < 1:
-        raise InputError(f"{where}: drop = {drop}, expected a share from 0 to below 1")
-    if reduce not in ("max", "mean"):
-        raise InputError(f"{where}: reduce = {reduce!r}, expected 'max' or 'mean'")
+    check(where, "a share from 0 to below 1", lambda share: 0 <= share < 1, drop=drop)
+    check_choice(where, ("max", "mean"), reduce=reduce)
     if positions is not None and field is None:
         raise InputError(f"{where}: positions = {positions!r} belongs to a field: name it")
 

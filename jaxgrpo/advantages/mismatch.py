@@ -7,8 +7,6 @@ inverse). Where both agree nothing changes, to the last bit. x is clamped to +- 
 exponential; the share is in the metric log_ratio_clamped.
 
 A sample's ratio is taken over all its chosen tokens, also those that an earlier step has masked.
-
-Log ratios of two policies at the sampled tokens, as constants of the update.
 """
 
 from __future__ import annotations
@@ -25,15 +23,27 @@ from jaxgrpo.advantages.base import (
     AdvantageTransform,
     Scheduled,
     at_step,
+    check,
+    check_choice,
     read,
     read_field,
     stateless,
+    with_value,
 )
 from jaxgrpo.advantages.stats import clamp, log_ratio
 from jaxgrpo.advantages.tokens import at_tokens
-from jaxgrpo.core import onepass
-from jaxgrpo.core.errors import InputError
-from jaxgrpo.core.metrics import Max, Mean, Metrics, Min, mean
+from jaxgrpo.core.metrics import (
+    Max,
+    Mean,
+    Metrics,
+    Min,
+    counted,
+    highest,
+    lowest,
+    mean,
+    reduce,
+    summed,
+)
 from jaxgrpo.core.types import Rollouts, Signal
 
 _NEEDS = frozenset({"trainer_logp"})
@@ -59,13 +69,16 @@ def truncated_importance(cap: Scheduled = 2.0, level: str = "token") -> Advantag
     Metrics: capped, weight (mean), effective_sample_size (share of the tokens or samples),
     ratio_max, ratio_min, log_ratio_clamped.
     Source: truncated importance sampling as in TRL, verl (cap 2), SkyRL; Ionides 2008.
+
+    >>> from jaxgrpo.advantages import evaluate
+    >>> given = {"trainer_logp": [[[-1.0, -1.0]]], "behavior_logp": [[[-1.0, -9.0]]]}
+    >>> given["token_mask"] = [[[True, True]]]
+    >>> evaluate(truncated_importance(cap=2.0), [[1.0]], **given)[0].tolist()
+    [[[1.0, 2.0]]]
     """
-    _check_level("truncated_importance", level)
-    if not callable(cap) and not cap >= 1:
-        raise InputError(
-            f"truncated_importance: cap = {cap}, expected at least 1: below it on-policy samples"
-            " are cut too"
-        )
+    check_choice("truncated_importance", _LEVELS, level=level)
+    expected = "at least 1: below it on-policy samples are cut too"
+    check("truncated_importance", expected, lambda cap: cap >= 1, cap=cap)
 
     def apply(signal: Signal, rollouts: Rollouts) -> tuple[Signal, Metrics]:
         signal = _at_level("truncated_importance", level, signal, rollouts)
@@ -99,8 +112,14 @@ def masked_importance(
     sequences), dropped_long and dropped_short (the longer and the shorter half of the samples).
     Source: IcePop (0.5 to 5) as in slime, NeMo-RL, verl "lo_hi"; TRL sequence_mask (at most 3).
     verl shrinks the mask, slime and TRL keep it.
+
+    >>> from jaxgrpo.advantages import evaluate
+    >>> given = {"trainer_logp": [[[-1.0, -1.0]]], "behavior_logp": [[[-1.0, -9.0]]]}
+    >>> given["token_mask"] = [[[True, True]]]
+    >>> evaluate(masked_importance(), [[1.0]], **given)[0].tolist()
+    [[[1.0, 0.0]]]
     """
-    _check_level("masked_importance", level)
+    check_choice("masked_importance", _LEVELS, level=level)
     _check_band("masked_importance", low, high, denominator)
 
     def apply(signal: Signal, rollouts: Rollouts) -> tuple[Signal, Metrics]:
@@ -130,6 +149,12 @@ def geometric_rejection(
     (of the geometric means), log_ratio_clamped.
     Source: verl seq_mean_k1 (0.999 to 1.001, of the inverse ratio), SkyRL, NeMo-RL (which also
     weighs the rest by its token ratios: add `truncated_importance()`).
+
+    >>> from jaxgrpo.advantages import evaluate
+    >>> given = {"trainer_logp": [[[-1.0], [-1.0]]], "behavior_logp": [[[-1.0], [-1.1]]]}
+    >>> given["token_mask"] = [[[True], [True]]]
+    >>> evaluate(geometric_rejection(), [[1.0, 1.0]], **given)[0].tolist()
+    [[1.0, 0.0]]
     """
     return _rejection("geometric_rejection", low, high, denominator, geometric=True)
 
@@ -149,6 +174,12 @@ def sequence_rejection(
 
     Signal: [P, G] or [P, G, T], mask unchanged, or cut.  Metrics: as in `geometric_rejection`.
     Source: SkyRL's product rule (0.5 to 2), verl seq_sum_k1 (of the inverse ratio).
+
+    >>> from jaxgrpo.advantages import evaluate
+    >>> given = {"trainer_logp": [[[-1.0], [-1.0]]], "behavior_logp": [[[-1.0], [-2.0]]]}
+    >>> given["token_mask"] = [[[True], [True]]]
+    >>> evaluate(sequence_rejection(), [[1.0, 1.0]], **given)[0].tolist()
+    [[1.0, 0.0]]
     """
     return _rejection("sequence_rejection", low, high, denominator, geometric=False)
 
@@ -187,7 +218,7 @@ def _ratios(
         log = log_ratio(trainer, behavior, mask)
     else:
         mask, drift = scored, log_ratio(trainer, behavior, chosen)
-        sums = onepass.reduce(onepass.total(drift, chosen), onepass.number(chosen), axis=-1)
+        sums = reduce(summed(drift, chosen), counted(chosen), axis=-1)
         log, length = (one[..., 0] for one in sums)
     if geometric:
         log = log / jnp.maximum(length, 1).astype(log.dtype)
@@ -215,9 +246,8 @@ def _within(log: Array, low: Scheduled, high: Scheduled, rollouts: Rollouts) -> 
 
 def _weighted(signal: Signal, weight: Array) -> Signal:
     value = stats.widen(signal.value)
-    weight = weight.astype(value.dtype)
-    value = value * (weight if weight.ndim == value.ndim else weight[..., None])
-    return dataclasses.replace(signal, value=value.astype(signal.value.dtype))
+    weight = weight if weight.ndim == value.ndim else weight[..., None]
+    return with_value(signal, value * weight.astype(value.dtype))
 
 
 def _dropped(signal: Signal, keep: Array, denominator: str) -> Signal:
@@ -230,28 +260,28 @@ def _dropped(signal: Signal, keep: Array, denominator: str) -> Signal:
 def _describe(ratios: _Ratios, weight: Array | None = None) -> Metrics:
     """What the ratios, and the weights made of them (0 where masked), are like."""
     log, mask = ratios.log, ratios.mask
-    high, low, clamped, number = onepass.reduce(
-        onepass.highest(log, mask),
-        onepass.lowest(log, mask),
-        onepass.number(mask & ratios.clamped),
-        onepass.number(mask),
+    high, low, clamped, number = reduce(
+        highest(log, mask),
+        lowest(log, mask),
+        counted(mask & ratios.clamped),
+        counted(mask),
         axis=-1,
     )
-    counted = number.sum().astype(log.dtype)
+    entries = number.sum().astype(log.dtype)
     # The exponential is monotone: taken of the two extremes, not of every token.
-    highest = jnp.exp(high.max(initial=-jnp.inf))
+    largest = jnp.exp(high.max(initial=-jnp.inf))
     metrics: Metrics = {
         # Of no token it would be 0, and not the -inf of a maximum of nothing.
-        "ratio_max": Max(value=jnp.where(counted > 0, highest, -jnp.inf)),
+        "ratio_max": Max(value=jnp.where(entries > 0, largest, -jnp.inf)),
         "ratio_min": Min(value=jnp.exp(low.min(initial=jnp.inf))),
-        "log_ratio_clamped": Mean(total=clamped.sum().astype(log.dtype), weight=counted),
+        "log_ratio_clamped": Mean(total=clamped.sum().astype(log.dtype), weight=entries),
     }
     if weight is not None:
         # Sample by sample: one long sum would lose digits in float32.
         total, squares = (one.sum(-1).sum() for one in (weight, jnp.square(weight)))
         effective = jnp.square(total) / jnp.where(squares > 0, squares, 1)
-        metrics["weight"] = Mean(total=total, weight=counted)
-        metrics["effective_sample_size"] = Mean(total=effective, weight=counted)
+        metrics["weight"] = Mean(total=total, weight=entries)
+        metrics["effective_sample_size"] = Mean(total=effective, weight=entries)
     return metrics
 
 
@@ -260,9 +290,7 @@ def _describe_dropped(ratios: _Ratios, keep: Array) -> Metrics:
     middle = jnp.nanmedian(jnp.where(ratios.scored, length, jnp.nan))
     longer = length > middle
     if keep.ndim == 3:
-        counts = onepass.reduce(
-            onepass.number(ratios.mask & ~keep), onepass.number(ratios.mask), axis=-1
-        )
+        counts = reduce(counted(ratios.mask & ~keep), counted(ratios.mask), axis=-1)
         dropped, number = (one[..., 0].astype(length.dtype) for one in counts)
         metrics: Metrics = {"dropped_tokens": Mean(total=dropped.sum(), weight=number.sum())}
     else:
@@ -277,21 +305,8 @@ def _describe_dropped(ratios: _Ratios, keep: Array) -> Metrics:
     return metrics
 
 
-def _check_level(name: str, level: str) -> None:
-    if level not in _LEVELS:
-        raise InputError(f"{name}: level = {level!r}, expected one of {', '.join(_LEVELS)}")
-
-
 def _check_band(name: str, low: Scheduled, high: Scheduled, denominator: str) -> None:
-    if not callable(low) and not 0 <= low <= 1:
-        raise InputError(
-            f"{name}: low = {low}, expected 0 <= low <= 1: above 1 on-policy samples are dropped"
-        )
-    if not callable(high) and not high >= 1:
-        raise InputError(
-            f"{name}: high = {high}, expected at least 1: below it on-policy samples are dropped"
-        )
-    if denominator not in _DENOMINATORS:
-        raise InputError(
-            f"{name}: denominator = {denominator!r}, expected one of {', '.join(_DENOMINATORS)}"
-        )
+    dropped = "on-policy samples are dropped"
+    check(name, f"0 <= low <= 1: above 1 {dropped}", lambda low: 0 <= low <= 1, low=low)
+    check(name, f"at least 1: below it {dropped}", lambda high: high >= 1, high=high)
+    check_choice(name, _DENOMINATORS, denominator=denominator)

@@ -10,12 +10,22 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from jaxgrpo.advantages import stats
-from jaxgrpo.advantages.base import AdvantageTransform, Scheduled, Streams, at_step, read_field
+from jaxgrpo.advantages.base import (
+    AdvantageTransform,
+    Scheduled,
+    Streams,
+    at_step,
+    check,
+    floating,
+    needs_of,
+    read_field,
+    stateless,
+)
 from jaxgrpo.advantages.stats import top_share
-from jaxgrpo.advantages.streams import check_free, stream
+from jaxgrpo.advantages.streams import any_mask, check_free, stream
 from jaxgrpo.core.errors import InputError, find
 from jaxgrpo.core.metrics import Metrics, mean
-from jaxgrpo.core.types import Rollouts, RolloutSpec, Signal
+from jaxgrpo.core.types import Rollouts, Signal
 
 LOWEST_LOGP = -30.0
 """Answer log-probs are cut here, in nats: one of -inf would own all variance."""
@@ -74,6 +84,11 @@ def reasoning_reflection(
     Metrics: dropped, share of prompts that the filter took; spread, its mean over prompts.
     Source: DRO, arXiv 2506.13351. It does not give the form of the weights; "top" never takes a
     token of no variance, "var" and the share to drop are ours.
+
+    >>> from jaxgrpo.advantages import evaluate, sum_rewards
+    >>> given = {"answer_logp": [[[-1.0], [-3.0]]], "answer_mask": [[True]]}
+    >>> evaluate([reasoning_reflection(), sum_rewards()], [[0.0, 0.0]], **given)[0].tolist()
+    [[-1.0, -3.0]]
     """
     options = _Options(kind, drop, threshold, spread, share, masked_thought, propagation)
     return _transform(options)
@@ -93,13 +108,18 @@ def answer_length(beta: Scheduled = 1.0, field: str = "answer_tokens") -> Advant
 
     Streams: [P, G] each -> and "answer_length".  Raises: InputError where the name is taken.
     Source: DRO, arXiv 2506.13351.
+
+    >>> from jaxgrpo.advantages import evaluate, sum_rewards
+    >>> given = {"answer_tokens": [[2.0, 3.0]], "answer_mask": [[True, True]]}
+    >>> evaluate([answer_length(), sum_rewards()], [[1.0, 0.0]], **given)[0].tolist()
+    [[2.0, 0.5]]
     """
 
     def closeness(rollouts: Rollouts) -> Array:
         tokens = read_field("answer_length", "answer_mask", rollouts).astype(bool)
-        dtype = next(iter(rollouts.rewards.values())).dtype
-        dtype = dtype if jnp.issubdtype(dtype, jnp.floating) else jnp.result_type(float)
-        wide = stats.widen(jnp.zeros((), dtype)).dtype
+        reward = next(iter(rollouts.rewards.values()))
+        wide = floating(reward).dtype
+        dtype = reward.dtype if jnp.issubdtype(reward.dtype, jnp.floating) else wide
         wanted = tokens.sum(-1, keepdims=True).astype(wide)
         length = read_field("answer_length", field, rollouts).astype(wide)
         missed = jnp.abs(wanted - length) / jnp.maximum(wanted, 1)
@@ -139,27 +159,20 @@ class _Options(NamedTuple):
 
 def _transform(options: _Options) -> AdvantageTransform:
     _check(options)
-    needs = {"answer_logp", "answer_mask"}
-    return AdvantageTransform(
+    masked = "masked_answer_logp" if options.masked_thought else None
+    return stateless(
         _NAME,
-        _init,
-        partial(_update, options),
-        needs=frozenset(needs | ({"masked_answer_logp"} if options.masked_thought else set())),
+        partial(_apply, options),
+        needs=needs_of("answer_logp", "answer_mask", masked),
         kind="streams->streams",
         levels=(2,),
         relative=True,
         provides=("r3",),
+        accepts=lambda spec: check_free("r3", spec.rewards),
     )
 
 
-def _init(spec: RolloutSpec) -> tuple[()]:
-    check_free("r3", spec.rewards)
-    return ()
-
-
-def _update(
-    options: _Options, streams: Streams, state: Any, rollouts: Rollouts
-) -> tuple[Streams, Any, Metrics]:
+def _apply(options: _Options, streams: Streams, rollouts: Rollouts) -> tuple[Streams, Metrics]:
     check_free("r3", tuple(streams))
     logp, baseline, tokens, scored = _read(streams, rollouts, options.masked_thought)
     read = scored[..., None] & tokens[:, None]
@@ -179,7 +192,7 @@ def _update(
     like = next(iter(streams.values())).value
     added = Signal(value=value.astype(like.dtype), mask=scored & kept[:, None])
     metrics: Metrics = {"dropped": mean(~kept, there), "spread": mean(spread, there)}
-    return {**streams, "r3": added}, state, metrics
+    return {**streams, "r3": added}, metrics
 
 
 class _Answers(NamedTuple):
@@ -191,7 +204,7 @@ class _Answers(NamedTuple):
 
 def _read(streams: Streams, rollouts: Rollouts, masked_thought: bool) -> _Answers:
     """The answer's log-probs, checked and made finite."""
-    there = jnp.stack([one.mask for one in streams.values()]).any(0)
+    there = any_mask(streams)
     logp = stats.widen(read_field(_NAME, "answer_logp", rollouts))
     if logp.ndim != 3 or logp.shape[:2] != there.shape:
         raise InputError(
@@ -199,22 +212,16 @@ def _read(streams: Streams, rollouts: Rollouts, masked_thought: bool) -> _Answer
             f" {there.shape}: log-probs of the answer's tokens after each sample's thought"
         )
     expected = (logp.shape[0], logp.shape[2])
-    tokens = _of_shape("answer_mask", rollouts, expected).astype(bool)
+    tokens = read_field(_NAME, "answer_mask", rollouts, expected, "[P, J]").astype(bool)
     baseline = jnp.zeros(expected, logp.dtype)
     if masked_thought:
-        baseline = _of_shape("masked_answer_logp", rollouts, expected).astype(logp.dtype)
+        baseline = read_field(_NAME, "masked_answer_logp", rollouts, expected, "[P, J]")
+        baseline = baseline.astype(logp.dtype)
     number, known = logp < jnp.inf, baseline < jnp.inf  # NaN is not
     scored = there & ((number & known[:, None]) | ~tokens[:, None]).all(-1)
     baseline = jnp.maximum(jnp.where(known & tokens, baseline, 0), LOWEST_LOGP)
     logp = jnp.maximum(jnp.where(number & tokens[:, None], logp, 0), LOWEST_LOGP)
     return _Answers(logp, baseline, tokens, scored)
-
-
-def _of_shape(field: str, rollouts: Rollouts, shape: tuple[int, ...]) -> Array:
-    value = read_field(_NAME, field, rollouts)
-    if value.shape != shape:
-        raise InputError(f"{_NAME}: {field} has shape {value.shape}, expected [P, J] = {shape}")
-    return value
 
 
 def _normalise(weights: Array, tokens: Array) -> Array:
@@ -251,14 +258,10 @@ def _propagated(logp: Array, heavy: Array, gamma: float) -> Array:
 
 
 def _check(options: _Options) -> None:
-    _, drop, _, spread, share, _, propagation = options
     find(f"{_NAME} kind", options.kind, _WEIGHTS)
-    find(f"{_NAME} spread", spread, dict.fromkeys(_SPREADS))
-    if not callable(drop) and not 0 <= drop < 1:
-        raise InputError(f"{_NAME}: drop = {drop:g}, expected a share in [0, 1) of the prompts")
-    if not callable(share) and not 0 < share <= 1:
-        raise InputError(f"{_NAME}: share = {share:g}, expected a share in (0, 1] of the tokens")
-    if propagation is not None and not propagation > 0:
-        raise InputError(
-            f"{_NAME}: propagation = {propagation:g}, expected a rate above 0, or none at all"
-        )
+    find(f"{_NAME} spread", options.spread, dict.fromkeys(_SPREADS))
+    prompts, tokens = "a share in [0, 1) of the prompts", "a share in (0, 1] of the tokens"
+    check(_NAME, prompts, lambda drop: 0 <= drop < 1, drop=options.drop)
+    check(_NAME, tokens, lambda share: 0 < share <= 1, share=options.share)
+    rate = "a rate above 0, or none at all"
+    check(_NAME, rate, lambda gamma: gamma > 0, propagation=options.propagation)

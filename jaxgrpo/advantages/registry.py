@@ -1,13 +1,11 @@
-"""Parts and recipes by name.
-
-Chains from names and lists of steps, and chains on plain arrays.
-"""
+"""Parts and recipes by name; chains from names and lists of steps; chains on plain arrays."""
 
 from __future__ import annotations
 
 import dataclasses
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import ModuleType
 from typing import Any
 
 import jax.numpy as jnp
@@ -29,108 +27,37 @@ from jaxgrpo.advantages import (
     trees,
     weights,
 )
-from jaxgrpo.advantages import recipes as methods
 from jaxgrpo.advantages.base import AdvantageTransform, transform
 from jaxgrpo.advantages.chains import chain, compute, spec_of
+from jaxgrpo.advantages.recipes import group as group_recipes
+from jaxgrpo.advantages.recipes import peers, several
+from jaxgrpo.core import errors
 from jaxgrpo.core.errors import InputError, call, find, suggest
 from jaxgrpo.core.types import Rollouts, RolloutSpec
 
 Factory = Callable[..., AdvantageTransform]
 
 
-def _by_name(*factories: Factory) -> dict[str, Factory]:
-    return {factory.__name__: factory for factory in factories}
+_HELPERS = ("dvao_of", "sum_then")  # of the recipes: these make transforms, but are no parts
 
 
-parts: dict[str, Factory] = _by_name(
-    streams.sum_rewards,
-    streams.sum_scored,
-    streams.per_reward,
-    streams.stream,
-    group.subtract_group_mean,
-    group.subtract_leave_one_out_mean,
-    group.subtract_group_median,
-    group.subtract_length_weighted_mean,
-    group.divide_by_group_std,
-    group.divide_by_group_mean,
-    batch.divide_by_batch_std,
-    batch.whiten_batch,
-    masks.mask_zero_variance,
-    masks.mask_truncated,
-    masks.mask_low_variance,
-    masks.mask_group_difficulty,
-    absolute.sign,
-    absolute.asymmetric,
-    absolute.conditional_sign,
-    absolute.subtract_constant,
-    absolute.clip_advantage,
-    group.max_minus_second,
-    group.leave_one_out_pass_at_k,
-    group.contrastive_pairs,
-    streams.combine,
-    streams.dvao,
-    streams.rubric_gate,
-    absolute.overlong_penalty,
-    weights.shrink_rare_success,
-    weights.weight_by_absolute_advantage,
-    weights.weight_by_learnability,
-    tracked.ema_baseline,
-    tracked.divide_by_running_scale,
-    tracked.subtract_tracked_success,
-    tracked.mask_difficulty_band,
-    reflection.reasoning_reflection,
-    reflection.answer_length,
-    filtered_model.alpha_dpg,
-    filtered_model.f_dpg,
-    tokens.to_tokens,
-    tokens.hicra,
-    tokens.kl_in_reward,
-    tokens.reward_to_go,
-    kl_return.add_kl_return,
-    kl_return.add_kl_return_for_validity,
-    mismatch.truncated_importance,
-    mismatch.masked_importance,
-    mismatch.geometric_rejection,
-    mismatch.sequence_rejection,
-    trees.tree_normalise,
-    trees.tree_process,
-    trees.tree_subgroup,
-    trees.token_share_weights,
-    weights.darling,
-    weights.unlikeliness,
-    tokens.gae,
+def _factories(*modules: ModuleType) -> dict[str, Factory]:
+    """The public functions of the modules that return a transform, by name."""
+    return {
+        name: value
+        for module in modules
+        for name, value in vars(module).items()
+        if getattr(value, "__module__", None) == module.__name__ and name not in _HELPERS
+        if getattr(value, "__annotations__", {}).get("return") == "AdvantageTransform"
+        if not name.startswith("_")
+    }
+
+
+parts: dict[str, Factory] = _factories(
+    *(streams, group, batch, masks, absolute, weights, tracked, reflection, filtered_model),
+    *(tokens, kl_return, mismatch, trees),
 )
-recipes: dict[str, Factory] = _by_name(
-    methods.grpo,
-    methods.dr_grpo,
-    methods.sign,
-    methods.asymmetric,
-    methods.conditional_sign,
-    methods.reinforce,
-    methods.rloo,
-    methods.maxrl,
-    methods.passk,
-    methods.lite_ppo,
-    methods.reinforce_pp,
-    methods.like_trl,
-    methods.like_verl,
-    methods.gdpo,
-    methods.dvao,
-    methods.rlcr,
-    methods.dapo,
-    methods.scale_rl,
-    methods.ema,
-    methods.spo,
-    methods.dro_r3,
-    methods.alpha_dpg,
-    methods.f_dpg,
-    methods.hicra,
-    methods.darling,
-    methods.tree_grpo,
-    methods.tree_rl,
-    methods.tree_po,
-)
-
+recipes: dict[str, Factory] = _factories(group_recipes, several, peers)
 
 Step = AdvantageTransform | Callable[..., Any] | Mapping[str, Any] | str
 """A transform, a function, or {"use": name or either of them, option: value, ...}."""
@@ -156,7 +83,7 @@ def build(
     ['sum_rewards', 'mask_truncated']
     """
     if isinstance(spec, str):
-        return call(f"recipe {spec}", find("recipe", spec, recipes), options or {})
+        return errors.build("recipe", {**(options or {}), "use": spec}, recipes)
     if options:
         raise InputError("options belong to a recipe given by name; give a step its own")
     if isinstance(spec, AdvantageTransform):

@@ -1,8 +1,7 @@
-"""Transforms that know several rewards: each reward is a stream until `sum_rewards`.
+"""Transforms that know several rewards: each reward is a stream until one signal is made of them.
 
-Gates: hard conditions on samples and groups that are no reward.
-
-Several rewards made one signal in other ways than a plain sum.
+First the weighted sums and what works on streams before them; then a gate, a condition that is no
+reward; last, other ways to make one signal of several rewards.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any
 
 import jax.numpy as jnp
@@ -22,7 +20,10 @@ from jaxgrpo.advantages.base import (
     Scheduled,
     Streams,
     at_step,
+    check,
     check_at_least,
+    check_choice,
+    keep_groups,
     samples,
     stateless,
 )
@@ -30,6 +31,9 @@ from jaxgrpo.advantages.chains import chain
 from jaxgrpo.core.errors import InputError, suggest
 from jaxgrpo.core.metrics import Metrics, accumulate_dtype, mean
 from jaxgrpo.core.types import Rollouts, RolloutSpec, Signal
+
+Weights = Mapping[str, Scheduled]
+"""Name of a reward = its weight. Where a recipe has None, every reward counts with weight 1."""
 
 
 def sum_rewards(**weights: Scheduled) -> AdvantageTransform:
@@ -46,6 +50,10 @@ def sum_rewards(**weights: Scheduled) -> AdvantageTransform:
 
     Streams: [P, G] each -> Signal [P, G], unmasked where all summed streams are.
     Raises: InputError (a ValueError) on weights without a stream and streams without a weight.
+
+    >>> from jaxgrpo.advantages import evaluate
+    >>> evaluate([sum_rewards(a=1.0, b=0.5)], {"a": [[1.0, 0.0]], "b": [[1.0, 1.0]]})[0].tolist()
+    [[1.5, 0.5]]
     """
 
     return _sum("sum_rewards", weights, lambda masks: functools.reduce(operator.and_, masks))
@@ -65,9 +73,19 @@ def sum_scored(**weights: Scheduled) -> AdvantageTransform:
     Streams: [P, G] each -> Signal [P, G], unmasked where any summed stream is.
     Raises: InputError (a ValueError) on weights without a stream and streams without a weight.
     Source: TRL 1.16, which adds what is not NaN. Ours only in `like_trl`.
+
+    >>> from jaxgrpo.advantages import evaluate
+    >>> rewards = {"a": [[1.0, 0.0]], "b": [[float("nan"), 1.0]]}
+    >>> evaluate([sum_scored()], rewards)[0].tolist()
+    [[1.0, 1.0]]
     """
 
     return _sum("sum_scored", weights, lambda masks: functools.reduce(operator.or_, masks))
+
+
+def sum_then(name: str, weights: Weights | None, *steps: AdvantageTransform) -> AdvantageTransform:
+    """The recipe of that name: the weighted sum of the rewards, then the steps."""
+    return chain(sum_rewards(**(weights or {})), *steps, name=name)
 
 
 def per_reward(transform: AdvantageTransform) -> AdvantageTransform:
@@ -78,6 +96,11 @@ def per_reward(transform: AdvantageTransform) -> AdvantageTransform:
     A mask that the transform sets holds for its stream; `sum_rewards` unites them.
 
     Streams: [P, G] each -> the same names.  Raises: InputError on a transform that takes streams.
+
+    >>> from jaxgrpo.advantages import evaluate, subtract_group_mean
+    >>> rewards = {"a": [[1.0, 0.0]], "b": [[4.0, 2.0]]}
+    >>> evaluate([per_reward(subtract_group_mean()), sum_rewards()], rewards)[0].tolist()
+    [[1.5, -1.5]]
     """
     if transform.kind != "signal->signal":
         raise InputError(
@@ -130,13 +153,14 @@ def stream(
       needs: names of the fields that it reads.
 
     Streams: those given and the new one.  Raises: InputError where the name is taken.
+
+    >>> from jaxgrpo.advantages import evaluate
+    >>> added = stream("length", lambda rollouts: rollouts.token_mask.sum(-1) / 2)
+    >>> evaluate([added, sum_rewards()], [[1.0, 0.0]], token_mask=[[[1, 1], [1, 0]]])[0].tolist()
+    [[2.0, 0.5]]
     """
 
-    def init(spec: RolloutSpec) -> tuple[()]:
-        check_free(name, spec.rewards)
-        return ()
-
-    def update(streams: Streams, state: Any, rollouts: Rollouts) -> tuple[Streams, Any, Metrics]:
+    def apply(streams: Streams, rollouts: Rollouts) -> tuple[Streams, Metrics]:
         check_free(name, tuple(streams))
         value = function(rollouts)
         expected = next(iter(streams.values())).value.shape
@@ -144,32 +168,25 @@ def stream(
             raise InputError(
                 f"stream {name!r} has shape {value.shape}, expected [P, G] = {expected}"
             )
-        there = functools.reduce(operator.or_, (one.mask for one in streams.values()))
-        scored = jnp.isfinite(value) & there
+        scored = jnp.isfinite(value) & any_mask(streams)
         added = Signal(value=jnp.where(scored, value, 0), mask=scored)
-        return {**streams, name: added}, state, {}
+        return {**streams, name: added}, {}
 
-    return AdvantageTransform(
+    return stateless(
         f"stream_{name}",
-        init,
-        update,
+        apply,
         needs=frozenset(needs),
         kind="streams->streams",
         levels=(2,),
         provides=(name,),
+        accepts=lambda spec: check_free(name, spec.rewards),
     )
 
 
-def _sum(
-    part: str, weights: Mapping[str, Scheduled], unite: Callable[[list[Array]], Array]
-) -> AdvantageTransform:
+def _sum(part: str, weights: Weights, unite: Callable[[list[Array]], Array]) -> AdvantageTransform:
     """The weighted sum of the streams that count; `unite` makes one mask of theirs."""
 
-    def init(spec: RolloutSpec) -> tuple[()]:
-        counted(part, weights, spec.rewards)
-        return ()
-
-    def update(streams: Streams, state: Any, rollouts: Rollouts) -> tuple[Signal, Any, Metrics]:
+    def apply(streams: Streams, rollouts: Rollouts) -> tuple[Signal, Metrics]:
         dtype, sum_dtype = common_dtypes(streams)
         first = next(iter(streams.values()))
         total = jnp.zeros(first.value.shape, sum_dtype)
@@ -179,20 +196,24 @@ def _sum(
             total = total + weight * streams[name].value.astype(sum_dtype)
             masks.append(streams[name].mask)
         mask = unite(masks) if masks else jnp.ones_like(first.mask)
-        return Signal(value=total.astype(dtype), mask=mask), state, {}
+        return Signal(value=total.astype(dtype), mask=mask), {}
 
-    return AdvantageTransform(part, init, update, kind="streams->signal", levels=(2,))
+    accepts = lambda spec: counted(part, weights, spec.rewards)  # noqa: E731
+    return stateless(part, apply, kind="streams->signal", levels=(2,), accepts=accepts)
+
+
+def any_mask(streams: Streams) -> Array:
+    """The samples that a stream still has, [P, G]."""
+    return functools.reduce(operator.or_, (one.mask for one in streams.values()))
 
 
 def check_free(name: str, streams: tuple[str, ...]) -> None:
-    """Raises: InputError where a stream of that name is there already."""
+    """Raises: InputError if there is a stream of that name already."""
     if name in streams:
         raise InputError(f"stream {name!r} exists already: {', '.join(streams)}; take another name")
 
 
-def counted(
-    step: str, weights: Mapping[str, Scheduled], streams: tuple[str, ...]
-) -> dict[str, Scheduled]:
+def counted(step: str, weights: Weights, streams: tuple[str, ...]) -> dict[str, Scheduled]:
     """The streams that are summed, with their weights: weight 0 leaves a stream unread.
 
     Args:
@@ -242,10 +263,9 @@ def rubric_gate(
         rollout:  masks the samples that did not pass
         floor:    r[p, g] = min_g r[p, g] - margin where the sample did not pass
 
-    A sample passes where field >= threshold; one that was not judged (NaN) is always masked. Stand
-    before the baseline: behind it, "rollout" leaves the baseline as if nothing had been refused.
-    Under "floor" a group without a pass is flat, so a baseline makes it exactly 0, and it still
-    counts in the loss's denominator; the other modes take it out.
+    A sample passes where field >= threshold; one that was not judged (NaN) is always masked. Put it
+    before the baseline: after it, "rollout" leaves the baseline as if nothing had been refused.
+    Under "floor" a group without a pass gets 0 of a baseline and stays in the loss's denominator.
 
     Args:
       field: name of the field or reward [P, G], 1 = passed, 0 = refused, or a grade; a reward
@@ -259,46 +279,37 @@ def rubric_gate(
     Raises: InputError on token-level values [P, G, T], an unknown mode, options of another mode.
     Metrics: passed, the share of judged samples; masked_groups, those gone or without a pass.
     Source: DRO, arXiv 2506.13351, for the gate on groups; the exact rules are ours.
+
+    >>> from jaxgrpo.advantages import evaluate
+    >>> evaluate(rubric_gate(mode="rollout"), [[1.0, 1.0]], rubric=[[1.0, 0.0]])[1].tolist()
+    [[True, False]]
     """
     _check(mode, minimum, margin)
 
     def apply(signal: Signal, rollouts: Rollouts) -> tuple[Signal, Metrics]:
         read = samples("rubric_gate", field, signal, rollouts)
         passed = read.mask & (read.value >= at_step(threshold, rollouts, read.value.dtype))
-        feasible = passed.any(axis=1, keepdims=True)
-        if minimum is not None:
-            share = stats.mean(passed.astype(read.value.dtype), read.mask)
-            feasible = share >= at_step(minimum, rollouts, share.dtype)
+        rate = stats.mean(passed.astype(read.value.dtype), read.mask)
+        feasible = rate > 0 if minimum is None else rate >= at_step(minimum, rollouts, rate.dtype)
         masks = {"group": read.mask & feasible, "rollout": passed, "floor": read.mask}
         value = signal.value
         if mode == "floor":
-            below = at_step(margin, rollouts, value.dtype)
-            value = jnp.where(passed, value, _lowest(value, read.mask) - below)
-        gone = mean(~feasible, signal.mask.any(axis=1, keepdims=True))
-        metrics: Metrics = {"passed": mean(passed, read.mask), "masked_groups": gone}
+            low = jnp.min(value, axis=1, keepdims=True, initial=jnp.inf, where=read.mask)
+            value = jnp.where(passed, value, low - at_step(margin, rollouts, value.dtype))
+        _, metrics = keep_groups(signal, feasible, passed=mean(passed, read.mask))
         return Signal(value=value, mask=masks[mode]), metrics
 
     return stateless("rubric_gate", apply, needs=frozenset({field}), levels=(2,))
 
 
-def _lowest(value: Array, mask: Array) -> Array:
-    """The lowest unmasked value of each group, 0 where there is none."""
-    low, _ = stats.extremes(value, mask)
-    return jnp.where(jnp.isfinite(low), low, 0)
-
-
 def _check(mode: str, minimum: Scheduled | None, margin: Scheduled) -> None:
-    if mode not in _MODES:
-        raise InputError(f"rubric_gate: mode = {mode!r}, expected one of {', '.join(_MODES)}")
+    check_choice("rubric_gate", _MODES, mode=mode)
     if minimum is not None and mode != "group":
         raise InputError(f"rubric_gate: minimum = {minimum} belongs to mode 'group', not {mode!r}")
-    if isinstance(minimum, (int, float)) and not 0 < minimum <= 1:
-        raise InputError(f"rubric_gate: minimum = {minimum}, expected a share above 0, up to 1")
-    if callable(margin):
-        return
-    if margin < 0:
-        raise InputError(f"rubric_gate: margin = {margin}, expected 0 or more")
-    if margin and mode != "floor":
+    share = "a share above 0, up to 1"
+    check("rubric_gate", share, lambda minimum: 0 < minimum <= 1, minimum=minimum)
+    check("rubric_gate", "0 or more", lambda margin: margin >= 0, margin=margin)
+    if margin and not callable(margin) and mode != "floor":
         raise InputError(f"rubric_gate: margin = {margin} belongs to mode 'floor', not {mode!r}")
 
 
@@ -331,12 +342,10 @@ def combine(
     """
     step = name or getattr(function, "__name__", "combine")
 
-    def update(streams: Streams, state: Any, rollouts: Rollouts) -> tuple[Signal, Any, Metrics]:
-        return _within(step, function(streams, rollouts), streams), state, {}
+    def apply(streams: Streams, rollouts: Rollouts) -> tuple[Signal, Metrics]:
+        return _within(step, function(streams, rollouts), streams), {}
 
-    return AdvantageTransform(
-        step, lambda spec: (), update, frozenset(needs), "streams->signal", levels=(2,)
-    )
+    return stateless(step, apply, needs=frozenset(needs), kind="streams->signal", levels=(2,))
 
 
 def dvao(eps: Scheduled = 1e-6, **weights: Scheduled) -> AdvantageTransform:
@@ -362,22 +371,30 @@ def dvao(eps: Scheduled = 1e-6, **weights: Scheduled) -> AdvantageTransform:
     Metrics: share_NAME, the mean of share_k over groups that are not flat.
     Source: DVAO, arXiv 2605.25604, as sum_k share_k z_k with population standard deviations; that
     it is one division, and eps, are ours.
+
+    >>> from jaxgrpo.advantages import evaluate
+    >>> rewards = {"a": [[1.0, 0.0]], "b": [[0.5, 0.5]]}
+    >>> evaluate([dvao(eps=0.0)], rewards)[0].tolist()
+    [[1.0, -1.0]]
     """
-    if weights:
-        return dvao_of(weights, eps)._replace(init=partial(_refuse_eps, weights))
-    return dvao_of(weights, eps)
+    return dvao_of(weights, eps, refuses=("eps",) if weights else ())
 
 
-def dvao_of(weights: Mapping[str, Scheduled], eps: Scheduled) -> AdvantageTransform:
-    """`dvao` with the weights of rewards that may have any name."""
+def dvao_of(weights: Weights, eps: Scheduled, refuses: tuple[str, ...] = ()) -> AdvantageTransform:
+    """`dvao` with the weights of rewards that may have any name but those that it `refuses`."""
     _check_weights(weights)
     check_at_least("dvao", 0, eps=eps)
 
-    def init(spec: RolloutSpec) -> tuple[()]:
+    def accepts(spec: RolloutSpec) -> None:
+        for name in refuses:
+            if name in spec.rewards:
+                raise InputError(
+                    f"dvao: a reward has the name {name}, which is an option of this part: give the"
+                    ' reward another, name = "...", or take the recipe dvao'
+                )
         counted("dvao", weights, spec.rewards)
-        return ()
 
-    def update(streams: Streams, state: Any, rollouts: Rollouts) -> tuple[Signal, Any, Metrics]:
+    def apply(streams: Streams, rollouts: Rollouts) -> tuple[Signal, Metrics]:
         dtype, sum_dtype = common_dtypes(streams)
         mask, parts = _weighed(
             counted("dvao", weights, tuple(streams)), streams, rollouts, sum_dtype
@@ -392,11 +409,10 @@ def dvao_of(weights: Mapping[str, Scheduled], eps: Scheduled) -> AdvantageTransf
         }
         divisor = jnp.where(live, spread + at_step(eps, rollouts, sum_dtype), 1)
         value = jnp.where(live & mask, total / divisor, 0)
-        return Signal(value=value.astype(dtype), mask=mask), state, metrics
+        return Signal(value=value.astype(dtype), mask=mask), metrics
 
-    return AdvantageTransform(
-        "dvao", init, update, kind="streams->signal", levels=(2,), relative=True
-    )
+    kind = "streams->signal"
+    return stateless("dvao", apply, kind=kind, levels=(2,), relative=True, accepts=accepts)
 
 
 def _within(step: str, made: Any, streams: Streams) -> Signal:
@@ -412,24 +428,12 @@ def _within(step: str, made: Any, streams: Streams) -> Signal:
             f"{step} returned value {made.value.shape} and mask {made.mask.shape},"
             f" expected [P, G] = {expected}"
         )
-    scored = jnp.zeros(expected, bool)
-    for stream in streams.values():
-        scored = scored | stream.mask
+    scored = any_mask(streams)
     mask = made.mask.astype(bool) & scored & jnp.isfinite(made.value)
     return Signal(value=jnp.where(mask, made.value, 0), mask=mask)
 
 
-def _refuse_eps(weights: Mapping[str, Scheduled], spec: RolloutSpec) -> tuple[()]:
-    if "eps" in spec.rewards:
-        raise InputError(
-            "dvao: a reward has the name eps, which is an option of this part: give the reward"
-            ' another, name = "...", or take the recipe dvao'
-        )
-    counted("dvao", weights, spec.rewards)
-    return ()
-
-
-def _check_weights(weights: Mapping[str, Scheduled]) -> None:
+def _check_weights(weights: Weights) -> None:
     for name, weight in weights.items():
         if not callable(weight) and not 0 <= weight < float("inf"):
             wrong = "is negative" if weight < 0 else "is no weight"

@@ -15,6 +15,10 @@ from jaxgrpo.advantages.base import (
     AdvantageTransform,
     Scheduled,
     at_step,
+    check,
+    check_choice,
+    check_share,
+    needs_of,
     read,
     read_field,
     stateless,
@@ -43,9 +47,12 @@ def to_tokens(place: str = "all") -> AdvantageTransform:
 
     Signal: [P, G] -> [P, G, T], mask = that of the sample on its token_mask. A sample without any
     token is masked throughout.  Raises: InputError on values that are already [P, G, T].
+
+    >>> from jaxgrpo.advantages import evaluate
+    >>> evaluate(to_tokens(), [[2.0]], token_mask=[[[True, True, False]]])[0].tolist()
+    [[[2.0, 2.0, 0.0]]]
     """
-    if place not in _PLACES:
-        raise InputError(f"to_tokens: place = {place!r}, expected one of {', '.join(_PLACES)}")
+    check_choice("to_tokens", _PLACES, place=place)
 
     def apply(signal: Signal, rollouts: Rollouts) -> tuple[Signal, Metrics]:
         wide = at_tokens("to_tokens", signal, rollouts)
@@ -90,12 +97,14 @@ def hicra(
     Metrics: planning, the share of tokens.
     Source: HICRA, arXiv 2509.03646, by a secondary note whose prose has failed plans blamed more,
     against its formula; the formula is followed. How grams are found is left to the caller.
+
+    >>> from jaxgrpo.advantages import evaluate
+    >>> given = {"token_mask": [[[True, True]]], "planning": [[[True, False]]]}
+    >>> evaluate([to_tokens(), hicra(0.5)], [[-1.0]], **given)[0].tolist()
+    [[[-0.5, -1.0]]]
     """
-    if not callable(alpha) and not 0 <= alpha < 1:
-        raise InputError(
-            f"hicra: alpha = {alpha}, expected 0 <= alpha < 1: from 1 on the planning of failed"
-            " samples would be reinforced"
-        )
+    expected = "0 <= alpha < 1: from 1 on the planning of failed samples would be reinforced"
+    check("hicra", expected, lambda alpha: 0 <= alpha < 1, alpha=alpha)
     if field is not None and grams is not None:
         raise InputError("hicra: field and grams both say which tokens plan: give one of them")
     phrases = None if grams is None else _phrases(grams)
@@ -114,8 +123,7 @@ def hicra(
         factor = jnp.where(planning, jnp.where(value < 0, 1 - share, 1 + share), 1)
         return with_value(signal, value * factor), {"planning": mean(planning, signal.mask)}
 
-    needs = frozenset({name}) if phrases is None else frozenset()
-    return stateless("hicra", apply, needs=needs, levels=(3,))
+    return stateless("hicra", apply, needs=needs_of(None if phrases else name), levels=(3,))
 
 
 def kl_in_reward(
@@ -141,14 +149,16 @@ def kl_in_reward(
     |log ratio| is above 20 and counts as 20.
     Source: the KL-shaped reward of Ziegler et al. 2019, arXiv 1909.08593. verl and OpenRLHF add it
     before the advantage is normalised; we let the chain say where.
+
+    >>> from jaxgrpo.advantages import evaluate
+    >>> given = {"trainer_logp": [[[-1.0, -2.0]]], "reference_logp": [[[-2.0, -2.0]]]}
+    >>> steps = [to_tokens(), kl_in_reward(0.5)]
+    >>> evaluate(steps, [[1.0]], token_mask=[[[True, True]]], **given)[0].tolist()
+    [[[0.5, 1.0]]]
     """
-    if not callable(beta) and not beta >= 0:
-        raise InputError(f"kl_in_reward: beta = {beta}, expected a number of at least 0")
-    if policy not in _POLICIES:
-        raise InputError(
-            f"kl_in_reward: policy = {policy!r}, expected one of {', '.join(_POLICIES)}"
-        )
-    needs = {f"{reference}_logp"} | ({"trainer_logp"} if policy == "trainer" else set())
+    check("kl_in_reward", "a number of at least 0", lambda beta: beta >= 0, beta=beta)
+    check_choice("kl_in_reward", _POLICIES, policy=policy)
+    needs = needs_of(f"{reference}_logp", "trainer_logp" if policy == "trainer" else None)
 
     def apply(signal: Signal, rollouts: Rollouts) -> tuple[Signal, Metrics]:
         if policy == "trainer":
@@ -165,7 +175,7 @@ def kl_in_reward(
         }
         return with_value(signal, value - charge * distance.astype(value.dtype)), metrics
 
-    return stateless("kl_in_reward", apply, needs=frozenset(needs), levels=(3,))
+    return stateless("kl_in_reward", apply, needs=needs, levels=(3,))
 
 
 def reward_to_go(gamma: Scheduled = 1.0) -> AdvantageTransform:
@@ -184,8 +194,13 @@ def reward_to_go(gamma: Scheduled = 1.0) -> AdvantageTransform:
     to_tokens(place="last") before it.
     Source: the policy gradient theorem; the carry over masked tokens is that of REINFORCE++ in
     verl (older code starts anew behind them).
+
+    >>> from jaxgrpo.advantages import evaluate
+    >>> steps = [to_tokens("last"), reward_to_go(gamma=0.5)]
+    >>> evaluate(steps, [[1.0]], token_mask=[[[True, True, True]]])[0].tolist()
+    [[[0.25, 0.5, 1.0]]]
     """
-    _check_share("reward_to_go", "gamma", gamma)
+    check_share("reward_to_go", gamma=gamma)
 
     def apply(signal: Signal, rollouts: Rollouts) -> tuple[Signal, Metrics]:
         value = stats.widen(signal.value)  # 0 where masked
@@ -215,9 +230,13 @@ def gae(
     Signal: [P, G, T] -> [P, G, T], mask unchanged.  Raises: InputError on [P, G]: put
     to_tokens(place="last") before it.
     Source: Schulman et al. 2015, arXiv 1506.02438. verl whitens the result; a further step here.
+
+    >>> from jaxgrpo.advantages import evaluate
+    >>> given = {"token_mask": [[[True, True]]], "token_value": [[[0.5, 0.75]]]}
+    >>> evaluate([to_tokens("last"), gae()], [[1.0]], **given)[0].tolist()
+    [[[0.5, 0.25]]]
     """
-    _check_share("gae", "gamma", gamma)
-    _check_share("gae", "lam", lam)
+    check_share("gae", gamma=gamma, lam=lam)
 
     def apply(signal: Signal, rollouts: Rollouts) -> tuple[Signal, Metrics]:
         mask, reward = signal.mask, stats.widen(signal.value)  # 0 where masked
@@ -302,8 +321,3 @@ def _occurs(tokens: Array, phrases: dict[int, list[tuple[int, ...]]]) -> Array:
         for place in range(length):
             found = found | jnp.pad(begins, ((0, 0), (0, 0), (place, length - 1 - place)))
     return found
-
-
-def _check_share(where: str, option: str, value: Scheduled) -> None:
-    if not callable(value) and not 0 <= value <= 1:
-        raise InputError(f"{where}: {option} = {value}, expected a number in [0, 1]")

@@ -1,17 +1,11 @@
-"""Parts that remember every row of the data: success estimates, used before this batch enters.
+"""Parts with memory: success estimates of every row of the data, and running means over batches.
 
 A baseline or filter that had seen its own sample would be biased, so each part reads its state
 first and updates it afterwards. State is saved with the run.
-
-Baselines and scales from a running estimate over batches: one number, no rows remembered.
-
-A baseline that had seen its own sample would be biased, so each part reads its state first and
-updates it afterwards. State is saved with the run.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any, NamedTuple
 
 import jax
@@ -23,9 +17,15 @@ from jaxgrpo.advantages.base import (
     AdvantageTransform,
     Scheduled,
     at_step,
+    check,
     check_at_least,
+    check_share,
+    keep_groups,
+    needs_of,
     read,
     read_field,
+    row_state,
+    with_value,
 )
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.metrics import Metrics, mean
@@ -70,17 +70,17 @@ def subtract_tracked_success(
     Raises: InputError on a stream of data, whose rows never return.
     Metrics: estimate, the mean v; kept, the mean rho of the visits.
     Source: SPO, arXiv 2509.13232; its code keeps only the last of two visits in a batch.
+
+    >>> from jaxgrpo.advantages import evaluate
+    >>> evaluate(subtract_tracked_success(), [[1.0, 0.0]])[0].tolist()
+    [[0.5, -0.5]]
     """
     _check_tracker(keep, half_life, low, high, initial, count)
     tracker = _Tracker(keep, drift, half_life, low, high, initial, count)
-    return AdvantageTransform(
-        "subtract_tracked_success",
-        tracker.init,
-        tracker.update,
-        needs=frozenset(name for name in (drift, initial) if isinstance(name, str)),
-        levels=(2,),
-        ordered=True,
-    )
+    init = row_state("subtract_tracked_success", _INSTEAD, "alpha", "beta")
+    needs = needs_of(drift, initial if isinstance(initial, str) else None)
+    part = AdvantageTransform("subtract_tracked_success", init, tracker.update, needs)
+    return part._replace(levels=(2,), ordered=True)
 
 
 class _Tracker(NamedTuple):
@@ -94,16 +94,12 @@ class _Tracker(NamedTuple):
     initial: float | str
     count: float
 
-    def init(self, spec: RolloutSpec) -> dict[str, Array]:
-        rows = _num_rows("subtract_tracked_success", spec)
-        return {"alpha": zeros((rows,)), "beta": zeros((rows,))}
-
     def update(self, signal: Signal, state: Any, rollouts: Rollouts) -> tuple[Signal, Any, Metrics]:
         row = read("subtract_tracked_success", rollouts, "row")
         alpha, beta = self._before(state, row, rollouts)
         estimate = alpha / (alpha + beta)
         value = stats.widen(signal.value)
-        after = replace_value(signal, value - estimate[:, None].astype(value.dtype))
+        after = with_value(signal, value - estimate[:, None].astype(value.dtype))
         rho = self._kept(row, rollouts, alpha.dtype)
         success, number = (x.astype(alpha.dtype) for x in _sums(signal.value, signal.mask))
         visited = number > 0
@@ -160,12 +156,12 @@ def mask_difficulty_band(
     Metrics: masked_groups, the share of groups with a sample that went; too_hard, too_easy, the
     shares below and above.
     Source: ours; that overly hard samples hurt: arXiv 2605.28388.
-    """
-    _check_band(low, high, prior, keep)
 
-    def init(spec: RolloutSpec) -> dict[str, Array]:
-        rows = _num_rows("mask_difficulty_band", spec)
-        return {"successes": zeros((rows,)), "samples": zeros((rows,))}
+    >>> from jaxgrpo.advantages import evaluate
+    >>> evaluate(mask_difficulty_band(), [[1.0, 0.0]])[1].tolist()
+    [[True, True]]
+    """
+    _check_band("mask_difficulty_band", low, high, keep, prior)
 
     def update(signal: Signal, state: Any, rollouts: Rollouts) -> tuple[Signal, Any, Metrics]:
         row = read("mask_difficulty_band", rollouts, "row")
@@ -175,10 +171,11 @@ def mask_difficulty_band(
         success = signal.value >= at_step(threshold, rollouts, signal.value.dtype)
         new = _count(state, row, at_step(keep, rollouts, samples.dtype), success, signal.mask)
         scored = signal.mask.any(axis=1, keepdims=True)
-        after = dataclasses.replace(signal, mask=signal.mask & ~(hard | easy))
-        shares = {"masked_groups": hard | easy, "too_hard": hard, "too_easy": easy}
-        return after, new, {key: mean(share, scored) for key, share in shares.items()}
+        shares = {"too_hard": mean(hard, scored), "too_easy": mean(easy, scored)}
+        after, metrics = keep_groups(signal, ~(hard | easy), **shares)
+        return after, new, metrics
 
+    init = row_state("mask_difficulty_band", _INSTEAD, "successes", "samples")
     return AdvantageTransform("mask_difficulty_band", init, update, levels=(2,))
 
 
@@ -254,48 +251,33 @@ def _per_prompt(given: float | str, rollouts: Rollouts, row: Array, dtype: Any) 
     """A number, or a field [P], as [P]."""
     if not isinstance(given, str):
         return jnp.full(row.shape, given, dtype)
-    name = "subtract_tracked_success"
-    value = read_field(name, given, rollouts)
-    if value.shape != row.shape:
-        raise InputError(
-            f"{name} reads the field {given!r} with shape {value.shape}, expected [P] = {row.shape}"
-        )
-    return value.astype(dtype)
+    return read_field("subtract_tracked_success", given, rollouts, row.shape).astype(dtype)
 
 
-def _num_rows(name: str, spec: RolloutSpec) -> int:
-    if spec.num_rows is None:
-        raise InputError(
-            f"{name} remembers every row of the data set, but this is a stream whose rows do not"
-            " return: train on a data set of known size, or begin with"
-            " init(spec_of(rollouts, num_rows=...)); ema_baseline needs no rows"
-        )
-    return spec.num_rows
+_INSTEAD = (
+    "train on a data set of known size, or begin with init(spec_of(rollouts, num_rows=...));"
+    " ema_baseline needs no rows"
+)
 
 
 def _check_tracker(
     keep: Scheduled, half_life: float, low: float, high: float, initial: float | str, count: float
 ) -> None:
     name = "subtract_tracked_success"
-    check_share(name, "keep", keep)
-    if not 0 <= low <= high <= 1:
-        raise InputError(f"{name}: low = {low}, high = {high}: expected 0 <= low <= high <= 1")
-    for option, value in {"half_life": half_life, "count": count}.items():
-        if not value > 0:
-            raise InputError(f"{name}: {option} = {value}, expected above 0")
-    if not isinstance(initial, str) and not 0 <= initial <= 1:
-        raise InputError(
-            f"{name}: initial = {initial}, expected a rate in [0, 1] or a field's name"
-        )
+    _check_band(name, low, high, keep)
+    check(name, "above 0", lambda number: number > 0, half_life=half_life, count=count)
+    rate = None if isinstance(initial, str) else initial
+    check(name, "a rate in [0, 1] or a field's name", lambda rate: 0 <= rate <= 1, initial=rate)
 
 
-def _check_band(low: float, high: float, prior: tuple[float, float], keep: Scheduled) -> None:
-    name = "mask_difficulty_band"
+def _check_band(
+    name: str, low: float, high: float, keep: Scheduled, prior: tuple[float, ...] | None = None
+) -> None:
+    fits = lambda prior: len(prior) == 2 and min(prior) > 0  # noqa: E731
+    check(name, "two counts above 0", fits, prior=prior)
     if not 0 <= low <= high <= 1:
         raise InputError(f"{name}: low = {low}, high = {high}: expected 0 <= low <= high <= 1")
-    if len(prior) != 2 or not min(prior) > 0:
-        raise InputError(f"{name}: prior = {prior}, expected two counts above 0")
-    check_share(name, "keep", keep)
+    check_share(name, keep=keep)
 
 
 def ema_baseline(decay: Scheduled = 0.9, initial: float = 0.0) -> AdvantageTransform:
@@ -316,11 +298,15 @@ def ema_baseline(decay: Scheduled = 0.9, initial: float = 0.0) -> AdvantageTrans
 
     Signal: [P, G] -> [P, G], mask unchanged.  State: mean [], weight [].  Metrics: baseline.
     Source: Williams 1992, REINFORCE with a reinforcement-comparison baseline.
+
+    >>> from jaxgrpo.advantages import evaluate
+    >>> evaluate(ema_baseline(initial=0.5), [[1.0, 0.0]])[0].tolist()
+    [[0.5, -0.5]]
     """
-    check_share("ema_baseline", "decay", decay, below_one=True)
+    check("ema_baseline", "0 or more and below 1", lambda share: 0 <= share < 1, decay=decay)
 
     def init(spec: RolloutSpec) -> dict[str, Array]:
-        return {"mean": zeros(()), "weight": zeros(())}
+        return dict.fromkeys(("mean", "weight"), jnp.zeros((), jnp.result_type(float)))
 
     def update(signal: Signal, state: Any, rollouts: Rollouts) -> tuple[Signal, Any, Metrics]:
         dtype = state["mean"].dtype
@@ -328,9 +314,10 @@ def ema_baseline(decay: Scheduled = 0.9, initial: float = 0.0) -> AdvantageTrans
         value = stats.widen(signal.value)
         after = value - baseline.astype(value.dtype)
         weight = at_step(decay, rollouts, dtype) * state["weight"] + 1
-        batch = _whole_mean(signal).astype(dtype)
+        batch = stats.mean(signal.value.reshape(-1), signal.mask.reshape(-1), axis=0)[0]
+        batch = batch.astype(dtype)
         new = {"mean": state["mean"] + (batch - state["mean"]) / weight, "weight": weight}
-        after = replace_value(signal, after)
+        after = with_value(signal, after)
         return after, _unless_empty(signal, new, state), {"baseline": mean(baseline)}
 
     return AdvantageTransform("ema_baseline", init, update, levels=(2,))
@@ -357,14 +344,19 @@ def divide_by_running_scale(
     Metrics: scale, the s that was used.
     Source: reward scaling of common PPO codes (Engstrom et al. 2020, arXiv 2005.12729), which
     takes the deviation of discounted returns and includes the present batch.
+
+    >>> from jaxgrpo.advantages import evaluate
+    >>> evaluate(divide_by_running_scale(initial=2.0), [[1.0, 0.0]])[0].tolist()
+    [[0.5, 0.0]]
     """
-    check_share("divide_by_running_scale", "decay", decay, below_one=True)
-    check_at_least("divide_by_running_scale", 0, eps=eps)
-    if initial is not None and not initial > 0:
-        raise InputError(f"divide_by_running_scale: initial = {initial}, expected above 0 or None")
+    name = "divide_by_running_scale"
+    check(name, "0 or more and below 1", lambda share: 0 <= share < 1, decay=decay)
+    check_at_least(name, 0, eps=eps)
+    check(name, "above 0 or None", lambda scale: scale > 0, initial=initial)
 
     def init(spec: RolloutSpec) -> dict[str, Array]:
-        return {name: zeros(()) for name in ("mean", "variance", "weight")}
+        zero = jnp.zeros((), jnp.result_type(float))
+        return dict.fromkeys(("mean", "variance", "weight"), zero)
 
     def update(signal: Signal, state: Any, rollouts: Rollouts) -> tuple[Signal, Any, Metrics]:
         dtype = state["mean"].dtype
@@ -373,16 +365,11 @@ def divide_by_running_scale(
         scale = jnp.where(state["weight"] > 0, jnp.sqrt(state["variance"]), first)
         divisor = jnp.where(scale > 0, scale + eps, 1)
         value = stats.widen(signal.value)
-        after = replace_value(signal, value / divisor.astype(value.dtype))
+        after = with_value(signal, value / divisor.astype(value.dtype))
         new = _mixed(state, at_step(decay, rollouts, dtype), *moments)
         return after, _unless_empty(signal, new, state), {"scale": mean(divisor)}
 
     return AdvantageTransform("divide_by_running_scale", init, update)
-
-
-def _whole_mean(signal: Signal) -> Array:
-    """The mean of all unmasked values, []; 0 without any."""
-    return stats.mean(signal.value.reshape(-1), signal.mask.reshape(-1), axis=0)[0]
 
 
 def _mixed(state: Any, decay: Any, average: Array, variance: Array) -> dict[str, Array]:
@@ -398,34 +385,14 @@ def _mixed(state: Any, decay: Any, average: Array, variance: Array) -> dict[str,
 def _whole_moments(signal: Signal, dtype: Any) -> tuple[Array, Array]:
     """Mean and variance of all unmasked values, []; exact where they are all equal."""
     value, mask = stats.widen(signal.value).reshape(-1), signal.mask.reshape(-1)
-    flat = stats.is_flat(value, mask, axis=0)[0]
-    some = mask.any()
+    whole = stats.summary(value, mask, axis=0)
     # The rounded mean of equal values is not one of them, and would give them a variance.
-    low = jnp.where(some, stats.extremes(value, mask, axis=0)[0][0], 0)
-    average = jnp.where(flat, low, stats.mean(value, mask, axis=0)[0])
-    variance = jnp.where(flat, 0, stats.variance(value, mask, axis=0)[0])
+    equal = jnp.where(whole.count > 0, whole.low, 0)
+    average = jnp.where(whole.flat, equal, whole.mean)[0]
+    variance = jnp.where(whole.flat, 0, stats.variance(value, mask, axis=0, about=whole))[0]
     return average.astype(dtype), variance.astype(dtype)
 
 
 def _unless_empty(signal: Signal, new: Any, old: Any) -> Any:
     some = signal.mask.any()
     return jax.tree.map(lambda one, other: jnp.where(some, one, other), new, old)
-
-
-def check_share(name: str, option: str, value: Scheduled, below_one: bool = False) -> None:
-    """Refuses a share outside [0, 1], before anything runs; a schedule is not looked at."""
-    if callable(value):
-        return
-    if not 0 <= value <= 1 or (below_one and value == 1):
-        expected = "0 or more and below 1" if below_one else "between 0 and 1"
-        raise InputError(f"{name}: {option} = {value}, expected {expected}")
-
-
-def zeros(shape: tuple[int, ...]) -> Array:
-    """State that knows nothing yet."""
-    return jnp.zeros(shape, jnp.result_type(float))
-
-
-def replace_value(signal: Signal, value: Array) -> Signal:
-    """The signal with another value, in the dtype of its own."""
-    return dataclasses.replace(signal, value=value.astype(signal.value.dtype))

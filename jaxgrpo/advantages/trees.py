@@ -11,7 +11,7 @@ Ids mean nothing but "the same node", within one prompt and depth. Masked leaves
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.numpy as jnp
 from jax import Array
@@ -21,14 +21,13 @@ from jaxgrpo.advantages.base import (
     AdvantageTransform,
     Scheduled,
     at_step,
+    check_choice,
     read,
     read_field,
     stateless,
     with_value,
 )
-from jaxgrpo.core import onepass
-from jaxgrpo.core.errors import InputError
-from jaxgrpo.core.metrics import Metrics, mean
+from jaxgrpo.core.metrics import Metrics, mean, reduce, summed
 from jaxgrpo.core.types import Rollouts, Signal
 
 _WEIGHTINGS = ("average", "size")
@@ -54,13 +53,17 @@ def tree_normalise(
     Metrics: flat_trees, the share of leaves whose tree says nothing.
     Source: Tree-GRPO, arXiv 2509.21240 (intra-tree plus inter-tree). Only the sum works there:
     trees alone collapse.
+
+    >>> from jaxgrpo.advantages import evaluate
+    >>> evaluate(tree_normalise(std=False), [[3.0, 1.0, 2.0]], tree=[[0, 0, 1]])[0].tolist()
+    [[2.0, -2.0, 0.0]]
     """
     stats.check_ddof("tree_normalise", ddof)
 
     def apply(signal: Signal, rollouts: Rollouts) -> tuple[Signal, Metrics]:
         value, mask = stats.widen(signal.value), signal.mask
         ids = read_field("tree_normalise", field, rollouts)
-        tree, whole = _node(value, ids, mask), stats.of_groups(signal)
+        tree, whole = _node(value, ids, mask), stats.summary(value, mask)
         added = jnp.asarray(at_step(eps, rollouts, value.dtype), value.dtype)
         total = jnp.zeros_like(value)
         for node in (tree, whole):
@@ -105,6 +108,12 @@ def tree_process(
     Metrics: unplaced, the share of such tokens; live, the share of tokens that are not 0.
     Source: TreeRL, arXiv 2506.11902. Its code differs from its formula: rewards are centred by
     leave-one-out, and divided by the root before parents are subtracted.
+
+    >>> from jaxgrpo.advantages import evaluate
+    >>> given = {"ancestors": [[[0, 1], [0, 2]]], "token_depth": [[[0, 1], [0, 1]]]}
+    >>> given["token_mask"] = [[[True, True], [True, True]]]
+    >>> evaluate(tree_process(), [[1.0, 0.0]], **given)[0].tolist()
+    [[[0.0, 1.0], [0.0, -1.0]]]
     """
 
     def apply(signal: Signal, rollouts: Rollouts) -> tuple[Signal, Metrics]:
@@ -112,9 +121,7 @@ def tree_process(
         path = read_field("tree_process", ancestors, rollouts)
         depths = read_field("tree_process", token_depth, rollouts)
         tokens = read("tree_process", rollouts, "token_mask").astype(bool)
-        weights = (
-            at_step(weight, rollouts, value.dtype) for weight in (global_weight, local_weight)
-        )
+        weights = (at_step(one, rollouts, value.dtype) for one in (global_weight, local_weight))
         parts = _steps(value, signal.mask, path, tuple(weights), leaf_power)
         there = _on_tokens(list(jnp.moveaxis(path >= 0, -1, 0)), depths)
         spread, mask = _on_tokens(parts, depths), tokens & signal.mask[..., None]
@@ -141,11 +148,12 @@ def tree_subgroup(weighting: str = "average", ancestors: str = "ancestors") -> A
     Signal: [P, G] -> [P, G], mask unchanged.  Raises: InputError on token-level values [P, G, T].
     Metrics: subgroups, the mean number of depths that were averaged.
     Source: TreePO, arXiv 2508.17445, whose batch whitening over tokens is a further step.
+
+    >>> from jaxgrpo.advantages import evaluate
+    >>> evaluate(tree_subgroup(), [[1.0, 0.0]], ancestors=[[[0, 1], [0, 2]]])[0].tolist()
+    [[0.5, -0.5]]
     """
-    if weighting not in _WEIGHTINGS:
-        raise InputError(
-            f"tree_subgroup: weighting = {weighting!r}, expected one of {', '.join(_WEIGHTINGS)}"
-        )
+    check_choice("tree_subgroup", _WEIGHTINGS, weighting=weighting)
 
     def apply(signal: Signal, rollouts: Rollouts) -> tuple[Signal, Metrics]:
         value = stats.widen(signal.value)
@@ -154,8 +162,8 @@ def tree_subgroup(weighting: str = "average", ancestors: str = "ancestors") -> A
         for depth in range(path.shape[-1]):
             ids = path[..., depth]
             node = _node(value, ids, signal.mask & (ids >= 0))
-            shared = (node.leaves > 1).astype(value.dtype)
-            size = shared * (node.leaves.astype(value.dtype) if weighting == "size" else 1)
+            shared = (node.count > 1).astype(value.dtype)
+            size = shared * (node.count.astype(value.dtype) if weighting == "size" else 1)
             total = total + size * (value - node.mean)
             weight, subgroups = weight + size, subgroups + shared
         advantage = total / jnp.where(weight > 0, weight, 1)
@@ -179,6 +187,12 @@ def token_share_weights(
     Signal: [P, G, T] -> [P, G, T], mask unchanged.  Raises: InputError on [P, G]: put to_tokens()
     before it.  Metrics: weight, the mean: sampled tokens over tokens trained on.
     Source: ours; the papers of the other parts count a shared token once per leaf.
+
+    >>> from jaxgrpo.advantages import evaluate, to_tokens
+    >>> given = {"ancestors": [[[0, 1], [0, 2]]], "token_depth": [[[0, 1], [0, 1]]]}
+    >>> given["token_mask"] = [[[True, True], [True, True]]]
+    >>> evaluate([to_tokens(), token_share_weights()], [[1.0, 4.0]], **given)[0].tolist()
+    [[[0.5, 1.0], [2.0, 4.0]]]
     """
     needs = frozenset({ancestors, token_depth})
 
@@ -189,62 +203,39 @@ def token_share_weights(
         shares = []
         for depth in range(path.shape[-1]):
             ids = path[..., depth]
-            leaves = jnp.maximum(_leaves(ids, scored & (ids >= 0)), 1)
-            shares.append(1 / leaves.astype(value.dtype))
+            leaves = _pairs(ids, scored & (ids >= 0)).sum(1, dtype=jnp.int32)
+            shares.append(1 / jnp.maximum(leaves, 1).astype(value.dtype))
         weight = _on_tokens(shares, depths, otherwise=1)
         return with_value(signal, value * weight), {"weight": mean(weight, signal.mask)}
 
     return stateless("token_share_weights", apply, needs=needs, levels=(3,))
 
 
-class _Node(NamedTuple):
-    """What each leaf finds at one node above it."""
-
-    leaves: Array  # [P, G] int32; 0 where masked
-    mean: Array  # [P, G]; where flat the common value itself; 0 where masked
-    flat: Array  # [P, G] bool: all leaves equal, or fewer than two
-
-
 def _pairs(ids: Array, mask: Array) -> Array:
     """[P, other, leaf]: True where another unmasked leaf, or the leaf itself, is of its node.
 
-    Never an array in memory: reductions over the first G take it in, several in one pass, 4 times
-    as fast on a CPU as a loop over the leaves.
+    Never an array in memory: reductions over the first G take it in.
     """
     return (ids[:, :, None] == ids[:, None]) & mask[:, :, None]
 
 
-def _across(value: Array) -> Array:
-    """[P, G] of the other leaf, beside `_pairs`."""
-    return jnp.broadcast_to(value[:, :, None], (*value.shape, value.shape[1]))
+def _node(value: Array, ids: Array, mask: Array) -> stats.Summary:
+    """What each leaf [P, G] finds at one node above it; masked leaves are of no node.
 
-
-def _node(value: Array, ids: Array, mask: Array) -> _Node:
+    Equal leaves have their value as mean, not a rounded one: their differences are exactly 0.
+    """
     same = _pairs(ids, mask)
-    total, leaves, different = onepass.reduce(
-        onepass.total(_across(value), same),
-        onepass.number(same),
-        onepass.number(same & (_across(value) != value[:, None])),
-        axis=1,
-    )
-    # Equal leaves have their value as mean, not a rounded one: their differences are exactly 0.
-    leaves, equal = jnp.where(mask, leaves[:, 0], 0), different[:, 0] == 0
-    average = total[:, 0] / jnp.maximum(leaves, 1).astype(value.dtype)
-    mean = jnp.where(mask, jnp.where(equal, value, average), 0)
-    return _Node(leaves, mean, equal | (leaves < 2))
+    other = jnp.broadcast_to(value[:, :, None], same.shape)
+    low, high, average, leaves = (one[:, 0] for one in stats.summary(other, same))
+    average = jnp.where(mask, jnp.where(low == high, low, average), 0)
+    return stats.Summary(low, high, average, jnp.where(mask, leaves, 0))
 
 
-def _leaves(ids: Array, mask: Array) -> Array:
-    (leaves,) = onepass.reduce(onepass.number(_pairs(ids, mask)), axis=1)
-    return jnp.where(mask, leaves[:, 0], 0)
-
-
-def _variance(value: Array, ids: Array, mask: Array, node: _Node, ddof: int) -> Array:
-    same, squares = _pairs(ids, mask), jnp.square(value - node.mean)
-    total, leaves = onepass.reduce(
-        onepass.total(_across(squares), same), onepass.number(same), axis=1
-    )
-    return total[:, 0] / jnp.maximum(leaves[:, 0] - ddof, 1).astype(value.dtype)
+def _variance(value: Array, ids: Array, mask: Array, node: stats.Summary, ddof: int) -> Array:
+    same = _pairs(ids, mask)
+    squares = jnp.broadcast_to(jnp.square(value - node.mean)[:, :, None], same.shape)
+    (total,) = reduce(summed(squares, same), axis=1)
+    return total[:, 0] / jnp.maximum(node.count - ddof, 1).astype(value.dtype)
 
 
 def _steps(
@@ -260,7 +251,7 @@ def _steps(
         step = of_prompt * (node.mean - prompt)
         if parent is not None:
             step = step + of_parent * (node.mean - parent)
-        step = step / jnp.maximum(node.leaves, 1).astype(value.dtype) ** leaf_power
+        step = step / jnp.maximum(node.count, 1).astype(value.dtype) ** leaf_power
         steps.append(jnp.where(there, step, 0))
         parent = node.mean
     return steps

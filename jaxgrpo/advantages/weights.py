@@ -1,11 +1,6 @@
-"""Weights of whole groups: how much a prompt's advantages count, sign and mask unchanged.
-
-Rewards reshaped by how rare a sample is within its group.
-"""
+"""Weights of groups, by how much a prompt should count, and of samples, by how rare they are."""
 
 from __future__ import annotations
-
-import dataclasses
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +11,8 @@ from jaxgrpo.advantages.base import (
     AdvantageTransform,
     Scheduled,
     at_step,
+    check,
+    check_share,
     needs_of,
     read,
     read_field,
@@ -23,9 +20,7 @@ from jaxgrpo.advantages.base import (
     stateless,
     with_value,
 )
-from jaxgrpo.core import onepass
-from jaxgrpo.core.errors import InputError
-from jaxgrpo.core.metrics import Metrics, mean
+from jaxgrpo.core.metrics import Metrics, mean, reduce, summed
 from jaxgrpo.core.types import Rollouts, Signal
 
 
@@ -49,9 +44,12 @@ def shrink_rare_success(
     on a count that is not positive.
     Metrics: shrunk_groups, the share of groups with a sample.
     Source: methods against overly hard samples, arXiv 2605.28388, name the harm; the rule is ours.
+
+    >>> from jaxgrpo.advantages import evaluate
+    >>> evaluate(shrink_rare_success(count=2), [[1.0, -1.0, -1.0]])[0].tolist()
+    [[0.5, -0.5, -0.5]]
     """
-    if not callable(count) and not count > 0:
-        raise InputError(f"shrink_rare_success: count = {count}, expected more than 0 successes")
+    check("shrink_rare_success", "more than 0 successes", lambda n: n > 0, count=count)
 
     def apply(signal: Signal, rollouts: Rollouts) -> tuple[Signal, Metrics]:
         read = samples("shrink_rare_success", reward, signal, rollouts)
@@ -83,6 +81,10 @@ def weight_by_absolute_advantage(normalise: bool = False) -> AdvantageTransform:
     Signal: [P, G] -> [P, G], mask unchanged.  Raises: InputError on token-level values [P, G, T].
     Metrics: weight, its mean over groups before normalising.
     Source: ours; the closed form is exact.
+
+    >>> from jaxgrpo.advantages import evaluate
+    >>> evaluate(weight_by_absolute_advantage(), [[0.5, -0.5], [0.0, 0.0]])[0].tolist()
+    [[0.25, -0.25], [0.0, 0.0]]
     """
 
     def apply(signal: Signal, rollouts: Rollouts) -> tuple[Signal, Metrics]:
@@ -112,6 +114,10 @@ def weight_by_learnability(
     Metrics: weight, its mean over groups before normalising.
     Source: LILO, arXiv 2502.12272, which chooses prompts by p (1 - p) before they are trained on;
     here it weighs those that were sampled.
+
+    >>> from jaxgrpo.advantages import evaluate
+    >>> evaluate(weight_by_learnability(), [[0.5, -0.5]])[0].tolist()
+    [[0.125, -0.125]]
     """
 
     def apply(signal: Signal, rollouts: Rollouts) -> tuple[Signal, Metrics]:
@@ -136,8 +142,8 @@ def _weighed(signal: Signal, weight: Array, normalise: bool) -> tuple[Signal, Me
 
 
 def _times(signal: Signal, factor: Array) -> Signal:
-    value = stats.widen(signal.value) * factor.astype(stats.widen(signal.value).dtype)
-    return dataclasses.replace(signal, value=value.astype(signal.value.dtype))
+    value = stats.widen(signal.value)
+    return with_value(signal, value * factor.astype(value.dtype))
 
 
 def darling(field: str | None = None, floor: Scheduled = 0.1) -> AdvantageTransform:
@@ -159,9 +165,12 @@ def darling(field: str | None = None, floor: Scheduled = 0.1) -> AdvantageTransf
     Signal: [P, G] -> [P, G], mask unchanged.  Raises: InputError on token-level values [P, G, T].
     Metrics: diversity, the mean factor before the floor; floored, the share of samples at it.
     Source: DARLING, arXiv 2509.02534; classes there come from a classifier, and n = 1 divides by 0.
+
+    >>> from jaxgrpo.advantages import evaluate
+    >>> evaluate(darling("kind"), [[1.0, 1.0, 1.0]], kind=[[0, 0, 1]])[0].tolist()
+    [[0.5, 0.5, 1.0]]
     """
-    if not callable(floor) and not 0 <= floor <= 1:
-        raise InputError(f"darling: floor = {floor}, expected a number in [0, 1]")
+    check_share("darling", floor=floor)
 
     def apply(signal: Signal, rollouts: Rollouts) -> tuple[Signal, Metrics]:
         value, mask = stats.widen(signal.value), signal.mask
@@ -186,8 +195,7 @@ def darling(field: str | None = None, floor: Scheduled = 0.1) -> AdvantageTransf
         }
         return with_value(signal, value * jnp.maximum(diversity, least)), metrics
 
-    needs = frozenset() if field is None else frozenset({field})
-    return stateless("darling", apply, needs=needs, levels=(2,))
+    return stateless("darling", apply, needs=needs_of(field), levels=(2,))
 
 
 def unlikeliness(beta: Scheduled = 0.25) -> AdvantageTransform:
@@ -209,9 +217,13 @@ def unlikeliness(beta: Scheduled = 0.25) -> AdvantageTransform:
     the likelier and the unlikelier half.
     Source: He et al. 2025, arXiv 2506.02355 (beta 0.25), which counts rank / n from the other end,
     so that the least likely loses beta / n too.
+
+    >>> from jaxgrpo.advantages import evaluate
+    >>> given = {"behavior_logp": [[[-1.0], [-2.0]]], "token_mask": [[[True], [True]]]}
+    >>> evaluate(unlikeliness(beta=0.25), [[1.0, 1.0]], **given)[0].tolist()
+    [[0.75, 1.0]]
     """
-    if not callable(beta) and not 0 <= beta <= 1:
-        raise InputError(f"unlikeliness: beta = {beta}, expected a number in [0, 1]")
+    check_share("unlikeliness", beta=beta)
 
     def apply(signal: Signal, rollouts: Rollouts) -> tuple[Signal, Metrics]:
         value, mask = stats.widen(signal.value), signal.mask
@@ -260,7 +272,7 @@ def _fingerprints(tokens: Array) -> list[Array]:
     place = jax.lax.broadcasted_iota(jnp.uint32, tokens.shape, tokens.ndim - 1)
     everywhere = jnp.ones(tokens.shape, bool)
     parts = (_scrambled(tokens.astype(jnp.uint32), place, factors) for factors in _FACTORS)
-    sums = onepass.reduce(*(onepass.total(part, everywhere) for part in parts), axis=-1)
+    sums = reduce(*(summed(part, everywhere) for part in parts), axis=-1)
     return [one[..., 0] for one in sums]
 
 

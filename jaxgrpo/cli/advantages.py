@@ -1,8 +1,6 @@
 """`jaxgrpo advantages`: which recipes and parts there are, and what one does, step by step.
 
-Rewards, fields and lengths as the command line writes them: arrays of the shapes that are known.
-
-`jaxgrpo advantages NAME --rewards 1,0,0,0 --field truncated=0,0,0,1 --lengths 3,2,4,1`
+jaxgrpo advantages NAME --rewards 1,0,0,0 --field truncated=0,0,0,1 --lengths 3,2,4,1
 """
 
 from __future__ import annotations
@@ -15,17 +13,53 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from jaxgrpo.advantages import AdvantageTransform, chain, chains, registry, sum_rewards
 from jaxgrpo.config import own_code
 from jaxgrpo.core.errors import InputError, NotGiven, suggest
 from jaxgrpo.core.metrics import finalise
 from jaxgrpo.core.types import Signal
+from jaxgrpo.training.folder import plain
+
+
+class Given(NamedTuple):
+    """A field that parts read: its shape, type and meaning."""
+
+    shape: str
+    kind: type
+    meaning: str
+
+
+PER_TOKEN = "[P, G, T]"
+FIELDS: dict[str, Given] = {
+    "truncated": Given("[P, G]", bool, "whether the length limit cut the sample"),
+    "token_mask": Given(PER_TOKEN, bool, "whether the policy chose the token"),
+    "completion_tokens": Given(PER_TOKEN, int, "the tokens"),
+    "behavior_logp": Given(PER_TOKEN, float, "log-prob under the policy that sampled"),
+    "trainer_logp": Given(PER_TOKEN, float, "log-prob as the trainer computes it"),
+    "reference_logp": Given(PER_TOKEN, float, "log-prob under the reference policy"),
+    "base_logp": Given(PER_TOKEN, float, "log-prob under the original policy"),
+    "token_entropy": Given(PER_TOKEN, float, "entropy of the policy at the token"),
+    "token_value": Given(PER_TOKEN, float, "estimated return from the token on"),
+    "planning": Given(PER_TOKEN, bool, "whether the token plans"),
+    "token_depth": Given(PER_TOKEN, int, "depth of the tree's node that the token belongs to"),
+    "answer_logp": Given("[P, G, J]", float, "log-probs of the reference answer's tokens"),
+    "answer_mask": Given("[P, J]", bool, "which of the answer's tokens there are"),
+    "masked_answer_logp": Given("[P, J]", float, "log-probs of the answer without reasoning"),
+    "rubric": Given("[P, G]", float, "1 where the sample meets the rubric, else 0"),
+    "classes": Given("[P, G]", float, "id of the kind of answer"),
+    "tree": Given("[P, G]", int, "id of the tree that the sample is a leaf of"),
+    "ancestors": Given("[P, G, D]", int, "ids of its nodes, root first, -1 for none"),
+    "row": Given("[P]", int, "row of the prompt in the data set"),
+    "ordinal": Given("[P]", int, "place of the prompt in the run"),
+    "step": Given("[]", int, "the training step"),
+}
+"""What parts read beside rewards; `types.FIELDS` says which of them a run scores by itself."""
 
 
 def main(
-    name: str | None,
+    name: str | None = None,
     rewards: Sequence[str] = (),
     options: Sequence[str] = (),
     fields: Sequence[str] = (),
@@ -130,24 +164,20 @@ def _option(text: str) -> tuple[str, Any]:
         return name, written
 
 
-def summary(factory: Any) -> str:
-    """The first line of a docstring."""
-    return (inspect.getdoc(factory) or "").partition("\n")[0]
-
-
 def _list(console: Console, as_json: bool) -> None:
     tables = {"recipes": registry.recipes, "parts": registry.parts}
     said = {
-        title: {name: summary(table[name]) for name in sorted(table)}
+        title: {
+            name: (inspect.getdoc(table[name]) or "").partition("\n")[0] for name in sorted(table)
+        }
         for title, table in tables.items()
     }
     if as_json:
         print(json.dumps(said, indent=2))  # noqa: T201
         return
     for title, lines in said.items():
-        table = Table(title=title, title_justify="left", show_header=False, box=None)
-        table.add_column(no_wrap=True)
-        table.add_column()
+        table = Table(Column(no_wrap=True), Column(), title=title, title_justify="left", box=None)
+        table.show_header = False
         for name, line in lines.items():
             table.add_row(name, line)
         console.print(table)
@@ -156,61 +186,47 @@ def _list(console: Console, as_json: bool) -> None:
 
 
 def _describe(console: Console, name: str) -> None:
-    table = registry.recipes if name in registry.recipes else registry.parts
-    factory = own_code.load(name) if own_code.is_reference(name) else table.get(name)
-    if factory is None:
+    own = own_code.is_reference(name)
+    factories = [table[name] for table in (registry.recipes, registry.parts) if name in table]
+    if own:
+        factories = [own_code.load(name)]
+    elif not factories:
         _find(name, {})  # raises
-    assert factory is not None
+    factory = factories[0]
     # Without markup: formulas hold brackets.
     console.print(inspect.getdoc(factory) or f"{name} has no docstring", markup=False)
-    if not own_code.is_reference(name):
-        options = str(inspect.signature(table[name])).partition(" ->")[0]
+    if not own:
+        options = str(inspect.signature(factory)).partition(" ->")[0]
         console.print(f"\noptions: {options}", markup=False)
-    if name in registry.recipes and name in registry.parts:
-        console.print(f"\nThe part {name}: {inspect.getdoc(registry.parts[name])}", markup=False)
+    for part in factories[1:]:
+        console.print(f"\nThe part {name}: {inspect.getdoc(part)}", markup=False)
     shown = f"jaxgrpo advantages {name} --rewards 1,0,0,0 shows what each step does"
-    if registry.needs_function(factory) and not own_code.is_reference(name):
+    if registry.needs_function(factory) and not own:
         shown = registry.how_to_give_a_function(name)
     console.print(f"\n{shown}")
 
 
-class _Line(NamedTuple):
-    """The last axis of one signal."""
-
-    step: str
-    stream: str
-    place: str  # group, or group.sample
-    value: np.ndarray
-    mask: np.ndarray
-
-
-def _lines(stages: Sequence[chains.Stage]) -> list[_Line]:
-    lines = []
-    for stage in stages:
-        streams = {"": stage.signal} if isinstance(stage.signal, Signal) else stage.signal
-        for stream, signal in streams.items():
-            value, mask = np.asarray(signal.value), np.asarray(signal.mask)
-            for index in np.ndindex(value.shape[:-1]):
-                place = ".".join(str(number + 1) for number in index)
-                lines.append(_Line(stage.name, stream, place, value[index], mask[index]))
-    return lines
+def _streams(stage: chains.Stage) -> Mapping[str, Signal]:
+    """name of a stream -> its signal; one signal alone has the name ""."""
+    return {"": stage.signal} if isinstance(stage.signal, Signal) else stage.signal
 
 
 def _show(console: Console, stages: Sequence[chains.Stage]) -> None:
-    lines = _lines(stages)
-    words = [[f"{number:.4g}" for number in line.value] for line in lines]
-    width = max(len(word) for row in words for word in row)
-    table = Table(box=None, pad_edge=False)
+    signals = [
+        (stage.name, stream, np.asarray(signal.value), np.asarray(signal.mask))
+        for stage in stages
+        for stream, signal in _streams(stage).items()
+    ]
+    width = max(len(f"{number:.4g}") for *_, value, _ in signals for number in value.flat)
     # Of tokens, the place is group.sample.
-    for title in ("step", "stream", "group", "value", "mask"):
-        table.add_column(title, no_wrap=True)
-    before = ("", "")
-    for line, row in zip(lines, words, strict=True):
-        heading = (line.step, line.stream)
-        shown = heading if heading != before else ("", "")
-        before = heading
-        values = " ".join(word.rjust(width) for word in row)
-        table.add_row(*shown, line.place, values, " ".join("01"[bit] for bit in line.mask * 1))
+    titles = ("step", "stream", "group", "value", "mask")
+    table = Table(*(Column(title, no_wrap=True) for title in titles), box=None, pad_edge=False)
+    for step, stream, value, mask in signals:
+        for place in np.ndindex(value.shape[:-1]):
+            shown = ("", "") if any(place) else (step, stream)
+            numbers = " ".join(f"{number:.4g}".rjust(width) for number in value[place])
+            bits = " ".join("01"[bit] for bit in mask[place] * 1)
+            table.add_row(*shown, ".".join(str(index + 1) for index in place), numbers, bits)
     console.print(table, markup=False)
     for name, value in _reported(stages).items():
         console.print(f"{name} = {value:.4g}", markup=False)
@@ -222,16 +238,12 @@ def _show(console: Console, stages: Sequence[chains.Stage]) -> None:
 def _show_json(name: str, stages: Sequence[chains.Stage]) -> None:
     steps = []
     for stage in stages:
-        streams = {"": stage.signal} if isinstance(stage.signal, Signal) else stage.signal
         signals = {
             stream: {"value": signal.value.tolist(), "mask": signal.mask.tolist()}
-            for stream, signal in streams.items()
+            for stream, signal in _streams(stage).items()
         }
         steps.append({"step": stage.name, **(signals.pop("", None) or {"streams": signals})})
-    metrics = {
-        key: value if np.isfinite(value) else None for key, value in _reported(stages).items()
-    }
-    shown = {"name": name, "steps": steps, "metrics": metrics}
+    shown = {"name": name, "steps": steps, "metrics": plain(_reported(stages))}
     print(json.dumps({**shown, "alive": _alive(stages).tolist()}))  # noqa: T201
 
 
@@ -245,45 +257,9 @@ def _reported(stages: Sequence[chains.Stage]) -> dict[str, float]:
 
 def _alive(stages: Sequence[chains.Stage]) -> np.ndarray:
     """[P, G]: whether the sample can move the parameters."""
-    signal = stages[-1].signal
-    last = signal if isinstance(signal, Signal) else next(iter(signal.values()))
+    last = next(iter(_streams(stages[-1]).values()))
     live = np.asarray(last.mask) & (np.asarray(last.value) != 0)
     return live.any(-1) if live.ndim == 3 else live
-
-
-class Given(NamedTuple):
-    """What a field holds that parts read."""
-
-    shape: str
-    kind: type
-    meaning: str
-
-
-PER_TOKEN = "[P, G, T]"
-FIELDS: dict[str, Given] = {
-    "truncated": Given("[P, G]", bool, "whether the length limit cut the sample"),
-    "token_mask": Given(PER_TOKEN, bool, "whether the policy chose the token"),
-    "completion_tokens": Given(PER_TOKEN, int, "the tokens"),
-    "behavior_logp": Given(PER_TOKEN, float, "log-prob under the policy that sampled"),
-    "trainer_logp": Given(PER_TOKEN, float, "log-prob as the trainer computes it"),
-    "reference_logp": Given(PER_TOKEN, float, "log-prob under the reference policy"),
-    "base_logp": Given(PER_TOKEN, float, "log-prob under the original policy"),
-    "token_entropy": Given(PER_TOKEN, float, "entropy of the policy at the token"),
-    "token_value": Given(PER_TOKEN, float, "estimated return from the token on"),
-    "planning": Given(PER_TOKEN, bool, "whether the token plans"),
-    "token_depth": Given(PER_TOKEN, int, "depth of the tree's node that the token belongs to"),
-    "answer_logp": Given("[P, G, J]", float, "log-probs of the reference answer's tokens"),
-    "answer_mask": Given("[P, J]", bool, "which of the answer's tokens there are"),
-    "masked_answer_logp": Given("[P, J]", float, "log-probs of the answer without reasoning"),
-    "rubric": Given("[P, G]", float, "1 where the sample meets the rubric, else 0"),
-    "classes": Given("[P, G]", float, "id of the kind of answer"),
-    "tree": Given("[P, G]", int, "id of the tree that the sample is a leaf of"),
-    "ancestors": Given("[P, G, D]", int, "ids of its nodes, root first, -1 for none"),
-    "row": Given("[P]", int, "row of the prompt in the data set"),
-    "ordinal": Given("[P]", int, "place of the prompt in the run"),
-    "step": Given("[]", int, "the training step"),
-}
-"""What parts read beside rewards; `types.FIELDS` says which of them a run scores by itself."""
 
 
 def groups(what: str, texts: Sequence[str], default: str | None = None) -> dict[str, list[Any]]:

@@ -1,4 +1,4 @@
-"""`jaxgrpo eval` and `jaxgrpo sample`: a trained model, or that of a run, without training it."""
+"""`jaxgrpo eval`, `sample` and `export`: a model, or that of a run, without training it."""
 
 from __future__ import annotations
 
@@ -9,21 +9,25 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from jaxgrpo.config.files import Config
 from jaxgrpo.config.keys import is_path
 from jaxgrpo.core.errors import InputError
-from jaxgrpo.evaluation.evaluate import Questions, answer_rows, ask, make_evaluator, questions_of
-from jaxgrpo.evaluation.rescoring import refuse_other_vocabulary, rescorer_of
-from jaxgrpo.models import sharding
+from jaxgrpo.evaluation.evaluate import (
+    Questions,
+    answer_rows,
+    make_asker,
+    make_evaluator,
+    questions_of,
+)
+from jaxgrpo.evaluation.rescoring import refuse_other_vocabulary
 from jaxgrpo.models.hf import folders as huggingface
-from jaxgrpo.rollout.sampler import make_sampler
+from jaxgrpo.training import policy as policies
 from jaxgrpo.training import process
-from jaxgrpo.training.export import read_run
 from jaxgrpo.training.folder import plain, write_atomically
 from jaxgrpo.training.inputs import resolve_rewards, resolve_scorer
-from jaxgrpo.training.policy import NOBODY, config_for, find_policy, key_of, load_base, slots_of
+from jaxgrpo.training.policy import NOBODY, config_for, find_policy, key_of, load_base, read_run
 
 
 def evaluate(
@@ -56,17 +60,7 @@ def evaluate(
     rewards = () if config.rewards[0].use == NOBODY else resolve_rewards(config)
     questions = questions_of(config, held_out, resolve_scorer(config, rewards))
     anchor = load_base(began, policy.mesh) if began else None
-    run = make_evaluator(
-        policy.model,
-        policy.tokenizer,
-        policy.mesh,
-        questions,
-        policy.settings,
-        samples=config.eval.samples,
-        width=config.rollout.max_prompt_tokens,
-        slots=slots_of(config),
-        rescore=rescorer_of(config, policy.model, policy.mesh, anchor),
-    )
+    run = make_evaluator(config, policy, questions, anchor)
     evaluation = run(policy.read_params(), key_of(config), 0)
     if process.is_main():
         console.print(table_of(evaluation.metrics, f"{target} on {config.eval.data}"))
@@ -100,20 +94,9 @@ def write_samples(
     config = config_for(target, changes, overrides)
     console = Console(highlight=False)
     policy, asked = find_policy(console, config, rows)
-    settings = policy.settings._replace(group_size=samples, temperature=temperature)
-    sampler = make_sampler(policy.model, settings, sharding.constrain(policy.mesh))
     questions = Questions(asked.rows, asked.encoded, _unjudged)
-    answers = ask(
-        sampler,
-        policy.read_params(),
-        key_of(config),
-        0,
-        policy.mesh,
-        policy.tokenizer,
-        questions,
-        config.rollout.max_prompt_tokens,
-        max(samples, slots_of(config)),
-    )
+    ask = make_asker(policy, questions, group_size=samples, temperature=temperature)
+    answers = ask(policy.read_params(), key_of(config), 0)
     if process.is_main():
         written = [{**row, "rewards": {}} for row in answer_rows(answers, questions, 0, "none")]
         _write_rows(out, written)
@@ -121,11 +104,18 @@ def write_samples(
     return 0
 
 
+def export(run: str, out: str, step: str | int = "last", dtype: str | None = None) -> int:
+    """Writes a step of a run as a Hugging Face folder. Returns the exit code."""
+    print(process.start())  # noqa: T201
+    written = policies.export(run, out, step, dtype)
+    print(f"{written}: model, tokenizer, generation config and model card")  # noqa: T201
+    return 0
+
+
 def table_of(metrics: Mapping[str, float], title: str) -> Table:
     """Numbers of an evaluation, with their intervals where they have one."""
-    table = Table(title=title)
-    for name in ("", "value", "95% interval"):
-        table.add_column(name, justify="left" if not name else "right")
+    numbers = [Column(name, justify="right") for name in ("value", "95% interval")]
+    table = Table("", *numbers, title=title)
     for name, value in metrics.items():
         if name.endswith(("/low", "/high")):
             continue
@@ -147,7 +137,7 @@ def _refuse_unjudged(target: str, config: Config) -> None:
 def _base_config(target: str, config: Config, base: str | None) -> Config | None:
     """A config whose model is the one that the KL is measured from; None where none is asked for.
 
-    Raises: InputError where a KL is asked for and nobody says from what, or from no such model.
+    Raises: InputError where a KL is asked for without a base, or its model does not exist.
     """
     if base is not None:
         path = str(Path(base).absolute()) if is_path(base, Path.cwd()) else base

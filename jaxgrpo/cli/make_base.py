@@ -199,7 +199,7 @@ def _loss(model: Model, params: Params, tokens: Array, learned: Array) -> Array:
     """Mean cross entropy per learned token, in nats. Shapes: tokens, learned [batch, L]."""
     inputs, targets, learned = tokens[:, :-1], tokens[:, 1:], learned[:, 1:]
     position = jnp.broadcast_to(jnp.arange(inputs.shape[1]), inputs.shape)
-    # Padding stands at the end, where no learned position can see it.
+    # Padding is at the end, where no learned position can see it.
     attend = causal(position, jnp.ones(inputs.shape, bool))
     hidden, _ = model.apply(params, inputs, position, attend, None)
     unembed = functools.partial(model.unembed, params)

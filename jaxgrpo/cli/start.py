@@ -1,82 +1,35 @@
-"""`jaxgrpo quickstart`: a base model, GRPO on it, and what that changed, in one command.
+"""The commands by which most people begin: quickstart, train, init, make-base and doctor.
 
-`jaxgrpo init`: a first run of one's own: files that train, compare and sample as they are.
+Each imports the trainer when it runs: doctor works where a package that the trainer needs is not
+installed.
 """
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
-from collections.abc import Sequence
+import os
+import platform
+import shutil
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 from rich.console import Console
 from rich.progress import Progress
+from rich.table import Column, Table
 
-from jaxgrpo.cli import make_base as warmstart
-from jaxgrpo.config import files as configs
+import jaxgrpo
 from jaxgrpo.core.errors import InputError
-from jaxgrpo.data import tasks
-from jaxgrpo.training import loop, process
+from jaxgrpo.training import process
 from jaxgrpo.training.console import comparison, facts, is_summary
 
-
-def quickstart(overrides: Sequence[str] = ()) -> int:
-    """Builds the base where it is missing, trains it, prints the table. Returns the exit code."""
-    config = configs.load("quickstart", overrides)
-    console = Console(highlight=False)
-    process.start(config.mesh.platform)
-    if jax.process_count() > 1:
-        raise InputError(
-            f"quickstart runs in one process, not {jax.process_count()}: make the base once with "
-            "`jaxgrpo make-base arithmetic runs/base`, then `jaxgrpo train quickstart` in each"
-        )
-    base = Path(config.model.path)
-    if not (base / "config.json").exists():
-        make_base(console, base, "arithmetic", seed=config.train.seed)
-    show(console, loop.train(config, resume="auto"))
-    return 0
-
-
-def make_base(console: Console, out: str | Path, task: str, **options: Any) -> None:
-    """`warmstart.make_base` with a bar, and a line on what came of it."""
-    console.print(f"base model for {task}: supervised warm start")
-    with Progress(console=console, transient=True) as progress:
-        bar = progress.add_task("warm start", total=None)
-
-        def report(done: int, steps: int, loss: float) -> None:
-            progress.update(bar, completed=done, total=steps, description=f"loss {loss:.3f}")
-
-        made = warmstart.make_base(out, task, progress=report, **options)
-    console.print(
-        f"{made['path']}: {made['parameters']:,} parameters, loss {made['loss']:.4f} nats per token"
-        f" (no model is below {made['loss_floor']:.4f}), {made['seconds']:.0f} s",
-        soft_wrap=True,
-    )
-
-
-def show(console: Console, run: loop.Run) -> None:
-    """The table of the end, from summary.json's own numbers."""
-    summary = run.summary
-    several = [name for name in summary["base"] if is_summary(name)]
-    several.sort(key=lambda name: (name.split("@")[0] != "pass", int(name.split("@")[1])))
-    names = ["accuracy", *several]
-    columns = {"base": summary["base"], "trained": summary["trained"]}
-    console.print(comparison("test problems", columns, [*names, "flat_groups"]))
-    speed = summary["time/tokens_per_second"]
-    facts(
-        console,
-        {
-            "seconds": f"{summary['time/seconds']:.0f}",
-            "sampled tokens per second": "–" if speed is None else f"{speed:,.0f}",
-            "model": summary["model"],
-            "summary": run.path / "summary.json",
-            "metrics": summary["metrics"],
-            "samples": run.path / "samples",
-        },
-    )
-
+PACKAGES = (
+    *("jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin", "libtpu", "flax", "optax"),
+    *("orbax-checkpoint", "transformers", "tokenizers", "safetensors", "datasets", "numpy"),
+)
+GIB = 2**30
 
 RUN = """\
 model.path = "base"               # a Hugging Face folder, or owner/name on the hub
@@ -138,11 +91,49 @@ TEXTS = {
 }
 
 
-def init(folder: str) -> int:
+def quickstart(overrides: Sequence[str] = ()) -> int:
+    """Builds the base where it is missing, trains it, prints the table. Returns the exit code."""
+    from jaxgrpo.config import files
+    from jaxgrpo.training import loop
+
+    config = files.load("quickstart", overrides)
+    console = Console(highlight=False)
+    process.start(config.mesh.platform)
+    if jax.process_count() > 1:
+        raise InputError(
+            f"quickstart runs in one process, not {jax.process_count()}: make the base once with "
+            "`jaxgrpo make-base arithmetic runs/base`, then `jaxgrpo train quickstart` in each"
+        )
+    base = Path(config.model.path)
+    if not (base / "config.json").exists():
+        _make_base(console, base, "arithmetic", seed=config.train.seed)
+    run = loop.train(config, resume="auto")
+    _show(console, run.path, run.summary)
+    return 0
+
+
+def train(
+    config: str, resume: str | None = None, dry_run: bool = False, overrides: Sequence[str] = ()
+) -> int:
+    """Trains, or prints what would be trained. Returns the exit code."""
+    from jaxgrpo.config import files
+    from jaxgrpo.training import loop, setup
+
+    read = files.load(config, overrides)
+    if dry_run:
+        setup.dry_run(read)
+    else:
+        loop.train(read, resume=resume)
+    return 0
+
+
+def init(folder: str = ".") -> int:
     """Writes TEXTS, data.jsonl and a small base model. Returns the exit code.
 
     Raises: InputError if one of them is there already.
     """
+    from jaxgrpo.data import tasks
+
     home = Path(folder)
     names = (*TEXTS, "data.jsonl", "base")
     there = [name for name in names if (home / name).exists()]
@@ -159,9 +150,117 @@ def init(folder: str) -> int:
         json.dumps({"question": row["prompt"].rstrip("="), "answer": row["answer"]}) for row in rows
     ]
     (home / "data.jsonl").write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
-    make_base(console, home / "base", "arithmetic")
+    _make_base(console, home / "base", "arithmetic")
     for name, text in TEXTS.items():
         (home / name).write_text(text, encoding="utf-8")
     where = "" if folder == "." else f"cd {folder} && "
     console.print(f"written: {', '.join(names)}\ntrain:   {where}jaxgrpo train run.toml")
     return 0
+
+
+def make_base(out: str, task: str, **options: Any) -> int:
+    """Makes a small base model and says what came of it. Returns the exit code."""
+    console = Console(highlight=False)
+    console.print(process.start())
+    _make_base(console, out, task, **options)
+    return 0
+
+
+def doctor() -> int:
+    """Prints versions, devices, memory and disk; 2 where JAX cannot use the machine's devices."""
+    columns = Column(style="bold"), Column(overflow="fold")
+    table = Table(*columns, title=f"jaxgrpo {jaxgrpo.__version__}", show_header=False)
+    found = _devices()
+    for rows in (_versions(), found, _memory(), _disk(os.environ)):
+        for name, value in rows.items():
+            table.add_row(name, value)
+        table.add_section()
+    Console().print(table)
+    return 2 if "problem" in found else 0
+
+
+def _versions() -> dict[str, str]:
+    """Of Python, the system and the packages that results depend on."""
+    found = {"python": platform.python_version(), "system": platform.platform()}
+    for name in PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = "not installed"
+    return found
+
+
+def _devices() -> dict[str, str]:
+    """What JAX computes on, with the memory of each device where it tells."""
+    try:
+        rows = {"devices": process.start("auto")}
+    except InputError as error:
+        rows = {"problem": str(error)}
+    for device in jax.local_devices():
+        stats = device.memory_stats() or {}
+        if "bytes_limit" in stats:
+            used, limit = stats.get("bytes_in_use", 0) / GIB, stats["bytes_limit"] / GIB
+            rows[f"device {device.id}"] = f"{used:.1f} of {limit:.1f} GiB in use"
+    has_affinity = hasattr(os, "sched_getaffinity")  # not on every system
+    cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count()
+    rows["processor"] = f"{cores} cores for this process"
+    return rows
+
+
+def _memory() -> dict[str, str]:
+    """Of the machine."""
+    if "SC_AVPHYS_PAGES" not in os.sysconf_names:
+        return {"memory": "this system does not tell"}
+    page = os.sysconf("SC_PAGE_SIZE")
+    total, free = (os.sysconf(name) * page / GIB for name in ("SC_PHYS_PAGES", "SC_AVPHYS_PAGES"))
+    return {"memory": f"{total:.1f} GiB, {free:.1f} GiB unused"}
+
+
+def _disk(environment: Mapping[str, str]) -> dict[str, str]:
+    """Where runs and compiled programs go."""
+    rows = {}
+    places = {"runs": Path.cwd() / "runs", "compile cache": process.cache_folder(environment)}
+    for name, folder in places.items():
+        there = next(parent for parent in (folder, *folder.parents) if parent.exists())
+        rows[name] = f"{folder}, {shutil.disk_usage(there).free / GIB:.1f} GiB free"
+    return rows
+
+
+def _make_base(console: Console, out: str | Path, task: str, **options: Any) -> None:
+    """`base_model.make_base` with a bar, and a line on what came of it."""
+    from jaxgrpo.cli import make_base as base_model
+
+    console.print(f"base model for {task}: supervised warm start")
+    with Progress(console=console, transient=True) as progress:
+        bar = progress.add_task("warm start", total=None)
+
+        def report(done: int, steps: int, loss: float) -> None:
+            progress.update(bar, completed=done, total=steps, description=f"loss {loss:.3f}")
+
+        made = base_model.make_base(out, task, progress=report, **options)
+    console.print(
+        f"{made['path']}: {made['parameters']:,} parameters, loss {made['loss']:.4f} nats per token"
+        f" (no model is below {made['loss_floor']:.4f}), {made['seconds']:.0f} s",
+        soft_wrap=True,
+    )
+
+
+def _show(console: Console, folder: Path, summary: Mapping[str, Any]) -> None:
+    """The table of the end, from summary.json's own numbers."""
+    several = [name for name in summary["base"] if is_summary(name)]
+    several.sort(key=lambda name: (name.split("@")[0] != "pass", int(name.split("@")[1])))
+    names = ["accuracy", *several]
+    columns = {"base": summary["base"], "trained": summary["trained"]}
+    console.print(comparison("test problems", columns, [*names, "flat_groups"]))
+    speed = summary["time/tokens_per_second"]
+    facts(
+        console,
+        {
+            "seconds": f"{summary['time/seconds']:.0f}",
+            "sampled tokens per second": "–" if speed is None else f"{speed:,.0f}",
+            "model": summary["model"],
+            "summary": folder / "summary.json",
+            "metrics": summary["metrics"],
+            "samples": folder / "samples",
+        },
+    )

@@ -1,9 +1,8 @@
-"""Reading a config, writing it, and comparing it with the one that a run began with.
+"""Configs from TOML files and from Python: read, changed, written, and compared to resume a run.
 
-The keys stand in config_keys.py. A config is TOML; `load` reads it, checks it as a whole and says
-everything that is wrong in one message.
-
-A config put together in Python: from objects, dicts and files, with keys replaced.
+`load` reads a file and `config_of` what a call from Python gives; both report everything that is
+wrong in one message. The keys are in keys.py, the checks of single values in reading.py and of
+several together in checks.py.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +18,10 @@ from jaxgrpo.advantages import AdvantageTransform
 from jaxgrpo.config import checks, reading
 from jaxgrpo.config.keys import SHIPPED, Config, folder_of, is_path
 from jaxgrpo.config.own_code import file_of, python_name
-from jaxgrpo.config.reading import SECTIONS
+from jaxgrpo.config.reading import SECTIONS, show
 from jaxgrpo.core.errors import ConfigError, suggest
 from jaxgrpo.data.chat import CHOICES
 from jaxgrpo.rewards import name_of
-
-__all__ = ["RESUMABLE", "Config", "from_dict", "load", "resume_difference", "shipped", "to_toml"]
 
 RESUMABLE = {
     "train.steps": "train longer, or less; not with a schedule that ends at train.steps",
@@ -33,7 +30,7 @@ RESUMABLE = {
     "tracking": "who else sees the metrics does not act on training",
     "run": "the folder may have moved",
 }
-"""Keys, and whole tables, that may change when a run goes on, and why."""
+"""Keys, and whole tables, that may change when a run is resumed, and why."""
 
 _INPUTS = ("model.path", "data.path", "eval.data")  # paths that begin at the config's folder
 _NAMES = ("use", "recipe")  # keys that may name own code
@@ -44,7 +41,7 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 
     Args:
       path: a TOML file; or "quickstart" for the shipped quickstart.toml.
-      overrides: "table.key=value", applied in turn; the value is TOML, or plain text as it stands.
+      overrides: "table.key=value", applied in turn; the value is TOML, or plain text.
         In a list an entry is named by its number: "rewards.0.weight=2". Relative paths in them
         begin at the working directory, those in the file at its folder.
 
@@ -57,7 +54,7 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 def read_tables(path: str | Path) -> tuple[dict[str, Any], Path]:
     """The tables of a config file, or of a shipped config by its name, and the file.
 
-    Raises: ConfigError where there is none, or it is no TOML.
+    Raises: ConfigError if there is none, or it is no TOML.
     """
     source = _find(Path(path))
     try:
@@ -72,7 +69,8 @@ def from_dict(
     """A config from tables as `tomllib` reads them. Raises: ConfigError with all problems.
 
     Args:
-      source: the file they came from, where relative paths begin; None: the working directory.
+      source: the file they came from; relative paths begin at its folder, or if None at the
+        working directory.
     """
     problems: list[str] = []
     tables: dict[str, Any] = absolute(raw, folder_of(source))
@@ -98,29 +96,28 @@ def to_toml(config: Config) -> str:
 
 
 def resume_difference(old: Config, new: Config) -> list[str]:
-    """What forbids a run begun with `old` to go on with `new`: one line per key, [] if nothing.
+    """Why a run begun with `old` cannot be resumed with `new`: one line per key, [] if it can.
 
     >>> resume_difference(config, config)  # doctest: +SKIP
     []
     """
     before, after = flat(tables_of(old)), flat(tables_of(new))
-    allowed = {name for name in before.keys() | after.keys() if _may_change(name)}
-    if old.optimizer.schedule != "constant":
-        allowed.discard("train.steps")
-    if old.reference.reset_patience:
-        # The evaluation says when the reference is reset, and so acts on training.
-        allowed = {name for name in allowed if not name.startswith("eval.")}
-    lines = []
-    for name in sorted(before.keys() | after.keys()):
-        if name not in allowed and before.get(name) != after.get(name):
-            was, now = (
-                reading.show(keys[name]) if name in keys else "not set" for keys in (before, after)
-            )
-            lines.append(f"{name}: {was} -> {now}")
-    return lines
+    return [
+        f"{name}: {_shown(before, name)} -> {_shown(after, name)}"
+        for name in sorted(before.keys() | after.keys())
+        if before.get(name) != after.get(name) and not _may_change(name, old)
+    ]
 
 
-def _may_change(name: str) -> bool:
+def _shown(keys: Mapping[str, Any], name: str) -> str:
+    return show(keys[name]) if name in keys else "not set"
+
+
+def _may_change(name: str, old: Config) -> bool:
+    if name == "train.steps" and old.optimizer.schedule != "constant":
+        return False
+    if name.startswith("eval.") and old.reference.reset_patience:
+        return False  # the evaluation decides when the reference is reset
     return any(name == key or name.startswith(f"{key}.") for key in RESUMABLE)
 
 
@@ -153,9 +150,9 @@ def absolute(value: Any, folder: Path, where: str = "") -> Any:
 
 
 def _override(raw: dict[str, Any], text: str, problems: list[str]) -> None:
-    """Sets one key of `raw`, which is changed."""
+    """Sets one key of `raw`, which is changed, from "table.key=value"."""
     name, equals, written = text.partition("=")
-    path = [part.strip() for part in name.split(".")]
+    path = [word.strip() for word in name.split(".")]
     if not equals or not all(path):
         problems.append(f"--set {text}: expected table.key=value")
         return
@@ -166,59 +163,69 @@ def _override(raw: dict[str, Any], text: str, problems: list[str]) -> None:
             problems.append(f"--set {text}: the value is not TOML: {error}")
             return
         value = written.strip()
-    table: Any = raw
     try:
-        for part in path[:-1]:
-            table = table[int(part)] if isinstance(table, list) else table.setdefault(part, {})
-        last: Any = int(path[-1]) if isinstance(table, list) else path[-1]
-        names = ".".join(part for part in path if not part.isdigit())
-        drop_options(raw, path, value)
-        table[last] = absolute(value, Path.cwd(), names)
+        put(raw, path, value, Path.cwd())
     except (TypeError, AttributeError, ValueError, IndexError):
         problems.append(f"--set {text}: {name} does not lead to a key of the config")
 
 
-def drop_options(raw: Mapping[str, Any], path: Sequence[str], value: Any) -> None:
-    """Empties the table of a part, loss.surrogate or the like, before its `use` changes.
+def put(
+    tables: dict[str, Any], path: Sequence[str], value: Any, folder: Path, merge: bool = False
+) -> None:
+    """Sets one key of `tables`, which are changed; missing tables are added.
 
-    Options belong to the part that was named before: a clip's bounds are nothing to GSPO. Of
-    optimizer its own keys stay, clip_norm and the like, whatever is used.
+    Another `use` of a part, loss.surrogate or the like, drops the options of the part before: a
+    clip's bounds mean nothing to GSPO. In the table optimizer its own keys stay, clip_norm and the
+    like, whatever is used.
+
+    Args:
+      path: names of tables and keys; the entry of a list by its number, ["rewards", "0", "weight"].
+      folder: where relative paths in `value` begin.
+      merge: a table as value replaces only the keys that it has, unless it names a part.
     """
-    section = reading.SECTIONS.get(path[0])
-    if section is None or path[-1] != "use":
-        return
-    if len(path) == 2:
-        _drop_factory_options(raw.get(path[0]), section, value)
-        return
-    if len(path) != 3:
-        return
-    types = {field.name: str(field.type) for field in dataclasses.fields(section)}
-    tables = raw.get(path[0])
-    table = tables.get(path[1]) if isinstance(tables, dict) else None
-    if "Part" in types.get(path[1], "") and isinstance(table, dict) and table.get("use") != value:
-        table.clear()
+    table: Any = tables
+    for name in path[:-1]:
+        table = table[int(name)] if isinstance(table, list) else table.setdefault(name, {})
+    last = path[-1]
+    if merge and isinstance(value, Mapping) and isinstance(table, dict):
+        names_no_part = "use" not in value or last in SECTIONS
+        if names_no_part and isinstance(table.get(last), dict):
+            for name in sorted(value, key=lambda name: name != "use"):
+                put(tables, [*path, name], value[name], folder, merge=True)
+            return
+    if last == "use":
+        _drop_options(table, path, value)
+    place: Any = int(last) if isinstance(table, list) else last
+    table[place] = absolute(value, folder, ".".join(name for name in path if not name.isdigit()))
 
 
-def _drop_factory_options(table: Any, section: type, value: Any) -> None:
-    """What stands in the table beside the keys of its section, where `use` changes."""
+def _drop_options(table: Any, path: Sequence[str], use: Any) -> None:
+    """Deletes the options in the table of a part, at `path`, if its `use` is about to change."""
+    section = SECTIONS.get(path[0])
+    if section is None or not isinstance(table, dict):
+        return
     fields = {field.name: field for field in dataclasses.fields(section)}
-    if not isinstance(table, dict) or "use" not in fields or "options" not in fields:
+    if len(path) == 2 and "options" in fields:
+        kept, default = fields.keys(), fields["use"].default
+    elif len(path) == 3 and path[1] in fields and "Part" in str(fields[path[1]].type):
+        kept, default = {"use"}, None
+    else:
         return
-    if table.get("use", fields["use"].default) != value:
-        for name in table.keys() - fields.keys():
+    if table.get("use", default) != use:
+        for name in table.keys() - kept:
             del table[name]
 
 
 def _build(values: reading.Values, source: Path | None) -> Config:
     tables: dict[str, Any] = {name: values.get(name) for name in ("recipe", "advantage")}
-    for section, cls in reading.SECTIONS.items():
+    for section, cls in SECTIONS.items():
         names = [field.name for field in dataclasses.fields(cls)]
         tables[section] = cls(**{name: values[f"{section}.{name}"] for name in names})
     return Config(**tables, rewards=values["rewards"], source=source)
 
 
 def tables_of(config: Config) -> dict[str, Any]:
-    """The config as TOML would have it: no None, options beside the keys of their table."""
+    """The config as TOML would have it: no None, options among the keys of their table."""
 
     def plain(value: Any) -> Any:
         if dataclasses.is_dataclass(value):
@@ -253,7 +260,7 @@ def config_of(
       config: a Config, its tables as dicts, a TOML file, or a shipped config's name.
       changes: keys to replace, nested ({"train": {"steps": 3}}) or dotted ({"train.steps": 3});
         relative paths in them begin at the working directory.
-      rewards, advantage: objects given beside the config; it records their names.
+      rewards, advantage: objects of the call; the config records their names.
 
     Raises: ConfigError with all problems.
     """
@@ -274,47 +281,18 @@ def config_of(
 
 
 def replace(tables: dict[str, Any], changes: Mapping[str, Any], folder: Path) -> None:
-    """Replaces keys of `tables`, which are changed, by nested or dotted ones.
-
-    Of a table of the config, optimizer or the like, only the keys given are replaced; another `use`
-    drops the options of what was named before.
+    """Replaces keys of `tables`, which are changed, by nested or dotted ones; see `put`.
 
     Args:
       folder: where relative paths in `changes` begin.
     """
-    for key, value in absolute(dict(changes), folder).items():
-        path = key.split(".")
-        table = tables.setdefault(key, {}) if key in SECTIONS else None
-        if isinstance(table, dict) and isinstance(value, Mapping) and "use" in value:
-            drop_options(tables, [key, "use"], value["use"])
-            for name, entry in value.items():
-                _set(tables, [key, name], entry)
-        else:
-            drop_options(tables, path, value)
-            _set(tables, path, value)
+    for key, value in changes.items():
+        put(tables, key.split("."), value, folder, merge=True)
 
 
-def _set(tables: dict[str, Any], path: list[str], value: Any) -> None:
-    """Replaces one key; of a table that is given as a dict only the keys it has."""
-    for name in path[:-1]:
-        tables = tables.setdefault(name, {})
-    last = path[-1]
-    if isinstance(value, Mapping) and isinstance(tables.get(last), dict) and "use" not in value:
-        for name, entry in value.items():
-            _set(tables[last], [name], entry)
-    else:
-        tables[last] = value
-
-
-def _recorded(rewards: Iterable[Any]) -> Iterable[dict[str, Any]]:
+def _recorded(rewards: Iterable[Any]) -> Iterator[dict[str, Any]]:
     """Entries of a config for rewards given as objects; {name: function} names them."""
-    if isinstance(rewards, Mapping):
-        for name, function in rewards.items():
-            yield {
-                "use": function if isinstance(function, str) else python_name(name),
-                "name": name,
-            }
-        return
-    for function in rewards:
-        name = function if isinstance(function, str) else python_name(name_of(function))
-        yield {"use": name}
+    named = isinstance(rewards, Mapping)
+    for name, function in rewards.items() if named else ((None, one) for one in rewards):
+        use = function if isinstance(function, str) else python_name(name or name_of(function))
+        yield {"use": use, "name": name} if named else {"use": use}

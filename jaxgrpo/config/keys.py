@@ -1,7 +1,7 @@
 """The keys of a config: one frozen dataclass per table, each default in this one place.
 
-`key` states the range of a value beside its default; what several keys must fulfil together stands
-in config_checks.py. Reading and writing is in config.py.
+`key` states the range of a value beside its default; checks.py has what several keys must fulfil
+together. Reading and writing is in files.py.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ SHIPPED = next(filter(Path.is_dir, [_PACKAGE / "configs"]), _PACKAGE.parent / "c
 """The configs that come with the package: inside it when installed, beside it in a checkout."""
 
 DEFAULT_RECIPE = "grpo"
-"""Taken where neither `recipe` nor `advantage` is given."""
+"""The recipe if neither `recipe` nor `advantage` is given."""
 
 
 class Range(NamedTuple):
@@ -58,7 +58,7 @@ def key(default: Any = dataclasses.MISSING, **limits: Any) -> Any:
 
 
 def part(use: str) -> Any:
-    """A key that holds a part, with the built-in one that stands there by default."""
+    """A key that holds a part, by default this built-in one."""
     return dataclasses.field(default_factory=lambda: {"use": use}, metadata={"range": Range()})
 
 
@@ -72,16 +72,21 @@ Part = dict[str, Any]
 "path/file.py:function" or "package.module:function"."""
 
 
+def options_of(part: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of a part, without its name."""
+    return {name: value for name, value in part.items() if name != "use"}
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RewardKeys:
-    """A reward, its weight in the sum and the name it bears in metrics and rows."""
+    """A reward, its weight in the sum and its name in metrics and rows."""
 
     use: str
     weight: float = key(1.0)
     name: str | None = key(None)  # None: the name in `use`
-    on_error: str = key("raise", choices=("raise", "unscored"))  # what follows where it raises
-    flip: float = key(0.0, at_least=0, at_most=0.5)  # share of 0/1 rewards that training sees
-    # turned over; never evaluation
+    on_error: str = key("raise", choices=("raise", "unscored"))  # what follows if it raises
+    flip: float = key(0.0, at_least=0, at_most=0.5)  # label noise: the share of 0/1 rewards that
+    # is flipped, in training only
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
@@ -104,7 +109,7 @@ class DataKeys:
     prompt: str = key("prompt")  # column of the prompt, or a template "{column} and text"
     answer: str = key("answer", may_be_empty=True)  # column of the answer; "": none
     system: str | None = key(None)  # text of a system message in front of every prompt
-    chat_template: str = key("auto")  # "auto": the tokenizer's where it has one; "none"; a file
+    chat_template: str = key("auto")  # "auto": the tokenizer's if it has one; "none"; a file
     chat_template_kwargs: Mapping[str, Any] = table()  # variables of the template
     too_long: str = key("error", choices=("error", "drop"))  # beyond rollout.max_prompt_tokens
 
@@ -132,7 +137,7 @@ class ReferenceKeys:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OptimizerKeys:
-    use: str = key("adamw")  # any optax factory; what else stands in the table is its options
+    use: str = key("adamw")  # any optax factory; other entries of the table are its options
     learning_rate: float = key(at_least=0)
     clip_norm: float = key(1.0, at_least=0)  # global gradient norm; 0: off
     warmup_steps: int = key(0, at_least=0)
@@ -163,7 +168,7 @@ class TrainKeys:
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EvalKeys:
     data: str | None = key(None)  # as data.path; None: no evaluation
-    subset: str | None = key(None)  # None: data.subset where eval.data is data.path
+    subset: str | None = key(None)  # None: data.subset if eval.data is data.path
     split: str | None = key(None)  # of a folder or of the hub; None: the only one
     every: int = key(0, at_least=0)  # steps; 0: at the start and the end only
     samples: int = key(16, at_least=1)  # per prompt, for pass@k
@@ -200,10 +205,8 @@ class TrackingKeys:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunKeys:
-    dir: str = key()  # made where the command is started
-    samples_every: int = key(
-        10, at_least=0
-    )  # steps between files of samples; 0: the first step only
+    dir: str = key()  # relative to where the command is started
+    samples_every: int = key(10, at_least=0)  # steps between files of samples; 0: only the first's
     report: bool = key(True)  # false: none, until `jaxgrpo report` is asked for one
     report_every: int = key(10, at_least=0)  # at most 1% of the time goes into it; 0: at the end
 
@@ -249,18 +252,17 @@ class Config:
     @property
     def own_files(self) -> tuple[Path, ...]:
         """The files of own code that it names, each once."""
-        parts = [*(self.advantage or ()), self.loss.surrogate, self.loss.reduction]
-        optional = (self.loss.kl, self.loss.entropy, self.loss.mismatch)
-        parts += [self.rollout.prompts, *(part for part in optional if part)]
+        loss = self.loss
+        parts = [*(self.advantage or ()), loss.surrogate, loss.reduction, self.rollout.prompts]
+        parts += [part for part in (loss.kl, loss.entropy, loss.mismatch, self.method) if part]
         names = [reward.use for reward in self.rewards] + [part["use"] for part in parts]
-        names += [self.method["use"]] if self.method else []
         return tuple(dict.fromkeys(Path(file) for name in names if (file := file_of(name))))
 
 
 def is_path(value: str, folder: Path) -> bool:
     """Whether the name of an input means a local path, and no task or name on the hub.
 
-    A name of the form owner/name is a path where one is there; a model folder that is yet to be
+    A name of the form owner/name is a path if one is there; a model folder that is yet to be
     made is written ./owner/name.
     """
     if value.startswith(PREFIX):

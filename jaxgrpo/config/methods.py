@@ -1,9 +1,8 @@
 """From the names in a config to a run's method: chain, objective, prompt policy, columns read.
 
-What `loss.kl` and `loss.mismatch` put behind the run's recipe or chain.
-
-Both act on the advantage: KL-control as a return, and weights for what the sampler, which is not
-quite the trainer, drew. Weights come last, since they weigh all that a token is trained on.
+`loss.kl` and `loss.mismatch` may add steps behind the run's recipe or chain: KL-control as a
+return, and weights for samples of a sampler that is not quite the trainer. Weights come last, since
+they weigh all that a token is trained on.
 """
 
 from __future__ import annotations
@@ -17,59 +16,75 @@ import numpy as np
 from jaxgrpo import advantages, losses
 from jaxgrpo.advantages import AdvantageTransform
 from jaxgrpo.config import own_code
-from jaxgrpo.config.keys import Config
+from jaxgrpo.config.keys import Config, Part, options_of
 from jaxgrpo.core.errors import InputError, call, find
 from jaxgrpo.core.types import FIELDS, OF_SAMPLES, RolloutSpec
-from jaxgrpo.losses import Penalty, Surrogate
+from jaxgrpo.losses import Objective, Penalty, Surrogate
 from jaxgrpo.rewards.protocol import Reward
 from jaxgrpo.rollout.selection import PromptPolicy, build_policy
-from jaxgrpo.update.forward import Objective
+
+IN_REWARD = "k1_in_reward"
+"""The name in `loss.kl` that makes the KL a part of the return, and no penalty in the loss."""
+
+CORRECTIONS: dict[str, Callable[..., AdvantageTransform]] = {
+    make.__name__: make
+    for make in (
+        *(advantages.truncated_importance, advantages.masked_importance),
+        *(advantages.geometric_rejection, advantages.sequence_rejection),
+    )
+}
+
+WEIGHED_TWICE = (
+    'with loss.proximal = "behavior" the surrogate\'s ratio begins at the sampler and holds '
+    'this weight already; set loss.proximal = "trainer", or take a surrogate without a ratio, '
+    "reinforce or on_policy"
+)
+"""Why weights of trainer over sampler and a ratio measured from the sampler exclude each other."""
 
 
 def make_chain(
     config: Config, rewards: Sequence[Reward], advantage: AdvantageTransform | None = None
 ) -> AdvantageTransform:
-    """The advantage of a run: a recipe by name, the list of parts or `advantage`, and its tail."""
+    """The advantage of a run: `advantage`, a list of parts or a recipe, and the steps behind it."""
     chain = advantage if advantage is not None else _named_chain(config, rewards)
-    kl, mismatch = config.loss.kl, config.loss.mismatch
-    tail = build_tail(kl and _part(config, kl), mismatch and _part(config, mismatch))
+    tail = build_tail(_loaded(config, config.loss.kl), _loaded(config, config.loss.mismatch))
     return advantages.extend(chain, *tail)
 
 
 def _named_chain(config: Config, rewards: Sequence[Reward]) -> AdvantageTransform:
     if config.advantage is not None:
-        return advantages.build([_part(config, step) for step in config.advantage])
-    assert config.method is not None
-    options = {name: value for name, value in config.method.items() if name != "use"}
-    recipe = _own(config, config.method["use"])
-    if not isinstance(recipe, str):
-        return advantages.build(recipe(**options))
-    weights = {reward.name: reward.weight for reward in rewards}
-    return advantages.build(recipe, {"weights": weights, **options})
+        return advantages.build([_loaded(config, step) for step in config.advantage])
+    recipe = _loaded(config, config.method)
+    use, options = recipe["use"], options_of(recipe)
+    if not isinstance(use, str):
+        return advantages.build(use(**options))
+    return advantages.build(use, {"weights": _weights(rewards), **options})
 
 
 def make_policy(config: Config, rewards: Sequence[Reward]) -> PromptPolicy:
     """The prompt policy of a run."""
-    spec = {**config.rollout.prompts, "use": _own(config, config.rollout.prompts["use"])}
-    return build_policy(spec, {reward.name: reward.weight for reward in rewards})
+    return build_policy(_loaded(config, config.rollout.prompts), _weights(rewards))
 
 
 def make_objective(config: Config) -> Objective:
     """Surrogate, reduction and penalties of a run."""
     loss = config.loss
-    reduction = _part(config, loss.reduction)
-    if reduction["use"] == "constant":
-        reduction = {"length": config.rollout.max_completion_tokens, **reduction}
+    entropy = [losses.build_entropy(_loaded(config, loss.entropy))] if loss.entropy else []
     return Objective(
-        surrogate=losses.build_surrogate(_part(config, loss.surrogate)),
-        reduction=losses.build_reduction(reduction),
-        penalties=(
-            *build_penalties(_part(config, loss.kl) if loss.kl else None),
-            *([losses.build_entropy(_part(config, loss.entropy))] if loss.entropy else []),
+        surrogate=losses.build_surrogate(_loaded(config, loss.surrogate)),
+        reduction=build_reduction(
+            _loaded(config, loss.reduction), config.rollout.max_completion_tokens
         ),
+        penalties=(*build_penalties(_loaded(config, loss.kl)), *entropy),
         penalties_on=loss.penalties_on,
         proximal=loss.proximal,
     )
+
+
+def build_reduction(part: Part, max_completion_tokens: int) -> losses.Reduction:
+    """The reduction of a run; `constant` divides by the longest completion by default."""
+    length = {"length": max_completion_tokens} if part["use"] == "constant" else {}
+    return losses.build_reduction({**length, **part})
 
 
 def needed_columns(
@@ -84,7 +99,7 @@ def needed_columns(
     missing = sorted(names - rows[0].keys())
     if missing:
         raise InputError(
-            f"the method needs {', '.join(missing)}, which nobody produces: passes of a model give "
+            f"the method needs {', '.join(missing)}, which nothing makes: passes of a model give "
             f"{', '.join(FIELDS)}; the data have the columns {', '.join(sorted(rows[0]))}"
             f"{_to_bring(missing)}"
         )
@@ -109,27 +124,6 @@ def _to_bring(missing: Sequence[str]) -> str:
     )
 
 
-def _part(config: Config, spec: Mapping[str, Any]) -> dict[str, Any]:
-    """A part with the function that it names."""
-    return {**spec, "use": _own(config, spec["use"])}
-
-
-def _own(config: Config, use: Any) -> Any:
-    """The function that "file.py:function" or "package.module:function" names; else `use`."""
-    return own_code.resolve(use, config.folder)
-
-
-IN_REWARD = "k1_in_reward"
-"""The name in `loss.kl` that makes the KL a part of the return, and no penalty in the loss."""
-
-CORRECTIONS: dict[str, Callable[..., AdvantageTransform]] = {
-    "truncated_importance": advantages.truncated_importance,
-    "masked_importance": advantages.masked_importance,
-    "geometric_rejection": advantages.geometric_rejection,
-    "sequence_rejection": advantages.sequence_rejection,
-}
-
-
 def build_penalties(kl: Mapping[str, Any] | None) -> tuple[Penalty, ...]:
     """The penalties in the loss that `loss.kl` asks for.
 
@@ -150,35 +144,31 @@ def build_tail(
     kl: Mapping[str, Any] | None, mismatch: Mapping[str, Any] | None
 ) -> tuple[AdvantageTransform, ...]:
     """The steps behind a run's recipe or chain. Raises: InputError on wrong names and options."""
-    tail = []
-    if kl is not None and kl["use"] == IN_REWARD:
-        tail.append(_kl_return({name: value for name, value in kl.items() if name != "use"}))
-    if mismatch is not None:
-        tail.append(_correction(mismatch))
-    return tuple(tail)
-
-
-def weighed_twice() -> str:
-    """What is wrong with a weight of trainer over sampler beside a ratio from the sampler."""
-    return (
-        'with loss.proximal = "behavior" the surrogate\'s ratio begins at the sampler and holds '
-        'this weight already; set loss.proximal = "trainer", or take a surrogate without a ratio, '
-        "reinforce or on_policy"
-    )
+    control = [_kl_return(options_of(kl))] if kl and kl["use"] == IN_REWARD else []
+    return (*control, *([_correction(mismatch)] if mismatch else []))
 
 
 def refuse_double_weights(chain: AdvantageTransform, surrogate: Surrogate, proximal: str) -> None:
-    """Raises InputError where chain and surrogate both weigh by trainer over sampler."""
+    """Raises InputError if chain and surrogate both weigh by trainer over sampler."""
     if proximal == "behavior" and surrogate.weighs and chain.importance:
         step = next((name for name, step in chain.steps if step.importance), chain.name)
-        raise InputError(f"{step}: {weighed_twice()}")
+        raise InputError(f"{step}: {WEIGHED_TWICE}")
+
+
+def _weights(rewards: Sequence[Reward]) -> dict[str, float]:
+    return {reward.name: reward.weight for reward in rewards}
+
+
+def _loaded(config: Config, part: Part | None) -> Any:
+    """A part with the function in the place of "file.py:function" or "package.module:function"."""
+    return part and {**part, "use": own_code.resolve(part["use"], config.folder)}
 
 
 def _kl_return(options: dict[str, Any]) -> AdvantageTransform:
     if ("beta" in options) == ("target_validity" in options):
         raise InputError(
             f"{IN_REWARD} takes beta or target_validity, one of the two: beta = 0.01, the price of"
-            " a nat; or target_validity = 0.9, the success rate that the price shall lead to"
+            " a nat; or target_validity = 0.9, the target success rate"
         )
     known = "beta" in options
     factory = advantages.add_kl_return if known else advantages.add_kl_return_for_validity
@@ -193,17 +183,15 @@ def _kl_return(options: dict[str, Any]) -> AdvantageTransform:
 
 
 @contextlib.contextmanager
-def _naming(part: str) -> Iterator[None]:
-    """Errors of a part say what the user wrote for it."""
+def _naming(step: str) -> Iterator[None]:
+    """Errors name a step by what the user wrote for it, k1_in_reward."""
     try:
         yield
     except InputError as error:
-        raise InputError(str(error).replace(f"{part}:", f"{IN_REWARD}:", 1)) from None
+        raise InputError(str(error).replace(f"{step}:", f"{IN_REWARD}:", 1)) from None
 
 
 def _correction(part: Mapping[str, Any]) -> AdvantageTransform:
     if not isinstance(part["use"], str):
         return advantages.build([part]).steps[0][1]
-    options = {name: value for name, value in part.items() if name != "use"}
-    make = find("mismatch", part["use"], CORRECTIONS)
-    return call(part["use"], make, options)
+    return call(part["use"], find("mismatch", part["use"], CORRECTIONS), options_of(part))

@@ -14,7 +14,7 @@ from typing import Any
 from jaxgrpo.core.errors import InputError, suggest
 
 PYTHON = "python"
-"""Stands for the module of what was given as a Python object."""
+"""The module, in names of what was given as a Python object."""
 
 
 def is_reference(name: str) -> bool:
@@ -51,19 +51,19 @@ def python_name(name: str) -> str:
 
 
 def resolve(use: Any, folder: str | Path | None = None) -> Any:
-    """The function that `use` names, where it is a reference to own code; else `use` itself."""
+    """The function that `use` names if it is a reference to own code; else `use` itself."""
     return load(use, folder) if isinstance(use, str) and is_reference(use) else use
 
 
 def load(reference: str, folder: str | Path | None = None) -> Callable[..., Any]:
     """The function that a reference names.
 
-    A file is run once per process, however often it is named, and finds modules that lie beside it.
+    A file is run once per process, however often it is named, and finds modules in its folder.
 
     Args:
       folder: where a relative path of a file begins; None: the working directory.
 
-    Raises: InputError where there is no such file, module or function, or no function of that name;
+    Raises: InputError if there is no such file, module or function, or no function of that name;
     what the file itself raises comes as it is, with a note that says who loaded it.
     """
     place, _, name = reference.rpartition(":")

@@ -8,7 +8,7 @@ import json
 import math
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxgrpo.config.keys import DEFAULT_RECIPE, Config, Part, Range, RewardKeys
@@ -42,11 +42,12 @@ def read(raw: Mapping[str, Any], problems: list[str]) -> Values:
             read_keys(cls, table, f"{section}.", values, problems)
         else:
             problems.append(f"{section} = {show(table)}: expected a table, [{section}]")
-    for name, read_list in {"rewards": _read_rewards, "advantage": _read_parts}.items():
-        if name in raw:
-            read_list(name, raw[name], values, problems)
-    if "rewards" not in raw:
+    if "rewards" in raw:
+        _read_list("rewards", raw["rewards"], _read_reward, values, problems)
+    else:
         problems.append('rewards: missing; give at least one, rewards = [{ use = "..." }]')
+    if "advantage" in raw:
+        _read_list("advantage", raw["advantage"], _read_part, values, problems)
     if "recipe" in raw or "advantage" not in raw:
         recipe = raw.get("recipe", DEFAULT_RECIPE)
         kind = dict if isinstance(recipe, Mapping) else str
@@ -57,7 +58,7 @@ def read(raw: Mapping[str, Any], problems: list[str]) -> Values:
 def read_keys(
     cls: type, table: Mapping[str, Any], path: str, values: Values, problems: list[str]
 ) -> None:
-    """Reads one table into `values`. What is no key becomes an option where the table has some."""
+    """Reads one table into `values`. What is no key becomes an option if the table takes any."""
     fields = {field.name: field for field in dataclasses.fields(cls)}
     hints = typing.get_type_hints(cls)
     has_options = fields.pop("options", None) is not None
@@ -65,11 +66,11 @@ def read_keys(
     meant = set()
     if has_options:
         values[f"{path}options"] = {name: table[name] for name in unknown}
-    else:
-        for name in unknown:
-            meant.add(near := _nearest_key(name, path, list(fields)))
-            hint = f"did you mean {near}?" if near else f"the keys here are {', '.join(fields)}"
-            problems.append(f"{path}{name}: unknown key; {hint}")
+        unknown = []
+    for name in unknown:
+        meant.add(near := _nearest_key(name, path, list(fields)))
+        hint = f"did you mean {near}?" if near else f"the keys here are {', '.join(fields)}"
+        problems.append(f"{path}{name}: unknown key; {hint}")
     for name, field in fields.items():
         where = path + name
         if name in table:
@@ -86,7 +87,7 @@ def read_keys(
 
 
 def show(value: Any) -> str:
-    """A value as it stands in the file, cut where it is long."""
+    """A value as written in the file, cut if it is long."""
     text = json.dumps(value, default=str, ensure_ascii=False)
     return text if len(text) <= 60 else text[:57] + "..."
 
@@ -115,7 +116,8 @@ def _read_value(
     if kind is Mapping and isinstance(value, Mapping):
         values[where] = dict(value)
     elif type(value) is not kind:
-        problems.append(f"{where} = {show(value)}: expected {_described(kind, limits)}")
+        expected = KINDS[kind].format(holds=limits.holds)
+        problems.append(f"{where} = {show(value)}: expected {expected}")
     elif kind is float and not math.isfinite(value):
         problems.append(f"{where} = {value}: expected a finite number")
     elif kind is dict:
@@ -139,39 +141,32 @@ def _read_part(
         values[where] = dict(value)
 
 
-def _read_parts(where: str, value: Any, values: Values, problems: list[str]) -> None:
-    """A list of parts; each right one also stands alone, under "advantage[0]", ..."""
-    if not _is_list_of_tables(where, value, problems):
+def _read_reward(where: str, entry: Any, values: Values, problems: list[str]) -> None:
+    found: Values = {}
+    before = len(problems)
+    read_keys(RewardKeys, entry, f"{where}.", found, problems)
+    if len(problems) == before:
+        values[where] = RewardKeys(**{name.rpartition(".")[2]: found[name] for name in found})
+
+
+def _read_list(
+    where: str,
+    entries: Any,
+    read_entry: Callable[[str, Any, Values, list[str]], None],
+    values: Values,
+    problems: list[str],
+) -> None:
+    """A list of tables; each right one is also a value of its own, "advantage[0]", ..."""
+    right = isinstance(entries, (list, tuple)) and all(isinstance(one, Mapping) for one in entries)
+    if not right or not entries:
+        expected = f'a list of tables, {where} = [{{ use = "..." }}]'
+        problems.append(f"{where} = {show(entries)}: expected {expected}")
         return
-    names = [f"{where}[{index}]" for index in range(len(value))]
-    for name, entry in zip(names, value, strict=True):
-        _read_part(name, entry, values, problems)
+    names = [f"{where}[{index}]" for index in range(len(entries))]
+    for name, entry in zip(names, entries, strict=True):
+        read_entry(name, entry, values, problems)
     if all(name in values for name in names):
         values[where] = tuple(values[name] for name in names)
-
-
-def _read_rewards(where: str, value: Any, values: Values, problems: list[str]) -> None:
-    if not _is_list_of_tables(where, value, problems):
-        return
-    rewards = []
-    for index, entry in enumerate(value):
-        found: Values = {}
-        before = len(problems)
-        read_keys(RewardKeys, entry, f"{where}[{index}].", found, problems)
-        if len(problems) == before:
-            keys = {name.rpartition(".")[2]: value for name, value in found.items()}
-            rewards.append(RewardKeys(**keys))
-    if len(rewards) == len(value):
-        values[where] = tuple(rewards)
-
-
-def _is_list_of_tables(where: str, value: Any, problems: list[str]) -> bool:
-    right = isinstance(value, (list, tuple)) and all(isinstance(item, Mapping) for item in value)
-    if not right or not value:
-        expected = f'a list of tables, {where} = [{{ use = "..." }}]'
-        problems.append(f"{where} = {show(value)}: expected {expected}")
-        return False
-    return True
 
 
 def _nearest_key(name: str, path: str, fields: list[str]) -> str | None:
@@ -190,7 +185,7 @@ def _names(cls: type) -> list[str]:
 
 
 def _kind(hint: Any) -> type:
-    """int, float, str, dict or Mapping behind a hint, which may be optional."""
+    """int, float, str, dict or Mapping: the type of a hint, which may be optional."""
     if isinstance(hint, types.UnionType):
         (hint,) = (option for option in typing.get_args(hint) if option is not types.NoneType)
     return typing.get_origin(hint) or hint
@@ -200,9 +195,5 @@ def _expected(hint: Any, field: dataclasses.Field) -> str:
     limits = field.metadata.get("range", Range())
     if limits.choices:
         return str(limits)
-    text = _described(_kind(hint), limits)
+    text = KINDS[_kind(hint)].format(holds=limits.holds)
     return text if limits == Range() else f"{text}, {limits}"
-
-
-def _described(kind: type, limits: Range) -> str:
-    return KINDS[kind].format(holds=limits.holds)

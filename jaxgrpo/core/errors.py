@@ -1,13 +1,11 @@
-"""Mistakes in what a user gave, told apart from defects of the program.
-
-Names and options that users write: found, or refused with the nearest known one.
-"""
+"""Mistakes in what a user gave, as opposed to defects of the program, and messages for them."""
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 
@@ -19,7 +17,7 @@ class InputError(ValueError):
 
 
 class NotGiven(InputError):
-    """Something is read that nobody gave.
+    """A field or attribute is read that was not given.
 
     Args:
       name: of the field or attribute that is missing.
@@ -47,6 +45,31 @@ class ConfigError(InputError):
 T = TypeVar("T")
 
 
+@contextlib.contextmanager
+def refusing(message: str | Callable[[Any], str], *kinds: type[Exception]) -> Iterator[None]:
+    """Turns an error of these kinds (none: of any) that its block raises into an InputError.
+
+    Args:
+      message: of the InputError, with "{kind}" and "{reason}" for the type and the message of the
+        error; or a function of the error.
+    """
+    kinds = kinds or (Exception,)
+    try:
+        yield
+    except InputError:
+        raise
+    except kinds as error:
+        if isinstance(message, str):
+            message = message.replace("{kind}", type(error).__name__)
+            raise InputError(message.replace("{reason}", one_line(error))) from error
+        raise InputError(message(error)) from error
+
+
+def one_line(error: BaseException) -> str:
+    """The message of another library's error, in one line."""
+    return " ".join(str(error).split())
+
+
 def suggest(name: str, known: Iterable[str]) -> str:
     """What to say after an unknown name: the nearest known one in any case, else all of them.
 
@@ -65,6 +88,25 @@ def find(what: str, name: str, table: Mapping[str, T]) -> T:
     if name not in table:
         raise InputError(f"unknown {what} {name!r}: {suggest(name, table)}")
     return table[name]
+
+
+def build(what: str, spec: Mapping[str, Any], table: Mapping[str, Callable[..., T]]) -> T:
+    """What {"use": name in the table or a factory of one's own, option: value, ...} makes.
+
+    Raises: InputError on an unknown name or option, with the nearest known one.
+
+    >>> build("number", {"use": "twice", "value": 4}, {"twice": lambda value: 2 * value})
+    8
+    """
+    if "use" not in spec:
+        raise InputError(f"{what} {dict(spec)} has no name: write {{ use = ..., ... }}")
+    use, options = spec["use"], {name: value for name, value in spec.items() if name != "use"}
+    factory = find(what, use, table) if isinstance(use, str) else use
+    name = use if isinstance(use, str) else getattr(use, "__name__", repr(use))
+    if not callable(factory):
+        raise InputError(f"{what} {name} is neither a name nor a function")
+    made: Any = call(f"{what} {name}", factory, options)
+    return made
 
 
 def call(where: str, factory: Callable[..., T], options: Mapping[str, Any]) -> T:

@@ -1,23 +1,25 @@
-"""Metrics that add up: across micro-batches, devices and hosts; divided once, at the edge."""
+"""Metrics that add up: across micro-batches, devices and hosts; divided once, at the edge.
+
+At the end several reductions of arrays of one shape in one pass (`reduce`): on CPUs XLA takes 2 to
+15 times as long for one after the other.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jaxgrpo.core import onepass
-
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Mean:
-    """A mean as its two sums. `+` merges; `result` divides, NaN where nothing was counted."""
+    """A mean as its two sums. `+` merges; `result` divides, NaN if nothing was counted."""
 
     total: Array  # []
     weight: Array  # []
@@ -33,7 +35,7 @@ class Mean:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Max:
-    """The largest value seen. `+` merges; `result` is -inf where nothing was seen."""
+    """The largest value seen. `+` merges; `result` is -inf if nothing was seen."""
 
     value: Array  # []
 
@@ -47,7 +49,7 @@ class Max:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Min:
-    """The smallest value seen. `+` merges; `result` is inf where nothing was seen."""
+    """The smallest value seen. `+` merges; `result` is inf if nothing was seen."""
 
     value: Array  # []
 
@@ -78,12 +80,12 @@ def mean(value: Array, mask: Array | None = None) -> Mean:
     value, mask = jnp.broadcast_arrays(value.astype(dtype), mask)
     if value.ndim < 2:  # one axis may lie on several devices; the pass would bring them together
         return Mean(total=jnp.where(mask, value, 0).sum(), weight=mask.sum(dtype=dtype))
-    total, number = onepass.reduce(onepass.total(value, mask), onepass.number(mask), axis=-1)
+    total, number = reduce(summed(value, mask), counted(mask), axis=-1)
     return Mean(total=total.sum(), weight=number.sum().astype(dtype))
 
 
 def maximum(value: Array, mask: Array | None = None) -> Max:
-    """The largest entry of `value` where `mask` is True; -inf where there is none."""
+    """The largest entry of `value` where `mask` is True; -inf if there is none."""
     dtype = accumulate_dtype(value.dtype)
     value = value.astype(dtype)
     if mask is not None:
@@ -92,7 +94,7 @@ def maximum(value: Array, mask: Array | None = None) -> Max:
 
 
 def minimum(value: Array, mask: Array | None = None) -> Min:
-    """The smallest entry of `value` where `mask` is True; inf where there is none."""
+    """The smallest entry of `value` where `mask` is True; inf if there is none."""
     return Min(value=-maximum(-value.astype(accumulate_dtype(value.dtype)), mask).value)
 
 
@@ -124,3 +126,58 @@ def merge(left: Mapping[str, Metric], right: Mapping[str, Metric]) -> Metrics:
 def finalise(metrics: Mapping[str, Metric]) -> dict[str, float]:
     """The numbers of a set of metrics, on the host."""
     return {name: metric.result() for name, metric in metrics.items()}
+
+
+Reduced = tuple[Array, Array, Callable[[Array, Array], Array]]
+"""An array, the value that a reduction of it begins with, and what joins two of its entries."""
+
+_BLOCK = 512
+"""Entries added one after the other at most: a float32 sum of 200,000 in a row loses 4 digits."""
+
+
+def summed(value: Array, mask: Array) -> Reduced:
+    """The sum of the unmasked entries, in the dtype of the value."""
+    value = jnp.where(mask, value, 0)
+    return value, jnp.zeros((), value.dtype), jax.lax.add
+
+
+def counted(mask: Array) -> Reduced:
+    """How many entries are unmasked, as int32."""
+    return mask.astype(jnp.int32), jnp.int32(0), jax.lax.add
+
+
+def lowest(value: Array, mask: Array) -> Reduced:
+    """The lowest unmasked entry; inf without any."""
+    inf = jnp.asarray(jnp.inf, value.dtype)
+    return jnp.where(mask, value, inf), inf, jnp.minimum
+
+
+def highest(value: Array, mask: Array) -> Reduced:
+    """The highest unmasked entry; -inf without any."""
+    inf = jnp.asarray(jnp.inf, value.dtype)
+    return jnp.where(mask, value, -inf), -inf, jnp.maximum
+
+
+def reduce(*what: Reduced, axis: int) -> tuple[Array, ...]:
+    """Each array reduced over one axis, which is kept with size 1. No gradient flows through."""
+    arrays, first, join = zip(*what, strict=True)
+    axis = axis % arrays[0].ndim
+    arrays = jax.lax.stop_gradient(arrays)
+
+    def joined(left: tuple[Array, ...], right: tuple[Array, ...]) -> tuple[Array, ...]:
+        return tuple(f(a, b) for f, a, b in zip(join, left, right, strict=True))
+
+    while arrays[0].shape[axis] > _BLOCK:
+        blocks = (_blocked(one, start, axis) for one, start in zip(arrays, first, strict=True))
+        arrays = jax.lax.reduce(tuple(blocks), first, joined, (axis + 1,))
+    reduced = jax.lax.reduce(arrays, first, joined, (axis,))
+    return tuple(jnp.expand_dims(one, axis) for one in reduced)
+
+
+def _blocked(array: Array, start: Array, axis: int) -> Array:
+    """An axis of n as two of [ceil(n / _BLOCK), _BLOCK], filled with the start of the reduction."""
+    blocks = -(-array.shape[axis] // _BLOCK)
+    missing = blocks * _BLOCK - array.shape[axis]
+    edges = [(0, missing if place == axis else 0, 0) for place in range(array.ndim)]
+    shape = (*array.shape[:axis], blocks, _BLOCK, *array.shape[axis + 1 :])
+    return jax.lax.pad(array, start, edges).reshape(shape)

@@ -8,7 +8,6 @@ and micro-batch, Q positions per row.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -81,15 +80,13 @@ class RolloutSpec(NamedTuple):
     num_rows: int | None = None  # rows of the data set; None: a stream, no row returns
 
 
-@functools.partial(register, data_fields=["value", "mask"], meta_fields=[], drop_fields=["known"])
+@register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Signal:
     """An advantage on its way through a chain."""
 
     value: Array  # [P, G] or [P, G, T]; finite, 0 where masked
     mask: Array  # same shape, bool; only shrinks
-    known: Any = dataclasses.field(default=None, repr=False, compare=False)
-    """What a step knows of its groups, for the next (advantages.stats.remember); no leaf."""
 
 
 @register
@@ -135,7 +132,7 @@ class TrainState:
 
 
 class Field(NamedTuple):
-    """What a name in `needs` stands for: its shape, and who produces it."""
+    """A field that a name in `needs` asks for: its shape, and which policy produces it."""
 
     shape: str
     policy: str  # whose parameters score it: "trainer", "reference" or "base"
@@ -152,7 +149,7 @@ FIELDS: dict[str, Field] = {
 
 OF_PASS: dict[str, str] = {"policy_entropy": "trainer", "full_kl": "reference"}
 """What a penalty may need of the update's own pass, with its gradient -> whose parameters that
-reads beside the trained ones.
+reads besides the trained ones.
 """
 
 OF_SAMPLES: dict[str, str] = {

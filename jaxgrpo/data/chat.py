@@ -1,6 +1,6 @@
 """Conversations, [{"role": "user", "content": "..."}], and the chat templates that write them out.
 
-A prompt is a text or such a list. Where a chat template acts, a text becomes one user message.
+A prompt is a text or such a list. With a chat template, a text becomes one user message.
 Rewards get conversations as TRL gives them: prompts as lists of messages, each completion as
 [{"role": "assistant", "content": text}]; prompts that are texts and their completions stay texts.
 """
@@ -12,16 +12,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxgrpo.core.errors import InputError
+from jaxgrpo.core.errors import InputError, one_line, refusing
 
 Message = dict[str, Any]
 Conversation = list[Message]
 
 CHOICES = ("auto", "none")
-"""Of data.chat_template, beside a file."""
+"""Values of data.chat_template that are no file."""
 
 OURS = ("add_generation_prompt", "continue_final_message", "messages")
-"""Variables of chat templates that the role of the last message decides."""
+"""Variables of chat templates that the role of the last message sets."""
 
 
 class Chat(NamedTuple):
@@ -36,9 +36,9 @@ class Chat(NamedTuple):
 
 def messages_of(value: Any, where: str) -> Conversation:
     """A prompt column's list of messages, checked. Entries that are None, as tables have them
-    where some messages lack a key, are left out.
+    if some messages lack a key, are left out.
 
-    Raises: InputError where it is no list of messages with a role and a text.
+    Raises: InputError if it is no list of messages with a role and a text.
     """
     if not value:
         raise InputError(f"{where} holds no message: write at least one, by the user")
@@ -84,18 +84,18 @@ def make_chat(
     """How the prompts of a run are written out.
 
     Args:
-      choice: "auto" takes the tokenizer's own template where it has one; "none"; or a Jinja file.
+      choice: "auto" takes the tokenizer's own template if it has one; "none"; or a Jinja file.
       system: the text of a system message in front of every conversation.
       options: variables of the template, as enable_thinking.
       path: model.path, for messages.
 
-    Raises: InputError where the template cannot be found, none acts although there is a system
-    text or an option for one, or it does not read an option.
+    Raises: InputError if the template cannot be found, there is none although a system text or an
+    option for one is given, or it does not read an option.
     """
     template, name = _find(tokenizer, choice, path)
     if template is None:
         given = {"data.system": system, "data.chat_template_kwargs": options}
-        for key in (key for key, value in given.items() if value):
+        for key in filter(given.get, given):
             raise InputError(
                 f"{key} is given, but there is no chat template ({name}): name a Jinja file by "
                 "data.chat_template, or write the text into data.prompt"
@@ -117,7 +117,7 @@ def make_chat(
 def write(chat: Chat, prompt: str | Conversation, where: str) -> str:
     """One prompt as text, with the special tokens that the template writes.
 
-    Raises: InputError where the template fails, or a conversation meets no template.
+    Raises: InputError if the template fails, or there is none for a conversation.
     """
     if chat.template is None:
         if isinstance(prompt, str):
@@ -135,7 +135,8 @@ def write(chat: Chat, prompt: str | Conversation, where: str) -> str:
             )
         messages = [{"role": "system", "content": chat.system}, *messages]
     begun = _is_begun(messages)
-    try:
+    # Whatever the template raises, or jinja2 about it.
+    with refusing(lambda error: f"{where}: {_failure(chat.name, error)}"):
         return chat.tokenizer.apply_chat_template(
             messages,
             chat_template=chat.template,
@@ -144,52 +145,44 @@ def write(chat: Chat, prompt: str | Conversation, where: str) -> str:
             continue_final_message=begun,
             **chat.options,
         )
-    except Exception as error:  # whatever the template raises, or jinja2 about it
-        raise InputError(f"{where}: {_failure(chat.name, error)}") from error
 
 
 def _names_in(template: str, name: str) -> set[str]:
     """The words of a template that are no text: what it may read."""
     import jinja2
 
-    try:
-        tokens = list(jinja2.Environment().lex(template))
-    except jinja2.TemplateError as error:
-        raise InputError(_failure(name, error)) from error
-    return {word for _, kind, word in tokens if kind == "name"}
+    with refusing(lambda error: _failure(name, error), jinja2.TemplateError):
+        return {word for _, kind, word in jinja2.Environment().lex(template) if kind == "name"}
 
 
 def _failure(name: str, error: Exception) -> str:
     line = getattr(error, "lineno", None)
-    reason = " ".join(str(error).split())
+    where = f" in line {line}" if line else ""
     return (
-        f"{name} fails{f' in line {line}' if line else ''} ({type(error).__name__}: {reason}): "
+        f"{name} fails{where} ({type(error).__name__}: {one_line(error)}): "
         "mend it or the prompt, or set data.chat_template"
     )
 
 
 def _find(tokenizer: Any, choice: str, path: str) -> tuple[str | None, str]:
-    """The template that acts, None where prompts go as they are, and words for it."""
+    """The template (None: prompts go as they are), and words for it."""
     if choice == "none":
         return None, 'data.chat_template = "none"'
     if choice == "auto":
         if not getattr(tokenizer, "chat_template", None):
             return None, f"the tokenizer of {path} has none"
-        try:
+        problem = (
+            f"model.path = {path}: {{reason}}: write the template to use to a file and set "
+            "data.chat_template to it"
+        )
+        with refusing(problem, ValueError):
             return tokenizer.get_chat_template(), f"the chat template of {path}"
-        except ValueError as error:
-            raise InputError(
-                f"model.path = {path}: {' '.join(str(error).split())}: write the template to use "
-                "to a file and set data.chat_template to it"
-            ) from error
-    try:
-        text = Path(choice).expanduser().read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(
-            f"data.chat_template = {choice!r} cannot be read ({type(error).__name__}): give a "
-            'Jinja file, "auto" or "none"'
-        ) from error
-    return text, f"the chat template {choice}"
+    problem = (
+        f'data.chat_template = {choice!r} cannot be read ({{kind}}): give a Jinja file, "auto" or '
+        '"none"'
+    )
+    with refusing(problem, OSError, UnicodeDecodeError):
+        return Path(choice).expanduser().read_text("utf-8"), f"the chat template {choice}"
 
 
 def _is_begun(messages: Conversation) -> bool:

@@ -1,8 +1,7 @@
 """From rows to prompts: which columns, in which words, as which tokens.
 
-Prompts made of columns: "{question} Think step by step."
-
-Between braces stands the name of a column, whatever its characters; "{{" and "}}" are braces.
+A template makes prompts of columns: "{question} Think step by step." The name between braces is a
+column's, with any characters; "{{" and "}}" are braces.
 """
 
 from __future__ import annotations
@@ -20,6 +19,8 @@ from jaxgrpo.data import chat as conversations
 from jaxgrpo.data import sources
 from jaxgrpo.data.chat import Chat
 from jaxgrpo.data.sources import Located, Row, Source
+
+_PIECE = re.compile(r"\{\{|\}\}|\{([^{}]*)\}|[{}]")  # of a template
 
 
 class PromptData(NamedTuple):
@@ -41,9 +42,9 @@ def load_rows(
 
     Args:
       prompt: the column that holds the prompt, a text or a list of messages; or a template.
-      answer: the column that holds what the rewards compare with; "" where there is none.
+      answer: the column that holds what the rewards compare with; "" if there is none.
       split: of a DatasetDict given from Python.
-    Raises: InputError where the source or a column does not exist, a line cannot be read, prompts
+    Raises: InputError if the source or a column does not exist, a line cannot be read, prompts
       or answers are of several kinds, or there are no rows.
     """
     needed = placeholders(prompt) if is_template(prompt) else [prompt]
@@ -72,14 +73,14 @@ def load_rows(
 def prepare(rows: list[Row], chat: Chat, max_prompt_tokens: int, too_long: str) -> PromptData:
     """The rows whose prompts fit, with their tokens.
 
-    Special tokens are the template's where a chat template acts, and else those which the tokenizer
+    Special tokens are those of the chat template, if there is one, else those that the tokenizer
     adds to a text: never both.
 
     Args:
       chat: how prompts are written out.
       max_prompt_tokens: the longest prompt, in tokens.
       too_long: "error", or "drop" for leaving longer ones out.
-    Raises: InputError where prompts are empty, cannot be written out, or are longer, with how many
+    Raises: InputError if prompts are empty, cannot be written out, or are longer, with how many
       and the longest.
     """
     encoded = encode(rows, chat)
@@ -100,7 +101,7 @@ def prepare(rows: list[Row], chat: Chat, max_prompt_tokens: int, too_long: str) 
 def encode(rows: Sequence[Row], chat: Chat) -> list[np.ndarray]:
     """The tokens of each row's prompt as the model reads them, int32 [length].
 
-    Raises: InputError where a prompt is empty, gives no token or cannot be written out.
+    Raises: InputError if a prompt is empty, gives no token or cannot be written out.
     """
     texts = [
         conversations.write(chat, row["prompt"], f"row {place}") for place, row in enumerate(rows)
@@ -149,19 +150,17 @@ def _prompt(where: str, row: Row, prompt: str, needed: Sequence[str]) -> Any:
 
 
 def _check_one_kind(located: Sequence[Located], values: Sequence[Any], what: str) -> None:
-    """Refuses values of which some are texts and others numbers, and the like."""
-    first: tuple[str, str] | None = None
+    """Refuses values of several kinds, as texts in some rows and numbers in others."""
+    found: dict[str, str] = {}  # kind -> the first row of it
     for (where, _), value in zip(located, values, strict=True):
-        if value is None:
-            continue
-        kind = _kind(value)
-        if first is None:
-            first = where, kind
-        elif kind != first[1]:
-            raise InputError(
-                f"{where}: {what} of several kinds: {kind} here, {first[1]} in {first[0]}: write "
-                "one kind in all rows"
-            )
+        if value is not None:
+            found.setdefault(_kind(value), where)
+    if len(found) > 1:
+        (first, before), (kind, where), *_ = found.items()
+        raise InputError(
+            f"{where}: {what} of several kinds: {kind} here, {first} in {before}: write one kind "
+            "in all rows"
+        )
 
 
 def _kind(value: Any) -> str:
@@ -171,9 +170,6 @@ def _kind(value: Any) -> str:
     names = {str: "a text", list: "a list", tuple: "a list", bool: "true or false"}
     names[type(None)] = "nothing (null)"
     return names.get(type(value), f"a {type(value).__name__}")
-
-
-_PIECE = re.compile(r"\{\{|\}\}|\{([^{}]*)\}|[{}]")
 
 
 def is_template(text: str) -> bool:
@@ -188,7 +184,7 @@ def is_template(text: str) -> bool:
 def placeholders(template: str) -> list[str]:
     """The columns that a template names, each once.
 
-    Raises: InputError on a brace without its partner, and where no column is named.
+    Raises: InputError on a brace without its partner, or if no column is named.
     >>> placeholders("{a} of {{b}} and {c}")
     ['a', 'c']
     """

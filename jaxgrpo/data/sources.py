@@ -1,13 +1,9 @@
-"""Rows from wherever data lie, each with words for its place.
+"""Rows from files, folders, the Hugging Face hub, tasks or Python, each with words for its place.
 
-A source is told by its form: "task:NAME:SPLIT" is a built-in task; .jsonl, .csv and .parquet name a
-file; a folder, or else a name on the hub ("owner/name"), goes through the `datasets` library. All
-give the same rows, and nothing after this knows of them. JSONL needs no library, CSV and Parquet
-need pyarrow, which `datasets` brings.
-
-Names on the Hugging Face hub, and what its library's errors mean for whoever gave the name.
-
-A name is used because the user wrote it; nothing else here reaches the network.
+The form of its path tells what a source is: "task:NAME:SPLIT" is a built-in task; .jsonl, .csv and
+.parquet are files; a folder, or else a name on the hub ("owner/name"), goes through the `datasets`
+library. All give the same rows. JSONL needs no library, CSV and Parquet need pyarrow, which
+`datasets` brings. The network is used for names on the hub alone.
 """
 
 from __future__ import annotations
@@ -18,14 +14,17 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxgrpo.core.errors import InputError
+from jaxgrpo.core.errors import InputError, one_line, refusing
 from jaxgrpo.data import tasks
 
 Row = dict[str, Any]
 Located = tuple[str, Row]
-"""A row, and where it stands: "rows.jsonl, line 3". Rows are counted from 0, lines from 1."""
+"""A row, and its place in words: "rows.jsonl, line 3". Rows are counted from 0, lines from 1."""
 
 FILES = (".jsonl", ".csv", ".parquet")
+NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")  # on the hub
+MODEL_FILES = ("*.json", "*.safetensors", "*.txt", "*.jinja", "*.model")
+DATA_SET = "data set"
 FORMS = "a .jsonl, .csv or .parquet file, a folder, owner/name on the hub, or task:NAME:SPLIT"
 
 
@@ -43,9 +42,9 @@ def read(source: Source, text_columns: Iterable[str] = ()) -> list[Located]:
     """The rows of a source, each with the columns it has.
 
     Args:
-      text_columns: columns of a CSV file that are taken as they are written. What else looks like
-        numbers, dates or truth values becomes such.
-    Raises: InputError where there is no such source, it cannot be read, or it holds no rows.
+      text_columns: columns of a CSV file that are taken as they are written. In others what looks
+        like numbers, dates or truth values becomes such.
+    Raises: InputError if there is no such source, it cannot be read, or it holds no rows.
     """
     path = Path(source.path).expanduser()
     if source.path.startswith(tasks.PREFIX):
@@ -70,13 +69,13 @@ def read(source: Source, text_columns: Iterable[str] = ()) -> list[Located]:
 def from_python(dataset: Any, split: str | None = None) -> list[Located]:
     """The rows of a `datasets.Dataset`, a list of dicts, or a DatasetDict with a split.
 
-    Raises: InputError where it is none of these or holds no rows.
+    Raises: InputError if it is none of these or holds no rows.
     """
     if isinstance(dataset, Mapping):
         dataset = _chosen(dataset, split, "dataset", "data")
     if not hasattr(dataset, "__len__"):
         raise InputError(
-            f"dataset is a {type(dataset).__name__}, whose rows cannot be counted or met again: "
+            f"dataset is a {type(dataset).__name__}, whose rows cannot be counted or read again: "
             "give a datasets.Dataset or a list of dicts"
         )
     rows = list(dataset)
@@ -115,7 +114,7 @@ def _jsonl(file: Path) -> Iterator[Located]:
 
 
 def _table(file: Path, text_columns: Iterable[str]) -> list[Located]:
-    """The rows of a CSV or Parquet file. What pyarrow says names the row or the column."""
+    """The rows of a CSV or Parquet file. The errors of pyarrow name the row or the column."""
     try:
         import pyarrow as pa
         from pyarrow import csv, parquet
@@ -124,7 +123,12 @@ def _table(file: Path, text_columns: Iterable[str]) -> list[Located]:
             f"{file}: reading {file.suffix} files needs pyarrow: pip install datasets, or write "
             "the rows as .jsonl"
         ) from None
-    try:
+
+    def problem(error: Exception) -> str:
+        counted = " (rows count the header as 1)" if "Row #" in str(error) else ""
+        return f"{file}: {one_line(error)}{counted}: mend it"
+
+    with refusing(problem, pa.ArrowException, OSError):
         if file.suffix == ".parquet":
             table = parquet.ParquetFile(file).read()
         else:
@@ -136,9 +140,6 @@ def _table(file: Path, text_columns: Iterable[str]) -> list[Located]:
                     column_types={name: pa.string() for name in text_columns}
                 ),
             )
-    except (pa.ArrowException, OSError) as error:
-        counted = " (rows count the header as 1)" if "Row #" in str(error) else ""
-        raise InputError(f"{file}: {' '.join(str(error).split())}{counted}: mend it") from error
     names = table.column_names
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
@@ -156,8 +157,8 @@ def _data_set(source: Source, path: Path) -> Any:
             "library: pip install datasets, or give a .jsonl file"
         ) from None
     local = path.is_dir()
-    saved = local and any((path / name).is_file() for name in ("dataset_dict.json", "state.json"))
-    try:
+    saved = any((path / name).is_file() for name in ("dataset_dict.json", "state.json"))
+    with refusing(lambda error: _failure(source, error, local)):  # of a dozen kinds
         if saved:  # by save_to_disk
             found = datasets.load_from_disk(str(path))
         else:
@@ -167,8 +168,6 @@ def _data_set(source: Source, path: Path) -> Any:
                 split=source.split,
                 revision=None if local else source.revision,
             )
-    except Exception as error:  # of a dozen kinds
-        raise InputError(_failure(source, error, local)) from error
     where = f"{source.key} = {source.path!r}"
     return _chosen(found, source.split, where, source.key.partition(".")[0])
 
@@ -189,20 +188,15 @@ def _chosen(found: Any, split: str | None, where: str, table: str) -> Any:
 def _failure(source: Source, error: Exception, local: bool) -> str:
     """What `datasets` could not do, in one line."""
     where, table = f"{source.key} = {source.path!r}", source.key.partition(".")[0]
-    text = " ".join(str(error).split())
+    text = one_line(error)
     if "split" in text and isinstance(error, ValueError):
         return f"{where}: {text} Set {table}.split to one of them"
     if "onfig" in text and isinstance(error, ValueError):
         return f"{where}: {text} Set {table}.subset to one of them"
     if not local:
-        return explain(source.key, DATA_SET, source.path, error, source.revision)
+        return _explain(source.key, DATA_SET, source.path, error, source.revision)
     cause = f" ({error.__cause__})" if error.__cause__ else ""
     return f"{where} is no folder of rows: {text}{cause}: give {FORMS}"
-
-
-NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")
-MODEL_FILES = ("*.json", "*.safetensors", "*.txt", "*.jinja", "*.model")
-DATA_SET = "data set"
 
 
 def is_name(text: str) -> bool:
@@ -215,19 +209,17 @@ def is_name(text: str) -> bool:
 
 
 def fetch_model(name: str, revision: str | None = None) -> Path:
-    """The folder of a model of the hub, fetched where the cache does not hold it.
+    """The folder of a model of the hub, fetched unless the cache holds it.
 
     Raises: InputError with the cause and the remedy.
     """
     from huggingface_hub import snapshot_download
 
-    try:
+    with refusing(lambda error: _explain("model.path", "model", name, error, revision)):
         return Path(snapshot_download(name, revision=revision, allow_patterns=list(MODEL_FILES)))
-    except Exception as error:  # the hub's library raises a dozen kinds
-        raise InputError(explain("model.path", "model", name, error, revision)) from error
 
 
-def explain(
+def _explain(
     where: str, kind: str, name: str, error: BaseException, revision: str | None = None
 ) -> str:
     """What went wrong with a name on the hub, in one line that ends with what to do.
@@ -240,31 +232,27 @@ def explain(
 
     start = f"{where} = {name!r} is no local path, and as a {kind} on the hub "
     kinds = {cls.__name__ for seen in _causes(error) for cls in type(seen).__mro__}
-    text = " ".join(str(error).split())
     page = f"{constants.ENDPOINT}/{'datasets/' if kind == DATA_SET else ''}{name}"
-    if "GatedRepoError" in kinds or "is a gated" in text:
-        return start + (
-            f"it is gated: accept its terms at {page}, then log in with `hf auth login` or set "
-            "HF_TOKEN"
-        )
-    if "RevisionNotFoundError" in kinds:
-        return start + f"it has no revision {revision!r}: name a branch, tag or commit of {page}"
-    if kinds & {"RepositoryNotFoundError", "DatasetNotFoundError"}:
-        return start + (
-            "it does not exist, or is private: check the name, or log in with `hf auth login` or "
-            "set HF_TOKEN"
-        )
-    if kinds & {"OfflineModeIsEnabled", "LocalEntryNotFoundError", "ConnectionError"}:
+    login = "log in with `hf auth login` or set HF_TOKEN"
+    if "GatedRepoError" in kinds or "is a gated" in one_line(error):
+        problem = f"it is gated: accept its terms at {page}, then {login}"
+    elif "RevisionNotFoundError" in kinds:
+        problem = f"it has no revision {revision!r}: name a branch, tag or commit of {page}"
+    elif kinds & {"RepositoryNotFoundError", "DatasetNotFoundError"}:
+        problem = f"it does not exist, or is private: check the name, or {login}"
+    elif kinds & {"OfflineModeIsEnabled", "LocalEntryNotFoundError", "ConnectionError"}:
         cause = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else "the hub is out of reach"
         repo_type = " --repo-type dataset" if kind == DATA_SET else ""
-        return start + (
+        problem = (
             f"it is not in the local cache, and {cause}: give a local path, or run `hf download "
             f"{name}{repo_type}` where there is a network"
         )
-    return start + (
-        f"it could not be fetched ({type(error).__name__}: {text}): check the name, or give a "
-        "local path"
-    )
+    else:
+        problem = (
+            f"it could not be fetched ({type(error).__name__}: {one_line(error)}): check the name, "
+            "or give a local path"
+        )
+    return start + problem
 
 
 def _causes(error: BaseException | None) -> list[BaseException]:

@@ -1,4 +1,4 @@
-"""What completions of a prompt have in common: answers, wording, format, stated confidence."""
+"""How completions of a prompt differ: tokens, answers, formats, stated confidences."""
 
 from __future__ import annotations
 
@@ -14,6 +14,11 @@ from jaxgrpo.rewards import stated_confidence
 
 Texts = Sequence[Sequence[str]]
 """[N][n] completions of N prompts"""
+
+
+def completion_keys(tokens: np.ndarray, mask: np.ndarray) -> list[list[bytes]]:
+    """[N][n], equal where two completions have the same tokens, [N, n, T]."""
+    return [[one.tobytes() for one in row] for row in np.where(mask, tokens, -1)]
 
 
 def distinct(values: Sequence[Sequence[Hashable]]) -> float:
@@ -46,8 +51,8 @@ def format_metrics(
     """How completions are written, by named formats.
 
         format/NAME            s: the share of completions in that format, "other" among them
-        format/NAME/accuracy   the share of these that are right; absent where there are none
-        format_entropy         - sum s log s, in nats: 0 where one format is left
+        format/NAME/accuracy   the share of these that are right; absent if there are none
+        format_entropy         - sum s log s, in nats: 0 if one format is left
         format_diversity       the chance that two samples of a prompt differ in format, unbiased
 
     Entropy that falls with diversity is a collapse within prompts; diversity that falls alone, a
@@ -79,11 +84,11 @@ def format_metrics(
 
 
 def stated_metrics(texts: Texts, success: np.ndarray, scored: np.ndarray) -> dict[str, float]:
-    """How good the confidences are that completions state; nothing where none states one.
+    """How good the confidences are that completions state; {} if none states one.
 
         confidence/stated   the share of completions that state one, as `stated_confidence` reads it
         confidence/mean     the mean of these
-        brier, ece, auroc   as in `jaxgrpo.evaluation.calibration`, over those that could be scored
+        brier, ece, auroc   as in `jaxgrpo.evaluation.voting`, over those that could be scored
 
     Shapes: texts [N][n], success and scored [N, n].
     """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from types import MappingProxyType
@@ -17,26 +18,36 @@ from jaxgrpo.config.files import Config
 from jaxgrpo.core.types import Params
 from jaxgrpo.data.prompts import PromptData
 from jaxgrpo.evaluation import diversity, voting
-from jaxgrpo.evaluation.rescoring import Rescore
+from jaxgrpo.evaluation.intervals import bootstrap
+from jaxgrpo.evaluation.rescoring import Base, Rescore, make_rescorer
 from jaxgrpo.models import sharding
 from jaxgrpo.models.api import Model
 from jaxgrpo.rewards import RewardFunction, TrainerState, answers
 from jaxgrpo.rewards.protocol import Reward
 from jaxgrpo.rollout.judging import completion_ids, decode_texts, judge_texts, put_prompts
-from jaxgrpo.rollout.sampler import Sampler, SamplingSettings, make_sampler, sample
+from jaxgrpo.rollout.sampler import SamplingSettings, make_sampler, sample
 from jaxgrpo.rollout.selection import pad_prompts
 from jaxgrpo.update import diagnostics
 
 PURPOSE = 1  # folded into the key, so that evaluation never repeats training's draws
 SUCCESS = 0.5  # a scorer's value above it is a success
-RESAMPLES = 1000  # of the prompts, for 95% intervals
-
-
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Policy:
+    """A model to sample from, without its weights, and the sizes in which it is sampled."""
+
+    model: Model
+    tokenizer: Any
+    mesh: Mesh
+    settings: SamplingSettings
+    width: int  # S, tokens that a prompt may have
+    slots: int  # samples decoded at once, about
+
+
 class Questions(NamedTuple):
-    """What is asked, who judges the answers, and how they are looked at."""
+    """What is asked, who judges the answers, and how they are analysed."""
 
     rows: Sequence[Mapping[str, Any]]
     encoded: Sequence[np.ndarray]  # token ids of each row's prompt
@@ -44,7 +55,7 @@ class Questions(NamedTuple):
     extract: Callable[[str], Hashable] | None = None  # completion -> the answer that is voted on
     formats: Mapping[str, str] = NOTHING  # name -> regular expression
     weighing: voting.Weighing = voting.Weighing()
-    on_error: str = "raise"  # or "unscored": what follows where the scorer raises
+    on_error: str = "raise"  # or "unscored": what happens if the scorer raises
 
 
 class Answers(NamedTuple):
@@ -57,6 +68,10 @@ class Answers(NamedTuple):
     scores: np.ndarray  # [N, n]
     texts: list[list[str]]  # [N][n]
     rescored: Mapping[str, np.ndarray] = NOTHING  # name -> [N, n, T], of a second pass
+
+
+Ask = Callable[[Params, Array, int], Answers]
+"""(sampling parameters, key data of the run, step) -> Answers"""
 
 
 class Evaluation(NamedTuple):
@@ -85,48 +100,42 @@ def questions_of(config: Config, held_out: PromptData, scorer: Reward) -> Questi
 
 
 def make_evaluator(
-    model: Model,
-    tokenizer: Any,
-    mesh: Mesh,
-    questions: Questions,
-    settings: SamplingSettings,
-    *,
-    samples: int,
-    width: int,
-    slots: int,
-    rescore: Rescore | None = None,
+    config: Config, policy: Policy, questions: Questions, base: Base | None = None
 ) -> Evaluate:
-    """The function that asks every question once greedily and `samples` times at temperature.
+    """The function that asks every question once greedily and eval.samples times at temperature.
 
         accuracy          share of prompts whose likeliest answer is right
-        pass@k, k = 1, 4, 16, ... up to `samples`: unbiased
-        maj@k             share whose most frequent answer among k is right, where answers can be
+        pass@k, k = 1, 4, 16, ... up to eval.samples: unbiased
+        maj@k             share whose most frequent answer among k is right, if answers can be
                           extracted; ties go to the answer that came first
-        deepconf@k/NAME   the same where votes weigh what a summary of confidence says
+        deepconf@k/NAME   the same with votes weighted by a summary of the tokens' confidence
         kl_to_base        KL(policy || base) of whole completions, exact at each sampled position;
                           kl_to_base_estimated from the log-probs of the sampled tokens alone
         flat_groups       expected share of groups of settings.group_size that all agree, unbiased
-        accuracy/level_L, accuracy/source_S    greedy, where rows have such a column
+        accuracy/level_L, accuracy/source_S    greedy, if rows have such a column
         NAME/low, NAME/high    95% bootstrap interval over prompts, of all above but the last two
-        distinct_completions, distinct_answers    of a prompt, in the mean
+        distinct_completions, distinct_answers    different ones per prompt, mean over prompts
 
-    and what `jaxgrpo.evaluation.diversity` and `.voting` say of formats and confidences.
+    and the metrics of formats and confidences in `jaxgrpo.evaluation.diversity` and `.voting`.
 
     Args:
-      width: S, tokens that a prompt may have.
-      slots: samples decoded at once, about.
-      rescore: a second pass over the samples, for deepconf@k and kl_to_base; None: without.
+      base: the policy that kl_to_base is measured from; None: without.
     """
-    constrain = sharding.constrain(mesh)
-    settings = settings._replace(purpose=PURPOSE)
-    greedy = make_sampler(model, settings._replace(group_size=1, temperature=0.0), constrain)
-    sampled = make_sampler(model, settings._replace(group_size=samples), constrain)
+    rescore = make_rescorer(
+        policy.model,
+        policy.mesh,
+        temperature=config.rollout.temperature,
+        confidence=config.eval.confidence,
+        base=base,
+        rows=config.train.rows_per_micro_batch,
+    )
+    greedy = make_asker(policy, questions, group_size=1, temperature=0.0, purpose=PURPOSE)
+    samples = config.eval.samples
+    sampled = make_asker(policy, questions, rescore, group_size=samples, purpose=PURPOSE)
 
     def evaluate(params: Params, key: Array, step: int) -> Evaluation:
-        rest = (params, key, step, mesh, tokenizer, questions, width, slots)
-        best, many = ask(greedy, *rest), ask(sampled, *rest, rescore)
-        metrics = summarise(best, many, questions, settings.group_size)
-        return Evaluation(metrics, best, many)
+        best, many = greedy(params, key, step), sampled(params, key, step)
+        return Evaluation(summarise(best, many, questions, policy.settings.group_size), best, many)
 
     return evaluate
 
@@ -153,7 +162,7 @@ def summarise(
     metrics: dict[str, float] = {}
     for name, values in per_prompt.items():
         metrics[name] = float(values.mean())
-        metrics[f"{name}/low"], metrics[f"{name}/high"] = bootstrap(values)
+        metrics[f"{name}/low"], metrics[f"{name}/high"] = bootstrap(values).tolist()
     if group_size <= samples:
         metrics["flat_groups"] = float(diagnostics.flat_share(count, every, group_size).mean())
     for column in ("level", "source"):
@@ -172,10 +181,9 @@ def _looks(
     answers: voting.Answered | None,
     traces: Mapping[str, np.ndarray],
 ) -> dict[str, float]:
-    """Variety, formats and confidences of the samples."""
+    """Diversity, formats and confidences of the samples."""
     success, scored = sampled.scores > SUCCESS, np.isfinite(sampled.scores)
-    shown = np.where(sampled.mask, sampled.tokens, -1)
-    ids = [[completion.tobytes() for completion in row] for row in shown]
+    ids = diversity.completion_keys(sampled.tokens, sampled.mask)
     metrics = {"distinct_completions": diversity.distinct(ids)}
     if answers is not None:
         metrics["distinct_answers"] = diversity.distinct(answers)
@@ -190,25 +198,18 @@ def _looks(
 
 
 def answers_of(sampled: Answers, questions: Questions) -> voting.Answered | None:
-    """The answers that the samples give, [N][n]; None where they cannot be read off."""
+    """The answers that the samples give, [N][n]; None if nothing can read them."""
     if questions.extract is None:
         return None
     return [[questions.extract(text) for text in row] for row in sampled.texts]
 
 
 def _traces(sampled: Answers, questions: Questions) -> dict[str, np.ndarray]:
-    """Summaries of confidence [N, n] by name; none where it was not asked for."""
+    """Summaries of confidence [N, n] by name; none if they were not computed."""
     if "confidence" not in sampled.rescored:
         return {}
     tokens = sampled.rescored["confidence"]
     return voting.confidences(tokens, sampled.mask, questions.weighing.window)
-
-
-def bootstrap(values: np.ndarray) -> tuple[float, float]:
-    """The 95% percentile interval of the mean over prompts [N]; the same for the same values."""
-    draws = np.random.default_rng(0).integers(0, len(values), (RESAMPLES, len(values)))
-    low, high = np.percentile(values[draws].mean(1), [2.5, 97.5])
-    return float(low), float(high)
 
 
 def answer_rows(
@@ -233,39 +234,32 @@ def answer_rows(
             }
 
 
-def ask(
-    sampler: Sampler,
-    params: Params,
-    key: Array,
-    step: int,
-    mesh: Mesh,
-    tokenizer: Any,
-    questions: Questions,
-    width: int,
-    slots: int,
-    rescore: Rescore | None = None,
-) -> Answers:
-    """One pass over the questions, in batches of one size, so that one program serves all."""
-    bins = sharding.num_bins(mesh)
-    count = len(questions.rows)
-    size = math.ceil(max(1, min(count, slots // sampler.settings.group_size)) / bins) * bins
-    parts: list[tuple[Any, ...]] = []
-    for begin in range(0, count, size):
-        # The last batch is filled up by repeating rows; what they give is dropped.
+def make_asker(
+    policy: Policy, questions: Questions, rescore: Rescore | None = None, **changes: Any
+) -> Ask:
+    """The function that samples answers to every question and has them judged.
+
+    All batches have one size, so that they share one compiled program.
+
+    Args:
+      changes: sampling settings to replace, as group_size, temperature and purpose.
+    """
+    mesh, settings = policy.mesh, policy.settings._replace(**changes)
+    sampler = make_sampler(policy.model, settings, sharding.constrain(mesh))
+    bins, count = sharding.num_bins(mesh), len(questions.rows)
+    size = math.ceil(max(1, min(count, policy.slots // settings.group_size)) / bins) * bins
+
+    def ask_batch(begin: int, params: Params, key: Array, step: int) -> tuple[Any, ...]:
+        # The last batch is filled up by repeating rows, whose answers are dropped.
         chosen = np.arange(begin, begin + size) % count
         encoded = [questions.encoded[int(row)] for row in chosen]
-        prompts = put_prompts(mesh, pad_prompts(encoded, width, chosen, chosen, step))
-        rollouts = sample(sampler, params, prompts, key)
+        prompts = put_prompts(mesh, pad_prompts(encoded, policy.width, chosen, chosen, step))
+        found = sample(sampler, params, prompts, key)
         host = sharding.to_host(
-            (
-                rollouts.completion_tokens,
-                rollouts.token_mask,
-                rollouts.behavior_logp,
-                rollouts.truncated,
-            )
+            (found.completion_tokens, found.token_mask, found.behavior_logp, found.truncated)
         )
         scores, _ = judge_texts(
-            tokenizer,
+            policy.tokenizer,
             {"scorer": questions.scorer},
             questions.rows,
             chosen,
@@ -273,17 +267,21 @@ def ask(
             trainer_state=TrainerState(global_step=step),
             on_error={"scorer": questions.on_error},
         )
-        more = {} if rescore is None else sharding.to_host(rescore(params, rollouts))
-        real = min(size, count - begin)
-        parts.append((*host, scores["scorer"], more))
-        parts[-1] = jax.tree.map(lambda leaf, real=real: leaf[:real], parts[-1])
-    whole = jax.tree.map(lambda *leaves: np.concatenate(leaves), *parts)
-    tokens, mask, logp, truncated, judged, rescored = whole
-    texts = [decode_texts(tokenizer, *pair) for pair in zip(tokens, mask, strict=True)]
-    return Answers(tokens, mask, logp, truncated, judged, texts, rescored)
+        rescored = {} if rescore is None else sharding.to_host(rescore(params, found))
+        whole = (*host, scores["scorer"], rescored)
+        return jax.tree.map(lambda leaf: leaf[: count - begin], whole)
+
+    def ask(params: Params, key: Array, step: int) -> Answers:
+        batches = [ask_batch(begin, params, key, step) for begin in range(0, count, size)]
+        whole = jax.tree.map(lambda *leaves: np.concatenate(leaves), *batches)
+        tokens, mask, logp, truncated, scores, rescored = whole
+        texts = [decode_texts(policy.tokenizer, *row) for row in zip(tokens, mask, strict=True)]
+        return Answers(tokens, mask, logp, truncated, scores, texts, rescored)
+
+    return ask
 
 
 def extractor_of(config: Config, scorer: RewardFunction) -> Callable[[str], Hashable] | None:
-    """What reads the answer off a completion, for votes; None where the scorer knows none."""
+    """The function that reads the answer of a completion, for votes; None if there is none."""
     use = config.eval.scorer or (config.rewards[0].use if config.rewards else "")
     return answers.get(use) or getattr(getattr(scorer, "func", scorer), "extract", None)

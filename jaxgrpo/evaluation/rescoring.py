@@ -13,7 +13,6 @@ import numpy as np
 from jax import Array
 from jax.sharding import Mesh
 
-from jaxgrpo.config.files import Config
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.types import Params, Rollouts, TrainBatch
 from jaxgrpo.models import sharding
@@ -35,18 +34,6 @@ class Base(NamedTuple):
     params: Params
 
 
-def rescorer_of(config: Config, model: Model, mesh: Mesh, base: Base | None) -> Rescore | None:
-    """The second pass that a config asks for; None where it asks for none."""
-    return make_rescorer(
-        model,
-        mesh,
-        temperature=config.rollout.temperature,
-        confidence=config.eval.confidence,
-        base=base,
-        rows=config.train.rows_per_micro_batch,
-    )
-
-
 def make_rescorer(
     model: Model,
     mesh: Mesh,
@@ -64,14 +51,14 @@ def make_rescorer(
         kl, clamped   KL(policy || base) of each next token over the whole vocabulary, as `full_kl`
         logp_gap      log-prob of each token less that under the base
 
-    No array holds the logits of more than a chunk of tokens. None where nothing is asked for.
+    No array holds the logits of more than a chunk of tokens. None if nothing is asked for.
 
     Args:
       temperature: of the sampling distribution, for both policies; what top-k and top-p cut away
         is in it.
       rows: completions per bin and micro-batch, at most; None: all of a prompt.
 
-    Raises: InputError where the base has another vocabulary.
+    Raises: InputError if the base has another vocabulary.
     """
     if not (confidence or logp or base is not None):
         return None
@@ -99,7 +86,7 @@ def make_rescorer(
 
 
 def refuse_other_vocabulary(own: ModelConfig, base: ModelConfig) -> None:
-    """Raises InputError where a KL between two models is not defined."""
+    """Raises InputError if a KL between two models is not defined."""
     if own.vocab_size != base.vocab_size:
         raise InputError(
             f"the base has {base.vocab_size} tokens and the model {own.vocab_size}: a KL between "

@@ -1,8 +1,8 @@
-"""Votes among the samples of a prompt: the most frequent answer, or the most confident one.
+"""Votes among the samples of a prompt, weighted by confidence or not; how good confidences are.
 
-From the confidence of tokens to that of a whole completion, by windows (DeepConf).
-
-How well confidences tell right from wrong: Brier score, calibration error, AUROC.
+A vote chooses the most frequent answer, or the one with the most confidence (DeepConf).
+`trace_confidence` turns the confidences of tokens into one of the completion. Brier score,
+calibration error and AUROC measure how well confidences tell right from wrong.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from jaxtyping import Bool, Float
 from jaxgrpo.core.metrics import accumulate_dtype
 
 Answered = Sequence[Sequence[Hashable]]
-"""[N][n] answers; None: there is none, and the sample does not vote"""
+"""[N][n] answers; None: no answer could be read, and the sample does not vote"""
 
 
 class Weighing(NamedTuple):
@@ -59,14 +59,13 @@ def vote(
             if not voters:
                 continue
             least = np.quantile([weigh[i] for i in voters], 1 - kept) if kept < 1 else 0.0
-            votes: dict[Hashable, float] = {}
-            first: dict[Hashable, int] = {}
+            voters = [i for i in voters if weigh[i] >= least]
+            totals = dict.fromkeys((given[i] for i in voters), 0.0)
             for i in voters:
-                if weigh[i] >= least:
-                    votes[given[i]] = votes.get(given[i], 0.0) + weigh[i]
-                    first.setdefault(given[i], i)
-            chosen = first[max(votes, key=lambda answer: votes[answer])]
-            shares[place] += success[place, chosen] / len(begins)
+                totals[given[i]] += weigh[i]
+            answer = max(totals, key=lambda answer: totals[answer])  # the first of equal ones
+            first = next(i for i in voters if given[i] == answer)
+            shares[place] += success[place, first] / len(begins)
     return shares
 
 
@@ -196,7 +195,7 @@ def ece(
       confidence, correct, mask: as in `brier`.
       bins: static.
 
-    Returns: NaN where everything is masked.
+    Returns: NaN if everything is masked.
     Source: Damani et al. 2025, arXiv 2507.16806: 10 bins.
     """
     q, c, count = _unmasked(confidence, correct, mask)
@@ -221,7 +220,7 @@ def auroc(
       confidence: finite where unmasked.
       correct, mask: as in `brier`.
 
-    Returns: NaN where no unmasked sample is right, or none is wrong.
+    Returns: NaN if no unmasked sample is right, or none is wrong.
     """
     right, wrong = mask & correct, mask & ~correct
     dtype = accumulate_dtype(confidence.dtype)

@@ -1,30 +1,73 @@
-"""The loss: sum(weight * (surrogate + penalties)), in parts for a trainer and whole for arrays."""
+"""What an update minimises, sum(weight * (surrogate + penalties)): for a trainer, and on arrays."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import jax.numpy as jnp
 from jax import Array
 
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.metrics import Mean, Metrics, merge
+from jaxgrpo.core.types import OF_PASS
 from jaxgrpo.losses.penalties import Penalty
 from jaxgrpo.losses.reductions import Reduction, dense_ids, packed_weights
 from jaxgrpo.losses.registry import Spec, build_penalty, build_reduction, build_surrogate
-from jaxgrpo.losses.surrogates import Surrogate
+from jaxgrpo.losses.surrogates import Surrogate, Tokens
+
+
+class Objective(NamedTuple):
+    """What an update of a run minimises, and what it needs for that.
+
+    >>> Objective(build_surrogate("clip"), build_reduction("token_mean"), proximal="trainer").needs
+    frozenset({'trainer_logp'})
+    """
+
+    surrogate: Surrogate
+    reduction: Reduction
+    penalties: tuple[Penalty, ...] = ()
+    penalties_on: str = "all"  # "live": dead samples are free of penalties, and leave the update
+    proximal: str = "behavior"  # the policy ratios are measured from; "trainer" scores it again
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """The fields that must be there before the update."""
+        own = self._fields_read.difference(OF_PASS)
+        return own | ({"trainer_logp"} if self.proximal == "trainer" else frozenset())
+
+    @property
+    def entropy(self) -> Literal["gradient", "value"]:
+        """How the update's pass gives the entropy: differentiated for a penalty, or for the log."""
+        return "gradient" if "policy_entropy" in self._fields_read else "value"
+
+    @property
+    def anchors(self) -> frozenset[str]:
+        """The frozen policies that the update itself runs."""
+        read = self._fields_read & OF_PASS.keys()
+        return frozenset(OF_PASS[name] for name in read) - {"trainer"}
+
+    @property
+    def _fields_read(self) -> frozenset[str]:
+        return self.surrogate.needs.union(*(penalty.needs for penalty in self.penalties))
+
+    def init(self) -> dict[str, Any]:
+        """name of a penalty -> what it remembers before the first update."""
+        return {one.name: one.init() for one in self.penalties if one.init is not None}
+
+    def observe(self, state: Mapping[str, Any], metrics: Metrics) -> dict[str, Any]:
+        """What the penalties remember after an update with these metrics."""
+        return {
+            one.name: one.observe(state[one.name], metrics)
+            for one in self.penalties
+            if one.observe is not None
+        }
 
 
 def token_loss(
     surrogate: Surrogate,
     penalties: Sequence[Penalty],
-    logp: Array,
-    proximal_logp: Array,
-    advantage: Array,
-    mask: Array,
-    segment: Array,
-    fields: Mapping[str, Array],
+    tokens: Tokens,
     states: Mapping[str, Any] | None = None,
 ) -> tuple[Array, Metrics]:
     """(surrogate + penalties per token, metrics), 0 where masked; multiply by the weights and sum.
@@ -32,27 +75,17 @@ def token_loss(
     Args:
       states: name of a penalty -> what it remembers; of penalties with an `init`.
 
-    Shapes: all arrays alike, any rank.  Raises: InputError where a penalty's state is missing.
+    Raises: InputError if a penalty's state is missing.
+
+    >>> token_loss(build_surrogate("clip"), [], Tokens.of_ratios([1.0, 0.5]))[0].tolist()
+    [-1.0, -0.5]
     """
-    arguments = (logp, proximal_logp, advantage, mask, segment, fields)
-    loss, metrics = surrogate.compute(*arguments)
+    loss, metrics = surrogate.compute(tokens)
     for penalty in penalties:
-        if penalty.init is None:
-            value, more = penalty.compute(*arguments)
-        else:
-            value, more = penalty.compute(*arguments, _state_of(penalty, states or {}))
+        state = () if penalty.init is None else (_state_of(penalty, states or {}),)
+        value, more = penalty.compute(tokens, *state)
         loss, metrics = loss + value, merge(metrics, more)
     return loss, metrics
-
-
-def _state_of(penalty: Penalty, states: Mapping[str, Any]) -> Any:
-    if penalty.name not in states:
-        name = penalty.name
-        raise InputError(
-            f"{name} remembers something from one update to the next: give states = {{{name!r}:"
-            " penalty.init()} in the first, and penalty.observe(state, metrics) in each later one"
-        )
-    return states[penalty.name]
 
 
 def policy_loss(
@@ -74,17 +107,15 @@ def policy_loss(
     """The loss of plain arrays, a whole batch; differentiate it with respect to logp.
 
     Args:
-      surrogate, reduction: a name, {"use": name, **options}, or the object.
-      logp, proximal_logp: [B, T].
-      advantage: [B, T]; or [B], of each row.
+      surrogate, reduction, penalties: a name, {"use": name, **options}, or the object.
+      logp, proximal_logp, advantage: [B, T]; or the advantage [B], of each row.
       mask: [B, T], True at tokens that the policy chose.
       segment: [B, T], sequence ids within each row, 0 = padding. None: each row is a sequence.
       group: prompt ids, [B] of each row, or [B, T]; any numbers. Only `prompt_mean` reads them.
-      penalties: as `surrogate`.
       states: name of a penalty -> what it remembers, of those with an `init` (adaptive_entropy):
         penalty.init() in the first update, then penalty.observe(state, metrics) of the one before.
       surrogate_options, reduction_options: of those given by name.
-      fields: [B, T] each, what a part reads: reference_logp, ...
+      fields: [B, T] each, what surrogate and penalties read: reference_logp, ...
 
     Returns: (loss [], metrics).  Raises: InputError on other shapes, unknown names, no state.
 
@@ -95,16 +126,26 @@ def policy_loss(
     """
     advantage = _along(_of_rows(advantage, segment), mask)
     _check_shapes(logp, proximal_logp=proximal_logp, advantage=advantage, mask=mask, **fields)
-    normaliser = build_reduction(reduction, reduction_options)
-    weight, mask, ids = _layout(normaliser, mask, segment, group)
-    per_token, metrics = token_loss(
-        build_surrogate(surrogate, surrogate_options),
-        [build_penalty(penalty) for penalty in penalties],
-        *(logp, proximal_logp, advantage, mask, ids),
-        *(fields, states),
+    weight, mask, segment = _layout(
+        build_reduction(reduction, reduction_options), mask, segment, group
     )
+    arrays = {"logp": logp, "proximal_logp": proximal_logp, "advantage": advantage, "mask": mask}
+    tokens = Tokens(**arrays, segment=segment, fields=fields)
+    terms = [build_penalty(penalty) for penalty in penalties]
+    made = build_surrogate(surrogate, surrogate_options)
+    per_token, metrics = token_loss(made, terms, tokens, states)
     loss = (weight.astype(per_token.dtype) * per_token).sum()
     return loss, merge(metrics, {"loss": Mean(total=loss, weight=jnp.ones((), loss.dtype))})
+
+
+def _state_of(penalty: Penalty, states: Mapping[str, Any]) -> Any:
+    name = penalty.name
+    if name not in states:
+        raise InputError(
+            f"{name} remembers something from one update to the next: give states = {{{name!r}:"
+            " penalty.init()} in the first, and penalty.observe(state, metrics) in each later one"
+        )
+    return states[name]
 
 
 def _layout(

@@ -1,4 +1,4 @@
-"""Penalties that keep the policy near the reference, per token, beside the surrogate.
+"""Penalties per token, added to the surrogate: distance to the reference, lack of entropy.
 
 Each is named for the gradient it has; docs/losses.md has the table, computed by enumeration. With
 l = logp - reference_logp at tokens sampled from the current policy: `k2` has, per state, the
@@ -7,20 +7,19 @@ gradient of the reverse KL(policy || reference), over whole sequences that of th
 value estimates the reverse one. `reverse_kl_off_policy` has value and gradient of the reverse KL
 from tokens of an older policy. `full_kl` is no estimate: it sums over the vocabulary.
 
+`entropy_bonus` and `adaptive_entropy` read the exact entropy over the whole vocabulary,
+fields["policy_entropy"], which the update's own pass makes, with its gradient. As `k2` they leave
+out what a token does to the entropy of later states.
+
 Arguments, shapes and treatment of masked entries are those of a surrogate. Log ratios of tokens are
-held within +-20 and counted (metric kl_clamped): a reference that gives a token no probability
+clamped to +-20 and counted (metric kl_clamped): a reference that gives a token no probability
 costs no more than that, and its pull stays finite.
-
-Entropy of the policy's token distributions, as a penalty: exact, over the whole vocabulary.
-
-Both parts read fields["policy_entropy"], differentiated, which the update's own pass makes. As
-`k2` they leave out what a token does to the entropy of later states.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -30,10 +29,12 @@ from jax import Array
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.metrics import Mean, Metrics, accumulate_dtype, mean
 from jaxgrpo.losses.sequences import segment_sum
-from jaxgrpo.losses.surrogates import LOG_RATIO_LIMIT
+from jaxgrpo.losses.surrogates import LOG_RATIO_LIMIT, Tokens, clamp_log_ratio
 
 FLOOR = -1e30
 """Log-probs below it, -inf too, count as this: a difference of two infinities would be NaN."""
+
+ENTROPY = frozenset({"policy_entropy"})
 
 
 class Penalty(NamedTuple):
@@ -41,11 +42,10 @@ class Penalty(NamedTuple):
 
     name: str
     compute: Callable[..., tuple[Array, Metrics]]
-    """(logp, proximal_logp, advantage, mask, segment, fields) -> (penalty per token, metrics);
-    with `init`, the state comes as a seventh argument"""
+    """(tokens: Tokens) -> (penalty per token, metrics); with `init` (tokens, state)"""
     needs: frozenset[str] = frozenset()  # fields that must be produced for it
     init: Callable[[], Any] | None = None
-    """() -> state, a tree of arrays, where it remembers something"""
+    """() -> state, a tree of arrays, if it remembers something"""
     observe: Callable[[Any, Metrics], Any] | None = None
     """(state, metrics of a whole update) -> the state of the next; given exactly with `init`"""
 
@@ -66,18 +66,20 @@ def k2(beta: float, level: str = "token") -> Penalty:
       level: "token" or "sequence".
 
     Metrics: kl, the k3 value per token without beta, over unmasked tokens; kl_clamped, the share of
-    them whose log ratio was held: their pull stays at beta 20.
-    Raises: InputError on a negative beta, another level, and where fields lack reference_logp.
+    them whose log ratio was clamped: their pull stays at beta 20.
+    Raises: InputError on a negative beta, another level, and if fields lack reference_logp.
     Source: Schulman, Approximating KL divergence, 2020 (joschu.net/blog/kl-approx.html).
+
+    >>> tokens = Tokens.of_ratios([math.exp(2)], reference_logp=0.0)  # l = 2
+    >>> value, _ = k2(0.1).compute(tokens)
+    >>> round(float(value[0]), 3)  # 0.1 * 2 * 2 / 2
+    0.2
     """
-    _check("k2", beta, level)
 
-    def compute(logp, proximal_logp, advantage, mask, segment, fields) -> tuple[Array, Metrics]:
-        ratio = _to_reference("k2", level, logp, mask, segment, fields)
-        value = ratio.share * 0.5 * jnp.square(ratio.log)
-        return beta * _sloped(value, ratio.log, logp, mask), _kl_metrics(ratio, mask)
+    def rule(tokens: Tokens, ratio: _Ratio) -> tuple[Array, Array, Array]:
+        return ratio.share * 0.5 * jnp.square(ratio.log), ratio.log, ratio.clamped
 
-    return Penalty("k2", compute, frozenset({"reference_logp"}))
+    return _kl_penalty("k2", beta, level, rule)
 
 
 def forward_kl_k3(beta: float, level: str = "token") -> Penalty:
@@ -97,20 +99,21 @@ def forward_kl_k3(beta: float, level: str = "token") -> Penalty:
 
     Metrics: kl, the value per token without beta, over unmasked tokens; kl_clamped, the share of
     tokens with a log ratio beyond +-20 (of the sequence: below -20 too).
-    Raises: InputError on a negative beta, another level, and where fields lack reference_logp.
+    Raises: InputError on a negative beta, another level, and if fields lack reference_logp.
     Source: Shao et al. 2024, arXiv 2402.03300, equation 4, per token, without a clamp.
-    """
-    _check("forward_kl_k3", beta, level)
 
-    def compute(logp, proximal_logp, advantage, mask, segment, fields) -> tuple[Array, Metrics]:
-        ratio = _to_reference("forward_kl_k3", level, logp, mask, segment, fields)
+    >>> tokens = Tokens.of_ratios([math.exp(2)], reference_logp=0.0)  # l = 2
+    >>> value, _ = forward_kl_k3(1.0).compute(tokens)
+    >>> round(float(value[0]), 3)  # exp(-2) - 1 + 2
+    1.135
+    """
+
+    def rule(tokens: Tokens, ratio: _Ratio) -> tuple[Array, Array, Array]:
         low = ratio.log < -LOG_RATIO_LIMIT
         slope = jnp.where(low, 0, -jnp.expm1(-jnp.maximum(ratio.log, -LOG_RATIO_LIMIT)))
-        value = ratio.share * _k3(ratio.log)
-        ratio = ratio._replace(clamped=ratio.clamped | (mask & low))
-        return beta * _sloped(value, slope, logp, mask), _kl_metrics(ratio, mask)
+        return ratio.share * _k3(ratio.log), slope, ratio.clamped | (tokens.mask & low)
 
-    return Penalty("forward_kl_k3", compute, frozenset({"reference_logp"}))
+    return _kl_penalty("forward_kl_k3", beta, level, rule)
 
 
 def reverse_kl_off_policy(beta: float, level: str = "token") -> Penalty:
@@ -129,27 +132,28 @@ def reverse_kl_off_policy(beta: float, level: str = "token") -> Penalty:
       beta: weight against the surrogate; not negative.
       level: "token" or "sequence".
 
-    Log ratios to the proximal policy (of the sequence: their sum) are held within +-20, as weights:
+    Log ratios to the proximal policy (of the sequence: their sum) are clamped to +-20, as weights:
     what lies beyond keeps its pull. Counted in kl_clamped too.
     Metrics: kl, the k3 value per token without beta and ratio; kl_clamped, as above.
-    Raises: InputError on a negative beta, another level, and where fields lack reference_logp.
+    Raises: InputError on a negative beta, another level, and if fields lack reference_logp.
     Source: DeepSeek-V3.2, arXiv 2512.02556, section 3.1, per token.
+
+    >>> tokens = Tokens.of_ratios([0.5], reference_logp=0.0)  # rho = 0.5, l = -log 2
+    >>> value, _ = reverse_kl_off_policy(1.0).compute(tokens)
+    >>> round(float(value[0]), 3)  # 0.5 (2 - 1 - log 2)
+    0.153
     """
-    name = "reverse_kl_off_policy"
-    _check(name, beta, level)
 
-    def compute(logp, proximal_logp, advantage, mask, segment, fields) -> tuple[Array, Metrics]:
-        ratio = _to_reference(name, level, logp, mask, segment, fields)
-        step = _difference(logp, proximal_logp, mask)
+    def rule(tokens: Tokens, ratio: _Ratio) -> tuple[Array, Array, Array]:
+        step = _finite_log_ratio(tokens, tokens.proximal_logp)
         if level == "sequence":
-            step = segment_sum(step, mask, segment)
-        far = mask & (jnp.abs(step) > LOG_RATIO_LIMIT)
-        weight = jnp.exp(jnp.clip(step, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
+            step = segment_sum(step, tokens.mask, tokens.segment)
+        step, far = clamp_log_ratio(step, tokens.mask)
+        weight = jnp.exp(step)
         value = ratio.share * weight * _k3(ratio.log)
-        ratio = ratio._replace(clamped=ratio.clamped | far)
-        return beta * _sloped(value, weight * ratio.log, logp, mask), _kl_metrics(ratio, mask)
+        return value, weight * ratio.log, ratio.clamped | far
 
-    return Penalty(name, compute, frozenset({"reference_logp"}))
+    return _kl_penalty("reverse_kl_off_policy", beta, level, rule)
 
 
 def full_kl(beta: float) -> Penalty:
@@ -165,105 +169,25 @@ def full_kl(beta: float) -> Penalty:
       beta: weight against the surrogate; not negative.
 
     Reads fields["full_kl"], differentiated, which the update's own pass makes
-    (`jaxgrpo.models.exact_kl.full_kl`).
+    (`jaxgrpo.models.logprobs.full_kl`).
     Metrics: kl, the value without beta, over unmasked tokens; kl_clamped, the policy's probability
-    of tokens whose log ratio was held at 20.
-    Raises: InputError on a negative beta, and where fields lack full_kl.
+    of tokens whose log ratio was clamped at 20.
+    Raises: InputError on a negative beta, and if fields lack full_kl.
     Source: the definition.
+
+    >>> value, _ = full_kl(0.25).compute(Tokens.of_ratios([1.0], full_kl=2.0))
+    >>> value.tolist()
+    [0.5]
     """
     _check("full_kl", beta, "token")
 
-    def compute(logp, proximal_logp, advantage, mask, segment, fields) -> tuple[Array, Metrics]:
-        value = from_pass("full_kl", "full_kl", mask, fields)
-        held = jax.lax.stop_gradient(fields.get("full_kl_clamped", jnp.zeros_like(value)))
-        metrics: Metrics = {"kl": mean(jax.lax.stop_gradient(value), mask)}
-        return beta * value, metrics | {"kl_clamped": mean(held, mask)}
+    def compute(tokens: Tokens) -> tuple[Array, Metrics]:
+        value = _from_pass("full_kl", "full_kl", tokens)
+        clamped = jax.lax.stop_gradient(tokens.fields.get("full_kl_clamped", jnp.zeros_like(value)))
+        metrics: Metrics = {"kl": mean(jax.lax.stop_gradient(value), tokens.mask)}
+        return beta * value, metrics | {"kl_clamped": mean(clamped, tokens.mask)}
 
     return Penalty("full_kl", compute, frozenset({"full_kl"}))
-
-
-class _Ratio(NamedTuple):
-    """Log ratios to the reference, without gradient, 0 where masked."""
-
-    log: Array  # of the token, or at each token that of its sequence
-    share: Array  # of the value that each token bears
-    token: Array  # of the token
-    clamped: Array  # bool, where a log ratio was held
-
-
-def _to_reference(
-    name: str, level: str, logp: Array, mask: Array, segment: Array, fields: Mapping[str, Array]
-) -> _Ratio:
-    if "reference_logp" not in fields:
-        raise InputError(
-            f"{name} reads fields['reference_logp'], the reference policy's log-probs in the shape"
-            f" of logp; given: {', '.join(sorted(fields)) or 'no fields'}"
-        )
-    raw = _difference(logp, fields["reference_logp"], mask)
-    token = jnp.clip(raw, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-    clamped = mask & (jnp.abs(raw) > LOG_RATIO_LIMIT)
-    one = jnp.ones_like(token)
-    if level == "token":
-        return _Ratio(token, one, token, clamped)
-    number = segment_sum(one, mask, segment)
-    return _Ratio(segment_sum(token, mask, segment), 1 / jnp.maximum(number, 1), token, clamped)
-
-
-def _difference(logp: Array, other: Array, mask: Array) -> Array:
-    """logp - other in at least float32, without gradient, finite, 0 where masked."""
-    dtype = accumulate_dtype(logp.dtype)
-    # Masked inputs are replaced before any arithmetic: NaN times a zero cotangent is NaN.
-    here, there = (
-        jnp.maximum(jnp.where(mask, jax.lax.stop_gradient(each), 0).astype(dtype), FLOOR)
-        for each in (logp, other)
-    )
-    return here - there
-
-
-def _sloped(value: Array, slope: Array, logp: Array, mask: Array) -> Array:
-    """`value`, whose derivative with respect to logp is `slope`; 0 where masked.
-
-    Written out, since over the sequence every token has the whole sequence's slope.
-    """
-    value, slope = jax.lax.stop_gradient((value, slope))
-    # A logp of -inf would make a NaN of its own difference.
-    carrier = jnp.where(mask & jnp.isfinite(logp), logp, 0).astype(value.dtype)
-    moved = slope * (carrier - jax.lax.stop_gradient(carrier))
-    return jnp.where(mask, value + moved, 0)
-
-
-def from_pass(name: str, quantity: str, mask: Array, fields: Mapping[str, Array]) -> Array:
-    """A quantity of the update's own pass, with its gradient, in at least float32; 0 where masked.
-
-    Raises: InputError where fields lack it.
-    """
-    if quantity not in fields:
-        raise InputError(
-            f"{name} reads fields[{quantity!r}], which the pass over the current policy makes, with"
-            f" its gradient; given: {', '.join(sorted(fields)) or 'no fields'}"
-        )
-    value = fields[quantity]
-    return jnp.where(mask, value, 0).astype(accumulate_dtype(value.dtype))
-
-
-def _k3(log_ratio: Array) -> Array:
-    held = jnp.maximum(log_ratio, -LOG_RATIO_LIMIT)
-    return jnp.expm1(-held) + held
-
-
-def _kl_metrics(ratio: _Ratio, mask: Array) -> Metrics:
-    clamped = ratio.clamped.astype(ratio.token.dtype)
-    return {"kl": mean(_k3(ratio.token), mask), "kl_clamped": mean(clamped, mask)}
-
-
-def _check(name: str, beta: float, level: str) -> None:
-    if not (beta >= 0 and math.isfinite(beta)):
-        raise InputError(f"{name}: beta = {beta}, expected a number >= 0; 0.001 to 0.05 is usual")
-    if level not in ("token", "sequence"):
-        raise InputError(f'{name}: level = {level!r}, expected "token" or "sequence"')
-
-
-NEEDS = frozenset({"policy_entropy"})
 
 
 def entropy_bonus(coefficient: float) -> Penalty:
@@ -275,18 +199,22 @@ def entropy_bonus(coefficient: float) -> Penalty:
       coefficient: weight against the surrogate; below 0 it lowers the entropy.
 
     Metrics: entropy, in nats, over unmasked tokens.
-    Raises: InputError unless the coefficient is finite, and where fields lack policy_entropy.
+    Raises: InputError unless the coefficient is finite, and if fields lack policy_entropy.
     Source: Williams and Peng 1991, Function optimization using connectionist reinforcement
     learning algorithms.
+
+    >>> value, _ = entropy_bonus(0.25).compute(Tokens.of_ratios([1.0], policy_entropy=2.0))
+    >>> value.tolist()
+    [-0.5]
     """
     if not math.isfinite(coefficient):
         raise InputError(f"entropy_bonus: coefficient = {coefficient}, expected a finite number")
 
-    def compute(logp, proximal_logp, advantage, mask, segment, fields) -> tuple[Array, Metrics]:
-        entropy = from_pass("entropy_bonus", "policy_entropy", mask, fields)
-        return -coefficient * entropy, _measured(entropy, mask)
+    def compute(tokens: Tokens) -> tuple[Array, Metrics]:
+        entropy = _from_pass("entropy_bonus", "policy_entropy", tokens)
+        return -coefficient * entropy, _measured(entropy, tokens.mask)
 
-    return Penalty("entropy_bonus", compute, NEEDS)
+    return Penalty("entropy_bonus", compute, ENTROPY)
 
 
 def adaptive_entropy(
@@ -308,28 +236,28 @@ def adaptive_entropy(
     Args:
       target: in nats per token.
       coefficient: c_0.
-      delta: by which it moves in each update.
-      low, high: what it is kept within.
+      delta: how far it moves in each update.
+      low, high: its bounds.
 
     State: coefficient [] and entropy [], float32.
-    Metrics: entropy, over unmasked tokens; entropy_coefficient, the one applied, 0 while the
-    entropy is above the target.
+    Metrics: entropy, over unmasked tokens; entropy_coefficient, the one applied (0 above target).
     Raises: InputError unless 0 <= low <= coefficient <= high, and target and delta are positive.
     Source: Skywork-OR1, arXiv 2505.22312, where e_k is measured in update k itself.
+
+    >>> penalty = adaptive_entropy(1.0, delta=0.25)
+    >>> tokens = Tokens.of_ratios([1.0], policy_entropy=0.5)
+    >>> state = penalty.observe(penalty.init(), penalty.compute(tokens, penalty.init())[1])
+    >>> float(state["coefficient"]), penalty.compute(tokens, state)[0].tolist()
+    (0.25, [-0.125])
     """
     _check_adaptive(target, coefficient, delta, low, high)
 
-    def init() -> dict[str, Array]:
-        # Above any target: nothing has been measured.
-        return {"coefficient": jnp.float32(coefficient), "entropy": jnp.float32(jnp.inf)}
-
-    def compute(
-        logp, proximal_logp, advantage, mask, segment, fields, state
-    ) -> tuple[Array, Metrics]:
-        entropy = from_pass("adaptive_entropy", "policy_entropy", mask, fields)
+    def compute(tokens: Tokens, state: Any) -> tuple[Array, Metrics]:
+        entropy = _from_pass("adaptive_entropy", "policy_entropy", tokens)
         applied = jnp.where(state["entropy"] <= target, state["coefficient"], 0)
         applied = jax.lax.stop_gradient(applied).astype(entropy.dtype)
-        metrics = _measured(entropy, mask) | {"entropy_coefficient": mean(applied, mask)}
+        metrics = _measured(entropy, tokens.mask)
+        metrics["entropy_coefficient"] = mean(applied, tokens.mask)
         return -applied * entropy, metrics
 
     def observe(state: Any, metrics: Metrics) -> dict[str, Array]:
@@ -338,7 +266,95 @@ def adaptive_entropy(
         new = {"coefficient": moved, "entropy": entropy}
         return {name: jnp.where(some, new[name], state[name]) for name in new}
 
-    return Penalty("adaptive_entropy", compute, NEEDS, init, observe)
+    return Penalty("adaptive_entropy", compute, ENTROPY, lambda: _unmeasured(coefficient), observe)
+
+
+class _Ratio(NamedTuple):
+    """Log ratios to the reference, without gradient, 0 where masked."""
+
+    log: Array  # of the token, or at each token that of its sequence
+    share: Array  # of its sequence's value that a token carries; 1 for values of tokens
+    token: Array  # of the token
+    clamped: Array  # bool, where a log ratio was beyond +-20
+
+
+def _kl_penalty(
+    name: str,
+    beta: float,
+    level: str,
+    rule: Callable[[Tokens, _Ratio], tuple[Array, Array, Array]],
+) -> Penalty:
+    """A penalty made of log ratios to the reference.
+
+    Args:
+      rule: (tokens, ratio) -> (value, its derivative with respect to logp, tokens to count in
+        kl_clamped), value and derivative without beta.
+    """
+    _check(name, beta, level)
+
+    def compute(tokens: Tokens) -> tuple[Array, Metrics]:
+        ratio = _to_reference(name, level, tokens)
+        value, slope, clamped = rule(tokens, ratio)
+        metrics: Metrics = {
+            "kl": mean(_k3(ratio.token), tokens.mask),
+            "kl_clamped": mean(clamped.astype(ratio.token.dtype), tokens.mask),
+        }
+        return beta * _with_slope(value, slope, tokens), metrics
+
+    return Penalty(name, compute, frozenset({"reference_logp"}))
+
+
+def _to_reference(name: str, level: str, tokens: Tokens) -> _Ratio:
+    about = "the reference policy's log-probs in the shape of logp"
+    reference = tokens.field("reference_logp", name, about)
+    token, clamped = clamp_log_ratio(_finite_log_ratio(tokens, reference), tokens.mask)
+    one = jnp.ones_like(token)
+    if level == "token":
+        return _Ratio(token, one, token, clamped)
+    number = segment_sum(one, tokens.mask, tokens.segment)
+    whole = segment_sum(token, tokens.mask, tokens.segment)
+    return _Ratio(whole, 1 / jnp.maximum(number, 1), token, clamped)
+
+
+def _finite_log_ratio(tokens: Tokens, other_logp: Array) -> Array:
+    """logp - other_logp in at least float32, without gradient, finite, 0 where masked."""
+    here, there = map(tokens.without_gradient, (tokens.logp, other_logp))
+    return jnp.maximum(here, FLOOR) - jnp.maximum(there, FLOOR)
+
+
+def _with_slope(value: Array, slope: Array, tokens: Tokens) -> Array:
+    """`value`, whose derivative with respect to logp is `slope`; 0 where masked.
+
+    Written out, since over the sequence every token has the whole sequence's slope.
+    """
+    value, slope = jax.lax.stop_gradient((value, slope))
+    # A logp of -inf would make a NaN of its own difference.
+    finite = tokens.mask & jnp.isfinite(tokens.logp)
+    carrier = jnp.where(finite, tokens.logp, 0).astype(value.dtype)
+    moved = slope * (carrier - jax.lax.stop_gradient(carrier))
+    return jnp.where(tokens.mask, value + moved, 0)
+
+
+def _from_pass(name: str, quantity: str, tokens: Tokens) -> Array:
+    """A quantity of the update's own pass, with its gradient, in at least float32; 0 where masked.
+
+    Raises: InputError if the fields lack it.
+    """
+    about = "which the pass over the current policy makes, with its gradient"
+    value = tokens.field(quantity, name, about)
+    return jnp.where(tokens.mask, value, 0).astype(accumulate_dtype(value.dtype))
+
+
+def _k3(log_ratio: Array) -> Array:
+    log_ratio = jnp.maximum(log_ratio, -LOG_RATIO_LIMIT)
+    return jnp.expm1(-log_ratio) + log_ratio
+
+
+def _check(name: str, beta: float, level: str) -> None:
+    if not (beta >= 0 and math.isfinite(beta)):
+        raise InputError(f"{name}: beta = {beta}, expected a number >= 0; 0.001 to 0.05 is usual")
+    if level not in ("token", "sequence"):
+        raise InputError(f'{name}: level = {level!r}, expected "token" or "sequence"')
 
 
 def _check_adaptive(
@@ -352,6 +368,11 @@ def _check_adaptive(
     for name, value in {"target": target, "delta": delta}.items():
         if not 0 < value < math.inf:
             raise InputError(f"adaptive_entropy: {name} = {value}, expected a positive number")
+
+
+def _unmeasured(coefficient: float) -> dict[str, Array]:
+    """The state before the first update; the entropy is above any target."""
+    return {"coefficient": jnp.float32(coefficient), "entropy": jnp.float32(jnp.inf)}
 
 
 def _mean_entropy(metrics: Metrics) -> tuple[Array, Array]:

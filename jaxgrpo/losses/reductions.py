@@ -33,6 +33,9 @@ class Counts(NamedTuple):
     prompts: Array | None  # prompts with at least one; None: prompts are not known
     prompt_tokens: Array | None  # unmasked tokens of a token's own prompt
 
+    def of_sequences(self, count_empty: bool) -> Array:
+        return self.rows if count_empty else self.sequences
+
 
 class Reduction(NamedTuple):
     """A denominator."""
@@ -50,6 +53,10 @@ def token_mean() -> Reduction:
         weight = mask / sum(mask)
 
     Source: DAPO, arXiv 2503.14476, section 3.3.
+
+    >>> mask = jnp.array([[[True, True, True], [True, False, False]]])  # two sequences, 4 tokens
+    >>> token_mean().weights(mask).tolist()
+    [[[0.25, 0.25, 0.25], [0.25, 0.0, 0.0]]]
     """
     return _reduction("token_mean", lambda counts: (counts.tokens,))
 
@@ -63,10 +70,14 @@ def sequence_mean(count_empty: bool = False) -> Reduction:
       count_empty: True counts sequences without a token in the loss too, as TRL does.
 
     Source: Shao et al. 2024, arXiv 2402.03300, equation 3.
+
+    >>> mask = jnp.array([[[True, True], [True, False]]])  # two sequences
+    >>> sequence_mean().weights(mask).tolist()
+    [[[0.25, 0.25], [0.5, 0.0]]]
     """
 
     def divisor(counts: Counts) -> tuple[Array, ...]:
-        return counts.sequence_tokens, counts.rows if count_empty else counts.sequences
+        return counts.sequence_tokens, counts.of_sequences(count_empty)
 
     return _reduction("sequence_mean", divisor)
 
@@ -80,12 +91,13 @@ def sequence_sum(count_empty: bool = False) -> Reduction:
       count_empty: True counts sequences without a token in the loss too, as TRL does.
 
     Source: verl's seq-mean-token-sum; alpha-DPG, arXiv 2512.05962.
+
+    >>> mask = jnp.array([[[True, True], [True, False]]])  # two sequences
+    >>> sequence_sum().weights(mask).tolist()
+    [[[0.5, 0.5], [0.5, 0.0]]]
     """
 
-    def divisor(counts: Counts) -> tuple[Array, ...]:
-        return (counts.rows if count_empty else counts.sequences,)
-
-    return _reduction("sequence_sum", divisor)
+    return _reduction("sequence_sum", lambda counts: (counts.of_sequences(count_empty),))
 
 
 def constant(length: float, count_empty: bool = False) -> Reduction:
@@ -99,6 +111,10 @@ def constant(length: float, count_empty: bool = False) -> Reduction:
 
     Raises: InputError unless length is positive.
     Source: Dr. GRPO, Liu et al. 2025, arXiv 2503.20783.
+
+    >>> mask = jnp.array([[[True, True], [True, False]]])  # two sequences
+    >>> constant(4).weights(mask).tolist()
+    [[[0.125, 0.125], [0.125, 0.0]]]
     """
     if not (length > 0 and math.isfinite(length)):
         raise InputError(
@@ -107,7 +123,7 @@ def constant(length: float, count_empty: bool = False) -> Reduction:
         )
 
     def divisor(counts: Counts) -> tuple[Array, ...]:
-        return counts.rows if count_empty else counts.sequences, jnp.asarray(length)
+        return counts.of_sequences(count_empty), jnp.asarray(length)
 
     return _reduction("constant", divisor)
 
@@ -120,8 +136,12 @@ def prompt_mean() -> Reduction:
     Prompts without an unmasked token are not counted, so that `mask_zero_variance` takes flat
     groups out of the denominator, as ScaleRL does.
 
-    Raises: InputError where prompts are not known: plain arrays without `group`.
+    Raises: InputError if prompts are not known: plain arrays without `group`.
     Source: ScaleRL, arXiv 2510.13786.
+
+    >>> mask = jnp.array([[[True, True], [True, True]], [[True, False], [False, False]]])
+    >>> prompt_mean().weights(mask).tolist()  # two prompts, of 4 tokens and 1
+    [[[0.125, 0.125], [0.125, 0.125]], [[0.5, 0.0], [0.0, 0.0]]]
     """
 
     def divisor(counts: Counts) -> tuple[Array, ...]:

@@ -1,66 +1,52 @@
-"""Surrogates, reductions and penalties by name, as a config writes them.
-
-Surrogate and reduction under the names of another library, with its numbers.
-"""
+"""Surrogates, reductions and penalties by name, as a config writes them or as TRL calls them."""
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import jax.numpy as jnp
 from jax import Array
 
-from jaxgrpo.core.errors import InputError, call, find
+from jaxgrpo.core.errors import InputError, build
 from jaxgrpo.core.metrics import Metrics, merge
-from jaxgrpo.losses import penalties as entropy_parts
-from jaxgrpo.losses import penalties as penalty_parts
-from jaxgrpo.losses import reductions as reduction_parts
-from jaxgrpo.losses import sequences
-from jaxgrpo.losses import surrogates as surrogate_parts
+from jaxgrpo.losses import penalties as terms
+from jaxgrpo.losses import reductions as weights
+from jaxgrpo.losses import sequences as per_sequence
+from jaxgrpo.losses import surrogates as per_token
 from jaxgrpo.losses.penalties import Penalty
-from jaxgrpo.losses.reductions import Reduction, constant, sequence_mean, sequence_sum, token_mean
-from jaxgrpo.losses.sequences import gspo, vespo
-from jaxgrpo.losses.surrogates import Surrogate, cispo, clip, sapo
-
-surrogates: dict[str, Callable[..., Surrogate]] = {
-    "clip": surrogate_parts.clip,
-    "dual_clip": surrogate_parts.dual_clip,
-    "gspo": sequences.gspo,
-    "gspo_token": sequences.gspo_token,
-    "cispo": surrogate_parts.cispo,
-    "sapo": surrogate_parts.sapo,
-    "gmpo": sequences.gmpo,
-    "vespo": sequences.vespo,
-    "dppo_tv": surrogate_parts.dppo_tv,
-    "reinforce": surrogate_parts.reinforce,
-    "on_policy": surrogate_parts.on_policy,
-    "shaped_ratio": surrogate_parts.shaped_ratio,
-}
-reductions: dict[str, Callable[..., Reduction]] = {
-    "token_mean": reduction_parts.token_mean,
-    "sequence_mean": reduction_parts.sequence_mean,
-    "sequence_sum": reduction_parts.sequence_sum,
-    "constant": reduction_parts.constant,
-    "prompt_mean": reduction_parts.prompt_mean,
-}
-penalties: dict[str, Callable[..., Penalty]] = {
-    "k2": penalty_parts.k2,
-    "forward_kl_k3": penalty_parts.forward_kl_k3,
-    "reverse_kl_off_policy": penalty_parts.reverse_kl_off_policy,
-    "full_kl": penalty_parts.full_kl,
-}
-"""Uses of the KL divergence to the reference that act in the loss."""
-
-entropies: dict[str, Callable[..., Penalty]] = {
-    "bonus": entropy_parts.entropy_bonus,
-    "adaptive": entropy_parts.adaptive_entropy,
-}
+from jaxgrpo.losses.reductions import Reduction
+from jaxgrpo.losses.surrogates import Surrogate, Tokens
 
 Spec = str | Mapping[str, Any]
 """A name, or {"use": name or an own factory, option: value, ...}."""
 
-T = TypeVar("T", Surrogate, Reduction, Penalty)
+Made = TypeVar("Made", Surrogate, Reduction, Penalty)
+
+
+def _by_name(*factories: Callable[..., Made]) -> dict[str, Callable[..., Made]]:
+    return {factory.__name__: factory for factory in factories}
+
+
+surrogates = _by_name(
+    *(per_token.clip, per_token.dual_clip, per_sequence.gspo, per_sequence.gspo_token),
+    *(per_token.cispo, per_token.sapo, per_sequence.gmpo, per_sequence.vespo, per_token.dppo_tv),
+    *(per_token.reinforce, per_token.on_policy, per_token.shaped_ratio),
+)
+reductions = _by_name(
+    *(weights.token_mean, weights.sequence_mean, weights.sequence_sum),
+    *(weights.constant, weights.prompt_mean),
+)
+penalties = _by_name(terms.k2, terms.forward_kl_k3, terms.reverse_kl_off_policy, terms.full_kl)
+"""Uses of the KL divergence to the reference that act in the loss."""
+
+entropies = {"bonus": terms.entropy_bonus, "adaptive": terms.adaptive_entropy}
+
+CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
+LOSS_TYPES = (*CLIPPED, "cispo", "sapo", "vespo")
+"""TRL's, of `like_trl`."""
 
 
 def build_surrogate(spec: Spec | Surrogate, options: Mapping[str, Any] | None = None) -> Surrogate:
@@ -96,21 +82,21 @@ def by_sample(
       field: name of the field, one number per token or sample.
       then, otherwise: as `build_surrogate` takes them.
 
-    Metrics: both's, over all tokens together.  Raises: InputError where fields lack the field.
+    Metrics: both's, over all tokens together.  Raises: InputError if fields lack the field.
     Source: ExGRPO, arXiv 2510.02245, whose groups mix replayed and fresh samples.
+
+    >>> tokens = Tokens.of_ratios([1.5, 1.5], replayed=jnp.array([1, 0]))
+    >>> mixed = by_sample("replayed", {"use": "shaped_ratio", "offset": 0.5}, "reinforce")
+    >>> loss, _ = mixed.compute(tokens)
+    >>> print(loss.round(2))  # -1.5 / (1.5 + 0.5); -log 1.5
+    [-0.75 -0.41]
     """
     chosen, rest = build_surrogate(then), build_surrogate(otherwise)
 
-    def compute(logp, proximal_logp, advantage, mask, segment, fields) -> tuple[Array, Metrics]:
-        if field not in fields:
-            raise InputError(
-                f"by_sample reads fields[{field!r}], one number per token; given: "
-                f"{', '.join(sorted(fields)) or 'no fields'}"
-            )
-        here = mask & (fields[field] != 0)
-        arrays = (logp, proximal_logp, advantage)
-        loss, metrics = chosen.compute(*arrays, here, segment, fields)
-        other, more = rest.compute(*arrays, mask & ~here, segment, fields)
+    def compute(tokens: Tokens) -> tuple[Array, Metrics]:
+        here = tokens.mask & (tokens.field(field, "by_sample", "one number per token") != 0)
+        loss, metrics = chosen.compute(dataclasses.replace(tokens, mask=here))
+        other, more = rest.compute(dataclasses.replace(tokens, mask=tokens.mask & ~here))
         return jnp.where(here, loss, other), merge(metrics, more)
 
     needs = chosen.needs | rest.needs | {field}
@@ -118,39 +104,6 @@ def by_sample(
 
 
 surrogates["by_sample"] = by_sample
-
-
-def _build(
-    what: str,
-    kind: type[T],
-    table: Mapping[str, Callable[..., T]],
-    spec: Any,
-    options: Mapping[str, Any] | None,
-) -> T:
-    options = dict(options or {})
-    if isinstance(spec, Mapping):
-        if "use" not in spec:
-            raise InputError(f"{what} {dict(spec)} has no name: write {{ use = ..., ... }}")
-        options = {**{key: value for key, value in spec.items() if key != "use"}, **options}
-        spec = spec["use"]
-    if isinstance(spec, kind):
-        if options:
-            raise InputError(f"{what} {spec.name} is finished and takes no options: {options}")
-        return cast(T, spec)
-    if isinstance(spec, str):
-        return call(f"{what} {spec}", find(what, spec, table), options)
-    name = getattr(spec, "__name__", repr(spec))
-    made = call(f"{what} {name}", spec, options) if callable(spec) else spec
-    if not isinstance(made, kind):
-        raise InputError(
-            f"{what} {name} gave {type(made).__name__}, expected a {kind.__name__} or a function"
-            " that returns one"
-        )
-    return cast(T, made)
-
-
-CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
-LOSS_TYPES = (*CLIPPED, "cispo", "sapo", "vespo")
 
 
 def like_trl(
@@ -172,45 +125,82 @@ def like_trl(
 
     Arguments and defaults are GRPOConfig's. TRL's loss of one optimizer step is the mean over its
     micro-batches of what each of them gives; this is the loss of the whole step, which is the same
-    where loss_type is "dapo", "cispo" or "vespo", or where there is one micro-batch.
+    if loss_type is "dapo", "cispo" or "vespo", or if there is one micro-batch.
 
     Surprises kept: `epsilon_high` of "cispo" bounds the ratio itself, and without it epsilon does;
     rows without a token in the loss count as sequences.
 
     Raises: InputError on unknown names; on a level of "sequence" with "cispo" and "sapo", which
-    nobody's paper has; on delta where its clip would undo the other (below 1 + epsilon_high).
+    no paper has; on delta if its clip would undo the other (below 1 + epsilon_high).
     Source: TRL 1.16.0, trainer/grpo_trainer.py, _compute_loss.
 
     >>> surrogate, reduction = like_trl("dr_grpo", max_completion_length=1024)
     >>> surrogate.name, reduction.name
     ('clip', 'constant')
     """
-    _check(loss_type, importance_sampling_level, delta)
+    _check_trl(loss_type, importance_sampling_level, delta)
     high = epsilon if epsilon_high is None else epsilon_high
     if loss_type == "cispo":
-        surrogate = cispo(high=high)
+        surrogate = per_token.cispo(high=high)
     elif loss_type == "sapo":
-        surrogate = sapo(sapo_temperature_pos, sapo_temperature_neg)
+        surrogate = per_token.sapo(sapo_temperature_pos, sapo_temperature_neg)
     elif loss_type == "vespo":
-        surrogate = vespo(vespo_k_pos, vespo_lambda_pos, vespo_k_neg, vespo_lambda_neg)
+        surrogate = per_sequence.vespo(vespo_k_pos, vespo_lambda_pos, vespo_k_neg, vespo_lambda_neg)
     elif importance_sampling_level == "sequence":
-        surrogate = gspo(epsilon, high)
+        surrogate = per_sequence.gspo(epsilon, high)
     else:
-        surrogate = clip(epsilon, high, delta)
-    return surrogate, _reduction(loss_type, max_completion_length)
+        surrogate = per_token.clip(epsilon, high, delta)
+    return surrogate, _trl_reduction(loss_type, max_completion_length)
 
 
-def _reduction(loss_type: str, max_completion_length: int) -> Reduction:
+def _trl_reduction(loss_type: str, max_completion_length: int) -> Reduction:
     if loss_type in ("grpo", "sapo"):
-        return sequence_mean(count_empty=True)
+        return weights.sequence_mean(count_empty=True)
     if loss_type == "dr_grpo":
-        return constant(max_completion_length, count_empty=True)
+        return weights.constant(max_completion_length, count_empty=True)
     if loss_type == "luspo":
-        return sequence_sum(count_empty=True)
-    return token_mean()
+        return weights.sequence_sum(count_empty=True)
+    return weights.token_mean()
 
 
-def _check(loss_type: str, importance_sampling_level: str, delta: float | None) -> None:
+def _build(
+    what: str,
+    kind: type[Made],
+    table: Mapping[str, Callable[..., Made]],
+    spec: Any,
+    options: Mapping[str, Any] | None,
+) -> Made:
+    spec = {**(spec if isinstance(spec, Mapping) else {"use": spec}), **(options or {})}
+    made = spec.get("use")
+    if not isinstance(made, kind):
+        made = build(what, spec, table)
+    elif given := {name: value for name, value in spec.items() if name != "use"}:
+        raise InputError(f"{what} {made.name} is finished and takes no options: {given}")
+    if not isinstance(made, kind):
+        name = getattr(spec["use"], "__name__", spec["use"])
+        raise InputError(
+            f"{what} {name} gave {type(made).__name__}, expected a {kind.__name__} or a function"
+            " that returns one"
+        )
+    if isinstance(made, (Surrogate, Penalty)):
+        _check_arguments(what, made)
+    return made
+
+
+def _check_arguments(what: str, made: Surrogate | Penalty) -> None:
+    """Refuses a `compute` in the form of version 0.1, with six arrays in the place of `Tokens`."""
+    remembers = getattr(made, "init", None) is not None
+    arguments = ("tokens", "state") if remembers else ("tokens",)
+    try:
+        inspect.signature(made.compute).bind(*arguments)
+    except TypeError as error:
+        raise InputError(
+            f"{what} {made.name}: {error}: write compute({', '.join(arguments)}), and read"
+            f" {', '.join(f'tokens.{name}' for name in Tokens.__dataclass_fields__)}"
+        ) from None
+
+
+def _check_trl(loss_type: str, importance_sampling_level: str, delta: float | None) -> None:
     if loss_type not in LOSS_TYPES:
         raise InputError(f"like_trl: loss_type = {loss_type!r}, expected one of {LOSS_TYPES}")
     if importance_sampling_level not in ("token", "sequence"):

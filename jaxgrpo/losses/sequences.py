@@ -1,7 +1,7 @@
 """Surrogates with one ratio per sequence, exact whatever else is packed into the same row.
 
-A sequence is what bears one `segment` id within a row, the last axis; 0 is padding. Sums over
-sequences need neither their order nor that their tokens stand together.
+The tokens of a sequence have the same `segment` id within a row, the last axis; 0 is padding. They
+may stand anywhere in the row, in any order.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from jaxgrpo.core.metrics import Metrics
 from jaxgrpo.losses.surrogates import (
     LOG_RATIO_LIMIT,
     Surrogate,
-    bounded,
+    Tokens,
     check_bounds,
+    clamp_log_ratio,
+    clip_where_it_gains,
     cut_metrics,
-    difference,
-    fixed,
-    hold,
+    log_ratio,
+    of_ratio,
     ratio_metrics,
-    unmasked,
 )
 
 
@@ -39,6 +39,10 @@ def segment_sum(
     Ids are 0 .. Q within each row. Work and memory grow with Q: sums by id, then looked up.
     Exact under any packing and sharding of rows; on GPUs the order of the additions, and with it
     the last bit, is fixed only under --xla_gpu_deterministic_ops, as for an embedding's gradient.
+
+    >>> value, segment = jnp.array([1.0, 2.0, 4.0, 8.0]), jnp.array([1, 2, 1, 2])
+    >>> segment_sum(value, jnp.array([True, True, True, False]), segment).tolist()
+    [5.0, 2.0, 5.0, 2.0]
     """
     shape = value.shape
     ids = segment.reshape(-1, shape[-1])
@@ -58,6 +62,10 @@ def segment_mean(
     """At each position the mean over the unmasked entries of its segment; 0 where there are none.
 
     As `segment_sum`.
+
+    >>> value, segment = jnp.array([1.0, 2.0, 4.0, 8.0]), jnp.array([1, 2, 1, 2])
+    >>> segment_mean(value, jnp.array([True, True, True, False]), segment).tolist()
+    [2.5, 2.0, 2.5, 2.0]
     """
     number = segment_sum(jnp.ones_like(value), mask, segment)
     return segment_sum(value, mask, segment) / jnp.maximum(number, 1)
@@ -80,17 +88,21 @@ def gspo(low: float = 3e-4, high: float = 4e-4) -> Surrogate:
     Metrics: `ratio_metrics` of s_i; clip_ratio/low_mean, high_mean, region_mean, shares of tokens.
     Raises: InputError unless 0 <= low <= 1 and high >= 0.
     Source: Zheng et al. 2025, arXiv 2507.18071, equations 5 and 7; bounds of its section 5.1.
+
+    The mean of ratios 4 and 1 is 2, and clipped for A = 1:
+
+    >>> loss, _ = gspo(0.5, 0.5).compute(Tokens.of_ratios([[4.0, 1.0], [4.0, 1.0]], [[1], [-1]]))
+    >>> print(loss.round(2))
+    [[-1.5 -1.5]
+     [ 2.   2. ]]
     """
     check_bounds("gspo", low, high)
 
-    def compute(logp, proximal_logp, advantage, mask, segment, fields) -> tuple[Array, Metrics]:
-        change = difference(logp, proximal_logp, mask)
-        log_rho, clamped = hold(segment_mean(change, mask, segment), mask)
-        weight = fixed(advantage, mask, logp)
-        rho, metrics = bounded(jnp.exp(log_rho), weight, mask, low, high)
-        return -rho * weight, ratio_metrics(log_rho, clamped, mask) | metrics
+    def rule(tokens: Tokens, weight: Array, log_rho: Array) -> tuple[Array, Metrics]:
+        rho, metrics = clip_where_it_gains(jnp.exp(log_rho), weight, tokens.mask, low, high)
+        return -rho * weight, metrics
 
-    return Surrogate("gspo", compute)
+    return of_ratio("gspo", rule, _mean_log_ratio)
 
 
 def gspo_token(low: float = 3e-4, high: float = 4e-4) -> Surrogate:
@@ -99,7 +111,7 @@ def gspo_token(low: float = 3e-4, high: float = 4e-4) -> Surrogate:
         s_it = stop_gradient(s_i) exp(logp - stop_gradient(logp))
         loss = -min(s_it A, clip(s_it, 1 - low, 1 + high) A)
 
-    Values are those of `gspo`. Gradients are too, where advantage and weight are the same at all
+    Values are those of `gspo`. Gradients are too, if advantage and weight are the same at all
     tokens of a sequence.
 
     Args:
@@ -108,17 +120,20 @@ def gspo_token(low: float = 3e-4, high: float = 4e-4) -> Surrogate:
     Metrics: as `gspo`.  Raises: InputError unless 0 <= low <= 1 and high >= 0.
     Source: Zheng et al. 2025, arXiv 2507.18071, equation 14. verl clamps log s_it at 10 from
     above, here +-20.
+
+    >>> loss, _ = gspo_token(0.5, 1.5).compute(Tokens.of_ratios([4.0, 1.0], [1, 3]))
+    >>> print(loss.round(2))
+    [-2. -6.]
     """
     check_bounds("gspo_token", low, high)
 
-    def compute(logp, proximal_logp, advantage, mask, segment, fields) -> tuple[Array, Metrics]:
-        change = jax.lax.stop_gradient(difference(logp, proximal_logp, mask))
-        log_rho, clamped = hold(segment_mean(change, mask, segment), mask)
-        weight = fixed(advantage, mask, logp)
+    def compute(tokens: Tokens) -> tuple[Array, Metrics]:
+        log_rho, clamped = jax.lax.stop_gradient(_mean_log_ratio(tokens))
+        weight = tokens.without_gradient(tokens.advantage)
         # Clamped sequences are constant, as in the other surrogates.
-        own = jnp.where(clamped, 0, difference(logp, logp, mask))
-        rho, metrics = bounded(jnp.exp(log_rho + own), weight, mask, low, high)
-        return -rho * weight, ratio_metrics(log_rho, clamped, mask) | metrics
+        own = jnp.where(clamped, 0, tokens.log_ratio_to(tokens.logp))
+        rho, metrics = clip_where_it_gains(jnp.exp(log_rho + own), weight, tokens.mask, low, high)
+        return -rho * weight, ratio_metrics(log_rho, clamped, tokens.mask) | metrics
 
     return Surrogate("gspo_token", compute)
 
@@ -137,17 +152,23 @@ def gmpo(low: float = 0.4, high: float = 0.4) -> Surrogate:
     Metrics: `ratio_metrics` of the sequence's ratio; clip_ratio/low_mean, high_mean and
     region_mean of its tokens'.  Raises: InputError unless both are finite and not negative.
     Source: Zhao et al. 2025, arXiv 2507.20673. Meant for `sequence_mean`.
+
+    Of ratios 4 and 1 the first is cut at 2.25, the mean of 2.25 and 1 is 1.5:
+
+    >>> loss, _ = gmpo(high=math.log(2.25)).compute(Tokens.of_ratios([4.0, 1.0], [1, 2]))
+    >>> print(loss.round(2))
+    [-1.5 -3. ]
     """
     if not (0 <= low < math.inf and 0 <= high < math.inf):
         raise InputError(f"gmpo: low = {low}, high = {high}; expected finite numbers >= 0")
 
-    def compute(logp, proximal_logp, advantage, mask, segment, fields) -> tuple[Array, Metrics]:
-        change = difference(logp, proximal_logp, mask)
-        weight = fixed(advantage, mask, logp)
+    def compute(tokens: Tokens) -> tuple[Array, Metrics]:
+        mask, weight = tokens.mask, tokens.without_gradient(tokens.advantage)
+        change = tokens.log_ratio_to(tokens.proximal_logp)
         above = mask & (weight > 0) & (change > high)
         below = mask & (weight < 0) & (change < -low)
         change = jnp.where(above, high, jnp.where(below, -low, change))
-        log_rho, clamped = hold(segment_mean(change, mask, segment), mask)
+        log_rho, clamped = clamp_log_ratio(segment_mean(change, mask, tokens.segment), mask)
         metrics = ratio_metrics(log_rho, clamped, mask) | cut_metrics(below, above, mask)
         return -jnp.exp(log_rho) * weight, metrics
 
@@ -175,24 +196,36 @@ def vespo(
     Raises: InputError unless all are positive.
     Source: VESPO, arXiv 2602.10693; numbers and bounds as in TRL. Its token-wise clamp at +-20
     comes before the sum, as there.
+
+    The weight is 1 where the product of the ratios is; elsewhere e W exp(-W) here, 0.74 at W = 2:
+
+    >>> tokens = Tokens.of_ratios([[2.0, 0.5], [2.0, 1.0]])
+    >>> loss, _ = vespo(k_positive=1.0, lambda_positive=1.0).compute(tokens)
+    >>> print(loss.round(2))  # -log 2, log 2; -0.74 log 2, 0
+    [[-0.69  0.69]
+     [-0.51 -0.  ]]
     """
     options = (k_positive, lambda_positive, k_negative, lambda_negative)
     if not all(0 < option < math.inf for option in options):
         raise InputError(f"vespo: k and lambda = {options}, expected positive numbers")
 
-    def compute(logp, proximal_logp, advantage, mask, segment, fields) -> tuple[Array, Metrics]:
-        change = jax.lax.stop_gradient(difference(logp, proximal_logp, mask))
-        held, token_clamped = hold(change, mask)
-        total = segment_sum(held, mask, segment)
-        floor = math.log(1e-8)
-        log_rho = jnp.clip(total, floor, LOG_RATIO_LIMIT)
-        clamped = token_clamped | (mask & (total != log_rho))
-        weight = fixed(advantage, mask, logp)
-        kind = weight.dtype
-        k = jnp.where(weight >= 0, k_positive, k_negative).astype(kind)
-        slope = jnp.where(weight >= 0, lambda_positive, lambda_negative).astype(kind)
-        phi = jnp.exp(k * log_rho - slope * jnp.expm1(log_rho))
-        metrics = ratio_metrics(log_rho, clamped, mask)
-        return -phi * weight * unmasked(logp, mask, logp), metrics
+    def measure(tokens: Tokens) -> tuple[Array, Array]:
+        each, clamped = jax.lax.stop_gradient(log_ratio(tokens))
+        total = segment_sum(each, tokens.mask, tokens.segment)
+        log_rho = jnp.clip(total, math.log(1e-8), LOG_RATIO_LIMIT)
+        return log_rho, clamped | (tokens.mask & (total != log_rho))
 
-    return Surrogate("vespo", compute)
+    def rule(tokens: Tokens, weight: Array, log_rho: Array) -> tuple[Array, Metrics]:
+        k = jnp.where(weight >= 0, k_positive, k_negative).astype(weight.dtype)
+        slope = jnp.where(weight >= 0, lambda_positive, lambda_negative).astype(weight.dtype)
+        phi = jnp.exp(k * log_rho - slope * jnp.expm1(log_rho))
+        return -phi * weight * tokens.unmasked(tokens.logp), {}
+
+    return of_ratio("vespo", rule, measure)
+
+
+def _mean_log_ratio(tokens: Tokens) -> tuple[Array, Array]:
+    """(log of the geometric mean of a sequence's ratios, where it was clamped)."""
+    change = tokens.log_ratio_to(tokens.proximal_logp)
+    mean = segment_mean(change, tokens.mask, tokens.segment)
+    return clamp_log_ratio(mean, tokens.mask)

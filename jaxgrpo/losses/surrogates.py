@@ -1,84 +1,116 @@
-"""Policy losses per token, before masks and normalisers are applied by the reduction's weights.
+"""What a loss reads of each token (`Tokens`), and policy losses on the ratio of each token.
 
-A surrogate is `compute(logp, proximal_logp, advantage, mask, segment, fields) -> (loss, metrics)`,
-all arrays of one shape, any rank. The loss is minimised and exactly 0 where masked; what masked
-entries of the inputs hold, NaN too, reaches neither value nor gradient. Sequences are reached
-through `segment` ids, never through an axis (`jaxgrpo.losses.sequences`).
+A surrogate is `compute(tokens) -> (loss per token, metrics)`, before the reduction's weights. The
+loss is minimised and exactly 0 where masked; what masked entries of the inputs hold, NaN too,
+reaches neither value nor gradient. A surrogate finds the tokens of a sequence by their `segment`
+ids, never along an axis (`jaxgrpo.losses.sequences`).
 
-Of the inputs only `logp` carries gradient. Metrics are shares of unmasked tokens, under the same
-names everywhere: see `ratio_metrics` and `cut_metrics`.
+Metrics are shares of unmasked tokens, under the same names everywhere: see `ratio_metrics` and
+`cut_metrics`.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jaxtyping import Bool, Float
 
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.metrics import Mean, Metrics, accumulate_dtype, maximum, mean
+from jaxgrpo.core.types import register
 
 LOG_RATIO_LIMIT = 20.0
 """Log ratios are clamped to +- this before the exponential; see `log_ratio`."""
+
+
+@register
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Tokens:
+    """What a loss reads of each token. All arrays have one shape, of any rank.
+
+    Only `logp` carries gradient, and those fields that the update's own pass makes.
+    """
+
+    logp: Array  # [...] of the policy that is trained
+    proximal_logp: Array  # [...] of the policy that ratios are measured from
+    advantage: Array  # [...]
+    mask: Array  # [...] bool, True at tokens that count
+    segment: Array  # [..., Q] int32, ids of sequences 1 .. Q within a row; 0 = padding
+    fields: Mapping[str, Array]  # name -> [...], what a surrogate or penalty needs beside these
+
+    @classmethod
+    def of_ratios(cls, ratio: Any, advantage: Any = 1.0, **fields: Any) -> Tokens:
+        """Unmasked tokens with these ratios to the proximal policy, for examples and tests.
+
+        Shapes: ratio [..., Q], the others broadcast to it; each row is one sequence.
+        """
+        ratio = jnp.asarray(ratio)
+        wide = {name: jnp.broadcast_to(value, ratio.shape) for name, value in fields.items()}
+        return cls(
+            logp=jnp.log(ratio),
+            proximal_logp=jnp.zeros_like(ratio),
+            advantage=jnp.broadcast_to(jnp.asarray(advantage, ratio.dtype), ratio.shape),
+            mask=jnp.ones(ratio.shape, bool),
+            segment=jnp.ones(ratio.shape, jnp.int32),
+            fields=wide,
+        )
+
+    def unmasked(self, value: Array) -> Array:
+        """`value` in the dtype that losses are summed in, at least float32; 0 where masked."""
+        # Masked inputs are replaced before any arithmetic: NaN times a zero cotangent is NaN.
+        return jnp.where(self.mask, value, 0).astype(accumulate_dtype(self.logp.dtype))
+
+    def without_gradient(self, value: Array) -> Array:
+        """`unmasked`, as a constant of the loss."""
+        return self.unmasked(jax.lax.stop_gradient(value))
+
+    def log_ratio_to(self, other_logp: Array) -> Array:
+        """logp - other_logp in at least float32, 0 where masked; only `logp` carries gradient."""
+        return self.unmasked(self.logp) - self.without_gradient(other_logp)
+
+    def field(self, name: str, reader: str, about: str) -> Array:
+        """A field. Raises: InputError if it is missing, saying who reads it and what it is."""
+        if name not in self.fields:
+            given = ", ".join(sorted(self.fields)) or "no fields"
+            raise InputError(f"{reader} reads fields[{name!r}], {about}; given: {given}")
+        return self.fields[name]
 
 
 class Surrogate(NamedTuple):
     """What depends on the parameters being optimised."""
 
     name: str
-    compute: Callable[..., tuple[Array, Metrics]]
-    """(logp, proximal_logp, advantage, mask, segment, fields) -> (loss per token, metrics)"""
+    compute: Callable[[Tokens], tuple[Array, Metrics]]
+    """tokens -> (loss per token, metrics)"""
     needs: frozenset[str] = frozenset()  # fields that must be produced for it
     weighs: bool = True  # the gradient, by the ratio of the policy to the proximal one
 
 
-def log_ratio(
-    logp: Float[Array, "*shape"],
-    proximal_logp: Float[Array, "*shape"],
-    mask: Bool[Array, "*shape"],
-) -> tuple[Array, Bool[Array, "*shape"]]:
-    """(log ratio, where it was clamped), in at least float32; 0 where masked.
+def log_ratio(tokens: Tokens) -> tuple[Array, Array]:
+    """(log ratio, where it was clamped), the ratio in at least float32; 0 where masked.
 
         clip(logp - proximal_logp, -20, 20)
 
     The clamp keeps the exponential finite: exp(20) is 4.9e8. Tokens beyond it have a constant
     ratio and hence no gradient through it, as if they were clipped; they are counted in the
     metric clip_ratio/log_ratio_clamped. Only `logp` carries gradient.
+
+    >>> ratio, clamped = log_ratio(Tokens.of_ratios([1.0, 1e10]))
+    >>> ratio.tolist(), clamped.tolist()
+    ([0.0, 20.0], [False, True])
     """
-    return hold(difference(logp, proximal_logp, mask), mask)
+    return clamp_log_ratio(tokens.log_ratio_to(tokens.proximal_logp), tokens.mask)
 
 
-def difference(
-    logp: Float[Array, "*shape"],
-    proximal_logp: Float[Array, "*shape"],
-    mask: Bool[Array, "*shape"],
-) -> Float[Array, "*shape"]:
-    """logp - proximal_logp in at least float32, 0 where masked; only `logp` carries gradient."""
-    return unmasked(logp, mask, logp) - fixed(proximal_logp, mask, logp)
-
-
-def hold(
-    log_rho: Float[Array, "*shape"], mask: Bool[Array, "*shape"]
-) -> tuple[Array, Bool[Array, "*shape"]]:
+def clamp_log_ratio(log_rho: Array, mask: Array) -> tuple[Array, Array]:
     """(log ratio within +-20, where it was beyond)."""
     clamped = mask & (jnp.abs(log_rho) > LOG_RATIO_LIMIT)
     return jnp.clip(log_rho, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT), clamped
-
-
-def unmasked(value: Array, mask: Array, like: Array) -> Array:
-    """`value` in the dtype that losses of `like` are summed in, 0 where masked."""
-    # Masked inputs are replaced before any arithmetic: NaN times a zero cotangent is NaN.
-    return jnp.where(mask, value, 0).astype(accumulate_dtype(like.dtype))
-
-
-def fixed(value: Array, mask: Array, like: Array) -> Array:
-    """`unmasked`, without gradient."""
-    return unmasked(jax.lax.stop_gradient(value), mask, like)
 
 
 def clip(low: float = 0.2, high: float = 0.2, delta: float | None = None) -> Surrogate:
@@ -101,6 +133,10 @@ def clip(low: float = 0.2, high: float = 0.2, delta: float | None = None) -> Sur
     Raises: InputError unless 0 <= low <= 1, high >= 0 and delta > 1 + high.
     Source: Schulman et al. 2017, arXiv 1707.06347; two bounds: DAPO, arXiv 2503.14476; delta:
     INTELLECT-2, arXiv 2505.07291. The same function as dual clip, see `dual_clip`.
+
+    >>> loss, _ = clip(0.25, 0.25).compute(Tokens.of_ratios([0.5, 1.5, 0.5, 1.5], [1, 1, -1, -1]))
+    >>> print(loss.round(2))
+    [-0.5  -1.25  0.75  1.5 ]
     """
     check_bounds("clip", low, high)
     if delta is not None and not (1 + high < delta < math.inf):
@@ -109,13 +145,11 @@ def clip(low: float = 0.2, high: float = 0.2, delta: float | None = None) -> Sur
             " undo the clipping; 3 or 4 is usual"
         )
 
-    def compute(logp, proximal_logp, advantage, mask, segment, fields) -> tuple[Array, Metrics]:
-        log_rho, clamped = log_ratio(logp, proximal_logp, mask)
-        weight = fixed(advantage, mask, logp)
-        rho, metrics = bounded(jnp.exp(log_rho), weight, mask, low, high, delta)
-        return -rho * weight, ratio_metrics(log_rho, clamped, mask) | metrics
+    def rule(tokens: Tokens, weight: Array, log_rho: Array) -> tuple[Array, Metrics]:
+        rho, metrics = clip_where_it_gains(jnp.exp(log_rho), weight, tokens.mask, low, high, delta)
+        return -rho * weight, metrics
 
-    return Surrogate("clip", compute)
+    return of_ratio("clip", rule)
 
 
 def dual_clip(low: float = 0.2, high: float = 0.2, floor: float = 3.0) -> Surrogate:
@@ -130,6 +164,10 @@ def dual_clip(low: float = 0.2, high: float = 0.2, floor: float = 3.0) -> Surrog
       floor: the largest ratio that counts where A < 0; above 1 + high.
 
     Source: Ye et al. 2020, arXiv 1912.09729, equation 5.
+
+    >>> loss, _ = dual_clip(high=0.5).compute(Tokens.of_ratios([2.0, 4.0, 4.0], [-1, -1, 1]))
+    >>> print(loss.round(2))
+    [ 2.   3.  -1.5]
     """
     return clip(low, high, floor)._replace(name="dual_clip")
 
@@ -146,6 +184,12 @@ def cispo(low: float | None = None, high: float = 5.0) -> Surrogate:
     Metrics: `ratio_metrics`; clip_ratio/low_mean, high_mean, region_mean: ratios that were cut.
     Raises: InputError unless 0 <= low < high.
     Source: MiniMax-M1, arXiv 2506.13585, equation 4; without a lower bound as it was trained there.
+
+    The loss of ratio e is -1 A log e; cut at 2, of ratio e it is -2 A:
+
+    >>> loss, _ = cispo(high=2.0).compute(Tokens.of_ratios([1.0, math.e], [1, 3]))
+    >>> print(loss.round(2))
+    [-0. -6.]
     """
     floor = 0.0 if low is None else low
     if not (0 <= floor < high < math.inf):
@@ -153,15 +197,12 @@ def cispo(low: float | None = None, high: float = 5.0) -> Surrogate:
             f"cispo: low = {low}, high = {high}; expected 0 <= low < high, bounds of the ratio"
         )
 
-    def compute(logp, proximal_logp, advantage, mask, segment, fields) -> tuple[Array, Metrics]:
-        log_rho, clamped = log_ratio(logp, proximal_logp, mask)
-        rho = jax.lax.stop_gradient(jnp.exp(log_rho))
-        weight = jnp.clip(rho, floor, high) * fixed(advantage, mask, logp)
-        metrics = ratio_metrics(log_rho, clamped, mask)
-        metrics |= cut_metrics(mask & (rho < floor), mask & (rho > high), mask)
-        return -weight * unmasked(logp, mask, logp), metrics
+    def rule(tokens: Tokens, weight: Array, log_rho: Array) -> tuple[Array, Metrics]:
+        rho, mask = jax.lax.stop_gradient(jnp.exp(log_rho)), tokens.mask
+        metrics = cut_metrics(mask & (rho < floor), mask & (rho > high), mask)
+        return -(jnp.clip(rho, floor, high) * weight) * tokens.unmasked(tokens.logp), metrics
 
-    return Surrogate("cispo", compute)
+    return of_ratio("cispo", rule)
 
 
 def sapo(tau_positive: float = 1.0, tau_negative: float = 1.05) -> Surrogate:
@@ -177,19 +218,21 @@ def sapo(tau_positive: float = 1.0, tau_negative: float = 1.05) -> Surrogate:
 
     Metrics: `ratio_metrics`.  Raises: InputError unless both are positive.
     Source: Gao et al. 2025, arXiv 2511.20347.
+
+    >>> loss, _ = sapo().compute(Tokens.of_ratios([1.0, 1e8], [1, 1]))  # -2 A and -4 A
+    >>> print(loss.round(2))
+    [-2. -4.]
     """
     for name, tau in (("tau_positive", tau_positive), ("tau_negative", tau_negative)):
         if not (0 < tau < math.inf):
             raise InputError(f"sapo: {name} = {tau}, expected a positive number; 1 is usual")
 
-    def compute(logp, proximal_logp, advantage, mask, segment, fields) -> tuple[Array, Metrics]:
-        log_rho, clamped = log_ratio(logp, proximal_logp, mask)
-        weight = fixed(advantage, mask, logp)
+    def rule(tokens: Tokens, weight: Array, log_rho: Array) -> tuple[Array, Metrics]:
         tau = jnp.where(weight > 0, tau_positive, tau_negative).astype(weight.dtype)
         gate = jax.nn.sigmoid(tau * jnp.expm1(log_rho)) * (4 / tau)
-        return -gate * weight, ratio_metrics(log_rho, clamped, mask)
+        return -gate * weight, {}
 
-    return Surrogate("sapo", compute)
+    return of_ratio("sapo", rule)
 
 
 def dppo_tv(low: float = 0.2, high: float = 0.2, cap: float = 20.0) -> Surrogate:
@@ -208,23 +251,28 @@ def dppo_tv(low: float = 0.2, high: float = 0.2, cap: float = 20.0) -> Surrogate
     Metrics: `ratio_metrics`; clip_ratio/low_mean, high_mean, region_mean: tokens left out.
     Raises: InputError unless 0 <= low <= 1, high >= 0 and cap > 0.
     Source: arXiv 2602.04879; verl's form with its default cap.
+
+    With p' = 1 the ratio is p itself. Of two tokens with A = -1 the first moved too far:
+
+    >>> loss, _ = dppo_tv().compute(Tokens.of_ratios([0.5, 0.9], -1))  # 0 and 0.9 log 0.9
+    >>> print(loss.round(2))
+    [-0.   -0.09]
     """
     check_bounds("dppo_tv", low, high)
     if not (0 < cap < math.inf):
         raise InputError(f"dppo_tv: cap = {cap}, expected a positive ratio; 20 is usual")
 
-    def compute(logp, proximal_logp, advantage, mask, segment, fields) -> tuple[Array, Metrics]:
-        log_rho, clamped = log_ratio(logp, proximal_logp, mask)
-        weight = fixed(advantage, mask, logp)
-        moved = jnp.exp(fixed(logp, mask, logp)) - jnp.exp(fixed(proximal_logp, mask, logp))
-        above = mask & (weight > 0) & (moved > high)
-        below = mask & (weight <= 0) & (moved < -low)
+    def rule(tokens: Tokens, weight: Array, log_rho: Array) -> tuple[Array, Metrics]:
+        now, before = map(tokens.without_gradient, (tokens.logp, tokens.proximal_logp))
+        moved = jnp.exp(now) - jnp.exp(before)
+        above = tokens.mask & (weight > 0) & (moved > high)
+        below = tokens.mask & (weight <= 0) & (moved < -low)
         rho = jax.lax.stop_gradient(jnp.minimum(jnp.exp(log_rho), cap))
         rho = jnp.where(above | below, 0, rho)
-        metrics = ratio_metrics(log_rho, clamped, mask) | cut_metrics(below, above, mask)
-        return -rho * weight * unmasked(logp, mask, logp), metrics
+        loss = -rho * weight * tokens.unmasked(tokens.logp)
+        return loss, cut_metrics(below, above, tokens.mask)
 
-    return Surrogate("dppo_tv", compute)
+    return of_ratio("dppo_tv", rule)
 
 
 def reinforce() -> Surrogate:
@@ -233,13 +281,16 @@ def reinforce() -> Surrogate:
         loss = -A logp
 
     Metrics: `ratio_metrics`.  Source: Williams 1992, doi 10.1007/BF00992696.
+
+    >>> loss, _ = reinforce().compute(Tokens.of_ratios([math.exp(-2), 1.0], [3, 1]))
+    >>> print(loss.round(2))
+    [ 6. -0.]
     """
 
-    def compute(logp, proximal_logp, advantage, mask, segment, fields) -> tuple[Array, Metrics]:
-        metrics = ratio_metrics(*log_ratio(logp, proximal_logp, mask), mask)
-        return -fixed(advantage, mask, logp) * unmasked(logp, mask, logp), metrics
+    def rule(tokens: Tokens, weight: Array, log_rho: Array) -> tuple[Array, Metrics]:
+        return -weight * tokens.unmasked(tokens.logp), {}
 
-    return Surrogate("reinforce", compute, weighs=False)
+    return of_ratio("reinforce", rule, weighs=False)
 
 
 def on_policy() -> Surrogate:
@@ -248,14 +299,17 @@ def on_policy() -> Surrogate:
         loss = -exp(logp - stop_gradient(logp)) A
 
     Metrics: `ratio_metrics`, of the true ratio.
-    Source: the on-policy switch of NeMo-RL's loss; TRL does so where a batch is used once.
+    Source: the on-policy switch of NeMo-RL's loss; TRL does so if a batch is used once.
+
+    >>> loss, _ = on_policy().compute(Tokens.of_ratios([0.5, 6.0], [3, 1]))
+    >>> print(loss.round(2))
+    [-3. -1.]
     """
 
-    def compute(logp, proximal_logp, advantage, mask, segment, fields) -> tuple[Array, Metrics]:
-        metrics = ratio_metrics(*log_ratio(logp, proximal_logp, mask), mask)
-        return -jnp.exp(difference(logp, logp, mask)) * fixed(advantage, mask, logp), metrics
+    def rule(tokens: Tokens, weight: Array, log_rho: Array) -> tuple[Array, Metrics]:
+        return -jnp.exp(tokens.log_ratio_to(tokens.logp)) * weight, {}
 
-    return Surrogate("on_policy", compute, weighs=False)
+    return of_ratio("on_policy", rule, weighs=False)
 
 
 def shaped_ratio(offset: float = 0.1) -> Surrogate:
@@ -274,23 +328,47 @@ def shaped_ratio(offset: float = 0.1) -> Surrogate:
 
     Metrics: `ratio_metrics`.  Raises: InputError unless offset is positive.
     Source: LUFFY, arXiv 2504.14945; ExGRPO, arXiv 2510.02245, with 0.1 in both.
+
+    >>> loss, _ = shaped_ratio(0.5).compute(Tokens.of_ratios([0.5, 1.5], [1, 2]))
+    >>> print(loss.round(2))
+    [-0.5 -1.5]
     """
     if not (0 < offset < math.inf):
         raise InputError(f"shaped_ratio: offset = {offset}, expected a positive number")
 
-    def compute(logp, proximal_logp, advantage, mask, segment, fields) -> tuple[Array, Metrics]:
-        log_rho, clamped = log_ratio(logp, proximal_logp, mask)
+    def rule(tokens: Tokens, weight: Array, log_rho: Array) -> tuple[Array, Metrics]:
         rho = jnp.exp(log_rho)
-        loss = -rho / (rho + offset) * fixed(advantage, mask, logp)
-        return loss, ratio_metrics(log_rho, clamped, mask)
+        return -rho / (rho + offset) * weight, {}
 
-    return Surrogate("shaped_ratio", compute)
+    return of_ratio("shaped_ratio", rule)
 
 
-def bounded(
+def of_ratio(
+    name: str,
+    rule: Callable[[Tokens, Array, Array], tuple[Array, Metrics]],
+    measure: Callable[[Tokens], tuple[Array, Array]] = log_ratio,
+    weighs: bool = True,
+) -> Surrogate:
+    """A surrogate that reports `ratio_metrics` of the ratio it is made of.
+
+    Args:
+      rule: (tokens, advantage, log ratio) -> (loss, further metrics); advantage and log ratio are 0
+        where masked, and the advantage carries no gradient.
+      measure: tokens -> (log ratio, where it was clamped).
+    """
+
+    def compute(tokens: Tokens) -> tuple[Array, Metrics]:
+        log_rho, clamped = measure(tokens)
+        loss, metrics = rule(tokens, tokens.without_gradient(tokens.advantage), log_rho)
+        return loss, ratio_metrics(log_rho, clamped, tokens.mask) | metrics
+
+    return Surrogate(name, compute, weighs=weighs)
+
+
+def clip_where_it_gains(
     rho: Array, weight: Array, mask: Array, low: float, high: float, delta: float | None = None
 ) -> tuple[Array, Metrics]:
-    """(the ratio that counts, metrics): constant where it left the bounds as `weight` wants."""
+    """(the ratio, held at the bound that it passed in the direction of `weight`; metrics)."""
     above = mask & (weight > 0) & (rho > 1 + high)
     below = mask & (weight < 0) & (rho < 1 - low)
     kept = jnp.where(above, 1 + high, jnp.where(below, 1 - low, rho))

@@ -59,7 +59,7 @@ def decode(index: Array, position: Array, prompt_length: Array) -> Attend:
 
     Memory per layer: (prompt KeyValue [P, S, kv_heads, head_dim], own KeyValue [P, G, T, ...]).
     The new key and value are written at `index`, the number of tokens fed before; own position i
-    of a slot is i tokens behind the last prompt token.
+    of a slot comes i tokens after the last prompt token.
     Shapes: index []; position [P, G, 1]; prompt_length [P], tokens of the prefix that are real.
     """
 

@@ -6,6 +6,7 @@ program and the time to compile it do not grow with depth.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -19,7 +20,6 @@ from jaxgrpo.core.types import Params
 from jaxgrpo.models.api import Attend, Constrain, LayerKind, Model, ModelConfig, memory_per_layer
 from jaxgrpo.models.layers import (
     ACTIVATIONS,
-    Angles,
     Block,
     Embedding,
     RMSNorm,
@@ -31,7 +31,7 @@ HIDDEN_AXES: dict[int, tuple[str | None, ...]] = {
     3: ("bins", "sequence", None),
     4: ("bins", "rows", "sequence", None),
 }
-"""Logical axes of hidden states by their number of dimensions; others are left alone."""
+"""Logical axes of hidden states by their number of dimensions; others are not laid out."""
 
 Layer = Callable[[Params, Array, Any], tuple[Array, Any]]
 """(parameters of one layer, hidden, its memory) -> (hidden, its memory)"""
@@ -51,6 +51,15 @@ class _Definition(NamedTuple):
         return nnx.merge(self.graph, params)
 
 
+class _Modules(NamedTuple):
+    """The definitions of a decoder's modules."""
+
+    embed: _Definition
+    head: _Definition  # the embedding itself if the two are tied
+    block: _Definition
+    norm: _Definition
+
+
 def build(config: ModelConfig, *, constrain: Constrain | None = None, remat: bool = True) -> Model:
     """The decoder of `config` as pure functions.
 
@@ -62,12 +71,8 @@ def build(config: ModelConfig, *, constrain: Constrain | None = None, remat: boo
     Raises: InputError naming every field of the config that cannot be built.
     """
     _check(config)
-    embed, head = _embed_and_head(config)
-    block = _define(lambda rngs: Block(config, rngs))
-    norm = _define(lambda rngs: RMSNorm(config.hidden_size, config))
-
-    def init(key: Array) -> Params:
-        return _init(config, embed, head, block, norm, key)
+    modules = _modules(config)
+    init = functools.partial(_init, config, modules)
 
     def lay_out(hidden: Array) -> Array:
         axes = HIDDEN_AXES.get(hidden.ndim)
@@ -76,45 +81,34 @@ def build(config: ModelConfig, *, constrain: Constrain | None = None, remat: boo
     def apply(
         params: Params, tokens: Array, positions: Array, attend: Attend, memory: Any
     ) -> tuple[Array, Any]:
-        hidden = embed.bind(params["embed"]).encode(tokens)
+        hidden = modules.embed.bind(params["embed"]).encode(tokens)
         hidden = lay_out(hidden * jnp.asarray(config.embedding_scale, hidden.dtype))
         angles = {
             theta: rotary_angles(positions, theta, config.head_dim)
             for theta in {kind.rope_theta for kind in config.pattern}
         }
 
-        layers = [
-            _layer(block, kind, angles[kind.rope_theta], attend, lay_out) for kind in config.pattern
-        ]
+        def layer(kind: LayerKind, params: Params, hidden: Array, memory: Any):
+            block = modules.block.bind(params)
+            hidden, memory = block(hidden, angles[kind.rope_theta], attend, memory, kind)
+            return lay_out(hidden), memory
+
+        layers: list[Layer] = [functools.partial(layer, kind) for kind in config.pattern]
         if type(memory) is tuple:
             hidden, memory = _unrolled(config, layers, params, hidden, memory)
         else:
             hidden, memory = _scanned(config, layers, params, hidden, memory, remat)
         if config.float32_head:
             hidden = hidden.astype(head_dtype(config))
-        return norm.bind(params["final_norm"])(hidden), memory
+        return modules.norm.bind(params["final_norm"])(hidden), memory
 
     def unembed(params: Params, hidden: Array) -> Array:
-        return head.bind(params["embed" if config.tie_embeddings else "head"]).decode(hidden)
+        table = params["embed" if config.tie_embeddings else "head"]
+        return modules.head.bind(table).decode(hidden)
 
     # The key is made inside, so that building a model touches no device.
     shapes = jax.eval_shape(lambda: init(jax.random.key(0)))
-    axes = _axes(config, embed, block, norm)
-    return Model(config, init, apply, unembed, axes, shapes)
-
-
-def _layer(
-    block: _Definition,
-    kind: LayerKind,
-    angles: Angles,
-    attend: Attend,
-    lay_out: Callable[[Array], Array],
-) -> Layer:
-    def run(params: Params, hidden: Array, memory: Any) -> tuple[Array, Any]:
-        hidden, memory = block.bind(params)(hidden, angles, attend, memory, kind)
-        return lay_out(hidden), memory
-
-    return run
+    return Model(config, init, apply, unembed, _axes(config, modules), shapes)
 
 
 def _define(make: Callable[[nnx.Rngs], nnx.Module]) -> _Definition:
@@ -128,51 +122,48 @@ def _define(make: Callable[[nnx.Rngs], nnx.Module]) -> _Definition:
     return _Definition(make, graph, nnx.to_pure_dict(axes))
 
 
-def _embed_and_head(config: ModelConfig) -> tuple[_Definition, _Definition]:
-    """Definitions of the token embedding and the output head: the same one where they are tied."""
+def _modules(config: ModelConfig) -> _Modules:
     wide, tied = config.float32_head, config.tie_embeddings
     embed = _define(lambda rngs: Embedding(config, rngs, wide=wide and tied))
-    return embed, embed if tied else _define(lambda rngs: Embedding(config, rngs, wide=wide))
+    return _Modules(
+        embed=embed,
+        head=embed if tied else _define(lambda rngs: Embedding(config, rngs, wide=wide)),
+        block=_define(lambda rngs: Block(config, rngs)),
+        norm=_define(lambda rngs: RMSNorm(config.hidden_size, config)),
+    )
 
 
-def _init(
-    config: ModelConfig,
-    embed: _Definition,
-    head: _Definition,
-    block: _Definition,
-    norm: _Definition,
-    key: Array,
-) -> Params:
-    """Layer i draws from fold_in(key, i) wherever the pattern puts it."""
+def _init(config: ModelConfig, modules: _Modules, key: Array) -> Params:
+    """Layer i draws from fold_in(key, i), wherever the pattern puts it."""
     periods, pattern, depth = config.periods, len(config.pattern), config.num_layers
     keys = jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.arange(depth + 2))
+    one, stacked = modules.block.init, jax.vmap(modules.block.init)
+    scanned = periods * pattern
     params: Params = {
-        "embed": embed.init(keys[depth]),
+        "embed": modules.embed.init(keys[depth]),
         "blocks": {},
-        "rest": {str(i): block.init(keys[periods * pattern + i]) for i in range(config.num_rest)},
-        "final_norm": norm.init(key),
+        "rest": {str(i): one(keys[scanned + i]) for i in range(config.num_rest)},
+        "final_norm": modules.norm.init(key),
     }
     if periods:
-        params["blocks"] = {
-            str(k): jax.vmap(block.init)(keys[k : periods * pattern : pattern])
-            for k in range(pattern)
-        }
+        params["blocks"] = {str(k): stacked(keys[k:scanned:pattern]) for k in range(pattern)}
     if not config.tie_embeddings:
-        params["head"] = head.init(keys[depth + 1])
+        params["head"] = modules.head.init(keys[depth + 1])
     return params
 
 
-def _axes(config: ModelConfig, embed: _Definition, block: _Definition, norm: _Definition) -> Params:
+def _axes(config: ModelConfig, modules: _Modules) -> Params:
+    one = modules.block.axes
     stacked = jax.tree.map(
-        lambda axes: ("layers", *axes), block.axes, is_leaf=lambda node: isinstance(node, tuple)
+        lambda axes: ("layers", *axes), one, is_leaf=lambda node: isinstance(node, tuple)
     )
     axes: Params = {
-        "embed": embed.axes,
+        "embed": modules.embed.axes,
         "blocks": {str(k): stacked for k in range(len(config.pattern))} if config.periods else {},
-        "rest": {str(i): block.axes for i in range(config.num_rest)},
-        "final_norm": norm.axes,
+        "rest": {str(i): one for i in range(config.num_rest)},
+        "final_norm": modules.norm.axes,
     }
-    return axes if config.tie_embeddings else {**axes, "head": embed.axes}
+    return axes if config.tie_embeddings else {**axes, "head": modules.head.axes}
 
 
 def _scanned(

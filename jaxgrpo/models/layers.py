@@ -137,10 +137,9 @@ class Attention(nnx.Module):
         self.key = Dense(embed, kv_heads, config, rngs, bias=bias)
         self.value = Dense(embed, kv_heads, config, rngs, bias=bias)
         self.out = Dense(heads, embed, config, rngs, bias=bias)
-        normed = config.query_key_norm
+        normed, scale = config.query_key_norm, config.query_scale
         self.query_norm = RMSNorm(config.head_dim, config) if normed else None
         self.key_norm = RMSNorm(config.head_dim, config) if normed else None
-        scale = config.query_scale
         self.scale = config.head_dim**-0.5 if scale is None else scale
 
     def __call__(

@@ -1,7 +1,4 @@
-"""Log-probabilities of chosen tokens, chunk by chunk: no [B, T, V] array is ever whole.
-
-The KL divergence of two policies over the whole vocabulary, chunk by chunk.
-"""
+"""Log-probabilities, entropies and exact KL, chunk by chunk: no [B, T, V] array is ever whole."""
 
 from __future__ import annotations
 
@@ -23,6 +20,11 @@ TOKENS_PER_CHUNK = 256
 Measured on a 2-core CPU (benchmarks/logprobs.py). Small vocabularies like chunks that stay in the
 cache. Of large ones every chunk reads the head and adds to its gradient: below 128 tokens that
 traffic is more than the products. A GPU or TPU has some 200 FLOP per byte and wants 1024 to 2048.
+"""
+
+LIMIT = 20.0
+"""Log ratios of single tokens in `full_kl` are at most this: a reference without any probability
+costs no more.
 """
 
 Entropy = Literal["none", "value", "gradient"]
@@ -63,8 +65,7 @@ def token_logprobs(
 
     Returns: (logp, entropy) in at least float32, in nats.
     """
-    vocab = jax.eval_shape(unembed, hidden[:, :1]).shape[-1]
-    chunk = min(tokens_per_chunk(vocab, logits_per_chunk), hidden.shape[1])
+    chunk, _ = _chunk_and_vocab(unembed, hidden, logits_per_chunk)
     # What unembed closes over becomes an argument, so that a gradient can be returned for it.
     converted, read = jax.closure_convert(unembed, hidden[:, :chunk])
     settings = _Settings(converted, temperature, entropy, chunk)
@@ -94,28 +95,72 @@ def token_confidence(
       temperature: of the sampling distribution.
       logits_per_chunk: as in `token_logprobs`.
 
-    Returns: C in at least float32, in nats; inf where fewer than k tokens have any probability.
+    Returns: C in at least float32, in nats; inf if fewer than k tokens have any probability.
     Source: Fu et al. 2025 (DeepConf), arXiv 2508.15260: k = 20. There the log-probs are what the
       inference engine reports, of the model before temperature by default in vLLM.
     """
-    vocab = jax.eval_shape(unembed, hidden[:, :1]).shape[-1]
-    chunk = min(tokens_per_chunk(vocab, logits_per_chunk), hidden.shape[1])
+    chunk, vocab = _chunk_and_vocab(unembed, hidden, logits_per_chunk)
 
-    def one(carry: None, hidden: Array) -> tuple[None, Array]:
-        logits = unembed(jax.lax.stop_gradient(hidden))
-        z = logits.astype(accumulate_dtype(logits.dtype)) / temperature
+    def one(hidden: Array) -> Array:
+        z = _scaled(unembed(jax.lax.stop_gradient(hidden)), temperature)
         likeliest, _ = jax.lax.top_k(z, min(k, vocab))
-        return carry, jax.nn.logsumexp(z, axis=-1) - likeliest.mean(-1)
+        return jax.nn.logsumexp(z, axis=-1) - likeliest.mean(-1)
 
-    _, pieces = jax.lax.scan(one, None, _split(chunk, hidden))
-    return jax.lax.stop_gradient(_join(pieces, hidden.shape[1]))
+    return jax.lax.stop_gradient(_by_chunks(one, chunk, hidden))
 
 
-def tokens_per_chunk(logits_per_token: int, logits_per_chunk: int | None = None) -> int:
-    """How many tokens of a bin are held at a time; `logits_per_chunk` as in `token_logprobs`."""
-    if logits_per_chunk is None:
-        return max(TOKENS_PER_CHUNK, LOGITS_PER_CHUNK // logits_per_token)
-    return max(1, logits_per_chunk // logits_per_token)
+def full_kl(
+    unembed: Callable[[Array], Array],
+    hidden: Float[Array, "D N E"],
+    anchor_unembed: Callable[[Array], Array],
+    anchor_hidden: Float[Array, "D N E"],
+    *,
+    temperature: float = 1.0,
+    logits_per_chunk: int | None = None,
+) -> tuple[Float[Array, "D N"], Float[Array, "D N"]]:
+    """KL(policy || anchor) of the next token at each position, and how much of it was limited.
+
+        l_v = min(log p_v - log q_v, 20),   p = softmax(z / temperature), q the anchor's
+        kl = sum_v p_v l_v
+        limited = sum_v p_v [log p_v - log q_v > 20]
+
+    The gradient is taken with l fixed: sum_v p_v d l_v is 0 without the limit, and with it a token
+    that the anchor does not know is pushed down as one of 20 nats. Tokens are taken in chunks along
+    N, whose logits, of both policies, the backward pass computes again. Gradients of what `unembed`
+    reads are summed over chunks in at least float32.
+
+    Args:
+      unembed, anchor_unembed: hidden [..., E] -> logits [..., V]; the anchor's gets no gradient.
+      temperature: of the sampling distribution, for both.
+      logits_per_chunk: upper bound on the logits of one chunk and bin, both policies together;
+        None: see `jaxgrpo.models.logprobs.TOKENS_PER_CHUNK`.
+
+    Returns: (kl, limited) in at least float32, in nats and as a share.
+    """
+    chunk, _ = _chunk_and_vocab(unembed, hidden, logits_per_chunk, policies=2)
+    # What unembed closes over becomes an argument, held wide: the chunks' gradients are added in
+    # the dtype of what they belong to.
+    converted, read = jax.closure_convert(unembed, hidden[:, :chunk])
+    dtypes = [leaf.dtype for leaf in read]
+    wide = [leaf.astype(accumulate_dtype(leaf.dtype)) for leaf in read]
+
+    @jax.checkpoint
+    def one(hidden: Array, anchor: Array) -> tuple[Array, Array]:
+        weights = [leaf.astype(dtype) for leaf, dtype in zip(wide, dtypes, strict=True)]
+        log_p = jax.nn.log_softmax(_scaled(converted(hidden, *weights), temperature))
+        log_q = jax.nn.log_softmax(_scaled(anchor_unembed(anchor), temperature))
+        log_q = jax.lax.stop_gradient(log_q)
+        p = jnp.exp(log_p)
+        # Where p is 0 both may be -inf.
+        ratio = jnp.where(p > 0, jax.lax.stop_gradient(log_p) - log_q, 0)
+        far = ratio > LIMIT
+        kl = (p * jnp.minimum(ratio, LIMIT)).sum(-1)
+        return kl, jax.lax.stop_gradient(jnp.where(far, p, 0).sum(-1))
+
+    anchor_hidden = jax.lax.stop_gradient(anchor_hidden)
+    if chunk == hidden.shape[1]:
+        return one(hidden, anchor_hidden)
+    return _by_chunks(one, chunk, hidden, anchor_hidden)
 
 
 class _Settings(NamedTuple):
@@ -125,9 +170,6 @@ class _Settings(NamedTuple):
     temperature: float
     entropy: Entropy
     chunk: int  # tokens of one bin
-
-    def scaled(self, logits: Array) -> Array:
-        return logits.astype(accumulate_dtype(logits.dtype)) / self.temperature
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -167,9 +209,8 @@ _token_logprobs.defvjp(_forward, _backward)
 def _values(settings: _Settings, read: Any, hidden: Array, targets: Array):
     """(logp, logsumexp, entropy or None) [D, N]."""
 
-    def one(carry: None, xs: tuple[Array, Array]):
-        hidden, targets = xs
-        z = settings.scaled(settings.unembed(hidden, *read))
+    def one(hidden: Array, targets: Array):
+        z = _scaled(settings.unembed(hidden, *read), settings.temperature)
         highest = z.max(-1)
         shifted = z - highest[..., None]
         weight = jnp.exp(shifted)
@@ -182,15 +223,14 @@ def _values(settings: _Settings, read: Any, hidden: Array, targets: Array):
             # As a product: of a sum, XLA computes the exponentials again, one by one on a CPU.
             expected = jnp.einsum("dnv,dnv->dn", weight, shifted, precision="highest")
             entropy = log_mass - expected / mass
-        return carry, (chosen - total, total, entropy)
+        return chosen - total, total, entropy
 
-    _, pieces = jax.lax.scan(one, None, _split(settings.chunk, (hidden, targets)))
-    return _join(pieces, hidden.shape[1])
+    return _by_chunks(one, settings.chunk, hidden, targets)
 
 
 def _logits_gradient(settings, logits, targets, total, entropy, a, b) -> Array:
     """d loss / d logits of one chunk, from the cotangents a of logp and b of the entropy."""
-    z = settings.scaled(logits)
+    z = _scaled(logits, settings.temperature)
     log_p = z - total[..., None]
     slope = a[..., None]
     if b is not None:
@@ -202,6 +242,35 @@ def _logits_gradient(settings, logits, targets, total, entropy, a, b) -> Array:
 def _is_target(z: Array, targets: Array) -> Array:
     # A comparison stays on the shard that holds the token; a gather would collect the logits.
     return jax.lax.broadcasted_iota(targets.dtype, z.shape, z.ndim - 1) == targets[..., None]
+
+
+def _scaled(logits: Array, temperature: float) -> Array:
+    return logits.astype(accumulate_dtype(logits.dtype)) / temperature
+
+
+def _chunk_and_vocab(
+    unembed: Callable[[Array], Array],
+    hidden: Array,
+    logits_per_chunk: int | None,
+    policies: int = 1,
+) -> tuple[int, int]:
+    """How many tokens of a bin are held at a time, and the size V of the vocabulary."""
+    vocab = jax.eval_shape(unembed, hidden[:, :1]).shape[-1]
+    if logits_per_chunk is None:
+        most = max(TOKENS_PER_CHUNK, LOGITS_PER_CHUNK // (policies * vocab))
+    else:
+        most = max(1, logits_per_chunk // (policies * vocab))
+    return min(most, hidden.shape[1]), vocab
+
+
+def _by_chunks(one: Callable[..., Any], chunk: int, *arrays: Array) -> Any:
+    """`one` of arrays [D, N, ...], over `chunk` positions of N at a time."""
+
+    def step(carry: None, xs: tuple[Array, ...]) -> tuple[None, Any]:
+        return carry, one(*xs)
+
+    _, pieces = jax.lax.scan(step, None, _split(chunk, arrays))
+    return _join(pieces, arrays[0].shape[1])
 
 
 def _split(chunk: int, tree: Any) -> Any:
@@ -224,84 +293,3 @@ def _join(tree: Any, length: int) -> Any:
         return jnp.moveaxis(leaf, 0, 1).reshape(bins, count * chunk, *rest)[:, :length]
 
     return jax.tree.map(one, tree)
-
-
-LIMIT = 20.0
-"""Log ratios of single tokens are held below it: a reference without probability costs no more."""
-
-
-def full_kl(
-    unembed: Callable[[Array], Array],
-    hidden: Float[Array, "D N E"],
-    anchor_unembed: Callable[[Array], Array],
-    anchor_hidden: Float[Array, "D N E"],
-    *,
-    temperature: float = 1.0,
-    logits_per_chunk: int | None = None,
-) -> tuple[Float[Array, "D N"], Float[Array, "D N"]]:
-    """KL(policy || anchor) of the next token at each position, and how much of it was held.
-
-        l_v = min(log p_v - log q_v, 20),   p = softmax(z / temperature), q the anchor's
-        kl = sum_v p_v l_v
-        held = sum_v p_v [log p_v - log q_v > 20]
-
-    The gradient is taken with l held: sum_v p_v d l_v is 0 without the limit, and with it a token
-    that the anchor does not know is pushed down as one of 20 nats. Tokens are taken in chunks along
-    N, whose logits, of both policies, the backward pass computes again. Gradients of what `unembed`
-    reads are summed over chunks in at least float32.
-
-    Args:
-      unembed, anchor_unembed: hidden [..., E] -> logits [..., V]; the anchor's gets no gradient.
-      temperature: of the sampling distribution, for both.
-      logits_per_chunk: upper bound on the logits of one chunk and bin, both policies together;
-        None: see `jaxgrpo.models.logprobs.TOKENS_PER_CHUNK`.
-
-    Returns: (kl, held) in at least float32, in nats and as a share.
-    """
-    vocab = jax.eval_shape(unembed, hidden[:, :1]).shape[-1]
-    chunk = min(tokens_per_chunk(2 * vocab, logits_per_chunk), hidden.shape[1])
-    # What unembed closes over becomes an argument, held wide: the chunks' gradients are added in
-    # the dtype of what they belong to.
-    converted, read = jax.closure_convert(unembed, hidden[:, :chunk])
-    dtypes = [leaf.dtype for leaf in read]
-    wide = [leaf.astype(accumulate_dtype(leaf.dtype)) for leaf in read]
-
-    @jax.checkpoint
-    def one(hidden: Array, anchor: Array) -> tuple[Array, Array]:
-        weights = [leaf.astype(dtype) for leaf, dtype in zip(wide, dtypes, strict=True)]
-        log_p = _log_softmax(converted(hidden, *weights), temperature)
-        log_q = jax.lax.stop_gradient(_log_softmax(anchor_unembed(anchor), temperature))
-        p = jnp.exp(log_p)
-        # Where p is 0 both may be -inf.
-        ratio = jnp.where(p > 0, jax.lax.stop_gradient(log_p) - log_q, 0)
-        far = ratio > LIMIT
-        kl = (p * jnp.minimum(ratio, LIMIT)).sum(-1)
-        return kl, jax.lax.stop_gradient(jnp.where(far, p, 0).sum(-1))
-
-    return _in_chunks(one, chunk, hidden, jax.lax.stop_gradient(anchor_hidden))
-
-
-def _in_chunks(
-    one: Callable[[Array, Array], tuple[Array, Array]], chunk: int, hidden: Array, anchor: Array
-) -> tuple[Array, Array]:
-    """`one`, [D, n, E] twice -> [D, n] twice, over `chunk` positions of N at a time."""
-    bins, length, width = hidden.shape
-    count = -(-length // chunk)
-    if count == 1:
-        return one(hidden, anchor)
-
-    def split(array: Array) -> Array:
-        padded = jnp.pad(array, ((0, 0), (0, count * chunk - length), (0, 0)))
-        return jnp.moveaxis(padded.reshape(bins, count, chunk, width), 1, 0)
-
-    chunks = (split(hidden), split(anchor))
-    _, pieces = jax.lax.scan(lambda carry, xs: (carry, one(*xs)), None, chunks)
-    kl, held = (
-        jnp.moveaxis(piece, 0, 1).reshape(bins, count * chunk)[:, :length] for piece in pieces
-    )
-    return kl, held
-
-
-def _log_softmax(logits: Array, temperature: float) -> Array:
-    wide = logits.astype(accumulate_dtype(logits.dtype))
-    return jax.nn.log_softmax(wide / temperature, axis=-1)

@@ -45,7 +45,7 @@ def make_mesh(
 ) -> Mesh:
     """A mesh with axes (data, fsdp, tensor, context); `data` = 0 takes the devices left over.
 
-    Raises: InputError where the product of the sizes is not the number of devices.
+    Raises: InputError if the product of the sizes is not the number of devices.
     """
     devices = jax.devices() if devices is None else list(devices)
     others = fsdp * tensor * context
@@ -58,14 +58,15 @@ def make_mesh(
             f"mesh: {given} = {math.prod(sizes.values())} devices, but there are {len(devices)}: "
             "choose sizes whose product is the number of devices (data = 0 takes what is left)"
         )
+    shape = tuple(sizes.values())
     if devices[0].platform == "cpu" and devices == jax.devices():
-        array = np.asarray(devices).reshape(tuple(sizes.values()))
-        return Mesh(array, AXES, axis_types=(AxisType.Auto,) * len(AXES))
-    from jax.experimental import mesh_utils
+        array = np.asarray(devices).reshape(shape)
+    else:
+        from jax.experimental import mesh_utils
 
-    array = mesh_utils.create_device_mesh(
-        tuple(sizes.values()), devices=devices, allow_split_physical_axes=True
-    )
+        array = mesh_utils.create_device_mesh(
+            shape, devices=devices, allow_split_physical_axes=True
+        )
     return Mesh(array, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
@@ -125,7 +126,7 @@ def param_shardings(mesh: Mesh, axes: Params, shapes: Params, rules: Rules = TRA
 
 
 def check_divides(mesh: Mesh, what: str, size: int, logical: str) -> None:
-    """Raises InputError where the mesh does not divide a dimension of the data."""
+    """Raises InputError if the mesh does not divide a dimension of the data."""
     split = TRAINING[logical]
     ways = _ways(mesh, split)
     if size % ways:
@@ -169,6 +170,5 @@ def to_host(tree: Any) -> Any:
 
 
 def _ways(mesh: Mesh, split: str | tuple[str, ...] | None) -> int:
-    if split is None:
-        return 1
-    return math.prod(mesh.shape[name] for name in ((split,) if isinstance(split, str) else split))
+    names = (split,) if isinstance(split, str) else split or ()
+    return math.prod(mesh.shape[name] for name in names)

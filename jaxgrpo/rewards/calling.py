@@ -1,20 +1,16 @@
-"""Calling the rewards of a run on a batch of completions.
-
-Awaiting async rewards together, from code that is not async.
-
-Rewards that are wrong now and then, on purpose: how much noise a method bears.
-"""
+"""Calling the rewards of a run on a batch: sync and async, their failures, logs and label noise."""
 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import functools
 import inspect
 import math
 import threading
 import time
 import zlib
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,13 +25,13 @@ from jaxgrpo.rewards.protocol import (
     numbers,
 )
 
-SHOWN = 300  # characters of each text in a message
 CREATED = inspect.CORO_CREATED
+SHOWN = 300  # characters of each text in a message
 SEARCH = 10.0  # seconds spent on finding the completion that a reward fails on
 
 
 class RewardLog(NamedTuple):
-    """What the rewards said of a batch beside their scores."""
+    """What the rewards of a batch logged beside their scores, and how they failed."""
 
     extra: dict[str, list[Any]]  # column -> a value per completion, as JSON holds it
     metrics: dict[str, tuple[float, int]]  # name -> sum and number of the values
@@ -63,97 +59,133 @@ def call_rewards(
     Args:
       rewards: name -> function; the names appear in the result and in messages.
       columns: name -> N entries, the data set's columns beside the prompt.
-      on_error: name -> "raise" (the default) or "unscored": what follows where a reward raises.
+      on_error: name -> what a reward that raises does: "raise" (the default) ends the run,
+        "unscored" leaves its scores NaN.
 
     Returns: name -> float32 [N], NaN = could not be scored; and what the rewards logged.
 
-    Raises: RewardError where a reward asks for a keyword that does not exist, raises and is not
+    Raises: RewardError if a reward asks for a keyword that does not exist, raises and is not
     "unscored" (the message shows a completion it fails on), or returns or logs the wrong number or
-    type of values. ValueError where the inputs do not have one length.
+    type of values. ValueError if the inputs do not have one length.
     """
     given = {"prompts": prompts, "completions": completions, "completion_ids": completion_ids}
     lists = {**given, **columns}
     count = len(completions)
-    _check_lengths(lists, count)
+    for keyword, values in lists.items():
+        if len(values) != count:
+            raise ValueError(
+                f"rewards are called with {count} completions but {len(values)} entries of "
+                f"{keyword!r}: repeat prompts and columns once per sample"
+            )
     for name, function in rewards.items():
         check(name, function, columns)
-    modes = {name: (on_error or {}).get(name, "raise") for name in rewards}
-    failed = {name: 0 for name, mode in modes.items() if mode == "unscored"}
-    if not count:
-        return {name: np.empty(0, np.float32) for name in rewards}, RewardLog({}, {}, failed, {})
+    unscored = {name for name, mode in (on_error or {}).items() if mode == "unscored"}
     state = trainer_state or TrainerState()
-    calls = {name: _Call(name, function, lists, state) for name, function in rewards.items()}
-    scores, messages = {}, {}
-    for name, outcome in _outcomes(calls, modes).items():
-        if isinstance(outcome, Raised):
-            failed[name], messages[name] = count, calls[name].failure(outcome.error)
-            outcome = [None] * count
-            calls[name].forget()
-        scores[name] = numbers(name, outcome, count)
-    return scores, RewardLog(_columns(calls, count), _metrics(calls), failed, messages)
+    calls = [_Call(name, rewards[name], lists, state, name in unscored) for name in rewards]
+    if count:
+        _run(calls)
+    scores = {call.name: numbers(call.name, call.outcome, count) for call in calls}
+    return scores, RewardLog(
+        extra=_columns(calls),
+        metrics=merge_metrics(call.sums() for call in calls),
+        failed={call.name: count if call.message else 0 for call in calls if call.unscored},
+        messages={call.name: call.message for call in calls if call.message},
+    )
 
 
+def merge_metrics(
+    logged: Iterable[Mapping[str, tuple[float, int]]],
+) -> dict[str, tuple[float, int]]:
+    """Sums and numbers of values added up by name."""
+    merged: dict[str, tuple[float, int]] = {}
+    for metrics in logged:
+        for name, (total, count) in metrics.items():
+            before = merged.get(name, (0.0, 0))
+            merged[name] = (before[0] + total, before[1] + count)
+    return merged
+
+
+class _Raised(NamedTuple):
+    """What a call raised instead of returning a value."""
+
+    error: BaseException
+
+
+@dataclasses.dataclass
 class _Call:
-    """One reward about to judge one batch, and what it logs while it does."""
+    """The call of one reward on one batch: what it returns, logs or raises."""
 
-    def __init__(
-        self,
-        name: str,
-        function: RewardFunction,
-        lists: Mapping[str, Sequence[Any]],
-        state: TrainerState,
-    ):
-        self.name, self.function, self.given = name, function, lists
-        self.state = state
-        self.count = len(lists["completions"])
-        self.extra: dict[str, list[Any]] = {}
-        self.metrics: dict[str, list[float]] = {}
+    name: str
+    function: RewardFunction
+    lists: Mapping[str, Sequence[Any]]
+    state: TrainerState
+    unscored: bool  # if it raises, instead of ending the run
+    outcome: Any = ()  # its values, or an awaitable of them
+    message: str = ""  # what it raised
+    extra: dict[str, list[Any]] = dataclasses.field(default_factory=dict)
+    metrics: dict[str, list[float]] = dataclasses.field(default_factory=dict)
 
-    def forget(self) -> None:
-        """Drops what was logged: a call that failed may have logged a part."""
+    @property
+    def count(self) -> int:
+        return len(self.lists["completions"])
+
+    def start(self) -> None:
+        self.finish(self._attempt(self.lists, self._log_extra, self._log_metric))
+
+    def finish(self, outcome: Any) -> None:
+        """Takes the outcome of the call: its values, an awaitable of them, or _Raised.
+
+        Raises: RewardError if the reward raised and may not be left unscored.
+        """
+        self.outcome = outcome
+        if not isinstance(outcome, _Raised):
+            return
+        if isinstance(outcome.error, (RewardError, KeyboardInterrupt, SystemExit)):
+            raise outcome.error
+        message = self._failure(outcome.error)
+        if not self.unscored:
+            raise RewardError(message) from outcome.error
+        # What it logged before it failed is a part at best.
+        self.message, self.outcome = message, [None] * self.count
         self.extra, self.metrics = {}, {}
 
-    def start(self) -> Any:
-        """The values, an awaitable of them, or Raised."""
-        return self._attempt(self.given, self._log_extra, self._log_metric)
+    def sums(self) -> dict[str, tuple[float, int]]:
+        """name of a logged metric -> sum and number of its values."""
+        return {name: (sum(values), len(values)) for name, values in self.metrics.items()}
 
-    def failure(self, error: BaseException) -> str:
+    def _failure(self, error: BaseException) -> str:
         """What was raised and on which completion, found by calling halves of the batch again."""
         low, high = 0, self.count
         deadline = time.monotonic() + SEARCH
         while high - low > 1 and time.monotonic() < deadline:
             middle = (low + high) // 2
-            if self._fails(low, middle):
-                high = middle
-            elif self._fails(middle, high):
-                low = middle
-            else:
+            halves = ((low, middle), (middle, high))
+            failing = next((half for half in halves if self._fails(*half)), None)
+            if failing is None:
                 break
+            low, high = failing
         single = high - low == 1
         where = f"completion {low}" if single else f"completions {low} to {high - 1} together"
-        shown = {key.removesuffix("s"): self.given[key] for key in LISTS[:2]}
-        asked = accepted(self.function, self.given)
+        shown = {key.removesuffix("s"): self.lists[key] for key in LISTS[:2]}
+        asked = accepted(self.function, self.lists)
         shown |= {key: values for key, values in asked.items() if key not in LISTS}
-        return "\n".join(
-            [
-                f"rewards.{self.name} raised {type(error).__name__} on {where}: {error}",
-                *(f"  {key} = {_shorten(values[low])}" for key, values in shown.items()),
-            ]
-        )
+        lines = [f"  {key} = {_shorten(values[low])}" for key, values in shown.items()]
+        raised = f"rewards.{self.name} raised {type(error).__name__} on {where}: {error}"
+        return "\n".join([raised, *lines])
 
     def _fails(self, start: int, end: int) -> bool:
-        part = {key: values[start:end] for key, values in self.given.items()}
+        part = {key: values[start:end] for key, values in self.lists.items()}
         outcome = self._attempt(part, lambda *_: None, lambda *_: None)
         if inspect.isawaitable(outcome):
-            (outcome,) = wait_for([outcome])
-        return isinstance(outcome, Raised)
+            (outcome,) = _wait_for([outcome])
+        return isinstance(outcome, _Raised)
 
     def _attempt(self, lists: Mapping[str, Sequence[Any]], log_extra: Any, log_metric: Any) -> Any:
         logs = {"trainer_state": self.state, "log_extra": log_extra, "log_metric": log_metric}
         try:
             return self.function(**accepted(self.function, {**lists, **logs}))
         except Exception as error:
-            return Raised(error)
+            return _Raised(error)
 
     def _log_extra(self, column: Any, values: Any) -> None:
         if isinstance(values, (str, bytes, Mapping)) or not hasattr(values, "__iter__"):
@@ -175,98 +207,29 @@ class _Call:
             self.metrics.setdefault(str(name), []).append(number)
 
 
-def _outcomes(calls: Mapping[str, _Call], modes: Mapping[str, str]) -> dict[str, Any]:
-    """What each reward returned, or Raised, in their order.
+def _run(calls: Sequence[_Call]) -> None:
+    """Starts the calls in order, then waits for all that are async together.
 
-    Raises: RewardError on the first that raises and is not to be left unscored.
+    Raises: RewardError on the first that raises and may not be left unscored.
     """
-
-    def settle(name: str, outcome: Any) -> None:
-        if not isinstance(outcome, Raised):
-            return
-        error = outcome.error
-        if isinstance(error, (RewardError, KeyboardInterrupt, SystemExit)):
-            raise error
-        if modes[name] == "raise":
-            raise RewardError(calls[name].failure(error)) from error
-
-    outcomes: dict[str, Any] = {}
     try:
-        for name, call in calls.items():
-            outcomes[name] = call.start()
-            settle(name, outcomes[name])
-        awaited = {name: value for name, value in outcomes.items() if inspect.isawaitable(value)}
-        if awaited:
-            outcomes |= zip(awaited, wait_for(list(awaited.values())), strict=True)
-            for name in awaited:
-                settle(name, outcomes[name])
+        for call in calls:
+            call.start()
+        waiting = [call for call in calls if inspect.isawaitable(call.outcome)]
+        if waiting:
+            outcomes = _wait_for([call.outcome for call in waiting])
+            for call, outcome in zip(waiting, outcomes, strict=True):
+                call.finish(outcome)
     finally:
-        for value in outcomes.values():
+        for call in calls:
             # Never begun, since another reward has raised: it would warn that nobody awaited it.
+            value = call.outcome
             if inspect.iscoroutine(value) and inspect.getcoroutinestate(value) == CREATED:
                 value.close()
-    return outcomes
 
 
-def _columns(calls: Mapping[str, _Call], count: int) -> dict[str, list[Any]]:
-    """The logged columns; one that two rewards log bears the reward's name too."""
-    logged = [column for call in calls.values() for column in call.extra]
-    columns = {}
-    for name, call in calls.items():
-        for column, values in call.extra.items():
-            if len(values) != count:
-                raise RewardError(
-                    f"rewards.{name}: log_extra({column!r}, ...) got {len(values)} values for "
-                    f"{count} completions: give one for each, None where there is none"
-                )
-            columns[f"{name}/{column}" if logged.count(column) > 1 else column] = values
-    return columns
-
-
-def _metrics(calls: Mapping[str, _Call]) -> dict[str, tuple[float, int]]:
-    metrics: dict[str, tuple[float, int]] = {}
-    for call in calls.values():
-        for name, values in call.metrics.items():
-            total, count = metrics.get(name, (0.0, 0))
-            metrics[name] = (total + sum(values), count + len(values))
-    return metrics
-
-
-def _check_lengths(keywords: Mapping[str, Sequence[Any]], count: int) -> None:
-    for keyword, values in keywords.items():
-        if len(values) != count:
-            raise ValueError(
-                f"rewards are called with {count} completions but {len(values)} entries of "
-                f"{keyword!r}: repeat prompts and columns once per sample"
-            )
-
-
-def _storable(value: Any) -> Any:
-    """A logged value as JSON holds it: arrays as lists, what is no number or text as its repr."""
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
-    if hasattr(value, "tolist"):
-        return _storable(value.tolist())
-    if isinstance(value, Mapping):
-        return {str(key): _storable(entry) for key, entry in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_storable(entry) for entry in value]
-    return repr(value)
-
-
-def _shorten(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= SHOWN else f"{text[:SHOWN]}… ({len(text)} characters)"
-
-
-class Raised(NamedTuple):
-    """What a call raised in the place of a value."""
-
-    error: BaseException
-
-
-def wait_for(awaitables: Sequence[Awaitable[Any]]) -> list[Any]:
-    """The results of all, which run at the same time; Raised(error) where one fails.
+def _wait_for(awaitables: Sequence[Awaitable[Any]]) -> list[Any]:
+    """The results of all, which run at the same time; _Raised(error) for those that fail.
 
     They run in one event loop of a thread of its own. So this works where a loop is running
     already, as in a notebook, and what a reward keeps between calls (a session, a lock) stays with
@@ -288,14 +251,46 @@ def _loop() -> asyncio.AbstractEventLoop:
 
 
 async def _gather(awaitables: Sequence[Awaitable[Any]]) -> list[Any]:
-    return list(await asyncio.gather(*map(_outcome, awaitables)))
+    async def outcome(awaitable: Awaitable[Any]) -> Any:
+        try:
+            return await awaitable
+        except BaseException as error:  # one that left its task would end the loop's thread
+            return _Raised(error)
+
+    return await asyncio.gather(*map(outcome, awaitables))
 
 
-async def _outcome(awaitable: Awaitable[Any]) -> Any:
-    try:
-        return await awaitable
-    except BaseException as error:  # one that left its task would end the loop's thread
-        return Raised(error)
+def _columns(calls: Sequence[_Call]) -> dict[str, list[Any]]:
+    """The logged columns; one that two rewards log gets the reward's name in front."""
+    logged = [column for call in calls for column in call.extra]
+    columns = {}
+    for call in calls:
+        for column, values in call.extra.items():
+            if len(values) != call.count:
+                raise RewardError(
+                    f"rewards.{call.name}: log_extra({column!r}, ...) got {len(values)} values for "
+                    f"{call.count} completions: give one for each, None where there is none"
+                )
+            columns[f"{call.name}/{column}" if logged.count(column) > 1 else column] = values
+    return columns
+
+
+def _storable(value: Any) -> Any:
+    """A logged value as JSON holds it: arrays as lists, what is no number or text as its repr."""
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if hasattr(value, "tolist"):
+        return _storable(value.tolist())
+    if isinstance(value, Mapping):
+        return {str(key): _storable(entry) for key, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_storable(entry) for entry in value]
+    return repr(value)
+
+
+def _shorten(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]}… ({len(text)} characters)"
 
 
 def flipped(
@@ -306,35 +301,35 @@ def flipped(
     step: int,
     ordinal: np.ndarray,
 ) -> tuple[dict[str, np.ndarray], RewardLog]:
-    """The scores with a share of the 0/1 rewards turned over, and their log, which tells of it.
+    """Label noise: the scores with a share of the 0/1 rewards flipped, and the share in the log.
 
-        r -> 1 - r    where draw(seed, reward, step, ordinal, sample) < flip
+        r -> 1 - r    if draw(seed, reward, step, ordinal, sample) < flip
 
-    A draw depends on nothing else: two methods that are given the same prompts under one seed meet
-    the same noise. What is unscored stays so. The log gets rewards/NAME/flipped, the share of the
-    scored samples that were turned over.
+    A draw depends on nothing else: two methods that get the same prompts under one seed meet the
+    same noise. What is unscored stays so. The log gets rewards/NAME/flipped, the share of the
+    scored samples that were flipped.
 
     Args:
       scores: name -> [P, G], NaN = not scored.
       noise: name -> flip, the probability, for the rewards that have one.
       ordinal: [P], places in the prompt stream.
 
-    Raises: RewardError where such a reward gives anything but 0 and 1.
+    Raises: RewardError if such a reward gives anything but 0 and 1.
     """
-    turned, metrics = dict(scores), dict(log.metrics)
+    noisy, metrics = dict(scores), dict(log.metrics)
     for name, flip in noise.items():
         value = scores[name]
         scored = np.isfinite(value)
         odd = value[scored & (value != 0) & (value != 1)]
         if len(odd):
             raise RewardError(
-                f"rewards.{name} gave {odd[0]:g}, and flip = {flip:g} turns over rewards that are "
+                f"rewards.{name} gave {odd[0]:g}, and flip = {flip:g} flips rewards that are "
                 "0 or 1: take flip out, or a reward of 0 and 1"
             )
         chosen = scored & (_draws(seed, name, step, ordinal, value.shape[1]) < flip)
-        turned[name] = np.where(chosen, 1 - value, value).astype(value.dtype)
+        noisy[name] = np.where(chosen, 1 - value, value).astype(value.dtype)
         metrics[f"rewards/{name}/flipped"] = (float(chosen.sum()), max(1, int(scored.sum())))
-    return turned, log._replace(metrics=metrics)
+    return noisy, log._replace(metrics=metrics)
 
 
 def _draws(seed: int, name: str, step: int, ordinal: np.ndarray, samples: int) -> np.ndarray:

@@ -1,9 +1,4 @@
-"""Rewards that look at a completion's form alone: its tags, its length.
-
-The text of a completion: a text, or a list of messages where the prompt is a conversation.
-
-The confidence that a completion states, between tags.
-"""
+"""The form of a completion: its text, tags and stated confidence; rewards for tags and length."""
 
 from __future__ import annotations
 
@@ -14,13 +9,15 @@ from typing import Any
 from jaxgrpo.core.errors import InputError
 
 TAGS = ("<think>", "</think>", "<answer>", "</answer>")
+_FORM = re.compile(r"\s*<think>(.*)</think>\s*<answer>(.*)</answer>\s*", re.DOTALL)
+_STATED = re.compile(r"<confidence>(.*?)</confidence>", re.DOTALL)
 SHARE = 5  # the default cache is 1 / SHARE of the length limit, as DAPO's 4096 of 20480
 
 
 def has_format(
     completions: Sequence[Any], pattern: str | None = None, **columns: Any
 ) -> list[float]:
-    """1.0 where the whole text has the asked form, else 0.0.
+    """1.0 if the whole text has the asked form, else 0.0.
 
     The form is `<think>thoughts</think><answer>answer</answer>`: each tag once, in this order, text
     that is not blank inside both pairs, nothing but white space around and between them.
@@ -56,15 +53,15 @@ def overlong_penalty(
     """DAPO's soft penalty for length, in tokens.
 
         L = number of tokens, the end token included
-        0                             where L <= max_tokens - cache
-        (max_tokens - cache - L) / cache   where max_tokens - cache < L <= max_tokens
-        -1                            where L > max_tokens
+        0                                  if L <= max_tokens - cache
+        (max_tokens - cache - L) / cache   if max_tokens - cache < L <= max_tokens
+        -1                                 if L > max_tokens
 
     Args:
       max_tokens: in a run by default rollout.max_completion_tokens.
       cache: width of the slope, in tokens; by default a fifth of max_tokens. 0: no slope.
 
-    Raises: InputError without max_tokens, or where cache is not in 0 ... max_tokens.
+    Raises: InputError without max_tokens, or if cache is not in 0 ... max_tokens.
     Source: Yu et al. 2025, arXiv 2503.14476, equation 13: max_tokens = 20480, cache = 4096.
 
     >>> overlong_penalty([[7] * 80, [7] * 90, [7] * 100, [7] * 101], max_tokens=100, cache=20)
@@ -83,7 +80,7 @@ def overlong_penalty(
 
 
 def check_format(pattern: Any = None) -> None:
-    """Raises: InputError where the pattern is no regular expression."""
+    """Raises: InputError if the pattern is no regular expression."""
     if pattern is None:
         return
     if not isinstance(pattern, str):
@@ -95,7 +92,7 @@ def check_format(pattern: Any = None) -> None:
 
 
 def check_length(max_tokens: Any = None, cache: Any = None) -> None:
-    """Raises: InputError where a length is no whole number, or the cache wider than all of it."""
+    """Raises: InputError if a length is no whole number, or the cache is wider than the limit."""
     for name, value, least in (("max_tokens", max_tokens, 1), ("cache", cache, 0)):
         if value is not None and (type(value) is not int or value < least):
             raise InputError(f"{name} = {value!r}: expected a whole number of tokens, >= {least}")
@@ -107,20 +104,10 @@ def check_length(max_tokens: Any = None, cache: Any = None) -> None:
 
 
 def _has_tags(text: str) -> bool:
-    if any(text.count(tag) != 1 for tag in TAGS):
+    if any(text.count(tag) != 1 for tag in TAGS):  # first: then the pattern takes linear time
         return False
-    before, rest = text.split(TAGS[0])
-    pieces = [before]
-    for tag in TAGS[1:]:
-        if tag not in rest:
-            return False
-        piece, rest = rest.split(tag)
-        pieces.append(piece)
-    around, (thought, answer) = (pieces[0], pieces[2], rest), (pieces[1], pieces[3])
-    return not any(map(str.strip, around)) and bool(thought.strip()) and bool(answer.strip())
-
-
-END_OF_THOUGHT = "</think>"
+    form = _FORM.fullmatch(text)
+    return form is not None and all(map(str.strip, form.groups()))
 
 
 def text_of(completion: Any) -> str:
@@ -133,18 +120,15 @@ def text_of(completion: Any) -> str:
 
 
 def after_thought(text: str) -> str:
-    """What follows the last </think>; the whole text where there is none."""
-    return text.rpartition(END_OF_THOUGHT)[2]
-
-
-_STATED = re.compile(r"<confidence>(.*?)</confidence>", re.DOTALL)
+    """What follows the last </think>; the whole text if there is none."""
+    return text.rpartition(TAGS[1])[2]
 
 
 def stated_confidence(completion: Any) -> float | None:
-    """What stands between the last pair of <confidence> tags, where it is a number in [0, 1].
+    """The number between the last pair of <confidence> tags, if it is in [0, 1].
 
     None: it states none, or one that cannot be read ("high", "80%", 7). That is not 0, which would
-    be a good confidence for a wrong answer. An earlier pair does not stand in for the last.
+    be a good confidence for a wrong answer. An earlier pair does not replace the last.
 
     Args:
       completion: a text, or messages.

@@ -33,7 +33,7 @@ def main() -> None:
     print("{}", file=answers)
     for line in sys.stdin:
         gold, completion, seconds = json.loads(line)
-        # Ends this process even where its parent was killed and cannot.
+        # Ends this process even if its parent was killed and cannot.
         signal.setitimer(signal.ITIMER_REAL, seconds + 1)
         score = grade(gold, completion)
         signal.setitimer(signal.ITIMER_REAL, 0)
@@ -41,7 +41,7 @@ def main() -> None:
 
 
 def make_grader() -> Any:
-    """The function (gold, completion) -> 1.0, 0.0, or None where the gold says nothing."""
+    """The function (gold, completion) -> 1.0, 0.0, or None if the gold answer cannot be read."""
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
     kinds = (LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig())

@@ -1,7 +1,4 @@
-"""Answers of general mathematics, compared by the math-verify library in processes of its own.
-
-The final number of a worked solution, and whether it is the right one.
-"""
+"""Rewards for right answers: of mathematics, by math-verify, and the final number of a solution."""
 
 from __future__ import annotations
 
@@ -28,81 +25,7 @@ NEEDED = (
     'pip install "jaxgrpo[math]" (or math-verify by itself)'
 )
 
-
-def math_answer(
-    completions: Sequence[Any],
-    answer: Sequence[Any],
-    time_limit: float = 5.0,
-    workers: int = 4,
-    log_metric: Callable[[str, float], None] | None = None,
-    **columns: Any,
-) -> list[float | None]:
-    """1.0 where the completion's answer is mathematically the gold one, else 0.0.
-
-    The last `\\boxed{...}` is the answer, where there is one; boxes that stand close together are
-    one set. Else it is LaTeX between signs of mathematics, or a plain number. `\\frac{1}{2}`, `0.5`
-    and `2/4` are equal; so are sets in another order, and expressions that simplify to the same.
-    Only what follows a `</think>` is read, where there is one. A completion without an answer
-    gets 0.
-
-    Each is judged in a process that does nothing else, since some answers never end: `9^{9^{9^9}}`.
-    One that takes too long, or ends its process, leaves its sample unscored; the process is
-    replaced. Their shares are the metrics `math/timed_out` and `math/crashed`.
-
-    Args:
-      completions: texts, or messages.
-      answer: the gold answers as the data set writes them: bare LaTeX, a number, a solution with
-        `\\boxed{...}`, or one that ends with `#### 72`.
-      time_limit: seconds for one completion.
-      workers: processes at most, and never more than the machine has cores.
-
-    Returns: one score each; None where the gold answer cannot be read, or nobody could judge.
-    Raises: RewardError where math-verify is not installed.
-    Source: github.com/huggingface/Math-Verify. Its own time limits work in a main thread alone,
-    and do not end a process that is lost in one long operation on numbers.
-    """
-    del columns
-    questions = [
-        [_gold(gold), after_thought(text_of(completion)), time_limit]
-        for completion, gold in zip(completions, answer, strict=True)
-    ]
-    if not questions:
-        return []
-    try:
-        answers = _workers(min(workers, os.cpu_count() or 1), time_limit).ask(questions)
-    except WorkerError as error:
-        missing = "No module named 'math_verify'" in str(error)
-        raise RewardError(NEEDED if missing else f"math: no worker could start: {error}") from error
-    if log_metric is not None:
-        for problem in ("timed out", "crashed"):
-            share = sum(one.problem == problem for one in answers) / len(answers)
-            log_metric(f"math/{problem.replace(' ', '_')}", share)
-    return [one.value for one in answers]
-
-
-def check_math(time_limit: Any = 5.0, workers: Any = 4) -> None:
-    """Raises: InputError where an option is out of range, or math-verify is not installed."""
-    number = isinstance(time_limit, (int, float)) and not isinstance(time_limit, bool)
-    if not number or not math.isfinite(time_limit) or time_limit <= 0:
-        raise InputError(f"time_limit = {time_limit!r}: expected seconds above 0")
-    if type(workers) is not int or workers < 1:
-        raise InputError(f"workers = {workers!r}: expected a whole number of processes, >= 1")
-    if importlib.util.find_spec("math_verify") is None:
-        raise InputError(NEEDED)
-
-
-def _gold(answer: Any) -> str:
-    """The gold answer as a text; of a solution in GSM8K's form what follows its mark."""
-    return "" if answer is None else str(answer).rpartition("####")[2].strip()
-
-
-@functools.cache
-def _workers(count: int, time_limit: float) -> Workers:
-    # -P: the program's folder is not searched for modules, so that none of ours hides another.
-    return Workers([sys.executable, "-P", str(PROGRAM)], count, time_limit)
-
-
-LONGEST = 100  # digits; a longer number is nobody's answer, and costs time to compare
+LONGEST = 100  # digits; a longer number answers no question, and costs time to compare
 MARKS = 16  # of a text, from its end: one that holds only marks costs no more than another
 
 _FRACTION = r"\\[dt]?frac\s*(?:\{\s*(-?[0-9]+)\s*\}\s*\{\s*([0-9]+)\s*\}|([0-9])\s*([0-9]))"
@@ -134,19 +57,92 @@ _MARKER = re.compile(
     re.MULTILINE,
 )
 _OPERATOR = re.compile(r"\s*(?:[-+*/×÷=^x]|\\times|\\cdot|\\div)\s*[-($\\.0-9]")
-_OPENING = re.compile(r"[\s*_:=~`(\[]*(?:\\[(\[]\s*)?")  # before a number that stands at once
+_OPENING = re.compile(r"[\s*_:=~`(\[]*(?:\\[(\[]\s*)?")  # before a number that follows at once
+
+
+def math_answer(
+    completions: Sequence[Any],
+    answer: Sequence[Any],
+    time_limit: float = 5.0,
+    workers: int = 4,
+    log_metric: Callable[[str, float], None] | None = None,
+    **columns: Any,
+) -> list[float | None]:
+    """1.0 if the completion's answer is mathematically the gold one, else 0.0.
+
+    The last `\\boxed{...}` is the answer, if there is one; boxes that stand close together are
+    one set. Else it is LaTeX between signs of mathematics, or a plain number. `\\frac{1}{2}`, `0.5`
+    and `2/4` are equal; so are sets in another order, and expressions that simplify to the same.
+    Only what follows a `</think>` is read, if there is one. A completion without an answer
+    gets 0.
+
+    Each is judged in a process that does nothing else, since some answers never end: `9^{9^{9^9}}`.
+    One that takes too long, or ends its process, leaves its sample unscored; the process is
+    replaced. Their shares are the metrics `math/timed_out` and `math/crashed`.
+
+    Args:
+      completions: texts, or messages.
+      answer: the gold answers as the data set writes them: bare LaTeX, a number, a solution with
+        `\\boxed{...}`, or one that ends with `#### 72`.
+      time_limit: seconds for one completion.
+      workers: processes at most, and never more than the machine has cores.
+
+    Returns: one score each; None if the gold answer cannot be read, or no process gave an answer.
+    Raises: RewardError if math-verify is not installed.
+    Source: github.com/huggingface/Math-Verify. Its own time limits work in a main thread alone,
+    and do not end a process that is lost in one long operation on numbers.
+    """
+    del columns
+    questions = [
+        [_gold(gold), after_thought(text_of(completion)), time_limit]
+        for completion, gold in zip(completions, answer, strict=True)
+    ]
+    if not questions:
+        return []
+    try:
+        answers = _workers(min(workers, os.cpu_count() or 1), time_limit).ask(questions)
+    except WorkerError as error:
+        missing = "No module named 'math_verify'" in str(error)
+        raise RewardError(NEEDED if missing else f"math: no worker could start: {error}") from error
+    if log_metric is not None:
+        for problem in ("timed out", "crashed"):
+            share = sum(one.problem == problem for one in answers) / len(answers)
+            log_metric(f"math/{problem.replace(' ', '_')}", share)
+    return [one.value for one in answers]
+
+
+def check_math(time_limit: Any = 5.0, workers: Any = 4) -> None:
+    """Raises: InputError if an option is out of range, or math-verify is not installed."""
+    number = isinstance(time_limit, (int, float)) and not isinstance(time_limit, bool)
+    if not number or not math.isfinite(time_limit) or time_limit <= 0:
+        raise InputError(f"time_limit = {time_limit!r}: expected seconds above 0")
+    if type(workers) is not int or workers < 1:
+        raise InputError(f"workers = {workers!r}: expected a whole number of processes, >= 1")
+    if importlib.util.find_spec("math_verify") is None:
+        raise InputError(NEEDED)
+
+
+def _gold(answer: Any) -> str:
+    """The gold answer as a text; of a solution in GSM8K's form what follows its mark."""
+    return "" if answer is None else str(answer).rpartition("####")[2].strip()
+
+
+@functools.cache
+def _workers(count: int, time_limit: float) -> Workers:
+    # -P: the program's folder is not searched for modules, so that none of ours hides another.
+    return Workers([sys.executable, "-P", str(PROGRAM)], count, time_limit)
 
 
 def gsm8k_answer(
     completions: Sequence[Any], answer: Sequence[Any], **columns: Any
 ) -> list[float | None]:
-    """1.0 where the completion's final number equals that of the gold answer, else 0.0.
+    """1.0 if the completion's final number equals that of the gold answer, else 0.0.
 
-    The final number stands behind the last of these marks that has one: `####`, `answer is`,
+    The final number is the one after the last of these marks that has one: `####`, `answer is`,
     `answer:`, `A:` at the start of a line, `\\boxed{...}`. Behind a mark it is the number that
-    follows at once; where words or a calculation follow, the one after the last `=` of the line
-    (of the paragraph behind `A:`), else its last. Without a mark it is the text's last number.
-    Only what follows a `</think>` is read, where there is one.
+    follows at once; if words or a calculation follow, the one after the last `=` of the line
+    (of the paragraph after `A:`), else its last. Without a mark it is the text's last number.
+    Only what follows a `</think>` is read, if there is one.
 
     Numbers are compared exactly, as fractions: `1,234`, `1234.00`, `$1,234`, `1{,}234`, `1234
     clips`, `2468/2` and `\\frac{2468}{2}` are equal, and so are `50%` and `50`; `0.333` is not 1/3.
@@ -157,7 +153,7 @@ def gsm8k_answer(
       answer: the gold answers as the data set writes them: a GSM8K solution that ends with
         `#### 72`, or the bare number, as a text or a number.
 
-    Returns: one score each; None where the gold answer holds no number: not scored.
+    Returns: one score each; None if the gold answer holds no number: not scored.
     Source: Cobbe et al. 2021, arXiv 2110.14168, whose solutions end with `#### `. Their grader
     reads only that mark and compares texts, so that 72.0 is not 72.
 
@@ -166,12 +162,11 @@ def gsm8k_answer(
     [1.0, 1.0, 0.0]
     """
     del columns
-    scores: list[float | None] = []
-    for completion, gold in zip(completions, answer, strict=True):
-        right = gold_number(gold)
-        found = None if right is None else final_number(text_of(completion))
-        scores.append(None if right is None else float(found == right))
-    return scores
+    golds = map(gold_number, answer)
+    return [
+        None if gold is None else float(final_number(text_of(completion)) == gold)
+        for completion, gold in zip(completions, golds, strict=True)
+    ]
 
 
 def gold_number(answer: Any) -> Fraction | None:
@@ -182,7 +177,7 @@ def gold_number(answer: Any) -> Fraction | None:
 
 
 def final_number(text: str) -> Fraction | None:
-    """The number that a text gives as its answer; None where it holds none.
+    """The number that a text gives as its answer; None if it holds none.
 
     >>> final_number("The answer is 6 * 12 = 72 clips.")
     Fraction(72, 1)
@@ -199,9 +194,9 @@ def final_number(text: str) -> Fraction | None:
 
 
 def _segment(text: str, marker: re.Match[str]) -> str:
-    """What a mark speaks of: the braces' inside, the paragraph of `A:`, else the line.
+    """The text that a mark points to: the braces' inside, the paragraph of `A:`, else the line.
 
-    Where nothing else stands on the mark's line it speaks of the next one that has text.
+    If nothing else is on the mark's line, it is the next line that has text.
     """
     rest = text[marker.end() :]
     if "boxed" in marker.group():
@@ -211,7 +206,7 @@ def _segment(text: str, marker: re.Match[str]) -> str:
 
 
 def _braces(text: str) -> str:
-    """The inside of the braces that `text` begins with; all of it where they are not closed."""
+    """The inside of the braces that `text` begins with; all of it if they are not closed."""
     depth = 0
     for place, letter in enumerate(text):
         depth += {"{": 1, "}": -1}.get(letter, 0)
@@ -222,20 +217,17 @@ def _braces(text: str) -> str:
 
 def _marked(segment: str) -> re.Match[str] | None:
     opening = _OPENING.match(segment)
-    begin = opening.end() if opening else 0
-    first = NUMBER.match(segment, begin)
+    first = NUMBER.match(segment, opening.end() if opening else 0)
     line = segment.find("\n")
     more = line >= 0 and NUMBER.search(segment, line)  # "A: 3 on Monday,\nthen 4, so 7"
     if first and not more and not _OPERATOR.match(segment, first.end()):
         return first
-    behind = NUMBER.search(segment, segment.rfind("=") + 1) if "=" in segment else None
-    return behind or _last(NUMBER.finditer(segment))
+    last = NUMBER.search(segment, segment.rfind("=") + 1) if "=" in segment else None
+    return last or _last(NUMBER.finditer(segment))
 
 
 def _last(matches: Iterator[re.Match[str]]) -> re.Match[str] | None:
-    found = None
-    for match in matches:
-        found = match
+    *_, found = None, *matches
     return found
 
 

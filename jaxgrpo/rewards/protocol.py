@@ -9,9 +9,9 @@ Prompts are texts, or lists of messages; then each completion is a list of one m
 sync or async, names the keywords it wants and gets only those, or takes all of them by **kwargs.
 It returns one number per completion; None or NaN: could not be scored.
 
-    trainer_state              where the run stands: TrainerState
+    trainer_state              the progress of the run: TrainerState
     log_extra(column, values)  adds a column to the sample rows, one value per completion
-    log_metric(name, value)    adds a number to the step's metrics, the mean where it comes twice
+    log_metric(name, value)    adds a number to the step's metrics, the mean if it is logged twice
 
 Source: the protocol of TRL's GRPOTrainer, called by keyword.
 """
@@ -34,7 +34,7 @@ RewardFunction = Callable[..., Any]
 
 LISTS = ("prompts", "completions", "completion_ids")
 PASSED = (*LISTS, "trainer_state", "log_extra", "log_metric")
-"""Keywords that every reward may ask for; no column bears these names."""
+"""Keywords that every reward may ask for; no column may have these names."""
 
 LARGEST = float(np.finfo(np.float32).max)
 
@@ -45,7 +45,7 @@ class RewardError(InputError):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainerState:
-    """Where the run stands, under the names that transformers' TrainerState has."""
+    """The progress of the run, under the names that transformers' TrainerState has."""
 
     global_step: int = 0  # updates done: 0 while the first step's samples are judged
     max_steps: int = 0  # train.steps
@@ -71,7 +71,7 @@ def name_of(function: Any) -> str:
 
 
 def check(name: str, function: Any, columns: Iterable[str]) -> None:
-    """Refuses a reward that asks for keywords nobody gives, or columns with a reserved name.
+    """Refuses a reward that needs a keyword that does not exist, and columns with reserved names.
 
     Raises: RewardError that names the reward, the keyword and the columns there are.
     """
@@ -92,29 +92,35 @@ def check(name: str, function: Any, columns: Iterable[str]) -> None:
     if missing:
         there = ", ".join([*PASSED, *columns])
         raise RewardError(
-            f"rewards.{name} asks for {', '.join(map(repr, missing))}, which nobody gives "
+            f"rewards.{name} asks for {', '.join(map(repr, missing))}, which does not exist "
             f"(there are: {there}): rename the argument, give it as an option of the reward, or "
             "add the column to the data"
         )
 
 
-def bind(name: str, function: RewardFunction, options: Mapping[str, Any]) -> RewardFunction:
+def bind(
+    name: str, function: RewardFunction, options: Mapping[str, Any], *, strict: bool = False
+) -> RewardFunction:
     """The reward with its options fixed; a column of the same name does not replace an option.
 
-    Raises: RewardError where the function takes no argument of an option's name.
+    Args:
+      strict: options are only the arguments with a default, even if it takes any keyword.
+
+    Raises: RewardError if the function takes no argument of an option's name.
     """
     if not options:
         return function
     named, takes_all = _parameters(function)
-    unknown = [option for option in options if option not in named and not takes_all]
-    if unknown:
-        takes = ", ".join(parameter for parameter in named if parameter not in PASSED) or "none"
+    known = options_of(function) if strict else list(named)
+    unknown = [option for option in options if option not in known]
+    if unknown and (strict or not takes_all):
+        takes = ", ".join(parameter for parameter in known if parameter not in PASSED) or "none"
         raise RewardError(f"rewards.{name}: no option {unknown[0]!r}: it takes {takes}")
     return functools.partial(function, **options)
 
 
 def options_of(function: RewardFunction) -> list[str]:
-    """The arguments of a reward that have a default, beside those every reward may ask for."""
+    """The arguments of a reward that have a default, besides those every reward may ask for."""
     named, _ = _parameters(function)
     return [
         parameter.name
@@ -183,5 +189,5 @@ class Reward(NamedTuple):
     name: str
     function: RewardFunction
     weight: float
-    on_error: str = "raise"  # or "unscored": what follows where it raises
-    flip: float = 0.0  # share of 0/1 rewards that training sees turned over
+    on_error: str = "raise"  # if it raises: end the run, or leave the scores NaN ("unscored")
+    flip: float = 0.0  # label noise: the share of 0/1 rewards flipped in training

@@ -1,7 +1,4 @@
-"""The built-in rewards by name.
-
-What each reward says of a row before anything is sampled.
-"""
+"""The built-in rewards by name, and a preview of what rewards give before anything is sampled."""
 
 from __future__ import annotations
 
@@ -22,7 +19,6 @@ from jaxgrpo.rewards.protocol import (
     TrainerState,
     bind,
     name_of,
-    options_of,
 )
 
 rewards: dict[str, RewardFunction] = {
@@ -37,15 +33,15 @@ answers: dict[str, Callable[[str], Hashable]] = {
     **{task.name: task.answer_of for task in tasks.values()},
     "gsm8k_answer": final_number,
 }
-"""What a completion answers, for votes: of the rewards that judge an answer. None does not vote.
-An own reward may have the function as its attribute `extract`."""
+"""The answer that a completion gives, for votes: of the rewards that judge an answer. None does not
+vote. An own reward may have the function as its attribute `extract`."""
 
 _CHECKS: dict[str, Callable[..., None]] = {
     "math": check_math,
     "format": check_format,
     "length": check_length,
 }
-"""What the options of a reward must fulfil; each takes them by name."""
+"""The checks of a reward's options; each takes them by name."""
 
 
 def build(use: str | RewardFunction, **options: Any) -> RewardFunction:
@@ -60,23 +56,19 @@ def build(use: str | RewardFunction, **options: Any) -> RewardFunction:
         return bind(name_of(use), use, options)
     function = find("reward", use, rewards)
     # Built-in rewards take every keyword, as TRL's do; a misspelt option must not vanish in them.
-    known = options_of(function)
-    unknown = [option for option in options if option not in known]
-    if unknown:
-        takes = ", ".join(known) or "none"
-        raise RewardError(f"rewards.{use}: no option {unknown[0]!r}: it takes {takes}")
+    reward = bind(use, function, options, strict=True)
     if use in _CHECKS:
         try:
             _CHECKS[use](**options)
         except InputError as error:
             raise RewardError(f"rewards.{use}: {error}") from None
-    return bind(use, function, options)
+    return reward
 
 
 def with_lengths(
     use: Any, options: Mapping[str, Any], max_completion_tokens: int
 ) -> dict[str, Any]:
-    """The options of a reward, the limit that a run sets filled in where they leave it out.
+    """The options of a reward; the length reward gets the run's limit if it has none of its own.
 
     >>> with_lengths("length", {"cache": 8}, 64)
     {'max_tokens': 64, 'cache': 8}
@@ -87,9 +79,9 @@ def with_lengths(
 class Preview(NamedTuple):
     """The scores of a row's gold answer and of the empty text; None: not scored."""
 
-    gold: float | None  # None too where the row has no answer
+    gold: float | None  # None too if the row has no answer
     empty: float | None
-    problem: str | None = None  # what the reward raised, where that leaves samples unscored
+    problem: str | None = None  # what a reward with on_error = "unscored" raised
 
 
 def preview(
@@ -111,13 +103,12 @@ def preview(
     answer = row.get("answer")
     texts = ["" if answer is None else str(answer), ""]
     prompts, completions = for_rewards([row["prompt"]] * 2, texts)
-    columns = {name: [value] * 2 for name, value in row.items() if name != "prompt"}
     scores, log = call_rewards(
         functions,
-        prompts=prompts,
-        completions=completions,
-        completion_ids=[encode(text) if text else [] for text in texts],
-        columns=columns,
+        prompts,
+        completions,
+        [encode(text) if text else [] for text in texts],
+        {name: [value] * 2 for name, value in row.items() if name != "prompt"},
         trainer_state=trainer_state,
         on_error=on_error,
     )
@@ -127,7 +118,7 @@ def preview(
 
     return {
         name: Preview(
-            number(gold) if answer is not None else None, number(empty), log.messages.get(name)
+            None if answer is None else number(gold), number(empty), log.messages.get(name)
         )
         for name, (gold, empty) in scores.items()
     }

@@ -23,9 +23,9 @@ START_LIMIT = 120.0  # seconds for a child to load what it needs
 
 
 class Answer(NamedTuple):
-    """What became of a question."""
+    """The answer to a question, or why there is none."""
 
-    value: Any  # None where there is no answer
+    value: Any  # None if there is no answer
     problem: str | None = None  # "timed out" or "crashed"
 
 
@@ -55,7 +55,7 @@ class Workers:
     def ask(self, questions: Sequence[Any]) -> list[Answer]:
         """The answers, in order.
 
-        Raises: WorkerError where a child cannot begin.
+        Raises: WorkerError if a child cannot begin.
         """
         return list(self._threads.map(self._ask, questions))
 
@@ -108,7 +108,7 @@ class _Child:
         return self._read(limit)
 
     def _read(self, limit: float) -> Answer:
-        """The next line. A child that stops talking or dies is told by its silence."""
+        """The next line of the child; a problem if none comes in time or its output ends."""
         assert self._process.stdout is not None
         output, deadline = self._process.stdout.fileno(), time.monotonic() + limit
         with selectors.DefaultSelector() as selector:

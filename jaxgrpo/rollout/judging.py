@@ -1,6 +1,6 @@
-"""The host's part of a step: which prompts, what the tokens say, how rewards judge them.
+"""The host's part of a step: selects prompts, decodes completions, has rewards judge them.
 
-What each process of a run knows, brought to all of them.
+With several processes each judges its share, and all get everything.
 """
 
 from __future__ import annotations
@@ -19,25 +19,20 @@ from jax.sharding import Mesh
 from jaxgrpo.core.types import Prompts, Rollouts, TrainState
 from jaxgrpo.data.chat import for_rewards
 from jaxgrpo.models import sharding
-from jaxgrpo.rewards import (
-    RewardError,
-    RewardFunction,
-    RewardLog,
-    TrainerState,
-    call_rewards,
-    flipped,
-)
-from jaxgrpo.rewards.protocol import Reward
+from jaxgrpo.rewards.calling import RewardLog, call_rewards, flipped, merge_metrics
+from jaxgrpo.rewards.protocol import Reward, RewardError, RewardFunction, TrainerState
 from jaxgrpo.rollout.selection import PromptPolicy, make_prompts
 
+SMALLEST = 4096  # bytes of a value that processes exchange
 
-def put_prompts(mesh: Mesh, prompts: Prompts) -> Prompts:
-    """Host prompts on the mesh: P over the bins, the step everywhere."""
+
+def put_prompts(mesh: Mesh, tree: Any) -> Any:
+    """Prompts, or host arrays with one entry per prompt, on the mesh: P over the bins."""
 
     def put(leaf: Any) -> Array:
         return sharding.put(leaf, sharding.named(mesh, *("bins", None)[: np.ndim(leaf)]))
 
-    return jax.tree.map(put, prompts)
+    return jax.tree.map(put, tree)
 
 
 def make_selector(
@@ -98,19 +93,14 @@ def judge_texts(
     chosen = [rows[index] for index in row[own] for _ in range(samples)]
     flat_tokens = tokens[own].reshape(-1, steps)
     flat_mask = mask[own].reshape(-1, steps)
-    prompts, completions = for_rewards(
-        [entry["prompt"] for entry in chosen], decode_texts(tokenizer, flat_tokens, flat_mask)
-    )
+    asked = [entry["prompt"] for entry in chosen]
+    texts = for_rewards(asked, decode_texts(tokenizer, flat_tokens, flat_mask))
 
     def call() -> tuple[dict[str, np.ndarray], RewardLog]:
+        ids = completion_ids(flat_tokens, flat_mask)
+        columns = {name: [entry[name] for entry in chosen] for name in rows[0] if name != "prompt"}
         return call_rewards(
-            functions,
-            prompts=prompts,
-            completions=completions,
-            completion_ids=completion_ids(flat_tokens, flat_mask),
-            columns={n: [entry[n] for entry in chosen] for n in rows[0] if n != "prompt"},
-            trainer_state=trainer_state,
-            on_error=on_error,
+            functions, *texts, ids, columns, trainer_state=trainer_state, on_error=on_error
         )
 
     shares = _everyone(call)
@@ -122,7 +112,7 @@ def judge_texts(
 
 
 def _everyone(call: Callable[[], tuple[dict[str, np.ndarray], RewardLog]]) -> list[Any]:
-    """What `call` gave in each process; where it fails in one it fails in all, and none waits."""
+    """The results of `call` in each process; if it fails in one it fails in all: none waits."""
     if jax.process_count() == 1:
         return [call()]
     try:
@@ -142,7 +132,6 @@ def _everyone(call: Callable[[], tuple[dict[str, np.ndarray], RewardLog]]) -> li
 def _merged(logs: Sequence[RewardLog], owner: np.ndarray, samples: int) -> RewardLog:
     """The logs of all processes as one; a column that one of them lacks is None there."""
     extra: dict[str, list[Any]] = {}
-    metrics: dict[str, tuple[float, int]] = {}
     failed: dict[str, int] = {}
     messages: dict[str, str] = {}
     for process, log in enumerate(logs):
@@ -151,13 +140,10 @@ def _merged(logs: Sequence[RewardLog], owner: np.ndarray, samples: int) -> Rewar
             whole = extra.setdefault(column, [None] * (len(owner) * samples))
             for place, value in zip(places, values, strict=True):
                 whole[place] = value
-        for name, (total, count) in log.metrics.items():
-            before = metrics.get(name, (0.0, 0))
-            metrics[name] = (before[0] + total, before[1] + count)
         for name, number in log.failed.items():
             failed[name] = failed.get(name, 0) + number
         messages = {**log.messages, **messages}
-    return RewardLog(extra, metrics, failed, messages)
+    return RewardLog(extra, merge_metrics(log.metrics for log in logs), failed, messages)
 
 
 def make_rewarder(
@@ -174,7 +160,7 @@ def make_rewarder(
     Args:
       columns: numeric columns of the data, [rows, ...], that the method needs as fields.
       steps: of the run, for the rewards' `trainer_state`.
-      seed: of the run; it decides whose 0/1 rewards are flipped (`flip`).
+      seed: of the run; it decides which 0/1 rewards are flipped (`flip`).
     """
     noise = {entry.name: entry.flip for entry in rewards if entry.flip}
     functions = {entry.name: entry.function for entry in rewards}
@@ -189,12 +175,8 @@ def make_rewarder(
         if noise:
             ordinal = sharding.to_host(rollouts.ordinal)
             scores, log = flipped(scores, log, noise, seed, state.global_step, ordinal)
-        layout = sharding.named(mesh, "bins", None)
-        placed = {name: sharding.put(value, layout) for name, value in scores.items()}
-        by_prompt = sharding.named(mesh, "bins")
-        fields = {
-            name: sharding.put(column[host[0]], by_prompt) for name, column in columns.items()
-        }
+        placed = {name: put_prompts(mesh, value) for name, value in scores.items()}
+        fields = {name: put_prompts(mesh, column[host[0]]) for name, column in columns.items()}
         judged = dataclasses.replace(rollouts, rewards=placed, fields={**rollouts.fields, **fields})
         return judged, log
 
@@ -202,7 +184,7 @@ def make_rewarder(
 
 
 def trainer_state_of(rollouts: Rollouts, num_rows: int, max_steps: int) -> TrainerState:
-    """Where the run stands when these rollouts are judged."""
+    """The progress of the run when these rollouts are judged."""
     step, ordinal = sharding.to_host((rollouts.step, rollouts.ordinal))
     main = jax.process_index() == 0
     return TrainerState(
@@ -229,7 +211,7 @@ def sample_rows(
       rows: of the data set.
       advantage: [P, G].
       number: of the step, which is the number of steps finished with it.
-      extra: column -> a value per sample, what rewards logged beside their scores.
+      extra: column -> a value per sample, what rewards logged besides their scores.
     """
     host: Rollouts = sharding.to_host(rollouts)
     advantage = sharding.to_host(advantage)
@@ -255,9 +237,6 @@ def sample_rows(
             "truncated": bool(host.truncated[p, g]),
             **({"extra": logged} if logged else {}),
         }
-
-
-SMALLEST = 4096  # bytes
 
 
 def gather_json(value: Any) -> list[Any]:

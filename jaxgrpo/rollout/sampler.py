@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -64,7 +64,7 @@ def sample(sampler: Sampler, params: Params, prompts: Prompts, key: Array) -> Ro
 
     A token is drawn by Gumbel-max from softmax(logits / temperature), cut to top_k and top_p, with
     the key folded from (key, purpose, step, ordinal, sample, token), so a sample depends on nothing
-    beside it.
+    else.
 
     Args:
       key: [2] uint32, the data of the run's key.
@@ -72,9 +72,9 @@ def sample(sampler: Sampler, params: Params, prompts: Prompts, key: Array) -> Ro
     Returns: rollouts without rewards; `behavior_logp` is of the distribution drawn from (for
     temperature 0 of the model's own, at temperature 1).
     """
+    settings, finished = sampler.settings, None
     state = sampler.prefill(params, prompts, key)
-    finished = None
-    for _ in _segments(sampler.settings):
+    for _ in range(0, settings.max_completion_tokens, settings.segment_tokens):
         state, next_finished = sampler.decode(params, state)
         # Read the segment before the one just dispatched: the device never waits for the host.
         if finished is not None and bool(finished):
@@ -157,10 +157,6 @@ def _likeliest(logits: Array, is_enough: Callable[[Array], Array]) -> Array:
 
 def _chosen(values: Array, token: Array) -> Array:
     return jnp.take_along_axis(values, token[..., None], axis=-1)[..., 0]
-
-
-def _segments(settings: SamplingSettings) -> Iterator[int]:
-    return iter(range(0, settings.max_completion_tokens, settings.segment_tokens))
 
 
 def _prefill(model, settings: SamplingSettings, constrain, params, prompts: Prompts, key):

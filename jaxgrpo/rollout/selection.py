@@ -1,13 +1,11 @@
-"""What to generate next: the prompt stream, and the policy that reads from it.
+"""What to generate next: the prompt stream, and the policies that select from it.
 
-The stream has no end. Ordinal i stands for one row: each epoch visits every row once, in an order
-drawn from (seed, epoch) alone, so that a run resumes from its cursor and nothing else.
+The stream has no end. Ordinal i is one row: each epoch visits every row once, in an order drawn
+from (seed, epoch) alone, so that a run resumes from its cursor and nothing else.
 
-Prompt policies with memory: which rows of the stream to leave out, by what became of them.
-
-Each remembers one success rate per row and walks the stream: an ordinal is taken where a draw from
-(seed, ordinal) alone falls below the chance of its row, so a resumed run repeats itself. Host code
-in NumPy, the same on every process.
+A policy with memory keeps one success rate per row and decides which rows of the stream to leave
+out: it takes an ordinal if a draw from (seed, ordinal) alone falls below the chance of its row, so
+a resumed run repeats itself. Host code in NumPy, the same on every process.
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxgrpo.core.errors import InputError, call, find, suggest
+from jaxgrpo.core.errors import InputError, build, suggest
 from jaxgrpo.core.types import Prompts, Rollouts
 from jaxgrpo.models import sharding
 
@@ -49,6 +47,9 @@ def sequential() -> PromptPolicy:
     )
 
 
+Weights = Mapping[str, float]
+
+
 @functools.lru_cache(maxsize=4)
 def _epoch_order(num_rows: int, seed: int, epoch: int) -> np.ndarray:
     """A permutation of the rows, [num_rows], from the raw words of a counter-based generator.
@@ -58,12 +59,12 @@ def _epoch_order(num_rows: int, seed: int, epoch: int) -> np.ndarray:
     key = np.array([seed % 2**64, epoch], np.uint64)
     words = np.random.Philox(key=key).random_raw(num_rows)
     order = np.argsort(words, kind="stable").astype(np.int32)
-    order.flags.writeable = False  # the cache hands the same array to everyone
+    order.flags.writeable = False  # every caller gets the cached array
     return order
 
 
 def row_of(ordinal: int | np.ndarray, num_rows: int, seed: int) -> np.ndarray:
-    """The row of the data set that an ordinal of the stream stands for.
+    """The row of the data set that an ordinal of the stream selects.
 
         row = order(seed, ordinal // num_rows)[ordinal % num_rows]
 
@@ -100,7 +101,7 @@ def make_prompts(
       tokens: the prompt of each row of the data set, int32 [length <= max_prompt_tokens].
       seed: the run's; it orders the rows.
       step: finished steps.
-    Raises: ValueError where a prompt is longer; `encode_prompts` says so before the run begins.
+    Raises: ValueError if a prompt is longer; `data.prompts.prepare` refuses such data before.
     """
     rows = row_of(ordinals, len(tokens), seed)
     return pad_prompts([tokens[row] for row in rows], max_prompt_tokens, ordinals, rows, step)
@@ -111,7 +112,7 @@ def pad_prompts(
 ) -> Prompts:
     """Prompts of token lists, right-padded with 0 to `width`.
 
-    Raises: ValueError where one is longer.
+    Raises: ValueError if one is longer.
     """
     padded = np.zeros((len(tokens), width), np.int32)
     length = np.array([len(ids) for ids in tokens])
@@ -132,9 +133,6 @@ def host_prompts(tokens: Any, mask: Any, ordinal: Any, row: Any, step: int) -> P
         "step": np.asarray(step, np.int32),
     }
     return Prompts(**arrays)
-
-
-Weights = Mapping[str, float]
 
 
 def no_positive_resampling(
@@ -160,12 +158,12 @@ def no_positive_resampling(
     """
     if not 0 < threshold <= 1:
         raise InputError(f"no_positive_resampling: threshold = {threshold}, expected in (0, 1]")
-    judge = _Judge("no_positive_resampling", decay, reward, success, weights)
 
     def chance(rate: np.ndarray, n: int) -> np.ndarray:
         return _reinstated(~(rate >= threshold), rate, n)
 
-    return _thinned(judge, chance, np.nan)
+    judge = _Judge("no_positive_resampling", decay, reward, success, weights)
+    return _thinned(judge, chance)
 
 
 def difficulty_band(
@@ -178,7 +176,7 @@ def difficulty_band(
 ) -> PromptPolicy:
     """Leaves out rows whose success rate is known and outside [low, high].
 
-    Rows not yet sampled are taken. Where fewer rows are left than a step has prompts, those nearest
+    Rows not yet sampled are taken. If fewer rows are left than a step has prompts, those nearest
     to the band come back. A row that left is not measured again; to keep sampling it and only leave
     it out of the update, use the advantage part `mask_difficulty_band`.
 
@@ -190,13 +188,12 @@ def difficulty_band(
         raise InputError(
             f"difficulty_band: low = {low}, high = {high}: expected 0 <= low <= high <= 1"
         )
-    judge = _Judge("difficulty_band", decay, reward, success, weights)
 
     def chance(rate: np.ndarray, n: int) -> np.ndarray:
         beyond = np.maximum(low - rate, rate - high)
         return _reinstated(~(beyond > 0), beyond, n)
 
-    return _thinned(judge, chance, np.nan)
+    return _thinned(_Judge("difficulty_band", decay, reward, success, weights), chance)
 
 
 def spo_priority(
@@ -206,7 +203,7 @@ def spo_priority(
     success: float = 0.5,
     weights: Weights | None = None,
 ) -> PromptPolicy:
-    """Takes rows the more often the less certain their outcome is.
+    """Takes a row the more often, the less certain its outcome is.
 
         weight = sqrt(v (1 - v)) + floor,   chance = weight / largest weight of any row
 
@@ -223,7 +220,6 @@ def spo_priority(
     """
     if not floor > 0:
         raise InputError(f"spo_priority: floor = {floor}, expected above 0: no row may starve")
-    judge = _Judge("spo_priority", decay, reward, success, weights)
 
     def chance(rate: np.ndarray, n: int) -> np.ndarray:
         # In float64: the square root of NumPy is the same on every machine.
@@ -231,7 +227,7 @@ def spo_priority(
         weight = np.sqrt(wide * (1 - wide)) + floor
         return weight / weight.max()
 
-    return _thinned(judge, chance, 0.5)
+    return _thinned(_Judge("spo_priority", decay, reward, success, weights), chance, unknown=0.5)
 
 
 class Refill(NamedTuple):
@@ -282,23 +278,18 @@ def build_policy(spec: Mapping[str, Any], weights: Weights | None = None) -> Pro
 
     Raises: InputError with the nearest name or option.
     """
-    use = spec["use"]
-    options = {name: value for name, value in spec.items() if name != "use"}
-    if isinstance(use, str):
-        factory = find("prompt policy", use, policies)
-        judge = options.get("reward")
-        if weights is not None and judge is not None and judge not in weights:
+    use, reward = spec.get("use"), spec.get("reward")
+    if weights is not None and isinstance(use, str) and use in policies:
+        if reward is not None and reward not in weights:
             raise InputError(
-                f"prompt policy {use}: reward = {judge!r} is none of the rewards:"
-                f" {suggest(judge, weights)}"
+                f"prompt policy {use}: reward = {reward!r} is none of the rewards:"
+                f" {suggest(reward, weights)}"
             )
-        if weights is not None and factory is not sequential:
-            options = {"weights": weights, **options}
-    else:
-        factory = use
-    name = getattr(factory, "__name__", repr(factory))
-    made = call(f"prompt policy {name}", factory, options)
+        if use != "sequential":
+            spec = {"weights": weights, **spec}
+    made = build("prompt policy", spec, policies)
     if not isinstance(made, PromptPolicy):
+        name = getattr(use, "__name__", repr(use))
         raise InputError(
             f"prompt policy {name} returned {type(made).__name__}, expected a PromptPolicy"
         )
@@ -306,7 +297,7 @@ def build_policy(spec: Mapping[str, Any], weights: Weights | None = None) -> Pro
 
 
 class _Judge(NamedTuple):
-    """How a policy tells success, and how long it remembers."""
+    """How a policy measures success, and how long it remembers."""
 
     name: str
     decay: float
@@ -315,7 +306,7 @@ class _Judge(NamedTuple):
     weights: Weights | None
 
     def rates(self, rewards: Mapping[str, np.ndarray]) -> np.ndarray:
-        """The success rate of each group, float64 [P]; NaN where no sample was scored."""
+        """The success rate of each group, float64 [P]; NaN if no sample was scored."""
         wide = {name: np.asarray(value, np.float64) for name, value in rewards.items()}
         value = self._value({name: np.where(np.isfinite(x), x, np.nan) for name, x in wide.items()})
         scored = ~np.isnan(value)
@@ -337,7 +328,7 @@ class _Judge(NamedTuple):
 
 
 def _thinned(
-    judge: _Judge, chance: Callable[[np.ndarray, int], np.ndarray], unknown: float
+    judge: _Judge, chance: Callable[[np.ndarray, int], np.ndarray], unknown: float = np.nan
 ) -> PromptPolicy:
     """A policy that remembers rates and takes the stream's ordinals by the chance of their rows.
 
@@ -364,17 +355,14 @@ def _thinned(
                 rate[place] = judge.decay * float(old) + (1 - judge.decay) * new
         return {**state, "rate": rate}
 
-    return PromptPolicy(
-        judge.name,
-        init,
-        select,
-        observe,
-        chance=lambda state, n: chance(state["rate"], n).astype(np.float64),
-    )
+    def of_rows(state: dict[str, np.ndarray], n: int) -> np.ndarray:
+        return chance(state["rate"], n).astype(np.float64)
+
+    return PromptPolicy(judge.name, init, select, observe, of_rows)
 
 
 def _reinstated(eligible: np.ndarray, cost: np.ndarray, n: int) -> np.ndarray:
-    """Chances 0 and 1 of rows, at least `n` of them 1 where there are as many: the cheapest."""
+    """Chances 0 and 1 of rows; at least `n` are 1 (if there are as many), the cheapest ones."""
     missing = min(n, len(eligible)) - int(eligible.sum())
     if missing > 0:
         eligible = eligible.copy()
@@ -387,7 +375,7 @@ def _walk(chance: np.ndarray, seed: int, cursor: int, n: int) -> np.ndarray:
     """The next n ordinals that are taken, int32 [n].
 
     It ends after two epochs, which hold every row at least once: what is missing is taken from the
-    ordinals passed over, first those of rows with any chance. So no step is full of one row.
+    ordinals passed over, first those of rows with any chance. So no row fills a whole step.
     """
     num_rows = len(chance)
     limit = cursor + 2 * (num_rows + n)

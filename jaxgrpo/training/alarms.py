@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import fnmatch
 import math
+import statistics
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -42,6 +43,13 @@ class Rule(NamedTuple):
     hides: tuple[str, ...] = ()  # rules that say the same in weaker words
 
 
+KL = Rule(
+    "kl",
+    "kl",
+    1.0,
+    "the policy is {value:.2g} nats per token from the reference",
+    "lower optimizer.learning_rate, or raise loss.kl.beta",
+)
 RULES = (
     Rule(
         "no end",
@@ -132,20 +140,8 @@ RULES = (
         "the policy is {value:.2g} nats per token from the one that sampled",
         "lower optimizer.learning_rate",
     ),
-    Rule(
-        "kl",
-        "kl",
-        1.0,
-        "the policy is {value:.2g} nats per token from the reference",
-        "lower optimizer.learning_rate, or raise loss.kl.beta",
-    ),
-    Rule(
-        "kl",
-        "*/kl",  # of a step of the chain, as k1_in_reward is
-        1.0,
-        "the policy is {value:.2g} nats per token from the reference",
-        "lower optimizer.learning_rate, or raise loss.kl.beta",
-    ),
+    KL,
+    KL._replace(metric="*/kl"),  # of a step of the chain, as k1_in_reward is
     Rule(
         "not finite",
         "skipped_updates/not_finite",
@@ -196,11 +192,16 @@ def see(state: State, line: Line) -> tuple[State, tuple[Alarm, ...]]:
     recent = (*state.recent, line)[-_KEPT:] if line["step"] > 0 else state.recent
     evaluated = _with_reward(state.evaluated, line)
     first = state.first
-    if (accuracy := _number(line, "eval/accuracy")) is not None:
+    accuracy = _number(line, "eval/accuracy")
+    if accuracy is not None:
         evaluated = (*evaluated, _Evaluated(line["step"], accuracy))
         first = first or line
     state = State(recent, evaluated, first, state.active)
-    holds = _thresholds(state) | _evaluation(state, line) | _coverage(state, line)
+    holds = _thresholds(state)
+    if accuracy is None:  # what held at the last evaluation still does
+        holds |= dict.fromkeys(state.active & {EVALUATION, COVERAGE}, "")
+    else:
+        holds |= _evaluation(state) | _coverage(first or line, line)
     hidden = {name for rule in RULES if rule.name in holds for name in rule.hides}
     active = frozenset(holds.keys() - hidden)
     begun = tuple(
@@ -239,7 +240,7 @@ def _thresholds(state: State) -> dict[str, str]:
                 if name in state.active:
                     holds[name] = ""
                 continue
-            value = _mean(known)
+            value = statistics.fmean(known)
             limit = rule.above * (CLEARS if name in state.active else 1)
             # Metrics are float32: a tenth of them is 0.1000000015.
             if value > limit and not math.isclose(value, limit, rel_tol=1e-6):
@@ -256,10 +257,8 @@ def _names(pattern: str, lines: Sequence[Line]) -> list[str]:
     return fnmatch.filter(lines[-1], pattern) if lines else []
 
 
-def _evaluation(state: State, line: Line) -> dict[str, str]:
+def _evaluation(state: State) -> dict[str, str]:
     """The text of the fall of eval/accuracy below its best while reward rises, if it is one."""
-    if _number(line, "eval/accuracy") is None:
-        return {EVALUATION: ""} if EVALUATION in state.active else {}
     now = state.evaluated[-1]
     best = max(state.evaluated, key=lambda entry: entry.accuracy)
     rewards = [_number(entry, "reward") for entry in state.recent[-WINDOW:]]
@@ -274,11 +273,8 @@ def _evaluation(state: State, line: Line) -> dict[str, str]:
     }
 
 
-def _coverage(state: State, line: Line) -> dict[str, str]:
+def _coverage(first: Line, line: Line) -> dict[str, str]:
     """The text of the fall of pass@k below the base's, beyond both intervals, if it is one."""
-    first = state.first
-    if first is None or _number(line, "eval/accuracy") is None:
-        return {COVERAGE: ""} if COVERAGE in state.active else {}
     sizes = [
         int(name.removeprefix("eval/pass@").removesuffix("/low"))
         for name in first
@@ -316,18 +312,14 @@ def _rise(before: Sequence[float], after: Sequence[float]) -> float | None:
     """The difference of the means; None unless it is more than DEVIATIONS standard errors."""
     if min(len(before), len(after)) < 3:
         return None
-    difference = _mean(after) - _mean(before)
+    difference = statistics.fmean(after) - statistics.fmean(before)
     error = math.sqrt(_squared_error(before) + _squared_error(after))
     return difference if difference > DEVIATIONS * error else None
 
 
-def _mean(values: Sequence[float]) -> float:
-    return math.fsum(values) / len(values)
-
-
 def _squared_error(values: Sequence[float]) -> float:
     """The squared standard error of the mean."""
-    centre = _mean(values)
+    centre = statistics.fmean(values)
     return math.fsum((value - centre) ** 2 for value in values) / (len(values) - 1) / len(values)
 
 

@@ -32,13 +32,13 @@ from jax.experimental import multihost_utils
 
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.types import Params
-from jaxgrpo.training.folder import write_atomically
+from jaxgrpo.training.folder import Closing, write_atomically
 
 FORMAT = 1  # of the files of a step
 logger = logging.getLogger(__name__)
 
 
-class Checkpoints:
+class Checkpoints(Closing):
     """The checkpoints of one run, in one folder. A context manager, or `close` it.
 
     On several processes every method but `steps` and `latest` is called by all of them; the folder
@@ -59,12 +59,6 @@ class Checkpoints:
         self._pending: Future[None] | None = None
         self._newest: int | None = None  # what this object saved or restored last
         self.best: int | None = None  # a step that stays beside the newest ones
-
-    def __enter__(self) -> Checkpoints:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
 
     def close(self) -> None:
         """Waits for the save under way, then lets go of the threads."""

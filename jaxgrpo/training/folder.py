@@ -1,7 +1,7 @@
 """The run folder: what a run leaves on disk, readable after a kill at any moment.
 
     config.toml  summary.json  metrics.jsonl  samples/step_N.jsonl  checkpoints/  code/
-    report.html  tensorboard/  (reports/ and trackers.py)
+    report.html  tensorboard/  (written by report/html.py and logbook.py)
 
 The first are the same bytes for the same run, apart from metrics whose names begin with "time/".
 """
@@ -15,7 +15,7 @@ import os
 import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -37,6 +37,22 @@ SAMPLE_KEYS = (
 )
 EXTRA = "extra"  # {column: value}, last, and only in rows whose step has a reward that logged one
 LOCK = ".lock"
+
+
+C = TypeVar("C")
+
+
+class Closing:
+    """A context manager that calls its own `close` at the end."""
+
+    def __enter__(self: C) -> C:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        raise NotImplementedError
 
 
 def plain(value: Any, name: str = "value") -> Any:
@@ -83,13 +99,26 @@ def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     return [entry for _, entry in _complete_lines(file)]
 
 
+def evaluation_of(line: Mapping[str, Any]) -> dict[str, Any]:
+    """The metrics of an evaluation in a line, or a step's values, without "eval/"."""
+    named = line.items()
+    return {name[5:]: value for name, value in named if name.startswith("eval/")}
+
+
 def read_samples(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     """The rows of the newest file of samples of a run; [] where there is none."""
-    files = Path(path, "samples").glob("step_*.jsonl")
-    newest = max(files, key=lambda file: int(file.stem.removeprefix("step_")), default=None)
-    if newest is None:
+    numbers = sample_steps(Path(path))
+    if not numbers:
         return []
-    return [json.loads(line) for line in newest.read_text(encoding="utf-8").splitlines()]
+    text = Path(path, "samples", f"step_{max(numbers)}.jsonl").read_text("utf-8", "replace")
+    # Split at "\n" alone: a completion may hold other characters that end lines.
+    return [json.loads(line) for line in text.split("\n") if line]
+
+
+def sample_steps(path: Path) -> list[int]:
+    """The steps of a run that have a file of samples."""
+    names = [file.stem.removeprefix("step_") for file in (path / "samples").glob("step_*.jsonl")]
+    return [int(name) for name in names if name.isdecimal()]
 
 
 def _complete_lines(file: Path) -> list[tuple[bytes, dict[str, Any]]]:
@@ -112,7 +141,7 @@ def _complete_lines(file: Path) -> list[tuple[bytes, dict[str, Any]]]:
     return result
 
 
-class RunFolder:
+class RunFolder(Closing):
     """A run's folder, held by one trainer at a time. Only process 0 writes and locks it.
 
     The system lets go of the lock when the process dies, however it dies.
@@ -139,12 +168,6 @@ class RunFolder:
                     f"run.dir = {self.path} cannot be written ({error.strerror}): set run.dir to a "
                     "folder that can"
                 ) from error
-
-    def __enter__(self) -> RunFolder:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
 
     def _refuse_unless_usable(self, resume: bool) -> None:
         if self.path.exists() and not self.path.is_dir():
@@ -185,10 +208,9 @@ class RunFolder:
         if file.exists():
             kept = [line for line, entry in _complete_lines(file) if entry["step"] <= last]
             write_atomically(file, b"".join(kept).decode("utf-8"))
-        for samples in (self.path / "samples").glob("step_*.jsonl"):
-            number = samples.stem.removeprefix("step_")
-            if number.isdecimal() and int(number) > last:
-                samples.unlink()
+        for number in sample_steps(self.path):
+            if number > last:
+                (self.path / "samples" / f"step_{number}.jsonl").unlink()
 
     def write_metrics(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Appends one line, names in order, numbers that are not finite as null.

@@ -1,7 +1,4 @@
-"""The prompts that a config names: of the training data, and of the evaluation's.
-
-The rewards of a run: from names and options to functions, and what is shown of them.
-"""
+"""The prompts and the rewards of a run: read, built and tried out as its config says."""
 
 from __future__ import annotations
 
@@ -33,6 +30,9 @@ from jaxgrpo.rewards import (
 )
 from jaxgrpo.rewards.protocol import Reward
 from jaxgrpo.training.console import facts
+
+SHOWN = 80  # characters of an answer
+_REST = ("weight", "on_error", "flip")  # what a reward has beside its name and function
 
 
 def load_prompts(
@@ -91,10 +91,6 @@ def dropped_line(config: Config, rows: int, dropped: int) -> str:
     )
 
 
-SHOWN = 80  # characters of an answer
-_REST = ("weight", "on_error", "flip")  # what a reward has beside its name and function
-
-
 def resolve_rewards(
     config: Config,
     given: Sequence[Any] | Mapping[str, Any] | None = None,
@@ -107,7 +103,7 @@ def resolve_rewards(
         each with weight 1. In a list they are called as their function is; a mapping names them.
       row: one of the data's, whose columns have to be all that the rewards ask for.
 
-    Raises: InputError where two have one name, one does not exist or asks for what nobody gives.
+    Raises: InputError where two have one name, one does not exist or asks for a missing column.
     """
     if given is None:
         entries = [
@@ -124,27 +120,22 @@ def resolve_rewards(
         entries = [(name, use, {}) for name, use in given.items()]
         rest = [{"weight": 1.0}] * len(entries)
     _refuse_same_names(name for name, *_ in entries)
-    limit = config.rollout.max_completion_tokens
-    functions = [
-        build(own_code.resolve(use, config.folder), **with_lengths(use, options, limit))
-        for _, use, options in entries
-    ]
-    for (name, *_), function in zip(entries, functions, strict=True):
-        if row is not None:
-            check(name, function, [column for column in row if column != "prompt"])
-    return tuple(
-        Reward(name, function, **more)
-        for (name, *_), function, more in zip(entries, functions, rest, strict=True)
+    rewards = tuple(
+        Reward(name, _function(config, use, options), **more)
+        for (name, use, options), more in zip(entries, rest, strict=True)
     )
+    for reward in rewards:
+        if row is not None:
+            check(reward.name, reward.function, [name for name in row if name != "prompt"])
+    return rewards
 
 
 def resolve_scorer(config: Config, rewards: Sequence[Reward]) -> Reward:
     """What judges success in evaluations: `eval.scorer`, else the first reward, never flipped."""
     if config.eval.scorer is None:
         return rewards[0]._replace(flip=0.0)
-    use, limit = config.eval.scorer, config.rollout.max_completion_tokens
-    function = build(own_code.resolve(use, config.folder), **with_lengths(use, {}, limit))
-    return Reward(own_code.short_name(use), function, 1.0)
+    use = config.eval.scorer
+    return Reward(own_code.short_name(use), _function(config, use, {}), 1.0)
 
 
 def with_logged(values: Mapping[str, float], log: RewardLog) -> dict[str, float]:
@@ -202,6 +193,11 @@ def show_previews(
     of = "which has no answer" if answer is None else f"whose answer is {text}"
     console.print(f"rewards on row 0, {of}:", soft_wrap=True, markup=False)
     facts(console, lines)
+
+
+def _function(config: Config, use: Any, options: Mapping[str, Any]) -> Any:
+    lengths = with_lengths(use, options, config.rollout.max_completion_tokens)
+    return build(own_code.resolve(use, config.folder), **lengths)
 
 
 def _refuse_same_names(names: Iterable[str]) -> None:

@@ -1,9 +1,7 @@
 """Where the numbers of a run go: its folder, trackers, the terminal, warnings and the report.
 
-Other programs that show metrics: TensorBoard event files, and Weights & Biases.
-
-Both are loaded when a run asks for them. What they get is what metrics.jsonl holds; that file stays
-the record of the run.
+The trackers, TensorBoard and Weights & Biases, are loaded when a run asks for them. They get what
+metrics.jsonl holds; that file stays the record of the run.
 """
 
 from __future__ import annotations
@@ -22,9 +20,9 @@ from jaxgrpo.config.files import Config
 from jaxgrpo.config.own_code import installed
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.training import alarms, process
-from jaxgrpo.training.console import Display
-from jaxgrpo.training.folder import RunFolder, read_metrics, write_atomically
-from jaxgrpo.training.report import terminal, write_report
+from jaxgrpo.training.console import Display, best_and_worst, warning
+from jaxgrpo.training.folder import Closing, RunFolder, read_metrics, write_atomically
+from jaxgrpo.training.report.html import write_report
 from jaxgrpo.training.report.record import FINISHED, STOPPED, UNDER_WAY
 
 REPORT_SHARE = 0.01
@@ -34,7 +32,11 @@ FIRST_REPORT_SECONDS = 3.0
 """What the first report is taken to cost, before one has been measured: most of it is importing."""
 
 
-class Logbook:
+FLUSH_SECONDS = 5
+"""Seconds between two writes of TensorBoard's thread."""
+
+
+class Logbook(Closing):
     """The records of one run. A context manager, or `close` it.
 
     Every process calls it alike; only the first one writes, prints and warns.
@@ -54,12 +56,6 @@ class Logbook:
         self._report = _Report(folder, display) if self._active and config.run.report else None
         self._finished = False
 
-    def __enter__(self) -> Logbook:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
-
     def close(self) -> None:
         """Lets the trackers finish; a run that ended before its time leaves a report too."""
         if self._report and not self._finished:
@@ -77,7 +73,7 @@ class Logbook:
         self._state, begun = alarms.see(self._state, {"step": number, **values})
         self._given += begun
         for alarm in begun:
-            self._display.console.print(terminal.warning(alarm.step, alarm.text))
+            self._display.console.print(warning(alarm.step, alarm.text))
         every = self._config.run.report_every
         if self._report and every and number and number % every == 0:
             self._report.refresh()
@@ -89,7 +85,7 @@ class Logbook:
         rows = list(rows)
         self._folder.write_samples(number, rows)
         if self._active:
-            for text in terminal.best_and_worst(rows, weights):
+            for text in best_and_worst(rows, weights):
                 self._display.console.print(text)
 
     def finish(self, summary: Mapping[str, Any]) -> dict[str, Any]:
@@ -127,9 +123,9 @@ def affords_report(elapsed: float, spent: float, cost: float) -> bool:
 
 
 class _Report:
-    """report.html, kept fresh within its share of the time.
+    """report.html, rewritten during the run within REPORT_SHARE of the time.
 
-    A report that cannot be written is no reason to end a run: it is said, once.
+    If a report cannot be written the run goes on; the reason is printed once.
     """
 
     def __init__(self, folder: RunFolder, display: Display):
@@ -139,7 +135,7 @@ class _Report:
         self._failed = False
 
     def refresh(self) -> None:
-        """Writes it where the share allows one that costs what the last one did."""
+        """Rewrites the report if its last cost fits the time budget."""
         if affords_report(time.monotonic() - self._began, self._spent, self._next):
             self.write()
 
@@ -154,9 +150,6 @@ class _Report:
             self._display.console.print(f"no report: {error}", markup=False, style="yellow")
         self._next = time.monotonic() - began
         self._spent += self._next
-
-
-FLUSH_SECONDS = 5
 
 
 class TensorBoard:

@@ -1,13 +1,12 @@
 """`jaxgrpo.train`: the loop over steps, with evaluation, logs, checkpoints and a clean stop.
 
 prompts -> sample -> reward -> prepare (score, advantage) -> update -> log
-
-How a run begins, or goes on from its newest checkpoint.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import time
 import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -22,28 +21,25 @@ from jaxgrpo.config import files as configs
 from jaxgrpo.config.files import Config, config_of
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.metrics import finalise, merge
-from jaxgrpo.core.types import Rollouts, TrainState
+from jaxgrpo.core.types import TrainState
 from jaxgrpo.evaluation.evaluate import Evaluate
 from jaxgrpo.models import sharding
 from jaxgrpo.models.hf import folders
-from jaxgrpo.rewards import RewardLog
 from jaxgrpo.rollout.judging import sample_rows
 from jaxgrpo.training import process
 from jaxgrpo.training.checkpoints import Checkpoints, parameter_hash
 from jaxgrpo.training.console import Display
-from jaxgrpo.training.export import export, is_better, refuse_unknown_best
-from jaxgrpo.training.folder import RunFolder, read_metrics, read_samples
+from jaxgrpo.training.folder import RunFolder, evaluation_of, read_metrics, read_samples
 from jaxgrpo.training.inputs import dropped_line, try_rewards, with_logged
 from jaxgrpo.training.logbook import Logbook
-from jaxgrpo.training.policy import evaluator_of
-from jaxgrpo.training.resets import Resets, make_resetter, see
+from jaxgrpo.training.policy import evaluator_of, export
+from jaxgrpo.training.resets import Resets, is_better, make_resetter, refuse_unknown_best, see
 from jaxgrpo.training.setup import Setup, setup
 from jaxgrpo.update.optimizer import current_rate
-from jaxgrpo.update.prepare import Prepared
 
 
 class Run(NamedTuple):
-    """A finished run, as its folder tells of it."""
+    """A finished run, read from its folder."""
 
     path: Path
     summary: dict[str, Any]
@@ -82,9 +78,9 @@ def train(
         set a datasets.Dataset or a list of dicts, read by the config's data keys.
       overrides: keys of the config, train={"steps": 20} or **{"train.steps": 20}.
 
-    Returns: the run; its model stands in `path / "model"` as a Hugging Face folder.
+    Returns: the run; its model is in `path / "model"`, as a Hugging Face folder.
 
-    Raises: InputError before anything long starts; runtime.StopRequested after a stop signal, when
+    Raises: InputError before anything long starts; process.StopRequested after a stop signal, when
     everything is saved.
     """
     if resume not in (None, "auto"):
@@ -107,7 +103,7 @@ def take(
     opening: str = "",
     shown: bool = True,
 ) -> Run:
-    """Takes one run from its first or restored step to its last: `train` without what precedes it.
+    """Runs the loop, from the first step or from the newest checkpoint.
 
     Args:
       make: builds the run; called once its folder is known to be usable.
@@ -117,198 +113,207 @@ def take(
     """
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(RunFolder(config.run.dir, resume=resume))
-        refuse_other_config(folder, config)
+        _refuse_other_config(folder, config)
         checkpoints = stack.enter_context(Checkpoints(folder.checkpoints, config.checkpoint.keep))
-        parts = make()
+        run = make()
         # A reward that cannot be called is found now and not after the first samples.
-        try_rewards(parts.rewards, parts.rows[0], parts.tokenizer, config.train.steps)
-        state, done, meta = first_or_restored(parts, checkpoints)
-        parts = parts._replace(state=state)
-        begin(folder, config, None if checkpoints.latest() is None else done)
+        try_rewards(run.rewards, run.rows[0], run.tokenizer, config.train.steps)
+        restored = checkpoints.latest() is not None
+        state, meta = _restored(run, checkpoints) if restored else (run.state, {})
+        run, done = run._replace(state=state), int(sharding.to_host(state.step))
+        folder.rewind(done if restored else None)
+        folder.write_config(configs.to_toml(config))
+        folder.copy_code(config.own_files)
         display = stack.enter_context(
-            Display(config.train.steps, done, active=shown and jax.process_index() == 0)
+            Display(config.train.steps, done, active=shown and process.is_main())
         )
         display.say(opening)
-        _say_dropped(parts, display)
+        _say_dropped(run, display)
         stack.enter_context(process.stop_signals())
         log = stack.enter_context(Logbook(config, folder, display, done))
-        evaluate = evaluator(parts) if config.eval.data is not None else None
-        loop = _Loop(parts, folder, checkpoints, display, log, evaluate)
-        loop.recall(meta)
-        state = loop.run(state, done)
+        evaluate = evaluator(run) if config.eval.data is not None else None
+        loop = _Loop(run, folder, checkpoints, display, log, evaluate, _Progress.of(meta))
+        state = loop.take_steps(state, done)
         checkpoints.wait()
         summary = loop.finish(state)
     return Run(Path(config.run.dir), summary, state)
 
 
-def _say_dropped(parts: Setup, display: Display) -> None:
+def _refuse_other_config(folder: RunFolder, config: Config) -> None:
+    """A run goes on only with the config it began with, but for keys that may change."""
+    text = folder.config()
+    before = config if text is None else configs.from_dict(tomllib.loads(text))
+    difference = configs.resume_difference(before, config)
+    if difference:
+        raise InputError(
+            f"{folder.path}: the run began with another config; these keys may not change:\n  "
+            + "\n  ".join(difference)
+            + "\nset them back, or set run.dir to another folder"
+        )
+
+
+def _restored(run: Setup, checkpoints: Checkpoints) -> tuple[TrainState, dict[str, Any]]:
+    """The newest state that was saved, and what was saved beside it."""
+
+    def without_values(leaf: Any) -> Any:
+        """The shape of an array on devices, and where it lies; an array of the host as it is."""
+        if not isinstance(leaf, jax.Array):
+            return leaf
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
+
+    wanted = jax.tree.map(without_values, run.state)
+    # The first state makes room: a device holds one, not two.
+    jax.tree.map(lambda leaf: leaf.delete() if isinstance(leaf, jax.Array) else None, run.state)
+    return checkpoints.restore(wanted)
+
+
+def _say_dropped(run: Setup, display: Display) -> None:
     """Says which prompts were left out, of training and of evaluation."""
-    if parts.dropped:
-        display.say(dropped_line(parts.config, len(parts.rows), parts.dropped))
-    if parts.held_out and parts.held_out.dropped:
-        kept, dropped = len(parts.held_out.rows), parts.held_out.dropped
-        display.say(f"eval.data: {dropped_line(parts.config, kept, dropped)}")
+    if run.dropped:
+        display.say(dropped_line(run.config, len(run.rows), run.dropped))
+    if run.held_out and run.held_out.dropped:
+        kept, dropped = len(run.held_out.rows), run.held_out.dropped
+        display.say(f"eval.data: {dropped_line(run.config, kept, dropped)}")
 
 
+@dataclasses.dataclass
+class _Progress:
+    """What a run remembers beside its state. Checkpoints hold the first two."""
+
+    best: tuple[int, float] | None  # step and value, by checkpoint.keep_best
+    resets: Resets
+    started: float = dataclasses.field(default_factory=time.monotonic)
+    reported: set[str] = dataclasses.field(default_factory=set)  # rewards whose failure was shown
+    tokens: float = 0.0
+    seconds: float = 0.0  # of steps
+
+    @classmethod
+    def of(cls, meta: Mapping[str, Any]) -> _Progress:
+        """From what a checkpoint holds beside its state; {} at the start of a run."""
+        best = tuple(meta["best"]) if meta.get("best") else None
+        return cls(best, Resets(**meta.get("resets", {})))
+
+    def meta(self) -> dict[str, Any]:
+        """What is saved, as JSON values."""
+        resets = self.resets._asdict()
+        return {"jaxgrpo": jaxgrpo.__version__, "best": self.best, "resets": resets}
+
+
+@dataclasses.dataclass
 class _Loop:
     """One run under way: what its steps share."""
 
-    def __init__(
-        self,
-        parts: Setup,
-        folder: RunFolder,
-        saved: Checkpoints,
-        display: Display,
-        log: Logbook,
-        evaluate: Evaluate | None,
-    ):
-        self.parts, self.folder, self.checkpoints, self.display = parts, folder, saved, display
-        self.log = log
-        self.config = parts.config
-        self.evaluate = evaluate
-        self.best: tuple[int, float] | None = None  # step and value, by checkpoint.keep_best
-        self.resets = Resets()
-        self.reset = make_resetter(self.config, parts.parts)
-        self.started = time.monotonic()
-        self.reported: set[str] = set()  # rewards whose failure was shown
-        self.tokens = 0.0
-        self.seconds = 0.0
+    run: Setup
+    folder: RunFolder
+    checkpoints: Checkpoints
+    display: Display
+    log: Logbook
+    evaluate: Evaluate | None
+    progress: _Progress
 
-    def recall(self, meta: Mapping[str, Any]) -> None:
-        """Takes up what a checkpoint says beside its state; nothing where there is none."""
-        self.best = tuple(meta["best"]) if meta.get("best") else None
-        self.resets = Resets(**meta.get("resets", {}))
+    def __post_init__(self) -> None:
+        self.config = self.run.config
+        self.reset = make_resetter(self.config, self.run.blueprint)
 
-    def run(self, state: TrainState, done: int) -> TrainState:
-        last = self.config.train.steps
+    def take_steps(self, state: TrainState, done: int) -> TrainState:
+        """Steps done + 1 to train.steps. Raises: StopRequested after a stop signal."""
+        last, progress = self.config.train.steps, self.progress
         if done == 0 and self.evaluate:
-            values = self._measure(state, 0)
-            self.resets = see(self.config, self.resets, values)
+            values = self._evaluated(self.evaluate, state, 0)
+            progress.resets = see(self.config, progress.resets, values)
             self.log.step(0, values)
         for number in range(done + 1, last + 1):
             state = self._step(state, number)
             stop = process.stop_requested(number)
-            is_best = self.best is not None and self.best[0] == number
-            due = is_best or _due(number, self.config.checkpoint.every)
-            if stop or number == last or due:
-                self._save(state, number)
+            best = progress.best[0] if progress.best else None
+            due = number in (best, last) or _due(number, self.config.checkpoint.every)
+            if stop or due:
+                self.checkpoints.best = best
+                self.checkpoints.save(number, state, progress.meta())
             if stop and number < last:
                 self.checkpoints.wait()
-                raise process.StopRequested(self._how_to_go_on(number))
+                source = self.config.source or self.folder.path / "config.toml"
+                raise process.StopRequested(
+                    f"stopped after step {number} of {last}, saved in {self.folder.path}; go on "
+                    f"with: jaxgrpo train {source} --resume auto (and the same --set)"
+                )
         return state
 
-    def _save(self, state: TrainState, number: int) -> None:
-        self.checkpoints.best = self.best[0] if self.best else None
-        meta = {"jaxgrpo": jaxgrpo.__version__, "best": self.best, "resets": self.resets._asdict()}
-        self.checkpoints.save(number, state, meta)
-
     def finish(self, state: TrainState) -> dict[str, Any]:
-        """The model as a Hugging Face folder, and the summary."""
-        model = self.folder.path / "model"
-        folders.save_model(
-            model,
-            self.parts.model,
-            state.trainable,
-            self.parts.tokenizer,
-            folders.end_fields(self.parts.parts.sampling.stop_tokens),
-        )
+        """Writes the model as a Hugging Face folder, and the summary."""
+        run, progress, model = self.run, self.progress, self.folder.path / "model"
+        ends = folders.end_fields(run.blueprint.sampling.stop_tokens)
+        folders.save_model(model, run.model, state.trainable, run.tokenizer, ends)
+        speed = progress.tokens / progress.seconds if progress.seconds else None
         summary: dict[str, Any] = {
             "step": int(sharding.to_host(state.step)),
             "parameter_hash": parameter_hash(state.trainable),
-            "dropped_prompts": self.parts.dropped,
+            "dropped_prompts": run.dropped,
             "model": str(model),
             "metrics": str(self.folder.path / "metrics.jsonl"),
-            "time/seconds": time.monotonic() - self.started,
-            "time/tokens_per_second": self.tokens / self.seconds if self.seconds else None,
+            "time/seconds": time.monotonic() - progress.started,
+            "time/tokens_per_second": speed,
         }
         if self.evaluate and process.is_main():
-            base, trained = _evaluations(self.folder)
-            summary |= {"base": base, "trained": trained}
-        if self.best:
-            summary["best"] = {"step": self.best[0], self.config.checkpoint.keep_best: self.best[1]}
+            measured = list(filter(None, map(evaluation_of, read_metrics(self.folder.path))))
+            summary |= {"base": measured[0], "trained": measured[-1]}
+        if progress.best:
+            step, value = progress.best
+            summary["best"] = {"step": step, self.config.checkpoint.keep_best: value}
         summary = self.log.finish(summary)
         self.display.say(f"parameter hash {summary['parameter_hash']}")
         self.display.say(f"{self.folder.path}: report.html, model, metrics.jsonl, samples")
         return summary
 
     def _step(self, state: TrainState, number: int) -> TrainState:
-        clock, parts = _Clock(), self.parts
+        clock, run, progress = _Clock(), self.run, self.progress
         with clock("sample"):
-            prompts, state = parts.select(state)
-            rollouts = parts.sample(parts.sync(state), prompts, state.key)
+            prompts, state = run.select(state)
+            rollouts = run.sample(run.sync(state), prompts, state.key)
             jax.block_until_ready(rollouts.completion_tokens)
         with clock("reward"):
-            rollouts, said = parts.reward(rollouts)
+            rollouts, said = run.reward(rollouts)
         with clock("prepare"):
-            state, prepared = parts.prepare(state, rollouts)
+            state, prepared = run.prepare(state, rollouts)
         with clock("update"):
-            state, metrics = parts.update(state, prepared.batch)
+            state, metrics = run.update(state, prepared.batch)
             values = finalise(sharding.to_host(merge(prepared.metrics, metrics)))
         values = with_logged(values, said)
         values["learning_rate"] = float(sharding.to_host(current_rate(state.opt_state)))
         values |= clock.seconds
-        self.tokens += values["num_tokens"]
-        self.seconds += values["time/step"]
-        self._report(said)
-        if self.evaluate and self._evaluates(number):
-            values |= self._measure(state, number)
-        state, self.resets = self.reset(state, self.resets, number, values)
-        values |= self.resets.metrics(self.config)
-        self._log(number, rollouts, prepared, values, said.extra)
-        return state
-
-    def _report(self, said: RewardLog) -> None:
-        """Shows what a reward raised, once per run; rewards/NAME/errors counts the rest."""
+        progress.tokens += values["num_tokens"]
+        progress.seconds += values["time/step"]
+        # Once per reward and run; rewards/NAME/errors counts the rest.
         for name, message in said.messages.items():
-            if name not in self.reported:
-                self.reported.add(name)
+            if name not in progress.reported:
+                progress.reported.add(name)
                 self.display.say(f'{message}\nleft unscored, as on_error = "unscored" says')
-
-    def _log(
-        self,
-        number: int,
-        rollouts: Rollouts,
-        prepared: Prepared,
-        values: dict[str, float],
-        extra: Mapping[str, Sequence[Any]],
-    ) -> None:
-        if _due(number, self.config.run.samples_every) or number == 1:
-            weights = {reward.name: reward.weight for reward in self.parts.rewards}
-            rows = sample_rows(
-                self.parts.tokenizer, self.parts.rows, rollouts, prepared.advantage, number, extra
-            )
-            self.log.samples(number, rows, weights)
+        last = number == self.config.train.steps
+        if self.evaluate and (last or _due(number, self.config.eval.every)):
+            values |= self._evaluated(self.evaluate, state, number)
+        state, progress.resets = self.reset(state, progress.resets, number, values)
+        values |= progress.resets.metrics(self.config)
+        if number == 1 or _due(number, self.config.run.samples_every):
+            weights = {reward.name: reward.weight for reward in run.rewards}
+            drawn = (run.tokenizer, run.rows, rollouts, prepared.advantage)
+            self.log.samples(number, sample_rows(*drawn, number, said.extra), weights)
         self.display.step(number, values)
         self.log.step(number, values)
+        return state
 
-    def _evaluates(self, number: int) -> bool:
-        return number == self.config.train.steps or _due(number, self.config.eval.every)
-
-    def _measure(self, state: TrainState, number: int) -> dict[str, float]:
+    def _evaluated(self, evaluate: Evaluate, state: TrainState, number: int) -> dict[str, float]:
+        """The metrics of an evaluation after step `number`, as they are logged."""
         began = time.monotonic()
-        evaluate = self.evaluate
-        assert evaluate is not None
-        metrics = evaluate(self.parts.sync(state), state.key, number).metrics
+        metrics = evaluate(self.run.sync(state), state.key, number).metrics
         self.display.evaluated(number, metrics)
-        self._note_best(number, metrics)
+        best, metric = self.progress.best, self.config.checkpoint.keep_best
+        refuse_unknown_best(metric, metrics)
+        if metric is not None and number > 0:
+            value = metrics[metric.removeprefix("eval/")]
+            if is_better(value, best[1] if best else None):
+                self.progress.best = (number, value)
         named = {f"eval/{name}": value for name, value in metrics.items()}
         return named | {"time/evaluate": time.monotonic() - began}
-
-    def _note_best(self, number: int, metrics: Mapping[str, float]) -> None:
-        metric = self.config.checkpoint.keep_best
-        refuse_unknown_best(metric, metrics)
-        if metric is None or number == 0:
-            return
-        value = metrics[metric.removeprefix("eval/")]
-        if is_better(value, self.best[1] if self.best else None):
-            self.best = (number, value)
-
-    def _how_to_go_on(self, number: int) -> str:
-        source = self.config.source or self.folder.path / "config.toml"
-        return (
-            f"stopped after step {number} of {self.config.train.steps}, saved in {self.folder.path}"
-            f"; go on with: jaxgrpo train {source} --resume auto (and the same --set)"
-        )
 
 
 class _Clock:
@@ -326,57 +331,5 @@ class _Clock:
         self.seconds["time/step"] = self.seconds.get("time/step", 0.0) + spent
 
 
-def _evaluations(folder: RunFolder) -> tuple[dict[str, float], dict[str, float]]:
-    """The first and the last evaluation of a run, by their logged lines."""
-    measured = [
-        {name.removeprefix("eval/"): value for name, value in line.items() if "eval/" in name}
-        for line in read_metrics(folder.path / "metrics.jsonl")
-    ]
-    measured = [line for line in measured if line]
-    return measured[0], measured[-1]
-
-
 def _due(number: int, every: int) -> bool:
     return bool(every) and number % every == 0
-
-
-def begin(folder: RunFolder, config: Config, done: int | None) -> None:
-    """Drops what was logged behind the restored step, and records the config and own code."""
-    folder.rewind(done)
-    folder.write_config(configs.to_toml(config))
-    folder.copy_code(config.own_files)
-
-
-def refuse_other_config(folder: RunFolder, config: Config) -> None:
-    """A run goes on only with the config it began with, but for keys that may change."""
-    text = folder.config()
-    if text is None:
-        return
-    before = configs.from_dict(tomllib.loads(text))
-    difference = configs.resume_difference(before, config)
-    if difference:
-        raise InputError(
-            f"{folder.path}: the run began with another config; these keys may not change:\n  "
-            + "\n  ".join(difference)
-            + "\nset them back, or set run.dir to another folder"
-        )
-
-
-def first_or_restored(
-    parts: Setup, checkpoints: Checkpoints
-) -> tuple[TrainState, int, dict[str, Any]]:
-    """State, finished steps and what was saved beside it."""
-    if checkpoints.latest() is None:
-        return parts.state, 0, {}
-    wanted = jax.tree.map(_without_values, parts.state)
-    # The first state makes room: a device holds one, not two.
-    jax.tree.map(lambda leaf: leaf.delete() if isinstance(leaf, jax.Array) else None, parts.state)
-    state, meta = checkpoints.restore(wanted)
-    return state, int(sharding.to_host(state.step)), meta
-
-
-def _without_values(leaf: Any) -> Any:
-    """The shape of an array on devices, and where it lies; an array of the host as it is."""
-    if not isinstance(leaf, jax.Array):
-        return leaf
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)

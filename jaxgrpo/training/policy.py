@@ -1,39 +1,46 @@
-"""A policy to sample from without training it, and the policies that evaluations compare with."""
+"""A policy outside its training: to sample from, to evaluate, to compare with, to export."""
 
 from __future__ import annotations
 
+import dataclasses
+import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import Mesh
 from rich.console import Console
 
+import jaxgrpo
 from jaxgrpo.config import files as configs
 from jaxgrpo.config.files import Config, config_of
 from jaxgrpo.config.own_code import python_name
+from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.types import Params
 from jaxgrpo.data.prompts import PromptData
-from jaxgrpo.evaluation.evaluate import Evaluate, make_evaluator, questions_of
-from jaxgrpo.evaluation.rescoring import Base, rescorer_of
-from jaxgrpo.models import sharding
-from jaxgrpo.models.api import Model
+from jaxgrpo.evaluation.evaluate import Evaluate, Policy, make_evaluator, questions_of
+from jaxgrpo.evaluation.rescoring import Base
+from jaxgrpo.models import decoder, sharding
 from jaxgrpo.models.hf import folders
-from jaxgrpo.models.hf import folders as huggingface
-from jaxgrpo.rollout.sampler import SamplingSettings
 from jaxgrpo.training import process
-from jaxgrpo.training.export import read_run
+from jaxgrpo.training.checkpoints import Checkpoints
+from jaxgrpo.training.folder import evaluation_of, read_metrics
 from jaxgrpo.training.inputs import eval_source, load_prompts, make_chat, resolve_scorer
 from jaxgrpo.training.resets import may_reset
-from jaxgrpo.training.setup import Setup, find_model, sampling_settings
+from jaxgrpo.training.setup import (
+    Setup,
+    find_model,
+    make_mesh,
+    sampling_settings,
+    slots_of,
+)
 from jaxgrpo.update.step import Share, alone
 
+DTYPES = ("float32", "bfloat16")  # of exported weights
 SLOTS = 64  # samples decoded at once where no run says how many
-
-
-NOBODY = python_name("nobody")  # stands where a config must name a reward and none is asked for
-
+NOBODY = python_name("nobody")  # the reward of a config that needs none
 
 DEFAULTS: dict[str, Any] = {
     "rollout": {
@@ -52,20 +59,17 @@ DEFAULTS: dict[str, Any] = {
 """What a config must say and a model folder does not; `--set` replaces it. Nothing is trained."""
 
 
-class Policy(NamedTuple):
-    """A model to sample from, whose weights are not read yet."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StoredPolicy(Policy):
+    """A policy whose weights are in a model folder and not read yet."""
 
-    mesh: Mesh
     folder: Path
-    model: Model
-    tokenizer: Any
-    settings: SamplingSettings
 
     def read_params(self) -> Params:
         """The weights, laid out for sampling."""
         rules, model = sharding.SAMPLING, self.model
         layout = sharding.param_shardings(self.mesh, model.axes, model.shapes, rules)
-        return huggingface.read_params(self.folder, model, shardings=layout)
+        return folders.read_params(self.folder, model, shardings=layout)
 
 
 def config_for(
@@ -93,32 +97,33 @@ def config_for(
 
 def find_policy(
     console: Console, config: Config, rows: Iterable[Any] | None = None
-) -> tuple[Policy, PromptData]:
-    """The policy, and the prompts of eval.data (or `rows`).
+) -> tuple[StoredPolicy, PromptData]:
+    """The policy of a config, and the prompts of eval.data (or `rows`).
 
     Raises: InputError where there is no such model, or a prompt cannot be read or does not fit.
     """
     line = process.start(config.mesh.platform)
     if process.is_main():
         console.print(line)
-    keys = config.mesh
-    mesh = sharding.make_mesh(keys.data, keys.fsdp, keys.tensor, keys.context)
+    mesh = make_mesh(config)
     folder, tokenizer, model = find_model(config, mesh)
     chat = make_chat(config, tokenizer)
     prompts = load_prompts(config, chat, rows if rows is not None else eval_source(config))
-    ends = huggingface.read_end_tokens(folder, tokenizer)
-    settings = sampling_settings(config, tokenizer, ends)
-    return Policy(mesh, folder, model, tokenizer, settings), prompts
+    policy = StoredPolicy(
+        model=model,
+        tokenizer=tokenizer,
+        mesh=mesh,
+        settings=sampling_settings(config, folder, tokenizer),
+        width=config.rollout.max_prompt_tokens,
+        slots=slots_of(config),
+        folder=folder,
+    )
+    return policy, prompts
 
 
 def key_of(config: Config) -> Any:
     """The key data of a config's seed."""
     return jax.random.key_data(jax.random.key(config.train.seed))
-
-
-def slots_of(config: Config) -> int:
-    """Samples decoded at once."""
-    return config.rollout.prompts_per_step * config.rollout.group_size
 
 
 def load_base(config: Config, mesh: Mesh) -> Base:
@@ -138,28 +143,120 @@ def base_of(run: Setup) -> Base:
 
 
 def evaluator_of(run: Setup, share: Share = alone) -> Evaluate:
-    """The evaluation that a run's config asks for.
+    """The evaluation that a run's config asks for; `share` as of `setup`."""
+
+    def make() -> Evaluate:
+        config = run.config
+        held_out = run.held_out or load_prompts(config, run.chat, eval_source(config))
+        questions = questions_of(config, held_out, resolve_scorer(config, run.rewards))
+        base = base_of(run) if config.eval.kl_to_base else None
+        policy = Policy(
+            model=run.model,
+            tokenizer=run.tokenizer,
+            mesh=run.mesh,
+            settings=run.blueprint.sampling,
+            width=config.rollout.max_prompt_tokens,
+            slots=slots_of(config),
+        )
+        return make_evaluator(config, policy, questions, base)
+
+    return share("evaluator", make)
+
+
+def export(
+    run: str | Path, out: str | Path, step: str | int = "last", dtype: str | None = None
+) -> Path:
+    """Writes the model of one step of a run, with tokenizer, generation config and model card.
 
     Args:
-      share: as of `assembly.setup`.
+      run: a run folder.
+      out: the folder to write; a model folder there is replaced.
+      step: a number of finished steps, "last", or "best" by the run's checkpoint.keep_best.
+      dtype: of the weights; None: as they were trained.
+
+    Returns: `out`.
+
+    Raises: InputError where the run, the step or the dtype is none.
     """
-    return share("evaluator", lambda: _make_evaluator_of(run))
+    folder, config = read_run(run)
+    number = _number(folder, config, step)
+    home = folders.find_folder(config.model.path, config.model.revision)
+    tokenizer = folders.read_tokenizer(home)
+    make_chat(config, tokenizer)
+    ends = folders.end_fields(folders.read_end_tokens(home, tokenizer))
+    model = decoder.build(folders.read_config(home))
+    # On the host and without the rest of the state: neither the mesh of the run is needed for it,
+    # nor its data, rewards and method, which may have come from Python.
+    empty = lambda leaf: np.zeros(leaf.shape, np.float32)  # noqa: E731
+    wanted = {"step": np.zeros((), np.int32), "trainable": jax.tree.map(empty, model.shapes)}
+    with Checkpoints(folder / "checkpoints", config.checkpoint.keep) as checkpoints:
+        state, _ = checkpoints.restore(wanted, number, partial=True)
+    number, params = int(state["step"]), state["trainable"]
+    if dtype is not None:
+        if dtype not in DTYPES:
+            raise InputError(f"--dtype {dtype}: use {' or '.join(DTYPES)}")
+        model = decoder.build(dataclasses.replace(model.config, dtype=dtype))
+        params = jax.tree.map(lambda leaf: leaf.astype(dtype), params)
+    lines = [line for line in read_metrics(folder) if line["step"] == number]
+    values = {name: value for line in lines for name, value in evaluation_of(line).items()}
+    card = model_card(config, number, {n: v for n, v in values.items() if v is not None})
+    folders.save_model(out, model, params, tokenizer, ends, card=card)
+    return Path(out)
 
 
-def _make_evaluator_of(run: Setup) -> Evaluate:
-    config = run.config
-    held_out = run.held_out or load_prompts(config, run.chat, eval_source(config))
-    questions = questions_of(config, held_out, resolve_scorer(config, run.rewards))
-    geometry = run.parts.geometry
-    base = base_of(run) if config.eval.kl_to_base else None
-    return make_evaluator(
-        run.model,
-        run.tokenizer,
-        run.mesh,
-        questions,
-        run.parts.sampling,
-        samples=config.eval.samples,
-        width=geometry.max_prompt_tokens,
-        slots=geometry.num_prompts * geometry.group_size,
-        rescore=rescorer_of(config, run.model, run.mesh, base),
-    )
+def read_run(run: str | Path) -> tuple[Path, Config]:
+    """The folder and the config of a run. Raises: InputError where it holds no run."""
+    folder = Path(run)
+    file = folder / "config.toml"
+    if not file.exists():
+        raise InputError(f"{folder}: no run folder (there is no config.toml in it)")
+    return folder, configs.from_dict(tomllib.loads(file.read_text(encoding="utf-8")))
+
+
+def model_card(config: Config, step: int, evaluation: Mapping[str, float]) -> str:
+    """README.md of an exported model, with the metadata block that the hub reads."""
+    data = Path(config.data.path or "own rows").name
+    steps = [config.method] if config.method else config.advantage or ()
+    method = " -> ".join(str(part["use"]) for part in steps)
+    lines = [
+        "---",
+        "library_name: transformers",
+        "pipeline_tag: text-generation",
+        "tags: [jaxgrpo, reinforcement-learning, grpo]",
+        "---",
+        f"# Trained with jaxgrpo {jaxgrpo.__version__}",
+        "",
+        f"Base model `{Path(config.model.path).name}`, {step} of {config.train.steps} steps of "
+        f"`{method}` on `{data}` ({config.rollout.prompts_per_step} prompts "
+        f"x {config.rollout.group_size} samples a step, {config.optimizer.use} at learning rate "
+        f"{config.optimizer.learning_rate:g}, seed {config.train.seed}).",
+    ]
+    if evaluation:
+        lines += [
+            "",
+            f"Evaluated on `{Path(str(config.eval.data)).name}`:",
+            "",
+            "| | |",
+            "|---|---|",
+        ]
+        lines += [f"| {name} | {value:.4f} |" for name, value in sorted(evaluation.items())]
+    return "\n".join(lines) + "\n"
+
+
+def _number(folder: Path, config: Config, step: str | int) -> int | None:
+    """The step to restore; None for the newest."""
+    if step == "last":
+        return None
+    if step == "best":
+        metric = config.checkpoint.keep_best or ""
+        lines = [line for line in read_metrics(folder) if line["step"] > 0]
+        kept = [line for line in lines if line.get(metric) is not None]
+        if not kept:
+            raise InputError(
+                f"{folder}: no best step was kept; set checkpoint.keep_best before training, "
+                "or name a step"
+            )
+        return max(kept, key=lambda line: (line[metric], -line["step"]))["step"]
+    if isinstance(step, int) or step.isdecimal():
+        return int(step)
+    raise InputError(f"--step {step}: use last, best or a number of steps")

@@ -167,7 +167,7 @@ def several_processes(environment: Mapping[str, str]) -> dict[str, str | int] | 
 
 
 def idle_accelerator(environment: Mapping[str, str], folder: str = "/dev") -> str | None:
-    """The device file of an accelerator that the machine has and nobody has hidden."""
+    """The device file of an accelerator of this machine that is not hidden from JAX."""
     if "cpu" in environment.get("JAX_PLATFORMS", ""):
         return None
     hidden = environment.get("CUDA_VISIBLE_DEVICES") in ("", "-1")

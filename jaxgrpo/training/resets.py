@@ -1,4 +1,4 @@
-"""The reference becomes the policy of the moment: what that does to a state, and when it is due."""
+"""Resets of the reference to the current policy: when one is due, and what it changes."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ import optax
 
 from jaxgrpo.advantages import AdvantageTransform
 from jaxgrpo.config.files import Config
-from jaxgrpo.core.errors import InputError
+from jaxgrpo.core.errors import InputError, suggest
 from jaxgrpo.core.types import Params, TrainState
-from jaxgrpo.training.export import is_better, refuse_unknown_best
-from jaxgrpo.update.forward import Objective, Parts, opt_layout, param_layout
+from jaxgrpo.losses import Objective
+from jaxgrpo.training.folder import evaluation_of
+from jaxgrpo.update.forward import Blueprint, opt_layout, param_layout
 from jaxgrpo.update.optimizer import fresh_moments
 
 
@@ -72,26 +73,26 @@ Reset = Callable[[TrainState, Resets, int, Mapping[str, float]], tuple[TrainStat
 """(state, resets, step, the step's metrics) -> (state, resets), where due with a new reference"""
 
 
-def make_resetter(config: Config, parts: Parts) -> Reset:
+def make_resetter(config: Config, blueprint: Blueprint) -> Reset:
     """What the loop calls after each step, with the step's metrics and evaluation.
 
     Raises: InputError where resets are asked for and nothing in the run reads a reference.
     """
     if not may_reset(config):
         return lambda state, resets, number, values: (state, resets)
-    if not ("reference_logp" in parts.chain.needs or _reads_reference(parts.objective)):
+    if not ("reference_logp" in blueprint.chain.needs or _reads_reference(blueprint.objective)):
         raise InputError(
             "reference: nothing in the run reads the reference's log-probs, so that a reset would "
             "do nothing; add a KL to it, or leave reference.reset_... out"
         )
-    names = kl_metrics(parts)
-    layout = (param_layout(parts), opt_layout(parts))
-    fresh = jax.jit(functools.partial(_fresh, parts.optimizer), out_shardings=layout)
+    names = kl_metrics(blueprint)
+    layout = (param_layout(blueprint), opt_layout(blueprint))
+    fresh = jax.jit(functools.partial(_fresh, blueprint.optimizer), out_shardings=layout)
 
     def reset(
         state: TrainState, resets: Resets, number: int, values: Mapping[str, float]
     ) -> tuple[TrainState, Resets]:
-        # The evaluation behind the last step is none of a run that goes on with more.
+        # A run with more steps would not evaluate after this last one.
         if number % (config.eval.every or 1) == 0:
             resets = see(config, resets, values)
         if not is_due(config, resets, number, values, names):
@@ -106,7 +107,7 @@ def see(config: Config, resets: Resets, values: Mapping[str, float]) -> Resets:
 
     A step without an evaluation changes nothing; nor does one whose value is not finite.
     """
-    metric, measured = config.reference.reset_metric, _evaluated(values)
+    metric, measured = config.reference.reset_metric, evaluation_of(values)
     if not config.reference.reset_patience or not measured:
         return resets
     refuse_unknown_best(metric, measured, "reference.reset_metric")
@@ -118,13 +119,13 @@ def see(config: Config, resets: Resets, values: Mapping[str, float]) -> Resets:
     return resets._replace(stale=resets.stale + 1)
 
 
-def kl_metrics(parts: Parts) -> tuple[str, ...]:
+def kl_metrics(blueprint: Blueprint) -> tuple[str, ...]:
     """Where a step's KL to the reference may be found: in the loss, then in steps of the chain.
 
     A step that reads base_logp and no reference_logp measures from the base, which is never reset.
     """
-    own = ("kl",) if _reads_reference(parts.objective) else ()
-    return (*own, *_kl_of_steps(parts.chain))
+    own = ("kl",) if _reads_reference(blueprint.objective) else ()
+    return (*own, *_kl_of_steps(blueprint.chain))
 
 
 def is_due(
@@ -144,6 +145,28 @@ def is_due(
     return keys.reset_kl_above is not None and _kl(values, names) > keys.reset_kl_above
 
 
+def refuse_unknown_best(
+    metric: str | None, metrics: Mapping[str, float], key: str = "checkpoint.keep_best"
+) -> None:
+    """Raises InputError where a key names no metric of the evaluation, whose names are bare."""
+    if metric is not None and metric.removeprefix("eval/") not in metrics:
+        raise InputError(
+            f'{key} = "{metric}": the evaluation has no such metric; '
+            + suggest(metric, [f"eval/{name}" for name in metrics])
+        )
+
+
+def is_better(value: float, best: float | None) -> bool:
+    """Whether a value is above the best so far; what is not finite is never better, nor a best.
+
+    >>> is_better(0.1, None), is_better(float("nan"), None), is_better(0.1, float("nan"))
+    (True, False, True)
+    """
+    if not math.isfinite(value):
+        return False
+    return best is None or not math.isfinite(best) or value > best
+
+
 def _reads_reference(objective: Objective) -> bool:
     return "reference_logp" in objective.needs or bool(objective.anchors)
 
@@ -155,11 +178,6 @@ def _kl_of_steps(chain: AdvantageTransform) -> tuple[str, ...]:
         if "reference_logp" in step.needs:
             found += [f"{name}/{metric}" for metric in inner]
     return tuple(found)
-
-
-def _evaluated(values: Mapping[str, float]) -> dict[str, float]:
-    found = (name for name in values if name.startswith("eval/"))
-    return {name.removeprefix("eval/"): values[name] for name in found}
 
 
 def _kl(values: Mapping[str, float], names: Sequence[str]) -> float:

@@ -1,7 +1,4 @@
-"""Pure statistics of groups: how many teach nothing, how many would by chance, and pass@k.
-
-Symptoms of a policy that is taught by accidents: repetition, odd lengths, drift.
-"""
+"""Metrics of rollouts: rewards, flat groups and what chance explains of them, repetition, drift."""
 
 from __future__ import annotations
 
@@ -17,7 +14,10 @@ from jaxgrpo.advantages import stats
 from jaxgrpo.core.metrics import Mean, Metrics, maximum, mean, merge, minimum
 
 RARE = 0.25
-"""A success is rare where no larger share of its group succeeded."""
+"""A success is rare if no larger share of its group succeeded."""
+
+N_GRAM = 4
+"""Tokens in a run that counts as repeated if the completion holds it twice."""
 
 
 def group_metrics(
@@ -26,7 +26,7 @@ def group_metrics(
     """Rewards and shares of groups, of the weighted sum of the rewards (None: all weigh 1).
 
     A sample that one of the rewards could not score is left out, as in `sum_rewards`; a group
-    without any scored sample is counted in no share. A group is flat where its scored rewards are
+    without any scored sample is counted in no share. A group is flat if its scored rewards are
     all equal, or only one is scored:
 
         groups/all_fail  flat, and the reward is 0 or below
@@ -44,8 +44,8 @@ def group_metrics(
     Shapes: each reward [P, G].
     """
     total, mask = _summed(rewards, weights)
-    flat = stats.is_flat(total, mask)
-    _, high = stats.extremes(total, mask)
+    group = stats.summary(total, mask)
+    flat, high = group.flat, group.high
     scored = mask.any(axis=1, keepdims=True)
     own = [_own_metrics(name, reward) for name, reward in rewards.items()]
     correct = (mask & (total > 0)).sum(1, dtype=jnp.int32)
@@ -100,24 +100,13 @@ def completion_metrics(
     return metrics
 
 
-def live_groups(value: Array, mask: Array) -> Metrics:
-    """live_groups: the share of groups with an unmasked value other than 0.
-
-    Shapes: value and mask [P, G] or [P, G, T], as a chain returns them.
-    """
-    live = mask & (value != 0)
-    return {"live_groups": mean(live.any(tuple(range(1, live.ndim))))}
-
-
 def advantage_metrics(
     advantage: Array,
     mask: Array,
     rewards: Mapping[str, Array],
     weights: Mapping[str, float] | None = None,
-    success_rate: Float[Array, "P"] | None = None,
-    below: float = 0.125,
 ) -> Metrics:
-    """How large advantages are, and who owns them.
+    """How large advantages are, and which samples have them.
 
         advantage/abs_max      the largest |A|
         advantage/lucky_share  sum of |A| over lucky single successes / sum of |A|
@@ -126,11 +115,7 @@ def advantage_metrics(
 
     A lucky single success is the only sample of its group that succeeded (weighted sum of the
     rewards above 0) while another scored one failed. |A| of a sample is the mean over its
-    unmasked tokens. The shares are NaN where all advantages are 0.
-
-    Args:
-      success_rate: what was known of each prompt before this step: then only prompts below `below`
-        count as lucky. None: all of them.
+    unmasked tokens. The shares are NaN if all advantages are 0.
 
     Shapes: advantage and mask [P, G] or [P, G, T], as a chain returns them; rewards [P, G].
     Source: the rare accidental success as exemplar, arXiv 2605.28388; the metric is ours.
@@ -142,8 +127,6 @@ def advantage_metrics(
     total, scored = _summed(rewards, weights)
     success = scored & (total > 0)
     alone = (stats.count(success) == 1) & (stats.count(scored) > 1)
-    if success_rate is not None:
-        alone = alone & (success_rate < below)[:, None]
     owned = {
         "advantage/lucky_share": success & alone,
         "advantage/flat_share": scored & stats.is_flat(total, scored),
@@ -158,7 +141,7 @@ def advantage_metrics(
 def rare_successes(
     rewards: Mapping[str, Array], weights: Mapping[str, float] | None = None
 ) -> Bool[Array, "P G"]:
-    """Which samples succeeded where at most RARE of their group's scored samples did.
+    """The successes in groups of which at most RARE of the scored samples succeeded.
 
     Success is a weighted sum of the rewards above 0. In groups of 4 these are the lucky single
     successes of `advantage_metrics`, in groups of 8 pairs too; in groups of 2 and 3 there are none.
@@ -174,7 +157,7 @@ def pass_at_k(correct: Int[Array, "P"], samples: Int[Array, "P"], k: int) -> Flo
 
         1 - C(n - c, k) / C(n, k)
 
-    NaN where n < k: k samples cannot be judged from fewer. Stable for any n: a product of k
+    NaN if n < k: k samples cannot be judged from fewer. Stable for any n: a product of k
     factors in [0, 1], never a binomial coefficient.
 
     Args:
@@ -186,19 +169,6 @@ def pass_at_k(correct: Int[Array, "P"], samples: Int[Array, "P"], k: int) -> Flo
     return 1 - drawn_alike(samples - correct, samples, k)
 
 
-def iid_flat_share(success_rate: Float[Array, ""], group_size: int) -> Float[Array, ""]:
-    """The share of flat groups if every prompt had the same success rate.
-
-        p^G + (1 - p)^G
-
-    By Jensen's inequality the real share, E_x of the same at each prompt's own rate, is never
-    smaller; at G = 2 the difference is 2 Var_x(p_x).
-
-    Source: Gradient starvation, arXiv 2605.07689.
-    """
-    return success_rate**group_size + (1 - success_rate) ** group_size
-
-
 def flat_share(
     correct: Int[Array, "P"], samples: Int[Array, "P"], group_size: int
 ) -> Float[Array, "P"]:
@@ -206,8 +176,8 @@ def flat_share(
 
         (C(c, G) + C(n - c, G)) / C(n, G)
 
-    Putting c / n into p^G + (1 - p)^G instead overestimates, by the same inequality that makes
-    the mean over prompts exceed `iid_flat_share`. NaN where n < G.
+    Putting c / n into p^G + (1 - p)^G instead overestimates, by Jensen's inequality. NaN if
+    n < G.
     """
     all_pass = drawn_alike(correct, samples, group_size)
     return all_pass + drawn_alike(samples - correct, samples, group_size)
@@ -216,23 +186,23 @@ def flat_share(
 def jensen_gap(
     correct: Int[Array, "P"], samples: Int[Array, "P"], group_size: int
 ) -> tuple[Float[Array, ""], Float[Array, ""], Float[Array, ""]]:
-    """The share of flat groups, what it were were all prompts equally hard, and the difference.
+    """The share of flat groups, the same if all prompts were equally hard, and the difference.
 
         measured  mean_x (C(c_x, G) + C(n_x - c_x, G)) / C(n_x, G)
         iid       mean over all sets of G prompts of prod c_x / n_x, plus the same of failures
         gap       measured - iid; G = 2: twice the variance of the prompts' success rates
 
     All three are unbiased for prompts drawn at random: the first for E_x[p_x^G + (1 - p_x)^G], the
-    second for p^G + (1 - p)^G at p = E_x p_x. `iid_flat_share` of a batch's mean rate overestimates
-    that; products over *distinct* prompts do not, because those are independent. The gap of one
+    second for p^G + (1 - p)^G at p = E_x p_x. That formula at a batch's mean rate overestimates it;
+    products over *distinct* prompts do not, because those are independent. The gap of one
     step is noisy and may be negative; take its mean over steps.
 
     Args:
       correct, samples: successes c and samples n per prompt. Prompts with fewer than G samples are
-        left out of all three, so that they speak of the same prompts.
+        left out of all three, so that they are about the same prompts.
       group_size: G, static, at least 1.
 
-    Returns: NaN where no prompt has G samples; iid and gap where fewer than G prompts have them.
+    Returns: NaN if no prompt has G samples; iid and gap if fewer than G prompts have them.
     Source: Gradient starvation, arXiv 2605.07689, for the gap; the estimators are ours.
     """
     usable = samples >= group_size
@@ -274,7 +244,7 @@ def drawn_alike(alike: Int[Array, "P"], samples: Int[Array, "P"], draws: int) ->
 
     Args:
       alike: samples of that kind, of `samples`.
-      draws: static, at least 1. NaN where there are fewer samples.
+      draws: static, at least 1. NaN if there are fewer samples.
     """
     if draws < 1:
         raise ValueError(f"{draws} draws: pass@k and group sizes begin at 1")
@@ -285,27 +255,6 @@ def drawn_alike(alike: Int[Array, "P"], samples: Int[Array, "P"], draws: int) ->
     return jnp.where(samples >= draws, (left / among).prod(axis=1), jnp.nan)
 
 
-def _summed(
-    rewards: Mapping[str, Array], weights: Mapping[str, float] | None
-) -> tuple[Float[Array, "P G"], Bool[Array, "P G"]]:
-    total, mask = None, None
-    for name, reward in rewards.items():
-        weight = 1.0 if weights is None else weights[name]
-        if weight == 0:
-            continue
-        scored = jnp.isfinite(reward)
-        value = weight * stats.widen(jnp.where(scored, reward, 0))
-        total = value if total is None else total + value
-        mask = scored if mask is None else mask & scored
-    if total is None or mask is None:
-        raise ValueError("group_metrics needs at least one reward whose weight is not 0")
-    return jnp.where(mask, total, 0), mask
-
-
-N_GRAM = 4
-"""Tokens in a run that counts as repeated where it stands twice."""
-
-
 def repetition(
     tokens: Int[Array, "P G T"], mask: Bool[Array, "P G T"], n: int = N_GRAM
 ) -> Float[Array, "P G"]:
@@ -313,7 +262,7 @@ def repetition(
 
         1 - distinct n-grams / n-grams
 
-    0: none comes twice; near 1: a loop. Only n-grams without a masked token count; NaN where there
+    0: none comes twice; near 1: a loop. Only n-grams without a masked token count; NaN if there
     is none. Exact, by sorting the n-grams of each completion.
 
     Source: a detector of degenerate behaviour, after arXiv 2605.28388; n is ours.
@@ -341,7 +290,7 @@ def symptom_metrics(
         rare_success/relative_length   mean of their length over the median length of their group
 
     Rare successes that repeat themselves, or are far shorter than the rest, are accidents that the
-    policy takes as exemplars. The last two are NaN in a step without a rare success.
+    policy learns from. The last two are NaN in a step without a rare success.
 
     Args:
       rare: as `jaxgrpo.update.diagnostics.rare_successes` finds them.
@@ -380,3 +329,20 @@ def drift_metrics(
     """
     total = jnp.where(mask, logp - other_logp, 0).sum(-1)
     return {f"kl_to_{name}_estimated": mean(total, mask.any(-1))}
+
+
+def _summed(
+    rewards: Mapping[str, Array], weights: Mapping[str, float] | None
+) -> tuple[Float[Array, "P G"], Bool[Array, "P G"]]:
+    total, mask = None, None
+    for name, reward in rewards.items():
+        weight = 1.0 if weights is None else weights[name]
+        if weight == 0:
+            continue
+        scored = jnp.isfinite(reward)
+        value = weight * stats.widen(jnp.where(scored, reward, 0))
+        total = value if total is None else total + value
+        mask = scored if mask is None else mask & scored
+    if total is None or mask is None:
+        raise ValueError("group_metrics needs at least one reward whose weight is not 0")
+    return jnp.where(mask, total, 0), mask

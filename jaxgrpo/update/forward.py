@@ -13,9 +13,8 @@ from jax import Array
 from jax.sharding import Mesh
 
 from jaxgrpo.advantages import AdvantageTransform
-from jaxgrpo.core.metrics import Metrics
-from jaxgrpo.core.types import OF_PASS, Params, TrainBatch
-from jaxgrpo.losses import Penalty, Reduction, Surrogate
+from jaxgrpo.core.types import Params, TrainBatch
+from jaxgrpo.losses import Objective
 from jaxgrpo.models import sharding
 from jaxgrpo.models.api import Model
 from jaxgrpo.models.attention import causal, rows_with_prefix
@@ -24,51 +23,8 @@ from jaxgrpo.rollout.sampler import SamplingSettings
 from jaxgrpo.update.packing import Geometry
 
 
-class Objective(NamedTuple):
-    """What an update minimises: sum(weight * (surrogate + penalties))."""
-
-    surrogate: Surrogate
-    reduction: Reduction
-    penalties: tuple[Penalty, ...] = ()
-    penalties_on: str = "all"  # "live": dead samples are free of penalties, and leave the update
-    proximal: str = "behavior"  # the policy ratios are measured from; "trainer" scores it again
-
-    @property
-    def needs(self) -> frozenset[str]:
-        """The fields that must be there before the update."""
-        own = self._named.difference(OF_PASS)
-        return own | ({"trainer_logp"} if self.proximal == "trainer" else frozenset())
-
-    @property
-    def entropy(self) -> Entropy:
-        """What the update's pass says of the entropy: for the log, or for a penalty on it."""
-        return "gradient" if "policy_entropy" in self._named else "value"
-
-    @property
-    def anchors(self) -> frozenset[str]:
-        """The frozen policies that the update itself runs."""
-        return frozenset(OF_PASS[name] for name in self._named & OF_PASS.keys()) - {"trainer"}
-
-    @property
-    def _named(self) -> frozenset[str]:
-        parts = (self.surrogate, *self.penalties)
-        return frozenset[str]().union(*(part.needs for part in parts))
-
-    def init(self) -> dict[str, Any]:
-        """name of a penalty -> what it remembers before the first update."""
-        return {part.name: part.init() for part in self.penalties if part.init is not None}
-
-    def observe(self, state: Mapping[str, Any], metrics: Metrics) -> dict[str, Any]:
-        """What the penalties remember after an update with these metrics."""
-        return {
-            part.name: part.observe(state[part.name], metrics)
-            for part in self.penalties
-            if part.observe is not None
-        }
-
-
-class Parts(NamedTuple):
-    """Everything static that the programs of a run are built from."""
+class Blueprint(NamedTuple):
+    """Everything static that the jitted functions of a run are built from."""
 
     model: Model
     chain: AdvantageTransform
@@ -82,7 +38,7 @@ class Parts(NamedTuple):
 
 
 class Scored(NamedTuple):
-    """What one pass says of the chosen tokens."""
+    """What one pass gives for the chosen tokens."""
 
     logp: Array  # [D, R, Q]
     entropy: Array | None  # [D, R, Q]; None unless asked for
@@ -90,7 +46,7 @@ class Scored(NamedTuple):
 
 
 def forward(
-    parts: Parts,
+    blueprint: Blueprint,
     params: Params,
     micro: TrainBatch,
     entropy: Entropy = "none",
@@ -100,13 +56,13 @@ def forward(
 
     The entropy carries gradient for "gradient" only.
     """
-    params = as_computed(parts.model, params)
-    hidden = hidden_states(parts.model, params, micro)
+    params = as_computed(blueprint.model, params)
+    hidden = hidden_states(blueprint.model, params, micro)
     # Greedy sampling has no distribution: its ratios are those of the model itself.
-    temperature = parts.sampling.temperature or 1.0
+    temperature = blueprint.sampling.temperature or 1.0
 
     def unembed(hidden: Array) -> Array:
-        return parts.model.unembed(params, hidden)
+        return blueprint.model.unembed(params, hidden)
 
     bins, rows = hidden.shape[0], micro.tokens.shape
     logp, values = token_logprobs(
@@ -118,12 +74,12 @@ def forward(
     )
     fields = {} if values is None else {"policy_entropy": values}
     if reference is not None:
-        anchor = as_computed(parts.model, reference)
+        anchor = as_computed(blueprint.model, reference)
         fields["full_kl"], fields["full_kl_clamped"] = full_kl(
             unembed,
             hidden,
-            lambda hidden: parts.model.unembed(anchor, hidden),
-            hidden_states(parts.model, anchor, micro),
+            lambda hidden: blueprint.model.unembed(anchor, hidden),
+            hidden_states(blueprint.model, anchor, micro),
             temperature=temperature,
         )
     return jax.tree.map(lambda leaf: leaf.reshape(rows), Scored(logp, values, fields))
@@ -160,22 +116,24 @@ def micro_batch(batch: TrainBatch, index: Array) -> TrainBatch:
     return jax.tree.map(take, rest)
 
 
-def param_layout(parts: Parts, rules: sharding.Rules = sharding.TRAINING) -> Params:
+def param_layout(blueprint: Blueprint, rules: sharding.Rules = sharding.TRAINING) -> Params:
     """The shardings of the parameters."""
-    return sharding.param_shardings(parts.mesh, parts.model.axes, parts.model.shapes, rules)
+    return sharding.param_shardings(
+        blueprint.mesh, blueprint.model.axes, blueprint.model.shapes, rules
+    )
 
 
-def opt_layout(parts: Parts) -> Any:
+def opt_layout(blueprint: Blueprint) -> Any:
     """The shardings of the optimizer's state: moments as their parameters, the rest everywhere.
 
     A moment of another shape than its parameter's, as a row or column of adafactor's, is small.
     """
-    everywhere = sharding.replicated(parts.mesh)
+    everywhere = sharding.replicated(blueprint.mesh)
     return optax.tree_utils.tree_map_params(
-        parts.optimizer,
+        blueprint.optimizer,
         lambda leaf, layout, param: layout if leaf.shape == param.shape else everywhere,
-        jax.eval_shape(parts.optimizer.init, parts.model.shapes),
-        param_layout(parts),
-        parts.model.shapes,
+        jax.eval_shape(blueprint.optimizer.init, blueprint.model.shapes),
+        param_layout(blueprint),
+        blueprint.model.shapes,
         transform_non_params=lambda _: everywhere,
     )

@@ -33,7 +33,7 @@ def make_optimizer(
     `steps` along a line ("linear") or half a cosine ("cosine"). Skipped updates do not count.
 
     Args:
-      axes: logical axes of the parameters; where the factory takes a `mask`, only matrices decay.
+      axes: logical axes of the parameters; if the factory takes a `mask`, only matrices decay.
       clip_norm: largest global gradient norm; 0 leaves gradients as they are.
       options: further keyword arguments of the factory, as optax names them.
 
@@ -80,30 +80,28 @@ def make_schedule(
 
 def current_rate(opt_state: Any) -> jax.Array:
     """The learning rate of the last update made (of the first one, before it)."""
-    injected = lambda node: hasattr(node, "hyperparams")  # noqa: E731
-    states = filter(injected, jax.tree.leaves(opt_state, is_leaf=injected))
+    states = filter(_is_injected, jax.tree.leaves(opt_state, is_leaf=_is_injected))
     return next(states).hyperparams["learning_rate"]
 
 
 def fresh_moments(optimizer: optax.GradientTransformation, params: Params, opt_state: Any) -> Any:
-    """The optimizer's first state for these parameters, on a schedule that goes on where it is.
+    """The optimizer's first state for these parameters, on a schedule that continues.
 
     What it remembers of gradients is gone; the learning rate neither warms up nor decays anew.
     """
-    injected = lambda node: hasattr(node, "hyperparams")  # noqa: E731
 
     def keep_rate(new: Any, old: Any) -> Any:
-        if not injected(new):
+        if not _is_injected(new):
             return new
         return new._replace(**{name: getattr(old, name) for name in new._fields if name != _INNER})
 
-    return jax.tree.map(keep_rate, optimizer.init(params), opt_state, is_leaf=injected)
+    return jax.tree.map(keep_rate, optimizer.init(params), opt_state, is_leaf=_is_injected)
 
 
 def decay_mask(axes: Params) -> Params:
     """True for the weights that decay: matrices, which have "embed" and another dimension.
 
-    Norm scales and biases do not. Told by logical axes, not by ndim: stacked scales have two.
+    Norm scales and biases do not. By logical axes, not by ndim: stacked scales have two.
     """
 
     def decays(names: tuple[str | None, ...]) -> bool:
@@ -114,18 +112,17 @@ def decay_mask(axes: Params) -> Params:
 
 def _factory(use: str) -> Any:
     factory = getattr(optax, use, None)
-    if callable(factory) and "learning_rate" in inspect.signature(factory).parameters:
+    if _takes_rate(factory):
         return factory
-    names = [
-        name
-        for name in dir(optax)
-        if callable(getattr(optax, name))
-        and not name.startswith("_")
-        and not inspect.isclass(getattr(optax, name))
-        and _takes_rate(getattr(optax, name))
-    ]
+    found = {name: value for name, value in vars(optax).items() if not inspect.isclass(value)}
+    names = [name for name in found if name[0] != "_" and _takes_rate(found[name])]
     near = difflib.get_close_matches(use, names, 3) or sorted(names)
     raise InputError(f"optimizer.use = {use!r}: optax has no such optimizer; try {', '.join(near)}")
+
+
+def _is_injected(node: Any) -> bool:
+    """Whether it is a state of optax.inject_hyperparams."""
+    return hasattr(node, "hyperparams")
 
 
 def _takes_rate(function: Any) -> bool:

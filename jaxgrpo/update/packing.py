@@ -1,8 +1,7 @@
 """The update batch: a host plan of who goes where, and the one jitted gather that moves it.
 
 The plan is a pure function of the live flags, the same in every process. This packer is plain:
-one sample per row, rows in order, whole groups per bin; the layout is the one that denser packers
-fill, so nothing behind it changes when they come.
+one sample per row, rows in order, whole groups per bin. The layout has room for denser packers.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ class Plan(NamedTuple):
 
 
 def check_geometry(geometry: Geometry) -> None:
-    """Raises InputError where rows and groups do not fit one another."""
+    """Raises InputError if rows and groups do not fit one another."""
     rows, group = geometry.rows, geometry.group_size
     if rows < 1 or (rows % group and group % rows):
         raise InputError(
@@ -65,7 +64,7 @@ def plan(live: np.ndarray, geometry: Geometry) -> Plan:
     """Places the live samples [P, G] into micro-batches, bins and rows, in order.
 
     A bin takes whole groups (their live members) as long as `prompts_per_bin` allows, or pieces of
-    one group of `rows` samples where a group is larger than a bin.
+    one group of `rows` samples if a group is larger than a bin.
     """
     pieces: list[list[np.ndarray]] = []  # bins, each a list of sample indices by prompt
     groups = [np.flatnonzero(row) + p * geometry.group_size for p, row in enumerate(live)]
@@ -110,15 +109,15 @@ def gather(
     steps = rollouts.completion_tokens.shape[-1]
     group = rollouts.completion_tokens.shape[1]
 
-    def move(value: Array, fill: float | int | bool = 0) -> Array:
+    def move(value: Array) -> Array:
         moved = value.reshape(-1, steps)[row]
-        return jnp.where(present[..., None], moved, jnp.asarray(fill, value.dtype))
+        return jnp.where(present[..., None], moved, jnp.asarray(0, value.dtype))
 
     target = move(rollouts.completion_tokens)
     of_row = row // group  # [K, D, R] prompt index
     last = jnp.take_along_axis(rollouts.prompt_tokens, length[:, None] - 1, axis=1)[:, 0]
     tokens = jnp.concatenate([last[of_row][..., None], target[..., :-1]], axis=-1)
-    real = move(_completion_length_mask(rollouts.token_mask), fill=False)
+    real = move(_completion_length_mask(rollouts.token_mask))
     prompt = jnp.maximum(plan.prompt, 0)
     prompt_length = jnp.where(plan.prompt >= 0, length[prompt] - 1, 0)
     position = jnp.arange(rollouts.prompt_tokens.shape[1])
@@ -134,7 +133,7 @@ def gather(
         position=length[of_row][..., None] - 1 + jnp.arange(steps, dtype=jnp.int32),
         advantage=move(advantage),
         weight=move(weight),
-        mask=move(mask, fill=False),
+        mask=move(mask),
         proximal_logp=move(rollouts.behavior_logp),
         fields={name: move(value) for name, value in fields.items()},
         row_prompt=jnp.asarray(plan.row_prompt),
@@ -143,7 +142,7 @@ def gather(
 
 
 def scatter(values: Array, plan: Plan, shape: tuple[int, int, int]) -> Array:
-    """The way back: row values [K, D, R, T] to samples [P, G, T]; 0 where a sample had no row."""
+    """The way back: row values [K, D, R, T] to samples [P, G, T]; 0 if a sample had no row."""
     groups, samples, steps = shape
     index = jnp.where(plan.sample >= 0, plan.sample, groups * samples).reshape(-1)
     flat = jnp.zeros((groups * samples, steps), values.dtype)
@@ -151,5 +150,5 @@ def scatter(values: Array, plan: Plan, shape: tuple[int, int, int]) -> Array:
 
 
 def _completion_length_mask(token_mask: Array) -> Array:
-    """True up to the last token the policy chose: forced text behind it teaches nothing."""
+    """True up to the last token the policy chose: forced text after it teaches nothing."""
     return jnp.flip(jnp.cumsum(jnp.flip(token_mask, -1), -1) > 0, -1)

@@ -28,19 +28,14 @@ from jaxgrpo.update.diagnostics import (
     rare_successes,
     symptom_metrics,
 )
-from jaxgrpo.update.forward import Parts, forward, micro_batch
-from jaxgrpo.update.packing import Geometry
-
-Score = Callable[[Params, TrainBatch, Entropy], tuple[Array, Array | None]]
-"""(parameters, batch, "none" or "value") -> (log-probs, entropies) [K, D, R, Q] of its live
-micro-batches; without entropies None"""
+from jaxgrpo.update.forward import Blueprint, forward, micro_batch
 
 ANCHORS = ("base_logp", "reference_logp")
-"""Fields that tell, where a method asks for them, how far the policy has gone."""
+"""Fields that show, if a method asks for them, how far the policy has moved."""
 
 
 class Prepared(NamedTuple):
-    """What `prepare` hands on: the batch to update on, and what the log shows of it."""
+    """What `prepare` returns: the batch to update on, and what the log shows of it."""
 
     batch: TrainBatch
     advantage: Array  # [P, G], the mean over a sample's tokens
@@ -48,27 +43,11 @@ class Prepared(NamedTuple):
     metrics: Metrics
 
 
-def make_preparer(parts: Parts) -> Callable[[TrainState, Rollouts], tuple[TrainState, Prepared]]:
+def make_preparer(
+    blueprint: Blueprint,
+) -> Callable[[TrainState, Rollouts], tuple[TrainState, Prepared]]:
     """The function that turns judged rollouts into the batch of one update."""
-    programs = _compile(parts)
-
-    def prepare(state: TrainState, rollouts: Rollouts) -> tuple[TrainState, Prepared]:
-        rollouts = _with_fields(parts, programs, state, rollouts)
-        judged = programs.judge(state.advantage_state, rollouts)
-        live = sharding.to_host(judged.live)
-        where = packing.plan(live if parts.compact else np.ones_like(live), parts.geometry)
-        batch = _assemble(parts, programs, state, rollouts, judged, where)
-        state = dataclasses.replace(state, advantage_state=judged.state)
-        metrics = judged.metrics
-        # Of all completions or of none: those that the loss leaves out are no random ones.
-        whole = bool(live.all() or not parts.compact)
-        for name in ANCHORS:
-            if name not in rollouts.fields and name in batch.fields:
-                late = rollouts, batch.fields[name], where, whole
-                metrics = merge(metrics, programs.drift(name, *late))
-        return state, Prepared(batch, judged.per_sample, live, metrics)
-
-    return prepare
+    return _Preparer(blueprint).prepare
 
 
 class _Judged(NamedTuple):
@@ -81,25 +60,85 @@ class _Judged(NamedTuple):
     metrics: Metrics
 
 
-class _Programs(NamedTuple):
-    """The jitted functions of `prepare`."""
+class _Preparer:
+    """The jitted functions of `prepare`, and what the host does between them."""
 
-    score: Score
-    judge: Callable[[Any, Rollouts], _Judged]
-    gather: Callable[..., TrainBatch]
-    scatter: Callable[[Array, packing.Plan], Array]
-    drift: Callable[..., Metrics]
+    def __init__(self, blueprint: Blueprint):
+        self.blueprint, geometry = blueprint, blueprint.geometry
+        shape = geometry.num_prompts, geometry.group_size, geometry.max_completion_tokens
+        self.sample_shape = shape
+        self.score = jax.jit(functools.partial(_score, blueprint), static_argnums=2)
+        self.judge = jax.jit(functools.partial(_judge, blueprint))
+        self.gather = jax.jit(
+            functools.partial(gather_over_bins, sharding.constrain(blueprint.mesh))
+        )
+        self.scatter = jax.jit(lambda values, where: packing.scatter(values, where, shape))
+        self.drift = jax.jit(drift_metrics, static_argnums=3)
 
+    def prepare(self, state: TrainState, rollouts: Rollouts) -> tuple[TrainState, Prepared]:
+        compact = self.blueprint.compact
+        rollouts = self.with_fields(state, rollouts)
+        judged: _Judged = self.judge(state.advantage_state, rollouts)
+        live = sharding.to_host(judged.live)
+        where = packing.plan(live if compact else np.ones_like(live), self.blueprint.geometry)
+        batch = self.assemble(state, rollouts, judged, where)
+        state = dataclasses.replace(state, advantage_state=judged.state)
+        metrics = judged.metrics
+        for name in ANCHORS:
+            if name not in rollouts.fields and name in batch.fields:
+                # Of all completions or of none: those that the loss leaves out are no random ones.
+                mask = rollouts.token_mask & bool(live.all() or not compact)
+                other = self.scatter(batch.fields[name], where)
+                drift = self.drift(rollouts.behavior_logp, other, mask, FIELDS[name].policy)
+                metrics = merge(metrics, drift)
+        return state, Prepared(batch, judged.per_sample, live, metrics)
 
-def _compile(parts: Parts) -> _Programs:
-    shape = _sample_shape(parts.geometry)
-    return _Programs(
-        score=jax.jit(functools.partial(_score, parts), static_argnums=2),
-        judge=jax.jit(functools.partial(_judge, parts)),
-        gather=jax.jit(functools.partial(gather_over_bins, sharding.constrain(parts.mesh))),
-        scatter=jax.jit(lambda values, where: packing.scatter(values, where, shape)),
-        drift=jax.jit(functools.partial(_drift, shape), static_argnums=0),
-    )
+    def with_fields(self, state: TrainState, rollouts: Rollouts) -> Rollouts:
+        """The rollouts with what the chain needs, scored on every sample."""
+        names = self.blueprint.chain.needs & FIELDS.keys()
+        if not names:
+            return rollouts
+        everyone = packing.plan(np.ones(self.sample_shape[:2], bool), self.blueprint.geometry)
+        zero = jnp.zeros(self.sample_shape, jnp.float32)
+        batch = self.gather(rollouts, everyone, zero, zero, rollouts.token_mask, {})
+        scored = self.score_fields(state, names, batch)
+        fields = {name: self.scatter(value, everyone) for name, value in scored.items()}
+        return dataclasses.replace(rollouts, fields={**rollouts.fields, **fields})
+
+    def assemble(
+        self, state: TrainState, rollouts: Rollouts, judged: _Judged, where: packing.Plan
+    ) -> TrainBatch:
+        """The update batch, with what only the loss needs scored on its samples alone."""
+        needs = self.blueprint.objective.needs
+        # As for the parts of a chain, a need may be the name of a reward.
+        brought = {**rollouts.rewards, **rollouts.fields}
+        known = {name: self.per_token(brought[name]) for name in needs & brought.keys()}
+        known["behavior_logp"] = rollouts.behavior_logp
+        batch = self.gather(rollouts, where, judged.advantage, judged.weight, judged.mask, known)
+        late = self.score_fields(state, (needs & FIELDS.keys()) - known.keys(), batch)
+        batch = dataclasses.replace(batch, fields={**batch.fields, **late})
+        if self.blueprint.objective.proximal == "trainer":
+            batch = dataclasses.replace(batch, proximal_logp=batch.fields["trainer_logp"])
+        return batch
+
+    def score_fields(
+        self, state: TrainState, names: Collection[str], batch: TrainBatch
+    ) -> dict[str, Array]:
+        """The named fields [K, D, R, Q], with one pass per policy that they ask for."""
+        fields: dict[str, Array] = {}
+        for policy in sorted({FIELDS[name].policy for name in names}):
+            params = state.trainable if policy == "trainer" else state.frozen[policy]
+            wanted = {name: FIELDS[name] for name in names if FIELDS[name].policy == policy}
+            asked = "value" if "entropy" in {one.quantity for one in wanted.values()} else "none"
+            logp, entropy = self.score(params, batch, asked)
+            values = {"logp": logp, "entropy": entropy}
+            fields |= {name: values[field.quantity] for name, field in wanted.items()}
+        return fields
+
+    def per_token(self, value: Array) -> Array:
+        """A field [P], [P, G] or [P, G, T] at every token."""
+        value = value.reshape(*value.shape, *[1] * (3 - value.ndim))
+        return jnp.broadcast_to(value, self.sample_shape)
 
 
 def gather_over_bins(constrain: Constrain, *arguments: Any) -> TrainBatch:
@@ -112,12 +151,12 @@ def gather_over_bins(constrain: Constrain, *arguments: Any) -> TrainBatch:
 
 
 def _score(
-    parts: Parts, params: Params, batch: TrainBatch, entropy: Entropy
+    blueprint: Blueprint, params: Params, batch: TrainBatch, entropy: Entropy
 ) -> tuple[Array, Array | None]:
     """Log-probs and entropies [K, D, R, Q] under `params`; 0 in micro-batches that are not live."""
 
     def body(index: Array, carry: Any) -> Any:
-        scored = forward(parts, params, micro_batch(batch, index), entropy)
+        scored = forward(blueprint, params, micro_batch(batch, index), entropy)
         values = scored.logp, scored.entropy
         return jax.tree.map(lambda whole, one: whole.at[index].set(one), carry, values)
 
@@ -126,84 +165,29 @@ def _score(
     return jax.lax.fori_loop(0, batch.num_live, body, start)
 
 
-def _score_fields(
-    programs: _Programs, state: TrainState, names: Collection[str], batch: TrainBatch
-) -> dict[str, Array]:
-    """The named fields [K, D, R, Q], with one pass per policy that they ask for."""
-    fields: dict[str, Array] = {}
-    for policy in sorted({FIELDS[name].policy for name in names}):
-        params = state.trainable if policy == "trainer" else state.frozen[policy]
-        wanted = {name: FIELDS[name].quantity for name in names if FIELDS[name].policy == policy}
-        asked = "value" if "entropy" in wanted.values() else "none"
-        logp, entropy = programs.score(params, batch, asked)
-        for name, quantity in wanted.items():
-            value = logp if quantity == "logp" else entropy
-            assert value is not None
-            fields[name] = value
-    return fields
-
-
-def _with_fields(
-    parts: Parts, programs: _Programs, state: TrainState, rollouts: Rollouts
-) -> Rollouts:
-    """The rollouts with what the chain needs, scored on every sample."""
-    names = parts.chain.needs & FIELDS.keys()
-    if not names:
-        return rollouts
-    geometry = parts.geometry
-    everyone = packing.plan(np.ones((geometry.num_prompts, geometry.group_size), bool), geometry)
-    zero = jnp.zeros(_sample_shape(geometry), jnp.float32)
-    batch = programs.gather(rollouts, everyone, zero, zero, rollouts.token_mask, {})
-    scored = _score_fields(programs, state, names, batch)
-    fields = {name: programs.scatter(value, everyone) for name, value in scored.items()}
-    return dataclasses.replace(rollouts, fields={**rollouts.fields, **fields})
-
-
-def _assemble(
-    parts: Parts,
-    programs: _Programs,
-    state: TrainState,
-    rollouts: Rollouts,
-    judged: _Judged,
-    where: packing.Plan,
-) -> TrainBatch:
-    """The update batch, with what only the loss needs scored on its samples alone."""
-    needs = parts.objective.needs
-    # As for the parts of a chain, a need may be the name of a reward.
-    brought = {**rollouts.rewards, **rollouts.fields}
-    known = {name: _per_token(brought[name], parts.geometry) for name in needs & brought.keys()}
-    known["behavior_logp"] = rollouts.behavior_logp
-    batch = programs.gather(rollouts, where, judged.advantage, judged.weight, judged.mask, known)
-    late = _score_fields(programs, state, (needs & FIELDS.keys()) - known.keys(), batch)
-    batch = dataclasses.replace(batch, fields={**batch.fields, **late})
-    if parts.objective.proximal == "trainer":
-        batch = dataclasses.replace(batch, proximal_logp=batch.fields["trainer_logp"])
-    return batch
-
-
-def _judge(parts: Parts, state: Any, rollouts: Rollouts) -> _Judged:
+def _judge(blueprint: Blueprint, state: Any, rollouts: Rollouts) -> _Judged:
     """The chain, the reduction's weights on the whole batch, and who is alive."""
-    signal, state, metrics = parts.chain.update(advantages.start(rollouts), state, rollouts)
+    signal, state, metrics = blueprint.chain.update(advantages.start(rollouts), state, rollouts)
     tokens = rollouts.token_mask
     value, mask = signal.value, signal.mask
     if value.ndim == 2:
         value, mask = value[..., None], mask[..., None]
     mask = jnp.broadcast_to(mask, tokens.shape) & tokens
     advantage = jnp.where(mask, value, 0).astype(jnp.float32)
-    weight = parts.objective.reduction.weights(mask).astype(jnp.float32)
+    weight = blueprint.objective.reduction.weights(mask).astype(jnp.float32)
     live = (advantage != 0).any(-1)
-    if parts.objective.penalties and parts.objective.penalties_on == "all":
+    if blueprint.objective.penalties and blueprint.objective.penalties_on == "all":
         live = mask.any(-1)
     else:
         # The dead carry no penalty, so that leaving them out changes nothing.
         weight = jnp.where(live[..., None], weight, 0)
     metrics = merge(
-        metrics, _rollout_metrics(rollouts, live, advantage, mask, parts.reward_weights)
+        metrics, _rollout_metrics(rollouts, live, advantage, mask, blueprint.reward_weights)
     )
     per_sample = advantage.sum(-1) / jnp.maximum(mask.sum(-1), 1)
     # Nor are they in the metrics of the update, which penalties may remember.
     mask = mask & live[..., None]
-    everywhere = sharding.replicated(parts.mesh)
+    everywhere = sharding.replicated(blueprint.mesh)
     state, live, per_sample, metrics = jax.lax.with_sharding_constraint(
         (state, live, per_sample, metrics), everywhere
     )
@@ -217,7 +201,7 @@ def _rollout_metrics(
     mask: Array,
     weights: Mapping[str, float] | None,
 ) -> Metrics:
-    """Metrics of rewards and completions, under TRL's names where TRL has one."""
+    """Metrics of rewards and completions, under TRL's names if TRL has one."""
     tokens = rollouts.token_mask
     metrics: Metrics = {
         "live_samples": mean(live),
@@ -235,39 +219,15 @@ def _rollout_metrics(
     return metrics | group_metrics(rollouts.rewards, weights)
 
 
-def _drift(
-    shape: tuple[int, int, int],
-    name: str,
-    rollouts: Rollouts,
-    other_logp: Array,
-    where: packing.Plan,
-    whole: Array,
-) -> Metrics:
-    """`drift_metrics` of a field that was scored for the loss alone; NaN if not for `whole`."""
-    other = packing.scatter(other_logp, where, shape)
-    mask = rollouts.token_mask & whole
-    return drift_metrics(rollouts.behavior_logp, other, mask, FIELDS[name].policy)
-
-
-def _per_token(value: Array, geometry: Geometry) -> Array:
-    """A field [P], [P, G] or [P, G, T] at every token."""
-    value = value.reshape(*value.shape, *[1] * (3 - value.ndim))
-    return jnp.broadcast_to(value, _sample_shape(geometry))
-
-
-def _sample_shape(geometry: Geometry) -> tuple[int, int, int]:
-    return geometry.num_prompts, geometry.group_size, geometry.max_completion_tokens
-
-
 def make_observer(
     policy: PromptPolicy,
     num_prompts: int,
     prepare: Callable[[TrainState, Rollouts], tuple[TrainState, Prepared]],
 ) -> Callable[[TrainState, Rollouts], tuple[TrainState, Prepared]]:
-    """`prepare`, which then shows the prompt policy every group that it was given.
+    """`prepare`, after which the prompt policy observes every group.
 
-    Here, and not as a function of its own, since a loop that forgot to call it would train on with
-    a policy that learns nothing.
+    It is no function of its own, since a loop that forgot to call it would train on with a policy
+    that learns nothing.
     """
 
     def prepare_and_observe(state: TrainState, rollouts: Rollouts) -> tuple[TrainState, Prepared]:

@@ -17,11 +17,11 @@ from jax import Array
 
 from jaxgrpo.core.metrics import Metrics, empty_like, maximum, mean, merge
 from jaxgrpo.core.types import Params, Prompts, Rollouts, TrainBatch, TrainState
-from jaxgrpo.losses import token_loss
+from jaxgrpo.losses import Tokens, token_loss
 from jaxgrpo.models import sharding
 from jaxgrpo.rollout import sampler as sampling
 from jaxgrpo.update.forward import (
-    Parts,
+    Blueprint,
     as_computed,
     forward,
     micro_batch,
@@ -51,33 +51,33 @@ class Steps(NamedTuple):
     objective_state, metrics) of `update`"""
 
 
-def build_steps(parts: Parts, share: Share = alone) -> Steps:
+def build_steps(blueprint: Blueprint, share: Share = alone) -> Steps:
     """Jits the functions of a training step for one model, method, geometry and mesh.
 
     Args:
       share: asked for "sampler", "update" and "method", the programs that runs may have in common.
     """
-    constrain = sharding.constrain(parts.mesh)
+    constrain = sharding.constrain(blueprint.mesh)
     sampler = share(
-        "sampler", lambda: sampling.make_sampler(parts.model, parts.sampling, constrain)
+        "sampler", lambda: sampling.make_sampler(blueprint.model, blueprint.sampling, constrain)
     )
-    program = share("update", lambda: _update_program(parts))
+    program = share("update", lambda: _update_program(blueprint))
     return Steps(
         sample=lambda params, prompts, key: sampling.sample(sampler, params, prompts, key),
-        prepare=make_preparer(parts),
-        update=_updater(program, parts.objective.anchors),
-        sync=_syncer(parts),
+        prepare=make_preparer(blueprint),
+        update=_updater(program, blueprint.objective.anchors),
+        sync=_syncer(blueprint),
         update_program=program,
     )
 
 
-def _syncer(parts: Parts) -> Callable[[TrainState], Params]:
+def _syncer(blueprint: Blueprint) -> Callable[[TrainState], Params]:
     """Trained parameters as the sampler reads them: cast and gathered over fsdp, or as they are."""
-    narrow = jnp.finfo(parts.model.config.dtype).bits < 32
-    if parts.mesh.shape["fsdp"] == 1 and not narrow:
+    narrow = jnp.finfo(blueprint.model.config.dtype).bits < 32
+    if blueprint.mesh.shape["fsdp"] == 1 and not narrow:
         return lambda state: state.trainable
-    layout = param_layout(parts, sharding.SAMPLING)
-    sync = jax.jit(functools.partial(as_computed, parts.model), out_shardings=layout)
+    layout = param_layout(blueprint, sharding.SAMPLING)
+    sync = jax.jit(functools.partial(as_computed, blueprint.model), out_shardings=layout)
     return lambda state: sync(state.trainable)
 
 
@@ -101,7 +101,7 @@ def _updater(
     return update
 
 
-def _update_program(parts: Parts) -> Any:
+def _update_program(blueprint: Blueprint) -> Any:
     """One optimizer step on the gradient of the whole batch.
 
     Without a live sample, or with a gradient that is not finite, parameters, optimizer state and
@@ -109,20 +109,17 @@ def _update_program(parts: Parts) -> Any:
     """
 
     def run(
-        trainable: Params,
-        opt_state: Any,
-        objective_state: dict[str, Any],
-        anchors: dict[str, Params],
-        batch: TrainBatch,
+        trainable: Params, opt_state: Any, objective_state: Any, anchors: Any, batch: TrainBatch
     ):
-        loss, grads, metrics = _accumulate(parts, trainable, objective_state, anchors, batch)
+        loss_of = functools.partial(_loss, blueprint, objective_state, anchors)
+        loss, grads, metrics = _accumulate(loss_of, param_layout(blueprint), trainable, batch)
         norm = optax.tree_utils.tree_norm(grads)
         finite = jnp.isfinite(norm)
         no_live = batch.num_live == 0
 
         def step(_):
-            updates, new_state = parts.optimizer.update(grads, opt_state, trainable)
-            observed = parts.objective.observe(objective_state, metrics)
+            updates, new_state = blueprint.optimizer.update(grads, opt_state, trainable)
+            observed = blueprint.objective.observe(objective_state, metrics)
             return optax.apply_updates(trainable, updates), new_state, observed
 
         old = (trainable, opt_state, objective_state)
@@ -135,24 +132,22 @@ def _update_program(parts: Parts) -> Any:
         }
         return *new, metrics | {name: mean(value) for name, value in counted.items()}
 
-    everywhere = sharding.replicated(parts.mesh)
-    layout = (param_layout(parts), opt_layout(parts), everywhere, everywhere)
+    everywhere = sharding.replicated(blueprint.mesh)
+    layout = (param_layout(blueprint), opt_layout(blueprint), everywhere, everywhere)
     return jax.jit(run, donate_argnums=(0, 1), out_shardings=layout)
 
 
 def _accumulate(
-    parts: Parts,
+    loss_of: Callable[[Params, TrainBatch], Any],
+    layout: Params,
     trainable: Params,
-    objective_state: dict[str, Any],
-    anchors: dict[str, Params],
     batch: TrainBatch,
 ):
     """Loss, gradients and metrics summed over the live micro-batches, in one loop."""
 
     def one(index: Array):
-        objective = jax.value_and_grad(functools.partial(_loss, parts), has_aux=True)
-        micro = micro_batch(batch, index)
-        (loss, metrics), grads = objective(trainable, objective_state, anchors, micro)
+        with_gradient = jax.value_and_grad(loss_of, has_aux=True)
+        (loss, metrics), grads = with_gradient(trainable, micro_batch(batch, index))
         return loss, grads, metrics
 
     def body(index: Array, carry):
@@ -166,35 +161,36 @@ def _accumulate(
     loss, grads, metrics = jax.eval_shape(one, jnp.int32(0))
     start = (
         jnp.zeros(loss.shape, loss.dtype),
-        jax.tree.map(zeros, grads, param_layout(parts)),
+        jax.tree.map(zeros, grads, layout),
         empty_like(metrics),
     )
     return jax.lax.fori_loop(0, batch.num_live, body, start)
 
 
 def _loss(
-    parts: Parts,
-    params: Params,
+    blueprint: Blueprint,
     objective_state: dict[str, Any],
     anchors: dict[str, Params],
+    params: Params,
     micro: TrainBatch,
 ) -> tuple[Array, Metrics]:
-    scored = forward(parts, params, micro, parts.objective.entropy, anchors.get("reference"))
+    objective = blueprint.objective
+    scored = forward(blueprint, params, micro, objective.entropy, anchors.get("reference"))
     assert scored.entropy is not None
     logp = jnp.where(micro.mask, scored.logp, 0)
+    tokens = Tokens(
+        logp=logp,
+        proximal_logp=micro.proximal_logp,
+        advantage=micro.advantage,
+        mask=micro.mask,
+        segment=micro.segment,
+        fields=micro.fields | scored.fields,
+    )
     per_token, metrics = token_loss(
-        parts.objective.surrogate,
-        parts.objective.penalties,
-        logp,
-        micro.proximal_logp,
-        micro.advantage,
-        micro.mask,
-        micro.segment,
-        micro.fields | scored.fields,
-        objective_state,
+        objective.surrogate, objective.penalties, tokens, objective_state
     )
     gap = jnp.abs(jax.lax.stop_gradient(logp) - micro.fields["behavior_logp"])
-    # An entropy term reports the entropy itself, and so stands in the place of ours.
+    # An entropy term reports the entropy itself, which then replaces ours.
     metrics = {
         "entropy": mean(jax.lax.stop_gradient(scored.entropy), micro.mask),
         "sampling/sampling_logp_difference/mean": mean(gap, micro.mask),

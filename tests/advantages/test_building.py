@@ -116,7 +116,7 @@ def test_own_code_is_told_how_to_take_options():
 def test_importing_the_core_loads_nothing_beyond_jax(python, environment):
     code = (
         "import sys, jax, jaxtyping; before = set(sys.modules)\n"
-        "import jaxgrpo.advantages, jaxgrpo.losses, jaxgrpo.diagnostics\n"
+        "import jaxgrpo.advantages, jaxgrpo.losses, jaxgrpo.update.diagnostics\n"
         "more = {name for name in set(sys.modules) - before if not name.startswith('jaxgrpo')}\n"
         "assert not more, more\n"
         "assert not {'flax', 'optax', 'transformers'} & set(sys.modules)\n"

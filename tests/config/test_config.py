@@ -75,6 +75,7 @@ def test_nothing_changes_a_config():
         ("rewards.0.use=mine.py:f", "rewards[0]: there is no file"),
         ('advantage=["sign"]', 'advantage = ["sign"]: expected a list of tables'),
         ('advantage=[{use="sing"}]', "advantage[0]: unknown part 'sing': did you mean 'sign'?"),
+        ('advantage=[{use="sum_rewards"}, {use="sing"}]', "advantage[1]: unknown part 'sing'"),
         ("data.path=task:aritmetic:train", "unknown task 'aritmetic': did you mean 'arithmetic'?"),
         ("data.path=task:arithmetic:trian", 'expected "task:arithmetic:train" or "task:arithmetic'),
         ("data.path=rows.csv", "there is no such file; relative paths begin at the folder of"),
@@ -167,6 +168,15 @@ def test_another_part_does_not_inherit_the_options_of_the_one_before():
     assert changed.loss.surrogate == {"use": "gspo"}
     given = read("loss.surrogate.use=cispo", "loss.surrogate.high=4.0").loss.surrogate
     assert given == {"use": "cispo", "high": 4.0}
+
+
+def test_another_optimizer_keeps_its_own_options_alone_however_it_is_written():
+    before = read("optimizer.weight_decay=0.1", "optimizer.clip_norm=2.0")
+    nested = {"optimizer": {"b1": 0.8, "use": "adam"}}
+    dotted = {"optimizer.use": "adam", "optimizer.b1": 0.8}
+    for optimizer in (config_of(before, nested).optimizer, config_of(before, dotted).optimizer):
+        assert optimizer.options == {"b1": 0.8}
+        assert optimizer.clip_norm == 2.0
 
 
 def test_other_keys_of_the_optimizer_are_options_of_the_factory():

@@ -15,9 +15,9 @@ ANSWERS = {  # by the name asked for: what the hub answers
     "present": (404, "RevisionNotFound"),
 }
 PROGRAM = """
-from jaxgrpo.errors import InputError
-from jaxgrpo.io.huggingface import find_folder
-from jaxgrpo.io.sources import Source, read
+from jaxgrpo.core.errors import InputError
+from jaxgrpo.models.hf.folders import find_folder
+from jaxgrpo.data.sources import Source, read
 for name in ("locked", "absent", "present"):
     for fetch in (
         lambda: find_folder(f"owner/{name}", "v9"),

@@ -158,8 +158,8 @@ WITHOUT = """
 import sys
 for name in ("datasets", "pyarrow"):
     sys.modules[name] = None
-from jaxgrpo.errors import InputError
-from jaxgrpo.io.sources import Source, read
+from jaxgrpo.core.errors import InputError
+from jaxgrpo.data.sources import Source, read
 folder = sys.argv[1]
 print(read(Source(f"{folder}/train.jsonl"))[0][1])
 for path in (f"{folder}/rows.csv", folder, "owner/name"):

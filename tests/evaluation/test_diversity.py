@@ -1,11 +1,8 @@
 """Formats, distinct answers and stated confidences of samples, by hand."""
 
-import doctest
-
 import numpy as np
 import pytest
 
-from jaxgrpo.evaluation import diversity
 from jaxgrpo.evaluation.diversity import distinct, format_metrics, format_of, stated_metrics
 
 FORMATS = {"code": r"```.*def", "tags": "<answer>", "number": r"^\d+$"}
@@ -91,7 +88,3 @@ def test_texts_without_a_confidence_have_no_calibration():
     assert stated_metrics([["7", "0.9"]], np.zeros((1, 2), bool), np.ones((1, 2), bool)) == {}
     unread = stated_metrics([stating("high")], np.zeros((1, 1), bool), np.ones((1, 1), bool))
     assert unread == {}
-
-
-def test_the_examples_are_so():
-    assert doctest.testmod(diversity).failed == 0

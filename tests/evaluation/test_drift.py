@@ -16,7 +16,7 @@ from jaxgrpo.models import sharding
 from jaxgrpo.rollout.sampler import SamplingSettings
 from jaxgrpo.rollout.selection import sequential
 from jaxgrpo.training.setup import first_state
-from jaxgrpo.update.forward import Objective, Parts
+from jaxgrpo.update.forward import Blueprint
 from jaxgrpo.update.packing import Geometry
 from jaxgrpo.update.prepare import make_preparer
 
@@ -27,7 +27,7 @@ TEMPERATURE = 0.8
 def prepared(recipe, objective, anchor, compact=True):
     """Metrics of a step whose frozen policy is another model, and what that model says."""
     mesh = sharding.make_mesh(devices=jax.devices()[:1])
-    parts = Parts(
+    blueprint = Blueprint(
         model=tiny.model(),
         chain=advantages.build(recipe),
         objective=objective,
@@ -37,18 +37,18 @@ def prepared(recipe, objective, anchor, compact=True):
         mesh=mesh,
         compact=compact,
     )
-    state = first_state(parts, tiny.params(), sequential(), 8, 0, ("reward",))
+    state = first_state(blueprint, tiny.params(), sequential(), 8, 0, ("reward",))
     assert set(state.frozen) == ({anchor} if anchor else set())
     other = tiny.params(seed=7)
     state = dataclasses.replace(state, frozen=dict.fromkeys(state.frozen, other))
     rollouts = tiny.rollouts(REWARDS)
-    _, result = make_preparer(parts)(state, rollouts)
+    _, result = make_preparer(blueprint)(state, rollouts)
     theirs = tiny.whole_logps(tiny.UNIFORM, other, rollouts, TEMPERATURE)
     gaps = np.asarray(rollouts.behavior_logp - theirs, float).sum(-1)
     return finalise(jax.device_get(result.metrics)), gaps
 
 
-PLAIN = Objective(losses.clip(), losses.token_mean())
+PLAIN = losses.Objective(losses.clip(), losses.token_mean())
 
 
 @pytest.mark.parametrize(

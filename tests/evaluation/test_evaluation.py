@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from jaxgrpo.evaluation.evaluate import Answers, Questions, bootstrap, summarise
+from jaxgrpo.evaluation.evaluate import Answers, Questions, summarise
+from jaxgrpo.evaluation.intervals import bootstrap
 
 
 def answers(scores, texts=None):
@@ -57,7 +58,7 @@ def test_intervals_hold_the_mean_and_narrow_with_the_square_root_of_the_prompts(
         widths.append(high - low)
         expected = 2 * 1.96 * np.sqrt(values.mean() * (1 - values.mean()) / count)
         assert high - low == pytest.approx(expected, rel=0.15)
-    assert bootstrap(np.ones(5)) == (1, 1)
+    assert bootstrap(np.ones(5)).tolist() == [1, 1]
 
 
 def test_what_a_scorer_could_not_score_is_no_success_and_is_counted():

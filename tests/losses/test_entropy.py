@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +11,7 @@ import pytest
 
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.metrics import Mean, finalise
-from jaxgrpo.losses import adaptive_entropy, policy_loss
+from jaxgrpo.losses import Tokens, adaptive_entropy, policy_loss
 
 
 def state_after(penalty, *entropies):
@@ -42,8 +44,8 @@ def test_the_adaptive_bonus_acts_while_the_entropy_is_at_most_the_target(measure
     entropy = jnp.array([[0.5, 0.7, jnp.nan]])
 
     def run(entropy):
-        fields = {"policy_entropy": entropy}
-        value, metrics = penalty.compute(entropy, 0, 0, mask, 0, fields, state)
+        tokens = Tokens.of_ratios(jnp.ones((1, 3)), policy_entropy=entropy)
+        value, metrics = penalty.compute(dataclasses.replace(tokens, mask=mask), state)
         return value.sum(), metrics
 
     (value, metrics), gradient = jax.value_and_grad(run, has_aux=True)(entropy)

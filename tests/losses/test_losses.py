@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import doctest
 import re
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ from jaxgrpo.core.errors import InputError
 from jaxgrpo.losses import (
     Penalty,
     Surrogate,
+    Tokens,
     build_penalty,
     build_reduction,
     build_surrogate,
@@ -35,6 +37,18 @@ MASK = [[True] * 4, [True, True, False, False]]
 
 def refuses(message: str):
     return pytest.raises(InputError, match=re.escape(message))
+
+
+def tokens_of(logp, proximal_logp, advantage, mask, fields=None):
+    """Each row one sequence."""
+    return Tokens(
+        logp=logp,
+        proximal_logp=proximal_logp,
+        advantage=advantage,
+        mask=mask,
+        segment=mask.astype(jnp.int32),
+        fields=fields or {},
+    )
 
 
 def clip_loss(logp, proximal, advantage, mask, **more):
@@ -63,7 +77,7 @@ def test_the_clip_surrogate_is_the_smaller_of_two_products():
     with jax.enable_x64(True):
         new, old, advantage = (jnp.asarray(random.normal(size=(5, 7))) for _ in range(3))
         mask = jnp.ones((5, 7), bool)
-        loss, metrics = clip(0.1, 0.3).compute(new, old, advantage, mask, mask, {})
+        loss, metrics = clip(0.1, 0.3).compute(tokens_of(new, old, advantage, mask))
     ratio = np.exp(np.asarray(new - old))
     weight = np.asarray(advantage)
     expected = -np.minimum(ratio * weight, np.clip(ratio, 0.9, 1.3) * weight)
@@ -86,8 +100,7 @@ def test_clipped_tokens_get_no_gradient_and_the_others_the_whole():
     mask = jnp.ones((1, 5), bool)
 
     def total(logp):
-        zero = jnp.zeros_like(logp)
-        return clip().compute(logp, zero, advantage, mask, mask, {})[0].sum()
+        return clip().compute(tokens_of(logp, jnp.zeros_like(logp), advantage, mask))[0].sum()
 
     # ratio 1.5 with A > 0 and ratio 0.5 with A < 0 have gone where they wanted to.
     np.testing.assert_allclose(jax.grad(total)(log_ratio), [[-0.5, 0, 0, 3.0, -3.0]], rtol=1e-6)
@@ -124,7 +137,7 @@ def test_penalties_are_their_formulas_and_report_k3_without_beta():
         (k2(0.1), 0.1 * ratio**2 / 2, 0.1 * ratio),
         (forward_kl_k3(0.1), 0.1 * value, 0.1 * (1 - np.exp(-ratio))),
     ]:
-        run = lambda logp: penalty.compute(logp, logp, logp, mask, mask, fields)  # noqa: B023, E731
+        run = lambda logp: penalty.compute(tokens_of(logp, logp, logp, mask, fields))  # noqa: B023, E731
         per_token, metrics = run(logp)
         np.testing.assert_allclose(per_token, [[*expected, 0]], rtol=1e-6)
         gradient = jax.grad(lambda logp: run(logp)[0].sum())(logp)  # noqa: B023
@@ -148,7 +161,7 @@ def test_expected_penalty_gradients_are_those_of_the_kl_they_are_named_for():
             def loss(logits):
                 logp = jax.nn.log_softmax(logits)
                 fields = {"reference_logp": log_q}
-                value, _ = penalty.compute(logp, logp, logp, ones, ones, fields)  # noqa: B023
+                value, _ = penalty.compute(tokens_of(logp, logp, logp, ones, fields))  # noqa: B023
                 return (p * value).sum()  # p held: tokens were sampled, the loss is differentiated
 
             np.testing.assert_allclose(jax.grad(loss)(logits), expected, atol=1e-12)
@@ -169,8 +182,7 @@ def test_extreme_log_ratios_are_clamped_and_counted():
     for penalty in (k2(1.0), forward_kl_k3(1.0)):
         field = {"reference_logp": jnp.asarray(proximal)}
         logps, there = jnp.asarray(logp), jnp.asarray(mask)
-        rows = there.astype(jnp.int32)
-        value, metrics = penalty.compute(logps, logps, logps, there, rows, field)
+        value, metrics = penalty.compute(tokens_of(logps, logps, logps, there, field))
         assert np.isfinite(value).all()
         assert metrics["kl_clamped"].result() == pytest.approx(2 / 3)
 
@@ -202,7 +214,7 @@ def test_parts_are_found_by_name_or_taken_as_they_are():
     assert build_surrogate("clip").name == "clip"
     assert build_reduction({"use": "constant", "length": 4}).name == "constant"
     assert build_penalty({"use": "k2"}, {"beta": 0.1}).name == "k2"
-    own = Surrogate("own", lambda *args: (args[0], {}))
+    own = Surrogate("own", lambda tokens: (tokens.logp, {}))
     assert build_surrogate(own) is own
     assert build_surrogate({"use": lambda scale: own, "scale": 2.0}) is own
     with refuses("unknown surrogate 'clipp': did you mean 'clip'?"):
@@ -222,6 +234,22 @@ def test_parts_are_found_by_name_or_taken_as_they_are():
     with refuses("gave Surrogate, expected a Penalty"):
         build_penalty({"use": lambda: own})
     assert isinstance(build_penalty(k2(0.1)), Penalty)
+
+
+def six_arrays(logp, proximal_logp, advantage, mask, segment, fields):
+    return -advantage * logp, {}
+
+
+def test_a_loss_of_ones_own_in_the_old_form_is_told_the_new_one():
+    pairs: Any = ((build_surrogate, Surrogate), (build_penalty, Penalty))
+    for make, kind in pairs:
+        with refuses("missing a required argument: 'proximal_logp': write compute(tokens), and"):
+            make(kind("own", six_arrays))
+        with refuses("read tokens.logp, tokens.proximal_logp, tokens.advantage, tokens.mask, "):
+            make({"use": lambda: kind("own", six_arrays)})  # noqa: B023
+    remembers = Penalty("own", lambda tokens: (tokens.logp, {}), init=dict, observe=max)
+    with refuses("penalty own: too many positional arguments: write compute(tokens, state)"):
+        build_penalty(remembers)
 
 
 def test_examples_in_docstrings_hold():

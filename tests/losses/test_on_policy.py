@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxgrpo.losses import build_surrogate, registry, sequence_sum, token_loss
+from jaxgrpo.losses import Tokens, build_surrogate, registry, sequence_sum, token_loss
 
 V, T, END = 3, 3, 2
 SLOPE_AT_1 = {"shaped_ratio": 0.1 / 1.1**2, "by_sample": 1.0}
@@ -77,8 +77,15 @@ def slopes(table):
         advantage = jnp.broadcast_to((reward - 0.3)[:, None], MASK.shape)
 
         def loss(logits, surrogate):
-            arrays = (token_logp(logits), held, advantage, mask, segment, fields)
-            return (jax.lax.stop_gradient(weight) * token_loss(surrogate, [], *arrays)[0]).sum()
+            tokens = Tokens(
+                logp=token_logp(logits),
+                proximal_logp=held,
+                advantage=advantage,
+                mask=mask,
+                segment=segment,
+                fields=fields,
+            )
+            return (jax.lax.stop_gradient(weight) * token_loss(surrogate, [], tokens)[0]).sum()
 
         return {name: jax.grad(loss)(logits, surrogate) for name, surrogate in surrogates.items()}
 

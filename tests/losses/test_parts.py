@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import doctest
 import re
 
@@ -14,6 +15,7 @@ from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.metrics import Mean
 from jaxgrpo.losses import (
     Reduction,
+    Tokens,
     build_surrogate,
     by_sample,
     cispo,
@@ -88,10 +90,17 @@ def test_by_sample_gives_each_token_its_own_surrogate():
     mask = MASK.at[0, 2].set(False)
     mixed = by_sample("replayed", {"use": "shaped_ratio", "offset": 0.5}, "clip")
     assert mixed.needs == {"replayed"}
-    arrays = (logp, proximal, advantage, mask, jnp.ones((2, 3), jnp.int32))
-    loss, metrics = mixed.compute(*arrays, {"replayed": field})
-    parts = [part.compute(*arrays, {})[0] for part in (shaped_ratio(0.5), clip())]
-    np.testing.assert_array_equal(loss, jnp.where(field == 1, *parts))
+    tokens = Tokens(
+        logp=logp,
+        proximal_logp=proximal,
+        advantage=advantage,
+        mask=mask,
+        segment=jnp.ones((2, 3), jnp.int32),
+        fields={"replayed": field},
+    )
+    loss, metrics = mixed.compute(tokens)
+    apart = [surrogate.compute(tokens)[0] for surrogate in (shaped_ratio(0.5), clip())]
+    np.testing.assert_array_equal(loss, jnp.where(field == 1, *apart))
     assert metrics["ratio_max"].result() == pytest.approx(
         float(jnp.exp(jnp.where(mask, logp - proximal, -9)).max()), rel=1e-6
     )
@@ -100,16 +109,15 @@ def test_by_sample_gives_each_token_its_own_surrogate():
     assert isinstance(clipped, Mean)
     assert (float(every.weight), float(clipped.weight)) == (5, 3)
     with refuses("by_sample reads fields['replayed'], one number per token; given: no fields"):
-        mixed.compute(*arrays, {})
+        mixed.compute(dataclasses.replace(tokens, fields={}))
 
 
 def test_dual_clip_bounds_the_loss_of_negative_advantages():
     log_ratio = jnp.log(jnp.array([[2.0, 4.0, 4.0]]))
-    advantage, mask = jnp.array([[-1.0, -1.0, 1.0]]), jnp.ones((1, 3), bool)
+    given = Tokens.of_ratios(jnp.ones((1, 3)), jnp.array([[-1.0, -1.0, 1.0]]))
 
     def loss(logp, surrogate):
-        arrays = (logp, jnp.zeros((1, 3)), advantage, mask, jnp.ones((1, 3), jnp.int32), {})
-        return surrogate.compute(*arrays)
+        return surrogate.compute(dataclasses.replace(given, logp=logp))
 
     value, metrics = loss(log_ratio, dual_clip())
     np.testing.assert_allclose(value, [[2.0, 3.0, -1.2]], rtol=1e-6)
@@ -122,8 +130,7 @@ def test_dual_clip_bounds_the_loss_of_negative_advantages():
 def test_exgrpos_function_of_the_ratio():
     """f(1) = 1 / 1.1; it rises and never reaches 1."""
     ratio = jnp.array([[1e-8, 0.1, 1.0, 1e8]])
-    ones, mask = jnp.ones((1, 4)), jnp.ones((1, 4), bool)
-    loss, _ = shaped_ratio().compute(jnp.log(ratio), 0 * ones, ones, mask, mask, {})
+    loss, _ = shaped_ratio().compute(Tokens.of_ratios(ratio))
     np.testing.assert_allclose(loss, [[-1e-7, -0.5, -1 / 1.1, -1.0]], rtol=1e-5)
 
 

@@ -17,6 +17,7 @@ import pytest
 
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.losses import (
+    Tokens,
     adaptive_entropy,
     build_entropy,
     build_penalty,
@@ -107,7 +108,15 @@ def expectations(logits, anchor, probability, old):
             "policy_entropy": -(p * table).sum(1)[STATES],
         }
         rows = jnp.ones(logp.shape, jnp.int32)
-        value, _ = penalty.compute(logp, old, 0 * logp, rows > 0, rows, fields)
+        tokens = Tokens(
+            logp=logp,
+            proximal_logp=old,
+            advantage=0 * logp,
+            mask=rows > 0,
+            segment=rows,
+            fields=fields,
+        )
+        value, _ = penalty.compute(tokens)
         return (probability * value.sum(1)).sum()
 
     return {key: jax.value_and_grad(loss)(logits, part) for key, part in PENALTIES.items()}
@@ -206,8 +215,15 @@ def summed(logp, proximal, reference, mask, segment):
     """Each penalty -> ((the sum over tokens, metrics), the gradient)."""
 
     def loss(logp, penalty):
-        fields = {"reference_logp": reference}
-        value, metrics = penalty.compute(logp, proximal, logp, mask, segment, fields)
+        tokens = Tokens(
+            logp=logp,
+            proximal_logp=proximal,
+            advantage=logp,
+            mask=mask,
+            segment=segment,
+            fields={"reference_logp": reference},
+        )
+        value, metrics = penalty.compute(tokens)
         return value.sum(), metrics
 
     both = jax.value_and_grad(loss, has_aux=True)

@@ -214,7 +214,7 @@ TWO_PROCESSES = """
 import sys
 import jax, numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
-from jaxgrpo.io.huggingface import read_config, read_params, save_model
+from jaxgrpo.models.hf.folders import read_config, read_params, save_model
 from jaxgrpo.models.decoder import build
 
 address, process, source, target = sys.argv[1:]

@@ -1,4 +1,4 @@
-"""`flip`: the stated share of 0/1 rewards is turned over; what is drawn depends on its place."""
+"""`flip`: the stated share of 0/1 rewards is flipped; what is drawn depends on its place."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def turn(value, flip=0.07, seed=0, step=0, ordinal=None, name="right"):
 
 
 @pytest.mark.parametrize("flip", [0.07, 0.5])
-def test_the_stated_share_is_turned_over_and_reported(flip):
+def test_the_stated_share_is_flipped_and_reported(flip):
     value = np.random.default_rng(0).integers(0, 2, (2000, 8)).astype(np.float32)
     found, log = turn(value, flip)
     share = (found != value).mean()

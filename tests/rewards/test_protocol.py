@@ -131,7 +131,7 @@ def test_a_long_text_is_cut_in_a_message():
 
 
 def test_a_missing_column_is_named_before_anything_is_called():
-    with pytest.raises(RewardError, match=r"asks for 'gold', which nobody gives .*answer, level"):
+    with pytest.raises(RewardError, match=r"asks for 'gold', which does not exist .*answer, level"):
         call(mine=lambda completions, gold: 1 / 0)
 
 

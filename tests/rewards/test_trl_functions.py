@@ -110,7 +110,7 @@ def test_what_the_trainer_passes_is_no_option_and_a_missing_column_is_named(load
     right = load("accuracy_reward")
     check("right", right, ["solution"])
     assert options_of(right) == []
-    with pytest.raises(RewardError, match="asks for 'solution', which nobody gives"):
+    with pytest.raises(RewardError, match="asks for 'solution', which does not exist"):
         check("right", right, ["answer"])
 
 

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxgrpo.losses import (
+    Tokens,
     build_entropy,
     build_penalty,
     build_reduction,
@@ -80,10 +81,15 @@ def evaluate_all(batch, weights):
         other = batch["reference"]
         fields = {"reference_logp": other, "full_kl": other, "policy_entropy": other}
         fields["replayed"] = batch["replayed"]
-        return token_loss(
-            *(surrogate, penalties, logp, batch["proximal"], batch["advantage"]),
-            *(batch["mask"], batch["segment"], fields, STATES),
+        tokens = Tokens(
+            logp=logp,
+            proximal_logp=batch["proximal"],
+            advantage=batch["advantage"],
+            mask=batch["mask"],
+            segment=batch["segment"],
+            fields=fields,
         )
+        return token_loss(surrogate, penalties, tokens, STATES)
 
     results = {}
     for name, (surrogate, penalties) in CASES.items():

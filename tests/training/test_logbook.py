@@ -17,7 +17,7 @@ from rich.console import Console
 from jaxgrpo.evaluation.diversity import stated_metrics
 from jaxgrpo.training import console, logbook, loop
 from jaxgrpo.training.folder import RunFolder
-from jaxgrpo.training.report import read_run
+from jaxgrpo.training.report.record import read_run
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from jaxgrpo.core.errors import ConfigError, InputError
 from jaxgrpo.training import loop, process, setup
 from jaxgrpo.training import resets as resetting
 from jaxgrpo.training.checkpoints import parameter_hash
-from jaxgrpo.training.export import is_better
+from jaxgrpo.training.resets import is_better
 from jaxgrpo.update.optimizer import current_rate
 
 K2 = {"use": "k2", "beta": 0.05}
@@ -69,7 +69,7 @@ def test_a_reset_makes_the_policy_the_reference_and_forgets_gradients_alone(warm
     run, state = warm
     before = jax.tree.map(np.asarray, state)
     assert parameter_hash(state.frozen["reference"]) != parameter_hash(state.trainable)
-    after = resetting.reset_reference(state, run.parts.optimizer)
+    after = resetting.reset_reference(state, run.blueprint.optimizer)
     policy = parameter_hash(before.trainable)
     assert parameter_hash(after.trainable) == parameter_hash(after.frozen["reference"]) == policy
     assert parameter_hash(after.frozen["base"]) == parameter_hash(before.frozen["base"])
@@ -84,7 +84,7 @@ def test_a_reset_makes_the_policy_the_reference_and_forgets_gradients_alone(warm
 def test_the_kl_is_zero_right_after_and_the_next_update_finds_its_own_reference(warm):
     run, state = warm
     copy = jax.tree.map(lambda leaf: leaf + 0 if isinstance(leaf, jax.Array) else leaf, state)
-    after = resetting.reset_reference(copy, run.parts.optimizer)
+    after = resetting.reset_reference(copy, run.blueprint.optimizer)
     reference = parameter_hash(after.frozen["reference"])
     after, metrics = step(run, after)
     assert float(metrics["kl"].result()) == 0
@@ -94,11 +94,11 @@ def test_the_kl_is_zero_right_after_and_the_next_update_finds_its_own_reference(
 
 def test_before_the_first_update_a_reset_changes_nothing(tmp_path):
     run = run_of(tmp_path / "r", **{"loss.kl": K2})
-    after = resetting.reset_reference(run.state, run.parts.optimizer)
+    after = resetting.reset_reference(run.state, run.blueprint.optimizer)
     jax.tree.map(np.testing.assert_array_equal, run.state, after)
     no_reference = run_of(tmp_path / "s")
     with pytest.raises(InputError, match="no reference policy"):
-        resetting.reset_reference(no_reference.state, no_reference.parts.optimizer)
+        resetting.reset_reference(no_reference.state, no_reference.blueprint.optimizer)
 
 
 def resets(values: list[dict[str, float]], folder, **keys: Any) -> list[int]:
@@ -203,7 +203,7 @@ def test_a_chain_of_ones_own_may_read_the_reference_that_is_reset(tmp_path):
         kl = {"use": "add_kl_return", "beta": 0.1, "reference": reference}
         changes = {"advantage": [{"use": "sum_rewards"}, kl], "reference.reset_every": 3}
         run = run_of(tmp_path, **changes)
-        return resetting.make_resetter(run.config, run.parts)
+        return resetting.make_resetter(run.config, run.blueprint)
 
     assert callable(resetter("reference"))
     with pytest.raises(InputError, match="nothing in the run reads the reference's log-probs"):
@@ -215,7 +215,7 @@ def test_only_a_kl_measured_from_the_reference_brings_a_reset(tmp_path):
         """Whether a step whose metrics are `line` brings a reset."""
         parts = [{"use": "sum_rewards"}, *chain]
         run = run_of(tmp_path, advantage=parts, **{"reference.reset_kl_above": 0.2}, **changes)
-        reset = resetting.make_resetter(run.config, run.parts)
+        reset = resetting.make_resetter(run.config, run.blueprint)
         return reset(run.state, resetting.Resets(), 1, line)[1].count == 1
 
     base = {"use": "add_kl_return", "beta": 0.1, "reference": "base"}
@@ -232,7 +232,7 @@ def test_only_a_kl_measured_from_the_reference_brings_a_reset(tmp_path):
 def test_the_evaluation_behind_the_last_step_counts_only_where_a_longer_run_has_it(tmp_path):
     changes = {"loss.kl": K2, "eval.data": "task:arithmetic:test", "eval.every": 2}
     run = run_of(tmp_path, **changes, **{"reference.reset_patience": 3})
-    reset = resetting.make_resetter(run.config, run.parts)
+    reset = resetting.make_resetter(run.config, run.blueprint)
     known = resetting.Resets(best=1.0)
     for number, stale in ((2, 1), (3, 1), (4, 2)):  # trained to 3, then to 4
         _, known = reset(run.state, known, number, {"eval/accuracy": 0.5})

@@ -88,7 +88,7 @@ def test_a_reward_that_asks_for_a_missing_column_is_refused_before_anything_is_s
     def needs_gold(completions, gold):
         raise AssertionError("called")
 
-    with pytest.raises(RewardError, match=r"asks for 'gold', which nobody gives .*answer, level"):
+    with pytest.raises(RewardError, match=r"asks for 'gold', which does not exist .*answer, level"):
         loop.train(small_run.config(tmp_path / "r"), rewards=[needs_gold])
 
 

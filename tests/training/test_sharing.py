@@ -60,7 +60,7 @@ def test_a_run_that_shares_ends_as_one_that_does_not(tmp_path):
         run = loop.take(
             given,
             lambda given=given, share=share: setup(given, share=share),
-            lambda parts, share=share: evaluator_of(parts, share),
+            lambda made, share=share: evaluator_of(made, share),
             shown=False,
         )
         hashes.append(run.summary["parameter_hash"])

@@ -12,7 +12,7 @@ from jax.experimental import topologies
 from jaxgrpo import advantages, losses
 from jaxgrpo.models import decoder, sharding
 from jaxgrpo.rollout.sampler import SamplingSettings, make_sampler
-from jaxgrpo.update.forward import Objective, Parts, opt_layout
+from jaxgrpo.update.forward import Blueprint, opt_layout
 from jaxgrpo.update.packing import Geometry
 from jaxgrpo.update.step import build_steps
 
@@ -22,14 +22,14 @@ TOPOLOGY = "v5e:2x2"
 
 
 @pytest.fixture(scope="module", params=[tiny.UNIFORM, tiny.LOCAL_GLOBAL], ids=["uniform", "local"])
-def parts(request):
+def blueprint(request):
     devices = topologies.get_topology_desc(platform="tpu", topology_name=TOPOLOGY).devices
     mesh = sharding.make_mesh(fsdp=2, tensor=2, devices=devices)
     model = decoder.build(request.param, constrain=sharding.constrain(mesh))
-    return Parts(
+    return Blueprint(
         model=model,
         chain=advantages.build("grpo"),
-        objective=Objective(losses.clip(), losses.token_mean()),
+        objective=losses.Objective(losses.clip(), losses.token_mean()),
         optimizer=optax.adamw(1e-3),
         geometry=Geometry(4, 4, 8, 16, 2, 4),
         sampling=SamplingSettings(4, 16, 1.0, (tiny.END,), tiny.PAD, 8),
@@ -49,9 +49,11 @@ def placed(mesh, tree, *axes):
     return jax.tree.map(one, tree)
 
 
-def parameters(parts, rules=sharding.TRAINING):
-    layout = sharding.param_shardings(parts.mesh, parts.model.axes, parts.model.shapes, rules)
-    return with_layout(parts.model.shapes, layout)
+def parameters(blueprint, rules=sharding.TRAINING):
+    layout = sharding.param_shardings(
+        blueprint.mesh, blueprint.model.axes, blueprint.model.shapes, rules
+    )
+    return with_layout(blueprint.model.shapes, layout)
 
 
 def with_layout(shapes, layout):
@@ -69,11 +71,11 @@ def compiled(function, *arguments):
     return function.trace(*arguments).lower(lowering_platforms=("tpu",)).compile()
 
 
-def test_prefill_and_decoding_compile(parts):
-    sampler = make_sampler(parts.model, parts.sampling, sharding.constrain(parts.mesh))
-    params = parameters(parts, sharding.SAMPLING)
-    prompts = placed(parts.mesh, tiny.prompts(4, 8), "bins", None)
-    key = placed(parts.mesh, np.zeros(2, np.uint32), None)
+def test_prefill_and_decoding_compile(blueprint):
+    sampler = make_sampler(blueprint.model, blueprint.sampling, sharding.constrain(blueprint.mesh))
+    params = parameters(blueprint, sharding.SAMPLING)
+    prompts = placed(blueprint.mesh, tiny.prompts(4, 8), "bins", None)
+    key = placed(blueprint.mesh, np.zeros(2, np.uint32), None)
     prefill = compiled(sampler.prefill, params, prompts, key)
     state = with_layout(jax.eval_shape(sampler.prefill, params, prompts, key), prefill)
     program = compiled(sampler.decode, params, state)
@@ -82,25 +84,25 @@ def test_prefill_and_decoding_compile(parts):
     assert memory.alias_size_in_bytes >= caches / 4  # donated: no second copy of a cache
 
 
-def test_the_update_compiles_and_donates_its_state(parts):
-    update = build_steps(parts).update_program
-    params = parameters(parts)
-    opt_state = with_layout(jax.eval_shape(parts.optimizer.init, params), opt_layout(parts))
-    batch = jax.eval_shape(functools.partial(_batch, parts))
-    batch = placed(parts.mesh, batch, None, "bins", None, None)
+def test_the_update_compiles_and_donates_its_state(blueprint):
+    update = build_steps(blueprint).update_program
+    params = parameters(blueprint)
+    opt_state = with_layout(jax.eval_shape(blueprint.optimizer.init, params), opt_layout(blueprint))
+    batch = jax.eval_shape(functools.partial(_batch, blueprint))
+    batch = placed(blueprint.mesh, batch, None, "bins", None, None)
     program = compiled(update, params, opt_state, {}, {}, batch)
     shard = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(params)) / 4
     assert program.memory_analysis().alias_size_in_bytes >= 3 * shard  # weights and two moments
 
 
-def _batch(parts):
+def _batch(blueprint):
     import jax.numpy as jnp
 
     from jaxgrpo.update import packing
 
-    shape = (parts.geometry.num_prompts, parts.geometry.group_size)
+    shape = (blueprint.geometry.num_prompts, blueprint.geometry.group_size)
     rollouts = tiny.rollouts(np.ones(shape), steps=16, width=8)
-    everyone = packing.plan(np.ones(shape, bool), parts.geometry)
+    everyone = packing.plan(np.ones(shape, bool), blueprint.geometry)
     zero = jnp.zeros(rollouts.token_mask.shape)
     fields = {"behavior_logp": zero}
     return packing.gather(rollouts, everyone, zero, zero, rollouts.token_mask, fields)

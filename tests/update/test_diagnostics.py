@@ -16,9 +16,7 @@ from jaxgrpo.update.diagnostics import (
     completion_metrics,
     flat_share,
     group_metrics,
-    iid_flat_share,
     jensen_gap,
-    live_groups,
     pass_at_k,
 )
 
@@ -106,14 +104,6 @@ def test_a_group_is_identical_where_all_its_samples_are_the_same_tokens():
     assert "groups/identical" not in alone
 
 
-def test_a_group_is_live_where_an_unmasked_value_is_not_zero():
-    value = jnp.array([[0.0, 1.0], [0.0, 0.0], [0.0, 3.0], [-1.0, 0.0]])
-    mask = jnp.array([[True, True], [True, True], [True, False], [True, True]])
-    assert results(live_groups(value, mask))["live_groups"] == 0.5
-    tokens = jnp.zeros((2, 2, 3)).at[1, 1, 2].set(0.5)
-    assert results(live_groups(tokens, jnp.ones((2, 2, 3), bool)))["live_groups"] == 0.5
-
-
 def test_pass_at_k_is_the_binomial_formula_and_stays_exact_for_many_samples():
     run = jax.jit(pass_at_k, static_argnums=2)
     cases = [(c, n) for n in (4, 16) for c in range(n + 1)]
@@ -146,14 +136,6 @@ def test_flat_share_is_unbiased_where_plugging_in_the_rate_is_not():
     plugged = chance @ (rates**group_size + (1 - rates) ** group_size)
     assert unbiased == pytest.approx(truth, abs=1e-6)
     assert plugged > truth + 0.05
-
-
-def test_the_gap_to_equal_prompts_is_twice_the_variance_for_pairs():
-    rates = np.random.default_rng(0).beta(0.3, 0.5, size=1000)
-    real = np.mean(rates**2 + (1 - rates) ** 2)
-    predicted = iid_flat_share(jnp.float32(rates.mean()), 2)
-    assert real - float(predicted) == pytest.approx(2 * rates.var(), abs=1e-6)
-    np.testing.assert_allclose(iid_flat_share(jnp.float32(0.25), 4), 0.75**4 + 0.25**4, rtol=1e-6)
 
 
 def binomial(n, p):

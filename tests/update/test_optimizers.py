@@ -9,7 +9,7 @@ import tiny
 from jaxgrpo import advantages, losses
 from jaxgrpo.models import decoder, sharding
 from jaxgrpo.rollout.sampler import SamplingSettings
-from jaxgrpo.update.forward import Objective, Parts, opt_layout, param_layout
+from jaxgrpo.update.forward import Blueprint, opt_layout, param_layout
 from jaxgrpo.update.optimizer import decay_mask, make_optimizer
 from jaxgrpo.update.packing import Geometry
 
@@ -26,10 +26,10 @@ def test_the_state_of_an_optimizer_is_laid_out_on_a_mesh(use):
     mesh = sharding.make_mesh(data=2, fsdp=2)
     model = tiny.model()
     options = {"min_dim_size_to_factor": 4} if use == "adafactor" else {}
-    parts = Parts(
+    blueprint = Blueprint(
         model=model,
         chain=advantages.build("grpo"),
-        objective=Objective(losses.clip(), losses.token_mean()),
+        objective=losses.Objective(losses.clip(), losses.token_mean()),
         optimizer=make_optimizer(
             model.axes, use=use, learning_rate=0.1, steps=2, clip_norm=1.0, options=options
         ),
@@ -37,8 +37,8 @@ def test_the_state_of_an_optimizer_is_laid_out_on_a_mesh(use):
         sampling=SamplingSettings(4, 5, 1.0, (tiny.END,), tiny.PAD),
         mesh=mesh,
     )
-    params = jax.device_put(tiny.params(), param_layout(parts))
-    state = jax.jit(parts.optimizer.init, out_shardings=opt_layout(parts))(params)
+    params = jax.device_put(tiny.params(), param_layout(blueprint))
+    state = jax.jit(blueprint.optimizer.init, out_shardings=opt_layout(blueprint))(params)
     large = max(jax.tree.leaves(state), key=lambda leaf: leaf.size)
     share = large.addressable_shards[0].data.size / large.size
     assert use == "adafactor" or share == 1 / 2  # of fsdp

@@ -18,7 +18,7 @@ from jaxgrpo.rollout.sampler import SamplingSettings
 from jaxgrpo.rollout.selection import sequential
 from jaxgrpo.training.checkpoints import parameter_hash
 from jaxgrpo.training.setup import first_state
-from jaxgrpo.update.forward import Objective, Parts
+from jaxgrpo.update.forward import Blueprint
 from jaxgrpo.update.packing import Geometry
 from jaxgrpo.update.step import build_steps
 
@@ -28,7 +28,7 @@ TEMPERATURE = 0.8
 BETA = 0.3
 RATE = 10.0  # large, so that steps stand out of the rounding of parameters near 1
 
-CLIP = Objective(losses.clip(), losses.token_mean())
+CLIP = losses.Objective(losses.clip(), losses.token_mean())
 WITH_KL = CLIP._replace(penalties=(losses.k2(BETA),))
 WITH_FULL_KL = CLIP._replace(penalties=(losses.full_kl(BETA),))
 WITH_BONUS = CLIP._replace(penalties=(losses.entropy_bonus(BETA),))
@@ -38,7 +38,7 @@ WITH_CONTROL = CLIP._replace(
 
 
 @functools.cache
-def parts(
+def blueprint(
     objective=CLIP,
     config=tiny.UNIFORM,
     recipe="grpo",
@@ -50,7 +50,7 @@ def parts(
     sizes = dict(zip(sharding.AXES, mesh, strict=True))
     devices = jax.devices()[: int(np.prod(mesh))]
     grid = sharding.make_mesh(**sizes, devices=devices)
-    return Parts(
+    return Blueprint(
         model=decoder.build(config, constrain=sharding.constrain(grid)),
         chain=advantages.build(recipe),
         objective=objective,
@@ -64,8 +64,8 @@ def parts(
 
 @functools.cache
 def built(**options):
-    """Parts and their jitted functions, compiled once for all tests that share them."""
-    made = parts(**options)
+    """The blueprint and their jitted functions, compiled once for all tests that share them."""
+    made = blueprint(**options)
     return made, build_steps(made)
 
 

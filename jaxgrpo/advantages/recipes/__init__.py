@@ -4,6 +4,8 @@ Every recipe takes `weights`, those of `sum_rewards`: None counts every reward w
 rlcr alone has weights of its own.
 """
 
+# ruff: noqa: F401
+
 from jaxgrpo.advantages.recipes.group import (
     asymmetric,
     conditional_sign,
@@ -35,34 +37,3 @@ from jaxgrpo.advantages.recipes.several import (
     tree_po,
     tree_rl,
 )
-
-__all__ = [
-    "alpha_dpg",
-    "asymmetric",
-    "conditional_sign",
-    "dapo",
-    "darling",
-    "dr_grpo",
-    "dro_r3",
-    "dvao",
-    "ema",
-    "f_dpg",
-    "gdpo",
-    "grpo",
-    "hicra",
-    "like_trl",
-    "like_verl",
-    "lite_ppo",
-    "maxrl",
-    "passk",
-    "reinforce",
-    "reinforce_pp",
-    "rlcr",
-    "rloo",
-    "scale_rl",
-    "sign",
-    "spo",
-    "tree_grpo",
-    "tree_po",
-    "tree_rl",
-]

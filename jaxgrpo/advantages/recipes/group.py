@@ -1,12 +1,8 @@
-"""Methods that compare the samples of one prompt.
+"""Recipes on the weighted sum of the rewards: each is read as the steps behind that sum.
 
-Methods that judge a sample by itself: flat groups keep their signal.
-
-Methods that scale by the whole batch.
-
-Methods for the best of several samples.
-
-Recipes of large runs, as far as they are advantages: groups without a difference leave.
+First those that compare the samples of one prompt, then those that judge a sample by itself (flat
+groups keep their signal), scale by the whole batch, or count the best of several samples; last the
+advantages of two recipes of large runs, in which groups without a difference are masked.
 """
 
 from __future__ import annotations
@@ -15,7 +11,6 @@ from jaxgrpo.advantages import absolute
 from jaxgrpo.advantages.absolute import overlong_penalty
 from jaxgrpo.advantages.base import AdvantageTransform, Scheduled
 from jaxgrpo.advantages.batch import divide_by_batch_std, whiten_batch
-from jaxgrpo.advantages.chains import chain
 from jaxgrpo.advantages.group import (
     divide_by_group_mean,
     divide_by_group_std,
@@ -25,7 +20,7 @@ from jaxgrpo.advantages.group import (
     subtract_leave_one_out_mean,
 )
 from jaxgrpo.advantages.masks import mask_zero_variance
-from jaxgrpo.advantages.recipes.several import Weights, weighted_sum
+from jaxgrpo.advantages.streams import Weights, sum_then
 from jaxgrpo.advantages.tokens import to_tokens
 from jaxgrpo.core.errors import InputError
 
@@ -45,13 +40,12 @@ def grpo(
 
     Source: Shao et al. 2024, arXiv 2402.03300, section 4.1.2. TRL's numbers are those of
     eps 1e-4; verl's are these, but for a group of one sample (its raw reward there, 0 here).
+
+    >>> from jaxgrpo.advantages import evaluate
+    >>> evaluate("grpo", [[3.0, 1.0]], options={"eps": 0.0, "ddof": 0})[0].tolist()
+    [[1.0, -1.0]]
     """
-    return chain(
-        weighted_sum(weights),
-        subtract_group_mean(),
-        divide_by_group_std(eps, ddof),
-        name="grpo",
-    )
+    return sum_then("grpo", weights, subtract_group_mean(), divide_by_group_std(eps, ddof))
 
 
 def dr_grpo(weights: Weights | None = None) -> AdvantageTransform:
@@ -63,8 +57,12 @@ def dr_grpo(weights: Weights | None = None) -> AdvantageTransform:
 
     Source: Liu et al. 2025, arXiv 2503.20783. Its loss divides by a constant: reduction
     `constant(length)`.
+
+    >>> from jaxgrpo.advantages import evaluate
+    >>> evaluate("dr_grpo", [[1.0, 0.0, 0.0, 1.0]])[0].tolist()
+    [[0.5, -0.5, -0.5, 0.5]]
     """
-    return chain(weighted_sum(weights), subtract_group_mean(), name="dr_grpo")
+    return sum_then("dr_grpo", weights, subtract_group_mean())
 
 
 def rloo(weights: Weights | None = None) -> AdvantageTransform:
@@ -77,8 +75,12 @@ def rloo(weights: Weights | None = None) -> AdvantageTransform:
 
     Source: Ahmadian et al. 2024, arXiv 2402.14740. A group of one sample gives 0; verl's loop
     keeps its raw reward.
+
+    >>> from jaxgrpo.advantages import evaluate
+    >>> evaluate("rloo", [[1.0, 0.0, 0.5]])[0].tolist()
+    [[0.75, -0.75, 0.0]]
     """
-    return chain(weighted_sum(weights), subtract_leave_one_out_mean(), name="rloo")
+    return sum_then("rloo", weights, subtract_leave_one_out_mean())
 
 
 def maxrl(eps: Scheduled = 0.0, weights: Weights | None = None) -> AdvantageTransform:
@@ -95,10 +97,12 @@ def maxrl(eps: Scheduled = 0.0, weights: Weights | None = None) -> AdvantageTran
       eps: added to the mean, in units of reward; SkyRL takes 1e-6.
 
     Source: MaxRL, arXiv 2602.02710. SkyRL keeps the raw reward of a single sample; 0 here.
+
+    >>> from jaxgrpo.advantages import evaluate
+    >>> evaluate("maxrl", [[1.0, 0.0, 0.0, 0.0]])[0].tolist()
+    [[3.0, -1.0, -1.0, -1.0]]
     """
-    return chain(
-        weighted_sum(weights), divide_by_group_mean(eps), subtract_group_mean(), name="maxrl"
-    )
+    return sum_then("maxrl", weights, divide_by_group_mean(eps), subtract_group_mean())
 
 
 def sign(threshold: Scheduled | None = None, weights: Weights | None = None) -> AdvantageTransform:
@@ -111,8 +115,12 @@ def sign(threshold: Scheduled | None = None, weights: Weights | None = None) -> 
       threshold: the lowest sum that is a success; None: sums must be 0 or 1.
 
     Source: Gradient starvation, arXiv 2605.07689.
+
+    >>> from jaxgrpo.advantages import evaluate
+    >>> evaluate("sign", [[1.0, 0.0], [0.0, 0.0]])[0].tolist()
+    [[1.0, -1.0], [-1.0, -1.0]]
     """
-    return chain(weighted_sum(weights), absolute.sign(threshold), name="sign")
+    return sum_then("sign", weights, absolute.sign(threshold))
 
 
 def asymmetric(
@@ -128,8 +136,12 @@ def asymmetric(
       threshold: the lowest sum that is a success; None: sums must be 0 or 1.
 
     Source: equation 8 of Gradient starvation, arXiv 2605.07689.
+
+    >>> from jaxgrpo.advantages import evaluate
+    >>> evaluate("asymmetric", [[1.0, 0.0]], options={"cost": 0.5})[0].tolist()
+    [[1.0, -0.5]]
     """
-    return chain(weighted_sum(weights), absolute.asymmetric(cost, threshold), name="asymmetric")
+    return sum_then("asymmetric", weights, absolute.asymmetric(cost, threshold))
 
 
 def conditional_sign(
@@ -143,10 +155,12 @@ def conditional_sign(
       threshold: the lowest sum that is a success; None: sums must be 0 or 1.
 
     Source: ours, of the two advantages of Gradient starvation, arXiv 2605.07689.
+
+    >>> from jaxgrpo.advantages import evaluate
+    >>> evaluate("conditional_sign", [[1.0, 0.0], [0.0, 0.0]])[0].tolist()
+    [[0.5, -0.5], [-1.0, -1.0]]
     """
-    return chain(
-        weighted_sum(weights), absolute.conditional_sign(threshold), name="conditional_sign"
-    )
+    return sum_then("conditional_sign", weights, absolute.conditional_sign(threshold))
 
 
 def reinforce(baseline: Scheduled = 0.0, weights: Weights | None = None) -> AdvantageTransform:
@@ -161,8 +175,12 @@ def reinforce(baseline: Scheduled = 0.0, weights: Weights | None = None) -> Adva
       baseline: in units of reward; it changes the variance of the gradient, not its expectation.
 
     Source: Williams 1992; as one of the formulations of Gradient starvation, arXiv 2605.07689.
+
+    >>> from jaxgrpo.advantages import evaluate
+    >>> evaluate("reinforce", [[1.0, 0.0]], options={"baseline": 0.5})[0].tolist()
+    [[0.5, -0.5]]
     """
-    return chain(weighted_sum(weights), absolute.subtract_constant(baseline), name="reinforce")
+    return sum_then("reinforce", weights, absolute.subtract_constant(baseline))
 
 
 _BASELINES = ("none", "group")
@@ -186,13 +204,12 @@ def lite_ppo(
 
     Source: Lite PPO, arXiv 2508.08221, which gives neither eps nor ddof: they are those of TRL's
     scale_rewards = "batch". Its loss is averaged over tokens: reduction `token_mean`.
+
+    >>> from jaxgrpo.advantages import evaluate
+    >>> evaluate("lite_ppo", [[3.0, 1.0]], options={"eps": 0.0, "ddof": 0})[0].tolist()
+    [[1.0, -1.0]]
     """
-    return chain(
-        weighted_sum(weights),
-        divide_by_batch_std(eps, ddof),
-        subtract_group_mean(),
-        name="lite_ppo",
-    )
+    return sum_then("lite_ppo", weights, divide_by_batch_std(eps, ddof), subtract_group_mean())
 
 
 def reinforce_pp(
@@ -219,6 +236,11 @@ def reinforce_pp(
 
     Reads token_mask.  Source: REINFORCE++, arXiv 2501.03262, without the KL in the reward. verl
     whitens flat groups away from 0.
+
+    >>> from jaxgrpo.advantages import evaluate
+    >>> options = {"eps": 0.0, "ddof": 0}
+    >>> evaluate("reinforce_pp", [[3.0, 1.0]], token_mask=[[[1], [1]]], options=options)[0].tolist()
+    [[[1.0], [-1.0]]]
     """
     if baseline not in _BASELINES:
         raise InputError(
@@ -228,12 +250,8 @@ def reinforce_pp(
         before, keep = (), "nothing"
     else:
         before, keep = (subtract_group_mean(),), "zero_groups"
-    return chain(
-        weighted_sum(weights),
-        *before,
-        to_tokens(),
-        whiten_batch(eps, ddof, keep=keep),
-        name="reinforce_pp",
+    return sum_then(
+        "reinforce_pp", weights, *before, to_tokens(), whiten_batch(eps, ddof, keep=keep)
     )
 
 
@@ -262,12 +280,16 @@ def passk(
 
     Source: arXiv 2503.19595 without k; with k, the estimator of arXiv 2107.03374 less itself
     without the sample.
+
+    >>> from jaxgrpo.advantages import evaluate
+    >>> evaluate("passk", [[1.0, 0.0, 0.0]], options={"k": 1})[0].tolist()
+    [[1.0, -0.5, -0.5]]
     """
     if k is None:
         steps = (divide_by_group_std(eps, ddof), max_minus_second())
     else:
         steps = (leave_one_out_pass_at_k(k, threshold),)
-    return chain(weighted_sum(weights), *steps, name="passk")
+    return sum_then("passk", weights, *steps)
 
 
 def dapo(
@@ -296,17 +318,21 @@ def dapo(
       ddof: 1 divides the variance by n - 1 (verl), 0 by n.
 
     Source: Yu et al. 2025, arXiv 2503.14476, with buffer 4096 and limit 20480.
+
+    >>> from jaxgrpo.advantages import evaluate
+    >>> evaluate("dapo", [[1.0, 0.0], [1.0, 1.0]])[1].tolist()
+    [[True, True], [False, False]]
     """
     if buffer is None and (limit is not None or penalty != 1.0):
         raise InputError("dapo: limit and penalty are those of the length penalty: give buffer too")
     lengths = () if buffer is None else (overlong_penalty(buffer, limit, penalty),)
-    return chain(
-        weighted_sum(weights),
+    return sum_then(
+        "dapo",
+        weights,
         mask_zero_variance(),
         *lengths,
         subtract_group_mean(),
         divide_by_group_std(eps, ddof),
-        name="dapo",
     )
 
 
@@ -328,11 +354,15 @@ def scale_rl(
       ddof: 1 divides the variance by n - 1, 0 by n.
 
     Source: Khatri et al. 2025, arXiv 2510.13786. It gives neither eps nor ddof.
+
+    >>> from jaxgrpo.advantages import evaluate
+    >>> evaluate("scale_rl", [[3.0, 1.0]], options={"eps": 0.0, "ddof": 0})[0].tolist()
+    [[1.0, -1.0]]
     """
-    return chain(
-        weighted_sum(weights),
+    return sum_then(
+        "scale_rl",
+        weights,
         mask_zero_variance(),
         subtract_group_mean(),
         divide_by_batch_std(eps, ddof),
-        name="scale_rl",
     )

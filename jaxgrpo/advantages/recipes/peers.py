@@ -12,8 +12,7 @@ from jaxgrpo.advantages.group import (
     subtract_leave_one_out_mean,
     subtract_length_weighted_mean,
 )
-from jaxgrpo.advantages.recipes.several import Weights, weighted_sum
-from jaxgrpo.advantages.streams import per_reward, sum_scored
+from jaxgrpo.advantages.streams import Weights, per_reward, sum_rewards, sum_scored
 from jaxgrpo.advantages.tokens import to_tokens
 from jaxgrpo.core.errors import find
 
@@ -50,6 +49,10 @@ def like_trl(
       multi_objective_aggregation: "sum_then_normalize" or "normalize_then_sum".
 
     Source: TRL 1.16, GRPOTrainer; the second aggregation is GDPO, arXiv 2601.05242.
+
+    >>> from jaxgrpo.advantages import evaluate
+    >>> evaluate("like_trl", [[1.0, 0.0]], options={"scale_rewards": "none"})[0].tolist()
+    [[0.5, -0.5]]
     """
     centre = subtract_group_mean()
     scalings: dict[str, Steps] = {
@@ -57,7 +60,7 @@ def like_trl(
         "batch": (divide_by_batch_std(_TRL_EPS), centre),
         "none": (centre,),
     }
-    scaling = _choose("like_trl", "scale_rewards", scale_rewards, scalings)
+    scaling = find("like_trl option scale_rewards", scale_rewards, scalings)
     summed = sum_scored(**(weights or {}))
     one = chain(*scalings["group"], name="normalise")
     white = whiten_batch(_TRL_EPS, eps_in="std", keep="zero_groups")
@@ -65,8 +68,8 @@ def like_trl(
         "sum_then_normalize": (summed, *scaling),
         "normalize_then_sum": (per_reward(one), summed, white),
     }
-    given = multi_objective_aggregation
-    steps = _choose("like_trl", "multi_objective_aggregation", given, orders)
+    option = "like_trl option multi_objective_aggregation"
+    steps = find(option, multi_objective_aggregation, orders)
     return chain(*steps, name="like_trl")
 
 
@@ -100,27 +103,23 @@ def like_verl(
       norm_adv_by_std_in_grpo: False leaves out the division in grpo, grpo_passk and gdpo.
 
     The last four read token_mask.  Source: verl 0.9.1, core_algos.
+
+    >>> from jaxgrpo.advantages import evaluate
+    >>> evaluate("like_verl", [[1.0, 0.0, 0.5]], options={"adv_estimator": "rloo"})[0].tolist()
+    [[0.75, -0.75, 0.0]]
     """
     scale = (divide_by_group_std(_VERL_EPS, singleton="raw"),) if norm_adv_by_std_in_grpo else ()
     centre = subtract_group_mean(singleton="raw")
-    one = chain(centre, *scale, name="normalise")
-    white = whiten_batch(1e-8, keep="zero_groups")
-    summed = weighted_sum(weights)
+    white, summed = whiten_batch(1e-8, keep="zero_groups"), sum_rewards(**(weights or {}))
     estimators: dict[str, Steps] = {
-        "grpo": (summed, centre, *scale),
-        "grpo_vectorized": (summed, centre, *scale),
+        **dict.fromkeys(("grpo", "grpo_vectorized"), (summed, centre, *scale)),
         "grpo_passk": (summed, *scale, max_minus_second()),
         "rloo": (summed, subtract_leave_one_out_mean(singleton="raw")),
         "rloo_vectorized": (summed, subtract_leave_one_out_mean()),
         "opo": (summed, subtract_length_weighted_mean(singleton="raw")),
         "reinforce_plus_plus": (summed, to_tokens(), whiten_batch(1e-8, keep="nothing")),
         "reinforce_plus_plus_baseline": (summed, centre, to_tokens(), white),
-        "gdpo": (per_reward(one), summed, to_tokens(), white),
+        "gdpo": (per_reward(chain(centre, *scale, name="normalise")), summed, to_tokens(), white),
     }
-    return chain(
-        *_choose("like_verl", "adv_estimator", adv_estimator, estimators), name="like_verl"
-    )
-
-
-def _choose(recipe: str, option: str, given: str, table: dict[str, Steps]) -> Steps:
-    return find(f"{recipe} option {option}", given, table)
+    option = "like_verl option adv_estimator"
+    return chain(*find(option, adv_estimator, estimators), name="like_verl")

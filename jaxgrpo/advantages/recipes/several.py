@@ -1,17 +1,12 @@
-"""Methods for several rewards at once: what is normalised before they are added.
+"""Recipes that use more than the samples' summed reward.
 
-Methods that look inside a group: planning tokens, trees, diversity.
-
-Methods that judge a sample by what is remembered: one sample per prompt is enough.
-
-Methods that know the right answer, or the model that only gives right ones.
-
-How the rewards of a recipe are weighed.
+Several rewards that are normalised apart; planning tokens, trees and classes inside a group; what
+is remembered of earlier batches; log-probs of the right answer or of the base model.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from jaxgrpo.advantages import filtered_model, streams, tokens, trees
 from jaxgrpo.advantages import weights as diversity
@@ -21,7 +16,7 @@ from jaxgrpo.advantages.batch import whiten_batch
 from jaxgrpo.advantages.chains import chain
 from jaxgrpo.advantages.group import divide_by_group_std, subtract_group_mean
 from jaxgrpo.advantages.reflection import reasoning_reflection
-from jaxgrpo.advantages.streams import per_reward, sum_rewards
+from jaxgrpo.advantages.streams import Weights, per_reward, sum_rewards, sum_then
 from jaxgrpo.advantages.tokens import to_tokens
 from jaxgrpo.advantages.tracked import ema_baseline, subtract_tracked_success
 
@@ -53,12 +48,17 @@ def gdpo(
 
     Source: GDPO, arXiv 2601.05242. TRL's `normalize_then_sum` has these numbers, but adds up what
     is there where a reward could not be scored; here such a sample is masked.
+
+    >>> from jaxgrpo.advantages import evaluate
+    >>> rewards = {"a": [[1.0, 0.0]], "b": [[9.0, 9.0]]}
+    >>> evaluate("gdpo", rewards, options={"eps": 0.0, "ddof": 0})[0].tolist()
+    [[1.0, -1.0]]
     """
     cut = () if clip is None else (clip_advantage(clip),)
     normalise = chain(subtract_group_mean(), divide_by_group_std(eps, ddof), *cut, name="normalise")
     return chain(
         per_reward(normalise),
-        weighted_sum(weights),
+        sum_rewards(**(weights or {})),
         whiten_batch(eps, ddof, eps_in="std"),
         name="gdpo",
     )
@@ -77,6 +77,11 @@ def dvao(eps: Scheduled = 1e-6, weights: Weights | None = None) -> AdvantageTran
       weights: none negative.
 
     Source: DVAO, arXiv 2605.25604; see the part `dvao`.
+
+    >>> from jaxgrpo.advantages import evaluate
+    >>> rewards = {"a": [[1.0, 0.0]], "b": [[0.5, 0.5]]}
+    >>> evaluate("dvao", rewards, options={"eps": 0.0})[0].tolist()
+    [[1.0, -1.0]]
     """
     return chain(streams.dvao_of(weights or {}, eps), name="dvao")
 
@@ -102,12 +107,14 @@ def rlcr(weights: Weights | None = None) -> AdvantageTransform:
 
     Source: Damani et al. 2025, arXiv 2507.16806. The paper writes c - (q - c)^2, which is this with
     weights 1, 1 and 0, less a constant.
+
+    >>> from jaxgrpo.advantages import evaluate
+    >>> rewards = {"accuracy": [[1.0, 0.0]], "brier": [[1.0, 1.0]], "format": [[1.0, 0.0]]}
+    >>> evaluate("rlcr", rewards)[0].tolist()
+    [[0.5, -0.5]]
     """
-    return chain(
-        weighted_sum(weights or {"accuracy": 0.5, "brier": 0.5, "format": 0.5}),
-        subtract_group_mean(),
-        name="rlcr",
-    )
+    weights = weights or {"accuracy": 0.5, "brier": 0.5, "format": 0.5}
+    return sum_then("rlcr", weights, subtract_group_mean())
 
 
 def hicra(
@@ -126,13 +133,18 @@ def hicra(
     Args: as of the part `hicra`.
 
     Source: arXiv 2509.03646.
+
+    >>> from jaxgrpo.advantages import evaluate
+    >>> given = {"token_mask": [[[1], [1]]], "planning": [[[True], [True]]]}
+    >>> evaluate("hicra", [[1.0, 0.0]], options={"alpha": 0.5}, **given)[0].tolist()
+    [[[0.75], [-0.25]]]
     """
-    return chain(
-        weighted_sum(weights),
+    return sum_then(
+        "hicra",
+        weights,
         subtract_group_mean(),
         tokens.to_tokens(),
         tokens.hicra(alpha, field, grams),
-        name="hicra",
     )
 
 
@@ -146,13 +158,14 @@ def darling(
     Args: as of the part `darling`; without `field`, equal completions are one class.
 
     Source: arXiv 2509.02534, without a division by the standard deviation.
+
+    >>> from jaxgrpo.advantages import evaluate
+    >>> evaluate(
+    ...     "darling", [[1.0, 1.0, 2.0]], options={"field": "kind"}, kind=[[0, 0, 1]]
+    ... )[0].tolist()
+    [[-0.5, -0.5, 1.0]]
     """
-    return chain(
-        weighted_sum(weights),
-        diversity.darling(field, floor),
-        subtract_group_mean(),
-        name="darling",
-    )
+    return sum_then("darling", weights, diversity.darling(field, floor), subtract_group_mean())
 
 
 def tree_grpo(
@@ -169,8 +182,14 @@ def tree_grpo(
       eps, ddof: as of the part `tree_normalise`.
 
     Source: arXiv 2509.21240.
+
+    >>> from jaxgrpo.advantages import evaluate
+    >>> evaluate(
+    ...     "tree_grpo", [[1.0, 0.0]], options={"eps": 0.5, "ddof": 0}, tree=[[0, 1]]
+    ... )[0].tolist()
+    [[0.5, -0.5]]
     """
-    return chain(weighted_sum(weights), trees.tree_normalise(eps, ddof), name="tree_grpo")
+    return sum_then("tree_grpo", weights, trees.tree_normalise(eps, ddof))
 
 
 def tree_rl(leaf_power: float = 0.5, weights: Weights | None = None) -> AdvantageTransform:
@@ -184,8 +203,14 @@ def tree_rl(leaf_power: float = 0.5, weights: Weights | None = None) -> Advantag
       leaf_power: as of the part `tree_process`.
 
     Source: TreeRL, arXiv 2506.11902.
+
+    >>> from jaxgrpo.advantages import evaluate
+    >>> given = {"ancestors": [[[0, 1], [0, 2]]], "token_depth": [[[0, 1], [0, 1]]]}
+    >>> given["token_mask"] = [[[True, True], [True, True]]]
+    >>> evaluate("tree_rl", [[1.0, 0.0]], **given)[0].tolist()
+    [[[0.0, 1.0], [0.0, -1.0]]]
     """
-    return chain(weighted_sum(weights), trees.tree_process(leaf_power=leaf_power), name="tree_rl")
+    return sum_then("tree_rl", weights, trees.tree_process(leaf_power=leaf_power))
 
 
 def tree_po(weighting: str = "average", weights: Weights | None = None) -> AdvantageTransform:
@@ -200,13 +225,18 @@ def tree_po(weighting: str = "average", weights: Weights | None = None) -> Advan
       weighting: as of the part `tree_subgroup`.
 
     Source: TreePO, arXiv 2508.17445.
+
+    >>> from jaxgrpo.advantages import evaluate
+    >>> given = {"ancestors": [[[0, 1], [0, 2], [0, 3]]], "token_mask": [[[1], [1], [1]]]}
+    >>> evaluate("tree_po", [[1.0, 0.0, 0.5]], **given)[0].tolist()
+    [[[1.0], [-1.0], [0.0]]]
     """
-    return chain(
-        weighted_sum(weights),
+    return sum_then(
+        "tree_po",
+        weights,
         trees.tree_subgroup(weighting),
         to_tokens(),
         whiten_batch(keep="zero_groups"),
-        name="tree_po",
     )
 
 
@@ -222,8 +252,12 @@ def ema(
       initial: the baseline of the first batch.
 
     Source: Williams 1992, REINFORCE with a reinforcement-comparison baseline.
+
+    >>> from jaxgrpo.advantages import evaluate
+    >>> evaluate("ema", [[1.0, 0.0]], options={"initial": 0.5})[0].tolist()
+    [[0.5, -0.5]]
     """
-    return chain(weighted_sum(weights), ema_baseline(decay, initial), name="ema")
+    return sum_then("ema", weights, ema_baseline(decay, initial))
 
 
 def spo(
@@ -248,13 +282,17 @@ def spo(
 
     Source: arXiv 2509.13232. There 8 samples per prompt are drawn before the first step for the
     first estimates; here `initial`, which may be a data column of rates measured so.
+
+    >>> from jaxgrpo.advantages import evaluate
+    >>> evaluate("spo", [[1.0, 0.0]], options={"eps": 0.0})[0].tolist()
+    [[1.0, -1.0]]
     """
-    return chain(
-        weighted_sum(weights),
+    return sum_then(
+        "spo",
+        weights,
         subtract_tracked_success(keep, drift, initial=initial),
         # An exact 0 is a reward equal to its estimate here, and no flat group.
         whiten_batch(eps, ddof=0, eps_in="std", keep="nothing"),
-        name="spo",
     )
 
 
@@ -283,10 +321,16 @@ def dro_r3(
     samples, so no data column can hold them, and training has no pass for them yet: bring them in
     the `fields` of rollouts of your own to `compute`, or to `evaluate`.
     Source: DRO, arXiv 2506.13351; its loss takes clip(0.2, 0.2) and masks truncated samples.
+
+    >>> from jaxgrpo.advantages import evaluate
+    >>> given = {"answer_logp": [[[-1.0], [-3.0]]], "answer_mask": [[True]]}
+    >>> options = {"eps": 0.0, "ddof": 0, "weights": {"reward": 0.0}}
+    >>> evaluate("dro_r3", [[0.0, 0.0]], options=options, **given)[0].tolist()
+    [[1.0, -1.0]]
     """
     return chain(
         reasoning_reflection(kind, drop=drop, masked_thought=masked_thought),
-        weighted_sum(None if weights is None else {"r3": 1.0, **weights}),
+        sum_rewards(**({} if weights is None else {"r3": 1.0, **weights})),
         subtract_group_mean(),
         divide_by_group_std(eps, ddof),
         name="dro_r3",
@@ -317,9 +361,17 @@ def alpha_dpg(
 
     Fields: base_logp [P, G, T], a pass of the frozen base.
     Source: arXiv 2512.05962.
+
+    >>> from jaxgrpo.advantages import evaluate
+    >>> logp = {name: [[[-1.0], [-1.0]]] for name in ("base_logp", "behavior_logp")}
+    >>> options = {"alpha": 0.0}
+    >>> evaluate(
+    ...     "alpha_dpg", [[1.0, 0.0]], token_mask=[[[1], [1]]], options=options, **logp
+    ... )[0].tolist()
+    [[2.0, -2.0]]
     """
     part = filtered_model.alpha_dpg(alpha, cap=cap, z=z, threshold=threshold)
-    return chain(weighted_sum(weights), part, name="alpha_dpg")
+    return sum_then("alpha_dpg", weights, part)
 
 
 def f_dpg(
@@ -339,15 +391,14 @@ def f_dpg(
 
     Fields: base_logp [P, G, T], a pass of the frozen base.
     Source: arXiv 2302.08215.
+
+    >>> from jaxgrpo.advantages import evaluate
+    >>> logp = {name: [[[-1.0], [-1.0]]] for name in ("base_logp", "behavior_logp")}
+    >>> options = {"divergence": "tv"}
+    >>> evaluate(
+    ...     "f_dpg", [[1.0, 0.0]], token_mask=[[[1], [1]]], options=options, **logp
+    ... )[0].tolist()
+    [[1.0, -1.0]]
     """
     part = filtered_model.f_dpg(divergence, cap=cap, z=z, threshold=threshold)
-    return chain(weighted_sum(weights), part, name="f_dpg")
-
-
-Weights = Mapping[str, Scheduled]
-"""Name of a reward = its weight; None counts every reward with weight 1."""
-
-
-def weighted_sum(weights: Weights | None) -> AdvantageTransform:
-    """`sum_rewards` of a recipe's `weights`."""
-    return sum_rewards(**(weights or {}))
+    return sum_then("f_dpg", weights, part)

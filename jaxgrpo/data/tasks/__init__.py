@@ -31,7 +31,7 @@ def load(spec: str, count: int | None = None, seed: int = 0) -> list[dict[str, A
       count: rows; None takes the task's own number for the split.
       seed: which rows, and their order.
 
-    Raises: InputError where the form, the task or the split is unknown, or count is below 1.
+    Raises: InputError if the form, the task or the split is unknown, or count is below 1.
     >>> load("task:arithmetic:train", count=1)[0].keys()
     dict_keys(['prompt', 'answer', 'level'])
     """

@@ -52,7 +52,7 @@ def is_test(first: int, second: int) -> bool:
 
 
 def solution(first: int, second: int, carry: bool, hundreds: bool) -> str:
-    """The worked solution that adds a carry in the tens, and writes one in front, as told.
+    """The worked solution that adds a carry in the tens, and writes one in front, as asked.
 
     >>> solution(47, 38, carry=True, hundreds=True), solution(47, 38, carry=False, hundreds=True)
     ('7+8=15 4+3+1=8 85', '7+8=15 4+3=7 75')
@@ -119,9 +119,9 @@ def corpus() -> list[Worked]:
 
 
 def score(completions: Sequence[str], answer: Sequence[str], **columns: Any) -> list[float]:
-    """1.0 where the text after the last space is the answer, character by character; else 0.0.
+    """1.0 if the text after the last space is the answer, character by character; else 0.0.
 
-    The scratch work is not judged: a right answer behind a wrong step counts.
+    The scratch work is not judged: a right answer after a wrong step counts.
 
     >>> score(["7+8=15 4+3+1=8 85", "7+8=15 4+3=7 75", "85", "7+8=15 4+3+1=8 85 "], ["85"] * 4)
     [1.0, 0.0, 1.0, 0.0]

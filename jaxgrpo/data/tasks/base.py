@@ -1,12 +1,14 @@
-"""What a task is.
-
-A tokenizer of single characters, for the base models of generated tasks.
-"""
+"""What a generated task is, and the tokenizer of single characters for its base models."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+PAD, END, UNKNOWN = "<pad>", "<end>", "<unknown>"
 
 
 class Worked(NamedTuple):
@@ -18,22 +20,16 @@ class Worked(NamedTuple):
 
 
 class Task(NamedTuple):
-    """A generated, verifiable task. Nothing in it is random but by the seed of `rows`."""
+    """A generated, verifiable task. All its randomness comes from the seed of `rows`."""
 
     name: str
     alphabet: str  # every character of its prompts and solutions: one token each
     levels: tuple[int, ...]  # values of the column "level", easiest first
-    splits: Mapping[str, int]  # split -> rows taken where no count is given
+    splits: Mapping[str, int]  # split -> rows taken if no count is given
     rows: Callable[[str, int, int], list[dict[str, Any]]]  # (split, count, seed)
     corpus: Callable[[], list[Worked]]  # of the supervised warm start; holds no test problem
     answer_of: Callable[[str], str]  # completion -> the answer that it ends with
     score: Callable[..., list[float]]  # (completions, answer, **columns), 1.0 iff right
-
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
-
-PAD, END, UNKNOWN = "<pad>", "<end>", "<unknown>"
 
 
 def character_tokenizer(alphabet: str) -> PreTrainedTokenizerFast:
@@ -42,7 +38,7 @@ def character_tokenizer(alphabet: str) -> PreTrainedTokenizerFast:
     Encoding adds no special token; decoding joins the characters and puts nothing between them.
     A character outside the alphabet becomes the unknown token.
 
-    Raises: ValueError where a character stands twice in the alphabet.
+    Raises: ValueError if the alphabet holds a character twice.
     >>> tokenizer = character_tokenizer("0123456789+= ")
     >>> tokenizer.decode(tokenizer("4+7= 11")["input_ids"])
     '4+7= 11'

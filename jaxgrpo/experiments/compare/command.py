@@ -1,48 +1,39 @@
 """`jaxgrpo compare EXPERIMENT.toml`: every run, then tables, charts and a CSV file.
 
-The runs of a comparison, one after the other in one process, which shares what they share.
+The runs are taken one after the other in one process, so that they share inputs and programs.
 """
 
 from __future__ import annotations
 
-import functools
 import json
 import shutil
 import time
 import tomllib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from jax import Array
 from rich.console import Console
-from rich.table import Table
 
 from jaxgrpo.config import files as configs
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.types import Params
 from jaxgrpo.evaluation.evaluate import SUCCESS, Evaluate, Evaluation
 from jaxgrpo.experiments.compare import experiment as experiments
-from jaxgrpo.experiments.compare import results
+from jaxgrpo.experiments.compare import report, results
 from jaxgrpo.experiments.compare.experiment import Case, Experiment
-from jaxgrpo.experiments.compare.page import (
-    Section,
-    difference_rows,
-    markdown,
-    said_detectable,
-    sections,
-)
 from jaxgrpo.models import sharding
 from jaxgrpo.training import loop, process
 from jaxgrpo.training.folder import write_atomically
 from jaxgrpo.training.policy import evaluator_of
-from jaxgrpo.training.report.page import check_can_draw
+from jaxgrpo.training.report.html import check_can_draw
 from jaxgrpo.training.setup import Shared, setup
 
 
 def compare(path: str | Path, dry_run: bool = False) -> int:
-    """Takes the runs that are not finished and writes what all of them say. Returns the exit code.
+    """Takes the runs that are not finished and reports all of them. Returns the exit code.
 
         DIR/experiment.toml   the file, as it was
         DIR/differences.md    the keys in which the arms' configs differ
@@ -54,16 +45,18 @@ def compare(path: str | Path, dry_run: bool = False) -> int:
     Args:
       path: the file, or a shipped experiment's name.
       dry_run: only checks the file, the configs and what `dir` holds, and shows the plan; models,
-        data and own files are looked at when runs begin.
+        data and own files are checked when runs begin.
     Raises: InputError with all problems before the first run, and before anything is written.
     """
     console = Console(highlight=False)
     experiment = experiments.load(path)
     cases = experiments.cases_of(experiment)
     check_can_draw("report.html needs", "read results.csv")
-    differing = experiments.differences(cases)
+    differing = report.difference_section(experiments.differences(cases))
     _show_plan(console, experiment, cases, differing)
-    finished, waiting = split(cases)
+    complete = {case.path: is_finished(case) for case in cases}
+    finished = [case for case in cases if complete[case.path]]
+    waiting = [case for case in cases if not complete[case.path]]
     _warn_of_code(console, finished, waiting)
     if dry_run:
         return 0
@@ -72,32 +65,52 @@ def compare(path: str | Path, dry_run: bool = False) -> int:
     line = process.start(cases[0].config.mesh.platform)
     say = console.print if process.is_main() else lambda text: None
     say(line)
-    check = functools.partial(results.check_metric, experiment)
-    take_all(finished, waiting, say, check, f"go on with: jaxgrpo compare {path}")
+    _take_all(experiment, finished, waiting, say, f"go on with: jaxgrpo compare {path}")
     if process.is_main():
         _finish(console, experiment, cases, differing)
     return 0
 
 
+def is_finished(case: Case) -> bool:
+    """Whether the run is complete: its summary is written last.
+
+    Raises: InputError if its folder holds a run with another config.
+    """
+    if not (case.path / "config.toml").exists():
+        return False
+    text = (case.path / "config.toml").read_text(encoding="utf-8")
+    before = configs.flat(configs.tables_of(configs.from_dict(tomllib.loads(text))))
+    now = configs.flat(configs.tables_of(case.config))
+    before["run.dir"] = now["run.dir"]  # the whole folder may have been moved
+    changed = [
+        f"{key}: {before.get(key, 'not set')} -> {now.get(key, 'not set')}"
+        for key in sorted(before.keys() | now.keys())
+        if before.get(key) != now.get(key)
+    ]
+    if changed:
+        raise InputError(
+            f"{case.path}: holds a run with another config:\n  " + "\n  ".join(changed) + "\n"
+            "remove the folder to run it anew, or set dir to another one"
+        )
+    return (case.path / "summary.json").exists()
+
+
 def _show_plan(
-    console: Console,
-    experiment: Experiment,
-    cases: Sequence[Case],
-    differing: Mapping[str, Mapping[str, str]],
+    console: Console, experiment: Experiment, cases: Sequence[Case], differing: report.Section
 ) -> None:
-    """What will be run, in what the arms differ, and what can be seen at all."""
+    """What will be run, in what the arms differ, and which differences the seeds can show."""
     seeds = len(experiment.seeds) + len(experiment.tuning_seeds)
     console.print(
         f"{len(cases)} runs: {len(experiment.arms)} arms at their learning rates, {seeds} seeds; "
         f"{experiment.metric}, control {experiment.control}",
         markup=False,
     )
-    console.print(_rich("the arms differ in this, and in nothing else", difference_rows(differing)))
-    console.print(said_detectable(experiment), markup=False)
+    title, text = "the arms differ in this, and in nothing else", report.said_detectable(experiment)
+    differing._replace(title=title, text=[text]).show(console)
 
 
 def _warn_of_code(console: Console, finished: Sequence[Case], waiting: Sequence[Case]) -> None:
-    """Before further runs are taken with own files that have changed since the finished ones."""
+    """Warns before further runs if own files have changed since the finished ones were taken."""
     other = [case for case in finished if waiting and results.has_other_code(case)]
     if other:
         console.print(
@@ -107,15 +120,14 @@ def _warn_of_code(console: Console, finished: Sequence[Case], waiting: Sequence[
         )
 
 
-def _begin(experiment: Experiment, differing: Mapping[str, Mapping[str, str]]) -> None:
+def _begin(experiment: Experiment, differing: report.Section) -> None:
     folder = Path(experiment.dir)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         kept = folder / "experiment.toml"
         if experiment.source and not (kept.exists() and kept.samefile(experiment.source)):
             shutil.copyfile(experiment.source, kept)
-        section = Section("In what the arms differ", [], difference_rows(differing))
-        write_atomically(folder / "differences.md", markdown([section]))
+        write_atomically(folder / "differences.md", differing.markdown())
     except OSError as error:
         raise InputError(
             f"dir = {folder} cannot be written ({error.strerror}): set it to a folder that can"
@@ -123,74 +135,24 @@ def _begin(experiment: Experiment, differing: Mapping[str, Mapping[str, str]]) -
 
 
 def _finish(
-    console: Console,
-    experiment: Experiment,
-    cases: Sequence[Case],
-    differing: Mapping[str, Mapping[str, str]],
+    console: Console, experiment: Experiment, cases: Sequence[Case], differing: report.Section
 ) -> None:
-    from jaxgrpo.experiments.compare import page
-
     outcomes = results.read_all(cases)
     folder = Path(experiment.dir)
     write_atomically(folder / "results.csv", results.csv_text(experiment, outcomes))
     results.check_complete(experiment, outcomes)
-    found = sections(experiment, outcomes)
-    write_atomically(folder / "tables.md", markdown(found))
-    write_atomically(folder / "report.html", page.render(experiment, outcomes, found, differing))
-    for section in filter(_is_short, found):
-        if section.rows:
-            console.print(_rich(section.title, section.rows))
-        elif section.text:
-            console.print(section.title, style="bold", markup=False)
-        for text in section.text:
-            console.print(text, markup=False)
+    found = report.sections(experiment, outcomes)
+    page = report.render(experiment, outcomes, found, differing)
+    write_atomically(folder / "tables.md", report.markdown(found))
+    write_atomically(folder / "report.html", page)
+    for section in found:
+        if not section.title.startswith("At learning rate"):  # those are in the files only
+            section.show(console)
     console.print(f"{folder}: report.html, tables.md, results.csv", markup=False, soft_wrap=True)
 
 
-def _is_short(section: Section) -> bool:
-    """Whether it is shown in the terminal; the tables of each learning rate are in the files."""
-    return not section.title.startswith("At learning rate")
-
-
-def _rich(title: str, rows: Sequence[Sequence[str]]) -> Table:
-    head, *body = rows
-    table = Table(title=title, title_justify="left")
-    for place, name in enumerate(head):
-        table.add_column(name, justify="right" if place else "left")
-    for row in body:
-        table.add_row(*row)
-    return table
-
-
-def is_finished(case: Case) -> bool:
-    """Whether the run has come to its end: its summary is what it writes last.
-
-    Raises: InputError where its folder holds a run with another config.
-    """
-    if not (case.path / "config.toml").exists():
-        return False
-    text = (case.path / "config.toml").read_text(encoding="utf-8")
-    before = configs.flat(configs.tables_of(configs.from_dict(tomllib.loads(text))))
-    now = configs.flat(configs.tables_of(case.config))
-    # Where it was kept then: the whole folder may have been moved.
-    changed = sorted(
-        key
-        for key in before.keys() | now.keys()
-        if key != "run.dir" and before.get(key) != now.get(key)
-    )
-    if changed:
-        lines = (
-            f"{key}: {before.get(key, 'not set')} -> {now.get(key, 'not set')}" for key in changed
-        )
-        raise InputError(
-            f"{case.path}: holds a run with another config:\n  " + "\n  ".join(lines) + "\n"
-            "remove the folder to run it anew, or set dir to another one"
-        )
-    return (case.path / "summary.json").exists()
-
-
 class Runner:
-    """Takes runs; what one has made, inputs, programs, the base's evaluation, the next one uses."""
+    """Takes runs, which share inputs, programs and the base's evaluation."""
 
     def __init__(self) -> None:
         self._shared = Shared()
@@ -209,7 +171,7 @@ class Runner:
         loop.take(
             case.config,
             lambda: setup(case.config, share=share),
-            lambda parts: self._remembering(evaluator_of(parts, share), case.path),
+            lambda run: self._remembering(evaluator_of(run, share), case.path),
             resume=True,
             shown=False,
         )
@@ -241,32 +203,20 @@ def write_successes(folder: Path, step: int, scores: np.ndarray) -> None:
     write_atomically(folder / "successes" / f"step_{step}.json", text + "\n")
 
 
-def split(cases: Iterable[Case]) -> tuple[list[Case], list[Case]]:
-    """Those whose runs are finished and those that wait. Raises: InputError, as `is_finished`."""
-    finished, waiting = [], []
-    for case in cases:
-        (finished if is_finished(case) else waiting).append(case)
-    return finished, waiting
-
-
-def take_all(
+def _take_all(
+    experiment: Experiment,
     finished: Sequence[Case],
     waiting: Sequence[Case],
     say: Callable[[str], None],
-    check: Callable[[Case], None],
     how_to_go_on: str,
 ) -> None:
-    """Takes every run that is not finished.
+    """Takes every run of `waiting`; refuses an unknown metric after the first finished run.
 
-    Args:
-      finished, waiting: as `split` finds them.
-      say: is told of each run that has come to its end.
-      check: is given the first one that has, and may refuse to take more.
-    Raises: runtime.StopRequested after a stop signal, with what the run under way has saved.
+    Raises: process.StopRequested after a stop signal, once the run under way has saved its state.
     """
     count = len(finished) + len(waiting)
     if finished:
-        check(finished[0])
+        results.check_metric(experiment, finished[0])
         say(f"{len(finished)} of {count} runs are finished already")
     runner, began = Runner(), time.monotonic()
     for place, case in enumerate(waiting, start=1):
@@ -278,7 +228,7 @@ def take_all(
                 f"{stopped.args[0].partition(';')[0]}; {how_to_go_on}"
             ) from None
         if place == 1:
-            check(case)
+            results.check_metric(experiment, case)
         now = time.monotonic()
         left = (now - began) / place * (len(waiting) - place)
         say(

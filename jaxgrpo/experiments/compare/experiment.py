@@ -1,7 +1,4 @@
-"""The file of a comparison: read, checked as a whole, and turned into one config per run.
-
-From the tables of an experiment file to checked values, with every problem found on the way.
-"""
+"""The file of a comparison: read, checked as a whole, and turned into one config per run."""
 
 from __future__ import annotations
 
@@ -10,7 +7,6 @@ import dataclasses
 import difflib
 import json
 import math
-import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,11 +18,24 @@ from jaxgrpo.config.reading import HINTS, SECTIONS, show
 from jaxgrpo.core.errors import ConfigError, suggest
 
 SHIPPED_EXPERIMENTS = SHIPPED / "experiments"
+MAY_DIFFER = (
+    *("recipe", "advantage", "rewards", "loss", "reference", "optimizer"),
+    *("rollout.group_size", "rollout.prompts"),
+)
+"""The keys of a config, and whole tables, that arms may differ in. All others are locked."""
+
+GIVEN = {
+    "optimizer.learning_rate": "is what `learning_rates` is for",
+    "train.seed": "is what `seeds` is for",
+    "run": "is the comparison's own: `dir` says where everything is kept",
+    "tracking": "is not for the runs of a comparison",
+}
+"""Keys that the experiment itself gives to every run."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Experiment:
-    """What is compared. Every default of the file stands here."""
+    """What is compared: the keys of an experiment file and all their defaults."""
 
     base: str  # a config, by path or shipped name
     arms: dict[str, dict[str, Any]]  # name -> tables of keys that it changes
@@ -40,7 +49,7 @@ class Experiment:
     metric: str = "eval/accuracy"
     better: str = "higher"
     level: float = 0.05
-    hold: str | None = None  # where group sizes differ: "samples" or "prompts" of a step
+    hold: str | None = None  # if group sizes differ: what a step keeps, "samples" or "prompts"
     set: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # in every arm
     source: Path | None = dataclasses.field(default=None, compare=False)
 
@@ -74,11 +83,14 @@ class Case(NamedTuple):
 
 def load(path: str | Path) -> Experiment:
     """Reads an experiment file, or a shipped one by its name. Raises: ConfigError, all problems."""
-    source = _find(Path(path))
-    try:
-        raw = tomllib.loads(source.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(str(source), [f"not TOML: {error}"]) from None
+    path = Path(path)
+    known = {file.stem: file for file in SHIPPED_EXPERIMENTS.glob("*.toml")}
+    if not path.is_file() and not path.suffix and len(path.parts) == 1:
+        if path.name not in known:
+            problem = f"no shipped experiment: {suggest(path.name, known)}"
+            raise ConfigError(str(path), [problem])
+        path = known[path.name]
+    raw, source = configs.read_tables(path)
     problems: list[str] = []
     values = read(raw, problems)
     if problems:
@@ -98,7 +110,11 @@ def cases_of(experiment: Experiment) -> list[Case]:
     except ConfigError as error:
         where = f"base = {show(experiment.base)} with set"
         raise ConfigError(name, [f"{where}: {item}" for item in error.problems]) from None
-    problems = list(_evaluation_problems(common))
+    problems = []
+    if common.eval.data is None:
+        problems = [
+            "eval.data: missing, and nothing could be compared; name it in the base or in set"
+        ]
     at_first: dict[str, Config] = {}
     for arm, changes in experiment.arms.items():
         try:
@@ -132,6 +148,32 @@ def differences(cases: Sequence[Case]) -> dict[str, dict[str, str]]:
     return rows
 
 
+def read(raw: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
+    """The values of an Experiment by name; those that are wrong become problems."""
+    values: dict[str, Any] = {}
+    near = {name: difflib.get_close_matches(name, KEYS, n=1) for name in raw if name not in KEYS}
+    meant = {keys[0] for keys in near.values() if keys}
+    problems += [f"{name}: unknown key; {_hint(name, keys)}" for name, keys in near.items()]
+    for name, (reader, expected) in KEYS.items():
+        if name not in raw:
+            if name in REQUIRED and name not in meant:  # a merely misspelt key is one problem
+                problems.append(f"{name}: missing; expected {expected}")
+        elif (value := reader(raw[name])) is None:
+            problems.append(f"{name} = {show(raw[name])}: expected {expected}")
+        else:
+            values[name] = value
+    arms = values.get("arms", {})
+    problems += _set_problems(values.get("set", {}))
+    problems += (item for arm, table in arms.items() for item in _table_problems(arm, table))
+    values["own_rates"] = {
+        arm: _rates(table.pop("learning_rates"))
+        for arm, table in arms.items()
+        if "learning_rates" in table
+    }
+    problems += _together(values)
+    return values
+
+
 def _entries(value: Any, name: str = "") -> dict[str, str]:
     """Every number and text under its full name, as JSON; rewards.0.flip: of the first one."""
     if isinstance(value, Mapping):
@@ -146,17 +188,6 @@ def _entries(value: Any, name: str = "") -> dict[str, str]:
     return found
 
 
-def _find(path: Path) -> Path:
-    if path.is_file():
-        return path.resolve()
-    known = {file.stem: file for file in sorted(SHIPPED_EXPERIMENTS.glob("*.toml"))}
-    if path.suffix or len(path.parts) > 1:
-        raise ConfigError(str(path), ["there is no such file"])
-    if path.name not in known:
-        raise ConfigError(str(path), [f"no shipped experiment: {suggest(path.name, known)}"])
-    return known[path.name]
-
-
 def _base(experiment: Experiment) -> dict[str, Any]:
     """The tables of the base config, with absolute paths; without tracking, which stays its own."""
     beside = experiment.folder / experiment.base
@@ -168,7 +199,7 @@ def _base(experiment: Experiment) -> dict[str, Any]:
 def _config(
     experiment: Experiment, base: Mapping[str, Any], changes: Mapping[str, Any], rate: float
 ) -> Config:
-    """One arm's config, of seed 0 and in a folder that is yet to be named."""
+    """One arm's config, with seed 0 and a folder that `_cases` replaces."""
     common = _changed(base, experiment.set, experiment.folder)
     tables = _changed(common, changes, experiment.folder)
     if experiment.hold == "samples":
@@ -184,7 +215,7 @@ def _config(
 
 def _changed(tables: Mapping[str, Any], changes: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     result = copy.deepcopy(dict(tables))
-    # A recipe is a whole chain: what stands in the place of it gives way.
+    # A recipe is a whole chain: it replaces `advantage`, and is replaced by it.
     for one, other in (("recipe", "advantage"), ("advantage", "recipe")):
         if one in changes:
             result.pop(other, None)
@@ -197,7 +228,7 @@ def _hold_samples(common: Mapping[str, Any], tables: dict[str, Any]) -> None:
     before, after = common.get("rollout", {}), tables.get("rollout", {})
     sizes = [before.get("prompts_per_step"), before.get("group_size"), after.get("group_size")]
     if not all(isinstance(size, int) and size > 0 for size in sizes):
-        return  # the config says so
+        return  # reading the config reports it
     prompts, size, wanted = sizes
     if prompts * size % wanted:
         problem = (
@@ -223,13 +254,8 @@ def _cases(experiment: Experiment, configs_of: Mapping[str, Config]) -> Iterator
                 yield Case(arm, rate, seed, config)
 
 
-def _evaluation_problems(config: Config) -> Iterator[str]:
-    if config.eval.data is None:
-        yield "eval.data: missing, and nothing could be compared; name it in the base or in set"
-
-
 def _arm_problems(experiment: Experiment, config: Config, common: Config) -> Iterator[str]:
-    """What is right in a config and wrong in a comparison."""
+    """What is valid in a config but not in a comparison."""
     if config.rollout.group_size != common.rollout.group_size and experiment.hold is None:
         yield (
             'rollout.group_size: say what a step keeps where it differs, hold = "samples" '
@@ -241,53 +267,6 @@ def _arm_problems(experiment: Experiment, config: Config, common: Config) -> Ite
             "rewards: the first one judges success in evaluation too, which must be the same in "
             "every arm; name the judge, set.eval.scorer"
         )
-
-
-MAY_DIFFER = (
-    *("recipe", "advantage", "rewards", "loss", "reference", "optimizer"),
-    *("rollout.group_size", "rollout.prompts"),
-)
-"""The keys of a config, and whole tables, that arms may differ in. All else is locked."""
-
-GIVEN = {
-    "optimizer.learning_rate": "is what `learning_rates` is for",
-    "train.seed": "is what `seeds` is for",
-    "run": "is the comparison's own: `dir` says where everything is kept",
-    "tracking": "is not for the runs of a comparison",
-}
-"""Keys that the experiment itself gives to every run."""
-
-Problems = list[str]
-
-
-def read(raw: Mapping[str, Any], problems: Problems) -> dict[str, Any]:
-    """The values of an Experiment by name; those that are wrong become problems."""
-    values: dict[str, Any] = {}
-    near = {name: difflib.get_close_matches(name, KEYS, n=1) for name in raw if name not in KEYS}
-    meant = {keys[0] for keys in near.values() if keys}
-    for name, keys in near.items():
-        problems.append(f"{name}: unknown key; {_hint(name, keys)}")
-    for name, (reader, expected, needed) in KEYS.items():
-        if name not in raw:
-            if needed and name not in meant:  # a key that is merely misspelt is one problem
-                problems.append(f"{name}: missing; expected {expected}")
-            continue
-        value = reader(raw[name])
-        if value is None:
-            problems.append(f"{name} = {show(raw[name])}: expected {expected}")
-        else:
-            values[name] = value
-    problems += _set_problems(values.get("set", {}))
-    values["own_rates"] = {}
-    for arm, table in values.get("arms", {}).items():
-        problems += _table_problems(arm, table)
-        if "learning_rates" in table:
-            values["own_rates"][arm] = _rates(table["learning_rates"]) or ()
-    for arm in values.get("arms", {}):
-        table = values["arms"][arm]
-        values["arms"][arm] = {k: v for k, v in table.items() if k != "learning_rates"}
-    problems += _together(values)
-    return values
 
 
 def _hint(name: str, near: list[str]) -> str:
@@ -320,8 +299,7 @@ def _together(values: Mapping[str, Any]) -> Iterator[str]:
 def _table_problems(arm: str, table: Mapping[str, Any]) -> Iterator[str]:
     where = f"arms.{arm}"
     if "learning_rates" in table and not _rates(table["learning_rates"]):
-        expected = KEYS["learning_rates"][1]
-        yield f"{where}.learning_rates = {show(table['learning_rates'])}: expected {expected}"
+        yield f"{where}.learning_rates = {show(table['learning_rates'])}: expected {RATES}"
     for key in _names(table):
         if key == "learning_rates":
             continue
@@ -357,16 +335,31 @@ def _within(key: str, tables: tuple[str, ...]) -> bool:
     return any(key == table or key.startswith(f"{table}.") for table in tables)
 
 
-def _text(value: Any) -> str | None:
-    return value if isinstance(value, str) and value else None
+def _list(right: Callable[[Any], bool]) -> Callable[[Any], tuple[Any, ...] | None]:
+    """Reads a list of `right` entries that is not empty; equal ones are one."""
+
+    def read(value: Any) -> tuple[Any, ...] | None:
+        whole = isinstance(value, list) and value and all(map(right, value))
+        return tuple(dict.fromkeys(value)) if whole else None
+
+    return read
 
 
-def _choice(*choices: str) -> Callable[[Any], str | None]:
-    return lambda value: value if value in choices else None
+def _distinct(value: Any, right: Callable[[Any], bool]) -> tuple[Any, ...] | None:
+    """A list as `_list` reads it, in which no two entries are equal."""
+    found = _list(right)(value)
+    return found if found and len(found) == len(value) else None
 
 
-def _table(value: Any) -> dict[str, Any] | None:
-    return dict(value) if isinstance(value, Mapping) else None
+def _seeds(value: Any) -> tuple[int, ...] | None:
+    if type(value) is int:
+        return tuple(range(value)) or None
+    return _distinct(value, lambda seed: type(seed) is int and seed >= 0)
+
+
+def _rates(value: Any) -> tuple[float, ...] | None:
+    found = _distinct(value, lambda rate: type(rate) in (int, float) and 0 <= rate < math.inf)
+    return found and tuple(map(float, found))
 
 
 def _arms(value: Any) -> dict[str, dict[str, Any]] | None:
@@ -382,45 +375,38 @@ def _is_name(name: str) -> bool:
     return bool(name) and all(letter.isalnum() or letter in "-_+" for letter in name)
 
 
-def _seeds(value: Any) -> tuple[int, ...] | None:
-    if type(value) is int:
-        return tuple(range(value)) if value >= 1 else None
-    right = isinstance(value, list) and value and len(set(map(repr, value))) == len(value)
-    if not right or not all(type(seed) is int and seed >= 0 for seed in value):
-        return None
-    return tuple(value)
-
-
-def _rates(value: Any) -> tuple[float, ...] | None:
-    numbers = isinstance(value, list) and value and all(type(v) in (int, float) for v in value)
-    if not numbers or not all(v >= 0 and math.isfinite(v) for v in value):
-        return None
-    return tuple(map(float, value)) if len(set(value)) == len(value) else None
-
-
-def _names_list(value: Any) -> tuple[str, ...] | None:
-    right = isinstance(value, list) and value and all(isinstance(name, str) for name in value)
-    return tuple(dict.fromkeys(value)) if right else None
-
-
 def _share(value: Any) -> float | None:
-    return float(value) if type(value) is float and 0 < value < 1 else None
+    return value if type(value) is float and 0 < value < 1 else None
 
 
-_SEEDS = "a number of seeds, 7 (for 0 to 6), or a list of different ones, [3, 5]"
-KEYS: dict[str, tuple[Callable[[Any], Any], str, bool]] = {
-    "base": (_text, 'a config, by path or shipped name, as "quickstart"', True),
-    "dir": (_text, 'the folder that holds everything, as "runs/compare"', True),
-    "arms": (_arms, "at least two tables [arms.NAME], NAME of letters, digits, - _ +", True),
-    "control": (_text, "the arm that the others are compared with", True),
-    "learning_rates": (_rates, "a list of different rates, 0 or more, as [1e-4, 3e-4]", True),
-    "seeds": (_seeds, _SEEDS, True),
-    "tuning_seeds": (_seeds, _SEEDS, False),
-    "tests": (_names_list, "a list of arms", False),
-    "metric": (_text, 'a metric of evaluation, as "eval/accuracy"', False),
-    "better": (_choice("higher", "lower"), '"higher" or "lower"', False),
-    "level": (_share, "a number between 0 and 1, as 0.05", False),
-    "hold": (_choice("samples", "prompts"), '"samples" or "prompts"', False),
-    "set": (_table, "a table of keys for every arm", False),
+def _table(value: Any) -> dict[str, Any] | None:
+    return dict(value) if isinstance(value, Mapping) else None
+
+
+def _text(value: Any) -> str | None:
+    return value if isinstance(value, str) and value else None
+
+
+def _choice(*choices: str) -> Callable[[Any], str | None]:
+    return lambda value: value if value in choices else None
+
+
+RATES = "a list of different rates, 0 or more, as [1e-4, 3e-4]"
+SEEDS = "a number of seeds, 7 (for 0 to 6), or a list of different ones, [3, 5]"
+REQUIRED = ("base", "dir", "arms", "control", "learning_rates", "seeds")
+KEYS: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "base": (_text, 'a config, by path or shipped name, as "quickstart"'),
+    "dir": (_text, 'the folder that holds everything, as "runs/compare"'),
+    "arms": (_arms, "at least two tables [arms.NAME], NAME of letters, digits, - _ +"),
+    "control": (_text, "the arm that the others are compared with"),
+    "learning_rates": (_rates, RATES),
+    "seeds": (_seeds, SEEDS),
+    "tuning_seeds": (_seeds, SEEDS),
+    "tests": (_list(lambda name: isinstance(name, str)), "a list of arms"),
+    "metric": (_text, 'a metric of evaluation, as "eval/accuracy"'),
+    "better": (_choice("higher", "lower"), '"higher" or "lower"'),
+    "level": (_share, "a number between 0 and 1, as 0.05"),
+    "hold": (_choice("samples", "prompts"), '"samples" or "prompts"'),
+    "set": (_table, "a table of keys for every arm"),
 }
-"""The keys of an experiment file: how each is read, what is expected, whether it must be given."""
+"""The keys of an experiment file: how each is read (None: it is wrong), and what is expected."""

@@ -1,12 +1,18 @@
-"""What the finished runs of a comparison say, as numbers."""
+"""What the finished runs of a comparison say: their numbers, and how far arms differ.
+
+The unit of the statistics is the seed: prompts of one seed share one trained model, so they are no
+independent trials of a method. More prompts make each number more exact; only more seeds show
+whether a difference comes back.
+"""
 
 from __future__ import annotations
 
 import csv
 import functools
 import io
+import itertools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxgrpo.core.errors import InputError, suggest
+from jaxgrpo.evaluation.intervals import bootstrap
 from jaxgrpo.experiments.compare.experiment import Case, Experiment
 from jaxgrpo.training.folder import read_metrics
 from jaxgrpo.update import diagnostics
@@ -24,9 +31,12 @@ OVER_STEPS = (
 )
 """Metrics of training that are compared by their curves, and by their means over all steps."""
 
-
 SHOWN = 8  # runs that a message names
-SAME = 1e-6  # evaluations that differ by less differ by rounding
+ROUNDING = 1e-6  # evaluations that differ by less differ by rounding
+RESAMPLES = 10_000  # of the seeds
+EXACT = 12  # up to so many seeds every exchange of labels is counted
+DRAWN = 20_000  # exchanges that are drawn if there are more seeds
+SAME = 1e-12  # statistics that differ by less are equal
 
 
 class Outcome(NamedTuple):
@@ -34,7 +44,7 @@ class Outcome(NamedTuple):
 
     case: Case
     numbers: dict[str, float]  # what results.csv says of it
-    curves: dict[str, np.ndarray]  # of OVER_STEPS, one value per step; NaN where there is none
+    curves: dict[str, np.ndarray]  # of OVER_STEPS, one value per step, NaN if it has none
     base_pass: np.ndarray  # [n] pass@1 ... pass@n of the base
     trained_pass: np.ndarray  # [n]
     warnings: dict[str, int]  # what the run warned of, and how often
@@ -79,7 +89,7 @@ def read(case: Case) -> Outcome:
 
 
 def check_metric(experiment: Experiment, case: Case) -> None:
-    """Refuses a metric that a finished run does not know, before the others are taken."""
+    """Refuses a metric that a finished run does not have, before the others are taken."""
     outcome = read(case)
     if experiment.metric in read_metrics(case.path)[-1]:
         check_complete(experiment, {(case.arm, case.rate): {case.seed: outcome}})
@@ -107,10 +117,10 @@ def check_complete(experiment: Experiment, outcomes: Outcomes) -> None:
 
 
 def mixtures(outcomes: Outcomes) -> list[str]:
-    """What says that the runs are not those of one base and one code: sentences, none if all are.
+    """Signs that the runs do not have one base and one code, as sentences; [] if there are none.
 
-    Of one seed every run evaluates the same base on the same prompts with the same keys. Runs that
-    name the same own files were to have the same copies of them.
+    All runs of a seed evaluate the same base on the same prompts with the same keys. Runs that name
+    the same own files should have the same copies of them.
     """
     runs = [run for by_seed in outcomes.values() for run in by_seed.values()]
     said = []
@@ -120,7 +130,9 @@ def mixtures(outcomes: Outcomes) -> list[str]:
         other = sorted(
             name
             for name in common
-            if not np.allclose([base[name] for base in bases], bases[0][name], rtol=0, atol=SAME)
+            if not np.allclose(
+                [base[name] for base in bases], bases[0][name], rtol=0, atol=ROUNDING
+            )
         )
         if other:
             said.append(f"Seed {seed}: runs begin at different bases ({', '.join(other)} differ).")
@@ -140,24 +152,17 @@ def has_other_code(case: Case) -> bool:
     return bool(files) and present != _code_of(case)
 
 
-def _code_of(case: Case) -> frozenset[bytes]:
-    """The contents of the own files that a run was taken with."""
-    return frozenset(file.read_bytes() for file in (case.path / "code").glob("*"))
-
-
-def _base_of(run: Outcome) -> dict[str, float]:
-    return {name: value for name, value in run.numbers.items() if name.startswith("base/")}
-
-
-def values_of(experiment: Experiment, outcomes: Outcomes, arm: str, metric: str) -> np.ndarray:
-    """A metric of an arm, [L, n]: its learning rates by the seeds that count."""
-    return _table(outcomes, arm, experiment.rates(arm), experiment.seeds, metric)
-
-
-def tuning_values(experiment: Experiment, outcomes: Outcomes, arm: str) -> np.ndarray:
-    """The metric on the seeds that rates are chosen by, [L, t]."""
-    seeds = experiment.tuning_seeds or experiment.seeds
-    return _table(outcomes, arm, experiment.rates(arm), seeds, experiment.metric)
+def values_of(
+    experiment: Experiment,
+    outcomes: Outcomes,
+    arm: str,
+    metric: str,
+    seeds: Sequence[int] | None = None,
+) -> np.ndarray:
+    """A metric of an arm, [L, n]: its learning rates by seeds; None: the seeds that count."""
+    seeds = experiment.seeds if seeds is None else seeds
+    runs = [outcomes[arm, rate] for rate in experiment.rates(arm)]
+    return np.array([[by_seed[seed].numbers[metric] for seed in seeds] for by_seed in runs])
 
 
 def csv_text(experiment: Experiment, outcomes: Outcomes) -> str:
@@ -173,15 +178,270 @@ def csv_text(experiment: Experiment, outcomes: Outcomes) -> str:
     return text.getvalue()
 
 
+class Estimate(NamedTuple):
+    """A mean over seeds and its bootstrap interval."""
+
+    value: float
+    low: float
+    high: float
+
+
+class Row(NamedTuple):
+    """One arm in a table."""
+
+    arm: str
+    rate: float
+    metric: Estimate
+    difference: Estimate | None = None  # from the control, by seeds; None for the control itself
+    p: float | None = None  # of the tested arms
+    corrected: float | None = None
+
+
+Table = list[Row]
+
+
+def estimate(values: np.ndarray) -> Estimate:
+    """Of values by seeds, [n]; the interval is NaN for one seed.
+
+    With few seeds it is too narrow: a sample of 7 has a spread of its own.
+    """
+    low, high = bootstrap(values, RESAMPLES) if len(values) > 1 else (np.nan, np.nan)
+    return Estimate(float(np.mean(values)), float(low), float(high))
+
+
+def at_rate(experiment: Experiment, outcomes: Outcomes, rate: float) -> Table:
+    """The arms that have this learning rate; differences if the control has it too."""
+    chosen = {
+        arm: experiment.rates(arm).index(rate)
+        for arm in experiment.arms
+        if rate in experiment.rates(arm)
+    }
+    return _table(experiment, outcomes, chosen, experiment.tested)
+
+
+def at_best(experiment: Experiment, outcomes: Outcomes) -> Table:
+    """Every arm at the learning rate with its best mean over the tuning seeds, or over all seeds.
+
+    Without tuning seeds the test of an arm with the control's rates makes the choice again in every
+    exchange, so that its p is right; the means themselves are those of the best of L and so a
+    little too good, in every arm alike. Only `testable` arms have a p.
+    """
+    chosen = {arm: best_rate(experiment, outcomes, arm) for arm in experiment.arms}
+    again = not experiment.tuning_seeds
+    return _table(experiment, outcomes, chosen, testable(experiment), repeats_choice=again)
+
+
+def testable(experiment: Experiment) -> tuple[str, ...]:
+    """The tested arms whose p at the best rates is right.
+
+    It is right if rates are chosen on other seeds, if the arm has the control's rates, in any
+    order, or if neither has a choice. Otherwise the best of more rates on the very seeds that are
+    judged would look like a better arm.
+    """
+    theirs = set(experiment.rates(experiment.control))
+    return tuple(
+        arm
+        for arm in experiment.tested
+        if experiment.tuning_seeds
+        or set(experiment.rates(arm)) == theirs
+        or len(experiment.rates(arm)) == len(theirs) == 1
+    )
+
+
+def best_rate(experiment: Experiment, outcomes: Outcomes, arm: str) -> int:
+    """The place of an arm's best learning rate among its rates."""
+    seeds = experiment.tuning_seeds or experiment.seeds
+    values = values_of(experiment, outcomes, arm, experiment.metric, seeds)
+    return choose(_sign(experiment) * values)
+
+
+def standing(experiment: Experiment, row: Row) -> str:
+    """How a tested arm compares with the control: "better", "worse" or "no difference shown".
+
+    "better" or "worse" only if the corrected p is at most the level and the interval of the
+    difference does not contain 0.
+    """
+    assert row.difference is not None
+    assert row.corrected is not None
+    value, low, high = row.difference
+    shown = row.corrected <= experiment.level and (low > 0 or high < 0)
+    if not shown:
+        return "no difference shown"
+    return "better" if value * _sign(experiment) > 0 else "worse"
+
+
+def detectable(experiment: Experiment) -> tuple[float, float, int]:
+    """The smallest p there can be, the same corrected, and the seeds it takes to get below the
+    level."""
+    comparisons = len(testable(experiment))
+    least = smallest_p(len(experiment.seeds))
+    needed = seeds_needed(comparisons, experiment.level)
+    return least, min(1.0, comparisons * least), needed
+
+
+def smallest_p(seeds: int) -> float:
+    """The smallest two-sided p that an exchange of labels can give: 2 of 2^n."""
+    return 2.0 / 2**seeds if seeds <= EXACT else max(2.0 / 2**seeds, 1 / (DRAWN + 1))
+
+
+def seeds_needed(comparisons: int, level: float) -> int:
+    """With how many seeds the smallest corrected p is at most `level`."""
+    seeds = 1
+    while comparisons * 2.0 / 2**seeds > level:
+        seeds += 1
+    return seeds
+
+
+def choose(values: np.ndarray) -> int:
+    """The row of the highest mean, [L, n]; the first of equal ones."""
+    means = np.asarray(values, float).mean(1)
+    return int(np.flatnonzero(means >= means.max() - SAME)[0])
+
+
+def exchange_test(arm: np.ndarray, control: np.ndarray) -> float:
+    """Two-sided p that two arms, each at its best of L learning rates, are the same.
+
+        T = | mean_s arm[l*(arm), s] - mean_s control[l*(control), s] |,   l* = choose(...)
+        p = share of the 2^n exchanges of the two within seeds whose T is at least the observed one
+
+    If the arms were the same, the two values of each seed could be exchanged: so it is exact for
+    any distribution, and for any way of choosing l*, since the choice is made again in every
+    exchange. For L = 1 it is the sign-flip test of the paired differences. Above EXACT seeds,
+    DRAWN exchanges are drawn, the same for the same n, and the observed one counts as one of them.
+
+    Shapes: arm, control [L, n], the same rates and seeds. Higher is better.
+    """
+    arm, control = np.asarray(arm, float), np.asarray(control, float)
+    observed = _best(arm) - _best(control)
+    least = abs(float(observed)) - SAME
+    met, count = (0, 0) if arm.shape[1] <= EXACT else (1, 1)
+    for swapped in _exchanges(arm.shape[1]):
+        one = np.where(swapped[:, None, :], control, arm)
+        other = np.where(swapped[:, None, :], arm, control)
+        met += int((np.abs(_best(one) - _best(other)) >= least).sum())
+        count += len(swapped)
+    return met / count
+
+
+def sign_flip_test(difference: np.ndarray) -> float:
+    """Two-sided p that paired differences [n] are as likely of either sign: exact, no normality."""
+    difference = np.asarray(difference, float)[None]
+    return exchange_test(difference, np.zeros_like(difference))
+
+
+def holm(p: Mapping[str, float]) -> dict[str, float]:
+    """Each p corrected for being one of several: with all below a level, none is by chance.
+
+        sorted p_(1) <= ... <= p_(m):   p'_(i) = max over j <= i of min(1, (m - j + 1) p_(j))
+
+    Whatever the comparisons have to do with each other. Source: Holm 1979, Scand. J. Stat. 6.
+    """
+    corrected: dict[str, float] = {}
+    largest = 0.0
+    for place, name in enumerate(sorted(p, key=lambda name: p[name])):
+        largest = max(largest, min(1.0, (len(p) - place) * p[name]))
+        corrected[name] = largest
+    return {name: corrected[name] for name in p}
+
+
+def sign_flip_tests(differences: np.ndarray) -> np.ndarray:
+    """`sign_flip_test` of several numbers per seed, corrected for being several: [n, K] -> [K].
+
+        T_k = | mean_s d[s, k] | / sqrt(mean_s d[s, k]^2)
+        p_k = share of the sign flips of seeds whose max over j of T_j is at least the observed T_k
+
+    A seed's numbers are flipped together, and so may depend on each other in any way.
+    Source: Westfall and Young 1993, Resampling-Based Multiple Testing, the single-step maximum.
+    """
+    differences = np.asarray(differences, float)
+    scale = np.sqrt((differences**2).mean(0))
+    scaled = differences / np.where(scale > SAME, scale, 1.0) / len(differences)
+    least = np.abs(scaled.sum(0)) - SAME
+    met, count = (0, 0) if len(differences) <= EXACT else (1, 1)
+    for flipped in _exchanges(len(differences)):
+        largest = np.abs(np.where(flipped, -1.0, 1.0) @ scaled).max(1)
+        met = met + (largest[:, None] >= least).sum(0)
+        count += len(flipped)
+    return np.asarray(met / count)
+
+
+def crossing(base: np.ndarray, trained: np.ndarray, level: float = 0.05) -> int | None:
+    """The smallest k at which the trained model is shown to solve less than the base, or None.
+
+    Shown: the 95% bootstrap interval over seeds of trained - base lies wholly below 0, and p,
+    corrected for all k looked at, is at most `level`. Base and trained are drawn independently, so
+    that their means cross by chance, and some interval of many k does too. Takes six seeds.
+
+    Args:
+      base, trained: pass@1, pass@2, ... by seeds, [n, K].
+    """
+    difference = np.asarray(trained, float) - np.asarray(base, float)
+    if len(difference) < 2:
+        return None
+    shown = (bootstrap(difference, RESAMPLES)[1] < -SAME) & (sign_flip_tests(difference) <= level)
+    below = np.flatnonzero(shown)
+    return int(below[0]) + 1 if len(below) else None
+
+
 def _table(
-    outcomes: Outcomes, arm: str, rates: Sequence[float], seeds: Sequence[int], metric: str
-) -> np.ndarray:
-    rows = [[outcomes[arm, rate][seed].numbers for seed in seeds] for rate in rates]
-    return np.array([[numbers[metric] for numbers in row] for row in rows])
+    experiment: Experiment,
+    outcomes: Outcomes,
+    chosen: Mapping[str, int],
+    tested: Sequence[str],
+    repeats_choice: bool = False,
+) -> Table:
+    """Rows of the arms in `chosen`, each at its place among its rates; p of those `tested`."""
+    values = {arm: values_of(experiment, outcomes, arm, experiment.metric) for arm in chosen}
+    control = experiment.control
+    rows, p = [], {}
+    for arm, place in chosen.items():
+        row = Row(arm, experiment.rates(arm)[place], estimate(values[arm][place]))
+        if arm != control and control in chosen:
+            difference = values[arm][place] - values[control][chosen[control]]
+            row = row._replace(difference=estimate(difference))
+            if arm in tested and repeats_choice:
+                ours, theirs = (
+                    _sign(experiment) * values[one][np.argsort(experiment.rates(one))]
+                    for one in (arm, control)
+                )
+                p[arm] = exchange_test(ours, theirs)
+            elif arm in tested:
+                p[arm] = sign_flip_test(difference)
+        rows.append(row)
+    corrected = holm(p)
+    return [row._replace(p=p.get(row.arm), corrected=corrected.get(row.arm)) for row in rows]
+
+
+def _sign(experiment: Experiment) -> float:
+    return 1.0 if experiment.better == "higher" else -1.0
+
+
+def _best(values: np.ndarray) -> Any:
+    """The highest of the means over seeds: [..., L, n] -> [...]. Whichever of equal ones."""
+    return values.mean(-1).max(-1)
+
+
+def _exchanges(seeds: int) -> Iterator[np.ndarray]:
+    """Which seeds' labels are exchanged, in blocks [m, n]."""
+    if seeds <= EXACT:
+        yield np.array(list(itertools.product([False, True], repeat=seeds)))
+        return
+    random = np.random.default_rng(0)
+    for _ in range(0, DRAWN, 1000):
+        yield random.random((1000, seeds)) < 0.5
+
+
+def _code_of(case: Case) -> frozenset[bytes]:
+    """The contents of the own files that a run was taken with."""
+    return frozenset(file.read_bytes() for file in (case.path / "code").glob("*"))
+
+
+def _base_of(run: Outcome) -> dict[str, float]:
+    return {name: value for name, value in run.numbers.items() if name.startswith("base/")}
 
 
 def _column(lines: Sequence[Mapping[str, Any]], name: str) -> np.ndarray:
-    """A metric of every step; NaN where a step has none."""
+    """A metric of every step; NaN if a step has none."""
     return np.array([np.nan if line.get(name) is None else line[name] for line in lines], float)
 
 

@@ -8,7 +8,7 @@ direction; they differ in scale, in noise and in what they make of flat groups.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from jaxgrpo.training.alarms import RULES
@@ -20,25 +20,25 @@ NO_SIGNAL = 0.05
 """Fewer live groups than this at every size: no group size helps."""
 
 MUCH = 0.1
-"""A share of prompts, groups or samples that is worth doing something about."""
+"""From this share of prompts, groups or samples on, something should be done about them."""
 
 SMALL_GAP = 0.05
-"""Where the interval of the gap ends below, prompts are as good as equally hard."""
+"""If the interval of the gap ends below this, prompts are practically equally hard."""
 
 STARVED = 0.3
-"""So many groups that all fail: methods that keep them alive are worth a comparison."""
+"""From this share of all-fail groups on, methods that learn from them are worth a comparison."""
 
 SELDOM = 0.1
 """Below this success rate an advantage that punishes every failure is mostly noise."""
 
 CUT = 0.05
-"""This many completions cut: they may stand in a group as failures that were none."""
+"""From this share on, cut completions matter: groups count them as failures, right or wrong."""
 
 WATCHED = {
     "completions/clipped_ratio": "format.cut",
     "sampling/sampling_logp_difference/mean": "agreement.mean",
 }
-"""Metrics of training whose alarms hold for a probe, and where it has them."""
+"""Metrics of training whose alarms apply to a probe, and their paths in its JSON."""
 
 
 class Advice(NamedTuple):
@@ -53,28 +53,25 @@ class Advice(NamedTuple):
         return {**self._asdict(), "numbers": list(self.numbers)}
 
 
-Rule = Callable[[Mapping[str, Any], int], Advice | None]
-"""(numbers of a probe, advised group size) -> advice, or None where its numbers call for none"""
-
-
 def advise(found: Mapping[str, Any]) -> list[Advice]:
     """All advice that follows from the numbers of a probe.
 
-    Without live groups of any size nothing is said of methods: none of them helps before there is
-    a signal, and what would be compared is noise.
+    If no group size has live groups, nothing is said about methods: none of them helps before there
+    is a signal, and a comparison would compare noise.
     """
-    advice = _health(found)
+    advice = [*_health(found)]
     live = live_shares(found["degeneracy"])
     if not live:
         return advice
-    rules = FIRST if max(live.values()) < NO_SIGNAL else (*FIRST, *METHODS)
     size = advised_size(found["degeneracy"])
-    given = (rule(found, size) for rule in rules)
-    return advice + [one for one in given if one is not None]
+    advice += [_headroom(found), _group_size(found, size)]
+    if max(live.values()) >= NO_SIGNAL:
+        advice += [*_prompt_filter(found, size), *_masks(found, size), *_advantages(found, size)]
+    return advice
 
 
 def live_shares(groups: Mapping[int, Mapping[str, float]]) -> dict[int, float]:
-    """Group size -> share of live groups, of the sizes of which it is known."""
+    """Group size -> share of live groups, of the sizes for which it is known."""
     live = {size: 1 - group["measured"] for size, group in groups.items()}
     return {size: share for size, share in live.items() if share == share}
 
@@ -85,40 +82,43 @@ def advised_size(groups: Mapping[int, Mapping[str, float]]) -> int:
     return next(size for size in live if live[size] >= GAIN * live[max(live)])
 
 
-def _health(found: Mapping[str, Any]) -> list[Advice]:
+def value_at(found: Mapping[str, Any], path: str) -> Any:
+    """The number at a path of the probe's JSON, as "format.cut"; None if it has none."""
+    value: Any = found
+    for name in path.split("."):
+        value = None if value is None else value.get(name)
+    return value
+
+
+def _health(found: Mapping[str, Any]) -> Iterator[Advice]:
     """The alarms of training that the samples raise already."""
-    given, hidden = [], set[str]()
+    hidden = set[str]()
     for rule in RULES:
         path = WATCHED.get(rule.metric)
-        value = _at(found, path) if path else None
-        if value is None or not value > rule.above or rule.name in hidden:
-            continue
-        hidden |= set(rule.hides)
-        given.append(Advice("health", rule.remedy, rule.says.format(value=value), (str(path),)))
+        value = value_at(found, path) if path else None
+        if path and value is not None and value > rule.above and rule.name not in hidden:
+            hidden |= set(rule.hides)
+            yield Advice("health", rule.remedy, rule.says.format(value=value), (path,))
     if not math.isfinite(found["agreement"]["mean"]):
         says = "do not train it like this: look at the weights, and at model.dtype"
         why = "log-probs of sampler or trainer are not finite"
-        given.append(Advice("health", says, why, ("agreement.mean",)))
+        yield Advice("health", says, why, ("agreement.mean",))
     unscored = found["success"]["unscored"]
     if unscored > MUCH:
         why = f"the reward could not score {unscored:.0%} of the samples"
         says = "mend the reward, or the columns that it reads, before anything is concluded"
-        given.append(Advice("health", says, why, ("success.unscored",)))
-    return given
+        yield Advice("health", says, why, ("success.unscored",))
 
 
-def _headroom(found: Mapping[str, Any], size: int) -> Advice:
-    del size
+def _headroom(found: Mapping[str, Any]) -> Advice:
     passes = found["pass_at"]
     most = max(k for k, one in passes.items() if one["value"] == one["value"])
     once, often = passes[1]["value"], passes[most]["value"]
-    numbers = ("pass_at.1.value", f"pass_at.{most}.value")
-    why = f"pass@1 is {once:.3f}, pass@{most} is {often:.3f}"
+    says = "there is something to amplify; watch that pass@k does not fall while pass@1 rises"
     if often - once < MUCH:
         says = "expect little: what the model can do in many tries it does in one, or in none"
-    else:
-        says = "there is something to amplify; watch that pass@k does not fall while pass@1 rises"
-    return Advice("headroom", says, why, numbers)
+    why = f"pass@1 is {once:.3f}, pass@{most} is {often:.3f}"
+    return Advice("headroom", says, why, ("pass_at.1.value", f"pass_at.{most}.value"))
 
 
 def _group_size(found: Mapping[str, Any], size: int) -> Advice:
@@ -148,12 +148,11 @@ def _group_size(found: Mapping[str, Any], size: int) -> Advice:
     return Advice("group size", says, why, tuple(f"degeneracy.{g}.measured" for g in live))
 
 
-def _prompt_filter(found: Mapping[str, Any], size: int) -> Advice | None:
+def _prompt_filter(found: Mapping[str, Any], size: int) -> Iterator[Advice]:
     group, success = found["degeneracy"][size], found["success"]
     low, high = group["ci"]
     ends = f"{success['at_zero']:.0%} of prompts never succeed and {success['at_one']:.0%} always"
-    numbers = (f"degeneracy.{size}.ci", "success.at_zero", "success.at_one")
-    gap = f"the gap to equal prompts is {group['gap']:.3f} ({low:.3f} to {high:.3f}) at G = {size}"
+    why = f"the gap to equal prompts is {group['gap']:.3f} ({low:.3f} to {high:.3f}) at G = {size}"
     if low > 0:
         if success["at_zero"] >= MUCH:
             says = 'choose prompts: rollout.prompts = { use = "difficulty_band" }'
@@ -161,40 +160,55 @@ def _prompt_filter(found: Mapping[str, Any], size: int) -> Advice | None:
             says = 'leave out what is solved: rollout.prompts = { use = "no_positive_resampling" }'
         else:
             says = 'prefer uncertain prompts: rollout.prompts = { use = "spo_priority" }'
-        why = f"prompts differ in difficulty and more samples do not help the ends: {gap}; {ends}"
-        return Advice("filter", says, why, numbers)
-    if high < SMALL_GAP:
+        why = f"prompts differ in difficulty and more samples do not help the ends: {why}; {ends}"
+    elif high < SMALL_GAP:
         says = "no filter of prompts: flat groups come by chance, and larger groups make them rarer"
-        return Advice("filter", says, gap, numbers)
-    if low <= 0 <= high:
+    elif low <= 0 <= high:
         says = "the interval is too wide to tell whether a filter helps: probe with more prompts"
-        return Advice("filter", says, gap, numbers)
-    return None
+    else:  # nothing is known of the gap
+        return
+    numbers = (f"degeneracy.{size}.ci", "success.at_zero", "success.at_one")
+    yield Advice("filter", says, why, numbers)
 
 
-def _denominator(found: Mapping[str, Any], size: int) -> Advice | None:
-    flat = found["degeneracy"][size]["measured"]
-    if flat < MUCH:
-        return None
-    says = "compare `grpo` with `dapo`, which takes flat groups out of the denominator"
-    why = f"{flat:.0%} of groups of {size} are flat: they add nothing, and dilute the others"
-    return Advice("filter", says, why, (f"degeneracy.{size}.measured",))
+def _masks(found: Mapping[str, Any], size: int) -> Iterator[Advice]:
+    """What to leave out of the loss: flat groups, completions that were cut."""
+    flat, cut = found["degeneracy"][size]["measured"], found["format"]["cut"]
+    if flat >= MUCH:
+        says = "compare `grpo` with `dapo`, which takes flat groups out of the denominator"
+        why = f"{flat:.0%} of groups of {size} are flat: they add nothing, and dilute the others"
+        yield Advice("filter", says, why, (f"degeneracy.{size}.measured",))
+    if cut >= CUT:
+        says = "compare with `mask_truncated` in front of the baseline, or allow longer completions"
+        why = f"{cut:.0%} of completions are cut at the limit, whatever they would have answered"
+        yield Advice("filter", says, why, ("format.cut",))
 
 
-def _cut(found: Mapping[str, Any], size: int) -> Advice | None:
-    del size
-    cut = found["format"]["cut"]
-    if cut < CUT:
-        return None
-    says = "compare with `mask_truncated` in front of the baseline, or allow longer completions"
-    why = f"{cut:.0%} of completions are cut at the limit, whatever they would have answered"
-    return Advice("filter", says, why, ("format.cut",))
+def _advantages(found: Mapping[str, Any], size: int) -> Iterator[Advice]:
+    group, stated = found["degeneracy"][size], found.get("calibration")
+    if group["all_fail"] >= STARVED:
+        yield _alive_when_all_fail(group["all_fail"], found["success"]["rate"], size)
+    if group["lucky"] >= MUCH:
+        says = "compare `grpo` with `dr_grpo`, and with `mask_difficulty_band`"
+        divided, centred = (size - 1) / size**0.5, 1 - 1 / size
+        why = (
+            f"{group['lucky']:.0%} of live groups of {size} are a hard prompt's with a single "
+            f"success; divided by the group's deviation its advantage is {divided:.2f}, without "
+            f"{centred:.2f}"
+        )
+        yield Advice("advantage", says, why, (f"degeneracy.{size}.lucky",))
+    if size <= 4:
+        says = "compare with `rloo`, whose baseline leaves the sample itself out"
+        why = f"at G = {size} the group's mean shrinks every gradient by {1 / size:.0%}"
+        yield Advice("advantage", says, why, (f"degeneracy.{size}.measured",))
+    if stated and stated["stated"] >= MUCH and stated["ece"] >= MUCH:
+        says = "compare with `rlcr`, which rewards confidences that are right"
+        missed = f"{stated['ece']:.2f} on average"
+        why = f"stated confidences miss the share of right answers by {missed}"
+        yield Advice("advantage", says, why, ("calibration.ece",))
 
 
-def _alive_when_all_fail(found: Mapping[str, Any], size: int) -> Advice | None:
-    failed, rate = found["degeneracy"][size]["all_fail"], found["success"]["rate"]
-    if failed < STARVED:
-        return None
+def _alive_when_all_fail(failed: float, rate: float, size: int) -> Advice:
     why = f"in {failed:.0%} of groups of {size} all fail, and a group baseline learns nothing there"
     if rate < SELDOM:
         says = "compare `grpo` with `ema` at several learning rates each"
@@ -207,57 +221,3 @@ def _alive_when_all_fail(found: Mapping[str, Any], size: int) -> Advice | None:
         says += "each"
         why += f"; at a success rate of {rate:.3f} failures can be pushed away without drowning it"
     return Advice("advantage", says, why, (f"degeneracy.{size}.all_fail", "success.rate"))
-
-
-def _lucky(found: Mapping[str, Any], size: int) -> Advice | None:
-    lucky = found["degeneracy"][size]["lucky"]
-    if not lucky >= MUCH:
-        return None
-    says = "compare `grpo` with `dr_grpo`, and with `mask_difficulty_band`"
-    divided, centred = (size - 1) / size**0.5, 1 - 1 / size
-    why = (
-        f"{lucky:.0%} of live groups of {size} are a hard prompt's with a single success; divided "
-        f"by the group's deviation its advantage is {divided:.2f}, without {centred:.2f}"
-    )
-    return Advice("advantage", says, why, (f"degeneracy.{size}.lucky",))
-
-
-def _small_groups(found: Mapping[str, Any], size: int) -> Advice | None:
-    if size > 4:
-        return None
-    says = "compare with `rloo`, whose baseline leaves the sample itself out"
-    why = f"at G = {size} the group's mean shrinks every gradient by {1 / size:.0%}"
-    return Advice("advantage", says, why, (f"degeneracy.{size}.measured",))
-
-
-def _calibration(found: Mapping[str, Any], size: int) -> Advice | None:
-    del size
-    stated = found.get("calibration")
-    if not stated or stated["stated"] < MUCH or not stated["ece"] >= MUCH:
-        return None
-    says = "compare with `rlcr`, which rewards confidences that are right"
-    why = f"stated confidences miss the share of right answers by {stated['ece']:.2f} on average"
-    return Advice("advantage", says, why, ("calibration.ece",))
-
-
-FIRST: tuple[Rule, ...] = (_headroom, _group_size)
-"""Rules that hold whether there is a signal or none."""
-
-METHODS: tuple[Rule, ...] = (
-    _prompt_filter,
-    _denominator,
-    _cut,
-    _alive_when_all_fail,
-    _lucky,
-    _small_groups,
-    _calibration,
-)
-
-
-def _at(found: Mapping[str, Any], path: str) -> float | None:
-    value: Any = found
-    for name in path.split("."):
-        if name not in value:
-            return None
-        value = value[name]
-    return value

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,18 +13,16 @@ from rich.console import Console
 from jaxgrpo.config.files import Config
 from jaxgrpo.config.keys import EvalKeys
 from jaxgrpo.core.errors import InputError
-from jaxgrpo.evaluation.evaluate import Answers, Questions, ask, questions_of
+from jaxgrpo.evaluation.evaluate import Answers, Questions, make_asker, questions_of
 from jaxgrpo.evaluation.intervals import LEVEL
 from jaxgrpo.evaluation.rescoring import make_rescorer
-from jaxgrpo.experiments.probe import measure
+from jaxgrpo.experiments.probe import measure, report
 from jaxgrpo.experiments.probe.advice import advise
-from jaxgrpo.models import sharding
-from jaxgrpo.rollout.sampler import make_sampler
 from jaxgrpo.training import process
 from jaxgrpo.training.folder import plain, write_atomically
 from jaxgrpo.training.inputs import resolve_rewards, resolve_scorer, show_previews
-from jaxgrpo.training.policy import NOBODY, Policy, config_for, find_policy, key_of, slots_of
-from jaxgrpo.training.report import check_can_draw
+from jaxgrpo.training.policy import NOBODY, StoredPolicy, config_for, find_policy, key_of
+from jaxgrpo.training.report.html import check_can_draw
 
 PURPOSE = 2  # folded into the key: a probe repeats the draws of neither training nor evaluation
 
@@ -44,16 +42,17 @@ def main(
     """Probes a model; prints what was found, and writes it where asked.
 
     Args:
-      target: a model folder, a run folder, or a config whose model is meant.
+      target: a model folder, a run folder, or a config, whose model is probed.
       data, reward: by default the training data and the first reward of the run or config.
       samples: N per prompt; 16 by default.
       prompts: the first so many of the data; all by default.
       level: of the intervals.
-      overrides: keys of the config; those of `eval` that are named here count, its own do not.
+      overrides: keys of the config, also of its table `eval`, which is ignored otherwise.
 
-    Raises: InputError before anything is sampled, where an argument cannot be used.
+    Raises: InputError before anything is sampled, if an argument cannot be used.
     """
-    config = _config(target, data, reward, samples, prompts, overrides)
+    given = {"data": data, "scorer": reward, "samples": samples, "prompts": prompts}
+    config = _config(target, given, overrides)
     if not 0.5 <= level < 1:
         raise InputError(f"--level {level}: expected a share from 0.5 to below 1, as 0.99")
     for out in (json_out, html_out):
@@ -69,26 +68,17 @@ def main(
         show_previews(console, [judge], questions.rows[0], policy.tokenizer, 0)
     found = _numbers(config, policy, questions, level)
     whole = {"model": target, "data": config.eval.data, "reward": judge.name, **found}
-    whole["advice"] = [one.as_dict() for one in advise(found)]
     if process.is_main():
         _tell(console, whole, json_out, html_out)
     return 0
 
 
-def _config(
-    target: str,
-    data: str | None,
-    reward: str | None,
-    samples: int | None,
-    prompts: int | None,
-    overrides: Sequence[str],
-) -> Config:
-    """As of an evaluation, whose keys say what is asked and who judges.
+def _config(target: str, given: Mapping[str, str | int | None], overrides: Sequence[str]) -> Config:
+    """The config of an evaluation with the keys of `eval` that are `given`.
 
-    Of those of a run or config only the ones named for this probe count: what a run is evaluated
-    on, how often and by whom is another question than whether it would learn.
+    The eval.* settings of a run or config are ignored unless given on the command line: what a run
+    is evaluated on, how often and by whom is another question than whether it would learn.
     """
-    given = {"data": data, "scorer": reward, "samples": samples, "prompts": prompts}
     changes = {f"eval.{name}": value for name, value in given.items() if value is not None}
     config = config_for(target, changes, overrides)
     named = {*changes, *(one.partition("=")[0].replace(" ", "") for one in overrides)}
@@ -111,7 +101,7 @@ def _config(
 
 
 def _asked(config: Config, named: Collection[str]) -> EvalKeys:
-    """config.eval, where what is not `named` is the training data, or a default."""
+    """config.eval; keys that are not `named` are those of the training data, or defaults."""
     of, default = config.data, EvalKeys()
     kept = {name: getattr(default, name) for name in ("samples", "prompts", "scorer")}
     if "eval.data" in named:
@@ -122,49 +112,45 @@ def _asked(config: Config, named: Collection[str]) -> EvalKeys:
     return dataclasses.replace(config.eval, **kept)
 
 
-def draw(config: Config, policy: Policy, questions: Questions) -> Answers:
-    """eval.samples judged answers to each question, with "logp" as training computes it again."""
-    samples = config.eval.samples
-    settings = policy.settings._replace(group_size=samples, purpose=PURPOSE)
-    sampler = make_sampler(policy.model, settings, sharding.constrain(policy.mesh))
+def draw(config: Config, policy: StoredPolicy, questions: Questions) -> Answers:
+    """eval.samples judged answers to each question, with "logp" recomputed as in training."""
     rescore = make_rescorer(
         policy.model,
         policy.mesh,
-        temperature=settings.temperature,
+        temperature=policy.settings.temperature,
         logp=True,
         rows=config.train.rows_per_micro_batch,
     )
-    width, slots = config.rollout.max_prompt_tokens, max(samples, slots_of(config))
-    rest = (policy.mesh, policy.tokenizer, questions, width, slots, rescore)
-    return ask(sampler, policy.read_params(), key_of(config), 0, *rest)
+    ask = make_asker(policy, questions, rescore, group_size=config.eval.samples, purpose=PURPOSE)
+    return ask(policy.read_params(), key_of(config), 0)
 
 
-def _numbers(config: Config, policy: Policy, questions: Questions, level: float) -> dict[str, Any]:
-    """What `measuring.measure` says of fresh samples, and how they were drawn."""
+def _numbers(
+    config: Config, policy: StoredPolicy, questions: Questions, level: float
+) -> dict[str, Any]:
+    """How fresh samples are drawn, what `measure.measure` says of them, and the advice."""
     per_step = config.rollout.prompts_per_step
     answers = draw(config, policy, questions)
+    found = measure.measure(answers, questions, prompts_per_step=per_step, level=level)
     return {
         "prompts": len(questions.rows),
         "samples": config.eval.samples,
         "temperature": policy.settings.temperature,
         "prompts_per_step": per_step,
         "level": level,
-        **measure.measure(answers, questions, prompts_per_step=per_step, level=level),
+        **found,
+        "advice": [one.as_dict() for one in advise(found)],
     }
 
 
 def _tell(
     console: Console, whole: dict[str, Any], json_out: str | None, html_out: str | None
 ) -> None:
-    from jaxgrpo.experiments.probe import terminal
-
-    terminal.show(console, whole)
+    report.show(console, whole)
     if json_out:
         write_atomically(Path(json_out), json.dumps(plain(whole), indent=2) + "\n")
     if html_out:
-        from jaxgrpo.experiments.probe import page
-
-        write_atomically(Path(html_out), page.render(whole))
+        write_atomically(Path(html_out), report.render(whole))
     for out in filter(None, (json_out, html_out)):
         console.print(f"written: {out}", markup=False, soft_wrap=True)
 

@@ -1,6 +1,4 @@
-"""The numbers of a probe, from judged samples: whether groups of each size would carry signal.
-
-What groups of each size would carry, from the successes of many samples per prompt.
+"""The numbers of a probe, from judged samples: would groups of each size carry signal?
 
 A group of G is a draw of G of a prompt's n samples, none twice; every expectation below is exact
 over all such draws, and so unbiased for groups that a run would sample.
@@ -27,7 +25,8 @@ from jaxgrpo.update import diagnostics
 from jaxgrpo.update.diagnostics import drawn_alike, flat_share
 
 GROUP_SIZES = (2, 4, 8, 16)
-PER = 1000  # samples, of which live groups are told at equal cost
+PER = 1000  # samples: live groups are also reported per so many, at equal cost
+RARE = 0.125  # below this success rate a prompt is hard: the lower end of `mask_difficulty_band`
 
 
 def measure(
@@ -37,14 +36,14 @@ def measure(
     prompts_per_step: int,
     level: float = intervals.LEVEL,
 ) -> dict[str, Any]:
-    """Everything that the samples of a probe say, as JSON holds it but for NaN.
+    """All numbers of a probe, in the structure of its JSON (which has null for NaN).
 
         success      rate and its interval; at_zero, at_one: shares of prompts whose samples all
                      fail or all succeed; histogram: prompts by successes, 0 to N; unscored
         pass_at      k -> value and ci, for k = 1, 2, 4, ... up to N
         degeneracy   G -> measured, iid, gap and ci of the gap (`diagnostics.jensen_gap`);
                      all_fail and all_pass; of a step, live_groups and live_tokens;
-                     live_groups_per_1000_samples; lucky (`group_signal.lucky_share`)
+                     live_groups_per_1000_samples; lucky (`lucky_share`)
         diversity, format, calibration, agreement    see the functions of these names
 
     Samples that could not be scored are left out: a prompt has n <= N, and takes part in what needs
@@ -52,8 +51,8 @@ def measure(
 
     Args:
       answers: with "logp" of a second pass, for the agreement.
-      questions: of which what reads an answer and names formats is used.
-      prompts_per_step: P of the step that live groups and tokens are told of.
+      questions: only `extract` and `formats` are used.
+      prompts_per_step: P of a step, for live groups and tokens per step.
       level: of every interval.
     """
     given = answers_of(answers, questions)
@@ -93,17 +92,11 @@ def _groups(
     """G -> what is known of groups of that size, numbers and [P]."""
     found = {}
     for size in sizes:
-        measured, iid, gap = diagnostics.jensen_gap(correct, samples, size)
-        shares = group_shares(correct, samples, size)
-        found[size] = {
-            "measured": measured,
-            "iid": iid,
-            "gap": gap,
+        gap = diagnostics.jensen_gap(correct, samples, size)
+        found[size] = dict(zip(("measured", "iid", "gap"), gap, strict=True)) | {
+            **group_shares(correct, samples, size)._asdict(),
             "influence": gap_influence(correct, samples, size),
             "usable": samples >= size,
-            "all_fail": shares.all_fail,
-            "all_pass": shares.all_pass,
-            "mixed": shares.mixed,
             "tokens": live_tokens(correct, samples, right, wrong, size),
             "lucky": lucky_share(correct, samples, size),
         }
@@ -111,22 +104,19 @@ def _groups(
 
 
 def _degeneracy(group: dict[str, Any], size: int, prompts: int, level: float) -> dict[str, Any]:
-    gap, influence = float(group["gap"]), group["influence"][group["usable"]]
-    low, high = intervals.studentised(gap, influence, level)
-    share = {name: _nan_mean(group[name]) for name in ("all_fail", "all_pass", "mixed", "tokens")}
+    mean = {name: _nan_mean(value) for name, value in group.items()}
+    influence = group["influence"][group["usable"]]
+    low, high = intervals.studentised(mean["gap"], influence, level)
     return {
-        "measured": float(group["measured"]),
-        "iid": float(group["iid"]),
-        "gap": gap,
+        **{name: mean[name] for name in ("measured", "iid", "gap")},
         # Prompts that differ only make groups flat: an interval below 0 has seen no flat group
-        # where a few were to be expected.
+        # although a few were to be expected.
         "ci": (low, max(high, 0.0)),
-        "all_fail": share["all_fail"],
-        "all_pass": share["all_pass"],
-        "live_groups": prompts * share["mixed"],
-        "live_tokens": prompts * share["tokens"],
-        f"live_groups_per_{PER}_samples": PER / size * share["mixed"],
-        "lucky": float(group["lucky"]),
+        **{name: mean[name] for name in ("all_fail", "all_pass")},
+        "live_groups": prompts * mean["mixed"],
+        "live_tokens": prompts * mean["tokens"],
+        f"live_groups_per_{PER}_samples": PER / size * mean["mixed"],
+        "lucky": mean["lucky"],
     }
 
 
@@ -168,14 +158,12 @@ def _diversity(answers: Answers, given: Answered | None) -> dict[str, float]:
     same_completion, same_answer             probability that two samples agree, which does not
                                              depend on N: sum_a m_a (m_a - 1) / (N (N - 1))
     """
-    shown = np.where(answers.mask, answers.tokens, -1)
-    rows: dict[str, Answered] = {"completion": [[one.tobytes() for one in row] for row in shown]}
-    if given is not None:
-        rows["answer"] = given
+    rows = {"completion": diversity.completion_keys(answers.tokens, answers.mask), "answer": given}
     found = {}
     for name, values in rows.items():
-        found[f"distinct_{name}s"] = diversity.distinct(values)
-        found[f"same_{name}"] = _nan_mean([_agreeing(row) for row in values])
+        if values is not None:
+            found[f"distinct_{name}s"] = diversity.distinct(values)
+            found[f"same_{name}"] = _nan_mean([_agreeing(row) for row in values])
     return found
 
 
@@ -197,8 +185,8 @@ def _format(
 
     cut       at the length limit              blank   nothing but white space
     tags      <think>...</think><answer>...</answer> and nothing else, as the reward `format`
-    answered  an answer can be read; where somebody can say
-    formats   of eval.formats, as `variety.format_metrics`
+    answered  an answer can be read; only if there is a function that reads answers
+    formats   of eval.formats, as `diversity.format_metrics`
     """
     texts = [text for row in answers.texts for text in row]
     lengths = answers.mask.sum(-1)
@@ -221,7 +209,7 @@ def _format(
 def _calibration(
     answers: Answers, right: np.ndarray, scored: np.ndarray
 ) -> dict[str, float] | None:
-    """stated, mean, brier, ece, auroc of `variety.stated_metrics`; None where nobody states any."""
+    """stated, mean, brier, ece, auroc of `diversity.stated_metrics`; None if none is stated."""
     found = diversity.stated_metrics(answers.texts, right, scored)
     return {name.removeprefix("confidence/"): value for name, value in found.items()} or None
 
@@ -233,26 +221,19 @@ def _agreement(answers: Answers) -> dict[str, float]:
         kl          mean of exp(d) - 1 - d, d = trainer - sampler: KL(sampler || trainer) by k3
         tokens      how many there were
 
-    Both are told of the same weights and texts, so the difference is that of two programs, and of
-    rollout.top_k and top_p, which the trainer does not know.
+    Both have the same weights and texts: they differ by their programs' rounding, and by
+    rollout.top_k and top_p, which the trainer does not apply.
     """
     wide = (values.astype(np.float64) for values in (answers.rescored["logp"], answers.logp))
     trainer, sampler = (values[answers.mask] for values in wide)
     apart = trainer - sampler
+    number = max(1, len(apart))
     return {
-        "mean": _mean_or_zero(np.abs(apart)),
+        "mean": float(np.abs(apart).sum() / number),
         "max": float(np.abs(apart).max(initial=0)),
-        "kl": _mean_or_zero(np.expm1(apart) - apart),
+        "kl": float((np.expm1(apart) - apart).sum() / number),
         "tokens": len(apart),
     }
-
-
-def _mean_or_zero(values: np.ndarray) -> float:
-    return float(values.mean()) if len(values) else 0.0
-
-
-RARE = 0.125
-"""A prompt below this success rate is hard; 1 / 8, the lower end of `mask_difficulty_band`."""
 
 
 class GroupShares(NamedTuple):
@@ -321,7 +302,7 @@ def lucky_share(
     that of the same samples, so a prompt must have more than 1 / below of them to be hard and yet
     succeed once.
 
-    Returns: NaN where no prompt has more than 1 / below samples and at least G, or none is mixed.
+    Returns: NaN if no prompt has more than 1 / below samples and at least G, or none is mixed.
     Source: the rare accidental success as exemplar, arXiv 2605.28388; the metric is ours.
     """
     usable = (samples >= group_size) & (samples > int(1 / below))
@@ -344,7 +325,7 @@ def gap_influence(
     over sqrt(P) is its standard error. Drawing prompts anew and computing the gap of each draw is
     no substitute: a prompt drawn twice then counts as two that are independent and agree.
 
-    Returns: 0 where a prompt has fewer than G samples, as the gap leaves it out.
+    Returns: 0 for a prompt that has fewer than G samples, which the gap leaves out.
     Source: Hoeffding's projection of a U-statistic, Ann. Math. Statist. 19 (1948).
     """
     usable = samples >= group_size

@@ -7,11 +7,13 @@ are refused.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+import shutil
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +23,33 @@ import numpy as np
 from jax import Array
 from jax.experimental import multihost_utils
 from jax.sharding import Sharding
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
 
-from jaxgrpo.core.errors import InputError
+from jaxgrpo.core.errors import InputError, one_line, refusing
 from jaxgrpo.core.types import Params
 from jaxgrpo.data import sources
 from jaxgrpo.models.api import Model, ModelConfig
-from jaxgrpo.models.hf import qwen3, weights
+from jaxgrpo.models.hf import qwen3
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+
+OURS = (
+    "README.md",
+    "config.json",
+    "generation_config.json",
+    "*.safetensors",
+    INDEX,
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+)
+"""The files of a model folder: only a folder of nothing else may be replaced."""
 
 MAX_NAMES = 8  # tensors named in an error message
 MAX_REASON = 200  # characters of another library's message in ours
@@ -40,29 +63,27 @@ def read_config(path: str | os.PathLike[str]) -> ModelConfig:
     source = find_folder(path) / "config.json"
     if not source.is_file():
         raise InputError(f"{source} does not exist: give the folder of a Hugging Face model")
-    try:
-        fields = json.loads(source.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise InputError(f"{source} is not JSON ({error}): copy the model folder anew") from error
-    return qwen3.model_config(fields, str(source))
+    return qwen3.model_config(_read_json(source), str(source))
 
 
 def read_tokenizer(path: str | os.PathLike[str]) -> Any:
     """The tokenizer of a model folder, by transformers, from the folder's files alone.
 
-    Raises: InputError where the folder holds none that can be read.
+    Raises: InputError if the folder holds none that can be read.
     """
     from transformers import AutoTokenizer
 
     folder = find_folder(path)
-    try:
+
+    def problem(error: Exception) -> str:
+        reason = f"{type(error).__name__}: {one_line(error)[:MAX_REASON]}"
+        return (
+            f"{folder}: its tokenizer cannot be read ({reason}): put tokenizer.json and "
+            "tokenizer_config.json there, as tokenizer.save_pretrained writes"
+        )
+
+    with refusing(problem):  # transformers, tokenizers and json raise many kinds
         return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # transformers, tokenizers and json raise many kinds
-        reason = " ".join(str(error).split())[:MAX_REASON]
-        raise InputError(
-            f"{folder}: its tokenizer cannot be read ({type(error).__name__}: {reason}): put "
-            "tokenizer.json and tokenizer_config.json there, as tokenizer.save_pretrained writes"
-        ) from error
 
 
 def read_end_tokens(path: str | os.PathLike[str], tokenizer: Any) -> tuple[int, ...]:
@@ -71,17 +92,13 @@ def read_end_tokens(path: str | os.PathLike[str], tokenizer: Any) -> tuple[int, 
     Chat models have several (Qwen3: <|im_end|> and <|endoftext|>), of which a tokenizer knows one.
     """
     source = find_folder(path) / "generation_config.json"
-    try:
-        fields = json.loads(source.read_text(encoding="utf-8")) if source.is_file() else {}
-    except ValueError as error:
-        raise InputError(f"{source} is not JSON ({error}): copy the model folder anew") from error
-    more = fields.get("eos_token_id")
+    more = (_read_json(source) if source.is_file() else {}).get("eos_token_id")
     found = [tokenizer.eos_token_id, *(more if isinstance(more, list) else [more])]
     return tuple(dict.fromkeys(token for token in found if token is not None))
 
 
 def end_fields(tokens: Sequence[int]) -> dict[str, Any]:
-    """What generation_config.json says of a model that ends at `tokens`."""
+    """The fields of generation_config.json for a model that ends at `tokens`."""
     return {"eos_token_id": list(tokens) if len(tokens) > 1 else tokens[0]}
 
 
@@ -102,7 +119,7 @@ def read_params(
     folder = find_folder(path)
     entries = qwen3.entries(model)
     params: Params = jax.tree.map(lambda _: None, model.shapes)
-    with weights.open_weights(folder) as files:
+    with _open_weights(folder) as files:
         _check_names(folder, {entry.name for entry in entries}, files, model.config.tie_embeddings)
 
         def read(entry: qwen3.Entry) -> np.ndarray:
@@ -135,7 +152,7 @@ def save_model(
     """Writes an ordinary Hugging Face folder, whole or not at all.
 
     Every process calls it, since arrays laid out over processes are gathered, tensor by tensor;
-    process 0 writes, and none returns before the folder stands. A model folder that is already
+    process 0 writes, and none returns before the folder is there. A model folder that is already
     there is replaced.
 
     Args:
@@ -144,7 +161,7 @@ def save_model(
       max_shard_bytes: weights beyond it are split over several files with an index.
       card: text of the folder's README.md, the model card.
 
-    Raises: InputError where Qwen3 cannot express the model, or `path` holds other files.
+    Raises: InputError if Qwen3 cannot express the model, or `path` holds other files.
     """
     entries = qwen3.entries(model)
     dtype = {str(leaf.dtype) for leaf in jax.tree.leaves(params)}
@@ -156,13 +173,13 @@ def save_model(
     tensors = _gathered(params, entries)
     if jax.process_index() == 0:
         tokens = _special_tokens(tokenizer)
-        with weights.replaced(Path(path).absolute()) as folder:
+        with _replaced(Path(path).absolute()) as folder:
             _write_configs(folder, {**fields, **tokens}, {**tokens, **(generation_config or {})})
             if tokenizer is not None:
                 tokenizer.save_pretrained(folder)
             if card is not None:
                 (folder / "README.md").write_text(card, encoding="utf-8")
-            weights.write_weights(folder, tensors, weights.plan_shards(sizes, max_shard_bytes))
+            _write_weights(folder, tensors, _plan_shards(sizes, max_shard_bytes))
     else:
         for _ in tensors:  # takes part in the gathers, keeps nothing
             pass
@@ -176,7 +193,7 @@ def find_folder(path: str | os.PathLike[str], revision: str | None = None) -> Pa
     Args:
       revision: of the hub: a branch, tag or commit.
 
-    Raises: InputError where `path` is neither a folder nor a model that the hub gives.
+    Raises: InputError if `path` is neither a folder nor a model that the hub gives.
     """
     folder = Path(path).expanduser()
     if folder.is_dir():
@@ -187,6 +204,11 @@ def find_folder(path: str | os.PathLike[str], revision: str | None = None) -> Pa
             "or a name on the hub, owner/name"
         )
     return sources.fetch_model(path, revision)
+
+
+def _read_json(file: Path) -> Any:
+    with refusing(f"{file} is not JSON ({{reason}}): copy the model folder anew", ValueError):
+        return json.loads(file.read_text(encoding="utf-8"))
 
 
 def _check_names(folder: Path, expected: set[str], files: Mapping[str, Any], tied: bool) -> None:
@@ -206,11 +228,8 @@ def _check_names(folder: Path, expected: set[str], files: Mapping[str, Any], tie
                 f"{folder}: tie_word_embeddings is true, but {head} differs from {embed}: set "
                 "tie_word_embeddings to false in config.json, or remove the tensor"
             )
-    problems = []
-    if expected - found:
-        problems.append(f"missing: {listed(expected - found)}")
-    if found - expected:
-        problems.append(f"unknown: {listed(found - expected)}")
+    odd = {"missing": expected - found, "unknown": found - expected}
+    problems = [f"{kind}: {listed(names)}" for kind, names in odd.items() if names]
     if problems:
         raise InputError(
             f"{folder}: the tensors are not those that config.json describes; "
@@ -285,3 +304,119 @@ def _write_configs(folder: Path, fields: Mapping[str, Any], generation: Mapping[
     written["rope_theta"] = fields["rope_parameters"]["rope_theta"]
     (folder / "config.json").write_text(json.dumps(written, indent=2, sort_keys=True) + "\n")
     GenerationConfig(**generation).save_pretrained(folder)
+
+
+@contextlib.contextmanager
+def _open_weights(folder: Path) -> Iterator[dict[str, Any]]:
+    """Tensor name -> open file with `get_tensor(name)`, over all shards of the folder.
+
+    Raises: InputError if there are no safetensors, a shard is missing or a file is damaged.
+    """
+    with contextlib.ExitStack() as stack:
+        files: dict[str, Any] = {}
+        for path in _weight_files(folder):
+            problem = f"{path} is no readable safetensors file ({{reason}}): fetch it again"
+            with refusing(problem, SafetensorError, OSError):
+                file = stack.enter_context(safe_open(path, framework="numpy"))
+            files.update(dict.fromkeys(file.keys(), file))
+        yield files
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    index = folder / INDEX
+    if index.is_file():
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        missing = [name for name in names if not (folder / name).is_file()]
+        if missing:
+            raise InputError(
+                f"{index} lists {', '.join(missing)}, not in the folder: complete the copy"
+            )
+        return [folder / name for name in names]
+    if (folder / SINGLE).is_file():
+        return [folder / SINGLE]
+    pickles = sorted(path.name for pattern in PICKLES for path in folder.glob(pattern))
+    if pickles:
+        raise InputError(
+            f"{folder} has weights only as {pickles[0]}, a pickle, which can run any code and is "
+            "not read: convert it to safetensors (save_pretrained of transformers writes them)"
+        )
+    raise InputError(f"{folder} has no {SINGLE} and no {INDEX}: give a folder with weights")
+
+
+def _plan_shards(sizes: dict[str, int], max_bytes: int) -> dict[str, str]:
+    """Tensor name -> file name, in order; a file grows to at most `max_bytes` (or one tensor)."""
+    shard_of, count, filled = {}, 1, 0
+    for name, size in sizes.items():
+        if filled and filled + size > max_bytes:
+            count, filled = count + 1, 0
+        shard_of[name], filled = count, filled + size
+    if count == 1:
+        return dict.fromkeys(sizes, SINGLE)
+    file = "model-{:05d}-of-{:05d}.safetensors"
+    return {name: file.format(number, count) for name, number in shard_of.items()}
+
+
+def _write_weights(
+    folder: Path, tensors: Iterable[tuple[str, np.ndarray]], file_of: dict[str, str]
+) -> None:
+    """Writes tensors, which come in the order of `file_of`, and the index if there are shards.
+
+    Holds one shard in memory.
+    """
+    total, shard, current = 0, {}, None
+    for name, tensor in tensors:
+        if shard and file_of[name] != current:
+            save_file(shard, folder / str(current), metadata={"format": "pt"})
+            shard = {}
+        current, shard[name] = file_of[name], tensor
+        total += math.prod(tensor.shape) * tensor.itemsize
+    save_file(shard, folder / str(current), metadata={"format": "pt"})
+    if current != SINGLE:
+        index = {"metadata": {"total_size": total}, "weight_map": file_of}
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+
+@contextlib.contextmanager
+def _replaced(folder: Path) -> Iterator[Path]:
+    """A new folder beside `folder`, which takes its place when the block ends without an error.
+
+    The files are flushed to disk before they are renamed, so that `folder` is at any moment the
+    old one, the new one or, between two renames, absent; never half written.
+
+    Raises: InputError if `folder` exists and holds files that are not a model's.
+    """
+    if folder.exists():
+        foreign = sorted(
+            path.name
+            for path in (folder.iterdir() if folder.is_dir() else [folder])
+            if not path.is_file() or not any(path.match(pattern) for pattern in OURS)
+        )
+        if foreign:
+            raise InputError(
+                f"{folder} exists and holds {foreign[0]}, which is no file of a model: it is not "
+                "replaced; choose another folder or empty this one"
+            )
+    partial = folder.with_name(f".{folder.name}.partial")
+    previous = folder.with_name(f".{folder.name}.previous")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        yield partial
+        for path in [*partial.iterdir(), partial]:
+            _flush(path)
+        shutil.rmtree(previous, ignore_errors=True)
+        if folder.exists():
+            folder.rename(previous)
+        partial.rename(folder)
+        _flush(folder.parent)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    shutil.rmtree(previous, ignore_errors=True)
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

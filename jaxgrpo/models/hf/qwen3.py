@@ -16,7 +16,29 @@ ARCHITECTURE = "Qwen3ForCausalLM"
 TIED_HEAD = ("lm_head.weight", "model.embed_tokens.weight")
 """A tied checkpoint may hold the embedding a second time, as the head."""
 
+REQUIRED = {  # our field -> that of config.json
+    "vocab_size": "vocab_size",
+    "hidden_size": "hidden_size",
+    "intermediate_size": "intermediate_size",
+    "num_layers": "num_hidden_layers",
+    "num_heads": "num_attention_heads",
+    "num_kv_heads": "num_key_value_heads",
+}
+OPTIONAL: Mapping[str, tuple[str, Any]] = {  # with what transformers assumes without the field
+    "rms_norm_eps": ("rms_norm_eps", 1e-6),
+    "tie_embeddings": ("tie_word_embeddings", False),
+    "attention_bias": ("attention_bias", False),
+    "max_positions": ("max_position_embeddings", 32_768),
+}
 ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+
+
+UNSUPPORTED = {  # fields that must be absent, false or 0
+    "auto_map": "code that comes with a checkpoint is never run",
+    "quantization_config": "only plain weights are read",
+    "use_sliding_window": "Qwen3 is built without windows",
+    "attention_dropout": "dropout is not built; set it to 0",
+}
 
 
 class HFWeight(NamedTuple):
@@ -87,13 +109,12 @@ def entries(model: Model) -> list[Entry]:
         name, inputs = weight
         if not in_layer:
             found.append(Entry(name, path, None, spec.shape, inputs))
-        elif path[0] == "rest":
-            layer = config.periods * pattern + int(path[1])
-            found.append(Entry(f"model.layers.{layer}.{name}", path, None, spec.shape, inputs))
-        else:
-            for period in range(config.periods):
-                full = f"model.layers.{period * pattern + int(path[1])}.{name}"
-                found.append(Entry(full, path, period, spec.shape[1:], inputs))
+            continue
+        stacked = path[0] == "blocks"
+        for period in range(config.periods) if stacked else [config.periods]:
+            full = f"model.layers.{period * pattern + int(path[1])}.{name}"
+            of_period = (period, spec.shape[1:]) if stacked else (None, spec.shape)
+            found.append(Entry(full, path, *of_period, inputs))
     return found
 
 
@@ -115,29 +136,17 @@ def model_config(fields: Mapping[str, Any], source: str) -> ModelConfig:
     Raises: InputError naming every field of `source` that is missing or asks for what is not built.
     """
     problems = _unsupported(fields)
-    names = {
-        "vocab_size": "vocab_size",
-        "hidden_size": "hidden_size",
-        "intermediate_size": "intermediate_size",
-        "num_layers": "num_hidden_layers",
-        "num_heads": "num_attention_heads",
-        "num_kv_heads": "num_key_value_heads",
-    }
-    problems += [f"{name}: missing" for name in names.values() if name not in fields]
+    problems += [f"{name}: missing" for name in REQUIRED.values() if name not in fields]
     if problems:
         raise InputError("\n  ".join([f"{source} is not a Qwen3 that can be built:", *problems]))
     rope = _rope(fields)
-    # What transformers assumes where the file is silent.
     return ModelConfig(
         family="qwen3",
-        **{ours: fields[theirs] for ours, theirs in names.items()},
+        **{ours: fields[theirs] for ours, theirs in REQUIRED.items()},
+        **{ours: fields.get(theirs, default) for ours, (theirs, default) in OPTIONAL.items()},
         head_dim=fields.get("head_dim") or 128,
         pattern=(LayerKind(rope_theta=float(rope.get("rope_theta", 10_000.0))),),
-        rms_norm_eps=fields.get("rms_norm_eps", 1e-6),
-        tie_embeddings=fields.get("tie_word_embeddings", False),
-        attention_bias=fields.get("attention_bias", False),
         activation=ACTIVATIONS[fields.get("hidden_act", "silu")],
-        max_positions=fields.get("max_position_embeddings", 32_768),
         dtype=fields.get("dtype") or fields.get("torch_dtype") or "float32",
     )
 
@@ -156,18 +165,13 @@ def _unsupported(fields: Mapping[str, Any]) -> list[str]:
         if not met:
             problems.append(f"{name} = {fields.get(name)!r}: {expected}")
 
-    def silent(name: str) -> bool:
-        return not fields.get(name)
-
     expect(fields.get("model_type") == "qwen3", "model_type", 'only "qwen3" is built')
     architectures = fields.get("architectures") or [ARCHITECTURE]
     expect(architectures == [ARCHITECTURE], "architectures", f"only {ARCHITECTURE} is built")
-    expect(silent("auto_map"), "auto_map", "code that comes with a checkpoint is never run")
-    expect(silent("quantization_config"), "quantization_config", "only plain weights are read")
-    expect(silent("use_sliding_window"), "use_sliding_window", "Qwen3 is built without windows")
+    for name, expected in UNSUPPORTED.items():
+        expect(not fields.get(name), name, expected)
     kinds = set(fields.get("layer_types") or ())
     expect(kinds <= {"full_attention"}, "layer_types", 'only "full_attention" is built')
-    expect(silent("attention_dropout"), "attention_dropout", "dropout is not built; set it to 0")
     known = ", ".join(ACTIVATIONS)
     expect(fields.get("hidden_act", "silu") in ACTIVATIONS, "hidden_act", f"known are {known}")
     dtype = "dtype" if "dtype" in fields else "torch_dtype"
@@ -207,18 +211,10 @@ def config_fields(config: ModelConfig, dtype: str) -> dict[str, Any]:
     activations = {ours: theirs for theirs, ours in ACTIVATIONS.items()}
     return {
         "architectures": [ARCHITECTURE],
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads,
+        **{theirs: getattr(config, ours) for ours, theirs in REQUIRED.items()},
+        **{theirs: getattr(config, ours) for ours, (theirs, _) in OPTIONAL.items()},
         "head_dim": config.head_dim,
-        "rms_norm_eps": config.rms_norm_eps,
-        "tie_word_embeddings": config.tie_embeddings,
-        "attention_bias": config.attention_bias,
         "hidden_act": activations[config.activation],
-        "max_position_embeddings": config.max_positions,
         "rope_parameters": {"rope_type": "default", "rope_theta": kind.rope_theta},
         "dtype": dtype,
     }

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fnmatch
 import io
-import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -15,7 +14,7 @@ from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from jaxgrpo.training.report.record import Record, visible
+from jaxgrpo.training.report.record import Record, natural, visible
 
 MAX_POINTS = 300
 """Points of a curve; a longer run is shown by the means of as many stretches of steps."""
@@ -171,12 +170,6 @@ def _plain(label: str) -> str:
     """A label that matplotlib neither reads as mathematics nor hides for a leading "_"."""
     label = visible(label).replace("$", r"\$")
     return f" {label}" if label.startswith("_") else label
-
-
-def natural(name: str) -> list[tuple[str, int]]:
-    """Sorts pass@4 before pass@16."""
-    parts = re.findall(r"(\D+)(\d*)", f" {name}")
-    return [(text, int(number or 0)) for text, number in parts]
 
 
 def _thinned(steps: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

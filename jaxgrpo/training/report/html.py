@@ -1,17 +1,40 @@
-"""Parts of a page that loads nothing and runs nothing.
+"""The report of a run as one HTML page, and the blocks that such pages are made of.
 
-Every text that a model, a data set or a user wrote goes through `text`. Should one ever slip by,
-the page's own policy still forbids scripts, connections and any image that is not in the file.
+A page loads nothing and runs nothing. Every text that a model, a data set or a user wrote goes
+through `text`. Should one ever slip by, the page's own policy still forbids scripts, connections
+and any image that is not in the file.
 """
 
 from __future__ import annotations
 
 import base64
+import datetime
 import html
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from jaxgrpo.training.report.record import visible
+from rich.console import Console
+
+from jaxgrpo.config.own_code import installed
+from jaxgrpo.core.errors import InputError
+from jaxgrpo.training import console
+from jaxgrpo.training.folder import write_atomically
+from jaxgrpo.training.report.record import (
+    UNDER_WAY,
+    Record,
+    has,
+    is_number,
+    natural,
+    read_run,
+    shown,
+    total_reward,
+    visible,
+)
+
+NAME = "report.html"
+MAX_SAMPLES = 40
+MAX_CHARACTERS = 1500  # of a prompt or completion
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 CSS = """
@@ -41,6 +64,222 @@ pre { margin: 0; font: 12px/1.4 "DejaVu Sans Mono", ui-monospace, monospace;
   white-space: pre-wrap; overflow-wrap: anywhere; overflow-y: auto; unicode-bidi: plaintext; }
 td.prompt { width: 32%; } td.good { color: #23724b; } td.bad { color: #a23b3b; }
 """
+
+
+def check_can_draw(who: str, instead: str) -> None:
+    """Raises: InputError where matplotlib is missing: what needs it, and what to do instead."""
+    if not installed("matplotlib"):
+        raise InputError(f"{who} matplotlib: pip install matplotlib, or {instead}")
+
+
+def write_report(folder: Path, status: str | None = None) -> Path:
+    """Writes report.html into a run folder, whole or not at all, and returns its path.
+
+    Args:
+      status: of the run, where the caller knows; None looks at the folder.
+    Raises: InputError where the folder holds no run, cannot be written, or matplotlib is missing.
+    """
+    check_can_draw(f"{NAME} needs", f"print the report with `jaxgrpo report {folder} --text`")
+    page = render(read_run(folder, status))
+    target = folder / NAME
+    try:
+        write_atomically(target, page)
+    except OSError as error:
+        raise InputError(
+            f"{target} cannot be written ({error.strerror}): free space or permissions there, or "
+            f"print the report with `jaxgrpo report {folder} --text`"
+        ) from error
+    return target
+
+
+def report(run: str | Path, text: bool = False) -> int:
+    """The command: writes report.html anew, or prints a summary. Returns the exit code."""
+    screen = Console(highlight=False)
+    if text:
+        console.show(screen, read_run(Path(run)))
+    else:
+        screen.print(str(write_report(Path(run))), markup=False, soft_wrap=True)
+    return 0
+
+
+def render(record: Record) -> str:
+    """The whole page."""
+    sections = (_header, _warnings, _evaluation, _charts, _samples)
+    return document(record.name, "\n".join(section(record) for section in sections))
+
+
+def _number(value: float | None, form: str = ".3g") -> str:
+    return "–" if value is None else f"{value:{form}}"
+
+
+def _section(title: str, body: str) -> str:
+    return f"<h2>{title}</h2>\n{body}"
+
+
+def _nothing(why: str) -> str:
+    return f'<div class="box muted"><p>{why}</p></div>'
+
+
+def _header(record: Record) -> str:
+    config = record.config
+    model = Path(str(config.get("model", {}).get("path", "?"))).name
+    method = config.get("recipe") or "own chain of advantages"
+    rollout = config.get("rollout", {})
+    prompts, samples = (rollout.get(key, "?") for key in ("prompts_per_step", "group_size"))
+    facts = [
+        f"step {record.step} of {record.steps or '?'}",
+        f"model {model}",
+        str(method),
+        f"{prompts} prompts x {samples} samples",
+        f"written {datetime.datetime.now().strftime('%Y-%m-%d %H:%M')}",
+    ]
+    if record.status == UNDER_WAY:
+        facts.append("load the page again for the latest")
+    return (
+        f'<h1>{text(record.name)}<span class="status">{text(record.status)}</span></h1>\n'
+        f'<div class="muted">{text(" · ".join(facts))}</div>\n{tiles(_tiles(record))}'
+    )
+
+
+def _tiles(record: Record) -> dict[str, str]:
+    """The numbers to look at first."""
+    tiles = {"reward": _number(record.last("reward"))}
+    accuracies = [values["accuracy"] for _, values in record.evaluations if "accuracy" in values]
+    if accuracies:
+        tiles["accuracy, base → now"] = f"{accuracies[0]:.3f} → {accuracies[-1]:.3f}"
+    mixed = record.last("groups/mixed")
+    if mixed is not None:
+        tiles["mixed groups"] = f"{mixed:.0%}"
+    steps = [line for line in record.lines if has(line, "time/step") and has(line, "num_tokens")]
+    if steps:
+        seconds = sorted(line["time/step"] for line in steps)
+        tiles["seconds per step, median"] = _number(seconds[len(seconds) // 2])
+        spent = sum(seconds)
+        tokens = sum(line["num_tokens"] for line in steps)
+        tiles["sampled tokens per second"] = f"{tokens / spent:,.0f}" if spent else "–"
+    tiles["warnings"] = str(len(record.warnings))
+    return tiles
+
+
+def _warnings(record: Record) -> str:
+    if not record.warnings:
+        return _section("Warnings", _nothing("None so far."))
+    items = []
+    latest = {alarm.name: place for place, alarm in enumerate(record.warnings)}
+    for place, alarm in enumerate(record.warnings):
+        holds = alarm.name in record.active and latest[alarm.name] == place
+        state = '<span class="holds">holds</span>' if holds else '<span class="muted">over</span>'
+        items.append(f"<li>step {alarm.step}, {state}: {text(alarm.text)}</li>")
+    return _section("Warnings", f'<ul class="box">{"".join(items)}</ul>')
+
+
+def _evaluation(record: Record) -> str:
+    """Each metric of the first and the last evaluation."""
+    if not record.evaluations:
+        return ""
+    (first, base), (last, now) = record.evaluations[0], record.evaluations[-1]
+    rows = [["", f"step {first}", f"step {last}", "change"]]
+    for name in sorted(base.keys() | now.keys(), key=_accuracy_first):
+        before, after = base.get(name), now.get(name)
+        change = None if before is None or after is None else after - before
+        rows.append([name, _number(before, ".3f"), _number(after, ".3f"), _number(change, "+.3f")])
+    return _section("Evaluation", table(rows))
+
+
+def _accuracy_first(name: str) -> tuple[Any, ...]:
+    return (not name.startswith("accuracy"), not name.startswith("pass@"), natural(name))
+
+
+def _charts(record: Record) -> str:
+    from jaxgrpo.training.report import charts
+
+    figures = [figure(panel.title, svg, panel.note) for panel, svg in charts.draw(record)]
+    if not figures:
+        return _section("Charts", _nothing("No step is finished yet."))
+    return _section("Charts", f'<div class="charts">{"".join(figures)}</div>')
+
+
+def _samples(record: Record) -> str:
+    if not record.samples:
+        return ""
+    rows = _strongest_first(record.samples)[:MAX_SAMPLES]
+    rewards = list(dict.fromkeys(name for row in rows for name in row["rewards"]))
+    head = "".join(f'<th class="n">{text(name)}</th>' for name in [*rewards, "advantage"])
+    body = "".join(_sample_rows(rows, rewards, weights(record)))
+    more = len(record.samples) - len(rows)
+    rest = f", {len(rows)} of {len(record.samples)}, strongest groups first" if more else ""
+    lines = f"<table><tr><th>prompt</th><th>completion</th>{head}</tr>{body}</table>"
+    title = f"Samples of step {record.samples[0]['step']}{rest}"
+    return _section(title, f'<div class="box">{lines}</div>')
+
+
+def _strongest_first(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Whole groups, those with the largest advantage first: the step learnt most from them."""
+    groups: dict[Any, list[Mapping[str, Any]]] = {}
+    for row in rows:
+        groups.setdefault(row["ordinal"], []).append(row)
+
+    def strength(group: Sequence[Mapping[str, Any]]) -> float:
+        return max(abs(_mean_advantage(row["advantage"]) or 0.0) for row in group)
+
+    return [row for group in sorted(groups.values(), key=strength, reverse=True) for row in group]
+
+
+def weights(record: Record) -> dict[str, float]:
+    """Reward name -> its weight in the config."""
+    entries = record.config.get("rewards", [])
+    return {
+        str(entry.get("name") or str(entry.get("use", "")).rpartition(":")[2]): float(
+            entry.get("weight", 1.0)
+        )
+        for entry in entries
+    }
+
+
+def _sample_rows(
+    rows: Sequence[Mapping[str, Any]], rewards: Sequence[str], weigh: Mapping[str, float]
+) -> Iterable[str]:
+    """One row of the table per sample; a prompt is shown once, with the first of its samples."""
+    before = None
+    for row in rows:
+        opens = row["ordinal"] != before
+        before = row["ordinal"]
+        prompt = f"<pre>{_long(row['prompt'])}</pre>" if opens else ""
+        cut = ' <span class="muted">(cut at the limit)</span>' if row["truncated"] else ""
+        total = total_reward(row, weigh)
+        numbers = [
+            f'<td class="n">{_number(value) if is_number(value) else "not scored"}</td>'
+            for value in (row["rewards"].get(name) for name in rewards)
+        ]
+        group = ' class="group"' if opens else ""
+        yield (
+            f'<tr{group}><td class="prompt">{prompt}</td>'
+            f"<td><pre>{_long(row['completion'])}</pre>{cut}</td>{''.join(numbers)}"
+            f"{_advantage(row['advantage'], total)}</tr>"
+        )
+
+
+def _advantage(value: Any, total: float | None) -> str:
+    mean = _mean_advantage(value)
+    if mean is None:
+        return '<td class="n">–</td>'
+    tone = "good" if mean > 0 else "bad" if mean < 0 else "muted"
+    title = "" if total is None else f' title="weighted reward {total:.3g}"'
+    return f'<td class="n {tone}"{title}>{f"{mean:+.2f}" if mean else "0"}</td>'
+
+
+def _mean_advantage(value: Any) -> float | None:
+    """The number, or the mean of those of its tokens."""
+    if isinstance(value, list):
+        finite = [entry for entry in value if is_number(entry)]
+        value = sum(finite) / len(finite) if finite else None
+    return float(value) if is_number(value) else None
+
+
+def _long(value: Any) -> str:
+    whole = shown(value)
+    left = len(whole) - MAX_CHARACTERS
+    return text(f"{whole[:MAX_CHARACTERS]}… ({left:,} more characters)" if left > 0 else whole)
 
 
 def document(title: str, body: str) -> str:

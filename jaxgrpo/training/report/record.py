@@ -6,6 +6,7 @@ import dataclasses
 import fcntl
 import json
 import math
+import re
 import tomllib
 import unicodedata
 from collections.abc import Mapping, Sequence
@@ -14,7 +15,7 @@ from typing import Any
 
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.training import alarms
-from jaxgrpo.training.folder import LOCK, read_metrics
+from jaxgrpo.training.folder import LOCK, evaluation_of, read_metrics, read_samples
 
 TURNS = "\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"
 UNDER_WAY, FINISHED, STOPPED = "under way", "finished", "stopped"
@@ -48,11 +49,8 @@ class Record:
         """(step, metrics without "eval/") of each evaluation."""
         found = []
         for line in self.lines:
-            values = {
-                name.removeprefix("eval/"): float(value)
-                for name, value in line.items()
-                if name.startswith("eval/") and is_number(value)
-            }
+            measured = evaluation_of(line).items()
+            values = {name: float(value) for name, value in measured if is_number(value)}
             if values:
                 found.append((line["step"], values))
         return found
@@ -64,9 +62,8 @@ class Record:
 
     def last(self, metric: str) -> float | None:
         """Its last finite value."""
-        return next(
-            (float(line[metric]) for line in reversed(self.lines) if has(line, metric)), None
-        )
+        _, values = self.series(metric)
+        return values[-1] if values else None
 
     def names(self) -> list[str]:
         """Every metric that some line holds, in order."""
@@ -96,7 +93,7 @@ def read_run(folder: Path, status: str | None = None) -> Record:
         config=config,
         lines=lines,
         summary=summary,
-        samples=_latest_samples(folder / "samples"),
+        samples=read_samples(folder),
         warnings=given,
         active=state.active,
     )
@@ -142,6 +139,12 @@ def _acts(character: str) -> bool:
     return character in TURNS or unicodedata.category(character) in ("Cc", "Cs", "Zl", "Zp")
 
 
+def natural(name: str) -> list[tuple[str, int]]:
+    """Sorts pass@4 before pass@16."""
+    pieces = re.findall(r"(\D+)(\d*)", f" {name}")
+    return [(text, int(number or 0)) for text, number in pieces]
+
+
 def has(line: Mapping[str, Any], metric: str) -> bool:
     return is_number(line.get(metric))
 
@@ -182,17 +185,3 @@ def _is_held(lock: Path) -> bool:
     except OSError:  # no lock yet, or a file system without them
         return False
     return False
-
-
-def _latest_samples(folder: Path) -> list[dict[str, Any]]:
-    numbers = [
-        int(number)
-        for file in folder.glob("step_*.jsonl")
-        if (number := file.stem.removeprefix("step_")).isdecimal()
-    ]
-    if not numbers:
-        return []
-    file = folder / f"step_{max(numbers)}.jsonl"
-    # Split at "\n" alone: a completion may hold other characters that end lines.
-    lines = file.read_text(encoding="utf-8", errors="replace").split("\n")
-    return [json.loads(line) for line in lines if line]

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxgrpo.experiments.compare import page, statistics
+from jaxgrpo.experiments.compare import report, results
 from jaxgrpo.experiments.compare.experiment import Experiment
 from jaxgrpo.experiments.compare.results import Outcome
 
@@ -43,7 +43,7 @@ def compared(values: dict[str, dict[float, Any]], **changes: Any):
 
 
 def best(experiment, outcomes):
-    return {row.arm: row for row in statistics.at_best(experiment, outcomes)}
+    return {row.arm: row for row in results.at_best(experiment, outcomes)}
 
 
 @pytest.mark.parametrize(
@@ -58,9 +58,7 @@ def test_gains_losses_and_neither_are_told_in_the_same_words(better, word, other
     }
     experiment, outcomes = compared(values, better=better, tests=("more", "less"))
     rows = best(experiment, outcomes)
-    assert {
-        name: statistics.standing(experiment, rows[name]).word for name in ("more", "less")
-    } == {
+    assert {name: results.standing(experiment, rows[name]) for name in ("more", "less")} == {
         "more": word,
         "less": other,
     }
@@ -68,7 +66,7 @@ def test_gains_losses_and_neither_are_told_in_the_same_words(better, word, other
     assert rows["more"].corrected == rows["less"].corrected == 4 / 128
     assert rows["same"].p is None, "it was not to be tested"
     experiment, outcomes = compared(values, better=better, tests=("more", "less", "same"))
-    one, two, three = page._answer(experiment, statistics.at_best(experiment, outcomes)).text
+    one, two, three = report._answer(experiment, results.at_best(experiment, outcomes)).text
     assert one == (
         f"more against control: {word}. m differs by +0.100 (95% interval +0.100 to +0.100), "
         "corrected p = 0.047."
@@ -81,10 +79,10 @@ def test_with_five_comparisons_nothing_can_be_shown_and_it_is_said():
     values = {"control": {0.1: NOISE}} | {f"a{i}": {0.1: NOISE + 9} for i in range(5)}
     experiment, outcomes = compared(values)
     rows = best(experiment, outcomes)
-    assert {statistics.standing(experiment, rows[f"a{i}"]).word for i in range(5)} == {
+    assert {results.standing(experiment, rows[f"a{i}"]) for i in range(5)} == {
         "no difference shown"
     }
-    said = page.said_detectable(experiment)
+    said = report.said_detectable(experiment)
     assert "no p below 0.016, and none below 0.078 corrected for 5 comparisons" in said
     assert "no difference can be shown, however large: take 8 seeds or more" in said
 
@@ -132,32 +130,32 @@ def test_rates_of_its_own_chosen_on_the_judged_seeds_give_no_p_and_it_is_said():
     rows = best(experiment, outcomes)
     assert (rows["own"].p, rows["own"].corrected) == (None, None)
     assert rows["one"].corrected == rows["one"].p == 2 / 2**7, "neither has a choice"
-    table = statistics.at_best(experiment, outcomes)
-    own, one = page._answer(experiment, table).text
+    table = results.at_best(experiment, outcomes)
+    own, one = report._answer(experiment, table).text
     assert own.startswith("own against control: not tested. m differs by +9.000")
-    assert own.endswith(page.NO_P)
+    assert own.endswith(report.NO_P)
     assert one.startswith("one against control: better.")
-    assert page.rows_of(experiment, table)[2][-2:] == ["–", "–"]
-    said = page.said_detectable(experiment)
+    assert report.rows_of(experiment, table)[2][-2:] == ["–", "–"]
+    said = report.said_detectable(experiment)
     assert "corrected for 1 comparison (one with control)" in said
     assert "own: No p: " in said
     only, _ = compared(values, tests=("own",))
-    assert page.said_detectable(only) == f"own: {page.NO_P}"
+    assert report.said_detectable(only) == f"own: {report.NO_P}"
 
 
 def test_above_twelve_seeds_exchanges_are_said_to_be_drawn():
     experiment, _ = compared({"control": {0.1: NOISE}, "arm": {0.1: NOISE}})
-    assert "two-sided, exact;" in page._how_chosen(experiment)
+    assert "two-sided, exact;" in report._how_chosen(experiment)
     many = dataclasses.replace(experiment, seeds=tuple(range(13)))
-    assert "two-sided, 20000 drawn exchanges;" in page._how_chosen(many)
+    assert "two-sided, 20000 drawn exchanges;" in report._how_chosen(many)
 
 
 def test_a_table_of_a_rate_that_the_control_lacks_shows_no_difference():
     values = {"control": {0.1: NOISE}, "other": {0.1: NOISE, 0.2: NOISE + 1}}
     experiment, outcomes = compared(values)
-    (row,) = statistics.at_rate(experiment, outcomes, 0.2)
+    (row,) = results.at_rate(experiment, outcomes, 0.2)
     assert (row.arm, row.difference, row.p) == ("other", None, None)
-    assert [row.arm for row in statistics.at_rate(experiment, outcomes, 0.1)] == [
+    assert [row.arm for row in results.at_rate(experiment, outcomes, 0.1)] == [
         "control",
         "other",
     ]

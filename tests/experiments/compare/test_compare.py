@@ -18,8 +18,7 @@ from comparisons import write
 from jaxgrpo.cli.main import main
 from jaxgrpo.config import files as configs
 from jaxgrpo.experiments.compare import experiment as experiments
-from jaxgrpo.experiments.compare import page as sections
-from jaxgrpo.experiments.compare import results, statistics
+from jaxgrpo.experiments.compare import report, results
 from jaxgrpo.training import loop, process
 from jaxgrpo.training.folder import read_metrics
 
@@ -43,16 +42,16 @@ def test_identical_arms_with_identical_seeds_differ_by_exactly_0(compared):
             results.values_of(experiment, outcomes, arm, metric) for arm in ("grpo", "twin")
         )
         assert (one == other).all()
-    (row,) = [row for row in statistics.at_best(experiment, outcomes) if row.arm == "twin"]
+    (row,) = [row for row in results.at_best(experiment, outcomes) if row.arm == "twin"]
     assert row.difference == (0, 0, 0)
 
 
 def test_an_arm_that_does_not_learn_is_reported_worse_and_its_reverse_better(compared):
     experiment, cases, outcomes = compared
-    (row,) = [row for row in statistics.at_best(experiment, outcomes) if row.arm == "frozen"]
+    (row,) = [row for row in results.at_best(experiment, outcomes) if row.arm == "frozen"]
     assert row.metric.value == 0, "no prompt's likeliest answer is right in the base"
     assert row.corrected == 2 / 2**6
-    assert statistics.standing(experiment, row).word == "worse"
+    assert results.standing(experiment, row) == "worse"
     text = (Path(experiment.dir) / "tables.md").read_text()
     assert "frozen against grpo: worse. eval/accuracy differs by -" in text
     for case in cases:
@@ -157,15 +156,15 @@ def test_ten_arms_that_differ_by_chance_alone_yield_no_significant_difference(mo
     )
     assert main(["compare", str(file)]) == 0
     experiment = experiments.load(file)
-    _, corrected, _ = statistics.detectable(experiment)
+    _, corrected, _ = results.detectable(experiment)
     assert corrected < experiment.level, "a difference could be shown"
     outcomes = results.read_all(experiments.cases_of(experiment))
-    rows = [row for row in statistics.at_best(experiment, outcomes) if row.difference]
+    rows = [row for row in results.at_best(experiment, outcomes) if row.difference]
     assert len(rows) == 9
     assert all(row.difference and row.difference.value != 0 for row in rows)
-    words = {statistics.standing(experiment, row).word for row in rows}
+    words = {results.standing(experiment, row) for row in rows}
     assert words == {"no difference shown"}
-    answer = sections.sections(experiment, outcomes)[0].text
+    answer = report.sections(experiment, outcomes)[0].text
     assert all("no difference shown" in line for line in answer)
 
 

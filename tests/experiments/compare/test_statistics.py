@@ -8,7 +8,8 @@ import math
 import numpy as np
 import pytest
 
-from jaxgrpo.experiments.compare import statistics
+from jaxgrpo.evaluation.intervals import bootstrap
+from jaxgrpo.experiments.compare import results
 
 
 def best(values):
@@ -37,19 +38,19 @@ def test_the_exchange_test_counts_every_exchange(rates):
         arm, control = random.normal(size=(2, rates, 6))
         arm = arm + shift
         expected = brute_force(arm.tolist(), control.tolist())
-        assert statistics.exchange_test(arm, control) == pytest.approx(expected)
+        assert results.exchange_test(arm, control) == pytest.approx(expected)
 
 
 def test_equal_arms_have_p_1_and_what_all_seeds_agree_on_the_smallest():
     same = np.array([[0.3, 0.5, 0.2]])
-    assert statistics.exchange_test(same, same) == 1
-    assert statistics.sign_flip_test(np.zeros(7)) == 1
+    assert results.exchange_test(same, same) == 1
+    assert results.sign_flip_test(np.zeros(7)) == 1
     # By hand: only all + and all - are as far from 0, 2 of 2^7.
-    assert statistics.sign_flip_test(np.array([1, 2, 3, 4, 5, 6, 7])) == 2 / 128
-    assert statistics.sign_flip_test(-np.array([1, 2, 3, 4, 5, 6, 7])) == 2 / 128
-    assert statistics.smallest_p(7) == 2 / 128
+    assert results.sign_flip_test(np.array([1, 2, 3, 4, 5, 6, 7])) == 2 / 128
+    assert results.sign_flip_test(-np.array([1, 2, 3, 4, 5, 6, 7])) == 2 / 128
+    assert results.smallest_p(7) == 2 / 128
     # Signs of (3, -1): sums 2, 4, -4, -2; all four are at least 2 away from 0.
-    assert statistics.sign_flip_test(np.array([3, -1])) == 1
+    assert results.sign_flip_test(np.array([3, -1])) == 1
 
 
 def test_many_seeds_are_judged_by_drawn_exchanges():
@@ -57,27 +58,27 @@ def test_many_seeds_are_judged_by_drawn_exchanges():
     difference = random.normal(0.5, 1.0, 14)
     signs = np.array(list(itertools.product([1, -1], repeat=14)))
     exact = (abs(signs @ difference) >= abs(difference.sum()) - 1e-9).mean()
-    found = statistics.sign_flip_test(difference)
-    error = math.sqrt(exact * (1 - exact) / statistics.DRAWN)
+    found = results.sign_flip_test(difference)
+    error = math.sqrt(exact * (1 - exact) / results.DRAWN)
     assert found == pytest.approx(exact, abs=5 * error)
-    assert found == statistics.sign_flip_test(difference)
-    assert statistics.sign_flip_test(np.ones(40)) == statistics.smallest_p(40) > 0
+    assert found == results.sign_flip_test(difference)
+    assert results.sign_flip_test(np.ones(40)) == results.smallest_p(40) > 0
 
 
 def test_holm_of_a_table_worked_by_hand():
     # Sorted .01 .02 .03 .04 times 4 3 2 1: .04 .06 .06 .04, then never falling.
     p = {"b": 0.02, "d": 0.04, "a": 0.01, "c": 0.03}
-    corrected = statistics.holm(p)
+    corrected = results.holm(p)
     assert list(corrected) == list(p)
     assert corrected == pytest.approx({"a": 0.04, "b": 0.06, "c": 0.06, "d": 0.06})
-    assert statistics.holm({"a": 0.7, "b": 0.8}) == {"a": 1.0, "b": 1.0}
-    assert statistics.holm({}) == {}
+    assert results.holm({"a": 0.7, "b": 0.8}) == {"a": 1.0, "b": 1.0}
+    assert results.holm({}) == {}
 
 
 def test_seven_seeds_cannot_show_five_differences_and_nine_can():
-    assert 5 * statistics.smallest_p(7) > 0.05 >= 5 * statistics.smallest_p(9)
-    assert statistics.seeds_needed(5, 0.05) == 8  # 5 * 2 / 256 = .039
-    assert statistics.seeds_needed(1, 0.05) == 6
+    assert 5 * results.smallest_p(7) > 0.05 >= 5 * results.smallest_p(9)
+    assert results.seeds_needed(5, 0.05) == 8  # 5 * 2 / 256 = .039
+    assert results.seeds_needed(1, 0.05) == 6
 
 
 def test_the_interval_is_that_of_means_of_resamples():
@@ -85,28 +86,28 @@ def test_the_interval_is_that_of_means_of_resamples():
     random = np.random.default_rng(7)
     means = [random.choice(values, 5).mean() for _ in range(20_000)]
     expected = np.percentile(means, [2.5, 97.5])
-    np.testing.assert_allclose(statistics.interval(values), expected, atol=0.02)
-    assert statistics.interval(values) == statistics.interval(values)
-    assert statistics.interval(np.full(4, 0.5)) == (0.5, 0.5)
-    assert np.isnan(statistics.interval(np.array([0.5]))).all()
+    np.testing.assert_allclose(results.estimate(values)[1:], expected, atol=0.02)
+    assert results.estimate(values) == results.estimate(values)
+    assert results.estimate(np.full(4, 0.5)) == (0.5, 0.5, 0.5)
+    assert np.isnan(results.estimate(np.array([0.5]))[1:]).all()
 
 
 def test_the_best_rate_is_the_first_of_the_highest_means():
-    assert statistics.choose(np.array([[0.1, 0.2], [0.3, 0.4], [0.4, 0.3]])) == 1
+    assert results.choose(np.array([[0.1, 0.2], [0.3, 0.4], [0.4, 0.3]])) == 1
 
 
 def test_the_crossing_is_the_first_k_at_which_seeds_show_less_than_the_base():
     noise = np.random.default_rng(0).normal(0, 0.002, (7, 4))
     base, trained = np.array([0.2, 0.4, 0.6, 0.7]), np.array([0.5, 0.55, 0.59, 0.6])
     base, trained = base + noise, np.tile(trained, (7, 1))
-    assert statistics.crossing(base, trained) == 3
-    assert statistics.crossing(trained, base) == 1
-    assert statistics.crossing(base, base) is None
-    assert statistics.crossing(base[:1], trained[:1]) is None, "one seed shows nothing"
+    assert results.crossing(base, trained) == 3
+    assert results.crossing(trained, base) == 1
+    assert results.crossing(base, base) is None
+    assert results.crossing(base[:1], trained[:1]) is None, "one seed shows nothing"
     # Below in the mean at k = 3, by less than the seeds differ; k = 4 is beyond that.
     wide = base + np.array([-3, -2, -1, 0, 1, 2, 3])[:, None] * [0, 0, 0.02, 0.02]
     assert trained.mean(0)[2] < wide.mean(0)[2]
-    assert statistics.crossing(wide, trained) == 4
+    assert results.crossing(wide, trained) == 4
 
 
 def test_differences_that_are_noise_seldom_cross():
@@ -126,7 +127,7 @@ def test_differences_that_are_noise_seldom_cross():
     for _ in range(rounds):
         base, trained = table[random.binomial(samples, chance, (2, 7, 100))].mean(2)
         by_means += bool((trained.mean(0) < base.mean(0)).any())
-        shown += statistics.crossing(base, trained) is not None
+        shown += results.crossing(base, trained) is not None
     assert by_means / rounds > 0.5
     # One side of a two-sided level of 5% for all k together.
     assert shown / rounds <= 0.025 + 3 * math.sqrt(0.025 * 0.975 / rounds)
@@ -135,8 +136,8 @@ def test_differences_that_are_noise_seldom_cross():
 def test_sign_flips_of_one_number_are_the_sign_flip_test_and_of_several_brute_force():
     random = np.random.default_rng(2)
     found = random.normal(0.4, 1.0, (6, 3))
-    one = statistics.sign_flip_tests(found[:, :1])
-    assert one[0] == pytest.approx(statistics.sign_flip_test(found[:, 0]))
+    one = results.sign_flip_tests(found[:, :1])
+    assert one[0] == pytest.approx(results.sign_flip_test(found[:, 0]))
     size = [math.sqrt(sum(d * d for d in column) / 6) for column in found.T]
     expected = np.zeros(3)
     for signs in itertools.product([1, -1], repeat=6):
@@ -146,18 +147,18 @@ def test_sign_flips_of_one_number_are_the_sign_flip_test_and_of_several_brute_fo
         ]
         observed = [abs(column.mean()) / scale for column, scale in zip(found.T, size, strict=True)]
         expected += [max(flipped) >= value - 1e-9 for value in observed]
-    np.testing.assert_allclose(statistics.sign_flip_tests(found), expected / 2**6)
+    np.testing.assert_allclose(results.sign_flip_tests(found), expected / 2**6)
     many = random.normal(1.0, 1.0, (14, 1))
-    assert statistics.sign_flip_tests(many)[0] == pytest.approx(
-        statistics.sign_flip_test(many[:, 0]), abs=0.01
+    assert results.sign_flip_tests(many)[0] == pytest.approx(
+        results.sign_flip_test(many[:, 0]), abs=0.01
     )
-    assert statistics.sign_flip_tests(np.zeros((7, 2))).tolist() == [1, 1]
+    assert results.sign_flip_tests(np.zeros((7, 2))).tolist() == [1, 1]
 
 
 def test_a_band_is_the_interval_at_each_place():
     values = np.random.default_rng(1).normal(size=(6, 3))
-    expected = np.array([statistics.interval(column) for column in values.T]).T
-    np.testing.assert_allclose(statistics.band(values), expected, atol=1e-12)
+    expected = np.array([results.estimate(column)[1:] for column in values.T]).T
+    np.testing.assert_allclose(bootstrap(values, results.RESAMPLES), expected, atol=1e-12)
 
 
 @pytest.mark.parametrize("rates", [1, 3])
@@ -165,13 +166,13 @@ def test_ten_arms_that_are_the_same_are_found_to_differ_no_oftener_than_the_leve
     """Seeds differ, the noise is skewed, the best of the rates is taken: all by chance."""
     random = np.random.default_rng(rates)
     level, seeds, rounds = 0.05, 9, 250
-    assert 9 * statistics.smallest_p(seeds) < level, "else nothing could be found at all"
+    assert 9 * results.smallest_p(seeds) < level, "else nothing could be found at all"
     false = 0
     for _ in range(rounds):
         of_seed = random.normal(size=seeds)
         arms = of_seed + random.exponential(size=(10, rates, seeds))
-        p = {str(i): statistics.exchange_test(arms[i], arms[0]) for i in range(1, 10)}
-        false += min(statistics.holm(p).values()) <= level
+        p = {str(i): results.exchange_test(arms[i], arms[0]) for i in range(1, 10)}
+        false += min(results.holm(p).values()) <= level
     assert false / rounds <= level + 3 * math.sqrt(level * (1 - level) / rounds)
-    better = {"1": statistics.exchange_test(arms[1] + 5, arms[0])}
-    assert statistics.holm(better)["1"] <= level, "and a real difference is found"
+    better = {"1": results.exchange_test(arms[1] + 5, arms[0])}
+    assert results.holm(better)["1"] <= level, "and a real difference is found"

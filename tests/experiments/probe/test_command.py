@@ -144,13 +144,13 @@ def test_the_advice_tells_bimodal_from_equal_prompts(found):
 def test_a_disagreement_of_sampler_and_trainer_is_measured_and_told(
     folders, tmp_path, monkeypatch, capsys
 ):
-    draw = command.ask
+    draw = command.draw
 
     def shifted(*arguments):
         answers = draw(*arguments)
         return answers._replace(logp=answers.logp - np.where(answers.mask, 0.25, 0))
 
-    monkeypatch.setattr(command, "ask", shifted)
+    monkeypatch.setattr(command, "draw", shifted)
     out = tmp_path / "out.json"
     arguments = asked(folders["equal"], "-n", 2, "--num-prompts", 5, "--json", out)
     code, said = probe(capsys, *arguments)
@@ -225,7 +225,7 @@ def test_a_config_names_model_data_and_reward(folders, tmp_path, capsys):
 def test_wrong_arguments_are_told_before_anything_is_sampled(
     arguments, message, folders, monkeypatch, capsys
 ):
-    monkeypatch.setattr(command, "ask", None)
+    monkeypatch.setattr(command, "draw", None)
     folder = folders["equal"]
     stand_for = {"M": folder / "model", "D": folder / "data.jsonl", "R": tables.REWARD}
     given = [stand_for.get(argument, argument) for argument in arguments]

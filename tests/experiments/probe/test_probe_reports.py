@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from jaxgrpo.experiments.probe import page as probe_page
-from jaxgrpo.experiments.probe import terminal
+from jaxgrpo.experiments.probe import report
 
 EVIL = "<script>alert(1)</script>[bold]\x1b[31m"
 NAN = float("nan")
@@ -68,7 +67,7 @@ def found() -> dict[str, Any]:
 def test_the_terminal_shows_each_number_once(found):
     out = io.StringIO()
     console = Console(file=out, width=100, highlight=False, color_system=None, force_terminal=True)
-    terminal.show(console, found)
+    report.show(console, found)
     text = out.getvalue()
     assert "\x1b[31m" not in text
     assert "[bold]" in text
@@ -91,7 +90,7 @@ def test_long_numbers_fit_the_terminal(found):
     found["degeneracy"] = {16: long}
     found["success"] |= {"unscored": 0.125}
     out = io.StringIO()
-    terminal.show(Console(file=out, width=100, color_system=None), found)
+    report.show(Console(file=out, width=100, color_system=None), found)
     text = out.getvalue()
     assert "…" not in text
     assert re.search("-0.125 to -0.100 +255.5 +123456 +125 +0.250", text)
@@ -99,7 +98,7 @@ def test_long_numbers_fit_the_terminal(found):
 
 
 def test_the_page_draws_four_charts_even_where_numbers_are_missing(found):
-    page = probe_page.render(found)
+    page = report.render(found)
     assert "<script" not in page
     assert "&lt;script&gt;" in page
     assert "(success.at_zero)" in page
@@ -108,7 +107,7 @@ def test_the_page_draws_four_charts_even_where_numbers_are_missing(found):
     assert len(texts) == 4
     for text, title in zip(texts, ("success rate", "Flat", "Live", "pass@k"), strict=True):
         assert title in text
-    assert probe_page.render(found) == page
+    assert report.render(found) == page
 
 
 def test_a_probe_of_which_nothing_is_known_is_shown_all_the_same(found):
@@ -120,14 +119,14 @@ def test_a_probe_of_which_nothing_is_known_is_shown_all_the_same(found):
         | {"ci": (NAN, NAN), "histogram": [0] * 5, "unscored": 1.0},
     }
     out = io.StringIO()
-    terminal.show(Console(file=out, width=100), found)
+    report.show(Console(file=out, width=100), found)
     assert "pass@1 – –" in re.sub(r" +", " ", out.getvalue())
-    assert probe_page.render(found).count("<figure>") == 4
+    assert report.render(found).count("<figure>") == 4
 
 
 @pytest.mark.parametrize("samples", [2, 3, 4, 5, 8, 16, 17, 64])
 def test_bars_of_the_terminal_hold_every_count_once(samples):
-    ranges = terminal.ranges(samples)
+    ranges = report.ranges(samples)
     assert [count for among in ranges for count in among] == list(range(samples + 1))
     assert (ranges[0], ranges[-1]) == (range(1), range(samples, samples + 1))
     assert len(ranges) <= 6

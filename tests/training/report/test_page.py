@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from jaxgrpo.training import alarms
-from jaxgrpo.training.report import charts, page
-from jaxgrpo.training.report import html as html_parts
+from jaxgrpo.training.report import charts
+from jaxgrpo.training.report import html as page
 from jaxgrpo.training.report.record import FINISHED, Record
 
 EVIL = (
@@ -115,9 +115,9 @@ def test_what_a_model_a_data_set_or_a_user_wrote_is_text():
 
 def test_the_page_loads_and_runs_nothing():
     text = page.render(record())
-    assert html_parts.POLICY in text
-    assert "default-src 'none'" in html_parts.POLICY
-    assert "script" not in html_parts.POLICY
+    assert page.POLICY in text
+    assert "default-src 'none'" in page.POLICY
+    assert "script" not in page.POLICY
     for tag, attributes in Seen(text).tags:
         for name in ("src", "href"):
             if name in attributes:

@@ -11,8 +11,15 @@ import pytest
 from jaxgrpo.cli.main import main
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.training.folder import RunFolder
-from jaxgrpo.training.report import read_run, write_report
-from jaxgrpo.training.report.record import FINISHED, STOPPED, UNDER_WAY, shown, total_reward
+from jaxgrpo.training.report.html import write_report
+from jaxgrpo.training.report.record import (
+    FINISHED,
+    STOPPED,
+    UNDER_WAY,
+    read_run,
+    shown,
+    total_reward,
+)
 
 TABLES = """
 recipe = "grpo"

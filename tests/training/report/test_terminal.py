@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from jaxgrpo.training.report import terminal
+from jaxgrpo.training import console
 from jaxgrpo.training.report.record import visible
 
 MARKUP = "[bold red]x[/bold red] [link=http://a]y[/link] \x1b[31m\x1b]0;title\x07 \r\x08[/]"
@@ -28,24 +28,24 @@ def printed(texts) -> str:
 
 def test_best_and_worst_are_those_of_most_and_least_weighted_reward():
     rows = [row("middle", 0.5), row("good", 1.0), row("none", None), row("bad", -1.0)]
-    shown = printed(terminal.best_and_worst(rows, {"right": 2.0}))
+    shown = printed(console.best_and_worst(rows, {"right": 2.0}))
     assert shown == "  best, 2: 1+1=\n    good\n  worst, -2: 1+1=\n    bad\n"
 
 
 def test_equal_rewards_show_one_sample_and_no_scores_a_line():
-    shown = printed(terminal.best_and_worst([row("a", 0.0), row("b", 0.0)], {}))
+    shown = printed(console.best_and_worst([row("a", 0.0), row("b", 0.0)], {}))
     assert shown == "  all 2 scored the same, 0: 1+1=\n    a\n"
     assert "no completion of this step could be scored" in printed(
-        terminal.best_and_worst([row("a", None)], {})
+        console.best_and_worst([row("a", None)], {})
     )
 
 
 def test_markup_and_escape_sequences_in_texts_do_not_act():
-    shown = printed([terminal.excerpt("best", row(MARKUP, 1.0, prompt=MARKUP))])
+    shown = printed([console.excerpt("best", row(MARKUP, 1.0, prompt=MARKUP))])
     assert "[bold red]x[/bold red] [link=http://a]y[/link]" in shown
     assert "\\x1b[31m\\x1b]0;title\\x07" in shown
     assert not {"\x1b", "\x07", "\x08", "\r"} & set(shown)
-    assert MARKUP[:20] in printed([terminal.warning(3, MARKUP)])
+    assert MARKUP[:20] in printed([console.warning(3, MARKUP)])
 
 
 def test_letters_of_every_script_stay_as_they_are():
@@ -56,14 +56,14 @@ def test_letters_of_every_script_stay_as_they_are():
 
 def test_an_excerpt_has_few_lines_with_the_start_and_the_end():
     text = "\n".join(f"line {n}" for n in range(50))
-    shown = printed([terminal.excerpt("best", row(text, 1.0, prompt="p" * 500))])
+    shown = printed([console.excerpt("best", row(text, 1.0, prompt="p" * 500))])
     lines = shown.splitlines()
     assert len(lines) == 5
     assert lines[0] == f"  best: …{'p' * 60}"
     assert [line.strip() for line in lines[1:]] == ["line 0", "line 1", "… 47 lines …", "line 49"]
-    paragraph = printed([terminal.excerpt("best", row("word " * 2000, 1.0))])
+    paragraph = printed([console.excerpt("best", row("word " * 2000, 1.0))])
     assert len(paragraph.splitlines()) == 5
-    assert "(empty)" in printed([terminal.excerpt("best", row(" \n", 1.0))])
+    assert "(empty)" in printed([console.excerpt("best", row(" \n", 1.0))])
 
 
 @pytest.mark.parametrize(
@@ -71,8 +71,8 @@ def test_an_excerpt_has_few_lines_with_the_start_and_the_end():
     [([3.0], "▁"), ([1.0, 1.0], "▁▁"), ([0.0, 3.5, 7.0], "▁▅█"), ([7.0, 0.0], "█▁")],
 )
 def test_a_sparkline_spans_lowest_to_highest(values, line):
-    assert terminal.sparkline(values) == line
+    assert console.sparkline(values) == line
 
 
 def test_a_long_sparkline_shows_means_of_stretches():
-    assert terminal.sparkline([0.0] * 50 + [1.0] * 50, width=4) == "▁▁██"
+    assert console.sparkline([0.0] * 50 + [1.0] * 50, width=4) == "▁▁██"

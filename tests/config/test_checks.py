@@ -1,9 +1,13 @@
-"""Mistakes in the keys of the loss and its reference are problems of the config."""
+"""Keys that do not fit together are problems of the config: loss, reference and evaluation."""
 
 from __future__ import annotations
 
+import tomllib
+
 import pytest
-from minimal_config import problems, read
+from minimal_config import MINIMAL, problems, read
+
+from jaxgrpo.config import files
 
 
 @pytest.mark.parametrize(
@@ -48,6 +52,15 @@ from minimal_config import problems, read
             "reference.reset_every=3",
             "reference.reset_every: there is no reference, so that",
         ),
+        ('eval.formats={ box = "[" }', 'eval.formats.box = "[": is no regular expression: '),
+        ("eval.formats={ box = 3 }", "eval.formats.box = 3: expected a regular expression"),
+        ('eval.formats={ other = "x" }', "other is the name of what fits no format; give another"),
+        ("eval.formats=3", "eval.formats = 3: expected"),
+        ("eval.confidence_kept=1.5", "eval.confidence_kept = 1.5: a share of the voters"),
+        ("eval.confidence_kept=0", "eval.confidence_kept = 0.0: expected above 0"),
+        ("eval.confidence_window=0", "eval.confidence_window = 0: expected 1 or more"),
+        ("eval.kl_to_base=true", "eval.kl_to_base = true: there is nothing to evaluate on"),
+        ("eval.confidence=true", "eval.confidence = true: there is nothing to evaluate on"),
     ],
 )
 def test_a_mistake_is_one_problem_that_says_where_and_what_to_do(override, message):
@@ -76,3 +89,13 @@ def test_a_target_of_validity_asks_which_of_several_rewards_it_is_about():
     assert problem.startswith("loss.kl: k1_in_reward: there are 2 rewards (arithmetic, format): ")
     read(two, kl % ', reward="format"')
     read(kl % "")
+
+
+def test_formats_keep_their_order_and_survive_being_written():
+    formats = {"tags": "<answer>", "code": "```.*def", "number": r"^\d+$"}
+    asked = {"data": "task:arithmetic:test", "formats": formats, "confidence": True}
+    made = files.from_dict({**tomllib.loads(MINIMAL), "eval": asked})
+    assert list(made.eval.formats.items()) == list(formats.items())
+    again = files.from_dict(tomllib.loads(files.to_toml(made)))
+    assert list(again.eval.formats.items()) == list(formats.items())
+    assert again.eval == made.eval

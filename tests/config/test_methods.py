@@ -1,4 +1,4 @@
-"""What loss.kl and loss.mismatch put behind the chain of a run."""
+"""The steps that loss.kl and loss.mismatch add to the chain of a run."""
 
 from __future__ import annotations
 

@@ -1,0 +1,408 @@
+"""The report of a comparison: sections for terminal, Markdown and HTML, and the charts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import matplotlib as mpl
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.ticker import MaxNLocator
+from rich.console import Console
+from rich.table import Table as RichTable
+
+from jaxgrpo.evaluation.intervals import bootstrap
+from jaxgrpo.experiments.compare import results
+from jaxgrpo.experiments.compare.experiment import Experiment
+from jaxgrpo.experiments.compare.results import Estimate, Outcome, Outcomes, Row, Table, values_of
+from jaxgrpo.training.report import charts, html
+
+BANDS = 1000  # resamples of the seeds, for the band of a curve
+CURVES = {
+    "reward": ("Reward in training", "Mean over the samples of a step."),
+    "groups/all_fail": ("Groups that all fail", "The share of groups without a success."),
+    "live_groups": ("Live groups", "The share of groups that can move the parameters."),
+    "entropy": ("Entropy", "Nats per token."),
+}
+GROUPS = {
+    "groups/all_fail": "all fail",
+    "groups/all_pass": "all pass",
+    "groups/mixed": "mixed",
+    "live_groups": "live",
+}
+NO_P = (
+    "No p: its learning rates are not the control's, and the best of them is chosen on the seeds "
+    "it is judged on. Take tuning_seeds, or the same rates."
+)
+
+
+class Section(NamedTuple):
+    """A title, sentences, and a table whose first row is its head."""
+
+    title: str
+    text: list[str]
+    rows: list[list[str]]
+    timed: bool = False  # its numbers come from the clock: they differ between equal runs
+
+    def show(self, console: Console) -> None:
+        """Prints it."""
+        if self.rows:
+            table = RichTable(title=self.title, title_justify="left")
+            for place, name in enumerate(self.rows[0]):
+                table.add_column(name, justify="right" if place else "left")
+            for row in self.rows[1:]:
+                table.add_row(*row)
+            console.print(table)
+        elif self.text:
+            console.print(self.title, style="bold", markup=False)
+        for text in self.text:
+            console.print(text, markup=False)
+
+    def html(self) -> str:
+        text = "".join(f"<p>{html.text(line)}</p>" for line in self.text)
+        table = html.table(self.rows) if self.rows else ""
+        return f"<h2>{html.text(self.title)}</h2>\n{text}{table}"
+
+    def markdown(self) -> str:
+        lines = [f"## {self.title}", "", *(line for text in self.text for line in (text, ""))]
+        if self.rows:
+            head, *body = self.rows
+            rule = ["---", *["---:"] * (len(head) - 1)]
+            lines += [f"| {' | '.join(row)} |" for row in (head, rule, *body)] + [""]
+        return "\n".join(lines)
+
+
+def markdown(found: Sequence[Section]) -> str:
+    """tables.md: the same bytes for the same runs, so without the sections that are timed."""
+    return "\n".join(section.markdown() for section in found if not section.timed)
+
+
+def render(
+    experiment: Experiment, outcomes: Outcomes, found: Sequence[Section], differences: Section
+) -> str:
+    """The whole HTML page."""
+    name = experiment.source.stem if experiment.source else experiment.dir
+    arms = f"{', '.join(experiment.arms)} · {len(experiment.seeds)} seeds"
+    about = html.text(f"{arms} · control {experiment.control}")
+    body = [
+        f'<h1>{html.text(name)}</h1>\n<div class="muted">{about}</div>',
+        found[0].html(),
+        f'<h2>Charts</h2>\n<div class="charts">{"".join(_figures(experiment, outcomes))}</div>',
+        *(section.html() for section in (*found[1:], differences)),
+    ]
+    return html.document(name, "\n".join(body))
+
+
+def sections(experiment: Experiment, outcomes: Outcomes) -> list[Section]:
+    """Everything, the answer first."""
+    best = results.at_best(experiment, outcomes)
+    chosen = best_runs(experiment, outcomes)
+    rates = dict.fromkeys(rate for arm in experiment.arms for rate in experiment.rates(arm))
+    at_rate = {rate: results.at_rate(experiment, outcomes, rate) for rate in rates}
+    return [
+        _answer(experiment, best),
+        Section("What can be seen", [said_detectable(experiment)], []),
+        Section(
+            "At each arm's best learning rate",
+            [_how_chosen(experiment)],
+            rows_of(experiment, best, own_rates=True),
+        ),
+        *_mixed(outcomes),
+        *(
+            Section(f"At learning rate {rate:g}", [], rows_of(experiment, table))
+            for rate, table in at_rate.items()
+        ),
+        _pass_section(experiment, chosen),
+        _groups_section(chosen),
+        *_warnings(outcomes),
+        _cost_section(chosen),
+    ]
+
+
+def difference_section(differing: Mapping[str, Mapping[str, str]]) -> Section:
+    """The keys whose values differ between arms, one per row."""
+    arms = list(next(iter(differing.values()), {}))
+    rows = [["key", *arms], *([key, *values.values()] for key, values in differing.items())]
+    return Section("In what the arms differ", [], rows)
+
+
+def best_runs(experiment: Experiment, outcomes: Outcomes) -> dict[str, list[Outcome]]:
+    """The outcomes of each arm at its best rate, of the seeds that count."""
+    return {
+        row.arm: [outcomes[row.arm, row.rate][seed] for seed in experiment.seeds]
+        for row in results.at_best(experiment, outcomes)
+    }
+
+
+def said_detectable(experiment: Experiment) -> str:
+    """What the number of seeds allows to be seen at all."""
+    least, corrected, needed = results.detectable(experiment)
+    seeds, tested = len(experiment.seeds), results.testable(experiment)
+    without = [arm for arm in experiment.tested if arm not in tested]
+    untold = "".join(f"{arm}: {NO_P} " for arm in without).strip()
+    if not tested:
+        return untold
+    text = (
+        f"{seeds} seeds: an exchange of labels gives no p below {least:.2g}, and none below "
+        f"{corrected:.2g} corrected for {_count(len(tested), 'comparison')} "
+        f"({', '.join(tested)} with {experiment.control})."
+    )
+    if corrected > experiment.level:
+        text += (
+            f" At the level {experiment.level:g} no difference can be shown, however large: take "
+            f"{needed} seeds or more, or name fewer arms in `tests` before looking."
+        )
+    return f"{text} {untold}".strip()
+
+
+def rows_of(experiment: Experiment, table: Table, own_rates: bool = False) -> list[list[str]]:
+    """A table of arms as texts."""
+    metric = experiment.metric
+    head = ["arm", *(["rate"] if own_rates else []), metric, "95% interval"]
+    head += [f"minus {experiment.control}", "95% interval", "p", "corrected p"]
+    return [head, *(_cells(row, own_rates) for row in table)]
+
+
+def _cells(row: Row, own_rates: bool) -> list[str]:
+    difference = ["–", "–"] if row.difference is None else _pair(row.difference, "+.3f")
+    p = ["–" if value is None else f"{value:.2g}" for value in (row.p, row.corrected)]
+    rate = [f"{row.rate:g}"] if own_rates else []
+    return [row.arm, *rate, *_pair(row.metric, ".3f"), *difference, *p]
+
+
+def _pair(found: Estimate, form: str) -> list[str]:
+    if not np.isfinite(found.low):
+        return [format(found.value, form), "–"]
+    return [format(found.value, form), f"{found.low:{form}} to {found.high:{form}}"]
+
+
+def _answer(experiment: Experiment, best: Table) -> Section:
+    """One sentence per comparison, the same one for gains, losses and neither."""
+    text = []
+    for row in best:
+        if row.arm not in experiment.tested or row.difference is None:
+            continue
+        value, low, high = (f"{number:+.3f}" for number in row.difference)
+        differs = f"{experiment.metric} differs by {value} (95% interval {low} to {high})"
+        opening = f"{row.arm} against {experiment.control}"
+        if row.corrected is None:
+            text.append(f"{opening}: not tested. {differs}. {NO_P}")
+        else:
+            word = results.standing(experiment, row)
+            text.append(f"{opening}: {word}. {differs}, corrected p = {row.corrected:.2g}.")
+    seeds = _count(len(experiment.seeds), "seed")
+    title = f"{experiment.metric}, each arm at its best learning rate, {seeds}"
+    return Section(title, text, [])
+
+
+def _how_chosen(experiment: Experiment) -> str:
+    means = f"the {'highest' if experiment.better == 'higher' else 'lowest'} mean"
+    if experiment.tuning_seeds:
+        seeds = ", ".join(map(str, experiment.tuning_seeds))
+        chosen = (
+            f"Rates are those of {means} over the tuning seeds {seeds}, which count nowhere else."
+        )
+    else:
+        chosen = (
+            f"Rates are those of {means} over the very seeds shown, so that means are a little too "
+            "good, the more so the more rates an arm has; the test makes the choice again in every "
+            "exchange of labels, where an arm has the control's rates."
+        )
+    how = "exact"
+    if len(experiment.seeds) > results.EXACT:
+        how = f"{results.DRAWN} drawn exchanges"
+    return (
+        f"{chosen} Intervals: percentile bootstrap over seeds, too narrow where seeds are few. p: "
+        f"exchange of labels within seeds, two-sided, {how}; corrected by Holm within a table."
+    )
+
+
+def _pass_section(experiment: Experiment, chosen: Mapping[str, list[Outcome]]) -> Section:
+    """pass@k before and after, and where the trained model falls below the base."""
+    samples = min(len(run.base_pass) for found in chosen.values() for run in found)
+    sizes = [4**power for power in range(20) if 4**power <= samples]
+    rows = [["arm", *(f"pass@{k}, base → trained" for k in sizes), "below the base from k"]]
+    for arm, found in chosen.items():
+        base = np.array([run.base_pass[:samples] for run in found])
+        trained = np.array([run.trained_pass[:samples] for run in found])
+        below = results.crossing(base, trained, experiment.level) or f"none shown up to {samples}"
+        means = [f"{base.mean(0)[k - 1]:.3f} → {trained.mean(0)[k - 1]:.3f}" for k in sizes]
+        rows.append([arm, *means, str(below)])
+    text = (
+        "Means over seeds and prompts, unbiased. The last column: the smallest k at which the "
+        "trained model is shown to solve less than the base: the 95% interval over seeds of the "
+        "difference lies wholly below 0, and p, corrected for all k, is at most "
+        f"{experiment.level:g} (which takes {results.seeds_needed(1, experiment.level)} seeds). "
+        "Both are drawn anew, so that means alone cross by chance."
+    )
+    return Section("pass@k before and after", [text], rows)
+
+
+def _groups_section(chosen: Mapping[str, list[Outcome]]) -> Section:
+    """Shares of flat and live groups at the start and at the end of training."""
+    rows = [["arm", *(f"{label}, first and last tenth" for label in GROUPS.values())]]
+    for arm, found in chosen.items():
+        rows.append([arm])
+        for name in GROUPS:
+            curve = np.mean([run.curves[name] for run in found], axis=0)
+            part = max(1, len(curve) // 10)
+            rows[-1].append(f"{curve[:part].mean():.3f}, {curve[-part:].mean():.3f}")
+    return Section("Groups in training", ["Shares of groups, means over seeds and steps."], rows)
+
+
+def _mixed(outcomes: Outcomes) -> list[Section]:
+    """That runs do not belong together, if they do not."""
+    said = results.mixtures(outcomes)
+    if not said:
+        return []
+    text = (
+        "Something changed between runs that no config shows, the base's weights or own code, and "
+        "differences between arms may come from it. Remove the runs from before and compare again."
+    )
+    return [Section("Runs that do not belong together", [*said, text], [])]
+
+
+def _warnings(outcomes: Outcomes) -> list[Section]:
+    """The warnings of the runs, which are not printed while the runs are taken."""
+    rows = [["arm", "rate", "warning", "in runs"]]
+    for (arm, rate), by_seed in outcomes.items():
+        names = sorted({name for run in by_seed.values() for name, n in run.warnings.items() if n})
+        for name in names:
+            count = sum(bool(run.warnings.get(name)) for run in by_seed.values())
+            rows.append([arm, f"{rate:g}", name, f"{count} of {len(by_seed)}"])
+    text = "`jaxgrpo report RUN --text` says more of each; docs/metrics.md what they mean."
+    return [Section("Warnings", [text], rows)] if len(rows) > 1 else []
+
+
+def _cost_section(chosen: Mapping[str, list[Outcome]]) -> Section:
+    rows = [["arm", "tokens sampled per run", "seconds per run"]]
+    for arm, found in chosen.items():
+        tokens, seconds = (
+            np.mean([run.numbers[name] for run in found]) for name in ("tokens", "time/seconds")
+        )
+        rows.append([arm, f"{tokens:,.0f}", f"{seconds:.1f}"])
+    text = (
+        "Of training, without evaluation. The first run of a shape also compiles its programs; see "
+        "results.csv for each run."
+    )
+    return Section("Cost", [text], rows, timed=True)
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'s' * (number != 1)}"
+
+
+def _figures(experiment: Experiment, outcomes: Outcomes) -> list[str]:
+    best = best_runs(experiment, outcomes)
+    drawn = [
+        _figure(
+            "By learning rate",
+            f"{experiment.metric}, mean and 95% bootstrap interval over seeds.",
+            lambda axes: by_rate(axes, experiment, outcomes),
+        ),
+        _figure(
+            f"Minus {experiment.control}",
+            "At each arm's best rate; by seeds, with the 95% bootstrap interval.",
+            lambda axes: forest(axes, experiment, outcomes),
+            left=min(0.5, 0.04 + 0.017 * max(map(len, experiment.arms))),
+        ),
+        _figure(
+            "pass@k",
+            "Dotted: the base. Each arm at its best rate, means over seeds.",
+            lambda axes: passes(axes, best),
+        ),
+    ]
+    for name, (title, note) in CURVES.items():
+        note += " Running means at each arm's best rate; bands: 95% bootstrap over seeds."
+        drawn.append(_figure(title, note, lambda axes, name=name: curves(axes, best, name)))
+    return drawn
+
+
+def _figure(title: str, note: str, draw: Callable[[Axes], None], left: float = 0.14) -> str:
+    """A chart; `left` is the share of its width that is kept for the labels of its rows."""
+    with mpl.rc_context(charts.STYLE):
+        figure, axes = charts.blank(title)
+        figure.subplots_adjust(left=max(0.14, left))
+        draw(axes)
+        if axes.get_legend_handles_labels()[0]:
+            axes.legend(loc="best", ncols=2)
+        return html.figure(title, charts.as_svg(figure), note)
+
+
+def by_rate(axes: Axes, experiment: Experiment, outcomes: Outcomes) -> None:
+    """The metric over learning rates, one line per arm."""
+    rates = sorted({rate for arm in experiment.arms for rate in experiment.rates(arm)})
+    for place, arm in enumerate(experiment.arms):
+        values = values_of(experiment, outcomes, arm, experiment.metric)
+        middle, low, high = np.array([results.estimate(row) for row in values]).T
+        ends = np.array([middle - low, high - middle])
+        where = np.array([rates.index(rate) for rate in experiment.rates(arm)])
+        shift = 0.03 * (place - len(experiment.arms) / 2)
+        axes.errorbar(
+            where + shift, middle, yerr=np.nan_to_num(np.maximum(ends, 0)), color=colour(place),
+            label=arm, marker="o", markersize=3, linewidth=1.2, capsize=2,
+        )  # fmt: skip
+    axes.set_xticks(range(len(rates)), [f"{rate:g}" for rate in rates])
+
+
+def forest(axes: Axes, experiment: Experiment, outcomes: Outcomes) -> None:
+    """Differences from the control, with intervals and every seed."""
+    by_seed = {
+        arm: np.array([run.numbers[experiment.metric] for run in found])
+        for arm, found in best_runs(experiment, outcomes).items()
+    }
+    others = [arm for arm in experiment.arms if arm != experiment.control]
+    for place, arm in enumerate(others):
+        difference = by_seed[arm] - by_seed[experiment.control]
+        value, low, high = results.estimate(difference)
+        tone = colour(list(experiment.arms).index(arm))
+        axes.plot([low, high], [place, place], color=tone, linewidth=2)
+        axes.plot([value], [place], "o", color=tone)
+        axes.plot(difference, np.full(len(difference), place + 0.22), "|", color=tone, alpha=0.6)
+    axes.axvline(0, color="#6b7280", linewidth=0.8)
+    axes.set_yticks(range(len(others)), others)
+    axes.set_ylim(len(others) - 0.4, -0.6)
+    axes.xaxis.set_major_locator(MaxNLocator(5))
+
+
+def passes(axes: Axes, best: Mapping[str, Sequence[Outcome]]) -> None:
+    """pass@k of the base and of every arm."""
+    for place, (arm, found) in enumerate(best.items()):
+        base = np.mean([run.base_pass for run in found], axis=0)
+        k = np.arange(1, len(base) + 1)
+        if place == 0:
+            axes.plot(k, base, ":", color="#111827", linewidth=1.6, label="base")
+        trained = np.mean([run.trained_pass for run in found], axis=0)
+        axes.plot(k, trained, color=colour(place), linewidth=1.4, label=arm)
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+
+
+def curves(axes: Axes, best: Mapping[str, Sequence[Outcome]], name: str) -> None:
+    """A metric of training over steps, running means, with bands over seeds."""
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6))
+    for place, (arm, found) in enumerate(best.items()):
+        values = np.array([smoothed(run.curves[name]) for run in found])
+        steps = np.arange(1, values.shape[1] + 1)
+        axes.plot(steps, values.mean(0), color=colour(place), linewidth=1.4, label=arm)
+        if len(values) > 1:
+            low, high = bootstrap(values, BANDS)
+            axes.fill_between(steps, low, high, color=colour(place), alpha=0.15, linewidth=0)
+
+
+def smoothed(values: np.ndarray) -> np.ndarray:
+    """The mean of the last twentieth of all steps, of fewer at the start; NaN counts as nothing."""
+    width = max(1, len(values) // 20)
+    known = np.isfinite(values)
+    total = np.cumsum(np.insert(np.where(known, values, 0.0), 0, 0.0))
+    count = np.cumsum(np.insert(known.astype(float), 0, 0.0))
+    end = np.arange(1, len(values) + 1)
+    start = np.maximum(end - width, 0)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        return (total[end] - total[start]) / (count[end] - count[start])
+
+
+def colour(place: int) -> str:
+    """Of the arm at this place."""
+    return charts.COLOURS[place % len(charts.COLOURS)]
