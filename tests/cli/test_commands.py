@@ -7,7 +7,7 @@ import small_run
 from safetensors.numpy import load_file
 
 from jaxgrpo.cli import main as cli
-from jaxgrpo.cli import start
+from jaxgrpo.cli import make_base, start
 from jaxgrpo.models import decoder
 from jaxgrpo.models.hf import folders
 from jaxgrpo.training import loop
@@ -160,7 +160,7 @@ def test_what_init_writes_compares_and_samples_as_it_is(tmp_path, monkeypatch, c
     monkeypatch.chdir(tmp_path)
     for name, text in start.TEXTS.items():
         (tmp_path / name).write_text(text)
-    start.make_base("base", "arithmetic", steps=1)
+    make_base.make_base("base", "arithmetic", steps=1)
     (tmp_path / "data.jsonl").write_text('{"question": "12+34", "answer": "46"}\n')
     code, said = main(capsys, "compare", "experiment.toml", "--dry-run")
     assert code == 0, said
