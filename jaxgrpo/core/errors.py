@@ -19,7 +19,7 @@ class InputError(ValueError):
 
 
 class NotGiven(InputError):
-    """Something is read that nobody gave.
+    """A field or attribute is read that was not given.
 
     Args:
       name: of the field or attribute that is missing.
