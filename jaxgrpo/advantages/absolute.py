@@ -1,4 +1,4 @@
-"""Advantages that judge a sample by itself: no group, so nothing is flat. And a penalty on length."""
+"""Advantages that judge a sample by itself, so that no group is flat; and a penalty on length."""
 
 from __future__ import annotations
 
