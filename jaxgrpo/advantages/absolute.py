@@ -1,4 +1,4 @@
-"""Advantages that judge a sample by itself: no group, so nothing is flat. And a price of length."""
+"""Advantages that judge a sample by itself, so that no group is flat; and a penalty on length."""
 
 from __future__ import annotations
 
@@ -194,17 +194,6 @@ def successes(
     return dataclasses.replace(signal, mask=mask & binary), value == 1, metrics
 
 
-def _refuse(name: str, value: Array, wrong: Array) -> None:
-    if isinstance(value, Tracer) or isinstance(wrong, Tracer):
-        return
-    if bool(wrong.any()):
-        found = float(value[wrong][0])
-        raise InputError(
-            f"{name} takes rewards in {{0, 1}} but got {found:g}: give threshold=..., the lowest"
-            f" reward that is a success, or put {name} on a reward that is 0 or 1"
-        )
-
-
 def overlong_penalty(
     buffer: int, limit: int | None = None, penalty: Scheduled = 1.0
 ) -> AdvantageTransform:
@@ -213,7 +202,7 @@ def overlong_penalty(
         r[p, g] = r[p, g] - penalty clip((L[p, g] - (limit - buffer)) / buffer, 0, 1)
 
     L counts the tokens that the policy chose. Nothing up to limit - buffer tokens, then a straight
-    line down to the whole penalty at limit and beyond: continuous at both ends. Stand before the
+    line down to the whole penalty at limit and beyond: continuous at both ends. Put it before the
     baseline. Rewards in {0, 1} are no longer that: put steps that ask for them, and
     `mask_zero_variance` where groups are judged by their correctness, before this one; else a group
     of failures is alive by its lengths alone.
@@ -254,6 +243,17 @@ def overlong_penalty(
         return lowered, {"penalised": mean(excess > 0, mask), "penalty": mean(cost, mask)}
 
     return stateless("overlong_penalty", apply, levels=(2,), accepts=accepts)
+
+
+def _refuse(name: str, value: Array, wrong: Array) -> None:
+    if isinstance(value, Tracer) or isinstance(wrong, Tracer):
+        return
+    if bool(wrong.any()):
+        found = float(value[wrong][0])
+        raise InputError(
+            f"{name} takes rewards in {{0, 1}} but got {found:g}: give threshold=..., the lowest"
+            f" reward that is a success, or put {name} on a reward that is 0 or 1"
+        )
 
 
 def _check_tokens(buffer: int, limit: int | None) -> None:

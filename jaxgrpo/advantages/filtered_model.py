@@ -49,6 +49,8 @@ D_f(pi || p) = sum p f(pi / p): KL(p || pi), 2 JS, TV and chi2(p || pi). KL(pi |
 chi2(pi || p) are missing: on a failure they are infinite.
 """
 _ESTIMATES = ("group", "running")
+_HALVINGS = 64
+_TERMS = 9  # of the series of `_deviance`: below 1e-18 of the first where |ratio| < 0.1
 
 
 def alpha_dpg(
@@ -139,93 +141,6 @@ def f_dpg(
     return _towards(options, lambda log_odds, rollouts: DIVERGENCES[divergence](log_odds))
 
 
-class _Options(NamedTuple):
-    name: str
-    cap: float
-    z: str
-    base_rate: str | None
-    floor: float
-    threshold: Scheduled | None
-
-
-def _towards(
-    options: _Options, pseudo_reward: Callable[[Array, Rollouts], Array]
-) -> AdvantageTransform:
-    """The transform of a pseudo-reward of log(p / pi)."""
-    name, cap, z, base_rate, floor, _ = options
-    find(f"{name} z", z, dict.fromkeys(_ESTIMATES))
-    check(name, "a finite number above 0", lambda cap: 0 < cap < float("inf"), cap=cap)
-    check(name, "a success rate in (0, 1]", lambda floor: 0 < floor <= 1, floor=floor)
-    return AdvantageTransform(
-        name,
-        partial(_init, options),
-        partial(_update, options, pseudo_reward),
-        needs=needs_of("base_logp", base_rate),
-        levels=(2,),
-    )
-
-
-def _init(options: _Options, spec: RolloutSpec) -> dict[str, Array]:
-    if options.z != "running" or options.base_rate:
-        return {}
-    where = f"{options.name}: z = 'running'"
-    return row_state(where, "take z = 'group', or a data set", "total", "count")(spec)
-
-
-def _update(
-    options: _Options,
-    pseudo_reward: Callable[[Array, Rollouts], Array],
-    signal: Signal,
-    state: dict[str, Array],
-    rollouts: Rollouts,
-) -> tuple[Signal, Any, Metrics]:
-    signal, success, refused = successes(options.name, signal, options.threshold, rollouts)
-    base, policy = sequences(options.name, rollouts)
-    mask = signal.mask & ~jnp.isnan(base) & jnp.isfinite(policy)
-    if options.base_rate:
-        mask = mask & jnp.isfinite(base_rates(options.name, options.base_rate, rollouts, base))
-    supported = success & (base > -jnp.inf)
-    log_weight = jnp.where(supported & mask, base - policy, -jnp.inf)
-    log_z, state = _log_z(options, log_weight, mask, state, rollouts)
-    raw = pseudo_reward(log_weight - log_z, rollouts)
-    reward = jnp.where(mask, jnp.minimum(raw, options.cap), 0)
-    number = stats.count(mask)
-    others = (number - 1).astype(reward.dtype)
-    left_out = (reward.sum(1, keepdims=True) - reward) / jnp.maximum(others, 1)
-    value = jnp.where(number > 1, reward - left_out, reward)
-    value = jnp.where(stats.is_flat(reward, mask) & (number > 1), 0, value)
-    value = jnp.where(mask, value, 0).astype(signal.value.dtype)
-    metrics = {
-        "z": mean(jnp.exp(log_z), number > 0),
-        **refused,
-        "capped": mean(raw > options.cap, mask),
-        "unsupported": mean(success & ~supported, mask),
-    }
-    return Signal(value=value, mask=mask), state, metrics
-
-
-def _log_z(
-    options: _Options, log_weight: Array, mask: Array, state: dict[str, Array], rollouts: Rollouts
-) -> tuple[Array, dict[str, Array]]:
-    """log Z [P, 1], at most 0, and the state after these samples."""
-    floor = jnp.log(jnp.asarray(options.floor, log_weight.dtype))
-    number = stats.count(mask).astype(log_weight.dtype)
-    if options.base_rate:
-        rate = base_rates(options.name, options.base_rate, rollouts, log_weight)
-        return jnp.where(rate > 0, jnp.log(jnp.where(rate > 0, rate, 1)), floor), state
-    log_z = jax.nn.logsumexp(log_weight, axis=1, keepdims=True) - jnp.log(jnp.maximum(number, 1))
-    log_z = jnp.minimum(log_z, 0)
-    if options.z == "running":
-        row = read(options.name, rollouts, "row")
-        add = {"total": jnp.exp(log_z) * number, "count": number}
-        state = {
-            name: old.at[row].add(add[name][:, 0].astype(old.dtype)) for name, old in state.items()
-        }
-        rate = state["total"] / jnp.maximum(state["count"], 1)
-        log_z = jnp.log(rate[row].astype(log_weight.dtype))[:, None]
-    return jnp.where(log_z > -jnp.inf, log_z, floor), state
-
-
 def base_rates(name: str, field: str, rollouts: Rollouts, like: Array) -> Array:
     """The field of base success rates, [P, 1], in [0, 1]; NaN where it was not measured."""
     rate = read_field(
@@ -243,10 +158,6 @@ def sequences(name: str, rollouts: Rollouts) -> tuple[Array, Array]:
     dtype = jnp.promote_types(base.dtype, policy.dtype)
     totals = reduce(*(summed(logp.astype(dtype), tokens) for logp in (base, policy)), axis=-1)
     return totals[0][..., 0], totals[1][..., 0]
-
-
-_HALVINGS = 64
-_TERMS = 9  # of the series of `_deviance`: below 1e-18 of the first where |ratio| < 0.1
 
 
 def mu_of_beta(beta: Any, base_rate: Any) -> Array:
@@ -349,6 +260,93 @@ def target_validity(target: Any, base_rates: Any) -> Validity:
     push = jnp.where((target >= 1) & able.any(), jnp.inf, push)
     mu = jnp.where(able, _tilted(rates, push), 0)
     return Validity(1 / push, mu, (~able).sum(dtype=jnp.int32))
+
+
+class _Options(NamedTuple):
+    name: str
+    cap: float
+    z: str
+    base_rate: str | None
+    floor: float
+    threshold: Scheduled | None
+
+
+def _towards(
+    options: _Options, pseudo_reward: Callable[[Array, Rollouts], Array]
+) -> AdvantageTransform:
+    """The transform of a pseudo-reward of log(p / pi)."""
+    name, cap, z, base_rate, floor, _ = options
+    find(f"{name} z", z, dict.fromkeys(_ESTIMATES))
+    check(name, "a finite number above 0", lambda cap: 0 < cap < float("inf"), cap=cap)
+    check(name, "a success rate in (0, 1]", lambda floor: 0 < floor <= 1, floor=floor)
+    return AdvantageTransform(
+        name,
+        partial(_init, options),
+        partial(_update, options, pseudo_reward),
+        needs=needs_of("base_logp", base_rate),
+        levels=(2,),
+    )
+
+
+def _init(options: _Options, spec: RolloutSpec) -> dict[str, Array]:
+    if options.z != "running" or options.base_rate:
+        return {}
+    where = f"{options.name}: z = 'running'"
+    return row_state(where, "take z = 'group', or a data set", "total", "count")(spec)
+
+
+def _update(
+    options: _Options,
+    pseudo_reward: Callable[[Array, Rollouts], Array],
+    signal: Signal,
+    state: dict[str, Array],
+    rollouts: Rollouts,
+) -> tuple[Signal, Any, Metrics]:
+    signal, success, refused = successes(options.name, signal, options.threshold, rollouts)
+    base, policy = sequences(options.name, rollouts)
+    mask = signal.mask & ~jnp.isnan(base) & jnp.isfinite(policy)
+    if options.base_rate:
+        mask = mask & jnp.isfinite(base_rates(options.name, options.base_rate, rollouts, base))
+    supported = success & (base > -jnp.inf)
+    log_weight = jnp.where(supported & mask, base - policy, -jnp.inf)
+    log_z, state = _log_z(options, log_weight, mask, state, rollouts)
+    raw = pseudo_reward(log_weight - log_z, rollouts)
+    reward = jnp.where(mask, jnp.minimum(raw, options.cap), 0)
+    number = stats.count(mask)
+    others = (number - 1).astype(reward.dtype)
+    left_out = (reward.sum(1, keepdims=True) - reward) / jnp.maximum(others, 1)
+    value = jnp.where(number > 1, reward - left_out, reward)
+    value = jnp.where(stats.is_flat(reward, mask) & (number > 1), 0, value)
+    value = jnp.where(mask, value, 0).astype(signal.value.dtype)
+    metrics = {
+        "z": mean(jnp.exp(log_z), number > 0),
+        **refused,
+        "capped": mean(raw > options.cap, mask),
+        "unsupported": mean(success & ~supported, mask),
+    }
+    return Signal(value=value, mask=mask), state, metrics
+
+
+def _log_z(
+    options: _Options, log_weight: Array, mask: Array, state: dict[str, Array], rollouts: Rollouts
+) -> tuple[Array, dict[str, Array]]:
+    """log Z [P, 1], at most 0, and the state after these samples."""
+    floor = jnp.log(jnp.asarray(options.floor, log_weight.dtype))
+    number = stats.count(mask).astype(log_weight.dtype)
+    if options.base_rate:
+        rate = base_rates(options.name, options.base_rate, rollouts, log_weight)
+        return jnp.where(rate > 0, jnp.log(jnp.where(rate > 0, rate, 1)), floor), state
+    log_z = jax.nn.logsumexp(log_weight, axis=1, keepdims=True) - jnp.log(jnp.maximum(number, 1))
+    log_z = jnp.minimum(log_z, 0)
+    if options.z == "running":
+        row = read(options.name, rollouts, "row")
+        add = {"total": jnp.exp(log_z) * number, "count": number}
+        state = {
+            name: old.at[row].add(add[name][:, 0].astype(old.dtype)) for name, old in state.items()
+        }
+        rate = state["total"] / jnp.maximum(state["count"], 1)
+        log_z = jnp.log(rate[row].astype(log_weight.dtype))[:, None]
+    return jnp.where(log_z > -jnp.inf, log_z, floor), state
 
 
 def _wide(*values: Any) -> tuple[Array, ...]:

@@ -209,41 +209,6 @@ def divide_by_group_mean(eps: Scheduled = 0.0) -> AdvantageTransform:
     return stateless("divide_by_group_mean", apply, levels=(2,))
 
 
-def _unless_flat(
-    name: str,
-    of_group: Callable[[Signal, stats.Summary, Rollouts], Array],
-    singleton: str = "zero",
-    scales: bool = False,
-) -> AdvantageTransform:
-    """The part that gives exactly 0 in flat groups, and what `of_group` gives in the others.
-
-    Args:
-      singleton: what a group with one unmasked sample gets: "zero", or "raw": the sample's value,
-        or what `of_group` gives if it `scales`.
-    """
-    check_choice(name, _SINGLETONS, singleton=singleton)
-
-    def apply(signal: Signal, rollouts: Rollouts) -> tuple[Signal, Metrics]:
-        group = stats.summary(signal.value, signal.mask)
-        made = of_group(signal, group, rollouts)
-        after = jnp.where(group.flat, 0, made)
-        if singleton == "raw":
-            raw = made if scales else stats.widen(signal.value)
-            after = jnp.where(group.count == 1, raw, after)
-        return with_value(signal, after), {}
-
-    return stateless(name, apply, levels=(2,), relative=True)
-
-
-def _median(value: Float[Array, "P G"], mask: Bool[Array, "P G"]) -> Float[Array, "P 1"]:
-    """The median of unmasked entries; what it says of groups without any does not matter."""
-    number = stats.count(mask)
-    order = jnp.sort(jnp.where(mask, value, jnp.inf), axis=1)
-    low, high = jnp.maximum(number - 1, 0) // 2, jnp.minimum(number // 2, value.shape[1] - 1)
-    # Halved before they are added: two huge rewards would overflow.
-    return jnp.take_along_axis(order, low, 1) / 2 + jnp.take_along_axis(order, high, 1) / 2
-
-
 def max_minus_second() -> AdvantageTransform:
     """The best sample of a prompt gets what it is ahead of the second; all others get 0.
 
@@ -350,6 +315,41 @@ def contrastive_pairs() -> AdvantageTransform:
         return with_value(signal, (won - lost).astype(dtype) / number), {}
 
     return stateless("contrastive_pairs", apply, levels=(2,), relative=True)
+
+
+def _unless_flat(
+    name: str,
+    of_group: Callable[[Signal, stats.Summary, Rollouts], Array],
+    singleton: str = "zero",
+    scales: bool = False,
+) -> AdvantageTransform:
+    """The part that gives exactly 0 in flat groups, and what `of_group` gives in the others.
+
+    Args:
+      singleton: what a group with one unmasked sample gets: "zero", or "raw": the sample's value,
+        or what `of_group` gives if it `scales`.
+    """
+    check_choice(name, _SINGLETONS, singleton=singleton)
+
+    def apply(signal: Signal, rollouts: Rollouts) -> tuple[Signal, Metrics]:
+        group = stats.summary(signal.value, signal.mask)
+        made = of_group(signal, group, rollouts)
+        after = jnp.where(group.flat, 0, made)
+        if singleton == "raw":
+            raw = made if scales else stats.widen(signal.value)
+            after = jnp.where(group.count == 1, raw, after)
+        return with_value(signal, after), {}
+
+    return stateless(name, apply, levels=(2,), relative=True)
+
+
+def _median(value: Float[Array, "P G"], mask: Bool[Array, "P G"]) -> Float[Array, "P 1"]:
+    """The median of unmasked entries; what it says of groups without any does not matter."""
+    number = stats.count(mask)
+    order = jnp.sort(jnp.where(mask, value, jnp.inf), axis=1)
+    low, high = jnp.maximum(number - 1, 0) // 2, jnp.minimum(number // 2, value.shape[1] - 1)
+    # Halved before they are added: two huge rewards would overflow.
+    return jnp.take_along_axis(order, low, 1) / 2 + jnp.take_along_axis(order, high, 1) / 2
 
 
 def _leave_one_out(success: Array, mask: Array, k: int, dtype: Any) -> Array:

@@ -1,7 +1,8 @@
-"""KL-control as part of the return: what is charged for distance, by its strength or its effect.
+"""The KL from an anchor as part of the return, with a given beta or one found for a success rate.
 
-A loss that holds k2 or k3 has, per sample, another gradient than that of KL(policy || anchor); the
-return has exactly it. Both parts stand behind the normalisation, where one beta is one beta.
+A loss with k2 or k3 has, per sample, another gradient than that of KL(policy || anchor); the return
+has exactly it. Put both parts behind the normalisation: divided by the standard deviation of a
+group, beta would be another one in every group.
 """
 
 from __future__ import annotations

@@ -143,7 +143,7 @@ def mask_group_difficulty(
     Args:
       low, high: of the band, both ends included; numbers or functions of the step.
       reward: name of the reward or field [P, G] that says success, NaN = not judged; None: the
-        signal, so stand before the baseline.
+        signal, so put it before the baseline.
       threshold: the lowest value that is a success; None: values are 0 or 1, or credit between.
 
     Signal: [P, G] -> [P, G], mask cut; groups of which no sample is judged go.

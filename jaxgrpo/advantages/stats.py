@@ -16,6 +16,9 @@ from jaxtyping import Bool, Float, Int
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.metrics import accumulate_dtype, counted, highest, lowest, reduce, summed
 
+LOG_RATIO_LIMIT = 20.0
+"""Log ratios are clamped to +- this; exp(20) is 4.9e8. Parts report the share that was clamped."""
+
 
 def widen(value: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
     """The value in the dtype that statistics are accumulated in: float32, or float64 if it is."""
@@ -163,10 +166,6 @@ def cross_rollout_variance(
     return jnp.where(squares < jnp.inf, jnp.maximum(spread, 0), squares)
 
 
-def _divided(total: Array, number: Array) -> Array:
-    return total / jnp.maximum(number, 1).astype(total.dtype)
-
-
 def top_share(
     value: Float[Array, "*shape"],
     mask: Bool[Array, "*shape"],
@@ -203,16 +202,6 @@ def top_share(
     return mask & (taken > 0) & (keys >= least)
 
 
-def _ordered(value: Array, mask: Array) -> Array:
-    """Unsigned integers in the order of the values; masked entries come first, as 0."""
-    wide = lax.stop_gradient(widen(value))
-    wide = jnp.where(wide == 0, 0, wide)  # -0.0 is 0.0
-    dtype = {4: jnp.uint32, 8: jnp.uint64}[wide.dtype.itemsize]
-    bits = lax.bitcast_convert_type(wide, dtype)
-    top = jnp.asarray(1 << (8 * wide.dtype.itemsize - 1), dtype)
-    return jnp.where(mask, jnp.where(bits >= top, ~bits, bits | top), 0)
-
-
 def log_ratio(
     top: Float[Array, "*shape"], bottom: Float[Array, "*shape"], mask: Bool[Array, "*shape"]
 ) -> Float[Array, "*shape"]:
@@ -230,5 +219,15 @@ def clamp(ratio: Float[Array, "*shape"]) -> tuple[Array, Array]:
     )
 
 
-LOG_RATIO_LIMIT = 20.0
-"""Log ratios are clamped to +- this; exp(20) is 4.9e8. Parts report the share that was clamped."""
+def _divided(total: Array, number: Array) -> Array:
+    return total / jnp.maximum(number, 1).astype(total.dtype)
+
+
+def _ordered(value: Array, mask: Array) -> Array:
+    """Unsigned integers in the order of the values; masked entries come first, as 0."""
+    wide = lax.stop_gradient(widen(value))
+    wide = jnp.where(wide == 0, 0, wide)  # -0.0 is 0.0
+    dtype = {4: jnp.uint32, 8: jnp.uint64}[wide.dtype.itemsize]
+    bits = lax.bitcast_convert_type(wide, dtype)
+    top = jnp.asarray(1 << (8 * wide.dtype.itemsize - 1), dtype)
+    return jnp.where(mask, jnp.where(bits >= top, ~bits, bits | top), 0)

@@ -34,6 +34,7 @@ from jaxgrpo.core.types import Rollouts, RolloutSpec, Signal
 
 Weights = Mapping[str, Scheduled]
 """Name of a reward = its weight. Where a recipe has None, every reward counts with weight 1."""
+_MODES = ("group", "rollout", "floor")
 
 
 def sum_rewards(**weights: Scheduled) -> AdvantageTransform:
@@ -174,25 +175,6 @@ def stream(
     )
 
 
-def _sum(part: str, weights: Weights, unite: Callable[[list[Array]], Array]) -> AdvantageTransform:
-    """The weighted sum of the streams that count; `unite` makes one mask of theirs."""
-
-    def apply(streams: Streams, rollouts: Rollouts) -> tuple[Signal, Metrics]:
-        dtype, sum_dtype = common_dtypes(streams)
-        first = next(iter(streams.values()))
-        total = jnp.zeros(first.value.shape, sum_dtype)
-        masks = []
-        for name, weight in counted(part, weights, tuple(streams)).items():
-            weight = at_step(weight, rollouts, sum_dtype)
-            total = total + weight * streams[name].value.astype(sum_dtype)
-            masks.append(streams[name].mask)
-        mask = unite(masks) if masks else jnp.ones_like(first.mask)
-        return Signal(value=total.astype(dtype), mask=mask), {}
-
-    accepts = lambda spec: counted(part, weights, spec.rewards)  # noqa: E731
-    return stateless(part, apply, kind="streams->signal", levels=(2,), accepts=accepts)
-
-
 def any_mask(streams: Streams) -> Array:
     """The samples that a stream still has, [P, G]."""
     return functools.reduce(operator.or_, (one.mask for one in streams.values()))
@@ -236,9 +218,6 @@ def common_dtypes(streams: Streams) -> tuple[Any, Any]:
     dtypes = {stream.value.dtype for stream in streams.values()}
     widest = max(map(accumulate_dtype, dtypes), key=lambda dtype: dtype.itemsize)
     return (next(iter(dtypes)) if len(dtypes) == 1 else widest), widest
-
-
-_MODES = ("group", "rollout", "floor")
 
 
 def rubric_gate(
@@ -291,17 +270,6 @@ def rubric_gate(
         return Signal(value=value, mask=masks[mode]), metrics
 
     return stateless("rubric_gate", apply, needs=frozenset({field}), levels=(2,))
-
-
-def _check(mode: str, minimum: Scheduled | None, margin: Scheduled) -> None:
-    check_choice("rubric_gate", _MODES, mode=mode)
-    if minimum is not None and mode != "group":
-        raise InputError(f"rubric_gate: minimum = {minimum} belongs to mode 'group', not {mode!r}")
-    share = "a share above 0, up to 1"
-    check("rubric_gate", share, lambda minimum: 0 < minimum <= 1, minimum=minimum)
-    check("rubric_gate", "0 or more", lambda margin: margin >= 0, margin=margin)
-    if margin and not callable(margin) and mode != "floor":
-        raise InputError(f"rubric_gate: margin = {margin} belongs to mode 'floor', not {mode!r}")
 
 
 def combine(
@@ -406,6 +374,36 @@ def dvao_of(weights: Weights, eps: Scheduled, refuses: tuple[str, ...] = ()) -> 
 
     kind = "streams->signal"
     return stateless("dvao", apply, kind=kind, levels=(2,), relative=True, accepts=accepts)
+
+
+def _sum(part: str, weights: Weights, unite: Callable[[list[Array]], Array]) -> AdvantageTransform:
+    """The weighted sum of the streams that count; `unite` makes one mask of theirs."""
+
+    def apply(streams: Streams, rollouts: Rollouts) -> tuple[Signal, Metrics]:
+        dtype, sum_dtype = common_dtypes(streams)
+        first = next(iter(streams.values()))
+        total = jnp.zeros(first.value.shape, sum_dtype)
+        masks = []
+        for name, weight in counted(part, weights, tuple(streams)).items():
+            weight = at_step(weight, rollouts, sum_dtype)
+            total = total + weight * streams[name].value.astype(sum_dtype)
+            masks.append(streams[name].mask)
+        mask = unite(masks) if masks else jnp.ones_like(first.mask)
+        return Signal(value=total.astype(dtype), mask=mask), {}
+
+    accepts = lambda spec: counted(part, weights, spec.rewards)  # noqa: E731
+    return stateless(part, apply, kind="streams->signal", levels=(2,), accepts=accepts)
+
+
+def _check(mode: str, minimum: Scheduled | None, margin: Scheduled) -> None:
+    check_choice("rubric_gate", _MODES, mode=mode)
+    if minimum is not None and mode != "group":
+        raise InputError(f"rubric_gate: minimum = {minimum} belongs to mode 'group', not {mode!r}")
+    share = "a share above 0, up to 1"
+    check("rubric_gate", share, lambda minimum: 0 < minimum <= 1, minimum=minimum)
+    check("rubric_gate", "0 or more", lambda margin: margin >= 0, margin=margin)
+    if margin and not callable(margin) and mode != "floor":
+        raise InputError(f"rubric_gate: margin = {margin} belongs to mode 'floor', not {mode!r}")
 
 
 def _within(step: str, made: Any, streams: Streams) -> Signal:

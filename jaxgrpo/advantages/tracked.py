@@ -31,6 +31,11 @@ from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.metrics import Metrics, mean
 from jaxgrpo.core.types import Rollouts, RolloutSpec, Signal
 
+_INSTEAD = (
+    "train on a data set of known size, or begin with init(spec_of(rollouts, num_rows=...));"
+    " ema_baseline needs no rows"
+)
+
 
 def subtract_tracked_success(
     keep: Scheduled = 0.96,
@@ -83,58 +88,6 @@ def subtract_tracked_success(
     return part._replace(levels=(2,), ordered=True)
 
 
-class _Tracker(NamedTuple):
-    """The options of `subtract_tracked_success`, and what it does with them."""
-
-    keep: Scheduled
-    drift: str | None
-    half_life: float
-    low: float
-    high: float
-    initial: float | str
-    count: float
-
-    def check(self) -> None:
-        name = "subtract_tracked_success"
-        _check_band(name, self.low, self.high, self.keep)
-        counts = {"half_life": self.half_life, "count": self.count}
-        check(name, "above 0", lambda number: number > 0, **counts)
-        rate = None if isinstance(self.initial, str) else self.initial
-        check(name, "a rate in [0, 1] or a field's name", lambda r: 0 <= r <= 1, initial=rate)
-
-    def update(self, signal: Signal, state: Any, rollouts: Rollouts) -> tuple[Signal, Any, Metrics]:
-        row = read("subtract_tracked_success", rollouts, "row")
-        alpha, beta = self._before(state, row, rollouts)
-        estimate = alpha / (alpha + beta)
-        value = stats.widen(signal.value)
-        after = with_value(signal, value - estimate[:, None].astype(value.dtype))
-        rho = self._kept(row, rollouts, alpha.dtype)
-        success, number = (x.astype(alpha.dtype) for x in _sums(signal.value, signal.mask))
-        visited = number > 0
-        new = _visit(state, row, visited, rho, (alpha, beta), (success, number - success))
-        return after, new, {"estimate": mean(estimate, visited), "kept": mean(rho, visited)}
-
-    def _before(self, state: Any, row: Array, rollouts: Rollouts) -> tuple[Array, Array]:
-        """alpha and beta of each prompt's row, [P], with the prior where it was never visited."""
-        alpha, beta = state["alpha"][row], state["beta"][row]
-        prior = _per_prompt(self.initial, rollouts, row, alpha.dtype)
-        prior = jnp.where(jnp.isfinite(prior), prior, 0.5)
-        fresh = (alpha == 0) & (beta == 0)
-        return (
-            jnp.where(fresh, self.count * prior, alpha),
-            jnp.where(fresh, self.count * (1 - prior), beta),
-        )
-
-    def _kept(self, row: Array, rollouts: Rollouts, dtype: Any) -> Array:
-        """rho of each prompt, [P]."""
-        if self.drift is None:
-            rho = jnp.asarray(at_step(self.keep, rollouts, dtype), dtype)
-            return jnp.broadcast_to(rho, row.shape)
-        drift = _per_prompt(self.drift, rollouts, row, dtype)
-        rho = jnp.clip(jnp.exp2(-drift / self.half_life), self.low, self.high)
-        return jnp.where(jnp.isfinite(drift), rho, self.high)
-
-
 def mask_difficulty_band(
     low: float = 0.125,
     high: float = 0.875,
@@ -185,97 +138,6 @@ def mask_difficulty_band(
 
     init = row_state("mask_difficulty_band", _INSTEAD, "successes", "samples")
     return AdvantageTransform("mask_difficulty_band", init, update, levels=(2,))
-
-
-@jax.jit  # called outside of one, the scan's levels would be a small program each
-def _visit(
-    state: dict[str, Array],
-    row: Array,
-    visited: Array,
-    rho: Array,
-    old: tuple[Array, Array],
-    new: tuple[Array, Array],
-) -> dict[str, Array]:
-    """x[row p] <- rho[p] x[row p] + new[p] for one prompt p after the other, without a loop.
-
-    Such steps compose: (rho, a) then (rho', a') is (rho rho', rho' a + a'). Sorted by row, a scan
-    that begins anew at each row leaves the whole composition at the row's last prompt.
-
-    Args:
-      old: alpha and beta of each prompt's row, [P]; equal for prompts of one row.
-      new: what a visit adds, [P].
-    """
-    number = state["alpha"].shape[0]
-    row = jnp.where(visited, row, number)  # sorted to the end, and dropped by the scatter
-    order = jnp.argsort(row, stable=True)
-    row = row[order]
-    differs = row[1:] != row[:-1]
-    one = jnp.ones(1, bool)
-    begins, ends = jnp.concatenate([one, differs]), jnp.concatenate([differs, one])
-
-    def compose(left: Any, right: Any) -> Any:
-        (begin, rho, a, b), (begins_anew, rho_2, a_2, b_2) = left, right
-        return (
-            begin | begins_anew,
-            jnp.where(begins_anew, rho_2, rho * rho_2),
-            jnp.where(begins_anew, a_2, rho_2 * a + a_2),
-            jnp.where(begins_anew, b_2, rho_2 * b + b_2),
-        )
-
-    steps = (begins, rho[order], new[0][order], new[1][order])
-    _, kept, alpha, beta = jax.lax.associative_scan(compose, steps)
-    at = jnp.where(ends, row, number)
-    after = {
-        "alpha": kept * old[0][order] + alpha,
-        "beta": kept * old[1][order] + beta,
-    }
-    return {name: state[name].at[at].set(value, mode="drop") for name, value in after.items()}
-
-
-def _count(state: Any, row: Array, keep: Any, success: Array, mask: Array) -> dict[str, Array]:
-    """Adds successes and samples to their rows; rows met in this batch keep a share of theirs."""
-    dtype = state["samples"].dtype
-
-    def by_row(value: Array) -> Array:
-        empty = jnp.zeros(state["samples"].shape, dtype)
-        return empty.at[row].add(value.astype(dtype), mode="drop")
-
-    won, number = _sums(success.astype(dtype), mask)
-    added = by_row(number)
-    share = jnp.where(added > 0, keep, jnp.ones((), dtype))
-    return {
-        "successes": share * state["successes"] + by_row(won),
-        "samples": share * state["samples"] + added,
-    }
-
-
-def _sums(value: Array, mask: Array) -> tuple[Array, Array]:
-    """Sum and number of the unmasked values of each group, [P]."""
-    total = jnp.where(mask, stats.widen(value), 0).sum(axis=1)
-    return total, stats.count(mask)[:, 0]
-
-
-def _per_prompt(given: float | str, rollouts: Rollouts, row: Array, dtype: Any) -> Array:
-    """A number, or a field [P], as [P]."""
-    if not isinstance(given, str):
-        return jnp.full(row.shape, given, dtype)
-    return read_field("subtract_tracked_success", given, rollouts, row.shape).astype(dtype)
-
-
-_INSTEAD = (
-    "train on a data set of known size, or begin with init(spec_of(rollouts, num_rows=...));"
-    " ema_baseline needs no rows"
-)
-
-
-def _check_band(
-    name: str, low: float, high: float, keep: Scheduled, prior: tuple[float, ...] | None = None
-) -> None:
-    fits = lambda prior: len(prior) == 2 and min(prior) > 0  # noqa: E731
-    check(name, "two counts above 0", fits, prior=prior)
-    if not 0 <= low <= high <= 1:
-        raise InputError(f"{name}: low = {low}, high = {high}: expected 0 <= low <= high <= 1")
-    check_share(name, keep=keep)
 
 
 def ema_baseline(decay: Scheduled = 0.9, initial: float = 0.0) -> AdvantageTransform:
@@ -368,6 +230,143 @@ def divide_by_running_scale(
         return after, _unless_empty(signal, new, state), {"scale": mean(divisor)}
 
     return AdvantageTransform("divide_by_running_scale", init, update)
+
+
+class _Tracker(NamedTuple):
+    """The options of `subtract_tracked_success`, and what it does with them."""
+
+    keep: Scheduled
+    drift: str | None
+    half_life: float
+    low: float
+    high: float
+    initial: float | str
+    count: float
+
+    def check(self) -> None:
+        name = "subtract_tracked_success"
+        _check_band(name, self.low, self.high, self.keep)
+        counts = {"half_life": self.half_life, "count": self.count}
+        check(name, "above 0", lambda number: number > 0, **counts)
+        rate = None if isinstance(self.initial, str) else self.initial
+        check(name, "a rate in [0, 1] or a field's name", lambda r: 0 <= r <= 1, initial=rate)
+
+    def update(self, signal: Signal, state: Any, rollouts: Rollouts) -> tuple[Signal, Any, Metrics]:
+        row = read("subtract_tracked_success", rollouts, "row")
+        alpha, beta = self._before(state, row, rollouts)
+        estimate = alpha / (alpha + beta)
+        value = stats.widen(signal.value)
+        after = with_value(signal, value - estimate[:, None].astype(value.dtype))
+        rho = self._kept(row, rollouts, alpha.dtype)
+        success, number = (x.astype(alpha.dtype) for x in _sums(signal.value, signal.mask))
+        visited = number > 0
+        new = _visit(state, row, visited, rho, (alpha, beta), (success, number - success))
+        return after, new, {"estimate": mean(estimate, visited), "kept": mean(rho, visited)}
+
+    def _before(self, state: Any, row: Array, rollouts: Rollouts) -> tuple[Array, Array]:
+        """alpha and beta of each prompt's row, [P], with the prior where it was never visited."""
+        alpha, beta = state["alpha"][row], state["beta"][row]
+        prior = _per_prompt(self.initial, rollouts, row, alpha.dtype)
+        prior = jnp.where(jnp.isfinite(prior), prior, 0.5)
+        fresh = (alpha == 0) & (beta == 0)
+        return (
+            jnp.where(fresh, self.count * prior, alpha),
+            jnp.where(fresh, self.count * (1 - prior), beta),
+        )
+
+    def _kept(self, row: Array, rollouts: Rollouts, dtype: Any) -> Array:
+        """rho of each prompt, [P]."""
+        if self.drift is None:
+            rho = jnp.asarray(at_step(self.keep, rollouts, dtype), dtype)
+            return jnp.broadcast_to(rho, row.shape)
+        drift = _per_prompt(self.drift, rollouts, row, dtype)
+        rho = jnp.clip(jnp.exp2(-drift / self.half_life), self.low, self.high)
+        return jnp.where(jnp.isfinite(drift), rho, self.high)
+
+
+@jax.jit  # called outside of one, the scan's levels would be a small program each
+def _visit(
+    state: dict[str, Array],
+    row: Array,
+    visited: Array,
+    rho: Array,
+    old: tuple[Array, Array],
+    new: tuple[Array, Array],
+) -> dict[str, Array]:
+    """x[row p] <- rho[p] x[row p] + new[p] for one prompt p after the other, without a loop.
+
+    Such steps compose: (rho, a) then (rho', a') is (rho rho', rho' a + a'). Sorted by row, a scan
+    that begins anew at each row leaves the whole composition at the row's last prompt.
+
+    Args:
+      old: alpha and beta of each prompt's row, [P]; equal for prompts of one row.
+      new: what a visit adds, [P].
+    """
+    number = state["alpha"].shape[0]
+    row = jnp.where(visited, row, number)  # sorted to the end, and dropped by the scatter
+    order = jnp.argsort(row, stable=True)
+    row = row[order]
+    differs = row[1:] != row[:-1]
+    one = jnp.ones(1, bool)
+    begins, ends = jnp.concatenate([one, differs]), jnp.concatenate([differs, one])
+
+    def compose(left: Any, right: Any) -> Any:
+        (begin, rho, a, b), (begins_anew, rho_2, a_2, b_2) = left, right
+        return (
+            begin | begins_anew,
+            jnp.where(begins_anew, rho_2, rho * rho_2),
+            jnp.where(begins_anew, a_2, rho_2 * a + a_2),
+            jnp.where(begins_anew, b_2, rho_2 * b + b_2),
+        )
+
+    steps = (begins, rho[order], new[0][order], new[1][order])
+    _, kept, alpha, beta = jax.lax.associative_scan(compose, steps)
+    at = jnp.where(ends, row, number)
+    after = {
+        "alpha": kept * old[0][order] + alpha,
+        "beta": kept * old[1][order] + beta,
+    }
+    return {name: state[name].at[at].set(value, mode="drop") for name, value in after.items()}
+
+
+def _count(state: Any, row: Array, keep: Any, success: Array, mask: Array) -> dict[str, Array]:
+    """Adds successes and samples to their rows; rows met in this batch keep a share of theirs."""
+    dtype = state["samples"].dtype
+
+    def by_row(value: Array) -> Array:
+        empty = jnp.zeros(state["samples"].shape, dtype)
+        return empty.at[row].add(value.astype(dtype), mode="drop")
+
+    won, number = _sums(success.astype(dtype), mask)
+    added = by_row(number)
+    share = jnp.where(added > 0, keep, jnp.ones((), dtype))
+    return {
+        "successes": share * state["successes"] + by_row(won),
+        "samples": share * state["samples"] + added,
+    }
+
+
+def _sums(value: Array, mask: Array) -> tuple[Array, Array]:
+    """Sum and number of the unmasked values of each group, [P]."""
+    total = jnp.where(mask, stats.widen(value), 0).sum(axis=1)
+    return total, stats.count(mask)[:, 0]
+
+
+def _per_prompt(given: float | str, rollouts: Rollouts, row: Array, dtype: Any) -> Array:
+    """A number, or a field [P], as [P]."""
+    if not isinstance(given, str):
+        return jnp.full(row.shape, given, dtype)
+    return read_field("subtract_tracked_success", given, rollouts, row.shape).astype(dtype)
+
+
+def _check_band(
+    name: str, low: float, high: float, keep: Scheduled, prior: tuple[float, ...] | None = None
+) -> None:
+    fits = lambda prior: len(prior) == 2 and min(prior) > 0  # noqa: E731
+    check(name, "two counts above 0", fits, prior=prior)
+    if not 0 <= low <= high <= 1:
+        raise InputError(f"{name}: low = {low}, high = {high}: expected 0 <= low <= high <= 1")
+    check_share(name, keep=keep)
 
 
 def _mixed(state: Any, decay: Any, average: Array, variance: Array) -> dict[str, Array]:

@@ -23,6 +23,12 @@ from jaxgrpo.advantages.base import (
 from jaxgrpo.core.metrics import Metrics, mean, reduce, summed
 from jaxgrpo.core.types import Rollouts, Signal
 
+_FACTORS = (
+    (0x9E3779B1, 0x7FEB352D, 0x85EBCA77, 0x846CA68B),
+    (0xC2B2AE3D, 0x2C1B3C6D, 0x27D4EB2F, 0x297A2D39),
+)
+"""Odd numbers of 32 bits, without a pattern."""
+
 
 def shrink_rare_success(
     count: Scheduled = 2, reward: str | None = None, threshold: Scheduled | None = None
@@ -131,21 +137,6 @@ def weight_by_learnability(
     )
 
 
-def _weighed(signal: Signal, weight: Array, normalise: bool) -> tuple[Signal, Metrics]:
-    scored = signal.mask.any(axis=1, keepdims=True)
-    metrics: Metrics = {"weight": mean(weight, scored)}
-    if normalise:
-        average = stats.mean(weight, scored, axis=0)
-        # Where every weight is 0 they stay 0.
-        weight = weight / jnp.where(average > 0, average, 1)
-    return _times(signal, weight), metrics
-
-
-def _times(signal: Signal, factor: Array) -> Signal:
-    value = stats.widen(signal.value)
-    return with_value(signal, value * factor.astype(value.dtype))
-
-
 def darling(field: str | None = None, floor: Scheduled = 0.1) -> AdvantageTransform:
     """Multiplies each reward by the share of the others that belong to another class.
 
@@ -250,6 +241,21 @@ def unlikeliness(beta: Scheduled = 0.25) -> AdvantageTransform:
     return stateless("unlikeliness", apply, levels=(2,))
 
 
+def _weighed(signal: Signal, weight: Array, normalise: bool) -> tuple[Signal, Metrics]:
+    scored = signal.mask.any(axis=1, keepdims=True)
+    metrics: Metrics = {"weight": mean(weight, scored)}
+    if normalise:
+        average = stats.mean(weight, scored, axis=0)
+        # Where every weight is 0 they stay 0.
+        weight = weight / jnp.where(average > 0, average, 1)
+    return _times(signal, weight), metrics
+
+
+def _times(signal: Signal, factor: Array) -> Signal:
+    value = stats.widen(signal.value)
+    return with_value(signal, value * factor.astype(value.dtype))
+
+
 def _same_tokens(tokens: Array, chosen: Array) -> Array:
     """[P, G, G]: True where two samples have the same tokens at the places the policy chose.
 
@@ -284,10 +290,3 @@ def _scrambled(token: Array, place: Array, factors: tuple[int, int, int, int]) -
     both = (token ^ token >> most) + place * of_place
     both = (both ^ both >> half) * of_both
     return both ^ both >> most
-
-
-_FACTORS = (
-    (0x9E3779B1, 0x7FEB352D, 0x85EBCA77, 0x846CA68B),
-    (0xC2B2AE3D, 0x2C1B3C6D, 0x27D4EB2F, 0x297A2D39),
-)
-"""Odd numbers of 32 bits, without a pattern."""

@@ -1,4 +1,4 @@
-"""Methods by the names of their papers. Each is a chain: what it does is what it reads.
+"""Methods by the names of their papers. Each is a chain of parts and nothing else.
 
 Every recipe takes `weights`, those of `sum_rewards`: None counts every reward with weight 1;
 rlcr alone has weights of its own.

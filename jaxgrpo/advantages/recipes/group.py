@@ -1,4 +1,4 @@
-"""Recipes on the weighted sum of the rewards: each is read as the steps behind that sum.
+"""Recipes on the weighted sum of the rewards: each lists the steps after that sum.
 
 First those that compare the samples of one prompt, then those that judge a sample by itself (flat
 groups keep their signal), scale by the whole batch, or count the best of several samples; last the
@@ -23,6 +23,8 @@ from jaxgrpo.advantages.masks import mask_zero_variance
 from jaxgrpo.advantages.streams import Weights, sum_then
 from jaxgrpo.advantages.tokens import to_tokens
 from jaxgrpo.core.errors import InputError
+
+_BASELINES = ("none", "group")
 
 
 def grpo(
@@ -181,9 +183,6 @@ def reinforce(baseline: Scheduled = 0.0, weights: Weights | None = None) -> Adva
     [[0.5, -0.5]]
     """
     return sum_then("reinforce", weights, absolute.subtract_constant(baseline))
-
-
-_BASELINES = ("none", "group")
 
 
 def lite_ppo(

@@ -96,7 +96,7 @@ def rlcr(weights: Weights | None = None) -> AdvantageTransform:
     calibration and accuracy agree. No division by a deviation: it would scale q's part by how much
     c varies. A group that is flat in c is not flat in q and teaches calibration.
 
-    Use it when the model shall say how sure it is, and be right about it.
+    Use it when the model should say how sure it is, and be right about it.
 
     Needs the rewards "accuracy" = c, "brier" = 1 - (c - q)^2 and "format" = f, or others, named in
     `weights`. All three must be 0 where the answer or q cannot be parsed or q is outside [0, 1]:
