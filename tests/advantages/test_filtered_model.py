@@ -276,7 +276,7 @@ def test_long_sequences_stay_in_logs_and_the_cap_holds():
 
 def test_running_z_is_the_mean_over_the_rows_samples_so_far():
     whole = adv.chain(adv.sum_rewards(), adv.alpha_dpg(0.0, z="running", cap=100.0))
-    with pytest.raises(InputError, match="z = 'running' remembers each row"):
+    with pytest.raises(InputError, match="z = 'running' remembers every row"):
         whole.init(adv.spec_of(laws.make_rollouts()))
     row = jnp.array([1, 1, 0], jnp.int32)
     base = jnp.log(jnp.array([[[0.5], [0.5]], [[0.25], [0.25]], [[0.5], [0.5]]]))
@@ -308,9 +308,9 @@ def test_metrics_say_what_was_refused_capped_and_unsupported():
 def test_wrong_options_are_refused():
     logp = np.zeros((1, 2, 1))
     for make_part, message in (
-        (lambda: adv.alpha_dpg(1.0), r"alpha = 1, expected a number in \[0, 1\)"),
+        (lambda: adv.alpha_dpg(1.0), r"alpha = 1.0, expected a number in \[0, 1\)"),
         (lambda: adv.alpha_dpg(cap=np.inf), "cap = inf, expected a finite number"),
-        (lambda: adv.alpha_dpg(floor=0.0), "floor = 0, expected"),
+        (lambda: adv.alpha_dpg(floor=0.0), "floor = 0.0, expected"),
         (lambda: adv.alpha_dpg(z="grup"), "did you mean 'group'"),
         (lambda: adv.f_dpg("reverse_kl"), "infinite ones left out.*forward_kl"),
     ):

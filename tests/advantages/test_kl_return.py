@@ -176,16 +176,16 @@ def test_streams_several_rewards_and_wrong_options_are_refused():
     spec = RolloutSpec(
         num_prompts=1, group_size=2, max_prompt_tokens=1, max_completion_tokens=1, num_rows=3
     )
-    with pytest.raises(InputError, match="a stream returns none"):
+    with pytest.raises(InputError, match="a stream whose rows do not return"):
         step.init(spec._replace(num_rows=None))
     with pytest.raises(InputError, match=r"2 rewards.*reward=\.\.\."):
         step.init(spec._replace(rewards=("a", "b")))
-    for wrong in (
-        lambda: adv.add_kl_return(-0.1),
-        lambda: adv.add_kl_return_for_validity(1.0),
-        lambda: adv.add_kl_return_for_validity(0.9, max_beta=0.0),
+    for wrong, message in (
+        (lambda: adv.add_kl_return(-0.1), "beta = -0.1, expected 0 or more"),
+        (lambda: adv.add_kl_return_for_validity(1.0), "expected a"),
+        (lambda: adv.add_kl_return_for_validity(0.9, max_beta=0.0), "expected a"),
     ):
-        with pytest.raises(InputError, match="expected a"):
+        with pytest.raises(InputError, match=message):
             wrong()
 
 

@@ -306,8 +306,8 @@ def test_wrong_options_shapes_and_names_are_refused():
     wrong: tuple[tuple[dict[str, Any], str], ...] = (
         ({"kind": "varr"}, "did you mean 'var'"),
         ({"spread": "maxx"}, "did you mean 'max'"),
-        ({"drop": 1.0}, r"drop = 1, expected a share in \[0, 1\)"),
-        ({"share": 0.0}, r"share = 0, expected"),
+        ({"drop": 1.0}, r"drop = 1.0, expected a share in \[0, 1\)"),
+        ({"share": 0.0}, r"share = 0.0, expected"),
         ({"propagation": 0.0}, "expected a rate above 0"),
     )
     for options, message in wrong:

@@ -258,7 +258,7 @@ def test_rows_of_a_stream_are_refused_with_the_remedy(make):
     [
         (adv.ema_baseline, {"decay": 1.0}, "decay = 1.0, expected 0 or more and below 1"),
         (adv.divide_by_running_scale, {"initial": 0.0}, "initial = 0.0, expected above 0"),
-        (adv.subtract_tracked_success, {"keep": 1.5}, "keep = 1.5, expected between 0 and 1"),
+        (adv.subtract_tracked_success, {"keep": 1.5}, r"keep = 1.5, expected a number in \[0, 1\]"),
         (adv.subtract_tracked_success, {"low": 0.99}, "low = 0.99, high = 0.96"),
         (adv.subtract_tracked_success, {"count": 0.0}, "count = 0.0, expected above 0"),
         (adv.subtract_tracked_success, {"initial": 2.0}, "initial = 2.0, expected a rate"),
@@ -273,5 +273,5 @@ def test_an_option_out_of_range_is_refused_when_the_part_is_made(make, options, 
 
 def test_a_field_of_another_shape_is_refused():
     part = adv.subtract_tracked_success(drift="moved")
-    with pytest.raises(InputError, match=r"'moved' with shape \(1, 1\), expected \[P\] = \(1,\)"):
+    with pytest.raises(InputError, match=r"moved has shape \(1, 1\), expected \[P\] = \(1,\)"):
         through(part, [rollouts_of([[1.0]], moved=[[1.0]])])
