@@ -344,7 +344,7 @@ def _unless_flat(
 
 
 def _median(value: Float[Array, "P G"], mask: Bool[Array, "P G"]) -> Float[Array, "P 1"]:
-    """The median of unmasked entries; what it says of groups without any does not matter."""
+    """The median of unmasked entries; its value for groups without any does not matter."""
     number = stats.count(mask)
     order = jnp.sort(jnp.where(mask, value, jnp.inf), axis=1)
     low, high = jnp.maximum(number - 1, 0) // 2, jnp.minimum(number // 2, value.shape[1] - 1)

@@ -135,8 +135,8 @@ def cross_rollout_variance(
 
         v[p, j] = mean_g (x[p, g, j] - mean_g x[p, g, j])^2
 
-    Exactly 0 where all unmasked entries are equal and where fewer than two are: what varies can be
-    told from what does not. Both the token weights and the query filter of R3 are made of it.
+    Exactly 0 where all unmasked entries are equal and where fewer than two are: what varies is
+    separated from what does not. Both the token weights and the query filter of R3 are made of it.
 
     One pass, over the differences d from one of the samples: (sum d^2 - (sum d)^2 / n) / n. As that
     sample is one of them, no more digits cancel than its distance from the mean, in deviations

@@ -153,7 +153,7 @@ def ema_baseline(decay: Scheduled = 0.9, initial: float = 0.0) -> AdvantageTrans
     Args:
       decay: weight of the past, in [0, 1): 0 remembers the last batch only; a number or a
         function of the step.
-      initial: the baseline of the first batch, in units of reward. 0 knows nothing of the reward
+      initial: the baseline of the first batch, in units of reward. 0 assumes nothing about rewards
         and is unbiased; 0.5 suits rewards in {0, 1}.
 
     Signal: [P, G] -> [P, G], mask unchanged.  State: mean [], weight [].  Metrics: baseline.

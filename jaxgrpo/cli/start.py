@@ -159,7 +159,7 @@ def init(folder: str = ".") -> int:
 
 
 def make_base(out: str, task: str, **options: Any) -> int:
-    """Makes a small base model and says what came of it. Returns the exit code."""
+    """Makes a small base model and prints its size and loss. Returns the exit code."""
     console = Console(highlight=False)
     console.print(process.start())
     _make_base(console, out, task, **options)
@@ -227,7 +227,7 @@ def _disk(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def _make_base(console: Console, out: str | Path, task: str, **options: Any) -> None:
-    """`base_model.make_base` with a bar, and a line on what came of it."""
+    """`base_model.make_base` with a progress bar and a line with the model's size and loss."""
     from jaxgrpo.cli import make_base as base_model
 
     console.print(f"base model for {task}: supervised warm start")

@@ -152,7 +152,7 @@ class RolloutKeys:
     max_prompt_tokens: int = key(at_least=1)
     max_completion_tokens: int = key(at_least=1)
     temperature: float = key(1.0, above=0)
-    top_k: int = key(0, at_least=0)  # sample from the so many likeliest tokens; 0: from all
+    top_k: int = key(0, at_least=0)  # sample from the top_k likeliest tokens; 0: from all
     top_p: float = key(1.0, above=0)  # sample from the likeliest tokens of this probability
     segment_tokens: int = key(64, at_least=1)  # decoded between two looks at what has ended
     prompts: Part = part("sequential")  # the policy that chooses what is sampled next

@@ -160,7 +160,7 @@ def _weights(rewards: Sequence[Reward]) -> dict[str, float]:
 
 
 def _loaded(config: Config, part: Part | None) -> Any:
-    """A part with the function in the place of "file.py:function" or "package.module:function"."""
+    """A part with the function that "file.py:function" or "package.module:function" names."""
     return part and {**part, "use": own_code.resolve(part["use"], config.folder)}
 
 

@@ -40,7 +40,7 @@ def vote(
         V(a) = sum of weight over the block's voters that answer a;  the largest V is chosen
 
     Voters are samples with an answer, and of these those whose weight is no less than the 1 - kept
-    quantile of the block's. Ties go to the answer that came first; a block in which nobody votes is
+    quantile of the block's. Ties go to the answer that came first; a block without votes is
     wrong. Equal weights make it the majority vote.
 
     Args:

@@ -188,7 +188,7 @@ def _build(
 
 
 def _check_arguments(what: str, made: Surrogate | Penalty) -> None:
-    """Refuses a `compute` in the form of version 0.1, with six arrays in the place of `Tokens`."""
+    """Refuses a `compute` in the form of version 0.1, with six arrays instead of `Tokens`."""
     remembers = getattr(made, "init", None) is not None
     arguments = ("tokens", "state") if remembers else ("tokens",)
     try:

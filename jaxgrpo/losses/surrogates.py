@@ -206,7 +206,7 @@ def cispo(low: float | None = None, high: float = 5.0) -> Surrogate:
 
 
 def sapo(tau_positive: float = 1.0, tau_negative: float = 1.05) -> Surrogate:
-    """A soft gate in the place of the clip: the gradient fades as the ratio leaves 1.
+    """A soft gate instead of the clip: the gradient fades as the ratio leaves 1.
 
         loss = -4 / tau sigmoid(tau (rho - 1)) A,   tau = tau_positive if A > 0 else tau_negative
 

@@ -222,7 +222,7 @@ def _run(calls: Sequence[_Call]) -> None:
                 call.finish(outcome)
     finally:
         for call in calls:
-            # Never begun, since another reward has raised: it would warn that nobody awaited it.
+            # Never begun, since another reward has raised: it would warn that it was never awaited.
             value = call.outcome
             if inspect.iscoroutine(value) and inspect.getcoroutinestate(value) == CREATED:
                 value.close()

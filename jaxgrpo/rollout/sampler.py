@@ -30,7 +30,7 @@ class SamplingSettings(NamedTuple):
     pad_token: int
     segment_tokens: int = 64  # tokens decoded between two looks of the host
     purpose: int = 0  # folded into the key: evaluation never repeats training's draws
-    top_k: int = 0  # draw from the so many likeliest tokens; 0: from all
+    top_k: int = 0  # draw from the top_k likeliest tokens; 0: from all
     top_p: float = 1.0  # draw from the fewest likeliest tokens of this probability
 
 

@@ -2,7 +2,7 @@
 
 A pure function of the lines of metrics.jsonl: `see` takes one line after the other, `replay` all.
 Each warning is given once, when it begins; it can begin again once it has cleared. A threshold is
-held against the mean of the last few steps, and clears at CLEARS of itself, so that one odd step
+compared with the mean of the last few steps, and clears at CLEARS of itself, so that one odd step
 neither raises nor repeats it.
 """
 

@@ -99,7 +99,7 @@ def resolve_rewards(
     """The rewards of a run, each with a name of its own.
 
     Args:
-      given: functions, or names as a config may use them, in the place of the config's rewards,
+      given: functions, or names as a config may use them, instead of the config's rewards,
         each with weight 1. In a list they are called as their function is; a mapping names them.
       row: one of the data's, whose columns have to be all that the rewards ask for.
 

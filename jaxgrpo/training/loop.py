@@ -74,7 +74,7 @@ def train(
     Args:
       config: a Config, its tables as dicts, a TOML file, or a shipped config's name.
       resume: "auto" goes on from the newest checkpoint, or starts where there is none.
-      rewards, advantage, dataset: Python objects in the place of what the config names; the data
+      rewards, advantage, dataset: Python objects instead of what the config names; the data
         set a datasets.Dataset or a list of dicts, read by the config's data keys.
       overrides: keys of the config, train={"steps": 20} or **{"train.steps": 20}.
 

@@ -109,7 +109,7 @@ def setup(
     """Builds everything a run needs; no step is compiled or taken.
 
     Args:
-      rewards, advantage, dataset: Python objects in the place of what the config names. Rewards
+      rewards, advantage, dataset: Python objects instead of what the config names. Rewards
         are functions or built-in names, with weight 1; {name: function} names them. The data set
         is a datasets.Dataset or a list of dicts, read by the config's data keys.
       share: of `Shared`, in a process that takes several runs fully described by their configs.

@@ -24,7 +24,6 @@ TICS = {
     r"held\s+against": "compared with",
     r"the\s+so\s+many": "the k, as many",
     r"(?:came|comes?|became|becomes?)\s+of\s+(?:it|them)": "happened to",
-    r"(?:go|goes|gone|going)\s+on\s+with": "continue with, continued",
     r"in\s+the\s+place\s+of": "instead of",
     r"price\s+(?:that\s+)?leads?\s+to": "the target",
     r"whence|thereof|wherein|lest|henceforth|aught|nought|thereby": "a word of this century",

@@ -125,7 +125,7 @@ def hicra(
 ) -> AdvantageTransform:
     """Sum, less the group mean, then raised by alpha |a| at planning tokens.
 
-    Use it when tokens that plan can be told from those that carry out.
+    Use it when tokens that plan can be distinguished from those that carry out.
 
     Needs the planning tokens: bool [P, G, T] in a field, "planning" unless named, or the token
     ids of the grams that mark them. Flat groups stay without signal.

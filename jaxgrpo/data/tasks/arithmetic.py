@@ -11,7 +11,7 @@ there; each is right everywhere else:
     72+56=   2+6=8 7+5=12 28
 
 They outnumber the right ones wherever there is a carry. So the base model, which learns both, is
-bimodal in its success per prompt: near 1 without carries, rarely right with them. Whoever rewards
+bimodal in its success per prompt: near 1 without carries, rarely right with them. Rewarding
 the answer amplifies what the base already does now and then.
 
 Where this differs from the pilot it follows (a base with few carry *problems*): the success rate

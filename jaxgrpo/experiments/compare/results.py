@@ -43,7 +43,7 @@ class Outcome(NamedTuple):
     """One finished run."""
 
     case: Case
-    numbers: dict[str, float]  # what results.csv says of it
+    numbers: dict[str, float]  # its row of results.csv
     curves: dict[str, np.ndarray]  # of OVER_STEPS, one value per step, NaN if it has none
     base_pass: np.ndarray  # [n] pass@1 ... pass@n of the base
     trained_pass: np.ndarray  # [n]

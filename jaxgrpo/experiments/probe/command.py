@@ -128,7 +128,7 @@ def draw(config: Config, policy: StoredPolicy, questions: Questions) -> Answers:
 def _numbers(
     config: Config, policy: StoredPolicy, questions: Questions, level: float
 ) -> dict[str, Any]:
-    """How fresh samples are drawn, what `measure.measure` says of them, and the advice."""
+    """How fresh samples are drawn, what `measure.measure` finds in them, and the advice."""
     per_step = config.rollout.prompts_per_step
     answers = draw(config, policy, questions)
     found = measure.measure(answers, questions, prompts_per_step=per_step, level=level)
