@@ -1,5 +1,6 @@
 """The commands around training, run as a user runs them, one after the other."""
 
+import functools
 import json
 
 import pytest
@@ -141,6 +142,8 @@ def test_export_gives_what_was_trained_back(run, tmp_path, capsys):
 @pytest.mark.slow
 def test_what_init_writes_trains_as_it_is(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
+    short = functools.partial(make_base.make_base, steps=40)  # of 800: the same files, sooner
+    monkeypatch.setattr(make_base, "make_base", short)
     code, said = main(capsys, "init", "first")
     assert code == 0, said
     assert (tmp_path / "first" / "run.toml").read_text() == start.RUN

@@ -1,8 +1,8 @@
 """What to do about the numbers of a probe: explicit rules, each naming the numbers it reads.
 
 A rule reads measured numbers alone and says what is worth *comparing*: before training it is not
-known which advantage wins. On one prompt the group baselines, sign and REINFORCE have the same expected
-direction; they differ in scale, in noise and in what they make of flat groups.
+known which advantage wins. On one prompt the group baselines, sign and REINFORCE have the same
+expected direction; they differ in scale, in noise and in what they make of flat groups.
 """
 
 from __future__ import annotations
