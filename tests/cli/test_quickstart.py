@@ -1,40 +1,19 @@
 """The shipped example learns; without information in the reward it does not."""
 
-import json
-import os
 import re
-import time
 
 import pytest
+import quickstart
 import small_run
 
 pytestmark = pytest.mark.slow
-
-LIMIT = 300  # seconds, on two cores
-
-
-def run(python, folder, *arguments):
-    """A command with the devices and the compiler of a user: (output, summary, seconds)."""
-    began = time.monotonic()
-    environment = {**os.environ, "XLA_FLAGS": "", "NO_COLOR": "1", "COLUMNS": "120"}
-    process = small_run.command(python, *arguments, cwd=folder, env=environment)
-    output, _ = process.communicate(timeout=2 * LIMIT)
-    assert process.returncode == 0, output
-    [summary] = folder.glob("runs/*/summary.json")
-    return output, json.loads(summary.read_text()), time.monotonic() - began
-
-
-@pytest.fixture(scope="module")
-def shipped(tmp_path_factory, python):
-    folder = tmp_path_factory.mktemp("quickstart")
-    return folder, *run(python, folder, "quickstart")
 
 
 def test_the_quickstart_lifts_greedy_accuracy_within_its_time(shipped):
     _, _, summary, seconds = shipped
     assert 0.3 <= summary["base"]["accuracy"] <= 0.65
     assert summary["trained"]["accuracy"] >= 0.85
-    assert seconds <= LIMIT
+    assert seconds <= quickstart.LIMIT
 
 
 def test_the_base_is_bimodal_and_training_makes_groups_agree_on_success(shipped):
@@ -70,7 +49,7 @@ def test_lines_of_steps_lead_with_reward_and_end_with_loss(shipped):
 
 def control(python, shipped, tmp_path, reward):
     base = shipped[0] / "runs" / "base"
-    _, summary, _ = run(
+    _, summary, _ = quickstart.run(
         python,
         tmp_path,
         *("train", "quickstart", "--set", f"model.path={base}", "train.steps=40"),
@@ -89,5 +68,5 @@ def test_a_negated_reward_makes_it_worse(python, shipped, tmp_path):
 
 @pytest.mark.full
 def test_another_seed_learns_too(python, tmp_path):
-    _, summary, _ = run(python, tmp_path, "quickstart", "--set", "train.seed=1")
+    _, summary, _ = quickstart.run(python, tmp_path, "quickstart", "--set", "train.seed=1")
     assert summary["trained"]["accuracy"] >= 0.80
