@@ -103,8 +103,8 @@ def test_the_line_printed_has_the_size_and_a_loss_near_its_floor(base):
     sizes = [math.prod(leaf.shape) for leaf in jax.tree.leaves(model.shapes)]
     assert sum(sizes) == 99_712
     form = r"runs/base: 99,712 parameters, loss ([\d.]+) nats per token \(.* below ([\d.]+)\)"
-    loss, floor = map(float, re.match(form, line).groups())
-    assert floor < loss < floor + 0.005
+    ((loss, floor),) = re.findall(form, line)
+    assert float(floor) < float(loss) < float(floor) + 0.005
 
 
 @pytest.fixture(scope="module")
