@@ -125,7 +125,7 @@ def test_a_save_that_fails_says_so_and_leaves_the_step_before(saved):
 
 SAVE_FOR_EVER = """
 import sys, itertools, numpy as np, jax.numpy as jnp
-from jaxgrpo.io.checkpoints import Checkpoints
+from jaxgrpo.training.checkpoints import Checkpoints
 
 def state(step):
     draw = np.random.default_rng(step).normal(size=1 << 20)
@@ -179,8 +179,8 @@ jax.config.update("jax_cpu_collectives_implementation", "gloo")
 jax.distributed.initialize(f"127.0.0.1:{port}", 2, process, initialization_timeout=60)
 from jax.experimental import multihost_utils
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
-from jaxgrpo.io.checkpoints import Checkpoints, parameter_hash
-from jaxgrpo.io.tracking import SAMPLE_KEYS, RunFolder
+from jaxgrpo.training.checkpoints import Checkpoints, parameter_hash
+from jaxgrpo.training.folder import SAMPLE_KEYS, RunFolder
 
 mesh = jax.make_mesh((4,), ("fsdp",), axis_types=(AxisType.Auto,))
 def put(array, *axes):

@@ -69,7 +69,7 @@ def test_two_trainers_cannot_share_a_folder(tmp_path):
 
 HOLD = """
 import sys, time
-from jaxgrpo.io.tracking import RunFolder
+from jaxgrpo.training.folder import RunFolder
 run = RunFolder(sys.argv[1])
 run.write_metrics(1, {"loss": 1.0})
 print("held", flush=True)

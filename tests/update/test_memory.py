@@ -37,7 +37,7 @@ def divide_by_largest(start=1.0):
 
 
 POLICY = """
-from jaxgrpo.prompts import sequential
+from jaxgrpo.rollout.selection import sequential
 
 
 def every_other(start=0):
