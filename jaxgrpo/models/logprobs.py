@@ -149,13 +149,11 @@ def full_kl(
         weights = [leaf.astype(dtype) for leaf, dtype in zip(wide, dtypes, strict=True)]
         log_p = jax.nn.log_softmax(_scaled(converted(hidden, *weights), temperature))
         log_q = jax.nn.log_softmax(_scaled(anchor_unembed(anchor), temperature))
-        log_q = jax.lax.stop_gradient(log_q)
         p = jnp.exp(log_p)
         # Where p is 0 both may be -inf.
-        ratio = jnp.where(p > 0, jax.lax.stop_gradient(log_p) - log_q, 0)
-        far = ratio > LIMIT
+        ratio = jnp.where(p > 0, jax.lax.stop_gradient(log_p - log_q), 0)
         kl = (p * jnp.minimum(ratio, LIMIT)).sum(-1)
-        return kl, jax.lax.stop_gradient(jnp.where(far, p, 0).sum(-1))
+        return kl, jax.lax.stop_gradient(jnp.where(ratio > LIMIT, p, 0).sum(-1))
 
     anchor_hidden = jax.lax.stop_gradient(anchor_hidden)
     if chunk == hidden.shape[1]:
