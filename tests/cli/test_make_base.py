@@ -32,7 +32,7 @@ make_small = functools.partial(make_base.make_base, steps=25, batch=8, hidden_si
 def base(shipped):
     """The base model of the quickstart: (folder, the line that was printed of it)."""
     folder, output, *_ = shipped
-    (line,) = re.findall(r"^runs/base: .*$", output, re.MULTILINE)
+    (line,) = re.findall(r"^.*runs/base: .*$", output, re.MULTILINE)
     return folder / "runs" / "base", line
 
 
