@@ -33,8 +33,13 @@ dir = "runs/x"
 """
 
 
+def tables(**more: Any) -> dict[str, Any]:
+    """The config as tables, with more of them."""
+    return {**tomllib.loads(MINIMAL), **more}
+
+
 def read(*overrides: str) -> files.Config:
-    return files.from_dict(tomllib.loads(MINIMAL), overrides)
+    return files.from_dict(tables(), overrides)
 
 
 def problems(*overrides: str) -> tuple[str, ...]:

@@ -38,6 +38,30 @@ def prompts(count: int) -> str:
     return "".join(chr(0x4E00 + place) for place in range(count))
 
 
+def smallest(vocab_size: int) -> Model:
+    """One layer on states of WIDTH numbers."""
+    config = ModelConfig(
+        vocab_size=vocab_size,
+        hidden_size=WIDTH,
+        intermediate_size=4,
+        num_layers=1,
+        num_heads=2,
+        num_kv_heads=1,
+        head_dim=2,
+    )
+    return decoder.build(config)
+
+
+def blank(model: Model) -> tuple[Any, np.ndarray, np.ndarray]:
+    """(parameters, their embedding, their head) of zeros to write into; the layer adds nothing."""
+    params = jax.tree.map(np.array, model.init(jax.random.key(0)))
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params["blocks"]):
+        leaf *= "down" not in str(path) and "out" not in str(path)
+    (embed,), (head,) = jax.tree.leaves(params["embed"]), jax.tree.leaves(params["head"])
+    embed[:], head[:] = 0, 0
+    return params, embed, head
+
+
 def write_model(folder: Path | str, rates: Sequence[float]) -> Path:
     """A model folder that answers prompt i right with probability rates[i].
 
@@ -46,11 +70,7 @@ def write_model(folder: Path | str, rates: Sequence[float]) -> Path:
     that the end is.
     """
     tokenizer, model = _empty(len(rates))
-    params = jax.tree.map(np.array, model.init(jax.random.key(0)))
-    for path, leaf in jax.tree_util.tree_leaves_with_path(params["blocks"]):
-        leaf *= "down" not in str(path) and "out" not in str(path)
-    (embed,), (head,) = jax.tree.leaves(params["embed"]), jax.tree.leaves(params["head"])
-    embed[:], head[:] = 0, 0
+    params, embed, head = blank(model)
     asked, answers = _ids(tokenizer, prompts(len(rates))), _ids(tokenizer, RIGHT + WRONG)
     cosine = np.array([_logit(rate) / SURE for rate in rates])
     embed[asked, 0], embed[asked, 1], embed[asked, 2] = cosine, np.sqrt(1 - cosine**2), 1
@@ -73,16 +93,7 @@ def write_data(path: Path | str, count: int) -> Path:
 @functools.cache
 def _empty(count: int) -> tuple[Any, Model]:
     tokenizer = character_tokenizer(prompts(count) + RIGHT + WRONG)
-    config = ModelConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=WIDTH,
-        intermediate_size=4,
-        num_layers=1,
-        num_heads=2,
-        num_kv_heads=1,
-        head_dim=2,
-    )
-    return tokenizer, decoder.build(config)
+    return tokenizer, smallest(len(tokenizer))
 
 
 def _ids(tokenizer: Any, text: str) -> list[int]:

@@ -8,22 +8,17 @@ import resource
 import socket
 import subprocess
 import time
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from checkpointed import small
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.training.checkpoints import Checkpoints, damage, parameter_hash
-
-
-def small(step: int) -> dict[str, Any]:
-    draw = np.random.default_rng(step)
-    return {"weight": jnp.asarray(draw.normal(size=500), jnp.float32), "step": np.array(step)}
 
 
 def equal(left: Any, right: Any) -> bool:
@@ -31,15 +26,6 @@ def equal(left: Any, right: Any) -> bool:
     pairs = zip(jax.tree.leaves(left), jax.tree.leaves(right), strict=True)
     arrays = [(np.asarray(a), np.asarray(b)) for a, b in pairs]
     return all(a.dtype == b.dtype and a.tobytes() == b.tobytes() for a, b in arrays)
-
-
-@pytest.fixture
-def saved(tmp_path) -> Path:
-    """A folder with the steps 1, 2 and 3 of `small`."""
-    with Checkpoints(tmp_path, keep=3) as checkpoints:
-        for step in (1, 2, 3):
-            checkpoints.save(step, small(step), {"step": step})
-    return tmp_path
 
 
 def test_every_flipped_bit_is_found_and_the_step_before_is_taken(saved, caplog):

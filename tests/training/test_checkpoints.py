@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -11,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from checkpointed import small
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jaxgrpo.core.errors import InputError
@@ -65,20 +65,6 @@ def bits(tree: Any) -> list[tuple[str, str, tuple[int, ...], bytes]]:
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     arrays = [(jax.tree_util.keystr(path), np.asarray(leaf)) for path, leaf in leaves]
     return [(name, str(array.dtype), array.shape, array.tobytes()) for name, array in arrays]
-
-
-def small(step: int) -> dict[str, Any]:
-    draw = np.random.default_rng(step)
-    return {"weight": jnp.asarray(draw.normal(size=500), jnp.float32), "step": np.array(step)}
-
-
-@pytest.fixture
-def saved(tmp_path) -> Path:
-    """A folder with the steps 1, 2 and 3 of `small`."""
-    with Checkpoints(tmp_path, keep=3) as checkpoints:
-        for step in (1, 2, 3):
-            checkpoints.save(step, small(step), {"step": step})
-    return tmp_path
 
 
 def test_a_whole_train_state_comes_back_bit_for_bit(tmp_path):

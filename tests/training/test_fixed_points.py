@@ -13,11 +13,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tables
 
 import jaxgrpo
 from jaxgrpo.data.tasks.base import character_tokenizer
-from jaxgrpo.models import decoder, sharding
-from jaxgrpo.models.api import ModelConfig
+from jaxgrpo.models import sharding
 from jaxgrpo.models.attention import causal
 from jaxgrpo.models.hf import folders
 
@@ -29,7 +29,6 @@ HARDER = np.array([0.10, 0.06, 0.04, 0.80])
 VALID = np.array([1.0, 1.0, 1.0, 0.0])
 FILTERED = np.array([0.50, 0.30, 0.20])  # the base among valid answers
 NEVER = -30.0  # the logit of every other token
-WIDTH = 4
 
 
 @pytest.fixture(autouse=True)
@@ -46,16 +45,7 @@ def tokenizer():
 
 @functools.cache
 def model():
-    config = ModelConfig(
-        vocab_size=len(tokenizer()),
-        hidden_size=WIDTH,
-        intermediate_size=4,
-        num_layers=1,
-        num_heads=2,
-        num_kv_heads=1,
-        head_dim=2,
-    )
-    return decoder.build(config)
+    return tables.smallest(len(tokenizer()))
 
 
 def ids(text: str) -> list[int]:
@@ -69,11 +59,7 @@ def base(tmp_path_factory) -> str:
     The layer adds nothing, and the last state of a question is 2 in a dimension of its own.
     """
     folder = tmp_path_factory.mktemp("table")
-    params = jax.tree.map(np.array, model().init(jax.random.key(0)))
-    for path, leaf in jax.tree_util.tree_leaves_with_path(params["blocks"]):
-        leaf *= "down" not in str(path) and "out" not in str(path)
-    (embed,), (head,) = jax.tree.leaves(params["embed"]), jax.tree.leaves(params["head"])
-    embed[:], head[:] = 0, 0
+    params, embed, head = tables.blank(model())
     for dimension, (question, table) in enumerate({"?": BASE, "!": HARDER}.items()):
         embed[ids(question), dimension] = 2
         head[:, dimension] = NEVER / 2
@@ -100,7 +86,7 @@ def train(
     base: str, folder: Any, questions: str = "?", **changes: Any
 ) -> tuple[np.ndarray, jaxgrpo.Run]:
     """The probabilities at the end of a run, and the run."""
-    tables: dict[str, Any] = {
+    config: dict[str, Any] = {
         "model": {"path": base},
         "data": {"prompt": "question", "answer": "", "chat_template": "none"},
         "loss": {},
@@ -117,9 +103,9 @@ def train(
         "run": {"dir": str(folder / "r"), "report_every": 0, "samples_every": 0},
     }
     for name, value in changes.items():
-        tables[name] = {**tables.get(name, {}), **value} if isinstance(value, dict) else value
+        config[name] = {**config.get(name, {}), **value} if isinstance(value, dict) else value
     rows = [{"question": question} for question in questions]
-    run = jaxgrpo.train(tables, rewards=[valid], dataset=rows)
+    run = jaxgrpo.train(config, rewards=[valid], dataset=rows)
     return chances(run.state.trainable), run
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import sys
-from typing import Any
 
+import minimal_config
 import pytest
 from event_files import events, records, wandb_history
 
@@ -82,30 +82,12 @@ def test_wandb_without_a_login_says_what_to_do(tmp_path, monkeypatch):
         WandB(tmp_path, {"project": "p"}, {})
 
 
-def tables(**tracking: Any) -> dict[str, Any]:
-    return {
-        "model": {"path": "m"},
-        "data": {"path": "task:arithmetic:train"},
-        "rewards": [{"use": "arithmetic"}],
-        "optimizer": {"learning_rate": 1e-3},
-        "rollout": {
-            "prompts_per_step": 8,
-            "group_size": 4,
-            "max_prompt_tokens": 8,
-            "max_completion_tokens": 24,
-        },
-        "train": {"steps": 3},
-        "run": {"dir": "r"},
-        "tracking": tracking,
-    }
-
-
 def test_asking_for_wandb_where_it_is_not_installed_is_an_error_of_the_config(monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)  # what Python puts there for "not to be found"
     with pytest.raises(
         ConfigError, match=r"wandb is not installed: pip install 'jaxgrpo\[wandb\]'"
     ):
-        configs.from_dict(tables(wandb={"project": "p"}))
+        configs.from_dict(minimal_config.tables(tracking={"wandb": {"project": "p"}}))
     assert wandb_problem({"project": "p"}) is not None
 
 
@@ -121,15 +103,16 @@ def test_asking_for_wandb_where_it_is_not_installed_is_an_error_of_the_config(mo
 )
 def test_a_wrong_tracking_table_is_named(tracking, problem):
     with pytest.raises(ConfigError) as caught:
-        configs.from_dict(tables(**tracking))
+        configs.from_dict(minimal_config.tables(tracking=tracking))
     assert problem in str(caught.value)
 
 
 def test_tracking_may_change_when_a_run_goes_on_and_survives_toml():
     import tomllib
 
-    old = configs.from_dict(tables())
-    new = configs.from_dict(tables(tensorboard=False, wandb={"project": "p", "mode": "offline"}))
+    tracking = {"tensorboard": False, "wandb": {"project": "p", "mode": "offline"}}
+    old = configs.from_dict(minimal_config.tables())
+    new = configs.from_dict(minimal_config.tables(tracking=tracking))
     assert configs.resume_difference(old, new) == []
     assert configs.from_dict(tomllib.loads(configs.to_toml(new))) == new
     assert old.tracking.tensorboard
