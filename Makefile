@@ -2,7 +2,9 @@
 PYTHON ?= python3
 BIN := .venv/bin
 INSTALL := $(BIN)/python -m pip install -c constraints.txt
-PYTEST := $(BIN)/python -m pytest $(if $(TIMES),--times $(TIMES))
+JOBS ?= 2
+PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder \
+  $(if $(TIMES),--times $(TIMES))
 
 .PHONY: help quickstart test-fast test test-all lint docs experiments clean
 

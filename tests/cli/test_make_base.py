@@ -3,7 +3,6 @@
 import functools
 import json
 import math
-import re
 
 import jax
 import jax.numpy as jnp
@@ -13,98 +12,16 @@ import pytest
 
 from jaxgrpo.cli import make_base
 from jaxgrpo.core.errors import InputError
-from jaxgrpo.core.types import Prompts
 from jaxgrpo.data import tasks
-from jaxgrpo.data.tasks import arithmetic
 from jaxgrpo.data.tasks.base import character_tokenizer
 from jaxgrpo.models import decoder
 from jaxgrpo.models.attention import causal
 from jaxgrpo.models.hf import folders as huggingface
-from jaxgrpo.rollout.sampler import SamplingSettings, make_sampler, sample
 
 TASK = tasks.find("arithmetic")
 TOKENIZER = character_tokenizer(TASK.alphabet)
 PAD, END = 0, 1
 make_small = functools.partial(make_base.make_base, steps=25, batch=8, hidden_size=32)
-
-
-@pytest.fixture(scope="module")
-def base(shipped):
-    """The base model of the quickstart: (folder, the line that was printed of it)."""
-    folder, output, *_ = shipped
-    (line,) = re.findall(r"^.*runs/base: .*$", output, re.MULTILINE)
-    return folder / "runs" / "base", line
-
-
-def judge(folder, group_size: int, temperature: float) -> tuple[np.ndarray, np.ndarray, list]:
-    """Scores [P, G] on the test problems, their levels [P], and the texts, P lists of G."""
-    rows = tasks.load("task:arithmetic:test")
-    model = decoder.build(huggingface.read_config(folder))
-    params = huggingface.read_params(folder, model)
-    tokens = jnp.array([TOKENIZER(row["prompt"])["input_ids"] for row in rows])
-    order = jnp.arange(len(rows))
-    prompts = Prompts(
-        prompt_tokens=tokens,
-        prompt_mask=jnp.ones(tokens.shape, bool),
-        ordinal=order,
-        row=order,
-        step=jnp.int32(0),
-    )
-    settings = SamplingSettings(group_size, 24, temperature, (END,), PAD)
-    key = jax.random.key_data(jax.random.key(1))
-    rollouts = sample(make_sampler(model, settings), params, prompts, key)
-    texts = [
-        TOKENIZER.batch_decode(group, skip_special_tokens=True)
-        for group in np.asarray(rollouts.completion_tokens).tolist()
-    ]
-    scores = [
-        TASK.score(group, [row["answer"]] * group_size)
-        for group, row in zip(texts, rows, strict=True)
-    ]
-    return np.array(scores), np.array([row["level"] for row in rows]), texts
-
-
-@pytest.mark.slow
-def test_greedy_base_is_right_without_a_carry_and_careless_with_one(base):
-    scores, level, _ = judge(base[0], 1, 0.0)
-    assert 0.3 < scores.mean() < 0.65
-    assert scores[level == 1].mean() > 0.97
-    assert scores[level > 1].mean() < 0.1
-
-
-@pytest.mark.slow
-def test_success_of_the_sampled_base_is_bimodal_over_the_prompts(base):
-    scores, level, texts = judge(base[0], 16, 1.0)
-    success = scores.mean(1)
-    assert success[level == 1].mean() > 0.94
-    assert 0.15 < success[level == 2].mean() < 0.27
-    assert 0.03 < success[level == 3].mean() < 0.15
-    middle = (success > 0.5) & (success < 0.8)
-    assert middle.mean() < 0.05
-    # Groups of 8 hold a right and a wrong sample for most prompts with one carry.
-    first = scores[:, :8]
-    mixed = first.max(1) > first.min(1)
-    assert mixed[level == 2].mean() > 0.65
-    worked = {text.prompt for text in TASK.corpus()}
-    rows = tasks.load("task:arithmetic:test")
-    assert not worked & {row["prompt"] for row in rows}
-    known = [
-        text in arithmetic.solutions(*map(int, row["prompt"][:-1].split("+")))
-        for row, group in zip(rows, texts, strict=True)
-        for text in group
-    ]
-    assert np.mean(known) > 0.96
-
-
-@pytest.mark.slow
-def test_the_line_printed_has_the_size_and_a_loss_near_its_floor(base):
-    folder, line = base
-    model = decoder.build(huggingface.read_config(folder))
-    sizes = [math.prod(leaf.shape) for leaf in jax.tree.leaves(model.shapes)]
-    assert sum(sizes) == 99_712
-    form = r"runs/base: 99,712 parameters, loss ([\d.]+) nats per token \(.* below ([\d.]+)\)"
-    ((loss, floor),) = re.findall(form, line)
-    assert float(floor) < float(loss) < float(floor) + 0.005
 
 
 @pytest.fixture(scope="module")
