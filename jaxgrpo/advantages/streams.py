@@ -256,13 +256,11 @@ def rubric_gate(
 
     def apply(signal: Signal, rollouts: Rollouts) -> tuple[Signal, Metrics]:
         read = base.samples("rubric_gate", field, signal, rollouts)
-        passed = read.mask & (read.value >= base.at_step(threshold, rollouts, read.value.dtype))
-        rate = stats.mean(passed.astype(read.value.dtype), read.mask)
-        feasible = (
-            rate > 0 if minimum is None else rate >= base.at_step(minimum, rollouts, rate.dtype)
-        )
+        value, dtype = signal.value, read.value.dtype
+        passed = read.mask & (read.value >= base.at_step(threshold, rollouts, dtype))
+        rate = stats.mean(passed.astype(dtype), read.mask)
+        feasible = rate > 0 if minimum is None else rate >= base.at_step(minimum, rollouts, dtype)
         masks = {"group": read.mask & feasible, "rollout": passed, "floor": read.mask}
-        value = signal.value
         if mode == "floor":
             low = jnp.min(value, axis=1, keepdims=True, initial=jnp.inf, where=read.mask)
             value = jnp.where(passed, value, low - base.at_step(margin, rollouts, value.dtype))

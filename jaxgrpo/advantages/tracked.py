@@ -110,9 +110,7 @@ def mask_difficulty_band(
     >>> evaluate(mask_difficulty_band(), [[1.0, 0.0]])[1].tolist()
     [[True, True]]
     """
-    fits = lambda prior: len(prior) == 2 and min(prior) > 0  # noqa: E731
-    base.check("mask_difficulty_band", "two counts above 0", fits, prior=prior)
-    _check_band("mask_difficulty_band", low, high, keep)
+    _check_band("mask_difficulty_band", low, high, keep, prior)
 
     def update(signal: Signal, state: Any, rollouts: Rollouts) -> tuple[Signal, Any, Metrics]:
         row = base.read("mask_difficulty_band", rollouts, "row")
@@ -342,7 +340,11 @@ def _per_prompt(given: float | str, rollouts: Rollouts, row: Array, dtype: Any) 
     return base.read_field("subtract_tracked_success", given, rollouts, row.shape).astype(dtype)
 
 
-def _check_band(name: str, low: float, high: float, keep: Scheduled) -> None:
+def _check_band(
+    name: str, low: float, high: float, keep: Scheduled, prior: tuple[float, ...] | None = None
+) -> None:
+    fits = lambda prior: len(prior) == 2 and min(prior) > 0  # noqa: E731
+    base.check(name, "two counts above 0", fits, prior=prior)
     if not 0 <= low <= high <= 1:
         raise InputError(f"{name}: low = {low}, high = {high}: expected 0 <= low <= high <= 1")
     base.check_share(name, keep=keep)

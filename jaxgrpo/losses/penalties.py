@@ -261,18 +261,12 @@ def adaptive_entropy(
         return -applied * entropy, metrics
 
     def observe(state: Any, metrics: Metrics) -> dict[str, Array]:
-        measured = metrics["entropy"]
-        assert isinstance(measured, Mean)
-        entropy = (measured.total / jnp.maximum(measured.weight, 1)).astype(jnp.float32)
+        entropy, some = _mean_entropy(metrics)
         moved = jnp.clip(state["coefficient"] + delta * jnp.sign(target - entropy), low, high)
         new = {"coefficient": moved, "entropy": entropy}
-        return {name: jnp.where(measured.weight > 0, new[name], state[name]) for name in new}
+        return {name: jnp.where(some, new[name], state[name]) for name in new}
 
-    def init() -> dict[str, Array]:
-        # Before the first update the entropy is above any target.
-        return {"coefficient": jnp.float32(coefficient), "entropy": jnp.float32(jnp.inf)}
-
-    return Penalty("adaptive_entropy", compute, ENTROPY, init, observe)
+    return Penalty("adaptive_entropy", compute, ENTROPY, lambda: _unmeasured(coefficient), observe)
 
 
 class _Ratio(NamedTuple):
@@ -374,6 +368,19 @@ def _check_adaptive(
     for name, value in {"target": target, "delta": delta}.items():
         if not 0 < value < math.inf:
             raise InputError(f"adaptive_entropy: {name} = {value}, expected a positive number")
+
+
+def _unmeasured(coefficient: float) -> dict[str, Array]:
+    """The state before the first update; the entropy is above any target."""
+    return {"coefficient": jnp.float32(coefficient), "entropy": jnp.float32(jnp.inf)}
+
+
+def _mean_entropy(metrics: Metrics) -> tuple[Array, Array]:
+    """([] float32 over all tokens of an update, [] bool whether there were any)."""
+    measured = metrics["entropy"]
+    assert isinstance(measured, Mean)
+    entropy = measured.total / jnp.maximum(measured.weight, 1)
+    return entropy.astype(jnp.float32), measured.weight > 0
 
 
 def _measured(entropy: Array, mask: Array) -> Metrics:
