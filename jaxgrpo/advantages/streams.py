@@ -150,7 +150,7 @@ def stream(
             )
         return base.finite(value, any_mask(streams)), {}
 
-    return add_stream(f"stream_{name}", name, make, base.needs_of(*needs))
+    return add_stream(f"stream_{name}", name, make, frozenset(needs))
 
 
 def add_stream(
