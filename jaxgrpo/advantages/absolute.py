@@ -8,17 +8,8 @@ import jax.numpy as jnp
 from jax import Array
 from jax.core import Tracer
 
-from jaxgrpo.advantages import stats
-from jaxgrpo.advantages.base import (
-    AdvantageTransform,
-    Scheduled,
-    at_step,
-    check,
-    check_at_least,
-    read,
-    stateless,
-    with_value,
-)
+from jaxgrpo.advantages import base, stats
+from jaxgrpo.advantages.base import AdvantageTransform, Scheduled
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.metrics import Metrics, mean
 from jaxgrpo.core.types import Rollouts, RolloutSpec, Signal
@@ -44,12 +35,7 @@ def sign(threshold: Scheduled | None = None) -> AdvantageTransform:
     >>> evaluate(sign(), [[1.0, 0.0, 0.0]])[0].tolist()
     [[1.0, -1.0, -1.0]]
     """
-
-    def apply(signal: Signal, rollouts: Rollouts) -> tuple[Signal, Metrics]:
-        signal, success, metrics = successes("sign", signal, threshold, rollouts)
-        return with_value(signal, jnp.where(success, 1, -1)), metrics
-
-    return stateless("sign", apply, levels=(2,))
+    return _asymmetric("sign", 1.0, threshold)
 
 
 def asymmetric(cost: Scheduled = 1.0, threshold: Scheduled | None = None) -> AdvantageTransform:
@@ -72,15 +58,18 @@ def asymmetric(cost: Scheduled = 1.0, threshold: Scheduled | None = None) -> Adv
     >>> evaluate(asymmetric(cost=0.5), [[1.0, 0.0, 0.0]])[0].tolist()
     [[1.0, -0.5, -0.5]]
     """
-    check_at_least("asymmetric", 0, cost=cost)  # below 0 failures would be praised
+    base.check_at_least("asymmetric", 0, cost=cost)  # below 0 failures would be praised
+    return _asymmetric("asymmetric", cost, threshold)
 
+
+def _asymmetric(name: str, cost: Scheduled, threshold: Scheduled | None) -> AdvantageTransform:
     def apply(signal: Signal, rollouts: Rollouts) -> tuple[Signal, Metrics]:
-        signal, success, metrics = successes("asymmetric", signal, threshold, rollouts)
+        signal, success, metrics = successes(name, signal, threshold, rollouts)
         value = stats.widen(signal.value)
-        failed = -jnp.asarray(at_step(cost, rollouts, value.dtype), value.dtype)
-        return with_value(signal, jnp.where(success, 1, failed)), metrics
+        failed = -jnp.asarray(base.at_step(cost, rollouts, value.dtype), value.dtype)
+        return base.with_value(signal, jnp.where(success, 1, failed)), metrics
 
-    return stateless("asymmetric", apply, levels=(2,))
+    return base.stateless(name, apply, levels=(2,))
 
 
 def conditional_sign(threshold: Scheduled | None = None) -> AdvantageTransform:
@@ -107,9 +96,9 @@ def conditional_sign(threshold: Scheduled | None = None) -> AdvantageTransform:
         reward = success.astype(stats.widen(signal.value).dtype)
         rate = stats.mean(reward, signal.mask)
         mixed = (rate > 0) & (rate < 1)
-        return with_value(signal, jnp.where(mixed, reward - rate, 2 * reward - 1)), metrics
+        return base.with_value(signal, jnp.where(mixed, reward - rate, 2 * reward - 1)), metrics
 
-    return stateless("conditional_sign", apply, levels=(2,))
+    return base.stateless("conditional_sign", apply, levels=(2,))
 
 
 def subtract_constant(baseline: Scheduled) -> AdvantageTransform:
@@ -132,9 +121,9 @@ def subtract_constant(baseline: Scheduled) -> AdvantageTransform:
 
     def apply(signal: Signal, rollouts: Rollouts) -> tuple[Signal, Metrics]:
         value = stats.widen(signal.value)
-        return with_value(signal, value - at_step(baseline, rollouts, value.dtype)), {}
+        return base.with_value(signal, value - base.at_step(baseline, rollouts, value.dtype)), {}
 
-    return stateless("subtract_constant", apply, levels=(2,))
+    return base.stateless("subtract_constant", apply, levels=(2,))
 
 
 def clip_advantage(
@@ -158,10 +147,10 @@ def clip_advantage(
     """
     if (limit is None) == (low is None and high is None):
         raise InputError("clip_advantage: give limit, or low, high or both of them")
-    check("clip_advantage", "0 or more", lambda limit: limit >= 0, limit=limit)
+    base.check("clip_advantage", "0 or more", lambda limit: limit >= 0, limit=limit)
     flips = "0: it would flip signs"
-    check("clip_advantage", f"a number not above {flips}", lambda low: low <= 0, low=low)
-    check("clip_advantage", f"a number not below {flips}", lambda high: high >= 0, high=high)
+    base.check("clip_advantage", f"a number not above {flips}", lambda low: low <= 0, low=low)
+    base.check("clip_advantage", f"a number not below {flips}", lambda high: high >= 0, high=high)
     if limit is not None:
         low, high = (lambda step: -limit(step)) if callable(limit) else -limit, limit
 
@@ -169,12 +158,12 @@ def clip_advantage(
         value = stats.widen(signal.value)
         cut = value
         if high is not None:
-            cut = jnp.minimum(cut, jnp.maximum(at_step(high, rollouts, value.dtype), 0))
+            cut = jnp.minimum(cut, jnp.maximum(base.at_step(high, rollouts, value.dtype), 0))
         if low is not None:
-            cut = jnp.maximum(cut, jnp.minimum(at_step(low, rollouts, value.dtype), 0))
-        return with_value(signal, cut), {"clipped": mean(cut != value, signal.mask)}
+            cut = jnp.maximum(cut, jnp.minimum(base.at_step(low, rollouts, value.dtype), 0))
+        return base.with_value(signal, cut), {"clipped": mean(cut != value, signal.mask)}
 
-    return stateless("clip_advantage", apply)
+    return base.stateless("clip_advantage", apply)
 
 
 def successes(
@@ -187,9 +176,15 @@ def successes(
     """
     value, mask = signal.value, signal.mask
     if threshold is not None:
-        return signal, value >= at_step(threshold, rollouts, value.dtype), {}
+        return signal, value >= base.at_step(threshold, rollouts, value.dtype), {}
     binary = (value == 0) | (value == 1)
-    _refuse(name, value, mask & ~binary)
+    wrong = mask & ~binary
+    if not isinstance(wrong, Tracer) and bool(wrong.any()):
+        raise InputError(
+            f"{name} takes rewards in {{0, 1}} but got {float(value[wrong][0]):g}: give"
+            " threshold=..., the lowest reward that is a success, or put"
+            f" {name} on a reward that is 0 or 1"
+        )
     metrics: Metrics = {"refused": mean(~binary, mask)}
     return dataclasses.replace(signal, mask=mask & binary), value == 1, metrics
 
@@ -226,34 +221,23 @@ def overlong_penalty(
     [[1.0, 0.0]]
     """
     _check_tokens(buffer, limit)
-    check_at_least("overlong_penalty", 0, penalty=penalty)
+    base.check_at_least("overlong_penalty", 0, penalty=penalty)
 
     def accepts(spec: RolloutSpec) -> None:
         if limit is None and spec.max_completion_tokens:
             _check_tokens(buffer, spec.max_completion_tokens)
 
     def apply(signal: Signal, rollouts: Rollouts) -> tuple[Signal, Metrics]:
-        tokens = read("overlong_penalty", rollouts, "token_mask").astype(bool)
+        tokens = base.read("overlong_penalty", rollouts, "token_mask").astype(bool)
         last = tokens.shape[-1] if limit is None else limit
         value = stats.widen(signal.value)
         length = tokens.sum(-1, dtype=jnp.int32)
         excess = jnp.clip(length - (last - buffer), 0, buffer).astype(value.dtype)
-        cost = at_step(penalty, rollouts, value.dtype) * (excess / buffer)
-        lowered, mask = with_value(signal, value - cost), signal.mask
+        cost = base.at_step(penalty, rollouts, value.dtype) * (excess / buffer)
+        lowered, mask = base.with_value(signal, value - cost), signal.mask
         return lowered, {"penalised": mean(excess > 0, mask), "penalty": mean(cost, mask)}
 
-    return stateless("overlong_penalty", apply, levels=(2,), accepts=accepts)
-
-
-def _refuse(name: str, value: Array, wrong: Array) -> None:
-    if isinstance(value, Tracer) or isinstance(wrong, Tracer):
-        return
-    if bool(wrong.any()):
-        found = float(value[wrong][0])
-        raise InputError(
-            f"{name} takes rewards in {{0, 1}} but got {found:g}: give threshold=..., the lowest"
-            f" reward that is a success, or put {name} on a reward that is 0 or 1"
-        )
+    return base.stateless("overlong_penalty", apply, levels=(2,), accepts=accepts)
 
 
 def _check_tokens(buffer: int, limit: int | None) -> None:

@@ -102,6 +102,13 @@ def with_value(signal: Signal, value: Array) -> Signal:
     return dataclasses.replace(signal, value=value.astype(signal.value.dtype))
 
 
+def scaled(signal: Signal, factor: Array) -> Signal:
+    """The signal times a factor that broadcasts to it: one of samples [P, G] on tokens too."""
+    value = stats.widen(signal.value)
+    factor = factor if factor.ndim == value.ndim else factor[..., None]
+    return with_value(signal, value * factor.astype(value.dtype))
+
+
 def read(name: str, rollouts: Rollouts, attribute: str) -> Array:
     """An attribute of the rollouts. Raises: NotGiven if plain arrays came without it."""
     value = getattr(rollouts, attribute)
@@ -196,6 +203,11 @@ def row_state(where: str, instead: str, *names: str) -> Callable[[RolloutSpec], 
     return init
 
 
+def add_at_rows(state: Mapping[str, Array], row: Array, **new: Array) -> dict[str, Array]:
+    """The state of `row_state` with numbers [P] added to the rows of the prompts."""
+    return {name: old.at[row].add(new[name].astype(old.dtype)) for name, old in state.items()}
+
+
 def needs_of(*names: str | None) -> frozenset[str]:
     """The `needs` of a step that reads the rewards or fields that are named."""
     return frozenset(name for name in names if name is not None)
@@ -219,13 +231,21 @@ def samples(step: str, name: str | None, signal: Signal, rollouts: Rollouts) -> 
             f"{step}: {name!r} has shape {value.shape}, expected that of the signal,"
             f" [P, G] = {signal.value.shape}"
         )
-    value = floating(value)
-    mask = signal.mask & jnp.isfinite(value)
+    return finite(floating(value), signal.mask)
+
+
+def finite(value: Array, mask: Array | bool = True) -> Signal:
+    """The values, masked where they are not finite (NaN = not scored) too, with 0 there."""
+    mask = mask & jnp.isfinite(value)
     return Signal(value=jnp.where(mask, value, 0), mask=mask)
 
 
+def as_floats(value: Array) -> Array:
+    """Integers and truth values as floats; floats as they are."""
+    is_float = jnp.issubdtype(value.dtype, jnp.floating)
+    return value if is_float else value.astype(jnp.result_type(float))
+
+
 def floating(value: Array) -> Array:
-    """Integers and truth values as floats, floats in at least float32."""
-    if not jnp.issubdtype(value.dtype, jnp.floating):
-        return value.astype(jnp.result_type(float))
-    return stats.widen(value)
+    """As floats in at least float32."""
+    return stats.widen(as_floats(value))

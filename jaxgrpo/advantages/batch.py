@@ -8,16 +8,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jaxgrpo.advantages import stats
-from jaxgrpo.advantages.base import (
-    AdvantageTransform,
-    Scheduled,
-    at_step,
-    check_choice,
-    stateless,
-    with_value,
-)
-from jaxgrpo.core.metrics import Mean, Metrics
+from jaxgrpo.advantages import base, stats
+from jaxgrpo.advantages.base import AdvantageTransform, Scheduled
+from jaxgrpo.core.metrics import Metrics, mean
 from jaxgrpo.core.types import Rollouts, Signal
 
 _KEEP = ("zeros", "zero_groups", "nothing")
@@ -57,12 +50,12 @@ def divide_by_batch_std(
         _, variance, flat, _ = _moments(signal, ddof, include_flat)
         std = jnp.sqrt(variance)
         # Where all is flat the divisor may be 0: it is replaced, not only its quotient.
-        divisor = jnp.where(flat, 1, std + at_step(eps, rollouts, value.dtype))
+        divisor = jnp.where(flat, 1, std + base.at_step(eps, rollouts, value.dtype))
         divisor = jnp.where(divisor > 0, divisor, jnp.inf)  # eps 0 and a variance that underflows
         divided = jnp.where(flat, 0, value / divisor)
-        return with_value(signal, divided), {"std": _one(std)}
+        return base.with_value(signal, divided), {"std": mean(std)}
 
-    return stateless("divide_by_batch_std", apply, levels=(2,))
+    return base.stateless("divide_by_batch_std", apply, levels=(2,))
 
 
 def whiten_batch(
@@ -101,20 +94,20 @@ def whiten_batch(
     [[1.0, -1.0], [-1.0, 1.0]]
     """
     stats.check_ddof("whiten_batch", ddof)
-    check_choice("whiten_batch", _EPS_PLACES, eps_in=eps_in)
-    check_choice("whiten_batch", _KEEP, keep=keep)
+    base.check_choice("whiten_batch", _EPS_PLACES, eps_in=eps_in)
+    base.check_choice("whiten_batch", _KEEP, keep=keep)
 
     def apply(signal: Signal, rollouts: Rollouts) -> tuple[Signal, Metrics]:
-        mean, variance, flat, zero_groups = _moments(signal, ddof, include_flat)
-        added = at_step(eps, rollouts, mean.dtype)
+        centre, variance, flat, zero_groups = _moments(signal, ddof, include_flat)
+        added = base.at_step(eps, rollouts, centre.dtype)
         std = jnp.sqrt(variance)
         divisor = std + added if eps_in == "std" else jnp.sqrt(variance + added)
         divisor = jnp.where(flat | ~(divisor > 0), jnp.inf, divisor)
         silent = {"zeros": signal.value == 0, "zero_groups": zero_groups, "nothing": False}[keep]
-        white = jnp.where(silent, 0, (stats.widen(signal.value) - mean) / divisor)
-        return with_value(signal, white), {"mean": _one(mean), "std": _one(std)}
+        white = jnp.where(silent, 0, (stats.widen(signal.value) - centre) / divisor)
+        return base.with_value(signal, white), {"mean": mean(centre), "std": mean(std)}
 
-    return stateless("whiten_batch", apply)
+    return base.stateless("whiten_batch", apply)
 
 
 class _Moments(NamedTuple):
@@ -145,13 +138,13 @@ def _moments(signal: Signal, ddof: int, include_flat: bool) -> _Moments:
     total = jnp.where(live, row.mean * row.count.astype(value.dtype), 0).sum(axes).sum()
     lowest, highest = jnp.where(live, low, jnp.inf).min(), jnp.where(live, high, -jnp.inf).max()
     counted = jnp.where(live, number, 0).sum(dtype=jnp.int32)
-    mean = total / jnp.maximum(counted, 1).astype(value.dtype)
-    squares = jnp.where(mask & live, jnp.square(value - mean), 0)
+    centre = total / jnp.maximum(counted, 1).astype(value.dtype)
+    squares = jnp.where(mask & live, jnp.square(value - centre), 0)
     squares = squares.sum(-1, keepdims=True).sum(axes).sum()
     degrees = jnp.maximum(counted - ddof, 1).astype(value.dtype)
     flat = (lowest == highest) | (counted < 2)
     zero = (number == 0) | ((low == 0) & (high == 0))
-    return _Moments(mean, squares / degrees, flat, zero)
+    return _Moments(centre, squares / degrees, flat, zero)
 
 
 def _of_tokens(value: Array, mask: Array) -> stats.Summary:
@@ -166,10 +159,5 @@ def _of_tokens(value: Array, mask: Array) -> stats.Summary:
     differ = (mask & (value != equal)).any(-1, keepdims=True)
     low = jnp.where(number > 0, jnp.where(differ, low, equal), jnp.inf)
     high = jnp.where(number > 0, jnp.where(differ, high, equal), -jnp.inf)
-    mean = value.sum(-1, keepdims=True) / jnp.maximum(number, 1).astype(value.dtype)
-    return stats.Summary(low, high, mean, number)
-
-
-def _one(value: Array) -> Mean:
-    """A number of the whole batch as a metric."""
-    return Mean(total=value, weight=jnp.ones_like(value))
+    average = value.sum(-1, keepdims=True) / jnp.maximum(number, 1).astype(value.dtype)
+    return stats.Summary(low, high, average, number)

@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxgrpo.advantages.base import AdvantageTransform, Streams, read_field, transform
+from jaxgrpo.advantages import base
+from jaxgrpo.advantages.base import AdvantageTransform, Streams, transform
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.metrics import Metric, Metrics
 from jaxgrpo.core.types import Rollouts, RolloutSpec, Signal
@@ -86,10 +87,7 @@ def start(rollouts: Rollouts) -> Streams:
                 f"reward {name!r} has shape {reward.shape}, expected [P, G]:"
                 " one row per prompt, one column per sample"
             )
-        if not jnp.issubdtype(reward.dtype, jnp.floating):
-            reward = reward.astype(jnp.result_type(float))
-        scored = jnp.isfinite(reward)
-        streams[name] = Signal(value=jnp.where(scored, reward, 0), mask=scored)
+        streams[name] = base.finite(base.as_floats(reward))
     shapes = {name: stream.value.shape for name, stream in streams.items()}
     if len(set(shapes.values())) > 1:
         raise InputError(f"rewards differ in shape: {shapes}; all must be the same [P, G]")
@@ -178,12 +176,13 @@ def _walk(
         if step.kind == "signal->signal":
             signal = _single(name, signal)
         for field in sorted(step.needs):
-            read_field(key, field, rollouts)
+            base.read_field(key, field, rollouts)
         _check_level(key, step, signal, widened_by)
         before = signal
         signal, after, reported = step.update(before, state[key], rollouts)
         signal = _settle(key, before, signal)
-        if isinstance(signal, Signal) and signal.value.ndim > _rank(before):
+        rank = before.value.ndim if isinstance(before, Signal) else 2
+        if isinstance(signal, Signal) and signal.value.ndim > rank:
             widened_by = key
         yield key, signal, after, reported
 
@@ -261,10 +260,6 @@ def _check_level(key: str, step: AdvantageTransform, signal: Any, widened_by: st
         )
 
 
-def _rank(signal: Any) -> int:
-    return signal.value.ndim if isinstance(signal, Signal) else 2
-
-
 def _settle(key: str, before: Any, after: Any) -> Any:
     """What a step returned, with masks that only shrink and 0 where masked."""
     if not isinstance(after, Signal):
@@ -293,7 +288,5 @@ def _settle(key: str, before: Any, after: Any) -> Any:
                 f"{key} turned values {shape} into {after.value.shape}: a step keeps [P, G], or"
                 " widens it to [P, G, T]"
             )
-        if after.mask is not before.mask:
-            earlier = before.mask.reshape(shape + (1,) * (mask.ndim - len(shape)))
-            mask = mask & jnp.broadcast_to(earlier, mask.shape)
+        mask = mask & before.mask.reshape(shape + (1,) * (mask.ndim - len(shape)))
     return Signal(value=jnp.where(mask, value, 0), mask=mask)

@@ -12,29 +12,18 @@ elementwise, in at least float32.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jaxgrpo.advantages import stats
+from jaxgrpo.advantages import base, stats
 from jaxgrpo.advantages.absolute import successes
-from jaxgrpo.advantages.base import (
-    AdvantageTransform,
-    Scheduled,
-    at_step,
-    check,
-    needs_of,
-    read,
-    read_field,
-    row_state,
-)
+from jaxgrpo.advantages.base import AdvantageTransform, Scheduled
 from jaxgrpo.core.errors import find
-from jaxgrpo.core.metrics import Metrics, mean, reduce, summed
+from jaxgrpo.core.metrics import Metrics, accumulate_dtype, mean, reduce, summed
 from jaxgrpo.core.types import Rollouts, RolloutSpec, Signal
 
 DIVERGENCES: dict[str, Callable[[Array], Array]] = {
@@ -93,16 +82,15 @@ def alpha_dpg(
     >>> evaluate(alpha_dpg(0.0), [[1.0, 0.0]], token_mask=[[[True], [True]]], **logp)[0].tolist()
     [[2.0, -2.0]]
     """
-    check("alpha_dpg", "a number in [0, 1)", lambda alpha: 0 <= alpha < 1, alpha=alpha)
-    options = _Options("alpha_dpg", cap, z, base_rate, floor, threshold)
+    base.check("alpha_dpg", "a number in [0, 1)", lambda alpha: 0 <= alpha < 1, alpha=alpha)
 
     def pseudo_reward(log_odds: Array, rollouts: Rollouts) -> Array:
         # A schedule may arrive at 1: R is 0 on successes then and, 0 times -inf being NaN, -1 else.
         possible = log_odds > -jnp.inf
-        power = 1 - at_step(alpha, rollouts, log_odds.dtype)
+        power = 1 - base.at_step(alpha, rollouts, log_odds.dtype)
         return jnp.where(possible, jnp.expm1(power * jnp.where(possible, log_odds, 0)), -1)
 
-    return _towards(options, pseudo_reward)
+    return _towards("alpha_dpg", pseudo_reward, cap, z, base_rate, floor, threshold)
 
 
 def f_dpg(
@@ -137,27 +125,31 @@ def f_dpg(
     [[1.0, -1.0]]
     """
     find("f_dpg divergence (infinite ones left out)", divergence, DIVERGENCES)
-    options = _Options("f_dpg", cap, z, base_rate, floor, threshold)
-    return _towards(options, lambda log_odds, rollouts: DIVERGENCES[divergence](log_odds))
+    pseudo_reward = lambda log_odds, rollouts: DIVERGENCES[divergence](log_odds)  # noqa: E731
+    return _towards("f_dpg", pseudo_reward, cap, z, base_rate, floor, threshold)
 
 
 def base_rates(name: str, field: str, rollouts: Rollouts, like: Array) -> Array:
     """The field of base success rates, [P, 1], in [0, 1]; NaN where it was not measured."""
-    rate = read_field(
+    rate = base.read_field(
         name, field, rollouts, like.shape[:1], "one base success rate per prompt, [P]"
     )
     clipped = jnp.clip(rate.astype(like.dtype), 0, 1)
     return jnp.where(jnp.isfinite(rate), clipped, jnp.nan)[:, None]
 
 
-def sequences(name: str, rollouts: Rollouts) -> tuple[Array, Array]:
-    """log a and log pi of each whole completion, [P, G]; an empty one has 0."""
-    tokens = read(name, rollouts, "token_mask").astype(bool)
-    base = stats.widen(read_field(name, "base_logp", rollouts))
-    policy = stats.widen(read(name, rollouts, "behavior_logp"))
-    dtype = jnp.promote_types(base.dtype, policy.dtype)
-    totals = reduce(*(summed(logp.astype(dtype), tokens) for logp in (base, policy)), axis=-1)
-    return totals[0][..., 0], totals[1][..., 0]
+def log_odds_of_base(name: str, rollouts: Rollouts) -> tuple[Array, Array]:
+    """(log(a / pi) of each whole completion, where it is known), [P, G]; an empty one has 0.
+
+    -inf where the base cannot say it. Not known: what is NaN, and a log pi that is not finite.
+    """
+    tokens = base.read(name, rollouts, "token_mask").astype(bool)
+    of_base = stats.widen(base.read_field(name, "base_logp", rollouts))
+    policy = stats.widen(base.read(name, rollouts, "behavior_logp"))
+    dtype = jnp.promote_types(of_base.dtype, policy.dtype)
+    totals = reduce(*(summed(logp.astype(dtype), tokens) for logp in (of_base, policy)), axis=-1)
+    of_base, policy = (total[..., 0] for total in totals)
+    return of_base - policy, ~jnp.isnan(of_base) & jnp.isfinite(policy)
 
 
 def mu_of_beta(beta: Any, base_rate: Any) -> Array:
@@ -234,7 +226,7 @@ def target_validity(target: Any, base_rates: Any) -> Validity:
     (0.9, 1)
     """
     if isinstance(target, float | int):
-        check("target_validity", "a rate in (0, 1)", lambda rate: 0 < rate < 1, target=target)
+        base.check("target_validity", "a rate in (0, 1)", lambda rate: 0 < rate < 1, target=target)
     target, rates = _wide(target, base_rates)
     able = rates > 0
     number = jnp.maximum(able.sum(dtype=jnp.int32), 1).astype(rates.dtype)
@@ -262,101 +254,88 @@ def target_validity(target: Any, base_rates: Any) -> Validity:
     return Validity(1 / push, mu, (~able).sum(dtype=jnp.int32))
 
 
-class _Options(NamedTuple):
-    name: str
-    cap: float
-    z: str
-    base_rate: str | None
-    floor: float
-    threshold: Scheduled | None
-
-
 def _towards(
-    options: _Options, pseudo_reward: Callable[[Array, Rollouts], Array]
+    name: str,
+    pseudo_reward: Callable[[Array, Rollouts], Array],
+    cap: float,
+    z: str,
+    base_rate: str | None,
+    floor: float,
+    threshold: Scheduled | None,
 ) -> AdvantageTransform:
     """The transform of a pseudo-reward of log(p / pi)."""
-    name, cap, z, base_rate, floor, _ = options
-    find(f"{name} z", z, dict.fromkeys(_ESTIMATES))
-    check(name, "a finite number above 0", lambda cap: 0 < cap < float("inf"), cap=cap)
-    check(name, "a success rate in (0, 1]", lambda floor: 0 < floor <= 1, floor=floor)
-    return AdvantageTransform(
-        name,
-        partial(_init, options),
-        partial(_update, options, pseudo_reward),
-        needs=needs_of("base_logp", base_rate),
-        levels=(2,),
-    )
+    base.check(name, "a finite number above 0", lambda cap: 0 < cap < float("inf"), cap=cap)
+    init, estimate = _estimator(name, z, base_rate, floor)
 
-
-def _init(options: _Options, spec: RolloutSpec) -> dict[str, Array]:
-    if options.z != "running" or options.base_rate:
-        return {}
-    where = f"{options.name}: z = 'running'"
-    return row_state(where, "take z = 'group', or a data set", "total", "count")(spec)
-
-
-def _update(
-    options: _Options,
-    pseudo_reward: Callable[[Array, Rollouts], Array],
-    signal: Signal,
-    state: dict[str, Array],
-    rollouts: Rollouts,
-) -> tuple[Signal, Any, Metrics]:
-    signal, success, refused = successes(options.name, signal, options.threshold, rollouts)
-    base, policy = sequences(options.name, rollouts)
-    mask = signal.mask & ~jnp.isnan(base) & jnp.isfinite(policy)
-    if options.base_rate:
-        mask = mask & jnp.isfinite(base_rates(options.name, options.base_rate, rollouts, base))
-    supported = success & (base > -jnp.inf)
-    log_weight = jnp.where(supported & mask, base - policy, -jnp.inf)
-    log_z, state = _log_z(options, log_weight, mask, state, rollouts)
-    raw = pseudo_reward(log_weight - log_z, rollouts)
-    reward = jnp.where(mask, jnp.minimum(raw, options.cap), 0)
-    number = stats.count(mask)
-    others = (number - 1).astype(reward.dtype)
-    left_out = (reward.sum(1, keepdims=True) - reward) / jnp.maximum(others, 1)
-    value = jnp.where(number > 1, reward - left_out, reward)
-    value = jnp.where(stats.is_flat(reward, mask) & (number > 1), 0, value)
-    value = jnp.where(mask, value, 0).astype(signal.value.dtype)
-    metrics = {
-        "z": mean(jnp.exp(log_z), number > 0),
-        **refused,
-        "capped": mean(raw > options.cap, mask),
-        "unsupported": mean(success & ~supported, mask),
-    }
-    return Signal(value=value, mask=mask), state, metrics
-
-
-def _log_z(
-    options: _Options, log_weight: Array, mask: Array, state: dict[str, Array], rollouts: Rollouts
-) -> tuple[Array, dict[str, Array]]:
-    """log Z [P, 1], at most 0, and the state after these samples."""
-    floor = jnp.log(jnp.asarray(options.floor, log_weight.dtype))
-    number = stats.count(mask).astype(log_weight.dtype)
-    if options.base_rate:
-        rate = base_rates(options.name, options.base_rate, rollouts, log_weight)
-        return jnp.where(rate > 0, jnp.log(jnp.where(rate > 0, rate, 1)), floor), state
-    log_z = jax.nn.logsumexp(log_weight, axis=1, keepdims=True) - jnp.log(jnp.maximum(number, 1))
-    log_z = jnp.minimum(log_z, 0)
-    if options.z == "running":
-        row = read(options.name, rollouts, "row")
-        add = {"total": jnp.exp(log_z) * number, "count": number}
-        state = {
-            name: old.at[row].add(add[name][:, 0].astype(old.dtype)) for name, old in state.items()
+    def update(signal: Signal, state: Any, rollouts: Rollouts) -> tuple[Signal, Any, Metrics]:
+        signal, success, refused = successes(name, signal, threshold, rollouts)
+        log_odds, known = log_odds_of_base(name, rollouts)
+        mask = signal.mask & known
+        if base_rate:
+            mask = mask & jnp.isfinite(base_rates(name, base_rate, rollouts, log_odds))
+        supported = success & (log_odds > -jnp.inf)
+        log_weight = jnp.where(supported & mask, log_odds, -jnp.inf)
+        log_z, state = estimate(log_weight, mask, state, rollouts)
+        raw = pseudo_reward(log_weight - log_z, rollouts)
+        reward = jnp.where(mask, jnp.minimum(raw, cap), 0)
+        number = stats.count(mask)
+        others = (number - 1).astype(reward.dtype)
+        left_out = (reward.sum(1, keepdims=True) - reward) / jnp.maximum(others, 1)
+        value = jnp.where(number > 1, reward - left_out, reward)
+        value = jnp.where(stats.is_flat(reward, mask) & (number > 1), 0, value)
+        metrics = {
+            "z": mean(jnp.exp(log_z), number > 0),
+            **refused,
+            "capped": mean(raw > cap, mask),
+            "unsupported": mean(success & ~supported, mask),
         }
-        rate = state["total"] / jnp.maximum(state["count"], 1)
-        log_z = jnp.log(rate[row].astype(log_weight.dtype))[:, None]
-    return jnp.where(log_z > -jnp.inf, log_z, floor), state
+        signal = Signal(value=value.astype(signal.value.dtype), mask=mask)
+        return signal, state, metrics
+
+    needs = base.needs_of("base_logp", base_rate)
+    return AdvantageTransform(name, init, update, needs, levels=(2,))
+
+
+State = dict[str, Array]
+Estimate = Callable[[Array, Array, State, Rollouts], tuple[Array, State]]
+"""(log of a v / pi [P, G], mask, state, rollouts) -> (log Z [P, 1], state after these samples)"""
+
+
+def _estimator(
+    name: str, z: str, base_rate: str | None, floor: float
+) -> tuple[Callable[[RolloutSpec], State], Estimate]:
+    """The first state and the estimate of log Z, at most 0."""
+    find(f"{name} z", z, dict.fromkeys(_ESTIMATES))
+    base.check(name, "a success rate in (0, 1]", lambda floor: 0 < floor <= 1, floor=floor)
+    running = z == "running" and not base_rate
+    instead = "take z = 'group', or a data set"
+    rows = base.row_state(f"{name}: z = 'running'", instead, "total", "count")
+
+    def estimate(
+        log_weight: Array, mask: Array, state: State, rollouts: Rollouts
+    ) -> tuple[Array, State]:
+        dtype = log_weight.dtype
+        number = stats.count(mask).astype(dtype)
+        if base_rate:
+            log_z = jnp.log(base_rates(name, base_rate, rollouts, log_weight))
+        else:
+            total = jax.nn.logsumexp(log_weight, axis=1, keepdims=True)
+            log_z = jnp.minimum(total - jnp.log(jnp.maximum(number, 1)), 0)
+        if running:
+            row, successes = base.read(name, rollouts, "row"), jnp.exp(log_z) * number
+            state = base.add_at_rows(state, row, total=successes[:, 0], count=number[:, 0])
+            rate = state["total"] / jnp.maximum(state["count"], 1)
+            log_z = jnp.log(rate[row].astype(dtype))[:, None]
+        return jnp.where(log_z > -jnp.inf, log_z, jnp.log(jnp.asarray(floor, dtype))), state
+
+    return rows if running else lambda spec: {}, estimate
 
 
 def _wide(*values: Any) -> tuple[Array, ...]:
     """Arrays of one dtype: the widest of those given as arrays, at least float32."""
-    arrays = [jnp.asarray(value) for value in values]
     given = [value.dtype for value in values if hasattr(value, "dtype")]
-    dtype = functools.reduce(jnp.promote_types, given) if given else jnp.result_type(float)
-    dtype = dtype if jnp.issubdtype(dtype, jnp.floating) else jnp.result_type(float)
-    wide = stats.widen(jnp.zeros((), dtype)).dtype
-    return tuple(one.astype(wide) for one in arrays)
+    dtype = accumulate_dtype(jnp.result_type(float, *given))
+    return tuple(jnp.asarray(value).astype(dtype) for value in values)
 
 
 def _logit(rate: Array) -> Array:

@@ -9,18 +9,9 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Bool, Float
 
-from jaxgrpo.advantages import stats
+from jaxgrpo.advantages import base, stats
 from jaxgrpo.advantages.absolute import successes
-from jaxgrpo.advantages.base import (
-    AdvantageTransform,
-    Scheduled,
-    at_step,
-    check,
-    check_choice,
-    read,
-    stateless,
-    with_value,
-)
+from jaxgrpo.advantages.base import AdvantageTransform, Scheduled
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.metrics import Metrics, mean
 from jaxgrpo.core.types import Rollouts, RolloutSpec, Signal
@@ -48,8 +39,8 @@ def subtract_group_mean(singleton: str = "zero") -> AdvantageTransform:
     [[0.5, -0.5, -0.5, 0.5]]
     """
 
-    def centred(signal: Signal, group: stats.Summary, rollouts: Rollouts) -> Array:
-        return stats.widen(signal.value) - group.mean
+    def centred(value: Array, mask: Array, group: stats.Summary, rollouts: Rollouts) -> Array:
+        return value - group.mean
 
     return _unless_flat("subtract_group_mean", centred, singleton)
 
@@ -80,10 +71,9 @@ def divide_by_group_std(
     """
     stats.check_ddof("divide_by_group_std", ddof)
 
-    def divided(signal: Signal, group: stats.Summary, rollouts: Rollouts) -> Array:
-        value = stats.widen(signal.value)
-        std = stats.std(value, signal.mask, ddof=ddof, about=group)
-        added = at_step(eps, rollouts, value.dtype)
+    def divided(value: Array, mask: Array, group: stats.Summary, rollouts: Rollouts) -> Array:
+        std = jnp.sqrt(stats.variance(value, mask, ddof=ddof, about=group))
+        added = base.at_step(eps, rollouts, value.dtype)
         # Where the group is flat the divisor may be 0: it is replaced, not only its quotient.
         divisor = jnp.where(group.flat, 1 + added, std + added)
         divisor = jnp.where(divisor > 0, divisor, jnp.inf)  # eps 0 and a variance that underflows
@@ -113,8 +103,7 @@ def subtract_leave_one_out_mean(singleton: str = "zero") -> AdvantageTransform:
     [[0.75, -0.75, 0.0]]
     """
 
-    def left_out(signal: Signal, group: stats.Summary, rollouts: Rollouts) -> Array:
-        value = stats.widen(signal.value)
+    def left_out(value: Array, mask: Array, group: stats.Summary, rollouts: Rollouts) -> Array:
         number = group.count.astype(value.dtype)
         return number / jnp.maximum(number - 1, 1) * (value - group.mean)
 
@@ -139,9 +128,8 @@ def subtract_group_median() -> AdvantageTransform:
     [[1.0, 0.0, 0.0, 0.0]]
     """
 
-    def centred(signal: Signal, group: stats.Summary, rollouts: Rollouts) -> Array:
-        value = stats.widen(signal.value)
-        return value - _median(value, signal.mask)
+    def centred(value: Array, mask: Array, group: stats.Summary, rollouts: Rollouts) -> Array:
+        return value - _median(value, mask)
 
     return _unless_flat("subtract_group_median", centred)
 
@@ -167,14 +155,13 @@ def subtract_length_weighted_mean(singleton: str = "zero") -> AdvantageTransform
     [[0.25, -0.75]]
     """
 
-    def centred(signal: Signal, group: stats.Summary, rollouts: Rollouts) -> Array:
-        value = stats.widen(signal.value)
-        tokens = read("subtract_length_weighted_mean", rollouts, "token_mask").astype(bool)
-        length = jnp.where(signal.mask, tokens.sum(-1, dtype=jnp.int32), 0).astype(value.dtype)
+    def centred(value: Array, mask: Array, group: stats.Summary, rollouts: Rollouts) -> Array:
+        tokens = base.read("subtract_length_weighted_mean", rollouts, "token_mask").astype(bool)
+        length = jnp.where(mask, tokens.sum(-1, dtype=jnp.int32), 0).astype(value.dtype)
         total = length.sum(1, keepdims=True)
         # Weights that add up to 1 first: length times a huge reward would overflow.
         share = length / jnp.maximum(total, 1)
-        return value - jnp.where(signal.mask, share * value, 0).sum(1, keepdims=True)
+        return value - jnp.where(mask, share * value, 0).sum(1, keepdims=True)
 
     return _unless_flat("subtract_length_weighted_mean", centred, singleton)
 
@@ -203,10 +190,10 @@ def divide_by_group_mean(eps: Scheduled = 0.0) -> AdvantageTransform:
         value = stats.widen(signal.value)
         mean = stats.mean(value, signal.mask)
         positive = mean > 0
-        divisor = jnp.where(positive, mean + at_step(eps, rollouts, value.dtype), 1)
-        return with_value(signal, jnp.where(positive, value / divisor, 0)), {}
+        divisor = jnp.where(positive, mean + base.at_step(eps, rollouts, value.dtype), 1)
+        return base.with_value(signal, jnp.where(positive, value / divisor, 0)), {}
 
-    return stateless("divide_by_group_mean", apply, levels=(2,))
+    return base.stateless("divide_by_group_mean", apply, levels=(2,))
 
 
 def max_minus_second() -> AdvantageTransform:
@@ -235,9 +222,9 @@ def max_minus_second() -> AdvantageTransform:
         others = stats.summary(value, mask & ~first)
         alone = (group.count == others.count + 1) & (group.count > 1)
         ahead = group.high - jnp.where(alone, others.high, group.high)
-        return with_value(signal, jnp.where(alone & first, ahead, 0)), {}
+        return base.with_value(signal, jnp.where(alone & first, ahead, 0)), {}
 
-    return stateless("max_minus_second", apply, levels=(2,), relative=True)
+    return base.stateless("max_minus_second", apply, levels=(2,), relative=True)
 
 
 def leave_one_out_pass_at_k(k: int, threshold: Scheduled | None = None) -> AdvantageTransform:
@@ -265,14 +252,14 @@ def leave_one_out_pass_at_k(k: int, threshold: Scheduled | None = None) -> Advan
     >>> evaluate(leave_one_out_pass_at_k(1), [[1.0, 0.0, 0.0]])[0].tolist()
     [[1.0, -0.5, -0.5]]
     """
-    check("leave_one_out_pass_at_k", "at least 1", lambda k: k >= 1, k=k)
+    base.check("leave_one_out_pass_at_k", "at least 1", lambda k: k >= 1, k=k)
 
     def apply(signal: Signal, rollouts: Rollouts) -> tuple[Signal, Metrics]:
         signal, success, metrics = successes("leave_one_out_pass_at_k", signal, threshold, rollouts)
         number = stats.count(signal.mask)
         value = _leave_one_out(success, signal.mask, k, stats.widen(signal.value).dtype)
         few = {"too_few": mean(number <= k, number > 0)}
-        return with_value(signal, value), {**metrics, **few}
+        return base.with_value(signal, value), {**metrics, **few}
 
     def accepts(spec: RolloutSpec) -> None:
         if spec.group_size <= k:
@@ -283,7 +270,7 @@ def leave_one_out_pass_at_k(k: int, threshold: Scheduled | None = None) -> Advan
             )
 
     name = "leave_one_out_pass_at_k"
-    return stateless(name, apply, levels=(2,), relative=True, accepts=accepts)
+    return base.stateless(name, apply, levels=(2,), relative=True, accepts=accepts)
 
 
 def contrastive_pairs() -> AdvantageTransform:
@@ -312,35 +299,36 @@ def contrastive_pairs() -> AdvantageTransform:
         won, lost = lower.sum(1, dtype=jnp.int32), higher.sum(1, dtype=jnp.int32)
         dtype = stats.widen(value).dtype
         number = jnp.maximum(stats.count(mask), 1).astype(dtype)
-        return with_value(signal, (won - lost).astype(dtype) / number), {}
+        return base.with_value(signal, (won - lost).astype(dtype) / number), {}
 
-    return stateless("contrastive_pairs", apply, levels=(2,), relative=True)
+    return base.stateless("contrastive_pairs", apply, levels=(2,), relative=True)
 
 
 def _unless_flat(
     name: str,
-    of_group: Callable[[Signal, stats.Summary, Rollouts], Array],
+    of_group: Callable[[Array, Array, stats.Summary, Rollouts], Array],
     singleton: str = "zero",
     scales: bool = False,
 ) -> AdvantageTransform:
     """The part that gives exactly 0 in flat groups, and what `of_group` gives in the others.
 
     Args:
+      of_group: (value in at least float32, mask, summary of the groups, rollouts) -> value.
       singleton: what a group with one unmasked sample gets: "zero", or "raw": the sample's value,
         or what `of_group` gives if it `scales`.
     """
-    check_choice(name, _SINGLETONS, singleton=singleton)
+    base.check_choice(name, _SINGLETONS, singleton=singleton)
 
     def apply(signal: Signal, rollouts: Rollouts) -> tuple[Signal, Metrics]:
         group = stats.summary(signal.value, signal.mask)
-        made = of_group(signal, group, rollouts)
+        value = stats.widen(signal.value)
+        made = of_group(value, signal.mask, group, rollouts)
         after = jnp.where(group.flat, 0, made)
         if singleton == "raw":
-            raw = made if scales else stats.widen(signal.value)
-            after = jnp.where(group.count == 1, raw, after)
-        return with_value(signal, after), {}
+            after = jnp.where(group.count == 1, made if scales else value, after)
+        return base.with_value(signal, after), {}
 
-    return stateless(name, apply, levels=(2,), relative=True)
+    return base.stateless(name, apply, levels=(2,), relative=True)
 
 
 def _median(value: Float[Array, "P G"], mask: Bool[Array, "P G"]) -> Float[Array, "P 1"]:

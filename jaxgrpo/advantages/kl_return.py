@@ -7,34 +7,23 @@ group, beta would be another one in every group.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import Array
 
-from jaxgrpo.advantages import stats
+from jaxgrpo.advantages import base, stats
 from jaxgrpo.advantages.absolute import successes
-from jaxgrpo.advantages.base import (
-    AdvantageTransform,
-    Scheduled,
-    at_step,
-    check,
-    check_at_least,
-    floating,
-    needs_of,
-    read,
-    read_field,
-    row_state,
-    stateless,
-    with_value,
-)
-from jaxgrpo.advantages.filtered_model import base_rates, sequences, target_validity
+from jaxgrpo.advantages.base import AdvantageTransform, Scheduled
+from jaxgrpo.advantages.filtered_model import base_rates, log_odds_of_base, target_validity
 from jaxgrpo.advantages.stats import clamp, log_ratio
 from jaxgrpo.advantages.tokens import at_tokens, sum_behind
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.metrics import Metrics, mean
 from jaxgrpo.core.types import Rollouts, RolloutSpec, Signal
+
+_NAME = "add_kl_return_for_validity"
 
 
 def add_kl_return(beta: Scheduled, reference: str = "reference") -> AdvantageTransform:
@@ -68,13 +57,14 @@ def add_kl_return(beta: Scheduled, reference: str = "reference") -> AdvantageTra
     >>> evaluate(add_kl_return(0.5), [[1.0]], **given)[0].tolist()
     [[[0.0, 0.5]]]
     """
-    check_at_least("add_kl_return", 0, beta=beta)
+    base.check_at_least("add_kl_return", 0, beta=beta)
 
     def apply(signal: Signal, rollouts: Rollouts) -> tuple[Signal, Metrics]:
-        charge = at_step(beta, rollouts, jnp.result_type(float))
+        charge = base.at_step(beta, rollouts, jnp.result_type(float))
         return _charged("add_kl_return", charge, reference, signal, rollouts)
 
-    return stateless("add_kl_return", apply, needs=needs_of("trainer_logp", f"{reference}_logp"))
+    needs = base.needs_of("trainer_logp", f"{reference}_logp")
+    return base.stateless("add_kl_return", apply, needs=needs)
 
 
 def add_kl_return_for_validity(
@@ -118,51 +108,42 @@ def add_kl_return_for_validity(
     >>> evaluate(part, [[1.0, 0.0]], token_mask=[[[True], [True]]], **logp)[0].tolist()
     [[[1.0], [0.0]]]
     """
-    name = "add_kl_return_for_validity"
-    options = _Options(name, target_validity, reward, threshold, base_rate, max_beta)
-    options.check()
-    return AdvantageTransform(
-        name,
-        partial(_init, options),
-        partial(_update, options),
-        needs=needs_of("trainer_logp", "base_logp", reward, base_rate),
-    )
+    between = "a success rate in (0, 1)"
+    base.check(_NAME, between, lambda rate: 0 < rate < 1, target_validity=target_validity)
+    positive = "a finite number above 0"
+    base.check(_NAME, positive, lambda beta: 0 < beta < float("inf"), max_beta=max_beta)
+    rates = partial(_given, base_rate) if base_rate else partial(_measured, reward, threshold)
+    init, update = partial(_init, reward), partial(_update, rates, target_validity, max_beta)
+    needs = base.needs_of("trainer_logp", "base_logp", reward, base_rate)
+    return AdvantageTransform(_NAME, init, update, needs)
 
 
-class _Options(NamedTuple):
-    name: str
-    target: Scheduled
-    reward: str | None
-    threshold: Scheduled | None
-    base_rate: str | None
-    max_beta: float
-
-    def check(self) -> None:
-        rate = "a success rate in (0, 1)"
-        check(self.name, rate, lambda rate: 0 < rate < 1, target_validity=self.target)
-        positive = "a finite number above 0"
-        check(self.name, positive, lambda beta: 0 < beta < float("inf"), max_beta=self.max_beta)
-
-
-def _init(options: _Options, spec: RolloutSpec) -> dict[str, Array]:
-    if options.reward is None and len(spec.rewards) != 1:
+def _init(reward: str | None, spec: RolloutSpec) -> dict[str, Array]:
+    if reward is None and len(spec.rewards) != 1:
         raise InputError(
-            f"{options.name}: there are {len(spec.rewards)} rewards ({', '.join(spec.rewards)}):"
+            f"{_NAME}: there are {len(spec.rewards)} rewards ({', '.join(spec.rewards)}):"
             " name the one that says what is valid, reward=..."
         )
     instead = "train on a data set of known size, or take add_kl_return(beta)"
-    return row_state(options.name, instead, "total", "count")(spec)
+    return base.row_state(_NAME, instead, "total", "count")(spec)
 
 
 def _update(
-    options: _Options, signal: Signal, state: dict[str, Array], rollouts: Rollouts
+    rates: Callable[[Rollouts], tuple[dict[str, Array], Metrics]],
+    target: Scheduled,
+    max_beta: float,
+    signal: Signal,
+    state: dict[str, Array],
+    rollouts: Rollouts,
 ) -> tuple[Signal, dict[str, Array], Metrics]:
-    state, refused = _rates(options, state, rollouts)
+    """Args: rates: what these samples add to the state, [P] each, and metrics."""
+    new, refused = rates(rollouts)
+    state = base.add_at_rows(state, base.read(_NAME, rollouts, "row"), **new)
     met = state["count"] > 0
     rate = jnp.where(met, state["total"] / jnp.where(met, state["count"], 1), 0)
-    target = at_step(options.target, rollouts, rate.dtype)
-    beta = jnp.minimum(target_validity(target, rate).beta, options.max_beta)
-    after, metrics = _charged(options.name, beta, "base", signal, rollouts)
+    found = target_validity(base.at_step(target, rollouts, rate.dtype), rate)
+    beta = jnp.minimum(found.beta, max_beta)
+    after, metrics = _charged(_NAME, beta, "base", signal, rollouts)
     metrics |= {
         "beta": mean(beta),
         "base_rate": mean(rate, met),
@@ -172,36 +153,25 @@ def _update(
     return after, state, metrics
 
 
-def _rates(
-    options: _Options, state: dict[str, Array], rollouts: Rollouts
-) -> tuple[dict[str, Array], Metrics]:
-    """What is known of each row's base success rate after these samples."""
-    row = read(options.name, rollouts, "row")
-    new, refused = (_given if options.base_rate else _measured)(options, row, rollouts)
-    return {n: old.at[row].add(new[n].astype(old.dtype)) for n, old in state.items()}, refused
-
-
-def _given(options: _Options, row: Array, rollouts: Rollouts) -> tuple[dict[str, Array], Metrics]:
-    like = jnp.zeros(row.shape, jnp.result_type(float))
-    rate = base_rates(options.name, str(options.base_rate), rollouts, like)[:, 0]
+def _given(field: str, rollouts: Rollouts) -> tuple[dict[str, Array], Metrics]:
+    like = jnp.zeros(base.read(_NAME, rollouts, "row").shape, jnp.result_type(float))
+    rate = base_rates(_NAME, field, rollouts, like)[:, 0]
     known = jnp.isfinite(rate)
     return {"total": jnp.where(known, rate, 0), "count": known.astype(rate.dtype)}, {}
 
 
 def _measured(
-    options: _Options, row: Array, rollouts: Rollouts
+    reward: str | None, threshold: Scheduled | None, rollouts: Rollouts
 ) -> tuple[dict[str, Array], Metrics]:
     """Sum and number of v a(y) / policy(y) of each group."""
-    reward = options.reward or next(iter(rollouts.rewards))
-    value = floating(read_field(options.name, reward, rollouts))
-    judged = jnp.isfinite(value)
-    verdict = Signal(value=jnp.where(judged, value, 0), mask=judged)
-    verdict, success, refused = successes(options.name, verdict, options.threshold, rollouts)
-    base, policy = sequences(options.name, rollouts)
-    mask = verdict.mask & ~jnp.isnan(base) & jnp.isfinite(policy)
+    value = base.read_field(_NAME, reward or next(iter(rollouts.rewards)), rollouts)
+    verdict = base.finite(base.floating(value))
+    verdict, success, refused = successes(_NAME, verdict, threshold, rollouts)
+    log_odds, known = log_odds_of_base(_NAME, rollouts)
+    mask = verdict.mask & known
     # Cut before the exponential: a group's mean is at most 1, so one weight at most its size.
-    highest = jnp.log(jnp.asarray(mask.shape[1], base.dtype))
-    weight = jnp.exp(jnp.minimum(jnp.where(mask & success, base - policy, -jnp.inf), highest))
+    highest = jnp.log(jnp.asarray(mask.shape[1], log_odds.dtype))
+    weight = jnp.exp(jnp.minimum(jnp.where(mask & success, log_odds, -jnp.inf), highest))
     number = stats.count(mask)[:, 0].astype(weight.dtype)
     return {"total": jnp.minimum(weight.sum(1), number), "count": number}, refused
 
@@ -211,8 +181,8 @@ def _charged(
 ) -> tuple[Signal, Metrics]:
     """The signal at its tokens with the KL's return added."""
     signal = at_tokens(name, signal, rollouts)
-    policy = read_field(name, "trainer_logp", rollouts)
-    anchor = read_field(name, f"{reference}_logp", rollouts)
+    policy = base.read_field(name, "trainer_logp", rollouts)
+    anchor = base.read_field(name, f"{reference}_logp", rollouts)
     distance, clamped = clamp(log_ratio(policy, anchor, signal.mask))
     charge = jnp.asarray(beta, distance.dtype)
     paid = jnp.where(signal.mask, sum_behind(-charge * distance), 0)
@@ -224,4 +194,4 @@ def _charged(
         "kl": mean(jnp.expm1(-distance) + distance, signal.mask),
         "log_ratio_clamped": mean(clamped, signal.mask),
     }
-    return with_value(signal, jnp.where(signal.mask, value, 0)), metrics
+    return base.with_value(signal, jnp.where(signal.mask, value, 0)), metrics

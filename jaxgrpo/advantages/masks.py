@@ -7,23 +7,8 @@ import dataclasses
 import jax.numpy as jnp
 from jax import Array
 
-from jaxgrpo.advantages import stats
-from jaxgrpo.advantages.base import (
-    AdvantageTransform,
-    Scheduled,
-    at_step,
-    check,
-    check_at_least,
-    check_choice,
-    check_share,
-    floating,
-    keep_groups,
-    needs_of,
-    read,
-    read_field,
-    samples,
-    stateless,
-)
+from jaxgrpo.advantages import base, stats
+from jaxgrpo.advantages.base import AdvantageTransform, Scheduled
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.metrics import Metrics, mean
 from jaxgrpo.core.types import Rollouts, Signal
@@ -49,7 +34,7 @@ def mask_zero_variance() -> AdvantageTransform:
         masked = dataclasses.replace(signal, mask=signal.mask & ~group.flat)
         return masked, {"masked_groups": mean(group.flat & (group.count > 0))}
 
-    return stateless("mask_zero_variance", apply, levels=(2,))
+    return base.stateless("mask_zero_variance", apply, levels=(2,))
 
 
 def mask_truncated() -> AdvantageTransform:
@@ -67,13 +52,13 @@ def mask_truncated() -> AdvantageTransform:
     """
 
     def apply(signal: Signal, rollouts: Rollouts) -> tuple[Signal, Metrics]:
-        truncated = read("mask_truncated", rollouts, "truncated").astype(bool)
+        truncated = base.read("mask_truncated", rollouts, "truncated").astype(bool)
         widened = signal.mask.ndim == 3
         there = signal.mask.any(-1) if widened else signal.mask
         mask = signal.mask & ~(truncated[..., None] if widened else truncated)
         return dataclasses.replace(signal, mask=mask), {"masked": mean(truncated, there)}
 
-    return stateless("mask_truncated", apply)
+    return base.stateless("mask_truncated", apply)
 
 
 def mask_low_variance(
@@ -111,19 +96,19 @@ def mask_low_variance(
     [[True, True], [False, False]]
     """
     _check_low_variance(threshold, drop, field, positions, reduce)
-    needs = needs_of(field, None if positions == "token_mask" else positions)
+    needs = base.needs_of(field, None if positions == "token_mask" else positions)
 
     def apply(signal: Signal, rollouts: Rollouts) -> tuple[Signal, Metrics]:
         value, mask = _compared(field, positions, signal, rollouts)
         spread = _spread(value, mask, reduce)
         scored = signal.mask.any(axis=1, keepdims=True)
         if drop is None:
-            keep = spread > at_step(threshold or 0.0, rollouts, spread.dtype)
+            keep = spread > base.at_step(threshold or 0.0, rollouts, spread.dtype)
         else:
-            keep = _above_lowest(spread, scored, at_step(drop, rollouts, spread.dtype))
-        return keep_groups(signal, keep, variance=mean(spread, scored))
+            keep = _above_lowest(spread, scored, base.at_step(drop, rollouts, spread.dtype))
+        return base.keep_groups(signal, keep, variance=mean(spread, scored))
 
-    return stateless("mask_low_variance", apply, needs=needs, levels=(2,))
+    return base.stateless("mask_low_variance", apply, needs=needs, levels=(2,))
 
 
 def mask_group_difficulty(
@@ -157,20 +142,20 @@ def mask_group_difficulty(
     """
     if not callable(low) and not callable(high) and not low <= high:
         raise InputError(f"mask_group_difficulty: low = {low} is above high = {high}: swap them")
-    check_share("mask_group_difficulty", low=low, high=high)
+    base.check_share("mask_group_difficulty", low=low, high=high)
 
     def apply(signal: Signal, rollouts: Rollouts) -> tuple[Signal, Metrics]:
-        read = samples("mask_group_difficulty", reward, signal, rollouts)
+        read = base.samples("mask_group_difficulty", reward, signal, rollouts)
         value = read.value
         if threshold is not None:
-            value = (value >= at_step(threshold, rollouts, value.dtype)).astype(value.dtype)
+            value = (value >= base.at_step(threshold, rollouts, value.dtype)).astype(value.dtype)
         rate = stats.mean(value, read.mask)
         judged = read.mask.any(axis=1, keepdims=True)
-        bounds = [at_step(bound, rollouts, rate.dtype) for bound in (low, high)]
+        bounds = [base.at_step(bound, rollouts, rate.dtype) for bound in (low, high)]
         keep = judged & (rate >= bounds[0]) & (rate <= bounds[1])
-        return keep_groups(signal, keep, rate=mean(rate, judged))
+        return base.keep_groups(signal, keep, rate=mean(rate, judged))
 
-    return stateless("mask_group_difficulty", apply, needs=needs_of(reward), levels=(2,))
+    return base.stateless("mask_group_difficulty", apply, needs=base.needs_of(reward), levels=(2,))
 
 
 def _check_low_variance(threshold, drop, field, positions, reduce) -> None:
@@ -180,9 +165,9 @@ def _check_low_variance(threshold, drop, field, positions, reduce) -> None:
             f"{where}: threshold = {threshold}, drop = {drop}: give exactly one of the two, a"
             " variance that must be exceeded or the share of groups that goes"
         )
-    check_at_least(where, 0, threshold=threshold)
-    check(where, "a share from 0 to below 1", lambda share: 0 <= share < 1, drop=drop)
-    check_choice(where, ("max", "mean"), reduce=reduce)
+    base.check_at_least(where, 0, threshold=threshold)
+    base.check(where, "a share from 0 to below 1", lambda share: 0 <= share < 1, drop=drop)
+    base.check_choice(where, ("max", "mean"), reduce=reduce)
     if positions is not None and field is None:
         raise InputError(f"{where}: positions = {positions!r} belongs to a field: name it")
 
@@ -193,14 +178,14 @@ def _compared(
     """What is compared across samples, [P, G] or [P, G, J], and where it counts."""
     value = signal.value
     if field is not None:
-        value = read_field("mask_low_variance", field, rollouts)
+        value = base.read_field("mask_low_variance", field, rollouts)
     shape = signal.value.shape
     if value.ndim not in (2, 3) or value.shape[:2] != shape:
         raise InputError(
             f"mask_low_variance: {field!r} has shape {value.shape}, expected [P, G] or [P, G, J]"
             f" with [P, G] = {shape}"
         )
-    value = floating(value)
+    value = base.floating(value)
     mask = jnp.isfinite(value)
     mask = mask & (signal.mask if value.ndim == 2 else signal.mask[..., None])
     if positions is not None:
@@ -211,9 +196,9 @@ def _compared(
 def _positions(name: str, value: Array, rollouts: Rollouts) -> Array:
     """Where a field counts, in its shape: given for all samples of a group, or for each."""
     if name == "token_mask":
-        counts = read("mask_low_variance", rollouts, name)
+        counts = base.read("mask_low_variance", rollouts, name)
     else:
-        counts = read_field("mask_low_variance", name, rollouts)
+        counts = base.read_field("mask_low_variance", name, rollouts)
     shared = (value.shape[0], *value.shape[2:])
     if counts.shape not in (shared, value.shape):
         raise InputError(

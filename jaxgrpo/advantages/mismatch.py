@@ -11,25 +11,14 @@ A sample's ratio is taken over all its chosen tokens, also those that an earlier
 
 from __future__ import annotations
 
-import dataclasses
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jaxgrpo.advantages import stats
-from jaxgrpo.advantages.base import (
-    AdvantageTransform,
-    Scheduled,
-    at_step,
-    check,
-    check_choice,
-    read,
-    read_field,
-    stateless,
-    with_value,
-)
+from jaxgrpo.advantages import base, stats
+from jaxgrpo.advantages.base import AdvantageTransform, Scheduled
 from jaxgrpo.advantages.stats import clamp, log_ratio
 from jaxgrpo.advantages.tokens import at_tokens
 from jaxgrpo.core.metrics import (
@@ -76,19 +65,18 @@ def truncated_importance(cap: Scheduled = 2.0, level: str = "token") -> Advantag
     >>> evaluate(truncated_importance(cap=2.0), [[1.0]], **given)[0].tolist()
     [[[1.0, 2.0]]]
     """
-    check_choice("truncated_importance", _LEVELS, level=level)
+    base.check_choice("truncated_importance", _LEVELS, level=level)
     expected = "at least 1: below it on-policy samples are cut too"
-    check("truncated_importance", expected, lambda cap: cap >= 1, cap=cap)
+    base.check("truncated_importance", expected, lambda cap: cap >= 1, cap=cap)
 
     def apply(signal: Signal, rollouts: Rollouts) -> tuple[Signal, Metrics]:
-        signal = _at_level("truncated_importance", level, signal, rollouts)
         ratios = _ratios("truncated_importance", level, signal, rollouts)
-        limit = jnp.asarray(at_step(cap, rollouts, ratios.log.dtype), ratios.log.dtype)
+        limit = jnp.asarray(base.at_step(cap, rollouts, ratios.log.dtype), ratios.log.dtype)
         weight = _held(jnp.minimum(jnp.exp(ratios.log), limit), ratios.mask)
         metrics = {"capped": mean(ratios.log > jnp.log(limit), ratios.mask)}
-        return _weighted(signal, weight), metrics | _describe(ratios, weight)
+        return base.scaled(ratios.signal, weight), metrics | _describe(ratios, weight)
 
-    return stateless("truncated_importance", apply, needs=_NEEDS, importance=True)
+    return base.stateless("truncated_importance", apply, needs=_NEEDS, importance=True)
 
 
 def masked_importance(
@@ -119,18 +107,7 @@ def masked_importance(
     >>> evaluate(masked_importance(), [[1.0]], **given)[0].tolist()
     [[[1.0, 0.0]]]
     """
-    check_choice("masked_importance", _LEVELS, level=level)
-    _check_band("masked_importance", low, high, denominator)
-
-    def apply(signal: Signal, rollouts: Rollouts) -> tuple[Signal, Metrics]:
-        signal = _at_level("masked_importance", level, signal, rollouts)
-        ratios = _ratios("masked_importance", level, signal, rollouts)
-        keep = _within(ratios.log, low, high, rollouts)
-        weight = _held(jnp.exp(ratios.log), ratios.mask & keep)
-        after = _weighted(_dropped(signal, keep, denominator), weight)
-        return after, _describe(ratios, weight) | _describe_dropped(ratios, keep)
-
-    return stateless("masked_importance", apply, needs=_NEEDS, importance=True)
+    return _within_band("masked_importance", low, high, denominator, level, weighs=True)
 
 
 def geometric_rejection(
@@ -156,7 +133,7 @@ def geometric_rejection(
     >>> evaluate(geometric_rejection(), [[1.0, 1.0]], **given)[0].tolist()
     [[1.0, 0.0]]
     """
-    return _rejection("geometric_rejection", low, high, denominator, geometric=True)
+    return _within_band("geometric_rejection", low, high, denominator, geometric=True)
 
 
 def sequence_rejection(
@@ -181,24 +158,38 @@ def sequence_rejection(
     >>> evaluate(sequence_rejection(), [[1.0, 1.0]], **given)[0].tolist()
     [[1.0, 0.0]]
     """
-    return _rejection("sequence_rejection", low, high, denominator, geometric=False)
+    return _within_band("sequence_rejection", low, high, denominator)
 
 
-def _rejection(
-    name: str, low: Scheduled, high: Scheduled, denominator: str, geometric: bool
+def _within_band(
+    name: str,
+    low: Scheduled,
+    high: Scheduled,
+    denominator: str,
+    level: str = "sequence",
+    geometric: bool = False,
+    weighs: bool = False,
 ) -> AdvantageTransform:
-    _check_band(name, low, high, denominator)
+    """Drops what has its ratio outside the band; the rest is weighed by it, or stays as it is."""
+    dropped = "on-policy samples are dropped"
+    base.check_choice(name, _LEVELS, level=level)
+    base.check(name, f"0 <= low <= 1: above 1 {dropped}", lambda low: 0 <= low <= 1, low=low)
+    base.check(name, f"at least 1: below it {dropped}", lambda high: high >= 1, high=high)
+    base.check_choice(name, _DENOMINATORS, denominator=denominator)
 
     def apply(signal: Signal, rollouts: Rollouts) -> tuple[Signal, Metrics]:
-        ratios = _ratios(name, "sequence", signal, rollouts, geometric)
+        ratios = _ratios(name, level, signal, rollouts, geometric)
         keep = _within(ratios.log, low, high, rollouts)
-        metrics = _describe(ratios) | _describe_dropped(ratios, keep)
-        return _dropped(signal, keep, denominator), metrics
+        weight = _held(jnp.exp(ratios.log), ratios.mask & keep) if weighs else None
+        after = _dropped(ratios.signal, keep, denominator)
+        metrics = _describe(ratios, weight) | _describe_dropped(ratios, keep)
+        return after if weight is None else base.scaled(after, weight), metrics
 
-    return stateless(name, apply, needs=_NEEDS)
+    return base.stateless(name, apply, needs=_NEEDS, importance=weighs)
 
 
 class _Ratios(NamedTuple):
+    signal: Signal  # at tokens where the ratios are those of tokens
     log: Array  # [P, G, T] or [P, G], within +- LOG_RATIO_LIMIT; 0 where masked
     clamped: Array  # same shape, bool
     mask: Array  # same shape, bool: the tokens or samples that are unmasked
@@ -209,10 +200,12 @@ class _Ratios(NamedTuple):
 def _ratios(
     name: str, level: str, signal: Signal, rollouts: Rollouts, geometric: bool = False
 ) -> _Ratios:
-    trainer = read_field(name, "trainer_logp", rollouts)
-    behavior = read(name, rollouts, "behavior_logp")
+    if level == "token":
+        signal = at_tokens(name, signal, rollouts)
+    trainer = base.read_field(name, "trainer_logp", rollouts)
+    behavior = base.read(name, rollouts, "behavior_logp")
     scored = signal.mask.any(-1) if signal.mask.ndim == 3 else signal.mask
-    chosen = read(name, rollouts, "token_mask").astype(bool) & scored[..., None]
+    chosen = base.read(name, rollouts, "token_mask").astype(bool) & scored[..., None]
     if level == "token":
         mask, length = signal.mask, stats.count_tokens(chosen)
         log = log_ratio(trainer, behavior, mask)
@@ -223,7 +216,7 @@ def _ratios(
     if geometric:
         log = log / jnp.maximum(length, 1).astype(log.dtype)
     log, clamped = clamp(log)
-    return _Ratios(log, clamped, mask, length, scored)
+    return _Ratios(signal, log, clamped, mask, length, scored)
 
 
 def _held(weight: Array, mask: Array) -> Array:
@@ -231,30 +224,19 @@ def _held(weight: Array, mask: Array) -> Array:
     return jax.lax.optimization_barrier(jnp.where(mask, weight, 0))
 
 
-def _at_level(name: str, level: str, signal: Signal, rollouts: Rollouts) -> Signal:
-    return at_tokens(name, signal, rollouts) if level == "token" else signal
-
-
 def _within(log: Array, low: Scheduled, high: Scheduled, rollouts: Rollouts) -> Array:
     """Where low <= exp(log) <= high, asked of the logs."""
     lowest, highest = (
-        jnp.log(jnp.asarray(at_step(bound, rollouts, log.dtype), log.dtype))
+        jnp.log(jnp.asarray(base.at_step(bound, rollouts, log.dtype), log.dtype))
         for bound in (low, high)
     )
     return (log >= lowest) & (log <= highest)
 
 
-def _weighted(signal: Signal, weight: Array) -> Signal:
-    value = stats.widen(signal.value)
-    weight = weight if weight.ndim == value.ndim else weight[..., None]
-    return with_value(signal, value * weight.astype(value.dtype))
-
-
 def _dropped(signal: Signal, keep: Array, denominator: str) -> Signal:
     keep = keep if keep.ndim == signal.mask.ndim else keep[..., None]
-    value = jnp.where(keep, signal.value, 0)
     mask = signal.mask & keep if denominator == "shrink" else signal.mask
-    return dataclasses.replace(signal, value=value, mask=mask)
+    return Signal(value=jnp.where(keep, signal.value, 0), mask=mask)
 
 
 def _describe(ratios: _Ratios, weight: Array | None = None) -> Metrics:
@@ -303,10 +285,3 @@ def _describe_dropped(ratios: _Ratios, keep: Array) -> Metrics:
         total, weight = (jnp.where(half, one, 0).sum() for one in (dropped, number))
         metrics[name] = Mean(total=total, weight=weight)
     return metrics
-
-
-def _check_band(name: str, low: Scheduled, high: Scheduled, denominator: str) -> None:
-    dropped = "on-policy samples are dropped"
-    check(name, f"0 <= low <= 1: above 1 {dropped}", lambda low: 0 <= low <= 1, low=low)
-    check(name, f"at least 1: below it {dropped}", lambda high: high >= 1, high=high)
-    check_choice(name, _DENOMINATORS, denominator=denominator)

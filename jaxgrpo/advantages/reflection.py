@@ -9,20 +9,10 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jaxgrpo.advantages import stats
-from jaxgrpo.advantages.base import (
-    AdvantageTransform,
-    Scheduled,
-    Streams,
-    at_step,
-    check,
-    floating,
-    needs_of,
-    read_field,
-    stateless,
-)
+from jaxgrpo.advantages import base, stats
+from jaxgrpo.advantages.base import AdvantageTransform, Scheduled, Streams
 from jaxgrpo.advantages.stats import top_share
-from jaxgrpo.advantages.streams import any_mask, check_free, stream
+from jaxgrpo.advantages.streams import add_stream, any_mask, stream
 from jaxgrpo.core.errors import InputError, find
 from jaxgrpo.core.metrics import Metrics, mean
 from jaxgrpo.core.types import Rollouts, Signal
@@ -39,7 +29,11 @@ _WEIGHTS: dict[str, Callable[[Array, Array, Any], Array]] = {
     "uniform": lambda variance, tokens, share: tokens.astype(variance.dtype),
 }
 """Kind -> (variance [P, J], answer tokens [P, J], share) -> weights before they are normalised."""
-_SPREADS = ("weighted", "max")
+_SPREADS: dict[str, Callable[[Array, Array], Array]] = {
+    "weighted": lambda variance, weights: (weights * variance).sum(-1),
+    "max": lambda variance, weights: jnp.sqrt(variance.max(-1, initial=0)),
+}
+"""Kind -> (variance, weights [P, J]) -> how much a prompt varies, [P]."""
 _NAME = "reasoning_reflection"
 
 
@@ -116,15 +110,14 @@ def answer_length(beta: Scheduled = 1.0, field: str = "answer_tokens") -> Advant
     """
 
     def closeness(rollouts: Rollouts) -> Array:
-        tokens = read_field("answer_length", "answer_mask", rollouts).astype(bool)
-        reward = next(iter(rollouts.rewards.values()))
-        wide = floating(reward).dtype
-        dtype = reward.dtype if jnp.issubdtype(reward.dtype, jnp.floating) else wide
+        tokens = base.read_field("answer_length", "answer_mask", rollouts).astype(bool)
+        reward = base.as_floats(next(iter(rollouts.rewards.values())))
+        wide = stats.widen(reward).dtype
         wanted = tokens.sum(-1, keepdims=True).astype(wide)
-        length = read_field("answer_length", field, rollouts).astype(wide)
+        length = base.read_field("answer_length", field, rollouts).astype(wide)
         missed = jnp.abs(wanted - length) / jnp.maximum(wanted, 1)
-        value = 1 - at_step(beta, rollouts, wide) * missed
-        return jnp.where(wanted > 0, value, jnp.nan).astype(dtype)
+        value = 1 - base.at_step(beta, rollouts, wide) * missed
+        return jnp.where(wanted > 0, value, jnp.nan).astype(reward.dtype)
 
     added = stream("answer_length", closeness, needs=("answer_mask", field))
     return added._replace(name="answer_length")
@@ -158,41 +151,37 @@ class _Options(NamedTuple):
 
 
 def _transform(options: _Options) -> AdvantageTransform:
-    _check(options)
+    find(f"{_NAME} kind", options.kind, _WEIGHTS)
+    find(f"{_NAME} spread", options.spread, _SPREADS)
+    prompts, tokens = "a share in [0, 1) of the prompts", "a share in (0, 1] of the tokens"
+    base.check(_NAME, prompts, lambda drop: 0 <= drop < 1, drop=options.drop)
+    base.check(_NAME, tokens, lambda share: 0 < share <= 1, share=options.share)
+    rate = "a rate above 0, or none at all"
+    base.check(_NAME, rate, lambda gamma: gamma > 0, propagation=options.propagation)
     masked = "masked_answer_logp" if options.masked_thought else None
-    return stateless(
-        _NAME,
-        partial(_apply, options),
-        needs=needs_of("answer_logp", "answer_mask", masked),
-        kind="streams->streams",
-        levels=(2,),
-        relative=True,
-        provides=("r3",),
-        accepts=lambda spec: check_free("r3", spec.rewards),
-    )
+    needs = base.needs_of("answer_logp", "answer_mask", masked)
+    return add_stream(_NAME, "r3", partial(_r3, options), needs)._replace(relative=True)
 
 
-def _apply(options: _Options, streams: Streams, rollouts: Rollouts) -> tuple[Streams, Metrics]:
-    check_free("r3", tuple(streams))
+def _r3(options: _Options, streams: Streams, rollouts: Rollouts) -> tuple[Signal, Metrics]:
     logp, baseline, tokens, scored = _read(streams, rollouts, options.masked_thought)
     read = scored[..., None] & tokens[:, None]
     one = logp[jnp.arange(len(logp)), jnp.argmax(scored, axis=1)][:, None]
     variance = stats.cross_rollout_variance(logp, read, one)[:, 0]
-    share = at_step(options.share, rollouts, logp.dtype)
+    share = base.at_step(options.share, rollouts, logp.dtype)
     weights = _normalise(_WEIGHTS[options.kind](variance, tokens, share), tokens)
     certainty = logp - baseline[:, None]
     if options.propagation is not None:
         certainty = certainty + _propagated(logp, _heavy(weights, tokens), options.propagation)
     value = jnp.where(read, weights[:, None] * certainty, 0).sum(-1)
-    there, spread = scored.any(1), _spread(options.spread, variance, weights)
-    kept = spread > at_step(options.threshold, rollouts, spread.dtype)
+    there, spread = scored.any(1), _SPREADS[options.spread](variance, weights)
+    kept = spread > base.at_step(options.threshold, rollouts, spread.dtype)
     if callable(options.drop) or options.drop > 0:
-        drop = at_step(options.drop, rollouts, spread.dtype)
+        drop = base.at_step(options.drop, rollouts, spread.dtype)
         kept = kept & top_share(spread, there, 1 - drop, axis=0)
     like = next(iter(streams.values())).value
     added = Signal(value=value.astype(like.dtype), mask=scored & kept[:, None])
-    metrics: Metrics = {"dropped": mean(~kept, there), "spread": mean(spread, there)}
-    return {**streams, "r3": added}, metrics
+    return added, {"dropped": mean(~kept, there), "spread": mean(spread, there)}
 
 
 class _Answers(NamedTuple):
@@ -205,17 +194,17 @@ class _Answers(NamedTuple):
 def _read(streams: Streams, rollouts: Rollouts, masked_thought: bool) -> _Answers:
     """The answer's log-probs, checked and made finite."""
     there = any_mask(streams)
-    logp = stats.widen(read_field(_NAME, "answer_logp", rollouts))
+    logp = stats.widen(base.read_field(_NAME, "answer_logp", rollouts))
     if logp.ndim != 3 or logp.shape[:2] != there.shape:
         raise InputError(
             f"{_NAME}: answer_logp has shape {logp.shape}, expected [P, G, J] with [P, G] ="
             f" {there.shape}: log-probs of the answer's tokens after each sample's thought"
         )
     expected = (logp.shape[0], logp.shape[2])
-    tokens = read_field(_NAME, "answer_mask", rollouts, expected, "[P, J]").astype(bool)
+    tokens = base.read_field(_NAME, "answer_mask", rollouts, expected, "[P, J]").astype(bool)
     baseline = jnp.zeros(expected, logp.dtype)
     if masked_thought:
-        baseline = read_field(_NAME, "masked_answer_logp", rollouts, expected, "[P, J]")
+        baseline = base.read_field(_NAME, "masked_answer_logp", rollouts, expected, "[P, J]")
         baseline = baseline.astype(logp.dtype)
     number, known = logp < jnp.inf, baseline < jnp.inf  # NaN is not
     scored = there & ((number & known[:, None]) | ~tokens[:, None]).all(-1)
@@ -237,12 +226,6 @@ def _heavy(weights: Array, tokens: Array) -> Array:
     return tokens & (weights > _normalise(jnp.zeros_like(weights), tokens))
 
 
-def _spread(how: str, variance: Array, weights: Array) -> Array:
-    if how == "max":
-        return jnp.sqrt(variance.max(-1, initial=0))
-    return (weights * variance).sum(-1)
-
-
 def _propagated(logp: Array, heavy: Array, gamma: float) -> Array:
     """sum over heavy k < j of log P_k(j), one k at a time: no [J, J] array per sample."""
     position = jnp.arange(logp.shape[-1])[None, None]
@@ -255,13 +238,3 @@ def _propagated(logp: Array, heavy: Array, gamma: float) -> Array:
         return total + jnp.where(counts, factor, 0)
 
     return lax.fori_loop(0, logp.shape[-1], add, jnp.zeros_like(logp))
-
-
-def _check(options: _Options) -> None:
-    find(f"{_NAME} kind", options.kind, _WEIGHTS)
-    find(f"{_NAME} spread", options.spread, dict.fromkeys(_SPREADS))
-    prompts, tokens = "a share in [0, 1) of the prompts", "a share in (0, 1] of the tokens"
-    check(_NAME, prompts, lambda drop: 0 <= drop < 1, drop=options.drop)
-    check(_NAME, tokens, lambda share: 0 < share <= 1, share=options.share)
-    rate = "a rate above 0, or none at all"
-    check(_NAME, rate, lambda gamma: gamma > 0, propagation=options.propagation)

@@ -27,7 +27,7 @@ from jaxgrpo.advantages import (
     trees,
     weights,
 )
-from jaxgrpo.advantages.base import AdvantageTransform, transform
+from jaxgrpo.advantages.base import AdvantageTransform, as_floats, transform
 from jaxgrpo.advantages.chains import chain, compute, spec_of
 from jaxgrpo.advantages.recipes import group as group_recipes
 from jaxgrpo.advantages.recipes import peers, several
@@ -38,7 +38,7 @@ from jaxgrpo.core.types import Rollouts, RolloutSpec
 Factory = Callable[..., AdvantageTransform]
 
 
-_HELPERS = ("dvao_of", "sum_then")  # of the recipes: these make transforms, but are no parts
+_HELPERS = ("add_stream", "dvao_of", "sum_then")  # these make transforms, but are no parts
 
 
 def _factories(*modules: ModuleType) -> dict[str, Factory]:
@@ -126,20 +126,16 @@ def evaluate(
     """
     whole = build(recipe, options)
     if isinstance(recipe, str):
-        _check_options(recipe, set(fields) - whole.needs)
+        parameters = inspect.signature(recipes[recipe]).parameters.keys()
+        for name in sorted((fields.keys() - whole.needs) & parameters):  # nothing would read it
+            raise InputError(
+                f"evaluate: {name} is an option of {recipe}, but stands where fields of the"
+                f" rollouts are given: write options={{{name!r}: ...}}"
+            )
     refuse_unread(whole, fields)
     rollouts, spec = plain_rollouts(rewards, mask, **fields)
     signal, _, _ = compute(whole, rollouts, whole.init(spec))
     return signal.value, signal.mask
-
-
-def _check_options(recipe: str, fields: set[str]) -> None:
-    """Refuses options given as if they were fields: nothing would read them."""
-    for name in sorted(fields & set(inspect.signature(recipes[recipe]).parameters)):
-        raise InputError(
-            f"evaluate: {name} is an option of {recipe}, but stands where fields of the rollouts"
-            f" are given: write options={{{name!r}: ...}}"
-        )
 
 
 def refuse_unread(whole: AdvantageTransform, fields: Iterable[str]) -> None:
@@ -180,9 +176,7 @@ def _num_rows(row: Array) -> int:
 
 
 def _reward(name: str, value: Any, mask: Any) -> Array:
-    value = jnp.asarray(value)
-    if not jnp.issubdtype(value.dtype, jnp.floating):
-        value = value.astype(jnp.result_type(float))
+    value = as_floats(jnp.asarray(value))
     if mask is None:
         return value
     mask = jnp.asarray(mask).astype(bool)

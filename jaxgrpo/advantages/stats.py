@@ -101,17 +101,6 @@ def variance(
     return jnp.where(number > ddof, _divided(squares, number - ddof), 0)
 
 
-def std(
-    value: Float[Array, "*shape"],
-    mask: Bool[Array, "*shape"],
-    axis: int = 1,
-    ddof: int = 0,
-    about: Summary | None = None,
-) -> Array:
-    """The square root of `variance`."""
-    return jnp.sqrt(variance(value, mask, axis, ddof, about))
-
-
 def is_flat(
     value: Float[Array, "*shape"], mask: Bool[Array, "*shape"], axis: int = 1
 ) -> Bool[Array, "..."]:
@@ -213,10 +202,7 @@ def log_ratio(
 
 def clamp(ratio: Float[Array, "*shape"]) -> tuple[Array, Array]:
     """(the log ratio within +- LOG_RATIO_LIMIT, where it was not)."""
-    return (
-        jnp.clip(ratio, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT),
-        jnp.abs(ratio) > LOG_RATIO_LIMIT,
-    )
+    return jnp.clip(ratio, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT), jnp.abs(ratio) > LOG_RATIO_LIMIT
 
 
 def _divided(total: Array, number: Array) -> Array:

@@ -14,19 +14,8 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array
 
-from jaxgrpo.advantages import stats
-from jaxgrpo.advantages.base import (
-    AdvantageTransform,
-    Scheduled,
-    Streams,
-    at_step,
-    check,
-    check_at_least,
-    check_choice,
-    keep_groups,
-    samples,
-    stateless,
-)
+from jaxgrpo.advantages import base, stats
+from jaxgrpo.advantages.base import AdvantageTransform, Scheduled, Streams
 from jaxgrpo.advantages.chains import chain
 from jaxgrpo.core.errors import InputError, suggest
 from jaxgrpo.core.metrics import Metrics, accumulate_dtype, mean
@@ -57,7 +46,7 @@ def sum_rewards(**weights: Scheduled) -> AdvantageTransform:
     [[1.5, 0.5]]
     """
 
-    return _sum("sum_rewards", weights, lambda masks: functools.reduce(operator.and_, masks))
+    return _sum("sum_rewards", weights, operator.and_)
 
 
 def sum_scored(**weights: Scheduled) -> AdvantageTransform:
@@ -81,7 +70,7 @@ def sum_scored(**weights: Scheduled) -> AdvantageTransform:
     [[1.0, 1.0]]
     """
 
-    return _sum("sum_scored", weights, lambda masks: functools.reduce(operator.or_, masks))
+    return _sum("sum_scored", weights, operator.or_)
 
 
 def sum_then(name: str, weights: Weights | None, *steps: AdvantageTransform) -> AdvantageTransform:
@@ -152,27 +141,36 @@ def stream(
     [[2.0, 0.5]]
     """
 
-    def apply(streams: Streams, rollouts: Rollouts) -> tuple[Streams, Metrics]:
-        check_free(name, tuple(streams))
+    def make(streams: Streams, rollouts: Rollouts) -> tuple[Signal, Metrics]:
         value = function(rollouts)
         expected = next(iter(streams.values())).value.shape
         if value.shape != expected:
             raise InputError(
                 f"stream {name!r} has shape {value.shape}, expected [P, G] = {expected}"
             )
-        scored = jnp.isfinite(value) & any_mask(streams)
-        added = Signal(value=jnp.where(scored, value, 0), mask=scored)
-        return {**streams, name: added}, {}
+        return base.finite(value, any_mask(streams)), {}
 
-    return stateless(
-        f"stream_{name}",
-        apply,
-        needs=frozenset(needs),
-        kind="streams->streams",
-        levels=(2,),
-        provides=(name,),
-        accepts=lambda spec: check_free(name, spec.rewards),
+    return add_stream(f"stream_{name}", name, make, frozenset(needs))
+
+
+def add_stream(
+    step: str,
+    name: str,
+    make: Callable[[Streams, Rollouts], tuple[Signal, Metrics]],
+    needs: frozenset[str],
+) -> AdvantageTransform:
+    """The step that adds the stream `name`, which `make` makes of those before it."""
+
+    def apply(streams: Streams, rollouts: Rollouts) -> tuple[Streams, Metrics]:
+        _check_free(name, tuple(streams))
+        added, metrics = make(streams, rollouts)
+        return {**streams, name: added}, metrics
+
+    accepts = lambda spec: _check_free(name, spec.rewards)  # noqa: E731
+    made = base.stateless(
+        step, apply, needs=needs, kind="streams->streams", levels=(2,), accepts=accepts
     )
+    return made._replace(provides=(name,))
 
 
 def any_mask(streams: Streams) -> Array:
@@ -180,7 +178,7 @@ def any_mask(streams: Streams) -> Array:
     return functools.reduce(operator.or_, (one.mask for one in streams.values()))
 
 
-def check_free(name: str, streams: tuple[str, ...]) -> None:
+def _check_free(name: str, streams: tuple[str, ...]) -> None:
     """Raises: InputError if there is a stream of that name already."""
     if name in streams:
         raise InputError(f"stream {name!r} exists already: {', '.join(streams)}; take another name")
@@ -257,19 +255,19 @@ def rubric_gate(
     _check(mode, minimum, margin)
 
     def apply(signal: Signal, rollouts: Rollouts) -> tuple[Signal, Metrics]:
-        read = samples("rubric_gate", field, signal, rollouts)
-        passed = read.mask & (read.value >= at_step(threshold, rollouts, read.value.dtype))
-        rate = stats.mean(passed.astype(read.value.dtype), read.mask)
-        feasible = rate > 0 if minimum is None else rate >= at_step(minimum, rollouts, rate.dtype)
+        read = base.samples("rubric_gate", field, signal, rollouts)
+        value, dtype = signal.value, read.value.dtype
+        passed = read.mask & (read.value >= base.at_step(threshold, rollouts, dtype))
+        rate = stats.mean(passed.astype(dtype), read.mask)
+        feasible = rate > 0 if minimum is None else rate >= base.at_step(minimum, rollouts, dtype)
         masks = {"group": read.mask & feasible, "rollout": passed, "floor": read.mask}
-        value = signal.value
         if mode == "floor":
             low = jnp.min(value, axis=1, keepdims=True, initial=jnp.inf, where=read.mask)
-            value = jnp.where(passed, value, low - at_step(margin, rollouts, value.dtype))
-        _, metrics = keep_groups(signal, feasible, passed=mean(passed, read.mask))
+            value = jnp.where(passed, value, low - base.at_step(margin, rollouts, value.dtype))
+        _, metrics = base.keep_groups(signal, feasible, passed=mean(passed, read.mask))
         return Signal(value=value, mask=masks[mode]), metrics
 
-    return stateless("rubric_gate", apply, needs=frozenset({field}), levels=(2,))
+    return base.stateless("rubric_gate", apply, needs=frozenset({field}), levels=(2,))
 
 
 def combine(
@@ -304,7 +302,7 @@ def combine(
     def apply(streams: Streams, rollouts: Rollouts) -> tuple[Signal, Metrics]:
         return _within(step, function(streams, rollouts), streams), {}
 
-    return stateless(step, apply, needs=frozenset(needs), kind="streams->signal", levels=(2,))
+    return base.stateless(step, apply, needs=frozenset(needs), kind="streams->signal", levels=(2,))
 
 
 def dvao(eps: Scheduled = 1e-6, **weights: Scheduled) -> AdvantageTransform:
@@ -343,8 +341,8 @@ def dvao_of(weights: Weights, eps: Scheduled, refuses: tuple[str, ...] = ()) -> 
     """`dvao` with the weights of rewards that may have any name but those that it `refuses`."""
     expected = "0 or more: negate the reward itself, or use sum_rewards, which takes any weight"
     named = {f"weight {name}": weight for name, weight in weights.items()}
-    check("dvao", expected, lambda weight: 0 <= weight < float("inf"), **named)
-    check_at_least("dvao", 0, eps=eps)
+    base.check("dvao", expected, lambda weight: 0 <= weight < float("inf"), **named)
+    base.check_at_least("dvao", 0, eps=eps)
 
     def accepts(spec: RolloutSpec) -> None:
         for name in refuses:
@@ -357,27 +355,35 @@ def dvao_of(weights: Weights, eps: Scheduled, refuses: tuple[str, ...] = ()) -> 
 
     def apply(streams: Streams, rollouts: Rollouts) -> tuple[Signal, Metrics]:
         dtype, sum_dtype = common_dtypes(streams)
-        mask, parts = _weighed(
-            counted("dvao", weights, tuple(streams)), streams, rollouts, sum_dtype
-        )
-        total = sum((part for part, _ in parts.values()), jnp.zeros(mask.shape, sum_dtype))
-        spreads = {name: spread for name, (_, spread) in parts.items()}
+        chosen = counted("dvao", weights, tuple(streams))
+        everything = jnp.ones_like(next(iter(streams.values())).mask)
+        mask = functools.reduce(operator.and_, (streams[name].mask for name in chosen), everything)
+        total, spreads = jnp.zeros(mask.shape, sum_dtype), {}
+        for name, weight in chosen.items():
+            if callable(weight):
+                weight = jnp.maximum(base.at_step(weight, rollouts, sum_dtype), 0)
+            value = streams[name].value.astype(sum_dtype)
+            group = stats.summary(value, mask)
+            # Exactly 0 in flat groups, where the mean is rounded.
+            total = total + weight * jnp.where(mask & ~group.flat, value - group.mean, 0)
+            std = jnp.sqrt(stats.variance(value, mask, about=group))
+            spreads[name] = weight * jnp.where(group.flat, 0, std)
         spread = sum(spreads.values(), jnp.zeros((mask.shape[0], 1), sum_dtype))
         live = spread > 0
         metrics: Metrics = {
             f"share_{name}": mean(own / jnp.where(live, spread, 1), live)
             for name, own in spreads.items()
         }
-        divisor = jnp.where(live, spread + at_step(eps, rollouts, sum_dtype), 1)
+        divisor = jnp.where(live, spread + base.at_step(eps, rollouts, sum_dtype), 1)
         value = jnp.where(live & mask, total / divisor, 0)
         return Signal(value=value.astype(dtype), mask=mask), metrics
 
     kind = "streams->signal"
-    return stateless("dvao", apply, kind=kind, levels=(2,), relative=True, accepts=accepts)
+    return base.stateless("dvao", apply, kind=kind, levels=(2,), relative=True, accepts=accepts)
 
 
-def _sum(part: str, weights: Weights, unite: Callable[[list[Array]], Array]) -> AdvantageTransform:
-    """The weighted sum of the streams that count; `unite` makes one mask of theirs."""
+def _sum(part: str, weights: Weights, unite: Callable[[Array, Array], Array]) -> AdvantageTransform:
+    """The weighted sum of the streams that count; `unite` makes one mask of two."""
 
     def apply(streams: Streams, rollouts: Rollouts) -> tuple[Signal, Metrics]:
         dtype, sum_dtype = common_dtypes(streams)
@@ -385,23 +391,23 @@ def _sum(part: str, weights: Weights, unite: Callable[[list[Array]], Array]) -> 
         total = jnp.zeros(first.value.shape, sum_dtype)
         masks = []
         for name, weight in counted(part, weights, tuple(streams)).items():
-            weight = at_step(weight, rollouts, sum_dtype)
+            weight = base.at_step(weight, rollouts, sum_dtype)
             total = total + weight * streams[name].value.astype(sum_dtype)
             masks.append(streams[name].mask)
-        mask = unite(masks) if masks else jnp.ones_like(first.mask)
+        mask = functools.reduce(unite, masks) if masks else jnp.ones_like(first.mask)
         return Signal(value=total.astype(dtype), mask=mask), {}
 
     accepts = lambda spec: counted(part, weights, spec.rewards)  # noqa: E731
-    return stateless(part, apply, kind="streams->signal", levels=(2,), accepts=accepts)
+    return base.stateless(part, apply, kind="streams->signal", levels=(2,), accepts=accepts)
 
 
 def _check(mode: str, minimum: Scheduled | None, margin: Scheduled) -> None:
-    check_choice("rubric_gate", _MODES, mode=mode)
+    base.check_choice("rubric_gate", _MODES, mode=mode)
     if minimum is not None and mode != "group":
         raise InputError(f"rubric_gate: minimum = {minimum} belongs to mode 'group', not {mode!r}")
     share = "a share above 0, up to 1"
-    check("rubric_gate", share, lambda minimum: 0 < minimum <= 1, minimum=minimum)
-    check("rubric_gate", "0 or more", lambda margin: margin >= 0, margin=margin)
+    base.check("rubric_gate", share, lambda minimum: 0 < minimum <= 1, minimum=minimum)
+    base.check("rubric_gate", "0 or more", lambda margin: margin >= 0, margin=margin)
     if margin and not callable(margin) and mode != "floor":
         raise InputError(f"rubric_gate: margin = {margin} belongs to mode 'floor', not {mode!r}")
 
@@ -419,26 +425,4 @@ def _within(step: str, made: Any, streams: Streams) -> Signal:
             f"{step} returned value {made.value.shape} and mask {made.mask.shape},"
             f" expected [P, G] = {expected}"
         )
-    scored = any_mask(streams)
-    mask = made.mask.astype(bool) & scored & jnp.isfinite(made.value)
-    return Signal(value=jnp.where(mask, made.value, 0), mask=mask)
-
-
-def _weighed(
-    weights: dict[str, Scheduled], streams: Streams, rollouts: Rollouts, dtype: Any
-) -> tuple[Array, dict[str, tuple[Array, Array]]]:
-    """(mask, name -> (weight * centred reward, weight * its deviation)) where all are scored."""
-    mask = jnp.ones_like(next(iter(streams.values())).mask)
-    for name in weights:
-        mask = mask & streams[name].mask
-    parts: dict[str, tuple[Array, Array]] = {}
-    for name, weight in weights.items():
-        if callable(weight):
-            weight = jnp.maximum(at_step(weight, rollouts, dtype), 0)
-        value = streams[name].value.astype(dtype)
-        group = stats.summary(value, mask)
-        # Exactly 0 in flat groups, where the mean is rounded.
-        centred = jnp.where(mask & ~group.flat, value - group.mean, 0)
-        spread = jnp.where(group.flat, 0, stats.std(value, mask, about=group))
-        parts[name] = weight * centred, weight * spread
-    return mask, parts
+    return base.finite(made.value, made.mask.astype(bool) & any_mask(streams))

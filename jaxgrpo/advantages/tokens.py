@@ -10,20 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jaxgrpo.advantages import stats
-from jaxgrpo.advantages.base import (
-    AdvantageTransform,
-    Scheduled,
-    at_step,
-    check,
-    check_choice,
-    check_share,
-    needs_of,
-    read,
-    read_field,
-    stateless,
-    with_value,
-)
+from jaxgrpo.advantages import base, stats
+from jaxgrpo.advantages.base import AdvantageTransform, Scheduled
 from jaxgrpo.advantages.stats import clamp, log_ratio
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.metrics import Metrics, mean
@@ -52,25 +40,25 @@ def to_tokens(place: str = "all") -> AdvantageTransform:
     >>> evaluate(to_tokens(), [[2.0]], token_mask=[[[True, True, False]]])[0].tolist()
     [[[2.0, 2.0, 0.0]]]
     """
-    check_choice("to_tokens", _PLACES, place=place)
+    base.check_choice("to_tokens", _PLACES, place=place)
 
     def apply(signal: Signal, rollouts: Rollouts) -> tuple[Signal, Metrics]:
         wide = at_tokens("to_tokens", signal, rollouts)
         if place == "all":
             return wide, {}
-        tokens = read("to_tokens", rollouts, "token_mask").astype(bool)
+        tokens = base.read("to_tokens", rollouts, "token_mask").astype(bool)
         # The running count from the end is 1 at the last token and where none follows.
         last = jnp.cumsum(tokens[..., ::-1], axis=-1)[..., ::-1] == 1
         return dataclasses.replace(wide, value=jnp.where(last, wide.value, 0)), {}
 
-    return stateless("to_tokens", apply, levels=(2,))
+    return base.stateless("to_tokens", apply, levels=(2,))
 
 
 def at_tokens(name: str, signal: Signal, rollouts: Rollouts) -> Signal:
     """A signal [P, G] at every token that the policy chose, for the step `name`; wider as it is."""
     if signal.value.ndim == 3:
         return signal
-    mask = read(name, rollouts, "token_mask").astype(bool) & signal.mask[..., None]
+    mask = base.read(name, rollouts, "token_mask").astype(bool) & signal.mask[..., None]
     return Signal(value=jnp.where(mask, signal.value[..., None], 0), mask=mask)
 
 
@@ -104,7 +92,7 @@ def hicra(
     [[[-0.5, -1.0]]]
     """
     expected = "0 <= alpha < 1: from 1 on the planning of failed samples would be reinforced"
-    check("hicra", expected, lambda alpha: 0 <= alpha < 1, alpha=alpha)
+    base.check("hicra", expected, lambda alpha: 0 <= alpha < 1, alpha=alpha)
     if field is not None and grams is not None:
         raise InputError("hicra: field and grams both say which tokens plan: give one of them")
     phrases = None if grams is None else _phrases(grams)
@@ -112,18 +100,18 @@ def hicra(
 
     def apply(signal: Signal, rollouts: Rollouts) -> tuple[Signal, Metrics]:
         if phrases is None:
-            planning = read_field("hicra", name, rollouts).astype(bool)
+            planning = base.read_field("hicra", name, rollouts).astype(bool)
         else:
-            chosen = read("hicra", rollouts, "token_mask").astype(bool)
-            planning = _occurs(
-                jnp.where(chosen, read("hicra", rollouts, "completion_tokens"), -1), phrases
-            )
+            chosen = base.read("hicra", rollouts, "token_mask").astype(bool)
+            tokens = base.read("hicra", rollouts, "completion_tokens")
+            planning = _occurs(jnp.where(chosen, tokens, -1), phrases)
         value = stats.widen(signal.value)
-        share = jnp.asarray(at_step(alpha, rollouts, value.dtype), value.dtype)
+        share = jnp.asarray(base.at_step(alpha, rollouts, value.dtype), value.dtype)
         factor = jnp.where(planning, jnp.where(value < 0, 1 - share, 1 + share), 1)
-        return with_value(signal, value * factor), {"planning": mean(planning, signal.mask)}
+        return base.scaled(signal, factor), {"planning": mean(planning, signal.mask)}
 
-    return stateless("hicra", apply, needs=needs_of(None if phrases else name), levels=(3,))
+    needs = base.needs_of(None if phrases else name)
+    return base.stateless("hicra", apply, needs=needs, levels=(3,))
 
 
 def kl_in_reward(
@@ -156,26 +144,24 @@ def kl_in_reward(
     >>> evaluate(steps, [[1.0]], token_mask=[[[True, True]]], **given)[0].tolist()
     [[[0.5, 1.0]]]
     """
-    check("kl_in_reward", "a number of at least 0", lambda beta: beta >= 0, beta=beta)
-    check_choice("kl_in_reward", _POLICIES, policy=policy)
-    needs = needs_of(f"{reference}_logp", "trainer_logp" if policy == "trainer" else None)
+    base.check("kl_in_reward", "a number of at least 0", lambda beta: beta >= 0, beta=beta)
+    base.check_choice("kl_in_reward", _POLICIES, policy=policy)
+    needs = base.needs_of(f"{reference}_logp", "trainer_logp" if policy == "trainer" else None)
 
     def apply(signal: Signal, rollouts: Rollouts) -> tuple[Signal, Metrics]:
         if policy == "trainer":
-            logp = read_field("kl_in_reward", "trainer_logp", rollouts)
+            logp = base.read_field("kl_in_reward", "trainer_logp", rollouts)
         else:
-            logp = read("kl_in_reward", rollouts, "behavior_logp")
-        anchor = read_field("kl_in_reward", f"{reference}_logp", rollouts)
+            logp = base.read("kl_in_reward", rollouts, "behavior_logp")
+        anchor = base.read_field("kl_in_reward", f"{reference}_logp", rollouts)
         distance, clamped = clamp(log_ratio(logp, anchor, signal.mask))
         value = stats.widen(signal.value)
-        charge = jnp.asarray(at_step(beta, rollouts, value.dtype), value.dtype)
-        metrics: Metrics = {
-            "kl": mean(distance, signal.mask),
-            "log_ratio_clamped": mean(clamped, signal.mask),
-        }
-        return with_value(signal, value - charge * distance.astype(value.dtype)), metrics
+        charge = jnp.asarray(base.at_step(beta, rollouts, value.dtype), value.dtype)
+        charged = base.with_value(signal, value - charge * distance.astype(value.dtype))
+        shares = {"kl": distance, "log_ratio_clamped": clamped}
+        return charged, {name: mean(share, signal.mask) for name, share in shares.items()}
 
-    return stateless("kl_in_reward", apply, needs=needs, levels=(3,))
+    return base.stateless("kl_in_reward", apply, needs=needs, levels=(3,))
 
 
 def reward_to_go(gamma: Scheduled = 1.0) -> AdvantageTransform:
@@ -200,16 +186,16 @@ def reward_to_go(gamma: Scheduled = 1.0) -> AdvantageTransform:
     >>> evaluate(steps, [[1.0]], token_mask=[[[True, True, True]]])[0].tolist()
     [[[0.25, 0.5, 1.0]]]
     """
-    check_share("reward_to_go", gamma=gamma)
+    base.check_share("reward_to_go", gamma=gamma)
 
     def apply(signal: Signal, rollouts: Rollouts) -> tuple[Signal, Metrics]:
         value = stats.widen(signal.value)  # 0 where masked
         if not callable(gamma) and gamma == 1:
-            return with_value(signal, sum_behind(value)), {}
-        decay = at_step(gamma, rollouts, value.dtype)
-        return with_value(signal, _discounted(value, signal.mask, decay)), {}
+            return base.with_value(signal, sum_behind(value)), {}
+        decay = base.at_step(gamma, rollouts, value.dtype)
+        return base.with_value(signal, _discounted(value, signal.mask, decay)), {}
 
-    return stateless("reward_to_go", apply, levels=(3,))
+    return base.stateless("reward_to_go", apply, levels=(3,))
 
 
 def gae(
@@ -236,23 +222,23 @@ def gae(
     >>> evaluate([to_tokens("last"), gae()], [[1.0]], **given)[0].tolist()
     [[[0.5, 0.25]]]
     """
-    check_share("gae", gamma=gamma, lam=lam)
+    base.check_share("gae", gamma=gamma, lam=lam)
 
     def apply(signal: Signal, rollouts: Rollouts) -> tuple[Signal, Metrics]:
         mask, reward = signal.mask, stats.widen(signal.value)  # 0 where masked
-        estimate = read_field("gae", field, rollouts).astype(reward.dtype)
+        estimate = base.read_field("gae", field, rollouts).astype(reward.dtype)
         estimate = jnp.where(mask, estimate, 0)
         if not callable(gamma) and not callable(lam) and gamma == lam == 1:
-            return with_value(signal, sum_behind(reward) - estimate), {}
-        shares = (at_step(share, rollouts, reward.dtype) for share in (gamma, lam))
+            return base.with_value(signal, sum_behind(reward) - estimate), {}
+        shares = (base.at_step(share, rollouts, reward.dtype) for share in (gamma, lam))
         discount, trust = (jnp.asarray(share, reward.dtype) for share in shares)
         # What the token before sees: h[t] = (1 - lam) v[t] + lam (r[t] + gamma h[next(t)]).
         seen = (1 - trust) * estimate + trust * reward
         seen = _discounted(seen, mask, discount * trust)
         ahead = jnp.pad(seen[..., 1:], ((0, 0), (0, 0), (0, 1)))
-        return with_value(signal, reward + discount * ahead - estimate), {}
+        return base.with_value(signal, reward + discount * ahead - estimate), {}
 
-    return stateless("gae", apply, needs=frozenset({field}), levels=(3,))
+    return base.stateless("gae", apply, needs=frozenset({field}), levels=(3,))
 
 
 def sum_behind(value: Array) -> Array:

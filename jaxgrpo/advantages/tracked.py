@@ -6,27 +6,15 @@ first and updates it afterwards. State is saved with the run.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jaxgrpo.advantages import stats
-from jaxgrpo.advantages.base import (
-    AdvantageTransform,
-    Scheduled,
-    at_step,
-    check,
-    check_at_least,
-    check_share,
-    keep_groups,
-    needs_of,
-    read,
-    read_field,
-    row_state,
-    with_value,
-)
+from jaxgrpo.advantages import base, stats
+from jaxgrpo.advantages.base import AdvantageTransform, Scheduled
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.metrics import Metrics, mean
 from jaxgrpo.core.types import Rollouts, RolloutSpec, Signal
@@ -82,8 +70,8 @@ def subtract_tracked_success(
     """
     tracker = _Tracker(keep, drift, half_life, low, high, initial, count)
     tracker.check()
-    init = row_state("subtract_tracked_success", _INSTEAD, "alpha", "beta")
-    needs = needs_of(drift, initial if isinstance(initial, str) else None)
+    init = base.row_state("subtract_tracked_success", _INSTEAD, "alpha", "beta")
+    needs = base.needs_of(drift, initial if isinstance(initial, str) else None)
     part = AdvantageTransform("subtract_tracked_success", init, tracker.update, needs)
     return part._replace(levels=(2,), ordered=True)
 
@@ -125,18 +113,18 @@ def mask_difficulty_band(
     _check_band("mask_difficulty_band", low, high, keep, prior)
 
     def update(signal: Signal, state: Any, rollouts: Rollouts) -> tuple[Signal, Any, Metrics]:
-        row = read("mask_difficulty_band", rollouts, "row")
+        row = base.read("mask_difficulty_band", rollouts, "row")
         successes, samples = state["successes"][row], state["samples"][row]
         estimate = ((successes + prior[0]) / (samples + sum(prior)))[:, None]
         hard, easy = estimate < low, estimate > high
-        success = signal.value >= at_step(threshold, rollouts, signal.value.dtype)
-        new = _count(state, row, at_step(keep, rollouts, samples.dtype), success, signal.mask)
+        success = signal.value >= base.at_step(threshold, rollouts, signal.value.dtype)
+        new = _count(state, row, base.at_step(keep, rollouts, samples.dtype), success, signal.mask)
         scored = signal.mask.any(axis=1, keepdims=True)
         shares = {"too_hard": mean(hard, scored), "too_easy": mean(easy, scored)}
-        after, metrics = keep_groups(signal, ~(hard | easy), **shares)
+        after, metrics = base.keep_groups(signal, ~(hard | easy), **shares)
         return after, new, metrics
 
-    init = row_state("mask_difficulty_band", _INSTEAD, "successes", "samples")
+    init = base.row_state("mask_difficulty_band", _INSTEAD, "successes", "samples")
     return AdvantageTransform("mask_difficulty_band", init, update, levels=(2,))
 
 
@@ -163,24 +151,21 @@ def ema_baseline(decay: Scheduled = 0.9, initial: float = 0.0) -> AdvantageTrans
     >>> evaluate(ema_baseline(initial=0.5), [[1.0, 0.0]])[0].tolist()
     [[0.5, -0.5]]
     """
-    check("ema_baseline", "0 or more and below 1", lambda share: 0 <= share < 1, decay=decay)
-
-    def init(spec: RolloutSpec) -> dict[str, Array]:
-        return dict.fromkeys(("mean", "weight"), jnp.zeros((), jnp.result_type(float)))
+    base.check("ema_baseline", "0 or more and below 1", lambda share: 0 <= share < 1, decay=decay)
 
     def update(signal: Signal, state: Any, rollouts: Rollouts) -> tuple[Signal, Any, Metrics]:
         dtype = state["mean"].dtype
         baseline = jnp.where(state["weight"] > 0, state["mean"], jnp.asarray(initial, dtype))
         value = stats.widen(signal.value)
         after = value - baseline.astype(value.dtype)
-        weight = at_step(decay, rollouts, dtype) * state["weight"] + 1
+        weight = base.at_step(decay, rollouts, dtype) * state["weight"] + 1
         batch = stats.mean(signal.value.reshape(-1), signal.mask.reshape(-1), axis=0)[0]
         batch = batch.astype(dtype)
         new = {"mean": state["mean"] + (batch - state["mean"]) / weight, "weight": weight}
-        after = with_value(signal, after)
+        after = base.with_value(signal, after)
         return after, _unless_empty(signal, new, state), {"baseline": mean(baseline)}
 
-    return AdvantageTransform("ema_baseline", init, update, levels=(2,))
+    return AdvantageTransform("ema_baseline", _zeros("mean", "weight"), update, levels=(2,))
 
 
 def divide_by_running_scale(
@@ -210,13 +195,9 @@ def divide_by_running_scale(
     [[0.5, 0.0]]
     """
     name = "divide_by_running_scale"
-    check(name, "0 or more and below 1", lambda share: 0 <= share < 1, decay=decay)
-    check_at_least(name, 0, eps=eps)
-    check(name, "above 0 or None", lambda scale: scale > 0, initial=initial)
-
-    def init(spec: RolloutSpec) -> dict[str, Array]:
-        zero = jnp.zeros((), jnp.result_type(float))
-        return dict.fromkeys(("mean", "variance", "weight"), zero)
+    base.check(name, "0 or more and below 1", lambda share: 0 <= share < 1, decay=decay)
+    base.check_at_least(name, 0, eps=eps)
+    base.check(name, "above 0 or None", lambda scale: scale > 0, initial=initial)
 
     def update(signal: Signal, state: Any, rollouts: Rollouts) -> tuple[Signal, Any, Metrics]:
         dtype = state["mean"].dtype
@@ -225,11 +206,11 @@ def divide_by_running_scale(
         scale = jnp.where(state["weight"] > 0, jnp.sqrt(state["variance"]), first)
         divisor = jnp.where(scale > 0, scale + eps, 1)
         value = stats.widen(signal.value)
-        after = with_value(signal, value / divisor.astype(value.dtype))
-        new = _mixed(state, at_step(decay, rollouts, dtype), *moments)
+        after = base.with_value(signal, value / divisor.astype(value.dtype))
+        new = _mixed(state, base.at_step(decay, rollouts, dtype), *moments)
         return after, _unless_empty(signal, new, state), {"scale": mean(divisor)}
 
-    return AdvantageTransform("divide_by_running_scale", init, update)
+    return AdvantageTransform(name, _zeros("mean", "variance", "weight"), update)
 
 
 class _Tracker(NamedTuple):
@@ -247,16 +228,16 @@ class _Tracker(NamedTuple):
         name = "subtract_tracked_success"
         _check_band(name, self.low, self.high, self.keep)
         counts = {"half_life": self.half_life, "count": self.count}
-        check(name, "above 0", lambda number: number > 0, **counts)
+        base.check(name, "above 0", lambda number: number > 0, **counts)
         rate = None if isinstance(self.initial, str) else self.initial
-        check(name, "a rate in [0, 1] or a field's name", lambda r: 0 <= r <= 1, initial=rate)
+        base.check(name, "a rate in [0, 1] or a field's name", lambda r: 0 <= r <= 1, initial=rate)
 
     def update(self, signal: Signal, state: Any, rollouts: Rollouts) -> tuple[Signal, Any, Metrics]:
-        row = read("subtract_tracked_success", rollouts, "row")
+        row = base.read("subtract_tracked_success", rollouts, "row")
         alpha, beta = self._before(state, row, rollouts)
         estimate = alpha / (alpha + beta)
         value = stats.widen(signal.value)
-        after = with_value(signal, value - estimate[:, None].astype(value.dtype))
+        after = base.with_value(signal, value - estimate[:, None].astype(value.dtype))
         rho = self._kept(row, rollouts, alpha.dtype)
         success, number = (x.astype(alpha.dtype) for x in _sums(signal.value, signal.mask))
         visited = number > 0
@@ -277,7 +258,7 @@ class _Tracker(NamedTuple):
     def _kept(self, row: Array, rollouts: Rollouts, dtype: Any) -> Array:
         """rho of each prompt, [P]."""
         if self.drift is None:
-            rho = jnp.asarray(at_step(self.keep, rollouts, dtype), dtype)
+            rho = jnp.asarray(base.at_step(self.keep, rollouts, dtype), dtype)
             return jnp.broadcast_to(rho, row.shape)
         drift = _per_prompt(self.drift, rollouts, row, dtype)
         rho = jnp.clip(jnp.exp2(-drift / self.half_life), self.low, self.high)
@@ -356,17 +337,22 @@ def _per_prompt(given: float | str, rollouts: Rollouts, row: Array, dtype: Any) 
     """A number, or a field [P], as [P]."""
     if not isinstance(given, str):
         return jnp.full(row.shape, given, dtype)
-    return read_field("subtract_tracked_success", given, rollouts, row.shape).astype(dtype)
+    return base.read_field("subtract_tracked_success", given, rollouts, row.shape).astype(dtype)
 
 
 def _check_band(
     name: str, low: float, high: float, keep: Scheduled, prior: tuple[float, ...] | None = None
 ) -> None:
     fits = lambda prior: len(prior) == 2 and min(prior) > 0  # noqa: E731
-    check(name, "two counts above 0", fits, prior=prior)
+    base.check(name, "two counts above 0", fits, prior=prior)
     if not 0 <= low <= high <= 1:
         raise InputError(f"{name}: low = {low}, high = {high}: expected 0 <= low <= high <= 1")
-    check_share(name, keep=keep)
+    base.check_share(name, keep=keep)
+
+
+def _zeros(*names: str) -> Callable[[RolloutSpec], dict[str, Array]]:
+    """The `init` of a part that keeps one number under each name."""
+    return lambda spec: dict.fromkeys(names, jnp.zeros((), jnp.result_type(float)))
 
 
 def _mixed(state: Any, decay: Any, average: Array, variance: Array) -> dict[str, Array]:

@@ -11,22 +11,14 @@ Ids mean nothing but "the same node", within one prompt and depth. Masked leaves
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
 from jax import Array
 
-from jaxgrpo.advantages import stats
-from jaxgrpo.advantages.base import (
-    AdvantageTransform,
-    Scheduled,
-    at_step,
-    check_choice,
-    read,
-    read_field,
-    stateless,
-    with_value,
-)
+from jaxgrpo.advantages import base, stats
+from jaxgrpo.advantages.base import AdvantageTransform, Scheduled
 from jaxgrpo.core.metrics import Metrics, mean, reduce, summed
 from jaxgrpo.core.types import Rollouts, Signal
 
@@ -62,23 +54,21 @@ def tree_normalise(
 
     def apply(signal: Signal, rollouts: Rollouts) -> tuple[Signal, Metrics]:
         value, mask = stats.widen(signal.value), signal.mask
-        ids = read_field("tree_normalise", field, rollouts)
+        ids = base.read_field("tree_normalise", field, rollouts)
         tree, whole = _node(value, ids, mask), stats.summary(value, mask)
-        added = jnp.asarray(at_step(eps, rollouts, value.dtype), value.dtype)
+        added = jnp.asarray(base.at_step(eps, rollouts, value.dtype), value.dtype)
         total = jnp.zeros_like(value)
-        for node in (tree, whole):
+        of_tree = _variance(value, ids, mask, tree, ddof)
+        of_whole = stats.variance(value, mask, ddof=ddof, about=whole)
+        for node, variance in ((tree, of_tree), (whole, of_whole)):
             part = value - node.mean
             if std:
-                if node is tree:
-                    scale = jnp.sqrt(_variance(value, ids, mask, tree, ddof))
-                else:
-                    scale = stats.std(value, mask, ddof=ddof, about=whole)
-                part = part / jnp.where(node.flat, 1, scale + added)
+                part = part / jnp.where(node.flat, 1, jnp.sqrt(variance) + added)
             total = total + jnp.where(node.flat, 0, part)
-        return with_value(signal, total), {"flat_trees": mean(tree.flat, mask)}
+        return base.with_value(signal, total), {"flat_trees": mean(tree.flat, mask)}
 
     needs = frozenset({field})
-    return stateless("tree_normalise", apply, needs=needs, levels=(2,), relative=True)
+    return base.stateless("tree_normalise", apply, needs=needs, levels=(2,), relative=True)
 
 
 def tree_process(
@@ -118,18 +108,18 @@ def tree_process(
 
     def apply(signal: Signal, rollouts: Rollouts) -> tuple[Signal, Metrics]:
         value = stats.widen(signal.value)
-        path = read_field("tree_process", ancestors, rollouts)
-        depths = read_field("tree_process", token_depth, rollouts)
-        tokens = read("tree_process", rollouts, "token_mask").astype(bool)
-        weights = (at_step(one, rollouts, value.dtype) for one in (global_weight, local_weight))
-        parts = _steps(value, signal.mask, path, tuple(weights), leaf_power)
+        path = base.read_field("tree_process", ancestors, rollouts)
+        depths = base.read_field("tree_process", token_depth, rollouts)
+        tokens = base.read("tree_process", rollouts, "token_mask").astype(bool)
+        weights = [base.at_step(w, rollouts, value.dtype) for w in (global_weight, local_weight)]
+        parts = _steps(value, signal.mask, path, weights, leaf_power)
         there = _on_tokens(list(jnp.moveaxis(path >= 0, -1, 0)), depths)
         spread, mask = _on_tokens(parts, depths), tokens & signal.mask[..., None]
         metrics: Metrics = {"unplaced": mean(~there, mask), "live": mean(spread != 0, mask)}
         return Signal(value=spread.astype(signal.value.dtype), mask=mask), metrics
 
     needs = frozenset({ancestors, token_depth})
-    return stateless("tree_process", apply, needs=needs, levels=(2,), relative=True)
+    return base.stateless("tree_process", apply, needs=needs, levels=(2,), relative=True)
 
 
 def tree_subgroup(weighting: str = "average", ancestors: str = "ancestors") -> AdvantageTransform:
@@ -153,11 +143,11 @@ def tree_subgroup(weighting: str = "average", ancestors: str = "ancestors") -> A
     >>> evaluate(tree_subgroup(), [[1.0, 0.0]], ancestors=[[[0, 1], [0, 2]]])[0].tolist()
     [[0.5, -0.5]]
     """
-    check_choice("tree_subgroup", _WEIGHTINGS, weighting=weighting)
+    base.check_choice("tree_subgroup", _WEIGHTINGS, weighting=weighting)
 
     def apply(signal: Signal, rollouts: Rollouts) -> tuple[Signal, Metrics]:
         value = stats.widen(signal.value)
-        path = read_field("tree_subgroup", ancestors, rollouts)
+        path = base.read_field("tree_subgroup", ancestors, rollouts)
         total, weight, subgroups = (jnp.zeros_like(value) for _ in range(3))
         for depth in range(path.shape[-1]):
             ids = path[..., depth]
@@ -167,10 +157,10 @@ def tree_subgroup(weighting: str = "average", ancestors: str = "ancestors") -> A
             total = total + size * (value - node.mean)
             weight, subgroups = weight + size, subgroups + shared
         advantage = total / jnp.where(weight > 0, weight, 1)
-        return with_value(signal, advantage), {"subgroups": mean(subgroups, signal.mask)}
+        return base.with_value(signal, advantage), {"subgroups": mean(subgroups, signal.mask)}
 
     needs = frozenset({ancestors})
-    return stateless("tree_subgroup", apply, needs=needs, levels=(2,), relative=True)
+    return base.stateless("tree_subgroup", apply, needs=needs, levels=(2,), relative=True)
 
 
 def token_share_weights(
@@ -197,8 +187,8 @@ def token_share_weights(
     needs = frozenset({ancestors, token_depth})
 
     def apply(signal: Signal, rollouts: Rollouts) -> tuple[Signal, Metrics]:
-        path = read_field("token_share_weights", ancestors, rollouts)
-        depths = read_field("token_share_weights", token_depth, rollouts)
+        path = base.read_field("token_share_weights", ancestors, rollouts)
+        depths = base.read_field("token_share_weights", token_depth, rollouts)
         value, scored = stats.widen(signal.value), signal.mask.any(-1)
         shares = []
         for depth in range(path.shape[-1]):
@@ -206,9 +196,9 @@ def token_share_weights(
             leaves = _pairs(ids, scored & (ids >= 0)).sum(1, dtype=jnp.int32)
             shares.append(1 / jnp.maximum(leaves, 1).astype(value.dtype))
         weight = _on_tokens(shares, depths, otherwise=1)
-        return with_value(signal, value * weight), {"weight": mean(weight, signal.mask)}
+        return base.with_value(signal, value * weight), {"weight": mean(weight, signal.mask)}
 
-    return stateless("token_share_weights", apply, needs=needs, levels=(3,))
+    return base.stateless("token_share_weights", apply, needs=needs, levels=(3,))
 
 
 def _pairs(ids: Array, mask: Array) -> Array:
@@ -239,7 +229,7 @@ def _variance(value: Array, ids: Array, mask: Array, node: stats.Summary, ddof: 
 
 
 def _steps(
-    value: Array, mask: Array, path: Array, weights: tuple[Any, Any], leaf_power: float
+    value: Array, mask: Array, path: Array, weights: Sequence[Any], leaf_power: float
 ) -> list[Array]:
     """Per depth [P, G]: what its node adds against the prompt and its parent; 0 without a node."""
     of_prompt, of_parent = (jnp.asarray(weight, value.dtype) for weight in weights)

@@ -6,20 +6,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jaxgrpo.advantages import stats
-from jaxgrpo.advantages.base import (
-    AdvantageTransform,
-    Scheduled,
-    at_step,
-    check,
-    check_share,
-    needs_of,
-    read,
-    read_field,
-    samples,
-    stateless,
-    with_value,
-)
+from jaxgrpo.advantages import base, stats
+from jaxgrpo.advantages.base import AdvantageTransform, Scheduled
 from jaxgrpo.core.metrics import Metrics, mean, reduce, summed
 from jaxgrpo.core.types import Rollouts, Signal
 
@@ -55,21 +43,21 @@ def shrink_rare_success(
     >>> evaluate(shrink_rare_success(count=2), [[1.0, -1.0, -1.0]])[0].tolist()
     [[0.5, -0.5, -0.5]]
     """
-    check("shrink_rare_success", "more than 0 successes", lambda n: n > 0, count=count)
+    base.check("shrink_rare_success", "more than 0 successes", lambda n: n > 0, count=count)
 
     def apply(signal: Signal, rollouts: Rollouts) -> tuple[Signal, Metrics]:
-        read = samples("shrink_rare_success", reward, signal, rollouts)
+        read = base.samples("shrink_rare_success", reward, signal, rollouts)
         if threshold is None:
             success = read.value > 0
         else:
-            success = read.value >= at_step(threshold, rollouts, read.value.dtype)
+            success = read.value >= base.at_step(threshold, rollouts, read.value.dtype)
         number = stats.count(read.mask & success).astype(read.value.dtype)
-        share = jnp.minimum(1, number / at_step(count, rollouts, number.dtype))
+        share = jnp.minimum(1, number / base.at_step(count, rollouts, number.dtype))
         factor = jnp.where(number == 0, 1, share)
         scored = signal.mask.any(axis=1, keepdims=True)
-        return _times(signal, factor), {"shrunk_groups": mean(factor < 1, scored)}
+        return base.scaled(signal, factor), {"shrunk_groups": mean(factor < 1, scored)}
 
-    return stateless("shrink_rare_success", apply, needs=needs_of(reward), levels=(2,))
+    return base.stateless("shrink_rare_success", apply, needs=base.needs_of(reward), levels=(2,))
 
 
 def weight_by_absolute_advantage(normalise: bool = False) -> AdvantageTransform:
@@ -96,7 +84,7 @@ def weight_by_absolute_advantage(normalise: bool = False) -> AdvantageTransform:
     def apply(signal: Signal, rollouts: Rollouts) -> tuple[Signal, Metrics]:
         return _weighed(signal, stats.mean(jnp.abs(signal.value), signal.mask), normalise)
 
-    return stateless("weight_by_absolute_advantage", apply, levels=(2,))
+    return base.stateless("weight_by_absolute_advantage", apply, levels=(2,))
 
 
 def weight_by_learnability(
@@ -127,14 +115,14 @@ def weight_by_learnability(
     """
 
     def apply(signal: Signal, rollouts: Rollouts) -> tuple[Signal, Metrics]:
-        read = samples("weight_by_learnability", reward, signal, rollouts)
+        read = base.samples(name, reward, signal, rollouts)
         flat = stats.is_flat(read.value, read.mask)
         weight = jnp.where(flat, 0, stats.variance(read.value, read.mask))
         return _weighed(signal, weight, normalise)
 
-    return stateless(
-        "weight_by_learnability", apply, needs=needs_of(reward), levels=(2,), relative=True
-    )
+    needs = base.needs_of(reward)
+    name = "weight_by_learnability"
+    return base.stateless(name, apply, needs=needs, levels=(2,), relative=True)
 
 
 def darling(field: str | None = None, floor: Scheduled = 0.1) -> AdvantageTransform:
@@ -161,16 +149,16 @@ def darling(field: str | None = None, floor: Scheduled = 0.1) -> AdvantageTransf
     >>> evaluate(darling("kind"), [[1.0, 1.0, 1.0]], kind=[[0, 0, 1]])[0].tolist()
     [[0.5, 0.5, 1.0]]
     """
-    check_share("darling", floor=floor)
+    base.check_share("darling", floor=floor)
 
     def apply(signal: Signal, rollouts: Rollouts) -> tuple[Signal, Metrics]:
         value, mask = stats.widen(signal.value), signal.mask
         if field is None:
-            chosen = read("darling", rollouts, "token_mask").astype(bool)
-            tokens = read("darling", rollouts, "completion_tokens")
+            chosen = base.read("darling", rollouts, "token_mask").astype(bool)
+            tokens = base.read("darling", rollouts, "completion_tokens")
             same = _same_tokens(tokens, chosen)
         else:
-            classes = read_field("darling", field, rollouts)
+            classes = base.read_field("darling", field, rollouts)
             same = classes[:, :, None] == classes[:, None, :]
             # NaN, a class that is not known, equals nothing: the sample is a class of its own.
             same = same | jnp.eye(classes.shape[1], dtype=bool)[None]
@@ -179,14 +167,14 @@ def darling(field: str | None = None, floor: Scheduled = 0.1) -> AdvantageTransf
         others = jnp.maximum(number - 1, 1).astype(value.dtype)
         apart = (number - same.sum(-1, dtype=jnp.int32)).astype(value.dtype) / others
         diversity = jnp.where(number > 1, apart, 1)
-        least = jnp.asarray(at_step(floor, rollouts, value.dtype), value.dtype)
+        least = jnp.asarray(base.at_step(floor, rollouts, value.dtype), value.dtype)
         metrics: Metrics = {
             "diversity": mean(diversity, mask),
             "floored": mean(diversity <= least, mask),
         }
-        return with_value(signal, value * jnp.maximum(diversity, least)), metrics
+        return base.with_value(signal, value * jnp.maximum(diversity, least)), metrics
 
-    return stateless("darling", apply, needs=needs_of(field), levels=(2,))
+    return base.stateless("darling", apply, needs=base.needs_of(field), levels=(2,))
 
 
 def unlikeliness(beta: Scheduled = 0.25) -> AdvantageTransform:
@@ -214,12 +202,12 @@ def unlikeliness(beta: Scheduled = 0.25) -> AdvantageTransform:
     >>> evaluate(unlikeliness(beta=0.25), [[1.0, 1.0]], **given)[0].tolist()
     [[0.75, 1.0]]
     """
-    check_share("unlikeliness", beta=beta)
+    base.check_share("unlikeliness", beta=beta)
 
     def apply(signal: Signal, rollouts: Rollouts) -> tuple[Signal, Metrics]:
         value, mask = stats.widen(signal.value), signal.mask
-        chosen = read("unlikeliness", rollouts, "token_mask").astype(bool)
-        logp = stats.widen(read("unlikeliness", rollouts, "behavior_logp"))
+        chosen = base.read("unlikeliness", rollouts, "token_mask").astype(bool)
+        logp = stats.widen(base.read("unlikeliness", rollouts, "behavior_logp"))
         logp = jnp.where(chosen & mask[..., None], logp, 0).sum(-1)
         mask = mask & ~jnp.isnan(logp)
         own, other = logp[:, :, None], logp[:, None, :]
@@ -229,7 +217,7 @@ def unlikeliness(beta: Scheduled = 0.25) -> AdvantageTransform:
         rank = less.astype(value.dtype) + (tied - 1).astype(value.dtype) / 2
         number = jnp.maximum(stats.count(mask) - 1, 1).astype(value.dtype)
         share = jnp.where(mask, rank / number, 0)
-        weight = jnp.asarray(at_step(beta, rollouts, value.dtype), value.dtype)
+        weight = jnp.asarray(base.at_step(beta, rollouts, value.dtype), value.dtype)
         factor = 1 - weight * share
         metrics: Metrics = {
             "factor": mean(factor, mask),
@@ -238,7 +226,7 @@ def unlikeliness(beta: Scheduled = 0.25) -> AdvantageTransform:
         }
         return Signal(value=(value * factor).astype(signal.value.dtype), mask=mask), metrics
 
-    return stateless("unlikeliness", apply, levels=(2,))
+    return base.stateless("unlikeliness", apply, levels=(2,))
 
 
 def _weighed(signal: Signal, weight: Array, normalise: bool) -> tuple[Signal, Metrics]:
@@ -248,12 +236,7 @@ def _weighed(signal: Signal, weight: Array, normalise: bool) -> tuple[Signal, Me
         average = stats.mean(weight, scored, axis=0)
         # Where every weight is 0 they stay 0.
         weight = weight / jnp.where(average > 0, average, 1)
-    return _times(signal, weight), metrics
-
-
-def _times(signal: Signal, factor: Array) -> Signal:
-    value = stats.widen(signal.value)
-    return with_value(signal, value * factor.astype(value.dtype))
+    return base.scaled(signal, weight), metrics
 
 
 def _same_tokens(tokens: Array, chosen: Array) -> Array:

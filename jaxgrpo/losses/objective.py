@@ -124,7 +124,7 @@ def policy_loss(
     >>> float(loss)
     -1.0
     """
-    advantage = _along(_of_rows(advantage, segment), mask)
+    advantage = _along(advantage, mask, segment)
     _check_shapes(logp, proximal_logp=proximal_logp, advantage=advantage, mask=mask, **fields)
     weight, mask, segment = _layout(
         build_reduction(reduction, reduction_options), mask, segment, group
@@ -172,16 +172,12 @@ def _ids_from_1(segment: Array) -> Array:
     return jnp.where(taken, dense_ids(jnp.where(taken, segment, smallest)) + 1, 0)
 
 
-def _of_rows(advantage: Array, segment: Array | None) -> Array:
-    if advantage.ndim == 1 and segment is not None:
-        raise InputError("advantage [B] is one number per row: with segment give it as [B, T]")
-    return advantage
-
-
-def _along(value: Array, mask: Array) -> Array:
+def _along(value: Array, mask: Array, segment: Array | None = None) -> Array:
     """[B] as [B, T], and other shapes as they are."""
     if value.ndim != 1:
         return value
+    if segment is not None:
+        raise InputError("advantage [B] is one number per row: with segment give it as [B, T]")
     return jnp.broadcast_to(value[:, None], (value.shape[0], mask.shape[-1]))
 
 

@@ -52,7 +52,7 @@ def group_metrics(
     _, iid, gap = jensen_gap(correct, mask.sum(1, dtype=jnp.int32), mask.shape[1])
     return functools.reduce(merge, own) | {
         "reward": mean(total, mask),
-        "reward_std": mean(stats.std(total, mask, ddof=1), scored),
+        "reward_std": mean(jnp.sqrt(stats.variance(total, mask, ddof=1)), scored),
         "frac_reward_zero_std": mean(flat, scored),
         "groups/all_fail": mean(flat & (high <= 0), scored),
         "groups/all_pass": mean(flat & (high > 0), scored),
@@ -68,7 +68,9 @@ def _own_metrics(name: str, reward: Float[Array, "P G"]) -> Metrics:
     flat, mask = value.reshape(1, -1), scored.reshape(1, -1)
     return {
         f"rewards/{name}/mean": mean(value, scored),
-        f"rewards/{name}/std": mean(stats.std(flat, mask, ddof=1), mask.any(keepdims=True)),
+        f"rewards/{name}/std": mean(
+            jnp.sqrt(stats.variance(flat, mask, ddof=1)), mask.any(keepdims=True)
+        ),
         f"rewards/{name}/unscored": mean(~scored),
     }
 
