@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
-from jaxgrpo.core.errors import InputError
+from jaxgrpo.core.errors import refuse_all
 from jaxgrpo.core.types import Params
 from jaxgrpo.models.api import Attend, Constrain, LayerKind, Model, ModelConfig, memory_per_layer
 from jaxgrpo.models.layers import (
@@ -233,5 +233,4 @@ def _check(config: ModelConfig) -> None:
         problems.append(f'activation = "{config.activation}": known are {known}')
     if config.dtype not in ("float32", "bfloat16", "float16", "float64"):
         problems.append(f'dtype = "{config.dtype}": choose float32, bfloat16, float16 or float64')
-    if problems:
-        raise InputError("ModelConfig cannot be built:\n  " + "\n  ".join(problems))
+    refuse_all("ModelConfig cannot be built:", problems)
