@@ -132,9 +132,7 @@ def constrain(mesh: Mesh, rules: Rules = TRAINING) -> Constrain:
     """The function that models call on activations. A dimension of size 1 stays whole."""
 
     def apply(value: Array, axes: tuple[str | None, ...]) -> Array:
-        kept = tuple(
-            None if size == 1 else name for name, size in zip(axes, value.shape, strict=True)
-        )
+        kept = (None if size == 1 else name for name, size in zip(axes, value.shape, strict=True))
         return jax.lax.with_sharding_constraint(value, named(mesh, *kept, rules=rules))
 
     return apply

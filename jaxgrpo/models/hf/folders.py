@@ -125,22 +125,17 @@ def read_params(
         names = {entry.name for of_leaf in entries for entry in of_leaf}
         _check_names(folder, names, files, model.config.tie_embeddings)
 
-        def read(entry: qwen3.Entry) -> np.ndarray:
+        def read(entry: qwen3.Entry) -> tuple[int | None, np.ndarray]:
             tensor = files[entry.name].get_tensor(entry.name)
             if tensor.shape != entry.hf_shape:
                 raise InputError(
                     f"{folder}: {entry.name} has shape {tensor.shape}, but config.json asks for "
                     f"{entry.hf_shape}: the weights and the config belong to different models"
                 )
-            return qwen3.to_ours(entry, tensor)
+            return entry.period, qwen3.to_ours(entry, tensor)
 
         leaves = [
-            _place(
-                spec.shape,
-                jnp.dtype(dtype or spec.dtype),
-                layout,
-                ((entry.period, read(entry)) for entry in of_leaf),
-            )
+            _place(spec.shape, jnp.dtype(dtype or spec.dtype), layout, map(read, of_leaf))
             for spec, layout, of_leaf in zip(specs, layouts, entries, strict=True)
         ]
     return jax.tree.unflatten(tree, leaves)
@@ -235,10 +230,8 @@ def _check_names(folder: Path, expected: set[str], files: Mapping[str, Any], tie
     head, embed = qwen3.TIED_HEAD
     if tied and head in found:
         found.remove(head)
-        same = embed in files and np.array_equal(
-            files[head].get_tensor(head), files[embed].get_tensor(embed)
-        )
-        if not same:
+        held = [files[name].get_tensor(name) for name in qwen3.TIED_HEAD if name in files]
+        if len(held) != 2 or not np.array_equal(*held):
             raise InputError(
                 f"{folder}: tie_word_embeddings is true, but {head} differs from {embed}: set "
                 "tie_word_embeddings to false in config.json, or remove the tensor"
@@ -296,9 +289,8 @@ def _write_weights(
 
     def gathered(name: str) -> np.ndarray:
         leaf, entry = tensors[name]
-        return qwen3.to_hf(
-            entry, to_host(leaf if entry.period is None else _period(leaf, entry.period))
-        )
+        whole = leaf if entry.period is None else _period(leaf, entry.period)
+        return qwen3.to_hf(entry, to_host(whole))
 
     for file, names in plan.filename_to_tensors.items():
         whole = ((name, gathered(name)) for name in names)

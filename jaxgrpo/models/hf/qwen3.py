@@ -196,14 +196,9 @@ def config_fields(config: ModelConfig, dtype: str) -> dict[str, Any]:
         "query_scale": config.query_scale in (None, config.head_dim**-0.5),
         "dtype": dtype in ("float32", "bfloat16", "float16"),
     }
-    refuse_all(
-        "this model cannot be saved as a Qwen3:",
-        [
-            f"{name} = {getattr(config, name)!r}: Qwen3 has no such model"
-            for name, fits in plain.items()
-            if not fits
-        ],
-    )
+    odd = [f"{name} = {getattr(config, name)!r}" for name, fits in plain.items() if not fits]
+    problems = [f"{field}: Qwen3 has no such model" for field in odd]
+    refuse_all("this model cannot be saved as a Qwen3:", problems)
     activations = {ours: theirs for theirs, ours in ACTIVATIONS.items()}
     return {
         "architectures": [ARCHITECTURE],
