@@ -24,7 +24,7 @@ from jaxgrpo.models import decoder, sharding
 from jaxgrpo.models.api import ModelConfig
 from jaxgrpo.rollout.judging import put_prompts
 from jaxgrpo.rollout.sampler import SamplingSettings
-from jaxgrpo.rollout.selection import host_prompts, sequential
+from jaxgrpo.rollout.selection import pad_prompts, sequential
 from jaxgrpo.training.setup import first_state
 from jaxgrpo.update.forward import Blueprint
 from jaxgrpo.update.packing import Geometry
@@ -114,9 +114,7 @@ def measure(blueprint: Blueprint, state: Any, repeats: int) -> dict[str, list[fl
     shape = (geometry.num_prompts, geometry.max_prompt_tokens)
     order = np.arange(geometry.num_prompts)
     tokens = rng.integers(2, blueprint.model.config.vocab_size, shape)
-    prompts = put_prompts(
-        blueprint.mesh, host_prompts(tokens, np.ones(shape, bool), order, order, 0)
-    )
+    prompts = put_prompts(blueprint.mesh, pad_prompts(list(tokens), shape[1], order, order, 0))
     spent: dict[str, list[float]] = {"sample": [], "prepare": [], "update": [], "step": []}
     for step in range(repeats + 1):
         rollouts, sample = timed(steps.sample, steps.sync(state), prompts, state.key)

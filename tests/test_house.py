@@ -23,7 +23,7 @@ MAX_FOLDER_FILES = 20  # beside __init__.py
 MAX_PACKAGES = 14
 
 SHORT = {
-    "rewards/math_program.py": "a program of its own, started by mathematics.py",
+    "rewards/math_program.py": "a program of its own, started by builtin.py",
 }
 """Files below MIN_FILE_LINES, each with its reason."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 
@@ -65,6 +65,12 @@ def refusing(message: str | Callable[[Any], str], *kinds: type[Exception]) -> It
         raise InputError(message(error)) from error
 
 
+def refuse_all(title: str, problems: Collection[str]) -> None:
+    """Raises: InputError with the title and a line for each problem, if there are any."""
+    if problems:
+        raise InputError("\n  ".join([title, *problems]))
+
+
 def one_line(error: BaseException) -> str:
     """The message of another library's error, in one line."""
     return " ".join(str(error).split())
@@ -116,18 +122,20 @@ def call(where: str, factory: Callable[..., T], options: Mapping[str, Any]) -> T
       where: opens the message: the name of the part.
     """
     signature = inspect.signature(factory)
-    kinds = {parameter.kind for parameter in signature.parameters.values()}
-    named = [
-        name
-        for name, parameter in signature.parameters.items()
-        if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
-    ]
-    if inspect.Parameter.VAR_KEYWORD not in kinds:
-        for option in options:
-            if option not in named:
-                raise InputError(f"{where}: unknown option {option!r}: {suggest(option, named)}")
+    named, takes_all = keywords(signature)
+    for option in options:
+        if option not in named and not takes_all:
+            raise InputError(f"{where}: unknown option {option!r}: {suggest(option, named)}")
     try:
         signature.bind(**options)
     except TypeError as error:
         raise InputError(f"{where}: {error}; it takes {signature}") from None
     return factory(**options)
+
+
+def keywords(signature: inspect.Signature) -> tuple[dict[str, bool], bool]:
+    """Arguments that may be given by keyword -> has a default, and whether any keyword is taken."""
+    parameters = signature.parameters.values()
+    by_keyword = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    named = {one.name: one.default is not one.empty for one in parameters if one.kind in by_keyword}
+    return named, any(one.kind is one.VAR_KEYWORD for one in parameters)

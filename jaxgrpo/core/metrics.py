@@ -86,11 +86,8 @@ def mean(value: Array, mask: Array | None = None) -> Mean:
 
 def maximum(value: Array, mask: Array | None = None) -> Max:
     """The largest entry of `value` where `mask` is True; -inf if there is none."""
-    dtype = accumulate_dtype(value.dtype)
-    value = value.astype(dtype)
-    if mask is not None:
-        value = jnp.where(mask, value, -jnp.inf)
-    return Max(value=value.max(initial=-jnp.inf))
+    value = value.astype(accumulate_dtype(value.dtype))
+    return Max(value=value.max(initial=-jnp.inf, where=mask))
 
 
 def minimum(value: Array, mask: Array | None = None) -> Min:
@@ -106,11 +103,8 @@ def empty_like(metrics: Mapping[str, Any]) -> Metrics:
     """
 
     def one(metric: Any) -> Metric:
-        if isinstance(metric, Max):
-            return Max(value=jnp.full((), -jnp.inf, metric.value.dtype))
-        if isinstance(metric, Min):
-            return Min(value=jnp.full((), jnp.inf, metric.value.dtype))
-        return jax.tree.map(lambda leaf: jnp.zeros((), leaf.dtype), metric)
+        nothing = {Max: -jnp.inf, Min: jnp.inf}.get(type(metric), 0)
+        return jax.tree.map(lambda leaf: jnp.full((), nothing, leaf.dtype), metric)
 
     return {name: one(metric) for name, metric in metrics.items()}
 

@@ -33,22 +33,18 @@ class Prompts:
 
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Rollouts:
-    """Prompts with G samples each. A group is one row of every [P, ...] array and never splits."""
+class Rollouts(Prompts):
+    """Prompts, their fields once per group, with G samples each.
 
-    prompt_tokens: Array  # [P, S] int32, once per group, right-padded
-    prompt_mask: Array  # [P, S] bool
+    A group is one row of every [P, ...] array and never splits.
+    """
+
     completion_tokens: Array  # [P, G, T] int32, the end token included
     token_mask: Array  # [P, G, T] bool, chosen by the policy (tool output, forced text: False)
-    behavior_logp: (
-        Array  # [P, G, T] float32 under the distribution sampled from; 0 outside the mask
-    )
+    behavior_logp: Array  # [P, G, T] float32, of the distribution sampled from; 0 where masked
     rewards: dict[str, Array]  # name -> [P, G] float32, NaN = could not be scored
     truncated: Array  # [P, G] bool, stopped by the length limit
-    ordinal: Array  # [P] int32, place in the run's prompt stream
-    row: Array  # [P] int32, row in the data set
     policy_version: Array  # [P, G] int32, the step whose parameters sampled it
-    step: Array  # [] int32
     fields: dict[str, Array]  # name -> [P, ...] or [P, G, ...]: what a method brings
 
 

@@ -275,7 +275,8 @@ def make_asker(
         batches = [ask_batch(begin, params, key, step) for begin in range(0, count, size)]
         whole = jax.tree.map(lambda *leaves: np.concatenate(leaves), *batches)
         tokens, mask, logp, truncated, scores, rescored = whole
-        texts = [decode_texts(policy.tokenizer, *row) for row in zip(tokens, mask, strict=True)]
+        ids = map(completion_ids, tokens, mask)
+        texts = [decode_texts(policy.tokenizer, of_prompt) for of_prompt in ids]
         return Answers(tokens, mask, logp, truncated, scores, texts, rescored)
 
     return ask

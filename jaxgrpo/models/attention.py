@@ -7,6 +7,8 @@ without any key gives finite garbage that the loss masks, never NaN.
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax import Array
@@ -65,10 +67,8 @@ def decode(index: Array, position: Array, prompt_length: Array) -> Attend:
 
     def attend(query, key, value, memory: tuple[KeyValue, KeyValue], kind: LayerKind):
         prefix, own = memory
-        own = KeyValue(
-            jax.lax.dynamic_update_slice_in_dim(own.key, key, index, axis=2),
-            jax.lax.dynamic_update_slice_in_dim(own.value, value, index, axis=2),
-        )
+        write = functools.partial(jax.lax.dynamic_update_slice_in_dim, start_index=index, axis=2)
+        own = KeyValue(write(own.key, key), write(own.value, value))
         prefix_position = jnp.arange(prefix.key.shape[1])
         real = (prefix_position < prompt_length[:, None])[:, None, None, :]  # [P, 1, 1, S]
         in_prefix = _visible(position, prefix_position, kind) & real

@@ -7,7 +7,7 @@ program and the time to compile it do not grow with depth.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -15,17 +15,10 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
-from jaxgrpo.core.errors import InputError
+from jaxgrpo.core.errors import refuse_all
 from jaxgrpo.core.types import Params
 from jaxgrpo.models.api import Attend, Constrain, LayerKind, Model, ModelConfig, memory_per_layer
-from jaxgrpo.models.layers import (
-    ACTIVATIONS,
-    Block,
-    Embedding,
-    RMSNorm,
-    head_dtype,
-    rotary_angles,
-)
+from jaxgrpo.models.layers import ACTIVATIONS, Block, Embedding, RMSNorm, head_dtype, rotary_angles
 
 HIDDEN_AXES: dict[int, tuple[str | None, ...]] = {
     3: ("bins", "sequence", None),
@@ -51,13 +44,8 @@ class _Definition(NamedTuple):
         return nnx.merge(self.graph, params)
 
 
-class _Modules(NamedTuple):
-    """The definitions of a decoder's modules."""
-
-    embed: _Definition
-    head: _Definition  # the embedding itself if the two are tied
-    block: _Definition
-    norm: _Definition
+Modules = Mapping[str, _Definition]
+"""Those of the parameter tree by its names, and "block". A tied head is the embedding itself."""
 
 
 def build(config: ModelConfig, *, constrain: Constrain | None = None, remat: bool = True) -> Model:
@@ -81,7 +69,7 @@ def build(config: ModelConfig, *, constrain: Constrain | None = None, remat: boo
     def apply(
         params: Params, tokens: Array, positions: Array, attend: Attend, memory: Any
     ) -> tuple[Array, Any]:
-        hidden = modules.embed.bind(params["embed"]).encode(tokens)
+        hidden = modules["embed"].bind(params["embed"]).encode(tokens)
         hidden = lay_out(hidden * jnp.asarray(config.embedding_scale, hidden.dtype))
         angles = {
             theta: rotary_angles(positions, theta, config.head_dim)
@@ -89,7 +77,7 @@ def build(config: ModelConfig, *, constrain: Constrain | None = None, remat: boo
         }
 
         def layer(kind: LayerKind, params: Params, hidden: Array, memory: Any):
-            block = modules.block.bind(params)
+            block = modules["block"].bind(params)
             hidden, memory = block(hidden, angles[kind.rope_theta], attend, memory, kind)
             return lay_out(hidden), memory
 
@@ -100,15 +88,15 @@ def build(config: ModelConfig, *, constrain: Constrain | None = None, remat: boo
             hidden, memory = _scanned(config, layers, params, hidden, memory, remat)
         if config.float32_head:
             hidden = hidden.astype(head_dtype(config))
-        return modules.norm.bind(params["final_norm"])(hidden), memory
+        return modules["final_norm"].bind(params["final_norm"])(hidden), memory
 
     def unembed(params: Params, hidden: Array) -> Array:
         table = params["embed" if config.tie_embeddings else "head"]
-        return modules.head.bind(table).decode(hidden)
+        return modules["head"].bind(table).decode(hidden)
 
     # The key is made inside, so that building a model touches no device.
     shapes = jax.eval_shape(lambda: init(jax.random.key(0)))
-    return Model(config, init, apply, unembed, _axes(config, modules), shapes)
+    return Model(config, init, apply, unembed, _axes(modules, shapes), shapes)
 
 
 def _define(make: Callable[[nnx.Rngs], nnx.Module]) -> _Definition:
@@ -122,48 +110,42 @@ def _define(make: Callable[[nnx.Rngs], nnx.Module]) -> _Definition:
     return _Definition(make, graph, nnx.to_pure_dict(axes))
 
 
-def _modules(config: ModelConfig) -> _Modules:
+def _modules(config: ModelConfig) -> Modules:
     wide, tied = config.float32_head, config.tie_embeddings
     embed = _define(lambda rngs: Embedding(config, rngs, wide=wide and tied))
-    return _Modules(
-        embed=embed,
-        head=embed if tied else _define(lambda rngs: Embedding(config, rngs, wide=wide)),
-        block=_define(lambda rngs: Block(config, rngs)),
-        norm=_define(lambda rngs: RMSNorm(config.hidden_size, config)),
-    )
-
-
-def _init(config: ModelConfig, modules: _Modules, key: Array) -> Params:
-    """Layer i draws from fold_in(key, i), wherever the pattern puts it."""
-    periods, pattern, depth = config.periods, len(config.pattern), config.num_layers
-    keys = jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.arange(depth + 2))
-    one, stacked = modules.block.init, jax.vmap(modules.block.init)
-    scanned = periods * pattern
-    params: Params = {
-        "embed": modules.embed.init(keys[depth]),
-        "blocks": {},
-        "rest": {str(i): one(keys[scanned + i]) for i in range(config.num_rest)},
-        "final_norm": modules.norm.init(key),
+    return {
+        "embed": embed,
+        "head": embed if tied else _define(lambda rngs: Embedding(config, rngs, wide=wide)),
+        "block": _define(lambda rngs: Block(config, rngs)),
+        "final_norm": _define(lambda rngs: RMSNorm(config.hidden_size, config)),
     }
-    if periods:
-        params["blocks"] = {str(k): stacked(keys[k:scanned:pattern]) for k in range(pattern)}
+
+
+def _init(config: ModelConfig, modules: Modules, key: Array) -> Params:
+    """Layer i draws from fold_in(key, i), wherever the pattern puts it."""
+    pattern, depth = len(config.pattern), config.num_layers
+    keys = jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.arange(depth + 2))
+    one, scanned = modules["block"].init, depth - config.num_rest
+    stacked = {str(k): keys[k:scanned:pattern] for k in range(pattern) if config.periods}
+    params: Params = {
+        "embed": modules["embed"].init(keys[depth]),
+        "blocks": {k: jax.vmap(one)(of_layers) for k, of_layers in stacked.items()},
+        "rest": {str(i): one(keys[scanned + i]) for i in range(config.num_rest)},
+        "final_norm": modules["final_norm"].init(key),
+    }
     if not config.tie_embeddings:
-        params["head"] = modules.head.init(keys[depth + 1])
+        params["head"] = modules["head"].init(keys[depth + 1])
     return params
 
 
-def _axes(config: ModelConfig, modules: _Modules) -> Params:
-    one = modules.block.axes
+def _axes(modules: Modules, shapes: Params) -> Params:
+    axes: Params = {name: module.axes for name, module in modules.items()}
     stacked = jax.tree.map(
-        lambda axes: ("layers", *axes), one, is_leaf=lambda node: isinstance(node, tuple)
+        lambda names: ("layers", *names), axes["block"], is_leaf=lambda node: type(node) is tuple
     )
-    axes: Params = {
-        "embed": modules.embed.axes,
-        "blocks": {str(k): stacked for k in range(len(config.pattern))} if config.periods else {},
-        "rest": {str(i): one for i in range(config.num_rest)},
-        "final_norm": modules.norm.axes,
-    }
-    return axes if config.tie_embeddings else {**axes, "head": modules.head.axes}
+    axes["blocks"] = dict.fromkeys(shapes["blocks"], stacked)
+    axes["rest"] = dict.fromkeys(shapes["rest"], axes["block"])
+    return {name: axes[name] for name in shapes}
 
 
 def _scanned(
@@ -175,7 +157,8 @@ def _scanned(
     remat: bool,
 ) -> tuple[Array, Any]:
     """Scans the periods, then runs the layers left over; memory is stacked or None."""
-    given: dict[str, Any] = memory if memory is not None else {"blocks": None, "rest": None}
+    if memory is None:
+        memory = {part: dict.fromkeys(params[part]) for part in ("blocks", "rest")}
     # A barrier against common subexpressions is not needed inside a scan, and costs fusion.
     keep = jax.checkpoint if remat else (lambda run, **_: run)
 
@@ -183,18 +166,17 @@ def _scanned(
         blocks, entries = xs
         written = {}
         for k, run in enumerate(layers):
-            entry = None if entries is None else entries[str(k)]
-            hidden, written[str(k)] = run(blocks[str(k)], hidden, entry)
+            hidden, written[str(k)] = run(blocks[str(k)], hidden, entries[str(k)])
         return hidden, written
 
     written: dict[str, Any] = {"blocks": {}, "rest": {}}
     if config.periods:
         hidden, written["blocks"] = jax.lax.scan(
-            keep(period, prevent_cse=False), hidden, (params["blocks"], given["blocks"])
+            keep(period, prevent_cse=False), hidden, (params["blocks"], memory["blocks"])
         )
     for i in range(config.num_rest):
-        entry = None if given["rest"] is None else given["rest"][str(i)]
-        hidden, written["rest"][str(i)] = keep(layers[i])(params["rest"][str(i)], hidden, entry)
+        own, entry = params["rest"][str(i)], memory["rest"][str(i)]
+        hidden, written["rest"][str(i)] = keep(layers[i])(own, hidden, entry)
     return hidden, written
 
 
@@ -233,5 +215,4 @@ def _check(config: ModelConfig) -> None:
         problems.append(f'activation = "{config.activation}": known are {known}')
     if config.dtype not in ("float32", "bfloat16", "float16", "float64"):
         problems.append(f'dtype = "{config.dtype}": choose float32, bfloat16, float16 or float64')
-    if problems:
-        raise InputError("ModelConfig cannot be built:\n  " + "\n  ".join(problems))
+    refuse_all("ModelConfig cannot be built:", problems)

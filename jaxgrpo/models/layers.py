@@ -9,6 +9,7 @@ as in the Hugging Face models of these families (`initializer_range`).
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -138,16 +139,15 @@ class Attention(nnx.Module):
         self.value = Dense(embed, kv_heads, config, rngs, bias=bias)
         self.out = Dense(heads, embed, config, rngs, bias=bias)
         normed, scale = config.query_key_norm, config.query_scale
-        self.query_norm = RMSNorm(config.head_dim, config) if normed else None
-        self.key_norm = RMSNorm(config.head_dim, config) if normed else None
+        self.query_norm = RMSNorm(config.head_dim, config) if normed else jax.nn.identity
+        self.key_norm = RMSNorm(config.head_dim, config) if normed else jax.nn.identity
         self.scale = config.head_dim**-0.5 if scale is None else scale
 
     def __call__(
         self, x: Array, angles: Angles, attend: Attend, memory: Any, kind: LayerKind
     ) -> tuple[Array, Any]:
         query, key, value = self.query(x), self.key(x), self.value(x)
-        if self.query_norm is not None and self.key_norm is not None:
-            query, key = self.query_norm(query), self.key_norm(key)
+        query, key = self.query_norm(query), self.key_norm(key)
         query, key = rotate(query, angles, self.scale), rotate(key, angles)
         out, memory = attend(query, key, value, memory, kind)
         return self.out(out), memory
@@ -174,27 +174,23 @@ class Block(nnx.Module):
     """
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
-        def norm() -> RMSNorm:
-            return RMSNorm(config.hidden_size, config)
+        def norm(built: bool = True) -> Callable[[Array], Array]:
+            return RMSNorm(config.hidden_size, config) if built else jax.nn.identity
 
         self.attention_norm, self.feed_forward_norm = norm(), norm()
         self.attention = Attention(config, rngs)
         self.feed_forward = FeedForward(config, rngs)
-        self.attention_out_norm = norm() if config.sandwich_norms else None
-        self.feed_forward_out_norm = norm() if config.sandwich_norms else None
+        self.attention_out_norm = norm(config.sandwich_norms)
+        self.feed_forward_out_norm = norm(config.sandwich_norms)
 
     def __call__(
         self, hidden: Array, angles: Angles, attend: Attend, memory: Any, kind: LayerKind
     ) -> tuple[Array, Any]:
         branch = self.attention_norm(hidden)
         branch, memory = self.attention(branch, angles, attend, memory, kind)
-        if self.attention_out_norm is not None:
-            branch = self.attention_out_norm(branch)
-        hidden = hidden + branch
+        hidden = hidden + self.attention_out_norm(branch)
         branch = self.feed_forward(self.feed_forward_norm(hidden))
-        if self.feed_forward_out_norm is not None:
-            branch = self.feed_forward_out_norm(branch)
-        return hidden + branch, memory
+        return hidden + self.feed_forward_out_norm(branch), memory
 
 
 def head_dtype(config: ModelConfig) -> str:

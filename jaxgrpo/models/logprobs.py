@@ -172,8 +172,7 @@ class _Settings(NamedTuple):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _token_logprobs(settings: _Settings, read: Any, hidden: Array, targets: Array):
-    logp, _, entropy = _values(settings, read, hidden, targets)
-    return logp, entropy
+    return _forward(settings, read, hidden, targets)[0]
 
 
 def _forward(settings: _Settings, read: Any, hidden: Array, targets: Array):
@@ -254,20 +253,16 @@ def _chunk_and_vocab(
 ) -> tuple[int, int]:
     """How many tokens of a bin are held at a time, and the size V of the vocabulary."""
     vocab = jax.eval_shape(unembed, hidden[:, :1]).shape[-1]
-    if logits_per_chunk is None:
-        most = max(TOKENS_PER_CHUNK, LOGITS_PER_CHUNK // (policies * vocab))
-    else:
-        most = max(1, logits_per_chunk // (policies * vocab))
-    return min(most, hidden.shape[1]), vocab
+    least, logits = 1, logits_per_chunk
+    if logits is None:
+        least, logits = TOKENS_PER_CHUNK, LOGITS_PER_CHUNK
+    return min(max(least, logits // (policies * vocab)), hidden.shape[1]), vocab
 
 
 def _by_chunks(one: Callable[..., Any], chunk: int, *arrays: Array) -> Any:
     """`one` of arrays [D, N, ...], over `chunk` positions of N at a time."""
 
-    def step(carry: None, xs: tuple[Array, ...]) -> tuple[None, Any]:
-        return carry, one(*xs)
-
-    _, pieces = jax.lax.scan(step, None, _split(chunk, arrays))
+    _, pieces = jax.lax.scan(lambda _, xs: (None, one(*xs)), None, _split(chunk, arrays))
     return _join(pieces, arrays[0].shape[1])
 
 

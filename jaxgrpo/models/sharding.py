@@ -9,9 +9,10 @@ from typing import Any
 import jax
 import numpy as np
 from jax import Array
+from jax.experimental import mesh_utils, multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jaxgrpo.core.errors import InputError
+from jaxgrpo.core.errors import InputError, refuse_all
 from jaxgrpo.core.types import Params
 from jaxgrpo.models.api import Constrain
 
@@ -58,15 +59,9 @@ def make_mesh(
             f"mesh: {given} = {math.prod(sizes.values())} devices, but there are {len(devices)}: "
             "choose sizes whose product is the number of devices (data = 0 takes what is left)"
         )
-    shape = tuple(sizes.values())
-    if devices[0].platform == "cpu" and devices == jax.devices():
-        array = np.asarray(devices).reshape(shape)
-    else:
-        from jax.experimental import mesh_utils
-
-        array = mesh_utils.create_device_mesh(
-            shape, devices=devices, allow_split_physical_axes=True
-        )
+    array = mesh_utils.create_device_mesh(
+        tuple(sizes.values()), devices=devices, allow_split_physical_axes=True
+    )
     return Mesh(array, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
@@ -117,11 +112,8 @@ def param_shardings(mesh: Mesh, axes: Params, shapes: Params, rules: Rules = TRA
     tree = jax.tree_util.tree_map_with_path(
         one, axes, shapes, is_leaf=lambda node: isinstance(node, tuple)
     )
-    if problems:
-        raise InputError(
-            "mesh: the model does not divide over it; use smaller tensor or fsdp sizes:\n  "
-            + "\n  ".join(problems)
-        )
+    title = "mesh: the model does not divide over it; use smaller tensor or fsdp sizes:"
+    refuse_all(title, problems)
     return tree
 
 
@@ -140,9 +132,7 @@ def constrain(mesh: Mesh, rules: Rules = TRAINING) -> Constrain:
     """The function that models call on activations. A dimension of size 1 stays whole."""
 
     def apply(value: Array, axes: tuple[str | None, ...]) -> Array:
-        kept = tuple(
-            None if size == 1 else name for name, size in zip(axes, value.shape, strict=True)
-        )
+        kept = (None if size == 1 else name for name, size in zip(axes, value.shape, strict=True))
         return jax.lax.with_sharding_constraint(value, named(mesh, *kept, rules=rules))
 
     return apply
@@ -161,8 +151,6 @@ def to_host(tree: Any) -> Any:
         if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
             if leaf.is_fully_replicated:
                 return np.asarray(leaf.addressable_data(0))
-            from jax.experimental import multihost_utils
-
             return np.asarray(multihost_utils.process_allgather(leaf, tiled=True))
         return np.asarray(leaf)
 

@@ -68,8 +68,8 @@ def call_rewards(
     "unscored" (the message shows a completion it fails on), or returns or logs the wrong number or
     type of values. ValueError if the inputs do not have one length.
     """
-    given = {"prompts": prompts, "completions": completions, "completion_ids": completion_ids}
-    lists = {**given, **columns}
+    given = zip(LISTS, (prompts, completions, completion_ids), strict=True)
+    lists = {**dict(given), **columns}
     count = len(completions)
     for keyword, values in lists.items():
         if len(values) != count:
@@ -81,7 +81,7 @@ def call_rewards(
         check(name, function, columns)
     unscored = {name for name, mode in (on_error or {}).items() if mode == "unscored"}
     state = trainer_state or TrainerState()
-    calls = [_Call(name, rewards[name], lists, state, name in unscored) for name in rewards]
+    calls = [_Call(name, rewards[name], lists, count, state, name in unscored) for name in rewards]
     if count:
         _run(calls)
     scores = {call.name: numbers(call.name, call.outcome, count) for call in calls}
@@ -118,16 +118,13 @@ class _Call:
     name: str
     function: RewardFunction
     lists: Mapping[str, Sequence[Any]]
+    count: int  # of completions
     state: TrainerState
     unscored: bool  # if it raises, instead of ending the run
     outcome: Any = ()  # its values, or an awaitable of them
     message: str = ""  # what it raised
     extra: dict[str, list[Any]] = dataclasses.field(default_factory=dict)
     metrics: dict[str, list[float]] = dataclasses.field(default_factory=dict)
-
-    @property
-    def count(self) -> int:
-        return len(self.lists["completions"])
 
     def start(self) -> None:
         self.finish(self._attempt(self.lists, self._log_extra, self._log_metric))
@@ -164,8 +161,8 @@ class _Call:
             if failing is None:
                 break
             low, high = failing
-        single = high - low == 1
-        where = f"completion {low}" if single else f"completions {low} to {high - 1} together"
+        many = high - low > 1
+        where = f"completions {low} to {high - 1} together" if many else f"completion {low}"
         shown = {key.removesuffix("s"): self.lists[key] for key in LISTS[:2]}
         asked = accepted(self.function, self.lists)
         shown |= {key: values for key, values in asked.items() if key not in LISTS}

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxgrpo.core.errors import InputError, suggest
+from jaxgrpo.core.errors import InputError, keywords, suggest
 
 RewardFunction = Callable[..., Any]
 """Called by keyword; returns a list, or a 1-d array, of N numbers or None, or awaits one."""
@@ -84,17 +84,15 @@ def check(name: str, function: Any, columns: Iterable[str]) -> None:
     if not callable(function):
         raise RewardError(f"rewards.{name} is a {type(function).__name__}: give a function")
     named, _ = _parameters(function)
+    there = [*PASSED, *columns]
     missing = [
-        parameter.name
-        for parameter in named.values()
-        if parameter.default is parameter.empty and parameter.name not in (*PASSED, *columns)
+        repr(key) for key, has_default in named.items() if key not in there and not has_default
     ]
     if missing:
-        there = ", ".join([*PASSED, *columns])
         raise RewardError(
-            f"rewards.{name} asks for {', '.join(map(repr, missing))}, which does not exist "
-            f"(there are: {there}): rename the argument, give it as an option of the reward, or "
-            "add the column to the data"
+            f"rewards.{name} asks for {', '.join(missing)}, which does not exist (there are: "
+            f"{', '.join(there)}): rename the argument, give it as an option of the reward, or add "
+            "the column to the data"
         )
 
 
@@ -122,31 +120,24 @@ def bind(
 def options_of(function: RewardFunction) -> list[str]:
     """The arguments of a reward that have a default, besides those every reward may ask for."""
     named, _ = _parameters(function)
-    return [
-        parameter.name
-        for parameter in named.values()
-        if parameter.default is not parameter.empty and parameter.name not in PASSED
-    ]
+    return [key for key, has_default in named.items() if has_default and key not in PASSED]
 
 
-def _parameters(function: Callable[..., Any]) -> tuple[dict[str, inspect.Parameter], bool]:
-    """Parameters that may be given by keyword, and whether any keyword is taken."""
+def _parameters(function: Callable[..., Any]) -> tuple[dict[str, bool], bool]:
+    """`core.errors.keywords` of a function."""
     try:
-        parameters = inspect.signature(function).parameters.values()
+        return keywords(inspect.signature(function))
     except ValueError:  # some functions written in C have no signature
         return {}, True
-    by_keyword = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    named = {parameter.name: parameter for parameter in parameters if parameter.kind in by_keyword}
-    return named, any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)
 
 
-def accepted(function: RewardFunction, keywords: Mapping[str, Any]) -> dict[str, Any]:
+def accepted(function: RewardFunction, given: Mapping[str, Any]) -> dict[str, Any]:
     """The keywords to pass: those it names, or all; never one that `bind` has fixed."""
     named, takes_all = _parameters(function)
     fixed = function.keywords if isinstance(function, functools.partial) else {}
     return {
         keyword: values
-        for keyword, values in keywords.items()
+        for keyword, values in given.items()
         if (takes_all or keyword in named) and keyword not in fixed
     }
 

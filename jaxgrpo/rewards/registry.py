@@ -10,36 +10,29 @@ import numpy as np
 from jaxgrpo.core.errors import InputError, find
 from jaxgrpo.data.chat import for_rewards
 from jaxgrpo.data.tasks import tasks
+from jaxgrpo.rewards import builtin
 from jaxgrpo.rewards.calling import call_rewards
-from jaxgrpo.rewards.forms import check_format, check_length, has_format, overlong_penalty
-from jaxgrpo.rewards.mathematics import check_math, final_number, gsm8k_answer, math_answer
-from jaxgrpo.rewards.protocol import (
-    RewardError,
-    RewardFunction,
-    TrainerState,
-    bind,
-    name_of,
-)
+from jaxgrpo.rewards.protocol import RewardError, RewardFunction, TrainerState, bind, name_of
 
 rewards: dict[str, RewardFunction] = {
     **{task.name: task.score for task in tasks.values()},
-    "gsm8k_answer": gsm8k_answer,
-    "math": math_answer,
-    "format": has_format,
-    "length": overlong_penalty,
+    "gsm8k_answer": builtin.gsm8k_answer,
+    "math": builtin.math_answer,
+    "format": builtin.has_format,
+    "length": builtin.overlong_penalty,
 }
 
 answers: dict[str, Callable[[str], Hashable]] = {
     **{task.name: task.answer_of for task in tasks.values()},
-    "gsm8k_answer": final_number,
+    "gsm8k_answer": builtin.final_number,
 }
 """The answer that a completion gives, for votes: of the rewards that judge an answer. None does not
 vote. An own reward may have the function as its attribute `extract`."""
 
 _CHECKS: dict[str, Callable[..., None]] = {
-    "math": check_math,
-    "format": check_format,
-    "length": check_length,
+    "math": builtin.check_math,
+    "format": builtin.check_format,
+    "length": builtin.check_length,
 }
 """The checks of a reward's options; each takes them by name."""
 
@@ -113,12 +106,9 @@ def preview(
         on_error=on_error,
     )
 
-    def number(value: Any) -> float | None:
-        return None if np.isnan(value) else float(value)
-
-    return {
-        name: Preview(
-            None if answer is None else number(gold), number(empty), log.messages.get(name)
-        )
-        for name, (gold, empty) in scores.items()
-    }
+    previews = {}
+    for name, values in scores.items():
+        gold, empty = (None if np.isnan(value) else float(value) for value in values)
+        problem = log.messages.get(name)
+        previews[name] = Preview(None if answer is None else gold, empty, problem)
+    return previews

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -21,7 +22,7 @@ from jaxgrpo.data.chat import for_rewards
 from jaxgrpo.models import sharding
 from jaxgrpo.rewards.calling import RewardLog, call_rewards, flipped, merge_metrics
 from jaxgrpo.rewards.protocol import Reward, RewardError, RewardFunction, TrainerState
-from jaxgrpo.rollout.selection import PromptPolicy, make_prompts
+from jaxgrpo.rollout.selection import PromptPolicy, pad_prompts, row_of
 
 SMALLEST = 4096  # bytes of a value that processes exchange
 
@@ -41,26 +42,22 @@ def make_selector(
     """The function that asks the prompt policy for the next step's prompts."""
 
     def select(state: TrainState) -> tuple[Prompts, TrainState]:
-        cursor = int(sharding.to_host(state.cursor))
-        ordinals = policy.select(state.prompt_policy_state, cursor, geometry.num_prompts)
-        prompts = make_prompts(
-            ordinals,
-            encoded,
-            max_prompt_tokens=geometry.max_prompt_tokens,
-            seed=seed,
-            step=int(sharding.to_host(state.step)),
-        )
+        cursor, step = sharding.to_host((state.cursor, state.step))
+        ordinals = policy.select(state.prompt_policy_state, int(cursor), geometry.num_prompts)
+        rows = row_of(ordinals, len(encoded), seed)
+        chosen = [encoded[row] for row in rows]
+        prompts = pad_prompts(chosen, geometry.max_prompt_tokens, ordinals, rows, step)
         after = sharding.put(np.int32(ordinals.max() + 1), sharding.replicated(mesh))
         return put_prompts(mesh, prompts), dataclasses.replace(state, cursor=after)
 
     return select
 
 
-def decode_texts(tokenizer: Any, tokens: np.ndarray, mask: np.ndarray) -> list[str]:
-    """Texts of [N, T] tokens, up to the last one sampled, without special tokens."""
-    if not len(tokens):  # a process without a group; transformers takes [] for one empty text
+def decode_texts(tokenizer: Any, ids: Sequence[Sequence[int]]) -> list[str]:
+    """Texts of token ids, without special tokens."""
+    if not ids:  # a process without a group; transformers takes [] for one empty text
         return []
-    return tokenizer.batch_decode(completion_ids(tokens, mask), skip_special_tokens=True)
+    return tokenizer.batch_decode(ids, skip_special_tokens=True)
 
 
 def completion_ids(tokens: Any, mask: Any) -> list[list[int]]:
@@ -91,13 +88,10 @@ def judge_texts(
     owner = np.arange(groups) % jax.process_count()
     own = owner == jax.process_index()
     chosen = [rows[index] for index in row[own] for _ in range(samples)]
-    flat_tokens = tokens[own].reshape(-1, steps)
-    flat_mask = mask[own].reshape(-1, steps)
-    asked = [entry["prompt"] for entry in chosen]
-    texts = for_rewards(asked, decode_texts(tokenizer, flat_tokens, flat_mask))
+    ids = completion_ids(tokens[own].reshape(-1, steps), mask[own].reshape(-1, steps))
+    texts = for_rewards([entry["prompt"] for entry in chosen], decode_texts(tokenizer, ids))
 
     def call() -> tuple[dict[str, np.ndarray], RewardLog]:
-        ids = completion_ids(flat_tokens, flat_mask)
         columns = {name: [entry[name] for entry in chosen] for name in rows[0] if name != "prompt"}
         return call_rewards(
             functions, *texts, ids, columns, trainer_state=trainer_state, on_error=on_error
@@ -116,13 +110,11 @@ def _everyone(call: Callable[[], tuple[dict[str, np.ndarray], RewardLog]]) -> li
     if jax.process_count() == 1:
         return [call()]
     try:
-        (scores, log), error = call(), None
-        mine = [{name: values.tolist() for name, values in scores.items()}, log]
-    except Exception as raised:
-        mine, error = str(raised), raised
-    shares = gather_json(mine)
-    if error is not None:
-        raise error
+        scores, log = call()
+    except Exception as error:
+        gather_json(str(error))
+        raise
+    shares = gather_json([{name: values.tolist() for name, values in scores.items()}, log])
     for process, share in enumerate(shares):
         if isinstance(share, str):
             raise RewardError(f"process {process}: {share}")
@@ -132,7 +124,7 @@ def _everyone(call: Callable[[], tuple[dict[str, np.ndarray], RewardLog]]) -> li
 def _merged(logs: Sequence[RewardLog], owner: np.ndarray, samples: int) -> RewardLog:
     """The logs of all processes as one; a column that one of them lacks is None there."""
     extra: dict[str, list[Any]] = {}
-    failed: dict[str, int] = {}
+    failed: Counter[str] = Counter()
     messages: dict[str, str] = {}
     for process, log in enumerate(logs):
         places = np.flatnonzero(np.repeat(owner == process, samples))
@@ -140,8 +132,7 @@ def _merged(logs: Sequence[RewardLog], owner: np.ndarray, samples: int) -> Rewar
             whole = extra.setdefault(column, [None] * (len(owner) * samples))
             for place, value in zip(places, values, strict=True):
                 whole[place] = value
-        for name, number in log.failed.items():
-            failed[name] = failed.get(name, 0) + number
+        failed.update(log.failed)
         messages = {**log.messages, **messages}
     return RewardLog(extra, merge_metrics(log.metrics for log in logs), failed, messages)
 
@@ -172,9 +163,8 @@ def make_rewarder(
         scores, log = judge_texts(
             tokenizer, functions, rows, *host, trainer_state=state, on_error=on_error
         )
-        if noise:
-            ordinal = sharding.to_host(rollouts.ordinal)
-            scores, log = flipped(scores, log, noise, seed, state.global_step, ordinal)
+        ordinal = sharding.to_host(rollouts.ordinal)
+        scores, log = flipped(scores, log, noise, seed, state.global_step, ordinal)
         placed = {name: put_prompts(mesh, value) for name, value in scores.items()}
         fields = {name: put_prompts(mesh, column[host[0]]) for name, column in columns.items()}
         judged = dataclasses.replace(rollouts, rewards=placed, fields={**rollouts.fields, **fields})
@@ -219,7 +209,7 @@ def sample_rows(
     ids = completion_ids(
         host.completion_tokens.reshape(-1, steps), host.token_mask.reshape(-1, steps)
     )
-    texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
+    texts = decode_texts(tokenizer, ids)
     for p, g in np.ndindex(groups, samples):
         at = p * samples + g
         logged = {column: values[at] for column, values in (extra or {}).items()}

@@ -170,29 +170,26 @@ def _prefill(model, settings: SamplingSettings, constrain, params, prompts: Prom
     _, stacked = model.apply(params, tokens, position, causal(position, valid), None)
     steps = settings.max_completion_tokens
 
+    def placed(array: Array, *last: str | None) -> Array:
+        return constrain(array, ("bins", *[None] * (array.ndim - 1 - len(last)), *last))
+
     def of_prompt(array: Array) -> Array:
-        return constrain(array, ("bins", None, "kv_heads", None))
+        return placed(array, "kv_heads", None)
 
     def of_sample(prefix: Array) -> Array:
-        empty = jnp.zeros((*shape, steps, *prefix.shape[2:]), prefix.dtype)
-        return constrain(empty, ("bins", None, None, "kv_heads", None))
-
-    memory = tuple(
-        (KeyValue(*map(of_prompt, prefix)), KeyValue(*map(of_sample, prefix)))
-        for prefix in memory_per_layer(model.config, stacked)
-    )
-
-    def whole(array: Array) -> Array:
-        return constrain(array, ("bins", None, None))
+        return of_prompt(jnp.zeros((*shape, steps, *prefix.shape[2:]), prefix.dtype))
 
     return DecodeState(
         index=jnp.int32(0),
-        token=constrain(jnp.broadcast_to(last, shape), ("bins", None)),
-        done=constrain(jnp.zeros(shape, bool), ("bins", None)),
-        tokens=whole(jnp.full((*shape, steps), settings.pad_token, jnp.int32)),
-        logp=whole(jnp.zeros((*shape, steps), jnp.float32)),
-        mask=whole(jnp.zeros((*shape, steps), bool)),
-        memory=memory,
+        token=placed(jnp.broadcast_to(last, shape)),
+        done=placed(jnp.zeros(shape, bool)),
+        tokens=placed(jnp.full((*shape, steps), settings.pad_token, jnp.int32)),
+        logp=placed(jnp.zeros((*shape, steps), jnp.float32)),
+        mask=placed(jnp.zeros((*shape, steps), bool)),
+        memory=tuple(
+            (KeyValue(*map(of_prompt, prefix)), KeyValue(*map(of_sample, prefix)))
+            for prefix in memory_per_layer(model.config, stacked)
+        ),
         prompt_length=length,
         keys=_sample_keys(key, settings, prompts),
     )
@@ -213,9 +210,8 @@ def _segment(model: Model, settings: SamplingSettings, params, state: DecodeStat
     def running(state: DecodeState) -> Array:
         return (state.index < last) & ~state.done.all()
 
-    state = jax.lax.while_loop(
-        running, functools.partial(_one_token, model, settings, params), state
-    )
+    one_token = functools.partial(_one_token, model, settings, params)
+    state = jax.lax.while_loop(running, one_token, state)
     finished = state.done.all() | (state.index >= settings.max_completion_tokens)
     return state, finished
 
@@ -252,16 +248,12 @@ def _one_token(model: Model, settings: SamplingSettings, params, state: DecodeSt
 
 def _finish(state: DecodeState, prompts: Prompts) -> Rollouts:
     return Rollouts(
-        prompt_tokens=prompts.prompt_tokens,
-        prompt_mask=prompts.prompt_mask,
+        **vars(prompts),
         completion_tokens=state.tokens,
         token_mask=state.mask,
         behavior_logp=state.logp,
         rewards={},
         truncated=~state.done,
-        ordinal=prompts.ordinal,
-        row=prompts.row,
         policy_version=jnp.broadcast_to(prompts.step, state.done.shape),
-        step=prompts.step,
         fields={},
     )

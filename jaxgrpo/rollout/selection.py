@@ -86,33 +86,16 @@ def row_of(ordinal: int | np.ndarray, num_rows: int, seed: int) -> np.ndarray:
     return rows
 
 
-def make_prompts(
-    ordinals: np.ndarray,
-    tokens: Sequence[np.ndarray],
-    *,
-    seed: int,
-    step: int,
-    max_prompt_tokens: int,
-) -> Prompts:
-    """The prompts of one step as host arrays, right-padded with 0 to `max_prompt_tokens`.
-
-    Args:
-      ordinals: places in the stream, int32 [P].
-      tokens: the prompt of each row of the data set, int32 [length <= max_prompt_tokens].
-      seed: the run's; it orders the rows.
-      step: finished steps.
-    Raises: ValueError if a prompt is longer; `data.prompts.prepare` refuses such data before.
-    """
-    rows = row_of(ordinals, len(tokens), seed)
-    return pad_prompts([tokens[row] for row in rows], max_prompt_tokens, ordinals, rows, step)
-
-
 def pad_prompts(
     tokens: Sequence[np.ndarray], width: int, ordinal: Any, row: Any, step: int
 ) -> Prompts:
-    """Prompts of token lists, right-padded with 0 to `width`.
+    """Prompts as host arrays, right-padded with 0: they go to the devices with the jitted call.
 
-    Raises: ValueError if one is longer.
+    Args:
+      tokens: of each prompt, int32 [length <= width].
+      ordinal, row: places in the stream and in the data set, int32 [P].
+      step: finished steps.
+    Raises: ValueError if one is longer; `data.prompts.prepare` refuses such data before.
     """
     padded = np.zeros((len(tokens), width), np.int32)
     length = np.array([len(ids) for ids in tokens])
@@ -120,19 +103,10 @@ def pad_prompts(
         raise ValueError(f"a prompt has {length.max()} tokens, more than the {width} there are")
     for place, ids in enumerate(tokens):
         padded[place, : len(ids)] = ids
-    return host_prompts(padded, np.arange(width) < length[:, None], ordinal, row, step)
-
-
-def host_prompts(tokens: Any, mask: Any, ordinal: Any, row: Any, step: int) -> Prompts:
-    """Prompts of NumPy arrays: they go to the devices with the jitted call."""
-    arrays: dict[str, Any] = {
-        "prompt_tokens": np.asarray(tokens, np.int32),
-        "prompt_mask": np.asarray(mask, bool),
-        "ordinal": np.asarray(ordinal, np.int32),
-        "row": np.asarray(row, np.int32),
-        "step": np.asarray(step, np.int32),
-    }
-    return Prompts(**arrays)
+    mask: Any = np.arange(width) < length[:, None]
+    others: dict[str, Any] = {"prompt_tokens": padded, "ordinal": ordinal, "row": row, "step": step}
+    others = {name: np.asarray(value, np.int32) for name, value in others.items()}
+    return Prompts(prompt_mask=mask, **others)
 
 
 def no_positive_resampling(
@@ -159,11 +133,8 @@ def no_positive_resampling(
     if not 0 < threshold <= 1:
         raise InputError(f"no_positive_resampling: threshold = {threshold}, expected in (0, 1]")
 
-    def chance(rate: np.ndarray, n: int) -> np.ndarray:
-        return _reinstated(~(rate >= threshold), rate, n)
-
     judge = _Judge("no_positive_resampling", decay, reward, success, weights)
-    return _thinned(judge, chance)
+    return _thinned(judge, lambda rate, n: _reinstated(~(rate >= threshold), rate, n))
 
 
 def difficulty_band(
@@ -333,7 +304,7 @@ def _thinned(
     """A policy that remembers rates and takes the stream's ordinals by the chance of their rows.
 
     Args:
-      chance: (rates [rows], n prompts of a step) -> chance of each row to be taken.
+      chance: (rates [rows], n prompts of a step) -> chance of each row to be taken, float64.
       unknown: the rate of a row that was never sampled.
     """
     if not 0 <= judge.decay < 1:
@@ -355,10 +326,9 @@ def _thinned(
                 rate[place] = judge.decay * float(old) + (1 - judge.decay) * new
         return {**state, "rate": rate}
 
-    def of_rows(state: dict[str, np.ndarray], n: int) -> np.ndarray:
-        return chance(state["rate"], n).astype(np.float64)
-
-    return PromptPolicy(judge.name, init, select, observe, of_rows)
+    return PromptPolicy(
+        judge.name, init, select, observe, lambda state, n: chance(state["rate"], n)
+    )
 
 
 def _reinstated(eligible: np.ndarray, cost: np.ndarray, n: int) -> np.ndarray:

@@ -6,7 +6,7 @@ from fractions import Fraction
 import pytest
 
 from jaxgrpo.rewards import gsm8k_answer
-from jaxgrpo.rewards.mathematics import final_number, gold_number
+from jaxgrpo.rewards.builtin import final_number, gold_number
 
 GOLD = "Natalia sold 48/2 = <<48/2=24>>24 clips in May.\nIn all 48+24 = <<48+24=72>>72.\n#### 72"
 

@@ -13,7 +13,7 @@ import pytest
 
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.rewards import RewardError, build, call_rewards, math_answer
-from jaxgrpo.rewards.mathematics import NEEDED, PROGRAM
+from jaxgrpo.rewards.builtin import NEEDED, PROGRAM
 
 THERE = importlib.util.find_spec("math_verify") is not None
 

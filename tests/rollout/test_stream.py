@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from jaxgrpo.rollout.selection import make_prompts, row_of, sequential
+from jaxgrpo.rollout.selection import pad_prompts, row_of, sequential
 
 
 def test_every_epoch_visits_every_row_once_in_an_order_of_its_own():
@@ -56,10 +56,15 @@ def test_the_default_policy_takes_the_next_ordinals_and_remembers_nothing():
     assert state == {}
 
 
+def prompts_of(ordinals, tokens, *, seed, step, width):
+    rows = row_of(ordinals, len(tokens), seed)
+    return pad_prompts([tokens[row] for row in rows], width, ordinals, rows, step)
+
+
 def test_prompts_are_padded_on_the_right_and_say_where_they_come_from():
     tokens = [np.array([5, 6, 7], np.int32), np.array([8], np.int32)]
     ordinals = np.array([4, 5, 6], np.int32)
-    prompts = make_prompts(ordinals, tokens, seed=2, step=9, max_prompt_tokens=4)
+    prompts = prompts_of(ordinals, tokens, seed=2, step=9, width=4)
     rows = row_of(ordinals, 2, 2)
     padded = {0: [5, 6, 7, 0], 1: [8, 0, 0, 0]}
     own = {0: [True, True, True, False], 1: [True, False, False, False]}
@@ -74,15 +79,11 @@ def test_prompts_are_padded_on_the_right_and_say_where_they_come_from():
 
 def test_a_row_drawn_twice_in_one_step_has_two_ordinals():
     tokens = [np.array([1], np.int32), np.array([2], np.int32)]
-    prompts = make_prompts(
-        np.arange(4, dtype=np.int32), tokens, seed=0, step=0, max_prompt_tokens=1
-    )
+    prompts = prompts_of(np.arange(4, dtype=np.int32), tokens, seed=0, step=0, width=1)
     assert sorted(np.asarray(prompts.row).tolist()) == [0, 0, 1, 1]
     assert np.asarray(prompts.ordinal).tolist() == [0, 1, 2, 3]
 
 
 def test_a_prompt_that_does_not_fit_is_never_cut():
     with pytest.raises(ValueError, match="has 3 tokens, more than the 2"):
-        make_prompts(
-            np.array([0]), [np.array([1, 2, 3], np.int32)], seed=0, step=0, max_prompt_tokens=2
-        )
+        prompts_of(np.array([0]), [np.array([1, 2, 3], np.int32)], seed=0, step=0, width=2)

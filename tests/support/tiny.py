@@ -13,7 +13,7 @@ from jaxgrpo.core.types import Prompts, Rollouts
 from jaxgrpo.models import decoder
 from jaxgrpo.models.api import LayerKind, Model, ModelConfig
 from jaxgrpo.models.attention import causal
-from jaxgrpo.rollout.selection import host_prompts
+from jaxgrpo.rollout.selection import pad_prompts
 
 VOCAB = 40
 PAD, END = 0, 1
@@ -61,10 +61,10 @@ def prompts(count: int = 4, width: int = 6, seed: int = 0, step: int = 0) -> Pro
     rng = np.random.default_rng(seed)
     length = rng.integers(1, width + 1, count)
     length[: min(2, count)] = [1, width][: min(2, count)]
-    mask = np.arange(width) < length[:, None]
-    tokens = np.where(mask, rng.integers(2, VOCAB, mask.shape), PAD)
+    tokens = rng.integers(2, VOCAB, (count, width))
+    kept = [row[:number] for row, number in zip(tokens, length, strict=True)]
     order = np.arange(count)
-    return host_prompts(tokens, mask, order, order, step)
+    return pad_prompts(kept, width, order, order, step)
 
 
 def rollouts(

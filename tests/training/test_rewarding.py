@@ -215,4 +215,4 @@ def test_the_trainer_state_follows_the_run(tmp_path):
 def test_a_process_without_a_group_has_no_texts():
     tokenizer = folders.read_tokenizer(small_run.base())
     none = np.zeros((0, 5), np.int32)
-    assert judging.decode_texts(tokenizer, none, none > 0) == []
+    assert judging.decode_texts(tokenizer, judging.completion_ids(none, none > 0)) == []

@@ -20,7 +20,7 @@ from jaxtyping import Float, Int
 from jaxgrpo.evaluation import diversity, intervals
 from jaxgrpo.evaluation.evaluate import SUCCESS, Answers, Questions, answers_of
 from jaxgrpo.evaluation.voting import Answered
-from jaxgrpo.rewards.forms import has_format
+from jaxgrpo.rewards.builtin import has_format
 from jaxgrpo.update import diagnostics
 from jaxgrpo.update.diagnostics import drawn_alike, flat_share
 

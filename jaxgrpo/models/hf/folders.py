@@ -8,7 +8,6 @@ are refused.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import math
 import os
@@ -31,6 +30,7 @@ from jaxgrpo.core.types import Params
 from jaxgrpo.data import sources
 from jaxgrpo.models.api import Model, ModelConfig
 from jaxgrpo.models.hf import qwen3
+from jaxgrpo.models.sharding import to_host
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -51,6 +51,7 @@ OURS = (
 )
 """The files of a model folder: only a folder of nothing else may be replaced."""
 
+SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 MAX_NAMES = 8  # tensors named in an error message
 MAX_REASON = 200  # characters of another library's message in ours
 
@@ -118,26 +119,26 @@ def read_params(
     """
     folder = find_folder(path)
     entries = qwen3.entries(model)
-    params: Params = jax.tree.map(lambda _: None, model.shapes)
+    specs, tree = jax.tree.flatten(model.shapes)
+    layouts = [None] * len(specs) if shardings is None else jax.tree.leaves(shardings)
     with _open_weights(folder) as files:
-        _check_names(folder, {entry.name for entry in entries}, files, model.config.tie_embeddings)
+        names = {entry.name for of_leaf in entries for entry in of_leaf}
+        _check_names(folder, names, files, model.config.tie_embeddings)
 
-        def read(entry: qwen3.Entry) -> np.ndarray:
+        def read(entry: qwen3.Entry) -> tuple[int | None, np.ndarray]:
             tensor = files[entry.name].get_tensor(entry.name)
             if tensor.shape != entry.hf_shape:
                 raise InputError(
                     f"{folder}: {entry.name} has shape {tensor.shape}, but config.json asks for "
                     f"{entry.hf_shape}: the weights and the config belong to different models"
                 )
-            return qwen3.to_ours(entry, tensor)
+            return entry.period, qwen3.to_ours(entry, tensor)
 
-        for leaf_path, group in itertools.groupby(entries, key=lambda entry: entry.path):
-            parts = ((entry.period, read(entry)) for entry in group)
-            spec = _at(model.shapes, leaf_path)
-            held = str(spec.dtype) if dtype is None else dtype
-            sharding = None if shardings is None else _at(shardings, leaf_path)
-            _at(params, leaf_path[:-1])[leaf_path[-1]] = _place(spec.shape, held, sharding, parts)
-    return params
+        leaves = [
+            _place(spec.shape, jnp.dtype(dtype or spec.dtype), layout, map(read, of_leaf))
+            for spec, layout, of_leaf in zip(specs, layouts, entries, strict=True)
+        ]
+    return jax.tree.unflatten(tree, leaves)
 
 
 def save_model(
@@ -163,26 +164,35 @@ def save_model(
 
     Raises: InputError if Qwen3 cannot express the model, or `path` holds other files.
     """
-    entries = qwen3.entries(model)
-    dtype = {str(leaf.dtype) for leaf in jax.tree.leaves(params)}
+    from huggingface_hub import split_state_dict_into_shards_factory
+
+    leaves = jax.tree.leaves(params)
+    tensors = {
+        entry.name: (leaf, entry)
+        for leaf, of_leaf in zip(leaves, qwen3.entries(model), strict=True)
+        for entry in of_leaf
+    }
+    dtype = {str(leaf.dtype) for leaf in leaves}
     if len(dtype) != 1:
         raise InputError(f"save_model: parameters of several dtypes {sorted(dtype)}: cast to one")
     fields = qwen3.config_fields(model.config, *dtype)
-    itemsize = jax.tree.leaves(params)[0].dtype.itemsize
-    sizes = {entry.name: math.prod(entry.shape) * itemsize for entry in entries}
-    tensors = _gathered(params, entries)
-    if jax.process_index() == 0:
-        tokens = _special_tokens(tokenizer)
-        with _replaced(Path(path).absolute()) as folder:
+    plan = split_state_dict_into_shards_factory(
+        {name: math.prod(entry.shape) for name, (_, entry) in tensors.items()},
+        get_storage_size=lambda size: size * leaves[0].dtype.itemsize,
+        max_shard_size=max_shard_bytes,
+        filename_pattern="model{suffix}.safetensors",
+    )
+    mine = jax.process_index() == 0
+    with _replaced(Path(path).absolute()) if mine else contextlib.nullcontext() as folder:
+        if folder is not None:
+            known = ((name, getattr(tokenizer, name, None)) for name in SPECIAL_TOKENS)
+            tokens = {name: token for name, token in known if token is not None}
             _write_configs(folder, {**fields, **tokens}, {**tokens, **(generation_config or {})})
             if tokenizer is not None:
                 tokenizer.save_pretrained(folder)
             if card is not None:
                 (folder / "README.md").write_text(card, encoding="utf-8")
-            _write_weights(folder, tensors, _plan_shards(sizes, max_shard_bytes))
-    else:
-        for _ in tensors:  # takes part in the gathers, keeps nothing
-            pass
+        _write_weights(folder, plan, tensors)
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices("jaxgrpo save_model")
 
@@ -220,10 +230,8 @@ def _check_names(folder: Path, expected: set[str], files: Mapping[str, Any], tie
     head, embed = qwen3.TIED_HEAD
     if tied and head in found:
         found.remove(head)
-        same = embed in files and np.array_equal(
-            files[head].get_tensor(head), files[embed].get_tensor(embed)
-        )
-        if not same:
+        held = [files[name].get_tensor(name) for name in qwen3.TIED_HEAD if name in files]
+        if len(held) != 2 or not np.array_equal(*held):
             raise InputError(
                 f"{folder}: tie_word_embeddings is true, but {head} differs from {embed}: set "
                 "tie_word_embeddings to false in config.json, or remove the tensor"
@@ -237,15 +245,9 @@ def _check_names(folder: Path, expected: set[str], files: Mapping[str, Any], tie
         )
 
 
-def _at(tree: Any, path: tuple[str, ...]) -> Any:
-    for key in path:
-        tree = tree[key]
-    return tree
-
-
 def _place(
     shape: tuple[int, ...],
-    dtype: str,
+    dtype: np.dtype,
     sharding: Sharding | None,
     parts: Iterator[tuple[int | None, np.ndarray]],
 ) -> Array:
@@ -254,22 +256,21 @@ def _place(
     def bounds(index: Any) -> tuple[tuple[int, int], ...]:
         return tuple(s.indices(size)[:2] for s, size in zip(index, shape, strict=True))
 
-    whole = tuple(slice(size) for size in shape)
-    held: list[Any] = [whole]
+    held: Iterable[Any] = [tuple(map(slice, shape))]
     if sharding is not None:
-        held = list(sharding.addressable_devices_indices_map(shape).values())
-    buffers = {}  # one per distinct part, however many devices keep it
-    for index in map(bounds, held):
-        buffers[index] = np.empty([stop - start for start, stop in index], jnp.dtype(dtype))
+        held = sharding.addressable_devices_indices_map(shape).values()
+    buffers = {  # one per distinct part, however many devices keep it
+        index: np.empty([stop - start for start, stop in index], dtype)
+        for index in set(map(bounds, held))
+    }
     for period, tensor in parts:
         for index, buffer in buffers.items():
             if period is None:
                 buffer[...] = tensor[tuple(slice(*span) for span in index)]
             elif index[0][0] <= period < index[0][1]:
-                cut = tensor[tuple(slice(*span) for span in index[1:])]
-                buffer[period - index[0][0]] = cut
+                buffer[period - index[0][0]] = tensor[tuple(slice(*span) for span in index[1:])]
     if sharding is None:
-        return jax.device_put(buffers[bounds(whole)], may_alias=False)
+        return jax.device_put(*buffers.values(), may_alias=False)
     return jax.make_array_from_callback(shape, sharding, lambda index: buffers[bounds(index)])
 
 
@@ -278,21 +279,27 @@ def _period(leaf: Array, period: int | Array) -> Array:
     return jax.lax.dynamic_index_in_dim(leaf, period, keepdims=False)
 
 
-def _gathered(params: Params, entries: list[qwen3.Entry]) -> Iterator[tuple[str, np.ndarray]]:
-    """Every tensor under its Hugging Face name and in that layout, whole on every process."""
-    for entry in entries:
-        leaf = _at(params, entry.path)
-        if entry.period is not None:
-            leaf = _period(leaf, entry.period)
-        if isinstance(leaf, Array) and not leaf.is_fully_addressable:
-            leaf = multihost_utils.process_allgather(leaf, tiled=True)
-        yield entry.name, qwen3.to_hf(entry, np.asarray(leaf))
+def _write_weights(
+    folder: Path | None, plan: Any, tensors: Mapping[str, tuple[Array, qwen3.Entry]]
+) -> None:
+    """Writes the files of the plan, and the index if there are several. One is held in memory.
 
+    Without a folder it takes part in the gathers, and keeps nothing.
+    """
 
-def _special_tokens(tokenizer: Any) -> dict[str, int]:
-    names = ("bos_token_id", "eos_token_id", "pad_token_id")
-    found = {name: getattr(tokenizer, name, None) for name in names}
-    return {name: token for name, token in found.items() if token is not None}
+    def gathered(name: str) -> np.ndarray:
+        leaf, entry = tensors[name]
+        whole = leaf if entry.period is None else _period(leaf, entry.period)
+        return qwen3.to_hf(entry, to_host(whole))
+
+    for file, names in plan.filename_to_tensors.items():
+        whole = ((name, gathered(name)) for name in names)
+        shard = {name: tensor for name, tensor in whole if folder is not None}
+        if folder is not None:
+            save_file(shard, folder / file, metadata={"format": "pt"})
+    if folder is not None and plan.is_sharded:
+        index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
 
 def _write_configs(folder: Path, fields: Mapping[str, Any], generation: Mapping[str, Any]) -> None:
@@ -341,39 +348,6 @@ def _weight_files(folder: Path) -> list[Path]:
             "not read: convert it to safetensors (save_pretrained of transformers writes them)"
         )
     raise InputError(f"{folder} has no {SINGLE} and no {INDEX}: give a folder with weights")
-
-
-def _plan_shards(sizes: dict[str, int], max_bytes: int) -> dict[str, str]:
-    """Tensor name -> file name, in order; a file grows to at most `max_bytes` (or one tensor)."""
-    shard_of, count, filled = {}, 1, 0
-    for name, size in sizes.items():
-        if filled and filled + size > max_bytes:
-            count, filled = count + 1, 0
-        shard_of[name], filled = count, filled + size
-    if count == 1:
-        return dict.fromkeys(sizes, SINGLE)
-    file = "model-{:05d}-of-{:05d}.safetensors"
-    return {name: file.format(number, count) for name, number in shard_of.items()}
-
-
-def _write_weights(
-    folder: Path, tensors: Iterable[tuple[str, np.ndarray]], file_of: dict[str, str]
-) -> None:
-    """Writes tensors, which come in the order of `file_of`, and the index if there are shards.
-
-    Holds one shard in memory.
-    """
-    total, shard, current = 0, {}, None
-    for name, tensor in tensors:
-        if shard and file_of[name] != current:
-            save_file(shard, folder / str(current), metadata={"format": "pt"})
-            shard = {}
-        current, shard[name] = file_of[name], tensor
-        total += math.prod(tensor.shape) * tensor.itemsize
-    save_file(shard, folder / str(current), metadata={"format": "pt"})
-    if current != SINGLE:
-        index = {"metadata": {"total_size": total}, "weight_map": file_of}
-        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
 
 @contextlib.contextmanager

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jaxgrpo.core.errors import InputError
+from jaxgrpo.core.errors import InputError, refuse_all
 from jaxgrpo.models.api import LayerKind, Model, ModelConfig
 
 ARCHITECTURE = "Qwen3ForCausalLM"
@@ -41,49 +41,44 @@ UNSUPPORTED = {  # fields that must be absent, false or 0
 }
 
 
-class HFWeight(NamedTuple):
-    """A tensor's Hugging Face name, and how its layout differs from ours.
+MODULES: Mapping[str, str] = {  # those of a layer follow "model.layers.{layer}."
+    "embed": "model.embed_tokens",
+    "final_norm": "model.norm",
+    "head": "lm_head",
+    "attention_norm": "input_layernorm",
+    "attention/query": "self_attn.q_proj",
+    "attention/query_norm": "self_attn.q_norm",
+    "attention/key": "self_attn.k_proj",
+    "attention/key_norm": "self_attn.k_norm",
+    "attention/value": "self_attn.v_proj",
+    "attention/out": "self_attn.o_proj",
+    "feed_forward_norm": "post_attention_layernorm",
+    "feed_forward/gate": "mlp.gate_proj",
+    "feed_forward/up": "mlp.up_proj",
+    "feed_forward/down": "mlp.down_proj",
+}
+LEAVES: Mapping[str, tuple[str, int | None]] = {
+    "table": ("weight", None),
+    "scale": ("weight", None),
+    "kernel": ("weight", 1),
+    "bias": ("bias", 0),
+}
+"""Our leaf of a module -> the name of theirs, and `inputs` of an Entry."""
+INPUTS = {"attention/out/kernel": 2}
+"""Kernels that have more inputs: heads and the dimensions of a head."""
+
+
+class Entry(NamedTuple):
+    """One tensor of a checkpoint and its place in a leaf of our parameters.
 
     `inputs` counts our leading dimensions that are inputs of a linear map: Hugging Face flattens
     inputs and outputs and keeps the outputs first. None: the same layout.
     """
 
-    name: str
-    inputs: int | None = None
-
-
-TOP: Mapping[str, HFWeight] = {
-    "embed/table": HFWeight("model.embed_tokens.weight"),
-    "final_norm/scale": HFWeight("model.norm.weight"),
-    "head/table": HFWeight("lm_head.weight"),
-}
-LAYER: Mapping[str, HFWeight] = {  # each name follows "model.layers.{layer}."
-    "attention_norm/scale": HFWeight("input_layernorm.weight"),
-    "attention/query/kernel": HFWeight("self_attn.q_proj.weight", inputs=1),
-    "attention/query/bias": HFWeight("self_attn.q_proj.bias", inputs=0),
-    "attention/query_norm/scale": HFWeight("self_attn.q_norm.weight"),
-    "attention/key/kernel": HFWeight("self_attn.k_proj.weight", inputs=1),
-    "attention/key/bias": HFWeight("self_attn.k_proj.bias", inputs=0),
-    "attention/key_norm/scale": HFWeight("self_attn.k_norm.weight"),
-    "attention/value/kernel": HFWeight("self_attn.v_proj.weight", inputs=1),
-    "attention/value/bias": HFWeight("self_attn.v_proj.bias", inputs=0),
-    "attention/out/kernel": HFWeight("self_attn.o_proj.weight", inputs=2),
-    "attention/out/bias": HFWeight("self_attn.o_proj.bias", inputs=0),
-    "feed_forward_norm/scale": HFWeight("post_attention_layernorm.weight"),
-    "feed_forward/gate/kernel": HFWeight("mlp.gate_proj.weight", inputs=1),
-    "feed_forward/up/kernel": HFWeight("mlp.up_proj.weight", inputs=1),
-    "feed_forward/down/kernel": HFWeight("mlp.down_proj.weight", inputs=1),
-}
-
-
-class Entry(NamedTuple):
-    """One tensor of a checkpoint and its place among our parameters."""
-
     name: str  # Hugging Face's
-    path: tuple[str, ...]  # of our leaf
     period: int | None  # its index in a leaf stacked over periods; None: the whole leaf
     shape: tuple[int, ...]  # ours, of this layer
-    inputs: int | None  # as in HFWeight
+    inputs: int | None
 
     @property
     def hf_shape(self) -> tuple[int, ...]:
@@ -93,29 +88,34 @@ class Entry(NamedTuple):
         return (outputs, math.prod(self.shape[: self.inputs])) if self.inputs else (outputs,)
 
 
-def entries(model: Model) -> list[Entry]:
-    """All tensors of the model, leaf by leaf.
+def entries(model: Model) -> list[list[Entry]]:
+    """The tensors of each leaf of the model's parameters, in the order of the leaves.
 
     Raises: InputError for a parameter that Qwen3 has no name for.
     """
-    config, found = model.config, []
-    pattern = len(config.pattern)
-    for keys, spec in jax.tree_util.tree_leaves_with_path(model.shapes):
-        path = tuple(str(key.key) for key in keys)
-        in_layer = path[0] in ("blocks", "rest")
-        weight = (LAYER if in_layer else TOP).get("/".join(path[2:] if in_layer else path))
-        if weight is None:
-            raise InputError(f'{"/".join(path)}: family "qwen3" has no tensor for this parameter')
-        name, inputs = weight
-        if not in_layer:
-            found.append(Entry(name, path, None, spec.shape, inputs))
-            continue
-        stacked = path[0] == "blocks"
-        for period in range(config.periods) if stacked else [config.periods]:
-            full = f"model.layers.{period * pattern + int(path[1])}.{name}"
-            of_period = (period, spec.shape[1:]) if stacked else (None, spec.shape)
-            found.append(Entry(full, path, *of_period, inputs))
-    return found
+    return [
+        _of_leaf(model.config, [str(key.key) for key in keys], spec.shape)
+        for keys, spec in jax.tree_util.tree_leaves_with_path(model.shapes)
+    ]
+
+
+def _of_leaf(config: ModelConfig, path: list[str], shape: tuple[int, ...]) -> list[Entry]:
+    in_layer, stacked = path[0] in ("blocks", "rest"), path[0] == "blocks"
+    ours = path[2:] if in_layer else path
+    module, (leaf, inputs) = "/".join(ours[:-1]), LEAVES.get(ours[-1], ("", None))
+    if module not in MODULES or not leaf:
+        raise InputError(f'{"/".join(path)}: family "qwen3" has no tensor for this parameter')
+    name, inputs = f"{MODULES[module]}.{leaf}", INPUTS.get("/".join(ours), inputs)
+    if not in_layer:
+        return [Entry(name, None, shape, inputs)]
+    return [
+        Entry(
+            f"model.layers.{period * len(config.pattern) + int(path[1])}.{name}",
+            *((period, shape[1:]) if stacked else (None, shape)),
+            inputs,
+        )
+        for period in (range(config.periods) if stacked else [config.periods])
+    ]
 
 
 def to_ours(entry: Entry, tensor: np.ndarray) -> np.ndarray:
@@ -135,27 +135,22 @@ def model_config(fields: Mapping[str, Any], source: str) -> ModelConfig:
 
     Raises: InputError naming every field of `source` that is missing or asks for what is not built.
     """
-    problems = _unsupported(fields)
-    problems += [f"{name}: missing" for name in REQUIRED.values() if name not in fields]
-    if problems:
-        raise InputError("\n  ".join([f"{source} is not a Qwen3 that can be built:", *problems]))
-    rope = _rope(fields)
+    missing = [f"{name}: missing" for name in REQUIRED.values() if name not in fields]
+    refuse_all(f"{source} is not a Qwen3 that can be built:", [*_unsupported(fields), *missing])
+    rope = {  # `rope_parameters` in transformers 5, two fields before
+        "rope_theta": fields.get("rope_theta", 10_000.0),
+        **(fields.get("rope_scaling") or {}),
+        **(fields.get("rope_parameters") or {}),
+    }
     return ModelConfig(
         family="qwen3",
         **{ours: fields[theirs] for ours, theirs in REQUIRED.items()},
         **{ours: fields.get(theirs, default) for ours, (theirs, default) in OPTIONAL.items()},
         head_dim=fields.get("head_dim") or 128,
-        pattern=(LayerKind(rope_theta=float(rope.get("rope_theta", 10_000.0))),),
+        pattern=(LayerKind(rope_theta=float(rope["rope_theta"])),),
         activation=ACTIVATIONS[fields.get("hidden_act", "silu")],
         dtype=fields.get("dtype") or fields.get("torch_dtype") or "float32",
     )
-
-
-def _rope(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Rotary settings: `rope_parameters` in transformers 5, two fields before."""
-    old = {"rope_theta": fields["rope_theta"]} if "rope_theta" in fields else {}
-    scaling = fields.get("rope_scaling") or {}
-    return {**old, **scaling, **(fields.get("rope_parameters") or {})}
 
 
 def _unsupported(fields: Mapping[str, Any]) -> list[str]:
@@ -201,13 +196,9 @@ def config_fields(config: ModelConfig, dtype: str) -> dict[str, Any]:
         "query_scale": config.query_scale in (None, config.head_dim**-0.5),
         "dtype": dtype in ("float32", "bfloat16", "float16"),
     }
-    problems = [
-        f"{name} = {getattr(config, name)!r}: Qwen3 has no such model"
-        for name, fits in plain.items()
-        if not fits
-    ]
-    if problems:
-        raise InputError("\n  ".join(["this model cannot be saved as a Qwen3:", *problems]))
+    odd = [f"{name} = {getattr(config, name)!r}" for name, fits in plain.items() if not fits]
+    problems = [f"{field}: Qwen3 has no such model" for field in odd]
+    refuse_all("this model cannot be saved as a Qwen3:", problems)
     activations = {ours: theirs for theirs, ours in ACTIVATIONS.items()}
     return {
         "architectures": [ARCHITECTURE],
