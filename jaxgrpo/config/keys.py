@@ -54,17 +54,9 @@ class Range(NamedTuple):
 
 def key(default: Any = dataclasses.MISSING, **limits: Any) -> Any:
     """A key with its default (none: the key must be given) and its range."""
-    return dataclasses.field(default=default, metadata={"range": Range(**limits)})
-
-
-def part(use: str) -> Any:
-    """A key that holds a part, by default this built-in one."""
-    return dataclasses.field(default_factory=lambda: {"use": use}, metadata={"range": Range()})
-
-
-def table() -> Any:
-    """A key that holds a table of any names; empty by default."""
-    return dataclasses.field(default_factory=dict, metadata={"range": Range()})
+    computed = isinstance(default, dict)  # a fresh one for every config
+    given: Any = {"default_factory": default.copy} if computed else {"default": default}
+    return dataclasses.field(**given, metadata={"range": Range(**limits)})
 
 
 Part = dict[str, Any]
@@ -81,13 +73,13 @@ def options_of(part: Mapping[str, Any]) -> dict[str, Any]:
 class RewardKeys:
     """A reward, its weight in the sum and its name in metrics and rows."""
 
-    use: str
+    use: str = key()
     weight: float = key(1.0)
     name: str | None = key(None)  # None: the name in `use`
     on_error: str = key("raise", choices=("raise", "unscored"))  # what follows if it raises
     flip: float = key(0.0, at_least=0, at_most=0.5)  # label noise: the share of 0/1 rewards that
     # is flipped, in training only
-    options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    options: dict[str, Any] = key({})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -110,14 +102,14 @@ class DataKeys:
     answer: str = key("answer", may_be_empty=True)  # column of the answer; "": none
     system: str | None = key(None)  # text of a system message in front of every prompt
     chat_template: str = key("auto")  # "auto": the tokenizer's if it has one; "none"; a file
-    chat_template_kwargs: Mapping[str, Any] = table()  # variables of the template
+    chat_template_kwargs: Mapping[str, Any] = key({})  # variables of the template
     too_long: str = key("error", choices=("error", "drop"))  # beyond rollout.max_prompt_tokens
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LossKeys:
-    surrogate: Part = part("clip")
-    reduction: Part = part("token_mean")
+    surrogate: Part = key({"use": "clip"})
+    reduction: Part = key({"use": "token_mean"})
     kl: Part | None = key(None)  # None: no penalty and no reference policy
     entropy: Part | None = key(None)  # None: neither bonus nor control
     mismatch: Part | None = key(None)  # of sampler and trainer: weights, or what is dropped
@@ -142,7 +134,7 @@ class OptimizerKeys:
     clip_norm: float = key(1.0, at_least=0)  # global gradient norm; 0: off
     warmup_steps: int = key(0, at_least=0)
     schedule: str = key("constant", choices=("constant", "linear", "cosine"))
-    options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    options: dict[str, Any] = key({})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -155,7 +147,7 @@ class RolloutKeys:
     top_k: int = key(0, at_least=0)  # sample from the top_k likeliest tokens; 0: from all
     top_p: float = key(1.0, above=0)  # sample from the likeliest tokens of this probability
     segment_tokens: int = key(64, at_least=1)  # decoded between two looks at what has ended
-    prompts: Part = part("sequential")  # the policy that chooses what is sampled next
+    prompts: Part = key({"use": "sequential"})  # the policy that chooses what is sampled next
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -174,7 +166,7 @@ class EvalKeys:
     samples: int = key(16, at_least=1)  # per prompt, for pass@k
     prompts: int | None = key(None, at_least=1)  # None: all
     scorer: str | None = key(None)  # judges success, > 0.5; None: the first reward
-    formats: Mapping[str, str] = table()  # name -> regular expression, the first found counts
+    formats: Mapping[str, str] = key({})  # name -> regular expression, the first found counts
     confidence: bool = key(False)  # of tokens, for weighted votes: a second pass over the samples
     confidence_window: int = key(2048, at_least=1)  # tokens; DeepConf, arXiv 2508.15260
     confidence_kept: float = key(0.9, above=0)  # share of the voters, the most confident

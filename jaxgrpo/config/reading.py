@@ -8,8 +8,8 @@ import json
 import math
 import types
 import typing
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeVar
 
 from jaxgrpo.config.keys import DEFAULT_RECIPE, Config, Part, Range, RewardKeys
 
@@ -19,6 +19,14 @@ HINTS: dict[str, Any] = {
 SECTIONS: dict[str, Any] = {
     name: hint for name, hint in HINTS.items() if dataclasses.is_dataclass(hint)
 }
+KEYS: dict[str, dataclasses.Field] = {
+    f"{section}.{field.name}": field
+    for section, cls in SECTIONS.items()
+    for field in dataclasses.fields(cls)
+    if field.name != "options"
+}
+"""The keys of all tables by their full names."""
+
 KINDS = {
     int: "a whole number",
     float: "a number",
@@ -28,62 +36,69 @@ KINDS = {
     Mapping: "a table, {{ name = value }}",
 }
 
+T = TypeVar("T")
+
 Values = dict[str, Any]
 """Values that are right by themselves, under their full names: {"rollout.group_size": 8, ...}."""
 
 
-def read(raw: Mapping[str, Any], problems: list[str]) -> Values:
-    """The right values of a whole config, defaults filled in; the others become problems."""
-    raw = _rename_tables(raw, problems)
-    values: Values = {}
+def read(raw: Mapping[str, Any], values: Values) -> Iterator[str]:
+    """Reads a whole config: the right ones of its values into `values`, with every default.
+
+    Yields: the problems of the others.
+    """
+    tables = dict(raw)
+    yield from _rename_tables(tables)
     for section, cls in SECTIONS.items():
-        table = raw.get(section, {})
+        table = tables.get(section, {})
         if isinstance(table, Mapping):
-            read_keys(cls, table, f"{section}.", values, problems)
+            yield from _read_keys(cls, table, f"{section}.", values)
         else:
-            problems.append(f"{section} = {show(table)}: expected a table, [{section}]")
-    if "rewards" in raw:
-        _read_list("rewards", raw["rewards"], _read_reward, values, problems)
+            yield f"{section} = {show(table)}: expected a table, [{section}]"
+    if "rewards" in tables:
+        yield from _read_list("rewards", tables["rewards"], _read_reward, values)
     else:
-        problems.append('rewards: missing; give at least one, rewards = [{ use = "..." }]')
-    if "advantage" in raw:
-        _read_list("advantage", raw["advantage"], _read_part, values, problems)
-    if "recipe" in raw or "advantage" not in raw:
-        recipe = raw.get("recipe", DEFAULT_RECIPE)
+        yield 'rewards: missing; give at least one, rewards = [{ use = "..." }]'
+    if "advantage" in tables:
+        yield from _read_list("advantage", tables["advantage"], _read_part, values)
+    if "recipe" in tables or "advantage" not in tables:
+        recipe = tables.get("recipe", DEFAULT_RECIPE)
         kind = dict if isinstance(recipe, Mapping) else str
-        _read_value("recipe", recipe, kind, Range(), values, problems)
-    return values
+        yield from _read_value("recipe", recipe, kind, Range(), values)
 
 
-def read_keys(
-    cls: type, table: Mapping[str, Any], path: str, values: Values, problems: list[str]
-) -> None:
-    """Reads one table into `values`. What is no key becomes an option if the table takes any."""
+def make(cls: type[T], values: Values, path: str) -> T:
+    """The table of a config, RolloutKeys or another, from values under the names that begin so."""
+    names = (field.name for field in dataclasses.fields(cls))
+    return cls(**{name: values[path + name] for name in names})
+
+
+def _read_keys(cls: Any, table: Mapping[str, Any], path: str, values: Values) -> Iterator[str]:
+    """Reads one table. What is no key becomes an option if the table takes any."""
     fields = {field.name: field for field in dataclasses.fields(cls)}
     hints = typing.get_type_hints(cls)
-    has_options = fields.pop("options", None) is not None
-    unknown = [name for name in table if name not in fields]
+    has_options = fields.pop("options", None)
+    unknown = {name: value for name, value in table.items() if name not in fields}
     meant = set()
     if has_options:
-        values[f"{path}options"] = {name: table[name] for name in unknown}
-        unknown = []
+        values[f"{path}options"], unknown = unknown, {}
     for name in unknown:
         meant.add(near := _nearest_key(name, path, list(fields)))
         hint = f"did you mean {near}?" if near else f"the keys here are {', '.join(fields)}"
-        problems.append(f"{path}{name}: unknown key; {hint}")
+        yield f"{path}{name}: unknown key; {hint}"
     for name, field in fields.items():
-        where = path + name
+        where, limits = path + name, field.metadata["range"]
+        computed = field.default_factory is not dataclasses.MISSING
+        default = field.default_factory() if computed else field.default
         if name in table:
-            value, limits = table[name], field.metadata.get("range", Range())
-            if isinstance(value, Mapping) and field.default_factory is not dataclasses.MISSING:
-                value = {**field.default_factory(), **value}  # options alone: of the default part
-            _read_value(where, value, hints[name], limits, values, problems)
-        elif field.default is not dataclasses.MISSING:
-            values[where] = field.default
-        elif field.default_factory is not dataclasses.MISSING:
-            values[where] = field.default_factory()
+            value = table[name]
+            if isinstance(value, Mapping) and computed:
+                value = {**default, **value}  # options alone: of the default part
+            yield from _read_value(where, value, hints[name], limits, values)
+        elif default is not dataclasses.MISSING:
+            values[where] = default
         elif where not in meant:  # a key that is merely misspelt is one problem, not two
-            problems.append(f"{where}: missing; expected {_expected(hints[name], field)}")
+            yield f"{where}: missing; expected {_expected(hints[name], limits)}"
 
 
 def show(value: Any) -> str:
@@ -92,96 +107,77 @@ def show(value: Any) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def _rename_tables(raw: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
-    """Reports unknown tables, and reads a misspelt one under the name that was meant."""
-    tables = dict(raw)
-    for name in [name for name in raw if name not in HINTS]:
+def _rename_tables(tables: dict[str, Any]) -> Iterator[str]:
+    """Reports unknown tables, and gives a misspelt one the name that was meant as well."""
+    for name in [name for name in tables if name not in HINTS]:
         near = difflib.get_close_matches(name, HINTS, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(HINTS)}"
-        homes = [section for section, cls in SECTIONS.items() if name in _names(cls)]
-        if homes and not near:
-            hint = f"did you mean {' or '.join(f'{section}.{name}' for section in homes)}?"
-        problems.append(f"{name}: unknown key; {hint}")
-        if near and near[0] not in raw:
-            tables[near[0]] = tables[name]
-    return tables
+        homes = near or [key for key in KEYS if key.endswith(f".{name}")]
+        hint = f"did you mean {' or '.join(homes)}?" if homes else f"there are {', '.join(HINTS)}"
+        yield f"{name}: unknown key; {hint}"
+        if near:
+            tables.setdefault(near[0], tables[name])
 
 
-def _read_value(
-    where: str, value: Any, hint: Any, limits: Range, values: Values, problems: list[str]
-) -> None:
+def _read_value(where: str, value: Any, hint: Any, limits: Range, values: Values) -> Iterator[str]:
     kind = _kind(hint)
     if kind is float and type(value) is int:
         value = float(value)
     if kind is Mapping and isinstance(value, Mapping):
         values[where] = dict(value)
     elif type(value) is not kind:
-        expected = KINDS[kind].format(holds=limits.holds)
-        problems.append(f"{where} = {show(value)}: expected {expected}")
+        yield f"{where} = {show(value)}: expected {KINDS[kind].format(holds=limits.holds)}"
     elif kind is float and not math.isfinite(value):
-        problems.append(f"{where} = {value}: expected a finite number")
+        yield f"{where} = {value}: expected a finite number"
     elif kind is dict:
-        _read_part(where, value, values, problems, limits.holds)
+        yield from _read_part(where, value, values, limits.holds)
     elif not limits.allows(value):
-        expected = "some text" if value == "" and not limits.choices else str(limits)
-        problems.append(f"{where} = {show(value)}: expected {expected}")
+        expected = "some text" if value == "" and not limits.choices else limits
+        yield f"{where} = {show(value)}: expected {expected}"
     else:
         values[where] = value
 
 
-def _read_part(
-    where: str, value: Part, values: Values, problems: list[str], holds: str = "use"
-) -> None:
+def _read_part(where: str, value: Part, values: Values, holds: str = "use") -> Iterator[str]:
     if holds not in value:
         lacks = "names no part" if holds == "use" else f"has no {holds}"
-        problems.append(f'{where} = {show(value)}: {lacks}; add {holds} = "..."')
+        yield f'{where} = {show(value)}: {lacks}; add {holds} = "..."'
     elif not isinstance(value[holds], str) or not value[holds]:
-        problems.append(f"{where}.{holds} = {show(value[holds])}: expected {KINDS[str]}")
+        yield f"{where}.{holds} = {show(value[holds])}: expected {KINDS[str]}"
     else:
         values[where] = dict(value)
 
 
-def _read_reward(where: str, entry: Any, values: Values, problems: list[str]) -> None:
+def _read_reward(where: str, entry: Any, values: Values) -> Iterator[str]:
     found: Values = {}
-    before = len(problems)
-    read_keys(RewardKeys, entry, f"{where}.", found, problems)
-    if len(problems) == before:
-        values[where] = RewardKeys(**{name.rpartition(".")[2]: found[name] for name in found})
+    problems = list(_read_keys(RewardKeys, entry, f"{where}.", found))
+    if not problems:
+        values[where] = make(RewardKeys, found, f"{where}.")
+    yield from problems
 
 
 def _read_list(
-    where: str,
-    entries: Any,
-    read_entry: Callable[[str, Any, Values, list[str]], None],
-    values: Values,
-    problems: list[str],
-) -> None:
+    where: str, entries: Any, read_entry: Callable[..., Iterator[str]], values: Values
+) -> Iterator[str]:
     """A list of tables; each right one is also a value of its own, "advantage[0]", ..."""
     right = isinstance(entries, (list, tuple)) and all(isinstance(one, Mapping) for one in entries)
     if not right or not entries:
         expected = f'a list of tables, {where} = [{{ use = "..." }}]'
-        problems.append(f"{where} = {show(entries)}: expected {expected}")
+        yield f"{where} = {show(entries)}: expected {expected}"
         return
-    names = [f"{where}[{index}]" for index in range(len(entries))]
-    for name, entry in zip(names, entries, strict=True):
-        read_entry(name, entry, values, problems)
-    if all(name in values for name in names):
-        values[where] = tuple(values[name] for name in names)
+    named = {f"{where}[{index}]": entry for index, entry in enumerate(entries)}
+    for name, entry in named.items():
+        yield from read_entry(name, entry, values)
+    if named.keys() <= values.keys():
+        values[where] = tuple(values[name] for name in named)
 
 
 def _nearest_key(name: str, path: str, fields: list[str]) -> str | None:
     """The full name of the key that was probably meant: one of this table, or of another one."""
-    near = difflib.get_close_matches(name, fields, n=1)
-    if near:
+    if near := difflib.get_close_matches(name, fields, n=1):
         return path + near[0]
-    everywhere = [f"{section}.{key}" for section, cls in SECTIONS.items() for key in _names(cls)]
-    homes = {key.rpartition(".")[2]: key for key in reversed(everywhere)}  # the first one counts
+    homes = {key.rpartition(".")[2]: key for key in reversed(KEYS)}  # the first one counts
     near = difflib.get_close_matches(name, homes, n=1, cutoff=0.75)
     return homes[near[0]] if near else None
-
-
-def _names(cls: type) -> list[str]:
-    return [field.name for field in dataclasses.fields(cls) if field.name != "options"]
 
 
 def _kind(hint: Any) -> type:
@@ -191,8 +187,7 @@ def _kind(hint: Any) -> type:
     return typing.get_origin(hint) or hint
 
 
-def _expected(hint: Any, field: dataclasses.Field) -> str:
-    limits = field.metadata.get("range", Range())
+def _expected(hint: Any, limits: Range) -> str:
     if limits.choices:
         return str(limits)
     text = KINDS[_kind(hint)].format(holds=limits.holds)
