@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from jaxgrpo import advantages, losses, rewards
+from jaxgrpo.config import methods
 from jaxgrpo.config.keys import (
     OTHER_FORMAT,
     OptimizerKeys,
@@ -21,7 +23,8 @@ from jaxgrpo.config.keys import (
     RewardKeys,
     options_of,
 )
-from jaxgrpo.config.own_code import file_of, installed, is_reference, short_name
+from jaxgrpo.config.methods import IN_REWARD, WEIGHED_TWICE
+from jaxgrpo.config.own_code import file_of, installed, is_reference
 from jaxgrpo.config.reading import Values, show
 from jaxgrpo.core.errors import InputError, suggest
 from jaxgrpo.core.types import RolloutSpec
@@ -29,16 +32,21 @@ from jaxgrpo.data.chat import CHOICES
 from jaxgrpo.data.prompts import is_template, placeholders
 from jaxgrpo.data.sources import FILES, FORMS, is_name
 from jaxgrpo.data.tasks import PREFIX, tasks
+from jaxgrpo.rollout.selection import build_policy
+from jaxgrpo.update.optimizer import make_optimizer
 
 WANDB_OURS = ("dir", "config", "id", "resume", "settings")
 """Arguments of `wandb.init` that the run itself gives."""
 
 METRIC = ReferenceKeys().reset_metric
 
+UNEVALUATED = "nothing is evaluated between the start and the end; set eval.data and eval.every"
+
 
 def check(values: Values) -> Iterator[str]:
     """All problems of a config whose values are right one by one."""
-    made, wrong_parts = _build_parts(values)
+    made: dict[str, _Made] = {}
+    wrong_parts = list(_build_parts(values, made))
     yield from _method(values, made)
     for some in (_evaluation, _loss, _resets, _rewards, _data):
         yield from some(values)
@@ -56,34 +64,32 @@ class _Made(NamedTuple):
     value: Any
 
 
-def _build_parts(values: Values) -> tuple[dict[str, _Made], list[str]]:
-    """(place in the config -> what it makes, problems: unknown parts and options).
+def _build_parts(values: Values, made: dict[str, _Made]) -> Iterator[str]:
+    """Builds every part into `made`, by its place; yields unknown parts and options.
 
     Own code is not run: only a missing file of it is a problem.
     """
-    made, problems = {}, []
     for where, part, build in _parts(values):
         name = part["use"]
+        file = file_of(name)
+        if file is not None and not Path(file).is_file():
+            yield f"{where}: there is no file {file}, named by {name!r}"
         if is_reference(name):
-            file = file_of(name)
-            if file is not None and not Path(file).is_file():
-                problems.append(f"{where}: there is no file {file}, named by {name!r}")
             continue
         try:
             made[where] = _Made(part, build(part))
         except (ValueError, TypeError) as error:
-            problems.append(f"{where}: {str(error).removeprefix('advantage[0]: ')}")
-    return made, problems
+            yield f"{where}: {str(error).removeprefix('advantage[0]: ')}"
 
 
 def _parts(values: Values) -> Iterator[tuple[str, Part, Callable[[Part], Any]]]:
     """(place, part, what builds it) of every part that a config names."""
-    from jaxgrpo import advantages, losses
-    from jaxgrpo.config import methods
-    from jaxgrpo.rollout.selection import build_policy
-
     limit = values.get("rollout.max_completion_tokens", 1)
-    weights = {r.name or short_name(r.use): r.weight for r in values.get("rewards", ())} or None
+    weights = {reward.title: reward.weight for reward in values.get("rewards", ())} or None
+
+    def reward(part: Part) -> None:
+        known = {name: part[name] for name in options_of(part) if not _misspelt(name, RewardKeys)}
+        rewards.build(part["use"], **rewards.with_lengths(part["use"], known, limit))
 
     def kl(part: Part) -> None:
         methods.build_penalties(part)
@@ -92,15 +98,12 @@ def _parts(values: Values) -> Iterator[tuple[str, Part, Callable[[Part], Any]]]:
         for step in methods.build_tail(part, None):
             step.init(spec)
 
-    for index, reward in enumerate(values.get("rewards", ())):
-        part = {"use": reward.use, **reward.options}
-        yield f"rewards[{index}]", part, lambda part: _build_reward(part, limit)
+    for index, keys in enumerate(values.get("rewards", ())):
+        yield f"rewards[{index}]", {"use": keys.use, **keys.options}, reward
     for index, part in enumerate(values.get("advantage", ())):
         yield f"advantage[{index}]", part, lambda part: advantages.build([part])
-    if recipe := values.get("recipe"):
-        part = {"use": recipe} if isinstance(recipe, str) else recipe
-        yield "recipe", part, lambda part: advantages.build(part["use"], options_of(part))
     builders: dict[str, Callable[[Part], Any]] = {
+        "recipe": lambda part: advantages.build(part["use"], options_of(part)),
         "loss.surrogate": losses.build_surrogate,
         "loss.reduction": lambda part: methods.build_reduction(part, limit),
         "loss.kl": kl,
@@ -110,28 +113,18 @@ def _parts(values: Values) -> Iterator[tuple[str, Part, Callable[[Part], Any]]]:
     }
     for where, build in builders.items():
         if part := values.get(where):
-            yield where, part, build
-
-
-def _build_reward(part: Part, max_completion_tokens: int) -> Any:
-    from jaxgrpo import rewards
-
-    name, options = part["use"], options_of(part)
-    known = {key: options[key] for key in options if not _misspelt(key, RewardKeys)}
-    return rewards.build(name, **rewards.with_lengths(name, known, max_completion_tokens))
+            yield where, {"use": part} if isinstance(part, str) else part, build
 
 
 def _method(values: Values, made: Mapping[str, _Made]) -> Iterator[str]:
     """Recipe or chain, together with group size, steps and the surrogate's ratio."""
-    from jaxgrpo.config.methods import WEIGHED_TWICE
-
     if "recipe" in values and "advantage" in values:
         yield (
             f"recipe = {show(values['recipe'])} and advantage are both given: a recipe is a whole "
             "chain; keep one of the two"
         )
-    chain = {place: one for place, one in made.items() if place.startswith(("recipe", "advantage"))}
-    relative = [one.part["use"] for one in chain.values() if one.value.relative]
+    chain = [one for place, one in made.items() if place.startswith(("recipe", "advantage"))]
+    relative = [one.part["use"] for one in chain if one.value.relative]
     if relative and values.get("rollout.group_size") == 1:
         yield (
             f"rollout.group_size = 1: {relative[0]} compares the samples of a prompt with "
@@ -159,23 +152,20 @@ def _evaluation(values: Values) -> Iterator[str]:
             f"eval.every = {every}: there is nothing to evaluate on; name eval.data, as "
             '"task:arithmetic:test", or leave eval.every out'
         )
-    best = values.get("checkpoint.keep_best")
-    if best is not None and not best.startswith("eval/"):
-        yield f'checkpoint.keep_best = {show(best)}: expected "eval/NAME", as "eval/accuracy"'
-    if best is not None and every == 0:
-        yield (
-            f"checkpoint.keep_best = {show(best)}: nothing is evaluated between the start and the "
-            "end; set eval.data and eval.every"
-        )
+    if best := values.get("checkpoint.keep_best"):
+        where = f"checkpoint.keep_best = {show(best)}"
+        if not best.startswith("eval/"):
+            yield f'{where}: expected "eval/NAME", as "eval/accuracy"'
+        if every == 0:
+            yield f"{where}: {UNEVALUATED}"
     for name, pattern in values.get("eval.formats", {}).items():
         where = f"eval.formats.{name} = {show(pattern)}"
         if name == OTHER_FORMAT:
             yield f"{where}: {OTHER_FORMAT} is the name of what fits no format; give another name"
-        if not isinstance(pattern, str):
-            yield f"{where}: expected a regular expression as a text"
-            continue
         try:
             re.compile(pattern)
+        except TypeError:
+            yield f"{where}: expected a regular expression as a text"
         except re.error as error:
             yield f"{where}: is no regular expression: {error}"
     if kept > 1:
@@ -186,8 +176,6 @@ def _evaluation(values: Values) -> Iterator[str]:
 
 
 def _loss(values: Values) -> Iterator[str]:
-    from jaxgrpo.config.methods import IN_REWARD
-
     kl = values.get("loss.kl", {"use": ""})
     no_penalty = (kl is None or kl["use"] == IN_REWARD) and values.get("loss.entropy", 0) is None
     if values.get("loss.penalties_on") == "live" and no_penalty:
@@ -232,10 +220,7 @@ def _resets(values: Values) -> Iterator[str]:
         if not metric.startswith("eval/"):
             yield f'reference.reset_metric = {show(metric)}: expected "eval/NAME"'
         if not values.get("eval.every", 1) or values.get("eval.data", 1) is None:
-            yield (
-                "reference.reset_patience: nothing is evaluated between the start and the end; set "
-                "eval.data and eval.every"
-            )
+            yield f"reference.reset_patience: {UNEVALUATED}"
 
 
 def _rewards(values: Values) -> Iterator[str]:
@@ -244,13 +229,11 @@ def _rewards(values: Values) -> Iterator[str]:
         for option in reward.options:
             if near := _misspelt(option, RewardKeys):
                 yield f"rewards[{index}].{option}: unknown key; did you mean {near}?"
-        name = reward.name or short_name(reward.use)
-        if name in seen:
+        if (first := seen.setdefault(reward.title, index)) != index:
             yield (
-                f"rewards[{index}]: {name!r} is the name of rewards[{seen[name]}] too; give one of "
-                'them another, name = "..."'
+                f"rewards[{index}]: {reward.title!r} is the name of rewards[{first}] too; give one "
+                'of them another, name = "..."'
             )
-        seen.setdefault(name, index)
 
 
 def _misspelt(option: str, keys: Any) -> str | None:
@@ -268,10 +251,8 @@ def _misspelt(option: str, keys: Any) -> str | None:
 
 def _data(values: Values) -> Iterator[str]:
     """What is trained and evaluated on, the model's revision and the prompts' template."""
-    keys = {"data.path": ("subset", "split", "revision"), "eval.data": ("subset", "split")}
-    for where, names in keys.items():
-        if values.get(where) is not None:
-            yield from _source(values, where, names)
+    yield from _source(values, "data.path", "subset", "split", "revision")
+    yield from _source(values, "eval.data", "subset", "split")
     model, revision = values.get("model.path"), values.get("model.revision")
     if model is not None and revision is not None and not is_name(model):
         yield (
@@ -297,8 +278,10 @@ def _data(values: Values) -> Iterator[str]:
             )
 
 
-def _source(values: Values, where: str, keys: tuple[str, ...]) -> Iterator[str]:
-    path, table = values[where], where.partition(".")[0]
+def _source(values: Values, where: str, *keys: str) -> Iterator[str]:
+    path, table = values.get(where), where.partition(".")[0]
+    if path is None:
+        return
     is_task, is_file = path.startswith(PREFIX), Path(path).suffix in FILES
     if is_task:
         yield from _task(where, path)
@@ -326,8 +309,6 @@ def _task(where: str, path: str) -> Iterator[str]:
 
 
 def _optimizer(values: Values) -> Iterator[str]:
-    from jaxgrpo.update.optimizer import make_optimizer
-
     names = OptimizerKeys.__dataclass_fields__
     if any(f"optimizer.{name}" not in values for name in names):
         return

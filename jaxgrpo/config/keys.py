@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxgrpo.config.own_code import file_of
+from jaxgrpo.config.own_code import file_of, short_name
 from jaxgrpo.data.sources import FILES, is_name
 from jaxgrpo.data.tasks import PREFIX
 
@@ -80,6 +80,11 @@ class RewardKeys:
     flip: float = key(0.0, at_least=0, at_most=0.5)  # label noise: the share of 0/1 rewards that
     # is flipped, in training only
     options: dict[str, Any] = key({})
+
+    @property
+    def title(self) -> str:
+        """Its name in metrics, rows and weights."""
+        return self.name or short_name(self.use)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
