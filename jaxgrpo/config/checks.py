@@ -1,6 +1,6 @@
 """What several keys of a config must fulfil together, and whether the parts it names can be built.
 
-Every check reads values that are right by themselves (reading.py), is silent if one that it needs
+Every check reads values that are right by themselves (keys.py), is silent if one that it needs
 is missing, and yields its problems: where, what was given, what to do.
 """
 
@@ -8,24 +8,16 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from jaxgrpo import advantages, losses, rewards
-from jaxgrpo.config import methods
-from jaxgrpo.config.keys import (
-    OTHER_FORMAT,
-    OptimizerKeys,
-    Part,
-    ReferenceKeys,
-    RewardKeys,
-    options_of,
-)
-from jaxgrpo.config.methods import IN_REWARD, WEIGHED_TWICE
+from jaxgrpo.config import keys, methods
+from jaxgrpo.config.keys import Part, RewardKeys, Values, options_of, show
 from jaxgrpo.config.own_code import file_of, installed, is_reference
-from jaxgrpo.config.reading import Values, show
 from jaxgrpo.core.errors import InputError, suggest
 from jaxgrpo.core.types import RolloutSpec
 from jaxgrpo.data.chat import CHOICES
@@ -38,14 +30,17 @@ from jaxgrpo.update.optimizer import make_optimizer
 WANDB_OURS = ("dir", "config", "id", "resume", "settings")
 """Arguments of `wandb.init` that the run itself gives."""
 
-METRIC = ReferenceKeys().reset_metric
+Made = dict[str, tuple[Part, Any]]
+"""Place in the config -> a part, and what is built from it."""
+
+METRIC = keys.ReferenceKeys().reset_metric
 
 UNEVALUATED = "nothing is evaluated between the start and the end; set eval.data and eval.every"
 
 
 def check(values: Values) -> Iterator[str]:
     """All problems of a config whose values are right one by one."""
-    made: dict[str, _Made] = {}
+    made: Made = {}
     wrong_parts = list(_build_parts(values, made))
     yield from _method(values, made)
     for some in (_evaluation, _loss, _resets, _rewards, _data):
@@ -57,14 +52,7 @@ def check(values: Values) -> Iterator[str]:
         yield problem
 
 
-class _Made(NamedTuple):
-    """A part of a config, and what is built from it."""
-
-    part: Part
-    value: Any
-
-
-def _build_parts(values: Values, made: dict[str, _Made]) -> Iterator[str]:
+def _build_parts(values: Values, made: Made) -> Iterator[str]:
     """Builds every part into `made`, by its place; yields unknown parts and options.
 
     Own code is not run: only a missing file of it is a problem.
@@ -77,7 +65,7 @@ def _build_parts(values: Values, made: dict[str, _Made]) -> Iterator[str]:
         if is_reference(name):
             continue
         try:
-            made[where] = _Made(part, build(part))
+            made[where] = part, build(part)
         except (ValueError, TypeError) as error:
             yield f"{where}: {str(error).removeprefix('advantage[0]: ')}"
 
@@ -98,8 +86,8 @@ def _parts(values: Values) -> Iterator[tuple[str, Part, Callable[[Part], Any]]]:
         for step in methods.build_tail(part, None):
             step.init(spec)
 
-    for index, keys in enumerate(values.get("rewards", ())):
-        yield f"rewards[{index}]", {"use": keys.use, **keys.options}, reward
+    for index, entry in enumerate(values.get("rewards", ())):
+        yield f"rewards[{index}]", {"use": entry.use, **entry.options}, reward
     for index, part in enumerate(values.get("advantage", ())):
         yield f"advantage[{index}]", part, lambda part: advantages.build([part])
     builders: dict[str, Callable[[Part], Any]] = {
@@ -116,7 +104,7 @@ def _parts(values: Values) -> Iterator[tuple[str, Part, Callable[[Part], Any]]]:
             yield where, {"use": part} if isinstance(part, str) else part, build
 
 
-def _method(values: Values, made: Mapping[str, _Made]) -> Iterator[str]:
+def _method(values: Values, made: Made) -> Iterator[str]:
     """Recipe or chain, together with group size, steps and the surrogate's ratio."""
     if "recipe" in values and "advantage" in values:
         yield (
@@ -124,24 +112,24 @@ def _method(values: Values, made: Mapping[str, _Made]) -> Iterator[str]:
             "chain; keep one of the two"
         )
     chain = [one for place, one in made.items() if place.startswith(("recipe", "advantage"))]
-    relative = [one.part["use"] for one in chain if one.value.relative]
+    relative = [part["use"] for part, step in chain if step.relative]
     if relative and values.get("rollout.group_size") == 1:
         yield (
             f"rollout.group_size = 1: {relative[0]} compares the samples of a prompt with "
             'each other and needs at least 2; set it to 2 or more, or take recipe = "sign"'
         )
-    warmup, steps = values.get("optimizer.warmup_steps"), values.get("train.steps")
-    if warmup is not None and steps is not None and warmup > steps:
+    warmup, steps = values.get("optimizer.warmup_steps", 0), values.get("train.steps", math.inf)
+    if warmup > steps:
         yield (
             f"optimizer.warmup_steps = {warmup}: more than train.steps = {steps}, so the learning "
             f"rate would never be reached; set it to {steps} or less"
         )
-    surrogate = made.get("loss.surrogate")  # of own code it is seen when the run is built
-    if values.get("loss.proximal") == "behavior" and surrogate and surrogate.value.weighs:
+    _, surrogate = made.get("loss.surrogate", ({}, None))  # own code is seen when the run is built
+    if values.get("loss.proximal") == "behavior" and surrogate and surrogate.weighs:
         for place, (part, step) in made.items():
             named = place == "loss.mismatch" or place.startswith("advantage")
             if named and step.importance:
-                yield f"{place} = {show(part)}: {WEIGHED_TWICE}"
+                yield f"{place} = {show(part)}: {methods.WEIGHED_TWICE}"
 
 
 def _evaluation(values: Values) -> Iterator[str]:
@@ -160,8 +148,8 @@ def _evaluation(values: Values) -> Iterator[str]:
             yield f"{where}: {UNEVALUATED}"
     for name, pattern in values.get("eval.formats", {}).items():
         where = f"eval.formats.{name} = {show(pattern)}"
-        if name == OTHER_FORMAT:
-            yield f"{where}: {OTHER_FORMAT} is the name of what fits no format; give another name"
+        if name == keys.OTHER_FORMAT:
+            yield f"{where}: {name} is the name of what fits no format; give another name"
         try:
             re.compile(pattern)
         except TypeError:
@@ -176,8 +164,8 @@ def _evaluation(values: Values) -> Iterator[str]:
 
 
 def _loss(values: Values) -> Iterator[str]:
-    kl = values.get("loss.kl", {"use": ""})
-    no_penalty = (kl is None or kl["use"] == IN_REWARD) and values.get("loss.entropy", 0) is None
+    kl, entropy = values.get("loss.kl", {"use": ""}), values.get("loss.entropy", 0)
+    no_penalty = entropy is None and (kl is None or kl["use"] == methods.IN_REWARD)
     if values.get("loss.penalties_on") == "live" and no_penalty:
         yield (
             'loss.penalties_on = "live": there is no penalty; add loss.kl = { use = "k2", beta = '
@@ -236,12 +224,12 @@ def _rewards(values: Values) -> Iterator[str]:
             )
 
 
-def _misspelt(option: str, keys: Any) -> str | None:
+def _misspelt(option: str, table: Any) -> str | None:
     """The key of a table that an option was meant to be.
 
     As long, with some letters changed; of several words, and almost the same.
     """
-    names = [name for name in keys.__dataclass_fields__ if name != "flip"]  # "clip" is likelier
+    names = [name for name in table.__dataclass_fields__ if name != "flip"]  # "clip" is likelier
     same = [name for name in names if len(name) == len(option)]
     near = difflib.get_close_matches(option, same, n=1, cutoff=0.75)
     words = [name for name in names if "_" in name]
@@ -278,7 +266,7 @@ def _data(values: Values) -> Iterator[str]:
             )
 
 
-def _source(values: Values, where: str, *keys: str) -> Iterator[str]:
+def _source(values: Values, where: str, *names: str) -> Iterator[str]:
     path, table = values.get(where), where.partition(".")[0]
     if path is None:
         return
@@ -293,7 +281,7 @@ def _source(values: Values, where: str, *keys: str) -> Iterator[str]:
     elif not (is_file or Path(path).is_dir() or is_name(path)):
         known = "is no file of rows" if Path(path).exists() else "does not exist"
         yield f"{where} = {show(path)}: {known}; give {FORMS}"
-    for name in keys:
+    for name in names:
         if (is_task or is_file) and values.get(f"{table}.{name}") is not None:
             yield f"{table}.{name}: {show(path)} has none; leave it out"
 
@@ -309,16 +297,16 @@ def _task(where: str, path: str) -> Iterator[str]:
 
 
 def _optimizer(values: Values) -> Iterator[str]:
-    names = OptimizerKeys.__dataclass_fields__
+    names = keys.OptimizerKeys.__dataclass_fields__
     if any(f"optimizer.{name}" not in values for name in names):
         return
-    keys: Any = {name: values[f"optimizer.{name}"] for name in names}
-    for name in keys["options"]:
-        if near := _misspelt(name, OptimizerKeys):
+    given: Any = {name: values[f"optimizer.{name}"] for name in names}
+    for name in given["options"]:
+        if near := _misspelt(name, keys.OptimizerKeys):
             yield f"optimizer.{name}: unknown key; did you mean optimizer.{near}?"
             return
     try:
-        make_optimizer({}, steps=values.get("train.steps", 1), **keys)
+        make_optimizer({}, steps=values.get("train.steps", 1), **given)
     except (ValueError, TypeError) as error:
         yield str(error)
 

@@ -1,8 +1,8 @@
 """Configs from TOML files and from Python: read, changed, written, and compared to resume a run.
 
 `load` reads a file and `config_of` what a call from Python gives; both report everything that is
-wrong in one message. The keys are in keys.py, the checks of single values in reading.py and of
-several together in checks.py.
+wrong in one message. The keys and the checks of single values are in keys.py, the checks of several
+together in checks.py.
 """
 
 from __future__ import annotations
@@ -15,10 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from jaxgrpo.advantages import AdvantageTransform
-from jaxgrpo.config import checks, reading
-from jaxgrpo.config.keys import SHIPPED, Config, OptimizerKeys, folder_of, is_path
+from jaxgrpo.config import checks, keys
+from jaxgrpo.config.keys import SECTIONS, Config, folder_of, is_path, show
 from jaxgrpo.config.own_code import file_of, python_name
-from jaxgrpo.config.reading import KEYS, SECTIONS, show
 from jaxgrpo.core.errors import ConfigError, suggest
 from jaxgrpo.data.chat import CHOICES
 from jaxgrpo.rewards import name_of
@@ -82,19 +81,19 @@ def from_dict(
     """
     tables: dict[str, Any] = absolute(raw, folder_of(source))
     problems = [problem for text in overrides for problem in _override(tables, text)]
-    values: reading.Values = {}
-    problems += reading.read(tables, values)
+    values: keys.Values = {}
+    problems += keys.read(tables, values)
     problems += checks.check(values)
     if problems:
         raise ConfigError(str(source or "config"), problems)
-    sections = {name: reading.make(cls, values, f"{name}.") for name, cls in SECTIONS.items()}
+    sections = {name: keys.make(cls, values, f"{name}.") for name, cls in SECTIONS.items()}
     method = {name: values.get(name) for name in ("recipe", "advantage")}
     return Config(**sections, **method, rewards=values["rewards"], source=source)
 
 
 def shipped() -> dict[str, Path]:
     """The configs that come with the package, by name."""
-    return {file.stem: file for file in sorted(SHIPPED.glob("*.toml"))}
+    return {file.stem: file for file in sorted(keys.SHIPPED.glob("*.toml"))}
 
 
 def to_toml(config: Config) -> str:
@@ -200,8 +199,8 @@ def put(
 def _drop_options(table: Any, path: Sequence[str], use: Any) -> None:
     """Deletes the options in the table of a part, at `path`, if its `use` is about to change."""
     where = ".".join(path[:-1])
-    own = OptimizerKeys.__dataclass_fields__ if where == "optimizer" else {}
-    is_part = where in KEYS and "Part" in str(KEYS[where].type)
+    own = keys.OptimizerKeys.__dataclass_fields__ if where == "optimizer" else {}
+    is_part = where in keys.KEYS and "Part" in str(keys.KEYS[where].type)
     if not isinstance(table, dict) or not (own or is_part):
         return
     if table.get("use", own["use"].default if own else None) != use:

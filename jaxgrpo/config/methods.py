@@ -18,7 +18,7 @@ from jaxgrpo.advantages import AdvantageTransform
 from jaxgrpo.config import own_code
 from jaxgrpo.config.keys import Config, Part, options_of
 from jaxgrpo.core.errors import InputError, call, find
-from jaxgrpo.core.types import FIELDS, OF_SAMPLES, RolloutSpec
+from jaxgrpo.core.types import FIELDS, OF_SAMPLES
 from jaxgrpo.losses import Objective, Penalty, Surrogate
 from jaxgrpo.rewards.protocol import Reward
 from jaxgrpo.rollout.selection import PromptPolicy, build_policy
@@ -167,16 +167,11 @@ def _kl_return(options: dict[str, Any]) -> AdvantageTransform:
             f"{IN_REWARD} takes beta or target_validity, one of the two: beta = 0.01, the price of"
             " a nat; or target_validity = 0.9, the target success rate"
         )
-    known = "beta" in options
-    factory = advantages.add_kl_return if known else advantages.add_kl_return_for_validity
+    validity = "target_validity" in options
+    factory = advantages.add_kl_return_for_validity if validity else advantages.add_kl_return
     with _naming(factory.__name__):
         step = call(IN_REWARD, factory, options)
-
-    def init(spec: RolloutSpec) -> Any:
-        with _naming(step.name):
-            return step.init(spec)
-
-    return step._replace(init=init)
+    return step._replace(init=_naming(step.name)(step.init))
 
 
 @contextlib.contextmanager
