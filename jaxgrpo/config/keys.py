@@ -14,7 +14,7 @@ import types
 import typing
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from jaxgrpo.config.own_code import file_of, short_name
 from jaxgrpo.data.sources import FILES, is_name
@@ -303,8 +303,6 @@ KINDS = {
     Mapping: "a table, {{ name = value }}",
 }
 
-T = TypeVar("T")
-
 Values = dict[str, Any]
 """Values that are right by themselves, under their full names: {"rollout.group_size": 8, ...}."""
 
@@ -334,7 +332,7 @@ def read(raw: Mapping[str, Any], values: Values) -> Iterator[str]:
         yield from _read_value("recipe", recipe, kind, Range(), values)
 
 
-def make(cls: type[T], values: Values, path: str) -> T:
+def make(cls: Any, values: Values, path: str) -> Any:
     """The table of a config, RolloutKeys or another, from values under the names that begin so."""
     names = (field.name for field in dataclasses.fields(cls))
     return cls(**{name: values[path + name] for name in names})
