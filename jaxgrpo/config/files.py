@@ -87,7 +87,7 @@ def from_dict(
     if problems:
         raise ConfigError(str(source or "config"), problems)
     sections = {name: keys.make(cls, values, f"{name}.") for name, cls in SECTIONS.items()}
-    method = {name: values.get(name) for name in ("recipe", "advantage")}
+    method: Any = {name: values.get(name) for name in ("recipe", "advantage")}
     return Config(**sections, **method, rewards=values["rewards"], source=source)
 
 

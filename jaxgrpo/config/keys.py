@@ -353,11 +353,12 @@ def _read_keys(cls: Any, table: Mapping[str, Any], path: str, values: Values) ->
         yield f"{path}{name}: unknown key; {hint}"
     for name, field in fields.items():
         where, limits = path + name, field.metadata["range"]
-        computed = field.default_factory is not dataclasses.MISSING
-        default = field.default_factory() if computed else field.default
+        computed: Any = field.default_factory
+        has_table = computed is not dataclasses.MISSING
+        default: Any = computed() if has_table else field.default
         if name in table:
             value = table[name]
-            if isinstance(value, Mapping) and computed:
+            if isinstance(value, Mapping) and has_table:
                 value = {**default, **value}  # options alone: of the default part
             yield from _read_value(where, value, hints[name], limits, values)
         elif default is not dataclasses.MISSING:
