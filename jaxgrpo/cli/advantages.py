@@ -17,7 +17,7 @@ from rich.table import Column, Table
 
 from jaxgrpo.advantages import AdvantageTransform, chain, chains, registry, sum_rewards
 from jaxgrpo.config import own_code
-from jaxgrpo.core.errors import InputError, NotGiven, suggest
+from jaxgrpo.core.errors import InputError, NotGiven, refusing, suggest
 from jaxgrpo.core.metrics import finalise
 from jaxgrpo.core.types import Signal
 from jaxgrpo.training.folder import plain
@@ -58,6 +58,9 @@ FIELDS: dict[str, Given] = {
 """What parts read beside rewards; `types.FIELDS` says which of them a run scores by itself."""
 
 
+TABLES = {"recipes": registry.recipes, "parts": registry.parts}
+
+
 def main(
     name: str | None = None,
     rewards: Sequence[str] = (),
@@ -75,18 +78,18 @@ def main(
                 raise InputError(f"advantages --{option} {given[0]}: give {what} too")
         _list(console, as_json) if name is None else _describe(console, name)
         return 0
-    named = groups("--rewards", rewards, default="reward")
-    shape = (len(next(iter(named.values()))), len(next(iter(named.values()))[0]))
+    named = {key: np.array(rows) for key, rows in groups("--rewards", rewards, "reward").items()}
+    shape = next(iter(named.values())).shape
     given = read_fields(fields, shape)
     if lengths:
         given["token_mask"] = token_mask(lengths, shape)
-    stages = explain(name, {key: np.array(value) for key, value in named.items()}, options, given)
+    stages = explain(name, named, options, given)
     _show_json(name, stages) if as_json else _show(console, stages)
     return 0
 
 
 def explain(
-    name: str, rewards: Mapping[str, Any], options: Sequence[str] = (), fields: Any = None
+    name: str, rewards: Mapping[str, Any], options: Sequence[str], fields: Mapping[str, Any]
 ) -> list[chains.Stage]:
     """What each step of a recipe, a part or own code leaves of the rewards.
 
@@ -98,10 +101,8 @@ def explain(
     Raises: InputError naming every field that it needs and was not given.
     """
     whole = _over_streams(_find(name, dict(map(_option, options))), len(rewards))
-    fields = fields or {}
     registry.refuse_unread(whole, fields)
-    missing = sorted(whole.needs - {*fields, *rewards})
-    if missing:
+    if missing := sorted(whole.needs - {*fields, *rewards}):
         of_tokens = any(FIELDS[field].shape == PER_TOKEN for field in missing if field in FIELDS)
         if of_tokens and "token_mask" not in fields:
             missing.append("token_mask")
@@ -113,21 +114,28 @@ def explain(
         raise InputError(_missing(name, [error.name])) from None
 
 
-def _find(name: str, options: Mapping[str, Any]) -> AdvantageTransform:
+def _factories(name: str) -> list[registry.Factory]:
+    """Own code; or the recipe and the part of that name.  Raises: InputError if it is unknown."""
     if own_code.is_reference(name):
-        return registry.build([{"use": own_code.load(name), **options}])
-    if name in registry.recipes:
-        return registry.build(name, options)
-    if name in registry.parts:
-        try:
-            return registry.build([{"use": name, **options}])
-        except InputError as error:  # the list is ours, not the user's
-            raise InputError(str(error).removeprefix("advantage[0]: ")) from None
-    known = {*registry.recipes, *registry.parts}
+        return [own_code.load(name)]
+    if found := [table[name] for table in TABLES.values() if name in table]:
+        return found
     raise InputError(
-        f"unknown recipe or part {name!r}: {suggest(name, known)};"
+        f"unknown recipe or part {name!r}: {suggest(name, {*registry.recipes, *registry.parts})};"
         " own code is path/file.py:function"
     )
+
+
+def _find(name: str, options: Mapping[str, Any]) -> AdvantageTransform:
+    factory = _factories(name)[0]
+    if name in registry.recipes:
+        return registry.build(name, options)
+    if own_code.is_reference(name):
+        return registry.build([{"use": factory, **options}])
+    try:
+        return registry.build([{"use": name, **options}])
+    except InputError as error:  # the list is ours, not the user's
+        raise InputError(str(error).removeprefix("advantage[0]: ")) from None
 
 
 def _over_streams(whole: AdvantageTransform, streams: int) -> AdvantageTransform:
@@ -135,9 +143,8 @@ def _over_streams(whole: AdvantageTransform, streams: int) -> AdvantageTransform
     steps = [step for _, step in whole.steps]
     if streams == 1 or any(step.kind == "streams->signal" for step in steps):
         return whole
-    if whole.kind == "signal->signal":
-        return chain(sum_rewards(), *steps, name=whole.name)
-    return chain(*steps, sum_rewards(), name=whole.name)
+    steps.insert(0 if whole.kind == "signal->signal" else len(steps), sum_rewards())
+    return chain(*steps, name=whole.name)
 
 
 def _missing(name: str, missing: Sequence[str]) -> str:
@@ -165,12 +172,11 @@ def _option(text: str) -> tuple[str, Any]:
 
 
 def _list(console: Console, as_json: bool) -> None:
-    tables = {"recipes": registry.recipes, "parts": registry.parts}
     said = {
         title: {
             name: (inspect.getdoc(table[name]) or "").partition("\n")[0] for name in sorted(table)
         }
-        for title, table in tables.items()
+        for title, table in TABLES.items()
     }
     if as_json:
         print(json.dumps(said, indent=2))  # noqa: T201
@@ -178,8 +184,8 @@ def _list(console: Console, as_json: bool) -> None:
     for title, lines in said.items():
         table = Table(Column(no_wrap=True), Column(), title=title, title_justify="left", box=None)
         table.show_header = False
-        for name, line in lines.items():
-            table.add_row(name, line)
+        for line in lines.items():
+            table.add_row(*line)
         console.print(table)
         console.print()
     console.print("jaxgrpo advantages NAME describes one; --rewards 1,0,0,0 shows it step by step")
@@ -187,18 +193,13 @@ def _list(console: Console, as_json: bool) -> None:
 
 def _describe(console: Console, name: str) -> None:
     own = own_code.is_reference(name)
-    factories = [table[name] for table in (registry.recipes, registry.parts) if name in table]
-    if own:
-        factories = [own_code.load(name)]
-    elif not factories:
-        _find(name, {})  # raises
-    factory = factories[0]
+    factory, *parts = _factories(name)
     # Without markup: formulas hold brackets.
     console.print(inspect.getdoc(factory) or f"{name} has no docstring", markup=False)
     if not own:
         options = str(inspect.signature(factory)).partition(" ->")[0]
         console.print(f"\noptions: {options}", markup=False)
-    for part in factories[1:]:
+    for part in parts:
         console.print(f"\nThe part {name}: {inspect.getdoc(part)}", markup=False)
     shown = f"jaxgrpo advantages {name} --rewards 1,0,0,0 shows what each step does"
     if registry.needs_function(factory) and not own:
@@ -206,32 +207,33 @@ def _describe(console: Console, name: str) -> None:
     console.print(f"\n{shown}")
 
 
-def _streams(stage: chains.Stage) -> Mapping[str, Signal]:
-    """name of a stream -> its signal; one signal alone has the name ""."""
-    return {"": stage.signal} if isinstance(stage.signal, Signal) else stage.signal
+def _streams(stage: chains.Stage) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """name of a stream -> its values and mask; one signal alone has the name ""."""
+    streams = {"": stage.signal} if isinstance(stage.signal, Signal) else stage.signal
+    return {name: (np.asarray(one.value), np.asarray(one.mask)) for name, one in streams.items()}
 
 
 def _show(console: Console, stages: Sequence[chains.Stage]) -> None:
     signals = [
-        (stage.name, stream, np.asarray(signal.value), np.asarray(signal.mask))
+        ((stage.name, stream), value, mask)
         for stage in stages
-        for stream, signal in _streams(stage).items()
+        for stream, (value, mask) in _streams(stage).items()
     ]
-    width = max(len(f"{number:.4g}") for *_, value, _ in signals for number in value.flat)
+    width = max(len(f"{number:.4g}") for _, value, _ in signals for number in value.flat)
     # Of tokens, the place is group.sample.
     titles = ("step", "stream", "group", "value", "mask")
     table = Table(*(Column(title, no_wrap=True) for title in titles), box=None, pad_edge=False)
-    for step, stream, value, mask in signals:
+    for name, value, mask in signals:
         for place in np.ndindex(value.shape[:-1]):
-            shown = ("", "") if any(place) else (step, stream)
+            shown = ("", "") if any(place) else name
             numbers = " ".join(f"{number:.4g}".rjust(width) for number in value[place])
             bits = " ".join("01"[bit] for bit in mask[place] * 1)
             table.add_row(*shown, ".".join(str(index + 1) for index in place), numbers, bits)
     console.print(table, markup=False)
     for name, value in _reported(stages).items():
         console.print(f"{name} = {value:.4g}", markup=False)
-    alive = _alive(stages)
-    each = "; ".join(f"group {p + 1}: {row.sum()} of {row.size}" for p, row in enumerate(alive))
+    alive = enumerate(_alive(stages), start=1)
+    each = "; ".join(f"group {number}: {row.sum()} of {row.size}" for number, row in alive)
     console.print(f"alive (unmasked and not 0): {each}")
 
 
@@ -239,8 +241,8 @@ def _show_json(name: str, stages: Sequence[chains.Stage]) -> None:
     steps = []
     for stage in stages:
         signals = {
-            stream: {"value": signal.value.tolist(), "mask": signal.mask.tolist()}
-            for stream, signal in _streams(stage).items()
+            stream: {"value": value.tolist(), "mask": mask.tolist()}
+            for stream, (value, mask) in _streams(stage).items()
         }
         steps.append({"step": stage.name, **(signals.pop("", None) or {"streams": signals})})
     shown = {"name": name, "steps": steps, "metrics": plain(_reported(stages))}
@@ -257,8 +259,8 @@ def _reported(stages: Sequence[chains.Stage]) -> dict[str, float]:
 
 def _alive(stages: Sequence[chains.Stage]) -> np.ndarray:
     """[P, G]: whether the sample can move the parameters."""
-    last = next(iter(_streams(stages[-1]).values()))
-    live = np.asarray(last.mask) & (np.asarray(last.value) != 0)
+    value, mask = next(iter(_streams(stages[-1]).values()))
+    live = mask & (value != 0)
     return live.any(-1) if live.ndim == 3 else live
 
 
@@ -281,47 +283,48 @@ def groups(what: str, texts: Sequence[str], default: str | None = None) -> dict[
                 " scored), with name= before them where there are several"
             ) from None
         named.setdefault(name or default or "", []).append(numbers)
-    for how, sizes in {
+    counted = {
         "groups": {name: len(rows) for name, rows in named.items()},
         "samples": {text: text.count(",") + 1 for text in texts},
-    }.items():
+    }
+    for how, sizes in counted.items():
         if len(set(sizes.values())) > 1:
             each = ", ".join(f"{name}: {size}" for name, size in sizes.items())
             raise InputError(f"{what}: {how} differ in number ({each}); fill up with nan")
     return named
 
 
-def read_fields(texts: Sequence[str], shape: tuple[int, int]) -> dict[str, np.ndarray]:
+def read_fields(texts: Sequence[str], shape: tuple[int, ...]) -> dict[str, np.ndarray]:
     """Fields from "name=0,1,1,0", one list per group or one for all, or "name=[[...]]" in JSON."""
-    lists = [text for text in texts if not text.partition("=")[2].lstrip().startswith("[")]
+    listed: dict[str, list[Any]] = {}
     values: dict[str, Any] = {}
-    for text in lists:
-        for name, rows in groups("--field", [text]).items():
-            values.setdefault(name, []).extend(rows)
-    for name, rows in values.items():
-        known = FIELDS[name].shape if name in FIELDS else "[P]?" if shape[1] > 1 else "[P, G]"
-        if known == "[P]" and len(rows) == 1:
-            rows = [[number] for number in rows[0]]
-        rows = rows * shape[0] if len(rows) == 1 else rows
-        alone = known.startswith("[P]") and all(len(row) == 1 for row in rows)
-        values[name] = [row[0] for row in rows] if alone else rows
-    for text in set(texts) - set(lists):
+    for text in texts:
         name, _, written = text.partition("=")
-        try:
-            values[name] = json.loads(written)
-        except json.JSONDecodeError as error:
-            raise InputError(f"--field {text}: not JSON: {error}") from None
+        if written.lstrip().startswith("["):
+            with refusing(f"--field {text}: not JSON: {{reason}}", json.JSONDecodeError):
+                values[name] = json.loads(written)
+        else:
+            ((name, (numbers,)),) = groups("--field", [text]).items()
+            listed.setdefault(name, []).append(numbers)
+    values = {name: _spread(name, rows, shape) for name, rows in listed.items()} | values
     return {name: _field(name, value, shape) for name, value in values.items()}
 
 
-def _field(name: str, value: Any, shape: tuple[int, int]) -> np.ndarray:
+def _spread(name: str, rows: list[Any], shape: tuple[int, ...]) -> list[Any]:
+    """Lists of a field: one for each group, or of one number each for what belongs to a prompt."""
+    known = FIELDS[name].shape if name in FIELDS else "[P]?" if shape[1] > 1 else "[P, G]"
+    if known == "[P]" and len(rows) == 1:
+        rows = [[number] for number in rows[0]]
+    rows = rows * shape[0] if len(rows) == 1 else rows
+    alone = known.startswith("[P]") and all(len(row) == 1 for row in rows)
+    return [row[0] for row in rows] if alone else rows
+
+
+def _field(name: str, value: Any, shape: tuple[int, ...]) -> np.ndarray:
     """The array of a field, of the dtype and sizes that are known of it."""
-    sizes = {"P": shape[0], "G": shape[1]}
-    known = FIELDS.get(name)
-    try:
+    sizes, known = dict(zip("PG", shape, strict=True)), FIELDS.get(name)
+    with refusing(f"--field {name}: its lists differ in length", ValueError):
         array = np.array(value, float)
-    except ValueError:
-        raise InputError(f"--field {name}: its lists differ in length") from None
     if known and known.kind is not float:
         with np.errstate(invalid="ignore"):
             whole = array.astype(known.kind)
@@ -330,19 +333,17 @@ def _field(name: str, value: Any, shape: tuple[int, int]) -> np.ndarray:
             wanted = "true or false" if known.kind is bool else "whole numbers"
             raise InputError(f"--field {name} = {odd.flat[0]:g}: expected {wanted}")
         array = whole
-    letters = known.shape.strip("[]").split(", ") if known else ["P", "G"][: array.ndim]
     if name == "step":
         return array.reshape(-1)[0]
-    wrong = known is not None and array.ndim != len(letters)
-    for letter, size in zip(letters, array.shape, strict=False):
-        wrong |= sizes.get(letter, size) != size
-    if wrong:
+    letters = known.shape.strip("[]").split(", ") if known else ["P", "G"][: array.ndim]
+    fits = [sizes.get(*pair) == pair[1] for pair in zip(letters, array.shape, strict=False)]
+    if not all(fits) or (known and array.ndim != len(letters)):
         wanted = ", ".join(str(sizes.get(letter, letter)) for letter in letters)
         raise InputError(f"--field {name} has shape {array.shape}, expected [{wanted}]")
     return array
 
 
-def token_mask(texts: Sequence[str], shape: tuple[int, int]) -> np.ndarray:
+def token_mask(texts: Sequence[str], shape: tuple[int, ...]) -> np.ndarray:
     """[P, G, T], True at the tokens of each sample, from "3,2,4,1": how many it has."""
     length = read_fields([f"lengths={text}" for text in texts], shape)["lengths"]
     length = np.broadcast_to(length.reshape(shape[0], -1), shape)

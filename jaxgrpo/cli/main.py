@@ -8,7 +8,7 @@ argument under its name, or its `dest`; an option that is not given is left to i
 from __future__ import annotations
 
 import argparse
-import importlib
+import pkgutil
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -23,8 +23,7 @@ def argument(
     flags: str, metavar: str | None = None, text: str | None = None, **more: Any
 ) -> Argument:
     """An argument by its position ("out") or an option ("-n --samples")."""
-    shown = {"metavar": metavar, "help": text}
-    return flags.split(), {k: v for k, v in shown.items() if v is not None} | more
+    return flags.split(), {"metavar": metavar, "help": text, **more}
 
 
 def switch(flag: str, text: str, **more: Any) -> Argument:
@@ -33,7 +32,7 @@ def switch(flag: str, text: str, **more: Any) -> Argument:
 
 def several(flag: str, metavar: str, text: str, **more: Any) -> Argument:
     """An option that takes one value or more, and may be given again for more."""
-    return argument(flag, metavar, text, nargs="+", action="extend", default=[], **more)
+    return argument(flag, metavar, text, nargs="+", action="extend", **more)
 
 
 TARGET = argument(
@@ -167,9 +166,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return int(stop.code or 0)
     from jaxgrpo.training import process
 
-    module, _, function = given.pop("calls").partition(":")
-    options = {name: value for name, value in given.items() if value is not None}
-    return process.guard(lambda: getattr(importlib.import_module(module), function)(**options))
+    calls = given.pop("calls")
+    return process.guard(lambda: pkgutil.resolve_name(calls)(**given))
 
 
 def run() -> None:
@@ -186,7 +184,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"jaxgrpo {jaxgrpo.__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for name, (text, calls, *arguments) in COMMANDS.items():
-        added = commands.add_parser(name, help=text)
+        added = commands.add_parser(name, help=text, argument_default=argparse.SUPPRESS)
         added.set_defaults(calls=calls)
         for flags, options in arguments:
             added.add_argument(*flags, **options)

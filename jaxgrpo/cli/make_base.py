@@ -52,7 +52,7 @@ def make_base(
     learning_rate: float = 1e-2,
     hidden_size: int = 64,
     num_layers: int = 2,
-    progress: Progress | None = None,
+    progress: Progress = lambda done, steps, loss: None,
 ) -> dict[str, Any]:
     """Trains a base model for `task` and saves it as a Hugging Face folder with its tokenizer.
 
@@ -143,7 +143,7 @@ def _train(
     steps: int,
     batch: int,
     learning_rate: float,
-    progress: Progress | None,
+    progress: Progress,
 ) -> tuple[Params, np.ndarray]:
     """Parameters after `steps` steps, and the loss of each step [steps]."""
     schedule = optax.warmup_cosine_decay_schedule(
@@ -157,14 +157,13 @@ def _train(
     dispatch = jax.jit(functools.partial(_dispatch, model, optimizer), donate_argnums=0)
     tokens, learned = jnp.asarray(corpus.tokens), jnp.asarray(corpus.learned)
     random = np.random.default_rng(seed)
-    losses = np.empty(steps)
+    losses = np.empty(0)
     for done in range(0, steps, STEPS_PER_DISPATCH):
         count = min(STEPS_PER_DISPATCH, steps - done)
         drawn = random.choice(len(tokens), (STEPS_PER_DISPATCH, batch), p=corpus.probability)
         carry, loss = dispatch(carry, tokens, learned, drawn, count)
-        losses[done : done + count] = loss[:count]
-        if progress is not None:
-            progress(done + count, steps, float(losses[done : done + count].mean()))
+        losses = np.append(losses, loss[:count])
+        progress(len(losses), steps, float(losses[done:].mean()))
     return carry[0], losses
 
 

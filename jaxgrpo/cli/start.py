@@ -171,7 +171,7 @@ def doctor() -> int:
     columns = Column(style="bold"), Column(overflow="fold")
     table = Table(*columns, title=f"jaxgrpo {jaxgrpo.__version__}", show_header=False)
     found = _devices()
-    for rows in (_versions(), found, _memory(), _disk(os.environ)):
+    for rows in (_versions(), found, _memory(), _disk()):
         for name, value in rows.items():
             table.add_row(name, value)
         table.add_section()
@@ -216,10 +216,10 @@ def _memory() -> dict[str, str]:
     return {"memory": f"{total:.1f} GiB, {free:.1f} GiB unused"}
 
 
-def _disk(environment: Mapping[str, str]) -> dict[str, str]:
+def _disk() -> dict[str, str]:
     """Where runs and compiled programs go."""
     rows = {}
-    places = {"runs": Path.cwd() / "runs", "compile cache": process.cache_folder(environment)}
+    places = {"runs": Path.cwd() / "runs", "compile cache": process.cache_folder(os.environ)}
     for name, folder in places.items():
         there = next(parent for parent in (folder, *folder.parents) if parent.exists())
         rows[name] = f"{folder}, {shutil.disk_usage(there).free / GIB:.1f} GiB free"

@@ -1,6 +1,6 @@
 """What several keys of a config must fulfil together, and whether the parts it names can be built.
 
-Every check reads values that are right by themselves (reading.py), is silent if one that it needs
+Every check reads values that are right by themselves (keys.py), is silent if one that it needs
 is missing, and yields its problems: where, what was given, what to do.
 """
 
@@ -8,37 +8,40 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from jaxgrpo.config.keys import (
-    OTHER_FORMAT,
-    OptimizerKeys,
-    Part,
-    ReferenceKeys,
-    RewardKeys,
-    options_of,
-)
-from jaxgrpo.config.own_code import file_of, installed, is_reference, short_name
-from jaxgrpo.config.reading import Values, show
+from jaxgrpo import advantages, losses, rewards
+from jaxgrpo.config import keys, methods
+from jaxgrpo.config.keys import Part, RewardKeys, Values, options_of, show
+from jaxgrpo.config.own_code import file_of, installed, is_reference
 from jaxgrpo.core.errors import InputError, suggest
 from jaxgrpo.core.types import RolloutSpec
 from jaxgrpo.data.chat import CHOICES
 from jaxgrpo.data.prompts import is_template, placeholders
 from jaxgrpo.data.sources import FILES, FORMS, is_name
 from jaxgrpo.data.tasks import PREFIX, tasks
+from jaxgrpo.rollout.selection import build_policy
+from jaxgrpo.update.optimizer import make_optimizer
 
 WANDB_OURS = ("dir", "config", "id", "resume", "settings")
 """Arguments of `wandb.init` that the run itself gives."""
 
-METRIC = ReferenceKeys().reset_metric
+Made = dict[str, tuple[Part, Any]]
+"""Place in the config -> a part, and what is built from it."""
+
+METRIC = keys.ReferenceKeys().reset_metric
+
+UNEVALUATED = "nothing is evaluated between the start and the end; set eval.data and eval.every"
 
 
 def check(values: Values) -> Iterator[str]:
     """All problems of a config whose values are right one by one."""
-    made, wrong_parts = _build_parts(values)
+    made: Made = {}
+    wrong_parts = list(_build_parts(values, made))
     yield from _method(values, made)
     for some in (_evaluation, _loss, _resets, _rewards, _data):
         yield from some(values)
@@ -49,41 +52,32 @@ def check(values: Values) -> Iterator[str]:
         yield problem
 
 
-class _Made(NamedTuple):
-    """A part of a config, and what is built from it."""
-
-    part: Part
-    value: Any
-
-
-def _build_parts(values: Values) -> tuple[dict[str, _Made], list[str]]:
-    """(place in the config -> what it makes, problems: unknown parts and options).
+def _build_parts(values: Values, made: Made) -> Iterator[str]:
+    """Builds every part into `made`, by its place; yields unknown parts and options.
 
     Own code is not run: only a missing file of it is a problem.
     """
-    made, problems = {}, []
     for where, part, build in _parts(values):
         name = part["use"]
+        file = file_of(name)
+        if file is not None and not Path(file).is_file():
+            yield f"{where}: there is no file {file}, named by {name!r}"
         if is_reference(name):
-            file = file_of(name)
-            if file is not None and not Path(file).is_file():
-                problems.append(f"{where}: there is no file {file}, named by {name!r}")
             continue
         try:
-            made[where] = _Made(part, build(part))
+            made[where] = part, build(part)
         except (ValueError, TypeError) as error:
-            problems.append(f"{where}: {str(error).removeprefix('advantage[0]: ')}")
-    return made, problems
+            yield f"{where}: {str(error).removeprefix('advantage[0]: ')}"
 
 
 def _parts(values: Values) -> Iterator[tuple[str, Part, Callable[[Part], Any]]]:
     """(place, part, what builds it) of every part that a config names."""
-    from jaxgrpo import advantages, losses
-    from jaxgrpo.config import methods
-    from jaxgrpo.rollout.selection import build_policy
-
     limit = values.get("rollout.max_completion_tokens", 1)
-    weights = {r.name or short_name(r.use): r.weight for r in values.get("rewards", ())} or None
+    weights = {reward.title: reward.weight for reward in values.get("rewards", ())} or None
+
+    def reward(part: Part) -> None:
+        known = {name: part[name] for name in options_of(part) if not _misspelt(name, RewardKeys)}
+        rewards.build(part["use"], **rewards.with_lengths(part["use"], known, limit))
 
     def kl(part: Part) -> None:
         methods.build_penalties(part)
@@ -92,15 +86,12 @@ def _parts(values: Values) -> Iterator[tuple[str, Part, Callable[[Part], Any]]]:
         for step in methods.build_tail(part, None):
             step.init(spec)
 
-    for index, reward in enumerate(values.get("rewards", ())):
-        part = {"use": reward.use, **reward.options}
-        yield f"rewards[{index}]", part, lambda part: _build_reward(part, limit)
+    for index, entry in enumerate(values.get("rewards", ())):
+        yield f"rewards[{index}]", {"use": entry.use, **entry.options}, reward
     for index, part in enumerate(values.get("advantage", ())):
         yield f"advantage[{index}]", part, lambda part: advantages.build([part])
-    if recipe := values.get("recipe"):
-        part = {"use": recipe} if isinstance(recipe, str) else recipe
-        yield "recipe", part, lambda part: advantages.build(part["use"], options_of(part))
     builders: dict[str, Callable[[Part], Any]] = {
+        "recipe": lambda part: advantages.build(part["use"], options_of(part)),
         "loss.surrogate": losses.build_surrogate,
         "loss.reduction": lambda part: methods.build_reduction(part, limit),
         "loss.kl": kl,
@@ -110,45 +101,35 @@ def _parts(values: Values) -> Iterator[tuple[str, Part, Callable[[Part], Any]]]:
     }
     for where, build in builders.items():
         if part := values.get(where):
-            yield where, part, build
+            yield where, {"use": part} if isinstance(part, str) else part, build
 
 
-def _build_reward(part: Part, max_completion_tokens: int) -> Any:
-    from jaxgrpo import rewards
-
-    name, options = part["use"], options_of(part)
-    known = {key: options[key] for key in options if not _misspelt(key, RewardKeys)}
-    return rewards.build(name, **rewards.with_lengths(name, known, max_completion_tokens))
-
-
-def _method(values: Values, made: Mapping[str, _Made]) -> Iterator[str]:
+def _method(values: Values, made: Made) -> Iterator[str]:
     """Recipe or chain, together with group size, steps and the surrogate's ratio."""
-    from jaxgrpo.config.methods import WEIGHED_TWICE
-
     if "recipe" in values and "advantage" in values:
         yield (
             f"recipe = {show(values['recipe'])} and advantage are both given: a recipe is a whole "
             "chain; keep one of the two"
         )
-    chain = {place: one for place, one in made.items() if place.startswith(("recipe", "advantage"))}
-    relative = [one.part["use"] for one in chain.values() if one.value.relative]
+    chain = [one for place, one in made.items() if place.startswith(("recipe", "advantage"))]
+    relative = [part["use"] for part, step in chain if step.relative]
     if relative and values.get("rollout.group_size") == 1:
         yield (
             f"rollout.group_size = 1: {relative[0]} compares the samples of a prompt with "
             'each other and needs at least 2; set it to 2 or more, or take recipe = "sign"'
         )
-    warmup, steps = values.get("optimizer.warmup_steps"), values.get("train.steps")
-    if warmup is not None and steps is not None and warmup > steps:
+    warmup, steps = values.get("optimizer.warmup_steps", 0), values.get("train.steps", math.inf)
+    if warmup > steps:
         yield (
             f"optimizer.warmup_steps = {warmup}: more than train.steps = {steps}, so the learning "
             f"rate would never be reached; set it to {steps} or less"
         )
-    surrogate = made.get("loss.surrogate")  # of own code it is seen when the run is built
-    if values.get("loss.proximal") == "behavior" and surrogate and surrogate.value.weighs:
+    _, surrogate = made.get("loss.surrogate", ({}, None))  # own code is seen when the run is built
+    if values.get("loss.proximal") == "behavior" and surrogate and surrogate.weighs:
         for place, (part, step) in made.items():
             named = place == "loss.mismatch" or place.startswith("advantage")
             if named and step.importance:
-                yield f"{place} = {show(part)}: {WEIGHED_TWICE}"
+                yield f"{place} = {show(part)}: {methods.WEIGHED_TWICE}"
 
 
 def _evaluation(values: Values) -> Iterator[str]:
@@ -159,23 +140,20 @@ def _evaluation(values: Values) -> Iterator[str]:
             f"eval.every = {every}: there is nothing to evaluate on; name eval.data, as "
             '"task:arithmetic:test", or leave eval.every out'
         )
-    best = values.get("checkpoint.keep_best")
-    if best is not None and not best.startswith("eval/"):
-        yield f'checkpoint.keep_best = {show(best)}: expected "eval/NAME", as "eval/accuracy"'
-    if best is not None and every == 0:
-        yield (
-            f"checkpoint.keep_best = {show(best)}: nothing is evaluated between the start and the "
-            "end; set eval.data and eval.every"
-        )
+    if best := values.get("checkpoint.keep_best"):
+        where = f"checkpoint.keep_best = {show(best)}"
+        if not best.startswith("eval/"):
+            yield f'{where}: expected "eval/NAME", as "eval/accuracy"'
+        if every == 0:
+            yield f"{where}: {UNEVALUATED}"
     for name, pattern in values.get("eval.formats", {}).items():
         where = f"eval.formats.{name} = {show(pattern)}"
-        if name == OTHER_FORMAT:
-            yield f"{where}: {OTHER_FORMAT} is the name of what fits no format; give another name"
-        if not isinstance(pattern, str):
-            yield f"{where}: expected a regular expression as a text"
-            continue
+        if name == keys.OTHER_FORMAT:
+            yield f"{where}: {name} is the name of what fits no format; give another name"
         try:
             re.compile(pattern)
+        except TypeError:
+            yield f"{where}: expected a regular expression as a text"
         except re.error as error:
             yield f"{where}: is no regular expression: {error}"
     if kept > 1:
@@ -186,10 +164,8 @@ def _evaluation(values: Values) -> Iterator[str]:
 
 
 def _loss(values: Values) -> Iterator[str]:
-    from jaxgrpo.config.methods import IN_REWARD
-
-    kl = values.get("loss.kl", {"use": ""})
-    no_penalty = (kl is None or kl["use"] == IN_REWARD) and values.get("loss.entropy", 0) is None
+    kl, entropy = values.get("loss.kl", {"use": ""}), values.get("loss.entropy", 0)
+    no_penalty = entropy is None and (kl is None or kl["use"] == methods.IN_REWARD)
     if values.get("loss.penalties_on") == "live" and no_penalty:
         yield (
             'loss.penalties_on = "live": there is no penalty; add loss.kl = { use = "k2", beta = '
@@ -232,10 +208,7 @@ def _resets(values: Values) -> Iterator[str]:
         if not metric.startswith("eval/"):
             yield f'reference.reset_metric = {show(metric)}: expected "eval/NAME"'
         if not values.get("eval.every", 1) or values.get("eval.data", 1) is None:
-            yield (
-                "reference.reset_patience: nothing is evaluated between the start and the end; set "
-                "eval.data and eval.every"
-            )
+            yield f"reference.reset_patience: {UNEVALUATED}"
 
 
 def _rewards(values: Values) -> Iterator[str]:
@@ -244,21 +217,19 @@ def _rewards(values: Values) -> Iterator[str]:
         for option in reward.options:
             if near := _misspelt(option, RewardKeys):
                 yield f"rewards[{index}].{option}: unknown key; did you mean {near}?"
-        name = reward.name or short_name(reward.use)
-        if name in seen:
+        if (first := seen.setdefault(reward.title, index)) != index:
             yield (
-                f"rewards[{index}]: {name!r} is the name of rewards[{seen[name]}] too; give one of "
-                'them another, name = "..."'
+                f"rewards[{index}]: {reward.title!r} is the name of rewards[{first}] too; give one "
+                'of them another, name = "..."'
             )
-        seen.setdefault(name, index)
 
 
-def _misspelt(option: str, keys: Any) -> str | None:
+def _misspelt(option: str, table: Any) -> str | None:
     """The key of a table that an option was meant to be.
 
     As long, with some letters changed; of several words, and almost the same.
     """
-    names = [name for name in keys.__dataclass_fields__ if name != "flip"]  # "clip" is likelier
+    names = [name for name in table.__dataclass_fields__ if name != "flip"]  # "clip" is likelier
     same = [name for name in names if len(name) == len(option)]
     near = difflib.get_close_matches(option, same, n=1, cutoff=0.75)
     words = [name for name in names if "_" in name]
@@ -268,10 +239,8 @@ def _misspelt(option: str, keys: Any) -> str | None:
 
 def _data(values: Values) -> Iterator[str]:
     """What is trained and evaluated on, the model's revision and the prompts' template."""
-    keys = {"data.path": ("subset", "split", "revision"), "eval.data": ("subset", "split")}
-    for where, names in keys.items():
-        if values.get(where) is not None:
-            yield from _source(values, where, names)
+    yield from _source(values, "data.path", "subset", "split", "revision")
+    yield from _source(values, "eval.data", "subset", "split")
     model, revision = values.get("model.path"), values.get("model.revision")
     if model is not None and revision is not None and not is_name(model):
         yield (
@@ -297,8 +266,10 @@ def _data(values: Values) -> Iterator[str]:
             )
 
 
-def _source(values: Values, where: str, keys: tuple[str, ...]) -> Iterator[str]:
-    path, table = values[where], where.partition(".")[0]
+def _source(values: Values, where: str, *names: str) -> Iterator[str]:
+    path, table = values.get(where), where.partition(".")[0]
+    if path is None:
+        return
     is_task, is_file = path.startswith(PREFIX), Path(path).suffix in FILES
     if is_task:
         yield from _task(where, path)
@@ -310,7 +281,7 @@ def _source(values: Values, where: str, keys: tuple[str, ...]) -> Iterator[str]:
     elif not (is_file or Path(path).is_dir() or is_name(path)):
         known = "is no file of rows" if Path(path).exists() else "does not exist"
         yield f"{where} = {show(path)}: {known}; give {FORMS}"
-    for name in keys:
+    for name in names:
         if (is_task or is_file) and values.get(f"{table}.{name}") is not None:
             yield f"{table}.{name}: {show(path)} has none; leave it out"
 
@@ -326,18 +297,16 @@ def _task(where: str, path: str) -> Iterator[str]:
 
 
 def _optimizer(values: Values) -> Iterator[str]:
-    from jaxgrpo.update.optimizer import make_optimizer
-
-    names = OptimizerKeys.__dataclass_fields__
+    names = keys.OptimizerKeys.__dataclass_fields__
     if any(f"optimizer.{name}" not in values for name in names):
         return
-    keys: Any = {name: values[f"optimizer.{name}"] for name in names}
-    for name in keys["options"]:
-        if near := _misspelt(name, OptimizerKeys):
+    given: Any = {name: values[f"optimizer.{name}"] for name in names}
+    for name in given["options"]:
+        if near := _misspelt(name, keys.OptimizerKeys):
             yield f"optimizer.{name}: unknown key; did you mean optimizer.{near}?"
             return
     try:
-        make_optimizer({}, steps=values.get("train.steps", 1), **keys)
+        make_optimizer({}, steps=values.get("train.steps", 1), **given)
     except (ValueError, TypeError) as error:
         yield str(error)
 

@@ -1,8 +1,8 @@
 """Configs from TOML files and from Python: read, changed, written, and compared to resume a run.
 
 `load` reads a file and `config_of` what a call from Python gives; both report everything that is
-wrong in one message. The keys are in keys.py, the checks of single values in reading.py and of
-several together in checks.py.
+wrong in one message. The keys and the checks of single values are in keys.py, the checks of several
+together in checks.py.
 """
 
 from __future__ import annotations
@@ -15,10 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from jaxgrpo.advantages import AdvantageTransform
-from jaxgrpo.config import checks, reading
-from jaxgrpo.config.keys import SHIPPED, Config, folder_of, is_path
+from jaxgrpo.config import checks, keys
+from jaxgrpo.config.keys import SECTIONS, Config, folder_of, is_path, show
 from jaxgrpo.config.own_code import file_of, python_name
-from jaxgrpo.config.reading import SECTIONS, show
 from jaxgrpo.core.errors import ConfigError, suggest
 from jaxgrpo.data.chat import CHOICES
 from jaxgrpo.rewards import name_of
@@ -56,7 +55,15 @@ def read_tables(path: str | Path) -> tuple[dict[str, Any], Path]:
 
     Raises: ConfigError if there is none, or it is no TOML.
     """
-    source = _find(Path(path))
+    source, known = Path(path), shipped()
+    if source.is_file():
+        source = source.resolve()
+    elif source.suffix or len(source.parts) > 1:
+        raise ConfigError(str(source), ["there is no such file"])
+    elif source.name not in known:
+        raise ConfigError(str(source), [f"no shipped config: {suggest(source.name, known)}"])
+    else:
+        source = known[source.name]
     try:
         return tomllib.loads(source.read_text(encoding="utf-8")), source
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
@@ -72,20 +79,21 @@ def from_dict(
       source: the file they came from; relative paths begin at its folder, or if None at the
         working directory.
     """
-    problems: list[str] = []
     tables: dict[str, Any] = absolute(raw, folder_of(source))
-    for override in overrides:
-        _override(tables, override, problems)
-    values = reading.read(tables, problems)
-    problems.extend(checks.check(values))
+    problems = [problem for text in overrides for problem in _override(tables, text)]
+    values: keys.Values = {}
+    problems += keys.read(tables, values)
+    problems += checks.check(values)
     if problems:
         raise ConfigError(str(source or "config"), problems)
-    return _build(values, source)
+    sections = {name: keys.make(cls, values, f"{name}.") for name, cls in SECTIONS.items()}
+    method: Any = {name: values.get(name) for name in ("recipe", "advantage")}
+    return Config(**sections, **method, rewards=values["rewards"], source=source)
 
 
 def shipped() -> dict[str, Path]:
     """The configs that come with the package, by name."""
-    return {file.stem: file for file in sorted(SHIPPED.glob("*.toml"))}
+    return {file.stem: file for file in sorted(keys.SHIPPED.glob("*.toml"))}
 
 
 def to_toml(config: Config) -> str:
@@ -121,17 +129,6 @@ def _may_change(name: str, old: Config) -> bool:
     return any(name == key or name.startswith(f"{key}.") for key in RESUMABLE)
 
 
-def _find(path: Path) -> Path:
-    if path.is_file():
-        return path.resolve()
-    known = shipped()
-    if path.suffix or len(path.parts) > 1:
-        raise ConfigError(str(path), ["there is no such file"])
-    if path.name not in known:
-        raise ConfigError(str(path), [f"no shipped config: {suggest(path.name, known)}"])
-    return known[path.name]
-
-
 def absolute(value: Any, folder: Path, where: str = "") -> Any:
     """A copy in which paths of inputs and of own code are absolute."""
     if isinstance(value, Mapping):
@@ -149,24 +146,24 @@ def absolute(value: Any, folder: Path, where: str = "") -> Any:
     return copy.copy(value)
 
 
-def _override(raw: dict[str, Any], text: str, problems: list[str]) -> None:
-    """Sets one key of `raw`, which is changed, from "table.key=value"."""
+def _override(tables: dict[str, Any], text: str) -> Iterator[str]:
+    """Sets one key of `tables`, which are changed, from "table.key=value"; yields a problem."""
     name, equals, written = text.partition("=")
     path = [word.strip() for word in name.split(".")]
     if not equals or not all(path):
-        problems.append(f"--set {text}: expected table.key=value")
+        yield f"--set {text}: expected table.key=value"
         return
     try:
         value = tomllib.loads(f"value = {written}")["value"]
     except tomllib.TOMLDecodeError as error:
         if written.strip().startswith(("[", "{", '"', "'")):
-            problems.append(f"--set {text}: the value is not TOML: {error}")
+            yield f"--set {text}: the value is not TOML: {error}"
             return
         value = written.strip()
     try:
-        put(raw, path, value, Path.cwd())
+        put(tables, path, value, Path.cwd())
     except (TypeError, AttributeError, ValueError, IndexError):
-        problems.append(f"--set {text}: {name} does not lead to a key of the config")
+        yield f"--set {text}: {name} does not lead to a key of the config"
 
 
 def put(
@@ -201,27 +198,14 @@ def put(
 
 def _drop_options(table: Any, path: Sequence[str], use: Any) -> None:
     """Deletes the options in the table of a part, at `path`, if its `use` is about to change."""
-    section = SECTIONS.get(path[0])
-    if section is None or not isinstance(table, dict):
+    where = ".".join(path[:-1])
+    own = keys.OptimizerKeys.__dataclass_fields__ if where == "optimizer" else {}
+    is_part = where in keys.KEYS and "Part" in str(keys.KEYS[where].type)
+    if not isinstance(table, dict) or not (own or is_part):
         return
-    fields = {field.name: field for field in dataclasses.fields(section)}
-    if len(path) == 2 and "options" in fields:
-        kept, default = fields.keys(), fields["use"].default
-    elif len(path) == 3 and path[1] in fields and "Part" in str(fields[path[1]].type):
-        kept, default = {"use"}, None
-    else:
-        return
-    if table.get("use", default) != use:
-        for name in table.keys() - kept:
+    if table.get("use", own["use"].default if own else None) != use:
+        for name in table.keys() - own.keys() - {"use"}:
             del table[name]
-
-
-def _build(values: reading.Values, source: Path | None) -> Config:
-    tables: dict[str, Any] = {name: values.get(name) for name in ("recipe", "advantage")}
-    for section, cls in SECTIONS.items():
-        names = [field.name for field in dataclasses.fields(cls)]
-        tables[section] = cls(**{name: values[f"{section}.{name}"] for name in names})
-    return Config(**tables, rewards=values["rewards"], source=source)
 
 
 def tables_of(config: Config) -> dict[str, Any]:

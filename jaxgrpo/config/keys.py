@@ -1,18 +1,22 @@
-"""The keys of a config: one frozen dataclass per table, each default in this one place.
+"""The keys of a config, and reading tables into them: checked values, and every problem on the way.
 
-`key` states the range of a value beside its default; checks.py has what several keys must fulfil
-together. Reading and writing is in files.py.
+One frozen dataclass per table has each default in one place; `key` states the range of a value
+beside it. What several keys must fulfil together is in checks.py, files and writing in files.py.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import difflib
+import json
 import math
-from collections.abc import Mapping
+import types
+import typing
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxgrpo.config.own_code import file_of
+from jaxgrpo.config.own_code import file_of, short_name
 from jaxgrpo.data.sources import FILES, is_name
 from jaxgrpo.data.tasks import PREFIX
 
@@ -54,17 +58,9 @@ class Range(NamedTuple):
 
 def key(default: Any = dataclasses.MISSING, **limits: Any) -> Any:
     """A key with its default (none: the key must be given) and its range."""
-    return dataclasses.field(default=default, metadata={"range": Range(**limits)})
-
-
-def part(use: str) -> Any:
-    """A key that holds a part, by default this built-in one."""
-    return dataclasses.field(default_factory=lambda: {"use": use}, metadata={"range": Range()})
-
-
-def table() -> Any:
-    """A key that holds a table of any names; empty by default."""
-    return dataclasses.field(default_factory=dict, metadata={"range": Range()})
+    computed = isinstance(default, dict)  # a fresh one for every config
+    given: Any = {"default_factory": default.copy} if computed else {"default": default}
+    return dataclasses.field(**given, metadata={"range": Range(**limits)})
 
 
 Part = dict[str, Any]
@@ -81,13 +77,18 @@ def options_of(part: Mapping[str, Any]) -> dict[str, Any]:
 class RewardKeys:
     """A reward, its weight in the sum and its name in metrics and rows."""
 
-    use: str
+    use: str = key()
     weight: float = key(1.0)
     name: str | None = key(None)  # None: the name in `use`
     on_error: str = key("raise", choices=("raise", "unscored"))  # what follows if it raises
     flip: float = key(0.0, at_least=0, at_most=0.5)  # label noise: the share of 0/1 rewards that
     # is flipped, in training only
-    options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    options: dict[str, Any] = key({})
+
+    @property
+    def title(self) -> str:
+        """Its name in metrics, rows and weights."""
+        return self.name or short_name(self.use)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -110,14 +111,14 @@ class DataKeys:
     answer: str = key("answer", may_be_empty=True)  # column of the answer; "": none
     system: str | None = key(None)  # text of a system message in front of every prompt
     chat_template: str = key("auto")  # "auto": the tokenizer's if it has one; "none"; a file
-    chat_template_kwargs: Mapping[str, Any] = table()  # variables of the template
+    chat_template_kwargs: Mapping[str, Any] = key({})  # variables of the template
     too_long: str = key("error", choices=("error", "drop"))  # beyond rollout.max_prompt_tokens
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LossKeys:
-    surrogate: Part = part("clip")
-    reduction: Part = part("token_mean")
+    surrogate: Part = key({"use": "clip"})
+    reduction: Part = key({"use": "token_mean"})
     kl: Part | None = key(None)  # None: no penalty and no reference policy
     entropy: Part | None = key(None)  # None: neither bonus nor control
     mismatch: Part | None = key(None)  # of sampler and trainer: weights, or what is dropped
@@ -142,7 +143,7 @@ class OptimizerKeys:
     clip_norm: float = key(1.0, at_least=0)  # global gradient norm; 0: off
     warmup_steps: int = key(0, at_least=0)
     schedule: str = key("constant", choices=("constant", "linear", "cosine"))
-    options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    options: dict[str, Any] = key({})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -155,7 +156,7 @@ class RolloutKeys:
     top_k: int = key(0, at_least=0)  # sample from the top_k likeliest tokens; 0: from all
     top_p: float = key(1.0, above=0)  # sample from the likeliest tokens of this probability
     segment_tokens: int = key(64, at_least=1)  # decoded between two looks at what has ended
-    prompts: Part = part("sequential")  # the policy that chooses what is sampled next
+    prompts: Part = key({"use": "sequential"})  # the policy that chooses what is sampled next
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -174,7 +175,7 @@ class EvalKeys:
     samples: int = key(16, at_least=1)  # per prompt, for pass@k
     prompts: int | None = key(None, at_least=1)  # None: all
     scorer: str | None = key(None)  # judges success, > 0.5; None: the first reward
-    formats: Mapping[str, str] = table()  # name -> regular expression, the first found counts
+    formats: Mapping[str, str] = key({})  # name -> regular expression, the first found counts
     confidence: bool = key(False)  # of tokens, for weighted votes: a second pass over the samples
     confidence_window: int = key(2048, at_least=1)  # tokens; DeepConf, arXiv 2508.15260
     confidence_kept: float = key(0.9, above=0)  # share of the voters, the most confident
@@ -278,3 +279,182 @@ def folder_of(source: Path | None) -> Path:
 
 OTHER_FORMAT = "other"
 """The format of a text that no named one fits."""
+
+HINTS: dict[str, Any] = {
+    name: hint for name, hint in typing.get_type_hints(Config).items() if name != "source"
+}
+SECTIONS: dict[str, Any] = {
+    name: hint for name, hint in HINTS.items() if dataclasses.is_dataclass(hint)
+}
+KEYS: dict[str, dataclasses.Field] = {
+    f"{section}.{field.name}": field
+    for section, cls in SECTIONS.items()
+    for field in dataclasses.fields(cls)
+    if field.name != "options"
+}
+"""The keys of all tables by their full names."""
+
+KINDS = {
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    str: 'a text in quotes, "..."',
+    dict: 'a table, {{ {holds} = "..." }}',
+    Mapping: "a table, {{ name = value }}",
+}
+
+Values = dict[str, Any]
+"""Values that are right by themselves, under their full names: {"rollout.group_size": 8, ...}."""
+
+
+def read(raw: Mapping[str, Any], values: Values) -> Iterator[str]:
+    """Reads a whole config: the right ones of its values into `values`, with every default.
+
+    Yields: the problems of the others.
+    """
+    tables = dict(raw)
+    yield from _rename_tables(tables)
+    for section, cls in SECTIONS.items():
+        table = tables.get(section, {})
+        if isinstance(table, Mapping):
+            yield from _read_keys(cls, table, f"{section}.", values)
+        else:
+            yield f"{section} = {show(table)}: expected a table, [{section}]"
+    if "rewards" in tables:
+        yield from _read_list("rewards", tables["rewards"], _read_reward, values)
+    else:
+        yield 'rewards: missing; give at least one, rewards = [{ use = "..." }]'
+    if "advantage" in tables:
+        yield from _read_list("advantage", tables["advantage"], _read_part, values)
+    if "recipe" in tables or "advantage" not in tables:
+        recipe = tables.get("recipe", DEFAULT_RECIPE)
+        kind = dict if isinstance(recipe, Mapping) else str
+        yield from _read_value("recipe", recipe, kind, Range(), values)
+
+
+def make(cls: Any, values: Values, path: str) -> Any:
+    """The table of a config, RolloutKeys or another, from values under the names that begin so."""
+    names = (field.name for field in dataclasses.fields(cls))
+    return cls(**{name: values[path + name] for name in names})
+
+
+def _read_keys(cls: Any, table: Mapping[str, Any], path: str, values: Values) -> Iterator[str]:
+    """Reads one table. What is no key becomes an option if the table takes any."""
+    fields = {field.name: field for field in dataclasses.fields(cls)}
+    hints = typing.get_type_hints(cls)
+    has_options = fields.pop("options", None)
+    unknown = {name: value for name, value in table.items() if name not in fields}
+    meant = set()
+    if has_options:
+        values[f"{path}options"], unknown = unknown, {}
+    for name in unknown:
+        meant.add(near := _nearest_key(name, path, list(fields)))
+        hint = f"did you mean {near}?" if near else f"the keys here are {', '.join(fields)}"
+        yield f"{path}{name}: unknown key; {hint}"
+    for name, field in fields.items():
+        where, limits = path + name, field.metadata["range"]
+        computed: Any = field.default_factory
+        has_table = computed is not dataclasses.MISSING
+        default: Any = computed() if has_table else field.default
+        if name in table:
+            value = table[name]
+            if isinstance(value, Mapping) and has_table:
+                value = {**default, **value}  # options alone: of the default part
+            yield from _read_value(where, value, hints[name], limits, values)
+        elif default is not dataclasses.MISSING:
+            values[where] = default
+        elif where not in meant:  # a key that is merely misspelt is one problem, not two
+            yield f"{where}: missing; expected {_expected(hints[name], limits)}"
+
+
+def show(value: Any) -> str:
+    """A value as written in the file, cut if it is long."""
+    text = json.dumps(value, default=str, ensure_ascii=False)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _rename_tables(tables: dict[str, Any]) -> Iterator[str]:
+    """Reports unknown tables, and gives a misspelt one the name that was meant as well."""
+    for name in [name for name in tables if name not in HINTS]:
+        near = difflib.get_close_matches(name, HINTS, n=1)
+        homes = near or [key for key in KEYS if key.endswith(f".{name}")]
+        hint = f"did you mean {' or '.join(homes)}?" if homes else f"there are {', '.join(HINTS)}"
+        yield f"{name}: unknown key; {hint}"
+        if near:
+            tables.setdefault(near[0], tables[name])
+
+
+def _read_value(where: str, value: Any, hint: Any, limits: Range, values: Values) -> Iterator[str]:
+    kind = _kind(hint)
+    if kind is float and type(value) is int:
+        value = float(value)
+    if kind is Mapping and isinstance(value, Mapping):
+        values[where] = dict(value)
+    elif type(value) is not kind:
+        yield f"{where} = {show(value)}: expected {KINDS[kind].format(holds=limits.holds)}"
+    elif kind is float and not math.isfinite(value):
+        yield f"{where} = {value}: expected a finite number"
+    elif kind is dict:
+        yield from _read_part(where, value, values, limits.holds)
+    elif not limits.allows(value):
+        expected = "some text" if value == "" and not limits.choices else limits
+        yield f"{where} = {show(value)}: expected {expected}"
+    else:
+        values[where] = value
+
+
+def _read_part(where: str, value: Part, values: Values, holds: str = "use") -> Iterator[str]:
+    if holds not in value:
+        lacks = "names no part" if holds == "use" else f"has no {holds}"
+        yield f'{where} = {show(value)}: {lacks}; add {holds} = "..."'
+    elif not isinstance(value[holds], str) or not value[holds]:
+        yield f"{where}.{holds} = {show(value[holds])}: expected {KINDS[str]}"
+    else:
+        values[where] = dict(value)
+
+
+def _read_reward(where: str, entry: Any, values: Values) -> Iterator[str]:
+    found: Values = {}
+    problems = list(_read_keys(RewardKeys, entry, f"{where}.", found))
+    if not problems:
+        values[where] = make(RewardKeys, found, f"{where}.")
+    yield from problems
+
+
+def _read_list(
+    where: str, entries: Any, read_entry: Callable[..., Iterator[str]], values: Values
+) -> Iterator[str]:
+    """A list of tables; each right one is also a value of its own, "advantage[0]", ..."""
+    right = isinstance(entries, (list, tuple)) and all(isinstance(one, Mapping) for one in entries)
+    if not right or not entries:
+        expected = f'a list of tables, {where} = [{{ use = "..." }}]'
+        yield f"{where} = {show(entries)}: expected {expected}"
+        return
+    named = {f"{where}[{index}]": entry for index, entry in enumerate(entries)}
+    for name, entry in named.items():
+        yield from read_entry(name, entry, values)
+    if named.keys() <= values.keys():
+        values[where] = tuple(values[name] for name in named)
+
+
+def _nearest_key(name: str, path: str, fields: list[str]) -> str | None:
+    """The full name of the key that was probably meant: one of this table, or of another one."""
+    if near := difflib.get_close_matches(name, fields, n=1):
+        return path + near[0]
+    homes = {key.rpartition(".")[2]: key for key in reversed(KEYS)}  # the first one counts
+    near = difflib.get_close_matches(name, homes, n=1, cutoff=0.75)
+    return homes[near[0]] if near else None
+
+
+def _kind(hint: Any) -> type:
+    """int, float, str, dict or Mapping: the type of a hint, which may be optional."""
+    if isinstance(hint, types.UnionType):
+        (hint,) = (option for option in typing.get_args(hint) if option is not types.NoneType)
+    return typing.get_origin(hint) or hint
+
+
+def _expected(hint: Any, limits: Range) -> str:
+    if limits.choices:
+        return str(limits)
+    text = KINDS[_kind(hint)].format(holds=limits.holds)
+    return text if limits == Range() else f"{text}, {limits}"

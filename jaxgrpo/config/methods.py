@@ -18,7 +18,7 @@ from jaxgrpo.advantages import AdvantageTransform
 from jaxgrpo.config import own_code
 from jaxgrpo.config.keys import Config, Part, options_of
 from jaxgrpo.core.errors import InputError, call, find
-from jaxgrpo.core.types import FIELDS, OF_SAMPLES, RolloutSpec
+from jaxgrpo.core.types import FIELDS, OF_SAMPLES
 from jaxgrpo.losses import Objective, Penalty, Surrogate
 from jaxgrpo.rewards.protocol import Reward
 from jaxgrpo.rollout.selection import PromptPolicy, build_policy
@@ -56,9 +56,9 @@ def _named_chain(config: Config, rewards: Sequence[Reward]) -> AdvantageTransfor
         return advantages.build([_loaded(config, step) for step in config.advantage])
     recipe = _loaded(config, config.method)
     use, options = recipe["use"], options_of(recipe)
-    if not isinstance(use, str):
-        return advantages.build(use(**options))
-    return advantages.build(use, {"weights": _weights(rewards), **options})
+    if isinstance(use, str):
+        return advantages.build(use, {"weights": _weights(rewards), **options})
+    return advantages.build(use(**options))
 
 
 def make_policy(config: Config, rewards: Sequence[Reward]) -> PromptPolicy:
@@ -68,13 +68,11 @@ def make_policy(config: Config, rewards: Sequence[Reward]) -> PromptPolicy:
 
 def make_objective(config: Config) -> Objective:
     """Surrogate, reduction and penalties of a run."""
-    loss = config.loss
+    loss, length = config.loss, config.rollout.max_completion_tokens
     entropy = [losses.build_entropy(_loaded(config, loss.entropy))] if loss.entropy else []
     return Objective(
         surrogate=losses.build_surrogate(_loaded(config, loss.surrogate)),
-        reduction=build_reduction(
-            _loaded(config, loss.reduction), config.rollout.max_completion_tokens
-        ),
+        reduction=build_reduction(_loaded(config, loss.reduction), length),
         penalties=(*build_penalties(_loaded(config, loss.kl)), *entropy),
         penalties_on=loss.penalties_on,
         proximal=loss.proximal,
@@ -96,8 +94,7 @@ def needed_columns(
     holds no numbers.
     """
     names = needs - FIELDS.keys() - {reward.name for reward in rewards}
-    missing = sorted(names - rows[0].keys())
-    if missing:
+    if missing := sorted(names - rows[0].keys()):
         raise InputError(
             f"the method needs {', '.join(missing)}, which nothing makes: passes of a model give "
             f"{', '.join(FIELDS)}; the data have the columns {', '.join(sorted(rows[0]))}"
@@ -170,16 +167,11 @@ def _kl_return(options: dict[str, Any]) -> AdvantageTransform:
             f"{IN_REWARD} takes beta or target_validity, one of the two: beta = 0.01, the price of"
             " a nat; or target_validity = 0.9, the target success rate"
         )
-    known = "beta" in options
-    factory = advantages.add_kl_return if known else advantages.add_kl_return_for_validity
+    validity = "target_validity" in options
+    factory = advantages.add_kl_return_for_validity if validity else advantages.add_kl_return
     with _naming(factory.__name__):
         step = call(IN_REWARD, factory, options)
-
-    def init(spec: RolloutSpec) -> Any:
-        with _naming(step.name):
-            return step.init(spec)
-
-    return step._replace(init=init)
+    return step._replace(init=_naming(step.name)(step.init))
 
 
 @contextlib.contextmanager

@@ -88,8 +88,7 @@ def load(reference: str, folder: str | Path | None = None) -> Callable[..., Any]
         raise InputError(f"{reference!r}: {place} has no {name!r}: {suggest(name, known)}")
     value = getattr(module, name)
     if not callable(value):
-        kind = type(value).__name__
-        raise InputError(f"{reference!r}: {name} is a {kind}: name a function")
+        raise InputError(f"{reference!r}: {name} is a {type(value).__name__}: name a function")
     return value
 
 

@@ -76,22 +76,25 @@ def one_line(error: BaseException) -> str:
     return " ".join(str(error).split())
 
 
-def suggest(name: str, known: Iterable[str]) -> str:
+def suggest(name: Any, known: Iterable[str]) -> str:
     """What to say after an unknown name: the nearest known one in any case, else all of them.
+
+    Args:
+      name: as it was given: a number where a name belongs is unknown too.
 
     >>> suggest("GROP", ["grpo", "sign"])
     "did you mean 'grpo'? Known: grpo, sign"
     """
     known = sorted(known)
     lowered = {one.lower(): one for one in known}
-    near = difflib.get_close_matches(name.lower(), lowered, n=1, cutoff=0.6)
+    near = difflib.get_close_matches(str(name).lower(), lowered, n=1, cutoff=0.6)
     hint = f"did you mean {lowered[near[0]]!r}? " if near else ""
     return f"{hint}Known: {', '.join(known) or 'none'}"
 
 
-def find(what: str, name: str, table: Mapping[str, T]) -> T:
+def find(what: str, name: Any, table: Mapping[str, T]) -> T:
     """The entry of a table. Raises: InputError naming the nearest entry."""
-    if name not in table:
+    if not isinstance(name, str) or name not in table:
         raise InputError(f"unknown {what} {name!r}: {suggest(name, table)}")
     return table[name]
 

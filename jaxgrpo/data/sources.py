@@ -37,6 +37,16 @@ class Source(NamedTuple):
     revision: str | None = None  # of the hub: a branch, tag or commit
     key: str = "data.path"  # the key of the config that named it, for messages
 
+    @property
+    def where(self) -> str:
+        """What opens a message about it."""
+        return f"{self.key} = {self.path!r}"
+
+    @property
+    def table(self) -> str:
+        """The table of the config that holds its keys, data or eval."""
+        return self.key.partition(".")[0]
+
 
 def read(source: Source, text_columns: Iterable[str] = ()) -> list[Located]:
     """The rows of a source, each with the columns it has.
@@ -58,11 +68,9 @@ def read(source: Source, text_columns: Iterable[str] = ()) -> list[Located]:
         located = _counted(source.path, _data_set(source, path))
     else:
         what = "is no file of rows" if path.exists() else "does not exist"
-        raise InputError(f"{source.key} = {source.path!r} {what}: give {FORMS}")
+        raise InputError(f"{source.where} {what}: give {FORMS}")
     if not located:
-        raise InputError(
-            f"{source.key} = {source.path!r} holds no rows: give a source with at least one"
-        )
+        raise InputError(f"{source.where} holds no rows: give a source with at least one")
     return located
 
 
@@ -153,23 +161,20 @@ def _data_set(source: Source, path: Path) -> Any:
         import datasets
     except ImportError:
         raise InputError(
-            f"{source.key} = {source.path!r}: folders and names on the hub need the `datasets` "
-            "library: pip install datasets, or give a .jsonl file"
+            f"{source.where}: folders and names on the hub need the `datasets` library: pip "
+            "install datasets, or give a .jsonl file"
         ) from None
     local = path.is_dir()
-    saved = any((path / name).is_file() for name in ("dataset_dict.json", "state.json"))
+    name, revision = (str(path), None) if local else (source.path, source.revision)
+    saved = any((path / file).is_file() for file in ("dataset_dict.json", "state.json"))
     with refusing(lambda error: _failure(source, error, local)):  # of a dozen kinds
         if saved:  # by save_to_disk
-            found = datasets.load_from_disk(str(path))
+            found = datasets.load_from_disk(name)
         else:
             found = datasets.load_dataset(
-                str(path) if local else source.path,
-                source.subset,
-                split=source.split,
-                revision=None if local else source.revision,
+                name, source.subset, split=source.split, revision=revision
             )
-    where = f"{source.key} = {source.path!r}"
-    return _chosen(found, source.split, where, source.key.partition(".")[0])
+    return _chosen(found, source.split, source.where, source.table)
 
 
 def _chosen(found: Any, split: str | None, where: str, table: str) -> Any:
@@ -187,16 +192,14 @@ def _chosen(found: Any, split: str | None, where: str, table: str) -> Any:
 
 def _failure(source: Source, error: Exception, local: bool) -> str:
     """What `datasets` could not do, in one line."""
-    where, table = f"{source.key} = {source.path!r}", source.key.partition(".")[0]
     text = one_line(error)
-    if "split" in text and isinstance(error, ValueError):
-        return f"{where}: {text} Set {table}.split to one of them"
-    if "onfig" in text and isinstance(error, ValueError):
-        return f"{where}: {text} Set {table}.subset to one of them"
+    for word, key in {"split": "split", "onfig": "subset"}.items():
+        if word in text and isinstance(error, ValueError):
+            return f"{source.where}: {text} Set {source.table}.{key} to one of them"
     if not local:
-        return _explain(source.key, DATA_SET, source.path, error, source.revision)
+        return _explain(source, DATA_SET, error)
     cause = f" ({error.__cause__})" if error.__cause__ else ""
-    return f"{where} is no folder of rows: {text}{cause}: give {FORMS}"
+    return f"{source.where} is no folder of rows: {text}{cause}: give {FORMS}"
 
 
 def is_name(text: str) -> bool:
@@ -215,29 +218,27 @@ def fetch_model(name: str, revision: str | None = None) -> Path:
     """
     from huggingface_hub import snapshot_download
 
-    with refusing(lambda error: _explain("model.path", "model", name, error, revision)):
+    source = Source(name, revision=revision, key="model.path")
+    with refusing(lambda error: _explain(source, "model", error)):
         return Path(snapshot_download(name, revision=revision, allow_patterns=list(MODEL_FILES)))
 
 
-def _explain(
-    where: str, kind: str, name: str, error: BaseException, revision: str | None = None
-) -> str:
+def _explain(source: Source, kind: str, error: BaseException) -> str:
     """What went wrong with a name on the hub, in one line that ends with what to do.
 
     Args:
-      where: the key that gave the name.
       kind: "model" or DATA_SET.
     """
     from huggingface_hub import constants
 
-    start = f"{where} = {name!r} is no local path, and as a {kind} on the hub "
+    name = source.path
     kinds = {cls.__name__ for seen in _causes(error) for cls in type(seen).__mro__}
     page = f"{constants.ENDPOINT}/{'datasets/' if kind == DATA_SET else ''}{name}"
     login = "log in with `hf auth login` or set HF_TOKEN"
     if "GatedRepoError" in kinds or "is a gated" in one_line(error):
         problem = f"it is gated: accept its terms at {page}, then {login}"
     elif "RevisionNotFoundError" in kinds:
-        problem = f"it has no revision {revision!r}: name a branch, tag or commit of {page}"
+        problem = f"it has no revision {source.revision!r}: name a branch, tag or commit of {page}"
     elif kinds & {"RepositoryNotFoundError", "DatasetNotFoundError"}:
         problem = f"it does not exist, or is private: check the name, or {login}"
     elif kinds & {"OfflineModeIsEnabled", "LocalEntryNotFoundError", "ConnectionError"}:
@@ -252,7 +253,7 @@ def _explain(
             f"it could not be fetched ({type(error).__name__}: {one_line(error)}): check the name, "
             "or give a local path"
         )
-    return start + problem
+    return f"{source.where} is no local path, and as a {kind} on the hub {problem}"
 
 
 def _causes(error: BaseException | None) -> list[BaseException]:

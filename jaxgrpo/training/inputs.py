@@ -106,10 +106,7 @@ def resolve_rewards(
     Raises: InputError where two have one name, one does not exist or asks for a missing column.
     """
     if given is None:
-        entries = [
-            (entry.name or own_code.short_name(entry.use), entry.use, entry.options)
-            for entry in config.rewards
-        ]
+        entries = [(entry.title, entry.use, entry.options) for entry in config.rewards]
         rest: list[dict[str, Any]] = [
             {name: getattr(entry, name) for name in _REST} for entry in config.rewards
         ]

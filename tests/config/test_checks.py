@@ -8,6 +8,7 @@ import pytest
 from minimal_config import MINIMAL, problems, read
 
 from jaxgrpo.config import files
+from jaxgrpo.core.errors import InputError, find
 
 
 @pytest.mark.parametrize(
@@ -32,6 +33,7 @@ from jaxgrpo.config import files
             'loss.kl={use="k2", target_validity=0.9}',
             "loss.kl: k2: target_validity is reached by KL-control alone",
         ),
+        ('rollout.prompts={use="difficulty_band", reward=1}', "reward = 1 is none of the rewards"),
         ('loss.mismatch={use="truncated"}', "loss.mismatch: unknown mismatch 'truncated': "),
         (
             'loss.mismatch={use="geometric_rejection", hihg=2}',
@@ -66,6 +68,13 @@ from jaxgrpo.config import files
 def test_a_mistake_is_one_problem_that_says_where_and_what_to_do(override, message):
     (problem,) = problems(override)
     assert message in problem
+
+
+@pytest.mark.parametrize("given", [0.5, ["group"], {"use": "group"}, None])
+def test_a_value_that_is_no_name_is_as_unknown_as_a_name(given):
+    # What recipe = { use = "alpha_dpg", z = 0.5 } comes to; tests check types before that.
+    with pytest.raises(InputError, match=r"unknown alpha_dpg z .*Known: group, running"):
+        find("alpha_dpg z", given, {"group": 1, "running": 2})
 
 
 def test_weights_of_trainer_over_sampler_may_stand_where_no_ratio_holds_them_already():

@@ -108,14 +108,13 @@ def rows(split: str, count: int, seed: int = 0) -> list[dict[str, Any]]:
 
 def corpus() -> list[Worked]:
     """Every worked solution of every training problem; the probabilities add up to 1."""
-    texts = []
-    for number in LEVELS:
-        pool = _problems(False, number)
-        for first, second in pool:
-            share = SHARE[number] / len(pool)
-            for text, probability in solutions(first, second).items():
-                texts.append(Worked(f"{first}+{second}=", text, share * probability))
-    return texts
+    pools = {number: _problems(False, number) for number in LEVELS}
+    return [
+        Worked(f"{first}+{second}=", text, SHARE[number] / len(pool) * probability)
+        for number, pool in pools.items()
+        for first, second in pool
+        for text, probability in solutions(first, second).items()
+    ]
 
 
 def score(completions: Sequence[str], answer: Sequence[str], **columns: Any) -> list[float]:
