@@ -22,8 +22,8 @@ from jaxgrpo.experiments import compare
 from jaxgrpo.experiments.compare import experiment as experiments
 from jaxgrpo.experiments.compare import report, results
 from jaxgrpo.experiments.compare.experiment import Experiment
-from jaxgrpo.experiments.compare.report import Section
 from jaxgrpo.experiments.compare.results import Outcomes
+from jaxgrpo.experiments.sections import Section
 
 NAME = "x3_advantages"
 SIZES = (2, 4)

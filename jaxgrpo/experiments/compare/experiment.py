@@ -225,9 +225,7 @@ def read(raw: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
     for name, field in KEYS.items():
         of = field.metadata
         if name not in raw:
-            if (
-                of["required"] and name not in meant.values()
-            ):  # a merely misspelt key is one problem
+            if of["required"] and name not in meant.values():  # a misspelt key is one problem
                 problems.append(f"{name}: missing; expected {of['expected']}")
         elif (value := of["reader"](raw[name])) is None:
             problems.append(f"{name} = {show(raw[name])}: expected {of['expected']}")

@@ -126,13 +126,9 @@ def mixtures(outcomes: Outcomes) -> list[str]:
     for seed in dict.fromkeys(run.case.seed for run in runs):
         bases = [_base_of(run) for run in runs if run.case.seed == seed]
         common = set.intersection(*map(set, bases))
-        other = sorted(
-            name
-            for name in common
-            if not np.allclose(
-                [base[name] for base in bases], bases[0][name], rtol=0, atol=ROUNDING
-            )
-        )
+        values = {name: [base[name] for base in bases] for name in sorted(common)}
+        same = {name: np.allclose(of, of[0], rtol=0, atol=ROUNDING) for name, of in values.items()}
+        other = [name for name in same if not same[name]]
         if other:
             said.append(f"Seed {seed}: runs begin at different bases ({', '.join(other)} differ).")
     copies: dict[tuple[Path, ...], set[frozenset[bytes]]] = {}
@@ -370,7 +366,8 @@ def _table(
 ) -> Table:
     """Rows of the arms in `chosen`, each at its place among its rates; p of those `tested`."""
     values = {arm: values_of(experiment, outcomes, arm, experiment.metric) for arm in chosen}
-    control = experiment.control
+    by_rate = {arm: of[np.argsort(experiment.rates(arm))] for arm, of in values.items()}
+    control, sign = experiment.control, _sign(experiment)
     rows, p = [], {}
     for arm, place in chosen.items():
         row = Row(arm, experiment.rates(arm)[place], estimate(values[arm][place]))
@@ -378,11 +375,7 @@ def _table(
             difference = values[arm][place] - values[control][chosen[control]]
             row = row._replace(difference=estimate(difference))
             if arm in tested and repeats_choice:
-                ours, theirs = (
-                    _sign(experiment) * values[one][np.argsort(experiment.rates(one))]
-                    for one in (arm, control)
-                )
-                p[arm] = exchange_test(ours, theirs)
+                p[arm] = exchange_test(sign * by_rate[arm], sign * by_rate[control])
             elif arm in tested:
                 p[arm] = sign_flip_test(difference)
         rows.append(row)

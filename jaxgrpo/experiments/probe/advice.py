@@ -49,9 +49,6 @@ class Advice(NamedTuple):
     why: str
     numbers: tuple[str, ...]  # paths in the probe's JSON
 
-    def as_dict(self) -> dict[str, Any]:
-        return {**self._asdict(), "numbers": list(self.numbers)}
-
 
 def advise(found: Mapping[str, Any]) -> list[Advice]:
     """All advice that follows from the numbers of a probe.
