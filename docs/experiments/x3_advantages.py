@@ -62,7 +62,7 @@ def result(found: Mapping[int, Compared]) -> Result:
         answer, seen, best = list(by_title.values())[:3]
         passes, groups = by_title["pass@k before and after"], by_title["Groups in training"]
         parts |= {
-            f"answer_{size}": "\n\n".join(answer.text + seen.text),
+            f"answer_{size}": "\n\n".join([*answer.text, *seen.text]),
             f"best_{size}": _table(best),
             f"rates_{size}": rates_table(one),
             f"passes_{size}": _table(passes),

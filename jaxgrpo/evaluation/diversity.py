@@ -95,7 +95,8 @@ def stated_metrics(texts: Texts, success: np.ndarray, scored: np.ndarray) -> dic
     if not known.any():
         return {}
     confidence = np.array([value or 0.0 for value in stated], np.float32)
-    given = [jnp.asarray(x) for x in (confidence, success.ravel(), known & scored.ravel())]
+    judged = known & scored.ravel()
+    given = jnp.asarray(confidence), jnp.asarray(success.ravel()), jnp.asarray(judged)
     return {
         "confidence/stated": float(known.mean()),
         "confidence/mean": float(confidence[known].mean()),

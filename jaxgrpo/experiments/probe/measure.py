@@ -59,7 +59,7 @@ def measure(
     """
     given = answers_of(answers, questions)
     right, scored = answers.right, answers.scored
-    counts = correct, samples = [jnp.asarray(what.sum(1), jnp.int32) for what in (right, scored)]
+    correct, samples = (jnp.asarray(what.sum(1), jnp.int32) for what in (right, scored))
     lengths = answers.mask.sum(-1)
     tokens = [jnp.asarray((lengths * of).sum(1), jnp.float32) for of in (right, scored & ~right)]
     width = answers.scores.shape[1]
@@ -68,7 +68,7 @@ def measure(
     passes = jax.device_get(_passes(powers(2, width), correct, samples))
     stated = diversity.stated_metrics(answers.texts, right, scored).items()
     return {
-        "success": _success(*map(np.asarray, counts), width, level),
+        "success": _success(np.asarray(correct), np.asarray(samples), width, level),
         "pass_at": {k: _mean(value, level) for k, value in passes.items()},
         "degeneracy": {
             size: _degeneracy(group, size, prompts_per_step, level)
