@@ -22,8 +22,8 @@ from jaxgrpo.experiments import compare
 from jaxgrpo.experiments.compare import experiment as experiments
 from jaxgrpo.experiments.compare import report, results
 from jaxgrpo.experiments.compare.experiment import Experiment
-from jaxgrpo.experiments.compare.report import Section
 from jaxgrpo.experiments.compare.results import Outcomes
+from jaxgrpo.experiments.sections import Section
 
 NAME = "x3_advantages"
 SIZES = (2, 4)
@@ -62,7 +62,7 @@ def result(found: Mapping[int, Compared]) -> Result:
         answer, seen, best = list(by_title.values())[:3]
         passes, groups = by_title["pass@k before and after"], by_title["Groups in training"]
         parts |= {
-            f"answer_{size}": "\n\n".join(answer.text + seen.text),
+            f"answer_{size}": "\n\n".join([*answer.text, *seen.text]),
             f"best_{size}": _table(best),
             f"rates_{size}": rates_table(one),
             f"passes_{size}": _table(passes),

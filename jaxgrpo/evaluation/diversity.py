@@ -39,10 +39,8 @@ def format_of(text: str, formats: Mapping[str, str]) -> str:
     >>> [format_of(text, forms) for text in ("```python", "so boxed{7}", "7")]
     ['code', 'box', 'other']
     """
-    for name, pattern in formats.items():
-        if re.search(pattern, text, re.DOTALL):
-            return name
-    return OTHER_FORMAT
+    fit = (name for name, pattern in formats.items() if re.search(pattern, text, re.DOTALL))
+    return next(fit, OTHER_FORMAT)
 
 
 def format_metrics(
@@ -96,13 +94,11 @@ def stated_metrics(texts: Texts, success: np.ndarray, scored: np.ndarray) -> dic
     known = np.array([value is not None for value in stated])
     if not known.any():
         return {}
-    confidence = np.array([0.0 if value is None else value for value in stated], np.float32)
+    confidence = np.array([value or 0.0 for value in stated], np.float32)
     judged = known & scored.ravel()
-    given = (jnp.asarray(confidence), jnp.asarray(success.ravel()), jnp.asarray(judged))
+    given = jnp.asarray(confidence), jnp.asarray(success.ravel()), jnp.asarray(judged)
     return {
         "confidence/stated": float(known.mean()),
         "confidence/mean": float(confidence[known].mean()),
-        "brier": float(brier(*given)),
-        "ece": float(ece(*given)),
-        "auroc": float(auroc(*given)),
+        **{measure.__name__: float(measure(*given)) for measure in (brier, ece, auroc)},
     }

@@ -69,6 +69,16 @@ class Answers(NamedTuple):
     texts: list[list[str]]  # [N][n]
     rescored: Mapping[str, np.ndarray] = NOTHING  # name -> [N, n, T], of a second pass
 
+    @property
+    def right(self) -> np.ndarray:
+        """Which samples are a success, [N, n]."""
+        return self.scores > SUCCESS
+
+    @property
+    def scored(self) -> np.ndarray:
+        """Which samples could be scored, [N, n]."""
+        return np.isfinite(self.scores)
+
 
 Ask = Callable[[Params, Array, int], Answers]
 """(sampling parameters, key data of the run, step) -> Answers"""
@@ -86,11 +96,10 @@ Evaluate = Callable[[Params, Array, int], Evaluation]
 
 def questions_of(config: Config, held_out: PromptData, scorer: Reward) -> Questions:
     """The first `eval.prompts` prompts, all by default, and who judges the answers."""
-    count = config.eval.prompts
     asked = config.eval
     return Questions(
-        held_out.rows[:count],
-        held_out.encoded[:count],
+        held_out.rows[: asked.prompts],
+        held_out.encoded[: asked.prompts],
         scorer.function,
         extractor_of(config, scorer.function),
         asked.formats,
@@ -144,13 +153,12 @@ def summarise(
     greedy: Answers, sampled: Answers, questions: Questions, group_size: int
 ) -> dict[str, float]:
     """The numbers of an evaluation, as `make_evaluator` names them."""
-    right = greedy.scores[:, 0] > SUCCESS
-    success = sampled.scores > SUCCESS
+    right, success = greedy.right[:, 0], sampled.right
     samples = success.shape[1]
     count, every = jnp.asarray(success.sum(1)), jnp.full(len(success), samples)
     answers = answers_of(sampled, questions)
     traces = _traces(sampled, questions)
-    sizes = [4**power for power in range(20) if 4**power <= samples]
+    sizes = powers(4, samples)
     per_prompt: dict[str, np.ndarray] = {"accuracy": right.astype(float)}
     for k in sizes:
         per_prompt[f"pass@{k}"] = np.asarray(diagnostics.pass_at_k(count, every, k))
@@ -172,25 +180,14 @@ def summarise(
     metrics["mean_length"] = float(sampled.mask.sum(-1).mean())
     metrics["truncated"] = float(sampled.truncated.mean())
     metrics["unscored"] = float(np.isnan(sampled.scores).mean())
-    return metrics | _looks(sampled, questions, answers, traces)
-
-
-def _looks(
-    sampled: Answers,
-    questions: Questions,
-    answers: voting.Answered | None,
-    traces: Mapping[str, np.ndarray],
-) -> dict[str, float]:
-    """Diversity, formats and confidences of the samples."""
-    success, scored = sampled.scores > SUCCESS, np.isfinite(sampled.scores)
     ids = diversity.completion_keys(sampled.tokens, sampled.mask)
-    metrics = {"distinct_completions": diversity.distinct(ids)}
+    metrics["distinct_completions"] = diversity.distinct(ids)
     if answers is not None:
         metrics["distinct_answers"] = diversity.distinct(answers)
-    metrics |= diversity.stated_metrics(sampled.texts, success, scored)
+    metrics |= diversity.stated_metrics(sampled.texts, success, sampled.scored)
     if questions.formats:
         metrics |= diversity.format_metrics(sampled.texts, success, questions.formats)
-    metrics |= voting.confidence_metrics(success, scored, traces)
+    metrics |= voting.confidence_metrics(success, sampled.scored, traces)
     if "clamped" in sampled.rescored:
         number = max(1, sampled.mask.sum())
         metrics["kl_to_base_clamped"] = float(sampled.rescored["clamped"].sum() / number)
@@ -204,12 +201,16 @@ def answers_of(sampled: Answers, questions: Questions) -> voting.Answered | None
     return [[questions.extract(text) for text in row] for row in sampled.texts]
 
 
+def powers(base: int, most: int) -> tuple[int, ...]:
+    """1, base, base^2, ... up to `most`."""
+    return tuple(base**power for power in range(20) if base**power <= most)
+
+
 def _traces(sampled: Answers, questions: Questions) -> dict[str, np.ndarray]:
     """Summaries of confidence [N, n] by name; none if they were not computed."""
-    if "confidence" not in sampled.rescored:
-        return {}
-    tokens = sampled.rescored["confidence"]
-    return voting.confidences(tokens, sampled.mask, questions.weighing.window)
+    tokens = sampled.rescored.get("confidence")
+    window = questions.weighing.window
+    return {} if tokens is None else voting.confidences(tokens, sampled.mask, window)
 
 
 def answer_rows(

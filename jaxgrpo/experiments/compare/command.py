@@ -8,26 +8,25 @@ from __future__ import annotations
 import json
 import shutil
 import time
-import tomllib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from jax import Array
 from rich.console import Console
 
-from jaxgrpo.config import files as configs
-from jaxgrpo.core.errors import InputError
+from jaxgrpo.config.files import flat, tables_of
+from jaxgrpo.core.errors import InputError, refusing
 from jaxgrpo.core.types import Params
-from jaxgrpo.evaluation.evaluate import SUCCESS, Evaluate, Evaluation
+from jaxgrpo.evaluation.evaluate import Answers, Evaluate, Evaluation
 from jaxgrpo.experiments.compare import experiment as experiments
 from jaxgrpo.experiments.compare import report, results
 from jaxgrpo.experiments.compare.experiment import Case, Experiment
+from jaxgrpo.experiments.sections import Section
 from jaxgrpo.models import sharding
 from jaxgrpo.training import loop, process
 from jaxgrpo.training.folder import write_atomically
-from jaxgrpo.training.policy import evaluator_of
+from jaxgrpo.training.policy import evaluator_of, read_run
 from jaxgrpo.training.report.html import check_can_draw
 from jaxgrpo.training.setup import Shared, setup
 
@@ -54,9 +53,9 @@ def compare(path: str | Path, dry_run: bool = False) -> int:
     check_can_draw("report.html needs", "read results.csv")
     differing = report.difference_section(experiments.differences(cases))
     _show_plan(console, experiment, cases, differing)
-    complete = {case.path: is_finished(case) for case in cases}
-    finished = [case for case in cases if complete[case.path]]
-    waiting = [case for case in cases if not complete[case.path]]
+    complete = {case.path for case in cases if is_finished(case)}
+    finished = [case for case in cases if case.path in complete]
+    waiting = [case for case in cases if case.path not in complete]
     _warn_of_code(console, finished, waiting)
     if dry_run:
         return 0
@@ -78,33 +77,29 @@ def is_finished(case: Case) -> bool:
     """
     if not (case.path / "config.toml").exists():
         return False
-    text = (case.path / "config.toml").read_text(encoding="utf-8")
-    before = configs.flat(configs.tables_of(configs.from_dict(tomllib.loads(text))))
-    now = configs.flat(configs.tables_of(case.config))
+    before, now = (flat(tables_of(of)) for of in (read_run(case.path)[1], case.config))
     before["run.dir"] = now["run.dir"]  # the whole folder may have been moved
     changed = [
-        f"{key}: {before.get(key, 'not set')} -> {now.get(key, 'not set')}"
+        f"\n  {key}: {before.get(key, 'not set')} -> {now.get(key, 'not set')}"
         for key in sorted(before.keys() | now.keys())
         if before.get(key) != now.get(key)
     ]
     if changed:
         raise InputError(
-            f"{case.path}: holds a run with another config:\n  " + "\n  ".join(changed) + "\n"
+            f"{case.path}: holds a run with another config:{''.join(changed)}\n"
             "remove the folder to run it anew, or set dir to another one"
         )
     return (case.path / "summary.json").exists()
 
 
 def _show_plan(
-    console: Console, experiment: Experiment, cases: Sequence[Case], differing: report.Section
+    console: Console, experiment: Experiment, cases: Sequence[Case], differing: Section
 ) -> None:
     """What will be run, in what the arms differ, and which differences the seeds can show."""
     seeds = len(experiment.seeds) + len(experiment.tuning_seeds)
-    console.print(
-        f"{len(cases)} runs: {len(experiment.arms)} arms at their learning rates, {seeds} seeds; "
-        f"{experiment.metric}, control {experiment.control}",
-        markup=False,
-    )
+    runs = f"{len(cases)} runs: {len(experiment.arms)} arms at their learning rates, {seeds} seeds"
+    said = f"{runs}; {experiment.metric}, control {experiment.control}"
+    console.print(said, markup=False)
     title, text = "the arms differ in this, and in nothing else", report.said_detectable(experiment)
     differing._replace(title=title, text=[text]).show(console)
 
@@ -120,22 +115,19 @@ def _warn_of_code(console: Console, finished: Sequence[Case], waiting: Sequence[
         )
 
 
-def _begin(experiment: Experiment, differing: report.Section) -> None:
+def _begin(experiment: Experiment, differing: Section) -> None:
     folder = Path(experiment.dir)
-    try:
+    kept, source = folder / "experiment.toml", experiment.source
+    where, remedy = f"dir = {folder} cannot be written", "set it to a folder that can"
+    with refusing(lambda error: f"{where} ({error.strerror}): {remedy}", OSError):
         folder.mkdir(parents=True, exist_ok=True)
-        kept = folder / "experiment.toml"
-        if experiment.source and not (kept.exists() and kept.samefile(experiment.source)):
-            shutil.copyfile(experiment.source, kept)
+        if source and not (kept.exists() and kept.samefile(source)):
+            shutil.copyfile(source, kept)
         write_atomically(folder / "differences.md", differing.markdown())
-    except OSError as error:
-        raise InputError(
-            f"dir = {folder} cannot be written ({error.strerror}): set it to a folder that can"
-        ) from error
 
 
 def _finish(
-    console: Console, experiment: Experiment, cases: Sequence[Case], differing: report.Section
+    console: Console, experiment: Experiment, cases: Sequence[Case], differing: Section
 ) -> None:
     outcomes = results.read_all(cases)
     folder = Path(experiment.dir)
@@ -187,20 +179,18 @@ class Runner:
             found = self._base.get(place) or evaluate(params, key, step)
             if place is not None:
                 self._base[place] = found
-            write_successes(folder, step, found.sampled.scores)
+            write_successes(folder, step, found.sampled)
             return found
 
         return remembering
 
 
-def write_successes(folder: Path, step: int, scores: np.ndarray) -> None:
-    """successes/step_N.json: of how many samples, and how many were right, by prompt [N, n]."""
-    if not process.is_main():
-        return
-    counts = (scores > SUCCESS).sum(1).tolist()
-    (folder / "successes").mkdir(exist_ok=True)
-    text = json.dumps({"samples": scores.shape[1], "correct": counts})
-    write_atomically(folder / "successes" / f"step_{step}.json", text + "\n")
+def write_successes(folder: Path, step: int, sampled: Answers) -> None:
+    """successes/step_N.json: of how many samples, and how many were right, by prompt."""
+    if process.is_main():
+        counts = {"samples": sampled.right.shape[1], "correct": sampled.right.sum(1).tolist()}
+        (folder / "successes").mkdir(exist_ok=True)
+        write_atomically(folder / "successes" / f"step_{step}.json", json.dumps(counts) + "\n")
 
 
 def _take_all(
@@ -224,9 +214,8 @@ def _take_all(
         try:
             runner.run(case)
         except process.StopRequested as stopped:
-            raise process.StopRequested(
-                f"{stopped.args[0].partition(';')[0]}; {how_to_go_on}"
-            ) from None
+            why = stopped.args[0].partition(";")[0]
+            raise process.StopRequested(f"{why}; {how_to_go_on}") from None
         if place == 1:
             results.check_metric(experiment, case)
         now = time.monotonic()

@@ -5,9 +5,10 @@ from __future__ import annotations
 import copy
 import dataclasses
 import difflib
+import itertools
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,24 +33,92 @@ GIVEN = {
 """Keys that the experiment itself gives to every run."""
 
 
+Reader = Callable[[Any], Any]
+"""What the file says -> the value of a key; None if it is wrong"""
+
+
+def _text(value: Any) -> str | None:
+    return value if isinstance(value, str) and value else None
+
+
+def _table(value: Any) -> dict[str, Any] | None:
+    return dict(value) if isinstance(value, Mapping) else None
+
+
+def _share(value: Any) -> float | None:
+    return value if type(value) is float and 0 < value < 1 else None
+
+
+def _choice(*choices: str) -> Reader:
+    return lambda value: value if value in choices else None
+
+
+def _list(value: Any, right: Callable[[Any], bool]) -> tuple[Any, ...] | None:
+    """A list of `right` entries that is not empty; equal ones are one."""
+    if not isinstance(value, list) or not all(map(right, value)):
+        return None
+    return tuple(dict.fromkeys(value)) or None
+
+
+def _arm_names(value: Any) -> tuple[str, ...] | None:
+    return _list(value, lambda name: isinstance(name, str))
+
+
+def _seeds(value: Any) -> tuple[int, ...] | None:
+    if type(value) is int:
+        return tuple(range(value)) or None
+    found = _list(value, lambda seed: type(seed) is int and seed >= 0)
+    return found if found and len(found) == len(value) else None
+
+
+def _rates(value: Any) -> tuple[float, ...] | None:
+    found = _list(value, lambda rate: type(rate) in (int, float) and 0 <= rate < math.inf)
+    return tuple(map(float, found)) if found and len(found) == len(value) else None
+
+
+def _arms(value: Any) -> dict[str, dict[str, Any]] | None:
+    def right(name: str, table: Any) -> bool:  # a name is that of a folder and of a column
+        letters = (letter.isalnum() or letter in "-_+" for letter in name)
+        return isinstance(table, Mapping) and bool(name) and all(letters)
+
+    if not isinstance(value, Mapping) or len(value) < 2:
+        return None
+    whole = all(right(name, table) for name, table in value.items())
+    return {name: dict(table) for name, table in value.items()} if whole else None
+
+
+def _key(reader: Reader, expected: str, **default: Any) -> Any:
+    """A key of the file, with its default (none: the key must be given)."""
+    of = {"reader": reader, "expected": expected, "required": not default}
+    return dataclasses.field(**default, metadata=of)
+
+
+RATES = "a list of different rates, 0 or more, as [1e-4, 3e-4]"
+SEEDS = "a number of seeds, 7 (for 0 to 6), or a list of different ones, [3, 5]"
+ARMS = "at least two tables [arms.NAME], NAME of letters, digits, - _ +"
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Experiment:
     """What is compared: the keys of an experiment file and all their defaults."""
 
-    base: str  # a config, by path or shipped name
-    arms: dict[str, dict[str, Any]]  # name -> tables of keys that it changes
-    control: str  # the arm that every other one is compared with
-    learning_rates: tuple[float, ...]
-    seeds: tuple[int, ...]
-    dir: str
-    tuning_seeds: tuple[int, ...] = ()  # on which rates are chosen; (): on `seeds` themselves
+    base: str = _key(_text, 'a config, by path or shipped name, as "quickstart"')
+    dir: str = _key(_text, 'the folder that holds everything, as "runs/compare"')
+    arms: Mapping[str, dict[str, Any]] = _key(_arms, ARMS)  # name -> tables of keys that it changes
+    control: str = _key(_text, "the arm that the others are compared with")
+    learning_rates: tuple[float, ...] = _key(_rates, RATES)
+    seeds: tuple[int, ...] = _key(_seeds, SEEDS)
+    # on which rates are chosen; (): on `seeds` themselves
+    tuning_seeds: tuple[int, ...] = _key(_seeds, SEEDS, default=())
+    # whose difference from the control is tested; (): all but the control
+    tests: tuple[str, ...] = _key(_arm_names, "a list of arms", default=())
+    metric: str = _key(_text, 'a metric of evaluation, as "eval/accuracy"', default="eval/accuracy")
+    better: str = _key(_choice("higher", "lower"), '"higher" or "lower"', default="higher")
+    level: float = _key(_share, "a number between 0 and 1, as 0.05", default=0.05)
+    # if group sizes differ: what a step keeps
+    hold: str | None = _key(_choice("samples", "prompts"), '"samples" or "prompts"', default=None)
+    set: Mapping[str, Any] = _key(_table, "a table of keys for every arm", default_factory=dict)
     own_rates: Mapping[str, tuple[float, ...]] = dataclasses.field(default_factory=dict)
-    tests: tuple[str, ...] = ()  # arms whose difference is tested; (): all but the control
-    metric: str = "eval/accuracy"
-    better: str = "higher"
-    level: float = 0.05
-    hold: str | None = None  # if group sizes differ: what a step keeps, "samples" or "prompts"
-    set: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # in every arm
     source: Path | None = dataclasses.field(default=None, compare=False)
 
     @property
@@ -65,6 +134,10 @@ class Experiment:
     def rates(self, arm: str) -> tuple[float, ...]:
         """The learning rates of an arm."""
         return tuple(self.own_rates.get(arm, self.learning_rates))
+
+
+KEYS = {field.name: field for field in dataclasses.fields(Experiment) if field.metadata}
+"""The keys of an experiment file."""
 
 
 class Case(NamedTuple):
@@ -111,18 +184,15 @@ def cases_of(experiment: Experiment) -> list[Case]:
         raise ConfigError(name, [f"{where}: {item}" for item in error.problems]) from None
     problems = []
     if common.eval.data is None:
-        problems = [
-            "eval.data: missing, and nothing could be compared; name it in the base or in set"
-        ]
+        what = "missing, and nothing could be compared; name it in the base or in set"
+        problems.append(f"eval.data: {what}")
     at_first: dict[str, Config] = {}
     for arm, changes in experiment.arms.items():
         try:
-            config = _config(experiment, base, changes, experiment.rates(arm)[0])
-            found = tuple(_arm_problems(experiment, config, common))
+            at_first[arm] = _config(experiment, base, changes, experiment.rates(arm)[0])
+            found = _arm_problems(experiment, at_first[arm], common)
         except ConfigError as error:
             found = error.problems
-        else:
-            at_first[arm] = config
         problems += [f"arms.{arm}: {item}" for item in found]
     if problems:
         raise ConfigError(name, problems)
@@ -139,26 +209,25 @@ def differences(cases: Sequence[Case]) -> dict[str, dict[str, str]]:
         rates = {case.rate for case in cases if case.arm == arm}
         entries["learning_rates"] = json.dumps(sorted(rates))
     swept = {"optimizer.learning_rate", "train.seed", "run.dir"}
-    rows = {}
-    for key in sorted(set().union(*flat.values()) - swept):
-        values = {arm: keys.get(key, "–") for arm, keys in flat.items()}
-        if len(set(values.values())) > 1:
-            rows[key] = values
-    return rows
+    rows = {
+        key: {arm: keys.get(key, "–") for arm, keys in flat.items()}
+        for key in sorted(set().union(*flat.values()) - swept)
+    }
+    return {key: values for key, values in rows.items() if len({*values.values()}) > 1}
 
 
 def read(raw: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
     """The values of an Experiment by name; those that are wrong become problems."""
     values: dict[str, Any] = {}
-    near = {name: difflib.get_close_matches(name, KEYS, n=1) for name in raw if name not in KEYS}
-    meant = {keys[0] for keys in near.values() if keys}
-    problems += [f"{name}: unknown key; {_hint(name, keys)}" for name, keys in near.items()]
-    for name, (reader, expected) in KEYS.items():
+    meant = {name: _nearest(name, KEYS) for name in raw if name not in KEYS}
+    problems += [f"{name}: unknown key; {_hint(name, near)}" for name, near in meant.items()]
+    for name, field in KEYS.items():
+        of = field.metadata
         if name not in raw:
-            if name in REQUIRED and name not in meant:  # a merely misspelt key is one problem
-                problems.append(f"{name}: missing; expected {expected}")
-        elif (value := reader(raw[name])) is None:
-            problems.append(f"{name} = {show(raw[name])}: expected {expected}")
+            if of["required"] and name not in meant.values():  # a misspelt key is one problem
+                problems.append(f"{name}: missing; expected {of['expected']}")
+        elif (value := of["reader"](raw[name])) is None:
+            problems.append(f"{name} = {show(raw[name])}: expected {of['expected']}")
         else:
             values[name] = value
     arms = values.get("arms", {})
@@ -175,14 +244,12 @@ def read(raw: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
 
 def _entries(value: Any, name: str = "") -> dict[str, str]:
     """Every number and text under its full name, as JSON; rewards.0.flip: of the first one."""
-    if isinstance(value, Mapping):
-        inside = value.items()
-    elif isinstance(value, list) and any(isinstance(entry, Mapping) for entry in value):
-        inside = ((str(place), entry) for place, entry in enumerate(value))
-    else:
+    if isinstance(value, list) and any(isinstance(entry, Mapping) for entry in value):
+        value = dict(enumerate(value))
+    if not isinstance(value, Mapping):
         return {name: json.dumps(value, ensure_ascii=False)}
     found: dict[str, str] = {}
-    for key, entry in inside:
+    for key, entry in value.items():
         found |= _entries(entry, f"{name}.{key}".lstrip("."))
     return found
 
@@ -240,17 +307,16 @@ def _hold_samples(common: Mapping[str, Any], tables: dict[str, Any]) -> None:
 
 def _cases(experiment: Experiment, configs_of: Mapping[str, Config]) -> Iterator[Case]:
     for seed in (*experiment.seeds, *experiment.tuning_seeds):
-        for arm in experiment.arms:
+        for arm, config in configs_of.items():
             for rate in experiment.rates(arm):
-                config = configs_of[arm]
                 folder = Path(experiment.dir) / "runs" / arm / f"lr_{rate!r}" / f"seed_{seed}"
-                config = dataclasses.replace(
+                own = dataclasses.replace(
                     config,
                     optimizer=dataclasses.replace(config.optimizer, learning_rate=rate),
                     train=dataclasses.replace(config.train, seed=seed),
                     run=dataclasses.replace(config.run, dir=str(folder)),
                 )
-                yield Case(arm, rate, seed, config)
+                yield Case(arm, rate, seed, own)
 
 
 def _arm_problems(experiment: Experiment, config: Config, common: Config) -> Iterator[str]:
@@ -268,9 +334,14 @@ def _arm_problems(experiment: Experiment, config: Config, common: Config) -> Ite
         )
 
 
-def _hint(name: str, near: list[str]) -> str:
+def _nearest(name: str, known: Iterable[str]) -> str:
+    """The known name that was probably meant; "" if there is none."""
+    return next(iter(difflib.get_close_matches(name, known, n=1)), "")
+
+
+def _hint(name: str, near: str) -> str:
     if near:
-        return f"did you mean {near[0]}?"
+        return f"did you mean {near}?"
     if name in HINTS:
         return f"a key of a config; write set.{name} to change it for every arm"
     return f"the keys here are {', '.join(KEYS)}"
@@ -282,8 +353,8 @@ def _together(values: Mapping[str, Any]) -> Iterator[str]:
         asked = values.get(name, ())
         for arm in [asked] if isinstance(asked, str) else asked:
             if arms and arm not in arms:
-                near = difflib.get_close_matches(arm, arms, n=1)
-                hint = f"did you mean {near[0]!r}? " if near else ""
+                near = _nearest(arm, arms)
+                hint = f"did you mean {near!r}? " if near else ""
                 yield f"{name} = {show(asked)}: no arm {arm!r}; {hint}arms: {', '.join(arms)}"
             elif name == "tests" and arm == values.get("control"):
                 yield f"tests = {show(asked)}: {arm!r} is the control; it is not compared to itself"
@@ -305,20 +376,20 @@ def _table_problems(arm: str, table: Mapping[str, Any]) -> Iterator[str]:
         if key == "optimizer.learning_rate":
             yield f"{where}.{key}: give the arm rates of its own, {where}.learning_rates = [...]"
         elif not _within(key, MAY_DIFFER):
-            known = key.partition(".")[0] in HINTS
-            allowed = ", ".join([*MAY_DIFFER, "learning_rates"])
-            near = difflib.get_close_matches(key, MAY_DIFFER, n=1)
-            why = "locked, the same in every arm" if known else "unknown key"
-            hint = f"did you mean {near[0]}? " if near and not known else ""
-            also = f"; set.{key} changes it for all of them" if known else ""
-            yield f"{where}.{key}: {why}; {hint}arms may differ in {allowed}{also}"
+            allowed = f"arms may differ in {', '.join(MAY_DIFFER)}, learning_rates"
+            if key.partition(".")[0] in HINTS:
+                locked = f"locked, the same in every arm; {allowed}"
+                yield f"{where}.{key}: {locked}; set.{key} changes it for all of them"
+            else:
+                near = _nearest(key, MAY_DIFFER)
+                hint = f"did you mean {near}? " if near else ""
+                yield f"{where}.{key}: unknown key; {hint}{allowed}"
 
 
 def _set_problems(table: Mapping[str, Any]) -> Iterator[str]:
-    for key in _names(table):
-        for given, why in GIVEN.items():
-            if _within(key, (given,)):
-                yield f"set.{key}: {why}; take it out"
+    for key, given in itertools.product(_names(table), GIVEN):
+        if _within(key, [given]):
+            yield f"set.{key}: {GIVEN[given]}; take it out"
 
 
 def _names(table: Mapping[str, Any]) -> Iterator[str]:
@@ -330,82 +401,5 @@ def _names(table: Mapping[str, Any]) -> Iterator[str]:
             yield name
 
 
-def _within(key: str, tables: tuple[str, ...]) -> bool:
-    return any(key == table or key.startswith(f"{table}.") for table in tables)
-
-
-def _list(right: Callable[[Any], bool]) -> Callable[[Any], tuple[Any, ...] | None]:
-    """Reads a list of `right` entries that is not empty; equal ones are one."""
-
-    def read(value: Any) -> tuple[Any, ...] | None:
-        whole = isinstance(value, list) and value and all(map(right, value))
-        return tuple(dict.fromkeys(value)) if whole else None
-
-    return read
-
-
-def _distinct(value: Any, right: Callable[[Any], bool]) -> tuple[Any, ...] | None:
-    """A list as `_list` reads it, in which no two entries are equal."""
-    found = _list(right)(value)
-    return found if found and len(found) == len(value) else None
-
-
-def _seeds(value: Any) -> tuple[int, ...] | None:
-    if type(value) is int:
-        return tuple(range(value)) or None
-    return _distinct(value, lambda seed: type(seed) is int and seed >= 0)
-
-
-def _rates(value: Any) -> tuple[float, ...] | None:
-    found = _distinct(value, lambda rate: type(rate) in (int, float) and 0 <= rate < math.inf)
-    return found and tuple(map(float, found))
-
-
-def _arms(value: Any) -> dict[str, dict[str, Any]] | None:
-    if not isinstance(value, Mapping) or len(value) < 2:
-        return None
-    if not all(isinstance(table, Mapping) and _is_name(name) for name, table in value.items()):
-        return None
-    return {name: dict(table) for name, table in value.items()}
-
-
-def _is_name(name: str) -> bool:
-    """It names a folder, and a column of results.csv."""
-    return bool(name) and all(letter.isalnum() or letter in "-_+" for letter in name)
-
-
-def _share(value: Any) -> float | None:
-    return value if type(value) is float and 0 < value < 1 else None
-
-
-def _table(value: Any) -> dict[str, Any] | None:
-    return dict(value) if isinstance(value, Mapping) else None
-
-
-def _text(value: Any) -> str | None:
-    return value if isinstance(value, str) and value else None
-
-
-def _choice(*choices: str) -> Callable[[Any], str | None]:
-    return lambda value: value if value in choices else None
-
-
-RATES = "a list of different rates, 0 or more, as [1e-4, 3e-4]"
-SEEDS = "a number of seeds, 7 (for 0 to 6), or a list of different ones, [3, 5]"
-REQUIRED = ("base", "dir", "arms", "control", "learning_rates", "seeds")
-KEYS: dict[str, tuple[Callable[[Any], Any], str]] = {
-    "base": (_text, 'a config, by path or shipped name, as "quickstart"'),
-    "dir": (_text, 'the folder that holds everything, as "runs/compare"'),
-    "arms": (_arms, "at least two tables [arms.NAME], NAME of letters, digits, - _ +"),
-    "control": (_text, "the arm that the others are compared with"),
-    "learning_rates": (_rates, RATES),
-    "seeds": (_seeds, SEEDS),
-    "tuning_seeds": (_seeds, SEEDS),
-    "tests": (_list(lambda name: isinstance(name, str)), "a list of arms"),
-    "metric": (_text, 'a metric of evaluation, as "eval/accuracy"'),
-    "better": (_choice("higher", "lower"), '"higher" or "lower"'),
-    "level": (_share, "a number between 0 and 1, as 0.05"),
-    "hold": (_choice("samples", "prompts"), '"samples" or "prompts"'),
-    "set": (_table, "a table of keys for every arm"),
-}
-"""The keys of an experiment file: how each is read (None: it is wrong), and what is expected."""
+def _within(key: str, tables: Iterable[str]) -> bool:
+    return any(f"{key}.".startswith(f"{table}.") for table in tables)

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
 
 import matplotlib as mpl
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
-from rich.console import Console
-from rich.table import Table as RichTable
 
+from jaxgrpo.evaluation.evaluate import powers
 from jaxgrpo.evaluation.intervals import bootstrap
 from jaxgrpo.experiments.compare import results
 from jaxgrpo.experiments.compare.experiment import Experiment
-from jaxgrpo.experiments.compare.results import Estimate, Outcome, Outcomes, Row, Table, values_of
+from jaxgrpo.experiments.compare.results import Estimate, Outcome, Outcomes, Table, values_of
+from jaxgrpo.experiments.sections import Section
 from jaxgrpo.training.report import charts, html
 
 BANDS = 1000  # resamples of the seeds, for the band of a curve
@@ -35,42 +35,6 @@ NO_P = (
     "No p: its learning rates are not the control's, and the best of them is chosen on the seeds "
     "it is judged on. Take tuning_seeds, or the same rates."
 )
-
-
-class Section(NamedTuple):
-    """A title, sentences, and a table whose first row is its head."""
-
-    title: str
-    text: list[str]
-    rows: list[list[str]]
-    timed: bool = False  # its numbers come from the clock: they differ between equal runs
-
-    def show(self, console: Console) -> None:
-        """Prints it."""
-        if self.rows:
-            table = RichTable(title=self.title, title_justify="left")
-            for place, name in enumerate(self.rows[0]):
-                table.add_column(name, justify="right" if place else "left")
-            for row in self.rows[1:]:
-                table.add_row(*row)
-            console.print(table)
-        elif self.text:
-            console.print(self.title, style="bold", markup=False)
-        for text in self.text:
-            console.print(text, markup=False)
-
-    def html(self) -> str:
-        text = "".join(f"<p>{html.text(line)}</p>" for line in self.text)
-        table = html.table(self.rows) if self.rows else ""
-        return f"<h2>{html.text(self.title)}</h2>\n{text}{table}"
-
-    def markdown(self) -> str:
-        lines = [f"## {self.title}", "", *(line for text in self.text for line in (text, ""))]
-        if self.rows:
-            head, *body = self.rows
-            rule = ["---", *["---:"] * (len(head) - 1)]
-            lines += [f"| {' | '.join(row)} |" for row in (head, rule, *body)] + [""]
-        return "\n".join(lines)
 
 
 def markdown(found: Sequence[Section]) -> str:
@@ -98,21 +62,15 @@ def sections(experiment: Experiment, outcomes: Outcomes) -> list[Section]:
     """Everything, the answer first."""
     best = results.at_best(experiment, outcomes)
     chosen = best_runs(experiment, outcomes)
-    rates = dict.fromkeys(rate for arm in experiment.arms for rate in experiment.rates(arm))
-    at_rate = {rate: results.at_rate(experiment, outcomes, rate) for rate in rates}
+    rates = dict.fromkeys(rate for _, rate in outcomes)
+    of_best = rows_of(experiment, best, own_rates=True)
+    of = {rate: rows_of(experiment, results.at_rate(experiment, outcomes, rate)) for rate in rates}
     return [
         _answer(experiment, best),
-        Section("What can be seen", [said_detectable(experiment)], []),
-        Section(
-            "At each arm's best learning rate",
-            [_how_chosen(experiment)],
-            rows_of(experiment, best, own_rates=True),
-        ),
+        Section("What can be seen", [said_detectable(experiment)]),
+        Section("At each arm's best learning rate", [_how_chosen(experiment)], of_best),
         *_mixed(outcomes),
-        *(
-            Section(f"At learning rate {rate:g}", [], rows_of(experiment, table))
-            for rate, table in at_rate.items()
-        ),
+        *(Section(f"At learning rate {rate:g}", rows=rows) for rate, rows in of.items()),
         _pass_section(experiment, chosen),
         _groups_section(chosen),
         *_warnings(outcomes),
@@ -124,7 +82,7 @@ def difference_section(differing: Mapping[str, Mapping[str, str]]) -> Section:
     """The keys whose values differ between arms, one per row."""
     arms = list(next(iter(differing.values()), {}))
     rows = [["key", *arms], *([key, *values.values()] for key, values in differing.items())]
-    return Section("In what the arms differ", [], rows)
+    return Section("In what the arms differ", rows=rows)
 
 
 def best_runs(experiment: Experiment, outcomes: Outcomes) -> dict[str, list[Outcome]]:
@@ -159,22 +117,21 @@ def said_detectable(experiment: Experiment) -> str:
 def rows_of(experiment: Experiment, table: Table, own_rates: bool = False) -> list[list[str]]:
     """A table of arms as texts."""
     metric = experiment.metric
-    head = ["arm", *(["rate"] if own_rates else []), metric, "95% interval"]
+    head = ["arm", *["rate"] * own_rates, metric, "95% interval"]
     head += [f"minus {experiment.control}", "95% interval", "p", "corrected p"]
-    return [head, *(_cells(row, own_rates) for row in table)]
+    rows = [head]
+    for row in table:
+        p = ["–" if value is None else f"{value:.2g}" for value in (row.p, row.corrected)]
+        pairs = *_pair(row.metric, ".3f"), *_pair(row.difference, "+.3f")
+        rows.append([row.arm, *[f"{row.rate:g}"] * own_rates, *pairs, *p])
+    return rows
 
 
-def _cells(row: Row, own_rates: bool) -> list[str]:
-    difference = ["–", "–"] if row.difference is None else _pair(row.difference, "+.3f")
-    p = ["–" if value is None else f"{value:.2g}" for value in (row.p, row.corrected)]
-    rate = [f"{row.rate:g}"] if own_rates else []
-    return [row.arm, *rate, *_pair(row.metric, ".3f"), *difference, *p]
-
-
-def _pair(found: Estimate, form: str) -> list[str]:
-    if not np.isfinite(found.low):
-        return [format(found.value, form), "–"]
-    return [format(found.value, form), f"{found.low:{form}} to {found.high:{form}}"]
+def _pair(found: Estimate | None, form: str) -> tuple[str, str]:
+    if found is None:
+        return "–", "–"
+    value, low, high = (format(number, form) for number in found)
+    return value, f"{low} to {high}" if np.isfinite(found.low) else "–"
 
 
 def _answer(experiment: Experiment, best: Table) -> Section:
@@ -192,36 +149,32 @@ def _answer(experiment: Experiment, best: Table) -> Section:
             word = results.standing(experiment, row)
             text.append(f"{opening}: {word}. {differs}, corrected p = {row.corrected:.2g}.")
     seeds = _count(len(experiment.seeds), "seed")
-    title = f"{experiment.metric}, each arm at its best learning rate, {seeds}"
-    return Section(title, text, [])
+    return Section(f"{experiment.metric}, each arm at its best learning rate, {seeds}", text)
 
 
 def _how_chosen(experiment: Experiment) -> str:
     means = f"the {'highest' if experiment.better == 'higher' else 'lowest'} mean"
+    over = (
+        "very seeds shown, so that means are a little too good, the more so the more rates an arm "
+        "has; the test makes the choice again in every exchange of labels, where an arm has the "
+        "control's rates."
+    )
     if experiment.tuning_seeds:
         seeds = ", ".join(map(str, experiment.tuning_seeds))
-        chosen = (
-            f"Rates are those of {means} over the tuning seeds {seeds}, which count nowhere else."
-        )
-    else:
-        chosen = (
-            f"Rates are those of {means} over the very seeds shown, so that means are a little too "
-            "good, the more so the more rates an arm has; the test makes the choice again in every "
-            "exchange of labels, where an arm has the control's rates."
-        )
-    how = "exact"
-    if len(experiment.seeds) > results.EXACT:
-        how = f"{results.DRAWN} drawn exchanges"
+        over = f"tuning seeds {seeds}, which count nowhere else."
+    drawn = len(experiment.seeds) > results.EXACT
+    how = f"{results.DRAWN} drawn exchanges" if drawn else "exact"
     return (
-        f"{chosen} Intervals: percentile bootstrap over seeds, too narrow where seeds are few. p: "
-        f"exchange of labels within seeds, two-sided, {how}; corrected by Holm within a table."
+        f"Rates are those of {means} over the {over} Intervals: percentile bootstrap over seeds, "
+        "too narrow where seeds are few. p: exchange of labels within seeds, two-sided, "
+        f"{how}; corrected by Holm within a table."
     )
 
 
 def _pass_section(experiment: Experiment, chosen: Mapping[str, list[Outcome]]) -> Section:
     """pass@k before and after, and where the trained model falls below the base."""
     samples = min(len(run.base_pass) for found in chosen.values() for run in found)
-    sizes = [4**power for power in range(20) if 4**power <= samples]
+    sizes = powers(4, samples)
     rows = [["arm", *(f"pass@{k}, base → trained" for k in sizes), "below the base from k"]]
     for arm, found in chosen.items():
         base = np.array([run.base_pass[:samples] for run in found])
@@ -243,11 +196,9 @@ def _groups_section(chosen: Mapping[str, list[Outcome]]) -> Section:
     """Shares of flat and live groups at the start and at the end of training."""
     rows = [["arm", *(f"{label}, first and last tenth" for label in GROUPS.values())]]
     for arm, found in chosen.items():
-        rows.append([arm])
-        for name in GROUPS:
-            curve = np.mean([run.curves[name] for run in found], axis=0)
-            part = max(1, len(curve) // 10)
-            rows[-1].append(f"{curve[:part].mean():.3f}, {curve[-part:].mean():.3f}")
+        means = [np.mean([run.curves[name] for run in found], axis=0) for name in GROUPS]
+        part = max(1, len(means[0]) // 10)
+        rows.append([arm, *(f"{of[:part].mean():.3f}, {of[-part:].mean():.3f}" for of in means)])
     return Section("Groups in training", ["Shares of groups, means over seeds and steps."], rows)
 
 
@@ -260,17 +211,16 @@ def _mixed(outcomes: Outcomes) -> list[Section]:
         "Something changed between runs that no config shows, the base's weights or own code, and "
         "differences between arms may come from it. Remove the runs from before and compare again."
     )
-    return [Section("Runs that do not belong together", [*said, text], [])]
+    return [Section("Runs that do not belong together", [*said, text])]
 
 
 def _warnings(outcomes: Outcomes) -> list[Section]:
     """The warnings of the runs, which are not printed while the runs are taken."""
     rows = [["arm", "rate", "warning", "in runs"]]
     for (arm, rate), by_seed in outcomes.items():
-        names = sorted({name for run in by_seed.values() for name, n in run.warnings.items() if n})
-        for name in names:
-            count = sum(bool(run.warnings.get(name)) for run in by_seed.values())
-            rows.append([arm, f"{rate:g}", name, f"{count} of {len(by_seed)}"])
+        given = Counter(name for run in by_seed.values() for name, n in run.warnings.items() if n)
+        for name in sorted(given):
+            rows.append([arm, f"{rate:g}", name, f"{given[name]} of {len(by_seed)}"])
     text = "`jaxgrpo report RUN --text` says more of each; docs/metrics.md what they mean."
     return [Section("Warnings", [text], rows)] if len(rows) > 1 else []
 
@@ -278,9 +228,8 @@ def _warnings(outcomes: Outcomes) -> list[Section]:
 def _cost_section(chosen: Mapping[str, list[Outcome]]) -> Section:
     rows = [["arm", "tokens sampled per run", "seconds per run"]]
     for arm, found in chosen.items():
-        tokens, seconds = (
-            np.mean([run.numbers[name] for run in found]) for name in ("tokens", "time/seconds")
-        )
+        tokens = np.mean([run.numbers["tokens"] for run in found])
+        seconds = np.mean([run.numbers["time/seconds"] for run in found])
         rows.append([arm, f"{tokens:,.0f}", f"{seconds:.1f}"])
     text = (
         "Of training, without evaluation. The first run of a shape also compiles its programs; see "
@@ -295,23 +244,15 @@ def _count(number: int, what: str) -> str:
 
 def _figures(experiment: Experiment, outcomes: Outcomes) -> list[str]:
     best = best_runs(experiment, outcomes)
+    left = min(0.5, 0.04 + 0.017 * max(map(len, experiment.arms)))
+    rates = f"{experiment.metric}, mean and 95% bootstrap interval over seeds."
+    minus = "At each arm's best rate; by seeds, with the 95% bootstrap interval."
+    dotted = "Dotted: the base. Each arm at its best rate, means over seeds."
+    of = experiment, outcomes
     drawn = [
-        _figure(
-            "By learning rate",
-            f"{experiment.metric}, mean and 95% bootstrap interval over seeds.",
-            lambda axes: by_rate(axes, experiment, outcomes),
-        ),
-        _figure(
-            f"Minus {experiment.control}",
-            "At each arm's best rate; by seeds, with the 95% bootstrap interval.",
-            lambda axes: forest(axes, experiment, outcomes),
-            left=min(0.5, 0.04 + 0.017 * max(map(len, experiment.arms))),
-        ),
-        _figure(
-            "pass@k",
-            "Dotted: the base. Each arm at its best rate, means over seeds.",
-            lambda axes: passes(axes, best),
-        ),
+        _figure("By learning rate", rates, lambda axes: by_rate(axes, *of)),
+        _figure(f"Minus {experiment.control}", minus, lambda axes: forest(axes, *of), left),
+        _figure("pass@k", dotted, lambda axes: passes(axes, best)),
     ]
     for name, (title, note) in CURVES.items():
         note += " Running means at each arm's best rate; bands: 95% bootstrap over seeds."
@@ -332,7 +273,7 @@ def _figure(title: str, note: str, draw: Callable[[Axes], None], left: float = 0
 
 def by_rate(axes: Axes, experiment: Experiment, outcomes: Outcomes) -> None:
     """The metric over learning rates, one line per arm."""
-    rates = sorted({rate for arm in experiment.arms for rate in experiment.rates(arm)})
+    rates = sorted({rate for _, rate in outcomes})
     for place, arm in enumerate(experiment.arms):
         values = values_of(experiment, outcomes, arm, experiment.metric)
         middle, low, high = np.array([results.estimate(row) for row in values]).T
@@ -395,8 +336,8 @@ def smoothed(values: np.ndarray) -> np.ndarray:
     """The mean of the last twentieth of all steps, of fewer at the start; NaN counts as nothing."""
     width = max(1, len(values) // 20)
     known = np.isfinite(values)
-    total = np.cumsum(np.insert(np.where(known, values, 0.0), 0, 0.0))
-    count = np.cumsum(np.insert(known.astype(float), 0, 0.0))
+    sums = np.cumsum([np.where(known, values, 0.0), known], axis=1)
+    total, count = np.insert(sums, 0, 0.0, axis=1)
     end = np.arange(1, len(values) + 1)
     start = np.maximum(end - width, 0)
     with np.errstate(invalid="ignore", divide="ignore"):

@@ -12,7 +12,7 @@ import functools
 import io
 import itertools
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,7 +22,7 @@ import numpy as np
 from jaxgrpo.core.errors import InputError, suggest
 from jaxgrpo.evaluation.intervals import bootstrap
 from jaxgrpo.experiments.compare.experiment import Case, Experiment
-from jaxgrpo.training.folder import read_metrics
+from jaxgrpo.training.folder import evaluation_of, read_metrics
 from jaxgrpo.update import diagnostics
 
 OVER_STEPS = (
@@ -56,9 +56,9 @@ Outcomes = Mapping[tuple[str, float], Mapping[int, Outcome]]
 
 def read_all(cases: Sequence[Case]) -> Outcomes:
     """Every outcome. All runs must be finished."""
-    found: dict[tuple[str, float], dict[int, Outcome]] = {}
+    found = {(case.arm, case.rate): dict[int, Outcome]() for case in cases}
     for case in cases:
-        found.setdefault((case.arm, case.rate), {})[case.seed] = read(case)
+        found[case.arm, case.rate][case.seed] = read(case)
     return found
 
 
@@ -71,13 +71,12 @@ def read(case: Case) -> Outcome:
     time/seconds           spent in training, without evaluation
     """
     lines = read_metrics(case.path)
-    numbers: dict[str, float] = {}
-    for line, prefix in ((lines[0], "base/"), (lines[-1], "eval/")):
-        numbers |= {
-            prefix + name.removeprefix("eval/"): float(value)
-            for name, value in line.items()
-            if name.startswith("eval/") and value is not None
-        }
+    numbers = {
+        prefix + name: float(value)
+        for prefix, line in (("base/", lines[0]), ("eval/", lines[-1]))
+        for name, value in evaluation_of(line).items()
+        if value is not None
+    }
     steps = [line for line in lines if "reward" in line]
     curves = {name: _column(steps, name) for name in OVER_STEPS}
     numbers |= {name: float(np.nanmean(c)) for name, c in curves.items() if np.isfinite(c).any()}
@@ -127,13 +126,9 @@ def mixtures(outcomes: Outcomes) -> list[str]:
     for seed in dict.fromkeys(run.case.seed for run in runs):
         bases = [_base_of(run) for run in runs if run.case.seed == seed]
         common = set.intersection(*map(set, bases))
-        other = sorted(
-            name
-            for name in common
-            if not np.allclose(
-                [base[name] for base in bases], bases[0][name], rtol=0, atol=ROUNDING
-            )
-        )
+        values = {name: [base[name] for base in bases] for name in sorted(common)}
+        same = {name: np.allclose(of, of[0], rtol=0, atol=ROUNDING) for name, of in values.items()}
+        other = [name for name in same if not same[name]]
         if other:
             said.append(f"Seed {seed}: runs begin at different bases ({', '.join(other)} differ).")
     copies: dict[tuple[Path, ...], set[frozenset[bytes]]] = {}
@@ -211,11 +206,8 @@ def estimate(values: np.ndarray) -> Estimate:
 
 def at_rate(experiment: Experiment, outcomes: Outcomes, rate: float) -> Table:
     """The arms that have this learning rate; differences if the control has it too."""
-    chosen = {
-        arm: experiment.rates(arm).index(rate)
-        for arm in experiment.arms
-        if rate in experiment.rates(arm)
-    }
+    rates = {arm: experiment.rates(arm) for arm in experiment.arms}
+    chosen = {arm: of.index(rate) for arm, of in rates.items() if rate in of}
     return _table(experiment, outcomes, chosen, experiment.tested)
 
 
@@ -226,7 +218,13 @@ def at_best(experiment: Experiment, outcomes: Outcomes) -> Table:
     exchange, so that its p is right; the means themselves are those of the best of L and so a
     little too good, in every arm alike. Only `testable` arms have a p.
     """
-    chosen = {arm: best_rate(experiment, outcomes, arm) for arm in experiment.arms}
+    seeds = experiment.tuning_seeds or experiment.seeds
+    chosen = {
+        arm: choose(
+            _sign(experiment) * values_of(experiment, outcomes, arm, experiment.metric, seeds)
+        )
+        for arm in experiment.arms
+    }
     again = not experiment.tuning_seeds
     return _table(experiment, outcomes, chosen, testable(experiment), repeats_choice=again)
 
@@ -238,21 +236,13 @@ def testable(experiment: Experiment) -> tuple[str, ...]:
     order, or if neither has a choice. Otherwise the best of more rates on the very seeds that are
     judged would look like a better arm.
     """
-    theirs = set(experiment.rates(experiment.control))
+    rates = {arm: set(experiment.rates(arm)) for arm in experiment.arms}
+    theirs = rates[experiment.control]
     return tuple(
         arm
         for arm in experiment.tested
-        if experiment.tuning_seeds
-        or set(experiment.rates(arm)) == theirs
-        or len(experiment.rates(arm)) == len(theirs) == 1
+        if experiment.tuning_seeds or rates[arm] == theirs or len(rates[arm]) == len(theirs) == 1
     )
-
-
-def best_rate(experiment: Experiment, outcomes: Outcomes, arm: str) -> int:
-    """The place of an arm's best learning rate among its rates."""
-    seeds = experiment.tuning_seeds or experiment.seeds
-    values = values_of(experiment, outcomes, arm, experiment.metric, seeds)
-    return choose(_sign(experiment) * values)
 
 
 def standing(experiment: Experiment, row: Row) -> str:
@@ -264,8 +254,7 @@ def standing(experiment: Experiment, row: Row) -> str:
     assert row.difference is not None
     assert row.corrected is not None
     value, low, high = row.difference
-    shown = row.corrected <= experiment.level and (low > 0 or high < 0)
-    if not shown:
+    if row.corrected > experiment.level or not (low > 0 or high < 0):
         return "no difference shown"
     return "better" if value * _sign(experiment) > 0 else "worse"
 
@@ -273,10 +262,8 @@ def standing(experiment: Experiment, row: Row) -> str:
 def detectable(experiment: Experiment) -> tuple[float, float, int]:
     """The smallest p there can be, the same corrected, and the seeds it takes to get below the
     level."""
-    comparisons = len(testable(experiment))
-    least = smallest_p(len(experiment.seeds))
-    needed = seeds_needed(comparisons, experiment.level)
-    return least, min(1.0, comparisons * least), needed
+    comparisons, least = len(testable(experiment)), smallest_p(len(experiment.seeds))
+    return least, min(1.0, comparisons * least), seeds_needed(comparisons, experiment.level)
 
 
 def smallest_p(seeds: int) -> float:
@@ -286,10 +273,7 @@ def smallest_p(seeds: int) -> float:
 
 def seeds_needed(comparisons: int, level: float) -> int:
     """With how many seeds the smallest corrected p is at most `level`."""
-    seeds = 1
-    while comparisons * 2.0 / 2**seeds > level:
-        seeds += 1
-    return seeds
+    return next(seeds for seeds in itertools.count(1) if comparisons * 2.0 / 2**seeds <= level)
 
 
 def choose(values: np.ndarray) -> int:
@@ -311,16 +295,14 @@ def exchange_test(arm: np.ndarray, control: np.ndarray) -> float:
 
     Shapes: arm, control [L, n], the same rates and seeds. Higher is better.
     """
-    arm, control = np.asarray(arm, float), np.asarray(control, float)
-    observed = _best(arm) - _best(control)
-    least = abs(float(observed)) - SAME
-    met, count = (0, 0) if arm.shape[1] <= EXACT else (1, 1)
-    for swapped in _exchanges(arm.shape[1]):
-        one = np.where(swapped[:, None, :], control, arm)
-        other = np.where(swapped[:, None, :], arm, control)
-        met += int((np.abs(_best(one) - _best(other)) >= least).sum())
-        count += len(swapped)
-    return met / count
+
+    def statistic(swapped: np.ndarray) -> np.ndarray:
+        pairs = (arm, control), (control, arm)
+        one, other = (np.where(swapped[:, None, :], *pair) for pair in pairs)
+        # The best of the means over seeds, [m, L, n] -> [m]; whichever of equal ones.
+        return np.abs(one.mean(-1).max(-1) - other.mean(-1).max(-1))[:, None]
+
+    return float(_share_as_large(statistic, np.shape(arm)[1])[0])
 
 
 def sign_flip_test(difference: np.ndarray) -> float:
@@ -336,11 +318,9 @@ def holm(p: Mapping[str, float]) -> dict[str, float]:
 
     Whatever the comparisons have to do with each other. Source: Holm 1979, Scand. J. Stat. 6.
     """
-    corrected: dict[str, float] = {}
-    largest = 0.0
-    for place, name in enumerate(sorted(p, key=lambda name: p[name])):
-        largest = max(largest, min(1.0, (len(p) - place) * p[name]))
-        corrected[name] = largest
+    order = sorted(p, key=lambda name: p[name])
+    several = (min(1.0, (len(p) - place) * p[name]) for place, name in enumerate(order))
+    corrected = dict(zip(order, itertools.accumulate(several, max), strict=True))
     return {name: corrected[name] for name in p}
 
 
@@ -356,13 +336,7 @@ def sign_flip_tests(differences: np.ndarray) -> np.ndarray:
     differences = np.asarray(differences, float)
     scale = np.sqrt((differences**2).mean(0))
     scaled = differences / np.where(scale > SAME, scale, 1.0) / len(differences)
-    least = np.abs(scaled.sum(0)) - SAME
-    met, count = (0, 0) if len(differences) <= EXACT else (1, 1)
-    for flipped in _exchanges(len(differences)):
-        largest = np.abs(np.where(flipped, -1.0, 1.0) @ scaled).max(1)
-        met = met + (largest[:, None] >= least).sum(0)
-        count += len(flipped)
-    return np.asarray(met / count)
+    return _share_as_large(lambda flip: abs(np.where(flip, -1.0, 1.0) @ scaled), len(scaled))
 
 
 def crossing(base: np.ndarray, trained: np.ndarray, level: float = 0.05) -> int | None:
@@ -392,7 +366,8 @@ def _table(
 ) -> Table:
     """Rows of the arms in `chosen`, each at its place among its rates; p of those `tested`."""
     values = {arm: values_of(experiment, outcomes, arm, experiment.metric) for arm in chosen}
-    control = experiment.control
+    by_rate = {arm: of[np.argsort(experiment.rates(arm))] for arm, of in values.items()}
+    control, sign = experiment.control, _sign(experiment)
     rows, p = [], {}
     for arm, place in chosen.items():
         row = Row(arm, experiment.rates(arm)[place], estimate(values[arm][place]))
@@ -400,11 +375,7 @@ def _table(
             difference = values[arm][place] - values[control][chosen[control]]
             row = row._replace(difference=estimate(difference))
             if arm in tested and repeats_choice:
-                ours, theirs = (
-                    _sign(experiment) * values[one][np.argsort(experiment.rates(one))]
-                    for one in (arm, control)
-                )
-                p[arm] = exchange_test(ours, theirs)
+                p[arm] = exchange_test(sign * by_rate[arm], sign * by_rate[control])
             elif arm in tested:
                 p[arm] = sign_flip_test(difference)
         rows.append(row)
@@ -416,16 +387,26 @@ def _sign(experiment: Experiment) -> float:
     return 1.0 if experiment.better == "higher" else -1.0
 
 
-def _best(values: np.ndarray) -> Any:
-    """The highest of the means over seeds: [..., L, n] -> [...]. Whichever of equal ones."""
-    return values.mean(-1).max(-1)
+def _share_as_large(statistic: Callable[[np.ndarray], np.ndarray], seeds: int) -> np.ndarray:
+    """The share of exchanges whose largest statistic is at least each observed one, [K].
+
+    Args:
+      statistic: of whether each seed's labels are exchanged, [m, n] -> [m, K].
+    """
+    observed = statistic(np.zeros((1, seeds), bool))
+    met = [
+        statistic(exchanged).max(1, keepdims=True) >= observed - SAME
+        for exchanged in _exchanges(seeds)
+    ]
+    return np.concatenate(met).mean(0)
 
 
 def _exchanges(seeds: int) -> Iterator[np.ndarray]:
-    """Which seeds' labels are exchanged, in blocks [m, n]."""
+    """Which seeds' labels are exchanged, in blocks [m, n]; none of them first."""
     if seeds <= EXACT:
         yield np.array(list(itertools.product([False, True], repeat=seeds)))
         return
+    yield np.zeros((1, seeds), bool)
     random = np.random.default_rng(0)
     for _ in range(0, DRAWN, 1000):
         yield random.random((1000, seeds)) < 0.5

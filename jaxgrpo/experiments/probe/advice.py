@@ -49,9 +49,6 @@ class Advice(NamedTuple):
     why: str
     numbers: tuple[str, ...]  # paths in the probe's JSON
 
-    def as_dict(self) -> dict[str, Any]:
-        return {**self._asdict(), "numbers": list(self.numbers)}
-
 
 def advise(found: Mapping[str, Any]) -> list[Advice]:
     """All advice that follows from the numbers of a probe.
@@ -92,13 +89,13 @@ def value_at(found: Mapping[str, Any], path: str) -> Any:
 
 def _health(found: Mapping[str, Any]) -> Iterator[Advice]:
     """The alarms of training that the samples raise already."""
-    hidden = set[str]()
+    hidden: tuple[str, ...] = ()
     for rule in RULES:
         path = WATCHED.get(rule.metric)
-        value = value_at(found, path) if path else None
-        if path and value is not None and value > rule.above and rule.name not in hidden:
-            hidden |= set(rule.hides)
-            yield Advice("health", rule.remedy, rule.says.format(value=value), (path,))
+        if path and value_at(found, path) > rule.above and rule.name not in hidden:
+            hidden += rule.hides
+            why = rule.says.format(value=value_at(found, path))
+            yield Advice("health", rule.remedy, why, (path,))
     if not math.isfinite(found["agreement"]["mean"]):
         says = "do not train it like this: look at the weights, and at model.dtype"
         why = "log-probs of sampler or trainer are not finite"
@@ -133,18 +130,15 @@ def _group_size(found: Mapping[str, Any], size: int) -> Advice:
             f"prompts never succeed, {success['at_one']:.0%} always",
             (f"degeneracy.{largest}.measured", "success.at_zero", "success.at_one"),
         )
-    per = {g: groups[g]["live_groups_per_1000_samples"] for g in (smallest, size)}
-    why = f"{live[size]:.0%} of groups of {size} are live"
-    if size != largest:
-        why += f", and no more than {live[largest]:.0%} of groups of {largest}"
-    if size != smallest:
-        why += (
-            f"; for the same samples G = {smallest} gives more of them, {per[smallest]:.0f} per "
-            f"1000 samples against {per[size]:.0f}, each with less to compare"
-        )
-    says = f"rollout.group_size = {size}"
+    per = {g: f"{groups[g]['live_groups_per_1000_samples']:.0f}" for g in (smallest, size)}
+    says, why = f"rollout.group_size = {size}", f"{live[size]:.0%} of groups of {size} are live"
     if size == largest:
         says += ", the largest measured: probe with more --samples to see whether more would help"
+    else:
+        why += f", and no more than {live[largest]:.0%} of groups of {largest}"
+    if size != smallest:
+        more = f"{per[smallest]} per 1000 samples against {per[size]}, each with less to compare"
+        why += f"; for the same samples G = {smallest} gives more of them, {more}"
     return Advice("group size", says, why, tuple(f"degeneracy.{g}.measured" for g in live))
 
 
@@ -154,12 +148,12 @@ def _prompt_filter(found: Mapping[str, Any], size: int) -> Iterator[Advice]:
     ends = f"{success['at_zero']:.0%} of prompts never succeed and {success['at_one']:.0%} always"
     why = f"the gap to equal prompts is {group['gap']:.3f} ({low:.3f} to {high:.3f}) at G = {size}"
     if low > 0:
+        what, policy = "prefer uncertain prompts", "spo_priority"
         if success["at_zero"] >= MUCH:
-            says = 'choose prompts: rollout.prompts = { use = "difficulty_band" }'
+            what, policy = "choose prompts", "difficulty_band"
         elif success["at_one"] >= MUCH:
-            says = 'leave out what is solved: rollout.prompts = { use = "no_positive_resampling" }'
-        else:
-            says = 'prefer uncertain prompts: rollout.prompts = { use = "spo_priority" }'
+            what, policy = "leave out what is solved", "no_positive_resampling"
+        says = f'{what}: rollout.prompts = {{ use = "{policy}" }}'
         why = f"prompts differ in difficulty and more samples do not help the ends: {why}; {ends}"
     elif high < SMALL_GAP:
         says = "no filter of prompts: flat groups come by chance, and larger groups make them rarer"
@@ -190,12 +184,10 @@ def _advantages(found: Mapping[str, Any], size: int) -> Iterator[Advice]:
         yield _alive_when_all_fail(group["all_fail"], found["success"]["rate"], size)
     if group["lucky"] >= MUCH:
         says = "compare `grpo` with `dr_grpo`, and with `mask_difficulty_band`"
-        divided, centred = (size - 1) / size**0.5, 1 - 1 / size
-        why = (
-            f"{group['lucky']:.0%} of live groups of {size} are a hard prompt's with a single "
-            f"success; divided by the group's deviation its advantage is {divided:.2f}, without "
-            f"{centred:.2f}"
-        )
+        lone = "a hard prompt's with a single success"
+        lone = f"{group['lucky']:.0%} of live groups of {size} are {lone}"
+        divided = f"divided by the group's deviation its advantage is {(size - 1) / size**0.5:.2f}"
+        why = f"{lone}; {divided}, without {1 - 1 / size:.2f}"
         yield Advice("advantage", says, why, (f"degeneracy.{size}.lucky",))
     if size <= 4:
         says = "compare with `rloo`, whose baseline leaves the sample itself out"
@@ -210,14 +202,11 @@ def _advantages(found: Mapping[str, Any], size: int) -> Iterator[Advice]:
 
 def _alive_when_all_fail(failed: float, rate: float, size: int) -> Advice:
     why = f"in {failed:.0%} of groups of {size} all fail, and a group baseline learns nothing there"
+    methods = "`sign`, `conditional_sign` and `ema`"
+    then = "failures can be pushed away without drowning it"
     if rate < SELDOM:
-        says = "compare `grpo` with `ema` at several learning rates each"
-        why += (
-            f"; at a success rate of {rate:.3f} `sign` would be mostly noise, while `ema` weighs "
-            "failures by that rate"
-        )
-    else:
-        says = "compare `grpo` with `sign`, `conditional_sign` and `ema` at several learning rates "
-        says += "each"
-        why += f"; at a success rate of {rate:.3f} failures can be pushed away without drowning it"
+        methods = "`ema`"
+        then = "`sign` would be mostly noise, while `ema` weighs failures by that rate"
+    says = f"compare `grpo` with {methods} at several learning rates each"
+    why += f"; at a success rate of {rate:.3f} {then}"
     return Advice("advantage", says, why, (f"degeneracy.{size}.all_fail", "success.rate"))

@@ -55,8 +55,7 @@ def main(
     config = _config(target, given, overrides)
     if not 0.5 <= level < 1:
         raise InputError(f"--level {level}: expected a share from 0.5 to below 1, as 0.99")
-    for out in (json_out, html_out):
-        _check_can_write(out)
+    outs = _writable(json_out, html_out)
     if html_out:
         check_can_draw(f"{html_out} needs", "leave --html out")
     console = Console(highlight=False)
@@ -69,7 +68,13 @@ def main(
     found = _numbers(config, policy, questions, level)
     whole = {"model": target, "data": config.eval.data, "reward": judge.name, **found}
     if process.is_main():
-        _tell(console, whole, json_out, html_out)
+        report.show(console, whole)
+        if json_out:
+            write_atomically(Path(json_out), json.dumps(plain(whole), indent=2) + "\n")
+        if html_out:
+            write_atomically(Path(html_out), report.render(whole))
+        for out in outs:
+            console.print(f"written: {out}", markup=False, soft_wrap=True)
     return 0
 
 
@@ -83,21 +88,19 @@ def _config(target: str, given: Mapping[str, str | int | None], overrides: Seque
     config = config_for(target, changes, overrides)
     named = {*changes, *(one.partition("=")[0].replace(" ", "") for one in overrides)}
     config = dataclasses.replace(config, eval=_asked(config, named))
+    samples = config.eval.samples
     if config.eval.data is None:
-        raise InputError(
-            f"probe {target}: no prompts to probe with; give --data, as task:NAME:train"
+        problem = "no prompts to probe with; give --data, as task:NAME:train"
+    elif config.eval.scorer is None and config.rewards[0].use == NOBODY:
+        judges = "gsm8k_answer, math, or path/file.py:function"
+        problem = f"nothing judges the answers; give --reward, as {judges}"
+    elif samples < 2:
+        problem = (
+            f"--samples {samples}: a group needs 2 or more; 16 tell of groups of 2, 4, 8 and 16"
         )
-    if config.eval.scorer is None and config.rewards[0].use == NOBODY:
-        raise InputError(
-            f"probe {target}: nothing judges the answers; give --reward, as gsm8k_answer, math, or "
-            "path/file.py:function"
-        )
-    if config.eval.samples < 2:
-        raise InputError(
-            f"probe {target}: --samples {config.eval.samples}: a group needs 2 or more; 16 tell "
-            "of groups of 2, 4, 8 and 16"
-        )
-    return config
+    else:
+        return config
+    raise InputError(f"probe {target}: {problem}")
 
 
 def _asked(config: Config, named: Collection[str]) -> EvalKeys:
@@ -139,27 +142,16 @@ def _numbers(
         "prompts_per_step": per_step,
         "level": level,
         **found,
-        "advice": [one.as_dict() for one in advise(found)],
+        "advice": [one._asdict() for one in advise(found)],
     }
 
 
-def _tell(
-    console: Console, whole: dict[str, Any], json_out: str | None, html_out: str | None
-) -> None:
-    report.show(console, whole)
-    if json_out:
-        write_atomically(Path(json_out), json.dumps(plain(whole), indent=2) + "\n")
-    if html_out:
-        write_atomically(Path(html_out), report.render(whole))
-    for out in filter(None, (json_out, html_out)):
-        console.print(f"written: {out}", markup=False, soft_wrap=True)
-
-
-def _check_can_write(out: str | None) -> None:
-    if out is None:
-        return
-    path = Path(out)
-    if path.is_dir():
-        raise InputError(f"{out}: is a folder; give the name of a file to write")
-    if not path.parent.is_dir():
-        raise InputError(f"{out}: there is no folder {path.parent}; make it first")
+def _writable(*names: str | None) -> list[Path]:
+    """The files that are given. Raises: InputError if one cannot be written."""
+    outs = [Path(name) for name in names if name]
+    for out in outs:
+        if out.is_dir():
+            raise InputError(f"{out}: is a folder; give the name of a file to write")
+        if not out.parent.is_dir():
+            raise InputError(f"{out}: there is no folder {out.parent}; make it first")
+    return outs

@@ -18,7 +18,7 @@ from jax import Array
 from jaxtyping import Float, Int
 
 from jaxgrpo.evaluation import diversity, intervals
-from jaxgrpo.evaluation.evaluate import SUCCESS, Answers, Questions, answers_of
+from jaxgrpo.evaluation.evaluate import Answers, Questions, answers_of, powers
 from jaxgrpo.evaluation.voting import Answered
 from jaxgrpo.rewards.builtin import has_format
 from jaxgrpo.update import diagnostics
@@ -44,7 +44,9 @@ def measure(
         degeneracy   G -> measured, iid, gap and ci of the gap (`diagnostics.jensen_gap`);
                      all_fail and all_pass; of a step, live_groups and live_tokens;
                      live_groups_per_1000_samples; lucky (`lucky_share`)
-        diversity, format, calibration, agreement    see the functions of these names
+        diversity, format, agreement    see the functions of these names
+        calibration  stated, mean, brier, ece, auroc of `diversity.stated_metrics`; None if no
+                     completion states a confidence
 
     Samples that could not be scored are left out: a prompt has n <= N, and takes part in what needs
     no more than n.
@@ -56,16 +58,15 @@ def measure(
       level: of every interval.
     """
     given = answers_of(answers, questions)
-    scored = np.isfinite(answers.scores)
-    right = scored & (answers.scores > SUCCESS)
+    right, scored = answers.right, answers.scored
     correct, samples = (jnp.asarray(what.sum(1), jnp.int32) for what in (right, scored))
     lengths = answers.mask.sum(-1)
     tokens = [jnp.asarray((lengths * of).sum(1), jnp.float32) for of in (right, scored & ~right)]
     width = answers.scores.shape[1]
     sizes = tuple(size for size in GROUP_SIZES if size <= width)
     groups = jax.device_get(_groups(sizes, correct, samples, *tokens))
-    powers = tuple(2**power for power in range(20) if 2**power <= width)
-    passes = jax.device_get(_passes(powers, correct, samples))
+    passes = jax.device_get(_passes(powers(2, width), correct, samples))
+    stated = diversity.stated_metrics(answers.texts, right, scored).items()
     return {
         "success": _success(np.asarray(correct), np.asarray(samples), width, level),
         "pass_at": {k: _mean(value, level) for k, value in passes.items()},
@@ -74,15 +75,15 @@ def measure(
             for size, group in groups.items()
         },
         "diversity": _diversity(answers, given),
-        "format": _format(answers, right, scored, given, questions.formats),
-        "calibration": _calibration(answers, right, scored),
+        "format": _format(answers, given, questions.formats),
+        "calibration": {name.removeprefix("confidence/"): value for name, value in stated} or None,
         "agreement": _agreement(answers),
     }
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _passes(powers: tuple[int, ...], correct: Array, samples: Array) -> dict[int, Array]:
-    return {k: diagnostics.pass_at_k(correct, samples, k) for k in powers}
+def _passes(sizes: tuple[int, ...], correct: Array, samples: Array) -> dict[int, Array]:
+    return {k: diagnostics.pass_at_k(correct, samples, k) for k in sizes}
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -174,13 +175,7 @@ def _agreeing(row: Sequence[Hashable]) -> float:
     return (many * (many - 1)).sum() / (number * (number - 1)) if number > 1 else float("nan")
 
 
-def _format(
-    answers: Answers,
-    right: np.ndarray,
-    scored: np.ndarray,
-    given: Answered | None,
-    formats: Mapping[str, str],
-) -> dict[str, Any]:
+def _format(answers: Answers, given: Answered | None, formats: Mapping[str, str]) -> dict[str, Any]:
     """Shares of samples, and their mean lengths in tokens.
 
     cut       at the length limit              blank   nothing but white space
@@ -198,20 +193,12 @@ def _format(
     if given is not None:
         found["answered"] = _nan_mean([answer is not None for row in given for answer in row])
     if formats:
-        found["formats"] = diversity.format_metrics(answers.texts, right, formats)
+        found["formats"] = diversity.format_metrics(answers.texts, answers.right, formats)
     return found | {
         "mean_tokens": float(lengths.mean()),
-        "mean_tokens_right": _nan_mean(lengths[right]),
-        "mean_tokens_wrong": _nan_mean(lengths[scored & ~right]),
+        "mean_tokens_right": _nan_mean(lengths[answers.right]),
+        "mean_tokens_wrong": _nan_mean(lengths[answers.scored & ~answers.right]),
     }
-
-
-def _calibration(
-    answers: Answers, right: np.ndarray, scored: np.ndarray
-) -> dict[str, float] | None:
-    """stated, mean, brier, ece, auroc of `diversity.stated_metrics`; None if none is stated."""
-    found = diversity.stated_metrics(answers.texts, right, scored)
-    return {name.removeprefix("confidence/"): value for name, value in found.items()} or None
 
 
 def _agreement(answers: Answers) -> dict[str, float]:
@@ -224,9 +211,8 @@ def _agreement(answers: Answers) -> dict[str, float]:
     Both have the same weights and texts: they differ by their programs' rounding, and by
     rollout.top_k and top_p, which the trainer does not apply.
     """
-    wide = (values.astype(np.float64) for values in (answers.rescored["logp"], answers.logp))
-    trainer, sampler = (values[answers.mask] for values in wide)
-    apart = trainer - sampler
+    trainer, sampler = answers.rescored["logp"].astype(float), answers.logp.astype(float)
+    apart = (trainer - sampler)[answers.mask]
     number = max(1, len(apart))
     return {
         "mean": float(np.abs(apart).sum() / number),

@@ -1,11 +1,10 @@
-"""The report of a probe, in the terminal and as one HTML file: tables, charts and the advice."""
+"""The report of a probe, in the terminal and as one HTML file: tables and the advice."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -13,9 +12,12 @@ from rich.text import Text
 
 from jaxgrpo.experiments.probe.advice import value_at
 from jaxgrpo.experiments.probe.measure import PER
+from jaxgrpo.experiments.sections import Section, terminal_table
+from jaxgrpo.training.report import html
 from jaxgrpo.training.report.record import visible
 
 BAR = 30  # characters of a full bar
+LOOK: dict[str, Any] = {"box": box.SIMPLE_HEAD, "pad_edge": False}
 
 
 class Column(NamedTuple):
@@ -66,21 +68,21 @@ OTHERS = {
 
 def show(console: Console, found: Mapping[str, Any]) -> None:
     """Prints everything that a probe found, as `command.main` puts it together."""
-    console.print(Text(title(found), style="bold"))
-    console.print(_successes(found))
-    console.print(_table("at least one of k samples is right", pass_rows(found)))
     groups = (
         "flat groups, of these all fail and all pass, and i.i.d.;\n"
         f"live groups and tokens per step of {found['prompts_per_step']} prompts, and per {PER} "
         "samples; of live groups, lucky ones"
     )
-    console.print(_table(groups, group_rows(found, [column.short for column in GROUPS])))
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_header=False)
-    table.add_column()
-    table.add_column(justify="right")
-    for label, value in others(found):
-        table.add_row(Text(label), value)
-    console.print(table)
+    tables = {
+        "at least one of k samples is right": pass_rows(found),
+        groups: group_rows(found, "short"),
+    }
+    console.print(Text(title(found), style="bold"))
+    console.print(_successes(found))
+    for name, rows in tables.items():
+        console.print(terminal_table(rows, no_wrap=True, title=name, **LOOK))
+    rest = [("", ""), *((Text(label), value) for label, value in others(found))]
+    console.print(terminal_table(rest, show_header=False, **LOOK))
     advice = Table.grid(padding=(0, 2))
     for one in found["advice"]:
         advice.add_row(Text(one["about"], style="bold"), Text(visible(one["says"])))
@@ -91,7 +93,7 @@ def show(console: Console, found: Mapping[str, Any]) -> None:
 
 def render(found: Mapping[str, Any]) -> str:
     """The HTML page of what `command.main` puts together."""
-    from jaxgrpo.training.report import html
+    from jaxgrpo.experiments.probe import charts  # matplotlib takes a while to load
 
     success = found["success"]
     size, group = list(found["degeneracy"].items())[-1]
@@ -109,16 +111,16 @@ def render(found: Mapping[str, Any]) -> str:
         f"({html.text(', '.join(one['numbers']))})</div></li>"
         for one in found["advice"]
     )
-    groups = group_rows(found, [column.long for column in GROUPS])
-    body = (
-        f'<h1>Probe</h1>\n<div class="muted">{html.text(title(found))}</div>\n{html.tiles(tiles)}\n'
-        f'<h2>Advice</h2>\n<ul class="box">{advice}</ul>\n'
-        f'<h2>Charts</h2>\n<div class="charts">{"".join(_figures(found))}</div>\n'
-        f"<h2>Groups</h2>\n{html.table(groups)}\n"
-        f"<h2>pass@k</h2>\n{html.table(pass_rows(found))}\n"
-        f"<h2>Samples</h2>\n{html.table([('', 'value'), *others(found)])}"
-    )
-    return html.document(f"probe of {found['model']}", body)
+    figures = charts.figures(found, interval(found))
+    body = [
+        f'<h1>Probe</h1>\n<div class="muted">{html.text(title(found))}</div>\n{html.tiles(tiles)}',
+        f'<h2>Advice</h2>\n<ul class="box">{advice}</ul>',
+        f'<h2>Charts</h2>\n<div class="charts">{"".join(figures)}</div>',
+        Section("Groups", rows=group_rows(found, "long")).html(),
+        Section("pass@k", rows=pass_rows(found)).html(),
+        Section("Samples", rows=[("", "value"), *others(found)]).html(),
+    ]
+    return html.document(f"probe of {found['model']}", "\n".join(body))
 
 
 def title(found: Mapping[str, Any]) -> str:
@@ -144,16 +146,15 @@ def number(value: Any, form: str = ".3f") -> str:
 
 def pass_rows(found: Mapping[str, Any]) -> list[list[str]]:
     """pass@k with its intervals; the first row is the head."""
-    rows = [["", "value", _interval(found)]]
-    for k, one in found["pass_at"].items():
-        rows.append([f"pass@{k}", number(one["value"]), number(one["ci"])])
-    return rows
+    known = found["pass_at"].items()
+    rows = [[f"pass@{k}", number(one["value"]), number(one["ci"])] for k, one in known]
+    return [["", "value", interval(found)], *rows]
 
 
-def group_rows(found: Mapping[str, Any], heads: Sequence[str]) -> list[list[str]]:
-    """The numbers of GROUPS for each group size; the first row is the head."""
-    names = {"interval": _interval(found), "step": found["prompts_per_step"]}
-    rows = [["G", *(head.format(**names) for head in heads)]]
+def group_rows(found: Mapping[str, Any], heads: str) -> list[list[str]]:
+    """The numbers of GROUPS for each group size; the first row is the head, "short" or "long"."""
+    names = {"interval": interval(found), "step": found["prompts_per_step"]}
+    rows = [["G", *(getattr(one, heads).format(**names) for one in GROUPS)]]
     for size, group in found["degeneracy"].items():
         rows.append([str(size), *(number(group[one.key], one.form) for one in GROUPS)])
     return rows
@@ -180,7 +181,8 @@ def ranges(samples: int) -> list[range]:
     return [range(1), *inner, range(samples, samples + 1)]
 
 
-def _interval(found: Mapping[str, Any]) -> str:
+def interval(found: Mapping[str, Any]) -> str:
+    """How intervals are called."""
     return f"{found['level'] * 100:g}% interval"
 
 
@@ -197,107 +199,6 @@ def _successes(found: Mapping[str, Any]) -> Table:
         held = int(sum(counts[k] for k in among))
         share = held / max(sum(counts), 1)
         rows.append([f"{name} of {samples}", f"{held}", f"{share:.1%}", "█" * round(share * BAR)])
-    table = _table(rate, rows)
+    table = terminal_table(rows, no_wrap=True, title=rate, **LOOK)
     table.columns[-1].justify = "left"
     return table
-
-
-def _table(title: str, rows: Sequence[Sequence[str]]) -> Table:
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-    for place, name in enumerate(rows[0]):
-        table.add_column(name, justify="right" if place else "left", no_wrap=True)
-    for row in rows[1:]:
-        table.add_row(*row)
-    return table
-
-
-def _figures(found: Mapping[str, Any]) -> Iterator[str]:
-    # Imported here and below: the terminal needs no matplotlib, which may not be installed.
-    import matplotlib as mpl
-
-    from jaxgrpo.training.report import charts, html
-
-    interval = _interval(found)
-    drawn: Sequence[tuple[str, Callable[[Any, Mapping[str, Any]], None], str]] = (
-        (
-            "Prompts by success rate",
-            _draw_histogram,
-            "At the ends all samples agree: a baseline of the group learns nothing there.",
-        ),
-        (
-            "Flat groups",
-            _draw_flat,
-            "Measured, and what they were if all prompts were equally hard; the bar is the "
-            f"gap's {interval}.",
-        ),
-        (
-            f"Live groups per {PER} samples",
-            _draw_live,
-            "At the same number of samples: small groups are more, each with less to compare.",
-        ),
-        ("pass@k", _draw_passes, f"With its {interval}."),
-    )
-    with mpl.rc_context(charts.STYLE):
-        for name, draw, note in drawn:
-            figure, axes = charts.blank(name)
-            draw(axes, found)
-            yield html.figure(name, charts.as_svg(figure), note)
-
-
-def _draw_histogram(axes: Any, found: Mapping[str, Any]) -> None:
-    from jaxgrpo.training.report.charts import FAIL, MIXED, PASS
-
-    counts = np.asarray(found["success"]["histogram"], float)
-    last = len(counts) - 1
-    places = np.arange(last + 1) / last
-    colours = [FAIL, *[MIXED] * (last - 1), PASS]
-    axes.bar(places, counts / max(counts.sum(), 1), width=0.8 / (last + 1), color=colours)
-    axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
-
-
-def _draw_flat(axes: Any, found: Mapping[str, Any]) -> None:
-    from jaxgrpo.training.report.charts import COLOURS
-
-    measured, iid = _of_groups(found, "measured"), _of_groups(found, "iid")
-    around = np.abs(_of_groups(found, "ci").T - (measured - iid))
-    known = np.isfinite(around).all(0)
-    places = _place_groups(axes, found)
-    axes.bar(places - 0.2, measured, 0.38, color=COLOURS[0], label="measured")
-    axes.bar(places + 0.2, iid, 0.38, color=COLOURS[1], label="i.i.d.")
-    bars = {"fmt": "none", "ecolor": "#1f2933", "capsize": 3}
-    axes.errorbar(places[known] - 0.2, measured[known], around[:, known], **bars)
-    axes.set_ylim(0, 1.02)
-    axes.legend(ncols=2)
-
-
-def _draw_live(axes: Any, found: Mapping[str, Any]) -> None:
-    from jaxgrpo.training.report.charts import MIXED
-
-    heights = _of_groups(found, f"live_groups_per_{PER}_samples")
-    bars = axes.bar(_place_groups(axes, found), heights, 0.6, color=MIXED)
-    axes.bar_label(bars, [number(height, ".0f") for height in heights], fontsize=8)
-    axes.margins(y=0.15)
-
-
-def _draw_passes(axes: Any, found: Mapping[str, Any]) -> None:
-    from jaxgrpo.training.report.charts import COLOURS
-
-    passes = found["pass_at"]
-    low, high = np.array([one["ci"] for one in passes.values()], float).T
-    places = np.arange(len(passes))
-    value = [one["value"] for one in passes.values()]
-    axes.plot(places, value, "o-", color=COLOURS[0], markersize=3.5)
-    axes.fill_between(places, low, high, color=COLOURS[0], alpha=0.15, linewidth=0)
-    axes.set_xticks(places, [str(k) for k in passes])
-    axes.set_ylim(-0.02, 1.02)
-
-
-def _of_groups(found: Mapping[str, Any], key: str) -> np.ndarray:
-    return np.array([group[key] for group in found["degeneracy"].values()], float)
-
-
-def _place_groups(axes: Any, found: Mapping[str, Any]) -> np.ndarray:
-    """One place per group size on the x-axis, labelled."""
-    places = np.arange(len(found["degeneracy"]))
-    axes.set_xticks(places, [f"G = {size}" for size in found["degeneracy"]])
-    return places
