@@ -16,7 +16,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Column, Table
 from rich.text import Text
 
-from jaxgrpo.training.report.record import Record, is_number, shown, total_reward, visible
+from jaxgrpo.training.folder import is_number
+from jaxgrpo.training.report.record import Record, shown, total_reward, visible
 
 BARS = "▁▂▃▄▅▆▇█"
 WIDTH = 24  # of a sparkline

@@ -76,6 +76,11 @@ def plain(value: Any, name: str = "value") -> Any:
     )
 
 
+def is_number(value: Any) -> bool:
+    """Whether it is a finite number."""
+    return isinstance(value, int | float) and math.isfinite(value)
+
+
 def write_atomically(path: Path, text: str) -> None:
     """Writes a whole file or nothing: a reader sees the old text or the new, never a part."""
     # Named by process: a run and `jaxgrpo report` may write the same report at the same time.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import fcntl
 import json
-import math
 import re
 import tomllib
 import unicodedata
@@ -15,7 +14,7 @@ from typing import Any
 
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.training import alarms
-from jaxgrpo.training.folder import LOCK, evaluation_of, read_metrics, read_samples
+from jaxgrpo.training.folder import LOCK, evaluation_of, is_number, read_metrics, read_samples
 
 TURNS = "\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"
 UNDER_WAY, FINISHED, STOPPED = "under way", "finished", "stopped"
@@ -57,8 +56,8 @@ class Record:
 
     def series(self, metric: str) -> tuple[list[int], list[float]]:
         """(steps, values) where the metric is a finite number."""
-        pairs = [(line["step"], float(line[metric])) for line in self.lines if has(line, metric)]
-        return [step for step, _ in pairs], [value for _, value in pairs]
+        lines = [line for line in self.lines if is_number(line.get(metric))]
+        return [line["step"] for line in lines], alarms.known(lines, metric)
 
     def last(self, metric: str) -> float | None:
         """Its last finite value."""
@@ -143,14 +142,6 @@ def natural(name: str) -> list[tuple[str, int]]:
     """Sorts pass@4 before pass@16."""
     pieces = re.findall(r"(\D+)(\d*)", f" {name}")
     return [(text, int(number or 0)) for text, number in pieces]
-
-
-def has(line: Mapping[str, Any], metric: str) -> bool:
-    return is_number(line.get(metric))
-
-
-def is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and math.isfinite(value)
 
 
 def _config(file: Path) -> dict[str, Any]:
