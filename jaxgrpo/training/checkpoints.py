@@ -32,6 +32,7 @@ from jax.experimental import multihost_utils
 
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.types import Params
+from jaxgrpo.models import sharding
 from jaxgrpo.training.folder import Closing, write_atomically
 
 FORMAT = 1  # of the files of a step
@@ -333,9 +334,7 @@ def parameter_hash(params: Params) -> str:
     """
     digest = hashlib.sha256()
     for name, leaf in sorted(_named_leaves(params).items()):
-        if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
-            leaf = multihost_utils.process_allgather(leaf, tiled=True)
-        array = np.asarray(leaf)
+        array = sharding.to_host(leaf)
         digest.update(f"{name}|{array.dtype}|{array.shape}|".encode())
         digest.update(array.tobytes())
     return digest.hexdigest()

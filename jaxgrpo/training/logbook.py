@@ -6,7 +6,6 @@ metrics.jsonl holds; that file stays the record of the run.
 
 from __future__ import annotations
 
-import math
 import os
 import time
 import tomllib
@@ -21,7 +20,13 @@ from jaxgrpo.config.own_code import installed
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.training import alarms, process
 from jaxgrpo.training.console import Display, best_and_worst, warning
-from jaxgrpo.training.folder import Closing, RunFolder, read_metrics, write_atomically
+from jaxgrpo.training.folder import (
+    Closing,
+    RunFolder,
+    is_number,
+    read_metrics,
+    write_atomically,
+)
 from jaxgrpo.training.report.html import write_report
 from jaxgrpo.training.report.record import FINISHED, STOPPED, UNDER_WAY
 
@@ -232,15 +237,7 @@ Tracker = TensorBoard | WandB
 
 def numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
     """The metrics that are finite numbers: the others have no place in a chart."""
-    found = {}
-    for name, value in metrics.items():
-        try:
-            number = float(value)
-        except (TypeError, ValueError):
-            continue
-        if math.isfinite(number):
-            found[name] = number
-    return found
+    return {name: float(value) for name, value in metrics.items() if is_number(value)}
 
 
 def _tag(name: str) -> str:

@@ -23,24 +23,19 @@ from jaxgrpo.data.prompts import PromptData
 from jaxgrpo.evaluation.evaluate import Evaluate, Policy, make_evaluator, questions_of
 from jaxgrpo.evaluation.rescoring import Base
 from jaxgrpo.models import decoder, sharding
+from jaxgrpo.models.api import Model
 from jaxgrpo.models.hf import folders
 from jaxgrpo.training import process
 from jaxgrpo.training.checkpoints import Checkpoints
 from jaxgrpo.training.folder import evaluation_of, read_metrics
 from jaxgrpo.training.inputs import eval_source, load_prompts, make_chat, resolve_scorer
 from jaxgrpo.training.resets import may_reset
-from jaxgrpo.training.setup import (
-    Setup,
-    find_model,
-    make_mesh,
-    sampling_settings,
-    slots_of,
-)
+from jaxgrpo.training.setup import Setup, find_model, make_mesh, sampling_settings, slots_of
 from jaxgrpo.update.step import Share, alone
 
 DTYPES = ("float32", "bfloat16")  # of exported weights
 SLOTS = 64  # samples decoded at once where no run says how many
-NOBODY = python_name("nobody")  # the reward of a config that needs none
+NO_REWARD = python_name("nobody")  # the reward of a config that needs none
 
 DEFAULTS: dict[str, Any] = {
     "rollout": {
@@ -49,7 +44,7 @@ DEFAULTS: dict[str, Any] = {
         "max_prompt_tokens": 1024,
         "max_completion_tokens": 1024,
     },
-    "rewards": [{"use": NOBODY}],
+    "rewards": [{"use": NO_REWARD}],
     "recipe": "sign",
     "loss": {"proximal": "trainer"},  # so that rollout.top_k and top_p may be set
     "optimizer": {"learning_rate": 0.0},
@@ -109,7 +104,11 @@ def find_policy(
     folder, tokenizer, model = find_model(config, mesh)
     chat = make_chat(config, tokenizer)
     prompts = load_prompts(config, chat, rows if rows is not None else eval_source(config))
-    policy = StoredPolicy(
+    return _policy(config, mesh, folder, tokenizer, model), prompts
+
+
+def _policy(config: Config, mesh: Mesh, folder: Path, tokenizer: Any, model: Model) -> StoredPolicy:
+    return StoredPolicy(
         model=model,
         tokenizer=tokenizer,
         mesh=mesh,
@@ -118,7 +117,6 @@ def find_policy(
         slots=slots_of(config),
         folder=folder,
     )
-    return policy, prompts
 
 
 def key_of(config: Config) -> Any:
@@ -150,14 +148,7 @@ def evaluator_of(run: Setup, share: Share = alone) -> Evaluate:
         held_out = run.held_out or load_prompts(config, run.chat, eval_source(config))
         questions = questions_of(config, held_out, resolve_scorer(config, run.rewards))
         base = base_of(run) if config.eval.kl_to_base else None
-        policy = Policy(
-            model=run.model,
-            tokenizer=run.tokenizer,
-            mesh=run.mesh,
-            settings=run.blueprint.sampling,
-            width=config.rollout.max_prompt_tokens,
-            slots=slots_of(config),
-        )
+        policy = _policy(config, run.mesh, run.folder, run.tokenizer, run.model)
         return make_evaluator(config, policy, questions, base)
 
     return share("evaluator", make)

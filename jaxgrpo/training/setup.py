@@ -48,8 +48,7 @@ from jaxgrpo.update import packing
 from jaxgrpo.update.forward import Blueprint, as_computed, held_dtype, opt_layout, param_layout
 from jaxgrpo.update.optimizer import make_optimizer
 from jaxgrpo.update.packing import Geometry
-from jaxgrpo.update.prepare import Prepared, make_observer
-from jaxgrpo.update.step import Share, Steps, alone, build_steps
+from jaxgrpo.update.step import Prepared, Share, Steps, alone, build_steps, make_observer
 
 DIVIDED = {
     "prompts_per_step": "bins",

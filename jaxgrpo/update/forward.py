@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -61,16 +62,10 @@ def forward(
     # Greedy sampling has no distribution: its ratios are those of the model itself.
     temperature = blueprint.sampling.temperature or 1.0
 
-    def unembed(hidden: Array) -> Array:
-        return blueprint.model.unembed(params, hidden)
-
-    bins, rows = hidden.shape[0], micro.tokens.shape
+    unembed = functools.partial(blueprint.model.unembed, params)
+    targets = micro.targets.reshape(hidden.shape[0], -1)
     logp, values = token_logprobs(
-        unembed,
-        hidden,
-        micro.targets.reshape(bins, -1),
-        temperature=temperature,
-        entropy=entropy,
+        unembed, hidden, targets, temperature=temperature, entropy=entropy
     )
     fields = {} if values is None else {"policy_entropy": values}
     if reference is not None:
@@ -78,11 +73,11 @@ def forward(
         fields["full_kl"], fields["full_kl_clamped"] = full_kl(
             unembed,
             hidden,
-            lambda hidden: blueprint.model.unembed(anchor, hidden),
+            functools.partial(blueprint.model.unembed, anchor),
             hidden_states(blueprint.model, anchor, micro),
             temperature=temperature,
         )
-    return jax.tree.map(lambda leaf: leaf.reshape(rows), Scored(logp, values, fields))
+    return jax.tree.map(lambda leaf: leaf.reshape(micro.tokens.shape), Scored(logp, values, fields))
 
 
 def hidden_states(model: Model, params: Params, micro: TrainBatch) -> Array:

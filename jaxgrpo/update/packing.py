@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.types import Rollouts, TrainBatch
+from jaxgrpo.models.api import Constrain
 
 
 class Geometry(NamedTuple):
@@ -98,8 +100,12 @@ def gather(
     weight: Array,
     mask: Array,
     fields: dict[str, Array],
+    constrain: Constrain = lambda value, axes: value,
 ) -> TrainBatch:
     """Moves samples into the rows that the plan gives them. Pure; jitted by the caller.
+
+    Args:
+      constrain: lays an array out on the caller's mesh by logical axis names: D over the bins.
 
     Shapes: advantage, weight, mask and every field [P, G, T]; the rest as in the types.
     """
@@ -124,7 +130,7 @@ def gather(
     prompt_tokens = jnp.where(
         position < prompt_length[..., None], rollouts.prompt_tokens[prompt], 0
     )
-    return TrainBatch(
+    batch = TrainBatch(
         prompt_tokens=prompt_tokens,
         prompt_length=prompt_length,
         tokens=jnp.where(real, tokens, 0),
@@ -139,6 +145,11 @@ def gather(
         row_prompt=jnp.asarray(plan.row_prompt),
         num_live=jnp.asarray(plan.num_live),
     )
+
+    def lay_out(leaf: Array) -> Array:
+        return constrain(leaf, (None, "bins", *[None] * (leaf.ndim - 2))) if leaf.ndim else leaf
+
+    return jax.tree.map(lay_out, batch)
 
 
 def scatter(values: Array, plan: Plan, shape: tuple[int, int, int]) -> Array:

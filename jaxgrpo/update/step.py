@@ -7,19 +7,24 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import Array
 
+from jaxgrpo import advantages
 from jaxgrpo.core.metrics import Metrics, empty_like, maximum, mean, merge
-from jaxgrpo.core.types import Params, Prompts, Rollouts, TrainBatch, TrainState
+from jaxgrpo.core.types import FIELDS, Params, Prompts, Rollouts, TrainBatch, TrainState
 from jaxgrpo.losses import Tokens, token_loss
 from jaxgrpo.models import sharding
+from jaxgrpo.models.logprobs import Entropy
 from jaxgrpo.rollout import sampler as sampling
+from jaxgrpo.rollout.selection import PromptPolicy
+from jaxgrpo.update import diagnostics, packing
 from jaxgrpo.update.forward import (
     Blueprint,
     as_computed,
@@ -28,7 +33,19 @@ from jaxgrpo.update.forward import (
     opt_layout,
     param_layout,
 )
-from jaxgrpo.update.prepare import Prepared, make_preparer
+
+ANCHORS = ("base_logp", "reference_logp")
+"""Fields that show, if a method asks for them, how far the policy has moved."""
+
+
+class Prepared(NamedTuple):
+    """What `prepare` returns: the batch to update on, and what the log shows of it."""
+
+    batch: TrainBatch
+    advantage: Array  # [P, G], the mean over a sample's tokens
+    live: np.ndarray  # [P, G] bool, samples that can move the parameters
+    metrics: Metrics
+
 
 Share = Callable[[str, Callable[[], Any]], Any]
 """(name, make) -> what `make` gives, or gave an earlier run that shares it"""
@@ -64,7 +81,7 @@ def build_steps(blueprint: Blueprint, share: Share = alone) -> Steps:
     program = share("update", lambda: _update_program(blueprint))
     return Steps(
         sample=lambda params, prompts, key: sampling.sample(sampler, params, prompts, key),
-        prepare=make_preparer(blueprint),
+        prepare=Preparer(blueprint).prepare,
         update=_updater(program, blueprint.objective.anchors),
         sync=_syncer(blueprint),
         update_program=program,
@@ -79,6 +96,195 @@ def _syncer(blueprint: Blueprint) -> Callable[[TrainState], Params]:
     layout = param_layout(blueprint, sharding.SAMPLING)
     sync = jax.jit(functools.partial(as_computed, blueprint.model), out_shardings=layout)
     return lambda state: sync(state.trainable)
+
+
+class _Judged(NamedTuple):
+    state: Any
+    advantage: Array  # [P, G, T]
+    weight: Array  # [P, G, T]
+    mask: Array  # [P, G, T]
+    live: Array  # [P, G]
+    per_sample: Array  # [P, G]
+    metrics: Metrics
+
+
+class Preparer:
+    """The jitted functions of `prepare`, and what the host does between them."""
+
+    def __init__(self, blueprint: Blueprint):
+        self.blueprint, geometry = blueprint, blueprint.geometry
+        shape = geometry.num_prompts, geometry.group_size, geometry.max_completion_tokens
+        self.sample_shape = shape
+        self.score = jax.jit(functools.partial(_score, blueprint), static_argnums=2)
+        self.judge = jax.jit(functools.partial(_judge, blueprint))
+        constrain = sharding.constrain(blueprint.mesh)
+        self.gather = jax.jit(functools.partial(packing.gather, constrain=constrain))
+        self.scatter = jax.jit(lambda values, where: packing.scatter(values, where, shape))
+        self.drift = jax.jit(diagnostics.drift_metrics, static_argnums=3)
+
+    def prepare(self, state: TrainState, rollouts: Rollouts) -> tuple[TrainState, Prepared]:
+        compact = self.blueprint.compact
+        rollouts = self.with_fields(state, rollouts)
+        judged: _Judged = self.judge(state.advantage_state, rollouts)
+        live = sharding.to_host(judged.live)
+        where = packing.plan(live if compact else np.ones_like(live), self.blueprint.geometry)
+        batch = self.assemble(state, rollouts, judged, where)
+        state = dataclasses.replace(state, advantage_state=judged.state)
+        metrics = judged.metrics
+        for name in ANCHORS:
+            if name not in rollouts.fields and name in batch.fields:
+                # Of all completions or of none: those that the loss leaves out are no random ones.
+                mask = rollouts.token_mask & bool(live.all() or not compact)
+                other = self.scatter(batch.fields[name], where)
+                drift = self.drift(rollouts.behavior_logp, other, mask, FIELDS[name].policy)
+                metrics = merge(metrics, drift)
+        return state, Prepared(batch, judged.per_sample, live, metrics)
+
+    def with_fields(self, state: TrainState, rollouts: Rollouts) -> Rollouts:
+        """The rollouts with what the chain needs, scored on every sample."""
+        names = self.blueprint.chain.needs & FIELDS.keys()
+        if not names:
+            return rollouts
+        everyone = packing.plan(np.ones(self.sample_shape[:2], bool), self.blueprint.geometry)
+        zero = jnp.zeros(self.sample_shape, jnp.float32)
+        batch = self.gather(rollouts, everyone, zero, zero, rollouts.token_mask, {})
+        scored = self.score_fields(state, names, batch)
+        fields = {name: self.scatter(value, everyone) for name, value in scored.items()}
+        return dataclasses.replace(rollouts, fields={**rollouts.fields, **fields})
+
+    def assemble(
+        self, state: TrainState, rollouts: Rollouts, judged: _Judged, where: packing.Plan
+    ) -> TrainBatch:
+        """The update batch, with what only the loss needs scored on its samples alone."""
+        needs = self.blueprint.objective.needs
+        # As for the parts of a chain, a need may be the name of a reward.
+        brought = {**rollouts.rewards, **rollouts.fields}
+        known = {name: self.per_token(brought[name]) for name in needs & brought.keys()}
+        known["behavior_logp"] = rollouts.behavior_logp
+        batch = self.gather(rollouts, where, judged.advantage, judged.weight, judged.mask, known)
+        late = self.score_fields(state, (needs & FIELDS.keys()) - known.keys(), batch)
+        batch = dataclasses.replace(batch, fields={**batch.fields, **late})
+        if self.blueprint.objective.proximal == "trainer":
+            batch = dataclasses.replace(batch, proximal_logp=batch.fields["trainer_logp"])
+        return batch
+
+    def score_fields(
+        self, state: TrainState, names: Collection[str], batch: TrainBatch
+    ) -> dict[str, Array]:
+        """The named fields [K, D, R, Q], with one pass per policy that they ask for."""
+        fields: dict[str, Array] = {}
+        for policy in sorted({FIELDS[name].policy for name in names}):
+            params = state.trainable if policy == "trainer" else state.frozen[policy]
+            wanted = {name: FIELDS[name] for name in names if FIELDS[name].policy == policy}
+            asked = "value" if "entropy" in {one.quantity for one in wanted.values()} else "none"
+            logp, entropy = self.score(params, batch, asked)
+            values = {"logp": logp, "entropy": entropy}
+            fields |= {name: values[field.quantity] for name, field in wanted.items()}
+        return fields
+
+    def per_token(self, value: Array) -> Array:
+        """A field [P], [P, G] or [P, G, T] at every token."""
+        value = value.reshape(*value.shape, *[1] * (3 - value.ndim))
+        return jnp.broadcast_to(value, self.sample_shape)
+
+
+def _score(
+    blueprint: Blueprint, params: Params, batch: TrainBatch, entropy: Entropy
+) -> tuple[Array, Array | None]:
+    """Log-probs and entropies [K, D, R, Q] under `params`; 0 in micro-batches that are not live."""
+
+    def body(index: Array, carry: Any) -> Any:
+        scored = forward(blueprint, params, micro_batch(batch, index), entropy)
+        values = scored.logp, scored.entropy
+        return jax.tree.map(lambda whole, one: whole.at[index].set(one), carry, values)
+
+    empty = jnp.zeros(batch.tokens.shape, jnp.float32)
+    start = (empty, None if entropy == "none" else empty)
+    return jax.lax.fori_loop(0, batch.num_live, body, start)
+
+
+def _judge(blueprint: Blueprint, state: Any, rollouts: Rollouts) -> _Judged:
+    """The chain, the reduction's weights on the whole batch, and who is alive."""
+    signal, state, metrics = blueprint.chain.update(advantages.start(rollouts), state, rollouts)
+    tokens = rollouts.token_mask
+    value, mask = signal.value, signal.mask
+    if value.ndim == 2:
+        value, mask = value[..., None], mask[..., None]
+    mask = jnp.broadcast_to(mask, tokens.shape) & tokens
+    advantage = jnp.where(mask, value, 0).astype(jnp.float32)
+    weight = blueprint.objective.reduction.weights(mask).astype(jnp.float32)
+    live = (advantage != 0).any(-1)
+    if blueprint.objective.penalties and blueprint.objective.penalties_on == "all":
+        live = mask.any(-1)
+    else:
+        # The dead carry no penalty, so that leaving them out changes nothing.
+        weight = jnp.where(live[..., None], weight, 0)
+    metrics = merge(
+        metrics, _rollout_metrics(rollouts, live, advantage, mask, blueprint.reward_weights)
+    )
+    per_sample = advantage.sum(-1) / jnp.maximum(mask.sum(-1), 1)
+    # Nor are they in the metrics of the update, which penalties may remember.
+    mask = mask & live[..., None]
+    everywhere = sharding.replicated(blueprint.mesh)
+    state, live, per_sample, metrics = jax.lax.with_sharding_constraint(
+        (state, live, per_sample, metrics), everywhere
+    )
+    return _Judged(state, advantage, weight, mask, live, per_sample, metrics)
+
+
+def _rollout_metrics(
+    rollouts: Rollouts,
+    live: Array,
+    advantage: Array,
+    mask: Array,
+    weights: Mapping[str, float] | None,
+) -> Metrics:
+    """Metrics of rewards and completions, under TRL's names if TRL has one."""
+    tokens = rollouts.token_mask
+    metrics: Metrics = {
+        "live_samples": mean(live),
+        "live_groups": mean(live.any(-1)),
+        "live_tokens": mean(live[..., None], tokens),
+    }
+    metrics |= diagnostics.advantage_metrics(advantage, mask, rollouts.rewards, weights)
+    metrics |= diagnostics.completion_metrics(
+        rollouts.completion_tokens, tokens, rollouts.truncated
+    )
+    rare = diagnostics.rare_successes(rollouts.rewards, weights)
+    metrics |= diagnostics.symptom_metrics(rollouts.completion_tokens, tokens, rare)
+    for name in ANCHORS:
+        if name in rollouts.fields:
+            pair = (rollouts.behavior_logp, rollouts.fields[name])
+            metrics |= diagnostics.drift_metrics(*pair, tokens, FIELDS[name].policy)
+    return metrics | diagnostics.group_metrics(rollouts.rewards, weights)
+
+
+def make_observer(
+    policy: PromptPolicy,
+    num_prompts: int,
+    prepare: Callable[[TrainState, Rollouts], tuple[TrainState, Prepared]],
+) -> Callable[[TrainState, Rollouts], tuple[TrainState, Prepared]]:
+    """`prepare`, after which the prompt policy observes every group.
+
+    It is no function of its own, since a loop that forgot to call it would train on with a policy
+    that learns nothing.
+    """
+
+    def prepare_and_observe(state: TrainState, rollouts: Rollouts) -> tuple[TrainState, Prepared]:
+        before = state.prompt_policy_state
+        state, prepared = prepare(state, rollouts)
+        if policy.chance is not None:
+            step, cursor = sharding.to_host((state.step, state.cursor))
+            logged = {
+                "prompts/eligible": policy.chance(before, num_prompts).mean(),
+                "prompts/skipped": cursor - (step + 1) * num_prompts,
+            }
+            more = {name: mean(jnp.float32(value)) for name, value in logged.items()}
+            prepared = prepared._replace(metrics=merge(prepared.metrics, more))
+        after = policy.observe(before, rollouts)
+        return dataclasses.replace(state, prompt_policy_state=after), prepared
+
+    return prepare_and_observe
 
 
 def _updater(

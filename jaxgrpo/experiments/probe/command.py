@@ -21,7 +21,7 @@ from jaxgrpo.experiments.probe.advice import advise
 from jaxgrpo.training import process
 from jaxgrpo.training.folder import plain, write_atomically
 from jaxgrpo.training.inputs import resolve_rewards, resolve_scorer, show_previews
-from jaxgrpo.training.policy import NOBODY, StoredPolicy, config_for, find_policy, key_of
+from jaxgrpo.training.policy import NO_REWARD, StoredPolicy, config_for, find_policy, key_of
 from jaxgrpo.training.report.html import check_can_draw
 
 PURPOSE = 2  # folded into the key: a probe repeats the draws of neither training nor evaluation
@@ -61,7 +61,7 @@ def main(
         check_can_draw(f"{html_out} needs", "leave --html out")
     console = Console(highlight=False)
     policy, held_out = find_policy(console, config)
-    rewards = () if config.rewards[0].use == NOBODY else resolve_rewards(config)
+    rewards = () if config.rewards[0].use == NO_REWARD else resolve_rewards(config)
     judge = resolve_scorer(config, rewards)
     questions = questions_of(config, held_out, judge)
     if process.is_main():
@@ -87,7 +87,7 @@ def _config(target: str, given: Mapping[str, str | int | None], overrides: Seque
         raise InputError(
             f"probe {target}: no prompts to probe with; give --data, as task:NAME:train"
         )
-    if config.eval.scorer is None and config.rewards[0].use == NOBODY:
+    if config.eval.scorer is None and config.rewards[0].use == NO_REWARD:
         raise InputError(
             f"probe {target}: nothing judges the answers; give --reward, as gsm8k_answer, math, or "
             "path/file.py:function"
