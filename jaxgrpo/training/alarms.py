@@ -34,29 +34,34 @@ Line = Mapping[str, Any]
 
 
 class Rule(NamedTuple):
-    """A threshold: raised where the mean of `metric` over the last `steps` steps is above it."""
+    """A threshold: raised where the mean of a metric over the last `steps` steps is above it."""
 
     name: str
-    metric: str  # one "*" stands for the name of a reward, or of a step of the chain
-    above: float
+    when: str  # metric > threshold; a "*" stands for the name of a reward, or of a step of a chain
     says: str  # {value} is the mean, {star} what "*" stands for
     remedy: str
     steps: int = 3
     hides: tuple[str, ...] = ()  # rules that say the same in weaker words
 
+    @property
+    def metric(self) -> str:
+        return self.when.split(" > ")[0]
+
+    @property
+    def above(self) -> float:
+        return float(self.when.split(" > ")[1])
+
 
 KL = Rule(
     "kl",
-    "kl",
-    1.0,
+    "kl > 1",
     "the policy is {value:.2g} nats per token from the reference",
     "lower optimizer.learning_rate, or raise loss.kl.beta",
 )
 RULES = (
     Rule(
         "no end",
-        "completions/clipped_ratio",
-        0.999,
+        "completions/clipped_ratio > 0.999",
         "no completion ends: all are cut at the length limit",
         "raise rollout.max_completion_tokens; if texts run on past the answer, the tokenizer's end "
         "token is not the one that the model was trained to write",
@@ -64,15 +69,13 @@ RULES = (
     ),
     Rule(
         "truncated",
-        "completions/clipped_ratio",
-        0.5,
+        "completions/clipped_ratio > 0.5",
         "{value:.0%} of completions are cut at the length limit",
         "raise rollout.max_completion_tokens, or ask for shorter answers",
     ),
     Rule(
         "all fail",
-        "groups/all_fail",
-        0.9,
+        "groups/all_fail > 0.9",
         "in {value:.0%} of groups every sample fails alike: there is nothing to learn from",
         "read samples/: does the model see its format, does the reward accept a right answer? "
         "Else take easier prompts, a larger rollout.group_size or a denser reward",
@@ -80,8 +83,7 @@ RULES = (
     ),
     Rule(
         "all pass",
-        "groups/all_pass",
-        0.9,
+        "groups/all_pass > 0.9",
         "in {value:.0%} of groups every sample earns the same, above 0: nothing is left to learn",
         "where answers are right take harder prompts, or stop; else the reward cannot tell them "
         "apart",
@@ -89,22 +91,19 @@ RULES = (
     ),
     Rule(
         "flat",
-        "frac_reward_zero_std",
-        0.9,
+        "frac_reward_zero_std > 0.9",
         "in {value:.0%} of groups all rewards are equal, so their advantage is 0",
         "take prompts of middle difficulty, a larger rollout.group_size or a denser reward",
     ),
     Rule(
         "unscored",
-        "rewards/*/unscored",
-        0.1,
+        "rewards/*/unscored > 0.1",
         "the reward {star} could not score {value:.0%} of completions",
         "see which in samples/ (null) and mend the reward, or the columns it reads",
     ),
     Rule(
         "refused",
-        "*/refused",
-        0.0,
+        "*/refused > 0",
         "{star} left out {value:.2g} of the samples: their reward is neither 0 nor 1",
         "give its option threshold, the lowest reward that is a success, or weigh the rewards so "
         "that their sum is 0 or 1",
@@ -112,8 +111,7 @@ RULES = (
     ),
     Rule(
         "identical",
-        "groups/identical",
-        0.9,
+        "groups/identical > 0.9",
         "in {value:.0%} of groups all completions are the same",
         "where they are right these prompts are learnt; else the policy has collapsed: raise "
         "rollout.temperature, lower optimizer.learning_rate or add loss.kl",
@@ -121,8 +119,8 @@ RULES = (
     ),
     Rule(
         "mismatch",
-        "sampling/sampling_logp_difference/mean",
-        0.05,  # NeMo-RL's alarm: mean exp|difference| above 1.05
+        # NeMo-RL's alarm: mean exp|difference| above 1.05
+        "sampling/sampling_logp_difference/mean > 0.05",
         "sampler and trainer disagree by {value:.2g} nats per token about the same texts",
         'set model.dtype = "float32" to see whether it is rounding, or loss.proximal = "trainer" '
         "to keep it out of the ratio",
@@ -130,24 +128,21 @@ RULES = (
     ),
     Rule(
         "ratio",
-        "ratio_max",
-        10.0,
+        "ratio_max > 10",
         "the ratio of current to sampling policy reaches {value:.3g}",
         "lower optimizer.learning_rate",
     ),
     Rule(
         "policy kl",
-        "policy_kl",
-        0.1,
+        "policy_kl > 0.1",
         "the policy is {value:.2g} nats per token from the one that sampled",
         "lower optimizer.learning_rate",
     ),
     KL,
-    KL._replace(metric="*/kl"),  # of a step of the chain, as k1_in_reward is
+    KL._replace(when="*/kl > 1"),  # of a step of the chain, as k1_in_reward is
     Rule(
         "not finite",
-        "skipped_updates/not_finite",
-        0.0,
+        "skipped_updates/not_finite > 0",
         "a gradient was not finite, and its update was left out",
         "lower optimizer.learning_rate; look at the rewards of this step",
         steps=1,

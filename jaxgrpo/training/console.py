@@ -16,7 +16,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Column, Table
 from rich.text import Text
 
-from jaxgrpo.training.folder import is_number
 from jaxgrpo.training.report.record import Record, shown, total_reward, visible
 
 BARS = "▁▂▃▄▅▆▇█"
@@ -85,11 +84,13 @@ def is_summary(name: str) -> bool:
     return name.startswith(("pass@", "maj@")) and "/" not in name
 
 
-def comparison(title: str, columns: Mapping[str, Mapping[str, float]], rows: list[str]) -> Table:
+def comparison(
+    title: str, columns: Sequence[tuple[str, Mapping[str, float]]], rows: Sequence[str]
+) -> Table:
     """A table with one column per policy."""
-    table = Table("", *(Column(name, justify="right") for name in columns), title=title)
+    table = Table("", *(Column(name, justify="right") for name, _ in columns), title=title)
     for row in rows:
-        table.add_row(row, *(f"{column[row]:.3f}" for column in columns.values()))
+        table.add_row(Text(row), *(f"{column[row]:.3f}" for _, column in columns))
     return table
 
 
@@ -108,7 +109,10 @@ def show(console: Console, record: Record) -> None:
     for alarm in record.warnings:
         console.print(warning(alarm.step, alarm.text))
     if record.evaluations:
-        console.print(_evaluations(record))
+        columns = [(f"step {step}", values) for step, values in record.evaluations]
+        (_, base), (_, now) = ends = columns[0], columns[-1]
+        rows = sorted(base.keys() & now.keys(), key=lambda name: ("accuracy" not in name, name))
+        console.print(comparison("evaluation", ends, rows))
     numbers = [Column(name, justify="right", no_wrap=True) for name in ("first", "now")]
     curve = Column(f"to step {record.step}", no_wrap=True)
     table = Table(Column(no_wrap=True), *numbers, curve, box=box.SIMPLE_HEAD, pad_edge=False)
@@ -176,14 +180,3 @@ def _few(text: str, width: int = 100) -> list[str]:
     if len(lines) <= 4:
         return lines or ["(empty)"]
     return [*lines[:2], f"… {len(lines) - 3} lines …", lines[-1]]
-
-
-def _evaluations(record: Record) -> Table:
-    (first, base), (last, now) = record.evaluations[0], record.evaluations[-1]
-    steps = [Column(f"step {number}", justify="right") for number in (first, last)]
-    table = Table("", *steps, title="evaluation")
-    names = [name for name in now if name in base]
-    for name in sorted(names, key=lambda name: ("accuracy" not in name, name)):
-        values = [f"{value:.3f}" if is_number(value) else "–" for value in (base[name], now[name])]
-        table.add_row(Text(name), *values)
-    return table

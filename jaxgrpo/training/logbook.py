@@ -20,13 +20,7 @@ from jaxgrpo.config.own_code import installed
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.training import alarms, process
 from jaxgrpo.training.console import Display, best_and_worst, warning
-from jaxgrpo.training.folder import (
-    Closing,
-    RunFolder,
-    is_number,
-    read_metrics,
-    write_atomically,
-)
+from jaxgrpo.training.folder import Closing, RunFolder, is_number, read_metrics, write_atomically
 from jaxgrpo.training.report.html import write_report
 from jaxgrpo.training.report.record import FINISHED, STOPPED, UNDER_WAY
 

@@ -162,8 +162,9 @@ def is_better(value: float, best: float | None) -> bool:
     >>> is_better(0.1, None), is_better(float("nan"), None), is_better(0.1, float("nan"))
     (True, False, True)
     """
-    known = best is not None and math.isfinite(best)
-    return math.isfinite(value) and not (known and value <= best)
+    if not math.isfinite(value):
+        return False
+    return best is None or not math.isfinite(best) or value > best
 
 
 def _reads_reference(objective: Objective) -> bool:

@@ -38,30 +38,23 @@ class Blueprint(NamedTuple):
     compact: bool = True  # False keeps dead samples in the update: slower, the same result
 
 
-class Scored(NamedTuple):
-    """What one pass gives for the chosen tokens."""
-
-    logp: Array  # [D, R, Q]
-    entropy: Array | None  # [D, R, Q]; None unless asked for
-    fields: dict[str, Array]  # quantities of OF_PASS and what goes with them, [D, R, Q]
-
-
 def forward(
     blueprint: Blueprint,
     params: Params,
     micro: TrainBatch,
     entropy: Entropy = "none",
     reference: Params | None = None,
-) -> Scored:
+) -> tuple[Array, dict[str, Array]]:
     """One micro-batch under `params`, against the whole distributions of `reference` if given.
 
-    The entropy carries gradient for "gradient" only.
+    Returns: (log-probs of the chosen tokens, the quantities of OF_PASS and what goes with them),
+    [D, R, Q] each. There is a policy_entropy where `entropy` asks for it, with gradient for
+    "gradient" only.
     """
     params = as_computed(blueprint.model, params)
     hidden = hidden_states(blueprint.model, params, micro)
     # Greedy sampling has no distribution: its ratios are those of the model itself.
     temperature = blueprint.sampling.temperature or 1.0
-
     unembed = functools.partial(blueprint.model.unembed, params)
     targets = micro.targets.reshape(hidden.shape[0], -1)
     logp, values = token_logprobs(
@@ -77,7 +70,7 @@ def forward(
             hidden_states(blueprint.model, anchor, micro),
             temperature=temperature,
         )
-    return jax.tree.map(lambda leaf: leaf.reshape(micro.tokens.shape), Scored(logp, values, fields))
+    return jax.tree.map(lambda leaf: leaf.reshape(micro.tokens.shape), (logp, fields))
 
 
 def hidden_states(model: Model, params: Params, micro: TrainBatch) -> Array:

@@ -68,15 +68,14 @@ def plan(live: np.ndarray, geometry: Geometry) -> Plan:
     A bin takes whole groups (their live members) as long as `prompts_per_bin` allows, or pieces of
     one group of `rows` samples if a group is larger than a bin.
     """
-    pieces: list[list[np.ndarray]] = []  # bins, each a list of sample indices by prompt
     groups = [np.flatnonzero(row) + p * geometry.group_size for p, row in enumerate(live)]
     groups = [group for group in groups if group.size]
-    if geometry.rows >= geometry.group_size:
+    # Bins, each a list of sample indices by prompt.
+    if (rows := geometry.rows) >= geometry.group_size:
         per_bin = geometry.prompts_per_bin
         pieces = [groups[i : i + per_bin] for i in range(0, len(groups), per_bin)]
     else:
-        for group in groups:
-            pieces += [[group[i : i + geometry.rows]] for i in range(0, group.size, geometry.rows)]
+        pieces = [[group[i : i + rows]] for group in groups for i in range(0, group.size, rows)]
     shape = (geometry.micro_batches, geometry.bins)
     sample = np.full((*shape, geometry.rows), -1, np.int32)
     prompt = np.full((*shape, geometry.prompts_per_bin), -1, np.int32)

@@ -56,13 +56,19 @@ def alone(name: str, make: Callable[[], Any]) -> Any:
     return make()
 
 
+Sample = Callable[[Params, Prompts, Array], Rollouts]
+Prepare = Callable[[TrainState, Rollouts], tuple[TrainState, Prepared]]
+Update = Callable[[TrainState, TrainBatch], tuple[TrainState, Metrics]]
+Sync = Callable[[TrainState], Params]
+
+
 class Steps(NamedTuple):
     """The functions of training: state in, state out. `update` donates the state it gets."""
 
-    sample: Callable[[Params, Prompts, Array], Rollouts]
-    prepare: Callable[[TrainState, Rollouts], tuple[TrainState, Prepared]]
-    update: Callable[[TrainState, TrainBatch], tuple[TrainState, Metrics]]
-    sync: Callable[[TrainState], Params]
+    sample: Sample
+    prepare: Prepare
+    update: Update
+    sync: Sync
     update_program: Any
     """the jitted (trainable, opt_state, objective_state, anchors, batch) -> (trainable, opt_state,
     objective_state, metrics) of `update`"""
@@ -82,13 +88,13 @@ def build_steps(blueprint: Blueprint, share: Share = alone) -> Steps:
     return Steps(
         sample=lambda params, prompts, key: sampling.sample(sampler, params, prompts, key),
         prepare=Preparer(blueprint).prepare,
-        update=_updater(program, blueprint.objective.anchors),
+        update=functools.partial(_update, program, blueprint.objective.anchors),
         sync=_syncer(blueprint),
         update_program=program,
     )
 
 
-def _syncer(blueprint: Blueprint) -> Callable[[TrainState], Params]:
+def _syncer(blueprint: Blueprint) -> Sync:
     """Trained parameters as the sampler reads them: cast and gathered over fsdp, or as they are."""
     narrow = jnp.finfo(blueprint.model.config.dtype).bits < 32
     if blueprint.mesh.shape["fsdp"] == 1 and not narrow:
@@ -98,14 +104,8 @@ def _syncer(blueprint: Blueprint) -> Callable[[TrainState], Params]:
     return lambda state: sync(state.trainable)
 
 
-class _Judged(NamedTuple):
-    state: Any
-    advantage: Array  # [P, G, T]
-    weight: Array  # [P, G, T]
-    mask: Array  # [P, G, T]
-    live: Array  # [P, G]
-    per_sample: Array  # [P, G]
-    metrics: Metrics
+_Judged = tuple[Array, Array, Array]
+"""(advantage, weight, mask), each [P, G, T]"""
 
 
 class Preparer:
@@ -125,12 +125,11 @@ class Preparer:
     def prepare(self, state: TrainState, rollouts: Rollouts) -> tuple[TrainState, Prepared]:
         compact = self.blueprint.compact
         rollouts = self.with_fields(state, rollouts)
-        judged: _Judged = self.judge(state.advantage_state, rollouts)
-        live = sharding.to_host(judged.live)
+        after, judged, live, per_sample, metrics = self.judge(state.advantage_state, rollouts)
+        live = sharding.to_host(live)
         where = packing.plan(live if compact else np.ones_like(live), self.blueprint.geometry)
         batch = self.assemble(state, rollouts, judged, where)
-        state = dataclasses.replace(state, advantage_state=judged.state)
-        metrics = judged.metrics
+        state = dataclasses.replace(state, advantage_state=after)
         for name in ANCHORS:
             if name not in rollouts.fields and name in batch.fields:
                 # Of all completions or of none: those that the loss leaves out are no random ones.
@@ -138,7 +137,7 @@ class Preparer:
                 other = self.scatter(batch.fields[name], where)
                 drift = self.drift(rollouts.behavior_logp, other, mask, FIELDS[name].policy)
                 metrics = merge(metrics, drift)
-        return state, Prepared(batch, judged.per_sample, live, metrics)
+        return state, Prepared(batch, per_sample, live, metrics)
 
     def with_fields(self, state: TrainState, rollouts: Rollouts) -> Rollouts:
         """The rollouts with what the chain needs, scored on every sample."""
@@ -161,7 +160,7 @@ class Preparer:
         brought = {**rollouts.rewards, **rollouts.fields}
         known = {name: self.per_token(brought[name]) for name in needs & brought.keys()}
         known["behavior_logp"] = rollouts.behavior_logp
-        batch = self.gather(rollouts, where, judged.advantage, judged.weight, judged.mask, known)
+        batch = self.gather(rollouts, where, *judged, known)
         late = self.score_fields(state, (needs & FIELDS.keys()) - known.keys(), batch)
         batch = dataclasses.replace(batch, fields={**batch.fields, **late})
         if self.blueprint.objective.proximal == "trainer":
@@ -194,8 +193,8 @@ def _score(
     """Log-probs and entropies [K, D, R, Q] under `params`; 0 in micro-batches that are not live."""
 
     def body(index: Array, carry: Any) -> Any:
-        scored = forward(blueprint, params, micro_batch(batch, index), entropy)
-        values = scored.logp, scored.entropy
+        logp, fields = forward(blueprint, params, micro_batch(batch, index), entropy)
+        values = logp, fields.get("policy_entropy")
         return jax.tree.map(lambda whole, one: whole.at[index].set(one), carry, values)
 
     empty = jnp.zeros(batch.tokens.shape, jnp.float32)
@@ -203,8 +202,13 @@ def _score(
     return jax.lax.fori_loop(0, batch.num_live, body, start)
 
 
-def _judge(blueprint: Blueprint, state: Any, rollouts: Rollouts) -> _Judged:
-    """The chain, the reduction's weights on the whole batch, and who is alive."""
+def _judge(
+    blueprint: Blueprint, state: Any, rollouts: Rollouts
+) -> tuple[Any, _Judged, Array, Array, Metrics]:
+    """The chain, the reduction's weights on the whole batch, and who is alive.
+
+    Returns: the chain's state, what the batch is made of, live and mean advantage [P, G], metrics.
+    """
     signal, state, metrics = blueprint.chain.update(advantages.start(rollouts), state, rollouts)
     tokens = rollouts.token_mask
     value, mask = signal.value, signal.mask
@@ -229,7 +233,7 @@ def _judge(blueprint: Blueprint, state: Any, rollouts: Rollouts) -> _Judged:
     state, live, per_sample, metrics = jax.lax.with_sharding_constraint(
         (state, live, per_sample, metrics), everywhere
     )
-    return _Judged(state, advantage, weight, mask, live, per_sample, metrics)
+    return state, (advantage, weight, mask), live, per_sample, metrics
 
 
 def _rollout_metrics(
@@ -247,11 +251,10 @@ def _rollout_metrics(
         "live_tokens": mean(live[..., None], tokens),
     }
     metrics |= diagnostics.advantage_metrics(advantage, mask, rollouts.rewards, weights)
-    metrics |= diagnostics.completion_metrics(
-        rollouts.completion_tokens, tokens, rollouts.truncated
-    )
+    texts = rollouts.completion_tokens, tokens
+    metrics |= diagnostics.completion_metrics(*texts, rollouts.truncated)
     rare = diagnostics.rare_successes(rollouts.rewards, weights)
-    metrics |= diagnostics.symptom_metrics(rollouts.completion_tokens, tokens, rare)
+    metrics |= diagnostics.symptom_metrics(*texts, rare)
     for name in ANCHORS:
         if name in rollouts.fields:
             pair = (rollouts.behavior_logp, rollouts.fields[name])
@@ -259,52 +262,43 @@ def _rollout_metrics(
     return metrics | diagnostics.group_metrics(rollouts.rewards, weights)
 
 
-def make_observer(
-    policy: PromptPolicy,
-    num_prompts: int,
-    prepare: Callable[[TrainState, Rollouts], tuple[TrainState, Prepared]],
-) -> Callable[[TrainState, Rollouts], tuple[TrainState, Prepared]]:
+def prepare_and_observe(
+    policy: PromptPolicy, prepare: Prepare, state: TrainState, rollouts: Rollouts
+) -> tuple[TrainState, Prepared]:
     """`prepare`, after which the prompt policy observes every group.
 
     It is no function of its own, since a loop that forgot to call it would train on with a policy
     that learns nothing.
     """
-
-    def prepare_and_observe(state: TrainState, rollouts: Rollouts) -> tuple[TrainState, Prepared]:
-        before = state.prompt_policy_state
-        state, prepared = prepare(state, rollouts)
-        if policy.chance is not None:
-            step, cursor = sharding.to_host((state.step, state.cursor))
-            logged = {
-                "prompts/eligible": policy.chance(before, num_prompts).mean(),
-                "prompts/skipped": cursor - (step + 1) * num_prompts,
-            }
-            more = {name: mean(jnp.float32(value)) for name, value in logged.items()}
-            prepared = prepared._replace(metrics=merge(prepared.metrics, more))
-        after = policy.observe(before, rollouts)
-        return dataclasses.replace(state, prompt_policy_state=after), prepared
-
-    return prepare_and_observe
+    before, num_prompts = state.prompt_policy_state, len(rollouts.row)
+    state, prepared = prepare(state, rollouts)
+    if policy.chance is not None:
+        step, cursor = sharding.to_host((state.step, state.cursor))
+        logged = {
+            "prompts/eligible": policy.chance(before, num_prompts).mean(),
+            "prompts/skipped": cursor - (step + 1) * num_prompts,
+        }
+        more = {name: mean(jnp.float32(value)) for name, value in logged.items()}
+        prepared = prepared._replace(metrics=merge(prepared.metrics, more))
+    after = policy.observe(before, rollouts)
+    return dataclasses.replace(state, prompt_policy_state=after), prepared
 
 
-def _updater(
-    program: Any, anchors: frozenset[str]
-) -> Callable[[TrainState, TrainBatch], tuple[TrainState, Metrics]]:
-    def update(state: TrainState, batch: TrainBatch) -> tuple[TrainState, Metrics]:
-        frozen = {name: state.frozen[name] for name in sorted(anchors)}
-        trainable, opt_state, objective_state, metrics = program(
-            state.trainable, state.opt_state, state.objective_state, frozen, batch
-        )
-        state = dataclasses.replace(
-            state,
-            step=state.step + 1,
-            trainable=trainable,
-            opt_state=opt_state,
-            objective_state=objective_state,
-        )
-        return state, metrics
-
-    return update
+def _update(
+    program: Any, anchors: frozenset[str], state: TrainState, batch: TrainBatch
+) -> tuple[TrainState, Metrics]:
+    frozen = {name: state.frozen[name] for name in sorted(anchors)}
+    trainable, opt_state, objective_state, metrics = program(
+        state.trainable, state.opt_state, state.objective_state, frozen, batch
+    )
+    state = dataclasses.replace(
+        state,
+        step=state.step + 1,
+        trainable=trainable,
+        opt_state=opt_state,
+        objective_state=objective_state,
+    )
+    return state, metrics
 
 
 def _update_program(blueprint: Blueprint) -> Any:
@@ -365,11 +359,7 @@ def _accumulate(
         return jax.lax.with_sharding_constraint(wide, layout)
 
     loss, grads, metrics = jax.eval_shape(one, jnp.int32(0))
-    start = (
-        jnp.zeros(loss.shape, loss.dtype),
-        jax.tree.map(zeros, grads, layout),
-        empty_like(metrics),
-    )
+    start = jnp.zeros_like(loss), jax.tree.map(zeros, grads, layout), empty_like(metrics)
     return jax.lax.fori_loop(0, batch.num_live, body, start)
 
 
@@ -381,16 +371,15 @@ def _loss(
     micro: TrainBatch,
 ) -> tuple[Array, Metrics]:
     objective = blueprint.objective
-    scored = forward(blueprint, params, micro, objective.entropy, anchors.get("reference"))
-    assert scored.entropy is not None
-    logp = jnp.where(micro.mask, scored.logp, 0)
+    logp, fields = forward(blueprint, params, micro, objective.entropy, anchors.get("reference"))
+    logp = jnp.where(micro.mask, logp, 0)
     tokens = Tokens(
         logp=logp,
         proximal_logp=micro.proximal_logp,
         advantage=micro.advantage,
         mask=micro.mask,
         segment=micro.segment,
-        fields=micro.fields | scored.fields,
+        fields=micro.fields | fields,
     )
     per_token, metrics = token_loss(
         objective.surrogate, objective.penalties, tokens, objective_state
@@ -398,7 +387,7 @@ def _loss(
     gap = jnp.abs(jax.lax.stop_gradient(logp) - micro.fields["behavior_logp"])
     # An entropy term reports the entropy itself, which then replaces ours.
     metrics = {
-        "entropy": mean(jax.lax.stop_gradient(scored.entropy), micro.mask),
+        "entropy": mean(jax.lax.stop_gradient(fields["policy_entropy"]), micro.mask),
         "sampling/sampling_logp_difference/mean": mean(gap, micro.mask),
         "sampling/sampling_logp_difference/max": maximum(gap, micro.mask),
     } | metrics

@@ -120,15 +120,9 @@ PANELS = (
     ),
     Panel(
         "Seconds per step",
-        {
-            "time/sample": "sample",
-            "time/reward": "reward",
-            "time/prepare": "prepare",
-            "time/update": "update",
-        },
+        {f"time/{phase}": phase for phase in ("sample", "reward", "prepare", "update")},
         "The first step compiles; its bar may end above the frame.",
         kind="stack",
-        colours=COLOURS,
     ),
     Panel(
         "Loss",

@@ -17,7 +17,7 @@ from typing import Any
 
 from rich.console import Console
 
-from jaxgrpo.config.own_code import installed
+from jaxgrpo.config.own_code import installed, short_name
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.training import alarms, console
 from jaxgrpo.training.folder import is_number, write_atomically
@@ -228,9 +228,7 @@ def weights(record: Record) -> dict[str, float]:
     """Reward name -> its weight in the config."""
     entries = record.config.get("rewards", [])
     return {
-        str(entry.get("name") or str(entry.get("use", "")).rpartition(":")[2]): float(
-            entry.get("weight", 1.0)
-        )
+        str(entry.get("name") or short_name(str(entry.get("use", "")))): entry.get("weight", 1.0)
         for entry in entries
     }
 

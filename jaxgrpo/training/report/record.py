@@ -8,11 +8,11 @@ import json
 import re
 import tomllib
 import unicodedata
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxgrpo.core.errors import InputError
+from jaxgrpo.core.errors import InputError, refusing
 from jaxgrpo.training import alarms
 from jaxgrpo.training.folder import LOCK, evaluation_of, is_number, read_metrics, read_samples
 
@@ -82,10 +82,12 @@ def read_run(folder: Path, status: str | None = None) -> Record:
             f"{folder}: {what}; give the folder that run.dir names, with its config.toml and "
             "metrics.jsonl"
         )
-    config = _config(folder / "config.toml")
+    mend = "is not TOML ({reason}): put back the run's own file"
+    config = _read(folder / "config.toml", tomllib.loads, mend)
     lines = read_metrics(folder)
     state, given = alarms.replay(lines)
-    summary = _object(folder / "summary.json")
+    mend = "is no JSON object ({reason}): remove it"
+    summary = _read(folder / "summary.json", json.loads, mend)
     return Record(
         name=folder.resolve().name,
         status=status or _status(folder, summary, lines),
@@ -144,19 +146,10 @@ def natural(name: str) -> list[tuple[str, int]]:
     return [(text, int(number or 0)) for text, number in pieces]
 
 
-def _config(file: Path) -> dict[str, Any]:
-    try:
-        return tomllib.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise InputError(f"{file} is not TOML ({error}): put back the run's own file") from None
-
-
-def _object(file: Path) -> dict[str, Any]:
-    """A JSON object; {} where the file is missing."""
-    try:
-        return dict(json.loads(file.read_text(encoding="utf-8"))) if file.is_file() else {}
-    except (ValueError, TypeError) as error:
-        raise InputError(f"{file} is no JSON object ({error}): remove it") from None
+def _read(file: Path, parse: Callable[[str], Any], problem: str) -> dict[str, Any]:
+    """The tables of a file; {} where it is missing."""
+    with refusing(f"{file} {problem}", ValueError, TypeError):
+        return dict(parse(file.read_text(encoding="utf-8"))) if file.is_file() else {}
 
 
 def _status(folder: Path, summary: Mapping[str, Any], lines: Sequence[Mapping[str, Any]]) -> str:
