@@ -35,11 +35,11 @@ METRICS = (
 
 
 class Display:
-    """Progress of one run; silent in every process but the first."""
+    """Progress of one run; silent in every process but the first. `bar` is a context manager."""
 
     def __init__(self, steps: int, done: int, active: bool):
         self.console = Console(quiet=not active, highlight=False)
-        self._bar = Progress(
+        self.bar = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
             MofNCompleteColumn(),
@@ -48,15 +48,8 @@ class Display:
             disable=not active,
             transient=True,
         )
-        self._task = self._bar.add_task("training", total=steps, completed=done)
+        self._task = self.bar.add_task("training", total=steps, completed=done)
         self._accuracy: float | None = None
-
-    def __enter__(self) -> Display:
-        self._bar.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._bar.stop()
 
     def say(self, text: str) -> None:
         self.console.print(text, markup=False)  # it may hold what a model wrote
@@ -76,7 +69,7 @@ class Display:
             f"live {metrics['live_groups']:4.0%} gradient {metrics['grad_norm']:.1e} "
             f"{metrics['time/step']:.1f}s loss {metrics['loss']:8.1e}"
         )
-        self._bar.update(self._task, completed=step)
+        self.bar.update(self._task, completed=step)
 
 
 def is_summary(name: str) -> bool:

@@ -18,18 +18,9 @@ from jaxgrpo.data.chat import Chat
 from jaxgrpo.data.prompts import PromptData
 from jaxgrpo.data.sources import FORMS, Source
 from jaxgrpo.data.tasks import PREFIX
-from jaxgrpo.rewards import (
-    Preview,
-    RewardError,
-    RewardLog,
-    TrainerState,
-    build,
-    check,
-    name_of,
-    preview,
-    with_lengths,
-)
-from jaxgrpo.rewards.protocol import Reward
+from jaxgrpo.rewards.calling import RewardLog
+from jaxgrpo.rewards.protocol import Reward, RewardError, TrainerState, name_of
+from jaxgrpo.rewards.registry import Preview, build, check, preview, with_lengths
 from jaxgrpo.training.console import facts
 
 SHOWN = 80  # characters of an answer
@@ -74,11 +65,9 @@ def make_chat(config: Config, tokenizer: Any) -> Chat:
     """How prompts are written out. A template from a file becomes the tokenizer's own, so that the
     trained model is saved with the one it knows."""
     keys = config.data
-    options = keys.chat_template_kwargs
-    chat = conversations.make_chat(
-        tokenizer, keys.chat_template, keys.system, options, config.model.path
-    )
-    if keys.chat_template not in conversations.CHOICES:
+    template, options = keys.chat_template, keys.chat_template_kwargs
+    chat = conversations.make_chat(tokenizer, template, keys.system, options, config.model.path)
+    if template not in conversations.CHOICES:
         tokenizer.chat_template = chat.template
     return chat
 

@@ -174,7 +174,8 @@ class TensorBoard:
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
         for name, value in numbers(metrics).items():
-            self._writer.add_scalar(_tag(name), value, step)
+            tag = "".join(c if c.isalnum() or c in "-_./" else "_" for c in name)
+            self._writer.add_scalar(tag, value, step)
 
     def close(self) -> None:
         self._writer.close()
@@ -232,10 +233,6 @@ Tracker = TensorBoard | WandB
 def numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
     """The metrics that are finite numbers: the others have no place in a chart."""
     return {name: float(value) for name, value in metrics.items() if is_number(value)}
-
-
-def _tag(name: str) -> str:
-    return "".join(c if c.isalnum() or c in "-_./" else "_" for c in name)
 
 
 def _wandb_id(folder: Path) -> str:

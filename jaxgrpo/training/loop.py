@@ -121,9 +121,8 @@ def take(
         folder.rewind(done if restored else None)
         folder.write_config(configs.to_toml(config))
         folder.copy_code(config.own_files)
-        display = stack.enter_context(
-            Display(config.train.steps, done, active=shown and process.is_main())
-        )
+        display = Display(config.train.steps, done, active=shown and process.is_main())
+        stack.enter_context(display.bar)
         display.say(opening)
         _say_dropped(run, display)
         stack.enter_context(process.stop_signals())

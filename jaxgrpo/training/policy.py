@@ -131,8 +131,7 @@ def load_base(config: Config, mesh: Mesh) -> Base:
 
 def base_of(run: Setup) -> Base:
     """The base of a run: a policy that it holds anyway, where there is one; else read anew."""
-    held = ("base",) if may_reset(run.config) else ("base", "reference")
-    for name in held:
+    for name in ("base",) if may_reset(run.config) else ("base", "reference"):
         if name in run.state.frozen:
             return Base(run.model, run.state.frozen[name])
     return load_base(run.config, run.mesh)

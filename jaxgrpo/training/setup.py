@@ -11,7 +11,7 @@ import functools
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -47,8 +47,6 @@ DIVIDED = {
     "max_prompt_tokens": "sequence",
 }
 """Sizes of a rollout that the devices divide among them: key -> axis of the mesh."""
-
-T = TypeVar("T")
 
 _SAMPLED = ("model", "mesh", "rollout")
 _INPUTS = ("model", "mesh", "data", "eval", "rollout.max_prompt_tokens")
@@ -107,7 +105,7 @@ def setup(
     Raises: InputError where parts do not fit one another.
     """
     read = share("inputs", lambda: _read_inputs(config, dataset))
-    mesh, model, rows = read["mesh"], read["model"], read["rows"]
+    mesh, model, tokenizer, rows = (read[name] for name in ("mesh", "model", "tokenizer", "rows"))
     chosen = inputs.resolve_rewards(config, rewards, rows[0])
     blueprint, steps = share("method", lambda: _method(config, read, chosen, advantage, share))
     needs = blueprint.chain.needs | blueprint.objective.needs
@@ -124,9 +122,7 @@ def setup(
         state=first_state(blueprint, params, policy, len(rows), seed, names),
         select=make_selector(mesh, policy, read["encoded"], blueprint.geometry, seed),
         sample=steps.sample,
-        reward=make_rewarder(
-            mesh, read["tokenizer"], chosen, rows, columns, config.train.steps, seed
-        ),
+        reward=make_rewarder(mesh, tokenizer, chosen, rows, columns, config.train.steps, seed),
         prepare=functools.partial(step.prepare_and_observe, policy, steps.prepare),
         update=steps.update,
         sync=steps.sync,
@@ -245,34 +241,28 @@ def first_state(
     rewards: tuple[str, ...],
 ) -> TrainState:
     """The state before the first step, laid out on the mesh."""
+    needs = blueprint.chain.needs | blueprint.objective.needs
+    scored = {FIELDS[name].policy for name in needs & FIELDS.keys()} - {"trainer"}
     everywhere = sharding.replicated(blueprint.mesh)
-    sizes = blueprint.geometry[:4]  # Geometry and RolloutSpec begin with the same four
-    spec = RolloutSpec(*sizes, rewards=rewards, num_rows=num_rows)
+    # Geometry and RolloutSpec begin with the same four sizes.
+    spec = RolloutSpec(*blueprint.geometry[:4], rewards=rewards, num_rows=num_rows)
     # A copy of its own, since the trainable parameters are donated.
     copy = jax.jit(
         lambda tree: jax.tree.map(lambda leaf: leaf + 0, as_computed(blueprint.model, tree)),
         out_shardings=param_layout(blueprint),
     )
     put = lambda value: sharding.put(value, everywhere)  # noqa: E731
-    key = jax.random.key_data(jax.random.key(seed))
     return TrainState(
         step=put(np.int32(0)),
         trainable=params,
-        frozen={name: copy(params) for name in _anchors(blueprint)},
+        frozen={name: copy(params) for name in sorted(scored | blueprint.objective.anchors)},
         opt_state=jax.jit(blueprint.optimizer.init, out_shardings=opt_layout(blueprint))(params),
         advantage_state=jax.tree.map(put, blueprint.chain.init(spec)),
         prompt_policy_state=policy.init(num_rows, seed),
         cursor=put(np.int32(0)),
-        key=put(np.asarray(key)),
+        key=put(jax.random.key_data(jax.random.key(seed))),
         objective_state=jax.tree.map(put, blueprint.objective.init()),
     )
-
-
-def _anchors(blueprint: Blueprint) -> list[str]:
-    """The frozen policies that a method asks for."""
-    needs = blueprint.chain.needs | blueprint.objective.needs
-    scored = {FIELDS[name].policy for name in needs & FIELDS.keys()} - {"trainer"}
-    return sorted(scored | blueprint.objective.anchors)
 
 
 class Shared:
@@ -290,7 +280,7 @@ class Shared:
         if config.optimizer.schedule == "constant":  # the number of steps is in no program
             del flat["train.steps"]
 
-        def share(name: str, make: Callable[[], T]) -> T:
+        def share(name: str, make: Callable[[], Any]) -> Any:
             keys = DEPENDS[name]
             tables = tuple(f"{key}." for key in keys)
             chosen = {key: flat[key] for key in sorted(flat) if f"{key}.".startswith(tables)}

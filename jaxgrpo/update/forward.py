@@ -106,9 +106,8 @@ def micro_batch(batch: TrainBatch, index: Array) -> TrainBatch:
 
 def param_layout(blueprint: Blueprint, rules: sharding.Rules = sharding.TRAINING) -> Params:
     """The shardings of the parameters."""
-    return sharding.param_shardings(
-        blueprint.mesh, blueprint.model.axes, blueprint.model.shapes, rules
-    )
+    model = blueprint.model
+    return sharding.param_shardings(blueprint.mesh, model.axes, model.shapes, rules)
 
 
 def opt_layout(blueprint: Blueprint) -> Any:

@@ -111,8 +111,7 @@ def gather(
     present = plan.sample >= 0  # [K, D, R]
     row = jnp.maximum(plan.sample, 0)
     length = rollouts.prompt_mask.sum(-1, dtype=jnp.int32)  # [P]
-    steps = rollouts.completion_tokens.shape[-1]
-    group = rollouts.completion_tokens.shape[1]
+    _, group, steps = rollouts.completion_tokens.shape
 
     def move(value: Array) -> Array:
         moved = value.reshape(-1, steps)[row]
@@ -125,12 +124,9 @@ def gather(
     real = move(_completion_length_mask(rollouts.token_mask))
     prompt = jnp.maximum(plan.prompt, 0)
     prompt_length = jnp.where(plan.prompt >= 0, length[prompt] - 1, 0)
-    position = jnp.arange(rollouts.prompt_tokens.shape[1])
-    prompt_tokens = jnp.where(
-        position < prompt_length[..., None], rollouts.prompt_tokens[prompt], 0
-    )
+    within = jnp.arange(rollouts.prompt_tokens.shape[1]) < prompt_length[..., None]
     batch = TrainBatch(
-        prompt_tokens=prompt_tokens,
+        prompt_tokens=jnp.where(within, rollouts.prompt_tokens[prompt], 0),
         prompt_length=prompt_length,
         tokens=jnp.where(real, tokens, 0),
         targets=jnp.where(real, target, 0),
