@@ -19,8 +19,8 @@ from jaxgrpo.data.prompts import PromptData
 from jaxgrpo.data.sources import FORMS, Source
 from jaxgrpo.data.tasks import PREFIX
 from jaxgrpo.rewards.calling import RewardLog
-from jaxgrpo.rewards.protocol import Reward, RewardError, TrainerState, name_of
-from jaxgrpo.rewards.registry import Preview, build, check, preview, with_lengths
+from jaxgrpo.rewards.protocol import Reward, RewardError, TrainerState, check, name_of
+from jaxgrpo.rewards.registry import Preview, build, preview, with_lengths
 from jaxgrpo.training.console import facts
 
 SHOWN = 80  # characters of an answer
