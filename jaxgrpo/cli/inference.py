@@ -27,7 +27,7 @@ from jaxgrpo.training import policy as policies
 from jaxgrpo.training import process
 from jaxgrpo.training.folder import plain, write_atomically
 from jaxgrpo.training.inputs import resolve_rewards, resolve_scorer
-from jaxgrpo.training.policy import NOBODY, config_for, find_policy, key_of, load_base, read_run
+from jaxgrpo.training.policy import NO_REWARD, config_for, find_policy, key_of, load_base, read_run
 
 
 def evaluate(
@@ -57,7 +57,7 @@ def evaluate(
     began = _base_config(target, config, base)
     console = Console(highlight=False)
     policy, held_out = find_policy(console, config)
-    rewards = () if config.rewards[0].use == NOBODY else resolve_rewards(config)
+    rewards = () if config.rewards[0].use == NO_REWARD else resolve_rewards(config)
     questions = questions_of(config, held_out, resolve_scorer(config, rewards))
     anchor = load_base(began, policy.mesh) if began else None
     run = make_evaluator(config, policy, questions, anchor)
@@ -127,7 +127,7 @@ def table_of(metrics: Mapping[str, float], title: str) -> Table:
 def _refuse_unjudged(target: str, config: Config) -> None:
     if config.eval.data is None:
         raise InputError(f"eval {target}: nothing to evaluate on; give --data")
-    if config.eval.scorer is None and config.rewards[0].use == NOBODY:
+    if config.eval.scorer is None and config.rewards[0].use == NO_REWARD:
         raise InputError(
             f"eval {target}: nothing judges the answers; give --scorer, as "
             "gsm8k_answer, math, or path/file.py:function"

@@ -250,7 +250,7 @@ def _show(console: Console, folder: Path, summary: Mapping[str, Any]) -> None:
     several = [name for name in summary["base"] if is_summary(name)]
     several.sort(key=lambda name: (name.split("@")[0] != "pass", int(name.split("@")[1])))
     names = ["accuracy", *several]
-    columns = {"base": summary["base"], "trained": summary["trained"]}
+    columns = [(name, summary[name]) for name in ("base", "trained")]
     console.print(comparison("test problems", columns, [*names, "flat_groups"]))
     speed = summary["time/tokens_per_second"]
     facts(

@@ -21,7 +21,6 @@ from jaxgrpo.models.logprobs import full_kl, token_confidence, token_logprobs
 from jaxgrpo.update import packing
 from jaxgrpo.update.forward import hidden_states, micro_batch
 from jaxgrpo.update.packing import Geometry
-from jaxgrpo.update.prepare import gather_over_bins
 
 Rescore = Callable[[Params, Rollouts], dict[str, Array]]
 """(parameters that sampled, rollouts) -> name -> [P, G, T], 0 where the token mask is False"""
@@ -138,7 +137,7 @@ def _in_micro_batches(
     mask = rollouts.token_mask
     groups, samples, steps = mask.shape
     zero = jnp.zeros(mask.shape, jnp.float32)
-    batch = gather_over_bins(constrain, rollouts, where, zero, zero, mask, {})
+    batch = packing.gather(rollouts, where, zero, zero, mask, {}, constrain)
 
     def body(index: Array, whole: dict[str, Array]) -> dict[str, Array]:
         values = one(params, base_params, micro_batch(batch, index))

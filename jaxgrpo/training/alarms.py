@@ -15,6 +15,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from jaxgrpo.training.folder import is_number
+
 CLEARS = 0.9
 """A warning ends where its metric is no more than this share of the threshold."""
 
@@ -32,29 +34,34 @@ Line = Mapping[str, Any]
 
 
 class Rule(NamedTuple):
-    """A threshold: raised where the mean of `metric` over the last `steps` steps is above it."""
+    """A threshold: raised where the mean of a metric over the last `steps` steps is above it."""
 
     name: str
-    metric: str  # one "*" stands for the name of a reward, or of a step of the chain
-    above: float
+    when: str  # metric > threshold; a "*" stands for the name of a reward, or of a step of a chain
     says: str  # {value} is the mean, {star} what "*" stands for
     remedy: str
     steps: int = 3
     hides: tuple[str, ...] = ()  # rules that say the same in weaker words
 
+    @property
+    def metric(self) -> str:
+        return self.when.split(" > ")[0]
+
+    @property
+    def above(self) -> float:
+        return float(self.when.split(" > ")[1])
+
 
 KL = Rule(
     "kl",
-    "kl",
-    1.0,
+    "kl > 1",
     "the policy is {value:.2g} nats per token from the reference",
     "lower optimizer.learning_rate, or raise loss.kl.beta",
 )
 RULES = (
     Rule(
         "no end",
-        "completions/clipped_ratio",
-        0.999,
+        "completions/clipped_ratio > 0.999",
         "no completion ends: all are cut at the length limit",
         "raise rollout.max_completion_tokens; if texts run on past the answer, the tokenizer's end "
         "token is not the one that the model was trained to write",
@@ -62,15 +69,13 @@ RULES = (
     ),
     Rule(
         "truncated",
-        "completions/clipped_ratio",
-        0.5,
+        "completions/clipped_ratio > 0.5",
         "{value:.0%} of completions are cut at the length limit",
         "raise rollout.max_completion_tokens, or ask for shorter answers",
     ),
     Rule(
         "all fail",
-        "groups/all_fail",
-        0.9,
+        "groups/all_fail > 0.9",
         "in {value:.0%} of groups every sample fails alike: there is nothing to learn from",
         "read samples/: does the model see its format, does the reward accept a right answer? "
         "Else take easier prompts, a larger rollout.group_size or a denser reward",
@@ -78,8 +83,7 @@ RULES = (
     ),
     Rule(
         "all pass",
-        "groups/all_pass",
-        0.9,
+        "groups/all_pass > 0.9",
         "in {value:.0%} of groups every sample earns the same, above 0: nothing is left to learn",
         "where answers are right take harder prompts, or stop; else the reward cannot tell them "
         "apart",
@@ -87,22 +91,19 @@ RULES = (
     ),
     Rule(
         "flat",
-        "frac_reward_zero_std",
-        0.9,
+        "frac_reward_zero_std > 0.9",
         "in {value:.0%} of groups all rewards are equal, so their advantage is 0",
         "take prompts of middle difficulty, a larger rollout.group_size or a denser reward",
     ),
     Rule(
         "unscored",
-        "rewards/*/unscored",
-        0.1,
+        "rewards/*/unscored > 0.1",
         "the reward {star} could not score {value:.0%} of completions",
         "see which in samples/ (null) and mend the reward, or the columns it reads",
     ),
     Rule(
         "refused",
-        "*/refused",
-        0.0,
+        "*/refused > 0",
         "{star} left out {value:.2g} of the samples: their reward is neither 0 nor 1",
         "give its option threshold, the lowest reward that is a success, or weigh the rewards so "
         "that their sum is 0 or 1",
@@ -110,8 +111,7 @@ RULES = (
     ),
     Rule(
         "identical",
-        "groups/identical",
-        0.9,
+        "groups/identical > 0.9",
         "in {value:.0%} of groups all completions are the same",
         "where they are right these prompts are learnt; else the policy has collapsed: raise "
         "rollout.temperature, lower optimizer.learning_rate or add loss.kl",
@@ -119,8 +119,8 @@ RULES = (
     ),
     Rule(
         "mismatch",
-        "sampling/sampling_logp_difference/mean",
-        0.05,  # NeMo-RL's alarm: mean exp|difference| above 1.05
+        # NeMo-RL's alarm: mean exp|difference| above 1.05
+        "sampling/sampling_logp_difference/mean > 0.05",
         "sampler and trainer disagree by {value:.2g} nats per token about the same texts",
         'set model.dtype = "float32" to see whether it is rounding, or loss.proximal = "trainer" '
         "to keep it out of the ratio",
@@ -128,24 +128,21 @@ RULES = (
     ),
     Rule(
         "ratio",
-        "ratio_max",
-        10.0,
+        "ratio_max > 10",
         "the ratio of current to sampling policy reaches {value:.3g}",
         "lower optimizer.learning_rate",
     ),
     Rule(
         "policy kl",
-        "policy_kl",
-        0.1,
+        "policy_kl > 0.1",
         "the policy is {value:.2g} nats per token from the one that sampled",
         "lower optimizer.learning_rate",
     ),
     KL,
-    KL._replace(metric="*/kl"),  # of a step of the chain, as k1_in_reward is
+    KL._replace(when="*/kl > 1"),  # of a step of the chain, as k1_in_reward is
     Rule(
         "not finite",
-        "skipped_updates/not_finite",
-        0.0,
+        "skipped_updates/not_finite > 0",
         "a gradient was not finite, and its update was left out",
         "lower optimizer.learning_rate; look at the rewards of this step",
         steps=1,
@@ -172,36 +169,30 @@ class Alarm(NamedTuple):
     text: str
 
 
-class _Evaluated(NamedTuple):
-    step: int
-    accuracy: float
-    rewards_after: tuple[float, ...] = ()  # of the first steps after it
-
-
 class State(NamedTuple):
     """What is remembered of the lines seen: no more than the rules read."""
 
     recent: tuple[Line, ...] = ()
-    evaluated: tuple[_Evaluated, ...] = ()
     first: Line | None = None  # of those with an evaluation: that of the base
+    best: Line | None = None  # of those with an evaluation, by eval/accuracy
+    rewards_after: tuple[float, ...] = ()  # of the first steps after the best
     active: frozenset[str] = frozenset()
 
 
 def see(state: State, line: Line) -> tuple[State, tuple[Alarm, ...]]:
     """(state after this line, the warnings that begin with it)."""
-    recent = (*state.recent, line)[-_KEPT:] if line["step"] > 0 else state.recent
-    evaluated = _with_reward(state.evaluated, line)
-    first = state.first
-    accuracy = _number(line, "eval/accuracy")
-    if accuracy is not None:
-        evaluated = (*evaluated, _Evaluated(line["step"], accuracy))
-        first = first or line
-    state = State(recent, evaluated, first, state.active)
+    if line["step"] > 0:
+        state = state._replace(recent=(*state.recent, line)[-_KEPT:])
+    rewards = (*state.rewards_after, *known([line], "reward"))
+    state = state._replace(rewards_after=rewards[:WINDOW])
     holds = _thresholds(state)
-    if accuracy is None:  # what held at the last evaluation still does
+    if known([line], "eval/accuracy"):
+        first, best = state.first or line, state.best or line
+        if best is line or line["eval/accuracy"] > best["eval/accuracy"]:
+            state = state._replace(first=first, best=line, rewards_after=())
+        holds |= _evaluation(state, best, line) | _coverage(first, line)
+    else:  # what held at the last evaluation still does
         holds |= dict.fromkeys(state.active & {EVALUATION, COVERAGE}, "")
-    else:
-        holds |= _evaluation(state) | _coverage(first or line, line)
     hidden = {name for rule in RULES if rule.name in holds for name in rule.hides}
     active = frozenset(holds.keys() - hidden)
     begun = tuple(
@@ -234,13 +225,12 @@ def _thresholds(state: State) -> dict[str, str]:
             before, _, behind = rule.metric.partition("*")
             star = metric.removeprefix(before).removesuffix(behind)
             name = f"{rule.name} {star}" if "*" in rule.metric else rule.name
-            values = [_number(line, metric) for line in state.recent[-rule.steps :]]
-            known = [value for value in values if value is not None]
-            if len(known) < rule.steps:  # too little is known to begin or to end
+            values = known(state.recent[-rule.steps :], metric)
+            if len(values) < rule.steps:  # too little is known to begin or to end
                 if name in state.active:
                     holds[name] = ""
                 continue
-            value = statistics.fmean(known)
+            value = statistics.fmean(values)
             limit = rule.above * (CLEARS if name in state.active else 1)
             # Metrics are float32: a tenth of them is 0.1000000015.
             if value > limit and not math.isclose(value, limit, rel_tol=1e-6):
@@ -257,19 +247,17 @@ def _names(pattern: str, lines: Sequence[Line]) -> list[str]:
     return fnmatch.filter(lines[-1], pattern) if lines else []
 
 
-def _evaluation(state: State) -> dict[str, str]:
+def _evaluation(state: State, best: Line, line: Line) -> dict[str, str]:
     """The text of the fall of eval/accuracy below its best while reward rises, if it is one."""
-    now = state.evaluated[-1]
-    best = max(state.evaluated, key=lambda entry: entry.accuracy)
-    rewards = [_number(entry, "reward") for entry in state.recent[-WINDOW:]]
-    rise = _rise(best.rewards_after, [value for value in rewards if value is not None])
-    if now.accuracy > best.accuracy - EVALUATION_FALL or rise is None:
+    metric = "eval/accuracy"
+    rise = _rise(state.rewards_after, known(state.recent[-WINDOW:], "reward"))
+    if line[metric] > best[metric] - EVALUATION_FALL or rise is None:
         return {}
     return {
-        EVALUATION: f"evaluation falls while reward rises (eval/accuracy = {now.accuracy:.3f}, "
-        f"{best.accuracy:.3f} at step {best.step}; reward up by {rise:.3g}): the reward is being "
+        EVALUATION: f"evaluation falls while reward rises ({metric} = {line[metric]:.3f}, "
+        f"{best[metric]:.3f} at step {best['step']}; reward up by {rise:.3g}): the reward is being "
         "earned without the skill: read samples/, mend the reward, add loss.kl, or take the model "
-        f"of step {best.step}"
+        f"of step {best['step']}"
     }
 
 
@@ -280,32 +268,17 @@ def _coverage(first: Line, line: Line) -> dict[str, str]:
         for name in first
         if fnmatch.fnmatch(name, "eval/pass@*/low") and name.replace("/low", "/high") in line
     ]
-    if not sizes:
-        return {}
-    metric = f"eval/pass@{TRIES if TRIES in sizes else max(sizes)}"
-    high, low = _number(line, f"{metric}/high"), _number(first, f"{metric}/low")
-    now, base = _number(line, metric), _number(first, metric)
-    if high is None or low is None or high >= low:
+    metric = f"eval/pass@{TRIES if TRIES in sizes else max(sizes, default=TRIES)}"
+    ends = [*known([line], f"{metric}/high"), *known([first], f"{metric}/low")]
+    if len(ends) < 2 or ends[0] >= ends[1]:
         return {}
     return {
-        COVERAGE: f"the policy solves fewer prompts than the base did ({metric} = {now:.3f}, "
-        f"{base:.3f} at step {first['step']}; their 95% intervals do not meet): it has narrowed "
+        COVERAGE: "the policy solves fewer prompts than the base did "
+        f"({metric} = {line[metric]:.3f}, {first[metric]:.3f} at step {first['step']}; "
+        "their 95% intervals do not meet): it has narrowed "
         "to some of the base's answers: lower optimizer.learning_rate, add loss.kl, take a recipe "
         "that keeps answers diverse (passk, darling, alpha_dpg), or the model of an earlier step"
     }
-
-
-def _with_reward(evaluated: tuple[_Evaluated, ...], line: Line) -> tuple[_Evaluated, ...]:
-    """The evaluations, with this step's reward where it is among the first after one."""
-    reward = _number(line, "reward")
-    if reward is None:
-        return evaluated
-    return tuple(
-        entry._replace(rewards_after=(*entry.rewards_after, reward))
-        if len(entry.rewards_after) < WINDOW
-        else entry
-        for entry in evaluated
-    )
 
 
 def _rise(before: Sequence[float], after: Sequence[float]) -> float | None:
@@ -313,17 +286,10 @@ def _rise(before: Sequence[float], after: Sequence[float]) -> float | None:
     if min(len(before), len(after)) < 3:
         return None
     difference = statistics.fmean(after) - statistics.fmean(before)
-    error = math.sqrt(_squared_error(before) + _squared_error(after))
-    return difference if difference > DEVIATIONS * error else None
+    errors = (statistics.variance(values) / len(values) for values in (before, after))
+    return difference if difference > DEVIATIONS * math.sqrt(sum(errors)) else None
 
 
-def _squared_error(values: Sequence[float]) -> float:
-    """The squared standard error of the mean."""
-    centre = statistics.fmean(values)
-    return math.fsum((value - centre) ** 2 for value in values) / (len(values) - 1) / len(values)
-
-
-def _number(line: Line, name: str) -> float | None:
-    """The value of a metric where it is a finite number."""
-    value = line.get(name)
-    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
+def known(lines: Sequence[Line], metric: str) -> list[float]:
+    """The values of a metric in these lines, where they are finite numbers."""
+    return [float(line[metric]) for line in lines if is_number(line.get(metric))]

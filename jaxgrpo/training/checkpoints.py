@@ -32,6 +32,7 @@ from jax.experimental import multihost_utils
 
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.types import Params
+from jaxgrpo.models import sharding
 from jaxgrpo.training.folder import Closing, write_atomically
 
 FORMAT = 1  # of the files of a step
@@ -311,18 +312,14 @@ def _refuse_unless_equal(home: Path, stored: dict[str, list[Any]], wanted: dict[
     """Raises InputError naming the first leaf whose name, dtype or shape differs."""
     asked = {name: _description(leaf) for name, leaf in wanted.items()}
     wrong = [name for name in sorted(stored | asked) if stored.get(name) != asked.get(name)]
-    if not wrong:
-        return
-
-    def said(entry: list[Any] | None) -> str:
-        return "nothing" if entry is None else f"{entry[0]} {entry[1]}"
-
-    more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
-    raise InputError(
-        f"{home}: {wrong[0]} is stored as {said(stored.get(wrong[0]))} and asked for as "
-        f"{said(asked.get(wrong[0]))}{more}: use the model, dtype and optimizer that the run "
-        "began with, or set run.dir to another folder"
-    )
+    if wrong:
+        sides = (table.get(wrong[0], ["nothing"]) for table in (stored, asked))
+        there, here = (" ".join(map(str, entry)) for entry in sides)
+        more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
+        raise InputError(
+            f"{home}: {wrong[0]} is stored as {there} and asked for as {here}{more}: use the "
+            "model, dtype and optimizer that the run began with, or set run.dir to another folder"
+        )
 
 
 def parameter_hash(params: Params) -> str:
@@ -333,9 +330,7 @@ def parameter_hash(params: Params) -> str:
     """
     digest = hashlib.sha256()
     for name, leaf in sorted(_named_leaves(params).items()):
-        if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
-            leaf = multihost_utils.process_allgather(leaf, tiled=True)
-        array = np.asarray(leaf)
+        array = sharding.to_host(leaf)
         digest.update(f"{name}|{array.dtype}|{array.shape}|".encode())
         digest.update(array.tobytes())
     return digest.hexdigest()

@@ -16,7 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Column, Table
 from rich.text import Text
 
-from jaxgrpo.training.report.record import Record, is_number, shown, total_reward, visible
+from jaxgrpo.training.report.record import Record, shown, total_reward, visible
 
 BARS = "▁▂▃▄▅▆▇█"
 WIDTH = 24  # of a sparkline
@@ -35,11 +35,11 @@ METRICS = (
 
 
 class Display:
-    """Progress of one run; silent in every process but the first."""
+    """Progress of one run; silent in every process but the first. `bar` is a context manager."""
 
     def __init__(self, steps: int, done: int, active: bool):
         self.console = Console(quiet=not active, highlight=False)
-        self._bar = Progress(
+        self.bar = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
             MofNCompleteColumn(),
@@ -48,15 +48,8 @@ class Display:
             disable=not active,
             transient=True,
         )
-        self._task = self._bar.add_task("training", total=steps, completed=done)
+        self._task = self.bar.add_task("training", total=steps, completed=done)
         self._accuracy: float | None = None
-
-    def __enter__(self) -> Display:
-        self._bar.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._bar.stop()
 
     def say(self, text: str) -> None:
         self.console.print(text, markup=False)  # it may hold what a model wrote
@@ -76,7 +69,7 @@ class Display:
             f"live {metrics['live_groups']:4.0%} gradient {metrics['grad_norm']:.1e} "
             f"{metrics['time/step']:.1f}s loss {metrics['loss']:8.1e}"
         )
-        self._bar.update(self._task, completed=step)
+        self.bar.update(self._task, completed=step)
 
 
 def is_summary(name: str) -> bool:
@@ -84,11 +77,13 @@ def is_summary(name: str) -> bool:
     return name.startswith(("pass@", "maj@")) and "/" not in name
 
 
-def comparison(title: str, columns: Mapping[str, Mapping[str, float]], rows: list[str]) -> Table:
+def comparison(
+    title: str, columns: Sequence[tuple[str, Mapping[str, float]]], rows: Sequence[str]
+) -> Table:
     """A table with one column per policy."""
-    table = Table("", *(Column(name, justify="right") for name in columns), title=title)
+    table = Table("", *(Column(name, justify="right") for name, _ in columns), title=title)
     for row in rows:
-        table.add_row(row, *(f"{column[row]:.3f}" for column in columns.values()))
+        table.add_row(Text(row), *(f"{column[row]:.3f}" for _, column in columns))
     return table
 
 
@@ -107,7 +102,10 @@ def show(console: Console, record: Record) -> None:
     for alarm in record.warnings:
         console.print(warning(alarm.step, alarm.text))
     if record.evaluations:
-        console.print(_evaluations(record))
+        columns = [(f"step {step}", values) for step, values in record.evaluations]
+        (_, base), (_, now) = ends = columns[0], columns[-1]
+        rows = sorted(base.keys() & now.keys(), key=lambda name: ("accuracy" not in name, name))
+        console.print(comparison("evaluation", ends, rows))
     numbers = [Column(name, justify="right", no_wrap=True) for name in ("first", "now")]
     curve = Column(f"to step {record.step}", no_wrap=True)
     table = Table(Column(no_wrap=True), *numbers, curve, box=box.SIMPLE_HEAD, pad_edge=False)
@@ -175,14 +173,3 @@ def _few(text: str, width: int = 100) -> list[str]:
     if len(lines) <= 4:
         return lines or ["(empty)"]
     return [*lines[:2], f"… {len(lines) - 3} lines …", lines[-1]]
-
-
-def _evaluations(record: Record) -> Table:
-    (first, base), (last, now) = record.evaluations[0], record.evaluations[-1]
-    steps = [Column(f"step {number}", justify="right") for number in (first, last)]
-    table = Table("", *steps, title="evaluation")
-    names = [name for name in now if name in base]
-    for name in sorted(names, key=lambda name: ("accuracy" not in name, name)):
-        values = [f"{value:.3f}" if is_number(value) else "–" for value in (base[name], now[name])]
-        table.add_row(Text(name), *values)
-    return table

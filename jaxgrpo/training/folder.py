@@ -8,14 +8,16 @@ The first are the same bytes for the same run, apart from metrics whose names be
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import math
+import numbers
 import os
 import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import numpy as np
@@ -39,14 +41,8 @@ EXTRA = "extra"  # {column: value}, last, and only in rows whose step has a rewa
 LOCK = ".lock"
 
 
-C = TypeVar("C")
-
-
-class Closing:
+class Closing(contextlib.AbstractContextManager):
     """A context manager that calls its own `close` at the end."""
-
-    def __enter__(self: C) -> C:
-        return self
 
     def __exit__(self, *error: object) -> None:
         self.close()
@@ -74,6 +70,11 @@ def plain(value: Any, name: str = "value") -> Any:
         f"{name} is {type(value).__name__}, which JSON cannot hold: "
         "give numbers, text, lists, mappings or arrays"
     )
+
+
+def is_number(value: Any) -> bool:
+    """Whether it is a finite number."""
+    return isinstance(value, numbers.Real) and math.isfinite(value)
 
 
 def write_atomically(path: Path, text: str) -> None:
@@ -241,26 +242,26 @@ class RunFolder(Closing):
                 )
             ordered = {key: plain(row[key], key) for key in (*SAMPLE_KEYS, EXTRA) if key in row}
             lines.append(json.dumps(ordered, ensure_ascii=False, allow_nan=False) + "\n")
-        if self._writes:
-            folder = self.path / "samples"
-            folder.mkdir(exist_ok=True)
-            write_atomically(folder / f"step_{step}.jsonl", "".join(lines))
+        self._write(f"samples/step_{step}.jsonl", "".join(lines))
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Writes summary.json in one go; numbers that are not finite become null."""
-        if self._writes:
-            text = json.dumps(plain(summary, "summary"), indent=2, allow_nan=False)
-            write_atomically(self.path / "summary.json", text + "\n")
+        text = json.dumps(plain(summary, "summary"), indent=2, allow_nan=False)
+        self._write("summary.json", text + "\n")
 
     def write_config(self, text: str) -> None:
         """Writes config.toml, the resolved config as TOML."""
-        if self._writes:
-            write_atomically(self.path / "config.toml", text)
+        self._write("config.toml", text)
 
     def config(self) -> str | None:
         """The text of config.toml; None where the run has none yet."""
         file = self.path / "config.toml"
         return file.read_text(encoding="utf-8") if file.exists() else None
+
+    def _write(self, name: str, text: str) -> None:
+        if self._writes:
+            (self.path / name).parent.mkdir(exist_ok=True)
+            write_atomically(self.path / name, text)
 
     def copy_code(self, files: Iterable[str | os.PathLike[str]]) -> None:
         """Copies own code files into code/. A name taken by other contents gets a number.

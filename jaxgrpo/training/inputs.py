@@ -10,6 +10,7 @@ from rich.console import Console
 
 from jaxgrpo.config import own_code
 from jaxgrpo.config.files import Config
+from jaxgrpo.config.keys import RewardKeys
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.data import chat as conversations
 from jaxgrpo.data import prompts
@@ -17,22 +18,12 @@ from jaxgrpo.data.chat import Chat
 from jaxgrpo.data.prompts import PromptData
 from jaxgrpo.data.sources import FORMS, Source
 from jaxgrpo.data.tasks import PREFIX
-from jaxgrpo.rewards import (
-    Preview,
-    RewardError,
-    RewardLog,
-    TrainerState,
-    build,
-    check,
-    name_of,
-    preview,
-    with_lengths,
-)
-from jaxgrpo.rewards.protocol import Reward
+from jaxgrpo.rewards.calling import RewardLog
+from jaxgrpo.rewards.protocol import Reward, RewardError, TrainerState, check, name_of
+from jaxgrpo.rewards.registry import Preview, build, preview, with_lengths
 from jaxgrpo.training.console import facts
 
 SHOWN = 80  # characters of an answer
-_REST = ("weight", "on_error", "flip")  # what a reward has beside its name and function
 
 
 def load_prompts(
@@ -74,11 +65,9 @@ def make_chat(config: Config, tokenizer: Any) -> Chat:
     """How prompts are written out. A template from a file becomes the tokenizer's own, so that the
     trained model is saved with the one it knows."""
     keys = config.data
-    options = keys.chat_template_kwargs
-    chat = conversations.make_chat(
-        tokenizer, keys.chat_template, keys.system, options, config.model.path
-    )
-    if keys.chat_template not in conversations.CHOICES:
+    template, options = keys.chat_template, keys.chat_template_kwargs
+    chat = conversations.make_chat(tokenizer, template, keys.system, options, config.model.path)
+    if template not in conversations.CHOICES:
         tokenizer.chat_template = chat.template
     return chat
 
@@ -105,21 +94,22 @@ def resolve_rewards(
 
     Raises: InputError where two have one name, one does not exist or asks for a missing column.
     """
-    if given is None:
-        entries = [(entry.title, entry.use, entry.options) for entry in config.rewards]
-        rest: list[dict[str, Any]] = [
-            {name: getattr(entry, name) for name in _REST} for entry in config.rewards
-        ]
-    else:
-        if not isinstance(given, Mapping):
-            _refuse_same_names(map(_name, given))
-            given = dict(zip(map(_name, given), given, strict=True))
-        entries = [(name, use, {}) for name, use in given.items()]
-        rest = [{"weight": 1.0}] * len(entries)
-    _refuse_same_names(name for name, *_ in entries)
+    entries = config.rewards
+    if isinstance(given, Mapping):
+        entries = [RewardKeys(use=use, name=name) for name, use in given.items()]
+    elif given is not None:
+        names = [None if isinstance(use, str) else name_of(use) for use in given]
+        entries = [RewardKeys(use=use, name=name) for use, name in zip(given, names, strict=True)]
+    names = [entry.title for entry in entries]
+    twice = sorted(name for name, count in Counter(names).items() if count > 1)
+    if twice:
+        raise InputError(
+            f"rewards: {twice[0]!r} stands twice; give each a `name` of its own (from Python, "
+            "rewards={name: function})"
+        )
     rewards = tuple(
-        Reward(name, _function(config, use, options), **more)
-        for (name, use, options), more in zip(entries, rest, strict=True)
+        Reward(name, _function(config, one.use, one.options), one.weight, one.on_error, one.flip)
+        for name, one in zip(names, entries, strict=True)
     )
     for reward in rewards:
         if row is not None:
@@ -195,16 +185,3 @@ def show_previews(
 def _function(config: Config, use: Any, options: Mapping[str, Any]) -> Any:
     lengths = with_lengths(use, options, config.rollout.max_completion_tokens)
     return build(own_code.resolve(use, config.folder), **lengths)
-
-
-def _refuse_same_names(names: Iterable[str]) -> None:
-    twice = sorted(name for name, count in Counter(names).items() if count > 1)
-    if twice:
-        raise InputError(
-            f"rewards: {twice[0]!r} stands twice; give each a `name` of its own (from Python, "
-            "rewards={name: function})"
-        )
-
-
-def _name(reward: Any) -> str:
-    return own_code.short_name(reward) if isinstance(reward, str) else name_of(reward)

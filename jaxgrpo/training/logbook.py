@@ -6,7 +6,6 @@ metrics.jsonl holds; that file stays the record of the run.
 
 from __future__ import annotations
 
-import math
 import os
 import time
 import tomllib
@@ -21,7 +20,7 @@ from jaxgrpo.config.own_code import installed
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.training import alarms, process
 from jaxgrpo.training.console import Display, best_and_worst, warning
-from jaxgrpo.training.folder import Closing, RunFolder, read_metrics, write_atomically
+from jaxgrpo.training.folder import Closing, RunFolder, is_number, read_metrics, write_atomically
 from jaxgrpo.training.report.html import write_report
 from jaxgrpo.training.report.record import FINISHED, STOPPED, UNDER_WAY
 
@@ -175,7 +174,8 @@ class TensorBoard:
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
         for name, value in numbers(metrics).items():
-            self._writer.add_scalar(_tag(name), value, step)
+            tag = "".join(c if c.isalnum() or c in "-_./" else "_" for c in name)
+            self._writer.add_scalar(tag, value, step)
 
     def close(self) -> None:
         self._writer.close()
@@ -232,19 +232,7 @@ Tracker = TensorBoard | WandB
 
 def numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
     """The metrics that are finite numbers: the others have no place in a chart."""
-    found = {}
-    for name, value in metrics.items():
-        try:
-            number = float(value)
-        except (TypeError, ValueError):
-            continue
-        if math.isfinite(number):
-            found[name] = number
-    return found
-
-
-def _tag(name: str) -> str:
-    return "".join(c if c.isalnum() or c in "-_./" else "_" for c in name)
+    return {name: float(value) for name, value in metrics.items() if is_number(value)}
 
 
 def _wandb_id(folder: Path) -> str:

@@ -87,35 +87,32 @@ def train(
         raise InputError(f'resume = {resume!r}: use "auto", or leave it out for a new run')
     config = config_of(config, overrides, rewards, advantage)
     line = process.start(config.mesh.platform)
-
-    def make() -> Setup:
-        return setup(config, rewards=rewards, advantage=advantage, dataset=dataset)
-
-    return take(config, make, evaluator_of, resume=resume == "auto", opening=line)
+    given = {"rewards": rewards, "advantage": advantage, "dataset": dataset}
+    return take(config, evaluator_of, resume=resume == "auto", opening=line, **given)
 
 
 def take(
     config: Config,
-    make: Callable[[], Setup],
     evaluator: Callable[[Setup], Evaluate],
     *,
     resume: bool = False,
     opening: str = "",
     shown: bool = True,
+    **given: Any,
 ) -> Run:
     """Runs the loop, from the first step or from the newest checkpoint.
 
     Args:
-      make: builds the run; called once its folder is known to be usable.
       evaluator: makes the evaluation, where the config has eval.data.
       opening: printed first.
       shown: whether steps are shown in the terminal.
+      given: of `setup`, beside the config.
     """
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(RunFolder(config.run.dir, resume=resume))
         _refuse_other_config(folder, config)
         checkpoints = stack.enter_context(Checkpoints(folder.checkpoints, config.checkpoint.keep))
-        run = make()
+        run = setup(config, **given)
         # A reward that cannot be called is found now and not after the first samples.
         try_rewards(run.rewards, run.rows[0], run.tokenizer, config.train.steps)
         restored = checkpoints.latest() is not None
@@ -124,9 +121,8 @@ def take(
         folder.rewind(done if restored else None)
         folder.write_config(configs.to_toml(config))
         folder.copy_code(config.own_files)
-        display = stack.enter_context(
-            Display(config.train.steps, done, active=shown and process.is_main())
-        )
+        display = Display(config.train.steps, done, active=shown and process.is_main())
+        stack.enter_context(display.bar)
         display.say(opening)
         _say_dropped(run, display)
         stack.enter_context(process.stop_signals())
@@ -154,17 +150,9 @@ def _refuse_other_config(folder: RunFolder, config: Config) -> None:
 
 def _restored(run: Setup, checkpoints: Checkpoints) -> tuple[TrainState, dict[str, Any]]:
     """The newest state that was saved, and what was saved beside it."""
-
-    def without_values(leaf: Any) -> Any:
-        """The shape of an array on devices, and where it lies; an array of the host as it is."""
-        if not isinstance(leaf, jax.Array):
-            return leaf
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
-
-    wanted = jax.tree.map(without_values, run.state)
-    # The first state makes room: a device holds one, not two.
+    # The first state makes room, and keeps its shapes: a device holds one, not two.
     jax.tree.map(lambda leaf: leaf.delete() if isinstance(leaf, jax.Array) else None, run.state)
-    return checkpoints.restore(wanted)
+    return checkpoints.restore(run.state)
 
 
 def _say_dropped(run: Setup, display: Display) -> None:

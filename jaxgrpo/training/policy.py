@@ -29,18 +29,12 @@ from jaxgrpo.training.checkpoints import Checkpoints
 from jaxgrpo.training.folder import evaluation_of, read_metrics
 from jaxgrpo.training.inputs import eval_source, load_prompts, make_chat, resolve_scorer
 from jaxgrpo.training.resets import may_reset
-from jaxgrpo.training.setup import (
-    Setup,
-    find_model,
-    make_mesh,
-    sampling_settings,
-    slots_of,
-)
+from jaxgrpo.training.setup import Found, Setup, find_model, sampling_settings, slots_of
 from jaxgrpo.update.step import Share, alone
 
 DTYPES = ("float32", "bfloat16")  # of exported weights
 SLOTS = 64  # samples decoded at once where no run says how many
-NOBODY = python_name("nobody")  # the reward of a config that needs none
+NO_REWARD = python_name("nobody")  # the reward of a config that needs none
 
 DEFAULTS: dict[str, Any] = {
     "rollout": {
@@ -49,7 +43,7 @@ DEFAULTS: dict[str, Any] = {
         "max_prompt_tokens": 1024,
         "max_completion_tokens": 1024,
     },
-    "rewards": [{"use": NOBODY}],
+    "rewards": [{"use": NO_REWARD}],
     "recipe": "sign",
     "loss": {"proximal": "trainer"},  # so that rollout.top_k and top_p may be set
     "optimizer": {"learning_rate": 0.0},
@@ -105,20 +99,22 @@ def find_policy(
     line = process.start(config.mesh.platform)
     if process.is_main():
         console.print(line)
-    mesh = make_mesh(config)
-    folder, tokenizer, model = find_model(config, mesh)
-    chat = make_chat(config, tokenizer)
+    found = find_model(config)
+    chat = make_chat(config, found.tokenizer)
     prompts = load_prompts(config, chat, rows if rows is not None else eval_source(config))
-    policy = StoredPolicy(
-        model=model,
-        tokenizer=tokenizer,
-        mesh=mesh,
-        settings=sampling_settings(config, folder, tokenizer),
+    return _policy(config, found), prompts
+
+
+def _policy(config: Config, found: Found | Setup) -> StoredPolicy:
+    return StoredPolicy(
+        model=found.model,
+        tokenizer=found.tokenizer,
+        mesh=found.mesh,
+        settings=sampling_settings(config, found.folder, found.tokenizer),
         width=config.rollout.max_prompt_tokens,
         slots=slots_of(config),
-        folder=folder,
+        folder=found.folder,
     )
-    return policy, prompts
 
 
 def key_of(config: Config) -> Any:
@@ -128,15 +124,14 @@ def key_of(config: Config) -> Any:
 
 def load_base(config: Config, mesh: Mesh) -> Base:
     """The model that a config names, as a base: one more copy of its parameters in memory."""
-    folder, _, model = find_model(config, mesh)
-    layout = sharding.param_shardings(mesh, model.axes, model.shapes, sharding.TRAINING)
-    return Base(model, folders.read_params(folder, model, shardings=layout))
+    found = find_model(config, mesh)
+    layout = sharding.param_shardings(mesh, found.model.axes, found.model.shapes)
+    return Base(found.model, folders.read_params(found.folder, found.model, shardings=layout))
 
 
 def base_of(run: Setup) -> Base:
     """The base of a run: a policy that it holds anyway, where there is one; else read anew."""
-    held = ("base",) if may_reset(run.config) else ("base", "reference")
-    for name in held:
+    for name in ("base",) if may_reset(run.config) else ("base", "reference"):
         if name in run.state.frozen:
             return Base(run.model, run.state.frozen[name])
     return load_base(run.config, run.mesh)
@@ -150,15 +145,7 @@ def evaluator_of(run: Setup, share: Share = alone) -> Evaluate:
         held_out = run.held_out or load_prompts(config, run.chat, eval_source(config))
         questions = questions_of(config, held_out, resolve_scorer(config, run.rewards))
         base = base_of(run) if config.eval.kl_to_base else None
-        policy = Policy(
-            model=run.model,
-            tokenizer=run.tokenizer,
-            mesh=run.mesh,
-            settings=run.blueprint.sampling,
-            width=config.rollout.max_prompt_tokens,
-            slots=slots_of(config),
-        )
-        return make_evaluator(config, policy, questions, base)
+        return make_evaluator(config, _policy(config, run), questions, base)
 
     return share("evaluator", make)
 
@@ -232,13 +219,8 @@ def model_card(config: Config, step: int, evaluation: Mapping[str, float]) -> st
         f"{config.optimizer.learning_rate:g}, seed {config.train.seed}).",
     ]
     if evaluation:
-        lines += [
-            "",
-            f"Evaluated on `{Path(str(config.eval.data)).name}`:",
-            "",
-            "| | |",
-            "|---|---|",
-        ]
+        held_out = Path(str(config.eval.data)).name
+        lines += ["", f"Evaluated on `{held_out}`:", "", "| | |", "|---|---|"]
         lines += [f"| {name} | {value:.4f} |" for name, value in sorted(evaluation.items())]
     return "\n".join(lines) + "\n"
 

@@ -176,13 +176,10 @@ def idle_accelerator(environment: Mapping[str, str], folder: str = "/dev") -> st
 
 
 def _join(environment: Mapping[str, str]) -> None:
-    if jax.distributed.is_initialized():
-        return
-    arguments = several_processes(environment)
-    if arguments is None:
-        return
-    jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    jax.distributed.initialize(**arguments)  # pyright: ignore[reportArgumentType]
+    arguments = None if jax.distributed.is_initialized() else several_processes(environment)
+    if arguments is not None:
+        jax.config.update("jax_cpu_collectives_implementation", "gloo")
+        jax.distributed.initialize(**arguments)  # pyright: ignore[reportArgumentType]
 
 
 def _quiet_libtpu(environment: MutableMapping[str, str]) -> None:

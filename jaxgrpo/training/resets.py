@@ -22,20 +22,19 @@ from jaxgrpo.update.forward import Blueprint, opt_layout, param_layout
 from jaxgrpo.update.optimizer import fresh_moments
 
 
-def reset_reference(state: TrainState, optimizer: optax.GradientTransformation) -> TrainState:
+def reset_reference(state: TrainState, fresh: Callable[..., tuple[Params, Any]]) -> TrainState:
     """The state with its policy as the new reference, and nothing remembered of gradients.
 
     Trained parameters, the base and all else stay; KL(policy || reference) is 0 afterwards. The
     learning rate goes on along its schedule (ProRL says that the optimizer's state is reset, and
     not what becomes of a schedule). Before the first update it changes nothing.
 
+    Args:
+      fresh: `fresh_parts` for the run's optimizer, jitted or not.
+
     Raises: InputError where the state has no reference.
     Source: ProRL, arXiv 2505.24864, section 3.2.
     """
-    return _reset(state, functools.partial(_fresh, optimizer))
-
-
-def _reset(state: TrainState, fresh: Callable[..., tuple[Params, Any]]) -> TrainState:
     if "reference" not in state.frozen:
         raise InputError(
             "reset_reference: the state has no reference policy, since nothing in the run reads "
@@ -46,7 +45,7 @@ def _reset(state: TrainState, fresh: Callable[..., tuple[Params, Any]]) -> Train
     return dataclasses.replace(state, frozen=frozen, opt_state=moments)
 
 
-def _fresh(
+def fresh_parts(
     optimizer: optax.GradientTransformation, trainable: Params, reference: Params, opt_state: Any
 ) -> tuple[Params, Any]:
     """(reference, optimizer's state) after a reset."""
@@ -87,7 +86,7 @@ def make_resetter(config: Config, blueprint: Blueprint) -> Reset:
         )
     names = kl_metrics(blueprint)
     layout = (param_layout(blueprint), opt_layout(blueprint))
-    fresh = jax.jit(functools.partial(_fresh, blueprint.optimizer), out_shardings=layout)
+    fresh = jax.jit(functools.partial(fresh_parts, blueprint.optimizer), out_shardings=layout)
 
     def reset(
         state: TrainState, resets: Resets, number: int, values: Mapping[str, float]
@@ -97,7 +96,8 @@ def make_resetter(config: Config, blueprint: Blueprint) -> Reset:
             resets = see(config, resets, values)
         if not is_due(config, resets, number, values, names):
             return state, resets
-        return _reset(state, fresh), resets._replace(count=resets.count + 1, last=number, stale=0)
+        resets = resets._replace(count=resets.count + 1, last=number, stale=0)
+        return reset_reference(state, fresh), resets
 
     return reset
 

@@ -7,14 +7,14 @@ prints what a run would do.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax import Array
 from jax.sharding import Mesh
 from rich.console import Console
 
@@ -23,15 +23,7 @@ from jaxgrpo.config import files as configs
 from jaxgrpo.config import methods
 from jaxgrpo.config.files import Config
 from jaxgrpo.core.errors import InputError
-from jaxgrpo.core.types import (
-    FIELDS,
-    Params,
-    Prompts,
-    Rollouts,
-    RolloutSpec,
-    TrainBatch,
-    TrainState,
-)
+from jaxgrpo.core.types import FIELDS, Params, Prompts, Rollouts, RolloutSpec, TrainState
 from jaxgrpo.data.chat import Chat
 from jaxgrpo.data.prompts import PromptData
 from jaxgrpo.models import decoder, sharding
@@ -44,12 +36,10 @@ from jaxgrpo.rollout.sampler import SamplingSettings
 from jaxgrpo.rollout.selection import PromptPolicy
 from jaxgrpo.training import inputs, process
 from jaxgrpo.training.console import facts
-from jaxgrpo.update import packing
+from jaxgrpo.update import packing, step
 from jaxgrpo.update.forward import Blueprint, as_computed, held_dtype, opt_layout, param_layout
 from jaxgrpo.update.optimizer import make_optimizer
 from jaxgrpo.update.packing import Geometry
-from jaxgrpo.update.prepare import Prepared, make_observer
-from jaxgrpo.update.step import Share, Steps, alone, build_steps
 
 DIVIDED = {
     "prompts_per_step": "bins",
@@ -57,8 +47,6 @@ DIVIDED = {
     "max_prompt_tokens": "sequence",
 }
 """Sizes of a rollout that the devices divide among them: key -> axis of the mesh."""
-
-T = TypeVar("T")
 
 _SAMPLED = ("model", "mesh", "rollout")
 _INPUTS = ("model", "mesh", "data", "eval", "rollout.max_prompt_tokens")
@@ -91,11 +79,11 @@ class Setup(NamedTuple):
     blueprint: Blueprint
     state: TrainState
     select: Callable[[TrainState], tuple[Prompts, TrainState]]
-    sample: Callable[[Params, Prompts, Array], Rollouts]  # (sync(state), prompts, state.key)
+    sample: step.Sample  # (sync(state), prompts, state.key)
     reward: Callable[[Rollouts], tuple[Rollouts, RewardLog]]
-    prepare: Callable[[TrainState, Rollouts], tuple[TrainState, Prepared]]
-    update: Callable[[TrainState, TrainBatch], tuple[TrainState, Any]]
-    sync: Callable[[TrainState], Params]
+    prepare: step.Prepare
+    update: step.Update
+    sync: step.Sync
 
 
 def setup(
@@ -104,7 +92,7 @@ def setup(
     rewards: Sequence[Callable[..., Any] | str] | Mapping[str, Any] | None = None,
     advantage: AdvantageTransform | None = None,
     dataset: Iterable[Any] | None = None,
-    share: Share = alone,
+    share: step.Share = step.alone,
 ) -> Setup:
     """Builds everything a run needs; no step is compiled or taken.
 
@@ -117,84 +105,75 @@ def setup(
     Raises: InputError where parts do not fit one another.
     """
     read = share("inputs", lambda: _read_inputs(config, dataset))
-    mesh, rows, model = read.mesh, read.rows, read.model
+    mesh, model, tokenizer, rows = (read[name] for name in ("mesh", "model", "tokenizer", "rows"))
     chosen = inputs.resolve_rewards(config, rewards, rows[0])
     blueprint, steps = share("method", lambda: _method(config, read, chosen, advantage, share))
     needs = blueprint.chain.needs | blueprint.objective.needs
     columns = methods.needed_columns(needs, rows, chosen)
     dtype, layout = held_dtype(model), param_layout(blueprint)
-    params = folders.read_params(read.folder, model, dtype, layout)
+    params = folders.read_params(read["folder"], model, dtype, layout)
     policy, seed = methods.make_policy(config, chosen), config.train.seed
     names = tuple(reward.name for reward in chosen)
     return Setup(
         config=config,
-        **read._asdict(),
+        **read,
         rewards=chosen,
         blueprint=blueprint,
         state=first_state(blueprint, params, policy, len(rows), seed, names),
-        select=make_selector(mesh, policy, read.encoded, blueprint.geometry, seed),
+        select=make_selector(mesh, policy, read["encoded"], blueprint.geometry, seed),
         sample=steps.sample,
-        reward=make_rewarder(mesh, read.tokenizer, chosen, rows, columns, config.train.steps, seed),
-        prepare=make_observer(policy, blueprint.geometry.num_prompts, steps.prepare),
+        reward=make_rewarder(mesh, tokenizer, chosen, rows, columns, config.train.steps, seed),
+        prepare=functools.partial(step.prepare_and_observe, policy, steps.prepare),
         update=steps.update,
         sync=steps.sync,
     )
 
 
-class _Inputs(NamedTuple):
-    """What runs may share of what is read from disk. Each run reads the weights anew: its update
-    overwrites them."""
+class Found(NamedTuple):
+    """The model that a config names, without weights, on the devices that it names."""
 
     mesh: Mesh
     folder: Path
-    model: Model
     tokenizer: Any
-    chat: Chat
-    rows: list[dict[str, Any]]
-    encoded: list[np.ndarray]
-    dropped: int
-    held_out: PromptData | None
+    model: Model
 
 
-def _read_inputs(config: Config, dataset: Iterable[Any] | None) -> _Inputs:
-    mesh = make_mesh(config)
-    folder, tokenizer, model = find_model(config, mesh)
-    chat = inputs.make_chat(config, tokenizer)
-    prompts = inputs.load_prompts(config, chat, dataset)
-    source = inputs.eval_source(config) if config.eval.data else None
-    held_out = inputs.load_prompts(config, chat, source) if source else None
-    return _Inputs(mesh, folder, model, tokenizer, chat, *prompts, held_out)
-
-
-def make_mesh(config: Config) -> Mesh:
-    """The devices of a run, as its config divides them."""
-    keys = config.mesh
-    return sharding.make_mesh(keys.data, keys.fsdp, keys.tensor, keys.context)
-
-
-def find_model(config: Config, mesh: Mesh) -> tuple[Path, Any, Model]:
-    """The folder of the model that a config names, its tokenizer, and the model without weights.
+def find_model(config: Config, mesh: Mesh | None = None) -> Found:
+    """The model of a config, on a mesh of its own by default.
 
     Raises: InputError where there is no such model, or a file of it cannot be read.
     """
-    folder = folders.find_folder(config.model.path, config.model.revision)
-    model_config = folders.read_config(folder)
-    tokenizer = folders.read_tokenizer(folder)
-    model_config = dataclasses.replace(
-        model_config, dtype=config.model.dtype, float32_head=config.model.float32_head
-    )
-    return folder, tokenizer, decoder.build(model_config, constrain=sharding.constrain(mesh))
+    if mesh is None:
+        sizes = config.mesh
+        mesh = sharding.make_mesh(sizes.data, sizes.fsdp, sizes.tensor, sizes.context)
+    keys = config.model
+    folder = folders.find_folder(keys.path, keys.revision)
+    stored, tokenizer = folders.read_config(folder), folders.read_tokenizer(folder)
+    chosen = dataclasses.replace(stored, dtype=keys.dtype, float32_head=keys.float32_head)
+    model = decoder.build(chosen, constrain=sharding.constrain(mesh))
+    return Found(mesh, folder, tokenizer, model)
+
+
+def _read_inputs(config: Config, dataset: Iterable[Any] | None) -> dict[str, Any]:
+    """The fields of Setup that are read from disk. Each run reads the weights anew: its update
+    overwrites them."""
+    found = find_model(config)
+    chat = inputs.make_chat(config, found.tokenizer)
+    prompts = inputs.load_prompts(config, chat, dataset)
+    source = inputs.eval_source(config) if config.eval.data else None
+    held_out = inputs.load_prompts(config, chat, source) if source else None
+    return {**found._asdict(), **prompts._asdict(), "chat": chat, "held_out": held_out}
 
 
 def _method(
     config: Config,
-    read: _Inputs,
+    read: Mapping[str, Any],
     rewards: Sequence[Reward],
     advantage: AdvantageTransform | None,
-    share: Share,
-) -> tuple[Blueprint, Steps]:
+    share: step.Share,
+) -> tuple[Blueprint, step.Steps]:
     """The static description of a run, checked as a whole, and the functions built from it."""
-    mesh, model, rollout = read.mesh, read.model, config.rollout
+    mesh, model, rollout = read["mesh"], read["model"], config.rollout
     for name, axis in DIVIDED.items():
         sharding.check_divides(mesh, f"rollout.{name}", getattr(rollout, name), axis)
     bins = sharding.num_bins(mesh)
@@ -217,11 +196,11 @@ def _method(
         objective=objective,
         optimizer=optimizer,
         geometry=geometry,
-        sampling=sampling_settings(config, read.folder, read.tokenizer),
+        sampling=sampling_settings(config, read["folder"], read["tokenizer"]),
         mesh=mesh,
         reward_weights={reward.name: reward.weight for reward in rewards},
     )
-    return blueprint, build_steps(blueprint, share)
+    return blueprint, step.build_steps(blueprint, share)
 
 
 def slots_of(config: Config) -> int:
@@ -262,34 +241,28 @@ def first_state(
     rewards: tuple[str, ...],
 ) -> TrainState:
     """The state before the first step, laid out on the mesh."""
+    needs = blueprint.chain.needs | blueprint.objective.needs
+    scored = {FIELDS[name].policy for name in needs & FIELDS.keys()} - {"trainer"}
     everywhere = sharding.replicated(blueprint.mesh)
-    sizes = blueprint.geometry[:4]  # Geometry and RolloutSpec begin with the same four
-    spec = RolloutSpec(*sizes, rewards=rewards, num_rows=num_rows)
+    # Geometry and RolloutSpec begin with the same four sizes.
+    spec = RolloutSpec(*blueprint.geometry[:4], rewards=rewards, num_rows=num_rows)
     # A copy of its own, since the trainable parameters are donated.
     copy = jax.jit(
         lambda tree: jax.tree.map(lambda leaf: leaf + 0, as_computed(blueprint.model, tree)),
         out_shardings=param_layout(blueprint),
     )
     put = lambda value: sharding.put(value, everywhere)  # noqa: E731
-    key = jax.random.key_data(jax.random.key(seed))
     return TrainState(
         step=put(np.int32(0)),
         trainable=params,
-        frozen={name: copy(params) for name in _anchors(blueprint)},
+        frozen={name: copy(params) for name in sorted(scored | blueprint.objective.anchors)},
         opt_state=jax.jit(blueprint.optimizer.init, out_shardings=opt_layout(blueprint))(params),
         advantage_state=jax.tree.map(put, blueprint.chain.init(spec)),
         prompt_policy_state=policy.init(num_rows, seed),
         cursor=put(np.int32(0)),
-        key=put(np.asarray(key)),
+        key=put(jax.random.key_data(jax.random.key(seed))),
         objective_state=jax.tree.map(put, blueprint.objective.init()),
     )
-
-
-def _anchors(blueprint: Blueprint) -> list[str]:
-    """The frozen policies that a method asks for."""
-    needs = blueprint.chain.needs | blueprint.objective.needs
-    scored = {FIELDS[name].policy for name in needs & FIELDS.keys()} - {"trainer"}
-    return sorted(scored | blueprint.objective.anchors)
 
 
 class Shared:
@@ -301,11 +274,13 @@ class Shared:
     def __init__(self) -> None:
         self._made: dict[str, Any] = {}
 
-    def of(self, config: Config) -> Share:
+    def of(self, config: Config) -> step.Share:
         """A function (name in DEPENDS, make) that makes the thing, or returns the one it kept."""
         flat = configs.flat(configs.tables_of(config))
+        if config.optimizer.schedule == "constant":  # the number of steps is in no program
+            del flat["train.steps"]
 
-        def share(name: str, make: Callable[[], T]) -> T:
+        def share(name: str, make: Callable[[], Any]) -> Any:
             keys = DEPENDS[name]
             tables = tuple(f"{key}." for key in keys)
             chosen = {key: flat[key] for key in sorted(flat) if f"{key}.".startswith(tables)}

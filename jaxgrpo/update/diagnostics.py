@@ -45,7 +45,6 @@ def group_metrics(
     """
     total, mask = _summed(rewards, weights)
     group = stats.summary(total, mask)
-    flat, high = group.flat, group.high
     scored = mask.any(axis=1, keepdims=True)
     own = [_own_metrics(name, reward) for name, reward in rewards.items()]
     correct = (mask & (total > 0)).sum(1, dtype=jnp.int32)
@@ -53,10 +52,10 @@ def group_metrics(
     return functools.reduce(merge, own) | {
         "reward": mean(total, mask),
         "reward_std": mean(jnp.sqrt(stats.variance(total, mask, ddof=1)), scored),
-        "frac_reward_zero_std": mean(flat, scored),
-        "groups/all_fail": mean(flat & (high <= 0), scored),
-        "groups/all_pass": mean(flat & (high > 0), scored),
-        "groups/mixed": mean(~flat, scored),
+        "frac_reward_zero_std": mean(group.flat, scored),
+        "groups/all_fail": mean(group.flat & (group.high <= 0), scored),
+        "groups/all_pass": mean(group.flat & (group.high > 0), scored),
+        "groups/mixed": mean(~group.flat, scored),
         "groups/flat_iid": mean(iid, jnp.isfinite(iid)),
         "groups/jensen_gap": mean(gap, jnp.isfinite(gap)),
     }

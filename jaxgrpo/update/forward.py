@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -37,40 +38,27 @@ class Blueprint(NamedTuple):
     compact: bool = True  # False keeps dead samples in the update: slower, the same result
 
 
-class Scored(NamedTuple):
-    """What one pass gives for the chosen tokens."""
-
-    logp: Array  # [D, R, Q]
-    entropy: Array | None  # [D, R, Q]; None unless asked for
-    fields: dict[str, Array]  # quantities of OF_PASS and what goes with them, [D, R, Q]
-
-
 def forward(
     blueprint: Blueprint,
     params: Params,
     micro: TrainBatch,
     entropy: Entropy = "none",
     reference: Params | None = None,
-) -> Scored:
+) -> tuple[Array, dict[str, Array]]:
     """One micro-batch under `params`, against the whole distributions of `reference` if given.
 
-    The entropy carries gradient for "gradient" only.
+    Returns: (log-probs of the chosen tokens, the quantities of OF_PASS and what goes with them),
+    [D, R, Q] each. There is a policy_entropy where `entropy` asks for it, with gradient for
+    "gradient" only.
     """
     params = as_computed(blueprint.model, params)
     hidden = hidden_states(blueprint.model, params, micro)
     # Greedy sampling has no distribution: its ratios are those of the model itself.
     temperature = blueprint.sampling.temperature or 1.0
-
-    def unembed(hidden: Array) -> Array:
-        return blueprint.model.unembed(params, hidden)
-
-    bins, rows = hidden.shape[0], micro.tokens.shape
+    unembed = functools.partial(blueprint.model.unembed, params)
+    targets = micro.targets.reshape(hidden.shape[0], -1)
     logp, values = token_logprobs(
-        unembed,
-        hidden,
-        micro.targets.reshape(bins, -1),
-        temperature=temperature,
-        entropy=entropy,
+        unembed, hidden, targets, temperature=temperature, entropy=entropy
     )
     fields = {} if values is None else {"policy_entropy": values}
     if reference is not None:
@@ -78,11 +66,11 @@ def forward(
         fields["full_kl"], fields["full_kl_clamped"] = full_kl(
             unembed,
             hidden,
-            lambda hidden: blueprint.model.unembed(anchor, hidden),
+            functools.partial(blueprint.model.unembed, anchor),
             hidden_states(blueprint.model, anchor, micro),
             temperature=temperature,
         )
-    return jax.tree.map(lambda leaf: leaf.reshape(rows), Scored(logp, values, fields))
+    return jax.tree.map(lambda leaf: leaf.reshape(micro.tokens.shape), (logp, fields))
 
 
 def hidden_states(model: Model, params: Params, micro: TrainBatch) -> Array:
@@ -118,9 +106,8 @@ def micro_batch(batch: TrainBatch, index: Array) -> TrainBatch:
 
 def param_layout(blueprint: Blueprint, rules: sharding.Rules = sharding.TRAINING) -> Params:
     """The shardings of the parameters."""
-    return sharding.param_shardings(
-        blueprint.mesh, blueprint.model.axes, blueprint.model.shapes, rules
-    )
+    model = blueprint.model
+    return sharding.param_shardings(blueprint.mesh, model.axes, model.shapes, rules)
 
 
 def opt_layout(blueprint: Blueprint) -> Any:

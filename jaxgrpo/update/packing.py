@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.types import Rollouts, TrainBatch
+from jaxgrpo.models.api import Constrain
 
 
 class Geometry(NamedTuple):
@@ -66,15 +68,14 @@ def plan(live: np.ndarray, geometry: Geometry) -> Plan:
     A bin takes whole groups (their live members) as long as `prompts_per_bin` allows, or pieces of
     one group of `rows` samples if a group is larger than a bin.
     """
-    pieces: list[list[np.ndarray]] = []  # bins, each a list of sample indices by prompt
     groups = [np.flatnonzero(row) + p * geometry.group_size for p, row in enumerate(live)]
     groups = [group for group in groups if group.size]
-    if geometry.rows >= geometry.group_size:
+    # Bins, each a list of sample indices by prompt.
+    if (rows := geometry.rows) >= geometry.group_size:
         per_bin = geometry.prompts_per_bin
         pieces = [groups[i : i + per_bin] for i in range(0, len(groups), per_bin)]
     else:
-        for group in groups:
-            pieces += [[group[i : i + geometry.rows]] for i in range(0, group.size, geometry.rows)]
+        pieces = [[group[i : i + rows]] for group in groups for i in range(0, group.size, rows)]
     shape = (geometry.micro_batches, geometry.bins)
     sample = np.full((*shape, geometry.rows), -1, np.int32)
     prompt = np.full((*shape, geometry.prompts_per_bin), -1, np.int32)
@@ -98,16 +99,19 @@ def gather(
     weight: Array,
     mask: Array,
     fields: dict[str, Array],
+    constrain: Constrain = lambda value, axes: value,
 ) -> TrainBatch:
     """Moves samples into the rows that the plan gives them. Pure; jitted by the caller.
+
+    Args:
+      constrain: lays an array out on the caller's mesh by logical axis names: D over the bins.
 
     Shapes: advantage, weight, mask and every field [P, G, T]; the rest as in the types.
     """
     present = plan.sample >= 0  # [K, D, R]
     row = jnp.maximum(plan.sample, 0)
     length = rollouts.prompt_mask.sum(-1, dtype=jnp.int32)  # [P]
-    steps = rollouts.completion_tokens.shape[-1]
-    group = rollouts.completion_tokens.shape[1]
+    _, group, steps = rollouts.completion_tokens.shape
 
     def move(value: Array) -> Array:
         moved = value.reshape(-1, steps)[row]
@@ -120,12 +124,9 @@ def gather(
     real = move(_completion_length_mask(rollouts.token_mask))
     prompt = jnp.maximum(plan.prompt, 0)
     prompt_length = jnp.where(plan.prompt >= 0, length[prompt] - 1, 0)
-    position = jnp.arange(rollouts.prompt_tokens.shape[1])
-    prompt_tokens = jnp.where(
-        position < prompt_length[..., None], rollouts.prompt_tokens[prompt], 0
-    )
-    return TrainBatch(
-        prompt_tokens=prompt_tokens,
+    within = jnp.arange(rollouts.prompt_tokens.shape[1]) < prompt_length[..., None]
+    batch = TrainBatch(
+        prompt_tokens=jnp.where(within, rollouts.prompt_tokens[prompt], 0),
         prompt_length=prompt_length,
         tokens=jnp.where(real, tokens, 0),
         targets=jnp.where(real, target, 0),
@@ -139,6 +140,11 @@ def gather(
         row_prompt=jnp.asarray(plan.row_prompt),
         num_live=jnp.asarray(plan.num_live),
     )
+
+    def lay_out(leaf: Array) -> Array:
+        return constrain(leaf, (None, "bins", *[None] * (leaf.ndim - 2))) if leaf.ndim else leaf
+
+    return jax.tree.map(lay_out, batch)
 
 
 def scatter(values: Array, plan: Plan, shape: tuple[int, int, int]) -> Array:

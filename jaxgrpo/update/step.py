@@ -7,19 +7,24 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import Array
 
+from jaxgrpo import advantages
 from jaxgrpo.core.metrics import Metrics, empty_like, maximum, mean, merge
-from jaxgrpo.core.types import Params, Prompts, Rollouts, TrainBatch, TrainState
+from jaxgrpo.core.types import FIELDS, Params, Prompts, Rollouts, TrainBatch, TrainState
 from jaxgrpo.losses import Tokens, token_loss
 from jaxgrpo.models import sharding
+from jaxgrpo.models.logprobs import Entropy
 from jaxgrpo.rollout import sampler as sampling
+from jaxgrpo.rollout.selection import PromptPolicy
+from jaxgrpo.update import diagnostics, packing
 from jaxgrpo.update.forward import (
     Blueprint,
     as_computed,
@@ -28,7 +33,19 @@ from jaxgrpo.update.forward import (
     opt_layout,
     param_layout,
 )
-from jaxgrpo.update.prepare import Prepared, make_preparer
+
+ANCHORS = ("base_logp", "reference_logp")
+"""Fields that show, if a method asks for them, how far the policy has moved."""
+
+
+class Prepared(NamedTuple):
+    """What `prepare` returns: the batch to update on, and what the log shows of it."""
+
+    batch: TrainBatch
+    advantage: Array  # [P, G], the mean over a sample's tokens
+    live: np.ndarray  # [P, G] bool, samples that can move the parameters
+    metrics: Metrics
+
 
 Share = Callable[[str, Callable[[], Any]], Any]
 """(name, make) -> what `make` gives, or gave an earlier run that shares it"""
@@ -39,13 +56,19 @@ def alone(name: str, make: Callable[[], Any]) -> Any:
     return make()
 
 
+Sample = Callable[[Params, Prompts, Array], Rollouts]
+Prepare = Callable[[TrainState, Rollouts], tuple[TrainState, Prepared]]
+Update = Callable[[TrainState, TrainBatch], tuple[TrainState, Metrics]]
+Sync = Callable[[TrainState], Params]
+
+
 class Steps(NamedTuple):
     """The functions of training: state in, state out. `update` donates the state it gets."""
 
-    sample: Callable[[Params, Prompts, Array], Rollouts]
-    prepare: Callable[[TrainState, Rollouts], tuple[TrainState, Prepared]]
-    update: Callable[[TrainState, TrainBatch], tuple[TrainState, Metrics]]
-    sync: Callable[[TrainState], Params]
+    sample: Sample
+    prepare: Prepare
+    update: Update
+    sync: Sync
     update_program: Any
     """the jitted (trainable, opt_state, objective_state, anchors, batch) -> (trainable, opt_state,
     objective_state, metrics) of `update`"""
@@ -64,14 +87,14 @@ def build_steps(blueprint: Blueprint, share: Share = alone) -> Steps:
     program = share("update", lambda: _update_program(blueprint))
     return Steps(
         sample=lambda params, prompts, key: sampling.sample(sampler, params, prompts, key),
-        prepare=make_preparer(blueprint),
-        update=_updater(program, blueprint.objective.anchors),
+        prepare=Preparer(blueprint).prepare,
+        update=functools.partial(_update, program, blueprint.objective.anchors),
         sync=_syncer(blueprint),
         update_program=program,
     )
 
 
-def _syncer(blueprint: Blueprint) -> Callable[[TrainState], Params]:
+def _syncer(blueprint: Blueprint) -> Sync:
     """Trained parameters as the sampler reads them: cast and gathered over fsdp, or as they are."""
     narrow = jnp.finfo(blueprint.model.config.dtype).bits < 32
     if blueprint.mesh.shape["fsdp"] == 1 and not narrow:
@@ -81,24 +104,201 @@ def _syncer(blueprint: Blueprint) -> Callable[[TrainState], Params]:
     return lambda state: sync(state.trainable)
 
 
-def _updater(
-    program: Any, anchors: frozenset[str]
-) -> Callable[[TrainState, TrainBatch], tuple[TrainState, Metrics]]:
-    def update(state: TrainState, batch: TrainBatch) -> tuple[TrainState, Metrics]:
-        frozen = {name: state.frozen[name] for name in sorted(anchors)}
-        trainable, opt_state, objective_state, metrics = program(
-            state.trainable, state.opt_state, state.objective_state, frozen, batch
-        )
-        state = dataclasses.replace(
-            state,
-            step=state.step + 1,
-            trainable=trainable,
-            opt_state=opt_state,
-            objective_state=objective_state,
-        )
-        return state, metrics
+_Judged = tuple[Array, Array, Array]
+"""(advantage, weight, mask), each [P, G, T]"""
 
-    return update
+
+class Preparer:
+    """The jitted functions of `prepare`, and what the host does between them."""
+
+    def __init__(self, blueprint: Blueprint):
+        self.blueprint, geometry = blueprint, blueprint.geometry
+        shape = geometry.num_prompts, geometry.group_size, geometry.max_completion_tokens
+        self.sample_shape = shape
+        self.score = jax.jit(functools.partial(_score, blueprint), static_argnums=2)
+        self.judge = jax.jit(functools.partial(_judge, blueprint))
+        constrain = sharding.constrain(blueprint.mesh)
+        self.gather = jax.jit(functools.partial(packing.gather, constrain=constrain))
+        self.scatter = jax.jit(lambda values, where: packing.scatter(values, where, shape))
+        self.drift = jax.jit(diagnostics.drift_metrics, static_argnums=3)
+
+    def prepare(self, state: TrainState, rollouts: Rollouts) -> tuple[TrainState, Prepared]:
+        compact = self.blueprint.compact
+        rollouts = self.with_fields(state, rollouts)
+        after, judged, live, per_sample, metrics = self.judge(state.advantage_state, rollouts)
+        live = sharding.to_host(live)
+        where = packing.plan(live if compact else np.ones_like(live), self.blueprint.geometry)
+        batch = self.assemble(state, rollouts, judged, where)
+        state = dataclasses.replace(state, advantage_state=after)
+        for name in ANCHORS:
+            if name not in rollouts.fields and name in batch.fields:
+                # Of all completions or of none: those that the loss leaves out are no random ones.
+                mask = rollouts.token_mask & bool(live.all() or not compact)
+                other = self.scatter(batch.fields[name], where)
+                drift = self.drift(rollouts.behavior_logp, other, mask, FIELDS[name].policy)
+                metrics = merge(metrics, drift)
+        return state, Prepared(batch, per_sample, live, metrics)
+
+    def with_fields(self, state: TrainState, rollouts: Rollouts) -> Rollouts:
+        """The rollouts with what the chain needs, scored on every sample."""
+        names = self.blueprint.chain.needs & FIELDS.keys()
+        if not names:
+            return rollouts
+        everyone = packing.plan(np.ones(self.sample_shape[:2], bool), self.blueprint.geometry)
+        zero = jnp.zeros(self.sample_shape, jnp.float32)
+        batch = self.gather(rollouts, everyone, zero, zero, rollouts.token_mask, {})
+        scored = self.score_fields(state, names, batch)
+        fields = {name: self.scatter(value, everyone) for name, value in scored.items()}
+        return dataclasses.replace(rollouts, fields={**rollouts.fields, **fields})
+
+    def assemble(
+        self, state: TrainState, rollouts: Rollouts, judged: _Judged, where: packing.Plan
+    ) -> TrainBatch:
+        """The update batch, with what only the loss needs scored on its samples alone."""
+        needs = self.blueprint.objective.needs
+        # As for the parts of a chain, a need may be the name of a reward.
+        brought = {**rollouts.rewards, **rollouts.fields}
+        known = {name: self.per_token(brought[name]) for name in needs & brought.keys()}
+        known["behavior_logp"] = rollouts.behavior_logp
+        batch = self.gather(rollouts, where, *judged, known)
+        late = self.score_fields(state, (needs & FIELDS.keys()) - known.keys(), batch)
+        batch = dataclasses.replace(batch, fields={**batch.fields, **late})
+        if self.blueprint.objective.proximal == "trainer":
+            batch = dataclasses.replace(batch, proximal_logp=batch.fields["trainer_logp"])
+        return batch
+
+    def score_fields(
+        self, state: TrainState, names: Collection[str], batch: TrainBatch
+    ) -> dict[str, Array]:
+        """The named fields [K, D, R, Q], with one pass per policy that they ask for."""
+        fields: dict[str, Array] = {}
+        for policy in sorted({FIELDS[name].policy for name in names}):
+            params = state.trainable if policy == "trainer" else state.frozen[policy]
+            wanted = {name: FIELDS[name] for name in names if FIELDS[name].policy == policy}
+            asked = "value" if "entropy" in {one.quantity for one in wanted.values()} else "none"
+            logp, entropy = self.score(params, batch, asked)
+            values = {"logp": logp, "entropy": entropy}
+            fields |= {name: values[field.quantity] for name, field in wanted.items()}
+        return fields
+
+    def per_token(self, value: Array) -> Array:
+        """A field [P], [P, G] or [P, G, T] at every token."""
+        value = value.reshape(*value.shape, *[1] * (3 - value.ndim))
+        return jnp.broadcast_to(value, self.sample_shape)
+
+
+def _score(
+    blueprint: Blueprint, params: Params, batch: TrainBatch, entropy: Entropy
+) -> tuple[Array, Array | None]:
+    """Log-probs and entropies [K, D, R, Q] under `params`; 0 in micro-batches that are not live."""
+
+    def body(index: Array, carry: Any) -> Any:
+        logp, fields = forward(blueprint, params, micro_batch(batch, index), entropy)
+        values = logp, fields.get("policy_entropy")
+        return jax.tree.map(lambda whole, one: whole.at[index].set(one), carry, values)
+
+    empty = jnp.zeros(batch.tokens.shape, jnp.float32)
+    start = (empty, None if entropy == "none" else empty)
+    return jax.lax.fori_loop(0, batch.num_live, body, start)
+
+
+def _judge(
+    blueprint: Blueprint, state: Any, rollouts: Rollouts
+) -> tuple[Any, _Judged, Array, Array, Metrics]:
+    """The chain, the reduction's weights on the whole batch, and who is alive.
+
+    Returns: the chain's state, what the batch is made of, live and mean advantage [P, G], metrics.
+    """
+    signal, state, metrics = blueprint.chain.update(advantages.start(rollouts), state, rollouts)
+    tokens = rollouts.token_mask
+    value, mask = signal.value, signal.mask
+    if value.ndim == 2:
+        value, mask = value[..., None], mask[..., None]
+    mask = jnp.broadcast_to(mask, tokens.shape) & tokens
+    advantage = jnp.where(mask, value, 0).astype(jnp.float32)
+    weight = blueprint.objective.reduction.weights(mask).astype(jnp.float32)
+    live = (advantage != 0).any(-1)
+    if blueprint.objective.penalties and blueprint.objective.penalties_on == "all":
+        live = mask.any(-1)
+    else:
+        # The dead carry no penalty, so that leaving them out changes nothing.
+        weight = jnp.where(live[..., None], weight, 0)
+    metrics = merge(
+        metrics, _rollout_metrics(rollouts, live, advantage, mask, blueprint.reward_weights)
+    )
+    per_sample = advantage.sum(-1) / jnp.maximum(mask.sum(-1), 1)
+    # Nor are they in the metrics of the update, which penalties may remember.
+    mask = mask & live[..., None]
+    everywhere = sharding.replicated(blueprint.mesh)
+    state, live, per_sample, metrics = jax.lax.with_sharding_constraint(
+        (state, live, per_sample, metrics), everywhere
+    )
+    return state, (advantage, weight, mask), live, per_sample, metrics
+
+
+def _rollout_metrics(
+    rollouts: Rollouts,
+    live: Array,
+    advantage: Array,
+    mask: Array,
+    weights: Mapping[str, float] | None,
+) -> Metrics:
+    """Metrics of rewards and completions, under TRL's names if TRL has one."""
+    tokens = rollouts.token_mask
+    metrics: Metrics = {
+        "live_samples": mean(live),
+        "live_groups": mean(live.any(-1)),
+        "live_tokens": mean(live[..., None], tokens),
+    }
+    metrics |= diagnostics.advantage_metrics(advantage, mask, rollouts.rewards, weights)
+    texts = rollouts.completion_tokens, tokens
+    metrics |= diagnostics.completion_metrics(*texts, rollouts.truncated)
+    rare = diagnostics.rare_successes(rollouts.rewards, weights)
+    metrics |= diagnostics.symptom_metrics(*texts, rare)
+    for name in ANCHORS:
+        if name in rollouts.fields:
+            pair = (rollouts.behavior_logp, rollouts.fields[name])
+            metrics |= diagnostics.drift_metrics(*pair, tokens, FIELDS[name].policy)
+    return metrics | diagnostics.group_metrics(rollouts.rewards, weights)
+
+
+def prepare_and_observe(
+    policy: PromptPolicy, prepare: Prepare, state: TrainState, rollouts: Rollouts
+) -> tuple[TrainState, Prepared]:
+    """`prepare`, after which the prompt policy observes every group.
+
+    It is no function of its own, since a loop that forgot to call it would train on with a policy
+    that learns nothing.
+    """
+    before, num_prompts = state.prompt_policy_state, len(rollouts.row)
+    state, prepared = prepare(state, rollouts)
+    if policy.chance is not None:
+        step, cursor = sharding.to_host((state.step, state.cursor))
+        logged = {
+            "prompts/eligible": policy.chance(before, num_prompts).mean(),
+            "prompts/skipped": cursor - (step + 1) * num_prompts,
+        }
+        more = {name: mean(jnp.float32(value)) for name, value in logged.items()}
+        prepared = prepared._replace(metrics=merge(prepared.metrics, more))
+    after = policy.observe(before, rollouts)
+    return dataclasses.replace(state, prompt_policy_state=after), prepared
+
+
+def _update(
+    program: Any, anchors: frozenset[str], state: TrainState, batch: TrainBatch
+) -> tuple[TrainState, Metrics]:
+    frozen = {name: state.frozen[name] for name in sorted(anchors)}
+    trainable, opt_state, objective_state, metrics = program(
+        state.trainable, state.opt_state, state.objective_state, frozen, batch
+    )
+    state = dataclasses.replace(
+        state,
+        step=state.step + 1,
+        trainable=trainable,
+        opt_state=opt_state,
+        objective_state=objective_state,
+    )
+    return state, metrics
 
 
 def _update_program(blueprint: Blueprint) -> Any:
@@ -159,11 +359,7 @@ def _accumulate(
         return jax.lax.with_sharding_constraint(wide, layout)
 
     loss, grads, metrics = jax.eval_shape(one, jnp.int32(0))
-    start = (
-        jnp.zeros(loss.shape, loss.dtype),
-        jax.tree.map(zeros, grads, layout),
-        empty_like(metrics),
-    )
+    start = jnp.zeros_like(loss), jax.tree.map(zeros, grads, layout), empty_like(metrics)
     return jax.lax.fori_loop(0, batch.num_live, body, start)
 
 
@@ -175,16 +371,15 @@ def _loss(
     micro: TrainBatch,
 ) -> tuple[Array, Metrics]:
     objective = blueprint.objective
-    scored = forward(blueprint, params, micro, objective.entropy, anchors.get("reference"))
-    assert scored.entropy is not None
-    logp = jnp.where(micro.mask, scored.logp, 0)
+    logp, fields = forward(blueprint, params, micro, objective.entropy, anchors.get("reference"))
+    logp = jnp.where(micro.mask, logp, 0)
     tokens = Tokens(
         logp=logp,
         proximal_logp=micro.proximal_logp,
         advantage=micro.advantage,
         mask=micro.mask,
         segment=micro.segment,
-        fields=micro.fields | scored.fields,
+        fields=micro.fields | fields,
     )
     per_token, metrics = token_loss(
         objective.surrogate, objective.penalties, tokens, objective_state
@@ -192,7 +387,7 @@ def _loss(
     gap = jnp.abs(jax.lax.stop_gradient(logp) - micro.fields["behavior_logp"])
     # An entropy term reports the entropy itself, which then replaces ours.
     metrics = {
-        "entropy": mean(jax.lax.stop_gradient(scored.entropy), micro.mask),
+        "entropy": mean(jax.lax.stop_gradient(fields["policy_entropy"]), micro.mask),
         "sampling/sampling_logp_difference/mean": mean(gap, micro.mask),
         "sampling/sampling_logp_difference/max": maximum(gap, micro.mask),
     } | metrics

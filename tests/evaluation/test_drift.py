@@ -18,7 +18,7 @@ from jaxgrpo.rollout.selection import sequential
 from jaxgrpo.training.setup import first_state
 from jaxgrpo.update.forward import Blueprint
 from jaxgrpo.update.packing import Geometry
-from jaxgrpo.update.prepare import make_preparer
+from jaxgrpo.update.step import Preparer
 
 REWARDS = np.array([[1, 0, 0, 0], [1, 1, 1, 1], [0, 0, 0, 0], [1, 1, 0, 0]], np.float32)
 TEMPERATURE = 0.8
@@ -42,7 +42,7 @@ def prepared(recipe, objective, anchor, compact=True):
     other = tiny.params(seed=7)
     state = dataclasses.replace(state, frozen=dict.fromkeys(state.frozen, other))
     rollouts = tiny.rollouts(REWARDS)
-    _, result = make_preparer(blueprint)(state, rollouts)
+    _, result = Preparer(blueprint).prepare(state, rollouts)
     theirs = tiny.whole_logps(tiny.UNIFORM, other, rollouts, TEMPERATURE)
     gaps = np.asarray(rollouts.behavior_logp - theirs, float).sum(-1)
     return finalise(jax.device_get(result.metrics)), gaps

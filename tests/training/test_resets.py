@@ -65,11 +65,16 @@ def moments(state) -> list[np.ndarray]:
     return [np.asarray(m) for m in jax.tree.leaves(state.opt_state) if m.shape in sizes]
 
 
+def reset(run: setup.Setup, state):
+    fresh = functools.partial(resetting.fresh_parts, run.blueprint.optimizer)
+    return resetting.reset_reference(state, fresh)
+
+
 def test_a_reset_makes_the_policy_the_reference_and_forgets_gradients_alone(warm):
     run, state = warm
     before = jax.tree.map(np.asarray, state)
     assert parameter_hash(state.frozen["reference"]) != parameter_hash(state.trainable)
-    after = resetting.reset_reference(state, run.blueprint.optimizer)
+    after = reset(run, state)
     policy = parameter_hash(before.trainable)
     assert parameter_hash(after.trainable) == parameter_hash(after.frozen["reference"]) == policy
     assert parameter_hash(after.frozen["base"]) == parameter_hash(before.frozen["base"])
@@ -84,7 +89,7 @@ def test_a_reset_makes_the_policy_the_reference_and_forgets_gradients_alone(warm
 def test_the_kl_is_zero_right_after_and_the_next_update_finds_its_own_reference(warm):
     run, state = warm
     copy = jax.tree.map(lambda leaf: leaf + 0 if isinstance(leaf, jax.Array) else leaf, state)
-    after = resetting.reset_reference(copy, run.blueprint.optimizer)
+    after = reset(run, copy)
     reference = parameter_hash(after.frozen["reference"])
     after, metrics = step(run, after)
     assert float(metrics["kl"].result()) == 0
@@ -94,11 +99,11 @@ def test_the_kl_is_zero_right_after_and_the_next_update_finds_its_own_reference(
 
 def test_before_the_first_update_a_reset_changes_nothing(tmp_path):
     run = run_of(tmp_path / "r", **{"loss.kl": K2})
-    after = resetting.reset_reference(run.state, run.blueprint.optimizer)
+    after = reset(run, run.state)
     jax.tree.map(np.testing.assert_array_equal, run.state, after)
     no_reference = run_of(tmp_path / "s")
     with pytest.raises(InputError, match="no reference policy"):
-        resetting.reset_reference(no_reference.state, no_reference.blueprint.optimizer)
+        reset(no_reference, no_reference.state)
 
 
 def resets(values: list[dict[str, float]], folder, **keys: Any) -> list[int]:

@@ -10,7 +10,7 @@ import small_run
 from jaxgrpo.config import files as configs
 from jaxgrpo.training import loop
 from jaxgrpo.training.policy import evaluator_of
-from jaxgrpo.training.setup import DEPENDS, Shared, setup
+from jaxgrpo.training.setup import DEPENDS, Shared
 
 EVAL = {"eval.data": "task:arithmetic:test", "eval.prompts": 8, "eval.samples": 4}
 
@@ -44,11 +44,25 @@ def test_what_differs_only_by_seed_shares_everything_and_a_method_is_its_own(tmp
     assert names(first) == set(DEPENDS)
     assert names(config(tmp_path / "b", **{"train.seed": 1})) == set()
     assert names(dataclasses.replace(first, recipe="sign")) == {"method"}
+    assert names(config(tmp_path / "longer", **{"train.steps": 3})) == set()
     rate = {"optimizer": {"learning_rate": 0.5}}
     assert names(config(tmp_path / "c", **rate)) == {"method", "update"}
     assert names(config(tmp_path / "d", **{"eval.samples": 2})) == {"inputs", "evaluator"}
     size = names(config(tmp_path / "e", **{"rollout.group_size": 2}))
     assert size == {"method", "update", "sampler", "evaluator"}
+
+
+def test_the_number_of_steps_matters_to_what_is_shared_only_where_the_rate_falls(tmp_path):
+    shared = Shared()
+    for schedule, anew in (("constant", set()), ("linear", {"method", "update"})):
+        made = []
+        for steps in (3, 4):
+            optimizer = {"learning_rate": 1e-3, "schedule": schedule, "warmup_steps": 1}
+            changes = {"optimizer": optimizer, "train.steps": steps}
+            share = shared.of(config(tmp_path, **changes))
+            made.append({name: share(name, lambda: object()) for name in DEPENDS})
+        first, second = made
+        assert {name for name in DEPENDS if first[name] is not second[name]} == anew
 
 
 def test_a_run_that_shares_ends_as_one_that_does_not(tmp_path):
@@ -59,9 +73,9 @@ def test_a_run_that_shares_ends_as_one_that_does_not(tmp_path):
         share = shared.of(given)
         run = loop.take(
             given,
-            lambda given=given, share=share: setup(given, share=share),
             lambda made, share=share: evaluator_of(made, share),
             shown=False,
+            share=share,
         )
         hashes.append(run.summary["parameter_hash"])
     assert hashes[0] != hashes[1]

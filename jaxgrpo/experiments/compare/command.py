@@ -28,7 +28,7 @@ from jaxgrpo.training import loop, process
 from jaxgrpo.training.folder import write_atomically
 from jaxgrpo.training.policy import evaluator_of, read_run
 from jaxgrpo.training.report.html import check_can_draw
-from jaxgrpo.training.setup import Shared, setup
+from jaxgrpo.training.setup import Shared
 
 
 def compare(path: str | Path, dry_run: bool = False) -> int:
@@ -162,10 +162,10 @@ class Runner:
         share = self._shared.of(case.config)
         loop.take(
             case.config,
-            lambda: setup(case.config, share=share),
             lambda run: self._remembering(evaluator_of(run, share), case.path),
             resume=True,
             shown=False,
+            share=share,
         )
         if process.is_main():
             shutil.rmtree(case.path / "checkpoints", ignore_errors=True)

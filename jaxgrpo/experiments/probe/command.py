@@ -21,7 +21,7 @@ from jaxgrpo.experiments.probe.advice import advise
 from jaxgrpo.training import process
 from jaxgrpo.training.folder import plain, write_atomically
 from jaxgrpo.training.inputs import resolve_rewards, resolve_scorer, show_previews
-from jaxgrpo.training.policy import NOBODY, StoredPolicy, config_for, find_policy, key_of
+from jaxgrpo.training.policy import NO_REWARD, StoredPolicy, config_for, find_policy, key_of
 from jaxgrpo.training.report.html import check_can_draw
 
 PURPOSE = 2  # folded into the key: a probe repeats the draws of neither training nor evaluation
@@ -60,7 +60,7 @@ def main(
         check_can_draw(f"{html_out} needs", "leave --html out")
     console = Console(highlight=False)
     policy, held_out = find_policy(console, config)
-    rewards = () if config.rewards[0].use == NOBODY else resolve_rewards(config)
+    rewards = () if config.rewards[0].use == NO_REWARD else resolve_rewards(config)
     judge = resolve_scorer(config, rewards)
     questions = questions_of(config, held_out, judge)
     if process.is_main():
@@ -91,7 +91,7 @@ def _config(target: str, given: Mapping[str, str | int | None], overrides: Seque
     samples = config.eval.samples
     if config.eval.data is None:
         problem = "no prompts to probe with; give --data, as task:NAME:train"
-    elif config.eval.scorer is None and config.rewards[0].use == NOBODY:
+    elif config.eval.scorer is None and config.rewards[0].use == NO_REWARD:
         judges = "gsm8k_answer, math, or path/file.py:function"
         problem = f"nothing judges the answers; give --reward, as {judges}"
     elif samples < 2:

@@ -120,15 +120,9 @@ PANELS = (
     ),
     Panel(
         "Seconds per step",
-        {
-            "time/sample": "sample",
-            "time/reward": "reward",
-            "time/prepare": "prepare",
-            "time/update": "update",
-        },
+        {f"time/{phase}": phase for phase in ("sample", "reward", "prepare", "update")},
         "The first step compiles; its bar may end above the frame.",
         kind="stack",
-        colours=COLOURS,
     ),
     Panel(
         "Loss",
@@ -140,13 +134,9 @@ PANELS = (
 
 def draw(record: Record) -> list[tuple[Panel, str]]:
     """(panel, SVG) of every panel that has a curve."""
-    drawn = []
+    found = [(panel, _curves(panel, record)) for panel in PANELS]
     with mpl.rc_context(STYLE):
-        for panel in PANELS:
-            curves = _curves(panel, record)
-            if curves:
-                drawn.append((panel, _svg(panel, curves)))
-    return drawn
+        return [(panel, _svg(panel, curves)) for panel, curves in found if curves]
 
 
 def _curves(panel: Panel, record: Record) -> dict[str, tuple[np.ndarray, np.ndarray]]:

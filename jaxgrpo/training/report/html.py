@@ -10,21 +10,20 @@ from __future__ import annotations
 import base64
 import datetime
 import html
+import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from jaxgrpo.config.own_code import installed
+from jaxgrpo.config.own_code import installed, short_name
 from jaxgrpo.core.errors import InputError
-from jaxgrpo.training import console
-from jaxgrpo.training.folder import write_atomically
+from jaxgrpo.training import alarms, console
+from jaxgrpo.training.folder import is_number, write_atomically
 from jaxgrpo.training.report.record import (
     UNDER_WAY,
     Record,
-    has,
-    is_number,
     natural,
     read_run,
     shown,
@@ -150,12 +149,12 @@ def _tiles(record: Record) -> dict[str, str]:
     mixed = record.last("groups/mixed")
     if mixed is not None:
         tiles["mixed groups"] = f"{mixed:.0%}"
-    steps = [line for line in record.lines if has(line, "time/step") and has(line, "num_tokens")]
-    if steps:
-        seconds = sorted(line["time/step"] for line in steps)
-        tiles["seconds per step, median"] = _number(seconds[len(seconds) // 2])
-        spent = sum(seconds)
-        tokens = sum(line["num_tokens"] for line in steps)
+    timed = [line for line in record.lines if alarms.known([line], "num_tokens")]
+    timed = [line for line in timed if alarms.known([line], "time/step")]
+    if timed:
+        seconds = [line["time/step"] for line in timed]
+        tiles["seconds per step, median"] = _number(statistics.median_high(seconds))
+        spent, tokens = sum(seconds), sum(line["num_tokens"] for line in timed)
         tiles["sampled tokens per second"] = f"{tokens / spent:,.0f}" if spent else "–"
     tiles["warnings"] = str(len(record.warnings))
     return tiles
@@ -229,9 +228,7 @@ def weights(record: Record) -> dict[str, float]:
     """Reward name -> its weight in the config."""
     entries = record.config.get("rewards", [])
     return {
-        str(entry.get("name") or str(entry.get("use", "")).rpartition(":")[2]): float(
-            entry.get("weight", 1.0)
-        )
+        str(entry.get("name") or short_name(str(entry.get("use", "")))): entry.get("weight", 1.0)
         for entry in entries
     }
 

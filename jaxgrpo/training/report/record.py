@@ -5,17 +5,16 @@ from __future__ import annotations
 import dataclasses
 import fcntl
 import json
-import math
 import re
 import tomllib
 import unicodedata
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxgrpo.core.errors import InputError
+from jaxgrpo.core.errors import InputError, refusing
 from jaxgrpo.training import alarms
-from jaxgrpo.training.folder import LOCK, evaluation_of, read_metrics, read_samples
+from jaxgrpo.training.folder import LOCK, evaluation_of, is_number, read_metrics, read_samples
 
 TURNS = "\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"
 UNDER_WAY, FINISHED, STOPPED = "under way", "finished", "stopped"
@@ -57,8 +56,8 @@ class Record:
 
     def series(self, metric: str) -> tuple[list[int], list[float]]:
         """(steps, values) where the metric is a finite number."""
-        pairs = [(line["step"], float(line[metric])) for line in self.lines if has(line, metric)]
-        return [step for step, _ in pairs], [value for _, value in pairs]
+        lines = [line for line in self.lines if is_number(line.get(metric))]
+        return [line["step"] for line in lines], alarms.known(lines, metric)
 
     def last(self, metric: str) -> float | None:
         """Its last finite value."""
@@ -83,10 +82,12 @@ def read_run(folder: Path, status: str | None = None) -> Record:
             f"{folder}: {what}; give the folder that run.dir names, with its config.toml and "
             "metrics.jsonl"
         )
-    config = _config(folder / "config.toml")
+    mend = "is not TOML ({reason}): put back the run's own file"
+    config = _read(folder / "config.toml", tomllib.loads, mend)
     lines = read_metrics(folder)
     state, given = alarms.replay(lines)
-    summary = _object(folder / "summary.json")
+    mend = "is no JSON object ({reason}): remove it"
+    summary = _read(folder / "summary.json", json.loads, mend)
     return Record(
         name=folder.resolve().name,
         status=status or _status(folder, summary, lines),
@@ -145,27 +146,10 @@ def natural(name: str) -> list[tuple[str, int]]:
     return [(text, int(number or 0)) for text, number in pieces]
 
 
-def has(line: Mapping[str, Any], metric: str) -> bool:
-    return is_number(line.get(metric))
-
-
-def is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and math.isfinite(value)
-
-
-def _config(file: Path) -> dict[str, Any]:
-    try:
-        return tomllib.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise InputError(f"{file} is not TOML ({error}): put back the run's own file") from None
-
-
-def _object(file: Path) -> dict[str, Any]:
-    """A JSON object; {} where the file is missing."""
-    try:
-        return dict(json.loads(file.read_text(encoding="utf-8"))) if file.is_file() else {}
-    except (ValueError, TypeError) as error:
-        raise InputError(f"{file} is no JSON object ({error}): remove it") from None
+def _read(file: Path, parse: Callable[[str], Any], problem: str) -> dict[str, Any]:
+    """The tables of a file; {} where it is missing."""
+    with refusing(f"{file} {problem}", ValueError, TypeError):
+        return dict(parse(file.read_text(encoding="utf-8"))) if file.is_file() else {}
 
 
 def _status(folder: Path, summary: Mapping[str, Any], lines: Sequence[Mapping[str, Any]]) -> str:
