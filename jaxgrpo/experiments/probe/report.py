@@ -1,10 +1,13 @@
-"""The report of a probe, in the terminal and as one HTML file: tables and the advice."""
+"""The report of a probe, in the terminal and as one HTML file: tables, charts and the advice."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import matplotlib as mpl
+import numpy as np
+from matplotlib.axes import Axes
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -14,7 +17,11 @@ from jaxgrpo.experiments.probe.advice import value_at
 from jaxgrpo.experiments.probe.measure import PER
 from jaxgrpo.experiments.sections import Section, terminal_table
 from jaxgrpo.training.report import html
+from jaxgrpo.training.report.charts import COLOURS, FAIL, MIXED, PASS, STYLE, as_svg, blank
 from jaxgrpo.training.report.record import visible
+
+Found = Mapping[str, Any]
+"""The numbers of a probe, in the structure of its JSON"""
 
 BAR = 30  # characters of a full bar
 LOOK: dict[str, Any] = {"box": box.SIMPLE_HEAD, "pad_edge": False}
@@ -66,7 +73,7 @@ OTHERS = {
 """Path of a number in the probe's JSON -> its label and its format, with a unit if it has one."""
 
 
-def show(console: Console, found: Mapping[str, Any]) -> None:
+def show(console: Console, found: Found) -> None:
     """Prints everything that a probe found, as `command.main` puts it together."""
     groups = (
         "flat groups, of these all fail and all pass, and i.i.d.;\n"
@@ -91,10 +98,8 @@ def show(console: Console, found: Mapping[str, Any]) -> None:
     console.print(advice)
 
 
-def render(found: Mapping[str, Any]) -> str:
+def render(found: Found) -> str:
     """The HTML page of what `command.main` puts together."""
-    from jaxgrpo.experiments.probe import charts  # matplotlib takes a while to load
-
     success = found["success"]
     size, group = list(found["degeneracy"].items())[-1]
     k, passed = list(found["pass_at"].items())[-1]
@@ -111,7 +116,7 @@ def render(found: Mapping[str, Any]) -> str:
         f"({html.text(', '.join(one['numbers']))})</div></li>"
         for one in found["advice"]
     )
-    figures = charts.figures(found, interval(found))
+    figures = _figures(found, interval(found))
     body = [
         f'<h1>Probe</h1>\n<div class="muted">{html.text(title(found))}</div>\n{html.tiles(tiles)}',
         f'<h2>Advice</h2>\n<ul class="box">{advice}</ul>',
@@ -123,7 +128,7 @@ def render(found: Mapping[str, Any]) -> str:
     return html.document(f"probe of {found['model']}", "\n".join(body))
 
 
-def title(found: Mapping[str, Any]) -> str:
+def title(found: Found) -> str:
     """What was asked."""
     names = {name: visible(str(found[name])) for name in ("model", "data", "reward")}
     return (
@@ -144,14 +149,14 @@ def number(value: Any, form: str = ".3f") -> str:
     return "–" if value is None or value != value else f"{value:{spec}} {unit}".rstrip()
 
 
-def pass_rows(found: Mapping[str, Any]) -> list[list[str]]:
+def pass_rows(found: Found) -> list[list[str]]:
     """pass@k with its intervals; the first row is the head."""
     known = found["pass_at"].items()
     rows = [[f"pass@{k}", number(one["value"]), number(one["ci"])] for k, one in known]
     return [["", "value", interval(found)], *rows]
 
 
-def group_rows(found: Mapping[str, Any], heads: str) -> list[list[str]]:
+def group_rows(found: Found, heads: str) -> list[list[str]]:
     """The numbers of GROUPS for each group size; the first row is the head, "short" or "long"."""
     names = {"interval": interval(found), "step": found["prompts_per_step"]}
     rows = [["G", *(getattr(one, heads).format(**names) for one in GROUPS)]]
@@ -160,7 +165,7 @@ def group_rows(found: Mapping[str, Any], heads: str) -> list[list[str]]:
     return rows
 
 
-def others(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def others(found: Found) -> Iterator[tuple[str, str]]:
     """(label, number) of everything that has no table of its own."""
     for path, (label, form) in OTHERS.items():
         if (value := value_at(found, path)) is not None:
@@ -181,12 +186,12 @@ def ranges(samples: int) -> list[range]:
     return [range(1), *inner, range(samples, samples + 1)]
 
 
-def interval(found: Mapping[str, Any]) -> str:
+def interval(found: Found) -> str:
     """How intervals are called."""
     return f"{found['level'] * 100:g}% interval"
 
 
-def _successes(found: Mapping[str, Any]) -> Table:
+def _successes(found: Found) -> Table:
     """The histogram of prompts by successes, as bars of characters."""
     success, samples = found["success"], found["samples"]
     counts = success["histogram"]
@@ -202,3 +207,83 @@ def _successes(found: Mapping[str, Any]) -> Table:
     table = terminal_table(rows, no_wrap=True, title=rate, **LOOK)
     table.columns[-1].justify = "left"
     return table
+
+
+def _figures(found: Found, interval: str) -> Iterator[str]:
+    """Each chart, as HTML; `interval` is how its intervals are called."""
+    drawn: Sequence[tuple[str, Callable[[Axes, Found], None], str]] = (
+        (
+            "Prompts by success rate",
+            _histogram,
+            "At the ends all samples agree: a baseline of the group learns nothing there.",
+        ),
+        (
+            "Flat groups",
+            _flat,
+            "Measured, and what they were if all prompts were equally hard; the bar is the "
+            f"gap's {interval}.",
+        ),
+        (
+            f"Live groups per {PER} samples",
+            _live,
+            "At the same number of samples: small groups are more, each with less to compare.",
+        ),
+        ("pass@k", _passes, f"With its {interval}."),
+    )
+    with mpl.rc_context(STYLE):
+        for name, draw, note in drawn:
+            figure, axes = blank(name)
+            draw(axes, found)
+            yield html.figure(name, as_svg(figure), note)
+
+
+def _histogram(axes: Axes, found: Found) -> None:
+    counts = np.asarray(found["success"]["histogram"], float)
+    last = len(counts) - 1
+    places = np.arange(last + 1) / last
+    colours = [FAIL, *[MIXED] * (last - 1), PASS]
+    axes.bar(places, counts / max(counts.sum(), 1), width=0.8 / (last + 1), color=colours)
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
+
+
+def _flat(axes: Axes, found: Found) -> None:
+    measured, iid = _of_groups(found, "measured"), _of_groups(found, "iid")
+    around = np.abs(_of_groups(found, "ci").T - (measured - iid))
+    known = np.isfinite(around).all(0)
+    places = _place_groups(axes, found)
+    axes.bar(places - 0.2, measured, 0.38, color=COLOURS[0], label="measured")
+    axes.bar(places + 0.2, iid, 0.38, color=COLOURS[1], label="i.i.d.")
+    bars: dict[str, Any] = {"fmt": "none", "ecolor": "#1f2933", "capsize": 3}
+    axes.errorbar(places[known] - 0.2, measured[known], around[:, known], **bars)
+    axes.set_ylim(0, 1.02)
+    axes.legend(ncols=2)
+
+
+def _live(axes: Axes, found: Found) -> None:
+    heights = _of_groups(found, f"live_groups_per_{PER}_samples")
+    bars = axes.bar(_place_groups(axes, found), heights, 0.6, color=MIXED)
+    labels = [f"{height:.0f}" if np.isfinite(height) else "–" for height in heights]
+    axes.bar_label(bars, labels, fontsize=8)
+    axes.margins(y=0.15)
+
+
+def _passes(axes: Axes, found: Found) -> None:
+    passes = found["pass_at"]
+    low, high = np.array([one["ci"] for one in passes.values()], float).T
+    places = np.arange(len(passes))
+    value = [one["value"] for one in passes.values()]
+    axes.plot(places, value, "o-", color=COLOURS[0], markersize=3.5)
+    axes.fill_between(places, low, high, color=COLOURS[0], alpha=0.15, linewidth=0)
+    axes.set_xticks(places, [str(k) for k in passes])
+    axes.set_ylim(-0.02, 1.02)
+
+
+def _of_groups(found: Found, key: str) -> np.ndarray:
+    return np.array([group[key] for group in found["degeneracy"].values()], float)
+
+
+def _place_groups(axes: Axes, found: Found) -> np.ndarray:
+    """One place per group size on the x-axis, labelled."""
+    places = np.arange(len(found["degeneracy"]))
+    axes.set_xticks(places, [f"G = {size}" for size in found["degeneracy"]])
+    return places
