@@ -46,7 +46,7 @@ def make_selector(
         ordinals = policy.select(state.prompt_policy_state, int(cursor), geometry.num_prompts)
         rows = row_of(ordinals, len(encoded), seed)
         chosen = [encoded[row] for row in rows]
-        prompts = pad_prompts(chosen, geometry.max_prompt_tokens, ordinals, rows, step)
+        prompts = pad_prompts(chosen, geometry.max_prompt_tokens, ordinals, rows, int(step))
         after = sharding.put(np.int32(ordinals.max() + 1), sharding.replicated(mesh))
         return put_prompts(mesh, prompts), dataclasses.replace(state, cursor=after)
 

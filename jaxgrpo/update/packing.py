@@ -6,6 +6,7 @@ one sample per row, rows in order, whole groups per bin. The layout has room for
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -140,11 +141,11 @@ def gather(
         row_prompt=jnp.asarray(plan.row_prompt),
         num_live=jnp.asarray(plan.num_live),
     )
+    return jax.tree.map(functools.partial(_over_bins, constrain), batch)
 
-    def lay_out(leaf: Array) -> Array:
-        return constrain(leaf, (None, "bins", *[None] * (leaf.ndim - 2))) if leaf.ndim else leaf
 
-    return jax.tree.map(lay_out, batch)
+def _over_bins(constrain: Constrain, leaf: Array) -> Array:
+    return constrain(leaf, (None, "bins", *[None] * (leaf.ndim - 2))) if leaf.ndim else leaf
 
 
 def scatter(values: Array, plan: Plan, shape: tuple[int, int, int]) -> Array:

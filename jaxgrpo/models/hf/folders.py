@@ -164,8 +164,6 @@ def save_model(
 
     Raises: InputError if Qwen3 cannot express the model, or `path` holds other files.
     """
-    from huggingface_hub import split_state_dict_into_shards_factory
-
     leaves = jax.tree.leaves(params)
     tensors = {
         entry.name: (leaf, entry)
@@ -176,12 +174,6 @@ def save_model(
     if len(dtype) != 1:
         raise InputError(f"save_model: parameters of several dtypes {sorted(dtype)}: cast to one")
     fields = qwen3.config_fields(model.config, *dtype)
-    plan = split_state_dict_into_shards_factory(
-        {name: math.prod(entry.shape) for name, (_, entry) in tensors.items()},
-        get_storage_size=lambda size: size * leaves[0].dtype.itemsize,
-        max_shard_size=max_shard_bytes,
-        filename_pattern="model{suffix}.safetensors",
-    )
     mine = jax.process_index() == 0
     with _replaced(Path(path).absolute()) if mine else contextlib.nullcontext() as folder:
         if folder is not None:
@@ -192,7 +184,7 @@ def save_model(
                 tokenizer.save_pretrained(folder)
             if card is not None:
                 (folder / "README.md").write_text(card, encoding="utf-8")
-        _write_weights(folder, plan, tensors)
+        _write_weights(folder, tensors, max_shard_bytes)
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices("jaxgrpo save_model")
 
@@ -280,12 +272,20 @@ def _period(leaf: Array, period: int | Array) -> Array:
 
 
 def _write_weights(
-    folder: Path | None, plan: Any, tensors: Mapping[str, tuple[Array, qwen3.Entry]]
+    folder: Path | None, tensors: Mapping[str, tuple[Array, qwen3.Entry]], max_shard_bytes: int
 ) -> None:
-    """Writes the files of the plan, and the index if there are several. One is held in memory.
+    """Writes the tensors in files, and the index if there are several. One is held in memory.
 
     Without a folder it takes part in the gathers, and keeps nothing.
     """
+    from huggingface_hub import split_state_dict_into_shards_factory
+
+    plan = split_state_dict_into_shards_factory(
+        tensors,
+        get_storage_size=lambda one: math.prod(one[1].shape) * one[0].dtype.itemsize,
+        max_shard_size=max_shard_bytes,
+        filename_pattern="model{suffix}.safetensors",
+    )
 
     def gathered(name: str) -> np.ndarray:
         leaf, entry = tensors[name]
