@@ -106,8 +106,9 @@ def to_toml(config: Config) -> str:
 def resume_difference(old: Config, new: Config) -> list[str]:
     """Why a run begun with `old` cannot be resumed with `new`: one line per key, [] if it can.
 
-    >>> resume_difference(config, config)  # doctest: +SKIP
-    []
+    >>> begun = load("quickstart")
+    >>> resume_difference(begun, load("quickstart", ["train.seed=1", "train.steps=90"]))
+    ['train.seed: 0 -> 1']
     """
     before, after = flat(tables_of(old)), flat(tables_of(new))
     return [

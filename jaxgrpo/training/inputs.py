@@ -94,27 +94,30 @@ def resolve_rewards(
 
     Raises: InputError where two have one name, one does not exist or asks for a missing column.
     """
-    entries = config.rewards
-    if isinstance(given, Mapping):
-        entries = [RewardKeys(use=use, name=name) for name, use in given.items()]
-    elif given is not None:
-        names = [None if isinstance(use, str) else name_of(use) for use in given]
-        entries = [RewardKeys(use=use, name=name) for use, name in zip(given, names, strict=True)]
-    names = [entry.title for entry in entries]
-    twice = sorted(name for name, count in Counter(names).items() if count > 1)
+    entries = [(one.title, one.use, one) for one in config.rewards]
+    if given is not None:
+        named = given.items() if isinstance(given, Mapping) else [(_name(use), use) for use in given]
+        entries = [(name, use, RewardKeys(use=name)) for name, use in named]  # all by default
+    counts = Counter(name for name, *_ in entries)
+    twice = sorted(name for name, count in counts.items() if count > 1)
     if twice:
         raise InputError(
             f"rewards: {twice[0]!r} stands twice; give each a `name` of its own (from Python, "
             "rewards={name: function})"
         )
     rewards = tuple(
-        Reward(name, _function(config, one.use, one.options), one.weight, one.on_error, one.flip)
-        for name, one in zip(names, entries, strict=True)
+        Reward(name, _function(config, use, keys.options), keys.weight, keys.on_error, keys.flip)
+        for name, use, keys in entries
     )
     for reward in rewards:
         if row is not None:
             check(reward.name, reward.function, [name for name in row if name != "prompt"])
     return rewards
+
+
+def _name(use: Any) -> str:
+    """What a reward given from Python is called."""
+    return own_code.short_name(use) if isinstance(use, str) else name_of(use)
 
 
 def resolve_scorer(config: Config, rewards: Sequence[Reward]) -> Reward:

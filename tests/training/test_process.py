@@ -20,7 +20,7 @@ LOOP = """
 import sys, time
 import jax, jax.numpy as jnp
 from jax.experimental import multihost_utils
-from jaxgrpo import runtime
+from jaxgrpo.training import process as runtime
 
 def command():
     line = runtime.start("cpu")
@@ -110,7 +110,7 @@ def test_programs_of_several_cpu_devices_are_not_kept(devices, python, environme
     # Taken from the cache they would wait for one another for ever.
     code = """
 import jax, jax.numpy as jnp
-from jaxgrpo import runtime
+from jaxgrpo.training import process as runtime
 runtime.start()
 jax.jit(lambda x: jnp.tanh(x @ x))(jnp.ones((3, 3)))
 """

@@ -272,9 +272,12 @@ def _period(leaf: Array, period: int | Array) -> Array:
 
 
 def _write_weights(
-    folder: Path | None, tensors: Mapping[str, tuple[Array, qwen3.Entry]], max_shard_bytes: int
+    folder: Path | None, tensors: Mapping[str, tuple[Any, qwen3.Entry]], max_shard_bytes: int
 ) -> None:
-    """Writes the tensors in files, and the index if there are several. One is held in memory.
+    """Writes tensors in files, and the index if there are several. One is held in memory.
+
+    Args:
+      tensors: name -> (the leaf that holds it, of devices or of the host, and where in it).
 
     Without a folder it takes part in the gathers, and keeps nothing.
     """
