@@ -96,7 +96,8 @@ def resolve_rewards(
     """
     entries = [(one.title, one.use, one) for one in config.rewards]
     if given is not None:
-        named = given.items() if isinstance(given, Mapping) else [(_name(use), use) for use in given]
+        is_named = isinstance(given, Mapping)
+        named = given.items() if is_named else [(_name(use), use) for use in given]
         entries = [(name, use, RewardKeys(use=name)) for name, use in named]  # all by default
     counts = Counter(name for name, *_ in entries)
     twice = sorted(name for name, count in counts.items() if count > 1)
