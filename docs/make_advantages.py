@@ -9,6 +9,7 @@ begins "Use it when".
 
 from __future__ import annotations
 
+import functools
 import inspect
 import re
 import sys
@@ -78,7 +79,7 @@ def run(name: str, rows: slice = slice(None)) -> Signal:
     given = {key: value[rows] for key, value in fields().items()}
     rollouts, spec = plain_rollouts({k: value[rows] for k, value in rewards.items()}, **given)
     whole = build(name)
-    return compute(whole, rollouts, whole.init(spec))[0]
+    return jax.jit(functools.partial(compute, whole))(rollouts, whole.init(spec))[0]
 
 
 def table(recipes: Mapping[str, Callable[..., Any]] = registry.recipes) -> str:

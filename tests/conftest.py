@@ -91,7 +91,7 @@ def python() -> str:
     return sys.executable
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def environment():
     """Environment of a started process: environment(devices=1, **more) -> dict.
 

@@ -166,7 +166,7 @@ def control(python, shipped, tmp_path, reward):
     _, summary, _ = run(
         python,
         tmp_path,
-        *("train", "quickstart", "--set", f"model.path={base}", "train.steps=40"),
+        *("train", "quickstart", "--set", f"model.path={base}", "train.steps=40", "eval.every=0"),
         *(f'rewards=[{{use="{small_run.__file__}:{reward}"}}]', "eval.scorer=arithmetic"),
     )
     return summary["trained"]["accuracy"] - summary["base"]["accuracy"]

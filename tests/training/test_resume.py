@@ -41,10 +41,8 @@ def wait_for_lines(process, folder, count):
 
 
 @pytest.fixture(scope="module")
-def straight(tmp_path_factory, python):
-    """The folder of a run that nothing interrupted, and the environment that it had."""
-    import os
-
+def straight(tmp_path_factory, python, environment):
+    """The folder of a run that nothing interrupted, its config, and the environment that it had."""
     folder = tmp_path_factory.mktemp("straight")
     changes = {
         "train.steps": STEPS,
@@ -54,11 +52,10 @@ def straight(tmp_path_factory, python):
         "eval.samples": 4,
     }
     file = small_run.write(folder / "run.toml", folder / "r", **changes)
-    environment = {**os.environ, "XLA_FLAGS": "", "NO_COLOR": "1"}
-    process = small_run.command(python, "train", file, env=environment)
-    code, output = finish(process)
+    given = environment(devices=1)
+    code, output = finish(small_run.command(python, "train", file, env=given))
     assert code == 0, output
-    return folder / "r", changes, environment
+    return folder / "r", changes, given
 
 
 def test_six_kills_at_random_moments_change_nothing(tmp_path, python, straight):

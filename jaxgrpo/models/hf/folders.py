@@ -272,7 +272,7 @@ def _period(leaf: Array, period: int | Array) -> Array:
 
 
 def _write_weights(
-    folder: Path | None, tensors: Mapping[str, tuple[Any, qwen3.Entry]], max_shard_bytes: int
+    folder: Path | None, tensors: dict[str, tuple[Any, qwen3.Entry]], max_shard_bytes: int
 ) -> None:
     """Writes tensors in files, and the index if there are several. One is held in memory.
 
