@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import struct
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -32,8 +33,19 @@ def events(folder: Path) -> list[tuple[int, str, float]]:
     ]
 
 
-def wandb_history(folder: Path) -> list[dict[str, str]]:
-    """name -> JSON of each logged line of the one offline run.
+def wandb_history(folder: Path, lines: int) -> list[dict[str, str]]:
+    """name -> JSON of each logged line of the one offline run; waits until there are so many.
+
+    wandb's own process writes them, at the latest when the run's process ends.
+    """
+    end = time.monotonic() + 60
+    while len(found := _history_now(folder)) < lines and time.monotonic() < end:
+        time.sleep(0.1)
+    return found
+
+
+def _history_now(folder: Path) -> list[dict[str, str]]:
+    """What is written by now.
 
     After a head of 7 bytes, records of checksum, length as uint16, kind 1 = whole, and the bytes.
     """
@@ -41,9 +53,11 @@ def wandb_history(folder: Path) -> list[dict[str, str]]:
     found = []
     for file in sorted(folder.glob("wandb/offline-run-*/*.wandb")):
         data, place = file.read_bytes(), 7
-        while place < len(data):
+        while place + 7 < len(data):
             _, length, kind = struct.unpack_from("<IHB", data, place)
             assert kind == 1
+            if place + 7 + length > len(data):
+                break  # half written
             record = wandb_pb2.Record()
             record.ParseFromString(data[place + 7 : place + 7 + length])
             place += 7 + length
