@@ -8,6 +8,7 @@ The first are the same bytes for the same run, apart from metrics whose names be
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import fcntl
 import json
@@ -47,8 +48,8 @@ class Closing(contextlib.AbstractContextManager):
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def close(self) -> None:
-        raise NotImplementedError
+    @abc.abstractmethod
+    def close(self) -> None: ...
 
 
 def plain(value: Any, name: str = "value") -> Any:

@@ -19,7 +19,7 @@ from rich.console import Console
 
 from jaxgrpo.config.own_code import installed, short_name
 from jaxgrpo.core.errors import InputError
-from jaxgrpo.training import alarms, console
+from jaxgrpo.training import console
 from jaxgrpo.training.folder import is_number, write_atomically
 from jaxgrpo.training.report.record import (
     UNDER_WAY,
@@ -149,8 +149,8 @@ def _tiles(record: Record) -> dict[str, str]:
     mixed = record.last("groups/mixed")
     if mixed is not None:
         tiles["mixed groups"] = f"{mixed:.0%}"
-    timed = [line for line in record.lines if alarms.known([line], "num_tokens")]
-    timed = [line for line in timed if alarms.known([line], "time/step")]
+    both = ("num_tokens", "time/step")
+    timed = [line for line in record.lines if all(is_number(line.get(name)) for name in both)]
     if timed:
         seconds = [line["time/step"] for line in timed]
         tiles["seconds per step, median"] = _number(statistics.median_high(seconds))
