@@ -211,7 +211,7 @@ def model_card(config: Config, step: int, evaluation: Mapping[str, float]) -> st
         "pipeline_tag: text-generation",
         "tags: [jaxgrpo, reinforcement-learning, grpo]",
         "---",
-        f"# Trained with jaxgrpo {jaxgrpo.__version__}",
+        f"{folders.CARD_TITLE} {jaxgrpo.__version__}",
         "",
         f"Base model `{Path(config.model.path).name}`, {step} of {config.train.steps} steps of "
         f"`{method}` on `{data}` ({config.rollout.prompts_per_step} prompts "
