@@ -23,6 +23,7 @@ import jax
 import numpy as np
 
 from jaxgrpo.core.errors import InputError
+from jaxgrpo.training.process import decided
 
 SAMPLE_KEYS = (
     "step",  # the step it was drawn for, as in metrics.jsonl
@@ -159,16 +160,18 @@ class RunFolder(Closing):
         self.checkpoints = self.path / "checkpoints"
         self._lock: int | None = None  # file descriptor
         self._writes = jax.process_index() == 0
-        if self._writes:
-            self._refuse_unless_usable(resume)
-            try:
-                self.path.mkdir(parents=True, exist_ok=True)
-                self._take_lock()
-            except OSError as error:
-                raise InputError(
-                    f"run.dir = {self.path} cannot be written ({error.strerror}): set run.dir to a "
-                    "folder that can"
-                ) from error
+        decided(lambda: self._take(resume))
+
+    def _take(self, resume: bool) -> None:
+        self._refuse_unless_usable(resume)
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._take_lock()
+        except OSError as error:
+            raise InputError(
+                f"run.dir = {self.path} cannot be written ({error.strerror}): set run.dir to a "
+                "folder that can"
+            ) from error
 
     def _refuse_unless_usable(self, resume: bool) -> None:
         if self.path.exists() and not self.path.is_dir():
@@ -196,6 +199,29 @@ class RunFolder(Closing):
         os.write(lock, f"process {os.getpid()} on {os.uname().nodename}\n".encode())
         self._lock = lock
 
+    def refuse_to_forget(self, every: int) -> None:
+        """Raises: InputError where a run has no checkpoint to go on from, and must have had one.
+
+        A run that was killed before its first checkpoint was complete may begin anew: it logs the
+        same lines again. One that ended, whose folder of checkpoints is gone, or that has logged
+        more than two saves apart, would lose what it measured.
+
+        Args:
+          every: checkpoint.every of its last start.
+        """
+        logged = [entry["step"] for entry in read_metrics(self.path)] + sample_steps(self.path)
+        if not logged:
+            return
+        gone = not self.checkpoints.is_dir()
+        ended = (self.path / "summary.json").exists()
+        if gone or ended or max(logged) > 2 * every:
+            raise InputError(
+                f"{self.path} holds the metrics of {max(logged)} steps and no checkpoint to go on "
+                f"from ({self.checkpoints} {'does not exist' if gone else 'holds none'}); starting "
+                "at step 1 would erase them: put the checkpoints back, or start anew without "
+                "--resume and with another run.dir, or after moving or deleting this folder"
+            )
+
     def rewind(self, step: int | None) -> None:
         """Forgets what was written after `step` finished steps; None forgets everything logged.
 
@@ -204,6 +230,8 @@ class RunFolder(Closing):
         """
         if not self._writes:
             return
+        # From here on a missing folder means that it was removed, and not that none was saved yet.
+        self.checkpoints.mkdir(exist_ok=True)
         last = -1 if step is None else step
         file = self.path / "metrics.jsonl"
         if file.exists():

@@ -26,8 +26,8 @@ from jaxgrpo.evaluation.evaluate import Evaluate
 from jaxgrpo.models import sharding
 from jaxgrpo.models.hf import folders
 from jaxgrpo.rollout.judging import sample_rows
-from jaxgrpo.training import process
-from jaxgrpo.training.checkpoints import Checkpoints, parameter_hash
+from jaxgrpo.training import fingerprints, process
+from jaxgrpo.training.checkpoints import Checkpoints, parameter_hash, refuse_other_step
 from jaxgrpo.training.console import Display
 from jaxgrpo.training.folder import RunFolder, evaluation_of, read_metrics, read_samples
 from jaxgrpo.training.inputs import dropped_line, try_rewards, with_logged
@@ -73,7 +73,7 @@ def train(
 
     Args:
       config: a Config, its tables as dicts, a TOML file, or a shipped config's name.
-      resume: "auto" goes on from the newest checkpoint, or starts where there is none.
+      resume: "auto" goes on from the newest checkpoint, or starts where nothing is lost by it.
       rewards, advantage, dataset: Python objects instead of what the config names; the data
         set a datasets.Dataset or a list of dicts, read by the config's data keys.
       overrides: keys of the config, train={"steps": 20} or **{"train.steps": 20}.
@@ -109,13 +109,17 @@ def take(
       given: of `setup`, beside the config.
     """
     with contextlib.ExitStack() as stack:
+        process.refuse_unless_alike(lambda: fingerprints.given_by(config), fingerprints.REMEDY)
         folder = stack.enter_context(RunFolder(config.run.dir, resume=resume))
-        _refuse_other_config(folder, config)
+        before = _refuse_other_config(folder, config)
         checkpoints = stack.enter_context(Checkpoints(folder.checkpoints, config.checkpoint.keep))
         run = setup(config, **given)
+        process.refuse_unless_alike(lambda: _data_of(run), fingerprints.REMEDY)
         # A reward that cannot be called is found now and not after the first samples.
         try_rewards(run.rewards, run.rows[0], run.tokenizer, config.train.steps)
-        restored = checkpoints.latest() is not None
+        restored = process.decided(checkpoints.latest) is not None
+        if not restored:
+            process.decided(lambda: folder.refuse_to_forget(before.checkpoint.every))
         state, meta = _restored(run, checkpoints) if restored else (run.state, {})
         run, done = run._replace(state=state), int(sharding.to_host(state.step))
         folder.rewind(done if restored else None)
@@ -135,9 +139,12 @@ def take(
     return Run(Path(config.run.dir), summary, state)
 
 
-def _refuse_other_config(folder: RunFolder, config: Config) -> None:
-    """A run goes on only with the config it began with, but for keys that may change."""
-    text = folder.config()
+def _refuse_other_config(folder: RunFolder, config: Config) -> Config:
+    """A run goes on only with the config it began with, but for keys that may change.
+
+    Returns: the config of its last start.
+    """
+    text = process.decided(folder.config)
     before = config if text is None else configs.from_dict(tomllib.loads(text))
     difference = configs.resume_difference(before, config)
     if difference:
@@ -146,13 +153,24 @@ def _refuse_other_config(folder: RunFolder, config: Config) -> None:
             + "\n  ".join(difference)
             + "\nset them back, or set run.dir to another folder"
         )
+    return before
+
+
+def _data_of(run: Setup) -> dict[str, str]:
+    """Which rows a run was given, to train and to evaluate on."""
+    asked = run.held_out
+    held_out = {"eval.data": fingerprints.data_of(asked.rows, asked.encoded)} if asked else {}
+    return {"data.path": fingerprints.data_of(run.rows, run.encoded), **held_out}
 
 
 def _restored(run: Setup, checkpoints: Checkpoints) -> tuple[TrainState, dict[str, Any]]:
     """The newest state that was saved, and what was saved beside it."""
     # The first state makes room, and keeps its shapes: a device holds one, not two.
     jax.tree.map(lambda leaf: leaf.delete() if isinstance(leaf, jax.Array) else None, run.state)
-    return checkpoints.restore(run.state)
+    state, meta = checkpoints.restore(run.state)
+    done = int(sharding.to_host(state.step))
+    refuse_other_step(checkpoints.folder, checkpoints.newest or 0, done)
+    return state, meta
 
 
 def _say_dropped(run: Setup, display: Display) -> None:

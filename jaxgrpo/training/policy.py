@@ -25,7 +25,7 @@ from jaxgrpo.evaluation.rescoring import Base
 from jaxgrpo.models import decoder, sharding
 from jaxgrpo.models.hf import folders
 from jaxgrpo.training import process
-from jaxgrpo.training.checkpoints import Checkpoints
+from jaxgrpo.training.checkpoints import Checkpoints, refuse_other_step
 from jaxgrpo.training.folder import evaluation_of, read_metrics
 from jaxgrpo.training.inputs import eval_source, load_prompts, make_chat, resolve_scorer
 from jaxgrpo.training.resets import may_reset
@@ -178,6 +178,7 @@ def export(
     wanted = {"step": np.zeros((), np.int32), "trainable": jax.tree.map(empty, model.shapes)}
     with Checkpoints(folder / "checkpoints", config.checkpoint.keep) as checkpoints:
         state, _ = checkpoints.restore(wanted, number, partial=True)
+        refuse_other_step(checkpoints.folder, checkpoints.newest or 0, int(state["step"]))
     number, params = int(state["step"]), state["trainable"]
     if dtype is not None:
         if dtype not in DTYPES:

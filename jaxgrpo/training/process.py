@@ -10,6 +10,7 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -70,6 +71,61 @@ def start(platform: str = "auto") -> str:
 def is_main() -> bool:
     """Whether this process is the one that writes and prints for all."""
     return jax.process_index() == 0
+
+
+def decided(decide: Callable[[], Any]) -> Any:
+    """What `decide` returns in process 0, in every process. It is called there alone.
+
+    Called by all processes: two that decide by what each finds on its own disk may do different
+    things, and then wait for each other for ever.
+
+    Args:
+      decide: returns a JSON value.
+    Raises: the InputError that it raises, in every process.
+    """
+    if jax.process_count() == 1:
+        return decide()
+    from jaxgrpo.rollout.judging import gather_json
+
+    value, problem = None, None
+    if jax.process_index() == 0:
+        try:
+            value = decide()
+        except InputError as error:
+            problem = str(error)
+    value, problem = gather_json([value, problem])[0]
+    if problem is not None:
+        raise InputError(problem)
+    return value
+
+
+def refuse_unless_alike(facts: Callable[[], Mapping[str, Any]], remedy: str) -> None:
+    """Raises: InputError, in every process, naming the first fact that one of them has otherwise.
+
+    Called by all processes; of a single one nothing is asked.
+
+    Args:
+      facts: returns name -> JSON value, as this process finds it.
+      remedy: what to do.
+    """
+    if jax.process_count() == 1:
+        return
+    from jaxgrpo.rollout.judging import gather_json
+
+    try:
+        mine = dict(facts())
+    except InputError as error:  # raised by one alone it would leave the others waiting
+        mine = {"problem": str(error)}
+    everyone = gather_json(mine)
+    first = everyone[0]
+    for number, other in enumerate(everyone):
+        names = sorted(n for n in first.keys() | other.keys() if first.get(n) != other.get(n))
+        if names:
+            here, there = (side.get(names[0], "nothing") for side in (first, other))
+            more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
+            raise InputError(
+                f"{names[0]}: process {number} has {there}, process 0 has {here}{more}: {remedy}"
+            )
 
 
 @contextlib.contextmanager

@@ -13,6 +13,7 @@ import math
 import os
 import re
 import shutil
+import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,8 @@ OURS = (
 
 CARD_TITLE = "# Trained with jaxgrpo"
 """In each model card that we write: a README.md without it was written by someone else."""
+
+PROBES, PROBE_BYTES = 64, 1 << 16  # of a large file, for its fingerprint
 
 SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 MAX_NAMES = 8  # tensors named in an error message
@@ -211,6 +214,26 @@ def find_folder(path: str | os.PathLike[str], revision: str | None = None) -> Pa
             "or a name on the hub, owner/name"
         )
     return sources.fetch_model(path, revision)
+
+
+def fingerprint(path: str | os.PathLike[str]) -> dict[str, list[int]]:
+    """Name -> [bytes, crc32] of the files of a model folder that act on a run.
+
+    Of files above 4 MiB the crc32 is of PROBES pieces spread evenly over them: it tells one model
+    from another in a moment, and is no check for damage.
+    """
+    folder = find_folder(path)
+    texts = [folder / name for name in OURS if name not in ("README.md", INDEX)]
+    found = {}
+    for file in [*(text for text in texts if text.is_file()), *_weight_files(folder)]:
+        size, crc = file.stat().st_size, 0
+        stride = max(PROBE_BYTES, size // PROBES)
+        with open(file, "rb") as opened:
+            for begin in range(0, size, stride):
+                opened.seek(begin)
+                crc = zlib.crc32(opened.read(PROBE_BYTES), crc)
+        found[file.name] = [size, crc]
+    return found
 
 
 def _read_json(file: Path) -> Any:
