@@ -77,6 +77,10 @@ class Checkpoints(Closing):
         """The newest complete step; None where there is none. Its contents are not checked here."""
         return max(self.steps(), default=None)
 
+    def meta(self, step: int) -> dict[str, Any]:
+        """What was saved beside the state of a step. Raises: InputError as `restore`."""
+        return _read_meta(self.folder / str(step))["meta"]
+
     def save(self, step: int, state: Any, meta: Mapping[str, Any]) -> None:
         """Begins to save; returns when the state's arrays may be donated or overwritten.
 

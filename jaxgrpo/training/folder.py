@@ -123,6 +123,12 @@ def sample_steps(path: Path) -> list[int]:
     return [int(name) for name in names if name.isdecimal()]
 
 
+def _line(step: int, metrics: Mapping[str, Any]) -> str:
+    """A line of metrics.jsonl: names in order, numbers that are not finite as null."""
+    named = {name: plain(metrics[name], name) for name in sorted(metrics) if name != "step"}
+    return json.dumps({"step": int(step), **named}, allow_nan=False) + "\n"
+
+
 def _complete_lines(file: Path) -> list[tuple[bytes, dict[str, Any]]]:
     """Each complete line of a metrics file, as bytes with its end, and what it says."""
     lines = file.read_bytes().splitlines(keepends=True) if file.exists() else []
@@ -241,6 +247,37 @@ class RunFolder(Closing):
             if number > last:
                 (self.path / "samples" / f"step_{number}.jsonl").unlink()
 
+    def base(self) -> dict[str, Any]:
+        """The evaluation of the base, in the line of step 0; {} where there is none."""
+        lines = read_metrics(self.path)
+        return evaluation_of(lines[0]) if lines and lines[0]["step"] == 0 else {}
+
+    def replace_evaluations(self, until: int, anew: Mapping[int, Mapping[str, Any]]) -> None:
+        """Puts evaluations of other questions aside, and writes new ones into the lines of steps.
+
+        Those up to step `until` become eval_until_STEP/..., so that what is called eval/... can
+        be compared. It may be called again, by the next start, where one was killed after it.
+
+        Args:
+          anew: step -> the metrics of its evaluation; step 0 is the base.
+        """
+        if not self._writes:
+            return
+        aside = f"eval_until_{until}/"
+        lines = {entry["step"]: entry for entry in read_metrics(self.path)}
+        for step, line in lines.items():
+            before = evaluation_of(line)
+            kept = {name: value for name, value in line.items() if not name.startswith("eval/")}
+            done = any(name.startswith(aside) for name in line)
+            done |= before == plain(evaluation_of(anew.get(step, {})))
+            if not done:  # by a start before this one
+                kept |= {f"{aside}{name}": value for name, value in before.items()}
+            lines[step] = kept
+        for step, values in anew.items():
+            lines[step] = {**lines.get(step, {}), **values}
+        texts = [_line(step, lines[step]) for step in sorted(lines)]
+        write_atomically(self.path / "metrics.jsonl", "".join(texts))
+
     def write_metrics(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Appends one line, names in order, numbers that are not finite as null.
 
@@ -248,10 +285,8 @@ class RunFolder(Closing):
         """
         if not self._writes:
             return
-        named = {name: plain(metrics[name], name) for name in sorted(metrics)}
-        line = json.dumps({"step": int(step), **named}, allow_nan=False)
         with open(self.path / "metrics.jsonl", "ab") as file:
-            file.write(line.encode("ascii") + b"\n")
+            file.write(_line(step, metrics).encode("ascii"))
 
     def write_samples(self, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
         """Writes samples/step_N.jsonl, whole or not at all, keys in the order of SAMPLE_KEYS.

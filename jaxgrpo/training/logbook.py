@@ -77,6 +77,16 @@ class Logbook(Closing):
         if self._report and every and number and number % every == 0:
             self._report.refresh()
 
+    def evaluated_anew(self, until: int, lines: Mapping[int, Mapping[str, float]]) -> None:
+        """Puts what was evaluated up to a step aside, and writes new evaluations of some steps."""
+        self._folder.replace_evaluations(until, lines)
+        if not self._active:
+            return
+        self._state, self._given = alarms.replay(read_metrics(self._folder.path))
+        for number, values in lines.items():
+            for tracker in self._trackers:
+                tracker.write(number, values)
+
     def samples(
         self, number: int, rows: Iterable[Mapping[str, Any]], weights: Mapping[str, float]
     ) -> None:

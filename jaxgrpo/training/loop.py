@@ -21,7 +21,7 @@ from jaxgrpo.config import files as configs
 from jaxgrpo.config.files import Config, config_of
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.metrics import finalise, merge
-from jaxgrpo.core.types import TrainState
+from jaxgrpo.core.types import Params, TrainState
 from jaxgrpo.evaluation.evaluate import Evaluate
 from jaxgrpo.models import sharding
 from jaxgrpo.models.hf import folders
@@ -29,10 +29,16 @@ from jaxgrpo.rollout.judging import sample_rows
 from jaxgrpo.training import fingerprints, process
 from jaxgrpo.training.checkpoints import Checkpoints, parameter_hash, refuse_other_step
 from jaxgrpo.training.console import Display
-from jaxgrpo.training.folder import RunFolder, evaluation_of, read_metrics, read_samples
+from jaxgrpo.training.folder import (
+    RunFolder,
+    evaluation_of,
+    plain,
+    read_metrics,
+    read_samples,
+)
 from jaxgrpo.training.inputs import dropped_line, try_rewards, with_logged
 from jaxgrpo.training.logbook import Logbook
-from jaxgrpo.training.policy import evaluator_of, export
+from jaxgrpo.training.policy import base_params, evaluator_of, export
 from jaxgrpo.training.resets import Resets, is_better, make_resetter, refuse_unknown_best, see
 from jaxgrpo.training.setup import Setup, setup
 from jaxgrpo.update.optimizer import current_rate
@@ -184,9 +190,11 @@ def _say_dropped(run: Setup, display: Display) -> None:
 
 @dataclasses.dataclass
 class _Progress:
-    """What a run remembers beside its state. Checkpoints hold the first two."""
+    """What a run remembers beside its state. Checkpoints hold the first four."""
 
-    best: tuple[int, float] | None  # step and value, by checkpoint.keep_best
+    best: tuple[int, float] | None  # step and value
+    best_metric: str | None  # the checkpoint.keep_best that it is the best by
+    base: dict[str, Any] | None  # "metrics" of the base, and what was "asked" for them
     resets: Resets
     started: float = dataclasses.field(default_factory=time.monotonic)
     reported: set[str] = dataclasses.field(default_factory=set)  # rewards whose failure was shown
@@ -197,12 +205,16 @@ class _Progress:
     def of(cls, meta: Mapping[str, Any]) -> _Progress:
         """From what a checkpoint holds beside its state; {} at the start of a run."""
         best = tuple(meta["best"]) if meta.get("best") else None
-        return cls(best, Resets(**meta.get("resets", {})))
+        resets = Resets(**meta.get("resets", {}))
+        # Version 0.1.0 saved neither: unknown.
+        return cls(best, meta.get("best_metric"), meta.get("base"), resets)
 
     def meta(self) -> dict[str, Any]:
         """What is saved, as JSON values."""
+        names = ("best", "best_metric", "base")
+        saved = {name: getattr(self, name) for name in names}
         resets = self.resets._asdict()
-        return {"jaxgrpo": jaxgrpo.__version__, "best": self.best, "resets": resets}
+        return {"jaxgrpo": jaxgrpo.__version__, **saved, "resets": resets}
 
 
 @dataclasses.dataclass
@@ -224,10 +236,10 @@ class _Loop:
     def take_steps(self, state: TrainState, done: int) -> TrainState:
         """Steps done + 1 to train.steps. Raises: StopRequested after a stop signal."""
         last, progress = self.config.train.steps, self.progress
-        if done == 0 and self.evaluate:
-            values = self._evaluated(self.evaluate, state, 0)
-            progress.resets = see(self.config, progress.resets, values)
-            self.log.step(0, values)
+        self._forget_other_best()
+        if self.evaluate and self.run.held_out:
+            asked = fingerprints.asked_by(self.config, self.run.held_out)
+            self._evaluate_base(self.evaluate, asked, state, done)
         for number in range(done + 1, last + 1):
             state = self._step(state, number)
             stop = process.stop_requested(number)
@@ -244,6 +256,53 @@ class _Loop:
                     f"with: jaxgrpo train {source} --resume auto (and the same --set)"
                 )
         return state
+
+    def _forget_other_best(self) -> None:
+        """Forgets a best step by another metric than checkpoint.keep_best, or by an unknown one."""
+        progress, metric = self.progress, self.config.checkpoint.keep_best
+        if progress.best and progress.best_metric != metric:
+            step, by = progress.best[0], progress.best_metric or "a metric that was not saved"
+            self.display.say(f"step {step} was the best by {by}: it is kept no longer")
+            progress.best = None
+        progress.best_metric = metric
+
+    def _evaluate_base(
+        self, evaluate: Evaluate, asked: dict[str, Any], state: TrainState, done: int
+    ) -> None:
+        """Evaluates the base before the first step, and anew where something else is asked now.
+
+        Raises: InputError where other questions would decide about resets of the reference.
+        """
+        run, progress, config = self.run, self.progress, self.config
+        before = progress.base or {"asked": {}, "metrics": {}}
+        known, metrics = before["asked"], before["metrics"]
+        # A start with other questions may have been killed before it saved a step.
+        if known == asked and process.decided(self.folder.base) == plain(metrics):
+            return
+        if done == 0:
+            values = self._evaluated(evaluate, run.sync(state), state, 0)
+            progress.resets = see(config, progress.resets, values)
+            self.log.step(0, values)
+        else:
+            names = sorted(n for n in known | asked if known.get(n) != asked.get(n))
+            changed = f"{', '.join(names)} changed" if names else "another base is logged"
+            changed = changed if known else "the base's was not saved"
+            if known and names and config.reference.reset_patience:
+                raise InputError(
+                    f"{changed} after step {done}, and evaluations decide when the reference is "
+                    "reset: put back what the run began with, or set run.dir to another folder"
+                )
+            self.display.say(
+                f"evaluation until step {done}: {changed}; the base is evaluated anew, and earlier "
+                f"numbers are eval_until_{done}/... in metrics.jsonl"
+            )
+            progress.best = None
+            values = self._evaluated(evaluate, base_params(run), state, 0)
+            lines = {0: values}
+            if done == config.train.steps:
+                lines[done] = self._evaluated(evaluate, run.sync(state), state, done)
+            self.log.evaluated_anew(done, lines)
+        progress.base = {"asked": asked, "metrics": evaluation_of(values)}
 
     def finish(self, state: TrainState) -> dict[str, Any]:
         """Writes the model as a Hugging Face folder, and the summary."""
@@ -262,10 +321,11 @@ class _Loop:
         }
         if self.evaluate and process.is_main():
             measured = list(filter(None, map(evaluation_of, read_metrics(self.folder.path))))
-            summary |= {"base": measured[0], "trained": measured[-1]}
+            base = progress.base["metrics"] if progress.base else None
+            summary |= {"base": base, "trained": measured[-1]}
         if progress.best:
             step, value = progress.best
-            summary["best"] = {"step": step, self.config.checkpoint.keep_best: value}
+            summary["best"] = {"step": step, progress.best_metric: value}
         summary = self.log.finish(summary)
         self.display.say(f"parameter hash {summary['parameter_hash']}")
         self.display.say(f"{self.folder.path}: report.html, model, metrics.jsonl, samples")
@@ -296,7 +356,7 @@ class _Loop:
                 self.display.say(f'{message}\nleft unscored, as on_error = "unscored" says')
         last = number == self.config.train.steps
         if self.evaluate and (last or _due(number, self.config.eval.every)):
-            values |= self._evaluated(self.evaluate, state, number)
+            values |= self._evaluated(self.evaluate, run.sync(state), state, number)
         state, progress.resets = self.reset(state, progress.resets, number, values)
         values |= progress.resets.metrics(self.config)
         if number == 1 or _due(number, self.config.run.samples_every):
@@ -307,10 +367,12 @@ class _Loop:
         self.log.step(number, values)
         return state
 
-    def _evaluated(self, evaluate: Evaluate, state: TrainState, number: int) -> dict[str, float]:
-        """The metrics of an evaluation after step `number`, as they are logged."""
+    def _evaluated(
+        self, evaluate: Evaluate, params: Params, state: TrainState, number: int
+    ) -> dict[str, float]:
+        """The metrics of an evaluation of the policy after step `number`, as they are logged."""
         began = time.monotonic()
-        metrics = evaluate(self.run.sync(state), state.key, number).metrics
+        metrics = evaluate(params, state.key, number).metrics
         self.display.evaluated(number, metrics)
         best, metric = self.progress.best, self.config.checkpoint.keep_best
         refuse_unknown_best(metric, metrics)

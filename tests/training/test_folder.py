@@ -182,6 +182,31 @@ def test_a_run_killed_before_its_first_checkpoint_may_begin_anew(tmp_path):
         run.refuse_to_forget(2)  # the save of step 2 may have been under way
 
 
+def test_evaluations_of_other_questions_are_put_aside_however_often_a_start_is_killed(tmp_path):
+    with RunFolder(tmp_path) as run:
+        run.write_metrics(0, {"eval/accuracy": 0.5})
+        run.write_metrics(1, {"reward": 0.1})
+        run.write_metrics(2, {"reward": 0.2, "eval/accuracy": 0.7})
+        for _ in range(2):
+            run.replace_evaluations(2, {0: {"eval/accuracy": np.float32(0.25)}})
+    assert read_metrics(tmp_path) == [
+        {"step": 0, "eval/accuracy": 0.25, "eval_until_2/accuracy": 0.5},
+        {"step": 1, "reward": 0.1},
+        {"step": 2, "eval_until_2/accuracy": 0.7, "reward": 0.2},
+    ]
+
+
+def test_a_base_that_is_evaluated_late_gets_the_first_line(tmp_path):
+    with RunFolder(tmp_path) as run:
+        run.write_metrics(1, {"reward": 0.1})
+        for _ in range(2):
+            run.replace_evaluations(1, {0: {"eval/accuracy": 0.25}, 1: {"eval/accuracy": 0.5}})
+    assert read_metrics(tmp_path) == [
+        {"step": 0, "eval/accuracy": 0.25},
+        {"step": 1, "eval/accuracy": 0.5, "reward": 0.1},
+    ]
+
+
 def test_a_torn_line_in_the_middle_is_an_error_with_its_number(tmp_path):
     with RunFolder(tmp_path) as run:
         run.write_metrics(1, {})
