@@ -39,6 +39,18 @@ FORMAT = 1  # of the files of a step
 logger = logging.getLogger(__name__)
 
 
+class _Raised(logging.Filter):
+    """Leaves out the tracebacks that Orbax's threads log: what fails is raised, in one line."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        error = str(record.exc_info[1]) if record.exc_info else ""
+        failed = record.levelno >= logging.ERROR and "orbax" in record.pathname
+        return not failed and "OCDBT" not in error  # the database that Orbax writes to
+
+
+RAISED = _Raised()
+
+
 class Checkpoints(Closing):
     """The checkpoints of one run, in one folder. A context manager, or `close` it.
 
@@ -55,6 +67,8 @@ class Checkpoints(Closing):
             raise InputError(f"checkpoint.keep = {keep}: set it to 1 or more")
         self.folder = Path(folder).absolute()
         self.keep = keep
+        for name in ("absl", "asyncio"):
+            logging.getLogger(name).addFilter(RAISED)
         self._orbax = ocp.AsyncCheckpointer(ocp.StandardCheckpointHandler())
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: Future[None] | None = None
@@ -107,6 +121,14 @@ class Checkpoints(Closing):
         except TypeError as error:
             raise ValueError(f"meta of step {step} must hold JSON values only: {error}") from error
         home = self.folder / str(step)
+        try:
+            self._begin(home, text, leaves)
+        except Exception as error:
+            raise self._not_saved(home, error) from error
+        self._pending = self._thread.submit(self._finish, step, self.best)
+
+    def _begin(self, home: Path, text: str, leaves: Mapping[str, Any]) -> None:
+        """Writes meta.json, and returns when Orbax has taken copies of the arrays."""
         if jax.process_index() == 0:
             for other in self._folders():
                 if not self._manifest(other).exists() or other > (self.newest or 0):
@@ -115,7 +137,6 @@ class Checkpoints(Closing):
             write_atomically(home / "meta.json", text)
         arrays = {name: _saved(leaf) for name, leaf in leaves.items() if leaf.size}
         self._orbax.save(home / "state", args=ocp.args.StandardSave(arrays))
-        self._pending = self._thread.submit(self._finish, step, self.best)
 
     def wait(self) -> None:
         """Returns when no save is under way. Raises: OSError where the last one failed."""
@@ -191,14 +212,18 @@ class Checkpoints(Closing):
                     if old != best:
                         self._remove(old)
         except Exception as error:
-            if jax.process_index() == 0 and not self._manifest(step).exists():
-                shutil.rmtree(home, ignore_errors=True)
-            reason = str(error.__cause__ or error).split("\n")[0]
-            raise OSError(
-                f"{home} could not be saved: {reason}; complete steps: {self.steps()}; "
-                "see to the space and the permissions there"
-            ) from error
+            raise self._not_saved(home, error) from error
         self.newest = step
+
+    def _not_saved(self, home: Path, error: Exception) -> OSError:
+        """What to raise; nothing is left of a step that is not complete."""
+        if jax.process_index() == 0 and not (home / "manifest.json").exists():
+            shutil.rmtree(home, ignore_errors=True)
+        reason = str(error.__cause__ or error).split("\n")[0]
+        return OSError(
+            f"{home} could not be saved: {reason}; complete steps: {self.steps()}; "
+            "see to the space and the permissions there"
+        )
 
     def _choose(self, step: int | None) -> int:
         """The step to restore, the same on every process, each of which must find it."""

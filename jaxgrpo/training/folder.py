@@ -82,11 +82,16 @@ def write_atomically(path: Path, text: str) -> None:
     """Writes a whole file or nothing: a reader sees the old text or the new, never a part."""
     # Named by process: a run and `jaxgrpo report` may write the same report at the same time.
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    with open(temporary, "wb") as file:
-        file.write(text.encode("utf-8", "backslashreplace"))
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    try:
+        with open(temporary, "wb") as file:
+            file.write(text.encode("utf-8", "backslashreplace"))
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError:
+        with contextlib.suppress(OSError):  # on a full disk it would take what is left
+            temporary.unlink()
+        raise
 
 
 def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
@@ -162,7 +167,8 @@ class RunFolder(Closing):
     """
 
     def __init__(self, path: str | os.PathLike[str], resume: bool = False):
-        self.path = Path(path)
+        self.path = Path(path).absolute()  # a reward may change the working directory
+        self._waiting = b""  # lines of metrics that the disk did not take
         self.checkpoints = self.path / "checkpoints"
         self._lock: int | None = None  # file descriptor
         self._writes = jax.process_index() == 0
@@ -282,11 +288,26 @@ class RunFolder(Closing):
         """Appends one line, names in order, numbers that are not finite as null.
 
         A step's line goes out before its checkpoint is saved: what is restored then has its line.
+        Raises: OSError as `catch_up`, which then has this line to write too.
         """
-        if not self._writes:
+        if self._writes:
+            self._waiting += _line(step, metrics).encode("ascii")
+            self.catch_up()
+
+    def catch_up(self) -> None:
+        """Appends the lines that wait. Raises: OSError where the disk takes them not or in part."""
+        if not self._waiting:
             return
-        with open(self.path / "metrics.jsonl", "ab") as file:
-            file.write(_line(step, metrics).encode("ascii"))
+        file = self.path / "metrics.jsonl"
+        size = file.stat().st_size if file.exists() else 0
+        try:
+            with open(file, "ab") as end:
+                end.write(self._waiting)
+        except OSError as error:
+            if file.exists():
+                os.truncate(file, size)  # the next line must not continue half a line
+            raise OSError(error.errno, f"{file} could not be written: {error.strerror}") from error
+        self._waiting = b""
 
     def write_samples(self, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
         """Writes samples/step_N.jsonl, whole or not at all, keys in the order of SAMPLE_KEYS.

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+from safetensors import SafetensorError
 
 import jaxgrpo
 from jaxgrpo.advantages import AdvantageTransform
@@ -42,6 +43,9 @@ from jaxgrpo.training.policy import base_params, evaluator_of, export
 from jaxgrpo.training.resets import Resets, is_better, make_resetter, refuse_unknown_best, see
 from jaxgrpo.training.setup import Setup, setup
 from jaxgrpo.update.optimizer import current_rate
+
+MAX_UNSAVED = 3
+"""Checkpoints in a row that may fail before the run ends, since it would lose ever more."""
 
 
 class Run(NamedTuple):
@@ -142,7 +146,7 @@ def take(
         state = loop.take_steps(state, done)
         checkpoints.wait()
         summary = loop.finish(state)
-    return Run(Path(config.run.dir), summary, state)
+    return Run(folder.path, summary, state)
 
 
 def _refuse_other_config(folder: RunFolder, config: Config) -> Config:
@@ -198,6 +202,7 @@ class _Progress:
     resets: Resets
     started: float = dataclasses.field(default_factory=time.monotonic)
     reported: set[str] = dataclasses.field(default_factory=set)  # rewards whose failure was shown
+    unsaved: int = 0  # checkpoints in a row that failed
     tokens: float = 0.0
     seconds: float = 0.0  # of steps
 
@@ -247,15 +252,38 @@ class _Loop:
             due = number in (best, last) or _due(number, self.config.checkpoint.every)
             if stop or due:
                 self.checkpoints.best = best
-                self.checkpoints.save(number, state, progress.meta())
+                self._save(state, number, must=bool(stop) or number == last)
             if stop and number < last:
-                self.checkpoints.wait()
                 source = self.config.source or self.folder.path / "config.toml"
                 raise process.StopRequested(
                     f"stopped after step {number} of {last}, saved in {self.folder.path}; go on "
                     f"with: jaxgrpo train {source} --resume auto (and the same --set)"
                 )
         return state
+
+    def _save(self, state: TrainState, number: int, must: bool) -> None:
+        """Saves a step; a run of one process goes on without for MAX_UNSAVED times in a row.
+
+        Args:
+          must: wait for it, and end the run where it fails.
+        Raises: process.NotSaved.
+        """
+        before, checkpoints = self.checkpoints.newest, self.checkpoints
+        earlier = _error_of(checkpoints.wait)  # of the save before this one
+        save = lambda: checkpoints.save(number, state, self.progress.meta())  # noqa: E731
+        own = _error_of(self.folder.catch_up, save, *([checkpoints.wait] if must else []))
+        problem = own or (None if must else earlier)
+        if checkpoints.newest != before:
+            self.progress.unsaved = 0
+        if problem is None:
+            return
+        self.progress.unsaved += 1
+        said = f"step {number}: {problem.strerror or problem}"
+        if must or self.progress.unsaved > MAX_UNSAVED or jax.process_count() > 1:
+            _error_of(checkpoints.wait)
+            raise process.NotSaved(f"{said}; make space and go on by --resume auto") from problem
+        left = MAX_UNSAVED - self.progress.unsaved
+        self.display.say(f"{said}; the run goes on, and ends if this happens {left + 1} times more")
 
     def _forget_other_best(self) -> None:
         """Forgets a best step by another metric than checkpoint.keep_best, or by an unknown one."""
@@ -308,7 +336,10 @@ class _Loop:
         """Writes the model as a Hugging Face folder, and the summary."""
         run, progress, model = self.run, self.progress, self.folder.path / "model"
         ends = folders.end_fields(run.blueprint.sampling.stop_tokens)
-        folders.save_model(model, run.model, state.trainable, run.tokenizer, ends)
+        try:
+            folders.save_model(model, run.model, state.trainable, run.tokenizer, ends)
+        except (OSError, SafetensorError) as error:
+            raise process.NotSaved(f"{model} could not be written: {error}") from error
         speed = progress.tokens / progress.seconds if progress.seconds else None
         summary: dict[str, Any] = {
             "step": int(sharding.to_host(state.step)),
@@ -397,6 +428,16 @@ class _Clock:
         spent = time.monotonic() - began
         self.seconds[f"time/{phase}"] = spent
         self.seconds["time/step"] = self.seconds.get("time/step", 0.0) + spent
+
+
+def _error_of(*calls: Callable[[], None]) -> OSError | None:
+    """The OSError of the first call that raises one; those after it are then not made."""
+    try:
+        for call in calls:
+            call()
+    except OSError as error:
+        return error
+    return None
 
 
 def _due(number: int, every: int) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import signal
 import sys
@@ -21,9 +22,12 @@ EXIT_CODES = {
     0: "done",
     1: "crashed; the traceback says where",
     2: "what was given cannot be used; the message says why",
+    74: "the disk is full or cannot be written, so that nothing was saved; the message says where",
     130: "stopped by Ctrl-C (SIGINT), saved where there was something to save",
     143: "stopped by SIGTERM, saved",
 }
+
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # what the system says of a full disk
 
 PROCESS_VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 """Set in every process of a run over several; a cluster that JAX knows sets its own instead."""
@@ -34,6 +38,10 @@ _CACHE_MIN_SECONDS = 0.2  # compilations shorter than this are not worth a file
 
 class StopRequested(Exception):
     """A run has stopped by request, after saving. The message says how to go on."""
+
+
+class NotSaved(Exception):
+    """A run has ended because it could not be saved. The message says where and why."""
 
 
 class _Stop:
@@ -179,9 +187,13 @@ def guard(command: Callable[[], int | None]) -> int:
     except KeyboardInterrupt:
         sys.stderr.write("interrupted\n")  # outside the training loop, where nothing is lost
         code = 128 + signal.SIGINT
-    except Exception:
-        traceback.print_exc()
-        code = 1
+    except Exception as error:
+        if isinstance(error, NotSaved) or getattr(error, "errno", None) in FULL:
+            sys.stderr.write(f"error: {error}\n")
+            code = 74
+        else:
+            traceback.print_exc()
+            code = 1
     if jax.distributed.is_initialized():
         sys.stdout.flush()
         sys.stderr.flush()
