@@ -27,7 +27,7 @@ EXIT_CODES = {
     143: "stopped by SIGTERM, saved",
 }
 
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # what the system says of a full disk
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # how the system names a full disk
 
 PROCESS_VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 """Set in every process of a run over several; a cluster that JAX knows sets its own instead."""
