@@ -207,7 +207,8 @@ class TensorBoard:
             filename_suffix=f".{os.getpid()}.{done}",  # two starts in one second are two files
         )
         # It ends where the disk is full, and a queue that is read no more blocks once it is full.
-        self._thread = self._writer.file_writer.event_writer._worker
+        files: Any = self._writer.file_writer
+        self._thread = files.event_writer._worker
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Raises: OSError where the thread has ended and a new file cannot be opened."""

@@ -80,7 +80,7 @@ def test_what_is_asked_is_told_apart_by_rows_scorer_and_samples_and_not_by_the_n
     scorer = tmp_path / "judge.py"
     scorer.write_text("def right(completions, **columns):\n    return [1.0] * len(completions)\n")
 
-    def asked(row: str = "1+1=", **changes: Any) -> dict[str, Any]:
+    def asked(row: Any = "1+1=", **changes: Any) -> dict[str, Any]:
         data = PromptData([{"prompt": row}] * 3, [np.array([1, 2])] * 3, 0)
         keys = {"eval.data": "task:arithmetic:test", "eval.scorer": f"{scorer}:right", **changes}
         return asked_by(small_run.config(tmp_path / "r", **keys), data)

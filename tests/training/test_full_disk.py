@@ -99,7 +99,7 @@ def test_a_disk_that_stays_full_ends_the_run_after_some_saves_in_one_line(tmp_pa
 def test_tensorboard_whose_thread_has_ended_is_opened_anew_and_blocks_nothing(tmp_path):
     board = TensorBoard(tmp_path)
     board.write(1, {"reward": 0.5})
-    board._writer.file_writer.event_writer._worker.stop()  # as an error of the disk ends it
+    board._thread.stop()  # as an error of the disk ends it
     for step in range(2, 40):
         board.write(step, {f"metric {number}": 1.0 for number in range(20)})
     board.close()
