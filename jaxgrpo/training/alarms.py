@@ -152,7 +152,7 @@ EVALUATION = "evaluation falls"
 """A rule that is no threshold: eval/accuracy falls while reward rises."""
 
 COVERAGE = "pass@k below base"
-"""Another: eval/pass@16 falls below that of the first evaluation, beyond both intervals."""
+"""Another: eval/pass@16 falls below that of the base, beyond both intervals."""
 
 TRIES = 16
 """k of that pass@k; where it is not evaluated the largest k that is."""
@@ -173,7 +173,7 @@ class State(NamedTuple):
     """What is remembered of the lines seen: no more than the rules read."""
 
     recent: tuple[Line, ...] = ()
-    first: Line | None = None  # of those with an evaluation: that of the base
+    first: Line | None = None  # with the evaluation of the base, at step 0
     best: Line | None = None  # of those with an evaluation, by eval/accuracy
     rewards_after: tuple[float, ...] = ()  # of the first steps after the best
     active: frozenset[str] = frozenset()
@@ -187,10 +187,12 @@ def see(state: State, line: Line) -> tuple[State, tuple[Alarm, ...]]:
     state = state._replace(rewards_after=rewards[:WINDOW])
     holds = _thresholds(state)
     if known([line], "eval/accuracy"):
-        first, best = state.first or line, state.best or line
+        # A first evaluation at a later step is not the base's: the run began without any.
+        first = state.first or (line if line["step"] == 0 else None)
+        best = state.best or line
         if best is line or line["eval/accuracy"] > best["eval/accuracy"]:
             state = state._replace(first=first, best=line, rewards_after=())
-        holds |= _evaluation(state, best, line) | _coverage(first, line)
+        holds |= _evaluation(state, best, line) | (_coverage(first, line) if first else {})
     else:  # what held at the last evaluation still does
         holds |= dict.fromkeys(state.active & {EVALUATION, COVERAGE}, "")
     hidden = {name for rule in RULES if rule.name in holds for name in rule.hides}

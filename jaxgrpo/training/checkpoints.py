@@ -28,15 +28,27 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
-from jax.experimental import multihost_utils
 
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.types import Params
 from jaxgrpo.models import sharding
+from jaxgrpo.training import process
 from jaxgrpo.training.folder import Closing, write_atomically
 
 FORMAT = 1  # of the files of a step
 logger = logging.getLogger(__name__)
+
+
+class _Raised(logging.Filter):
+    """Leaves out the tracebacks that Orbax's threads log: what fails is raised, in one line."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        error = str(record.exc_info[1]) if record.exc_info else ""
+        failed = record.levelno >= logging.ERROR and "orbax" in record.pathname
+        return not failed and "OCDBT" not in error  # the database that Orbax writes to
+
+
+RAISED = _Raised()
 
 
 class Checkpoints(Closing):
@@ -55,10 +67,12 @@ class Checkpoints(Closing):
             raise InputError(f"checkpoint.keep = {keep}: set it to 1 or more")
         self.folder = Path(folder).absolute()
         self.keep = keep
+        for name in ("absl", "asyncio"):
+            logging.getLogger(name).addFilter(RAISED)
         self._orbax = ocp.AsyncCheckpointer(ocp.StandardCheckpointHandler())
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: Future[None] | None = None
-        self._newest: int | None = None  # what this object saved or restored last
+        self.newest: int | None = None  # what this object saved or restored last
         self.best: int | None = None  # a step that stays beside the newest ones
 
     def close(self) -> None:
@@ -77,6 +91,10 @@ class Checkpoints(Closing):
         """The newest complete step; None where there is none. Its contents are not checked here."""
         return max(self.steps(), default=None)
 
+    def meta(self, step: int) -> dict[str, Any]:
+        """What was saved beside the state of a step. Raises: InputError as `restore`."""
+        return _read_meta(self.folder / str(step))["meta"]
+
     def save(self, step: int, state: Any, meta: Mapping[str, Any]) -> None:
         """Begins to save; returns when the state's arrays may be donated or overwritten.
 
@@ -92,25 +110,33 @@ class Checkpoints(Closing):
           OSError where the save before this one failed.
         """
         self.wait()
-        if step == self._newest:
+        if step == self.newest:
             return
         self._refuse_unless_next(step)
         leaves = _named_leaves(state)
         table = {name: _description(leaf) for name, leaf in leaves.items()}
         try:
-            text = json.dumps({"format": FORMAT, "leaves": table, "meta": meta}, indent=1)
+            whole = {"format": FORMAT, "step": step, "leaves": table, "meta": meta}
+            text = json.dumps(whole, indent=1)
         except TypeError as error:
             raise ValueError(f"meta of step {step} must hold JSON values only: {error}") from error
         home = self.folder / str(step)
+        try:
+            self._begin(home, text, leaves)
+        except Exception as error:
+            raise self._not_saved(home, error) from error
+        self._pending = self._thread.submit(self._finish, step, self.best)
+
+    def _begin(self, home: Path, text: str, leaves: Mapping[str, Any]) -> None:
+        """Writes meta.json, and returns when Orbax has taken copies of the arrays."""
         if jax.process_index() == 0:
             for other in self._folders():
-                if not self._manifest(other).exists() or other > (self._newest or 0):
+                if not self._manifest(other).exists() or other > (self.newest or 0):
                     self._remove(other)
             home.mkdir(parents=True)
             write_atomically(home / "meta.json", text)
         arrays = {name: _saved(leaf) for name, leaf in leaves.items() if leaf.size}
         self._orbax.save(home / "state", args=ocp.args.StandardSave(arrays))
-        self._pending = self._thread.submit(self._finish, step, self.best)
 
     def wait(self) -> None:
         """Returns when no save is under way. Raises: OSError where the last one failed."""
@@ -135,7 +161,7 @@ class Checkpoints(Closing):
         self.wait()
         chosen = self._choose(step)
         home = self.folder / str(chosen)
-        stored = json.loads((home / "meta.json").read_text(encoding="utf-8"))
+        stored = _read_meta(home)
         wanted = _named_leaves(abstract)
         kept = {n: leaf for n, leaf in stored["leaves"].items() if n in wanted or not partial}
         _refuse_unless_equal(home, kept, wanted)
@@ -146,7 +172,7 @@ class Checkpoints(Closing):
         with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
             arrays = reader.restore(home / "state", args=asked)
         leaves = [_placed(arrays.get(name), leaf) for name, leaf in wanted.items()]
-        self._newest = chosen
+        self.newest = chosen
         return jax.tree.unflatten(jax.tree.structure(abstract), leaves), stored["meta"]
 
     def _folders(self) -> list[int]:
@@ -162,14 +188,15 @@ class Checkpoints(Closing):
         shutil.rmtree(self.folder / str(step))
 
     def _refuse_unless_next(self, step: int) -> None:
-        if self._newest is not None and step < self._newest:
+        if self.newest is not None and step < self.newest:
             raise ValueError(
-                f"{self.folder}: step {step} cannot be saved after step {self._newest}: "
+                f"{self.folder}: step {step} cannot be saved after step {self.newest}: "
                 "steps go forward; restore an older step to go on from it"
             )
-        if self._newest is None and self.steps():
+        there = process.decided(self.steps) if self.newest is None else []
+        if there:
             raise InputError(
-                f"{self.folder} already holds steps {self.steps()}: "
+                f"{self.folder} already holds steps {there}: "
                 "go on with that run by --resume auto, or set run.dir to another folder"
             )
 
@@ -185,27 +212,27 @@ class Checkpoints(Closing):
                     if old != best:
                         self._remove(old)
         except Exception as error:
-            if jax.process_index() == 0 and not self._manifest(step).exists():
-                shutil.rmtree(home, ignore_errors=True)
-            reason = str(error.__cause__ or error).split("\n")[0]
-            raise OSError(
-                f"{home} could not be saved: {reason}; complete steps: {self.steps()}; "
-                "see to the space and the permissions there"
-            ) from error
-        self._newest = step
+            raise self._not_saved(home, error) from error
+        self.newest = step
+
+    def _not_saved(self, home: Path, error: Exception) -> OSError:
+        """What to raise; nothing is left of a step that is not complete."""
+        if jax.process_index() == 0 and not (home / "manifest.json").exists():
+            shutil.rmtree(home, ignore_errors=True)
+        reason = str(error.__cause__ or error).split("\n")[0]
+        return OSError(
+            f"{home} could not be saved: {reason}; complete steps: {self.steps()}; "
+            "see to the space and the permissions there"
+        )
 
     def _choose(self, step: int | None) -> int:
-        """The step to restore, the same on every process."""
-        problem, chosen = "", -1
-        if jax.process_index() == 0:
-            try:
-                chosen = self._intact(step)
-            except InputError as error:
-                problem = str(error)
-        if jax.process_count() > 1:
-            chosen = int(multihost_utils.broadcast_one_to_all(np.int32(chosen)))
-        if chosen < 0:
-            raise InputError(problem or f"{self.folder}: process 0 found no step to restore")
+        """The step to restore, the same on every process, each of which must find it."""
+        chosen = process.decided(lambda: self._intact(step))
+        file = self._manifest(chosen)
+        process.refuse_unless_alike(
+            lambda: {f"step {chosen}": _fingerprint(file) if file.exists() else "none"},
+            "put run.dir on a file system that all processes share",
+        )
         return chosen
 
     def _intact(self, step: int | None) -> int:
@@ -235,6 +262,8 @@ def damage(home: Path) -> str | None:
         expected = {name: tuple(entry) for name, entry in files.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         return f"{home / 'manifest.json'} cannot be read ({type(error).__name__})"
+    if "meta.json" not in expected or not any(name.startswith("state/") for name in expected):
+        return f"{home / 'manifest.json'} does not list meta.json and the files of state/"
     for name, (size, crc) in sorted(expected.items()):
         path = home / name
         if not path.is_file():
@@ -243,6 +272,28 @@ def damage(home: Path) -> str | None:
         if found != [size, crc]:
             return f"{path} was written as {size} bytes, crc32 {crc}, and is {found[0]}, {found[1]}"
     return None
+
+
+def refuse_other_step(folder: Path, named: int, found: int) -> None:
+    """Raises: InputError where the folder of a step holds another one, as a renamed one does."""
+    if named != found:
+        raise InputError(
+            f"{folder / str(named)} holds step {found} and not {named}: give it its own name back, "
+            "or remove it"
+        )
+
+
+def _read_meta(home: Path) -> dict[str, Any]:
+    """meta.json of a step. Raises: InputError where another version or another step wrote it."""
+    stored = json.loads((home / "meta.json").read_text(encoding="utf-8"))
+    if stored.get("format") != FORMAT:
+        raise InputError(
+            f"{home / 'meta.json'} has format {stored.get('format')!r}, and this jaxgrpo reads "
+            f"{FORMAT}: go on with the version that saved it, or set run.dir to another folder"
+        )
+    # Version 0.1.0 wrote no step: only the state itself can then tell.
+    refuse_other_step(home.parent, int(home.name), stored.get("step", int(home.name)))
+    return stored
 
 
 def _files(home: Path) -> list[Path]:

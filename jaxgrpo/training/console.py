@@ -16,6 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Column, Table
 from rich.text import Text
 
+from jaxgrpo.training.process import FULL
 from jaxgrpo.training.report.record import Record, shown, total_reward, visible
 
 BARS = "▁▂▃▄▅▆▇█"
@@ -51,8 +52,12 @@ class Display:
         self._task = self.bar.add_task("training", total=steps, completed=done)
         self._accuracy: float | None = None
 
-    def say(self, text: str) -> None:
-        self.console.print(text, markup=False)  # it may hold what a model wrote
+    def say(self, text: str | Text) -> None:
+        try:
+            self.console.print(text, markup=False)  # it may hold what a model wrote
+        except OSError as error:
+            if error.errno not in FULL:  # the output may go to a file on a full disk
+                raise
 
     def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
         self._accuracy = metrics["accuracy"]

@@ -24,6 +24,7 @@ import jax
 import numpy as np
 
 from jaxgrpo.core.errors import InputError
+from jaxgrpo.training.process import decided
 
 SAMPLE_KEYS = (
     "step",  # the step it was drawn for, as in metrics.jsonl
@@ -82,11 +83,16 @@ def write_atomically(path: Path, text: str) -> None:
     """Writes a whole file or nothing: a reader sees the old text or the new, never a part."""
     # Named by process: a run and `jaxgrpo report` may write the same report at the same time.
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    with open(temporary, "wb") as file:
-        file.write(text.encode("utf-8", "backslashreplace"))
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    try:
+        with open(temporary, "wb") as file:
+            file.write(text.encode("utf-8", "backslashreplace"))
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError:
+        with contextlib.suppress(OSError):  # on a full disk it would take what is left
+            temporary.unlink()
+        raise
 
 
 def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
@@ -123,6 +129,12 @@ def sample_steps(path: Path) -> list[int]:
     return [int(name) for name in names if name.isdecimal()]
 
 
+def _line(step: int, metrics: Mapping[str, Any]) -> str:
+    """A line of metrics.jsonl: names in order, numbers that are not finite as null."""
+    named = {name: plain(metrics[name], name) for name in sorted(metrics) if name != "step"}
+    return json.dumps({"step": int(step), **named}, allow_nan=False) + "\n"
+
+
 def _complete_lines(file: Path) -> list[tuple[bytes, dict[str, Any]]]:
     """Each complete line of a metrics file, as bytes with its end, and what it says."""
     lines = file.read_bytes().splitlines(keepends=True) if file.exists() else []
@@ -156,20 +168,23 @@ class RunFolder(Closing):
     """
 
     def __init__(self, path: str | os.PathLike[str], resume: bool = False):
-        self.path = Path(path)
+        self.path = Path(path).absolute()  # a reward may change the working directory
+        self._waiting = b""  # lines of metrics that the disk did not take
         self.checkpoints = self.path / "checkpoints"
         self._lock: int | None = None  # file descriptor
         self._writes = jax.process_index() == 0
-        if self._writes:
-            self._refuse_unless_usable(resume)
-            try:
-                self.path.mkdir(parents=True, exist_ok=True)
-                self._take_lock()
-            except OSError as error:
-                raise InputError(
-                    f"run.dir = {self.path} cannot be written ({error.strerror}): set run.dir to a "
-                    "folder that can"
-                ) from error
+        decided(lambda: self._take(resume))
+
+    def _take(self, resume: bool) -> None:
+        self._refuse_unless_usable(resume)
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._take_lock()
+        except OSError as error:
+            raise InputError(
+                f"run.dir = {self.path} cannot be written ({error.strerror}): set run.dir to a "
+                "folder that can"
+            ) from error
 
     def _refuse_unless_usable(self, resume: bool) -> None:
         if self.path.exists() and not self.path.is_dir():
@@ -197,6 +212,29 @@ class RunFolder(Closing):
         os.write(lock, f"process {os.getpid()} on {os.uname().nodename}\n".encode())
         self._lock = lock
 
+    def refuse_to_forget(self, every: int) -> None:
+        """Raises: InputError where a run has no checkpoint to go on from, and must have had one.
+
+        A run that was killed before its first checkpoint was complete may begin anew: it logs the
+        same lines again. One that ended, whose folder of checkpoints is gone, or that has logged
+        more than two saves apart, would lose what it measured.
+
+        Args:
+          every: checkpoint.every of its last start.
+        """
+        logged = [entry["step"] for entry in read_metrics(self.path)] + sample_steps(self.path)
+        if not logged:
+            return
+        gone = not self.checkpoints.is_dir()
+        ended = (self.path / "summary.json").exists()
+        if gone or ended or max(logged) > 2 * every:
+            raise InputError(
+                f"{self.path} holds the metrics of {max(logged)} steps and no checkpoint to go on "
+                f"from ({self.checkpoints} {'does not exist' if gone else 'holds none'}); starting "
+                "at step 1 would erase them: put the checkpoints back, or start anew without "
+                "--resume and with another run.dir, or after moving or deleting this folder"
+            )
+
     def rewind(self, step: int | None) -> None:
         """Forgets what was written after `step` finished steps; None forgets everything logged.
 
@@ -205,6 +243,8 @@ class RunFolder(Closing):
         """
         if not self._writes:
             return
+        # From here on a missing folder means that it was removed, and not that none was saved yet.
+        self.checkpoints.mkdir(exist_ok=True)
         last = -1 if step is None else step
         file = self.path / "metrics.jsonl"
         if file.exists():
@@ -214,17 +254,61 @@ class RunFolder(Closing):
             if number > last:
                 (self.path / "samples" / f"step_{number}.jsonl").unlink()
 
+    def base(self) -> dict[str, Any]:
+        """The evaluation of the base, in the line of step 0; {} where there is none."""
+        lines = read_metrics(self.path)
+        return evaluation_of(lines[0]) if lines and lines[0]["step"] == 0 else {}
+
+    def replace_evaluations(self, until: int, anew: Mapping[int, Mapping[str, Any]]) -> None:
+        """Puts evaluations of other questions aside, and writes new ones into the lines of steps.
+
+        Those up to step `until` become eval_until_STEP/..., so that what is called eval/... can
+        be compared. It may be called again, by the next start, where one was killed after it.
+
+        Args:
+          anew: step -> the metrics of its evaluation; step 0 is the base.
+        """
+        if not self._writes:
+            return
+        aside = f"eval_until_{until}/"
+        lines = {entry["step"]: entry for entry in read_metrics(self.path)}
+        for step, line in lines.items():
+            before = evaluation_of(line)
+            kept = {name: value for name, value in line.items() if not name.startswith("eval/")}
+            done = any(name.startswith(aside) for name in line)
+            done |= before == plain(evaluation_of(anew.get(step, {})))
+            if not done:  # by a start before this one
+                kept |= {f"{aside}{name}": value for name, value in before.items()}
+            lines[step] = kept
+        for step, values in anew.items():
+            lines[step] = {**lines.get(step, {}), **values}
+        texts = [_line(step, lines[step]) for step in sorted(lines)]
+        write_atomically(self.path / "metrics.jsonl", "".join(texts))
+
     def write_metrics(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Appends one line, names in order, numbers that are not finite as null.
 
         A step's line goes out before its checkpoint is saved: what is restored then has its line.
+        Raises: OSError as `catch_up`, which then has this line to write too.
         """
-        if not self._writes:
+        if self._writes:
+            self._waiting += _line(step, metrics).encode("ascii")
+            self.catch_up()
+
+    def catch_up(self) -> None:
+        """Appends the lines that wait. Raises: OSError where the disk takes them not or in part."""
+        if not self._waiting:
             return
-        named = {name: plain(metrics[name], name) for name in sorted(metrics)}
-        line = json.dumps({"step": int(step), **named}, allow_nan=False)
-        with open(self.path / "metrics.jsonl", "ab") as file:
-            file.write(line.encode("ascii") + b"\n")
+        file = self.path / "metrics.jsonl"
+        size = file.stat().st_size if file.exists() else 0
+        try:
+            with open(file, "ab") as end:
+                end.write(self._waiting)
+        except OSError as error:
+            if file.exists():
+                os.truncate(file, size)  # the next line must not continue half a line
+            raise OSError(error.errno, f"{file} could not be written: {error.strerror}") from error
+        self._waiting = b""
 
     def write_samples(self, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
         """Writes samples/step_N.jsonl, whole or not at all, keys in the order of SAMPLE_KEYS.

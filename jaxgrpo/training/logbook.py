@@ -6,10 +6,11 @@ metrics.jsonl holds; that file stays the record of the run.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,9 @@ REPORT_SHARE = 0.01
 FIRST_REPORT_SECONDS = 3.0
 """What the first report is taken to cost, before one has been measured: most of it is importing."""
 
+
+QUEUE = 10_000
+"""Numbers that may wait for TensorBoard's thread: more than a step has, so that none blocks."""
 
 FLUSH_SECONDS = 5
 """Seconds between two writes of TensorBoard's thread."""
@@ -54,6 +58,7 @@ class Logbook(Closing):
         self._state, self._given = alarms.replay(lines)
         self._report = _Report(folder, display) if self._active and config.run.report else None
         self._finished = False
+        self._failing: set[str] = set()  # what the disk did not take last time
 
     def close(self) -> None:
         """Lets the trackers finish; a run that ended before its time leaves a report too."""
@@ -63,29 +68,54 @@ class Logbook(Closing):
             tracker.close()
 
     def step(self, number: int, values: Mapping[str, float]) -> None:
-        """Writes the metrics of a step, and says what begins to go wrong with it."""
-        self._folder.write_metrics(number, values)
+        """Writes the metrics of a step, and says what begins to go wrong with it.
+
+        Lines that the disk does not take are kept, and written when it does again.
+        """
+        self._attempt("metrics", number, lambda: self._folder.write_metrics(number, values))
         if not self._active:
             return
         for tracker in self._trackers:
-            tracker.write(number, values)
+            what = type(tracker).__name__
+            self._attempt(what, number, lambda tracker=tracker: tracker.write(number, values))
         self._state, begun = alarms.see(self._state, {"step": number, **values})
         self._given += begun
         for alarm in begun:
-            self._display.console.print(warning(alarm.step, alarm.text))
+            self._display.say(warning(alarm.step, alarm.text))
         every = self._config.run.report_every
         if self._report and every and number and number % every == 0:
             self._report.refresh()
+
+    def evaluated_anew(self, until: int, lines: Mapping[int, Mapping[str, float]]) -> None:
+        """Puts what was evaluated up to a step aside, and writes new evaluations of some steps."""
+        self._folder.replace_evaluations(until, lines)
+        if not self._active:
+            return
+        self._state, self._given = alarms.replay(read_metrics(self._folder.path))
+        for number, values in lines.items():
+            for tracker in self._trackers:
+                tracker.write(number, values)
 
     def samples(
         self, number: int, rows: Iterable[Mapping[str, Any]], weights: Mapping[str, float]
     ) -> None:
         """Writes the samples of a step, and shows the best and the worst of them."""
         rows = list(rows)
-        self._folder.write_samples(number, rows)
+        self._attempt("samples", number, lambda: self._folder.write_samples(number, rows))
         if self._active:
             for text in best_and_worst(rows, weights):
-                self._display.console.print(text)
+                self._display.say(text)
+
+    def _attempt(self, what: str, number: int, write: Callable[[], None]) -> None:
+        """Writes; says in one line, once until it succeeds again, that the disk did not take it."""
+        try:
+            write()
+        except OSError as error:
+            if what not in self._failing:
+                self._display.say(f"step {number}: {what} not written: {error.strerror or error}")
+            self._failing.add(what)
+        else:
+            self._failing.discard(what)
 
     def finish(self, summary: Mapping[str, Any]) -> dict[str, Any]:
         """Writes the summary, with the count of each warning, and the last report."""
@@ -163,22 +193,34 @@ class TensorBoard:
     """
 
     def __init__(self, folder: Path, done: int = 0):
+        self._folder = folder / "tensorboard"
+        self._open(done)
+
+    def _open(self, done: int) -> None:
         from tensorboardX import SummaryWriter
 
         self._writer = SummaryWriter(
-            str(folder / "tensorboard"),
+            str(self._folder),
+            max_queue=QUEUE,
             purge_step=done + 1 if done else 0,
             flush_secs=FLUSH_SECONDS,
             filename_suffix=f".{os.getpid()}.{done}",  # two starts in one second are two files
         )
+        # It ends where the disk is full, and a queue that is read no more blocks once it is full.
+        files: Any = self._writer.file_writer
+        self._thread = files.event_writer._worker
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Raises: OSError where the thread has ended and a new file cannot be opened."""
+        if not self._thread.is_alive():
+            self._open(step)
         for name, value in numbers(metrics).items():
             tag = "".join(c if c.isalnum() or c in "-_./" else "_" for c in name)
             self._writer.add_scalar(tag, value, step)
 
     def close(self) -> None:
-        self._writer.close()
+        with contextlib.suppress(OSError):
+            self._writer.close()
 
 
 class WandB:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+from safetensors import SafetensorError
 
 import jaxgrpo
 from jaxgrpo.advantages import AdvantageTransform
@@ -21,21 +22,30 @@ from jaxgrpo.config import files as configs
 from jaxgrpo.config.files import Config, config_of
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.metrics import finalise, merge
-from jaxgrpo.core.types import TrainState
+from jaxgrpo.core.types import Params, TrainState
 from jaxgrpo.evaluation.evaluate import Evaluate
 from jaxgrpo.models import sharding
 from jaxgrpo.models.hf import folders
 from jaxgrpo.rollout.judging import sample_rows
-from jaxgrpo.training import process
-from jaxgrpo.training.checkpoints import Checkpoints, parameter_hash
+from jaxgrpo.training import fingerprints, process
+from jaxgrpo.training.checkpoints import Checkpoints, parameter_hash, refuse_other_step
 from jaxgrpo.training.console import Display
-from jaxgrpo.training.folder import RunFolder, evaluation_of, read_metrics, read_samples
+from jaxgrpo.training.folder import (
+    RunFolder,
+    evaluation_of,
+    plain,
+    read_metrics,
+    read_samples,
+)
 from jaxgrpo.training.inputs import dropped_line, try_rewards, with_logged
 from jaxgrpo.training.logbook import Logbook
-from jaxgrpo.training.policy import evaluator_of, export
+from jaxgrpo.training.policy import base_params, evaluator_of, export
 from jaxgrpo.training.resets import Resets, is_better, make_resetter, refuse_unknown_best, see
 from jaxgrpo.training.setup import Setup, setup
 from jaxgrpo.update.optimizer import current_rate
+
+MAX_UNSAVED = 3
+"""Checkpoints in a row that may fail before the run ends, since it would lose ever more."""
 
 
 class Run(NamedTuple):
@@ -73,7 +83,7 @@ def train(
 
     Args:
       config: a Config, its tables as dicts, a TOML file, or a shipped config's name.
-      resume: "auto" goes on from the newest checkpoint, or starts where there is none.
+      resume: "auto" goes on from the newest checkpoint, or starts where nothing is lost by it.
       rewards, advantage, dataset: Python objects instead of what the config names; the data
         set a datasets.Dataset or a list of dicts, read by the config's data keys.
       overrides: keys of the config, train={"steps": 20} or **{"train.steps": 20}.
@@ -109,13 +119,17 @@ def take(
       given: of `setup`, beside the config.
     """
     with contextlib.ExitStack() as stack:
+        process.refuse_unless_alike(lambda: fingerprints.given_by(config), fingerprints.REMEDY)
         folder = stack.enter_context(RunFolder(config.run.dir, resume=resume))
-        _refuse_other_config(folder, config)
+        before = _refuse_other_config(folder, config)
         checkpoints = stack.enter_context(Checkpoints(folder.checkpoints, config.checkpoint.keep))
         run = setup(config, **given)
+        process.refuse_unless_alike(lambda: _data_of(run), fingerprints.REMEDY)
         # A reward that cannot be called is found now and not after the first samples.
         try_rewards(run.rewards, run.rows[0], run.tokenizer, config.train.steps)
-        restored = checkpoints.latest() is not None
+        restored = process.decided(checkpoints.latest) is not None
+        if not restored:
+            process.decided(lambda: folder.refuse_to_forget(before.checkpoint.every))
         state, meta = _restored(run, checkpoints) if restored else (run.state, {})
         run, done = run._replace(state=state), int(sharding.to_host(state.step))
         folder.rewind(done if restored else None)
@@ -132,12 +146,15 @@ def take(
         state = loop.take_steps(state, done)
         checkpoints.wait()
         summary = loop.finish(state)
-    return Run(Path(config.run.dir), summary, state)
+    return Run(folder.path, summary, state)
 
 
-def _refuse_other_config(folder: RunFolder, config: Config) -> None:
-    """A run goes on only with the config it began with, but for keys that may change."""
-    text = folder.config()
+def _refuse_other_config(folder: RunFolder, config: Config) -> Config:
+    """A run goes on only with the config it began with, but for keys that may change.
+
+    Returns: the config of its last start.
+    """
+    text = process.decided(folder.config)
     before = config if text is None else configs.from_dict(tomllib.loads(text))
     difference = configs.resume_difference(before, config)
     if difference:
@@ -146,13 +163,24 @@ def _refuse_other_config(folder: RunFolder, config: Config) -> None:
             + "\n  ".join(difference)
             + "\nset them back, or set run.dir to another folder"
         )
+    return before
+
+
+def _data_of(run: Setup) -> dict[str, str]:
+    """Which rows a run was given, to train and to evaluate on."""
+    asked = run.held_out
+    held_out = {"eval.data": fingerprints.data_of(asked.rows, asked.encoded)} if asked else {}
+    return {"data.path": fingerprints.data_of(run.rows, run.encoded), **held_out}
 
 
 def _restored(run: Setup, checkpoints: Checkpoints) -> tuple[TrainState, dict[str, Any]]:
     """The newest state that was saved, and what was saved beside it."""
     # The first state makes room, and keeps its shapes: a device holds one, not two.
     jax.tree.map(lambda leaf: leaf.delete() if isinstance(leaf, jax.Array) else None, run.state)
-    return checkpoints.restore(run.state)
+    state, meta = checkpoints.restore(run.state)
+    done = int(sharding.to_host(state.step))
+    refuse_other_step(checkpoints.folder, checkpoints.newest or 0, done)
+    return state, meta
 
 
 def _say_dropped(run: Setup, display: Display) -> None:
@@ -166,12 +194,15 @@ def _say_dropped(run: Setup, display: Display) -> None:
 
 @dataclasses.dataclass
 class _Progress:
-    """What a run remembers beside its state. Checkpoints hold the first two."""
+    """What a run remembers beside its state. Checkpoints hold the first four."""
 
-    best: tuple[int, float] | None  # step and value, by checkpoint.keep_best
+    best: tuple[int, float] | None  # step and value
+    best_metric: str | None  # the checkpoint.keep_best that it is the best by
+    base: dict[str, Any] | None  # "metrics" of the base, and what was "asked" for them
     resets: Resets
     started: float = dataclasses.field(default_factory=time.monotonic)
     reported: set[str] = dataclasses.field(default_factory=set)  # rewards whose failure was shown
+    unsaved: int = 0  # checkpoints in a row that failed
     tokens: float = 0.0
     seconds: float = 0.0  # of steps
 
@@ -179,12 +210,16 @@ class _Progress:
     def of(cls, meta: Mapping[str, Any]) -> _Progress:
         """From what a checkpoint holds beside its state; {} at the start of a run."""
         best = tuple(meta["best"]) if meta.get("best") else None
-        return cls(best, Resets(**meta.get("resets", {})))
+        resets = Resets(**meta.get("resets", {}))
+        # Version 0.1.0 saved neither: unknown.
+        return cls(best, meta.get("best_metric"), meta.get("base"), resets)
 
     def meta(self) -> dict[str, Any]:
         """What is saved, as JSON values."""
+        names = ("best", "best_metric", "base")
+        saved = {name: getattr(self, name) for name in names}
         resets = self.resets._asdict()
-        return {"jaxgrpo": jaxgrpo.__version__, "best": self.best, "resets": resets}
+        return {"jaxgrpo": jaxgrpo.__version__, **saved, "resets": resets}
 
 
 @dataclasses.dataclass
@@ -206,10 +241,10 @@ class _Loop:
     def take_steps(self, state: TrainState, done: int) -> TrainState:
         """Steps done + 1 to train.steps. Raises: StopRequested after a stop signal."""
         last, progress = self.config.train.steps, self.progress
-        if done == 0 and self.evaluate:
-            values = self._evaluated(self.evaluate, state, 0)
-            progress.resets = see(self.config, progress.resets, values)
-            self.log.step(0, values)
+        self._forget_other_best()
+        if self.evaluate and self.run.held_out:
+            asked = fingerprints.asked_by(self.config, self.run.held_out)
+            self._evaluate_base(self.evaluate, asked, state, done)
         for number in range(done + 1, last + 1):
             state = self._step(state, number)
             stop = process.stop_requested(number)
@@ -217,9 +252,8 @@ class _Loop:
             due = number in (best, last) or _due(number, self.config.checkpoint.every)
             if stop or due:
                 self.checkpoints.best = best
-                self.checkpoints.save(number, state, progress.meta())
+                self._save(state, number, must=bool(stop) or number == last)
             if stop and number < last:
-                self.checkpoints.wait()
                 source = self.config.source or self.folder.path / "config.toml"
                 raise process.StopRequested(
                     f"stopped after step {number} of {last}, saved in {self.folder.path}; go on "
@@ -227,11 +261,85 @@ class _Loop:
                 )
         return state
 
+    def _save(self, state: TrainState, number: int, must: bool) -> None:
+        """Saves a step; a run of one process goes on without for MAX_UNSAVED times in a row.
+
+        Args:
+          must: wait for it, and end the run where it fails.
+        Raises: process.NotSaved.
+        """
+        before, checkpoints = self.checkpoints.newest, self.checkpoints
+        earlier = _error_of(checkpoints.wait)  # of the save before this one
+        save = lambda: checkpoints.save(number, state, self.progress.meta())  # noqa: E731
+        own = _error_of(self.folder.catch_up, save, *([checkpoints.wait] if must else []))
+        problem = own or (None if must else earlier)
+        if checkpoints.newest != before:
+            self.progress.unsaved = 0
+        if problem is None:
+            return
+        self.progress.unsaved += 1
+        said = f"step {number}: {problem.strerror or problem}"
+        if must or self.progress.unsaved > MAX_UNSAVED or jax.process_count() > 1:
+            _error_of(checkpoints.wait)
+            raise process.NotSaved(f"{said}; make space and go on by --resume auto") from problem
+        left = MAX_UNSAVED - self.progress.unsaved
+        self.display.say(f"{said}; the run goes on, and ends if this happens {left + 1} times more")
+
+    def _forget_other_best(self) -> None:
+        """Forgets a best step by another metric than checkpoint.keep_best, or by an unknown one."""
+        progress, metric = self.progress, self.config.checkpoint.keep_best
+        if progress.best and progress.best_metric != metric:
+            step, by = progress.best[0], progress.best_metric or "a metric that was not saved"
+            self.display.say(f"step {step} was the best by {by}: it is kept no longer")
+            progress.best = None
+        progress.best_metric = metric
+
+    def _evaluate_base(
+        self, evaluate: Evaluate, asked: dict[str, Any], state: TrainState, done: int
+    ) -> None:
+        """Evaluates the base before the first step, and anew where something else is asked now.
+
+        Raises: InputError where other questions would decide about resets of the reference.
+        """
+        run, progress, config = self.run, self.progress, self.config
+        before = progress.base or {"asked": {}, "metrics": {}}
+        known, metrics = before["asked"], before["metrics"]
+        # A start with other questions may have been killed before it saved a step.
+        if known == asked and process.decided(self.folder.base) == plain(metrics):
+            return
+        if done == 0:
+            values = self._evaluated(evaluate, run.sync(state), state, 0)
+            progress.resets = see(config, progress.resets, values)
+            self.log.step(0, values)
+        else:
+            names = sorted(n for n in known | asked if known.get(n) != asked.get(n))
+            changed = f"{', '.join(names)} changed" if names else "another base is logged"
+            changed = changed if known else "the base's was not saved"
+            if known and names and config.reference.reset_patience:
+                raise InputError(
+                    f"{changed} after step {done}, and evaluations decide when the reference is "
+                    "reset: put back what the run began with, or set run.dir to another folder"
+                )
+            self.display.say(
+                f"evaluation until step {done}: {changed}; the base is evaluated anew, and earlier "
+                f"numbers are eval_until_{done}/... in metrics.jsonl"
+            )
+            progress.best = None
+            values = self._evaluated(evaluate, base_params(run), state, 0)
+            lines = {0: values}
+            if done == config.train.steps:
+                lines[done] = self._evaluated(evaluate, run.sync(state), state, done)
+            self.log.evaluated_anew(done, lines)
+        progress.base = {"asked": asked, "metrics": evaluation_of(values)}
+
     def finish(self, state: TrainState) -> dict[str, Any]:
         """Writes the model as a Hugging Face folder, and the summary."""
         run, progress, model = self.run, self.progress, self.folder.path / "model"
         ends = folders.end_fields(run.blueprint.sampling.stop_tokens)
-        folders.save_model(model, run.model, state.trainable, run.tokenizer, ends)
+        try:
+            folders.save_model(model, run.model, state.trainable, run.tokenizer, ends)
+        except (OSError, SafetensorError) as error:
+            raise process.NotSaved(f"{model} could not be written: {error}") from error
         speed = progress.tokens / progress.seconds if progress.seconds else None
         summary: dict[str, Any] = {
             "step": int(sharding.to_host(state.step)),
@@ -244,10 +352,11 @@ class _Loop:
         }
         if self.evaluate and process.is_main():
             measured = list(filter(None, map(evaluation_of, read_metrics(self.folder.path))))
-            summary |= {"base": measured[0], "trained": measured[-1]}
+            base = progress.base["metrics"] if progress.base else None
+            summary |= {"base": base, "trained": measured[-1]}
         if progress.best:
             step, value = progress.best
-            summary["best"] = {"step": step, self.config.checkpoint.keep_best: value}
+            summary["best"] = {"step": step, progress.best_metric: value}
         summary = self.log.finish(summary)
         self.display.say(f"parameter hash {summary['parameter_hash']}")
         self.display.say(f"{self.folder.path}: report.html, model, metrics.jsonl, samples")
@@ -278,7 +387,7 @@ class _Loop:
                 self.display.say(f'{message}\nleft unscored, as on_error = "unscored" says')
         last = number == self.config.train.steps
         if self.evaluate and (last or _due(number, self.config.eval.every)):
-            values |= self._evaluated(self.evaluate, state, number)
+            values |= self._evaluated(self.evaluate, run.sync(state), state, number)
         state, progress.resets = self.reset(state, progress.resets, number, values)
         values |= progress.resets.metrics(self.config)
         if number == 1 or _due(number, self.config.run.samples_every):
@@ -289,10 +398,12 @@ class _Loop:
         self.log.step(number, values)
         return state
 
-    def _evaluated(self, evaluate: Evaluate, state: TrainState, number: int) -> dict[str, float]:
-        """The metrics of an evaluation after step `number`, as they are logged."""
+    def _evaluated(
+        self, evaluate: Evaluate, params: Params, state: TrainState, number: int
+    ) -> dict[str, float]:
+        """The metrics of an evaluation of the policy after step `number`, as they are logged."""
         began = time.monotonic()
-        metrics = evaluate(self.run.sync(state), state.key, number).metrics
+        metrics = evaluate(params, state.key, number).metrics
         self.display.evaluated(number, metrics)
         best, metric = self.progress.best, self.config.checkpoint.keep_best
         refuse_unknown_best(metric, metrics)
@@ -317,6 +428,16 @@ class _Clock:
         spent = time.monotonic() - began
         self.seconds[f"time/{phase}"] = spent
         self.seconds["time/step"] = self.seconds.get("time/step", 0.0) + spent
+
+
+def _error_of(*calls: Callable[[], None]) -> OSError | None:
+    """The OSError of the first call that raises one; those after it are then not made."""
+    try:
+        for call in calls:
+            call()
+    except OSError as error:
+        return error
+    return None
 
 
 def _due(number: int, every: int) -> bool:

@@ -25,7 +25,7 @@ from jaxgrpo.evaluation.rescoring import Base
 from jaxgrpo.models import decoder, sharding
 from jaxgrpo.models.hf import folders
 from jaxgrpo.training import process
-from jaxgrpo.training.checkpoints import Checkpoints
+from jaxgrpo.training.checkpoints import Checkpoints, refuse_other_step
 from jaxgrpo.training.folder import evaluation_of, read_metrics
 from jaxgrpo.training.inputs import eval_source, load_prompts, make_chat, resolve_scorer
 from jaxgrpo.training.resets import may_reset
@@ -137,6 +137,11 @@ def base_of(run: Setup) -> Base:
     return load_base(run.config, run.mesh)
 
 
+def base_params(run: Setup) -> Params:
+    """The parameters that a run began with, laid out for sampling, read anew."""
+    return _policy(run.config, run).read_params()
+
+
 def evaluator_of(run: Setup, share: Share = alone) -> Evaluate:
     """The evaluation that a run's config asks for; `share` as of `setup`."""
 
@@ -166,7 +171,6 @@ def export(
     Raises: InputError where the run, the step or the dtype is none.
     """
     folder, config = read_run(run)
-    number = _number(folder, config, step)
     home = folders.find_folder(config.model.path, config.model.revision)
     tokenizer = folders.read_tokenizer(home)
     make_chat(config, tokenizer)
@@ -177,7 +181,9 @@ def export(
     empty = lambda leaf: np.zeros(leaf.shape, np.float32)  # noqa: E731
     wanted = {"step": np.zeros((), np.int32), "trainable": jax.tree.map(empty, model.shapes)}
     with Checkpoints(folder / "checkpoints", config.checkpoint.keep) as checkpoints:
+        number = _number(folder, config, step, checkpoints)
         state, _ = checkpoints.restore(wanted, number, partial=True)
+        refuse_other_step(checkpoints.folder, checkpoints.newest or 0, int(state["step"]))
     number, params = int(state["step"]), state["trainable"]
     if dtype is not None:
         if dtype not in DTYPES:
@@ -211,7 +217,7 @@ def model_card(config: Config, step: int, evaluation: Mapping[str, float]) -> st
         "pipeline_tag: text-generation",
         "tags: [jaxgrpo, reinforcement-learning, grpo]",
         "---",
-        f"# Trained with jaxgrpo {jaxgrpo.__version__}",
+        f"{folders.CARD_TITLE} {jaxgrpo.__version__}",
         "",
         f"Base model `{Path(config.model.path).name}`, {step} of {config.train.steps} steps of "
         f"`{method}` on `{data}` ({config.rollout.prompts_per_step} prompts "
@@ -225,12 +231,16 @@ def model_card(config: Config, step: int, evaluation: Mapping[str, float]) -> st
     return "\n".join(lines) + "\n"
 
 
-def _number(folder: Path, config: Config, step: str | int) -> int | None:
+def _number(folder: Path, config: Config, step: str | int, checkpoints: Checkpoints) -> int | None:
     """The step to restore; None for the newest."""
     if step == "last":
         return None
     if step == "best":
-        metric = config.checkpoint.keep_best or ""
+        metric, newest = config.checkpoint.keep_best or "", checkpoints.latest()
+        saved = {} if newest is None else checkpoints.meta(newest)
+        if saved.get("best") and saved.get("best_metric"):
+            return saved["best"][0]
+        # Version 0.1.0 saved no name of a metric.
         lines = [line for line in read_metrics(folder) if line["step"] > 0]
         kept = [line for line in lines if line.get(metric) is not None]
         if not kept:

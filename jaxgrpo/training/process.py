@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import signal
 import sys
@@ -10,6 +11,7 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -20,9 +22,12 @@ EXIT_CODES = {
     0: "done",
     1: "crashed; the traceback says where",
     2: "what was given cannot be used; the message says why",
+    74: "the disk is full or cannot be written, so that nothing was saved; the message says where",
     130: "stopped by Ctrl-C (SIGINT), saved where there was something to save",
     143: "stopped by SIGTERM, saved",
 }
+
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # how the system names a full disk
 
 PROCESS_VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 """Set in every process of a run over several; a cluster that JAX knows sets its own instead."""
@@ -33,6 +38,10 @@ _CACHE_MIN_SECONDS = 0.2  # compilations shorter than this are not worth a file
 
 class StopRequested(Exception):
     """A run has stopped by request, after saving. The message says how to go on."""
+
+
+class NotSaved(Exception):
+    """A run has ended because it could not be saved. The message says where and why."""
 
 
 class _Stop:
@@ -70,6 +79,61 @@ def start(platform: str = "auto") -> str:
 def is_main() -> bool:
     """Whether this process is the one that writes and prints for all."""
     return jax.process_index() == 0
+
+
+def decided(decide: Callable[[], Any]) -> Any:
+    """What `decide` returns in process 0, in every process. It is called there alone.
+
+    Called by all processes: two that decide by what each finds on its own disk may do different
+    things, and then wait for each other for ever.
+
+    Args:
+      decide: returns a JSON value.
+    Raises: the InputError that it raises, in every process.
+    """
+    if jax.process_count() == 1:
+        return decide()
+    from jaxgrpo.rollout.judging import gather_json
+
+    value, problem = None, None
+    if jax.process_index() == 0:
+        try:
+            value = decide()
+        except InputError as error:
+            problem = str(error)
+    value, problem = gather_json([value, problem])[0]
+    if problem is not None:
+        raise InputError(problem)
+    return value
+
+
+def refuse_unless_alike(facts: Callable[[], Mapping[str, Any]], remedy: str) -> None:
+    """Raises: InputError, in every process, naming the first fact that one of them has otherwise.
+
+    Called by all processes; of a single one nothing is asked.
+
+    Args:
+      facts: returns name -> JSON value, as this process finds it.
+      remedy: what to do.
+    """
+    if jax.process_count() == 1:
+        return
+    from jaxgrpo.rollout.judging import gather_json
+
+    try:
+        mine = dict(facts())
+    except InputError as error:  # raised by one alone it would leave the others waiting
+        mine = {"problem": str(error)}
+    everyone = gather_json(mine)
+    first = everyone[0]
+    for number, other in enumerate(everyone):
+        names = sorted(n for n in first.keys() | other.keys() if first.get(n) != other.get(n))
+        if names:
+            here, there = (side.get(names[0], "nothing") for side in (first, other))
+            more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
+            raise InputError(
+                f"{names[0]}: process {number} has {there}, process 0 has {here}{more}: {remedy}"
+            )
 
 
 @contextlib.contextmanager
@@ -123,9 +187,13 @@ def guard(command: Callable[[], int | None]) -> int:
     except KeyboardInterrupt:
         sys.stderr.write("interrupted\n")  # outside the training loop, where nothing is lost
         code = 128 + signal.SIGINT
-    except Exception:
-        traceback.print_exc()
-        code = 1
+    except Exception as error:
+        if isinstance(error, NotSaved) or getattr(error, "errno", None) in FULL:
+            sys.stderr.write(f"error: {error}\n")
+            code = 74
+        else:
+            traceback.print_exc()
+            code = 1
     if jax.distributed.is_initialized():
         sys.stdout.flush()
         sys.stderr.flush()

@@ -202,6 +202,37 @@ def test_saving_replaces_a_model_folder_but_nothing_else(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["m"]
 
 
+@pytest.mark.parametrize(
+    ("files", "named"),
+    [
+        ({"README.md": "my thesis", "tokenizer_notes.txt": "mine"}, "README.md, which is no file"),
+        ({"README.md": "# Trained with jaxgrpo 0.1.0"}, "README.md and no model"),
+        ({"config.json": "{}"}, "config.json and no model"),
+        ({"model.safetensors": "x"}, "model.safetensors and no model"),
+        ({"config.json": "{}", "model.safetensors": "x", "adapter.safetensors": "x"}, "adapter"),
+        ({"config.json": "{}", "model.safetensors": "x", "README.md": "mine"}, "README.md"),
+    ],
+)
+def test_a_folder_that_is_not_wholly_a_model_of_ours_keeps_its_files(tmp_path, files, named):
+    model, folder = build(CONFIG), tmp_path / "thesis"
+    folder.mkdir()
+    for name, text in files.items():
+        (folder / name).write_text(text)
+    with pytest.raises(InputError, match=f"holds {named}.*it is not replaced; choose another"):
+        save_model(folder, model, random_params(model))
+    assert {path.name: path.read_text() for path in folder.iterdir()} == files
+
+
+def test_a_model_with_our_card_and_an_empty_folder_are_replaced(tmp_path):
+    model, folder = build(CONFIG), tmp_path / "m"
+    params = random_params(model)
+    folder.mkdir()
+    save_model(folder, model, params, card="# Trained with jaxgrpo 0.1.0\n", max_shard_bytes=8_000)
+    save_model(folder, model, params)
+    assert "README.md" not in {path.name for path in folder.iterdir()}
+    assert bytes_of(read_params(folder, model)) == bytes_of(params)
+
+
 def test_a_model_that_qwen3_cannot_express_is_refused_by_field(tmp_path):
     config = dataclasses.replace(CONFIG, pattern=(LayerKind(window=4),), embedding_scale=4.0)
     model = build(config)

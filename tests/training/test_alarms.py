@@ -171,6 +171,11 @@ def test_a_pass_at_16_within_the_intervals_is_no_fall(values):
     assert given([BASE, measured(9, **values)]) == []
 
 
+def test_a_first_evaluation_after_some_steps_is_not_taken_for_the_base():
+    late = {**BASE, "step": 5}
+    assert given([late, measured(9, pass_16=(0.1, 0.0, 0.2))]) == []
+
+
 def test_where_16_is_not_evaluated_the_largest_k_counts():
     history = [
         measured(0, pass_1=(0.5, 0.4, 0.6), pass_4=(0.7, 0.6, 0.8)),

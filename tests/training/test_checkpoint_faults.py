@@ -217,29 +217,89 @@ print("hash", digest, flush=True)
 """
 
 
-def test_two_processes_save_together_and_one_restores_it(tmp_path, python, environment):
+@pytest.fixture
+def two(python, environment):
+    """two(code, *arguments) -> what two processes print that run it; they get port and number."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    folder = tmp_path / "run"
-    workers = [
-        subprocess.Popen(
-            [python, "-c", TWO_PROCESSES, str(folder), str(port), str(process)],
-            env=environment(devices=2),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for process in (0, 1)
+
+    def run(code, *arguments):
+        workers = [
+            subprocess.Popen(
+                [python, "-c", code, *map(str, arguments), str(port), str(process)],
+                env=environment(devices=2),
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for process in (0, 1)
+        ]
+        try:
+            results = [worker.communicate(timeout=100) for worker in workers]
+        finally:
+            for worker in workers:
+                worker.kill()
+        for worker, (_, error) in zip(workers, results, strict=True):
+            assert worker.returncode == 0, error[-3000:]
+        return [out for out, _ in results]
+
+    return run
+
+
+APART = """
+import sys
+import jax, numpy as np
+*folders, port, number = sys.argv[1:]
+number = int(number)
+jax.config.update("jax_cpu_collectives_implementation", "gloo")
+jax.distributed.initialize(f"127.0.0.1:{port}", 2, number, initialization_timeout=60)
+from jaxgrpo.core.errors import InputError
+from jaxgrpo.training import process
+from jaxgrpo.training.checkpoints import Checkpoints
+
+def missing():
+    raise InputError(f"process {number} found nothing")
+
+def asked():
+    return {"train.seed": number, "train.steps": 3}
+
+with Checkpoints(folders[number]) as checkpoints:
+    print(process.decided(checkpoints.steps))
+    for call in (
+        lambda: process.decided(missing),
+        lambda: process.refuse_unless_alike(asked, "mend it"),
+        lambda: process.refuse_unless_alike(missing if number else asked, "mend it"),
+        lambda: checkpoints.restore({"weight": np.zeros(500, np.float32)}),
+    ):
+        try:
+            print(call())
+        except InputError as error:
+            print(error)
+"""
+
+
+def test_what_two_processes_find_otherwise_is_refused_by_both_alike(saved, tmp_path, two):
+    outputs = two(APART, saved, tmp_path / "another disk")
+    lines, other = (
+        [line for line in output.splitlines() if not line.startswith("[Gloo]")]
+        for output in outputs
+    )
+    assert lines == other
+    assert lines[:3] == [
+        "[1, 2, 3]",
+        "process 0 found nothing",
+        "train.seed: process 1 has 1, process 0 has 0: mend it",
     ]
-    try:
-        results = [worker.communicate(timeout=100) for worker in workers]
-    finally:
-        for worker in workers:
-            worker.kill()
-    for worker, (out, error) in zip(workers, results, strict=True):
-        assert worker.returncode == 0, error[-3000:]
-        assert "refused" in out
+    assert lines[3].startswith("problem: process 1 has process 1 found nothing, process 0 has noth")
+    assert lines[4].startswith("step 3: process 1 has none, process 0 has [")
+    assert lines[4].endswith("put run.dir on a file system that all processes share")
+
+
+def test_two_processes_save_together_and_one_restores_it(tmp_path, two):
+    folder = tmp_path / "run"
+    results = two(TWO_PROCESSES, folder)
+    assert all("refused" in out for out in results)
     mesh = jax.make_mesh((4,), ("fsdp",), axis_types=(AxisType.Auto,))
     weight = np.random.default_rng(4).normal(size=(8, 6)).astype(np.float32)
     wanted = {
@@ -248,7 +308,7 @@ def test_two_processes_save_together_and_one_restores_it(tmp_path, python, envir
         "host": weight + 2,
         "own": jnp.asarray(weight) + 3,
     }
-    digests = {out.split("hash ")[1].strip() for out, _ in results}
+    digests = {out.split("hash ")[1].strip() for out in results}
     assert digests == {parameter_hash(wanted)}
     with Checkpoints(folder / "checkpoints") as checkpoints:
         assert checkpoints.steps() == [2, 4]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import json
+import zlib
 from typing import Any
 
 import jax
@@ -15,7 +17,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.types import TrainState
-from jaxgrpo.training.checkpoints import Checkpoints, parameter_hash
+from jaxgrpo.training.checkpoints import Checkpoints, damage, parameter_hash
 
 
 def sharding(shape: tuple[int, ...], names: tuple[str, ...], *axes: str | None) -> NamedSharding:
@@ -236,6 +238,35 @@ def test_going_on_from_an_older_step_drops_the_newer_ones(saved):
         assert checkpoints.steps() == [1, 2]
         restored, _ = checkpoints.restore(abstract(small(0)))
     assert bits(restored) == bits(small(20))
+
+
+def rewrite(home, **changes):
+    """Changes entries of a step's meta.json, and lists it in the manifest as it is now."""
+    meta = json.loads((home / "meta.json").read_text()) | changes
+    (home / "meta.json").write_text(json.dumps(meta))
+    listed = json.loads((home / "manifest.json").read_text())
+    data = (home / "meta.json").read_bytes()
+    listed["files"]["meta.json"] = [len(data), zlib.crc32(data)]
+    (home / "manifest.json").write_text(json.dumps(listed))
+
+
+def test_a_step_of_another_format_or_under_another_name_is_refused(saved):
+    rewrite(saved / "3", format=2)
+    with Checkpoints(saved) as checkpoints:
+        with pytest.raises(InputError, match=r"3/meta.json has format 2, and this jaxgrpo reads 1"):
+            checkpoints.restore(abstract(small(0)))
+        (saved / "2").rename(saved / "7")
+        with pytest.raises(InputError, match=r"/7 holds step 2 and not 7: give it its own name"):
+            checkpoints.restore(abstract(small(0)), step=7)
+
+
+def test_a_manifest_that_lists_no_state_is_damage(saved):
+    (saved / "3" / "manifest.json").write_text('{"files": {}}')
+    assert "does not list meta.json and the files of state/" in (damage(saved / "3") or "")
+    with Checkpoints(saved) as checkpoints:
+        restored, meta = checkpoints.restore(abstract(small(0)))
+    assert meta == {"step": 2}
+    assert bits(restored) == bits(small(2))
 
 
 def test_the_parameter_hash_is_the_sha256_of_names_types_shapes_and_bytes():

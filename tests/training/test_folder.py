@@ -158,6 +158,55 @@ def test_beginning_again_without_a_checkpoint_forgets_what_was_logged(tmp_path):
     assert list((tmp_path / "samples").iterdir()) == []
 
 
+@pytest.mark.parametrize("lost", ["the folder", "all steps of a finished run", "a step long past"])
+def test_a_run_whose_checkpoints_are_gone_keeps_its_metrics_and_is_refused(tmp_path, lost):
+    with RunFolder(tmp_path) as run:
+        run.rewind(None)
+        for step in range(1, 6):
+            run.write_metrics(step, {"reward": 0.5})
+        if lost == "the folder":
+            run.checkpoints.rmdir()
+        if lost == "all steps of a finished run":
+            run.write_summary({"step": 5})
+        with pytest.raises(InputError, match=r"of 5 steps and no checkpoint.*start anew without"):
+            run.refuse_to_forget(2 if lost == "a step long past" else 50)
+    assert len(read_metrics(tmp_path)) == 5
+
+
+def test_a_run_killed_before_its_first_checkpoint_may_begin_anew(tmp_path):
+    with RunFolder(tmp_path) as run:
+        run.refuse_to_forget(2)
+        run.rewind(None)
+        for step in range(5):
+            run.write_metrics(step, {"reward": 0.5})
+        run.refuse_to_forget(2)  # the save of step 2 may have been under way
+
+
+def test_evaluations_of_other_questions_are_put_aside_however_often_a_start_is_killed(tmp_path):
+    with RunFolder(tmp_path) as run:
+        run.write_metrics(0, {"eval/accuracy": 0.5})
+        run.write_metrics(1, {"reward": 0.1})
+        run.write_metrics(2, {"reward": 0.2, "eval/accuracy": 0.7})
+        for _ in range(2):
+            run.replace_evaluations(2, {0: {"eval/accuracy": np.float32(0.25)}})
+    assert read_metrics(tmp_path) == [
+        {"step": 0, "eval/accuracy": 0.25, "eval_until_2/accuracy": 0.5},
+        {"step": 1, "reward": 0.1},
+        {"step": 2, "eval_until_2/accuracy": 0.7, "reward": 0.2},
+    ]
+
+
+def test_a_base_that_is_evaluated_late_gets_the_first_line(tmp_path):
+    with RunFolder(tmp_path) as run:
+        run.write_metrics(1, {"reward": 0.1})
+        for _ in range(2):
+            run.replace_evaluations(1, {0: {"eval/accuracy": 0.25}, 1: {"eval/accuracy": 0.5}})
+    assert read_metrics(tmp_path) == [
+        {"step": 0, "eval/accuracy": 0.25},
+        {"step": 1, "eval/accuracy": 0.5, "reward": 0.1},
+    ]
+
+
 def test_a_torn_line_in_the_middle_is_an_error_with_its_number(tmp_path):
     with RunFolder(tmp_path) as run:
         run.write_metrics(1, {})

@@ -190,6 +190,13 @@ def test_a_finished_run_can_be_trained_further(tmp_path):
     config = small_run.config(tmp_path / "r", **{"train.steps": 2})
     loop.train(config)
     longer = small_run.config(tmp_path / "r")
+    checkpoints = tmp_path / "r" / "checkpoints"
+    checkpoints.rename(tmp_path / "kept")
+    before = (tmp_path / "r" / "metrics.jsonl").read_bytes()
+    with pytest.raises(InputError, match=r"no checkpoint to go on from .* does not exist"):
+        loop.train(longer, resume="auto")
+    assert (tmp_path / "r" / "metrics.jsonl").read_bytes() == before
+    (tmp_path / "kept").rename(checkpoints)
     finished = loop.train(longer, resume="auto")
     straight = loop.train(small_run.config(tmp_path / "s"))
     assert finished.summary["parameter_hash"] == straight.summary["parameter_hash"]

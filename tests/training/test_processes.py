@@ -28,13 +28,13 @@ def free_port():
         return listener.getsockname()[1]
 
 
-def start_two(python, environment, config):
-    """Two started processes of two devices each, that train as one run."""
+def start_two(python, environment, *configs):
+    """Two started processes of two devices each, that train as one run, by one config or two."""
     port = free_port()
     together = {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}", "JAX_NUM_PROCESSES": "2"}
     return [
         small_run.command(
-            *(python, "train", config),
+            *(python, "train", configs[index % len(configs)]),
             env=environment(devices=2, JAX_PROCESS_ID=str(index), **together),
         )
         for index in range(2)
@@ -81,3 +81,19 @@ def test_a_mistake_ends_both_processes_with_one_message(tmp_path, python, enviro
         assert process.returncode == 2, output
         assert "fsdp 3" in output
         assert "Traceback" not in output
+
+
+def test_processes_with_other_configs_or_data_both_refuse(tmp_path, python, environment):
+    rows = [{"prompt": f"1{n}+20=", "answer": f"{n + 30}"} for n in range(9)]
+    files = []
+    for number in (0, 1):
+        data = tmp_path / f"rows_{number}.jsonl"
+        rows[3]["answer"] = str(number)
+        data.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+        changes = {**MESH, "data.path": str(data)}
+        files.append(small_run.write(tmp_path / f"{number}.toml", tmp_path / "r", **changes))
+    for process in start_two(python, environment, *files):
+        output, _ = process.communicate(timeout=120)
+        assert process.returncode == 2, output
+        assert "data.path: process 1 has 9 rows, crc32" in output
+        assert "give every process of a run the same config" in output

@@ -11,7 +11,9 @@ import contextlib
 import json
 import math
 import os
+import re
 import shutil
+import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -36,20 +38,26 @@ SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
+WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
 OURS = (
     "README.md",
     "config.json",
     "generation_config.json",
-    "*.safetensors",
     INDEX,
-    "tokenizer*",
+    "tokenizer.json",
+    "tokenizer_config.json",
     "special_tokens_map.json",
     "added_tokens.json",
     "vocab.json",
     "merges.txt",
     "chat_template.jinja",
 )
-"""The files of a model folder: only a folder of nothing else may be replaced."""
+"""The files of a model folder beside its weights. A folder that holds another is not replaced."""
+
+CARD_TITLE = "# Trained with jaxgrpo"
+"""In each model card that we write: a README.md without it was written by someone else."""
+
+PROBES, PROBE_BYTES = 64, 1 << 16  # of a large file, for its fingerprint
 
 SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 MAX_NAMES = 8  # tensors named in an error message
@@ -162,7 +170,7 @@ def save_model(
       max_shard_bytes: weights beyond it are split over several files with an index.
       card: text of the folder's README.md, the model card.
 
-    Raises: InputError if Qwen3 cannot express the model, or `path` holds other files.
+    Raises: InputError if Qwen3 cannot express the model, or `path` holds anything but a model.
     """
     leaves = jax.tree.leaves(params)
     tensors = {
@@ -206,6 +214,26 @@ def find_folder(path: str | os.PathLike[str], revision: str | None = None) -> Pa
             "or a name on the hub, owner/name"
         )
     return sources.fetch_model(path, revision)
+
+
+def fingerprint(path: str | os.PathLike[str]) -> dict[str, list[int]]:
+    """Name -> [bytes, crc32] of the files of a model folder that act on a run.
+
+    Of files above 4 MiB the crc32 is of PROBES pieces spread evenly over them: it tells one model
+    from another in a moment, and is no check for damage.
+    """
+    folder = find_folder(path)
+    texts = [folder / name for name in OURS if name not in ("README.md", INDEX)]
+    found = {}
+    for file in [*(text for text in texts if text.is_file()), *_weight_files(folder)]:
+        size, crc = file.stat().st_size, 0
+        stride = max(PROBE_BYTES, size // PROBES)
+        with open(file, "rb") as opened:
+            for begin in range(0, size, stride):
+                opened.seek(begin)
+                crc = zlib.crc32(opened.read(PROBE_BYTES), crc)
+        found[file.name] = [size, crc]
+    return found
 
 
 def _read_json(file: Path) -> Any:
@@ -353,6 +381,39 @@ def _weight_files(folder: Path) -> list[Path]:
     raise InputError(f"{folder} has no {SINGLE} and no {INDEX}: give a folder with weights")
 
 
+def _refuse_unless_ours(folder: Path) -> None:
+    """Raises: InputError if `folder` is there and neither empty nor a model that we may replace.
+
+    That is a folder with config.json and weights, and no file that we do not write ourselves.
+    """
+    if not folder.is_dir():
+        if folder.exists():
+            raise InputError(f"{folder} is a file: choose the name of a folder for the model")
+        return
+    found = {path.name: path for path in folder.iterdir()}
+    foreign = sorted(name for name, path in found.items() if not _is_ours(path))
+    has_model = "config.json" in found and not found.keys().isdisjoint((SINGLE, INDEX))
+    if foreign or (found and not has_model):
+        what = (
+            f"{foreign[0]}, which is no file of a model"
+            if foreign
+            else f"{min(found)} and no model (config.json and its weights)"
+        )
+        raise InputError(
+            f"{folder} exists and holds {what}: it is not replaced; choose another folder or empty "
+            "this one"
+        )
+
+
+def _is_ours(path: Path) -> bool:
+    """Whether a file may be deleted with the model in its folder: by name, a card by its text."""
+    if not path.is_file() or path.is_symlink():
+        return False
+    if path.name == "README.md":
+        return CARD_TITLE in path.read_text(encoding="utf-8", errors="replace")
+    return path.name in OURS or WEIGHTS.fullmatch(path.name) is not None
+
+
 @contextlib.contextmanager
 def _replaced(folder: Path) -> Iterator[Path]:
     """A new folder beside `folder`, which takes its place when the block ends without an error.
@@ -360,19 +421,9 @@ def _replaced(folder: Path) -> Iterator[Path]:
     The files are flushed to disk before they are renamed, so that `folder` is at any moment the
     old one, the new one or, between two renames, absent; never half written.
 
-    Raises: InputError if `folder` exists and holds files that are not a model's.
+    Raises: InputError as `_refuse_unless_ours`.
     """
-    if folder.exists():
-        foreign = sorted(
-            path.name
-            for path in (folder.iterdir() if folder.is_dir() else [folder])
-            if not path.is_file() or not any(path.match(pattern) for pattern in OURS)
-        )
-        if foreign:
-            raise InputError(
-                f"{folder} exists and holds {foreign[0]}, which is no file of a model: it is not "
-                "replaced; choose another folder or empty this one"
-            )
+    _refuse_unless_ours(folder)
     partial = folder.with_name(f".{folder.name}.partial")
     previous = folder.with_name(f".{folder.name}.previous")
     shutil.rmtree(partial, ignore_errors=True)

@@ -143,9 +143,11 @@ def _header(record: Record) -> str:
 def _tiles(record: Record) -> dict[str, str]:
     """The numbers to look at first."""
     tiles = {"reward": _number(record.last("reward"))}
-    accuracies = [values["accuracy"] for _, values in record.evaluations if "accuracy" in values]
-    if accuracies:
-        tiles["accuracy, base → now"] = f"{accuracies[0]:.3f} → {accuracies[-1]:.3f}"
+    measured = [(step, v["accuracy"]) for step, v in record.evaluations if "accuracy" in v]
+    if measured:
+        (first, before), (_, now) = measured[0], measured[-1]
+        since = f"step {first}" if first else "base"
+        tiles[f"accuracy, {since} → now"] = f"{before:.3f} → {now:.3f}"
     mixed = record.last("groups/mixed")
     if mixed is not None:
         tiles["mixed groups"] = f"{mixed:.0%}"

@@ -143,6 +143,14 @@ def test_the_page_shows_where_the_run_stands():
     assert "a/b" not in text
 
 
+def test_a_first_evaluation_after_some_steps_is_not_called_the_base():
+    assert "accuracy, base → now" in page._tiles(record())
+    late = [line for line in record().lines if line["step"] > 0]
+    late[0] |= {"eval/accuracy": 0.5}
+    tiles = page._tiles(record(lines=late))
+    assert tiles["accuracy, step 1 → now"] == "0.500 → 0.750"
+
+
 def test_the_evaluation_table_holds_first_last_and_change():
     run = record()
     rows = page._evaluation(run)

@@ -1,0 +1,98 @@
+"""What evaluations are compared with: the base on the same questions, on any way of resuming."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import small_run
+
+from jaxgrpo.data.prompts import PromptData
+from jaxgrpo.training import loop
+from jaxgrpo.training.fingerprints import asked_by
+from jaxgrpo.training.folder import evaluation_of
+
+EVAL = {"eval.data": "task:arithmetic:test", "eval.prompts": 8, "eval.samples": 4}
+
+
+def train(folder, steps: int, resume: str | None = None, **changes: Any) -> loop.Run:
+    config = small_run.config(folder, **{"train.steps": steps, "run.report": False, **changes})
+    return loop.train(config, resume=resume)
+
+
+@pytest.mark.slow
+def test_an_evaluation_that_begins_or_changes_on_resume_is_compared_with_the_base(tmp_path, capsys):
+    straight = train(tmp_path / "s", 3, **EVAL)
+    base = evaluation_of(straight.metrics[0])
+    train(tmp_path / "r", 2)
+    run = train(tmp_path / "r", 3, "auto", **EVAL)
+    assert run.summary["base"] == base  # and not the evaluation after step 2 or 3
+    assert run.summary["trained"] == straight.summary["trained"]
+    assert [line["step"] for line in run.metrics] == [0, 1, 2, 3]
+    assert evaluation_of(run.metrics[0]) == base
+    assert "evaluation until step 2: the base's was not saved; the base is evaluated anew" in said(
+        capsys
+    )
+
+    fewer = {**EVAL, "eval.samples": 2}
+    again = train(tmp_path / "r", 3, "auto", **fewer)
+    first, last = again.metrics[0], again.metrics[-1]
+    assert "evaluation until step 3: eval.samples changed; the base is evaluated" in said(capsys)
+    assert again.summary["base"] == evaluation_of(first)
+    assert again.summary["trained"] == evaluation_of(last)
+    assert "pass@4" not in evaluation_of(first)
+    assert first["eval_until_3/pass@4"] == base["pass@4"]
+    assert last["eval_until_3/pass@4"] == straight.summary["trained"]["pass@4"]
+    assert first["eval/accuracy"] == base["accuracy"]  # greedy, of the same prompts
+
+
+def said(capsys: pytest.CaptureFixture[str]) -> str:
+    return " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.slow
+def test_the_best_step_by_another_metric_is_forgotten_and_by_the_same_one_kept(tmp_path, capsys):
+    every = {**EVAL, "eval.every": 1, "optimizer": {"learning_rate": 0.02}}
+    length = {**every, "checkpoint.keep_best": "eval/mean_length"}
+    train(tmp_path / "r", 2, **length)
+    run = train(tmp_path / "r", 3, "auto", **length)
+    lengths = [line["eval/mean_length"] for line in run.metrics[1:]]
+    assert run.summary["best"] == {"step": 1 + np.argmax(lengths), "eval/mean_length": max(lengths)}
+    capsys.readouterr()
+    run = train(tmp_path / "r", 4, "auto", **{**every, "checkpoint.keep_best": "eval/truncated"})
+    assert "was the best by eval/mean_length: it is kept no longer" in said(capsys)
+    # A length is always above a share: compared with it no step would be the best any more.
+    assert run.summary["best"] == {"step": 4, "eval/truncated": run.metrics[-1]["eval/truncated"]}
+    assert "4 of 4 steps" in (run.export(tmp_path / "best", "best") / "README.md").read_text()
+
+
+def test_a_checkpoint_without_the_new_entries_leaves_them_unknown():
+    progress = loop._Progress.of({"best": [2, 0.5], "resets": {"count": 1, "last": 2}})
+    assert progress.best == (2, 0.5)
+    assert progress.best_metric is None
+    assert progress.base is None
+
+
+def test_what_is_asked_is_told_apart_by_rows_scorer_and_samples_and_not_by_the_name_of_a_file(
+    tmp_path,
+):
+    scorer = tmp_path / "judge.py"
+    scorer.write_text("def right(completions, **columns):\n    return [1.0] * len(completions)\n")
+
+    def asked(row: Any = "1+1=", **changes: Any) -> dict[str, Any]:
+        data = PromptData([{"prompt": row}] * 3, [np.array([1, 2])] * 3, 0)
+        keys = {"eval.data": "task:arithmetic:test", "eval.scorer": f"{scorer}:right", **changes}
+        return asked_by(small_run.config(tmp_path / "r", **keys), data)
+
+    first = asked()
+    assert asked(**{"eval.data": "task:arithmetic:train", "eval.every": 2}) == first
+    assert differing(first, asked("1+2=")) == {"eval.data"}
+    assert differing(first, asked(**{"eval.prompts": 2})) == {"eval.data"}
+    assert differing(first, asked(**{"eval.samples": 2})) == {"eval.samples"}
+    scorer.write_text(scorer.read_text().replace("1.0", "0.0"))
+    assert differing(first, asked()) == {"eval.scorer"}
+
+
+def differing(one: dict[str, Any], other: dict[str, Any]) -> set[str]:
+    return {name for name in one | other if one.get(name) != other.get(name)}
