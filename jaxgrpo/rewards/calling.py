@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import dataclasses
 import functools
 import inspect
@@ -179,10 +180,28 @@ class _Call:
 
     def _attempt(self, lists: Mapping[str, Sequence[Any]], log_extra: Any, log_metric: Any) -> Any:
         logs = {"trainer_state": self.state, "log_extra": log_extra, "log_metric": log_metric}
+        asked = accepted(self.function, {**lists, **logs})
+        own = {key: self._copied(key, lists[key]) if key in lists else asked[key] for key in asked}
         try:
-            return self.function(**accepted(self.function, {**lists, **logs}))
+            return self.function(**own)
         except Exception as error:
             return _Raised(error)
+
+    def _copied(self, key: str, values: Sequence[Any]) -> Sequence[Any]:
+        """A list of its own: what it changes in place reaches no other reward and not the data.
+
+        Entries that are one object, as the row's of a prompt with several samples, stay one.
+        """
+        if key == "completion_ids":
+            return [list(ids) for ids in values]  # deepcopy would look at every number
+        try:
+            return copy.deepcopy(values)
+        except Exception as error:
+            raise RewardError(
+                f"rewards.{self.name}: the column {key!r} holds a value that cannot be copied "
+                f"({type(error).__name__}: {error}), and every reward gets a copy: keep such a "
+                "value in the reward's file, and what identifies it in the data"
+            ) from error
 
     def _log_extra(self, column: Any, values: Any) -> None:
         if isinstance(values, (str, bytes, Mapping)) or not hasattr(values, "__iter__"):
