@@ -25,6 +25,7 @@ from jaxgrpo.core.types import TrainState
 from jaxgrpo.evaluation.evaluate import Evaluate
 from jaxgrpo.models import sharding
 from jaxgrpo.models.hf import folders
+from jaxgrpo.rewards.protocol import RewardError
 from jaxgrpo.rollout.judging import sample_rows
 from jaxgrpo.training import process
 from jaxgrpo.training.checkpoints import Checkpoints, parameter_hash
@@ -35,6 +36,7 @@ from jaxgrpo.training.logbook import Logbook
 from jaxgrpo.training.policy import evaluator_of, export
 from jaxgrpo.training.resets import Resets, is_better, make_resetter, refuse_unknown_best, see
 from jaxgrpo.training.setup import Setup, setup
+from jaxgrpo.training.watchdog import Watchdog
 from jaxgrpo.update.optimizer import current_rate
 
 
@@ -125,13 +127,18 @@ def take(
         stack.enter_context(display.bar)
         display.say(opening)
         _say_dropped(run, display)
-        stack.enter_context(process.stop_signals())
+        stack.enter_context(process.stop_signals(config.run.stop_grace))
+        limits = (config.run.stop_grace, config.run.stuck_after)
+        watch = Watchdog(display.under_way, lambda: _kept(folder, checkpoints), *limits)
+        stack.enter_context(watch)
         log = stack.enter_context(Logbook(config, folder, display, done))
         evaluate = evaluator(run) if config.eval.data is not None else None
-        loop = _Loop(run, folder, checkpoints, display, log, evaluate, _Progress.of(meta))
+        loop = _Loop(run, folder, checkpoints, display, log, evaluate, watch, _Progress.of(meta))
         state = loop.take_steps(state, done)
+        watch.phase("end of the run")
         checkpoints.wait()
         summary = loop.finish(state)
+        process.meet()
     return Run(Path(config.run.dir), summary, state)
 
 
@@ -153,6 +160,12 @@ def _restored(run: Setup, checkpoints: Checkpoints) -> tuple[TrainState, dict[st
     # The first state makes room, and keeps its shapes: a device holds one, not two.
     jax.tree.map(lambda leaf: leaf.delete() if isinstance(leaf, jax.Array) else None, run.state)
     return checkpoints.restore(run.state)
+
+
+def _kept(folder: RunFolder, checkpoints: Checkpoints) -> str:
+    """What of a run is saved, in a line."""
+    step = checkpoints.latest()
+    return f"{folder.path} holds {'no step yet' if step is None else f'step {step}'}"
 
 
 def _say_dropped(run: Setup, display: Display) -> None:
@@ -197,6 +210,7 @@ class _Loop:
     display: Display
     log: Logbook
     evaluate: Evaluate | None
+    watch: Watchdog
     progress: _Progress
 
     def __post_init__(self) -> None:
@@ -216,14 +230,14 @@ class _Loop:
             best = progress.best[0] if progress.best else None
             due = number in (best, last) or _due(number, self.config.checkpoint.every)
             if stop or due:
+                self.watch.phase(f"step {number}: save")
                 self.checkpoints.best = best
                 self.checkpoints.save(number, state, progress.meta())
             if stop and number < last:
                 self.checkpoints.wait()
-                source = self.config.source or self.folder.path / "config.toml"
                 raise process.StopRequested(
                     f"stopped after step {number} of {last}, saved in {self.folder.path}; go on "
-                    f"with: jaxgrpo train {source} --resume auto (and the same --set)"
+                    f"with: {self._going_on()}"
                 )
         return state
 
@@ -253,13 +267,19 @@ class _Loop:
         self.display.say(f"{self.folder.path}: report.html, model, metrics.jsonl, samples")
         return summary
 
+    def _going_on(self) -> str:
+        """The command that goes on with this run."""
+        source = self.config.source or self.folder.path / "config.toml"
+        return f"jaxgrpo train {source} --resume auto (and the same --set)"
+
     def _step(self, state: TrainState, number: int) -> TrainState:
-        clock, run, progress = _Clock(), self.run, self.progress
+        clock = _Clock(lambda phase: self.watch.phase(f"step {number}: {phase}"))
+        run, progress, before = self.run, self.progress, state
         with clock("sample"):
             prompts, state = run.select(state)
             rollouts = run.sample(run.sync(state), prompts, state.key)
             jax.block_until_ready(rollouts.completion_tokens)
-        with clock("reward"):
+        with clock("reward"), self._saving(number, before):
             rollouts, said = run.reward(rollouts)
         with clock("prepare"):
             state, prepared = run.prepare(state, rollouts)
@@ -289,10 +309,32 @@ class _Loop:
         self.log.step(number, values)
         return state
 
+    @contextlib.contextmanager
+    def _saving(self, number: int, before: TrainState | None = None) -> Iterator[None]:
+        """Saves the state before step `number`, if it is given, where a reward fails within.
+
+        Raises: process.RewardFailed instead of RewardError; in step 1 the reward is wrong input.
+        """
+        try:
+            yield
+        except RewardError as error:
+            if number < 2:
+                raise
+            if before is not None:
+                self.checkpoints.save(number - 1, before, self.progress.meta())
+            self.checkpoints.wait()
+            kept = _kept(self.folder, self.checkpoints)
+            raise process.RewardFailed(
+                f"{error}\nthe run ended in step {number}; {kept}; mend the reward, then go on "
+                f"with: {self._going_on()}"
+            ) from error
+
     def _evaluated(self, evaluate: Evaluate, state: TrainState, number: int) -> dict[str, float]:
         """The metrics of an evaluation after step `number`, as they are logged."""
         began = time.monotonic()
-        metrics = evaluate(self.run.sync(state), state.key, number).metrics
+        self.watch.phase(f"step {number}: evaluate")
+        with self._saving(number):
+            metrics = evaluate(self.run.sync(state), state.key, number).metrics
         self.display.evaluated(number, metrics)
         best, metric = self.progress.best, self.config.checkpoint.keep_best
         refuse_unknown_best(metric, metrics)
@@ -305,13 +347,15 @@ class _Loop:
 
 
 class _Clock:
-    """Wall-clock seconds of the phases of a step, as metrics."""
+    """Wall-clock seconds of the phases of a step, as metrics; `says` hears which one begins."""
 
-    def __init__(self) -> None:
+    def __init__(self, says: Callable[[str], None]) -> None:
+        self.says = says
         self.seconds: dict[str, float] = {}
 
     @contextlib.contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
+        self.says(phase)
         began = time.monotonic()
         yield
         spent = time.monotonic() - began

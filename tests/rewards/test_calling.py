@@ -178,12 +178,12 @@ def test_an_async_exception_is_reported_with_its_sample():
 
 
 @pytest.mark.parametrize("end", [SystemExit, KeyboardInterrupt])
-def test_an_async_reward_that_ends_the_process_does_not_hang_it(end):
+def test_an_async_reward_that_ends_the_process_fails_and_does_not_hang_it(end):
     async def mine(completions):
         raise end("stop")
 
-    with pytest.raises(end):
-        call({"mine": "unscored"}, mine=mine)
+    with pytest.raises(RewardError, match=f"mine raised {end.__name__} on completion 0: stop"):
+        call(mine=mine)
     np.testing.assert_array_equal(call(mine=sleeping(0, 1))[0]["mine"], [1, 1, 1])
 
 
