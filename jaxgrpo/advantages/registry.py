@@ -31,6 +31,7 @@ from jaxgrpo.advantages.base import AdvantageTransform, as_floats, transform
 from jaxgrpo.advantages.chains import chain, compute, spec_of
 from jaxgrpo.advantages.recipes import group as group_recipes
 from jaxgrpo.advantages.recipes import peers, several
+from jaxgrpo.advantages.stats import widen
 from jaxgrpo.core import errors
 from jaxgrpo.core.errors import InputError, call, find, suggest
 from jaxgrpo.core.types import Rollouts, RolloutSpec
@@ -134,8 +135,26 @@ def evaluate(
             )
     refuse_unread(whole, fields)
     rollouts, spec = plain_rollouts(rewards, mask, **fields)
+    _refuse_huge(rollouts.rewards)
     signal, _, _ = compute(whole, rollouts, whole.init(spec))
     return signal.value, signal.mask
+
+
+def _refuse_huge(rewards: Mapping[str, Array]) -> None:
+    """Raises: InputError on finite rewards with squares that cannot be summed.
+
+    The deviation of their group would be infinite, and the advantage of each sample silently 0.
+    """
+    for name, value in rewards.items():
+        if isinstance(value, Tracer):
+            continue  # inside jit no number is known
+        largest = jnp.max(jnp.where(jnp.isfinite(value), jnp.abs(widen(value)), 0), initial=0)
+        most = float(jnp.finfo(largest.dtype).max) ** 0.5 / 1e4
+        if largest > most:
+            raise InputError(
+                f"reward {name!r} holds {float(largest):g} in size: its square does not fit "
+                f"{largest.dtype}; give rewards from -{most:.0e} to {most:.0e}"
+            )
 
 
 def refuse_unread(whole: AdvantageTransform, fields: Iterable[str]) -> None:

@@ -110,12 +110,21 @@ def resume_difference(old: Config, new: Config) -> list[str]:
     >>> resume_difference(begun, load("quickstart", ["train.seed=1", "train.steps=90"]))
     ['train.seed: 0 -> 1']
     """
-    before, after = flat(tables_of(old)), flat(tables_of(new))
+    before, after = (flat(_scoring(tables_of(config))) for config in (old, new))
     return [
         f"{name}: {_shown(before, name)} -> {_shown(after, name)}"
         for name in sorted(before.keys() | after.keys())
         if before.get(name) != after.get(name) and not _may_change(name, old)
     ]
+
+
+def _scoring(tables: Mapping[str, Any]) -> dict[str, Any]:
+    """The tables without what rewards do if they fail, which acts on no score."""
+    rewards = [
+        {name: value for name, value in entry.items() if name not in ("on_error", "timeout")}
+        for entry in tables["rewards"]
+    ]
+    return {**tables, "rewards": rewards}
 
 
 def _shown(keys: Mapping[str, Any], name: str) -> str:

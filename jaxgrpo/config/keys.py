@@ -81,6 +81,7 @@ class RewardKeys:
     weight: float = key(1.0)
     name: str | None = key(None)  # None: the name in `use`
     on_error: str = key("raise", choices=("raise", "unscored"))  # what follows if it raises
+    timeout: float | None = key(None, above=0)  # seconds for one batch; beyond it as if it raised
     flip: float = key(0.0, at_least=0, at_most=0.5)  # label noise: the share of 0/1 rewards that
     # is flipped, in training only
     options: dict[str, Any] = key({})
@@ -207,6 +208,8 @@ class TrackingKeys:
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunKeys:
     dir: str = key()  # relative to where the command is started
+    stop_grace: float = key(300.0, above=0)  # seconds from a stop signal to the end, saved or not
+    stuck_after: float = key(3600.0, at_least=0)  # seconds without progress that end it; 0: never
     samples_every: int = key(10, at_least=0)  # steps between files of samples; 0: only the first's
     report: bool = key(True)  # false: none, until `jaxgrpo report` is asked for one
     report_every: int = key(10, at_least=0)  # at most 1% of the time goes into it; 0: at the end

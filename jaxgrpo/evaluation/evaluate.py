@@ -56,6 +56,7 @@ class Questions(NamedTuple):
     formats: Mapping[str, str] = NOTHING  # name -> regular expression
     weighing: voting.Weighing = voting.Weighing()
     on_error: str = "raise"  # or "unscored": what happens if the scorer raises
+    timeout: float | None = None  # seconds of the scorer for one batch
 
 
 class Answers(NamedTuple):
@@ -105,6 +106,7 @@ def questions_of(config: Config, held_out: PromptData, scorer: Reward) -> Questi
         asked.formats,
         voting.Weighing(asked.confidence_window, asked.confidence_kept),
         scorer.on_error,
+        scorer.timeout,
     )
 
 
@@ -267,6 +269,7 @@ def make_asker(
             *host[:2],
             trainer_state=TrainerState(global_step=step),
             on_error={"scorer": questions.on_error},
+            timeout={"scorer": questions.timeout},
         )
         rescored = {} if rescore is None else sharding.to_host(rescore(params, found))
         whole = (*host, scores["scorer"], rescored)

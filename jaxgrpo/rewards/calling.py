@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import dataclasses
 import functools
 import inspect
 import math
+import signal
 import threading
 import time
 import zlib
@@ -15,6 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from jaxgrpo.rewards.limits import SLACK, TimedOut, call_within, during, leave
 from jaxgrpo.rewards.protocol import (
     LISTS,
     RewardError,
@@ -53,6 +56,7 @@ def call_rewards(
     *,
     trainer_state: TrainerState | None = None,
     on_error: Mapping[str, str] | None = None,
+    timeout: Mapping[str, float | None] | None = None,
 ) -> tuple[dict[str, np.ndarray], RewardLog]:
     """Calls each reward once on N completions; those that are async run at the same time.
 
@@ -60,7 +64,8 @@ def call_rewards(
       rewards: name -> function; the names appear in the result and in messages.
       columns: name -> N entries, the data set's columns beside the prompt.
       on_error: name -> what a reward that raises does: "raise" (the default) ends the run,
-        "unscored" leaves its scores NaN.
+        "unscored" leaves its scores NaN. To raise is also to call sys.exit, or to time out.
+      timeout: name -> seconds that it may take for the N completions; None: no limit.
 
     Returns: name -> float32 [N], NaN = could not be scored; and what the rewards logged.
 
@@ -71,17 +76,16 @@ def call_rewards(
     given = zip(LISTS, (prompts, completions, completion_ids), strict=True)
     lists = {**dict(given), **columns}
     count = len(completions)
-    for keyword, values in lists.items():
-        if len(values) != count:
-            raise ValueError(
-                f"rewards are called with {count} completions but {len(values)} entries of "
-                f"{keyword!r}: repeat prompts and columns once per sample"
-            )
+    _refuse_other_lengths(lists, count)
     for name, function in rewards.items():
         check(name, function, columns)
     unscored = {name for name, mode in (on_error or {}).items() if mode == "unscored"}
     state = trainer_state or TrainerState()
-    calls = [_Call(name, rewards[name], lists, count, state, name in unscored) for name in rewards]
+    limits = timeout or {}
+    calls = [
+        _Call(name, function, lists, count, state, name in unscored, limits.get(name))
+        for name, function in rewards.items()
+    ]
     if count:
         _run(calls)
     scores = {call.name: numbers(call.name, call.outcome, count) for call in calls}
@@ -91,6 +95,15 @@ def call_rewards(
         failed={call.name: count if call.message else 0 for call in calls if call.unscored},
         messages={call.name: call.message for call in calls if call.message},
     )
+
+
+def _refuse_other_lengths(lists: Mapping[str, Sequence[Any]], count: int) -> None:
+    for keyword, values in lists.items():
+        if len(values) != count:
+            raise ValueError(
+                f"rewards are called with {count} completions but {len(values)} entries of "
+                f"{keyword!r}: repeat prompts and columns once per sample"
+            )
 
 
 def merge_metrics(
@@ -121,12 +134,15 @@ class _Call:
     count: int  # of completions
     state: TrainerState
     unscored: bool  # if it raises, instead of ending the run
+    timeout: float | None  # seconds
     outcome: Any = ()  # its values, or an awaitable of them
     message: str = ""  # what it raised
     extra: dict[str, list[Any]] = dataclasses.field(default_factory=dict)
     metrics: dict[str, list[float]] = dataclasses.field(default_factory=dict)
+    threads: set[threading.Thread] = dataclasses.field(default_factory=set)  # before it began
 
     def start(self) -> None:
+        self.threads.update(threading.enumerate())
         self.finish(self._attempt(self.lists, self._log_extra, self._log_metric))
 
     def finish(self, outcome: Any) -> None:
@@ -137,9 +153,13 @@ class _Call:
         self.outcome = outcome
         if not isinstance(outcome, _Raised):
             return
-        if isinstance(outcome.error, (RewardError, KeyboardInterrupt, SystemExit)):
+        if isinstance(outcome.error, RewardError):
             raise outcome.error
-        message = self._failure(outcome.error)
+        if isinstance(outcome.error, TimedOut):
+            leave(self.threads)
+            message = self._late()
+        else:
+            message = self._failure(outcome.error)
         if not self.unscored:
             raise RewardError(message) from outcome.error
         # What it logged before it failed is a part at best.
@@ -149,6 +169,12 @@ class _Call:
     def sums(self) -> dict[str, tuple[float, int]]:
         """name of a logged metric -> sum and number of its values."""
         return {name: (sum(values), len(values)) for name, values in self.metrics.items()}
+
+    def _late(self) -> str:
+        return (
+            f"rewards.{self.name} was not done with {self.count} completions within timeout = "
+            f"{self.timeout:g} s, and was ended: raise its timeout, or give each completion a limit"
+        )
 
     def _failure(self, error: BaseException) -> str:
         """What was raised and on which completion, found by calling halves of the batch again."""
@@ -174,15 +200,36 @@ class _Call:
         part = {key: values[start:end] for key, values in self.lists.items()}
         outcome = self._attempt(part, lambda *_: None, lambda *_: None)
         if inspect.isawaitable(outcome):
-            (outcome,) = _wait_for([outcome])
+            (outcome,) = _wait_for({self.name: (outcome, self.timeout)})
         return isinstance(outcome, _Raised)
 
     def _attempt(self, lists: Mapping[str, Sequence[Any]], log_extra: Any, log_metric: Any) -> Any:
         logs = {"trainer_state": self.state, "log_extra": log_extra, "log_metric": log_metric}
+        asked = accepted(self.function, {**lists, **logs})
+        own = {key: self._copied(key, lists[key]) if key in lists else asked[key] for key in asked}
         try:
-            return self.function(**accepted(self.function, {**lists, **logs}))
-        except Exception as error:
+            with during(self.name, self.timeout):
+                return call_within(self.timeout, lambda: self.function(**own))
+        except BaseException as error:
+            if isinstance(error, KeyboardInterrupt) and _is_ctrl_c():
+                raise
             return _Raised(error)
+
+    def _copied(self, key: str, values: Sequence[Any]) -> Sequence[Any]:
+        """A list of its own: what it changes in place reaches no other reward and not the data.
+
+        Entries that are one object, as the row's of a prompt with several samples, stay one.
+        """
+        if key == "completion_ids":
+            return [list(ids) for ids in values]  # deepcopy would look at every number
+        try:
+            return copy.deepcopy(values)
+        except Exception as error:
+            raise RewardError(
+                f"rewards.{self.name}: the column {key!r} holds a value that cannot be copied "
+                f"({type(error).__name__}: {error}), and every reward gets a copy: keep such a "
+                "value in the reward's file, and what identifies it in the data"
+            ) from error
 
     def _log_extra(self, column: Any, values: Any) -> None:
         if isinstance(values, (str, bytes, Mapping)) or not hasattr(values, "__iter__"):
@@ -214,7 +261,7 @@ def _run(calls: Sequence[_Call]) -> None:
             call.start()
         waiting = [call for call in calls if inspect.isawaitable(call.outcome)]
         if waiting:
-            outcomes = _wait_for([call.outcome for call in waiting])
+            outcomes = _wait_for({call.name: (call.outcome, call.timeout) for call in waiting})
             for call, outcome in zip(waiting, outcomes, strict=True):
                 call.finish(outcome)
     finally:
@@ -225,16 +272,36 @@ def _run(calls: Sequence[_Call]) -> None:
                 value.close()
 
 
-def _wait_for(awaitables: Sequence[Awaitable[Any]]) -> list[Any]:
+def _is_ctrl_c() -> bool:
+    """Whether a KeyboardInterrupt comes from the user: not if the run handles the signal."""
+    return signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def _wait_for(named: Mapping[str, tuple[Awaitable[Any], float | None]]) -> list[Any]:
     """The results of all, which run at the same time; _Raised(error) for those that fail.
 
     They run in one event loop of a thread of its own. So this works where a loop is running
     already, as in a notebook, and what a reward keeps between calls (a session, a lock) stays with
     its loop.
+
+    Args:
+      named: name of the reward -> what to wait for, and for how many seconds.
+
+    Raises: RewardError if all have a limit and the loop is blocked beyond it.
     """
-    future = asyncio.run_coroutine_threadsafe(_gather(awaitables), _loop())
+    names = ", ".join(named)
+    limits = [limit for _, limit in named.values() if limit is not None]
+    longest = max(limits) + SLACK if len(limits) == len(named) else None
+    future = asyncio.run_coroutine_threadsafe(_gather(list(named.values())), _loop())
     try:
-        return future.result()
+        with during(names):
+            return future.result(longest)
+    except TimeoutError as error:
+        _loop.cache_clear()  # its thread is lost: the next call begins a new one
+        raise RewardError(
+            f"rewards.{names}: blocked the event loop beyond its timeout: an async def has to "
+            "await whatever takes long; run what cannot be awaited by asyncio.to_thread"
+        ) from error
     except BaseException:  # a signal, while waiting
         future.cancel()
         raise
@@ -247,14 +314,16 @@ def _loop() -> asyncio.AbstractEventLoop:
     return loop
 
 
-async def _gather(awaitables: Sequence[Awaitable[Any]]) -> list[Any]:
-    async def outcome(awaitable: Awaitable[Any]) -> Any:
+async def _gather(awaitables: Sequence[tuple[Awaitable[Any], float | None]]) -> list[Any]:
+    async def outcome(awaitable: Awaitable[Any], limit: float | None) -> Any:
+        scope = asyncio.timeout(limit)
         try:
-            return await awaitable
+            async with scope:
+                return await awaitable
         except BaseException as error:  # one that left its task would end the loop's thread
-            return _Raised(error)
+            return _Raised(TimedOut() if scope.expired() else error)
 
-    return await asyncio.gather(*map(outcome, awaitables))
+    return await asyncio.gather(*(outcome(*one) for one in awaitables))
 
 
 def _columns(calls: Sequence[_Call]) -> dict[str, list[Any]]:

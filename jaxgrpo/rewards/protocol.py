@@ -36,7 +36,9 @@ LISTS = ("prompts", "completions", "completion_ids")
 PASSED = (*LISTS, "trainer_state", "log_extra", "log_metric")
 """Keywords that every reward may ask for; no column may have these names."""
 
-LARGEST = float(np.finfo(np.float32).max)
+LARGEST = 1e15
+"""The largest absolute reward. Squares of such rewards, weighted and summed, are finite in float32;
+beyond it a deviation would be infinite, and the advantage of every sample silently 0."""
 
 
 class RewardError(InputError):
@@ -169,7 +171,9 @@ def numbers(name: str, values: Any, count: int) -> np.ndarray:
         except (TypeError, ValueError):
             raise RewardError(f"{where}, a {type(value).__name__}: {expected}") from None
         if abs(number) > LARGEST:
-            raise RewardError(f"{where}: give a finite float32, or None = not scored")
+            raise RewardError(
+                f"{where}: give a number from -{LARGEST:g} to {LARGEST:g}, or None = not scored"
+            )
         scores[place] = number
     return scores
 
@@ -182,3 +186,4 @@ class Reward(NamedTuple):
     weight: float
     on_error: str = "raise"  # if it raises: end the run, or leave the scores NaN ("unscored")
     flip: float = 0.0  # label noise: the share of 0/1 rewards flipped in training
+    timeout: float | None = None  # seconds for one call; what follows is that of raising

@@ -84,6 +84,7 @@ def preview(
     *,
     trainer_state: TrainerState | None = None,
     on_error: Mapping[str, str] | None = None,
+    timeout: Mapping[str, float | None] | None = None,
 ) -> dict[str, Preview]:
     """Calls every reward once on two completions: the row's gold answer, and "".
 
@@ -104,6 +105,7 @@ def preview(
         {name: [value] * 2 for name, value in row.items() if name != "prompt"},
         trainer_state=trainer_state,
         on_error=on_error,
+        timeout=timeout,
     )
 
     previews = {}

@@ -76,6 +76,7 @@ def judge_texts(
     *,
     trainer_state: TrainerState | None = None,
     on_error: Mapping[str, str] | None = None,
+    timeout: Mapping[str, float | None] | None = None,
 ) -> tuple[dict[str, np.ndarray], RewardLog]:
     """Calls rewards on completions [P, G, T]; columns come from the data rows, once per sample.
 
@@ -93,9 +94,8 @@ def judge_texts(
 
     def call() -> tuple[dict[str, np.ndarray], RewardLog]:
         columns = {name: [entry[name] for entry in chosen] for name in rows[0] if name != "prompt"}
-        return call_rewards(
-            functions, *texts, ids, columns, trainer_state=trainer_state, on_error=on_error
-        )
+        policy = {"on_error": on_error, "timeout": timeout}
+        return call_rewards(functions, *texts, ids, columns, trainer_state=trainer_state, **policy)
 
     shares = _everyone(call)
     whole = {name: np.empty((groups, samples), np.float32) for name in functions}
@@ -156,12 +156,19 @@ def make_rewarder(
     noise = {entry.name: entry.flip for entry in rewards if entry.flip}
     functions = {entry.name: entry.function for entry in rewards}
     on_error = {entry.name: entry.on_error for entry in rewards}
+    timeout = {entry.name: entry.timeout for entry in rewards}
 
     def reward(rollouts: Rollouts) -> tuple[Rollouts, RewardLog]:
         host = sharding.to_host((rollouts.row, rollouts.completion_tokens, rollouts.token_mask))
         state = trainer_state_of(rollouts, len(rows), steps)
         scores, log = judge_texts(
-            tokenizer, functions, rows, *host, trainer_state=state, on_error=on_error
+            tokenizer,
+            functions,
+            rows,
+            *host,
+            trainer_state=state,
+            on_error=on_error,
+            timeout=timeout,
         )
         ordinal = sharding.to_host(rollouts.ordinal)
         scores, log = flipped(scores, log, noise, seed, state.global_step, ordinal)

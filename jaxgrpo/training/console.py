@@ -21,6 +21,7 @@ from jaxgrpo.training.report.record import Record, shown, total_reward, visible
 
 BARS = "▁▂▃▄▅▆▇█"
 WIDTH = 24  # of a sparkline
+FIRST = 60.0  # seconds of one phase after which a line says so; then after twice as long each time
 METRICS = (
     "reward",
     "live_groups",
@@ -51,6 +52,7 @@ class Display:
         )
         self._task = self.bar.add_task("training", total=steps, completed=done)
         self._accuracy: float | None = None
+        self._said = FIRST  # seconds of a phase at which the next line about it is due
 
     def say(self, text: str | Text) -> None:
         try:
@@ -58,6 +60,18 @@ class Display:
         except OSError as error:
             if error.errno not in FULL:  # the output may go to a file on a full disk
                 raise
+
+    def under_way(self, phase: str, seconds: float) -> None:
+        """What the run does for so many seconds: in the bar, and as a line if it takes minutes.
+
+        Called by the thread that watches a run.
+        """
+        self.bar.update(self._task, description=f"{phase}, {seconds:.0f} s")
+        if seconds < FIRST:
+            self._said = FIRST
+        elif seconds >= self._said:
+            self._said *= 2
+            self.say(f"{phase}: for {seconds:.0f} s now")
 
     def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
         self._accuracy = metrics["accuracy"]

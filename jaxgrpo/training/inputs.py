@@ -107,7 +107,14 @@ def resolve_rewards(
             "rewards={name: function})"
         )
     rewards = tuple(
-        Reward(name, _function(config, use, keys.options), keys.weight, keys.on_error, keys.flip)
+        Reward(
+            name,
+            _function(config, use, keys.options),
+            keys.weight,
+            keys.on_error,
+            keys.flip,
+            keys.timeout,
+        )
         for name, use, keys in entries
     )
     for reward in rewards:
@@ -158,6 +165,7 @@ def try_rewards(
         lambda text: tokenizer(text, add_special_tokens=False)["input_ids"],
         trainer_state=TrainerState(max_steps=max_steps),
         on_error={reward.name: reward.on_error for reward in rewards},
+        timeout={reward.name: reward.timeout for reward in rewards},
     )
 
 

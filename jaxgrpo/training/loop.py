@@ -26,6 +26,7 @@ from jaxgrpo.core.types import Params, TrainState
 from jaxgrpo.evaluation.evaluate import Evaluate
 from jaxgrpo.models import sharding
 from jaxgrpo.models.hf import folders
+from jaxgrpo.rewards.protocol import RewardError
 from jaxgrpo.rollout.judging import sample_rows
 from jaxgrpo.training import fingerprints, process
 from jaxgrpo.training.checkpoints import Checkpoints, parameter_hash, refuse_other_step
@@ -42,6 +43,7 @@ from jaxgrpo.training.logbook import Logbook
 from jaxgrpo.training.policy import base_params, evaluator_of, export
 from jaxgrpo.training.resets import Resets, is_better, make_resetter, refuse_unknown_best, see
 from jaxgrpo.training.setup import Setup, setup
+from jaxgrpo.training.watchdog import Watchdog
 from jaxgrpo.update.optimizer import current_rate
 
 MAX_UNSAVED = 3
@@ -139,13 +141,18 @@ def take(
         stack.enter_context(display.bar)
         display.say(opening)
         _say_dropped(run, display)
-        stack.enter_context(process.stop_signals())
+        stack.enter_context(process.stop_signals(config.run.stop_grace))
+        limits = (config.run.stop_grace, config.run.stuck_after)
+        watch = Watchdog(display.under_way, lambda: _kept(folder, checkpoints), *limits)
+        stack.enter_context(watch)
         log = stack.enter_context(Logbook(config, folder, display, done))
         evaluate = evaluator(run) if config.eval.data is not None else None
-        loop = _Loop(run, folder, checkpoints, display, log, evaluate, _Progress.of(meta))
+        loop = _Loop(run, folder, checkpoints, display, log, evaluate, watch, _Progress.of(meta))
         state = loop.take_steps(state, done)
+        watch.phase("end of the run")
         checkpoints.wait()
         summary = loop.finish(state)
+        process.meet()
     return Run(folder.path, summary, state)
 
 
@@ -181,6 +188,12 @@ def _restored(run: Setup, checkpoints: Checkpoints) -> tuple[TrainState, dict[st
     done = int(sharding.to_host(state.step))
     refuse_other_step(checkpoints.folder, checkpoints.newest or 0, done)
     return state, meta
+
+
+def _kept(folder: RunFolder, checkpoints: Checkpoints) -> str:
+    """What of a run is saved, in a line."""
+    step = checkpoints.latest()
+    return f"{folder.path} holds {'no step yet' if step is None else f'step {step}'}"
 
 
 def _say_dropped(run: Setup, display: Display) -> None:
@@ -232,6 +245,7 @@ class _Loop:
     display: Display
     log: Logbook
     evaluate: Evaluate | None
+    watch: Watchdog
     progress: _Progress
 
     def __post_init__(self) -> None:
@@ -251,13 +265,13 @@ class _Loop:
             best = progress.best[0] if progress.best else None
             due = number in (best, last) or _due(number, self.config.checkpoint.every)
             if stop or due:
+                self.watch.phase(f"step {number}: save")
                 self.checkpoints.best = best
                 self._save(state, number, must=bool(stop) or number == last)
             if stop and number < last:
-                source = self.config.source or self.folder.path / "config.toml"
                 raise process.StopRequested(
                     f"stopped after step {number} of {last}, saved in {self.folder.path}; go on "
-                    f"with: jaxgrpo train {source} --resume auto (and the same --set)"
+                    f"with: {self._going_on()}"
                 )
         return state
 
@@ -362,13 +376,19 @@ class _Loop:
         self.display.say(f"{self.folder.path}: report.html, model, metrics.jsonl, samples")
         return summary
 
+    def _going_on(self) -> str:
+        """The command that goes on with this run."""
+        source = self.config.source or self.folder.path / "config.toml"
+        return f"jaxgrpo train {source} --resume auto (and the same --set)"
+
     def _step(self, state: TrainState, number: int) -> TrainState:
-        clock, run, progress = _Clock(), self.run, self.progress
+        clock = _Clock(lambda phase: self.watch.phase(f"step {number}: {phase}"))
+        run, progress, before = self.run, self.progress, state
         with clock("sample"):
             prompts, state = run.select(state)
             rollouts = run.sample(run.sync(state), prompts, state.key)
             jax.block_until_ready(rollouts.completion_tokens)
-        with clock("reward"):
+        with clock("reward"), self._saving(number, before):
             rollouts, said = run.reward(rollouts)
         with clock("prepare"):
             state, prepared = run.prepare(state, rollouts)
@@ -398,12 +418,34 @@ class _Loop:
         self.log.step(number, values)
         return state
 
+    @contextlib.contextmanager
+    def _saving(self, number: int, before: TrainState | None = None) -> Iterator[None]:
+        """Saves the state before step `number`, if it is given, where a reward fails within.
+
+        Raises: process.RewardFailed instead of RewardError; in step 1 the reward is wrong input.
+        """
+        try:
+            yield
+        except RewardError as error:
+            if number < 2:
+                raise
+            if before is not None:
+                self.checkpoints.save(number - 1, before, self.progress.meta())
+            self.checkpoints.wait()
+            kept = _kept(self.folder, self.checkpoints)
+            raise process.RewardFailed(
+                f"{error}\nthe run ended in step {number}; {kept}; mend the reward, then go on "
+                f"with: {self._going_on()}"
+            ) from error
+
     def _evaluated(
         self, evaluate: Evaluate, params: Params, state: TrainState, number: int
     ) -> dict[str, float]:
         """The metrics of an evaluation of the policy after step `number`, as they are logged."""
         began = time.monotonic()
-        metrics = evaluate(params, state.key, number).metrics
+        self.watch.phase(f"step {number}: evaluate")
+        with self._saving(number):
+            metrics = evaluate(params, state.key, number).metrics
         self.display.evaluated(number, metrics)
         best, metric = self.progress.best, self.config.checkpoint.keep_best
         refuse_unknown_best(metric, metrics)
@@ -416,13 +458,15 @@ class _Loop:
 
 
 class _Clock:
-    """Wall-clock seconds of the phases of a step, as metrics."""
+    """Wall-clock seconds of the phases of a step, as metrics; `says` hears which one begins."""
 
-    def __init__(self) -> None:
+    def __init__(self, says: Callable[[str], None]) -> None:
+        self.says = says
         self.seconds: dict[str, float] = {}
 
     @contextlib.contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
+        self.says(phase)
         began = time.monotonic()
         yield
         spent = time.monotonic() - began

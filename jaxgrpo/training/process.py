@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import math
 import os
 import signal
 import sys
@@ -14,23 +15,33 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 
 import jaxgrpo
 from jaxgrpo.core.errors import InputError
+from jaxgrpo.rewards import limits
+from jaxgrpo.rewards.protocol import RewardError
 
 EXIT_CODES = {
     0: "done",
     1: "crashed; the traceback says where",
     2: "what was given cannot be used; the message says why",
+    3: "a reward failed in a run under way; the steps before are saved",
+    4: "stuck, or a reward did not end at its timeout; the last checkpoint stands",
     74: "the disk is full or cannot be written, so that nothing was saved; the message says where",
     130: "stopped by Ctrl-C (SIGINT), saved where there was something to save",
-    143: "stopped by SIGTERM, saved",
+    143: "stopped by SIGTERM; saved, unless the step under way outlasted run.stop_grace",
 }
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # how the system names a full disk
 
 PROCESS_VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 """Set in every process of a run over several; a cluster that JAX knows sets its own instead."""
+
+_HEARTBEAT = 30  # seconds without a sign of life after which a process counts as dead
+_SHUTDOWN = 60  # seconds that processes wait for one another at their end, after `meet`
+
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 _PLATFORM_NAMES = {"cuda": "gpu", "rocm": "gpu"}
 _CACHE_MIN_SECONDS = 0.2  # compilations shorter than this are not worth a file
@@ -44,10 +55,15 @@ class NotSaved(Exception):
     """A run has ended because it could not be saved. The message says where and why."""
 
 
+class RewardFailed(RewardError):
+    """A reward failed in a run under way. The message says what is saved and how to go on."""
+
+
 class _Stop:
-    """The first stop signal that this process got; None so far."""
+    """The first stop signal that this process got, None so far; and how long it may wait."""
 
     number: int | None = None
+    grace: float = math.inf
 
 
 def start(platform: str = "auto") -> str:
@@ -137,19 +153,17 @@ def refuse_unless_alike(facts: Callable[[], Mapping[str, Any]], remedy: str) -> 
 
 
 @contextlib.contextmanager
-def stop_signals() -> Iterator[None]:
+def stop_signals(grace: float = math.inf) -> Iterator[None]:
     """Within it, SIGINT and SIGTERM ask the training loop to stop; a second Ctrl-C ends at once.
 
-    With several processes SIGTERM stays with JAX, whose service tells all of them, and Ctrl-C
-    becomes a SIGTERM: so that all stop at the same step, whichever got the signal.
+    Args:
+      grace: seconds that the message names; training/watchdog.py ends the process then.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    _Stop.number = None
-    several = several_processes(os.environ) is not None
-    numbers = (signal.SIGINT,) if several else (signal.SIGINT, signal.SIGTERM)
-    before = {number: signal.signal(number, _on_signal) for number in numbers}
+    _Stop.number, _Stop.grace = None, grace
+    before = {number: signal.signal(number, _on_signal) for number in STOP_SIGNALS}
     try:
         yield
     finally:
@@ -161,13 +175,25 @@ def stop_requested(step: int) -> bool:
     """Whether to save and stop now; the same answer in every process of a run.
 
     Args:
-      step: a counter that grows by each call and is the same in every process.
+      step: the number of the step, the same in every process; all have to call this.
     """
-    if not jax.distributed.is_initialized():
-        return _Stop.number is not None
+    mine = _Stop.number is not None
+    if jax.process_count() == 1:
+        return mine
     from jax.experimental import multihost_utils
 
-    return multihost_utils.reached_preemption_sync_point(step)
+    steps, stops = multihost_utils.process_allgather(np.array([step, mine], np.int32)).T
+    if steps.min() != steps.max():
+        raise RuntimeError(f"the processes of this run are at different steps: {steps.tolist()}")
+    return bool(stops.any())
+
+
+def meet() -> None:
+    """Waits for the other processes: the first may write for long after the rest is done."""
+    if jax.process_count() > 1:
+        from jax.experimental import multihost_utils
+
+        multihost_utils.sync_global_devices("the end of a run")
 
 
 def guard(command: Callable[[], int | None]) -> int:
@@ -175,15 +201,17 @@ def guard(command: Callable[[], int | None]) -> int:
 
     A mistake of the user becomes its message, without a traceback. With several processes a
     failure ends this one at once: at a normal exit it would wait for the others, and they for it.
+    So does a thread that a reward left running: a normal exit would wait for it.
     """
+    failed = True
     try:
-        return command() or 0
+        code, failed = command() or 0, False
     except StopRequested as stopped:
         sys.stderr.write(f"{stopped}\n")
-        return 128 + (_Stop.number or signal.SIGTERM)
+        code, failed = 128 + (_Stop.number or signal.SIGTERM), False
     except InputError as error:
         sys.stderr.write(f"error: {error}\n")
-        code = 2
+        code = 3 if isinstance(error, RewardFailed) else 2
     except KeyboardInterrupt:
         sys.stderr.write("interrupted\n")  # outside the training loop, where nothing is lost
         code = 128 + signal.SIGINT
@@ -194,7 +222,13 @@ def guard(command: Callable[[], int | None]) -> int:
         else:
             traceback.print_exc()
             code = 1
-    if jax.distributed.is_initialized():
+    except SystemExit:
+        traceback.print_exc()
+        code = 1
+    several = jax.distributed.is_initialized()
+    if limits.has_left_threads() and several and not failed:
+        jax.distributed.shutdown()
+    if limits.has_left_threads() or (several and failed):
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
@@ -247,7 +281,12 @@ def _join(environment: Mapping[str, str]) -> None:
     arguments = None if jax.distributed.is_initialized() else several_processes(environment)
     if arguments is not None:
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
-        jax.distributed.initialize(**arguments)  # pyright: ignore[reportArgumentType]
+        # JAX would take SIGTERM for itself, and a process that waits for another never obey it.
+        jax.config.update("jax_enable_preemption_service", False)
+        given: Any = arguments
+        jax.distributed.initialize(
+            **given, heartbeat_timeout_seconds=_HEARTBEAT, shutdown_timeout_seconds=_SHUTDOWN
+        )
 
 
 def _quiet_libtpu(environment: MutableMapping[str, str]) -> None:
@@ -295,6 +334,6 @@ def _on_signal(number: int, frame: object) -> None:
         os.write(2, b"\nended at once; the last checkpoint is kept\n")
         os._exit(128 + number)
     _Stop.number = number
-    os.write(2, b"\nstopping after this step; Ctrl-C again ends at once, without saving\n")
-    if jax.distributed.is_initialized():
-        os.kill(os.getpid(), signal.SIGTERM)
+    latest = f", in {_Stop.grace:g} s at the latest" if _Stop.grace < math.inf else ""
+    text = f"\nstopping after this step{latest}; Ctrl-C again ends at once, without saving\n"
+    os.write(2, text.encode())

@@ -8,8 +8,10 @@ import jax
 import jax.numpy as jnp
 import laws
 import numpy as np
+import pytest
 
 from jaxgrpo import advantages as adv
+from jaxgrpo.core.errors import InputError
 
 
 def relative_chains():
@@ -104,6 +106,12 @@ def test_nothing_breaks_on_nan_inf_huge_or_missing_rewards():
     np.testing.assert_allclose(
         run(rewards)["rloo"][0][3], np.array([1, -5 / 3, 1, -1 / 3]) * 1e30, rtol=1e-6
     )
+
+
+def test_a_reward_whose_square_is_infinite_is_refused_instead_of_advantages_of_zero():
+    with pytest.raises(InputError, match=r"'reward' holds 1e\+30 in size: its square does not fit"):
+        adv.evaluate("grpo", [[1e30, 0.0, jnp.inf, jnp.nan]])
+    assert adv.evaluate("grpo", [[1e14, 0.0]])[0].all()
 
 
 def test_groups_of_thousands_keep_their_digits():

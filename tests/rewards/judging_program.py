@@ -15,7 +15,7 @@ class Letters:
         return ["".join(chr(96 + token) for token in row) for row in ids]
 
 
-def main(fails: bool) -> None:
+def main(mode: str) -> None:
     process.start("cpu")
     import jax
 
@@ -29,6 +29,8 @@ def main(fails: bool) -> None:
         return [len(text) + 0.1 if len(text) > 1 else None for text in completions]
 
     def breaks(completions, **columns):
+        if mine == 1 and mode == "exit":
+            sys.exit(3)
         if mine == 1:
             raise OSError("no grader here")
         return [1.0] * len(completions)
@@ -42,11 +44,11 @@ def main(fails: bool) -> None:
         tokens,
         tokens > 0,
         trainer_state=TrainerState(is_world_process_zero=mine == 0),
-        on_error={} if fails else {"breaks": "unscored"},
+        on_error={"breaks": "unscored"} if mode == "unscored" else {},
     )
     whole = {name: values.astype(float).tolist() for name, values in scores.items()}
     print(json.dumps([whole, log._asdict() | {"numbers": log.numbers()}]))
 
 
 if __name__ == "__main__":
-    sys.exit(process.guard(lambda: main(sys.argv[1] == "raise")))
+    sys.exit(process.guard(lambda: main(sys.argv[1])))

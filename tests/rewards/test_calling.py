@@ -1,11 +1,13 @@
 """What a reward is told, what it may log, async rewards, and what follows where one raises."""
 
 import asyncio
+import copy
 import dataclasses
 import functools
 import gc
 import time
 import warnings
+from threading import Lock
 
 import numpy as np
 import pytest
@@ -176,12 +178,12 @@ def test_an_async_exception_is_reported_with_its_sample():
 
 
 @pytest.mark.parametrize("end", [SystemExit, KeyboardInterrupt])
-def test_an_async_reward_that_ends_the_process_does_not_hang_it(end):
+def test_an_async_reward_that_ends_the_process_fails_and_does_not_hang_it(end):
     async def mine(completions):
         raise end("stop")
 
-    with pytest.raises(end):
-        call({"mine": "unscored"}, mine=mine)
+    with pytest.raises(RewardError, match=f"mine raised {end.__name__} on completion 0: stop"):
+        call(mine=mine)
     np.testing.assert_array_equal(call(mine=sleeping(0, 1))[0]["mine"], [1, 1, 1])
 
 
@@ -265,3 +267,42 @@ def test_a_reward_is_called_as_its_function_or_class():
     assert name_of(Penalty()) == "Penalty"
     assert name_of(Named()) == "overlong"
     assert name_of(functools.partial(functools.partial(len), [])) == "len"
+
+
+def test_what_a_reward_changes_in_place_reaches_no_other_reward_and_not_the_data():
+    columns = {"cases": [{"ids": [1]}, {"ids": [2]}, {"ids": [3]}]}
+    given = {"prompts": PROMPTS, "completions": COMPLETIONS, "completion_ids": IDS, **columns}
+    before, seen = copy.deepcopy(given), {}
+
+    def changes(prompts, completions, completion_ids, cases):
+        for values in (prompts, completions, completion_ids):
+            values.reverse()
+        completion_ids[0].append(9)
+        cases[0]["ids"].clear()
+        return [0.0] * 3
+
+    def looks(**keywords):
+        seen.update({key: keywords[key] for key in given})
+        return [0.0] * 3
+
+    call_rewards({"changes": changes, "looks": looks}, PROMPTS, COMPLETIONS, IDS, columns)
+    assert seen == before
+    assert given == before
+
+
+def test_a_failure_is_found_although_the_reward_empties_its_lists():
+    def mine(completions):
+        while completions:
+            if completions.pop(0) == "3":
+                raise OSError("no grader")
+        return [0.0] * 3
+
+    with pytest.raises(RewardError, match="mine raised OSError on completion 1"):
+        call(mine=mine)
+
+
+def test_a_column_without_a_copy_is_refused():
+    with pytest.raises(RewardError, match=r"'judge' holds a value that cannot be copied .*lock"):
+        call_rewards(
+            {"mine": lambda completions, judge: [0.0]}, ["p"], ["c"], [[1]], {"judge": [Lock()]}
+        )

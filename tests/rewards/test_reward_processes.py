@@ -53,8 +53,11 @@ def test_every_process_gets_all_scores_and_all_that_was_logged(python, environme
     assert "completion = 'f`a'" in log["messages"]["breaks"]
 
 
-def test_a_reward_that_raises_in_one_process_ends_both_with_its_message(python, environment):
-    for output, code in outputs(2, "raise", python, environment):
+@pytest.mark.parametrize(("mode", "error"), [("raise", "OSError"), ("exit", "SystemExit")])
+def test_a_reward_that_fails_in_one_process_ends_both_with_its_message(
+    mode, error, python, environment
+):
+    for output, code in outputs(2, mode, python, environment):
         assert code == 2, output
-        assert "rewards.breaks raised OSError" in output
+        assert f"rewards.breaks raised {error}" in output
         assert "Traceback" not in output

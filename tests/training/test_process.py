@@ -179,6 +179,14 @@ def test_a_users_mistake_is_one_message_and_a_crash_a_traceback(capsys):
     assert {0, 1, 2} < runtime.EXIT_CODES.keys()
 
 
+def test_a_command_that_exits_by_itself_has_crashed(capsys):
+    def leave():
+        raise SystemExit(0)  # as code that a config names may do
+
+    assert runtime.guard(leave) == 1
+    assert "SystemExit" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_stops_the_loop_after_its_step(begin, number):
     process = begin()

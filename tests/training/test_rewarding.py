@@ -11,7 +11,8 @@ from jaxgrpo.core.errors import ConfigError, InputError
 from jaxgrpo.models.hf import folders
 from jaxgrpo.rewards import RewardError, RewardLog
 from jaxgrpo.rollout import judging
-from jaxgrpo.training import loop, setup
+from jaxgrpo.training import loop, process, setup
+from jaxgrpo.training.checkpoints import Checkpoints
 from jaxgrpo.training.inputs import resolve_rewards, with_logged
 
 OWN = small_run.__file__
@@ -77,11 +78,16 @@ def test_an_unscored_failure_is_shown_once(tmp_path, capsys):
     assert 'left unscored, as on_error = "unscored" says' in shown
 
 
-def test_an_exception_ends_the_run_by_default_and_keeps_what_is_done(tmp_path):
+def test_an_exception_ends_the_run_by_default_and_saves_what_is_done(tmp_path):
     changes = {"rewards": [{"use": f"{OWN}:logging"}], "run.samples_every": 0}
-    with pytest.raises(RewardError, match=r"rewards\.logging raised OSError on completion 0"):
-        loop.train(small_run.config(tmp_path / "r", **changes))
+    config = small_run.config(tmp_path / "r", **changes)
+    message = r"rewards\.logging raised OSError on completion 0"
+    with pytest.raises(process.RewardFailed, match=message) as failed:
+        loop.train(config)
     assert [line["step"] for line in small_run.metrics(tmp_path / "r")] == [1]
+    assert "holds step 1; mend the reward, then go on with: jaxgrpo train" in str(failed.value)
+    assert Checkpoints(tmp_path / "r" / "checkpoints", keep=1).latest() == 1
+    assert process.guard(lambda: loop.train(config, resume="auto") and None) == 3
 
 
 def test_a_reward_that_asks_for_a_missing_column_is_refused_before_anything_is_sampled(tmp_path):

@@ -1,0 +1,114 @@
+"""Time limits of rewards, and which reward is running now.
+
+No function can be ended from outside while its process lives on. In the main thread a timer's
+signal interrupts it: Python code, whatever waits, regular expressions and operations on whole
+numbers end with TimedOut. Code of a library that neither returns to Python nor looks for signals
+runs on; training/watchdog.py, which reads `running`, can then only end the process. A thread that
+is left alone would be worse: it would go on changing what later calls read, and a regular
+expression in it stops every other thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Set
+from typing import NamedTuple, TypeVar
+
+from jaxgrpo.rewards.protocol import RewardError
+
+AGAIN = 1.0  # seconds until the next signal, if code of the reward caught the exception
+SLACK = 30.0  # seconds beyond its limit after which a reward will not come back
+
+T = TypeVar("T")
+
+
+class TimedOut(BaseException):
+    """Raised inside a reward at its time limit.
+
+    No Exception: `except Exception: score = 0` in the reward would make a wrong answer of it.
+    """
+
+
+class Running(NamedTuple):
+    """A reward that is being called."""
+
+    name: str
+    since: float  # time.monotonic()
+    timeout: float | None = None
+
+    def is_lost(self, now: float) -> bool:
+        """Whether it is so far beyond its limit that it will not come back."""
+        return self.timeout is not None and now - self.since > self.timeout + SLACK
+
+
+_calls: list[Running] = []
+_left: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+
+
+def running() -> Running | None:
+    """The reward that this process is calling; read by other threads too."""
+    return _calls[-1] if _calls else None
+
+
+@contextlib.contextmanager
+def during(name: str, timeout: float | None = None) -> Iterator[None]:
+    """Within it, this reward is `running`."""
+    _calls.append(Running(name, time.monotonic(), timeout))
+    try:
+        yield
+    finally:
+        _calls.pop()
+
+
+def leave(before: Set[threading.Thread]) -> None:
+    """Takes the threads that were not there before for those of a reward that timed out."""
+    _left.update(one for one in threading.enumerate() if one not in before and not one.daemon)
+
+
+def has_left_threads() -> bool:
+    """Whether threads live that a reward left at its limit; Python would wait for them at exit."""
+    return any(thread.is_alive() for thread in _left)
+
+
+def call_within(seconds: float | None, function: Callable[[], T]) -> T:
+    """Its result. Raises: TimedOut after so many seconds; None has no limit.
+
+    Uses the signal SIGALRM and the timer of real time, which the function must then leave alone.
+
+    Raises: RewardError outside the main thread, where no signal arrives.
+
+    >>> call_within(0.05, lambda: time.sleep(9))
+    Traceback (most recent call last):
+    jaxgrpo.rewards.limits.TimedOut
+    """
+    if seconds is None:
+        return function()
+    if threading.current_thread() is not threading.main_thread():
+        raise RewardError(
+            f"timeout = {seconds:g} of a reward: training runs in a thread, and a limit works in "
+            "the main thread only; call jaxgrpo.train there, take timeout out, or make the reward "
+            "an async def"
+        )
+    armed = True
+
+    def ring(number: int, frame: object) -> None:
+        if armed:
+            raise TimedOut
+
+    handler = signal.signal(signal.SIGALRM, ring)
+    began = time.monotonic()
+    left, interval = signal.setitimer(signal.ITIMER_REAL, seconds, AGAIN)
+    try:
+        try:
+            return function()
+        finally:
+            armed = False
+    finally:
+        after = max(left - (time.monotonic() - began), 1e-3) if left else 0.0
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, signal.SIG_DFL if handler is None else handler)
+        signal.setitimer(signal.ITIMER_REAL, after, interval)

@@ -1,0 +1,128 @@
+"""A thread that watches a run: it shows what takes long, and ends a process that does not go on.
+
+A hung call cannot be ended from outside, and while it hangs the main thread obeys no signal. So the
+process ends as a whole, with the stacks of its threads on stderr; the last checkpoint stands. Where
+several processes run, each has a watchdog: those that wait for a hung one are stuck as well.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import select
+import signal
+import threading
+import time
+from collections.abc import Callable
+from typing import NoReturn
+
+from jaxgrpo.rewards import limits
+from jaxgrpo.training import process
+
+STUCK = 4
+"""The exit code of a run that was stuck."""
+
+TICK = 0.5  # seconds between two looks
+BACKSTOP = 60.0  # seconds after `stuck_after` at which a process ends that runs no thread of Python
+
+
+class Watchdog:
+    """Watches from `with` on; `phase` says what the run begins to do, which counts as progress.
+
+    Args:
+      show: is called with what the run does and for how many seconds, about twice a second.
+      kept: says what of the run is saved.
+      stop_grace: seconds from a stop signal until the process ends.
+      stuck_after: seconds without progress until it ends; 0: never.
+    """
+
+    def __init__(
+        self,
+        show: Callable[[str, float], None],
+        kept: Callable[[], str],
+        stop_grace: float,
+        stuck_after: float,
+    ):
+        self._show, self._kept = show, kept
+        self._grace, self._limit = stop_grace, stuck_after
+        self._phase = "start", time.monotonic()
+        self._called = 0.0  # when the newest call of a reward began
+        self._asked: tuple[int, float] | None = None  # the stop signal, and when it must have ended
+        self._over = False
+        self._bell, self._rope = os.pipe()
+        self._before: int | None = None  # the descriptor that signals were written to
+        self._thread = threading.Thread(target=self._watch, name="jaxgrpo-watchdog", daemon=True)
+
+    def __enter__(self) -> Watchdog:
+        os.set_blocking(self._rope, False)
+        if threading.current_thread() is threading.main_thread():
+            # Written when a signal arrives, even if the main thread runs no Python.
+            self._before = signal.set_wakeup_fd(self._rope, warn_on_full_buffer=False)
+        self._wind()
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._over = True
+        if self._before is not None:
+            signal.set_wakeup_fd(self._before, warn_on_full_buffer=False)
+        os.write(self._rope, b"\0")
+        self._thread.join()
+        if self._limit:
+            faulthandler.cancel_dump_traceback_later()
+        for end in (self._bell, self._rope):
+            os.close(end)
+
+    def phase(self, name: str) -> None:
+        """The run begins to do this: progress."""
+        self._phase = name, time.monotonic()
+
+    def _watch(self) -> None:
+        while not self._over:
+            if select.select([self._bell], [], [], TICK)[0]:
+                for number in os.read(self._bell, 64):
+                    if number in process.STOP_SIGNALS:
+                        self._hear(number)
+            self._wind()
+            self._look(time.monotonic())
+
+    def _wind(self) -> None:
+        """Sets the timer that ends the process if no thread gets the interpreter's lock any more.
+
+        It runs in C. A regular expression that never ends holds the lock, for example.
+        """
+        if self._limit:
+            faulthandler.dump_traceback_later(self._limit + BACKSTOP, exit=True, file=2)
+
+    def _hear(self, number: int) -> None:
+        if self._asked is None:
+            self._asked = number, time.monotonic() + self._grace
+        elif number == signal.SIGINT:  # the handler ends at once, if the main thread comes to it
+            self._asked = number, time.monotonic() + TICK
+
+    def _look(self, now: float) -> None:
+        """Shows the phase, and ends the process where it has to."""
+        (doing, since), reward = self._phase, limits.running()
+        if reward is not None:
+            doing, self._called = f"{doing} ({reward.name})", reward.since
+        lasted = now - max(since, self._called)
+        if self._asked is not None and now > self._asked[1]:
+            number = self._asked[0]
+            why = f"asked to stop by {signal.Signals(number).name}, it did not come to an end"
+            self._end(128 + number, f"{why} in time (run.stop_grace = {self._grace:g} s): {doing}")
+        if reward is not None and reward.is_lost(now):
+            why = f"does not end at its timeout of {reward.timeout:g} s"
+            self._end(STUCK, f"the reward {reward.name} {why}: code of a library holds it")
+        if self._limit and lasted > self._limit:
+            why = f"no progress for run.stuck_after = {self._limit:g} s"
+            remedy = "if that is no mistake, raise it; a reward can have a `timeout`"
+            self._end(STUCK, f"{why}: {doing}; {remedy}")
+        self._show(doing, lasted)
+
+    def _end(self, code: int, text: str) -> NoReturn:
+        try:
+            os.write(2, f"\n{text}\n".encode())
+            os.write(2, f"{self._kept()}; what the threads are doing:\n".encode())
+            faulthandler.dump_traceback(file=2)
+        finally:
+            os._exit(code)

@@ -1,0 +1,165 @@
+"""A run that hangs, or does not stop when it is asked to, ends and says where it hung."""
+
+from __future__ import annotations
+
+import io
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+
+from jaxgrpo.training import process as runtime
+from jaxgrpo.training.console import Display
+from jaxgrpo.training.watchdog import STUCK, Watchdog
+
+# Hangs in a reward of its second step, as its arguments say; the others wait for it.
+RUN = """
+import re, sys, time
+import jax, numpy as np
+from jax.experimental import multihost_utils
+from jaxgrpo.rewards import call_rewards
+from jaxgrpo.training import process, watchdog
+
+def judge(completions):
+    print("hangs", flush=True)
+    if "regex" in sys.argv:
+        re.match("(a+)+$", "a" * 60 + "b")
+    time.sleep(600)
+
+def command():
+    process.start("cpu")
+    watchdog.BACKSTOP = 1.0
+    grace, stuck = (float(argument) for argument in sys.argv[1:3])
+    with process.stop_signals(grace):
+        with watchdog.Watchdog(lambda *_: None, lambda: "r holds step 1", grace, stuck) as watch:
+            for step in (1, 2):
+                watch.phase(f"step {step}: reward")
+                if step == 2 and "waits" not in sys.argv:
+                    call_rewards({"judge": judge}, ["p"], ["c"], [[1]], {})
+                if step == 2:
+                    print("waits", flush=True)
+                multihost_utils.process_allgather(np.float32(step))
+
+sys.exit(process.guard(command))
+"""
+
+
+@pytest.fixture
+def begin(environment):
+    """begin(*arguments, **environment) -> a started process that runs RUN."""
+    started = []
+
+    def make(*arguments: str, **more: str) -> subprocess.Popen:
+        process = subprocess.Popen(
+            [sys.executable, "-c", RUN, *arguments],
+            env=environment(**more),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        started.append(process)
+        return process
+
+    yield make
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def two(begin, *times: str) -> list[subprocess.Popen]:
+    """Two processes of one run: the first waits for the second."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    shared = {"JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": "2"}
+    return [
+        begin(*times, *([] if index else ["waits"]), JAX_PROCESS_ID=str(index), **shared)
+        for index in range(2)
+    ]
+
+
+def come_to(process: subprocess.Popen, place: str) -> None:
+    """Waits for the process to print it; other libraries print too."""
+    assert process.stdout is not None
+    assert any(line == f"{place}\n" for line in process.stdout)
+
+
+def end(process: subprocess.Popen) -> tuple[int, str]:
+    _, errors = process.communicate(timeout=60)
+    return process.returncode, errors
+
+
+def test_a_stop_signal_in_a_hung_reward_ends_it_after_the_grace(begin):
+    process = begin("1", "0")
+    come_to(process, "hangs")
+    process.send_signal(signal.SIGTERM)
+    began = time.monotonic()
+    code, errors = end(process)
+    assert time.monotonic() - began < 10
+    assert code == 143
+    assert "stopping after this step, in 1 s at the latest" in errors
+    assert "(run.stop_grace = 1 s): step 2: reward (judge)" in errors
+    assert "r holds step 1; what the threads are doing" in errors
+    assert "in judge" in errors, "the stack of the main thread"
+
+
+@pytest.mark.parametrize(("how", "code"), [("sleeps", STUCK), ("regex", 1)])
+def test_a_stuck_run_ends_with_its_phase_its_reward_and_its_stacks(begin, how, code):
+    ended, errors = end(begin("60", "1", how))
+    assert ended == code
+    assert "in judge" in errors
+    # A regular expression lets no thread of Python run: what ends it is written in C.
+    if how == "sleeps":
+        assert "no progress for run.stuck_after = 1 s: step 2: reward (judge)" in errors
+    assert code in runtime.EXIT_CODES
+
+
+@pytest.mark.slow
+def test_a_process_that_waits_for_a_hung_one_obeys_a_stop_signal_and_both_end(begin):
+    first, second = two(begin, "1", "0")
+    come_to(first, "waits")
+    come_to(second, "hangs")
+    first.send_signal(signal.SIGTERM)
+    code, errors = end(first)
+    assert code == 143
+    assert "(run.stop_grace = 1 s): step 2: reward" in errors
+    assert end(second)[0] != 0
+
+
+@pytest.mark.slow
+def test_a_hung_reward_of_one_process_ends_all(begin):
+    for process in two(begin, "60", "2"):
+        code, errors = end(process)
+        assert code == STUCK or "distributed service" in errors, errors
+
+
+def test_a_watchdog_that_is_left_watches_no_more():
+    seen = []
+    with Watchdog(lambda *one: seen.append(one), lambda: "", 60, 0.7) as watch:
+        for number in range(4):
+            watch.phase(f"step {number}")
+            time.sleep(0.3)
+    count = len(seen)
+    assert {doing for doing, _ in seen} <= {"start", "step 0", "step 1", "step 2", "step 3"}
+    assert count >= 2
+    time.sleep(1.5)
+    assert len(seen) == count
+
+
+def test_a_long_reward_is_shown_in_the_bar_and_in_lines_ever_farther_apart():
+    display = Display(steps=9, done=2, active=True)
+    display.console.file = io.StringIO()
+    for seconds in (1, 59, 60, 61, 119, 120, 239, 240):
+        display.under_way("step 3: reward (judge)", seconds)
+    assert display.bar.tasks[0].description == "step 3: reward (judge), 240 s"
+    display.under_way("step 4: reward (judge)", 1)
+    display.under_way("step 4: reward (judge)", 60)
+    assert display.console.file.getvalue().splitlines() == [
+        "step 3: reward (judge): for 60 s now",
+        "step 3: reward (judge): for 120 s now",
+        "step 3: reward (judge): for 240 s now",
+        "step 4: reward (judge): for 60 s now",
+    ]
