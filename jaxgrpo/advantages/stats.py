@@ -48,9 +48,9 @@ def check_ddof(name: str, ddof: int) -> None:
 class Summary(NamedTuple):
     """What one pass over an axis tells of the unmasked entries; the axis is kept with size 1."""
 
-    low: Array  # in the dtype of the value; inf without any entry
+    low: Array  # in the dtype of `widen`; inf without any entry
     high: Array  # -inf without any entry
-    mean: Array  # in the dtype of `widen`; 0 without any entry
+    mean: Array  # 0 without any entry
     count: Array  # int32
 
     @property
@@ -61,10 +61,11 @@ class Summary(NamedTuple):
 
 def summary(value: Float[Array, "*shape"], mask: Bool[Array, "*shape"], axis: int = 1) -> Summary:
     """Lowest, highest, mean and number of unmasked entries, in one pass."""
+    value = widen(value)
     low, high, total, number = reduce(
         lowest(value, mask),
         highest(value, mask),
-        summed(widen(value), mask),
+        summed(value, mask),
         counted(mask),
         axis=axis,
     )
