@@ -40,7 +40,7 @@ def subtract_group_mean(singleton: str = "zero") -> AdvantageTransform:
     """
 
     def centred(value: Array, mask: Array, group: stats.Summary, rollouts: Rollouts) -> Array:
-        return value - group.mean
+        return group.centred(value)
 
     return _unless_flat("subtract_group_mean", centred, singleton)
 
@@ -105,7 +105,7 @@ def subtract_leave_one_out_mean(singleton: str = "zero") -> AdvantageTransform:
 
     def left_out(value: Array, mask: Array, group: stats.Summary, rollouts: Rollouts) -> Array:
         number = group.count.astype(value.dtype)
-        return number / jnp.maximum(number - 1, 1) * (value - group.mean)
+        return number / jnp.maximum(number - 1, 1) * group.centred(value)
 
     return _unless_flat("subtract_leave_one_out_mean", left_out, singleton)
 
