@@ -118,7 +118,8 @@ def per_reward(transform: AdvantageTransform) -> AdvantageTransform:
         return after, new_state, metrics
 
     name = f"per_reward_{transform.name}"
-    return inner._replace(name=name, init=init, update=update, kind="streams->streams", steps=())
+    kind = "streams->streams"
+    return inner._replace(name=name, init=init, update=update, kind=kind, shrunk=None, steps=())
 
 
 def stream(
