@@ -179,7 +179,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="jaxgrpo",
         description="Group-relative reinforcement learning of language models in JAX.",
-        epilog="exit codes: 0 done, 1 crashed, 2 wrong input, 130 or 143 stopped by a signal",
+        epilog="exit codes: 0 done, 1 crashed, 2 wrong input, 5 diverged, "
+        "130 or 143 stopped by a signal",
     )
     parser.add_argument("--version", action="version", version=f"jaxgrpo {jaxgrpo.__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)

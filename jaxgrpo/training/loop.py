@@ -26,7 +26,7 @@ from jaxgrpo.evaluation.evaluate import Evaluate
 from jaxgrpo.models import sharding
 from jaxgrpo.models.hf import folders
 from jaxgrpo.rollout.judging import sample_rows
-from jaxgrpo.training import process
+from jaxgrpo.training import alarms, process
 from jaxgrpo.training.checkpoints import Checkpoints, parameter_hash
 from jaxgrpo.training.console import Display
 from jaxgrpo.training.folder import RunFolder, evaluation_of, read_metrics, read_samples
@@ -174,6 +174,7 @@ class _Progress:
     reported: set[str] = dataclasses.field(default_factory=set)  # rewards whose failure was shown
     tokens: float = 0.0
     seconds: float = 0.0  # of steps
+    not_finite: int = 0  # steps in a row that computed something that is not finite
 
     @classmethod
     def of(cls, meta: Mapping[str, Any]) -> _Progress:
@@ -287,7 +288,33 @@ class _Loop:
             self.log.samples(number, sample_rows(*drawn, number, said.extra), weights)
         self.display.step(number, values)
         self.log.step(number, values)
+        self._refuse_diverged(number, values)
         return state
+
+    def _refuse_diverged(self, number: int, values: Mapping[str, float]) -> None:
+        """Raises: Diverged if weights are of no use, or for too long nothing finite is computed."""
+        progress, limit = self.progress, self.config.train.stop_after_not_finite
+        progress.not_finite = progress.not_finite + 1 if alarms.is_not_finite(values) else 0
+        problem, good = alarms.broken(values), number - max(1, progress.not_finite)
+        if problem is None and 0 < limit <= progress.not_finite:
+            problem = (
+                f"gradient, log-probs or entropy are not finite, {limit} steps in a row "
+                "(train.stop_after_not_finite)"
+            )
+        if problem is None:
+            return
+        self.checkpoints.wait()
+        kept = max((step for step in self.checkpoints.steps() if step <= good), default=None)
+        where = "no checkpoint is from before"
+        if kept is not None:
+            where = (
+                f"the last good checkpoint is of step {kept}, `jaxgrpo export {self.folder.path} "
+                f"OUT --step {kept}` writes its model"
+            )
+        raise process.Diverged(
+            f"{self.folder.path}: step {number}: {problem}; {where}; begin a new run with a lower "
+            f"optimizer.learning_rate ({values['learning_rate']:g} here), and look at the rewards"
+        )
 
     def _evaluated(self, evaluate: Evaluate, state: TrainState, number: int) -> dict[str, float]:
         """The metrics of an evaluation after step `number`, as they are logged."""

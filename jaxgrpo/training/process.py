@@ -20,6 +20,7 @@ EXIT_CODES = {
     0: "done",
     1: "crashed; the traceback says where",
     2: "what was given cannot be used; the message says why",
+    5: "diverged: weights or gradients are not finite any more; the last good checkpoint stands",
     130: "stopped by Ctrl-C (SIGINT), saved where there was something to save",
     143: "stopped by SIGTERM, saved",
 }
@@ -33,6 +34,10 @@ _CACHE_MIN_SECONDS = 0.2  # compilations shorter than this are not worth a file
 
 class StopRequested(Exception):
     """A run has stopped by request, after saving. The message says how to go on."""
+
+
+class Diverged(Exception):
+    """A run cannot go on from the weights it has. The message names the last good checkpoint."""
 
 
 class _Stop:
@@ -120,6 +125,9 @@ def guard(command: Callable[[], int | None]) -> int:
     except InputError as error:
         sys.stderr.write(f"error: {error}\n")
         code = 2
+    except Diverged as error:
+        sys.stderr.write(f"error: {error}\n")
+        code = 5
     except KeyboardInterrupt:
         sys.stderr.write("interrupted\n")  # outside the training loop, where nothing is lost
         code = 128 + signal.SIGINT
