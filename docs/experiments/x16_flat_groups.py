@@ -47,6 +47,16 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
 }
 """Options of recipes that are run beside their defaults."""
 
+WEIGHTS = {"first": 0.1, "second": 0.6, "third": 0.7}
+"""Rewards of which the first two together are worth the third."""
+
+SUMMED: dict[str, dict[str, Any]] = {
+    "grpo": {"eps": 1e-8},
+    **{name: {} for name in ("dapo", "dr_grpo", "dvao", "hicra", "like_trl", "like_verl")},
+    **{name: {} for name in ("lite_ppo", "maxrl", "passk", "rloo", "scale_rl", "tree_grpo")},
+}
+"""Recipes that see nothing of several rewards but their weighted sum, with options."""
+
 
 def constants(number: int = CONSTANTS) -> np.ndarray:
     """Rewards that few float32 hold exactly, [number, 1]."""
@@ -149,12 +159,45 @@ def recipe_rows(number: int = CONSTANTS) -> list[list[Any]]:
         return values
 
     as_arrays = jax.tree.map(jnp.asarray, (named, given))
-    rows = []
-    for name, value in run(*as_arrays).items():
-        signal = np.abs(np.asarray(value)).reshape(len(flat), -1)
-        alive = (signal[~flat] > 0).any(1).mean()
-        rows.append([f"`{name}`", int(flat.sum()), float(signal[flat].max()), f"{alive:.0%}"])
-    return rows
+    return [_row(name, value, flat) for name, value in run(*as_arrays).items()]
+
+
+def sum_rows(number: int = CONSTANTS) -> list[list[Any]]:
+    """As `recipe_rows`, where samples of a flat group earned other rewards of one exact total."""
+    random = np.random.default_rng(2)
+    shape = number, SIZES[-1]
+    pair = random.integers(0, 2, shape)
+    pair[:, :2] = 0, 1  # both are in every group
+    alone = 1 - pair
+    pair, alone = (
+        np.concatenate([x, random.integers(0, 2, (MIXED, SIZES[-1]))]) for x in (pair, alone)
+    )
+    named = dict(zip(WEIGHTS, (pair, pair, alone), strict=True))
+    named = {name: value.astype(np.float32) for name, value in named.items()}
+    flat = (pair + alone == 1).all(1)
+    given = alike(fields(pair.astype(np.float32)), flat)
+    wholes = {
+        name: advantages.build(name, {"weights": WEIGHTS, **options})
+        for name, options in SUMMED.items()
+    }
+
+    @jax.jit
+    def run(named: Any, given: Any) -> dict[str, jax.Array]:
+        rollouts, spec = plain_rollouts(named, **given)
+        return {
+            name: advantages.compute(whole, rollouts, whole.init(spec))[0].value
+            for name, whole in wholes.items()
+        }
+
+    values = run(*jax.tree.map(jnp.asarray, (named, given)))
+    return [_row(name, value, flat) for name, value in values.items()]
+
+
+def _row(name: str, value: jax.Array, flat: np.ndarray) -> list[Any]:
+    """Name, number of flat groups, largest |A| there, share of the others with a signal."""
+    signal = np.abs(np.asarray(value)).reshape(len(flat), -1)
+    alive = (signal[~flat] > 0).any(1).mean()
+    return [f"`{name}`", int(flat.sum()), float(signal[flat].max()), f"{alive:.0%}"]
 
 
 def figure() -> Figure:
@@ -178,15 +221,20 @@ def figure() -> Figure:
 
 
 def run(number: int = CONSTANTS) -> Result:
-    by_size, by_recipe = literal_rows(), recipe_rows(number)
+    by_size, by_recipe, by_sum = literal_rows(), recipe_rows(number), sum_rows(number)
     largest = np.array([row[2:5] for row in by_size], float).max(0)
-    loud = [row[0] for row in by_recipe if row[2] != 0]
-    silent = [row[0] for row in by_recipe if row[3] == "0%"]
+    loud, of_sums = ([row[0] for row in rows if row[2] != 0] for rows in (by_recipe, by_sum))
+    silent = [row[0] for row in by_recipe + by_sum if row[3] == "0%"]
     checks = [
         Check(
             f"max |A| is exactly 0 in {len(by_recipe)} relative recipes",
             ", ".join(loud) or "0 in all",
             not loud,
+        ),
+        Check(
+            f"and in {len(by_sum)} where totals of several rewards differ by rounding alone",
+            ", ".join(of_sums) or "0 in all",
+            not of_sums,
         ),
         Check("each of them gives mixed groups a signal", ", ".join(silent) or "yes", not silent),
         Check(
@@ -196,11 +244,11 @@ def run(number: int = CONSTANTS) -> Result:
         ),
     ]
     header = ["G", "not 0", *(f"eps {eps:g}" for eps in EPS), "eps 1e-08, by n", "r − others"]
+    of_recipes = ("recipe", "flat groups", "max |A| there", "mixed groups with a signal")
     parts = {
         "literal": common.table(header, by_size),
-        "recipes": common.table(
-            ("recipe", "flat groups", "max |A| there", "mixed groups with a signal"), by_recipe
-        ),
+        "recipes": common.table(of_recipes, by_recipe),
+        "sums": common.table(of_recipes, by_sum),
     }
     return Result(parts, checks, figure)
 

@@ -38,6 +38,8 @@ class AdvantageTransform(NamedTuple):
     ordered: bool = False  # the result depends on the order of the prompts
     provides: tuple[str, ...] = ()  # streams it adds
     importance: bool = False  # weighs by trainer over sampler
+    shrinks: bool = False  # its baseline holds the sample itself: 1 - 1/n of the gradient is left
+    shrunk: Any = None  # the transform that takes its place behind one that shrinks; None: itself
     steps: tuple[tuple[str, AdvantageTransform], ...] = ()  # of a chain: its named steps
 
 
@@ -51,6 +53,7 @@ def stateless(
     relative: bool = False,
     provides: tuple[str, ...] = (),
     importance: bool = False,
+    shrinks: bool = False,
     accepts: Callable[[RolloutSpec], Any] = lambda spec: None,
 ) -> AdvantageTransform:
     """A transform without memory from `apply(signal or streams, rollouts) -> (same, metrics)`.
@@ -73,6 +76,7 @@ def stateless(
         *(name, init, update, needs, kind, levels, relative),
         provides=provides,
         importance=importance,
+        shrinks=shrinks,
     )
 
 
@@ -177,6 +181,23 @@ def check_share(where: str, **options: Scheduled | None) -> None:
 def check_choice(where: str, known: Sequence[str], **options: str) -> None:
     """Refuses words that are not among the known ones."""
     check(where, f"one of {', '.join(known)}", lambda value: value in known, **options)
+
+
+def share_left(mask: Array, dtype: Any) -> Array:
+    """1 - 1/n [P, 1]: what a baseline that holds the sample itself leaves of a group's gradient.
+
+    With a[g] = r[g] - mean_h r[h] over the n samples y[1 ... n] that a policy drew independently,
+
+        E[ 1/n sum_g a[g] grad log policy(y[g]) ] = (1 - 1/n) grad E[r]
+
+    since of the mean only r[g] / n depends on y[g], and E[grad log policy(y[g])] = 0. What is added
+    behind such a baseline and meant to be weighed against the reward is scaled by the same.
+
+    Args:
+      mask: [P, G] or [P, G, T], of the samples that count.
+    """
+    number = stats.count(mask.any(-1) if mask.ndim == 3 else mask)
+    return 1 - 1 / jnp.maximum(number, 1).astype(dtype)
 
 
 def keep_groups(signal: Signal, keep: Array, **metrics: Metric) -> tuple[Signal, Metrics]:

@@ -47,8 +47,8 @@ def divide_by_batch_std(
 
     def apply(signal: Signal, rollouts: Rollouts) -> tuple[Signal, Metrics]:
         value = stats.widen(signal.value)
-        _, variance, flat, _ = _moments(signal, ddof, include_flat)
-        std = jnp.sqrt(variance)
+        moments = _moments(signal, ddof, include_flat)
+        std, flat = jnp.sqrt(moments.variance), moments.flat
         # Where all is flat the divisor may be 0: it is replaced, not only its quotient.
         divisor = jnp.where(flat, 1, std + base.at_step(eps, rollouts, value.dtype))
         divisor = jnp.where(divisor > 0, divisor, jnp.inf)  # eps 0 and a variance that underflows
@@ -98,14 +98,15 @@ def whiten_batch(
     base.check_choice("whiten_batch", _KEEP, keep=keep)
 
     def apply(signal: Signal, rollouts: Rollouts) -> tuple[Signal, Metrics]:
-        centre, variance, flat, zero_groups = _moments(signal, ddof, include_flat)
-        added = base.at_step(eps, rollouts, centre.dtype)
+        near, above, variance, flat, zero_groups = _moments(signal, ddof, include_flat)
+        added = base.at_step(eps, rollouts, above.dtype)
         std = jnp.sqrt(variance)
         divisor = std + added if eps_in == "std" else jnp.sqrt(variance + added)
         divisor = jnp.where(flat | ~(divisor > 0), jnp.inf, divisor)
         silent = {"zeros": signal.value == 0, "zero_groups": zero_groups, "nothing": False}[keep]
-        white = jnp.where(silent, 0, (stats.widen(signal.value) - centre) / divisor)
-        return base.with_value(signal, white), {"mean": mean(centre), "std": mean(std)}
+        centred = (stats.widen(signal.value) - near) - above
+        white = jnp.where(silent, 0, centred / divisor)
+        return base.with_value(signal, white), {"mean": mean(near + above), "std": mean(std)}
 
     return base.stateless("whiten_batch", apply)
 
@@ -113,7 +114,8 @@ def whiten_batch(
 class _Moments(NamedTuple):
     """Of all unmasked values of the batch, or of those in groups that are not flat."""
 
-    mean: Array  # []
+    near: Array  # [], as of `stats.Summary`
+    above: Array  # [], the mean less `near`
     variance: Array  # []
     flat: Array  # [] bool, all that count are equal, or fewer than two do
     zero_groups: Array  # [P, 1] or [P, 1, 1] bool, prompts that are 0 throughout
@@ -135,16 +137,18 @@ def _moments(signal: Signal, ddof: int, include_flat: bool) -> _Moments:
     live = jnp.ones_like(mask, shape=number.shape)
     if not include_flat:
         live = (low != high) & (number > 1)
-    total = jnp.where(live, row.mean * row.count.astype(value.dtype), 0).sum(axes).sum()
     lowest, highest = jnp.where(live, low, jnp.inf).min(), jnp.where(live, high, -jnp.inf).max()
+    near = stats.anchor(lowest, highest)
+    above = (row.near - near) + row.above
+    total = jnp.where(live, above * row.count.astype(value.dtype), 0).sum(axes).sum()
     counted = jnp.where(live, number, 0).sum(dtype=jnp.int32)
-    centre = total / jnp.maximum(counted, 1).astype(value.dtype)
-    squares = jnp.where(mask & live, jnp.square(value - centre), 0)
+    above = total / jnp.maximum(counted, 1).astype(value.dtype)
+    squares = jnp.where(mask & live, jnp.square((value - near) - above), 0)
     squares = squares.sum(-1, keepdims=True).sum(axes).sum()
     degrees = jnp.maximum(counted - ddof, 1).astype(value.dtype)
     flat = (lowest == highest) | (counted < 2)
     zero = (number == 0) | ((low == 0) & (high == 0))
-    return _Moments(centre, squares / degrees, flat, zero)
+    return _Moments(near, above, squares / degrees, flat, zero)
 
 
 def _of_tokens(value: Array, mask: Array) -> stats.Summary:
@@ -160,4 +164,4 @@ def _of_tokens(value: Array, mask: Array) -> stats.Summary:
     low = jnp.where(number > 0, jnp.where(differ, low, equal), jnp.inf)
     high = jnp.where(number > 0, jnp.where(differ, high, equal), -jnp.inf)
     average = value.sum(-1, keepdims=True) / jnp.maximum(number, 1).astype(value.dtype)
-    return stats.Summary(low, high, average, number)
+    return stats.Summary(low, high, jnp.zeros_like(average), average, number)

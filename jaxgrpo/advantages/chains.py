@@ -37,7 +37,7 @@ def chain(
     """
     if not transforms:
         raise InputError(f"{name}() has no steps: begin it with sum_rewards()")
-    steps = _named(transforms)
+    steps = _fitted(_named(transforms))
     _check_order(name, steps)
     takes_streams = steps[0][1].kind != "signal->signal"
     sums = any(step.kind == "streams->signal" for _, step in steps)
@@ -61,6 +61,8 @@ def chain(
         relative=any(step.relative for _, step in steps),
         ordered=any(step.ordered for _, step in steps),
         importance=any(step.importance for _, step in steps),
+        shrinks=any(step.shrinks for _, step in steps),
+        shrunk=_shrunk(name, steps),
         steps=steps,
     )
 
@@ -203,6 +205,22 @@ def _named(transforms: tuple[Any, ...]) -> Steps:
             key = f"{item.name}_{number}"
         steps[key] = item
     return tuple(steps.items())
+
+
+def _fitted(steps: Steps) -> Steps:
+    """The steps, those behind one that shrinks the gradient as they are there."""
+    fitted, shrinks = [], False
+    for key, step in steps:
+        fitted.append((key, step.shrunk if shrinks and step.shrunk is not None else step))
+        shrinks = shrinks or step.shrinks
+    return tuple(fitted)
+
+
+def _shrunk(name: str, steps: Steps) -> AdvantageTransform | None:
+    """The chain as it is behind a step that shrinks the gradient; None if it is the same."""
+    if all(step.shrunk is None for _, step in steps):
+        return None
+    return chain(*(step if step.shrunk is None else step.shrunk for _, step in steps), name=name)
 
 
 def _check_order(name: str, steps: Steps) -> None:

@@ -40,9 +40,9 @@ def subtract_group_mean(singleton: str = "zero") -> AdvantageTransform:
     """
 
     def centred(value: Array, mask: Array, group: stats.Summary, rollouts: Rollouts) -> Array:
-        return value - group.mean
+        return group.centred(value)
 
-    return _unless_flat("subtract_group_mean", centred, singleton)
+    return _unless_flat("subtract_group_mean", centred, singleton)._replace(shrinks=True)
 
 
 def divide_by_group_std(
@@ -105,7 +105,7 @@ def subtract_leave_one_out_mean(singleton: str = "zero") -> AdvantageTransform:
 
     def left_out(value: Array, mask: Array, group: stats.Summary, rollouts: Rollouts) -> Array:
         number = group.count.astype(value.dtype)
-        return number / jnp.maximum(number - 1, 1) * (value - group.mean)
+        return number / jnp.maximum(number - 1, 1) * group.centred(value)
 
     return _unless_flat("subtract_leave_one_out_mean", left_out, singleton)
 
@@ -301,7 +301,7 @@ def contrastive_pairs() -> AdvantageTransform:
         number = jnp.maximum(stats.count(mask), 1).astype(dtype)
         return base.with_value(signal, (won - lost).astype(dtype) / number), {}
 
-    return base.stateless("contrastive_pairs", apply, levels=(2,), relative=True)
+    return base.stateless("contrastive_pairs", apply, levels=(2,), relative=True, shrinks=True)
 
 
 def _unless_flat(

@@ -38,6 +38,13 @@ def add_kl_return(beta: Scheduled, reference: str = "reference") -> AdvantageTra
     of this sample. Where the signal is leave-one-out too, nothing is left to push, sample by
     sample, once the policy is reference exp(r / beta), normalised.
 
+    Behind a baseline that holds the sample itself (`subtract_group_mean`, so Dr. GRPO) only 1 - 1/n
+    of the reward's gradient is left (`base.share_left`, where it is derived), and the whole of the
+    KL's would come to rest at the tilt of beta n / (n - 1). So a chain scales R by 1 - 1/n there:
+    (1 - 1/n) (grad E[r] - beta grad KL) is 0 at the same policy. For samples of one token it is
+    (1 - 1/n) (r + R - mean of r + R over the others), and nothing is left to push there either.
+    n counts the samples of the group that reach this step.
+
     Put it behind the normalisation. Without the baseline it is, on a signal [P, G],
     `to_tokens(place="last"), kl_in_reward(beta), reward_to_go()`; token-level values stay what
     they are and get R on top.
@@ -58,13 +65,16 @@ def add_kl_return(beta: Scheduled, reference: str = "reference") -> AdvantageTra
     [[[0.0, 0.5]]]
     """
     base.check_at_least("add_kl_return", 0, beta=beta)
-
-    def apply(signal: Signal, rollouts: Rollouts) -> tuple[Signal, Metrics]:
-        charge = base.at_step(beta, rollouts, jnp.result_type(float))
-        return _charged("add_kl_return", charge, reference, signal, rollouts)
-
     needs = base.needs_of("trainer_logp", f"{reference}_logp")
-    return base.stateless("add_kl_return", apply, needs=needs)
+
+    def made(shrunk: bool) -> AdvantageTransform:
+        def apply(signal: Signal, rollouts: Rollouts) -> tuple[Signal, Metrics]:
+            charge = base.at_step(beta, rollouts, jnp.result_type(float))
+            return _charged("add_kl_return", charge, reference, signal, rollouts, shrunk)
+
+        return base.stateless("add_kl_return", apply, needs=needs)
+
+    return made(shrunk=False)._replace(shrunk=made(shrunk=True))
 
 
 def add_kl_return_for_validity(
@@ -84,7 +94,8 @@ def add_kl_return_for_validity(
     rows met so far, these samples included. Rows on which the base was never seen to succeed are
     left out and counted: no beta moves them, though they pay for their distance too. With rewards
     in {0, 1} behind a leave-one-out or mean baseline, undivided, the fixed point is the base tilted
-    to that rate; a division by the deviation makes it another beta in every group.
+    to that rate, behind the mean as in `add_kl_return`; a division by the deviation makes it
+    another beta in every group.
 
     Args:
       target_validity: in (0, 1), a number or a function of the step.
@@ -113,9 +124,13 @@ def add_kl_return_for_validity(
     positive = "a finite number above 0"
     base.check(_NAME, positive, lambda beta: 0 < beta < float("inf"), max_beta=max_beta)
     rates = partial(_given, base_rate) if base_rate else partial(_measured, reward, threshold)
-    init, update = partial(_init, reward), partial(_update, rates, target_validity, max_beta)
     needs = base.needs_of("trainer_logp", "base_logp", reward, base_rate)
-    return AdvantageTransform(_NAME, init, update, needs)
+
+    def made(shrunk: bool) -> AdvantageTransform:
+        update = partial(_update, rates, target_validity, max_beta, shrunk)
+        return AdvantageTransform(_NAME, partial(_init, reward), update, needs)
+
+    return made(shrunk=False)._replace(shrunk=made(shrunk=True))
 
 
 def _init(reward: str | None, spec: RolloutSpec) -> dict[str, Array]:
@@ -132,6 +147,7 @@ def _update(
     rates: Callable[[Rollouts], tuple[dict[str, Array], Metrics]],
     target: Scheduled,
     max_beta: float,
+    shrunk: bool,
     signal: Signal,
     state: dict[str, Array],
     rollouts: Rollouts,
@@ -143,7 +159,7 @@ def _update(
     rate = jnp.where(met, state["total"] / jnp.where(met, state["count"], 1), 0)
     found = target_validity(base.at_step(target, rollouts, rate.dtype), rate)
     beta = jnp.minimum(found.beta, max_beta)
-    after, metrics = _charged(_NAME, beta, "base", signal, rollouts)
+    after, metrics = _charged(_NAME, beta, "base", signal, rollouts, shrunk)
     metrics |= {
         "beta": mean(beta),
         "base_rate": mean(rate, met),
@@ -177,14 +193,26 @@ def _measured(
 
 
 def _charged(
-    name: str, beta: float | Array, reference: str, signal: Signal, rollouts: Rollouts
+    name: str,
+    beta: float | Array,
+    reference: str,
+    signal: Signal,
+    rollouts: Rollouts,
+    shrunk: bool,
 ) -> tuple[Signal, Metrics]:
-    """The signal at its tokens with the KL's return added."""
+    """The signal at its tokens with the KL's return added.
+
+    Args:
+      shrunk: whether a baseline before it shrinks the gradient, and the return with it.
+    """
+    samples = signal.mask
     signal = at_tokens(name, signal, rollouts)
     policy = base.read_field(name, "trainer_logp", rollouts)
     anchor = base.read_field(name, f"{reference}_logp", rollouts)
     distance, clamped = clamp(log_ratio(policy, anchor, signal.mask))
     charge = jnp.asarray(beta, distance.dtype)
+    if shrunk:
+        charge = charge * base.share_left(samples, distance.dtype)[..., None]
     paid = jnp.where(signal.mask, sum_behind(-charge * distance), 0)
     others = stats.count(signal.mask) - signal.mask.astype(jnp.int32)
     baseline = (paid.sum(1, keepdims=True) - paid) / jnp.maximum(others, 1).astype(paid.dtype)

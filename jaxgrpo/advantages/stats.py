@@ -6,6 +6,8 @@ read unmasked entries only, whatever the others hold, and accumulate in at least
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -46,11 +48,15 @@ def check_ddof(name: str, ddof: int) -> None:
 
 
 class Summary(NamedTuple):
-    """What one pass over an axis tells of the unmasked entries; the axis is kept with size 1."""
+    """Of the unmasked entries along an axis, which is kept with size 1; in the dtype of `widen`.
 
-    low: Array  # in the dtype of the value; inf without any entry
+    The mean comes in two parts: one float32 number holds no mean of 1e8 and 1e8 + 8.
+    """
+
+    low: Array  # inf without any entry
     high: Array  # -inf without any entry
-    mean: Array  # in the dtype of `widen`; 0 without any entry
+    near: Array  # an entry that is near all others, as `anchor` says, or 0
+    above: Array  # the mean of value - near; 0 without any entry
     count: Array  # int32
 
     @property
@@ -58,17 +64,72 @@ class Summary(NamedTuple):
         """As `is_flat`."""
         return (self.low == self.high) | (self.count < 2)
 
+    @property
+    def mean(self) -> Array:
+        """Rounded; what is subtracted from values is `centred`."""
+        return self.near + self.above
+
+    def centred(self, value: Array) -> Array:
+        """value - mean."""
+        return (widen(value) - self.near) - self.above
+
+
+def anchor(low: Array, high: Array) -> Array:
+    """What is subtracted before a mean is taken: the lowest value, or 0.
+
+    The lowest if all values have one sign and the largest is at most twice the smallest: then no
+    difference is rounded (Sterbenz), while a sum of such values would lose what sets them apart.
+    Otherwise 0, which loses less than a bit and leaves rewards of 0 and 1 as they are.
+    """
+    near = (low <= high) & (high - low <= jnp.minimum(jnp.abs(low), jnp.abs(high)))
+    return jnp.where(near, low, 0)
+
 
 def summary(value: Float[Array, "*shape"], mask: Bool[Array, "*shape"], axis: int = 1) -> Summary:
-    """Lowest, highest, mean and number of unmasked entries, in one pass."""
-    low, high, total, number = reduce(
-        lowest(value, mask),
-        highest(value, mask),
-        summed(widen(value), mask),
-        counted(mask),
-        axis=axis,
+    """Lowest, highest, mean and number of unmasked entries, in two passes."""
+    value = widen(value)
+    low, high, number = reduce(lowest(value, mask), highest(value, mask), counted(mask), axis=axis)
+    near = anchor(low, high)
+    (total,) = reduce(summed(value - near, mask), axis=axis)
+    return Summary(low, high, near, _divided(total, number), number)
+
+
+def added(terms: Sequence[Float[Array, "P G"]], mask: Bool[Array, "P G"]) -> Float[Array, "P G"]:
+    """The sum of arrays, where totals of a group that differ by rounding alone are equal.
+
+    In float32 0.1 + 0.6 is 0.7 + 6e-8, so that a group in which one sample earned the first two
+    rewards and the others the third would not be flat. Of K terms that are each a rounded product
+    of rounded numbers the sum is known up to
+
+        s[p, g] = (K + 2) / 2 eps sum_k |term_k[p, g]|           eps = 1.2e-7 in float32
+
+    What is 0 within it is 0. What could be the group's lowest total within it is that one, and so
+    for the highest: a group that could be flat is. One term is not changed, nor are totals that
+    are further apart; equal ones between the ends of a group are left apart.
+
+    Args:
+      terms: one or more, in the dtype that sums are taken in.
+
+    >>> weight, reward = [0.1, 0.6, 0.7], [[[1.0, 0.0]], [[1.0, 0.0]], [[0.0, 1.0]]]
+    >>> terms = [w * jnp.asarray(r) for w, r in zip(weight, reward)]
+    >>> bool(is_flat(added(terms, jnp.ones((1, 2), bool)), jnp.ones((1, 2), bool))[0, 0])
+    True
+    """
+    total = functools.reduce(operator.add, terms)
+    if len(terms) < 2:
+        return total
+    size = functools.reduce(operator.add, map(jnp.abs, terms))
+    slack = (len(terms) + 2) / 2 * float(jnp.finfo(total.dtype).eps) * size
+    total = jnp.where((jnp.abs(total) <= slack) & (slack < jnp.inf), 0, total)
+    low, high, least, most = reduce(
+        lowest(total, mask),
+        highest(total, mask),
+        lowest(total + slack, mask),
+        highest(total - slack, mask),
+        axis=1,
     )
-    return Summary(low, high, _divided(total, number), number)
+    upper = jnp.where(total + slack >= most, high, total)
+    return jnp.where(total - slack <= least, low, upper)
 
 
 def mean(value: Float[Array, "*shape"], mask: Bool[Array, "*shape"], axis: int = 1) -> Array:
@@ -95,8 +156,8 @@ def variance(
     Args:
       about: their summary, where it is known; None: it is computed.
     """
-    centre = mean(value, mask, axis) if about is None else about.mean
-    residual = jnp.where(mask, widen(value), 0) - centre
+    about = summary(value, mask, axis) if about is None else about
+    residual = about.centred(jnp.where(mask, value, 0))
     squares, number = reduce(summed(jnp.square(residual), mask), counted(mask), axis=axis)
     return jnp.where(number > ddof, _divided(squares, number - ddof), 0)
 

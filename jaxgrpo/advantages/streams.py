@@ -118,7 +118,8 @@ def per_reward(transform: AdvantageTransform) -> AdvantageTransform:
         return after, new_state, metrics
 
     name = f"per_reward_{transform.name}"
-    return inner._replace(name=name, init=init, update=update, kind="streams->streams", steps=())
+    kind = "streams->streams"
+    return inner._replace(name=name, init=init, update=update, kind=kind, shrunk=None, steps=())
 
 
 def stream(
@@ -358,16 +359,19 @@ def dvao_of(weights: Weights, eps: Scheduled, refuses: tuple[str, ...] = ()) -> 
         chosen = counted("dvao", weights, tuple(streams))
         everything = jnp.ones_like(next(iter(streams.values())).mask)
         mask = functools.reduce(operator.and_, (streams[name].mask for name in chosen), everything)
-        total, spreads = jnp.zeros(mask.shape, sum_dtype), {}
+        total, spreads, terms = jnp.zeros(mask.shape, sum_dtype), {}, []
         for name, weight in chosen.items():
             if callable(weight):
                 weight = jnp.maximum(base.at_step(weight, rollouts, sum_dtype), 0)
             value = streams[name].value.astype(sum_dtype)
             group = stats.summary(value, mask)
+            terms.append(weight * value)
             # Exactly 0 in flat groups, where the mean is rounded.
-            total = total + weight * jnp.where(mask & ~group.flat, value - group.mean, 0)
+            total = total + weight * jnp.where(mask & ~group.flat, group.centred(value), 0)
             std = jnp.sqrt(stats.variance(value, mask, about=group))
             spreads[name] = weight * jnp.where(group.flat, 0, std)
+        if terms:  # totals that are equal but for rounding
+            total = jnp.where(stats.is_flat(stats.added(terms, mask), mask), 0, total)
         spread = sum(spreads.values(), jnp.zeros((mask.shape[0], 1), sum_dtype))
         live = spread > 0
         metrics: Metrics = {
@@ -388,14 +392,15 @@ def _sum(part: str, weights: Weights, unite: Callable[[Array, Array], Array]) ->
     def apply(streams: Streams, rollouts: Rollouts) -> tuple[Signal, Metrics]:
         dtype, sum_dtype = common_dtypes(streams)
         first = next(iter(streams.values()))
-        total = jnp.zeros(first.value.shape, sum_dtype)
-        masks = []
+        terms, masks = [], []
         for name, weight in counted(part, weights, tuple(streams)).items():
             weight = base.at_step(weight, rollouts, sum_dtype)
-            total = total + weight * streams[name].value.astype(sum_dtype)
+            terms.append(weight * streams[name].value.astype(sum_dtype))
             masks.append(streams[name].mask)
-        mask = functools.reduce(unite, masks) if masks else jnp.ones_like(first.mask)
-        return Signal(value=total.astype(dtype), mask=mask), {}
+        if not terms:
+            return Signal(value=jnp.zeros_like(first.value), mask=jnp.ones_like(first.mask)), {}
+        mask = functools.reduce(unite, masks)
+        return Signal(value=stats.added(terms, mask).astype(dtype), mask=mask), {}
 
     accepts = lambda spec: counted(part, weights, spec.rewards)  # noqa: E731
     return base.stateless(part, apply, kind="streams->signal", levels=(2,), accepts=accepts)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -124,7 +125,8 @@ def kl_in_reward(
     Followed by `reward_to_go()` the expected gradient is exactly that of
     E[return] - beta KL(policy || reference). Put it behind the normalisation: divided by the
     standard deviation of a group, beta would be another one in every group. The whole tail:
-    `to_tokens(place="last"), kl_in_reward(beta), reward_to_go()`.
+    `to_tokens(place="last"), kl_in_reward(beta), reward_to_go()`. Behind a baseline that holds the
+    sample itself the charge is 1 - 1/n of it, as with `add_kl_return`.
 
     Args:
       beta: at least 0, in units of advantage per nat; a number or a function of the step.
@@ -148,7 +150,7 @@ def kl_in_reward(
     base.check_choice("kl_in_reward", _POLICIES, policy=policy)
     needs = base.needs_of(f"{reference}_logp", "trainer_logp" if policy == "trainer" else None)
 
-    def apply(signal: Signal, rollouts: Rollouts) -> tuple[Signal, Metrics]:
+    def apply(shrunk: bool, signal: Signal, rollouts: Rollouts) -> tuple[Signal, Metrics]:
         if policy == "trainer":
             logp = base.read_field("kl_in_reward", "trainer_logp", rollouts)
         else:
@@ -157,11 +159,16 @@ def kl_in_reward(
         distance, clamped = clamp(log_ratio(logp, anchor, signal.mask))
         value = stats.widen(signal.value)
         charge = jnp.asarray(base.at_step(beta, rollouts, value.dtype), value.dtype)
+        if shrunk:
+            charge = charge * base.share_left(signal.mask, value.dtype)[..., None]
         charged = base.with_value(signal, value - charge * distance.astype(value.dtype))
         shares = {"kl": distance, "log_ratio_clamped": clamped}
         return charged, {name: mean(share, signal.mask) for name, share in shares.items()}
 
-    return base.stateless("kl_in_reward", apply, needs=needs, levels=(3,))
+    def made(shrunk: bool) -> AdvantageTransform:
+        return base.stateless("kl_in_reward", partial(apply, shrunk), needs=needs, levels=(3,))
+
+    return made(shrunk=False)._replace(shrunk=made(shrunk=True))
 
 
 def reward_to_go(gamma: Scheduled = 1.0) -> AdvantageTransform:

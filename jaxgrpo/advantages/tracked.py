@@ -367,13 +367,10 @@ def _mixed(state: Any, decay: Any, average: Array, variance: Array) -> dict[str,
 
 def _whole_moments(signal: Signal, dtype: Any) -> tuple[Array, Array]:
     """Mean and variance of all unmasked values, []; exact where they are all equal."""
-    value, mask = stats.widen(signal.value).reshape(-1), signal.mask.reshape(-1)
+    value, mask = signal.value.reshape(-1), signal.mask.reshape(-1)
     whole = stats.summary(value, mask, axis=0)
-    # The rounded mean of equal values is not one of them, and would give them a variance.
-    equal = jnp.where(whole.count > 0, whole.low, 0)
-    average = jnp.where(whole.flat, equal, whole.mean)[0]
-    variance = jnp.where(whole.flat, 0, stats.variance(value, mask, axis=0, about=whole))[0]
-    return average.astype(dtype), variance.astype(dtype)
+    variance = stats.variance(value, mask, axis=0, about=whole)
+    return whole.mean[0].astype(dtype), variance[0].astype(dtype)
 
 
 def _unless_empty(signal: Signal, new: Any, old: Any) -> Any:

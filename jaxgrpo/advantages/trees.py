@@ -61,7 +61,7 @@ def tree_normalise(
         of_tree = _variance(value, ids, mask, tree, ddof)
         of_whole = stats.variance(value, mask, ddof=ddof, about=whole)
         for node, variance in ((tree, of_tree), (whole, of_whole)):
-            part = value - node.mean
+            part = node.centred(value)
             if std:
                 part = part / jnp.where(node.flat, 1, jnp.sqrt(variance) + added)
             total = total + jnp.where(node.flat, 0, part)
@@ -210,20 +210,16 @@ def _pairs(ids: Array, mask: Array) -> Array:
 
 
 def _node(value: Array, ids: Array, mask: Array) -> stats.Summary:
-    """What each leaf [P, G] finds at one node above it; masked leaves are of no node.
-
-    Equal leaves have their value as mean, not a rounded one: their differences are exactly 0.
-    """
+    """What each leaf [P, G] finds at one node above it; masked leaves are of no node."""
     same = _pairs(ids, mask)
     other = jnp.broadcast_to(value[:, :, None], same.shape)
-    low, high, average, leaves = (one[:, 0] for one in stats.summary(other, same))
-    average = jnp.where(mask, jnp.where(low == high, low, average), 0)
-    return stats.Summary(low, high, average, jnp.where(mask, leaves, 0))
+    low, high, *rest = (one[:, 0] for one in stats.summary(other, same))
+    return stats.Summary(low, high, *(jnp.where(mask, one, 0) for one in rest))
 
 
 def _variance(value: Array, ids: Array, mask: Array, node: stats.Summary, ddof: int) -> Array:
     same = _pairs(ids, mask)
-    squares = jnp.broadcast_to(jnp.square(value - node.mean)[:, :, None], same.shape)
+    squares = jnp.broadcast_to(jnp.square(node.centred(value))[:, :, None], same.shape)
     (total,) = reduce(summed(squares, same), axis=1)
     return total[:, 0] / jnp.maximum(node.count - ddof, 1).astype(value.dtype)
 

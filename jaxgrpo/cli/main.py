@@ -180,7 +180,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="jaxgrpo",
         description="Group-relative reinforcement learning of language models in JAX.",
         epilog="exit codes: 0 done, 1 crashed, 2 wrong input, 3 a reward failed after step 1, "
-        "4 stuck, 130 or 143 stopped by a signal",
+        "4 stuck, 5 diverged, 74 disk full, 130 or 143 stopped by a signal",
     )
     parser.add_argument("--version", action="version", version=f"jaxgrpo {jaxgrpo.__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)

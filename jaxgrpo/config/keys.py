@@ -165,6 +165,7 @@ class TrainKeys:
     steps: int = key(at_least=1)
     seed: int = key(0, at_least=0)
     rows_per_micro_batch: int | None = key(None, at_least=1)  # per bin; None: a step in one
+    stop_after_not_finite: int = key(10, at_least=0)  # steps in a row; 0: never
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -171,7 +171,8 @@ def _kl_return(options: dict[str, Any]) -> AdvantageTransform:
     factory = advantages.add_kl_return_for_validity if validity else advantages.add_kl_return
     with _naming(factory.__name__):
         step = call(IN_REWARD, factory, options)
-    return step._replace(init=_naming(step.name)(step.init))
+    shrunk = step.shrunk._replace(init=_naming(step.name)(step.shrunk.init))
+    return step._replace(init=_naming(step.name)(step.init), shrunk=shrunk)
 
 
 @contextlib.contextmanager

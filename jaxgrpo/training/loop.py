@@ -28,7 +28,7 @@ from jaxgrpo.models import sharding
 from jaxgrpo.models.hf import folders
 from jaxgrpo.rewards.protocol import RewardError
 from jaxgrpo.rollout.judging import sample_rows
-from jaxgrpo.training import fingerprints, process
+from jaxgrpo.training import alarms, fingerprints, process
 from jaxgrpo.training.checkpoints import Checkpoints, parameter_hash, refuse_other_step
 from jaxgrpo.training.console import Display
 from jaxgrpo.training.folder import (
@@ -218,6 +218,7 @@ class _Progress:
     unsaved: int = 0  # checkpoints in a row that failed
     tokens: float = 0.0
     seconds: float = 0.0  # of steps
+    not_finite: int = 0  # steps in a row that computed something that is not finite
 
     @classmethod
     def of(cls, meta: Mapping[str, Any]) -> _Progress:
@@ -416,7 +417,33 @@ class _Loop:
             self.log.samples(number, sample_rows(*drawn, number, said.extra), weights)
         self.display.step(number, values)
         self.log.step(number, values)
+        self._refuse_diverged(number, values)
         return state
+
+    def _refuse_diverged(self, number: int, values: Mapping[str, float]) -> None:
+        """Raises: Diverged if weights are of no use, or for too long nothing finite is computed."""
+        progress, limit = self.progress, self.config.train.stop_after_not_finite
+        progress.not_finite = progress.not_finite + 1 if alarms.is_not_finite(values) else 0
+        problem, good = alarms.broken(values), number - max(1, progress.not_finite)
+        if problem is None and 0 < limit <= progress.not_finite:
+            problem = (
+                f"gradient, log-probs or entropy are not finite, {limit} steps in a row "
+                "(train.stop_after_not_finite)"
+            )
+        if problem is None:
+            return
+        self.checkpoints.wait()
+        kept = max((step for step in self.checkpoints.steps() if step <= good), default=None)
+        where = "no checkpoint is from before"
+        if kept is not None:
+            where = (
+                f"the last good checkpoint is of step {kept}, `jaxgrpo export {self.folder.path} "
+                f"OUT --step {kept}` writes its model"
+            )
+        raise process.Diverged(
+            f"{self.folder.path}: step {number}: {problem}; {where}; begin a new run with a lower "
+            f"optimizer.learning_rate ({values['learning_rate']:g} here), and look at the rewards"
+        )
 
     @contextlib.contextmanager
     def _saving(self, number: int, before: TrainState | None = None) -> Iterator[None]:

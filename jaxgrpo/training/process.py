@@ -28,6 +28,7 @@ EXIT_CODES = {
     2: "what was given cannot be used; the message says why",
     3: "a reward failed in a run under way; the steps before are saved",
     4: "stuck, or a reward did not end at its timeout; the last checkpoint stands",
+    5: "diverged: weights or gradients are not finite any more; the last good checkpoint stands",
     74: "the disk is full or cannot be written, so that nothing was saved; the message says where",
     130: "stopped by Ctrl-C (SIGINT), saved where there was something to save",
     143: "stopped by SIGTERM; saved, unless the step under way outlasted run.stop_grace",
@@ -51,12 +52,28 @@ class StopRequested(Exception):
     """A run has stopped by request, after saving. The message says how to go on."""
 
 
-class NotSaved(Exception):
-    """A run has ended because it could not be saved. The message says where and why."""
+class RunEnded(Exception):
+    """A run has ended before its last step. The message says what is saved and what to do."""
+
+    code: int
 
 
-class RewardFailed(RewardError):
-    """A reward failed in a run under way. The message says what is saved and how to go on."""
+class NotSaved(RunEnded):
+    """A run could not be saved. The message says where and why."""
+
+    code = 74
+
+
+class RewardFailed(RunEnded, RewardError):
+    """A reward failed in a run under way."""
+
+    code = 3
+
+
+class Diverged(RunEnded):
+    """A run cannot go on from the weights it has. The message names the last good checkpoint."""
+
+    code = 5
 
 
 class _Stop:
@@ -209,16 +226,16 @@ def guard(command: Callable[[], int | None]) -> int:
     except StopRequested as stopped:
         sys.stderr.write(f"{stopped}\n")
         code, failed = 128 + (_Stop.number or signal.SIGTERM), False
-    except InputError as error:
+    except (InputError, RunEnded) as error:
         sys.stderr.write(f"error: {error}\n")
-        code = 3 if isinstance(error, RewardFailed) else 2
+        code = error.code if isinstance(error, RunEnded) else 2
     except KeyboardInterrupt:
         sys.stderr.write("interrupted\n")  # outside the training loop, where nothing is lost
         code = 128 + signal.SIGINT
     except Exception as error:
-        if isinstance(error, NotSaved) or getattr(error, "errno", None) in FULL:
+        if getattr(error, "errno", None) in FULL:
             sys.stderr.write(f"error: {error}\n")
-            code = 74
+            code = NotSaved.code
         else:
             traceback.print_exc()
             code = 1

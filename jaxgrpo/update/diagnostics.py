@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Mapping
 
 import jax
@@ -335,15 +336,14 @@ def drift_metrics(
 def _summed(
     rewards: Mapping[str, Array], weights: Mapping[str, float] | None
 ) -> tuple[Float[Array, "P G"], Bool[Array, "P G"]]:
-    total, mask = None, None
+    terms, masks = [], []
     for name, reward in rewards.items():
         weight = 1.0 if weights is None else weights[name]
         if weight == 0:
             continue
-        scored = jnp.isfinite(reward)
-        value = weight * stats.widen(jnp.where(scored, reward, 0))
-        total = value if total is None else total + value
-        mask = scored if mask is None else mask & scored
-    if total is None or mask is None:
+        masks.append(jnp.isfinite(reward))
+        terms.append(weight * stats.widen(jnp.where(masks[-1], reward, 0)))
+    if not terms:
         raise ValueError("group_metrics needs at least one reward whose weight is not 0")
-    return jnp.where(mask, total, 0), mask
+    mask = functools.reduce(operator.and_, masks)
+    return jnp.where(mask, stats.added(terms, mask), 0), mask

@@ -37,6 +37,9 @@ from jaxgrpo.update.forward import (
 ANCHORS = ("base_logp", "reference_logp")
 """Fields that show, if a method asks for them, how far the policy has moved."""
 
+FINITE = ("entropy", "sampling/sampling_logp_difference/mean")
+"""Metrics of an update that must be finite, as its loss and gradient, for it to be applied."""
+
 
 class Prepared(NamedTuple):
     """What `prepare` returns: the batch to update on, and what the log shows of it."""
@@ -249,6 +252,7 @@ def _rollout_metrics(
         "live_samples": mean(live),
         "live_groups": mean(live.any(-1)),
         "live_tokens": mean(live[..., None], tokens),
+        "sampling/not_finite": mean(~jnp.isfinite(rollouts.behavior_logp), tokens),
     }
     metrics |= diagnostics.advantage_metrics(advantage, mask, rollouts.rewards, weights)
     texts = rollouts.completion_tokens, tokens
@@ -304,8 +308,9 @@ def _update(
 def _update_program(blueprint: Blueprint) -> Any:
     """One optimizer step on the gradient of the whole batch.
 
-    Without a live sample, or with a gradient that is not finite, parameters, optimizer state and
-    what the penalties remember stay as they are, and the step is counted.
+    Without a live sample, or if gradient, loss, log-probs or entropy are not finite, parameters,
+    optimizer state and what the penalties remember stay as they are, and the step is counted. The
+    norm of the parameters is taken before and after: it is not finite if one of them is not.
     """
 
     def run(
@@ -314,7 +319,10 @@ def _update_program(blueprint: Blueprint) -> Any:
         loss_of = functools.partial(_loss, blueprint, objective_state, anchors)
         loss, grads, metrics = _accumulate(loss_of, param_layout(blueprint), trainable, batch)
         norm = optax.tree_utils.tree_norm(grads)
-        finite = jnp.isfinite(norm)
+        finite = jnp.isfinite(norm) & jnp.isfinite(loss)
+        for name in FINITE:
+            finite &= jnp.isfinite(metrics[name].total)
+        weights_before = optax.tree_utils.tree_norm(trainable)
         no_live = batch.num_live == 0
 
         def step(_):
@@ -324,9 +332,12 @@ def _update_program(blueprint: Blueprint) -> Any:
 
         old = (trainable, opt_state, objective_state)
         new = jax.lax.cond(finite & ~no_live, step, lambda _: old, None)
+        weights_after = optax.tree_utils.tree_norm(new[0])
         counted = {
             "loss": loss,
             "grad_norm": norm,
+            "weights/norm": weights_after,
+            "weights/growth": weights_after / weights_before,
             "skipped_updates/no_live_sample": no_live,
             "skipped_updates/not_finite": ~finite,
         }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -67,6 +68,90 @@ def test_its_expected_gradient_is_that_of_kl_control_and_the_baseline_is_free():
     )
     found = jax.grad(estimate)(policy, signal.value)
     np.testing.assert_allclose(found, jax.grad(objective)(policy), rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("tail", ["add_kl_return", "kl_in_reward"])
+def test_behind_each_baseline_reward_and_kl_are_scaled_alike(tail, size):
+    """Over all groups, answers of one token and of two: (1 - 1/G) of the gradient, or all of it."""
+    table, reference = (jnp.asarray(RANDOM.normal(size=(3, 2))) for _ in range(2))
+    reward, beta = jnp.asarray(RANDOM.normal(size=3)), 0.7
+    mask = np.array([[1, 0], [1, 1], [1, 1]], bool)  # 0 ends; 1 is followed by 0 or 1
+    groups = np.array(list(itertools.product(range(3), repeat=size)))
+
+    def logps(table):
+        return jnp.where(mask, token_logps(table)[np.array([0, 2, 3])], 0)
+
+    def objective(table):
+        chance = jnp.exp(logps(table).sum(-1))
+        return (chance * (reward - beta * (logps(table) - logps(reference)).sum(-1))).sum()
+
+    def estimate(table, advantage):
+        chance = jnp.exp(logps(table).sum(-1))[groups].prod(-1)
+        return (
+            jax.lax.stop_gradient(chance) * (advantage * logps(table)[groups]).sum((1, 2))
+        ).sum()
+
+    parts = {
+        "add_kl_return": [adv.add_kl_return(beta)],
+        "kl_in_reward": [adv.to_tokens("last"), adv.kl_in_reward(beta), adv.reward_to_go()],
+    }[tail]
+    fields = {"trainer_logp": logps(table)[groups], "reference_logp": logps(reference)[groups]}
+    whole = jax.grad(objective)(table)
+    for baseline, share in (
+        ([], 1),
+        ([adv.subtract_leave_one_out_mean()], 1),
+        ([adv.subtract_group_mean()], 1 - 1 / size),
+        ([adv.chain(adv.mask_truncated(), adv.subtract_group_mean())], 1 - 1 / size),
+    ):
+        truncated = np.zeros(groups.shape, bool)
+        given = {"token_mask": mask[groups], "truncated": truncated, **fields}
+        signal, _, _ = run([*baseline, *parts], reward[groups], **given)
+        found = jax.grad(estimate)(table, signal.value) / size
+        np.testing.assert_allclose(found, share * whole, rtol=0, atol=1e-9)
+        nested, _, _ = run([*baseline, adv.chain(*parts)], reward[groups], **given)
+        np.testing.assert_array_equal(nested.value, signal.value)
+
+
+def every_group(size, answers=4):
+    """Groups of answers [N, G] whatever their order, and how many orders each has."""
+    groups = list(itertools.combinations_with_replacement(range(answers), size))
+    counts = [[group.count(answer) for answer in range(answers)] for group in groups]
+    orders = [math.factorial(size) / math.prod(map(math.factorial, each)) for each in counts]
+    return np.array(groups), np.array(orders)
+
+
+@pytest.mark.parametrize("size", [2, 4, 16])
+@pytest.mark.parametrize("recipe", ["rloo", "dr_grpo"])
+@pytest.mark.parametrize("aim", ["beta", "validity"])
+def test_the_exact_gradient_comes_to_rest_at_the_tilted_base(aim, recipe, size):
+    """Ascent on its expectation over all groups, from the base: no noise, no approximation."""
+    base, valid = np.array([0.25, 0.15, 0.10, 0.50]), np.array([1.0, 1.0, 1.0, 0.0])
+    groups, orders = every_group(size)
+    steps = {
+        "beta": [adv.add_kl_return(0.5)],
+        "validity": [adv.add_kl_return_for_validity(0.9, base_rate="rate")],
+    }[aim]
+    whole = adv.extend(adv.build(recipe), *steps)
+    given = {"token_mask": np.ones((*groups.shape, 1), bool), "rate": np.full(len(groups), 0.5)}
+    given |= {"row": np.zeros(len(groups), np.int32)}
+    anchor = jnp.asarray(np.log(base))[groups][..., None]
+
+    @jax.jit
+    def ascend(logits):
+        logp = jax.nn.log_softmax(logits)
+        logps = {"trainer_logp": logp[groups][..., None], "behavior_logp": logp[groups][..., None]}
+        logps |= {"reference_logp": anchor, "base_logp": anchor}
+        rollouts, _ = plain_rollouts(valid[groups], **given, **logps)
+        state = whole.init(adv.spec_of(rollouts, num_rows=1))
+        value = adv.compute(whole, rollouts, state)[0].value[..., 0]
+        pushed = jnp.eye(4)[groups] - jnp.exp(logp)[None, None]
+        chance = orders * jnp.exp(logp[groups].sum(1))
+        return logits + 4 * (chance[:, None] * (value[..., None] * pushed).mean(1)).sum(0)
+
+    logits = jax.lax.fori_loop(0, 400, lambda _, logits: ascend(logits), jnp.log(base))
+    expected = base * np.exp(valid / 0.5) if aim == "beta" else base * np.where(valid > 0, 9, 1)
+    np.testing.assert_allclose(jax.nn.softmax(logits), expected / expected.sum(), atol=1e-6)
 
 
 def test_a_sample_pays_for_what_is_to_come_less_what_the_others_pay_there():

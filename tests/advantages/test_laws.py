@@ -17,7 +17,7 @@ EVERY, RECIPES = jax.jit(laws.run_all), jax.jit(laws.run_recipes)
 
 
 def compiled(rollouts):
-    """All parts and recipes in float64, the recipes in float32."""
+    """All parts and recipes in float64, the recipes in float32 or less."""
     wide = rollouts.behavior_logp.dtype == np.float64
     return (EVERY if wide else RECIPES)(rollouts)
 
@@ -169,13 +169,17 @@ def floating(fields):
     return {name: leaf for name, leaf in fields.items() if jnp.issubdtype(leaf.dtype, jnp.floating)}
 
 
-@pytest.mark.parametrize("name", ["float32", "bfloat16", "float16"])
-def test_the_dtype_of_the_rewards_is_kept(name):
-    rollouts = laws.make_rollouts()
-    rewards = {key: leaf.astype(name) for key, leaf in rollouts.rewards.items()}
-    given = dataclasses.replace(rollouts, rewards=rewards)
-    for label, (signal, _, _) in jax.eval_shape(laws.run_all, given).items():
-        assert signal.value.dtype == name, label
+@pytest.mark.parametrize("name", ["float64", "float32", "bfloat16", "float16"])
+def test_rewards_of_every_dtype_are_computed_and_keep_it(name):
+    with jax.enable_x64(name == "float64"):
+        rollouts = laws.make_rollouts(np.float64 if name == "float64" else np.float32)
+        rewards = {key: leaf.astype(name) for key, leaf in rollouts.rewards.items()}
+        given = dataclasses.replace(rollouts, rewards=rewards)
+        for label, (signal, _, _) in compiled(given).items():
+            assert signal.value.dtype == name, label
+            value, mask = np.asarray(signal.value, np.float64), np.asarray(signal.mask)
+            assert np.isfinite(value).all(), label
+            assert (value[~mask] == 0).all(), label
 
 
 def test_parts_work_under_vmap(wide):

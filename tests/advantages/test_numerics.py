@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import operator
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +13,9 @@ import numpy as np
 import pytest
 
 from jaxgrpo import advantages as adv
+from jaxgrpo.advantages import stats
 from jaxgrpo.core.errors import InputError
+from jaxgrpo.update.diagnostics import group_metrics
 
 
 def relative_chains():
@@ -73,6 +77,89 @@ def test_a_group_of_equal_samples_gives_exactly_zero_in_all_that_is_relative(mon
     for name in ("grpo 0", "rloo 0", "passk 0", "lite_ppo 0", "like_verl 2", "reinforce_pp 1"):
         name = f"recipe {name}"
         assert (np.asarray(values[name])[-mixed:].reshape(mixed, -1) != 0).any(1).all(), name
+
+
+def test_totals_that_differ_by_rounding_alone_are_flat():
+    """0.1 + 0.6 is 0.7 + 6e-8 in float32: with eps 1e-8 that was an advantage of -1."""
+    weights = {"first": 0.1, "second": 0.6, "third": 0.7}
+    pairs, third = np.array([[1.0, 0.0], [1.0, 1.0]]), np.array([[0.0, 1.0], [0.0, 0.0]])
+    rewards = {name: jnp.asarray(pairs, jnp.float32) for name in ("first", "second")}
+    rewards["third"] = jnp.asarray(third, jnp.float32)
+    asked = {name: {} for name in ("dr_grpo", "rloo", "dvao", "passk", "maxrl", "like_trl")}
+    asked["grpo"] = {"eps": 1e-8}
+    for name, options in asked.items():
+        value, _ = adv.evaluate(name, rewards, options={"weights": weights, **options})
+        assert (np.asarray(value) == 0).all(), name
+    metrics = group_metrics(rewards, weights)
+    assert metrics["frac_reward_zero_std"].result() == 1
+    apart = rewards | {"third": rewards["third"] * 1.00001}
+    value, _ = adv.evaluate("grpo", apart, options={"weights": weights, "eps": 0.0})
+    np.testing.assert_allclose(value[0], [-(0.5**0.5), 0.5**0.5], rtol=1e-6)
+
+
+def test_weighted_sums_are_flat_where_their_exact_totals_are():
+    """Weights of two decimals, so that whole numbers say which of 2000 groups of 3 are flat."""
+
+    @jax.jit
+    def flat(*terms):
+        mask = jnp.ones(terms[0].shape, bool)
+        made = stats.added(terms, mask), functools.reduce(operator.add, terms)
+        return [stats.is_flat(total, mask)[:, 0] for total in made]
+
+    random = np.random.default_rng(0)
+    trapped = 0
+    for number in (2, 3, 5) * 4:
+        weights = random.integers(-100, 101, number)
+        rewards = random.integers(0, 2, (number, 2000, 3))
+        totals = np.tensordot(weights, rewards, 1)
+        exact = (totals == totals[:, :1]).all(1)
+        products = [
+            np.float32(w / 100) * r.astype(np.float32)
+            for w, r in zip(weights, rewards, strict=True)
+        ]
+        ours, plain = flat(*map(jnp.asarray, products))
+        np.testing.assert_array_equal(ours, exact)
+        trapped += (exact & ~np.asarray(plain)).sum()
+    assert trapped > 0  # the trap: plain sums of them differ
+
+
+def test_a_sum_changes_no_totals_but_those_that_rounding_sets_apart():
+    random = np.random.default_rng(0)
+    terms = [jnp.asarray(random.normal(size=(50, 6)), jnp.float32) for _ in range(3)]
+    everything = jnp.ones((50, 6), bool)
+    np.testing.assert_array_equal(stats.added(terms, everything), sum(terms[1:], terms[0]))
+    # A huge entry says nothing about the others, and one term is never touched.
+    beside = [jnp.array([[1e8, 0.0, 1.0]]), jnp.array([[1e8, 0.0, 1e-5]])]
+    assert stats.added(beside, everything[:1, :3]).tolist() == [
+        [2e8, 0.0, float(jnp.float32(1.00001))]
+    ]
+    alone = jnp.array([[1e8, 1e8 + 8, 1e-30]])
+    assert stats.added([alone], everything[:1, :3]) is alone
+    # Far less than their terms, and so 0 up to rounding.
+    cancelled = [jnp.array([[0.7, 0.0]]), jnp.array([[-0.1, 0.0]]), jnp.array([[-0.6, 0.0]])]
+    assert (sum(cancelled[1:], cancelled[0])[0, 0] != 0).item()
+    assert stats.added(cancelled, everything[:1, :2]).tolist() == [[0.0, 0.0]]
+
+
+def test_large_rewards_that_differ_by_little_are_centred_first():
+    """1e8 and 1e8 + 8 are neighbours in float32, and their mean lies between them."""
+    rewards = jnp.asarray([[1e8, 1e8 + 8, 1e8, 1e8]], jnp.float32)
+    unit = np.array([[-0.5, 1.5, -0.5, -0.5]])
+    values = {
+        "grpo": unit,
+        "dr_grpo": 4 * unit,
+        "rloo": 4 * unit * 4 / 3,
+        "lite_ppo": unit,  # up to its eps of 1e-4
+        "scale_rl": unit,
+    }
+    for name, expected in values.items():
+        np.testing.assert_allclose(
+            adv.evaluate(name, rewards)[0], expected, rtol=3e-5, err_msg=name
+        )
+    steps = [{"use": "sum_rewards"}, {"use": "whiten_batch"}]
+    np.testing.assert_allclose(adv.evaluate(steps, rewards)[0], unit, rtol=1e-6)
+    low = adv.evaluate("dr_grpo", -rewards)[0]
+    np.testing.assert_allclose(low, -4 * unit, rtol=1e-6)
 
 
 def test_nothing_breaks_on_nan_inf_huge_or_missing_rewards():

@@ -122,6 +122,17 @@ def spoiled(folder, change):
     return lambda: read_params(folder, build(read_config(folder)))
 
 
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_weights_that_are_not_finite_are_refused_by_name(copy, value):
+    folder = copy("untied")
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.norm.weight"][[1, 3]] = value
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    message = r"model\.norm\.weight holds 2 values that are not finite .* of 16"
+    with pytest.raises(InputError, match=message):
+        read_params(folder, build(read_config(folder)))
+
+
 def test_missing_and_unknown_tensors_are_named(copy):
     def change(tensors):
         tensors["model.layers.1.mlp.gate.weight"] = tensors.pop("model.layers.1.mlp.up_proj.weight")

@@ -33,6 +33,17 @@ def test_each_threshold_is_held_against_the_mean_of_its_steps(rule):
     assert alarm.text.endswith(rule.remedy)
 
 
+def test_weights_that_leave_are_seen_in_the_step_they_leave_in():
+    fine = {"weights/norm": 5.0, "weights/growth": 10.0}
+    assert alarms.broken(fine) is None
+    left = alarms.broken(fine | {"weights/growth": 2e5, "weights/norm": 1e6})
+    assert left == "one update made the weights 2e+05 times as large (weights/norm = 1e+06)"
+    for value in (math.nan, math.inf):
+        said = alarms.broken({"weights/norm": value, "weights/growth": value})
+        assert said is not None
+        assert said.startswith("an update left weights that are not finite (weights/norm = ")
+
+
 def test_a_warning_names_cause_metric_and_remedy_on_one_line():
     (alarm,) = replay(lines("groups/all_fail", [1.0, 0.95, 0.99]))[1]
     assert alarm.text == (

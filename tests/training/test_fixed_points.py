@@ -135,6 +135,20 @@ def test_kl_in_the_return_leads_to_the_tilted_base(base, tmp_path):
     assert logged == pytest.approx(distance, abs=0.02)
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("size", [2, 4, 16])
+@pytest.mark.parametrize("recipe", ["rloo", "dr_grpo"])
+def test_both_undivided_recipes_lead_there_whatever_the_group_size(base, tmp_path, recipe, size):
+    """At G = 2 a mean that holds the sample itself would halve the reward beside the KL."""
+    rollout = {"prompts_per_step": 256 // size, "group_size": size}
+    kl = {"use": "k1_in_reward", "beta": 0.5}
+    found, _ = train(base, tmp_path, recipe=recipe, loss={"kl": kl}, rollout=rollout)
+    check(found, 1 / (1 + np.exp(-2)))
+    kl = {"use": "k1_in_reward", "target_validity": 0.9}
+    found, _ = train(base, tmp_path / "2", recipe=recipe, loss={"kl": kl}, rollout=rollout)
+    check(found, 0.9)
+
+
 def test_a_target_validity_is_reached(base, tmp_path):
     kl = {"use": "k1_in_reward", "target_validity": 0.9}
     found, run = train(base, tmp_path, recipe="rloo", loss={"kl": kl})

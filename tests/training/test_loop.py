@@ -10,15 +10,17 @@ import sys
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import small_run
 
+import jaxgrpo
 from jaxgrpo.config import files as configs
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.models import decoder
 from jaxgrpo.models.hf import folders
-from jaxgrpo.training import loop, setup
+from jaxgrpo.training import loop, process, setup
 from jaxgrpo.training.checkpoints import parameter_hash
 
 
@@ -144,6 +146,31 @@ def test_python_objects_take_the_place_of_what_the_config_names(tmp_path):
     )
     assert seen == ["red"] * (2 + 32)  # the trial on row 0, and a step
     assert "rewards/count/mean" in small_run.metrics(finished.path)[0]
+
+
+def test_a_run_that_diverges_ends_and_names_the_last_good_checkpoint(tmp_path, capsys):
+    def spoiled(signal, rollouts):
+        value = jnp.where(rollouts.step > 0, jnp.nan, signal.value)
+        return dataclasses.replace(signal, value=value)
+
+    chain = jaxgrpo.chain(jaxgrpo.advantages.sum_rewards(), spoiled)
+    keys = {"train.steps": 9, "train.stop_after_not_finite": 2, "checkpoint.every": 1}
+    config = small_run.config(tmp_path / "r", **keys)
+    with pytest.raises(process.Diverged) as caught:
+        loop.train(config, advantage=chain)
+    lines = small_run.metrics(tmp_path / "r")
+    assert [line["skipped_updates/not_finite"] for line in lines] == [0, 1, 1]
+    said = str(caught.value)
+    assert "step 3: gradient, log-probs or entropy are not finite, 2 steps in a row" in said
+    assert f"is of step 1, `jaxgrpo export {tmp_path / 'r'} OUT --step 1`" in said
+    assert not (tmp_path / "r" / "model").exists()
+
+    config = small_run.config(tmp_path / "large", **{"optimizer.learning_rate": 1e6})
+    assert process.guard(lambda: loop.train(config) and 0) == 5
+    said = capsys.readouterr().err
+    assert "step 1: one update made the weights" in said
+    assert "no checkpoint is from before" in said
+    assert "lower optimizer.learning_rate (1e+06 here)" in said
 
 
 def test_a_method_that_needs_what_nobody_produces_is_refused(tmp_path):

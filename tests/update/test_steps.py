@@ -297,6 +297,21 @@ def test_a_gradient_that_is_not_finite_is_skipped_and_counted():
     assert metrics["skipped_updates/not_finite"] == 1
 
 
+def test_the_norm_of_the_weights_is_taken_before_and_after():
+    prepared, before, after, metrics = run()
+    norms = [
+        np.sqrt(sum(np.square(np.asarray(leaf, float)).sum() for leaf in jax.tree.leaves(params)))
+        for params in (before, after)
+    ]
+    assert norms[0] != norms[1]
+    np.testing.assert_allclose(metrics["weights/norm"], norms[1], rtol=1e-5)
+    np.testing.assert_allclose(metrics["weights/growth"], norms[1] / norms[0], rtol=1e-5)
+    assert prepared.metrics["sampling/not_finite"].result() == 0
+    prepared, _, _, kept = run(behavior="nan")
+    np.testing.assert_allclose(kept["weights/growth"], 1, rtol=1e-6)
+    assert prepared.metrics["sampling/not_finite"].result() > 0
+
+
 def test_ratios_are_1_when_behavior_and_trainer_agree():
     metrics = run(behavior="trainer")[3]
     np.testing.assert_allclose(metrics["ratio_max"], 1, atol=1e-4)

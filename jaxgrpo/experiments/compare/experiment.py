@@ -71,6 +71,10 @@ def _seeds(value: Any) -> tuple[int, ...] | None:
     return found if found and len(found) == len(value) else None
 
 
+def _tuning(value: Any) -> tuple[int, ...] | None:
+    return () if value == [] else _seeds(value)
+
+
 def _rates(value: Any) -> tuple[float, ...] | None:
     found = _list(value, lambda rate: type(rate) in (int, float) and 0 <= rate < math.inf)
     return tuple(map(float, found)) if found and len(found) == len(value) else None
@@ -94,6 +98,10 @@ def _key(reader: Reader, expected: str, **default: Any) -> Any:
 
 
 RATES = "a list of different rates, 0 or more, as [1e-4, 3e-4]"
+TUNING = "as seeds; [] to choose rates on the seeds that are judged"
+SPARE = 3
+"""Rates are chosen on seeds of their own by default where at least so many can be spared."""
+
 SEEDS = "a number of seeds, 7 (for 0 to 6), or a list of different ones, [3, 5]"
 ARMS = "at least two tables [arms.NAME], NAME of letters, digits, - _ +"
 
@@ -108,8 +116,8 @@ class Experiment:
     control: str = _key(_text, "the arm that the others are compared with")
     learning_rates: tuple[float, ...] = _key(_rates, RATES)
     seeds: tuple[int, ...] = _key(_seeds, SEEDS)
-    # on which rates are chosen; (): on `seeds` themselves
-    tuning_seeds: tuple[int, ...] = _key(_seeds, SEEDS, default=())
+    # on which rates are chosen; (): on `seeds` themselves. A file without the key: `set_apart`
+    tuning_seeds: tuple[int, ...] = _key(_tuning, TUNING, default=())
     # whose difference from the control is tested; (): all but the control
     tests: tuple[str, ...] = _key(_arm_names, "a list of arms", default=())
     metric: str = _key(_text, 'a metric of evaluation, as "eval/accuracy"', default="eval/accuracy")
@@ -239,7 +247,30 @@ def read(raw: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
         if "learning_rates" in table
     }
     problems += _together(values)
+    if not problems and "tuning_seeds" not in raw:
+        values["seeds"], values["tuning_seeds"] = set_apart(values)
     return values
+
+
+def seeds_needed(comparisons: int, level: float) -> int:
+    """With how many seeds the smallest corrected p is at most `level`."""
+    return next(seeds for seeds in itertools.count(1) if comparisons * 2.0 / 2**seeds <= level)
+
+
+def set_apart(values: Mapping[str, Any]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """(seeds that are judged, seeds that rates are chosen on) of a file without `tuning_seeds`.
+
+    The last third of the seeds is for tuning, but no seed that the tests need to reach the level;
+    none if that leaves fewer than SPARE, or if no arm has several rates.
+    """
+    seeds, arms = values["seeds"], values["arms"]
+    of_arms = [values["own_rates"].get(arm, values["learning_rates"]) for arm in arms]
+    comparisons = len(values.get("tests", ())) or len(arms) - 1
+    level = values.get("level", KEYS["level"].default)
+    spare = min(len(seeds) - seeds_needed(comparisons, level), max(SPARE, len(seeds) // 3))
+    if spare < SPARE or max(map(len, of_arms)) == 1:
+        return seeds, ()
+    return seeds[:-spare], seeds[-spare:]
 
 
 def _entries(value: Any, name: str = "") -> dict[str, str]:

@@ -123,7 +123,7 @@ def read_params(
       shardings: tree of shardings like the parameters (over processes too); None: this process's
         default device.
 
-    Raises: InputError naming tensors that are missing, unknown or of another shape.
+    Raises: InputError naming tensors that are missing, unknown, of another shape or not finite.
     """
     folder = find_folder(path)
     entries = qwen3.entries(model)
@@ -139,6 +139,14 @@ def read_params(
                 raise InputError(
                     f"{folder}: {entry.name} has shape {tensor.shape}, but config.json asks for "
                     f"{entry.hf_shape}: the weights and the config belong to different models"
+                )
+            if not np.isfinite(tensor).all():
+                wrong = tensor.size - int(np.isfinite(tensor).sum())
+                raise InputError(
+                    f"{folder}: {entry.name} holds {wrong} values that are not finite (NaN or "
+                    "infinite) of "
+                    f"{tensor.size}: training went wrong before it was saved, or the file is "
+                    "damaged; take an earlier checkpoint, or copy the model anew"
                 )
             return entry.period, qwen3.to_ours(entry, tensor)
 

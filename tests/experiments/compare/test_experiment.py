@@ -121,6 +121,22 @@ def test_problems_of_the_configs_name_the_arm(tmp_path):
     )
 
 
+def test_seeds_are_set_apart_for_tuning_where_they_suffice(tmp_path):
+    def split(**keys):
+        experiment = load(tmp_path, **{"learning_rates": [0.1, 0.2], **keys})
+        return len(experiment.seeds), experiment.tuning_seeds
+
+    comparisons = len(load(tmp_path).tested)
+    needed = experiments.seeds_needed(comparisons, 0.05)
+    assert split(seeds=needed + 2) == (needed + 2, ())
+    assert split(seeds=needed + 3) == (needed, (needed, needed + 1, needed + 2))
+    assert split(seeds=30) == (20, tuple(range(20, 30)))
+    assert split(seeds=30, tuning_seeds=[]) == (30, ())
+    assert split(seeds=30, tuning_seeds=[40]) == (30, (40,))
+    assert split(seeds=30, learning_rates=[0.1]) == (30, ())
+    assert {case.seed for case in cases(tmp_path, seeds=30)} == set(range(30))
+
+
 def test_tuning_seeds_are_others_and_the_control_is_not_tested(tmp_path):
     found = problems(tmp_path, tuning_seeds=[1, 5], tests=["grpo"])
     assert any("tuning_seeds = [1]: among seeds too" in problem for problem in found)

@@ -8,7 +8,7 @@ import math
 import numpy as np
 import pytest
 
-from jaxgrpo.evaluation.intervals import bootstrap
+from jaxgrpo.evaluation.intervals import of_few
 from jaxgrpo.experiments.compare import results
 
 
@@ -81,13 +81,10 @@ def test_seven_seeds_cannot_show_five_differences_and_nine_can():
     assert results.seeds_needed(1, 0.05) == 6
 
 
-def test_the_interval_is_that_of_means_of_resamples():
+def test_the_interval_is_students():
     values = np.array([0.1, 0.4, 0.2, 0.9, 0.5])
-    random = np.random.default_rng(7)
-    means = [random.choice(values, 5).mean() for _ in range(20_000)]
-    expected = np.percentile(means, [2.5, 97.5])
-    np.testing.assert_allclose(results.estimate(values)[1:], expected, atol=0.02)
-    assert results.estimate(values) == results.estimate(values)
+    reach = 2.776 * math.sqrt(((values - 0.42) ** 2).sum() / 4 / 5)  # t of 4 degrees, .975
+    assert results.estimate(values) == pytest.approx((0.42, 0.42 - reach, 0.42 + reach), abs=1e-4)
     assert results.estimate(np.full(4, 0.5)) == (0.5, 0.5, 0.5)
     assert np.isnan(results.estimate(np.array([0.5]))[1:]).all()
 
@@ -158,7 +155,29 @@ def test_sign_flips_of_one_number_are_the_sign_flip_test_and_of_several_brute_fo
 def test_a_band_is_the_interval_at_each_place():
     values = np.random.default_rng(1).normal(size=(6, 3))
     expected = np.array([results.estimate(column)[1:] for column in values.T]).T
-    np.testing.assert_allclose(bootstrap(values, results.RESAMPLES), expected, atol=1e-12)
+    np.testing.assert_allclose(of_few(values), expected, atol=1e-12)
+
+
+def rejected(noise, seeds, tuning, rounds, rates=3):
+    """How often arms of equal means, one of them noisier, have p <= .05."""
+    random = np.random.default_rng(noise)
+    false = 0
+    for _ in range(rounds):
+        arm = noise * random.normal(size=(rates, seeds + tuning))
+        control = random.normal(size=(rates, seeds + tuning))
+        if tuning:
+            chosen = (of[results.choose(of[:, seeds:]), :seeds] for of in (arm, control))
+            false += results.sign_flip_test(np.subtract(*chosen)) <= 0.05
+        else:
+            false += results.exchange_test(arm, control) <= 0.05
+    return false / rounds
+
+
+def test_a_noisier_arm_is_called_different_too_often_unless_tuning_seeds_choose_its_rate():
+    """What the report says of p: with equal means and 5 times the noise .11 instead of .05."""
+    assert rejected(noise=5, seeds=6, tuning=0, rounds=400) > 0.07
+    assert rejected(noise=1, seeds=6, tuning=0, rounds=400) <= 0.05 + 3 * math.sqrt(0.05 / 400)
+    assert rejected(noise=5, seeds=6, tuning=3, rounds=400) <= 0.05 + 3 * math.sqrt(0.05 / 400)
 
 
 @pytest.mark.parametrize("rates", [1, 3])
