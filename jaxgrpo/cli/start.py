@@ -121,7 +121,7 @@ def train(
 
     read = files.load(config, overrides)
     if dry_run:
-        setup.dry_run(read)
+        setup.dry_run(read, resume == "auto")
     else:
         loop.train(read, resume=resume)
     return 0

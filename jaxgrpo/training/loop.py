@@ -30,7 +30,7 @@ from jaxgrpo.training import process
 from jaxgrpo.training.checkpoints import Checkpoints, parameter_hash
 from jaxgrpo.training.console import Display
 from jaxgrpo.training.folder import RunFolder, evaluation_of, read_metrics, read_samples
-from jaxgrpo.training.inputs import dropped_line, try_rewards, with_logged
+from jaxgrpo.training.inputs import dropped_line, gold_problem, try_rewards, with_logged
 from jaxgrpo.training.logbook import Logbook
 from jaxgrpo.training.policy import evaluator_of, export
 from jaxgrpo.training.resets import Resets, is_better, make_resetter, refuse_unknown_best, see
@@ -114,7 +114,7 @@ def take(
         checkpoints = stack.enter_context(Checkpoints(folder.checkpoints, config.checkpoint.keep))
         run = setup(config, **given)
         # A reward that cannot be called is found now and not after the first samples.
-        try_rewards(run.rewards, run.rows[0], run.tokenizer, config.train.steps)
+        tried = try_rewards(run.rewards, run.rows[0], run.tokenizer, config.train.steps)
         restored = checkpoints.latest() is not None
         state, meta = _restored(run, checkpoints) if restored else (run.state, {})
         run, done = run._replace(state=state), int(sharding.to_host(state.step))
@@ -125,6 +125,8 @@ def take(
         stack.enter_context(display.bar)
         display.say(opening)
         _say_dropped(run, display)
+        if problem := gold_problem(run.rewards, tried):
+            display.say(problem)
         stack.enter_context(process.stop_signals())
         log = stack.enter_context(Logbook(config, folder, display, done))
         evaluate = evaluator(run) if config.eval.data is not None else None

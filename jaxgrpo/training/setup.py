@@ -36,6 +36,7 @@ from jaxgrpo.rollout.sampler import SamplingSettings
 from jaxgrpo.rollout.selection import PromptPolicy
 from jaxgrpo.training import inputs, process
 from jaxgrpo.training.console import facts
+from jaxgrpo.training.folder import refuse_unusable
 from jaxgrpo.update import packing, step
 from jaxgrpo.update.forward import Blueprint, as_computed, held_dtype, opt_layout, param_layout
 from jaxgrpo.update.optimizer import make_optimizer
@@ -150,6 +151,7 @@ def find_model(config: Config, mesh: Mesh | None = None) -> Found:
     folder = folders.find_folder(keys.path, keys.revision)
     stored, tokenizer = folders.read_config(folder), folders.read_tokenizer(folder)
     chosen = dataclasses.replace(stored, dtype=keys.dtype, float32_head=keys.float32_head)
+    folders.check_tokens(folder, tokenizer, stored)
     model = decoder.build(chosen, constrain=sharding.constrain(mesh))
     return Found(mesh, folder, tokenizer, model)
 
@@ -211,8 +213,9 @@ def slots_of(config: Config) -> int:
 def sampling_settings(config: Config, folder: Path, tokenizer: Any) -> SamplingSettings:
     """How a config samples from the model in `folder`.
 
-    Raises: InputError where no token ends a sample.
+    Raises: InputError where no token ends a sample, and where the model has no positions for it.
     """
+    _check_length(config, folder, folders.read_config(folder).max_positions)
     ends = folders.read_end_tokens(folder, tokenizer)
     if not ends:
         raise InputError(
@@ -230,6 +233,17 @@ def sampling_settings(config: Config, folder: Path, tokenizer: Any) -> SamplingS
         top_k=rollout.top_k,
         top_p=rollout.top_p,
     )
+
+
+def _check_length(config: Config, folder: Path, positions: int) -> None:
+    """Refuses sequences longer than those that the model is meant for."""
+    prompt, completion = config.rollout.max_prompt_tokens, config.rollout.max_completion_tokens
+    if prompt + completion > positions:
+        raise InputError(
+            f"rollout.max_prompt_tokens = {prompt} and rollout.max_completion_tokens = {completion}"
+            f" are {prompt + completion} tokens, but {folder}/config.json says "
+            f"max_position_embeddings = {positions}: make them shorter"
+        )
 
 
 def first_state(
@@ -292,9 +306,13 @@ class Shared:
         return share
 
 
-def dry_run(config: Config) -> None:
-    """Prints what `train` would do: config, devices, geometry, parameters, the first prompt."""
+def dry_run(config: Config, resume: bool = False) -> None:
+    """Prints what `train` would do: config, devices, geometry, parameters, the first prompt.
+
+    Raises: InputError where `train` would refuse before its first step.
+    """
     console = Console(highlight=False)
+    refuse_unusable(config.run.dir, resume)
     console.print(process.start(config.mesh.platform))
     run = setup(config)
     geometry = run.blueprint.geometry
