@@ -79,7 +79,7 @@ TRACED = {
 
 @contextlib.contextmanager
 def explaining_traces(where: str) -> Iterator[None]:
-    """Turns what JAX says of own code that it cannot compile into an InputError with the line.
+    """Turns what JAX says about own code that it cannot compile into an InputError with the line.
 
     Args:
       where: opens the message: the name of the part.
