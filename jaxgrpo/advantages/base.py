@@ -164,7 +164,13 @@ def check(where: str, expected: str, fits: Callable[[Any], bool], **options: Any
     jaxgrpo.core.errors.InputError: gae: lam = 2, expected a number in [0, 1]
     """
     for option, value in options.items():
-        if value is not None and not callable(value) and not fits(value):
+        if value is None or callable(value):
+            continue
+        try:
+            right = fits(value)
+        except TypeError:  # a text where a number belongs
+            right = False
+        if not right:
             raise InputError(f"{where}: {option} = {value!r}, expected {expected}")
 
 

@@ -7,6 +7,7 @@ so no step can bring a sample back.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -15,7 +16,7 @@ import jax.numpy as jnp
 
 from jaxgrpo.advantages import base
 from jaxgrpo.advantages.base import AdvantageTransform, Streams, transform
-from jaxgrpo.core.errors import InputError
+from jaxgrpo.core.errors import InputError, NotGiven, explaining_traces, own_line
 from jaxgrpo.core.metrics import Metric, Metrics
 from jaxgrpo.core.types import Rollouts, RolloutSpec, Signal
 
@@ -181,12 +182,36 @@ def _walk(
             base.read_field(key, field, rollouts)
         _check_level(key, step, signal, widened_by)
         before = signal
-        signal, after, reported = step.update(before, state[key], rollouts)
+        with explaining_traces(key), _explaining_fields(key, rollouts):
+            signal, after, reported = step.update(before, state[key], rollouts)
         signal = _settle(key, before, signal)
         rank = before.value.ndim if isinstance(before, Signal) else 2
         if isinstance(signal, Signal) and signal.value.ndim > rank:
             widened_by = key
         yield key, signal, after, reported
+
+
+@contextlib.contextmanager
+def _explaining_fields(key: str, rollouts: Rollouts) -> Iterator[None]:
+    """Turns the error of a step that reads what the rollouts do not hold into an InputError."""
+    try:
+        yield
+    except (AttributeError, KeyError, TypeError) as error:
+        place, line = own_line(error)
+        is_field = isinstance(error, AttributeError) and error.obj is rollouts
+        is_entry = isinstance(error, KeyError) and "fields" in line
+        if is_field or is_entry:
+            name = error.name if isinstance(error, AttributeError) else error.args[0]
+            raise InputError(
+                f"{key} ({place}: {line}) reads the field {name!r}, which it does not declare: "
+                f"write rollouts.fields[{name!r}], and jaxgrpo.transform(function)._replace(needs="
+                f"frozenset({{{name!r}}})), so that it is there"
+            ) from error
+        for name in Rollouts.__dataclass_fields__:
+            if getattr(rollouts, name) is None and f".{name}" in line:
+                message = f"{key} ({place}: {line}) reads {name}, which was not given"
+                raise NotGiven(name, message) from error
+        raise
 
 
 def _named(transforms: tuple[Any, ...]) -> Steps:

@@ -167,7 +167,7 @@ def _option(text: str) -> tuple[str, Any]:
         raise InputError(f"--option {text}: expected key=value")
     try:
         return name, tomllib.loads(f"value = {written}")["value"]
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):
         return name, written
 
 

@@ -21,7 +21,7 @@ from rich.progress import Progress
 from rich.table import Column, Table
 
 import jaxgrpo
-from jaxgrpo.core.errors import InputError
+from jaxgrpo.core.errors import InputError, refusing
 from jaxgrpo.training import process
 from jaxgrpo.training.console import comparison, facts, is_summary
 
@@ -121,7 +121,7 @@ def train(
 
     read = files.load(config, overrides)
     if dry_run:
-        setup.dry_run(read)
+        setup.dry_run(read, resume == "auto")
     else:
         loop.train(read, resume=resume)
     return 0
@@ -136,13 +136,14 @@ def init(folder: str = ".") -> int:
 
     home = Path(folder)
     names = (*TEXTS, "data.jsonl", "base")
-    there = [name for name in names if (home / name).exists()]
+    there = [name for name in names if os.path.exists(home / name)]
     if there:
         raise InputError(
             f"init {folder}: {', '.join(there)} is there already; nothing was written. Take "
             "another folder: jaxgrpo init DIR"
         )
-    home.mkdir(parents=True, exist_ok=True)
+    with refusing(f"init {folder}: no folder can be made there ({{reason}})", OSError):
+        home.mkdir(parents=True, exist_ok=True)
     console = Console(highlight=False)
     console.print(process.start())
     rows = tasks.load("task:arithmetic:train", count=ROWS)

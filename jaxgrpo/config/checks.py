@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import inspect
 import math
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -60,7 +61,7 @@ def _build_parts(values: Values, made: Made) -> Iterator[str]:
     for where, part, build in _parts(values):
         name = part["use"]
         file = file_of(name)
-        if file is not None and not Path(file).is_file():
+        if file is not None and not os.path.isfile(file):
             yield f"{where}: there is no file {file}, named by {name!r}"
         if is_reference(name):
             continue
@@ -213,7 +214,14 @@ def _resets(values: Values) -> Iterator[str]:
 
 def _rewards(values: Values) -> Iterator[str]:
     seen: dict[str, int] = {}
-    for index, reward in enumerate(values.get("rewards", ())):
+    given, use = values.get("rewards", ()), values.get("recipe", ":")
+    is_own = is_reference(use if isinstance(use, str) else use["use"])  # takes no weights of ours
+    if given and not any(reward.weight for reward in given) and not is_own:
+        yield (
+            "rewards: every weight is 0, so there is nothing to train on; give one of them another "
+            "weight, or leave it out: it is then 1"
+        )
+    for index, reward in enumerate(given):
         for option in reward.options:
             if near := _misspelt(option, RewardKeys):
                 yield f"rewards[{index}].{option}: unknown key; did you mean {near}?"
@@ -253,7 +261,7 @@ def _data(values: Values) -> Iterator[str]:
             placeholders(prompt)
         except InputError as error:
             yield str(error)
-    if template is not None and template not in CHOICES and not Path(template).is_file():
+    if template is not None and template not in CHOICES and not os.path.isfile(template):
         yield (
             f"data.chat_template = {show(template)}: there is no such file; give a Jinja file, "
             '"auto" or "none"'
@@ -273,13 +281,13 @@ def _source(values: Values, where: str, *names: str) -> Iterator[str]:
     is_task, is_file = path.startswith(PREFIX), Path(path).suffix in FILES
     if is_task:
         yield from _task(where, path)
-    elif is_file and not Path(path).is_file():
+    elif is_file and not os.path.isfile(path):
         yield (
             f"{where} = {show(path)}: there is no such file; relative paths begin at the "
             "folder of the config"
         )
-    elif not (is_file or Path(path).is_dir() or is_name(path)):
-        known = "is no file of rows" if Path(path).exists() else "does not exist"
+    elif not (is_file or os.path.isdir(path) or is_name(path)):
+        known = "is no file of rows" if os.path.exists(path) else "does not exist"
         yield f"{where} = {show(path)}: {known}; give {FORMS}"
     for name in names:
         if (is_task or is_file) and values.get(f"{table}.{name}") is not None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import os
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -18,7 +19,7 @@ from jaxgrpo.advantages import AdvantageTransform
 from jaxgrpo.config import checks, keys
 from jaxgrpo.config.keys import SECTIONS, Config, folder_of, is_path, show
 from jaxgrpo.config.own_code import file_of, python_name
-from jaxgrpo.core.errors import ConfigError, suggest
+from jaxgrpo.core.errors import ConfigError, no_text, suggest
 from jaxgrpo.data.chat import CHOICES
 from jaxgrpo.rewards import name_of
 
@@ -66,8 +67,10 @@ def read_tables(path: str | Path) -> tuple[dict[str, Any], Path]:
         source = known[source.name]
     try:
         return tomllib.loads(source.read_text(encoding="utf-8")), source
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # numbers of 5,000 digits, lists of 1,000 levels
         raise ConfigError(str(source), [f"not TOML: {error}"]) from None
+    except OSError as error:
+        raise ConfigError(str(source), [f"cannot be read ({error.strerror})"]) from None
 
 
 def from_dict(
@@ -82,6 +85,7 @@ def from_dict(
     tables: dict[str, Any] = absolute(raw, folder_of(source))
     problems = [problem for text in overrides for problem in _override(tables, text)]
     values: keys.Values = {}
+    problems += _wrong_texts(tables)
     problems += keys.read(tables, values)
     problems += checks.check(values)
     if problems:
@@ -89,6 +93,18 @@ def from_dict(
     sections = {name: keys.make(cls, values, f"{name}.") for name, cls in SECTIONS.items()}
     method: Any = {name: values.get(name) for name in ("recipe", "advantage")}
     return Config(**sections, **method, rewards=values["rewards"], source=source)
+
+
+def _wrong_texts(value: Any, where: str = "") -> Iterator[str]:
+    """Texts, at any depth, that no file and no path can hold."""
+    if isinstance(value, Mapping):
+        for name, entry in value.items():
+            yield from _wrong_texts(entry, f"{where}.{name}".lstrip("."))
+    elif isinstance(value, (list, tuple)):
+        for index, entry in enumerate(value):
+            yield from _wrong_texts(entry, f"{where}[{index}]")
+    elif isinstance(value, str) and (problem := no_text(value)):
+        yield f"{where} = {show(value)}: {problem}"
 
 
 def shipped() -> dict[str, Path]:
@@ -152,7 +168,7 @@ def absolute(value: Any, folder: Path, where: str = "") -> Any:
     is_input |= where == "data.chat_template" and value not in CHOICES
     is_file = where.rpartition(".")[2] in _NAMES and file_of(str(value)) is not None
     if isinstance(value, str) and value and (is_input or is_file):
-        return str(folder / Path(value).expanduser())
+        return str(folder / os.path.expanduser(value))
     return copy.copy(value)
 
 
@@ -165,7 +181,7 @@ def _override(tables: dict[str, Any], text: str) -> Iterator[str]:
         return
     try:
         value = tomllib.loads(f"value = {written}")["value"]
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:
         if written.strip().startswith(("[", "{", '"', "'")):
             yield f"--set {text}: the value is not TOML: {error}"
             return

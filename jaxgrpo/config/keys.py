@@ -10,6 +10,8 @@ import dataclasses
 import difflib
 import json
 import math
+import os
+import sys
 import types
 import typing
 from collections.abc import Callable, Iterator, Mapping
@@ -24,6 +26,9 @@ _PACKAGE = Path(__file__).resolve().parent.parent
 
 SHIPPED = next(filter(Path.is_dir, [_PACKAGE / "configs"]), _PACKAGE.parent / "configs")
 """The configs that come with the package: inside it when installed, beside it in a checkout."""
+
+LARGEST = 2**31 - 1
+"""Of a whole number, where its key says nothing else: devices count in 32 bits."""
 
 DEFAULT_RECIPE = "grpo"
 """The recipe if neither `recipe` nor `advantage` is given."""
@@ -45,7 +50,7 @@ class Range(NamedTuple):
         if self.above > -math.inf:
             return f"above {self.above:g}"
         if self.at_most < math.inf:
-            return f"{self.at_least:g} to {self.at_most:g}"
+            return f"{self.at_least:g} to {self.at_most}"
         return f"{self.at_least:g} or more"
 
     def allows(self, value: Any) -> bool:
@@ -53,7 +58,12 @@ class Range(NamedTuple):
             return value in self.choices
         if isinstance(value, str):
             return self.may_be_empty or bool(value)
-        return self.at_least <= value <= self.at_most and value > self.above
+        return self.at_least <= value <= self.most(value) and value > self.above
+
+    def most(self, value: Any) -> float:
+        """The largest number that may be given where `value` is."""
+        is_free = self.at_most == math.inf and type(value) is int
+        return LARGEST if is_free else self.at_most
 
 
 def key(default: Any = dataclasses.MISSING, **limits: Any) -> Any:
@@ -163,7 +173,7 @@ class RolloutKeys:
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainKeys:
     steps: int = key(at_least=1)
-    seed: int = key(0, at_least=0)
+    seed: int = key(0, at_least=0, at_most=2**32 - 1)  # JAX reads 32 bits: 2**32 would draw as 0
     rows_per_micro_batch: int | None = key(None, at_least=1)  # per bin; None: a step in one
     stop_after_not_finite: int = key(10, at_least=0)  # steps in a row; 0: never
 
@@ -272,7 +282,8 @@ def is_path(value: str, folder: Path) -> bool:
     """
     if value.startswith(PREFIX):
         return False
-    local = Path(value).suffix in FILES or (folder / Path(value).expanduser()).exists()
+    # Not Path's own methods: they raise on paths that are too long and on unknown homes.
+    local = Path(value).suffix in FILES or os.path.exists(folder / os.path.expanduser(value))
     return local or not is_name(value)
 
 
@@ -373,7 +384,11 @@ def _read_keys(cls: Any, table: Mapping[str, Any], path: str, values: Values) ->
 
 def show(value: Any) -> str:
     """A value as written in the file, cut if it is long."""
-    text = json.dumps(value, default=str, ensure_ascii=False)
+    try:
+        text = json.dumps(value, default=str, ensure_ascii=False)
+    except ValueError:  # Python writes out numbers of at most some 4,000 digits
+        return "(a number of thousands of digits)"
+    text = text.encode("utf-8", "backslashreplace").decode()  # halves of a surrogate pair
     return text if len(text) <= 60 else text[:57] + "..."
 
 
@@ -391,7 +406,7 @@ def _rename_tables(tables: dict[str, Any]) -> Iterator[str]:
 def _read_value(where: str, value: Any, hint: Any, limits: Range, values: Values) -> Iterator[str]:
     kind = _kind(hint)
     if kind is float and type(value) is int:
-        value = float(value)
+        value = float(value) if abs(value) < sys.float_info.max else math.inf
     if kind is Mapping and isinstance(value, Mapping):
         values[where] = dict(value)
     elif type(value) is not kind:
@@ -402,6 +417,8 @@ def _read_value(where: str, value: Any, hint: Any, limits: Range, values: Values
         yield from _read_part(where, value, values, limits.holds)
     elif not limits.allows(value):
         expected = "some text" if value == "" and not limits.choices else limits
+        if limits.at_most == math.inf and kind is int and value > LARGEST:
+            expected = f"at most {LARGEST}"
         yield f"{where} = {show(value)}: expected {expected}"
     else:
         values[where] = value

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import inspect
+import traceback
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -65,6 +66,47 @@ def refusing(message: str | Callable[[Any], str], *kinds: type[Exception]) -> It
         raise InputError(message(error)) from error
 
 
+TRACED = {
+    "TracerBoolConversionError": "asks whether a traced array is true (a Python if, while,"
+    " and, or): it has no value yet while the program compiles; write jnp.where(condition, a, b)",
+    "TracerArrayConversionError": "gives a traced array to NumPy, which needs its values: "
+    "use jax.numpy",
+    "ConcretizationTypeError": "needs the value of a traced array, which has none yet "
+    "while the program compiles: keep it an array, and use jax.numpy",
+}
+"""Name of an error of JAX -> what own code does that cannot be compiled; the first that fits."""
+
+
+@contextlib.contextmanager
+def explaining_traces(where: str) -> Iterator[None]:
+    """Turns what JAX says about own code that it cannot compile into an InputError with the line.
+
+    Args:
+      where: opens the message: the name of the part.
+    """
+    try:
+        yield
+    except TypeError as error:
+        kinds = {cls.__name__ for cls in type(error).__mro__}
+        problem = next((text for name, text in TRACED.items() if name in kinds), None)
+        if problem is None:
+            raise
+        place, line = own_line(error)
+        raise InputError(f"{where} ({place}: {line}) {problem}") from error
+
+
+def own_line(error: BaseException) -> tuple[str, str]:
+    """Where an error was raised outside JAX, "file.py, line 3", and that line."""
+    import jax  # not above: `jaxgrpo --help` answers before JAX is there
+
+    own = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not frame.filename.startswith(tuple(jax.__path__))
+    ]
+    return f"{own[-1].filename}, line {own[-1].lineno}", own[-1].line or ""
+
+
 def refuse_all(title: str, problems: Collection[str]) -> None:
     """Raises: InputError with the title and a line for each problem, if there are any."""
     if problems:
@@ -74,6 +116,21 @@ def refuse_all(title: str, problems: Collection[str]) -> None:
 def one_line(error: BaseException) -> str:
     """The message of another library's error, in one line."""
     return " ".join(str(error).split())
+
+
+def no_text(value: str) -> str | None:
+    """Why a Python string is no text that files, paths and tokenizers take; None if it is one.
+
+    >>> no_text("caf\\u00e9"), no_text("a\\ud800")
+    (None, 'character 1 is half of a surrogate pair: write the whole character')
+    """
+    if "\0" in value:
+        return f"character {value.index(chr(0))} is NUL, which no path holds: take it out"
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        return f"character {error.start} is half of a surrogate pair: write the whole character"
+    return None
 
 
 def suggest(name: Any, known: Iterable[str]) -> str:
@@ -133,7 +190,18 @@ def call(where: str, factory: Callable[..., T], options: Mapping[str, Any]) -> T
         signature.bind(**options)
     except TypeError as error:
         raise InputError(f"{where}: {error}; it takes {signature}") from None
+    for option, value in options.items():
+        refuse_no_number(f"{where}: {option}", value, signature.parameters.get(option))
     return factory(**options)
+
+
+def refuse_no_number(where: str, value: Any, parameter: inspect.Parameter | None) -> None:
+    """Raises InputError on a text, list or table as the value of an option that is a number."""
+    default = parameter.default if parameter else None
+    is_number = isinstance(default, (int, float)) and not isinstance(default, bool)
+    takes_text = parameter is not None and "str" in str(parameter.annotation)
+    if is_number and not takes_text and isinstance(value, (str, list, Mapping)):
+        raise InputError(f"{where} = {value!r}: expected a number, as {default:g}")
 
 
 def keywords(signature: inspect.Signature) -> tuple[dict[str, bool], bool]:

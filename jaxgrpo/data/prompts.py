@@ -14,11 +14,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxgrpo.core.errors import InputError
+from jaxgrpo.core.errors import InputError, no_text
 from jaxgrpo.data import chat as conversations
 from jaxgrpo.data import sources
 from jaxgrpo.data.chat import Chat
 from jaxgrpo.data.sources import Located, Row, Source
+
+SHOWN = 60  # characters of a text in a message
 
 _PIECE = re.compile(r"\{\{|\}\}|\{([^{}]*)\}|[{}]")  # of a template
 
@@ -64,6 +66,7 @@ def load_rows(
         row["prompt"] = _prompt(where, raw, prompt, needed)
         if answer:
             row["answer"] = raw[answer]
+        _check_texts(where, row)
         rows.append(row)
     _check_one_kind(located, [row["prompt"] for row in rows], "prompts")
     _check_one_kind(located, [row.get("answer") for row in rows], f"column {answer!r}")
@@ -147,6 +150,16 @@ def _prompt(where: str, row: Row, prompt: str, needed: Sequence[str]) -> Any:
         f"{where}: column {prompt!r} holds {_kind(value)} where a prompt is a text or a list of "
         "messages: write the prompt as one string"
     )
+
+
+def _check_texts(where: str, row: Row) -> None:
+    """Refuses halves of surrogate pairs, which JSON can write and no tokenizer reads."""
+    messages = row["prompt"] if isinstance(row["prompt"], list) else []
+    texts = {"prompt": row["prompt"], "answer": row.get("answer")}
+    texts |= {f"prompt[{place}]": entry.get("content") for place, entry in enumerate(messages)}
+    for name, text in texts.items():
+        if isinstance(text, str) and "\0" not in text and (problem := no_text(text)):
+            raise InputError(f"{where}: {name} {text[:SHOWN]!a}: {problem}")
 
 
 def _check_one_kind(located: Sequence[Located], values: Sequence[Any], what: str) -> None:

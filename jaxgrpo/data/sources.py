@@ -48,6 +48,37 @@ class Source(NamedTuple):
         return self.key.partition(".")[0]
 
 
+class NotJSON(ValueError):
+    """A text that is no JSON, or JSON of which a reader would take only a part.
+
+    Args:
+      problem: what is wrong with it; `where` in the text follows in the error's own words.
+    """
+
+    def __init__(self, problem: str, where: str = ""):
+        self.problem = problem
+        super().__init__(problem + where)
+
+
+def parse_json(text: str) -> Any:
+    """What a JSON text says. Raises: NotJSON, also on a name that stands twice in an object."""
+
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        made = dict(pairs)
+        if len(made) < len(pairs):
+            names = [name for name, _ in pairs]
+            twice = next(name for name in names if names.count(name) > 1)
+            raise NotJSON(f"the name {twice!r} stands twice: only one of its values would be read")
+        return made
+
+    try:
+        return json.loads(text, object_pairs_hook=once)
+    except json.JSONDecodeError as error:
+        raise NotJSON(error.msg, f", line {error.lineno}, column {error.colno}") from error
+    except RecursionError:
+        raise NotJSON("lists or objects in one another, a thousand deep") from None
+
+
 def read(source: Source, text_columns: Iterable[str] = ()) -> list[Located]:
     """The rows of a source, each with the columns it has.
 
@@ -110,10 +141,12 @@ def _jsonl(file: Path) -> Iterator[Located]:
             if not line.strip():
                 continue
             try:
-                raw = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
+                raw = parse_json(line.decode("utf-8-sig" if number == 1 else "utf-8"))
             except ValueError as error:
                 # Not the error's own text: its "line 1" is not the file's.
-                reason = getattr(error, "msg", "bytes that are no UTF-8")
+                is_text = not isinstance(error, UnicodeDecodeError)
+                reason = getattr(error, "problem", one_line(error))
+                reason = reason if is_text else "bytes that are no UTF-8"
                 raise InputError(f"{where}: not JSON ({reason}): mend the line") from error
             if not isinstance(raw, dict):
                 kind = type(raw).__name__

@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple
 import jax.numpy as jnp
 from jax import Array
 
-from jaxgrpo.core.errors import InputError
+from jaxgrpo.core.errors import InputError, explaining_traces
 from jaxgrpo.core.metrics import Mean, Metrics, merge
 from jaxgrpo.core.types import OF_PASS
 from jaxgrpo.losses.penalties import Penalty
@@ -80,10 +80,12 @@ def token_loss(
     >>> token_loss(build_surrogate("clip"), [], Tokens.of_ratios([1.0, 0.5]))[0].tolist()
     [-1.0, -0.5]
     """
-    loss, metrics = surrogate.compute(tokens)
+    with explaining_traces(f"surrogate {surrogate.name}"):
+        loss, metrics = surrogate.compute(tokens)
     for penalty in penalties:
         state = () if penalty.init is None else (_state_of(penalty, states or {}),)
-        value, more = penalty.compute(tokens, *state)
+        with explaining_traces(f"penalty {penalty.name}"):
+            value, more = penalty.compute(tokens, *state)
         loss, metrics = loss + value, merge(metrics, more)
     return loss, metrics
 

@@ -243,9 +243,9 @@ class _Call:
     def _log_metric(self, name: Any, value: Any) -> None:
         try:
             number = float(value)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             raise RewardError(
-                f"rewards.{self.name}: log_metric({name!r}, {value!r}): give a number"
+                f"rewards.{self.name}: log_metric({name!r}, {_shorten(value)}): give a number"
             ) from None
         if math.isfinite(number):
             self.metrics.setdefault(str(name), []).append(number)

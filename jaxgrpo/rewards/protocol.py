@@ -36,6 +36,7 @@ LISTS = ("prompts", "completions", "completion_ids")
 PASSED = (*LISTS, "trainer_state", "log_extra", "log_metric")
 """Keywords that every reward may ask for; no column may have these names."""
 
+SHOWN = 60  # characters of a value in a message
 LARGEST = 1e15
 """The largest absolute reward. Squares of such rewards, weighted and summed, are finite in float32;
 beyond it a deviation would be infinite, and the advantage of every sample silently 0."""
@@ -163,11 +164,13 @@ def numbers(name: str, values: Any, count: int) -> np.ndarray:
         )
     scores = np.empty(count, np.float32)
     for place, value in enumerate(values):
-        where = f"rewards.{name} returned {value!r} for completion {place}"
+        where = f"rewards.{name} returned {_shown(value)} for completion {place}"
         try:
             if isinstance(value, (str, bytes)):
                 raise TypeError  # float("1") would hide a missing conversion
             number = math.nan if value is None else float(value)
+        except OverflowError:  # a whole number of Python
+            number = math.inf
         except (TypeError, ValueError):
             raise RewardError(f"{where}, a {type(value).__name__}: {expected}") from None
         if abs(number) > LARGEST:
@@ -176,6 +179,15 @@ def numbers(name: str, values: Any, count: int) -> np.ndarray:
             )
         scores[place] = number
     return scores
+
+
+def _shown(value: Any) -> str:
+    """A value in a message; Python writes out numbers of at most some 4,000 digits."""
+    try:
+        text = repr(value)
+    except ValueError:
+        return "a number of thousands of digits"
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]}…"
 
 
 class Reward(NamedTuple):

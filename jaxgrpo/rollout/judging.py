@@ -17,6 +17,7 @@ import numpy as np
 from jax import Array
 from jax.sharding import Mesh
 
+from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.types import Prompts, Rollouts, TrainState
 from jaxgrpo.data.chat import for_rewards
 from jaxgrpo.models import sharding
@@ -43,7 +44,8 @@ def make_selector(
 
     def select(state: TrainState) -> tuple[Prompts, TrainState]:
         cursor, step = sharding.to_host((state.cursor, state.step))
-        ordinals = policy.select(state.prompt_policy_state, int(cursor), geometry.num_prompts)
+        chosen = policy.select(state.prompt_policy_state, int(cursor), geometry.num_prompts)
+        ordinals = _checked_ordinals(policy.name, chosen, geometry.num_prompts)
         rows = row_of(ordinals, len(encoded), seed)
         chosen = [encoded[row] for row in rows]
         prompts = pad_prompts(chosen, geometry.max_prompt_tokens, ordinals, rows, int(step))
@@ -51,6 +53,26 @@ def make_selector(
         return put_prompts(mesh, prompts), dataclasses.replace(state, cursor=after)
 
     return select
+
+
+def _checked_ordinals(name: str, chosen: Any, count: int) -> np.ndarray:
+    """What a prompt policy chose, as the array of whole numbers that it has to be."""
+    expected = f"expected {count} ordinals as an integer array [{count}], each 0 or more"
+    if not isinstance(chosen, np.ndarray):
+        raise InputError(
+            f"rollout.prompts: select of {name} returned a {type(chosen).__name__}, {expected}: "
+            "return np.asarray(chosen, np.int32)"
+        )
+    if chosen.shape != (count,) or chosen.dtype.kind not in "iu":
+        shown = f"{chosen.dtype} {list(chosen.shape)}"
+        raise InputError(f"rollout.prompts: select of {name} returned {shown}, {expected}")
+    if chosen.min() < 0 or chosen.max() >= np.iinfo(np.int32).max:
+        lowest, highest = chosen.min(), chosen.max()
+        raise InputError(
+            f"rollout.prompts: select of {name} returned ordinals from {lowest} to {highest}, "
+            f"{expected} and within int32"
+        )
+    return chosen
 
 
 def decode_texts(tokenizer: Any, ids: Sequence[Sequence[int]]) -> list[str]:

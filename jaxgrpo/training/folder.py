@@ -41,6 +41,8 @@ SAMPLE_KEYS = (
 )
 EXTRA = "extra"  # {column: value}, last, and only in rows whose step has a reward that logged one
 LOCK = ".lock"
+SHOWN = 200  # characters of a path in a message
+INSIDE = 300  # bytes that the paths of files within a run folder may have
 
 
 class Closing(contextlib.AbstractContextManager):
@@ -126,7 +128,7 @@ def read_samples(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
 def sample_steps(path: Path) -> list[int]:
     """The steps of a run that have a file of samples."""
     names = [file.stem.removeprefix("step_") for file in (path / "samples").glob("step_*.jsonl")]
-    return [int(name) for name in names if name.isdecimal()]
+    return [int(name) for name in names if name.isdecimal() and name == str(int(name))]
 
 
 def _line(step: int, metrics: Mapping[str, Any]) -> str:
@@ -155,6 +157,37 @@ def _complete_lines(file: Path) -> list[tuple[bytes, dict[str, Any]]]:
     return result
 
 
+def refuse_unusable(path: str | os.PathLike[str], resume: bool = False) -> None:
+    """Refuses a path as the folder of a run, without making anything there.
+
+    Args:
+      resume: a folder that holds something may be taken.
+
+    Raises: InputError where it, or what it would be made in, is a file or cannot be written, where
+      it holds something, and where it is too long.
+    """
+    folder = Path(path)
+    where = f"run.dir = {str(path)[:SHOWN]}"
+    parents = [one for one in (folder, *folder.absolute().parents) if os.path.lexists(one)]
+    there = parents[0]
+    if not there.is_dir():
+        place = "is a file" if there == folder else f"is under {there}, which is a file"
+        raise InputError(f"{where} {place}: give a folder")
+    longest = max(len(os.fsencode(part)) for part in folder.absolute().parts)
+    limit = os.pathconf(there, "PC_NAME_MAX"), os.pathconf(there, "PC_PATH_MAX")
+    if longest > limit[0] or len(os.fsencode(folder.absolute())) + INSIDE > limit[1]:
+        raise InputError(f"{where}... is longer than the system allows: give a shorter path")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise InputError(f"{where}: {there} cannot be written: give a folder that can")
+    found = sorted(p.name for p in folder.glob("*") if p.name != LOCK)
+    if found and not resume:
+        holds = ", ".join(found[:4]) + (", ..." if len(found) > 4 else "")
+        raise InputError(
+            f"{where} is not empty (it holds {holds}): "
+            "go on with that run by --resume auto, or set run.dir to another folder"
+        )
+
+
 class RunFolder(Closing):
     """A run's folder, held by one trainer at a time. Only process 0 writes and locks it.
 
@@ -176,7 +209,7 @@ class RunFolder(Closing):
         decided(lambda: self._take(resume))
 
     def _take(self, resume: bool) -> None:
-        self._refuse_unless_usable(resume)
+        refuse_unusable(self.path, resume)
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self._take_lock()
@@ -185,17 +218,6 @@ class RunFolder(Closing):
                 f"run.dir = {self.path} cannot be written ({error.strerror}): set run.dir to a "
                 "folder that can"
             ) from error
-
-    def _refuse_unless_usable(self, resume: bool) -> None:
-        if self.path.exists() and not self.path.is_dir():
-            raise InputError(f"run.dir = {self.path} is a file: give a folder")
-        found = sorted(p.name for p in self.path.glob("*") if p.name != LOCK)
-        if found and not resume:
-            holds = ", ".join(found[:4]) + (", ..." if len(found) > 4 else "")
-            raise InputError(
-                f"run.dir = {self.path} is not empty (it holds {holds}): "
-                "go on with that run by --resume auto, or set run.dir to another folder"
-            )
 
     def _take_lock(self) -> None:
         lock = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT, 0o644)

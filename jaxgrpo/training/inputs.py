@@ -169,6 +169,25 @@ def try_rewards(
     )
 
 
+def gold_problem(rewards: Sequence[Reward], previews: Mapping[str, Preview]) -> str | None:
+    """What to say of a gold answer that earns no more than the empty text; None if it earns more.
+
+    A reward that weighs nothing, or did not score one of the two, has no say.
+    """
+    both = [(one.weight, seen.gold, seen.empty) for one in rewards for seen in [previews[one.name]]]
+    gains = [
+        weight * (gold - empty)
+        for weight, gold, empty in both
+        if weight and gold is not None and empty is not None
+    ]
+    if not gains or sum(gains) > 0:
+        return None
+    return (
+        "look: the gold answer of row 0 earns no more than the empty text. Right if a reward wants "
+        "other words around it; else data.answer is not the column that the rewards compare with"
+    )
+
+
 def show_previews(
     console: Console,
     rewards: Sequence[Reward],
@@ -192,6 +211,8 @@ def show_previews(
     of = "which has no answer" if answer is None else f"whose answer is {text}"
     console.print(f"rewards on row 0, {of}:", soft_wrap=True, markup=False)
     facts(console, lines)
+    if problem := gold_problem(rewards, previews):
+        console.print(problem, style="yellow", soft_wrap=True)
 
 
 def _function(config: Config, use: Any, options: Mapping[str, Any]) -> Any:

@@ -38,7 +38,7 @@ from jaxgrpo.training.folder import (
     read_metrics,
     read_samples,
 )
-from jaxgrpo.training.inputs import dropped_line, try_rewards, with_logged
+from jaxgrpo.training.inputs import dropped_line, gold_problem, try_rewards, with_logged
 from jaxgrpo.training.logbook import Logbook
 from jaxgrpo.training.policy import base_params, evaluator_of, export
 from jaxgrpo.training.resets import Resets, is_better, make_resetter, refuse_unknown_best, see
@@ -128,7 +128,7 @@ def take(
         run = setup(config, **given)
         process.refuse_unless_alike(lambda: _data_of(run), fingerprints.REMEDY)
         # A reward that cannot be called is found now and not after the first samples.
-        try_rewards(run.rewards, run.rows[0], run.tokenizer, config.train.steps)
+        tried = try_rewards(run.rewards, run.rows[0], run.tokenizer, config.train.steps)
         restored = process.decided(checkpoints.latest) is not None
         if not restored:
             process.decided(lambda: folder.refuse_to_forget(before.checkpoint.every))
@@ -141,6 +141,8 @@ def take(
         stack.enter_context(display.bar)
         display.say(opening)
         _say_dropped(run, display)
+        if problem := gold_problem(run.rewards, tried):
+            display.say(problem)
         stack.enter_context(process.stop_signals(config.run.stop_grace))
         limits = (config.run.stop_grace, config.run.stuck_after)
         watch = Watchdog(display.under_way, lambda: _kept(folder, checkpoints), *limits)

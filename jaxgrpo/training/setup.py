@@ -34,8 +34,9 @@ from jaxgrpo.rewards.protocol import Reward
 from jaxgrpo.rollout.judging import make_rewarder, make_selector
 from jaxgrpo.rollout.sampler import SamplingSettings
 from jaxgrpo.rollout.selection import PromptPolicy
-from jaxgrpo.training import inputs, process
+from jaxgrpo.training import inputs, memory, process
 from jaxgrpo.training.console import facts
+from jaxgrpo.training.folder import refuse_unusable
 from jaxgrpo.update import packing, step
 from jaxgrpo.update.forward import Blueprint, as_computed, held_dtype, opt_layout, param_layout
 from jaxgrpo.update.optimizer import make_optimizer
@@ -84,6 +85,7 @@ class Setup(NamedTuple):
     prepare: step.Prepare
     update: step.Update
     sync: step.Sync
+    update_program: Any  # of step.Steps
 
 
 def setup(
@@ -108,6 +110,8 @@ def setup(
     mesh, model, tokenizer, rows = (read[name] for name in ("mesh", "model", "tokenizer", "rows"))
     chosen = inputs.resolve_rewards(config, rewards, rows[0])
     blueprint, steps = share("method", lambda: _method(config, read, chosen, advantage, share))
+    # Before anything is allocated.
+    memory.refuse_too_large(memory.count(blueprint, kept_policies(blueprint)), mesh)
     needs = blueprint.chain.needs | blueprint.objective.needs
     columns = methods.needed_columns(needs, rows, chosen)
     dtype, layout = held_dtype(model), param_layout(blueprint)
@@ -126,6 +130,7 @@ def setup(
         prepare=functools.partial(step.prepare_and_observe, policy, steps.prepare),
         update=steps.update,
         sync=steps.sync,
+        update_program=steps.update_program,
     )
 
 
@@ -150,6 +155,7 @@ def find_model(config: Config, mesh: Mesh | None = None) -> Found:
     folder = folders.find_folder(keys.path, keys.revision)
     stored, tokenizer = folders.read_config(folder), folders.read_tokenizer(folder)
     chosen = dataclasses.replace(stored, dtype=keys.dtype, float32_head=keys.float32_head)
+    folders.check_tokens(folder, tokenizer, stored)
     model = decoder.build(chosen, constrain=sharding.constrain(mesh))
     return Found(mesh, folder, tokenizer, model)
 
@@ -211,8 +217,9 @@ def slots_of(config: Config) -> int:
 def sampling_settings(config: Config, folder: Path, tokenizer: Any) -> SamplingSettings:
     """How a config samples from the model in `folder`.
 
-    Raises: InputError where no token ends a sample.
+    Raises: InputError where no token ends a sample, and where the model has no positions for it.
     """
+    _check_length(config, folder, folders.read_config(folder).max_positions)
     ends = folders.read_end_tokens(folder, tokenizer)
     if not ends:
         raise InputError(
@@ -232,6 +239,24 @@ def sampling_settings(config: Config, folder: Path, tokenizer: Any) -> SamplingS
     )
 
 
+def _check_length(config: Config, folder: Path, positions: int) -> None:
+    """Refuses sequences longer than those that the model is meant for."""
+    prompt, completion = config.rollout.max_prompt_tokens, config.rollout.max_completion_tokens
+    if prompt + completion > positions:
+        raise InputError(
+            f"rollout.max_prompt_tokens = {prompt} and rollout.max_completion_tokens = {completion}"
+            f" are {prompt + completion} tokens, but {folder}/config.json says "
+            f"max_position_embeddings = {positions}: make them shorter"
+        )
+
+
+def kept_policies(blueprint: Blueprint) -> list[str]:
+    """The policies that a method reads beside the trained one: "reference", "base"."""
+    needs = blueprint.chain.needs | blueprint.objective.needs
+    scored = {FIELDS[name].policy for name in needs & FIELDS.keys()} - {"trainer"}
+    return sorted(scored | blueprint.objective.anchors)
+
+
 def first_state(
     blueprint: Blueprint,
     params: Params,
@@ -241,8 +266,6 @@ def first_state(
     rewards: tuple[str, ...],
 ) -> TrainState:
     """The state before the first step, laid out on the mesh."""
-    needs = blueprint.chain.needs | blueprint.objective.needs
-    scored = {FIELDS[name].policy for name in needs & FIELDS.keys()} - {"trainer"}
     everywhere = sharding.replicated(blueprint.mesh)
     # Geometry and RolloutSpec begin with the same four sizes.
     spec = RolloutSpec(*blueprint.geometry[:4], rewards=rewards, num_rows=num_rows)
@@ -255,7 +278,7 @@ def first_state(
     return TrainState(
         step=put(np.int32(0)),
         trainable=params,
-        frozen={name: copy(params) for name in sorted(scored | blueprint.objective.anchors)},
+        frozen={name: copy(params) for name in kept_policies(blueprint)},
         opt_state=jax.jit(blueprint.optimizer.init, out_shardings=opt_layout(blueprint))(params),
         advantage_state=jax.tree.map(put, blueprint.chain.init(spec)),
         prompt_policy_state=policy.init(num_rows, seed),
@@ -292,9 +315,13 @@ class Shared:
         return share
 
 
-def dry_run(config: Config) -> None:
-    """Prints what `train` would do: config, devices, geometry, parameters, the first prompt."""
+def dry_run(config: Config, resume: bool = False) -> None:
+    """Prints what `train` would do: config, devices, geometry, memory, the first prompt.
+
+    Raises: InputError where `train` would refuse before its first step.
+    """
     console = Console(highlight=False)
+    refuse_unusable(config.run.dir, resume)
     console.print(process.start(config.mesh.platform))
     run = setup(config)
     geometry = run.blueprint.geometry
@@ -302,12 +329,16 @@ def dry_run(config: Config) -> None:
     first = int(sharding.to_host(prompts.row)[0])
     ids = run.encoded[first]
     count = sum(leaf.size for leaf in jax.tree.leaves(run.state.trainable))
+    needed = memory.count(run.blueprint, kept_policies(run.blueprint))
+    planned = memory.plan(run.update_program, run.blueprint, run.state)
+    needed = needed._replace(update=planned)
     console.print(configs.to_toml(config), markup=False)
     facts(
         console,
         {
             "mesh": ", ".join(f"{name} {size}" for name, size in run.mesh.shape.items()),
             "parameters": f"{count:,}",
+            **needed.lines(memory.of_device(run.mesh)),
             "a step": f"{geometry.num_prompts} prompts x {geometry.group_size} samples = "
             f"{slots_of(config)} completions of at most {geometry.max_completion_tokens} tokens",
             "an update": f"at most {geometry.micro_batches} micro-batches of {geometry.bins} bins "
@@ -321,3 +352,4 @@ def dry_run(config: Config) -> None:
         },
     )
     inputs.show_previews(console, run.rewards, run.rows[0], run.tokenizer, config.train.steps)
+    memory.refuse_too_large(needed, run.mesh)

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import math
 from collections.abc import Mapping
 from typing import Any
 
 import jax
 import optax
 
-from jaxgrpo.core.errors import InputError
+from jaxgrpo.core.errors import InputError, refuse_no_number
 from jaxgrpo.core.types import Params
+
+RATES = ("b1", "b2", "b3", "momentum")
+"""Options of optax that are the share of a moment that a step keeps."""
 
 _INNER = "inner_state"  # of optax.inject_hyperparams: the state of the factory itself
 
@@ -42,11 +46,16 @@ def make_optimizer(
     options = dict(options or {})
     factory = _factory(use)
     accepted = inspect.signature(factory).parameters
-    for name in options:
+    for name, value in options.items():
         if name not in accepted:
             near = difflib.get_close_matches(name, accepted, 1)
             hint = f"did you mean {near[0]!r}?" if near else f"it takes {', '.join(accepted)}"
             raise InputError(f"optimizer.{name}: optax.{use} has no such option; {hint}")
+        refuse_no_number(f"optimizer.{name}", value, accepted[name])
+        limit = 1 if name in RATES else math.inf
+        if isinstance(value, (int, float)) and not 0 <= value < limit:
+            below = ", and below 1" if name in RATES else ", and finite"
+            raise InputError(f"optimizer.{name} = {value}: expected 0 or more{below}")
     if "mask" in accepted and options.get("weight_decay", 1):
         options["mask"] = decay_mask(axes)
     rate = make_schedule(learning_rate, steps, warmup_steps, schedule)

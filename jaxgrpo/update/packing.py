@@ -7,7 +7,8 @@ one sample per row, rows in order, whole groups per bin. The layout has room for
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from collections.abc import Collection
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +16,7 @@ import numpy as np
 from jax import Array
 
 from jaxgrpo.core.errors import InputError
-from jaxgrpo.core.types import Rollouts, TrainBatch
+from jaxgrpo.core.types import OF_PASS, Rollouts, TrainBatch
 from jaxgrpo.models.api import Constrain
 
 
@@ -142,6 +143,34 @@ def gather(
         num_live=jnp.asarray(plan.num_live),
     )
     return jax.tree.map(functools.partial(_over_bins, constrain), batch)
+
+
+def abstract_batch(geometry: Geometry, needs: Collection[str]) -> TrainBatch:
+    """The shapes and dtypes of the whole batch that `gather` makes.
+
+    Args:
+      needs: fields that the objective reads.
+    """
+    sizes = geometry.micro_batches, geometry.bins
+    asked, rows = geometry.prompts_per_bin, geometry.rows
+    width, steps = geometry.max_prompt_tokens, geometry.max_completion_tokens
+
+    def of(dtype: str, *shape: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((*sizes, *shape), jnp.dtype(dtype))
+
+    per_token = of("float32", rows, steps)
+    token, names = of("int32", rows, steps), {"behavior_logp", *needs}
+    arrays: Any = {
+        "prompt_tokens": of("int32", asked, width),
+        "prompt_length": of("int32", asked),
+        **dict.fromkeys(("tokens", "targets", "segment", "position"), token),
+        **dict.fromkeys(("advantage", "weight", "proximal_logp"), per_token),
+        "mask": of("bool", rows, steps),
+        "fields": dict.fromkeys(sorted(names - OF_PASS.keys()), per_token),
+        "row_prompt": of("int32", rows),
+        "num_live": jax.ShapeDtypeStruct((), jnp.int32),
+    }
+    return TrainBatch(**arrays)
 
 
 def _over_bins(constrain: Constrain, leaf: Array) -> Array:

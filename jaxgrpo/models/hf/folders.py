@@ -60,6 +60,9 @@ CARD_TITLE = "# Trained with jaxgrpo"
 PROBES, PROBE_BYTES = 64, 1 << 16  # of a large file, for its fingerprint
 
 SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+FLOATS = ("float32", "bfloat16", "float16", "float64")
+"""The dtypes in which weights may be stored."""
+
 MAX_NAMES = 8  # tensors named in an error message
 MAX_REASON = 200  # characters of another library's message in ours
 
@@ -99,11 +102,37 @@ def read_end_tokens(path: str | os.PathLike[str], tokenizer: Any) -> tuple[int, 
     """The tokens that end a text: the tokenizer's own, then those of generation_config.json.
 
     Chat models have several (Qwen3: <|im_end|> and <|endoftext|>), of which a tokenizer knows one.
+
+    Raises: InputError on a token that the model does not have.
     """
-    source = find_folder(path) / "generation_config.json"
+    folder = find_folder(path)
+    source = folder / "generation_config.json"
     more = (_read_json(source) if source.is_file() else {}).get("eos_token_id")
-    found = [tokenizer.eos_token_id, *(more if isinstance(more, list) else [more])]
-    return tuple(dict.fromkeys(token for token in found if token is not None))
+    given = [(source, token) for token in (more if isinstance(more, list) else [more])]
+    given.insert(0, (folder / "tokenizer_config.json", tokenizer.eos_token_id))
+    size = read_config(folder).vocab_size
+    for file, token in given:
+        if token is not None and (type(token) is not int or not 0 <= token < size):
+            raise InputError(
+                f"{file}: the end token {token!r}, expected a whole number from 0 to {size - 1}, "
+                "the tokens of config.json's vocab_size: set eos_token_id to the model's own"
+            )
+    return tuple(dict.fromkeys(token for _, token in given if token is not None))
+
+
+def check_tokens(path: str | os.PathLike[str], tokenizer: Any, config: ModelConfig) -> None:
+    """Refuses a tokenizer of another model, some of whose tokens have no embedding.
+
+    Raises: InputError with the largest token that has none.
+    """
+    text, last = max(tokenizer.get_vocab().items(), key=lambda item: item[1])
+    if last >= config.vocab_size:
+        raise InputError(
+            f"{path}: the tokenizer knows the token {last}, {text!r}, but config.json's vocab_size "
+            f"= {config.vocab_size} gives embeddings to 0 to {config.vocab_size - 1}: take the "
+            "tokenizer of this model, or give the model more embeddings (resize_token_embeddings "
+            "of transformers)"
+        )
 
 
 def end_fields(tokens: Sequence[int]) -> dict[str, Any]:
@@ -135,6 +164,11 @@ def read_params(
 
         def read(entry: qwen3.Entry) -> tuple[int | None, np.ndarray]:
             tensor = files[entry.name].get_tensor(entry.name)
+            if str(tensor.dtype) not in FLOATS:
+                raise InputError(
+                    f"{folder}: {entry.name} holds {tensor.dtype}, expected {', '.join(FLOATS)}: "
+                    "quantised weights are not read; take the plain checkpoint"
+                )
             if tensor.shape != entry.hf_shape:
                 raise InputError(
                     f"{folder}: {entry.name} has shape {tensor.shape}, but config.json asks for "
@@ -213,8 +247,8 @@ def find_folder(path: str | os.PathLike[str], revision: str | None = None) -> Pa
 
     Raises: InputError if `path` is neither a folder nor a model that the hub gives.
     """
-    folder = Path(path).expanduser()
-    if folder.is_dir():
+    folder = Path(os.path.expanduser(path))
+    if os.path.isdir(folder):
         return folder
     if not isinstance(path, str) or not sources.is_name(path):
         raise InputError(
@@ -244,9 +278,15 @@ def fingerprint(path: str | os.PathLike[str]) -> dict[str, list[int]]:
     return found
 
 
-def _read_json(file: Path) -> Any:
-    with refusing(f"{file} is not JSON ({{reason}}): copy the model folder anew", ValueError):
-        return json.loads(file.read_text(encoding="utf-8"))
+def _read_json(file: Path) -> dict[str, Any]:
+    remedy = "copy the model folder anew"
+    with refusing(f"{file} is not JSON ({{reason}}): {remedy}", ValueError, OSError):
+        found = sources.parse_json(file.read_text(encoding="utf-8"))
+    if not isinstance(found, dict):
+        raise InputError(
+            f"{file} holds a JSON {type(found).__name__}, expected an object: {remedy}"
+        )
+    return found
 
 
 def _check_names(folder: Path, expected: set[str], files: Mapping[str, Any], tied: bool) -> None:
@@ -371,7 +411,7 @@ def _open_weights(folder: Path) -> Iterator[dict[str, Any]]:
 def _weight_files(folder: Path) -> list[Path]:
     index = folder / INDEX
     if index.is_file():
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        names = _shards(index)
         missing = [name for name in names if not (folder / name).is_file()]
         if missing:
             raise InputError(
@@ -420,6 +460,22 @@ def _is_ours(path: Path) -> bool:
     if path.name == "README.md":
         return CARD_TITLE in path.read_text(encoding="utf-8", errors="replace")
     return path.name in OURS or WEIGHTS.fullmatch(path.name) is not None
+
+
+def _shards(index: Path) -> list[str]:
+    """The files that an index names, all of them in its own folder."""
+    table = _read_json(index).get("weight_map")
+    if not isinstance(table, dict) or not table:
+        raise InputError(
+            f"{index} has no weight_map, {{tensor: file}} (found {table!r}): copy the folder anew"
+        )
+    for tensor, name in table.items():
+        if not isinstance(name, str) or not name or Path(name).name != name:
+            raise InputError(
+                f"{index}: {tensor} is in {name!r}, expected the name of a file in that folder: "
+                "nothing outside a model's folder is read; copy the folder anew"
+            )
+    return sorted(set(table.values()))
 
 
 @contextlib.contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -38,6 +38,39 @@ UNSUPPORTED = {  # fields that must be absent, false or 0
     "quantization_config": "only plain weights are read",
     "use_sliding_window": "Qwen3 is built without windows",
     "attention_dropout": "dropout is not built; set it to 0",
+}
+
+
+def _is_size(value: Any) -> bool:
+    return type(value) is int and 1 <= value < 2**31
+
+
+def _is_positive(value: Any) -> bool:
+    return type(value) in (int, float) and 0 < value < math.inf
+
+
+def _is(kind: type) -> Callable[[Any], bool]:
+    """Whether a value is of that kind, or null."""
+    return lambda value: value is None or isinstance(value, kind)
+
+
+KINDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {  # field -> what it may be, in words
+    **dict.fromkeys(
+        (*REQUIRED.values(), "max_position_embeddings"), (_is_size, "a whole number, 1 or more")
+    ),
+    "head_dim": (lambda value: value is None or _is_size(value), "a whole number, or null"),
+    "rms_norm_eps": (_is_positive, "a number above 0"),
+    "tie_word_embeddings": (_is(bool), "true or false"),
+    "attention_bias": (_is(bool), "true or false"),
+    "rope_parameters": (_is(dict), "an object"),
+    "rope_scaling": (_is(dict), "an object"),
+    "layer_types": (
+        lambda value: _is(list)(value) and all(isinstance(kind, str) for kind in value or ()),
+        "a list of texts",
+    ),
+    "hidden_act": (_is(str), "a text"),
+    "dtype": (_is(str), "a text"),
+    "torch_dtype": (_is(str), "a text"),
 }
 
 
@@ -136,21 +169,42 @@ def model_config(fields: Mapping[str, Any], source: str) -> ModelConfig:
     Raises: InputError naming every field of `source` that is missing or asks for what is not built.
     """
     missing = [f"{name}: missing" for name in REQUIRED.values() if name not in fields]
-    refuse_all(f"{source} is not a Qwen3 that can be built:", [*_unsupported(fields), *missing])
-    rope = {  # `rope_parameters` in transformers 5, two fields before
+    odd = _wrong_kinds(fields) or _unsupported(fields)
+    refuse_all(f"{source} is not a Qwen3 that can be built:", [*odd, *missing])
+    return ModelConfig(
+        family="qwen3",
+        **{ours: fields[theirs] for ours, theirs in REQUIRED.items()},
+        **{ours: _given(fields, theirs, default) for ours, (theirs, default) in OPTIONAL.items()},
+        head_dim=fields.get("head_dim") or 128,
+        pattern=(LayerKind(rope_theta=float(_rope(fields)["rope_theta"])),),
+        activation=ACTIVATIONS[fields.get("hidden_act", "silu")],
+        dtype=fields.get("dtype") or fields.get("torch_dtype") or "float32",
+    )
+
+
+def _given(fields: Mapping[str, Any], name: str, default: Any) -> Any:
+    return default if fields.get(name) is None else fields[name]
+
+
+def _rope(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """`rope_parameters` of transformers 5, which are two fields before."""
+    return {
         "rope_theta": fields.get("rope_theta", 10_000.0),
         **(fields.get("rope_scaling") or {}),
         **(fields.get("rope_parameters") or {}),
     }
-    return ModelConfig(
-        family="qwen3",
-        **{ours: fields[theirs] for ours, theirs in REQUIRED.items()},
-        **{ours: fields.get(theirs, default) for ours, (theirs, default) in OPTIONAL.items()},
-        head_dim=fields.get("head_dim") or 128,
-        pattern=(LayerKind(rope_theta=float(rope["rope_theta"])),),
-        activation=ACTIVATIONS[fields.get("hidden_act", "silu")],
-        dtype=fields.get("dtype") or fields.get("torch_dtype") or "float32",
-    )
+
+
+def _wrong_kinds(fields: Mapping[str, Any]) -> list[str]:
+    """The fields whose values are of another kind than Qwen3's."""
+    odd = {
+        name: (fields[name], expected)
+        for name, (is_right, expected) in KINDS.items()
+        if name in fields and not is_right(fields[name])
+    }
+    if not odd and not _is_positive(theta := _rope(fields)["rope_theta"]):
+        odd["rope_theta"] = theta, "a number above 0"
+    return [f"{name} = {value!r}: expected {expected}" for name, (value, expected) in odd.items()]
 
 
 def _unsupported(fields: Mapping[str, Any]) -> list[str]:

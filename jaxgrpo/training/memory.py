@@ -1,0 +1,176 @@
+"""What a run keeps in the memory of one device, and whether the device has that much.
+
+What is kept between steps and the state of decoding are counted before anything is allocated. The
+working memory of an update is what XLA plans for its program, which `--dry-run` compiles.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Collection, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from jaxgrpo.core.errors import InputError
+from jaxgrpo.core.types import TrainState
+from jaxgrpo.models import sharding
+from jaxgrpo.update import packing
+from jaxgrpo.update.forward import Blueprint, held_dtype, opt_layout, param_layout
+
+UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+PER_TOKEN = 4 + 4 + 1  # bytes of a token, its log-probability and its mask
+
+
+class Memory(NamedTuple):
+    """Bytes on one device."""
+
+    parameters: int  # that are trained
+    optimizer: int
+    copies: int  # of other policies that the method reads
+    sampler: int  # working memory of decoding: weights as it reads them, logits, a layer's keys
+    decode: int  # keys, values and tokens of all prompts and completions of a step
+    update: int = 0  # working memory of the update's program; 0: not known yet
+
+    @property
+    def kept(self) -> int:
+        """From one step to the next."""
+        return self.parameters + self.optimizer + self.copies
+
+    @property
+    def peak(self) -> int:
+        return self.kept + max(self.sampler + self.decode, self.update)
+
+    def lines(self, limit: int) -> dict[str, str]:
+        """What to print: name -> bytes in words."""
+        update = shown(self.update) if self.update else "not known"
+        return {
+            "memory": f"{shown(self.peak)} of {shown(limit)} on each device at the most",
+            "  kept": f"parameters {shown(self.parameters)}, optimizer {shown(self.optimizer)}, "
+            f"copies {shown(self.copies)}",
+            "  sampling": f"decode state {shown(self.decode)}, "
+            f"working memory {shown(self.sampler)}",
+            "  update": f"working memory {update}",
+        }
+
+
+def count(blueprint: Blueprint, copies: Collection[str]) -> Memory:
+    """The memory of a run on each of its devices, but for the update's working memory.
+
+    Args:
+      copies: names of the policies that are kept beside the trained one.
+    """
+    model, layout = blueprint.model, param_layout(blueprint)
+    held = jnp.dtype(held_dtype(model))
+    trained = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, held), model.shapes)
+    optimizer = jax.eval_shape(blueprint.optimizer.init, trained)
+    return Memory(
+        parameters=_bytes(trained, layout),
+        optimizer=_bytes(optimizer, opt_layout(blueprint)),
+        copies=len(copies) * _bytes(model.shapes, layout),
+        sampler=_sampler(blueprint),
+        decode=_decode(blueprint),
+    )
+
+
+def plan(program: Any, blueprint: Blueprint, state: TrainState) -> int:
+    """The working memory that XLA plans for the update program, which is compiled for it.
+
+    Args:
+      program: `update_program` of `update.step.Steps`.
+      state: of the run; its arrays are not read.
+    """
+    anchors = {name: state.frozen[name] for name in sorted(blueprint.objective.anchors)}
+    batch = packing.abstract_batch(blueprint.geometry, blueprint.objective.needs)
+
+    def placed(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        names = (None, "bins", *[None] * len(leaf.shape))[: len(leaf.shape)]
+        layout = sharding.named(blueprint.mesh, *names)
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=layout)
+
+    arguments = (state.trainable, state.opt_state, state.objective_state, anchors)
+    compiled = program.lower(*arguments, jax.tree.map(placed, batch)).compile()
+    found = compiled.memory_analysis()
+    if found is None:  # a platform that does not tell
+        return 0
+    out = found.output_size_in_bytes - found.alias_size_in_bytes
+    whole = found.argument_size_in_bytes + found.temp_size_in_bytes + out
+    return whole - sum(map(_on_device, jax.tree.leaves(arguments)))
+
+
+def refuse_too_large(memory: Memory, mesh: Mesh) -> None:
+    """Raises: InputError where a device has less memory than the run takes."""
+    limit = of_device(mesh)
+    if memory.peak <= limit:
+        return
+    parts = "; ".join(f"{name.strip()}: {text}" for name, text in memory.lines(limit).items())
+    sampling = memory.sampler + memory.decode >= memory.update
+    remedy = (
+        "fewer rollout.prompts_per_step or rollout.group_size, or shorter completions"
+        if sampling
+        else "a smaller train.rows_per_micro_batch, or mesh.fsdp"
+    )
+    raise InputError(
+        f"the run does not fit its devices ({parts}): take {remedy}; model.dtype = "
+        '"bfloat16" halves what is computed with, and more devices share it'
+    )
+
+
+def of_device(mesh: Mesh) -> int:
+    """The bytes of memory that a device of the mesh gives; CPU devices share the machine's."""
+    device = mesh.local_devices[0]
+    stats: Mapping[str, int] = device.memory_stats() or {}
+    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // len(mesh.local_devices)
+    return stats.get("bytes_limit", machine)
+
+
+def shown(count: int) -> str:
+    """Bytes in words.
+
+    >>> shown(3 * 2**30 // 2)
+    '1.5 GiB'
+    """
+    power = min(int(math.log2(max(count, 1)) // 10), len(UNITS) - 1)
+    return f"{count / 1024**power:.{min(power, 1)}f} {UNITS[power]}"
+
+
+def _sampler(blueprint: Blueprint) -> int:
+    """Weights in the model's dtype, gathered over fsdp; slices of the stacked ones, since layers
+    are read one by one; logits as they come and as they are drawn from; and the keys and values of
+    one layer, which XLA transposes to read them. (Over a tensor axis it may keep several.)"""
+    model, mesh = blueprint.model, blueprint.mesh
+    layout = param_layout(blueprint, sharding.SAMPLING)
+    of_layers = _bytes(model.shapes["blocks"], layout["blocks"])
+    is_copy = mesh.shape["fsdp"] > 1 or model.config.dtype != held_dtype(model)
+    copy = _bytes(model.shapes, layout) if is_copy else 0
+    geometry, vocab = blueprint.geometry, model.config.vocab_size
+    samples = geometry.num_prompts * geometry.group_size // sharding.num_bins(mesh)
+    logits = 4 * samples * vocab // mesh.shape["tensor"]
+    return copy + of_layers + 2 * logits + _decode(blueprint) // model.config.num_layers
+
+
+def _decode(blueprint: Blueprint) -> int:
+    """Keys and values of each prompt once and of every completion, tokens, log-probs and masks."""
+    config, geometry, mesh = blueprint.model.config, blueprint.geometry, blueprint.mesh
+    prompts = geometry.num_prompts // sharding.num_bins(mesh)
+    own = prompts * geometry.group_size * geometry.max_completion_tokens
+    positions = prompts * geometry.max_prompt_tokens + own
+    heads = config.num_kv_heads // mesh.shape["tensor"]
+    of_position = 2 * config.num_layers * heads * config.head_dim * jnp.dtype(config.dtype).itemsize
+    return positions * of_position + own * PER_TOKEN
+
+
+def _bytes(shapes: Any, layout: Any) -> int:
+    """Of a tree of shapes on one device, by a tree of shardings."""
+    placed = jax.tree.map(
+        lambda leaf, one: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=one), shapes, layout
+    )
+    return sum(map(_on_device, jax.tree.leaves(placed)))
+
+
+def _on_device(leaf: Any) -> int:
+    return math.prod(leaf.sharding.shard_shape(leaf.shape)) * np.dtype(leaf.dtype).itemsize

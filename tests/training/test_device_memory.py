@@ -1,0 +1,159 @@
+"""What a run takes of a device's memory: counted and planned, printed, and refused if too much."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import small_run
+import tiny
+
+from jaxgrpo import advantages, losses
+from jaxgrpo.core.errors import InputError
+from jaxgrpo.core.types import TrainState
+from jaxgrpo.models import decoder, sharding
+from jaxgrpo.models.api import ModelConfig
+from jaxgrpo.rollout.sampler import SamplingSettings, make_sampler
+from jaxgrpo.training import memory, setup
+from jaxgrpo.update import packing
+from jaxgrpo.update.forward import Blueprint, opt_layout, param_layout
+from jaxgrpo.update.packing import Geometry
+from jaxgrpo.update.step import build_steps
+
+QWEN3_0P6B = ModelConfig(
+    vocab_size=151_936,
+    hidden_size=1024,
+    intermediate_size=3072,
+    num_layers=28,
+    num_heads=16,
+    num_kv_heads=8,
+    head_dim=128,
+    tie_embeddings=True,
+)
+GIB = 2**30
+
+
+def blueprint(config: ModelConfig, geometry: Geometry, devices: int = 1, **mesh: int) -> Blueprint:
+    made = sharding.make_mesh(**mesh, devices=jax.devices()[:devices])
+    group, steps = geometry.group_size, geometry.max_completion_tokens
+    return Blueprint(
+        model=decoder.build(config, constrain=sharding.constrain(made)),
+        chain=advantages.build("grpo"),
+        objective=losses.Objective(losses.clip(), losses.token_mean()),
+        optimizer=optax.adamw(1e-3),
+        geometry=geometry,
+        sampling=SamplingSettings(group, steps, 1.0, (tiny.END,), tiny.PAD, 64),
+        mesh=made,
+    )
+
+
+def on(layout, shapes):
+    return jax.tree.map(
+        lambda leaf, one: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=one), shapes, layout
+    )
+
+
+def total(compiled) -> int:
+    """The bytes that a program and what it reads take on a device."""
+    found = compiled.memory_analysis()
+    out = found.output_size_in_bytes - found.alias_size_in_bytes
+    return found.argument_size_in_bytes + found.temp_size_in_bytes + out
+
+
+SMALL = dataclasses.replace(tiny.UNIFORM, num_layers=8, vocab_size=256)
+LONG = Geometry(8, 8, 32, 192, 2, 8)
+
+
+@pytest.fixture(scope="module")
+def made() -> Blueprint:
+    return blueprint(SMALL, LONG, devices=2, fsdp=2)
+
+
+def test_what_decoding_takes_is_within_15_percent_of_what_xla_plans(made):
+    sampler = make_sampler(made.model, made.sampling, sharding.constrain(made.mesh))
+    params = on(param_layout(made, sharding.SAMPLING), made.model.shapes)
+    asked = tiny.prompts(LONG.num_prompts, LONG.max_prompt_tokens)
+    layouts = jax.tree.map(
+        lambda leaf: sharding.named(made.mesh, *("bins", None)[: np.ndim(leaf)]), asked
+    )
+    key = jax.ShapeDtypeStruct((2,), jnp.uint32, sharding=sharding.replicated(made.mesh))
+    arguments = params, on(layouts, asked), key
+    prefill = sampler.prefill.lower(*arguments).compile()
+    state = on(prefill.output_shardings, jax.eval_shape(sampler.prefill, *arguments))
+    planned = total(sampler.decode.lower(params, state).compile())
+    counted = memory.count(made, ())
+    assert counted.sampler + counted.decode == pytest.approx(planned, rel=0.15)
+    held = sum(np.prod(leaf.sharding.shard_shape(leaf.shape)) * 4 for leaf in state.memory[0][1])
+    assert counted.decode > SMALL.num_layers * held
+
+
+def test_what_an_update_takes_is_what_xla_plans(made):
+    program = build_steps(made).update_program
+    params = on(param_layout(made), made.model.shapes)
+    opt_state = on(opt_layout(made), jax.eval_shape(made.optimizer.init, params))
+    rest = dict.fromkeys(field.name for field in dataclasses.fields(TrainState))
+    arrays = {"trainable": params, "opt_state": opt_state, "frozen": {}, "objective_state": {}}
+    planned = memory.plan(program, made, TrainState(**{**rest, **arrays}))
+    counted = memory.count(made, ())._replace(update=planned)
+    shard = sum(leaf.size for leaf in jax.tree.leaves(params)) * 4 / 2
+    assert counted.parameters == pytest.approx(shard, rel=0.05)  # norms are on every device
+    assert counted.optimizer == pytest.approx(2 * counted.parameters, rel=0.01)
+    rows = LONG.rows * (LONG.max_completion_tokens + LONG.max_prompt_tokens // 8)
+    inputs_of_layers = SMALL.num_layers * rows * SMALL.hidden_size * 4
+    assert planned > counted.parameters + inputs_of_layers  # gradients, and what layers recompute
+    assert counted.peak == counted.kept + max(planned, counted.sampler + counted.decode)
+
+
+def test_the_abstract_batch_is_what_gather_makes():
+    shape = (LONG.num_prompts, LONG.group_size)
+    sizes = {"steps": LONG.max_completion_tokens, "width": LONG.max_prompt_tokens}
+
+    def gathered():
+        rollouts = tiny.rollouts(np.ones(shape), **sizes)
+        zero = jnp.zeros(rollouts.token_mask.shape)
+        everyone = packing.plan(np.ones(shape, bool), LONG)
+        fields = {"behavior_logp": zero, "reference_logp": zero}
+        return packing.gather(rollouts, everyone, zero, zero, rollouts.token_mask, fields)
+
+    batch = packing.abstract_batch(LONG, frozenset({"reference_logp", "policy_entropy"}))
+    describe = functools.partial(jax.tree.map, lambda leaf: (leaf.shape, leaf.dtype))
+    assert describe(batch) == describe(jax.eval_shape(gathered))
+
+
+def test_the_keys_and_values_of_qwen3_at_512_completions_are_119_gib():
+    geometry = Geometry(64, 8, 512, 1024, 1, 16)
+    wide = memory.count(blueprint(QWEN3_0P6B, geometry), ())
+    assert wide.decode / GIB == pytest.approx(119, abs=0.5)
+    narrow = dataclasses.replace(QWEN3_0P6B, dtype="bfloat16")
+    shipped = memory.count(blueprint(narrow, geometry._replace(num_prompts=32)), ())
+    assert shipped.decode / GIB == pytest.approx(29.8, abs=0.2)
+    assert shipped.kept == pytest.approx(12 * 596e6, rel=0.01)  # float32, with two moments
+    assert shipped.peak < 0.75 * 80e9  # what JAX takes of a device with 80 GB
+
+
+def test_a_run_that_does_not_fit_is_refused_before_its_weights_are_read(tmp_path, monkeypatch):
+    config = small_run.config(tmp_path / "r", **{"rollout.prompts_per_step": 40_000_000})
+    monkeypatch.setattr(setup.folders, "read_params", None)
+    message = r"(?s)does not fit its devices \(memory: .* [GT]iB of .*take fewer rollout"
+    for build in (setup.setup, setup.dry_run):
+        with pytest.raises(InputError, match=message):
+            build(config)
+
+
+def test_a_dry_run_prints_the_memory_of_a_device(tmp_path, capsys):
+    setup.dry_run(small_run.config(tmp_path / "r"))
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    size = r"[\d.]+ (B|KiB|MiB|GiB)"
+    for pattern in (
+        rf"memory {size} of {size} on each device at the most",
+        rf"kept parameters {size}, optimizer {size}, copies 0 B",
+        rf"sampling decode state {size}, working memory {size}",
+        rf"update working memory {size}",
+    ):
+        assert any(re.fullmatch(pattern, line) for line in lines), pattern
