@@ -49,25 +49,22 @@ class Display:
             transient=True,
         )
         self._task = self.bar.add_task("training", total=steps, completed=done)
-        self._accuracy: float | None = None
 
     def say(self, text: str) -> None:
         self.console.print(text, markup=False)  # it may hold what a model wrote
 
     def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._accuracy = metrics["accuracy"]
         low, high = metrics["accuracy/low"], metrics["accuracy/high"]
         shown = [f"accuracy {metrics['accuracy']:.3f} (95%: {low:.3f} to {high:.3f})"]
         shown += [f"{name} {value:.3f}" for name, value in metrics.items() if is_summary(name)]
         self.say(f"evaluated at step {step}: {', '.join(shown)}")
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """What matters first: is there reward, does it grow, is there signal, does it move."""
-        accuracy = "    –" if self._accuracy is None else f"{self._accuracy:.3f}"
+        """What matters first: is there reward, is there signal, does it move."""
         self.say(
-            f"{step:4d} reward {metrics['reward']:6.3f} accuracy {accuracy} "
-            f"live {metrics['live_groups']:4.0%} gradient {metrics['grad_norm']:.1e} "
-            f"{metrics['time/step']:.1f}s loss {metrics['loss']:8.1e}"
+            f"{step:4d} reward {metrics['reward']:6.3f} live {metrics['live_groups']:4.0%} "
+            f"gradient {metrics['grad_norm']:.1e} {metrics['time/step']:.1f}s "
+            f"loss {metrics['loss']:8.1e}"
         )
         self.bar.update(self._task, completed=step)
 

@@ -76,3 +76,15 @@ def test_a_sparkline_spans_lowest_to_highest(values, line):
 
 def test_a_long_sparkline_shows_means_of_stretches():
     assert console.sparkline([0.0] * 50 + [1.0] * 50, width=4) == "▁▁██"
+
+
+def test_the_line_of_a_step_repeats_no_evaluation_of_an_earlier_one(capsys):
+    display = console.Display(9, 0, active=True)
+    display.evaluated(0, {"accuracy": 0.25, "accuracy/low": 0.125, "accuracy/high": 0.5})
+    display.step(
+        1,
+        {"reward": 0.5, "live_groups": 1, "grad_norm": 0.1, "time/step": 2, "loss": 0.0},
+    )
+    evaluated, stepped = capsys.readouterr().out.splitlines()
+    assert evaluated == "evaluated at step 0: accuracy 0.250 (95%: 0.125 to 0.500)"
+    assert stepped == "   1 reward  0.500 live 100% gradient 1.0e-01 2.0s loss  0.0e+00"
