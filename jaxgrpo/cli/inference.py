@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from jaxgrpo.config.files import Config
 from jaxgrpo.config.keys import is_path
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.evaluation.evaluate import (
+    Evaluation,
     Questions,
     answer_rows,
     make_asker,
@@ -37,7 +38,7 @@ def evaluate(
     scorer: str | None = None,
     samples: int | None = None,
     prompts: int | None = None,
-    rows_out: str | None = None,
+    answers: str | None = None,
     json_out: str | None = None,
     base: str | None = None,
     overrides: Sequence[str] = (),
@@ -45,6 +46,8 @@ def evaluate(
     """Prints, and writes where asked, the evaluation of a model folder or of a run's model.
 
     Args:
+      answers: a file for the rows of all answers, the greedy one of each prompt and its samples;
+        "greedy" tells them apart.
       base: a model folder or owner/name on the hub that the KL is measured from; None: with
         eval.kl_to_base the model that the run began with.
 
@@ -65,8 +68,8 @@ def evaluate(
     if process.is_main():
         console.print(table_of(evaluation.metrics, f"{target} on {config.eval.data}"))
         name = config.eval.scorer or config.rewards[0].use
-        if rows_out:
-            _write_rows(rows_out, answer_rows(evaluation.sampled, questions, 0, name))
+        if answers:
+            _write_rows(answers, _all_rows(evaluation, questions, name))
         if json_out:
             write_atomically(Path(json_out), json.dumps(plain(evaluation.metrics), indent=2) + "\n")
     return 0
@@ -124,6 +127,13 @@ def table_of(metrics: Mapping[str, float], title: str) -> Table:
     return table
 
 
+def _all_rows(evaluation: Evaluation, questions: Questions, name: str) -> Iterator[dict[str, Any]]:
+    """The rows of each prompt's greedy answer, and of its samples."""
+    for greedy, answers in ((True, evaluation.greedy), (False, evaluation.sampled)):
+        for row in answer_rows(answers, questions, 0, name):
+            yield {"greedy": greedy, **row}
+
+
 def _refuse_unjudged(target: str, config: Config) -> None:
     if config.eval.data is None:
         raise InputError(f"eval {target}: nothing to evaluate on; give --data")
@@ -164,7 +174,7 @@ def _lines(path: str) -> list[dict[str, str]]:
     file = Path(path)
     if not file.is_file():
         raise InputError(f"--prompts {path}: there is no such file")
-    lines = file.read_text(encoding="utf-8").splitlines()
+    lines = file.read_text(encoding="utf-8-sig").splitlines()
     return [{"prompt": line} for line in lines if line.strip()]
 
 

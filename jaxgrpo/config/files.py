@@ -65,7 +65,7 @@ def read_tables(path: str | Path) -> tuple[dict[str, Any], Path]:
     else:
         source = known[source.name]
     try:
-        return tomllib.loads(source.read_text(encoding="utf-8")), source
+        return tomllib.loads(source.read_text(encoding="utf-8-sig")), source
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(str(source), [f"not TOML: {error}"]) from None
 

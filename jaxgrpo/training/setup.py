@@ -293,7 +293,7 @@ class Shared:
 
 
 def dry_run(config: Config) -> None:
-    """Prints what `train` would do: config, devices, geometry, parameters, the first prompt."""
+    """Prints what `train` would do: devices, sizes, the first prompt, rewards; then the config."""
     console = Console(highlight=False)
     console.print(process.start(config.mesh.platform))
     run = setup(config)
@@ -302,10 +302,13 @@ def dry_run(config: Config) -> None:
     first = int(sharding.to_host(prompts.row)[0])
     ids = run.encoded[first]
     count = sum(leaf.size for leaf in jax.tree.leaves(run.state.trainable))
-    console.print(configs.to_toml(config), markup=False)
+    steps, objective = dict(run.blueprint.chain.steps), run.blueprint.objective
     facts(
         console,
         {
+            "model": config.model.path,
+            "method": f"{run.blueprint.chain.name} ({', '.join(steps)}), "
+            f"{objective.surrogate.name} loss, {objective.reduction.name}",
             "mesh": ", ".join(f"{name} {size}" for name, size in run.mesh.shape.items()),
             "parameters": f"{count:,}",
             "a step": f"{geometry.num_prompts} prompts x {geometry.group_size} samples = "
@@ -321,3 +324,4 @@ def dry_run(config: Config) -> None:
         },
     )
     inputs.show_previews(console, run.rewards, run.rows[0], run.tokenizer, config.train.steps)
+    console.print(f"\nthe whole config:\n\n{configs.to_toml(config)}", markup=False)
