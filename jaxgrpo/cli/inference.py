@@ -22,6 +22,7 @@ from jaxgrpo.evaluation.evaluate import (
     make_evaluator,
     questions_of,
 )
+from jaxgrpo.evaluation.intervals import interval_of, is_end
 from jaxgrpo.evaluation.rescoring import refuse_other_vocabulary
 from jaxgrpo.models.hf import folders as huggingface
 from jaxgrpo.training import policy as policies
@@ -120,10 +121,9 @@ def table_of(metrics: Mapping[str, float], title: str) -> Table:
     numbers = [Column(name, justify="right") for name in ("value", "95% interval")]
     table = Table("", *numbers, title=title)
     for name, value in metrics.items():
-        if name.endswith(("/low", "/high")):
-            continue
-        low, high = metrics.get(f"{name}/low"), metrics.get(f"{name}/high")
-        table.add_row(name, f"{value:.3f}", "" if low is None else f"{low:.3f} to {high:.3f}")
+        if not is_end(name):
+            ends = interval_of(metrics, name)
+            table.add_row(name, f"{value:.3f}", "{:.3f} to {:.3f}".format(*ends) if ends else "")
     return table
 
 

@@ -16,7 +16,15 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Column, Table
 from rich.text import Text
 
-from jaxgrpo.training.report.record import Record, shown, total_reward, visible
+from jaxgrpo.evaluation.intervals import is_end
+from jaxgrpo.training.report.record import (
+    Record,
+    accuracy_first,
+    shown,
+    total_reward,
+    visible,
+    with_interval,
+)
 
 BARS = "▁▂▃▄▅▆▇█"
 WIDTH = 24  # of a sparkline
@@ -75,12 +83,20 @@ def is_summary(name: str) -> bool:
 
 
 def comparison(
-    title: str, columns: Sequence[tuple[str, Mapping[str, float]]], rows: Sequence[str]
+    title: str,
+    columns: Sequence[tuple[str, Mapping[str, float]]],
+    rows: Sequence[str],
+    intervals: bool = False,
 ) -> Table:
-    """A table with one column per policy."""
+    """A table with one column per policy.
+
+    Args:
+      intervals: whether a number that has an interval shows it too.
+    """
     table = Table("", *(Column(name, justify="right") for name, _ in columns), title=title)
+    show = with_interval if intervals else lambda column, row: f"{column[row]:.3f}"
     for row in rows:
-        table.add_row(Text(row), *(f"{column[row]:.3f}" for _, column in columns))
+        table.add_row(Text(row), *(show(column, row) for _, column in columns))
     return table
 
 
@@ -101,8 +117,10 @@ def show(console: Console, record: Record) -> None:
     if record.evaluations:
         columns = [(f"step {step}", values) for step, values in record.evaluations]
         (_, base), (_, now) = ends = columns[0], columns[-1]
-        rows = sorted(base.keys() & now.keys(), key=lambda name: ("accuracy" not in name, name))
-        console.print(comparison("evaluation", ends, rows))
+        both = (name for name in base.keys() & now.keys() if not is_end(name))
+        rows = sorted(both, key=accuracy_first)
+        title = "evaluation, with 95% intervals over prompts"
+        console.print(comparison(title, ends, rows, intervals=True))
     numbers = [Column(name, justify="right", no_wrap=True) for name in ("first", "now")]
     curve = Column(f"to step {record.step}", no_wrap=True)
     table = Table(Column(no_wrap=True), *numbers, curve, box=box.SIMPLE_HEAD, pad_edge=False)

@@ -131,6 +131,9 @@ def test_export_gives_what_was_trained_back(run, tmp_path, capsys):
     assert {"README.md", "generation_config.json", "tokenizer.json"} <= {
         file.name for file in out.iterdir()
     }
+    card = (out / "README.md").read_text()
+    assert f"| accuracy | {run.summary['trained']['accuracy']:.3f} (" in card
+    assert "accuracy/low" not in card
     code, said = main(capsys, "export", run.path, out, "--dtype", "bfloat16")
     assert code == 0, said
     assert {str(tensor.dtype) for tensor in load_file(out / "model.safetensors").values()} == {
