@@ -6,13 +6,14 @@ JOBS ?= 2
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder \
   $(if $(TIMES),--times $(TIMES))
 
-.PHONY: help quickstart test-fast test test-all lint docs experiments clean
+.PHONY: help quickstart test-fast test test-all readme lint docs experiments clean
 
 help:
 	@echo "make quickstart  build a small base model, train it with GRPO, evaluate both"
 	@echo "make test-fast   the quick tests"
 	@echo "make test        lint and all tests but those of test-all; what CI runs"
 	@echo "make test-all    every test, with reliability, large compilations and learning"
+	@echo "make readme      run every command of README.md in a new environment; CI runs it too"
 	@echo "make lint        ruff and pyright"
 	@echo "make docs        compute what the docs say of recipes and losses"
 	@echo "make experiments compute docs/experiments anew; stops where a criterion fails"
@@ -29,6 +30,9 @@ test: lint
 
 test-all: lint
 	$(PYTEST)
+
+readme: .venv/.tests
+	$(BIN)/python tests/readme.py
 
 lint: .venv/.tests
 	$(BIN)/ruff check .

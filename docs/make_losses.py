@@ -26,7 +26,6 @@ from jax import Array
 from docs.experiments.common import cosine
 from docs.experiments.kl_uses import REVERSE, USES
 from docs.experiments.x15_kl_uses import measure, policies
-from jaxgrpo.core.errors import InputError
 from jaxgrpo.losses import Tokens, build_surrogate, registry
 
 PAGE = Path(__file__).resolve().parent / "losses.md"
@@ -51,6 +50,9 @@ PEERS = {
 }
 """What other libraries call a part; none that we know has the parts that are not listed."""
 
+OF_OTHERS = {"by_sample": "that of `then`, or of `otherwise`"}
+"""What to say of a surrogate that is made of others."""
+
 RATIOS = (0.5, 1.0, 1.5, 6.0)
 POLICIES = 50
 SAME = 1e-9
@@ -72,10 +74,9 @@ def surrogates(table: Mapping[str, Callable[..., Any]] = registry.surrogates) ->
 
 def pull(name: str) -> str:
     """-d loss / d logp of a sequence of one token, by its ratio, for both signs of A."""
-    try:
-        part = build_surrogate(name)
-    except InputError as error:
-        return f"by its options: {str(error).partition(': ')[2].partition(';')[0]}"
+    if name in OF_OTHERS:
+        return OF_OTHERS[name]
+    part = build_surrogate(name)
 
     def loss(logp: Array, advantage: float) -> Array:
         given = Tokens.of_ratios(jnp.ones((1, 1)), advantage)

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jaxgrpo.advantages import base
 from jaxgrpo.advantages.base import AdvantageTransform, Streams, transform
 from jaxgrpo.core.errors import InputError, NotGiven, explaining_traces, own_line
-from jaxgrpo.core.metrics import Metric, Metrics
+from jaxgrpo.core.metrics import Metric, Metrics, as_metrics
 from jaxgrpo.core.types import Rollouts, RolloutSpec, Signal
 
 Steps = tuple[tuple[str, AdvantageTransform], ...]
@@ -184,7 +184,7 @@ def _walk(
         before = signal
         with explaining_traces(key), _explaining_fields(key, rollouts):
             signal, after, reported = step.update(before, state[key], rollouts)
-        signal = _settle(key, before, signal)
+        signal, reported = _settle(key, before, signal), as_metrics(key, reported)
         rank = before.value.ndim if isinstance(before, Signal) else 2
         if isinstance(signal, Signal) and signal.value.ndim > rank:
             widened_by = key

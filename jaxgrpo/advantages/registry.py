@@ -29,6 +29,7 @@ from jaxgrpo.advantages import (
 )
 from jaxgrpo.advantages.base import AdvantageTransform, as_floats, transform
 from jaxgrpo.advantages.chains import chain, compute, spec_of
+from jaxgrpo.advantages.plain import as_array, check_shapes
 from jaxgrpo.advantages.recipes import group as group_recipes
 from jaxgrpo.advantages.recipes import peers, several
 from jaxgrpo.advantages.stats import widen
@@ -111,15 +112,18 @@ def evaluate(
 
     Args:
       recipe: name, chain or list of steps as in `build`.
-      rewards: [P, G], or a dict name -> [P, G]; NaN = not scored.
+      rewards: [P, G], or a dict name -> [P, G]; NaN or None = not scored. Lists, arrays, or torch
+        tensors of any dtype, which are detached; so are mask and fields.
       mask: [P, G], False leaves a sample out of everything; None keeps all.
       options: of a recipe given by name.
       fields: what a step reads: attributes of `Rollouts` (truncated [P, G], token_mask
         [P, G, T], row [P], ...) and the fields in its `needs`. Without `row` each prompt is a row
-        of its own; parts with memory begin anew at every call. Options of the recipe are none.
+        of its own; parts with memory begin anew at every call. One that is None counts as not
+        given. Options of the recipe are none.
 
     Returns: (advantage, mask), [P, G] or [P, G, T], 0 where masked.
-    Raises: InputError on what `build` refuses, and on a field that nothing reads.
+    Raises: InputError on what `build` refuses, on a field that nothing reads, and on lists that
+    differ in length, wrong shapes and what is no number, with its name and place.
 
     >>> advantage, mask = evaluate("dr_grpo", [[1.0, 0.0, 0.0, 1.0], [1.0, 1.0, 1.0, 1.0]])
     >>> advantage.tolist()
@@ -133,6 +137,7 @@ def evaluate(
                 f"evaluate: {name} is an option of {recipe}, but stands where fields of the"
                 f" rollouts are given: write options={{{name!r}: ...}}"
             )
+    fields = {name: value for name, value in fields.items() if value is not None}
     refuse_unread(whole, fields)
     rollouts, spec = plain_rollouts(rewards, mask, **fields)
     _refuse_huge(rollouts.rewards)
@@ -172,7 +177,7 @@ def refuse_unread(whole: AdvantageTransform, fields: Iterable[str]) -> None:
 def plain_rollouts(rewards: Any, mask: Any = None, **fields: Any) -> tuple[Rollouts, RolloutSpec]:
     """Rollouts, and their spec, that hold what `evaluate` was given and nothing else."""
     named = rewards if isinstance(rewards, Mapping) else {"reward": rewards}
-    given = {name: jnp.asarray(value) for name, value in fields.items()}
+    given = {name: as_array(name, value) for name, value in fields.items()}
     attributes = dict.fromkeys(Rollouts.__dataclass_fields__)
     everything: dict[str, Any] = {
         **attributes,
@@ -183,6 +188,7 @@ def plain_rollouts(rewards: Any, mask: Any = None, **fields: Any) -> tuple[Rollo
     }
     rollouts = Rollouts(**everything)
     spec = spec_of(rollouts)
+    check_shapes(given, {"P": spec.num_prompts, "G": spec.group_size})
     if rollouts.row is None:
         row = jnp.arange(spec.num_prompts, dtype=jnp.int32)
         rollouts = dataclasses.replace(rollouts, row=row)
@@ -195,10 +201,10 @@ def _num_rows(row: Array) -> int:
 
 
 def _reward(name: str, value: Any, mask: Any) -> Array:
-    value = as_floats(jnp.asarray(value))
+    value = as_floats(as_array(f"reward {name!r}", value, none=True))
     if mask is None:
         return value
-    mask = jnp.asarray(mask).astype(bool)
+    mask = as_array("mask", mask).astype(bool)
     if mask.shape != value.shape:
         raise InputError(
             f"mask has shape {mask.shape}, expected that of reward {name!r}, {value.shape}"

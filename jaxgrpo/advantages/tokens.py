@@ -219,6 +219,7 @@ def gae(
     Args:
       gamma, lam: in [0, 1]; numbers or functions of the step.
       field: [P, G, T], the expected return before the token is chosen, in units of the rewards.
+        There is no critic in training: rollouts of your own bring it.
 
     Signal: [P, G, T] -> [P, G, T], mask unchanged.  Raises: InputError on [P, G]: put
     to_tokens(place="last") before it.

@@ -50,7 +50,8 @@ def subtract_tracked_success(
       keep: rho, the share of old counts that a visit keeps, in [0, 1]; a number or a function of
         the step. Not read where `drift` is given.
       drift: a field [P], how far the policy has moved on the prompt since its last visit (the
-        paper: the mean absolute difference of log-probs on the last completion). Then
+        paper: the mean absolute difference of log-probs on the last completion). Training does not
+        measure it: rollouts of your own bring it. Then
         rho = clip(2^(-drift / half_life), low, high); where it is not finite, high.
       half_life: the drift that halves the counts, in nats.
       low, high: bounds of rho under `drift`.

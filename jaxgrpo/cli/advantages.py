@@ -11,6 +11,7 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 from rich.console import Console
 from rich.table import Column, Table
@@ -19,7 +20,7 @@ from jaxgrpo.advantages import AdvantageTransform, chain, chains, registry, sum_
 from jaxgrpo.config import own_code
 from jaxgrpo.core.errors import InputError, NotGiven, refusing, suggest
 from jaxgrpo.core.metrics import finalise
-from jaxgrpo.core.types import Signal
+from jaxgrpo.core.types import Rollouts, Signal
 from jaxgrpo.training.folder import plain
 
 
@@ -83,22 +84,31 @@ def main(
     given = read_fields(fields, shape)
     if lengths:
         given["token_mask"] = token_mask(lengths, shape)
-    stages = explain(name, named, options, given)
-    _show_json(name, stages) if as_json else _show(console, stages)
+    stages, problems = explain(name, named, options, given)
+    if as_json:
+        _show_json(name, stages, problems)
+    else:
+        _show(console, stages)
+        for problem in problems:
+            console.print(f"warning: {problem}", markup=False, style="yellow")
     return 0
 
 
 def explain(
     name: str, rewards: Mapping[str, Any], options: Sequence[str], fields: Mapping[str, Any]
-) -> list[chains.Stage]:
-    """What each step of a recipe, a part or own code leaves of the rewards.
+) -> tuple[list[chains.Stage], list[str]]:
+    """What each step of a recipe, a part or own code leaves of the rewards, and what is odd there.
+
+    As in training the chain is compiled; before that it is run as it stands, since some errors
+    need to see values.
 
     Args:
       name: of a recipe, a part, or "path/file.py:function".
       options: "key=value" of it; the value is TOML, or plain text as it stands.
       fields: name -> array of what it reads beside rewards.
 
-    Raises: InputError naming every field that it needs and was not given.
+    Raises: InputError naming every field that it needs and was not given, and if the chain cannot
+    be compiled.
     """
     whole = _over_streams(_find(name, dict(map(_option, options))), len(rewards))
     registry.refuse_unread(whole, fields)
@@ -109,9 +119,79 @@ def explain(
         raise InputError(_missing(name, missing))
     rollouts, spec = registry.plain_rollouts(rewards, **fields)
     try:
-        return chains.trace(whole, rollouts, whole.init(spec))
+        state = whole.init(spec)
+        chains.trace(whole, rollouts, state)
     except NotGiven as error:
         raise InputError(_missing(name, [error.name])) from None
+    stages = _compiled(whole, rollouts, state)
+    problems = _not_finite(stages)
+    if own_code.is_reference(name):
+        problems += _outside_mask(whole, rollouts, state, stages)
+    return stages, problems
+
+
+def _compiled(whole: AdvantageTransform, rollouts: Rollouts, state: Any) -> list[chains.Stage]:
+    """The stages of the chain in one compiled program."""
+
+    def run(rollouts: Rollouts, state: Any) -> list[tuple[Any, Any]]:
+        return [(stage.signal, stage.metrics) for stage in chains.trace(whole, rollouts, state)]
+
+    says = (
+        f"{whole.name} runs, but training compiles it, and there a value is not known yet: write"
+        " jnp.where instead of a Python if, and jax.numpy instead of numpy, float() and int()"
+        " ({reason})"
+    )
+    with refusing(says, jax.errors.JAXTypeError):
+        after = jax.jit(run)(rollouts, state)
+    names = ("rewards", *(key for key, _ in whole.steps))
+    return [chains.Stage(key, *one) for key, one in zip(names, after, strict=True)]
+
+
+def _not_finite(stages: Sequence[chains.Stage]) -> list[str]:
+    """Which step was the first to leave inf or NaN at an unmasked place, and where."""
+    for stage in stages:
+        for stream, (value, mask) in _streams(stage).items():
+            odd = mask & ~np.isfinite(value)
+            if odd.any():
+                first = tuple(np.argwhere(odd)[0])
+                what = f"{stage.name} ({stream})" if stream else stage.name
+                return [
+                    f"{what} made {value[first]} of {_place(first)}; {odd.sum()} of {mask.sum()}"
+                    " values are inf or NaN: in training they would reach the parameters"
+                ]
+    return []
+
+
+def _outside_mask(
+    whole: AdvantageTransform, rollouts: Rollouts, state: Any, stages: Sequence[chains.Stage]
+) -> list[str]:
+    """What each step left at masked places, before the chain set it to 0 and masked it again."""
+    problems = []
+    for stage, (key, step) in zip(stages, whole.steps, strict=False):
+        before = stage.signal
+        if step.kind == "signal->signal" and not isinstance(before, Signal):
+            (before,) = before.values()
+        after, _, _ = step.update(before, state[key], rollouts)
+        for name, one in ({"": after} if isinstance(after, Signal) else after).items():
+            was = before if isinstance(before, Signal) else before.get(name, one)
+            value, mask = np.asarray(one.value), np.asarray(one.mask, bool)
+            gone = ~np.asarray(was.mask).reshape(
+                was.mask.shape + (1,) * (value.ndim - was.mask.ndim)
+            )
+            for places, says in ((gone & (value != 0), "left {}"), (gone & mask, "unmasked {}")):
+                if places.any():
+                    first = tuple(np.argwhere(places)[0])
+                    problems.append(
+                        f"{key} {says.format(value[first])} at a masked place, {_place(first)}:"
+                        " the chain sets it to 0 and keeps it masked; see that no mean or maximum"
+                        " of the step reads it"
+                    )
+    return problems
+
+
+def _place(index: Sequence[int]) -> str:
+    words = ("group", "sample", "token")
+    return ", ".join(f"{word} {at + 1}" for word, at in zip(words, index, strict=False))
 
 
 def _factories(name: str) -> list[registry.Factory]:
@@ -237,7 +317,7 @@ def _show(console: Console, stages: Sequence[chains.Stage]) -> None:
     console.print(f"alive (unmasked and not 0): {each}")
 
 
-def _show_json(name: str, stages: Sequence[chains.Stage]) -> None:
+def _show_json(name: str, stages: Sequence[chains.Stage], problems: Sequence[str]) -> None:
     steps = []
     for stage in stages:
         signals = {
@@ -245,8 +325,9 @@ def _show_json(name: str, stages: Sequence[chains.Stage]) -> None:
             for stream, (value, mask) in _streams(stage).items()
         }
         steps.append({"step": stage.name, **(signals.pop("", None) or {"streams": signals})})
-    shown = {"name": name, "steps": steps, "metrics": plain(_reported(stages))}
-    print(json.dumps({**shown, "alive": _alive(stages).tolist()}))  # noqa: T201
+    shown = plain({"name": name, "steps": steps, "metrics": _reported(stages)})
+    alive = _alive(stages).tolist()
+    print(json.dumps({**shown, "alive": alive, "problems": problems}))  # noqa: T201
 
 
 def _reported(stages: Sequence[chains.Stage]) -> dict[str, float]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +15,14 @@ from jaxgrpo.config.files import Config
 from jaxgrpo.config.keys import is_path
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.evaluation.evaluate import (
+    Evaluation,
     Questions,
     answer_rows,
     make_asker,
     make_evaluator,
     questions_of,
 )
+from jaxgrpo.evaluation.intervals import interval_of, is_end
 from jaxgrpo.evaluation.rescoring import refuse_other_vocabulary
 from jaxgrpo.models.hf import folders as huggingface
 from jaxgrpo.training import policy as policies
@@ -37,7 +39,7 @@ def evaluate(
     scorer: str | None = None,
     samples: int | None = None,
     prompts: int | None = None,
-    rows_out: str | None = None,
+    answers: str | None = None,
     json_out: str | None = None,
     base: str | None = None,
     overrides: Sequence[str] = (),
@@ -45,6 +47,8 @@ def evaluate(
     """Prints, and writes where asked, the evaluation of a model folder or of a run's model.
 
     Args:
+      answers: a file for the rows of all answers, the greedy one of each prompt and its samples;
+        "greedy" tells them apart.
       base: a model folder or owner/name on the hub that the KL is measured from; None: with
         eval.kl_to_base the model that the run began with.
 
@@ -65,8 +69,8 @@ def evaluate(
     if process.is_main():
         console.print(table_of(evaluation.metrics, f"{target} on {config.eval.data}"))
         name = config.eval.scorer or config.rewards[0].use
-        if rows_out:
-            _write_rows(rows_out, answer_rows(evaluation.sampled, questions, 0, name))
+        if answers:
+            _write_rows(answers, _all_rows(evaluation, questions, name))
         if json_out:
             write_atomically(Path(json_out), json.dumps(plain(evaluation.metrics), indent=2) + "\n")
     return 0
@@ -117,11 +121,17 @@ def table_of(metrics: Mapping[str, float], title: str) -> Table:
     numbers = [Column(name, justify="right") for name in ("value", "95% interval")]
     table = Table("", *numbers, title=title)
     for name, value in metrics.items():
-        if name.endswith(("/low", "/high")):
-            continue
-        low, high = metrics.get(f"{name}/low"), metrics.get(f"{name}/high")
-        table.add_row(name, f"{value:.3f}", "" if low is None else f"{low:.3f} to {high:.3f}")
+        if not is_end(name):
+            ends = interval_of(metrics, name)
+            table.add_row(name, f"{value:.3f}", "{:.3f} to {:.3f}".format(*ends) if ends else "")
     return table
+
+
+def _all_rows(evaluation: Evaluation, questions: Questions, name: str) -> Iterator[dict[str, Any]]:
+    """The rows of each prompt's greedy answer, and of its samples."""
+    for greedy, answers in ((True, evaluation.greedy), (False, evaluation.sampled)):
+        for row in answer_rows(answers, questions, 0, name):
+            yield {"greedy": greedy, **row}
 
 
 def _refuse_unjudged(target: str, config: Config) -> None:
@@ -164,7 +174,7 @@ def _lines(path: str) -> list[dict[str, str]]:
     file = Path(path)
     if not file.is_file():
         raise InputError(f"--prompts {path}: there is no such file")
-    lines = file.read_text(encoding="utf-8").splitlines()
+    lines = file.read_text(encoding="utf-8-sig").splitlines()
     return [{"prompt": line} for line in lines if line.strip()]
 
 

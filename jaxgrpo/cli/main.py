@@ -8,12 +8,14 @@ argument under its name, or its `dest`; an option that is not given is left to i
 from __future__ import annotations
 
 import argparse
+import os
 import pkgutil
 import sys
 from collections.abc import Sequence
 from typing import Any
 
 import jaxgrpo
+from jaxgrpo.core.errors import suggest
 
 Argument = tuple[list[str], dict[str, Any]]
 """What `add_argument` gets: flags and options."""
@@ -35,6 +37,20 @@ def several(flag: str, metavar: str, text: str, **more: Any) -> Argument:
     return argument(flag, metavar, text, nargs="+", action="extend", **more)
 
 
+def samples(default: str) -> Argument:
+    """How many per prompt: one option in every command. --num-samples is its older name."""
+    flags = "-n --samples --num-samples"
+    return argument(flags, "N", f"per prompt, {default}", type=_count, dest="samples")
+
+
+def _count(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        problem = f"{text!r} is no number; to write answers to a file: --answers FILE"
+        raise argparse.ArgumentTypeError(problem) from None
+
+
 TARGET = argument(
     "target",
     "MODEL|RUN|CONFIG",
@@ -46,7 +62,7 @@ SET = several(
     "replace keys of the config, as --set train.steps=20 optimizer.learning_rate=1e-4",
     dest="overrides",
 )
-SAMPLES = argument("-n --num-samples", "N", "per prompt", type=int, dest="samples")
+
 PROMPTS = argument("--num-prompts", "N", "of the data; all by default", type=int, dest="prompts")
 JSON = argument("--json", "OUT", "write the numbers", dest="json_out")
 
@@ -60,8 +76,13 @@ COMMANDS: dict[str, tuple[Any, ...]] = {
         "train as a config says",
         "jaxgrpo.cli.start:train",
         argument("config", "CONFIG", "a TOML file, or a shipped config's name"),
-        argument("--resume", None, "go on where the run stopped, or start it", choices=["auto"]),
-        switch("--dry-run", "show what would be run, without training"),
+        argument(
+            "--resume",
+            None,
+            "go on where the run stopped, or start it; without it a run that is there is refused",
+            choices=["auto"],
+        ),
+        switch("--dry-run", "check everything, call every reward and show the plan; train nothing"),
         SET,
     ),
     "probe": (
@@ -70,7 +91,7 @@ COMMANDS: dict[str, tuple[Any, ...]] = {
         TARGET,
         argument("--data", None, "as data.path; by default that of the run or config"),
         argument("--reward", None, "judges success; by default the first of the run or config"),
-        argument("-n --samples", "N", "per prompt, 16 by default", type=int),
+        samples("16 by default"),
         PROMPTS,
         argument("--level", "L", "of intervals, 0.99 by default", type=float),
         JSON,
@@ -83,10 +104,14 @@ COMMANDS: dict[str, tuple[Any, ...]] = {
         TARGET,
         argument("--data", None, "as data.path; of a run: its eval.data by default"),
         argument("--scorer", None, "a reward that judges success; of a run: its own"),
-        SAMPLES,
+        samples("by default eval.samples of the run or config, 16 of a model folder"),
         PROMPTS,
         argument("--base", "MODEL", "measure the KL to this model; of a run: eval.kl_to_base"),
-        argument("--samples", "OUT.jsonl", "write every sample", dest="rows_out"),
+        argument(
+            "--answers",
+            "OUT.jsonl",
+            "write every answer: the greedy one of each prompt, then its samples",
+        ),
         JSON,
         SET,
     ),
@@ -96,8 +121,8 @@ COMMANDS: dict[str, tuple[Any, ...]] = {
         TARGET,
         argument("--prompts", "FILE", "as data.path, or .txt", required=True),
         argument("--out", "OUT.jsonl", required=True),
-        SAMPLES,
-        argument("--temperature", None, "0: the likeliest token", type=float),
+        samples("1 by default"),
+        argument("--temperature", None, "1.0 by default; 0: the likeliest token", type=float),
         SET,
     ),
     "report": (
@@ -111,8 +136,8 @@ COMMANDS: dict[str, tuple[Any, ...]] = {
         "jaxgrpo.cli.inference:export",
         argument("run", "RUN", "a run folder"),
         argument("out", "OUT", "the folder to write"),
-        argument("--step", None, "last, best, or a number of steps"),
-        argument("--dtype", choices=["float32", "bfloat16"]),
+        argument("--step", None, "last, best, or a number of steps; last by default"),
+        argument("--dtype", None, "as trained by default", choices=["float32", "bfloat16"]),
     ),
     "compare": (
         "settle which arm is better: arms x learning rates x seeds from one base",
@@ -140,18 +165,18 @@ COMMANDS: dict[str, tuple[Any, ...]] = {
         switch("--json", "print it as JSON", dest="as_json"),
     ),
     "init": (
-        "write a run.toml and a reward.py that train as they are",
+        "write a run.toml, a reward.py and all else that training takes, to begin with",
         "jaxgrpo.cli.start:init",
-        argument("folder", "DIR", nargs="?"),
+        argument("folder", "DIR", "the folder to write into, . by default", nargs="?"),
     ),
     "make-base": (
         "make a small base model for a built-in task",
         "jaxgrpo.cli.start:make_base",
         argument("task", "TASK", "the task, as arithmetic"),
         argument("out", "OUT", "the folder to write"),
-        argument("--seed", "N", type=int),
-        argument("--steps", "N", "steps of the warm start", type=int),
-        argument("--hidden-size", "N", type=int),
+        argument("--seed", "N", "of weights and draws, 0 by default", type=int),
+        argument("--steps", "N", "of the warm start, 800 by default", type=int),
+        argument("--hidden-size", "N", "64 by default", type=int),
     ),
     "doctor": ("show versions, devices, memory and disk", "jaxgrpo.cli.start:doctor"),
 }
@@ -160,10 +185,18 @@ COMMANDS: dict[str, tuple[Any, ...]] = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code (process.EXIT_CODES)."""
+    words = sys.argv[1:] if argv is None else argv
+    command = next((word for word in words if not word.startswith("-")), None)
+    if command is not None and command not in COMMANDS:
+        hint = suggest(command, COMMANDS)
+        sys.stderr.write(f"error: unknown command {command!r}: {hint}\n")
+        return 2
     try:
         given = vars(_parser().parse_args(argv))
     except SystemExit as stop:  # argparse has printed the help, the version or the mistake
         return int(stop.code or 0)
+    # Without it the first line of most commands is that PyTorch was not found, which none needs.
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     from jaxgrpo.training import process
 
     calls = given.pop("calls")

@@ -11,6 +11,7 @@ import json
 import os
 import platform
 import shutil
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -128,12 +129,10 @@ def train(
 
 
 def init(folder: str = ".") -> int:
-    """Writes TEXTS, data.jsonl and a small base model. Returns the exit code.
+    """Writes TEXTS, data.jsonl and a small base model, all or nothing. Returns the exit code.
 
-    Raises: InputError if one of them is there already.
+    Raises: InputError if one of them is there already, or the folder is a file.
     """
-    from jaxgrpo.data import tasks
-
     home = Path(folder)
     names = (*TEXTS, "data.jsonl", "base")
     there = [name for name in names if os.path.exists(home / name)]
@@ -142,21 +141,32 @@ def init(folder: str = ".") -> int:
             f"init {folder}: {', '.join(there)} is there already; nothing was written. Take "
             "another folder: jaxgrpo init DIR"
         )
-    with refusing(f"init {folder}: no folder can be made there ({{reason}})", OSError):
+    with refusing(f"init {folder}: no folder can be made there ({{reason}})", OSError, ValueError):
         home.mkdir(parents=True, exist_ok=True)
     console = Console(highlight=False)
     console.print(process.start())
+    # Made aside and then moved: what is interrupted leaves no half of it behind.
+    with tempfile.TemporaryDirectory(prefix=".jaxgrpo-init-", dir=home) as made:
+        _write_project(console, Path(made))
+        for name in names:
+            os.rename(Path(made, name), home / name)
+    where = "" if folder == "." else f"cd {folder} && "
+    console.print(f"written: {', '.join(names)}\ntrain:   {where}jaxgrpo train run.toml")
+    return 0
+
+
+def _write_project(console: Console, home: Path) -> None:
+    """The files of `init`; those that take long to make first."""
+    from jaxgrpo.data import tasks
+
+    _make_base(console, home / "base", "arithmetic", shown="base")
     rows = tasks.load("task:arithmetic:train", count=ROWS)
     lines = [
         json.dumps({"question": row["prompt"].rstrip("="), "answer": row["answer"]}) for row in rows
     ]
-    (home / "data.jsonl").write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
-    _make_base(console, home / "base", "arithmetic")
-    for name, text in TEXTS.items():
+    data = "".join(f"{line}\n" for line in lines)
+    for name, text in {**TEXTS, "data.jsonl": data}.items():
         (home / name).write_text(text, encoding="utf-8")
-    where = "" if folder == "." else f"cd {folder} && "
-    console.print(f"written: {', '.join(names)}\ntrain:   {where}jaxgrpo train run.toml")
-    return 0
 
 
 def make_base(out: str, task: str, **options: Any) -> int:
@@ -227,8 +237,14 @@ def _disk() -> dict[str, str]:
     return rows
 
 
-def _make_base(console: Console, out: str | Path, task: str, **options: Any) -> None:
-    """`base_model.make_base` with a progress bar and a line with the model's size and loss."""
+def _make_base(
+    console: Console, out: str | Path, task: str, shown: str | None = None, **options: Any
+) -> None:
+    """`base_model.make_base` with a progress bar and a line with the model's size and loss.
+
+    Args:
+      shown: what the folder is called in that line; None: `out`.
+    """
     from jaxgrpo.cli import make_base as base_model
 
     console.print(f"base model for {task}: supervised warm start")
@@ -240,7 +256,7 @@ def _make_base(console: Console, out: str | Path, task: str, **options: Any) -> 
 
         made = base_model.make_base(out, task, progress=report, **options)
     console.print(
-        f"{made['path']}: {made['parameters']:,} parameters, loss {made['loss']:.4f} nats per token"
+        f"{shown or out}: {made['parameters']:,} parameters, loss {made['loss']:.4f} nats per token"
         f" (no model is below {made['loss_floor']:.4f}), {made['seconds']:.0f} s",
         soft_wrap=True,
     )

@@ -255,6 +255,12 @@ def _data(values: Values) -> Iterator[str]:
             f"model.revision = {show(revision)}: model.path = {show(model)} is a local path; leave "
             "it out, or name a model on the hub"
         )
+    delimiter = values.get("data.delimiter", ",")
+    if len(delimiter) != 1 or delimiter in '"\r\n':
+        yield (
+            f"data.delimiter = {show(delimiter)}: expected one character, as ; or a tab, written "
+            '"\\t"'
+        )
     prompt, template = values.get("data.prompt", ""), values.get("data.chat_template")
     if is_template(prompt):
         try:

@@ -66,7 +66,7 @@ def read_tables(path: str | Path) -> tuple[dict[str, Any], Path]:
     else:
         source = known[source.name]
     try:
-        return tomllib.loads(source.read_text(encoding="utf-8")), source
+        return tomllib.loads(source.read_text(encoding="utf-8-sig")), source
     except (ValueError, RecursionError) as error:  # numbers of 5,000 digits, lists of 1,000 levels
         raise ConfigError(str(source), [f"not TOML: {error}"]) from None
     except OSError as error:

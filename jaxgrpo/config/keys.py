@@ -118,6 +118,7 @@ class DataKeys:
     subset: str | None = key(None)  # of a data set of the hub that has several
     split: str | None = key(None)  # of a folder or of the hub; None: the only one
     revision: str | None = key(None)  # of the hub: a branch, tag or commit
+    delimiter: str = key(",")  # of a CSV file, one character; of eval.data too
     prompt: str = key("prompt")  # column of the prompt, or a template "{column} and text"
     answer: str = key("answer", may_be_empty=True)  # column of the answer; "": none
     system: str | None = key(None)  # text of a system message in front of every prompt

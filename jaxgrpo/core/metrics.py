@@ -15,6 +15,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from jaxgrpo.core.errors import InputError, refusing
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -93,6 +95,40 @@ def maximum(value: Array, mask: Array | None = None) -> Max:
 def minimum(value: Array, mask: Array | None = None) -> Min:
     """The smallest entry of `value` where `mask` is True; inf if there is none."""
     return Min(value=-maximum(-value.astype(accumulate_dtype(value.dtype)), mask).value)
+
+
+def as_metrics(where: str, reported: Any, weight: Any = 1.0) -> Metrics:
+    """What a part reports, by name: metrics as they are, a plain number as a mean of this weight.
+
+    Args:
+      where: the part; opens the message of an error.
+
+    Raises: InputError if it is no mapping of metrics and numbers.
+
+    >>> as_metrics("mine", {"limit": 3})["limit"].result()
+    3.0
+    """
+    if not isinstance(reported, Mapping):
+        kind = type(reported).__name__
+        raise InputError(f"{where} reported {kind}, expected its metrics {{name: number}}, or {{}}")
+    return {
+        name: _as_metric(f"{where}: metric {name}", one, weight) for name, one in reported.items()
+    }
+
+
+def _as_metric(where: str, value: Any, weight: Any) -> Metric:
+    if isinstance(value, (Mean, Max, Min)):
+        return value
+    expected = "a number, or a Mean, Max or Min of jaxgrpo.core.metrics"
+    with refusing(
+        f"{where} is a {type(value).__name__}: expected {expected}", TypeError, ValueError
+    ):
+        number = jnp.asarray(value)
+    if number.ndim:
+        raise InputError(f"{where} has shape {number.shape}: expected {expected}")
+    dtype = accumulate_dtype(number.dtype)
+    weight = jnp.asarray(weight).astype(dtype)
+    return Mean(total=number.astype(dtype) * weight, weight=weight)
 
 
 def empty_like(metrics: Mapping[str, Any]) -> Metrics:

@@ -153,6 +153,10 @@ OF_SAMPLES: dict[str, str] = {
     "answer_mask": "[P, J], the tokens of that answer",
     "masked_answer_logp": "[P, J], log-probs of that answer without a thought",
     "answer_tokens": "[P, G], tokens of each sample's own answer",
+    "tree": "[P, G], the tree that each sample is a leaf of",
+    "ancestors": "[P, G, D], the nodes on each sample's path",
+    "token_depth": "[P, G, T], which of these nodes a token belongs to",
+    "token_value": "[P, G, T], a critic's estimate at each token",
 }
 """Fields that go with the samples or the policy, and that no pass of training makes yet.
 

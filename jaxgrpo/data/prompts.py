@@ -126,6 +126,8 @@ def _check_column(where: str, row: Row, name: str, key: str, otherwise: str) -> 
     near = difflib.get_close_matches(name, map(str, row), n=1)
     meant = f" (did you mean {near[0]!r}?)" if near else ""
     there = ", ".join(map(str, row)) or "none"
+    if len(row) == 1 and any(mark in there for mark in ";\t|"):
+        otherwise += ", or set data.delimiter to what is between the columns"
     raise InputError(
         f"{where}: no column {name!r}{meant}; columns there: {there}; set {key} to one{otherwise}"
     )

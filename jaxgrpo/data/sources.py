@@ -36,6 +36,7 @@ class Source(NamedTuple):
     split: str | None = None  # of a folder or of the hub; None: the only one there is
     revision: str | None = None  # of the hub: a branch, tag or commit
     key: str = "data.path"  # the key of the config that named it, for messages
+    delimiter: str = ","  # between the columns of a CSV file
 
     @property
     def where(self) -> str:
@@ -94,7 +95,8 @@ def read(source: Source, text_columns: Iterable[str] = ()) -> list[Located]:
         if not path.is_file():
             what = "is a folder" if path.is_dir() else "does not exist"
             raise InputError(f"{source.key} = {str(path)!r} {what} (looked for {path.absolute()})")
-        located = list(_jsonl(path) if path.suffix == ".jsonl" else _table(path, text_columns))
+        is_jsonl = path.suffix == ".jsonl"
+        located = list(_jsonl(path) if is_jsonl else _table(path, source, text_columns))
     elif path.is_dir() or is_name(source.path):
         located = _counted(source.path, _data_set(source, path))
     else:
@@ -154,7 +156,7 @@ def _jsonl(file: Path) -> Iterator[Located]:
             yield where, raw
 
 
-def _table(file: Path, text_columns: Iterable[str]) -> list[Located]:
+def _table(file: Path, source: Source, text_columns: Iterable[str]) -> list[Located]:
     """The rows of a CSV or Parquet file. The errors of pyarrow name the row or the column."""
     try:
         import pyarrow as pa
@@ -176,7 +178,7 @@ def _table(file: Path, text_columns: Iterable[str]) -> list[Located]:
             table = csv.read_csv(
                 file,
                 read_options=csv.ReadOptions(use_threads=False),  # else errors name no row
-                parse_options=csv.ParseOptions(newlines_in_values=True),
+                parse_options=csv.ParseOptions(delimiter=source.delimiter, newlines_in_values=True),
                 convert_options=csv.ConvertOptions(
                     column_types={name: pa.string() for name in text_columns}
                 ),

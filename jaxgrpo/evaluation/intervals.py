@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import numpy as np
 from scipy.special import stdtrit
 
@@ -10,6 +13,21 @@ RESAMPLES = 2000  # of the prompts, for the bootstrap-t
 BLOCK = 2**20  # draws held at a time
 SAME = 1e-6  # float32 values that differ by less are one
 HALVINGS = 60  # of an interval that is searched: to the last digit of float64
+
+
+def interval_of(metrics: Mapping[str, Any], name: str) -> tuple[Any, Any] | None:
+    """The ends NAME/low and NAME/high of a metric's interval; None if one of them is missing.
+
+    >>> interval_of({"accuracy": 0.5, "accuracy/low": 0.4, "accuracy/high": 0.6}, "accuracy")
+    (0.4, 0.6)
+    """
+    low, high = metrics.get(f"{name}/low"), metrics.get(f"{name}/high")
+    return None if low is None or high is None else (low, high)
+
+
+def is_end(name: str) -> bool:
+    """Whether a metric is an end of another's interval, and not to be shown by itself."""
+    return name.endswith(("/low", "/high"))
 
 
 def bootstrap(values: np.ndarray, resamples: int = 1000) -> np.ndarray:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from jaxgrpo.core.errors import InputError, explaining_traces
-from jaxgrpo.core.metrics import Mean, Metrics, merge
+from jaxgrpo.core.metrics import Mean, Metrics, as_metrics, merge
 from jaxgrpo.core.types import OF_PASS
 from jaxgrpo.losses.penalties import Penalty
 from jaxgrpo.losses.reductions import Reduction, dense_ids, packed_weights
@@ -75,17 +75,20 @@ def token_loss(
     Args:
       states: name of a penalty -> what it remembers; of penalties with an `init`.
 
-    Raises: InputError if a penalty's state is missing.
+    Raises: InputError if a penalty's state is missing, or a part returns something else than
+    (loss per token, metrics).
 
     >>> token_loss(build_surrogate("clip"), [], Tokens.of_ratios([1.0, 0.5]))[0].tolist()
     [-1.0, -0.5]
     """
-    with explaining_traces(f"surrogate {surrogate.name}"):
-        loss, metrics = surrogate.compute(tokens)
+    name = f"surrogate {surrogate.name}"
+    with explaining_traces(name):
+        loss, metrics = _checked(name, surrogate.compute(tokens), tokens)
     for penalty in penalties:
+        name = f"penalty {penalty.name}"
         state = () if penalty.init is None else (_state_of(penalty, states or {}),)
-        with explaining_traces(f"penalty {penalty.name}"):
-            value, more = penalty.compute(tokens, *state)
+        with explaining_traces(name):
+            value, more = _checked(name, penalty.compute(tokens, *state), tokens)
         loss, metrics = loss + value, merge(metrics, more)
     return loss, metrics
 
@@ -138,6 +141,23 @@ def policy_loss(
     per_token, metrics = token_loss(made, terms, tokens, states)
     loss = (weight.astype(per_token.dtype) * per_token).sum()
     return loss, merge(metrics, {"loss": Mean(total=loss, weight=jnp.ones((), loss.dtype))})
+
+
+def _checked(where: str, computed: Any, tokens: Tokens) -> tuple[Array, Metrics]:
+    """What a part's `compute` returned, with plain numbers as means over the unmasked tokens."""
+    if not isinstance(computed, tuple) or len(computed) != 2:
+        kind = type(computed).__name__
+        raise InputError(f"{where} returned {kind}, expected (loss per token, metrics): add {{}}")
+    loss, reported = computed
+    shape = getattr(loss, "shape", ())
+    if shape != tokens.logp.shape:
+        raise InputError(
+            f"{where} returned a loss of shape {shape}, expected one number per token,"
+            f" {tokens.logp.shape} as tokens.logp: the reduction weighs and adds them"
+        )
+    if not jnp.issubdtype(loss.dtype, jnp.floating):
+        raise InputError(f"{where} returned a loss of dtype {loss.dtype}, expected floats")
+    return loss, as_metrics(where, reported, tokens.mask.sum())
 
 
 def _state_of(penalty: Penalty, states: Mapping[str, Any]) -> Any:

@@ -19,7 +19,7 @@ costs no more than that, and its pull stays finite.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -41,7 +41,7 @@ class Penalty(NamedTuple):
     """A term added to the surrogate, which shares its token weights."""
 
     name: str
-    compute: Callable[..., tuple[Array, Metrics]]
+    compute: Callable[..., tuple[Array, Mapping[str, Any]]]
     """(tokens: Tokens) -> (penalty per token, metrics); with `init` (tokens, state)"""
     needs: frozenset[str] = frozenset()  # fields that must be produced for it
     init: Callable[[], Any] | None = None

@@ -20,8 +20,9 @@ from jaxgrpo.losses.penalties import Penalty
 from jaxgrpo.losses.reductions import Reduction
 from jaxgrpo.losses.surrogates import Surrogate, Tokens
 
-Spec = str | Mapping[str, Any]
-"""A name, or {"use": name or an own factory, option: value, ...}."""
+Spec = str | Mapping[str, Any] | Callable[..., Any]
+"""A name, or {"use": name or an own factory, option: value, ...}. For surrogates and penalties also
+an own function of tokens, which is the computation itself."""
 
 Made = TypeVar("Made", Surrogate, Reduction, Penalty)
 
@@ -172,7 +173,9 @@ def _build(
 ) -> Made:
     spec = {**(spec if isinstance(spec, Mapping) else {"use": spec}), **(options or {})}
     made = spec.get("use")
-    if not isinstance(made, kind):
+    if kind is not Reduction and _takes_tokens(made) and set(spec) == {"use"}:
+        made = kind(getattr(made, "__name__", what), made)
+    elif not isinstance(made, kind):
         made = build(what, spec, table)
     elif given := {name: value for name, value in spec.items() if name != "use"}:
         raise InputError(f"{what} {made.name} is finished and takes no options: {given}")
@@ -180,11 +183,18 @@ def _build(
         name = getattr(spec["use"], "__name__", spec["use"])
         raise InputError(
             f"{what} {name} gave {type(made).__name__}, expected a {kind.__name__} or a function"
-            " that returns one"
+            f" that returns one, {kind.__name__}(name, compute)"
         )
     if isinstance(made, (Surrogate, Penalty)):
         _check_arguments(what, made)
     return made
+
+
+def _takes_tokens(made: Any) -> bool:
+    """Whether it is the computation itself, a function of `tokens`, and not a factory."""
+    if not callable(made) or isinstance(made, (Surrogate, Penalty)):
+        return False
+    return list(inspect.signature(made).parameters) == ["tokens"]
 
 
 def _check_arguments(what: str, made: Surrogate | Penalty) -> None:

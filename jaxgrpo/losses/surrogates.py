@@ -85,8 +85,8 @@ class Surrogate(NamedTuple):
     """What depends on the parameters being optimised."""
 
     name: str
-    compute: Callable[[Tokens], tuple[Array, Metrics]]
-    """tokens -> (loss per token, metrics)"""
+    compute: Callable[[Tokens], tuple[Array, Mapping[str, Any]]]
+    """tokens -> (loss per token, metrics; plain numbers too)"""
     needs: frozenset[str] = frozenset()  # fields that must be produced for it
     weighs: bool = True  # the gradient, by the ratio of the policy to the proximal one
 

@@ -10,16 +10,17 @@ import numpy as np
 from jaxgrpo.core.errors import InputError, find
 from jaxgrpo.data.chat import for_rewards
 from jaxgrpo.data.tasks import tasks
-from jaxgrpo.rewards import builtin
+from jaxgrpo.rewards import builtin, confidence
 from jaxgrpo.rewards.calling import call_rewards
 from jaxgrpo.rewards.protocol import RewardError, RewardFunction, TrainerState, bind, name_of
 
 rewards: dict[str, RewardFunction] = {
-    **{task.name: task.score for task in tasks.values()},
-    "gsm8k_answer": builtin.gsm8k_answer,
-    "math": builtin.math_answer,
+    **confidence.SCORERS,
     "format": builtin.has_format,
     "length": builtin.overlong_penalty,
+    "accuracy": confidence.accuracy,
+    "brier": confidence.brier,
+    "confidence_format": confidence.confidence_format,
 }
 
 answers: dict[str, Callable[[str], Hashable]] = {
@@ -33,6 +34,8 @@ _CHECKS: dict[str, Callable[..., None]] = {
     "math": builtin.check_math,
     "format": builtin.check_format,
     "length": builtin.check_length,
+    "accuracy": confidence.check_scorer,
+    "brier": confidence.check_scorer,
 }
 """The checks of a reward's options; each takes them by name."""
 

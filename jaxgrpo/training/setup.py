@@ -316,7 +316,7 @@ class Shared:
 
 
 def dry_run(config: Config, resume: bool = False) -> None:
-    """Prints what `train` would do: config, devices, geometry, memory, the first prompt.
+    """Prints what `train` would do: devices, sizes, memory, the first prompt; then the config.
 
     Raises: InputError where `train` would refuse before its first step.
     """
@@ -332,10 +332,13 @@ def dry_run(config: Config, resume: bool = False) -> None:
     needed = memory.count(run.blueprint, kept_policies(run.blueprint))
     planned = memory.plan(run.update_program, run.blueprint, run.state)
     needed = needed._replace(update=planned)
-    console.print(configs.to_toml(config), markup=False)
+    steps, objective = dict(run.blueprint.chain.steps), run.blueprint.objective
     facts(
         console,
         {
+            "model": config.model.path,
+            "method": f"{run.blueprint.chain.name} ({', '.join(steps)}), "
+            f"{objective.surrogate.name} loss, {objective.reduction.name}",
             "mesh": ", ".join(f"{name} {size}" for name, size in run.mesh.shape.items()),
             "parameters": f"{count:,}",
             **needed.lines(memory.of_device(run.mesh)),
@@ -352,4 +355,5 @@ def dry_run(config: Config, resume: bool = False) -> None:
         },
     )
     inputs.show_previews(console, run.rewards, run.rows[0], run.tokenizer, config.train.steps)
+    console.print(f"\nthe whole config:\n\n{configs.to_toml(config)}", markup=False)
     memory.refuse_too_large(needed, run.mesh)

@@ -12,7 +12,7 @@ import laws
 import numpy as np
 import pytest
 
-from jaxgrpo.advantages import absolute, base, build, chain, evaluate, registry, sign, stats
+from jaxgrpo.advantages import absolute, base, build, chain, evaluate, plain, registry, sign, stats
 from jaxgrpo.core import errors
 from jaxgrpo.core.errors import InputError
 
@@ -131,7 +131,7 @@ def test_importing_the_core_loads_nothing_beyond_jax(python, environment):
     assert done.stdout.strip() == "[[-0.5, 0.5]]"
 
 
-@pytest.mark.parametrize("module", [absolute, base, registry, stats, errors])
+@pytest.mark.parametrize("module", [absolute, base, plain, registry, stats, errors])
 def test_examples_in_docstrings_hold(module):
     assert doctest.testmod(module).failed == 0
 

@@ -134,6 +134,23 @@ def test_own_functions_must_return_a_signal_of_fitting_shape():
         evaluate(chain(transform(lambda *_: odd, name="odd")), rewards)
 
 
+def test_a_metric_may_be_a_plain_number():
+    def update(signal, state, rollouts):
+        return signal, state, {"size": 3, "sum": signal.value.sum()}
+
+    step = AdvantageTransform("mine", lambda spec: (), update)
+    _, _, metrics = compute(chain(sum_rewards(), step), laws.make_rollouts())
+    assert metrics["mine/size"].result() == 3
+    assert np.isfinite(metrics["mine/sum"].result())
+    for reported, message in [
+        ({"a": jnp.ones(2)}, "mine: metric a has shape (2,)"),
+        (3, "mine repo"),
+    ]:
+        wrong = step._replace(update=lambda s, state, _, r=reported: (s, state, r))
+        with refuses(message):
+            compute(chain(sum_rewards(), wrong), laws.make_rollouts())
+
+
 def test_a_missing_field_names_the_step_and_the_nearest_one():
     step = shift._replace(name="scale", needs=frozenset({"difficultly"}))
     with refuses("scale needs the field 'difficultly': did you mean 'difficulty'?"):

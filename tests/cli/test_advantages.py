@@ -219,6 +219,51 @@ def test_a_field_that_nothing_reads_is_refused_one_with_two_equals_signs_too(cap
     assert "nothing in grpo reads the field 'trunctated': did you mean 'truncated'?" in told
 
 
+ODD = """
+import dataclasses
+import jax.numpy as jnp
+from jaxgrpo import AdvantageTransform
+
+
+def log(signal, rollouts):
+    return dataclasses.replace(signal, value=jnp.log(signal.value))
+
+
+def one_less(signal, rollouts):
+    return dataclasses.replace(signal, value=signal.value - 1, mask=signal.mask | True)
+
+
+def branch(signal, rollouts):
+    return signal if signal.value.sum() > 0 else dataclasses.replace(signal, value=-signal.value)
+
+
+def counted():
+    update = lambda signal, state, rollouts: (signal, state, {"count": 7})
+    return AdvantageTransform("counted", lambda spec: (), update)
+"""
+
+
+def test_what_an_own_step_does_wrong_is_named_with_its_place(capsys, tmp_path):
+    file = tmp_path / "odd.py"
+    file.write_text(ODD)
+    rewards = ("--rewards", "1,2,nan", "1,0,3")
+    (infinite, masked) = shown(capsys, f"{file}:log", *rewards)["problems"]
+    assert infinite.startswith("log made -inf of group 2, sample 2; 1 of 5 values are inf or NaN")
+    assert masked.startswith("log left -inf at a masked place, group 1, sample 3: the chain sets")
+    left, unmasked = shown(capsys, f"{file}:one_less", *rewards)["problems"]
+    assert left.startswith("one_less left -1.0 at a masked place, group 1, sample 3")
+    assert unmasked.startswith("one_less unmasked -1.0 at a masked place, group 1, sample 3")
+    assert "warning: one_less left -1.0" in said(capsys, f"{file}:one_less", *rewards)
+    assert shown(capsys, f"{file}:counted", *rewards)["metrics"] == {"counted/count": 7}
+    assert shown(capsys, "grpo", *rewards)["problems"] == []
+
+
+def test_an_own_step_that_only_runs_uncompiled_is_refused(capsys, tmp_path):
+    file = tmp_path / "odd.py"
+    file.write_text(ODD)
+    assert "jnp.where" in said(capsys, f"{file}:branch", "--rewards", "1,0", code=2)
+
+
 @pytest.mark.parametrize("name", ["combine", "stream"])
 def test_a_part_that_takes_a_function_says_how_to_be_shown(capsys, own, name):
     told = said(capsys, name, "--rewards", "1,0", code=2)

@@ -30,13 +30,17 @@ def main(capsys, *arguments):
 
 def test_eval_of_a_run_asks_what_the_run_asked(run, tmp_path, capsys):
     numbers, rows = tmp_path / "e.json", tmp_path / "e.jsonl"
-    code, said = main(capsys, "eval", run.path, "--json", numbers, "--samples", rows)
+    code, said = main(capsys, "eval", run.path, "--json", numbers, "--answers", rows)
     assert code == 0, said
     measured = json.loads(numbers.read_text())
     trained = run.summary["trained"]
     assert measured["accuracy"] == trained["accuracy"]
     assert {"pass@4", "maj@4", "maj@4/low", "pass@4/high", "unscored"} <= measured.keys()
-    samples = [json.loads(line) for line in rows.read_text().splitlines()]
+    answers = [json.loads(line) for line in rows.read_text().splitlines()]
+    greedy = [answer["rewards"]["arithmetic"] for answer in answers if answer["greedy"]]
+    assert len(greedy) == 12
+    assert sum(greedy) / 12 == pytest.approx(measured["accuracy"])
+    samples = [answer for answer in answers if not answer["greedy"]]
     assert len(samples) == 12 * 4
     scores = [sample["rewards"]["arithmetic"] for sample in samples]
     assert sum(scores) / len(scores) == pytest.approx(measured["pass@1"])
@@ -127,6 +131,9 @@ def test_export_gives_what_was_trained_back(run, tmp_path, capsys):
     assert {"README.md", "generation_config.json", "tokenizer.json"} <= {
         file.name for file in out.iterdir()
     }
+    card = (out / "README.md").read_text()
+    assert f"| accuracy | {run.summary['trained']['accuracy']:.3f} (" in card
+    assert "accuracy/low" not in card
     code, said = main(capsys, "export", run.path, out, "--dtype", "bfloat16")
     assert code == 0, said
     assert {str(tensor.dtype) for tensor in load_file(out / "model.safetensors").values()} == {
@@ -137,6 +144,20 @@ def test_export_gives_what_was_trained_back(run, tmp_path, capsys):
         assert code == 2
         assert reason in said
     assert f"error: {tmp_path}: no run folder" in main(capsys, "export", tmp_path, out)[1]
+
+
+def test_an_init_that_is_interrupted_leaves_nothing(tmp_path, monkeypatch, capsys):
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(make_base, "make_base", interrupted)
+    assert main(capsys, "init", tmp_path / "new" / "first")[0] == 130
+    assert main(capsys, "init", tmp_path)[0] == 130
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "file").write_text("")
+    code, said = main(capsys, "init", tmp_path / "file")
+    assert code == 2
+    assert "it is a file; give a folder" in said
 
 
 @pytest.mark.slow

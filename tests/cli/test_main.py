@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import os
+import pkgutil
 import subprocess
 import sys
 import zipfile
@@ -10,7 +12,8 @@ import zipfile
 import pytest
 
 import jaxgrpo
-from jaxgrpo.cli.main import main
+from jaxgrpo.cli import make_base
+from jaxgrpo.cli.main import COMMANDS, main
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +47,8 @@ def test_set_may_be_given_again(capsys):
     ("argv", "message"),
     [
         ([], "required: COMMAND"),
-        (["trian"], "invalid choice: 'trian' (choose from"),
+        (["trian"], "error: unknown command 'trian': did you mean 'train'? Known: advantages, "),
+        (["eval", "m", "--samples", "e.jsonl"], "to write answers to a file: --answers FILE"),
         (["train"], "required: CONFIG"),
         (["train", "quickstart", "--resume", "never"], "invalid choice: 'never'"),
         (["train", "absent.toml"], "absent.toml: 1 problem\n  there is no such file"),
@@ -64,6 +68,29 @@ def test_help_lists_the_commands_and_version_is_the_packages(capsys):
     assert all(command in listed for command in ("quickstart", "train", "make-base", "doctor"))
     assert main(["--version"]) == 0
     assert capsys.readouterr().out == f"jaxgrpo {jaxgrpo.__version__}\n"
+
+
+def test_the_help_of_every_command_names_its_defaults():
+    for name, (_, calls, *arguments) in COMMANDS.items():
+        further = make_base.make_base if name == "make-base" else main  # what options are passed to
+        functions = (further, pkgutil.resolve_name(calls))
+        takes = {k: v for one in functions for k, v in inspect.signature(one).parameters.items()}
+        for flags, options in arguments:
+            default = takes[options.get("dest") or flags[-1].strip("-").replace("-", "_")].default
+            if default not in (inspect.Parameter.empty, None, False, ()):
+                assert f"{default} by default" in options["help"], (name, flags)
+
+
+def test_no_command_says_that_torch_is_missing(environment):
+    program = (
+        "import sys; sys.modules['torch'] = None;"  # as if it were not installed
+        "from jaxgrpo.cli.main import main; main(['train', 'absent.toml']); import transformers"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", program], env=environment(), capture_output=True, text=True
+    )
+    assert run.returncode == 0
+    assert run.stderr == "error: absent.toml: 1 problem\n  there is no such file\n"
 
 
 def test_the_package_runs_as_a_module_and_answers_before_jax_is_loaded(environment):
@@ -92,6 +119,9 @@ def test_doctor_shows_versions_devices_memory_and_disk(capsys, monkeypatch):
 
 def test_make_base_writes_an_ordinary_model_folder(base):
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= set(os.listdir(base))
+    # Who may read one of them may read the weights.
+    modes = {(base / name).stat().st_mode for name in ("config.json", "model.safetensors")}
+    assert len(modes) == 1
 
 
 def test_a_dry_run_shows_the_run_and_leaves_nothing_behind(base, tmp_path, capsys):
@@ -101,6 +131,7 @@ def test_a_dry_run_shows_the_run_and_leaves_nothing_behind(base, tmp_path, capsy
     shown = capsys.readouterr().out
     for word in ("group_size = 4", "parameters", "micro-batches", "first prompt", " tokens: '"):
         assert word in shown
+    assert shown.index("grpo (sum_rewards, ") < shown.index("empty text") < shown.index("[rollout]")
     assert not run_dir.exists()
 
 

@@ -54,6 +54,7 @@ from jaxgrpo.core.errors import InputError, find
             "reference.reset_every=3",
             "reference.reset_every: there is no reference, so that",
         ),
+        ("data.delimiter=tab", 'data.delimiter = "tab": expected one character, as ; or a tab'),
         ('eval.formats={ box = "[" }', 'eval.formats.box = "[": is no regular expression: '),
         ("eval.formats={ box = 3 }", "eval.formats.box = 3: expected a regular expression"),
         ('eval.formats={ other = "x" }', "other is the name of what fits no format; give another"),

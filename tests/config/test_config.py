@@ -32,6 +32,11 @@ def test_a_whole_number_is_right_where_a_fraction_may_stand():
     assert type(temperature) is float
 
 
+def test_a_file_may_begin_with_the_mark_of_its_encoding(tmp_path):
+    (tmp_path / "run.toml").write_text(MINIMAL, encoding="utf-8-sig")
+    assert files.load(tmp_path / "run.toml").train.steps == 10
+
+
 def test_nothing_changes_a_config():
     with pytest.raises(dataclasses.FrozenInstanceError):
         read().train.steps = 3  # pyright: ignore[reportAttributeAccessIssue]

@@ -45,7 +45,8 @@ def test_a_csv_file_gives_named_columns_as_they_are_written_and_others_as_number
         (b"q,a\n", r"data.path = '.*rows.csv' holds no rows"),
         (
             b"prompt;a\nx;1\n",
-            r"rows.csv, row 0: no column 'q'; columns there: prompt;a",
+            r"rows.csv, row 0: no column 'q'; columns there: prompt;a; set data.prompt to one, or "
+            r"set data.delimiter to what is between the columns",
         ),
     ],
 )
@@ -53,6 +54,14 @@ def test_a_bad_csv_file_is_named_with_its_row_or_column(tmp_path, content, messa
     (tmp_path / "rows.csv").write_bytes(content)
     with pytest.raises(InputError, match=message):
         load_rows(Source(str(tmp_path / "rows.csv")), "q", "")
+
+
+@pytest.mark.parametrize("mark", [";", "\t", "|"])
+def test_the_columns_of_a_csv_file_may_have_another_character_between_them(tmp_path, mark):
+    file = tmp_path / "rows.csv"
+    file.write_text(f"q{mark}gold\n1,5+1{mark}2,5\n", encoding="utf-8")
+    (row,) = load_rows(Source(str(file), delimiter=mark), "q", "gold")
+    assert (row["prompt"], row["answer"]) == ("1,5+1", "2,5")
 
 
 def test_a_parquet_file_gives_its_types_and_conversations(tmp_path):

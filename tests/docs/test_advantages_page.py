@@ -38,6 +38,11 @@ def test_every_recipe_says_where_it_is_from_and_when_to_use_it(name):
     assert maker.use_when(factory), f'{name}: its docstring needs a paragraph "Use it when ..."'
 
 
+def test_what_imitates_a_library_names_the_library_and_not_a_paper():
+    assert maker.paper(registry.recipes["like_trl"]) == "TRL 1.16, GRPOTrainer"
+    assert maker.paper(registry.recipes["like_verl"]).startswith("verl 0.9.1")
+
+
 def test_outcomes_tell_zero_from_left_out_and_equal_neighbours_together():
     value = jnp.array([[0, 0, 0], [0, 0, 0], [1.5, -0.5, -0.5], [0, 0, 2]])
     mask = jnp.array([[1, 1, 1], [0, 0, 0], [1, 1, 1], [0, 1, 1]], bool)

@@ -106,6 +106,10 @@ def test_the_third_column_names_our_keys_or_nothing(page):
                 assert len(cells[3]) > 3, cells[0]
 
 
+def test_the_head_in_float32_is_a_key_of_ours_too(page):
+    assert "| `cast_lm_head_to_fp32` | `False` | `model.float32_head` | same" in page
+
+
 def test_every_dotted_name_is_a_key_or_an_attribute_of_a_run(page):
     attributes = {f"run.{name}" for name in (*Setup._fields, *dir(Run))}
     for name in re.findall(r"`([a-z]+\.[a-z_]+)`", page):

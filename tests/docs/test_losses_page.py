@@ -24,6 +24,12 @@ def test_every_part_says_its_formula_and_where_it_is_from(table):
         assert maker.paper(factory) != "–", f'{name}: its docstring needs "Source: ..., arXiv ..."'
 
 
+def test_a_surrogate_made_of_others_says_whose_pull_it_has(text):
+    (row,) = [line for line in text.splitlines() if line.startswith("| `by_sample` |")]
+    assert "that of `then`, or of `otherwise`" in row
+    assert "missing" not in row  # the message of an error
+
+
 def test_no_distance_is_near_the_line_between_same_and_other():
     """Equal to rounding, or plainly another gradient: the table does not hang on SAME."""
     for name, distance in maker.compare().items():

@@ -11,11 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxgrpo.config import own_code
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.metrics import Mean
 from jaxgrpo.losses import (
     Reduction,
     Tokens,
+    build_penalty,
     build_surrogate,
     by_sample,
     cispo,
@@ -34,6 +36,7 @@ from jaxgrpo.losses import (
     sequence_mean,
     sequence_sum,
     shaped_ratio,
+    token_loss,
     vespo,
 )
 
@@ -166,6 +169,66 @@ def test_layouts_that_do_not_fit_are_refused():
     assert float(loss) == -3  # six tokens of -1, halved
     with refuses("reduction own is defined on masks [P, G, T] alone: leave out segment and group"):
         policy_loss("clip", own, *arrays, jnp.ones((2, 3), int))
+
+
+def test_the_surrogate_of_the_examples_is_importance_sampling_at_power_1(repository):
+    make = own_code.load(f"{repository}/examples/own_surrogate.py:power_of_ratio")
+    tokens = Tokens.of_ratios([4.0, 0.25], [1.0, -1.0])
+    np.testing.assert_allclose(build_surrogate({"use": make}).compute(tokens)[0], [-4.0, 1.0])
+    np.testing.assert_allclose(make(power=1.0).compute(tokens)[0], [-4.0, 0.25])
+    slope = jax.grad(
+        lambda x: make(power=0.5).compute(dataclasses.replace(tokens, logp=x))[0].sum()
+    )
+    np.testing.assert_allclose(slope(tokens.logp), [-2.0, 0.5], rtol=1e-6)  # -A rho^power
+
+
+def test_the_penalty_of_the_examples_pulls_no_harder_beyond_its_limit(repository):
+    make = own_code.load(f"{repository}/examples/own_penalty.py:huber_kl")
+    penalty = build_penalty({"use": make, "beta": 0.5, "limit": 2.0})
+    tokens = Tokens.of_ratios(np.exp([1.0, -3.0]).astype(np.float32), reference_logp=0.0)
+    value, metrics = penalty.compute(tokens)
+    np.testing.assert_allclose(value, [0.5 * 0.5, 0.5 * 2 * (3 - 1)], rtol=1e-6)
+    _, metrics = token_loss(clip(), [penalty], tokens)
+    assert metrics["huber_kl/beyond"].result() == 0.5
+    slope = jax.grad(lambda x: penalty.compute(dataclasses.replace(tokens, logp=x))[0].sum())
+    np.testing.assert_allclose(slope(tokens.logp), [0.5, -1.0], rtol=1e-6)
+
+
+def test_a_function_of_tokens_is_a_surrogate_and_its_plain_numbers_are_means_over_tokens():
+    def mine(tokens):
+        return -tokens.logp, {"mine/size": 3, "mine/sum": tokens.mask.sum()}
+
+    loss, metrics = policy_loss(mine, "token_mean", ONES, ONES, ONES, MASK.at[0, 0].set(False))
+    assert float(loss) == -1
+    assert build_surrogate({"use": mine}).name == "mine"
+    assert metrics["mine/size"].result() == 3
+    size = metrics["mine/size"]
+    assert isinstance(size, Mean)
+    assert (float(size.total), float(size.weight)) == (15, 5)  # adds up over micro-batches
+    assert metrics["mine/sum"].result() == 5
+
+
+@pytest.mark.parametrize(
+    ("made", "message"),
+    [
+        (lambda tokens: tokens.logp, "surrogate <lambda> returned ArrayImpl, expected (loss per"),
+        (lambda tokens: (tokens.logp.sum(), {}), "a loss of shape (), expected one number per tok"),
+        (lambda tokens: (tokens.mask, {}), "returned a loss of dtype bool, expected floats"),
+        (lambda tokens: (tokens.logp, 3), "surrogate <lambda> reported int, expected its metrics"),
+        (
+            lambda tokens: (tokens.logp, {"a": tokens.logp}),
+            "metric a has shape (2, 3): expected a n",
+        ),
+        (
+            lambda tokens: (tokens.logp, {"a": "x"}),
+            "metric a is a str: expected a number, or a Mean",
+        ),
+        (lambda: 3, "surrogate <lambda> gave int, expected a Surrogate or a function that returns"),
+    ],
+)
+def test_what_an_own_surrogate_returns_is_named_if_it_is_no_loss(made, message):
+    with refuses(message):
+        policy_loss({"use": made}, "token_mean", ONES, ONES, ONES, MASK)
 
 
 def test_examples_in_docstrings_hold():

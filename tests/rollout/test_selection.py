@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from jaxgrpo.config import files as configs
+from jaxgrpo.config import own_code
 from jaxgrpo.core.errors import ConfigError, InputError
 from jaxgrpo.core.types import Rollouts
 from jaxgrpo.rollout.selection import (
@@ -239,3 +240,20 @@ def test_own_code_may_choose_the_prompts():
     assert build_policy({"use": backwards, "start": 7}, {"r": 1.0}).init(3, 0) == {"at": 7}
     with pytest.raises(InputError, match="returned int, expected a PromptPolicy"):
         build_policy({"use": lambda: 3})
+
+
+def test_the_prompt_policy_of_the_examples_lets_solved_rows_rest(repository):
+    policy = own_code.load(f"{repository}/examples/own_prompts.py:rest_when_solved")(steps=2)
+    state, seen = policy.init(3, 0), []
+    for cursor in range(0, 12, 2):
+        ordinals = policy.select(state, cursor, 2)
+        row = row_of(ordinals, 3, 0)
+        seen.append(sorted(row.tolist()))
+        right = [[1.0, float(one == 0)] for one in row]  # row 0 is always solved
+        state = policy.observe(state, groups(row, arithmetic=right))
+    solved = [0 in rows for rows in seen]
+    assert any(solved)
+    first = solved.index(True)
+    assert solved[first + 1 : first + 3] == [False, False]
+    everything = {**state, "rest": np.ones(3, np.int32)}
+    assert len(policy.select(everything, 0, 2)) == 2  # all rest, and a step needs its prompts

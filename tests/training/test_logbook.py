@@ -123,7 +123,7 @@ def test_the_same_numbers_reach_the_trackers(failing):
         for name in ("reward", "entropy", "kl", "completions/mean_length"):
             assert seen[step, name] == pytest.approx(lines[step][name])
             assert float(rows[step][name]) == pytest.approx(lines[step][name])
-    assert seen[0, "eval/pass_4"] == pytest.approx(lines[0]["eval/pass@4"])
+    assert seen[0, "eval/pass@4"] == pytest.approx(lines[0]["eval/pass@4"])
 
 
 def test_a_resumed_run_does_not_repeat_its_warnings(failing, capsys, monkeypatch):

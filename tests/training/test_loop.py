@@ -118,13 +118,22 @@ def test_own_parts_of_the_examples_train(tmp_path, repository):
         {"use": f"{examples}/own_advantage.py:soft_clip", "limit": 3.0},
     ]
     rewards = [{"use": f"{examples}/own_reward.py:short_and_right", "limit": 12}]
-    changes = {"advantage": advantage, "rewards": rewards, "train.steps": 1}
+    prompts = {"use": f"{examples}/own_prompts.py:rest_when_solved", "reward": "short_and_right"}
+    changes = {
+        "advantage": advantage,
+        "rewards": rewards,
+        "loss.surrogate": {"use": f"{examples}/own_surrogate.py:power_of_ratio", "power": 0.25},
+        "loss.kl": {"use": f"{examples}/own_penalty.py:huber_kl", "beta": 0.1},
+        "rollout.prompts": prompts,
+        "train.steps": 1,
+    }
     finished = loop.train(small_run.config(tmp_path / "r", **changes))
     line = small_run.metrics(finished.path)[0]
     assert line["reward"] < 0 < line["grad_norm"]
+    assert line["power_of_ratio/clamped"] == line["huber_kl/beyond"] == 0
     assert {file.name for file in (finished.path / "code").iterdir()} == {
-        "own_advantage.py",
-        "own_reward.py",
+        *("own_advantage.py", "own_reward.py", "own_prompts.py"),
+        *("own_surrogate.py", "own_penalty.py"),
     }
 
 

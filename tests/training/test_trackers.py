@@ -20,7 +20,7 @@ def test_event_files_hold_every_number_under_its_step(tmp_path):
     board.write(0, {"eval/pass@4": 0.5})
     board.write(1, {"reward": 0.25, "loss": math.nan, "note": "x", "kl": None})
     board.close()
-    assert events(tmp_path) == [(0, "eval/pass_4", 0.5), (1, "reward", 0.25)]
+    assert events(tmp_path) == [(0, "eval/pass@4", 0.5), (1, "reward", 0.25)]
 
 
 def test_a_resumed_run_hides_what_came_after_its_checkpoint(tmp_path):

@@ -48,7 +48,7 @@ def like_trl(
       scale_rewards: "group", "batch" or "none".
       multi_objective_aggregation: "sum_then_normalize" or "normalize_then_sum".
 
-    Source: TRL 1.16, GRPOTrainer; the second aggregation is GDPO, arXiv 2601.05242.
+    Source: TRL 1.16, GRPOTrainer. Its normalize_then_sum is GDPO: the recipe `gdpo` has the paper.
 
     >>> from jaxgrpo.advantages import evaluate
     >>> evaluate("like_trl", [[1.0, 0.0]], options={"scale_rewards": "none"})[0].tolist()

@@ -100,7 +100,8 @@ def rlcr(weights: Weights | None = None) -> AdvantageTransform:
 
     Needs the rewards "accuracy" = c, "brier" = 1 - (c - q)^2 and "format" = f, or others, named in
     `weights`. All three must be 0 where the answer or q cannot be parsed or q is outside [0, 1]:
-    taking q = 0 for it would pay a wrong answer in full.
+    taking q = 0 for it would pay a wrong answer in full. The built-in rewards `accuracy`, `brier`
+    and `confidence_format` are these; the shipped config `rlcr` uses them.
 
     Args:
       weights: None: 0.5 each, as in the authors' code.
@@ -176,7 +177,7 @@ def tree_grpo(
     Use it when samples are leaves of trees with shared beginnings, and one value per leaf is
     enough.
 
-    Needs the field `tree`, the ids of the trees [P, G].
+    Needs the field `tree`, the ids of the trees [P, G], which rollouts of your own bring.
 
     Args:
       eps, ddof: as of the part `tree_normalise`.
@@ -197,7 +198,8 @@ def tree_rl(leaf_power: float = 0.5, weights: Weights | None = None) -> Advantag
 
     Use it when samples are leaves of a tree and each branch should earn its own credit.
 
-    Needs the fields `ancestors` [P, G, D] and `token_depth` [P, G, T].
+    Needs the fields `ancestors` [P, G, D] and `token_depth` [P, G, T], which rollouts of your own
+    bring.
 
     Args:
       leaf_power: as of the part `tree_process`.
@@ -218,8 +220,9 @@ def tree_po(weighting: str = "average", weights: Weights | None = None) -> Advan
 
     Use it when a tree branches at segments, and each subtree should judge its own leaves.
 
-    Needs the field `ancestors` [P, G, D]. Whitened over the tokens of the batch, as in the paper;
-    groups that are 0 throughout stay so, which the paper does not say.
+    Needs the field `ancestors` [P, G, D], which rollouts of your own bring. Whitened over the
+    tokens of the batch, as in the paper; groups that are 0 throughout stay so, which the paper does
+    not say.
 
     Args:
       weighting: as of the part `tree_subgroup`.
@@ -276,7 +279,8 @@ def spo(
 
     Args:
       keep: share of old counts that a visit of a row keeps; not read with `drift`.
-      drift: a field [P], how far the policy has moved on the prompt since its last visit.
+      drift: a field [P], how far the policy has moved on the prompt since its last visit, which
+        rollouts of your own bring.
       initial: success rate of a row before its first visit, or a field [P] of such rates.
       eps: added to the standard deviation of the batch.
 

@@ -9,14 +9,16 @@ from typing import Any
 
 from jaxgrpo.core import errors
 from jaxgrpo.core.errors import InputError
-from jaxgrpo.data.tasks import arithmetic
+from jaxgrpo.data.tasks import arithmetic, confidence
 from jaxgrpo.data.tasks.base import Task, Worked
 
 __all__ = ["PREFIX", "Task", "Worked", "find", "load", "tasks"]
 
 PREFIX = "task:"
 
-tasks: dict[str, Task] = {task.name: task for task in (arithmetic.arithmetic,)}
+tasks: dict[str, Task] = {
+    task.name: task for task in (arithmetic.arithmetic, confidence.confidence)
+}
 
 
 def find(name: str) -> Task:

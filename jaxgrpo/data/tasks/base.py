@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ class Task(NamedTuple):
     """A generated, verifiable task. All its randomness comes from the seed of `rows`."""
 
     name: str
-    alphabet: str  # every character of its prompts and solutions: one token each
+    alphabet: Sequence[str]  # every character of its prompts and solutions, and words such as tags
     levels: tuple[int, ...]  # values of the column "level", easiest first
     splits: Mapping[str, int]  # split -> rows taken if no count is given
     rows: Callable[[str, int, int], list[dict[str, Any]]]  # (split, count, seed)
@@ -32,8 +33,8 @@ class Task(NamedTuple):
     score: Callable[..., list[float]]  # (completions, answer, **columns), 1.0 iff right
 
 
-def character_tokenizer(alphabet: str) -> PreTrainedTokenizerFast:
-    """One token per character of `alphabet`, after the pad, end and unknown tokens.
+def character_tokenizer(alphabet: Sequence[str]) -> PreTrainedTokenizerFast:
+    """One token per character or word of `alphabet`, after the pad, end and unknown tokens.
 
     Encoding adds no special token; decoding joins the characters and puts nothing between them.
     A character outside the alphabet becomes the unknown token.
@@ -52,7 +53,9 @@ def character_tokenizer(alphabet: str) -> PreTrainedTokenizerFast:
     words = [PAD, END, UNKNOWN, *alphabet]
     vocabulary = {word: number for number, word in enumerate(words)}
     tokenizer = Tokenizer(models.WordLevel(vocab=vocabulary, unk_token=UNKNOWN))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
+    longer = "".join(f"{re.escape(word)}|" for word in alphabet if len(word) > 1)
+    pieces = Regex(rf"{longer}[\s\S]")
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(pieces, behavior="isolated")
     tokenizer.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,

@@ -26,7 +26,7 @@ from jaxgrpo.update.diagnostics import drawn_alike, flat_share
 
 GROUP_SIZES = (2, 4, 8, 16)
 PER = 1000  # samples: live groups are also reported per so many, at equal cost
-RARE = 0.125  # below this success rate a prompt is hard: the lower end of `mask_difficulty_band`
+HARD = 0.125  # a success rate below it makes a prompt hard: the low end of `mask_difficulty_band`
 
 
 def measure(
@@ -278,7 +278,7 @@ def live_tokens(
 
 
 def lucky_share(
-    correct: Int[Array, "P"], samples: Int[Array, "P"], group_size: int, below: float = RARE
+    correct: Int[Array, "P"], samples: Int[Array, "P"], group_size: int, below: float = HARD
 ) -> Float[Array, ""]:
     """Of mixed groups, the share that are a hard prompt's with a single success.
 

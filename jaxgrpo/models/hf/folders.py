@@ -376,6 +376,8 @@ def _write_weights(
         shard = {name: tensor for name, tensor in whole if folder is not None}
         if folder is not None:
             save_file(shard, folder / file, metadata={"format": "pt"})
+            # The library makes files that only their owner may read: as open as the others here.
+            (folder / file).chmod((folder / "config.json").stat().st_mode)
     if folder is not None and plan.is_sharded:
         index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")

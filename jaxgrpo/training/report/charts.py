@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import functools
 import io
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -14,12 +15,16 @@ from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from jaxgrpo.evaluation.intervals import is_end
 from jaxgrpo.training.report.record import Record, natural, visible
 
 MAX_POINTS = 300
 """Points of a curve; a longer run is shown by the means of as many stretches of steps."""
 
 COLOURS = ("#2563a8", "#d9822b", "#3a9a6b", "#b04a78", "#7c6fb0", "#6b7280")
+DASHES = ("-", "--", ":")
+"""Curves beyond the number of colours are dashed."""
+
 FAIL, MIXED, PASS = "#d98c8c", "#7da7d0", "#8cc4a0"
 STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",  # text stays text
@@ -44,8 +49,17 @@ STYLE: dict[Any, Any] = {
 }
 
 
+class Curve(NamedTuple):
+    """A metric over the steps, and the band of its interval where it has one."""
+
+    steps: np.ndarray  # [n]
+    values: np.ndarray  # [n]
+    band: tuple[np.ndarray, np.ndarray] | None = None  # low and high [n]
+
+
 class Panel(NamedTuple):
-    """One chart: metrics by the names of their curves. A "*" takes every metric that fits."""
+    """One chart: metrics by the names of their curves. A "*" takes every metric that fits, but for
+    the ends of intervals: those are a curve's band."""
 
     title: str
     curves: dict[str, str]  # metric -> label
@@ -65,7 +79,7 @@ PANELS = (
     Panel(
         "Evaluation",
         {"eval/accuracy": "accuracy", "eval/pass@*": "pass@*"},
-        "On held-out prompts: greedy accuracy and unbiased pass@k.",
+        "On held-out prompts: greedy accuracy and unbiased pass@k; bands are 95% intervals.",
         kind="points",
         share=True,
     ),
@@ -88,7 +102,7 @@ PANELS = (
     Panel(
         "Distance from the base",
         {"eval/kl_to_base": "exact", "eval/kl_to_base_estimated": "estimated"},
-        "On held-out prompts: nats per completion.",
+        "On held-out prompts: nats per completion, with 95% intervals.",
         kind="points",
     ),
     Panel(
@@ -139,21 +153,29 @@ def draw(record: Record) -> list[tuple[Panel, str]]:
         return [(panel, _svg(panel, curves)) for panel, curves in found if curves]
 
 
-def _curves(panel: Panel, record: Record) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """label -> (steps, values), in the order of the panel."""
+def _curves(panel: Panel, record: Record) -> dict[str, Curve]:
+    """Every curve by its label, in the order of the panel."""
+    measured = [name for name in record.names() if not is_end(name)]
     labels: dict[str, str] = {}
     for pattern, label in panel.curves.items():
         before, _, after = pattern.partition("*")
-        for name in sorted(fnmatch.filter(record.names(), pattern), key=natural):
+        for name in sorted(fnmatch.filter(measured, pattern), key=natural):
             labels[name] = _plain(label.replace("*", name.removeprefix(before).removesuffix(after)))
     if "reward" in labels and len(labels) == 2:
         del labels[next(name for name in labels if name != "reward")]  # one reward, weighed by 1
-    curves = {label: record.series(name) for name, label in labels.items()}
-    return {
-        label: _thinned(np.asarray(steps, float), np.asarray(values))
-        for label, (steps, values) in curves.items()
-        if values
-    }
+    curves = {label: _curve(record, name) for name, label in labels.items()}
+    return {label: curve for label, curve in curves.items() if curve.values.size}
+
+
+def _curve(record: Record, name: str) -> Curve:
+    steps, values = record.series(name)
+    ends = [record.series(f"{name}{end}") for end in ("/low", "/high")]
+    where = np.asarray(steps, float)
+    thin = functools.partial(_thinned, where)
+    if not values or any(at != steps for at, _ in ends):
+        return Curve(*thin(np.asarray(values)))
+    low, high = (thin(np.asarray(end))[1] for _, end in ends)
+    return Curve(*thin(np.asarray(values)), (low, high))
 
 
 def _plain(label: str) -> str:
@@ -170,7 +192,7 @@ def _thinned(steps: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndar
     return np.add.reduceat(steps, edges) / sizes, np.add.reduceat(values, edges) / sizes
 
 
-def _svg(panel: Panel, curves: dict[str, tuple[np.ndarray, np.ndarray]]) -> str:
+def _svg(panel: Panel, curves: dict[str, Curve]) -> str:
     figure, axes = blank(panel.title)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6))
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")  # no factor beside the title
@@ -204,25 +226,31 @@ def as_svg(figure: Figure) -> str:
     return text.getvalue()
 
 
-def _lines(axes: Axes, panel: Panel, curves: dict[str, tuple[np.ndarray, np.ndarray]]) -> None:
-    """Each curve; a long one faint, with its running mean on top."""
-    for place, (label, (steps, values)) in enumerate(curves.items()):
-        colour = panel.colours[place % len(panel.colours)]
+def _lines(axes: Axes, panel: Panel, curves: dict[str, Curve]) -> None:
+    """Each curve over its band; a long one faint, with its running mean on top."""
+    for place, (label, (steps, values, band)) in enumerate(curves.items()):
+        lap, place = divmod(place, len(panel.colours))
+        colour, dashes = panel.colours[place], DASHES[lap % len(DASHES)]
+        if band is not None and len(values) > 1:
+            axes.fill_between(steps, *band, color=colour, alpha=0.13, linewidth=0)
+        elif band is not None:
+            axes.vlines(steps, *band, color=colour, alpha=0.5)
         smooth = panel.kind == "lines" and len(values) >= 40
         if smooth:
             axes.plot(steps, values, color=colour, alpha=0.25, linewidth=0.8)
             values = _running_mean(values, len(values) // 20)
         marker = "o" if panel.kind == "points" or len(values) == 1 else None
         axes.plot(
-            steps, values, color=colour, label=label, linewidth=1.6, marker=marker, markersize=3.5
-        )
-    if panel.log and all((values > 0).all() for _, values in curves.values()):
+            *(steps, values, dashes),
+            color=colour, label=label, linewidth=1.6, marker=marker, markersize=3.5,
+        )  # fmt: skip
+    if panel.log and all((curve.values > 0).all() for curve in curves.values()):
         axes.set_yscale("log")
 
 
-def _stack(axes: Axes, panel: Panel, curves: dict[str, tuple[np.ndarray, np.ndarray]]) -> None:
-    steps = next(iter(curves.values()))[0]
-    heights = [np.interp(steps, *curve) for curve in curves.values()]
+def _stack(axes: Axes, panel: Panel, curves: dict[str, Curve]) -> None:
+    steps = next(iter(curves.values())).steps
+    heights = [np.interp(steps, curve.steps, curve.values) for curve in curves.values()]
     if len(steps) == 1:  # an area needs two points
         steps, heights = np.append(steps, steps + 1), [np.repeat(height, 2) for height in heights]
     axes.stackplot(

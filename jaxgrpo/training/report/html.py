@@ -19,16 +19,18 @@ from rich.console import Console
 
 from jaxgrpo.config.own_code import installed, short_name
 from jaxgrpo.core.errors import InputError
+from jaxgrpo.evaluation.intervals import is_end
 from jaxgrpo.training import console
 from jaxgrpo.training.folder import is_number, write_atomically
 from jaxgrpo.training.report.record import (
     UNDER_WAY,
     Record,
-    natural,
+    accuracy_first,
     read_run,
     shown,
     total_reward,
     visible,
+    with_interval,
 )
 
 NAME = "report.html"
@@ -175,20 +177,16 @@ def _warnings(record: Record) -> str:
 
 
 def _evaluation(record: Record) -> str:
-    """Each metric of the first and the last evaluation."""
+    """Each metric of the first and the last evaluation, with its interval."""
     if not record.evaluations:
         return ""
     (first, base), (last, now) = record.evaluations[0], record.evaluations[-1]
     rows = [["", f"step {first}", f"step {last}", "change"]]
-    for name in sorted(base.keys() | now.keys(), key=_accuracy_first):
-        before, after = base.get(name), now.get(name)
-        change = None if before is None or after is None else after - before
-        rows.append([name, _number(before, ".3f"), _number(after, ".3f"), _number(change, "+.3f")])
-    return _section("Evaluation", table(rows))
-
-
-def _accuracy_first(name: str) -> tuple[Any, ...]:
-    return (not name.startswith("accuracy"), not name.startswith("pass@"), natural(name))
+    names = (name for name in base.keys() | now.keys() if not is_end(name))
+    for name in sorted(names, key=accuracy_first):
+        change = _number(now[name] - base[name], "+.3f") if name in base.keys() & now else "–"
+        rows.append([name, with_interval(base, name), with_interval(now, name), change])
+    return _section("Evaluation, with 95% intervals over prompts", table(rows))
 
 
 def _charts(record: Record) -> str:

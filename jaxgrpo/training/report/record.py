@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxgrpo.core.errors import InputError, refusing
+from jaxgrpo.evaluation.intervals import interval_of
 from jaxgrpo.training import alarms
 from jaxgrpo.training.folder import LOCK, evaluation_of, is_number, read_metrics, read_samples
 
@@ -144,6 +145,23 @@ def natural(name: str) -> list[tuple[str, int]]:
     """Sorts pass@4 before pass@16."""
     pieces = re.findall(r"(\D+)(\d*)", f" {name}")
     return [(text, int(number or 0)) for text, number in pieces]
+
+
+def accuracy_first(name: str) -> tuple[Any, ...]:
+    """Sorts the metrics of an evaluation: accuracy, pass@k by k, then the others."""
+    return (not name.startswith("accuracy"), not name.startswith("pass@"), natural(name))
+
+
+def with_interval(metrics: Mapping[str, float], name: str) -> str:
+    """A number of an evaluation and its interval, if it has one; a dash for none.
+
+    >>> with_interval({"pass@4": 0.5, "pass@4/low": 0.4375, "pass@4/high": 0.625}, "pass@4")
+    '0.500 (0.438 to 0.625)'
+    """
+    if name not in metrics:
+        return "–"
+    ends = interval_of(metrics, name)
+    return f"{metrics[name]:.3f}" + (" ({:.3f} to {:.3f})".format(*ends) if ends else "")
 
 
 def _read(file: Path, parse: Callable[[str], Any], problem: str) -> dict[str, Any]:

@@ -160,6 +160,45 @@ def test_the_evaluation_table_holds_first_last_and_change():
     assert "pass@160.500––" in text  # not measured again
 
 
+def with_intervals(**changes: Any) -> Record:
+    """The run of `record`, whose evaluations say how sure they are."""
+    run = record(**changes)
+    for line in (run.lines[0], run.lines[-1]):
+        for name in [name for name in line if name.startswith("eval/")]:
+            line |= {f"{name}/low": line[name] - 0.125, f"{name}/high": line[name] + 0.125}
+    return run
+
+
+def test_an_interval_is_the_band_of_its_curve_and_no_curve_of_its_own():
+    (panel,) = [panel for panel in charts.PANELS if panel.title == "Evaluation"]
+    curves = charts._curves(panel, with_intervals())
+    assert list(curves) == ["accuracy", "pass@4", "pass@16"]
+    low, high = curves["accuracy"].band or ((), ())
+    assert (list(low), list(high)) == ([0.125, 0.625], [0.375, 0.875])
+    assert charts._curves(panel, record())["accuracy"].band is None
+    plain, banded = (
+        next(svg for drawn, svg in charts.draw(run) if drawn.title == "Evaluation")
+        for run in (record(), with_intervals())
+    )
+    assert banded.count("<path") > plain.count("<path")
+    assert "/high" not in banded
+
+
+def test_more_curves_than_colours_are_told_apart_by_their_dashes():
+    run = record()
+    for line in run.lines[1:]:
+        line |= {f"rewards/r{number}/mean": 0.1 * number for number in range(8)}
+    svg = next(svg for panel, svg in charts.draw(run) if panel.title == "Reward")
+    assert "stroke-dasharray" in svg
+    assert "stroke-dasharray" not in charts.draw(record())[0][1]
+
+
+def test_the_evaluation_table_has_each_metric_once_with_its_interval():
+    text = Seen(page._evaluation(with_intervals())).text
+    assert "accuracy0.250 (0.125 to 0.375)0.750 (0.625 to 0.875)+0.500" in text
+    assert "/low" not in text
+
+
 def test_a_warning_holds_or_is_over():
     def alarm(step: int) -> alarms.Alarm:
         return alarms.Alarm("kl", step, "far away")

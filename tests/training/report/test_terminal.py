@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from jaxgrpo.training import console
-from jaxgrpo.training.report.record import visible
+from jaxgrpo.training.report.record import FINISHED, Record, visible
 
 MARKUP = "[bold red]x[/bold red] [link=http://a]y[/link] \x1b[31m\x1b]0;title\x07 \r\x08[/]"
 
@@ -76,3 +76,33 @@ def test_a_sparkline_spans_lowest_to_highest(values, line):
 
 def test_a_long_sparkline_shows_means_of_stretches():
     assert console.sparkline([0.0] * 50 + [1.0] * 50, width=4) == "▁▁██"
+
+
+def test_the_evaluation_has_each_metric_once_with_its_interval():
+    ends = {"pass@4/low": 0.4375, "pass@4/high": 0.625, "accuracy/low": 0.0, "accuracy/high": 0.5}
+    measured = {"pass@16": 0.75, "pass@4": 0.5, "accuracy": 0.25, **ends}
+    line = {"step": 0, **{f"eval/{name}": value for name, value in measured.items()}}
+    run = Record(
+        name="r", status=FINISHED, config={}, lines=[line], summary={}, samples=[], warnings=[],
+        active=frozenset(),
+    )  # fmt: skip
+    out = io.StringIO()
+    console.show(Console(file=out, width=120, highlight=False, color_system=None), run)
+    rows = [line.split("│")[1:3] for line in out.getvalue().splitlines() if line.startswith("│")]
+    assert [[cell.strip() for cell in row] for row in rows] == [
+        ["accuracy", "0.250 (0.000 to 0.500)"],
+        ["pass@4", "0.500 (0.438 to 0.625)"],
+        ["pass@16", "0.750"],
+    ]
+
+
+def test_the_line_of_a_step_repeats_no_evaluation_of_an_earlier_one(capsys):
+    display = console.Display(9, 0, active=True)
+    display.evaluated(0, {"accuracy": 0.25, "accuracy/low": 0.125, "accuracy/high": 0.5})
+    display.step(
+        1,
+        {"reward": 0.5, "live_groups": 1, "grad_norm": 0.1, "time/step": 2, "loss": 0.0},
+    )
+    evaluated, stepped = capsys.readouterr().out.splitlines()
+    assert evaluated == "evaluated at step 0: accuracy 0.250 (95%: 0.125 to 0.500)"
+    assert stepped == "   1 reward  0.500 live 100% gradient 1.0e-01 2.0s loss  0.0e+00"

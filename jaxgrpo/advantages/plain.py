@@ -1,0 +1,123 @@
+"""Plain data of any framework as arrays: nested lists with None, NumPy, torch; and their shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array
+
+from jaxgrpo.core.errors import InputError, refusing
+
+UNSCORED = "None = not scored"
+SHAPES = {
+    "prompt_tokens": "PS",
+    "prompt_mask": "PS",
+    "ordinal": "P",
+    "row": "P",
+    "step": "",
+    "completion_tokens": "PGT",
+    "token_mask": "PGT",
+    "behavior_logp": "PGT",
+    "truncated": "PG",
+    "policy_version": "PG",
+}
+"""The axes of the arrays of `core.types.Rollouts`, by the letters used there."""
+
+
+def as_array(what: str, value: Any, none: bool = False) -> Array:
+    """The numbers of nested lists, of an array, or of a torch tensor, whatever its device.
+
+    A tensor is detached; its numbers of less than 32 bits become float32, which holds them all.
+
+    Args:
+      what: opens the message of an error.
+      none: whether None may stand for a number; it becomes NaN.
+
+    Raises: InputError on lists that differ in length, with their places, and on what is no number.
+
+    >>> as_array("rewards", [[1, None], (0.5, 0)], none=True).tolist()
+    [[1.0, nan], [0.5, 0.0]]
+    """
+    read, _ = _read(what, value, none, ())
+    with refusing(f"{what}: {{reason}}: give numbers", TypeError, ValueError, OverflowError):
+        return jnp.asarray(read)
+
+
+def check_shapes(given: Mapping[str, Array], sizes: Mapping[str, int]) -> None:
+    """Refuses an array of the rollouts whose axes do not fit the rewards, or one another.
+
+    Args:
+      given: by name; those without an entry in SHAPES are not looked at.
+      sizes: letter of an axis -> its size: P and G, those of the rewards.
+
+    Raises: InputError with the array's name, its shape and the expected one.
+    """
+    known = dict(sizes)
+    for name, array in given.items():
+        if name not in SHAPES:
+            continue
+        letters = SHAPES[name]
+        fits = len(letters) == array.ndim and all(
+            known.setdefault(letter, size) == size
+            for letter, size in zip(letters, array.shape, strict=True)
+        )
+        if not fits:
+            wanted = tuple(known.get(letter, letter) for letter in letters)
+            axes = ", ".join(letters)
+            expected = ", ".join(map(str, wanted))
+            raise InputError(
+                f"{name} has shape {array.shape}, expected [{axes}] = [{expected}]: P prompts with"
+                " G samples each, as the rewards have"
+            )
+
+
+def _read(what: str, value: Any, none: bool, place: tuple[int, ...]) -> tuple[Any, tuple[int, ...]]:
+    """What `jnp.asarray` understands, and its shape."""
+    if type(value) in (float, int, bool):  # first: there may be a million
+        return value, ()
+    value = _of_framework(value)
+    if isinstance(value, (list, tuple)):
+        return _read_list(what, value, none, place)
+    where = what + "".join(f"[{index}]" for index in place)
+    if value is None:
+        if none:
+            return float("nan"), ()
+        raise InputError(f"{where} is None: give a number; only rewards may be {UNSCORED}")
+    if isinstance(value, (str, bytes, Mapping)):
+        expected = f"a number, or {UNSCORED}" if none else "a number"
+        raise InputError(f"{where} = {value!r}, a {type(value).__name__}: expected {expected}")
+    return value, tuple(getattr(value, "shape", ()))
+
+
+def _read_list(
+    what: str, values: list[Any] | tuple[Any, ...], none: bool, place: tuple[int, ...]
+) -> tuple[list[Any], tuple[int, ...]]:
+    found = [_read(what, one, none, (*place, index)) for index, one in enumerate(values)]
+    shapes = [shape for _, shape in found]
+    for index, shape in enumerate(shapes):
+        if shape != shapes[0]:
+            at, of = ("".join(f"[{i}]" for i in (*place, number)) for number in (index, 0))
+            sizes = (_size(shape), _size(shapes[0]))
+            fill = UNSCORED if none else "padding that a mask leaves out"
+            raise InputError(
+                f"{what}{at} has {sizes[0]}, but {what}{of} has {sizes[1]}: every list of a level"
+                f" must have the same length; fill up with {fill}"
+            )
+    return [one for one, _ in found], (len(values), *(shapes[0] if shapes else ()))
+
+
+def _size(shape: tuple[int, ...]) -> str:
+    if len(shape) < 2:
+        return f"{shape[0]} entries" if shape else "one number"
+    return f"shape {shape}"
+
+
+def _of_framework(value: Any) -> Any:
+    """A torch tensor as a NumPy array; an array of objects as lists; anything else as it is."""
+    if hasattr(value, "detach") and hasattr(value, "is_floating_point"):
+        value = value.detach().cpu()
+        narrow = value.is_floating_point() and value.element_size() < 4
+        return (value.float() if narrow else value).numpy()  # NumPy has no bfloat16
+    return value.tolist() if getattr(getattr(value, "dtype", None), "kind", "") == "O" else value

@@ -1,0 +1,118 @@
+"""Rewards for a model that says how sure it is, as RLCR has them: accuracy, Brier score, form.
+
+A completion ends with its confidence: an answer, then `<confidence>0.8</confidence>` once, with a
+number in [0, 1] and nothing but white space behind it. What comes before it is judged by another
+reward, the scorer. All three rewards are 0 where the form is not met: to take a confidence of 0
+instead would pay wrong answers in full.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from jaxgrpo.core.errors import find
+from jaxgrpo.data.tasks import tasks
+from jaxgrpo.rewards import builtin
+from jaxgrpo.rewards.builtin import stated_confidence, text_of
+from jaxgrpo.rewards.protocol import RewardFunction
+
+OPENING, CLOSING = "<confidence>", "</confidence>"
+SUCCESS = 0.5  # a scorer's value above it is a success
+
+SCORERS: dict[str, RewardFunction] = {
+    **{task.name: task.score for task in tasks.values()},
+    "gsm8k_answer": builtin.gsm8k_answer,
+    "math": builtin.math_answer,
+}
+"""The built-in rewards that judge an answer: what a scorer may be."""
+
+
+def confidence_format(completions: Sequence[Any], **columns: Any) -> list[float]:
+    """1.0 if the completion has an answer and then its confidence, in this form; else 0.0.
+
+    >>> confidence_format(["so 4<confidence>0.8</confidence>", "<confidence>1</confidence>", "4"])
+    [1.0, 0.0, 0.0]
+    """
+    del columns
+    return [float(_answer(completion) is not None) for completion in completions]
+
+
+def accuracy(
+    completions: Sequence[Any],
+    answer: Sequence[Any],
+    scorer: str = "gsm8k_answer",
+    **columns: Any,
+) -> list[float | None]:
+    """c: 1.0 if the answer before the confidence is right, else 0.0; 0.0 without the form.
+
+    Args:
+      completions: texts, or messages.
+      answer: the gold answers, as the scorer reads them.
+      scorer: a name in SCORERS.
+
+    Returns: one score each; None if the scorer cannot score it.
+
+    >>> said = ["#### 4<confidence>0.8</confidence>", "#### 5<confidence>0.8</confidence>", "4"]
+    >>> accuracy(said, ["4"] * 3)
+    [1.0, 0.0, 0.0]
+    """
+    del columns
+    return [right for right, _ in _judged(completions, answer, scorer)]
+
+
+def brier(
+    completions: Sequence[Any],
+    answer: Sequence[Any],
+    scorer: str = "gsm8k_answer",
+    **columns: Any,
+) -> list[float | None]:
+    """1 - (c - q)^2 with the correctness c and the stated confidence q; 0.0 without the form.
+
+    Its expectation is highest at q = the chance of being right.
+
+    Args: as of `accuracy`.
+    Source: Damani et al. 2025, arXiv 2507.16806.
+
+    >>> said = ["#### 4<confidence>0.5</confidence>", "#### 5<confidence>0</confidence>", "4"]
+    >>> brier(said, ["4"] * 3)
+    [0.75, 1.0, 0.0]
+    """
+    del columns
+    return [
+        None if right is None else 0.0 if stated is None else 1 - (right - stated) ** 2
+        for right, stated in _judged(completions, answer, scorer)
+    ]
+
+
+def check_scorer(scorer: Any = "gsm8k_answer") -> None:
+    """Raises: InputError on an unknown scorer, with the nearest name."""
+    find("scorer", scorer, SCORERS)
+
+
+def _judged(
+    completions: Sequence[Any], answer: Sequence[Any], scorer: str
+) -> list[tuple[float | None, float | None]]:
+    """(c, q) of each completion: c None if it is not scored; (0, None) without the form."""
+    texts = [_answer(completion) for completion in completions]
+    asked = [place for place, text in enumerate(texts) if text is not None]
+    given = {"completions": [texts[i] for i in asked], "answer": [answer[i] for i in asked]}
+    scores = dict(zip(asked, find("scorer", scorer, SCORERS)(**given), strict=True))
+    judged: list[tuple[float | None, float | None]] = []
+    for place, completion in enumerate(completions):
+        if place not in scores:
+            judged.append((0.0, None))
+        else:
+            score = scores[place]
+            right = None if score is None else float(score > SUCCESS)
+            judged.append((right, stated_confidence(completion)))
+    return judged
+
+
+def _answer(completion: Any) -> str | None:
+    """What comes before the confidence; None where the form is not met."""
+    text = text_of(completion)
+    before, opened, behind = text.partition(OPENING)
+    once = opened and text.count(OPENING) == text.count(CLOSING) == 1
+    ends = behind.rstrip().endswith(CLOSING) and before.strip()
+    return before if once and ends and stated_confidence(text) is not None else None
