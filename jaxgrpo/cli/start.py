@@ -6,6 +6,7 @@ installed.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import json
 import os
@@ -141,15 +142,20 @@ def init(folder: str = ".") -> int:
             f"init {folder}: {', '.join(there)} is there already; nothing was written. Take "
             "another folder: jaxgrpo init DIR"
         )
-    with refusing(f"init {folder}: no folder can be made there ({{reason}})", OSError, ValueError):
-        home.mkdir(parents=True, exist_ok=True)
+    beside = next(one for one in (home, *home.absolute().parents) if os.path.lexists(one))
+    if not beside.is_dir():
+        raise InputError(f"init {folder}: no folder can be made there ({beside} is a file)")
     console = Console(highlight=False)
     console.print(process.start())
-    # Made aside and then moved: what is interrupted leaves no half of it behind.
-    with tempfile.TemporaryDirectory(prefix=".jaxgrpo-init-", dir=home) as made:
-        _write_project(console, Path(made))
+    # Made elsewhere and then moved: what is interrupted leaves no half of it behind.
+    with contextlib.ExitStack() as stack:
+        with refusing(f"init {folder}: no folder can be made there ({{reason}})", OSError):
+            aside = tempfile.TemporaryDirectory(prefix=".jaxgrpo-init-", dir=beside)
+        made = Path(stack.enter_context(aside))
+        _write_project(console, made)
+        home.mkdir(parents=True, exist_ok=True)
         for name in names:
-            os.rename(Path(made, name), home / name)
+            os.rename(made / name, home / name)
     where = "" if folder == "." else f"cd {folder} && "
     console.print(f"written: {', '.join(names)}\ntrain:   {where}jaxgrpo train run.toml")
     return 0

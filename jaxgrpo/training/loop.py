@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 import jax
 from safetensors import SafetensorError
 
-import jaxgrpo
 from jaxgrpo.advantages import AdvantageTransform
 from jaxgrpo.config import files as configs
 from jaxgrpo.config.files import Config, config_of
@@ -26,9 +25,8 @@ from jaxgrpo.core.types import Params, TrainState
 from jaxgrpo.evaluation.evaluate import Evaluate
 from jaxgrpo.models import sharding
 from jaxgrpo.models.hf import folders
-from jaxgrpo.rewards.protocol import RewardError
 from jaxgrpo.rollout.judging import sample_rows
-from jaxgrpo.training import alarms, fingerprints, process
+from jaxgrpo.training import fingerprints, process
 from jaxgrpo.training.checkpoints import Checkpoints, parameter_hash, refuse_other_step
 from jaxgrpo.training.console import Display
 from jaxgrpo.training.folder import (
@@ -41,13 +39,11 @@ from jaxgrpo.training.folder import (
 from jaxgrpo.training.inputs import dropped_line, gold_problem, try_rewards, with_logged
 from jaxgrpo.training.logbook import Logbook
 from jaxgrpo.training.policy import base_params, evaluator_of, export
-from jaxgrpo.training.resets import Resets, is_better, make_resetter, refuse_unknown_best, see
+from jaxgrpo.training.recovery import Keeper, Progress
+from jaxgrpo.training.resets import is_better, make_resetter, refuse_unknown_best, see
 from jaxgrpo.training.setup import Setup, setup
 from jaxgrpo.training.watchdog import Watchdog
 from jaxgrpo.update.optimizer import current_rate
-
-MAX_UNSAVED = 3
-"""Checkpoints in a row that may fail before the run ends, since it would lose ever more."""
 
 
 class Run(NamedTuple):
@@ -145,11 +141,12 @@ def take(
             display.say(problem)
         stack.enter_context(process.stop_signals(config.run.stop_grace))
         limits = (config.run.stop_grace, config.run.stuck_after)
-        watch = Watchdog(display.under_way, lambda: _kept(folder, checkpoints), *limits)
+        keeper = Keeper(config, folder, checkpoints, display, Progress.of(meta))
+        watch = Watchdog(display.under_way, keeper.kept, *limits)
         stack.enter_context(watch)
         log = stack.enter_context(Logbook(config, folder, display, done))
         evaluate = evaluator(run) if config.eval.data is not None else None
-        loop = _Loop(run, folder, checkpoints, display, log, evaluate, watch, _Progress.of(meta))
+        loop = _Loop(run, keeper, display, log, evaluate, watch)
         state = loop.take_steps(state, done)
         watch.phase("end of the run")
         checkpoints.wait()
@@ -192,12 +189,6 @@ def _restored(run: Setup, checkpoints: Checkpoints) -> tuple[TrainState, dict[st
     return state, meta
 
 
-def _kept(folder: RunFolder, checkpoints: Checkpoints) -> str:
-    """What of a run is saved, in a line."""
-    step = checkpoints.latest()
-    return f"{folder.path} holds {'no step yet' if step is None else f'step {step}'}"
-
-
 def _say_dropped(run: Setup, display: Display) -> None:
     """Says which prompts were left out, of training and of evaluation."""
     if run.dropped:
@@ -208,51 +199,19 @@ def _say_dropped(run: Setup, display: Display) -> None:
 
 
 @dataclasses.dataclass
-class _Progress:
-    """What a run remembers beside its state. Checkpoints hold the first four."""
-
-    best: tuple[int, float] | None  # step and value
-    best_metric: str | None  # the checkpoint.keep_best that it is the best by
-    base: dict[str, Any] | None  # "metrics" of the base, and what was "asked" for them
-    resets: Resets
-    started: float = dataclasses.field(default_factory=time.monotonic)
-    reported: set[str] = dataclasses.field(default_factory=set)  # rewards whose failure was shown
-    unsaved: int = 0  # checkpoints in a row that failed
-    tokens: float = 0.0
-    seconds: float = 0.0  # of steps
-    not_finite: int = 0  # steps in a row that computed something that is not finite
-
-    @classmethod
-    def of(cls, meta: Mapping[str, Any]) -> _Progress:
-        """From what a checkpoint holds beside its state; {} at the start of a run."""
-        best = tuple(meta["best"]) if meta.get("best") else None
-        resets = Resets(**meta.get("resets", {}))
-        # Version 0.1.0 saved neither: unknown.
-        return cls(best, meta.get("best_metric"), meta.get("base"), resets)
-
-    def meta(self) -> dict[str, Any]:
-        """What is saved, as JSON values."""
-        names = ("best", "best_metric", "base")
-        saved = {name: getattr(self, name) for name in names}
-        resets = self.resets._asdict()
-        return {"jaxgrpo": jaxgrpo.__version__, **saved, "resets": resets}
-
-
-@dataclasses.dataclass
 class _Loop:
     """One run under way: what its steps share."""
 
     run: Setup
-    folder: RunFolder
-    checkpoints: Checkpoints
+    keeper: Keeper
     display: Display
     log: Logbook
     evaluate: Evaluate | None
     watch: Watchdog
-    progress: _Progress
 
     def __post_init__(self) -> None:
         self.config = self.run.config
+        self.folder, self.progress = self.keeper.folder, self.keeper.progress
         self.reset = make_resetter(self.config, self.run.blueprint)
 
     def take_steps(self, state: TrainState, done: int) -> TrainState:
@@ -269,38 +228,14 @@ class _Loop:
             due = number in (best, last) or _due(number, self.config.checkpoint.every)
             if stop or due:
                 self.watch.phase(f"step {number}: save")
-                self.checkpoints.best = best
-                self._save(state, number, must=bool(stop) or number == last)
+                self.keeper.checkpoints.best = best
+                self.keeper.save(state, number, must=bool(stop) or number == last)
             if stop and number < last:
                 raise process.StopRequested(
                     f"stopped after step {number} of {last}, saved in {self.folder.path}; go on "
-                    f"with: {self._going_on()}"
+                    f"with: {self.keeper.going_on()}"
                 )
         return state
-
-    def _save(self, state: TrainState, number: int, must: bool) -> None:
-        """Saves a step; a run of one process goes on without for MAX_UNSAVED times in a row.
-
-        Args:
-          must: wait for it, and end the run where it fails.
-        Raises: process.NotSaved.
-        """
-        before, checkpoints = self.checkpoints.newest, self.checkpoints
-        earlier = _error_of(checkpoints.wait)  # of the save before this one
-        save = lambda: checkpoints.save(number, state, self.progress.meta())  # noqa: E731
-        own = _error_of(self.folder.catch_up, save, *([checkpoints.wait] if must else []))
-        problem = own or (None if must else earlier)
-        if checkpoints.newest != before:
-            self.progress.unsaved = 0
-        if problem is None:
-            return
-        self.progress.unsaved += 1
-        said = f"step {number}: {problem.strerror or problem}"
-        if must or self.progress.unsaved > MAX_UNSAVED or jax.process_count() > 1:
-            _error_of(checkpoints.wait)
-            raise process.NotSaved(f"{said}; make space and go on by --resume auto") from problem
-        left = MAX_UNSAVED - self.progress.unsaved
-        self.display.say(f"{said}; the run goes on, and ends if this happens {left + 1} times more")
 
     def _forget_other_best(self) -> None:
         """Forgets a best step by another metric than checkpoint.keep_best, or by an unknown one."""
@@ -379,11 +314,6 @@ class _Loop:
         self.display.say(f"{self.folder.path}: report.html, model, metrics.jsonl, samples")
         return summary
 
-    def _going_on(self) -> str:
-        """The command that goes on with this run."""
-        source = self.config.source or self.folder.path / "config.toml"
-        return f"jaxgrpo train {source} --resume auto (and the same --set)"
-
     def _step(self, state: TrainState, number: int) -> TrainState:
         clock = _Clock(lambda phase: self.watch.phase(f"step {number}: {phase}"))
         run, progress, before = self.run, self.progress, state
@@ -391,7 +321,7 @@ class _Loop:
             prompts, state = run.select(state)
             rollouts = run.sample(run.sync(state), prompts, state.key)
             jax.block_until_ready(rollouts.completion_tokens)
-        with clock("reward"), self._saving(number, before):
+        with clock("reward"), self.keeper.saving(number, before):
             rollouts, said = run.reward(rollouts)
         with clock("prepare"):
             state, prepared = run.prepare(state, rollouts)
@@ -419,53 +349,8 @@ class _Loop:
             self.log.samples(number, sample_rows(*drawn, number, said.extra), weights)
         self.display.step(number, values)
         self.log.step(number, values)
-        self._refuse_diverged(number, values)
+        self.keeper.refuse_diverged(number, values)
         return state
-
-    def _refuse_diverged(self, number: int, values: Mapping[str, float]) -> None:
-        """Raises: Diverged if weights are of no use, or for too long nothing finite is computed."""
-        progress, limit = self.progress, self.config.train.stop_after_not_finite
-        progress.not_finite = progress.not_finite + 1 if alarms.is_not_finite(values) else 0
-        problem, good = alarms.broken(values), number - max(1, progress.not_finite)
-        if problem is None and 0 < limit <= progress.not_finite:
-            problem = (
-                f"gradient, log-probs or entropy are not finite, {limit} steps in a row "
-                "(train.stop_after_not_finite)"
-            )
-        if problem is None:
-            return
-        self.checkpoints.wait()
-        kept = max((step for step in self.checkpoints.steps() if step <= good), default=None)
-        where = "no checkpoint is from before"
-        if kept is not None:
-            where = (
-                f"the last good checkpoint is of step {kept}, `jaxgrpo export {self.folder.path} "
-                f"OUT --step {kept}` writes its model"
-            )
-        raise process.Diverged(
-            f"{self.folder.path}: step {number}: {problem}; {where}; begin a new run with a lower "
-            f"optimizer.learning_rate ({values['learning_rate']:g} here), and look at the rewards"
-        )
-
-    @contextlib.contextmanager
-    def _saving(self, number: int, before: TrainState | None = None) -> Iterator[None]:
-        """Saves the state before step `number`, if it is given, where a reward fails within.
-
-        Raises: process.RewardFailed instead of RewardError; in step 1 the reward is wrong input.
-        """
-        try:
-            yield
-        except RewardError as error:
-            if number < 2:
-                raise
-            if before is not None:
-                self.checkpoints.save(number - 1, before, self.progress.meta())
-            self.checkpoints.wait()
-            kept = _kept(self.folder, self.checkpoints)
-            raise process.RewardFailed(
-                f"{error}\nthe run ended in step {number}; {kept}; mend the reward, then go on "
-                f"with: {self._going_on()}"
-            ) from error
 
     def _evaluated(
         self, evaluate: Evaluate, params: Params, state: TrainState, number: int
@@ -473,7 +358,7 @@ class _Loop:
         """The metrics of an evaluation of the policy after step `number`, as they are logged."""
         began = time.monotonic()
         self.watch.phase(f"step {number}: evaluate")
-        with self._saving(number):
+        with self.keeper.saving(number):
             metrics = evaluate(params, state.key, number).metrics
         self.display.evaluated(number, metrics)
         best, metric = self.progress.best, self.config.checkpoint.keep_best
@@ -501,16 +386,6 @@ class _Clock:
         spent = time.monotonic() - began
         self.seconds[f"time/{phase}"] = spent
         self.seconds["time/step"] = self.seconds.get("time/step", 0.0) + spent
-
-
-def _error_of(*calls: Callable[[], None]) -> OSError | None:
-    """The OSError of the first call that raises one; those after it are then not made."""
-    try:
-        for call in calls:
-            call()
-    except OSError as error:
-        return error
-    return None
 
 
 def _due(number: int, every: int) -> bool:

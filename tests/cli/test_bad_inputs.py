@@ -360,8 +360,8 @@ def test_a_bad_input_is_refused_in_words(do, message, made, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["init", "{file}"], r"init .*file: no folder can be made there \(.*File exists"),
-        (["init", "{file}/a"], r"no folder can be made there \(.*Not a directory"),
+        (["init", "{file}"], r"init .*file: no folder can be made there \(.*file is a file\)"),
+        (["init", "{file}/a"], r"no folder can be made there \(.*file is a file\)"),
         (["advantages", "grpo", "--rewards", "1,0", "--option", "eps=a"], "eps = 'a': expected a"),
         (["advantages", "{own}:wrong", "--rewards", "1,0"], "'depth', which it does not declare"),
         (["train", "{file}"], "error: .*"),

@@ -154,10 +154,6 @@ def test_an_init_that_is_interrupted_leaves_nothing(tmp_path, monkeypatch, capsy
     assert main(capsys, "init", tmp_path / "new" / "first")[0] == 130
     assert main(capsys, "init", tmp_path)[0] == 130
     assert list(tmp_path.iterdir()) == []
-    (tmp_path / "file").write_text("")
-    code, said = main(capsys, "init", tmp_path / "file")
-    assert code == 2
-    assert "it is a file; give a folder" in said
 
 
 @pytest.mark.slow

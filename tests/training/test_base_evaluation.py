@@ -9,7 +9,7 @@ import pytest
 import small_run
 
 from jaxgrpo.data.prompts import PromptData
-from jaxgrpo.training import loop
+from jaxgrpo.training import loop, recovery
 from jaxgrpo.training.fingerprints import asked_by
 from jaxgrpo.training.folder import evaluation_of
 
@@ -68,7 +68,7 @@ def test_the_best_step_by_another_metric_is_forgotten_and_by_the_same_one_kept(t
 
 
 def test_a_checkpoint_without_the_new_entries_leaves_them_unknown():
-    progress = loop._Progress.of({"best": [2, 0.5], "resets": {"count": 1, "last": 2}})
+    progress = recovery.Progress.of({"best": [2, 0.5], "resets": {"count": 1, "last": 2}})
     assert progress.best == (2, 0.5)
     assert progress.best_metric is None
     assert progress.base is None

@@ -1,0 +1,155 @@
+"""What of a run stays: its steps, a full disk, a reward that fails, weights that are of no use."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+
+import jaxgrpo
+from jaxgrpo.config.files import Config
+from jaxgrpo.core.types import TrainState
+from jaxgrpo.rewards.protocol import RewardError
+from jaxgrpo.training import alarms, process
+from jaxgrpo.training.checkpoints import Checkpoints
+from jaxgrpo.training.console import Display
+from jaxgrpo.training.folder import RunFolder
+from jaxgrpo.training.resets import Resets
+
+MAX_UNSAVED = 3
+"""Checkpoints in a row that may fail before the run ends, since it would lose ever more."""
+
+
+@dataclasses.dataclass
+class Progress:
+    """What a run remembers beside its state. Checkpoints hold the first four."""
+
+    best: tuple[int, float] | None  # step and value
+    best_metric: str | None  # the checkpoint.keep_best that it is the best by
+    base: dict[str, Any] | None  # "metrics" of the base, and what was "asked" for them
+    resets: Resets
+    started: float = dataclasses.field(default_factory=time.monotonic)
+    reported: set[str] = dataclasses.field(default_factory=set)  # rewards whose failure was shown
+    unsaved: int = 0  # checkpoints in a row that failed
+    tokens: float = 0.0
+    seconds: float = 0.0  # of steps
+    not_finite: int = 0  # steps in a row that computed something that is not finite
+
+    @classmethod
+    def of(cls, meta: Mapping[str, Any]) -> Progress:
+        """From what a checkpoint holds beside its state; {} at the start of a run."""
+        best = tuple(meta["best"]) if meta.get("best") else None
+        resets = Resets(**meta.get("resets", {}))
+        # Version 0.1.0 saved neither: unknown.
+        return cls(best, meta.get("best_metric"), meta.get("base"), resets)
+
+    def meta(self) -> dict[str, Any]:
+        """What is saved, as JSON values."""
+        names = ("best", "best_metric", "base")
+        saved = {name: getattr(self, name) for name in names}
+        resets = self.resets._asdict()
+        return {"jaxgrpo": jaxgrpo.__version__, **saved, "resets": resets}
+
+
+@dataclasses.dataclass
+class Keeper:
+    """Saves the steps of a run, and says what is saved when it ends early."""
+
+    config: Config
+    folder: RunFolder
+    checkpoints: Checkpoints
+    display: Display
+    progress: Progress
+
+    def kept(self) -> str:
+        """What of the run is saved, in a line."""
+        step = self.checkpoints.latest()
+        return f"{self.folder.path} holds {'no step yet' if step is None else f'step {step}'}"
+
+    def going_on(self) -> str:
+        """The command that goes on with this run."""
+        source = self.config.source or self.folder.path / "config.toml"
+        return f"jaxgrpo train {source} --resume auto (and the same --set)"
+
+    def save(self, state: TrainState, number: int, must: bool) -> None:
+        """Saves a step; a run of one process goes on without for MAX_UNSAVED times in a row.
+
+        Args:
+          must: wait for it, and end the run where it fails.
+        Raises: process.NotSaved.
+        """
+        before, checkpoints = self.checkpoints.newest, self.checkpoints
+        earlier = _error_of(checkpoints.wait)  # of the save before this one
+        save = lambda: checkpoints.save(number, state, self.progress.meta())  # noqa: E731
+        own = _error_of(self.folder.catch_up, save, *([checkpoints.wait] if must else []))
+        problem = own or (None if must else earlier)
+        if checkpoints.newest != before:
+            self.progress.unsaved = 0
+        if problem is None:
+            return
+        self.progress.unsaved += 1
+        said = f"step {number}: {problem.strerror or problem}"
+        if must or self.progress.unsaved > MAX_UNSAVED or jax.process_count() > 1:
+            _error_of(checkpoints.wait)
+            raise process.NotSaved(f"{said}; make space and go on by --resume auto") from problem
+        left = MAX_UNSAVED - self.progress.unsaved
+        self.display.say(f"{said}; the run goes on, and ends if this happens {left + 1} times more")
+
+    @contextlib.contextmanager
+    def saving(self, number: int, before: TrainState | None = None) -> Iterator[None]:
+        """Saves the state before step `number`, if it is given, where a reward fails within.
+
+        Raises: process.RewardFailed instead of RewardError; in step 1 the reward is wrong input.
+        """
+        try:
+            yield
+        except RewardError as error:
+            if number < 2:
+                raise
+            if before is not None:
+                self.checkpoints.save(number - 1, before, self.progress.meta())
+            self.checkpoints.wait()
+            kept = self.kept()
+            raise process.RewardFailed(
+                f"{error}\nthe run ended in step {number}; {kept}; mend the reward, then go on "
+                f"with: {self.going_on()}"
+            ) from error
+
+    def refuse_diverged(self, number: int, values: Mapping[str, float]) -> None:
+        """Raises: Diverged if weights are of no use, or for too long nothing finite is computed."""
+        progress, limit = self.progress, self.config.train.stop_after_not_finite
+        progress.not_finite = progress.not_finite + 1 if alarms.is_not_finite(values) else 0
+        problem, good = alarms.broken(values), number - max(1, progress.not_finite)
+        if problem is None and 0 < limit <= progress.not_finite:
+            problem = (
+                f"gradient, log-probs or entropy are not finite, {limit} steps in a row "
+                "(train.stop_after_not_finite)"
+            )
+        if problem is None:
+            return
+        self.checkpoints.wait()
+        kept = max((step for step in self.checkpoints.steps() if step <= good), default=None)
+        where = "no checkpoint is from before"
+        if kept is not None:
+            where = (
+                f"the last good checkpoint is of step {kept}, `jaxgrpo export {self.folder.path} "
+                f"OUT --step {kept}` writes its model"
+            )
+        raise process.Diverged(
+            f"{self.folder.path}: step {number}: {problem}; {where}; begin a new run with a lower "
+            f"optimizer.learning_rate ({values['learning_rate']:g} here), and look at the rewards"
+        )
+
+
+def _error_of(*calls: Callable[[], None]) -> OSError | None:
+    """The OSError of the first call that raises one; those after it are then not made."""
+    try:
+        for call in calls:
+            call()
+    except OSError as error:
+        return error
+    return None
