@@ -80,6 +80,11 @@ def stateless(
     )
 
 
+def of_either(made: Callable[[bool], AdvantageTransform]) -> AdvantageTransform:
+    """`made(False)`, which behind a step that shrinks the gradient becomes `made(True)`."""
+    return made(False)._replace(shrunk=made(True))
+
+
 def transform(
     function: Callable[[Signal, Rollouts], Any], name: str | None = None
 ) -> AdvantageTransform:
@@ -200,7 +205,8 @@ def share_left(mask: Array, dtype: Any) -> Array:
     behind such a baseline and meant to be weighed against the reward is scaled by the same.
 
     Args:
-      mask: [P, G] or [P, G, T], of the samples that count.
+      mask: [P, G] or [P, G, T], of the samples that count; those that are masked between the
+        baseline and what calls this are not among its n.
     """
     number = stats.count(mask.any(-1) if mask.ndim == 3 else mask)
     return 1 - 1 / jnp.maximum(number, 1).astype(dtype)

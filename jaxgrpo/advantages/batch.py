@@ -104,8 +104,7 @@ def whiten_batch(
         divisor = std + added if eps_in == "std" else jnp.sqrt(variance + added)
         divisor = jnp.where(flat | ~(divisor > 0), jnp.inf, divisor)
         silent = {"zeros": signal.value == 0, "zero_groups": zero_groups, "nothing": False}[keep]
-        centred = (stats.widen(signal.value) - near) - above
-        white = jnp.where(silent, 0, centred / divisor)
+        white = jnp.where(silent, 0, ((stats.widen(signal.value) - near) - above) / divisor)
         return base.with_value(signal, white), {"mean": mean(near + above), "std": mean(std)}
 
     return base.stateless("whiten_batch", apply)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from math import inf
 
 import jax.numpy as jnp
 from jax import Array
@@ -74,7 +75,7 @@ def add_kl_return(beta: Scheduled, reference: str = "reference") -> AdvantageTra
 
         return base.stateless("add_kl_return", apply, needs=needs)
 
-    return made(shrunk=False)._replace(shrunk=made(shrunk=True))
+    return base.of_either(made)
 
 
 def add_kl_return_for_validity(
@@ -110,8 +111,7 @@ def add_kl_return_for_validity(
     where none is named.
     Metrics: those of `add_kl_return`; beta; base_rate (mean of A over rows met), rows_left_out
     (share of them), refused (see `sign`).
-    Source: beta(mu) of arXiv 2605.02375; the estimate by E[a v / policy] = A is that of alpha-DPG,
-    arXiv 2512.05962.
+    Source: beta(mu) of arXiv 2605.02375; E[a v / policy] = A as in alpha-DPG, arXiv 2512.05962.
 
     >>> from jaxgrpo.advantages import evaluate
     >>> logp = {name: [[[-1.0], [-1.0]]] for name in ("trainer_logp", "base_logp", "behavior_logp")}
@@ -119,10 +119,7 @@ def add_kl_return_for_validity(
     >>> evaluate(part, [[1.0, 0.0]], token_mask=[[[True], [True]]], **logp)[0].tolist()
     [[[1.0], [0.0]]]
     """
-    between = "a success rate in (0, 1)"
-    base.check(_NAME, between, lambda rate: 0 < rate < 1, target_validity=target_validity)
-    positive = "a finite number above 0"
-    base.check(_NAME, positive, lambda beta: 0 < beta < float("inf"), max_beta=max_beta)
+    _check_target(target_validity, max_beta)
     rates = partial(_given, base_rate) if base_rate else partial(_measured, reward, threshold)
     needs = base.needs_of("trainer_logp", "base_logp", reward, base_rate)
 
@@ -130,7 +127,13 @@ def add_kl_return_for_validity(
         update = partial(_update, rates, target_validity, max_beta, shrunk)
         return AdvantageTransform(_NAME, partial(_init, reward), update, needs)
 
-    return made(shrunk=False)._replace(shrunk=made(shrunk=True))
+    return base.of_either(made)
+
+
+def _check_target(target_validity: Scheduled, max_beta: float) -> None:
+    between, above = "a success rate in (0, 1)", "a finite number above 0"
+    base.check(_NAME, between, lambda rate: 0 < rate < 1, target_validity=target_validity)
+    base.check(_NAME, above, lambda beta: 0 < beta < inf, max_beta=max_beta)
 
 
 def _init(reward: str | None, spec: RolloutSpec) -> dict[str, Array]:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, numpy_dtype_promotion
 
 from jaxgrpo.core.errors import InputError, refusing
 
@@ -41,7 +41,9 @@ def as_array(what: str, value: Any, none: bool = False) -> Array:
     [[1.0, nan], [0.5, 0.0]]
     """
     read, _ = _read(what, value, none, ())
-    with refusing(f"{what}: {{reason}}: give numbers", TypeError, ValueError, OverflowError):
+    says = f"{what}: {{reason}}: give numbers"
+    # Lists may mix whole numbers, truth values and floats, however strictly arrays are promoted.
+    with refusing(says, TypeError, ValueError, OverflowError), numpy_dtype_promotion("standard"):
         return jnp.asarray(read)
 
 

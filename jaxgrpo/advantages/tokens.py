@@ -151,12 +151,7 @@ def kl_in_reward(
     needs = base.needs_of(f"{reference}_logp", "trainer_logp" if policy == "trainer" else None)
 
     def apply(shrunk: bool, signal: Signal, rollouts: Rollouts) -> tuple[Signal, Metrics]:
-        if policy == "trainer":
-            logp = base.read_field("kl_in_reward", "trainer_logp", rollouts)
-        else:
-            logp = base.read("kl_in_reward", rollouts, "behavior_logp")
-        anchor = base.read_field("kl_in_reward", f"{reference}_logp", rollouts)
-        distance, clamped = clamp(log_ratio(logp, anchor, signal.mask))
+        distance, clamped = _distance(policy, reference, signal.mask, rollouts)
         value = stats.widen(signal.value)
         charge = jnp.asarray(base.at_step(beta, rollouts, value.dtype), value.dtype)
         if shrunk:
@@ -165,10 +160,21 @@ def kl_in_reward(
         shares = {"kl": distance, "log_ratio_clamped": clamped}
         return charged, {name: mean(share, signal.mask) for name, share in shares.items()}
 
-    def made(shrunk: bool) -> AdvantageTransform:
-        return base.stateless("kl_in_reward", partial(apply, shrunk), needs=needs, levels=(3,))
+    return base.of_either(
+        lambda shrunk: base.stateless(
+            "kl_in_reward", partial(apply, shrunk), needs=needs, levels=(3,)
+        )
+    )
 
-    return made(shrunk=False)._replace(shrunk=made(shrunk=True))
+
+def _distance(policy: str, reference: str, mask: Array, rollouts: Rollouts) -> tuple[Array, Array]:
+    """The log ratio of policy and reference [P, G, T], and which of it was clamped."""
+    if policy == "trainer":
+        logp = base.read_field("kl_in_reward", "trainer_logp", rollouts)
+    else:
+        logp = base.read("kl_in_reward", rollouts, "behavior_logp")
+    anchor = base.read_field("kl_in_reward", f"{reference}_logp", rollouts)
+    return clamp(log_ratio(logp, anchor, mask))
 
 
 def reward_to_go(gamma: Scheduled = 1.0) -> AdvantageTransform:

@@ -153,7 +153,7 @@ def _not_finite(stages: Sequence[chains.Stage]) -> list[str]:
         for stream, (value, mask) in _streams(stage).items():
             odd = mask & ~np.isfinite(value)
             if odd.any():
-                first = tuple(np.argwhere(odd)[0])
+                first = tuple(np.argwhere(odd)[0].tolist())
                 what = f"{stage.name} ({stream})" if stream else stage.name
                 return [
                     f"{what} made {value[first]} of {_place(first)}; {odd.sum()} of {mask.sum()}"
@@ -180,7 +180,7 @@ def _outside_mask(
             )
             for places, says in ((gone & (value != 0), "left {}"), (gone & mask, "unmasked {}")):
                 if places.any():
-                    first = tuple(np.argwhere(places)[0])
+                    first = tuple(np.argwhere(places)[0].tolist())
                     problems.append(
                         f"{key} {says.format(value[first])} at a masked place, {_place(first)}:"
                         " the chain sets it to 0 and keeps it masked; see that no mean or maximum"

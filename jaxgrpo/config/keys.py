@@ -418,7 +418,7 @@ def _read_value(where: str, value: Any, hint: Any, limits: Range, values: Values
         yield from _read_part(where, value, values, limits.holds)
     elif not limits.allows(value):
         expected = "some text" if value == "" and not limits.choices else limits
-        if limits.at_most == math.inf and kind is int and value > LARGEST:
+        if limits.at_most == math.inf and isinstance(value, int) and value > LARGEST:
             expected = f"at most {LARGEST}"
         yield f"{where} = {show(value)}: expected {expected}"
     else:

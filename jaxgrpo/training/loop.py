@@ -135,15 +135,11 @@ def take(
         folder.copy_code(config.own_files)
         display = Display(config.train.steps, done, active=shown and process.is_main())
         stack.enter_context(display.bar)
-        display.say(opening)
-        _say_dropped(run, display)
-        if problem := gold_problem(run.rewards, tried):
-            display.say(problem)
+        _open(run, display, opening, gold_problem(run.rewards, tried))
         stack.enter_context(process.stop_signals(config.run.stop_grace))
         limits = (config.run.stop_grace, config.run.stuck_after)
         keeper = Keeper(config, folder, checkpoints, display, Progress.of(meta))
-        watch = Watchdog(display.under_way, keeper.kept, *limits)
-        stack.enter_context(watch)
+        watch = stack.enter_context(Watchdog(display.under_way, keeper.kept, *limits))
         log = stack.enter_context(Logbook(config, folder, display, done))
         evaluate = evaluator(run) if config.eval.data is not None else None
         loop = _Loop(run, keeper, display, log, evaluate, watch)
@@ -189,13 +185,16 @@ def _restored(run: Setup, checkpoints: Checkpoints) -> tuple[TrainState, dict[st
     return state, meta
 
 
-def _say_dropped(run: Setup, display: Display) -> None:
-    """Says which prompts were left out, of training and of evaluation."""
+def _open(run: Setup, display: Display, opening: str, problem: str | None) -> None:
+    """Says what a run begins with: its devices, the prompts that were left out, and a problem."""
+    display.say(opening)
     if run.dropped:
         display.say(dropped_line(run.config, len(run.rows), run.dropped))
     if run.held_out and run.held_out.dropped:
         kept, dropped = len(run.held_out.rows), run.held_out.dropped
         display.say(f"eval.data: {dropped_line(run.config, kept, dropped)}")
+    if problem:
+        display.say(problem)
 
 
 @dataclasses.dataclass

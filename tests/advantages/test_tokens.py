@@ -227,10 +227,14 @@ def test_kl_in_reward_with_rewards_to_go_is_the_gradient_of_the_kl():
 def test_kl_behind_the_normalisation_has_one_beta_for_all_groups():
     rewards = REWARD * np.array([[1.0], [10.0], [0.0]])
     before = (subtract_group_mean(), divide_by_group_std(), to_tokens(place="last"))
-    plain = run((*before, reward_to_go()), rewards, token_mask=MASK)
-    charged = run((*before, kl_in_reward(0.1), reward_to_go()), rewards, token_mask=MASK, **LOGP)
+    scored = MASK.any(-1)
+    masks = {"mask": scored, "token_mask": MASK}
+    plain = run((*before, reward_to_go()), rewards, **masks)
+    charged = run((*before, kl_in_reward(0.1), reward_to_go()), rewards, **masks, **LOGP)
     distance = LOGP["trainer_logp"] - LOGP["reference_logp"]
-    expected = -0.1 * backwards(distance, MASK, 1.0)
+    # Of every gradient behind a mean that holds the sample itself.
+    left = 1 - 1 / scored.sum(1)[:, None, None]
+    expected = -0.1 * left * backwards(distance, MASK, 1.0)
     np.testing.assert_allclose(charged - plain, expected, rtol=0, atol=1e-12)
 
 

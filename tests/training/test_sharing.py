@@ -23,8 +23,9 @@ def test_each_key_is_among_those_that_something_shared_depends_on_or_acts_on_not
     keys = configs.flat(configs.tables_of(configs.load("quickstart")))
     tables = set().union(*DEPENDS.values())
     left = {k for k in keys if not any(k == t or k.startswith(f"{t}.") for t in tables)}
-    assert {key if key == "train.seed" else key.partition(".")[0] for key in left} == {
-        *("train.seed", "run", "tracking", "checkpoint", "reference")
+    assert {key if key.startswith("train.") else key.partition(".")[0] for key in left} == {
+        *("train.seed", "train.stop_after_not_finite"),
+        *("run", "tracking", "checkpoint", "reference"),
     }
 
 
