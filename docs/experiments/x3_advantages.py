@@ -1,9 +1,9 @@
-"""X3: six advantages by three learning rates by seven seeds, with groups of 2 and of 4.
+"""X3: six advantages by three learning rates by nine seeds, with groups of 2 and of 4.
 
 python -m docs.experiments.x3_advantages
 
-Does the 252 runs of configs/experiments/x3_g2.toml and x3_g4.toml in runs/, about twenty minutes on
-two cores; finished runs are not repeated.
+Does the 324 runs of configs/experiments/x3_g2.toml and x3_g4.toml in runs/, about half an hour
+on two cores; finished runs are not repeated.
 """
 
 from __future__ import annotations
@@ -67,6 +67,7 @@ def result(found: Mapping[int, Compared]) -> Result:
             f"rates_{size}": rates_table(one),
             f"passes_{size}": _table(passes),
             f"groups_{size}": _table(groups),
+            f"ends_{size}": ends_table(one),
         }
         checks += checks_of(size, one)
     parts["cost"] = cost(found)
@@ -103,6 +104,21 @@ def rates_table(one: Compared) -> str:
         cells = [results.estimate(row) for row in values]
         rows.append([arm, *(f"{c.value:.3f} ({c.low:.3f} to {c.high:.3f})" for c in cells)])
     head = [experiment.metric, *(f"rate {rate:g}" for rate in experiment.learning_rates)]
+    return common.table(head, rows)
+
+
+def ends_table(one: Compared) -> str:
+    """Greedy accuracy and entropy of every arm at its best rate, means over seeds."""
+    rows = []
+    for arm, runs in report.best_runs(*one).items():
+        before, after = (
+            np.mean([run.numbers[f"{when}/accuracy"] for run in runs]) for when in ("base", "eval")
+        )
+        entropy = np.mean([run.curves["entropy"] for run in runs], axis=0)
+        tenth = max(1, len(entropy) // 10)
+        first, last = entropy[:tenth].mean(), entropy[-tenth:].mean()
+        rows.append([arm, f"{before:.3f} → {after:.3f}", f"{first:.3f}, {last:.3f}"])
+    head = ["arm", "greedy accuracy, base → trained", "entropy, first and last tenth"]
     return common.table(head, rows)
 
 
