@@ -114,9 +114,10 @@ def ends_table(one: Compared) -> str:
         before, after = (
             np.mean([run.numbers[f"{when}/accuracy"] for run in runs]) for when in ("base", "eval")
         )
-        entropy = np.mean([run.curves["entropy"] for run in runs], axis=0)
-        tenth = max(1, len(entropy) // 10)
-        first, last = entropy[:tenth].mean(), entropy[-tenth:].mean()
+        # Of samples in live groups: a step without any has none.
+        entropy = np.array([run.curves["entropy"] for run in runs])
+        tenth = max(1, entropy.shape[1] // 10)
+        first, last = np.nanmean(entropy[:, :tenth]), np.nanmean(entropy[:, -tenth:])
         rows.append([arm, f"{before:.3f} → {after:.3f}", f"{first:.3f}, {last:.3f}"])
     head = ["arm", "greedy accuracy, base → trained", "entropy, first and last tenth"]
     return common.table(head, rows)
