@@ -5,6 +5,7 @@ The runs are taken one after the other in one process, so that they share inputs
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 import time
@@ -160,13 +161,14 @@ class Runner:
             self._base.clear()
             self._seed = case.seed
         share = self._shared.of(case.config)
-        loop.take(
-            case.config,
-            lambda run: self._remembering(evaluator_of(run, share), case.path),
-            resume=True,
-            shown=False,
-            share=share,
-        )
+        with contextlib.chdir("."):  # a reward may change the folder that the next run begins in
+            loop.take(
+                case.config,
+                lambda run: self._remembering(evaluator_of(run, share), case.path),
+                resume=True,
+                shown=False,
+                share=share,
+            )
         if process.is_main():
             shutil.rmtree(case.path / "checkpoints", ignore_errors=True)
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import tomllib
+from pathlib import Path
 
 import pytest
 import tomli_w
@@ -11,7 +13,9 @@ import tomli_w
 from jaxgrpo.cli.main import main
 from jaxgrpo.config import files as configs
 from jaxgrpo.core.errors import ConfigError
+from jaxgrpo.experiments.compare import command
 from jaxgrpo.experiments.compare import experiment as experiments
+from jaxgrpo.training import loop
 
 ARMS = {"grpo": {"recipe": "grpo"}, "sign": {"recipe": "sign"}}
 
@@ -216,3 +220,12 @@ def test_a_dry_run_shows_the_plan_and_what_can_be_seen(tmp_path, capsys, monkeyp
     assert not (tmp_path / "runs").exists()
     assert main(["compare", "x3_g5", "--dry-run"]) == 2
     assert "did you mean 'x3_g" in capsys.readouterr().err
+
+
+def test_a_run_that_leaves_the_working_directory_takes_no_other_run_along(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (elsewhere := tmp_path / "elsewhere").mkdir()
+    first, *_ = cases(tmp_path)
+    monkeypatch.setattr(loop, "take", lambda *_, **__: os.chdir(elsewhere))  # as a reward may do
+    command.Runner().run(first)
+    assert Path.cwd() == tmp_path
