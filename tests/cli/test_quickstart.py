@@ -172,10 +172,12 @@ def control(python, shipped, tmp_path, reward):
     return summary["trained"]["accuracy"] - summary["base"]["accuracy"]
 
 
+@pytest.mark.full
 def test_a_coin_flip_for_a_reward_teaches_nothing(python, shipped, tmp_path):
     assert control(python, shipped, tmp_path, "coin") < 0.15
 
 
+@pytest.mark.full
 def test_a_negated_reward_makes_it_worse(python, shipped, tmp_path):
     assert control(python, shipped, tmp_path, "negated") < 0
 

@@ -21,6 +21,7 @@ def test_it_is_stored_without_outputs(notebook):
     assert [cell.id for cell in cells if cell.outputs or cell.execution_count] == []
 
 
+@pytest.mark.full
 def test_every_cell_runs_in_a_kernel_and_the_reward_rises(notebook, tmp_path, environment):
     # A kernel has a running event loop, which the run's own loops must tolerate.
     extra = nbformat.v4.new_code_cell(CHECK)

@@ -58,6 +58,7 @@ def straight(tmp_path_factory, python, environment):
     return folder / "r", changes, given
 
 
+@pytest.mark.full
 def test_six_kills_at_random_moments_change_nothing(tmp_path, python, straight):
     done, changes, environment = straight
     file = small_run.write(tmp_path / "run.toml", tmp_path / "r", **changes)
