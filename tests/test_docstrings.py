@@ -10,6 +10,8 @@ import pytest
 
 import jaxgrpo
 
+pytestmark = pytest.mark.slow
+
 PACKAGE = Path(jaxgrpo.__file__).parent
 FILES = [file for file in sorted(PACKAGE.rglob("*.py")) if ">>> " in file.read_text()]
 

@@ -192,6 +192,7 @@ def test_a_file_in_no_package_is_found():
         package_of("utils")
 
 
+@pytest.mark.slow
 def test_files_and_functions_are_short_and_folders_small():
     wrong = []
     for top in ("jaxgrpo", "tests", "examples", "benchmarks", "docs"):
@@ -217,6 +218,7 @@ def test_a_short_file_has_a_reason_and_a_folder_few_files():
     assert {file.name for file in PACKAGE.glob("*.py")} == {"__init__.py", "__main__.py"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("module", ["jaxgrpo", "jaxgrpo.advantages", "jaxgrpo.losses"])
 def test_the_core_loads_nothing_that_jax_and_jaxtyping_do_not(module, environment, python):
     program = (

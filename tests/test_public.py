@@ -72,6 +72,7 @@ def calls(tmp_path):
 WORDS = sorted(word for word in jg.__all__ if callable(getattr(jg, word)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("word", WORDS)
 def test_every_public_word_can_be_called_twice(word, tmp_path):
     call = calls(tmp_path)[word]

@@ -131,6 +131,7 @@ def test_importing_the_core_loads_nothing_beyond_jax(python, environment):
     assert done.stdout.strip() == "[[-0.5, 0.5]]"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("module", [absolute, base, plain, registry, stats, errors])
 def test_examples_in_docstrings_hold(module):
     assert doctest.testmod(module).failed == 0

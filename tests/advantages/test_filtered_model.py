@@ -101,6 +101,7 @@ def divergence_slope(game: Toy, f, limit):
     return np.asarray(jax.grad(value)(game.policy))
 
 
+@pytest.mark.slow
 def test_expected_gradients_are_those_of_the_divergences():
     """Alone, with Z known and no cap: E[R d log pi] = -(1 - alpha) d D_alpha, and -d D_f."""
     with jax.enable_x64(True):

@@ -52,11 +52,13 @@ def permuted(outcome, index):
     }
 
 
+@pytest.mark.slow
 def test_masked_samples_and_padding_have_no_influence(dtype):
     rollouts = laws.make_rollouts(dtype)
     check_equal(compiled(rollouts), compiled(laws.garble(rollouts)), 0)
 
 
+@pytest.mark.slow
 def test_a_permuted_group_gives_permuted_advantages(dtype):
     rollouts = laws.make_rollouts(dtype)
     order = np.random.default_rng(1).permutation(laws.G)
@@ -69,6 +71,7 @@ def test_a_permuted_group_gives_permuted_advantages(dtype):
     check_equal(plain, permuted(moved, ...), TOLERANCE[dtype])
 
 
+@pytest.mark.slow
 def test_permuted_prompts_give_permuted_advantages_unless_ordered(dtype):
     rollouts = laws.make_rollouts(dtype)
     order = np.random.default_rng(2).permutation(laws.P)
@@ -99,6 +102,7 @@ def test_masks_only_shrink(dtype):
             assert not mask[~np.asarray(rollouts.token_mask)].any(), label
 
 
+@pytest.mark.slow
 def test_state_keeps_structure_and_dtype_and_a_step_is_traced_once(wide):
     traces = []
 
@@ -123,6 +127,7 @@ def test_state_keeps_structure_and_dtype_and_a_step_is_traced_once(wide):
     assert float(states["own 0"]["running_mean"]["count"]) > 0
 
 
+@pytest.mark.slow
 def test_four_devices_give_what_one_gives(wide):
     rollouts = laws.make_rollouts(wide)
     mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
@@ -137,11 +142,13 @@ def test_four_devices_give_what_one_gives(wide):
     check_equal(compiled(rollouts), spread, TOLERANCE[wide])
 
 
+@pytest.mark.slow
 def test_jit_gives_what_plain_calls_give(wide):
     rollouts = laws.make_rollouts(wide)
     check_equal(compiled(rollouts), laws.run_all(rollouts), TOLERANCE[wide])
 
 
+@pytest.mark.slow
 def test_no_gradient_flows_through(wide):
     rollouts = laws.make_rollouts(wide)
 
@@ -169,6 +176,7 @@ def floating(fields):
     return {name: leaf for name, leaf in fields.items() if jnp.issubdtype(leaf.dtype, jnp.floating)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["float64", "float32", "bfloat16", "float16"])
 def test_rewards_of_every_dtype_are_computed_and_keep_it(name):
     with jax.enable_x64(name == "float64"):
@@ -182,6 +190,7 @@ def test_rewards_of_every_dtype_are_computed_and_keep_it(name):
             assert (value[~mask] == 0).all(), label
 
 
+@pytest.mark.slow
 def test_parts_work_under_vmap(wide):
     rollouts = [laws.make_rollouts(wide, seed) for seed in (0, 1)]
     stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *rollouts)

@@ -42,6 +42,7 @@ def alike(rollouts, samples):
     return dataclasses.replace(same, rewards=samples, fields=fields)
 
 
+@pytest.mark.slow
 def test_a_group_of_equal_samples_gives_exactly_zero_in_all_that_is_relative(monkeypatch):
     """420 float32 constants, sizes 6 to 12, beside mixed groups, by one program."""
     sizes, number, mixed = range(6, 13), 60, 40
@@ -79,6 +80,7 @@ def test_a_group_of_equal_samples_gives_exactly_zero_in_all_that_is_relative(mon
         assert (np.asarray(values[name])[-mixed:].reshape(mixed, -1) != 0).any(1).all(), name
 
 
+@pytest.mark.slow
 def test_totals_that_differ_by_rounding_alone_are_flat():
     """0.1 + 0.6 is 0.7 + 6e-8 in float32: with eps 1e-8 that was an advantage of -1."""
     weights = {"first": 0.1, "second": 0.6, "third": 0.7}

@@ -64,6 +64,7 @@ def asks_the_host(names) -> set[str]:
     return {name for name in names if any(word in name for word in HOST)}
 
 
+@pytest.mark.slow
 def test_no_part_or_recipe_calls_back_to_the_host():
     program = jax.make_jaxpr(laws.run_all)(laws.make_rollouts())
     names = set(primitives(program.jaxpr))

@@ -123,6 +123,7 @@ def test_hicra_refuses_what_would_praise_failures_or_name_no_tokens():
         evaluate(chain(sum_rewards(), hicra()), [[1.0]], planning=[[[True]]])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("length", [1, 31, 32, 33, 100, 1025])
 def test_sums_behind_a_token_are_cumulative_sums_and_exact_for_a_single_reward(length):
     value = RANDOM.normal(size=(2, 3, length))

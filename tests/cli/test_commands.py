@@ -28,6 +28,7 @@ def main(capsys, *arguments):
     return code, said.out + said.err
 
 
+@pytest.mark.slow
 def test_eval_of_a_run_asks_what_the_run_asked(run, tmp_path, capsys):
     numbers, rows = tmp_path / "e.json", tmp_path / "e.jsonl"
     code, said = main(capsys, "eval", run.path, "--json", numbers, "--answers", rows)
@@ -47,6 +48,7 @@ def test_eval_of_a_run_asks_what_the_run_asked(run, tmp_path, capsys):
     assert "95% interval" in said
 
 
+@pytest.mark.slow
 def test_eval_of_a_model_folder_needs_data_and_a_scorer(run, tmp_path, capsys):
     model = run.path / "model"
     assert main(capsys, "eval", model) == (
@@ -66,6 +68,7 @@ def test_eval_of_a_model_folder_needs_data_and_a_scorer(run, tmp_path, capsys):
     assert json.loads((tmp_path / "e.json").read_text())["pass@1/low"] >= 0
 
 
+@pytest.mark.slow
 def test_probe_of_a_run_asks_its_training_prompts_and_its_own_reward(run, tmp_path, capsys):
     out = tmp_path / "p.json"
     code, said = main(capsys, "probe", run.path, "-n", 4, "--num-prompts", 8, "--json", out)
@@ -78,6 +81,7 @@ def test_probe_of_a_run_asks_its_training_prompts_and_its_own_reward(run, tmp_pa
     assert "what to make of it" in said
 
 
+@pytest.mark.slow
 def test_eval_measures_the_distance_from_a_base(run, tmp_path, capsys):
     numbers, base = tmp_path / "e.json", small_run.base()
     asked = ("--set", "eval.confidence=true", "eval.confidence_window=4")
@@ -105,6 +109,7 @@ def test_eval_measures_the_distance_from_a_base(run, tmp_path, capsys):
     assert str(tmp_path / "none") in said
 
 
+@pytest.mark.slow
 def test_sample_writes_rows_for_lines_of_text(run, tmp_path, capsys):
     prompts, out = tmp_path / "p.txt", tmp_path / "s.jsonl"
     prompts.write_text("12+34=\n\n55+66=\n")
@@ -122,6 +127,7 @@ def test_sample_writes_rows_for_lines_of_text(run, tmp_path, capsys):
     assert "there is no such file" in said
 
 
+@pytest.mark.slow
 def test_export_gives_what_was_trained_back(run, tmp_path, capsys):
     out = tmp_path / "out"
     code, said = main(capsys, "export", run.path, out)

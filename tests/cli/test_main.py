@@ -81,6 +81,7 @@ def test_the_help_of_every_command_names_its_defaults():
                 assert f"{default} by default" in options["help"], (name, flags)
 
 
+@pytest.mark.slow
 def test_no_command_says_that_torch_is_missing(environment):
     program = (
         "import sys; sys.modules['torch'] = None;"  # as if it were not installed
@@ -117,6 +118,7 @@ def test_doctor_shows_versions_devices_memory_and_disk(capsys, monkeypatch):
         assert word in shown
 
 
+@pytest.mark.slow
 def test_make_base_writes_an_ordinary_model_folder(base):
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= set(os.listdir(base))
     # Who may read one of them may read the weights.
@@ -124,6 +126,7 @@ def test_make_base_writes_an_ordinary_model_folder(base):
     assert len(modes) == 1
 
 
+@pytest.mark.slow
 def test_a_dry_run_shows_the_run_and_leaves_nothing_behind(base, tmp_path, capsys):
     run_dir = tmp_path / "run"
     keys = [f"model.path={base}", f"run.dir={run_dir}", "rollout.group_size=4"]

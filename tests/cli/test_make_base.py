@@ -18,6 +18,8 @@ from jaxgrpo.models import decoder
 from jaxgrpo.models.attention import causal
 from jaxgrpo.models.hf import folders as huggingface
 
+pytestmark = pytest.mark.slow
+
 TASK = tasks.find("arithmetic")
 TOKENIZER = character_tokenizer(TASK.alphabet)
 PAD, END = 0, 1

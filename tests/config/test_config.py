@@ -42,6 +42,7 @@ def test_nothing_changes_a_config():
         read().train.steps = 3  # pyright: ignore[reportAttributeAccessIssue]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("override", "message"),
     [

@@ -25,6 +25,7 @@ def halved(signal, rollouts):
     return dataclasses.replace(signal, value=signal.value / 2)
 
 
+@pytest.mark.slow
 def test_they_stand_behind_any_chain_weights_last_and_nothing_stands_there_without_them(tmp_path):
     both = {"loss.kl": KL, "loss.mismatch": WEIGHTS, "loss.proximal": "trainer"}
     tail = ["add_kl_return", "truncated_importance"]

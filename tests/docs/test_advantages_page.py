@@ -26,6 +26,7 @@ def blocks(page, language):
     return [text for name, text in found if name == language]
 
 
+@pytest.mark.slow
 def test_the_pages_are_what_the_script_computes():
     for path, text in maker.pages().items():
         assert path.read_text() == text, f"{path.name} is out of date: make docs"
@@ -82,6 +83,7 @@ def test_the_table_tells_sample_group_and_batch_and_says_what_is_missing(monkeyp
     assert rows["sign"][3:7] == ["sample", "-1 each", "+1 each", "+1, 3 × -1"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("document", ["README.md", "docs/advantages.md"])
 def test_what_the_command_prints_is_what_the_documents_show(
     repository, document, python, environment

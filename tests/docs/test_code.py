@@ -46,6 +46,7 @@ def run(code: str, names: dict) -> int:
     return checked
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", CHECKED)
 def test_the_python_of_a_page_runs_and_gives_what_it_says(repository, page):
     names: dict = {}

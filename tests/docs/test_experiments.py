@@ -22,6 +22,7 @@ from docs.experiments import (
 QUICK = (x2_closed_forms, x15_kl_uses, x16_flat_groups)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("experiment", QUICK, ids=lambda module: module.NAME)
 def test_the_criteria_hold_and_the_page_is_what_the_command_computes(experiment):
     result = experiment.run()
@@ -97,6 +98,7 @@ def test_numbers_are_rounded_to_three_digits():
     assert row[2:] == ["| 0.0400 | 1.000 |", "| 12.346 | 3 |", "| 1.00e-05 | 0 |"]
 
 
+@pytest.mark.slow
 def test_a_wrong_closed_form_would_be_noticed(monkeypatch):
     with jax.enable_x64(True):
         groups = x2_closed_forms.groups()

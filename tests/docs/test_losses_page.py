@@ -13,6 +13,7 @@ def text(repository):
     return (repository / "docs" / "losses.md").read_text()
 
 
+@pytest.mark.slow
 def test_the_page_is_what_the_script_computes(text):
     assert maker.page(text) == text, "docs/losses.md is out of date: make docs"
 
@@ -30,6 +31,7 @@ def test_a_surrogate_made_of_others_says_whose_pull_it_has(text):
     assert "missing" not in row  # the message of an error
 
 
+@pytest.mark.slow
 def test_no_distance_is_near_the_line_between_same_and_other():
     """Equal to rounding, or plainly another gradient: the table does not hang on SAME."""
     for name, distance in maker.compare().items():

@@ -51,6 +51,7 @@ def prepared(recipe, objective, anchor, compact=True):
 PLAIN = losses.Objective(losses.clip(), losses.token_mean())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("recipe", "penalties", "anchor"),
     [
@@ -65,6 +66,7 @@ def test_it_is_the_mean_over_completions_of_the_log_ratio_of_what_was_sampled(
     assert metrics[f"kl_to_{anchor}_estimated"] == pytest.approx(gaps.mean(), rel=1e-4)
 
 
+@pytest.mark.slow
 def test_where_penalties_spare_the_dead_nothing_is_told_of_the_live_alone():
     objective = PLAIN._replace(penalties=(losses.k2(0.1),), penalties_on="live")
     metrics, _ = prepared("grpo", objective, "reference")
@@ -74,6 +76,7 @@ def test_where_penalties_spare_the_dead_nothing_is_told_of_the_live_alone():
     assert metrics["kl_to_reference_estimated"] == pytest.approx(gaps.mean(), rel=1e-4)
 
 
+@pytest.mark.slow
 def test_it_costs_no_pass_where_the_method_asks_for_none():
     metrics, _ = prepared("grpo", PLAIN, None)
     assert not [name for name in metrics if name.startswith("kl_to")]

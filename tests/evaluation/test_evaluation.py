@@ -31,6 +31,7 @@ def test_accuracy_is_greedy_and_split_by_level_and_source():
     assert metrics["accuracy/source_b"] == 1
 
 
+@pytest.mark.slow
 def test_pass_at_k_and_flat_groups_are_unbiased_from_the_counts():
     metrics = summarise(answers([[0], [0]]), answers([[1, 0, 0, 0], [1, 1, 1, 1]]), questions(2), 2)
     assert metrics["pass@1"] == pytest.approx((0.25 + 1) / 2)
@@ -72,6 +73,7 @@ def rescored(shape, **values):
     return {name: np.broadcast_to(value, shape) for name, value in values.items()}
 
 
+@pytest.mark.slow
 def test_a_second_pass_adds_votes_by_confidence_and_the_kl_to_the_base():
     texts = [["7", "8", "8", "8"], ["1", "2", "3", "4"]]
     sampled = answers([[1, 0, 0, 0], [0, 1, 0, 0]], texts)

@@ -67,6 +67,7 @@ def expected(case):
     return {name: np.where(mask, value, 0) for name, value in values.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [None, 2, 4])
 def test_what_it_says_of_each_token_is_what_whole_distributions_say(case, rows):
     found, right = rescored(case, rows=rows), expected(case)
@@ -76,6 +77,7 @@ def test_what_it_says_of_each_token_is_what_whole_distributions_say(case, rows):
         np.testing.assert_allclose(found[name], value, rtol=1e-4, atol=1e-4, err_msg=name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("axis", ["fsdp", "tensor"])
 def test_four_devices_say_what_one_says(case, axis):
     """Prompts over two or four bins, the parameters and the vocabulary split in two."""

@@ -69,6 +69,7 @@ def test_a_filter_of_the_votes_is_what_a_plain_sort_keeps():
     np.testing.assert_array_equal(vote(answers, success, 16, weight, 0.25), expected)
 
 
+@pytest.mark.slow
 def test_every_summary_of_confidence_has_its_own_vote_at_every_size():
     answers, success, _ = random_votes(2, prompts=3)
     rng = np.random.default_rng(3)

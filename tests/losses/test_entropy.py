@@ -34,6 +34,7 @@ def test_the_adaptive_coefficient_moves_towards_the_target_within_its_bounds():
     assert state_after(penalty, 0.5, None)["entropy"] == 0.5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("measured", "applied"), [(np.inf, 0.0), (1.1, 0.0), (1.0, 0.3), (0.2, 0.3)]
 )
@@ -70,6 +71,7 @@ def seen_on_plain_arrays(penalty, entropies):
     return seen
 
 
+@pytest.mark.slow
 def test_on_plain_arrays_the_adaptive_bonus_acts_from_the_second_update_on():
     penalty = adaptive_entropy(1.0, coefficient=0.3, delta=0.1)
     seen = seen_on_plain_arrays(penalty, (0.5, 0.7, 0.2))

@@ -42,6 +42,7 @@ from jaxgrpo.core.metrics import merge
 from jaxgrpo.losses import policy_loss
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("garbage", [np.nan, np.inf, -1e30])
 def test_what_masked_entries_hold_reaches_neither_value_nor_gradient(dtype, garbage):
     batch = make_batch(dtype)
@@ -58,6 +59,7 @@ def test_what_masked_entries_hold_reaches_neither_value_nor_gradient(dtype, garb
             assert (np.asarray(leaf)[~np.asarray(mask)] == 0).all()
 
 
+@pytest.mark.slow
 def test_micro_batches_add_up_to_the_whole(dtype):
     batch = make_batch(dtype)
     weights = reduce_all(batch["mask"])
@@ -80,6 +82,7 @@ def test_order_of_prompts_and_samples_does_not_matter(float64):
     check_changed(whole(batch), whole(pick(batch, index)), lambda leaf: leaf[back], 1e-12)
 
 
+@pytest.mark.slow
 def test_padding_and_masked_rows_and_groups_change_nothing(float64):
     """Two positions, a row in every group and a whole group, all masked; only TRL counts rows."""
     batch = make_batch(float64)
@@ -97,6 +100,7 @@ def test_padding_and_masked_rows_and_groups_change_nothing(float64):
         np.testing.assert_allclose(shrunk, (P * G - 1) / rows, rtol=1e-12)  # one row is empty
 
 
+@pytest.mark.slow
 def test_four_devices_give_what_one_gives(float64):
     batch = make_batch(float64)
     mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
@@ -105,6 +109,7 @@ def test_four_devices_give_what_one_gives(float64):
     check_equal(whole(batch), whole(spread), 1e-12)
 
 
+@pytest.mark.slow
 def test_samples_packed_into_one_row_give_what_they_give_in_rows(float64):
     """Each group in a row, its samples one after another, from another position in each."""
     batch = make_batch(float64)
@@ -123,6 +128,7 @@ def test_samples_packed_into_one_row_give_what_they_give_in_rows(float64):
     check_changed(evaluate_all(batch, weights), packed, unpack, 1e-12)
 
 
+@pytest.mark.slow
 def test_plain_arrays_give_the_numbers_of_the_trainer_packed_or_not(float64):
     batch = make_batch(float64)
     weights = reduce_all(batch["mask"])

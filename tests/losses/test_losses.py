@@ -147,6 +147,7 @@ def test_penalties_are_their_formulas_and_report_k3_without_beta():
         assert penalty.needs == {"reference_logp"}
 
 
+@pytest.mark.slow
 def test_expected_penalty_gradients_are_those_of_the_kl_they_are_named_for():
     """One state, all tokens enumerated: k2 is reverse KL, k3 is forward KL."""
     with jax.enable_x64(True):

@@ -97,6 +97,7 @@ def slopes(table):
         return every(logits)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", registry.surrogates)
 def test_the_expected_gradient_is_that_of_the_expected_reward(table, slopes, name):
     expected = -SLOPE_AT_1.get(name, 1.0) * np.asarray(table[2])

@@ -86,6 +86,7 @@ def test_new_reductions_are_their_denominators():
         assert (np.asarray(reduction.weights(given & False)) == 0).all()
 
 
+@pytest.mark.slow
 def test_by_sample_gives_each_token_its_own_surrogate():
     random = np.random.default_rng(0)
     logp, proximal, advantage = (jnp.asarray(random.normal(size=(2, 3))) for _ in range(3))

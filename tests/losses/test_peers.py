@@ -69,6 +69,7 @@ def found():
     return results
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch", BATCHES)
 def test_loss_and_gradient_are_those_of_the_peers(found, batch):
     peers, length = GOLDEN[batch]["peers"], np.array(GOLDEN[batch]["length"])
@@ -85,6 +86,7 @@ def test_loss_and_gradient_are_those_of_the_peers(found, batch):
         )
 
 
+@pytest.mark.slow
 def test_every_bound_of_the_peers_is_reached_by_the_batch(found):
     """Golden values that no bound has touched would prove little."""
     peers = GOLDEN["batch"]["peers"]

@@ -294,6 +294,7 @@ def test_a_policy_that_is_its_reference_feels_no_pull():
         assert (np.asarray(gradient) == 0).all()
 
 
+@pytest.mark.slow
 def test_plain_arrays_are_given_their_penalties_with_their_fields():
     one, mask = jnp.ones((1, 2)), jnp.ones((1, 2), bool)
     given = ("clip", "token_mean", one, one, jnp.zeros(1), mask)

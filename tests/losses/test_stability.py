@@ -9,6 +9,7 @@ import pytest
 from loss_pairs import G, P, T, check_equal, make_batch, whole
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("advantage", [1.0, -1.0])
 @pytest.mark.parametrize("dtype", [np.float64, np.float32, jnp.bfloat16])
 def test_log_ratios_of_100_are_clamped_and_counted(dtype, advantage):

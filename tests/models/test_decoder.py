@@ -172,6 +172,7 @@ def logits(model, params):
     return lambda name, filler=0: jitted[name](params, filler)
 
 
+@pytest.mark.slow
 def test_decoding_step_by_step_gives_the_logits_of_one_causal_pass(logits):
     expected = logits("one pass")
     np.testing.assert_allclose(logits("decode"), expected, atol=2e-5)
@@ -188,6 +189,7 @@ def test_what_stands_in_padding_has_no_influence(logits):
         np.testing.assert_array_equal(logits(form, 0), logits(form, 9))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CONFIGS)
 def test_the_gradient_reaches_parameters_through_the_prompts_keys_and_values(name):
     weight = np.random.default_rng(5).normal(size=(2, 2, 5, 13))

@@ -31,6 +31,7 @@ def gap(config):
     return np.abs(rollouts.behavior_logp - want)[np.asarray(rollouts.token_mask)]
 
 
+@pytest.mark.slow
 def test_the_gap_between_sampler_and_trainer_shrinks():
     narrow, wide = gap(NARROW), gap(WIDE)
     assert len(narrow) > 500
@@ -58,6 +59,7 @@ def test_only_the_head_is_held_and_computed_in_float32(tied):
     assert "HIGHEST" in str(jax.make_jaxpr(run)(model.shapes))
 
 
+@pytest.mark.slow
 def test_in_a_float32_model_it_changes_nothing_on_a_cpu():
     wide = dataclasses.replace(tiny.UNIFORM, float32_head=True)
     rollouts = tiny.rollouts(np.zeros((2, 2)))

@@ -72,6 +72,7 @@ def bytes_of(params) -> list[bytes]:
     return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(params)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", VARIANTS)
 def test_our_logits_are_those_of_transformers_and_so_are_those_of_what_we_save(
     name, folders, tmp_path
@@ -234,6 +235,7 @@ read_params(target, model)  # the folder stands on every process
 """
 
 
+@pytest.mark.slow
 def test_two_processes_read_their_parts_and_save_the_whole(folders, tmp_path, python, environment):
     folder = folders["untied"][0]
     with socket.socket() as free:

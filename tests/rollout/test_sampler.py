@@ -27,6 +27,7 @@ def run(prompts=None, config=tiny.UNIFORM, key=KEY, **changes):
     return sample(sampler(config, **changes), tiny.params(config), prompts, key)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", [tiny.UNIFORM, tiny.LOCAL_GLOBAL], ids=["uniform", "local"])
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_logps_are_those_of_a_plain_pass_over_the_whole_sequence(config, temperature):
@@ -36,6 +37,7 @@ def test_logps_are_those_of_a_plain_pass_over_the_whole_sequence(config, tempera
     assert float(jnp.abs(want).max()) > 0.5
 
 
+@pytest.mark.slow
 def test_greedy_takes_the_likeliest_token_and_states_its_probability_at_temperature_1():
     rollouts = run(temperature=0.0)
     want = tiny.whole_logps(tiny.UNIFORM, tiny.params(), rollouts)
@@ -123,6 +125,7 @@ def test_padding_of_prompts_changes_nothing():
     np.testing.assert_array_equal(other.completion_tokens, run().completion_tokens)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("axis", ["data", "fsdp", "tensor"])
 def test_four_devices_sample_what_one_samples(axis):
     one = run(temperature=1.0)

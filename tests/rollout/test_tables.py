@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 import tables
 
 from jaxgrpo.models import decoder
@@ -12,6 +13,7 @@ from jaxgrpo.models.hf import folders
 RATES = [0.0, 0.4, 0.9, 1.0, 0.015]
 
 
+@pytest.mark.slow
 def test_each_prompt_has_its_success_rate_and_an_answer_is_followed_by_the_end(tmp_path):
     folder = tables.write_model(tmp_path / "model", RATES)
     tokenizer = folders.read_tokenizer(folder)

@@ -131,6 +131,7 @@ for step in itertools.count(first + 1):
 """
 
 
+@pytest.mark.slow
 def test_a_kill_at_any_moment_leaves_a_complete_step(tmp_path, python, environment):
     draw, last = random.Random(0), 0
     command = [python, "-c", SAVE_FOR_EVER, str(tmp_path)]
@@ -296,6 +297,7 @@ def test_what_two_processes_find_otherwise_is_refused_by_both_alike(saved, tmp_p
     assert lines[4].endswith("put run.dir on a file system that all processes share")
 
 
+@pytest.mark.slow
 def test_two_processes_save_together_and_one_restores_it(tmp_path, two):
     folder = tmp_path / "run"
     results = two(TWO_PROCESSES, folder)

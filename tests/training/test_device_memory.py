@@ -26,6 +26,8 @@ from jaxgrpo.update.forward import Blueprint, opt_layout, param_layout
 from jaxgrpo.update.packing import Geometry
 from jaxgrpo.update.step import build_steps
 
+pytestmark = pytest.mark.slow
+
 QWEN3_0P6B = ModelConfig(
     vocab_size=151_936,
     hidden_size=1024,

@@ -16,6 +16,8 @@ from jaxgrpo.training import loop, process
 from jaxgrpo.training.checkpoints import Checkpoints
 from jaxgrpo.training.logbook import TensorBoard
 
+pytestmark = pytest.mark.slow
+
 NOTHING = 100  # bytes that a file may have: every file of a run is larger
 TEXTS = 40_000  # the arrays of a checkpoint are larger, a few lines of metrics are not
 
@@ -58,7 +60,6 @@ def wait_for(file: Path) -> None:
         time.sleep(0.01)
 
 
-@pytest.mark.slow
 def test_a_run_goes_on_while_the_disk_is_full_and_ends_as_if_it_had_never_been(tmp_path, capsys):
     def letters(completions, **columns):
         return [float(len(text)) for text in completions]

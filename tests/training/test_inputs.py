@@ -20,6 +20,8 @@ from jaxgrpo.training import inputs, loop
 from jaxgrpo.training import setup as plan
 from jaxgrpo.training.setup import setup
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):

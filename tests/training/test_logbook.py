@@ -19,6 +19,8 @@ from jaxgrpo.training import console, logbook, loop
 from jaxgrpo.training.folder import RunFolder
 from jaxgrpo.training.report.record import read_run
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def failing(tmp_path_factory):

@@ -23,6 +23,8 @@ from jaxgrpo.models.hf import folders
 from jaxgrpo.training import loop, process, setup
 from jaxgrpo.training.checkpoints import parameter_hash
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):

@@ -18,6 +18,8 @@ from jaxgrpo.training.checkpoints import parameter_hash
 from jaxgrpo.training.resets import is_better
 from jaxgrpo.update.optimizer import current_rate
 
+pytestmark = pytest.mark.slow
+
 K2 = {"use": "k2", "beta": 0.05}
 
 

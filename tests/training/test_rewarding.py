@@ -15,6 +15,8 @@ from jaxgrpo.training import loop, process, setup
 from jaxgrpo.training.checkpoints import Checkpoints
 from jaxgrpo.training.inputs import resolve_rewards, with_logged
 
+pytestmark = pytest.mark.slow
+
 OWN = small_run.__file__
 
 

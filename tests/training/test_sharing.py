@@ -5,12 +5,15 @@ from __future__ import annotations
 import dataclasses
 
 import numpy as np
+import pytest
 import small_run
 
 from jaxgrpo.config import files as configs
 from jaxgrpo.training import loop
 from jaxgrpo.training.policy import evaluator_of
 from jaxgrpo.training.setup import DEPENDS, Shared
+
+pytestmark = pytest.mark.slow
 
 EVAL = {"eval.data": "task:arithmetic:test", "eval.prompts": 8, "eval.samples": 4}
 

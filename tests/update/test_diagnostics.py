@@ -47,6 +47,7 @@ def test_groups_are_counted_by_what_their_scored_samples_got():
     assert metrics["reward_std"] == pytest.approx(np.std([0, 1, 0], ddof=1) / 5, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_several_rewards_are_weighed_and_need_all_to_be_scored():
     rewards = {"a": jnp.array([[0.0, 1.0], [1.0, 1.0]]), "b": jnp.array([[1.0, NAN], [0.0, 2.0]])}
     metrics = results(group_metrics(rewards, {"a": 1.0, "b": 0.5}))
@@ -59,6 +60,7 @@ def test_several_rewards_are_weighed_and_need_all_to_be_scored():
         group_metrics(rewards, {"a": 0.0, "b": 0.0})
 
 
+@pytest.mark.slow
 def test_each_reward_has_its_own_mean_deviation_and_share_of_unscored():
     right = jnp.array([[0.0, 1.0], [1.0, NAN]])
     metrics = results(group_metrics({"right": right, "none": jnp.full((2, 2), NAN)}))
@@ -177,6 +179,7 @@ def test_for_pairs_the_gap_is_twice_the_sample_variance_of_given_prompts():
     assert iid == pytest.approx(np.mean(pairs), abs=1e-12)
 
 
+@pytest.mark.slow
 def test_prompts_with_too_few_samples_leave_the_gap_and_too_few_prompts_give_none():
     correct, samples = jnp.array([4, 1, 0, 3]), jnp.array([4, 2, 3, 4])
     whole = jensen_gap(correct[jnp.array([0, 2, 3])], samples[jnp.array([0, 2, 3])], 3)
@@ -188,6 +191,7 @@ def test_prompts_with_too_few_samples_leave_the_gap_and_too_few_prompts_give_non
     np.testing.assert_allclose(jensen_gap(correct, samples, 1), [1, 1, 0], atol=1e-6)
 
 
+@pytest.mark.slow
 def test_the_gap_stays_in_range_for_many_prompts_and_large_groups():
     correct = jnp.asarray(np.random.default_rng(0).binomial(64, 0.9, 2000), jnp.int32)
     measured, iid, _ = jax.jit(jensen_gap, static_argnums=2)(correct, jnp.full(2000, 64), 64)
@@ -196,6 +200,7 @@ def test_the_gap_stays_in_range_for_many_prompts_and_large_groups():
     assert jensen_gap(jnp.full(50, 8), jnp.full(50, 8), 8)[1] == pytest.approx(1, abs=1e-5)
 
 
+@pytest.mark.slow
 def test_of_a_step_measured_degeneracy_is_what_difficulty_and_chance_add_up_to():
     reward = np.random.default_rng(1).binomial(1, [[0.1], [0.9], [0.5], [0.1], [1.0]], (5, 4))
     metrics = results(jax.jit(group_metrics)({"reward": jnp.asarray(reward, jnp.float32)}))
@@ -251,6 +256,7 @@ def test_lucky_single_successes_and_flat_groups_own_their_share_of_the_advantage
     assert nothing["advantage/abs_max"] == 0
 
 
+@pytest.mark.slow
 def test_a_sample_owns_the_mean_over_its_tokens_whatever_its_length():
     tokens = jnp.arange(3) < jnp.array([1, 3, 2, 0])[:, None]
     wide = jnp.where(tokens, ADVANTAGE[..., None], 7.0)

@@ -17,6 +17,8 @@ from jaxgrpo.models import sharding
 from jaxgrpo.training import loop, process
 from jaxgrpo.training.checkpoints import parameter_hash
 
+pytestmark = pytest.mark.slow
+
 OWN = '''\
 """A user's transform with memory: divides by the largest value seen so far."""
 

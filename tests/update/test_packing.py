@@ -52,6 +52,7 @@ def test_rows_that_cut_groups_unevenly_are_refused():
         check_geometry(geometry(4, 4, 1, 6))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", SIZES)
 def test_gather_then_scatter_gives_back_every_token(size):
     shape = geometry(*size)
@@ -65,6 +66,7 @@ def test_gather_then_scatter_gives_back_every_token(size):
     np.testing.assert_array_equal(targets, rollouts.completion_tokens * rollouts.token_mask)
 
 
+@pytest.mark.slow
 def test_a_row_opens_with_the_last_prompt_token_and_predicts_its_own_targets():
     rollouts = tiny.rollouts(np.ones((2, 2)))
     shape = geometry(2, 2, 1, 4)
@@ -81,6 +83,7 @@ def test_a_row_opens_with_the_last_prompt_token_and_predicts_its_own_targets():
     assert batch.prompt_length[0, 0, 1] == length - 1
 
 
+@pytest.mark.slow
 def test_forced_text_between_sampled_tokens_stays_in_the_row():
     mask = jnp.array([[[True, False, True, False, False]]])
     rollouts = tiny.rollouts(np.ones((1, 1)), token_mask=mask)

@@ -22,6 +22,8 @@ from jaxgrpo.update.forward import Blueprint
 from jaxgrpo.update.packing import Geometry
 from jaxgrpo.update.step import build_steps
 
+pytestmark = pytest.mark.slow
+
 MIXED = np.array([[1, 0, 0, 0], [1, 1, 1, 1], [0, 0, 0, 0], [1, 1, 0, 0]], np.float32)
 FLAT = np.ones((4, 4), np.float32)
 TEMPERATURE = 0.8

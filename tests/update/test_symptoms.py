@@ -86,6 +86,7 @@ def test_rare_successes_own_their_share_of_the_advantage():
     assert metrics["advantage/lucky_share"] < share
 
 
+@pytest.mark.slow
 def test_rare_successes_are_measured_against_the_median_of_their_group():
     length = np.array([[2, 8, 8, 12], [4, 4, 4, 4]])
     mask = jnp.arange(12) < length[..., None]

@@ -12,6 +12,8 @@ import tables
 from jaxgrpo.cli import main
 from jaxgrpo.experiments.probe import command
 
+pytestmark = pytest.mark.slow
+
 EQUAL = [0.4] * 200
 BIMODAL = [0.0] * 80 + [1.0] * 40 + [0.5] * 80
 SAMPLES = 16

@@ -12,6 +12,8 @@ import pytest
 from jaxgrpo.experiments.probe.measure import gap_influence, group_shares, live_tokens, lucky_share
 from jaxgrpo.update.diagnostics import jensen_gap
 
+pytestmark = pytest.mark.slow
+
 CASES = [(0, 6), (1, 6), (2, 6), (4, 6), (6, 6), (3, 5), (1, 2)]
 CORRECT, SAMPLES = (np.array(column, np.int32) for column in zip(*CASES, strict=True))
 SIZES = (1, 2, 3, 5)

@@ -121,6 +121,7 @@ def test_agreement_is_measured_over_sampled_tokens():
     assert np.isnan(measure(broken, questions(), prompts_per_step=1)["agreement"]["max"])
 
 
+@pytest.mark.slow
 def test_confidences_are_judged_where_they_are_stated_and_scored():
     def say(confidence):
         return f"<answer>1</answer><confidence>{confidence}</confidence>"
@@ -135,6 +136,7 @@ def test_confidences_are_judged_where_they_are_stated_and_scored():
     assert stated["auroc"] == 1
 
 
+@pytest.mark.slow
 def test_an_interval_reaches_what_the_gap_can_be():
     """Equal prompts at a half and groups of 8 that were never seen to agree: not below 0."""
     scores = np.tile([1, 0] * 8, (30, 1))
