@@ -281,7 +281,7 @@ class _Loop:
             if done == config.train.steps:
                 lines[done] = self._evaluated(evaluate, run.sync(state), state, done)
             self.log.evaluated_anew(done, lines)
-        progress.base = {"asked": asked, "metrics": evaluation_of(values)}
+        progress.base = {"asked": asked, "metrics": plain(evaluation_of(values))}
 
     def finish(self, state: TrainState) -> dict[str, Any]:
         """Writes the model as a Hugging Face folder, and the summary."""

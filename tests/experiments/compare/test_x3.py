@@ -23,10 +23,10 @@ def test_the_shipped_experiments_are_right_but_for_what_they_say_is_missing(
     assert main(["compare", name, "--dry-run"]) == 0
     experiment = experiments.load(name)
     cases = experiments.cases_of(experiment)
-    assert len({case.seed for case in cases}) == 7
+    assert len(experiment.seeds) == 7
     assert {case.config.rollout.group_size for case in cases} == {2 if name == "x3_g2" else 4}
     if name != "x3_paper":
-        assert len(cases) == 6 * 3 * 7
+        assert len(cases) == 6 * 3 * (7 + 2)  # two seeds choose the rates
         rollout = cases[0].config.rollout
         assert rollout.prompts_per_step * rollout.group_size == 64
 
