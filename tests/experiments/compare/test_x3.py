@@ -36,7 +36,8 @@ def test_the_smoke_form_becomes_a_page_and_a_figure(tmp_path):
     file = experiments.SHIPPED_EXPERIMENTS / "x3_g4.toml"
     tables = tomllib.loads(file.read_text())
     tables["arms"] = {name: tables["arms"][name] for name in ("grpo", "sign")}
-    tables |= {"learning_rates": [1e-3], "seeds": 2, "dir": str(tmp_path / "out")}
+    tables |= {"learning_rates": [1e-3], "seeds": 2, "tuning_seeds": []}
+    tables["dir"] = str(tmp_path / "out")
     tables["set"]["train"] = {"steps": 3}
     tables["set"]["model"] = {"path": small_run.base()}
     tables["set"]["eval"] = {"every": 0, "prompts": 16, "samples": 4}
