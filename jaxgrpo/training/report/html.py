@@ -58,7 +58,9 @@ th, td { text-align: left; padding: 5px 12px 5px 0; vertical-align: top;
   border-top: 1px solid #eceff2; } tr:first-child th { border-top: 0; color: #5b6770; }
 td.n, th.n { text-align: right; white-space: nowrap; width: 1%; padding-left: 22px;
   font-variant-numeric: tabular-nums; }
-.fit { display: inline-block; } .fit table { width: auto; } .fit .n { width: auto; }
+.fit { display: inline-block; max-width: 100%; } .fit table { width: auto; }
+.fit .n { width: auto; } .fit th { vertical-align: bottom; }
+.fit th.n { white-space: normal; }
 tr.group td { border-top: 2px solid #cfd6dd; }
 pre { margin: 0; font: 12px/1.4 "DejaVu Sans Mono", ui-monospace, monospace;
   display: inline-block; max-width: 100%; max-height: 12em; vertical-align: middle;
