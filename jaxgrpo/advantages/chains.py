@@ -236,7 +236,7 @@ def _fitted(steps: Steps) -> Steps:
     """The steps, those behind one that shrinks the gradient as they are there."""
     fitted, shrinks = [], False
     for key, step in steps:
-        fitted.append((key, step.shrunk if shrinks and step.shrunk is not None else step))
+        fitted.append((key, (step.shrunk or step) if shrinks else step))
         shrinks = shrinks or step.shrinks
     return tuple(fitted)
 
@@ -245,7 +245,7 @@ def _shrunk(name: str, steps: Steps) -> AdvantageTransform | None:
     """The chain as it is behind a step that shrinks the gradient; None if it is the same."""
     if all(step.shrunk is None for _, step in steps):
         return None
-    return chain(*(step if step.shrunk is None else step.shrunk for _, step in steps), name=name)
+    return chain(*(step.shrunk or step for _, step in steps), name=name)
 
 
 def _check_order(name: str, steps: Steps) -> None:

@@ -26,6 +26,7 @@ from jaxgrpo.rewards.protocol import (
     accepted,
     check,
     numbers,
+    written,
 )
 
 CREATED = inspect.CORO_CREATED
@@ -355,7 +356,7 @@ def _storable(value: Any) -> Any:
 
 
 def _shorten(value: Any) -> str:
-    text = repr(value)
+    text = written(value)
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}… ({len(text)} characters)"
 
 

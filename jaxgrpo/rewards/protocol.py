@@ -181,12 +181,16 @@ def numbers(name: str, values: Any, count: int) -> np.ndarray:
     return scores
 
 
-def _shown(value: Any) -> str:
-    """A value in a message; Python writes out numbers of at most some 4,000 digits."""
+def written(value: Any) -> str:
+    """A value as text, for a message; Python writes out numbers of at most some 4,000 digits."""
     try:
-        text = repr(value)
+        return repr(value)
     except ValueError:
         return "a number of thousands of digits"
+
+
+def _shown(value: Any) -> str:
+    text = written(value)
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}…"
 
 

@@ -33,7 +33,7 @@ from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.types import Params
 from jaxgrpo.models import sharding
 from jaxgrpo.training import process
-from jaxgrpo.training.folder import Closing, write_atomically
+from jaxgrpo.training.folder import Closing, is_step, write_atomically
 
 FORMAT = 1  # of the files of a step
 logger = logging.getLogger(__name__)
@@ -178,11 +178,11 @@ class Checkpoints(Closing):
 
     def _folders(self) -> list[int]:
         found = self.folder.iterdir() if self.folder.is_dir() else ()
-        return sorted(int(path.name) for path in found if _is_step(path.name) and path.is_dir())
+        return sorted(int(path.name) for path in found if is_step(path.name) and path.is_dir())
 
     def _refuse_files_in_the_way(self) -> None:
         found = self.folder.iterdir() if self.folder.is_dir() else ()
-        if files := sorted(p.name for p in found if _is_step(p.name) and not p.is_dir()):
+        if files := sorted(p.name for p in found if is_step(p.name) and not p.is_dir()):
             raise InputError(
                 f"{self.folder / files[0]} is a file where the folder of a step belongs: move it "
                 "away, or set run.dir to another folder"
@@ -262,11 +262,6 @@ class Checkpoints(Closing):
                 logger.warning("%s; trying the step before it", problems[-1])
         others = "choose another step" if step is not None else "start again in another run.dir"
         raise InputError(f"{self.folder}: {'; '.join(problems)}: {others}")
-
-
-def _is_step(name: str) -> bool:
-    """Whether a folder's name is that of a step: "9", and not "0009", which none of ours has."""
-    return name.isdecimal() and name == str(int(name))
 
 
 def damage(home: Path) -> str | None:

@@ -128,7 +128,12 @@ def read_samples(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
 def sample_steps(path: Path) -> list[int]:
     """The steps of a run that have a file of samples."""
     names = [file.stem.removeprefix("step_") for file in (path / "samples").glob("step_*.jsonl")]
-    return [int(name) for name in names if name.isdecimal() and name == str(int(name))]
+    return [int(name) for name in names if is_step(name)]
+
+
+def is_step(name: str) -> bool:
+    """Whether it is the number of a step as we write it: "9", and not "0009"."""
+    return name.isdecimal() and name == str(int(name))
 
 
 def _line(step: int, metrics: Mapping[str, Any]) -> str:

@@ -34,7 +34,7 @@ FIRST_REPORT_SECONDS = 3.0
 
 
 QUEUE = 10_000
-"""Numbers that may wait for TensorBoard's thread: more than a step has, so that none blocks."""
+"""Steps that may wait for TensorBoard's thread."""
 
 FLUSH_SECONDS = 5
 """Seconds between two writes of TensorBoard's thread."""

@@ -36,7 +36,7 @@ from jaxgrpo.update.step import Share, alone
 
 DTYPES = ("float32", "bfloat16")  # of exported weights
 SLOTS = 64  # samples decoded at once where no run says how many
-NO_REWARD = python_name("nobody")  # where a command calls no reward
+NO_REWARD = python_name("nobody")  # in place of a reward, for a model folder
 
 DEFAULTS: dict[str, Any] = {
     "rollout": {

@@ -232,16 +232,13 @@ def guard(command: Callable[[], int | None]) -> int:
     except KeyboardInterrupt:
         sys.stderr.write("interrupted\n")  # outside the training loop, where nothing is lost
         code = 128 + signal.SIGINT
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         if getattr(error, "errno", None) in FULL:
             sys.stderr.write(f"error: {error}\n")
             code = NotSaved.code
         else:
             traceback.print_exc()
             code = 1
-    except SystemExit:
-        traceback.print_exc()
-        code = 1
     several = jax.distributed.is_initialized()
     if limits.has_left_threads() and several and not failed:
         jax.distributed.shutdown()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import socket
 import subprocess
 
 import jax
@@ -14,6 +13,7 @@ import pytest
 import torch
 import whole_logits
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from processes import free_port
 from safetensors.numpy import load_file
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
@@ -238,10 +238,7 @@ read_params(target, model)  # the folder stands on every process
 @pytest.mark.slow
 def test_two_processes_read_their_parts_and_save_the_whole(folders, tmp_path, python, environment):
     folder = folders["untied"][0]
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
-    command = [python, "-c", TWO_PROCESSES, address]
+    command = [python, "-c", TWO_PROCESSES, f"127.0.0.1:{free_port()}"]
     started = [
         subprocess.Popen(
             [*command, str(process), str(folder), str(tmp_path / "saved")],

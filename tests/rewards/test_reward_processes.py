@@ -2,11 +2,11 @@
 
 import json
 import math
-import socket
 import subprocess
 from pathlib import Path
 
 import pytest
+from processes import together
 
 pytestmark = pytest.mark.slow
 
@@ -14,22 +14,15 @@ PROGRAM = Path(__file__).with_name("judging_program.py")
 
 
 def outputs(count, mode, python, environment):
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
     processes = [
         subprocess.Popen(
             [python, PROGRAM, mode],
-            env=environment(
-                JAX_COORDINATOR_ADDRESS=f"127.0.0.1:{port}",
-                JAX_NUM_PROCESSES=str(count),
-                JAX_PROCESS_ID=str(index),
-            ),
+            env=environment(**one),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
         )
-        for index in range(count)
+        for one in together(count)
     ]
     return [(process.communicate(timeout=120)[0], process.returncode) for process in processes]
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import random
 import resource
-import socket
 import subprocess
 import time
 from typing import Any
@@ -16,6 +15,7 @@ import numpy as np
 import pytest
 from checkpointed import small
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from processes import free_port
 
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.training.checkpoints import Checkpoints, damage, parameter_hash
@@ -221,9 +221,7 @@ print("hash", digest, flush=True)
 @pytest.fixture
 def two(python, environment):
     """two(code, *arguments) -> what two processes print that run it; they get port and number."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
 
     def run(code, *arguments):
         workers = [

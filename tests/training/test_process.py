@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import signal
-import socket
 import subprocess
-import sys
 import time
 
 import jax
 import pytest
+from processes import starting, together
 
 import jaxgrpo
 from jaxgrpo.core.errors import InputError
@@ -40,36 +39,14 @@ sys.exit(runtime.guard(command))
 
 @pytest.fixture
 def begin(environment):
-    """begin(*arguments, **environment) -> a started process that runs LOOP."""
-    started = []
-
-    def make(*arguments: str, **more: str) -> subprocess.Popen:
-        process = subprocess.Popen(
-            [sys.executable, "-c", LOOP, *arguments],
-            env=environment(**more),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        started.append(process)
-        return process
-
-    yield make
-    for process in started:
-        process.kill()
-        process.communicate()
+    with starting(LOOP, environment) as begin:
+        yield begin
 
 
 def two(begin, *of_second: str) -> list[subprocess.Popen]:
     """Two processes of one run over the loopback."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
-    shared = {"JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": "2"}
-    return [
-        begin(*(of_second if index else ()), JAX_PROCESS_ID=str(index), **shared)
-        for index in range(2)
-    ]
+    first, second = together()
+    return [begin(**first), begin(*of_second, **second)]
 
 
 def first_line(process: subprocess.Popen) -> str:

@@ -1,11 +1,11 @@
 """Two processes of two devices each train as one process of four."""
 
 import json
-import socket
 
 import numpy as np
 import pytest
 import small_run
+from processes import together
 from safetensors.numpy import load_file
 
 from jaxgrpo.data import tasks
@@ -22,22 +22,14 @@ MEMORY = {
 """A chain and a prompt policy that remember rows."""
 
 
-def free_port():
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
-
-
 def start_two(python, environment, *configs):
     """Two started processes of two devices each, that train as one run, by one config or two."""
-    port = free_port()
-    together = {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}", "JAX_NUM_PROCESSES": "2"}
     return [
         small_run.command(
             *(python, "train", configs[index % len(configs)]),
-            env=environment(devices=2, JAX_PROCESS_ID=str(index), **together),
+            env=environment(devices=2, **one),
         )
-        for index in range(2)
+        for index, one in enumerate(together())
     ]
 
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import io
 import signal
-import socket
 import subprocess
-import sys
 import time
 
 import pytest
+from processes import starting, together
 
 from jaxgrpo.training import process as runtime
 from jaxgrpo.training.console import Display
@@ -49,36 +48,14 @@ sys.exit(process.guard(command))
 
 @pytest.fixture
 def begin(environment):
-    """begin(*arguments, **environment) -> a started process that runs RUN."""
-    started = []
-
-    def make(*arguments: str, **more: str) -> subprocess.Popen:
-        process = subprocess.Popen(
-            [sys.executable, "-c", RUN, *arguments],
-            env=environment(**more),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        started.append(process)
-        return process
-
-    yield make
-    for process in started:
-        process.kill()
-        process.communicate()
+    with starting(RUN, environment) as begin:
+        yield begin
 
 
 def two(begin, *times: str) -> list[subprocess.Popen]:
     """Two processes of one run: the first waits for the second."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
-    shared = {"JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": "2"}
-    return [
-        begin(*times, *([] if index else ["waits"]), JAX_PROCESS_ID=str(index), **shared)
-        for index in range(2)
-    ]
+    first, second = together()
+    return [begin(*times, "waits", **first), begin(*times, **second)]
 
 
 def come_to(process: subprocess.Popen, place: str) -> None:
