@@ -42,7 +42,7 @@ programs.keep_no_program_of_several_devices()
 
 # Loaded before the hook, so that trees of specs may stand in the data types: their fields hold
 # arrays, ShapeDtypeStructs, shardings. Every other module is checked at each call.
-for data_types in ("jaxgrpo.core.types", "jaxgrpo.core.metrics"):
+for data_types in ("jaxgrpo.core.types", "jaxgrpo.core.metrics", "jaxgrpo.rollout.state"):
     importlib.import_module(data_types)
 
 if importlib.util.find_spec("beartype"):

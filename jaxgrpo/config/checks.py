@@ -44,7 +44,7 @@ def check(values: Values) -> Iterator[str]:
     made: Made = {}
     wrong_parts = list(_build_parts(values, made))
     yield from _method(values, made)
-    for some in (_evaluation, _loss, _resets, _rewards, _data):
+    for some in (_evaluation, _loss, _sampling, _resets, _rewards, _data):
         yield from some(values)
     yield from wrong_parts
     yield from _optimizer(values)
@@ -172,15 +172,27 @@ def _loss(values: Values) -> Iterator[str]:
             'loss.penalties_on = "live": there is no penalty; add loss.kl = { use = "k2", beta = '
             "0.01 } or loss.entropy, or leave penalties_on out"
         )
-    top_k, top_p = values.get("rollout.top_k", 0), values.get("rollout.top_p", 1.0)
-    name = f"rollout.top_k = {top_k}" if top_k else f"rollout.top_p = {top_p:g}"
-    if top_p > 1:
-        yield f"rollout.top_p = {top_p:g}: a probability; set it to 1 (off) or less"
-    elif (top_k or top_p < 1) and values.get("loss.proximal") == "behavior":
+
+
+def _sampling(values: Values) -> Iterator[str]:
+    off = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "min_completion_tokens": 0}
+    given = {name: values.get(f"rollout.{name}", default) for name, default in off.items()}
+    for name in ("top_p", "min_p"):
+        if given[name] > 1:
+            limits = f"set it to {off[name]:g} (off), or to 1 at the most"
+            yield f"rollout.{name} = {given[name]:g}: a probability; {limits}"
+    cutting = [f"rollout.{name} = {given[name]:g}" for name in off if given[name] != off[name]]
+    if cutting and values.get("loss.proximal") == "behavior":
         yield (
-            f"{name}: the sampler's log-probs are then those of the cut distribution and the "
+            f"{cutting[0]}: the sampler's log-probs are then those of the cut distribution and the "
             "trainer's of the whole one, so their ratio is off by the probability cut away; set "
             'loss.proximal = "trainer", or sample from all tokens'
+        )
+    least, most = given["min_completion_tokens"], values.get("rollout.max_completion_tokens")
+    if most is not None and least >= most:
+        yield (
+            f"rollout.min_completion_tokens = {least}: no end token could be drawn within "
+            f"rollout.max_completion_tokens = {most}; set it lower"
         )
 
 

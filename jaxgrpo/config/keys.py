@@ -167,7 +167,10 @@ class RolloutKeys:
     temperature: float = key(1.0, above=0)
     top_k: int = key(0, at_least=0)  # sample from the top_k likeliest tokens; 0: from all
     top_p: float = key(1.0, above=0)  # sample from the likeliest tokens of this probability
-    segment_tokens: int = key(64, at_least=1)  # decoded between two looks at what has ended
+    min_p: float = key(0.0, at_least=0)  # and of at least this share of the likeliest's probability
+    min_completion_tokens: int = key(0, at_least=0)  # no end token is drawn before
+    slots: int | None = key(None, at_least=1)  # samples decoded at once; None: what fits
+    segment_tokens: int = key(16, at_least=1)  # decoded between two looks at what has ended
     prompts: Part = key({"use": "sequential"})  # the policy that chooses what is sampled next
 
 

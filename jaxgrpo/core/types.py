@@ -29,6 +29,10 @@ class Prompts:
     ordinal: Array  # [P] int32, place in the run's prompt stream
     row: Array  # [P] int32, row in the data set
     step: Array  # [] int32
+    forced_prefix: Array | None = None
+    """[P, G, F] int32: tokens that each sample begins with instead of drawing them, -1 behind the
+    last. They are part of the completion, with token_mask False: continuations, goals, interruption
+    texts."""
 
 
 @register
@@ -46,22 +50,6 @@ class Rollouts(Prompts):
     truncated: Array  # [P, G] bool, stopped by the length limit
     policy_version: Array  # [P, G] int32, the step whose parameters sampled it
     fields: dict[str, Array]  # name -> [P, ...] or [P, G, ...]: what a method brings
-
-
-@register
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class DecodeState:
-    """All that decoding changes; donated from one segment to the next."""
-
-    index: Array  # [] int32, tokens decoded so far
-    token: Array  # [P, G] int32, the token fed next
-    done: Array  # [P, G] bool
-    tokens: Array  # [P, G, T] int32
-    logp: Array  # [P, G, T] float32
-    mask: Array  # [P, G, T] bool
-    memory: Any  # per layer: (prompt, own), each models.api.KeyValue
-    prompt_length: Array  # [P] int32, tokens in the prompt's memory
-    keys: Array  # [P, G] keys, one per sample
 
 
 class RolloutSpec(NamedTuple):

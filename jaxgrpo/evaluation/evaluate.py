@@ -24,12 +24,14 @@ from jaxgrpo.models import sharding
 from jaxgrpo.models.api import Model
 from jaxgrpo.rewards import RewardFunction, TrainerState, answers
 from jaxgrpo.rewards.protocol import Reward
+from jaxgrpo.rollout.capacity import fitting_slots
 from jaxgrpo.rollout.judging import completion_ids, decode_texts, judge_texts, put_prompts
 from jaxgrpo.rollout.sampler import SamplingSettings, make_sampler, sample
 from jaxgrpo.rollout.selection import pad_prompts
 from jaxgrpo.update import diagnostics
 
 PURPOSE = 1  # folded into the key, so that evaluation never repeats training's draws
+ROUNDS = 16  # samples of a batch per slot, so that few slots idle while its last ones end
 SUCCESS = 0.5  # a scorer's value above it is a success
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 
@@ -43,7 +45,7 @@ class Policy:
     mesh: Mesh
     settings: SamplingSettings
     width: int  # S, tokens that a prompt may have
-    slots: int  # samples decoded at once, about
+    free: int  # bytes of each device that decoding may take
 
 
 class Questions(NamedTuple):
@@ -248,9 +250,11 @@ def make_asker(
       changes: sampling settings to replace, as group_size, temperature and purpose.
     """
     mesh, settings = policy.mesh, policy.settings._replace(**changes)
-    sampler = make_sampler(policy.model, settings, sharding.constrain(mesh))
     bins, count = sharding.num_bins(mesh), len(questions.rows)
-    size = math.ceil(max(1, min(count, policy.slots // settings.group_size)) / bins) * bins
+    settings = _with_slots(policy, settings, math.ceil(count / bins) * bins)
+    sampler = make_sampler(policy.model, settings, mesh)
+    most = ROUNDS * max(1, settings.slots // settings.group_size)
+    size = math.ceil(min(count, most) / bins) * bins
 
     def ask_batch(begin: int, params: Params, key: Array, step: int) -> tuple[Any, ...]:
         # The last batch is filled up by repeating rows, whose answers are dropped.
@@ -284,6 +288,15 @@ def make_asker(
         return Answers(tokens, mask, logp, truncated, scores, texts, rescored)
 
     return ask
+
+
+def _with_slots(policy: Policy, settings: SamplingSettings, prompts: int) -> SamplingSettings:
+    """The settings with as many slots as fit, where they have no number."""
+    if settings.slots:
+        return settings
+    sizes = (prompts, policy.width)
+    slots = fitting_slots(policy.model, settings, policy.mesh, *sizes, policy.free)
+    return settings._replace(slots=slots)
 
 
 def extractor_of(config: Config, scorer: RewardFunction) -> Callable[[str], Hashable] | None:

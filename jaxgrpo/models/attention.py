@@ -1,4 +1,4 @@
-"""The `attend` functions: causal over prompts, rows with a shared prefix, one decoding step.
+"""The `attend` functions: causal, rows with a shared prefix, chunks of prompts, decoding steps.
 
 Every mask is a function of (segment, position) and the layer's window; nothing else is trusted.
 Softmax is taken in at least float32; masked scores are the lowest finite number, so that a query
@@ -8,6 +8,8 @@ without any key gives finite garbage that the loss masks, never NaN.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -56,41 +58,168 @@ def rows_with_prefix(
     return attend
 
 
-def decode(index: Array, position: Array, prompt_length: Array) -> Attend:
-    """One decoding step of every slot: reads the group's prompt and the slot's own cache.
+class Cache(NamedTuple):
+    """Keys and values of one layer as decoding reads them: heads first, and keys turned.
 
-    Memory per layer: (prompt KeyValue [P, S, kv_heads, head_dim], own KeyValue [P, G, T, ...]).
-    The new key and value are written at `index`, the number of tokens fed before; own position i
-    of a slot comes i tokens after the last prompt token.
-    Shapes: index []; position [P, G, 1]; prompt_length [P], tokens of the prefix that are real.
+    Both products of a decoding step then run along contiguous memory: with positions before heads,
+    or keys not turned, XLA transposes and copies the whole cache at every token.
     """
 
-    def attend(query, key, value, memory: tuple[KeyValue, KeyValue], kind: LayerKind):
-        prefix, own = memory
-        write = functools.partial(jax.lax.dynamic_update_slice_in_dim, start_index=index, axis=2)
-        own = KeyValue(write(own.key, key), write(own.value, value))
-        prefix_position = jnp.arange(prefix.key.shape[1])
-        real = (prefix_position < prompt_length[:, None])[:, None, None, :]  # [P, 1, 1, S]
-        in_prefix = _visible(position, prefix_position, kind) & real
-        own_position = prompt_length[:, None, None] + jnp.arange(own.key.shape[2])
-        in_own = _visible(position, own_position, kind)
-        # All samples of a group read the one prefix: its keys are never copied per sample.
-        groups, samples, one, heads, head_dim = query.shape
-        folded = query.reshape(groups, samples * one, heads, head_dim)
-        prefix_scores = _scores(folded, prefix.key, in_prefix.reshape(groups, samples * one, -1))
-        own_scores = _scores(query, own.key, in_own)
-        kv_heads, shared = own_scores.shape[2:4]
-        # [P, kv, h, G, S] -> [P, G, kv, h, 1, S]
-        prefix_scores = jnp.moveaxis(prefix_scores, 3, 1)[..., None, :]
-        scores = jnp.concatenate([prefix_scores, own_scores], axis=-1)
-        weights = jax.nn.softmax(scores, axis=-1).astype(query.dtype)
-        split = prefix.key.shape[1]
-        from_prefix = jnp.einsum("pgkhqs,pskd->pgqkhd", weights[..., :split], prefix.value)
-        from_own = jnp.einsum("pgkhqt,pgtkd->pgqkhd", weights[..., split:], own.value)
-        out = (from_prefix + from_own).reshape(groups, samples, one, kv_heads * shared, head_dim)
-        return out, (prefix, own)
+    key: Array  # [*B, kv_heads, head_dim, columns]
+    value: Array  # [*B, kv_heads, columns, head_dim]
+
+
+class Sharing(NamedTuple):
+    """Which slots read which row of the prompts' cache. A row is read by up to `width` slots."""
+
+    # [D, rows * width], the slot that reads at each place, N if none; None: slot n at place n
+    slot: Array | None
+    place: Array | None  # [D, N], the place of each slot; None: as above
+
+
+def chunk(row: Array, start: Array, length: Array) -> Attend:
+    """A chunk of each of some prompts: reads what their rows hold before it, and itself.
+
+    Memory per layer: the prompts' Cache [D, A, ...], into which the chunk is written.
+    Shapes: row, start, length [D, R]: the row in the cache, the chunk's first position, and how
+    many of its tokens are real (0: nothing is written).
+    """
+
+    def attend(query, key, value, memory: Cache, kind: LayerKind):
+        width = query.shape[2]
+        offset = jnp.arange(width)
+        real = offset < length[..., None]  # [D, R, W]
+        column = jnp.where(real, start[..., None] + offset, memory.value.shape[-2])
+
+        def write(cache: Cache, row: Array, column: Array, key: Array, value: Array) -> Cache:
+            keys = cache.key.at[row[:, None], :, :, column].set(key, mode="drop")
+            return Cache(keys, cache.value.at[row[:, None], :, column].set(value, mode="drop"))
+
+        cache = jax.vmap(write)(memory, row, column, key, value)
+        rows = Cache(*(jax.vmap(lambda leaf, row: leaf[row])(leaf, row) for leaf in cache))
+        position = start[..., None] + offset
+        mask = _visible(position, jnp.arange(rows.value.shape[-2]), kind)  # [D, R, W, S]
+        out = _partial(_grouped(query, rows), rows, mask[:, :, None, None])
+        return _ungrouped(out.value / out.total[..., None], query), cache
 
     return attend
+
+
+def decode(index: Array, length: Array, sharing: Sharing) -> Attend:
+    """One decoding step of every slot: reads its prompt's row and the slot's own cache.
+
+    Memory per layer: (prompts' Cache [D, A, ...], own Cache [D, N, ...]). The new key and value
+    are written at column `index` modulo the number of columns, so that the cache of a layer with a
+    window is a ring of as many columns.
+
+    Args:
+      index: [D, N], tokens fed to the slot before. Own position i comes i tokens after the prompt.
+      length: [D, A], real tokens of each prompt's row.
+    """
+
+    def attend(query, key, value, memory: tuple[Cache, Cache], kind: LayerKind):
+        prefix, own = memory
+        columns = own.value.shape[-2]
+
+        def write(own: Cache, column: Array, key: Array, value: Array) -> Cache:
+            slot = jnp.arange(len(column))
+            keys = own.key.at[slot, :, :, column].set(key)
+            return Cache(keys, own.value.at[slot, :, column].set(value))
+
+        own = jax.vmap(write)(own, index % columns, key[:, :, 0], value[:, :, 0])
+        grouped = _grouped(query, own)  # [D, N, kv_heads, heads per kv head, 1, head_dim]
+        # How many tokens ago each column was written, in a ring that has gone round or not yet.
+        ago = (index[..., None] - jnp.arange(columns)) % columns
+        seen = ago <= index[..., None]
+        if kind.window is not None:
+            seen &= ago < kind.window
+        in_own = seen[:, :, None, None, None]
+        parts = [_partial(grouped, own, in_own)]
+        parts.append(_of_prompts(grouped, prefix, index, length, sharing, kind))
+        return _ungrouped(_joined(parts), query), (prefix, own)
+
+    return attend
+
+
+class _Partial(NamedTuple):
+    """Attention over some of the keys, to be joined with that over others."""
+
+    value: Array  # [..., Q, head_dim], sum of exp(score - highest) * value
+    highest: Array  # [..., Q]
+    total: Array  # [..., Q], sum of exp(score - highest)
+
+
+def _of_prompts(
+    query: Array, prefix: Cache, index: Array, length: Array, sharing: Sharing, kind: LayerKind
+) -> _Partial:
+    """The slots' attention to their prompts, one product for all the readers of a row.
+
+    Keys of a prompt are never copied per slot; queries move to the row that they read instead.
+    """
+    bins, rows = length.shape
+    heads = query.shape[2:]
+    distance = index
+    if sharing.slot is not None:
+        take = jax.vmap(lambda values, place: values.at[place].get(mode="fill", fill_value=0))
+        query, distance = take(query, sharing.slot), take(index, sharing.slot)
+    query = query.reshape(bins, rows, -1, *heads)  # [D, A, C, kv_heads, heads per kv head, 1, h]
+    query = jnp.moveaxis(query[..., 0, :], 2, -2)  # [D, A, kv_heads, heads per kv head, C, h]
+    column = jnp.arange(prefix.value.shape[-2])
+    mask = (column < length[..., None])[:, :, None]  # [D, A, 1, S]
+    if kind.window is not None:
+        position = length[..., None] + distance.reshape(bins, rows, -1)
+        mask = mask & _visible(position, column, kind)  # [D, A, C, S]
+    out = _partial(query, prefix, mask[:, :, None, None])
+
+    def back(leaf: Array) -> Array:
+        leaf = jnp.moveaxis(leaf, 4, 2)  # [D, A, C, kv_heads, heads per kv head, ...]
+        leaf = leaf.reshape(bins, -1, *leaf.shape[3:])
+        if sharing.place is not None:
+            leaf = jax.vmap(lambda values, place: values[place])(leaf, sharing.place)
+        return jnp.expand_dims(leaf, 4)
+
+    return _Partial(*map(back, out))
+
+
+def _grouped(query: Array, cache: Cache) -> Array:
+    """[D, N, Q, heads, head_dim] as [D, N, kv_heads, heads per kv head, Q, head_dim]."""
+    *batch, width, heads, head_dim = query.shape
+    kv_heads = cache.value.shape[-3]
+    return jnp.moveaxis(query.reshape(*batch, width, kv_heads, heads // kv_heads, head_dim), 2, 4)
+
+
+def _ungrouped(out: Array, like: Array) -> Array:
+    """The inverse of `_grouped`, in the shape and dtype of the query."""
+    return jnp.moveaxis(out, 4, 2).reshape(like.shape).astype(like.dtype)
+
+
+def _partial(query: Array, cache: Cache, mask: Array) -> _Partial:
+    """Attention of queries [*B, kv_heads, shared, Q, head_dim] over the columns of a cache.
+
+    Where a query sees no column, `highest` is the lowest finite number, so that joined with another
+    part it weighs nothing.
+    """
+    *batch, shared, width, head_dim = query.shape
+    dtype = jnp.promote_types(query.dtype, jnp.float32)
+    flat = query.reshape(*batch, shared * width, head_dim)
+    scores = jnp.einsum("...ch,...hn->...cn", flat, cache.key, preferred_element_type=dtype)
+    scores = scores.reshape(*batch, shared, width, -1)
+    scores = jnp.where(mask, scores, jnp.finfo(dtype).min)
+    highest = scores.max(-1)
+    weight = jnp.exp(scores - highest[..., None])
+    flat = weight.reshape(*batch, shared * width, -1).astype(cache.value.dtype)
+    value = jnp.einsum("...cn,...nh->...ch", flat, cache.value, preferred_element_type=dtype)
+    return _Partial(value.reshape(*batch, shared, width, head_dim), highest, weight.sum(-1))
+
+
+def _joined(parts: Sequence[_Partial]) -> Array:
+    """Attention over the keys of all parts."""
+    highest = functools.reduce(jnp.maximum, (part.highest for part in parts))
+    scale = [jnp.exp(part.highest - highest) for part in parts]
+    pairs = list(zip(parts, scale, strict=True))
+    value = functools.reduce(jnp.add, (part.value * by[..., None] for part, by in pairs))
+    total = functools.reduce(jnp.add, (part.total * by for part, by in pairs))
+    return value / total[..., None]
 
 
 def _visible(query_position: Array, key_position: Array, kind: LayerKind) -> Array:

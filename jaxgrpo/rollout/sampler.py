@@ -1,7 +1,7 @@
-"""Sampling: each prompt is prefilled once, its G samples decode together in jitted segments.
+"""Sampling: a prompt is computed once per group, and slots that fall free take the next sample.
 
-Slots are the samples themselves, [P, G]. A slot opens with the last prompt token, so that every
-forward pass, the first one too, is the same program and yields one new token.
+The host's part: it keeps the prompts' cache filled and the slots few, and reads what a segment of
+decoding counted while the next one runs. The device's part is `jaxgrpo.rollout.decoding`.
 """
 
 from __future__ import annotations
@@ -9,190 +9,308 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
+from jax.sharding import Mesh
 
-from jaxgrpo.core.types import DecodeState, Params, Prompts, Rollouts
-from jaxgrpo.models.api import Constrain, KeyValue, Model, memory_per_layer, params_per_layer
-from jaxgrpo.models.attention import causal, decode
+from jaxgrpo.core.errors import InputError
+from jaxgrpo.core.types import Params, Prompts, Rollouts
+from jaxgrpo.models import sharding
+from jaxgrpo.models.api import Model, params_per_layer
+from jaxgrpo.rollout import decoding
+from jaxgrpo.rollout.decoding import Engine
+from jaxgrpo.rollout.state import DecodeState, Queue, Samples, SamplingSettings
 
+SHRINK = 0.625
+"""Share of the slots that the next smaller size keeps, rounded up to a multiple of 8.
 
-class SamplingSettings(NamedTuple):
-    """What is fixed while a program samples."""
-
-    group_size: int
-    max_completion_tokens: int
-    temperature: float  # 0: the likeliest token
-    stop_tokens: tuple[int, ...]
-    pad_token: int
-    segment_tokens: int = 64  # tokens decoded between two looks of the host
-    purpose: int = 0  # folded into the key: evaluation never repeats training's draws
-    top_k: int = 0  # draw from the top_k likeliest tokens; 0: from all
-    top_p: float = 1.0  # draw from the fewest likeliest tokens of this probability
+With halves, slots that idle while the last samples end cost 1.2 times the tokens, with this 1.12
+(lengths of exponential tail, as many samples waiting as decoding). Every size is a program.
+"""
+FEWEST_SLOTS = 4
+CHUNK = 64  # prompt tokens of one row that are computed at once
+CHUNK_TOKENS = 512  # of all rows of a bin
+ROWS_PER_SLOT = 3  # rows of the prompts' cache, times the group size, per slot: see `Sizes.of`
 
 
 class Sampler(NamedTuple):
     """The jitted programs of sampling; `sample` runs them."""
 
     settings: SamplingSettings
-    prefill: Callable[[Params, Prompts, Array], DecodeState]
-    decode: Callable[[Params, DecodeState], tuple[DecodeState, Array]]
+    mesh: Mesh | None
+    split: Callable[[Params], Params]
+    begin: Callable[..., DecodeState]
+    prefill: Callable[..., DecodeState]
+    admit: Callable[..., DecodeState]
+    decode: Callable[..., tuple[DecodeState, decoding.Counters]]
+    order: Callable[..., Any]
+    take: Callable[..., Any]
     finish: Callable[[DecodeState, Prompts], Rollouts]
+    seen: set[Any]  # sizes whose smaller sizes are compiled too
 
 
-def make_sampler(
-    model: Model, settings: SamplingSettings, constrain: Constrain = lambda value, axes: value
-) -> Sampler:
-    """Jits prefill, one decode segment and the packing into `Rollouts`.
+class Sizes(NamedTuple):
+    """What is fixed during a call, per bin."""
+
+    bins: int  # D
+    prompts: int  # P
+    slots: int  # N
+    rows: int  # A, of the prompts' cache
+    width: int  # S, its columns
+
+    @classmethod
+    def of(cls, settings: SamplingSettings, bins: int, prompts: int, width: int) -> Sizes:
+        """Sizes for `prompts` prompts of at most `width` tokens over all bins.
+
+        Fewer rows than prompts are enough where samples wait for slots: the slots read some
+        slots / G prompts that are under way, and others whose last samples are long.
+        """
+        per_bin, group = prompts // bins, settings.group_size
+        slots = min(-(-settings.slots // bins) or per_bin * group, per_bin * group)
+        rows = min(per_bin, max(2, -(-ROWS_PER_SLOT * slots // group)))
+        # A chunk is written whole or dropped, so no column is missing for it.
+        return cls(bins, per_bin, slots, rows, max(1, width - 1))
+
+
+def make_sampler(model: Model, settings: SamplingSettings, mesh: Mesh | None = None) -> Sampler:
+    """Jits what `sample` runs.
 
     Args:
-      constrain: lays an array out on the caller's mesh by logical axis names.
+      mesh: that parameters and prompts are laid out on; None: one device.
     """
+    constrain = (lambda value, axes: value) if mesh is None else sharding.constrain(mesh)
+    engine = Engine(model, settings, constrain)
+    decode = functools.partial(decoding.segment, engine)
     return Sampler(
         settings=settings,
-        prefill=jax.jit(functools.partial(_prefill, model, settings, constrain)),
-        decode=jax.jit(functools.partial(_segment, model, settings), donate_argnums=1),
+        mesh=mesh,
+        split=jax.jit(functools.partial(params_per_layer, model.config)),
+        begin=jax.jit(functools.partial(_begin, engine), static_argnums=0),
+        prefill=jax.jit(functools.partial(decoding.prefill, engine), donate_argnums=1),
+        admit=jax.jit(functools.partial(decoding.admit, settings), donate_argnums=0),
+        decode=jax.jit(decode, static_argnums=0, donate_argnums=2),
+        order=jax.jit(functools.partial(_order, settings), static_argnums=(1, 2)),
+        take=jax.jit(decoding.take),
         finish=jax.jit(_finish),
+        seen=set(),
     )
 
 
 def sample(sampler: Sampler, params: Params, prompts: Prompts, key: Array) -> Rollouts:
     """Draws G completions for every prompt from the policy `params`.
 
-    A token is drawn by Gumbel-max from softmax(logits / temperature), cut to top_k and top_p, with
-    the key folded from (key, purpose, step, ordinal, sample, token), so a sample depends on nothing
-    else.
+    A token is drawn by Gumbel-max from softmax(logits / temperature), cut to top_k, top_p and
+    min_p, with the key folded from (key, purpose, step, ordinal, sample, token), so a sample
+    depends on nothing else: not on the number of slots, and not on what is sampled beside it.
 
     Args:
+      prompts: with `forced_prefix`, samples begin with tokens that are given.
       key: [2] uint32, the data of the run's key.
 
     Returns: rollouts without rewards; `behavior_logp` is of the distribution drawn from (for
-    temperature 0 of the model's own, at temperature 1).
+    temperature 0 of the model's own, at temperature 1). With settings.untempered the field
+    "untempered_logp" is the model's own in any case.
     """
-    settings, finished = sampler.settings, None
-    state = sampler.prefill(params, prompts, key)
-    for _ in range(0, settings.max_completion_tokens, settings.segment_tokens):
-        state, next_finished = sampler.decode(params, state)
-        # Read the segment before the one just dispatched: the device never waits for the host.
-        if finished is not None and bool(finished):
-            break
-        finished = next_finished
-    return sampler.finish(state, prompts)
+    return sample_counted(sampler, params, prompts, key)[0]
 
 
-def draw(
-    keys: Array, logits: Array, temperature: float, top_k: int = 0, top_p: float = 1.0
-) -> tuple[Array, Array]:
-    """One token per row, and its log-probability under the distribution drawn from.
+def sample_counted(
+    sampler: Sampler, params: Params, prompts: Prompts, key: Array
+) -> tuple[Rollouts, Array]:
+    """`sample`, and its slot-steps: decoding steps times slots, over all bins."""
+    bins = 1 if sampler.mesh is None else sharding.num_bins(sampler.mesh)
+    number, width = prompts.prompt_tokens.shape
+    sizes = Sizes.of(sampler.settings, bins, number, width)
+    _check(sampler.settings, prompts)
+    state = sampler.begin(sizes, prompts, key)
+    state = _Call(sampler, sizes, params, prompts, state).run()
+    return sampler.finish(state, prompts), state.slot_steps
 
-    Two-level Gumbel-max: first a block of the vocabulary by its log-sum-exp, then a token within
-    it. Exact, with sqrt(V)-many random numbers per token instead of V; unlike an inverse CDF it
-    does not flip under rounding noise unless two perturbed scores tie.
 
-    Shapes: keys [P, G], logits [P, G, V] -> token, logp [P, G].
+def _check(settings: SamplingSettings, prompts: Prompts) -> None:
+    forced, longest = prompts.forced_prefix, settings.max_completion_tokens
+    if forced is None:
+        return
+    shape = (len(prompts.ordinal), settings.group_size)
+    if forced.ndim != 3 or forced.shape[:2] != shape or forced.shape[2] >= longest:
+        raise InputError(
+            f"forced_prefix has shape {list(forced.shape)}: expected [{shape[0]}, {shape[1]}, F] "
+            f"with F below max_completion_tokens = {longest}, so that a token is left to draw"
+        )
+
+
+class _Call:
+    """One call of `sample` under way."""
+
+    def __init__(self, sampler, sizes: Sizes, params: Params, prompts: Prompts, state: DecodeState):
+        self.sampler, self.sizes, self.state = sampler, sizes, state
+        self.params = sampler.split(params)
+        tokens, mask = sharding.to_host((prompts.prompt_tokens, prompts.prompt_mask))
+        shape = (sizes.bins, sizes.prompts, -1)
+        # The last token opens the slots, the others make up the row.
+        self.length = mask.sum(-1).reshape(shape[:2]) - 1
+        self.tokens = tokens.reshape(shape)
+        self.row = np.zeros(shape[:2], np.int32)
+        self.row_length = np.zeros((sizes.bins, sizes.rows), np.int32)
+        self.ready = np.zeros(sizes.bins, np.int32)
+        self.free = [list(range(sizes.rows)) for _ in range(sizes.bins)]
+        self.held: list[dict[int, int]] = [{} for _ in range(sizes.bins)]  # prompt -> row
+        self.slots = sizes.slots
+        everything = sizes.rows == sizes.prompts
+        self.aligned = everything and sizes.slots == sizes.prompts * sampler.settings.group_size
+
+    def run(self) -> DecodeState:
+        """Decodes until every sample has ended."""
+        self._fill()
+        before = None
+        while True:
+            smaller = next_size(self.slots)
+            self.state, counters = self.sampler.decode(
+                self.aligned, self.params, self.state, np.int32(smaller or -1)
+            )
+            # The segment before the one just dispatched: the device never waits for the host.
+            if before is not None:
+                live, drained, done = sharding.to_host(before)
+                if drained and live == 0:
+                    break
+                self._release(done)
+                if self._fill() or not drained:
+                    pass
+                elif smaller and live <= smaller:
+                    self._shrink(smaller)
+            before = counters
+        self._compile_smaller()
+        return self.state
+
+    def _release(self, done: np.ndarray) -> None:
+        """Frees the rows of prompts all of whose samples have ended."""
+        for bin_, held in enumerate(self.held):
+            for prompt in [prompt for prompt in held if done[bin_, prompt]]:
+                self.free[bin_].append(held.pop(prompt))
+
+    def _fill(self) -> bool:
+        """Computes as many of the next prompts as there are free rows."""
+        if not any(
+            free and ready < self.sizes.prompts
+            for free, ready in zip(self.free, self.ready, strict=True)
+        ):
+            return False
+        chunks = [self._next_chunks(bin_) for bin_ in range(self.sizes.bins)]
+        width = min(CHUNK, self.sizes.width)
+        side = max(1, min(self.sizes.rows, CHUNK_TOKENS // width))
+        # Chunks of one prompt follow one another: all first ones, then all second ones.
+        for level in range(max(map(len, chunks))):
+            of_level = [of_bin[level] if level < len(of_bin) else [] for of_bin in chunks]
+            for begin in range(0, max(map(len, of_level)), side):
+                batch = [of_bin[begin : begin + side] for of_bin in of_level]
+                self._prefill(batch, side, width)
+        # Copies: the device may read a host array after the call has returned.
+        told = (self.row.copy(), self.row_length.copy(), self.ready.copy())
+        self.state = self.sampler.admit(self.state, *told)
+        return True
+
+    def _next_chunks(self, bin_: int) -> list[list[tuple[int, int, int]]]:
+        """Gives the bin's next prompts rows. Returns their chunks (prompt, row, start) by level."""
+        levels: list[list[tuple[int, int, int]]] = []
+        while self.free[bin_] and self.ready[bin_] < self.sizes.prompts:
+            prompt, row = int(self.ready[bin_]), self.free[bin_].pop(0)
+            self.held[bin_][prompt] = row
+            length = int(self.length[bin_, prompt])
+            self.row[bin_, prompt], self.row_length[bin_, row] = row, length
+            self.ready[bin_] += 1
+            for level, start in enumerate(range(0, length, CHUNK)):
+                levels.extend([] for _ in range(level + 1 - len(levels)))
+                levels[level].append((prompt, row, start))
+        return levels
+
+    def _prefill(self, batch: list[list[tuple[int, int, int]]], side: int, width: int) -> None:
+        shape = (self.sizes.bins, side)
+        tokens = np.full((*shape, width), -1, np.int32)
+        row, start = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
+        for bin_, chunks in enumerate(batch):
+            for place, (prompt, at, begin) in enumerate(chunks):
+                end = min(begin + width, int(self.length[bin_, prompt]))
+                tokens[bin_, place, : end - begin] = self.tokens[bin_, prompt, begin:end]
+                row[bin_, place], start[bin_, place] = at, begin
+        self.state = self.sampler.prefill(self.params, self.state, tokens, row, start)
+
+    def _shrink(self, slots: int) -> None:
+        """Keeps as many slots as that, the live ones among them.
+
+        Where they are no more than the rows of the prompts' cache, each gets its own copy of the
+        row that it reads, once: no sample waits, so a slot keeps its prompt to the end.
+        """
+        own_rows = self.aligned and self.slots == self.state.row_length.shape[1]
+        apart = own_rows or slots <= max(self.sizes.rows, 2 * FEWEST_SLOTS)
+        state, take = self.state, self.sampler.take
+        order, rows = self.sampler.order(state, slots, self.aligned)
+        kept = {"sample": state.sample, "live": state.live, "index": state.index}
+        kept = take({**kept, "token": state.token}, order)
+        memory = list(state.memory)
+        state = self.state = dataclasses.replace(
+            state,
+            **kept,
+            row_length=take(state.row_length, rows) if apart else state.row_length,
+            memory=(),
+        )
+        # Layer by layer, so that the slots that leave are never in memory beside all that stay.
+        for layer in range(len(memory)):
+            prompts, own = memory[layer]
+            memory[layer] = (take(prompts, rows) if apart else prompts, take(own, order))
+            del prompts, own
+        self.state = dataclasses.replace(state, memory=tuple(memory))
+        self.slots, self.aligned = slots, apart
+
+    def _compile_smaller(self) -> None:
+        """Compiles the sizes that this call did not come to, the first time that one shrinks.
+
+        So that no later call compiles, whatever the lengths of its samples.
+        """
+        if self.slots == self.sizes.slots or self.sizes in self.sampler.seen:
+            return
+        self.sampler.seen.add(self.sizes)
+        while smaller := next_size(self.slots):
+            self._shrink(smaller)
+            self.state, _ = self.sampler.decode(
+                self.aligned, self.params, self.state, np.int32(next_size(smaller) or -1)
+            )
+
+
+def next_size(slots: int) -> int | None:
+    """The number of slots that a bin goes on with when so few are in use; None: it stays.
+
+    >>> next_size(64), next_size(40), next_size(24), next_size(16), next_size(8), next_size(4)
+    (40, 32, 16, 8, 4, None)
     """
-    logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
-    if temperature == 0:
-        token = logits.argmax(-1)
-        return token, _chosen(jax.nn.log_softmax(logits, axis=-1), token)
-    logits = truncate(logits / temperature, top_k, top_p)
-    *rows, vocab = logits.shape
-    width = 1 << max(1, (vocab - 1).bit_length() // 2)
-    blocks = -(-vocab // width)
-    padding = [(0, 0)] * len(rows) + [(0, blocks * width - vocab)]
-    blocked = jnp.pad(logits, padding, constant_values=-jnp.inf).reshape(*rows, blocks, width)
-    weight = jax.nn.logsumexp(blocked, axis=-1)  # [P, G, blocks]
-    noise = jax.vmap(jax.vmap(lambda key: jax.random.gumbel(key, (blocks + width,), weight.dtype)))
-    gumbel = noise(keys)
-    block = (weight + gumbel[..., :blocks]).argmax(-1)
-    inside = jnp.take_along_axis(blocked, block[..., None, None], axis=-2)[..., 0, :]
-    token = block * width + (inside + gumbel[..., blocks:]).argmax(-1)
-    return token, _chosen(logits, token) - jax.nn.logsumexp(weight, axis=-1)
+    smaller = slots // 2 if slots <= 16 else -(-int(slots * SHRINK) // 8) * 8
+    return smaller if FEWEST_SLOTS <= smaller < slots else None
 
 
-def truncate(logits: Array, top_k: int = 0, top_p: float = 1.0) -> Array:
-    """Logits with -inf outside the `top_k` likeliest tokens, then outside the nucleus of the rest.
-
-    The nucleus is the smallest set of likeliest tokens whose probability, renormalised over what
-    `top_k` left, is at least `top_p`. Tokens as likely as the last of a set are in it too, so that
-    nothing depends on the order of the vocabulary.
-
-    Each threshold is found exactly, by bisection on the bits of the logits: 32 sums over the
-    vocabulary, and no sort, which would collect a sharded one.
-
-    Args:
-      top_k: 0, or as many as there are tokens: no limit.
-      top_p: in (0, 1]; 1: no limit.
-
-    Shapes: logits [..., V] float32 -> the same.
-    Source: top-p: Holtzman et al. 2020, arXiv 1904.09751.
-    """
-    if 0 < top_k < logits.shape[-1]:
-        logits = _likeliest(logits, lambda kept: kept.sum(-1, dtype=jnp.int32) >= top_k)
-    if top_p < 1:
-        probability = jax.nn.softmax(logits, axis=-1)
-        logits = _likeliest(logits, lambda kept: jnp.where(kept, probability, 0).sum(-1) >= top_p)
-    return logits
-
-
-def _likeliest(logits: Array, is_enough: Callable[[Array], Array]) -> Array:
-    """Logits at and above the highest threshold at which what is kept is enough; -inf elsewhere."""
-    size = 8 * logits.dtype.itemsize
-    bits = jax.lax.bitcast_convert_type(logits, jnp.dtype(f"int{size}"))
-    # Of negative floats the larger has the smaller bits; so ordered, integers compare as floats do.
-    order = jnp.where(bits < 0, bits ^ jnp.iinfo(bits.dtype).max, bits)
-
-    def halve(_, bounds: tuple[Array, Array]) -> tuple[Array, Array]:
-        low, high = bounds  # enough at low; not enough above high
-        middle = (low | high) - ((low ^ high) >> 1)  # the mean rounded up, without overflow
-        enough = is_enough(order >= middle[..., None])
-        return jnp.where(enough, middle, low), jnp.where(enough, high, middle - 1)
-
-    low, _ = jax.lax.fori_loop(0, size, halve, (order.min(-1), order.max(-1)))
-    return jnp.where(order >= low[..., None], logits, -jnp.inf)
-
-
-def _chosen(values: Array, token: Array) -> Array:
-    return jnp.take_along_axis(values, token[..., None], axis=-1)[..., 0]
-
-
-def _prefill(model, settings: SamplingSettings, constrain, params, prompts: Prompts, key):
-    num_prompts, width = prompts.prompt_tokens.shape
-    shape = (num_prompts, settings.group_size)
-    length = prompts.prompt_mask.sum(-1, dtype=jnp.int32) - 1
-    last = jnp.take_along_axis(prompts.prompt_tokens, length[:, None], axis=1)
-    position = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32), (num_prompts, width))
-    valid = position < length[:, None]
-    tokens = jnp.where(valid, prompts.prompt_tokens, settings.pad_token)
-    _, stacked = model.apply(params, tokens, position, causal(position, valid), None)
-    steps = settings.max_completion_tokens
-
-    def placed(array: Array, *last: str | None) -> Array:
-        return constrain(array, ("bins", *[None] * (array.ndim - 1 - len(last)), *last))
-
-    def of_prompt(array: Array) -> Array:
-        return placed(array, "kv_heads", None)
-
-    def of_sample(prefix: Array) -> Array:
-        return of_prompt(jnp.zeros((*shape, steps, *prefix.shape[2:]), prefix.dtype))
-
-    return DecodeState(
-        index=jnp.int32(0),
-        token=placed(jnp.broadcast_to(last, shape)),
-        done=placed(jnp.zeros(shape, bool)),
-        tokens=placed(jnp.full((*shape, steps), settings.pad_token, jnp.int32)),
-        logp=placed(jnp.zeros((*shape, steps), jnp.float32)),
-        mask=placed(jnp.zeros((*shape, steps), bool)),
-        memory=tuple(
-            (KeyValue(*map(of_prompt, prefix)), KeyValue(*map(of_sample, prefix)))
-            for prefix in memory_per_layer(model.config, stacked)
-        ),
-        prompt_length=length,
-        keys=_sample_keys(key, settings, prompts),
+def _begin(engine: Engine, sizes: Sizes, prompts: Prompts, key: Array) -> DecodeState:
+    """The state before the first prompt is computed: nothing is ready."""
+    settings, (bins, count) = engine.settings, sizes[:2]
+    length = prompts.prompt_mask.sum(-1, dtype=jnp.int32)
+    last = jnp.take_along_axis(prompts.prompt_tokens, length[:, None] - 1, axis=1)
+    shape = (bins, count * settings.group_size)
+    steps = (*shape, settings.max_completion_tokens)
+    forced = prompts.forced_prefix
+    none = jnp.zeros(bins, jnp.int32)
+    samples = Samples(
+        keys=_sample_keys(key, settings, prompts).reshape(*shape, 2),
+        forced=None if forced is None else forced.reshape(*shape, -1),
+        tokens=jnp.full(steps, settings.pad_token, jnp.int32),
+        logp=jnp.zeros(steps, jnp.float32),
+        untempered=jnp.zeros(steps, jnp.float32) if settings.untempered else None,
+        length=jnp.zeros(shape, jnp.int32),
+        stopped=jnp.zeros(shape, bool),
     )
+    row = jnp.zeros((bins, count), jnp.int32)
+    queue = Queue(row=row, last=last.reshape(bins, count), ready=none, next=none)
+    return decoding.first_state(engine, samples, queue, sizes.rows, sizes.width, sizes.slots)
 
 
 def _sample_keys(key: Array, settings: SamplingSettings, prompts: Prompts) -> Array:
@@ -200,60 +318,35 @@ def _sample_keys(key: Array, settings: SamplingSettings, prompts: Prompts) -> Ar
     key = jax.random.fold_in(key, prompts.step)
     of_prompt = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, prompts.ordinal)
     of_sample = jax.vmap(jax.random.fold_in, in_axes=(None, 0))
-    return jax.vmap(of_sample, in_axes=(0, None))(of_prompt, jnp.arange(settings.group_size))
+    keys = jax.vmap(of_sample, in_axes=(0, None))(of_prompt, jnp.arange(settings.group_size))
+    return jax.random.key_data(keys)
 
 
-def _segment(model: Model, settings: SamplingSettings, params, state: DecodeState):
-    params = params_per_layer(model.config, params)
-    last = jnp.minimum(state.index + settings.segment_tokens, settings.max_completion_tokens)
-
-    def running(state: DecodeState) -> Array:
-        return (state.index < last) & ~state.done.all()
-
-    one_token = functools.partial(_one_token, model, settings, params)
-    state = jax.lax.while_loop(running, one_token, state)
-    finished = state.done.all() | (state.index >= settings.max_completion_tokens)
-    return state, finished
-
-
-def _one_token(model: Model, settings: SamplingSettings, params, state: DecodeState) -> DecodeState:
-    position = jnp.broadcast_to(state.prompt_length[:, None] + state.index, state.token.shape)
-    attend = decode(state.index, position[..., None], state.prompt_length)
-    hidden, memory = model.apply(
-        params, state.token[..., None], position[..., None], attend, state.memory
-    )
-    logits = model.unembed(params, hidden[..., 0, :])
-    fold = jax.vmap(jax.vmap(jax.random.fold_in, in_axes=(0, None)), in_axes=(0, None))
-    keys = fold(state.keys, state.index)
-    token, logp = draw(keys, logits, settings.temperature, settings.top_k, settings.top_p)
-    active = ~state.done
-    token = jnp.where(active, token, settings.pad_token).astype(jnp.int32)
-    stopped = (token[..., None] == jnp.asarray(settings.stop_tokens, jnp.int32)).any(-1)
-
-    def write(array: Array, value: Array) -> Array:
-        value = value[..., None].astype(array.dtype)
-        return jax.lax.dynamic_update_slice_in_dim(array, value, state.index, axis=2)
-
-    return dataclasses.replace(
-        state,
-        index=state.index + 1,
-        token=token,
-        done=state.done | (active & stopped),
-        tokens=write(state.tokens, token),
-        logp=write(state.logp, jnp.where(active, logp, 0)),
-        mask=write(state.mask, active),
-        memory=memory,
-    )
+def _order(settings: SamplingSettings, state: DecodeState, slots: int, aligned: bool):
+    """The slots that stay, and the rows of the prompts' cache that they read, [D, slots] each."""
+    order = decoding.order(state, slots)
+    return order, decoding.take(decoding.rows_of(state, settings, aligned), order)
 
 
 def _finish(state: DecodeState, prompts: Prompts) -> Rollouts:
+    samples = state.samples
+    bins, count = state.queue.row.shape
+
+    def of_prompts(array: Array) -> Array:
+        return array.reshape(bins * count, -1, *array.shape[2:])
+
+    index = jnp.arange(samples.tokens.shape[-1])
+    mask = index < samples.length[..., None]
+    if samples.forced is not None:
+        mask &= index >= (samples.forced >= 0).sum(-1)[..., None]
+    raw = samples.untempered
     return Rollouts(
         **vars(prompts),
-        completion_tokens=state.tokens,
-        token_mask=state.mask,
-        behavior_logp=state.logp,
+        completion_tokens=of_prompts(samples.tokens),
+        token_mask=of_prompts(mask),
+        behavior_logp=of_prompts(samples.logp),
         rewards={},
-        truncated=~state.done,
-        policy_version=jnp.broadcast_to(prompts.step, state.done.shape),
-        fields={},
+        truncated=of_prompts(~samples.stopped),
+        policy_version=jnp.broadcast_to(prompts.step, of_prompts(samples.length).shape),
+        fields={} if raw is None else {"untempered_logp": of_prompts(raw)},
     )

@@ -19,11 +19,15 @@ from jax.sharding import Mesh
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.types import TrainState
 from jaxgrpo.models import sharding
+from jaxgrpo.models.api import Model
+from jaxgrpo.rollout.capacity import capacity, fitting_slots
 from jaxgrpo.update import packing
 from jaxgrpo.update.forward import Blueprint, held_dtype, opt_layout, param_layout
 
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
-PER_TOKEN = 4 + 4 + 1  # bytes of a token, its log-probability and its mask
+SHARE = 0.85
+"""Of a device's memory that is planned for where the number of slots is not given. The rest is for
+what XLA adds to what is counted here."""
 
 
 class Memory(NamedTuple):
@@ -33,7 +37,7 @@ class Memory(NamedTuple):
     optimizer: int
     copies: int  # of other policies that the method reads
     sampler: int  # working memory of decoding: weights as it reads them, logits, a layer's keys
-    decode: int  # keys, values and tokens of all prompts and completions of a step
+    decode: int  # keys and values of slots and prompts, tokens of all completions of a step
     update: int = 0  # working memory of the update's program; 0: not known yet
 
     @property
@@ -68,13 +72,28 @@ def count(blueprint: Blueprint, copies: Collection[str]) -> Memory:
     held = jnp.dtype(held_dtype(model))
     trained = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, held), model.shapes)
     optimizer = jax.eval_shape(blueprint.optimizer.init, trained)
+    geometry = blueprint.geometry
+    asked = (geometry.num_prompts, geometry.max_prompt_tokens)
+    decoding = capacity(model, blueprint.sampling, blueprint.mesh, *asked)
     return Memory(
         parameters=_bytes(trained, layout),
         optimizer=_bytes(optimizer, opt_layout(blueprint)),
         copies=len(copies) * _bytes(model.shapes, layout),
-        sampler=_sampler(blueprint),
-        decode=_decode(blueprint),
+        sampler=read_weights(model, blueprint.mesh, held.name) + decoding.working,
+        decode=decoding.state,
     )
+
+
+def with_slots(blueprint: Blueprint, copies: Collection[str]) -> Blueprint:
+    """The blueprint with as many slots as fit beside what the run keeps, if it has no number."""
+    if blueprint.sampling.slots:
+        return blueprint
+    found, geometry = count(blueprint, copies), blueprint.geometry
+    model, mesh = blueprint.model, blueprint.mesh
+    free = free_for_decoding(mesh, found.kept + read_weights(model, mesh, held_dtype(model)))
+    asked = (geometry.num_prompts, geometry.max_prompt_tokens)
+    slots = fitting_slots(model, blueprint.sampling, mesh, *asked, free)
+    return blueprint._replace(sampling=blueprint.sampling._replace(slots=slots))
 
 
 def plan(program: Any, blueprint: Blueprint, state: TrainState) -> int:
@@ -110,7 +129,7 @@ def refuse_too_large(memory: Memory, mesh: Mesh) -> None:
     parts = "; ".join(f"{name.strip()}: {text}" for name, text in memory.lines(limit).items())
     sampling = memory.sampler + memory.decode >= memory.update
     remedy = (
-        "fewer rollout.prompts_per_step or rollout.group_size, or shorter completions"
+        "fewer rollout.slots, or shorter completions"
         if sampling
         else "a smaller train.rows_per_micro_batch, or mesh.fsdp"
     )
@@ -138,30 +157,27 @@ def shown(count: int) -> str:
     return f"{count / 1024**power:.{min(power, 1)}f} {UNITS[power]}"
 
 
-def _sampler(blueprint: Blueprint) -> int:
-    """Weights in the model's dtype, gathered over fsdp; slices of the stacked ones, since layers
-    are read one by one; logits as they come and as they are drawn from; and the keys and values of
-    one layer, which XLA transposes to read them. (Over a tensor axis it may keep several.)"""
-    model, mesh = blueprint.model, blueprint.mesh
-    layout = param_layout(blueprint, sharding.SAMPLING)
+def read_weights(model: Model, mesh: Mesh, held: str) -> int:
+    """Bytes of the weights that only the sampler reads: in the model's dtype and gathered over fsdp
+    where the trained ones are not, and each layer's apart, since layers are read one by one.
+
+    Args:
+      held: dtype of the parameters that are given to the sampler.
+    """
+    layout = sharding.param_shardings(mesh, model.axes, model.shapes, sharding.SAMPLING)
     of_layers = _bytes(model.shapes["blocks"], layout["blocks"])
-    is_copy = mesh.shape["fsdp"] > 1 or model.config.dtype != held_dtype(model)
-    copy = _bytes(model.shapes, layout) if is_copy else 0
-    geometry, vocab = blueprint.geometry, model.config.vocab_size
-    samples = geometry.num_prompts * geometry.group_size // sharding.num_bins(mesh)
-    logits = 4 * samples * vocab // mesh.shape["tensor"]
-    return copy + of_layers + 2 * logits + _decode(blueprint) // model.config.num_layers
+    is_copy = mesh.shape["fsdp"] > 1 or model.config.dtype != held
+    return of_layers + (_bytes(model.shapes, layout) if is_copy else 0)
 
 
-def _decode(blueprint: Blueprint) -> int:
-    """Keys and values of each prompt once and of every completion, tokens, log-probs and masks."""
-    config, geometry, mesh = blueprint.model.config, blueprint.geometry, blueprint.mesh
-    prompts = geometry.num_prompts // sharding.num_bins(mesh)
-    own = prompts * geometry.group_size * geometry.max_completion_tokens
-    positions = prompts * geometry.max_prompt_tokens + own
-    heads = config.num_kv_heads // mesh.shape["tensor"]
-    of_position = 2 * config.num_layers * heads * config.head_dim * jnp.dtype(config.dtype).itemsize
-    return positions * of_position + own * PER_TOKEN
+def parameters(model: Model, mesh: Mesh) -> int:
+    """Bytes of one copy of the parameters, in the model's dtype."""
+    return _bytes(model.shapes, sharding.param_shardings(mesh, model.axes, model.shapes))
+
+
+def free_for_decoding(mesh: Mesh, taken: int) -> int:
+    """Bytes of each device that decoding may take beside what is taken already."""
+    return max(0, int(SHARE * of_device(mesh)) - taken)
 
 
 def _bytes(shapes: Any, layout: Any) -> int:

@@ -25,13 +25,20 @@ from jaxgrpo.evaluation.intervals import is_end
 from jaxgrpo.evaluation.rescoring import Base
 from jaxgrpo.models import decoder, sharding
 from jaxgrpo.models.hf import folders
-from jaxgrpo.training import process
+from jaxgrpo.training import memory, process
 from jaxgrpo.training.checkpoints import Checkpoints, refuse_other_step
 from jaxgrpo.training.folder import evaluation_of, read_metrics
 from jaxgrpo.training.inputs import eval_source, load_prompts, make_chat, resolve_scorer
 from jaxgrpo.training.report.record import accuracy_first, with_interval
 from jaxgrpo.training.resets import may_reset
-from jaxgrpo.training.setup import Found, Setup, find_model, sampling_settings, slots_of
+from jaxgrpo.training.setup import (
+    Found,
+    Setup,
+    find_model,
+    kept_policies,
+    sampling_settings,
+)
+from jaxgrpo.update.forward import held_dtype
 from jaxgrpo.update.step import Share, alone
 
 DTYPES = ("float32", "bfloat16")  # of exported weights
@@ -108,13 +115,22 @@ def find_policy(
 
 
 def _policy(config: Config, found: Found | Setup) -> StoredPolicy:
+    model, mesh = found.model, found.mesh
+    one = memory.parameters(model, mesh)
+    if isinstance(found, Setup):
+        held = held_dtype(model)
+        kept = memory.count(found.blueprint, kept_policies(found.blueprint)).kept
+    else:
+        held, kept = model.config.dtype, one
+    kept += one if config.eval.kl_to_base else 0
+    taken = kept + memory.read_weights(model, mesh, held)
     return StoredPolicy(
-        model=found.model,
+        model=model,
         tokenizer=found.tokenizer,
-        mesh=found.mesh,
+        mesh=mesh,
         settings=sampling_settings(config, found.folder, found.tokenizer),
         width=config.rollout.max_prompt_tokens,
-        slots=slots_of(config),
+        free=memory.free_for_decoding(mesh, taken),
         folder=found.folder,
     )
 

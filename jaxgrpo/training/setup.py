@@ -189,7 +189,7 @@ def _method(
         max_prompt_tokens=rollout.max_prompt_tokens,
         max_completion_tokens=rollout.max_completion_tokens,
         bins=bins,
-        rows=config.train.rows_per_micro_batch or slots_of(config) // bins,
+        rows=config.train.rows_per_micro_batch or samples_of(config) // bins,
     )
     packing.check_geometry(geometry)
     chain = methods.make_chain(config, rewards, advantage)
@@ -206,11 +206,12 @@ def _method(
         mesh=mesh,
         reward_weights={reward.name: reward.weight for reward in rewards},
     )
+    blueprint = memory.with_slots(blueprint, kept_policies(blueprint))
     return blueprint, step.build_steps(blueprint, share)
 
 
-def slots_of(config: Config) -> int:
-    """Samples of a step, and so many are decoded at once."""
+def samples_of(config: Config) -> int:
+    """Samples of a step."""
     return config.rollout.prompts_per_step * config.rollout.group_size
 
 
@@ -236,6 +237,9 @@ def sampling_settings(config: Config, folder: Path, tokenizer: Any) -> SamplingS
         segment_tokens=rollout.segment_tokens,
         top_k=rollout.top_k,
         top_p=rollout.top_p,
+        min_p=rollout.min_p,
+        min_completion_tokens=rollout.min_completion_tokens,
+        slots=rollout.slots or 0,
     )
 
 
@@ -343,7 +347,8 @@ def dry_run(config: Config, resume: bool = False) -> None:
             "parameters": f"{count:,}",
             **needed.lines(memory.of_device(run.mesh)),
             "a step": f"{geometry.num_prompts} prompts x {geometry.group_size} samples = "
-            f"{slots_of(config)} completions of at most {geometry.max_completion_tokens} tokens",
+            f"{samples_of(config)} completions of at most {geometry.max_completion_tokens} tokens, "
+            f"{run.blueprint.sampling.slots} decoded at once",
             "an update": f"at most {geometry.micro_batches} micro-batches of {geometry.bins} bins "
             f"x {geometry.rows} rows ({geometry.prompts_per_bin} prompts each)",
             "data": f"{len(run.rows)} rows, {config.train.steps} steps draw "

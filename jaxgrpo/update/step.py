@@ -83,9 +83,9 @@ def build_steps(blueprint: Blueprint, share: Share = alone) -> Steps:
     Args:
       share: asked for "sampler", "update" and "method", the programs that runs may have in common.
     """
-    constrain = sharding.constrain(blueprint.mesh)
     sampler = share(
-        "sampler", lambda: sampling.make_sampler(blueprint.model, blueprint.sampling, constrain)
+        "sampler",
+        lambda: sampling.make_sampler(blueprint.model, blueprint.sampling, blueprint.mesh),
     )
     program = share("update", lambda: _update_program(blueprint))
     return Steps(

@@ -10,14 +10,13 @@ import numpy as np
 import pytest
 
 from jaxgrpo.models.api import (
-    KeyValue,
     LayerKind,
     Model,
     ModelConfig,
     memory_per_layer,
     params_per_layer,
 )
-from jaxgrpo.models.attention import causal, decode, rows_with_prefix
+from jaxgrpo.models.attention import Cache, Sharing, causal, decode, rows_with_prefix
 from jaxgrpo.models.decoder import build
 
 UNIFORM = ModelConfig(
@@ -113,18 +112,21 @@ def decoded_logits(model, params, filler=0):
             for prompt, completions in zip(PROMPTS, COMPLETIONS, strict=True)
         ]
     )
-    shape = (*fed.shape, model.config.num_kv_heads, model.config.head_dim)
-    empty = KeyValue(jnp.zeros(shape), jnp.zeros(shape))
-    memory = tuple((prefix, empty) for prefix in memory_per_layer(model.config, stacked))
-
+    kv_heads, head_dim = model.config.num_kv_heads, model.config.head_dim
+    key = jnp.zeros((1, 4, kv_heads, head_dim, 5))  # one bin of four slots
+    empty = Cache(key, key.mT)
+    memory = tuple(
+        (Cache(jnp.moveaxis(prefix.key, 1, 3)[None], prefix.value.swapaxes(1, 2)[None]), empty)
+        for prefix in memory_per_layer(model.config, stacked)
+    )
     apart = params_per_layer(model.config, params)
 
     def step(memory, index):
-        position = jnp.broadcast_to((length + index)[:, None, None], (2, 2, 1))
+        position = jnp.repeat(length + index, 2)[None, :, None]
         tokens = jax.lax.dynamic_slice_in_dim(jnp.asarray(fed), index, 1, axis=2)
-        attend = decode(index, position, length)
-        hidden, memory = model.apply(apart, tokens, position, attend, memory)
-        return memory, model.unembed(params, hidden)[:, :, 0]
+        attend = decode(jnp.full((1, 4), index), length[None], Sharing(None, None))
+        hidden, memory = model.apply(apart, tokens.reshape(1, 4, 1), position, attend, memory)
+        return memory, model.unembed(params, hidden).reshape(2, 2, -1)
 
     return jnp.moveaxis(jax.lax.scan(step, memory, jnp.arange(5))[1], 0, 2)
 

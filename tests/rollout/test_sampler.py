@@ -1,5 +1,6 @@
 """Sampling: the distribution drawn from, what it says of it, and on what it does not depend."""
 
+import dataclasses
 import functools
 
 import jax
@@ -8,9 +9,12 @@ import numpy as np
 import pytest
 import tiny
 
+from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.types import Prompts
 from jaxgrpo.models import decoder, sharding
-from jaxgrpo.rollout.sampler import SamplingSettings, draw, make_sampler, sample
+from jaxgrpo.rollout.drawing import Distribution, draw
+from jaxgrpo.rollout.sampler import SamplingSettings, make_sampler, sample, sample_counted
+from jaxgrpo.rollout.selection import pad_prompts
 
 KEY = jax.random.key_data(jax.random.key(3))
 GROUP, STEPS = 3, 12
@@ -51,9 +55,8 @@ def test_draws_follow_the_softmax():
     logits = jnp.asarray(np.random.default_rng(0).normal(size=37) * 1.5, jnp.float32)
     count = 40_000
     keys = jax.random.split(jax.random.key(0), (1, count))
-    token, logp = jax.jit(draw, static_argnums=2)(
-        keys, jnp.broadcast_to(logits, (1, count, 37)), 0.8
-    )
+    many = jnp.broadcast_to(logits, (1, count, 37))
+    token, logp = jax.jit(draw, static_argnums=2)(keys, many, Distribution(0.8))
     prob = np.exp(np.asarray(logits, np.float64) / 0.8)
     prob /= prob.sum()
     seen = np.bincount(np.asarray(token[0]), minlength=37)
@@ -103,6 +106,127 @@ def test_a_sample_depends_on_nothing_that_stands_beside_it():
     np.testing.assert_array_equal(part.completion_tokens, whole.completion_tokens[order])
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("config", [tiny.UNIFORM, tiny.LOCAL_GLOBAL], ids=["uniform", "local"])
+def test_the_number_of_slots_changes_no_token(config):
+    prompts = tiny.prompts(9, seed=5)
+    want = run(prompts=prompts, config=config)
+    tokens = int(want.token_mask.sum())
+    for slots in (1, 3, 8, 64):
+        counted = sampler(config, slots=slots)
+        found, steps = sample_counted(counted, tiny.params(config), prompts, KEY)
+        np.testing.assert_array_equal(found.completion_tokens, want.completion_tokens)
+        np.testing.assert_array_equal(found.token_mask, want.token_mask)
+        np.testing.assert_array_equal(found.truncated, want.truncated)
+        np.testing.assert_allclose(found.behavior_logp, want.behavior_logp, atol=1e-5)
+        # Nothing idles but while the last samples end, each of at most STEPS tokens.
+        assert tokens <= steps <= tokens + min(slots, 27) * STEPS
+    assert np.asarray(want.truncated).any()
+    assert not np.asarray(want.truncated).all()
+
+
+@pytest.mark.slow
+def test_prompts_that_wait_for_a_row_of_the_cache_are_sampled_like_others():
+    prompts = tiny.prompts(12, seed=7)
+    want = run(prompts=prompts)
+    found = run(prompts=prompts, slots=2)  # two rows of the cache for twelve prompts
+    np.testing.assert_array_equal(found.completion_tokens, want.completion_tokens)
+
+
+@pytest.mark.slow
+def test_a_prompt_of_several_chunks_is_sampled_as_from_one_plain_pass():
+    prompts = tiny.prompts(3, width=150)
+    rollouts = run(prompts=prompts, slots=4)
+    want = tiny.whole_logps(tiny.UNIFORM, tiny.params(), rollouts)
+    np.testing.assert_allclose(rollouts.behavior_logp, want, atol=3e-5)
+
+
+def test_samples_begin_with_the_tokens_that_are_forced():
+    prompts = tiny.prompts()
+    forced = np.full((4, GROUP, 3), -1, np.int32)
+    forced[0, 0], forced[2, 1, :2] = [7, 8, 9], [5, tiny.END]  # a forced end token ends nothing
+    plain, found = run(), run(prompts=dataclasses.replace(prompts, forced_prefix=forced))
+    same = np.ones((4, GROUP), bool)
+    same[0, 0] = same[2, 1] = False
+    np.testing.assert_array_equal(
+        np.asarray(found.completion_tokens)[same], np.asarray(plain.completion_tokens)[same]
+    )
+    for place, tokens in (((0, 0), [7, 8, 9]), ((2, 1), [5, tiny.END])):
+        count = len(tokens)
+        assert found.completion_tokens[place][:count].tolist() == tokens
+        assert not found.token_mask[place][:count].any()
+        assert found.token_mask[place][count]
+        assert not found.behavior_logp[place][:count].any()
+    want = tiny.whole_logps(tiny.UNIFORM, tiny.params(), found)
+    np.testing.assert_allclose(found.behavior_logp, want, atol=3e-5)
+
+
+def test_a_forced_prefix_that_leaves_nothing_to_draw_is_refused():
+    forced = np.zeros((4, GROUP, STEPS), np.int32)
+    with pytest.raises(InputError, match=r"expected \[4, 3, F\] with F below"):
+        run(prompts=dataclasses.replace(tiny.prompts(), forced_prefix=forced))
+
+
+def test_no_sample_ends_before_its_fewest_tokens():
+    prompts = tiny.prompts(24, seed=5)
+    lengths = np.asarray(run(prompts=prompts).token_mask).sum(-1)
+    later = run(prompts=prompts, min_completion_tokens=6)
+    assert lengths.min() < 6 <= np.asarray(later.token_mask).sum(-1).min()
+    ends = np.asarray(later.completion_tokens) == tiny.END
+    assert ends.any()
+    assert not ends[..., :6].any()
+
+
+def test_untempered_log_probs_are_those_of_the_model_itself():
+    rollouts = run(temperature=0.6, top_k=5, untempered=True)
+    want = tiny.whole_logps(tiny.UNIFORM, tiny.params(), rollouts)
+    np.testing.assert_allclose(rollouts.fields["untempered_logp"], want, atol=3e-5)
+    assert (np.asarray(rollouts.behavior_logp) > np.asarray(want) + 0.01).any()
+
+
+TABLE = [0.40, 0.30, 0.20, 0.06, 0.04]
+CUT = {
+    "temperature .7": ({"temperature": 0.7}, [0.46766, 0.31006, 0.17374, 0.03111, 0.01743]),
+    "top-p .8": ({"top_p": 0.8}, [0.4444, 0.3333, 0.2222, 0, 0]),
+    "top-k 2": ({"top_k": 2}, [0.5714, 0.4286, 0, 0, 0]),
+    "min-p .45": ({"min_p": 0.45}, [0.4444, 0.3333, 0.2222, 0, 0]),
+    "both": ({"temperature": 0.7, "top_p": 0.8}, [0.49152, 0.32588, 0.18260, 0, 0]),
+    "plain": ({}, TABLE),
+}
+
+
+def table_model():
+    """A model and parameters whose next token follows TABLE, whatever came before."""
+    config = dataclasses.replace(tiny.UNIFORM, vocab_size=5, hidden_size=8, num_layers=1)
+    model = decoder.build(config)
+    zero = jax.tree.map(jnp.zeros_like, model.init(jax.random.key(0)))
+    first = jnp.zeros(8).at[0].set(1.0)
+    logits = jnp.log(jnp.asarray(TABLE)) / jnp.sqrt(8.0)  # the norm makes 1 of 8 into sqrt(8)
+    zero["embed"]["table"] = jnp.broadcast_to(first, (5, 8))
+    zero["head"]["table"] = logits[:, None] * first
+    return model, {**zero, "final_norm": {"scale": jnp.ones(8)}}
+
+
+@pytest.mark.parametrize("name", CUT)
+def test_100_000_draws_follow_the_distribution_that_their_log_probs_state(name):
+    changes, expected = CUT[name]
+    model, params = table_model()
+    settings = SamplingSettings(100, 100, 1.0, (), 0, 100, slots=250)._replace(**changes)
+    asked = pad_prompts([np.array([1, 2])] * 10, 2, np.arange(10), np.zeros(10), 0)
+    found = sample(make_sampler(model, settings), params, asked, KEY)
+    tokens = np.asarray(found.completion_tokens).ravel()
+    assert tokens.size == 100_000
+    expected = np.asarray(expected) / np.sum(expected)
+    seen = np.bincount(tokens, minlength=5)
+    kept = expected > 0
+    assert seen[~kept].sum() == 0
+    wanted = expected[kept] * tokens.size
+    statistic = ((seen[kept] - wanted) ** 2 / wanted).sum()
+    assert statistic < 18.5  # chi-square with at most 4 degrees of freedom: p = 0.001
+    stated = np.log(expected, where=kept, out=np.zeros(5))[tokens]
+    np.testing.assert_allclose(np.asarray(found.behavior_logp).ravel(), stated, atol=2e-4)
+
+
 def test_one_row_drawn_twice_gets_different_samples():
     prompts = tiny.prompts(2)
     same = jax.tree.map(np.copy, prompts)
@@ -139,7 +263,7 @@ def test_four_devices_sample_what_one_samples(axis):
         lambda leaf: sharding.put(leaf, sharding.named(mesh, *("bins", None)[: np.ndim(leaf)])),
         tiny.prompts(),
     )
-    four = sample(make_sampler(model, settings, sharding.constrain(mesh)), params, prompts, KEY)
+    four = sample(make_sampler(model, settings, mesh), params, prompts, KEY)
     np.testing.assert_array_equal(four.completion_tokens, one.completion_tokens)
     np.testing.assert_allclose(four.behavior_logp, one.behavior_logp, atol=3e-5)
     bins = sharding.num_bins(mesh)

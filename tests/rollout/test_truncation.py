@@ -11,7 +11,8 @@ import tiny
 
 from jaxgrpo.config import files as configs
 from jaxgrpo.core.errors import InputError
-from jaxgrpo.rollout.sampler import SamplingSettings, draw, make_sampler, sample, truncate
+from jaxgrpo.rollout.drawing import Distribution, draw, truncate
+from jaxgrpo.rollout.sampler import SamplingSettings, make_sampler, sample
 from jaxgrpo.training.policy import DEFAULTS
 
 LOGITS = np.random.default_rng(0).normal(size=(40, 37)).astype(np.float32) * 3
@@ -46,7 +47,7 @@ def test_draws_follow_the_cut_softmax_and_state_its_probabilities():
     count = 20_000
     keys = jax.random.split(jax.random.key(0), (1, count))
     many = jnp.broadcast_to(jnp.asarray(logits), (1, count, 37))
-    run = jax.jit(functools.partial(draw, temperature=2.0, top_k=12, top_p=0.9))
+    run = jax.jit(functools.partial(draw, distribution=Distribution(2.0, 12, 0.9)))
     token, logp = run(keys, many)
     kept = kept_by_sorting(logits / 2, 12, 0.9)
     assert 3 < kept.sum() < 12

@@ -19,7 +19,8 @@ from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.types import TrainState
 from jaxgrpo.models import decoder, sharding
 from jaxgrpo.models.api import ModelConfig
-from jaxgrpo.rollout.sampler import SamplingSettings, make_sampler
+from jaxgrpo.rollout import capacity
+from jaxgrpo.rollout.sampler import SamplingSettings, Sizes, make_sampler
 from jaxgrpo.training import memory, setup
 from jaxgrpo.update import packing
 from jaxgrpo.update.forward import Blueprint, opt_layout, param_layout
@@ -77,20 +78,27 @@ def made() -> Blueprint:
     return blueprint(SMALL, LONG, devices=2, fsdp=2)
 
 
-def test_what_decoding_takes_is_within_15_percent_of_what_xla_plans(made):
-    sampler = make_sampler(made.model, made.sampling, sharding.constrain(made.mesh))
+# With few slots a third is a second copy of one layer's cache, made between segments.
+@pytest.mark.parametrize(("slots", "above"), [(0, 0.15), (16, 0.25)], ids=["all", "few"])
+def test_what_decoding_takes_covers_what_xla_plans_and_little_more(made, slots, above):
+    made = made._replace(sampling=made.sampling._replace(slots=slots))
+    sampler = make_sampler(made.model, made.sampling, made.mesh)
     params = on(param_layout(made, sharding.SAMPLING), made.model.shapes)
+    split = sampler.split.lower(params).compile()
+    params = on(split.output_shardings, jax.eval_shape(sampler.split, params))
     asked = tiny.prompts(LONG.num_prompts, LONG.max_prompt_tokens)
     layouts = jax.tree.map(
         lambda leaf: sharding.named(made.mesh, *("bins", None)[: np.ndim(leaf)]), asked
     )
     key = jax.ShapeDtypeStruct((2,), jnp.uint32, sharding=sharding.replicated(made.mesh))
-    arguments = params, on(layouts, asked), key
-    prefill = sampler.prefill.lower(*arguments).compile()
-    state = on(prefill.output_shardings, jax.eval_shape(sampler.prefill, *arguments))
-    planned = total(sampler.decode.lower(params, state).compile())
+    sizes = Sizes.of(made.sampling, 2, LONG.num_prompts, LONG.max_prompt_tokens)
+    begin = sampler.begin.lower(sizes, on(layouts, asked), key).compile()
+    shapes = jax.eval_shape(lambda *given: sampler.begin(sizes, *given), on(layouts, asked), key)
+    state = on(begin.output_shardings, shapes)
+    enough = jax.ShapeDtypeStruct((), jnp.int32, sharding=sharding.replicated(made.mesh))
+    planned = total(sampler.decode.lower(not slots, params, state, enough).compile())
     counted = memory.count(made, ())
-    assert counted.sampler + counted.decode == pytest.approx(planned, rel=0.15)
+    assert 0.97 * planned <= counted.sampler + counted.decode <= (1 + above) * planned
     held = sum(np.prod(leaf.sharding.shard_shape(leaf.shape)) * 4 for leaf in state.memory[0][1])
     assert counted.decode > SMALL.num_layers * held
 
@@ -128,15 +136,21 @@ def test_the_abstract_batch_is_what_gather_makes():
     assert describe(batch) == describe(jax.eval_shape(gathered))
 
 
-def test_the_keys_and_values_of_qwen3_at_512_completions_are_119_gib():
+def test_the_slots_of_a_run_are_as_many_as_fit(monkeypatch):
     geometry = Geometry(64, 8, 512, 1024, 1, 16)
     wide = memory.count(blueprint(QWEN3_0P6B, geometry), ())
-    assert wide.decode / GIB == pytest.approx(119, abs=0.5)
-    narrow = dataclasses.replace(QWEN3_0P6B, dtype="bfloat16")
-    shipped = memory.count(blueprint(narrow, geometry._replace(num_prompts=32)), ())
-    assert shipped.decode / GIB == pytest.approx(29.8, abs=0.2)
-    assert shipped.kept == pytest.approx(12 * 596e6, rel=0.01)  # float32, with two moments
-    assert shipped.peak < 0.75 * 80e9  # what JAX takes of a device with 80 GB
+    assert wide.decode / GIB == pytest.approx(119, abs=0.5)  # all samples at once, in float32
+    narrow = blueprint(dataclasses.replace(QWEN3_0P6B, dtype="bfloat16"), geometry)
+    monkeypatch.setattr(capacity, "SLOTS_OF_CPU", 1 << 20)
+    for gigabytes, least, most in ((80, 400, 512), (32, 100, 180), (16, 20, 60)):
+        monkeypatch.setattr(memory, "of_device", lambda mesh, size=gigabytes: int(size * 1e9))
+        found = memory.with_slots(narrow, ())
+        assert least <= found.sampling.slots <= most, gigabytes
+        counted = memory.count(found, ())
+        assert counted.peak <= memory.SHARE * gigabytes * 1e9
+        more = found._replace(sampling=found.sampling._replace(slots=found.sampling.slots + 8))
+        whole = found.sampling.slots == 512
+        assert whole or memory.count(more, ()).peak > memory.SHARE * gigabytes * 1e9
 
 
 def test_a_run_that_does_not_fit_is_refused_before_its_weights_are_read(tmp_path, monkeypatch):

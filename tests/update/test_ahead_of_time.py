@@ -11,7 +11,7 @@ from jax.experimental import topologies
 
 from jaxgrpo import advantages, losses
 from jaxgrpo.models import decoder, sharding
-from jaxgrpo.rollout.sampler import SamplingSettings, make_sampler
+from jaxgrpo.rollout.sampler import SamplingSettings, Sizes, make_sampler
 from jaxgrpo.update.forward import Blueprint, opt_layout
 from jaxgrpo.update.packing import Geometry
 from jaxgrpo.update.step import build_steps
@@ -71,17 +71,30 @@ def compiled(function, *arguments):
     return function.trace(*arguments).lower(lowering_platforms=("tpu",)).compile()
 
 
+def begin_of(sampler, sizes):
+    return lambda prompts, key: sampler.begin(sizes, prompts, key)
+
+
 def test_prefill_and_decoding_compile(blueprint):
-    sampler = make_sampler(blueprint.model, blueprint.sampling, sharding.constrain(blueprint.mesh))
+    settings = blueprint.sampling._replace(slots=8)  # half of the samples wait
+    sampler = make_sampler(blueprint.model, settings, blueprint.mesh)
     params = parameters(blueprint, sharding.SAMPLING)
+    split = compiled(sampler.split, params)
+    params = with_layout(jax.eval_shape(sampler.split, params), split)
     prompts = placed(blueprint.mesh, tiny.prompts(4, 8), "bins", None)
     key = placed(blueprint.mesh, np.zeros(2, np.uint32), None)
-    prefill = compiled(sampler.prefill, params, prompts, key)
-    state = with_layout(jax.eval_shape(sampler.prefill, params, prompts, key), prefill)
-    program = compiled(sampler.decode, params, state)
-    memory = program.memory_analysis()
+    sizes = Sizes.of(settings, sharding.num_bins(blueprint.mesh), 4, 8)
+    begin = compiled(sampler.begin, sizes, prompts, key)
+    state = with_layout(jax.eval_shape(begin_of(sampler, sizes), prompts, key), begin)
+    tokens = placed(blueprint.mesh, np.zeros((2, 2, 7), np.int32))
+    at = placed(blueprint.mesh, np.zeros((2, 2), np.int32))
     caches = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state.memory))
-    assert memory.alias_size_in_bytes >= caches / 4  # donated: no second copy of a cache
+    for program in (
+        compiled(sampler.prefill, params, state, tokens, at, at),
+        compiled(sampler.decode, False, params, state, placed(blueprint.mesh, np.int32(4))),
+    ):
+        # Donated: no second copy of a cache.
+        assert program.memory_analysis().alias_size_in_bytes >= caches / 4
 
 
 def test_the_update_compiles_and_donates_its_state(blueprint):

@@ -1,0 +1,76 @@
+"""The memory that decoding takes of each device, and how many slots fit into what is free."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from jaxgrpo.models import sharding
+from jaxgrpo.models.api import Model
+from jaxgrpo.rollout.sampler import Sizes
+from jaxgrpo.rollout.state import SamplingSettings
+
+PER_TOKEN = 4 + 4  # bytes of a token and its log-probability in the state
+LOGITS = 3  # copies of a step's logits: as they come, scaled or cut, and their exponentials
+SLOTS_OF_CPU = 64
+"""Slots of a CPU device where none are asked for: enough for its products to be limited by
+arithmetic; with more, more of them idle while the last samples of a step end."""
+
+
+class Capacity(NamedTuple):
+    """Bytes on one device."""
+
+    state: int  # keys and values of slots and prompts, tokens and log-probs of all samples
+    working: int  # logits, or a second copy of one layer's cache while slots become fewer
+
+    @property
+    def total(self) -> int:
+        return self.state + self.working
+
+
+def capacity(
+    model: Model, settings: SamplingSettings, mesh: Mesh, prompts: int, width: int
+) -> Capacity:
+    """What decoding takes beside the parameters.
+
+    Args:
+      settings: `slots` as they are asked for; 0: all samples at once.
+      prompts, width: of a call, over all bins, and the tokens that each may have.
+    """
+    config = model.config
+    sizes = Sizes.of(settings, sharding.num_bins(mesh), prompts, width)
+    heads = config.num_kv_heads // mesh.shape["tensor"]
+    of_column = 2 * heads * config.head_dim * jnp.dtype(config.dtype).itemsize
+    longest = settings.max_completion_tokens
+    windows = [config.pattern[i % len(config.pattern)].window for i in range(config.num_layers)]
+    columns = [sizes.slots * min(longest, window or longest) for window in windows]
+    shared = config.num_layers * sizes.rows * sizes.width
+    extra = PER_TOKEN + 4 * settings.untempered
+    samples = sizes.prompts * settings.group_size * longest * extra
+    logits = 4 * sizes.slots * config.vocab_size // mesh.shape["tensor"]
+    return Capacity(
+        state=of_column * (shared + sum(columns)) + samples,
+        working=max(LOGITS * logits, of_column * (max(columns) + sizes.rows * sizes.width)),
+    )
+
+
+def fitting_slots(
+    model: Model, settings: SamplingSettings, mesh: Mesh, prompts: int, width: int, free: int
+) -> int:
+    """The most slots, over all bins, whose decoding fits into `free` bytes of each device.
+
+    At least one per bin, whether it fits or not, and at most `SLOTS_OF_CPU` per bin on a CPU.
+    """
+    bins = sharding.num_bins(mesh)
+    on_cpu = mesh.devices.flat[0].platform == "cpu"
+    most = math.ceil(prompts * settings.group_size / bins)
+    low, high = 1, min(most, SLOTS_OF_CPU) if on_cpu else most
+    while low < high:
+        middle = (low + high + 1) // 2
+        asked = settings._replace(slots=middle * bins)
+        fits = capacity(model, asked, mesh, prompts, width).total <= free
+        low, high = (middle, high) if fits else (low, middle - 1)
+    return low * bins

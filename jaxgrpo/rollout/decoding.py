@@ -1,0 +1,273 @@
+"""The device's part of sampling: the state of decoding, and the functions that change it.
+
+Bins are shards of the batch, D of them. Each has N slots, which decode side by side, a cache with a
+row for each of A prompts, and a queue of samples: sample s belongs to the bin's prompt s // G.
+A slot opens with the last prompt token, so that every forward pass, the first one too, is the same
+program and yields one new token; when its sample ends it takes the next one of the queue.
+
+What looks things up in tables does so per bin (`jax.vmap` over D), so that nothing moves between
+devices.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from jaxgrpo.core.types import Params
+from jaxgrpo.models.api import Constrain, Model
+from jaxgrpo.models.attention import Cache, Sharing, chunk, decode
+from jaxgrpo.rollout.drawing import draw, logp_of
+from jaxgrpo.rollout.state import DecodeState, Queue, Samples, SamplingSettings
+
+
+class Counters(NamedTuple):
+    """What the host reads after a segment; the same in every process."""
+
+    live: Array  # [] int32, slots in use, of the bin that has most
+    drained: Array  # [] bool, no sample waits for a slot in any bin
+    done: Array  # [D, P] bool, prompts all of whose samples have ended
+
+
+class Engine(NamedTuple):
+    """What the functions of decoding are built from."""
+
+    model: Model
+    settings: SamplingSettings
+    constrain: Constrain
+
+
+def first_state(engine: Engine, samples: Samples, queue: Queue, rows: int, width: int, slots: int):
+    """Empty slots and caches. Args: rows, width: A and S of the prompts' cache; slots: N."""
+    bins = queue.next.shape[0]
+    config = engine.model.config
+    empty = jnp.zeros((bins, slots), jnp.int32)
+
+    def cache(count: int, columns: int) -> Cache:
+        heads = (bins, count, config.num_kv_heads)
+        key = jnp.zeros((*heads, config.head_dim, columns), config.dtype)
+        value = jnp.zeros((*heads, columns, config.head_dim), config.dtype)
+        place = lambda leaf: engine.constrain(leaf, ("bins", None, "kv_heads", None, None))  # noqa: E731
+        return Cache(place(key), place(value))
+
+    longest = engine.settings.max_completion_tokens
+    kinds = [config.pattern[i % len(config.pattern)] for i in range(config.num_layers)]
+    state = DecodeState(
+        sample=empty,
+        live=empty.astype(bool),
+        index=empty,
+        token=empty,
+        samples=samples,
+        queue=queue,
+        row_length=jnp.zeros((bins, rows), jnp.int32),
+        memory=tuple(
+            (cache(rows, width), cache(slots, min(longest, kind.window or longest)))
+            for kind in kinds
+        ),
+        slot_steps=jnp.int32(0),
+    )
+    return _laid_out(engine, state)
+
+
+def prefill(
+    engine: Engine, params: Params, state: DecodeState, tokens: Array, row: Array, start: Array
+) -> DecodeState:
+    """Writes chunks of prompts into their rows of the cache.
+
+    Shapes: tokens [D, R, W], -1 behind the last one; row, start [D, R]. A chunk without tokens
+    writes nothing.
+    """
+    length = (tokens >= 0).sum(-1, dtype=jnp.int32)
+    position = start[..., None] + jnp.arange(tokens.shape[-1], dtype=jnp.int32)
+    shared, own = zip(*state.memory, strict=True)
+    attend = chunk(row, start, length)
+    _, shared = engine.model.apply(params, jnp.maximum(tokens, 0), position, attend, shared)
+    return dataclasses.replace(state, memory=tuple(zip(shared, own, strict=True)))
+
+
+def admit(
+    settings: SamplingSettings, state: DecodeState, row: Array, row_length: Array, ready: Array
+) -> DecodeState:
+    """Lets the samples of prompts whose rows have been filled begin."""
+    queue = dataclasses.replace(state.queue, row=row, ready=ready)
+    return _refilled(settings, dataclasses.replace(state, queue=queue, row_length=row_length))
+
+
+def segment(
+    engine: Engine, aligned: bool, params: Params, state: DecodeState, enough: Array
+) -> tuple[DecodeState, Counters]:
+    """Decodes `segment_tokens` tokens in every slot, or fewer if no slot has work before.
+
+    Args:
+      aligned: slot n reads row n // (N / A) of the prompts' cache, always, and no sample waits.
+      params: with each layer's parameters apart (`params_per_layer`).
+      enough: [] int32; it ends when no sample waits and no bin has more live slots than that.
+    """
+    settings = engine.settings
+    total = state.samples.length.shape[1]
+
+    def waiting(state: DecodeState) -> Array:
+        return state.queue.next < state.queue.ready * settings.group_size
+
+    def running(carry: tuple[Array, DecodeState]) -> Array:
+        step, state = carry
+        drained = (state.queue.next >= total).all()
+        most = state.live.sum(-1).max()
+        busy = (most > 0) | waiting(state).any()
+        return (step < settings.segment_tokens) & busy & ~(drained & (most <= enough))
+
+    def one_token(carry: tuple[Array, DecodeState]) -> tuple[Array, DecodeState]:
+        step, state = carry
+        if not aligned:
+            state = _refilled(settings, state)
+        return step + 1, _one_token(engine, aligned, params, state)
+
+    _, state = jax.lax.while_loop(running, one_token, (jnp.int32(0), state))
+    bins, prompts = state.queue.row.shape
+    ended = _ended(settings, state.samples).reshape(bins, prompts, -1)
+    counters = Counters(
+        live=state.live.sum(-1).max(),
+        drained=(state.queue.next >= total).all(),
+        done=engine.constrain(ended.all(-1), (None, None)),
+    )
+    return state, counters
+
+
+def order(state: DecodeState, slots: int) -> Array:
+    """[D, slots]: the slots that stay when their number shrinks, live ones first."""
+    return jnp.argsort(~state.live, axis=-1, stable=True)[:, :slots]
+
+
+def take(tree: Any, order: Array) -> Any:
+    """Entries [D, N', ...] of leaves [D, N, ...], bin by bin."""
+    return jax.tree.map(lambda leaf: jax.vmap(lambda values, at: values[at])(leaf, order), tree)
+
+
+def rows_of(state: DecodeState, settings: SamplingSettings, aligned: bool) -> Array:
+    """[D, N]: the row of the prompts' cache that each slot reads."""
+    if aligned:
+        rows, slots = state.row_length.shape[1], state.sample.shape[1]
+        return jnp.broadcast_to(jnp.arange(slots) // (slots // rows), state.sample.shape)
+    return jax.vmap(lambda row, prompt: row[prompt])(
+        state.queue.row, state.sample // settings.group_size
+    )
+
+
+def _refilled(settings: SamplingSettings, state: DecodeState) -> DecodeState:
+    """Free slots take the next samples of their bin's queue, in order."""
+    queue, group = state.queue, settings.group_size
+    free = ~state.live
+    new = queue.next[:, None] + jnp.cumsum(free, axis=-1, dtype=jnp.int32) - 1
+    fits = free & (new < queue.ready[:, None] * group)
+    prompt = jnp.where(fits, new // group, 0)
+    first = jax.vmap(lambda last, prompt: last[prompt])(queue.last, prompt)
+    return dataclasses.replace(
+        state,
+        sample=jnp.where(fits, new, state.sample),
+        live=state.live | fits,
+        index=jnp.where(fits, 0, state.index),
+        token=jnp.where(fits, first, state.token),
+        queue=dataclasses.replace(queue, next=queue.next + fits.sum(-1, dtype=jnp.int32)),
+    )
+
+
+def _one_token(engine: Engine, aligned: bool, params: Params, state: DecodeState) -> DecodeState:
+    model, settings = engine.model, engine.settings
+    row = rows_of(state, settings, aligned)
+    length = jax.vmap(lambda values, row: values[row])(state.row_length, row)
+    position = (length + state.index)[..., None]
+    sharing = Sharing(None, None) if aligned else _sharing(settings, state, row)
+    attend = decode(state.index, state.row_length, sharing)
+    hidden, memory = model.apply(params, state.token[..., None], position, attend, state.memory)
+    logits = model.unembed(params, hidden[..., 0, :])  # [D, N, V]
+    token, logp = _drawn(settings, state, logits)
+    samples, token, ended = _written(settings, state, logits, token, logp)
+    return dataclasses.replace(
+        state,
+        live=state.live & ~ended,
+        index=state.index + 1,
+        token=token,
+        samples=samples,
+        memory=memory,
+        slot_steps=state.slot_steps + token.size,
+    )
+
+
+def _sharing(settings: SamplingSettings, state: DecodeState, row: Array) -> Sharing:
+    """Sample g of the prompt in row a reads it at place a * G + g."""
+    place = row * settings.group_size + state.sample % settings.group_size
+    places, slots = state.row_length.shape[1] * settings.group_size, place.shape[1]
+
+    def invert(place: Array, live: Array) -> Array:
+        at = jnp.where(live, place, places)
+        return jnp.full(places, slots).at[at].set(jnp.arange(slots), mode="drop")
+
+    return Sharing(jax.vmap(invert)(place, state.live), place)
+
+
+def _drawn(settings: SamplingSettings, state: DecodeState, logits: Array) -> tuple[Array, Array]:
+    keys = jax.vmap(lambda values, at: values[at])(state.samples.keys, state.sample)
+    fold = jax.vmap(jax.vmap(jax.random.fold_in))
+    keys = fold(jax.random.wrap_key_data(keys), state.index)
+    if settings.min_completion_tokens > 0 and settings.stop_tokens:
+        stops = jnp.zeros(logits.shape[-1], bool).at[jnp.asarray(settings.stop_tokens)].set(True)
+        early = state.index < settings.min_completion_tokens
+        logits = jnp.where(early[..., None] & stops, -jnp.inf, logits)
+    return draw(keys, logits, settings.distribution)
+
+
+def _written(
+    settings: SamplingSettings, state: DecodeState, logits: Array, token: Array, logp: Array
+) -> tuple[Samples, Array, Array]:
+    """The samples with one more token each, drawn or forced; this token, and who ends with it."""
+    samples, total = state.samples, state.samples.length.shape[1]
+    forced = _forced(state)
+    drawn = forced < 0
+    chosen = jnp.where(drawn, token, forced).astype(jnp.int32)
+    stops = jnp.asarray(settings.stop_tokens, jnp.int32)
+    stopped = drawn & (chosen[..., None] == stops).any(-1)
+    sample = jnp.where(state.live, state.sample, total)  # the samples of dead slots stay
+
+    def write(array: Array, value: Array, *at: Array) -> Array:
+        one = lambda array, value, *at: array.at[at].set(value, mode="drop")  # noqa: E731
+        return jax.vmap(one)(array, value.astype(array.dtype), sample, *at)
+
+    if samples.untempered is not None:
+        raw = jnp.where(drawn, logp_of(logits, token), 0)
+        raw = write(samples.untempered, raw, state.index)
+        samples = dataclasses.replace(samples, untempered=raw)
+    samples = dataclasses.replace(
+        samples,
+        tokens=write(samples.tokens, chosen, state.index),
+        logp=write(samples.logp, jnp.where(drawn, logp, 0), state.index),
+        length=write(samples.length, state.index + 1),
+        stopped=write(samples.stopped, stopped),
+    )
+    return samples, chosen, stopped | (state.index + 1 >= settings.max_completion_tokens)
+
+
+def _forced(state: DecodeState) -> Array:
+    """[D, N]: the token that each slot has to take next, -1 where it draws one."""
+    if state.samples.forced is None:
+        return jnp.full_like(state.token, -1)
+    read = lambda values, *at: values.at[at].get(mode="fill", fill_value=-1)  # noqa: E731
+    return jax.vmap(read)(state.samples.forced, state.sample, state.index)
+
+
+def _ended(settings: SamplingSettings, samples: Samples) -> Array:
+    return samples.stopped | (samples.length >= settings.max_completion_tokens)
+
+
+def _laid_out(engine: Engine, state: DecodeState) -> DecodeState:
+    """Everything but the memory on the mesh: bins over their devices."""
+
+    def place(leaf: Array) -> Array:
+        return engine.constrain(leaf, ("bins", *[None] * (leaf.ndim - 1))) if leaf.ndim else leaf
+
+    return dataclasses.replace(
+        jax.tree.map(place, dataclasses.replace(state, memory=())), memory=state.memory
+    )

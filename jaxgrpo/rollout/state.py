@@ -1,0 +1,78 @@
+"""The settings of sampling, and what decoding changes: samples, queue of prompts, slots, caches.
+
+D bins, shards of the batch, have N slots each, P prompts, M = P x G samples of at most T tokens,
+and a cache with a row for each of A prompts. Sample s belongs to the bin's prompt s // G.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+from jax import Array
+
+from jaxgrpo.core.types import register
+from jaxgrpo.rollout.drawing import Distribution
+
+
+class SamplingSettings(NamedTuple):
+    """What is fixed while a program samples."""
+
+    group_size: int
+    max_completion_tokens: int
+    temperature: float  # 0: the likeliest token
+    stop_tokens: tuple[int, ...]
+    pad_token: int
+    segment_tokens: int = 16  # tokens decoded between two looks of the host
+    purpose: int = 0  # folded into the key: evaluation never repeats training's draws
+    top_k: int = 0  # draw from the top_k likeliest tokens; 0: from all
+    top_p: float = 1.0  # draw from the fewest likeliest tokens of this probability
+    min_p: float = 0.0  # draw from tokens of this share of the likeliest one's probability
+    min_completion_tokens: int = 0  # before so many no stop token is drawn
+    slots: int = 0  # samples decoded at once, over all devices; 0: all
+    untempered: bool = False  # give log-probs of the model itself too, at temperature 1
+
+    @property
+    def distribution(self) -> Distribution:
+        return Distribution(self.temperature, self.top_k, self.top_p, self.min_p)
+
+
+@register
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Samples:
+    """The samples of a call: what they begin with, and what they are so far. M = prompts x G."""
+
+    keys: Array  # [D, M, 2] uint32
+    forced: Array | None  # [D, M, F] int32, -1 behind the last forced token
+    tokens: Array  # [D, M, T] int32
+    logp: Array  # [D, M, T] float32
+    untempered: Array | None  # [D, M, T] float32
+    length: Array  # [D, M] int32, tokens so far
+    stopped: Array  # [D, M] bool, by a stop token
+
+
+@register
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Queue:
+    """The prompts of each bin in the order in which their samples begin."""
+
+    row: Array  # [D, P] int32, of the cache
+    last: Array  # [D, P] int32, the last prompt token
+    ready: Array  # [D] int32, prompts whose rows are filled
+    next: Array  # [D] int32, the sample that begins next
+
+
+@register
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DecodeState:
+    """All that decoding changes; donated from one segment to the next."""
+
+    sample: Array  # [D, N] int32, the sample in each slot
+    live: Array  # [D, N] bool
+    index: Array  # [D, N] int32, tokens of the sample so far
+    token: Array  # [D, N] int32, the token fed next
+    samples: Samples
+    queue: Queue
+    row_length: Array  # [D, A] int32, tokens in each row of the prompts' cache
+    memory: Any  # per layer: (prompts', slots'), each models.attention.Cache
+    slot_steps: Array  # [] int32, decoding steps times slots
