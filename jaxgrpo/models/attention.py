@@ -105,14 +105,17 @@ def chunk(row: Array, start: Array, length: Array) -> Attend:
     return attend
 
 
-def decode(index: Array, length: Array, sharing: Sharing) -> Attend:
+def decode(clock: Array, index: Array, length: Array, sharing: Sharing) -> Attend:
     """One decoding step of every slot: reads its prompt's row and the slot's own cache.
 
-    Memory per layer: (prompts' Cache [D, A, ...], own Cache [D, N, ...]). The new key and value
-    are written at column `index` modulo the number of columns, so that the cache of a layer with a
-    window is a ring of as many columns.
+    Memory per layer: (prompts' Cache [D, A, ...], own Cache [D, N, ...]). The own cache is a ring:
+    all slots write at one column, `clock` modulo the number of columns, and a slot reads the last
+    `index` + 1 that were written. Were each to write at a column of its own, a TPU would copy the
+    cache into another layout and back at every token. There are enough columns if they are as many
+    as the tokens of a sample, or as the layer's window if it is smaller.
 
     Args:
+      clock: [], decoding steps before this one.
       index: [D, N], tokens fed to the slot before. Own position i comes i tokens after the prompt.
       length: [D, A], real tokens of each prompt's row.
     """
@@ -121,15 +124,13 @@ def decode(index: Array, length: Array, sharing: Sharing) -> Attend:
         prefix, own = memory
         columns = own.value.shape[-2]
 
-        def write(own: Cache, column: Array, key: Array, value: Array) -> Cache:
-            slot = jnp.arange(len(column))
-            keys = own.key.at[slot, :, :, column].set(key)
-            return Cache(keys, own.value.at[slot, :, column].set(value))
-
-        own = jax.vmap(write)(own, index % columns, key[:, :, 0], value[:, :, 0])
+        write = functools.partial(jax.lax.dynamic_update_slice_in_dim, start_index=clock % columns)
+        own = Cache(
+            write(own.key, jnp.moveaxis(key, 2, -1), axis=-1),
+            write(own.value, jnp.swapaxes(value, 2, 3), axis=-2),
+        )
         grouped = _grouped(query, own)  # [D, N, kv_heads, heads per kv head, 1, head_dim]
-        # How many tokens ago each column was written, in a ring that has gone round or not yet.
-        ago = (index[..., None] - jnp.arange(columns)) % columns
+        ago = (clock - jnp.arange(columns)) % columns  # steps since a column was written
         seen = ago <= index[..., None]
         if kind.window is not None:
             seen &= ago < kind.window

@@ -68,6 +68,7 @@ def first_state(engine: Engine, samples: Samples, queue: Queue, rows: int, width
             (cache(rows, width), cache(slots, min(longest, kind.window or longest)))
             for kind in kinds
         ),
+        clock=jnp.int32(0),
         slot_steps=jnp.int32(0),
     )
     return _laid_out(engine, state)
@@ -181,7 +182,7 @@ def _one_token(engine: Engine, aligned: bool, params: Params, state: DecodeState
     length = jax.vmap(lambda values, row: values[row])(state.row_length, row)
     position = (length + state.index)[..., None]
     sharing = Sharing(None, None) if aligned else _sharing(settings, state, row)
-    attend = decode(state.index, state.row_length, sharing)
+    attend = decode(state.clock, state.index, state.row_length, sharing)
     hidden, memory = model.apply(params, state.token[..., None], position, attend, state.memory)
     logits = model.unembed(params, hidden[..., 0, :])  # [D, N, V]
     token, logp = _drawn(settings, state, logits)
@@ -193,6 +194,7 @@ def _one_token(engine: Engine, aligned: bool, params: Params, state: DecodeState
         token=token,
         samples=samples,
         memory=memory,
+        clock=state.clock + 1,
         slot_steps=state.slot_steps + token.size,
     )
 

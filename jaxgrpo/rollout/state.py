@@ -75,4 +75,5 @@ class DecodeState:
     queue: Queue
     row_length: Array  # [D, A] int32, tokens in each row of the prompts' cache
     memory: Any  # per layer: (prompts', slots'), each models.attention.Cache
+    clock: Array  # [] int32, decoding steps so far
     slot_steps: Array  # [] int32, decoding steps times slots

@@ -124,7 +124,7 @@ def decoded_logits(model, params, filler=0):
     def step(memory, index):
         position = jnp.repeat(length + index, 2)[None, :, None]
         tokens = jax.lax.dynamic_slice_in_dim(jnp.asarray(fed), index, 1, axis=2)
-        attend = decode(jnp.full((1, 4), index), length[None], Sharing(None, None))
+        attend = decode(index, jnp.full((1, 4), index), length[None], Sharing(None, None))
         hidden, memory = model.apply(apart, tokens.reshape(1, 4, 1), position, attend, memory)
         return memory, model.unembed(params, hidden).reshape(2, 2, -1)
 
