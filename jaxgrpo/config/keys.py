@@ -169,6 +169,8 @@ class RolloutKeys:
     top_p: float = key(1.0, above=0)  # sample from the likeliest tokens of this probability
     segment_tokens: int = key(64, at_least=1)  # decoded between two looks at what has ended
     prompts: Part = key({"use": "sequential"})  # the policy that chooses what is sampled next
+    refill: Mapping[str, float] | None = key(None)  # { factor = 3.0 }: groups generated at most,
+    # of those that a step trains on, to replace flat ones; None: none are replaced
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
