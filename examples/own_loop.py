@@ -12,10 +12,9 @@ run = jg.setup(config)
 state = run.state
 
 for _ in range(config.train.steps):
-    prompts, state = run.select(state)
-    rollouts = run.sample(run.sync(state), prompts, state.key)
-    rollouts, _ = run.reward(rollouts)
-    state, prepared = run.prepare(state, rollouts)
+    # run.select, run.sample and run.reward; with rollout.refill until the step is full
+    state, collected = run.collect(state)
+    state, prepared = run.prepare(state, collected.rollouts)
     state, metrics = run.update(state, prepared.batch)
     reward = prepared.metrics["reward"].result()
     print(f"step {state.step}: reward {reward:.3f}, loss {metrics['loss'].result():.2e}")

@@ -22,7 +22,7 @@ def mask_zero_variance() -> AdvantageTransform:
 
     Signal: [P, G] -> [P, G], mask cut.  Raises: InputError on token-level values [P, G, T].
     Metrics: masked_groups, the share of groups with a sample that went.
-    Source: DAPO, arXiv 2503.14476, section 3.2, without its refill, which is a prompt policy.
+    Source: DAPO, arXiv 2503.14476, section 3.2, without its refill, which is `rollout.refill`.
 
     >>> from jaxgrpo.advantages import evaluate
     >>> evaluate(mask_zero_variance(), [[1.0, 0.0], [1.0, 1.0]])[1].tolist()

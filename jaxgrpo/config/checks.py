@@ -44,6 +44,7 @@ def check(values: Values) -> Iterator[str]:
     made: Made = {}
     wrong_parts = list(_build_parts(values, made))
     yield from _method(values, made)
+    yield from _refill(values, made)
     for some in (_evaluation, _loss, _sampling, _resets, _rewards, _data):
         yield from some(values)
     yield from wrong_parts
@@ -131,6 +132,36 @@ def _method(values: Values, made: Made) -> Iterator[str]:
             named = place == "loss.mismatch" or place.startswith("advantage")
             if named and step.importance:
                 yield f"{place} = {show(part)}: {methods.WEIGHED_TWICE}"
+
+
+def _refill(values: Values, made: Made) -> Iterator[str]:
+    """Whether flat groups can be replaced, and whether nothing is learnt from them."""
+    asked = values.get("rollout.refill")
+    if asked is None:
+        return
+    where, expected = f"rollout.refill = {show(asked)}", "expected { factor = 3.0 }"
+    factor = asked.get("factor")
+    if unknown := sorted(asked.keys() - {"factor"}):
+        yield f"rollout.refill.{unknown[0]}: unknown key; {expected}"
+    elif type(factor) not in (int, float) or not 1 <= factor <= keys.LARGEST:
+        yield (
+            f"{where}: {expected}, the groups that a step may generate over those that it trains "
+            "on, a finite number of 1 or more"
+        )
+    chain = [one for place, one in made.items() if place.startswith(("recipe", "advantage"))]
+    steps = 1 if values.get("recipe") else len(values.get("advantage", ()))
+    is_known = 0 < steps == len(chain)  # own code and what cannot be built is not among them
+    if values.get("rollout.group_size") == 1 and not is_known:
+        yield (
+            f"{where}: with rollout.group_size = 1 every group is flat, so that all would be "
+            "replaced; set it to 2 or more, or leave rollout.refill out"
+        )
+    elif is_known and not any(step.relative for _, step in chain):
+        method = " -> ".join(part["use"] for part, _ in chain)
+        yield (
+            f"{where}: {method} learns from flat groups too; "
+            'leave it out, or take a method that compares the samples of a group, recipe = "grpo"'
+        )
 
 
 def _evaluation(values: Values) -> Iterator[str]:

@@ -172,6 +172,8 @@ class RolloutKeys:
     slots: int | None = key(None, at_least=1)  # samples decoded at once; None: what fits
     segment_tokens: int = key(16, at_least=1)  # decoded between two looks at what has ended
     prompts: Part = key({"use": "sequential"})  # the policy that chooses what is sampled next
+    refill: Mapping[str, float] | None = key(None)  # { factor = 3.0 }: groups generated at most,
+    # of those that a step trains on, to replace flat ones; None: none are replaced
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

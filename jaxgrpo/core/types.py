@@ -110,7 +110,10 @@ class TrainState:
     prompt_policy_state: Any  # host arrays
     cursor: Array  # [] int32, next ordinal of the prompt stream
     key: Array  # [2] uint32, key data of the run's key
-    leftover: Rollouts | None = None  # rollouts begun and not yet used
+    leftover: Rollouts | None = None
+    """host arrays with room for P groups that the next step trains on first; ordinal -1: an empty
+    place. None: nothing is ever left over (no `rollout.refill`)
+    """
     objective_state: dict[str, Any] = dataclasses.field(default_factory=dict)
     """name of a penalty -> what it remembers, as the coefficient of `adaptive_entropy`"""
 

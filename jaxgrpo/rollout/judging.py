@@ -124,7 +124,7 @@ def judge_texts(
     for process, (scores, _) in enumerate(shares):
         for name, values in scores.items():
             whole[name][owner == process] = np.reshape(values, (-1, samples))
-    return whole, _merged([RewardLog(*log) for _, log in shares], owner, samples)
+    return whole, merge_logs([RewardLog(*log) for _, log in shares], owner, samples)
 
 
 def _everyone(call: Callable[[], tuple[dict[str, np.ndarray], RewardLog]]) -> list[Any]:
@@ -143,13 +143,18 @@ def _everyone(call: Callable[[], tuple[dict[str, np.ndarray], RewardLog]]) -> li
     return shares
 
 
-def _merged(logs: Sequence[RewardLog], owner: np.ndarray, samples: int) -> RewardLog:
-    """The logs of all processes as one; a column that one of them lacks is None there."""
+def merge_logs(logs: Sequence[RewardLog], owner: np.ndarray, samples: int) -> RewardLog:
+    """Several logs as one; a column that one of them lacks is None there.
+
+    Args:
+      owner: [groups], which log each group is in; -1: in none.
+      samples: of each group.
+    """
     extra: dict[str, list[Any]] = {}
     failed: Counter[str] = Counter()
     messages: dict[str, str] = {}
-    for process, log in enumerate(logs):
-        places = np.flatnonzero(np.repeat(owner == process, samples))
+    for index, log in enumerate(logs):
+        places = np.flatnonzero(np.repeat(owner == index, samples))
         for column, values in log.extra.items():
             whole = extra.setdefault(column, [None] * (len(owner) * samples))
             for place, value in zip(places, values, strict=True):
@@ -161,14 +166,19 @@ def _merged(logs: Sequence[RewardLog], owner: np.ndarray, samples: int) -> Rewar
 
 def make_rewarder(
     mesh: Mesh,
+    policy: PromptPolicy,
     tokenizer: Any,
     rewards: Sequence[Reward],
     rows: Sequence[Mapping[str, Any]],
     columns: Mapping[str, np.ndarray],
     steps: int,
     seed: int,
-) -> Callable[[Rollouts], tuple[Rollouts, RewardLog]]:
-    """The function that judges rollouts and adds the scores to them.
+) -> Callable[[TrainState, Rollouts], tuple[TrainState, Rollouts, RewardLog]]:
+    """The function that judges rollouts and shows them, with their scores, to the prompt policy.
+
+    The policy sees them here since every group that is generated is judged, once, whether or not it
+    is trained on. A function of its own could be forgotten in a loop, and the policy would learn
+    nothing.
 
     Args:
       columns: numeric columns of the data, [rows, ...], that the method needs as fields.
@@ -180,24 +190,25 @@ def make_rewarder(
     on_error = {entry.name: entry.on_error for entry in rewards}
     timeout = {entry.name: entry.timeout for entry in rewards}
 
-    def reward(rollouts: Rollouts) -> tuple[Rollouts, RewardLog]:
+    def reward(state: TrainState, rollouts: Rollouts) -> tuple[TrainState, Rollouts, RewardLog]:
         host = sharding.to_host((rollouts.row, rollouts.completion_tokens, rollouts.token_mask))
-        state = trainer_state_of(rollouts, len(rows), steps)
+        progress = trainer_state_of(rollouts, len(rows), steps)
         scores, log = judge_texts(
             tokenizer,
             functions,
             rows,
             *host,
-            trainer_state=state,
+            trainer_state=progress,
             on_error=on_error,
             timeout=timeout,
         )
         ordinal = sharding.to_host(rollouts.ordinal)
-        scores, log = flipped(scores, log, noise, seed, state.global_step, ordinal)
+        scores, log = flipped(scores, log, noise, seed, progress.global_step, ordinal)
         placed = {name: put_prompts(mesh, value) for name, value in scores.items()}
         fields = {name: put_prompts(mesh, column[host[0]]) for name, column in columns.items()}
         judged = dataclasses.replace(rollouts, rewards=placed, fields={**rollouts.fields, **fields})
-        return judged, log
+        seen = policy.observe(state.prompt_policy_state, judged)
+        return dataclasses.replace(state, prompt_policy_state=seen), judged, log
 
     return reward
 

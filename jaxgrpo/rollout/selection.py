@@ -14,10 +14,12 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
 
 from jaxgrpo.core.errors import InputError, build, suggest
-from jaxgrpo.core.types import Prompts, Rollouts
+from jaxgrpo.core.metrics import Metrics, mean
+from jaxgrpo.core.types import Prompts, Rollouts, TrainState
 from jaxgrpo.models import sharding
 
 
@@ -32,7 +34,7 @@ class PromptPolicy(NamedTuple):
     select: Callable[[Any, int, int], np.ndarray]
     """(state, cursor, n) -> int32 [n], ordinals to sample; the cursor is the next unused one"""
     observe: Callable[[Any, Rollouts], Any]
-    """(state, rollouts of all groups generated, also of those left out of the update) -> state"""
+    """(state, judged rollouts) -> state; it gets every group generated, once, when it is judged"""
     chance: Callable[[Any, int], np.ndarray] | None = None
     """(state, n) -> [rows] in [0, 1]: how likely `select` takes each; None: it leaves none out"""
 
@@ -201,36 +203,21 @@ def spo_priority(
     return _thinned(_Judge("spo_priority", decay, reward, success, weights), chance, unknown=0.5)
 
 
-class Refill(NamedTuple):
-    """What DAPO's dynamic sampling does next."""
-
-    keep: np.ndarray  # [<= target] int, groups to train on, in stream order
-    more: bool  # generate another batch
-    shortfall: int  # live groups that are missing
-
-
-def refill(live: np.ndarray, target: int, batches: int, max_batches: int = 10) -> Refill:
-    """Which of the groups generated so far to train on, and whether to go on generating.
+def prompt_metrics(policy: PromptPolicy, before: TrainState, after: TrainState, n: int) -> Metrics:
+    """What a policy that leaves rows out chose from, and how many prompts it has passed over.
 
     Args:
-      live: [Pg] bool, groups that are not flat, of all batches of this step in stream order.
-      target: groups that an update wants.
-      batches: generated so far.
-      max_batches: at most so many; then the update takes what there is, which may be nothing.
-
-    Source: DAPO, arXiv 2503.14476, section 3.2; 10 batches are its code's. Groups beyond the
-    target are dropped there too.
-
-    >>> refill(np.array([False, True, True, True]), target=2, batches=1)
-    Refill(keep=array([1, 2]), more=False, shortfall=0)
+      before: the state that it selected with.
+      after: the state after that, whose cursor has moved.
+      n: prompts of a step.
     """
-    if target < 1 or max_batches < 1:
-        raise InputError(
-            f"refill: target = {target}, max_batches = {max_batches}: both are at least 1"
-        )
-    keep = np.flatnonzero(live)[:target]
-    shortfall = target - len(keep)
-    return Refill(keep, bool(shortfall) and batches < max_batches, shortfall)
+    if policy.chance is None:
+        return {}
+    logged = {"prompts/eligible": policy.chance(before.prompt_policy_state, n).mean()}
+    if before.leftover is None:  # every step before has taken n
+        step, cursor = sharding.to_host((after.step, after.cursor))
+        logged["prompts/skipped"] = cursor - (step + 1) * n
+    return {name: mean(jnp.float32(value)) for name, value in logged.items()}
 
 
 policies: dict[str, Callable[..., PromptPolicy]] = {

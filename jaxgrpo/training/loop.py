@@ -1,6 +1,6 @@
 """`jaxgrpo.train`: the loop over steps, with evaluation, logs, checkpoints and a clean stop.
 
-prompts -> sample -> reward -> prepare (score, advantage) -> update -> log
+collect (prompts -> sample -> reward) -> prepare (score, advantage) -> update -> log
 """
 
 from __future__ import annotations
@@ -316,17 +316,15 @@ class _Loop:
     def _step(self, state: TrainState, number: int) -> TrainState:
         clock = _Clock(lambda phase: self.watch.phase(f"step {number}: {phase}"))
         run, progress, before = self.run, self.progress, state
-        with clock("sample"):
-            prompts, state = run.select(state)
-            rollouts = run.sample(run.sync(state), prompts, state.key)
-            jax.block_until_ready(rollouts.completion_tokens)
-        with clock("reward"), self.keeper.saving(number, before):
-            rollouts, said = run.reward(rollouts)
+        with self.keeper.saving(number, before):
+            state, (rollouts, said, collected) = run.collect(state, clock)
         with clock("prepare"):
             state, prepared = run.prepare(state, rollouts)
         with clock("update"):
             state, metrics = run.update(state, prepared.batch)
-            values = finalise(sharding.to_host(merge(prepared.metrics, metrics)))
+            # Of all that was sampled, where `collect` and `prepare` count the same.
+            metrics = merge(prepared.metrics, metrics) | collected
+            values = finalise(sharding.to_host(metrics))
         values = with_logged(values, said)
         values["learning_rate"] = float(sharding.to_host(current_rate(state.opt_state)))
         values |= clock.seconds
@@ -383,7 +381,7 @@ class _Clock:
         began = time.monotonic()
         yield
         spent = time.monotonic() - began
-        self.seconds[f"time/{phase}"] = spent
+        self.seconds[f"time/{phase}"] = self.seconds.get(f"time/{phase}", 0.0) + spent
         self.seconds["time/step"] = self.seconds.get("time/step", 0.0) + spent
 
 

@@ -6,6 +6,7 @@ prints what a run would do.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import json
@@ -23,6 +24,7 @@ from jaxgrpo.config import files as configs
 from jaxgrpo.config import methods
 from jaxgrpo.config.files import Config
 from jaxgrpo.core.errors import InputError
+from jaxgrpo.core.metrics import Metrics
 from jaxgrpo.core.types import FIELDS, Params, Prompts, Rollouts, RolloutSpec, TrainState
 from jaxgrpo.data.chat import Chat
 from jaxgrpo.data.prompts import PromptData
@@ -31,13 +33,14 @@ from jaxgrpo.models.api import Model
 from jaxgrpo.models.hf import folders
 from jaxgrpo.rewards import RewardLog
 from jaxgrpo.rewards.protocol import Reward
-from jaxgrpo.rollout.judging import make_rewarder, make_selector
+from jaxgrpo.rollout import refill
+from jaxgrpo.rollout.judging import make_rewarder, make_selector, put_prompts
 from jaxgrpo.rollout.sampler import SamplingSettings
-from jaxgrpo.rollout.selection import PromptPolicy
+from jaxgrpo.rollout.selection import PromptPolicy, prompt_metrics
 from jaxgrpo.training import inputs, memory, process
 from jaxgrpo.training.console import facts
 from jaxgrpo.training.folder import refuse_unusable
-from jaxgrpo.update import packing, step
+from jaxgrpo.update import diagnostics, packing, step
 from jaxgrpo.update.forward import Blueprint, as_computed, held_dtype, opt_layout, param_layout
 from jaxgrpo.update.optimizer import make_optimizer
 from jaxgrpo.update.packing import Geometry
@@ -63,6 +66,14 @@ DEPENDS = {
 seed nor the run's folder matters to any of it."""
 
 
+class Collected(NamedTuple):
+    """What `Setup.collect` returns: the rollouts of a step, and what the log shows of them."""
+
+    rollouts: Rollouts
+    said: RewardLog  # what the rewards logged
+    metrics: Metrics
+
+
 class Setup(NamedTuple):
     """A run, ready to be stepped: functions, the first state, and what they were built from."""
 
@@ -79,13 +90,48 @@ class Setup(NamedTuple):
     rewards: tuple[Reward, ...]
     blueprint: Blueprint
     state: TrainState
+    policy: PromptPolicy
     select: Callable[[TrainState], tuple[Prompts, TrainState]]
     sample: step.Sample  # (sync(state), prompts, state.key)
-    reward: Callable[[Rollouts], tuple[Rollouts, RewardLog]]
+    reward: Callable[[TrainState, Rollouts], tuple[TrainState, Rollouts, RewardLog]]
     prepare: step.Prepare
     update: step.Update
     sync: step.Sync
     update_program: Any  # of step.Steps
+
+    def collect(
+        self,
+        state: TrainState,
+        phase: Callable[[str], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
+    ) -> tuple[TrainState, Collected]:
+        """Rollouts for one step: select, sample, reward; with `rollout.refill` until it is full.
+
+        Args:
+          phase: a context round each "sample" and each "reward".
+        """
+        with phase("sample"):
+            params = self.sync(state)
+
+        def generate(state: TrainState) -> tuple[TrainState, Rollouts, RewardLog]:
+            with phase("sample"):
+                prompts, state = self.select(state)
+                rollouts = self.sample(params, prompts, state.key)
+                jax.block_until_ready(rollouts.completion_tokens)
+            with phase("reward"):
+                return self.reward(state, rollouts)
+
+        before, asked = state, self.config.rollout.refill
+        if asked is None:
+            state, rollouts, said = generate(state)
+            metrics: Metrics = {}
+        else:
+            weights = self.blueprint.reward_weights
+            weighted_sum = functools.partial(diagnostics.weighted_sum, weights=weights)
+            rounds = refill.max_rounds(asked["factor"])
+            state, chosen, said, metrics = refill.fill(state, generate, weighted_sum, rounds)
+            rollouts = put_prompts(self.mesh, chosen)
+        metrics |= prompt_metrics(self.policy, before, state, len(rollouts.row))
+        return state, Collected(rollouts, said, metrics)
 
 
 def setup(
@@ -118,16 +164,22 @@ def setup(
     params = folders.read_params(read["folder"], model, dtype, layout)
     policy, seed = methods.make_policy(config, chosen), config.train.seed
     names = tuple(reward.name for reward in chosen)
+    leftover = None
+    if config.rollout.refill is not None:
+        leftover = refill.no_leftover(blueprint.geometry, names, columns)
     return Setup(
         config=config,
         **read,
         rewards=chosen,
         blueprint=blueprint,
-        state=first_state(blueprint, params, policy, len(rows), seed, names),
+        state=first_state(blueprint, params, policy, len(rows), seed, names, leftover),
+        policy=policy,
         select=make_selector(mesh, policy, read["encoded"], blueprint.geometry, seed),
         sample=steps.sample,
-        reward=make_rewarder(mesh, tokenizer, chosen, rows, columns, config.train.steps, seed),
-        prepare=functools.partial(step.prepare_and_observe, policy, steps.prepare),
+        reward=make_rewarder(
+            mesh, policy, tokenizer, chosen, rows, columns, config.train.steps, seed
+        ),
+        prepare=steps.prepare,
         update=steps.update,
         sync=steps.sync,
         update_program=steps.update_program,
@@ -268,6 +320,7 @@ def first_state(
     num_rows: int,
     seed: int,
     rewards: tuple[str, ...],
+    leftover: Rollouts | None = None,
 ) -> TrainState:
     """The state before the first step, laid out on the mesh."""
     everywhere = sharding.replicated(blueprint.mesh)
@@ -288,6 +341,7 @@ def first_state(
         prompt_policy_state=policy.init(num_rows, seed),
         cursor=put(np.int32(0)),
         key=put(jax.random.key_data(jax.random.key(seed))),
+        leftover=leftover,
         objective_state=jax.tree.map(put, blueprint.objective.init()),
     )
 
@@ -319,6 +373,17 @@ class Shared:
         return share
 
 
+def _budget(config: Config) -> str:
+    """How many groups a step may generate, where it may be more than it trains on."""
+    rollout = config.rollout
+    if rollout.refill is None:
+        return ""
+    rounds = refill.max_rounds(rollout.refill["factor"])
+    return (
+        f"; flat groups are replaced until {rounds * rollout.prompts_per_step} groups are generated"
+    )
+
+
 def dry_run(config: Config, resume: bool = False) -> None:
     """Prints what `train` would do: devices, sizes, memory, the first prompt; then the config.
 
@@ -348,10 +413,11 @@ def dry_run(config: Config, resume: bool = False) -> None:
             **needed.lines(memory.of_device(run.mesh)),
             "a step": f"{geometry.num_prompts} prompts x {geometry.group_size} samples = "
             f"{samples_of(config)} completions of at most {geometry.max_completion_tokens} tokens, "
-            f"{run.blueprint.sampling.slots} decoded at once",
+            f"{run.blueprint.sampling.slots} decoded at once{_budget(config)}",
             "an update": f"at most {geometry.micro_batches} micro-batches of {geometry.bins} bins "
             f"x {geometry.rows} rows ({geometry.prompts_per_bin} prompts each)",
             "data": f"{len(run.rows)} rows, {config.train.steps} steps draw "
+            f"{'at least ' if config.rollout.refill else ''}"
             f"{config.train.steps * geometry.num_prompts}",
             "too long": inputs.dropped_line(config, len(run.rows), run.dropped),
             "rewards": ", ".join(f"{r.name} x {r.weight:g}" for r in run.rewards),

@@ -44,7 +44,7 @@ def group_metrics(
     could not score, rewards/NAME/unscored.
     Shapes: each reward [P, G].
     """
-    total, mask = _summed(rewards, weights)
+    total, mask = weighted_sum(rewards, weights)
     group = stats.summary(total, mask)
     scored = mask.any(axis=1, keepdims=True)
     own = [_own_metrics(name, reward) for name, reward in rewards.items()]
@@ -126,7 +126,7 @@ def advantage_metrics(
     largest = maximum(size)
     if size.ndim == 3:
         size = stats.mean(size, mask, axis=2)[..., 0]
-    total, scored = _summed(rewards, weights)
+    total, scored = weighted_sum(rewards, weights)
     success = scored & (total > 0)
     alone = (stats.count(success) == 1) & (stats.count(scored) > 1)
     owned = {
@@ -149,7 +149,7 @@ def rare_successes(
     successes of `advantage_metrics`, in groups of 8 pairs too; in groups of 2 and 3 there are none.
     Shapes: each reward [P, G].
     """
-    total, scored = _summed(rewards, weights)
+    total, scored = weighted_sum(rewards, weights)
     success = scored & (total > 0)
     return success & (stats.count(success) <= RARE * stats.count(scored))
 
@@ -333,9 +333,10 @@ def drift_metrics(
     return {f"kl_to_{name}_estimated": mean(total, mask.any(-1))}
 
 
-def _summed(
+def weighted_sum(
     rewards: Mapping[str, Array], weights: Mapping[str, float] | None
 ) -> tuple[Float[Array, "P G"], Bool[Array, "P G"]]:
+    """The sum of the rewards, and which samples have one: those that every reward in it scored."""
     terms, masks = [], []
     for name, reward in rewards.items():
         weight = 1.0 if weights is None else weights[name]

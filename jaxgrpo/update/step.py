@@ -23,7 +23,6 @@ from jaxgrpo.losses import Tokens, token_loss
 from jaxgrpo.models import sharding
 from jaxgrpo.models.logprobs import Entropy
 from jaxgrpo.rollout import sampler as sampling
-from jaxgrpo.rollout.selection import PromptPolicy
 from jaxgrpo.update import diagnostics, packing
 from jaxgrpo.update.forward import (
     Blueprint,
@@ -264,28 +263,6 @@ def _rollout_metrics(
             pair = (rollouts.behavior_logp, rollouts.fields[name])
             metrics |= diagnostics.drift_metrics(*pair, tokens, FIELDS[name].policy)
     return metrics | diagnostics.group_metrics(rollouts.rewards, weights)
-
-
-def prepare_and_observe(
-    policy: PromptPolicy, prepare: Prepare, state: TrainState, rollouts: Rollouts
-) -> tuple[TrainState, Prepared]:
-    """`prepare`, after which the prompt policy observes every group.
-
-    It is no function of its own, since a loop that forgot to call it would train on with a policy
-    that learns nothing.
-    """
-    before, num_prompts = state.prompt_policy_state, len(rollouts.row)
-    state, prepared = prepare(state, rollouts)
-    if policy.chance is not None:
-        step, cursor = sharding.to_host((state.step, state.cursor))
-        logged = {
-            "prompts/eligible": policy.chance(before, num_prompts).mean(),
-            "prompts/skipped": cursor - (step + 1) * num_prompts,
-        }
-        more = {name: mean(jnp.float32(value)) for name, value in logged.items()}
-        prepared = prepared._replace(metrics=merge(prepared.metrics, more))
-    after = policy.observe(before, rollouts)
-    return dataclasses.replace(state, prompt_policy_state=after), prepared
 
 
 def _update(

@@ -101,6 +101,43 @@ def test_a_target_of_validity_asks_which_of_several_rewards_it_is_about():
     read(kl % "")
 
 
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (("rollout.refill=3",), "rollout.refill = 3: expected a table"),
+        (("rollout.refill={factr=3}",), "rollout.refill.factr: unknown key; expected { factor"),
+        (("rollout.refill={}",), "rollout.refill = {}: expected { factor = 3.0 }"),
+        (("rollout.refill={factor=0.9}",), "a finite number of 1 or more"),
+        (("rollout.refill={factor=inf}",), "a finite number of 1 or more"),
+        (("rollout.refill={factor=nan}",), "a finite number of 1 or more"),
+        (("rollout.refill={factor=true}",), "a finite number of 1 or more"),
+        (("rollout.refill.factor=2", "recipe=sign"), "sign learns from flat groups too"),
+        (
+            ("rollout.refill.factor=2", 'advantage=[{use="sum_rewards"}, {use="ema_baseline"}]'),
+            "sum_rewards -> ema_baseline learns from flat groups too",
+        ),
+        (
+            ("rollout.refill.factor=2", "rollout.group_size=1", 'recipe="mine:chain"'),
+            "with rollout.group_size = 1 every group is flat",
+        ),
+    ],
+)
+def test_a_refill_that_makes_no_sense_is_refused(overrides, message):
+    (problem,) = problems(*overrides)
+    assert problem.startswith("rollout.refill")
+    assert message in problem
+
+
+def test_a_refill_is_read_written_and_may_not_change_on_the_way():
+    assert read().rollout.refill is None
+    made = read("rollout.refill.factor=3", "recipe=dapo")
+    again = files.from_dict(tomllib.loads(files.to_toml(made)))
+    assert again.rollout.refill == made.rollout.refill == {"factor": 3}
+    assert files.resume_difference(read("recipe=dapo"), made) == [
+        "rollout.refill.factor: not set -> 3"
+    ]
+
+
 def test_formats_keep_their_order_and_survive_being_written():
     formats = {"tags": "<answer>", "code": "```.*def", "number": r"^\d+$"}
     asked = {"data": "task:arithmetic:test", "formats": formats, "confidence": True}

@@ -16,7 +16,6 @@ from jaxgrpo.rollout.selection import (
     difficulty_band,
     no_positive_resampling,
     policies,
-    refill,
     row_of,
     sequential,
     spo_priority,
@@ -189,26 +188,6 @@ def test_the_draws_of_a_seed_never_change():
 
 
 EXPECTED = [0, 1, 3, 5, 6, 8, 11, 14]
-
-
-def test_the_first_live_groups_in_stream_order_are_kept():
-    live = np.array([False, True, False, True, True, True])
-    keep, more, shortfall = refill(live, target=3, batches=2)
-    assert keep.tolist() == [1, 3, 4]
-    assert (more, shortfall) == (False, 0)
-    keep, more, shortfall = refill(live, target=6, batches=2)
-    assert keep.tolist() == [1, 3, 4, 5]
-    assert (more, shortfall) == (True, 2)
-
-
-def test_a_refill_that_finds_nothing_ends_with_nothing():
-    batches, live = 1, np.zeros(4, bool)
-    while refill(live, 4, batches, max_batches=3).more:
-        batches, live = batches + 1, np.concatenate([live, np.zeros(4, bool)])
-    keep, more, shortfall = refill(live, 4, batches, max_batches=3)
-    assert batches == 3
-    assert (keep.tolist(), more, shortfall) == ([], False, 4)
-    assert refill(np.zeros(0, bool), 4, 10).more is False
 
 
 @pytest.mark.parametrize(

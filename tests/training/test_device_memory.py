@@ -163,8 +163,9 @@ def test_a_run_that_does_not_fit_is_refused_before_its_weights_are_read(tmp_path
 
 
 def test_a_dry_run_prints_the_memory_of_a_device(tmp_path, capsys):
-    setup.dry_run(small_run.config(tmp_path / "r"))
-    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    setup.dry_run(small_run.config(tmp_path / "r", **{"rollout.refill": {"factor": 3.5}}))
+    out = capsys.readouterr().out
+    lines = [" ".join(line.split()) for line in out.splitlines()]
     size = r"[\d.]+ (B|KiB|MiB|GiB)"
     for pattern in (
         rf"memory {size} of {size} on each device at the most",
@@ -173,3 +174,6 @@ def test_a_dry_run_prints_the_memory_of_a_device(tmp_path, capsys):
         rf"update working memory {size}",
     ):
         assert any(re.fullmatch(pattern, line) for line in lines), pattern
+    budget = "24 tokens; flat groups are replaced until 24 groups are generated"
+    assert budget in " ".join(lines)
+    assert "3 steps draw at least 24 " in " ".join(lines)

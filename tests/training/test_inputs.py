@@ -98,7 +98,7 @@ def test_rewards_get_texts_for_texts_although_a_template_wraps_them(tmp_path, mo
 
     run = setup(config(tmp_path, model), rewards=[see])
     prompts, state = run.select(run.state)
-    run.reward(run.sample(run.sync(state), prompts, state.key))
+    run.reward(state, run.sample(run.sync(state), prompts, state.key))
     assert seen["prompts"] == seen["question"]
     assert len(seen["prompts"]) == 8
     assert set(seen["question"]) <= {row["question"] for row in gsm8k.rows(count=40)}

@@ -29,7 +29,7 @@ def run_of(folder, **changes) -> setup.Setup:
 
 def step(run: setup.Setup, state):
     prompts, state = run.select(state)
-    rollouts, _ = run.reward(run.sample(run.sync(state), prompts, state.key))
+    state, rollouts, _ = run.reward(state, run.sample(run.sync(state), prompts, state.key))
     state, prepared = run.prepare(state, rollouts)
     return run.update(state, prepared.batch)
 

@@ -1,0 +1,222 @@
+"""Dynamic sampling: a step's flat groups are replaced by further prompts, within a budget.
+
+A group is flat if the weighted sums of its rewards are all equal, or fewer than two of its samples
+were scored (NaN: not scored): what the metric `frac_reward_zero_std` counts. All others are live.
+
+A step trains on the live groups that the step before left over, then on its own in the order in
+which they were generated. It generates rounds of as many prompts as a step has until these are
+enough or the budget is spent; flat groups fill what is missing. Live groups beyond the need are
+left over for the next step. They are fewer than a step has, so none waits for longer.
+
+Source: DAPO, arXiv 2503.14476, section 3.2, whose code generates at most 10 rounds and drops live
+groups beyond the need.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxgrpo.core.metrics import Metrics, mean
+from jaxgrpo.core.types import Rollouts, TrainState
+from jaxgrpo.models import sharding
+from jaxgrpo.rewards.calling import RewardLog
+from jaxgrpo.rollout.judging import merge_logs
+
+
+class Plan(NamedTuple):
+    """What becomes of the groups that there are; int arrays of their places."""
+
+    used: np.ndarray  # [at most the need] to train on: live ones, then flat ones to fill up
+    leftover: np.ndarray  # live ones for the next step
+    discarded: np.ndarray  # flat ones
+    shortfall: int  # live groups that are missing
+
+
+def plan(live: np.ndarray, need: int) -> Plan:
+    """Which groups a step trains on.
+
+    Args:
+      live: [groups] bool, oldest first.
+      need: groups of a step.
+
+    >>> plan(np.array([False, True, True, False]), need=3)
+    Plan(used=array([1, 2, 0]), leftover=array([], dtype=int64), discarded=array([3]), shortfall=1)
+    >>> plan(np.array([False, True, True]), need=1)
+    Plan(used=array([1]), leftover=array([2]), discarded=array([0]), shortfall=0)
+    """
+    alive, flat = np.flatnonzero(live), np.flatnonzero(~live)
+    shortfall = max(0, need - len(alive))
+    used = np.concatenate([alive[:need], flat[:shortfall]])
+    return Plan(used, alive[need:], flat[shortfall:], shortfall)
+
+
+def is_live(total: np.ndarray, scored: np.ndarray) -> np.ndarray:
+    """Groups whose scored rewards are not all equal.
+
+    Shapes: total and scored [P, G] -> bool [P].
+
+    >>> is_live(np.array([[0.0, 1.0], [0.0, 1.0]]), np.array([[True, True], [True, False]]))
+    array([ True, False])
+    """
+    low = np.where(scored, total, np.inf).min(axis=1)
+    return low < np.where(scored, total, -np.inf).max(axis=1)
+
+
+def max_rounds(factor: float) -> int:
+    """The rounds of a step, each of as many prompts as it trains on, within `factor` times that."""
+    return int(factor)
+
+
+Generate = Callable[[TrainState], tuple[TrainState, Rollouts, RewardLog]]
+"""Selects, samples and judges one round of prompts."""
+
+
+def fill(
+    state: TrainState,
+    generate: Generate,
+    weighted_sum: Callable[[Mapping[str, Any]], tuple[Any, Any]],
+    rounds: int,
+) -> tuple[TrainState, Rollouts, RewardLog, Metrics]:
+    """The groups that a step trains on, after at most so many rounds.
+
+    Everything here is on the host, and alike on every process.
+
+    Args:
+      weighted_sum: of rewards [P, G] by name: the sums that make a group flat, and which samples
+        have one.
+
+    Returns: the state with the new leftover groups; rollouts as host arrays; what rewards logged,
+      where metrics and failures are of all rounds and columns are of the rollouts, None where a
+      group was judged in the step before.
+    Raises: ValueError if rollouts have other fields than those that a state has room for.
+    """
+    room: Any = state.leftover
+    need, samples = room.policy_version.shape
+    groups = [_take(room, np.flatnonzero(room.ordinal >= 0))]
+    live, judged, logs = np.ones(len(groups[0].ordinal), bool), [], []
+    planned = plan(live, need)
+    while planned.shortfall and len(logs) < rounds:
+        state, rollouts, log = generate(state)
+        groups.append(_checked(sharding.to_host(rollouts), room))
+        rewards = jax.tree.map(jnp.asarray, groups[-1].rewards)
+        judged.append(sharding.to_host(weighted_sum(rewards)))
+        logs.append(log)
+        live = np.concatenate([live, is_live(*judged[-1])])
+        planned = plan(live, need)
+    sizes = [len(one.ordinal) for one in groups]
+    everything: Rollouts = jax.tree.map(_joined, *groups)
+    used = _take(everything, planned.used)
+    # -1: left over by the step before, whose logs are gone.
+    said = merge_logs(logs, np.repeat(np.arange(len(groups)) - 1, sizes), samples)
+    places = (planned.used[:, None] * samples + np.arange(samples)).ravel()
+    extra = {column: [values[at] for at in places] for column, values in said.extra.items()}
+    metrics = _metrics(everything, planned, sizes[0], live, judged)
+    state = dataclasses.replace(state, leftover=_stored(_take(everything, planned.leftover), need))
+    return state, used, said._replace(extra=extra), metrics
+
+
+def no_leftover(geometry: Any, rewards: Iterable[str], columns: Mapping[str, np.ndarray]) -> Any:
+    """Room for the groups that a step may leave over, without any: what a run begins with.
+
+    Args:
+      geometry: an `update.packing.Geometry`.
+      columns: numeric columns of the data, [rows, ...], that rollouts have as fields.
+    """
+    prompts, samples, width, tokens = geometry[:4]
+    fields: Any = {
+        name: np.zeros((prompts, *one.shape[1:]), jax.dtypes.canonicalize_dtype(one.dtype))
+        for name, one in columns.items()
+    }
+    zeros: Any = np.zeros
+    return Rollouts(
+        prompt_tokens=zeros((prompts, width), np.int32),
+        prompt_mask=zeros((prompts, width), bool),
+        ordinal=zeros(prompts, np.int32) - 1,
+        row=zeros(prompts, np.int32),
+        step=zeros((), np.int32),
+        completion_tokens=zeros((prompts, samples, tokens), np.int32),
+        token_mask=zeros((prompts, samples, tokens), bool),
+        behavior_logp=zeros((prompts, samples, tokens), np.float32),
+        rewards={name: zeros((prompts, samples), np.float32) for name in rewards},
+        truncated=zeros((prompts, samples), bool),
+        policy_version=zeros((prompts, samples), np.int32),
+        fields=fields,
+    )
+
+
+def _stored(groups: Rollouts, size: int) -> Rollouts:
+    """Groups in room for `size` of them, which checkpoints restore by its shape."""
+
+    def one(leaf: np.ndarray) -> np.ndarray:
+        if leaf.ndim == 0:
+            return leaf
+        return np.concatenate([leaf, np.zeros((size - len(leaf), *leaf.shape[1:]), leaf.dtype)])
+
+    stored: Any = jax.tree.map(one, groups)
+    is_there = np.arange(size) < len(groups.ordinal)
+    return dataclasses.replace(stored, ordinal=np.where(is_there, stored.ordinal, np.int32(-1)))
+
+
+def _take(groups: Rollouts, places: np.ndarray) -> Rollouts:
+    return jax.tree.map(lambda leaf: leaf[places] if leaf.ndim else leaf, groups)
+
+
+def _joined(*leaves: np.ndarray) -> np.ndarray:
+    """One array of all groups; the newest of what there is one of, as the step."""
+    return np.concatenate(leaves) if leaves[-1].ndim else leaves[-1]
+
+
+def _checked(rollouts: Rollouts, room: Rollouts) -> Rollouts:
+    """The rollouts of a round. Raises: ValueError if a state has no room for an array of theirs."""
+
+    def shapes(groups: Rollouts) -> dict[str, str]:
+        named = {
+            jax.tree_util.keystr(path): leaf for path, leaf in jax.tree.leaves_with_path(groups)
+        }
+        return {name: f"{leaf.dtype} {list(leaf.shape)}" for name, leaf in named.items()}
+
+    got, kept = shapes(rollouts), shapes(room)
+    wrong = sorted(name for name in got.keys() | kept.keys() if got.get(name) != kept.get(name))
+    if wrong:
+        here, there = got.get(wrong[0], "nothing"), kept.get(wrong[0], "nothing")
+        raise ValueError(
+            f"rollout.refill: rollouts hold {here} as {wrong[0]}, and a state has room for {there} "
+            "there: add it to jaxgrpo.rollout.refill.no_leftover"
+        )
+    return rollouts
+
+
+def _metrics(
+    groups: Rollouts,
+    planned: Plan,
+    before: int,
+    live: np.ndarray,
+    judged: list[tuple[np.ndarray, np.ndarray]],
+) -> Metrics:
+    """What a step generated, beside what it trains on.
+
+    Args:
+      before: how many of the groups the step before left over.
+      judged: of each round, reward sums and which samples have one.
+    """
+    total, scored = (np.concatenate(part) for part in zip(*judged, strict=True))
+    some = scored.any(axis=1)
+    counts = {
+        "num_tokens": groups.token_mask[before:].sum(),
+        "refill/groups": len(live) - before,
+        "refill/discarded_groups": len(planned.discarded),
+        "refill/discarded_tokens": groups.token_mask[planned.discarded].sum(),
+        "refill/shortfall": planned.shortfall,
+        "refill/leftover": len(planned.leftover),
+        "refill/older": np.mean(planned.used < before),
+    }
+    metrics: Metrics = {name: mean(jnp.float32(value)) for name, value in counts.items()}
+    metrics["refill/reward"] = mean(jnp.asarray(total), jnp.asarray(scored))
+    metrics["refill/frac_reward_zero_std"] = mean(jnp.asarray(~live[before:]), jnp.asarray(some))
+    return metrics
