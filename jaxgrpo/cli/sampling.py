@@ -28,7 +28,7 @@ ACT = ("model.", "data.", "rollout.", "mesh.", "train.seed")
 """What the names of keys that act on samples begin with."""
 
 MUCH = 1.1
-"""Tokens per second without the first batch are told where they are so many times those with it."""
+"""Tokens per second without the first batch are shown where they are so many times those with it."""
 
 
 def write_samples(
