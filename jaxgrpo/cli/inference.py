@@ -1,4 +1,4 @@
-"""`jaxgrpo eval`, `sample` and `export`: a model, or that of a run, without training it."""
+"""`jaxgrpo eval` and `export`: a model, or that of a run, without training it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from jaxgrpo.evaluation.evaluate import (
     Evaluation,
     Questions,
     answer_rows,
-    make_asker,
     make_evaluator,
     questions_of,
 )
@@ -73,38 +72,6 @@ def evaluate(
             _write_rows(answers, _all_rows(evaluation, questions, name))
         if json_out:
             write_atomically(Path(json_out), json.dumps(plain(evaluation.metrics), indent=2) + "\n")
-    return 0
-
-
-def write_samples(
-    target: str,
-    prompts: str,
-    out: str,
-    *,
-    samples: int = 1,
-    temperature: float = 1.0,
-    overrides: Sequence[str] = (),
-) -> int:
-    """Samples `samples` completions per prompt into a file of sample rows.
-
-    Args:
-      prompts: as data.path, with the column "prompt"; or a .txt file, one prompt per line.
-      temperature: 0 takes the likeliest token.
-    """
-    rows = _lines(prompts) if prompts.endswith(".txt") else None
-    changes = {"data.prompt": "prompt", "data.answer": ""}
-    if rows is None:
-        changes["eval.data"] = prompts
-    config = config_for(target, changes, overrides)
-    console = Console(highlight=False)
-    policy, asked = find_policy(console, config, rows)
-    questions = Questions(asked.rows, asked.encoded, _unjudged)
-    ask = make_asker(policy, questions, group_size=samples, temperature=temperature)
-    answers = ask(policy.read_params(), key_of(config), 0)
-    if process.is_main():
-        written = [{**row, "rewards": {}} for row in answer_rows(answers, questions, 0, "none")]
-        _write_rows(out, written)
-        console.print(f"{out}: {len(written)} samples of {len(asked.rows)} prompts")
     return 0
 
 
@@ -164,18 +131,6 @@ def _base_config(target: str, config: Config, base: str | None) -> Config | None
     folders = (huggingface.find_folder(keys.path, keys.revision) for keys in (config.model, model))
     refuse_other_vocabulary(*map(huggingface.read_config, folders))
     return dataclasses.replace(config, model=model)
-
-
-def _unjudged(completions: Sequence[Any]) -> list[None]:
-    return [None] * len(completions)
-
-
-def _lines(path: str) -> list[dict[str, str]]:
-    file = Path(path)
-    if not file.is_file():
-        raise InputError(f"--prompts {path}: there is no such file")
-    lines = file.read_text(encoding="utf-8-sig").splitlines()
-    return [{"prompt": line} for line in lines if line.strip()]
 
 
 def _write_rows(path: str, rows: Iterable[Mapping[str, Any]]) -> None:

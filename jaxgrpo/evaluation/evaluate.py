@@ -87,6 +87,14 @@ Ask = Callable[[Params, Array, int], Answers]
 """(sampling parameters, key data of the run, step) -> Answers"""
 
 
+class Batches(NamedTuple):
+    """Questions in batches of `size`."""
+
+    size: int
+    ask: Callable[[int, Params, Array, int], Answers]
+    """(first question, sampling parameters, key data of the run, step) -> Answers of that batch"""
+
+
 class Evaluation(NamedTuple):
     metrics: dict[str, float]
     greedy: Answers
@@ -218,18 +226,22 @@ def _traces(sampled: Answers, questions: Questions) -> dict[str, np.ndarray]:
 
 
 def answer_rows(
-    answers: Answers, questions: Questions, step: int, name: str
+    answers: Answers, questions: Questions, step: int, name: str, begin: int = 0
 ) -> Iterator[dict[str, Any]]:
-    """The samples of an evaluation as sample rows, like those of training."""
-    for place, row in enumerate(questions.rows):
+    """The samples of an evaluation as sample rows, like those of training.
+
+    Args:
+      begin: the question that the first answers belong to.
+    """
+    for place, texts in enumerate(answers.texts):
         ids = completion_ids(answers.tokens[place], answers.mask[place])
-        for sample_, text in enumerate(answers.texts[place]):
+        for sample_, text in enumerate(texts):
             yield {
                 "step": step,
-                "ordinal": place,
-                "row": place,
+                "ordinal": begin + place,
+                "row": begin + place,
                 "sample": sample_,
-                "prompt": row["prompt"],
+                "prompt": questions.rows[begin + place]["prompt"],
                 "completion": text,
                 "completion_ids": ids[sample_],
                 "logps": answers.logp[place, sample_, : len(ids[sample_])].tolist(),
@@ -244,7 +256,29 @@ def make_asker(
 ) -> Ask:
     """The function that samples answers to every question and has them judged.
 
-    All batches have one size, so that they share one compiled program.
+    Args:
+      changes: sampling settings to replace, as group_size, temperature and purpose.
+    """
+    size, ask_batch = make_batches(policy, questions, rescore, **changes)
+
+    def ask(params: Params, key: Array, step: int) -> Answers:
+        begins = range(0, len(questions.rows), size)
+        batches = [ask_batch(begin, params, key, step) for begin in begins]
+        texts = [text for batch in batches for text in batch.texts]
+        arrays = (batch._replace(texts=[]) for batch in batches)
+        whole = jax.tree.map(lambda *leaves: np.concatenate(leaves), *arrays)
+        return whole._replace(texts=texts)
+
+    return ask
+
+
+def make_batches(
+    policy: Policy, questions: Questions, rescore: Rescore | None = None, **changes: Any
+) -> Batches:
+    """The function that asks one batch of the questions, and how many are in a batch.
+
+    All batches have one size, so that they share one compiled program. An answer depends on its
+    question's place and not on which batches were asked before.
 
     Args:
       changes: sampling settings to replace, as group_size, temperature and purpose.
@@ -256,7 +290,7 @@ def make_asker(
     most = ROUNDS * max(1, settings.slots // settings.group_size)
     size = math.ceil(min(count, most) / bins) * bins
 
-    def ask_batch(begin: int, params: Params, key: Array, step: int) -> tuple[Any, ...]:
+    def ask(begin: int, params: Params, key: Array, step: int) -> Answers:
         # The last batch is filled up by repeating rows, whose answers are dropped.
         chosen = np.arange(begin, begin + size) % count
         encoded = [questions.encoded[int(row)] for row in chosen]
@@ -276,18 +310,13 @@ def make_asker(
             timeout={"scorer": questions.timeout},
         )
         rescored = {} if rescore is None else sharding.to_host(rescore(params, found))
-        whole = (*host, scores["scorer"], rescored)
-        return jax.tree.map(lambda leaf: leaf[: count - begin], whole)
-
-    def ask(params: Params, key: Array, step: int) -> Answers:
-        batches = [ask_batch(begin, params, key, step) for begin in range(0, count, size)]
-        whole = jax.tree.map(lambda *leaves: np.concatenate(leaves), *batches)
-        tokens, mask, logp, truncated, scores, rescored = whole
+        kept = jax.tree.map(lambda leaf: leaf[: count - begin], (*host, scores["scorer"], rescored))
+        tokens, mask, logp, truncated, scored, rescored = kept
         ids = map(completion_ids, tokens, mask)
         texts = [decode_texts(policy.tokenizer, of_prompt) for of_prompt in ids]
-        return Answers(tokens, mask, logp, truncated, scores, texts, rescored)
+        return Answers(tokens, mask, logp, truncated, scored, texts, rescored)
 
-    return ask
+    return Batches(size, ask)
 
 
 def _with_slots(policy: Policy, settings: SamplingSettings, prompts: int) -> SamplingSettings:

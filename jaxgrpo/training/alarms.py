@@ -124,7 +124,16 @@ RULES = (
         "sampler and trainer disagree by {value:.2g} nats per token about the same texts",
         'set model.dtype = "float32" to see whether it is rounding, or loss.proximal = "trainer" '
         "to keep it out of the ratio",
-        hides=("ratio", "policy kl"),
+        hides=("disagreement", "ratio", "policy kl"),
+    ),
+    Rule(
+        "disagreement",
+        "sampling/disagreement > 1",
+        "at some token sampler and trainer disagree by {value:.2g} times what rounding explains, "
+        "about parameters that are the same",
+        "one of the two programs is wrong, and every ratio with it: if own code samples or gives "
+        "attention, look there first; else please report it with the config. Until then "
+        'loss.proximal = "trainer" keeps it out of the ratio',
     ),
     Rule(
         "ratio",

@@ -333,6 +333,32 @@ def drift_metrics(
     return {f"kl_to_{name}_estimated": mean(total, mask.any(-1))}
 
 
+def agreement_metrics(
+    logp: Array, behavior_logp: Array, mask: Array, sampled_now: Array, rounding: float | None
+) -> Metrics:
+    """How far trainer and sampler are from each other about the tokens of this step's policy.
+
+        sampling/sampling_logp_difference    |logp - behavior_logp| in nats, mean and max
+        sampling/disagreement                that max over `rounding`
+
+    What an older policy sampled is left out: its difference is drift and no disagreement. One that
+    is not finite is neither, and counts.
+
+    Args:
+      sampled_now: whether the parameters that `logp` is of sampled the token.
+      rounding: nats that rounding explains; None: not comparable, so no sampling/disagreement.
+
+    Shapes: all [D, R, Q].
+    """
+    gap = jnp.abs(logp - behavior_logp)
+    mask = mask & (sampled_now | ~jnp.isfinite(gap))
+    name = "sampling/sampling_logp_difference"
+    metrics: Metrics = {f"{name}/mean": mean(gap, mask), f"{name}/max": maximum(gap, mask)}
+    if rounding is not None:
+        metrics["sampling/disagreement"] = maximum(gap / rounding, mask)
+    return metrics
+
+
 def weighted_sum(
     rewards: Mapping[str, Array], weights: Mapping[str, float] | None
 ) -> tuple[Float[Array, "P G"], Bool[Array, "P G"]]:

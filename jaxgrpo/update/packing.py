@@ -160,13 +160,15 @@ def abstract_batch(geometry: Geometry, needs: Collection[str]) -> TrainBatch:
 
     per_token = of("float32", rows, steps)
     token, names = of("int32", rows, steps), {"behavior_logp", *needs}
+    flag = of("bool", rows, steps)
+    fields = dict.fromkeys(sorted(names - OF_PASS.keys()), per_token)
     arrays: Any = {
         "prompt_tokens": of("int32", asked, width),
         "prompt_length": of("int32", asked),
         **dict.fromkeys(("tokens", "targets", "segment", "position"), token),
         **dict.fromkeys(("advantage", "weight", "proximal_logp"), per_token),
-        "mask": of("bool", rows, steps),
-        "fields": dict.fromkeys(sorted(names - OF_PASS.keys()), per_token),
+        "mask": flag,
+        "fields": fields | {"sampled_now": flag},
         "row_prompt": of("int32", rows),
         "num_live": jax.ShapeDtypeStruct((), jnp.int32),
     }

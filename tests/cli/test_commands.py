@@ -119,7 +119,7 @@ def test_sample_writes_rows_for_lines_of_text(run, tmp_path, capsys):
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     assert [row["prompt"] for row in rows] == ["12+34="] * 3 + ["55+66="] * 3
     assert all(len(row["logps"]) == len(row["completion_ids"]) for row in rows)
-    main(capsys, *arguments[:-2], "--temperature", 0, "-n", 2)
+    main(capsys, *arguments[:-2], "--temperature", 0, "-n", 2, "--overwrite")
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     assert rows[0]["completion"] == rows[1]["completion"]
     code, said = main(capsys, *arguments[:3], tmp_path / "none.txt", "--out", out)

@@ -128,7 +128,7 @@ def test_the_abstract_batch_is_what_gather_makes():
         rollouts = tiny.rollouts(np.ones(shape), **sizes)
         zero = jnp.zeros(rollouts.token_mask.shape)
         everyone = packing.plan(np.ones(shape, bool), LONG)
-        fields = {"behavior_logp": zero, "reference_logp": zero}
+        fields = {"behavior_logp": zero, "reference_logp": zero, "sampled_now": zero == 0}
         return packing.gather(rollouts, everyone, zero, zero, rollouts.token_mask, fields)
 
     batch = packing.abstract_batch(LONG, frozenset({"reference_logp", "policy_entropy"}))

@@ -1,0 +1,292 @@
+"""`jaxgrpo sample`: completions for a file of prompts, written batch by batch, and gone on with.
+
+OUT.jsonl holds the rows; OUT.jsonl.settings.json says what they are samples of, so that a second
+start goes on only with rows that it would have written itself.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import functools
+import json
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from jaxgrpo.config.files import Config
+from jaxgrpo.core.errors import InputError
+from jaxgrpo.evaluation.evaluate import Batches, Questions, answer_rows, make_batches
+from jaxgrpo.training import fingerprints, process
+from jaxgrpo.training.folder import Closing, plain, write_atomically
+from jaxgrpo.training.policy import StoredPolicy, config_for, find_policy, key_of
+
+ACT = ("model.", "data.", "rollout.", "mesh.", "train.seed")
+"""What the names of keys that act on samples begin with."""
+
+MUCH = 1.1
+"""Tokens per second without the first batch are shown where they are so many times those with it."""
+
+
+def write_samples(
+    target: str,
+    prompts: str,
+    out: str,
+    *,
+    samples: int = 1,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    max_tokens: int | None = None,
+    overwrite: bool = False,
+    overrides: Sequence[str] = (),
+) -> int:
+    """Samples `samples` completions per prompt into a file of sample rows, batch by batch.
+
+    Rows of an earlier start with the same model, prompts and settings are kept, and the file ends
+    byte for byte as it would have without the interruption.
+
+    Args:
+      prompts: as data.path, with the column "prompt"; or a .txt file, one prompt per line.
+      temperature: 0 takes the likeliest token.
+      top_k, top_p, max_tokens: by default as the run or config says.
+      overwrite: begins anew, whatever `out` holds.
+
+    Raises: InputError where `out` holds rows of something else.
+    """
+    if samples < 1:
+        raise InputError(f"--samples {samples}: completions per prompt; give 1 or more")
+    if not temperature >= 0:
+        raise InputError(f"--temperature {temperature:g}: give a number above 0, or 0 for greedy")
+    rows = _lines(prompts) if prompts.endswith(".txt") else None
+    changes = _changes(None if rows else prompts, top_k, top_p, max_tokens)
+    config = config_for(target, changes, overrides)
+    console = Console(highlight=False)
+    policy, asked = find_policy(console, config, rows)
+    questions = Questions(asked.rows, asked.encoded, _unjudged)
+    batches = make_batches(policy, questions, group_size=samples, temperature=temperature)
+    asks = {"--samples": samples, "--temperature": temperature}
+    with SampleFile(out) as file:
+        texts = [row["prompt"] for row in questions.rows]
+        begun = functools.partial(file.resume, prompts=texts, samples=samples, size=batches.size)
+        done = process.decided(lambda: begun(asks | _facts(config, questions), overwrite=overwrite))
+        if done == len(texts):
+            said = "are there already; to sample them again: --overwrite"
+        else:
+            said = _ask(console, policy, questions, batches, key_of(config), done, samples, file)
+    if process.is_main():
+        total = f"{samples * len(texts)} samples of {len(texts)} prompts"
+        console.print(f"{out}: {total} {said}", soft_wrap=True, markup=False)
+    return 0
+
+
+class SampleFile(Closing):
+    """A file of sample rows that grows; only process 0 opens it."""
+
+    def __init__(self, path: str):
+        self.path = Path(path)
+        self.settings = self.path.with_name(f"{self.path.name}.settings.json")
+        self._file: Any = None
+
+    def resume(
+        self,
+        facts: Mapping[str, Any],
+        prompts: Sequence[Any],
+        samples: int,
+        size: int,
+        overwrite: bool,
+    ) -> int:
+        """Opens the file behind its last finished batch. Returns: the prompts that are done.
+
+        Args:
+          facts: what the rows are samples of, JSON values.
+          size: prompts of a batch.
+          overwrite: leaves nothing of what is there.
+        Raises: InputError where other rows are there, or another process writes them.
+        """
+        self._open()
+        if overwrite or not self.path.stat().st_size:
+            # First no rows, then the settings: at no time are old rows beside new settings.
+            self._file.truncate(0)
+            write_atomically(self.settings, json.dumps(facts, indent=2) + "\n")
+            return 0
+        self._refuse_other(facts)
+        ends = self._ends(prompts, samples)
+        done = len(ends) // samples
+        if done < len(prompts):  # the batch that was not finished is sampled again as a whole
+            done = done // size * size
+        end = ends[done * samples - 1] if done else 0
+        if end < self.path.stat().st_size:
+            self._file.truncate(end)
+        return done
+
+    def append(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Adds rows, and has them leave this process."""
+        lines = (json.dumps(plain(dict(row)), ensure_ascii=False) + "\n" for row in rows)
+        self._file.write("".join(lines).encode("utf-8", "backslashreplace"))
+        self._file.flush()
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+
+    def _open(self) -> None:
+        try:
+            self._file = open(self.path, "ab")  # noqa: SIM115 - close() does
+        except OSError as error:
+            raise InputError(
+                f"--out {self.path} cannot be written ({error.strerror}): name a file in a folder "
+                "that is there and that you may write to"
+            ) from error
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise InputError(
+                f"--out {self.path}: another process writes samples into it: wait for it or stop "
+                "it, or name another --out"
+            ) from error
+        except OSError:  # a file system without locks
+            pass
+
+    def _refuse_other(self, facts: Mapping[str, Any]) -> None:
+        try:
+            before = json.loads(self.settings.read_bytes())
+        except (OSError, ValueError):
+            raise InputError(
+                f"--out {self.path}: it holds something, and {self.settings.name} beside it, which "
+                "would say of what these are samples, cannot be read: name another --out, or start "
+                "anew with --overwrite"
+            ) from None
+        now = json.loads(json.dumps(facts))
+        names = [name for name in {**now, **before} if now.get(name) != before.get(name)]
+        if names:
+            there, here = (side.get(names[0], "nothing") for side in (before, now))
+            more = f" (and {len(names) - 1} more differ)" if len(names) > 1 else ""
+            raise InputError(
+                f"--out {self.path} holds samples of something else: {names[0]} was {there} and is "
+                f"{here} now{more}: give what it was begun with, name another --out, or start anew "
+                "with --overwrite"
+            )
+
+    def _ends(self, prompts: Sequence[Any], samples: int) -> list[int]:
+        """Where each row of the file ends, in bytes; a last line without its end is left out."""
+        ends, position = [], 0
+        with open(self.path, "rb") as file:
+            for number, line in enumerate(file):
+                if not line.endswith(b"\n"):
+                    break
+                place, sample = divmod(number, samples)
+                expected = place, sample, plain(prompts[place]) if place < len(prompts) else None
+                if _identity(line) != expected:
+                    raise InputError(
+                        f"--out {self.path}, line {number + 1} is not sample {sample} of prompt "
+                        f"{place}: {line[:60]!r}; name another --out, or start anew with "
+                        "--overwrite"
+                    )
+                position += len(line)
+                ends.append(position)
+        return ends
+
+
+def pace(tokens: Sequence[int], seconds: Sequence[float]) -> str:
+    """Tokens and seconds of the batches of this start, and their quotient.
+
+    >>> pace([100, 100, 100], [8.0, 1.0, 1.0])
+    '300 tokens in 10.0 s, 30 tokens/s (100 after the first batch, which compiles)'
+    """
+    whole = sum(tokens) / sum(seconds)
+    text = f"{sum(tokens):,} tokens in {sum(seconds):.1f} s, {whole:,.0f} tokens/s"
+    if len(tokens) == 1:
+        return f"{text} (one batch, with its compilation)"
+    later = sum(tokens[1:]) / sum(seconds[1:])
+    if later > MUCH * whole:
+        text += f" ({later:,.0f} after the first batch, which compiles)"
+    return text
+
+
+def _ask(
+    console: Console,
+    policy: StoredPolicy,
+    questions: Questions,
+    batches: Batches,
+    key: Any,
+    done: int,
+    samples: int,
+    file: SampleFile,
+) -> str:
+    """Samples the batches that are left and writes their rows. Returns: what that took."""
+    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[pace]}"))
+    bar = Progress(
+        *(TextColumn("sampling"), *columns, TimeRemainingColumn(compact=True)),
+        console=console,
+        disable=not process.is_main(),
+        transient=True,
+    )
+    params, count = policy.read_params(), len(questions.rows)
+    tokens, seconds = [], []
+    with bar:
+        task = bar.add_task("", total=count * samples, completed=done * samples, pace="")
+        for begin in range(done, count, batches.size):
+            started = time.perf_counter()
+            answers = batches.ask(begin, params, key, 0)
+            seconds.append(time.perf_counter() - started)
+            tokens.append(int(answers.mask.sum()))
+            if process.is_main():
+                rows = answer_rows(answers, questions, 0, "none", begin)
+                file.append({**row, "rewards": {}} for row in rows)
+            shown = f"{tokens[-1] / seconds[-1]:,.0f} tokens/s"
+            bar.update(task, advance=len(answers.texts) * samples, pace=shown)
+    kept = f", {done * samples} of them from before" if done else ""
+    return f"written{kept}: {pace(tokens, seconds)}"
+
+
+def _changes(
+    data: str | None, top_k: int | None, top_p: float | None, max_tokens: int | None
+) -> dict[str, Any]:
+    """Keys of the config that the options stand for; None: as it is."""
+    cut = top_k is not None or top_p is not None
+    return {
+        "data.prompt": "prompt",
+        "data.answer": "",
+        "eval.data": data,
+        "rollout.top_k": top_k,
+        "rollout.top_p": top_p,
+        "rollout.max_completion_tokens": max_tokens,
+        "loss.proximal": "trainer" if cut else None,  # training refuses the cut otherwise
+    }
+
+
+def _facts(config: Config, questions: Questions) -> dict[str, Any]:
+    """What samples depend on beside the options, as JSON values."""
+    given = fingerprints.given_by(config)
+    keys = {name: value for name, value in given.items() if name.startswith(ACT)}
+    model = fingerprints.checksum([json.dumps(keys.pop("model.path")).encode()])
+    return {
+        "the model": f"crc32 {model}",
+        "--prompts": fingerprints.data_of(questions.rows, questions.encoded),
+        **keys,
+    }
+
+
+def _identity(line: bytes) -> tuple[Any, ...] | None:
+    """(row, sample, prompt) of a line; None if it is no sample row."""
+    try:
+        entry = json.loads(line)
+        return entry["row"], entry["sample"], entry["prompt"]
+    except (ValueError, TypeError, KeyError):
+        return None
+
+
+def _unjudged(completions: Sequence[Any]) -> list[None]:
+    return [None] * len(completions)
+
+
+def _lines(path: str) -> list[dict[str, str]]:
+    file = Path(path)
+    if not file.is_file():
+        raise InputError(f"--prompts {path}: there is no such file")
+    lines = file.read_text(encoding="utf-8-sig").splitlines()
+    return [{"prompt": line} for line in lines if line.strip()]

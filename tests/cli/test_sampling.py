@@ -1,0 +1,152 @@
+"""`jaxgrpo sample`: rows batch by batch, files that are gone on with, what is refused."""
+
+import json
+import signal
+import time
+
+import jax
+import pytest
+import small_run
+
+from jaxgrpo.cli import main as cli
+from jaxgrpo.cli.make_base import base_config
+from jaxgrpo.cli.sampling import SampleFile
+from jaxgrpo.data import tasks
+from jaxgrpo.data.tasks.base import character_tokenizer
+from jaxgrpo.models import decoder
+from jaxgrpo.models.hf import folders
+
+PROMPTS = [f"{number}+{number + 1}=" for number in range(10, 20)]
+SAMPLES = 2
+BATCH = 4  # prompts: 8 slots, of two samples each
+SETTINGS = ("rollout.prompts_per_step=1", "rollout.group_size=8", "rollout.max_prompt_tokens=8")
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    """A model folder with random weights."""
+    folder = tmp_path_factory.mktemp("sampling") / "base"
+    tokenizer = character_tokenizer(tasks.find("arithmetic").alphabet)
+    model = decoder.build(base_config(len(tokenizer), hidden_size=32))
+    folders.save_model(folder, model, jax.jit(model.init)(jax.random.key(0)), tokenizer=tokenizer)
+    return folder
+
+
+@pytest.fixture
+def sample(base, tmp_path, capsys):
+    """sample(*options, prompts=..., out=...) -> (exit code, what was printed)"""
+
+    def call(*options, prompts=PROMPTS, out="s.jsonl"):
+        code = cli.main(list(map(str, arguments(base, tmp_path, prompts, out, *options))))
+        said = capsys.readouterr()
+        return code, said.out + said.err
+
+    return call
+
+
+def arguments(base, folder, prompts, out, *options):
+    asked = folder / "p.txt"
+    asked.write_text("\n".join(prompts))
+    files = ("--prompts", asked, "--out", folder / out)
+    sizes = ("--max-tokens", 6, "-n", SAMPLES)
+    return "sample", base, *files, *sizes, *options, "--set", *SETTINGS
+
+
+def read(file):
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+@pytest.mark.slow
+def test_an_interrupted_file_ends_byte_for_byte_as_one_that_was_not(sample, tmp_path):
+    code, said = sample()
+    assert code == 0, said
+    assert "s.jsonl: 20 samples of 10 prompts written: " in said
+    assert "tokens/s" in said
+    whole = (tmp_path / "s.jsonl").read_bytes()
+    rows = [(row["row"], row["sample"], row["prompt"]) for row in read(tmp_path / "s.jsonl")]
+    assert rows == [(at, n, text) for at, text in enumerate(PROMPTS) for n in range(SAMPLES)]
+    lines = whole.splitlines(keepends=True)
+    for kept, torn in ((11, b'{"step": 0, "ordi'), (19, lines[19][:-1])):
+        (tmp_path / "s.jsonl").write_bytes(b"".join(lines[:kept]) + torn)
+        code, said = sample()
+        assert code == 0, said
+        before = kept // (BATCH * SAMPLES) * BATCH * SAMPLES
+        assert f"20 samples of 10 prompts written, {before} of them from before: " in said
+        assert (tmp_path / "s.jsonl").read_bytes() == whole
+    written = (tmp_path / "s.jsonl").stat().st_mtime_ns
+    code, said = sample()
+    assert code == 0
+    assert "20 samples of 10 prompts are there already" in said
+    assert (tmp_path / "s.jsonl").stat().st_mtime_ns == written
+
+
+@pytest.mark.slow
+def test_rows_that_belong_to_something_else_are_refused_until_told_to_overwrite(sample, tmp_path):
+    file = tmp_path / "s.jsonl"
+    assert sample("--temperature", 0)[0] == 0
+    greedy = file.read_bytes()
+    assert [row["completion"] for row in read(file)[::2]] == [
+        row["completion"] for row in read(file)[1::2]
+    ]
+    refused = {
+        "--temperature was 0.0 and is 1.0 now": sample(),
+        "--samples was 2 and is 3 now": sample("--temperature", 0, "-n", 3),
+        "rollout.top_k was 0 and is 5 now": sample("--temperature", 0, "--top-k", 5),
+        "rollout.top_p was 1.0 and is 0.5 now": sample("--temperature", 0, "--top-p", 0.5),
+        "--prompts was 10 rows, crc32 ": sample("--temperature", 0, prompts=PROMPTS[1:]),
+    }
+    for reason, (code, said) in refused.items():
+        assert code == 2
+        assert reason in said
+        assert "--overwrite" in said
+    assert file.read_bytes() == greedy
+    file.write_bytes(greedy.replace(b'"10+11="', b'"10+12="', 1))
+    code, said = sample("--temperature", 0)
+    assert (code, "line 1 is not sample 0 of prompt 0" in said) == (2, True)
+    (tmp_path / "s.jsonl.settings.json").unlink()
+    code, said = sample("--temperature", 0)
+    assert (code, "s.jsonl.settings.json beside it" in said) == (2, True)
+    # The likeliest token of one: the same samples by another way.
+    assert sample("--overwrite", "--top-k", 1)[0] == 0
+    ids = [row["completion_ids"] for row in read(file)]
+    assert ids == [json.loads(line)["completion_ids"] for line in greedy.splitlines()]
+    assert max(map(len, ids)) <= 6
+
+
+def test_what_cannot_be_sampled_is_said_before_anything_is_written(sample, tmp_path):
+    code, said = sample("-n", 0)
+    assert (code, "--samples 0" in said) == (2, True)
+    code, said = sample("--temperature", -1)
+    assert (code, "--temperature -1" in said) == (2, True)
+    code, said = sample("--top-p", 1.5)
+    assert (code, "rollout.top_p = 1.5" in said) == (2, True)
+    code, said = sample(out="none/s.jsonl")
+    assert (code, "cannot be written (No such file or directory)" in said) == (2, True)
+    assert not (tmp_path / "s.jsonl").exists()
+    with SampleFile(str(tmp_path / "s.jsonl")) as file:
+        file.resume({}, PROMPTS, SAMPLES, BATCH, False)
+        code, said = sample()
+        assert (code, "another process writes samples into it" in said) == (2, True)
+
+
+@pytest.mark.slow
+def test_a_ctrl_c_leaves_whole_lines_to_go_on_with(base, tmp_path, python, environment, sample):
+    many = PROMPTS * 16
+    given = arguments(base, tmp_path, many, "s.jsonl")[1:]
+    process = small_run.command(python, "sample", *given, env=environment())
+    file = tmp_path / "s.jsonl"
+    while not (file.exists() and file.stat().st_size):
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGINT, output
+    assert "Traceback" not in output
+    kept = file.read_bytes()
+    assert kept.endswith(b"\n")
+    assert len(kept.splitlines()) % (BATCH * SAMPLES) == 0
+    code, said = sample(prompts=many)
+    assert code == 0, said
+    assert f", {len(kept.splitlines())} of them from before: " in said
+    assert file.read_bytes().startswith(kept)
+    assert len(read(file)) == len(many) * SAMPLES

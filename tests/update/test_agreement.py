@@ -1,0 +1,114 @@
+"""Sampler and trainer about the same tokens: how close they are, and what is said if they are not.
+
+Everything goes the way of a run: sample, prepare, update.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import tiny
+
+from jaxgrpo import advantages, losses
+from jaxgrpo.core.metrics import finalise
+from jaxgrpo.models import decoder, sharding
+from jaxgrpo.rollout.sampler import SamplingSettings
+from jaxgrpo.rollout.selection import sequential
+from jaxgrpo.training import alarms
+from jaxgrpo.training.setup import first_state
+from jaxgrpo.update.forward import Blueprint
+from jaxgrpo.update.packing import Geometry
+from jaxgrpo.update.step import ROUNDING, build_steps, rounding_of
+
+MAX = "sampling/sampling_logp_difference/max"
+REWARDS = np.array([[1, 0, 0, 0], [1, 1, 0, 1], [0, 0, 0, 1], [1, 1, 0, 0]], np.float32)
+
+
+def blueprint(config=tiny.UNIFORM, **sampling):
+    mesh = sharding.make_mesh(devices=jax.devices()[:1])
+    return Blueprint(
+        model=decoder.build(config),
+        chain=advantages.build("grpo"),
+        objective=losses.Objective(losses.clip(), losses.token_mean()),
+        optimizer=optax.sgd(0.0),
+        geometry=Geometry(4, 4, 6, 24, 1, 16),
+        sampling=SamplingSettings(4, 24, 0.8, (tiny.END,), tiny.PAD, **sampling),
+        mesh=mesh,
+    )
+
+
+@functools.cache
+def sampled(config=tiny.UNIFORM, scale=15.0):
+    """(steps, first state, rollouts that its sampler drew)"""
+    made = blueprint(config)
+    steps = build_steps(made)
+    params = tiny.params(config, scale=scale)
+    state = first_state(made, params, sequential(), 8, 0, ("reward",))
+    rollouts = steps.sample(steps.sync(state), tiny.prompts(), state.key)
+    return steps, state, dataclasses.replace(rollouts, rewards={"reward": jnp.asarray(REWARDS)})
+
+
+def updated(steps, state, rollouts):
+    """The metrics of one update; the state is left as it is."""
+    _, prepared = steps.prepare(state, rollouts)
+    donated = dataclasses.replace(state, trainable=jax.tree.map(jnp.copy, state.trainable))
+    return finalise(steps.update(donated, prepared.batch)[1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("config", [tiny.UNIFORM, tiny.LOCAL_GLOBAL], ids=["uniform", "local"])
+def test_sampler_and_trainer_agree_to_rounding(config):
+    metrics = updated(*sampled(config))
+    assert 0 < metrics[MAX] <= 1e-5
+    assert metrics["sampling/disagreement"] == pytest.approx(metrics[MAX] / 1e-3)
+
+
+@pytest.mark.slow
+def test_a_sampler_that_is_wrong_by_a_hundredth_raises_the_alarm():
+    steps, state, rollouts = sampled()
+    honest = updated(steps, state, rollouts)
+    # One token of one sample.
+    wrong = rollouts.behavior_logp.at[1, 2, 0].add(0.01)
+    lying = updated(steps, state, dataclasses.replace(rollouts, behavior_logp=wrong))
+    assert lying[MAX] == pytest.approx(0.01, rel=1e-3)
+
+    def warned(metrics):
+        lines = [{"step": step, **metrics} for step in (1, 2, 3)]
+        return [alarm.text for alarm in alarms.replay(lines)[1] if alarm.name == "disagreement"]
+
+    (text,) = warned(lying)
+    assert text.startswith("at some token sampler and trainer disagree by 10 times what rounding")
+    assert warned(honest) == []
+
+
+@pytest.mark.slow
+def test_the_drift_of_samples_of_an_older_policy_is_no_disagreement():
+    steps, state, rollouts = sampled()
+    state = dataclasses.replace(state, step=jnp.int32(3))
+    version = jnp.full((4, 4), 3).at[2].set(1)  # the third group was kept from step 1
+    drifted = rollouts.behavior_logp.at[2].add(-0.5)
+    rollouts = dataclasses.replace(rollouts, behavior_logp=drifted)
+    counted = updated(steps, state, rollouts)
+    assert counted["sampling/disagreement"] == -np.inf  # at step 3 all versions are 0: none is new
+    mixed = dataclasses.replace(rollouts, policy_version=version)
+    metrics = updated(steps, state, mixed)
+    assert 0 < metrics[MAX] <= 1e-5
+    assert metrics["sampling/sampling_logp_difference/mean"] <= 1e-5
+    assert metrics["ratio_max"] == pytest.approx(np.exp(0.5), rel=1e-4)
+    new = dataclasses.replace(rollouts, policy_version=jnp.full((4, 4), 3))
+    assert updated(steps, state, new)[MAX] == pytest.approx(0.5, rel=1e-3)
+    # What is not finite is no drift: the update is skipped, whoever sampled it.
+    broken = dataclasses.replace(mixed, behavior_logp=drifted.at[2, 3, 0].set(jnp.nan))
+    assert updated(steps, state, broken)["skipped_updates/not_finite"] == 1
+
+
+def test_what_rounding_explains_depends_on_the_precision_and_on_the_cut():
+    narrow = dataclasses.replace(tiny.UNIFORM, dtype="bfloat16")
+    assert rounding_of(blueprint()) == ROUNDING["float32"]
+    assert rounding_of(blueprint(narrow)) == ROUNDING["bfloat16"]
+    assert rounding_of(blueprint(top_k=3)) is None
+    assert rounding_of(blueprint(top_p=0.9)) is None
