@@ -3,9 +3,10 @@
     python -m benchmarks.step [--model S|M|V] [--workload A|B] [--repeats 5]
 
 Models and workloads are those of the comparison with TRL and Tunix: every completion has its full
-length, one update per batch, float32 AdamW, no reward but a random one. The floor is the arithmetic
-of the matrix products with each prompt computed once, at the rate that JAX reaches here for a large
-product; attention, softmax and memory traffic are not in it.
+length, one update per batch, float32 AdamW, no reward but a random one. (The ragged workload C is
+trained by `jaxgrpo train benchmarks/workload_c.toml`.) The floor is the arithmetic of the matrix
+products with each prompt computed once, at the rate that JAX reaches here for a large product;
+attention, softmax and memory traffic are not in it.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ import numpy as np
 import optax
 
 from benchmarks.common import describe, interval, matmul_rate, report, timed
+from benchmarks.workloads import MODELS, WORKLOADS, model_config
 from jaxgrpo import advantages, losses
 from jaxgrpo.models import decoder, sharding
-from jaxgrpo.models.api import ModelConfig
 from jaxgrpo.rollout.judging import put_prompts
 from jaxgrpo.rollout.sampler import SamplingSettings
 from jaxgrpo.rollout.selection import pad_prompts, sequential
@@ -30,44 +31,21 @@ from jaxgrpo.update.forward import Blueprint
 from jaxgrpo.update.packing import Geometry
 from jaxgrpo.update.step import build_steps
 
-MODELS = {  # hidden, layers, vocabulary
-    "S": (256, 4, 512),
-    "M": (512, 8, 4096),
-    "V": (256, 4, 151_936),
-}
-WORKLOADS = {  # prompts, samples, prompt tokens, completion tokens
-    "A": (8, 8, 64, 128),
-    "B": (4, 16, 256, 64),
-}
-
-
-def model_config(name: str) -> ModelConfig:
-    hidden, layers, vocab = MODELS[name]
-    return ModelConfig(
-        vocab_size=vocab,
-        hidden_size=hidden,
-        intermediate_size=3 * hidden,
-        num_layers=layers,
-        num_heads=hidden // 64,
-        num_kv_heads=hidden // 128,
-        head_dim=64,
-    )
-
 
 def floor_flops(name: str, workload: str) -> float:
     """Matrix-product FLOPs of one step: prefill, decode, and an update of three times that."""
     hidden, layers, vocab = MODELS[name]
-    prompts, samples, prompt, completion = WORKLOADS[workload]
+    work = WORKLOADS[workload]
     heads = hidden // 64
     attention = hidden * 64 * (2 * heads + 2 * (heads // 2))
     body = layers * (attention + 3 * hidden * 3 * hidden)
-    sampled = prompts * samples * completion
-    generate = 2 * (body * (prompts * prompt + sampled) + hidden * vocab * sampled)
+    sampled = work.prompts * work.samples * work.completion
+    generate = 2 * (body * (work.prompts * work.longest + sampled) + hidden * vocab * sampled)
     return 4 * generate
 
 
 def build(name: str, workload: str, rows: int | None) -> tuple[Blueprint, Any]:
-    prompts, samples, prompt, completion = WORKLOADS[workload]
+    work = WORKLOADS[workload]
     mesh = sharding.make_mesh()
     model = decoder.build(model_config(name), constrain=sharding.constrain(mesh))
     blueprint = Blueprint(
@@ -75,8 +53,11 @@ def build(name: str, workload: str, rows: int | None) -> tuple[Blueprint, Any]:
         chain=advantages.build("grpo"),
         objective=losses.Objective(losses.clip(), losses.token_mean()),
         optimizer=optax.adamw(1e-6),
-        geometry=Geometry(prompts, samples, prompt, completion, 1, rows or prompts * samples),
-        sampling=SamplingSettings(samples, completion, 1.0, (), 0, completion),
+        geometry=Geometry(
+            *(work.prompts, work.samples, work.longest, work.completion, 1),
+            rows or work.prompts * work.samples,
+        ),
+        sampling=SamplingSettings(work.samples, work.completion, 1.0, (), 0, work.completion),
         mesh=mesh,
     )
     layout = sharding.param_shardings(mesh, model.axes, model.shapes)
@@ -85,9 +66,10 @@ def build(name: str, workload: str, rows: int | None) -> tuple[Blueprint, Any]:
 
 
 def main() -> None:
+    fixed = [name for name, work in WORKLOADS.items() if not work.ragged]
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", choices=MODELS, default="S")
-    parser.add_argument("--workload", choices=WORKLOADS, default="A")
+    parser.add_argument("--workload", choices=fixed, default="A")
     parser.add_argument("--rows", type=int, help="rows per micro-batch; all by default")
     parser.add_argument("--repeats", type=int, default=5)
     arguments = parser.parse_args()

@@ -1,0 +1,117 @@
+"""`generate` of Hugging Face transformers on the CPU, with the weights of one of our models."""
+
+from __future__ import annotations
+
+import tempfile
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from benchmarks.common import timed
+from benchmarks.workloads import END, PAD, Workload
+from jaxgrpo.core.types import Params, Prompts, Rollouts
+from jaxgrpo.models.api import Model
+from jaxgrpo.models.hf import folders
+
+CACHES = ("dynamic", "static")
+THREADS = 2
+
+
+class Run(NamedTuple):
+    """One sampling of a workload."""
+
+    seconds: float
+    tokens: int  # generated, end tokens included
+    slot_steps: int | None = None  # decode steps times slots
+
+    @property
+    def seconds_per_token(self) -> float:
+        return self.seconds / self.tokens
+
+
+class Transformers:
+    """A Qwen3ForCausalLM in float32 with THREADS threads, read from a folder that we wrote.
+
+    Raises: ImportError without torch, which jaxgrpo itself does not need.
+    """
+
+    def __init__(self, model: Model, params: Params, prompts: Prompts, workload: Workload):
+        import torch
+        from transformers import Qwen3ForCausalLM
+        from transformers.utils import logging
+
+        logging.disable_progress_bar()
+        torch.set_num_threads(THREADS)
+        with tempfile.TemporaryDirectory() as folder:
+            folders.save_model(f"{folder}/model", model, params)
+            loaded: Any = Qwen3ForCausalLM.from_pretrained(f"{folder}/model", dtype=torch.float32)
+        self.torch, self.model, self.workload, self.cache = (
+            torch,
+            loaded.eval(),
+            workload,
+            "dynamic",
+        )
+        tokens, mask = (np.asarray(a) for a in (prompts.prompt_tokens, prompts.prompt_mask))
+        self.width = tokens.shape[1]
+        # generate continues at the right edge: prompts are padded on the left.
+        shift = mask.sum(1, keepdims=True) + np.arange(self.width)
+        left = (np.take_along_axis(array, shift % self.width, axis=1) for array in (tokens, mask))
+        self.tokens, self.mask = (torch.from_numpy(np.ascontiguousarray(a)).long() for a in left)
+
+    def run(self, seed: int, cache: str | None = None, completion: int = 0) -> Run:
+        """Samples the workload. Lengths are exact unless it is ragged.
+
+        Where they are exact there is no end token, so that generate has none to mask either.
+
+        Args:
+          cache: one of CACHES; None: the one chosen.
+          completion: tokens at most; 0: as many as the workload has.
+        """
+        from transformers import GenerationConfig
+
+        work = self.workload
+        completion = completion or work.completion
+        settings = GenerationConfig(
+            do_sample=True,
+            temperature=1.0,
+            top_k=0,
+            top_p=1.0,
+            num_return_sequences=work.samples,
+            max_new_tokens=completion,
+            min_new_tokens=None if work.ragged else completion,
+            eos_token_id=END if work.ragged else None,
+            pad_token_id=PAD,
+            cache_implementation=cache or self.cache,
+        )
+        self.torch.manual_seed(seed)
+        given = {"attention_mask": self.mask, "generation_config": settings}
+        out, seconds = timed(lambda: self.model.generate(self.tokens, **given))
+        return Run(seconds, self._generated(out[:, self.width :].numpy()))
+
+    def choose_cache(self) -> dict[str, Run]:
+        """Runs each kind of cache once and keeps the faster. Returns both runs."""
+        for cache in CACHES:
+            self.run(0, cache, completion=4)  # what only a first run pays
+        runs = {cache: self.run(0, cache) for cache in CACHES}
+        self.cache = min(runs, key=lambda cache: runs[cache].seconds_per_token)
+        return runs
+
+    def difference(self, rollouts: Rollouts) -> float:
+        """The largest difference of log-probs on the first sample of ours: the same model?"""
+        torch = self.torch
+        prompt = np.asarray(rollouts.prompt_tokens[0])[np.asarray(rollouts.prompt_mask[0])]
+        live = np.asarray(rollouts.token_mask[0, 0])
+        completion = np.asarray(rollouts.completion_tokens[0, 0])[live]
+        tokens = torch.from_numpy(np.concatenate([prompt, completion])).long()
+        with torch.inference_mode():
+            logits = self.model(tokens[None], logits_to_keep=len(completion) + 1).logits[0, :-1]
+            logp = torch.log_softmax(logits, -1).gather(-1, tokens[len(prompt) :, None])[:, 0]
+        return float(np.abs(logp.numpy() - np.asarray(rollouts.behavior_logp[0, 0])[live]).max())
+
+    def _generated(self, completions: np.ndarray) -> int:
+        """Tokens up to the first end token, that included."""
+        if not self.workload.ragged:
+            return completions.size
+        ends = completions == END
+        length = np.where(ends.any(1), ends.argmax(1) + 1, completions.shape[1])
+        return int(length.sum())

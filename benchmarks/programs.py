@@ -1,0 +1,216 @@
+"""What the compiler makes of the sampler: memory, copies, size, and when it compiles at all."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import re
+import time
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax import monitoring
+from jax.experimental import topologies
+
+from benchmarks.workloads import PAD, Workload, build, prompts_of
+from jaxgrpo.models import decoder, sharding
+from jaxgrpo.models.api import ModelConfig
+from jaxgrpo.rollout.sampler import SamplingSettings, make_sampler, sample
+
+TPU = "v5e:2x2"
+COMPILED = "/jax/core/compile/backend_compile_duration"
+"""JAX's event for each program that a backend compiles, or reads from the compile cache."""
+
+COMPUTATION = re.compile(r"(?:ENTRY )?%?([\w.-]+) \(.*\{$")
+INSTRUCTION = re.compile(r"\s+(?:ROOT )?%?([\w.-]+) = (.*?)\s([a-z][a-z0-9-]*)\(")
+ARRAY = re.compile(r"\b([a-z]+)(\d*)[a-z0-9]*\[([\d,]*)\]")
+CALLS = re.compile(r"\bcalls=%?([\w.-]+)")
+
+
+class Instruction(NamedTuple):
+    name: str
+    result: str  # its type as HLO text
+    code: str
+    fused: str | None  # the computation that a fusion calls
+
+    @property
+    def bytes(self) -> int:
+        """Of the largest array of the result. Numbers of less than a byte count as one."""
+        return max(map(_bytes, ARRAY.findall(self.result)), default=0)
+
+
+def large_copies(compiled_text: str, least_bytes: int) -> list[str]:
+    """The copies and transposes of a compiled program whose result is large, wherever they stand.
+
+    A fusion counts if its own result is large and a large copy or transpose is inside: it writes
+    what it moved. One that reads transposed and writes little (a reduction, a product) does not
+    count, nor do copy-start and copy-done, by which a TPU brings an array into its fast memory.
+
+    Args:
+      compiled_text: optimised HLO, `compiled.as_text()`.
+      least_bytes: results of at least this size are large.
+
+    Returns: "computation: name = type opcode" of each.
+    """
+    computations = _computations(compiled_text)
+    fused = {one.fused for body in computations.values() for one in body if one.fused}
+
+    def moves(one: Instruction) -> bool:
+        if one.bytes < least_bytes:
+            return False
+        inside = computations.get(one.fused, []) if one.fused else []
+        return one.code in ("copy", "transpose") or any(map(moves, inside))
+
+    return [
+        f"{name}: {one.name} = {one.result[:60]} {one.code}"
+        for name, body in computations.items()
+        if name not in fused
+        for one in body
+        if moves(one)
+    ]
+
+
+def _computations(text: str) -> dict[str, list[Instruction]]:
+    found: dict[str, list[Instruction]] = {}
+    body: list[Instruction] = []
+    for line in text.splitlines():
+        if opened := COMPUTATION.match(line):
+            body = found[opened[1]] = []
+        elif instruction := INSTRUCTION.match(line):
+            name, result, code = instruction.groups()
+            called = CALLS.search(line) if code == "fusion" else None
+            body.append(Instruction(name, result, code, called and called[1]))
+    return found
+
+
+def _bytes(array: tuple[str, str, str]) -> int:
+    _, bits, sizes = array
+    return math.prod(map(int, filter(None, sizes.split(",")))) * max(1, int(bits or 8) // 8)
+
+
+class Program(NamedTuple):
+    """The compiled program that decodes one segment."""
+
+    compiled: Any
+    compile_seconds: float
+    cache_elements: int  # of the keys, or the values, of one layer
+
+    def plan(self) -> dict[str, Any]:
+        """Temporaries over arguments, and the copies as large as the keys of one layer."""
+        memory = self.compiled.memory_analysis()
+        # The compiler of a TPU makes bfloat16 copies of a float32 cache: half the bytes, all of it.
+        copies = large_copies(self.compiled.as_text(), 2 * self.cache_elements)
+        share = memory.temp_size_in_bytes / memory.argument_size_in_bytes
+        return {"temporaries": share, "copies": copies, **self.size()}
+
+    def size(self) -> dict[str, Any]:
+        return {
+            "instructions": sum(map(len, _computations(self.compiled.as_text()).values())),
+            # 0 bytes: the backend does not say.
+            "code_bytes": self.compiled.memory_analysis().generated_code_size_in_bytes,
+            "compile_seconds": self.compile_seconds,
+        }
+
+
+def tpu_device() -> Any:
+    """One device of a TPU that is not there, to compile for.
+
+    Raises: RuntimeError without libtpu.
+    """
+    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # it would look for a machine with a TPU
+    os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
+    return topologies.get_topology_desc(platform="tpu", topology_name=TPU).devices[0]
+
+
+def decode_program(
+    config: ModelConfig, work: Workload, settings: SamplingSettings, device: Any
+) -> Program:
+    """Compiles the decoding of a workload for one device, which need not be there."""
+    mesh = sharding.make_mesh(devices=[device])
+    constrain = sharding.constrain(mesh)
+    model = decoder.build(config, constrain=constrain)
+    sampler = make_sampler(model, settings, constrain)
+
+    def placed(tree: Any) -> Any:
+        layout = sharding.named(mesh)
+        return jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(np.shape(leaf), leaf.dtype, sharding=layout), tree
+        )
+
+    params = placed(model.shapes)
+    given = placed((prompts_of(work, config.vocab_size), np.zeros(2, np.uint32)))
+    state = placed(jax.eval_shape(sampler.prefill, params, *given))
+    lowered = sampler.decode.trace(params, state).lower(lowering_platforms=(device.platform,))  # pyright: ignore[reportFunctionMemberAccess]
+    began = time.perf_counter()
+    compiled = lowered.compile()
+    seconds = time.perf_counter() - began
+    return Program(compiled, seconds, max(leaf.size for leaf in jax.tree.leaves(state.memory)))
+
+
+def wide_config(layers: int) -> ModelConfig:
+    """Layers of Qwen3-0.6B: caches that fill no cache of a chip."""
+    return ModelConfig(
+        vocab_size=151_936,
+        hidden_size=1024,
+        intermediate_size=3072,
+        num_layers=layers,
+        num_heads=16,
+        num_kv_heads=8,
+        head_dim=128,
+        tie_embeddings=True,
+        dtype="bfloat16",
+    )
+
+
+def deep_config(layers: int) -> ModelConfig:
+    """Many layers, each so narrow that compiling is most of the work."""
+    return ModelConfig(
+        vocab_size=512,
+        hidden_size=64,
+        intermediate_size=192,
+        num_layers=layers,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=16,
+    )
+
+
+@contextlib.contextmanager
+def compilations() -> Iterator[list[float]]:
+    """The seconds of every compilation inside the block, as a list that grows."""
+    seconds: list[float] = []
+
+    def listen(event: str, duration_secs: float, **_: Any) -> None:
+        if event == COMPILED:
+            seconds.append(duration_secs)
+
+    monitoring.register_event_duration_secs_listener(listen)
+    try:
+        yield seconds
+    finally:
+        monitoring.unregister_event_duration_listener(listen)
+
+
+def late_compilations(work: Workload, steps: int, warm_up: int) -> int:
+    """How many programs `steps` steps of sampling compile after `warm_up` steps.
+
+    The model is tiny; each step has other prompts, of other lengths.
+    """
+    model, params = build(deep_config(2), work.ragged)
+    settings = SamplingSettings(work.samples, work.completion, 1.0, work.stop_tokens, PAD, 8)
+    sampler = make_sampler(model, settings)
+    key = jax.random.key_data(jax.random.key(0))
+
+    def run(step: int) -> None:
+        prompts = prompts_of(work, model.config.vocab_size, seed=step, step=step)
+        jax.block_until_ready(sample(sampler, params, prompts, key))
+
+    for step in range(warm_up):
+        run(step)
+    with compilations() as seconds:
+        for step in range(warm_up, warm_up + steps):
+            run(step)
+    return len(seconds)

@@ -1,0 +1,331 @@
+"""What sampling costs, beside `generate` of Hugging Face transformers on the same weights.
+
+    python -m benchmarks.sampling [--quick] [--workloads S/A,S/C] [--pairs 5] [--slots 64]
+
+A workload is a model (S, M, V) and what it samples (A, B, C): benchmarks/workloads.py. Both engines
+draw from the whole distribution in float32 on two cores, in turn (ours, theirs, ours, ...) after a
+first run of each; theirs has the faster of two kinds of cache. A ratio is theirs over ours in
+seconds per generated token, since on the ragged workload C two draws differ in length. It is judged
+by the lower end of its 95% bootstrap interval, or by the upper end if it must be small.
+
+Then come the figures that need no peer: slot-steps per token on C and its time per token over that
+of S/A with as many slots, the cost of a prompt for groups of different sizes, what the compiler
+plans for the CPU and for a TPU, and how many programs ragged steps compile after the first ones.
+Without torch, or on another device than a CPU, ours is timed alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.common import describe, interval, report, timed
+from benchmarks.peers import CACHES, THREADS, Run, Transformers
+from benchmarks.programs import (
+    decode_program,
+    deep_config,
+    late_compilations,
+    tpu_device,
+    wide_config,
+)
+from benchmarks.workloads import MODELS, PAD, WORKLOADS, Workload, build, model_config, prompts_of
+from jaxgrpo.core.types import Rollouts
+from jaxgrpo.rollout.sampler import SamplingSettings, make_sampler, sample
+
+LIMITS = {"S/A": 1.8, "S/B": 3.2, "M/A": 1.5, "V/A": 6.0, "S/C": 5.0}  # theirs over ours
+RAGGED, FIXED = "S/C", "S/A"
+MAX_SLOT_STEPS = 1.15  # per token of the ragged workload
+MAX_RAGGED = 1.5  # its seconds per token over those of the fixed one
+MAX_TEMPORARIES = 0.15  # of a decoding program, over its arguments
+QUICK = {"S/A": 5, "S/C": 5, "S/B": 3}  # pairs at most
+GROUPS = (1, 8, 32)  # samples that share a prompt
+DEPTHS = (28, 64)
+STEPS, WARM_UP = 50, 3
+TINY = Workload(prompts=4, samples=4, shortest=4, longest=32, completion=32, ragged=True)
+WIDE = Workload(prompts=32, samples=8, shortest=512, longest=512, completion=1024)
+DEEP = Workload(prompts=2, samples=4, shortest=16, longest=16, completion=32)
+
+Pairs = Mapping[str, Sequence[Run]]
+
+
+def settings_of(work: Workload, slots: int | None) -> SamplingSettings:
+    """Raises: SystemExit if the engine has no slots to choose."""
+    settings = SamplingSettings(work.samples, work.completion, 1.0, work.stop_tokens, PAD)
+    changes: dict[str, Any] = {} if slots is None else {"slots": slots}
+    if not changes.keys() <= set(SamplingSettings._fields):
+        raise SystemExit("--slots: this engine has one slot per sample: leave the option out")
+    return settings._replace(**changes)
+
+
+def slot_steps(rollouts: Rollouts) -> int:
+    """Decode steps times slots. Every sample has a slot until the longest one has ended."""
+    lengths = np.asarray(rollouts.token_mask).sum(-1)
+    return lengths.size * int(lengths.max())
+
+
+class Ours:
+    """A workload ready to be sampled by our engine."""
+
+    def __init__(self, name: str, slots: int | None):
+        letter, kind = name.split("/")
+        self.workload = WORKLOADS[kind]
+        self.config = model_config(letter)
+        self.model, self.params = build(self.config, self.workload.ragged)
+        self.prompts = prompts_of(self.workload, self.config.vocab_size)
+        self.settings = settings_of(self.workload, slots)
+        self.sampler = make_sampler(self.model, self.settings)
+        self.rollouts: Any = None  # of the last run
+
+    def run(self, seed: int) -> Run:
+        key = jax.random.key_data(jax.random.key(seed))
+        self.rollouts, seconds = timed(sample, self.sampler, self.params, self.prompts, key)
+        tokens = int(np.asarray(self.rollouts.token_mask).sum())
+        return Run(seconds, tokens, slot_steps(self.rollouts))
+
+
+def rival(ours: Ours, console: Console) -> Transformers | None:
+    """The peer with its faster cache, once it is seen to have our distribution."""
+    if jax.default_backend() != "cpu":
+        console.print(f"JAX runs on {jax.default_backend()}: the peer, on the CPU, is left out")
+        return None
+    try:
+        peer = Transformers(ours.model, ours.params, ours.prompts, ours.workload)
+    except ImportError as error:
+        console.print(f"transformers' models need torch ({error}): the peer is left out")
+        return None
+    difference = peer.difference(ours.rollouts)
+    if difference > 1e-3:
+        raise SystemExit(f"peer: its log-probs differ by {difference}: not the same model")
+    runs = peer.choose_cache()
+    times = ", ".join(f"{cache} {runs[cache].seconds:.2f} s" for cache in CACHES)
+    console.print(f"  transformers: {times}; log-probs differ by {difference:.1e}")
+    return peer
+
+
+def in_turn(contenders: Mapping[str, Callable[[int], Run]], rounds: int) -> dict[str, list[Run]]:
+    """Runs of each contender, one per round, each round with a seed of its own."""
+    runs: dict[str, list[Run]] = {name: [] for name in contenders}
+    for seed in range(1, rounds + 1):
+        for name, run in contenders.items():
+            runs[name].append(run(seed))
+    return runs
+
+
+def ratio(runs: Pairs, above: str, below: str) -> tuple[float, float, float]:
+    """Median and interval of the seconds per token of one contender over those of another."""
+    pairs = zip(runs[above], runs[below], strict=True)
+    return interval([one.seconds_per_token / other.seconds_per_token for one, other in pairs])
+
+
+def rate(runs: Sequence[Run]) -> float:
+    """Median tokens per second."""
+    return float(np.median([run.tokens / run.seconds for run in runs]))
+
+
+def contest(name: str, pairs: int, of: Callable[[str], Ours], console: Console) -> dict[str, Any]:
+    """The numbers of one workload, of which every contender has run once before it is timed."""
+    console.print(f"{name}, {pairs} pairs")
+    ours = of(name)
+    ours.run(0)
+    peer = rival(ours, console)
+    contenders = {"ours": ours.run}
+    if peer is not None:
+        contenders["peer"] = peer.run
+    if name == RAGGED:
+        of(FIXED).run(0)
+        contenders["fixed"] = of(FIXED).run
+    runs = in_turn(contenders, pairs)
+    result: dict[str, Any] = {"tokens_per_second": rate(runs["ours"])}
+    if peer is not None:
+        median, low, high = ratio(runs, "peer", "ours")
+        result |= {"ratio": median, "low": low, "high": high, "limit": LIMITS.get(name)}
+        result |= {"peer_tokens_per_second": rate(runs["peer"]), "peer_cache": peer.cache}
+    if name == RAGGED:
+        result |= raggedness(runs, ours.rollouts, console)
+    return result
+
+
+def raggedness(runs: Pairs, rollouts: Rollouts, console: Console) -> dict[str, Any]:
+    """Whether the cost of the ragged workload follows its tokens."""
+    lengths = np.asarray(rollouts.token_mask).sum(-1)
+    ours = runs["ours"]
+    steps = sum(run.slot_steps or 0 for run in ours) / sum(run.tokens for run in ours)
+    median, low, high = ratio(runs, "ours", "fixed")
+    result = {
+        "mean_length": float(lengths.mean()),
+        "median_length": float(np.median(lengths)),
+        "longest": int(lengths.max()),
+        "slot_steps_per_token": steps,
+        "over_fixed": {"ratio": median, "low": low, "high": high},
+    }
+    console.print(
+        f"  completions: mean {lengths.mean():.0f}, median {np.median(lengths):.0f}, "
+        f"longest {lengths.max()} tokens\n"
+        f"  slot-steps per token: {steps:.2f}, limit {MAX_SLOT_STEPS}: "
+        f"{verdict(steps <= MAX_SLOT_STEPS)}\n"
+        f"  seconds per token over {FIXED}: {median:.2f} [{low:.2f}, {high:.2f}], "
+        f"limit {MAX_RAGGED}: {verdict(high <= MAX_RAGGED)}"
+    )
+    return result
+
+
+def verdict(passed: bool) -> str:
+    return "pass" if passed else "MISS"
+
+
+def show(results: Mapping[str, Mapping[str, Any]], console: Console) -> None:
+    table = Table("workload", "tokens/s", "transformers", "cache", "ratio", "95%", "limit", "")
+    for name, found in results.items():
+        row = [name, f"{found['tokens_per_second']:.0f}"]
+        if "ratio" in found:
+            limit = found["limit"]
+            row += [
+                f"{found['peer_tokens_per_second']:.0f}",
+                found["peer_cache"],
+                f"{found['ratio']:.2f}",
+                f"{found['low']:.2f} .. {found['high']:.2f}",
+                "" if limit is None else f"{limit}",
+                "" if limit is None else verdict(found["low"] >= limit),
+            ]
+        table.add_row(*row)
+    console.print(table)
+
+
+def prompt_seconds(ours: Ours, slots: int | None, repeats: int = 5) -> dict[int, float]:
+    """Seconds of the prompts of a workload by the number of samples that share each.
+
+    Prompts at their longest, over prompts of two tokens: both sample one token.
+    """
+    seconds = {}
+    key = jax.random.key_data(jax.random.key(0))
+    for group in GROUPS:
+        spent = []
+        for length in (ours.workload.longest, 2):
+            changes = {"samples": group, "completion": 1, "shortest": length, "longest": length}
+            work = ours.workload._replace(**changes)
+            prompts = prompts_of(work, ours.config.vocab_size)
+            sampler = make_sampler(ours.model, settings_of(work, slots))
+            run = functools.partial(timed, sample, sampler, ours.params, prompts, key)
+            run()
+            spent.append([run()[1] for _ in range(repeats)])
+        long, short = map(np.median, spent)
+        seconds[group] = float(long - short)
+    return seconds
+
+
+def show_prompts(seconds: Mapping[int, float], console: Console) -> None:
+    first = seconds[GROUPS[0]]
+    parts = [f"G = {group} {1e3 * value:.0f} ms" for group, value in seconds.items()]
+    times = max(seconds.values()) / first
+    console.print(f"prompts of {RAGGED}: {', '.join(parts)}; at most {times:.2f} x the first")
+
+
+def programs(slots: int | None, quick: bool, console: Console) -> dict[str, Any]:
+    """Decoding as the compilers of a CPU and of a TPU plan it; if `quick`, deep models once."""
+    devices = {"cpu": jax.local_devices(backend="cpu")[0]}
+    try:
+        devices["tpu"] = tpu_device()
+    except Exception as error:  # libtpu is missing, or refuses: it raises many kinds
+        reason = str(error).strip().splitlines()[0]
+        console.print(f"no program for a TPU ({reason}): install libtpu, as jaxgrpo[test] does")
+    found = {}
+    for platform, device in devices.items():
+        for name in (FIXED, RAGGED):
+            letter, kind = name.split("/")
+            work, config = WORKLOADS[kind], model_config(letter)
+            program = decode_program(config, work, settings_of(work, slots), device)
+            found[f"{platform} {name}"] = program.plan()
+        if platform == "tpu":
+            wide = decode_program(wide_config(4), WIDE, settings_of(WIDE, slots), device)
+            found["tpu 4 layers of 0.6B"] = wide.plan()
+        for depth in DEPTHS if not quick else DEPTHS[: platform == "cpu"]:
+            settings = settings_of(DEEP, None if slots is None else DEEP.prompts * DEEP.samples)
+            program = decode_program(deep_config(depth), DEEP, settings, device)
+            found[f"{platform} {depth} layers"] = program.size()
+    return found
+
+
+def show_programs(facts: Mapping[str, Mapping[str, Any]], console: Console) -> None:
+    table = Table("decoding", "temporaries", "", "copies", "", "HLO", "code MB", "compile s")
+    for name, found in facts.items():
+        row = [name, "", "", "", ""]
+        if "copies" in found:
+            share, copies = found["temporaries"], len(found["copies"])
+            row[1:] = [f"{share:.1%}", verdict(share <= MAX_TEMPORARIES)]
+            row += [f"{copies}", verdict(copies == 0)]
+        code = found["code_bytes"]
+        row += [f"{found['instructions']}", f"{code / 1e6:.1f}" if code else ""]
+        table.add_row(*row, f"{found['compile_seconds']:.1f}")
+    console.print("temporaries over arguments; copies as large as the keys of a layer")
+    console.print(table)
+    for name, found in facts.items():
+        for line in found.get("copies", ())[:4]:
+            console.print(f"  {name}, {line}", highlight=False)
+
+
+def options() -> argparse.Namespace:
+    names = [f"{model}/{kind}" for model in MODELS for kind in WORKLOADS]
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--quick", action="store_true", help="under 6 minutes: without M and V")
+    parser.add_argument("--workloads", help="such as S/A,S/C")
+    parser.add_argument("--pairs", type=int, default=5)
+    parser.add_argument("--slots", type=int, help="samples decoded at once; 0: the engine chooses")
+    arguments = parser.parse_args()
+    if arguments.pairs < 1:
+        parser.error(f"--pairs {arguments.pairs}: give 1 or more, 5 for a result")
+    if arguments.workloads is None:
+        arguments.workloads = list(QUICK if arguments.quick else LIMITS)
+    else:
+        arguments.workloads = arguments.workloads.split(",")
+    for name in arguments.workloads:
+        if name not in names:
+            parser.error(f"--workloads: {name!r} is none; choose from {', '.join(names)}")
+    return arguments
+
+
+def main() -> None:
+    arguments, began = options(), time.perf_counter()
+    if hasattr(os, "sched_setaffinity"):  # before JAX counts the cores
+        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:THREADS])
+    jax.config.update("jax_enable_compilation_cache", False)
+    about, console = describe(), Console(width=110)
+    console.print(f"{about['device']}, jax {about['jax']}, commit {about['commit']}")
+    slots = arguments.slots
+    if slots is None and "slots" in SamplingSettings._fields:
+        slots = 64  # the samples of A and B: every workload is then compared at the same number
+    of = functools.cache(lambda name: Ours(name, slots))
+    results = {}
+    for name in arguments.workloads:
+        most = QUICK.get(name, 1) if arguments.quick else arguments.pairs
+        results[name] = contest(name, min(arguments.pairs, most), of, console)
+    show(results, console)
+    prompts = prompt_seconds(of(RAGGED), slots)
+    show_prompts(prompts, console)
+    facts = programs(slots, arguments.quick, console)
+    show_programs(facts, console)
+    late = late_compilations(TINY, STEPS, WARM_UP)
+    console.print(f"compilations in {STEPS} ragged steps after {WARM_UP}: {late}: ", end="")
+    console.print(verdict(late == 0))
+    result: dict[str, Any] = {**about, "quick": arguments.quick, "pairs": arguments.pairs}
+    result |= {"slots": slots, **results, "prompt_seconds": prompts, "late_compilations": late}
+    result |= {"seconds": time.perf_counter() - began}
+    report({**result, "programs": {name: _numbers(found) for name, found in facts.items()}})
+
+
+def _numbers(found: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: len(value) if name == "copies" else value for name, value in found.items()}
+
+
+if __name__ == "__main__":
+    main()
