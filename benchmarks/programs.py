@@ -18,7 +18,7 @@ from jax.experimental import topologies
 from benchmarks.workloads import PAD, Workload, build, prompts_of
 from jaxgrpo.models import decoder, sharding
 from jaxgrpo.models.api import ModelConfig
-from jaxgrpo.rollout.sampler import SamplingSettings, make_sampler, sample
+from jaxgrpo.rollout.sampler import SamplingSettings, Sizes, make_sampler, sample
 
 TPU = "v5e:2x2"
 COMPILED = "/jax/core/compile/backend_compile_duration"
@@ -130,9 +130,8 @@ def decode_program(
 ) -> Program:
     """Compiles the decoding of a workload for one device, which need not be there."""
     mesh = sharding.make_mesh(devices=[device])
-    constrain = sharding.constrain(mesh)
-    model = decoder.build(config, constrain=constrain)
-    sampler = make_sampler(model, settings, constrain)
+    model = decoder.build(config, constrain=sharding.constrain(mesh))
+    sampler = make_sampler(model, settings, mesh)
 
     def placed(tree: Any) -> Any:
         layout = sharding.named(mesh)
@@ -140,10 +139,13 @@ def decode_program(
             lambda leaf: jax.ShapeDtypeStruct(np.shape(leaf), leaf.dtype, sharding=layout), tree
         )
 
-    params = placed(model.shapes)
-    given = placed((prompts_of(work, config.vocab_size), np.zeros(2, np.uint32)))
-    state = placed(jax.eval_shape(sampler.prefill, params, *given))
-    lowered = sampler.decode.trace(params, state).lower(lowering_platforms=(device.platform,))  # pyright: ignore[reportFunctionMemberAccess]
+    params = placed(jax.eval_shape(sampler.split, model.shapes))
+    prompts = prompts_of(work, config.vocab_size)
+    sizes = Sizes.of(settings, 1, *prompts.prompt_tokens.shape)
+    given = placed((prompts, np.zeros(2, np.uint32)))
+    state = placed(jax.eval_shape(functools.partial(sampler.begin, sizes), *given))
+    arguments = (sizes.aligned(settings), params, state, placed(np.int32(0)))
+    lowered = sampler.decode.trace(*arguments).lower(lowering_platforms=(device.platform,))  # pyright: ignore[reportFunctionMemberAccess]
     began = time.perf_counter()
     compiled = lowered.compile()
     seconds = time.perf_counter() - began

@@ -39,7 +39,7 @@ from benchmarks.programs import (
 )
 from benchmarks.workloads import MODELS, PAD, WORKLOADS, Workload, build, model_config, prompts_of
 from jaxgrpo.core.types import Rollouts
-from jaxgrpo.rollout.sampler import SamplingSettings, make_sampler, sample
+from jaxgrpo.rollout.sampler import SamplingSettings, make_sampler, sample, sample_counted
 
 LIMITS = {"S/A": 1.8, "S/B": 3.2, "M/A": 1.5, "V/A": 6.0, "S/C": 5.0}  # theirs over ours
 RAGGED, FIXED = "S/C", "S/A"
@@ -57,25 +57,15 @@ DEEP = Workload(prompts=2, samples=4, shortest=16, longest=16, completion=32)
 Pairs = Mapping[str, Sequence[Run]]
 
 
-def settings_of(work: Workload, slots: int | None) -> SamplingSettings:
-    """Raises: SystemExit if the engine has no slots to choose."""
+def settings_of(work: Workload, slots: int) -> SamplingSettings:
     settings = SamplingSettings(work.samples, work.completion, 1.0, work.stop_tokens, PAD)
-    changes: dict[str, Any] = {} if slots is None else {"slots": slots}
-    if not changes.keys() <= set(SamplingSettings._fields):
-        raise SystemExit("--slots: this engine has one slot per sample: leave the option out")
-    return settings._replace(**changes)
-
-
-def slot_steps(rollouts: Rollouts) -> int:
-    """Decode steps times slots. Every sample has a slot until the longest one has ended."""
-    lengths = np.asarray(rollouts.token_mask).sum(-1)
-    return lengths.size * int(lengths.max())
+    return settings._replace(slots=slots)
 
 
 class Ours:
     """A workload ready to be sampled by our engine."""
 
-    def __init__(self, name: str, slots: int | None):
+    def __init__(self, name: str, slots: int):
         letter, kind = name.split("/")
         self.workload = WORKLOADS[kind]
         self.config = model_config(letter)
@@ -87,9 +77,10 @@ class Ours:
 
     def run(self, seed: int) -> Run:
         key = jax.random.key_data(jax.random.key(seed))
-        self.rollouts, seconds = timed(sample, self.sampler, self.params, self.prompts, key)
+        given = (self.sampler, self.params, self.prompts, key)
+        (self.rollouts, slot_steps), seconds = timed(sample_counted, *given)
         tokens = int(np.asarray(self.rollouts.token_mask).sum())
-        return Run(seconds, tokens, slot_steps(self.rollouts))
+        return Run(seconds, tokens, int(slot_steps))
 
 
 def rival(ours: Ours, console: Console) -> Transformers | None:
@@ -200,7 +191,7 @@ def show(results: Mapping[str, Mapping[str, Any]], console: Console) -> None:
     console.print(table)
 
 
-def prompt_seconds(ours: Ours, slots: int | None, repeats: int = 5) -> dict[int, float]:
+def prompt_seconds(ours: Ours, slots: int, repeats: int = 5) -> dict[int, float]:
     """Seconds of the prompts of a workload by the number of samples that share each.
 
     Prompts at their longest, over prompts of two tokens: both sample one token.
@@ -229,7 +220,7 @@ def show_prompts(seconds: Mapping[int, float], console: Console) -> None:
     console.print(f"prompts of {RAGGED}: {', '.join(parts)}; at most {times:.2f} x the first")
 
 
-def programs(slots: int | None, quick: bool, console: Console) -> dict[str, Any]:
+def programs(slots: int, quick: bool, console: Console) -> dict[str, Any]:
     """Decoding as the compilers of a CPU and of a TPU plan it; if `quick`, deep models once."""
     devices = {"cpu": jax.local_devices(backend="cpu")[0]}
     try:
@@ -248,7 +239,7 @@ def programs(slots: int | None, quick: bool, console: Console) -> dict[str, Any]
             wide = decode_program(wide_config(4), WIDE, settings_of(WIDE, slots), device)
             found["tpu 4 layers of 0.6B"] = wide.plan()
         for depth in DEPTHS if not quick else DEPTHS[: platform == "cpu"]:
-            settings = settings_of(DEEP, None if slots is None else DEEP.prompts * DEEP.samples)
+            settings = settings_of(DEEP, DEEP.prompts * DEEP.samples)
             program = decode_program(deep_config(depth), DEEP, settings, device)
             found[f"{platform} {depth} layers"] = program.size()
     return found
@@ -280,7 +271,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="under 6 minutes: without M and V")
     parser.add_argument("--workloads", help="such as S/A,S/C")
     parser.add_argument("--pairs", type=int, default=5)
-    parser.add_argument("--slots", type=int, help="samples decoded at once; 0: the engine chooses")
+    parser.add_argument("--slots", type=int, default=64, help="samples decoded at once; 0: all")
     arguments = parser.parse_args()
     if arguments.pairs < 1:
         parser.error(f"--pairs {arguments.pairs}: give 1 or more, 5 for a result")
@@ -302,8 +293,6 @@ def main() -> None:
     about, console = describe(), Console(width=110)
     console.print(f"{about['device']}, jax {about['jax']}, commit {about['commit']}")
     slots = arguments.slots
-    if slots is None and "slots" in SamplingSettings._fields:
-        slots = 64  # the samples of A and B: every workload is then compared at the same number
     of = functools.cache(lambda name: Ours(name, slots))
     results = {}
     for name in arguments.workloads:

@@ -75,6 +75,11 @@ class Sizes(NamedTuple):
         # A chunk is written whole or dropped, so no column is missing for it.
         return cls(bins, per_bin, slots, rows, max(1, width - 1))
 
+    def aligned(self, settings: SamplingSettings) -> bool:
+        """Whether each sample has a slot, and each prompt a row, from beginning to end."""
+        samples = self.prompts * settings.group_size
+        return self.rows == self.prompts and self.slots == samples
+
 
 def make_sampler(model: Model, settings: SamplingSettings, mesh: Mesh | None = None) -> Sampler:
     """Jits what `sample` runs.
@@ -160,8 +165,7 @@ class _Call:
         self.free = [list(range(sizes.rows)) for _ in range(sizes.bins)]
         self.held: list[dict[int, int]] = [{} for _ in range(sizes.bins)]  # prompt -> row
         self.slots = sizes.slots
-        everything = sizes.rows == sizes.prompts
-        self.aligned = everything and sizes.slots == sizes.prompts * sampler.settings.group_size
+        self.aligned = sizes.aligned(sampler.settings)
 
     def run(self) -> DecodeState:
         """Decodes until every sample has ended."""
