@@ -390,7 +390,7 @@ def rounding_of(blueprint: Blueprint) -> float | None:
     sampling = blueprint.sampling
     if sampling.top_k or sampling.top_p < 1:  # they differ by the probability that was cut
         return None
-    # Accelerators multiply float32 in fewer bits unless they are told not to.
+    # Accelerators multiply float32 in fewer bits unless JAX is set otherwise.
     precision = jax.config.jax_default_matmul_precision  # pyright: ignore[reportAttributeAccessIssue]
     exact = precision in ("highest", "float32")
     on_cpu = blueprint.mesh.devices.flat[0].platform == "cpu"
