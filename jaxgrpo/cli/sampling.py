@@ -28,7 +28,7 @@ ACT = ("model.", "data.", "rollout.", "mesh.", "train.seed")
 """What the names of keys that act on samples begin with."""
 
 MUCH = 1.1
-"""Tokens per second without the first batch are shown where they are so many times those with it."""
+"""The rate without the first batch is shown where it is so many times the rate with it."""
 
 
 def write_samples(

@@ -36,6 +36,11 @@ class SamplingSettings(NamedTuple):
     def distribution(self) -> Distribution:
         return Distribution(self.temperature, self.top_k, self.top_p, self.min_p)
 
+    @property
+    def is_cut(self) -> bool:
+        """Whether some tokens of the model's distribution are never drawn."""
+        return bool(self.top_k or self.top_p < 1 or self.min_p or self.min_completion_tokens)
+
 
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -365,7 +365,7 @@ def _accumulate(
 def rounding_of(blueprint: Blueprint) -> float | None:
     """The entry of ROUNDING for a run; None where its samples come from a cut distribution."""
     sampling = blueprint.sampling
-    if sampling.top_k or sampling.top_p < 1:  # they differ by the probability that was cut
+    if sampling.is_cut:  # they differ by the probability that was cut
         return None
     # Accelerators multiply float32 in fewer bits unless JAX is set otherwise.
     precision = jax.config.jax_default_matmul_precision  # pyright: ignore[reportAttributeAccessIssue]

@@ -41,7 +41,7 @@ def test_the_peer_has_our_model_and_counts_what_it_generates(ragged):
     prompts = prompts_of(work, 512)
     peer = Transformers(model, params, prompts, work)
     key = jax.random.key_data(jax.random.key(0))
-    rollouts = sample(make_sampler(model, settings_of(work, None)), params, prompts, key)
+    rollouts = sample(make_sampler(model, settings_of(work, 64)), params, prompts, key)
     assert peer.difference(rollouts) < 1e-4
     tokens = [peer.run(seed).tokens for seed in range(3)]
     assert max(tokens) <= 2 * 3 * 5
