@@ -27,6 +27,8 @@ from jaxgrpo.training.policy import StoredPolicy, config_for, find_policy, key_o
 ACT = ("model.", "data.", "rollout.", "mesh.", "train.seed")
 """What the names of keys that act on samples begin with."""
 
+ROUNDS = 4  # samples of a batch per slot: rows come soon, and few slots idle while a batch ends
+
 MUCH = 1.1
 """The rate without the first batch is shown where it is so many times the rate with it."""
 
@@ -62,24 +64,24 @@ def write_samples(
     if not temperature >= 0:
         raise InputError(f"--temperature {temperature:g}: give a number above 0, or 0 for greedy")
     rows = _lines(prompts) if prompts.endswith(".txt") else None
-    changes = _changes(None if rows else prompts, top_k, top_p, max_tokens)
-    config = config_for(target, changes, overrides)
+    asked_for = _changes(None if rows else prompts, top_k, top_p, max_tokens)
+    config = config_for(target, asked_for, overrides)
     console = Console(highlight=False)
     policy, asked = find_policy(console, config, rows)
     questions = Questions(asked.rows, asked.encoded, _unjudged)
-    batches = make_batches(policy, questions, group_size=samples, temperature=temperature)
-    asks = {"--samples": samples, "--temperature": temperature}
+    batches = make_batches(policy, questions, samples, rounds=ROUNDS, temperature=temperature)
+    facts = {"--samples": samples, "--temperature": temperature, **_facts(config, questions)}
     with SampleFile(out) as file:
         texts = [row["prompt"] for row in questions.rows]
         begun = functools.partial(file.resume, prompts=texts, samples=samples, size=batches.size)
-        done = process.decided(lambda: begun(asks | _facts(config, questions), overwrite=overwrite))
+        done = process.decided(lambda: begun(facts, overwrite=overwrite))
         if done == len(texts):
             said = "are there already; to sample them again: --overwrite"
         else:
             said = _ask(console, policy, questions, batches, key_of(config), done, samples, file)
     if process.is_main():
-        total = f"{samples * len(texts)} samples of {len(texts)} prompts"
-        console.print(f"{out}: {total} {said}", soft_wrap=True, markup=False)
+        said = f"{out}: {samples * len(texts)} samples of {len(texts)} prompts {said}"
+        console.print(said, soft_wrap=True, markup=False)
     return 0
 
 

@@ -31,7 +31,7 @@ from jaxgrpo.rollout.selection import pad_prompts
 from jaxgrpo.update import diagnostics
 
 PURPOSE = 1  # folded into the key, so that evaluation never repeats training's draws
-ROUNDS = 16  # samples of a batch per slot, so that few slots idle while its last ones end
+ROUNDS = 16  # samples of a batch per slot; more: fewer slots idle while a batch ends
 SUCCESS = 0.5  # a scorer's value above it is a success
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 
@@ -150,9 +150,9 @@ def make_evaluator(
         base=base,
         rows=config.train.rows_per_micro_batch,
     )
-    greedy = make_asker(policy, questions, group_size=1, temperature=0.0, purpose=PURPOSE)
+    greedy = make_asker(policy, questions, 1, temperature=0.0, purpose=PURPOSE)
     samples = config.eval.samples
-    sampled = make_asker(policy, questions, rescore, group_size=samples, purpose=PURPOSE)
+    sampled = make_asker(policy, questions, samples, rescore, purpose=PURPOSE)
 
     def evaluate(params: Params, key: Array, step: int) -> Evaluation:
         best, many = greedy(params, key, step), sampled(params, key, step)
@@ -252,14 +252,17 @@ def answer_rows(
 
 
 def make_asker(
-    policy: Policy, questions: Questions, rescore: Rescore | None = None, **changes: Any
+    policy: Policy,
+    questions: Questions,
+    samples: int,
+    rescore: Rescore | None = None,
+    **changes: Any,
 ) -> Ask:
     """The function that samples answers to every question and has them judged.
 
-    Args:
-      changes: sampling settings to replace, as group_size, temperature and purpose.
+    Args: as of `make_batches`.
     """
-    size, ask_batch = make_batches(policy, questions, rescore, **changes)
+    size, ask_batch = make_batches(policy, questions, samples, rescore, **changes)
 
     def ask(params: Params, key: Array, step: int) -> Answers:
         begins = range(0, len(questions.rows), size)
@@ -273,7 +276,13 @@ def make_asker(
 
 
 def make_batches(
-    policy: Policy, questions: Questions, rescore: Rescore | None = None, **changes: Any
+    policy: Policy,
+    questions: Questions,
+    samples: int,
+    rescore: Rescore | None = None,
+    *,
+    rounds: int = ROUNDS,
+    **changes: Any,
 ) -> Batches:
     """The function that asks one batch of the questions, and how many are in a batch.
 
@@ -281,14 +290,14 @@ def make_batches(
     question's place and not on which batches were asked before.
 
     Args:
-      changes: sampling settings to replace, as group_size, temperature and purpose.
+      samples: per question.
+      rounds: samples of a batch per slot.
+      changes: sampling settings to replace, as temperature and purpose.
     """
-    mesh, settings = policy.mesh, policy.settings._replace(**changes)
-    bins, count = sharding.num_bins(mesh), len(questions.rows)
-    settings = _with_slots(policy, settings, math.ceil(count / bins) * bins)
+    mesh, count = policy.mesh, len(questions.rows)
+    settings = _with_slots(policy, policy.settings._replace(group_size=samples, **changes), count)
     sampler = make_sampler(policy.model, settings, mesh)
-    most = ROUNDS * max(1, settings.slots // settings.group_size)
-    size = math.ceil(min(count, most) / bins) * bins
+    size = _whole(mesh, min(count, max(1, rounds * settings.slots // samples)))
 
     def ask(begin: int, params: Params, key: Array, step: int) -> Answers:
         # The last batch is filled up by repeating rows, whose answers are dropped.
@@ -312,8 +321,7 @@ def make_batches(
         rescored = {} if rescore is None else sharding.to_host(rescore(params, found))
         kept = jax.tree.map(lambda leaf: leaf[: count - begin], (*host, scores["scorer"], rescored))
         tokens, mask, logp, truncated, scored, rescored = kept
-        ids = map(completion_ids, tokens, mask)
-        texts = [decode_texts(policy.tokenizer, of_prompt) for of_prompt in ids]
+        texts = [decode_texts(policy.tokenizer, ids) for ids in map(completion_ids, tokens, mask)]
         return Answers(tokens, mask, logp, truncated, scored, texts, rescored)
 
     return Batches(size, ask)
@@ -323,9 +331,15 @@ def _with_slots(policy: Policy, settings: SamplingSettings, prompts: int) -> Sam
     """The settings with as many slots as fit, where they have no number."""
     if settings.slots:
         return settings
-    sizes = (prompts, policy.width)
+    sizes = (_whole(policy.mesh, prompts), policy.width)
     slots = fitting_slots(policy.model, settings, policy.mesh, *sizes, policy.free)
     return settings._replace(slots=slots)
+
+
+def _whole(mesh: Mesh, prompts: int) -> int:
+    """At least so many prompts, as many in every bin."""
+    bins = sharding.num_bins(mesh)
+    return math.ceil(prompts / bins) * bins
 
 
 def extractor_of(config: Config, scorer: RewardFunction) -> Callable[[str], Hashable] | None:

@@ -18,8 +18,8 @@ from jaxgrpo.models.hf import folders
 
 PROMPTS = [f"{number}+{number + 1}=" for number in range(10, 20)]
 SAMPLES = 2
-BATCH = 4  # prompts: 8 slots, of two samples each
-SETTINGS = ("rollout.prompts_per_step=1", "rollout.group_size=8", "rollout.max_prompt_tokens=8")
+BATCH = 4  # prompts: four samples per slot, two slots
+SETTINGS = ("rollout.slots=2", "rollout.max_prompt_tokens=8")
 
 
 @pytest.fixture(scope="module")

@@ -124,7 +124,7 @@ def draw(config: Config, policy: StoredPolicy, questions: Questions) -> Answers:
         logp=True,
         rows=config.train.rows_per_micro_batch,
     )
-    ask = make_asker(policy, questions, rescore, group_size=config.eval.samples, purpose=PURPOSE)
+    ask = make_asker(policy, questions, config.eval.samples, rescore, purpose=PURPOSE)
     return ask(policy.read_params(), key_of(config), 0)
 
 
