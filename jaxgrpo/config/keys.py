@@ -170,6 +170,7 @@ class RolloutKeys:
     min_p: float = key(0.0, at_least=0)  # and of at least this share of the likeliest's probability
     min_completion_tokens: int = key(0, at_least=0)  # no end token is drawn before
     slots: int | None = key(None, at_least=1)  # samples decoded at once; None: what fits
+    overlap_rewards: bool = key(True)  # judge groups that have ended while others decode
     segment_tokens: int = key(16, at_least=1)  # decoded between two looks at what has ended
     prompts: Part = key({"use": "sequential"})  # the policy that chooses what is sampled next
     refill: Mapping[str, float] | None = key(None)  # { factor = 3.0 }: groups generated at most,

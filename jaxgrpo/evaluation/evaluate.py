@@ -25,7 +25,7 @@ from jaxgrpo.models.api import Model
 from jaxgrpo.rewards import RewardFunction, TrainerState, answers
 from jaxgrpo.rewards.protocol import Reward
 from jaxgrpo.rollout.capacity import fitting_slots
-from jaxgrpo.rollout.judging import completion_ids, decode_texts, judge_texts, put_prompts
+from jaxgrpo.rollout.judging import Judge, completion_ids, decode_texts, put_prompts
 from jaxgrpo.rollout.sampler import SamplingSettings, make_sampler, sample
 from jaxgrpo.rollout.selection import pad_prompts
 from jaxgrpo.update import diagnostics
@@ -299,6 +299,14 @@ def make_batches(
     sampler = make_sampler(policy.model, settings, mesh)
     size = _whole(mesh, min(count, max(1, rounds * settings.slots // samples)))
 
+    judge = Judge(
+        policy.tokenizer,
+        {"scorer": questions.scorer},
+        questions.rows,
+        on_error={"scorer": questions.on_error},
+        timeout={"scorer": questions.timeout},
+    )
+
     def ask(begin: int, params: Params, key: Array, step: int) -> Answers:
         # The last batch is filled up by repeating rows, whose answers are dropped.
         chosen = np.arange(begin, begin + size) % count
@@ -308,16 +316,7 @@ def make_batches(
         host = sharding.to_host(
             (found.completion_tokens, found.token_mask, found.behavior_logp, found.truncated)
         )
-        scores, _ = judge_texts(
-            policy.tokenizer,
-            {"scorer": questions.scorer},
-            questions.rows,
-            chosen,
-            *host[:2],
-            trainer_state=TrainerState(global_step=step),
-            on_error={"scorer": questions.on_error},
-            timeout={"scorer": questions.timeout},
-        )
+        scores, _ = judge.rollouts(chosen, host[0], host[1], TrainerState(global_step=step))
         rescored = {} if rescore is None else sharding.to_host(rescore(params, found))
         kept = jax.tree.map(lambda leaf: leaf[: count - begin], (*host, scores["scorer"], rescored))
         tokens, mask, logp, truncated, scored, rescored = kept

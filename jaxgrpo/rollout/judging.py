@@ -10,7 +10,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -88,59 +88,120 @@ def completion_ids(tokens: Any, mask: Any) -> list[list[int]]:
     return [row[:end].tolist() for row, end in zip(tokens, length, strict=True)]
 
 
-def judge_texts(
-    tokenizer: Any,
-    functions: Mapping[str, RewardFunction],
-    rows: Sequence[Mapping[str, Any]],
-    row: np.ndarray,
-    tokens: np.ndarray,
-    mask: np.ndarray,
-    *,
-    trainer_state: TrainerState | None = None,
-    on_error: Mapping[str, str] | None = None,
-    timeout: Mapping[str, float | None] | None = None,
-) -> tuple[dict[str, np.ndarray], RewardLog]:
-    """Calls rewards on completions [P, G, T]; columns come from the data rows, once per sample.
+class Judged(NamedTuple):
+    """What the rewards say of some groups."""
 
-    With several processes each judges its share of the groups and all get everything.
+    places: np.ndarray  # [n] int, which groups of the rollouts
+    scores: dict[str, np.ndarray]  # name -> float32 [n, G], NaN = not scored
+    log: RewardLog
 
-    Returns: name -> float32 [P, G], NaN = not scored; what the rewards logged, samples in order.
-    Raises: RewardError as `call_rewards` does, in every process.
+
+class Judge(NamedTuple):
+    """Rewards with all that they are called with beside the completions."""
+
+    tokenizer: Any
+    functions: Mapping[str, RewardFunction]
+    rows: Sequence[Mapping[str, Any]]  # of the data set
+    on_error: Mapping[str, str] | None = None
+    timeout: Mapping[str, float | None] | None = None
+
+    def groups(
+        self, places: np.ndarray, row: np.ndarray, tokens: np.ndarray, mask: np.ndarray, state: Any
+    ) -> Judged:
+        """Judges groups in this process. Shapes: places, row [n]; tokens, mask [n, G, T]."""
+        _, samples, steps = tokens.shape
+        chosen = [self.rows[index] for index in row for _ in range(samples)]
+        ids = completion_ids(tokens.reshape(-1, steps), mask.reshape(-1, steps))
+        prompts = [entry["prompt"] for entry in chosen]
+        texts = for_rewards(prompts, decode_texts(self.tokenizer, ids))
+        names = [name for name in self.rows[0] if name != "prompt"]
+        columns = {name: [entry[name] for entry in chosen] for name in names}
+        policy = {"on_error": self.on_error, "timeout": self.timeout}
+        scores, log = call_rewards(
+            self.functions, *texts, ids, columns, trainer_state=state, **policy
+        )
+        return Judged(places, {n: np.reshape(v, (-1, samples)) for n, v in scores.items()}, log)
+
+    def rollouts(
+        self,
+        row: np.ndarray,
+        tokens: np.ndarray,
+        mask: np.ndarray,
+        state: TrainerState | None = None,
+        early: Sequence[Judged] = (),
+    ) -> tuple[dict[str, np.ndarray], RewardLog]:
+        """Calls the rewards on completions [P, G, T]; columns come from the data rows.
+
+        With several processes each judges its share of the groups and all get everything.
+
+        Args:
+          early: groups of this process's share that have been judged already.
+
+        Returns: name -> float32 [P, G], NaN = not scored; what the rewards logged, samples in
+        order.
+        Raises: RewardError as `call_rewards` does, in every process.
+        """
+        groups, samples = tokens.shape[:2]
+        done = np.concatenate([np.zeros(0, int), *(one.places for one in early)])
+        left = np.setdiff1d(np.flatnonzero(is_own(np.arange(groups))), done)
+
+        def call() -> list[Judged]:
+            if not left.size and early:
+                return list(early)
+            return [*early, self.groups(left, row[left], tokens[left], mask[left], state)]
+
+        parts = _everyone(call)
+        whole = {name: np.empty((groups, samples), np.float32) for name in self.functions}
+        source = np.full(groups, -1)
+        for index, part in enumerate(parts):
+            source[part.places] = index
+            for name, values in part.scores.items():
+                whole[name][part.places] = values
+        logs = [part.log if len(parts) == 1 else _weighed(part, samples) for part in parts]
+        return whole, merge_logs(logs, source, samples)
+
+
+def _weighed(part: Judged, samples: int) -> RewardLog:
+    """Its log, whose metrics count once per completion.
+
+    So a mean that a reward logs of each of its calls becomes that of all completions.
     """
-    groups, samples, steps = tokens.shape
-    owner = np.arange(groups) % jax.process_count()
-    own = owner == jax.process_index()
-    chosen = [rows[index] for index in row[own] for _ in range(samples)]
-    ids = completion_ids(tokens[own].reshape(-1, steps), mask[own].reshape(-1, steps))
-    texts = for_rewards([entry["prompt"] for entry in chosen], decode_texts(tokenizer, ids))
-
-    def call() -> tuple[dict[str, np.ndarray], RewardLog]:
-        columns = {name: [entry[name] for entry in chosen] for name in rows[0] if name != "prompt"}
-        policy = {"on_error": on_error, "timeout": timeout}
-        return call_rewards(functions, *texts, ids, columns, trainer_state=trainer_state, **policy)
-
-    shares = _everyone(call)
-    whole = {name: np.empty((groups, samples), np.float32) for name in functions}
-    for process, (scores, _) in enumerate(shares):
-        for name, values in scores.items():
-            whole[name][owner == process] = np.reshape(values, (-1, samples))
-    return whole, merge_logs([RewardLog(*log) for _, log in shares], owner, samples)
+    size = len(part.places) * samples
+    sums = part.log.metrics.items()
+    return part.log._replace(
+        metrics={n: (total / count * size, size) for n, (total, count) in sums}
+    )
 
 
-def _everyone(call: Callable[[], tuple[dict[str, np.ndarray], RewardLog]]) -> list[Any]:
-    """The results of `call` in each process; if it fails in one it fails in all: none waits."""
+def is_own(place: np.ndarray) -> np.ndarray:
+    """Which groups this process judges."""
+    return place % jax.process_count() == jax.process_index()
+
+
+def _everyone(call: Callable[[], list[Judged]]) -> list[Judged]:
+    """What all processes judged; if it fails in one it fails in all: none waits."""
     if jax.process_count() == 1:
-        return [call()]
+        return call()
     try:
-        scores, log = call()
+        parts = call()
     except Exception as error:
         gather_json(str(error))
         raise
-    shares = gather_json([{name: values.tolist() for name, values in scores.items()}, log])
+    shares = gather_json(
+        [
+            [part.places.tolist(), {n: v.tolist() for n, v in part.scores.items()}, part.log]
+            for part in parts
+        ]
+    )
     for process, share in enumerate(shares):
         if isinstance(share, str):
             raise RewardError(f"process {process}: {share}")
-    return shares
+
+    def read(places: Any, scores: Any, log: Any) -> Judged:
+        values = {name: np.asarray(value, np.float32) for name, value in scores.items()}
+        return Judged(np.asarray(places, int), values, RewardLog(*log))
+
+    return [read(*part) for share in shares for part in share]
 
 
 def merge_logs(logs: Sequence[RewardLog], owner: np.ndarray, samples: int) -> RewardLog:
@@ -164,6 +225,17 @@ def merge_logs(logs: Sequence[RewardLog], owner: np.ndarray, samples: int) -> Re
     return RewardLog(extra, merge_metrics(log.metrics for log in logs), failed, messages)
 
 
+def judge_of(tokenizer: Any, rewards: Sequence[Reward], rows: Sequence[Mapping[str, Any]]) -> Judge:
+    """The rewards of a run, ready to judge."""
+    return Judge(
+        tokenizer,
+        {entry.name: entry.function for entry in rewards},
+        rows,
+        on_error={entry.name: entry.on_error for entry in rewards},
+        timeout={entry.name: entry.timeout for entry in rewards},
+    )
+
+
 def make_rewarder(
     mesh: Mesh,
     policy: PromptPolicy,
@@ -173,7 +245,7 @@ def make_rewarder(
     columns: Mapping[str, np.ndarray],
     steps: int,
     seed: int,
-) -> Callable[[TrainState, Rollouts], tuple[TrainState, Rollouts, RewardLog]]:
+) -> Callable[..., tuple[TrainState, Rollouts, RewardLog]]:
     """The function that judges rollouts and shows them, with their scores, to the prompt policy.
 
     The policy sees them here since every group that is generated is judged, once, whether or not it
@@ -186,26 +258,20 @@ def make_rewarder(
       seed: of the run; it decides which 0/1 rewards are flipped (`flip`).
     """
     noise = {entry.name: entry.flip for entry in rewards if entry.flip}
-    functions = {entry.name: entry.function for entry in rewards}
-    on_error = {entry.name: entry.on_error for entry in rewards}
-    timeout = {entry.name: entry.timeout for entry in rewards}
+    judge = judge_of(tokenizer, rewards, rows)
 
-    def reward(state: TrainState, rollouts: Rollouts) -> tuple[TrainState, Rollouts, RewardLog]:
-        host = sharding.to_host((rollouts.row, rollouts.completion_tokens, rollouts.token_mask))
-        progress = trainer_state_of(rollouts, len(rows), steps)
-        scores, log = judge_texts(
-            tokenizer,
-            functions,
-            rows,
-            *host,
-            trainer_state=progress,
-            on_error=on_error,
-            timeout=timeout,
+    def reward(
+        state: TrainState, rollouts: Rollouts, early: Sequence[Judged] = ()
+    ) -> tuple[TrainState, Rollouts, RewardLog]:
+        row, tokens, mask = sharding.to_host(
+            (rollouts.row, rollouts.completion_tokens, rollouts.token_mask)
         )
+        progress = trainer_state_of(rollouts, len(rows), steps)
+        scores, log = judge.rollouts(row, tokens, mask, progress, early)
         ordinal = sharding.to_host(rollouts.ordinal)
         scores, log = flipped(scores, log, noise, seed, progress.global_step, ordinal)
         placed = {name: put_prompts(mesh, value) for name, value in scores.items()}
-        fields = {name: put_prompts(mesh, column[host[0]]) for name, column in columns.items()}
+        fields = {name: put_prompts(mesh, column[row]) for name, column in columns.items()}
         judged = dataclasses.replace(rollouts, rewards=placed, fields={**rollouts.fields, **fields})
         seen = policy.observe(state.prompt_policy_state, judged)
         return dataclasses.replace(state, prompt_policy_state=seen), judged, log
@@ -213,7 +279,7 @@ def make_rewarder(
     return reward
 
 
-def trainer_state_of(rollouts: Rollouts, num_rows: int, max_steps: int) -> TrainerState:
+def trainer_state_of(rollouts: Prompts, num_rows: int, max_steps: int) -> TrainerState:
     """The progress of the run when these rollouts are judged."""
     step, ordinal = sharding.to_host((rollouts.step, rollouts.ordinal))
     main = jax.process_index() == 0

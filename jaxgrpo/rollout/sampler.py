@@ -23,7 +23,7 @@ from jaxgrpo.models import sharding
 from jaxgrpo.models.api import Model, params_per_layer
 from jaxgrpo.rollout import decoding
 from jaxgrpo.rollout.decoding import Engine
-from jaxgrpo.rollout.state import DecodeState, Queue, Samples, SamplingSettings
+from jaxgrpo.rollout.state import DecodeState, Finished, Queue, Samples, SamplingSettings
 
 SHRINK = 0.625
 """Share of the slots that the next smaller size keeps, rounded up to a multiple of 8.
@@ -34,6 +34,7 @@ With halves, slots that idle while the last samples end cost 1.2 times the token
 FEWEST_SLOTS = 4
 CHUNK = 64  # prompt tokens of one row that are computed at once
 CHUNK_TOKENS = 512  # of all rows of a bin
+GROUPS_TOLD = 8  # groups that are fetched at once for whoever is told of finished ones
 ROWS_PER_SLOT = 3  # rows of the prompts' cache, times the group size, per slot: see `Sizes.of`
 
 
@@ -49,6 +50,7 @@ class Sampler(NamedTuple):
     decode: Callable[..., tuple[DecodeState, decoding.Counters]]
     order: Callable[..., Any]
     take: Callable[..., Any]
+    peek: Callable[..., tuple[Array, Array]]
     finish: Callable[[DecodeState, Prompts], Rollouts]
     seen: set[Any]  # sizes whose smaller sizes are compiled too
 
@@ -100,12 +102,19 @@ def make_sampler(model: Model, settings: SamplingSettings, mesh: Mesh | None = N
         decode=jax.jit(decode, static_argnums=0, donate_argnums=2),
         order=jax.jit(functools.partial(_order, settings), static_argnums=(1, 2)),
         take=jax.jit(decoding.take),
+        peek=jax.jit(functools.partial(_peek, settings.group_size)),
         finish=jax.jit(_finish),
         seen=set(),
     )
 
 
-def sample(sampler: Sampler, params: Params, prompts: Prompts, key: Array) -> Rollouts:
+def sample(
+    sampler: Sampler,
+    params: Params,
+    prompts: Prompts,
+    key: Array,
+    finished: Callable[[Finished], None] | None = None,
+) -> Rollouts:
     """Draws G completions for every prompt from the policy `params`.
 
     A token is drawn by Gumbel-max from softmax(logits / temperature), cut to top_k, top_p and
@@ -115,16 +124,21 @@ def sample(sampler: Sampler, params: Params, prompts: Prompts, key: Array) -> Ro
     Args:
       prompts: with `forced_prefix`, samples begin with tokens that are given.
       key: [2] uint32, the data of the run's key.
+      finished: told of groups that have ended while others decode; not of the last ones.
 
     Returns: rollouts without rewards; `behavior_logp` is of the distribution drawn from (for
     temperature 0 of the model's own, at temperature 1). With settings.untempered the field
     "untempered_logp" is the model's own in any case.
     """
-    return sample_counted(sampler, params, prompts, key)[0]
+    return sample_counted(sampler, params, prompts, key, finished)[0]
 
 
 def sample_counted(
-    sampler: Sampler, params: Params, prompts: Prompts, key: Array
+    sampler: Sampler,
+    params: Params,
+    prompts: Prompts,
+    key: Array,
+    finished: Callable[[Finished], None] | None = None,
 ) -> tuple[Rollouts, Array]:
     """`sample`, and its slot-steps: decoding steps times slots, over all bins."""
     bins = 1 if sampler.mesh is None else sharding.num_bins(sampler.mesh)
@@ -132,7 +146,7 @@ def sample_counted(
     sizes = Sizes.of(sampler.settings, bins, number, width)
     _check(sampler.settings, prompts)
     state = sampler.begin(sizes, prompts, key)
-    state = _Call(sampler, sizes, params, prompts, state).run()
+    state = _Call(sampler, sizes, params, prompts, state, finished).run()
     return sampler.finish(state, prompts), state.slot_steps
 
 
@@ -151,8 +165,18 @@ def _check(settings: SamplingSettings, prompts: Prompts) -> None:
 class _Call:
     """One call of `sample` under way."""
 
-    def __init__(self, sampler, sizes: Sizes, params: Params, prompts: Prompts, state: DecodeState):
-        self.sampler, self.sizes, self.state = sampler, sizes, state
+    def __init__(
+        self,
+        sampler: Sampler,
+        sizes: Sizes,
+        params: Params,
+        prompts: Prompts,
+        state: DecodeState,
+        finished: Callable[[Finished], None] | None,
+    ):
+        self.sampler, self.sizes, self.state, self.finished = sampler, sizes, state, finished
+        self.told = np.zeros((sizes.bins, sizes.prompts), bool)
+        self.peeked: list[tuple[np.ndarray, tuple[Array, Array]]] = []
         self.params = sampler.split(params)
         tokens, mask = sharding.to_host((prompts.prompt_tokens, prompts.prompt_mask))
         shape = (sizes.bins, sizes.prompts, -1)
@@ -179,6 +203,7 @@ class _Call:
             # The segment before the one just dispatched: the device never waits for the host.
             if before is not None:
                 live, drained, done = sharding.to_host(before)
+                self._tell(done)
                 if drained and live == 0:
                     break
                 self._release(done)
@@ -189,6 +214,20 @@ class _Call:
             before = counters
         self._compile_smaller()
         return self.state
+
+    def _tell(self, done: np.ndarray) -> None:
+        """Passes on the groups that were fetched last time, and begins to fetch the next ones."""
+        if self.finished is None:
+            return
+        for places, arrays in self.peeked:
+            tokens, mask = (array[: len(places)] for array in sharding.to_host(arrays))
+            self.finished(Finished(places, tokens, mask))
+        new, self.told = np.flatnonzero((done & ~self.told).reshape(-1)), done
+        self.peeked = []
+        for begin in range(0, len(new), GROUPS_TOLD):
+            places = new[begin : begin + GROUPS_TOLD]
+            filled = np.resize(places, GROUPS_TOLD).astype(np.int32)
+            self.peeked.append((places, self.sampler.peek(self.state.samples, filled)))
 
     def _release(self, done: np.ndarray) -> None:
         """Frees the rows of prompts all of whose samples have ended."""
@@ -332,6 +371,24 @@ def _order(settings: SamplingSettings, state: DecodeState, slots: int, aligned: 
     return order, decoding.take(decoding.rows_of(state, settings, aligned), order)
 
 
+def _mask(samples: Samples) -> Array:
+    """[D, M, T]: the tokens that were drawn."""
+    index = jnp.arange(samples.tokens.shape[-1])
+    mask = index < samples.length[..., None]
+    if samples.forced is not None:
+        mask &= index >= (samples.forced >= 0).sum(-1)[..., None]
+    return mask
+
+
+def _peek(group: int, samples: Samples, places: Array) -> tuple[Array, Array]:
+    """Tokens and mask [n, G, T] of some groups [n], counted over all bins."""
+
+    def take(array: Array) -> Array:
+        return array.reshape(-1, group, array.shape[-1])[places]
+
+    return take(samples.tokens), take(_mask(samples))
+
+
 def _finish(state: DecodeState, prompts: Prompts) -> Rollouts:
     samples = state.samples
     bins, count = state.queue.row.shape
@@ -339,15 +396,11 @@ def _finish(state: DecodeState, prompts: Prompts) -> Rollouts:
     def of_prompts(array: Array) -> Array:
         return array.reshape(bins * count, -1, *array.shape[2:])
 
-    index = jnp.arange(samples.tokens.shape[-1])
-    mask = index < samples.length[..., None]
-    if samples.forced is not None:
-        mask &= index >= (samples.forced >= 0).sum(-1)[..., None]
     raw = samples.untempered
     return Rollouts(
         **vars(prompts),
         completion_tokens=of_prompts(samples.tokens),
-        token_mask=of_prompts(mask),
+        token_mask=of_prompts(_mask(samples)),
         behavior_logp=of_prompts(samples.logp),
         rewards={},
         truncated=of_prompts(~samples.stopped),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, NamedTuple
 
+import numpy as np
 from jax import Array
 
 from jaxgrpo.core.types import register
@@ -40,6 +41,14 @@ class SamplingSettings(NamedTuple):
     def is_cut(self) -> bool:
         """Whether some tokens of the model's distribution are never drawn."""
         return bool(self.top_k or self.top_p < 1 or self.min_p or self.min_completion_tokens)
+
+
+class Finished(NamedTuple):
+    """Groups that have ended while others decode, on the host."""
+
+    places: np.ndarray  # [n] int, which of the call's prompts
+    tokens: np.ndarray  # [n, G, T] int32
+    mask: np.ndarray  # [n, G, T] bool, as `Rollouts.token_mask`
 
 
 @register

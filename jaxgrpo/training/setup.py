@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import inspect
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -34,7 +35,15 @@ from jaxgrpo.models.hf import folders
 from jaxgrpo.rewards import RewardLog
 from jaxgrpo.rewards.protocol import Reward
 from jaxgrpo.rollout import refill
-from jaxgrpo.rollout.judging import make_rewarder, make_selector, put_prompts
+from jaxgrpo.rollout.judging import (
+    Judged,
+    judge_of,
+    make_rewarder,
+    make_selector,
+    put_prompts,
+    trainer_state_of,
+)
+from jaxgrpo.rollout.overlap import sample_and_judge
 from jaxgrpo.rollout.sampler import SamplingSettings
 from jaxgrpo.rollout.selection import PromptPolicy, prompt_metrics
 from jaxgrpo.training import inputs, memory, process
@@ -93,7 +102,7 @@ class Setup(NamedTuple):
     policy: PromptPolicy
     select: Callable[[TrainState], tuple[Prompts, TrainState]]
     sample: step.Sample  # (sync(state), prompts, state.key)
-    reward: Callable[[TrainState, Rollouts], tuple[TrainState, Rollouts, RewardLog]]
+    reward: Callable[..., tuple[TrainState, Rollouts, RewardLog]]  # (state, rollouts, early=())
     prepare: step.Prepare
     update: step.Update
     sync: step.Sync
@@ -115,10 +124,10 @@ class Setup(NamedTuple):
         def generate(state: TrainState) -> tuple[TrainState, Rollouts, RewardLog]:
             with phase("sample"):
                 prompts, state = self.select(state)
-                rollouts = self.sample(params, prompts, state.key)
+                rollouts, early = self._sampled(params, prompts, state.key)
                 jax.block_until_ready(rollouts.completion_tokens)
             with phase("reward"):
-                return self.reward(state, rollouts)
+                return self.reward(state, rollouts, early)
 
         before, asked = state, self.config.rollout.refill
         if asked is None:
@@ -132,6 +141,17 @@ class Setup(NamedTuple):
             rollouts = put_prompts(self.mesh, chosen)
         metrics |= prompt_metrics(self.policy, before, state, len(rollouts.row))
         return state, Collected(rollouts, said, metrics)
+
+    def _sampled(
+        self, params: Params, prompts: Prompts, key: jax.Array
+    ) -> tuple[Rollouts, list[Judged]]:
+        """Samples, and where the engine can tell, what was judged before it ended."""
+        tells = "finished" in inspect.signature(self.sample).parameters
+        if not (self.config.rollout.overlap_rewards and tells):
+            return self.sample(params, prompts, key), []
+        judge = judge_of(self.tokenizer, self.rewards, self.rows)
+        progress = trainer_state_of(prompts, len(self.rows), self.config.train.steps)
+        return sample_and_judge(self.sample, params, prompts, key, judge, progress)
 
 
 def setup(

@@ -18,7 +18,7 @@ from jax import Array
 
 from jaxgrpo import advantages
 from jaxgrpo.core.metrics import Metrics, empty_like, mean, merge
-from jaxgrpo.core.types import FIELDS, Params, Prompts, Rollouts, TrainBatch, TrainState
+from jaxgrpo.core.types import FIELDS, Params, Rollouts, TrainBatch, TrainState
 from jaxgrpo.losses import Tokens, token_loss
 from jaxgrpo.models import sharding
 from jaxgrpo.models.logprobs import Entropy
@@ -68,7 +68,9 @@ def alone(name: str, make: Callable[[], Any]) -> Any:
     return make()
 
 
-Sample = Callable[[Params, Prompts, Array], Rollouts]
+Sample = Callable[..., Rollouts]
+"""(params, prompts, key, finished=None) -> Rollouts, as `jaxgrpo.rollout.sampler.sample`. Another
+engine may stand in its place; without `finished` rewards wait until it has ended."""
 Prepare = Callable[[TrainState, Rollouts], tuple[TrainState, Prepared]]
 Update = Callable[[TrainState, TrainBatch], tuple[TrainState, Metrics]]
 Sync = Callable[[TrainState], Params]
@@ -98,7 +100,7 @@ def build_steps(blueprint: Blueprint, share: Share = alone) -> Steps:
     )
     program = share("update", lambda: _update_program(blueprint))
     return Steps(
-        sample=lambda params, prompts, key: sampling.sample(sampler, params, prompts, key),
+        sample=functools.partial(sampling.sample, sampler),
         prepare=Preparer(blueprint).prepare,
         update=functools.partial(_update, program, blueprint.objective.anchors),
         sync=_syncer(blueprint),

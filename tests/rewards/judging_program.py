@@ -36,16 +36,14 @@ def main(mode: str) -> None:
         return [1.0] * len(completions)
 
     tokens = np.arange(24).reshape(4, 2, 3) % 7
-    scores, log = judging.judge_texts(
+    judge = judging.Judge(
         Letters(),
         {"lengths": lengths, "breaks": breaks},
         [{"prompt": f"p{row}"} for row in range(4)],
-        np.arange(4),
-        tokens,
-        tokens > 0,
-        trainer_state=TrainerState(is_world_process_zero=mine == 0),
         on_error={"breaks": "unscored"} if mode == "unscored" else {},
     )
+    state = TrainerState(is_world_process_zero=mine == 0)
+    scores, log = judge.rollouts(np.arange(4), tokens, tokens > 0, state)
     whole = {name: values.astype(float).tolist() for name, values in scores.items()}
     print(json.dumps([whole, log._asdict() | {"numbers": log.numbers()}]))
 

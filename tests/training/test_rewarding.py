@@ -191,9 +191,8 @@ def test_prompts_that_are_messages_are_judged_as_messages_and_texts_as_texts():
     talk = [{"role": "user", "content": "hi"}]
     rows = [{"prompt": talk, "name": "talk"}, {"prompt": "hi", "name": "text"}]
     tokens = np.array([[[1, 2], [1, 0]], [[3, 4], [5, 0]]])
-    scores, _ = judging.judge_texts(
-        Letters(), {"mine": mine}, rows, np.array([1, 0]), tokens, tokens > 0
-    )
+    judge = judging.Judge(Letters(), {"mine": mine}, rows)
+    scores, _ = judge.rollouts(np.array([1, 0]), tokens, tokens > 0)
     np.testing.assert_array_equal(scores["mine"], [[1, 2], [3, 4]])
     message = [[{"role": "assistant", "content": text}] for text in ("cd", "e")]
     assert seen == {
@@ -211,7 +210,8 @@ def test_the_trainer_state_follows_the_run(tmp_path):
         return [0.0] * len(completions)
 
     dataset = [{"prompt": f"1{n}+20=", "answer": ""} for n in range(10)]
-    config = small_run.config(tmp_path / "r", **{"train.steps": 2})
+    whole = {"rollout.overlap_rewards": False}  # one call a step
+    config = small_run.config(tmp_path / "r", **{"train.steps": 2}, **whole)
     loop.train(config, rewards=[mine], dataset=dataset)
     trial, *seen = seen  # every reward is tried on row 0 before the first step
     assert (trial.global_step, trial.max_steps) == (0, 2)

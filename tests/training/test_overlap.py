@@ -1,0 +1,67 @@
+"""Rewards judge groups that have ended while others decode, and say what they would have said."""
+
+import time
+
+import jax
+import numpy as np
+import pytest
+import small_run
+
+from jaxgrpo.rewards.protocol import RewardError
+from jaxgrpo.training.setup import setup
+
+pytestmark = pytest.mark.slow
+
+MANY = {
+    "rollout.prompts_per_step": 24,
+    "rollout.slots": 4,
+    "rollout.segment_tokens": 2,
+    "rollout.max_completion_tokens": 12,
+    "train.steps": 1,
+}
+ROWS = [{"prompt": f"{n}+{n}=", "answer": str(2 * n)} for n in range(24)]
+
+
+def collected(folder, reward, overlap):
+    """What a step collects, and when its sampling ended."""
+    changes = {**MANY, "rollout.overlap_rewards": overlap}
+    run = setup(small_run.config(folder, **changes), rewards=[reward], dataset=ROWS)
+    ended = []
+
+    def sample(params, prompts, key, finished=None):
+        rollouts = jax.block_until_ready(run.sample(params, prompts, key, finished))
+        ended.append(time.monotonic())
+        return rollouts
+
+    _, found = run._replace(sample=sample).collect(run.state)
+    return found, ended[0]
+
+
+def test_a_reward_that_waits_hides_behind_decoding_and_changes_nothing(tmp_path):
+    calls = []
+
+    def waits(completions, log_extra, log_metric, **_):
+        began = time.monotonic()
+        time.sleep(0.02)
+        calls.append((began, len(completions)))
+        log_extra("text", completions)
+        log_metric("calls", 1)
+        return [float(len(text)) for text in completions]
+
+    whole, _ = collected(tmp_path / "whole", waits, overlap=False)
+    assert [count for _, count in calls] == [24 * 4]
+    calls.clear()
+    found, ended = collected(tmp_path / "parts", waits, overlap=True)
+    assert sum(count for _, count in calls) == 24 * 4
+    assert sum(began < ended for began, _ in calls) >= 2
+    np.testing.assert_array_equal(found.rollouts.rewards["waits"], whole.rollouts.rewards["waits"])
+    assert found.said.extra == whole.said.extra
+    assert found.said.numbers() == whole.said.numbers()
+
+
+def test_a_reward_that_fails_ends_the_step_before_its_last_sample(tmp_path):
+    def breaks(completions, **_):
+        raise OSError("no grader here")
+
+    with pytest.raises(RewardError, match=r"breaks raised OSError .*no grader here"):
+        collected(tmp_path / "r", breaks, overlap=True)
