@@ -108,11 +108,13 @@ def chunk(row: Array, start: Array, length: Array) -> Attend:
 def decode(clock: Array, index: Array, length: Array, sharing: Sharing) -> Attend:
     """One decoding step of every slot: reads its prompt's row and the slot's own cache.
 
-    Memory per layer: (prompts' Cache [D, A, ...], own Cache [D, N, ...]). The own cache is a ring:
+    Memory per layer: (prompts' Cache [D, A, ...], own Cache [D * N, ...]). The own cache is a ring:
     all slots write at one column, `clock` modulo the number of columns, and a slot reads the last
     `index` + 1 that were written. Were each to write at a column of its own, a TPU would copy the
     cache into another layout and back at every token. There are enough columns if they are as many
-    as the tokens of a sample, or as the layer's window if it is smaller.
+    as the tokens of a sample, or as the layer's window if it is smaller. Bins and slots are one
+    dimension there: with two, of which one may have size 1, XLA writes the cache in both shapes,
+    and copies it for that.
 
     Args:
       clock: [], decoding steps before this one.
@@ -125,18 +127,20 @@ def decode(clock: Array, index: Array, length: Array, sharing: Sharing) -> Atten
         columns = own.value.shape[-2]
 
         write = functools.partial(jax.lax.dynamic_update_slice_in_dim, start_index=clock % columns)
+        of_slots = (-1, *key.shape[3:])
         own = Cache(
-            write(own.key, jnp.moveaxis(key, 2, -1), axis=-1),
-            write(own.value, jnp.swapaxes(value, 2, 3), axis=-2),
+            write(own.key, key.reshape(of_slots)[..., None], axis=-1),
+            write(own.value, value.reshape(of_slots)[:, :, None], axis=-2),
         )
         grouped = _grouped(query, own)  # [D, N, kv_heads, heads per kv head, 1, head_dim]
         ago = (clock - jnp.arange(columns)) % columns  # steps since a column was written
         seen = ago <= index[..., None]
         if kind.window is not None:
             seen &= ago < kind.window
-        in_own = seen[:, :, None, None, None]
-        parts = [_partial(grouped, own, in_own)]
-        parts.append(_of_prompts(grouped, prefix, index, length, sharing, kind))
+        flat = grouped.reshape(-1, *grouped.shape[2:])
+        of_own = _partial(flat, own, seen.reshape(-1, 1, 1, 1, columns))
+        of_own = _Partial(*(leaf.reshape(*index.shape, *leaf.shape[1:]) for leaf in of_own))
+        parts = [of_own, _of_prompts(grouped, prefix, index, length, sharing, kind)]
         return _ungrouped(_joined(parts), query), (prefix, own)
 
     return attend

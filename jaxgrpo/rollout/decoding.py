@@ -47,12 +47,12 @@ def first_state(engine: Engine, samples: Samples, queue: Queue, rows: int, width
     config = engine.model.config
     empty = jnp.zeros((bins, slots), jnp.int32)
 
-    def cache(count: int, columns: int) -> Cache:
-        heads = (bins, count, config.num_kv_heads)
+    def cache(batch: tuple[int, ...], columns: int) -> Cache:
+        heads = (*batch, config.num_kv_heads)
         key = jnp.zeros((*heads, config.head_dim, columns), config.dtype)
         value = jnp.zeros((*heads, columns, config.head_dim), config.dtype)
-        place = lambda leaf: engine.constrain(leaf, ("bins", None, "kv_heads", None, None))  # noqa: E731
-        return Cache(place(key), place(value))
+        axes = ("bins", *[None] * (len(batch) - 1), "kv_heads", None, None)
+        return Cache(engine.constrain(key, axes), engine.constrain(value, axes))
 
     longest = engine.settings.max_completion_tokens
     kinds = [config.pattern[i % len(config.pattern)] for i in range(config.num_layers)]
@@ -65,7 +65,10 @@ def first_state(engine: Engine, samples: Samples, queue: Queue, rows: int, width
         queue=queue,
         row_length=jnp.zeros((bins, rows), jnp.int32),
         memory=tuple(
-            (cache(rows, width), cache(slots, min(longest, kind.window or longest)))
+            (
+                cache((bins, rows), width),
+                cache((bins * slots,), min(longest, kind.window or longest)),
+            )
             for kind in kinds
         ),
         clock=jnp.int32(0),
@@ -146,6 +149,17 @@ def order(state: DecodeState, slots: int) -> Array:
 def take(tree: Any, order: Array) -> Any:
     """Entries [D, N', ...] of leaves [D, N, ...], bin by bin."""
     return jax.tree.map(lambda leaf: jax.vmap(lambda values, at: values[at])(leaf, order), tree)
+
+
+def take_slots(tree: Any, order: Array) -> Any:
+    """`take` of leaves [D * N, ...]."""
+    bins = len(order)
+
+    def one(leaf: Array) -> Array:
+        kept = take(leaf.reshape(bins, -1, *leaf.shape[1:]), order)
+        return kept.reshape(-1, *leaf.shape[1:])
+
+    return jax.tree.map(one, tree)
 
 
 def rows_of(state: DecodeState, settings: SamplingSettings, aligned: bool) -> Array:

@@ -50,6 +50,7 @@ class Sampler(NamedTuple):
     decode: Callable[..., tuple[DecodeState, decoding.Counters]]
     order: Callable[..., Any]
     take: Callable[..., Any]
+    take_slots: Callable[..., Any]
     peek: Callable[..., tuple[Array, Array]]
     finish: Callable[[DecodeState, Prompts], Rollouts]
     seen: set[Any]  # sizes whose smaller sizes are compiled too
@@ -102,6 +103,7 @@ def make_sampler(model: Model, settings: SamplingSettings, mesh: Mesh | None = N
         decode=jax.jit(decode, static_argnums=0, donate_argnums=2),
         order=jax.jit(functools.partial(_order, settings), static_argnums=(1, 2)),
         take=jax.jit(decoding.take),
+        take_slots=jax.jit(decoding.take_slots),
         peek=jax.jit(functools.partial(_peek, settings.group_size)),
         finish=jax.jit(_finish),
         seen=set(),
@@ -303,7 +305,8 @@ class _Call:
         # Layer by layer, so that the slots that leave are never in memory beside all that stay.
         for layer in range(len(memory)):
             prompts, own = memory[layer]
-            memory[layer] = (take(prompts, rows) if apart else prompts, take(own, order))
+            own = self.sampler.take_slots(own, order)
+            memory[layer] = (take(prompts, rows) if apart else prompts, own)
             del prompts, own
         self.state = dataclasses.replace(state, memory=tuple(memory))
         self.slots, self.aligned = slots, apart

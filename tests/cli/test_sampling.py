@@ -131,7 +131,7 @@ def test_what_cannot_be_sampled_is_said_before_anything_is_written(sample, tmp_p
 
 @pytest.mark.slow
 def test_a_ctrl_c_leaves_whole_lines_to_go_on_with(base, tmp_path, python, environment, sample):
-    many = PROMPTS * 16
+    many = PROMPTS * 200  # seconds of sampling
     given = arguments(base, tmp_path, many, "s.jsonl")[1:]
     process = small_run.command(python, "sample", *given, env=environment())
     file = tmp_path / "s.jsonl"

@@ -113,7 +113,7 @@ def decoded_logits(model, params, filler=0):
         ]
     )
     kv_heads, head_dim = model.config.num_kv_heads, model.config.head_dim
-    key = jnp.zeros((1, 4, kv_heads, head_dim, 5))  # one bin of four slots
+    key = jnp.zeros((4, kv_heads, head_dim, 5))  # one bin of four slots
     empty = Cache(key, key.mT)
     memory = tuple(
         (Cache(jnp.moveaxis(prefix.key, 1, 3)[None], prefix.value.swapaxes(1, 2)[None]), empty)

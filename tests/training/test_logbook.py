@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import io
 import json
 import os
@@ -15,6 +16,7 @@ from event_files import events, wandb_history
 from rich.console import Console
 
 from jaxgrpo.evaluation.diversity import stated_metrics
+from jaxgrpo.rollout import refill
 from jaxgrpo.training import console, logbook, loop
 from jaxgrpo.training.folder import RunFolder
 from jaxgrpo.training.report.record import read_run
@@ -98,6 +100,8 @@ def test_every_metric_that_a_run_logs_is_explained(failing, repository):
     # The task states no confidence; any text that does brings these.
     stated = stated_metrics([["<confidence>1</confidence>"]], *[np.ones((1, 1), bool)] * 2)
     logged |= {f"eval/{name}" for name in stated}
+    # A run whose policy leaves out prompts logs other metrics than one that refills its steps.
+    logged |= set(re.findall(r'"(refill/\w+)"', inspect.getsource(refill)))
     assert {"kl", "kl_clamped", "eval/pass@4", "groups/identical"} <= logged
     patterns = documented(repository)
     assert [n for n in sorted(logged) if not any(p.fullmatch(n) for p in patterns)] == []

@@ -117,5 +117,5 @@ def _batch(blueprint):
     rollouts = tiny.rollouts(np.ones(shape), steps=16, width=8)
     everyone = packing.plan(np.ones(shape, bool), blueprint.geometry)
     zero = jnp.zeros(rollouts.token_mask.shape)
-    fields = {"behavior_logp": zero}
+    fields = {"behavior_logp": zero, "sampled_now": zero > 0}
     return packing.gather(rollouts, everyone, zero, zero, rollouts.token_mask, fields)
