@@ -34,7 +34,7 @@ With halves, slots that idle while the last samples end cost 1.2 times the token
 FEWEST_SLOTS = 4
 CHUNK = 64  # prompt tokens of one row that are computed at once
 CHUNK_TOKENS = 512  # of all rows of a bin
-GROUPS_TOLD = 8  # groups that are fetched at once for whoever is told of finished ones
+GROUPS_TOLD = 8  # groups that are fetched at once for the caller that wants finished ones
 ROWS_PER_SLOT = 3  # rows of the prompts' cache, times the group size, per slot: see `Sizes.of`
 
 
@@ -126,7 +126,7 @@ def sample(
     Args:
       prompts: with `forced_prefix`, samples begin with tokens that are given.
       key: [2] uint32, the data of the run's key.
-      finished: told of groups that have ended while others decode; not of the last ones.
+      finished: called with groups that have ended while others decode; not with the last ones.
 
     Returns: rollouts without rewards; `behavior_logp` is of the distribution drawn from (for
     temperature 0 of the model's own, at temperature 1). With settings.untempered the field
