@@ -54,6 +54,11 @@ class ModelConfig:
         return self.num_layers // len(self.pattern)
 
     @property
+    def kinds(self) -> tuple[LayerKind, ...]:
+        """The kind of every layer, in order."""
+        return tuple(self.pattern[i % len(self.pattern)] for i in range(self.num_layers))
+
+    @property
     def num_rest(self) -> int:
         return self.num_layers % len(self.pattern)
 

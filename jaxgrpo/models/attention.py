@@ -44,8 +44,7 @@ def rows_with_prefix(
     length = jnp.take_along_axis(prompt_length, row_prompt, axis=1)  # [D, R]
 
     def attend(query, key, value, memory: KeyValue, kind: LayerKind):
-        take = jax.vmap(lambda prompts, rows: prompts[rows])
-        prefix = KeyValue(*(take(leaf, row_prompt) for leaf in memory))
+        prefix = KeyValue(*(_take(leaf, row_prompt) for leaf in memory))
         prefix_position = jnp.arange(prefix.key.shape[2])
         real = prefix_position < length[..., None]  # [D, R, S]
         in_prefix = _visible(position, prefix_position, kind) & real[..., None, :]
@@ -96,7 +95,7 @@ def chunk(row: Array, start: Array, length: Array) -> Attend:
             return Cache(keys, cache.value.at[row[:, None], :, column].set(value, mode="drop"))
 
         cache = jax.vmap(write)(memory, row, column, key, value)
-        rows = Cache(*(jax.vmap(lambda leaf, row: leaf[row])(leaf, row) for leaf in cache))
+        rows = Cache(*(_take(leaf, row) for leaf in cache))
         position = start[..., None] + offset
         mask = _visible(position, jnp.arange(rows.value.shape[-2]), kind)  # [D, R, W, S]
         out = _partial(_grouped(query, rows), rows, mask[:, :, None, None])
@@ -180,7 +179,7 @@ def _of_prompts(
         leaf = jnp.moveaxis(leaf, 4, 2)  # [D, A, C, kv_heads, heads per kv head, ...]
         leaf = leaf.reshape(bins, -1, *leaf.shape[3:])
         if sharing.place is not None:
-            leaf = jax.vmap(lambda values, place: values[place])(leaf, sharing.place)
+            leaf = _take(leaf, sharing.place)
         return jnp.expand_dims(leaf, 4)
 
     return _Partial(*map(back, out))
@@ -225,6 +224,11 @@ def _joined(parts: Sequence[_Partial]) -> Array:
     value = functools.reduce(jnp.add, (part.value * by[..., None] for part, by in pairs))
     total = functools.reduce(jnp.add, (part.total * by for part, by in pairs))
     return value / total[..., None]
+
+
+def _take(values: Array, at: Array) -> Array:
+    """Entries [D, n, ...] of values [D, N, ...] at [D, n], bin by bin."""
+    return jax.vmap(lambda values, at: values[at])(values, at)
 
 
 def _visible(query_position: Array, key_position: Array, kind: LayerKind) -> Array:

@@ -45,8 +45,7 @@ def capacity(
     heads = config.num_kv_heads // mesh.shape["tensor"]
     of_column = 2 * heads * config.head_dim * jnp.dtype(config.dtype).itemsize
     longest = settings.max_completion_tokens
-    windows = [config.pattern[i % len(config.pattern)].window for i in range(config.num_layers)]
-    columns = [sizes.slots * min(longest, window or longest) for window in windows]
+    columns = [sizes.slots * min(longest, kind.window or longest) for kind in config.kinds]
     shared = config.num_layers * sizes.rows * sizes.width
     extra = PER_TOKEN + 4 * settings.untempered
     samples = sizes.prompts * settings.group_size * longest * extra

@@ -55,7 +55,6 @@ def first_state(engine: Engine, samples: Samples, queue: Queue, rows: int, width
         return Cache(engine.constrain(key, axes), engine.constrain(value, axes))
 
     longest = engine.settings.max_completion_tokens
-    kinds = [config.pattern[i % len(config.pattern)] for i in range(config.num_layers)]
     state = DecodeState(
         sample=empty,
         live=empty.astype(bool),
@@ -69,7 +68,7 @@ def first_state(engine: Engine, samples: Samples, queue: Queue, rows: int, width
                 cache((bins, rows), width),
                 cache((bins * slots,), min(longest, kind.window or longest)),
             )
-            for kind in kinds
+            for kind in config.kinds
         ),
         clock=jnp.int32(0),
         slot_steps=jnp.int32(0),
@@ -141,14 +140,20 @@ def segment(
     return state, counters
 
 
-def order(state: DecodeState, slots: int) -> Array:
-    """[D, slots]: the slots that stay when their number shrinks, live ones first."""
-    return jnp.argsort(~state.live, axis=-1, stable=True)[:, :slots]
+def staying(
+    settings: SamplingSettings, state: DecodeState, slots: int, aligned: bool
+) -> tuple[Array, Array]:
+    """The slots that stay when they become fewer, live ones first, and the rows that they read.
+
+    Shapes: [D, slots] each.
+    """
+    order = jnp.argsort(~state.live, axis=-1, stable=True)[:, :slots]
+    return order, take(_rows_of(settings, state, aligned), order)
 
 
-def take(tree: Any, order: Array) -> Any:
-    """Entries [D, N', ...] of leaves [D, N, ...], bin by bin."""
-    return jax.tree.map(lambda leaf: jax.vmap(lambda values, at: values[at])(leaf, order), tree)
+def take(tree: Any, at: Array) -> Any:
+    """Entries [D, n, ...] of leaves [D, N, ...] at [D, n], bin by bin."""
+    return jax.tree.map(lambda leaf: jax.vmap(lambda values, at: values[at])(leaf, at), tree)
 
 
 def take_slots(tree: Any, order: Array) -> Any:
@@ -162,14 +167,12 @@ def take_slots(tree: Any, order: Array) -> Any:
     return jax.tree.map(one, tree)
 
 
-def rows_of(state: DecodeState, settings: SamplingSettings, aligned: bool) -> Array:
+def _rows_of(settings: SamplingSettings, state: DecodeState, aligned: bool) -> Array:
     """[D, N]: the row of the prompts' cache that each slot reads."""
     if aligned:
         rows, slots = state.row_length.shape[1], state.sample.shape[1]
         return jnp.broadcast_to(jnp.arange(slots) // (slots // rows), state.sample.shape)
-    return jax.vmap(lambda row, prompt: row[prompt])(
-        state.queue.row, state.sample // settings.group_size
-    )
+    return take(state.queue.row, state.sample // settings.group_size)
 
 
 def _refilled(settings: SamplingSettings, state: DecodeState) -> DecodeState:
@@ -179,22 +182,20 @@ def _refilled(settings: SamplingSettings, state: DecodeState) -> DecodeState:
     new = queue.next[:, None] + jnp.cumsum(free, axis=-1, dtype=jnp.int32) - 1
     fits = free & (new < queue.ready[:, None] * group)
     prompt = jnp.where(fits, new // group, 0)
-    first = jax.vmap(lambda last, prompt: last[prompt])(queue.last, prompt)
     return dataclasses.replace(
         state,
         sample=jnp.where(fits, new, state.sample),
         live=state.live | fits,
         index=jnp.where(fits, 0, state.index),
-        token=jnp.where(fits, first, state.token),
+        token=jnp.where(fits, take(queue.last, prompt), state.token),
         queue=dataclasses.replace(queue, next=queue.next + fits.sum(-1, dtype=jnp.int32)),
     )
 
 
 def _one_token(engine: Engine, aligned: bool, params: Params, state: DecodeState) -> DecodeState:
     model, settings = engine.model, engine.settings
-    row = rows_of(state, settings, aligned)
-    length = jax.vmap(lambda values, row: values[row])(state.row_length, row)
-    position = (length + state.index)[..., None]
+    row = _rows_of(settings, state, aligned)
+    position = (take(state.row_length, row) + state.index)[..., None]
     sharing = Sharing(None, None) if aligned else _sharing(settings, state, row)
     attend = decode(state.clock, state.index, state.row_length, sharing)
     hidden, memory = model.apply(params, state.token[..., None], position, attend, state.memory)
@@ -226,9 +227,8 @@ def _sharing(settings: SamplingSettings, state: DecodeState, row: Array) -> Shar
 
 
 def _drawn(settings: SamplingSettings, state: DecodeState, logits: Array) -> tuple[Array, Array]:
-    keys = jax.vmap(lambda values, at: values[at])(state.samples.keys, state.sample)
-    fold = jax.vmap(jax.vmap(jax.random.fold_in))
-    keys = fold(jax.random.wrap_key_data(keys), state.index)
+    keys = jax.random.wrap_key_data(take(state.samples.keys, state.sample))
+    keys = jax.vmap(jax.vmap(jax.random.fold_in))(keys, state.index)
     if settings.min_completion_tokens > 0 and settings.stop_tokens:
         stops = jnp.zeros(logits.shape[-1], bool).at[jnp.asarray(settings.stop_tokens)].set(True)
         early = state.index < settings.min_completion_tokens

@@ -13,7 +13,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import jax
-import numpy as np
 from jax import Array
 
 from jaxgrpo.core.types import Params, Prompts, Rollouts
@@ -69,7 +68,7 @@ def sample_and_judge(
     def judged(found: Finished) -> Judged:
         own = is_own(found.places)
         places, tokens, mask = (array[own] for array in found)
-        return judge.groups(places, np.asarray(rows)[places], tokens, mask, progress)
+        return judge.groups(places, rows[places], tokens, mask, progress)
 
     early: list[Judged] = []
     failed = False

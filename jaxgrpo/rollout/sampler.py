@@ -48,7 +48,7 @@ class Sampler(NamedTuple):
     prefill: Callable[..., DecodeState]
     admit: Callable[..., DecodeState]
     decode: Callable[..., tuple[DecodeState, decoding.Counters]]
-    order: Callable[..., Any]
+    staying: Callable[..., tuple[Array, Array]]
     take: Callable[..., Any]
     take_slots: Callable[..., Any]
     peek: Callable[..., tuple[Array, Array]]
@@ -75,7 +75,6 @@ class Sizes(NamedTuple):
         per_bin, group = prompts // bins, settings.group_size
         slots = min(-(-settings.slots // bins) or per_bin * group, per_bin * group)
         rows = min(per_bin, max(2, -(-ROWS_PER_SLOT * slots // group)))
-        # A chunk is written whole or dropped, so no column is missing for it.
         return cls(bins, per_bin, slots, rows, max(1, width - 1))
 
     def aligned(self, settings: SamplingSettings) -> bool:
@@ -101,7 +100,7 @@ def make_sampler(model: Model, settings: SamplingSettings, mesh: Mesh | None = N
         prefill=jax.jit(functools.partial(decoding.prefill, engine), donate_argnums=1),
         admit=jax.jit(functools.partial(decoding.admit, settings), donate_argnums=0),
         decode=jax.jit(decode, static_argnums=0, donate_argnums=2),
-        order=jax.jit(functools.partial(_order, settings), static_argnums=(1, 2)),
+        staying=jax.jit(functools.partial(decoding.staying, settings), static_argnums=(1, 2)),
         take=jax.jit(decoding.take),
         take_slots=jax.jit(decoding.take_slots),
         peek=jax.jit(functools.partial(_peek, settings.group_size)),
@@ -209,9 +208,8 @@ class _Call:
                 if drained and live == 0:
                     break
                 self._release(done)
-                if self._fill() or not drained:
-                    pass
-                elif smaller and live <= smaller:
+                self._fill()
+                if drained and smaller and live <= smaller:
                     self._shrink(smaller)
             before = counters
         self._compile_smaller()
@@ -237,13 +235,13 @@ class _Call:
             for prompt in [prompt for prompt in held if done[bin_, prompt]]:
                 self.free[bin_].append(held.pop(prompt))
 
-    def _fill(self) -> bool:
+    def _fill(self) -> None:
         """Computes as many of the next prompts as there are free rows."""
         if not any(
             free and ready < self.sizes.prompts
             for free, ready in zip(self.free, self.ready, strict=True)
         ):
-            return False
+            return
         chunks = [self._next_chunks(bin_) for bin_ in range(self.sizes.bins)]
         width = min(CHUNK, self.sizes.width)
         side = max(1, min(self.sizes.rows, CHUNK_TOKENS // width))
@@ -256,7 +254,6 @@ class _Call:
         # Copies: the device may read a host array after the call has returned.
         told = (self.row.copy(), self.row_length.copy(), self.ready.copy())
         self.state = self.sampler.admit(self.state, *told)
-        return True
 
     def _next_chunks(self, bin_: int) -> list[list[tuple[int, int, int]]]:
         """Gives the bin's next prompts rows. Returns their chunks (prompt, row, start) by level."""
@@ -292,7 +289,7 @@ class _Call:
         own_rows = self.aligned and self.slots == self.state.row_length.shape[1]
         apart = own_rows or slots <= max(self.sizes.rows, 2 * FEWEST_SLOTS)
         state, take = self.state, self.sampler.take
-        order, rows = self.sampler.order(state, slots, self.aligned)
+        order, rows = self.sampler.staying(state, slots, self.aligned)
         kept = {"sample": state.sample, "live": state.live, "index": state.index}
         kept = take({**kept, "token": state.token}, order)
         memory = list(state.memory)
@@ -366,12 +363,6 @@ def _sample_keys(key: Array, settings: SamplingSettings, prompts: Prompts) -> Ar
     of_sample = jax.vmap(jax.random.fold_in, in_axes=(None, 0))
     keys = jax.vmap(of_sample, in_axes=(0, None))(of_prompt, jnp.arange(settings.group_size))
     return jax.random.key_data(keys)
-
-
-def _order(settings: SamplingSettings, state: DecodeState, slots: int, aligned: bool):
-    """The slots that stay, and the rows of the prompts' cache that they read, [D, slots] each."""
-    order = decoding.order(state, slots)
-    return order, decoding.take(decoding.rows_of(state, settings, aligned), order)
 
 
 def _mask(samples: Samples) -> Array:

@@ -43,7 +43,7 @@ from jaxgrpo.update.step import Share, alone
 
 DTYPES = ("float32", "bfloat16")  # of exported weights
 SLOTS = 64  # samples decoded at once where no run says how many
-NO_REWARD = python_name("nobody")  # in place of a reward, for a model folder
+NO_REWARD = python_name("no_reward")  # what the config made for a model folder names as its reward
 
 DEFAULTS: dict[str, Any] = {
     "rollout": {

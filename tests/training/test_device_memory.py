@@ -14,6 +14,7 @@ import pytest
 import small_run
 import tiny
 
+from benchmarks.programs import wide_config
 from jaxgrpo import advantages, losses
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.types import TrainState
@@ -29,16 +30,7 @@ from jaxgrpo.update.step import build_steps
 
 pytestmark = pytest.mark.slow
 
-QWEN3_0P6B = ModelConfig(
-    vocab_size=151_936,
-    hidden_size=1024,
-    intermediate_size=3072,
-    num_layers=28,
-    num_heads=16,
-    num_kv_heads=8,
-    head_dim=128,
-    tie_embeddings=True,
-)
+QWEN3_0P6B = dataclasses.replace(wide_config(28), dtype="float32")
 GIB = 2**30
 
 

@@ -6,13 +6,13 @@ import itertools
 import json
 import zlib
 
-import jax
 import numpy as np
 import pytest
+import resuming
 import small_run
 
 from jaxgrpo.models import sharding
-from jaxgrpo.training import loop, process
+from jaxgrpo.training import loop
 from jaxgrpo.training.checkpoints import parameter_hash
 
 pytestmark = pytest.mark.slow
@@ -53,10 +53,6 @@ def some(prompts, share):
     return [float(one and place % 2) for place, one in enumerate(live)]
 
 
-class Killed(Exception):
-    """Stands for the end of a process between two saves."""
-
-
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
     """A folder with the policy, and a config that uses it."""
@@ -92,18 +88,7 @@ def straight(made):
 def resumed(made):
     """A run that died after its third step, one step behind its last checkpoint, and went on."""
     folder, changes = made
-    config = small_run.config(folder / "r", **changes)
-
-    def die(number):
-        if number == 3:
-            raise Killed
-        return False
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(process, "stop_requested", die)
-        with pytest.raises(Killed):
-            loop.train(config)
-    return loop.train(config, resume="auto")
+    return resuming.died_and_resumed(small_run.config(folder / "r", **changes), step=3)
 
 
 def test_a_resumed_run_ends_as_the_uninterrupted_loop_bit_for_bit(straight, resumed):
@@ -113,10 +98,7 @@ def test_a_resumed_run_ends_as_the_uninterrupted_loop_bit_for_bit(straight, resu
         return sharding.to_host((state.leftover, state.prompt_policy_state, state.cursor))
 
     before, after = kept(state), kept(resumed.state)
-    assert jax.tree.structure(before) == jax.tree.structure(after)
-    for one, other in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True):
-        assert one.dtype == other.dtype
-        assert one.tobytes() == other.tobytes()
+    resuming.assert_same_bits(before, after)
     assert parameter_hash(state.trainable) == resumed.summary["parameter_hash"]
 
 

@@ -9,12 +9,13 @@ import sys
 import jax
 import numpy as np
 import pytest
+import resuming
 import small_run
 
 from jaxgrpo.config.methods import make_policy
 from jaxgrpo.data import tasks
 from jaxgrpo.models import sharding
-from jaxgrpo.training import loop, process
+from jaxgrpo.training import loop
 from jaxgrpo.training.checkpoints import parameter_hash
 
 pytestmark = pytest.mark.slow
@@ -48,10 +49,6 @@ def every_other(start=0):
 
     return sequential()._replace(name="every_other", select=select)
 """
-
-
-class Killed(Exception):
-    """Stands for the end of a process between two saves."""
 
 
 @pytest.fixture(scope="module")
@@ -97,18 +94,7 @@ def straight(made, repository):
 def resumed(made):
     """A run that died after its third step, one step behind its last checkpoint, and went on."""
     folder, changes = made
-    config = small_run.config(folder / "r", **changes)
-
-    def die(number):
-        if number == 3:
-            raise Killed
-        return False
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(process, "stop_requested", die)
-        with pytest.raises(Killed):
-            loop.train(config)
-    return loop.train(config, resume="auto")
+    return resuming.died_and_resumed(small_run.config(folder / "r", **changes), step=3)
 
 
 def memory(state):
@@ -119,10 +105,7 @@ def memory(state):
 
 def test_the_state_is_that_of_the_uninterrupted_loop_bit_for_bit(straight, resumed):
     before, after = memory(straight), memory(resumed.state)
-    assert jax.tree.structure(before) == jax.tree.structure(after)
-    for one, other in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True):
-        assert one.dtype == other.dtype
-        assert one.tobytes() == other.tobytes()
+    resuming.assert_same_bits(before, after)
     assert parameter_hash(straight.trainable) == resumed.summary["parameter_hash"]
 
 
