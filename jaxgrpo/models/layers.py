@@ -38,7 +38,14 @@ def rotary_angles(position: Int[Array, "*B Q"], theta: float, head_dim: int) -> 
     """
     frequency = np.float64(theta) ** (-np.arange(0, head_dim, 2) / head_dim)
     angle = position[..., None, None].astype(jnp.float32) * frequency.astype(np.float32)
-    return jnp.cos(angle), jnp.sin(angle)
+
+    def one(sine: Array) -> Array:
+        return jnp.where(sine, jnp.sin(angle), jnp.cos(angle))
+
+    # In a loop of two, which nothing is fused across: XLA on a CPU else computes both anew for
+    # every head of every layer, a quarter of the time of a small layer's attention.
+    cos, sin = jax.lax.map(one, jnp.asarray([False, True]))
+    return cos, sin
 
 
 def rotate(
