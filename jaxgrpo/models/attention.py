@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from jaxgrpo.models.api import Attend, KeyValue, LayerKind
+from jaxgrpo.models.cache import Cache, Ring, ages, written
 
 
 def causal(position: Array, valid: Array) -> Attend:
@@ -57,17 +58,6 @@ def rows_with_prefix(
     return attend
 
 
-class Cache(NamedTuple):
-    """Keys and values of one layer as decoding reads them: heads first, and keys turned.
-
-    Both products of a decoding step then run along contiguous memory: with positions before heads,
-    or keys not turned, XLA transposes and copies the whole cache at every token.
-    """
-
-    key: Array  # [*B, kv_heads, head_dim, columns]
-    value: Array  # [*B, kv_heads, columns, head_dim]
-
-
 class Sharing(NamedTuple):
     """Which slots read which row of the prompts' cache. A row is read by up to `width` slots."""
 
@@ -105,41 +95,49 @@ def chunk(row: Array, start: Array, length: Array) -> Attend:
 
 
 def decode(clock: Array, index: Array, length: Array, sharing: Sharing) -> Attend:
-    """One decoding step of every slot: reads its prompt's row and the slot's own cache.
+    """One decoding step of every slot: reads its prompt's row and the slot's own tokens.
 
-    Memory per layer: (prompts' Cache [D, A, ...], own Cache [D * N, ...]). The own cache is a ring:
-    all slots write at one column, `clock` modulo the number of columns, and a slot reads the last
-    `index` + 1 that were written. Were each to write at a column of its own, a TPU would copy the
-    cache into another layout and back at every token. There are enough columns if they are as many
-    as the tokens of a sample, or as the layer's window if it is smaller. Bins and slots are one
-    dimension there: with two, of which one may have size 1, XLA writes the cache in both shapes,
-    and copies it for that.
+    Memory per layer: (prompts' Cache [D, A, ...], own Ring [D * N, ...]). All slots write at one
+    column, and a slot reads the last `index` + 1 that were written. Were each to write at a column
+    of its own, a TPU would copy the cache into another layout and back at every token. Bins and
+    slots are one dimension there: with two, of which one may have size 1, XLA writes the cache in
+    both shapes, and copies it for that.
 
     Args:
       clock: [], decoding steps before this one.
       index: [D, N], tokens fed to the slot before. Own position i comes i tokens after the prompt.
       length: [D, A], real tokens of each prompt's row.
     """
+    longest = index.max()
 
-    def attend(query, key, value, memory: tuple[Cache, Cache], kind: LayerKind):
+    def attend(query, key, value, memory: tuple[Cache, Ring], kind: LayerKind):
         prefix, own = memory
-        columns = own.value.shape[-2]
-
-        write = functools.partial(jax.lax.dynamic_update_slice_in_dim, start_index=clock % columns)
         of_slots = (-1, *key.shape[3:])
-        own = Cache(
-            write(own.key, key.reshape(of_slots)[..., None], axis=-1),
-            write(own.value, value.reshape(of_slots)[:, :, None], axis=-2),
-        )
-        grouped = _grouped(query, own)  # [D, N, kv_heads, heads per kv head, 1, head_dim]
-        ago = (clock - jnp.arange(columns)) % columns  # steps since a column was written
-        seen = ago <= index[..., None]
-        if kind.window is not None:
-            seen &= ago < kind.window
+        own = written(own, clock, key.reshape(of_slots), value.reshape(of_slots))
+        grouped = _grouped(query, prefix)  # [D, N, kv_heads, heads per kv head, 1, head_dim]
         flat = grouped.reshape(-1, *grouped.shape[2:])
-        of_own = _partial(flat, own, seen.reshape(-1, 1, 1, 1, columns))
-        of_own = _Partial(*(leaf.reshape(*index.shape, *leaf.shape[1:]) for leaf in of_own))
-        parts = [of_own, _of_prompts(grouped, prefix, index, length, sharing, kind)]
+        reach = index.reshape(-1, 1)
+        furthest = longest if kind.window is None else jnp.minimum(longest, kind.window - 1)
+
+        def part(cache: Cache, ago: Array) -> _Partial:
+            seen = (ago >= 0) & (ago <= reach)
+            if kind.window is not None:
+                seen &= ago < kind.window
+            return _partial(flat, cache, seen[:, None, None, None])
+
+        def unread(cache: Cache, ago: Array) -> _Partial:
+            del ago
+            return _nothing(flat, cache)
+
+        recent, *older = ages(own, clock)
+        parts = [part(own.recent, recent)]
+        for cache, ago in zip(own.older, older, strict=True):
+            parts.append(jax.lax.cond(ago.min() <= furthest, part, unread, cache, ago))
+        parts = [
+            _Partial(*(leaf.reshape(*index.shape, *leaf.shape[1:]) for leaf in of_part))
+            for of_part in parts
+        ]
+        parts.append(_of_prompts(grouped, prefix, index, length, sharing, kind))
         return _ungrouped(_joined(parts), query), (prefix, own)
 
     return attend
@@ -214,6 +212,13 @@ def _partial(query: Array, cache: Cache, mask: Array) -> _Partial:
     flat = weight.reshape(*batch, shared * width, -1).astype(cache.value.dtype)
     value = jnp.einsum("...cn,...nh->...ch", flat, cache.value, preferred_element_type=dtype)
     return _Partial(value.reshape(*batch, shared, width, head_dim), highest, weight.sum(-1))
+
+
+def _nothing(query: Array, cache: Cache) -> _Partial:
+    """`_partial` where no query sees any column."""
+    shape = jax.eval_shape(_partial, query, cache, jnp.zeros((), bool))
+    value, highest, total = (jnp.zeros(leaf.shape, leaf.dtype) for leaf in shape)
+    return _Partial(value, highest + jnp.finfo(highest.dtype).min, total)
 
 
 def _joined(parts: Sequence[_Partial]) -> Array:

@@ -10,10 +10,12 @@ from jax.sharding import Mesh
 
 from jaxgrpo.models import sharding
 from jaxgrpo.models.api import Model
+from jaxgrpo.models.cache import older_parts
 from jaxgrpo.rollout.sampler import Sizes
 from jaxgrpo.rollout.state import SamplingSettings
 
 PER_TOKEN = 4 + 4  # bytes of a token and its log-probability in the state
+LANES = 128  # a TPU pads an array's last dimension, which is the columns of keys, to these
 LOGITS = 3  # copies of a step's logits: as they come, scaled or cut, and their exponentials
 SLOTS_OF_CPU = 64
 """Slots of a CPU device where none are asked for: enough for its products to be limited by
@@ -43,16 +45,27 @@ def capacity(
     config = model.config
     sizes = Sizes.of(settings, sharding.num_bins(mesh), prompts, width)
     heads = config.num_kv_heads // mesh.shape["tensor"]
-    of_column = 2 * heads * config.head_dim * jnp.dtype(config.dtype).itemsize
     longest = settings.max_completion_tokens
-    columns = [sizes.slots * min(longest, kind.window or longest) for kind in config.kinds]
-    shared = config.num_layers * sizes.rows * sizes.width
+    on_tpu = mesh.devices.flat[0].platform == "tpu"
+    half = heads * config.head_dim * jnp.dtype(config.dtype).itemsize  # a column of keys or values
+
+    def of(batch: int, columns: int) -> int:
+        of_keys = -(-columns // LANES) * LANES if on_tpu else columns
+        return batch * half * (of_keys + columns)
+
+    def of_ring(window: int | None) -> int:
+        block = settings.segment_tokens
+        parts, columns = older_parts(min(longest, window or longest), block)
+        return of(sizes.slots, block) + parts * of(sizes.slots, columns)
+
+    rings = [of_ring(kind.window) for kind in config.kinds]
+    shared = of(sizes.rows, sizes.width)
     extra = PER_TOKEN + 4 * settings.untempered
     samples = sizes.prompts * settings.group_size * longest * extra
     logits = 4 * sizes.slots * config.vocab_size // mesh.shape["tensor"]
     return Capacity(
-        state=of_column * (shared + sum(columns)) + samples,
-        working=max(LOGITS * logits, of_column * (max(columns) + sizes.rows * sizes.width)),
+        state=config.num_layers * shared + sum(rings) + samples,
+        working=max(LOGITS * logits, max(rings) + shared),
     )
 
 

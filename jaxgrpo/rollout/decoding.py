@@ -20,7 +20,8 @@ from jax import Array
 
 from jaxgrpo.core.types import Params
 from jaxgrpo.models.api import Constrain, Model
-from jaxgrpo.models.attention import Cache, Sharing, chunk, decode
+from jaxgrpo.models.attention import Sharing, chunk, decode
+from jaxgrpo.models.cache import Cache, Ring, older_parts, settled
 from jaxgrpo.rollout.drawing import draw, logp_of
 from jaxgrpo.rollout.state import DecodeState, Queue, Samples, SamplingSettings
 
@@ -54,7 +55,13 @@ def first_state(engine: Engine, samples: Samples, queue: Queue, rows: int, width
         axes = ("bins", *[None] * (len(batch) - 1), "kv_heads", None, None)
         return Cache(engine.constrain(key, axes), engine.constrain(value, axes))
 
-    longest = engine.settings.max_completion_tokens
+    longest, block = engine.settings.max_completion_tokens, engine.settings.segment_tokens
+
+    def ring(window: int | None) -> Ring:
+        parts, columns = older_parts(min(longest, window or longest), block)
+        older = tuple(cache((bins * slots,), columns) for _ in range(parts))
+        return Ring(cache((bins * slots,), block), older)
+
     state = DecodeState(
         sample=empty,
         live=empty.astype(bool),
@@ -63,13 +70,7 @@ def first_state(engine: Engine, samples: Samples, queue: Queue, rows: int, width
         samples=samples,
         queue=queue,
         row_length=jnp.zeros((bins, rows), jnp.int32),
-        memory=tuple(
-            (
-                cache((bins, rows), width),
-                cache((bins * slots,), min(longest, kind.window or longest)),
-            )
-            for kind in config.kinds
-        ),
+        memory=tuple((cache((bins, rows), width), ring(kind.window)) for kind in config.kinds),
         clock=jnp.int32(0),
         slot_steps=jnp.int32(0),
     )
@@ -103,7 +104,7 @@ def admit(
 def segment(
     engine: Engine, aligned: bool, params: Params, state: DecodeState, enough: Array
 ) -> tuple[DecodeState, Counters]:
-    """Decodes `segment_tokens` tokens in every slot, or fewer if no slot has work before.
+    """Decodes up to the end of a block of `segment_tokens` steps, or less if nothing is to be done.
 
     Args:
       aligned: slot n reads row n // (N / A) of the prompts' cache, always, and no sample waits.
@@ -121,7 +122,8 @@ def segment(
         drained = (state.queue.next >= total).all()
         most = state.live.sum(-1).max()
         busy = (most > 0) | waiting(state).any()
-        return (step < settings.segment_tokens) & busy & ~(drained & (most <= enough))
+        inside = (step == 0) | (state.clock % settings.segment_tokens != 0)
+        return inside & busy & ~(drained & (most <= enough))
 
     def one_token(carry: tuple[Array, DecodeState]) -> tuple[Array, DecodeState]:
         step, state = carry
@@ -130,6 +132,8 @@ def segment(
         return step + 1, _one_token(engine, aligned, params, state)
 
     _, state = jax.lax.while_loop(running, one_token, (jnp.int32(0), state))
+    memory = tuple((prompts, settled(own, state.clock)) for prompts, own in state.memory)
+    state = dataclasses.replace(state, memory=memory)
     bins, prompts = state.queue.row.shape
     ended = _ended(settings, state.samples).reshape(bins, prompts, -1)
     counters = Counters(
@@ -197,7 +201,9 @@ def _one_token(engine: Engine, aligned: bool, params: Params, state: DecodeState
     row = _rows_of(settings, state, aligned)
     position = (take(state.row_length, row) + state.index)[..., None]
     sharing = Sharing(None, None) if aligned else _sharing(settings, state, row)
-    attend = decode(state.clock, state.index, state.row_length, sharing)
+    # A slot without a sample reads nothing but its own last token.
+    index = jnp.where(state.live, state.index, 0)
+    attend = decode(state.clock, index, state.row_length, sharing)
     hidden, memory = model.apply(params, state.token[..., None], position, attend, state.memory)
     logits = model.unembed(params, hidden[..., 0, :])  # [D, N, V]
     token, logp = _drawn(settings, state, logits)

@@ -88,6 +88,6 @@ class DecodeState:
     samples: Samples
     queue: Queue
     row_length: Array  # [D, A] int32, tokens in each row of the prompts' cache
-    memory: Any  # per layer: (prompts', slots'), each models.attention.Cache
+    memory: Any  # per layer: (prompts', slots'), Cache and Ring of models.cache
     clock: Array  # [] int32, decoding steps so far
     slot_steps: Array  # [] int32, decoding steps times slots

@@ -16,7 +16,8 @@ from jaxgrpo.models.api import (
     memory_per_layer,
     params_per_layer,
 )
-from jaxgrpo.models.attention import Cache, Sharing, causal, decode, rows_with_prefix
+from jaxgrpo.models.attention import Sharing, causal, decode, rows_with_prefix
+from jaxgrpo.models.cache import Cache, Ring, settled
 from jaxgrpo.models.decoder import build
 
 UNIFORM = ModelConfig(
@@ -113,8 +114,12 @@ def decoded_logits(model, params, filler=0):
         ]
     )
     kv_heads, head_dim = model.config.num_kv_heads, model.config.head_dim
-    key = jnp.zeros((4, kv_heads, head_dim, 5))  # one bin of four slots
-    empty = Cache(key, key.mT)
+
+    def zeros(columns):
+        key = jnp.zeros((4, kv_heads, head_dim, columns))  # one bin of four slots
+        return Cache(key, key.mT)
+
+    empty = Ring(zeros(2), (zeros(4), zeros(4)))
     memory = tuple(
         (Cache(jnp.moveaxis(prefix.key, 1, 3)[None], prefix.value.swapaxes(1, 2)[None]), empty)
         for prefix in memory_per_layer(model.config, stacked)
@@ -126,6 +131,7 @@ def decoded_logits(model, params, filler=0):
         tokens = jax.lax.dynamic_slice_in_dim(jnp.asarray(fed), index, 1, axis=2)
         attend = decode(index, jnp.full((1, 4), index), length[None], Sharing(None, None))
         hidden, memory = model.apply(apart, tokens.reshape(1, 4, 1), position, attend, memory)
+        memory = tuple((prompts, settled(own, index + 1)) for prompts, own in memory)
         return memory, model.unembed(params, hidden).reshape(2, 2, -1)
 
     return jnp.moveaxis(jax.lax.scan(step, memory, jnp.arange(5))[1], 0, 2)

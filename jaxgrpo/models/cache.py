@@ -1,0 +1,96 @@
+"""What decoding keeps of each layer: keys and values of prompts, and rings of the slots' tokens."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+FEWEST_COLUMNS = 32  # of a part
+PARTS = 3
+"""Parts of what is older in a ring, each read whole or not at all: with more, less is read while
+samples are short, but each costs a few operations per layer, and their compilation."""
+
+
+class Cache(NamedTuple):
+    """Keys and values of one layer as decoding reads them: heads first, and keys turned.
+
+    Both products of a decoding step then run along contiguous memory: with positions before heads,
+    or keys not turned, XLA transposes and copies the whole cache at every token.
+    """
+
+    key: Array  # [*B, kv_heads, head_dim, columns]
+    value: Array  # [*B, kv_heads, columns, head_dim]
+
+
+class Ring(NamedTuple):
+    """The slots' own tokens in one layer. All slots write at one column, the step's.
+
+    A block is a few steps. The current one is apart: a column of turned keys touches a line of
+    memory per head and component, and in a small array those lines stay near. What is older is cut
+    into parts, so that a step reads no part that none of its slots needs.
+    """
+
+    recent: Cache  # columns: a block
+    older: tuple[Cache, ...]  # parts of equally many columns, block after block, round and round
+
+
+def older_parts(tokens: int, block: int) -> tuple[int, int]:
+    """Parts of a ring and columns of each, so that the last `tokens` tokens are always there.
+
+    One block more than the tokens: until the current block is full, its columns hold what they held
+    one turn before.
+    """
+    needed = tokens + block - 1
+    columns = max(FEWEST_COLUMNS, -(-needed // PARTS))
+    columns = -(-columns // block) * block
+    return -(-needed // columns), columns
+
+
+def written(ring: Ring, clock: Array, key: Array, value: Array) -> Ring:
+    """The ring with one more token per slot. Shapes: key, value [B, kv_heads, head_dim]."""
+    column = clock % ring.recent.value.shape[-2]
+
+    def write(into: Array, what: Array, axis: int) -> Array:
+        what = jnp.expand_dims(what, axis)
+        return jax.lax.dynamic_update_slice_in_dim(into, what, column, axis=axis)
+
+    recent = Cache(write(ring.recent.key, key, -1), write(ring.recent.value, value, -2))
+    return ring._replace(recent=recent)
+
+
+def settled(ring: Ring, clock: Array) -> Ring:
+    """The ring with its current block among the older ones too, after `clock` steps.
+
+    Of a block that is not full the rest is written as well: no slot reads those columns any more.
+    """
+    block, columns = ring.recent.value.shape[-2], ring.older[0].value.shape[-2]
+    at = (clock - 1) // block * block % (columns * len(ring.older))
+
+    def place(into: Array, what: Array, part: int, axis: int) -> Array:
+        offset = jnp.clip(at - part * columns, 0, columns - block)
+        held = jax.lax.dynamic_slice_in_dim(into, offset, block, axis)
+        what = jnp.where(at // columns == part, what, held)
+        return jax.lax.dynamic_update_slice_in_dim(into, what, offset, axis)
+
+    older = [
+        Cache(place(key, ring.recent.key, part, -1), place(value, ring.recent.value, part, -2))
+        for part, (key, value) in enumerate(ring.older)
+    ]
+    return ring._replace(older=tuple(older))
+
+
+def ages(ring: Ring, clock: Array) -> list[Array]:
+    """Steps since each column was written, of the recent block and of every older part.
+
+    Negative where the recent block's columns are of steps to come; columns that are to be read no
+    more have an age above all tokens that a ring holds.
+    """
+    block, columns = ring.recent.value.shape[-2], ring.older[0].value.shape[-2]
+    of_block = clock % block
+    last = clock - of_block - 1  # the last step before this block
+    places = jnp.arange(columns * len(ring.older))
+    older = (last - places) % places.size + 1 + of_block
+    return [of_block - jnp.arange(block), *jnp.split(older, len(ring.older))]
