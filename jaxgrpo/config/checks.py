@@ -26,6 +26,7 @@ from jaxgrpo.data.prompts import is_template, placeholders
 from jaxgrpo.data.sources import FILES, FORMS, is_name
 from jaxgrpo.data.tasks import PREFIX, tasks
 from jaxgrpo.rollout.selection import build_policy
+from jaxgrpo.rollout.stopping import EarlyStop
 from jaxgrpo.update.optimizer import make_optimizer
 
 WANDB_OURS = ("dir", "config", "id", "resume", "settings")
@@ -45,7 +46,7 @@ def check(values: Values) -> Iterator[str]:
     wrong_parts = list(_build_parts(values, made))
     yield from _method(values, made)
     yield from _refill(values, made)
-    for some in (_evaluation, _loss, _sampling, _resets, _rewards, _data):
+    for some in (_evaluation, _loss, _sampling, _early_stop, _resets, _rewards, _data):
         yield from some(values)
     yield from wrong_parts
     yield from _optimizer(values)
@@ -225,6 +226,24 @@ def _sampling(values: Values) -> Iterator[str]:
             f"rollout.min_completion_tokens = {least}: no end token could be drawn within "
             f"rollout.max_completion_tokens = {most}; set it lower"
         )
+
+
+def _early_stop(values: Values) -> Iterator[str]:
+    asked = values.get("rollout.early_stop")
+    if asked is None:
+        return
+    where = f"rollout.early_stop = {show(asked)}"
+    expected = "expected { confidence = 8.0, window = 2048, tokens = 20 }, of which the last two "
+    expected += "may be left out"
+    if unknown := sorted(asked.keys() - set(EarlyStop._fields)):
+        yield f"rollout.early_stop.{unknown[0]}: unknown key; {expected}"
+    elif type(asked.get("confidence")) not in (int, float) or not math.isfinite(
+        asked["confidence"]
+    ):
+        yield f"{where}: {expected}; confidence is a finite number of nats"
+    for name in ("window", "tokens"):
+        if name in asked and (type(asked[name]) is not int or asked[name] < 1):
+            yield f"{where}: {expected}; {name} is a whole number of 1 or more"
 
 
 def _resets(values: Values) -> Iterator[str]:

@@ -169,6 +169,8 @@ class RolloutKeys:
     top_p: float = key(1.0, above=0)  # sample from the likeliest tokens of this probability
     min_p: float = key(0.0, at_least=0)  # and of at least this share of the likeliest's probability
     min_completion_tokens: int = key(0, at_least=0)  # no end token is drawn before
+    stop_strings: tuple[str, ...] = key(())  # a sample ends with the token that completes one
+    early_stop: Mapping[str, float] | None = key(None)  # { confidence = 8.0 }: as EarlyStop
     slots: int | None = key(None, at_least=1)  # samples decoded at once; None: what fits
     overlap_rewards: bool = key(True)  # judge groups that have ended while others decode
     segment_tokens: int = key(16, at_least=1)  # decoded between two looks at what has ended
@@ -323,6 +325,7 @@ KINDS = {
     str: 'a text in quotes, "..."',
     dict: 'a table, {{ {holds} = "..." }}',
     Mapping: "a table, {{ name = value }}",
+    tuple: 'a list of texts, ["..."], none of them empty',
 }
 
 Values = dict[str, Any]
@@ -414,7 +417,9 @@ def _read_value(where: str, value: Any, hint: Any, limits: Range, values: Values
     kind = _kind(hint)
     if kind is float and type(value) is int:
         value = float(value) if abs(value) < sys.float_info.max else math.inf
-    if kind is Mapping and isinstance(value, Mapping):
+    if kind is tuple:
+        yield from _read_texts(where, value, values)
+    elif kind is Mapping and isinstance(value, Mapping):
         values[where] = dict(value)
     elif type(value) is not kind:
         yield f"{where} = {show(value)}: expected {KINDS[kind].format(holds=limits.holds)}"
@@ -429,6 +434,13 @@ def _read_value(where: str, value: Any, hint: Any, limits: Range, values: Values
         yield f"{where} = {show(value)}: expected {expected}"
     else:
         values[where] = value
+
+
+def _read_texts(where: str, value: Any, values: Values) -> Iterator[str]:
+    if isinstance(value, (list, tuple)) and all(isinstance(one, str) and one for one in value):
+        values[where] = tuple(value)
+    else:
+        yield f"{where} = {show(value)}: expected {KINDS[tuple]}"
 
 
 def _read_part(where: str, value: Part, values: Values, holds: str = "use") -> Iterator[str]:
@@ -475,7 +487,7 @@ def _nearest_key(name: str, path: str, fields: list[str]) -> str | None:
 
 
 def _kind(hint: Any) -> type:
-    """int, float, str, dict or Mapping: the type of a hint, which may be optional."""
+    """int, float, str, dict, Mapping or tuple: the type of a hint, which may be optional."""
     if isinstance(hint, types.UnionType):
         (hint,) = (option for option in typing.get_args(hint) if option is not types.NoneType)
     return typing.get_origin(hint) or hint

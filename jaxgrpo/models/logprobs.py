@@ -99,14 +99,18 @@ def token_confidence(
     Source: Fu et al. 2025 (DeepConf), arXiv 2508.15260: k = 20. There the log-probs are what the
       inference engine reports, of the model before temperature by default in vLLM.
     """
-    chunk, vocab = _chunk_and_vocab(unembed, hidden, logits_per_chunk)
+    chunk, _ = _chunk_and_vocab(unembed, hidden, logits_per_chunk)
 
     def one(hidden: Array) -> Array:
-        z = _scaled(unembed(jax.lax.stop_gradient(hidden)), temperature)
-        likeliest, _ = jax.lax.top_k(z, min(k, vocab))
-        return jax.nn.logsumexp(z, axis=-1) - likeliest.mean(-1)
+        return confidence_of(_scaled(unembed(jax.lax.stop_gradient(hidden)), temperature), k)
 
     return jax.lax.stop_gradient(_by_chunks(one, chunk, hidden))
+
+
+def confidence_of(logits: Float[Array, "*B V"], k: int) -> Float[Array, "*B"]:
+    """`token_confidence` of softmax(logits)."""
+    likeliest, _ = jax.lax.top_k(logits, min(k, logits.shape[-1]))
+    return jax.nn.logsumexp(logits, axis=-1) - likeliest.mean(-1)
 
 
 def full_kl(

@@ -60,7 +60,7 @@ def capacity(
 
     rings = [of_ring(kind.window) for kind in config.kinds]
     shared = of(sizes.rows, sizes.width)
-    extra = PER_TOKEN + 4 * settings.untempered
+    extra = PER_TOKEN + 4 * settings.untempered + 4 * (settings.early_stop is not None)
     samples = sizes.prompts * settings.group_size * longest * extra
     logits = 4 * sizes.slots * config.vocab_size // mesh.shape["tensor"]
     return Capacity(

@@ -22,8 +22,10 @@ from jaxgrpo.core.types import Params
 from jaxgrpo.models.api import Constrain, Model
 from jaxgrpo.models.attention import Sharing, chunk, decode
 from jaxgrpo.models.cache import Cache, Ring, older_parts, settled
+from jaxgrpo.models.logprobs import confidence_of
 from jaxgrpo.rollout.drawing import draw, logp_of
 from jaxgrpo.rollout.state import DecodeState, Queue, Samples, SamplingSettings
+from jaxgrpo.rollout.stopping import EarlyStop
 
 
 class Counters(NamedTuple):
@@ -135,7 +137,7 @@ def segment(
     memory = tuple((prompts, settled(own, state.clock)) for prompts, own in state.memory)
     state = dataclasses.replace(state, memory=memory)
     bins, prompts = state.queue.row.shape
-    ended = _ended(settings, state.samples).reshape(bins, prompts, -1)
+    ended = state.samples.ended.reshape(bins, prompts, -1)
     counters = Counters(
         live=state.live.sum(-1).max(),
         drained=(state.queue.next >= total).all(),
@@ -153,6 +155,27 @@ def staying(
     """
     order = jnp.argsort(~state.live, axis=-1, stable=True)[:, :slots]
     return order, take(_rows_of(settings, state, aligned), order)
+
+
+def cut(settings: SamplingSettings, state: DecodeState, length: Array) -> DecodeState:
+    """Ends samples after `length` [D, M] tokens, and frees their slots; -1: not this one."""
+    samples, here = state.samples, length >= 0
+    over = here[..., None] & (jnp.arange(samples.tokens.shape[-1]) >= length[..., None])
+
+    def without(array: Array | None) -> Array | None:
+        return None if array is None else jnp.where(over, jnp.zeros((), array.dtype), array)
+
+    samples = dataclasses.replace(
+        samples,
+        tokens=jnp.where(over, settings.pad_token, samples.tokens),
+        logp=without(samples.logp),
+        untempered=without(samples.untempered),
+        length=jnp.where(here, length, samples.length),
+        stopped=samples.stopped | here,
+        ended=samples.ended | here,
+    )
+    live = state.live & ~take(here, state.sample)
+    return dataclasses.replace(state, samples=samples, live=live)
 
 
 def take(tree: Any, at: Array) -> Any:
@@ -253,6 +276,7 @@ def _written(
     stops = jnp.asarray(settings.stop_tokens, jnp.int32)
     stopped = drawn & (chosen[..., None] == stops).any(-1)
     sample = jnp.where(state.live, state.sample, total)  # the samples of dead slots stay
+    ended = stopped | (state.index + 1 >= settings.max_completion_tokens)
 
     def write(array: Array, value: Array, *at: Array) -> Array:
         one = lambda array, value, *at: array.at[at].set(value, mode="drop")  # noqa: E731
@@ -262,14 +286,42 @@ def _written(
         raw = jnp.where(drawn, logp_of(logits, token), 0)
         raw = write(samples.untempered, raw, state.index)
         samples = dataclasses.replace(samples, untempered=raw)
+    if settings.early_stop is not None and samples.confidence is not None:
+        scaled = logits.astype(jnp.float32) / (settings.temperature or 1.0)
+        confidence = jnp.where(drawn, confidence_of(scaled, settings.early_stop.tokens), 0)
+        now, unsure = _summed(settings.early_stop, state, samples.confidence, confidence)
+        now = write(samples.confidence, now, state.index)
+        samples = dataclasses.replace(samples, confidence=now)
+        ended = ended | (drawn & unsure)
     samples = dataclasses.replace(
         samples,
         tokens=write(samples.tokens, chosen, state.index),
         logp=write(samples.logp, jnp.where(drawn, logp, 0), state.index),
         length=write(samples.length, state.index + 1),
         stopped=write(samples.stopped, stopped),
+        ended=write(samples.ended, ended),
     )
-    return samples, chosen, stopped | (state.index + 1 >= settings.max_completion_tokens)
+    return samples, chosen, ended
+
+
+def _summed(
+    stop: EarlyStop, state: DecodeState, summed: Array, confidence: Array
+) -> tuple[Array, Array]:
+    """[D, N]: the confidence up to this token, and whether the last window has too little.
+
+    Shapes: summed [D, M, T], up to each token before; confidence [D, N], of this one.
+    """
+
+    def before(at: Array) -> Array:
+        read = jax.vmap(lambda values, sample, at: values[sample, at])
+        return jnp.where(at < 0, 0, read(summed, state.sample, at))
+
+    now = before(state.index - 1) + confidence
+    number = state.index + 1
+    if state.samples.forced is not None:
+        number -= (take(state.samples.forced, state.sample) >= 0).sum(-1)
+    mean = (now - before(state.index - stop.window)) / stop.window
+    return now, (number >= stop.window) & (mean < stop.confidence)
 
 
 def _forced(state: DecodeState) -> Array:
@@ -278,10 +330,6 @@ def _forced(state: DecodeState) -> Array:
         return jnp.full_like(state.token, -1)
     read = lambda values, *at: values.at[at].get(mode="fill", fill_value=-1)  # noqa: E731
     return jax.vmap(read)(state.samples.forced, state.sample, state.index)
-
-
-def _ended(settings: SamplingSettings, samples: Samples) -> Array:
-    return samples.stopped | (samples.length >= settings.max_completion_tokens)
 
 
 def _laid_out(engine: Engine, state: DecodeState) -> DecodeState:

@@ -52,6 +52,8 @@ class Sampler(NamedTuple):
     take: Callable[..., Any]
     take_slots: Callable[..., Any]
     peek: Callable[..., tuple[Array, Array]]
+    watch: Callable[[Samples], Array]
+    cut: Callable[[DecodeState, np.ndarray], DecodeState]
     finish: Callable[[DecodeState, Prompts], Rollouts]
     seen: set[Any]  # sizes whose smaller sizes are compiled too
 
@@ -104,6 +106,8 @@ def make_sampler(model: Model, settings: SamplingSettings, mesh: Mesh | None = N
         take=jax.jit(decoding.take),
         take_slots=jax.jit(decoding.take_slots),
         peek=jax.jit(functools.partial(_peek, settings.group_size)),
+        watch=jax.jit(lambda samples: jnp.where(_mask(samples), samples.tokens, -1)),
+        cut=jax.jit(functools.partial(decoding.cut, settings), donate_argnums=0),
         finish=jax.jit(_finish),
         seen=set(),
     )
@@ -177,6 +181,7 @@ class _Call:
     ):
         self.sampler, self.sizes, self.state, self.finished = sampler, sizes, state, finished
         self.told = np.zeros((sizes.bins, sizes.prompts), bool)
+        self.searched = np.zeros((sizes.bins, sizes.prompts * sampler.settings.group_size), int)
         self.peeked: list[tuple[np.ndarray, tuple[Array, Array]]] = []
         self.params = sampler.split(params)
         tokens, mask = sharding.to_host((prompts.prompt_tokens, prompts.prompt_mask))
@@ -203,7 +208,8 @@ class _Call:
             )
             # The segment before the one just dispatched: the device never waits for the host.
             if before is not None:
-                live, drained, done = sharding.to_host(before)
+                (live, drained, done), drawn = sharding.to_host(before)
+                self._cut(drawn)
                 self._tell(done)
                 if drained and live == 0:
                     break
@@ -211,9 +217,33 @@ class _Call:
                 self._fill()
                 if drained and smaller and live <= smaller:
                     self._shrink(smaller)
-            before = counters
+            before = counters, self._watched()
         self._compile_smaller()
         return self.state
+
+    def _watched(self) -> Array | None:
+        """The drawn tokens of all samples, if their text can end them."""
+        stop = self.sampler.settings.stop_strings
+        return None if stop is None else self.sampler.watch(self.state.samples)
+
+    def _cut(self, drawn: np.ndarray | None) -> None:
+        """Ends the samples whose text holds a stop string; the device may be a segment ahead.
+
+        Args:
+          drawn: [D, M, T], -1 where no token was drawn.
+        """
+        settings = self.sampler.settings
+        if settings.stop_strings is None or drawn is None:
+            return
+        number, length = (drawn >= 0).sum(-1), np.full(drawn.shape[:2], -1, np.int32)
+        for place in zip(*np.nonzero(number > self.searched), strict=True):
+            begin = int((drawn[place] >= 0).argmax())  # behind the forced tokens
+            tokens = drawn[place][begin : begin + number[place]]
+            fewest = settings.min_completion_tokens - begin
+            end = settings.stop_strings.end(tokens, int(self.searched[place]), fewest)
+            self.searched[place] = number[place] if end is None else drawn.shape[-1]
+            length[place] = -1 if end is None else begin + end
+        self.state = self.sampler.cut(self.state, length)
 
     def _tell(self, done: np.ndarray) -> None:
         """Passes on the groups that were fetched last time, and begins to fetch the next ones."""
@@ -348,8 +378,10 @@ def _begin(engine: Engine, sizes: Sizes, prompts: Prompts, key: Array) -> Decode
         tokens=jnp.full(steps, settings.pad_token, jnp.int32),
         logp=jnp.zeros(steps, jnp.float32),
         untempered=jnp.zeros(steps, jnp.float32) if settings.untempered else None,
+        confidence=jnp.zeros(steps, jnp.float32) if settings.early_stop else None,
         length=jnp.zeros(shape, jnp.int32),
         stopped=jnp.zeros(shape, bool),
+        ended=jnp.zeros(shape, bool),
     )
     row = jnp.zeros((bins, count), jnp.int32)
     queue = Queue(row=row, last=last.reshape(bins, count), ready=none, next=none)

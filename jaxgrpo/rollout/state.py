@@ -14,6 +14,7 @@ from jax import Array
 
 from jaxgrpo.core.types import register
 from jaxgrpo.rollout.drawing import Distribution
+from jaxgrpo.rollout.stopping import EarlyStop, StopStrings
 
 
 class SamplingSettings(NamedTuple):
@@ -32,6 +33,8 @@ class SamplingSettings(NamedTuple):
     min_completion_tokens: int = 0  # before so many no stop token is drawn
     slots: int = 0  # samples decoded at once, over all devices; 0: all
     untempered: bool = False  # give log-probs of the model itself too, at temperature 1
+    stop_strings: StopStrings | None = None
+    early_stop: EarlyStop | None = None
 
     @property
     def distribution(self) -> Distribution:
@@ -61,8 +64,10 @@ class Samples:
     tokens: Array  # [D, M, T] int32
     logp: Array  # [D, M, T] float32
     untempered: Array | None  # [D, M, T] float32
+    confidence: Array | None  # [D, M, T] float32, of all drawn tokens up to this one, summed
     length: Array  # [D, M] int32, tokens so far
-    stopped: Array  # [D, M] bool, by a stop token
+    stopped: Array  # [D, M] bool, by a stop token or string
+    ended: Array  # [D, M] bool, by anything
 
 
 @register

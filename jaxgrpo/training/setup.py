@@ -46,6 +46,7 @@ from jaxgrpo.rollout.judging import (
 from jaxgrpo.rollout.overlap import sample_and_judge
 from jaxgrpo.rollout.sampler import SamplingSettings
 from jaxgrpo.rollout.selection import PromptPolicy, prompt_metrics
+from jaxgrpo.rollout.stopping import EarlyStop, StopStrings
 from jaxgrpo.training import inputs, memory, process
 from jaxgrpo.training.console import facts
 from jaxgrpo.training.folder import refuse_unusable
@@ -312,6 +313,8 @@ def sampling_settings(config: Config, folder: Path, tokenizer: Any) -> SamplingS
         min_p=rollout.min_p,
         min_completion_tokens=rollout.min_completion_tokens,
         slots=rollout.slots or 0,
+        stop_strings=StopStrings(tokenizer, rollout.stop_strings) if rollout.stop_strings else None,
+        early_stop=EarlyStop(**rollout.early_stop) if rollout.early_stop else None,  # pyright: ignore[reportArgumentType]
     )
 
 

@@ -128,6 +128,32 @@ def test_a_refill_that_makes_no_sense_is_refused(overrides, message):
     assert message in problem
 
 
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (('rollout.stop_strings="END"',), 'stop_strings = "END": expected a list of texts, ["'),
+        (('rollout.stop_strings=["a", ""]',), "none of them empty"),
+        (("rollout.early_stop={window=3}",), "confidence is a finite number of nats"),
+        (("rollout.early_stop={confidence=inf}",), "confidence is a finite number of nats"),
+        (("rollout.early_stop={confidence=8, k=20}",), "early_stop.k: unknown key"),
+        (("rollout.early_stop={confidence=8, window=0}",), "window is a whole number of 1 or"),
+        (("rollout.early_stop={confidence=8, tokens=2.5}",), "tokens is a whole number of 1 or"),
+    ],
+)
+def test_what_ends_a_sample_is_refused_where_it_makes_no_sense(overrides, message):
+    (problem,) = problems(*overrides)
+    assert message in problem
+
+
+def test_what_ends_a_sample_is_read_and_written():
+    assert read().rollout.stop_strings == ()
+    made = read('rollout.stop_strings=["a", "b"]', "rollout.early_stop={confidence=8}")
+    again = files.from_dict(tomllib.loads(files.to_toml(made)))
+    assert again.rollout.stop_strings == made.rollout.stop_strings == ("a", "b")
+    assert again.rollout.early_stop == {"confidence": 8}
+    assert files.resume_difference(made, again) == []
+
+
 def test_a_refill_is_read_written_and_may_not_change_on_the_way():
     assert read().rollout.refill is None
     made = read("rollout.refill.factor=3", "recipe=dapo")

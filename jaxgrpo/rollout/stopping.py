@@ -1,0 +1,61 @@
+"""What ends a sample beside an end token: strings in its text, and confidence that has gone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+MARGIN = 4  # tokens decoded in front, since the first of a text may be written without its space
+
+
+class StopStrings:
+    """Strings that end a sample: the token that completes the first one is its last.
+
+    The text is that of the drawn tokens with special tokens in it. The string stays in the text.
+
+    Args:
+      tokenizer: whose `decode` writes the text.
+      strings: at least one, none empty.
+    """
+
+    def __init__(self, tokenizer: Any, strings: Sequence[str]):
+        self.tokenizer, self.strings = tokenizer, tuple(strings)
+        self.bytes = max(len(string.encode()) for string in strings)  # no token has less than one
+
+    def end(self, tokens: np.ndarray, seen: int, fewest: int = 0) -> int | None:
+        """The number of tokens [n] after which the sample ends; None: it goes on.
+
+        Args:
+          seen: of the tokens, those that an earlier call has looked at and found no end in.
+          fewest: tokens that a sample has at least.
+        """
+        begin = max(0, seen - self.bytes - MARGIN)
+        if not self._is_in(tokens[begin:]):
+            return None
+        for count in range(max(seen + 1, fewest), len(tokens) + 1):
+            if self._is_in(tokens[begin:count]):
+                return count
+        return None
+
+    def _is_in(self, tokens: np.ndarray) -> bool:
+        text = self.tokenizer.decode(tokens.tolist(), clean_up_tokenization_spaces=False)
+        return any(string in text for string in self.strings)
+
+
+class EarlyStop(NamedTuple):
+    """Ends a sample once the mean confidence of its last tokens is too low.
+
+    The confidence of a token is that of `jaxgrpo.models.logprobs.token_confidence`, at the
+    temperature of sampling. A sample shorter than the window goes on; one that is ended here has no
+    end token and counts as truncated.
+
+    Source: Fu et al. 2025 (DeepConf), arXiv 2508.15260: windows of 2048 tokens, the 20 likeliest
+      tokens. There the threshold is a percentile of the least window's confidence in 16 samples of
+      the same prompt that are drawn first; here it is given.
+    """
+
+    confidence: float  # nats
+    window: int = 2048  # tokens
+    tokens: int = 20  # the likeliest, of whose log-probs the confidence is the mean

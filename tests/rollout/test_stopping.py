@@ -1,0 +1,156 @@
+"""What ends a sample beside an end token: strings in its text, and too little confidence."""
+
+import dataclasses
+import functools
+
+import jax
+import numpy as np
+import pytest
+import tiny
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from jaxgrpo.models.logprobs import confidence_of
+from jaxgrpo.rollout.sampler import SamplingSettings, make_sampler, sample
+from jaxgrpo.rollout.stopping import EarlyStop, StopStrings
+
+KEY = jax.random.key_data(jax.random.key(3))
+GROUP, STEPS = 3, 12
+
+
+class Letters:
+    """Token i is a letter."""
+
+    def decode(self, ids, clean_up_tokenization_spaces):
+        assert not clean_up_tokenization_spaces
+        return "".join(chr(ord("A") + i) for i in ids)
+
+
+@functools.cache
+def sampler(**changes):
+    settings = SamplingSettings(GROUP, STEPS, 1.0, (tiny.END,), tiny.PAD, 8)
+    return make_sampler(tiny.model(), settings._replace(**changes))
+
+
+def run(prompts=None, **changes):
+    prompts = tiny.prompts(9, seed=5) if prompts is None else prompts
+    found = sample(sampler(**changes), tiny.params(), prompts, KEY)
+    return jax.tree.map(np.asarray, found)
+
+
+def of_bytes():
+    """A tokenizer whose tokens are bytes, so that letters beyond ASCII take several."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Tokenizer(models.BPE({letter: i for i, letter in enumerate(letters)}, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=backend)
+
+
+def test_the_end_is_the_token_that_completes_the_first_string():
+    tokenizer = of_bytes()
+    stop = StopStrings(tokenizer, ["</a>", "é"])
+    tokens = np.asarray(tokenizer("è 12</a</a> é")["input_ids"])
+    assert stop.end(tokens, 0) == len(tokenizer("è 12</a</a>")["input_ids"])
+    assert stop.end(tokens[:-4], 0) is None
+    # Fewest tokens: a string that is complete before ends the sample as soon as it may end.
+    assert stop.end(tokens, 0, fewest=len(tokens)) == len(tokens)
+
+
+def test_looking_piece_by_piece_finds_the_same_end():
+    tokenizer, random = of_bytes(), np.random.default_rng(0)
+    stop = StopStrings(tokenizer, ["aé", "</x"])
+    pieces = tokenizer("aéb</x>é")["input_ids"]
+    ends = 0
+    for _ in range(60):
+        tokens = random.choice(pieces, 200)
+        prefixes = (n for n in range(1, 201) if stop.end(tokens[:n], n - 1) == n)
+        texts = (n for n in range(1, 201) if stop._is_in(tokens[:n]))
+        want, seen, found = next(texts, None), 0, None
+        assert next(prefixes, None) == want
+        while found is None and seen < len(tokens):
+            upto = seen + int(random.integers(1, 40))
+            found, seen = stop.end(tokens[:upto], seen), upto
+        assert found == want
+        ends += want is not None
+    assert 10 < ends < 60
+
+
+def cut(plain, ends):
+    """Lengths of samples and which are ended, if `ends(tokens, place)` gives a length or None."""
+    length = plain.token_mask.sum(-1)
+    new, ended = length.copy(), np.zeros(length.shape, bool)
+    for place in np.ndindex(length.shape):
+        end = ends(plain.completion_tokens[place][: length[place]], place)
+        if end is not None:
+            new[place], ended[place] = end, True
+    assert 3 < (new < length).sum() < length.size
+    return new, ended
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("changes", [{}, {"slots": 1}, {"slots": 8}, {"segment_tokens": 5}])
+def test_samples_end_exactly_with_a_stop_string(changes):
+    plain = run(min_completion_tokens=3)
+    strings = ["F", "BC", "Z"]
+    stop = StopStrings(Letters(), strings)
+    found = run(stop_strings=stop, min_completion_tokens=3, **changes)
+
+    def end(tokens, _):
+        text = Letters().decode(tokens, False)
+        counts = (n for n in range(3, len(text) + 1) if any(s in text[:n] for s in strings))
+        return next(counts, None)
+
+    length, ended = cut(plain, end)
+    live = np.arange(STEPS) < length[..., None]
+    np.testing.assert_array_equal(found.token_mask, live)
+    np.testing.assert_array_equal(
+        found.completion_tokens, np.where(live, plain.completion_tokens, tiny.PAD)
+    )
+    np.testing.assert_allclose(
+        found.behavior_logp, np.where(live, plain.behavior_logp, 0), atol=1e-5
+    )
+    np.testing.assert_array_equal(found.truncated, plain.truncated & ~ended)
+
+
+@pytest.mark.slow
+def test_a_forced_prefix_holds_no_stop_string():
+    prompts = tiny.prompts()
+    forced = np.full((4, GROUP, 3), -1, np.int32)
+    forced[:, 0], forced[:, 1, 0] = [5, 5, 5], 7
+    prompts = dataclasses.replace(prompts, forced_prefix=forced)
+    plain = run(prompts=prompts)
+    found = run(prompts=prompts, stop_strings=StopStrings(Letters(), ["F"]))
+    for place in np.ndindex(4, GROUP):
+        drawn = plain.completion_tokens[place][plain.token_mask[place]]
+        hits = np.flatnonzero(drawn == 5)
+        want = drawn[: hits[0] + 1] if hits.size else drawn
+        np.testing.assert_array_equal(found.completion_tokens[place][found.token_mask[place]], want)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("slots", [0, 4])
+def test_samples_end_where_the_last_tokens_have_too_little_confidence(slots):
+    plain, window, temperature = run(temperature=0.8), 4, 0.8
+    tables = tiny.whole_tables(tiny.UNIFORM, tiny.params(), plain, temperature)
+    confidence = np.asarray(confidence_of(tables, 5), np.float64)
+    begins = range(STEPS - window + 1)
+    windows = np.stack([confidence[..., i : i + window].mean(-1) for i in begins])
+    threshold = float(np.quantile(windows[0], 0.2))
+
+    def end(tokens, place):
+        low = np.flatnonzero(windows[(slice(None), *place)] < threshold)
+        counts = low[low + window <= len(tokens)] + window
+        return counts[0] if counts.size else None
+
+    length, ended = cut(plain, end)
+    stop = EarlyStop(threshold, window, tokens=5)
+    found = run(temperature=0.8, early_stop=stop, slots=slots)
+    live = np.arange(STEPS) < length[..., None]
+    np.testing.assert_array_equal(found.token_mask, live)
+    np.testing.assert_array_equal(
+        found.completion_tokens, np.where(live, plain.completion_tokens, tiny.PAD)
+    )
+    np.testing.assert_array_equal(found.truncated, plain.truncated | ended)
+    never = run(temperature=0.8, early_stop=EarlyStop(-np.inf, window, 5))
+    np.testing.assert_array_equal(never.completion_tokens, plain.completion_tokens)
