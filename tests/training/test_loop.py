@@ -80,6 +80,20 @@ def test_sample_rows_say_what_was_sampled_and_what_it_earned(run):
     )
 
 
+def test_samples_of_a_run_end_with_its_stop_strings_and_without_confidence(tmp_path):
+    stopping = {"stop_strings": ["3", "5"], "early_stop": {"confidence": 1e6, "window": 4}}
+    changes = {f"rollout.{name}": value for name, value in stopping.items()}
+    finished = loop.train(small_run.config(tmp_path / "r", **changes, **{"train.steps": 1}))
+    file = finished.path / "samples" / "step_1.jsonl"
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    ended = [row for row in rows if set(row["completion"]) & set("35")]
+    assert 0 < len(ended) < len(rows)
+    for row in ended:
+        assert set(row["completion"][:-1]).isdisjoint("35")
+        assert not row["truncated"]
+    assert max(len(row["completion_ids"]) for row in rows) == 4  # no confidence is so high
+
+
 def test_training_moves_the_parameters(run):
     config, finished = run
     assert folder_hash(config.model.path) != finished.summary["parameter_hash"]
