@@ -54,7 +54,7 @@ class Sampler(NamedTuple):
     peek: Callable[..., tuple[Array, Array]]
     watch: Callable[[Samples], Array]
     cut: Callable[[DecodeState, np.ndarray], DecodeState]
-    finish: Callable[[DecodeState, Prompts], Rollouts]
+    finish: Callable[[Samples, Prompts], Rollouts]
     seen: set[Any]  # sizes whose smaller sizes are compiled too
 
 
@@ -152,7 +152,7 @@ def sample_counted(
     _check(sampler.settings, prompts)
     state = sampler.begin(sizes, prompts, key)
     state = _Call(sampler, sizes, params, prompts, state, finished).run()
-    return sampler.finish(state, prompts), state.slot_steps
+    return sampler.finish(state.samples, prompts), state.slot_steps
 
 
 def _check(settings: SamplingSettings, prompts: Prompts) -> None:
@@ -351,6 +351,9 @@ class _Call:
             self.state, _ = self.sampler.decode(
                 self.aligned, self.params, self.state, np.int32(next_size(smaller) or -1)
             )
+            if self.sampler.settings.stop_strings is not None:
+                none = np.full(self.searched.shape, -1, np.int32)
+                self.state = self.sampler.cut(self.state, none)
 
 
 def next_size(slots: int) -> int | None:
@@ -415,12 +418,9 @@ def _peek(group: int, samples: Samples, places: Array) -> tuple[Array, Array]:
     return take(samples.tokens), take(_mask(samples))
 
 
-def _finish(state: DecodeState, prompts: Prompts) -> Rollouts:
-    samples = state.samples
-    bins, count = state.queue.row.shape
-
+def _finish(samples: Samples, prompts: Prompts) -> Rollouts:
     def of_prompts(array: Array) -> Array:
-        return array.reshape(bins * count, -1, *array.shape[2:])
+        return array.reshape(len(prompts.ordinal), -1, *array.shape[2:])
 
     raw = samples.untempered
     return Rollouts(
