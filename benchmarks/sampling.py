@@ -1,12 +1,17 @@
 """What sampling costs, beside `generate` of Hugging Face transformers on the same weights.
 
     python -m benchmarks.sampling [--quick] [--workloads S/A,S/C] [--pairs 5] [--slots 64]
+                                  [--devices 2]
 
 A workload is a model (S, M, V) and what it samples (A, B, C): benchmarks/workloads.py. Both engines
 draw from the whole distribution in float32 on two cores, in turn (ours, theirs, ours, ...) after a
 first run of each; theirs has the faster of two kinds of cache. A ratio is theirs over ours in
 seconds per generated token, since on the ragged workload C two draws differ in length. It is judged
 by the lower end of its 95% bootstrap interval, or by the upper end if it must be small.
+
+Of two cores JAX is told to make two devices, and models of a small vocabulary are split over both
+by heads and feed-forward: XLA computes the products of attention on one core of a device. With
+--devices 1 both cores are one device, as JAX has it by default.
 
 Then come the figures that need no peer: slot-steps per token on C and its time per token over that
 of S/A with as many slots, the cost of a prompt for groups of different sizes, what the compiler
@@ -38,9 +43,13 @@ from benchmarks.programs import (
     wide_config,
 )
 from benchmarks.workloads import MODELS, PAD, WORKLOADS, Workload, build, model_config, prompts_of
-from jaxgrpo.core.types import Rollouts
-from jaxgrpo.rollout.sampler import SamplingSettings, make_sampler, sample, sample_counted
+from jaxgrpo.core.types import Params, Prompts, Rollouts
+from jaxgrpo.models import sharding
+from jaxgrpo.rollout.judging import put_prompts
+from jaxgrpo.rollout.sampler import Sampler, make_sampler, sample, sample_counted
+from jaxgrpo.rollout.state import SamplingSettings
 
+SPLIT = ("S", "M")  # models split over the devices; logits of 151,936 tokens are slower so
 LIMITS = {"S/A": 1.8, "S/B": 3.2, "M/A": 1.5, "V/A": 6.0, "S/C": 5.0}  # theirs over ours
 RAGGED, FIXED = "S/C", "S/A"
 MAX_SLOT_STEPS = 1.15  # per token of the ragged workload
@@ -67,18 +76,23 @@ class Ours:
 
     def __init__(self, name: str, slots: int):
         letter, kind = name.split("/")
-        self.workload = WORKLOADS[kind]
+        self.workload, self.slots = WORKLOADS[kind], slots
         self.config = model_config(letter)
-        self.model, self.params = build(self.config, self.workload.ragged)
-        self.prompts = prompts_of(self.workload, self.config.vocab_size)
-        self.settings = settings_of(self.workload, slots)
-        self.sampler = make_sampler(self.model, self.settings)
+        devices = jax.devices() if letter in SPLIT else jax.devices()[:1]
+        self.mesh = sharding.make_mesh(tensor=len(devices), devices=devices)
+        self.model, self.params = build(self.config, self.workload.ragged, self.mesh)
+        self.sampling = self.prepared(self.workload)
         self.rollouts: Any = None  # of the last run
+
+    def prepared(self, work: Workload) -> tuple[Sampler, Params, Prompts]:
+        """What samples `work` with this model."""
+        prompts = put_prompts(self.mesh, prompts_of(work, self.config.vocab_size))
+        sampler = make_sampler(self.model, settings_of(work, self.slots), self.mesh)
+        return sampler, self.params, prompts
 
     def run(self, seed: int) -> Run:
         key = jax.random.key_data(jax.random.key(seed))
-        given = (self.sampler, self.params, self.prompts, key)
-        (self.rollouts, slot_steps), seconds = timed(sample_counted, *given)
+        (self.rollouts, slot_steps), seconds = timed(sample_counted, *self.sampling, key)
         tokens = int(np.asarray(self.rollouts.token_mask).sum())
         return Run(seconds, tokens, int(slot_steps))
 
@@ -89,7 +103,8 @@ def rival(ours: Ours, console: Console) -> Transformers | None:
         console.print(f"JAX runs on {jax.default_backend()}: the peer, on the CPU, is left out")
         return None
     try:
-        peer = Transformers(ours.model, ours.params, ours.prompts, ours.workload)
+        _, params, prompts = ours.sampling
+        peer = Transformers(ours.model, params, prompts, ours.workload)
     except ImportError as error:
         console.print(f"transformers' models need torch ({error}): the peer is left out")
         return None
@@ -98,7 +113,7 @@ def rival(ours: Ours, console: Console) -> Transformers | None:
         raise SystemExit(f"peer: its log-probs differ by {difference}: not the same model")
     runs = peer.choose_cache()
     times = ", ".join(f"{cache} {runs[cache].seconds:.2f} s" for cache in CACHES)
-    console.print(f"  transformers: {times}; log-probs differ by {difference:.1e}")
+    console.print(f"  half of it by transformers: {times}; log-probs differ by {difference:.1e}")
     return peer
 
 
@@ -191,7 +206,7 @@ def show(results: Mapping[str, Mapping[str, Any]], console: Console) -> None:
     console.print(table)
 
 
-def prompt_seconds(ours: Ours, slots: int, repeats: int = 5) -> dict[int, float]:
+def prompt_seconds(ours: Ours, repeats: int = 5) -> dict[int, float]:
     """Seconds of the prompts of a workload by the number of samples that share each.
 
     Prompts at their longest, over prompts of two tokens: both sample one token.
@@ -203,9 +218,7 @@ def prompt_seconds(ours: Ours, slots: int, repeats: int = 5) -> dict[int, float]
         for length in (ours.workload.longest, 2):
             changes = {"samples": group, "completion": 1, "shortest": length, "longest": length}
             work = ours.workload._replace(**changes)
-            prompts = prompts_of(work, ours.config.vocab_size)
-            sampler = make_sampler(ours.model, settings_of(work, slots))
-            run = functools.partial(timed, sample, sampler, ours.params, prompts, key)
+            run = functools.partial(timed, sample, *ours.prepared(work), key)
             run()
             spent.append([run()[1] for _ in range(repeats)])
         long, short = map(np.median, spent)
@@ -272,9 +285,11 @@ def options() -> argparse.Namespace:
     parser.add_argument("--workloads", help="such as S/A,S/C")
     parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument("--slots", type=int, default=64, help="samples decoded at once; 0: all")
+    parser.add_argument("--devices", type=int, default=THREADS, help="that the cores become")
     arguments = parser.parse_args()
-    if arguments.pairs < 1:
-        parser.error(f"--pairs {arguments.pairs}: give 1 or more, 5 for a result")
+    for name in ("pairs", "devices"):
+        if getattr(arguments, name) < 1:
+            parser.error(f"--{name} {getattr(arguments, name)}: give 1 or more")
     if arguments.workloads is None:
         arguments.workloads = list(QUICK if arguments.quick else LIMITS)
     else:
@@ -290,6 +305,7 @@ def main() -> None:
     if hasattr(os, "sched_setaffinity"):  # before JAX counts the cores
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:THREADS])
     jax.config.update("jax_enable_compilation_cache", False)
+    jax.config.update("jax_num_cpu_devices", arguments.devices)
     about, console = describe(), Console(width=110)
     console.print(f"{about['device']}, jax {about['jax']}, commit {about['commit']}")
     slots = arguments.slots
@@ -299,7 +315,7 @@ def main() -> None:
         most = QUICK.get(name, 1) if arguments.quick else arguments.pairs
         results[name] = contest(name, min(arguments.pairs, most), of, console)
     show(results, console)
-    prompts = prompt_seconds(of(RAGGED), slots)
+    prompts = prompt_seconds(of(RAGGED))
     show_prompts(prompts, console)
     facts = programs(slots, arguments.quick, console)
     show_programs(facts, console)

@@ -6,9 +6,10 @@ from typing import NamedTuple
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
 from jaxgrpo.core.types import Params, Prompts
-from jaxgrpo.models import decoder
+from jaxgrpo.models import decoder, sharding
 from jaxgrpo.models.api import Model, ModelConfig
 from jaxgrpo.rollout.selection import pad_prompts
 
@@ -55,17 +56,22 @@ def model_config(name: str) -> ModelConfig:
     )
 
 
-def build(config: ModelConfig, ragged: bool) -> tuple[Model, Params]:
+def build(config: ModelConfig, ragged: bool, mesh: Mesh | None = None) -> tuple[Model, Params]:
     """A model with random weights; if `ragged`, one whose samples end by themselves.
 
     Then component 0 of every embedding is 1 and the end token's head reads it with weight .45. At
     shape S a sample ends with a probability of 1 to 2% per token: some after a few, some never.
+    The parameters are laid out for sampling on `mesh`, if there is one.
     """
-    model = decoder.build(config)
+    constrain = None if mesh is None else sharding.constrain(mesh)
+    model = decoder.build(config, constrain=constrain)
     params = jax.jit(model.init)(jax.random.key(0))
     if ragged:
         params["embed"]["table"] = params["embed"]["table"].at[:, 0].set(1.0)
         params["head"]["table"] = params["head"]["table"].at[END, 0].set(0.45)
+    if mesh is not None:
+        layout = sharding.param_shardings(mesh, model.axes, model.shapes, sharding.SAMPLING)
+        params = jax.device_put(params, layout)
     return model, params
 
 

@@ -35,6 +35,7 @@ FEWEST_SLOTS = 4
 CHUNK = 64  # prompt tokens of one row that are computed at once
 CHUNK_TOKENS = 512  # of all rows of a bin
 GROUPS_TOLD = 8  # groups that are fetched at once for the caller that wants finished ones
+COLUMNS = 32  # columns of the prompts' cache come in so many: unaligned rows are slow to read
 ROWS_PER_SLOT = 3  # rows of the prompts' cache, times the group size, per slot: see `Sizes.of`
 
 
@@ -77,7 +78,9 @@ class Sizes(NamedTuple):
         per_bin, group = prompts // bins, settings.group_size
         slots = min(-(-settings.slots // bins) or per_bin * group, per_bin * group)
         rows = min(per_bin, max(2, -(-ROWS_PER_SLOT * slots // group)))
-        return cls(bins, per_bin, slots, rows, max(1, width - 1))
+        # The last prompt token opens a slot, the others make up the row.
+        columns = -(-max(1, width - 1) // COLUMNS) * COLUMNS
+        return cls(bins, per_bin, slots, rows, columns)
 
     def aligned(self, settings: SamplingSettings) -> bool:
         """Whether each sample has a slot, and each prompt a row, from beginning to end."""
