@@ -21,7 +21,7 @@ from jaxgrpo.models import decoder, sharding
 from jaxgrpo.models.api import ModelConfig
 from jaxgrpo.rollout.sampler import SamplingSettings, Sizes, make_sampler, sample
 
-TPU = "v5e:2x2"
+TPU, LARGER_TPU = "v5e:2x2", "v6e:2x2"
 COMPILED = "/jax/core/compile/backend_compile_duration"
 """JAX's event for each program that a backend compiles, or reads from the compile cache."""
 
@@ -108,22 +108,24 @@ class Program(NamedTuple):
         return {"temporaries": share, "copies": copies, **self.size()}
 
     def size(self) -> dict[str, Any]:
+        memory = self.compiled.memory_analysis()
         return {
+            "gib": (memory.argument_size_in_bytes + memory.temp_size_in_bytes) / 2**30,
             "instructions": sum(map(len, _computations(self.compiled.as_text()).values())),
             # 0 bytes: the backend does not say.
-            "code_bytes": self.compiled.memory_analysis().generated_code_size_in_bytes,
+            "code_bytes": memory.generated_code_size_in_bytes,
             "compile_seconds": self.compile_seconds,
         }
 
 
-def tpu_device() -> Any:
-    """One device of a TPU that is not there, to compile for.
+def tpu_device(topology: str = TPU) -> Any:
+    """One chip of a TPU that is not there, to compile for.
 
     Raises: RuntimeError without libtpu.
     """
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # it would look for a machine with a TPU
     os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
-    return topologies.get_topology_desc(platform="tpu", topology_name=TPU).devices[0]
+    return topologies.get_topology_desc(platform="tpu", topology_name=topology).devices[0]
 
 
 def decode_program(
@@ -154,7 +156,7 @@ def decode_program(
 
 
 def wide_config(layers: int) -> ModelConfig:
-    """Layers of Qwen3-0.6B: caches that fill no cache of a chip."""
+    """Layers of Qwen3-0.6B, which has 28: caches that fill no cache of a chip."""
     return ModelConfig(
         vocab_size=151_936,
         hidden_size=1024,

@@ -36,6 +36,7 @@ from rich.table import Table
 from benchmarks.common import describe, interval, report, timed
 from benchmarks.peers import CACHES, THREADS, Run, Transformers
 from benchmarks.programs import (
+    LARGER_TPU,
     decode_program,
     deep_config,
     late_compilations,
@@ -61,6 +62,8 @@ DEPTHS = (28, 64)
 STEPS, WARM_UP = 50, 3
 TINY = Workload(prompts=4, samples=4, shortest=4, longest=32, completion=32, ragged=True)
 WIDE = Workload(prompts=32, samples=8, shortest=512, longest=512, completion=1024)
+"""A step of configs/gsm8k_qwen3_0p6b.toml."""
+FITTING = 128  # its slots on a chip with 32 GB, beside the 6.7 GiB that training keeps
 DEEP = Workload(prompts=2, samples=4, shortest=16, longest=16, completion=32)
 
 Pairs = Mapping[str, Sequence[Run]]
@@ -251,6 +254,9 @@ def programs(slots: int, quick: bool, console: Console) -> dict[str, Any]:
         if platform == "tpu":
             wide = decode_program(wide_config(4), WIDE, settings_of(WIDE, slots), device)
             found["tpu 4 layers of 0.6B"] = wide.plan()
+            if not quick:
+                chip, settings = tpu_device(LARGER_TPU), settings_of(WIDE, FITTING)
+                found["v6e 0.6B"] = decode_program(wide_config(28), WIDE, settings, chip).plan()
         for depth in DEPTHS if not quick else DEPTHS[: platform == "cpu"]:
             settings = settings_of(DEEP, DEEP.prompts * DEEP.samples)
             program = decode_program(deep_config(depth), DEEP, settings, device)
@@ -259,7 +265,7 @@ def programs(slots: int, quick: bool, console: Console) -> dict[str, Any]:
 
 
 def show_programs(facts: Mapping[str, Mapping[str, Any]], console: Console) -> None:
-    table = Table("decoding", "temporaries", "", "copies", "", "HLO", "code MB", "compile s")
+    table = Table("decoding", "temporaries", "", "copies", "", "GiB", "HLO", "code MB", "compile s")
     for name, found in facts.items():
         row = [name, "", "", "", ""]
         if "copies" in found:
@@ -267,7 +273,11 @@ def show_programs(facts: Mapping[str, Mapping[str, Any]], console: Console) -> N
             row[1:] = [f"{share:.1%}", verdict(share <= MAX_TEMPORARIES)]
             row += [f"{copies}", verdict(copies == 0)]
         code = found["code_bytes"]
-        row += [f"{found['instructions']}", f"{code / 1e6:.1f}" if code else ""]
+        row += [
+            f"{found['gib']:.2f}",
+            f"{found['instructions']}",
+            f"{code / 1e6:.1f}" if code else "",
+        ]
         table.add_row(*row, f"{found['compile_seconds']:.1f}")
     console.print("temporaries over arguments; copies as large as the keys of a layer")
     console.print(table)

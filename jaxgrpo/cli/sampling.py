@@ -219,7 +219,10 @@ def _ask(
     samples: int,
     file: SampleFile,
 ) -> str:
-    """Samples the batches that are left and writes their rows. Returns: what that took."""
+    """Samples the batches that are left and writes their rows. Returns: what that took.
+
+    Raises: process.StopRequested after a stop signal, behind the rows of the batch under way.
+    """
     columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[pace]}"))
     bar = Progress(
         *(TextColumn("sampling"), *columns, TimeRemainingColumn(compact=True)),
@@ -229,7 +232,7 @@ def _ask(
     )
     params, count = policy.read_params(), len(questions.rows)
     tokens, seconds = [], []
-    with bar:
+    with bar, process.stop_signals(after="batch"):
         task = bar.add_task("", total=count * samples, completed=done * samples, pace="")
         for begin in range(done, count, batches.size):
             started = time.perf_counter()
@@ -241,6 +244,12 @@ def _ask(
                 file.append({**row, "rewards": {}} for row in rows)
             shown = f"{tokens[-1] / seconds[-1]:,.0f} tokens/s"
             bar.update(task, advance=len(answers.texts) * samples, pace=shown)
+            written = begin + len(answers.texts)
+            if process.stop_requested(begin) and written < count:
+                raise process.StopRequested(
+                    f"stopped; {written * samples} of {count * samples} samples are written: "
+                    "start the same command again to go on"
+                )
     kept = f", {done * samples} of them from before" if done else ""
     return f"written{kept}: {pace(tokens, seconds)}"
 

@@ -81,6 +81,7 @@ class _Stop:
 
     number: int | None = None
     grace: float = math.inf
+    after: str = "step"
 
 
 def start(platform: str = "auto") -> str:
@@ -170,16 +171,19 @@ def refuse_unless_alike(facts: Callable[[], Mapping[str, Any]], remedy: str) -> 
 
 
 @contextlib.contextmanager
-def stop_signals(grace: float = math.inf) -> Iterator[None]:
-    """Within it, SIGINT and SIGTERM ask the training loop to stop; a second Ctrl-C ends at once.
+def stop_signals(grace: float = math.inf, after: str = "step") -> Iterator[None]:
+    """Within it, SIGINT and SIGTERM ask the loop inside to stop; a second Ctrl-C ends at once.
+
+    An exception raised wherever the signal arrives is lost now and then, and the loop goes on.
 
     Args:
       grace: seconds that the message names; training/watchdog.py ends the process then.
+      after: what the loop finishes before it stops.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    _Stop.number, _Stop.grace = None, grace
+    _Stop.number, _Stop.grace, _Stop.after = None, grace, after
     before = {number: signal.signal(number, _on_signal) for number in STOP_SIGNALS}
     try:
         yield
@@ -345,9 +349,11 @@ def _check_platform(wanted: str, found: str) -> None:
 
 def _on_signal(number: int, frame: object) -> None:
     if _Stop.number is not None and number == signal.SIGINT:  # os.write: allowed in a handler
-        os.write(2, b"\nended at once; the last checkpoint is kept\n")
+        os.write(2, b"\nended at once; what was saved before is kept\n")
         os._exit(128 + number)
     _Stop.number = number
     latest = f", in {_Stop.grace:g} s at the latest" if _Stop.grace < math.inf else ""
-    text = f"\nstopping after this step{latest}; Ctrl-C again ends at once, without saving\n"
+    text = (
+        f"\nstopping after this {_Stop.after}{latest}; Ctrl-C again ends at once, without saving\n"
+    )
     os.write(2, text.encode())

@@ -142,7 +142,9 @@ def test_a_ctrl_c_leaves_whole_lines_to_go_on_with(base, tmp_path, python, envir
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 128 + signal.SIGINT, output
     assert "Traceback" not in output
+    assert "stopping after this batch" in output
     kept = file.read_bytes()
+    assert f"stopped; {len(kept.splitlines())} of {len(many) * SAMPLES} samples are" in output
     assert kept.endswith(b"\n")
     assert len(kept.splitlines()) % (BATCH * SAMPLES) == 0
     code, said = sample(prompts=many)

@@ -20,6 +20,7 @@ is set by `CARE`, and does not depend on how far the base happens to generalise.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import itertools
 from collections.abc import Sequence
@@ -161,11 +162,12 @@ def _row(first: int, second: int) -> dict[str, Any]:
     }
 
 
-def _problems(test: bool, number: int) -> list[tuple[int, int]]:
+@functools.cache
+def _problems(test: bool, number: int) -> tuple[tuple[int, int], ...]:
     """All problems of a split and level, in order."""
     operands = range(LOWEST, HIGHEST + 1)
     pairs = itertools.product(operands, operands)
-    return [pair for pair in pairs if level(*pair) == number and is_test(*pair) == test]
+    return tuple(pair for pair in pairs if level(*pair) == number and is_test(*pair) == test)
 
 
 def _share_out(count: int) -> dict[int, int]:
