@@ -248,7 +248,7 @@ def _ask(
             if process.stop_requested(begin) and written < count:
                 raise process.StopRequested(
                     f"stopped; {written * samples} of {count * samples} samples are written: "
-                    "start the same command again to go on"
+                    "the same command without --overwrite goes on"
                 )
     kept = f", {done * samples} of them from before" if done else ""
     return f"written{kept}: {pace(tokens, seconds)}"
