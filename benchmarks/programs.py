@@ -155,21 +155,6 @@ def decode_program(
     return Program(compiled, seconds, max(leaf.size for leaf in jax.tree.leaves(state.memory)))
 
 
-def wide_config(layers: int) -> ModelConfig:
-    """Layers of Qwen3-0.6B, which has 28: caches that fill no cache of a chip."""
-    return ModelConfig(
-        vocab_size=151_936,
-        hidden_size=1024,
-        intermediate_size=3072,
-        num_layers=layers,
-        num_heads=16,
-        num_kv_heads=8,
-        head_dim=128,
-        tie_embeddings=True,
-        dtype="bfloat16",
-    )
-
-
 def deep_config(layers: int) -> ModelConfig:
     """Many layers, each so narrow that compiling is most of the work."""
     return ModelConfig(

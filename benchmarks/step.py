@@ -20,7 +20,7 @@ import numpy as np
 import optax
 
 from benchmarks.common import describe, interval, matmul_rate, report, timed
-from benchmarks.workloads import MODELS, WORKLOADS, model_config
+from benchmarks.workloads import SMALL, WORKLOADS, model_config
 from jaxgrpo import advantages, losses
 from jaxgrpo.models import decoder, sharding
 from jaxgrpo.rollout.judging import put_prompts
@@ -34,7 +34,7 @@ from jaxgrpo.update.step import build_steps
 
 def floor_flops(name: str, workload: str) -> float:
     """Matrix-product FLOPs of one step: prefill, decode, and an update of three times that."""
-    hidden, layers, vocab = MODELS[name]
+    hidden, layers, vocab = SMALL[name]
     work = WORKLOADS[workload]
     heads = hidden // 64
     attention = hidden * 64 * (2 * heads + 2 * (heads // 2))
@@ -68,7 +68,7 @@ def build(name: str, workload: str, rows: int | None) -> tuple[Blueprint, Any]:
 def main() -> None:
     fixed = [name for name, work in WORKLOADS.items() if not work.ragged]
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", choices=MODELS, default="S")
+    parser.add_argument("--model", choices=SMALL, default="S")
     parser.add_argument("--workload", choices=fixed, default="A")
     parser.add_argument("--rows", type=int, help="rows per micro-batch; all by default")
     parser.add_argument("--repeats", type=int, default=5)

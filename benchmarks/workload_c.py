@@ -12,7 +12,7 @@ import argparse
 import json
 from pathlib import Path
 
-from benchmarks.workloads import MODELS, UNKNOWN, WORKLOADS, build, model_config, prompts_of
+from benchmarks.workloads import UNKNOWN, WORKLOADS, build, model_config, prompts_of
 from jaxgrpo.data.tasks.base import character_tokenizer
 from jaxgrpo.models.hf import folders
 
@@ -23,10 +23,11 @@ DEFAULT = CONFIG.parent.parent / "runs" / "workload_c"
 
 def write(folder: Path) -> tuple[Path, Path]:
     """Writes the model and the prompts. Returns the places of both."""
-    _, _, vocab = MODELS["S"]
+    config = model_config("S")
+    vocab = config.vocab_size
     special = UNKNOWN + 1
     tokenizer = character_tokenizer([chr(0x4E00 + place) for place in range(vocab - special)])
-    model, params = build(model_config("S"), ragged=True)
+    model, params = build(config, ragged=True)
     folders.save_model(folder / "model", model, params, tokenizer=tokenizer)
     asked = prompts_of(WORKLOADS["C"], vocab)
     lines = [

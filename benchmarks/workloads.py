@@ -1,4 +1,7 @@
-"""The models and workloads that the comparisons with TRL, Tunix and transformers share."""
+"""The models and workloads that the comparisons with TRL, Tunix and transformers share.
+
+S, M and V are small, for CPUs, in float32; Q is Qwen3-0.6B in bfloat16, for a GPU.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +16,12 @@ from jaxgrpo.models import decoder, sharding
 from jaxgrpo.models.api import Model, ModelConfig
 from jaxgrpo.rollout.selection import pad_prompts
 
-MODELS = {  # hidden, layers, vocabulary
+SMALL = {  # hidden, layers, vocabulary
     "S": (256, 4, 512),
     "M": (512, 8, 4096),
     "V": (256, 4, 151_936),
 }
+MODELS = (*SMALL, "Q")
 PAD, END, UNKNOWN = 0, 1, 2  # the special tokens, which no prompt holds
 
 
@@ -40,11 +44,14 @@ WORKLOADS = {
     "A": Workload(8, 8, 64, 64, 128),
     "B": Workload(4, 16, 256, 256, 64),
     "C": Workload(16, 8, 32, 256, 256, ragged=True),
+    "D": Workload(32, 8, 64, 512, 1024, ragged=True),  # a step of configs/gsm8k_qwen3_0p6b.toml
 }
 
 
 def model_config(name: str) -> ModelConfig:
-    hidden, layers, vocab = MODELS[name]
+    if name == "Q":
+        return qwen3_0p6b()
+    hidden, layers, vocab = SMALL[name]
     return ModelConfig(
         vocab_size=vocab,
         hidden_size=hidden,
@@ -56,19 +63,41 @@ def model_config(name: str) -> ModelConfig:
     )
 
 
+def qwen3_0p6b(layers: int = 28) -> ModelConfig:
+    """Qwen3-0.6B, or some of its layers, whose caches fit into no cache of a chip."""
+    return ModelConfig(
+        vocab_size=151_936,
+        hidden_size=1024,
+        intermediate_size=3072,
+        num_layers=layers,
+        num_heads=16,
+        num_kv_heads=8,
+        head_dim=128,
+        tie_embeddings=True,
+        dtype="bfloat16",
+    )
+
+
 def build(config: ModelConfig, ragged: bool, mesh: Mesh | None = None) -> tuple[Model, Params]:
     """A model with random weights; if `ragged`, one whose samples end by themselves.
 
     Then component 0 of every embedding is 1 and the end token's head reads it with weight .45. At
     shape S a sample ends with a probability of 1 to 2% per token: some after a few, some never.
+    Where head and embeddings are one table, as in Q, the component is 8 and the end token's 7.8
+    more: 28 random layers leave little of a smaller one, and 151,936 tokens compete with the end
+    token, which so has a probability of .7 to 2.3%.
     The parameters are laid out for sampling on `mesh`, if there is one.
     """
     constrain = None if mesh is None else sharding.constrain(mesh)
     model = decoder.build(config, constrain=constrain)
     params = jax.jit(model.init)(jax.random.key(0))
     if ragged:
-        params["embed"]["table"] = params["embed"]["table"].at[:, 0].set(1.0)
-        params["head"]["table"] = params["head"]["table"].at[END, 0].set(0.45)
+        table = params["embed"]["table"]
+        if config.tie_embeddings:
+            params["embed"]["table"] = table.at[:, 0].set(8.0).at[END, 0].set(8.0 + 7.8)
+        else:
+            params["embed"]["table"] = table.at[:, 0].set(1.0)
+            params["head"]["table"] = params["head"]["table"].at[END, 0].set(0.45)
     if mesh is not None:
         layout = sharding.param_shardings(mesh, model.axes, model.shapes, sharding.SAMPLING)
         params = jax.device_put(params, layout)

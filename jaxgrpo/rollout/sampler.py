@@ -21,17 +21,11 @@ from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.types import Params, Prompts, Rollouts
 from jaxgrpo.models import sharding
 from jaxgrpo.models.api import Model, params_per_layer
-from jaxgrpo.rollout import decoding
+from jaxgrpo.rollout import decoding, shrinking
 from jaxgrpo.rollout.decoding import Engine
+from jaxgrpo.rollout.shrinking import Size, sizes_below
 from jaxgrpo.rollout.state import DecodeState, Finished, Queue, Samples, SamplingSettings
 
-SHRINK = 0.625
-"""Share of the slots that the next smaller size keeps, rounded up to a multiple of 8.
-
-With halves, slots that idle while the last samples end cost 1.2 times the tokens, with this 1.12
-(lengths of exponential tail, as many samples waiting as decoding). Every size is a program.
-"""
-FEWEST_SLOTS = 4
 CHUNK = 64  # prompt tokens of one row that are computed at once
 CHUNK_TOKENS = 512  # of all rows of a bin
 GROUPS_TOLD = 8  # groups that are fetched at once for the caller that wants finished ones
@@ -56,7 +50,7 @@ class Sampler(NamedTuple):
     watch: Callable[[Samples], Array]
     cut: Callable[[DecodeState, np.ndarray], DecodeState]
     finish: Callable[[Samples, Prompts], Rollouts]
-    seen: set[Any]  # sizes whose smaller sizes are compiled too
+    smaller: dict[Any, dict[Size, Any]]  # programs of smaller sizes, by what they were compiled for
 
 
 class Sizes(NamedTuple):
@@ -112,7 +106,7 @@ def make_sampler(model: Model, settings: SamplingSettings, mesh: Mesh | None = N
         watch=jax.jit(lambda samples: jnp.where(_mask(samples), samples.tokens, -1)),
         cut=jax.jit(functools.partial(decoding.cut, settings), donate_argnums=0),
         finish=jax.jit(_finish),
-        seen=set(),
+        smaller={},
     )
 
 
@@ -197,18 +191,18 @@ class _Call:
         self.ready = np.zeros(sizes.bins, np.int32)
         self.free = [list(range(sizes.rows)) for _ in range(sizes.bins)]
         self.held: list[dict[int, int]] = [{} for _ in range(sizes.bins)]  # prompt -> row
-        self.slots = sizes.slots
-        self.aligned = sizes.aligned(sampler.settings)
+        self.size = Size(sizes.slots, sizes.rows, sizes.aligned(sampler.settings))
+        self.below = sizes_below(self.size)
+        self.programs: dict[Size, Any] = {}  # of smaller sizes, once one is needed
+        self.is_first = False  # of all calls, to need one
 
     def run(self) -> DecodeState:
         """Decodes until every sample has ended."""
         self._fill()
         before = None
         while True:
-            smaller = next_size(self.slots)
-            self.state, counters = self.sampler.decode(
-                self.aligned, self.params, self.state, np.int32(smaller or -1)
-            )
+            smaller = self.below[0].slots if self.below else None
+            self.state, counters = self._decode(np.int32(smaller or -1))
             # The segment before the one just dispatched: the device never waits for the host.
             if before is not None:
                 (live, drained, done), drawn = sharding.to_host(before)
@@ -219,10 +213,15 @@ class _Call:
                 self._release(done)
                 self._fill()
                 if drained and smaller and live <= smaller:
-                    self._shrink(smaller)
+                    self._shrink()
             before = counters, self._watched()
-        self._compile_smaller()
+        self._compile_the_rest()
         return self.state
+
+    def _decode(self, enough: np.int32) -> tuple[DecodeState, decoding.Counters]:
+        if self.size in self.programs:
+            return self.programs[self.size].result()(self.params, self.state, enough)
+        return self.sampler.decode(self.size.aligned, self.params, self.state, enough)
 
     def _watched(self) -> Array | None:
         """The drawn tokens of all samples, if their text can end them."""
@@ -313,19 +312,16 @@ class _Call:
                 row[bin_, place], start[bin_, place] = at, begin
         self.state = self.sampler.prefill(self.params, self.state, tokens, row, start)
 
-    def _shrink(self, slots: int) -> None:
-        """Keeps as many slots as that, the live ones among them.
-
-        Where they are no more than the rows of the prompts' cache, each gets its own copy of the
-        row that it reads, once: no sample waits, so a slot keeps its prompt to the end.
-        """
-        own_rows = self.aligned and self.slots == self.state.row_length.shape[1]
-        apart = own_rows or slots <= max(self.sizes.rows, 2 * FEWEST_SLOTS)
+    def _shrink(self) -> None:
+        """Goes on with the next smaller size: the slots that decode, and the rows they read."""
+        if not self.programs:
+            self.programs = self._smaller_programs()
+        size, was = self.below.pop(0), self.size
         state, take = self.state, self.sampler.take
-        order, rows = self.sampler.staying(state, slots, self.aligned)
+        order, rows = self.sampler.staying(state, size.slots, was.aligned)
         kept = {"sample": state.sample, "live": state.live, "index": state.index}
         kept = take({**kept, "token": state.token}, order)
-        memory = list(state.memory)
+        memory, apart = list(state.memory), size.aligned
         state = self.state = dataclasses.replace(
             state,
             **kept,
@@ -339,34 +335,33 @@ class _Call:
             memory[layer] = (take(prompts, rows) if apart else prompts, own)
             del prompts, own
         self.state = dataclasses.replace(state, memory=tuple(memory))
-        self.slots, self.aligned = slots, apart
+        self.size = size
 
-    def _compile_smaller(self) -> None:
-        """Compiles the sizes that this call did not come to, the first time that one shrinks.
+    def _compile_the_rest(self) -> None:
+        """In the first call that shrinks: what sizes need that it did not come to.
 
         So that no later call compiles, whatever the lengths of its samples.
         """
-        if self.slots == self.sizes.slots or self.sizes in self.sampler.seen:
+        if not self.is_first:
             return
-        self.sampler.seen.add(self.sizes)
-        while smaller := next_size(self.slots):
-            self._shrink(smaller)
-            self.state, _ = self.sampler.decode(
-                self.aligned, self.params, self.state, np.int32(next_size(smaller) or -1)
-            )
+        while self.below:
+            self._shrink()
             if self.sampler.settings.stop_strings is not None:
                 none = np.full(self.searched.shape, -1, np.int32)
                 self.state = self.sampler.cut(self.state, none)
+        for program in self.programs.values():
+            program.result()
 
-
-def next_size(slots: int) -> int | None:
-    """The number of slots that a bin goes on with when so few are in use; None: it stays.
-
-    >>> next_size(64), next_size(40), next_size(24), next_size(16), next_size(8), next_size(4)
-    (40, 32, 16, 8, 4, None)
-    """
-    smaller = slots // 2 if slots <= 16 else -(-int(slots * SHRINK) // 8) * 8
-    return smaller if FEWEST_SLOTS <= smaller < slots else None
+    def _smaller_programs(self) -> dict[Size, Any]:
+        """The programs of all smaller sizes, which the first call that needs one compiles."""
+        layout = tuple(leaf.sharding for leaf in jax.tree.leaves(self.params))
+        key = (self.sizes, layout)
+        self.is_first = key not in self.sampler.smaller
+        if self.is_first:
+            self.sampler.smaller[key] = shrinking.compile_all(
+                self.sampler.decode, self.params, self.state, self.below
+            )
+        return self.sampler.smaller[key]
 
 
 def _begin(engine: Engine, sizes: Sizes, prompts: Prompts, key: Array) -> DecodeState:

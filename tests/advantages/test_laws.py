@@ -145,6 +145,12 @@ def test_four_devices_give_what_one_gives(wide):
 @pytest.mark.slow
 def test_jit_gives_what_plain_calls_give(wide):
     rollouts = laws.make_rollouts(wide)
+    check_equal(RECIPES(rollouts), laws.run_recipes(rollouts), TOLERANCE[wide])
+
+
+@pytest.mark.full
+def test_jit_gives_what_plain_calls_give_for_every_part(wide):
+    rollouts = laws.make_rollouts(wide)
     check_equal(compiled(rollouts), laws.run_all(rollouts), TOLERANCE[wide])
 
 

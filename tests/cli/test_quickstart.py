@@ -22,7 +22,7 @@ from jaxgrpo.models import decoder
 from jaxgrpo.models.hf import folders as huggingface
 from jaxgrpo.rollout.sampler import SamplingSettings, make_sampler, sample
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.full  # `make readme` runs the command too
 TASK = tasks.find("arithmetic")
 TOKENIZER = character_tokenizer(TASK.alphabet)
 PAD, END = 0, 1
@@ -172,17 +172,14 @@ def control(python, shipped, tmp_path, reward):
     return summary["trained"]["accuracy"] - summary["base"]["accuracy"]
 
 
-@pytest.mark.full
 def test_a_coin_flip_for_a_reward_teaches_nothing(python, shipped, tmp_path):
     assert control(python, shipped, tmp_path, "coin") < 0.15
 
 
-@pytest.mark.full
 def test_a_negated_reward_makes_it_worse(python, shipped, tmp_path):
     assert control(python, shipped, tmp_path, "negated") < 0
 
 
-@pytest.mark.full
 def test_another_seed_learns_too(python, tmp_path):
     _, summary, _ = run(python, tmp_path, "quickstart", "--set", "train.seed=1")
     assert summary["trained"]["accuracy"] >= 0.80

@@ -10,7 +10,7 @@ from benchmarks import workload_c
 from benchmarks.peers import Run, Transformers
 from benchmarks.programs import deep_config
 from benchmarks.sampling import in_turn, ratio, settings_of
-from benchmarks.workloads import MODELS, WORKLOADS, Workload, build, prompts_of
+from benchmarks.workloads import WORKLOADS, Workload, build, model_config, prompts_of
 from jaxgrpo.config import files
 from jaxgrpo.models.hf import folders
 from jaxgrpo.rollout.sampler import make_sampler, sample
@@ -22,7 +22,7 @@ SMALL = Workload(prompts=2, samples=3, shortest=2, longest=9, completion=5)
 def test_training_on_c_has_the_prompts_and_sizes_of_the_benchmark(tmp_path):
     model, prompts = workload_c.write(tmp_path)
     tokenizer = folders.read_tokenizer(model)
-    asked = prompts_of(WORKLOADS["C"], MODELS["S"][2])
+    asked = prompts_of(WORKLOADS["C"], model_config("S").vocab_size)
     lines = prompts.read_text().splitlines()
     config = files.load(workload_c.CONFIG, [f"model.path={model}", f"data.path={prompts}"])
     rollout, work = config.rollout, WORKLOADS["C"]

@@ -14,7 +14,7 @@ import pytest
 import small_run
 import tiny
 
-from benchmarks.programs import wide_config
+from benchmarks.workloads import qwen3_0p6b
 from jaxgrpo import advantages, losses
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.types import TrainState
@@ -30,7 +30,7 @@ from jaxgrpo.update.step import build_steps
 
 pytestmark = pytest.mark.slow
 
-QWEN3_0P6B = dataclasses.replace(wide_config(28), dtype="float32")
+QWEN3_0P6B = dataclasses.replace(qwen3_0p6b(), dtype="float32")
 GIB = 2**30
 
 

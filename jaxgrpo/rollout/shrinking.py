@@ -1,0 +1,133 @@
+"""Fewer slots as the last samples end: the numbers of slots, and their programs.
+
+Each number of slots is a program of its own, and a large model compiles for a minute. So the first
+call that shrinks compiles all the smaller programs, side by side on the host's cores.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from jaxgrpo.core.types import Params
+from jaxgrpo.rollout.state import DecodeState
+
+SHRINK = 0.625
+"""Share of the slots that the next smaller size keeps, rounded up to a multiple of 8.
+
+With halves, slots that idle while the last samples end cost 1.2 times the tokens, with this 1.12
+(lengths of exponential tail, as many samples waiting as decoding).
+"""
+FEWEST_SLOTS = 4
+
+
+class Size(NamedTuple):
+    """What a bin decodes with."""
+
+    slots: int
+    rows: int  # of the prompts' cache
+    aligned: bool  # slot n reads row n // (slots / rows), always, and no sample waits
+
+
+def next_slots(slots: int) -> int | None:
+    """The number of slots that a bin goes on with when so few are in use; None: it stays.
+
+    >>> next_slots(64), next_slots(40), next_slots(24), next_slots(16), next_slots(8), next_slots(4)
+    (40, 32, 16, 8, 4, None)
+    """
+    smaller = slots // 2 if slots <= 16 else -(-int(slots * SHRINK) // 8) * 8
+    return smaller if FEWEST_SLOTS <= smaller < slots else None
+
+
+def sizes_below(size: Size) -> list[Size]:
+    """The sizes that follow `size`, the next one first.
+
+    Where slots are no more than the rows of the prompts' cache, each gets its own copy of the row
+    that it reads, once: no sample waits, so a slot keeps its prompt to the end.
+    """
+    below, most = [], max(size.rows, 2 * FEWEST_SLOTS)
+    while slots := next_slots(size.slots):
+        apart = (size.aligned and size.slots == size.rows) or slots <= most
+        size = Size(slots, slots if apart else size.rows, apart)
+        below.append(size)
+    return below
+
+
+def resized(state: DecodeState, size: Size) -> DecodeState:
+    """The state at another size as shapes, laid out as this one is.
+
+    Args:
+      state: of arrays or shapes.
+    """
+    bins, slots = state.sample.shape
+
+    def of(leaf: Any, *sizes: int) -> jax.ShapeDtypeStruct:
+        shape = (*sizes, *leaf.shape[len(sizes) :])
+        return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=leaf.sharding)
+
+    def of_slots(leaf: Any) -> jax.ShapeDtypeStruct:
+        return of(leaf, bins, size.slots)
+
+    def of_rows(leaf: Any) -> jax.ShapeDtypeStruct:
+        return of(leaf, bins, size.rows)
+
+    def of_ring(leaf: Any) -> jax.ShapeDtypeStruct:
+        return of(leaf, leaf.shape[0] // slots * size.slots)
+
+    memory = [
+        (jax.tree.map(of_rows, prompts), jax.tree.map(of_ring, own))
+        for prompts, own in state.memory
+    ]
+    state = jax.tree.map(of, dataclasses.replace(state, memory=()))
+    return dataclasses.replace(
+        state,
+        sample=of_slots(state.sample),
+        live=of_slots(state.live),
+        index=of_slots(state.index),
+        token=of_slots(state.token),
+        row_length=of_rows(state.row_length),
+        memory=tuple(memory),
+    )
+
+
+def compile_all(
+    decode: Any, params: Params, state: DecodeState, sizes: Sequence[Size]
+) -> dict[Size, Future[Callable[..., Any]]]:
+    """The programs that decode at some sizes, being compiled; called with all but `aligned`.
+
+    Args:
+      decode: jitted; (aligned, params, state, enough), the first one static.
+      state: laid out as the programs will find theirs; of any size.
+    """
+    # Options of JAX that are set by a `with` hold in one thread only.
+    precision = jax.config.jax_default_matmul_precision  # pyright: ignore[reportAttributeAccessIssue]
+    given = jax.tree.map(lambda leaf: leaf.sharding, state)
+    shapes = resized(state, Size(state.sample.shape[1], state.row_length.shape[1], False))
+
+    def compiled(size: Size) -> Callable[..., Any]:
+        with jax.default_matmul_precision(precision) if precision else contextlib.nullcontext():
+            traced = decode.trace(size.aligned, params, resized(shapes, size), np.int32(0))
+        program = traced.lower().compile()
+
+        def run(params: Params, state: DecodeState, enough: np.int32) -> Any:
+            return program(params, jax.tree.map(_laid_out, state, given), enough)
+
+        return run
+
+    # With several processes all compile in the same order.
+    workers = 1 if jax.process_count() > 1 else len(sizes)
+    executor = ThreadPoolExecutor(workers, thread_name_prefix="compiling")
+    futures = {size: executor.submit(compiled, size) for size in sizes}
+    executor.shutdown(wait=False)
+    return futures
+
+
+def _laid_out(leaf: jax.Array, sharding: Any) -> jax.Array:
+    same = leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
+    return leaf if same else jax.device_put(leaf, sharding)

@@ -1,0 +1,48 @@
+"""Fewer slots: which sizes follow one another, and that their programs take the state there is."""
+
+import jax
+import numpy as np
+import pytest
+
+from benchmarks.programs import compilations, deep_config
+from benchmarks.workloads import Workload, build, prompts_of
+from jaxgrpo.models import decoder, sharding
+from jaxgrpo.rollout.judging import put_prompts
+from jaxgrpo.rollout.sampler import make_sampler, sample
+from jaxgrpo.rollout.shrinking import Size, sizes_below
+from jaxgrpo.rollout.state import SamplingSettings
+
+RAGGED = Workload(prompts=8, samples=8, shortest=3, longest=12, completion=48, ragged=True)
+
+
+def test_slots_get_rows_of_their_own_once_they_are_no_more_than_the_rows():
+    shared = [Size(40, 16, False), Size(32, 16, False), Size(24, 16, False)]
+    own = [Size(16, 16, True), Size(8, 8, True), Size(4, 4, True)]
+    assert sizes_below(Size(64, 16, False)) == shared + own
+
+
+def test_a_slot_for_every_sample_keeps_its_rows_until_they_are_few():
+    assert sizes_below(Size(16, 2, True)) == [Size(8, 8, True), Size(4, 4, True)]
+    assert sizes_below(Size(8, 8, True)) == [Size(4, 4, True)]
+    assert sizes_below(Size(4, 4, True)) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", [{}, {"data": 2}, {"tensor": 2}, {"fsdp": 2, "tensor": 2}])
+def test_smaller_programs_are_compiled_once_and_take_the_state_as_it_is_laid_out(mesh):
+    devices = jax.devices()[: int(np.prod(list(mesh.values())))] or jax.devices()[:1]
+    mesh = sharding.make_mesh(**{"data": 1, **mesh}, devices=devices)
+    model, params = build(deep_config(1), True, mesh)
+    model = decoder.build(deep_config(1), constrain=sharding.constrain(mesh))
+    settings = SamplingSettings(8, 48, 1.0, RAGGED.stop_tokens, 0, slots=32)
+    sampler = make_sampler(model, settings, mesh)
+    prompts = put_prompts(mesh, prompts_of(RAGGED, 512))
+    key = jax.random.key_data(jax.random.key(0))
+    first = sample(sampler, params, prompts, key)
+    ((_, programs),) = sampler.smaller.items()
+    assert {program.done() for program in programs.values()} == {True}
+    with compilations() as seconds:
+        again = sample(sampler, params, prompts, key)
+    assert not seconds
+    assert len(sampler.smaller) == 1
+    jax.tree.map(np.testing.assert_array_equal, first, again)
