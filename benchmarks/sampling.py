@@ -3,7 +3,7 @@
     python -m benchmarks.sampling [--quick] [--workloads S/A,S/C] [--pairs 5] [--slots 64]
                                   [--devices 2]
 
-A workload is a model (S, M, V, Q) and what it samples (A to D): benchmarks/workloads.py. Both
+A workload is a model (S, M, V, Q) and what it samples (A, B, C, G): benchmarks/workloads.py. Both
 engines draw from the whole distribution on two cores or on one GPU, in turn (ours, theirs, ours,
 ...) after a first run of each; theirs has the faster of two kinds of cache. A ratio is theirs over
 ours in seconds per generated token, since on ragged workloads two draws differ in length. It is
@@ -262,7 +262,7 @@ def programs(slots: int, quick: bool, console: Console) -> dict[str, Any]:
             program = decode_program(config, work, settings_of(work, slots), device)
             found[f"{platform} {name}"] = program.plan()
         if platform == "tpu":
-            wide = WORKLOADS["D"]
+            wide = WORKLOADS["G"]
             program = decode_program(qwen3_0p6b(4), wide, settings_of(wide, slots), device)
             found["tpu 4 layers of 0.6B"] = program.plan()
             if not quick:

@@ -44,7 +44,7 @@ WORKLOADS = {
     "A": Workload(8, 8, 64, 64, 128),
     "B": Workload(4, 16, 256, 256, 64),
     "C": Workload(16, 8, 32, 256, 256, ragged=True),
-    "D": Workload(32, 8, 64, 512, 1024, ragged=True),  # a step of configs/gsm8k_qwen3_0p6b.toml
+    "G": Workload(32, 8, 64, 512, 1024, ragged=True),  # a step of configs/gsm8k_qwen3_0p6b.toml
 }
 
 

@@ -6,7 +6,6 @@ call that shrinks compiles all the smaller programs, side by side on the host's 
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -105,25 +104,22 @@ def compile_all(
       decode: jitted; (aligned, params, state, enough), the first one static.
       state: laid out as the programs will find theirs; of any size.
     """
-    # Options of JAX that are set by a `with` hold in one thread only.
-    precision = jax.config.jax_default_matmul_precision  # pyright: ignore[reportAttributeAccessIssue]
     given = jax.tree.map(lambda leaf: leaf.sharding, state)
     shapes = resized(state, Size(state.sample.shape[1], state.row_length.shape[1], False))
-
-    def compiled(size: Size) -> Callable[..., Any]:
-        with jax.default_matmul_precision(precision) if precision else contextlib.nullcontext():
-            traced = decode.trace(size.aligned, params, resized(shapes, size), np.int32(0))
-        program = traced.lower().compile()
-
-        def run(params: Params, state: DecodeState, enough: np.int32) -> Any:
-            return program(params, jax.tree.map(_laid_out, state, given), enough)
-
-        return run
-
     # With several processes all compile in the same order.
     workers = 1 if jax.process_count() > 1 else len(sizes)
     executor = ThreadPoolExecutor(workers, thread_name_prefix="compiling")
-    futures = {size: executor.submit(compiled, size) for size in sizes}
+
+    def program(lowered: Any) -> Callable[..., Any]:
+        compiled = lowered.compile()
+        return lambda params, state, enough: compiled(
+            params, jax.tree.map(_laid_out, state, given), enough
+        )
+
+    futures = {}
+    for size in sizes:  # traced here: options of JAX that a `with` sets hold in one thread only
+        traced = decode.trace(size.aligned, params, resized(shapes, size), np.int32(0))
+        futures[size] = executor.submit(program, traced.lower())
     executor.shutdown(wait=False)
     return futures
 

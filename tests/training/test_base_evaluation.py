@@ -17,7 +17,7 @@ EVAL = {"eval.data": "task:arithmetic:test", "eval.prompts": 8, "eval.samples": 
 
 
 def train(folder, steps: int, resume: str | None = None, **changes: Any) -> loop.Run:
-    config = small_run.config(folder, **{"train.steps": steps, "run.report": False, **changes})
+    config = small_run.config(folder, **{"train.steps": steps, **changes})
     return loop.train(config, resume=resume)
 
 

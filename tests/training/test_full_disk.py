@@ -34,7 +34,7 @@ def space():
 
 
 def config(folder: Path, steps: int, **changes: Any) -> Any:
-    tracking = {"tracking": {"tensorboard": False}, "run.report": False}
+    tracking = {"tracking": {"tensorboard": False}}
     return small_run.config(folder, **{"train.steps": steps, **tracking, **changes})
 
 

@@ -46,6 +46,7 @@ def failing(tmp_path_factory):
         "eval.confidence_window": 4,
         "eval.kl_to_base": True,
         "run.samples_every": 2,
+        "run.report": True,
         "tracking.wandb": {"project": "p", "mode": "offline"},
         "rollout.prompts": {"use": "no_positive_resampling"},
     }
@@ -150,9 +151,8 @@ def test_a_resumed_run_does_not_repeat_its_warnings(failing, capsys, monkeypatch
 @pytest.fixture
 def book(tmp_path):
     """A log of a run without trackers, and its folder."""
-    config = small_run.config(
-        tmp_path / "r", **{"tracking.tensorboard": False, "run.report_every": 1}
-    )
+    changes = {"tracking.tensorboard": False, "run.report": True, "run.report_every": 1}
+    config = small_run.config(tmp_path / "r", **changes)
     with RunFolder(config.run.dir) as folder:
         folder.write_config("")
         yield config, folder

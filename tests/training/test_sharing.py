@@ -19,7 +19,7 @@ EVAL = {"eval.data": "task:arithmetic:test", "eval.prompts": 8, "eval.samples": 
 
 
 def config(folder, **changes):
-    return small_run.config(folder, **{**EVAL, "train.steps": 2, "run.report": False, **changes})
+    return small_run.config(folder, **{**EVAL, "train.steps": 2, **changes})
 
 
 def test_each_key_is_among_those_that_something_shared_depends_on_or_acts_on_nothing_shared():
