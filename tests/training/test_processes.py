@@ -37,7 +37,7 @@ def test_two_processes_train_three_steps_like_one(tmp_path, python, environment)
     rows = tasks.load("task:arithmetic:train", count=8)
     (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     changes = {**MESH, **MEMORY, "data.path": str(tmp_path / "rows.jsonl")}
-    changes["rollout.slots"] = 0  # as many as samples: they become fewer as samples end
+    changes["rollout.slots"] = 32  # as many as samples: they become fewer as samples end
     folders = {count: tmp_path / f"r{count}" for count in (1, 2)}
     files = {
         count: small_run.write(tmp_path / f"{count}.toml", folder, **changes)
