@@ -354,8 +354,8 @@ class _Call:
 
     def _smaller_programs(self) -> dict[Size, Any]:
         """The programs of all smaller sizes, which the first call that needs one compiles."""
-        layout = tuple(leaf.sharding for leaf in jax.tree.leaves(self.params))
-        key = (self.sizes, layout)
+        given = tuple((leaf.dtype, leaf.sharding) for leaf in jax.tree.leaves(self.params))
+        key = (self.sizes, given)
         self.is_first = key not in self.sampler.smaller
         if self.is_first:
             self.sampler.smaller[key] = shrinking.compile_all(
