@@ -1,12 +1,14 @@
 """Fewer slots: which sizes follow one another, and that their programs take the state there is."""
 
+import math
+
 import jax
 import numpy as np
 import pytest
 
 from benchmarks.programs import compilations, deep_config
 from benchmarks.workloads import Workload, build, prompts_of
-from jaxgrpo.models import decoder, sharding
+from jaxgrpo.models import sharding
 from jaxgrpo.rollout.judging import put_prompts
 from jaxgrpo.rollout.sampler import make_sampler, sample
 from jaxgrpo.rollout.shrinking import Size, sizes_below
@@ -30,10 +32,9 @@ def test_a_slot_for_every_sample_keeps_its_rows_until_they_are_few():
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", [{}, {"data": 2}, {"tensor": 2}, {"fsdp": 2, "tensor": 2}])
 def test_smaller_programs_are_compiled_once_and_take_the_state_as_it_is_laid_out(mesh):
-    devices = jax.devices()[: int(np.prod(list(mesh.values())))] or jax.devices()[:1]
-    mesh = sharding.make_mesh(**{"data": 1, **mesh}, devices=devices)
+    devices = jax.devices()[: math.prod(mesh.values())]
+    mesh = sharding.make_mesh(**mesh, devices=devices)
     model, params = build(deep_config(1), True, mesh)
-    model = decoder.build(deep_config(1), constrain=sharding.constrain(mesh))
     settings = SamplingSettings(8, 48, 1.0, RAGGED.stop_tokens, 0, slots=32)
     sampler = make_sampler(model, settings, mesh)
     prompts = put_prompts(mesh, prompts_of(RAGGED, 512))

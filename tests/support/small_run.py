@@ -35,7 +35,7 @@ def tables(run_dir: Path | str, **changes: Any) -> dict[str, Any]:
             "max_prompt_tokens": 8,
             "max_completion_tokens": 24,
             "segment_tokens": 12,
-            "slots": 8,  # so few that no smaller sizes need programs of their own
+            "slots": 8,  # few, so that hardly a smaller size needs a program of its own
         },
         "train": {"steps": 3},
         "checkpoint": {"every": 2},
