@@ -78,7 +78,7 @@ def make_base(
     generated = tasks.find(task)
     tokenizer = character_tokenizer(generated.alphabet)
     corpus = encode(generated.corpus(), tokenizer)
-    model = decoder.build(base_config(len(tokenizer), hidden_size, num_layers), remat=False)
+    model = decoder.build(base_config(len(tokenizer), hidden_size, num_layers), remat="none")
     params, losses = _train(model, corpus, seed, steps, batch, learning_rate, progress)
     folders.save_model(out, model, params, tokenizer=tokenizer)
     return {

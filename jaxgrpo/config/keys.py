@@ -175,15 +175,15 @@ class RolloutKeys:
     overlap_rewards: bool = key(True)  # judge groups that have ended while others decode
     segment_tokens: int = key(16, at_least=1)  # decoded between two looks at what has ended
     prompts: Part = key({"use": "sequential"})  # the policy that chooses what is sampled next
-    refill: Mapping[str, float] | None = key(None)  # { factor = 3.0 }: groups generated at most,
-    # of those that a step trains on, to replace flat ones; None: none are replaced
+    refill: Mapping[str, float] | None = key(None)  # { factor = 3.0 }, groups generated at most
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainKeys:
     steps: int = key(at_least=1)
     seed: int = key(0, at_least=0, at_most=2**32 - 1)  # JAX reads 32 bits: 2**32 would draw as 0
-    rows_per_micro_batch: int | None = key(None, at_least=1)  # per bin; None: a step in one
+    tokens_per_micro_batch: int | None = key(None, at_least=1)  # per bin; None: `tokens_of`
+    remat: str = key("auto", choices=("auto", "none", "attention", "dots", "full"))
     stop_after_not_finite: int = key(10, at_least=0)  # steps in a row; 0: never
 
 

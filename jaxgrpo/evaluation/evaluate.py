@@ -148,7 +148,7 @@ def make_evaluator(
         temperature=config.rollout.temperature,
         confidence=config.eval.confidence,
         base=base,
-        rows=config.train.rows_per_micro_batch,
+        tokens=config.train.tokens_per_micro_batch,
     )
     greedy = make_asker(policy, questions, 1, temperature=0.0, purpose=PURPOSE)
     samples = config.eval.samples

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -19,7 +18,7 @@ from jaxgrpo.models import sharding
 from jaxgrpo.models.api import Constrain, Model, ModelConfig
 from jaxgrpo.models.logprobs import full_kl, token_confidence, token_logprobs
 from jaxgrpo.update import packing
-from jaxgrpo.update.forward import hidden_states, micro_batch
+from jaxgrpo.update.forward import flatten, hidden_states, in_rows, micro_batch
 from jaxgrpo.update.packing import Geometry
 
 Rescore = Callable[[Params, Rollouts], dict[str, Array]]
@@ -41,9 +40,9 @@ def make_rescorer(
     confidence: bool = False,
     logp: bool = False,
     base: Base | None = None,
-    rows: int | None = None,
+    tokens: int | None = None,
 ) -> Rescore | None:
-    """The function that runs what is asked for, in micro-batches of one prompt's completions.
+    """The function that runs what is asked for, in the micro-batches of training's scoring.
 
         confidence    of each token, as `token_confidence`
         logp          log-prob of each token, as training computes it again
@@ -55,7 +54,7 @@ def make_rescorer(
     Args:
       temperature: of the sampling distribution, for both policies; what top-k and top-p cut away
         is in it.
-      rows: completions per bin and micro-batch, at most; None: all of a prompt.
+      tokens: per bin and micro-batch, as in training. None: see `update.packing.tokens_of`.
 
     Raises: InputError if the base has another vocabulary.
     """
@@ -64,22 +63,23 @@ def make_rescorer(
     if base is not None:
         refuse_other_vocabulary(model.config, base.model.config)
     # Greedy sampling has no distribution: its confidence is that of the model itself.
-    one = functools.partial(_look, model, base and base.model, temperature or 1.0, confidence, logp)
-    program = jax.jit(functools.partial(_in_micro_batches, one, sharding.constrain(mesh)))
-    held = {} if base is None else base.params
+    look = functools.partial(
+        _look, model, base and base.model, temperature or 1.0, confidence, logp
+    )
+    program = jax.jit(
+        functools.partial(_in_micro_batches, look, sharding.constrain(mesh)), static_argnums=4
+    )
+    measure = jax.jit(packing.lengths_of)
+    held, bins = {} if base is None else base.params, sharding.num_bins(mesh)
 
     def rescore(params: Params, rollouts: Rollouts) -> dict[str, Array]:
         groups, samples, steps = rollouts.token_mask.shape
-        geometry = Geometry(
-            num_prompts=groups,
-            group_size=samples,
-            max_prompt_tokens=rollouts.prompt_tokens.shape[1],
-            max_completion_tokens=steps,
-            bins=sharding.num_bins(mesh),
-            rows=math.gcd(samples, rows or samples),  # groups fill bins evenly
-        )
-        everyone = packing.plan(np.ones((groups, samples), bool), geometry)
-        return program(params, held, rollouts, everyone)
+        sizes = groups, samples, rollouts.prompt_tokens.shape[1], steps
+        platform = mesh.devices.flat[0].platform
+        geometry = Geometry(*sizes, bins, tokens or packing.tokens_of(sizes, bins, platform))
+        lengths = sharding.to_host(measure(rollouts))
+        everyone = packing.plan(lengths, np.ones((groups, samples), bool), geometry)
+        return program(params, held, rollouts, everyone, geometry.tokens)
 
     return rescore
 
@@ -102,14 +102,16 @@ def _look(
     params: Params,
     base_params: Params,
     micro: TrainBatch,
+    tokens: int,
 ) -> dict[str, Array]:
     """What is asked for of one micro-batch, [D, R, Q] each."""
-    hidden = hidden_states(model, params, micro)
+    flat = flatten(micro, tokens)
+    hidden = hidden_states(model, params, micro, flat)
     unembed = functools.partial(model.unembed, params)
-    targets = micro.targets.reshape(hidden.shape[0], -1)
 
     def log_probs(unembed: Callable[[Array], Array], hidden: Array) -> Array:
-        return token_logprobs(unembed, hidden, targets, temperature=temperature)[0]
+        asked = {"temperature": temperature, "count": flat.count}
+        return token_logprobs(unembed, hidden, flat.targets, **asked)[0]
 
     values: dict[str, Array] = {}
     if confidence:
@@ -119,34 +121,37 @@ def _look(
     if anchor is not None:
         own = (unembed, hidden)
         base_unembed = functools.partial(anchor.unembed, base_params)
-        theirs = (base_unembed, hidden_states(anchor, base_params, micro))
+        theirs = (base_unembed, hidden_states(anchor, base_params, micro, flat))
         values["kl"], values["clamped"] = full_kl(*own, *theirs, temperature=temperature)
         values["logp_gap"] = log_probs(*own) - log_probs(*theirs)
-    return {name: value.reshape(micro.tokens.shape) for name, value in values.items()}
+    return {name: in_rows(micro, flat, value) for name, value in values.items()}
 
 
 def _in_micro_batches(
-    one: Callable[..., dict[str, Array]],
+    look: Callable[..., dict[str, Array]],
     constrain: Constrain,
     params: Params,
     base_params: Params,
     rollouts: Rollouts,
     where: packing.Plan,
+    tokens: int,
 ) -> dict[str, Array]:
-    """`one` of every sample, in the loop and layout of training's scoring."""
+    """`look` at every sample, in the loop and layout of training's scoring."""
     mask = rollouts.token_mask
-    groups, samples, steps = mask.shape
     zero = jnp.zeros(mask.shape, jnp.float32)
     batch = packing.gather(rollouts, where, zero, zero, mask, {}, constrain)
 
+    def one(micro: TrainBatch) -> dict[str, Array]:
+        return look(params, base_params, micro, tokens)
+
     def body(index: Array, whole: dict[str, Array]) -> dict[str, Array]:
-        values = one(params, base_params, micro_batch(batch, index))
+        values = one(micro_batch(batch, index))
         return {name: whole[name].at[index].set(values[name]) for name in whole}
 
-    shapes = jax.eval_shape(one, params, base_params, jax.eval_shape(micro_batch, batch, 0))
+    shapes = jax.eval_shape(one, jax.eval_shape(micro_batch, batch, 0))
     start = {name: jnp.zeros(batch.tokens.shape, leaf.dtype) for name, leaf in shapes.items()}
     values = jax.lax.fori_loop(0, batch.num_live, body, start)
     return {
-        name: jnp.where(mask, packing.scatter(value, where, (groups, samples, steps)), 0)
+        name: jnp.where(mask, packing.scatter(value, where, mask), 0)
         for name, value in values.items()
     }

@@ -14,9 +14,13 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.ad_checkpoint import checkpoint_name
 
 from jaxgrpo.models.api import Attend, KeyValue, LayerKind
 from jaxgrpo.models.cache import Cache, Ring, ages, written
+
+SAVED = "attention"
+"""The name under which a policy for recomputation finds what attention's backward pass reads."""
 
 
 def causal(position: Array, valid: Array) -> Attend:
@@ -28,8 +32,7 @@ def causal(position: Array, valid: Array) -> Attend:
     def attend(query, key, value, memory, kind: LayerKind):
         del memory
         mask = _visible(position, position, kind) & valid[..., None, :]
-        out = _weigh(_scores(query, key, mask), value)
-        return out, KeyValue(key, value)
+        return attention(query, key, value, mask), KeyValue(key, value)
 
     return attend
 
@@ -51,11 +54,67 @@ def rows_with_prefix(
         in_prefix = _visible(position, prefix_position, kind) & real[..., None, :]
         same = segment[..., :, None] == segment[..., None, :]
         in_row = _visible(position, position, kind) & same
-        scores = [_scores(query, prefix.key, in_prefix), _scores(query, key, in_row)]
-        values = jnp.concatenate([prefix.value, value], axis=-3)
-        return _weigh(jnp.concatenate(scores, axis=-1), values), None
+        keys, values = (
+            jnp.concatenate(pair, axis=-3)
+            for pair in zip(prefix, KeyValue(key, value), strict=True)
+        )
+        mask = jnp.concatenate([in_prefix, in_row], axis=-1)
+        return attention(query, keys, values, mask), None
 
     return attend
+
+
+@jax.custom_vjp
+def attention(query: Array, key: Array, value: Array, mask: Array) -> Array:
+    """softmax(query key^T) value over the keys that `mask` shows; the query comes scaled.
+
+    The backward pass computes the weights again from their log-sum-exp, so that no array of the
+    size of the scores is kept: with p = softmax(s), o = p v and its cotangent g,
+
+        d s = p (g v^T - sum(g o))
+
+    A query that sees no key gets finite garbage, and no gradient if its cotangent is 0.
+
+    Shapes: query [*B, Q, heads, head_dim]; key, value [*B, N, kv_heads, head_dim]; mask
+    [*B, Q, N]. Products and softmax in at least float32. Only reverse mode, once.
+    Source: the backward pass of FlashAttention, arXiv 2205.14135, algorithm 4.
+    """
+    return _attention(query, key, value, mask)[0]
+
+
+def _attention(query: Array, key: Array, value: Array, mask: Array):
+    cache = _heads_first(key, value)
+    part = _partial(_grouped(query, cache), cache, mask[..., None, None, :, :])
+    out = checkpoint_name(_ungrouped(part.value / part.total[..., None], query), SAVED)
+    total = checkpoint_name(part.highest + jnp.log(part.total), SAVED)
+    return out, (query, key, value, mask, out, total)
+
+
+def _attention_backward(saved: tuple[Array, ...], cotangent: Array):
+    query, key, value, mask, out, total = saved
+    cache = _heads_first(key, value)
+    asked, slope = _grouped(query, cache), _grouped(cotangent, cache)
+    dtype = total.dtype
+    einsum = functools.partial(jnp.einsum, preferred_element_type=dtype)
+    # One product for all the queries that share a key's head.
+    flat, flat_slope = (
+        leaf.reshape(*leaf.shape[:-3], -1, leaf.shape[-1]) for leaf in (asked, slope)
+    )
+    scores = einsum("...ch,...hn->...cn", flat, cache.key).reshape(*total.shape, -1)
+    scores = jnp.where(mask[..., None, None, :, :], scores, jnp.finfo(dtype).min)
+    weight = jnp.exp(scores - total[..., None])
+    rest = (slope.astype(dtype) * _grouped(out, cache).astype(dtype)).sum(-1)
+    change = einsum("...ch,...nh->...cn", flat_slope, cache.value).reshape(weight.shape)
+    change = (weight * (change - rest[..., None])).astype(query.dtype).reshape(*flat.shape[:-1], -1)
+    weight = weight.astype(value.dtype).reshape(change.shape)
+    d_query = einsum("...cn,...hn->...ch", change, cache.key).reshape(asked.shape)
+    d_key = einsum("...cn,...ch->...nh", change, flat)
+    d_value = einsum("...cn,...ch->...nh", weight, flat_slope)
+    back = (jnp.moveaxis(leaf, -3, -2).astype(key.dtype) for leaf in (d_key, d_value))
+    return _ungrouped(d_query, query), *back, None
+
+
+attention.defvjp(_attention, _attention_backward)
 
 
 class Sharing(NamedTuple):
@@ -183,16 +242,22 @@ def _of_prompts(
     return _Partial(*map(back, out))
 
 
+def _heads_first(key: Array, value: Array) -> Cache:
+    """Keys and values [*B, N, kv_heads, head_dim] in the layout of a cache."""
+    return Cache(jnp.moveaxis(key, -3, -1), jnp.moveaxis(value, -3, -2))
+
+
 def _grouped(query: Array, cache: Cache) -> Array:
-    """[D, N, Q, heads, head_dim] as [D, N, kv_heads, heads per kv head, Q, head_dim]."""
+    """[*B, Q, heads, head_dim] as [*B, kv_heads, heads per kv head, Q, head_dim]."""
     *batch, width, heads, head_dim = query.shape
     kv_heads = cache.value.shape[-3]
-    return jnp.moveaxis(query.reshape(*batch, width, kv_heads, heads // kv_heads, head_dim), 2, 4)
+    apart = query.reshape(*batch, width, kv_heads, heads // kv_heads, head_dim)
+    return jnp.moveaxis(apart, -4, -2)
 
 
 def _ungrouped(out: Array, like: Array) -> Array:
     """The inverse of `_grouped`, in the shape and dtype of the query."""
-    return jnp.moveaxis(out, 4, 2).reshape(like.shape).astype(like.dtype)
+    return jnp.moveaxis(out, -2, -4).reshape(like.shape).astype(like.dtype)
 
 
 def _partial(query: Array, cache: Cache, mask: Array) -> _Partial:
@@ -241,23 +306,3 @@ def _visible(query_position: Array, key_position: Array, kind: LayerKind) -> Arr
     distance = query_position[..., :, None] - key_position[..., None, :]
     mask = distance >= 0
     return mask if kind.window is None else mask & (distance < kind.window)
-
-
-def _scores(query: Array, key: Array, mask: Array) -> Array:
-    """Masked scores [*B, kv_heads, heads per kv head, Q, N] in at least float32.
-
-    Nothing is divided here: the query comes scaled.
-    """
-    *batch, length, heads, head_dim = query.shape
-    kv_heads = key.shape[-2]
-    grouped = query.reshape(*batch, length, kv_heads, heads // kv_heads, head_dim)
-    dtype = jnp.promote_types(query.dtype, jnp.float32)
-    scores = jnp.einsum("...qkhd,...nkd->...khqn", grouped, key, preferred_element_type=dtype)
-    return jnp.where(mask[..., None, None, :, :], scores, jnp.finfo(dtype).min)
-
-
-def _weigh(scores: Array, value: Array) -> Array:
-    """Softmax-weighted values [*B, Q, heads, head_dim]."""
-    weights = jax.nn.softmax(scores, axis=-1).astype(value.dtype)
-    out = jnp.einsum("...khqn,...nkd->...qkhd", weights, value)
-    return out.reshape(*out.shape[:-3], out.shape[-3] * out.shape[-2], out.shape[-1])

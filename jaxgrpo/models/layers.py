@@ -9,6 +9,7 @@ as in the Hugging Face models of these families (`initializer_range`).
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -106,6 +107,38 @@ class RMSNorm(nnx.Module):
         return (wide * inverse * scale).astype(x.dtype)
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def product(x: Array, kernel: Array, contracted: int) -> Array:
+    """The last `contracted` dimensions of x with the first of the kernel, as `jnp.tensordot`.
+
+    The kernel's gradient is the product of x and the output's cotangent, in that order. In the
+    other, which JAX takes, XLA on a CPU writes the cotangent out transposed, together with the
+    operations before it: a third of the time of a feed-forward block's gradient. Only reverse mode,
+    once.
+    """
+    return jnp.tensordot(x, kernel, axes=contracted)
+
+
+def _product(x: Array, kernel: Array, contracted: int) -> tuple[Array, tuple[Array, Array]]:
+    return product(x, kernel, contracted), (x, kernel)
+
+
+def _product_backward(
+    contracted: int, saved: tuple[Array, Array], cotangent: Array
+) -> tuple[Array, Array]:
+    x, kernel = saved
+    outputs = tuple(range(contracted, kernel.ndim))
+    over = tuple(range(cotangent.ndim - len(outputs), cotangent.ndim))
+    batch = tuple(range(x.ndim - contracted))
+    d_x = jnp.tensordot(cotangent, kernel, axes=(over, outputs))
+    return d_x.astype(x.dtype), jnp.tensordot(x, cotangent, axes=(batch, batch)).astype(
+        kernel.dtype
+    )
+
+
+product.defvjp(_product, _product_backward)
+
+
 class Dense(nnx.Module):
     """y = x · kernel (+ bias), where `inputs` and `outputs` may be several dimensions each."""
 
@@ -126,7 +159,7 @@ class Dense(nnx.Module):
         self.contracted = len(inputs)
 
     def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
-        y = jnp.tensordot(x, self.kernel[...], axes=self.contracted)
+        y = product(x, self.kernel[...], self.contracted)
         return y if self.bias is None else y + self.bias[...]
 
 

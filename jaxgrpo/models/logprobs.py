@@ -39,6 +39,7 @@ def token_logprobs(
     temperature: float = 1.0,
     entropy: Entropy = "none",
     logits_per_chunk: int | None = None,
+    count: Int[Array, "D"] | None = None,
 ) -> tuple[Float[Array, "D N"], Float[Array, "D N"] | None]:
     """Log-probability of each target, and the entropy of the distribution it was drawn from.
 
@@ -62,6 +63,8 @@ def token_logprobs(
       temperature: of the sampling distribution, so that ratios compare like with like.
       entropy: "none" costs nothing and gives None; "value" carries no gradient.
       logits_per_chunk: upper bound on n * V of one chunk and bin; None: see `TOKENS_PER_CHUNK`.
+      count: tokens of each bin that are asked for, the first ones; chunks without any are not
+        computed, and their values are 0. None: all.
 
     Returns: (logp, entropy) in at least float32, in nats.
     """
@@ -69,7 +72,10 @@ def token_logprobs(
     # What unembed closes over becomes an argument, so that a gradient can be returned for it.
     converted, read = jax.closure_convert(unembed, hidden[:, :chunk])
     settings = _Settings(converted, temperature, entropy, chunk)
-    return _token_logprobs(settings, tuple(read), hidden, targets)
+    # As many chunks as the fullest bin needs.
+    most = hidden.shape[1] if count is None else count.max()
+    chunks = jnp.asarray(-(-most // chunk), jnp.int32)
+    return _token_logprobs(settings, tuple(read), hidden, targets, chunks)
 
 
 def token_confidence(
@@ -175,40 +181,42 @@ class _Settings(NamedTuple):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _token_logprobs(settings: _Settings, read: Any, hidden: Array, targets: Array):
-    return _forward(settings, read, hidden, targets)[0]
+def _token_logprobs(settings: _Settings, read: Any, hidden: Array, targets: Array, chunks: Array):
+    return _forward(settings, read, hidden, targets, chunks)[0]
 
 
-def _forward(settings: _Settings, read: Any, hidden: Array, targets: Array):
-    logp, total, entropy = _values(settings, read, hidden, targets)
-    return (logp, entropy), (read, hidden, targets, total, entropy)
+def _forward(settings: _Settings, read: Any, hidden: Array, targets: Array, chunks: Array):
+    logp, total, entropy = _values(settings, read, hidden, targets, chunks)
+    return (logp, entropy), (read, hidden, targets, chunks, total, entropy)
 
 
 def _backward(settings: _Settings, saved: Any, cotangents: tuple[Array, Array | None]):
-    read, hidden, targets, total, entropy = saved
+    read, hidden, targets, count, total, entropy = saved
     a, b = cotangents
     b = b if settings.entropy == "gradient" else None
+    chunks = _split(settings.chunk, (hidden, targets, total, entropy, a, b))
 
-    def one(sums: Any, xs: Any):
-        hidden, *rest = xs
+    def one(index: Array, carry: Any):
+        sums, d_whole = carry
+        hidden, *rest = _at(chunks, index)
         logits, pull = jax.vjp(settings.unembed, hidden, *read)
         d_logits = _logits_gradient(settings, logits, *rest).astype(logits.dtype)
         d_hidden, *d_read = pull(d_logits)
         sums = jax.tree.map(lambda whole, part: whole + part.astype(whole.dtype), sums, d_read)
-        return sums, d_hidden
+        return sums, d_whole.at[index].set(d_hidden)
 
     zeros = [jnp.zeros(leaf.shape, accumulate_dtype(leaf.dtype)) for leaf in read]
-    chunks = _split(settings.chunk, (hidden, targets, total, entropy, a, b))
-    sums, d_hidden = jax.lax.scan(one, zeros, chunks)
+    start = (zeros, jnp.zeros_like(chunks[0]))
+    sums, d_hidden = jax.lax.fori_loop(0, count, one, start)
     d_read = tuple(d.astype(leaf.dtype) for d, leaf in zip(sums, read, strict=True))
-    return d_read, _join(d_hidden, hidden.shape[1]), None
+    return d_read, _join(d_hidden, hidden.shape[1]), None, None
 
 
 _token_logprobs.defvjp(_forward, _backward)
 
 
-def _values(settings: _Settings, read: Any, hidden: Array, targets: Array):
-    """(logp, logsumexp, entropy or None) [D, N]."""
+def _values(settings: _Settings, read: Any, hidden: Array, targets: Array, count: Array):
+    """(logp, logsumexp, entropy or None) [D, N], of the first `count` chunks; 0 in the others."""
 
     def one(hidden: Array, targets: Array):
         z = _scaled(settings.unembed(hidden, *read), settings.temperature)
@@ -226,7 +234,15 @@ def _values(settings: _Settings, read: Any, hidden: Array, targets: Array):
             entropy = log_mass - expected / mass
         return chosen - total, total, entropy
 
-    return _by_chunks(one, settings.chunk, hidden, targets)
+    chunks = _split(settings.chunk, (hidden, targets))
+
+    def write(index: Array, whole: Any) -> Any:
+        values = one(*_at(chunks, index))
+        return jax.tree.map(lambda leaf, part: leaf.at[index].set(part), whole, values)
+
+    shapes = jax.eval_shape(lambda: one(*_at(chunks, 0)))
+    start = jax.tree.map(lambda leaf: jnp.zeros((len(chunks[0]), *leaf.shape), leaf.dtype), shapes)
+    return _join(jax.lax.fori_loop(0, count, write, start), hidden.shape[1])
 
 
 def _logits_gradient(settings, logits, targets, total, entropy, a, b) -> Array:
@@ -280,6 +296,12 @@ def _split(chunk: int, tree: Any) -> Any:
         return jnp.moveaxis(jnp.pad(leaf, padding).reshape(bins, count, chunk, *rest), 1, 0)
 
     return jax.tree.map(one, tree)
+
+
+def _at(chunks: Any, index: Array | int) -> Any:
+    """One chunk of what `_split` made."""
+    take = functools.partial(jax.lax.dynamic_index_in_dim, index=index, keepdims=False)
+    return jax.tree.map(take, chunks)
 
 
 def _join(tree: Any, length: int) -> Any:

@@ -131,7 +131,7 @@ def refuse_too_large(memory: Memory, mesh: Mesh) -> None:
     remedy = (
         "fewer rollout.slots, or shorter completions"
         if sampling
-        else "a smaller train.rows_per_micro_batch, or mesh.fsdp"
+        else "a smaller train.tokens_per_micro_batch, or mesh.fsdp"
     )
     raise InputError(
         f"the run does not fit its devices ({parts}): take {remedy}; model.dtype = "

@@ -63,14 +63,15 @@ DIVIDED = {
 """Sizes of a rollout that the devices divide among them: key -> axis of the mesh."""
 
 _SAMPLED = ("model", "mesh", "rollout")
-_INPUTS = ("model", "mesh", "data", "eval", "rollout.max_prompt_tokens")
-_UPDATED = (*_SAMPLED, "loss", "optimizer", "train.steps", "train.rows_per_micro_batch")
+_INPUTS = ("model", "mesh", "data", "eval", "rollout.max_prompt_tokens", "train.remat")
+_LAID_OUT = ("train.tokens_per_micro_batch", "train.remat")
+_UPDATED = (*_SAMPLED, "loss", "optimizer", "train.steps", *_LAID_OUT)
 DEPENDS = {
     "inputs": _INPUTS,
     "sampler": _SAMPLED,
     "update": _UPDATED,
     "method": (*_UPDATED, "recipe", "advantage", "rewards"),
-    "evaluator": (*_SAMPLED, *_INPUTS, "rewards", "train.rows_per_micro_batch"),
+    "evaluator": (*_SAMPLED, *_INPUTS, "rewards", "train.tokens_per_micro_batch"),
 }
 """What runs can share -> the tables, or single keys, of a config that it depends on. Neither the
 seed nor the run's folder matters to any of it."""
@@ -229,7 +230,10 @@ def find_model(config: Config, mesh: Mesh | None = None) -> Found:
     stored, tokenizer = folders.read_config(folder), folders.read_tokenizer(folder)
     chosen = dataclasses.replace(stored, dtype=keys.dtype, float32_head=keys.float32_head)
     folders.check_tokens(folder, tokenizer, stored)
-    model = decoder.build(chosen, constrain=sharding.constrain(mesh))
+    remat = config.train.remat
+    if remat == "auto":
+        remat = "none" if mesh.devices.flat[0].platform == "cpu" else "full"
+    model = decoder.build(chosen, constrain=sharding.constrain(mesh), remat=remat)
     return Found(mesh, folder, tokenizer, model)
 
 
@@ -255,15 +259,13 @@ def _method(
     mesh, model, rollout = read["mesh"], read["model"], config.rollout
     for name, axis in DIVIDED.items():
         sharding.check_divides(mesh, f"rollout.{name}", getattr(rollout, name), axis)
-    bins = sharding.num_bins(mesh)
-    geometry = Geometry(
-        num_prompts=rollout.prompts_per_step,
-        group_size=rollout.group_size,
-        max_prompt_tokens=rollout.max_prompt_tokens,
-        max_completion_tokens=rollout.max_completion_tokens,
-        bins=bins,
-        rows=config.train.rows_per_micro_batch or samples_of(config) // bins,
+    bins, platform = sharding.num_bins(mesh), mesh.devices.flat[0].platform
+    sizes = (
+        *(rollout.prompts_per_step, rollout.group_size),
+        *(rollout.max_prompt_tokens, rollout.max_completion_tokens),
     )
+    tokens = config.train.tokens_per_micro_batch or packing.tokens_of(sizes, bins, platform)
+    geometry = Geometry(*sizes, bins, tokens)
     packing.check_geometry(geometry)
     chain = methods.make_chain(config, rewards, advantage)
     objective = methods.make_objective(config)
@@ -438,7 +440,7 @@ def dry_run(config: Config, resume: bool = False) -> None:
             f"{samples_of(config)} completions of at most {geometry.max_completion_tokens} tokens, "
             f"{run.blueprint.sampling.slots} decoded at once{_budget(config)}",
             "an update": f"at most {geometry.micro_batches} micro-batches of {geometry.bins} bins "
-            f"x {geometry.rows} rows ({geometry.prompts_per_bin} prompts each)",
+            f"x {geometry.tokens} tokens ({geometry.rows} rows)",
             "data": f"{len(run.rows)} rows, {config.train.steps} steps draw "
             f"{'at least ' if config.rollout.refill else ''}"
             f"{config.train.steps * geometry.num_prompts}",

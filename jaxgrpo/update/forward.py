@@ -17,7 +17,7 @@ from jaxgrpo.advantages import AdvantageTransform
 from jaxgrpo.core.types import Params, TrainBatch
 from jaxgrpo.losses import Objective
 from jaxgrpo.models import sharding
-from jaxgrpo.models.api import Model
+from jaxgrpo.models.api import LayerKind, Model
 from jaxgrpo.models.attention import causal, rows_with_prefix
 from jaxgrpo.models.logprobs import Entropy, full_kl, token_logprobs
 from jaxgrpo.rollout.sampler import SamplingSettings
@@ -48,17 +48,16 @@ def forward(
     """One micro-batch under `params`, against the whole distributions of `reference` if given.
 
     Returns: (log-probs of the chosen tokens, the quantities of OF_PASS and what goes with them),
-    [D, R, Q] each. There is a policy_entropy where `entropy` asks for it, with gradient for
-    "gradient" only.
+    [D, R, Q] each, 0 at padding. There is a policy_entropy where `entropy` asks for it, with
+    gradient for "gradient" only.
     """
-    params = as_computed(blueprint.model, params)
-    hidden = hidden_states(blueprint.model, params, micro)
+    params, flat = as_computed(blueprint.model, params), flatten(micro, blueprint.geometry.tokens)
+    hidden = hidden_states(blueprint.model, params, micro, flat)
     # Greedy sampling has no distribution: its ratios are those of the model itself.
     temperature = blueprint.sampling.temperature or 1.0
     unembed = functools.partial(blueprint.model.unembed, params)
-    targets = micro.targets.reshape(hidden.shape[0], -1)
     logp, values = token_logprobs(
-        unembed, hidden, targets, temperature=temperature, entropy=entropy
+        unembed, hidden, flat.targets, temperature=temperature, entropy=entropy, count=flat.count
     )
     fields = {} if values is None else {"policy_entropy": values}
     if reference is not None:
@@ -67,21 +66,98 @@ def forward(
             unembed,
             hidden,
             functools.partial(blueprint.model.unembed, anchor),
-            hidden_states(blueprint.model, anchor, micro),
+            hidden_states(blueprint.model, anchor, micro, flat),
             temperature=temperature,
         )
-    return jax.tree.map(lambda leaf: leaf.reshape(micro.tokens.shape), (logp, fields))
+    return jax.tree.map(functools.partial(in_rows, micro, flat), (logp, fields))
 
 
-def hidden_states(model: Model, params: Params, micro: TrainBatch) -> Array:
-    """Hidden states [D, R * Q, E]: prompts once, then rows that read them."""
+class Flat(NamedTuple):
+    """The real tokens of a micro-batch side by side: rows first, then prompts, then nothing.
+
+    Layers and head compute these N tokens. Rows and prompts, with their padding, are only for
+    attention: their positions, [D, R * Q] and [D, A * S], are one dimension of size M here.
+    """
+
+    tokens: Array  # [D, N] int32
+    position: Array  # [D, N] int32
+    targets: Array  # [D, N] int32, of the rows
+    origin: Array  # [D, N] int32, the place in M of each token; M: none
+    place: Array  # [D, M] int32, the token of each place in M; N: padding
+    count: Array  # [D] int32, tokens of the rows
+
+
+def flatten(micro: TrainBatch, size: int) -> Flat:
+    """The tokens of a micro-batch that are real, in `size` places of each bin."""
     bins, prompts, width = micro.prompt_tokens.shape
     position = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32), (bins, prompts, width))
-    valid = position < micro.prompt_length[..., None]
-    _, memory = model.apply(params, micro.prompt_tokens, position, causal(position, valid), None)
-    attend = rows_with_prefix(micro.segment, micro.position, micro.row_prompt, micro.prompt_length)
-    hidden, _ = model.apply(params, micro.tokens, micro.position, attend, memory)
-    return hidden.reshape(bins, -1, hidden.shape[-1])
+    real = _joined(micro.segment > 0, position < micro.prompt_length[..., None])
+    place = jnp.where(real, jnp.cumsum(real, 1, dtype=jnp.int32) - 1, size)
+    every = jnp.arange(real.shape[1], dtype=jnp.int32)
+    nowhere = jnp.full(size, real.shape[1], jnp.int32)
+    origin = jax.vmap(lambda place: nowhere.at[place].set(every, mode="drop"))(place)
+    return Flat(
+        tokens=_picked(_joined(micro.tokens, micro.prompt_tokens), origin),
+        position=_picked(_joined(micro.position, position), origin),
+        targets=_picked(micro.targets.reshape(bins, -1), origin),
+        origin=origin,
+        place=place,
+        count=(micro.segment > 0).sum((1, 2), dtype=jnp.int32),
+    )
+
+
+def hidden_states(model: Model, params: Params, micro: TrainBatch, flat: Flat) -> Array:
+    """Hidden states [D, N, E]: each prompt once, and rows that read the keys of their prompts."""
+    bins, prompts, width = micro.prompt_tokens.shape
+    rows, places = micro.segment.shape[1:], micro.segment[0].size
+    position = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32), (bins, prompts, width))
+    among = causal(position, position < micro.prompt_length[..., None])
+    inside = rows_with_prefix(micro.segment, micro.position, micro.row_prompt, micro.prompt_length)
+
+    def attend(query: Array, key: Array, value: Array, memory: None, kind: LayerKind):
+        spread = [moved(leaf, flat.place, flat.origin) for leaf in (query, key, value)]
+        asked = [leaf[:, places:].reshape(bins, prompts, width, *leaf.shape[2:]) for leaf in spread]
+        own = [leaf[:, :places].reshape(bins, *rows, *leaf.shape[2:]) for leaf in spread]
+        out, prefix = among(asked[0], asked[1], asked[2], memory, kind)
+        own, _ = inside(own[0], own[1], own[2], prefix, kind)
+        return moved(_joined(own, out), flat.origin, flat.place), memory
+
+    hidden, _ = model.apply(params, flat.tokens, flat.position, attend, None)
+    return hidden
+
+
+def in_rows(micro: TrainBatch, flat: Flat, values: Array) -> Array:
+    """Values [D, N] of the flat tokens as rows [D, R, Q]; 0 at padding."""
+    place = flat.place[:, : micro.segment[0].size]
+    return moved(values, place, flat.origin).reshape(micro.segment.shape)
+
+
+@jax.custom_vjp
+def moved(values: Array, source: Array, target: Array) -> Array:
+    """Entries [D, m, ...] of values [D, n, ...] at source [D, m]; 0 where that is n or more.
+
+    No entry is moved twice. So the gradient is moved back by `target` [D, n], the inverse of
+    `source`, and not added up entry by entry.
+    """
+    del target
+    return _picked(values, source)
+
+
+def _moved(values: Array, source: Array, target: Array) -> tuple[Array, Array]:
+    return _picked(values, source), target
+
+
+moved.defvjp(_moved, lambda target, gradient: (_picked(gradient, target), None, None))
+
+
+def _picked(values: Array, source: Array) -> Array:
+    return jax.vmap(lambda one, at: one.at[at].get(mode="fill", fill_value=0))(values, source)
+
+
+def _joined(rows: Array, prompts: Array) -> Array:
+    """[D, R, Q, ...] and [D, A, S, ...] as one [D, R * Q + A * S, ...]."""
+    parts = (leaf.reshape(leaf.shape[0], -1, *leaf.shape[3:]) for leaf in (rows, prompts))
+    return jnp.concatenate([*parts], axis=1)
 
 
 def held_dtype(model: Model) -> str:

@@ -1,12 +1,15 @@
 """The update batch: a host plan of who goes where, and the one jitted gather that moves it.
 
-The plan is a pure function of the live flags, the same in every process. This packer is plain:
-one sample per row, rows in order, whole groups per bin. The layout has room for denser packers.
+A micro-batch computes a fixed number of tokens, and how many of them there are follows what is
+live: samples that teach nothing are left out, a prompt is computed once for as many of its samples
+as fit, and several short completions share a row. The plan is a pure function of lengths and live
+flags, the same in every process.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Collection
 from typing import Any, NamedTuple
 
@@ -16,8 +19,16 @@ import numpy as np
 from jax import Array
 
 from jaxgrpo.core.errors import InputError
+from jaxgrpo.core.metrics import Mean, Metrics
 from jaxgrpo.core.types import OF_PASS, Rollouts, TrainBatch
 from jaxgrpo.models.api import Constrain
+
+ROUND = 32
+"""The tokens of a micro-batch are a multiple of this, so that meshes divide them."""
+
+TOKENS = {"cpu": 2048}
+"""By platform, the tokens that a bin computes at a time unless a run says otherwise."""
+ELSEWHERE = 16384
 
 
 class Geometry(NamedTuple):
@@ -26,72 +37,232 @@ class Geometry(NamedTuple):
     num_prompts: int  # P
     group_size: int  # G
     max_prompt_tokens: int  # S
-    max_completion_tokens: int  # T
+    max_completion_tokens: int  # T, and Q, the positions of a row
     bins: int  # D
-    rows: int  # R, per bin and micro-batch
+    tokens: int  # N, of prompts and completions, computed per bin and micro-batch
+
+    @property
+    def widest(self) -> int:
+        """The tokens of the longest completion beside its prompt, whose last token opens it."""
+        return self.max_prompt_tokens - 1 + self.max_completion_tokens
+
+    @property
+    def rows(self) -> int:
+        """R, per bin and micro-batch. One more than full rows need, since rows of mixed lengths are
+        not full."""
+        full = (self.tokens - self.max_prompt_tokens + 1) // self.max_completion_tokens
+        return min(self.num_prompts * self.group_size, full + (full > 1))
 
     @property
     def prompts_per_bin(self) -> int:
-        """A, prompts per bin and micro-batch."""
-        return max(1, self.rows // self.group_size)
+        """A, prompts per bin and micro-batch: two samples each are expected to be live."""
+        share = max(0.5, min(1.0, 2 / self.group_size))
+        return min(self.num_prompts, math.ceil(self.rows * share))
 
     @property
     def micro_batches(self) -> int:
-        """K, enough for a step in which every sample is live."""
-        if self.rows >= self.group_size:
-            full_bins = -(-self.num_prompts // self.prompts_per_bin)
-        else:
-            full_bins = self.num_prompts * (self.group_size // self.rows)
-        return -(-full_bins // self.bins)
+        """K, enough for any step: each holds so many rows, however long they and prompts are."""
+        least = min(self.tokens // self.widest, self.rows, self.prompts_per_bin)
+        return -(-self.num_prompts * self.group_size // (least * self.bins))
+
+
+class Lengths(NamedTuple):
+    """Tokens that an update computes of each prompt and each sample."""
+
+    prompt: Any  # [P] int32, without the last prompt token, which opens every sample
+    completion: Any  # [P, G] int32, up to the last token that the policy chose
 
 
 class Plan(NamedTuple):
-    """Who goes where. Indices count samples p * G + g and prompts p; -1 is empty."""
+    """Who goes where. Rows count k * D * R + d * R + r."""
 
-    sample: np.ndarray  # [K, D, R] int32
-    prompt: np.ndarray  # [K, D, A] int32
-    row_prompt: np.ndarray  # [K, D, R] int32
-    num_live: np.ndarray  # [] int32
+    row: np.ndarray  # [P, G] int32, of each sample; -1: left out
+    start: np.ndarray  # [P, G] int32, its first position there
+    segment: np.ndarray  # [P, G] int32, its number there, from 1
+    prompt: np.ndarray  # [K, D, A] int32, prompts; -1: empty
+    row_prompt: np.ndarray  # [K, D, R] int32, index into A
+    num_live: np.ndarray  # [] int32, micro-batches to run
+
+
+class _Row(NamedTuple):
+    """Samples of one group that share a row."""
+
+    samples: list[int]
+    tokens: int
+
+
+def tokens_of(sizes: tuple[int, int, int, int], bins: int, platform: str) -> int:
+    """The tokens of a micro-batch of a run that gives no number.
+
+    As many whole groups as there is room for, or as many of the longest completions of a group that
+    is too large; of one group at least four micro-batches make the step, where it has as many
+    groups, so that less is computed where some are dead.
+
+    Args:
+      sizes: P, G, S, T.
+    """
+    prompts, samples, width, steps = sizes
+    room = TOKENS.get(platform, ELSEWHERE)
+    of_group = width - 1 + samples * steps
+    most = max(1, prompts // (4 * bins))
+    if of_group <= room:
+        tokens = of_group * min(room // of_group, most)
+    else:
+        tokens = width - 1 + steps * max(1, (room - width + 1) // steps)
+    return -(-tokens // ROUND) * ROUND
 
 
 def check_geometry(geometry: Geometry) -> None:
-    """Raises InputError if rows and groups do not fit one another."""
-    rows, group = geometry.rows, geometry.group_size
-    if rows < 1 or (rows % group and group % rows):
+    """Raises: InputError if the longest sample does not fit a micro-batch."""
+    if geometry.tokens < geometry.widest:
         raise InputError(
-            f"train.rows_per_micro_batch = {rows}: must be a multiple or a divisor of "
-            f"rollout.group_size = {group}, so that groups fill bins evenly"
+            f"train.tokens_per_micro_batch = {geometry.tokens}: a completion of "
+            f"rollout.max_completion_tokens = {geometry.max_completion_tokens} beside a prompt of "
+            f"rollout.max_prompt_tokens = {geometry.max_prompt_tokens} takes {geometry.widest}; "
+            "give at least that"
         )
 
 
-def plan(live: np.ndarray, geometry: Geometry) -> Plan:
-    """Places the live samples [P, G] into micro-batches, bins and rows, in order.
+def lengths_of(rollouts: Rollouts) -> Lengths:
+    """What `plan` reads of rollouts. Forced text behind the last chosen token teaches nothing."""
+    prompt = rollouts.prompt_mask.sum(-1, dtype=jnp.int32) - 1
+    return Lengths(prompt, _real(rollouts.token_mask).sum(-1, dtype=jnp.int32))
 
-    A bin takes whole groups (their live members) as long as `prompts_per_bin` allows, or pieces of
-    one group of `rows` samples if a group is larger than a bin.
+
+def plan(lengths: Lengths, live: np.ndarray, geometry: Geometry) -> Plan:
+    """Places the live samples [P, G] in as few micro-batches as it finds.
+
+    Completions of a group share rows, first fit by decreasing length. Groups enter micro-batches
+    whole where that fits, best fit by decreasing size, and in pieces where it does not; a prompt is
+    computed once for each piece. Every bin gets as many micro-batches as the others, or one less.
     """
-    groups = [np.flatnonzero(row) + p * geometry.group_size for p, row in enumerate(live)]
-    groups = [group for group in groups if group.size]
-    # Bins, each a list of sample indices by prompt.
-    if (rows := geometry.rows) >= geometry.group_size:
-        per_bin = geometry.prompts_per_bin
-        pieces = [groups[i : i + per_bin] for i in range(0, len(groups), per_bin)]
-    else:
-        pieces = [[group[i : i + rows]] for group in groups for i in range(0, group.size, rows)]
+    chosen = live & (lengths.completion > 0)
+    groups = {
+        p: _rows_of(lengths.completion[p], np.flatnonzero(row), geometry.max_completion_tokens)
+        for p, row in enumerate(chosen)
+        if row.any()
+    }
+    prompts = lengths.prompt.tolist()
+    tokens = sum(_size(prompts[p], rows) for p, rows in groups.items())
+    count = sum(map(len, groups.values()))
+    fewest = max(-(-tokens // geometry.tokens), -(-count // geometry.rows))
+    for num_live in range(-(-fewest // geometry.bins), geometry.micro_batches + 1):
+        slots = _deal(groups, prompts, num_live * geometry.bins, geometry)
+        if slots is not None:
+            return _written(slots, lengths, num_live, geometry)
+    raise AssertionError("a plan of all micro-batches holds any step")
+
+
+def _rows_of(lengths: np.ndarray, samples: np.ndarray, width: int) -> list[_Row]:
+    """Samples of one group in rows of `width`, first fit by decreasing length."""
+    rows: list[_Row] = []
+    for sample in sorted(samples.tolist(), key=lambda sample: (-lengths[sample], sample)):
+        length = int(lengths[sample])
+        for index, row in enumerate(rows):
+            if row.tokens + length <= width:
+                rows[index] = _Row([*row.samples, sample], row.tokens + length)
+                break
+        else:
+            rows.append(_Row([sample], length))
+    return rows
+
+
+_Slot = list[tuple[int, list[_Row]]]
+"""What one bin computes in one micro-batch: prompts, with rows of each."""
+
+
+def _deal(
+    groups: dict[int, list[_Row]], prompts: list[int], count: int, geometry: Geometry
+) -> list[_Slot] | None:
+    """The groups in so many slots; None if they do not fit."""
+    slots: list[_Slot] = [[] for _ in range(count)]
+    tokens = np.full(count, geometry.tokens)
+    rows = np.full(count, geometry.rows)
+    open_for = np.full(count, geometry.prompts_per_bin)
+
+    def put(at: int, prompt: int, piece: list[_Row]) -> None:
+        slots[at].append((prompt, piece))
+        tokens[at] -= _size(prompts[prompt], piece)
+        rows[at] -= len(piece)
+        open_for[at] -= 1
+
+    for prompt in sorted(groups, key=lambda p: (-_size(prompts[p], groups[p]), p)):
+        left = groups[prompt]
+        while left:
+            need, takes_any = _size(prompts[prompt], left), (rows > 0) & (open_for > 0)
+            fits = takes_any & (tokens >= need) & (rows >= len(left))
+            if fits.any():
+                put(int(np.where(fits, tokens, geometry.tokens + 1).argmin()), prompt, left)
+                break
+            at = int(np.where(takes_any, tokens, -1).argmax())
+            room = int(tokens[at]) - prompts[prompt] if takes_any[at] else 0
+            piece = _piece(left, room, int(rows[at]))
+            if not piece:
+                return None
+            put(at, prompt, piece)
+            left = [row for row in left if row not in piece]
+    return slots
+
+
+def _size(prompt: int, rows: list[_Row]) -> int:
+    """Tokens of a prompt and rows of its samples."""
+    return prompt + sum(row.tokens for row in rows)
+
+
+def _piece(rows: list[_Row], room: int, count: int) -> list[_Row]:
+    """As many of the rows as fit, the longest first."""
+    piece: list[_Row] = []
+    for row in sorted(rows, key=lambda row: -row.tokens):
+        if len(piece) < count and row.tokens <= room:
+            piece.append(row)
+            room -= row.tokens
+    return piece
+
+
+def _written(slots: list[_Slot], lengths: Lengths, num_live: int, geometry: Geometry) -> Plan:
+    """The plan of slots, the fullest first: no bin has two of them while another has none."""
+    prompts = lengths.prompt.tolist()
+    sizes = [sum(_size(prompts[p], rows) for p, rows in slot) for slot in slots]
     shape = (geometry.micro_batches, geometry.bins)
-    sample = np.full((*shape, geometry.rows), -1, np.int32)
+    row = np.full((geometry.num_prompts, geometry.group_size), -1, np.int32)
+    start, segment = np.zeros_like(row), np.zeros_like(row)
     prompt = np.full((*shape, geometry.prompts_per_bin), -1, np.int32)
-    row_prompt = np.zeros_like(sample)
-    for number, content in enumerate(pieces):
-        at = divmod(number, geometry.bins)
-        members = np.concatenate(content)
-        sample[at][: members.size] = members
-        prompt[at][: len(content)] = [group[0] // geometry.group_size for group in content]
-        row_prompt[at][: members.size] = np.repeat(
-            np.arange(len(content)), [group.size for group in content]
-        )
-    num_live = np.int32(-(-len(pieces) // geometry.bins))
-    return Plan(sample, prompt, row_prompt, np.asarray(num_live))
+    row_prompt = np.zeros((*shape, geometry.rows), np.int32)
+    for place, number in enumerate(np.argsort(-np.asarray(sizes), kind="stable")):
+        at, count = divmod(place, geometry.bins), 0
+        for index, (own, rows) in enumerate(slots[number]):
+            prompt[at][index] = own
+            for one in rows:
+                samples, size = np.asarray(one.samples), lengths.completion[own, one.samples]
+                row[own, samples] = place * geometry.rows + count
+                start[own, samples] = np.cumsum(size) - size
+                segment[own, samples] = np.arange(len(samples)) + 1
+                row_prompt[at][count] = index
+                count += 1
+    return Plan(row, start, segment, prompt, row_prompt, np.asarray(num_live, np.int32))
+
+
+def work(plan: Plan, lengths: Lengths, geometry: Geometry) -> Metrics:
+    """How well a plan's micro-batches are filled.
+
+    update/micro_batches    that each bin computes
+    update/density          real tokens / tokens computed, prompts and completions
+    update/row_density      real positions of the rows in use / all of them
+    """
+    prompts = plan.prompt[plan.prompt >= 0]
+    completions = int(lengths.completion[plan.row >= 0].sum())
+    computed = int(plan.num_live) * geometry.bins * geometry.tokens
+    positions = len(np.unique(plan.row[plan.row >= 0])) * geometry.max_completion_tokens
+    real = completions + int(lengths.prompt[prompts].sum())
+
+    def of(total: int, weight: int) -> Mean:
+        return Mean(total=jnp.float32(total), weight=jnp.float32(weight))
+
+    return {
+        "update/micro_batches": of(int(plan.num_live), 1),
+        "update/density": of(real, computed),
+        "update/row_density": of(completions, positions),
+    }
 
 
 def gather(
@@ -110,30 +281,27 @@ def gather(
 
     Shapes: advantage, weight, mask and every field [P, G, T]; the rest as in the types.
     """
-    present = plan.sample >= 0  # [K, D, R]
-    row = jnp.maximum(plan.sample, 0)
-    length = rollouts.prompt_mask.sum(-1, dtype=jnp.int32)  # [P]
-    _, group, steps = rollouts.completion_tokens.shape
+    groups, samples, steps = rollouts.completion_tokens.shape
+    source = _sources(plan, rollouts.token_mask)
 
     def move(value: Array) -> Array:
-        moved = value.reshape(-1, steps)[row]
-        return jnp.where(present[..., None], moved, jnp.asarray(0, value.dtype))
+        moved = jnp.broadcast_to(value, (groups, samples, steps)).reshape(-1)[source]
+        return jnp.where(source >= 0, moved, jnp.asarray(0, value.dtype))
 
-    target = move(rollouts.completion_tokens)
-    of_row = row // group  # [K, D, R] prompt index
-    last = jnp.take_along_axis(rollouts.prompt_tokens, length[:, None] - 1, axis=1)[:, 0]
-    tokens = jnp.concatenate([last[of_row][..., None], target[..., :-1]], axis=-1)
-    real = move(_completion_length_mask(rollouts.token_mask))
+    length = rollouts.prompt_mask.sum(-1, dtype=jnp.int32)  # [P]
+    last = jnp.take_along_axis(rollouts.prompt_tokens, length[:, None] - 1, axis=1)
+    first = jnp.broadcast_to(last[..., None], (groups, samples, 1))
+    tokens = jnp.concatenate([first, rollouts.completion_tokens[..., :-1]], axis=-1)
     prompt = jnp.maximum(plan.prompt, 0)
     prompt_length = jnp.where(plan.prompt >= 0, length[prompt] - 1, 0)
     within = jnp.arange(rollouts.prompt_tokens.shape[1]) < prompt_length[..., None]
     batch = TrainBatch(
         prompt_tokens=jnp.where(within, rollouts.prompt_tokens[prompt], 0),
         prompt_length=prompt_length,
-        tokens=jnp.where(real, tokens, 0),
-        targets=jnp.where(real, target, 0),
-        segment=real.astype(jnp.int32),
-        position=length[of_row][..., None] - 1 + jnp.arange(steps, dtype=jnp.int32),
+        tokens=move(tokens),
+        targets=move(rollouts.completion_tokens),
+        segment=move(jnp.asarray(plan.segment)[..., None]),
+        position=move(length[:, None, None] - 1 + jnp.arange(steps, dtype=jnp.int32)),
         advantage=move(advantage),
         weight=move(weight),
         mask=move(mask),
@@ -179,14 +347,32 @@ def _over_bins(constrain: Constrain, leaf: Array) -> Array:
     return constrain(leaf, (None, "bins", *[None] * (leaf.ndim - 2))) if leaf.ndim else leaf
 
 
-def scatter(values: Array, plan: Plan, shape: tuple[int, int, int]) -> Array:
-    """The way back: row values [K, D, R, T] to samples [P, G, T]; 0 if a sample had no row."""
-    groups, samples, steps = shape
-    index = jnp.where(plan.sample >= 0, plan.sample, groups * samples).reshape(-1)
-    flat = jnp.zeros((groups * samples, steps), values.dtype)
-    return flat.at[index].set(values.reshape(-1, steps), mode="drop").reshape(shape)
+def scatter(values: Array, plan: Plan, token_mask: Array) -> Array:
+    """The way back: row values [K, D, R, Q] to samples [P, G, T]; 0 if a token had no place.
+
+    Args:
+      token_mask: [P, G, T], of the rollouts.
+    """
+    place = _places(plan, _real(token_mask))
+    return values.reshape(-1).at[place].get(mode="fill", fill_value=0)
 
 
-def _completion_length_mask(token_mask: Array) -> Array:
+def _sources(plan: Plan, token_mask: Array) -> Array:
+    """[K, D, R, Q], the token of the flat samples at each position; -1: padding."""
+    rows = *plan.row_prompt.shape, token_mask.shape[-1]
+    source = jnp.full(math.prod(rows), -1, jnp.int32)
+    place = _places(plan, _real(token_mask)).reshape(-1)
+    every = jnp.arange(place.size, dtype=jnp.int32)
+    return source.at[place].set(every, mode="drop").reshape(rows)
+
+
+def _places(plan: Plan, real: Array) -> Array:
+    """[P, G, T], where each token stands in the flat rows; beyond their end if nowhere."""
+    steps = real.shape[-1]
+    place = plan.row[..., None] * steps + plan.start[..., None] + jnp.arange(steps)
+    return jnp.where(real & (plan.row[..., None] >= 0), place, plan.row_prompt.size * steps)
+
+
+def _real(token_mask: Array) -> Array:
     """True up to the last token the policy chose: forced text after it teaches nothing."""
     return jnp.flip(jnp.cumsum(jnp.flip(token_mask, -1), -1) > 0, -1)

@@ -133,36 +133,45 @@ class Preparer:
         self.judge = jax.jit(functools.partial(_judge, blueprint))
         constrain = sharding.constrain(blueprint.mesh)
         self.gather = jax.jit(functools.partial(packing.gather, constrain=constrain))
-        self.scatter = jax.jit(lambda values, where: packing.scatter(values, where, shape))
+        self.scatter = jax.jit(packing.scatter)
+        self.measure = jax.jit(packing.lengths_of)
         self.drift = jax.jit(diagnostics.drift_metrics, static_argnums=3)
 
     def prepare(self, state: TrainState, rollouts: Rollouts) -> tuple[TrainState, Prepared]:
-        compact = self.blueprint.compact
-        rollouts = self.with_fields(state, rollouts)
+        compact, geometry = self.blueprint.compact, self.blueprint.geometry
+        lengths = sharding.to_host(self.measure(rollouts))
+        rollouts = self.with_fields(state, rollouts, lengths)
         after, judged, live, per_sample, metrics = self.judge(state.advantage_state, rollouts)
         live = sharding.to_host(live)
-        where = packing.plan(live if compact else np.ones_like(live), self.blueprint.geometry)
+        where = packing.plan(lengths, live if compact else np.ones_like(live), geometry)
+        metrics |= packing.work(where, lengths, geometry)
         batch = self.assemble(state, rollouts, judged, where)
         state = dataclasses.replace(state, advantage_state=after)
         for name in ANCHORS:
             if name not in rollouts.fields and name in batch.fields:
                 # Of all completions or of none: those that the loss leaves out are no random ones.
                 mask = rollouts.token_mask & bool(live.all() or not compact)
-                other = self.scatter(batch.fields[name], where)
+                other = self.scatter(batch.fields[name], where, rollouts.token_mask)
                 drift = self.drift(rollouts.behavior_logp, other, mask, FIELDS[name].policy)
                 metrics = merge(metrics, drift)
         return state, Prepared(batch, per_sample, live, metrics)
 
-    def with_fields(self, state: TrainState, rollouts: Rollouts) -> Rollouts:
+    def with_fields(
+        self, state: TrainState, rollouts: Rollouts, lengths: packing.Lengths
+    ) -> Rollouts:
         """The rollouts with what the chain needs, scored on every sample."""
         names = self.blueprint.chain.needs & FIELDS.keys()
         if not names:
             return rollouts
-        everyone = packing.plan(np.ones(self.sample_shape[:2], bool), self.blueprint.geometry)
+        geometry = self.blueprint.geometry
+        everyone = packing.plan(lengths, np.ones(self.sample_shape[:2], bool), geometry)
         zero = jnp.zeros(self.sample_shape, jnp.float32)
         batch = self.gather(rollouts, everyone, zero, zero, rollouts.token_mask, {})
         scored = self.score_fields(state, names, batch)
-        fields = {name: self.scatter(value, everyone) for name, value in scored.items()}
+        fields = {
+            name: self.scatter(value, everyone, rollouts.token_mask)
+            for name, value in scored.items()
+        }
         return dataclasses.replace(rollouts, fields={**rollouts.fields, **fields})
 
     def assemble(

@@ -178,7 +178,7 @@ def select(returned: Any, message: str) -> Case:
     def run(made: Made, home: Path) -> None:
         policy = sequential()._replace(name="own", select=lambda state, cursor, n: returned)
         mesh, encoded = sharding.make_mesh(4), [np.ones(3, np.int32)] * 8
-        chooser = make_selector(mesh, policy, encoded, Geometry(4, 2, 8, 8, 4, 2), seed=0)
+        chooser = make_selector(mesh, policy, encoded, Geometry(4, 2, 8, 8, 4, 32), seed=0)
         zero, nothing = jnp.int32(0), dict.fromkeys(("opt_state", "advantage_state"))
         known = {"trainable": {}, "frozen": {}, "prompt_policy_state": {}, "key": np.zeros(2)}
         chooser(TrainState(step=zero, cursor=zero, **known, **nothing))

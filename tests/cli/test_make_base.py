@@ -70,7 +70,7 @@ def tiny():
         tasks.Worked("1+12=", "13", 0.125),
     ]
     corpus = make_base.encode(texts, TOKENIZER)
-    model = decoder.build(make_base.base_config(16, 32, 2), remat=False)
+    model = decoder.build(make_base.base_config(16, 32, 2), remat="none")
     return model, model.init(jax.random.key(0)), corpus
 
 

@@ -243,7 +243,7 @@ def test_a_written_config_is_read_back_equal(tmp_path):
         "eval.data=task:arithmetic:test",
         "eval.prompts=5",
         "optimizer.b1=0.8",
-        "train.rows_per_micro_batch=4",
+        "train.tokens_per_micro_batch=4096",
         "data.chat_template_kwargs.enable_thinking=false",
         'data.prompt="{prompt} Think."',
     )

@@ -18,7 +18,7 @@ from jaxgrpo.models.api import (
 )
 from jaxgrpo.models.attention import Sharing, causal, decode, rows_with_prefix
 from jaxgrpo.models.cache import Cache, Ring, settled
-from jaxgrpo.models.decoder import build
+from jaxgrpo.models.decoder import UNROLLED, build
 
 UNIFORM = ModelConfig(
     vocab_size=13,
@@ -271,12 +271,32 @@ def test_the_program_does_not_grow_with_depth():
     assert abs(deep - shallow) <= 0.02 * shallow
 
 
+@pytest.mark.parametrize("config", [UNIFORM, LOCAL_GLOBAL], ids=["uniform", "local"])
+def test_layers_unrolled_give_the_values_and_the_memory_of_layers_scanned(config):
+    tokens = jnp.asarray(np.random.default_rng(0).integers(0, 13, size=(2, 16)))
+    position = jnp.broadcast_to(jnp.arange(16), tokens.shape)
+    params = large_params(build(config))
+
+    def run(remat):
+        attend = causal(position, position >= 0)
+        return build(config, remat=remat).apply(params, tokens, position, attend, None)
+
+    assert config.num_layers <= UNROLLED
+    unrolled, scanned = run("none"), run("full")
+    assert jax.tree.structure(unrolled) == jax.tree.structure(scanned)
+    for a, b in zip(jax.tree.leaves(unrolled), jax.tree.leaves(scanned), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+
+
+REMATS = ("full", "attention", "dots", "none")
+
+
 def test_recomputing_activations_changes_no_gradient_and_saves_memory():
-    config = dataclasses.replace(UNIFORM, num_layers=8)
+    config = dataclasses.replace(UNIFORM, num_layers=12)
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, 13, size=(4, 64)))
     position = jnp.broadcast_to(jnp.arange(64), tokens.shape)
     compiled = {}
-    for remat in (True, False):
+    for remat in REMATS:
         model = build(config, remat=remat)
 
         def loss(params, model=model):
@@ -286,7 +306,11 @@ def test_recomputing_activations_changes_no_gradient_and_saves_memory():
 
         compiled[remat] = jax.jit(jax.grad(loss)).lower(model.shapes).compile()
     params = large_params(build(config))
-    gradients = [compiled[remat](params) for remat in (True, False)]
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), *gradients)
-    needed = {remat: run.memory_analysis().temp_size_in_bytes for remat, run in compiled.items()}
-    assert needed[True] < 0.5 * needed[False]
+    whole = compiled["none"](params)
+    for remat in REMATS[:-1]:
+        gradient = compiled[remat](params)
+        for a, b in zip(jax.tree.leaves(gradient), jax.tree.leaves(whole), strict=True):
+            assert np.linalg.norm(a - b) <= 1e-5 * np.linalg.norm(b)
+    needed = [compiled[remat].memory_analysis().temp_size_in_bytes for remat in REMATS]
+    assert needed == sorted(needed)
+    assert needed[0] < 0.5 * needed[-1]

@@ -20,7 +20,7 @@ from jaxgrpo.update.packing import Geometry
 
 NAN = np.nan
 FLAT, LIVE = [1.0, 1.0], [0.0, 1.0]
-GEOMETRY = Geometry(3, 2, 6, 5, 1, 2)
+GEOMETRY = Geometry(3, 2, 6, 5, 1, 15)
 
 
 def test_live_groups_are_used_oldest_first_and_the_rest_of_them_is_left_over():

@@ -62,7 +62,7 @@ def total(compiled) -> int:
 
 
 SMALL = dataclasses.replace(tiny.UNIFORM, num_layers=8, vocab_size=256)
-LONG = Geometry(8, 8, 32, 192, 2, 8)
+LONG = Geometry(8, 8, 32, 192, 2, 1568)
 
 
 @pytest.fixture(scope="module")
@@ -109,8 +109,7 @@ def test_what_an_update_takes_is_what_xla_plans(made):
     shard = sum(leaf.size for leaf in jax.tree.leaves(params)) * 4 / 2
     assert counted.parameters == pytest.approx(shard, rel=0.05)  # norms are on every device
     assert counted.optimizer == pytest.approx(2 * counted.parameters, rel=0.01)
-    rows = LONG.rows * (LONG.max_completion_tokens + LONG.max_prompt_tokens // 8)
-    inputs_of_layers = SMALL.num_layers * rows * SMALL.hidden_size * 4
+    inputs_of_layers = SMALL.num_layers * LONG.tokens * SMALL.hidden_size * 4
     assert planned > counted.parameters + inputs_of_layers  # gradients, and what layers recompute
     assert counted.peak == counted.kept + max(planned, counted.sampler + counted.decode)
 
@@ -122,7 +121,9 @@ def test_the_abstract_batch_is_what_gather_makes():
     def gathered():
         rollouts = tiny.rollouts(np.ones(shape), **sizes)
         zero = jnp.zeros(rollouts.token_mask.shape)
-        everyone = packing.plan(np.ones(shape, bool), LONG)
+        lengths = jax.eval_shape(packing.lengths_of, rollouts)
+        filled = jax.tree.map(lambda leaf: np.ones(leaf.shape, leaf.dtype), lengths)
+        everyone = packing.plan(filled, np.ones(shape, bool), LONG)
         fields = {"behavior_logp": zero, "reference_logp": zero, "sampled_now": zero == 0}
         return packing.gather(rollouts, everyone, zero, zero, rollouts.token_mask, fields)
 
@@ -132,7 +133,7 @@ def test_the_abstract_batch_is_what_gather_makes():
 
 
 def test_the_slots_of_a_run_are_as_many_as_fit(monkeypatch):
-    geometry = Geometry(64, 8, 512, 1024, 1, 16)
+    geometry = Geometry(64, 8, 512, 1024, 1, 16384)
     wide = memory.count(blueprint(QWEN3_0P6B, geometry), ())
     # All samples at once, in float32: 512 of 16 + 3 x 352 columns, and 64 prompts of 511.
     assert wide.decode / GIB == pytest.approx(124.5, abs=0.5)

@@ -35,7 +35,7 @@ def blueprint(config=tiny.UNIFORM, **sampling):
         chain=advantages.build("grpo"),
         objective=losses.Objective(losses.clip(), losses.token_mean()),
         optimizer=optax.sgd(0.0),
-        geometry=Geometry(4, 4, 6, 24, 1, 16),
+        geometry=Geometry(4, 4, 6, 24, 1, 200),
         sampling=SamplingSettings(4, 24, 0.8, (tiny.END,), tiny.PAD, **sampling),
         mesh=mesh,
     )

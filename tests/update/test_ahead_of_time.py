@@ -31,7 +31,7 @@ def blueprint(request):
         chain=advantages.build("grpo"),
         objective=losses.Objective(losses.clip(), losses.token_mean()),
         optimizer=optax.adamw(1e-3),
-        geometry=Geometry(4, 4, 8, 16, 2, 4),
+        geometry=Geometry(4, 4, 8, 16, 2, 96),
         sampling=SamplingSettings(4, 16, 1.0, (tiny.END,), tiny.PAD, 8),
         mesh=mesh,
     )
@@ -115,7 +115,9 @@ def _batch(blueprint):
 
     shape = (blueprint.geometry.num_prompts, blueprint.geometry.group_size)
     rollouts = tiny.rollouts(np.ones(shape), steps=16, width=8)
-    everyone = packing.plan(np.ones(shape, bool), blueprint.geometry)
+    lengths = jax.eval_shape(packing.lengths_of, rollouts)
+    filled = jax.tree.map(lambda leaf: np.ones(leaf.shape, leaf.dtype), lengths)
+    everyone = packing.plan(filled, np.ones(shape, bool), blueprint.geometry)
     zero = jnp.zeros(rollouts.token_mask.shape)
     fields = {"behavior_logp": zero, "sampled_now": zero > 0}
     return packing.gather(rollouts, everyone, zero, zero, rollouts.token_mask, fields)

@@ -33,7 +33,7 @@ def test_the_state_of_an_optimizer_is_laid_out_on_a_mesh(use):
         optimizer=make_optimizer(
             model.axes, use=use, learning_rate=0.1, steps=2, clip_norm=1.0, options=options
         ),
-        geometry=Geometry(4, 4, 6, 5, sharding.num_bins(mesh), 16),
+        geometry=Geometry(4, 4, 6, 5, sharding.num_bins(mesh), 100),
         sampling=SamplingSettings(4, 5, 1.0, (tiny.END,), tiny.PAD),
         mesh=mesh,
     )

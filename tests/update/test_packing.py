@@ -7,80 +7,173 @@ import pytest
 import tiny
 
 from jaxgrpo.core.errors import InputError
-from jaxgrpo.update.packing import Geometry, check_geometry, gather, plan, scatter
+from jaxgrpo.update.packing import (
+    Geometry,
+    Lengths,
+    check_geometry,
+    gather,
+    lengths_of,
+    plan,
+    scatter,
+    tokens_of,
+    work,
+)
+
+RAGGED = (16, 8, 256, 256)
+"""P, G, S, T of workload C."""
 
 
-def shape_of(value) -> tuple[int, int, int]:
-    return value.shape
+def ragged(seed: int, sizes=RAGGED) -> Lengths:
+    """Lengths as those of workload C: samples end with 1 to 2% a token."""
+    prompts, samples, width, steps = sizes
+    rng = np.random.default_rng(seed)
+    chance = rng.uniform(0.008, 0.02, (prompts, samples))
+    completion = np.minimum(rng.geometric(chance), steps).astype(np.int32)
+    return Lengths(rng.integers(0, width, prompts).astype(np.int32), completion)
 
 
-def geometry(groups, samples, bins, rows):
-    return Geometry(groups, samples, 6, 5, bins, rows)
+def measured(rollouts) -> Lengths:
+    return jax.tree.map(np.asarray, lengths_of(rollouts))
 
 
-SIZES = [(4, 4, 1, 16), (4, 4, 2, 8), (4, 4, 2, 4), (4, 4, 2, 2), (6, 4, 2, 8), (4, 3, 4, 1)]
+CASES = {
+    "whole groups": (RAGGED, 1, 2048),
+    "pieces": ((4, 16, 64, 256), 2, 640),
+    "one sample at a time": ((5, 3, 16, 16), 2, 31),
+    "few rows": ((6, 2, 8, 64), 4, 200),
+    "more than a step": ((4, 4, 8, 8), 1, 4096),
+}
 
 
-@pytest.mark.parametrize("size", SIZES)
-def test_every_live_sample_has_one_row_beside_its_own_prompt(size):
-    shape = geometry(*size)
-    check_geometry(shape)
-    rng = np.random.default_rng(0)
-    for share in [0.0, 0.1, 0.5, 0.9, 1.0]:
-        live = rng.random(size[:2]) < share
-        made = plan(live, shape)
-        rows = made.sample[: int(made.num_live)]
-        placed = rows[rows >= 0]
-        assert sorted(placed) == list(np.flatnonzero(live))
-        assert (made.sample[int(made.num_live) :] == -1).all()
-        k, d, r = np.nonzero(made.sample >= 0)
-        prompt = made.prompt[k, d, made.row_prompt[k, d, r]]
-        np.testing.assert_array_equal(prompt, made.sample[k, d, r] // size[1])
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 1.0])
+def test_every_live_token_has_one_place_beside_its_own_prompt(case, share):
+    sizes, bins, tokens = CASES[case]
+    geometry = Geometry(*sizes, bins, tokens)
+    check_geometry(geometry)
+    for seed in range(5):
+        lengths = ragged(seed, sizes)
+        live = np.random.default_rng(seed).random(sizes[:2]) < share
+        made = plan(lengths, live, geometry)
+        np.testing.assert_array_equal(made.row >= 0, live)
+        filled = np.zeros((made.row_prompt.size, sizes[3]), int)
+        computed = np.zeros(made.row_prompt.shape[:2], int)
+        for p, g in zip(*np.nonzero(live), strict=True):
+            row, start, length = made.row[p, g], made.start[p, g], lengths.completion[p, g]
+            filled[row, start : start + length] += 1
+            assert start + length <= sizes[3]
+            k, d, r = np.unravel_index(row, made.row_prompt.shape)
+            assert made.prompt[k, d, made.row_prompt[k, d, r]] == p
+            assert k < made.num_live
+            computed[k, d] += length
+        assert filled.max(initial=0) <= 1
+        assert filled.sum() == lengths.completion[live].sum()
+        for k, d, a in zip(*np.nonzero(made.prompt >= 0), strict=True):
+            computed[k, d] += lengths.prompt[made.prompt[k, d, a]]
+        assert computed.max(initial=0) <= tokens
+        # No bin has two micro-batches while another has none.
+        busy = (computed > 0).sum(0)
+        assert busy.max() - busy.min() <= 1
 
 
-def test_micro_batches_shrink_with_the_live_groups():
-    shape = geometry(8, 4, 2, 4)
+def test_samples_of_a_row_are_numbered_from_one():
+    geometry = Geometry(*RAGGED, 1, 2048)
+    made = plan(ragged(0), np.ones((16, 8), bool), geometry)
+    for row in range(made.row_prompt.size):
+        inside = made.row == row
+        order = np.argsort(made.start[inside])
+        np.testing.assert_array_equal(made.segment[inside][order], np.arange(inside.sum()) + 1)
+
+
+def test_micro_batches_follow_the_live_tokens():
+    geometry = Geometry(8, 4, 6, 5, 2, 25)
+    rollouts = tiny.rollouts(np.ones((8, 4)))
     live = np.zeros((8, 4), bool)
-    assert plan(live, shape).num_live == 0
+    lengths = measured(rollouts)
+    assert plan(lengths, live, geometry).num_live == 0
     live[[1, 5, 6]] = True
-    assert plan(live, shape).num_live == 2
-    assert plan(np.ones_like(live), shape).num_live == 4 == shape.micro_batches
+    few = plan(lengths, live, geometry).num_live
+    everyone = plan(lengths, np.ones_like(live), geometry).num_live
+    assert 1 <= few < everyone <= geometry.micro_batches
 
 
-def test_rows_that_cut_groups_unevenly_are_refused():
-    with pytest.raises(InputError, match=r"rows_per_micro_batch = 6.*group_size = 4"):
-        check_geometry(geometry(4, 4, 1, 6))
+def test_ragged_work_is_computed_nearly_without_padding():
+    tokens = tokens_of(RAGGED, 1, "cpu")
+    geometry = Geometry(*RAGGED, 1, tokens)
+    assert tokens == 2048
+    dense, count = [], []
+    for seed in range(20):
+        lengths = ragged(seed)
+        made = plan(lengths, np.ones((16, 8), bool), geometry)
+        dense.append(float(work(made, lengths, geometry)["update/density"].result()))
+        count.append(int(made.num_live))
+    assert np.mean(dense) > 0.85
+    # A step in which all have the greatest length is 20 micro-batches.
+    assert np.mean(count) < 8
+
+
+@pytest.mark.parametrize(
+    ("sizes", "bins", "platform", "want"),
+    [
+        ((8, 8, 64, 128), 1, "cpu", 1088),  # a whole group: 63 + 8 * 128
+        ((4, 16, 256, 64), 1, "cpu", 1280),  # 255 + 16 * 64
+        (RAGGED, 1, "cpu", 2048),  # seven of eight: 255 + 7 * 256
+        ((64, 8, 512, 1024), 1, "gpu", 8704),  # a whole group: 511 + 8 * 1024
+        ((64, 8, 64, 128), 1, "gpu", 16320),  # fifteen whole groups
+        ((4, 4, 8, 8), 1, "cpu", 64),  # one of four groups
+        ((4, 4, 4096, 4096), 1, "cpu", 8192),  # one completion and its prompt
+    ],
+)
+def test_a_micro_batch_holds_whole_groups_where_they_fit(sizes, bins, platform, want):
+    assert tokens_of(sizes, bins, platform) == want
+    check_geometry(Geometry(*sizes, bins, want))
+
+
+def test_a_micro_batch_too_small_for_one_sample_is_refused():
+    message = r"tokens_per_micro_batch = 9: .* max_completion_tokens = 5 .* takes 10"
+    with pytest.raises(InputError, match=message.replace(" .* ", ".*")):
+        check_geometry(Geometry(4, 4, 6, 5, 1, 9))
+
+
+SIZES = [(4, 4, 1, 100), (4, 4, 2, 50), (4, 4, 2, 25), (4, 4, 2, 10), (6, 4, 2, 50), (4, 3, 4, 12)]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", SIZES)
 def test_gather_then_scatter_gives_back_every_token(size):
-    shape = geometry(*size)
+    groups, samples, bins, tokens = size
     rollouts = tiny.rollouts(np.random.default_rng(1).random(size[:2]))
-    everyone = plan(np.ones(size[:2], bool), shape)
+    shape = Geometry(groups, samples, 6, 5, bins, tokens)
+    everyone = plan(measured(rollouts), np.ones(size[:2], bool), shape)
+    mask = rollouts.token_mask
     value = jnp.asarray(np.random.default_rng(2).normal(size=(*size[:2], 5)), jnp.float32)
-    batch = gather(rollouts, everyone, value, value, rollouts.token_mask, {"own": value})
-    back = scatter(batch.fields["own"], everyone, shape_of(value))
-    np.testing.assert_array_equal(back, value)
-    targets = scatter(batch.targets, everyone, shape_of(value))
-    np.testing.assert_array_equal(targets, rollouts.completion_tokens * rollouts.token_mask)
+    batch = gather(rollouts, everyone, value, value, mask, {"own": value})
+    back = scatter(batch.fields["own"], everyone, mask)
+    np.testing.assert_array_equal(back, value * mask)
+    targets = scatter(batch.targets, everyone, mask)
+    np.testing.assert_array_equal(targets, rollouts.completion_tokens * mask)
 
 
 @pytest.mark.slow
-def test_a_row_opens_with_the_last_prompt_token_and_predicts_its_own_targets():
+def test_a_sample_opens_with_the_last_prompt_token_and_predicts_its_own_targets():
     rollouts = tiny.rollouts(np.ones((2, 2)))
-    shape = geometry(2, 2, 1, 4)
+    lengths = measured(rollouts)
+    shape = Geometry(2, 2, 6, 5, 1, 50)
     zero = jnp.zeros(rollouts.token_mask.shape)
-    batch = gather(rollouts, plan(np.ones((2, 2), bool), shape), zero, zero, zero > 0, {})
-    length = int(rollouts.prompt_mask[1].sum())
-    row = jax.tree.map(lambda leaf: leaf[0, 0, 2], (batch.tokens, batch.position, batch.segment))
-    tokens, position, segment = map(np.asarray, row)
-    count = int(rollouts.token_mask[1, 0].sum())
+    where = plan(lengths, np.ones((2, 2), bool), shape)
+    batch = gather(rollouts, where, zero, zero, zero > 0, {})
+    length, count = int(lengths.prompt[1]) + 1, int(lengths.completion[1, 0])
+    row, start = int(where.row[1, 0]), int(where.start[1, 0])
+    own = jax.tree.map(
+        lambda leaf: np.asarray(leaf[0, 0, row, start : start + count]),
+        (batch.tokens, batch.position, batch.segment),
+    )
+    tokens, position, segment = own
     assert tokens[0] == rollouts.prompt_tokens[1, length - 1]
-    np.testing.assert_array_equal(tokens[1:count], rollouts.completion_tokens[1, 0, : count - 1])
-    assert position[0] == length - 1
-    np.testing.assert_array_equal(segment, np.arange(5) < count)
-    assert batch.prompt_length[0, 0, 1] == length - 1
+    np.testing.assert_array_equal(tokens[1:], rollouts.completion_tokens[1, 0, : count - 1])
+    np.testing.assert_array_equal(position, length - 1 + np.arange(count))
+    assert set(segment) == {where.segment[1, 0]}
+    assert batch.prompt_length[0, 0, batch.row_prompt[0, 0, row]] == length - 1
 
 
 @pytest.mark.slow
@@ -88,6 +181,6 @@ def test_forced_text_between_sampled_tokens_stays_in_the_row():
     mask = jnp.array([[[True, False, True, False, False]]])
     rollouts = tiny.rollouts(np.ones((1, 1)), token_mask=mask)
     zero = jnp.zeros(mask.shape)
-    one = geometry(1, 1, 1, 1)
-    batch = gather(rollouts, plan(np.ones((1, 1), bool), one), zero, zero, mask, {})
+    where = plan(measured(rollouts), np.ones((1, 1), bool), Geometry(1, 1, 6, 5, 1, 10))
+    batch = gather(rollouts, where, zero, zero, mask, {})
     np.testing.assert_array_equal(batch.segment[0, 0, 0], [1, 1, 1, 0, 0])

@@ -45,7 +45,7 @@ def blueprint(
     config=tiny.UNIFORM,
     recipe="grpo",
     mesh=(1, 1, 1, 1),
-    rows=16,
+    tokens=100,
     compact=True,
     optimizer="sgd",
 ):
@@ -57,7 +57,7 @@ def blueprint(
         chain=advantages.build(recipe),
         objective=objective,
         optimizer=optax.inject_hyperparams(getattr(optax, optimizer))(learning_rate=RATE),
-        geometry=Geometry(4, 4, 6, 5, sharding.num_bins(grid), rows),
+        geometry=Geometry(4, 4, 6, 5, sharding.num_bins(grid), tokens),
         sampling=SamplingSettings(4, 5, TEMPERATURE, (tiny.END,), tiny.PAD),
         mesh=grid,
         compact=compact,
@@ -206,7 +206,7 @@ def test_penalties_over_the_vocabulary_make_the_step_of_the_plain_loss(objective
 def test_penalties_on_live_samples_only_let_the_dead_leave(objective, measured):
     objective = objective._replace(penalties_on="live")
     options = {"objective": objective, "reference": 7, "measured": measured}
-    live = stepped(rows=4, **options)
+    live = stepped(tokens=25, **options)
     np.testing.assert_array_equal(live[0].live.any(1), [True, False, False, True])
     whole = stepped(compact=False, **options)
     assert (live[0].batch.num_live, whole[0].batch.num_live) == (2, 1)
@@ -246,25 +246,30 @@ def test_an_update_that_is_skipped_leaves_the_entropy_control_as_it_was():
     ids=["token_mean", "sequence_mean", "constant"],
 )
 def test_leaving_out_the_dead_changes_nothing_but_the_work(objective):
-    compact, whole = run(objective=objective, rows=4), run(objective=objective, compact=False)
+    compact, whole = run(objective=objective, tokens=25), run(objective=objective, compact=False)
     assert (compact[0].batch.num_live, whole[0].batch.num_live) == (2, 1)
-    assert int((np.asarray(compact[0].batch.segment).max(-1) > 0).sum()) == 8
+    # Each sample has one first token.
+    lengths = tiny.rollouts(MIXED).token_mask.sum(-1)[np.asarray(compact[0].live)]
+    assert len(lengths) == 8
+    assert int((compact[0].batch.segment > 0).sum()) == int(lengths.sum())
     assert_same_step(compact, whole)
 
 
-@pytest.mark.parametrize("rows", [1, 2, 4, 8])
-def test_micro_batches_add_up_to_the_whole(rows):
-    assert_same_step(run(rows=rows), run())
+@pytest.mark.parametrize(("tokens", "number"), [(50, 2), (25, 3), (16, 5), (10, 13)])
+def test_micro_batches_add_up_to_the_whole(tokens, number):
+    result = run(objective=WITH_KL, tokens=tokens)
+    assert_same_step(result, run(objective=WITH_KL))
+    assert result[0].batch.num_live == number
 
 
 @pytest.mark.parametrize("mesh", [(4, 1, 1, 1), (1, 4, 1, 1), (2, 1, 2, 1), (1, 2, 2, 1)], ids=str)
 def test_four_devices_make_the_step_of_one(mesh):
-    assert_same_step(run(mesh=mesh, rows=4, objective=WITH_KL), run(objective=WITH_KL))
+    assert_same_step(run(mesh=mesh, tokens=25, objective=WITH_KL), run(objective=WITH_KL))
 
 
 @pytest.mark.parametrize("objective", [WITH_FULL_KL, WITH_BONUS], ids=["full_kl", "bonus"])
 def test_penalties_over_the_vocabulary_are_the_same_with_the_vocabulary_split(objective):
-    split = run(mesh=(1, 2, 2, 1), rows=4, objective=objective, reference=7)
+    split = run(mesh=(1, 2, 2, 1), tokens=24, objective=objective, reference=7)
     assert_same_step(split, run(objective=objective, reference=7))
 
 
@@ -327,7 +332,7 @@ def test_the_trainer_can_score_its_own_proximal_policy():
 
 
 def test_a_second_step_compiles_nothing():
-    made, steps = built(mesh=(1, 2, 2, 1), rows=4)
+    made, steps = built(mesh=(1, 2, 2, 1), tokens=24)
     layout = sharding.param_shardings(made.mesh, made.model.axes, made.model.shapes)
     state = first_state(
         made, jax.device_put(tiny.params(), layout), sequential(), 8, 0, ("reward",)

@@ -122,7 +122,7 @@ def draw(config: Config, policy: StoredPolicy, questions: Questions) -> Answers:
         policy.mesh,
         temperature=policy.settings.temperature,
         logp=True,
-        rows=config.train.rows_per_micro_batch,
+        tokens=config.train.tokens_per_micro_batch,
     )
     ask = make_asker(policy, questions, config.eval.samples, rescore, purpose=PURPOSE)
     return ask(policy.read_params(), key_of(config), 0)
