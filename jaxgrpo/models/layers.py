@@ -159,7 +159,7 @@ class Dense(nnx.Module):
         self.contracted = len(inputs)
 
     def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
-        y = product(x, self.kernel[...], self.contracted)
+        y: Any = product(x, self.kernel[...], self.contracted)
         return y if self.bias is None else y + self.bias[...]
 
 

@@ -13,7 +13,7 @@ import inspect
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import numpy as np
@@ -230,9 +230,8 @@ def find_model(config: Config, mesh: Mesh | None = None) -> Found:
     stored, tokenizer = folders.read_config(folder), folders.read_tokenizer(folder)
     chosen = dataclasses.replace(stored, dtype=keys.dtype, float32_head=keys.float32_head)
     folders.check_tokens(folder, tokenizer, stored)
-    remat = config.train.remat
-    if remat == "auto":
-        remat = "none" if mesh.devices.flat[0].platform == "cpu" else "full"
+    on_cpu, remat = mesh.devices.flat[0].platform == "cpu", config.train.remat
+    remat = ("none" if on_cpu else "full") if remat == "auto" else cast(decoder.Remat, remat)
     model = decoder.build(chosen, constrain=sharding.constrain(mesh), remat=remat)
     return Found(mesh, folder, tokenizer, model)
 

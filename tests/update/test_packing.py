@@ -23,6 +23,11 @@ RAGGED = (16, 8, 256, 256)
 """P, G, S, T of workload C."""
 
 
+def geometry_of(sizes, bins: int, tokens: int) -> Geometry:
+    prompts, samples, width, steps = sizes
+    return Geometry(prompts, samples, width, steps, bins, tokens)
+
+
 def ragged(seed: int, sizes=RAGGED) -> Lengths:
     """Lengths as those of workload C: samples end with 1 to 2% a token."""
     prompts, samples, width, steps = sizes
@@ -49,7 +54,7 @@ CASES = {
 @pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 1.0])
 def test_every_live_token_has_one_place_beside_its_own_prompt(case, share):
     sizes, bins, tokens = CASES[case]
-    geometry = Geometry(*sizes, bins, tokens)
+    geometry = geometry_of(sizes, bins, tokens)
     check_geometry(geometry)
     for seed in range(5):
         lengths = ragged(seed, sizes)
@@ -77,7 +82,7 @@ def test_every_live_token_has_one_place_beside_its_own_prompt(case, share):
 
 
 def test_samples_of_a_row_are_numbered_from_one():
-    geometry = Geometry(*RAGGED, 1, 2048)
+    geometry = geometry_of(RAGGED, 1, 2048)
     made = plan(ragged(0), np.ones((16, 8), bool), geometry)
     for row in range(made.row_prompt.size):
         inside = made.row == row
@@ -99,7 +104,7 @@ def test_micro_batches_follow_the_live_tokens():
 
 def test_ragged_work_is_computed_nearly_without_padding():
     tokens = tokens_of(RAGGED, 1, "cpu")
-    geometry = Geometry(*RAGGED, 1, tokens)
+    geometry = geometry_of(RAGGED, 1, tokens)
     assert tokens == 2048
     dense, count = [], []
     for seed in range(20):
@@ -126,7 +131,7 @@ def test_ragged_work_is_computed_nearly_without_padding():
 )
 def test_a_micro_batch_holds_whole_groups_where_they_fit(sizes, bins, platform, want):
     assert tokens_of(sizes, bins, platform) == want
-    check_geometry(Geometry(*sizes, bins, want))
+    check_geometry(geometry_of(sizes, bins, want))
 
 
 def test_a_micro_batch_too_small_for_one_sample_is_refused():
