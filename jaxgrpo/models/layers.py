@@ -77,12 +77,11 @@ class Embedding(nnx.Module):
         self.dtype, self.wide = config.dtype, wide
 
     def encode(self, tokens: Int[Array, "*B Q"]) -> Float[Array, "*B Q E"]:
-        vectors = self.table[...][tokens]
-        return vectors.astype(self.dtype) if self.wide else vectors
+        return self.table[...][tokens].astype(self.dtype)
 
     def decode(self, hidden: Float[Array, "*B E"]) -> Float[Array, "*B V"]:
         """Logits in at least float32, whatever the dtype of the table."""
-        table = self.table[...]
+        table = self.table[...] if self.wide else self.table[...].astype(self.dtype)
         dtype = jnp.promote_types(table.dtype, jnp.float32)
         # By default a TPU multiplies float32 in bfloat16 and a GPU in TF32.
         precision = "highest" if self.wide else None
@@ -111,12 +110,15 @@ class RMSNorm(nnx.Module):
 def product(x: Array, kernel: Array, contracted: int) -> Array:
     """The last `contracted` dimensions of x with the first of the kernel, as `jnp.tensordot`.
 
+    Computed in the dtype of x. The kernel may be held in more bits: its gradient is summed, over
+    tokens and devices, in the dtype in which it is held.
+
     The kernel's gradient is the product of x and the output's cotangent, in that order. In the
     other, which JAX takes, XLA on a CPU writes the cotangent out transposed, together with the
     operations before it: a third of the time of a feed-forward block's gradient. Only reverse mode,
     once.
     """
-    return jnp.tensordot(x, kernel, axes=contracted)
+    return jnp.tensordot(x, kernel.astype(x.dtype), axes=contracted)
 
 
 def _product(x: Array, kernel: Array, contracted: int) -> tuple[Array, tuple[Array, Array]]:
@@ -130,10 +132,9 @@ def _product_backward(
     outputs = tuple(range(contracted, kernel.ndim))
     over = tuple(range(cotangent.ndim - len(outputs), cotangent.ndim))
     batch = tuple(range(x.ndim - contracted))
-    d_x = jnp.tensordot(cotangent, kernel, axes=(over, outputs))
-    return d_x.astype(x.dtype), jnp.tensordot(x, cotangent, axes=(batch, batch)).astype(
-        kernel.dtype
-    )
+    d_x = jnp.tensordot(cotangent, kernel.astype(x.dtype), axes=(over, outputs))
+    d_kernel = jnp.tensordot(x, cotangent, axes=(batch, batch), preferred_element_type=kernel.dtype)
+    return d_x, d_kernel
 
 
 product.defvjp(_product, _product_backward)
@@ -160,7 +161,10 @@ class Dense(nnx.Module):
 
     def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
         y: Any = product(x, self.kernel[...], self.contracted)
-        return y if self.bias is None else y + self.bias[...]
+        if self.bias is None:
+            return y
+        bias = self.bias[...]
+        return (y.astype(jnp.promote_types(y.dtype, bias.dtype)) + bias).astype(y.dtype)
 
 
 class Attention(nnx.Module):

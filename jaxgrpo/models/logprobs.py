@@ -31,8 +31,19 @@ Entropy = Literal["none", "value", "gradient"]
 """Whether the entropy is computed, and whether it carries gradient."""
 
 
+class Head(NamedTuple):
+    """An output head whose weights are trained, perhaps in more bits, and over several devices."""
+
+    weights: Any  # as they are held: a tree of arrays
+    unembed: Callable[[Any, Array], Array]  # (weights as they are read, hidden) -> logits
+    as_read: Callable[[Any], Any] = lambda weights: weights
+    """weights as held -> as read: narrower, gathered. Once in each direction, before the chunks"""
+    as_held: Callable[[Any], Any] = lambda gradient: gradient
+    """lays the gradient out as the weights are; its bins are added up in there, once"""
+
+
 def token_logprobs(
-    unembed: Callable[[Array], Array],
+    unembed: Callable[[Array], Array] | Head,
     hidden: Float[Array, "D N E"],
     targets: Int[Array, "D N"],
     *,
@@ -54,12 +65,12 @@ def token_logprobs(
 
         d loss / d z = a (onehot(target) - p) - b p (log p + entropy)
 
-    Gradients of what `unembed` reads are summed over chunks in at least float32. Only reverse mode,
-    once.
+    Gradients of what `unembed` reads are summed over chunks in at least float32, for each bin, and
+    then over bins: devices add them up once, not once a chunk. Only reverse mode, once.
 
     Args:
       unembed: hidden [D, n, E] -> logits [D, n, V]. Arrays it closes over get their gradients; any
-        differentiable function will do.
+        differentiable function will do. Or a `Head`.
       temperature: of the sampling distribution, so that ratios compare like with like.
       entropy: "none" costs nothing and gives None; "value" carries no gradient.
       logits_per_chunk: upper bound on n * V of one chunk and bin; None: see `TOKENS_PER_CHUNK`.
@@ -68,14 +79,20 @@ def token_logprobs(
 
     Returns: (logp, entropy) in at least float32, in nats.
     """
-    chunk, _ = _chunk_and_vocab(unembed, hidden, logits_per_chunk)
-    # What unembed closes over becomes an argument, so that a gradient can be returned for it.
-    converted, read = jax.closure_convert(unembed, hidden[:, :chunk])
-    settings = _Settings(converted, temperature, entropy, chunk)
+    if isinstance(unembed, Head):
+        head = unembed
+    else:
+        # What unembed closes over becomes an argument, so that a gradient can be returned for it.
+        chunk, _ = _chunk_and_vocab(unembed, hidden, logits_per_chunk)
+        converted, read = jax.closure_convert(unembed, hidden[:1, :chunk])
+        head = Head(tuple(read), lambda read, hidden: converted(hidden, *read))
+    logits = functools.partial(head.unembed, head.as_read(head.weights))
+    chunk, _ = _chunk_and_vocab(logits, hidden, logits_per_chunk)
+    settings = _Settings(head._replace(weights=None), temperature, entropy, chunk)
     # As many chunks as the fullest bin needs.
     most = hidden.shape[1] if count is None else count.max()
     chunks = jnp.asarray(-(-most // chunk), jnp.int32)
-    return _token_logprobs(settings, tuple(read), hidden, targets, chunks)
+    return _token_logprobs(settings, head.weights, hidden, targets, chunks)
 
 
 def token_confidence(
@@ -174,52 +191,66 @@ def full_kl(
 class _Settings(NamedTuple):
     """What is static in a pass."""
 
-    unembed: Callable[..., Array]  # (hidden, *what it reads) -> logits
+    head: Head  # without weights
     temperature: float
     entropy: Entropy
     chunk: int  # tokens of one bin
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _token_logprobs(settings: _Settings, read: Any, hidden: Array, targets: Array, chunks: Array):
-    return _forward(settings, read, hidden, targets, chunks)[0]
+def _token_logprobs(
+    settings: _Settings, weights: Any, hidden: Array, targets: Array, chunks: Array
+):
+    return _forward(settings, weights, hidden, targets, chunks)[0]
 
 
-def _forward(settings: _Settings, read: Any, hidden: Array, targets: Array, chunks: Array):
-    logp, total, entropy = _values(settings, read, hidden, targets, chunks)
-    return (logp, entropy), (read, hidden, targets, chunks, total, entropy)
+def _forward(settings: _Settings, weights: Any, hidden: Array, targets: Array, chunks: Array):
+    logp, total, entropy = _values(settings, weights, hidden, targets, chunks)
+    return (logp, entropy), (weights, hidden, targets, chunks, total, entropy)
 
 
 def _backward(settings: _Settings, saved: Any, cotangents: tuple[Array, Array | None]):
-    read, hidden, targets, count, total, entropy = saved
+    weights, hidden, targets, count, total, entropy = saved
     a, b = cotangents
     b = b if settings.entropy == "gradient" else None
     chunks = _split(settings.chunk, (hidden, targets, total, entropy, a, b))
+    read = settings.head.as_read(weights)
+
+    def of_bin(hidden: Array, *rest: Any) -> Any:
+        logits, pull = jax.vjp(settings.head.unembed, read, hidden[None])
+        rest = jax.tree.map(lambda leaf: leaf[None], rest)
+        d_logits = _logits_gradient(settings, logits, *rest).astype(logits.dtype)
+        d_read, d_hidden = pull(d_logits)
+        return d_read, d_hidden[0]
 
     def one(index: Array, carry: Any):
         sums, d_whole = carry
-        hidden, *rest = _at(chunks, index)
-        logits, pull = jax.vjp(settings.unembed, hidden, *read)
-        d_logits = _logits_gradient(settings, logits, *rest).astype(logits.dtype)
-        d_hidden, *d_read = pull(d_logits)
+        d_read, d_hidden = jax.vmap(of_bin)(*_at(chunks, index))
         sums = jax.tree.map(lambda whole, part: whole + part.astype(whole.dtype), sums, d_read)
         return sums, d_whole.at[index].set(d_hidden)
 
-    zeros = [jnp.zeros(leaf.shape, accumulate_dtype(leaf.dtype)) for leaf in read]
-    start = (zeros, jnp.zeros_like(chunks[0]))
+    def zeros(leaf: Array) -> Array:
+        return jnp.zeros((len(hidden), *leaf.shape), accumulate_dtype(leaf.dtype))
+
+    start = (jax.tree.map(zeros, read), jnp.zeros_like(chunks[0]))
     sums, d_hidden = jax.lax.fori_loop(0, count, one, start)
-    d_read = tuple(d.astype(leaf.dtype) for d, leaf in zip(sums, read, strict=True))
-    return d_read, _join(d_hidden, hidden.shape[1]), None, None
+    d_weights = settings.head.as_held(jax.tree.map(lambda leaf: leaf.sum(0), sums))
+    d_weights = jax.tree.map(lambda d, leaf: d.astype(leaf.dtype), d_weights, weights)
+    return d_weights, _join(d_hidden, hidden.shape[1]), None, None
 
 
 _token_logprobs.defvjp(_forward, _backward)
 
 
-def _values(settings: _Settings, read: Any, hidden: Array, targets: Array, count: Array):
+def _values(settings: _Settings, weights: Any, hidden: Array, targets: Array, count: Array):
     """(logp, logsumexp, entropy or None) [D, N], of the first `count` chunks; 0 in the others."""
+    read = settings.head.as_read(weights)
+
+    def logits(hidden: Array) -> Array:
+        return settings.head.unembed(read, hidden[None])[0]
 
     def one(hidden: Array, targets: Array):
-        z = _scaled(settings.unembed(hidden, *read), settings.temperature)
+        z = _scaled(jax.vmap(logits)(hidden), settings.temperature)
         highest = z.max(-1)
         shifted = z - highest[..., None]
         weight = jnp.exp(shifted)

@@ -19,7 +19,7 @@ from jaxgrpo.losses import Objective
 from jaxgrpo.models import sharding
 from jaxgrpo.models.api import LayerKind, Model
 from jaxgrpo.models.attention import causal, rows_with_prefix
-from jaxgrpo.models.logprobs import Entropy, full_kl, token_logprobs
+from jaxgrpo.models.logprobs import Entropy, Head, full_kl, token_logprobs
 from jaxgrpo.rollout.sampler import SamplingSettings
 from jaxgrpo.update.packing import Geometry
 
@@ -51,25 +51,49 @@ def forward(
     [D, R, Q] each, 0 at padding. There is a policy_entropy where `entropy` asks for it, with
     gradient for "gradient" only.
     """
-    params, flat = as_computed(blueprint.model, params), flatten(micro, blueprint.geometry.tokens)
+    flat = flatten(micro, blueprint.geometry.tokens)
     hidden = hidden_states(blueprint.model, params, micro, flat)
     # Greedy sampling has no distribution: its ratios are those of the model itself.
     temperature = blueprint.sampling.temperature or 1.0
-    unembed = functools.partial(blueprint.model.unembed, params)
     logp, values = token_logprobs(
-        unembed, hidden, flat.targets, temperature=temperature, entropy=entropy, count=flat.count
+        head_of(blueprint, params),
+        hidden,
+        flat.targets,
+        temperature=temperature,
+        entropy=entropy,
+        count=flat.count,
     )
     fields = {} if values is None else {"policy_entropy": values}
     if reference is not None:
-        anchor = as_computed(blueprint.model, reference)
         fields["full_kl"], fields["full_kl_clamped"] = full_kl(
-            unembed,
+            functools.partial(blueprint.model.unembed, params),
             hidden,
-            functools.partial(blueprint.model.unembed, anchor),
-            hidden_states(blueprint.model, anchor, micro, flat),
+            functools.partial(blueprint.model.unembed, reference),
+            hidden_states(blueprint.model, reference, micro, flat),
             temperature=temperature,
         )
     return jax.tree.map(functools.partial(in_rows, micro, flat), (logp, fields))
+
+
+def head_of(blueprint: Blueprint, params: Params) -> Head:
+    """The output head, gathered over fsdp in the model's dtype once for all chunks of tokens."""
+    model = blueprint.model
+    name = "embed" if model.config.tie_embeddings else "head"
+    held = param_layout(blueprint)[name]
+    gathered = param_layout(blueprint, sharding.SAMPLING)[name]
+
+    def as_read(weights: Params) -> Params:
+        narrow = jax.tree.map(
+            lambda leaf, spec: leaf.astype(spec.dtype), weights, model.shapes[name]
+        )
+        return jax.lax.with_sharding_constraint(narrow, gathered)
+
+    return Head(
+        weights=params[name],
+        unembed=lambda weights, hidden: model.unembed({name: weights}, hidden),
+        as_read=as_read,
+        as_held=lambda gradient: jax.lax.with_sharding_constraint(gradient, held),
+    )
 
 
 class Flat(NamedTuple):

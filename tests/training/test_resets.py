@@ -94,7 +94,8 @@ def test_the_kl_is_zero_right_after_and_the_next_update_finds_its_own_reference(
     after = reset(run, copy)
     reference = parameter_hash(after.frozen["reference"])
     after, metrics = step(run, after)
-    assert float(metrics["kl"].result()) == 0
+    # Scoring and update are two programs: their log-probs differ by rounding, 1e-6 nats at most.
+    assert float(metrics["kl"].result()) < 0.5e-12
     assert parameter_hash(after.frozen["reference"]) == reference  # not donated with the policy
     assert parameter_hash(after.trainable) != reference
 
