@@ -216,13 +216,15 @@ def _score(
 ) -> tuple[Array, Array | None]:
     """Log-probs and entropies [K, D, R, Q] under `params`; 0 in micro-batches that are not live."""
 
-    def body(index: Array, carry: Any) -> Any:
+    def values(index: Array) -> tuple[Array, Array | None]:
         logp, fields = forward(blueprint, params, micro_batch(batch, index), entropy)
-        values = logp, fields.get("policy_entropy")
-        return jax.tree.map(lambda whole, one: whole.at[index].set(one), carry, values)
+        return logp, fields.get("policy_entropy")
 
-    empty = jnp.zeros(batch.tokens.shape, jnp.float32)
-    start = (empty, None if entropy == "none" else empty)
+    def body(index: Array, carry: Any) -> Any:
+        return jax.tree.map(lambda whole, one: whole.at[index].set(one), carry, values(index))
+
+    shapes = jax.eval_shape(values, jnp.int32(0))
+    start = jax.tree.map(lambda leaf: jnp.zeros(batch.tokens.shape, leaf.dtype), shapes)
     return jax.lax.fori_loop(0, batch.num_live, body, start)
 
 

@@ -115,7 +115,8 @@ def whole_tables(config: ModelConfig, values, rollouts: Rollouts, temperature: f
         attend = causal(position, jnp.ones_like(position, bool))
         hidden, _ = model(config).apply(values, tokens[None], position, attend, None)
         logits = model(config).unembed(values, hidden)[0] / temperature
-        logp = jax.nn.log_softmax(logits.astype(jnp.float32), -1)
+        wide = jnp.promote_types(logits.dtype, jnp.float32)
+        logp = jax.nn.log_softmax(logits.astype(wide), -1)
         at = length - 1 + jnp.arange(steps)
         return logp[at]
 

@@ -1,0 +1,178 @@
+"""However samples are laid out, packed, shared, split or left out, the gradient is the same.
+
+In float64, so that equal means equal: 1e-9 of each leaf's norm.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import tiny
+
+from jaxgrpo import advantages, losses
+from jaxgrpo.core.metrics import finalise
+from jaxgrpo.models import decoder, sharding
+from jaxgrpo.rollout.sampler import SamplingSettings
+from jaxgrpo.rollout.selection import sequential
+from jaxgrpo.training.setup import first_state
+from jaxgrpo.update.forward import Blueprint
+from jaxgrpo.update.packing import Geometry
+from jaxgrpo.update.step import build_steps
+
+pytestmark = pytest.mark.slow
+
+REWARDS = np.array([[1, 0, 0, 0], [1, 1, 1, 1], [0, 0, 0, 0], [1, 1, 0, 0]], np.float32)
+WIDE = dataclasses.replace(tiny.UNIFORM, dtype="float64")
+ONE_ROW = 10  # tokens of a micro-batch: the longest prompt and completion
+WHOLE = 100  # the whole step at once
+
+_programs: dict = {}
+
+
+def blueprint(recipe: str, beta: float, tokens: int, compact: bool = True, config=WIDE):
+    mesh = sharding.make_mesh(devices=jax.devices()[:1])
+    penalties = (losses.k2(beta),) if beta else ()
+    return Blueprint(
+        model=decoder.build(config, constrain=sharding.constrain(mesh)),
+        chain=advantages.build(recipe),
+        objective=losses.Objective(losses.clip(), losses.token_mean(), penalties),
+        optimizer=optax.inject_hyperparams(optax.sgd)(learning_rate=1.0),
+        geometry=Geometry(4, 4, 6, 5, 1, tokens),
+        sampling=SamplingSettings(4, 5, 0.8, (tiny.END,), tiny.PAD),
+        mesh=mesh,
+        compact=compact,
+    )
+
+
+def built(recipe: str, beta: float, tokens: int, compact: bool = True):
+    """The functions of a step; methods share the update, which knows no recipe."""
+
+    def share(name, make):
+        key = (name, beta, tokens) if name == "update" else object()
+        return _programs.setdefault(key, make())
+
+    made = blueprint(recipe, beta, tokens, compact)
+    return made, build_steps(made, share)
+
+
+@functools.cache
+def updated(recipe: str, beta: float, tokens: int, compact: bool = True):
+    """(gradient, loss, micro-batches, live samples) of one step."""
+    with jax.enable_x64(True):
+        made, steps = built(recipe, beta, tokens, compact)
+        state = first_state(made, tiny.params(WIDE), sequential(), 8, 0, ("reward",))
+        other = {name: tiny.params(WIDE, seed=3) for name in state.frozen}
+        state = dataclasses.replace(state, frozen=other)
+        before = jax.tree.map(np.asarray, state.trainable)
+        state, prepared = steps.prepare(state, tiny.rollouts(REWARDS))
+        state, metrics = steps.update(state, prepared.batch)
+        moved = jax.tree.map(lambda old, new: old - np.asarray(new), before, state.trainable)
+        assert {leaf.dtype for leaf in jax.tree.leaves(moved)} == {np.dtype("float64")}
+        loss = finalise(metrics)["loss"]
+        return moved, loss, int(prepared.batch.num_live), int(prepared.live.sum())
+
+
+@functools.cache
+def plain(recipe: str, beta: float):
+    """(gradient, loss) without packing and sharing: one causal pass per sample."""
+    with jax.enable_x64(True):
+        made, steps = built(recipe, beta, WHOLE)
+        preparer = steps.prepare.__self__
+        state = first_state(made, tiny.params(WIDE), sequential(), 8, 0, ("reward",))
+        other = {name: tiny.params(WIDE, seed=3) for name in state.frozen}
+        state = dataclasses.replace(state, frozen=other)
+        rollouts = tiny.rollouts(REWARDS)
+        rollouts = preparer.with_fields(
+            state, rollouts, sharding.to_host(preparer.measure(rollouts))
+        )
+        _, (advantage, weight, mask), *_ = preparer.judge(state.advantage_state, rollouts)
+        fields = {
+            f"{name}_logp": tiny.whole_logps(WIDE, one, rollouts, 0.8)
+            for name, one in other.items()
+        }
+        one_each = jnp.ones(mask.shape, jnp.int32)
+
+        def loss(params):
+            logp = tiny.whole_logps(WIDE, params, rollouts, 0.8)
+            tokens = losses.Tokens(
+                logp=logp,
+                proximal_logp=rollouts.behavior_logp,
+                advantage=advantage,
+                mask=mask,
+                segment=one_each,
+                fields=fields,
+            )
+            objective = made.objective
+            value, _ = losses.token_loss(objective.surrogate, objective.penalties, tokens)
+            return jnp.where(mask, weight * value, 0).sum()
+
+        value, gradient = jax.jit(jax.value_and_grad(loss))(state.trainable)
+        return jax.tree.map(np.asarray, gradient), float(value)
+
+
+def assert_equal(left, right):
+    assert left[1] == pytest.approx(right[1], rel=1e-6)
+    for a, b in zip(jax.tree.leaves(left[0]), jax.tree.leaves(right[0]), strict=True):
+        assert np.linalg.norm(a - b) <= 1e-9 * np.linalg.norm(b)
+    assert any(leaf.any() for leaf in jax.tree.leaves(left[0]))
+
+
+RECIPES = ["grpo", "sign", "alpha_dpg"]
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.05])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_packed_samples_with_shared_prompts_make_the_gradient_of_samples_alone(recipe, beta):
+    numbers = []
+    for tokens in (WHOLE, 50, 25, ONE_ROW):
+        packed = updated(recipe, beta, tokens)
+        assert_equal(packed, plain(recipe, beta))
+        numbers.append(packed[2])
+    assert numbers[0] == 1
+    assert numbers == sorted(numbers)
+    assert numbers[-1] >= 7
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.05])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_leaving_out_the_dead_changes_no_gradient(recipe, beta):
+    compact, whole = (updated(recipe, beta, 25, kept) for kept in (True, False))
+    assert_equal(compact, whole)
+    # With a penalty on all tokens nothing is saved. sign gives every sample an advantage.
+    saves = recipe != "sign" and not beta
+    assert (compact[2] < whole[2]) == (compact[3] < 16) == saves
+
+
+def test_a_token_of_one_completion_reaches_no_other():
+    """Bit for bit: neither through a shared row, nor through the prompt's keys."""
+    made = blueprint("sign", 0.05, 50, config=tiny.UNIFORM)
+    steps = build_steps(made)
+    state = first_state(made, tiny.params(), sequential(), 8, 0, ("reward",))
+    rollouts = tiny.rollouts(REWARDS)
+    p, g, t = 3, 1, 1
+    assert rollouts.token_mask[p, g].sum() > 2
+    tokens = rollouts.completion_tokens
+    changed = tokens.at[p, g, t].set(2 + (tokens[p, g, t] - 1) % (tiny.VOCAB - 2))
+    assert changed[p, g, t] != tokens[p, g, t]
+    logps = []
+    for one in (tokens, changed):
+        given = dataclasses.replace(rollouts, completion_tokens=one)
+        state, prepared = steps.prepare(state, given)
+        logps.append((np.asarray(prepared.batch.fields["reference_logp"]), prepared.batch))
+    (before, batch), (after, _) = logps
+    assert batch.segment.max() == 2  # rows are shared
+    different = before != after
+    touched = np.asarray(batch.targets != logps[1][1].targets)
+    k, d, r, q = (int(index[0]) for index in np.nonzero(touched))
+    own = np.zeros_like(different)
+    segment = np.asarray(batch.segment)[k, d, r]
+    own[k, d, r] = (segment == segment[q]) & (np.arange(len(segment)) >= q)
+    assert different[own].all()
+    assert not different[~own].any()
+    assert jnp.asarray(own).sum() == rollouts.token_mask[p, g].sum() - t
