@@ -1,6 +1,6 @@
 """Seconds of one training step, by phase, on workloads with exact lengths.
 
-    python -m benchmarks.step [--model S|M|V] [--workload A|B] [--repeats 5]
+    python -m benchmarks.step [--model S|M|V] [--workload A|B] [--repeats 5] [--tokens 2048]
 
 Models and workloads are those of the comparison with TRL and Tunix: every completion has its full
 length, one update per batch, float32 AdamW, no reward but a random one. (The ragged workload C is
@@ -27,6 +27,7 @@ from jaxgrpo.rollout.judging import put_prompts
 from jaxgrpo.rollout.sampler import SamplingSettings
 from jaxgrpo.rollout.selection import pad_prompts, sequential
 from jaxgrpo.training.setup import first_state
+from jaxgrpo.update import packing
 from jaxgrpo.update.forward import Blueprint
 from jaxgrpo.update.packing import Geometry
 from jaxgrpo.update.step import build_steps
@@ -44,19 +45,20 @@ def floor_flops(name: str, workload: str) -> float:
     return 4 * generate
 
 
-def build(name: str, workload: str, rows: int | None) -> tuple[Blueprint, Any]:
+def build(name: str, workload: str, tokens: int | None) -> tuple[Blueprint, Any]:
     work = WORKLOADS[workload]
     mesh = sharding.make_mesh()
-    model = decoder.build(model_config(name), constrain=sharding.constrain(mesh))
+    platform = mesh.devices.flat[0].platform
+    remat = "none" if platform == "cpu" else "full"  # as train.remat = "auto"
+    model = decoder.build(model_config(name), constrain=sharding.constrain(mesh), remat=remat)
+    sizes = (work.prompts, work.samples, work.longest, work.completion)
+    bins = sharding.num_bins(mesh)
     blueprint = Blueprint(
         model=model,
         chain=advantages.build("grpo"),
         objective=losses.Objective(losses.clip(), losses.token_mean()),
         optimizer=optax.adamw(1e-6),
-        geometry=Geometry(
-            *(work.prompts, work.samples, work.longest, work.completion, 1),
-            rows or work.prompts * work.samples,
-        ),
+        geometry=Geometry(*sizes, bins, tokens or packing.tokens_of(sizes, bins, platform)),
         sampling=SamplingSettings(work.samples, work.completion, 1.0, (), 0, work.completion),
         mesh=mesh,
     )
@@ -70,14 +72,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", choices=SMALL, default="S")
     parser.add_argument("--workload", choices=fixed, default="A")
-    parser.add_argument("--rows", type=int, help="rows per micro-batch; all by default")
+    parser.add_argument("--tokens", type=int, help="per micro-batch; by default as in training")
     parser.add_argument("--repeats", type=int, default=5)
     arguments = parser.parse_args()
     about = describe()
     rate = matmul_rate(2048, 2048, 2048)
     flops = floor_flops(arguments.model, arguments.workload)
     print(f"{about['device']}, jax {about['jax']}, {rate / 1e9:.0f} GFLOP/s in a 2048^3 product")
-    blueprint, state = build(arguments.model, arguments.workload, arguments.rows)
+    blueprint, state = build(arguments.model, arguments.workload, arguments.tokens)
     spent = measure(blueprint, state, arguments.repeats)
     floor = flops / rate
     result: dict[str, Any] = {**about, "model": arguments.model, "workload": arguments.workload}

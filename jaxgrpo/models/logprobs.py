@@ -89,8 +89,7 @@ def token_logprobs(
     logits = functools.partial(head.unembed, head.as_read(head.weights))
     chunk, _ = _chunk_and_vocab(logits, hidden, logits_per_chunk)
     settings = _Settings(head._replace(weights=None), temperature, entropy, chunk)
-    # As many chunks as the fullest bin needs.
-    most = hidden.shape[1] if count is None else count.max()
+    most = hidden.shape[1] if count is None else count.max()  # of the fullest bin
     chunks = jnp.asarray(-(-most // chunk), jnp.int32)
     return _token_logprobs(settings, head.weights, hidden, targets, chunks)
 

@@ -26,8 +26,12 @@ from jaxgrpo.models.api import Constrain
 ROUND = 32
 """The tokens of a micro-batch are a multiple of this, so that meshes divide them."""
 
-TOKENS = {"cpu": 2048}
-"""By platform, the tokens that a bin computes at a time unless a run says otherwise."""
+TOKENS = {"cpu": 1280}
+"""By platform, the tokens that a bin computes at a time unless a run says otherwise.
+
+Measured on two cores (docs/performance.md): 1024 to 2048 take the same time for a whole step, and
+the fewer there are, the closer the time follows what is live. A GPU or TPU needs more at a time.
+"""
 ELSEWHERE = 16384
 
 
@@ -84,6 +88,10 @@ class Plan(NamedTuple):
     num_live: np.ndarray  # [] int32, micro-batches to run
 
 
+_Sample = tuple[int, int]
+"""(length, number in its group)"""
+
+
 class _Row(NamedTuple):
     """Samples of one group that share a row."""
 
@@ -137,33 +145,41 @@ def plan(lengths: Lengths, live: np.ndarray, geometry: Geometry) -> Plan:
     computed once for each piece. Every bin gets as many micro-batches as the others, or one less.
     """
     chosen = live & (lengths.completion > 0)
+    prompts = lengths.prompt.tolist()
     groups = {
-        p: _rows_of(lengths.completion[p], np.flatnonzero(row), geometry.max_completion_tokens)
+        p: sorted(
+            ((int(lengths.completion[p, g]), g) for g in np.flatnonzero(row).tolist()), reverse=True
+        )
         for p, row in enumerate(chosen)
         if row.any()
     }
-    prompts = lengths.prompt.tolist()
-    tokens = sum(_size(prompts[p], rows) for p, rows in groups.items())
-    count = sum(map(len, groups.values()))
-    fewest = max(-(-tokens // geometry.tokens), -(-count // geometry.rows))
-    for num_live in range(-(-fewest // geometry.bins), geometry.micro_batches + 1):
+    tokens = sum(prompts[p] for p in groups) + int(lengths.completion[chosen].sum())
+    fewest = -(-tokens // (geometry.tokens * geometry.bins))
+    for num_live in range(fewest, geometry.micro_batches + 1):
         slots = _deal(groups, prompts, num_live * geometry.bins, geometry)
         if slots is not None:
             return _written(slots, lengths, num_live, geometry)
     raise AssertionError("a plan of all micro-batches holds any step")
 
 
-def _rows_of(lengths: np.ndarray, samples: np.ndarray, width: int) -> list[_Row]:
-    """Samples of one group in rows of `width`, first fit by decreasing length."""
+def _in_rows(samples: list[_Sample], width: int, room: int, count: int) -> list[_Row]:
+    """Samples of one group in rows of `width`, first fit in their order.
+
+    Those are left out for which there is no room for so many tokens, or no row of so many.
+    """
     rows: list[_Row] = []
-    for sample in sorted(samples.tolist(), key=lambda sample: (-lengths[sample], sample)):
-        length = int(lengths[sample])
+    for length, sample in samples:
+        if length > room:
+            continue
         for index, row in enumerate(rows):
             if row.tokens + length <= width:
                 rows[index] = _Row([*row.samples, sample], row.tokens + length)
                 break
         else:
+            if len(rows) == count:
+                continue
             rows.append(_Row([sample], length))
+        room -= length
     return rows
 
 
@@ -172,51 +188,40 @@ _Slot = list[tuple[int, list[_Row]]]
 
 
 def _deal(
-    groups: dict[int, list[_Row]], prompts: list[int], count: int, geometry: Geometry
+    groups: dict[int, list[_Sample]], prompts: list[int], count: int, geometry: Geometry
 ) -> list[_Slot] | None:
     """The groups in so many slots; None if they do not fit."""
     slots: list[_Slot] = [[] for _ in range(count)]
-    tokens = np.full(count, geometry.tokens)
+    tokens, width = np.full(count, geometry.tokens), geometry.max_completion_tokens
     rows = np.full(count, geometry.rows)
     open_for = np.full(count, geometry.prompts_per_bin)
-
-    def put(at: int, prompt: int, piece: list[_Row]) -> None:
-        slots[at].append((prompt, piece))
-        tokens[at] -= _size(prompts[prompt], piece)
-        rows[at] -= len(piece)
-        open_for[at] -= 1
-
-    for prompt in sorted(groups, key=lambda p: (-_size(prompts[p], groups[p]), p)):
+    size = {p: prompts[p] + sum(length for length, _ in own) for p, own in groups.items()}
+    for prompt in sorted(groups, key=lambda p: (-size[p], p)):
         left = groups[prompt]
         while left:
-            need, takes_any = _size(prompts[prompt], left), (rows > 0) & (open_for > 0)
-            fits = takes_any & (tokens >= need) & (rows >= len(left))
+            need = prompts[prompt] + sum(length for length, _ in left)
+            piece = _in_rows(left, width, need, len(left))
+            takes_any = (rows > 0) & (open_for > 0)
+            fits = takes_any & (tokens >= need) & (rows >= len(piece))
             if fits.any():
-                put(int(np.where(fits, tokens, geometry.tokens + 1).argmin()), prompt, left)
-                break
-            at = int(np.where(takes_any, tokens, -1).argmax())
-            room = int(tokens[at]) - prompts[prompt] if takes_any[at] else 0
-            piece = _piece(left, room, int(rows[at]))
-            if not piece:
+                at = int(np.where(fits, tokens, geometry.tokens + 1).argmin())
+            elif takes_any.any():
+                at = int(np.where(takes_any, tokens, -1).argmax())
+                piece = _in_rows(left, width, int(tokens[at]) - prompts[prompt], int(rows[at]))
+            if not takes_any.any() or not piece:
                 return None
-            put(at, prompt, piece)
-            left = [row for row in left if row not in piece]
+            slots[at].append((prompt, piece))
+            tokens[at] -= _size(prompts[prompt], piece)
+            rows[at] -= len(piece)
+            open_for[at] -= 1
+            placed = {sample for row in piece for sample in row.samples}
+            left = [one for one in left if one[1] not in placed]
     return slots
 
 
 def _size(prompt: int, rows: list[_Row]) -> int:
     """Tokens of a prompt and rows of its samples."""
     return prompt + sum(row.tokens for row in rows)
-
-
-def _piece(rows: list[_Row], room: int, count: int) -> list[_Row]:
-    """As many of the rows as fit, the longest first."""
-    piece: list[_Row] = []
-    for row in sorted(rows, key=lambda row: -row.tokens):
-        if len(piece) < count and row.tokens <= room:
-            piece.append(row)
-            room -= row.tokens
-    return piece
 
 
 def _written(slots: list[_Slot], lengths: Lengths, num_live: int, geometry: Geometry) -> Plan:
