@@ -42,6 +42,11 @@ class Objective(NamedTuple):
         return "gradient" if "policy_entropy" in self._fields_read else "value"
 
     @property
+    def per_token(self) -> bool:
+        """Whether the loss of a token depends on no other token."""
+        return self.surrogate.per_token and all(penalty.per_token for penalty in self.penalties)
+
+    @property
     def anchors(self) -> frozenset[str]:
         """The frozen policies that the update itself runs."""
         read = self._fields_read & OF_PASS.keys()

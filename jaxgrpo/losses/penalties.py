@@ -18,6 +18,7 @@ costs no more than that, and its pull stays finite.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -48,6 +49,7 @@ class Penalty(NamedTuple):
     """() -> state, a tree of arrays, if it remembers something"""
     observe: Callable[[Any, Metrics], Any] | None = None
     """(state, metrics of a whole update) -> the state of the next; given exactly with `init`"""
+    per_token: bool = False  # whether a token's penalty depends on no other token
 
 
 def k2(beta: float, level: str = "token") -> Penalty:
@@ -214,7 +216,7 @@ def entropy_bonus(coefficient: float) -> Penalty:
         entropy = _from_pass("entropy_bonus", "policy_entropy", tokens)
         return -coefficient * entropy, _measured(entropy, tokens.mask)
 
-    return Penalty("entropy_bonus", compute, ENTROPY)
+    return Penalty("entropy_bonus", compute, ENTROPY, per_token=True)
 
 
 def adaptive_entropy(
@@ -256,9 +258,8 @@ def adaptive_entropy(
         entropy = _from_pass("adaptive_entropy", "policy_entropy", tokens)
         applied = jnp.where(state["entropy"] <= target, state["coefficient"], 0)
         applied = jax.lax.stop_gradient(applied).astype(entropy.dtype)
-        metrics = _measured(entropy, tokens.mask)
-        metrics["entropy_coefficient"] = mean(applied, tokens.mask)
-        return -applied * entropy, metrics
+        used = {"entropy_coefficient": mean(applied, tokens.mask)}
+        return -applied * entropy, _measured(entropy, tokens.mask) | used
 
     def observe(state: Any, metrics: Metrics) -> dict[str, Array]:
         entropy, some = _mean_entropy(metrics)
@@ -266,7 +267,8 @@ def adaptive_entropy(
         new = {"coefficient": moved, "entropy": entropy}
         return {name: jnp.where(some, new[name], state[name]) for name in new}
 
-    return Penalty("adaptive_entropy", compute, ENTROPY, lambda: _unmeasured(coefficient), observe)
+    init = functools.partial(_unmeasured, coefficient)
+    return Penalty("adaptive_entropy", compute, ENTROPY, init, observe, True)
 
 
 class _Ratio(NamedTuple):
@@ -301,7 +303,8 @@ def _kl_penalty(
         }
         return beta * _with_slope(value, slope, tokens), metrics
 
-    return Penalty(name, compute, frozenset({"reference_logp"}))
+    needs = frozenset({"reference_logp"})
+    return Penalty(name, compute, needs, per_token=level == "token")
 
 
 def _to_reference(name: str, level: str, tokens: Tokens) -> _Ratio:

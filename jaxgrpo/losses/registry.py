@@ -101,7 +101,8 @@ def by_sample(
         return jnp.where(here, loss, other), merge(metrics, more)
 
     needs = chosen.needs | rest.needs | {field}
-    return Surrogate("by_sample", compute, needs, chosen.weighs or rest.weighs)
+    weighs, per_token = chosen.weighs or rest.weighs, chosen.per_token and rest.per_token
+    return Surrogate("by_sample", compute, needs, weighs, per_token)
 
 
 surrogates["by_sample"] = by_sample

@@ -89,6 +89,9 @@ class Surrogate(NamedTuple):
     """tokens -> (loss per token, metrics; plain numbers too)"""
     needs: frozenset[str] = frozenset()  # fields that must be produced for it
     weighs: bool = True  # the gradient, by the ratio of the policy to the proximal one
+    per_token: bool = False
+    """Whether a token's loss depends on no other token. An update then takes the gradient of the
+    log-probs in the pass that computes them."""
 
 
 def log_ratio(tokens: Tokens) -> tuple[Array, Array]:
@@ -362,7 +365,7 @@ def of_ratio(
         loss, metrics = rule(tokens, tokens.without_gradient(tokens.advantage), log_rho)
         return loss, ratio_metrics(log_rho, clamped, tokens.mask) | metrics
 
-    return Surrogate(name, compute, weighs=weighs)
+    return Surrogate(name, compute, weighs=weighs, per_token=measure is log_ratio)
 
 
 def clip_where_it_gains(

@@ -94,6 +94,46 @@ def token_logprobs(
     return _token_logprobs(settings, head.weights, hidden, targets, chunks)
 
 
+Cost = Callable[[Array, Array | None, Any, Any], Array]
+"""(logp, entropy, args of each token, what all tokens share) -> cost of each token, [D, n]"""
+
+
+def loss_of_tokens(
+    head: Head,
+    hidden: Float[Array, "D N E"],
+    targets: Int[Array, "D N"],
+    cost: Cost,
+    args: Any,
+    shared: Any,
+    *,
+    temperature: float = 1.0,
+    entropy: Entropy = "none",
+    logits_per_chunk: int | None = None,
+    count: Int[Array, "D"] | None = None,
+) -> tuple[Float[Array, ""], Float[Array, "D N"], Float[Array, "D N"] | None]:
+    """The sum of a cost of each token, and what it is made of, in one pass over the logits.
+
+        loss = sum_t cost(logp_t, entropy_t, args_t, shared)
+
+    Values and gradients of `token_logprobs` and a sum over them, if a token's cost depends on its
+    own log-prob and entropy only. The derivative of the cost is then known as soon as the logits
+    are, so that three products with the head's weights are computed instead of four, and their
+    gradients are kept for the backward pass.
+
+    Args:
+      cost: 0 at tokens that do not count. Its entropy carries gradient for "gradient" only.
+      args: a tree of [D, N, ...]; no gradient, as for `shared`.
+
+    Returns: (loss, logp, entropy); only the loss carries gradient, to hidden and weights.
+    """
+    logits = functools.partial(head.unembed, head.as_read(head.weights))
+    chunk, _ = _chunk_and_vocab(logits, hidden, logits_per_chunk)
+    settings = _Settings(head._replace(weights=None), temperature, entropy, chunk, cost)
+    most = hidden.shape[1] if count is None else count.max()  # of the fullest bin
+    chunks = jnp.asarray(-(-most // chunk), jnp.int32)
+    return _loss_of_tokens(settings, head.weights, hidden, (targets, args, shared, chunks))
+
+
 def token_confidence(
     unembed: Callable[[Array], Array],
     hidden: Float[Array, "D N E"],
@@ -194,6 +234,7 @@ class _Settings(NamedTuple):
     temperature: float
     entropy: Entropy
     chunk: int  # tokens of one bin
+    cost: Cost | None = None
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -241,6 +282,68 @@ def _backward(settings: _Settings, saved: Any, cotangents: tuple[Array, Array | 
 _token_logprobs.defvjp(_forward, _backward)
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _loss_of_tokens(settings: _Settings, weights: Any, hidden: Array, given: Any):
+    targets, args, shared, count = given
+    logp, _, entropy = _values(settings, weights, hidden, targets, count)
+    assert settings.cost is not None
+    return settings.cost(logp, entropy, args, shared).sum(), logp, entropy
+
+
+def _loss_forward(settings: _Settings, weights: Any, hidden: Array, given: Any):
+    targets, args, shared, count = given
+    chunks = _split(settings.chunk, (hidden, targets, args))
+    read = settings.head.as_read(weights)
+
+    def of_bin(hidden: Array, targets: Array, args: Any) -> Any:
+        targets, args = jax.tree.map(lambda leaf: leaf[None], (targets, args))
+        logits, pull = jax.vjp(settings.head.unembed, read, hidden[None])
+        logp, total, entropy = _of_logits(settings, logits, targets)
+
+        def cost(logp: Array, differentiated: Array | None) -> Array:
+            asked = entropy if differentiated is None else differentiated
+            assert settings.cost is not None
+            return settings.cost(logp, asked, args, shared).sum()
+
+        both = entropy if settings.entropy == "gradient" else None
+        loss, (a, b) = jax.value_and_grad(cost, argnums=(0, 1))(logp, both)
+        d_logits = _logits_gradient(settings, logits, targets, total, entropy, a, b)
+        d_read, d_hidden = pull(d_logits.astype(logits.dtype))
+        return d_read, (d_hidden[0], logp[0], None if entropy is None else entropy[0]), loss
+
+    def one(index: Array, carry: Any) -> Any:
+        sums, whole, losses = carry
+        d_read, parts, loss = jax.vmap(of_bin)(*_at(chunks, index))
+        sums = jax.tree.map(lambda whole, part: whole + part.astype(whole.dtype), sums, d_read)
+        whole = jax.tree.map(lambda leaf, part: leaf.at[index].set(part), whole, parts)
+        return sums, whole, losses + loss
+
+    start = _empty(lambda: jax.vmap(of_bin)(*_at(chunks, 0)), len(chunks[0]))
+    sums, whole, losses = jax.lax.fori_loop(0, count, one, start)
+    d_hidden, logp, entropy = _join(whole, hidden.shape[1])
+    d_weights = settings.head.as_held(jax.tree.map(lambda leaf: leaf.sum(0), sums))
+    d_weights = jax.tree.map(lambda d, leaf: d.astype(leaf.dtype), d_weights, weights)
+    return (losses.sum(), logp, entropy), (d_weights, d_hidden)
+
+
+def _loss_backward(settings: _Settings, saved: Any, cotangents: Any):
+    del settings
+    slope, *_ = cotangents
+    d_weights, d_hidden = jax.tree.map(lambda leaf: (leaf * slope).astype(leaf.dtype), saved)
+    return d_weights, d_hidden, None
+
+
+_loss_of_tokens.defvjp(_loss_forward, _loss_backward)
+
+
+def _empty(of_bins: Callable[[], Any], chunks: int) -> Any:
+    """Zeros for (sums over chunks, values of each chunk, sums over chunks) of what it returns."""
+    d_read, parts, loss = jax.eval_shape(of_bins)
+    zeros = lambda leaf: jnp.zeros(leaf.shape, accumulate_dtype(leaf.dtype))  # noqa: E731
+    whole = jax.tree.map(lambda leaf: jnp.zeros((chunks, *leaf.shape), leaf.dtype), parts)
+    return jax.tree.map(zeros, d_read), whole, zeros(loss)
+
+
 def _values(settings: _Settings, weights: Any, hidden: Array, targets: Array, count: Array):
     """(logp, logsumexp, entropy or None) [D, N], of the first `count` chunks; 0 in the others."""
     read = settings.head.as_read(weights)
@@ -249,20 +352,7 @@ def _values(settings: _Settings, weights: Any, hidden: Array, targets: Array, co
         return settings.head.unembed(read, hidden[None])[0]
 
     def one(hidden: Array, targets: Array):
-        z = _scaled(jax.vmap(logits)(hidden), settings.temperature)
-        highest = z.max(-1)
-        shifted = z - highest[..., None]
-        weight = jnp.exp(shifted)
-        mass = weight.sum(-1)
-        log_mass = jnp.log(mass)
-        total = highest + log_mass
-        chosen = jnp.where(_is_target(z, targets), z, 0).sum(-1)
-        entropy = None
-        if settings.entropy != "none":
-            # As a product: of a sum, XLA computes the exponentials again, one by one on a CPU.
-            expected = jnp.einsum("dnv,dnv->dn", weight, shifted, precision="highest")
-            entropy = log_mass - expected / mass
-        return chosen - total, total, entropy
+        return _of_logits(settings, jax.vmap(logits)(hidden), targets)
 
     chunks = _split(settings.chunk, (hidden, targets))
 
@@ -273,6 +363,24 @@ def _values(settings: _Settings, weights: Any, hidden: Array, targets: Array, co
     shapes = jax.eval_shape(lambda: one(*_at(chunks, 0)))
     start = jax.tree.map(lambda leaf: jnp.zeros((len(chunks[0]), *leaf.shape), leaf.dtype), shapes)
     return _join(jax.lax.fori_loop(0, count, write, start), hidden.shape[1])
+
+
+def _of_logits(settings: _Settings, logits: Array, targets: Array):
+    """(logp, logsumexp, entropy or None) [D, n] of one chunk."""
+    z = _scaled(logits, settings.temperature)
+    highest = z.max(-1)
+    shifted = z - highest[..., None]
+    weight = jnp.exp(shifted)
+    mass = weight.sum(-1)
+    log_mass = jnp.log(mass)
+    total = highest + log_mass
+    chosen = jnp.where(_is_target(z, targets), z, 0).sum(-1)
+    entropy = None
+    if settings.entropy != "none":
+        # As a product: of a sum, XLA computes the exponentials again, one by one on a CPU.
+        expected = jnp.einsum("dnv,dnv->dn", weight, shifted, precision="highest")
+        entropy = log_mass - expected / mass
+    return chosen - total, total, entropy
 
 
 def _logits_gradient(settings, logits, targets, total, entropy, a, b) -> Array:

@@ -266,6 +266,7 @@ def _method(
     tokens = config.train.tokens_per_micro_batch or packing.tokens_of(sizes, bins, platform)
     geometry = Geometry(*sizes, bins, tokens)
     packing.check_geometry(geometry)
+    sharding.check_divides(mesh, "train.tokens_per_micro_batch", tokens, "sequence")
     chain = methods.make_chain(config, rewards, advantage)
     objective = methods.make_objective(config)
     methods.refuse_double_weights(chain, objective.surrogate, objective.proximal)

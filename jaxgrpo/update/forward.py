@@ -15,8 +15,8 @@ from jax.sharding import Mesh
 
 from jaxgrpo.advantages import AdvantageTransform
 from jaxgrpo.core.types import Params, TrainBatch
-from jaxgrpo.losses import Objective
-from jaxgrpo.models import sharding
+from jaxgrpo.losses import Objective, Tokens, token_loss
+from jaxgrpo.models import logprobs, sharding
 from jaxgrpo.models.api import LayerKind, Model
 from jaxgrpo.models.attention import causal, rows_with_prefix
 from jaxgrpo.models.logprobs import Entropy, Head, full_kl, token_logprobs
@@ -73,6 +73,51 @@ def forward(
             temperature=temperature,
         )
     return jax.tree.map(functools.partial(in_rows, micro, flat), (logp, fields))
+
+
+def loss_of_tokens(
+    blueprint: Blueprint, params: Params, micro: TrainBatch, states: Mapping[str, Any]
+) -> tuple[Array, Array, dict[str, Array]]:
+    """(loss of a micro-batch, and what `forward` returns, without gradient), in one pass.
+
+    For an objective whose loss of a token depends on no other token.
+    """
+    objective = blueprint.objective
+    flat = flatten(micro, blueprint.geometry.tokens)
+    hidden = hidden_states(blueprint.model, params, micro, flat)
+    asked = sorted(objective.needs & micro.fields.keys())
+    given = {
+        **{name: getattr(micro, name) for name in ("proximal_logp", "advantage", "mask", "weight")},
+        "fields": {name: micro.fields[name] for name in asked},
+    }
+
+    def cost(logp: Array, entropy: Array | None, given: Any, states: Any) -> Array:
+        mask, of_pass = given["mask"], {} if entropy is None else {"policy_entropy": entropy}
+        tokens = Tokens(
+            logp=jnp.where(mask, logp, 0),
+            proximal_logp=given["proximal_logp"],
+            advantage=given["advantage"],
+            mask=mask,
+            segment=mask.astype(jnp.int32),
+            fields={**given["fields"], **of_pass},
+        )
+        per_token, _ = token_loss(objective.surrogate, objective.penalties, tokens, states)
+        return jnp.where(mask, given["weight"] * per_token, 0)
+
+    loss, logp, entropy = logprobs.loss_of_tokens(
+        head_of(blueprint, params),
+        hidden,
+        flat.targets,
+        cost,
+        jax.tree.map(functools.partial(of_rows, flat), given),
+        states,
+        temperature=blueprint.sampling.temperature or 1.0,
+        entropy=objective.entropy,
+        count=flat.count,
+    )
+    rows = functools.partial(in_rows, micro, flat)
+    fields = {} if entropy is None else {"policy_entropy": rows(entropy)}
+    return loss, rows(logp), fields
 
 
 def head_of(blueprint: Blueprint, params: Params) -> Head:
@@ -148,6 +193,11 @@ def hidden_states(model: Model, params: Params, micro: TrainBatch, flat: Flat) -
 
     hidden, _ = model.apply(params, flat.tokens, flat.position, attend, None)
     return hidden
+
+
+def of_rows(flat: Flat, values: Array) -> Array:
+    """Values [D, R, Q] of rows at the flat tokens [D, N]; 0 at those of prompts."""
+    return _picked(values.reshape(len(values), -1), flat.origin)
 
 
 def in_rows(micro: TrainBatch, flat: Flat, values: Array) -> Array:

@@ -28,6 +28,7 @@ from jaxgrpo.update.forward import (
     Blueprint,
     as_computed,
     forward,
+    loss_of_tokens,
     micro_batch,
     opt_layout,
     param_layout,
@@ -395,8 +396,12 @@ def _loss(
     params: Params,
     micro: TrainBatch,
 ) -> tuple[Array, Metrics]:
-    objective = blueprint.objective
-    logp, fields = forward(blueprint, params, micro, objective.entropy, anchors.get("reference"))
+    objective, loss = blueprint.objective, None
+    if objective.per_token:
+        loss, logp, fields = loss_of_tokens(blueprint, params, micro, objective_state)
+    else:
+        reference = anchors.get("reference")
+        logp, fields = forward(blueprint, params, micro, objective.entropy, reference)
     logp = jnp.where(micro.mask, logp, 0)
     tokens = Tokens(
         logp=logp,
@@ -416,4 +421,6 @@ def _loss(
     # An entropy term reports the entropy itself, which then replaces ours.
     entropy = mean(jax.lax.stop_gradient(fields["policy_entropy"]), micro.mask)
     metrics = {"entropy": entropy} | agreement | metrics
-    return jnp.where(micro.mask, micro.weight * per_token, 0).sum(), metrics
+    if loss is None:
+        loss = jnp.where(micro.mask, micro.weight * per_token, 0).sum()
+    return loss, metrics

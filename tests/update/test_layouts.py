@@ -21,7 +21,7 @@ from jaxgrpo.models import decoder, sharding
 from jaxgrpo.rollout.sampler import SamplingSettings
 from jaxgrpo.rollout.selection import sequential
 from jaxgrpo.training.setup import first_state
-from jaxgrpo.update.forward import Blueprint
+from jaxgrpo.update.forward import Blueprint, param_layout
 from jaxgrpo.update.packing import Geometry
 from jaxgrpo.update.step import build_steps
 
@@ -35,13 +35,16 @@ WHOLE = 100  # the whole step at once
 _programs: dict = {}
 
 
-def blueprint(recipe: str, beta: float, tokens: int, compact: bool = True, config=WIDE):
+def blueprint(
+    recipe: str, beta: float, tokens: int, compact: bool = True, config=WIDE, objective=None
+):
     mesh = sharding.make_mesh(devices=jax.devices()[:1])
     penalties = (losses.k2(beta),) if beta else ()
+    chosen = objective or losses.Objective(losses.clip(), losses.token_mean(), penalties)
     return Blueprint(
         model=decoder.build(config, constrain=sharding.constrain(mesh)),
         chain=advantages.build(recipe),
-        objective=losses.Objective(losses.clip(), losses.token_mean(), penalties),
+        objective=chosen,
         optimizer=optax.inject_hyperparams(optax.sgd)(learning_rate=1.0),
         geometry=Geometry(4, 4, 6, 5, 1, tokens),
         sampling=SamplingSettings(4, 5, 0.8, (tiny.END,), tiny.PAD),
@@ -50,22 +53,22 @@ def blueprint(recipe: str, beta: float, tokens: int, compact: bool = True, confi
     )
 
 
-def built(recipe: str, beta: float, tokens: int, compact: bool = True):
+def built(recipe: str, beta: float, tokens: int, compact: bool = True, objective=None):
     """The functions of a step; methods share the update, which knows no recipe."""
 
     def share(name, make):
-        key = (name, beta, tokens) if name == "update" else object()
+        key = (name, beta, tokens, objective) if name == "update" else object()
         return _programs.setdefault(key, make())
 
-    made = blueprint(recipe, beta, tokens, compact)
+    made = blueprint(recipe, beta, tokens, compact, objective=objective)
     return made, build_steps(made, share)
 
 
 @functools.cache
-def updated(recipe: str, beta: float, tokens: int, compact: bool = True):
+def updated(recipe: str, beta: float, tokens: int, compact: bool = True, objective=None):
     """(gradient, loss, micro-batches, live samples) of one step."""
     with jax.enable_x64(True):
-        made, steps = built(recipe, beta, tokens, compact)
+        made, steps = built(recipe, beta, tokens, compact, objective)
         state = first_state(made, tiny.params(WIDE), sequential(), 8, 0, ("reward",))
         other = {name: tiny.params(WIDE, seed=3) for name in state.frozen}
         state = dataclasses.replace(state, frozen=other)
@@ -147,6 +150,57 @@ def test_leaving_out_the_dead_changes_no_gradient(recipe, beta):
     # With a penalty on all tokens nothing is saved. sign gives every sample an advantage.
     saves = recipe != "sign" and not beta
     assert (compact[2] < whole[2]) == (compact[3] < 16) == saves
+
+
+OBJECTIVES = {
+    "clip with a KL": (losses.clip(), (losses.forward_kl_k3(0.1),)),
+    "cispo with a bonus": (losses.cispo(), (losses.entropy_bonus(0.3),)),
+    "both": (losses.sapo(), (losses.k2(0.1), losses.adaptive_entropy(target=3.0, coefficient=0.2))),
+}
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_a_gradient_taken_with_the_log_probs_is_that_of_a_second_pass(name):
+    surrogate, penalties = OBJECTIVES[name]
+    once = losses.Objective(surrogate, losses.token_mean(), penalties)
+    twice = once._replace(surrogate=surrogate._replace(per_token=False))
+    assert once.per_token
+    assert not twice.per_token
+    first, second = (updated("sign", 0.0, 25, objective=one) for one in (once, twice))
+    assert_equal(first, second)
+
+
+def spread(rollouts, mesh):
+    """Rollouts with their groups over the bins of a mesh."""
+
+    def put(leaf):
+        return sharding.put(leaf, sharding.named(mesh, *("bins", None, None)[: leaf.ndim]))
+
+    return jax.tree.map(put, rollouts)
+
+
+@pytest.mark.parametrize("sizes", [(2, 1, 1, 2), (1, 1, 1, 4)], ids=["context 2", "context 4"])
+def test_the_sequence_may_be_split_over_devices(sizes):
+    """Prompts and completions of 8 tokens, so that they divide."""
+    moved = []
+    for mesh in (sizes, (1, 1, 1, 1)):
+        grid = sharding.make_mesh(*mesh, devices=jax.devices()[: int(np.prod(mesh))])
+        made = blueprint("sign", 0.0, 32, config=tiny.UNIFORM)._replace(
+            model=decoder.build(tiny.UNIFORM, constrain=sharding.constrain(grid)),
+            geometry=Geometry(4, 4, 8, 8, sharding.num_bins(grid), 32),
+            sampling=SamplingSettings(4, 8, 0.8, (tiny.END,), tiny.PAD),
+            mesh=grid,
+        )
+        steps, layout = build_steps(made), param_layout(made)
+        params = jax.device_put(tiny.params(), layout)
+        state = first_state(made, params, sequential(), 8, 0, ("reward",))
+        before = jax.tree.map(np.asarray, state.trainable)
+        rollouts = tiny.rollouts(REWARDS, steps=8, width=8)
+        state, prepared = steps.prepare(state, spread(rollouts, grid))
+        state, _ = steps.update(state, prepared.batch)
+        moved.append(jax.tree.map(lambda new, old: new - old, state.trainable, before))
+    for a, b in zip(*map(jax.tree.leaves, moved), strict=True):
+        assert np.linalg.norm(a - np.asarray(b)) <= 1e-5 * np.linalg.norm(b)
 
 
 def test_a_token_of_one_completion_reaches_no_other():

@@ -1,0 +1,62 @@
+"""Which losses of a token depend on no other token: they say so, and it is true.
+
+An update relies on it: it takes the gradient of such a loss in the pass that computes log-probs.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import loss_pairs
+import numpy as np
+import pytest
+
+from jaxgrpo.losses import Tokens
+
+TERMS = {**loss_pairs.SURROGATES} | {
+    f"{penalty.name} {number}": penalty for number, penalty in enumerate(loss_pairs.PENALTIES)
+}
+T = 4
+
+
+@pytest.fixture(scope="module")
+def jacobians() -> dict[str, np.ndarray]:
+    """name -> [T, T], the derivatives of each token's loss with respect to each log-prob."""
+    random = np.random.default_rng(0)
+    logp = jnp.asarray(-random.exponential(size=T) - 0.5, jnp.float32)
+    others = {
+        name: logp + 0.02 * jnp.asarray(random.normal(size=T), jnp.float32)
+        for name in ("proximal", "reference_logp", "full_kl", "policy_entropy")
+    }
+    fields = {name: value for name, value in others.items() if name != "proximal"}
+    fields |= {"full_kl_clamped": jnp.zeros(T), "replayed": jnp.arange(T) % 2}
+
+    def loss(logp, term):
+        tokens = Tokens(
+            logp=logp,
+            proximal_logp=others["proximal"],
+            advantage=jnp.ones(T),
+            mask=jnp.ones(T, bool),
+            segment=jnp.ones(T, jnp.int32),
+            fields=fields,
+        )
+        state = () if getattr(term, "init", None) is None else (term.init(),)
+        return term.compute(tokens, *state)[0]
+
+    every = jax.jit(lambda x: {name: jax.jacrev(loss)(x, one) for name, one in TERMS.items()})
+    return jax.tree.map(np.asarray, every(logp))
+
+
+def test_a_loss_per_token_depends_on_no_other_token(jacobians):
+    for name, term in TERMS.items():
+        apart = jacobians[name] * (1 - np.eye(T))
+        if term.per_token:
+            assert not apart.any(), name
+
+
+def test_those_over_sequences_do_not_say_that_they_are_per_token(jacobians):
+    reaching = {name for name, of in jacobians.items() if (of * (1 - np.eye(T))).any()}
+    assert {"gspo", "gmpo"} <= reaching
+    assert not {name for name in reaching if TERMS[name].per_token}
+    per_token = {name for name, term in TERMS.items() if term.per_token}
+    assert {"clip", "cispo", "reinforce", "k2 0", "entropy_bonus 7"} <= per_token
