@@ -29,7 +29,6 @@ from jaxgrpo.rollout.selection import pad_prompts, sequential
 from jaxgrpo.training.setup import first_state
 from jaxgrpo.update import packing
 from jaxgrpo.update.forward import Blueprint
-from jaxgrpo.update.packing import Geometry
 from jaxgrpo.update.step import build_steps
 
 
@@ -52,13 +51,12 @@ def build(name: str, workload: str, tokens: int | None) -> tuple[Blueprint, Any]
     remat = "none" if platform == "cpu" else "full"  # as train.remat = "auto"
     model = decoder.build(model_config(name), constrain=sharding.constrain(mesh), remat=remat)
     sizes = (work.prompts, work.samples, work.longest, work.completion)
-    bins = sharding.num_bins(mesh)
     blueprint = Blueprint(
         model=model,
         chain=advantages.build("grpo"),
         objective=losses.Objective(losses.clip(), losses.token_mean()),
         optimizer=optax.adamw(1e-6),
-        geometry=Geometry(*sizes, bins, tokens or packing.tokens_of(sizes, bins, platform)),
+        geometry=packing.geometry_of(sizes, mesh, tokens),
         sampling=SamplingSettings(work.samples, work.completion, 1.0, (), 0, work.completion),
         mesh=mesh,
     )

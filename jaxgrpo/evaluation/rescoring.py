@@ -19,7 +19,6 @@ from jaxgrpo.models.api import Constrain, Model, ModelConfig
 from jaxgrpo.models.logprobs import full_kl, token_confidence, token_logprobs
 from jaxgrpo.update import packing
 from jaxgrpo.update.forward import flatten, hidden_states, in_rows, micro_batch
-from jaxgrpo.update.packing import Geometry
 
 Rescore = Callable[[Params, Rollouts], dict[str, Array]]
 """(parameters that sampled, rollouts) -> name -> [P, G, T], 0 where the token mask is False"""
@@ -70,13 +69,12 @@ def make_rescorer(
         functools.partial(_in_micro_batches, look, sharding.constrain(mesh)), static_argnums=4
     )
     measure = jax.jit(packing.lengths_of)
-    held, bins = {} if base is None else base.params, sharding.num_bins(mesh)
+    held = {} if base is None else base.params
 
     def rescore(params: Params, rollouts: Rollouts) -> dict[str, Array]:
         groups, samples, steps = rollouts.token_mask.shape
         sizes = groups, samples, rollouts.prompt_tokens.shape[1], steps
-        platform = mesh.devices.flat[0].platform
-        geometry = Geometry(*sizes, bins, tokens or packing.tokens_of(sizes, bins, platform))
+        geometry = packing.geometry_of(sizes, mesh, tokens)
         lengths = sharding.to_host(measure(rollouts))
         everyone = packing.plan(lengths, np.ones((groups, samples), bool), geometry)
         return program(params, held, rollouts, everyone, geometry.tokens)

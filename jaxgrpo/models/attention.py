@@ -100,8 +100,7 @@ def _attention_backward(saved: tuple[Array, ...], cotangent: Array):
     flat, flat_slope = (
         leaf.reshape(*leaf.shape[:-3], -1, leaf.shape[-1]) for leaf in (asked, slope)
     )
-    scores = einsum("...ch,...hn->...cn", flat, cache.key).reshape(*total.shape, -1)
-    scores = jnp.where(mask[..., None, None, :, :], scores, jnp.finfo(dtype).min)
+    scores = _scores(asked, cache, mask[..., None, None, :, :])
     weight = jnp.exp(scores - total[..., None])
     rest = (slope.astype(dtype) * _grouped(out, cache).astype(dtype)).sum(-1)
     change = einsum("...ch,...nh->...cn", flat_slope, cache.value).reshape(weight.shape)
@@ -268,15 +267,23 @@ def _partial(query: Array, cache: Cache, mask: Array) -> _Partial:
     """
     *batch, shared, width, head_dim = query.shape
     dtype = jnp.promote_types(query.dtype, jnp.float32)
-    flat = query.reshape(*batch, shared * width, head_dim)
-    scores = jnp.einsum("...ch,...hn->...cn", flat, cache.key, preferred_element_type=dtype)
-    scores = scores.reshape(*batch, shared, width, -1)
-    scores = jnp.where(mask, scores, jnp.finfo(dtype).min)
+    scores = _scores(query, cache, mask)
     highest = scores.max(-1)
     weight = jnp.exp(scores - highest[..., None])
     flat = weight.reshape(*batch, shared * width, -1).astype(cache.value.dtype)
     value = jnp.einsum("...cn,...nh->...ch", flat, cache.value, preferred_element_type=dtype)
     return _Partial(value.reshape(*batch, shared, width, head_dim), highest, weight.sum(-1))
+
+
+def _scores(query: Array, cache: Cache, mask: Array) -> Array:
+    """Masked scores [*B, kv_heads, shared, Q, columns] in at least float32: one product for all the
+    queries that share a key's head."""
+    *batch, shared, width, head_dim = query.shape
+    dtype = jnp.promote_types(query.dtype, jnp.float32)
+    flat = query.reshape(*batch, shared * width, head_dim)
+    scores = jnp.einsum("...ch,...hn->...cn", flat, cache.key, preferred_element_type=dtype)
+    scores = scores.reshape(*batch, shared, width, -1)
+    return jnp.where(mask, scores, jnp.finfo(dtype).min)
 
 
 def _nothing(query: Array, cache: Cache) -> _Partial:

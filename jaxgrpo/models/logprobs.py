@@ -89,8 +89,7 @@ def token_logprobs(
     logits = functools.partial(head.unembed, head.as_read(head.weights))
     chunk, _ = _chunk_and_vocab(logits, hidden, logits_per_chunk)
     settings = _Settings(head._replace(weights=None), temperature, entropy, chunk)
-    most = hidden.shape[1] if count is None else count.max()  # of the fullest bin
-    chunks = jnp.asarray(-(-most // chunk), jnp.int32)
+    chunks = _chunks_to_compute(hidden, count, chunk)
     return _token_logprobs(settings, head.weights, hidden, targets, chunks)
 
 
@@ -129,8 +128,7 @@ def loss_of_tokens(
     logits = functools.partial(head.unembed, head.as_read(head.weights))
     chunk, _ = _chunk_and_vocab(logits, hidden, logits_per_chunk)
     settings = _Settings(head._replace(weights=None), temperature, entropy, chunk, cost)
-    most = hidden.shape[1] if count is None else count.max()  # of the fullest bin
-    chunks = jnp.asarray(-(-most // chunk), jnp.int32)
+    chunks = _chunks_to_compute(hidden, count, chunk)
     return _loss_of_tokens(settings, head.weights, hidden, (targets, args, shared, chunks))
 
 
@@ -274,9 +272,7 @@ def _backward(settings: _Settings, saved: Any, cotangents: tuple[Array, Array | 
 
     start = (jax.tree.map(zeros, read), jnp.zeros_like(chunks[0]))
     sums, d_hidden = jax.lax.fori_loop(0, count, one, start)
-    d_weights = settings.head.as_held(jax.tree.map(lambda leaf: leaf.sum(0), sums))
-    d_weights = jax.tree.map(lambda d, leaf: d.astype(leaf.dtype), d_weights, weights)
-    return d_weights, _join(d_hidden, hidden.shape[1]), None, None
+    return _over_bins(settings, sums, weights), _join(d_hidden, hidden.shape[1]), None, None
 
 
 _token_logprobs.defvjp(_forward, _backward)
@@ -321,9 +317,7 @@ def _loss_forward(settings: _Settings, weights: Any, hidden: Array, given: Any):
     start = _empty(lambda: jax.vmap(of_bin)(*_at(chunks, 0)), len(chunks[0]))
     sums, whole, losses = jax.lax.fori_loop(0, count, one, start)
     d_hidden, logp, entropy = _join(whole, hidden.shape[1])
-    d_weights = settings.head.as_held(jax.tree.map(lambda leaf: leaf.sum(0), sums))
-    d_weights = jax.tree.map(lambda d, leaf: d.astype(leaf.dtype), d_weights, weights)
-    return (losses.sum(), logp, entropy), (d_weights, d_hidden)
+    return (losses.sum(), logp, entropy), (_over_bins(settings, sums, weights), d_hidden)
 
 
 def _loss_backward(settings: _Settings, saved: Any, cotangents: Any):
@@ -415,6 +409,18 @@ def _chunk_and_vocab(
     if logits is None:
         least, logits = TOKENS_PER_CHUNK, LOGITS_PER_CHUNK
     return min(max(least, logits // (policies * vocab)), hidden.shape[1]), vocab
+
+
+def _chunks_to_compute(hidden: Array, count: Array | None, chunk: int) -> Array:
+    """As many as the fullest bin needs."""
+    most = hidden.shape[1] if count is None else count.max()
+    return jnp.asarray(-(-most // chunk), jnp.int32)
+
+
+def _over_bins(settings: _Settings, sums: Any, weights: Any) -> Any:
+    """The gradient of the weights as they are held, from sums [D, ...] of each bin."""
+    gradient = settings.head.as_held(jax.tree.map(lambda leaf: leaf.sum(0), sums))
+    return jax.tree.map(lambda d, leaf: d.astype(leaf.dtype), gradient, weights)
 
 
 def _by_chunks(one: Callable[..., Any], chunk: int, *arrays: Array) -> Any:

@@ -53,7 +53,6 @@ from jaxgrpo.training.folder import refuse_unusable
 from jaxgrpo.update import diagnostics, packing, step
 from jaxgrpo.update.forward import Blueprint, as_computed, held_dtype, opt_layout, param_layout
 from jaxgrpo.update.optimizer import make_optimizer
-from jaxgrpo.update.packing import Geometry
 
 DIVIDED = {
     "prompts_per_step": "bins",
@@ -258,15 +257,13 @@ def _method(
     mesh, model, rollout = read["mesh"], read["model"], config.rollout
     for name, axis in DIVIDED.items():
         sharding.check_divides(mesh, f"rollout.{name}", getattr(rollout, name), axis)
-    bins, platform = sharding.num_bins(mesh), mesh.devices.flat[0].platform
     sizes = (
         *(rollout.prompts_per_step, rollout.group_size),
         *(rollout.max_prompt_tokens, rollout.max_completion_tokens),
     )
-    tokens = config.train.tokens_per_micro_batch or packing.tokens_of(sizes, bins, platform)
-    geometry = Geometry(*sizes, bins, tokens)
+    geometry = packing.geometry_of(sizes, mesh, config.train.tokens_per_micro_batch)
     packing.check_geometry(geometry)
-    sharding.check_divides(mesh, "train.tokens_per_micro_batch", tokens, "sequence")
+    sharding.check_divides(mesh, "train.tokens_per_micro_batch", geometry.tokens, "sequence")
     chain = methods.make_chain(config, rewards, advantage)
     objective = methods.make_objective(config)
     methods.refuse_double_weights(chain, objective.surrogate, objective.proximal)

@@ -17,10 +17,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.sharding import Mesh
 
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.metrics import Mean, Metrics
 from jaxgrpo.core.types import OF_PASS, Rollouts, TrainBatch
+from jaxgrpo.models import sharding
 from jaxgrpo.models.api import Constrain
 
 ROUND = 32
@@ -97,6 +99,14 @@ class _Row(NamedTuple):
 
     samples: list[int]
     tokens: int
+
+
+def geometry_of(sizes: tuple[int, int, int, int], mesh: Mesh, tokens: int | None) -> Geometry:
+    """The sizes P, G, S, T of a run on a mesh; `tokens` = None: those of `tokens_of`."""
+    bins = sharding.num_bins(mesh)
+    tokens = tokens or tokens_of(sizes, bins, mesh.devices.flat[0].platform)
+    prompts, samples, width, steps = sizes
+    return Geometry(prompts, samples, width, steps, bins, tokens)
 
 
 def tokens_of(sizes: tuple[int, int, int, int], bins: int, platform: str) -> int:
