@@ -1,6 +1,6 @@
 """What several keys of a config must fulfil together, and whether the parts it names can be built.
 
-Every check reads values that are right by themselves (keys.py), is silent if one that it needs
+Every check reads values that are right by themselves (reading.py), is silent if one that it needs
 is missing, and yields its problems: where, what was given, what to do.
 """
 
@@ -17,8 +17,9 @@ from typing import Any
 
 from jaxgrpo import advantages, losses, rewards
 from jaxgrpo.config import keys, methods
-from jaxgrpo.config.keys import Part, RewardKeys, Values, options_of, show
+from jaxgrpo.config.keys import Part, RewardKeys, options_of
 from jaxgrpo.config.own_code import file_of, installed, is_reference
+from jaxgrpo.config.reading import Values, show
 from jaxgrpo.core.errors import InputError, suggest
 from jaxgrpo.core.types import RolloutSpec
 from jaxgrpo.data.chat import CHOICES

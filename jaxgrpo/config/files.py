@@ -1,8 +1,8 @@
 """Configs from TOML files and from Python: read, changed, written, and compared to resume a run.
 
 `load` reads a file and `config_of` what a call from Python gives; both report everything that is
-wrong in one message. The keys and the checks of single values are in keys.py, the checks of several
-together in checks.py.
+wrong in one message. The keys are in keys.py, the checks of single values in reading.py, those of
+several together in checks.py.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from jaxgrpo.advantages import AdvantageTransform
-from jaxgrpo.config import checks, keys
-from jaxgrpo.config.keys import SECTIONS, Config, folder_of, is_path, show
+from jaxgrpo.config import checks, keys, reading
+from jaxgrpo.config.keys import SECTIONS, Config, folder_of, is_path
 from jaxgrpo.config.own_code import file_of, python_name
+from jaxgrpo.config.reading import show
 from jaxgrpo.core.errors import ConfigError, no_text, suggest
 from jaxgrpo.data.chat import CHOICES
 from jaxgrpo.rewards import name_of
@@ -84,13 +85,13 @@ def from_dict(
     """
     tables: dict[str, Any] = absolute(raw, folder_of(source))
     problems = [problem for text in overrides for problem in _override(tables, text)]
-    values: keys.Values = {}
+    values: reading.Values = {}
     problems += _wrong_texts(tables)
-    problems += keys.read(tables, values)
+    problems += reading.read(tables, values)
     problems += checks.check(values)
     if problems:
         raise ConfigError(str(source or "config"), problems)
-    sections = {name: keys.make(cls, values, f"{name}.") for name, cls in SECTIONS.items()}
+    sections = {name: reading.make(cls, values, f"{name}.") for name, cls in SECTIONS.items()}
     method: Any = {name: values.get(name) for name in ("recipe", "advantage")}
     return Config(**sections, **method, rewards=values["rewards"], source=source)
 

@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 
 from jaxgrpo.config import files as configs
 from jaxgrpo.config.files import Config, config_of, replace
-from jaxgrpo.config.keys import HINTS, SECTIONS, SHIPPED, folder_of, show
+from jaxgrpo.config.keys import HINTS, SECTIONS, SHIPPED, folder_of
+from jaxgrpo.config.reading import show
 from jaxgrpo.core.errors import ConfigError, suggest
 
 SHIPPED_EXPERIMENTS = SHIPPED / "experiments"
