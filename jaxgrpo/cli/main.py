@@ -83,6 +83,7 @@ COMMANDS: dict[str, tuple[Any, ...]] = {
             choices=["auto"],
         ),
         switch("--dry-run", "check everything, call every reward and show the plan; train nothing"),
+        switch("--profile", "trace the second step into RUN/profile: TensorBoard, Perfetto"),
         SET,
     ),
     "probe": (

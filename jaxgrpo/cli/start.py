@@ -115,7 +115,11 @@ def quickstart(overrides: Sequence[str] = ()) -> int:
 
 
 def train(
-    config: str, resume: str | None = None, dry_run: bool = False, overrides: Sequence[str] = ()
+    config: str,
+    resume: str | None = None,
+    dry_run: bool = False,
+    profile: bool = False,
+    overrides: Sequence[str] = (),
 ) -> int:
     """Trains, or prints what would be trained. Returns the exit code."""
     from jaxgrpo.config import files
@@ -125,7 +129,7 @@ def train(
     if dry_run:
         setup.dry_run(read, resume == "auto")
     else:
-        loop.train(read, resume=resume)
+        loop.train(read, resume=resume, profile=profile)
     return 0
 
 

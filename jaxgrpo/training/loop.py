@@ -45,6 +45,11 @@ from jaxgrpo.training.setup import Setup, setup
 from jaxgrpo.training.watchdog import Watchdog
 from jaxgrpo.update.optimizer import current_rate
 
+OnStep = Callable[[int, Mapping[str, float]], None]
+"""Called after a step with its number and metrics."""
+
+_nothing = contextlib.nullcontext
+
 
 class Run(NamedTuple):
     """A finished run, read from its folder."""
@@ -75,6 +80,8 @@ def train(
     rewards: Sequence[Callable[..., Any] | str] | Mapping[str, Any] | None = None,
     advantage: AdvantageTransform | None = None,
     dataset: Iterable[Any] | None = None,
+    on_step: OnStep | None = None,
+    profile: bool = False,
     **overrides: Any,
 ) -> Run:
     """Trains as a config says, and writes everything into its run folder. Works in a notebook.
@@ -84,6 +91,8 @@ def train(
       resume: "auto" goes on from the newest checkpoint, or starts where nothing is lost by it.
       rewards, advantage, dataset: Python objects instead of what the config names; the data
         set a datasets.Dataset or a list of dicts, read by the config's data keys.
+      on_step: called after each step with its number and its metrics, as in metrics.jsonl.
+      profile: trace a step that compiles nothing into RUN/profile, for TensorBoard or Perfetto.
       overrides: keys of the config, train={"steps": 20} or **{"train.steps": 20}.
 
     Returns: the run; its model is in `path / "model"`, as a Hugging Face folder.
@@ -95,8 +104,9 @@ def train(
         raise InputError(f'resume = {resume!r}: use "auto", or leave it out for a new run')
     config = config_of(config, overrides, rewards, advantage)
     line = process.start(config.mesh.platform)
-    given = {"rewards": rewards, "advantage": advantage, "dataset": dataset}
-    return take(config, evaluator_of, resume=resume == "auto", opening=line, **given)
+    given: dict[str, Any] = {"rewards": rewards, "advantage": advantage, "dataset": dataset}
+    watched: dict[str, Any] = {"on_step": on_step, "profile": profile}
+    return take(config, evaluator_of, resume=resume == "auto", opening=line, **watched, **given)
 
 
 def take(
@@ -106,6 +116,8 @@ def take(
     resume: bool = False,
     opening: str = "",
     shown: bool = True,
+    on_step: OnStep | None = None,
+    profile: bool = False,
     **given: Any,
 ) -> Run:
     """Runs the loop, from the first step or from the newest checkpoint.
@@ -114,6 +126,7 @@ def take(
       evaluator: makes the evaluation, where the config has eval.data.
       opening: printed first.
       shown: whether steps are shown in the terminal.
+      on_step, profile: as in `train`.
       given: of `setup`, beside the config.
     """
     with contextlib.ExitStack() as stack:
@@ -142,7 +155,7 @@ def take(
         watch = stack.enter_context(Watchdog(display.under_way, keeper.kept, *limits))
         log = stack.enter_context(Logbook(config, folder, display, done))
         evaluate = evaluator(run) if config.eval.data is not None else None
-        loop = _Loop(run, keeper, display, log, evaluate, watch)
+        loop = _Loop(run, keeper, display, log, evaluate, watch, on_step, profile)
         state = loop.take_steps(state, done)
         watch.phase("end of the run")
         checkpoints.wait()
@@ -207,6 +220,8 @@ class _Loop:
     log: Logbook
     evaluate: Evaluate | None
     watch: Watchdog
+    on_step: OnStep | None
+    profile: bool
 
     def __post_init__(self) -> None:
         self.config = self.run.config
@@ -221,7 +236,10 @@ class _Loop:
             asked = fingerprints.asked_by(self.config, self.run.held_out)
             self._evaluate_base(self.evaluate, asked, state, done)
         for number in range(done + 1, last + 1):
-            state = self._step(state, number)
+            # The first step compiles.
+            traced = self.profile and number == min(done + 2, last)
+            with jax.profiler.trace(self.folder.path / "profile") if traced else _nothing():
+                state = self._step(state, number)
             stop = process.stop_requested(number)
             best = progress.best[0] if progress.best else None
             due = number in (best, last) or _due(number, self.config.checkpoint.every)
@@ -347,6 +365,8 @@ class _Loop:
         self.display.step(number, values)
         self.log.step(number, values)
         self.keeper.refuse_diverged(number, values)
+        if self.on_step is not None:
+            self.on_step(number, values)
         return state
 
     def _evaluated(
@@ -379,7 +399,8 @@ class _Clock:
     def __call__(self, phase: str) -> Iterator[None]:
         self.says(phase)
         began = time.monotonic()
-        yield
+        with jax.profiler.TraceAnnotation(phase):
+            yield
         spent = time.monotonic() - began
         self.seconds[f"time/{phase}"] = self.seconds.get(f"time/{phase}", 0.0) + spent
         self.seconds["time/step"] = self.seconds.get("time/step", 0.0) + spent

@@ -32,7 +32,12 @@ def run(tmp_path_factory):
     config = small_run.config(
         folder, **{"eval.data": "task:arithmetic:test", "eval.prompts": 20, "eval.samples": 4}
     )
-    return config, loop.train(config)
+    seen = []
+    finished = loop.train(config, on_step=lambda *step: seen.append(step), profile=True)
+    assert list(folder.rglob("*.xplane.pb"))  # a trace of the second step
+    assert [number for number, _ in seen] == [1, 2, 3]
+    assert seen[1][1]["loss"] == small_run.metrics(finished.path)[2]["loss"]
+    return config, finished
 
 
 def model_of(path):
