@@ -190,16 +190,13 @@ def setup(
     answers = inputs.load_answers(config, blueprint, tokenizer, rows)
     # Before anything is allocated.
     memory.refuse_too_large(memory.count(blueprint, kept_policies(blueprint)), mesh)
-    # A token of the answer is none of the sample's, so nothing but a chain can read these.
-    needs = blueprint.chain.needs.difference(OF_ANSWERS) | blueprint.objective.needs
-    columns = methods.needed_columns(needs, rows, chosen)
+    columns = methods.needed_columns(_needs(blueprint), rows, chosen)
     dtype, layout = held_dtype(model), param_layout(blueprint)
     params = folders.read_params(read["folder"], model, dtype, layout)
     policy, seed = methods.make_policy(config, chosen), config.train.seed
     names = tuple(reward.name for reward in chosen)
-    leftover = None
-    if config.rollout.refill is not None:
-        leftover = refill.no_leftover(blueprint.geometry, names, columns, answers)
+    room = functools.partial(refill.no_leftover, blueprint.geometry, names, columns, answers)
+    leftover = None if config.rollout.refill is None else room()
     return Setup(
         config=config,
         **read,
@@ -293,6 +290,14 @@ def _method(
     )
     blueprint = memory.with_slots(blueprint, kept_policies(blueprint))
     return blueprint, step.build_steps(blueprint, share)
+
+
+def _needs(blueprint: Blueprint) -> frozenset[str]:
+    """What a method reads, but for what its chain reads of reference answers.
+
+    A loss cannot read that: a token of an answer is none of its samples'.
+    """
+    return blueprint.chain.needs.difference(OF_ANSWERS) | blueprint.objective.needs
 
 
 def samples_of(config: Config) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ ROWS = [{"prompt": "p", "answer": answer} for answer in ("42", "7", "123")]
 
 
 @functools.cache
-def tokenizer():
+def tokenizer() -> Any:
     """Tokens are bytes, and a few pairs of them; <end> is special."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {text: place for place, text in enumerate([*alphabet, *map("".join, MERGES)])}

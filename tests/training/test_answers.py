@@ -88,6 +88,7 @@ def test_groups_that_are_left_over_keep_their_thoughts_for_the_next_step(tmp_pat
     run = setup(small_run.config(tmp_path / "x", **changes))
     state, _ = run.collect(run.state)
     kept = state.leftover
+    assert kept is not None
     left = kept.ordinal >= 0
     assert left.any()
     state, second = run.collect(state)
@@ -128,4 +129,5 @@ def test_answers_for_which_the_model_has_no_positions_are_refused(tmp_path):
         setup(small_run.config(tmp_path / "r", **changes), dataset=rows)
     changes["data.max_answer_tokens"] = 5
     run = setup(small_run.config(tmp_path / "r", **changes), dataset=rows)
+    assert run.answers is not None
     assert (run.answers.longest, run.answers.num_cut) == (5, 8)

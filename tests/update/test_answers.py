@@ -147,11 +147,10 @@ def test_text_behind_the_thought_changes_nothing():
 
 def test_meshes_of_four_devices_score_the_same():
     # 8 tokens and 5 of an answer do not divide over a context of four devices: room for 16.
-    sizes = {"width": 8, "steps": 8}
-    rollouts = given(**sizes)
+    rollouts = given(width=8, steps=8)
     want = plain(rollouts, tiny.UNIFORM)
     for mesh in ((2, 2, 1, 1), (1, 1, 1, 4)):
-        prepare = preparer(tiny.UNIFORM, tokens=32, mesh=mesh, **sizes)
+        prepare = preparer(tiny.UNIFORM, tokens=32, mesh=mesh, width=8, steps=8)
         got = scored(prepare, rollouts, tiny.UNIFORM)
         for name in want:
             np.testing.assert_allclose(got[name], want[name], atol=1e-5, rtol=0)
