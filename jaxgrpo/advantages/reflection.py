@@ -72,8 +72,9 @@ def reasoning_reflection(
         thought's merit. None: c = 0. Costs J times the rest.
 
     Fields: answer_logp [P, G, J], the answer forced after each sample's thought; answer_mask
-    [P, J]; masked_answer_logp [P, J]. No pass of training makes them yet: bring them in the
-    `fields` of rollouts of your own to `compute`, or to `evaluate`.
+    [P, J]; masked_answer_logp [P, J]. In training a pass of the trained policy scores the data's
+    answers (`data.answer`), at the temperature of sampling; `data.answer_prefix` is between thought
+    and answer.
     Streams: [P, G] each -> and "r3".  Raises: InputError on unknown options and other shapes.
     Metrics: dropped, share of prompts that the filter took; spread, its mean over prompts.
     Source: DRO, arXiv 2506.13351. It does not give the form of the weights; "top" never takes a

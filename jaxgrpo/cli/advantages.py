@@ -56,7 +56,8 @@ FIELDS: dict[str, Given] = {
     "ordinal": Given("[P]", int, "place of the prompt in the run"),
     "step": Given("[]", int, "the training step"),
 }
-"""What parts read beside rewards; `types.FIELDS` says which of them a run scores by itself."""
+"""What parts read beside rewards. Those of `types.FIELDS` and `types.OF_ANSWERS` a run scores by
+itself."""
 
 
 TABLES = {"recipes": registry.recipes, "parts": registry.parts}

@@ -117,6 +117,8 @@ class DataKeys:
     delimiter: str = key(",")  # of a CSV file, one character; of eval.data too
     prompt: str = key("prompt")  # column of the prompt, or a template "{column} and text"
     answer: str = key("answer", may_be_empty=True)  # column of the answer; "": none
+    answer_prefix: str = key("", may_be_empty=True)  # text between thought and reference answer
+    max_answer_tokens: int | None = key(None, at_least=1)  # of it that are scored; None: all
     system: str | None = key(None)  # text of a system message in front of every prompt
     chat_template: str = key("auto")  # "auto": the tokenizer's if it has one; "none"; a file
     chat_template_kwargs: Mapping[str, Any] = key({})  # variables of the template

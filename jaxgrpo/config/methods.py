@@ -90,6 +90,9 @@ def needed_columns(
 ) -> dict[str, np.ndarray]:
     """The data columns that a method reads as fields, as arrays [rows, ...].
 
+    Args:
+      needs: of the chain and the loss, without `OF_ANSWERS` of the chain.
+
     Raises: InputError for a field that no pass, column or reward produces, and for a column that
     holds no numbers.
     """

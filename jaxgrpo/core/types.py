@@ -139,10 +139,16 @@ OF_PASS: dict[str, str] = {"policy_entropy": "trainer", "full_kl": "reference"}
 reads besides the trained ones.
 """
 
-OF_SAMPLES: dict[str, str] = {
-    "answer_logp": "[P, G, J], log-probs of a known answer's tokens after each sample's thought",
+OF_ANSWERS: dict[str, str] = {
+    "answer_logp": "[P, G, J], log-probs of the reference answer's tokens after each thought",
     "answer_mask": "[P, J], the tokens of that answer",
     "masked_answer_logp": "[P, J], log-probs of that answer without a thought",
+}
+"""Fields of the data's reference answers, for chains: the trained policy scores each answer behind
+the thoughts of its prompt's samples. See `rollout.answers` and `update.answers`.
+"""
+
+OF_SAMPLES: dict[str, str] = {
     "answer_tokens": "[P, G], tokens of each sample's own answer",
     "tree": "[P, G], the tree that each sample is a leaf of",
     "ancestors": "[P, G, D], the nodes on each sample's path",

@@ -119,13 +119,18 @@ def param_shardings(mesh: Mesh, axes: Params, shapes: Params, rules: Rules = TRA
 
 def check_divides(mesh: Mesh, what: str, size: int, logical: str) -> None:
     """Raises InputError if the mesh does not divide a dimension of the data."""
-    split = TRAINING[logical]
-    ways = _ways(mesh, split)
-    if size % ways:
+    fits, split = rounded_up(mesh, size, logical), TRAINING[logical]
+    if size != fits:
         raise InputError(
-            f"{what} = {size}: must be a multiple of {ways}, the size of mesh axes {split}; "
-            f"use {math.ceil(size / ways) * ways} or change the mesh"
+            f"{what} = {size}: must be a multiple of {_ways(mesh, split)}, the size of mesh axes "
+            f"{split}; use {fits} or change the mesh"
         )
+
+
+def rounded_up(mesh: Mesh, size: int, logical: str) -> int:
+    """The least size from `size` on that the mesh divides, of a dimension of the data."""
+    ways = _ways(mesh, TRAINING[logical])
+    return math.ceil(size / ways) * ways
 
 
 def constrain(mesh: Mesh, rules: Rules = TRAINING) -> Constrain:

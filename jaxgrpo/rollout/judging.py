@@ -23,6 +23,7 @@ from jaxgrpo.data.chat import for_rewards
 from jaxgrpo.models import sharding
 from jaxgrpo.rewards.calling import RewardLog, call_rewards, flipped, merge_metrics
 from jaxgrpo.rewards.protocol import Reward, RewardError, RewardFunction, TrainerState
+from jaxgrpo.rollout.answers import Answers
 from jaxgrpo.rollout.selection import PromptPolicy, pad_prompts, row_of
 
 SMALLEST = 4096  # bytes of a value that processes exchange
@@ -243,6 +244,7 @@ def make_rewarder(
     rewards: Sequence[Reward],
     rows: Sequence[Mapping[str, Any]],
     columns: Mapping[str, np.ndarray],
+    answers: Answers | None,
     steps: int,
     seed: int,
 ) -> Callable[..., tuple[TrainState, Rollouts, RewardLog]]:
@@ -254,6 +256,7 @@ def make_rewarder(
 
     Args:
       columns: numeric columns of the data, [rows, ...], that the method needs as fields.
+      answers: of the rows, where the method needs what a pass over them gives.
       steps: of the run, for the rewards' `trainer_state`.
       seed: of the run; it decides which 0/1 rewards are flipped (`flip`).
     """
@@ -271,7 +274,12 @@ def make_rewarder(
         ordinal = sharding.to_host(rollouts.ordinal)
         scores, log = flipped(scores, log, noise, seed, progress.global_step, ordinal)
         placed = {name: put_prompts(mesh, value) for name, value in scores.items()}
-        fields = {name: put_prompts(mesh, column[row]) for name, column in columns.items()}
+        brought = {name: column[row] for name, column in columns.items()}
+        if answers is not None:
+            length = tokens.shape[-1]
+            ids = completion_ids(tokens.reshape(-1, length), mask.reshape(-1, length))
+            brought |= answers.fields(row, ids)
+        fields = {name: put_prompts(mesh, value) for name, value in brought.items()}
         judged = dataclasses.replace(rollouts, rewards=placed, fields={**rollouts.fields, **fields})
         seen = policy.observe(state.prompt_policy_state, judged)
         return dataclasses.replace(state, prompt_policy_state=seen), judged, log

@@ -26,6 +26,7 @@ from jaxgrpo.core.metrics import Metrics, mean
 from jaxgrpo.core.types import Rollouts, TrainState
 from jaxgrpo.models import sharding
 from jaxgrpo.rewards.calling import RewardLog
+from jaxgrpo.rollout.answers import Answers
 from jaxgrpo.rollout.judging import merge_logs
 
 
@@ -121,18 +122,27 @@ def fill(
     return state, used, said._replace(extra=extra), metrics
 
 
-def no_leftover(geometry: Any, rewards: Iterable[str], columns: Mapping[str, np.ndarray]) -> Any:
+def no_leftover(
+    geometry: Any,
+    rewards: Iterable[str],
+    columns: Mapping[str, np.ndarray],
+    answers: Answers | None = None,
+) -> Any:
     """Room for the groups that a step may leave over, without any: what a run begins with.
 
     Args:
       geometry: an `update.packing.Geometry`.
       columns: numeric columns of the data, [rows, ...], that rollouts have as fields.
+      answers: of the rows, where rollouts have their fields.
     """
     prompts, samples, width, tokens = geometry[:4]
     fields: Any = {
         name: np.zeros((prompts, *one.shape[1:]), jax.dtypes.canonicalize_dtype(one.dtype))
         for name, one in columns.items()
     }
+    if answers is not None:
+        made = answers.fields(np.zeros(prompts, int), [[]] * (prompts * samples))
+        fields |= jax.tree.map(np.zeros_like, made)
     zeros: Any = np.zeros
     return Rollouts(
         prompt_tokens=zeros((prompts, width), np.int32),

@@ -12,6 +12,7 @@ from jaxgrpo.config import own_code
 from jaxgrpo.config.files import Config
 from jaxgrpo.config.keys import RewardKeys
 from jaxgrpo.core.errors import InputError
+from jaxgrpo.core.types import OF_ANSWERS
 from jaxgrpo.data import chat as conversations
 from jaxgrpo.data import prompts
 from jaxgrpo.data.chat import Chat
@@ -21,7 +22,9 @@ from jaxgrpo.data.tasks import PREFIX
 from jaxgrpo.rewards.calling import RewardLog
 from jaxgrpo.rewards.protocol import Reward, RewardError, TrainerState, check, name_of
 from jaxgrpo.rewards.registry import Preview, build, preview, with_lengths
+from jaxgrpo.rollout.answers import Answers, read_answers
 from jaxgrpo.training.console import facts
+from jaxgrpo.update.forward import Blueprint
 
 SHOWN = 80  # characters of an answer
 
@@ -82,6 +85,45 @@ def dropped_line(config: Config, rows: int, dropped: int) -> str:
         f"{dropped} of {rows + dropped} prompts left out: longer than rollout.max_prompt_tokens = "
         f"{config.rollout.max_prompt_tokens}"
     )
+
+
+def load_answers(
+    config: Config, blueprint: Blueprint, tokenizer: Any, rows: Sequence[Mapping[str, Any]]
+) -> Answers | None:
+    """The reference answers that a method's chain reads; None if it reads none.
+
+    Raises: InputError if a row has no answer, the model has no positions for the longest behind a
+    thought, or a key about answers is given and nothing reads it.
+    """
+    keys, rollout = config.data, config.rollout
+    prefix, limit = keys.answer_prefix, keys.max_answer_tokens
+    if not blueprint.chain.needs & OF_ANSWERS.keys():
+        for name, value in {"answer_prefix": prefix, "max_answer_tokens": limit}.items():
+            if value:
+                raise InputError(
+                    f"data.{name} = {value!r}: nothing reads it, since the method scores no "
+                    'reference answer; leave it out, or take recipe = "dro_r3"'
+                )
+        return None
+    answers = read_answers(tokenizer, rows, prefix, blueprint.sampling.stop_tokens, limit)
+    positions = blueprint.model.config.max_positions
+    most = rollout.max_prompt_tokens + rollout.max_completion_tokens + answers.longest
+    if most > positions:
+        raise InputError(
+            f"data.answer: the longest answer with data.answer_prefix has {answers.longest} tokens;"
+            f" behind rollout.max_prompt_tokens = {rollout.max_prompt_tokens} and "
+            f"rollout.max_completion_tokens = {rollout.max_completion_tokens} that makes {most}, "
+            f"but the model has max_position_embeddings = {positions}: set data.max_answer_tokens, "
+            "or shorten prompts or completions"
+        )
+    return answers
+
+
+def answers_line(answers: Answers) -> str:
+    """What to say of reference answers."""
+    after = f", after {answers.prefix!r}" if answers.prefix else ""
+    cut = f"; {answers.num_cut} of {len(answers.counts)} are longer" if answers.num_cut else ""
+    return f"at most {answers.counts.max()} tokens are scored behind each thought{after}{cut}"
 
 
 def resolve_rewards(

@@ -36,7 +36,13 @@ from jaxgrpo.training.folder import (
     read_metrics,
     read_samples,
 )
-from jaxgrpo.training.inputs import dropped_line, gold_problem, try_rewards, with_logged
+from jaxgrpo.training.inputs import (
+    answers_line,
+    dropped_line,
+    gold_problem,
+    try_rewards,
+    with_logged,
+)
 from jaxgrpo.training.logbook import Logbook
 from jaxgrpo.training.policy import base_params, evaluator_of, export
 from jaxgrpo.training.recovery import Keeper, Progress
@@ -199,13 +205,15 @@ def _restored(run: Setup, checkpoints: Checkpoints) -> tuple[TrainState, dict[st
 
 
 def _open(run: Setup, display: Display, opening: str, problem: str | None) -> None:
-    """Says what a run begins with: its devices, the prompts that were left out, and a problem."""
+    """Says what a run begins with: devices, prompts left out, reference answers, and a problem."""
     display.say(opening)
     if run.dropped:
         display.say(dropped_line(run.config, len(run.rows), run.dropped))
     if run.held_out and run.held_out.dropped:
         kept, dropped = len(run.held_out.rows), run.held_out.dropped
         display.say(f"eval.data: {dropped_line(run.config, kept, dropped)}")
+    if run.answers:
+        display.say(f"reference answers: {answers_line(run.answers)}")
     if problem:
         display.say(problem)
 

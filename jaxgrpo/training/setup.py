@@ -26,7 +26,15 @@ from jaxgrpo.config import methods
 from jaxgrpo.config.files import Config
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.metrics import Metrics
-from jaxgrpo.core.types import FIELDS, Params, Prompts, Rollouts, RolloutSpec, TrainState
+from jaxgrpo.core.types import (
+    FIELDS,
+    OF_ANSWERS,
+    Params,
+    Prompts,
+    Rollouts,
+    RolloutSpec,
+    TrainState,
+)
 from jaxgrpo.data.chat import Chat
 from jaxgrpo.data.prompts import PromptData
 from jaxgrpo.models import decoder, sharding
@@ -35,6 +43,7 @@ from jaxgrpo.models.hf import folders
 from jaxgrpo.rewards import RewardLog
 from jaxgrpo.rewards.protocol import Reward
 from jaxgrpo.rollout import refill
+from jaxgrpo.rollout.answers import Answers
 from jaxgrpo.rollout.judging import (
     Judged,
     judge_of,
@@ -98,6 +107,7 @@ class Setup(NamedTuple):
     dropped: int  # rows left out because their prompts are too long
     held_out: PromptData | None  # of eval.data
     rewards: tuple[Reward, ...]
+    answers: Answers | None  # of each row, where the chain reads what a pass over them gives
     blueprint: Blueprint
     state: TrainState
     policy: PromptPolicy
@@ -177,28 +187,28 @@ def setup(
     mesh, model, tokenizer, rows = (read[name] for name in ("mesh", "model", "tokenizer", "rows"))
     chosen = inputs.resolve_rewards(config, rewards, rows[0])
     blueprint, steps = share("method", lambda: _method(config, read, chosen, advantage, share))
+    answers = inputs.load_answers(config, blueprint, tokenizer, rows)
     # Before anything is allocated.
     memory.refuse_too_large(memory.count(blueprint, kept_policies(blueprint)), mesh)
-    needs = blueprint.chain.needs | blueprint.objective.needs
-    columns = methods.needed_columns(needs, rows, chosen)
+    columns = methods.needed_columns(_needs(blueprint), rows, chosen)
     dtype, layout = held_dtype(model), param_layout(blueprint)
     params = folders.read_params(read["folder"], model, dtype, layout)
     policy, seed = methods.make_policy(config, chosen), config.train.seed
     names = tuple(reward.name for reward in chosen)
-    leftover = None
-    if config.rollout.refill is not None:
-        leftover = refill.no_leftover(blueprint.geometry, names, columns)
+    room = functools.partial(refill.no_leftover, blueprint.geometry, names, columns, answers)
+    leftover = None if config.rollout.refill is None else room()
     return Setup(
         config=config,
         **read,
         rewards=chosen,
+        answers=answers,
         blueprint=blueprint,
         state=first_state(blueprint, params, policy, len(rows), seed, names, leftover),
         policy=policy,
         select=make_selector(mesh, policy, read["encoded"], blueprint.geometry, seed),
         sample=steps.sample,
         reward=make_rewarder(
-            mesh, policy, tokenizer, chosen, rows, columns, config.train.steps, seed
+            mesh, policy, tokenizer, chosen, rows, columns, answers, config.train.steps, seed
         ),
         prepare=steps.prepare,
         update=steps.update,
@@ -280,6 +290,14 @@ def _method(
     )
     blueprint = memory.with_slots(blueprint, kept_policies(blueprint))
     return blueprint, step.build_steps(blueprint, share)
+
+
+def _needs(blueprint: Blueprint) -> frozenset[str]:
+    """What a method reads, but for what its chain reads of reference answers.
+
+    A loss cannot read that: a token of an answer is none of its samples'.
+    """
+    return blueprint.chain.needs.difference(OF_ANSWERS) | blueprint.objective.needs
 
 
 def samples_of(config: Config) -> int:
@@ -443,6 +461,7 @@ def dry_run(config: Config, resume: bool = False) -> None:
             f"{config.train.steps * geometry.num_prompts}",
             "too long": inputs.dropped_line(config, len(run.rows), run.dropped),
             "rewards": ", ".join(f"{r.name} x {r.weight:g}" for r in run.rewards),
+            **({"answers": inputs.answers_line(run.answers)} if run.answers else {}),
             "chat template": run.chat.name,
             "first prompt": f"row {first}, {len(ids)} tokens: {run.tokenizer.decode(ids)!r}",
         },

@@ -23,7 +23,8 @@ from jaxgrpo.losses import Tokens, token_loss
 from jaxgrpo.models import sharding
 from jaxgrpo.models.logprobs import Entropy
 from jaxgrpo.rollout import sampler as sampling
-from jaxgrpo.update import diagnostics, packing
+from jaxgrpo.rollout.answers import FORCED
+from jaxgrpo.update import answers, diagnostics, packing
 from jaxgrpo.update.forward import (
     Blueprint,
     as_computed,
@@ -130,13 +131,15 @@ class Preparer:
         self.blueprint, geometry = blueprint, blueprint.geometry
         shape = geometry.num_prompts, geometry.group_size, geometry.max_completion_tokens
         self.sample_shape = shape
-        self.score = jax.jit(functools.partial(_score, blueprint), static_argnums=2)
+        self.score = jax.jit(functools.partial(_score, blueprint), static_argnums=(2, 3))
         self.judge = jax.jit(functools.partial(_judge, blueprint))
         constrain = sharding.constrain(blueprint.mesh)
         self.gather = jax.jit(functools.partial(packing.gather, constrain=constrain))
         self.scatter = jax.jit(packing.scatter)
         self.measure = jax.jit(packing.lengths_of)
         self.drift = jax.jit(diagnostics.drift_metrics, static_argnums=3)
+        self.behind_thoughts = jax.jit(answers.behind_thoughts, static_argnums=1)
+        self.of_answers = jax.jit(answers.of_answers)
 
     def prepare(self, state: TrainState, rollouts: Rollouts) -> tuple[TrainState, Prepared]:
         compact, geometry = self.blueprint.compact, self.blueprint.geometry
@@ -161,19 +164,39 @@ class Preparer:
         self, state: TrainState, rollouts: Rollouts, lengths: packing.Lengths
     ) -> Rollouts:
         """The rollouts with what the chain needs, scored on every sample."""
-        names = self.blueprint.chain.needs & FIELDS.keys()
-        if not names:
-            return rollouts
-        geometry = self.blueprint.geometry
-        everyone = packing.plan(lengths, np.ones(self.sample_shape[:2], bool), geometry)
-        zero = jnp.zeros(self.sample_shape, jnp.float32)
-        batch = self.gather(rollouts, everyone, zero, zero, rollouts.token_mask, {})
-        scored = self.score_fields(state, names, batch)
-        fields = {
-            name: self.scatter(value, everyone, rollouts.token_mask)
-            for name, value in scored.items()
-        }
+        needs, fields = self.blueprint.chain.needs, {}
+        if names := needs & FIELDS.keys():
+            geometry = self.blueprint.geometry
+            fields |= self.score_everyone(state, names, rollouts, lengths, geometry)
+        if needs & {answers.ANSWER, answers.MASKED}:
+            fields |= self.score_answers(state, rollouts)
         return dataclasses.replace(rollouts, fields={**rollouts.fields, **fields})
+
+    def score_answers(self, state: TrainState, rollouts: Rollouts) -> dict[str, Array]:
+        """The log-probs of the reference answers, in a pass over them and the thoughts."""
+        blueprint, longest = self.blueprint, rollouts.fields[FORCED].shape[1]
+        masked = answers.MASKED in blueprint.chain.needs
+        geometry = answers.geometry_of(blueprint.geometry, longest, masked, blueprint.mesh)
+        longer = self.behind_thoughts(rollouts, geometry)
+        lengths = sharding.to_host(self.measure(longer))
+        scored = self.score_everyone(state, {"trainer_logp"}, longer, lengths, geometry)
+        return self.of_answers(scored["trainer_logp"], rollouts)
+
+    def score_everyone(
+        self,
+        state: TrainState,
+        names: Collection[str],
+        rollouts: Rollouts,
+        lengths: packing.Lengths,
+        geometry: packing.Geometry,
+    ) -> dict[str, Array]:
+        """The named fields [P, G, T] of every sample."""
+        mask = rollouts.token_mask
+        everyone = packing.plan(lengths, np.ones(mask.shape[:2], bool), geometry)
+        zero = jnp.zeros(mask.shape, jnp.float32)
+        batch = self.gather(rollouts, everyone, zero, zero, mask, {})
+        scored = self.score_fields(state, names, batch, geometry)
+        return {name: self.scatter(value, everyone, mask) for name, value in scored.items()}
 
     def assemble(
         self, state: TrainState, rollouts: Rollouts, judged: _Judged, where: packing.Plan
@@ -186,14 +209,19 @@ class Preparer:
         known["behavior_logp"] = rollouts.behavior_logp
         known["sampled_now"] = self.per_token(rollouts.policy_version == state.step)
         batch = self.gather(rollouts, where, *judged, known)
-        late = self.score_fields(state, (needs & FIELDS.keys()) - known.keys(), batch)
+        names = (needs & FIELDS.keys()) - known.keys()
+        late = self.score_fields(state, names, batch, self.blueprint.geometry)
         batch = dataclasses.replace(batch, fields={**batch.fields, **late})
         if self.blueprint.objective.proximal == "trainer":
             batch = dataclasses.replace(batch, proximal_logp=batch.fields["trainer_logp"])
         return batch
 
     def score_fields(
-        self, state: TrainState, names: Collection[str], batch: TrainBatch
+        self,
+        state: TrainState,
+        names: Collection[str],
+        batch: TrainBatch,
+        geometry: packing.Geometry,
     ) -> dict[str, Array]:
         """The named fields [K, D, R, Q], with one pass per policy that they ask for."""
         fields: dict[str, Array] = {}
@@ -201,7 +229,7 @@ class Preparer:
             params = state.trainable if policy == "trainer" else state.frozen[policy]
             wanted = {name: FIELDS[name] for name in names if FIELDS[name].policy == policy}
             asked = "value" if "entropy" in {one.quantity for one in wanted.values()} else "none"
-            logp, entropy = self.score(params, batch, asked)
+            logp, entropy = self.score(params, batch, asked, geometry)
             values = {"logp": logp, "entropy": entropy}
             fields |= {name: values[field.quantity] for name, field in wanted.items()}
         return fields
@@ -213,9 +241,14 @@ class Preparer:
 
 
 def _score(
-    blueprint: Blueprint, params: Params, batch: TrainBatch, entropy: Entropy
+    blueprint: Blueprint,
+    params: Params,
+    batch: TrainBatch,
+    entropy: Entropy,
+    geometry: packing.Geometry,
 ) -> tuple[Array, Array | None]:
     """Log-probs and entropies [K, D, R, Q] under `params`; 0 in micro-batches that are not live."""
+    blueprint = blueprint._replace(geometry=geometry)
 
     def values(index: Array) -> tuple[Array, Array | None]:
         logp, fields = forward(blueprint, params, micro_batch(batch, index), entropy)

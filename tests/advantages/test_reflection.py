@@ -18,6 +18,7 @@ from jaxgrpo.advantages import stats
 from jaxgrpo.advantages.reflection import LOWEST_LOGP, log_propagation
 from jaxgrpo.config.methods import needed_columns
 from jaxgrpo.core.errors import InputError
+from jaxgrpo.core.types import OF_ANSWERS
 
 P, G, J = 6, 4, 5
 ZEROS = np.zeros((P, G))
@@ -322,9 +323,10 @@ def test_wrong_options_shapes_and_names_are_refused():
         adv.evaluate("dro_r3", {"r3": np.zeros((P, G))}, answer_logp=logp, answer_mask=tokens)
 
 
-def test_training_says_what_r3_needs_and_where_it_can_be_brought():
-    with pytest.raises(InputError, match=r"answer_logp \[P, G, J\], log-probs of .*compute"):
-        needed_columns(adv.build("dro_r3").needs, [{"prompt": "1+1=", "answer": "2"}], [])
+def test_training_says_what_it_does_not_make_and_where_it_can_be_brought():
+    needs = adv.answer_length().needs.difference(OF_ANSWERS)
+    with pytest.raises(InputError, match=r"answer_tokens \[P, G\], tokens of .*compute"):
+        needed_columns(needs, [{"prompt": "1+1=", "answer": "2"}], [])
 
 
 def test_a_prompt_whose_masked_thought_is_not_known_is_not_scored():

@@ -321,9 +321,8 @@ def dro_r3(
       masked_thought: subtract masked_answer_logp, the answer's log-probs without a thought.
       eps, ddof: of the standard deviation.
 
-    Fields: answer_logp [P, G, J] and answer_mask [P, J] (`reasoning_reflection`). They go with the
-    samples, so no data column can hold them, and training has no pass for them yet: bring them in
-    the `fields` of rollouts of your own to `compute`, or to `evaluate`.
+    Fields: answer_logp [P, G, J] and answer_mask [P, J] (`reasoning_reflection`), from the data's
+    answers in training. R3 alone is `weights = {"correct": 0.0}`, where `correct` is only logged.
     Source: DRO, arXiv 2506.13351; its loss takes clip(0.2, 0.2) and masks truncated samples.
 
     >>> from jaxgrpo.advantages import evaluate

@@ -1,0 +1,133 @@
+"""Reference answers behind thoughts: the tokens that a pass of the policy is to judge (R3).
+
+A thought is a sample's completion up to the first place where its text holds the prefix, without
+it; else all of it but its end token. Behind the thought follow the tokens of the prefix and of the
+data's answer, without special tokens. A token in which the prefix begins is not of the thought.
+"""
+
+from __future__ import annotations
+
+import bisect
+import numbers
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxgrpo.core.errors import InputError
+
+FORCED = "forced_answer"
+"""Field [P, L] int32: the prefix's and the answer's tokens, -1 behind the last."""
+
+THOUGHT = "thought_tokens"
+"""Field [P, G] int32: tokens of each sample's completion that are its thought."""
+
+MASK = "answer_mask"
+"""Field [P, J] bool: the answer's tokens, the last ones of those in `FORCED`."""
+
+
+class Answers(NamedTuple):
+    """The reference answers of a run's rows."""
+
+    tokenizer: Any
+    prefix: str  # "": none, and the whole completion is the thought
+    ends: Collection[int]  # tokens that end a sample
+    forced: Sequence[np.ndarray]  # of each row, int32: the tokens of prefix and answer
+    counts: np.ndarray  # [rows] int, how many of them are the answer's
+    num_cut: int  # answers of which the limit leaves only the first tokens
+
+    @property
+    def longest(self) -> int:
+        """L, the tokens of the longest prefix and answer."""
+        return max(map(len, self.forced))
+
+    def fields(self, row: np.ndarray, ids: Sequence[Sequence[int]]) -> dict[str, np.ndarray]:
+        """FORCED, THOUGHT and MASK of samples.
+
+        Args:
+          row: [P], of each group in the data.
+          ids: tokens of the P x G completions.
+        """
+        forced = np.full((len(row), self.longest), -1, np.int32)
+        for place, index in enumerate(row):
+            forced[place, : len(self.forced[index])] = self.forced[index]
+        thoughts = np.array([self.thought(one) for one in ids], np.int32)
+        is_token = np.arange(self.counts.max()) < self.counts[row][:, None]
+        return {FORCED: forced, THOUGHT: thoughts.reshape(len(row), -1), MASK: is_token}
+
+    def thought(self, ids: Sequence[int]) -> int:
+        """The number of tokens of a completion that are its thought.
+
+        About 2 + log2(tokens) texts are written for a completion that holds the prefix.
+        """
+        whole = len(ids) - (len(ids) > 0 and ids[-1] in self.ends)
+        if not self.prefix or self.prefix not in self._text(ids[:whole]):
+            return whole
+
+        def is_in(count: int) -> bool:
+            return self.prefix in self._text(ids[:count])
+
+        count = bisect.bisect_left(range(whole), True, key=is_in)
+        begin = self._text(ids[:count]).find(self.prefix)
+        while len(self._text(ids[:count])) > begin:
+            count -= 1
+        return count
+
+    def _text(self, ids: Sequence[int]) -> str:
+        return self.tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+
+
+def read_answers(
+    tokenizer: Any,
+    rows: Sequence[Mapping[str, Any]],
+    prefix: str = "",
+    ends: Collection[int] = (),
+    limit: int | None = None,
+) -> Answers:
+    """The answers of rows, each tokenised as it follows the prefix.
+
+    A token of both prefix and answer is one of the answer's.
+
+    Args:
+      ends: tokens that end a sample.
+      limit: of an answer's tokens, the first so many are read; None: all.
+
+    Raises: InputError if there is no column of answers, or a row has none.
+    """
+    if "answer" not in rows[0]:
+        raise InputError(
+            'data.answer = "": the method scores the reference answer of each row (answer_logp); '
+            "name the column that holds it"
+        )
+    texts = [_text_of(row["answer"]) for row in rows]
+    written = _encode(tokenizer, [prefix + (text or "") for text in texts])
+    opening = _encode(tokenizer, [prefix])[0]
+    begins = [_common(opening, ids) for ids in written]
+    sizes = [len(ids) - begin for ids, begin in zip(written, begins, strict=True)]
+    odd = [place for place, text in enumerate(texts) if not text or not sizes[place]]
+    if odd:
+        raise InputError(
+            f"data.answer: {len(odd)} of {len(rows)} rows hold no answer (the first is row "
+            f"{odd[0]}, {rows[odd[0]]['answer']!r}), and the method scores the reference answer of "
+            "each row (answer_logp): write a text or a number, or take the rows out"
+        )
+    counts = np.minimum(sizes, max(sizes) if limit is None else limit)
+    ends_at = np.add(begins, counts)
+    forced = [np.asarray(ids[:end], np.int32) for ids, end in zip(written, ends_at, strict=True)]
+    return Answers(tokenizer, prefix, ends, forced, counts, int((counts < sizes).sum()))
+
+
+def _text_of(answer: Any) -> str | None:
+    """An answer as text; None if it is none."""
+    is_number = isinstance(answer, numbers.Number) and not isinstance(answer, bool)
+    return str(answer) if is_number or isinstance(answer, str) else None
+
+
+def _encode(tokenizer: Any, texts: Sequence[str]) -> list[list[int]]:
+    return tokenizer(texts, add_special_tokens=False)["input_ids"]
+
+
+def _common(left: Sequence[int], right: Sequence[int]) -> int:
+    """The number of tokens with which both begin."""
+    same = [one == other for one, other in zip(left, right, strict=False)]
+    return [*same, False].index(False)

@@ -1,0 +1,133 @@
+"""Runs whose method scores reference answers: from the config to parameters that move."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+
+import jax
+import numpy as np
+import pytest
+import small_run
+
+from jaxgrpo.cli.main import main
+from jaxgrpo.core.errors import InputError
+from jaxgrpo.models import sharding
+from jaxgrpo.rollout.answers import FORCED, MASK, THOUGHT
+from jaxgrpo.training import loop
+from jaxgrpo.training.setup import setup
+
+pytestmark = pytest.mark.slow
+
+# The thought is what stands before the first space, and nothing but R3 is trained on.
+ALONE = {
+    "recipe": {"use": "dro_r3", "masked_thought": True, "weights": {"arithmetic": 0, "digits": 0}},
+    "data.answer_prefix": " ",
+}
+
+
+def three(completions, **columns):
+    """The second sample of each group of four is right, but for the first group."""
+    return [float(place > 4 and place % 4 == 1) for place in range(len(completions))]
+
+
+def test_r3_alone_trains_from_the_command_line(tmp_path, capsys):
+    file = small_run.write(tmp_path / "run.toml", tmp_path / "r", **ALONE)
+    before = setup(small_run.config(tmp_path / "r", **ALONE)).state.trainable
+    before = jax.tree.map(np.asarray, before)
+    assert main(["train", str(file), "--dry-run"]) == 0
+    said = "at most 3 tokens are scored behind each thought, after ' '"
+    assert said in capsys.readouterr().out
+    assert main(["train", str(file)]) == 0
+    assert said in capsys.readouterr().out
+    lines = small_run.metrics(tmp_path / "r")
+    assert len(lines) == 3
+    for line in lines:
+        numbers = [value for value in line.values() if isinstance(value, float)]
+        assert all(map(math.isfinite, numbers))
+        assert line["reasoning_reflection/spread"] > 0
+        assert 0 < line["live_samples"] <= 1 - line["reasoning_reflection/dropped"] < 1
+        assert line["grad_norm"] > 0
+    trained = setup(
+        small_run.config(tmp_path / "x", **ALONE, **{"model.path": str(tmp_path / "r" / "model")})
+    ).state.trainable
+    moved = jax.tree.map(lambda old, new: np.abs(old - new).max(), before, trained)
+    assert min(jax.tree.leaves(moved)) > 0
+
+
+def test_fields_are_of_the_samples_thoughts_and_the_rows_answers(tmp_path):
+    run = setup(small_run.config(tmp_path / "r", **ALONE))
+    (space,) = run.tokenizer(" ")["input_ids"]
+    _, collected = run.collect(run.state)
+    rollouts = sharding.to_host(collected.rollouts)
+    for p, g in np.ndindex(8, 4):
+        row = run.rows[rollouts.row[p]]
+        forced = rollouts.fields[FORCED][p]
+        assert run.tokenizer.decode(forced[forced >= 0]) == f" {row['answer']}"
+        assert rollouts.fields[MASK][p].sum() == len(row["answer"])
+        ids = rollouts.completion_tokens[p, g][rollouts.token_mask[p, g]].tolist()
+        ids = [*ids, run.tokenizer.eos_token_id]
+        ends = [ids.index(space)] if space in ids else []
+        assert rollouts.fields[THOUGHT][p, g] == min([*ends, ids.index(ids[-1])])
+
+
+def test_groups_that_are_left_over_keep_their_thoughts_for_the_next_step(tmp_path):
+    changes = {
+        "recipe": "dro_r3",
+        "data.answer_prefix": " ",
+        "rewards": [{"use": f"{__file__}:three"}],
+        "rollout.refill": {"factor": 4.0},
+        "rollout.overlap_rewards": False,
+        "rollout.prompts_per_step": 4,
+    }
+    finished = loop.train(small_run.config(tmp_path / "r", **changes))
+    lines = small_run.metrics(finished.path)
+    assert [line["refill/shortfall"] for line in lines] == [0, 0, 0]
+    assert all(line["grad_norm"] > 0 for line in lines)
+    run = setup(small_run.config(tmp_path / "x", **changes))
+    state, _ = run.collect(run.state)
+    kept = state.leftover
+    assert kept is not None
+    left = kept.ordinal >= 0
+    assert left.any()
+    state, second = run.collect(state)
+    after = sharding.to_host(second.rollouts)
+    for name in (FORCED, THOUGHT, MASK):
+        np.testing.assert_array_equal(after.fields[name][: left.sum()], kept.fields[name][left])
+    assert (after.fields[FORCED] >= 0).any(1).all()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"recipe": "grpo", "data.answer_prefix": "A"},
+            r"data\.answer_prefix = 'A': nothing reads",
+        ),
+        ({"recipe": "grpo", "data.max_answer_tokens": 3}, r"data\.max_answer_tokens = 3: nothing"),
+        ({"recipe": "dro_r3", "data.answer": ""}, r'data\.answer = "": the method scores the ref'),
+        ({"recipe": "dro_r3"}, r"1 of 9 rows hold no answer \(the first is row 8, None\)"),
+    ],
+)
+def test_answers_that_are_missing_or_unread_are_refused_by_the_dry_run(
+    tmp_path, capsys, changes, message
+):
+    rows = [{"prompt": f"{n}+1=", "gold": str(n + 1) if n < 8 else None} for n in range(9)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    changes = {"data.path": str(tmp_path / "rows.jsonl"), "data.answer": "gold", **changes}
+    changes["rewards"] = [{"use": f"{small_run.__file__}:digits"}]
+    file = small_run.write(tmp_path / "run.toml", tmp_path / "r", **changes)
+    assert main(["train", str(file), "--dry-run"]) == 2
+    assert re.search(message, capsys.readouterr().err)
+
+
+def test_answers_for_which_the_model_has_no_positions_are_refused(tmp_path):
+    rows = [{"prompt": f"{n}+1=", "answer": "4" * 40_000} for n in range(8)]
+    changes = {"recipe": "dro_r3", "rewards": [{"use": f"{small_run.__file__}:digits"}]}
+    with pytest.raises(InputError, match=r"has 40000 tokens; .* set data\.max_answer_tokens"):
+        setup(small_run.config(tmp_path / "r", **changes), dataset=rows)
+    changes["data.max_answer_tokens"] = 5
+    run = setup(small_run.config(tmp_path / "r", **changes), dataset=rows)
+    assert run.answers is not None
+    assert (run.answers.longest, run.answers.num_cut) == (5, 8)

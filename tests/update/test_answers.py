@@ -1,0 +1,169 @@
+"""The pass over reference answers against one plain causal pass per sample."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import tiny
+
+from jaxgrpo import advantages, losses
+from jaxgrpo.models import decoder, sharding
+from jaxgrpo.models.attention import causal
+from jaxgrpo.rollout.answers import FORCED, MASK, THOUGHT
+from jaxgrpo.rollout.sampler import SamplingSettings
+from jaxgrpo.rollout.selection import sequential
+from jaxgrpo.training.setup import first_state
+from jaxgrpo.update import answers
+from jaxgrpo.update.forward import Blueprint
+from jaxgrpo.update.packing import Geometry
+from jaxgrpo.update.step import Preparer
+
+pytestmark = pytest.mark.slow
+
+WIDE = dataclasses.replace(tiny.UNIFORM, dtype="float64")
+TEMPERATURE = 0.8
+P, G = 4, 4
+PREFIX = [2, 2, 1, 2]  # tokens before each answer, which may take one into its first token
+LENGTHS = [3, 1, 4, 2]
+THOUGHTS = np.array([[5, 0, 3, 1], [0, 0, 0, 0], [2, 5, 4, 3], [1, 1, 2, 0]], np.int32)
+
+
+def preparer(config=WIDE, masked=True, tokens=25, mesh=(1, 1, 1, 1), width=6, steps=5):
+    sizes = dict(zip(sharding.AXES, mesh, strict=True))
+    grid = sharding.make_mesh(**sizes, devices=jax.devices()[: int(np.prod(mesh))])
+    return Preparer(
+        Blueprint(
+            model=decoder.build(config, constrain=sharding.constrain(grid)),
+            chain=advantages.build("dro_r3", {"masked_thought": masked}),
+            objective=losses.Objective(losses.clip(), losses.token_mean()),
+            optimizer=optax.sgd(0.1),
+            geometry=Geometry(P, G, width, steps, sharding.num_bins(grid), tokens),
+            sampling=SamplingSettings(G, steps, TEMPERATURE, (tiny.END,), tiny.PAD),
+            mesh=grid,
+        )
+    )
+
+
+def given(width=6, steps=5, seed=0):
+    """Rollouts of full length, whose thoughts are some of their tokens, with answers."""
+    random = np.random.default_rng(11)
+    most = max(map(sum, zip(PREFIX, LENGTHS, strict=True)))
+    forced = random.integers(2, tiny.VOCAB, (P, most)).astype(np.int32)
+    size = np.add(PREFIX, LENGTHS)[:, None]
+    forced = np.where(np.arange(most) < size, forced, -1)
+    mask = np.arange(max(LENGTHS)) < np.array(LENGTHS)[:, None]
+    fields = {FORCED: forced, THOUGHT: THOUGHTS, MASK: mask}
+    rewards = np.random.default_rng(3).random((P, G))
+    made = tiny.rollouts(rewards, steps, width)
+    tokens = np.random.default_rng(seed).integers(2, tiny.VOCAB, (P, G, steps)).astype(np.int32)
+    own = np.random.default_rng(99).integers(2, tiny.VOCAB, (P, G, steps)).astype(np.int32)
+    tokens = np.where(np.arange(steps) < THOUGHTS[..., None], own, tokens)
+    everywhere = np.ones_like(tokens, bool)
+    changes = {"completion_tokens": tokens, "token_mask": everywhere, "fields": fields}
+    return jax.tree.map(jnp.asarray, dataclasses.replace(made, **changes))
+
+
+def scored(prepare, rollouts, config=WIDE):
+    made = prepare.blueprint
+    layout = sharding.param_shardings(made.mesh, made.model.axes, made.model.shapes)
+    params = jax.device_put(tiny.params(config), layout)
+    state = first_state(made, params, sequential(), 8, 0, ("reward",))
+    rollouts = jax.tree.map(
+        lambda leaf: sharding.put(
+            leaf, sharding.named(made.mesh, *("bins", None, None)[: leaf.ndim])
+        ),
+        rollouts,
+    )
+    lengths = sharding.to_host(prepare.measure(rollouts))
+    fields = prepare.with_fields(state, rollouts, lengths).fields
+    return {name: np.asarray(fields[name]) for name in sorted(fields) if name.endswith("_logp")}
+
+
+@functools.cache
+def alone(config, *tokens):
+    """Log-probs [n - 1] of all tokens but the first, in one pass over a sequence as it is."""
+    position = jnp.arange(len(tokens))[None]
+    attend = causal(position, jnp.ones_like(position, bool))
+    model, params = tiny.model(config), tiny.params(config)
+    hidden, _ = model.apply(params, jnp.asarray(tokens)[None], position, attend, None)
+    logits = np.asarray(model.unembed(params, hidden)[0]) / TEMPERATURE
+    shifted = logits - logits.max(-1, keepdims=True)
+    logp = shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
+    return logp[np.arange(len(tokens) - 1), list(tokens[1:])]
+
+
+def plain(rollouts, config=WIDE):
+    """Both fields by one unpadded pass per sample."""
+    most = max(LENGTHS)
+    found = np.zeros((P, G, most)), np.zeros((P, most))
+    for p in range(P):
+        prompt = np.asarray(rollouts.prompt_tokens[p])[np.asarray(rollouts.prompt_mask[p])]
+        forced = np.asarray(rollouts.fields[FORCED][p])
+        forced = forced[forced >= 0]
+        for g in range(G + 1):
+            thought = rollouts.completion_tokens[p, g, : THOUGHTS[p, g]] if g < G else []
+            whole = [*prompt.tolist(), *np.asarray(thought).tolist(), *forced.tolist()]
+            row = found[0][p, g] if g < G else found[1][p]
+            row[: LENGTHS[p]] = alone(config, *map(int, whole))[-LENGTHS[p] :]
+    return {"answer_logp": found[0], "masked_answer_logp": found[1]}
+
+
+@pytest.mark.parametrize("tokens", [25, 200])
+def test_answers_are_scored_as_in_one_plain_pass_per_sample(tokens):
+    with jax.enable_x64(True):
+        rollouts = given()
+        got, want = scored(preparer(tokens=tokens), rollouts), plain(rollouts)
+    assert got.keys() == want.keys()
+    for name in want:
+        assert got[name].dtype == np.float64
+        np.testing.assert_allclose(got[name], want[name], atol=1e-9, rtol=0)
+    assert np.ptp(want["answer_logp"][0, :, 0]) > 0.1  # thoughts make a difference
+    np.testing.assert_array_equal(got["answer_logp"] == 0, ~np.asarray(mask_of(rollouts)))
+    # A sample without a thought is the one that masks it.
+    np.testing.assert_allclose(
+        got["answer_logp"][1], np.broadcast_to(got["masked_answer_logp"][1], (G, 4)), atol=1e-9
+    )
+
+
+def mask_of(rollouts):
+    return np.broadcast_to(np.asarray(rollouts.fields[MASK])[:, None], (P, G, max(LENGTHS)))
+
+
+def test_text_behind_the_thought_changes_nothing():
+    with jax.enable_x64(True):
+        prepare = preparer()
+        first, other = given(seed=0), given(seed=1)
+        assert (first.completion_tokens != other.completion_tokens).any()
+        left, right = scored(prepare, first), scored(prepare, other)
+    for name in left:
+        np.testing.assert_array_equal(left[name], right[name])
+
+
+def test_meshes_of_four_devices_score_the_same():
+    # 8 tokens and 5 of an answer do not divide over a context of four devices: room for 16.
+    rollouts = given(width=8, steps=8)
+    want = plain(rollouts, tiny.UNIFORM)
+    for mesh in ((2, 2, 1, 1), (1, 1, 1, 4)):
+        prepare = preparer(tiny.UNIFORM, tokens=32, mesh=mesh, width=8, steps=8)
+        got = scored(prepare, rollouts, tiny.UNIFORM)
+        for name in want:
+            np.testing.assert_allclose(got[name], want[name], atol=1e-5, rtol=0)
+
+
+def test_the_pass_has_room_for_the_longest_answer_whatever_the_update_computes_at_a_time():
+    mesh = sharding.make_mesh(context=4)
+    small = Geometry(P, G, 8, 8, 1, 16)
+    sizes = answers.geometry_of(small, 7, True, mesh)
+    assert sizes == Geometry(P, G + 1, 8, 16, 1, 24)
+    assert answers.geometry_of(small._replace(tokens=64), 8, False, mesh).tokens == 64
+
+
+def test_a_chain_without_a_baseline_adds_no_sample():
+    prepare = preparer(tiny.UNIFORM, masked=False)
+    assert scored(prepare, given(), tiny.UNIFORM).keys() == {"answer_logp"}
