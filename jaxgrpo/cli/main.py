@@ -66,6 +66,13 @@ SET = several(
 PROMPTS = argument("--num-prompts", "N", "of the data; all by default", type=int, dest="prompts")
 JSON = argument("--json", "OUT", "write the numbers", dest="json_out")
 
+RESUME = argument(
+    "--resume",
+    None,
+    "go on where the run stopped, or start it; without it a run that is there is refused",
+    choices=["auto"],
+)
+
 COMMANDS: dict[str, tuple[Any, ...]] = {
     "quickstart": (
         "make a small base model, train it with GRPO, evaluate both",
@@ -76,14 +83,17 @@ COMMANDS: dict[str, tuple[Any, ...]] = {
         "train as a config says",
         "jaxgrpo.cli.start:train",
         argument("config", "CONFIG", "a TOML file, or a shipped config's name"),
-        argument(
-            "--resume",
-            None,
-            "go on where the run stopped, or start it; without it a run that is there is refused",
-            choices=["auto"],
-        ),
+        RESUME,
         switch("--dry-run", "check everything, call every reward and show the plan; train nothing"),
         switch("--profile", "trace the second step into RUN/profile: TensorBoard, Perfetto"),
+        SET,
+    ),
+    "replay": (
+        "train on rollouts that were saved, without sampling or rewarding",
+        "jaxgrpo.cli.start:replay",
+        argument("files", "FILE", "files of rollouts, one per step, in turn", nargs="+"),
+        argument("--config", None, "as of train; by default that of the run that wrote the files"),
+        RESUME,
         SET,
     ),
     "probe": (

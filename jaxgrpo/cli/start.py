@@ -1,4 +1,4 @@
-"""The commands by which most people begin: quickstart, train, init, make-base and doctor.
+"""The commands around training: quickstart, train, replay, init, make-base and doctor.
 
 Each imports the trainer when it runs: doctor works where a package that the trainer needs is not
 installed.
@@ -130,6 +130,19 @@ def train(
         setup.dry_run(read, resume == "auto")
     else:
         loop.train(read, resume=resume, profile=profile)
+    return 0
+
+
+def replay(
+    files: Sequence[str],
+    config: str | None = None,
+    resume: str | None = None,
+    overrides: Sequence[str] = (),
+) -> int:
+    """Trains on saved rollouts. Returns the exit code."""
+    from jaxgrpo.training import loop, replay
+
+    loop.train(replay.config_of(files, config, overrides), resume=resume, rollouts=files)
     return 0
 
 

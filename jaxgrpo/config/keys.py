@@ -229,6 +229,7 @@ class RunKeys:
     stop_grace: float = key(300.0, above=0)  # seconds from a stop signal to the end, saved or not
     stuck_after: float = key(3600.0, at_least=0)  # seconds without progress that end it; 0: never
     samples_every: int = key(10, at_least=0)  # steps between files of samples; 0: only the first's
+    rollouts_every: int = key(0, at_least=0)  # steps between files of rollouts; 0: none
     report: bool = key(True)  # false: none, until `jaxgrpo report` is asked for one
     report_every: int = key(10, at_least=0)  # at most 1% of the time goes into it; 0: at the end
 

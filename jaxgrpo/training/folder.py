@@ -1,9 +1,11 @@
 """The run folder: what a run leaves on disk, readable after a kill at any moment.
 
     config.toml  summary.json  metrics.jsonl  samples/step_N.jsonl  checkpoints/  code/
+    rollouts/0000000N.safetensors  replay.json  (the formats are in recorded.py and replay.py)
     report.html  tensorboard/  (written by report/html.py and logbook.py)
 
-The first are the same bytes for the same run, apart from metrics whose names begin with "time/".
+The first two lines are the same bytes for the same run, apart from metrics whose names begin with
+"time/".
 """
 
 from __future__ import annotations
@@ -81,13 +83,14 @@ def is_number(value: Any) -> bool:
     return isinstance(value, numbers.Real) and math.isfinite(value)
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Writes a whole file or nothing: a reader sees the old text or the new, never a part."""
+def write_atomically(path: Path, content: str | bytes) -> None:
+    """Writes a whole file or nothing: a reader sees the old content or the new, never a part."""
     # Named by process: a run and `jaxgrpo report` may write the same report at the same time.
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    is_text = isinstance(content, str)
     try:
         with open(temporary, "wb") as file:
-            file.write(text.encode("utf-8", "backslashreplace"))
+            file.write(content.encode("utf-8", "backslashreplace") if is_text else content)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
@@ -265,8 +268,9 @@ class RunFolder(Closing):
     def rewind(self, step: int | None) -> None:
         """Forgets what was written after `step` finished steps; None forgets everything logged.
 
-        Keeps the lines of metrics.jsonl with step <= `step`, byte for byte, and the sample files of
-        those steps. Call it once a checkpoint is restored and before anything is written.
+        Keeps the lines of metrics.jsonl with step <= `step`, byte for byte, and the files of
+        samples and rollouts of those steps. Call it once a checkpoint is restored and before
+        anything is written.
         """
         if not self._writes:
             return
@@ -280,6 +284,9 @@ class RunFolder(Closing):
         for number in sample_steps(self.path):
             if number > last:
                 (self.path / "samples" / f"step_{number}.jsonl").unlink()
+        for file in (self.path / "rollouts").glob("*.safetensors"):
+            if file.stem.isdecimal() and int(file.stem) > last:
+                file.unlink()
 
     def base(self) -> dict[str, Any]:
         """The evaluation of the base, in the line of step 0; {} where there is none."""
@@ -356,6 +363,19 @@ class RunFolder(Closing):
             lines.append(json.dumps(ordered, ensure_ascii=False, allow_nan=False) + "\n")
         self._write(f"samples/step_{step}.jsonl", "".join(lines))
 
+    def write_rollouts(self, step: int, content: bytes) -> None:
+        """Writes a file of rollouts. Its name has leading zeros, so that a shell's * sorts them."""
+        self._write(f"rollouts/{step:08}.safetensors", content)
+
+    def write_replay(self, text: str) -> None:
+        """Writes replay.json, which says what a run trains on instead of samples of its own."""
+        self._write("replay.json", text)
+
+    def replay(self) -> str | None:
+        """The text of replay.json; None where the run has none."""
+        file = self.path / "replay.json"
+        return file.read_text(encoding="utf-8") if file.exists() else None
+
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Writes summary.json in one go; numbers that are not finite become null."""
         text = json.dumps(plain(summary, "summary"), indent=2, allow_nan=False)
@@ -370,10 +390,10 @@ class RunFolder(Closing):
         file = self.path / "config.toml"
         return file.read_text(encoding="utf-8") if file.exists() else None
 
-    def _write(self, name: str, text: str) -> None:
+    def _write(self, name: str, content: str | bytes) -> None:
         if self._writes:
             (self.path / name).parent.mkdir(exist_ok=True)
-            write_atomically(self.path / name, text)
+            write_atomically(self.path / name, content)
 
     def copy_code(self, files: Iterable[str | os.PathLike[str]]) -> None:
         """Copies own code files into code/. A name taken by other contents gets a number.

@@ -20,7 +20,8 @@ from jaxgrpo.config.checks import wandb_problem
 from jaxgrpo.config.files import Config
 from jaxgrpo.config.own_code import installed
 from jaxgrpo.core.errors import InputError
-from jaxgrpo.training import alarms, process
+from jaxgrpo.core.types import Rollouts
+from jaxgrpo.training import alarms, process, recorded
 from jaxgrpo.training.console import Display, best_and_worst, warning
 from jaxgrpo.training.folder import Closing, RunFolder, is_number, read_metrics, write_atomically
 from jaxgrpo.training.report.html import write_report
@@ -106,6 +107,13 @@ class Logbook(Closing):
         if self._active:
             for text in best_and_worst(rows, weights):
                 self._display.say(text)
+
+    def rollouts(self, number: int, rollouts: Rollouts) -> None:
+        """Writes the rollouts of a step, host arrays."""
+        if self._active:
+            content = recorded.encode(rollouts, number)
+            write = self._folder.write_rollouts
+            self._attempt("rollouts", number, lambda: write(number, content))
 
     def _attempt(self, what: str, number: int, write: Callable[[], None]) -> None:
         """Writes; says in one line, once until it succeeds again, that the disk did not take it."""

@@ -46,6 +46,7 @@ from jaxgrpo.training.inputs import (
 from jaxgrpo.training.logbook import Logbook
 from jaxgrpo.training.policy import base_params, evaluator_of, export
 from jaxgrpo.training.recovery import Keeper, Progress
+from jaxgrpo.training.replay import SavedRollouts, refuse_other_files, to_json
 from jaxgrpo.training.resets import is_better, make_resetter, refuse_unknown_best, see
 from jaxgrpo.training.setup import Setup, setup
 from jaxgrpo.training.watchdog import Watchdog
@@ -86,6 +87,7 @@ def train(
     rewards: Sequence[Callable[..., Any] | str] | Mapping[str, Any] | None = None,
     advantage: AdvantageTransform | None = None,
     dataset: Iterable[Any] | None = None,
+    rollouts: SavedRollouts | None = None,
     on_step: OnStep | None = None,
     profile: bool = False,
     **overrides: Any,
@@ -97,6 +99,8 @@ def train(
       resume: "auto" goes on from the newest checkpoint, or starts where nothing is lost by it.
       rewards, advantage, dataset: Python objects instead of what the config names; the data
         set a datasets.Dataset or a list of dicts, read by the config's data keys.
+      rollouts: files of saved rollouts, to train on instead of sampling and rewarding; step n
+        takes file (n - 1) mod their number (docs/rollouts.md).
       on_step: called after each step with its number and its metrics, as in metrics.jsonl.
       profile: trace a step that compiles nothing into RUN/profile, for TensorBoard or Perfetto.
       overrides: keys of the config, train={"steps": 20} or **{"train.steps": 20}.
@@ -111,6 +115,7 @@ def train(
     config = config_of(config, overrides, rewards, advantage)
     line = process.start(config.mesh.platform)
     given: dict[str, Any] = {"rewards": rewards, "advantage": advantage, "dataset": dataset}
+    given["rollouts"] = rollouts
     watched: dict[str, Any] = {"on_step": on_step, "profile": profile}
     return take(config, evaluator_of, resume=resume == "auto", opening=line, **watched, **given)
 
@@ -142,22 +147,20 @@ def take(
         checkpoints = stack.enter_context(Checkpoints(folder.checkpoints, config.checkpoint.keep))
         run = setup(config, **given)
         process.refuse_unless_alike(lambda: _data_of(run), fingerprints.REMEDY)
-        # A reward that cannot be called is found now and not after the first samples.
-        tried = try_rewards(run.rewards, run.rows[0], run.tokenizer, config.train.steps)
+        problem = _tried(run, folder)
         restored = process.decided(checkpoints.latest) is not None
         if not restored:
             process.decided(lambda: folder.refuse_to_forget(before.checkpoint.every))
         state, meta = _restored(run, checkpoints) if restored else (run.state, {})
         run, done = run._replace(state=state), int(sharding.to_host(state.step))
         folder.rewind(done if restored else None)
-        folder.write_config(configs.to_toml(config))
-        folder.copy_code(config.own_files)
+        _record(run, folder)
         display = Display(config.train.steps, done, active=shown and process.is_main())
         stack.enter_context(display.bar)
-        _open(run, display, opening, gold_problem(run.rewards, tried))
+        _open(run, display, opening, problem)
         stack.enter_context(process.stop_signals(config.run.stop_grace))
         limits = (config.run.stop_grace, config.run.stuck_after)
-        keeper = Keeper(config, folder, checkpoints, display, Progress.of(meta))
+        keeper = Keeper(config, folder, checkpoints, display, Progress.of(meta), bool(run.replay))
         watch = stack.enter_context(Watchdog(display.under_way, keeper.kept, *limits))
         log = stack.enter_context(Logbook(config, folder, display, done))
         evaluate = evaluator(run) if config.eval.data is not None else None
@@ -190,8 +193,34 @@ def _refuse_other_config(folder: RunFolder, config: Config) -> Config:
 def _data_of(run: Setup) -> dict[str, str]:
     """Which rows a run was given, to train and to evaluate on."""
     asked = run.held_out
-    held_out = {"eval.data": fingerprints.data_of(asked.rows, asked.encoded)} if asked else {}
-    return {"data.path": fingerprints.data_of(run.rows, run.encoded), **held_out}
+    facts = {"data.path": fingerprints.data_of(run.rows, run.encoded)}
+    if asked:
+        facts["eval.data"] = fingerprints.data_of(asked.rows, asked.encoded)
+    if run.replay:
+        facts["rollouts"] = ", ".join(run.replay.checksums)
+    return facts
+
+
+def _tried(run: Setup, folder: RunFolder) -> str | None:
+    """Calls every reward, so that one that cannot be called is found before the first samples.
+
+    Returns: what to say of the gold answer; see `gold_problem`. None for a replay, whose rewards
+      are in its files: that they are those of the folder is what can be tried.
+    """
+    begun = lambda: folder.config() is not None  # noqa: E731
+    process.decided(lambda: refuse_other_files(folder.replay(), begun(), run.replay))
+    if run.replay:
+        return None
+    tried = try_rewards(run.rewards, run.rows[0], run.tokenizer, run.config.train.steps)
+    return gold_problem(run.rewards, tried)
+
+
+def _record(run: Setup, folder: RunFolder) -> None:
+    """Writes what a run is made from: its config, own code and the files that it replays."""
+    if run.replay:
+        folder.write_replay(to_json(run.replay))
+    folder.write_config(configs.to_toml(run.config))
+    folder.copy_code(run.config.own_files)
 
 
 def _restored(run: Setup, checkpoints: Checkpoints) -> tuple[TrainState, dict[str, Any]]:
@@ -370,6 +399,8 @@ class _Loop:
             weights = {reward.name: reward.weight for reward in run.rewards}
             drawn = (run.tokenizer, run.rows, rollouts, prepared.advantage)
             self.log.samples(number, sample_rows(*drawn, number, said.extra), weights)
+        if _due(number, self.config.run.rollouts_every):
+            self.log.rollouts(number, sharding.to_host(rollouts))
         self.display.step(number, values)
         self.log.step(number, values)
         self.keeper.refuse_diverged(number, values)

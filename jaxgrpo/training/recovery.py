@@ -64,6 +64,7 @@ class Keeper:
     checkpoints: Checkpoints
     display: Display
     progress: Progress
+    replays: bool = False  # saved rollouts
 
     def kept(self) -> str:
         """What of the run is saved, in a line."""
@@ -72,6 +73,8 @@ class Keeper:
 
     def going_on(self) -> str:
         """The command that goes on with this run."""
+        if self.replays:
+            return "the same jaxgrpo replay, and --resume auto"
         source = self.config.source or self.folder.path / "config.toml"
         return f"jaxgrpo train {source} --resume auto (and the same --set)"
 

@@ -28,7 +28,6 @@ from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.metrics import Metrics
 from jaxgrpo.core.types import (
     FIELDS,
-    OF_ANSWERS,
     Params,
     Prompts,
     Rollouts,
@@ -44,14 +43,7 @@ from jaxgrpo.rewards import RewardLog
 from jaxgrpo.rewards.protocol import Reward
 from jaxgrpo.rollout import refill
 from jaxgrpo.rollout.answers import Answers
-from jaxgrpo.rollout.judging import (
-    Judged,
-    judge_of,
-    make_rewarder,
-    make_selector,
-    put_prompts,
-    trainer_state_of,
-)
+from jaxgrpo.rollout.judging import Judged, judge_of, put_prompts, trainer_state_of
 from jaxgrpo.rollout.overlap import sample_and_judge
 from jaxgrpo.rollout.sampler import SamplingSettings
 from jaxgrpo.rollout.selection import PromptPolicy, prompt_metrics
@@ -59,6 +51,8 @@ from jaxgrpo.rollout.stopping import EarlyStop, StopStrings
 from jaxgrpo.training import inputs, memory, process
 from jaxgrpo.training.console import facts
 from jaxgrpo.training.folder import refuse_unusable
+from jaxgrpo.training.origin import origin_of
+from jaxgrpo.training.replay import Replay, SavedRollouts, read_files
 from jaxgrpo.update import diagnostics, packing, step
 from jaxgrpo.update.forward import Blueprint, as_computed, held_dtype, opt_layout, param_layout
 from jaxgrpo.update.optimizer import make_optimizer
@@ -106,6 +100,7 @@ class Setup(NamedTuple):
     encoded: list[np.ndarray]  # token ids of each row's prompt
     dropped: int  # rows left out because their prompts are too long
     held_out: PromptData | None  # of eval.data
+    replay: Replay | None  # the rollouts that it trains on, if they are saved ones
     rewards: tuple[Reward, ...]
     answers: Answers | None  # of each row, where the chain reads what a pass over them gives
     blueprint: Blueprint
@@ -171,6 +166,7 @@ def setup(
     rewards: Sequence[Callable[..., Any] | str] | Mapping[str, Any] | None = None,
     advantage: AdvantageTransform | None = None,
     dataset: Iterable[Any] | None = None,
+    rollouts: SavedRollouts | None = None,
     share: step.Share = step.alone,
 ) -> Setup:
     """Builds everything a run needs; no step is compiled or taken.
@@ -179,37 +175,35 @@ def setup(
       rewards, advantage, dataset: Python objects instead of what the config names. Rewards
         are functions or built-in names, with weight 1; {name: function} names them. The data set
         is a datasets.Dataset or a list of dicts, read by the config's data keys.
+      rollouts: files of saved rollouts, one per step, to train on instead of sampling and
+        rewarding (docs/rollouts.md). Only the names and weights of the rewards count then.
       share: of `Shared`, in a process that takes several runs fully described by their configs.
 
     Raises: InputError where parts do not fit one another.
     """
-    read = share("inputs", lambda: _read_inputs(config, dataset))
-    mesh, model, tokenizer, rows = (read[name] for name in ("mesh", "model", "tokenizer", "rows"))
-    chosen = inputs.resolve_rewards(config, rewards, rows[0])
+    read = share("inputs", lambda: _read_inputs(config, dataset, rollouts))
+    mesh, model, rows = (read[name] for name in ("mesh", "model", "rows"))
+    chosen = inputs.resolve_rewards(config, rewards, None if read["replay"] else rows[0])
     blueprint, steps = share("method", lambda: _method(config, read, chosen, advantage, share))
-    answers = inputs.load_answers(config, blueprint, tokenizer, rows)
     # Before anything is allocated.
     memory.refuse_too_large(memory.count(blueprint, kept_policies(blueprint)), mesh)
-    columns = methods.needed_columns(_needs(blueprint), rows, chosen)
+    origin = origin_of(config, read, blueprint, steps, chosen)
     dtype, layout = held_dtype(model), param_layout(blueprint)
     params = folders.read_params(read["folder"], model, dtype, layout)
-    policy, seed = methods.make_policy(config, chosen), config.train.seed
-    names = tuple(reward.name for reward in chosen)
-    room = functools.partial(refill.no_leftover, blueprint.geometry, names, columns, answers)
-    leftover = None if config.rollout.refill is None else room()
     return Setup(
         config=config,
         **read,
         rewards=chosen,
-        answers=answers,
+        answers=origin.answers,
         blueprint=blueprint,
-        state=first_state(blueprint, params, policy, len(rows), seed, names, leftover),
-        policy=policy,
-        select=make_selector(mesh, policy, read["encoded"], blueprint.geometry, seed),
-        sample=steps.sample,
-        reward=make_rewarder(
-            mesh, policy, tokenizer, chosen, rows, columns, answers, config.train.steps, seed
+        state=first_state(
+            *(blueprint, params, origin.policy, len(rows), config.train.seed),
+            *(tuple(reward.name for reward in chosen), origin.leftover),
         ),
+        policy=origin.policy,
+        select=origin.select,
+        sample=origin.sample,
+        reward=origin.reward,
         prepare=steps.prepare,
         update=steps.update,
         sync=steps.sync,
@@ -245,15 +239,27 @@ def find_model(config: Config, mesh: Mesh | None = None) -> Found:
     return Found(mesh, folder, tokenizer, model)
 
 
-def _read_inputs(config: Config, dataset: Iterable[Any] | None) -> dict[str, Any]:
+def _read_inputs(
+    config: Config, dataset: Iterable[Any] | None, rollouts: SavedRollouts | None
+) -> dict[str, Any]:
     """The fields of Setup that are read from disk. Each run reads the weights anew: its update
     overwrites them."""
     found = find_model(config)
     chat = inputs.make_chat(config, found.tokenizer)
-    prompts = inputs.load_prompts(config, chat, dataset)
+    saved = None
+    if rollouts is None:
+        prompts = inputs.load_prompts(config, chat, dataset)
+    elif dataset is not None:
+        raise InputError("dataset and rollouts are both given: saved rollouts bring their prompts")
+    else:
+        ends = folders.read_end_tokens(found.folder, found.tokenizer)
+        vocab_size = found.model.config.vocab_size
+        saved = read_files(config, rollouts, found.tokenizer, vocab_size, ends)
+        prompts = saved.data
     source = inputs.eval_source(config) if config.eval.data else None
     held_out = inputs.load_prompts(config, chat, source) if source else None
-    return {**found._asdict(), **prompts._asdict(), "chat": chat, "held_out": held_out}
+    given = {"chat": chat, "held_out": held_out, "replay": saved}
+    return {**found._asdict(), **prompts._asdict(), **given}
 
 
 def _method(
@@ -290,14 +296,6 @@ def _method(
     )
     blueprint = memory.with_slots(blueprint, kept_policies(blueprint))
     return blueprint, step.build_steps(blueprint, share)
-
-
-def _needs(blueprint: Blueprint) -> frozenset[str]:
-    """What a method reads, but for what its chain reads of reference answers.
-
-    A loss cannot read that: a token of an answer is none of its samples'.
-    """
-    return blueprint.chain.needs.difference(OF_ANSWERS) | blueprint.objective.needs
 
 
 def samples_of(config: Config) -> int:

@@ -123,6 +123,7 @@ def test_resuming_keeps_the_lines_up_to_the_checkpoint_byte_for_byte(tmp_path, t
         for step in range(5):
             run.write_metrics(step, {"loss": 0.1 * step})
             run.write_samples(step, [ROW])
+            run.write_rollouts(step, b"arrays")
     file = tmp_path / "metrics.jsonl"
     whole = file.read_bytes()
     file.write_bytes(whole + torn)
@@ -135,6 +136,8 @@ def test_resuming_keeps_the_lines_up_to_the_checkpoint_byte_for_byte(tmp_path, t
             "step_1",
             "step_2",
         ]
+        rollouts = sorted(p.name for p in (tmp_path / "rollouts").iterdir())
+        assert rollouts == [f"0000000{step}.safetensors" for step in (0, 1, 2)]
         for step in (3, 4):
             run.write_metrics(step, {"loss": 0.1 * step})
     assert file.read_bytes() == whole

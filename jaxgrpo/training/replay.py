@@ -1,0 +1,210 @@
+"""Training from saved rollouts: they take the place of prompts, sampling and rewards of a run.
+
+Step n trains on file (n - 1) mod the number of files. All that follows sampling is the usual run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxgrpo.config import files as configs
+from jaxgrpo.config.files import Config
+from jaxgrpo.core.errors import InputError
+from jaxgrpo.core.types import Rollouts
+from jaxgrpo.data.prompts import PromptData
+from jaxgrpo.training import recorded
+from jaxgrpo.training.fingerprints import checksum
+
+SIZES = (
+    *("prompts_per_step", "group_size"),
+    *("max_prompt_tokens", "max_completion_tokens"),
+)
+"""Keys of `rollout`: the sizes of rollouts, P, G, S and T."""
+
+Rows = dict[tuple[int, bytes], int]
+"""(row in a file, -1 where it names none; its prompt's tokens) -> row of the replay"""
+
+SavedRollouts = Sequence[str | os.PathLike[str]] | str | os.PathLike[str]
+"""Files of rollouts, or one."""
+
+
+class Replay(NamedTuple):
+    """Files of rollouts that were read once and fit a config."""
+
+    files: tuple[Path, ...]
+    checksums: tuple[str, ...]  # crc32 of each file
+    rewards: tuple[frozenset[str], ...]  # names of each file
+    fields: tuple[frozenset[str], ...]
+    data: PromptData  # their prompts, each once
+    load: Callable[[int], Rollouts]  # file -> host arrays in the sizes of the config
+
+
+def config_of(
+    files: SavedRollouts, config: str | None = None, overrides: Sequence[str] = ()
+) -> Config:
+    """The config of `jaxgrpo replay`: one step per file, and a run folder of its own.
+
+    Args:
+      config: a TOML file or a shipped config's name; None: that of the run that wrote the files.
+      overrides: as of `config.files.load`; they go before what is said above.
+
+    Raises: InputError where `config` is None and the files are not those of one run.
+    """
+    paths = paths_of(files)
+    if config is None:
+        homes = {path.absolute().parent.parent / "config.toml" for path in paths}
+        home = homes.pop()
+        if homes or not home.is_file():
+            why = "they are of several runs" if homes else f"there is no {home}"
+            raise InputError(f"replay {paths[0]}: which config? {why}: give --config CONFIG")
+        config = str(home)
+    read = configs.load(config, overrides)
+    defaults = {
+        "train.steps": len(paths),
+        "run.dir": f"{read.run.dir.rstrip('/')}-replay",
+        "run.rollouts_every": 0,  # they are there already
+    }
+    given = {text.partition("=")[0].strip() for text in overrides}
+    kept = {
+        name: value
+        for name, value in defaults.items()
+        if given.isdisjoint({name, name.partition(".")[0]})
+    }
+    return configs.config_of(read, kept)
+
+
+def paths_of(files: SavedRollouts) -> tuple[Path, ...]:
+    """Files of rollouts as paths. Raises: InputError if there is none."""
+    named = [files] if isinstance(files, (str, os.PathLike)) else list(files)
+    if not named:
+        raise InputError("rollouts: no file is given; give one or more (docs/rollouts.md)")
+    return tuple(Path(one).absolute() for one in named)
+
+
+def read_files(
+    config: Config,
+    files: SavedRollouts,
+    tokenizer: Any,
+    vocab_size: int,
+    end_tokens: Sequence[int],
+) -> Replay:
+    """Reads and checks every file.
+
+    The data set of a replay is what its files hold: each prompt once, decoded, in the order in
+    which they appear. Prompts of one row, or of equal tokens where a file names no rows, are one.
+
+    Raises: InputError on a file that is wrong or does not fit the config.
+    """
+    paths = paths_of(files)
+    if config.rollout.refill is not None:
+        raise InputError(
+            "rollout.refill: a replay samples nothing, so no flat group can be replaced; leave the "
+            "key out of the config, in a copy of it that you give by --config"
+        )
+    load = functools.partial(recorded.load, vocab_size=vocab_size, end_tokens=end_tokens)
+    numbers: Rows = {}
+    encoded, sums, rewards, fields = [], [], [], []
+    for path in paths:
+        rollouts = load(path)
+        _check_sizes(config, path, rollouts)
+        sums.append(checksum([path.read_bytes()]))
+        rewards.append(frozenset(rollouts.rewards))
+        fields.append(frozenset(rollouts.fields))
+        for key, ids in _prompts(path, rollouts):
+            if numbers.setdefault(key, len(encoded)) == len(encoded):
+                encoded.append(ids)
+    rows = [{"prompt": tokenizer.decode(ids)} for ids in encoded]
+
+    @functools.lru_cache(maxsize=1)  # three functions of a step read it
+    def fitted(place: int) -> Rollouts:
+        return _fitted(config, paths[place], load(paths[place]), numbers)
+
+    data = PromptData(rows, encoded, 0)
+    return Replay(paths, tuple(sums), tuple(rewards), tuple(fields), data, fitted)
+
+
+def _prompts(path: Path, rollouts: Any) -> list[tuple[tuple[int, bytes], np.ndarray]]:
+    """What tells the prompts of a file apart, and their tokens."""
+    named = "row" in recorded.names_in(path)
+    lengths = rollouts.prompt_mask.sum(-1)
+    tokens = [row[:n] for row, n in zip(rollouts.prompt_tokens, lengths, strict=True)]
+    rows = rollouts.row if named else np.full(len(tokens), -1)
+    return [((int(row), ids.tobytes()), ids) for row, ids in zip(rows, tokens, strict=True)]
+
+
+def _check_sizes(config: Config, path: Path, rollouts: Rollouts) -> None:
+    """Raises InputError, with the keys to set, unless the rollouts are of the config's sizes."""
+    count, samples, steps = rollouts.token_mask.shape
+    held = (count, samples, rollouts.prompt_mask.shape[1], steps)
+    asked = [getattr(config.rollout, name) for name in SIZES]
+    wrong = [
+        (name, size, limit)
+        for name, size, limit in zip(SIZES, held, asked, strict=True)
+        if (size > limit if name.startswith("max_") else size != limit)
+    ]
+    if wrong:
+        said = ", ".join(f"rollout.{name} = {limit}" for name, _, limit in wrong)
+        remedy = " ".join(f"rollout.{name}={size}" for name, size, _ in wrong)
+        shape = "{} prompts x {} samples, {} prompt and {} completion positions".format(*held)
+        raise InputError(f"{path}: holds {shape}, but {said}: give --set {remedy}")
+
+
+def _fitted(config: Config, path: Path, rollouts: Any, numbers: Rows) -> Rollouts:
+    """The rollouts in the sizes of the config, with the rows of the replay."""
+    _check_sizes(config, path, rollouts)
+    width, steps = config.rollout.max_prompt_tokens, config.rollout.max_completion_tokens
+    keys = [key for key, _ in _prompts(path, rollouts)]
+    if not numbers.keys() >= set(keys):
+        raise InputError(f"{path}: other prompts than when the run began: put the file back")
+
+    def padded(array: np.ndarray, size: int) -> np.ndarray:
+        pairs = [(0, 0)] * (array.ndim - 1) + [(0, size - array.shape[-1])]
+        return np.pad(array, pairs)
+
+    tokens = ("completion_tokens", "token_mask", "behavior_logp")
+    whole = {name: padded(getattr(rollouts, name), steps) for name in tokens}
+    whole |= {n: padded(getattr(rollouts, n), width) for n in ("prompt_tokens", "prompt_mask")}
+    shape = rollouts.token_mask.shape
+    fields = {
+        name: padded(value, steps) if value.shape == shape else value
+        for name, value in rollouts.fields.items()
+    }
+    row: Any = np.array([numbers[key] for key in keys], np.int32)
+    return dataclasses.replace(rollouts, **whole, fields=fields, row=row)
+
+
+def refuse_other_files(before: str | None, has_begun: bool, replay: Replay | None) -> None:
+    """A run goes on with the files that it began with, or with samples of its own.
+
+    Args:
+      before: replay.json of the run folder; None: there is none.
+      has_begun: whether the folder holds a run.
+    """
+    if not has_begun or (before is None and replay is None):
+        return
+    if before is None:
+        raise InputError(
+            "the run in run.dir samples for itself: go on with it by `jaxgrpo train`, or set "
+            "run.dir to another folder"
+        )
+    known = json.loads(before)
+    if replay is None or list(replay.checksums) != known["crc32"]:
+        raise InputError(
+            f"the run in run.dir replays {len(known['files'])} files of rollouts, from "
+            f"{known['files'][0]} to {known['files'][-1]}: go on with it by `jaxgrpo replay` and "
+            "the same files, or set run.dir to another folder"
+        )
+
+
+def to_json(replay: Replay) -> str:
+    """The text of replay.json: the files of a replay, in order, and their checksums."""
+    said = {"files": [str(path) for path in replay.files], "crc32": list(replay.checksums)}
+    return json.dumps(said, indent=2) + "\n"
