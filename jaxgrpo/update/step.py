@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -17,7 +17,7 @@ import optax
 from jax import Array
 
 from jaxgrpo import advantages
-from jaxgrpo.core.metrics import Metrics, empty_like, mean, merge
+from jaxgrpo.core.metrics import Metrics, empty_like, maximum, mean, merge
 from jaxgrpo.core.types import FIELDS, Params, Rollouts, TrainBatch, TrainState
 from jaxgrpo.losses import Tokens, token_loss
 from jaxgrpo.models import sharding
@@ -52,9 +52,9 @@ Beyond them it is no rounding. float32: the largest difference of tiny models is
 
 
 class Prepared(NamedTuple):
-    """What `prepare` returns: the batch to update on, and what the log shows of it."""
+    """What `prepare` returns: the batches to update on, and what the log shows of them."""
 
-    batch: TrainBatch
+    batches: tuple[TrainBatch, ...]  # one per update, in order
     advantage: Array  # [P, G], the mean over a sample's tokens
     live: np.ndarray  # [P, G] bool, samples that can move the parameters
     metrics: Metrics
@@ -73,7 +73,7 @@ Sample = Callable[..., Rollouts]
 """(params, prompts, key, finished=None) -> Rollouts, as `jaxgrpo.rollout.sampler.sample`. Another
 engine may stand in its place; without `finished` rewards wait until it has ended."""
 Prepare = Callable[[TrainState, Rollouts], tuple[TrainState, Prepared]]
-Update = Callable[[TrainState, TrainBatch], tuple[TrainState, Metrics]]
+Update = Callable[[TrainState, Sequence[TrainBatch]], tuple[TrainState, Metrics]]
 Sync = Callable[[TrainState], Params]
 
 
@@ -120,7 +120,7 @@ def _syncer(blueprint: Blueprint) -> Sync:
 
 
 _Judged = tuple[Array, Array, Array]
-"""(advantage, weight, mask), each [P, G, T]"""
+"""(advantage, mask, tokens that the reduction counts), each [P, G, T]"""
 
 
 class Preparer:
@@ -132,6 +132,7 @@ class Preparer:
         self.sample_shape = shape
         self.score = jax.jit(functools.partial(_score, blueprint), static_argnums=2)
         self.judge = jax.jit(functools.partial(_judge, blueprint))
+        self.weigh = jax.jit(functools.partial(_weigh, blueprint))
         constrain = sharding.constrain(blueprint.mesh)
         self.gather = jax.jit(functools.partial(packing.gather, constrain=constrain))
         self.scatter = jax.jit(packing.scatter)
@@ -144,18 +145,31 @@ class Preparer:
         rollouts = self.with_fields(state, rollouts, lengths)
         after, judged, live, per_sample, metrics = self.judge(state.advantage_state, rollouts)
         live = sharding.to_host(live)
-        where = packing.plan(lengths, live if compact else np.ones_like(live), geometry)
-        metrics |= packing.work(where, lengths, geometry)
-        batch = self.assemble(state, rollouts, judged, where)
+        plans, batches = [], []
+        for own, where in self.plans(lengths, live if compact else np.ones_like(live)):
+            metrics = merge(metrics, packing.work(where, lengths, geometry))
+            batches.append(self.assemble(state, rollouts, judged, own, where))
+            plans.append(where)
         state = dataclasses.replace(state, advantage_state=after)
         for name in ANCHORS:
-            if name not in rollouts.fields and name in batch.fields:
+            if name not in rollouts.fields and name in batches[0].fields:
                 # Of all completions or of none: those that the loss leaves out are no random ones.
                 mask = rollouts.token_mask & bool(live.all() or not compact)
-                other = self.scatter(batch.fields[name], where, rollouts.token_mask)
+                rows = [batch.fields[name] for batch in batches]
+                other = self.of_samples(rows, plans, rollouts.token_mask)
                 drift = self.drift(rollouts.behavior_logp, other, mask, FIELDS[name].policy)
                 metrics = merge(metrics, drift)
-        return state, Prepared(batch, per_sample, live, metrics)
+        updates = _in_order(batches, self.blueprint.num_iterations)
+        return state, Prepared(updates, per_sample, live, metrics)
+
+    def plans(
+        self, lengths: packing.Lengths, live: np.ndarray
+    ) -> Iterator[tuple[np.ndarray, packing.Plan]]:
+        """(its prompts, the plan of their live samples) of each minibatch."""
+        geometry = self.blueprint.geometry
+        for own in packing.deal(lengths, live, geometry):
+            member = np.isin(np.arange(len(live)), own)
+            yield own, packing.plan(lengths, live & member[:, None], geometry)
 
     def with_fields(
         self, state: TrainState, rollouts: Rollouts, lengths: packing.Lengths
@@ -164,28 +178,45 @@ class Preparer:
         names = self.blueprint.chain.needs & FIELDS.keys()
         if not names:
             return rollouts
-        geometry = self.blueprint.geometry
-        everyone = packing.plan(lengths, np.ones(self.sample_shape[:2], bool), geometry)
+        plans, scored = [], []
         zero = jnp.zeros(self.sample_shape, jnp.float32)
-        batch = self.gather(rollouts, everyone, zero, zero, rollouts.token_mask, {})
-        scored = self.score_fields(state, names, batch)
+        for _, where in self.plans(lengths, np.ones(self.sample_shape[:2], bool)):
+            batch = self.gather(rollouts, where, zero, zero, rollouts.token_mask, {})
+            scored.append(self.score_fields(state, names, batch))
+            plans.append(where)
         fields = {
-            name: self.scatter(value, everyone, rollouts.token_mask)
-            for name, value in scored.items()
+            name: self.of_samples([one[name] for one in scored], plans, rollouts.token_mask)
+            for name in names
         }
         return dataclasses.replace(rollouts, fields={**rollouts.fields, **fields})
 
+    def of_samples(
+        self, rows: Sequence[Array], plans: Sequence[packing.Plan], token_mask: Array
+    ) -> Array:
+        """Values [K, D, R, Q] in the rows of each minibatch as those of the samples, [P, G, T]."""
+        parts = (
+            self.scatter(values, where, token_mask)
+            for values, where in zip(rows, plans, strict=True)
+        )
+        return functools.reduce(jnp.add, parts)  # no token has a place in two of them
+
     def assemble(
-        self, state: TrainState, rollouts: Rollouts, judged: _Judged, where: packing.Plan
+        self,
+        state: TrainState,
+        rollouts: Rollouts,
+        judged: _Judged,
+        own: np.ndarray,
+        where: packing.Plan,
     ) -> TrainBatch:
-        """The update batch, with what only the loss needs scored on its samples alone."""
-        needs = self.blueprint.objective.needs
+        """The batch of one minibatch, with what only the loss needs scored on its samples alone."""
+        needs, (advantage, mask, counted) = self.blueprint.objective.needs, judged
+        weight = self.weigh(counted, mask, own)
         # As for the parts of a chain, a need may be the name of a reward.
         brought = {**rollouts.rewards, **rollouts.fields}
         known = {name: self.per_token(brought[name]) for name in needs & brought.keys()}
         known["behavior_logp"] = rollouts.behavior_logp
         known["sampled_now"] = self.per_token(rollouts.policy_version == state.step)
-        batch = self.gather(rollouts, where, *judged, known)
+        batch = self.gather(rollouts, where, advantage, weight, mask, known)
         late = self.score_fields(state, (needs & FIELDS.keys()) - known.keys(), batch)
         batch = dataclasses.replace(batch, fields={**batch.fields, **late})
         if self.blueprint.objective.proximal == "trainer":
@@ -232,9 +263,9 @@ def _score(
 def _judge(
     blueprint: Blueprint, state: Any, rollouts: Rollouts
 ) -> tuple[Any, _Judged, Array, Array, Metrics]:
-    """The chain, the reduction's weights on the whole batch, and who is alive.
+    """The chain on the whole step, and who is alive.
 
-    Returns: the chain's state, what the batch is made of, live and mean advantage [P, G], metrics.
+    Returns: the chain's state, what batches are made of, live and mean advantage [P, G], metrics.
     """
     signal, state, metrics = blueprint.chain.update(advantages.start(rollouts), state, rollouts)
     tokens = rollouts.token_mask
@@ -243,24 +274,47 @@ def _judge(
         value, mask = value[..., None], mask[..., None]
     mask = jnp.broadcast_to(mask, tokens.shape) & tokens
     advantage = jnp.where(mask, value, 0).astype(jnp.float32)
-    weight = blueprint.objective.reduction.weights(mask).astype(jnp.float32)
     live = (advantage != 0).any(-1)
     if blueprint.objective.penalties and blueprint.objective.penalties_on == "all":
         live = mask.any(-1)
-    else:
-        # The dead carry no penalty, so that leaving them out changes nothing.
-        weight = jnp.where(live[..., None], weight, 0)
     metrics = merge(
         metrics, _rollout_metrics(rollouts, live, advantage, mask, blueprint.reward_weights)
     )
     per_sample = advantage.sum(-1) / jnp.maximum(mask.sum(-1), 1)
-    # Nor are they in the metrics of the update, which penalties may remember.
-    mask = mask & live[..., None]
+    # The dead are not in the metrics of the update, which penalties may remember.
+    alive = mask & live[..., None]
     everywhere = sharding.replicated(blueprint.mesh)
     state, live, per_sample, metrics = jax.lax.with_sharding_constraint(
         (state, live, per_sample, metrics), everywhere
     )
-    return state, (advantage, weight, mask), live, per_sample, metrics
+    return state, (advantage, alive, mask), live, per_sample, metrics
+
+
+def _weigh(blueprint: Blueprint, counted: Array, mask: Array, own: Array) -> Array:
+    """The reduction's weights [P, G, T] for the update of the prompts `own`; 0 elsewhere.
+
+    They are normalised over `counted` tokens of these prompts, the whole batch of the update. The
+    dead weigh nothing and carry no penalty, so that leaving them out changes nothing.
+    """
+    weight = blueprint.objective.reduction.weights(counted[own]).astype(jnp.float32)
+    alive = mask[own].any(-1, keepdims=True)
+    return jnp.zeros(mask.shape, jnp.float32).at[own].set(jnp.where(alive, weight, 0))
+
+
+def _in_order(batches: Sequence[TrainBatch], num_iterations: int) -> tuple[TrainBatch, ...]:
+    """The batch of each update of a step: all minibatches, as often as there are iterations.
+
+    Only the first update is of the parameters that sampled.
+    """
+
+    def later(batch: TrainBatch) -> TrainBatch:
+        nowhere = jnp.zeros_like(batch.fields["sampled_now"])
+        return dataclasses.replace(batch, fields={**batch.fields, "sampled_now": nowhere})
+
+    first, *others = batches
+    others = [later(batch) for batch in others]
+    again = (later(first), *others) if num_iterations > 1 else ()
+    return (first, *others, *again * (num_iterations - 1))
 
 
 def _rollout_metrics(
@@ -290,13 +344,19 @@ def _rollout_metrics(
     return metrics | diagnostics.group_metrics(rollouts.rewards, weights)
 
 
+_merge = jax.jit(merge)
+
+
 def _update(
-    program: Any, anchors: frozenset[str], state: TrainState, batch: TrainBatch
+    program: Any, anchors: frozenset[str], state: TrainState, batches: Sequence[TrainBatch]
 ) -> tuple[TrainState, Metrics]:
+    """All updates of a step, which is counted once; metrics are merged over them."""
     frozen = {name: state.frozen[name] for name in sorted(anchors)}
-    trainable, opt_state, objective_state, metrics = program(
-        state.trainable, state.opt_state, state.objective_state, frozen, batch
-    )
+    changing, measured = [state.trainable, state.opt_state, state.objective_state], []
+    for batch in batches:
+        *changing, metrics = program(*changing, frozen, batch)
+        measured.append(metrics)
+    trainable, opt_state, objective_state = changing
     state = dataclasses.replace(
         state,
         step=state.step + 1,
@@ -304,15 +364,16 @@ def _update(
         opt_state=opt_state,
         objective_state=objective_state,
     )
-    return state, metrics
+    last = {"weights/norm": measured[-1]["weights/norm"]}
+    return state, functools.reduce(_merge, measured) | last
 
 
 def _update_program(blueprint: Blueprint) -> Any:
-    """One optimizer step on the gradient of the whole batch.
+    """One optimizer step on the gradient of a whole batch.
 
     Without a live sample, or if gradient, loss, log-probs or entropy are not finite, parameters,
-    optimizer state and what the penalties remember stay as they are, and the step is counted. The
-    norm of the parameters is taken before and after: it is not finite if one of them is not.
+    optimizer state and what the penalties remember stay as they are, and that is counted. The norm
+    of the parameters is taken before and after: it is not finite if one of them is not.
     """
 
     def run(
@@ -339,11 +400,12 @@ def _update_program(blueprint: Blueprint) -> Any:
             "loss": loss,
             "grad_norm": norm,
             "weights/norm": weights_after,
-            "weights/growth": weights_after / weights_before,
             "skipped_updates/no_live_sample": no_live,
             "skipped_updates/not_finite": ~finite,
         }
-        return *new, metrics | {name: mean(value) for name, value in counted.items()}
+        metrics |= {name: mean(value) for name, value in counted.items()}
+        # Of several updates the largest, not the mean: one is enough to break a run.
+        return *new, metrics | {"weights/growth": maximum(weights_after / weights_before)}
 
     everywhere = sharding.replicated(blueprint.mesh)
     layout = (param_layout(blueprint), opt_layout(blueprint), everywhere, everywhere)

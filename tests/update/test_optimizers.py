@@ -31,7 +31,7 @@ def test_the_state_of_an_optimizer_is_laid_out_on_a_mesh(use):
         chain=advantages.build("grpo"),
         objective=losses.Objective(losses.clip(), losses.token_mean()),
         optimizer=make_optimizer(
-            model.axes, use=use, learning_rate=0.1, steps=2, clip_norm=1.0, options=options
+            model.axes, use=use, learning_rate=0.1, updates=2, clip_norm=1.0, options=options
         ),
         geometry=Geometry(4, 4, 6, 5, sharding.num_bins(mesh), 100),
         sampling=SamplingSettings(4, 5, 1.0, (tiny.END,), tiny.PAD),
