@@ -152,13 +152,9 @@ def muon_dimensions(axes: Params) -> Params:
 
 def _by_place(dimensions: Params) -> Callable[[Any], Any]:
     """params -> the dimensions of each: a function, since optax asks for parts of a tree too."""
-    leaves = jax.tree_util.tree_leaves_with_path(dimensions, is_leaf=lambda one: not _is_dict(one))
-    known = dict(leaves)
+    is_leaf = lambda node: not isinstance(node, dict)  # noqa: E731
+    known = dict(jax.tree_util.tree_leaves_with_path(dimensions, is_leaf=is_leaf))
     return lambda params: jax.tree_util.tree_map_with_path(lambda path, _: known[path], params)
-
-
-def _is_dict(node: Any) -> bool:
-    return isinstance(node, dict)
 
 
 def _is_matrix(names: tuple[str | None, ...]) -> bool:

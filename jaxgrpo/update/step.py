@@ -307,8 +307,10 @@ def _in_order(batches: Sequence[TrainBatch], num_iterations: int) -> tuple[Train
     Only the first update is of the parameters that sampled.
     """
 
+    flags = batches[0].fields["sampled_now"]
+    nowhere = sharding.put(np.zeros(flags.shape, bool), flags.sharding)
+
     def later(batch: TrainBatch) -> TrainBatch:
-        nowhere = jnp.zeros_like(batch.fields["sampled_now"])
         return dataclasses.replace(batch, fields={**batch.fields, "sampled_now": nowhere})
 
     first, *others = batches

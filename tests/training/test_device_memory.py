@@ -25,6 +25,7 @@ from jaxgrpo.rollout.sampler import SamplingSettings, Sizes, make_sampler
 from jaxgrpo.training import memory, setup
 from jaxgrpo.update import packing
 from jaxgrpo.update.forward import Blueprint, opt_layout, param_layout
+from jaxgrpo.update.moments import in_bfloat16
 from jaxgrpo.update.packing import Geometry
 from jaxgrpo.update.step import build_steps
 
@@ -112,6 +113,20 @@ def test_what_an_update_takes_is_what_xla_plans(made):
     inputs_of_layers = SMALL.num_layers * LONG.tokens * SMALL.hidden_size * 4
     assert planned > counted.parameters + inputs_of_layers  # gradients, and what layers recompute
     assert counted.peak == counted.kept + max(planned, counted.sampler + counted.decode)
+
+
+def test_moments_in_bfloat16_are_counted_as_half(made):
+    whole, half = (
+        memory.count(made._replace(optimizer=optimizer), ()).optimizer
+        for optimizer in (optax.adamw(1e-3), in_bfloat16(optax.adamw(1e-3)))
+    )
+    assert half == pytest.approx(whole / 2, abs=16)  # counts of updates
+
+
+def test_minibatches_divide_what_an_update_takes():
+    one, four = (packing.abstract_batch(LONG._replace(minibatches=n), ()) for n in (1, 4))
+    whole, part = (sum(leaf.size for leaf in jax.tree.leaves(batch)) for batch in (one, four))
+    assert part == pytest.approx(whole / 4, rel=0.01)
 
 
 def test_the_abstract_batch_is_what_gather_makes():

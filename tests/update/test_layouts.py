@@ -94,7 +94,8 @@ def plain(recipe: str, beta: float):
         rollouts = preparer.with_fields(
             state, rollouts, sharding.to_host(preparer.measure(rollouts))
         )
-        _, (advantage, weight, mask), *_ = preparer.judge(state.advantage_state, rollouts)
+        _, (advantage, mask, counted), *_ = preparer.judge(state.advantage_state, rollouts)
+        weight = preparer.weigh(counted, mask, np.arange(len(REWARDS)))
         fields = {
             f"{name}_logp": tiny.whole_logps(WIDE, one, rollouts, 0.8)
             for name, one in other.items()

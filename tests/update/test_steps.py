@@ -48,6 +48,8 @@ def blueprint(
     tokens=100,
     compact=True,
     optimizer="sgd",
+    minibatches=1,
+    num_iterations=1,
 ):
     sizes = dict(zip(sharding.AXES, mesh, strict=True))
     devices = jax.devices()[: int(np.prod(mesh))]
@@ -57,10 +59,11 @@ def blueprint(
         chain=advantages.build(recipe),
         objective=objective,
         optimizer=optax.inject_hyperparams(getattr(optax, optimizer))(learning_rate=RATE),
-        geometry=Geometry(4, 4, 6, 5, sharding.num_bins(grid), tokens),
+        geometry=Geometry(4, 4, 6, 5, sharding.num_bins(grid), tokens, minibatches),
         sampling=SamplingSettings(4, 5, TEMPERATURE, (tiny.END,), tiny.PAD),
         mesh=grid,
         compact=compact,
+        num_iterations=num_iterations,
     )
 
 
@@ -332,13 +335,14 @@ def test_the_trainer_can_score_its_own_proximal_policy():
 
 
 def test_a_second_step_compiles_nothing():
-    made, steps = built(mesh=(1, 2, 2, 1), tokens=24)
+    made, steps = built(mesh=(1, 2, 2, 1), tokens=24, minibatches=2, num_iterations=2)
     layout = sharding.param_shardings(made.mesh, made.model.axes, made.model.shapes)
     state = first_state(
         made, jax.device_put(tiny.params(), layout), sequential(), 8, 0, ("reward",)
     )
     for _ in range(2):
         state, prepared = steps.prepare(state, tiny.rollouts(MIXED))
+        assert len(prepared.batches) == 4
         state, _ = steps.update(state, prepared.batches)
     assert steps.update_program._cache_size() == 1
     for leaf, wanted in zip(jax.tree.leaves(state.trainable), jax.tree.leaves(layout), strict=True):
