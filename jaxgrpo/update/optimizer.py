@@ -25,7 +25,7 @@ RATES = ("b1", "b2", "b3", "momentum", "beta", "adam_b1", "adam_b2")
 """Options of optax that are the share of a moment that a step keeps."""
 
 MASKS = ("mask", "weight_decay_mask")
-"""Arguments by which optax's factories are told what decays."""
+"""Arguments that tell optax's factories what decays."""
 
 _INNER = "inner_state"  # of optax.inject_hyperparams: the state of the factory itself
 
