@@ -35,7 +35,7 @@ def in_bfloat16(optimizer: optax.GradientTransformation) -> optax.GradientTransf
         state = _on_moments(optimizer, _nearest, optimizer.init(params), params)
         return Held(jnp.zeros((), jnp.int32), state)
 
-    def update(updates: Any, state: Held, params: Any = None) -> tuple[Any, Held]:
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         if params is None:
             raise ValueError("in_bfloat16 needs the parameters: update(gradients, state, params)")
         wide = _on_moments(optimizer, _wide, state.inner, params)
@@ -46,7 +46,7 @@ def in_bfloat16(optimizer: optax.GradientTransformation) -> optax.GradientTransf
             return _at_random(leaf, jax.random.fold_in(key, next(number)))
 
         after = _on_moments(optimizer, narrow, after, params)
-        return updates, Held(optax.safe_increment(state.count), after)
+        return updates, Held(jnp.asarray(optax.safe_increment(state.count)), after)
 
     return optax.GradientTransformation(init, update)
 

@@ -110,8 +110,8 @@ def geometry_of(
     sizes: tuple[int, int, int, int], mesh: Mesh, tokens: int | None, minibatches: int = 1
 ) -> Geometry:
     """The sizes P, G, S, T of a run on a mesh; `tokens` = None: those of `tokens_of`."""
-    bins, (prompts, *others) = sharding.num_bins(mesh), sizes
-    of_update = (prompts // minibatches, *others)
+    bins, (prompts, samples, width, steps) = sharding.num_bins(mesh), sizes
+    of_update = (prompts // minibatches, samples, width, steps)
     tokens = tokens or tokens_of(of_update, bins, mesh.devices.flat[0].platform)
     return Geometry(*sizes, bins, tokens, minibatches)
 

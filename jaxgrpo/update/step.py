@@ -186,7 +186,7 @@ class Preparer:
             plans.append(where)
         fields = {
             name: self.of_samples([one[name] for one in scored], plans, rollouts.token_mask)
-            for name in names
+            for name in sorted(names)  # in the same order in every process
         }
         return dataclasses.replace(rollouts, fields={**rollouts.fields, **fields})
 
