@@ -104,7 +104,7 @@ def measure(blueprint: Blueprint, state: Any, repeats: int) -> dict[str, list[fl
         placed = sharding.put(reward, sharding.named(blueprint.mesh, "bins", None))
         rollouts = dataclasses.replace(rollouts, rewards={"reward": placed})
         (state, prepared), prepare = timed(steps.prepare, state, rollouts)
-        (state, _), update = timed(steps.update, state, prepared.batch)
+        (state, _), update = timed(steps.update, state, prepared.batches)
         if step:
             phases = (sample, prepare, update, sample + prepare + update)
             for name, value in zip(spent, phases, strict=True):

@@ -70,9 +70,9 @@ def main() -> None:
         rollouts, spent = given(workload, vocab, share), []
         for _ in range(arguments.repeats + 1):
             state, prepared = steps.prepare(state, rollouts)
-            (state, _), seconds = timed(steps.update, state, prepared.batch)
+            (state, _), seconds = timed(steps.update, state, prepared.batches)
             spent.append(seconds)
-        number = int(prepared.batch.num_live)
+        number = int(prepared.batches[0].num_live)
         density = float(prepared.metrics["update/density"].result())
         print(f"{share:4.0%} live {min(spent[1:]):7.3f} s, {number} micro-batches, {density:.2f}")
         result[f"live {share}"] = {"seconds": min(spent[1:]), "density": density}

@@ -15,7 +15,7 @@ for _ in range(config.train.steps):
     # run.select, run.sample and run.reward; with rollout.refill until the step is full
     state, collected = run.collect(state)
     state, prepared = run.prepare(state, collected.rollouts)
-    state, metrics = run.update(state, prepared.batch)
+    state, metrics = run.update(state, prepared.batches)
     reward = prepared.metrics["reward"].result()
     print(f"step {state.step}: reward {reward:.3f}, loss {metrics['loss'].result():.2e}")
 

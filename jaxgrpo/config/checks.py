@@ -47,7 +47,7 @@ def check(values: Values) -> Iterator[str]:
     wrong_parts = list(_build_parts(values, made))
     yield from _method(values, made)
     yield from _refill(values, made)
-    for some in (_evaluation, _loss, _sampling, _early_stop, _resets, _rewards, _data):
+    for some in (_updates, _evaluation, _loss, _sampling, _early_stop, _resets, _rewards, _data):
         yield from some(values)
     yield from wrong_parts
     yield from _optimizer(values)
@@ -122,18 +122,33 @@ def _method(values: Values, made: Made) -> Iterator[str]:
             f"rollout.group_size = 1: {relative[0]} compares the samples of a prompt with "
             'each other and needs at least 2; set it to 2 or more, or take recipe = "sign"'
         )
-    warmup, steps = values.get("optimizer.warmup_steps", 0), values.get("train.steps", math.inf)
-    if warmup > steps:
-        yield (
-            f"optimizer.warmup_steps = {warmup}: more than train.steps = {steps}, so the learning "
-            f"rate would never be reached; set it to {steps} or less"
-        )
     _, surrogate = made.get("loss.surrogate", ({}, None))  # own code is seen when the run is built
     if values.get("loss.proximal") == "behavior" and surrogate and surrogate.weighs:
         for place, (part, step) in made.items():
             named = place == "loss.mismatch" or place.startswith("advantage")
             if named and step.importance:
                 yield f"{place} = {show(part)}: {methods.WEIGHED_TWICE}"
+
+
+def _updates(values: Values) -> Iterator[str]:
+    """Whether prompts divide among minibatches, and warm-up ends within the updates of the run."""
+    names = ("steps", "num_iterations", "minibatches")
+    steps, iterations, minibatches = (values.get(f"train.{name}") for name in names)
+    prompts = values.get("rollout.prompts_per_step")
+    if prompts and minibatches and prompts % minibatches:
+        yield (
+            f"train.minibatches = {minibatches}: does not divide rollout.prompts_per_step = "
+            f"{prompts} prompts into parts of the same size; take a divisor of it"
+        )
+    if not (steps and iterations and minibatches):
+        return
+    warmup, updates = values.get("optimizer.warmup_steps", 0), steps * iterations * minibatches
+    if warmup > updates:
+        product = " x train.num_iterations x train.minibatches" if updates > steps else ""
+        yield (
+            f"optimizer.warmup_steps = {warmup}: more than train.steps{product} = {updates} "
+            f"updates, so the learning rate would never be reached; set it to {updates} or less"
+        )
 
 
 def _refill(values: Values, made: Made) -> Iterator[str]:
@@ -383,7 +398,7 @@ def _optimizer(values: Values) -> Iterator[str]:
             yield f"optimizer.{name}: unknown key; did you mean optimizer.{near}?"
             return
     try:
-        make_optimizer({}, steps=values.get("train.steps", 1), **given)
+        make_optimizer({}, updates=values.get("train.steps", 1), **given)
     except (ValueError, TypeError) as error:
         yield str(error)
 

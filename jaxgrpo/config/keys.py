@@ -148,11 +148,12 @@ class ReferenceKeys:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OptimizerKeys:
-    use: str = key("adamw")  # any optax factory; other entries of the table are its options
+    use: str = key("adamw")  # any factory of optax; other entries of the table are its options
     learning_rate: float = key(at_least=0)
     clip_norm: float = key(1.0, at_least=0)  # global gradient norm; 0: off
     warmup_steps: int = key(0, at_least=0)
     schedule: str = key("constant", choices=("constant", "linear", "cosine"))
+    state_dtype: str = key("float32", choices=("float32", "bfloat16"))  # of moments between updates
     options: dict[str, Any] = key({})
 
 
@@ -179,10 +180,17 @@ class RolloutKeys:
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainKeys:
     steps: int = key(at_least=1)
+    num_iterations: int = key(1, at_least=1)  # how often the rollouts of a step are trained on
+    minibatches: int = key(1, at_least=1)  # parts by prompt of each, one optimizer update each
     seed: int = key(0, at_least=0, at_most=2**32 - 1)  # JAX reads 32 bits: 2**32 would draw as 0
     tokens_per_micro_batch: int | None = key(None, at_least=1)  # per bin; None: `tokens_of`
     remat: str = key("auto", choices=("auto", "none", "attention", "dots", "full"))
     stop_after_not_finite: int = key(10, at_least=0)  # steps in a row; 0: never
+
+    @property
+    def updates(self) -> int:
+        """Optimizer updates of the whole run, which the learning rate's schedule counts."""
+        return self.steps * self.num_iterations * self.minibatches
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

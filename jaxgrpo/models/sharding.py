@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from jax import Array
 from jax.experimental import mesh_utils, multihost_utils
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from jaxgrpo.core.errors import InputError, refuse_all
 from jaxgrpo.core.types import Params
@@ -143,7 +143,7 @@ def constrain(mesh: Mesh, rules: Rules = TRAINING) -> Constrain:
     return apply
 
 
-def put(value: Any, sharding: NamedSharding) -> Array:
+def put(value: Any, sharding: Sharding) -> Array:
     """A host array, the same in every process, as a global array on the mesh."""
     value = np.asarray(value)
     return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index])

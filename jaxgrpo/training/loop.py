@@ -376,7 +376,7 @@ class _Loop:
         with clock("prepare"):
             state, prepared = run.prepare(state, rollouts)
         with clock("update"):
-            state, metrics = run.update(state, prepared.batch)
+            state, metrics = run.update(state, prepared.batches)
             # Of all that was sampled, where `collect` and `prepare` count the same.
             metrics = merge(prepared.metrics, metrics) | collected
             values = finalise(sharding.to_host(metrics))

@@ -99,6 +99,8 @@ def with_slots(blueprint: Blueprint, copies: Collection[str]) -> Blueprint:
 def plan(program: Any, blueprint: Blueprint, state: TrainState) -> int:
     """The working memory that XLA plans for the update program, which is compiled for it.
 
+    Beside it lie the batches of a step's other minibatches.
+
     Args:
       program: `update_program` of `update.step.Steps`.
       state: of the run; its arrays are not read.
@@ -112,13 +114,15 @@ def plan(program: Any, blueprint: Blueprint, state: TrainState) -> int:
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=layout)
 
     arguments = (state.trainable, state.opt_state, state.objective_state, anchors)
-    compiled = program.lower(*arguments, jax.tree.map(placed, batch)).compile()
+    batch = jax.tree.map(placed, batch)
+    compiled = program.lower(*arguments, batch).compile()
     found = compiled.memory_analysis()
     if found is None:  # a platform that does not tell
         return 0
     out = found.output_size_in_bytes - found.alias_size_in_bytes
     whole = found.argument_size_in_bytes + found.temp_size_in_bytes + out
-    return whole - sum(map(_on_device, jax.tree.leaves(arguments)))
+    others = (blueprint.geometry.minibatches - 1) * sum(map(_on_device, jax.tree.leaves(batch)))
+    return whole - sum(map(_on_device, jax.tree.leaves(arguments))) + others
 
 
 def refuse_too_large(memory: Memory, mesh: Mesh) -> None:

@@ -67,7 +67,8 @@ DIVIDED = {
 _SAMPLED = ("model", "mesh", "rollout")
 _INPUTS = ("model", "mesh", "data", "eval", "rollout.max_prompt_tokens", "train.remat")
 _LAID_OUT = ("train.tokens_per_micro_batch", "train.remat")
-_UPDATED = (*_SAMPLED, "loss", "optimizer", "train.steps", *_LAID_OUT)
+_COUNTED = ("train.steps", "train.num_iterations", "train.minibatches")
+_UPDATED = (*_SAMPLED, "loss", "optimizer", *_COUNTED, *_LAID_OUT)
 DEPENDS = {
     "inputs": _INPUTS,
     "sampler": _SAMPLED,
@@ -277,13 +278,14 @@ def _method(
         *(rollout.prompts_per_step, rollout.group_size),
         *(rollout.max_prompt_tokens, rollout.max_completion_tokens),
     )
-    geometry = packing.geometry_of(sizes, mesh, config.train.tokens_per_micro_batch)
+    tokens, minibatches = config.train.tokens_per_micro_batch, config.train.minibatches
+    geometry = packing.geometry_of(sizes, mesh, tokens, minibatches)
     packing.check_geometry(geometry)
     sharding.check_divides(mesh, "train.tokens_per_micro_batch", geometry.tokens, "sequence")
     chain = methods.make_chain(config, rewards, advantage)
     objective = methods.make_objective(config)
     methods.refuse_double_weights(chain, objective.surrogate, objective.proximal)
-    optimizer = make_optimizer(model.axes, steps=config.train.steps, **vars(config.optimizer))
+    optimizer = make_optimizer(model.axes, updates=config.train.updates, **vars(config.optimizer))
     blueprint = Blueprint(
         model=model,
         chain=chain,
@@ -293,6 +295,7 @@ def _method(
         sampling=sampling_settings(config, read["folder"], read["tokenizer"]),
         mesh=mesh,
         reward_weights={reward.name: reward.weight for reward in rewards},
+        num_iterations=config.train.num_iterations,
     )
     blueprint = memory.with_slots(blueprint, kept_policies(blueprint))
     return blueprint, step.build_steps(blueprint, share)
@@ -422,6 +425,15 @@ def _budget(config: Config) -> str:
     )
 
 
+def _updates(config: Config) -> str:
+    """How many updates a step makes, where it may be more than one."""
+    times, parts = config.train.num_iterations, config.train.minibatches
+    if times * parts == 1:
+        return ""
+    prompts = config.rollout.prompts_per_step // parts
+    return f"; a step makes {times * parts}: {times} x {parts} minibatches of {prompts} prompts"
+
+
 def dry_run(config: Config, resume: bool = False) -> None:
     """Prints what `train` would do: devices, sizes, memory, the first prompt; then the config.
 
@@ -453,7 +465,7 @@ def dry_run(config: Config, resume: bool = False) -> None:
             f"{samples_of(config)} completions of at most {geometry.max_completion_tokens} tokens, "
             f"{run.blueprint.sampling.slots} decoded at once{_budget(config)}",
             "an update": f"at most {geometry.micro_batches} micro-batches of {geometry.bins} bins "
-            f"x {geometry.tokens} tokens ({geometry.rows} rows)",
+            f"x {geometry.tokens} tokens ({geometry.rows} rows){_updates(config)}",
             "data": f"{len(run.rows)} rows, {config.train.steps} steps draw "
             f"{'at least ' if config.rollout.refill else ''}"
             f"{config.train.steps * geometry.num_prompts}",

@@ -21,6 +21,7 @@ from jaxgrpo.models.api import LayerKind, Model
 from jaxgrpo.models.attention import causal, rows_with_prefix
 from jaxgrpo.models.logprobs import Entropy, Head, full_kl, token_logprobs
 from jaxgrpo.rollout.sampler import SamplingSettings
+from jaxgrpo.update.moments import map_params
 from jaxgrpo.update.packing import Geometry
 
 
@@ -36,6 +37,7 @@ class Blueprint(NamedTuple):
     mesh: Mesh
     reward_weights: Mapping[str, float] | None = None  # of the logged reward; None: all 1
     compact: bool = True  # False keeps dead samples in the update: slower, the same result
+    num_iterations: int = 1  # how often the rollouts of a step are trained on
 
 
 def forward(
@@ -266,11 +268,11 @@ def opt_layout(blueprint: Blueprint) -> Any:
     A moment of another shape than its parameter's, as a row or column of adafactor's, is small.
     """
     everywhere = sharding.replicated(blueprint.mesh)
-    return optax.tree_utils.tree_map_params(
+    return map_params(
         blueprint.optimizer,
         lambda leaf, layout, param: layout if leaf.shape == param.shape else everywhere,
         jax.eval_shape(blueprint.optimizer.init, blueprint.model.shapes),
         param_layout(blueprint),
         blueprint.model.shapes,
-        transform_non_params=lambda _: everywhere,
+        others=lambda _: everywhere,
     )

@@ -1,21 +1,31 @@
-"""The optimizer: any optax factory by name, with clipping, a schedule and a weight-decay mask."""
+"""The optimizer: any factory of optax by name, with clipping, a schedule and what the axes decide.
+
+The logical axes of the parameters, and not their number of dimensions, say which of them decay and
+which of them muon makes orthogonal: scales of norms, stacked over layers, have two dimensions too.
+"""
 
 from __future__ import annotations
 
 import difflib
 import inspect
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
+import optax.contrib
 
-from jaxgrpo.core.errors import InputError, refuse_no_number
+from jaxgrpo.core.errors import InputError, refuse_no_number, refusing
 from jaxgrpo.core.types import Params
+from jaxgrpo.update import moments
 
-RATES = ("b1", "b2", "b3", "momentum")
+RATES = ("b1", "b2", "b3", "momentum", "beta", "adam_b1", "adam_b2")
 """Options of optax that are the share of a moment that a step keeps."""
+
+MASKS = ("mask", "weight_decay_mask")
+"""Arguments that tell optax's factories what decays."""
 
 _INNER = "inner_state"  # of optax.inject_hyperparams: the state of the factory itself
 
@@ -25,52 +35,55 @@ def make_optimizer(
     *,
     use: str,
     learning_rate: float,
-    steps: int,
+    updates: int,
     clip_norm: float = 0.0,
     warmup_steps: int = 0,
     schedule: str = "constant",
+    state_dtype: str = "float32",
     options: Mapping[str, Any] | None = None,
 ) -> optax.GradientTransformation:
-    """clip by global norm -> the optax factory `use`, under a learning-rate schedule.
+    """clip by global norm -> the factory `use` of optax, under a learning-rate schedule.
 
     The rate rises linearly over `warmup_steps` updates, then stays ("constant") or falls to 0 at
-    `steps` along a line ("linear") or half a cosine ("cosine"). Skipped updates do not count.
+    the last of all `updates` along a line ("linear") or half a cosine ("cosine"). Skipped updates
+    do not count. If the factory takes a mask of what decays, only matrices do. `muon` makes the
+    matrices of layers orthogonal, each layer's by itself; all other parameters have its adam.
 
     Args:
-      axes: logical axes of the parameters; if the factory takes a `mask`, only matrices decay.
+      axes: logical axes of the parameters; {} where there is no model yet, and then it is not
+        tried whether the factory can be used.
+      use: a factory of optax or of optax.contrib that needs gradients and parameters only.
       clip_norm: largest global gradient norm; 0 leaves gradients as they are.
+      state_dtype: of moments between updates, "float32" or "bfloat16" (`moments.in_bfloat16`).
       options: further keyword arguments of the factory, as optax names them.
 
     Raises: InputError for an unknown factory or option, with the nearest name.
     """
     options = dict(options or {})
-    factory = _factory(use)
+    where, factory = _factory(use)
     accepted = inspect.signature(factory).parameters
-    for name, value in options.items():
-        if name not in accepted:
-            near = difflib.get_close_matches(name, accepted, 1)
-            hint = f"did you mean {near[0]!r}?" if near else f"it takes {', '.join(accepted)}"
-            raise InputError(f"optimizer.{name}: optax.{use} has no such option; {hint}")
-        refuse_no_number(f"optimizer.{name}", value, accepted[name])
-        limit = 1 if name in RATES else math.inf
-        if isinstance(value, (int, float)) and not 0 <= value < limit:
-            below = ", and below 1" if name in RATES else ", and finite"
-            raise InputError(f"optimizer.{name} = {value}: expected 0 or more{below}")
-    if "mask" in accepted and options.get("weight_decay", 1):
-        options["mask"] = decay_mask(axes)
-    rate = make_schedule(learning_rate, steps, warmup_steps, schedule)
+    _check_options(where, options, accepted)
+    if axes:
+        _try(where, factory, options, state_dtype)
+    if options.get("weight_decay", 1):
+        options |= {name: decay_mask(axes) for name in MASKS if name in accepted}
+    if factory is optax.contrib.muon:
+        options["muon_weight_dimension_numbers"] = _by_place(muon_dimensions(axes))
+    rate = make_schedule(learning_rate, updates, warmup_steps, schedule)
     static = tuple(name for name in accepted if name != "learning_rate")
     inner = optax.inject_hyperparams(factory, static_args=static)(learning_rate=rate, **options)
+    if state_dtype == "bfloat16":
+        inner = moments.in_bfloat16(inner)
     if not clip_norm:
         return inner
     return optax.chain(optax.clip_by_global_norm(clip_norm), inner)
 
 
 def make_schedule(
-    learning_rate: float, steps: int, warmup_steps: int, schedule: str
+    learning_rate: float, updates: int, warmup_steps: int, schedule: str
 ) -> optax.Schedule:
     """Warm-up, then the named decay; a function of the number of updates made."""
-    rest = max(1, steps - warmup_steps)
+    rest = max(1, updates - warmup_steps)
     decays = {
         "constant": lambda: optax.constant_schedule(learning_rate),
         "linear": lambda: optax.linear_schedule(learning_rate, 0.0, rest),
@@ -110,23 +123,94 @@ def fresh_moments(optimizer: optax.GradientTransformation, params: Params, opt_s
 def decay_mask(axes: Params) -> Params:
     """True for the weights that decay: matrices, which have "embed" and another dimension.
 
-    Norm scales and biases do not. By logical axes, not by ndim: stacked scales have two.
+    Norm scales and biases do not.
+    """
+    return jax.tree.map(_is_matrix, axes, is_leaf=lambda node: isinstance(node, tuple))
+
+
+def muon_dimensions(axes: Params) -> Params:
+    """Inputs and outputs of the matrices that muon makes orthogonal; None for all other parameters.
+
+    These are the kernels of attention and feed-forward blocks, "embed" on one side and all else, as
+    heads and their dimensions, on the other. "layers" is on neither: each layer is a matrix of its
+    own. Embeddings and the output head, which have "vocab", are none of them.
+
+    Source: Jordan 2024, kellerjordan.github.io/posts/muon, which leaves embeddings, output head and
+    vectors to AdamW.
     """
 
-    def decays(names: tuple[str | None, ...]) -> bool:
-        return "embed" in names and len(set(names) - {"layers"}) > 1
+    def dimensions(names: tuple[str | None, ...]) -> Any:
+        if not _is_matrix(names) or "vocab" in names:
+            return None
+        embed = (names.index("embed"),)
+        others = tuple(at for at, name in enumerate(names) if name not in ("layers", "embed"))
+        sides = (embed, others) if embed < others else (others, embed)  # kernels: inputs first
+        return optax.contrib.MuonDimensionNumbers(*sides)
 
-    return jax.tree.map(decays, axes, is_leaf=lambda node: isinstance(node, tuple))
+    return jax.tree.map(dimensions, axes, is_leaf=lambda node: isinstance(node, tuple))
 
 
-def _factory(use: str) -> Any:
-    factory = getattr(optax, use, None)
-    if _takes_rate(factory):
-        return factory
-    found = {name: value for name, value in vars(optax).items() if not inspect.isclass(value)}
-    names = [name for name in found if name[0] != "_" and _takes_rate(found[name])]
+def _by_place(dimensions: Params) -> Callable[[Any], Any]:
+    """params -> the dimensions of each: a function, since optax asks for parts of a tree too."""
+    is_leaf = lambda node: not isinstance(node, dict)  # noqa: E731
+    known = dict(jax.tree_util.tree_leaves_with_path(dimensions, is_leaf=is_leaf))
+    return lambda params: jax.tree_util.tree_map_with_path(lambda path, _: known[path], params)
+
+
+def _is_matrix(names: tuple[str | None, ...]) -> bool:
+    return "embed" in names and len(set(names) - {"layers"}) > 1
+
+
+def _factory(use: str) -> tuple[str, Any]:
+    """(its full name, the factory), of optax before optax.contrib."""
+    places = {"optax": vars(optax), "optax.contrib": vars(optax.contrib)}
+    for place, found in places.items():
+        if _takes_rate(found.get(use)):
+            return f"{place}.{use}", found[use]
+    names = [
+        name
+        for found in places.values()
+        for name, value in found.items()
+        if name[0] != "_" and not inspect.isclass(value) and _takes_rate(value)
+    ]
     near = difflib.get_close_matches(use, names, 3) or sorted(names)
     raise InputError(f"optimizer.use = {use!r}: optax has no such optimizer; try {', '.join(near)}")
+
+
+def _check_options(where: str, options: Mapping[str, Any], accepted: Mapping[str, Any]) -> None:
+    for name, value in options.items():
+        if name not in accepted:
+            near = difflib.get_close_matches(name, accepted, 1)
+            hint = f"did you mean {near[0]!r}?" if near else f"it takes {', '.join(accepted)}"
+            raise InputError(f"optimizer.{name}: {where} has no such option; {hint}")
+        refuse_no_number(f"optimizer.{name}", value, accepted[name])
+        limit = 1 if name in RATES else math.inf
+        if isinstance(value, (int, float)) and not 0 <= value < limit:
+            below = ", and below 1" if name in RATES else ", and finite"
+            raise InputError(f"optimizer.{name} = {value}: expected 0 or more{below}")
+    if options.get("adam_weight_decay"):
+        raise InputError(
+            f"optimizer.adam_weight_decay: {where} would let norms and biases decay too; leave it "
+            "out: weight_decay acts on the matrices of layers, embeddings do not decay"
+        )
+
+
+def _try(where: str, factory: Any, options: Mapping[str, Any], state_dtype: str) -> None:
+    """One update of a small matrix. Raises: InputError where an update of a run would fail, and
+    where the state holds weights, which bfloat16 would round to those of other steps."""
+    params = {"kernel": jnp.full((2, 2), 0.7)}
+    reason = f"optimizer.use: an update by {where} with these options fails ({{kind}}: {{reason}})"
+    remedy = "; take an optimizer that needs gradients and parameters only"
+    with refusing(reason + remedy, TypeError, ValueError):
+        optimizer = factory(learning_rate=1.0, **options)
+        state = optimizer.init(params)
+        jax.eval_shape(optimizer.update, params, state, params)
+    weights = [leaf for leaf in jax.tree.leaves(state) if jnp.shape(leaf) == (2, 2)]
+    if state_dtype == "bfloat16" and any(bool((leaf == 0.7).any()) for leaf in weights):
+        raise InputError(
+            f'optimizer.state_dtype = "bfloat16": the state of {where} holds weights beside '
+            'moments, and steps of them would be rounded away; take "float32", or another optimizer'
+        )
 
 
 def _is_injected(node: Any) -> bool:

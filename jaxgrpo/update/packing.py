@@ -46,6 +46,11 @@ class Geometry(NamedTuple):
     max_completion_tokens: int  # T, and Q, the positions of a row
     bins: int  # D
     tokens: int  # N, of prompts and completions, computed per bin and micro-batch
+    minibatches: int = 1  # into which a step's prompts are dealt, one update each
+
+    @property
+    def prompts_per_update(self) -> int:
+        return self.num_prompts // self.minibatches
 
     @property
     def widest(self) -> int:
@@ -57,19 +62,19 @@ class Geometry(NamedTuple):
         """R, per bin and micro-batch. One more than full rows need, since rows of mixed lengths are
         not full."""
         full = (self.tokens - self.max_prompt_tokens + 1) // self.max_completion_tokens
-        return min(self.num_prompts * self.group_size, full + (full > 1))
+        return min(self.prompts_per_update * self.group_size, full + (full > 1))
 
     @property
     def prompts_per_bin(self) -> int:
         """A, prompts per bin and micro-batch: two samples each are expected to be live."""
         share = max(0.5, min(1.0, 2 / self.group_size))
-        return min(self.num_prompts, math.ceil(self.rows * share))
+        return min(self.prompts_per_update, math.ceil(self.rows * share))
 
     @property
     def micro_batches(self) -> int:
-        """K, enough for any step: each holds so many rows, however long they and prompts are."""
+        """K, enough for any update: each holds so many rows, however long they and prompts are."""
         least = min(self.tokens // self.widest, self.rows, self.prompts_per_bin)
-        return -(-self.num_prompts * self.group_size // (least * self.bins))
+        return -(-self.prompts_per_update * self.group_size // (least * self.bins))
 
 
 class Lengths(NamedTuple):
@@ -101,23 +106,25 @@ class _Row(NamedTuple):
     tokens: int
 
 
-def geometry_of(sizes: tuple[int, int, int, int], mesh: Mesh, tokens: int | None) -> Geometry:
+def geometry_of(
+    sizes: tuple[int, int, int, int], mesh: Mesh, tokens: int | None, minibatches: int = 1
+) -> Geometry:
     """The sizes P, G, S, T of a run on a mesh; `tokens` = None: those of `tokens_of`."""
-    bins = sharding.num_bins(mesh)
-    tokens = tokens or tokens_of(sizes, bins, mesh.devices.flat[0].platform)
-    prompts, samples, width, steps = sizes
-    return Geometry(prompts, samples, width, steps, bins, tokens)
+    bins, (prompts, samples, width, steps) = sharding.num_bins(mesh), sizes
+    of_update = (prompts // minibatches, samples, width, steps)
+    tokens = tokens or tokens_of(of_update, bins, mesh.devices.flat[0].platform)
+    return Geometry(*sizes, bins, tokens, minibatches)
 
 
 def tokens_of(sizes: tuple[int, int, int, int], bins: int, platform: str) -> int:
     """The tokens of a micro-batch of a run that gives no number.
 
     As many whole groups as there is room for, or as many of the longest completions of a group that
-    is too large; of one group at least four micro-batches make the step, where it has as many
+    is too large; of one group at least four micro-batches make the update, where it has as many
     groups, so that less is computed where some are dead.
 
     Args:
-      sizes: P, G, S, T.
+      sizes: P, G, S, T of an update.
     """
     prompts, samples, width, steps = sizes
     room = TOKENS.get(platform, ELSEWHERE)
@@ -147,8 +154,28 @@ def lengths_of(rollouts: Rollouts) -> Lengths:
     return Lengths(prompt, _real(rollouts.token_mask).sum(-1, dtype=jnp.int32))
 
 
+def deal(lengths: Lengths, live: np.ndarray, geometry: Geometry) -> list[np.ndarray]:
+    """Which prompts [P / minibatches] each minibatch of a step has, in ascending order.
+
+    The longest by live tokens first, each to the minibatch with the fewest live tokens that has not
+    got its number of prompts, the first of several. A pure function of its arguments, the same in
+    every process.
+    """
+    size = np.where(live, lengths.completion, 0).sum(1)
+    tokens = np.zeros(geometry.minibatches, np.int64)
+    dealt: list[list[int]] = [[] for _ in tokens]
+    for prompt in np.argsort(-size, kind="stable").tolist():
+        takes = [len(own) < geometry.prompts_per_update for own in dealt]
+        at = int(np.where(takes, tokens, np.iinfo(np.int64).max).argmin())
+        dealt[at].append(prompt)
+        tokens[at] += size[prompt]
+    return [np.sort(np.asarray(own, np.int32)) for own in dealt]
+
+
 def plan(lengths: Lengths, live: np.ndarray, geometry: Geometry) -> Plan:
     """Places the live samples [P, G] in as few micro-batches as it finds.
+
+    Those of a minibatch, if there are several: live samples of more prompts may not fit.
 
     Completions of a group share rows, first fit by decreasing length. Groups enter micro-batches
     whole where that fits, best fit by decreasing size, and in pieces where it does not; a prompt is
@@ -169,7 +196,7 @@ def plan(lengths: Lengths, live: np.ndarray, geometry: Geometry) -> Plan:
         slots = _deal(groups, prompts, num_live * geometry.bins, geometry)
         if slots is not None:
             return _written(slots, lengths, num_live, geometry)
-    raise AssertionError("a plan of all micro-batches holds any step")
+    raise AssertionError("a plan of all micro-batches holds any update")
 
 
 def _in_rows(samples: list[_Sample], width: int, room: int, count: int) -> list[_Row]:
@@ -260,7 +287,7 @@ def _written(slots: list[_Slot], lengths: Lengths, num_live: int, geometry: Geom
 def work(plan: Plan, lengths: Lengths, geometry: Geometry) -> Metrics:
     """How well a plan's micro-batches are filled.
 
-    update/micro_batches    that each bin computes
+    update/micro_batches    that each bin computes for one update
     update/density          real tokens / tokens computed, prompts and completions
     update/row_density      real positions of the rows in use / all of them
     """
@@ -329,7 +356,7 @@ def gather(
 
 
 def abstract_batch(geometry: Geometry, needs: Collection[str]) -> TrainBatch:
-    """The shapes and dtypes of the whole batch that `gather` makes.
+    """The shapes and dtypes of the batch of an update that `gather` makes.
 
     Args:
       needs: fields that the objective reads.

@@ -7,24 +7,20 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jax import Array
 
-from jaxgrpo import advantages
-from jaxgrpo.core.metrics import Metrics, empty_like, mean, merge
-from jaxgrpo.core.types import FIELDS, Params, Rollouts, TrainBatch, TrainState
+from jaxgrpo.core.metrics import Metrics, empty_like, maximum, mean, merge
+from jaxgrpo.core.types import Params, Rollouts, TrainBatch, TrainState
 from jaxgrpo.losses import Tokens, token_loss
 from jaxgrpo.models import sharding
-from jaxgrpo.models.logprobs import Entropy
 from jaxgrpo.rollout import sampler as sampling
-from jaxgrpo.rollout.answers import FORCED
-from jaxgrpo.update import answers, diagnostics, packing
+from jaxgrpo.update import diagnostics
 from jaxgrpo.update.forward import (
     Blueprint,
     as_computed,
@@ -34,9 +30,7 @@ from jaxgrpo.update.forward import (
     opt_layout,
     param_layout,
 )
-
-ANCHORS = ("base_logp", "reference_logp")
-"""Fields that show, if a method asks for them, how far the policy has moved."""
+from jaxgrpo.update.preparing import Prepared, Preparer
 
 FINITE = ("entropy", "sampling/sampling_logp_difference/mean")
 """Metrics of an update that must be finite, as its loss and gradient, for it to be applied."""
@@ -52,15 +46,6 @@ Beyond them it is no rounding. float32: the largest difference of tiny models is
 """
 
 
-class Prepared(NamedTuple):
-    """What `prepare` returns: the batch to update on, and what the log shows of it."""
-
-    batch: TrainBatch
-    advantage: Array  # [P, G], the mean over a sample's tokens
-    live: np.ndarray  # [P, G] bool, samples that can move the parameters
-    metrics: Metrics
-
-
 Share = Callable[[str, Callable[[], Any]], Any]
 """(name, make) -> what `make` gives, or gave an earlier run that shares it"""
 
@@ -74,7 +59,7 @@ Sample = Callable[..., Rollouts]
 """(params, prompts, key, finished=None) -> Rollouts, as `jaxgrpo.rollout.sampler.sample`. Another
 engine may stand in its place; without `finished` rewards wait until it has ended."""
 Prepare = Callable[[TrainState, Rollouts], tuple[TrainState, Prepared]]
-Update = Callable[[TrainState, TrainBatch], tuple[TrainState, Metrics]]
+Update = Callable[[TrainState, Sequence[TrainBatch]], tuple[TrainState, Metrics]]
 Sync = Callable[[TrainState], Params]
 
 
@@ -120,216 +105,19 @@ def _syncer(blueprint: Blueprint) -> Sync:
     return lambda state: sync(state.trainable)
 
 
-_Judged = tuple[Array, Array, Array]
-"""(advantage, weight, mask), each [P, G, T]"""
-
-
-class Preparer:
-    """The jitted functions of `prepare`, and what the host does between them."""
-
-    def __init__(self, blueprint: Blueprint):
-        self.blueprint, geometry = blueprint, blueprint.geometry
-        shape = geometry.num_prompts, geometry.group_size, geometry.max_completion_tokens
-        self.sample_shape = shape
-        self.score = jax.jit(functools.partial(_score, blueprint), static_argnums=(2, 3))
-        self.judge = jax.jit(functools.partial(_judge, blueprint))
-        constrain = sharding.constrain(blueprint.mesh)
-        self.gather = jax.jit(functools.partial(packing.gather, constrain=constrain))
-        self.scatter = jax.jit(packing.scatter)
-        self.measure = jax.jit(packing.lengths_of)
-        self.drift = jax.jit(diagnostics.drift_metrics, static_argnums=3)
-        self.behind_thoughts = jax.jit(answers.behind_thoughts, static_argnums=1)
-        self.of_answers = jax.jit(answers.of_answers)
-
-    def prepare(self, state: TrainState, rollouts: Rollouts) -> tuple[TrainState, Prepared]:
-        compact, geometry = self.blueprint.compact, self.blueprint.geometry
-        lengths = sharding.to_host(self.measure(rollouts))
-        rollouts = self.with_fields(state, rollouts, lengths)
-        after, judged, live, per_sample, metrics = self.judge(state.advantage_state, rollouts)
-        live = sharding.to_host(live)
-        where = packing.plan(lengths, live if compact else np.ones_like(live), geometry)
-        metrics |= packing.work(where, lengths, geometry)
-        batch = self.assemble(state, rollouts, judged, where)
-        state = dataclasses.replace(state, advantage_state=after)
-        for name in ANCHORS:
-            if name not in rollouts.fields and name in batch.fields:
-                # Of all completions or of none: those that the loss leaves out are no random ones.
-                mask = rollouts.token_mask & bool(live.all() or not compact)
-                other = self.scatter(batch.fields[name], where, rollouts.token_mask)
-                drift = self.drift(rollouts.behavior_logp, other, mask, FIELDS[name].policy)
-                metrics = merge(metrics, drift)
-        return state, Prepared(batch, per_sample, live, metrics)
-
-    def with_fields(
-        self, state: TrainState, rollouts: Rollouts, lengths: packing.Lengths
-    ) -> Rollouts:
-        """The rollouts with what the chain needs, scored on every sample."""
-        needs, fields = self.blueprint.chain.needs, {}
-        if names := needs & FIELDS.keys():
-            geometry = self.blueprint.geometry
-            fields |= self.score_everyone(state, names, rollouts, lengths, geometry)
-        if needs & {answers.ANSWER, answers.MASKED}:
-            fields |= self.score_answers(state, rollouts)
-        return dataclasses.replace(rollouts, fields={**rollouts.fields, **fields})
-
-    def score_answers(self, state: TrainState, rollouts: Rollouts) -> dict[str, Array]:
-        """The log-probs of the reference answers, in a pass over them and the thoughts."""
-        blueprint, longest = self.blueprint, rollouts.fields[FORCED].shape[1]
-        masked = answers.MASKED in blueprint.chain.needs
-        geometry = answers.geometry_of(blueprint.geometry, longest, masked, blueprint.mesh)
-        longer = self.behind_thoughts(rollouts, geometry)
-        lengths = sharding.to_host(self.measure(longer))
-        scored = self.score_everyone(state, {"trainer_logp"}, longer, lengths, geometry)
-        return self.of_answers(scored["trainer_logp"], rollouts)
-
-    def score_everyone(
-        self,
-        state: TrainState,
-        names: Collection[str],
-        rollouts: Rollouts,
-        lengths: packing.Lengths,
-        geometry: packing.Geometry,
-    ) -> dict[str, Array]:
-        """The named fields [P, G, T] of every sample."""
-        mask = rollouts.token_mask
-        everyone = packing.plan(lengths, np.ones(mask.shape[:2], bool), geometry)
-        zero = jnp.zeros(mask.shape, jnp.float32)
-        batch = self.gather(rollouts, everyone, zero, zero, mask, {})
-        scored = self.score_fields(state, names, batch, geometry)
-        return {name: self.scatter(value, everyone, mask) for name, value in scored.items()}
-
-    def assemble(
-        self, state: TrainState, rollouts: Rollouts, judged: _Judged, where: packing.Plan
-    ) -> TrainBatch:
-        """The update batch, with what only the loss needs scored on its samples alone."""
-        needs = self.blueprint.objective.needs
-        # As for the parts of a chain, a need may be the name of a reward.
-        brought = {**rollouts.rewards, **rollouts.fields}
-        known = {name: self.per_token(brought[name]) for name in needs & brought.keys()}
-        known["behavior_logp"] = rollouts.behavior_logp
-        known["sampled_now"] = self.per_token(rollouts.policy_version == state.step)
-        batch = self.gather(rollouts, where, *judged, known)
-        names = (needs & FIELDS.keys()) - known.keys()
-        late = self.score_fields(state, names, batch, self.blueprint.geometry)
-        batch = dataclasses.replace(batch, fields={**batch.fields, **late})
-        if self.blueprint.objective.proximal == "trainer":
-            batch = dataclasses.replace(batch, proximal_logp=batch.fields["trainer_logp"])
-        return batch
-
-    def score_fields(
-        self,
-        state: TrainState,
-        names: Collection[str],
-        batch: TrainBatch,
-        geometry: packing.Geometry,
-    ) -> dict[str, Array]:
-        """The named fields [K, D, R, Q], with one pass per policy that they ask for."""
-        fields: dict[str, Array] = {}
-        for policy in sorted({FIELDS[name].policy for name in names}):
-            params = state.trainable if policy == "trainer" else state.frozen[policy]
-            wanted = {name: FIELDS[name] for name in names if FIELDS[name].policy == policy}
-            asked = "value" if "entropy" in {one.quantity for one in wanted.values()} else "none"
-            logp, entropy = self.score(params, batch, asked, geometry)
-            values = {"logp": logp, "entropy": entropy}
-            fields |= {name: values[field.quantity] for name, field in wanted.items()}
-        return fields
-
-    def per_token(self, value: Array) -> Array:
-        """A field [P], [P, G] or [P, G, T] at every token."""
-        value = value.reshape(*value.shape, *[1] * (3 - value.ndim))
-        return jnp.broadcast_to(value, self.sample_shape)
-
-
-def _score(
-    blueprint: Blueprint,
-    params: Params,
-    batch: TrainBatch,
-    entropy: Entropy,
-    geometry: packing.Geometry,
-) -> tuple[Array, Array | None]:
-    """Log-probs and entropies [K, D, R, Q] under `params`; 0 in micro-batches that are not live."""
-    blueprint = blueprint._replace(geometry=geometry)
-
-    def values(index: Array) -> tuple[Array, Array | None]:
-        logp, fields = forward(blueprint, params, micro_batch(batch, index), entropy)
-        return logp, fields.get("policy_entropy")
-
-    def body(index: Array, carry: Any) -> Any:
-        return jax.tree.map(lambda whole, one: whole.at[index].set(one), carry, values(index))
-
-    shapes = jax.eval_shape(values, jnp.int32(0))
-    start = jax.tree.map(lambda leaf: jnp.zeros(batch.tokens.shape, leaf.dtype), shapes)
-    return jax.lax.fori_loop(0, batch.num_live, body, start)
-
-
-def _judge(
-    blueprint: Blueprint, state: Any, rollouts: Rollouts
-) -> tuple[Any, _Judged, Array, Array, Metrics]:
-    """The chain, the reduction's weights on the whole batch, and who is alive.
-
-    Returns: the chain's state, what the batch is made of, live and mean advantage [P, G], metrics.
-    """
-    signal, state, metrics = blueprint.chain.update(advantages.start(rollouts), state, rollouts)
-    tokens = rollouts.token_mask
-    value, mask = signal.value, signal.mask
-    if value.ndim == 2:
-        value, mask = value[..., None], mask[..., None]
-    mask = jnp.broadcast_to(mask, tokens.shape) & tokens
-    advantage = jnp.where(mask, value, 0).astype(jnp.float32)
-    weight = blueprint.objective.reduction.weights(mask).astype(jnp.float32)
-    live = (advantage != 0).any(-1)
-    if blueprint.objective.penalties and blueprint.objective.penalties_on == "all":
-        live = mask.any(-1)
-    else:
-        # The dead carry no penalty, so that leaving them out changes nothing.
-        weight = jnp.where(live[..., None], weight, 0)
-    metrics = merge(
-        metrics, _rollout_metrics(rollouts, live, advantage, mask, blueprint.reward_weights)
-    )
-    per_sample = advantage.sum(-1) / jnp.maximum(mask.sum(-1), 1)
-    # Nor are they in the metrics of the update, which penalties may remember.
-    mask = mask & live[..., None]
-    everywhere = sharding.replicated(blueprint.mesh)
-    state, live, per_sample, metrics = jax.lax.with_sharding_constraint(
-        (state, live, per_sample, metrics), everywhere
-    )
-    return state, (advantage, weight, mask), live, per_sample, metrics
-
-
-def _rollout_metrics(
-    rollouts: Rollouts,
-    live: Array,
-    advantage: Array,
-    mask: Array,
-    weights: Mapping[str, float] | None,
-) -> Metrics:
-    """Metrics of rewards and completions, under TRL's names if TRL has one."""
-    tokens = rollouts.token_mask
-    metrics: Metrics = {
-        "live_samples": mean(live),
-        "live_groups": mean(live.any(-1)),
-        "live_tokens": mean(live[..., None], tokens),
-        "sampling/not_finite": mean(~jnp.isfinite(rollouts.behavior_logp), tokens),
-    }
-    metrics |= diagnostics.advantage_metrics(advantage, mask, rollouts.rewards, weights)
-    texts = rollouts.completion_tokens, tokens
-    metrics |= diagnostics.completion_metrics(*texts, rollouts.truncated)
-    rare = diagnostics.rare_successes(rollouts.rewards, weights)
-    metrics |= diagnostics.symptom_metrics(*texts, rare)
-    for name in ANCHORS:
-        if name in rollouts.fields:
-            pair = (rollouts.behavior_logp, rollouts.fields[name])
-            metrics |= diagnostics.drift_metrics(*pair, tokens, FIELDS[name].policy)
-    return metrics | diagnostics.group_metrics(rollouts.rewards, weights)
+_merge = jax.jit(merge)
 
 
 def _update(
-    program: Any, anchors: frozenset[str], state: TrainState, batch: TrainBatch
+    program: Any, anchors: frozenset[str], state: TrainState, batches: Sequence[TrainBatch]
 ) -> tuple[TrainState, Metrics]:
+    """All updates of a step, which is counted once; metrics are merged over them."""
     frozen = {name: state.frozen[name] for name in sorted(anchors)}
-    trainable, opt_state, objective_state, metrics = program(
-        state.trainable, state.opt_state, state.objective_state, frozen, batch
-    )
+    changing, measured = [state.trainable, state.opt_state, state.objective_state], []
+    for batch in batches:
+        *changing, metrics = program(*changing, frozen, batch)
+        measured.append(metrics)
+    trainable, opt_state, objective_state = changing
     state = dataclasses.replace(
         state,
         step=state.step + 1,
@@ -337,15 +125,16 @@ def _update(
         opt_state=opt_state,
         objective_state=objective_state,
     )
-    return state, metrics
+    last = {"weights/norm": measured[-1]["weights/norm"]}
+    return state, functools.reduce(_merge, measured) | last
 
 
 def _update_program(blueprint: Blueprint) -> Any:
-    """One optimizer step on the gradient of the whole batch.
+    """One optimizer step on the gradient of a whole batch.
 
     Without a live sample, or if gradient, loss, log-probs or entropy are not finite, parameters,
-    optimizer state and what the penalties remember stay as they are, and the step is counted. The
-    norm of the parameters is taken before and after: it is not finite if one of them is not.
+    optimizer state and what the penalties remember stay as they are, and that is counted. The norm
+    of the parameters is taken before and after: it is not finite if one of them is not.
     """
 
     def run(
@@ -372,11 +161,12 @@ def _update_program(blueprint: Blueprint) -> Any:
             "loss": loss,
             "grad_norm": norm,
             "weights/norm": weights_after,
-            "weights/growth": weights_after / weights_before,
             "skipped_updates/no_live_sample": no_live,
             "skipped_updates/not_finite": ~finite,
         }
-        return *new, metrics | {name: mean(value) for name, value in counted.items()}
+        metrics |= {name: mean(value) for name, value in counted.items()}
+        # Of several updates the largest, not the mean: one is enough to break a run.
+        return *new, metrics | {"weights/growth": maximum(weights_after / weights_before)}
 
     everywhere = sharding.replicated(blueprint.mesh)
     layout = (param_layout(blueprint), opt_layout(blueprint), everywhere, everywhere)
@@ -391,20 +181,22 @@ def _accumulate(
 ):
     """Loss, gradients and metrics summed over the live micro-batches, in one loop."""
 
-    def one(index: Array):
+    # Jitted so that it is traced once, for its shapes and for the loop.
+    @functools.partial(jax.jit, inline=True)
+    def one(trainable: Params, batch: TrainBatch, index: Array):
         with_gradient = jax.value_and_grad(loss_of, has_aux=True)
         (loss, metrics), grads = with_gradient(trainable, micro_batch(batch, index))
         return loss, grads, metrics
 
     def body(index: Array, carry):
-        loss, grads, metrics = one(index)
+        loss, grads, metrics = one(trainable, batch, index)
         return carry[0] + loss, jax.tree.map(jnp.add, carry[1], grads), merge(carry[2], metrics)
 
     def zeros(leaf: Any, layout: Any) -> Array:
         wide = jnp.zeros(leaf.shape, jnp.promote_types(leaf.dtype, jnp.float32))
         return jax.lax.with_sharding_constraint(wide, layout)
 
-    loss, grads, metrics = jax.eval_shape(one, jnp.int32(0))
+    loss, grads, metrics = jax.eval_shape(one, trainable, batch, jnp.int32(0))
     start = jnp.zeros_like(loss), jax.tree.map(zeros, grads, layout), empty_like(metrics)
     return jax.lax.fori_loop(0, batch.num_live, body, start)
 

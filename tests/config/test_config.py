@@ -95,6 +95,10 @@ def test_nothing_changes_a_config():
         ("eval.data=rows.jsonl", "there is no such file; relative paths begin at the folder of"),
         ("eval.every=5", "eval.every = 5: there is nothing to evaluate on; name eval.data"),
         ("optimizer.warmup_steps=11", "optimizer.warmup_steps = 11: more than train.steps = 10"),
+        ("train.minibatches=3", "train.minibatches = 3: does not divide rollout.prompts_per_step"),
+        ("train.num_iterations=0", "train.num_iterations = 0: expected 1 or more"),
+        ("optimizer.state_dtype=float16", '"float16": expected "float32" or "bfloat16"'),
+        ("optimizer.use=moun", "optimizer.use = 'moun': optax has no such optimizer; try muon"),
         ("rollout.group_size=1", "rollout.group_size = 1: grpo compares the samples of a prompt"),
         ("train.steps", "--set train.steps: expected table.key=value"),
         ("train.steps=[1", "--set train.steps=[1: the value is not TOML"),
@@ -105,6 +109,13 @@ def test_nothing_changes_a_config():
 def test_a_mistake_is_one_problem_that_says_where_and_what_to_do(override, message):
     (problem,) = problems(override)
     assert message in problem
+
+
+def test_warm_up_and_schedules_count_the_updates_of_all_steps():
+    several = ("train.num_iterations=3", "train.minibatches=2")
+    assert read(*several, "optimizer.warmup_steps=60").train.updates == 60
+    (problem,) = problems(*several, "optimizer.warmup_steps=61")
+    assert "train.steps x train.num_iterations x train.minibatches = 60 updates" in problem
 
 
 def test_all_mistakes_come_in_one_message():
@@ -285,6 +296,14 @@ def test_steps_may_not_change_under_a_schedule_that_ends_with_them():
     old = read("optimizer.schedule=linear")
     new = read("optimizer.schedule=linear", "train.steps=20")
     assert files.resume_difference(old, new) == ["train.steps: 10 -> 20"]
+
+
+def test_the_updates_of_a_step_may_not_change():
+    new = read("train.num_iterations=2", "optimizer.state_dtype=bfloat16")
+    assert files.resume_difference(read(), new) == [
+        'optimizer.state_dtype: "float32" -> "bfloat16"',
+        "train.num_iterations: 1 -> 2",
+    ]
 
 
 def test_a_file_that_is_not_there_or_not_toml_is_said(tmp_path):

@@ -18,7 +18,7 @@ from jaxgrpo.rollout.selection import sequential
 from jaxgrpo.training.setup import first_state
 from jaxgrpo.update.forward import Blueprint
 from jaxgrpo.update.packing import Geometry
-from jaxgrpo.update.step import Preparer
+from jaxgrpo.update.preparing import Preparer
 
 REWARDS = np.array([[1, 0, 0, 0], [1, 1, 1, 1], [0, 0, 0, 0], [1, 1, 0, 0]], np.float32)
 TEMPERATURE = 0.8

@@ -25,6 +25,7 @@ from jaxgrpo.rollout.sampler import SamplingSettings, Sizes, make_sampler
 from jaxgrpo.training import memory, setup
 from jaxgrpo.update import packing
 from jaxgrpo.update.forward import Blueprint, opt_layout, param_layout
+from jaxgrpo.update.moments import in_bfloat16
 from jaxgrpo.update.packing import Geometry
 from jaxgrpo.update.step import build_steps
 
@@ -114,6 +115,14 @@ def test_what_an_update_takes_is_what_xla_plans(made):
     assert counted.peak == counted.kept + max(planned, counted.sampler + counted.decode)
 
 
+def test_moments_in_bfloat16_are_counted_as_half(made):
+    whole, half = (
+        memory.count(made._replace(optimizer=optimizer), ()).optimizer
+        for optimizer in (optax.adamw(1e-3), in_bfloat16(optax.adamw(1e-3)))
+    )
+    assert half == pytest.approx(whole / 2, abs=16)  # counts of updates
+
+
 def test_the_abstract_batch_is_what_gather_makes():
     shape = (LONG.num_prompts, LONG.group_size)
     sizes = {"steps": LONG.max_completion_tokens, "width": LONG.max_prompt_tokens}
@@ -160,7 +169,9 @@ def test_a_run_that_does_not_fit_is_refused_before_its_weights_are_read(tmp_path
 
 
 def test_a_dry_run_prints_the_memory_of_a_device(tmp_path, capsys):
-    setup.dry_run(small_run.config(tmp_path / "r", **{"rollout.refill": {"factor": 3.5}}))
+    several = {"train.minibatches": 2, "train.num_iterations": 3}
+    refill = {"rollout.refill": {"factor": 3.5}}
+    setup.dry_run(small_run.config(tmp_path / "r", **refill, **several))
     out = capsys.readouterr().out
     lines = [" ".join(line.split()) for line in out.splitlines()]
     size = r"[\d.]+ (B|KiB|MiB|GiB)"
@@ -176,3 +187,4 @@ def test_a_dry_run_prints_the_memory_of_a_device(tmp_path, capsys):
     )
     assert re.search(budget, " ".join(lines))
     assert "3 steps draw at least 24 " in " ".join(lines)
+    assert "rows); a step makes 6: 3 x 2 minibatches of 4 prompts" in " ".join(lines)

@@ -80,7 +80,7 @@ def straight(made):
         state, collected = run.collect(state)
         steps.append((before, sharding.to_host(collected.rollouts)))
         state, prepared = run.prepare(state, collected.rollouts)
-        state, _ = run.update(state, prepared.batch)
+        state, _ = run.update(state, prepared.batches)
     return state, steps
 
 

@@ -31,7 +31,7 @@ def step(run: setup.Setup, state):
     prompts, state = run.select(state)
     state, rollouts, _ = run.reward(state, run.sample(run.sync(state), prompts, state.key))
     state, prepared = run.prepare(state, rollouts)
-    return run.update(state, prepared.batch)
+    return run.update(state, prepared.batches)
 
 
 @pytest.fixture(autouse=True, scope="module")

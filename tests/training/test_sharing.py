@@ -51,6 +51,9 @@ def test_what_differs_only_by_seed_shares_everything_and_a_method_is_its_own(tmp
     assert names(config(tmp_path / "longer", **{"train.steps": 3})) == set()
     rate = {"optimizer": {"learning_rate": 0.5}}
     assert names(config(tmp_path / "c", **rate)) == {"method", "update"}
+    for several in ("minibatches", "num_iterations"):
+        changes = {f"train.{several}": 2}
+        assert names(config(tmp_path / several, **changes)) == {"method", "update"}
     assert names(config(tmp_path / "d", **{"eval.samples": 2})) == {"inputs", "evaluator"}
     size = names(config(tmp_path / "e", **{"rollout.group_size": 2}))
     assert size == {"method", "update", "sampler", "evaluator"}

@@ -56,7 +56,7 @@ def updated(steps, state, rollouts):
     """The metrics of one update; the state is left as it is."""
     _, prepared = steps.prepare(state, rollouts)
     donated = dataclasses.replace(state, trainable=jax.tree.map(jnp.copy, state.trainable))
-    return finalise(steps.update(donated, prepared.batch)[1])
+    return finalise(steps.update(donated, prepared.batches)[1])
 
 
 @pytest.mark.slow

@@ -22,7 +22,7 @@ from jaxgrpo.training.setup import first_state
 from jaxgrpo.update import answers
 from jaxgrpo.update.forward import Blueprint
 from jaxgrpo.update.packing import Geometry
-from jaxgrpo.update.step import Preparer
+from jaxgrpo.update.preparing import Preparer
 
 pytestmark = pytest.mark.slow
 

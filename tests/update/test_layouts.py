@@ -74,11 +74,11 @@ def updated(recipe: str, beta: float, tokens: int, compact: bool = True, objecti
         state = dataclasses.replace(state, frozen=other)
         before = jax.tree.map(np.asarray, state.trainable)
         state, prepared = steps.prepare(state, tiny.rollouts(REWARDS))
-        state, metrics = steps.update(state, prepared.batch)
+        state, metrics = steps.update(state, prepared.batches)
         moved = jax.tree.map(lambda old, new: old - np.asarray(new), before, state.trainable)
         assert {leaf.dtype for leaf in jax.tree.leaves(moved)} == {np.dtype("float64")}
         loss = finalise(metrics)["loss"]
-        return moved, loss, int(prepared.batch.num_live), int(prepared.live.sum())
+        return moved, loss, int(prepared.batches[0].num_live), int(prepared.live.sum())
 
 
 @functools.cache
@@ -94,7 +94,8 @@ def plain(recipe: str, beta: float):
         rollouts = preparer.with_fields(
             state, rollouts, sharding.to_host(preparer.measure(rollouts))
         )
-        _, (advantage, weight, mask), *_ = preparer.judge(state.advantage_state, rollouts)
+        _, (advantage, mask, counted), *_ = preparer.judge(state.advantage_state, rollouts)
+        weight = preparer.weigh(counted, mask, np.arange(len(REWARDS)))
         fields = {
             f"{name}_logp": tiny.whole_logps(WIDE, one, rollouts, 0.8)
             for name, one in other.items()
@@ -197,7 +198,7 @@ def test_the_sequence_may_be_split_over_devices(sizes):
         before = jax.tree.map(np.asarray, state.trainable)
         rollouts = tiny.rollouts(REWARDS, steps=8, width=8)
         state, prepared = steps.prepare(state, spread(rollouts, grid))
-        state, _ = steps.update(state, prepared.batch)
+        state, _ = steps.update(state, prepared.batches)
         moved.append(jax.tree.map(lambda new, old: new - old, state.trainable, before))
     for a, b in zip(*map(jax.tree.leaves, moved), strict=True):
         assert np.linalg.norm(a - np.asarray(b)) <= 1e-5 * np.linalg.norm(b)
@@ -218,7 +219,8 @@ def test_a_token_of_one_completion_reaches_no_other():
     for one in (tokens, changed):
         given = dataclasses.replace(rollouts, completion_tokens=one)
         state, prepared = steps.prepare(state, given)
-        logps.append((np.asarray(prepared.batch.fields["reference_logp"]), prepared.batch))
+        (batch,) = prepared.batches
+        logps.append((np.asarray(batch.fields["reference_logp"]), batch))
     (before, batch), (after, _) = logps
     assert batch.segment.max() == 2  # rows are shared
     different = before != after

@@ -1,16 +1,20 @@
-"""The optimizer: what decays, and how its state lies on a mesh."""
+"""The optimizer: which factories there are, what decays, what muon does, and layouts on a mesh."""
 
 import dataclasses
 
 import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
 import pytest
 import tiny
 
 from jaxgrpo import advantages, losses
+from jaxgrpo.core.errors import InputError
 from jaxgrpo.models import decoder, sharding
 from jaxgrpo.rollout.sampler import SamplingSettings
 from jaxgrpo.update.forward import Blueprint, opt_layout, param_layout
-from jaxgrpo.update.optimizer import decay_mask, make_optimizer
+from jaxgrpo.update.optimizer import decay_mask, make_optimizer, muon_dimensions
 from jaxgrpo.update.packing import Geometry
 
 
@@ -21,24 +25,149 @@ def test_matrices_decay_and_norms_and_biases_do_not():
         assert decays == (path[-1].key in ("kernel", "table")), jax.tree_util.keystr(path)
 
 
-@pytest.mark.parametrize("use", ["adamw", "adafactor"])
-def test_the_state_of_an_optimizer_is_laid_out_on_a_mesh(use):
+@pytest.mark.parametrize("state_dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("use", ["adamw", "adafactor", "muon"])
+def test_the_state_of_an_optimizer_is_laid_out_on_a_mesh(use, state_dtype):
     mesh = sharding.make_mesh(data=2, fsdp=2)
     model = tiny.model()
     options = {"min_dim_size_to_factor": 4} if use == "adafactor" else {}
+    given = {"use": use, "state_dtype": state_dtype, "options": options}
     blueprint = Blueprint(
         model=model,
         chain=advantages.build("grpo"),
         objective=losses.Objective(losses.clip(), losses.token_mean()),
-        optimizer=make_optimizer(
-            model.axes, use=use, learning_rate=0.1, steps=2, clip_norm=1.0, options=options
-        ),
+        optimizer=make_optimizer(model.axes, learning_rate=0.1, updates=2, clip_norm=1.0, **given),
         geometry=Geometry(4, 4, 6, 5, sharding.num_bins(mesh), 100),
         sampling=SamplingSettings(4, 5, 1.0, (tiny.END,), tiny.PAD),
         mesh=mesh,
     )
     params = jax.device_put(tiny.params(), param_layout(blueprint))
-    state = jax.jit(blueprint.optimizer.init, out_shardings=opt_layout(blueprint))(params)
+    layout = opt_layout(blueprint)
+    state = jax.jit(blueprint.optimizer.init, out_shardings=layout)(params)
     large = max(jax.tree.leaves(state), key=lambda leaf: leaf.size)
     share = large.addressable_shards[0].data.size / large.size
     assert use == "adafactor" or share == 1 / 2  # of fsdp
+    if use == "muon":
+        step = jax.jit(blueprint.optimizer.update, out_shardings=(param_layout(blueprint), layout))
+        updates, after = step(params, state, params)
+        assert jax.tree.structure(after) == jax.tree.structure(state)
+        alone = jax.jit(blueprint.optimizer.update)(
+            tiny.params(), blueprint.optimizer.init(tiny.params()), tiny.params()
+        )[0]
+        for one, other in zip(jax.tree.leaves(updates), jax.tree.leaves(alone), strict=True):
+            np.testing.assert_allclose(one, other, atol=1e-4)
+
+
+def newton_schulz(matrix):
+    """Five steps of the quintic iteration of Jordan 2024, in float64."""
+    x = matrix / (np.linalg.norm(matrix) + 1e-8)
+    for _ in range(5):
+        square = x @ x.T
+        x = 3.4445 * x + (-4.775 * square + 2.0315 * square @ square) @ x
+    return x
+
+
+def muon_by_hand(history, decayed):
+    """The last update of one matrix [inputs, outputs]: Nesterov's momentum, orthogonal, scaled."""
+    momentum, beta = np.zeros_like(history[0]), 0.95
+    for number, gradient in enumerate(history, 1):
+        momentum = beta * momentum + (1 - beta) * gradient
+        ahead = beta * momentum / (1 - beta ** (number + 1))
+        ahead = ahead + (1 - beta) * gradient / (1 - beta**number)
+    inputs, outputs = ahead.shape
+    return -0.1 * (newton_schulz(ahead) * np.sqrt(max(1, outputs / inputs)) + 0.2 * decayed)
+
+
+def as_matrix(path, leaf):
+    """A layer's kernel as [inputs, outputs]: of the output projection the last is the output."""
+    last = path[-2].key in ("out", "down")
+    return leaf.reshape(-1, leaf.shape[-1]) if last else leaf.reshape(leaf.shape[0], -1)
+
+
+@pytest.fixture(scope="module")
+def by_muon():
+    """(parameters, gradients of two updates, the second update) in float64."""
+    with jax.enable_x64(True):
+        config = dataclasses.replace(tiny.LOCAL_GLOBAL, dtype="float64")
+        params, axes = tiny.params(config), tiny.model(config).axes
+        made = make_optimizer(
+            axes, use="muon", learning_rate=0.1, updates=9, options={"weight_decay": 0.2}
+        )
+        rng = np.random.default_rng(0)
+        history = [jax.tree.map(lambda leaf: rng.normal(size=leaf.shape), params) for _ in "ab"]
+        state, update = made.init(params), jax.jit(made.update)
+        for gradient in history:
+            updates, state = update(gradient, state, params)
+        return jax.tree.map(np.asarray, (params, history, updates))
+
+
+def test_muon_makes_the_matrix_of_each_layer_orthogonal_by_itself(by_muon):
+    params, history, updates = by_muon
+    kernels = 0
+    for path, found in jax.tree_util.tree_leaves_with_path(updates):
+        if path[-1].key != "kernel":
+            continue
+        stacked = path[0].key == "blocks"
+        for layer in range(len(found) if stacked else 1):
+            of = lambda leaf: as_matrix(path, leaf[layer] if stacked else leaf)  # noqa: B023, E731
+            want = muon_by_hand([of(at(one, path)) for one in history], of(at(params, path)))
+            np.testing.assert_allclose(of(found), want, rtol=1e-6, atol=1e-9)
+            kernels += 1
+    assert kernels == 4 * 7
+
+
+def at(tree, path):
+    """The leaf of a tree at a path."""
+    for key in path:
+        tree = tree[key.key]
+    return tree
+
+
+def test_embeddings_head_and_norms_have_the_adam_of_muon_and_do_not_decay(by_muon):
+    params, history, updates = by_muon
+    with jax.enable_x64(True):
+        adam = optax.nadam(0.1)
+        state = adam.init(params)
+        for gradient in history:
+            want, state = adam.update(gradient, state)
+    others = 0
+    for (path, found), wanted in zip(
+        jax.tree_util.tree_leaves_with_path(updates), jax.tree.leaves(want), strict=True
+    ):
+        if path[-1].key != "kernel":
+            np.testing.assert_allclose(found, wanted, rtol=1e-6, err_msg=jax.tree_util.keystr(path))
+            others += 1
+    assert others > 4
+
+
+def test_biases_are_no_matrices_of_muon():
+    config = dataclasses.replace(tiny.UNIFORM, attention_bias=True)
+    found = muon_dimensions(decoder.build(config).axes)
+    is_leaf = lambda node: node is None or isinstance(node, tuple)  # noqa: E731
+    for path, dimensions in jax.tree_util.tree_leaves_with_path(found, is_leaf=is_leaf):
+        assert (dimensions is not None) == (path[-1].key == "kernel"), jax.tree_util.keystr(path)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"use": "moun"}, "optimizer.use = 'moun': optax has no such optimizer; try muon"),
+        ({"use": "adamww"}, "try adamw"),
+        ({"use": "lbfgs"}, "an update by optax.lbfgs with these options fails"),
+        ({"use": "momo"}, "optax.contrib.momo .* take an optimizer that needs gradients and"),
+        ({"use": "muon", "options": {"ns_step": 3}}, "optax.contrib.muon has no such option; did"),
+        ({"use": "muon", "options": {"beta": 1.0}}, "optimizer.beta = 1.0: expected 0 or more"),
+        ({"use": "muon", "options": {"adam_weight_decay": 0.1}}, "norms and biases decay too"),
+    ],
+)
+def test_what_cannot_be_used_is_refused_with_the_reason(given, message):
+    with pytest.raises(InputError, match=message):
+        make_optimizer(tiny.model().axes, learning_rate=0.1, updates=2, **given)
+
+
+@pytest.mark.parametrize("use", ["sgd", "lion", "lars", "ademamix", "adopt"])
+def test_factories_of_optax_and_of_its_contributions_make_updates(use):
+    made = make_optimizer(tiny.model().axes, use=use, learning_rate=0.1, updates=2)
+    params = tiny.params()
+    updates, _ = jax.jit(made.update)(params, made.init(params), params)
+    assert all(jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(updates))

@@ -11,6 +11,7 @@ from jaxgrpo.update.packing import (
     Geometry,
     Lengths,
     check_geometry,
+    deal,
     gather,
     lengths_of,
     plan,
@@ -79,6 +80,32 @@ def test_every_live_token_has_one_place_beside_its_own_prompt(case, share):
         # No bin has two micro-batches while another has none.
         busy = (computed > 0).sum(0)
         assert busy.max() - busy.min() <= 1
+
+
+@pytest.mark.parametrize("minibatches", [1, 2, 4])
+def test_prompts_are_dealt_so_that_minibatches_have_as_many_and_balanced_live_tokens(minibatches):
+    for seed in range(5):
+        lengths = ragged(seed)
+        live = np.random.default_rng(seed).random(RAGGED[:2]) < 0.5
+        live[: seed * 3] = False  # groups without a live sample are dealt too
+        geometry = Geometry(*RAGGED, 1, 1280, minibatches)
+        dealt = deal(lengths, live, geometry)
+        assert sorted(np.concatenate(dealt).tolist()) == list(range(16))
+        assert {len(own) for own in dealt} == {16 // minibatches}
+        assert all((np.diff(own) > 0).all() for own in dealt)
+        tokens = (lengths.completion * live).sum(1)
+        sums = [tokens[own].sum() for own in dealt]
+        assert max(sums) - min(sums) <= tokens.max()
+        for own in dealt:  # the longest samples of as many prompts fit
+            member = np.isin(np.arange(16), own)[:, None]
+            longest = Lengths(np.full(16, 255), np.full(RAGGED[:2], 256))
+            whole = plan(longest, np.ones_like(live) & member, geometry)
+            np.testing.assert_array_equal(whole.row >= 0, np.broadcast_to(member, live.shape))
+
+
+def test_a_minibatch_needs_a_part_of_the_micro_batches_of_a_step():
+    one, four = (Geometry(*RAGGED, 1, 1280, minibatches) for minibatches in (1, 4))
+    assert four.micro_batches == -(-one.micro_batches // 4)
 
 
 def test_samples_of_a_row_are_numbered_from_one():

@@ -48,6 +48,8 @@ def blueprint(
     tokens=100,
     compact=True,
     optimizer="sgd",
+    minibatches=1,
+    num_iterations=1,
 ):
     sizes = dict(zip(sharding.AXES, mesh, strict=True))
     devices = jax.devices()[: int(np.prod(mesh))]
@@ -57,10 +59,11 @@ def blueprint(
         chain=advantages.build(recipe),
         objective=objective,
         optimizer=optax.inject_hyperparams(getattr(optax, optimizer))(learning_rate=RATE),
-        geometry=Geometry(4, 4, 6, 5, sharding.num_bins(grid), tokens),
+        geometry=Geometry(4, 4, 6, 5, sharding.num_bins(grid), tokens, minibatches),
         sampling=SamplingSettings(4, 5, TEMPERATURE, (tiny.END,), tiny.PAD),
         mesh=grid,
         compact=compact,
+        num_iterations=num_iterations,
     )
 
 
@@ -111,10 +114,10 @@ def stepped(
         state = dataclasses.replace(state, objective_state={"adaptive_entropy": control})
     for _ in range(steps_before):
         state, prepared = steps.prepare(state, rollouts)
-        state, _ = steps.update(state, prepared.batch)
+        state, _ = steps.update(state, prepared.batches)
     before = jax.tree.map(np.asarray, state.trainable)
     state, prepared = steps.prepare(state, rollouts)
-    after, metrics = steps.update(state, prepared.batch)
+    after, metrics = steps.update(state, prepared.batches)
     remembered = jax.tree.map(np.asarray, after.objective_state)
     return (
         *(prepared, before, jax.tree.map(np.asarray, after.trainable), finalise(metrics)),
@@ -209,7 +212,7 @@ def test_penalties_on_live_samples_only_let_the_dead_leave(objective, measured):
     live = stepped(tokens=25, **options)
     np.testing.assert_array_equal(live[0].live.any(1), [True, False, False, True])
     whole = stepped(compact=False, **options)
-    assert (live[0].batch.num_live, whole[0].batch.num_live) == (2, 1)
+    assert (live[0].batches[0].num_live, whole[0].batches[0].num_live) == (2, 1)
     assert_same_step(live, whole)
     np.testing.assert_equal(live[3].keys(), whole[3].keys())
     for name in live[3]:
@@ -247,11 +250,11 @@ def test_an_update_that_is_skipped_leaves_the_entropy_control_as_it_was():
 )
 def test_leaving_out_the_dead_changes_nothing_but_the_work(objective):
     compact, whole = run(objective=objective, tokens=25), run(objective=objective, compact=False)
-    assert (compact[0].batch.num_live, whole[0].batch.num_live) == (2, 1)
+    assert (compact[0].batches[0].num_live, whole[0].batches[0].num_live) == (2, 1)
     # Each sample has one first token.
     lengths = tiny.rollouts(MIXED).token_mask.sum(-1)[np.asarray(compact[0].live)]
     assert len(lengths) == 8
-    assert int((compact[0].batch.segment > 0).sum()) == int(lengths.sum())
+    assert int((compact[0].batches[0].segment > 0).sum()) == int(lengths.sum())
     assert_same_step(compact, whole)
 
 
@@ -259,7 +262,7 @@ def test_leaving_out_the_dead_changes_nothing_but_the_work(objective):
 def test_micro_batches_add_up_to_the_whole(tokens, number):
     result = run(objective=WITH_KL, tokens=tokens)
     assert_same_step(result, run(objective=WITH_KL))
-    assert result[0].batch.num_live == number
+    assert result[0].batches[0].num_live == number
 
 
 @pytest.mark.parametrize("mesh", [(4, 1, 1, 1), (1, 4, 1, 1), (2, 1, 2, 1), (1, 2, 2, 1)], ids=str)
@@ -332,14 +335,15 @@ def test_the_trainer_can_score_its_own_proximal_policy():
 
 
 def test_a_second_step_compiles_nothing():
-    made, steps = built(mesh=(1, 2, 2, 1), tokens=24)
+    made, steps = built(mesh=(1, 2, 2, 1), tokens=24, minibatches=2, num_iterations=2)
     layout = sharding.param_shardings(made.mesh, made.model.axes, made.model.shapes)
     state = first_state(
         made, jax.device_put(tiny.params(), layout), sequential(), 8, 0, ("reward",)
     )
     for _ in range(2):
         state, prepared = steps.prepare(state, tiny.rollouts(MIXED))
-        state, _ = steps.update(state, prepared.batch)
+        assert len(prepared.batches) == 4
+        state, _ = steps.update(state, prepared.batches)
     assert steps.update_program._cache_size() == 1
     for leaf, wanted in zip(jax.tree.leaves(state.trainable), jax.tree.leaves(layout), strict=True):
         assert leaf.sharding == wanted
@@ -358,7 +362,7 @@ def test_padding_carries_nothing_into_the_update():
     for rollouts in (clean, junk):
         state = first_state(made, tiny.params(), sequential(), 8, 0, ("reward",))
         state, prepared = steps.prepare(state, rollouts)
-        state, _ = steps.update(state, prepared.batch)
+        state, _ = steps.update(state, prepared.batches)
         hashes.append(parameter_hash(state.trainable))
     assert hashes[0] == hashes[1]
 

@@ -1,0 +1,301 @@
+"""`prepare`: from scored samples to the batches of a step's updates.
+
+What the chain needs is scored on all samples, the chain judges them, minibatches are dealt and
+planned, and what only the loss needs is scored on the live ones.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from jaxgrpo import advantages
+from jaxgrpo.core.metrics import Metrics, mean, merge
+from jaxgrpo.core.types import FIELDS, Params, Rollouts, TrainBatch, TrainState
+from jaxgrpo.models import sharding
+from jaxgrpo.models.logprobs import Entropy
+from jaxgrpo.rollout.answers import FORCED
+from jaxgrpo.update import answers, diagnostics, packing
+from jaxgrpo.update.forward import Blueprint, forward, micro_batch
+
+ANCHORS = ("base_logp", "reference_logp")
+"""Fields that show, if a method asks for them, how far the policy has moved."""
+
+
+class Prepared(NamedTuple):
+    """What `prepare` returns: the batches to update on, and what the log shows of them."""
+
+    batches: tuple[TrainBatch, ...]  # one per update, in order
+    advantage: Array  # [P, G], the mean over a sample's tokens
+    live: np.ndarray  # [P, G] bool, samples that can move the parameters
+    metrics: Metrics
+
+
+_Judged = tuple[Array, Array, Array]
+"""(advantage, mask, tokens that the reduction counts), each [P, G, T]"""
+
+
+class Preparer:
+    """The jitted functions of `prepare`, and what the host does between them."""
+
+    def __init__(self, blueprint: Blueprint):
+        self.blueprint, geometry = blueprint, blueprint.geometry
+        shape = geometry.num_prompts, geometry.group_size, geometry.max_completion_tokens
+        self.sample_shape = shape
+        self.score = jax.jit(functools.partial(_score, blueprint), static_argnums=(2, 3))
+        self.judge = jax.jit(functools.partial(_judge, blueprint))
+        self.weigh = jax.jit(functools.partial(_weigh, blueprint))
+        constrain = sharding.constrain(blueprint.mesh)
+        self.gather = jax.jit(functools.partial(packing.gather, constrain=constrain))
+        self.scatter = jax.jit(packing.scatter)
+        self.measure = jax.jit(packing.lengths_of)
+        self.drift = jax.jit(diagnostics.drift_metrics, static_argnums=3)
+        self.behind_thoughts = jax.jit(answers.behind_thoughts, static_argnums=1)
+        self.of_answers = jax.jit(answers.of_answers)
+
+    def prepare(self, state: TrainState, rollouts: Rollouts) -> tuple[TrainState, Prepared]:
+        compact, geometry = self.blueprint.compact, self.blueprint.geometry
+        lengths = sharding.to_host(self.measure(rollouts))
+        rollouts = self.with_fields(state, rollouts, lengths)
+        after, judged, live, per_sample, metrics = self.judge(state.advantage_state, rollouts)
+        live = sharding.to_host(live)
+        plans, batches = [], []
+        planned = live if compact else np.ones_like(live)
+        for own, where in _plans(lengths, planned, geometry):
+            metrics = merge(metrics, packing.work(where, lengths, geometry))
+            batches.append(self.assemble(state, rollouts, judged, own, where))
+            plans.append(where)
+        state = dataclasses.replace(state, advantage_state=after)
+        for name in ANCHORS:
+            if name not in rollouts.fields and name in batches[0].fields:
+                # Of all completions or of none: those that the loss leaves out are no random ones.
+                mask = rollouts.token_mask & bool(live.all() or not compact)
+                rows = [batch.fields[name] for batch in batches]
+                other = self.of_samples(rows, plans, rollouts.token_mask)
+                drift = self.drift(rollouts.behavior_logp, other, mask, FIELDS[name].policy)
+                metrics = merge(metrics, drift)
+        updates = _in_order(batches, self.blueprint.num_iterations)
+        return state, Prepared(updates, per_sample, live, metrics)
+
+    def with_fields(
+        self, state: TrainState, rollouts: Rollouts, lengths: packing.Lengths
+    ) -> Rollouts:
+        """The rollouts with what the chain needs, scored on every sample."""
+        needs, fields = self.blueprint.chain.needs, {}
+        if names := needs & FIELDS.keys():
+            geometry = self.blueprint.geometry
+            fields |= self.score_everyone(state, names, rollouts, lengths, geometry)
+        if needs & {answers.ANSWER, answers.MASKED}:
+            fields |= self.score_answers(state, rollouts)
+        return dataclasses.replace(rollouts, fields={**rollouts.fields, **fields})
+
+    def score_answers(self, state: TrainState, rollouts: Rollouts) -> dict[str, Array]:
+        """The log-probs of the reference answers, in a pass over them and the thoughts."""
+        blueprint, longest = self.blueprint, rollouts.fields[FORCED].shape[1]
+        masked = answers.MASKED in blueprint.chain.needs
+        geometry = answers.geometry_of(blueprint.geometry, longest, masked, blueprint.mesh)
+        longer = self.behind_thoughts(rollouts, geometry)
+        lengths = sharding.to_host(self.measure(longer))
+        scored = self.score_everyone(state, {"trainer_logp"}, longer, lengths, geometry)
+        return self.of_answers(scored["trainer_logp"], rollouts)
+
+    def score_everyone(
+        self,
+        state: TrainState,
+        names: Collection[str],
+        rollouts: Rollouts,
+        lengths: packing.Lengths,
+        geometry: packing.Geometry,
+    ) -> dict[str, Array]:
+        """The named fields [P, G, T] of every sample."""
+        mask, plans, scored = rollouts.token_mask, [], []
+        zero = jnp.zeros(mask.shape, jnp.float32)
+        for _, where in _plans(lengths, np.ones(mask.shape[:2], bool), geometry):
+            batch = self.gather(rollouts, where, zero, zero, mask, {})
+            scored.append(self.score_fields(state, names, batch, geometry))
+            plans.append(where)
+        return {
+            name: self.of_samples([one[name] for one in scored], plans, mask)
+            for name in sorted(names)  # in the same order in every process
+        }
+
+    def of_samples(
+        self, rows: Sequence[Array], plans: Sequence[packing.Plan], token_mask: Array
+    ) -> Array:
+        """Values [K, D, R, Q] in the rows of each minibatch as those of the samples, [P, G, T]."""
+        parts = (
+            self.scatter(values, where, token_mask)
+            for values, where in zip(rows, plans, strict=True)
+        )
+        return functools.reduce(jnp.add, parts)  # no token has a place in two of them
+
+    def assemble(
+        self,
+        state: TrainState,
+        rollouts: Rollouts,
+        judged: _Judged,
+        own: np.ndarray,
+        where: packing.Plan,
+    ) -> TrainBatch:
+        """The batch of one minibatch, with what only the loss needs scored on its samples alone."""
+        needs, (advantage, mask, counted) = self.blueprint.objective.needs, judged
+        weight = self.weigh(counted, mask, own)
+        # As for the parts of a chain, a need may be the name of a reward.
+        brought = {**rollouts.rewards, **rollouts.fields}
+        known = {name: self.per_token(brought[name]) for name in needs & brought.keys()}
+        known["behavior_logp"] = rollouts.behavior_logp
+        known["sampled_now"] = self.per_token(rollouts.policy_version == state.step)
+        batch = self.gather(rollouts, where, advantage, weight, mask, known)
+        names = (needs & FIELDS.keys()) - known.keys()
+        late = self.score_fields(state, names, batch, self.blueprint.geometry)
+        batch = dataclasses.replace(batch, fields={**batch.fields, **late})
+        if self.blueprint.objective.proximal == "trainer":
+            batch = dataclasses.replace(batch, proximal_logp=batch.fields["trainer_logp"])
+        return batch
+
+    def score_fields(
+        self,
+        state: TrainState,
+        names: Collection[str],
+        batch: TrainBatch,
+        geometry: packing.Geometry,
+    ) -> dict[str, Array]:
+        """The named fields [K, D, R, Q], with one pass per policy that they ask for."""
+        fields: dict[str, Array] = {}
+        for policy in sorted({FIELDS[name].policy for name in names}):
+            params = state.trainable if policy == "trainer" else state.frozen[policy]
+            wanted = {name: FIELDS[name] for name in names if FIELDS[name].policy == policy}
+            asked = "value" if "entropy" in {one.quantity for one in wanted.values()} else "none"
+            logp, entropy = self.score(params, batch, asked, geometry)
+            values = {"logp": logp, "entropy": entropy}
+            fields |= {name: values[field.quantity] for name, field in wanted.items()}
+        return fields
+
+    def per_token(self, value: Array) -> Array:
+        """A field [P], [P, G] or [P, G, T] at every token."""
+        value = value.reshape(*value.shape, *[1] * (3 - value.ndim))
+        return jnp.broadcast_to(value, self.sample_shape)
+
+
+def _plans(
+    lengths: packing.Lengths, live: np.ndarray, geometry: packing.Geometry
+) -> Iterator[tuple[np.ndarray, packing.Plan]]:
+    """(its prompts, the plan of their live samples) of each minibatch."""
+    for own in packing.deal(lengths, live, geometry):
+        member = np.isin(np.arange(len(live)), own)
+        yield own, packing.plan(lengths, live & member[:, None], geometry)
+
+
+def _score(
+    blueprint: Blueprint,
+    params: Params,
+    batch: TrainBatch,
+    entropy: Entropy,
+    geometry: packing.Geometry,
+) -> tuple[Array, Array | None]:
+    """Log-probs and entropies [K, D, R, Q] under `params`; 0 in micro-batches that are not live."""
+    blueprint = blueprint._replace(geometry=geometry)
+
+    def values(index: Array) -> tuple[Array, Array | None]:
+        logp, fields = forward(blueprint, params, micro_batch(batch, index), entropy)
+        return logp, fields.get("policy_entropy")
+
+    def body(index: Array, carry: Any) -> Any:
+        return jax.tree.map(lambda whole, one: whole.at[index].set(one), carry, values(index))
+
+    shapes = jax.eval_shape(values, jnp.int32(0))
+    start = jax.tree.map(lambda leaf: jnp.zeros(batch.tokens.shape, leaf.dtype), shapes)
+    return jax.lax.fori_loop(0, batch.num_live, body, start)
+
+
+def _judge(
+    blueprint: Blueprint, state: Any, rollouts: Rollouts
+) -> tuple[Any, _Judged, Array, Array, Metrics]:
+    """The chain on the whole step, and who is alive.
+
+    Returns: the chain's state, what batches are made of, live and mean advantage [P, G], metrics.
+    """
+    signal, state, metrics = blueprint.chain.update(advantages.start(rollouts), state, rollouts)
+    tokens = rollouts.token_mask
+    value, mask = signal.value, signal.mask
+    if value.ndim == 2:
+        value, mask = value[..., None], mask[..., None]
+    mask = jnp.broadcast_to(mask, tokens.shape) & tokens
+    advantage = jnp.where(mask, value, 0).astype(jnp.float32)
+    live = (advantage != 0).any(-1)
+    if blueprint.objective.penalties and blueprint.objective.penalties_on == "all":
+        live = mask.any(-1)
+    metrics = merge(
+        metrics, _rollout_metrics(rollouts, live, advantage, mask, blueprint.reward_weights)
+    )
+    per_sample = advantage.sum(-1) / jnp.maximum(mask.sum(-1), 1)
+    # The dead are not in the metrics of the update, which penalties may remember.
+    alive = mask & live[..., None]
+    everywhere = sharding.replicated(blueprint.mesh)
+    state, live, per_sample, metrics = jax.lax.with_sharding_constraint(
+        (state, live, per_sample, metrics), everywhere
+    )
+    return state, (advantage, alive, mask), live, per_sample, metrics
+
+
+def _weigh(blueprint: Blueprint, counted: Array, mask: Array, own: Array) -> Array:
+    """The reduction's weights [P, G, T] for the update of the prompts `own`; 0 elsewhere.
+
+    They are normalised over `counted` tokens of these prompts, the whole batch of the update. The
+    dead weigh nothing and carry no penalty, so that leaving them out changes nothing.
+    """
+    weight = blueprint.objective.reduction.weights(counted[own]).astype(jnp.float32)
+    alive = mask[own].any(-1, keepdims=True)
+    return jnp.zeros(mask.shape, jnp.float32).at[own].set(jnp.where(alive, weight, 0))
+
+
+def _in_order(batches: Sequence[TrainBatch], num_iterations: int) -> tuple[TrainBatch, ...]:
+    """The batch of each update of a step: all minibatches, as often as there are iterations.
+
+    Only the first update is of the parameters that sampled.
+    """
+
+    flags = batches[0].fields["sampled_now"]
+    nowhere = sharding.put(np.zeros(flags.shape, bool), flags.sharding)
+
+    def later(batch: TrainBatch) -> TrainBatch:
+        return dataclasses.replace(batch, fields={**batch.fields, "sampled_now": nowhere})
+
+    first, *others = batches
+    others = [later(batch) for batch in others]
+    again = (later(first), *others) if num_iterations > 1 else ()
+    return (first, *others, *again * (num_iterations - 1))
+
+
+def _rollout_metrics(
+    rollouts: Rollouts,
+    live: Array,
+    advantage: Array,
+    mask: Array,
+    weights: Mapping[str, float] | None,
+) -> Metrics:
+    """Metrics of rewards and completions, under TRL's names if TRL has one."""
+    tokens = rollouts.token_mask
+    metrics: Metrics = {
+        "live_samples": mean(live),
+        "live_groups": mean(live.any(-1)),
+        "live_tokens": mean(live[..., None], tokens),
+        "sampling/not_finite": mean(~jnp.isfinite(rollouts.behavior_logp), tokens),
+    }
+    metrics |= diagnostics.advantage_metrics(advantage, mask, rollouts.rewards, weights)
+    texts = rollouts.completion_tokens, tokens
+    metrics |= diagnostics.completion_metrics(*texts, rollouts.truncated)
+    rare = diagnostics.rare_successes(rollouts.rewards, weights)
+    metrics |= diagnostics.symptom_metrics(*texts, rare)
+    for name in ANCHORS:
+        if name in rollouts.fields:
+            pair = (rollouts.behavior_logp, rollouts.fields[name])
+            metrics |= diagnostics.drift_metrics(*pair, tokens, FIELDS[name].policy)
+    return metrics | diagnostics.group_metrics(rollouts.rewards, weights)

@@ -1,0 +1,53 @@
+"""A run with several updates per step, muon and moments in bfloat16: logged, saved and resumed."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import resuming
+import small_run
+
+from jaxgrpo.models import sharding
+from jaxgrpo.training import loop
+from jaxgrpo.training.checkpoints import parameter_hash
+
+pytestmark = pytest.mark.slow
+
+CHANGES = {
+    "train.num_iterations": 2,
+    "train.minibatches": 2,
+    "optimizer": {
+        "use": "muon",
+        "learning_rate": 0.02,
+        "schedule": "linear",
+        "state_dtype": "bfloat16",
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory):
+    """A run of three steps that nothing interrupts."""
+    return loop.train(small_run.config(tmp_path_factory.mktemp("straight") / "r", **CHANGES))
+
+
+def test_a_run_that_died_and_went_on_is_the_same_run_bit_for_bit(straight, tmp_path):
+    resumed = resuming.died_and_resumed(small_run.config(tmp_path / "r", **CHANGES), step=3)
+    assert parameter_hash(resumed.state.trainable) == parameter_hash(straight.state.trainable)
+    states = (sharding.to_host(run.state.opt_state) for run in (straight, resumed))
+    resuming.assert_same_bits(*(jax.tree.map(np.asarray, state) for state in states))
+    held = [leaf for leaf in jax.tree.leaves(resumed.state.opt_state) if leaf.ndim > 1]
+    assert {leaf.dtype for leaf in held} == {jnp.dtype("bfloat16")}
+
+
+def test_the_rate_falls_with_every_update_and_ratios_leave_one(straight):
+    lines = small_run.metrics(straight.path)
+    assert [line["step"] for line in lines] == [1, 2, 3]
+    skipped = sum(round(4 * line["skipped_updates/no_live_sample"]) for line in lines)
+    made = 12 - skipped
+    # The rate that was last used, before the last of the updates made: 0.02 (1 - n / 12).
+    assert lines[-1]["learning_rate"] == pytest.approx(0.02 * (1 - (made - 1) / 12), rel=1e-5)
+    assert all(line["ratio_max"] > 1.001 for line in lines)
+    assert all(line["sampling/sampling_logp_difference/max"] < 1e-3 for line in lines)
