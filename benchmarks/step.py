@@ -3,8 +3,8 @@
     python -m benchmarks.step [--model S|M|V] [--workload A|B] [--repeats 5] [--tokens 2048]
 
 Models and workloads are those of the comparison with TRL and Tunix: every completion has its full
-length, one update per batch, float32 AdamW, no reward but a random one. (The ragged workload C is
-trained by `jaxgrpo train benchmarks/workload_c.toml`.) The floor is the arithmetic of the matrix
+length, one update per batch, float32 AdamW, no reward but a random one. (The ragged workload C:
+`python -m benchmarks.versus`.) The floor is the arithmetic of the matrix
 products with each prompt computed once, at the rate that JAX reaches here for a large product;
 attention, softmax and memory traffic are not in it.
 """

@@ -5,6 +5,9 @@
 Lengths of C are drawn as its samples end: with 0.8 to 2% a token. Rewards are random, and equal in
 the groups that are to be dead, so that their advantages are 0. Prints the best of the repeats with
 all groups live, with half and with a quarter, and the memory that the process used at most.
+
+The floor is the time of the matrix products with weights alone, forward and backward, each at the
+rate that JAX reaches here for its shape; attention, norms and the softmax are not in it.
 """
 
 from __future__ import annotations
@@ -17,13 +20,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.common import describe, keep_memory, report, timed
+from benchmarks.common import describe, keep_memory, matmul_rate, report, timed
 from benchmarks.step import build
 from benchmarks.workloads import SMALL, WORKLOADS, Workload, prompts_of
 from jaxgrpo.core.types import Rollouts
+from jaxgrpo.models.api import ModelConfig
 from jaxgrpo.update.step import build_steps
 
 SHARES = (1.0, 0.5, 0.25)
+LIMITS = {"S": 2.5, "M": 2.0, "V": 2.0}  # the update with all groups live, over its floor
 
 
 def given(workload: Workload, vocab: int, share: float) -> Rollouts:
@@ -48,6 +53,28 @@ def given(workload: Workload, vocab: int, share: float) -> Rollouts:
         "fields": {},
     }
     return jax.tree.map(jnp.asarray, Rollouts(**vars(prompts_of(workload, vocab)), **rollouts))
+
+
+def floor(config: ModelConfig, tokens: int, completion: int, passes: int) -> float:
+    """Seconds of the products of weights in `passes` micro-batches of equal size.
+
+    Args:
+      tokens: of completions, and of prompts counted once, in all passes together.
+      completion: of them those of completions, which alone meet the head.
+    """
+    hidden, wide = config.hidden_size, config.intermediate_size
+    heads, kv_heads = (n * config.head_dim for n in (config.num_heads, config.num_kv_heads))
+    layer = [(hidden, heads), (hidden, kv_heads), (hidden, kv_heads), (heads, hidden)]
+    layer += [(hidden, wide), (hidden, wide), (wide, hidden)]
+    weights = [(tokens // passes, *one, config.num_layers) for one in layer]
+    weights.append((completion // passes, hidden, config.vocab_size, 1))
+    seconds, known = 0.0, {}
+    for rows, inner, outer, times in weights:
+        # The product itself, the gradient of what goes in, and that of the weight.
+        for shape in ((rows, inner, outer), (rows, outer, inner), (inner, rows, outer)):
+            rate = known[shape] = known.get(shape) or matmul_rate(*shape)
+            seconds += times * 2 * rows * inner * outer / rate
+    return passes * seconds
 
 
 def main() -> None:
@@ -76,6 +103,14 @@ def main() -> None:
         density = float(prepared.metrics["update/density"].result())
         print(f"{share:4.0%} live {min(spent[1:]):7.3f} s, {number} micro-batches, {density:.2f}")
         result[f"live {share}"] = {"seconds": min(spent[1:]), "density": density}
+        if share == 1:
+            completion = int(rollouts.token_mask.sum())
+            tokens = completion + int(rollouts.prompt_mask.sum()) - workload.prompts
+            least = floor(blueprint.model.config, tokens, completion, number)
+            times, limit = min(spent[1:]) / least, LIMITS[arguments.model]
+            said = "pass" if times <= limit else "MISS"
+            print(f"floor {least:.3f} s, {times:.2f} times below it, limit {limit}: {said}")
+            result["floor"] = {"seconds": least, "times": times}
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     print(f"{blueprint.geometry.tokens} tokens a micro-batch, at most {peak:.1f} GiB")
     report({**result, "tokens": blueprint.geometry.tokens, "gib": peak})

@@ -34,6 +34,7 @@ class Workload(NamedTuple):
     longest: int
     completion: int
     ragged: bool = False  # samples end by themselves, after at most `completion` tokens
+    flat: float = 0.0  # share of the groups whose samples all earn the same
 
     @property
     def stop_tokens(self) -> tuple[int, ...]:
@@ -44,6 +45,8 @@ WORKLOADS = {
     "A": Workload(8, 8, 64, 64, 128),
     "B": Workload(4, 16, 256, 256, 64),
     "C": Workload(16, 8, 32, 256, 256, ragged=True),
+    "D": Workload(16, 8, 32, 256, 256, ragged=True, flat=0.6),
+    "H": Workload(8, 8, 512, 512, 1024),
     "G": Workload(32, 8, 64, 512, 1024, ragged=True),  # a step of configs/gsm8k_qwen3_0p6b.toml
 }
 

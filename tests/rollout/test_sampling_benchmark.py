@@ -1,35 +1,16 @@
 """What the benchmark of sampling compares: the same prompts, the same model, time per token."""
 
-import json
-
 import jax
 import numpy as np
 import pytest
 
-from benchmarks import workload_c
 from benchmarks.peers import Run, Transformers
 from benchmarks.programs import deep_config
 from benchmarks.sampling import in_turn, ratio, settings_of
-from benchmarks.workloads import WORKLOADS, Workload, build, model_config, prompts_of
-from jaxgrpo.config import files
-from jaxgrpo.models.hf import folders
+from benchmarks.workloads import Workload, build, prompts_of
 from jaxgrpo.rollout.sampler import make_sampler, sample
 
 SMALL = Workload(prompts=2, samples=3, shortest=2, longest=9, completion=5)
-
-
-@pytest.mark.slow
-def test_training_on_c_has_the_prompts_and_sizes_of_the_benchmark(tmp_path):
-    model, prompts = workload_c.write(tmp_path)
-    tokenizer = folders.read_tokenizer(model)
-    asked = prompts_of(WORKLOADS["C"], model_config("S").vocab_size)
-    lines = prompts.read_text().splitlines()
-    config = files.load(workload_c.CONFIG, [f"model.path={model}", f"data.path={prompts}"])
-    rollout, work = config.rollout, WORKLOADS["C"]
-    assert (rollout.max_prompt_tokens, rollout.max_completion_tokens) == (256, work.completion)
-    assert (rollout.prompts_per_step, rollout.group_size) == (len(lines), work.samples)
-    for line, tokens, mask in zip(lines, asked.prompt_tokens, asked.prompt_mask, strict=True):
-        assert tokenizer(json.loads(line)["prompt"])["input_ids"] == tokens[mask].tolist()
 
 
 @pytest.mark.slow

@@ -1,0 +1,1 @@
+"""jaxgrpo beside PyTorch trainers: the same work, in turn, after it is shown to be the same."""

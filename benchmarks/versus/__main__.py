@@ -1,0 +1,150 @@
+"""jaxgrpo beside TRL's GRPOTrainer, or beside plain PyTorch: a whole training step.
+
+    python -m benchmarks.versus [--quick] [--workloads S/A,S/C] [--against trl|torch|trl,torch]
+                                [--pairs 5] [--device cpu|cuda] [--chart FILE.png]
+
+First it shows that all compute the same: loss and gradients of recorded rollouts whose ratios leave
+1, and an AdamW step (proof.py). Then each contender trains on the same checkpoint and prompts in a
+process of its own, one step of each in turn, while the others wait. A ratio is theirs over ours, in
+seconds of a step, on ragged work in seconds per token sampled; it is judged by the lower end of its
+95% bootstrap interval. docs/benchmarks.md says what is equal and what is not.
+
+Needs torch and, for TRL, the extra "versus": pip install torch==2.13.0 '.[versus]'
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.common import describe, report
+from benchmarks.versus import chart, contest, files, proof
+from benchmarks.versus.contest import OURS
+from benchmarks.versus.work import PHASES
+from benchmarks.workloads import MODELS, WORKLOADS
+
+THREADS = 2
+LIMITS = {"S/A": 1.5, "S/B": 4.2, "M/A": 1.4, "V/A": 4.3, "S/C": 5.0, "S/D": 7.5}
+QUICK = {"S/A": 5, "S/B": 4, "S/C": 3}  # pairs at most
+STARTS = "S/A"
+MOST = {"cold": 13.0, "warm": 7.0}  # seconds to the end of the first step of STARTS
+MEMORY = {"V/A": 3.5, "M/A": 5.0, "S/C": 2.0}  # GB of our process
+GB = 1e9 / contest.GIB
+QUICK_SECONDS = 110.0  # of a workload, after which no pair begins
+
+
+def main() -> None:
+    arguments, began = options(), time.perf_counter()
+    if hasattr(os, "sched_setaffinity") and arguments.device == "cpu":  # the processes inherit it
+        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:THREADS])
+    jax.config.update("jax_platforms", "cpu")  # this process only writes files and compares
+    console = Console(width=120)
+    about = describe() | {"device": device_of(arguments.device)}
+    console.print(f"{about['device']}, jax {about['jax']}, commit {about['commit']}")
+    names = [OURS, *arguments.against]
+    result: dict[str, Any] = {**about, "quick": arguments.quick, "against": arguments.against}
+    with tempfile.TemporaryDirectory(prefix="versus-") as made:
+        result["proof"] = proof.show(Path(made) / "proof", arguments.against, console)
+        found: dict[str, Any] = {}
+        for name, pairs in arguments.workloads.items():
+            work = files.write(name, Path(made) / name.replace("/", "_"), None, arguments.device)
+            limit = QUICK_SECONDS if arguments.quick else float("inf")
+            console.print(f"{name}, {pairs} pairs at most")
+            found[name] = contest.contest(work, names, pairs, limit)
+            if name == STARTS:
+                result["starts"] = contest.warm_start(work)
+    show(found, console)
+    show_own(found, result.get("starts", {}), console)
+    if arguments.chart:
+        chart.draw(found, arguments.chart, about)
+        console.print(f"chart: {arguments.chart}")
+    report({**result, **found, "seconds": time.perf_counter() - began})
+
+
+def device_of(device: str) -> str:
+    """What the contenders run on."""
+    if device == "cpu":
+        return f"{min(THREADS, os.cpu_count() or 1)} cores"
+    import torch
+
+    return torch.cuda.get_device_name()
+
+
+def options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--quick", action="store_true", help="S/A, S/B and S/C, under 10 minutes")
+    parser.add_argument("--workloads", help="such as S/A,S/C; all with a limit by default")
+    parser.add_argument("--against", default="trl", help="trl, torch or both; trl by default")
+    parser.add_argument("--pairs", type=int, default=5)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--chart", type=Path, metavar="FILE.png")
+    arguments = parser.parse_args()
+    asked = arguments.workloads.split(",") if arguments.workloads else None
+    for name in asked or ():
+        letter, _, kind = name.partition("/")
+        if letter not in MODELS or kind not in WORKLOADS:
+            known = f"{', '.join(MODELS)} and {', '.join(WORKLOADS)}"
+            parser.error(f"--workloads: {name!r} is none; a model and a kind of {known}, as S/A")
+    chosen = asked or list(QUICK if arguments.quick else LIMITS)
+    most = QUICK if arguments.quick else {}
+    arguments.workloads = {name: min(arguments.pairs, most.get(name, 99)) for name in chosen}
+    arguments.against = arguments.against.split(",")
+    for name in arguments.against:
+        if name not in contest.MODULES or name == OURS:
+            parser.error(f"--against: {name!r} is none; give trl, torch or trl,torch")
+        if importlib.util.find_spec(name) is None:
+            parser.error(f"--against {name}: it is not installed; see the end of this help")
+    return arguments
+
+
+def show(found: Mapping[str, Mapping[str, Any]], console: Console) -> None:
+    """The table: a line for each contender of each workload."""
+    table = Table(
+        "work", "", "step s", *PHASES, "tokens/s", "GB", "start s", "ratio", "95%", "limit"
+    )
+    for name, sides in found.items():
+        for side, values in sides.items():
+            row = [name if side == OURS else "", side, f"{values['step']:.2f}"]
+            row += [f"{values[phase]:.2f}" for phase in PHASES]
+            row += [f"{values['tokens_per_second']:.0f}", f"{values['gib'] / GB:.2f}"]
+            row += [f"{values['start']:.1f}"]
+            if "ratio" in values:
+                limit = LIMITS.get(name) if side == "trl" else None
+                row += [f"{values['ratio']:.2f}", f"{values['low']:.2f} .. {values['high']:.2f}"]
+                row += ["" if limit is None else f"{limit} {verdict(values['low'] >= limit)}"]
+            table.add_row(*row)
+    console.print(table)
+
+
+def show_own(
+    found: Mapping[str, Mapping[str, Any]], starts: Mapping[str, float], console: Console
+) -> None:
+    """Memory and starts of ours against their limits."""
+    for name, limit in MEMORY.items():
+        if name in found:
+            gb = found[name][OURS]["gib"] / GB
+            console.print(f"memory, {name}: {gb:.2f} GB, limit {limit}: {verdict(gb <= limit)}")
+    for state, seconds in starts.items():
+        limit = MOST[state]
+        said = f"{seconds:.1f} s, limit {limit:g}: {verdict(seconds <= limit)}"
+        console.print(f"start to the end of the first step, {STARTS}, {state} cache: {said}")
+
+
+def verdict(passed: bool) -> str:
+    return "pass" if passed else "MISS"
+
+
+if __name__ == "__main__":
+    main()

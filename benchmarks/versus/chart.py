@@ -1,0 +1,48 @@
+"""The picture of a comparison: seconds of a step by phase, with the ratio over a peer's bar."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from benchmarks.versus.contest import OURS
+from benchmarks.versus.work import PHASES
+
+COLOURS = {"sample": "#4477aa", "reward": "#ccbb44", "score": "#aa3377", "update": "#66ccee"}
+
+
+def draw(found: Mapping[str, Mapping[str, Any]], file: Path, about: Mapping[str, Any]) -> None:
+    """One panel per workload, since their steps differ by a factor of twenty."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, panels = pyplot.subplots(
+        1, len(found), figsize=(2.2 * len(found) + 0.6, 3.6), squeeze=False, layout="constrained"
+    )
+    for panel, (name, sides) in zip(panels[0], found.items(), strict=True):
+        for place, values in enumerate(sides.values()):
+            below = 0.0
+            for phase in PHASES:
+                panel.bar(place, values[phase], 0.7, below, color=COLOURS[phase], label=phase)
+                below += values[phase]
+        for place, (side, values) in enumerate(sides.items()):
+            if side != OURS:
+                text = f"{values['ratio']:.1f}x"
+                panel.text(place, 1.01 * values["step"], text, ha="center", va="bottom", size=11)
+        panel.set_title(name, size=11)
+        panel.set_xticks(range(len(sides)), list(sides), size=9)
+        panel.margins(y=0.12)
+        panel.spines[["top", "right"]].set_visible(False)
+    panels[0][0].set_ylabel("seconds of one training step")
+    handles, labels = panels[0][0].get_legend_handles_labels()
+    shown = dict(zip(labels, handles, strict=True))
+    figure.legend(
+        shown.values(), shown, loc="outside lower center", ncols=len(PHASES), frameon=False
+    )
+    figure.suptitle(
+        f"{about['device']}, {about['date']}" if "date" in about else about["device"], size=9
+    )
+    figure.savefig(file, dpi=130)

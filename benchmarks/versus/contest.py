@@ -1,0 +1,178 @@
+"""Contenders as processes, one step of each in turn, and what the pairs of steps say."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from benchmarks.common import interval
+from benchmarks.versus.work import PHASES, Work
+
+MODULES = {"jaxgrpo": "ours", "trl": "trl_step", "torch": "torch_step"}
+"""What a contender is called -> its module."""
+OURS = "jaxgrpo"
+WARM_UP = 1  # steps after the first that are not counted
+GIB = 2**30
+
+
+class Step(NamedTuple):
+    """What a contender says of a step."""
+
+    seconds: float
+    tokens: int  # sampled
+    phases: dict[str, float]
+
+
+class Failed(RuntimeError):
+    """A contender that ended before it had said something of its step."""
+
+
+class Contender:
+    """A process that trains on the files of a workload, a step at a time."""
+
+    def __init__(self, name: str, work: Work, log: Path, cache: Path):
+        self.name, self.log = name, log
+        environment = os.environ | {
+            "JAX_COMPILATION_CACHE_DIR": str(cache),
+            "JAX_ENABLE_COMPILATION_CACHE": "true",
+            "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",
+            "HF_HUB_OFFLINE": "1",
+        }
+        module = f"benchmarks.versus.{MODULES[name]}"
+        began = time.perf_counter()
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", module, work.folder],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log.open("w"),
+            text=True,
+            env=environment,
+        )
+        self.first = self._heard()
+        self.start = time.perf_counter() - began
+        """seconds from the start of the process to the end of its first step"""
+
+    def step(self) -> Step:
+        assert self.process.stdin
+        self.process.stdin.write("\n")
+        self.process.stdin.flush()
+        return self._heard()
+
+    def peak(self) -> float:
+        """GiB of memory that the process had at most, of the CPU."""
+        status = Path(f"/proc/{self.process.pid}/status").read_text()
+        found = re.search(r"VmHWM:\s+(\d+) kB", status)
+        return int(found[1]) * 1024 / GIB if found else float("nan")
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    def _heard(self) -> Step:
+        assert self.process.stdout
+        line = self.process.stdout.readline()
+        if not line:
+            self.process.wait()
+            last = self.log.read_text(errors="replace")[-2000:]
+            raise Failed(
+                f"{self.name} ended with {self.process.returncode}; its last words:\n{last}"
+            )
+        told = json.loads(line)
+        phases = {phase: told[phase] for phase in PHASES}
+        return Step(told["seconds"], told["tokens"], phases)
+
+
+@contextlib.contextmanager
+def contenders(names: Sequence[str], work: Work, cache: Path) -> Iterator[dict[str, Contender]]:
+    """All of them, started one after the other, each after its first step."""
+    running: dict[str, Contender] = {}
+    try:
+        for name in names:
+            running[name] = Contender(name, work, Path(work.folder) / f"{name}.log", cache)
+        yield running
+    finally:
+        for contender in running.values():
+            contender.end()
+
+
+def contest(work: Work, names: Sequence[str], pairs: int, limit: float) -> dict[str, Any]:
+    """The numbers of one workload: each contender's, and the peers' seconds over ours.
+
+    Args:
+      pairs: rounds at most, three at least.
+      limit: seconds after which no further round begins.
+    """
+    began = time.perf_counter()
+    steps: dict[str, list[Step]] = {name: [] for name in names}
+    with tempfile.TemporaryDirectory() as made, contenders(names, work, Path(made)) as running:
+        for _ in range(WARM_UP):
+            for contender in running.values():
+                contender.step()
+        for done in range(pairs):
+            if done >= 3 and time.perf_counter() - began > limit:
+                break
+            for name, contender in running.items():
+                steps[name].append(contender.step())
+        found: dict[str, Any] = {}
+        for name, contender in running.items():
+            refuse_other_work(work, name, steps[name])
+            found[name] = summary(contender, steps[name])
+    for name in names:
+        if name != OURS:
+            found[name] |= ratios(steps[name], steps[OURS], work.exact)
+    return found
+
+
+def refuse_other_work(work: Work, name: str, steps: Sequence[Step]) -> None:
+    """Raises: Failed where samples are not as long as they have to be."""
+    whole = work.prompts * work.samples * work.completion
+    if work.exact and any(step.tokens != whole for step in steps):
+        raise Failed(f"{work.name}: {name} sampled {steps[0].tokens} tokens, not {whole}")
+
+
+def summary(contender: Contender, steps: Sequence[Step]) -> dict[str, Any]:
+    """Medians of a contender's steps."""
+    median: Any = lambda values: interval(list(values))[0]  # noqa: E731
+    return {
+        "start": contender.start,
+        "step": median(step.seconds for step in steps),
+        **{phase: median(step.phases[phase] for step in steps) for phase in PHASES},
+        "tokens": median(step.tokens for step in steps),
+        "tokens_per_second": median(step.tokens / step.seconds for step in steps),
+        "gib": contender.peak(),
+        "steps": len(steps),
+    }
+
+
+def ratios(theirs: Sequence[Step], ours: Sequence[Step], exact: bool) -> dict[str, float]:
+    """Their seconds over ours, with the interval, of pairs that were taken one after the other.
+
+    On ragged work two steps differ in how much was sampled: the seconds are then of a token.
+    """
+
+    def cost(step: Step) -> float:
+        return step.seconds if exact else step.seconds / step.tokens
+
+    pairs = zip(theirs, ours, strict=True)
+    median, low, high = interval([cost(one) / cost(other) for one, other in pairs])
+    return {"ratio": median, "low": low, "high": high}
+
+
+def warm_start(work: Work) -> Mapping[str, float]:
+    """Seconds from the start of our process to the end of its first step, cold, then with the
+    compiled programs that the first process left."""
+    with tempfile.TemporaryDirectory() as made:
+        seconds = {}
+        for state in ("cold", "warm"):
+            with contenders([OURS], work, Path(made)) as running:
+                seconds[state] = running[OURS].start
+    return seconds
