@@ -42,7 +42,5 @@ def draw(found: Mapping[str, Mapping[str, Any]], file: Path, about: Mapping[str,
     figure.legend(
         shown.values(), shown, loc="outside lower center", ncols=len(PHASES), frameon=False
     )
-    figure.suptitle(
-        f"{about['device']}, {about['date']}" if "date" in about else about["device"], size=9
-    )
+    figure.suptitle(f"One step on {about['device']}: less is better", size=10)
     figure.savefig(file, dpi=130)

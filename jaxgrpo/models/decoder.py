@@ -178,7 +178,9 @@ def _through(
         return _unrolled(config, layers, params, hidden, memory)
     if memory is None and remat == "none" and config.num_layers <= UNROLLED:
         nothing = (None,) * config.num_layers
-        hidden, memory = _unrolled(config, layers, params, hidden, nothing)
+        # Jitted so that layers of one kind are traced once.
+        once: list[Layer] = [jax.jit(layer, inline=True) for layer in layers]
+        hidden, memory = _unrolled(config, once, params, hidden, nothing)
         return hidden, _stacked(config, memory)
     return _scanned(config, layers, params, hidden, memory, _keeper(remat))
 

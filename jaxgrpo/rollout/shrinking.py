@@ -7,6 +7,7 @@ call that shrinks compiles all the smaller programs, side by side on the host's 
 from __future__ import annotations
 
 import dataclasses
+import multiprocessing
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
@@ -106,8 +107,10 @@ def compile_all(
     """
     given = jax.tree.map(lambda leaf: leaf.sharding, state)
     shapes = resized(state, Size(state.sample.shape[1], state.row_length.shape[1], False))
-    # With several processes all compile in the same order.
-    workers = 1 if jax.process_count() > 1 else len(sizes)
+    # With several processes all compile in the same order. More at a time than there are cores take
+    # more memory (2.4 GB instead of 1.8 for seven programs of a small model) and no less time.
+    at_once = min(len(sizes), multiprocessing.cpu_count())
+    workers = 1 if jax.process_count() > 1 else at_once
     executor = ThreadPoolExecutor(workers, thread_name_prefix="compiling")
 
     def program(lowered: Any) -> Callable[..., Any]:

@@ -137,8 +137,7 @@ def take(
       evaluator: makes the evaluation, where the config has eval.data.
       opening: printed first.
       shown: whether steps are shown in the terminal.
-      on_step, profile: as in `train`.
-      given: of `setup`, beside the config.
+      on_step, profile, given: as in `train`, and of `setup` beside the config.
     """
     with contextlib.ExitStack() as stack:
         process.refuse_unless_alike(lambda: fingerprints.given_by(config), fingerprints.REMEDY)

@@ -203,6 +203,10 @@ def _score(
     """Log-probs and entropies [K, D, R, Q] under `params`; 0 in micro-batches that are not live."""
     blueprint = blueprint._replace(geometry=geometry)
 
+    first = jnp.int32(0)
+
+    # Jitted so that it is traced once, for its shapes and for the loop.
+    @functools.partial(jax.jit, inline=True)
     def values(index: Array) -> tuple[Array, Array | None]:
         logp, fields = forward(blueprint, params, micro_batch(batch, index), entropy)
         return logp, fields.get("policy_entropy")
@@ -210,9 +214,9 @@ def _score(
     def body(index: Array, carry: Any) -> Any:
         return jax.tree.map(lambda whole, one: whole.at[index].set(one), carry, values(index))
 
-    shapes = jax.eval_shape(values, jnp.int32(0))
+    shapes = jax.eval_shape(values, first)
     start = jax.tree.map(lambda leaf: jnp.zeros(batch.tokens.shape, leaf.dtype), shapes)
-    return jax.lax.fori_loop(0, batch.num_live, body, start)
+    return jax.lax.fori_loop(first, batch.num_live, body, start)
 
 
 def _judge(

@@ -181,6 +181,8 @@ def _accumulate(
 ):
     """Loss, gradients and metrics summed over the live micro-batches, in one loop."""
 
+    first = jnp.int32(0)
+
     # Jitted so that it is traced once, for its shapes and for the loop.
     @functools.partial(jax.jit, inline=True)
     def one(trainable: Params, batch: TrainBatch, index: Array):
@@ -196,9 +198,9 @@ def _accumulate(
         wide = jnp.zeros(leaf.shape, jnp.promote_types(leaf.dtype, jnp.float32))
         return jax.lax.with_sharding_constraint(wide, layout)
 
-    loss, grads, metrics = jax.eval_shape(one, trainable, batch, jnp.int32(0))
+    loss, grads, metrics = jax.eval_shape(one, trainable, batch, first)
     start = jnp.zeros_like(loss), jax.tree.map(zeros, grads, layout), empty_like(metrics)
-    return jax.lax.fori_loop(0, batch.num_live, body, start)
+    return jax.lax.fori_loop(first, batch.num_live, body, start)
 
 
 def rounding_of(blueprint: Blueprint) -> float | None:
