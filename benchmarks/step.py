@@ -48,7 +48,7 @@ def build(name: str, workload: str, tokens: int | None) -> tuple[Blueprint, Any]
     work = WORKLOADS[workload]
     mesh = sharding.make_mesh()
     platform = mesh.devices.flat[0].platform
-    remat = "none" if platform == "cpu" else "full"  # as train.remat = "auto"
+    remat = decoder.remat_of("auto", platform)
     model = decoder.build(model_config(name), constrain=sharding.constrain(mesh), remat=remat)
     sizes = (work.prompts, work.samples, work.longest, work.completion)
     blueprint = Blueprint(

@@ -22,7 +22,7 @@ import numpy as np
 
 from benchmarks.common import describe, keep_memory, matmul_rate, report, timed
 from benchmarks.step import build
-from benchmarks.workloads import SMALL, WORKLOADS, Workload, prompts_of
+from benchmarks.workloads import SMALL, WORKLOADS, Workload, matrices, prompts_of
 from jaxgrpo.core.types import Rollouts
 from jaxgrpo.models.api import ModelConfig
 from jaxgrpo.update.step import build_steps
@@ -62,12 +62,8 @@ def floor(config: ModelConfig, tokens: int, completion: int, passes: int) -> flo
       tokens: of completions, and of prompts counted once, in all passes together.
       completion: of them those of completions, which alone meet the head.
     """
-    hidden, wide = config.hidden_size, config.intermediate_size
-    heads, kv_heads = (n * config.head_dim for n in (config.num_heads, config.num_kv_heads))
-    layer = [(hidden, heads), (hidden, kv_heads), (hidden, kv_heads), (heads, hidden)]
-    layer += [(hidden, wide), (hidden, wide), (wide, hidden)]
-    weights = [(tokens // passes, *one, config.num_layers) for one in layer]
-    weights.append((completion // passes, hidden, config.vocab_size, 1))
+    weights = [(tokens // passes, *one, config.num_layers) for one in matrices(config)]
+    weights.append((completion // passes, config.hidden_size, config.vocab_size, 1))
     seconds, known = 0.0, {}
     for rows, inner, outer, times in weights:
         # The product itself, the gradient of what goes in, and that of the weight.

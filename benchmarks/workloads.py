@@ -81,6 +81,14 @@ def qwen3_0p6b(layers: int = 28) -> ModelConfig:
     )
 
 
+def matrices(config: ModelConfig) -> list[tuple[int, int]]:
+    """(inputs, outputs) of each matrix of a layer."""
+    hidden, wide = config.hidden_size, config.intermediate_size
+    heads, kv_heads = (count * config.head_dim for count in (config.num_heads, config.num_kv_heads))
+    attention = [(hidden, heads), (hidden, kv_heads), (hidden, kv_heads), (heads, hidden)]
+    return [*attention, (hidden, wide), (hidden, wide), (wide, hidden)]
+
+
 def build(config: ModelConfig, ragged: bool, mesh: Mesh | None = None) -> tuple[Model, Params]:
     """A model with random weights; if `ragged`, one whose samples end by themselves.
 

@@ -31,7 +31,7 @@ from benchmarks.common import describe, report
 from benchmarks.versus import chart, contest, files, proof
 from benchmarks.versus.contest import OURS
 from benchmarks.versus.work import PHASES
-from benchmarks.workloads import MODELS, WORKLOADS
+from benchmarks.workloads import MODELS, WORKLOADS, matrices, model_config
 
 THREADS = 2
 LIMITS = {"S/A": 1.5, "S/B": 4.2, "M/A": 1.4, "V/A": 4.3, "S/C": 5.0, "S/D": 7.5}
@@ -65,6 +65,11 @@ def main() -> None:
                 result["starts"] = contest.warm_start(work)
     show(found, console)
     show_own(found, result.get("starts", {}), console)
+    if arguments.peak:
+        result["utilisation"] = {name: utilisation(name, found[name]) for name in found}
+        for name, flops in result["utilisation"].items():
+            share = flops / (1e12 * arguments.peak)
+            console.print(f"update, {name}: {share:.1%} of {arguments.peak:g} TFLOP/s")
     if arguments.chart:
         chart.draw(found, arguments.chart, about)
         console.print(f"chart: {arguments.chart}")
@@ -89,6 +94,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--against", default="trl", help="trl, torch or both; trl by default")
     parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--peak", type=float, metavar="TFLOPS", help="of the device, for the MFU")
     parser.add_argument("--chart", type=Path, metavar="FILE.png")
     arguments = parser.parse_args()
     asked = arguments.workloads.split(",") if arguments.workloads else None
@@ -140,6 +146,20 @@ def show_own(
         limit = MOST[state]
         said = f"{seconds:.1f} s, limit {limit:g}: {verdict(seconds <= limit)}"
         console.print(f"start to the end of the first step, {STARTS}, {state} cache: {said}")
+
+
+def utilisation(name: str, sides: Mapping[str, Mapping[str, Any]]) -> float:
+    """FLOP/s of our update: its products with weights, forward and backward, prompts once.
+
+    Ragged prompts count with their mean length.
+    """
+    letter, kind = name.split("/")
+    config, work, values = model_config(letter), WORKLOADS[kind], sides[OURS]
+    layers = config.num_layers * sum(inner * outer for inner, outer in matrices(config))
+    prompts = work.prompts * (work.shortest + work.longest) / 2
+    head = config.hidden_size * config.vocab_size
+    products = layers * (values["tokens"] + prompts) + head * values["tokens"]
+    return 6 * products / values["update"]
 
 
 def verdict(passed: bool) -> str:

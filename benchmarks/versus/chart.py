@@ -1,7 +1,14 @@
-"""The picture of a comparison: seconds of a step by phase, with the ratio over a peer's bar."""
+"""The picture of a comparison: seconds of a step by phase, with the ratio over a peer's bar.
+
+    python -m benchmarks.versus.chart OUT.png PRINTED [PRINTED ...]
+
+draws what several runs of the comparison printed; their last lines are JSON.
+"""
 
 from __future__ import annotations
 
+import json
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -44,3 +51,14 @@ def draw(found: Mapping[str, Mapping[str, Any]], file: Path, about: Mapping[str,
     )
     figure.suptitle(f"One step on {about['device']}: less is better", size=10)
     figure.savefig(file, dpi=130)
+
+
+def main() -> None:
+    out, *printed = map(Path, sys.argv[1:])
+    runs = [json.loads(file.read_text().splitlines()[-1]) for file in printed]
+    found = {name: sides for run in runs for name, sides in run.items() if "/" in name}
+    draw(found, out, runs[0])
+
+
+if __name__ == "__main__":
+    main()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -43,6 +43,17 @@ A scan sets the arrays of what the backward pass reads to zero before it fills t
 time of an update of 4 layers on a CPU. More layers take long to compile. With recomputation they
 are scanned, because XLA on a CPU finds what is computed twice in one program, and keeps it.
 """
+
+
+def remat_of(asked: str, platform: str) -> Remat:
+    """What a run that asks for `asked`, a Remat or "auto", recomputes on a platform.
+
+    "auto": nothing on a CPU, where memory is cheap and arithmetic is not, and all of it elsewhere.
+    """
+    if asked == "auto":
+        return "none" if platform == "cpu" else "full"
+    return cast(Remat, asked)
+
 
 Layer = Callable[[Params, Array, Any], tuple[Array, Any]]
 """(parameters of one layer, hidden, its memory) -> (hidden, its memory)"""

@@ -130,7 +130,7 @@ def _policy(config: Config, found: Found | Setup) -> StoredPolicy:
         mesh=mesh,
         settings=sampling_settings(config, found.folder, found.tokenizer),
         width=config.rollout.max_prompt_tokens,
-        free=memory.free_for_decoding(mesh, taken),
+        free=memory.free_beside(mesh, taken),
         folder=found.folder,
     )
 

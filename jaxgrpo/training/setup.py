@@ -13,7 +13,7 @@ import inspect
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -234,8 +234,7 @@ def find_model(config: Config, mesh: Mesh | None = None) -> Found:
     stored, tokenizer = folders.read_config(folder), folders.read_tokenizer(folder)
     chosen = dataclasses.replace(stored, dtype=keys.dtype, float32_head=keys.float32_head)
     folders.check_tokens(folder, tokenizer, stored)
-    on_cpu, remat = mesh.devices.flat[0].platform == "cpu", config.train.remat
-    remat = ("none" if on_cpu else "full") if remat == "auto" else cast(decoder.Remat, remat)
+    remat = _remat(config, mesh)
     model = decoder.build(chosen, constrain=sharding.constrain(mesh), remat=remat)
     return Found(mesh, folder, tokenizer, model)
 
@@ -297,8 +296,15 @@ def _method(
         reward_weights={reward.name: reward.weight for reward in rewards},
         num_iterations=config.train.num_iterations,
     )
-    blueprint = memory.with_slots(blueprint, kept_policies(blueprint))
+    kept = kept_policies(blueprint)
+    if tokens is None:
+        blueprint = memory.with_fitting_tokens(blueprint, kept, _remat(config, mesh))
+    blueprint = memory.with_slots(blueprint, kept)
     return blueprint, step.build_steps(blueprint, share)
+
+
+def _remat(config: Config, mesh: Mesh) -> decoder.Remat:
+    return decoder.remat_of(config.train.remat, mesh.devices.flat[0].platform)
 
 
 def samples_of(config: Config) -> int:

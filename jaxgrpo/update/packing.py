@@ -66,9 +66,17 @@ class Geometry(NamedTuple):
 
     @property
     def prompts_per_bin(self) -> int:
-        """A, prompts per bin and micro-batch: two samples each are expected to be live."""
+        """A, prompts per bin and micro-batch: two samples each are expected to be live.
+
+        Fewer, down to those of whole groups and one that is cut, where the attention of so many
+        prompts would take more than half of that of the rows, which read a prompt each.
+        """
         share = max(0.5, min(1.0, 2 / self.group_size))
-        return min(self.prompts_per_update, math.ceil(self.rows * share))
+        width, steps = self.max_prompt_tokens, self.max_completion_tokens
+        whole = math.ceil((self.rows - 1) / self.group_size) + 1
+        cheap = self.rows * steps * (width + steps) // (2 * width**2)
+        most = min(math.ceil(self.rows * share), max(whole, cheap))
+        return min(self.prompts_per_update, most)
 
     @property
     def micro_batches(self) -> int:
@@ -107,27 +115,35 @@ class _Row(NamedTuple):
 
 
 def geometry_of(
-    sizes: tuple[int, int, int, int], mesh: Mesh, tokens: int | None, minibatches: int = 1
+    sizes: tuple[int, int, int, int],
+    mesh: Mesh,
+    tokens: int | None,
+    minibatches: int = 1,
+    room: int | None = None,
 ) -> Geometry:
-    """The sizes P, G, S, T of a run on a mesh; `tokens` = None: those of `tokens_of`."""
+    """The sizes P, G, S, T of a run on a mesh; `tokens` = None: those of `tokens_of`.
+
+    Args:
+      room: the tokens of a micro-batch that fit into memory; None: any number.
+    """
     bins, (prompts, samples, width, steps) = sharding.num_bins(mesh), sizes
     of_update = (prompts // minibatches, samples, width, steps)
-    tokens = tokens or tokens_of(of_update, bins, mesh.devices.flat[0].platform)
+    most = TOKENS.get(mesh.devices.flat[0].platform, ELSEWHERE)
+    tokens = tokens or tokens_of(of_update, bins, most if room is None else min(most, room))
     return Geometry(*sizes, bins, tokens, minibatches)
 
 
-def tokens_of(sizes: tuple[int, int, int, int], bins: int, platform: str) -> int:
+def tokens_of(sizes: tuple[int, int, int, int], bins: int, room: int) -> int:
     """The tokens of a micro-batch of a run that gives no number.
 
-    As many whole groups as there is room for, or as many of the longest completions of a group that
-    is too large; of one group at least four micro-batches make the update, where it has as many
-    groups, so that less is computed where some are dead.
+    As many whole groups as there is `room` for, or as many of the longest completions of a group
+    that is too large. At least four micro-batches make the update, where it has as many groups, so
+    that less is computed where some are dead.
 
     Args:
       sizes: P, G, S, T of an update.
     """
     prompts, samples, width, steps = sizes
-    room = TOKENS.get(platform, ELSEWHERE)
     of_group = width - 1 + samples * steps
     most = max(1, prompts // (4 * bins))
     if of_group <= room:

@@ -188,3 +188,21 @@ def test_a_dry_run_prints_the_memory_of_a_device(tmp_path, capsys):
     assert re.search(budget, " ".join(lines))
     assert "3 steps draw at least 24 " in " ".join(lines)
     assert "rows); a step makes 6: 3 x 2 minibatches of 4 prompts" in " ".join(lines)
+
+
+def test_a_micro_batch_has_no_more_tokens_than_fit_beside_what_a_run_keeps(monkeypatch):
+    sizes = (64, 8, 512, 1024)
+    wide = blueprint(QWEN3_0P6B, packing.geometry_of(sizes, sharding.make_mesh(data=1), 8704))
+    kept = memory.count(wide, ()).kept
+    of_weights = kept  # three copies: the sum of gradients, one of a micro-batch, the weights read
+    each = memory.activations(QWEN3_0P6B, "full")
+
+    def fitting(tokens: float) -> int:
+        limit = (kept + of_weights + tokens * each) / memory.SHARE
+        monkeypatch.setattr(memory, "of_device", lambda _mesh: int(limit) + 1)
+        return memory.with_fitting_tokens(wide, (), "full").geometry.tokens
+
+    monkeypatch.setitem(packing.TOKENS, "cpu", packing.ELSEWHERE)
+    assert fitting(1e6) == packing.tokens_of(sizes, 1, packing.ELSEWHERE)
+    assert fitting(5000) == packing.tokens_of(sizes, 1, 5000) < packing.ELSEWHERE
+    assert fitting(-1e3) == packing.tokens_of(sizes, 1, 0) >= wide.geometry.widest

@@ -8,6 +8,8 @@ import tiny
 
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.update.packing import (
+    ELSEWHERE,
+    TOKENS,
     Geometry,
     Lengths,
     check_geometry,
@@ -130,7 +132,7 @@ def test_micro_batches_follow_the_live_tokens():
 
 
 def test_ragged_work_is_computed_nearly_without_padding():
-    tokens = tokens_of(RAGGED, 1, "cpu")
+    tokens = tokens_of(RAGGED, 1, TOKENS["cpu"])
     geometry = geometry_of(RAGGED, 1, tokens)
     assert tokens == 1280
     dense, count = [], []
@@ -145,19 +147,21 @@ def test_ragged_work_is_computed_nearly_without_padding():
 
 
 @pytest.mark.parametrize(
-    ("sizes", "bins", "platform", "want"),
+    ("sizes", "bins", "room", "want"),
     [
-        ((8, 8, 64, 128), 1, "cpu", 1088),  # a whole group: 63 + 8 * 128
-        ((4, 16, 256, 64), 1, "cpu", 1280),  # 255 + 16 * 64
-        (RAGGED, 1, "cpu", 1280),  # four of eight: 255 + 4 * 256
-        ((64, 8, 512, 1024), 1, "gpu", 8704),  # a whole group: 511 + 8 * 1024
-        ((64, 8, 64, 128), 1, "gpu", 16320),  # fifteen whole groups
-        ((4, 4, 8, 8), 1, "cpu", 64),  # one of four groups
-        ((4, 4, 4096, 4096), 1, "cpu", 8192),  # one completion and its prompt
+        ((8, 8, 64, 128), 1, TOKENS["cpu"], 1088),  # a whole group: 63 + 8 * 128
+        ((4, 16, 256, 64), 1, TOKENS["cpu"], 1280),  # 255 + 16 * 64
+        (RAGGED, 1, TOKENS["cpu"], 1280),  # four of eight: 255 + 4 * 256
+        ((64, 8, 512, 1024), 1, ELSEWHERE, 8704),  # a whole group: 511 + 8 * 1024
+        ((64, 8, 64, 128), 1, ELSEWHERE, 16320),  # fifteen whole groups
+        ((4, 4, 8, 8), 1, TOKENS["cpu"], 64),  # one of four groups
+        ((4, 4, 4096, 4096), 1, TOKENS["cpu"], 8192),  # one completion and its prompt
+        ((64, 8, 512, 1024), 1, 5000, 4608),  # four of eight completions: 511 + 4 * 1024
+        ((64, 8, 512, 1024), 1, 0, 1536),
     ],
 )
-def test_a_micro_batch_holds_whole_groups_where_they_fit(sizes, bins, platform, want):
-    assert tokens_of(sizes, bins, platform) == want
+def test_a_micro_batch_holds_whole_groups_where_they_fit(sizes, bins, room, want):
+    assert tokens_of(sizes, bins, room) == want
     check_geometry(geometry_of(sizes, bins, want))
 
 
