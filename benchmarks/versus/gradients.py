@@ -71,8 +71,8 @@ def by_torch(work: Work, recorded: Arrays) -> tuple[nn.Module, float, torch.opti
     completion, mask = flat["completion_tokens"].long(), flat["token_mask"].long()
     # In the order of the run, not of the data.
     prompts = left(recorded["prompt_tokens"], recorded["prompt_mask"].long())
-    prompts = (one.repeat_interleave(work.samples, 0) for one in prompts)
-    batch = Batch(*prompts, completion, mask)
+    asked, asked_mask = (one.repeat_interleave(work.samples, 0) for one in prompts)
+    batch = Batch(asked, asked_mask, completion, mask)
     advantage = torch_step.advantages(recorded["rewards.reward"]).flatten()
     old = flat["behavior_logp"]
     loss = torch_step.accumulate(trainer.model, batch, advantage, work.samples, old)

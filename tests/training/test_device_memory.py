@@ -192,7 +192,7 @@ def test_a_dry_run_prints_the_memory_of_a_device(tmp_path, capsys):
 
 def test_a_micro_batch_has_no_more_tokens_than_fit_beside_what_a_run_keeps(monkeypatch):
     sizes = (64, 8, 512, 1024)
-    wide = blueprint(QWEN3_0P6B, packing.geometry_of(sizes, sharding.make_mesh(data=1), 8704))
+    wide = blueprint(QWEN3_0P6B, Geometry(*sizes, 1, 8704))
     kept = memory.count(wide, ()).kept
     of_weights = kept  # three copies: the sum of gradients, one of a micro-batch, the weights read
     each = memory.activations(QWEN3_0P6B, "full")

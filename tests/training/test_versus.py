@@ -1,5 +1,6 @@
 """The comparison with PyTorch: the same files, the same computation, ratios of neighbours."""
 
+import dataclasses
 import json
 
 import numpy as np
@@ -69,5 +70,6 @@ def test_contenders_take_steps_in_turn_and_their_sizes_are_checked(tmp_path):
         phases = side["sample"] + side["reward"] + side["score"] + side["update"]
         assert phases == pytest.approx(side["step"], rel=0.5)
     assert found["torch"]["low"] <= found["torch"]["ratio"] <= found["torch"]["high"]
+    exact = dataclasses.replace(work, exact=True)
     with pytest.raises(contest.Failed, match="sampled"):
-        contest.refuse_other_work(Work(**vars(work) | {"exact": True}), "x", [Step(1.0, 9, {})])
+        contest.refuse_other_work(exact, "x", [Step(1.0, 9, {})])

@@ -142,7 +142,8 @@ def run_trl(batch, options, method=GRPOTrainer):
         "old_per_token_logps": old,
         "num_items_in_batch": mask.sum(),
     }
-    loss = method._compute_loss(stand_in(new, options), None, inputs)
+    trainer: Any = stand_in(new, options)
+    loss = method._compute_loss(trainer, None, inputs)
     return {"loss": loss.item(), "gradient": slope_of(loss, new)}
 
 
