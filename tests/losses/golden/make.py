@@ -18,6 +18,7 @@ import json
 import types
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
