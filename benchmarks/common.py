@@ -64,6 +64,10 @@ def interval(values: list[float], seed: int = 0) -> tuple[float, float, float]:
     return float(np.median(array)), float(low), float(high)
 
 
+def verdict(passed: bool) -> str:
+    return "pass" if passed else "MISS"
+
+
 def report(result: Mapping[str, Any]) -> None:
     """The last line of every benchmark."""
     print(json.dumps(result))

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 from benchmarks.common import timed
+from benchmarks.versus.work import THREADS, generation
 from benchmarks.workloads import END, PAD, Workload
 from jaxgrpo.core.types import Params, Prompts, Rollouts
 from jaxgrpo.models.api import Model
@@ -17,7 +18,6 @@ from jaxgrpo.models.hf import folders
 CACHES = {"cpu": ("dynamic", "static"), "cuda": ("dynamic",)}
 """With a static cache on a GPU generate compiles the model: a quarter of Q/A took 50 s on an H100,
 after a short first call, instead of 2.8."""
-THREADS = 2
 
 
 class Run(NamedTuple):
@@ -71,20 +71,12 @@ class Transformers:
           cache: one of CACHES of the device; None: the one chosen.
           completion: tokens at most; 0: as many as the workload has.
         """
-        from transformers import GenerationConfig
-
         work = self.workload
         completion = completion or work.completion
-        settings = GenerationConfig(
-            do_sample=True,
-            temperature=1.0,
-            top_k=0,
-            top_p=1.0,
+        settings = generation(
+            *(completion, END if work.ragged else None, PAD),
             num_return_sequences=work.samples,
-            max_new_tokens=completion,
             min_new_tokens=None if work.ragged else completion,
-            eos_token_id=END if work.ragged else None,
-            pad_token_id=PAD,
             cache_implementation=cache or self.cache,
         )
         self.torch.manual_seed(seed)

@@ -33,7 +33,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.common import describe, interval, report, timed
+from benchmarks.common import describe, interval, report, timed, verdict
 from benchmarks.peers import THREADS, Run, Transformers
 from benchmarks.programs import (
     LARGER_TPU,
@@ -193,10 +193,6 @@ def raggedness(runs: Pairs, rollouts: Rollouts, console: Console) -> dict[str, A
             f"limit {MAX_RAGGED}: {verdict(high <= MAX_RAGGED)}"
         )
     return result
-
-
-def verdict(passed: bool) -> str:
-    return "pass" if passed else "MISS"
 
 
 def show(results: Mapping[str, Mapping[str, Any]], console: Console) -> None:

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.common import describe, keep_memory, matmul_rate, report, timed
+from benchmarks.common import describe, keep_memory, matmul_rate, report, timed, verdict
 from benchmarks.step import build
 from benchmarks.workloads import SMALL, WORKLOADS, Workload, matrices, prompts_of
 from jaxgrpo.core.types import Rollouts
@@ -104,8 +104,8 @@ def main() -> None:
             tokens = completion + int(rollouts.prompt_mask.sum()) - workload.prompts
             least = floor(blueprint.model.config, tokens, completion, number)
             times, limit = min(spent[1:]) / least, LIMITS[arguments.model]
-            said = "pass" if times <= limit else "MISS"
-            print(f"floor {least:.3f} s, {times:.2f} times below it, limit {limit}: {said}")
+            said = f"{times:.2f} times below it, limit {limit}: {verdict(times <= limit)}"
+            print(f"floor {least:.3f} s, {said}")
             result["floor"] = {"seconds": least, "times": times}
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     print(f"{blueprint.geometry.tokens} tokens a micro-batch, at most {peak:.1f} GiB")

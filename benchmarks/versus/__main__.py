@@ -27,13 +27,12 @@ import jax
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.common import describe, report
+from benchmarks.common import describe, report, verdict
 from benchmarks.versus import chart, contest, files, proof
 from benchmarks.versus.contest import OURS
-from benchmarks.versus.work import PHASES
+from benchmarks.versus.work import PHASES, THREADS
 from benchmarks.workloads import MODELS, WORKLOADS, matrices, model_config
 
-THREADS = 2
 LIMITS = {"S/A": 1.5, "S/B": 4.2, "M/A": 1.4, "V/A": 4.3, "S/C": 5.0, "S/D": 7.5}
 QUICK = {"S/A": 5, "S/B": 4, "S/C": 3}  # pairs at most
 STARTS = "S/A"
@@ -57,12 +56,15 @@ def main() -> None:
         result["proof"] = proof.show(Path(made) / "proof", arguments.against, console)
         found: dict[str, Any] = {}
         for name, pairs in arguments.workloads.items():
-            work = files.write(name, Path(made) / name.replace("/", "_"), None, arguments.device)
+            folder = Path(made) / name.replace("/", "_")
+            work = files.write(name, folder, device=arguments.device)
             limit = QUICK_SECONDS if arguments.quick else float("inf")
             console.print(f"{name}, {pairs} pairs at most")
-            found[name] = contest.contest(work, names, pairs, limit)
+            cache = Path(made) / f"cache_{folder.name}"
+            found[name] = contest.contest(work, names, pairs, limit, cache)
             if name == STARTS:
-                result["starts"] = contest.warm_start(work)
+                warm = contest.start(work, cache)
+                result["starts"] = {"cold": found[name][OURS]["start"], "warm": warm}
     show(found, console)
     show_own(found, result.get("starts", {}), console)
     if arguments.peak:
@@ -160,10 +162,6 @@ def utilisation(name: str, sides: Mapping[str, Mapping[str, Any]]) -> float:
     head = config.hidden_size * config.vocab_size
     products = layers * (values["tokens"] + prompts) + head * values["tokens"]
     return 6 * products / values["update"]
-
-
-def verdict(passed: bool) -> str:
-    return "pass" if passed else "MISS"
 
 
 if __name__ == "__main__":

@@ -8,9 +8,8 @@ import os
 import re
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -57,7 +56,7 @@ class Contender:
             text=True,
             env=environment,
         )
-        self.first = self._heard()
+        self._heard()
         self.start = time.perf_counter() - began
         """seconds from the start of the process to the end of its first step"""
 
@@ -104,16 +103,19 @@ def contenders(names: Sequence[str], work: Work, cache: Path) -> Iterator[dict[s
             contender.end()
 
 
-def contest(work: Work, names: Sequence[str], pairs: int, limit: float) -> dict[str, Any]:
+def contest(
+    work: Work, names: Sequence[str], pairs: int, limit: float, cache: Path
+) -> dict[str, Any]:
     """The numbers of one workload: each contender's, and the peers' seconds over ours.
 
     Args:
       pairs: rounds at most, three at least.
       limit: seconds after which no further round begins.
+      cache: a folder for compiled programs, which is empty yet.
     """
     began = time.perf_counter()
     steps: dict[str, list[Step]] = {name: [] for name in names}
-    with tempfile.TemporaryDirectory() as made, contenders(names, work, Path(made)) as running:
+    with contenders(names, work, cache) as running:
         for _ in range(WARM_UP):
             for contender in running.values():
                 contender.step()
@@ -167,12 +169,7 @@ def ratios(theirs: Sequence[Step], ours: Sequence[Step], exact: bool) -> dict[st
     return {"ratio": median, "low": low, "high": high}
 
 
-def warm_start(work: Work) -> Mapping[str, float]:
-    """Seconds from the start of our process to the end of its first step, cold, then with the
-    compiled programs that the first process left."""
-    with tempfile.TemporaryDirectory() as made:
-        seconds = {}
-        for state in ("cold", "warm"):
-            with contenders([OURS], work, Path(made)) as running:
-                seconds[state] = running[OURS].start
-    return seconds
+def start(work: Work, cache: Path) -> float:
+    """Seconds from the start of our process to the end of its first step."""
+    with contenders([OURS], work, cache) as running:
+        return running[OURS].start

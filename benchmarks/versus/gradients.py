@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from benchmarks.versus import torch_step
 from benchmarks.versus.torch_step import Batch
-from benchmarks.versus.work import Work
+from benchmarks.versus.work import THREADS, Work
 
 RATE = 1e-3
 """Of the AdamW step. The workload's own would move nothing."""
@@ -82,7 +82,7 @@ def by_torch(work: Work, recorded: Arrays) -> tuple[nn.Module, float, torch.opti
 def main() -> None:
     name, folder, file = sys.argv[1], Path(sys.argv[2]), sys.argv[3]
     work = Work.read(folder)
-    torch.set_num_threads(torch_step.THREADS)
+    torch.set_num_threads(THREADS)
     model, loss, optimizer = {"trl": by_trl, "torch": by_torch}[name](work, load_file(file))
     named = dict(model.named_parameters())
     gradient = {key: one.grad.contiguous() for key, one in named.items() if one.grad is not None}

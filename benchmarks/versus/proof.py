@@ -27,6 +27,7 @@ from rich.table import Table
 from safetensors.numpy import load_file, save_file
 
 import jaxgrpo
+from benchmarks.common import verdict
 from benchmarks.versus import files
 from benchmarks.versus.work import Work
 from benchmarks.workloads import Workload
@@ -72,7 +73,7 @@ def show(folder: Path, against: Sequence[str], console: Console) -> dict[str, An
     for name, values in found.items():
         for what, value in values.items():
             wrong |= not value <= LIMITS[what]
-            said = "pass" if value <= LIMITS[what] else "MISS"
+            said = verdict(value <= LIMITS[what])
             table.add_row(name, what, f"{value:.1e}", f"{LIMITS[what]:g}", said)
     console.print(f"the same computation? loss {loss:.6f}, {len(gradient)} arrays of gradients")
     console.print(table)

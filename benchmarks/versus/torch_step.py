@@ -14,9 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from benchmarks.versus.work import Teller, Work
+from benchmarks.versus.work import THREADS, Teller, Work, generation
 
-THREADS = 2
 CLIP = 0.2  # of the ratio, to both sides
 EPS = 1e-4  # beside the deviation of a group
 
@@ -100,18 +99,8 @@ class Trainer:
         self.prompt, self.prompt_mask = found["input_ids"], found["attention_mask"]
 
     def sample(self) -> Batch:
-        from transformers import GenerationConfig
-
         work = self.work
-        settings = GenerationConfig(
-            do_sample=True,
-            temperature=1.0,
-            top_k=0,
-            top_p=1.0,
-            max_new_tokens=work.completion,
-            eos_token_id=work.end,
-            pad_token_id=work.pad,
-        )
+        settings = generation(work.completion, work.end, work.pad)
         given = {"attention_mask": self.prompt_mask, "generation_config": settings}
         with torch.no_grad():
             tokens = self.model.generate(self.prompt, **given)

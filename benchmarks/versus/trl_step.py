@@ -21,9 +21,7 @@ from transformers import AutoTokenizer, TrainerCallback
 from trl.trainer.grpo_config import GRPOConfig  # pyright: ignore[reportMissingImports]
 from trl.trainer.grpo_trainer import GRPOTrainer  # pyright: ignore[reportMissingImports]
 
-from benchmarks.versus.work import Teller, Work
-
-THREADS = 2
+from benchmarks.versus.work import THREADS, Teller, Work
 
 
 class Clock:
@@ -76,14 +74,12 @@ class Steps(TrainerCallback):
         self.first = False
 
 
-def make_trainer(
-    work: Work, reward: Callable[..., Any], folder: str, steps: int = 10**6, **more: Any
-) -> TimedTrainer:
+def make_trainer(work: Work, reward: Callable[..., Any], folder: str, **more: Any) -> TimedTrainer:
     """A trainer that takes the steps of a workload."""
     samples = work.prompts * work.samples
     arguments: dict[str, Any] = {
         "output_dir": folder,
-        "max_steps": steps,
+        "max_steps": 10**6,  # it is ended from outside
         "per_device_train_batch_size": work.micro,
         "gradient_accumulation_steps": samples // work.micro,
         "num_generations": work.samples,

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 FILE = "work.json"
+THREADS = 2  # of PyTorch on a CPU, and the cores that all contenders share
 PHASES = ("sample", "reward", "score", "update")
 
 
@@ -54,6 +55,20 @@ class Work:
     def rows(self) -> list[dict[str, Any]]:
         lines = (Path(self.folder) / "prompts.jsonl").read_text().splitlines()
         return [json.loads(line) for line in lines]
+
+
+def generation(most: int, end: int | None, pad: int, **more: Any) -> Any:
+    """Of transformers, to draw at most so many tokens from the whole distribution.
+
+    Args:
+      end: the token that ends a sample; None: none does.
+      more: further arguments of its GenerationConfig.
+    """
+    from transformers import GenerationConfig
+
+    whole = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
+    sizes = {"max_new_tokens": most, "eos_token_id": end, "pad_token_id": pad}
+    return GenerationConfig(**whole, **sizes, **more)
 
 
 def spread(completion_ids: Sequence[Sequence[int]], **_: Any) -> list[float]:

@@ -55,8 +55,6 @@ from jaxgrpo.update.optimizer import current_rate
 OnStep = Callable[[int, Mapping[str, float]], None]
 """Called after a step with its number and metrics."""
 
-_nothing = contextlib.nullcontext
-
 
 class Run(NamedTuple):
     """A finished run, read from its folder."""
@@ -274,7 +272,8 @@ class _Loop:
         for number in range(done + 1, last + 1):
             # The first step compiles.
             traced = self.profile and number == min(done + 2, last)
-            with jax.profiler.trace(self.folder.path / "profile") if traced else _nothing():
+            trace = jax.profiler.trace(self.folder.path / "profile") if traced else None
+            with trace or contextlib.nullcontext():
                 state = self._step(state, number)
             stop = process.stop_requested(number)
             best = progress.best[0] if progress.best else None

@@ -63,7 +63,9 @@ def test_contenders_take_steps_in_turn_and_their_sizes_are_checked(tmp_path):
     work = files.write("S/D", tmp_path, TINY)
     hard = [json.loads(line)["hard"] for line in (tmp_path / "prompts.jsonl").open()]
     assert hard == [True, True, False, False]
-    found = contest.contest(work, ["jaxgrpo", "torch"], pairs=3, limit=0.0)
+    found = contest.contest(
+        work, ["jaxgrpo", "torch"], pairs=3, limit=0.0, cache=tmp_path / "cache"
+    )
     for side in found.values():
         assert side["steps"] == 3
         assert 8 <= side["tokens"] <= 4 * 4 * 8
