@@ -1,7 +1,7 @@
 """jaxgrpo beside TRL's GRPOTrainer, or beside plain PyTorch: a whole training step.
 
     python -m benchmarks.versus [--quick] [--workloads S/A,S/C] [--against trl|torch|trl,torch]
-                                [--pairs 5] [--device cpu|cuda] [--chart FILE.png]
+                                [--pairs N] [--device cpu|cuda] [--chart FILE.png]
 
 First it shows that all compute the same: loss and gradients of recorded rollouts whose ratios leave
 1, and an AdamW step (proof.py). Then each contender trains on the same checkpoint and prompts in a
@@ -34,7 +34,8 @@ from benchmarks.versus.work import PHASES, THREADS
 from benchmarks.workloads import MODELS, WORKLOADS, matrices, model_config
 
 LIMITS = {"S/A": 1.5, "S/B": 4.2, "M/A": 1.4, "V/A": 4.3, "S/C": 5.0, "S/D": 7.5}
-QUICK = {"S/A": 5, "S/B": 4, "S/C": 3}  # pairs at most
+QUICK = ("S/A", "S/B", "S/C")
+PAIRS = {"S/B": 9, "S/C": 3, "S/D": 3, "V/A": 3}  # at most, others 5
 STARTS = "S/A"
 MOST = {"cold": 13.0, "warm": 7.0}  # seconds to the end of the first step of STARTS
 MEMORY = {"V/A": 3.5, "M/A": 5.0, "S/C": 2.0}  # GB of our process
@@ -94,7 +95,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="S/A, S/B and S/C, under 10 minutes")
     parser.add_argument("--workloads", help="such as S/A,S/C; all with a limit by default")
     parser.add_argument("--against", default="trl", help="trl, torch or both; trl by default")
-    parser.add_argument("--pairs", type=int, default=5)
+    parser.add_argument("--pairs", type=int, help="of steps, at most; 3 to 9 by default")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--peak", type=float, metavar="TFLOPS", help="of the device, for the MFU")
     parser.add_argument("--chart", type=Path, metavar="FILE.png")
@@ -106,8 +107,7 @@ def options() -> argparse.Namespace:
             known = f"{', '.join(MODELS)} and {', '.join(WORKLOADS)}"
             parser.error(f"--workloads: {name!r} is none; a model and a kind of {known}, as S/A")
     chosen = asked or list(QUICK if arguments.quick else LIMITS)
-    most = QUICK if arguments.quick else {}
-    arguments.workloads = {name: min(arguments.pairs, most.get(name, 99)) for name in chosen}
+    arguments.workloads = {name: arguments.pairs or PAIRS.get(name, 5) for name in chosen}
     arguments.against = arguments.against.split(",")
     for name in arguments.against:
         if name not in contest.MODULES or name == OURS:

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-from scipy.special import stdtrit
 
 LEVEL = 0.99
 RESAMPLES = 2000  # of the prompts, for the bootstrap-t
@@ -55,6 +54,8 @@ def of_few(values: np.ndarray, level: float = 0.95) -> np.ndarray:
 
     Source: Student 1908, Biometrika 6.
     """
+    from scipy.special import stdtrit  # slow to import, and only evaluation needs it
+
     values = np.asarray(values, float)
     count = len(values)
     if count < 2:

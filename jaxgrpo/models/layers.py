@@ -103,7 +103,27 @@ class RMSNorm(nnx.Module):
         wide = x.astype(dtype)
         inverse = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
         scale = self.offset + self.scale[...].astype(dtype)
-        return (wide * inverse * scale).astype(x.dtype)
+        return _scaled(wide * inverse, scale).astype(x.dtype)
+
+
+@jax.custom_vjp
+def _scaled(x: Array, scale: Array) -> Array:
+    """x * scale along the last axis.
+
+    The scale's gradient is summed over all else as a product with ones: as a reduction, it takes
+    XLA on a CPU 3% of an update. Only reverse mode, once.
+    """
+    return x * scale
+
+
+def _scaled_backward(saved: tuple[Array, Array], cotangent: Array) -> tuple[Array, Array]:
+    x, scale = saved
+    ones = jnp.ones(x.shape[:-1], x.dtype)
+    summed = jnp.tensordot(ones, cotangent * x, axes=x.ndim - 1, precision="highest")
+    return cotangent * scale, summed
+
+
+_scaled.defvjp(lambda x, scale: (x * scale, (x, scale)), _scaled_backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
