@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Literal, NamedTuple, Protocol, get_args, runtime_checkable
 
 import jax
 from jax import Array
@@ -12,16 +12,37 @@ from jax import Array
 from jaxgrpo.core.types import Params
 
 
+class Rope(NamedTuple):
+    """Rotary positions: pair i of a head turns by position * frequency_i, where
+
+        frequency_i = theta^(-2 i / turned) * stretch_i,    turned = share * head_dim
+    """
+
+    theta: float = 10_000.0
+    share: float = 1.0  # of a head's dimensions, the first ones; the others do not turn
+    stretch: tuple[float, ...] = ()  # one for each pair; (): all 1
+    scale: float = 1.0  # of cosine and sine, and so of what is turned
+
+
 class LayerKind(NamedTuple):
     """How one layer attends: over everything before it, or over a window of positions."""
 
     window: int | None = None  # positions a query sees, itself included; None: all before it
-    rope_theta: float = 10_000.0
+    rope: Rope | None = Rope()  # None: queries and keys know no position
+    soft_cap: float | None = None  # c: scores are c * tanh(score / c) before they are masked
+
+
+Norms = Literal["before", "after", "both"]
+"""Where each branch of a layer is normed: its input, its output (OLMo 2 and 3), or both (Gemma)."""
+NORMS: tuple[str, ...] = get_args(Norms)
+QueryKeyNorm = Literal["none", "head", "whole"]
+"""Whether queries and keys are normed: not, each head by itself, or all heads as one vector."""
+QUERY_KEY_NORMS: tuple[str, ...] = get_args(QueryKeyNorm)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """A pre-norm decoder with rotary positions, grouped queries and a gated feed-forward.
+    """A decoder with rotary positions, grouped queries and a gated feed-forward.
 
     `pattern` is the repeating sequence of layer kinds: one entry for uniform models, five local and
     one global for Gemma-like ones. Layers beyond the last whole period follow the pattern's start.
@@ -38,16 +59,24 @@ class ModelConfig:
     pattern: tuple[LayerKind, ...] = (LayerKind(),)
     rms_norm_eps: float = 1e-6
     tie_embeddings: bool = False
-    attention_bias: bool = False
-    query_key_norm: bool = True
-    activation: str = "silu"  # or "gelu_tanh"
+    attention_bias: bool = False  # of queries, keys and values
+    attention_out_bias: bool = False
+    feed_forward_bias: bool = False
+    query_key_norm: QueryKeyNorm = "head"
+    activation: str = "silu"  # see layers.ACTIVATIONS
     norm_offset: float = 0.0  # norms multiply by (offset + weight): 1 for Gemma
-    sandwich_norms: bool = False  # norms after attention and feed-forward too, as in Gemma 2 and 3
+    norms: Norms = "before"
     embedding_scale: float = 1.0
     query_scale: float | None = None  # None: head_dim ** -0.5
+    residual_scale: float = 1.0  # of a branch that is added
+    logit_scale: float = 1.0
+    logit_soft_cap: float | None = None  # c: logits are c * tanh(logit / c), after their scale
     max_positions: int = 32_768  # the longest sequence the weights are meant for; not enforced here
+    position_limit: int | None = None  # beyond it the angles of all positions would change
     dtype: str = "float32"  # of parameters and activations
     float32_head: bool = False  # the last norm's output, the head and its product in float32
+    source: str = dataclasses.field(default="", compare=False, repr=False)
+    """config.json of the checkpoint that it was read from; a model without one cannot be saved"""
 
     @property
     def periods(self) -> int:

@@ -17,9 +17,27 @@ from jax import Array
 
 from jaxgrpo.core.errors import refuse_all
 from jaxgrpo.core.types import Params
-from jaxgrpo.models.api import Attend, Constrain, LayerKind, Model, ModelConfig, memory_per_layer
+from jaxgrpo.models.api import (
+    NORMS,
+    QUERY_KEY_NORMS,
+    Attend,
+    Constrain,
+    LayerKind,
+    Model,
+    ModelConfig,
+    Rope,
+    memory_per_layer,
+)
 from jaxgrpo.models.attention import SAVED
-from jaxgrpo.models.layers import ACTIVATIONS, Block, Embedding, RMSNorm, head_dtype, rotary_angles
+from jaxgrpo.models.layers import (
+    ACTIVATIONS,
+    Block,
+    Embedding,
+    RMSNorm,
+    head_dtype,
+    rotary_angles,
+    turned_dims,
+)
 
 HIDDEN_AXES: dict[int, tuple[str | None, ...]] = {
     3: ("bins", "sequence", None),
@@ -103,13 +121,13 @@ def build(
         hidden = modules["embed"].bind(params["embed"]).encode(tokens)
         hidden = lay_out(hidden * jnp.asarray(config.embedding_scale, hidden.dtype))
         angles = {
-            theta: rotary_angles(positions, theta, config.head_dim)
-            for theta in {kind.rope_theta for kind in config.pattern}
+            rope: rotary_angles(positions, rope, config.head_dim)
+            for rope in dict.fromkeys(kind.rope for kind in config.pattern)
         }
 
         def layer(kind: LayerKind, params: Params, hidden: Array, memory: Any):
             block = modules["block"].bind(params)
-            hidden, memory = block(hidden, angles[kind.rope_theta], attend, memory, kind)
+            hidden, memory = block(hidden, angles[kind.rope], attend, memory, kind)
             return lay_out(hidden), memory
 
         layers: list[Layer] = [functools.partial(layer, kind) for kind in config.pattern]
@@ -145,7 +163,7 @@ def _modules(config: ModelConfig) -> Modules:
         "embed": embed,
         "head": embed if tied else _define(lambda rngs: Embedding(config, rngs, wide=wide)),
         "block": _define(lambda rngs: Block(config, rngs)),
-        "final_norm": _define(lambda rngs: RMSNorm(config.hidden_size, config)),
+        "final_norm": _define(lambda rngs: RMSNorm({"norm": config.hidden_size}, config)),
     }
 
 
@@ -283,9 +301,25 @@ def _check(config: ModelConfig) -> None:
         problems.append(f"head_dim = {config.head_dim}: rotary positions need an even number")
     if not config.pattern:
         problems.append("pattern = (): give at least one LayerKind")
+    for kind in dict.fromkeys(config.pattern):
+        problems += _odd_rope(kind.rope, config.head_dim)
+    for name, known in (("norms", NORMS), ("query_key_norm", QUERY_KEY_NORMS)):
+        if getattr(config, name) not in known:
+            problems.append(f'{name} = "{getattr(config, name)}": known are {", ".join(known)}')
     if config.activation not in ACTIVATIONS:
         known = ", ".join(ACTIVATIONS)
         problems.append(f'activation = "{config.activation}": known are {known}')
     if config.dtype not in ("float32", "bfloat16", "float16", "float64"):
         problems.append(f'dtype = "{config.dtype}": choose float32, bfloat16, float16 or float64')
     refuse_all("ModelConfig cannot be built:", problems)
+
+
+def _odd_rope(rope: Rope | None, head_dim: int) -> list[str]:
+    if rope is None:
+        return []
+    turned = turned_dims(rope, head_dim)
+    if turned % 2 or not 0 <= turned <= head_dim:
+        return [f"{rope}: turns {turned} of {head_dim} dimensions, expected an even number of them"]
+    if rope.stretch and len(rope.stretch) != turned // 2:
+        return [f"{rope}: {len(rope.stretch)} numbers in stretch, expected {turned // 2}"]
+    return []

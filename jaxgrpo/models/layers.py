@@ -20,28 +20,34 @@ from flax import nnx
 from jax import Array
 from jaxtyping import Float, Int
 
-from jaxgrpo.models.api import Attend, LayerKind, ModelConfig
+from jaxgrpo.models.api import Attend, LayerKind, ModelConfig, Rope
 
 INITIAL_STD = 0.02
 ACTIVATIONS = {
     "silu": jax.nn.silu,
+    "gelu": lambda x: jax.nn.gelu(x, approximate=False),
     "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True),
+    "relu": jax.nn.relu,
 }
 
-Angles = tuple[Array, Array]
-"""Cosine and sine of the rotary angles, each [*B, Q, 1, head_dim / 2] float32."""
+Angles = tuple[Array, Array] | None
+"""Cosine and sine of the rotary angles, each [*B, Q, 1, turned / 2] float32; None: no turn."""
 
 
-def rotary_angles(position: Int[Array, "*B Q"], theta: float, head_dim: int) -> Angles:
-    """Cosine and sine of position * theta^(-2 i / head_dim), i < head_dim / 2, in float32.
+def rotary_angles(position: Int[Array, "*B Q"], rope: Rope | None, head_dim: int) -> Angles:
+    """Cosine and sine, times `rope.scale`, of position * frequency (see `Rope`), in float32.
 
     Source: Su et al. 2021, arXiv 2104.09864, with the "rotate half" pairing of `rotate`.
     """
-    frequency = np.float64(theta) ** (-np.arange(0, head_dim, 2) / head_dim)
-    angle = position[..., None, None].astype(jnp.float32) * frequency.astype(np.float32)
+    if rope is None:
+        return None
+    turned = turned_dims(rope, head_dim)
+    frequency = np.float64(rope.theta) ** (-np.arange(0, turned, 2) / turned)
+    frequency = (frequency * (rope.stretch or 1.0)).astype(np.float32)
+    angle = position[..., None, None].astype(jnp.float32) * frequency
 
     def one(sine: Array) -> Array:
-        return jnp.where(sine, jnp.sin(angle), jnp.cos(angle))
+        return jnp.where(sine, jnp.sin(angle), jnp.cos(angle)) * rope.scale
 
     # In a loop of two, which nothing is fused across: XLA on a CPU else computes both anew for
     # every head of every layer, a quarter of the time of a small layer's attention.
@@ -49,19 +55,33 @@ def rotary_angles(position: Int[Array, "*B Q"], theta: float, head_dim: int) -> 
     return cos, sin
 
 
+def turned_dims(rope: Rope, head_dim: int) -> int:
+    """How many dimensions of a head turn, the first ones."""
+    return int(rope.share * head_dim)
+
+
 def rotate(
     x: Float[Array, "*B Q heads head_dim"], angles: Angles, scale: float = 1.0
 ) -> Float[Array, "*B Q heads head_dim"]:
-    """Turns the pairs (x[i], x[i + head_dim / 2]) by their angles, then multiplies by `scale`.
+    """Turns the pairs (x[i], x[i + turned / 2]) by their angles, then multiplies all by `scale`.
 
     Done in at least float32 and rounded once. Published interleaved weights pair (2 i, 2 i + 1);
     Hugging Face checkpoints are already permuted to this pairing.
     """
     dtype = jnp.promote_types(x.dtype, jnp.float32)
+    if angles is None:
+        return (x.astype(dtype) * scale).astype(x.dtype)
     cos, sin = (angle.astype(dtype) for angle in angles)
-    first, second = jnp.split(x.astype(dtype), 2, axis=-1)
-    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    half = cos.shape[-1]
+    first, second, still = jnp.split(x.astype(dtype), [half, 2 * half], axis=-1)
+    parts = [first * cos - second * sin, second * cos + first * sin]
+    turned = jnp.concatenate([*parts, still] if still.shape[-1] else parts, axis=-1)
     return (turned * scale).astype(x.dtype)
+
+
+def soft_capped(x: Array, cap: float | None) -> Array:
+    """cap * tanh(x / cap), which stays within the cap; x itself without one (Gemma 2)."""
+    return x if cap is None else cap * jnp.tanh(x / cap)
 
 
 class Embedding(nnx.Module):
@@ -75,6 +95,7 @@ class Embedding(nnx.Module):
         held = dataclasses.replace(config, dtype=head_dtype(config)) if wide else config
         self.table = _matrix(shape, ("vocab", "embed"), held, rngs)
         self.dtype, self.wide = config.dtype, wide
+        self.scale, self.cap = config.logit_scale, config.logit_soft_cap
 
     def encode(self, tokens: Int[Array, "*B Q"]) -> Float[Array, "*B Q E"]:
         return self.table[...][tokens].astype(self.dtype)
@@ -85,30 +106,34 @@ class Embedding(nnx.Module):
         dtype = jnp.promote_types(table.dtype, jnp.float32)
         # By default a TPU multiplies float32 in bfloat16 and a GPU in TF32.
         precision = "highest" if self.wide else None
-        return jnp.einsum(
+        logits = jnp.einsum(
             "...e,ve->...v", hidden, table, preferred_element_type=dtype, precision=precision
         )
+        return soft_capped(logits if self.scale == 1.0 else logits * self.scale, self.cap)
 
 
 class RMSNorm(nnx.Module):
-    """x / sqrt(mean(x^2) + eps) * (offset + scale), in at least float32, over the last axis."""
+    """x / sqrt(mean(x^2) + eps) * (offset + scale), in at least float32, over the last dimensions.
 
-    def __init__(self, size: int, config: ModelConfig):
-        initial = jnp.full((size,), 1.0 - config.norm_offset, config.dtype)
-        self.scale = nnx.Param(initial, axes=("norm",))
+    `sizes` maps the logical name of each of them to its size, in order.
+    """
+
+    def __init__(self, sizes: dict[str, int], config: ModelConfig):
+        initial = jnp.full(tuple(sizes.values()), 1.0 - config.norm_offset, config.dtype)
+        self.scale = nnx.Param(initial, axes=tuple(sizes))
         self.eps, self.offset = config.rms_norm_eps, config.norm_offset
 
     def __call__(self, x: Float[Array, "*B E"]) -> Float[Array, "*B E"]:
         dtype = jnp.promote_types(x.dtype, jnp.float32)
-        wide = x.astype(dtype)
-        inverse = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
-        scale = self.offset + self.scale[...].astype(dtype)
+        wide, scale = x.astype(dtype), self.offset + self.scale[...].astype(dtype)
+        over = tuple(range(-scale.ndim, 0))
+        inverse = jax.lax.rsqrt(jnp.mean(wide * wide, axis=over, keepdims=True) + self.eps)
         return _scaled(wide * inverse, scale).astype(x.dtype)
 
 
 @jax.custom_vjp
 def _scaled(x: Array, scale: Array) -> Array:
-    """x * scale along the last axis.
+    """x * scale along the last dimensions.
 
     The scale's gradient is summed over all else as a product with ones: as a reduction, it takes
     XLA on a CPU 3% of an update. Only reverse mode, once.
@@ -118,8 +143,8 @@ def _scaled(x: Array, scale: Array) -> Array:
 
 def _scaled_backward(saved: tuple[Array, Array], cotangent: Array) -> tuple[Array, Array]:
     x, scale = saved
-    ones = jnp.ones(x.shape[:-1], x.dtype)
-    summed = jnp.tensordot(ones, cotangent * x, axes=x.ndim - 1, precision="highest")
+    ones = jnp.ones(x.shape[: x.ndim - scale.ndim], x.dtype)
+    summed = jnp.tensordot(ones, cotangent * x, axes=ones.ndim, precision="highest")
     return cotangent * scale, summed
 
 
@@ -201,10 +226,10 @@ class Attention(nnx.Module):
         self.query = Dense(embed, heads, config, rngs, bias=bias)
         self.key = Dense(embed, kv_heads, config, rngs, bias=bias)
         self.value = Dense(embed, kv_heads, config, rngs, bias=bias)
-        self.out = Dense(heads, embed, config, rngs, bias=bias)
-        normed, scale = config.query_key_norm, config.query_scale
-        self.query_norm = RMSNorm(config.head_dim, config) if normed else jax.nn.identity
-        self.key_norm = RMSNorm(config.head_dim, config) if normed else jax.nn.identity
+        self.out = Dense(heads, embed, config, rngs, bias=config.attention_out_bias)
+        self.query_norm = _head_norm(heads, config)
+        self.key_norm = _head_norm(kv_heads, config)
+        scale = config.query_scale
         self.scale = config.head_dim**-0.5 if scale is None else scale
 
     def __call__(
@@ -217,14 +242,22 @@ class Attention(nnx.Module):
         return self.out(out), memory
 
 
+def _head_norm(heads: dict[str, int], config: ModelConfig) -> Callable[[Array], Array]:
+    """The norm of queries or keys [..., heads, head_dim]."""
+    if config.query_key_norm == "head":
+        return RMSNorm({"norm": config.head_dim}, config)
+    return RMSNorm(heads, config) if config.query_key_norm == "whole" else jax.nn.identity
+
+
 class FeedForward(nnx.Module):
     """down(activation(gate(x)) * up(x))."""
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
         embed, mlp = {"embed": config.hidden_size}, {"mlp": config.intermediate_size}
-        self.gate = Dense(embed, mlp, config, rngs)
-        self.up = Dense(embed, mlp, config, rngs)
-        self.down = Dense(mlp, embed, config, rngs)
+        bias = config.feed_forward_bias
+        self.gate = Dense(embed, mlp, config, rngs, bias=bias)
+        self.up = Dense(embed, mlp, config, rngs, bias=bias)
+        self.down = Dense(mlp, embed, config, rngs, bias=bias)
         self.activation = config.activation
 
     def __call__(self, x: Float[Array, "*B E"]) -> Float[Array, "*B E"]:
@@ -232,29 +265,34 @@ class FeedForward(nnx.Module):
 
 
 class Block(nnx.Module):
-    """One layer: h += attention(norm(h)); h += feed_forward(norm(h)).
+    """One layer: h += attention(norm(h)); h += feed_forward(norm(h)), each times residual_scale.
 
-    With `sandwich_norms` each branch is normed once more before it is added (Gemma 2 and 3).
+    `config.norms` says whether a branch is normed before it, after it (then not before) or both.
     """
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
-        def norm(built: bool = True) -> Callable[[Array], Array]:
-            return RMSNorm(config.hidden_size, config) if built else jax.nn.identity
+        def norm(*places: str) -> Callable[[Array], Array]:
+            built = config.norms in places
+            return RMSNorm({"norm": config.hidden_size}, config) if built else jax.nn.identity
 
-        self.attention_norm, self.feed_forward_norm = norm(), norm()
+        self.attention_norm, self.feed_forward_norm = norm("before", "both"), norm("before", "both")
         self.attention = Attention(config, rngs)
         self.feed_forward = FeedForward(config, rngs)
-        self.attention_out_norm = norm(config.sandwich_norms)
-        self.feed_forward_out_norm = norm(config.sandwich_norms)
+        self.attention_out_norm = norm("after", "both")
+        self.feed_forward_out_norm = norm("after", "both")
+        self.scale = config.residual_scale
 
     def __call__(
         self, hidden: Array, angles: Angles, attend: Attend, memory: Any, kind: LayerKind
     ) -> tuple[Array, Any]:
         branch = self.attention_norm(hidden)
         branch, memory = self.attention(branch, angles, attend, memory, kind)
-        hidden = hidden + self.attention_out_norm(branch)
+        hidden = hidden + self.scaled(self.attention_out_norm(branch))
         branch = self.feed_forward(self.feed_forward_norm(hidden))
-        return hidden + self.feed_forward_out_norm(branch), memory
+        return hidden + self.scaled(self.feed_forward_out_norm(branch)), memory
+
+    def scaled(self, branch: Array) -> Array:
+        return branch if self.scale == 1.0 else branch * jnp.asarray(self.scale, branch.dtype)
 
 
 def head_dtype(config: ModelConfig) -> str:
