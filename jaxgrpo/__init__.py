@@ -21,6 +21,8 @@ _WORDS = {
     "jaxgrpo.config.files": ("Config", "load_config"),
     "jaxgrpo.core.errors": ("ConfigError", "InputError"),
     "jaxgrpo.core.metrics": ("Max", "Mean"),
+    "jaxgrpo.models.hf.folders": ("load_model", "save_model"),
+    "jaxgrpo.models.sequences": ("logits", "token_logp"),
     "jaxgrpo.training.setup": ("Setup", "setup"),
     "jaxgrpo.training.checkpoints": ("parameter_hash",),
     "jaxgrpo.training.loop": ("Run", "train"),

@@ -15,7 +15,7 @@ from jaxgrpo.core.types import Params
 class Rope(NamedTuple):
     """Rotary positions: pair i of a head turns by position * frequency_i, where
 
-        frequency_i = theta^(-2 i / turned) * stretch_i,    turned = share * head_dim
+    frequency_i = theta^(-2 i / turned) * stretch_i,    turned = share * head_dim
     """
 
     theta: float = 10_000.0

@@ -1,0 +1,109 @@
+"""The families of decoders that are built, and a user's own: config.json to a ModelConfig and back.
+
+`model.family = "my_family.py:family"` names a Family of one's own (docs/models.md).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from jaxgrpo.core.errors import InputError, refuse_all, suggest
+from jaxgrpo.models.api import ModelConfig
+from jaxgrpo.models.hf.families import gemma, llama, mistral, olmo, qwen
+from jaxgrpo.models.hf.families.base import Family
+from jaxgrpo.models.hf.fields import Fields
+
+FAMILIES: dict[str, Family] = {
+    family.model_type: family
+    for family in (
+        *(qwen.QWEN2, qwen.QWEN3, llama.LLAMA, llama.SMOLLM3, llama.GRANITE, llama.SEED_OSS),
+        *(mistral.MISTRAL, mistral.MINISTRAL, mistral.PHI3, gemma.GEMMA2, gemma.GEMMA3),
+        *(olmo.OLMO2, olmo.OLMO3),
+    )
+}
+"""model_type of config.json -> the family."""
+
+_OF_THE_RUN = ("source", "dtype", "float32_head")
+"""Fields of a ModelConfig that a run may choose; the others must be those of its config.json."""
+
+
+def family_of(model_type: Any, source: str = "") -> Family:
+    """Raises: InputError with the nearest names for a family that is not built."""
+    family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
+    if family is None:
+        raise InputError(
+            f"{source}: model_type = {model_type!r} is not built: {suggest(model_type, FAMILIES)}; "
+            "model.family names a family of your own (docs/models.md)"
+        )
+    return family
+
+
+def model_config(
+    given: Mapping[str, Any], source: str, family: Family | None = None
+) -> ModelConfig:
+    """The ModelConfig of a config.json's fields, in the form of transformers 4 or 5.
+
+    Args:
+      source: where they are from, for messages.
+      family: a user's own; None: that of model_type.
+
+    Raises: InputError naming every field that is missing or asks for what is not built.
+    """
+    family = family or family_of(given.get("model_type"), source)
+    fields = Fields(given)
+    architectures = fields.take("architectures", "texts", [family.architecture])
+    if architectures != [family.architecture]:
+        fields.refuse("architectures", f"only {family.architecture} is built")
+    read = family.read(fields)
+    fields.refuse_unread(family.harmless)
+    refuse_all(f"{source} is not a {family.model_type} that can be built:", fields.problems)
+    return ModelConfig(family=family.model_type, source=json.dumps(dict(given)), **read)
+
+
+def config_fields(config: ModelConfig, dtype: str, family: Family | None = None) -> dict[str, Any]:
+    """The fields of config.json for a model whose weights are stored in `dtype`.
+
+    Those that the config was read from; for one that was built by hand, its sizes and whatever else
+    the family's plainest model has. They are read again, and must give this config.
+
+    Raises: InputError naming every field of the config that the family's config.json cannot say.
+    """
+    family = family or family_of(config.family, "ModelConfig.family")
+    given = json.loads(config.source) if config.source else _plain(config, family)
+    given.pop("torch_dtype", None)
+    given |= {"architectures": [family.architecture], "dtype": dtype}
+    again = model_config(given, "the model's config.json", family)
+    names = [field.name for field in dataclasses.fields(config) if field.name not in _OF_THE_RUN]
+    odd = [name for name in names if getattr(config, name) != getattr(again, name)]
+    problems = [
+        f"{name} = {getattr(config, name)!r}: its config.json says {getattr(again, name)!r}"
+        for name in odd
+    ]
+    refuse_all(f"this model cannot be saved as a {family.model_type}:", problems)
+    return given
+
+
+def _plain(config: ModelConfig, family: Family) -> dict[str, Any]:
+    rope = config.pattern[0].rope
+    activations = {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh"}
+    return {
+        "model_type": family.model_type,
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "hidden_act": activations.get(config.activation, config.activation),
+        "rms_norm_eps": config.rms_norm_eps,
+        "tie_word_embeddings": config.tie_embeddings,
+        "attention_bias": config.attention_bias,
+        "max_position_embeddings": config.max_positions,
+        # Readers older than transformers 5 look for the base frequency here, and else take 10 000.
+        "rope_theta": rope.theta if rope else 10_000.0,
+        "rope_parameters": {"rope_type": "default", "rope_theta": rope.theta if rope else 10_000.0},
+    }

@@ -1,0 +1,169 @@
+"""What a family of decoders is: how its config.json is read, and where its tensors stand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from jaxgrpo.models.api import LayerKind
+from jaxgrpo.models.hf.fields import Fields
+from jaxgrpo.models.hf.rope import FULL, SLIDING, Turn
+
+MODULES: Mapping[str, str] = MappingProxyType(
+    {  # those of a layer follow "model.layers.{layer}."
+        "embed": "model.embed_tokens",
+        "final_norm": "model.norm",
+        "head": "lm_head",
+        "attention_norm": "input_layernorm",
+        "attention/query": "self_attn.q_proj",
+        "attention/query_norm": "self_attn.q_norm",
+        "attention/key": "self_attn.k_proj",
+        "attention/key_norm": "self_attn.k_norm",
+        "attention/value": "self_attn.v_proj",
+        "attention/out": "self_attn.o_proj",
+        "feed_forward_norm": "post_attention_layernorm",
+        "feed_forward/gate": "mlp.gate_proj",
+        "feed_forward/up": "mlp.up_proj",
+        "feed_forward/down": "mlp.down_proj",
+    }
+)
+"""Our module -> that of Llama, which most families keep."""
+
+ACTIVATIONS = MappingProxyType(
+    {
+        **dict.fromkeys(("silu", "swish"), "silu"),
+        **dict.fromkeys(("gelu_pytorch_tanh", "gelu_new"), "gelu_tanh"),
+        "gelu": "gelu",
+        "relu": "relu",
+    }
+)
+"""The name of an activation in config.json -> ours."""
+
+DTYPES = MappingProxyType({name: name for name in ("float32", "bfloat16", "float16")})
+
+
+class Family(NamedTuple):
+    """A family: one of `jaxgrpo.models.hf.families`, or a user's own (`model.family`).
+
+    `read` gives the fields of a ModelConfig, those of `sizes` among them; what it does not read
+    must be off, be known to change nothing (`harmless`), or is refused.
+    """
+
+    model_type: str
+    architecture: str
+    read: Callable[[Fields], dict[str, Any]]
+    modules: Mapping[str, str] = MODULES
+    fused: Mapping[str, tuple[str, ...]] = MappingProxyType({})
+    """Module of a layer -> ours, whose outputs lie side by side in it"""
+    harmless: Sequence[str] = ()
+    tied_head: tuple[str, str] = ("lm_head.weight", "model.embed_tokens.weight")
+    """A tied checkpoint may hold the embedding a second time, as the head."""
+
+
+def sizes(
+    fields: Fields,
+    *,
+    head_dim: int | None = None,
+    eps: float = 1e-6,
+    tied: bool = False,
+    activation: str = "hidden_act",
+) -> dict[str, Any]:
+    """What every family gives.
+
+    Args:
+      head_dim, eps, tied: what transformers assumes without head_dim, rms_norm_eps or
+        tie_word_embeddings. A head_dim that is null, or None here, is hidden_size / heads.
+      activation: the field that names the activation.
+    """
+    default = "silu" if activation == "hidden_act" else "gelu_pytorch_tanh"
+    # Ones stand in for what is missing, which is a problem already, so that the rest is read too.
+    num_heads = fields.take("num_attention_heads", "size") or 1
+    hidden = fields.take("hidden_size", "size") or 1
+    if head_dim is None or "head_dim" in fields.given:
+        head_dim = fields.take("head_dim", "size", max(1, hidden // num_heads))
+    if "num_key_value_heads" not in fields.given:
+        fields.problems.append("num_key_value_heads: missing")
+    name = "dtype" if fields.given.get("dtype") is not None else "torch_dtype"
+    return {
+        "vocab_size": fields.take("vocab_size", "size"),
+        "hidden_size": hidden,
+        "intermediate_size": fields.take("intermediate_size", "size"),
+        "num_layers": fields.take("num_hidden_layers", "size") or 1,
+        "num_heads": num_heads,
+        "num_kv_heads": fields.take("num_key_value_heads", "size", num_heads),
+        "head_dim": head_dim,
+        "rms_norm_eps": fields.take("rms_norm_eps", "positive", eps),
+        "tie_embeddings": fields.take("tie_word_embeddings", "flag", tied),
+        "activation": fields.one_of(activation, ACTIVATIONS, default),
+        "max_positions": fields.take("max_position_embeddings", "size", 32_768),
+        "dtype": fields.one_of(name, DTYPES, "float32"),
+        "query_key_norm": "none",
+    }
+
+
+def attention_bias(fields: Fields, default: bool = False) -> dict[str, bool]:
+    """Biases of queries, keys, values and the output, by one field."""
+    bias = fields.take("attention_bias", "flag", default)
+    return {"attention_bias": bias, "attention_out_bias": bias}
+
+
+def uniform(turn: Turn, window: int | None = None, soft_cap: float | None = None) -> dict[str, Any]:
+    """A model whose layers are all alike."""
+    return {
+        "pattern": (LayerKind(window, turn.rope, soft_cap),),
+        "position_limit": turn.limit,
+    }
+
+
+def layered(
+    fields: Fields,
+    count: int,
+    turns: Mapping[str, Turn],
+    default: Callable[[int], str],
+    window: int | None,
+    soft_cap: float | None = None,
+) -> dict[str, Any]:
+    """A model whose layers are of the types of `layer_types`.
+
+    Args:
+      turns: the Rope of each type.
+      default: the type of layer i where config.json has no list.
+      window: of the layers of type SLIDING.
+    """
+    kinds = layer_types(fields, count, default, window)
+    limits = [turns[kind].limit for kind in set(kinds)]
+    of_type = {
+        FULL: LayerKind(None, turns[FULL].rope, soft_cap),
+        SLIDING: LayerKind(window, turns[SLIDING].rope, soft_cap),
+    }
+    return {
+        "pattern": pattern_of([of_type[kind] for kind in kinds]),
+        "position_limit": min((limit for limit in limits if limit), default=None),
+    }
+
+
+def layer_types(
+    fields: Fields, count: int, default: Callable[[int], str], window: int | None
+) -> list[str]:
+    """The type of each layer, FULL or SLIDING."""
+    kinds = fields.take("layer_types", "texts", [default(i) for i in range(count)])
+    known = FULL if window is None else f"{FULL} and {SLIDING}"
+    if len(kinds) != count or not set(kinds) <= set(known.split(" and ")):
+        without = " (there is no window)" if window is None else ""
+        fields.refuse("layer_types", f"expected {count} of {known}{without}")
+        return [FULL] * count
+    return kinds
+
+
+def pattern_of(kinds: Sequence[LayerKind]) -> tuple[LayerKind, ...]:
+    """The shortest sequence that repeats to the kinds of all layers, the last time perhaps in part.
+
+    >>> local, whole = LayerKind(window=4), LayerKind()
+    >>> len(pattern_of([local, local, whole, local, local, whole, local]))
+    3
+    """
+    for length in range(1, len(kinds) + 1):
+        if all(kind == kinds[i % length] for i, kind in enumerate(kinds)):
+            return tuple(kinds[:length])
+    raise ValueError("pattern_of: no layers")

@@ -1,0 +1,95 @@
+"""Llama 3.x (and SmolLM2, which is one), and the families that differ from it by a few numbers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jaxgrpo.models.api import LayerKind
+from jaxgrpo.models.hf import rope
+from jaxgrpo.models.hf.families.base import (
+    Family,
+    attention_bias,
+    layer_types,
+    pattern_of,
+    sizes,
+    uniform,
+)
+from jaxgrpo.models.hf.fields import Fields
+from jaxgrpo.models.hf.rope import FULL, SLIDING
+
+
+def _llama(fields: Fields) -> dict[str, Any]:
+    given = {**sizes(fields), **attention_bias(fields)}
+    turn = rope.of_model(fields, given["head_dim"], given["max_positions"])
+    return {**given, "feed_forward_bias": fields.take("mlp_bias", "flag", False), **uniform(turn)}
+
+
+LLAMA = Family(
+    "llama",
+    "LlamaForCausalLM",
+    _llama,
+    harmless=("is_llama_config",),  # SmolLM2
+)
+
+
+def _granite(fields: Fields) -> dict[str, Any]:
+    """Llama with a number each for embeddings, attention, branches and logits."""
+    return {
+        **_llama(fields),
+        "embedding_scale": fields.take("embedding_multiplier", "number", 1.0),
+        "query_scale": fields.take("attention_multiplier", "number", 1.0),
+        "residual_scale": fields.take("residual_multiplier", "number", 1.0),
+        "logit_scale": 1 / fields.take("logits_scaling", "positive", 1.0),
+    }
+
+
+GRANITE = Family("granite", "GraniteForCausalLM", _granite)
+
+
+def _seed_oss(fields: Fields) -> dict[str, Any]:
+    """Llama with heads of 128, and biases of queries, keys and values only."""
+    given = sizes(fields, head_dim=128)
+    turn = rope.of_model(fields, given["head_dim"], given["max_positions"])
+    return {
+        **given,
+        "attention_bias": fields.take("attention_bias", "flag", True),
+        "attention_out_bias": fields.take("attention_out_bias", "flag", False),
+        "feed_forward_bias": fields.take("mlp_bias", "flag", False),
+        **uniform(turn),
+    }
+
+
+SEED_OSS = Family("seed_oss", "SeedOssForCausalLM", _seed_oss)
+
+
+def _smollm3(fields: Fields) -> dict[str, Any]:
+    """Llama whose every fourth layer knows no positions; these may have a window."""
+    given = {**sizes(fields, tied=True), **attention_bias(fields)}
+    turn = rope.of_model(fields, given["head_dim"], given["max_positions"], theta=2e6)
+    count = given["num_layers"]
+    every = fields.take("no_rope_layer_interval", "size", 4)
+    turned = [int((i + 1) % every != 0) for i in range(count)]
+    turned = fields.take("no_rope_layers", "flags", turned)
+    if len(turned) != count:
+        fields.refuse("no_rope_layers", f"expected a 0 or 1 for each of {count} layers")
+        turned = [1] * count
+    window = fields.nullable("sliding_window", "size", None)
+    window = window if fields.take("use_sliding_window", "flag", False) else None
+
+    def default(i: int) -> str:
+        return SLIDING if window is not None and not turned[i] else FULL
+
+    types = layer_types(fields, count, default, window)
+    kinds = [
+        LayerKind(window if kind == SLIDING else None, turn.rope if turns else None)
+        for kind, turns in zip(types, turned, strict=True)
+    ]
+    return {
+        **given,
+        "feed_forward_bias": fields.take("mlp_bias", "flag", False),
+        "pattern": pattern_of(kinds),
+        "position_limit": turn.limit,
+    }
+
+
+SMOLLM3 = Family("smollm3", "SmolLM3ForCausalLM", _smollm3, harmless=("max_window_layers",))

@@ -1,0 +1,56 @@
+"""Mistral and Ministral, which attend to windows, and Phi-3 and Phi-4, which join projections."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jaxgrpo.models.hf import rope
+from jaxgrpo.models.hf.families.base import Family, layered, sizes, uniform
+from jaxgrpo.models.hf.fields import Fields
+from jaxgrpo.models.hf.rope import FULL, SLIDING
+
+WINDOW = 4096  # what transformers assumes without sliding_window
+
+
+def _mistral(fields: Fields) -> dict[str, Any]:
+    """Every layer has the window, if there is one."""
+    given = sizes(fields)
+    turn = rope.of_model(fields, given["head_dim"], given["max_positions"])
+    return {**given, **uniform(turn, fields.nullable("sliding_window", "size", WINDOW))}
+
+
+MISTRAL = Family("mistral", "MistralForCausalLM", _mistral)
+
+
+def _ministral(fields: Fields) -> dict[str, Any]:
+    """Layers with and without a window, as `layer_types` says."""
+    given = sizes(fields)
+    turn = rope.of_model(fields, given["head_dim"], given["max_positions"])
+    window = fields.nullable("sliding_window", "size", WINDOW)
+    kind = FULL if window is None else SLIDING
+    turns = {FULL: turn, SLIDING: turn}
+    return {**given, **layered(fields, given["num_layers"], turns, lambda _: kind, window)}
+
+
+MINISTRAL = Family("ministral", "MinistralForCausalLM", _ministral)
+
+
+def _phi3(fields: Fields) -> dict[str, Any]:
+    """Mistral that may turn a share of each head."""
+    given = sizes(fields, eps=1e-5)
+    turn = rope.of_model(fields, given["head_dim"], given["max_positions"], partial=True)
+    return {**given, **uniform(turn, fields.nullable("sliding_window", "size", None))}
+
+
+PHI3 = Family(
+    "phi3",
+    "Phi3ForCausalLM",
+    _phi3,
+    fused={
+        "self_attn.qkv_proj": ("attention/query", "attention/key", "attention/value"),
+        "mlp.gate_up_proj": ("feed_forward/gate", "feed_forward/up"),
+    },
+    # These folders come with code for transformers before it had Phi-3; it is not run. The numbers
+    # are of Phi-4-mini, and read by no code of transformers.
+    harmless=("auto_map", "full_attn_mod", "interpolate_factor"),
+)

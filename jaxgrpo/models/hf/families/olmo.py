@@ -1,0 +1,56 @@
+"""OLMo 2 and 3, which norm what a branch gives, and queries and keys over all heads at once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jaxgrpo.models.hf import rope
+from jaxgrpo.models.hf.families.base import (
+    MODULES,
+    Family,
+    attention_bias,
+    layered,
+    sizes,
+    uniform,
+)
+from jaxgrpo.models.hf.fields import Fields
+from jaxgrpo.models.hf.rope import FULL, SLIDING
+
+_MODULES = {
+    **{name: module for name, module in MODULES.items() if name not in ("attention_norm",)},
+    "attention_out_norm": "post_attention_layernorm",
+    "feed_forward_out_norm": "post_feedforward_layernorm",
+}
+
+
+def _olmo(fields: Fields) -> dict[str, Any]:
+    return {
+        **sizes(fields, eps=1e-5),
+        **attention_bias(fields),
+        "norms": "after",
+        "query_key_norm": "whole",
+    }
+
+
+def _olmo2(fields: Fields) -> dict[str, Any]:
+    given = _olmo(fields)
+    return {**given, **uniform(rope.of_model(fields, given["head_dim"], given["max_positions"]))}
+
+
+OLMO2 = Family("olmo2", "Olmo2ForCausalLM", _olmo2, modules=_MODULES)
+
+
+def _olmo3(fields: Fields) -> dict[str, Any]:
+    """Three layers with a window, then one without, which alone has scaled positions."""
+    given = _olmo(fields)
+    thetas = dict.fromkeys((FULL, SLIDING), 5e5)
+    turns = rope.of_layer_types(fields, given["head_dim"], given["max_positions"], thetas)
+    window = fields.nullable("sliding_window", "size", 4096)
+
+    def default(i: int) -> str:
+        return SLIDING if (i + 1) % 4 and window is not None else FULL
+
+    return {**given, **layered(fields, given["num_layers"], turns, default, window)}
+
+
+OLMO3 = Family("olmo3", "Olmo3ForCausalLM", _olmo3, modules=_MODULES)

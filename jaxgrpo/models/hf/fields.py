@@ -1,0 +1,127 @@
+"""The fields of a config.json: each is read once with its kind, and one that is not read is refused.
+
+A field changes what a model computes, or it does not. Those that do not are listed here and with
+their family; any other must have been read, or be off (null, false, 0 or empty).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+REQUIRED: Any = object()  # the default of a field that must be there
+
+GENERAL = (
+    # what transformers writes for any model
+    *("model_type", "architectures", "transformers_version", "name_or_path", "tokenizer_class"),
+    *("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "decoder_start_token_id"),
+    *("dtype", "torch_dtype", "use_cache", "cache_implementation", "attn_implementation"),
+    *("initializer_range", "problem_type", "id2label", "label2id", "num_labels", "return_dict"),
+    *("output_hidden_states", "output_attentions", "pretraining_tp", "prefix", "finetuning_task"),
+    *("task_specific_params", "transformers.js_config"),
+    # how to draw from it, which belongs to generation_config.json and is not computed here
+    *("temperature", "top_k", "top_p", "typical_p", "max_length", "min_length", "num_beams"),
+    *("num_beam_groups", "num_return_sequences", "length_penalty", "repetition_penalty"),
+    *("diversity_penalty", "remove_invalid_values", "do_sample", "early_stopping"),
+    # of training: sampler and update must compute the same, so nothing is dropped at random
+    *("attention_dropout", "resid_pdrop", "embd_pdrop", "residual_dropout"),
+)
+"""Fields that do not change what a model computes."""
+GENERAL_PREFIXES = ("_", "unsloth")
+
+REFUSED = {
+    "auto_map": "code that comes with a checkpoint is never run",
+    "quantization_config": "only plain weights are read; take the plain checkpoint",
+    "use_bidirectional_attention": "a policy reads what is before a token only; set it to false",
+}
+"""Fields that must be off, and why."""
+
+
+def _is_size(value: Any) -> bool:
+    return type(value) is int and 1 <= value < 2**31
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and math.isfinite(value)
+
+
+def _are(one: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, list) and all(map(one, value))
+
+
+KINDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+    "size": (_is_size, "a whole number, 1 or more"),
+    "count": (lambda value: value == 0 or _is_size(value), "a whole number, 0 or more"),
+    "positive": (lambda value: _is_number(value) and value > 0, "a number above 0"),
+    "number": (_is_number, "a number"),
+    "flag": (lambda value: isinstance(value, bool), "true or false"),
+    "text": (lambda value: isinstance(value, str), "a text"),
+    "object": (lambda value: isinstance(value, dict), "an object"),
+    "texts": (_are(lambda value: isinstance(value, str)), "a list of texts"),
+    "positives": (_are(lambda value: _is_number(value) and value > 0), "a list of numbers above 0"),
+    "flags": (_are(lambda value: value in (0, 1)), "a list of 0 and 1"),
+}
+"""Name -> whether a value is of that kind, and the kind in words."""
+
+
+class Fields:
+    """What a config.json holds; `problems` collects what is wrong with it.
+
+    Reading a field that is of another kind, or missing, gives a stand-in and a problem.
+    """
+
+    def __init__(self, given: Mapping[str, Any]):
+        self.given = given
+        self.problems: list[str] = []
+        self._read: set[str] = set()
+
+    def take(self, name: str, kind: str, default: Any = REQUIRED) -> Any:
+        """The field, or its default where it is absent or null."""
+        value = self.nullable(name, kind, default)
+        return default if value is None else value
+
+    def nullable(self, name: str, kind: str, default: Any = REQUIRED) -> Any:
+        """The field, its default where it is absent, None where it is null."""
+        self._read.add(name)
+        if name not in self.given:
+            if default is REQUIRED:
+                self.problems.append(f"{name}: missing")
+                return None
+            return default
+        value, (is_right, words) = self.given[name], KINDS[kind]
+        if value is None:
+            if default is REQUIRED:
+                self.refuse(name, f"expected {words}")
+            return None
+        if not is_right(value):
+            self.refuse(name, f"expected {words}")
+            return None if default is REQUIRED else default
+        return value
+
+    def one_of(self, name: str, known: Mapping[str, Any], default: str) -> Any:
+        """What `known` has for the field's text."""
+        value = self.take(name, "text", default)
+        if value not in known:
+            self.refuse(name, f"known are {', '.join(known)}")
+            return known[default]
+        return known[value]
+
+    def refuse(self, name: str, why: str) -> None:
+        self.problems.append(f"{name} = {self.given.get(name)!r}: {why}")
+
+    def refuse_unread(self, harmless: Collection[str]) -> None:
+        """A problem for each field that was not read, unless it is off or known to change nothing."""
+        for name, value in self.given.items():
+            if name in self._read or not value:
+                continue
+            if name in harmless:
+                continue
+            if name in REFUSED:
+                self.refuse(name, REFUSED[name])
+            elif name not in GENERAL and not name.startswith(GENERAL_PREFIXES):
+                self.refuse(
+                    name,
+                    "not built, and it may change what the model computes; if it does not, remove "
+                    "it from config.json",
+                )

@@ -1,0 +1,248 @@
+"""Rotary positions as config.json gives them: the types of transformers, as a `Rope`.
+
+transformers 5 has `rope_parameters`, for all layers or for each type of layer; before it
+`rope_theta` and `rope_scaling` stood beside one another. Formulas: modeling_rope_utils.py of
+transformers 5.23; sources with each of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxgrpo.models.api import Rope
+from jaxgrpo.models.hf.fields import Fields
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+
+class Turn(NamedTuple):
+    """A Rope, and the longest sequence for which its angles are those."""
+
+    rope: Rope
+    limit: int | None = None
+
+
+class _Sizes(NamedTuple):
+    head_dim: int
+    max_positions: int
+
+
+def of_model(
+    fields: Fields, head_dim: int, max_positions: int, theta: float = 1e4, partial: bool = False
+) -> Turn:
+    """The one Rope of a model.
+
+    Args:
+      theta: where config.json gives none.
+      partial: whether the family turns a share of each head (`partial_rotary_factor`).
+    """
+    flat = fields.take("rope_theta", "positive", theta)
+    share = fields.take("partial_rotary_factor", "positive", 1.0)
+    original = fields.take("original_max_position_embeddings", "size", None)
+    name, given = _given(fields)
+    given = {"rope_theta": flat, "partial_rotary_factor": share, **given}
+    if original is not None:
+        given["original_max_position_embeddings"] = original
+    return _turn(fields, name, given, _Sizes(head_dim, max_positions), partial)
+
+
+def of_layer_types(
+    fields: Fields,
+    head_dim: int,
+    max_positions: int,
+    thetas: Mapping[str, float],
+    local: str | None = None,
+) -> dict[str, Turn]:
+    """The Rope of each type of layer; scaling without a type is that of FULL.
+
+    Args:
+      thetas: of each type, where config.json gives none. `rope_theta` is that of FULL.
+      local: the field that gives theta of SLIDING.
+    """
+    given: dict[str, Any] = {kind: {} for kind in thetas}
+    parameters = fields.take("rope_parameters", "object", {})
+    for kind, of_kind in parameters.items():
+        if kind not in given or not isinstance(of_kind, dict | None):
+            expected = f"expected an object for each of {', '.join(given)}"
+            fields.refuse("rope_parameters", expected)
+            continue
+        given[kind] |= of_kind or {}
+    given[FULL] |= fields.take("rope_scaling", "object", {})
+    flat = {FULL: fields.take("rope_theta", "positive", thetas[FULL])}
+    flat[SLIDING] = fields.take(local, "positive", thetas[SLIDING]) if local else thetas[SLIDING]
+    sizes = _Sizes(head_dim, max_positions)
+    return {
+        kind: _turn(fields, "rope_parameters", {"rope_theta": flat[kind], **of_kind}, sizes)
+        for kind, of_kind in given.items()
+    }
+
+
+def _given(fields: Fields) -> tuple[str, dict[str, Any]]:
+    """The field that gives the parameters, and its object."""
+    scaling = fields.take("rope_scaling", "object", {})
+    parameters = fields.take("rope_parameters", "object", {})
+    return ("rope_scaling", scaling) if scaling else ("rope_parameters", parameters)
+
+
+def _turn(
+    fields: Fields, name: str, given: Mapping[str, Any], sizes: _Sizes, partial: bool = False
+) -> Turn:
+    kind = given.get("rope_type") or given.get("type") or "default"
+    kind = "longrope" if kind == "su" else kind  # as early Phi-3 folders have it
+    if kind not in TYPES:
+        fields.refuse(name, f"the rope type {kind!r} is not built; known are {', '.join(TYPES)}")
+        return Turn(Rope())
+    of_type, keys = TYPES[kind]
+    known = {"rope_type", "type", "rope_theta", "partial_rotary_factor", *keys}
+    ignored = {"original_max_position_embeddings"}  # it stands beside any type
+    unknown = sorted(set(given) - known - ignored)
+    for key in unknown:
+        fields.refuse(name, f"{key} is not built for the rope type {kind!r}")
+    values = {"partial_rotary_factor": 1.0, **{k: v for k, v in given.items() if v is not None}}
+    odd = [
+        f"{key} = {value!r}"
+        for key, value in values.items()
+        if key in known and not _fits(key, value)
+    ]
+    odd += [f"{key} is missing" for key in keys if keys[key] and key not in values]
+    for problem in odd:
+        fields.refuse(name, problem)
+    share = values["partial_rotary_factor"]
+    if not odd and share != 1 and not partial:
+        fields.refuse(name, "partial_rotary_factor: this family turns whole heads; set it to 1")
+    if odd or unknown:
+        return Turn(Rope())
+    rope = Rope(float(values["rope_theta"]), float(share))
+    turned = int(sizes.head_dim * share)
+    if turned < 2 or turned % 2 or turned > sizes.head_dim:
+        fields.refuse(
+            name, f"turns {turned} of {sizes.head_dim} dimensions: expected an even number"
+        )
+        return Turn(rope)
+    return of_type(rope, turned, values, sizes)
+
+
+def _fits(key: str, value: Any) -> bool:
+    if key in ("rope_type", "type"):
+        return isinstance(value, str)
+    if key == "truncate":
+        return isinstance(value, bool)
+    if key in ("short_factor", "long_factor"):
+        return isinstance(value, list) and all(_fits("one", one) for one in value)
+    return type(value) in (int, float) and math.isfinite(value) and value > 0
+
+
+def _plain(rope: Rope, turned: int, values: Mapping[str, Any], sizes: _Sizes) -> Turn:
+    return Turn(rope)
+
+
+def _linear(rope: Rope, turned: int, values: Mapping[str, Any], sizes: _Sizes) -> Turn:
+    """Positions are divided by a factor. Source: Chen et al. 2023, arXiv 2306.15595."""
+    return Turn(rope._replace(stretch=(1 / values["factor"],) * (turned // 2)))
+
+
+def _dynamic(rope: Rope, turned: int, values: Mapping[str, Any], sizes: _Sizes) -> Turn:
+    """Plain up to the length of training; beyond it theta, and so each angle, depends on the length
+    of the sequence so far, which a policy that is sampled and scored cannot have."""
+    return Turn(rope, sizes.max_positions)
+
+
+def _llama3(rope: Rope, turned: int, values: Mapping[str, Any], sizes: _Sizes) -> Turn:
+    """Long waves are stretched by a factor, short ones kept, those between in part.
+
+    Source: Llama 3.1, arXiv 2407.21783.
+    """
+    wave = 2 * math.pi / _frequency(rope, turned)
+    original = values.get("original_max_position_embeddings", sizes.max_positions)
+    low, high = values["low_freq_factor"], values["high_freq_factor"]
+    kept = np.clip((original / wave - low) / (high - low), 0, 1)
+    return Turn(_stretched(rope, kept + (1 - kept) / values["factor"]))
+
+
+def _yarn(rope: Rope, turned: int, values: Mapping[str, Any], sizes: _Sizes) -> Turn:
+    """Waves that turn often within the length of training are kept, slow ones stretched, those
+    between on a ramp; queries and keys are scaled. Source: Peng et al. 2023, arXiv 2309.00071."""
+    original = values.get("original_max_position_embeddings", sizes.max_positions)
+    factor = values["factor"]
+
+    def at(turns: float) -> float:
+        """The pair that turns so often."""
+        return turned * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+
+    low, high = at(values.get("beta_fast", 32)), at(values.get("beta_slow", 1))
+    if values.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, turned - 1)
+    high += 0.001 if high == low else 0
+    kept = 1 - np.clip((np.arange(turned // 2) - low) / (high - low), 0, 1)
+    return Turn(
+        _stretched(rope, kept + (1 - kept) / factor)._replace(scale=_yarn_scale(values, factor))
+    )
+
+
+def _yarn_scale(values: Mapping[str, Any], factor: float) -> float:
+    if "attention_factor" in values:
+        return float(values["attention_factor"])
+
+    def scale(by: float) -> float:
+        return 0.1 * by * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+    if "mscale" in values and "mscale_all_dim" in values:
+        return scale(values["mscale"]) / scale(values["mscale_all_dim"])
+    return scale(1.0)
+
+
+def _longrope(rope: Rope, turned: int, values: Mapping[str, Any], sizes: _Sizes) -> Turn:
+    """A factor of its own for each pair, up to the length of training; beyond it transformers takes
+    other factors, for all positions. Source: Ding et al. 2024, arXiv 2402.13753."""
+    original = values["original_max_position_embeddings"]
+    factor = values.get("factor", sizes.max_positions / original)
+    scale = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+    rope = _stretched(rope, 1 / np.asarray(values["short_factor"], float))
+    return Turn(rope._replace(scale=float(values.get("attention_factor", scale))), original)
+
+
+def _stretched(rope: Rope, stretch: np.ndarray) -> Rope:
+    return rope._replace(stretch=tuple(stretch.tolist()))
+
+
+def _frequency(rope: Rope, turned: int) -> np.ndarray:
+    return np.float64(rope.theta) ** (-np.arange(0, turned, 2) / turned)
+
+
+_Type = tuple[Callable[[Rope, int, Mapping[str, Any], _Sizes], Turn], Mapping[str, bool]]
+
+TYPES: Mapping[str, _Type] = {
+    "default": (_plain, {}),
+    "linear": (_linear, {"factor": True}),
+    "dynamic": (_dynamic, {"factor": True}),
+    "llama3": (
+        _llama3,
+        {
+            **dict.fromkeys(("factor", "low_freq_factor", "high_freq_factor"), True),
+            "original_max_position_embeddings": False,
+        },
+    ),
+    "yarn": (
+        _yarn,
+        {
+            "factor": True,
+            **dict.fromkeys(("original_max_position_embeddings", "attention_factor"), False),
+            **dict.fromkeys(("beta_fast", "beta_slow", "mscale", "mscale_all_dim"), False),
+            "truncate": False,
+        },
+    ),
+    "longrope": (
+        _longrope,
+        {
+            **dict.fromkeys(("short_factor", "long_factor"), True),
+            "original_max_position_embeddings": True,
+            **dict.fromkeys(("factor", "attention_factor"), False),
+        },
+    ),
+}
+"""Type -> (what it makes of a plain Rope, its parameters and whether each must be given)."""

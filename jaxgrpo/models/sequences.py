@@ -1,0 +1,104 @@
+"""Logits and log-probabilities of whole sequences, for notebooks and checks.
+
+Training has its own way (`update.forward`), which keeps no [B, T, V] array and computes a prompt
+once for all its samples.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Bool, Float, Int
+
+from jaxgrpo.core.errors import InputError
+from jaxgrpo.core.types import Params
+from jaxgrpo.models.api import Model
+from jaxgrpo.models.attention import causal
+from jaxgrpo.models.logprobs import token_logprobs
+
+
+def logits(
+    model: Model,
+    params: Params,
+    tokens: Int[Array, "B T"],
+    mask: Bool[Array, "B T"] | Int[Array, "B T"],
+) -> Float[Array, "B T V"]:
+    """Logits of the token after each position, in at least float32.
+
+    Positions count the real tokens of a row, so that padding may stand on either side. Where `mask`
+    is 0 the logits mean nothing.
+
+    Args:
+      params: of the model, as `load_model` gives them.
+      mask: 1 or True at real tokens.
+
+    Raises: InputError for sequences for which this model's positions are not built.
+    """
+    return _logits(model.apply, model.unembed, params, *_checked(model, tokens, mask))
+
+
+def token_logp(
+    model: Model,
+    params: Params,
+    tokens: Int[Array, "B T"],
+    mask: Bool[Array, "B T"] | Int[Array, "B T"],
+) -> Float[Array, "B T"]:
+    """log p(token | the real tokens before it), in nats, at temperature 1.
+
+    0 at the first real token of a row, before which there is nothing, and where `mask` is 0. No
+    array of the size of the logits is kept, in the backward pass neither.
+
+    Args, Raises: as `logits`.
+    """
+    return _token_logp(model.apply, model.unembed, params, *_checked(model, tokens, mask))
+
+
+def check_length(model: Model, length: int, what: str) -> None:
+    """Raises: InputError if positions of so long a sequence are not built for the model."""
+    limit = model.config.position_limit
+    if limit is not None and length > limit:
+        raise InputError(
+            f"{what}: {length} positions, but this model's rotary positions are built up to {limit}: "
+            "beyond it the angles of all positions change with the length (rope type dynamic or "
+            f"longrope in config.json); keep to {limit} tokens"
+        )
+
+
+def _checked(model: Model, tokens: Any, mask: Any) -> tuple[Array, Array]:
+    tokens, real = jnp.asarray(tokens), jnp.asarray(mask, bool)
+    if tokens.ndim != 2 or tokens.shape != real.shape:
+        raise InputError(
+            f"tokens of shape {tokens.shape} and a mask of {real.shape}: expected [B, T] for both"
+        )
+    check_length(model, tokens.shape[1], "tokens")
+    return tokens, real
+
+
+_jitted = functools.partial(jax.jit, static_argnums=(0, 1))
+
+
+@_jitted
+def _logits(apply: Any, unembed: Any, params: Params, tokens: Array, real: Array) -> Array:
+    return unembed(params, _hidden(apply, params, tokens, real))
+
+
+@_jitted
+def _token_logp(apply: Any, unembed: Any, params: Params, tokens: Array, real: Array) -> Array:
+    hidden = _hidden(apply, params, tokens, real)
+    at = jnp.arange(tokens.shape[1])
+    # The last real position before each one; -1 where there is none.
+    seen = jax.lax.cummax(jnp.where(real, at, -1), axis=1)
+    before = jnp.pad(seen[:, :-1], ((0, 0), (1, 0)), constant_values=-1)
+    hidden = jnp.take_along_axis(hidden, jnp.maximum(before, 0)[..., None], axis=1)
+    logp, _ = token_logprobs(lambda hidden: unembed(params, hidden), hidden, tokens)
+    return jnp.where(real & (before >= 0), logp, 0)
+
+
+def _hidden(apply: Any, params: Params, tokens: Array, real: Array) -> Array:
+    position = jnp.maximum(jnp.cumsum(real, axis=1) - 1, 0)
+    hidden, _ = apply(params, tokens, position, causal(position, real), None)
+    return hidden

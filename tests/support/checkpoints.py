@@ -1,0 +1,148 @@
+"""Small checkpoints of transformers' models in PyTorch, one family after the other, to compare."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+VOCAB, LENGTH = 61, 15  # three windows of 5
+WINDOW = 5
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,  # not hidden_size / heads
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 300.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+
+RICH: dict[str, dict[str, Any]] = {
+    "qwen2": {
+        "use_sliding_window": True,
+        "sliding_window": WINDOW,
+        "max_window_layers": 1,
+        "rope_parameters": YARN,
+    },
+    "qwen3": {"attention_bias": True, "tie_word_embeddings": True},
+    "llama": {"rope_parameters": LLAMA3, "attention_bias": True, "mlp_bias": True},
+    "smollm3": {
+        "no_rope_layer_interval": 2,
+        "use_sliding_window": True,
+        "sliding_window": WINDOW,
+    },
+    "granite": {
+        "embedding_multiplier": 3.0,
+        "attention_multiplier": 0.4,
+        "residual_multiplier": 0.7,
+        "logits_scaling": 2.5,
+    },
+    "seed_oss": {"attention_out_bias": True, "mlp_bias": True},
+    "mistral": {"sliding_window": WINDOW, "hidden_act": "gelu"},
+    "ministral": {"sliding_window": WINDOW, "layer_types": [SLIDING, FULL, SLIDING]},
+    "phi3": {
+        "hidden_size": 64,  # it has no head_dim of its own
+        "sliding_window": WINDOW,
+        "rope_parameters": {
+            "rope_type": "longrope",
+            "rope_theta": 300.0,
+            "partial_rotary_factor": 0.75,
+            "short_factor": [1.0, 1.1, 1.3, 1.6, 2.0, 2.5],
+            "long_factor": [1.0, 1.5, 2.0, 3.0, 4.0, 6.0],
+        },
+        "original_max_position_embeddings": 32,
+    },
+    "gemma2": {
+        "sliding_window": WINDOW,
+        "attn_logit_softcapping": 2.0,
+        "final_logit_softcapping": 3.0,
+        "query_pre_attn_scalar": 9,
+    },
+    "gemma3_text": {
+        "sliding_window": WINDOW,
+        "layer_types": [SLIDING, SLIDING, FULL],
+        "query_pre_attn_scalar": 9,
+        "rope_parameters": {
+            SLIDING: {"rope_type": "default", "rope_theta": 100.0},
+            FULL: {"rope_type": "linear", "rope_theta": 1000.0, "factor": 4.0},
+        },
+    },
+    "olmo2": {
+        "attention_bias": True,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 99.0},
+    },
+    "olmo3": {
+        "sliding_window": WINDOW,
+        "layer_types": [SLIDING, SLIDING, FULL],
+        "rope_parameters": {SLIDING: {"rope_type": "default", "rope_theta": 300.0}, FULL: YARN},
+    },
+}
+"""Family -> fields that leave what its smallest model would compute."""
+
+
+def config_of(family: str, **changes: Any) -> Any:
+    """The transformers config of a small model of a family, with what makes the family different."""
+    from transformers import CONFIG_MAPPING
+
+    fields = {**SIZES, **RICH[family], **changes}
+    if family in ("phi3", "olmo2", "olmo3"):  # they have no head_dim
+        fields.pop("head_dim")
+    return CONFIG_MAPPING[family](**fields)
+
+
+def saved(config: Any, folder: Path, seed: int = 0, **options: Any) -> Any:
+    """A model of transformers with random weights, biases and norms, written to a folder."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    with torch.no_grad():
+        for weight in model.parameters():
+            spread = 0.3 if weight.ndim == 1 else weight.shape[-1] ** -0.5
+            noise = spread * torch.randn(weight.shape)
+            weight.copy_(weight + noise if weight.ndim == 1 else 1.5 * noise)
+    model.save_pretrained(folder, **options)
+    return model
+
+
+def batch(seed: int = 0, length: int = LENGTH) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens and mask [4, length]: whole, short, padded left, and padded left to one token."""
+    tokens = np.random.default_rng(seed).integers(3, VOCAB, (4, length))
+    mask = np.ones_like(tokens)
+    mask[1, length - 4 :] = 0
+    mask[2, :6] = 0
+    mask[3, : length - 1] = 0
+    return tokens * mask, mask
+
+
+def logits_of(model: Any, tokens: np.ndarray, mask: np.ndarray) -> np.ndarray:
+    """[B, T, V] of transformers, with positions that count the real tokens."""
+    import torch
+
+    position = np.maximum(mask.cumsum(1) - 1, 0)
+    with torch.no_grad():
+        given = [torch.as_tensor(one) for one in (tokens, mask, position)]
+        return model(given[0], attention_mask=given[1], position_ids=given[2]).logits.numpy()
