@@ -13,7 +13,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from jaxgrpo.core.errors import InputError
-from jaxgrpo.models.api import LayerKind, ModelConfig
+from jaxgrpo.models.api import LayerKind, ModelConfig, Rope
 from jaxgrpo.models.decoder import build
 from jaxgrpo.models.hf.folders import read_config, read_params, save_model
 
@@ -25,7 +25,7 @@ CONFIG = ModelConfig(
     num_heads=4,
     num_kv_heads=2,
     head_dim=8,
-    pattern=(LayerKind(rope_theta=1e6),),
+    pattern=(LayerKind(rope=Rope(theta=1e6)),),
 )
 
 
@@ -249,7 +249,7 @@ def test_a_model_that_qwen3_cannot_express_is_refused_by_field(tmp_path):
     model = build(config)
     with pytest.raises(InputError, match=r"(?s)pattern = .*embedding_scale = 4\.0"):
         save_model(tmp_path / "m", model, model.shapes)
-    sandwich = build(dataclasses.replace(config, sandwich_norms=True))
+    sandwich = build(dataclasses.replace(config, norms="both"))
     with pytest.raises(InputError, match="attention_out_norm/scale"):
         save_model(tmp_path / "m", sandwich, sandwich.shapes)
     assert not (tmp_path / "m").exists()

@@ -17,15 +17,13 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 from jax.experimental import multihost_utils
 
 from jaxgrpo.core.errors import InputError, one_line, refusing
 from jaxgrpo.core.types import Params
 from jaxgrpo.data import sources
 from jaxgrpo.models.api import Model, ModelConfig
-from jaxgrpo.models.hf import qwen3, weights
+from jaxgrpo.models.hf import mapping, qwen3, weights
 
 OURS = (
     "README.md",
@@ -129,7 +127,7 @@ def read_params(
 ) -> Params:
     """The parameters of a model folder, in the layout of `model`.
 
-    Holds one leaf on the host at a time, and of it only what this process's devices keep.
+    Holds one device's part of one leaf on the host at a time.
 
     Args:
       dtype: of the result; None: what the model computes in, leaf by leaf (`model.shapes`).
@@ -139,19 +137,17 @@ def read_params(
     Raises: InputError naming tensors that are missing, unknown, of another shape or not finite.
     """
     folder = find_folder(path)
-    entries = qwen3.entries(model)
+    family = qwen3.FAMILY
+    entries = mapping.entries(model, family)
     specs, tree = jax.tree.flatten(model.shapes)
     layouts = [None] * len(specs) if shardings is None else jax.tree.leaves(shardings)
     with weights.opened(folder) as files:
-        names = {entry.name for of_leaf in entries for entry in of_leaf}
-        weights.check_names(folder, names, files, model.config.tie_embeddings)
-
-        def read(entry: qwen3.Entry) -> tuple[int | None, np.ndarray]:
-            return entry.period, qwen3.to_ours(entry, weights.read(folder, files, entry))
-
+        weights.check(folder, files, entries, family.tied_head, model.config.tie_embeddings)
         leaves = [
-            weights.place(spec.shape, jnp.dtype(dtype or spec.dtype), layout, map(read, of_leaf))
-            for spec, layout, of_leaf in zip(specs, layouts, entries, strict=True)
+            weights.read_leaf(
+                folder, files, of_leaf, spec.update(dtype=dtype or spec.dtype), layout
+            )
+            for of_leaf, spec, layout in zip(entries, specs, layouts, strict=True)
         ]
     return jax.tree.unflatten(tree, leaves)
 
@@ -180,11 +176,7 @@ def save_model(
     Raises: InputError if Qwen3 cannot express the model, or `path` holds anything but a model.
     """
     leaves = jax.tree.leaves(params)
-    tensors = {
-        entry.name: (leaf, entry)
-        for leaf, of_leaf in zip(leaves, qwen3.entries(model), strict=True)
-        for entry in of_leaf
-    }
+    tensors = mapping.by_tensor(leaves, mapping.entries(model, qwen3.FAMILY))
     dtype = {str(leaf.dtype) for leaf in leaves}
     if len(dtype) != 1:
         raise InputError(f"save_model: parameters of several dtypes {sorted(dtype)}: cast to one")

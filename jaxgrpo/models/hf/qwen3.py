@@ -6,11 +6,8 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-import jax
-import numpy as np
-
-from jaxgrpo.core.errors import InputError, refuse_all
-from jaxgrpo.models.api import LayerKind, Model, ModelConfig
+from jaxgrpo.core.errors import refuse_all
+from jaxgrpo.models.api import LayerKind, ModelConfig, Rope
 
 ARCHITECTURE = "Qwen3ForCausalLM"
 TIED_HEAD = ("lm_head.weight", "model.embed_tokens.weight")
@@ -90,77 +87,16 @@ MODULES: Mapping[str, str] = {  # those of a layer follow "model.layers.{layer}.
     "feed_forward/up": "mlp.up_proj",
     "feed_forward/down": "mlp.down_proj",
 }
-LEAVES: Mapping[str, tuple[str, int | None]] = {
-    "table": ("weight", None),
-    "scale": ("weight", None),
-    "kernel": ("weight", 1),
-    "bias": ("bias", 0),
-}
-"""Our leaf of a module -> the name of theirs, and `inputs` of an Entry."""
-INPUTS = {"attention/out/kernel": 2}
-"""Kernels that have more inputs: heads and the dimensions of a head."""
+FUSED: Mapping[str, tuple[str, ...]] = {}
 
 
-class Entry(NamedTuple):
-    """One tensor of a checkpoint and its place in a leaf of our parameters.
-
-    `inputs` counts our leading dimensions that are inputs of a linear map: Hugging Face flattens
-    inputs and outputs and keeps the outputs first. None: the same layout.
-    """
-
-    name: str  # Hugging Face's
-    period: int | None  # its index in a leaf stacked over periods; None: the whole leaf
-    shape: tuple[int, ...]  # ours, of this layer
-    inputs: int | None
-
-    @property
-    def hf_shape(self) -> tuple[int, ...]:
-        if self.inputs is None:
-            return self.shape
-        outputs = math.prod(self.shape[self.inputs :])
-        return (outputs, math.prod(self.shape[: self.inputs])) if self.inputs else (outputs,)
+class Family(NamedTuple):
+    modules: Mapping[str, str] = MODULES
+    fused: Mapping[str, tuple[str, ...]] = FUSED
+    tied_head: tuple[str, str] = TIED_HEAD
 
 
-def entries(model: Model) -> list[list[Entry]]:
-    """The tensors of each leaf of the model's parameters, in the order of the leaves.
-
-    Raises: InputError for a parameter that Qwen3 has no name for.
-    """
-    return [
-        _of_leaf(model.config, [str(key.key) for key in keys], spec.shape)
-        for keys, spec in jax.tree_util.tree_leaves_with_path(model.shapes)
-    ]
-
-
-def _of_leaf(config: ModelConfig, path: list[str], shape: tuple[int, ...]) -> list[Entry]:
-    in_layer, stacked = path[0] in ("blocks", "rest"), path[0] == "blocks"
-    ours = path[2:] if in_layer else path
-    module, (leaf, inputs) = "/".join(ours[:-1]), LEAVES.get(ours[-1], ("", None))
-    if module not in MODULES or not leaf:
-        raise InputError(f'{"/".join(path)}: family "qwen3" has no tensor for this parameter')
-    name, inputs = f"{MODULES[module]}.{leaf}", INPUTS.get("/".join(ours), inputs)
-    if not in_layer:
-        return [Entry(name, None, shape, inputs)]
-    return [
-        Entry(
-            f"model.layers.{period * len(config.pattern) + int(path[1])}.{name}",
-            *((period, shape[1:]) if stacked else (None, shape)),
-            inputs,
-        )
-        for period in (range(config.periods) if stacked else [config.periods])
-    ]
-
-
-def to_ours(entry: Entry, tensor: np.ndarray) -> np.ndarray:
-    """A view of a checkpoint's tensor in our layout."""
-    return (tensor if entry.inputs is None else tensor.T).reshape(entry.shape)
-
-
-def to_hf(entry: Entry, tensor: np.ndarray) -> np.ndarray:
-    """Our parameter in the layout of a checkpoint, contiguous."""
-    if entry.inputs is not None:
-        tensor = tensor.reshape(entry.hf_shape[::-1]).T
-    return np.ascontiguousarray(tensor)
+FAMILY = Family()
 
 
 def model_config(fields: Mapping[str, Any], source: str) -> ModelConfig:
@@ -175,8 +111,9 @@ def model_config(fields: Mapping[str, Any], source: str) -> ModelConfig:
         family="qwen3",
         **{ours: fields[theirs] for ours, theirs in REQUIRED.items()},
         **{ours: _given(fields, theirs, default) for ours, (theirs, default) in OPTIONAL.items()},
+        attention_out_bias=bool(fields.get("attention_bias")),
         head_dim=fields.get("head_dim") or 128,
-        pattern=(LayerKind(rope_theta=float(_rope(fields)["rope_theta"])),),
+        pattern=(LayerKind(rope=Rope(theta=float(_rope(fields)["rope_theta"]))),),
         activation=ACTIVATIONS[fields.get("hidden_act", "silu")],
         dtype=fields.get("dtype") or fields.get("torch_dtype") or "float32",
     )
@@ -240,12 +177,13 @@ def config_fields(config: ModelConfig, dtype: str) -> dict[str, Any]:
     Raises: InputError naming every field of the config that Qwen3 cannot express.
     """
     kind = config.pattern[0]
+    assert kind.rope is not None
     plain = {
         "family": config.family == "qwen3",
         "pattern": all(other == kind for other in config.pattern) and kind.window is None,
-        "query_key_norm": config.query_key_norm,
+        "query_key_norm": config.query_key_norm == "head",
         "norm_offset": config.norm_offset == 0.0,
-        "sandwich_norms": not config.sandwich_norms,
+        "norms": config.norms == "before",
         "embedding_scale": config.embedding_scale == 1.0,
         "query_scale": config.query_scale in (None, config.head_dim**-0.5),
         "dtype": dtype in ("float32", "bfloat16", "float16"),
@@ -260,6 +198,6 @@ def config_fields(config: ModelConfig, dtype: str) -> dict[str, Any]:
         **{theirs: getattr(config, ours) for ours, (theirs, _) in OPTIONAL.items()},
         "head_dim": config.head_dim,
         "hidden_act": activations[config.activation],
-        "rope_parameters": {"rope_type": "default", "rope_theta": kind.rope_theta},
+        "rope_parameters": {"rope_type": "default", "rope_theta": kind.rope.theta},
         "dtype": dtype,
     }

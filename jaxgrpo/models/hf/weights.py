@@ -6,20 +6,21 @@ import contextlib
 import json
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 from jax import Array
-from jax.sharding import Sharding
+from jax.sharding import Sharding, SingleDeviceSharding
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from jaxgrpo.core.errors import InputError, refusing
 from jaxgrpo.data import sources
-from jaxgrpo.models.hf import qwen3
+from jaxgrpo.models.hf import mapping
+from jaxgrpo.models.hf.mapping import Box, Entry
 from jaxgrpo.models.sharding import to_host
 
 SINGLE = "model.safetensors"
@@ -27,8 +28,10 @@ INDEX = "model.safetensors.index.json"
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
-FLOATS = ("float32", "bfloat16", "float16", "float64")
-"""The dtypes in which weights may be stored."""
+FLOATS = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F64": "float64"}
+"""The dtypes in which weights may be stored, by their names in safetensors."""
+PIECE = 1 << 19
+"""Elements that are read at once: few enough that they stay in a cache while they are turned."""
 
 MAX_NAMES = 8  # tensors named in an error message
 
@@ -46,7 +49,7 @@ def read_json(file: Path) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def opened(folder: Path) -> Iterator[dict[str, Any]]:
-    """Tensor name -> open file with `get_tensor(name)`, over all shards of the folder.
+    """Tensor name -> open file with `get_slice(name)`, over all shards of the folder.
 
     Raises: InputError if there are no safetensors, a shard is missing or a file is damaged.
     """
@@ -81,81 +84,143 @@ def files_of(folder: Path) -> list[Path]:
     raise InputError(f"{folder} has no {SINGLE} and no {INDEX}: give a folder with weights")
 
 
-def read(folder: Path, files: Mapping[str, Any], entry: qwen3.Entry) -> np.ndarray:
-    """A tensor of an opened folder. Raises: InputError if its dtype, shape or values are wrong."""
-    tensor = files[entry.name].get_tensor(entry.name)
-    if str(tensor.dtype) not in FLOATS:
-        raise InputError(
-            f"{folder}: {entry.name} holds {tensor.dtype}, expected {', '.join(FLOATS)}: "
-            "quantised weights are not read; take the plain checkpoint"
-        )
-    if tensor.shape != entry.hf_shape:
-        raise InputError(
-            f"{folder}: {entry.name} has shape {tensor.shape}, but config.json asks for "
-            f"{entry.hf_shape}: the weights and the config belong to different models"
-        )
-    finite = np.isfinite(tensor)
-    if not finite.all():
-        wrong = tensor.size - int(finite.sum())
-        raise InputError(
-            f"{folder}: {entry.name} holds {wrong} values that are not finite (NaN or infinite) of "
-            f"{tensor.size}: training went wrong before it was saved, or the file is damaged; take "
-            "an earlier checkpoint, or copy the model anew"
-        )
-    return tensor
+def check(
+    folder: Path,
+    files: Mapping[str, Any],
+    of_leaves: list[list[Entry]],
+    tied_head: tuple[str, str],
+    tied: bool,
+) -> None:
+    """Compares an opened folder with what the parameters are made of, before they are read.
 
+    Args:
+      tied: the model has no head of its own; then the folder may hold the embedding a second time.
 
-def check_names(folder: Path, expected: set[str], files: Mapping[str, Any], tied: bool) -> None:
-    def listed(names: set[str]) -> str:
-        more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
-        return ", ".join(sorted(names)[:MAX_NAMES]) + more
-
+    Raises: InputError if tensors are missing, unknown, of another dtype or shape, or if a tied
+      head differs from the embedding.
+    """
+    expected = {entry.name: entry for of_leaf in of_leaves for entry in of_leaf}
     found = set(files)
-    head, embed = qwen3.TIED_HEAD
-    if tied and head in found:
-        found.remove(head)
-        held = [files[name].get_tensor(name) for name in qwen3.TIED_HEAD if name in files]
-        if len(held) != 2 or not np.array_equal(*held):
-            raise InputError(
-                f"{folder}: tie_word_embeddings is true, but {head} differs from {embed}: set "
-                "tie_word_embeddings to false in config.json, or remove the tensor"
-            )
-    odd = {"missing": expected - found, "unknown": found - expected}
-    problems = [f"{kind}: {listed(names)}" for kind, names in odd.items() if names]
+    if tied and tied_head[0] in found:
+        found.remove(tied_head[0])
+        _check_tied(folder, files, tied_head)
+    odd = {"missing": expected.keys() - found, "unknown": found - expected.keys()}
+    problems = [f"{kind}: {_listed(names)}" for kind, names in odd.items() if names]
     if problems:
         raise InputError(
             f"{folder}: the tensors are not those that config.json describes; "
             + "; ".join(problems)
         )
+    for entry in expected.values():
+        stored = _stored(folder, files, entry.name)
+        if tuple(stored.get_shape()) != entry.hf_shape:
+            raise InputError(
+                f"{folder}: {entry.name} has shape {tuple(stored.get_shape())}, but config.json "
+                f"asks for {entry.hf_shape}: the weights and the config belong to different models"
+            )
 
 
-def place(
-    shape: tuple[int, ...],
-    dtype: np.dtype,
+def _stored(folder: Path, files: Mapping[str, Any], name: str) -> Any:
+    """A tensor to be read in slices. Raises: InputError if its dtype is not one of FLOATS."""
+    stored = files[name].get_slice(name)
+    if stored.get_dtype() not in FLOATS:
+        raise InputError(
+            f"{folder}: {name} holds {stored.get_dtype()}, expected {', '.join(FLOATS.values())}: "
+            "quantised weights are not read; take the plain checkpoint"
+        )
+    return stored
+
+
+def _listed(names: set[str]) -> str:
+    more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
+    return ", ".join(sorted(names)[:MAX_NAMES]) + more
+
+
+def _check_tied(folder: Path, files: Mapping[str, Any], tied_head: tuple[str, str]) -> None:
+    held = [_stored(folder, files, name) for name in tied_head if name in files]
+    same = len(held) == 2 and held[0].get_shape() == held[1].get_shape()
+    if not same or not all(
+        np.array_equal(held[0][rows], held[1][rows]) for rows in _some_rows(held[0])
+    ):
+        head, embed = tied_head
+        raise InputError(
+            f"{folder}: tie_word_embeddings is true, but {head} differs from {embed}: set "
+            "tie_word_embeddings to false in config.json, or remove the tensor"
+        )
+
+
+def _some_rows(stored: Any) -> Iterator[slice]:
+    """All rows of a tensor, as slices of at most PIECE elements where a row is not larger."""
+    rows, *columns = stored.get_shape()
+    step = max(1, PIECE // math.prod(columns))
+    return (slice(start, min(start + step, rows)) for start in range(0, rows, step))
+
+
+def read_leaf(
+    folder: Path,
+    files: Mapping[str, Any],
+    of_leaf: list[Entry],
+    spec: jax.ShapeDtypeStruct,
     sharding: Sharding | None,
-    parts: Iterator[tuple[int | None, np.ndarray]],
 ) -> Array:
-    """One leaf from its tensors (period or None for the whole leaf, values), read once each."""
+    """One leaf on its devices. Of it, the host holds what one device keeps, one after another.
 
-    def bounds(index: Any) -> tuple[tuple[int, int], ...]:
-        return tuple(s.indices(size)[:2] for s, size in zip(index, shape, strict=True))
+    Only that part is read, and its values are checked; devices that keep the same part share a
+    read. The files are mapped into memory: their pages are not memory of this process.
 
-    held: Iterable[Any] = [tuple(map(slice, shape))]
-    if sharding is not None:
-        held = sharding.addressable_devices_indices_map(shape).values()
-    buffers = {  # one per distinct part, however many devices keep it
-        index: np.empty([stop - start for start, stop in index], dtype)
-        for index in set(map(bounds, held))
-    }
-    for period, tensor in parts:
-        for index, buffer in buffers.items():
-            if period is None:
-                buffer[...] = tensor[tuple(slice(*span) for span in index)]
-            elif index[0][0] <= period < index[0][1]:
-                buffer[period - index[0][0]] = tensor[tuple(slice(*span) for span in index[1:])]
+    Args:
+      spec: shape and dtype of the leaf.
+      sharding: over processes too; None: the default device.
+
+    Raises: InputError if values are not finite.
+    """
+    layouts: dict[Box, list[Sharding | None]] = {}
     if sharding is None:
-        return jax.device_put(*buffers.values(), may_alias=False)
-    return jax.make_array_from_callback(shape, sharding, lambda index: buffers[bounds(index)])
+        layouts[tuple((0, size) for size in spec.shape)] = [None]
+    else:
+        for device, index in sharding.addressable_devices_indices_map(spec.shape).items():
+            assert index is not None  # of a device that is addressable
+            spans = zip(index, spec.shape, strict=True)
+            box = tuple(span.indices(size)[:2] for span, size in spans)
+            own = SingleDeviceSharding(device, memory_kind=sharding.memory_kind)
+            layouts.setdefault(box, []).append(own)
+
+    def placed(box: Box, on: list[Sharding | None]) -> list[Array]:
+        part = np.empty([stop - start for start, stop in box], spec.dtype)
+        for entry in of_leaf:
+            if entry.period is None:
+                _fill(part, box, folder, files, entry)
+            elif box[0][0] <= entry.period < box[0][1]:
+                _fill(part[entry.period - box[0][0]], box[1:], folder, files, entry)
+        # Before the next part is read, so that this one is no longer needed.
+        return jax.block_until_ready([jax.device_put(part, one, may_alias=False) for one in on])
+
+    shards = [shard for box, on in layouts.items() for shard in placed(box, on)]
+    if sharding is None:
+        return shards[0]
+    return jax.make_array_from_single_device_arrays(spec.shape, sharding, shards)
+
+
+def _fill(part: np.ndarray, box: Box, folder: Path, files: Mapping[str, Any], entry: Entry) -> None:
+    """Reads the part `box` of an entry's parameter into `part`, in its dtype, piece by piece."""
+    stored = files[entry.name].get_slice(entry.name)
+    for piece, where in mapping.pieces(entry, box, PIECE):
+        values = stored[where]
+        if not np.isfinite(values).all():
+            raise InputError(_not_finite(folder, entry.name, stored))
+        shape = tuple(stop - start for start, stop in piece)
+        offsets = (start - first for (start, _), (first, _) in zip(piece, box, strict=True))
+        place = tuple(slice(k, k + size) for k, size in zip(offsets, shape, strict=True))
+        part[place] = mapping.to_ours(entry, values, shape)
+
+
+def _not_finite(folder: Path, name: str, stored: Any) -> str:
+    wrong = sum(int((~np.isfinite(stored[rows])).sum()) for rows in _some_rows(stored))
+    return (
+        f"{folder}: {name} holds {wrong} values that are not finite (NaN or infinite) of "
+        f"{math.prod(stored.get_shape())}: training went wrong before it was saved, or the file is "
+        "damaged; take an earlier checkpoint, or copy the model anew"
+    )
 
 
 @jax.jit
@@ -164,28 +229,34 @@ def _period(leaf: Array, period: int | Array) -> Array:
 
 
 def write(
-    folder: Path | None, tensors: dict[str, tuple[Any, qwen3.Entry]], max_shard_bytes: int
+    folder: Path | None, tensors: Mapping[str, list[tuple[Any, Entry]]], max_shard_bytes: int
 ) -> None:
-    """Writes tensors in files, and the index if there are several. One is held in memory.
+    """Writes tensors in files, and the index if there are several. One file is held in memory.
 
     Args:
-      tensors: name -> (the leaf that holds it, of devices or of the host, and where in it).
+      tensors: name -> its parts, in order: (the leaf, of devices or of the host, where in it).
 
     Without a folder it takes part in the gathers, and keeps nothing.
     """
     from huggingface_hub import split_state_dict_into_shards_factory
 
+    def size(parts: list[tuple[Any, Entry]]) -> int:
+        return sum(math.prod(entry.shape) * leaf.dtype.itemsize for leaf, entry in parts)
+
     plan = split_state_dict_into_shards_factory(
-        tensors,
-        get_storage_size=lambda one: math.prod(one[1].shape) * one[0].dtype.itemsize,
+        dict(tensors),
+        get_storage_size=size,
         max_shard_size=max_shard_bytes,
         filename_pattern="model{suffix}.safetensors",
     )
 
-    def gathered(name: str) -> np.ndarray:
-        leaf, entry = tensors[name]
+    def rows(leaf: Any, entry: Entry) -> np.ndarray:
         whole = leaf if entry.period is None else _period(leaf, entry.period)
-        return qwen3.to_hf(entry, to_host(whole))
+        return mapping.to_hf(entry, to_host(whole))
+
+    def gathered(name: str) -> np.ndarray:
+        parts = [rows(leaf, entry) for leaf, entry in tensors[name]]
+        return np.concatenate(parts) if len(parts) > 1 else parts[0]
 
     for file, names in plan.filename_to_tensors.items():
         whole = ((name, gathered(name)) for name in names)

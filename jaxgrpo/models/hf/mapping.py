@@ -1,0 +1,182 @@
+"""Where each tensor of a Hugging Face checkpoint lies in our parameters, both ways.
+
+A family gives the names. The layouts are those of PyTorch's modules: the weight of a linear map is
+[outputs, inputs], where our kernel is [*inputs, *outputs], and an embedding is [tokens, hidden] in
+both. Some families keep several of our leaves as one tensor, with their outputs one after another.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import jax
+import numpy as np
+
+from jaxgrpo.core.errors import InputError
+from jaxgrpo.models.api import Model
+
+LEAVES: Mapping[str, tuple[str, int | None]] = {
+    "table": ("weight", None),
+    "scale": ("weight", 0),
+    "kernel": ("weight", 1),
+    "bias": ("bias", 0),
+}
+"""Our leaf of a module -> the name of theirs, and `inputs` of an Entry."""
+INPUTS = {"attention/out/kernel": 2}
+"""Kernels that have more inputs: heads and the dimensions of a head."""
+
+Box = tuple[tuple[int, int], ...]
+"""The part of an array with the indices from the first to before the second, in each dimension."""
+
+
+@runtime_checkable
+class Names(Protocol):
+    """What the mapping needs of a family; `families` has them."""
+
+    @property
+    def modules(self) -> Mapping[str, str]:
+        """Path of our module, within a layer if it is in one -> Hugging Face's name."""
+        ...
+
+    @property
+    def fused(self) -> Mapping[str, tuple[str, ...]]:
+        """Hugging Face's module in a layer -> ours whose outputs lie in it, in this order."""
+        ...
+
+    @property
+    def tied_head(self) -> tuple[str, str]:
+        """The head's tensor and the embedding's: a tied checkpoint may hold it a second time."""
+        ...
+
+
+class Entry(NamedTuple):
+    """A tensor of a checkpoint, or some of its rows, and the place in a leaf of our parameters.
+
+    `inputs` counts our leading dimensions that are inputs of a linear map: Hugging Face flattens
+    inputs and outputs and keeps the outputs first, as rows. None: the same layout.
+    """
+
+    name: str  # Hugging Face's
+    period: int | None  # its index in a leaf stacked over periods; None: the whole leaf
+    shape: tuple[int, ...]  # ours, of this layer
+    inputs: int | None
+    rows: tuple[int, int]  # of the tensor's first dimension, those that are ours
+    hf_shape: tuple[int, ...]  # of the whole tensor
+
+    @property
+    def groups(self) -> tuple[range, ...]:
+        """Our dimensions that are flattened into each dimension of the tensor."""
+        dims = range(len(self.shape))
+        if self.inputs is None:
+            return tuple(dims[k : k + 1] for k in dims)
+        return (dims[self.inputs :], dims[: self.inputs])[: len(self.hf_shape)]
+
+
+def entries(model: Model, family: Names) -> list[list[Entry]]:
+    """The tensors of each leaf of the model's parameters, in the order of the leaves.
+
+    Raises: InputError for a parameter that the family has no name for.
+    """
+    leaves = {
+        "/".join(str(key.key) for key in keys): spec.shape
+        for keys, spec in jax.tree_util.tree_leaves_with_path(model.shapes)
+    }
+    return [_of_leaf(model, family, path, leaves) for path in leaves]
+
+
+def _of_leaf(
+    model: Model, family: Names, path: str, leaves: Mapping[str, tuple[int, ...]]
+) -> list[Entry]:
+    config, parts, shape = model.config, path.split("/"), leaves[path]
+    in_layer, stacked = parts[0] in ("blocks", "rest"), parts[0] == "blocks"
+    ours = "/".join(parts[2:] if in_layer else parts)
+    module, _, leaf = ours.rpartition("/")
+    suffix, inputs = LEAVES.get(leaf, ("", None))
+    inputs = INPUTS.get(ours, inputs)
+    joined = next((hf for hf, modules in family.fused.items() if module in modules), None)
+    theirs = joined or family.modules.get(module)
+    if not theirs or not suffix:
+        raise InputError(f'{path}: family "{config.family}" has no tensor for this parameter')
+
+    def outputs(module: str) -> int:
+        sizes = leaves[path.removesuffix(ours) + f"{module}/{leaf}"][stacked:]
+        return sizes[0] if inputs is None else math.prod(sizes[inputs:])
+
+    modules = family.fused[joined] if joined else (module,)
+    bounds = [0, *itertools.accumulate(map(outputs, modules))]
+    k = modules.index(module)
+    shape = shape[1:] if stacked else shape
+    columns = shape[1:] if inputs is None else (math.prod(shape[:inputs]),) if inputs else ()
+    layout = shape, inputs, (bounds[k], bounds[k + 1]), (bounds[-1], *columns)
+    if not in_layer:
+        return [Entry(f"{theirs}.{suffix}", None, *layout)]
+    return [
+        Entry(
+            f"model.layers.{period * len(config.pattern) + int(parts[1])}.{theirs}.{suffix}",
+            period if stacked else None,
+            *layout,
+        )
+        for period in (range(config.periods) if stacked else [config.periods])
+    ]
+
+
+def by_tensor(leaves: Iterable[Any], of_leaves: list[list[Entry]]) -> dict[str, list[Any]]:
+    """Tensor name -> the leaves that it is made of and their entries, in the order of its rows."""
+    found: dict[str, list[Any]] = {}
+    for leaf, of_leaf in zip(leaves, of_leaves, strict=True):
+        for entry in of_leaf:
+            found.setdefault(entry.name, []).append((leaf, entry))
+    return {name: sorted(parts, key=lambda part: part[1].rows) for name, parts in found.items()}
+
+
+def pieces(entry: Entry, box: Box, limit: int) -> Iterator[tuple[Box, tuple[slice, ...]]]:
+    """Divides a part of our parameter into pieces that are each a plain slice of the tensor.
+
+    Args:
+      limit: elements of a piece.
+
+    Yields: (the piece, as a part of our parameter; the slice of the tensor that is just it).
+    """
+    ranges = [_flattened(entry, box, group) for group in entry.groups]
+    broken = [group for group, (_, _, plain) in zip(entry.groups, ranges, strict=True) if not plain]
+    if broken or math.prod(stop - start for start, stop in box) > limit:
+        # Rows are cut first: those of a few are one stretch of the file.
+        dims = itertools.chain(*(broken or entry.groups))
+        cut = next(k for k in dims if box[k][1] - box[k][0] > 1)
+        start, stop = box[cut]
+        for half in ((start, (start + stop) // 2), ((start + stop) // 2, stop)):
+            yield from pieces(entry, (*box[:cut], half, *box[cut + 1 :]), limit)
+        return
+    (first, last, _), *rest = ranges
+    rows = slice(entry.rows[0] + first, entry.rows[0] + last)
+    yield box, (rows, *(slice(start, stop) for start, stop, _ in rest))
+
+
+def _flattened(entry: Entry, box: Box, group: range) -> tuple[int, int, bool]:
+    """(start, stop) of a part in dimensions that are flattened; whether it is all between them."""
+    start, last, size = 0, 0, 1
+    for k in group:
+        start = start * entry.shape[k] + box[k][0]
+        last = last * entry.shape[k] + box[k][1] - 1
+        size *= box[k][1] - box[k][0]
+    return start, last + 1, last + 1 - start == size
+
+
+def to_ours(entry: Entry, tensor: np.ndarray, shape: tuple[int, ...] | None = None) -> np.ndarray:
+    """A view of the entry's rows, all or a piece of them, in our layout.
+
+    Args:
+      shape: ours, of the piece; None: of the whole entry.
+    """
+    return (tensor if entry.inputs is None else tensor.T).reshape(shape or entry.shape)
+
+
+def to_hf(entry: Entry, tensor: np.ndarray) -> np.ndarray:
+    """Our parameter as the entry's rows of the tensor, contiguous."""
+    if entry.inputs is not None:
+        rows = entry.rows[1] - entry.rows[0]
+        tensor = tensor.reshape(*entry.hf_shape[:0:-1], rows).T
+    return np.ascontiguousarray(tensor)
