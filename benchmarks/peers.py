@@ -49,7 +49,7 @@ class Transformers:
         logging.disable_progress_bar()
         torch.set_num_threads(THREADS)
         with tempfile.TemporaryDirectory() as folder:
-            folders.save_model(f"{folder}/model", model, params)
+            folders.save_model(model, params, f"{folder}/model")
             dtype = getattr(torch, model.config.dtype)
             loaded: Any = Qwen3ForCausalLM.from_pretrained(f"{folder}/model", dtype=dtype)
         self.device = "cuda" if jax.default_backend() == "gpu" else "cpu"

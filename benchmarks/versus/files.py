@@ -53,7 +53,7 @@ def write(name: str, folder: Path, workload: Workload | None = None, device: str
     model, params = build(config, workload.ragged)
     if not workload.ragged:
         params = never_ending(params)
-    folders.save_model(folder / "model", model, params, tokenizer, {"eos_token_id": END})
+    folders.save_model(model, params, folder / "model", tokenizer, {"eos_token_id": END})
     asked = prompts_of(workload, config.vocab_size)
     flat = round(workload.flat * workload.prompts)
     lines = [

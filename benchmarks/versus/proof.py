@@ -139,7 +139,7 @@ def after_adamw(work: Work, name: str) -> float:
     optimizer = make_optimizer(model.axes, updates=1, **given)
     updates, _ = optimizer.update(gradient, optimizer.init(params), params)
     stepped: Any = optax.apply_updates(params, updates)
-    folders.save_model(folder / f"{name}_ours", model, stepped)
+    folders.save_model(model, stepped, folder / f"{name}_ours")
     mine = load_file(folder / f"{name}_ours" / WEIGHTS)
     theirs = load_file(folder / f"{name}_stepped.safetensors")
     return max(float(np.abs(mine[key] - theirs[key]).max()) for key in theirs)

@@ -80,7 +80,7 @@ def make_base(
     corpus = encode(generated.corpus(), tokenizer)
     model = decoder.build(base_config(len(tokenizer), hidden_size, num_layers), remat="none")
     params, losses = _train(model, corpus, seed, steps, batch, learning_rate, progress)
-    folders.save_model(out, model, params, tokenizer=tokenizer)
+    folders.save_model(model, params, out, tokenizer=tokenizer)
     return {
         "path": str(out),
         "task": task,
@@ -104,7 +104,7 @@ def base_config(vocab_size: int, hidden_size: int = 64, num_layers: int = 2) -> 
         num_heads=heads,
         num_kv_heads=heads // 2,
         head_dim=16,
-        pattern=(LayerKind(rope_theta=10_000.0),),
+        pattern=(LayerKind(),),
         tie_embeddings=True,
     )
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from jaxtyping import Bool, Float, Int
 
@@ -20,12 +21,14 @@ from jaxgrpo.models.api import Model
 from jaxgrpo.models.attention import causal
 from jaxgrpo.models.logprobs import token_logprobs
 
+_Host = Array | np.ndarray
+
 
 def logits(
     model: Model,
     params: Params,
-    tokens: Int[Array, "B T"],
-    mask: Bool[Array, "B T"] | Int[Array, "B T"],
+    tokens: Int[_Host, "B T"],
+    mask: Bool[_Host, "B T"] | Int[_Host, "B T"],
 ) -> Float[Array, "B T V"]:
     """Logits of the token after each position, in at least float32.
 
@@ -44,8 +47,8 @@ def logits(
 def token_logp(
     model: Model,
     params: Params,
-    tokens: Int[Array, "B T"],
-    mask: Bool[Array, "B T"] | Int[Array, "B T"],
+    tokens: Int[_Host, "B T"],
+    mask: Bool[_Host, "B T"] | Int[_Host, "B T"],
 ) -> Float[Array, "B T"]:
     """log p(token | the real tokens before it), in nats, at temperature 1.
 

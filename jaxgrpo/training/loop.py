@@ -341,7 +341,7 @@ class _Loop:
         run, progress, model = self.run, self.progress, self.folder.path / "model"
         ends = folders.end_fields(run.blueprint.sampling.stop_tokens)
         try:
-            folders.save_model(model, run.model, state.trainable, run.tokenizer, ends)
+            folders.save_model(run.model, state.trainable, model, run.tokenizer, ends)
         except (OSError, SafetensorError) as error:
             raise process.NotSaved(f"{model} could not be written: {error}") from error
         speed = progress.tokens / progress.seconds if progress.seconds else None

@@ -211,7 +211,7 @@ def export(
     lines = [line for line in read_metrics(folder) if line["step"] == number]
     values = {name: value for line in lines for name, value in evaluation_of(line).items()}
     card = model_card(config, number, {n: v for n, v in values.items() if v is not None})
-    folders.save_model(out, model, params, tokenizer, ends, card=card)
+    folders.save_model(model, params, out, tokenizer, ends, card=card)
     return Path(out)
 
 

@@ -65,7 +65,7 @@ def whole(tmp_path_factory) -> Made:
     tokenizer = character_tokenizer(tasks.find("arithmetic").alphabet)
     model = decoder.build(base_config(len(tokenizer), 32, 1))
     params = jax.tree.map(lambda spec: jnp.zeros(spec.shape, spec.dtype), model.shapes)
-    folders.save_model(folder, model, params, tokenizer)
+    folders.save_model(model, params, folder, tokenizer)
     return Made(folder, model, folders.read_tokenizer(folder))
 
 

@@ -28,7 +28,7 @@ def base(tmp_path_factory):
     folder = tmp_path_factory.mktemp("sampling") / "base"
     tokenizer = character_tokenizer(tasks.find("arithmetic").alphabet)
     model = decoder.build(base_config(len(tokenizer), hidden_size=32))
-    folders.save_model(folder, model, jax.jit(model.init)(jax.random.key(0)), tokenizer=tokenizer)
+    folders.save_model(model, jax.jit(model.init)(jax.random.key(0)), folder, tokenizer=tokenizer)
     return folder
 
 

@@ -9,13 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxgrpo.models.api import (
-    LayerKind,
-    Model,
-    ModelConfig,
-    memory_per_layer,
-    params_per_layer,
-)
+from jaxgrpo.models.api import LayerKind, Model, ModelConfig, Rope, memory_per_layer, params_per_layer
 from jaxgrpo.models.attention import Sharing, causal, decode, rows_with_prefix
 from jaxgrpo.models.cache import Cache, Ring, settled
 from jaxgrpo.models.decoder import UNROLLED, build
@@ -29,7 +23,7 @@ UNIFORM = ModelConfig(
     num_kv_heads=2,
     head_dim=8,
 )
-LOCAL, GLOBAL = LayerKind(window=4), LayerKind(rope_theta=1_000_000.0)
+LOCAL, GLOBAL = LayerKind(window=4), LayerKind(rope=Rope(theta=1e6))
 LOCAL_GLOBAL = dataclasses.replace(
     UNIFORM,
     num_layers=4,  # one period and a layer left over
@@ -37,7 +31,7 @@ LOCAL_GLOBAL = dataclasses.replace(
     tie_embeddings=True,
     activation="gelu_tanh",
     norm_offset=1.0,
-    sandwich_norms=True,
+    norms="both",
     embedding_scale=4.0,
     query_scale=0.5,
 )

@@ -43,7 +43,7 @@ def saved(tmp_path_factory):
     for name, tied in (("tied", True), ("untied", False)):
         model = build(dataclasses.replace(CONFIG, tie_embeddings=tied))
         folders[name] = tmp_path_factory.mktemp("models") / name
-        save_model(folders[name], model, random_params(model))
+        save_model(model, random_params(model), folders[name])
     return folders
 
 
@@ -194,12 +194,12 @@ def test_saving_replaces_a_model_folder_but_nothing_else(tmp_path):
     model = build(CONFIG)
     params, other = random_params(model), random_params(model, seed=1)
     folder = tmp_path / "m"
-    save_model(folder, model, params)
-    save_model(folder, model, other)
+    save_model(model, params, folder)
+    save_model(model, other, folder)
     assert bytes_of(read_params(folder, model)) == bytes_of(other)
     (folder / "notes.md").write_text("mine")
     with pytest.raises(InputError, match=r"holds notes\.md"):
-        save_model(folder, model, params)
+        save_model(model, params, folder)
     assert (folder / "notes.md").read_text() == "mine"
     (folder / "notes.md").unlink()
 
@@ -208,7 +208,7 @@ def test_saving_replaces_a_model_folder_but_nothing_else(tmp_path):
             raise OSError("disk full")
 
     with pytest.raises(OSError, match="disk full"):
-        save_model(folder, model, params, Unsavable())
+        save_model(model, params, folder, Unsavable())
     assert bytes_of(read_params(folder, model)) == bytes_of(other)
     assert [path.name for path in tmp_path.iterdir()] == ["m"]
 
@@ -230,7 +230,7 @@ def test_a_folder_that_is_not_wholly_a_model_of_ours_keeps_its_files(tmp_path, f
     for name, text in files.items():
         (folder / name).write_text(text)
     with pytest.raises(InputError, match=f"holds {named}.*it is not replaced; choose another"):
-        save_model(folder, model, random_params(model))
+        save_model(model, random_params(model), folder)
     assert {path.name: path.read_text() for path in folder.iterdir()} == files
 
 
@@ -238,8 +238,8 @@ def test_a_model_with_our_card_and_an_empty_folder_are_replaced(tmp_path):
     model, folder = build(CONFIG), tmp_path / "m"
     params = random_params(model)
     folder.mkdir()
-    save_model(folder, model, params, card="# Trained with jaxgrpo 0.1.0\n", max_shard_bytes=8_000)
-    save_model(folder, model, params)
+    save_model(model, params, folder, card="# Trained with jaxgrpo 0.1.0\n", max_shard_bytes=8_000)
+    save_model(model, params, folder)
     assert "README.md" not in {path.name for path in folder.iterdir()}
     assert bytes_of(read_params(folder, model)) == bytes_of(params)
 
@@ -248,8 +248,8 @@ def test_a_model_that_qwen3_cannot_express_is_refused_by_field(tmp_path):
     config = dataclasses.replace(CONFIG, pattern=(LayerKind(window=4),), embedding_scale=4.0)
     model = build(config)
     with pytest.raises(InputError, match=r"(?s)pattern = .*embedding_scale = 4\.0"):
-        save_model(tmp_path / "m", model, model.shapes)
+        save_model(model, model.shapes, tmp_path / "m")
     sandwich = build(dataclasses.replace(config, norms="both"))
     with pytest.raises(InputError, match="attention_out_norm/scale"):
-        save_model(tmp_path / "m", sandwich, sandwich.shapes)
+        save_model(sandwich, sandwich.shapes, tmp_path / "m")
     assert not (tmp_path / "m").exists()

@@ -86,7 +86,7 @@ def test_our_logits_are_those_of_transformers_and_so_are_those_of_what_we_save(
     params = read_params(folder, model)
     count = sum(parameter.numel() for parameter in theirs.parameters())
     assert sum(leaf.size for leaf in jax.tree.leaves(params)) == count
-    save_model(tmp_path / "saved", model, params)
+    save_model(model, params, tmp_path / "saved")
     again = Qwen3ForCausalLM.from_pretrained(tmp_path / "saved")
     np.testing.assert_array_equal(torch_logits(again), expected)
     assert read_config(tmp_path / "saved") == read_config(folder)
@@ -107,7 +107,7 @@ def test_files_in_shards_are_read_and_written(folders, tmp_path):
     params = read_params(tmp_path / "theirs", model)
     assert bytes_of(params) == bytes_of(read_params(folder, model))
 
-    save_model(tmp_path / "ours", model, params, max_shard_bytes=8_000)
+    save_model(model, params, tmp_path / "ours", max_shard_bytes=8_000)
     files = sorted(path for path in (tmp_path / "ours").glob("*.safetensors"))
     assert len(files) > 1
     assert all(path.stat().st_size < 8_000 + 2_000 for path in files)
@@ -126,7 +126,7 @@ def test_bfloat16_weights_keep_their_bits(tmp_path):
     model = build(config)
     params = read_params(tmp_path / "theirs", model)
     assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {jnp.dtype("bfloat16")}
-    save_model(tmp_path / "ours", model, params)
+    save_model(model, params, tmp_path / "ours")
     one, other = (load_file(tmp_path / who / "model.safetensors") for who in ("theirs", "ours"))
     assert {name: leaf.tobytes() for name, leaf in one.items()} == {
         name: leaf.tobytes() for name, leaf in other.items()
@@ -153,7 +153,7 @@ def test_parameters_are_read_into_shardings_and_saved_from_them(folders, tmp_pat
     params = read_params(folder, model, shardings=shardings)
     assert jax.tree.map(lambda leaf: leaf.sharding, params) == shardings
     assert bytes_of(params) == bytes_of(read_params(folder, model))
-    save_model(tmp_path / "saved", model, params)
+    save_model(model, params, tmp_path / "saved")
     assert bytes_of(read_params(tmp_path / "saved", model)) == bytes_of(params)
 
 
@@ -191,7 +191,7 @@ def test_the_tokenizer_travels_with_the_model_and_names_its_special_tokens(folde
     folder = folders["untied"][0]
     model = build(read_config(folder))
     params = read_params(folder, model)
-    save_model(tmp_path / "m", model, params, tokenizer, {"temperature": 0.5, "do_sample": True})
+    save_model(model, params, tmp_path / "m", tokenizer, {"temperature": 0.5, "do_sample": True})
     read = read_tokenizer(tmp_path / "m")
     assert read("a b b")["input_ids"] == [2, 3, 3]
     assert (read.pad_token_id, read.eos_token_id) == (0, 1)
@@ -204,7 +204,7 @@ def test_the_tokenizer_travels_with_the_model_and_names_its_special_tokens(folde
 
 def test_what_we_save_states_the_base_frequency_for_older_readers_too(folders, tmp_path):
     model = build(read_config(folders["untied"][0]))
-    save_model(tmp_path / "m", model, read_params(folders["untied"][0], model))
+    save_model(model, read_params(folders["untied"][0], model), tmp_path / "m")
     fields = json.loads((tmp_path / "m" / "config.json").read_text())
     assert fields["rope_theta"] == fields["rope_parameters"]["rope_theta"] == 1e6
     rope = Qwen3Config.from_pretrained(tmp_path / "m").rope_parameters
@@ -230,7 +230,7 @@ shardings = jax.tree.map(
 )
 params = read_params(source, model, shardings=shardings)
 assert not params["embed"]["table"].is_fully_addressable
-save_model(target, model, params)
+save_model(model, params, target)
 read_params(target, model)  # the folder stands on every process
 """
 

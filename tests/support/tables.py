@@ -79,7 +79,7 @@ def write_model(folder: Path | str, rates: Sequence[float]) -> Path:
     head[:, 2], head[answers, 2] = -SURE / np.sqrt(WIDTH / 2), 0
     head[answers[0], 0] = SURE / np.sqrt(WIDTH / 2)
     head[tokenizer.eos_token_id, 3] = SURE / np.sqrt(WIDTH)
-    folders.save_model(Path(folder), model, params, tokenizer=tokenizer)
+    folders.save_model(model, params, Path(folder), tokenizer=tokenizer)
     return Path(folder)
 
 

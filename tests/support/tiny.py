@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxgrpo.core.types import Prompts, Rollouts
 from jaxgrpo.models import decoder
-from jaxgrpo.models.api import LayerKind, Model, ModelConfig
+from jaxgrpo.models.api import LayerKind, Model, ModelConfig, Rope
 from jaxgrpo.models.attention import causal
 from jaxgrpo.rollout.selection import pad_prompts
 
@@ -37,9 +37,9 @@ LOCAL_GLOBAL = ModelConfig(
     num_heads=4,
     num_kv_heads=2,
     head_dim=8,
-    pattern=(LayerKind(window=3), LayerKind(window=3, rope_theta=500.0), LayerKind()),
+    pattern=(LayerKind(window=3), LayerKind(window=3, rope=Rope(theta=500.0)), LayerKind()),
     activation="gelu_tanh",
-    sandwich_norms=True,
+    norms="both",
     norm_offset=1.0,
     embedding_scale=32**0.5,
 )

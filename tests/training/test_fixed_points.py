@@ -64,7 +64,7 @@ def base(tmp_path_factory) -> str:
         embed[ids(question), dimension] = 2
         head[:, dimension] = NEVER / 2
         head[ids(ANSWERS), dimension] = np.log(table) / 2
-    folders.save_model(folder, model(), params, tokenizer=tokenizer())
+    folders.save_model(model(), params, folder, tokenizer=tokenizer())
     return str(folder)
 
 

@@ -8,6 +8,7 @@ are refused.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import shutil
@@ -22,8 +23,9 @@ from jax.experimental import multihost_utils
 from jaxgrpo.core.errors import InputError, one_line, refusing
 from jaxgrpo.core.types import Params
 from jaxgrpo.data import sources
+from jaxgrpo.models import decoder
 from jaxgrpo.models.api import Model, ModelConfig
-from jaxgrpo.models.hf import mapping, qwen3, weights
+from jaxgrpo.models.hf import families, mapping, weights
 
 OURS = (
     "README.md",
@@ -57,7 +59,7 @@ def read_config(path: str | os.PathLike[str]) -> ModelConfig:
     source = find_folder(path) / "config.json"
     if not source.is_file():
         raise InputError(f"{source} does not exist: give the folder of a Hugging Face model")
-    return qwen3.model_config(weights.read_json(source), str(source))
+    return families.model_config(weights.read_json(source), str(source))
 
 
 def read_tokenizer(path: str | os.PathLike[str]) -> Any:
@@ -137,7 +139,7 @@ def read_params(
     Raises: InputError naming tensors that are missing, unknown, of another shape or not finite.
     """
     folder = find_folder(path)
-    family = qwen3.FAMILY
+    family = families.family_of(model.config.family, str(folder))
     entries = mapping.entries(model, family)
     specs, tree = jax.tree.flatten(model.shapes)
     layouts = [None] * len(specs) if shardings is None else jax.tree.leaves(shardings)
@@ -152,10 +154,32 @@ def read_params(
     return jax.tree.unflatten(tree, leaves)
 
 
-def save_model(
+def load_model(
     path: str | os.PathLike[str],
+    dtype: str = "float32",
+    *,
+    revision: str | None = None,
+    shardings: Any = None,
+) -> tuple[Model, Params]:
+    """A model folder, or a model of the hub, as a Model and its parameters.
+
+    Args:
+      path: a folder as Hugging Face writes them, or the name of a model on the hub, "owner/name".
+      dtype: of parameters and activations.
+      revision: of the hub: a branch, tag or commit.
+      shardings: tree of shardings like the parameters; None: this process's default device.
+
+    Raises: InputError naming what is missing, damaged, or not built.
+    """
+    folder = find_folder(path, revision)
+    model = decoder.build(dataclasses.replace(read_config(folder), dtype=dtype))
+    return model, read_params(folder, model, shardings=shardings)
+
+
+def save_model(
     model: Model,
     params: Params,
+    path: str | os.PathLike[str],
     tokenizer: Any = None,
     generation_config: Mapping[str, Any] | None = None,
     max_shard_bytes: int = 5_000_000_000,
@@ -173,14 +197,16 @@ def save_model(
       max_shard_bytes: weights beyond it are split over several files with an index.
       card: text of the folder's README.md, the model card.
 
-    Raises: InputError if Qwen3 cannot express the model, or `path` holds anything but a model.
+    Raises: InputError if the family's config.json cannot say what the model is, or `path` holds
+    anything but a model.
     """
     leaves = jax.tree.leaves(params)
-    tensors = mapping.by_tensor(leaves, mapping.entries(model, qwen3.FAMILY))
+    family = families.family_of(model.config.family, "save_model")
+    tensors = mapping.by_tensor(leaves, mapping.entries(model, family))
     dtype = {str(leaf.dtype) for leaf in leaves}
     if len(dtype) != 1:
         raise InputError(f"save_model: parameters of several dtypes {sorted(dtype)}: cast to one")
-    fields = qwen3.config_fields(model.config, *dtype)
+    fields = families.config_fields(model.config, *dtype)
     mine = jax.process_index() == 0
     with _replaced(Path(path).absolute()) if mine else contextlib.nullcontext() as folder:
         if folder is not None:
@@ -236,13 +262,9 @@ def fingerprint(path: str | os.PathLike[str]) -> dict[str, list[int]]:
 
 
 def _write_configs(folder: Path, fields: Mapping[str, Any], generation: Mapping[str, Any]) -> None:
-    from transformers import GenerationConfig, Qwen3Config
+    from transformers import GenerationConfig
 
-    Qwen3Config(**fields).save_pretrained(folder)
-    # Readers older than transformers 5 look for the base frequency here, and else take 10 000.
-    written = json.loads((folder / "config.json").read_text())
-    written["rope_theta"] = fields["rope_parameters"]["rope_theta"]
-    (folder / "config.json").write_text(json.dumps(written, indent=2, sort_keys=True) + "\n")
+    (folder / "config.json").write_text(json.dumps(fields, indent=2, sort_keys=True) + "\n")
     GenerationConfig(**generation).save_pretrained(folder)
 
 
