@@ -83,20 +83,21 @@ def test_configs_of_transformers_4_and_5_say_the_same(copy):
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("model_type", "llama"),
         ("architectures", ["Qwen3MoeForCausalLM"]),
-        ("rope_scaling", {"rope_type": "yarn", "factor": 4.0}),
+        ("rope_scaling", {"rope_type": "axial", "factor": 4.0}),
+        ("rope_scaling", {"rope_type": "yarn"}),
+        ("rope_scaling", {"rope_type": "linear", "factor": 4.0, "beta_fast": 32}),
         (
             "rope_parameters",
             {"rope_theta": 1e4, "rope_type": "default", "partial_rotary_factor": 0.5},
         ),
-        ("use_sliding_window", True),
+        ("attention_chunk_size", 128),
         ("layer_types", ["full_attention", "sliding_attention", "full_attention"]),
-        ("hidden_act", "relu"),
+        ("hidden_act", "tanh"),
         ("quantization_config", {"quant_method": "fp8"}),
         ("auto_map", {"AutoModelForCausalLM": "modeling.Model"}),
         ("dtype", "float8_e4m3fn"),
-        ("attention_dropout", 0.1),
+        ("use_bidirectional_attention", True),
     ],
 )
 def test_a_config_that_asks_for_what_is_not_built_is_refused_by_field(copy, field, value):
@@ -104,14 +105,19 @@ def test_a_config_that_asks_for_what_is_not_built_is_refused_by_field(copy, fiel
         read_config(copy(**{field: value}))
 
 
+def test_a_family_that_is_not_built_is_refused_with_the_nearest(copy):
+    with pytest.raises(InputError, match=r"model_type = 'lama' is not built: did you mean 'llama'"):
+        read_config(copy(model_type="lama"))
+
+
 def test_all_problems_of_a_config_come_in_one_message(copy):
-    folder = copy(hidden_act="relu", use_sliding_window=True)
+    folder = copy(hidden_act="tanh", attention_chunk_size=128)
     fields = json.loads((folder / "config.json").read_text())
     del fields["vocab_size"]
     (folder / "config.json").write_text(json.dumps(fields))
     with pytest.raises(InputError) as caught:
         read_config(folder)
-    for part in ("hidden_act = 'relu'", "use_sliding_window = True", "vocab_size: missing"):
+    for part in ("hidden_act = 'tanh'", "attention_chunk_size = 128", "vocab_size: missing"):
         assert part in str(caught.value)
 
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxgrpo.models.api import ModelConfig
+from jaxgrpo.models.api import ModelConfig, Rope
 from jaxgrpo.models.layers import Dense, FeedForward, RMSNorm, rotary_angles, rotate
 
 
@@ -24,7 +24,7 @@ def rngs() -> nnx.Rngs:
 def test_rms_norm_divides_by_the_root_mean_square_and_adds_its_offset():
     x = np.random.default_rng(0).normal(size=(3, 6)).astype(np.float32)
     for offset in (0.0, 1.0):
-        norm = RMSNorm(6, config(norm_offset=offset, rms_norm_eps=0.1))
+        norm = RMSNorm({"norm": 6}, config(norm_offset=offset, rms_norm_eps=0.1))
         norm.scale[...] = jnp.arange(6.0)
         expected = x / np.sqrt((x**2).mean(-1, keepdims=True) + 0.1) * (offset + np.arange(6))
         np.testing.assert_allclose(norm(jnp.asarray(x)), expected, rtol=1e-5)
@@ -33,14 +33,14 @@ def test_rms_norm_divides_by_the_root_mean_square_and_adds_its_offset():
 def test_a_new_norm_is_the_identity_up_to_scale_whatever_its_offset():
     x = jnp.asarray([[1.0, -1.0, 1.0, -1.0, 1.0, -1.0]])
     for offset in (0.0, 1.0):
-        np.testing.assert_allclose(RMSNorm(6, config(norm_offset=offset))(x), x, rtol=1e-5)
+        np.testing.assert_allclose(RMSNorm({"norm": 6}, config(norm_offset=offset))(x), x, rtol=1e-5)
 
 
 def test_rms_norm_of_bfloat16_is_computed_in_float32():
     x = jnp.asarray(np.random.default_rng(0).normal(size=(64,)), jnp.bfloat16)
     wide = np.asarray(x, np.float32)
     expected = jnp.asarray(wide / np.sqrt((wide**2).mean() + 1e-6)).astype(jnp.bfloat16)
-    normed = RMSNorm(64, config(dtype="bfloat16"))(x)
+    normed = RMSNorm({"norm": 64}, config(dtype="bfloat16"))(x)
     assert normed.dtype == jnp.bfloat16
     np.testing.assert_array_equal(normed, expected)
 
@@ -54,7 +54,7 @@ def test_rotation_turns_each_half_pair_by_position_times_frequency():
             pair = x[0, q, :, i] + 1j * x[0, q, :, i + 2]
             pair = pair * np.exp(1j * at * frequency) * 0.5
             expected[0, q, :, i], expected[0, q, :, i + 2] = pair.real, pair.imag
-    angles = rotary_angles(jnp.asarray(position), 100.0, 4)
+    angles = rotary_angles(jnp.asarray(position), Rope(100.0), 4)
     np.testing.assert_allclose(rotate(jnp.asarray(x), angles, 0.5), expected, atol=1e-4)
 
 
@@ -63,7 +63,7 @@ def test_scores_of_rotated_vectors_depend_on_distance_only():
 
     def score(at: int, other: int) -> float:
         turned = [
-            rotate(jnp.asarray(x), rotary_angles(jnp.asarray([[p]]), 10_000.0, 8))
+            rotate(jnp.asarray(x), rotary_angles(jnp.asarray([[p]]), Rope(), 8))
             for x, p in ((query, at), (key, other))
         ]
         return float(jnp.vdot(*turned))

@@ -75,6 +75,9 @@ def config_fields(config: ModelConfig, dtype: str, family: Family | None = None)
     given = json.loads(config.source) if config.source else _plain(config, family)
     given.pop("torch_dtype", None)
     given |= {"architectures": [family.architecture], "dtype": dtype}
+    flat = (given.get("rope_parameters") or {}).get("rope_theta")
+    if flat is not None:  # readers older than transformers 5 look for it here, and else take 10 000
+        given.setdefault("rope_theta", flat)
     again = model_config(given, "the model's config.json", family)
     names = [field.name for field in dataclasses.fields(config) if field.name not in _OF_THE_RUN]
     odd = [name for name in names if getattr(config, name) != getattr(again, name)]
@@ -103,7 +106,5 @@ def _plain(config: ModelConfig, family: Family) -> dict[str, Any]:
         "tie_word_embeddings": config.tie_embeddings,
         "attention_bias": config.attention_bias,
         "max_position_embeddings": config.max_positions,
-        # Readers older than transformers 5 look for the base frequency here, and else take 10 000.
-        "rope_theta": rope.theta if rope else 10_000.0,
         "rope_parameters": {"rope_type": "default", "rope_theta": rope.theta if rope else 10_000.0},
     }
