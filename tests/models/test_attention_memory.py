@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -41,10 +43,10 @@ def bytes_of(function, *specs) -> int:
 
 
 def growth(sizes: list[int]) -> list[float]:
-    return [after / before for before, after in zip(sizes, sizes[1:], strict=False)]
+    return [after / before for before, after in itertools.pairwise(sizes)]
 
 
-def of_layer(context: int, kind: LayerKind = LayerKind()) -> int:
+def of_layer(context: int) -> int:
     """Bytes of the gradient of one layer's attention over a row of this many tokens."""
     own = [spec(1, 1, context, heads, 64, dtype="float32") for heads in (4, 2, 2)]
     prompts = [spec(1, 1, PROMPT, 2, 64, dtype="float32")] * 2
@@ -52,7 +54,7 @@ def of_layer(context: int, kind: LayerKind = LayerKind()) -> int:
     def loss(given, segment, position, row_prompt, prompt_length):
         *own, key, value = given
         attend = rows_with_prefix(segment, position, row_prompt, prompt_length)
-        return attend(*own, KeyValue(key, value), kind)[0].sum()
+        return attend(*own, KeyValue(key, value), LayerKind())[0].sum()
 
     sizes = spec(1, 1, context), spec(1, 1, context), spec(1, 1), spec(1, 1)
     return bytes_of(jax.value_and_grad(loss), [*own, *prompts], *sizes)

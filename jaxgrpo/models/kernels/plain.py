@@ -153,8 +153,8 @@ def _in_blocks_backward(kind: LayerKind, size: int, saved: tuple, cotangent: Arr
     cache = heads_first(key, value)
 
     def add(sums: tuple[Array, Array], block: tuple):
-        query, out, cotangent, (position, segment), total = block
-        mask = mask_of(sight._replace(position=position, segment=segment), kind)
+        query, out, cotangent, asking, total = block
+        query, mask = _with_mask(query, asking, sight, kind)
         d_query, *back = _backward(query, cache, mask, out, total, cotangent, kind.soft_cap)
         return (sums[0] + back[0], sums[1] + back[1]), d_query
 
@@ -181,12 +181,21 @@ def _forward_in_blocks(query: Array, cache: Cache, sight: Sight, kind: LayerKind
     """Output, as the query, and the blocks' log-sum-exps [blocks, ..., size]."""
 
     def one(block: tuple):
-        query, (position, segment) = block
-        mask = mask_of(sight._replace(position=position, segment=segment), kind)
+        query, mask = _with_mask(*block, sight, kind)
         return _forward(query, cache, mask, kind.soft_cap)
 
     out, total = jax.lax.map(one, (_blocks(query, size, -3), _asking(sight, size)))
     return _whole(out, query), total
+
+
+def _with_mask(query: Array, asking: tuple[Array, Array | None], sight: Sight, kind: LayerKind):
+    """A block's queries and their mask, which is computed after them.
+
+    Without the barrier JAX finds that masks depend on no parameter, and computes those of all
+    blocks before a scan of layers that recomputes: an array [Q, N] for every head.
+    """
+    query, (position, segment) = jax.lax.optimization_barrier((query, asking))
+    return query, mask_of(sight._replace(position=position, segment=segment), kind)
 
 
 def _asking(sight: Sight, size: int) -> tuple[Array, Array | None]:
