@@ -1,0 +1,1 @@
+"""Attention as a formula over queries, keys and what makes their mask, and as kernels of chips."""

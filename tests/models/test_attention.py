@@ -1,0 +1,165 @@
+"""Attention is the plain formula, with windows and soft caps, in one block of queries or many."""
+
+from __future__ import annotations
+
+import functools
+
+import attended
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from attended import HEAD_DIM, HEADS, KINDS, KV_HEADS, SEVERAL
+
+from jaxgrpo.models.api import KeyValue, LayerKind
+from jaxgrpo.models.attention import Sharing, causal, chunk, decode, rows_with_prefix
+from jaxgrpo.models.cache import Cache, Ring, settled
+from jaxgrpo.models.kernels import plain
+
+BLOCKS = {"one block": plain.BLOCK_BYTES, "blocks of 3": 3 * 3 * HEADS * 17 * 8, "of 1": 0}
+"""Bytes of scores at a time -> blocks of twelve queries in three rows, with 17 keys of 8 bytes."""
+
+
+@pytest.fixture(params=BLOCKS)
+def block_bytes(request, monkeypatch):
+    monkeypatch.setattr(plain, "BLOCK_BYTES", BLOCKS[request.param])
+    return request.param
+
+
+def rows(kind: LayerKind, query, key, value, prefix_key, prefix_value):
+    sizes = map(jnp.asarray, (SEVERAL.segment, SEVERAL.position))
+    attend = rows_with_prefix(
+        *sizes, jnp.asarray(SEVERAL.row_prompt), jnp.asarray(SEVERAL.prompt_length)
+    )
+    return attend(query, key, value, KeyValue(prefix_key, prefix_value), kind)[0]
+
+
+def with_gradients(attend, cotangent, *given):
+    """Output where it counts, and the gradients of sum(cotangent * output)."""
+    out, back = jax.vjp(attend, *given)
+    return jnp.where(cotangent != 0, out, 0), back(cotangent)
+
+
+def assert_same(actual, expected, atol=1e-9):
+    flat, tree = jax.tree.flatten(actual)
+    others, same = jax.tree.flatten(expected)
+    assert tree == same
+    for one, other in zip(flat, others, strict=True):
+        np.testing.assert_allclose(one, other, rtol=0, atol=atol)
+
+
+def test_rows_are_the_plain_formula_with_its_gradients(block_bytes):
+    with jax.enable_x64(True):
+        *given, cotangent = map(jnp.asarray, attended.draws(SEVERAL))
+
+        def all_kinds(attend):
+            return [
+                with_gradients(functools.partial(attend, kind), cotangent, *given) for kind in KINDS
+            ]
+
+        actual = jax.jit(lambda: all_kinds(rows))()
+        expected = all_kinds(functools.partial(attended.formula_of_rows, SEVERAL))
+        assert_same(actual, expected)
+        assert all(one.dtype == jnp.float64 for one in jax.tree.leaves(actual))
+        outputs = [np.asarray(out) for out, _ in actual]
+    for i, one in enumerate(outputs):  # or the kinds would not be told apart
+        assert all(np.abs(one - other).max() > 1e-2 for other in outputs[:i])
+
+
+def test_prompts_are_the_plain_formula_with_its_gradients(block_bytes):
+    with jax.enable_x64(True):
+        query, key, value, _, _, cotangent = map(jnp.asarray, attended.draws(SEVERAL))
+        position = jnp.broadcast_to(jnp.arange(12), (1, 3, 12))
+        valid = position < jnp.asarray([12, 7, 1])[:, None]
+        cotangent = cotangent * valid[..., None, None]
+
+        def attend(kind, query, key, value):
+            return causal(position, valid)(query, key, value, None, kind)[0]
+
+        def expected(kind, query, key, value):
+            mask = plain.visible(position, position, kind) & valid[..., None, :]
+            return attended.formula(query, key, value, mask, kind.soft_cap)
+
+        def all_kinds(attend):
+            given = (cotangent, query, key, value)
+            return [with_gradients(functools.partial(attend, kind), *given) for kind in KINDS]
+
+        assert_same(jax.jit(lambda: all_kinds(attend))(), all_kinds(expected))
+
+
+def test_a_chunk_of_a_prompt_is_the_plain_formula(block_bytes):
+    with jax.enable_x64(True):
+        query, key, value, *_ = (jnp.asarray(leaf)[:, :2] for leaf in attended.draws(SEVERAL))
+        held = [leaf[:, :1] for leaf in attended.draws(SEVERAL, seed=1)[1:3]]  # 12 columns
+        kept = [np.concatenate([leaf, leaf], 1) for leaf in held]  # of two rows
+        cache = Cache(jnp.moveaxis(jnp.asarray(kept[0]), 2, 4), jnp.asarray(kept[1]).swapaxes(2, 3))
+        start, length = np.asarray([[5, 0]]), np.asarray([[4, 3]])
+        attend = chunk(*map(jnp.asarray, ([[1, 0]], start, length)))
+        for row, at, count in ((0, 5, 4), (1, 0, 3)):
+            for leaf, new in zip(kept, (key, value), strict=True):
+                leaf[0, 1 - row, at : at + count] = new[0, row, :count]
+        for kind in KINDS:
+            out, _ = attend(query[:, :, :4], key[:, :, :4], value[:, :, :4], cache, kind)
+            for row, at, count in ((0, 5, 4), (1, 0, 3)):
+                place = at + jnp.arange(count)
+                mask = plain.visible(place, jnp.arange(12), kind)
+                asked, held = query[0, row, :count], [leaf[0, 1 - row] for leaf in kept]
+                expected = attended.formula(asked, *map(jnp.asarray, held), mask, kind.soft_cap)
+                assert_same(out[0, row, :count], expected)
+
+
+def test_decoding_is_the_plain_formula():
+    steps, lengths = 7, np.asarray([[2, 5]])
+    rng = np.random.default_rng(0)
+    prefix = rng.normal(size=(2, 2, 5, KV_HEADS, HEAD_DIM))  # keys and values of two prompts
+    own = rng.normal(size=(2, 4, steps, KV_HEADS, HEAD_DIM))  # of four slots
+    query = rng.normal(size=(4, steps, HEADS, HEAD_DIM))
+    with jax.enable_x64(True):
+        prompts = Cache(jnp.asarray(prefix[0]).transpose(0, 2, 3, 1)[None], None)
+        prompts = prompts._replace(value=jnp.asarray(prefix[1]).swapaxes(1, 2)[None])
+
+        def zeros(columns):
+            empty = jnp.zeros((4, KV_HEADS, HEAD_DIM, columns))
+            return Cache(empty, empty.mT)
+
+        def step(kind, memory, index):
+            given = (jnp.asarray(leaf)[None, :, index, None] for leaf in (query, *own))
+            slots = jnp.full((1, 4), index)
+            attend = decode(index, slots, jnp.asarray(lengths), Sharing(None, None))
+            out, (prompts, ring) = attend(*given, memory, kind)
+            return (prompts, settled(ring, index + 1)), out[0, :, 0]
+
+        for kind in KINDS:
+            memory = (prompts, Ring(zeros(2), (zeros(4), zeros(4))))
+            body = functools.partial(step, kind)
+            _, out = jax.lax.scan(body, memory, jnp.arange(steps))
+            for slot in range(4):
+                length = lengths[0, slot // 2]
+                keys, values = (
+                    jnp.asarray(np.concatenate([one[slot // 2, :length], ours[slot]]))
+                    for one, ours in zip(prefix, own, strict=True)
+                )
+                mask = plain.visible(length + jnp.arange(steps), jnp.arange(len(keys)), kind)
+                asked = jnp.asarray(query[slot])
+                expected = attended.formula(asked, keys, values, mask, kind.soft_cap)
+                assert_same(out[:, slot], expected)
+
+
+def test_a_token_of_one_sample_does_not_move_a_bit_of_another(block_bytes):
+    *given, _ = map(jnp.asarray, attended.draws(SEVERAL, np.float32))
+    changed = [leaf.at[0, 0, 2].add(1.0) for leaf in given[:3]]  # of the first sample of row 0
+    kind = LayerKind(window=4, soft_cap=1.5)
+    attend = jax.jit(functools.partial(rows, kind))
+    out, moved = attend(*given), attend(*changed, *given[3:])
+    others = (SEVERAL.segment > 0) & ~((SEVERAL.segment == 1) & (np.arange(3) == 0)[:, None])
+    np.testing.assert_array_equal(np.asarray(out)[others], np.asarray(moved)[others])
+    assert not np.array_equal(out[0, 0, 2:5], moved[0, 0, 2:5])
+
+
+def test_queries_are_cut_until_their_scores_fit():
+    query = jax.ShapeDtypeStruct((8, 2, 4096, 4, 64), jnp.bfloat16)  # a bin of 2 rows, on 8 devices
+    of_one = 2 * 4 * 8192 * 4  # rows, heads, keys, bytes
+    assert plain.BLOCK_BYTES // of_one == 1024
+    assert plain.block_size(query, 8192) == 1024
+    assert plain.block_size(query, 8192 + 64) == 512
+    assert plain.block_size(query, 2048) == 4096

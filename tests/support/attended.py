@@ -1,0 +1,94 @@
+"""Queries, keys and the plain formula of attention, with a mask written out in NumPy."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from jaxgrpo.models.api import LayerKind
+
+HEADS, KV_HEADS, HEAD_DIM = 4, 2, 8
+KINDS = [LayerKind(window=window, soft_cap=cap) for window in (None, 4) for cap in (None, 1.5)]
+
+
+class Packed(NamedTuple):
+    """Rows of completions behind prompts, as `rows_with_prefix` takes them."""
+
+    segment: np.ndarray  # [1, R, Q]
+    position: np.ndarray  # [1, R, Q]
+    row_prompt: np.ndarray  # [1, R]
+    prompt_length: np.ndarray  # [1, A]
+    width: int  # S
+
+
+def packed(rows: list[list[int]], row_prompt: list[int], lengths: list[int], width: int, size: int):
+    """Rows of completions of these lengths, side by side, in `size` places each."""
+    segment, position = np.zeros((2, 1, len(rows), size), np.int32)
+    for row, completions in enumerate(rows):
+        start = 0
+        for number, length in enumerate(completions, 1):
+            span = slice(start, start + length)
+            segment[0, row, span] = number
+            position[0, row, span] = lengths[row_prompt[row]] + np.arange(length)
+            start += length
+    given = (np.asarray([numbers], np.int32) for numbers in (row_prompt, lengths))
+    return Packed(segment, position, *given, width)
+
+
+SEVERAL = packed([[5, 6], [12], [3, 3, 3]], [1, 0, 1], [3, 5], width=5, size=12)
+ALONE = packed([[9], [12], [1]], [1, 0, 1], [3, 5], width=5, size=12)
+"""The same with one sample in each row."""
+
+
+def draws(packed: Packed, dtype=np.float64, seed: int = 0) -> tuple[np.ndarray, ...]:
+    """(query, key, value) of the rows, keys and values of their prompts, output's cotangent."""
+    rng = np.random.default_rng(seed)
+    rows = packed.segment.shape
+    prompts = (*packed.prompt_length.shape, packed.width)
+    shapes = [(*rows, HEADS, HEAD_DIM), *[(*rows, KV_HEADS, HEAD_DIM)] * 2]
+    shapes += [(*prompts, KV_HEADS, HEAD_DIM)] * 2
+    drawn = [rng.normal(size=shape).astype(dtype) for shape in shapes]
+    cotangent = rng.normal(size=shapes[0]) * (packed.segment > 0)[..., None, None]
+    return (*drawn, cotangent.astype(dtype))
+
+
+def mask_of_rows(packed: Packed, kind: LayerKind) -> np.ndarray:
+    """[1, R, Q, S + Q]: a query sees the real prompt and its own sample, up to itself."""
+    _, rows, size = packed.segment.shape
+    mask = np.zeros((1, rows, size, packed.width + size), bool)
+    for row in range(rows):
+        length = packed.prompt_length[0, packed.row_prompt[0, row]]
+        for query in range(size):
+            own, at = packed.segment[0, row, query], packed.position[0, row, query]
+            for key in range(packed.width + size):
+                in_row = key - packed.width
+                where = key if in_row < 0 else packed.position[0, row, in_row]
+                real = key < length if in_row < 0 else packed.segment[0, row, in_row] == own
+                near = kind.window is None or at - where < kind.window
+                mask[0, row, query, key] = real and where <= at and near
+    return mask
+
+
+def formula(query: Array, key: Array, value: Array, mask, soft_cap: float | None) -> Array:
+    """softmax(scores) value as it is written in a book. Shapes: see `models.attention`."""
+    shared = query.shape[-2] // key.shape[-2]
+    key, value = (jnp.repeat(leaf, shared, axis=-2) for leaf in (key, value))
+    scores = jnp.einsum("...qhd,...nhd->...hqn", query, key, precision="highest")
+    if soft_cap is not None:
+        scores = soft_cap * jnp.tanh(scores / soft_cap)
+    scores = jnp.where(mask[..., None, :, :], scores, -1e30)
+    weight = jax.nn.softmax(scores, axis=-1)
+    return jnp.einsum("...hqn,...nhd->...qhd", weight, value, precision="highest")
+
+
+def formula_of_rows(packed: Packed, kind: LayerKind, query, key, value, prefix_key, prefix_value):
+    """What `rows_with_prefix` computes."""
+    keys, values = (
+        jnp.concatenate([prefix[:, packed.row_prompt[0]], own], axis=-3)
+        for prefix, own in ((prefix_key, key), (prefix_value, value))
+    )
+    return formula(query, keys, values, mask_of_rows(packed, kind), kind.soft_cap)
