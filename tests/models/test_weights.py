@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import itertools
+import subprocess
 from collections.abc import Mapping
 
 import jax
@@ -12,12 +13,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from processes import free_port
 from safetensors.numpy import load_file, save_file
 
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.models.api import LayerKind, ModelConfig
 from jaxgrpo.models.decoder import build
-from jaxgrpo.models.hf import mapping, qwen3, weights
+from jaxgrpo.models.hf import folders, mapping, qwen3, weights
 
 
 @dataclasses.dataclass(frozen=True)
@@ -296,3 +298,55 @@ def test_a_parameter_without_a_name_is_refused_by_its_path():
         InputError, match=r"blocks/0/attention_out_norm/scale: family \"qwen3\" has"
     ):
         mapping.entries(model, PLAIN)
+
+
+TWO_PROCESSES = """
+import sys
+import jax, numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jaxgrpo.core.errors import InputError
+from jaxgrpo.models.hf.folders import read_config, read_params
+from jaxgrpo.models.decoder import build
+
+address, process, source = sys.argv[1:]
+jax.distributed.initialize(address, num_processes=2, process_id=int(process))
+mesh = Mesh(np.array(jax.devices()), ("x",), axis_types=(AxisType.Auto,))
+model = build(read_config(source))
+shardings = jax.tree.map(lambda _: NamedSharding(mesh, PartitionSpec()), model.shapes)
+shardings["embed"]["table"] = NamedSharding(mesh, PartitionSpec("x"))
+try:
+    read_params(source, model, shardings=shardings)
+except InputError as error:
+    print(error)
+"""
+
+
+@pytest.mark.slow
+def test_every_process_ends_when_one_finds_a_wrong_value(tmp_path, python, environment):
+    config = dataclasses.replace(EVEN, query_key_norm="head", attention_bias=False)
+    model = build(config)
+    folders.save_model(tmp_path / "m", model, draw(model))
+
+    def change(tensors):
+        tensors["model.embed_tokens.weight"][-1, 3] = np.inf  # which the second process reads
+
+    spoil(tmp_path / "m", change)
+    command = [python, "-c", TWO_PROCESSES, f"127.0.0.1:{free_port()}"]
+    started = [
+        subprocess.Popen(
+            [*command, str(process), str(tmp_path / "m")],
+            env=environment(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for process in (0, 1)
+    ]
+    try:
+        (first, errors), (second, more) = (one.communicate(timeout=120) for one in started)
+    finally:
+        for process in started:
+            process.kill()
+    assert [process.returncode for process in started] == [0, 0], errors + more
+    assert "not read in process 1 (processes count from 0): see the message there" in first
+    assert "model.embed_tokens.weight holds 1 values that are not finite" in second

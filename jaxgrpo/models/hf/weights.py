@@ -7,13 +7,14 @@ import gc
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 from jax import Array
+from jax.experimental import multihost_utils
 from jax.sharding import Sharding, SingleDeviceSharding
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
@@ -204,6 +205,31 @@ def read_leaf(
     if sharding is None:
         return shards[0]
     return jax.make_array_from_single_device_arrays(spec.shape, sharding, shards)
+
+
+@contextlib.contextmanager
+def agreed(folder: Path, layouts: Iterable[Sharding | None]) -> Iterator[None]:
+    """A block that fails in every process if it fails in one, where arrays span processes.
+
+    A process reads just what its devices keep, so it may be the only one that finds a wrong value;
+    the others would wait for it in their next common computation.
+
+    Raises: InputError naming the processes in which it failed.
+    """
+    spans = any(one is not None and not one.is_fully_addressable for one in layouts)
+    try:
+        yield
+    except Exception:
+        if spans:
+            multihost_utils.process_allgather(np.bool_(True))
+        raise
+    if spans:
+        failed = np.flatnonzero(multihost_utils.process_allgather(np.bool_(False)))
+        if failed.size:
+            raise InputError(
+                f"{folder}: not read in process {', '.join(map(str, failed))} (processes count "
+                "from 0): see the message there"
+            )
 
 
 def _fill(part: np.ndarray, box: Box, folder: Path, files: Mapping[str, Any], entry: Entry) -> None:
