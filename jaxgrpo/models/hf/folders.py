@@ -143,7 +143,7 @@ def read_params(
     entries = mapping.entries(model, family)
     specs, tree = jax.tree.flatten(model.shapes)
     layouts = [None] * len(specs) if shardings is None else jax.tree.leaves(shardings)
-    with weights.opened(folder) as files:
+    with weights.agreed(folder, layouts), weights.opened(folder) as files:
         weights.check(folder, files, entries, family.tied_head, model.config.tie_embeddings)
         leaves = [
             weights.read_leaf(

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 from jax import Array
+from jax.experimental import multihost_utils
 from jax.sharding import Sharding, SingleDeviceSharding
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
@@ -101,9 +103,9 @@ def check(
     """
     expected = {entry.name: entry for of_leaf in of_leaves for entry in of_leaf}
     found = set(files)
-    if tied and tied_head[0] in found:
+    repeated = tied and tied_head[0] in found
+    if repeated:
         found.remove(tied_head[0])
-        _check_tied(folder, files, tied_head)
     odd = {"missing": expected.keys() - found, "unknown": found - expected.keys()}
     problems = [f"{kind}: {_listed(names)}" for kind, names in odd.items() if names]
     if problems:
@@ -118,6 +120,8 @@ def check(
                 f"{folder}: {entry.name} has shape {tuple(stored.get_shape())}, but config.json "
                 f"asks for {entry.hf_shape}: the weights and the config belong to different models"
             )
+    if repeated:
+        _check_tied(folder, files, tied_head)
 
 
 def _stored(folder: Path, files: Mapping[str, Any], name: str) -> Any:
@@ -137,12 +141,10 @@ def _listed(names: set[str]) -> str:
 
 
 def _check_tied(folder: Path, files: Mapping[str, Any], tied_head: tuple[str, str]) -> None:
-    held = [_stored(folder, files, name) for name in tied_head if name in files]
-    same = len(held) == 2 and held[0].get_shape() == held[1].get_shape()
-    if not same or not all(
-        np.array_equal(held[0][rows], held[1][rows]) for rows in _some_rows(held[0])
-    ):
-        head, embed = tied_head
+    head, embed = tied_head
+    one, other = (_stored(folder, files, name) for name in tied_head)
+    same = one.get_shape() == other.get_shape()
+    if not same or not all(np.array_equal(one[rows], other[rows]) for rows in _some_rows(one)):
         raise InputError(
             f"{folder}: tie_word_embeddings is true, but {head} differs from {embed}: set "
             "tie_word_embeddings to false in config.json, or remove the tensor"
@@ -166,7 +168,7 @@ def read_leaf(
     """One leaf on its devices. Of it, the host holds what one device keeps, one after another.
 
     Only that part is read, and its values are checked; devices that keep the same part share a
-    read. The files are mapped into memory: their pages are not memory of this process.
+    read. The files are mapped into memory: their pages are the system's cache.
 
     Args:
       spec: shape and dtype of the leaf.
@@ -192,13 +194,42 @@ def read_leaf(
                 _fill(part, box, folder, files, entry)
             elif box[0][0] <= entry.period < box[0][1]:
                 _fill(part[entry.period - box[0][0]], box[1:], folder, files, entry)
-        # Before the next part is read, so that this one is no longer needed.
         return jax.block_until_ready([jax.device_put(part, one, may_alias=False) for one in on])
 
-    shards = [shard for box, on in layouts.items() for shard in placed(box, on)]
+    shards = []
+    for box, on in layouts.items():
+        shards += placed(box, on)
+        # JAX keeps what it was given until its next call or garbage collection; here, the next
+        # part would be read before that.
+        gc.collect(0)
     if sharding is None:
         return shards[0]
     return jax.make_array_from_single_device_arrays(spec.shape, sharding, shards)
+
+
+@contextlib.contextmanager
+def agreed(folder: Path, layouts: Iterable[Sharding | None]) -> Iterator[None]:
+    """A block that fails in every process if it fails in one, where arrays span processes.
+
+    A process reads just what its devices keep, so it may be the only one that finds a wrong value;
+    the others would wait for it in their next common computation.
+
+    Raises: InputError naming the processes in which it failed.
+    """
+    spans = any(one is not None and not one.is_fully_addressable for one in layouts)
+    try:
+        yield
+    except Exception:
+        if spans:
+            multihost_utils.process_allgather(np.bool_(True))
+        raise
+    if spans:
+        failed = np.flatnonzero(multihost_utils.process_allgather(np.bool_(False)))
+        if failed.size:
+            raise InputError(
+                f"{folder}: not read in process {', '.join(map(str, failed))} (processes count "
+                "from 0): see the message there"
+            )
 
 
 def _fill(part: np.ndarray, box: Box, folder: Path, files: Mapping[str, Any], entry: Entry) -> None:
