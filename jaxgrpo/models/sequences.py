@@ -65,8 +65,8 @@ def check_length(model: Model, length: int, what: str) -> None:
     limit = model.config.position_limit
     if limit is not None and length > limit:
         raise InputError(
-            f"{what}: {length} positions, but this model's rotary positions are built up to {limit}: "
-            "beyond it the angles of all positions change with the length (rope type dynamic or "
+            f"{what}: {length} positions, but this model's are built up to {limit}: beyond it the "
+            "angles of all positions change with the length (rope type dynamic or "
             f"longrope in config.json); keep to {limit} tokens"
         )
 

@@ -150,7 +150,6 @@ def test_a_config_that_cannot_be_built_is_refused_with_every_problem_in_one_mess
         num_kv_heads=3,
         head_dim=7,
         activation="tanh",
-        norms="none",
         dtype="int8",
         num_layers=0,
         pattern=(),
@@ -162,7 +161,6 @@ def test_a_config_that_cannot_be_built_is_refused_with_every_problem_in_one_mess
         "num_kv_heads = 3: must divide num_heads = 4",
         "head_dim = 7",
         'activation = "tanh": known are silu, gelu, gelu_tanh, relu',
-        'norms = "none": known are before, after, both',
         'dtype = "int8"',
         "pattern = ()",
     ):

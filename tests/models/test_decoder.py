@@ -9,7 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxgrpo.models.api import LayerKind, Model, ModelConfig, Rope, memory_per_layer, params_per_layer
+from jaxgrpo.models.api import (
+    LayerKind,
+    Model,
+    ModelConfig,
+    Rope,
+    memory_per_layer,
+    params_per_layer,
+)
 from jaxgrpo.models.attention import Sharing, causal, decode, rows_with_prefix
 from jaxgrpo.models.cache import Cache, Ring, settled
 from jaxgrpo.models.decoder import UNROLLED, build

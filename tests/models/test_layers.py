@@ -33,7 +33,8 @@ def test_rms_norm_divides_by_the_root_mean_square_and_adds_its_offset():
 def test_a_new_norm_is_the_identity_up_to_scale_whatever_its_offset():
     x = jnp.asarray([[1.0, -1.0, 1.0, -1.0, 1.0, -1.0]])
     for offset in (0.0, 1.0):
-        np.testing.assert_allclose(RMSNorm({"norm": 6}, config(norm_offset=offset))(x), x, rtol=1e-5)
+        norm = RMSNorm({"norm": 6}, config(norm_offset=offset))
+        np.testing.assert_allclose(norm(x), x, rtol=1e-5)
 
 
 def test_rms_norm_of_bfloat16_is_computed_in_float32():

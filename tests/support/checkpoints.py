@@ -103,7 +103,7 @@ RICH: dict[str, dict[str, Any]] = {
 
 
 def config_of(family: str, **changes: Any) -> Any:
-    """The transformers config of a small model of a family, with what makes the family different."""
+    """The transformers config of a family's small model, with what makes the family different."""
     from transformers import CONFIG_MAPPING
 
     fields = {**SIZES, **RICH[family], **changes}

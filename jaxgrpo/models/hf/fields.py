@@ -1,4 +1,4 @@
-"""The fields of a config.json: each is read once with its kind, and one that is not read is refused.
+"""The fields of a config.json: each is read with its kind, and what is not read is refused.
 
 A field changes what a model computes, or it does not. Those that do not are listed here and with
 their family; any other must have been read, or be off (null, false, 0 or empty).
@@ -111,7 +111,7 @@ class Fields:
         self.problems.append(f"{name} = {self.given.get(name)!r}: {why}")
 
     def refuse_unread(self, harmless: Collection[str]) -> None:
-        """A problem for each field that was not read, unless it is off or known to change nothing."""
+        """A problem for each field not read, unless it is off or known to change nothing."""
         for name, value in self.given.items():
             if name in self._read or not value:
                 continue
