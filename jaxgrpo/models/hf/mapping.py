@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 from jaxgrpo.core.errors import InputError
-from jaxgrpo.models.api import Model
+from jaxgrpo.models.api import Model, ModelConfig
 
 LEAVES: Mapping[str, tuple[str, int | None]] = {
     "table": ("weight", None),
@@ -84,43 +84,57 @@ def entries(model: Model, family: Names) -> list[list[Entry]]:
         "/".join(str(key.key) for key in keys): spec.shape
         for keys, spec in jax.tree_util.tree_leaves_with_path(model.shapes)
     }
-    return [_of_leaf(model, family, path, leaves) for path in leaves]
+    return [_of_leaf(model.config, family, path, leaves) for path in leaves]
 
 
 def _of_leaf(
-    model: Model, family: Names, path: str, leaves: Mapping[str, tuple[int, ...]]
+    config: ModelConfig, family: Names, path: str, leaves: Mapping[str, tuple[int, ...]]
 ) -> list[Entry]:
-    config, parts, shape = model.config, path.split("/"), leaves[path]
+    parts = path.split("/")
     in_layer, stacked = parts[0] in ("blocks", "rest"), parts[0] == "blocks"
-    ours = "/".join(parts[2:] if in_layer else parts)
+    of_layer = {name: shape[1:] if stacked else shape for name, shape in leaves.items()}
+    start = len("/".join(parts[:2])) + 1 if in_layer else 0
+    found = _tensor(family, path[:start], path[start:], of_layer)
+    if found is None:
+        raise InputError(f'{path}: family "{config.family}" has no tensor for this parameter')
+    if not in_layer:
+        return [found]
+    first = int(parts[1])
+    return [
+        found._replace(
+            name=f"model.layers.{period * len(config.pattern) + first}.{found.name}",
+            period=period if stacked else None,
+        )
+        for period in (range(config.periods) if stacked else [config.periods])
+    ]
+
+
+def _tensor(
+    family: Names, above: str, ours: str, shapes: Mapping[str, tuple[int, ...]]
+) -> Entry | None:
+    """The entry of the leaf `above` + `ours`, with its name in a layer; None if it has no name.
+
+    Args:
+      shapes: those of one layer, by whole path.
+    """
     module, _, leaf = ours.rpartition("/")
     suffix, inputs = LEAVES.get(leaf, ("", None))
     inputs = INPUTS.get(ours, inputs)
     joined = next((hf for hf, modules in family.fused.items() if module in modules), None)
     theirs = joined or family.modules.get(module)
     if not theirs or not suffix:
-        raise InputError(f'{path}: family "{config.family}" has no tensor for this parameter')
+        return None
 
     def outputs(module: str) -> int:
-        sizes = leaves[path.removesuffix(ours) + f"{module}/{leaf}"][stacked:]
-        return sizes[0] if inputs is None else math.prod(sizes[inputs:])
+        shape = shapes[f"{above}{module}/{leaf}"]
+        return shape[0] if inputs is None else math.prod(shape[inputs:])
 
-    modules = family.fused[joined] if joined else (module,)
+    modules, shape = family.fused[joined] if joined else (module,), shapes[above + ours]
     bounds = [0, *itertools.accumulate(map(outputs, modules))]
     k = modules.index(module)
-    shape = shape[1:] if stacked else shape
     columns = shape[1:] if inputs is None else (math.prod(shape[:inputs]),) if inputs else ()
-    layout = shape, inputs, (bounds[k], bounds[k + 1]), (bounds[-1], *columns)
-    if not in_layer:
-        return [Entry(f"{theirs}.{suffix}", None, *layout)]
-    return [
-        Entry(
-            f"model.layers.{period * len(config.pattern) + int(parts[1])}.{theirs}.{suffix}",
-            period if stacked else None,
-            *layout,
-        )
-        for period in (range(config.periods) if stacked else [config.periods])
-    ]
+    rows, hf_shape = (bounds[k], bounds[k + 1]), (bounds[-1], *columns)
+    return Entry(f"{theirs}.{suffix}", None, shape, inputs, rows, hf_shape)
 
 
 def by_tensor(leaves: Iterable[Any], of_leaves: list[list[Entry]]) -> dict[str, list[Any]]:
