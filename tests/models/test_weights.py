@@ -19,25 +19,20 @@ from safetensors.numpy import load_file, save_file
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.models.api import LayerKind, ModelConfig
 from jaxgrpo.models.decoder import build
-from jaxgrpo.models.hf import folders, mapping, qwen3, weights
+from jaxgrpo.models.hf import folders, mapping, weights
+from jaxgrpo.models.hf.families import base, mistral
 
-
-@dataclasses.dataclass(frozen=True)
-class Family:
-    """The names of a family, as far as the mapping reads them."""
-
-    modules: Mapping[str, str] = dataclasses.field(default_factory=lambda: qwen3.MODULES)
-    fused: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
-    tied_head: tuple[str, str] = ("lm_head.weight", "model.embed_tokens.weight")
-
-
-FUSED = {
-    "self_attn.qkv_proj": ("attention/query", "attention/key", "attention/value"),
-    "mlp.gate_up_proj": ("feed_forward/gate", "feed_forward/up"),
-}
+FUSED = mistral.PHI3.fused
 JOINED = frozenset(itertools.chain(*FUSED.values()))
-PLAIN = Family()
-PHI = Family({ours: name for ours, name in qwen3.MODULES.items() if ours not in JOINED}, FUSED)
+
+
+def names(modules: Mapping[str, str], fused: Mapping[str, tuple[str, ...]]) -> base.Family:
+    """A family as far as the mapping reads it."""
+    return mistral.PHI3._replace(modules=modules, fused=fused)
+
+
+PLAIN = names(base.MODULES, {})
+PHI = names({ours: name for ours, name in base.MODULES.items() if ours not in JOINED}, FUSED)
 FAMILIES = {"plain": PLAIN, "fused": PHI}
 
 
@@ -325,7 +320,7 @@ except InputError as error:
 def test_every_process_ends_when_one_finds_a_wrong_value(tmp_path, python, environment):
     config = dataclasses.replace(EVEN, query_key_norm="head", attention_bias=False)
     model = build(config)
-    folders.save_model(tmp_path / "m", model, draw(model))
+    folders.save_model(model, draw(model), tmp_path / "m")
 
     def change(tensors):
         tensors["model.embed_tokens.weight"][-1, 3] = np.inf  # which the second process reads

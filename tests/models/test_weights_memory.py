@@ -14,7 +14,7 @@ from safetensors.numpy import save_file
 
 from jaxgrpo.models.api import LayerKind, ModelConfig, Rope
 from jaxgrpo.models.decoder import build
-from jaxgrpo.models.hf import mapping, qwen3
+from jaxgrpo.models.hf import families, mapping
 
 MIB = 1 << 20
 SLACK = 64 * MIB
@@ -96,10 +96,10 @@ def folder(tmp_path_factory):
     """A checkpoint in bfloat16, 350 MB, each tensor of other values."""
     path = tmp_path_factory.mktemp("weights") / "large"
     path.mkdir()
-    fields = qwen3.config_fields(CONFIG, "bfloat16") | {"model_type": "qwen3"}
+    fields = families.config_fields(CONFIG, "bfloat16")
     (path / "config.json").write_text(json.dumps(fields))
     drawn = np.random.default_rng(0).normal(size=1 << 16).astype(bfloat16)
-    entries = mapping.entries(build(CONFIG), qwen3.FAMILY)
+    entries = mapping.entries(build(CONFIG), families.family_of("qwen3"))
     tensors = {
         entry.name: np.resize(np.roll(drawn, k), entry.hf_shape)
         for k, entry in enumerate(entry for of_leaf in entries for entry in of_leaf)

@@ -203,10 +203,10 @@ def save_model(
     leaves = jax.tree.leaves(params)
     family = families.family_of(model.config.family, "save_model")
     tensors = mapping.by_tensor(leaves, mapping.entries(model, family))
-    dtype = {str(leaf.dtype) for leaf in leaves}
-    if len(dtype) != 1:
-        raise InputError(f"save_model: parameters of several dtypes {sorted(dtype)}: cast to one")
-    fields = families.config_fields(model.config, *dtype)
+    dtypes = sorted({str(leaf.dtype) for leaf in leaves})
+    if len(dtypes) != 1:
+        raise InputError(f"save_model: parameters of several dtypes {dtypes}: cast to one")
+    fields = families.config_fields(model.config, dtypes[0])
     mine = jax.process_index() == 0
     with _replaced(Path(path).absolute()) if mine else contextlib.nullcontext() as folder:
         if folder is not None:

@@ -16,7 +16,9 @@ import numpy as np
 from jaxgrpo.models.api import Rope
 from jaxgrpo.models.hf.fields import Fields
 
-FULL, SLIDING = "full_attention", "sliding_attention"
+FULL: str = "full_attention"
+SLIDING: str = "sliding_attention"
+"""The types of layers in config.json."""
 
 
 class Turn(NamedTuple):
