@@ -23,6 +23,10 @@ MAX_FOLDER_FILES = 20  # beside __init__.py
 MAX_PACKAGES = 14
 
 SHORT = {
+    **{
+        f"models/hf/families/{name}.py": "a family of models"
+        for name in ("mistral", "olmo", "qwen")
+    },
     "rewards/math_program.py": "a program of its own, started by builtin.py",
 }
 """Files below MIN_FILE_LINES, each with its reason."""
