@@ -163,3 +163,14 @@ def test_queries_are_cut_until_their_scores_fit():
     assert plain.block_size(query, 8192) == 1024
     assert plain.block_size(query, 8192 + 64) == 512
     assert plain.block_size(query, 2048) == 4096
+
+
+def test_small_rows_are_one_block_without_a_loop(monkeypatch):
+    *given, _ = map(jnp.asarray, attended.draws(SEVERAL, np.float32))
+
+    def gradient(*given):
+        return jax.grad(lambda query: rows(KINDS[0], query, *given[1:]).sum())(given[0])
+
+    assert "while" not in jax.jit(gradient).lower(*given).as_text()
+    monkeypatch.setattr(plain, "BLOCK_BYTES", 0)
+    assert "while" in jax.jit(lambda *given: gradient(*given)).lower(*given).as_text()

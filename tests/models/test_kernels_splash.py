@@ -104,6 +104,18 @@ def test_its_gradients_are_those_of_finite_differences():
         np.testing.assert_allclose(slope, jnp.linalg.norm(gradient), rtol=2e-3)
 
 
+def test_blocks_beyond_a_window_are_left_out():
+    of_row = splash.Reach((512, 1024), splash.Sees(prefix=512, window=128))
+    slices = [slice(start, start + 128) for start in range(0, 1024, 128)]
+    computed = [[of_row[asked, shown].any() for shown in slices] for asked in slices[:4]]
+    # The last block of the prompt, for a sample that may begin anywhere; of the row, two.
+    expected = np.zeros((4, 8), bool)
+    expected[:, 3] = True
+    for i in range(4):
+        expected[i, 4 + max(0, i - 1) : 5 + i] = True
+    np.testing.assert_array_equal(computed, expected)
+
+
 @pytest.mark.parametrize("break_it", ["position", "segment"])
 def test_a_row_that_is_not_in_order_gives_nan_and_leaves_others_alone(break_it):
     *given, _ = map(jnp.asarray, attended.draws(SEVERAL, np.float32))

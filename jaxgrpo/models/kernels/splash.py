@@ -144,6 +144,41 @@ class Sees(NamedTuple):
         return seen
 
 
+class Reach(splash_attention.Mask):
+    """What a query may see wherever its sample begins; blocks beyond it are never computed.
+
+    The kernel takes the mask inside a block from `mask_function` and the numbers of the queries,
+    which are given when it runs.
+    """
+
+    def __init__(self, shape: tuple[int, int], sees: Sees):
+        self.sizes, self.mask_function = shape, sees
+        self.q_sequence = np.zeros(shape[0], np.int32)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.sizes
+
+    def __getitem__(self, at: tuple[slice, slice]) -> np.ndarray:
+        place, column = (np.arange(size)[one] for size, one in zip(self.sizes, at, strict=True))
+        of_key = (column - self.mask_function.prefix)[None, :]
+        seen = of_key <= place[:, None]
+        if self.mask_function.window is not None:
+            # A prompt is nearest to the query that begins a sample.
+            distance = np.where(of_key < 0, 0, place[:, None]) - of_key
+            seen = seen & (distance < self.mask_function.window)
+        return seen
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Reach) and self._all() == other._all()
+
+    def __hash__(self) -> int:
+        return hash(self._all())
+
+    def _all(self) -> tuple[Any, ...]:
+        return self.sizes, self.mask_function
+
+
 def _on_mesh(mesh: Mesh | None, run: Callable[..., Array]) -> Callable[..., Array]:
     """`_over_batch` on each device's bins and heads."""
     if mesh is None or mesh.size == 1:
@@ -187,7 +222,7 @@ def _over_batch(
     ]
 
     def one(number: Array, ids: splash_attention.SegmentIds, *given: Array) -> Any:
-        return _with_numbers(kernel, number, Sees(prefix, kind.window))(*given, ids)
+        return _with_numbers(kernel, number)(*given, ids)
 
     for _ in batch:
         one = jax.vmap(one)
@@ -198,7 +233,7 @@ def _over_batch(
 def _kernel(
     size: int, columns: int, heads: int, prefix: int, kind: LayerKind, interpret: bool
 ) -> splash_attention_kernel.SplashAttentionKernel:
-    """The kernel with the blocks that causality leaves; which keys of them are seen comes later."""
+    """The kernel without the numbers of its queries."""
     asked, shown = (next(one for one in BLOCKS if sizes % one == 0) for sizes in (size, columns))
     blocks = splash_attention.BlockSizes(
         block_q=asked,
@@ -208,7 +243,7 @@ def _kernel(
         block_q_dq=asked,
         block_kv_dq=shown,
     )
-    mask = splash_attention.CausalMask((size, columns), offset=prefix)
+    mask = Reach((size, columns), Sees(prefix, kind.window))
     # Its tables are made of NumPy arrays: here, and not as a part of what is being traced.
     with jax.ensure_compile_time_eval():
         kernel = splash_attention.make_splash_mha(
@@ -223,12 +258,10 @@ def _kernel(
 
 
 def _with_numbers(
-    kernel: splash_attention_kernel.SplashAttentionKernel, number: Array, sees: Sees
+    kernel: splash_attention_kernel.SplashAttentionKernel, number: Array
 ) -> splash_attention_kernel.SplashAttentionKernel:
-    """The kernel with a mask that depends on numbers of the queries."""
     tables: Any = (kernel.fwd_mask_info, kernel.dq_mask_info, kernel.dkv_mask_info)
-    changed = (table._replace(q_sequence=number) for table in tables)
-    return type(kernel)(*changed, **{**kernel.kwargs, "mask_function": sees})
+    return type(kernel)(*(table._replace(q_sequence=number) for table in tables), **kernel.kwargs)
 
 
 def _ending(prompt: Array, length: Array, size: int) -> Array:
