@@ -7,14 +7,19 @@ without any key gives finite garbage that the loss masks, never NaN.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.sharding import Mesh
 
-from jaxgrpo.models.api import Attend, KeyValue, LayerKind
+from jaxgrpo.core.errors import find, refuse_all
+from jaxgrpo.models.api import Attend, KeyValue, LayerKind, ModelConfig
 from jaxgrpo.models.cache import Cache, Ring, ages, written
+from jaxgrpo.models.kernels import cudnn
 from jaxgrpo.models.kernels.plain import SAVED as SAVED
 from jaxgrpo.models.kernels.plain import (
     Keys,
@@ -26,6 +31,7 @@ from jaxgrpo.models.kernels.plain import (
     nothing_of,
     over_cache,
     partial_over,
+    taken,
     ungrouped,
     visible,
 )
@@ -57,7 +63,7 @@ def rows_with_prefix(
     length = jnp.take_along_axis(prompt_length, row_prompt, axis=1)  # [D, R]
 
     def attend(query, key, value, memory: KeyValue, kind: LayerKind):
-        prefix = KeyValue(*(_take(leaf, row_prompt) for leaf in memory))
+        prefix = KeyValue(*(taken(leaf, row_prompt) for leaf in memory))
         prefix_position = jnp.arange(prefix.key.shape[2])
         real = prefix_position < length[..., None]  # [D, R, S]
         keys, values = (
@@ -68,6 +74,68 @@ def rows_with_prefix(
         return attended(query, keys, values, Sight(position, segment, of_keys), kind), None
 
     return attend
+
+
+class Kernel(NamedTuple):
+    """How whole rows and prompts are attended, in passes that a gradient may be taken of.
+
+    Its two functions take what those of this module take, and give the same.
+    """
+
+    name: str
+    causal: Callable[[Array, Array], Attend]
+    rows_with_prefix: Callable[[Array, Array, Array, Array], Attend]
+
+
+XLA = Kernel("xla", causal, rows_with_prefix)
+OF_PLATFORM = {"tpu": "splash", "gpu": "cudnn"}
+"""Platform, as JAX names that of a device -> the kernel made for it."""
+KERNELS = ("auto", "xla", *OF_PLATFORM.values())
+
+
+def chosen(
+    asked: str,
+    platform: str,
+    config: ModelConfig,
+    *,
+    row: int,
+    samples_per_row: int | None = None,
+    mesh: Mesh | None = None,
+) -> Kernel:
+    """The kernel for a run: what it asks for, if that computes exactly its attention.
+
+    Call it once where the run is built, with the platform of its devices
+    (`mesh.devices.flat[0].platform`), and give the kernel's two functions to the forward pass in
+    place of those of this module. Decoding and prefill have their own attends and need no kernel.
+
+    Args:
+      asked: one of KERNELS. "auto" is the platform's kernel where it refuses nothing, else "xla":
+        the results differ by rounding alone.
+      row: tokens of a row, Q.
+      samples_per_row: the most that a row may hold; None: any number.
+      mesh: the run's; None on one device.
+
+    Raises: InputError with everything that the kernel asked for cannot compute.
+    """
+    from jaxgrpo.models.kernels import splash  # not above: it takes a tenth of a second
+
+    find("model.attention", asked, dict.fromkeys(KERNELS))
+    name = OF_PLATFORM.get(platform, "xla") if asked == "auto" else asked
+    problems = []
+    if name == "splash":
+        problems = splash.refusals(config, row, mesh)
+    elif name == "cudnn":
+        problems = cudnn.refusals(config, samples_per_row)
+    if name != "xla" and OF_PLATFORM.get(platform) != name:
+        problems.append(f"platform {platform}: it runs on another")
+    if problems and asked == "auto":
+        return XLA
+    title = f'model.attention = "{name}" cannot compute this run; set it to "xla":'
+    refuse_all(title, problems)
+    if name == "splash":
+        both = splash.causal, splash.rows_with_prefix
+        return Kernel(name, *(functools.partial(one, mesh=mesh) for one in both))
+    return XLA if name == "xla" else Kernel(name, cudnn.causal, cudnn.rows_with_prefix)
 
 
 class Sharing(NamedTuple):
@@ -97,7 +165,7 @@ def chunk(row: Array, start: Array, length: Array) -> Attend:
             return Cache(keys, cache.value.at[row[:, None], :, column].set(value, mode="drop"))
 
         cache = jax.vmap(write)(memory, row, column, key, value)
-        rows = Cache(*(_take(leaf, row) for leaf in cache))
+        rows = Cache(*(taken(leaf, row) for leaf in cache))
         position = start[..., None] + offset
         sight = Sight(position, None, (Keys(jnp.arange(rows.value.shape[-2])),))
         return over_cache(query, rows, sight, kind), cache
@@ -180,12 +248,7 @@ def _of_prompts(
         leaf = jnp.moveaxis(leaf, 4, 2)  # [D, A, C, kv_heads, heads per kv head, ...]
         leaf = leaf.reshape(bins, -1, *leaf.shape[3:])
         if sharing.place is not None:
-            leaf = _take(leaf, sharing.place)
+            leaf = taken(leaf, sharing.place)
         return jnp.expand_dims(leaf, 4)
 
     return Partial(*map(back, out))
-
-
-def _take(values: Array, at: Array) -> Array:
-    """Entries [D, n, ...] of values [D, N, ...] at [D, n], bin by bin."""
-    return jax.vmap(lambda values, at: values[at])(values, at)

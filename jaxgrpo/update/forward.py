@@ -18,7 +18,7 @@ from jaxgrpo.core.types import Params, TrainBatch
 from jaxgrpo.losses import Objective, Tokens, token_loss
 from jaxgrpo.models import logprobs, sharding
 from jaxgrpo.models.api import LayerKind, Model
-from jaxgrpo.models.attention import causal, rows_with_prefix
+from jaxgrpo.models.attention import XLA, Kernel
 from jaxgrpo.models.logprobs import Entropy, Head, full_kl, token_logprobs
 from jaxgrpo.rollout.sampler import SamplingSettings
 from jaxgrpo.update.moments import map_params
@@ -38,6 +38,7 @@ class Blueprint(NamedTuple):
     reward_weights: Mapping[str, float] | None = None  # of the logged reward; None: all 1
     compact: bool = True  # False keeps dead samples in the update: slower, the same result
     num_iterations: int = 1  # how often the rollouts of a step are trained on
+    kernel: Kernel = XLA  # of attention: see models.attention.chosen
 
 
 def forward(
@@ -54,7 +55,7 @@ def forward(
     gradient for "gradient" only.
     """
     flat = flatten(micro, blueprint.geometry.tokens)
-    hidden = hidden_states(blueprint.model, params, micro, flat)
+    hidden = hidden_states(blueprint.model, params, micro, flat, blueprint.kernel)
     # Greedy sampling has no distribution: its ratios are those of the model itself.
     temperature = blueprint.sampling.temperature or 1.0
     logp, values = token_logprobs(
@@ -71,7 +72,7 @@ def forward(
             functools.partial(blueprint.model.unembed, params),
             hidden,
             functools.partial(blueprint.model.unembed, reference),
-            hidden_states(blueprint.model, reference, micro, flat),
+            hidden_states(blueprint.model, reference, micro, flat, blueprint.kernel),
             temperature=temperature,
         )
     return jax.tree.map(functools.partial(in_rows, micro, flat), (logp, fields))
@@ -86,7 +87,7 @@ def loss_of_tokens(
     """
     objective = blueprint.objective
     flat = flatten(micro, blueprint.geometry.tokens)
-    hidden = hidden_states(blueprint.model, params, micro, flat)
+    hidden = hidden_states(blueprint.model, params, micro, flat, blueprint.kernel)
     asked = sorted(objective.needs & micro.fields.keys())
     given = {
         **{name: getattr(micro, name) for name in ("proximal_logp", "advantage", "mask", "weight")},
@@ -177,13 +178,17 @@ def flatten(micro: TrainBatch, size: int) -> Flat:
     )
 
 
-def hidden_states(model: Model, params: Params, micro: TrainBatch, flat: Flat) -> Array:
+def hidden_states(
+    model: Model, params: Params, micro: TrainBatch, flat: Flat, kernel: Kernel = XLA
+) -> Array:
     """Hidden states [D, N, E]: each prompt once, and rows that read the keys of their prompts."""
     bins, prompts, width = micro.prompt_tokens.shape
     rows, places = micro.segment.shape[1:], micro.segment[0].size
     position = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32), (bins, prompts, width))
-    among = causal(position, position < micro.prompt_length[..., None])
-    inside = rows_with_prefix(micro.segment, micro.position, micro.row_prompt, micro.prompt_length)
+    among = kernel.causal(position, position < micro.prompt_length[..., None])
+    inside = kernel.rows_with_prefix(
+        micro.segment, micro.position, micro.row_prompt, micro.prompt_length
+    )
 
     def attend(query: Array, key: Array, value: Array, memory: None, kind: LayerKind):
         spread = [moved(leaf, flat.place, flat.origin) for leaf in (query, key, value)]

@@ -27,10 +27,7 @@ def block_bytes(request, monkeypatch):
 
 
 def rows(kind: LayerKind, query, key, value, prefix_key, prefix_value):
-    sizes = map(jnp.asarray, (SEVERAL.segment, SEVERAL.position))
-    attend = rows_with_prefix(
-        *sizes, jnp.asarray(SEVERAL.row_prompt), jnp.asarray(SEVERAL.prompt_length)
-    )
+    attend = rows_with_prefix(*SEVERAL.placed)
     return attend(query, key, value, KeyValue(prefix_key, prefix_value), kind)[0]
 
 
@@ -103,8 +100,11 @@ def test_a_chunk_of_a_prompt_is_the_plain_formula(block_bytes):
             for row, at, count in ((0, 5, 4), (1, 0, 3)):
                 place = at + jnp.arange(count)
                 mask = plain.visible(place, jnp.arange(12), kind)
-                asked, held = query[0, row, :count], [leaf[0, 1 - row] for leaf in kept]
-                expected = attended.formula(asked, *map(jnp.asarray, held), mask, kind.soft_cap)
+                asked, held = (
+                    query[0, row, :count],
+                    [jnp.asarray(leaf[0, 1 - row]) for leaf in kept],
+                )
+                expected = attended.formula(asked, held[0], held[1], mask, kind.soft_cap)
                 assert_same(out[0, row, :count], expected)
 
 
@@ -115,18 +115,18 @@ def test_decoding_is_the_plain_formula():
     own = rng.normal(size=(2, 4, steps, KV_HEADS, HEAD_DIM))  # of four slots
     query = rng.normal(size=(4, steps, HEADS, HEAD_DIM))
     with jax.enable_x64(True):
-        prompts = Cache(jnp.asarray(prefix[0]).transpose(0, 2, 3, 1)[None], None)
-        prompts = prompts._replace(value=jnp.asarray(prefix[1]).swapaxes(1, 2)[None])
+        turned = jnp.asarray(prefix[0]).transpose(0, 2, 3, 1)[None]
+        prompts = Cache(turned, jnp.asarray(prefix[1]).swapaxes(1, 2)[None])
 
         def zeros(columns):
             empty = jnp.zeros((4, KV_HEADS, HEAD_DIM, columns))
             return Cache(empty, empty.mT)
 
         def step(kind, memory, index):
-            given = (jnp.asarray(leaf)[None, :, index, None] for leaf in (query, *own))
+            asked, key, value = (jnp.asarray(leaf)[None, :, index, None] for leaf in (query, *own))
             slots = jnp.full((1, 4), index)
             attend = decode(index, slots, jnp.asarray(lengths), Sharing(None, None))
-            out, (prompts, ring) = attend(*given, memory, kind)
+            out, (prompts, ring) = attend(asked, key, value, memory, kind)
             return (prompts, settled(ring, index + 1)), out[0, :, 0]
 
         for kind in KINDS:
@@ -163,3 +163,14 @@ def test_queries_are_cut_until_their_scores_fit():
     assert plain.block_size(query, 8192) == 1024
     assert plain.block_size(query, 8192 + 64) == 512
     assert plain.block_size(query, 2048) == 4096
+
+
+def test_small_rows_are_one_block_without_a_loop(monkeypatch):
+    *given, _ = map(jnp.asarray, attended.draws(SEVERAL, np.float32))
+
+    def gradient(*given):
+        return jax.grad(lambda query: rows(KINDS[0], query, *given[1:]).sum())(given[0])
+
+    assert "while" not in jax.jit(gradient).lower(*given).as_text()
+    monkeypatch.setattr(plain, "BLOCK_BYTES", 0)
+    assert "while" in jax.jit(lambda *given: gradient(*given)).lower(*given).as_text()

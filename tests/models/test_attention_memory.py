@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -32,13 +33,13 @@ MODEL = ModelConfig(
 )
 
 
-def spec(*shape: int, dtype="int32") -> jax.ShapeDtypeStruct:
+def spec(*shape: int, dtype="int32") -> Any:
     return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
 
 
 def bytes_of(function, *specs) -> int:
     """Temporary memory of a compiled function."""
-    analysis = jax.jit(function).lower(*specs).compile().memory_analysis()
+    analysis: Any = jax.jit(function).lower(*specs).compile().memory_analysis()
     return analysis.temp_size_in_bytes
 
 
@@ -52,9 +53,9 @@ def of_layer(context: int) -> int:
     prompts = [spec(1, 1, PROMPT, 2, 64, dtype="float32")] * 2
 
     def loss(given, segment, position, row_prompt, prompt_length):
-        *own, key, value = given
+        query, key, value, *prompts = given
         attend = rows_with_prefix(segment, position, row_prompt, prompt_length)
-        return attend(*own, KeyValue(key, value), LayerKind())[0].sum()
+        return attend(query, key, value, KeyValue(*prompts), LayerKind())[0].sum()
 
     sizes = spec(1, 1, context), spec(1, 1, context), spec(1, 1), spec(1, 1)
     return bytes_of(jax.value_and_grad(loss), [*own, *prompts], *sizes)
@@ -73,11 +74,14 @@ def of_model(context: int, remat: decoder.Remat) -> int:
         mesh=sharding.make_mesh(devices=jax.devices()[:1]),
     )
     token, number = spec(1, 1, context), spec(1, 1, context, dtype="float32")
+    arrays: dict[str, Any] = {
+        **dict.fromkeys(("tokens", "targets", "segment", "position"), token),
+        **dict.fromkeys(("advantage", "weight", "proximal_logp"), number),
+    }
     micro = TrainBatch(
         prompt_tokens=spec(1, 1, PROMPT),
         prompt_length=spec(1, 1),
-        **dict.fromkeys(("tokens", "targets", "segment", "position"), token),
-        **dict.fromkeys(("advantage", "weight", "proximal_logp"), number),
+        **arrays,
         mask=spec(1, 1, context, dtype="bool"),
         fields={},
         row_prompt=spec(1, 1),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,10 @@ HEADS, KV_HEADS, HEAD_DIM = 4, 2, 8
 KINDS = [LayerKind(window=window, soft_cap=cap) for window in (None, 4) for cap in (None, 1.5)]
 
 
+def name(kind: LayerKind) -> str:
+    return f"window {kind.window}, cap {kind.soft_cap}"
+
+
 class Packed(NamedTuple):
     """Rows of completions behind prompts, as `rows_with_prefix` takes them."""
 
@@ -23,6 +27,11 @@ class Packed(NamedTuple):
     row_prompt: np.ndarray  # [1, R]
     prompt_length: np.ndarray  # [1, A]
     width: int  # S
+
+    @property
+    def placed(self) -> Any:
+        """The arguments of `rows_with_prefix`."""
+        return tuple(map(jnp.asarray, self[:4]))
 
 
 def packed(rows: list[list[int]], row_prompt: list[int], lengths: list[int], width: int, size: int):
@@ -35,8 +44,8 @@ def packed(rows: list[list[int]], row_prompt: list[int], lengths: list[int], wid
             segment[0, row, span] = number
             position[0, row, span] = lengths[row_prompt[row]] + np.arange(length)
             start += length
-    given = (np.asarray([numbers], np.int32) for numbers in (row_prompt, lengths))
-    return Packed(segment, position, *given, width)
+    asked, real = (np.asarray([numbers], np.int32) for numbers in (row_prompt, lengths))
+    return Packed(segment, position, asked, real, width)
 
 
 SEVERAL = packed([[5, 6], [12], [3, 3, 3]], [1, 0, 1], [3, 5], width=5, size=12)
@@ -44,7 +53,7 @@ ALONE = packed([[9], [12], [1]], [1, 0, 1], [3, 5], width=5, size=12)
 """The same with one sample in each row."""
 
 
-def draws(packed: Packed, dtype=np.float64, seed: int = 0) -> tuple[np.ndarray, ...]:
+def draws(packed: Packed, dtype: Any = np.float64, seed: int = 0) -> tuple[np.ndarray, ...]:
     """(query, key, value) of the rows, keys and values of their prompts, output's cotangent."""
     rng = np.random.default_rng(seed)
     rows = packed.segment.shape

@@ -181,7 +181,7 @@ def _forward_in_blocks(query: Array, cache: Cache, sight: Sight, kind: LayerKind
     """Output, as the query, and the blocks' log-sum-exps [blocks, ..., size]."""
 
     def one(block: tuple):
-        query, mask = _with_mask(*block, sight, kind)
+        query, mask = _with_mask(block[0], block[1], sight, kind)
         return _forward(query, cache, mask, kind.soft_cap)
 
     out, total = jax.lax.map(one, (_blocks(query, size, -3), _asking(sight, size)))
@@ -336,3 +336,8 @@ def grouped(query: Array, cache: Cache) -> Array:
 def ungrouped(out: Array, like: Array) -> Array:
     """The inverse of `grouped`, in the shape and dtype of the query."""
     return jnp.moveaxis(out, -2, -4).reshape(like.shape).astype(like.dtype)
+
+
+def taken(values: Array, at: Array) -> Array:
+    """Entries [D, n, ...] of values [D, N, ...] at [D, n], bin by bin."""
+    return jax.vmap(lambda values, at: values[at])(values, at)

@@ -1,0 +1,164 @@
+"""Attention on an NVIDIA GPU by the kernel of cuDNN, which keeps no scores in memory.
+
+That kernel knows sequences: causal from their first token, of a given length, with a window to the
+left. Its other masks are arrays [Q, N]. So a row becomes a sequence, its prompt and then its only
+sample, in which places are positions. Queries of the prompt are zeros: what is computed for them,
+a prompt's own attention per row, is thrown away. `refusals` lists what this cannot compute.
+
+Source: jax.nn.dot_product_attention(implementation="cudnn").
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from jaxgrpo.models.api import Attend, KeyValue, LayerKind, ModelConfig
+from jaxgrpo.models.kernels.plain import taken
+
+WIDEST_HEAD = 256  # on Hopper; 128 on GPUs before it, where JAX refuses more when it traces
+
+Sequences = Callable[[Array, Array, Array, Array, int | None], Array]
+"""(query [B, T, heads, head_dim], key, value [B, T, kv_heads, head_dim], length [B], window) ->
+causal attention of sequences, as the query; where a sequence has ended, anything"""
+
+
+def refusals(config: ModelConfig, samples_per_row: int | None) -> list[str]:
+    """What cuDNN cannot compute of a model and its rows; empty if nothing.
+
+    Args:
+      samples_per_row: the most that a row may hold; None: any number.
+    """
+    problems = []
+    if config.dtype not in ("bfloat16", "float16"):
+        problems.append(f"model.dtype = {config.dtype}: it takes bfloat16 or float16")
+    if config.head_dim % 8 or config.head_dim > WIDEST_HEAD:
+        problems.append(
+            f"head_dim = {config.head_dim}: it takes multiples of 8 up to {WIDEST_HEAD}"
+        )
+    if any(kind.soft_cap is not None for kind in config.pattern):
+        problems.append("soft-capped scores: it has none")
+    if samples_per_row != 1:
+        problems.append("rows of several samples: its masks cannot tell them apart")
+    return problems
+
+
+def sequences(
+    query: Array,
+    key: Array,
+    value: Array,
+    length: Array,
+    window: int | None,
+    *,
+    implementation: Literal["cudnn", "xla"] = "cudnn",
+) -> Array:
+    """`Sequences` by cuDNN; or, for a test without a GPU, by the formula that JAX has for it."""
+    return jax.nn.dot_product_attention(
+        query,
+        key,
+        value,
+        scale=1.0,
+        is_causal=True,
+        query_seq_lengths=length,
+        key_value_seq_lengths=length,
+        local_window_size=None if window is None else (window - 1, 0),
+        implementation=implementation,
+    )
+
+
+def causal(position: Array, valid: Array, *, sequences: Sequences = sequences) -> Attend:
+    """`attention.causal` by the kernel. Positions count from 0, and valid tokens come first.
+
+    Sequences where they do not give NaN. A query that is not valid gets 0, which differs from
+    `attention.causal`.
+    """
+
+    def attend(query, key, value, memory, kind: LayerKind):
+        del memory
+        _check(kind)
+        place = jnp.arange(query.shape[-3])
+        length = valid.sum(-1, dtype=jnp.int32)
+        first = valid == (place < length[..., None])
+        whole = (first & ((position == place) | ~valid)).all(-1)
+        out = _flat(sequences, query, key, value, jnp.maximum(length, 1), kind.window)
+        return _where(whole, valid, out), KeyValue(key, value)
+
+    return attend
+
+
+def rows_with_prefix(
+    segment: Array,
+    position: Array,
+    row_prompt: Array,
+    prompt_length: Array,
+    *,
+    sequences: Sequences = sequences,
+) -> Attend:
+    """`attention.rows_with_prefix` by the kernel, for rows of one sample from their first place.
+
+    Its positions count from the prompt's length. Other rows give NaN.
+    """
+    prefix_length = jnp.take_along_axis(prompt_length, row_prompt, axis=1)  # [D, R]
+    real = segment > 0
+    own_length = real.sum(-1, dtype=jnp.int32)
+
+    def attend(query, key, value, memory: KeyValue, kind: LayerKind):
+        _check(kind)
+        width = query.shape[-3]
+        place = jnp.arange(width)
+        one = (segment == segment[..., :1]) & (place < own_length[..., None])
+        counted = position == prefix_length[..., None] + place
+        whole = ((one & counted) | ~real).all(-1)
+        before = [taken(held, row_prompt) for held in memory]
+        nothing = jnp.zeros((*query.shape[:2], memory.key.shape[2], *query.shape[3:]), query.dtype)
+        given = [
+            _put_after(prompt, own, prefix_length)
+            for prompt, own in zip((nothing, *before), (query, key, value), strict=True)
+        ]
+        # A row without a sample has no queries to answer, but no sequence is empty.
+        length = jnp.where(own_length > 0, prefix_length + own_length, 1)
+        out = _flat(sequences, given[0], given[1], given[2], length, kind.window)
+        return _where(whole, real, _from(out, prefix_length, width)), None
+
+    return attend
+
+
+def _check(kind: LayerKind) -> None:
+    if kind.soft_cap is not None:
+        raise NotImplementedError(
+            f"cuDNN has no soft cap of scores, and {kind} has: choose the kernel by "
+            "models.attention.chosen, which refuses it"
+        )
+
+
+def _flat(sequences: Sequences, query: Array, key: Array, value: Array, length: Array, window):
+    """`sequences` over any leading dimensions."""
+    given = [leaf.reshape(-1, *leaf.shape[-3:]) for leaf in (query, key, value)]
+    out = sequences(given[0], given[1], given[2], length.reshape(-1), window)
+    return out.reshape(query.shape)
+
+
+def _put_after(prompt: Array, own: Array, length: Array) -> Array:
+    """[D, R, S + Q, ...]: the first `length` of [D, R, S, ...], then [D, R, Q, ...]."""
+
+    def one(prompt: Array, own: Array, length: Array) -> Array:
+        wide = jnp.pad(prompt, [(0, own.shape[0]), (0, 0), (0, 0)])
+        return jax.lax.dynamic_update_slice_in_dim(wide, own, length, axis=0)
+
+    return jax.vmap(jax.vmap(one))(prompt, own, length)
+
+
+def _from(out: Array, start: Array, width: int) -> Array:
+    """[D, R, Q, ...]: `width` places of [D, R, S + Q, ...], from `start` on."""
+    one = lambda out, start: jax.lax.dynamic_slice_in_dim(out, start, width)  # noqa: E731
+    return jax.vmap(jax.vmap(one))(out, start)
+
+
+def _where(whole: Array, real: Array, out: Array) -> Array:
+    """0 at padding, and NaN in the rows that are not as the kernel needs them."""
+    out = jnp.where(real[..., None, None], out, 0)
+    return jnp.where(whole[..., None, None, None], out, jnp.nan)

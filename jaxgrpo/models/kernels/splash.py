@@ -1,0 +1,290 @@
+"""Attention on a TPU by the splash kernel of JAX, which keeps no scores in memory.
+
+One call computes a row over its prompt and itself. The kernel masks by a function of one number
+per query and of the column of a key, and by ids that must be equal. So a prompt is laid out to end
+where its row begins: the distance between a query and a key then follows from their places alone.
+The number of a query holds its place in the row and that where its sample begins. This honours
+several samples per row, windows and soft caps; `refusals` lists what it does not.
+
+Source: the kernel, jax.experimental.pallas.ops.tpu.splash_attention.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.experimental.pallas.ops.tpu import splash_attention
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel
+from jax.sharding import Mesh
+
+from jaxgrpo.models import sharding
+from jaxgrpo.models.api import Attend, KeyValue, LayerKind, ModelConfig
+from jaxgrpo.models.kernels.plain import taken
+
+BLOCKS = (512, 256, 128)  # queries or keys that the kernel computes at a time
+LONGEST = 2**16  # tokens of a row: two places share an int32
+
+
+def refusals(config: ModelConfig, row: int, mesh: Mesh | None = None) -> list[str]:
+    """What splash cannot compute of a model on rows of this many tokens; empty if nothing."""
+    problems = []
+    if config.dtype not in ("float32", "bfloat16"):
+        problems.append(f"model.dtype = {config.dtype}: it takes bfloat16 or float32")
+    if row > LONGEST:
+        problems.append(f"rows of {row} tokens: it takes at most {LONGEST}")
+    if mesh is not None and mesh.shape["context"] > 1:
+        problems.append(f"mesh.context = {mesh.shape['context']}: a device must have whole rows")
+    return problems
+
+
+def causal(
+    position: Array, valid: Array, *, mesh: Mesh | None = None, interpret: bool = False
+) -> Attend:
+    """`attention.causal` by the kernel. Positions must count from 0 along the sequence.
+
+    Sequences where they do not give NaN: the mask cannot be expressed. What a query that is not
+    valid gets differs from `attention.causal`.
+
+    Args:
+      mesh: that the leading dimension and the heads are laid out on; there XLA cannot divide the
+        kernel by itself.
+      interpret: computes the kernel without a TPU, slowly, as a test does.
+    """
+
+    def attend(query, key, value, memory, kind: LayerKind):
+        del memory
+        width = query.shape[-3]
+        expected = (position == jnp.arange(width)) | ~valid
+        whole = expected.all(-1, keepdims=True)
+        start = jnp.zeros(position.shape, jnp.int32)
+        own = valid.astype(jnp.int32)
+        run = functools.partial(_over_batch, kind=kind, prefix=0, interpret=interpret)
+        out = _on_mesh(mesh, run)(query, key, value, start, own, own)
+        return _where(whole, out), KeyValue(key, value)
+
+    return attend
+
+
+def rows_with_prefix(
+    segment: Array,
+    position: Array,
+    row_prompt: Array,
+    prompt_length: Array,
+    *,
+    mesh: Mesh | None = None,
+    interpret: bool = False,
+) -> Attend:
+    """`attention.rows_with_prefix` by the kernel. Samples must lie one after another in a row.
+
+    Each in one piece, with positions that count from its prompt's length, and segments that rise,
+    as in the batches of `update.packing`. Rows in which they do not give NaN.
+
+    Args:
+      mesh, interpret: see `causal`.
+    """
+    length = jnp.take_along_axis(prompt_length, row_prompt, axis=1)  # [D, R]
+
+    def attend(query, key, value, memory: KeyValue, kind: LayerKind):
+        start = starts(segment)
+        whole = in_order(segment, position, start, length)
+        size = _padded(memory.key.shape[2])
+        keys, values = (
+            jnp.concatenate([_ending(taken(held, row_prompt), length, size), own], axis=-3)
+            for held, own in zip(memory, (key, value), strict=True)
+        )
+        hidden = jnp.arange(keys.shape[-3]) < size - length[..., None]
+        # Every query is for all keys that are real: samples are told apart by their start.
+        asked, shown = jnp.ones_like(segment), 1 - hidden.astype(jnp.int32)
+        run = functools.partial(_over_batch, kind=kind, prefix=size, interpret=interpret)
+        out = _on_mesh(mesh, run)(query, keys, values, start, asked, shown)
+        return _where(whole, out), None
+
+    return attend
+
+
+def starts(segment: Array) -> Array:
+    """[..., Q]: the place where the segment of each place begins."""
+    before = jnp.pad(segment[..., :-1], [(0, 0)] * (segment.ndim - 1) + [(1, 0)])
+    place = jnp.arange(segment.shape[-1], dtype=jnp.int32)
+    first = (segment != before) | (place == 0)
+    return jax.lax.cummax(jnp.where(first, place, 0), axis=segment.ndim - 1)
+
+
+def in_order(segment: Array, position: Array, start: Array, length: Array) -> Array:
+    """[..., 1]: whether segments rise along a row, and positions count from the prompt's length."""
+    real = segment > 0
+    place = jnp.arange(segment.shape[-1])
+    counted = position == length[..., None] + place - start
+    highest = jax.lax.cummax(segment, axis=segment.ndim - 1)
+    return (counted & (segment == highest) | ~real).all(-1, keepdims=True)
+
+
+class Sees(NamedTuple):
+    """The mask in the kernel: whether a query sees the key of a column.
+
+    Columns before `prefix` hold the prompt, which ends there. A NamedTuple, since equal masks must
+    be equal to share a compiled kernel.
+    """
+
+    prefix: int
+    window: int | None
+
+    def __call__(self, query: Array, column: Array) -> Array:
+        start, place = (query >> 16) + LONGEST // 2, query & 0xFFFF
+        at = column - self.prefix  # below 0 in the prompt, counted from its end
+        seen = (at <= place) & (jnp.where(at < 0, start, at) >= start)
+        if self.window is not None:
+            seen = seen & (place - at - jnp.where(at < 0, start, 0) < self.window)
+        return seen
+
+
+class Reach(splash_attention.Mask):
+    """What a query may see wherever its sample begins; blocks beyond it are never computed.
+
+    The kernel takes the mask inside a block from `mask_function` and the numbers of the queries,
+    which are given when it runs.
+    """
+
+    def __init__(self, shape: tuple[int, int], sees: Sees):
+        self.sizes, self.mask_function = shape, sees
+        self.q_sequence = np.zeros(shape[0], np.int32)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.sizes
+
+    def __getitem__(self, at: tuple[slice, slice]) -> np.ndarray:
+        place, column = (np.arange(size)[one] for size, one in zip(self.sizes, at, strict=True))
+        of_key = (column - self.mask_function.prefix)[None, :]
+        seen = of_key <= place[:, None]
+        if self.mask_function.window is not None:
+            # A prompt is nearest to the query that begins a sample.
+            distance = np.where(of_key < 0, 0, place[:, None]) - of_key
+            seen = seen & (distance < self.mask_function.window)
+        return seen
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Reach) and self._all() == other._all()
+
+    def __hash__(self) -> int:
+        return hash(self._all())
+
+    def _all(self) -> tuple[Any, ...]:
+        return self.sizes, self.mask_function
+
+
+def _on_mesh(mesh: Mesh | None, run: Callable[..., Array]) -> Callable[..., Array]:
+    """`_over_batch` on each device's bins and heads."""
+    if mesh is None or mesh.size == 1:
+        return run
+    heads, ids = ("bins", "rows", None, "heads", None), ("bins", "rows", None)
+    specs = [sharding.spec(axes) for axes in (heads, heads, heads, ids, ids, ids)]
+    return jax.shard_map(run, mesh=mesh, in_specs=(*specs,), out_specs=specs[0], check_vma=False)
+
+
+def _over_batch(
+    query: Array,
+    key: Array,
+    value: Array,
+    start: Array,
+    asked: Array,
+    shown: Array,
+    *,
+    kind: LayerKind,
+    prefix: int,
+    interpret: bool,
+) -> Array:
+    """Queries [*B, Q, heads, head_dim] over keys [*B, N, kv_heads, head_dim], as Q.
+
+    Args:
+      start: [*B, Q], the place where the sample of each query begins.
+      asked, shown: [*B, Q] and [*B, N], ids of queries and keys that must be equal.
+      prefix: columns of the prompt among the N.
+    """
+    *batch, width, heads, _ = query.shape
+    size, columns = _padded(width), _padded(key.shape[-3])
+    place = jnp.arange(size, dtype=jnp.int32)
+    kernel = _kernel(size, columns, heads, prefix, kind, interpret)
+    # Places after the last query see themselves.
+    number = (jnp.pad(start, _after(start, size, -1)) - LONGEST // 2 << 16) | place
+    ids = splash_attention.SegmentIds(
+        *(jnp.pad(leaf, _after(leaf, to, -1)) for leaf, to in ((asked, size), (shown, columns)))
+    )
+    given = [
+        jnp.moveaxis(jnp.pad(leaf, _after(leaf, to, -3)), -3, -2)
+        for leaf, to in ((query, size), (key, columns), (value, columns))
+    ]
+
+    def one(number: Array, ids: splash_attention.SegmentIds, *given: Array) -> Any:
+        return _with_numbers(kernel, number)(*given, ids)
+
+    for _ in batch:
+        one = jax.vmap(one)
+    return jnp.moveaxis(one(number, ids, *given), -3, -2)[..., :width, :, :]
+
+
+@functools.lru_cache(maxsize=64)
+def _kernel(
+    size: int, columns: int, heads: int, prefix: int, kind: LayerKind, interpret: bool
+) -> splash_attention_kernel.SplashAttentionKernel:
+    """The kernel without the numbers of its queries."""
+    asked, shown = (next(one for one in BLOCKS if sizes % one == 0) for sizes in (size, columns))
+    blocks = splash_attention.BlockSizes(
+        block_q=asked,
+        block_kv=shown,
+        block_q_dkv=asked,
+        block_kv_dkv=shown,
+        block_q_dq=asked,
+        block_kv_dq=shown,
+    )
+    mask = Reach((size, columns), Sees(prefix, kind.window))
+    # Its tables are made of NumPy arrays: here, and not as a part of what is being traced.
+    with jax.ensure_compile_time_eval():
+        kernel = splash_attention.make_splash_mha(
+            splash_attention.MultiHeadMask([mask] * heads),
+            block_sizes=blocks,
+            head_shards=1,
+            q_seq_shards=1,
+            attn_logits_soft_cap=kind.soft_cap,
+            interpret=interpret,
+        )
+        return jax.tree.map(np.asarray, kernel)
+
+
+def _with_numbers(
+    kernel: splash_attention_kernel.SplashAttentionKernel, number: Array
+) -> splash_attention_kernel.SplashAttentionKernel:
+    tables: Any = (kernel.fwd_mask_info, kernel.dq_mask_info, kernel.dkv_mask_info)
+    return type(kernel)(*(table._replace(q_sequence=number) for table in tables), **kernel.kwargs)
+
+
+def _ending(prompt: Array, length: Array, size: int) -> Array:
+    """Prompts [D, R, S, ...] in `size` places, so that what is real of them is at the end."""
+
+    def one(prompt: Array, length: Array) -> Array:
+        wide = jnp.pad(prompt, [(size, 0), (0, 0), (0, 0)])
+        return jax.lax.dynamic_slice_in_dim(wide, length, size)
+
+    return jax.vmap(jax.vmap(one))(prompt, length)
+
+
+def _padded(size: int) -> int:
+    """As many tokens as blocks hold."""
+    return -(-size // BLOCKS[-1]) * BLOCKS[-1]
+
+
+def _after(leaf: Array, size: int, axis: int) -> list[tuple[int, int]]:
+    """Padding of an axis at its end."""
+    axis += leaf.ndim
+    return [(0, size - leaf.shape[axis] if one == axis else 0) for one in range(leaf.ndim)]
+
+
+def _where(whole: Array, out: Array) -> Array:
+    """NaN in the rows that are not as the kernel needs them."""
+    return jnp.where(whole[..., None, None], out, jnp.nan)

@@ -1,0 +1,80 @@
+"""A kernel is chosen by platform; one that cannot compute a run's attention says why."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import pytest
+
+from jaxgrpo.core.errors import InputError
+from jaxgrpo.models import sharding
+from jaxgrpo.models.api import LayerKind, ModelConfig
+from jaxgrpo.models.attention import XLA, chosen
+
+MODEL = ModelConfig(
+    vocab_size=13,
+    hidden_size=16,
+    intermediate_size=20,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=64,
+    dtype="bfloat16",
+    pattern=(LayerKind(window=4), LayerKind()),
+)
+CAPPED = dataclasses.replace(MODEL, pattern=(LayerKind(soft_cap=50.0),), head_dim=12)
+
+
+@pytest.mark.parametrize(
+    ("platform", "samples_per_row", "name"),
+    [("cpu", 1, "xla"), ("tpu", None, "splash"), ("gpu", 1, "cudnn"), ("gpu", None, "xla")],
+)
+def test_auto_is_the_kernel_of_the_platform_if_it_computes_the_same(
+    platform, samples_per_row, name
+):
+    assert chosen("auto", platform, MODEL, row=64, samples_per_row=samples_per_row).name == name
+
+
+def test_xla_computes_everything_everywhere():
+    for platform in ("cpu", "tpu", "gpu"):
+        assert chosen("xla", platform, CAPPED, row=10**6) is XLA
+
+
+def test_splash_takes_windows_soft_caps_and_several_samples_per_row():
+    for config in (MODEL, CAPPED):
+        assert chosen("splash", "tpu", config, row=2**16).name == "splash"
+
+
+def test_all_that_cudnn_cannot_compute_is_one_message():
+    config = dataclasses.replace(CAPPED, dtype="float32")
+    with pytest.raises(InputError) as caught:
+        chosen("cudnn", "tpu", config, row=64)
+    assert str(caught.value).splitlines() == [
+        'model.attention = "cudnn" cannot compute this run; set it to "xla":',
+        "  model.dtype = float32: it takes bfloat16 or float16",
+        "  head_dim = 12: it takes multiples of 8 up to 256",
+        "  soft-capped scores: it has none",
+        "  rows of several samples: its masks cannot tell them apart",
+        "  platform tpu: it runs on another",
+    ]
+
+
+def test_all_that_splash_cannot_compute_is_one_message():
+    mesh = sharding.make_mesh(context=4, devices=jax.devices())
+    config = dataclasses.replace(MODEL, dtype="float64")
+    with pytest.raises(InputError) as caught:
+        chosen("splash", "gpu", config, row=2**17, mesh=mesh)
+    assert str(caught.value).splitlines() == [
+        'model.attention = "splash" cannot compute this run; set it to "xla":',
+        "  model.dtype = float64: it takes bfloat16 or float32",
+        "  rows of 131072 tokens: it takes at most 65536",
+        "  mesh.context = 4: a device must have whole rows",
+        "  platform gpu: it runs on another",
+    ]
+    assert chosen("auto", "tpu", config, row=64) is XLA
+
+
+def test_an_unknown_kernel_is_answered_with_the_nearest():
+    with pytest.raises(InputError, match="did you mean 'splash'"):
+        chosen("slpash", "tpu", MODEL, row=64)

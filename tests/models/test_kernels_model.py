@@ -1,0 +1,109 @@
+"""A model's forward pass over a micro-batch, and its gradients, are the same by every kernel."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import attended
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from attended import ALONE, SEVERAL
+
+from jaxgrpo.core.types import TrainBatch
+from jaxgrpo.models import decoder
+from jaxgrpo.models.api import LayerKind, ModelConfig
+from jaxgrpo.models.attention import XLA, Kernel
+from jaxgrpo.models.kernels import cudnn, plain, splash
+from jaxgrpo.update.forward import flatten, hidden_states
+
+pytestmark = pytest.mark.slow
+
+MODEL = ModelConfig(
+    vocab_size=13,
+    hidden_size=16,
+    intermediate_size=20,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    pattern=(LayerKind(window=4), LayerKind()),
+)
+CAPPED = dataclasses.replace(MODEL, pattern=(LayerKind(window=4, soft_cap=1.5), LayerKind()))
+OF_TPU = Kernel(
+    "splash",
+    functools.partial(splash.causal, interpret=True),
+    functools.partial(splash.rows_with_prefix, interpret=True),
+)
+BY_FORMULA = functools.partial(cudnn.sequences, implementation="xla")
+OF_GPU = Kernel(
+    "cudnn",
+    functools.partial(cudnn.causal, sequences=BY_FORMULA),
+    functools.partial(cudnn.rows_with_prefix, sequences=BY_FORMULA),
+)
+
+
+def micro_batch(packed: attended.Packed) -> TrainBatch:
+    rng = np.random.default_rng(0)
+    asked = (*packed.prompt_length.shape, packed.width)
+    nothing = np.zeros(packed.segment.shape, np.float32)
+    arrays: dict[str, Any] = {
+        "prompt_tokens": rng.integers(0, 13, asked, np.int32),
+        **{name: rng.integers(0, 13, nothing.shape, np.int32) for name in ("tokens", "targets")},
+        **dict.fromkeys(("advantage", "weight", "proximal_logp"), nothing),
+        **{name: getattr(packed, name) for name in ("segment", "position", "row_prompt")},
+        "prompt_length": packed.prompt_length,
+        "mask": packed.segment > 0,
+        "fields": {},
+        "num_live": np.int32(1),
+    }
+    return jax.tree.map(jnp.asarray, TrainBatch(**arrays))
+
+
+def of_pass(config: ModelConfig, packed: attended.Packed, kernel: Kernel):
+    """Hidden states of the real tokens, and the gradients of a random product with them."""
+    model = decoder.build(config, remat="full")
+    rng = np.random.default_rng(1)
+    params = jax.tree.map(
+        lambda leaf: jnp.asarray(rng.normal(scale=0.4, size=leaf.shape), leaf.dtype), model.shapes
+    )
+    micro = micro_batch(packed)
+    size = int((packed.segment > 0).sum() + packed.prompt_length.sum())
+
+    def loss(params):
+        flat = flatten(micro, size)
+        hidden = hidden_states(model, params, micro, flat, kernel)
+        return (hidden * jnp.asarray(rng.normal(size=hidden.shape))).sum(), hidden
+
+    rng = np.random.default_rng(2)
+    (_, hidden), gradients = jax.jit(jax.value_and_grad(loss, has_aux=True))(params)
+    return hidden, gradients
+
+
+def assert_same(actual, expected):
+    pairs = zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True)
+    for one, other in pairs:
+        error, size = jnp.linalg.norm(one - other), jnp.linalg.norm(other)
+        assert float(error) <= 1e-5 * float(size)
+
+
+@pytest.mark.parametrize(
+    ("config", "packed", "kernel"),
+    [(CAPPED, SEVERAL, OF_TPU), (MODEL, ALONE, OF_GPU)],
+    ids=["splash", "cudnn"],
+)
+def test_a_model_by_a_kernel_is_the_model_by_xla(config, packed, kernel):
+    assert_same(of_pass(config, packed, kernel), of_pass(config, packed, XLA))
+
+
+def test_a_model_in_blocks_is_the_model_in_one(monkeypatch):
+    with jax.enable_x64(True):
+        config = dataclasses.replace(CAPPED, dtype="float64")
+        whole = of_pass(config, SEVERAL, XLA)
+        monkeypatch.setattr(plain, "BLOCK_BYTES", 3 * 3 * 4 * 17 * 8)  # blocks of 3 queries
+        blocks = of_pass(config, SEVERAL, XLA)
+        for one, other in zip(jax.tree.leaves(blocks), jax.tree.leaves(whole), strict=True):
+            np.testing.assert_allclose(one, other, rtol=0, atol=1e-9)
