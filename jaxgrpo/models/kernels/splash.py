@@ -145,10 +145,11 @@ class Sees(NamedTuple):
 
 
 class Reach(splash_attention.Mask):
-    """What a query may see wherever its sample begins; blocks beyond it are never computed.
+    """Blocks that hold a key which a query may see, wherever its sample begins; no others are
+    computed.
 
-    The kernel takes the mask inside a block from `mask_function` and the numbers of the queries,
-    which are given when it runs.
+    A block is all true or all false here. Inside it the kernel masks by `mask_function`, always,
+    from the numbers of the queries, which are given when it runs.
     """
 
     def __init__(self, shape: tuple[int, int], sees: Sees):
@@ -160,14 +161,17 @@ class Reach(splash_attention.Mask):
         return self.sizes
 
     def __getitem__(self, at: tuple[slice, slice]) -> np.ndarray:
-        place, column = (np.arange(size)[one] for size, one in zip(self.sizes, at, strict=True))
-        of_key = (column - self.mask_function.prefix)[None, :]
-        seen = of_key <= place[:, None]
-        if self.mask_function.window is not None:
-            # A prompt is nearest to the query that begins a sample.
-            distance = np.where(of_key < 0, 0, place[:, None]) - of_key
-            seen = seen & (distance < self.mask_function.window)
-        return seen
+        (first, last), (begins, ends) = (
+            one.indices(size)[:2] for one, size in zip(at, self.sizes, strict=True)
+        )
+        sees, shape = self.mask_function, (last - first, ends - begins)
+        begins, ends = begins - sees.prefix, ends - 1 - sees.prefix  # as places in the row
+        reached = begins < last
+        if sees.window is not None and (begins >= 0 or ends < 0):
+            # A prompt is nearest to the query that begins a sample, at any place.
+            nearest = (first if begins >= 0 else 0) - ends
+            reached = reached and nearest < sees.window
+        return np.broadcast_to(reached, shape)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Reach) and self._all() == other._all()
@@ -210,7 +214,8 @@ def _over_batch(
     *batch, width, heads, _ = query.shape
     size, columns = _padded(width), _padded(key.shape[-3])
     place = jnp.arange(size, dtype=jnp.int32)
-    kernel = _kernel(size, columns, heads, prefix, kind, interpret)
+    apart = kind._replace(rope=None)  # layers that differ in it alone share a kernel
+    kernel = _kernel(size, columns, heads, prefix, apart, interpret)
     # Places after the last query see themselves.
     number = (jnp.pad(start, _after(start, size, -1)) - LONGEST // 2 << 16) | place
     ids = splash_attention.SegmentIds(
