@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -68,6 +69,13 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
+def at_position_1(turn: rope.Turn, head_dim: int) -> np.ndarray:
+    """Cosine and sine of each pair's angle, times the scale."""
+    with jax.disable_jit():  # each case would be a program of its own
+        angles = rotary_angles(jnp.asarray([1]), turn.rope, head_dim)
+    return np.asarray(angles, float).reshape(2, -1)
+
+
 def of_transformers(given: dict[str, Any]) -> tuple[np.ndarray, float]:
     """(frequencies, scale)."""
     from transformers import LlamaConfig
@@ -88,8 +96,7 @@ def test_frequencies_and_scale_are_those_of_transformers(case):
     fields = Fields({"rope_parameters": CASES[case]})
     turn = rope.of_model(fields, head_dim=16, max_positions=512)
     assert fields.problems == []
-    cos, sin = rotary_angles(jnp.asarray([1]), turn.rope, 16)
-    cos, sin = np.asarray(cos, float).ravel(), np.asarray(sin, float).ravel()
+    cos, sin = at_position_1(turn, 16)
     frequency, scale = of_transformers(CASES[case])
     # At position 1 the angle is the frequency, all of which are below pi here.
     np.testing.assert_allclose(np.arctan2(sin, cos), frequency, rtol=1e-5)
@@ -101,8 +108,8 @@ def test_frequencies_and_scale_are_those_of_transformers(case):
 def test_a_share_of_the_head_turns_as_a_head_of_that_size_does():
     fields = Fields({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}})
     turn = rope.of_model(fields, head_dim=32, max_positions=512, partial=True)
-    cos, sin = rotary_angles(jnp.asarray([1]), turn.rope, 32)
-    found = np.arctan2(np.asarray(sin), np.asarray(cos)).ravel()
+    cos, sin = at_position_1(turn, 32)
+    found = np.arctan2(sin, cos)
     np.testing.assert_allclose(found, of_transformers({"rope_type": "default"})[0], rtol=1e-5)
 
 

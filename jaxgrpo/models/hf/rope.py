@@ -32,17 +32,24 @@ class _Sizes(NamedTuple):
 
 
 def of_model(
-    fields: Fields, head_dim: int, max_positions: int, theta: float = 1e4, partial: bool = False
+    fields: Fields,
+    head_dim: int,
+    max_positions: int,
+    theta: float = 1e4,
+    partial: bool = False,
+    original: int | None = None,
 ) -> Turn:
     """The one Rope of a model.
 
     Args:
       theta: where config.json gives none.
       partial: whether the family turns a share of each head (`partial_rotary_factor`).
+      original: the length of training where the field beside rope_parameters does not give it;
+        None: what rope_parameters has.
     """
     flat = fields.take("rope_theta", "positive", theta)
     share = fields.take("partial_rotary_factor", "positive", 1.0)
-    original = fields.take("original_max_position_embeddings", "size", None)
+    original = fields.take("original_max_position_embeddings", "size", original)
     name, given = _given(fields)
     given = {"rope_theta": flat, "partial_rotary_factor": share, **given}
     if original is not None:
@@ -118,7 +125,8 @@ def _turn(
         for key, value in values.items()
         if key in known and not _fits(key, value)
     ]
-    odd += [f"{key} is missing" for key in keys if keys[key] and key not in values]
+    needed = ["rope_theta", *(key for key in keys if keys[key])]
+    odd += [f"{key} is missing" for key in needed if key not in values]
     for problem in odd:
         fields.refuse(name, problem)
     share = values["partial_rotary_factor"]

@@ -67,13 +67,15 @@ def sizes(
     head_dim: int | None = None,
     eps: float = 1e-6,
     tied: bool = False,
+    positions: int = 32_768,
     activation: str = "hidden_act",
 ) -> dict[str, Any]:
     """What every family gives.
 
     Args:
-      head_dim, eps, tied: what transformers assumes without head_dim, rms_norm_eps or
-        tie_word_embeddings. A head_dim that is null, or None here, is hidden_size / heads.
+      head_dim, eps, tied, positions: what transformers assumes without head_dim, rms_norm_eps,
+        tie_word_embeddings or max_position_embeddings. A head_dim that is null, or None here, is
+        hidden_size / heads.
       activation: the field that names the activation.
     """
     default = "silu" if activation == "hidden_act" else "gelu_pytorch_tanh"
@@ -96,7 +98,7 @@ def sizes(
         "rms_norm_eps": fields.take("rms_norm_eps", "positive", eps),
         "tie_embeddings": fields.take("tie_word_embeddings", "flag", tied),
         "activation": fields.one_of(activation, ACTIVATIONS, default),
-        "max_positions": fields.take("max_position_embeddings", "size", 32_768),
+        "max_positions": fields.take("max_position_embeddings", "size", positions),
         "dtype": fields.one_of(name, DTYPES, "float32"),
         "query_key_norm": "none",
     }

@@ -1,0 +1,73 @@
+"""One field of config.json changed at a time: the logits of transformers, or a refusal by name."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import changed_fields
+import checkpoints
+import jax
+import numpy as np
+import pytest
+
+import jaxgrpo
+from jaxgrpo.core.errors import InputError
+from jaxgrpo.models.hf.families import FAMILIES, model_config
+
+CLOSE = 2e-4  # of logits, which are of order 1
+
+
+def outcome(name: str, fields: dict[str, Any], folder: Path) -> str:
+    """What comes of a config.json; anything but the first three words is a fault.
+
+    refused: with the field's name. equal: the logits are those of transformers.
+    neither: transformers cannot run it, and we do not refuse it.
+    """
+    try:
+        model_config(fields, "config.json")
+    except InputError as error:
+        return "refused" if name in str(error) else f"refused without its name: {error}"
+    try:
+        theirs = checkpoints.redrawn(fields, folder)
+        tokens, mask = checkpoints.batch()
+        expected = checkpoints.logits_of(theirs, tokens, mask)
+    except Exception:  # of any type: this is a config that transformers' own code does not foresee
+        return "neither"
+    try:
+        model, params = jaxgrpo.load_model(folder)
+        with jax.disable_jit():  # operations of one shape are compiled once for all changes
+            found = np.asarray(jaxgrpo.logits(model, params, tokens, mask))
+    except InputError as error:
+        return "refused" if name in str(error) else f"refused without its name: {error}"
+    real = mask.astype(bool)
+    apart = np.abs(found - expected)[real].max()
+    return "equal" if apart <= CLOSE else f"apart by {apart}"
+
+
+def outcomes(
+    changes: Iterable[changed_fields.Change], base: dict[str, Any], folder: Path
+) -> dict[str, list[str]]:
+    """Outcome -> the changes that have it, in words."""
+    found: dict[str, list[str]] = {}
+    for count, (name, fields) in enumerate(changes):
+        one = outcome(name, fields, folder / str(count))
+        new = {key: value for key, value in fields.items() if base.get(key, base) != value}
+        gone = [f"no {key}" for key in base if key not in fields]
+        found.setdefault(one, []).append(" ".join([json.dumps(new), *gone]))
+    return found
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_each_field_is_computed_as_by_transformers_or_refused_by_name(family, tmp_path):
+    base = checkpoints.fields_of(family)
+    found = outcomes(changed_fields.of(base), base, tmp_path)
+    wrong = {one: which for one, which in found.items() if one not in ("refused", "equal")}
+    print(family, {one: len(which) for one, which in found.items()})
+    neither = wrong.pop("neither", [])
+    print("\n".join(neither))
+    assert wrong == {}
+    assert len(found["equal"]) > 40
