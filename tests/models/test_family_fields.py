@@ -29,7 +29,9 @@ def outcome(name: str, fields: dict[str, Any], folder: Path) -> str:
     try:
         model_config(fields, "config.json")
     except InputError as error:
-        return "refused" if name in str(error) else f"refused without its name: {error}"
+        return refusal(name, error)
+    except Exception as error:
+        return f"ended by {error!r}"
     try:
         theirs = checkpoints.redrawn(fields, folder)
         tokens, mask = checkpoints.batch()
@@ -41,10 +43,16 @@ def outcome(name: str, fields: dict[str, Any], folder: Path) -> str:
         with jax.disable_jit():  # operations of one shape are compiled once for all changes
             found = np.asarray(jaxgrpo.logits(model, params, tokens, mask))
     except InputError as error:
-        return "refused" if name in str(error) else f"refused without its name: {error}"
+        return refusal(name, error)
+    except Exception as error:
+        return f"ended by {error!r}"
     real = mask.astype(bool)
     apart = np.abs(found - expected)[real].max()
     return "equal" if apart <= CLOSE else f"apart by {apart}"
+
+
+def refusal(name: str, error: InputError) -> str:
+    return "refused" if name in str(error) else f"refused without its name: {error}"
 
 
 def outcomes(

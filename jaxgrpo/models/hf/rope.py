@@ -138,7 +138,7 @@ def _turn(
     turned = int(sizes.head_dim * share)
     if turned < 2 or turned % 2 or turned > sizes.head_dim:
         fields.refuse(
-            name, f"turns {turned} of {sizes.head_dim} dimensions: expected an even number"
+            name, f"turns {turned} of head_dim = {sizes.head_dim}: expected an even number"
         )
         return Turn(rope)
     undefined = _undefined(kind, turned, values)
@@ -155,7 +155,10 @@ def _undefined(kind: str, turned: int, values: Mapping[str, Any]) -> list[str]:
     if kind == "longrope":
         for key in ("short_factor", "long_factor"):
             if len(values[key]) != turned // 2:
-                problems.append(f"{key} has {len(values[key])} numbers: expected {turned // 2}")
+                problems.append(
+                    f"{key} has {len(values[key])} numbers: expected {turned // 2}, one for each "
+                    "pair that turns of head_dim, or hidden_size / num_attention_heads"
+                )
         if values["original_max_position_embeddings"] == 1:
             problems.append("original_max_position_embeddings = 1: expected 2 or more")
     return problems

@@ -86,6 +86,9 @@ def sizes(
         head_dim = fields.take("head_dim", "size", max(1, hidden // num_heads))
     if "num_key_value_heads" not in fields.given:
         fields.problems.append("num_key_value_heads: missing")
+    num_kv_heads = fields.take("num_key_value_heads", "size", num_heads)
+    if num_heads % num_kv_heads:
+        fields.refuse("num_key_value_heads", f"expected a divisor of {num_heads} heads")
     name = "dtype" if fields.given.get("dtype") is not None else "torch_dtype"
     return {
         "vocab_size": fields.take("vocab_size", "size"),
@@ -93,7 +96,7 @@ def sizes(
         "intermediate_size": fields.take("intermediate_size", "size"),
         "num_layers": fields.take("num_hidden_layers", "size") or 1,
         "num_heads": num_heads,
-        "num_kv_heads": fields.take("num_key_value_heads", "size", num_heads),
+        "num_kv_heads": num_kv_heads,
         "head_dim": head_dim,
         "rms_norm_eps": fields.take("rms_norm_eps", "positive", eps),
         "tie_embeddings": fields.take("tie_word_embeddings", "flag", tied),
@@ -152,8 +155,10 @@ def layer_types(
     kinds = fields.take("layer_types", "texts", [default(i) for i in range(count)])
     known = FULL if window is None else f"{FULL} and {SLIDING}"
     if len(kinds) != count or not set(kinds) <= set(known.split(" and ")):
-        without = " (there is no window)" if window is None else ""
-        fields.refuse("layer_types", f"expected {count} of {known}{without}")
+        without = " (no sliding_window, or use_sliding_window is off)" if window is None else ""
+        fields.refuse(
+            "layer_types", f"expected {known}{without}, num_hidden_layers = {count} of them"
+        )
         return [FULL] * count
     return kinds
 

@@ -71,7 +71,9 @@ def _smollm3(fields: Fields) -> dict[str, Any]:
     turned = [int((i + 1) % every != 0) for i in range(count)]
     turned = fields.take("no_rope_layers", "flags", turned)
     if len(turned) != count:
-        fields.refuse("no_rope_layers", f"expected a 0 or 1 for each of {count} layers")
+        fields.refuse(
+            "no_rope_layers", f"expected a 0 or 1 for each of num_hidden_layers = {count}"
+        )
         turned = [1] * count
     window = fields.nullable("sliding_window", "size", None)
     window = window if fields.take("use_sliding_window", "flag", False) else None
