@@ -68,14 +68,26 @@ def outcomes(
     return found
 
 
+def check(family: str, every: int, folder: Path) -> dict[str, list[str]]:
+    """Tries one change in so many; another part of them for each family. Returns the outcomes."""
+    base = checkpoints.fields_of(family)
+    start = sorted(FAMILIES).index(family) % every
+    found = outcomes(list(changed_fields.of(base))[start::every], base, folder)
+    allowed = ("refused", "equal", "neither")
+    assert {one: which for one, which in found.items() if one not in allowed} == {}
+    print(f"{family}: transformers cannot run", *found.get("neither", []), sep="\n  ")
+    return found
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_some_fields_are_computed_as_by_transformers_or_refused_by_name(family, tmp_path):
+    assert check(family, 24, tmp_path)["equal"]
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("family", sorted(FAMILIES))
-def test_each_field_is_computed_as_by_transformers_or_refused_by_name(family, tmp_path):
-    base = checkpoints.fields_of(family)
-    found = outcomes(changed_fields.of(base), base, tmp_path)
-    wrong = {one: which for one, which in found.items() if one not in ("refused", "equal")}
-    print(family, {one: len(which) for one, which in found.items()})
-    neither = wrong.pop("neither", [])
-    print("\n".join(neither))
-    assert wrong == {}
+def test_every_field_is_computed_as_by_transformers_or_refused_by_name(family, tmp_path):
+    found = check(family, 1, tmp_path)
+    # So many configs are really compared, and few are those that transformers cannot run.
     assert len(found["equal"]) > 40
+    assert len(found.get("neither", [])) < len(found["equal"])

@@ -12,12 +12,12 @@ Change = tuple[str, dict[str, Any]]
 
 ABSENT: Any = object()
 HEADS, LAYERS = 4, 3
+ACTIVATIONS = ["silu", "swish", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu", "tanh", 3]
+MULTIPLIERS = [1.0, 2, 0.3, -0.5, 0]
 
 OWN: dict[str, list[Any]] = {
-    **dict.fromkeys(
-        ("hidden_act", "hidden_activation"),
-        ["silu", "swish", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu", "gelu_fast", "tanh", 3],
-    ),
+    "hidden_act": ACTIVATIONS,
+    "hidden_activation": ACTIVATIONS,
     "vocab_size": [VOCAB + 2, "61"],
     "rms_norm_eps": [1e-3, 1, 0, -1e-6, "1e-6"],
     "max_position_embeddings": [128, 8, 64.5],
@@ -26,10 +26,9 @@ OWN: dict[str, list[Any]] = {
     "num_attention_heads": [2, 8],
     "num_hidden_layers": [LAYERS + 1],
     "head_dim": [8, 12, 7, 0],
-    **dict.fromkeys(("attention_bias", "attention_out_bias", "mlp_bias"), [True, False, 1]),
-    **dict.fromkeys(
-        ("attention_dropout", "resid_pdrop", "embd_pdrop", "residual_dropout"), [0.0, 0.5]
-    ),
+    **{name: [True, False, 1] for name in ("attention_bias", "attention_out_bias", "mlp_bias")},
+    **{name: [0.0, 0.5] for name in ("attention_dropout", "resid_pdrop", "embd_pdrop")},
+    "residual_dropout": [0.0, 0.5],
     "sliding_window": [3, 1, 100, 0],
     "use_sliding_window": [True, False],
     "max_window_layers": [0, 2, 9],
@@ -43,11 +42,12 @@ OWN: dict[str, list[Any]] = {
     ],
     "no_rope_layers": [[0, 1, 1], [1, 1, 1], [0, 0, 0], [True, False, True], [1, 1], [1] * 4, []],
     "no_rope_layer_interval": [1, 3, 0],
-    **dict.fromkeys(
-        ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling"),
-        [1.0, 2, 0.3, -0.5, 0],
-    ),
-    **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping"), [1.5, 0, -2.0]),
+    "embedding_multiplier": MULTIPLIERS,
+    "attention_multiplier": MULTIPLIERS,
+    "residual_multiplier": MULTIPLIERS,
+    "logits_scaling": MULTIPLIERS,
+    "attn_logit_softcapping": [1.5, 0, -2.0],
+    "final_logit_softcapping": [1.5, 0, -2.0],
     "query_pre_attn_scalar": [4, 25, 4.5, 0, -4],
     "use_bidirectional_attention": [True, False],
     "_sliding_window_pattern": [2],
