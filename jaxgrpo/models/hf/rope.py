@@ -90,8 +90,11 @@ def of_layer_types(
     flat = {FULL: fields.take("rope_theta", "positive", thetas[FULL])}
     flat[SLIDING] = fields.take(local, "positive", thetas[SLIDING]) if local else thetas[SLIDING]
     sizes = _Sizes(head_dim, max_positions)
+    source = dict.fromkeys(given, "rope_parameters")
+    if scaling:
+        source[FULL] = "rope_scaling"
     return {
-        kind: _turn(fields, "rope_parameters", {"rope_theta": flat[kind], **of_kind}, sizes)
+        kind: _turn(fields, source[kind], {"rope_theta": flat[kind], **of_kind}, sizes)
         for kind, of_kind in given.items()
     }
 
