@@ -66,8 +66,9 @@ def check_length(model: Model, length: int, what: str) -> None:
     if limit is not None and length > limit:
         raise InputError(
             f"{what}: {length} positions, but this model's are built up to {limit}: beyond it the "
-            "angles of all positions change with the length (rope type dynamic or "
-            f"longrope in config.json); keep to {limit} tokens"
+            "angles of all positions change with the length (in config.json: "
+            "max_position_embeddings of rope type dynamic, original_max_position_embeddings of "
+            f"longrope); keep to {limit} tokens"
         )
 
 

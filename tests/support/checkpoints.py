@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -146,3 +147,27 @@ def logits_of(model: Any, tokens: np.ndarray, mask: np.ndarray) -> np.ndarray:
     with torch.no_grad():
         given = [torch.as_tensor(one) for one in (tokens, mask, position)]
         return model(given[0], attention_mask=given[1], position_ids=given[2]).logits.numpy()
+
+
+def fields_of(family: str, **changes: Any) -> dict[str, Any]:
+    """config.json of a family's rich small model, as transformers writes it."""
+    config = config_of(family, **changes)
+    architecture = {"gemma3_text": "Gemma3ForCausalLM"}.get(family)
+    config.architectures = [architecture or type(config).__name__.replace("Config", "ForCausalLM")]
+    return json.loads(config.to_json_string())
+
+
+def redrawn(fields: dict[str, Any], folder: Path, seed: int = 0) -> Any:
+    """A model folder with just this config.json and random weights, as transformers reads it."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    text = json.dumps(fields)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(text)
+    saved(AutoConfig.from_pretrained(folder), folder, seed)
+    (folder / "config.json").write_text(text)
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, attn_implementation="eager", dtype=torch.float32
+    )
+    return model.eval()

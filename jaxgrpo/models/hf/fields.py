@@ -36,6 +36,8 @@ REFUSED = {
     "use_bidirectional_attention": "a policy reads what is before a token only; set it to false",
 }
 """Fields that must be off, and why."""
+ON = {"is_causal": "a policy reads what is before a token only; set it to true or remove it"}
+"""Fields that must be on where they are given, and why."""
 
 
 def _is_size(value: Any) -> bool:
@@ -77,9 +79,9 @@ class Fields:
         self._read: set[str] = set()
 
     def take(self, name: str, kind: str, default: Any = REQUIRED) -> Any:
-        """The field, or its default where it is absent or null."""
+        """The field, or its default where it is absent or null; None for one that must be there."""
         value = self.nullable(name, kind, default)
-        return default if value is None else value
+        return default if value is None and default is not REQUIRED else value
 
     def nullable(self, name: str, kind: str, default: Any = REQUIRED) -> Any:
         """The field, its default where it is absent, None where it is null."""
@@ -113,9 +115,9 @@ class Fields:
     def refuse_unread(self, harmless: Collection[str]) -> None:
         """A problem for each field not read, unless it is off or known to change nothing."""
         for name, value in self.given.items():
-            if name in self._read or not value:
-                continue
-            if name in harmless:
+            if name in ON and value is not True:
+                self.refuse(name, ON[name])
+            if name in self._read or name in ON or name in harmless or not value:
                 continue
             if name in REFUSED:
                 self.refuse(name, REFUSED[name])

@@ -34,17 +34,24 @@ class _Sizes(NamedTuple):
 
 
 def of_model(
-    fields: Fields, head_dim: int, max_positions: int, theta: float = 1e4, partial: bool = False
+    fields: Fields,
+    head_dim: int,
+    max_positions: int,
+    theta: float = 1e4,
+    partial: bool = False,
+    original: int | None = None,
 ) -> Turn:
     """The one Rope of a model.
 
     Args:
       theta: where config.json gives none.
       partial: whether the family turns a share of each head (`partial_rotary_factor`).
+      original: the length of training where the field beside rope_parameters does not give it;
+        None: what rope_parameters has.
     """
     flat = fields.take("rope_theta", "positive", theta)
     share = fields.take("partial_rotary_factor", "positive", 1.0)
-    original = fields.take("original_max_position_embeddings", "size", None)
+    original = fields.take("original_max_position_embeddings", "size", original)
     name, given = _given(fields)
     given = {"rope_theta": flat, "partial_rotary_factor": share, **given}
     if original is not None:
@@ -73,12 +80,23 @@ def of_layer_types(
             fields.refuse("rope_parameters", expected)
             continue
         given[kind] |= of_kind or {}
-    given[FULL] |= fields.take("rope_scaling", "object", {})
+        # transformers 5.23 looks for it above the types of layer, and so never finds it.
+        if given[kind].get("truncate", True) is not True:
+            fields.refuse("rope_parameters", "truncate must be true where layers have types")
+    scaling = fields.take("rope_scaling", "object", {})
+    if "type" in scaling and "rope_type" not in scaling:
+        fields.refuse("rope_scaling", "name the type rope_type, which transformers reads here")
+    given[FULL] |= scaling
+    if scaling.get("truncate", True) is not True:
+        fields.refuse("rope_scaling", "truncate must be true where layers have types")
     flat = {FULL: fields.take("rope_theta", "positive", thetas[FULL])}
     flat[SLIDING] = fields.take(local, "positive", thetas[SLIDING]) if local else thetas[SLIDING]
     sizes = _Sizes(head_dim, max_positions)
+    source = dict.fromkeys(given, "rope_parameters")
+    if scaling:
+        source[FULL] = "rope_scaling"
     return {
-        kind: _turn(fields, "rope_parameters", {"rope_theta": flat[kind], **of_kind}, sizes)
+        kind: _turn(fields, source[kind], {"rope_theta": flat[kind], **of_kind}, sizes)
         for kind, of_kind in given.items()
     }
 
@@ -93,10 +111,10 @@ def _given(fields: Fields) -> tuple[str, dict[str, Any]]:
 def _turn(
     fields: Fields, name: str, given: Mapping[str, Any], sizes: _Sizes, partial: bool = False
 ) -> Turn:
-    kind = given.get("rope_type") or given.get("type") or "default"
+    kind = given.get("rope_type", given.get("type", "default"))
     kind = "longrope" if kind == "su" else kind  # as early Phi-3 folders have it
-    if kind not in TYPES:
-        fields.refuse(name, f"the rope type {kind!r} is not built; known are {', '.join(TYPES)}")
+    if not isinstance(kind, str) or kind not in TYPES:
+        fields.refuse(name, f"the rope_type {kind!r} is not built; known are {', '.join(TYPES)}")
         return Turn(Rope())
     of_type, keys = TYPES[kind]
     known = {"rope_type", "type", "rope_theta", "partial_rotary_factor", *keys}
@@ -105,12 +123,15 @@ def _turn(
     for key in unknown:
         fields.refuse(name, f"{key} is not built for the rope type {kind!r}")
     values = {"partial_rotary_factor": 1.0, **{k: v for k, v in given.items() if v is not None}}
+    if "truncate" in given and given["truncate"] is None:
+        values["truncate"] = False  # as transformers has it, though without the key it is true
     odd = [
         f"{key} = {value!r}"
         for key, value in values.items()
         if key in known and not _fits(key, value)
     ]
-    odd += [f"{key} is missing" for key in keys if keys[key] and key not in values]
+    needed = ["rope_theta", *(key for key in keys if keys[key])]
+    odd += [f"{key} is missing" for key in needed if key not in values]
     for problem in odd:
         fields.refuse(name, problem)
     share = values["partial_rotary_factor"]
@@ -122,10 +143,30 @@ def _turn(
     turned = int(sizes.head_dim * share)
     if turned < 2 or turned % 2 or turned > sizes.head_dim:
         fields.refuse(
-            name, f"turns {turned} of {sizes.head_dim} dimensions: expected an even number"
+            name, f"turns {turned} of head_dim = {sizes.head_dim}: expected an even number"
         )
         return Turn(rope)
-    return of_type(rope, turned, values, sizes)
+    undefined = _undefined(kind, turned, values)
+    for problem in undefined:
+        fields.refuse(name, problem)
+    return Turn(rope) if undefined else of_type(rope, turned, values, sizes)
+
+
+def _undefined(kind: str, turned: int, values: Mapping[str, Any]) -> list[str]:
+    """Why the type's formula gives nothing for values that are right by themselves."""
+    problems = []
+    if kind == "yarn" and values["rope_theta"] == 1:
+        problems.append("rope_theta = 1: all pairs turn alike, which yarn cannot tell apart")
+    if kind == "longrope":
+        for key in ("short_factor", "long_factor"):
+            if len(values[key]) != turned // 2:
+                problems.append(
+                    f"{key} has {len(values[key])} numbers: expected {turned // 2}, one for each "
+                    "pair that turns of head_dim, or hidden_size / num_attention_heads"
+                )
+        if values["original_max_position_embeddings"] == 1:
+            problems.append("original_max_position_embeddings = 1: expected 2 or more")
+    return problems
 
 
 def _fits(key: str, value: Any) -> bool:
@@ -161,7 +202,10 @@ def _llama3(rope: Rope, turned: int, values: Mapping[str, Any], sizes: _Sizes) -
     wave = 2 * math.pi / _frequency(rope, turned)
     original = values.get("original_max_position_embeddings", sizes.max_positions)
     low, high = values["low_freq_factor"], values["high_freq_factor"]
-    kept = np.clip((original / wave - low) / (high - low), 0, 1)
+    if high > low:
+        kept = np.clip((original / wave - low) / (high - low), 0, 1)
+    else:  # nothing lies between
+        kept = np.where(wave > original / low, 0.0, 1.0)
     return Turn(_stretched(rope, kept + (1 - kept) / values["factor"]))
 
 

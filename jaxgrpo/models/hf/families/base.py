@@ -67,13 +67,15 @@ def sizes(
     head_dim: int | None = None,
     eps: float = 1e-6,
     tied: bool = False,
+    positions: int = 32_768,
     activation: str = "hidden_act",
 ) -> dict[str, Any]:
     """What every family gives.
 
     Args:
-      head_dim, eps, tied: what transformers assumes without head_dim, rms_norm_eps or
-        tie_word_embeddings. A head_dim that is null, or None here, is hidden_size / heads.
+      head_dim, eps, tied, positions: what transformers assumes without head_dim, rms_norm_eps,
+        tie_word_embeddings or max_position_embeddings. A head_dim that is null, or None here, is
+        hidden_size / heads.
       activation: the field that names the activation.
     """
     default = "silu" if activation == "hidden_act" else "gelu_pytorch_tanh"
@@ -84,6 +86,9 @@ def sizes(
         head_dim = fields.take("head_dim", "size", max(1, hidden // num_heads))
     if "num_key_value_heads" not in fields.given:
         fields.problems.append("num_key_value_heads: missing")
+    num_kv_heads = fields.take("num_key_value_heads", "size", num_heads)
+    if num_heads % num_kv_heads:
+        fields.refuse("num_key_value_heads", f"expected a divisor of {num_heads} heads")
     name = "dtype" if fields.given.get("dtype") is not None else "torch_dtype"
     return {
         "vocab_size": fields.take("vocab_size", "size"),
@@ -91,12 +96,12 @@ def sizes(
         "intermediate_size": fields.take("intermediate_size", "size"),
         "num_layers": fields.take("num_hidden_layers", "size") or 1,
         "num_heads": num_heads,
-        "num_kv_heads": fields.take("num_key_value_heads", "size", num_heads),
+        "num_kv_heads": num_kv_heads,
         "head_dim": head_dim,
         "rms_norm_eps": fields.take("rms_norm_eps", "positive", eps),
         "tie_embeddings": fields.take("tie_word_embeddings", "flag", tied),
         "activation": fields.one_of(activation, ACTIVATIONS, default),
-        "max_positions": fields.take("max_position_embeddings", "size", 32_768),
+        "max_positions": fields.take("max_position_embeddings", "size", positions),
         "dtype": fields.one_of(name, DTYPES, "float32"),
         "query_key_norm": "none",
     }
@@ -150,8 +155,10 @@ def layer_types(
     kinds = fields.take("layer_types", "texts", [default(i) for i in range(count)])
     known = FULL if window is None else f"{FULL} and {SLIDING}"
     if len(kinds) != count or not set(kinds) <= set(known.split(" and ")):
-        without = " (there is no window)" if window is None else ""
-        fields.refuse("layer_types", f"expected {count} of {known}{without}")
+        without = " (no sliding_window, or use_sliding_window is off)" if window is None else ""
+        fields.refuse(
+            "layer_types", f"expected {known}{without}, num_hidden_layers = {count} of them"
+        )
         return [FULL] * count
     return kinds
 

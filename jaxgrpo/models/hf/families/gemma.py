@@ -18,9 +18,11 @@ _NORMS = {
 _HARMLESS = ("hidden_act",)  # hidden_activation is what counts
 
 
-def _gemma(fields: Fields) -> dict[str, Any]:
+def _gemma(fields: Fields, positions: int) -> dict[str, Any]:
     """Norms of (1 + weight) before and after each branch, and scaled embeddings."""
-    given = sizes(fields, head_dim=256, tied=True, activation="hidden_activation")
+    given = sizes(
+        fields, head_dim=256, tied=True, positions=positions, activation="hidden_activation"
+    )
     return {
         **given,
         **attention_bias(fields),
@@ -33,7 +35,7 @@ def _gemma(fields: Fields) -> dict[str, Any]:
 
 def _gemma2(fields: Fields) -> dict[str, Any]:
     """Every second layer has a window; scores and logits are soft-capped."""
-    given = _gemma(fields)
+    given = _gemma(fields, positions=8192)
     turn = rope.of_model(fields, given["head_dim"], given["max_positions"])
     window = fields.nullable("sliding_window", "size", WINDOW)
     cap = fields.nullable("attn_logit_softcapping", "positive", 50.0)
@@ -56,7 +58,7 @@ GEMMA2 = Family(
 
 def _gemma3(fields: Fields) -> dict[str, Any]:
     """Five layers with a window and a theta of their own, then one without; normed heads."""
-    given = _gemma(fields)
+    given = _gemma(fields, positions=131_072)
     thetas = {FULL: 1e6, SLIDING: 1e4}
     turns = rope.of_layer_types(
         fields, given["head_dim"], given["max_positions"], thetas, "rope_local_base_freq"

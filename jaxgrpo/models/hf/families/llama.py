@@ -19,7 +19,7 @@ from jaxgrpo.models.hf.rope import FULL, SLIDING
 
 
 def _llama(fields: Fields) -> dict[str, Any]:
-    given = {**sizes(fields), **attention_bias(fields)}
+    given = {**sizes(fields, positions=2048), **attention_bias(fields)}
     turn = rope.of_model(fields, given["head_dim"], given["max_positions"])
     return {**given, "feed_forward_bias": fields.take("mlp_bias", "flag", False), **uniform(turn)}
 
@@ -48,7 +48,7 @@ GRANITE = Family("granite", "GraniteForCausalLM", _granite)
 
 def _seed_oss(fields: Fields) -> dict[str, Any]:
     """Llama with heads of 128, and biases of queries, keys and values only."""
-    given = sizes(fields, head_dim=128)
+    given = sizes(fields, head_dim=128, positions=524_288)
     turn = rope.of_model(fields, given["head_dim"], given["max_positions"])
     return {
         **given,
@@ -71,7 +71,9 @@ def _smollm3(fields: Fields) -> dict[str, Any]:
     turned = [int((i + 1) % every != 0) for i in range(count)]
     turned = fields.take("no_rope_layers", "flags", turned)
     if len(turned) != count:
-        fields.refuse("no_rope_layers", f"expected a 0 or 1 for each of {count} layers")
+        fields.refuse(
+            "no_rope_layers", f"expected a 0 or 1 for each of num_hidden_layers = {count}"
+        )
         turned = [1] * count
     window = fields.nullable("sliding_window", "size", None)
     window = window if fields.take("use_sliding_window", "flag", False) else None

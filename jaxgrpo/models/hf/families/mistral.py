@@ -14,7 +14,7 @@ WINDOW = 4096  # what transformers assumes without sliding_window
 
 def _mistral(fields: Fields) -> dict[str, Any]:
     """Every layer has the window, if there is one."""
-    given = sizes(fields)
+    given = sizes(fields, positions=131_072)
     turn = rope.of_model(fields, given["head_dim"], given["max_positions"])
     return {**given, **uniform(turn, fields.nullable("sliding_window", "size", WINDOW))}
 
@@ -24,7 +24,7 @@ MISTRAL = Family("mistral", "MistralForCausalLM", _mistral)
 
 def _ministral(fields: Fields) -> dict[str, Any]:
     """Layers with and without a window, as `layer_types` says."""
-    given = sizes(fields)
+    given = sizes(fields, positions=131_072)
     turn = rope.of_model(fields, given["head_dim"], given["max_positions"])
     window = fields.nullable("sliding_window", "size", WINDOW)
     kind = FULL if window is None else SLIDING
@@ -37,8 +37,11 @@ MINISTRAL = Family("ministral", "MinistralForCausalLM", _ministral)
 
 def _phi3(fields: Fields) -> dict[str, Any]:
     """Mistral that may turn a share of each head."""
-    given = sizes(fields, eps=1e-5)
-    turn = rope.of_model(fields, given["head_dim"], given["max_positions"], partial=True)
+    given = sizes(fields, eps=1e-5, positions=4096)
+    # Of the two original lengths transformers takes the one beside rope_parameters, or 4096.
+    turn = rope.of_model(
+        fields, given["head_dim"], given["max_positions"], partial=True, original=4096
+    )
     return {**given, **uniform(turn, fields.nullable("sliding_window", "size", None))}
 
 

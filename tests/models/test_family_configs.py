@@ -1,0 +1,200 @@
+"""Configs drawn from each family's whole range, beside transformers; gradients beside PyTorch's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import checkpoints
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from checkpoints import FULL, LLAMA3, SLIDING, YARN
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import jaxgrpo
+from jaxgrpo.models.hf.families import FAMILIES
+
+CLOSE = 2e-4  # of logits, which are of order 1
+LAYERED = ("gemma3_text", "olmo3")  # a rope for each type of layer
+TYPED = ("qwen2", "qwen3", "ministral", "gemma2", *LAYERED)  # read layer_types
+BIASED = ("qwen3", "llama", "smollm3", "granite", "seed_oss", "gemma2", "gemma3_text", *LAYERED)
+
+flags = st.booleans()
+factors = st.floats(1.0, 8.0)
+thetas = st.floats(20.0, 1e5)
+scales = st.floats(0.2, 4.0)
+
+
+def maybe(**values: st.SearchStrategy) -> st.SearchStrategy[dict[str, Any]]:
+    """Some of these fields."""
+    return st.fixed_dictionaries({}, optional=values)
+
+
+def ropes(nested: bool) -> st.SearchStrategy[dict[str, Any]]:
+    plain = st.fixed_dictionaries({"rope_type": st.just("default"), "rope_theta": thetas})
+    scaled = st.builds(
+        lambda kind, theta, factor: {"rope_type": kind, "rope_theta": theta, "factor": factor},
+        *(st.sampled_from(("linear", "dynamic")), thetas, factors),
+    )
+    llama3 = st.builds(
+        lambda **more: {**LLAMA3, **more},
+        rope_theta=thetas,
+        factor=factors,
+        low_freq_factor=st.floats(0.1, 3.0),
+        high_freq_factor=st.floats(0.1, 9.0),
+        original_max_position_embeddings=st.integers(4, 60),
+    )
+    optional = {
+        "factor": factors,
+        "attention_factor": scales,
+        "beta_fast": st.floats(1.0, 40.0),
+        "beta_slow": st.floats(0.01, 2.0),
+        "mscale": scales,
+        "mscale_all_dim": scales,
+        **({} if nested else {"truncate": flags}),
+    }
+    yarn = st.builds(
+        lambda theta, more: {**YARN, "rope_theta": theta, **more}, thetas, maybe(**optional)
+    )
+    return plain | scaled | llama3 | yarn
+
+
+@st.composite
+def longropes(draw: st.DrawFn, head_dim: int) -> dict[str, Any]:
+    """Rotary positions of Phi-3, which has two types."""
+    share = draw(st.sampled_from((0.25, 0.5, 1.0)))
+    rope = {"rope_theta": draw(thetas), "partial_rotary_factor": share, "rope_type": "default"}
+    if draw(flags):
+        return rope
+    of_pairs = st.lists(factors, min_size=(pairs := int(head_dim * share) // 2), max_size=pairs)
+    more = draw(maybe(factor=factors, attention_factor=scales))
+    long = {"short_factor": draw(of_pairs), "long_factor": draw(of_pairs)}
+    return {**rope, "rope_type": "longrope", **long, **more}
+
+
+@st.composite
+def changes(draw: st.DrawFn, family: str) -> dict[str, Any]:
+    """Fields of config.json over those of the family's small model."""
+    heads = draw(st.sampled_from((2, 4)))
+    layers = draw(st.integers(1, 5))
+    activation = "hidden_activation" if family.startswith("gemma") else "hidden_act"
+    fields = {
+        "vocab_size": draw(st.integers(checkpoints.VOCAB, 99)),
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": draw(st.sampled_from((1, 2, heads))),
+        "head_dim": draw(st.sampled_from((8, 10, 16))),
+        "tie_word_embeddings": draw(flags),
+        activation: draw(st.sampled_from(("silu", "gelu", "gelu_pytorch_tanh", "relu"))),
+        "rms_norm_eps": draw(st.sampled_from((1e-6, 1e-5, 1e-2))),
+        "sliding_window": draw(st.none() | st.integers(1, 7)),
+        "layer_types": None,
+    }
+    kinds = [FULL] if fields["sliding_window"] is None else [FULL, SLIDING]
+    if family in TYPED:
+        fields["layer_types"] = draw(
+            st.lists(st.sampled_from(kinds), min_size=layers, max_size=layers)
+        )
+    own = {
+        "attention_bias": family in BIASED,
+        "attention_out_bias": family == "seed_oss",
+        "mlp_bias": family in ("llama", "smollm3", "granite", "seed_oss"),
+        "use_sliding_window": False,
+    }
+    fields |= {name: draw(flags) for name, has in own.items() if has}
+    if family in ("qwen2", "qwen3", "smollm3"):
+        fields["use_sliding_window"] = fields["sliding_window"] is not None
+    if family == "smollm3":
+        fields["no_rope_layers"] = draw(
+            st.lists(st.sampled_from((0, 1)), min_size=layers, max_size=layers)
+        )
+    if family == "granite":
+        names = ("embedding", "attention", "residual")
+        fields |= {f"{name}_multiplier": draw(scales) for name in names}
+        fields["logits_scaling"] = draw(scales)
+    if family.startswith("gemma"):
+        fields["query_pre_attn_scalar"] = draw(st.integers(1, 30))
+        fields["final_logit_softcapping"] = draw(st.none() | scales)
+    if family == "gemma2":
+        fields["attn_logit_softcapping"] = draw(st.none() | scales)
+    return fields | {"rope_parameters": draw(_ropes_of(family, 64 // heads))}
+
+
+def _ropes_of(family: str, phi_head_dim: int) -> st.SearchStrategy[dict[str, Any]]:
+    if family == "phi3":
+        return longropes(phi_head_dim)
+    if family in LAYERED:
+        return st.fixed_dictionaries({FULL: ropes(True), SLIDING: ropes(True)})
+    return ropes(False)
+
+
+WINDOWLESS = ("llama", "granite", "seed_oss", "olmo2")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_a_drawn_config_gives_the_logits_of_transformers(family):
+    @settings(
+        max_examples=6,
+        derandomize=True,
+        deadline=None,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(changes(family))
+    def law(fields: dict[str, Any]) -> None:
+        gone = {"layer_types"} - ({"layer_types"} if family in TYPED else set())
+        gone |= {"sliding_window"} if family in WINDOWLESS else set()
+        fields = {name: value for name, value in fields.items() if name not in gone}
+        with TemporaryDirectory() as folder:
+            compare(family, fields, Path(folder))
+
+    law()
+
+
+def compare(family: str, fields: dict[str, Any], folder: Path) -> None:
+    theirs = checkpoints.redrawn(checkpoints.fields_of(family, **fields), folder)
+    model, params = jaxgrpo.load_model(folder)
+    tokens, mask = checkpoints.batch()
+    expected = checkpoints.logits_of(theirs, tokens, mask)
+    found = np.asarray(jaxgrpo.logits(model, params, tokens, mask))
+    real = mask.astype(bool)
+    np.testing.assert_allclose(found[real], expected[real], atol=CLOSE, rtol=0)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+def test_gradients_are_those_of_pytorch(family, tmp_path):
+    """Of a sum of the log-probabilities that real tokens have."""
+    import torch
+
+    theirs = checkpoints.saved(checkpoints.config_of(family), tmp_path)
+    model, params = jaxgrpo.load_model(tmp_path)
+    tokens, mask = checkpoints.batch()
+    weights = np.random.default_rng(1).normal(size=(*tokens.shape, checkpoints.VOCAB))
+    weights = (weights * mask[..., None]).astype(np.float32)
+
+    def scalar(params: Any) -> jax.Array:
+        return jnp.vdot(jaxgrpo.logits(model, params, tokens, mask), weights)
+
+    ours = jax.grad(scalar)(params)
+    position = np.maximum(mask.cumsum(1) - 1, 0)
+    whole = [torch.as_tensor(one) for one in (tokens, mask, position)]
+    logits = theirs(whole[0], attention_mask=whole[1], position_ids=whole[2]).logits
+    (logits * torch.as_tensor(weights)).sum().backward()
+    named = dict(theirs.named_parameters())
+    period = model.config.periods > 1
+    layer = ours["blocks"]["0"]
+    pairs = {
+        "model.layers.0.self_attn.q_proj.weight": layer["attention"]["query"]["kernel"],
+        "model.layers.0.mlp.down_proj.weight": layer["feed_forward"]["down"]["kernel"],
+    }
+    assert period or len(layer["attention"]["query"]["kernel"]) == 1
+    for name, found in pairs.items():
+        expected = named[name].grad.numpy()
+        found = np.asarray(found)[0].reshape(expected.shape[1], expected.shape[0]).T
+        np.testing.assert_allclose(found, expected, atol=1e-3 * np.abs(expected).max(), rtol=0)

@@ -1,0 +1,93 @@
+"""One field of config.json changed at a time: the logits of transformers, or a refusal by name."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import changed_fields
+import checkpoints
+import jax
+import numpy as np
+import pytest
+
+import jaxgrpo
+from jaxgrpo.core.errors import InputError
+from jaxgrpo.models.hf.families import FAMILIES, model_config
+
+CLOSE = 2e-4  # of logits, which are of order 1
+
+
+def outcome(name: str, fields: dict[str, Any], folder: Path) -> str:
+    """What comes of a config.json; anything but the first three words is a fault.
+
+    refused: with the field's name. equal: the logits are those of transformers.
+    neither: transformers cannot run it, and we do not refuse it.
+    """
+    try:
+        model_config(fields, "config.json")
+    except InputError as error:
+        return refusal(name, error)
+    except Exception as error:
+        return f"ended by {error!r}"
+    try:
+        theirs = checkpoints.redrawn(fields, folder)
+        tokens, mask = checkpoints.batch()
+        expected = checkpoints.logits_of(theirs, tokens, mask)
+    except Exception:  # of any type: this is a config that transformers' own code does not foresee
+        return "neither"
+    try:
+        model, params = jaxgrpo.load_model(folder)
+        with jax.disable_jit():  # operations of one shape are compiled once for all changes
+            found = np.asarray(jaxgrpo.logits(model, params, tokens, mask))
+    except InputError as error:
+        return refusal(name, error)
+    except Exception as error:
+        return f"ended by {error!r}"
+    real = mask.astype(bool)
+    apart = np.abs(found - expected)[real].max()
+    return "equal" if apart <= CLOSE else f"apart by {apart}"
+
+
+def refusal(name: str, error: InputError) -> str:
+    return "refused" if name in str(error) else f"refused without its name: {error}"
+
+
+def outcomes(
+    changes: Iterable[changed_fields.Change], base: dict[str, Any], folder: Path
+) -> dict[str, list[str]]:
+    """Outcome -> the changes that have it, in words."""
+    found: dict[str, list[str]] = {}
+    for count, (name, fields) in enumerate(changes):
+        one = outcome(name, fields, folder / str(count))
+        new = {key: value for key, value in fields.items() if base.get(key, base) != value}
+        gone = [f"no {key}" for key in base if key not in fields]
+        found.setdefault(one, []).append(" ".join([json.dumps(new), *gone]))
+    return found
+
+
+def check(family: str, every: int, folder: Path) -> dict[str, list[str]]:
+    """Tries one change in so many; another part of them for each family. Returns the outcomes."""
+    base = checkpoints.fields_of(family)
+    start = sorted(FAMILIES).index(family) % every
+    found = outcomes(list(changed_fields.of(base))[start::every], base, folder)
+    allowed = ("refused", "equal", "neither")
+    assert {one: which for one, which in found.items() if one not in allowed} == {}
+    print(f"{family}: transformers cannot run", *found.get("neither", []), sep="\n  ")
+    return found
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_some_fields_are_computed_as_by_transformers_or_refused_by_name(family, tmp_path):
+    assert check(family, 24, tmp_path)["equal"]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_every_field_is_computed_as_by_transformers_or_refused_by_name(family, tmp_path):
+    found = check(family, 1, tmp_path)
+    # So many configs are really compared, and few are those that transformers cannot run.
+    assert len(found["equal"]) > 40
+    assert len(found.get("neither", [])) < len(found["equal"])

@@ -1,0 +1,175 @@
+"""What is changed of a config.json, one field at a time: the fields of every family and values."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from checkpoints import FULL, LLAMA3, SLIDING, VOCAB, YARN
+
+Change = tuple[str, dict[str, Any]]
+"""The field that is changed, which a refusal must name, and the whole config.json."""
+
+ABSENT: Any = object()
+HEADS, LAYERS = 4, 3
+ACTIVATIONS = ["silu", "swish", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu", "tanh", 3]
+MULTIPLIERS = [1.0, 2, 0.3, -0.5, 0]
+
+OWN: dict[str, list[Any]] = {
+    "hidden_act": ACTIVATIONS,
+    "hidden_activation": ACTIVATIONS,
+    "vocab_size": [VOCAB + 2, "61"],
+    "rms_norm_eps": [1e-3, 1, 0, -1e-6, "1e-6"],
+    "max_position_embeddings": [128, 8, 64.5],
+    "tie_word_embeddings": [True, False, 1],
+    "num_key_value_heads": [1, 2, HEADS, 3, 0],
+    "num_attention_heads": [2, 8],
+    "num_hidden_layers": [LAYERS + 1],
+    "head_dim": [8, 12, 7, 0],
+    **{name: [True, False, 1] for name in ("attention_bias", "attention_out_bias", "mlp_bias")},
+    **{name: [0.0, 0.5] for name in ("attention_dropout", "resid_pdrop", "embd_pdrop")},
+    "residual_dropout": [0.0, 0.5],
+    "sliding_window": [3, 1, 100, 0],
+    "use_sliding_window": [True, False],
+    "max_window_layers": [0, 2, 9],
+    "layer_types": [
+        [FULL] * LAYERS,
+        [SLIDING] * LAYERS,
+        [FULL, SLIDING, FULL],
+        [FULL],
+        [FULL, FULL, "chunked_attention"],
+        [],
+    ],
+    "no_rope_layers": [[0, 1, 1], [1, 1, 1], [0, 0, 0], [True, False, True], [1, 1], [1] * 4, []],
+    "no_rope_layer_interval": [1, 3, 0],
+    "embedding_multiplier": MULTIPLIERS,
+    "attention_multiplier": MULTIPLIERS,
+    "residual_multiplier": MULTIPLIERS,
+    "logits_scaling": MULTIPLIERS,
+    "attn_logit_softcapping": [1.5, 0, -2.0],
+    "final_logit_softcapping": [1.5, 0, -2.0],
+    "query_pre_attn_scalar": [4, 25, 4.5, 0, -4],
+    "use_bidirectional_attention": [True, False],
+    "_sliding_window_pattern": [2],
+    "original_max_position_embeddings": [16, 12],
+    "use_cache": [False],
+    "pretraining_tp": [2],
+    "initializer_range": [0.5],
+}
+"""Field that transformers writes for a family -> other values. Null and absent come with them."""
+
+ADDED: dict[str, list[Any]] = {
+    "a_field_of_tomorrow": [3, "yes", [1], 0, None],
+    "is_causal": [False, True, None],
+    "attention_chunk_size": [5, None],
+    "hidden_dropout": [0.5],
+    "sliding_window_pattern": [2, 3],
+    "rope_local_base_freq": [33.0],
+    "rope_theta": [77.0, 0, None],
+    "partial_rotary_factor": [0.5, 1.0, 0, None],
+    "original_max_position_embeddings": [16, None],
+    "quantization_config": [{"quant_method": "fp8"}],
+    "auto_map": [{"AutoModelForCausalLM": "modeling.Mine"}],
+    "dtype": ["bfloat16", "float64"],
+    "torch_dtype": ["float16"],
+    "architectures": [["Another"], None],
+    "hidden_act": ["relu"],
+    "attention_bias": [True, False],
+    "mlp_bias": [True, False],
+    "head_dim": [8],
+    "sliding_window": [3],
+    "use_sliding_window": [True],
+    "layer_types": [[FULL] * LAYERS, [FULL, SLIDING, FULL]],
+    "attn_logit_softcapping": [2.0],
+    "final_logit_softcapping": [2.0],
+    "query_pre_attn_scalar": [4],
+    "embedding_multiplier": [2.0],
+    "use_bidirectional_attention": [True, False],
+    "scale_attn_weights": [False],
+    "norm_topk_prob": [True],
+}
+"""Field that a family's config.json may hold although transformers does not write it -> values."""
+
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 300.0,
+    "short_factor": [1.0, 1.2, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0],
+    "long_factor": [1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 9.0],
+    "original_max_position_embeddings": 32,
+}
+ROPES: list[dict[str, Any]] = [
+    {"rope_type": "default", "rope_theta": 50.0},
+    {"rope_type": "default"},
+    {"rope_theta": 50.0},
+    {"type": "linear", "factor": 3.0},
+    {"rope_type": "linear", "rope_theta": 50.0, "factor": 0.5},
+    {"rope_type": "linear", "rope_theta": 50.0},
+    {"rope_type": "dynamic", "rope_theta": 50.0, "factor": 3.0},
+    {"rope_type": "proportional", "rope_theta": 50.0, "partial_rotary_factor": 0.5},
+    {"rope_type": "default", "partial_rotary_factor": 0.5},
+    {"rope_type": "default", "mrope_section": [2, 3, 3]},
+    {"rope_type": "default", "factor": 9.0},
+    {"rope_type": None, "rope_theta": 50.0},
+    {"rope_type": "default", "rope_theta": None},
+    {"rope_type": "su", **{k: v for k, v in LONGROPE.items() if k != "rope_type"}},
+    LLAMA3,
+    {**LLAMA3, "factor": 2},
+    {**LLAMA3, "low_freq_factor": 3.0, "high_freq_factor": 2.0},
+    {**LLAMA3, "original_max_position_embeddings": 40},
+    {k: v for k, v in LLAMA3.items() if k != "original_max_position_embeddings"},
+    {k: v for k, v in LLAMA3.items() if k != "low_freq_factor"},
+    YARN,
+    {**YARN, "factor": 1.0},
+    {**YARN, "factor": None},
+    {**YARN, "attention_factor": 1.4},
+    {**YARN, "beta_fast": 3, "beta_slow": 0.5},
+    {**YARN, "beta_fast": None},
+    {**YARN, "mscale": 0.7, "mscale_all_dim": 1.5},
+    {**YARN, "mscale": 0.7},
+    {**YARN, "truncate": False},
+    {**YARN, "truncate": None},
+    {k: v for k, v in YARN.items() if k != "original_max_position_embeddings"},
+    LONGROPE,
+    {**LONGROPE, "attention_factor": 1.3},
+    {**LONGROPE, "factor": 4.0},
+    {**LONGROPE, "short_factor": [1.5]},
+    {k: v for k, v in LONGROPE.items() if k != "original_max_position_embeddings"},
+]
+
+
+def of(fields: dict[str, Any]) -> Iterator[Change]:
+    """All changes of one family's config.json."""
+    for name, values in OWN.items():
+        if name in fields:
+            for value in (*values, None, ABSENT):
+                yield name, _with(fields, **{name: value})
+    for name, values in ADDED.items():
+        if name not in fields:
+            for value in values:
+                yield name, _with(fields, **{name: value})
+    yield from of_ropes(fields)
+
+
+def of_ropes(fields: dict[str, Any]) -> Iterator[Change]:
+    """Changes of the rotary positions, as transformers 5 and 4 name them."""
+    now = fields["rope_parameters"]
+    plain = _with(fields, rope_parameters=ABSENT)
+    yield "rope_parameters", plain
+    yield "rope_parameters", _with(fields, rope_parameters=None)
+    for rope in ROPES:
+        if FULL in now:
+            for kind in (FULL, SLIDING):
+                yield "rope_parameters", _with(fields, rope_parameters={**now, kind: rope})
+        yield "rope_parameters", _with(fields, rope_parameters=rope)
+        scaling = {name: value for name, value in rope.items() if name != "rope_theta"}
+        theta = rope.get("rope_theta") or 70.0
+        yield "rope_scaling", _with(plain, rope_theta=theta, rope_scaling=scaling)
+    yield "rope_scaling", _with(plain, rope_theta=70.0, rope_scaling=None)
+    yield "rope_scaling", _with(fields, rope_scaling={"rope_type": "linear", "factor": 2.0})
+    if FULL in now:
+        yield "rope_parameters", _with(fields, rope_parameters={FULL: now[FULL]})
+        yield "rope_parameters", _with(fields, rope_parameters={**now, SLIDING: None})
+
+
+def _with(fields: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    return {name: value for name, value in (fields | changes).items() if value is not ABSENT}
