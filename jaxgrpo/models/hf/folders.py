@@ -26,6 +26,7 @@ from jaxgrpo.data import sources
 from jaxgrpo.models import decoder
 from jaxgrpo.models.api import Model, ModelConfig
 from jaxgrpo.models.hf import families, mapping, weights
+from jaxgrpo.models.hf.families import Family
 
 OURS = (
     "README.md",
@@ -51,15 +52,20 @@ SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 MAX_REASON = 200  # characters of another library's message in ours
 
 
-def read_config(path: str | os.PathLike[str]) -> ModelConfig:
+def read_config(path: str | os.PathLike[str], family: Family | None = None) -> ModelConfig:
     """The ModelConfig of a model folder; its dtype is that of the stored weights.
+
+    Args:
+      family: one's own, which is registered; None: that of model_type.
 
     Raises: InputError naming every field that is missing or asks for what is not built.
     """
     source = find_folder(path) / "config.json"
     if not source.is_file():
         raise InputError(f"{source} does not exist: give the folder of a Hugging Face model")
-    return families.model_config(weights.read_json(source), str(source))
+    if family is not None:
+        families.register(family)
+    return families.model_config(weights.read_json(source), str(source), family)
 
 
 def read_tokenizer(path: str | os.PathLike[str]) -> Any:
@@ -159,6 +165,7 @@ def load_model(
     dtype: str = "float32",
     *,
     revision: str | None = None,
+    family: Family | None = None,
     shardings: Any = None,
 ) -> tuple[Model, Params]:
     """A model folder, or a model of the hub, as a Model and its parameters.
@@ -167,12 +174,13 @@ def load_model(
       path: a folder as Hugging Face writes them, or the name of a model on the hub, "owner/name".
       dtype: of parameters and activations.
       revision: of the hub: a branch, tag or commit.
+      family: one's own, which is registered; None: that of config.json's model_type.
       shardings: tree of shardings like the parameters; None: this process's default device.
 
     Raises: InputError naming what is missing, damaged, or not built.
     """
     folder = find_folder(path, revision)
-    model = decoder.build(dataclasses.replace(read_config(folder), dtype=dtype))
+    model = decoder.build(dataclasses.replace(read_config(folder, family), dtype=dtype))
     return model, read_params(folder, model, shardings=shardings)
 
 

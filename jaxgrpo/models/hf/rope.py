@@ -22,7 +22,7 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 class Turn(NamedTuple):
     """A Rope, and the longest sequence for which its angles are those."""
 
-    rope: Rope
+    rope: Rope | None
     limit: int | None = None
 
 
