@@ -34,14 +34,17 @@ from jaxgrpo.update.forward import Blueprint
 SHOWN = 80  # characters of an answer
 
 
-def find_config(config: Config) -> tuple[Path, ModelConfig]:
+def find_config(config: Config, whole: bool = True) -> tuple[Path, ModelConfig]:
     """The folder of a config's model, and what its config.json says; a family of one's own is
     registered.
+
+    Args:
+      whole: fetch the weights too, if it is a name on the hub.
 
     Raises: InputError where there is no such model or family.
     """
     keys = config.model
-    folder, own = folders.find_folder(keys.path, keys.revision), None
+    folder, own = folders.find_folder(keys.path, keys.revision, whole), None
     if keys.family is not None:
         own = own_code.load(keys.family, config.folder, Family, "family")
     return folder, folders.read_config(folder, own)

@@ -13,6 +13,7 @@ import json
 import os
 import shutil
 import zlib
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -99,7 +100,7 @@ def read_end_tokens(path: str | os.PathLike[str], tokenizer: Any) -> tuple[int, 
     source = folder / "generation_config.json"
     more = (weights.read_json(source) if source.is_file() else {}).get("eos_token_id")
     given = [(source, token) for token in (more if isinstance(more, list) else [more])]
-    given.insert(0, (folder / "tokenizer_config.json", tokenizer.eos_token_id))
+    given.insert(0, (folder / "tokenizer_config.json", getattr(tokenizer, "eos_token_id", None)))
     size = read_config(folder).vocab_size
     for file, token in given:
         if token is not None and (type(token) is not int or not 0 <= token < size):
@@ -214,7 +215,7 @@ def save_model(
     dtype = {str(leaf.dtype) for leaf in leaves}
     if len(dtype) != 1:
         raise InputError(f"save_model: parameters of several dtypes {sorted(dtype)}: cast to one")
-    fields = families.config_fields(model.config, *dtype)
+    fields = families.config_fields(model.config, dtype.pop())
     mine = jax.process_index() == 0
     with _replaced(Path(path).absolute()) if mine else contextlib.nullcontext() as folder:
         if folder is not None:
@@ -230,11 +231,31 @@ def save_model(
         multihost_utils.sync_global_devices("jaxgrpo save_model")
 
 
-def find_folder(path: str | os.PathLike[str], revision: str | None = None) -> Path:
+def read_dtypes(path: str | os.PathLike[str], model: Model) -> dict[str, int]:
+    """dtype -> how many tensors of a model folder are stored in it, from the files' headers.
+
+    Raises: InputError naming tensors that are missing, unknown or of another shape.
+    """
+    folder, config = find_folder(path), model.config
+    family = families.family_of(config.family, str(folder))
+    entries, found = mapping.entries(model, family), Counter()
+    with weights.opened(folder) as files:
+        tied = config.tie_embeddings
+        weights.check(folder, files, entries, family.tied_head, tied, headers_only=True)
+        for name, file in files.items():
+            dtype = file.get_slice(name).get_dtype()
+            found[weights.FLOATS.get(dtype, dtype)] += 1
+    return dict(found)
+
+
+def find_folder(
+    path: str | os.PathLike[str], revision: str | None = None, whole: bool = True
+) -> Path:
     """The local folder of a model: `path` itself, or the hub's files fetched into its cache.
 
     Args:
       revision: of the hub: a branch, tag or commit.
+      whole: fetch the weights too.
 
     Raises: InputError if `path` is neither a folder nor a model that the hub gives.
     """
@@ -246,7 +267,7 @@ def find_folder(path: str | os.PathLike[str], revision: str | None = None) -> Pa
             f"model.path = {str(path)!r} is no folder: give one that holds a Hugging Face model, "
             "or a name on the hub, owner/name"
         )
-    return sources.fetch_model(path, revision)
+    return sources.fetch_model(path, revision, whole)
 
 
 def fingerprint(path: str | os.PathLike[str]) -> dict[str, list[int]]:
