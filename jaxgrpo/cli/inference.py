@@ -23,11 +23,10 @@ from jaxgrpo.evaluation.evaluate import (
 )
 from jaxgrpo.evaluation.intervals import interval_of, is_end
 from jaxgrpo.evaluation.rescoring import refuse_other_vocabulary
-from jaxgrpo.models.hf import folders as huggingface
 from jaxgrpo.training import policy as policies
 from jaxgrpo.training import process
 from jaxgrpo.training.folder import plain, write_atomically
-from jaxgrpo.training.inputs import resolve_rewards, resolve_scorer
+from jaxgrpo.training.inputs import find_config, resolve_rewards, resolve_scorer
 from jaxgrpo.training.policy import NO_REWARD, config_for, find_policy, key_of, load_base, read_run
 
 
@@ -118,7 +117,7 @@ def _base_config(target: str, config: Config, base: str | None) -> Config | None
     """
     if base is not None:
         path = str(Path(base).absolute()) if is_path(base, Path.cwd()) else base
-        model = dataclasses.replace(config.model, path=path, revision=None)
+        model = dataclasses.replace(config.model, path=path, revision=None, family=None)
     elif not config.eval.kl_to_base:
         return None
     elif (Path(target) / "config.toml").exists():
@@ -128,9 +127,9 @@ def _base_config(target: str, config: Config, base: str | None) -> Config | None
             f"eval {target}: eval.kl_to_base = true, and a model folder does not say what it was "
             "trained from; give --base MODEL"
         )
-    folders = (huggingface.find_folder(keys.path, keys.revision) for keys in (config.model, model))
-    refuse_other_vocabulary(*map(huggingface.read_config, folders))
-    return dataclasses.replace(config, model=model)
+    began = dataclasses.replace(config, model=model)
+    refuse_other_vocabulary(*(find_config(one)[1] for one in (config, began)))
+    return began
 
 
 def _write_rows(path: str, rows: Iterable[Mapping[str, Any]]) -> None:

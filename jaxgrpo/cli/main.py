@@ -140,6 +140,16 @@ COMMANDS: dict[str, tuple[Any, ...]] = {
         switch("--overwrite", "begin anew; without it OUT.jsonl is gone on with where it ends"),
         SET,
     ),
+    "model": (
+        "show what a model is, what it takes of each device and what can be done with it",
+        "jaxgrpo.cli.model:main",
+        TARGET,
+        argument("--dtype", None, "as model.dtype", choices=["float32", "bfloat16"]),
+        argument("--revision", None, "of the hub, as model.revision"),
+        argument("--family", "FILE.py:NAME", "a family of your own, as model.family"),
+        JSON,
+        SET,
+    ),
     "report": (
         "write RUN/report.html anew, or print a summary",
         "jaxgrpo.training.report.html:report",

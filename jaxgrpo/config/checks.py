@@ -333,6 +333,14 @@ def _data(values: Values) -> Iterator[str]:
             f"model.revision = {show(revision)}: model.path = {show(model)} is a local path; leave "
             "it out, or name a model on the hub"
         )
+    family = values.get("model.family")
+    if family is not None and not is_reference(family):
+        yield (
+            f"model.family = {show(family)}: expected a family of your own, "
+            '"path/file.py:family"; leave it out for one that is built in'
+        )
+    elif family is not None and (file := file_of(family)) and not os.path.isfile(file):
+        yield f"model.family: there is no file {file}, named by {family!r}"
     delimiter = values.get("data.delimiter", ",")
     if len(delimiter) != 1 or delimiter in '"\r\n':
         yield (

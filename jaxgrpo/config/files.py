@@ -35,6 +35,7 @@ RESUMABLE = {
 
 _INPUTS = ("model.path", "data.path", "eval.data")  # paths that begin at the config's folder
 _NAMES = ("use", "recipe")  # keys that may name own code
+_FAMILY = "model.family"  # a key that always does
 
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
@@ -167,7 +168,8 @@ def absolute(value: Any, folder: Path, where: str = "") -> Any:
         return [absolute(entry, folder, where) for entry in value]
     is_input = where in _INPUTS and is_path(str(value), folder)
     is_input |= where == "data.chat_template" and value not in CHOICES
-    is_file = where.rpartition(".")[2] in _NAMES and file_of(str(value)) is not None
+    names_code = where.rpartition(".")[2] in _NAMES or where == _FAMILY
+    is_file = names_code and file_of(str(value)) is not None
     if isinstance(value, str) and value and (is_input or is_file):
         return str(folder / os.path.expanduser(value))
     return copy.copy(value)

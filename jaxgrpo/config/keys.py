@@ -102,6 +102,7 @@ class RewardKeys:
 class ModelKeys:
     path: str = key()  # a model folder as transformers writes it, or owner/name on the hub
     revision: str | None = key(None)  # of the hub: a branch, tag or commit; None: its main branch
+    family: str | None = key(None)  # one's own, "path/file.py:family"; None: that of config.json
     dtype: str = key("float32", choices=("float32", "bfloat16"))  # of the forward pass; the
     # weights that are trained are float32
     float32_head: bool = key(False)  # last norm, output head and logits, in sampling too
@@ -287,6 +288,7 @@ class Config:
         parts = [*(self.advantage or ()), loss.surrogate, loss.reduction, self.rollout.prompts]
         parts += [part for part in (loss.kl, loss.entropy, loss.mismatch, self.method) if part]
         names = [reward.use for reward in self.rewards] + [part["use"] for part in parts]
+        names += [self.model.family] if self.model.family else []
         return tuple(dict.fromkeys(Path(file) for name in names if (file := file_of(name))))
 
 

@@ -55,13 +55,19 @@ def resolve(use: Any, folder: str | Path | None = None) -> Any:
     return load(use, folder) if isinstance(use, str) and is_reference(use) else use
 
 
-def load(reference: str, folder: str | Path | None = None) -> Callable[..., Any]:
-    """The function that a reference names.
+def load(
+    reference: str,
+    folder: str | Path | None = None,
+    expected: Any = Callable,
+    kind: str = "function",
+) -> Any:
+    """The function that a reference names, or another thing.
 
     A file is run once per process, however often it is named, and finds modules in its folder.
 
     Args:
       folder: where a relative path of a file begins; None: the working directory.
+      expected, kind: the type of the thing, and what to call it.
 
     Raises: InputError if there is no such file, module or function, or no function of that name;
     what the file itself raises comes as it is, with a note that says who loaded it.
@@ -74,8 +80,7 @@ def load(reference: str, folder: str | Path | None = None) -> Callable[..., Any]
         )
     if not place or not name:
         raise InputError(
-            f"{reference!r} names no function: write path/file.py:function or "
-            "package.module:function"
+            f"{reference!r} names no {kind}: write path/file.py:{kind} or package.module:{kind}"
         )
     if file_of(reference):
         module = _module_of_file(reference, Path(folder or Path.cwd(), place))
@@ -84,11 +89,11 @@ def load(reference: str, folder: str | Path | None = None) -> Callable[..., Any]
     # Not `vars`: a package may load its names when they are first asked for, as trl does.
     if not hasattr(module, name):
         names = (key for key in dir(module) if not key.startswith("_"))
-        known = [key for key in names if callable(getattr(module, key, None))]
+        known = [key for key in names if isinstance(getattr(module, key, None), expected)]
         raise InputError(f"{reference!r}: {place} has no {name!r}: {suggest(name, known)}")
     value = getattr(module, name)
-    if not callable(value):
-        raise InputError(f"{reference!r}: {name} is a {type(value).__name__}: name a function")
+    if not isinstance(value, expected):
+        raise InputError(f"{reference!r}: {name} is a {type(value).__name__}: name a {kind}")
     return value
 
 

@@ -23,7 +23,8 @@ Located = tuple[str, Row]
 
 FILES = (".jsonl", ".csv", ".parquet")
 NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")  # on the hub
-MODEL_FILES = ("*.json", "*.safetensors", "*.txt", "*.jinja", "*.model")
+WEIGHTS = "*.safetensors"
+MODEL_FILES = ("*.json", WEIGHTS, "*.txt", "*.jinja", "*.model")
 DATA_SET = "data set"
 FORMS = "a .jsonl, .csv or .parquet file, a folder, owner/name on the hub, or task:NAME:SPLIT"
 
@@ -246,8 +247,11 @@ def is_name(text: str) -> bool:
     return NAME.fullmatch(text) is not None
 
 
-def fetch_model(name: str, revision: str | None = None) -> Path:
+def fetch_model(name: str, revision: str | None = None, whole: bool = True) -> Path:
     """The folder of a model of the hub, fetched unless the cache holds it.
+
+    Args:
+      whole: False leaves the weights out, unless the cache holds them.
 
     Raises: InputError with the cause and the remedy.
     """
@@ -255,7 +259,8 @@ def fetch_model(name: str, revision: str | None = None) -> Path:
 
     source = Source(name, revision=revision, key="model.path")
     with refusing(lambda error: _explain(source, "model", error)):
-        return Path(snapshot_download(name, revision=revision, allow_patterns=list(MODEL_FILES)))
+        wanted = [pattern for pattern in MODEL_FILES if whole or pattern != WEIGHTS]
+        return Path(snapshot_download(name, revision=revision, allow_patterns=wanted))
 
 
 def _explain(source: Source, kind: str, error: BaseException) -> str:

@@ -17,7 +17,7 @@ from jaxtyping import Bool, Float, Int
 
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.types import Params
-from jaxgrpo.models.api import Model
+from jaxgrpo.models.api import Model, ModelConfig
 from jaxgrpo.models.attention import causal
 from jaxgrpo.models.logprobs import token_logprobs
 
@@ -60,13 +60,13 @@ def token_logp(
     return _token_logp(model.apply, model.unembed, params, *_checked(model, tokens, mask))
 
 
-def check_length(model: Model, length: int, what: str) -> None:
+def check_length(config: ModelConfig, length: int, what: str) -> None:
     """Raises: InputError if positions of so long a sequence are not built for the model."""
-    limit = model.config.position_limit
+    limit = config.position_limit
     if limit is not None and length > limit:
         raise InputError(
-            f"{what}: {length} positions, but this model's are built up to {limit}: beyond it the "
-            "angles of all positions change with the length (in config.json: "
+            f"{what}: {length} tokens, but this model's positions are built up to {limit}: beyond "
+            "it the angles of all positions change with the length (in config.json: "
             "max_position_embeddings of rope type dynamic, original_max_position_embeddings of "
             f"longrope); keep to {limit} tokens"
         )
@@ -78,7 +78,7 @@ def _checked(model: Model, tokens: Any, mask: Any) -> tuple[Array, Array]:
         raise InputError(
             f"tokens of shape {tokens.shape} and a mask of {real.shape}: expected [B, T] for both"
         )
-    check_length(model, tokens.shape[1], "tokens")
+    check_length(model.config, tokens.shape[1], "tokens")
     return tokens, real
 
 

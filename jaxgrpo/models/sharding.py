@@ -10,13 +10,16 @@ import jax
 import numpy as np
 from jax import Array
 from jax.experimental import mesh_utils, multihost_utils
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from jaxgrpo.core.errors import InputError, refuse_all
 from jaxgrpo.core.types import Params
 from jaxgrpo.models.api import Constrain
 
 AXES = ("data", "fsdp", "tensor", "context")
+
+AnyMesh = Mesh | AbstractMesh
+"""A mesh, or one whose devices are not here."""
 
 Rules = Mapping[str, str | tuple[str, ...] | None]
 
@@ -87,11 +90,11 @@ def named(mesh: Mesh, *axes: str | None, rules: Rules = TRAINING) -> NamedShardi
     return NamedSharding(mesh, spec(axes, rules))
 
 
-def replicated(mesh: Mesh) -> NamedSharding:
+def replicated(mesh: AnyMesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec())
 
 
-def param_shardings(mesh: Mesh, axes: Params, shapes: Params, rules: Rules = TRAINING) -> Params:
+def param_shardings(mesh: AnyMesh, axes: Params, shapes: Params, rules: Rules = TRAINING) -> Params:
     """A tree of NamedSharding for parameters, from their logical axes.
 
     Raises: InputError, with every parameter whose dimension its mesh axes do not divide.
@@ -162,6 +165,6 @@ def to_host(tree: Any) -> Any:
     return jax.tree.map(one, tree)
 
 
-def _ways(mesh: Mesh, split: str | tuple[str, ...] | None) -> int:
+def _ways(mesh: AnyMesh, split: str | tuple[str, ...] | None) -> int:
     names = (split,) if isinstance(split, str) else split or ()
     return math.prod(mesh.shape[name] for name in names)

@@ -1,9 +1,10 @@
-"""The prompts and the rewards of a run: read, built and tried out as its config says."""
+"""The model, the prompts and the rewards of a run: read, built and tried out as its config says."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -19,6 +20,10 @@ from jaxgrpo.data.chat import Chat
 from jaxgrpo.data.prompts import PromptData
 from jaxgrpo.data.sources import FORMS, Source
 from jaxgrpo.data.tasks import PREFIX
+from jaxgrpo.models import sequences
+from jaxgrpo.models.api import ModelConfig
+from jaxgrpo.models.hf import folders
+from jaxgrpo.models.hf.families import Family
 from jaxgrpo.rewards.calling import RewardLog
 from jaxgrpo.rewards.protocol import Reward, RewardError, TrainerState, check, name_of
 from jaxgrpo.rewards.registry import Preview, build, preview, with_lengths
@@ -27,6 +32,36 @@ from jaxgrpo.training.console import facts
 from jaxgrpo.update.forward import Blueprint
 
 SHOWN = 80  # characters of an answer
+
+
+def find_config(config: Config, whole: bool = True) -> tuple[Path, ModelConfig]:
+    """The folder of a config's model, and what its config.json says; a family of one's own is
+    registered.
+
+    Args:
+      whole: fetch the weights too, if it is a name on the hub.
+
+    Raises: InputError where there is no such model or family.
+    """
+    keys = config.model
+    folder, own = folders.find_folder(keys.path, keys.revision, whole), None
+    if keys.family is not None:
+        own = own_code.load(keys.family, config.folder, Family, "family")
+    return folder, folders.read_config(folder, own)
+
+
+def check_length(config: Config, folder: Path, stored: ModelConfig) -> None:
+    """Refuses sequences longer than those that the model is meant for, or has positions for."""
+    positions = stored.max_positions
+    prompt, completion = config.rollout.max_prompt_tokens, config.rollout.max_completion_tokens
+    if prompt + completion > positions:
+        raise InputError(
+            f"rollout.max_prompt_tokens = {prompt} and rollout.max_completion_tokens = {completion}"
+            f" are {prompt + completion} tokens, but {folder}/config.json says "
+            f"max_position_embeddings = {positions}: make them shorter"
+        )
+    what = f"rollout.max_prompt_tokens = {prompt} and max_completion_tokens = {completion}"
+    sequences.check_length(stored, prompt + completion, what)
 
 
 def load_prompts(
@@ -106,8 +141,10 @@ def load_answers(
                 )
         return None
     answers = read_answers(tokenizer, rows, prefix, blueprint.sampling.stop_tokens, limit)
-    positions = blueprint.model.config.max_positions
     most = rollout.max_prompt_tokens + rollout.max_completion_tokens + answers.longest
+    whole = "prompt, completion and the longest answer of data.answer"
+    sequences.check_length(blueprint.model.config, most, whole)
+    positions = blueprint.model.config.max_positions
     if most > positions:
         raise InputError(
             f"data.answer: the longest answer with data.answer_prefix has {answers.longest} tokens;"

@@ -20,9 +20,10 @@ from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.types import TrainState
 from jaxgrpo.models import decoder, sharding
 from jaxgrpo.models.api import Model, ModelConfig
+from jaxgrpo.models.sharding import AnyMesh
 from jaxgrpo.rollout.capacity import capacity, fitting_slots
 from jaxgrpo.update import packing
-from jaxgrpo.update.forward import Blueprint, held_dtype, opt_layout, param_layout
+from jaxgrpo.update.forward import Blueprint, held_dtype, moments_layout, param_layout
 
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 SHARE = 0.85
@@ -69,19 +70,30 @@ def count(blueprint: Blueprint, copies: Collection[str]) -> Memory:
       copies: names of the policies that are kept beside the trained one.
     """
     model, layout = blueprint.model, param_layout(blueprint)
-    held = jnp.dtype(held_dtype(model))
-    trained = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, held), model.shapes)
-    optimizer = jax.eval_shape(blueprint.optimizer.init, trained)
+    trained, optimizer = of_training(model, blueprint.mesh, blueprint.optimizer)
     geometry = blueprint.geometry
     asked = (geometry.num_prompts, geometry.max_prompt_tokens)
     decoding = capacity(model, blueprint.sampling, blueprint.mesh, *asked)
     return Memory(
-        parameters=_bytes(trained, layout),
-        optimizer=_bytes(optimizer, opt_layout(blueprint)),
+        parameters=trained,
+        optimizer=optimizer,
         copies=len(copies) * _bytes(model.shapes, layout),
-        sampler=read_weights(model, blueprint.mesh, held.name) + decoding.working,
+        sampler=read_weights(model, blueprint.mesh, held_dtype(model)) + decoding.working,
         decode=decoding.state,
     )
+
+
+def of_training(model: Model, mesh: AnyMesh, optimizer: Any) -> tuple[int, int]:
+    """Bytes of the parameters that are trained, and of the optimizer's state.
+
+    Args:
+      optimizer: as of `make_optimizer`.
+    """
+    held = jnp.dtype(held_dtype(model))
+    trained = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, held), model.shapes)
+    layout = sharding.param_shardings(mesh, model.axes, model.shapes)
+    moments = jax.eval_shape(optimizer.init, trained)
+    return _bytes(trained, layout), _bytes(moments, moments_layout(model, mesh, optimizer))
 
 
 def with_slots(blueprint: Blueprint, copies: Collection[str]) -> Blueprint:
@@ -215,7 +227,7 @@ def read_weights(model: Model, mesh: Mesh, held: str) -> int:
     return of_layers + (_bytes(model.shapes, layout) if is_copy else 0)
 
 
-def parameters(model: Model, mesh: Mesh) -> int:
+def parameters(model: Model, mesh: AnyMesh) -> int:
     """Bytes of one copy of the parameters, in the model's dtype."""
     return _bytes(model.shapes, sharding.param_shardings(mesh, model.axes, model.shapes))
 

@@ -28,7 +28,13 @@ from jaxgrpo.models.hf import folders
 from jaxgrpo.training import memory, process
 from jaxgrpo.training.checkpoints import Checkpoints, refuse_other_step
 from jaxgrpo.training.folder import evaluation_of, read_metrics
-from jaxgrpo.training.inputs import eval_source, load_prompts, make_chat, resolve_scorer
+from jaxgrpo.training.inputs import (
+    eval_source,
+    find_config,
+    load_prompts,
+    make_chat,
+    resolve_scorer,
+)
 from jaxgrpo.training.report.record import accuracy_first, with_interval
 from jaxgrpo.training.resets import may_reset
 from jaxgrpo.training.setup import (
@@ -189,11 +195,11 @@ def export(
     Raises: InputError where the run, the step or the dtype is none.
     """
     folder, config = read_run(run)
-    home = folders.find_folder(config.model.path, config.model.revision)
+    home, stored = find_config(config)
     tokenizer = folders.read_tokenizer(home)
     make_chat(config, tokenizer)
     ends = folders.end_fields(folders.read_end_tokens(home, tokenizer))
-    model = decoder.build(folders.read_config(home))
+    model = decoder.build(stored)
     # On the host and without the rest of the state: neither the mesh of the run is needed for it,
     # nor its data, rewards and method, which may have come from Python.
     empty = lambda leaf: np.zeros(leaf.shape, np.float32)  # noqa: E731

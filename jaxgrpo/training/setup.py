@@ -224,14 +224,16 @@ class Found(NamedTuple):
 def find_model(config: Config, mesh: Mesh | None = None) -> Found:
     """The model of a config, on a mesh of its own by default.
 
-    Raises: InputError where there is no such model, or a file of it cannot be read.
+    Raises: InputError where there is no such model, a file of it cannot be read, or it has no
+    positions for prompt and completion.
     """
     if mesh is None:
         sizes = config.mesh
         mesh = sharding.make_mesh(sizes.data, sizes.fsdp, sizes.tensor, sizes.context)
     keys = config.model
-    folder = folders.find_folder(keys.path, keys.revision)
-    stored, tokenizer = folders.read_config(folder), folders.read_tokenizer(folder)
+    folder, stored = inputs.find_config(config)
+    inputs.check_length(config, folder, stored)
+    tokenizer = folders.read_tokenizer(folder)
     chosen = dataclasses.replace(stored, dtype=keys.dtype, float32_head=keys.float32_head)
     folders.check_tokens(folder, tokenizer, stored)
     remat = _remat(config, mesh)
@@ -315,9 +317,8 @@ def samples_of(config: Config) -> int:
 def sampling_settings(config: Config, folder: Path, tokenizer: Any) -> SamplingSettings:
     """How a config samples from the model in `folder`.
 
-    Raises: InputError where no token ends a sample, and where the model has no positions for it.
+    Raises: InputError where no token ends a sample.
     """
-    _check_length(config, folder, folders.read_config(folder).max_positions)
     ends = folders.read_end_tokens(folder, tokenizer)
     if not ends:
         raise InputError(
@@ -340,17 +341,6 @@ def sampling_settings(config: Config, folder: Path, tokenizer: Any) -> SamplingS
         stop_strings=StopStrings(tokenizer, rollout.stop_strings) if rollout.stop_strings else None,
         early_stop=EarlyStop(**rollout.early_stop) if rollout.early_stop else None,  # pyright: ignore[reportArgumentType]
     )
-
-
-def _check_length(config: Config, folder: Path, positions: int) -> None:
-    """Refuses sequences longer than those that the model is meant for."""
-    prompt, completion = config.rollout.max_prompt_tokens, config.rollout.max_completion_tokens
-    if prompt + completion > positions:
-        raise InputError(
-            f"rollout.max_prompt_tokens = {prompt} and rollout.max_completion_tokens = {completion}"
-            f" are {prompt + completion} tokens, but {folder}/config.json says "
-            f"max_position_embeddings = {positions}: make them shorter"
-        )
 
 
 def kept_policies(blueprint: Blueprint) -> list[str]:

@@ -20,6 +20,7 @@ from jaxgrpo.models import logprobs, sharding
 from jaxgrpo.models.api import LayerKind, Model
 from jaxgrpo.models.attention import XLA, Kernel
 from jaxgrpo.models.logprobs import Entropy, Head, full_kl, token_logprobs
+from jaxgrpo.models.sharding import AnyMesh
 from jaxgrpo.rollout.sampler import SamplingSettings
 from jaxgrpo.update.moments import map_params
 from jaxgrpo.update.packing import Geometry
@@ -272,12 +273,17 @@ def opt_layout(blueprint: Blueprint) -> Any:
 
     A moment of another shape than its parameter's, as a row or column of adafactor's, is small.
     """
-    everywhere = sharding.replicated(blueprint.mesh)
+    return moments_layout(blueprint.model, blueprint.mesh, blueprint.optimizer)
+
+
+def moments_layout(model: Model, mesh: AnyMesh, optimizer: optax.GradientTransformation) -> Any:
+    """`opt_layout` of an optimizer for a model on a mesh."""
+    everywhere = sharding.replicated(mesh)
     return map_params(
-        blueprint.optimizer,
+        optimizer,
         lambda leaf, layout, param: layout if leaf.shape == param.shape else everywhere,
-        jax.eval_shape(blueprint.optimizer.init, blueprint.model.shapes),
-        param_layout(blueprint),
-        blueprint.model.shapes,
+        jax.eval_shape(optimizer.init, model.shapes),
+        sharding.param_shardings(mesh, model.axes, model.shapes),
+        model.shapes,
         others=lambda _: everywhere,
     )

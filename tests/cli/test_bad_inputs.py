@@ -75,6 +75,13 @@ def made(whole, tmp_path) -> Made:
     return whole._replace(folder=tmp_path / "model")
 
 
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "original_max_position_embeddings": 40,
+    **dict.fromkeys(("short_factor", "long_factor"), [1.0] * 8),
+}
+
 Case = tuple[Callable[[Made, Path], Any], str]
 """(what is done to a whole folder and an empty one, a pattern of the message)"""
 
@@ -292,6 +299,10 @@ CASES: dict[str, Case] = {
     "more tokens than positions": model(
         "max_position_embeddings = 40: make",
         lambda made: made.edit("config.json", max_position_embeddings=40),
+    ),
+    "more tokens than the rope is built for": model(
+        "max_prompt_tokens = 16 and max_completion_tokens = 32: 48 tokens, but .* up to 40: beyond",
+        lambda made: made.edit("config.json", rope_parameters=LONGROPE),
     ),
     "int8 weights": weights("int8", "holds int8, expected float32, bfloat16, float16, float64"),
     "an index without a map": shards("{}", "index.json has no weight_map"),

@@ -7,6 +7,7 @@ import pytest
 from minimal_config import keys
 
 from jaxgrpo.config.files import RESUMABLE
+from jaxgrpo.models.hf.families import FAMILIES
 
 
 @pytest.fixture(scope="module")
@@ -39,3 +40,13 @@ def test_links_of_the_docs_lead_somewhere(repository):
         for target in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text()):
             if "://" not in target:
                 assert (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+def test_the_tests_and_families_that_the_page_of_models_names_are_there(repository):
+    text = (repository / "docs" / "models.md").read_text()
+    tests = "".join(file.read_text() for file in (repository / "tests").rglob("test_*.py"))
+    named = set(re.findall(r"`(test_\w+)`", text))
+    assert len(named) > 10
+    assert [name for name in named if f"def {name}(" not in tests] == []
+    rows = re.findall(r"^\|[^|]*`(\w+)` \|.*A\[(\w+)\] \| B\[(\w+)\] \| C", text, re.MULTILINE)
+    assert {name for row in rows for name in row} == set(FAMILIES)

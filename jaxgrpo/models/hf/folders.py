@@ -13,6 +13,7 @@ import json
 import os
 import shutil
 import zlib
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from jaxgrpo.data import sources
 from jaxgrpo.models import decoder
 from jaxgrpo.models.api import Model, ModelConfig
 from jaxgrpo.models.hf import families, mapping, weights
+from jaxgrpo.models.hf.families import Family
 
 OURS = (
     "README.md",
@@ -51,15 +53,20 @@ SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 MAX_REASON = 200  # characters of another library's message in ours
 
 
-def read_config(path: str | os.PathLike[str]) -> ModelConfig:
+def read_config(path: str | os.PathLike[str], family: Family | None = None) -> ModelConfig:
     """The ModelConfig of a model folder; its dtype is that of the stored weights.
+
+    Args:
+      family: one's own, which is registered; None: that of model_type.
 
     Raises: InputError naming every field that is missing or asks for what is not built.
     """
     source = find_folder(path) / "config.json"
     if not source.is_file():
         raise InputError(f"{source} does not exist: give the folder of a Hugging Face model")
-    return families.model_config(weights.read_json(source), str(source))
+    if family is not None:
+        families.register(family)
+    return families.model_config(weights.read_json(source), str(source), family)
 
 
 def read_tokenizer(path: str | os.PathLike[str]) -> Any:
@@ -93,7 +100,7 @@ def read_end_tokens(path: str | os.PathLike[str], tokenizer: Any) -> tuple[int, 
     source = folder / "generation_config.json"
     more = (weights.read_json(source) if source.is_file() else {}).get("eos_token_id")
     given = [(source, token) for token in (more if isinstance(more, list) else [more])]
-    given.insert(0, (folder / "tokenizer_config.json", tokenizer.eos_token_id))
+    given.insert(0, (folder / "tokenizer_config.json", getattr(tokenizer, "eos_token_id", None)))
     size = read_config(folder).vocab_size
     for file, token in given:
         if token is not None and (type(token) is not int or not 0 <= token < size):
@@ -159,6 +166,7 @@ def load_model(
     dtype: str = "float32",
     *,
     revision: str | None = None,
+    family: Family | None = None,
     shardings: Any = None,
 ) -> tuple[Model, Params]:
     """A model folder, or a model of the hub, as a Model and its parameters.
@@ -167,12 +175,13 @@ def load_model(
       path: a folder as Hugging Face writes them, or the name of a model on the hub, "owner/name".
       dtype: of parameters and activations.
       revision: of the hub: a branch, tag or commit.
+      family: one's own, which is registered; None: that of config.json's model_type.
       shardings: tree of shardings like the parameters; None: this process's default device.
 
     Raises: InputError naming what is missing, damaged, or not built.
     """
     folder = find_folder(path, revision)
-    model = decoder.build(dataclasses.replace(read_config(folder), dtype=dtype))
+    model = decoder.build(dataclasses.replace(read_config(folder, family), dtype=dtype))
     return model, read_params(folder, model, shardings=shardings)
 
 
@@ -222,11 +231,31 @@ def save_model(
         multihost_utils.sync_global_devices("jaxgrpo save_model")
 
 
-def find_folder(path: str | os.PathLike[str], revision: str | None = None) -> Path:
+def read_dtypes(path: str | os.PathLike[str], model: Model) -> dict[str, int]:
+    """dtype -> how many tensors of a model folder are stored in it, from the files' headers.
+
+    Raises: InputError naming tensors that are missing, unknown or of another shape.
+    """
+    folder, config = find_folder(path), model.config
+    family = families.family_of(config.family, str(folder))
+    entries, found = mapping.entries(model, family), Counter()
+    with weights.opened(folder) as files:
+        tied = config.tie_embeddings
+        weights.check(folder, files, entries, family.tied_head, tied, headers_only=True)
+        for name, file in files.items():
+            dtype = file.get_slice(name).get_dtype()
+            found[weights.FLOATS.get(dtype, dtype)] += 1
+    return dict(found)
+
+
+def find_folder(
+    path: str | os.PathLike[str], revision: str | None = None, whole: bool = True
+) -> Path:
     """The local folder of a model: `path` itself, or the hub's files fetched into its cache.
 
     Args:
       revision: of the hub: a branch, tag or commit.
+      whole: fetch the weights too.
 
     Raises: InputError if `path` is neither a folder nor a model that the hub gives.
     """
@@ -238,7 +267,7 @@ def find_folder(path: str | os.PathLike[str], revision: str | None = None) -> Pa
             f"model.path = {str(path)!r} is no folder: give one that holds a Hugging Face model, "
             "or a name on the hub, owner/name"
         )
-    return sources.fetch_model(path, revision)
+    return sources.fetch_model(path, revision, whole)
 
 
 def fingerprint(path: str | os.PathLike[str]) -> dict[str, list[int]]:

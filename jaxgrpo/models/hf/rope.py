@@ -24,7 +24,7 @@ SLIDING: str = "sliding_attention"
 class Turn(NamedTuple):
     """A Rope, and the longest sequence for which its angles are those."""
 
-    rope: Rope
+    rope: Rope | None
     limit: int | None = None
 
 

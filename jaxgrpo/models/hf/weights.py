@@ -92,11 +92,13 @@ def check(
     of_leaves: list[list[Entry]],
     tied_head: tuple[str, str],
     tied: bool,
+    headers_only: bool = False,
 ) -> None:
     """Compares an opened folder with what the parameters are made of, before they are read.
 
     Args:
       tied: the model has no head of its own; then the folder may hold the embedding a second time.
+      headers_only: read no values, and so not whether that second one is the embedding.
 
     Raises: InputError if tensors are missing, unknown, of another dtype or shape, or if a tied
       head differs from the embedding.
@@ -120,7 +122,7 @@ def check(
                 f"{folder}: {entry.name} has shape {tuple(stored.get_shape())}, but config.json "
                 f"asks for {entry.hf_shape}: the weights and the config belong to different models"
             )
-    if repeated:
+    if repeated and not headers_only:
         _check_tied(folder, files, tied_head)
 
 

@@ -24,10 +24,43 @@ FAMILIES: dict[str, Family] = {
         *(olmo.OLMO2, olmo.OLMO3),
     )
 }
-"""model_type of config.json -> the family."""
+"""model_type of config.json -> the family, built in or registered."""
+_BUILT_IN = frozenset(FAMILIES)
 
 _OF_THE_RUN = ("source", "dtype", "float32_head")
 """Fields of a ModelConfig that a run may choose; the others must be those of its config.json."""
+
+
+def register(family: Family) -> None:
+    """Adds a family of one's own: its folders are then read, trained and saved like any other.
+
+    The same family may be registered again, and so may the one that its file, or a cell of a
+    notebook, defines anew.
+
+    Raises: InputError where its model_type is that of a family that is built in or of another file.
+    """
+    if not isinstance(family, Family):
+        raise InputError(
+            f"register: a {type(family).__name__}, expected a jaxgrpo.models.hf.families.Family"
+        )
+    there = FAMILIES.get(family.model_type)
+    if family.model_type in _BUILT_IN and there is not family:
+        raise InputError(
+            f'the family "{family.model_type}" is built in and cannot be replaced: give your own '
+            "another model_type, in config.json too"
+        )
+    if there is not None and _home(there) != _home(family):
+        raise InputError(
+            f'the family "{family.model_type}" is that of {_home(there)} already, not of '
+            f"{_home(family)}: give one of them another model_type, in config.json too"
+        )
+    FAMILIES[family.model_type] = family
+
+
+def _home(family: Family) -> str:
+    """Where a family's function comes from."""
+    read: Any = family.read
+    return f"{getattr(read, '__module__', '')}.{getattr(read, '__qualname__', repr(read))}"
 
 
 def family_of(model_type: Any, source: str = "") -> Family:
@@ -53,6 +86,11 @@ def model_config(
     Raises: InputError naming every field that is missing or asks for what is not built.
     """
     family = family or family_of(given.get("model_type"), source)
+    if given.get("model_type") != family.model_type:
+        raise InputError(
+            f"{source}: model_type = {given.get('model_type')!r}, but the family given is "
+            f'"{family.model_type}": take the folder or the family that fits the other'
+        )
     fields = Fields(given)
     architectures = fields.take("architectures", "texts", [family.architecture])
     if architectures != [family.architecture]:

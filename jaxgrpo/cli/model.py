@@ -1,0 +1,270 @@
+"""`jaxgrpo model`: what a model is, what it takes of each device, and what can be done with it.
+
+Reads config.json, the headers of the weights and the tokenizer, and no weight.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh, AxisType
+from rich.console import Console
+from rich.table import Column, Table
+
+from jaxgrpo.config.files import Config
+from jaxgrpo.models import decoder, sharding
+from jaxgrpo.models.api import LayerKind, Model, ModelConfig, Rope
+from jaxgrpo.models.hf import families, folders
+from jaxgrpo.training import memory, process
+from jaxgrpo.training.console import facts
+from jaxgrpo.training.folder import plain, write_atomically
+from jaxgrpo.training.inputs import find_config
+from jaxgrpo.training.policy import config_for
+from jaxgrpo.update.optimizer import make_optimizer
+
+TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+"""A folder with none of these files has no tokenizer."""
+
+NOT_BUILT = {"attention kernels": "plain only", "LoRA": "not built"}
+"""What no family has."""
+
+
+def main(
+    target: str,
+    *,
+    dtype: str | None = None,
+    revision: str | None = None,
+    family: str | None = None,
+    json_out: str | None = None,
+    overrides: Sequence[str] = (),
+) -> int:
+    """Prints what a model folder, or the model of a run or a config, is. Returns the exit code.
+
+    Raises: InputError where it cannot be read, is not built or does not divide over the mesh.
+    """
+    changes = {"model.dtype": dtype, "model.revision": revision, "model.family": family}
+    config = config_for(target, changes, overrides)
+    process.start(config.mesh.platform)
+    found = describe(config)
+    console = Console(highlight=False)
+    facts(console, dict(lines(found)))
+    console.print(table_of(found["leaves"]))
+    if json_out:
+        write_atomically(Path(json_out), json.dumps(plain(found), indent=2) + "\n")
+    return 0
+
+
+def describe(config: Config) -> dict[str, Any]:
+    """What `jaxgrpo model` prints and writes as JSON: names, sizes, bytes of each device.
+
+    Raises: InputError as `main`.
+    """
+    folder, stored = find_config(config, whole=False)
+    keys = config.model
+    chosen = dataclasses.replace(stored, dtype=keys.dtype, float32_head=keys.float32_head)
+    model = decoder.build(chosen)
+    has_weights = any(folder.glob("*.safetensors*"))
+    # Of the hub the weights are not fetched; a folder without any is refused.
+    is_remote = not Path(keys.path).expanduser().is_dir()
+    dtypes = folders.read_dtypes(folder, model) if has_weights or not is_remote else None
+    return {
+        "path": keys.path,
+        "family": stored.family,
+        "architecture": families.family_of(stored.family).architecture,
+        **_sizes(stored),
+        "rope": _rope_types(stored),
+        "layers": [_kind_words(kind) for kind in stored.kinds],
+        "parameters": sum(leaf.size for leaf in jax.tree.leaves(model.shapes)),
+        "stored": dtypes,
+        "dtype": keys.dtype,
+        **_on_devices(config, model),
+        **_texts(folder, stored),
+        "leaves": list(_leaves(model)),
+    }
+
+
+def lines(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """What to print of `describe`: name and value."""
+    ends, limit, bytes_ = found["end_tokens"], found["position_limit"], found["bytes"]
+    heads = f"{found['num_heads']} heads, {found['num_kv_heads']} KV heads"
+    hidden, wide = found["hidden_size"], found["intermediate_size"]
+    yield "model", found["path"]
+    yield "family", f"{found['family']} ({found['architecture']})"
+    yield "layers", f"{len(found['layers'])}: {_in_runs(found['layers'])}"
+    yield "attention", f"{heads}, head_dim {found['head_dim']}{_extras(found)}"
+    yield "sizes", f"hidden {hidden}, feed-forward {wide} ({found['activation']})"
+    head = "the embedding" if found["tie_embeddings"] else "of its own"
+    cap = found["logit_soft_cap"]
+    yield "vocabulary", f"{found['vocab_size']}, head {head}{_if(cap, f', soft cap {cap}')}"
+    yield "positions", f"rope {found['rope']}; meant for {found['max_positions']} tokens"
+    yield "  limit", f"{limit} tokens, longer ones are refused" if limit else "none"
+    stored = found["stored"]
+    known = ", ".join(f"{n} tensors {dtype}" for dtype, n in stored.items()) if stored else ""
+    yield "parameters", f"{found['parameters']:,}"
+    yield "  stored", known or "not fetched from the hub"
+    mesh = ", ".join(f"{name} {size}" for name, size in found["mesh"].items())
+    yield "each device", f"of the mesh {mesh}"
+    yield "  to compute", f"{memory.shown(bytes_['computed'])} in {found['dtype']}"
+    trained, moments = memory.shown(bytes_["trained"]), memory.shown(bytes_["optimizer"])
+    yield "  to train", f"{trained} in float32, {moments} the state of {found['optimizer']}"
+    tokenizer, template = found["tokenizer"], found["chat_template"]
+    yield (
+        "tokenizer",
+        f"{tokenizer}, {'a' if template else 'no'} chat template" if tokenizer else "none",
+    )
+    yield (
+        "end tokens",
+        ", ".join(f"{token} {text}".strip() for token, text in ends.items()) or "none",
+    )
+    yield "supported", ", ".join(found["supported"])
+    refused = {**found["unsupported"], **NOT_BUILT}
+    yield "not", ", ".join(f"{name} ({why})" for name, why in refused.items())
+
+
+def table_of(leaves: Sequence[Mapping[str, Any]]) -> Table:
+    """The kinds of parameters, one row each."""
+    numbers = [Column(name, justify="right", no_wrap=True) for name in ("of them", "numbers")]
+    table = Table(Column("parameter", no_wrap=True), "axes of one", *numbers)
+    for leaf in leaves:
+        sizes = zip(leaf["axes"], leaf["shape"], strict=True)
+        shape = " x ".join(f"{name} {size}" for name, size in sizes)
+        table.add_row(leaf["name"], shape, str(leaf["count"]), f"{leaf['numbers']:,}")
+    return table
+
+
+def _sizes(config: ModelConfig) -> dict[str, Any]:
+    names = (
+        *("vocab_size", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads"),
+        *("head_dim", "activation", "tie_embeddings", "norms", "query_key_norm"),
+        *("attention_bias", "logit_soft_cap", "max_positions", "position_limit"),
+    )
+    return {name: getattr(config, name) for name in names}
+
+
+def _extras(found: Mapping[str, Any]) -> str:
+    norm = found["query_key_norm"]
+    normed = {"none": "", "head": ", each normed", "whole": ", normed as one vector"}[norm]
+    return normed + _if(found["attention_bias"], ", biases of queries, keys and values")
+
+
+def _if(asked: Any, text: str) -> str:
+    return text if asked else ""
+
+
+def _kind_words(kind: LayerKind) -> str:
+    """How a layer attends.
+
+    >>> _kind_words(LayerKind(window=5, rope=None))
+    'window 5, no rope'
+    """
+    parts = [f"window {kind.window}" if kind.window else "full"]
+    parts.append(_rope_words(kind.rope))
+    parts += [f"soft cap {kind.soft_cap:g}"] if kind.soft_cap else []
+    return ", ".join(parts)
+
+
+def _rope_words(rope: Rope | None) -> str:
+    """
+    >>> _rope_words(Rope(10_000.0, share=0.5, stretch=(1.0, 0.25)))
+    'theta 10000 on 0.5 of each head, frequencies x 0.25 to 1'
+    """
+    if rope is None:
+        return "no rope"
+    low, high = min(rope.stretch, default=1.0), max(rope.stretch, default=1.0)
+    by = f"{low:.4g}" if low == high else f"{low:.4g} to {high:.4g}"
+    return (
+        f"theta {rope.theta:.10g}{_if(rope.share != 1, f' on {rope.share:g} of each head')}"
+        f"{_if(low != 1 or high != 1, f', frequencies x {by}')}"
+        f"{_if(rope.scale != 1, f', scale {rope.scale:.4g}')}"
+    )
+
+
+def _rope_types(config: ModelConfig) -> str:
+    """The types of rope of config.json, in words."""
+    given = json.loads(config.source)
+    tables = {"": given.get("rope_scaling") or given.get("rope_parameters") or {}}
+    if any(isinstance(value, dict) for value in tables[""].values()):
+        tables = {name: value for name, value in tables[""].items() if value}
+    types = {
+        name: table.get("rope_type") or table.get("type") or "default"
+        for name, table in tables.items()
+    }
+    return ", ".join(f"{kind} ({name})" if name else kind for name, kind in types.items())
+
+
+def _in_runs(layers: Sequence[str]) -> str:
+    """
+    >>> _in_runs(["local", "local", "full", "local", "local", "full"])
+    '2 x (local), 1 x (full), and again'
+    """
+    for length in range(1, len(layers) + 1):
+        if all(one == layers[i % length] for i, one in enumerate(layers)):
+            runs = [(one, len(list(run))) for one, run in itertools.groupby(layers[:length])]
+            if length == 1:
+                return layers[0]
+            words = ", ".join(f"{count} x ({one})" for one, count in runs)
+            return words + _if(length < len(layers), ", and again")
+    return "none"
+
+
+def _on_devices(config: Config, model: Model) -> dict[str, Any]:
+    """Bytes of each device of the config's mesh, whichever devices are here."""
+    sizes, keys = config.mesh, config.optimizer
+    shape = (sizes.data or 1, sizes.fsdp, sizes.tensor, sizes.context)
+    mesh = AbstractMesh(shape, sharding.AXES, axis_types=(AxisType.Auto,) * len(shape))
+    optimizer = make_optimizer(model.axes, updates=config.train.updates, **vars(keys))
+    trained, moments = memory.of_training(model, mesh, optimizer)
+    computed = memory.parameters(model, mesh)
+    return {
+        "mesh": dict(zip(sharding.AXES, shape, strict=True)),
+        "optimizer": keys.use,
+        "bytes": {"computed": computed, "trained": trained, "optimizer": moments},
+    }
+
+
+def _texts(folder: Path, config: ModelConfig) -> dict[str, Any]:
+    """The tokenizer, the tokens that end a text, and what can be done with them."""
+    tokenizer = None
+    if any((folder / name).is_file() for name in TOKENIZERS):
+        tokenizer = folders.read_tokenizer(folder)
+        folders.check_tokens(folder, tokenizer, config)
+    ends = folders.read_end_tokens(folder, tokenizer)
+    words = ["" if tokenizer is None else tokenizer.decode([token]) for token in ends]
+    unsupported = {}
+    if tokenizer is None or not ends:
+        why = "no tokenizer" if tokenizer is None else "no end token"
+        unsupported = {"sampling": why, "training": why}
+    wanted = ("logits", "log-probs", "sampling", "training", "export")
+    return {
+        "tokenizer": None if tokenizer is None else type(tokenizer).__name__,
+        "chat_template": bool(getattr(tokenizer, "chat_template", None)),
+        "end_tokens": dict(zip(ends, words, strict=True)),
+        "supported": [name for name in wanted if name not in unsupported],
+        "unsupported": unsupported,
+    }
+
+
+def _leaves(model: Model) -> Iterator[dict[str, Any]]:
+    """The kinds of parameters: those of all layers are one."""
+    found: dict[str, dict[str, Any]] = {}
+    axes = jax.tree.leaves(model.axes, is_leaf=lambda node: type(node) is tuple)
+    paths = jax.tree_util.tree_leaves_with_path(model.shapes)
+    for (keys, spec), names in zip(paths, axes, strict=True):
+        parts, shape, count = [str(key.key) for key in keys], spec.shape, 1
+        if parts[0] in ("blocks", "rest"):
+            parts = ["layer", *parts[2:]]
+        if names[0] == "layers":
+            names, (count, *shape) = names[1:], shape
+        name = "/".join(parts)
+        first = {"name": name, "axes": list(names), "shape": list(shape), "count": 0, "numbers": 0}
+        entry = found.setdefault(name, first)
+        entry["count"] += count
+        entry["numbers"] += count * math.prod(shape)
+    yield from found.values()

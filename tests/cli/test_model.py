@@ -1,0 +1,139 @@
+"""`jaxgrpo model`: what it says of a Llama and a Gemma 3 folder, and of what it cannot read."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+
+import checkpoints
+import pytest
+from safetensors import safe_open
+
+from jaxgrpo.cli import main as cli
+from jaxgrpo.data.tasks.base import character_tokenizer
+from jaxgrpo.models.hf import weights
+
+LEAVES = 19, 15  # kinds of parameters: Llama with biases, Gemma 3 with two more norms
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """Folders of a Llama with a tokenizer and of a Gemma 3 without one."""
+    home = tmp_path_factory.mktemp("model")
+    for family in ("llama", "gemma3_text"):
+        checkpoints.saved(checkpoints.config_of(family), home / family)
+    tokenizer = character_tokenizer("0123456789+=")
+    tokenizer.chat_template = "{{ messages }}"
+    tokenizer.save_pretrained(home / "llama")
+    return home
+
+
+@pytest.fixture
+def show(capsys, tmp_path):
+    """Runs the command -> (exit code, what it printed, its JSON or None)."""
+
+    def run(*arguments):
+        out = tmp_path / "out.json"
+        code = cli.main(["model", *map(str, arguments), "--json", str(out)])
+        said = capsys.readouterr()
+        return code, said.out + said.err, json.loads(out.read_text()) if out.exists() else None
+
+    return run
+
+
+def test_a_llama_with_a_tokenizer(saved, show):
+    code, said, found = show(saved / "llama")
+    assert code == 0, said
+    assert (found["family"], found["architecture"]) == ("llama", "LlamaForCausalLM")
+    assert found["rope"] == "llama3"
+    assert found["layers"] == ["full, theta 500, frequencies x 0.25 to 0.6366"] * 3
+    with safe_open(saved / "llama" / "model.safetensors", "numpy") as file:
+        sizes = [file.get_tensor(name).size for name in file.keys()]  # noqa: SIM118
+    assert found["parameters"] == sum(sizes) == sum(leaf["numbers"] for leaf in found["leaves"])
+    assert found["stored"] == {"float32": len(sizes)}
+    assert found["bytes"] == pytest.approx(
+        {"computed": 4 * sum(sizes), "trained": 4 * sum(sizes), "optimizer": 8 * sum(sizes)},
+        abs=64,  # the optimizer counts its updates
+    )
+    assert (found["chat_template"], found["unsupported"]) == (True, {})
+    assert "training" in found["supported"]
+    (query,) = (one for one in found["leaves"] if one["name"] == "layer/attention/query/kernel")
+    assert (query["axes"], query["shape"]) == (["embed", "heads", "head_dim"], [32, 4, 16])
+    assert (query["count"], query["numbers"]) == (3, 3 * 32 * 64)
+    assert len(found["leaves"]) == LEAVES[0]
+    for words in ("LoRA (not built)", "a chat template", "37,248", "head of its own"):
+        assert words in said
+
+
+def test_a_gemma_without_a_tokenizer(saved, show):
+    code, said, found = show(saved / "gemma3_text", "--dtype", "bfloat16")
+    assert code == 0, said
+    local, whole = "window 5, theta 100", "full, theta 1000, frequencies x 0.25"
+    assert found["layers"] == [local, local, whole]
+    assert f"3: 2 x ({local}), 1 x ({whole})" in said
+    assert found["tie_embeddings"] is True
+    assert found["bytes"]["computed"] == 2 * found["parameters"]
+    assert found["bytes"]["trained"] == 4 * found["parameters"]
+    assert found["unsupported"] == dict.fromkeys(("sampling", "training"), "no tokenizer")
+    assert found["end_tokens"] == {"2": ""}
+    assert len(found["leaves"]) == LEAVES[1]
+    assert "limit       none" in said
+
+
+def test_bytes_are_those_of_a_device_of_a_mesh_that_is_not_here(saved, show):
+    alone = show(saved / "gemma3_text")[2]["bytes"]
+    code, said, found = show(saved / "gemma3_text", "--set", "mesh.fsdp=16", "mesh.tensor=2")
+    assert code == 2
+    assert "is not divisible by 2 (mesh axes tensor)" in said  # 61 tokens
+    code, said, found = show(saved / "gemma3_text", "--set", "mesh.fsdp=16", "mesh.data=64")
+    assert code == 0, said
+    assert found["mesh"] == {"data": 64, "fsdp": 16, "tensor": 1, "context": 1}
+    # All but the norms, which every device has whole, is divided by 16.
+    norms = sum(one["numbers"] for one in found["leaves"] if one["axes"] == ["norm"])
+    expected = 4 * (norms + (found["parameters"] - norms) / 16)
+    assert found["bytes"]["trained"] == expected < alone["trained"] / 10
+
+
+def test_no_weight_is_read_and_it_takes_a_moment(saved, show, monkeypatch):
+    def refuse(*_, **__):
+        raise AssertionError("a weight was read")
+
+    monkeypatch.setattr(weights, "read_leaf", refuse)
+    monkeypatch.setattr(weights, "_check_tied", refuse)
+    begun = time.process_time()
+    assert show(saved / "llama")[0] == 0
+    assert time.process_time() - begun < 3
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"model_type": "lama"}, "'lama' is not built: did you mean 'llama'"),
+        ({"hidden_size": 36}, "but config.json asks for"),
+        ({"mystery": 1}, "mystery = 1: not built, and it may change"),
+    ],
+)
+def test_a_wrong_folder_is_refused_with_what_is_wrong(saved, show, tmp_path, fields, message):
+    folder = tmp_path / "wrong"
+    shutil.copytree(saved / "llama", folder)
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | fields))
+    code, said, found = show(folder)
+    assert (code, found) == (2, None)
+    assert message in said
+    assert said.startswith("error: ")
+
+
+def test_what_is_no_model_is_refused_in_one_line(saved, show, tmp_path):
+    (tmp_path / "empty").mkdir()
+    for given, message in {
+        (tmp_path / "none",): "is no folder",
+        (tmp_path / "empty",): "config.json does not exist",
+        (saved / "llama", "--family", "mine"): 'model.family = "mine": expected a family',
+        (saved / "llama", "--revision", "main"): "is a local path",
+        (saved / "llama", "--dtype", "int8"): "invalid choice: 'int8'",
+    }.items():
+        code, said, _ = show(*given)
+        assert code == 2
+        assert message in said

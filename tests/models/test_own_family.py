@@ -1,0 +1,121 @@
+"""A family of one's own: the one of examples/, beside transformers, and what is refused."""
+
+from __future__ import annotations
+
+import json
+
+import checkpoints
+import minimal_config
+import numpy as np
+import pytest
+
+import jaxgrpo
+from jaxgrpo.config import own_code
+from jaxgrpo.core.errors import InputError
+from jaxgrpo.models.hf import families, folders
+from jaxgrpo.models.hf.families import Family
+from jaxgrpo.training import fingerprints, inputs
+
+LAYERS = [checkpoints.SLIDING, checkpoints.FULL, checkpoints.SLIDING]
+
+
+@pytest.fixture(scope="module")
+def reference(repository):
+    return f"{repository}/examples/own_family.py:family"
+
+
+@pytest.fixture(scope="module")
+def family(reference):
+    return own_code.load(reference, None, Family, "family")
+
+
+@pytest.fixture(autouse=True)
+def forgotten(monkeypatch):
+    """What a test registers is gone after it."""
+    monkeypatch.setattr(families, "FAMILIES", dict(families.FAMILIES))
+
+
+@pytest.fixture(scope="module")
+def exaone(tmp_path_factory):
+    """(transformers' model, its folder)."""
+    from transformers import Exaone4Config
+
+    folder = tmp_path_factory.mktemp("exaone4")
+    sizes = {**checkpoints.SIZES, "sliding_window": checkpoints.WINDOW, "layer_types": LAYERS}
+    rope = checkpoints.LLAMA3
+    config = Exaone4Config(**sizes, rope_parameters=rope, sliding_window_pattern="LG")
+    return checkpoints.saved(config, folder), folder
+
+
+def test_the_family_of_the_examples_computes_what_transformers_does(exaone, family, tmp_path):
+    theirs, folder = exaone
+    model, params = jaxgrpo.load_model(folder, family=family)
+    assert [kind.rope is None for kind in model.config.kinds] == [False, True, False]
+    tokens, mask = checkpoints.batch()
+    found = np.asarray(jaxgrpo.logits(model, params, tokens, mask))
+    real = mask.astype(bool)
+    expected = checkpoints.logits_of(theirs, tokens, mask)
+    np.testing.assert_allclose(found[real], expected[real], atol=2e-4, rtol=0)
+    assert expected[real].std() > 0.2
+    jaxgrpo.save_model(model, params, tmp_path / "ours")
+    again = type(theirs).from_pretrained(tmp_path / "ours", attn_implementation="eager")
+    expected, found = theirs.state_dict(), again.state_dict()
+    assert expected.keys() == found.keys()
+    assert all((expected[name] == found[name]).all() for name in expected)
+
+
+def test_without_a_window_every_layer_turns(exaone, family):
+    fields = {"sliding_window": None, "layer_types": [checkpoints.FULL] * 3}
+    config = families.model_config(_fields(exaone[1]) | fields, "config.json", family)
+    assert all(kind.rope is not None for kind in config.kinds)
+
+
+def _fields(folder):
+    return json.loads((folder / "config.json").read_text())
+
+
+def test_a_config_names_a_family_and_its_file_is_own_code(exaone, reference):
+    config = minimal_config.read(f"model.path={exaone[1]}", f"model.family={reference}")
+    with pytest.raises(InputError, match=r"model_type = 'exaone4' is not built: .*model\.family"):
+        folders.read_config(exaone[1])
+    folder, stored = inputs.find_config(config)
+    assert (folder, stored.family) == (exaone[1], "exaone4")
+    assert folders.read_config(folder) == stored  # registered: whatever reads it finds it
+    assert "own_family.py" in fingerprints.given_by(config)["own code"]
+
+
+def test_what_a_config_names_wrongly_is_said_in_one_message():
+    assert minimal_config.problems("model.family=llama", "train.steps=0") == (
+        "train.steps = 0: expected 1 or more",
+        'model.family = "llama": expected a family of your own, "path/file.py:family"; leave it '
+        "out for one that is built in",
+    )
+    (problem,) = minimal_config.problems("model.family=/none/mine.py:family")
+    assert problem == "model.family: there is no file /none/mine.py, named by " + repr(
+        "/none/mine.py:family"
+    )
+
+
+def test_a_reference_to_something_else_names_the_families_of_the_file(reference):
+    with pytest.raises(InputError, match="read is a function: name a family"):
+        own_code.load(reference.replace(":family", ":read"), None, Family, "family")
+    with pytest.raises(InputError, match="has no 'famly': did you mean 'family'"):
+        own_code.load(reference.replace(":family", ":famly"), None, Family, "family")
+
+
+def test_a_family_may_be_registered_again_but_replaces_no_other(family):
+    families.register(family)
+    families.register(family)
+    again = family._replace(harmless=())  # the cell of a notebook, run again
+    families.register(again)
+    assert families.family_of("exaone4") is again
+    with pytest.raises(InputError, match=r'"exaone4" is that of own_own_family_\w+\.read already'):
+        families.register(family._replace(read=_fields))
+    with pytest.raises(InputError, match='"llama" is built in and cannot be replaced'):
+        families.register(family._replace(model_type="llama"))
+
+
+def test_a_folder_of_another_family_is_refused(exaone, family):
+    other = family._replace(model_type="exaone9")
+    with pytest.raises(InputError, match="model_type = 'exaone4', but the family given is"):
+        folders.read_config(exaone[1], other)
