@@ -24,6 +24,10 @@ MAX_PACKAGES = 14
 
 SHORT = {
     "rewards/math_program.py": "a program of its own, started by builtin.py",
+    **{
+        f"models/hf/families/{name}.py": "families have a file per relative"
+        for name in ("mistral", "olmo", "qwen")
+    },
 }
 """Files below MIN_FILE_LINES, each with its reason."""
 
