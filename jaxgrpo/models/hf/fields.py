@@ -79,7 +79,7 @@ class Fields:
     def take(self, name: str, kind: str, default: Any = REQUIRED) -> Any:
         """The field, or its default where it is absent or null."""
         value = self.nullable(name, kind, default)
-        return default if value is None else value
+        return default if value is None and default is not REQUIRED else value
 
     def nullable(self, name: str, kind: str, default: Any = REQUIRED) -> Any:
         """The field, its default where it is absent, None where it is null."""
