@@ -28,6 +28,10 @@ SHORT = {
         for name in ("mistral", "olmo", "qwen")
     },
     "rewards/math_program.py": "a program of its own, started by builtin.py",
+    **{
+        f"models/hf/families/{name}.py": "families have a file per relative"
+        for name in ("mistral", "olmo", "qwen")
+    },
 }
 """Files below MIN_FILE_LINES, each with its reason."""
 

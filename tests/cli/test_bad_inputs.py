@@ -304,7 +304,7 @@ CASES: dict[str, Case] = {
         "max_prompt_tokens = 16 and max_completion_tokens = 32: 48 tokens, but .* up to 40: beyond",
         lambda made: made.edit("config.json", rope_parameters=LONGROPE),
     ),
-    "int8 weights": weights("int8", "holds int8, expected float32, bfloat16, float16, float64"),
+    "int8 weights": weights("int8", "holds I8, expected float32, bfloat16, float16, float64"),
     "an index without a map": shards("{}", "index.json has no weight_map"),
     "a list as index": shards("[]", "index.json holds a JSON list"),
     "a list as map": shards('{"weight_map": ["a"]}', "has no weight_map, .*found"),
