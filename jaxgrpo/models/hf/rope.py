@@ -1,7 +1,7 @@
 """Rotary positions as config.json gives them: the types of transformers, as a `Rope`.
 
 transformers 5 has `rope_parameters`, for all layers or for each type of layer; before it
-`rope_theta` and `rope_scaling` stood beside one another. Formulas: modeling_rope_utils.py of
+there were `rope_theta` and `rope_scaling`. Formulas: modeling_rope_utils.py of
 transformers 5.23; sources with each of them.
 """
 
@@ -116,7 +116,7 @@ def _turn(
         return Turn(Rope())
     of_type, keys = TYPES[kind]
     known = {"rope_type", "type", "rope_theta", "partial_rotary_factor", *keys}
-    ignored = {"original_max_position_embeddings"}  # it stands beside any type
+    ignored = {"original_max_position_embeddings"}  # any type may have it
     unknown = sorted(set(given) - known - ignored)
     for key in unknown:
         fields.refuse(name, f"{key} is not built for the rope type {kind!r}")
