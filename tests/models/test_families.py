@@ -46,8 +46,7 @@ def test_logits_are_those_of_transformers_whichever_side_is_padded(both):
 
 def test_log_probs_are_those_of_the_logits(both):
     tokens, mask = BATCH
-    with jax.disable_jit():  # operations are compiled once for all families
-        found = np.asarray(jaxgrpo.token_logp(both.model, both.params, tokens, mask))
+    found = np.asarray(jaxgrpo.token_logp(both.model, both.params, tokens, mask))
     logp = np.asarray(jax.nn.log_softmax(both.found))
     before = np.take_along_axis(logp[:, :-1], tokens[:, 1:, None], -1)[..., 0]
     follows = (mask[:, 1:] * mask[:, :-1]).astype(bool)
