@@ -143,7 +143,7 @@ def test_a_drawn_config_gives_the_logits_of_transformers(family):
         derandomize=True,
         deadline=None,
         database=None,
-        suppress_health_check=list(HealthCheck),
+        suppress_health_check=(HealthCheck.too_slow, HealthCheck.data_too_large),
     )
     @given(changes(family))
     def law(fields: dict[str, Any]) -> None:

@@ -82,7 +82,7 @@ def of_transformers(given: dict[str, Any]) -> tuple[np.ndarray, float]:
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-    config = LlamaConfig(
+    config: Any = LlamaConfig(
         head_dim=16, max_position_embeddings=512, rope_parameters={"rope_theta": 1e4, **given}
     )
     kind = config.rope_parameters["rope_type"]
