@@ -32,7 +32,7 @@ from jaxgrpo.update.optimizer import make_optimizer
 TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 """A folder with none of these files has no tokenizer."""
 
-NOT_BUILT = {"attention kernels": "plain only", "LoRA": "not built"}
+NOT_BUILT = {"LoRA": "not built"}
 """What no family has."""
 
 

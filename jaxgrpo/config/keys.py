@@ -106,6 +106,7 @@ class ModelKeys:
     dtype: str = key("float32", choices=("float32", "bfloat16"))  # of the forward pass; the
     # weights that are trained are float32
     float32_head: bool = key(False)  # last norm, output head and logits, in sampling too
+    attention: str = key("auto", choices=("auto", "xla", "splash", "cudnn"))  # of rows and prompts
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -85,6 +85,7 @@ class Kernel(NamedTuple):
     name: str
     causal: Callable[[Array, Array], Attend]
     rows_with_prefix: Callable[[Array, Array, Array, Array], Attend]
+    why: str = ""  # "auto" took it and not the platform's, which cannot compute this
 
 
 XLA = Kernel("xla", causal, rows_with_prefix)
@@ -104,14 +105,12 @@ def chosen(
 ) -> Kernel:
     """The kernel for a run: what it asks for, if that computes exactly its attention.
 
-    Call it once where the run is built, with the platform of its devices
-    (`mesh.devices.flat[0].platform`), and give the kernel's two functions to the forward pass in
-    place of those of this module. Decoding and prefill have their own attends and need no kernel.
+    Decoding and prefill have their own attends and need no kernel.
 
     Args:
       asked: one of KERNELS. "auto" is the platform's kernel where it refuses nothing, else "xla":
         the results differ by rounding alone.
-      row: tokens of a row, Q.
+      row: tokens of the longest row or prompt.
       samples_per_row: the most that a row may hold; None: any number.
       mesh: the run's; None on one device.
 
@@ -129,7 +128,7 @@ def chosen(
     if name != "xla" and OF_PLATFORM.get(platform) != name:
         problems.append(f"platform {platform}: it runs on another")
     if problems and asked == "auto":
-        return XLA
+        return XLA._replace(why=f"{name} cannot: {'; '.join(problems)}")
     title = f'model.attention = "{name}" cannot compute this run; set it to "xla":'
     refuse_all(title, problems)
     if name == "splash":

@@ -231,8 +231,11 @@ def _restored(run: Setup, checkpoints: Checkpoints) -> tuple[TrainState, dict[st
 
 
 def _open(run: Setup, display: Display, opening: str, problem: str | None) -> None:
-    """Says what a run begins with: devices, prompts left out, reference answers, and a problem."""
+    """Says what a run begins with: devices, its attention, prompts left out, answers, a problem."""
     display.say(opening)
+    kernel = run.blueprint.kernel
+    if kernel.name != "xla" or kernel.why:
+        display.say(f"attention by {kernel.name}" + (f": {kernel.why}" if kernel.why else ""))
     if run.dropped:
         display.say(dropped_line(run.config, len(run.rows), run.dropped))
     if run.held_out and run.held_out.dropped:

@@ -36,7 +36,7 @@ from jaxgrpo.core.types import (
 )
 from jaxgrpo.data.chat import Chat
 from jaxgrpo.data.prompts import PromptData
-from jaxgrpo.models import decoder, sharding
+from jaxgrpo.models import attention, decoder, sharding
 from jaxgrpo.models.api import Model
 from jaxgrpo.models.hf import folders
 from jaxgrpo.rewards import RewardLog
@@ -297,6 +297,13 @@ def _method(
         mesh=mesh,
         reward_weights={reward.name: reward.weight for reward in rewards},
         num_iterations=config.train.num_iterations,
+        kernel=attention.chosen(
+            config.model.attention,
+            mesh.devices.flat[0].platform,
+            model.config,
+            row=max(geometry.max_completion_tokens, geometry.max_prompt_tokens),
+            mesh=mesh,
+        ),
     )
     kept = kept_policies(blueprint)
     if tokens is None:

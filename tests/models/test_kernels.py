@@ -72,7 +72,9 @@ def test_all_that_splash_cannot_compute_is_one_message():
         "  mesh.context = 4: a device must have whole rows",
         "  platform gpu: it runs on another",
     ]
-    assert chosen("auto", "tpu", config, row=64) is XLA
+    instead = chosen("auto", "tpu", config, row=64)
+    assert instead._replace(why="") == XLA
+    assert instead.why == "splash cannot: model.dtype = float64: it takes bfloat16 or float32"
 
 
 def test_an_unknown_kernel_is_answered_with_the_nearest():

@@ -243,6 +243,14 @@ def test_bad_input_is_one_message_before_anything_starts(tmp_path, model, capfd,
     assert errors.count("\n") == 1
 
 
+def test_a_kernel_that_cannot_compute_the_run_is_refused_and_auto_names_its_own(tmp_path, model):
+    with pytest.raises(InputError, match='splash" cannot compute this run') as caught:
+        setup(config(tmp_path, model, **{"model.attention": "splash"}))
+    assert str(caught.value).endswith("  platform cpu: it runs on another")
+    run = setup(config(tmp_path, model))
+    assert (run.blueprint.kernel.name, run.blueprint.kernel.why) == ("xla", "")
+
+
 def test_evaluation_judges_conversations_too(tmp_path, model):
     rows = [
         {"question": [{"role": "user", "content": row["question"]}], "answer": row["answer"]}
