@@ -32,10 +32,15 @@ def runs(tmp_path):
         yield small_run.config(tmp_path / str(number), **{"train.steps": 1})
 
 
+def saved(folder):
+    jg.save_model(tiny.model(), tiny.params(), folder)
+    return folder
+
+
 def calls(tmp_path):
     """Word -> a call of it."""
     configs = runs(tmp_path)
-    numbers = jnp.ones(3)
+    numbers, batch = jnp.ones(3), (np.ones((2, 3), int),) * 2
     return {
         "AdvantageTransform": lambda: jg.AdvantageTransform("own", lambda spec: (), unchanged),
         "Config": lambda: jg.Config(**vars(next(configs))),
@@ -53,17 +58,21 @@ def calls(tmp_path):
         "TrainState": lambda: fields(jg.TrainState),
         "chain": lambda: jg.chain(jg.sum_rewards()),
         "divide_by_group_std": lambda: jg.divide_by_group_std(),
+        "load_model": lambda: jg.load_model(saved(tmp_path / "model")),
         "load_config": lambda: jg.load_config("quickstart"),
+        "logits": lambda: jg.logits(tiny.model(), tiny.params(), *batch),
         "mask_truncated": lambda: jg.mask_truncated(),
         "mask_zero_variance": lambda: jg.mask_zero_variance(),
         "parameter_hash": lambda: jg.parameter_hash({"a": numbers}),
         "per_reward": lambda: jg.per_reward(jg.subtract_group_mean()),
+        "save_model": lambda: saved(tmp_path / "model"),
         "setup": lambda: jg.setup(next(configs)).config.train,
         "sign": lambda: jg.sign(),
         "stream": lambda: jg.stream("length", lambda rollouts: rollouts.token_mask.sum(-1)),
         "subtract_group_mean": lambda: jg.subtract_group_mean(),
         "sum_rewards": lambda: jg.sum_rewards(),
         "to_tokens": lambda: jg.to_tokens(),
+        "token_logp": lambda: jg.token_logp(tiny.model(), tiny.params(), *batch),
         "train": lambda: jg.train(next(configs)).summary["parameter_hash"],
         "transform": lambda: jg.transform(unchanged),
     }

@@ -121,6 +121,7 @@ def check(found: np.ndarray, validity: float, within: float = 0.005) -> None:
     np.testing.assert_allclose(found[:3] / found[:3].sum(), FILTERED, rtol=0, atol=0.01)
 
 
+@pytest.mark.full
 def test_kl_in_the_return_leads_to_the_tilted_base(base, tmp_path):
     beta = 0.5
     found, run = train(
@@ -160,6 +161,7 @@ def test_a_target_validity_is_reached(base, tmp_path):
     assert last["rows_left_out"] == 0
 
 
+@pytest.mark.full
 def test_a_target_validity_is_the_mean_over_prompts_under_one_beta(base, tmp_path):
     kl = {"use": "k1_in_reward", "target_validity": 0.8}
     easy, run = train(base, tmp_path, "?!", recipe="rloo", loss={"kl": kl}, train={"steps": 300})

@@ -80,7 +80,9 @@ def test_six_kills_at_random_moments_change_nothing(tmp_path, python, straight):
     assert (tmp_path / "r" / weights).read_bytes() == (done / weights).read_bytes()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.full)]
+)
 def test_a_stop_signal_saves_and_says_how_to_go_on(tmp_path, python, straight, number):
     done, changes, environment = straight
     file = small_run.write(tmp_path / "run.toml", tmp_path / "r", **changes)

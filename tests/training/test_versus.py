@@ -46,7 +46,7 @@ def test_a_ratio_is_of_neighbours_and_on_ragged_work_per_token():
     np.testing.assert_allclose((exact, ragged), (4.0, 4.0 / 3))
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_plain_pytorch_has_our_loss_gradient_and_optimizer_step(tmp_path, monkeypatch):
     pytest.importorskip("torch")
     monkeypatch.setattr(proof, "WORKLOAD", TINY._replace(completion=24, flat=0.0))
