@@ -132,8 +132,8 @@ def chosen(
     title = f'model.attention = "{name}" cannot compute this run; set it to "xla":'
     refuse_all(title, problems)
     if name == "splash":
-        both = splash.causal, splash.rows_with_prefix
-        return Kernel(name, *(functools.partial(one, mesh=mesh) for one in both))
+        on_mesh = functools.partial(functools.partial, mesh=mesh)
+        return Kernel(name, on_mesh(splash.causal), on_mesh(splash.rows_with_prefix))
     return XLA if name == "xla" else Kernel(name, cudnn.causal, cudnn.rows_with_prefix)
 
 

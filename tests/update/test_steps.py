@@ -10,6 +10,7 @@ import optax
 import pytest
 import tiny
 
+from benchmarks.programs import compilations
 from jaxgrpo import advantages, losses
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.metrics import finalise
@@ -340,11 +341,15 @@ def test_a_second_step_compiles_nothing():
     state = first_state(
         made, jax.device_put(tiny.params(), layout), sequential(), 8, 0, ("reward",)
     )
+    counts = []
     for _ in range(2):
-        state, prepared = steps.prepare(state, tiny.rollouts(MIXED))
-        assert len(prepared.batches) == 4
-        state, _ = steps.update(state, prepared.batches)
-    assert steps.update_program._cache_size() == 1
+        with compilations() as seconds:
+            state, prepared = steps.prepare(state, tiny.rollouts(MIXED))
+            assert len(prepared.batches) == 4
+            state, _ = steps.update(state, prepared.batches)
+        counts.append(len(seconds))
+    assert counts[0] > 0
+    assert counts[1] == 0
     for leaf, wanted in zip(jax.tree.leaves(state.trainable), jax.tree.leaves(layout), strict=True):
         assert leaf.sharding == wanted
 
