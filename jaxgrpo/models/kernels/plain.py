@@ -207,11 +207,16 @@ def _asking(sight: Sight, size: int) -> tuple[Array, Array | None]:
 def _blocks(leaf: Array, size: int, axis: int) -> Array:
     """The queries along an axis as blocks [blocks, ..., size, ...], zeros after the last."""
     axis += leaf.ndim
-    missing = -leaf.shape[axis] % size
-    if missing:
-        leaf = jnp.pad(leaf, [(0, missing if one == axis else 0) for one in range(leaf.ndim)])
+    leaf = padded(leaf, -(-leaf.shape[axis] // size) * size, axis)
     leaf = leaf.reshape(*leaf.shape[:axis], -1, size, *leaf.shape[axis + 1 :])
     return jnp.moveaxis(leaf, axis, 0)
+
+
+def padded(leaf: Array, size: int, axis: int) -> Array:
+    """`size` entries along an axis: zeros, or False, after its own."""
+    axis %= leaf.ndim
+    missing = size - leaf.shape[axis]
+    return jnp.pad(leaf, [(0, missing if one == axis else 0) for one in range(leaf.ndim)])
 
 
 def _whole(blocks: Array, like: Array) -> Array:

@@ -25,7 +25,7 @@ from jax.sharding import Mesh
 
 from jaxgrpo.models import sharding
 from jaxgrpo.models.api import Attend, KeyValue, LayerKind, ModelConfig
-from jaxgrpo.models.kernels.plain import taken
+from jaxgrpo.models.kernels.plain import padded, taken
 
 BLOCKS = (512, 256, 128)  # queries or keys that the kernel computes at a time
 LONGEST = 2**16  # tokens of a row: two places share an int32
@@ -93,7 +93,7 @@ def rows_with_prefix(
     def attend(query, key, value, memory: KeyValue, kind: LayerKind):
         start = starts(segment)
         whole = in_order(segment, position, start, length)
-        size = _padded(memory.key.shape[2])
+        size = _in_blocks(memory.key.shape[2])
         keys, values = (
             jnp.concatenate([_ending(taken(held, row_prompt), length, size), own], axis=-3)
             for held, own in zip(memory, (key, value), strict=True)
@@ -212,17 +212,17 @@ def _over_batch(
       prefix: columns of the prompt among the N.
     """
     *batch, width, heads, _ = query.shape
-    size, columns = _padded(width), _padded(key.shape[-3])
+    size, columns = _in_blocks(width), _in_blocks(key.shape[-3])
     place = jnp.arange(size, dtype=jnp.int32)
     apart = kind._replace(rope=None)  # layers that differ in it alone share a kernel
     kernel = _kernel(size, columns, heads, prefix, apart, interpret)
     # Places after the last query see themselves.
-    number = (jnp.pad(start, _after(start, size, -1)) - LONGEST // 2 << 16) | place
+    number = (padded(start, size, -1) - LONGEST // 2 << 16) | place
     ids = splash_attention.SegmentIds(
-        *(jnp.pad(leaf, _after(leaf, to, -1)) for leaf, to in ((asked, size), (shown, columns)))
+        *(padded(leaf, to, -1) for leaf, to in ((asked, size), (shown, columns)))
     )
     given = [
-        jnp.moveaxis(jnp.pad(leaf, _after(leaf, to, -3)), -3, -2)
+        jnp.moveaxis(padded(leaf, to, -3), -3, -2)
         for leaf, to in ((query, size), (key, columns), (value, columns))
     ]
 
@@ -279,15 +279,9 @@ def _ending(prompt: Array, length: Array, size: int) -> Array:
     return jax.vmap(jax.vmap(one))(prompt, length)
 
 
-def _padded(size: int) -> int:
+def _in_blocks(size: int) -> int:
     """As many tokens as blocks hold."""
     return -(-size // BLOCKS[-1]) * BLOCKS[-1]
-
-
-def _after(leaf: Array, size: int, axis: int) -> list[tuple[int, int]]:
-    """Padding of an axis at its end."""
-    axis += leaf.ndim
-    return [(0, size - leaf.shape[axis] if one == axis else 0) for one in range(leaf.ndim)]
 
 
 def _where(whole: Array, out: Array) -> Array:

@@ -153,11 +153,12 @@ def layer_types(
 ) -> list[str]:
     """The type of each layer, FULL or SLIDING."""
     kinds = fields.take("layer_types", "texts", [default(i) for i in range(count)])
-    known = FULL if window is None else f"{FULL} and {SLIDING}"
-    if len(kinds) != count or not set(kinds) <= set(known.split(" and ")):
+    known = (FULL,) if window is None else (FULL, SLIDING)
+    if len(kinds) != count or not set(kinds) <= set(known):
         without = " (no sliding_window, or use_sliding_window is off)" if window is None else ""
         fields.refuse(
-            "layer_types", f"expected {known}{without}, num_hidden_layers = {count} of them"
+            "layer_types",
+            f"expected {' and '.join(known)}{without}, num_hidden_layers = {count} of them",
         )
         return [FULL] * count
     return kinds
