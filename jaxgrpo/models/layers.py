@@ -239,11 +239,11 @@ class Attention(nnx.Module):
         embed = {"embed": config.hidden_size}
         heads = {"heads": config.num_heads, "head_dim": config.head_dim}
         kv_heads = {"kv_heads": config.num_kv_heads, "head_dim": config.head_dim}
-        bias = config.attention_bias
+        bias, out_bias = config.attention_bias, config.attention_out_bias
         self.query = Dense("attention/query", embed, heads, config, rngs, bias=bias)
         self.key = Dense("attention/key", embed, kv_heads, config, rngs, bias=bias)
         self.value = Dense("attention/value", embed, kv_heads, config, rngs, bias=bias)
-        self.out = Dense("attention/out", heads, embed, config, rngs, bias=config.attention_out_bias)
+        self.out = Dense("attention/out", heads, embed, config, rngs, bias=out_bias)
         self.query_norm = _head_norm(heads, config)
         self.key_norm = _head_norm(kv_heads, config)
         scale = config.query_scale
