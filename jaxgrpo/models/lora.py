@@ -84,7 +84,7 @@ def _merged(adapters: Params, base: Params, scale: float) -> Params:
 
 
 def _added(kernel: Array, low: Array, high: Array, scale: float) -> Array:
-    """kernel [*stacked, *inputs, *outputs] + scale * low [..., rank] · high [*stacked, rank, ...]"""
+    """kernel + scale * low [..., rank] · high [*stacked, rank, ...], for each of stacked layers."""
     dtype = jnp.promote_types(kernel.dtype, jnp.float32)
     product = functools.partial(jnp.tensordot, axes=1, precision="highest")
     for _ in range(low.ndim + high.ndim - 2 - kernel.ndim):  # the layers' dimension counts twice
