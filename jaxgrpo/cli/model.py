@@ -218,7 +218,9 @@ def _on_devices(config: Config, model: Model) -> dict[str, Any]:
     sizes, keys = config.mesh, config.optimizer
     shape = (sizes.data or 1, sizes.fsdp, sizes.tensor, sizes.context)
     mesh = AbstractMesh(shape, sharding.AXES, axis_types=(AxisType.Auto,) * len(shape))
-    optimizer = make_optimizer(trained(model, model.axes), updates=config.train.updates, **vars(keys))
+    optimizer = make_optimizer(
+        trained(model, model.axes), updates=config.train.updates, **vars(keys)
+    )
     held, moments = memory.of_training(model, mesh, optimizer)
     computed = memory.parameters(model, mesh)
     return {

@@ -213,10 +213,10 @@ class Dense(nnx.Module):
         self.bias = nnx.Param(zero, axes=tuple(outputs)) if bias else None
         self.contracted = len(inputs)
         lora = config.lora
-        self.lora_a = self.lora_b = None
-        if lora is not None and name in lora.modules:
-            self.lora_a, self.lora_b = _adapter(inputs, outputs, lora.rank, config, rngs)
-            self.scale = lora.scale
+        adapted = lora is not None and name in lora.modules
+        own = _adapter(inputs, outputs, lora.rank, config, rngs) if adapted else (None, None)
+        self.lora_a, self.lora_b = own
+        self.scale = lora.scale if adapted else 0.0
 
     def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
         y: Any = product(x, self.kernel[...], self.contracted)

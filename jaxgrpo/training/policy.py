@@ -31,10 +31,10 @@ from jaxgrpo.training import memory, process
 from jaxgrpo.training.checkpoints import Checkpoints, refuse_other_step
 from jaxgrpo.training.folder import evaluation_of, read_metrics
 from jaxgrpo.training.inputs import (
+    chosen_config,
     eval_source,
     find_config,
     load_prompts,
-    chosen_config,
     make_chat,
     read_start,
     resolve_scorer,

@@ -95,9 +95,7 @@ def test_a_saved_adapter_is_the_one_that_was_read_and_peft_loads_it(both, tmp_pa
     assert expected.keys() == found.keys()
     for name, tensor in expected.items():
         np.testing.assert_array_equal(found[name], tensor)
-    theirs = AutoModelForCausalLM.from_pretrained(
-        both.folder / "base", attn_implementation="eager"
-    )
+    theirs = AutoModelForCausalLM.from_pretrained(both.folder / "base", attn_implementation="eager")
     wrapped = PeftModel.from_pretrained(theirs, str(tmp_path / "ours")).eval()
     np.testing.assert_array_equal(checkpoints.logits_of(wrapped, *BATCH), both.expected)
 
@@ -108,9 +106,7 @@ def test_the_merged_model_is_an_ordinary_folder(both, tmp_path):
     plain = decoder.build(lora.without(both.model.config))
     merged = lora.merge(both.model, lora.join(both.own, both.base))
     jaxgrpo.save_model(plain, merged, tmp_path / "merged")
-    theirs = AutoModelForCausalLM.from_pretrained(
-        tmp_path / "merged", attn_implementation="eager"
-    )
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", attn_implementation="eager")
     found = checkpoints.logits_of(theirs, *BATCH)
     np.testing.assert_allclose(found[REAL], both.expected[REAL], atol=CLOSE, rtol=0)
 

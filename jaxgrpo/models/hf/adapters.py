@@ -1,12 +1,12 @@
-"""Adapter folders as PEFT writes them: adapter_config.json and adapter_model.safetensors. Both ways.
+"""PEFT's adapter folders, adapter_config.json and adapter_model.safetensors, both ways.
 
 PEFT names a tensor base_model.model.MODULE.lora_A.weight, where MODULE is that of transformers:
 lora_A is [rank, inputs] and lora_B [outputs, rank]. A field of adapter_config.json is read, changes
 nothing, or must be off, as those of config.json.
 
-PEFT adapts a module that keeps several of our linear maps as one tensor (Phi-3's qkv_proj) with one
-A for all of them, which ours, with an A each, are not: such modules are refused, both ways. A merged
-model can be saved (`lora.merge`).
+PEFT adapts a module that keeps several of our linear maps as one tensor (Phi-3's qkv_proj) with
+one A for all of them, which ours, with an A each, are not: such modules are refused, both ways. A
+merged model can be saved (`lora.merge`).
 """
 
 from __future__ import annotations

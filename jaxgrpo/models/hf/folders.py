@@ -333,9 +333,7 @@ def _is_ours(path: Path) -> bool:
 
 
 @contextlib.contextmanager
-def replaced(
-    folder: Path, refuse: Callable[[Path], None] = _refuse_unless_ours
-) -> Iterator[Path]:
+def replaced(folder: Path, refuse: Callable[[Path], None] = _refuse_unless_ours) -> Iterator[Path]:
     """A new folder beside `folder`, which takes its place when the block ends without an error.
 
     The files are flushed to disk before they are renamed, so that `folder` is at any moment the
