@@ -213,16 +213,17 @@ class Dense(nnx.Module):
         self.bias = nnx.Param(zero, axes=tuple(outputs)) if bias else None
         self.contracted = len(inputs)
         lora = config.lora
-        adapted = lora is not None and name in lora.modules
-        own = _adapter(inputs, outputs, lora.rank, config, rngs) if adapted else (None, None)
+        lora = lora if lora is not None and name in lora.modules else None
+        own = (None, None) if lora is None else _adapter(inputs, outputs, lora.rank, config, rngs)
         self.lora_a, self.lora_b = own
-        self.scale = lora.scale if adapted else 0.0
+        self.scale = 0.0 if lora is None else lora.scale
 
     def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
         y: Any = product(x, self.kernel[...], self.contracted)
         if self.lora_a is not None and self.lora_b is not None:
             low = product(x, self.lora_a[...], self.contracted)
-            y = y + product(low, self.lora_b[...], 1) * jnp.asarray(self.scale, y.dtype)
+            added: Any = product(low, self.lora_b[...], 1)
+            y = y + added * jnp.asarray(self.scale, y.dtype)
         if self.bias is None:
             return y
         bias = self.bias[...]

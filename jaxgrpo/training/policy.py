@@ -240,7 +240,7 @@ def export(
     if model.config.lora is not None:
         base = decoder.build(lora.without(model.config))
         weights = folders.read_params(home, base, "float32")
-        model, params = base, lora.merge(model, lora.join(params, weights))
+        model, params = base, lora.merge(model, lora.join(jax.device_put(params), weights))
     if dtype is not None:
         if dtype not in DTYPES:
             raise InputError(f"--dtype {dtype}: use {' or '.join(DTYPES)}")

@@ -58,7 +58,7 @@ def peft_model(theirs: Any, folder: Path, **options: Any) -> Any:
         for name, weight in wrapped.named_parameters():
             if "lora_" in name:
                 weight.copy_(0.25 * torch.randn(weight.shape))
-    wrapped.save_pretrained(folder)
+    wrapped.save_pretrained(str(folder))
     return wrapped
 
 

@@ -135,7 +135,8 @@ def test_gradients_of_adapters_need_none_of_the_weights():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), found, whole)
     assert all(np.abs(leaf).max() > 0 for leaf in jax.tree.leaves(found))
     # Of forward, through and onto the weights, three equal parts, the third is left out.
-    flops = [program.lower(own, base).compile().cost_analysis()["flops"] for program in (one, both)]
+    plans = [program.lower(own, base).compile().cost_analysis() for program in (one, both)]
+    flops = [(plan or {})["flops"] for plan in plans]
     assert flops[0] < 0.85 * flops[1]
 
 

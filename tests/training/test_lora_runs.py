@@ -20,7 +20,7 @@ from jaxgrpo.training.setup import kept_policies, setup
 LORA = {
     "lora.rank": 2,
     "lora.alpha": 4.0,
-    "loss.kl": {"use": "k3", "beta": 0.01},
+    "loss.kl": {"use": "full_kl", "beta": 0.01},
     "optimizer.learning_rate": 1e-2,
 }
 
