@@ -45,7 +45,7 @@ LINEAR = (
     *("attention/query", "attention/key", "attention/value", "attention/out"),
     *("feed_forward/gate", "feed_forward/up", "feed_forward/down"),
 )
-"""The linear maps of a layer, which adapters can stand beside."""
+"""The linear maps of a layer, which may have adapters."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -126,7 +126,7 @@ def save(
 
     Args:
       adapters: the first of `lora.split`, in the dtype that they are stored in.
-      base: path of the base or its name on the hub, for whoever loads the adapter.
+      base: path of the base, or its name on the hub, which PEFT looks up.
       card: text of the folder's README.md.
 
     Raises: InputError if `path` holds anything but an adapter, or PEFT has no such adapter.
