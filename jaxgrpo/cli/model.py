@@ -5,7 +5,6 @@ Reads config.json, the headers of the weights and the tokenizer, and no weight.
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import json
 import math
@@ -19,14 +18,15 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from jaxgrpo.config.files import Config
-from jaxgrpo.models import decoder, sharding
+from jaxgrpo.models import decoder, lora, sharding
 from jaxgrpo.models.api import LayerKind, Model, ModelConfig, Rope
 from jaxgrpo.models.hf import families, folders
 from jaxgrpo.training import memory, process
 from jaxgrpo.training.console import facts
 from jaxgrpo.training.folder import plain, write_atomically
-from jaxgrpo.training.inputs import find_config
+from jaxgrpo.training.inputs import chosen_config, find_config
 from jaxgrpo.training.policy import config_for
+from jaxgrpo.update.forward import trained
 from jaxgrpo.update.optimizer import make_optimizer
 
 TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
@@ -67,13 +67,12 @@ def describe(config: Config) -> dict[str, Any]:
     Raises: InputError as `main`.
     """
     folder, stored = find_config(config, whole=False)
-    keys = config.model
-    chosen = dataclasses.replace(stored, dtype=keys.dtype, float32_head=keys.float32_head)
-    model = decoder.build(chosen)
+    keys, chosen = config.model, chosen_config(config, stored)
+    model, base = decoder.build(chosen), decoder.build(lora.without(chosen))
     has_weights = any(folder.glob("*.safetensors*"))
     # Of the hub the weights are not fetched; a folder without any is refused.
     is_remote = not Path(keys.path).expanduser().is_dir()
-    dtypes = folders.read_dtypes(folder, model) if has_weights or not is_remote else None
+    dtypes = folders.read_dtypes(folder, base) if has_weights or not is_remote else None
     return {
         "path": keys.path,
         "family": stored.family,
@@ -219,13 +218,15 @@ def _on_devices(config: Config, model: Model) -> dict[str, Any]:
     sizes, keys = config.mesh, config.optimizer
     shape = (sizes.data or 1, sizes.fsdp, sizes.tensor, sizes.context)
     mesh = AbstractMesh(shape, sharding.AXES, axis_types=(AxisType.Auto,) * len(shape))
-    optimizer = make_optimizer(model.axes, updates=config.train.updates, **vars(keys))
-    trained, moments = memory.of_training(model, mesh, optimizer)
+    optimizer = make_optimizer(
+        trained(model, model.axes), updates=config.train.updates, **vars(keys)
+    )
+    held, moments = memory.of_training(model, mesh, optimizer)
     computed = memory.parameters(model, mesh)
     return {
         "mesh": dict(zip(sharding.AXES, shape, strict=True)),
         "optimizer": keys.use,
-        "bytes": {"computed": computed, "trained": trained, "optimizer": moments},
+        "bytes": {"computed": computed, "trained": held, "optimizer": moments},
     }
 
 

@@ -110,6 +110,16 @@ class ModelKeys:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class LoraKeys:
+    """Adapters that are trained in place of the weights, which stay as they are in model.dtype."""
+
+    rank: int = key(0, at_least=0)  # 0: none, all weights are trained
+    alpha: float = key(32.0, above=0)  # what they add is times alpha / rank
+    targets: str = key("all-linear")  # regular expression of modules' names in transformers
+    use_rslora: bool = key(False)  # times alpha / sqrt(rank)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class DataKeys:
     path: str | None = key(None)  # a file, folder, owner/name on the hub, or "task:NAME:SPLIT";
     # None: rows are given from Python
@@ -252,6 +262,7 @@ class Config:
     """
 
     model: ModelKeys
+    lora: LoraKeys
     data: DataKeys
     rewards: tuple[RewardKeys, ...] = key()
     recipe: str | Part | None = key(None)  # a chain by name; exactly one of these two is set

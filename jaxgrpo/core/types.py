@@ -103,8 +103,8 @@ class TrainState:
     """Everything that resuming needs, and nothing else."""
 
     step: Array  # [] int32, finished steps
-    trainable: Params
-    frozen: dict[str, Params]  # "reference", "base", ...: only those a method asks for
+    trainable: Params  # all parameters, or the adapters if the model has them
+    frozen: dict[str, Params]  # "reference", "base", ...: only those a method asks for; WEIGHTS
     opt_state: Any
     advantage_state: Any
     prompt_policy_state: Any  # host arrays
@@ -116,6 +116,11 @@ class TrainState:
     """
     objective_state: dict[str, Any] = dataclasses.field(default_factory=dict)
     """name of a penalty -> what it remembers, as the coefficient of `adaptive_entropy`"""
+
+
+WEIGHTS = "weights"
+"""In `TrainState.frozen` of a model with adapters: the weights that all its policies share. What is
+trained and the other policies are then adapters."""
 
 
 class Field(NamedTuple):

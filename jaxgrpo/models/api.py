@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, Protocol, get_args, runtime_checkable
 
@@ -40,6 +41,38 @@ QueryKeyNorm = Literal["none", "head", "whole"]
 QUERY_KEY_NORMS: tuple[str, ...] = get_args(QueryKeyNorm)
 
 
+LINEAR = (
+    *("attention/query", "attention/key", "attention/value", "attention/out"),
+    *("feed_forward/gate", "feed_forward/up", "feed_forward/down"),
+)
+"""The linear maps of a layer, which may have adapters."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LoraConfig:
+    """Low-rank adapters beside the linear maps that `targets` names:
+
+        y = x · kernel + scale * ((x · A) · B),    A [inputs, rank], B [rank, outputs]
+
+    Source: Hu et al. 2021, arXiv 2106.09685; rsLoRA: Kalajdzievski 2023, arXiv 2312.03732.
+    """
+
+    rank: int
+    alpha: float
+    targets: str = ".*"  # regular expression that the whole of a name in LINEAR must match
+    use_rslora: bool = False
+
+    @property
+    def scale(self) -> float:
+        """alpha / rank, with rsLoRA alpha / sqrt(rank)."""
+        return self.alpha / (self.rank**0.5 if self.use_rslora else self.rank)
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """The names in LINEAR that are adapted."""
+        return tuple(name for name in LINEAR if re.fullmatch(self.targets, name))
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """A decoder with rotary positions, grouped queries and a gated feed-forward.
@@ -75,6 +108,7 @@ class ModelConfig:
     position_limit: int | None = None  # beyond it the angles of all positions would change
     dtype: str = "float32"  # of parameters and activations
     float32_head: bool = False  # the last norm's output, the head and its product in float32
+    lora: LoraConfig | None = None  # adapters that are trained in place of the weights
     source: str = dataclasses.field(default="", compare=False, repr=False)
     """config.json of the checkpoint that it was read from; a model without one cannot be saved"""
 

@@ -7,6 +7,8 @@ program and the time to compile it do not grow with depth.
 from __future__ import annotations
 
 import functools
+import math
+import re
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple, cast
 
@@ -18,11 +20,13 @@ from jax import Array
 from jaxgrpo.core.errors import refuse_all
 from jaxgrpo.core.types import Params
 from jaxgrpo.models.api import (
+    LINEAR,
     NORMS,
     QUERY_KEY_NORMS,
     Attend,
     Constrain,
     LayerKind,
+    LoraConfig,
     Model,
     ModelConfig,
     Rope,
@@ -62,6 +66,9 @@ time of an update of 4 layers on a CPU. More layers take long to compile. With r
 are scanned, because XLA on a CPU finds what is computed twice in one program, and keeps it.
 """
 
+OF_ADAPTERS = 2**31 - 1
+"""The fold of a layer's key that adapters draw from: none of the small numbers of its weights."""
+
 
 def remat_of(asked: str, platform: str) -> Remat:
     """What a run that asks for `asked`, a Remat or "auto", recomputes on a platform.
@@ -85,7 +92,7 @@ class _Definition(NamedTuple):
     axes: Params
 
     def init(self, key: Array) -> Params:
-        return nnx.to_pure_dict(nnx.state(self.make(nnx.Rngs(params=key))))
+        return nnx.to_pure_dict(nnx.state(self.make(_rngs(key))))
 
     def bind(self, params: Params) -> Any:
         return nnx.merge(self.graph, params)
@@ -145,8 +152,13 @@ def build(
     return Model(config, init, apply, unembed, _axes(modules, shapes), shapes)
 
 
+def _rngs(key: Array) -> nnx.Rngs:
+    """The streams that weights and adapters are drawn from."""
+    return nnx.Rngs(params=key, lora=jax.random.fold_in(key, OF_ADAPTERS))
+
+
 def _define(make: Callable[[nnx.Rngs], nnx.Module]) -> _Definition:
-    abstract = nnx.eval_shape(lambda: make(nnx.Rngs(params=jax.random.key(0))))
+    abstract = nnx.eval_shape(lambda: make(_rngs(jax.random.key(0))))
     graph, state = nnx.split(abstract)
     axes = jax.tree.map(
         lambda param: param.get_metadata("axes"),
@@ -309,9 +321,26 @@ def _check(config: ModelConfig) -> None:
     if config.activation not in ACTIVATIONS:
         known = ", ".join(ACTIVATIONS)
         problems.append(f'activation = "{config.activation}": known are {known}')
+    problems += [] if config.lora is None else _odd_lora(config.lora)
     if config.dtype not in ("float32", "bfloat16", "float16", "float64"):
         problems.append(f'dtype = "{config.dtype}": choose float32, bfloat16, float16 or float64')
     refuse_all("ModelConfig cannot be built:", problems)
+
+
+def _odd_lora(lora: LoraConfig) -> list[str]:
+    problems = []
+    if lora.rank < 1:
+        problems.append(f"lora.rank = {lora.rank}: must be at least 1")
+    if not 0 < lora.alpha < math.inf:
+        problems.append(f"lora.alpha = {lora.alpha}: must be above 0 and finite")
+    try:
+        adapted = lora.modules
+    except re.error as error:
+        return [*problems, f"lora.targets = {lora.targets!r}: no regular expression ({error})"]
+    if not adapted:
+        known = ", ".join(LINEAR)
+        problems.append(f"lora.targets = {lora.targets!r}: matches none of {known}")
+    return problems
 
 
 def _odd_rope(rope: Rope | None, head_dim: int) -> list[str]:

@@ -1,15 +1,16 @@
 """The modules of a decoder, defined in Flax NNX; `decoder.py` runs them over plain dicts.
 
 Every parameter names its dimensions in the metadata `axes`, never a mesh: "vocab", "embed",
-"heads", "kv_heads", "head_dim", "mlp", and "norm" for the scales of norms. Matrices are drawn from
-a normal of standard deviation 0.02, biases are 0 and a norm begins as the identity up to scale,
-as in the Hugging Face models of these families (`initializer_range`).
+"heads", "kv_heads", "head_dim", "mlp", "rank" of adapters, and "norm" for the scales of norms.
+Matrices are drawn from a normal of standard deviation 0.02, biases are 0 and a norm begins as the
+identity up to scale, as in the Hugging Face models of these families (`initializer_range`).
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -186,10 +187,14 @@ product.defvjp(_product, _product_backward)
 
 
 class Dense(nnx.Module):
-    """y = x · kernel (+ bias), where `inputs` and `outputs` may be several dimensions each."""
+    """y = x · kernel (+ bias), where `inputs` and `outputs` may be several dimensions each.
+
+    With adapters, where config.lora names the module: + scale * ((x · lora_a) · lora_b).
+    """
 
     def __init__(
         self,
+        name: str,
         inputs: dict[str, int],
         outputs: dict[str, int],
         config: ModelConfig,
@@ -197,15 +202,28 @@ class Dense(nnx.Module):
         *,
         bias: bool = False,
     ):
-        """`inputs` and `outputs` map the logical name of each dimension to its size, in order."""
+        """`inputs` and `outputs` map the logical name of each dimension to its size, in order.
+
+        Args:
+          name: one of LINEAR.
+        """
         shape, axes = (*inputs.values(), *outputs.values()), (*inputs, *outputs)
         self.kernel = _matrix(shape, axes, config, rngs)
         zero = jnp.zeros(tuple(outputs.values()), config.dtype)
         self.bias = nnx.Param(zero, axes=tuple(outputs)) if bias else None
         self.contracted = len(inputs)
+        lora = config.lora
+        lora = lora if lora is not None and name in lora.modules else None
+        own = (None, None) if lora is None else _adapter(inputs, outputs, lora.rank, config, rngs)
+        self.lora_a, self.lora_b = own
+        self.scale = 0.0 if lora is None else lora.scale
 
     def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
         y: Any = product(x, self.kernel[...], self.contracted)
+        if self.lora_a is not None and self.lora_b is not None:
+            low = product(x, self.lora_a[...], self.contracted)
+            added: Any = product(low, self.lora_b[...], 1)
+            y = y + added * jnp.asarray(self.scale, y.dtype)
         if self.bias is None:
             return y
         bias = self.bias[...]
@@ -222,11 +240,11 @@ class Attention(nnx.Module):
         embed = {"embed": config.hidden_size}
         heads = {"heads": config.num_heads, "head_dim": config.head_dim}
         kv_heads = {"kv_heads": config.num_kv_heads, "head_dim": config.head_dim}
-        bias = config.attention_bias
-        self.query = Dense(embed, heads, config, rngs, bias=bias)
-        self.key = Dense(embed, kv_heads, config, rngs, bias=bias)
-        self.value = Dense(embed, kv_heads, config, rngs, bias=bias)
-        self.out = Dense(heads, embed, config, rngs, bias=config.attention_out_bias)
+        bias, out_bias = config.attention_bias, config.attention_out_bias
+        self.query = Dense("attention/query", embed, heads, config, rngs, bias=bias)
+        self.key = Dense("attention/key", embed, kv_heads, config, rngs, bias=bias)
+        self.value = Dense("attention/value", embed, kv_heads, config, rngs, bias=bias)
+        self.out = Dense("attention/out", heads, embed, config, rngs, bias=out_bias)
         self.query_norm = _head_norm(heads, config)
         self.key_norm = _head_norm(kv_heads, config)
         scale = config.query_scale
@@ -255,9 +273,9 @@ class FeedForward(nnx.Module):
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
         embed, mlp = {"embed": config.hidden_size}, {"mlp": config.intermediate_size}
         bias = config.feed_forward_bias
-        self.gate = Dense(embed, mlp, config, rngs, bias=bias)
-        self.up = Dense(embed, mlp, config, rngs, bias=bias)
-        self.down = Dense(mlp, embed, config, rngs, bias=bias)
+        self.gate = Dense("feed_forward/gate", embed, mlp, config, rngs, bias=bias)
+        self.up = Dense("feed_forward/up", embed, mlp, config, rngs, bias=bias)
+        self.down = Dense("feed_forward/down", mlp, embed, config, rngs, bias=bias)
         self.activation = config.activation
 
     def __call__(self, x: Float[Array, "*B E"]) -> Float[Array, "*B E"]:
@@ -306,3 +324,22 @@ def _matrix(
     # Drawn in float32 whatever the dtype: the same key gives the same weights, rounded.
     value = INITIAL_STD * jax.random.normal(rngs.params(), shape, jnp.float32)
     return nnx.Param(value.astype(config.dtype), axes=axes)
+
+
+def _adapter(
+    inputs: dict[str, int],
+    outputs: dict[str, int],
+    rank: int,
+    config: ModelConfig,
+    rngs: nnx.Rngs,
+) -> tuple[nnx.Param, nnx.Param]:
+    """lora_a [*inputs, rank], uniform within 1 / sqrt(inputs), and lora_b [rank, *outputs], zeros.
+
+    Source: the default of PEFT, kaiming_uniform_(a=sqrt(5)) and zeros.
+    """
+    bound = math.prod(inputs.values()) ** -0.5
+    shape, zero = (*inputs.values(), rank), jnp.zeros((rank, *outputs.values()), config.dtype)
+    # A stream of its own: the weights are those of a model without adapters.
+    value = jax.random.uniform(rngs.lora(), shape, jnp.float32, -bound, bound)
+    lora_a = nnx.Param(value.astype(config.dtype), axes=(*inputs, "rank"))
+    return lora_a, nnx.Param(zero, axes=("rank", *outputs))

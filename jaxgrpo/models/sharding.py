@@ -35,6 +35,7 @@ TRAINING: Rules = {
     "kv_heads": "tensor",
     "head_dim": None,
     "mlp": "tensor",
+    "rank": None,
     "norm": None,
     "layers": None,
 }

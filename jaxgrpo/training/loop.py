@@ -44,7 +44,7 @@ from jaxgrpo.training.inputs import (
     with_logged,
 )
 from jaxgrpo.training.logbook import Logbook
-from jaxgrpo.training.policy import base_params, evaluator_of, export
+from jaxgrpo.training.policy import base_params, evaluator_of, export, save_policy
 from jaxgrpo.training.recovery import Keeper, Progress
 from jaxgrpo.training.replay import SavedRollouts, refuse_other_files, to_json
 from jaxgrpo.training.resets import is_better, make_resetter, refuse_unknown_best, see
@@ -344,7 +344,7 @@ class _Loop:
         run, progress, model = self.run, self.progress, self.folder.path / "model"
         ends = folders.end_fields(run.blueprint.sampling.stop_tokens)
         try:
-            folders.save_model(run.model, state.trainable, model, run.tokenizer, ends)
+            save_policy(run, state, self.folder.path, ends)
         except (OSError, SafetensorError) as error:
             raise process.NotSaved(f"{model} could not be written: {error}") from error
         speed = progress.tokens / progress.seconds if progress.seconds else None

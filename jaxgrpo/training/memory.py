@@ -23,7 +23,14 @@ from jaxgrpo.models.api import Model, ModelConfig
 from jaxgrpo.models.sharding import AnyMesh
 from jaxgrpo.rollout.capacity import capacity, fitting_slots
 from jaxgrpo.update import packing
-from jaxgrpo.update.forward import Blueprint, held_dtype, moments_layout, param_layout
+from jaxgrpo.update.forward import (
+    Blueprint,
+    held_dtype,
+    moments_layout,
+    read_by_update,
+    trained,
+    trained_layout,
+)
 
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 SHARE = 0.85
@@ -40,11 +47,12 @@ class Memory(NamedTuple):
     sampler: int  # working memory of decoding: weights as it reads them, logits, a layer's keys
     decode: int  # keys and values of slots and prompts, tokens of all completions of a step
     update: int = 0  # working memory of the update's program; 0: not known yet
+    frozen: int = 0  # weights under adapters, which all policies share
 
     @property
     def kept(self) -> int:
         """From one step to the next."""
-        return self.parameters + self.optimizer + self.copies
+        return self.parameters + self.frozen + self.optimizer + self.copies
 
     @property
     def peak(self) -> int:
@@ -53,10 +61,11 @@ class Memory(NamedTuple):
     def lines(self, limit: int) -> dict[str, str]:
         """What to print: name -> bytes in words."""
         update = shown(self.update) if self.update else "not known"
+        frozen = f"frozen weights {shown(self.frozen)}, " if self.frozen else ""
         return {
             "memory": f"{shown(self.peak)} of {shown(limit)} on each device at the most",
-            "  kept": f"parameters {shown(self.parameters)}, optimizer {shown(self.optimizer)}, "
-            f"copies {shown(self.copies)}",
+            "  kept": f"parameters {shown(self.parameters)}, {frozen}"
+            f"optimizer {shown(self.optimizer)}, copies {shown(self.copies)}",
             "  sampling": f"decode state {shown(self.decode)}, "
             f"working memory {shown(self.sampler)}",
             "  update": f"working memory {update}",
@@ -69,17 +78,19 @@ def count(blueprint: Blueprint, copies: Collection[str]) -> Memory:
     Args:
       copies: names of the policies that are kept beside the trained one.
     """
-    model, layout = blueprint.model, param_layout(blueprint)
-    trained, optimizer = of_training(model, blueprint.mesh, blueprint.optimizer)
+    model = blueprint.model
+    own = _bytes(trained(model, model.shapes), trained_layout(blueprint))
+    held, optimizer = of_training(model, blueprint.mesh, blueprint.optimizer)
     geometry = blueprint.geometry
     asked = (geometry.num_prompts, geometry.max_prompt_tokens)
     decoding = capacity(model, blueprint.sampling, blueprint.mesh, *asked)
     return Memory(
-        parameters=trained,
+        parameters=held,
         optimizer=optimizer,
-        copies=len(copies) * _bytes(model.shapes, layout),
+        copies=len(copies) * own,
         sampler=read_weights(model, blueprint.mesh, held_dtype(model)) + decoding.working,
         decode=decoding.state,
+        frozen=parameters(model, blueprint.mesh) - own if model.config.lora else 0,
     )
 
 
@@ -90,10 +101,11 @@ def of_training(model: Model, mesh: AnyMesh, optimizer: Any) -> tuple[int, int]:
       optimizer: as of `make_optimizer`.
     """
     held = jnp.dtype(held_dtype(model))
-    trained = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, held), model.shapes)
-    layout = sharding.param_shardings(mesh, model.axes, model.shapes)
-    moments = jax.eval_shape(optimizer.init, trained)
-    return _bytes(trained, layout), _bytes(moments, moments_layout(model, mesh, optimizer))
+    shapes, axes = (trained(model, tree) for tree in (model.shapes, model.axes))
+    own = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, held), shapes)
+    moments = jax.eval_shape(optimizer.init, own)
+    layout = sharding.param_shardings(mesh, axes, own)
+    return _bytes(own, layout), _bytes(moments, moments_layout(model, mesh, optimizer))
 
 
 def with_slots(blueprint: Blueprint, copies: Collection[str]) -> Blueprint:
@@ -158,7 +170,7 @@ def plan(program: Any, blueprint: Blueprint, state: TrainState) -> int:
       program: `update_program` of `update.step.Steps`.
       state: of the run; its arrays are not read.
     """
-    anchors = {name: state.frozen[name] for name in sorted(blueprint.objective.anchors)}
+    anchors = read_by_update(state, blueprint.objective.anchors)
     batch = packing.abstract_batch(blueprint.geometry, blueprint.objective.needs)
 
     def placed(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
@@ -223,8 +235,11 @@ def read_weights(model: Model, mesh: Mesh, held: str) -> int:
     """
     layout = sharding.param_shardings(mesh, model.axes, model.shapes, sharding.SAMPLING)
     of_layers = _bytes(model.shapes["blocks"], layout["blocks"])
-    is_copy = mesh.shape["fsdp"] > 1 or model.config.dtype != held
-    return of_layers + (_bytes(model.shapes, layout) if is_copy else 0)
+    if mesh.shape["fsdp"] > 1:
+        return of_layers + _bytes(model.shapes, layout)
+    is_cast = model.config.dtype != held
+    cast = _bytes(trained(model, model.shapes), trained(model, layout))
+    return of_layers + (cast if is_cast else 0)
 
 
 def parameters(model: Model, mesh: AnyMesh) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -18,21 +19,24 @@ from jaxgrpo.config import files as configs
 from jaxgrpo.config.files import Config, config_of
 from jaxgrpo.config.own_code import python_name
 from jaxgrpo.core.errors import InputError
-from jaxgrpo.core.types import Params
+from jaxgrpo.core.types import Params, TrainState
 from jaxgrpo.data.prompts import PromptData
 from jaxgrpo.evaluation.evaluate import Evaluate, Policy, make_evaluator, questions_of
 from jaxgrpo.evaluation.intervals import is_end
 from jaxgrpo.evaluation.rescoring import Base
-from jaxgrpo.models import decoder, sharding
-from jaxgrpo.models.hf import folders
+from jaxgrpo.models import decoder, lora, sharding
+from jaxgrpo.models.api import Model
+from jaxgrpo.models.hf import adapters, folders
 from jaxgrpo.training import memory, process
 from jaxgrpo.training.checkpoints import Checkpoints, refuse_other_step
 from jaxgrpo.training.folder import evaluation_of, read_metrics
 from jaxgrpo.training.inputs import (
+    chosen_config,
     eval_source,
     find_config,
     load_prompts,
     make_chat,
+    read_start,
     resolve_scorer,
 )
 from jaxgrpo.training.report.record import accuracy_first, with_interval
@@ -44,7 +48,7 @@ from jaxgrpo.training.setup import (
     kept_policies,
     sampling_settings,
 )
-from jaxgrpo.update.forward import held_dtype
+from jaxgrpo.update.forward import held_dtype, param_layout, params_of, trained, whole
 from jaxgrpo.update.step import Share, alone
 
 DTYPES = ("float32", "bfloat16")  # of exported weights
@@ -78,7 +82,7 @@ class StoredPolicy(Policy):
         """The weights, laid out for sampling."""
         rules, model = sharding.SAMPLING, self.model
         layout = sharding.param_shardings(self.mesh, model.axes, model.shapes, rules)
-        return folders.read_params(self.folder, model, shardings=layout)
+        return read_start(self.folder, model, layout=layout)
 
 
 def config_for(
@@ -94,6 +98,7 @@ def config_for(
         tables, source = configs.tables_of(config), config.source
         tables["model"] = {**tables["model"], "path": str((folder / "model").absolute())}
         tables["model"].pop("revision", None)
+        tables.pop("lora", None)  # merged there
     elif Path(target).suffix == ".toml":
         read = configs.load(target)
         tables, source = configs.tables_of(read), read.source
@@ -149,15 +154,18 @@ def key_of(config: Config) -> Any:
 def load_base(config: Config, mesh: Mesh) -> Base:
     """The model that a config names, as a base: one more copy of its parameters in memory."""
     found = find_model(config, mesh)
-    layout = sharding.param_shardings(mesh, found.model.axes, found.model.shapes)
-    return Base(found.model, folders.read_params(found.folder, found.model, shardings=layout))
+    base = found.model
+    if base.config.lora is not None:
+        base = decoder.build(lora.without(base.config), constrain=sharding.constrain(mesh))
+    layout = sharding.param_shardings(mesh, base.axes, base.shapes)
+    return Base(base, folders.read_params(found.folder, base, shardings=layout))
 
 
 def base_of(run: Setup) -> Base:
     """The base of a run: a policy that it holds anyway, where there is one; else read anew."""
     for name in ("base",) if may_reset(run.config) else ("base", "reference"):
         if name in run.state.frozen:
-            return Base(run.model, run.state.frozen[name])
+            return Base(run.model, whole(run.state.frozen[name], run.state.frozen))
     return load_base(run.config, run.mesh)
 
 
@@ -177,6 +185,25 @@ def evaluator_of(run: Setup, share: Share = alone) -> Evaluate:
         return make_evaluator(config, _policy(config, run), questions, base)
 
     return share("evaluator", make)
+
+
+def save_policy(run: Setup, state: TrainState, folder: Path, ends: Mapping[str, Any]) -> None:
+    """Writes a run's policy to "model" in its folder. If it has adapters, they are merged there, in
+    the dtype of the weights, and "adapter" holds them for PEFT."""
+    model, params = run.model, params_of(state)
+    if model.config.lora is not None:
+        adapters.save(model, state.trainable, folder / "adapter", run.config.model.path)
+        base = decoder.build(lora.without(model.config))
+        layout = lora.split(param_layout(run.blueprint))[1]
+        merge = jax.jit(functools.partial(_merged, model), out_shardings=layout)
+        model, params = base, merge(params)
+    folders.save_model(model, params, folder / "model", run.tokenizer, ends)
+
+
+def _merged(model: Model, params: Params) -> Params:
+    """Of one dtype, in which a wide head (model.float32_head) was stored too."""
+    dtype = model.config.dtype
+    return jax.tree.map(lambda leaf: leaf.astype(dtype), lora.merge(model, params))
 
 
 def export(
@@ -199,16 +226,21 @@ def export(
     tokenizer = folders.read_tokenizer(home)
     make_chat(config, tokenizer)
     ends = folders.end_fields(folders.read_end_tokens(home, tokenizer))
-    model = decoder.build(stored)
+    model = decoder.build(dataclasses.replace(stored, lora=chosen_config(config, stored).lora))
     # On the host and without the rest of the state: neither the mesh of the run is needed for it,
     # nor its data, rewards and method, which may have come from Python.
     empty = lambda leaf: np.zeros(leaf.shape, np.float32)  # noqa: E731
-    wanted = {"step": np.zeros((), np.int32), "trainable": jax.tree.map(empty, model.shapes)}
+    own = jax.tree.map(empty, trained(model, model.shapes))
+    wanted = {"step": np.zeros((), np.int32), "trainable": own}
     with Checkpoints(folder / "checkpoints", config.checkpoint.keep) as checkpoints:
         number = _number(folder, config, step, checkpoints)
         state, _ = checkpoints.restore(wanted, number, partial=True)
         refuse_other_step(checkpoints.folder, checkpoints.newest or 0, int(state["step"]))
     number, params = int(state["step"]), state["trainable"]
+    if model.config.lora is not None:
+        base = decoder.build(lora.without(model.config))
+        weights = folders.read_params(home, base, "float32")
+        model, params = base, lora.merge(model, lora.join(jax.device_put(params), weights))
     if dtype is not None:
         if dtype not in DTYPES:
             raise InputError(f"--dtype {dtype}: use {' or '.join(DTYPES)}")

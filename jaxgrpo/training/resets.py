@@ -18,7 +18,7 @@ from jaxgrpo.core.errors import InputError, suggest
 from jaxgrpo.core.types import Params, TrainState
 from jaxgrpo.losses import Objective
 from jaxgrpo.training.folder import evaluation_of
-from jaxgrpo.update.forward import Blueprint, opt_layout, param_layout
+from jaxgrpo.update.forward import Blueprint, opt_layout, trained_layout
 from jaxgrpo.update.optimizer import fresh_moments
 
 
@@ -85,7 +85,7 @@ def make_resetter(config: Config, blueprint: Blueprint) -> Reset:
             "do nothing; add a KL to it, or leave reference.reset_... out"
         )
     names = kl_metrics(blueprint)
-    layout = (param_layout(blueprint), opt_layout(blueprint))
+    layout = (trained_layout(blueprint), opt_layout(blueprint))
     fresh = jax.jit(functools.partial(fresh_parts, blueprint.optimizer), out_shardings=layout)
 
     def reset(

@@ -7,7 +7,6 @@ prints what a run would do.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import inspect
 import json
@@ -28,6 +27,7 @@ from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.metrics import Metrics
 from jaxgrpo.core.types import (
     FIELDS,
+    WEIGHTS,
     Params,
     Prompts,
     Rollouts,
@@ -36,7 +36,7 @@ from jaxgrpo.core.types import (
 )
 from jaxgrpo.data.chat import Chat
 from jaxgrpo.data.prompts import PromptData
-from jaxgrpo.models import attention, decoder, sharding
+from jaxgrpo.models import attention, decoder, lora, sharding
 from jaxgrpo.models.api import Model
 from jaxgrpo.models.hf import folders
 from jaxgrpo.rewards import RewardLog
@@ -54,7 +54,15 @@ from jaxgrpo.training.folder import refuse_unusable
 from jaxgrpo.training.origin import origin_of
 from jaxgrpo.training.replay import Replay, SavedRollouts, read_files
 from jaxgrpo.update import diagnostics, packing, step
-from jaxgrpo.update.forward import Blueprint, as_computed, held_dtype, opt_layout, param_layout
+from jaxgrpo.update.forward import (
+    Blueprint,
+    as_computed,
+    held_dtype,
+    opt_layout,
+    param_layout,
+    trained,
+    trained_layout,
+)
 from jaxgrpo.update.optimizer import make_optimizer
 
 DIVIDED = {
@@ -64,8 +72,8 @@ DIVIDED = {
 }
 """Sizes of a rollout that the devices divide among them: key -> axis of the mesh."""
 
-_SAMPLED = ("model", "mesh", "rollout")
-_INPUTS = ("model", "mesh", "data", "eval", "rollout.max_prompt_tokens", "train.remat")
+_SAMPLED = ("model", "lora", "mesh", "rollout")
+_INPUTS = ("model", "lora", "mesh", "data", "eval", "rollout.max_prompt_tokens", "train.remat")
 _LAID_OUT = ("train.tokens_per_micro_batch", "train.remat")
 _COUNTED = ("train.steps", "train.num_iterations", "train.minibatches")
 _UPDATED = (*_SAMPLED, "loss", "optimizer", *_COUNTED, *_LAID_OUT)
@@ -189,8 +197,8 @@ def setup(
     # Before anything is allocated.
     memory.refuse_too_large(memory.count(blueprint, kept_policies(blueprint)), mesh)
     origin = origin_of(config, read, blueprint, steps, chosen)
-    dtype, layout = held_dtype(model), param_layout(blueprint)
-    params = folders.read_params(read["folder"], model, dtype, layout)
+    layout, seed = param_layout(blueprint), config.train.seed
+    params = inputs.read_start(read["folder"], model, held_dtype(model), layout, seed)
     return Setup(
         config=config,
         **read,
@@ -198,7 +206,7 @@ def setup(
         answers=origin.answers,
         blueprint=blueprint,
         state=first_state(
-            *(blueprint, params, origin.policy, len(rows), config.train.seed),
+            *(blueprint, params, origin.policy, len(rows), seed),
             *(tuple(reward.name for reward in chosen), origin.leftover),
         ),
         policy=origin.policy,
@@ -230,11 +238,10 @@ def find_model(config: Config, mesh: Mesh | None = None) -> Found:
     if mesh is None:
         sizes = config.mesh
         mesh = sharding.make_mesh(sizes.data, sizes.fsdp, sizes.tensor, sizes.context)
-    keys = config.model
     folder, stored = inputs.find_config(config)
     inputs.check_length(config, folder, stored)
     tokenizer = folders.read_tokenizer(folder)
-    chosen = dataclasses.replace(stored, dtype=keys.dtype, float32_head=keys.float32_head)
+    chosen = inputs.chosen_config(config, stored)
     folders.check_tokens(folder, tokenizer, stored)
     remat = _remat(config, mesh)
     model = decoder.build(chosen, constrain=sharding.constrain(mesh), remat=remat)
@@ -286,7 +293,9 @@ def _method(
     chain = methods.make_chain(config, rewards, advantage)
     objective = methods.make_objective(config)
     methods.refuse_double_weights(chain, objective.surrogate, objective.proximal)
-    optimizer = make_optimizer(model.axes, updates=config.train.updates, **vars(config.optimizer))
+    optimizer = make_optimizer(
+        trained(model, model.axes), updates=config.train.updates, **vars(config.optimizer)
+    )
     blueprint = Blueprint(
         model=model,
         chain=chain,
@@ -370,17 +379,20 @@ def first_state(
     everywhere = sharding.replicated(blueprint.mesh)
     # Geometry and RolloutSpec begin with the same four sizes.
     spec = RolloutSpec(*blueprint.geometry[:4], rewards=rewards, num_rows=num_rows)
+    own, frozen = params, {}
+    if blueprint.model.config.lora is not None:
+        own, frozen[WEIGHTS] = lora.split(params)
     # A copy of its own, since the trainable parameters are donated.
     copy = jax.jit(
         lambda tree: jax.tree.map(lambda leaf: leaf + 0, as_computed(blueprint.model, tree)),
-        out_shardings=param_layout(blueprint),
+        out_shardings=trained_layout(blueprint),
     )
     put = lambda value: sharding.put(value, everywhere)  # noqa: E731
     return TrainState(
         step=put(np.int32(0)),
-        trainable=params,
-        frozen={name: copy(params) for name in kept_policies(blueprint)},
-        opt_state=jax.jit(blueprint.optimizer.init, out_shardings=opt_layout(blueprint))(params),
+        trainable=own,
+        frozen=frozen | {name: copy(own) for name in kept_policies(blueprint)},
+        opt_state=jax.jit(blueprint.optimizer.init, out_shardings=opt_layout(blueprint))(own),
         advantage_state=jax.tree.map(put, blueprint.chain.init(spec)),
         prompt_policy_state=policy.init(num_rows, seed),
         cursor=put(np.int32(0)),
@@ -437,6 +449,16 @@ def _updates(config: Config) -> str:
     return f"; a step makes {times * parts}: {times} x {parts} minibatches of {prompts} prompts"
 
 
+def _adapters(model: Model) -> str:
+    """What is trained and what is not, if the model has adapters."""
+    settings = model.config.lora
+    if settings is None:
+        return ""
+    count = sum(leaf.size for leaf in jax.tree.leaves(lora.split(model.shapes)[1]))
+    names = ", ".join(settings.modules)
+    return f" of adapters (rank {settings.rank}, of {names}); {count:,} stay as they are"
+
+
 def dry_run(config: Config, resume: bool = False) -> None:
     """Prints what `train` would do: devices, sizes, memory, the first prompt; then the config.
 
@@ -462,7 +484,7 @@ def dry_run(config: Config, resume: bool = False) -> None:
             "method": f"{run.blueprint.chain.name} ({', '.join(steps)}), "
             f"{objective.surrogate.name} loss, {objective.reduction.name}",
             "mesh": ", ".join(f"{name} {size}" for name, size in run.mesh.shape.items()),
-            "parameters": f"{count:,}",
+            "parameters": f"{count:,}{_adapters(run.model)}",
             **needed.lines(memory.of_device(run.mesh)),
             "a step": f"{geometry.num_prompts} prompts x {geometry.group_size} samples = "
             f"{samples_of(config)} completions of at most {geometry.max_completion_tokens} tokens, "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -14,9 +14,9 @@ from jax import Array
 from jax.sharding import Mesh
 
 from jaxgrpo.advantages import AdvantageTransform
-from jaxgrpo.core.types import Params, TrainBatch
+from jaxgrpo.core.types import WEIGHTS, Params, TrainBatch, TrainState
 from jaxgrpo.losses import Objective, Tokens, token_loss
-from jaxgrpo.models import logprobs, sharding
+from jaxgrpo.models import logprobs, lora, sharding
 from jaxgrpo.models.api import LayerKind, Model
 from jaxgrpo.models.attention import XLA, Kernel
 from jaxgrpo.models.logprobs import Entropy, Head, full_kl, token_logprobs
@@ -251,8 +251,30 @@ def held_dtype(model: Model) -> str:
 
 
 def as_computed(model: Model, params: Params) -> Params:
-    """The parameters in the dtypes that the model computes in."""
-    return jax.tree.map(lambda leaf, spec: leaf.astype(spec.dtype), params, model.shapes)
+    """Parameters, all or those that are trained, in the dtypes that the model computes in."""
+    shapes = model.shapes if params.keys() == model.shapes.keys() else trained(model, model.shapes)
+    return jax.tree.map(lambda leaf, spec: leaf.astype(spec.dtype), params, shapes)
+
+
+def trained(model: Model, tree: Params) -> Params:
+    """The part that is trained of a tree like the parameters: adapters, if the model has any."""
+    return tree if model.config.lora is None else lora.split(tree)[0]
+
+
+def whole(own: Params, frozen: Mapping[str, Params]) -> Params:
+    """The parameters of a policy: with adapters, those of its own and the weights of all."""
+    return lora.join(own, frozen[WEIGHTS]) if WEIGHTS in frozen else own
+
+
+def params_of(state: TrainState, name: str = "trainer") -> Params:
+    """The parameters of one of the policies of a state, as the model takes them."""
+    return whole(state.trainable if name == "trainer" else state.frozen[name], state.frozen)
+
+
+def read_by_update(state: TrainState, anchors: Collection[str]) -> dict[str, Params]:
+    """What is frozen and the update program reads: the anchors, and the weights under adapters."""
+    names = {*anchors, *({WEIGHTS} & state.frozen.keys())}
+    return {name: state.frozen[name] for name in sorted(names)}
 
 
 def micro_batch(batch: TrainBatch, index: Array) -> TrainBatch:
@@ -268,6 +290,11 @@ def param_layout(blueprint: Blueprint, rules: sharding.Rules = sharding.TRAINING
     return sharding.param_shardings(blueprint.mesh, model.axes, model.shapes, rules)
 
 
+def trained_layout(blueprint: Blueprint) -> Params:
+    """The shardings of what is trained."""
+    return trained(blueprint.model, param_layout(blueprint))
+
+
 def opt_layout(blueprint: Blueprint) -> Any:
     """The shardings of the optimizer's state: moments as their parameters, the rest everywhere.
 
@@ -279,11 +306,12 @@ def opt_layout(blueprint: Blueprint) -> Any:
 def moments_layout(model: Model, mesh: AnyMesh, optimizer: optax.GradientTransformation) -> Any:
     """`opt_layout` of an optimizer for a model on a mesh."""
     everywhere = sharding.replicated(mesh)
+    shapes, axes = (trained(model, tree) for tree in (model.shapes, model.axes))
     return map_params(
         optimizer,
         lambda leaf, layout, param: layout if leaf.shape == param.shape else everywhere,
-        jax.eval_shape(optimizer.init, model.shapes),
-        sharding.param_shardings(mesh, model.axes, model.shapes),
-        model.shapes,
+        jax.eval_shape(optimizer.init, shapes),
+        sharding.param_shardings(mesh, axes, shapes),
+        shapes,
         others=lambda _: everywhere,
     )

@@ -121,7 +121,7 @@ def fresh_moments(optimizer: optax.GradientTransformation, params: Params, opt_s
 
 
 def decay_mask(axes: Params) -> Params:
-    """True for the weights that decay: matrices, which have "embed" and another dimension.
+    """True for the weights that decay: matrices, which have "embed" or "rank" beside another axis.
 
     Norm scales and biases do not.
     """
@@ -132,8 +132,9 @@ def muon_dimensions(axes: Params) -> Params:
     """Inputs and outputs of the matrices that muon makes orthogonal; None for all other parameters.
 
     These are the kernels of attention and feed-forward blocks, "embed" on one side and all else, as
-    heads and their dimensions, on the other. "layers" is on neither: each layer is a matrix of its
-    own. Embeddings and the output head, which have "vocab", are none of them.
+    heads and their dimensions, on the other; of adapters "rank" is the one side. "layers" is on
+    neither: each layer is a matrix of its own. Embeddings and the output head, which have "vocab",
+    are none of them.
 
     Source: Jordan 2024, kellerjordan.github.io/posts/muon, which leaves embeddings, output head and
     vectors to AdamW.
@@ -142,9 +143,10 @@ def muon_dimensions(axes: Params) -> Params:
     def dimensions(names: tuple[str | None, ...]) -> Any:
         if not _is_matrix(names) or "vocab" in names:
             return None
-        embed = (names.index("embed"),)
-        others = tuple(at for at, name in enumerate(names) if name not in ("layers", "embed"))
-        sides = (embed, others) if embed < others else (others, embed)  # kernels: inputs first
+        side = "rank" if "rank" in names else "embed"
+        one = (names.index(side),)
+        others = tuple(at for at, name in enumerate(names) if name not in ("layers", side))
+        sides = (one, others) if one < others else (others, one)  # kernels: inputs first
         return optax.contrib.MuonDimensionNumbers(*sides)
 
     return jax.tree.map(dimensions, axes, is_leaf=lambda node: isinstance(node, tuple))
@@ -158,7 +160,7 @@ def _by_place(dimensions: Params) -> Callable[[Any], Any]:
 
 
 def _is_matrix(names: tuple[str | None, ...]) -> bool:
-    return "embed" in names and len(set(names) - {"layers"}) > 1
+    return not {"embed", "rank"}.isdisjoint(names) and len(set(names) - {"layers"}) > 1
 
 
 def _factory(use: str) -> tuple[str, Any]:

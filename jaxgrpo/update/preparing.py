@@ -23,7 +23,7 @@ from jaxgrpo.models import sharding
 from jaxgrpo.models.logprobs import Entropy
 from jaxgrpo.rollout.answers import FORCED
 from jaxgrpo.update import answers, diagnostics, packing
-from jaxgrpo.update.forward import Blueprint, forward, micro_batch
+from jaxgrpo.update.forward import Blueprint, forward, micro_batch, params_of
 
 ANCHORS = ("base_logp", "reference_logp")
 """Fields that show, if a method asks for them, how far the policy has moved."""
@@ -170,7 +170,7 @@ class Preparer:
         """The named fields [K, D, R, Q], with one pass per policy that they ask for."""
         fields: dict[str, Array] = {}
         for policy in sorted({FIELDS[name].policy for name in names}):
-            params = state.trainable if policy == "trainer" else state.frozen[policy]
+            params = params_of(state, policy)
             wanted = {name: FIELDS[name] for name in names if FIELDS[name].policy == policy}
             asked = "value" if "entropy" in {one.quantity for one in wanted.values()} else "none"
             logp, entropy = self.score(params, batch, asked, geometry)

@@ -29,6 +29,10 @@ from jaxgrpo.update.forward import (
     micro_batch,
     opt_layout,
     param_layout,
+    params_of,
+    read_by_update,
+    trained_layout,
+    whole,
 )
 from jaxgrpo.update.preparing import Prepared, Preparer
 
@@ -97,12 +101,16 @@ def build_steps(blueprint: Blueprint, share: Share = alone) -> Steps:
 
 def _syncer(blueprint: Blueprint) -> Sync:
     """Trained parameters as the sampler reads them: cast and gathered over fsdp, or as they are."""
-    narrow = jnp.finfo(blueprint.model.config.dtype).bits < 32
-    if blueprint.mesh.shape["fsdp"] == 1 and not narrow:
-        return lambda state: state.trainable
-    layout = param_layout(blueprint, sharding.SAMPLING)
-    sync = jax.jit(functools.partial(as_computed, blueprint.model), out_shardings=layout)
-    return lambda state: sync(state.trainable)
+    model, gathers = blueprint.model, blueprint.mesh.shape["fsdp"] > 1
+    narrow = jnp.finfo(model.config.dtype).bits < 32
+    if not gathers and not narrow:
+        return params_of
+    cast = functools.partial(as_computed, model)
+    if model.config.lora is None or gathers:
+        sync = jax.jit(cast, out_shardings=param_layout(blueprint, sharding.SAMPLING))
+        return lambda state: sync(params_of(state))
+    of_adapters = jax.jit(cast, out_shardings=trained_layout(blueprint))
+    return lambda state: whole(of_adapters(state.trainable), state.frozen)
 
 
 _merge = jax.jit(merge)
@@ -112,7 +120,7 @@ def _update(
     program: Any, anchors: frozenset[str], state: TrainState, batches: Sequence[TrainBatch]
 ) -> tuple[TrainState, Metrics]:
     """All updates of a step, which is counted once; metrics are merged over them."""
-    frozen = {name: state.frozen[name] for name in sorted(anchors)}
+    frozen = read_by_update(state, anchors)
     changing, measured = [state.trainable, state.opt_state, state.objective_state], []
     for batch in batches:
         *changing, metrics = program(*changing, frozen, batch)
@@ -141,7 +149,7 @@ def _update_program(blueprint: Blueprint) -> Any:
         trainable: Params, opt_state: Any, objective_state: Any, anchors: Any, batch: TrainBatch
     ):
         loss_of = functools.partial(_loss, blueprint, objective_state, anchors)
-        loss, grads, metrics = _accumulate(loss_of, param_layout(blueprint), trainable, batch)
+        loss, grads, metrics = _accumulate(loss_of, trained_layout(blueprint), trainable, batch)
         norm = optax.tree_utils.tree_norm(grads)
         finite = jnp.isfinite(norm) & jnp.isfinite(loss)
         for name in FINITE:
@@ -169,7 +177,7 @@ def _update_program(blueprint: Blueprint) -> Any:
         return *new, metrics | {"weights/growth": maximum(weights_after / weights_before)}
 
     everywhere = sharding.replicated(blueprint.mesh)
-    layout = (param_layout(blueprint), opt_layout(blueprint), everywhere, everywhere)
+    layout = (trained_layout(blueprint), opt_layout(blueprint), everywhere, everywhere)
     return jax.jit(run, donate_argnums=(0, 1), out_shardings=layout)
 
 
@@ -220,14 +228,15 @@ def _loss(
     blueprint: Blueprint,
     objective_state: dict[str, Any],
     anchors: dict[str, Params],
-    params: Params,
+    own: Params,
     micro: TrainBatch,
 ) -> tuple[Array, Metrics]:
-    objective, loss = blueprint.objective, None
+    objective, loss, params = blueprint.objective, None, whole(own, anchors)
     if objective.per_token:
         loss, logp, fields = loss_of_tokens(blueprint, params, micro, objective_state)
     else:
         reference = anchors.get("reference")
+        reference = None if reference is None else whole(reference, anchors)
         logp, fields = forward(blueprint, params, micro, objective.entropy, reference)
     logp = jnp.where(micro.mask, logp, 0)
     tokens = Tokens(

@@ -74,7 +74,8 @@ def test_scores_of_rotated_vectors_depend_on_distance_only():
 
 
 def test_dense_contracts_several_dimensions_and_adds_its_bias():
-    dense = Dense({"heads": 2, "head_dim": 4}, {"embed": 6}, config(), rngs(), bias=True)
+    sizes = {"heads": 2, "head_dim": 4}, {"embed": 6}
+    dense = Dense("attention/out", *sizes, config(), rngs(), bias=True)
     assert dense.bias is not None
     dense.bias[...] = jnp.arange(6.0)
     x = np.random.default_rng(0).normal(size=(3, 2, 4)).astype(np.float32)

@@ -63,6 +63,7 @@ KINDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "texts": (_are(lambda value: isinstance(value, str)), "a list of texts"),
     "positives": (_are(lambda value: _is_number(value) and value > 0), "a list of numbers above 0"),
     "flags": (_are(lambda value: value in (0, 1)), "a list of 0 and 1"),
+    "anything": (lambda value: True, "a value"),
 }
 """Name -> whether a value is of that kind, and the kind in words."""
 
@@ -73,8 +74,8 @@ class Fields:
     Reading a field that is of another kind, or missing, gives a stand-in and a problem.
     """
 
-    def __init__(self, given: Mapping[str, Any]):
-        self.given = given
+    def __init__(self, given: Mapping[str, Any], file: str = "config.json"):
+        self.given, self.file = given, file
         self.problems: list[str] = []
         self._read: set[str] = set()
 
@@ -125,5 +126,5 @@ class Fields:
                 self.refuse(
                     name,
                     "not built, and it may change what the model computes; if it does not, remove "
-                    "it from config.json",
+                    f"it from {self.file}",
                 )

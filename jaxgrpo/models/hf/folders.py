@@ -14,7 +14,7 @@ import os
 import shutil
 import zlib
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -217,7 +217,7 @@ def save_model(
         raise InputError(f"save_model: parameters of several dtypes {dtypes}: cast to one")
     fields = families.config_fields(model.config, dtypes[0])
     mine = jax.process_index() == 0
-    with _replaced(Path(path).absolute()) if mine else contextlib.nullcontext() as folder:
+    with replaced(Path(path).absolute()) if mine else contextlib.nullcontext() as folder:
         if folder is not None:
             known = ((name, getattr(tokenizer, name, None)) for name in SPECIAL_TOKENS)
             tokens = {name: token for name, token in known if token is not None}
@@ -333,15 +333,16 @@ def _is_ours(path: Path) -> bool:
 
 
 @contextlib.contextmanager
-def _replaced(folder: Path) -> Iterator[Path]:
+def replaced(folder: Path, refuse: Callable[[Path], None] = _refuse_unless_ours) -> Iterator[Path]:
     """A new folder beside `folder`, which takes its place when the block ends without an error.
 
     The files are flushed to disk before they are renamed, so that `folder` is at any moment the
     old one, the new one or, between two renames, absent; never half written.
 
-    Raises: InputError as `_refuse_unless_ours`.
+    Args:
+      refuse: raises where what is there may not be replaced.
     """
-    _refuse_unless_ours(folder)
+    refuse(folder)
     partial = folder.with_name(f".{folder.name}.partial")
     previous = folder.with_name(f".{folder.name}.previous")
     shutil.rmtree(partial, ignore_errors=True)

@@ -23,10 +23,12 @@ LEAVES: Mapping[str, tuple[str, int | None]] = {
     "scale": ("weight", 0),
     "kernel": ("weight", 1),
     "bias": ("bias", 0),
+    "lora_a": ("lora_A.weight", 1),
+    "lora_b": ("lora_B.weight", 1),
 }
 """Our leaf of a module -> the name of theirs, and `inputs` of an Entry."""
-INPUTS = {"attention/out/kernel": 2}
-"""Kernels that have more inputs: heads and the dimensions of a head."""
+INPUTS = {"attention/out/kernel": 2, "attention/out/lora_a": 2}
+"""Those that have more inputs: heads and the dimensions of a head."""
 
 Box = tuple[tuple[int, int], ...]
 """The part of an array with the indices from the first to before the second, in each dimension."""

@@ -50,18 +50,21 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def opened(folder: Path) -> Iterator[dict[str, Any]]:
+def opened(folder: Path, file: str | None = None) -> Iterator[dict[str, Any]]:
     """Tensor name -> open file with `get_slice(name)`, over all shards of the folder.
+
+    Args:
+      file: the only one to open, by its name; None: the weights of a model.
 
     Raises: InputError if there are no safetensors, a shard is missing or a file is damaged.
     """
     with contextlib.ExitStack() as stack:
         files: dict[str, Any] = {}
-        for path in files_of(folder):
+        for path in [folder / file] if file else files_of(folder):
             problem = f"{path} is no readable safetensors file ({{reason}}): fetch it again"
             with refusing(problem, SafetensorError, OSError):
-                file = stack.enter_context(safe_open(path, framework="numpy"))
-            files.update(dict.fromkeys(file.keys(), file))
+                shard = stack.enter_context(safe_open(path, framework="numpy"))
+            files.update(dict.fromkeys(shard.keys(), shard))
         yield files
 
 
@@ -93,12 +96,14 @@ def check(
     tied_head: tuple[str, str],
     tied: bool,
     headers_only: bool = False,
+    described: str = "config.json",
 ) -> None:
     """Compares an opened folder with what the parameters are made of, before they are read.
 
     Args:
       tied: the model has no head of its own; then the folder may hold the embedding a second time.
       headers_only: read no values, and so not whether that second one is the embedding.
+      described: the file that says which tensors there are, for messages.
 
     Raises: InputError if tensors are missing, unknown, of another dtype or shape, or if a tied
       head differs from the embedding.
@@ -112,14 +117,14 @@ def check(
     problems = [f"{kind}: {_listed(names)}" for kind, names in odd.items() if names]
     if problems:
         raise InputError(
-            f"{folder}: the tensors are not those that config.json describes; "
+            f"{folder}: the tensors are not those that {described} describes; "
             + "; ".join(problems)
         )
     for entry in expected.values():
         stored = _stored(folder, files, entry.name)
         if tuple(stored.get_shape()) != entry.hf_shape:
             raise InputError(
-                f"{folder}: {entry.name} has shape {tuple(stored.get_shape())}, but config.json "
+                f"{folder}: {entry.name} has shape {tuple(stored.get_shape())}, but {described} "
                 f"asks for {entry.hf_shape}: the weights and the config belong to different models"
             )
     if repeated and not headers_only:
@@ -261,6 +266,17 @@ def _period(leaf: Array, period: int | Array) -> Array:
     return jax.lax.dynamic_index_in_dim(leaf, period, keepdims=False)
 
 
+def gathered(parts: list[tuple[Any, Entry]]) -> np.ndarray:
+    """A tensor on the host, of the leaves that it is made of."""
+
+    def rows(leaf: Any, entry: Entry) -> np.ndarray:
+        whole = leaf if entry.period is None else _period(leaf, entry.period)
+        return mapping.to_hf(entry, to_host(whole))
+
+    found = [rows(leaf, entry) for leaf, entry in parts]
+    return np.concatenate(found) if len(found) > 1 else found[0]
+
+
 def write(
     folder: Path | None, tensors: Mapping[str, list[tuple[Any, Entry]]], max_shard_bytes: int
 ) -> None:
@@ -283,16 +299,8 @@ def write(
         filename_pattern="model{suffix}.safetensors",
     )
 
-    def rows(leaf: Any, entry: Entry) -> np.ndarray:
-        whole = leaf if entry.period is None else _period(leaf, entry.period)
-        return mapping.to_hf(entry, to_host(whole))
-
-    def gathered(name: str) -> np.ndarray:
-        parts = [rows(leaf, entry) for leaf, entry in tensors[name]]
-        return np.concatenate(parts) if len(parts) > 1 else parts[0]
-
     for file, names in plan.filename_to_tensors.items():
-        whole = ((name, gathered(name)) for name in names)
+        whole = ((name, gathered(tensors[name])) for name in names)
         shard = {name: tensor for name, tensor in whole if folder is not None}
         if folder is not None:
             save_file(shard, folder / file, metadata={"format": "pt"})

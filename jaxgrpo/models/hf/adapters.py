@@ -1,0 +1,260 @@
+"""PEFT's adapter folders, adapter_config.json and adapter_model.safetensors, both ways.
+
+PEFT names a tensor base_model.model.MODULE.lora_A.weight, where MODULE is that of transformers:
+lora_A is [rank, inputs] and lora_B [outputs, rank]. A field of adapter_config.json is read, changes
+nothing, or must be off, as those of config.json.
+
+PEFT adapts a module that keeps several of our linear maps as one tensor (Phi-3's qkv_proj) with
+one A for all of them, which ours, with an A each, are not: such modules are refused, both ways. A
+merged model can be saved (`lora.merge`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.experimental import multihost_utils
+from safetensors.numpy import save_file
+
+from jaxgrpo.core.errors import InputError, refuse_all
+from jaxgrpo.core.types import Params
+from jaxgrpo.models import lora
+from jaxgrpo.models.api import LINEAR, LoraConfig, Model, ModelConfig
+from jaxgrpo.models.hf import families, folders, mapping, weights
+from jaxgrpo.models.hf.families import Family
+from jaxgrpo.models.hf.fields import Fields
+from jaxgrpo.models.hf.mapping import Entry
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+OURS = (CONFIG, WEIGHTS, "README.md")
+"""The files of an adapter folder. One that holds another is not replaced."""
+
+PREFIX = "base_model.model."
+ALL_LINEAR = "all-linear"
+
+HARMLESS = (
+    # where it comes from, and how training began
+    *("task_type", "base_model_name_or_path", "revision", "auto_mapping", "peft_version"),
+    *("inference_mode", "megatron_core"),
+    # of training: sampler and update must compute the same, so nothing is dropped at random
+    "lora_dropout",
+    # of what is off, which is refused by a field of its own
+    *("qalora_group_size", "runtime_config"),
+)
+"""Fields of adapter_config.json that do not change what a stored adapter computes."""
+
+
+def read_config(path: str | os.PathLike[str], base: ModelConfig) -> LoraConfig:
+    """The LoraConfig of an adapter folder, for a model of this config.
+
+    Raises: InputError naming every field that is missing or asks for what is not built.
+    """
+    source = Path(os.path.expanduser(path)) / CONFIG
+    if not source.is_file():
+        raise InputError(f"{source} does not exist: give the folder of an adapter that PEFT wrote")
+    fields = Fields(weights.read_json(source), CONFIG)
+    fields.one_of("peft_type", {"LORA": "LORA"}, "LORA")
+    fields.one_of("bias", {"none": "none"}, "none")
+    if fields.nullable("init_lora_weights", "anything", True) not in (True, False, "gaussian"):
+        why = "it changes the weights of the base too; take an adapter that PEFT has converted"
+        fields.refuse("init_lora_weights", why)
+    rank, alpha = fields.take("r", "size") or 1, fields.take("lora_alpha", "positive") or 1.0
+    rslora = fields.take("use_rslora", "flag", False)
+    given = fields.nullable("target_modules", "anything")
+    found = _adapted(given, base, fields)
+    fields.refuse_unread(HARMLESS)
+    refuse_all(f"{source} is not an adapter that can be built:", fields.problems)
+    return LoraConfig(rank=rank, alpha=float(alpha), targets="|".join(found), use_rslora=rslora)
+
+
+def targets_of(given: str | list[str], base: ModelConfig) -> str:
+    """`LoraConfig.targets` for PEFT's target_modules: a regular expression that the whole name of a
+    module of transformers must match, "all-linear", or a list of names or their last parts.
+
+    Raises: InputError where it matches no linear map, something else, or only some layers.
+    """
+    fields = Fields({"target_modules": given}, "the config")
+    found = _adapted(given, base, fields)
+    refuse_all("these adapters cannot be built:", fields.problems)
+    return "|".join(found)
+
+
+def read_params(
+    path: str | os.PathLike[str], model: Model, dtype: str | None = None, shardings: Any = None
+) -> Params:
+    """The adapters of a folder, in the layout of `model`, whose config has them.
+
+    Args:
+      dtype: of the result; None: what the model computes in.
+      shardings: tree of shardings like the adapters; None: this process's default device.
+
+    Raises: InputError naming tensors that are missing, unknown, of another shape or not finite.
+    """
+    folder = Path(os.path.expanduser(path))
+    family = families.family_of(model.config.family, str(folder))
+    shapes, entries = _parts(model, family)
+    specs, tree = jax.tree.flatten(shapes)
+    layouts = [None] * len(specs) if shardings is None else jax.tree.leaves(shardings)
+    with weights.agreed(folder, layouts), weights.opened(folder, WEIGHTS) as files:
+        weights.check(folder, files, entries, family.tied_head, False, described=CONFIG)
+        leaves = [
+            weights.read_leaf(
+                folder, files, of_leaf, spec.update(dtype=dtype or spec.dtype), layout
+            )
+            for of_leaf, spec, layout in zip(entries, specs, layouts, strict=True)
+        ]
+    return jax.tree.unflatten(tree, leaves)
+
+
+def save(
+    model: Model,
+    adapters: Params,
+    path: str | os.PathLike[str],
+    base: str | None = None,
+    card: str | None = None,
+) -> None:
+    """Writes an adapter folder that `peft.PeftModel.from_pretrained` reads, whole or not at all.
+
+    Every process calls it; process 0 writes. An adapter folder that is already there is replaced.
+
+    Args:
+      adapters: the first of `lora.split`, in the dtype that they are stored in.
+      base: path of the base, or its name on the hub, which PEFT looks up.
+      card: text of the folder's README.md.
+
+    Raises: InputError if `path` holds anything but an adapter, or PEFT has no such adapter.
+    """
+    family = families.family_of(model.config.family, "adapters.save")
+    fields = _fields(model.config, family, base)
+    _, entries = _parts(model, family)
+    tensors = mapping.by_tensor(jax.tree.leaves(adapters), entries)
+    mine = jax.process_index() == 0
+    target = Path(os.path.expanduser(path)).absolute()
+    with folders.replaced(target, _refuse_foreign) if mine else contextlib.nullcontext() as folder:
+        whole = {name: weights.gathered(parts) for name, parts in tensors.items()}
+        if folder is not None:
+            (folder / CONFIG).write_text(json.dumps(fields, indent=2, sort_keys=True) + "\n")
+            save_file(whole, folder / WEIGHTS, metadata={"format": "pt"})
+            (folder / WEIGHTS).chmod((folder / CONFIG).stat().st_mode)
+            if card is not None:
+                (folder / "README.md").write_text(card, encoding="utf-8")
+    if jax.process_count() > 1:
+        multihost_utils.sync_global_devices("jaxgrpo adapters.save")
+
+
+def _parts(model: Model, family: Family) -> tuple[Params, list[list[Entry]]]:
+    """The shapes of a model's adapters, and the tensors of each leaf by PEFT's names."""
+    config = model.config
+    if config.lora is None:
+        raise InputError("this model has no adapters: build it with ModelConfig.lora")
+    fused = [name for name in config.lora.modules if name in _fused(family)]
+    refuse_all("PEFT has no such adapters:", [_no_fused(family, name) for name in fused])
+    shapes, _ = lora.split(model.shapes)
+    entries = mapping.entries(model._replace(shapes=shapes), family)
+    return shapes, [
+        [entry._replace(name=PREFIX + entry.name) for entry in of_leaf] for of_leaf in entries
+    ]
+
+
+def _fields(config: ModelConfig, family: Family, base: str | None) -> dict[str, Any]:
+    """adapter_config.json of a model with adapters."""
+    assert config.lora is not None  # as `_parts` refuses
+    settings = config.lora
+    theirs = [family.modules[name] for name in settings.modules if name in family.modules]
+    every = [name.rpartition(".")[2] for name in family.modules.values()]
+    # PEFT takes the last part of a name for all modules that end so.
+    last = [name.rpartition(".")[2] for name in theirs]
+    alpha = int(settings.alpha) if settings.alpha.is_integer() else settings.alpha
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": settings.rank,
+        "lora_alpha": alpha,
+        "use_rslora": settings.use_rslora,
+        "target_modules": sorted(last if all(every.count(name) == 1 for name in last) else theirs),
+        "bias": "none",
+        "lora_dropout": 0.0,
+        "fan_in_fan_out": False,
+        "init_lora_weights": True,
+        "inference_mode": True,
+    }
+
+
+def _adapted(given: Any, base: ModelConfig, fields: Fields) -> tuple[str, ...]:
+    """The names in LINEAR that PEFT's target_modules adapts; what is wrong becomes a problem."""
+    family = families.family_of(base.family, "target_modules")
+    fused = _fused(family)
+    if not _is_targets(given):
+        fields.refuse("target_modules", "expected a text or a list of texts")
+        return ()
+    found, layers = [], range(base.num_layers)
+    for name in LINEAR:
+        theirs = fused.get(name) or family.modules[name]
+        chosen = [i for i in layers if _matches(given, f"model.layers.{i}.{theirs}")]
+        if chosen and len(chosen) < base.num_layers:
+            fields.refuse("target_modules", f"has {theirs} in layers {chosen} only: adapt all")
+        elif chosen and name in fused:
+            fields.problems.append(_no_fused(family, name))
+        elif chosen:
+            found.append(name)
+    others = {hf for name, hf in family.modules.items() if name not in LINEAR}
+    for theirs in sorted(others):
+        names = [theirs, f"model.layers.0.{theirs}"]
+        if given != ALL_LINEAR and any(_matches(given, name) for name in names):
+            fields.refuse("target_modules", f"has {theirs}: only linear maps of layers are adapted")
+    if not found and not fields.problems:
+        known = ", ".join(sorted(family.modules[name] for name in LINEAR if name not in fused))
+        fields.refuse("target_modules", f"matches none of {known}")
+    return tuple(found)
+
+
+def _is_targets(given: Any) -> bool:
+    if isinstance(given, str):
+        with contextlib.suppress(re.error):
+            return bool(re.compile(given))
+        return False
+    return isinstance(given, list) and all(isinstance(one, str) for one in given)
+
+
+def _matches(given: str | list[str], name: str) -> bool:
+    """PEFT's rule for one module."""
+    if given == ALL_LINEAR:
+        return True
+    if isinstance(given, str):
+        return re.fullmatch(given, name) is not None
+    return any(name == one or name.endswith(f".{one}") for one in given)
+
+
+def _fused(family: Family) -> Mapping[str, str]:
+    """Our linear maps that lie in a tensor with others -> transformers' module."""
+    return {ours: theirs for theirs, modules in family.fused.items() for ours in modules}
+
+
+def _no_fused(family: Family, name: str) -> str:
+    theirs = _fused(family)[name]
+    return (
+        f"{name} is a part of {theirs} in family {family.model_type}, which PEFT adapts as a whole "
+        "with one A: target other modules, or save the merged model"
+    )
+
+
+def _refuse_foreign(folder: Path) -> None:
+    """Raises: InputError if `folder` is there and holds what is no file of an adapter."""
+    if not folder.exists():
+        return
+    if not folder.is_dir():
+        raise InputError(f"{folder} is a file: choose the name of a folder for the adapter")
+    foreign = sorted(path.name for path in folder.iterdir() if path.name not in OURS)
+    if foreign:
+        raise InputError(
+            f"{folder} exists and holds {foreign[0]}, which is no file of an adapter: it is not "
+            "replaced; choose another folder or empty this one"
+        )

@@ -1,0 +1,187 @@
+"""Adapter folders beside PEFT: loaded, computed, saved, and refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import checkpoints
+import jax
+import numpy as np
+import pytest
+import tiny
+
+import jaxgrpo
+from jaxgrpo.core.errors import InputError
+from jaxgrpo.core.types import Params
+from jaxgrpo.models import decoder, lora
+from jaxgrpo.models.api import LINEAR, LoraConfig, Model
+from jaxgrpo.models.hf import adapters, folders
+
+CLOSE = 2e-4  # of logits, which are of order 1
+BATCH = checkpoints.batch()
+REAL = BATCH[1].astype(bool)
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "llama": {"target_modules": "all-linear", "use_rslora": True},
+    "qwen2": {"target_modules": ["q_proj", "v_proj", "down_proj"]},
+    "gemma3_text": {"target_modules": r".*\.(o_proj|gate_proj|k_proj)"},
+    "phi3": {"target_modules": ["o_proj", "down_proj"]},  # beside its fused tensors
+}
+GIVEN = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]}
+"""The fields of adapter_config.json that must be there."""
+
+
+class Both(NamedTuple):
+    """A random adapter of a family's small model in PEFT, and what each side computes with it."""
+
+    folder: Path  # with base and adapter
+    model: Model
+    base: Params
+    own: Params
+    expected: np.ndarray  # logits
+    without: np.ndarray
+
+
+def peft_model(theirs: Any, folder: Path, **options: Any) -> Any:
+    """The model with random adapters, which are written to a folder."""
+    import torch
+    from peft import LoraConfig as Settings
+    from peft import get_peft_model
+
+    wrapped = get_peft_model(
+        theirs, Settings(r=3, lora_alpha=5, task_type="CAUSAL_LM", **options)
+    ).eval()
+    with torch.no_grad():
+        for name, weight in wrapped.named_parameters():
+            if "lora_" in name:
+                weight.copy_(0.25 * torch.randn(weight.shape))
+    wrapped.save_pretrained(str(folder))
+    return wrapped
+
+
+@pytest.fixture(scope="module", params=OPTIONS)
+def both(request, tmp_path_factory):
+    pytest.importorskip("peft")
+    folder = tmp_path_factory.mktemp(request.param)
+    theirs = checkpoints.saved(checkpoints.config_of(request.param), folder / "base")
+    without = checkpoints.logits_of(theirs, *BATCH)
+    wrapped = peft_model(theirs, folder / "adapter", **OPTIONS[request.param])
+    plain, base = jaxgrpo.load_model(folder / "base")
+    settings = adapters.read_config(folder / "adapter", plain.config)
+    model = decoder.build(dataclasses.replace(plain.config, lora=settings))
+    own = adapters.read_params(folder / "adapter", model)
+    return Both(folder, model, base, own, checkpoints.logits_of(wrapped, *BATCH), without)
+
+
+def test_an_adapter_of_peft_computes_the_same(both):
+    found = np.asarray(jaxgrpo.logits(both.model, lora.join(both.own, both.base), *BATCH))
+    np.testing.assert_allclose(found[REAL], both.expected[REAL], atol=CLOSE, rtol=0)
+    assert np.abs(both.expected - both.without)[REAL].max() > 0.1
+
+
+def test_a_saved_adapter_is_the_one_that_was_read_and_peft_loads_it(both, tmp_path):
+    from peft import PeftModel
+    from safetensors.numpy import load_file
+    from transformers import AutoModelForCausalLM
+
+    adapters.save(both.model, both.own, tmp_path / "ours", base=str(both.folder / "base"))
+    expected, found = (
+        load_file(folder / adapters.WEIGHTS)
+        for folder in (both.folder / "adapter", tmp_path / "ours")
+    )
+    assert expected.keys() == found.keys()
+    for name, tensor in expected.items():
+        np.testing.assert_array_equal(found[name], tensor)
+    theirs = AutoModelForCausalLM.from_pretrained(both.folder / "base", attn_implementation="eager")
+    wrapped = PeftModel.from_pretrained(theirs, str(tmp_path / "ours")).eval()
+    np.testing.assert_array_equal(checkpoints.logits_of(wrapped, *BATCH), both.expected)
+
+
+def test_the_merged_model_is_an_ordinary_folder(both, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    plain = decoder.build(lora.without(both.model.config))
+    merged = lora.merge(both.model, lora.join(both.own, both.base))
+    jaxgrpo.save_model(plain, merged, tmp_path / "merged")
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", attn_implementation="eager")
+    found = checkpoints.logits_of(theirs, *BATCH)
+    np.testing.assert_allclose(found[REAL], both.expected[REAL], atol=CLOSE, rtol=0)
+
+
+def test_a_model_with_adapters_is_not_saved_as_one_without(tmp_path):
+    config = dataclasses.replace(tiny.UNIFORM, lora=LoraConfig(rank=2, alpha=2.0))
+    model = decoder.build(config)
+    with pytest.raises(InputError, match="lora = LoraConfig"):
+        folders.save_model(model, model.init(jax.random.key(0)), tmp_path / "model")
+
+
+def written(folder: Path, **changes: Any) -> Path:
+    """An adapter folder without weights."""
+    folder.mkdir(exist_ok=True)
+    (folder / adapters.CONFIG).write_text(json.dumps({**GIVEN, **changes}))
+    return folder
+
+
+def test_what_peft_writes_by_default_is_read(tmp_path):
+    found = adapters.read_config(written(tmp_path), tiny.UNIFORM)
+    assert found == LoraConfig(rank=4, alpha=8.0, targets="attention/query")
+    everything = adapters.targets_of("all-linear", tiny.UNIFORM)
+    assert LoraConfig(rank=1, alpha=1.0, targets=everything).modules == LINEAR
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"peft_type": "LOHA"}, "peft_type = 'LOHA': known are LORA"),
+        ({"use_dora": True}, "use_dora = True: not built"),
+        ({"bias": "all"}, "bias = 'all': known are none"),
+        ({"lora_bias": True}, "lora_bias = True: not built"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save = .*: not built"),
+        ({"rank_pattern": {"q_proj": 2}}, "rank_pattern = .*: not built"),
+        ({"alpha_pattern": {"q_proj": 2}}, "alpha_pattern = .*: not built"),
+        ({"layers_to_transform": [1]}, "layers_to_transform = .*: not built"),
+        ({"fan_in_fan_out": True}, "fan_in_fan_out = True: not built"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights = 'pissa': it changes the weights"),
+        ({"r": 0}, "r = 0: expected a whole number, 1 or more"),
+        ({"target_modules": None}, "target_modules = None: expected"),
+        ({"target_modules": "("}, "target_modules = .*: expected a text"),
+        ({"target_modules": ["c_attn"]}, "matches none of .*self_attn.q_proj"),
+        ({"target_modules": ["q_proj", "lm_head"]}, "has lm_head: only linear maps"),
+        ({"target_modules": r"model\.layers\.1\..*q_proj"}, "q_proj in layers .1. only"),
+    ],
+)
+def test_an_adapter_that_computes_something_else_is_refused_by_name(changes, message, tmp_path):
+    with pytest.raises(InputError, match=message):
+        adapters.read_config(written(tmp_path, **changes), tiny.UNIFORM)
+
+
+def test_an_adapter_of_a_fused_tensor_is_refused_both_ways(tmp_path):
+    config = dataclasses.replace(tiny.UNIFORM, family="phi3", query_key_norm="none")
+    message = "attention/query is a part of self_attn.qkv_proj in family phi3"
+    with pytest.raises(InputError, match=message):
+        adapters.targets_of(["qkv_proj"], config)
+    model = decoder.build(dataclasses.replace(config, lora=LoraConfig(rank=1, alpha=1.0)))
+    own, _ = lora.split(model.init(jax.random.key(0)))
+    with pytest.raises(InputError, match=message):
+        adapters.save(model, own, tmp_path / "adapter")
+
+
+def test_tensors_that_do_not_fit_are_refused_and_a_foreign_folder_stays(tmp_path):
+    def built(rank: int) -> Model:
+        return decoder.build(
+            dataclasses.replace(tiny.UNIFORM, lora=LoraConfig(rank=rank, alpha=1.0))
+        )
+
+    own = lora.init(built(2), jax.random.key(0))
+    adapters.save(built(2), own, tmp_path / "adapter")
+    adapters.save(built(2), own, tmp_path / "adapter")
+    with pytest.raises(InputError, match=r"shape \(2, 32\), but adapter_config.json asks for"):
+        adapters.read_params(tmp_path / "adapter", built(3))
+    foreign = tmp_path / "adapter" / "thesis.txt"
+    foreign.write_text("all of it")
+    with pytest.raises(InputError, match=r"holds thesis.txt, which is no file of an adapter"):
+        adapters.save(built(2), own, tmp_path / "adapter")
+    assert foreign.exists()

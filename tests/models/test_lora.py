@@ -1,0 +1,194 @@
+"""Adapters: merged is applied, nothing else moves, and they are laid out as their weights are."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+
+from jaxgrpo.core.errors import InputError
+from jaxgrpo.core.types import Params
+from jaxgrpo.models import decoder, lora, sharding
+from jaxgrpo.models.api import LINEAR, LoraConfig, Model, ModelConfig
+from jaxgrpo.models.attention import causal
+
+ALL = LoraConfig(rank=3, alpha=7.0)
+CONFIGS = {
+    "uniform": tiny.UNIFORM,
+    "local and global": tiny.LOCAL_GLOBAL,  # a period of three layers, and one left over
+    "biases": dataclasses.replace(
+        tiny.UNIFORM, attention_bias=True, attention_out_bias=True, feed_forward_bias=True
+    ),
+}
+TOKENS = jnp.asarray(np.random.default_rng(0).integers(2, tiny.VOCAB, (2, 6)))
+
+
+def adapted(config: ModelConfig, settings: LoraConfig = ALL, **changes: Any) -> Model:
+    return decoder.build(dataclasses.replace(config, lora=settings, **changes))
+
+
+def drawn(model: Model, seed: int = 1) -> Params:
+    """Parameters in which no leaf is 0 and every adapter moves the logits."""
+    rng = np.random.default_rng(seed)
+
+    def draw(path, spec):
+        is_scale = path[-1].key == "scale"
+        return jnp.asarray(is_scale + rng.normal(scale=0.2, size=spec.shape), spec.dtype)
+
+    return jax.tree_util.tree_map_with_path(draw, model.shapes)
+
+
+def logits(model: Model, params: Params) -> jax.Array:
+    position = jnp.broadcast_to(jnp.arange(TOKENS.shape[1]), TOKENS.shape)
+    attend = causal(position, position >= 0)
+    hidden, _ = model.apply(params, TOKENS, position, attend, None)
+    return model.unembed(params, hidden)
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+@pytest.mark.parametrize(
+    "settings",
+    [ALL, LoraConfig(rank=4, alpha=3.0, targets="attention/(query|out)", use_rslora=True)],
+    ids=["all", "some, rsLoRA"],
+)
+def test_merged_weights_compute_what_adapters_do(config, settings):
+    with jax.enable_x64(True):
+        model = adapted(config, settings, dtype="float64")
+        plain = decoder.build(lora.without(model.config))
+        params = drawn(model)
+        found = logits(model, params)
+        merged = logits(plain, lora.merge(model, params))
+        base = logits(plain, lora.split(params)[1])
+    np.testing.assert_allclose(found, merged, atol=1e-9, rtol=0)
+    assert np.abs(found - base).max() > 0.1
+
+
+def test_one_map_is_the_formula():
+    model = adapted(tiny.UNIFORM)
+    params = drawn(model)
+    before, after = (
+        tree["blocks"]["0"]["attention"]["out"]["kernel"][1]
+        for tree in (params, lora.merge(model, params))
+    )
+    own = params["blocks"]["0"]["attention"]["out"]
+    low, high = (np.asarray(own[name][1], np.float64) for name in lora.NAMES)
+    change = 7.0 / 3 * np.einsum("hdr,re->hde", low, high)
+    np.testing.assert_allclose(after, np.asarray(before) + change, atol=1e-6)
+
+
+def test_scale_is_alpha_over_rank_or_over_its_root():
+    assert LoraConfig(rank=16, alpha=32.0).scale == 2.0
+    assert LoraConfig(rank=16, alpha=32.0, use_rslora=True).scale == 8.0
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_fresh_adapters_change_nothing_and_weights_are_those_of_the_base(config):
+    model, plain = adapted(config), decoder.build(config)
+    key = jax.random.key(3)
+    params, base = model.init(key), plain.init(key)
+    own, weights = lora.split(params)
+    jax.tree.map(np.testing.assert_array_equal, weights, base)
+    np.testing.assert_array_equal(logits(model, params), logits(plain, base))
+    jax.tree.map(np.testing.assert_array_equal, own, jax.jit(lambda: lora.init(model, key))())
+    for path, leaf in jax.tree_util.tree_leaves_with_path(own):
+        if path[-1].key == "lora_b":
+            assert not leaf.any()
+            continue
+        bound = math.prod(leaf.shape[1 if path[0].key == "blocks" else 0 : -1]) ** -0.5
+        assert 0.8 * bound < np.abs(leaf).max() <= bound
+        assert abs(leaf.mean()) < 0.2 * bound
+
+
+def test_targets_choose_the_maps():
+    model = adapted(tiny.LOCAL_GLOBAL, LoraConfig(rank=2, alpha=1.0, targets=r".*/(key|down)"))
+    own, base = lora.split(model.shapes)
+    layers = [*own["blocks"].values(), *own["rest"].values()]
+    assert len(layers) == 4
+    leaves = {"lora_a", "lora_b"}
+    for layer in layers:
+        found = {f"{part}/{name}": set(layer[part][name]) for part in layer for name in layer[part]}
+        assert found == {"attention/key": leaves, "feed_forward/down": leaves}
+    assert base == decoder.build(tiny.LOCAL_GLOBAL).shapes
+    assert lora.join(own, base) == model.shapes
+    every = LoraConfig(rank=2, alpha=1.0)
+    assert every.modules == LINEAR
+
+
+def test_gradients_of_adapters_need_none_of_the_weights():
+    model = adapted(tiny.LOCAL_GLOBAL)
+    own, base = lora.split(drawn(model))
+
+    def loss(own, base):
+        return jax.nn.log_softmax(logits(model, lora.join(own, base)))[..., 3].mean()
+
+    one, both = jax.jit(jax.grad(loss)), jax.jit(jax.grad(loss, argnums=(0, 1)))
+    found = one(own, base)
+    assert jax.tree.structure(found) == jax.tree.structure(own)
+    whole, _ = both(own, base)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), found, whole)
+    assert all(np.abs(leaf).max() > 0 for leaf in jax.tree.leaves(found))
+    # Of forward, through and onto the weights, three equal parts, the third is left out.
+    plans = [program.lower(own, base).compile().cost_analysis() for program in (one, both)]
+    flops = [(plan or {})["flops"] for plan in plans]
+    assert flops[0] < 0.85 * flops[1]
+
+
+def test_adapters_are_laid_out_as_their_weights_and_compute_the_same():
+    model = adapted(tiny.UNIFORM)
+    params = drawn(model)
+    mesh = sharding.make_mesh(data=1, fsdp=2, tensor=2)
+    layout = sharding.param_shardings(mesh, model.axes, model.shapes)
+    own = layout["blocks"]["0"]
+    specs = {
+        f"{module}/{name}": tuple(own[part][module][name].spec)
+        for part, module in (("attention", "key"), ("attention", "out"), ("feed_forward", "down"))
+        for name in lora.NAMES
+    }
+    assert specs == {
+        "key/lora_a": (None, "fsdp", None),
+        "key/lora_b": (None, None, "tensor", None),
+        "out/lora_a": (None, "tensor", None, None),
+        "out/lora_b": (None, None, "fsdp"),
+        "down/lora_a": (None, "tensor", None),
+        "down/lora_b": (None, None, "fsdp"),
+    }
+    placed = jax.device_put(params, layout)
+    compute = jax.jit(functools.partial(logits, model))
+    np.testing.assert_allclose(compute(placed), compute(params), atol=1e-4, rtol=1e-4)
+    merged = jax.jit(lambda params: lora.merge(model, params))(placed)
+    expected = lora.merge(model, params)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), merged, expected)
+
+
+def test_merging_rounds_once_to_the_dtype_of_the_weights():
+    model = adapted(tiny.UNIFORM, dtype="bfloat16")
+    own, base = lora.split(drawn(model))
+    wide = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), own)
+    merged = lora.merge(model, lora.join(wide, base))
+    assert {str(leaf.dtype) for leaf in jax.tree.leaves(merged)} == {"bfloat16"}
+    whole = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), lora.join(own, base))
+    exact = lora.merge(model, whole)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_array_equal(a, b.astype(jnp.bfloat16)), merged, exact
+    )
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (LoraConfig(rank=0, alpha=1.0), "lora.rank = 0: must be at least 1"),
+        (LoraConfig(rank=1, alpha=0.0), "lora.alpha = 0.0: must be above 0"),
+        (LoraConfig(rank=1, alpha=1.0, targets="("), "no regular expression"),
+        (LoraConfig(rank=1, alpha=1.0, targets="q_proj"), "matches none of attention/query, "),
+    ],
+)
+def test_settings_that_adapt_nothing_are_refused(settings, message):
+    with pytest.raises(InputError, match=message.replace("(", r"\(")):
+        adapted(tiny.UNIFORM, settings)
