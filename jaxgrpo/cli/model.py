@@ -21,10 +21,10 @@ from jaxgrpo.config.files import Config
 from jaxgrpo.models import decoder, lora, sharding
 from jaxgrpo.models.api import LayerKind, Model, ModelConfig, Rope
 from jaxgrpo.models.hf import families, folders
-from jaxgrpo.training import memory, process
+from jaxgrpo.training import memory, parameters, process
 from jaxgrpo.training.console import facts
 from jaxgrpo.training.folder import plain, write_atomically
-from jaxgrpo.training.inputs import chosen_config, find_config
+from jaxgrpo.training.inputs import find_config
 from jaxgrpo.training.policy import config_for
 from jaxgrpo.update.forward import trained
 from jaxgrpo.update.optimizer import make_optimizer
@@ -67,7 +67,7 @@ def describe(config: Config) -> dict[str, Any]:
     Raises: InputError as `main`.
     """
     folder, stored = find_config(config, whole=False)
-    keys, chosen = config.model, chosen_config(config, stored)
+    keys, chosen = config.model, parameters.chosen_config(config, stored)
     model, base = decoder.build(chosen), decoder.build(lora.without(chosen))
     has_weights = any(folder.glob("*.safetensors*"))
     # Of the hub the weights are not fetched; a folder without any is refused.

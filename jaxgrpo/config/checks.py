@@ -47,13 +47,35 @@ def check(values: Values) -> Iterator[str]:
     wrong_parts = list(_build_parts(values, made))
     yield from _method(values, made)
     yield from _refill(values, made)
-    for some in (_updates, _evaluation, _loss, _sampling, _early_stop, _resets, _rewards, _data):
+    several = (
+        _updates,
+        _evaluation,
+        _loss,
+        _sampling,
+        _early_stop,
+        _resets,
+        _rewards,
+        _data,
+        _lora,
+    )
+    for some in several:
         yield from some(values)
     yield from wrong_parts
     yield from _optimizer(values)
     wandb = values.get("tracking.wandb")
     if wandb is not None and (problem := wandb_problem(wandb)):
         yield problem
+
+
+def _lora(values: Values) -> Iterator[str]:
+    """Keys of adapters that would do nothing, or contradict those that the run begins with."""
+    default = vars(keys.LoraKeys())
+    given = [name for name in default if values.get(f"lora.{name}", default[name]) != default[name]]
+    others = ", ".join(f"lora.{name}" for name in given if name != "path")
+    if "path" in given and others:
+        yield f"{others}: the adapter of lora.path says this itself; leave one of the two out"
+    elif others and "rank" not in given:
+        yield f"{others}: acts on adapters, and there are none; set lora.rank or lora.path"
 
 
 def _build_parts(values: Values, made: Made) -> Iterator[str]:

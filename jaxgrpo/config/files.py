@@ -34,6 +34,7 @@ RESUMABLE = {
 """Keys, and whole tables, that may change when a run is resumed, and why."""
 
 _INPUTS = ("model.path", "data.path", "eval.data")  # paths that begin at the config's folder
+_LOCAL = "lora.path"  # one that is no name on the hub
 _NAMES = ("use", "recipe")  # keys that may name own code
 _FAMILY = "model.family"  # a key that always does
 
@@ -168,6 +169,7 @@ def absolute(value: Any, folder: Path, where: str = "") -> Any:
         return [absolute(entry, folder, where) for entry in value]
     is_input = where in _INPUTS and is_path(str(value), folder)
     is_input |= where == "data.chat_template" and value not in CHOICES
+    is_input |= where == _LOCAL
     names_code = where.rpartition(".")[2] in _NAMES or where == _FAMILY
     is_file = names_code and file_of(str(value)) is not None
     if isinstance(value, str) and value and (is_input or is_file):

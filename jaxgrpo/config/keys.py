@@ -113,7 +113,8 @@ class ModelKeys:
 class LoraKeys:
     """Adapters that are trained in place of the weights, which stay as they are in model.dtype."""
 
-    rank: int = key(0, at_least=0)  # 0: none, all weights are trained
+    path: str | None = key(None)  # a folder of PEFT to go on from, which says all of the following
+    rank: int = key(0, at_least=0)  # 0: no adapters, all weights are trained
     alpha: float = key(32.0, above=0)  # what they add is times alpha / rank
     targets: str = key("all-linear")  # regular expression of modules' names in transformers
     use_rslora: bool = key(False)  # times alpha / sqrt(rank)

@@ -18,10 +18,10 @@ from jaxgrpo.config import files as configs
 from jaxgrpo.config.files import Config
 from jaxgrpo.config.own_code import file_of, short_name
 from jaxgrpo.data.prompts import PromptData
-from jaxgrpo.models.hf import folders
+from jaxgrpo.models.hf import adapters, folders
 
 REMEDY = "give every process of a run the same config, code, data and base model"
-LOCAL = ("model.path", "data.path", "eval.data", "run.dir", "tracking")
+LOCAL = ("model.path", "lora.path", "data.path", "eval.data", "run.dir", "tracking")
 """Keys, and a table, that may differ between machines: what is found there is compared instead."""
 
 
@@ -31,11 +31,13 @@ def given_by(config: Config) -> dict[str, Any]:
     local = tuple(f"{key}." for key in LOCAL)
     facts = {name: value for name, value in facts.items() if not f"{name}.".startswith(local)}
     base = folders.fingerprint(folders.find_folder(config.model.path, config.model.revision))
-    return {**facts, "own code": code_of(config.own_files), "model.path": base}
+    adapter = [] if config.lora.path is None else adapters.files_of(config.lora.path)
+    found = {"model.path": base, "lora.path": code_of(adapter)}
+    return {**facts, **found, "own code": code_of(config.own_files)}
 
 
 def code_of(files: Iterable[Path]) -> dict[str, str]:
-    """Name -> checksum of files of own code; what is missing is refused where it is loaded."""
+    """Name -> checksum of files, as own code; what is missing is refused where it is loaded."""
     return {file.name: checksum([file.read_bytes()]) for file in files if file.is_file()}
 
 

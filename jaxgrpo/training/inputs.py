@@ -2,29 +2,27 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
 from rich.console import Console
 
 from jaxgrpo.config import own_code
 from jaxgrpo.config.files import Config
 from jaxgrpo.config.keys import RewardKeys
 from jaxgrpo.core.errors import InputError
-from jaxgrpo.core.types import OF_ANSWERS, Params
+from jaxgrpo.core.types import OF_ANSWERS
 from jaxgrpo.data import chat as conversations
 from jaxgrpo.data import prompts
 from jaxgrpo.data.chat import Chat
 from jaxgrpo.data.prompts import PromptData
 from jaxgrpo.data.sources import FORMS, Source
 from jaxgrpo.data.tasks import PREFIX
-from jaxgrpo.models import decoder, lora, sequences
-from jaxgrpo.models.api import LoraConfig, Model, ModelConfig
-from jaxgrpo.models.hf import adapters, folders
+from jaxgrpo.models import sequences
+from jaxgrpo.models.api import ModelConfig
+from jaxgrpo.models.hf import folders
 from jaxgrpo.models.hf.families import Family
 from jaxgrpo.rewards.calling import RewardLog
 from jaxgrpo.rewards.protocol import Reward, RewardError, TrainerState, check, name_of
@@ -50,43 +48,6 @@ def find_config(config: Config, whole: bool = True) -> tuple[Path, ModelConfig]:
     if keys.family is not None:
         own = own_code.load(keys.family, config.folder, Family, "family")
     return folder, folders.read_config(folder, own)
-
-
-def chosen_config(config: Config, stored: ModelConfig) -> ModelConfig:
-    """The stored model as a config asks for it: dtype, head, adapters."""
-    keys, asked, settings = config.model, config.lora, None
-    if asked.rank:
-        targets = adapters.targets_of(asked.targets, stored)
-        settings = LoraConfig(
-            rank=asked.rank, alpha=asked.alpha, targets=targets, use_rslora=asked.use_rslora
-        )
-    return dataclasses.replace(
-        stored, dtype=keys.dtype, float32_head=keys.float32_head, lora=settings
-    )
-
-
-def read_start(
-    folder: Path, model: Model, dtype: str | None = None, layout: Any = None, seed: int = 0
-) -> Params:
-    """The parameters that a run begins with: those of the folder, and fresh adapters if the model
-    has them.
-
-    Args:
-      dtype: of what is trained; None: what the model computes in.
-      layout: tree of shardings like the parameters; None: the default device.
-    """
-    if model.config.lora is None:
-        return folders.read_params(folder, model, dtype, layout)
-    of_adapters, of_weights = (None, None) if layout is None else lora.split(layout)
-    base = decoder.build(lora.without(model.config))
-    key = jax.random.fold_in(jax.random.key(seed), decoder.OF_ADAPTERS)
-
-    def draw(key: Any) -> Params:
-        own = lora.init(model, key)
-        return own if dtype is None else jax.tree.map(lambda leaf: leaf.astype(dtype), own)
-
-    own = jax.jit(draw, out_shardings=of_adapters)(key)
-    return lora.join(own, folders.read_params(folder, base, None, of_weights))
 
 
 def check_length(config: Config, folder: Path, stored: ModelConfig) -> None:

@@ -26,7 +26,7 @@ from jaxgrpo.evaluation.evaluate import Evaluate
 from jaxgrpo.models import sharding
 from jaxgrpo.models.hf import folders
 from jaxgrpo.rollout.judging import sample_rows
-from jaxgrpo.training import fingerprints, process
+from jaxgrpo.training import fingerprints, parameters, process
 from jaxgrpo.training.checkpoints import Checkpoints, parameter_hash, refuse_other_step
 from jaxgrpo.training.console import Display
 from jaxgrpo.training.folder import (
@@ -44,7 +44,7 @@ from jaxgrpo.training.inputs import (
     with_logged,
 )
 from jaxgrpo.training.logbook import Logbook
-from jaxgrpo.training.policy import base_params, evaluator_of, export, save_policy
+from jaxgrpo.training.policy import base_params, evaluator_of, export
 from jaxgrpo.training.recovery import Keeper, Progress
 from jaxgrpo.training.replay import SavedRollouts, refuse_other_files, to_json
 from jaxgrpo.training.resets import is_better, make_resetter, refuse_unknown_best, see
@@ -222,12 +222,14 @@ def _record(run: Setup, folder: RunFolder) -> None:
 
 def _restored(run: Setup, checkpoints: Checkpoints) -> tuple[TrainState, dict[str, Any]]:
     """The newest state that was saved, and what was saved beside it."""
+    first = parameters.without_weights(run.state)
     # The first state makes room, and keeps its shapes: a device holds one, not two.
-    jax.tree.map(lambda leaf: leaf.delete() if isinstance(leaf, jax.Array) else None, run.state)
-    state, meta = checkpoints.restore(run.state)
+    jax.tree.map(lambda leaf: leaf.delete() if isinstance(leaf, jax.Array) else None, first)
+    state, meta = checkpoints.restore(first)
+    parameters.refuse_other_weights(run.config, meta)
     done = int(sharding.to_host(state.step))
     refuse_other_step(checkpoints.folder, checkpoints.newest or 0, done)
-    return state, meta
+    return parameters.with_weights(state, run.state), meta
 
 
 def _open(run: Setup, display: Display, opening: str, problem: str | None) -> None:
@@ -344,7 +346,7 @@ class _Loop:
         run, progress, model = self.run, self.progress, self.folder.path / "model"
         ends = folders.end_fields(run.blueprint.sampling.stop_tokens)
         try:
-            save_policy(run, state, self.folder.path, ends)
+            parameters.save(run.model, state, self.folder.path, self.config, run.tokenizer, ends)
         except (OSError, SafetensorError) as error:
             raise process.NotSaved(f"{model} could not be written: {error}") from error
         speed = progress.tokens / progress.seconds if progress.seconds else None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -19,24 +18,21 @@ from jaxgrpo.config import files as configs
 from jaxgrpo.config.files import Config, config_of
 from jaxgrpo.config.own_code import python_name
 from jaxgrpo.core.errors import InputError
-from jaxgrpo.core.types import Params, TrainState
+from jaxgrpo.core.types import Params
 from jaxgrpo.data.prompts import PromptData
 from jaxgrpo.evaluation.evaluate import Evaluate, Policy, make_evaluator, questions_of
 from jaxgrpo.evaluation.intervals import is_end
 from jaxgrpo.evaluation.rescoring import Base
 from jaxgrpo.models import decoder, lora, sharding
-from jaxgrpo.models.api import Model
-from jaxgrpo.models.hf import adapters, folders
-from jaxgrpo.training import memory, process
+from jaxgrpo.models.hf import folders
+from jaxgrpo.training import memory, parameters, process
 from jaxgrpo.training.checkpoints import Checkpoints, refuse_other_step
 from jaxgrpo.training.folder import evaluation_of, read_metrics
 from jaxgrpo.training.inputs import (
-    chosen_config,
     eval_source,
     find_config,
     load_prompts,
     make_chat,
-    read_start,
     resolve_scorer,
 )
 from jaxgrpo.training.report.record import accuracy_first, with_interval
@@ -48,7 +44,7 @@ from jaxgrpo.training.setup import (
     kept_policies,
     sampling_settings,
 )
-from jaxgrpo.update.forward import held_dtype, param_layout, params_of, trained, whole
+from jaxgrpo.update.forward import held_dtype, trained, whole
 from jaxgrpo.update.step import Share, alone
 
 DTYPES = ("float32", "bfloat16")  # of exported weights
@@ -76,13 +72,14 @@ DEFAULTS: dict[str, Any] = {
 class StoredPolicy(Policy):
     """A policy whose weights are in a model folder and not read yet."""
 
+    config: Config
     folder: Path
 
     def read_params(self) -> Params:
         """The weights, laid out for sampling."""
         rules, model = sharding.SAMPLING, self.model
         layout = sharding.param_shardings(self.mesh, model.axes, model.shapes, rules)
-        return read_start(self.folder, model, layout=layout)
+        return parameters.read_start(self.config, self.folder, model, layout=layout)
 
 
 def config_for(
@@ -142,6 +139,7 @@ def _policy(config: Config, found: Found | Setup) -> StoredPolicy:
         settings=sampling_settings(config, found.folder, found.tokenizer),
         width=config.rollout.max_prompt_tokens,
         free=memory.free_beside(mesh, taken),
+        config=config,
         folder=found.folder,
     )
 
@@ -187,25 +185,6 @@ def evaluator_of(run: Setup, share: Share = alone) -> Evaluate:
     return share("evaluator", make)
 
 
-def save_policy(run: Setup, state: TrainState, folder: Path, ends: Mapping[str, Any]) -> None:
-    """Writes a run's policy to "model" in its folder. If it has adapters, they are merged there, in
-    the dtype of the weights, and "adapter" holds them for PEFT."""
-    model, params = run.model, params_of(state)
-    if model.config.lora is not None:
-        adapters.save(model, state.trainable, folder / "adapter", run.config.model.path)
-        base = decoder.build(lora.without(model.config))
-        layout = lora.split(param_layout(run.blueprint))[1]
-        merge = jax.jit(functools.partial(_merged, model), out_shardings=layout)
-        model, params = base, merge(params)
-    folders.save_model(model, params, folder / "model", run.tokenizer, ends)
-
-
-def _merged(model: Model, params: Params) -> Params:
-    """Of one dtype, in which a wide head (model.float32_head) was stored too."""
-    dtype = model.config.dtype
-    return jax.tree.map(lambda leaf: leaf.astype(dtype), lora.merge(model, params))
-
-
 def export(
     run: str | Path, out: str | Path, step: str | int = "last", dtype: str | None = None
 ) -> Path:
@@ -226,7 +205,8 @@ def export(
     tokenizer = folders.read_tokenizer(home)
     make_chat(config, tokenizer)
     ends = folders.end_fields(folders.read_end_tokens(home, tokenizer))
-    model = decoder.build(dataclasses.replace(stored, lora=chosen_config(config, stored).lora))
+    adapted = parameters.chosen_config(config, stored).lora
+    model = decoder.build(dataclasses.replace(stored, lora=adapted))
     # On the host and without the rest of the state: neither the mesh of the run is needed for it,
     # nor its data, rewards and method, which may have come from Python.
     empty = lambda leaf: np.zeros(leaf.shape, np.float32)  # noqa: E731
@@ -234,11 +214,12 @@ def export(
     wanted = {"step": np.zeros((), np.int32), "trainable": own}
     with Checkpoints(folder / "checkpoints", config.checkpoint.keep) as checkpoints:
         number = _number(folder, config, step, checkpoints)
-        state, _ = checkpoints.restore(wanted, number, partial=True)
+        state, meta = checkpoints.restore(wanted, number, partial=True)
         refuse_other_step(checkpoints.folder, checkpoints.newest or 0, int(state["step"]))
     number, params = int(state["step"]), state["trainable"]
-    if model.config.lora is not None:
-        base = decoder.build(lora.without(model.config))
+    if adapted is not None:
+        parameters.refuse_other_weights(config, meta)
+        base = parameters.base_of(model)
         weights = folders.read_params(home, base, "float32")
         model, params = base, lora.merge(model, lora.join(jax.device_put(params), weights))
     if dtype is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -14,7 +15,7 @@ import jaxgrpo
 from jaxgrpo.config.files import Config
 from jaxgrpo.core.types import TrainState
 from jaxgrpo.rewards.protocol import RewardError
-from jaxgrpo.training import alarms, process
+from jaxgrpo.training import alarms, parameters, process
 from jaxgrpo.training.checkpoints import Checkpoints
 from jaxgrpo.training.console import Display
 from jaxgrpo.training.folder import RunFolder
@@ -87,7 +88,7 @@ class Keeper:
         """
         before, checkpoints = self.checkpoints.newest, self.checkpoints
         earlier = _error_of(checkpoints.wait)  # of the save before this one
-        save = lambda: checkpoints.save(number, state, self.progress.meta())  # noqa: E731
+        save = functools.partial(self._save, number, state)
         own = _error_of(self.folder.catch_up, save, *([checkpoints.wait] if must else []))
         problem = own or (None if must else earlier)
         if checkpoints.newest != before:
@@ -102,6 +103,16 @@ class Keeper:
         left = MAX_UNSAVED - self.progress.unsaved
         self.display.say(f"{said}; the run goes on, and ends if this happens {left + 1} times more")
 
+    def _save(self, number: int, state: TrainState) -> None:
+        meta = self.progress.meta()
+        if self._weights is not None:
+            meta["weights"] = self._weights
+        self.checkpoints.save(number, parameters.without_weights(state), meta)
+
+    @functools.cached_property
+    def _weights(self) -> dict[str, list[int]] | None:
+        return parameters.weights_id(self.config)
+
     @contextlib.contextmanager
     def saving(self, number: int, before: TrainState | None = None) -> Iterator[None]:
         """Saves the state before step `number`, if it is given, where a reward fails within.
@@ -114,7 +125,7 @@ class Keeper:
             if number < 2:
                 raise
             if before is not None:
-                self.checkpoints.save(number - 1, before, self.progress.meta())
+                self._save(number - 1, before)
             self.checkpoints.wait()
             kept = self.kept()
             raise process.RewardFailed(

@@ -48,7 +48,7 @@ from jaxgrpo.rollout.overlap import sample_and_judge
 from jaxgrpo.rollout.sampler import SamplingSettings
 from jaxgrpo.rollout.selection import PromptPolicy, prompt_metrics
 from jaxgrpo.rollout.stopping import EarlyStop, StopStrings
-from jaxgrpo.training import inputs, memory, process
+from jaxgrpo.training import inputs, memory, parameters, process
 from jaxgrpo.training.console import facts
 from jaxgrpo.training.folder import refuse_unusable
 from jaxgrpo.training.origin import origin_of
@@ -197,8 +197,8 @@ def setup(
     # Before anything is allocated.
     memory.refuse_too_large(memory.count(blueprint, kept_policies(blueprint)), mesh)
     origin = origin_of(config, read, blueprint, steps, chosen)
-    layout, seed = param_layout(blueprint), config.train.seed
-    params = inputs.read_start(read["folder"], model, held_dtype(model), layout, seed)
+    layout = param_layout(blueprint)
+    params = parameters.read_start(config, read["folder"], model, held_dtype(model), layout)
     return Setup(
         config=config,
         **read,
@@ -206,7 +206,7 @@ def setup(
         answers=origin.answers,
         blueprint=blueprint,
         state=first_state(
-            *(blueprint, params, origin.policy, len(rows), seed),
+            *(blueprint, params, origin.policy, len(rows), config.train.seed),
             *(tuple(reward.name for reward in chosen), origin.leftover),
         ),
         policy=origin.policy,
@@ -241,7 +241,7 @@ def find_model(config: Config, mesh: Mesh | None = None) -> Found:
     folder, stored = inputs.find_config(config)
     inputs.check_length(config, folder, stored)
     tokenizer = folders.read_tokenizer(folder)
-    chosen = inputs.chosen_config(config, stored)
+    chosen = parameters.chosen_config(config, stored)
     folders.check_tokens(folder, tokenizer, stored)
     remat = _remat(config, mesh)
     model = decoder.build(chosen, constrain=sharding.constrain(mesh), remat=remat)
@@ -449,16 +449,6 @@ def _updates(config: Config) -> str:
     return f"; a step makes {times * parts}: {times} x {parts} minibatches of {prompts} prompts"
 
 
-def _adapters(model: Model) -> str:
-    """What is trained and what is not, if the model has adapters."""
-    settings = model.config.lora
-    if settings is None:
-        return ""
-    count = sum(leaf.size for leaf in jax.tree.leaves(lora.split(model.shapes)[1]))
-    names = ", ".join(settings.modules)
-    return f" of adapters (rank {settings.rank}, of {names}); {count:,} stay as they are"
-
-
 def dry_run(config: Config, resume: bool = False) -> None:
     """Prints what `train` would do: devices, sizes, memory, the first prompt; then the config.
 
@@ -484,7 +474,7 @@ def dry_run(config: Config, resume: bool = False) -> None:
             "method": f"{run.blueprint.chain.name} ({', '.join(steps)}), "
             f"{objective.surrogate.name} loss, {objective.reduction.name}",
             "mesh": ", ".join(f"{name} {size}" for name, size in run.mesh.shape.items()),
-            "parameters": f"{count:,}{_adapters(run.model)}",
+            "parameters": f"{count:,}{parameters.adapters_line(run.model)}",
             **needed.lines(memory.of_device(run.mesh)),
             "a step": f"{geometry.num_prompts} prompts x {geometry.group_size} samples = "
             f"{samples_of(config)} completions of at most {geometry.max_completion_tokens} tokens, "

@@ -27,7 +27,7 @@ from jaxgrpo.core.errors import InputError, refuse_all
 from jaxgrpo.core.types import Params
 from jaxgrpo.models import lora
 from jaxgrpo.models.api import LINEAR, LoraConfig, Model, ModelConfig
-from jaxgrpo.models.hf import families, folders, mapping, weights
+from jaxgrpo.models.hf import families, mapping, weights
 from jaxgrpo.models.hf.families import Family
 from jaxgrpo.models.hf.fields import Fields
 from jaxgrpo.models.hf.mapping import Entry
@@ -74,6 +74,11 @@ def read_config(path: str | os.PathLike[str], base: ModelConfig) -> LoraConfig:
     return LoraConfig(rank=rank, alpha=float(alpha), targets="|".join(found), use_rslora=rslora)
 
 
+def files_of(path: str | os.PathLike[str]) -> list[Path]:
+    """The files of an adapter folder that act on what it computes."""
+    return [Path(os.path.expanduser(path)) / name for name in (CONFIG, WEIGHTS)]
+
+
 def targets_of(given: str | list[str], base: ModelConfig) -> str:
     """`LoraConfig.targets` for PEFT's target_modules: a regular expression that the whole name of a
     module of transformers must match, "all-linear", or a list of names or their last parts.
@@ -100,17 +105,9 @@ def read_params(
     folder = Path(os.path.expanduser(path))
     family = families.family_of(model.config.family, str(folder))
     shapes, entries = _parts(model, family)
-    specs, tree = jax.tree.flatten(shapes)
-    layouts = [None] * len(specs) if shardings is None else jax.tree.leaves(shardings)
-    with weights.agreed(folder, layouts), weights.opened(folder, WEIGHTS) as files:
+    with weights.agreed(folder, shardings), weights.opened(folder, WEIGHTS) as files:
         weights.check(folder, files, entries, family.tied_head, False, described=CONFIG)
-        leaves = [
-            weights.read_leaf(
-                folder, files, of_leaf, spec.update(dtype=dtype or spec.dtype), layout
-            )
-            for of_leaf, spec, layout in zip(entries, specs, layouts, strict=True)
-        ]
-    return jax.tree.unflatten(tree, leaves)
+        return weights.read_leaves(folder, files, shapes, entries, dtype, shardings)
 
 
 def save(
@@ -137,7 +134,7 @@ def save(
     tensors = mapping.by_tensor(jax.tree.leaves(adapters), entries)
     mine = jax.process_index() == 0
     target = Path(os.path.expanduser(path)).absolute()
-    with folders.replaced(target, _refuse_foreign) if mine else contextlib.nullcontext() as folder:
+    with weights.replaced(target, _refuse_foreign) if mine else contextlib.nullcontext() as folder:
         whole = {name: weights.gathered(parts) for name, parts in tensors.items()}
         if folder is not None:
             (folder / CONFIG).write_text(json.dumps(fields, indent=2, sort_keys=True) + "\n")

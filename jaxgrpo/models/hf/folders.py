@@ -11,10 +11,9 @@ import contextlib
 import dataclasses
 import json
 import os
-import shutil
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +23,9 @@ from jax.experimental import multihost_utils
 from jaxgrpo.core.errors import InputError, one_line, refusing
 from jaxgrpo.core.types import Params
 from jaxgrpo.data import sources
-from jaxgrpo.models import decoder
+from jaxgrpo.models import decoder, lora
 from jaxgrpo.models.api import Model, ModelConfig
-from jaxgrpo.models.hf import families, mapping, weights
+from jaxgrpo.models.hf import adapters, families, mapping, weights
 from jaxgrpo.models.hf.families import Family
 
 OURS = (
@@ -148,17 +147,30 @@ def read_params(
     folder = find_folder(path)
     family = families.family_of(model.config.family, str(folder))
     entries = mapping.entries(model, family)
-    specs, tree = jax.tree.flatten(model.shapes)
-    layouts = [None] * len(specs) if shardings is None else jax.tree.leaves(shardings)
-    with weights.agreed(folder, layouts), weights.opened(folder) as files:
+    with weights.agreed(folder, shardings), weights.opened(folder) as files:
         weights.check(folder, files, entries, family.tied_head, model.config.tie_embeddings)
-        leaves = [
-            weights.read_leaf(
-                folder, files, of_leaf, spec.update(dtype=dtype or spec.dtype), layout
-            )
-            for of_leaf, spec, layout in zip(entries, specs, layouts, strict=True)
-        ]
-    return jax.tree.unflatten(tree, leaves)
+        return weights.read_leaves(folder, files, model.shapes, entries, dtype, shardings)
+
+
+def read_adapted(
+    path: str | os.PathLike[str],
+    adapter: str | os.PathLike[str],
+    model: Model,
+    dtype: str | None = None,
+    shardings: Any = None,
+) -> Params:
+    """The parameters of a model with adapters: the weights of one folder, the adapters of another.
+
+    Args:
+      dtype: of the adapters; None: what the model computes in, as the weights are.
+      shardings: as of `read_params`.
+
+    Raises: InputError as `read_params` and `adapters.read_params`.
+    """
+    of_adapters, of_weights = (None, None) if shardings is None else lora.split(shardings)
+    own = adapters.read_params(adapter, model, dtype, of_adapters)
+    base = decoder.build(lora.without(model.config))
+    return lora.join(own, read_params(path, base, shardings=of_weights))
 
 
 def load_model(
@@ -167,6 +179,7 @@ def load_model(
     *,
     revision: str | None = None,
     family: Family | None = None,
+    adapter: str | os.PathLike[str] | None = None,
     shardings: Any = None,
 ) -> tuple[Model, Params]:
     """A model folder, or a model of the hub, as a Model and its parameters.
@@ -176,13 +189,20 @@ def load_model(
       dtype: of parameters and activations.
       revision: of the hub: a branch, tag or commit.
       family: one's own, which is registered; None: that of config.json's model_type.
+      adapter: folder of an adapter (LoRA) that PEFT wrote for this model; its matrices are then
+        parameters beside the weights. `lora.merge` adds them to the weights.
       shardings: tree of shardings like the parameters; None: this process's default device.
 
     Raises: InputError naming what is missing, damaged, or not built.
     """
     folder = find_folder(path, revision)
-    model = decoder.build(dataclasses.replace(read_config(folder, family), dtype=dtype))
-    return model, read_params(folder, model, shardings=shardings)
+    chosen = dataclasses.replace(read_config(folder, family), dtype=dtype)
+    if adapter is None:
+        model = decoder.build(chosen)
+        return model, read_params(folder, model, shardings=shardings)
+    settings = adapters.read_config(adapter, chosen)
+    model = decoder.build(dataclasses.replace(chosen, lora=settings))
+    return model, read_adapted(folder, adapter, model, shardings=shardings)
 
 
 def save_model(
@@ -217,7 +237,8 @@ def save_model(
         raise InputError(f"save_model: parameters of several dtypes {dtypes}: cast to one")
     fields = families.config_fields(model.config, dtypes[0])
     mine = jax.process_index() == 0
-    with replaced(Path(path).absolute()) if mine else contextlib.nullcontext() as folder:
+    out = weights.replaced(Path(path).absolute(), _refuse_unless_ours)
+    with out if mine else contextlib.nullcontext() as folder:
         if folder is not None:
             known = ((name, getattr(tokenizer, name, None)) for name in SPECIAL_TOKENS)
             tokens = {name: token for name, token in known if token is not None}
@@ -330,40 +351,3 @@ def _is_ours(path: Path) -> bool:
     if path.name == "README.md":
         return CARD_TITLE in path.read_text(encoding="utf-8", errors="replace")
     return path.name in OURS or weights.WEIGHTS.fullmatch(path.name) is not None
-
-
-@contextlib.contextmanager
-def replaced(folder: Path, refuse: Callable[[Path], None] = _refuse_unless_ours) -> Iterator[Path]:
-    """A new folder beside `folder`, which takes its place when the block ends without an error.
-
-    The files are flushed to disk before they are renamed, so that `folder` is at any moment the
-    old one, the new one or, between two renames, absent; never half written.
-
-    Args:
-      refuse: raises where what is there may not be replaced.
-    """
-    refuse(folder)
-    partial = folder.with_name(f".{folder.name}.partial")
-    previous = folder.with_name(f".{folder.name}.previous")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    try:
-        yield partial
-        for path in [*partial.iterdir(), partial]:
-            _flush(path)
-        shutil.rmtree(previous, ignore_errors=True)
-        if folder.exists():
-            folder.rename(previous)
-        partial.rename(folder)
-        _flush(folder.parent)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-    shutil.rmtree(previous, ignore_errors=True)
-
-
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

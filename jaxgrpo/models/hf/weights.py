@@ -6,8 +6,10 @@ import contextlib
 import gc
 import json
 import math
+import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from jaxgrpo.core.errors import InputError, refusing
+from jaxgrpo.core.types import Params
 from jaxgrpo.data import sources
 from jaxgrpo.models.hf import mapping
 from jaxgrpo.models.hf.mapping import Box, Entry
@@ -165,6 +168,30 @@ def _some_rows(stored: Any) -> Iterator[slice]:
     return (slice(start, min(start + step, rows)) for start in range(0, rows, step))
 
 
+def read_leaves(
+    folder: Path,
+    files: Mapping[str, Any],
+    shapes: Params,
+    entries: Sequence[list[Entry]],
+    dtype: str | None,
+    shardings: Any,
+) -> Params:
+    """A tree of parameters from an opened folder, one device's part of one leaf at a time.
+
+    Args:
+      shapes: of the leaves, with the dtypes of the result if `dtype` is None.
+      entries: the tensors of each leaf.
+      shardings: tree like `shapes`; None: this process's default device.
+    """
+    specs, tree = jax.tree.flatten(shapes)
+    layouts = [None] * len(specs) if shardings is None else jax.tree.leaves(shardings)
+    leaves = [
+        read_leaf(folder, files, of_leaf, spec.update(dtype=dtype or spec.dtype), layout)
+        for of_leaf, spec, layout in zip(entries, specs, layouts, strict=True)
+    ]
+    return jax.tree.unflatten(tree, leaves)
+
+
 def read_leaf(
     folder: Path,
     files: Mapping[str, Any],
@@ -215,7 +242,7 @@ def read_leaf(
 
 
 @contextlib.contextmanager
-def agreed(folder: Path, layouts: Iterable[Sharding | None]) -> Iterator[None]:
+def agreed(folder: Path, shardings: Any) -> Iterator[None]:
     """A block that fails in every process if it fails in one, where arrays span processes.
 
     A process reads just what its devices keep, so it may be the only one that finds a wrong value;
@@ -223,7 +250,7 @@ def agreed(folder: Path, layouts: Iterable[Sharding | None]) -> Iterator[None]:
 
     Raises: InputError naming the processes in which it failed.
     """
-    spans = any(one is not None and not one.is_fully_addressable for one in layouts)
+    spans = any(not one.is_fully_addressable for one in jax.tree.leaves(shardings))
     try:
         yield
     except Exception:
@@ -325,3 +352,40 @@ def _shards(index: Path) -> list[str]:
                 "nothing outside a model's folder is read; copy the folder anew"
             )
     return sorted(set(table.values()))
+
+
+@contextlib.contextmanager
+def replaced(folder: Path, refuse: Callable[[Path], None]) -> Iterator[Path]:
+    """A new folder beside `folder`, which takes its place when the block ends without an error.
+
+    The files are flushed to disk before they are renamed, so that `folder` is at any moment the
+    old one, the new one or, between two renames, absent; never half written.
+
+    Args:
+      refuse: raises where what is there may not be replaced.
+    """
+    refuse(folder)
+    partial = folder.with_name(f".{folder.name}.partial")
+    previous = folder.with_name(f".{folder.name}.previous")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        yield partial
+        for path in [*partial.iterdir(), partial]:
+            _flush(path)
+        shutil.rmtree(previous, ignore_errors=True)
+        if folder.exists():
+            folder.rename(previous)
+        partial.rename(folder)
+        _flush(folder.parent)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    shutil.rmtree(previous, ignore_errors=True)
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
