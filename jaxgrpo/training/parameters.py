@@ -1,0 +1,150 @@
+"""The parameters of a run: as it begins, between a checkpoint and the state, and as it ends.
+
+Without adapters all of them are trained. With adapters (`[lora]`) the weights are read from
+model.path, stay as they are, and are in no checkpoint: `without_weights` and `with_weights`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxgrpo.config.files import Config
+from jaxgrpo.core.errors import InputError
+from jaxgrpo.core.types import WEIGHTS, Params, TrainState
+from jaxgrpo.models import decoder, lora
+from jaxgrpo.models.api import LoraConfig, Model, ModelConfig
+from jaxgrpo.models.hf import adapters, folders
+
+
+def chosen_config(config: Config, stored: ModelConfig) -> ModelConfig:
+    """The stored model as a config asks for it: dtype, head, adapters.
+
+    Raises: InputError if there are no such adapters.
+    """
+    keys = config.model
+    return dataclasses.replace(
+        stored, dtype=keys.dtype, float32_head=keys.float32_head, lora=_adapters(config, stored)
+    )
+
+
+def _adapters(config: Config, stored: ModelConfig) -> LoraConfig | None:
+    asked = config.lora
+    if asked.path is not None:
+        return adapters.read_config(asked.path, stored)
+    if not asked.rank:
+        return None
+    return LoraConfig(
+        rank=asked.rank,
+        alpha=asked.alpha,
+        targets=adapters.targets_of(asked.targets, stored),
+        use_rslora=asked.use_rslora,
+    )
+
+
+def read_start(
+    config: Config, folder: Path, model: Model, dtype: str | None = None, layout: Any = None
+) -> Params:
+    """The parameters that a run begins with: those of the folder and, if the model has adapters,
+    those of lora.path, else drawn with train.seed.
+
+    Args:
+      dtype: of what is trained; None: what the model computes in.
+      layout: tree of shardings like the parameters; None: the default device.
+    """
+    if model.config.lora is None:
+        return folders.read_params(folder, model, dtype, layout)
+    if config.lora.path is not None:
+        return folders.read_adapted(folder, config.lora.path, model, dtype, layout)
+    of_adapters, of_weights = (None, None) if layout is None else lora.split(layout)
+
+    def draw(key: Any) -> Params:
+        own = lora.init(model, key)
+        return own if dtype is None else jax.tree.map(lambda leaf: leaf.astype(dtype), own)
+
+    key = jax.random.fold_in(jax.random.key(config.train.seed), decoder.OF_ADAPTERS)
+    weights = folders.read_params(folder, base_of(model), None, of_weights)
+    return lora.join(jax.jit(draw, out_shardings=of_adapters)(key), weights)
+
+
+def base_of(model: Model) -> Model:
+    """The model of the weights alone, to read and to save them."""
+    return decoder.build(lora.without(model.config))
+
+
+def adapters_line(model: Model) -> str:
+    """What is trained and what is not, if the model has adapters; else nothing."""
+    settings = model.config.lora
+    if settings is None:
+        return ""
+    count = sum(leaf.size for leaf in jax.tree.leaves(lora.split(model.shapes)[1]))
+    names = ", ".join(settings.modules)
+    return f" of adapters (rank {settings.rank}, of {names}); {count:,} stay as they are"
+
+
+def without_weights(state: TrainState) -> TrainState:
+    """What a checkpoint holds of a state: all but weights that are not trained."""
+    frozen = {name: params for name, params in state.frozen.items() if name != WEIGHTS}
+    return dataclasses.replace(state, frozen=frozen)
+
+
+def with_weights(restored: TrainState, first: TrainState) -> TrainState:
+    """A restored state, and the weights of the state that the run began with."""
+    weights = {name: params for name, params in first.frozen.items() if name == WEIGHTS}
+    return dataclasses.replace(restored, frozen=restored.frozen | weights)
+
+
+def weights_id(config: Config) -> dict[str, list[int]] | None:
+    """What tells the weights under a run's adapters from others; None: it has no adapters."""
+    if not (config.lora.rank or config.lora.path):
+        return None
+    found = folders.fingerprint(folders.find_folder(config.model.path, config.model.revision))
+    return {name: value for name, value in found.items() if name.endswith(".safetensors")}
+
+
+def refuse_other_weights(config: Config, saved: Mapping[str, Any]) -> None:
+    """Raises: InputError if the weights of model.path are not those that adapters were saved over.
+
+    Args:
+      saved: what a checkpoint holds beside its state.
+    """
+    if saved.get("weights") != weights_id(config):
+        raise InputError(
+            f"model.path = {config.model.path}: its weights are not those that this run's adapters "
+            "were trained over, and a checkpoint holds the adapters alone; put the weights back"
+        )
+
+
+def save(
+    model: Model,
+    state: TrainState,
+    folder: Path,
+    config: Config,
+    tokenizer: Any,
+    ends: Mapping[str, Any],
+) -> None:
+    """Writes a run's policy to "model" in its folder. If it has adapters, they are merged there, in
+    the dtype of the weights, and "adapter" holds them for PEFT.
+
+    Args:
+      ends: fields of generation_config.json.
+    """
+    params = state.trainable
+    if model.config.lora is not None:
+        adapters.save(model, params, folder / "adapter", config.model.path)
+        weights = state.frozen[WEIGHTS]
+        layout = jax.tree.map(lambda leaf: leaf.sharding, weights)
+        merge = jax.jit(functools.partial(_merged, model), out_shardings=layout)
+        model, params = base_of(model), merge(lora.join(params, weights))
+    folders.save_model(model, params, folder / "model", tokenizer, ends)
+
+
+def _merged(model: Model, params: Params) -> Params:
+    """Of one dtype, in which a wide head (model.float32_head) was stored too."""
+    dtype = model.config.dtype
+    return jax.tree.map(lambda leaf: leaf.astype(dtype), lora.merge(model, params))
