@@ -368,7 +368,8 @@ class _Loop:
             summary["best"] = {"step": step, progress.best_metric: value}
         summary = self.log.finish(summary)
         self.display.say(f"parameter hash {summary['parameter_hash']}")
-        self.display.say(f"{self.folder.path}: report.html, model, metrics.jsonl, samples")
+        adapter = "" if run.model.config.lora is None else "adapter, "
+        self.display.say(f"{self.folder.path}: report.html, model, {adapter}metrics.jsonl, samples")
         return summary
 
     def _step(self, state: TrainState, number: int) -> TrainState:

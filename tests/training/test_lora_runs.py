@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import re
+import shutil
 
 import jax
 import numpy as np
@@ -10,12 +13,17 @@ import pytest
 import small_run
 
 import jaxgrpo
+from jaxgrpo.cli import main
+from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.types import WEIGHTS
 from jaxgrpo.models import decoder, lora
 from jaxgrpo.models.hf import adapters, folders
 from jaxgrpo.training import memory
 from jaxgrpo.training.checkpoints import parameter_hash
+from jaxgrpo.training.policy import export
 from jaxgrpo.training.setup import kept_policies, setup
+from jaxgrpo.update import packing, step
+from jaxgrpo.update.forward import read_by_update
 
 LORA = {
     "lora.rank": 2,
@@ -56,6 +64,118 @@ def test_a_resumed_run_ends_as_the_uninterrupted_one(finished, tmp_path):
     resumed = jaxgrpo.train(small_run.config(tmp_path / "run", **LORA), resume="auto")
     assert resumed.summary["parameter_hash"] == finished.summary["parameter_hash"]
     assert parameter_hash(resumed.state.trainable) == parameter_hash(finished.state.trainable)
+
+
+def test_checkpoints_hold_no_weights_and_the_run_goes_on_only_over_the_same(tmp_path):
+    base = tmp_path / "base"
+    shutil.copytree(small_run.base(), base)
+    config = small_run.config(
+        tmp_path / "run", **LORA, **{"train.steps": 2, "model.path": str(base)}
+    )
+    stopped = jaxgrpo.train(config)
+    saved = json.loads((stopped.path / "checkpoints" / "2" / "meta.json").read_text())
+    assert any("lora_b" in name for name in saved["leaves"])
+    assert not [name for name in saved["leaves"] if name.endswith(("kernel']", "table']"))]
+    # Other weights of the same shapes.
+    model, params = folders.load_model(base)
+    tokenizer = folders.read_tokenizer(base)
+    jaxgrpo.save_model(model, jax.tree.map(lambda leaf: leaf * 1.5, params), base, tokenizer)
+    longer = small_run.config(tmp_path / "run", **LORA, **{"model.path": str(base)})
+    with pytest.raises(InputError, match="its weights are not those that this run's adapters"):
+        jaxgrpo.train(longer, resume="auto")
+    with pytest.raises(InputError, match="put the weights back"):
+        export(tmp_path / "run", tmp_path / "exported")
+
+
+def test_a_run_begins_with_the_adapter_of_a_folder(finished, tmp_path):
+    adapter = finished.path / "adapter"
+    changes = {"lora.path": str(adapter), "optimizer.learning_rate": 1e-2}
+    run = setup(small_run.config(tmp_path / "run", **changes))
+    jax.tree.map(np.testing.assert_array_equal, run.state.trainable, finished.state.trainable)
+    assert (
+        run.model.config.lora == setup(small_run.config(tmp_path / "r", **LORA)).model.config.lora
+    )
+    model, params = jaxgrpo.load_model(small_run.base(), adapter=adapter)
+    jax.tree.map(np.testing.assert_array_equal, lora.split(params)[0], run.state.trainable)
+    assert model.config == dataclasses.replace(run.model.config)
+    again = jaxgrpo.train(small_run.config(tmp_path / "run", **changes))
+    moved = jax.tree.map(
+        lambda a, b: np.abs(a - b).max(), again.state.trainable, finished.state.trainable
+    )
+    assert min(jax.tree.leaves(moved)) > 0
+
+
+@pytest.mark.full
+def test_weights_in_parts_train_the_adapters_that_whole_weights_train(tmp_path):
+    steps = {**LORA, "train.steps": 2, "optimizer.use": "sgd", "optimizer.learning_rate": 0.5}
+    meshes = {"data": 4}, {"data": 2, "fsdp": 2}
+    runs = [
+        jaxgrpo.train(small_run.config(tmp_path / str(number), **steps, mesh=mesh))
+        for number, mesh in enumerate(meshes)
+    ]
+    whole = runs[0].state.trainable
+    for run in runs[1:]:
+        parts = run.state.trainable["blocks"]["0"]["attention"]["query"]["lora_a"].sharding
+        assert not parts.is_fully_replicated
+        for left, right in zip(runs[0].metrics, run.metrics, strict=True):
+            assert left["reward"] == pytest.approx(right["reward"], rel=1e-6)
+            assert left["loss"] == pytest.approx(right["loss"], abs=1e-5)
+            assert left["grad_norm"] == pytest.approx(right["grad_norm"], rel=1e-4)
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), whole, run.state.trainable
+        )
+
+
+def test_no_gradient_of_a_weight_is_computed(tmp_path):
+    def products(**changes):
+        """The shapes of all products of the update's program."""
+        run = setup(small_run.config(tmp_path / "run", **changes))
+        blueprint, state = run.blueprint, run.state
+        batch = packing.abstract_batch(blueprint.geometry, blueprint.objective.needs)
+        frozen = read_by_update(state, blueprint.objective.anchors)
+        given = (state.trainable, state.opt_state, state.objective_state, frozen, batch)
+        text = step.build_steps(blueprint).update_program.lower(*given).compile().as_text()
+        return set(re.findall(r"= f32\[([\d,]+)\]\S* dot\(", text))
+
+    assert {"32,96", "96,32"} & products()
+    assert not {"32,96", "96,32"} & products(**LORA)
+
+
+def test_narrow_weights_under_wide_adapters_train_evaluate_and_reset(tmp_path):
+    changes = {
+        **LORA,
+        "model.dtype": "bfloat16",
+        "reference.reset_every": 2,
+        "eval": {"data": "task:arithmetic:test", "prompts": 8, "every": 1, "kl_to_base": True},
+    }
+    finished = jaxgrpo.train(small_run.config(tmp_path / "run", **changes))
+    first, *_, last = finished.metrics
+    assert first["eval/kl_to_base"] == pytest.approx(0, abs=1e-6)
+    assert last["eval/kl_to_base"] > 1e-5
+    state = finished.state
+    assert {str(leaf.dtype) for leaf in jax.tree.leaves(state.frozen)} == {"bfloat16"}
+    reference = jax.tree.leaves(state.frozen["reference"])
+    assert all(leaf.any() for leaf in reference)  # no longer that of the start, whose B is 0
+    model, _ = jaxgrpo.load_model(finished.path / "model")
+    assert json.loads((finished.path / "model" / "config.json").read_text())["dtype"] == "bfloat16"
+    assert model.config.lora is None
+
+
+def test_commands_say_what_is_trained_and_what_stays(tmp_path, capsys):
+    file = small_run.write(tmp_path / "run.toml", tmp_path / "run", **LORA)
+    assert main.main(["train", str(file), "--dry-run"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "of adapters (rank 2, of attention/query, attention/key" in said
+    assert "frozen weights" in said
+    assert main.main(["model", small_run.base(), "--set", "lora.rank=2"]) == 0
+    assert "lora_a" in capsys.readouterr().out
+    assert main.main(["train", str(file), "--dry-run", "--set", "lora.rank=0"]) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert "lora.alpha: acts on adapters, and there are none; set lora.rank or lora.path" in said
+    more = ["--set", f"lora.path={tmp_path}"]
+    assert main.main(["train", str(file), "--dry-run", *more]) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert "lora.rank, lora.alpha: the adapter of lora.path says this itself" in said
 
 
 def test_the_folder_has_the_merged_model_and_the_adapter(finished, tmp_path):

@@ -15,6 +15,7 @@ from jaxgrpo import advantages, losses
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.metrics import finalise
 from jaxgrpo.models import decoder, sharding
+from jaxgrpo.models.api import LoraConfig
 from jaxgrpo.rollout.sampler import SamplingSettings
 from jaxgrpo.rollout.selection import sequential
 from jaxgrpo.training.checkpoints import parameter_hash
@@ -269,6 +270,17 @@ def test_micro_batches_add_up_to_the_whole(tokens, number):
 @pytest.mark.parametrize("mesh", [(4, 1, 1, 1), (1, 4, 1, 1), (2, 1, 2, 1), (1, 2, 2, 1)], ids=str)
 def test_four_devices_make_the_step_of_one(mesh):
     assert_same_step(run(mesh=mesh, tokens=25, objective=WITH_KL), run(objective=WITH_KL))
+
+
+def test_four_devices_make_the_step_of_one_with_adapters():
+    # The first update moves B alone, as B is 0 before it; the second moves A too.
+    adapted = dataclasses.replace(tiny.UNIFORM, lora=LoraConfig(rank=2, alpha=4.0))
+    one, many = (
+        stepped(config=adapted, steps_before=1, **options)[:4]
+        for options in ({}, {"mesh": (1, 2, 2, 1), "tokens": 24})
+    )
+    assert min(np.abs(leaf).max() for leaf in jax.tree.leaves(moved(one))) > 0
+    assert_same_step(many, one)
 
 
 @pytest.mark.parametrize("objective", [WITH_FULL_KL, WITH_BONUS], ids=["full_kl", "bonus"])
