@@ -1,4 +1,4 @@
-"""What the compiler makes of the sampler: memory, copies, size, and when it compiles at all."""
+"""What the compiler makes of sampler and update: memory, copies, size, and when it compiles."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import math
 import os
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -16,10 +16,14 @@ import numpy as np
 from jax import monitoring
 from jax.experimental import topologies
 
+from benchmarks.step import blueprint_of
 from benchmarks.workloads import PAD, Workload, build, prompts_of
 from jaxgrpo.models import decoder, sharding
 from jaxgrpo.models.api import ModelConfig
 from jaxgrpo.rollout.sampler import SamplingSettings, Sizes, make_sampler, sample
+from jaxgrpo.update import packing
+from jaxgrpo.update.forward import opt_layout, param_layout
+from jaxgrpo.update.step import build_steps
 
 TPU, LARGER_TPU = "v5e:2x2", "v6e:2x2"
 COMPILED = "/jax/core/compile/backend_compile_duration"
@@ -74,6 +78,11 @@ def large_copies(compiled_text: str, least_bytes: int) -> list[str]:
     ]
 
 
+def instructions(compiled: Any) -> int:
+    """How many instructions the optimised HLO of a program has, over all its computations."""
+    return sum(map(len, _computations(compiled.as_text()).values()))
+
+
 def _computations(text: str) -> dict[str, list[Instruction]]:
     found: dict[str, list[Instruction]] = {}
     body: list[Instruction] = []
@@ -93,11 +102,21 @@ def _bytes(array: tuple[str, str, str]) -> int:
 
 
 class Program(NamedTuple):
-    """The compiled program that decodes one segment."""
+    """A compiled program, with the seconds of its two stages."""
 
     compiled: Any
+    trace_seconds: float  # from Python to what the compiler is given
     compile_seconds: float
-    cache_elements: int  # of the keys, or the values, of one layer
+    cache_elements: int = 0  # of the keys, or the values, of one layer, where it decodes
+
+    @classmethod
+    def of(cls, function: Any, arguments: Sequence[Any], device: Any) -> Program:
+        """A jitted function compiled for a device, which need not be there."""
+        began = time.perf_counter()
+        lowered = function.trace(*arguments).lower(lowering_platforms=(device.platform,))
+        traced = time.perf_counter()
+        compiled = lowered.compile()
+        return cls(compiled, traced - began, time.perf_counter() - traced)
 
     def plan(self) -> dict[str, Any]:
         """Temporaries over arguments, and the copies as large as the keys of one layer."""
@@ -111,9 +130,10 @@ class Program(NamedTuple):
         memory = self.compiled.memory_analysis()
         return {
             "gib": (memory.argument_size_in_bytes + memory.temp_size_in_bytes) / 2**30,
-            "instructions": sum(map(len, _computations(self.compiled.as_text()).values())),
+            "instructions": instructions(self.compiled),
             # 0 bytes: the backend does not say.
             "code_bytes": memory.generated_code_size_in_bytes,
+            "trace_seconds": self.trace_seconds,
             "compile_seconds": self.compile_seconds,
         }
 
@@ -148,11 +168,31 @@ def decode_program(
     given = placed((prompts, np.zeros(2, np.uint32)))
     state = placed(jax.eval_shape(functools.partial(sampler.begin, sizes), *given))
     arguments = (sizes.aligned(settings), params, state, placed(np.int32(0)))
-    lowered = sampler.decode.trace(*arguments).lower(lowering_platforms=(device.platform,))  # pyright: ignore[reportFunctionMemberAccess]
-    began = time.perf_counter()
-    compiled = lowered.compile()
-    seconds = time.perf_counter() - began
-    return Program(compiled, seconds, max(leaf.size for leaf in jax.tree.leaves(state.memory)))
+    program = Program.of(sampler.decode, arguments, device)
+    return program._replace(cache_elements=max(leaf.size for leaf in jax.tree.leaves(state.memory)))
+
+
+def update_program(config: ModelConfig, work: Workload, device: Any, remat: str) -> Program:
+    """Compiles the update of a workload for one device, which need not be there.
+
+    Forward and backward pass, the sum over micro-batches, AdamW and what is measured.
+    """
+    mesh = sharding.make_mesh(devices=[device])
+    blueprint = blueprint_of(config, work, mesh, remat=remat)
+
+    def placed(tree: Any, layout: Any) -> Any:
+        return jax.tree.map(
+            lambda leaf, one: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=one),
+            tree,
+            layout,
+        )
+
+    params = placed(blueprint.model.shapes, param_layout(blueprint))
+    opt_state = placed(jax.eval_shape(blueprint.optimizer.init, params), opt_layout(blueprint))
+    batch = packing.abstract_batch(blueprint.geometry, blueprint.objective.needs)
+    batch = placed(batch, jax.tree.map(lambda _: sharding.named(mesh), batch))
+    update = build_steps(blueprint).update_program
+    return Program.of(update, (params, opt_state, {}, {}, batch), device)
 
 
 def deep_config(layers: int) -> ModelConfig:

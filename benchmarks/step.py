@@ -18,17 +18,19 @@ from typing import Any
 import jax
 import numpy as np
 import optax
+from jax.sharding import Mesh
 
 from benchmarks.common import describe, interval, matmul_rate, report, timed
-from benchmarks.workloads import SMALL, WORKLOADS, model_config
+from benchmarks.workloads import SMALL, WORKLOADS, Workload, model_config
 from jaxgrpo import advantages, losses
 from jaxgrpo.models import decoder, sharding
+from jaxgrpo.models.api import ModelConfig
 from jaxgrpo.rollout.judging import put_prompts
 from jaxgrpo.rollout.sampler import SamplingSettings
 from jaxgrpo.rollout.selection import pad_prompts, sequential
 from jaxgrpo.training.setup import first_state
 from jaxgrpo.update import packing
-from jaxgrpo.update.forward import Blueprint
+from jaxgrpo.update.forward import Blueprint, param_layout
 from jaxgrpo.update.step import build_steps
 
 
@@ -44,15 +46,19 @@ def floor_flops(name: str, workload: str) -> float:
     return 4 * generate
 
 
-def build(name: str, workload: str, tokens: int | None) -> tuple[Blueprint, Any]:
-    work = WORKLOADS[workload]
-    mesh = sharding.make_mesh()
-    platform = mesh.devices.flat[0].platform
-    remat = decoder.remat_of("auto", platform)
-    model = decoder.build(model_config(name), constrain=sharding.constrain(mesh), remat=remat)
+def blueprint_of(
+    config: ModelConfig, work: Workload, mesh: Mesh, tokens: int | None = None, remat: str = "auto"
+) -> Blueprint:
+    """GRPO of a workload, on devices that need not be there.
+
+    Args:
+      tokens: per micro-batch; None: as in training.
+      remat: as `train.remat`.
+    """
+    chosen = decoder.remat_of(remat, mesh.devices.flat[0].platform)
     sizes = (work.prompts, work.samples, work.longest, work.completion)
-    blueprint = Blueprint(
-        model=model,
+    return Blueprint(
+        model=decoder.build(config, constrain=sharding.constrain(mesh), remat=chosen),
         chain=advantages.build("grpo"),
         objective=losses.Objective(losses.clip(), losses.token_mean()),
         optimizer=optax.adamw(1e-6),
@@ -60,8 +66,13 @@ def build(name: str, workload: str, tokens: int | None) -> tuple[Blueprint, Any]
         sampling=SamplingSettings(work.samples, work.completion, 1.0, (), 0, work.completion),
         mesh=mesh,
     )
-    layout = sharding.param_shardings(mesh, model.axes, model.shapes)
-    params = jax.jit(model.init, out_shardings=layout)(jax.random.key(0))
+
+
+def build(name: str, workload: str, tokens: int | None) -> tuple[Blueprint, Any]:
+    work, mesh = WORKLOADS[workload], sharding.make_mesh()
+    blueprint = blueprint_of(model_config(name), work, mesh, tokens)
+    init = jax.jit(blueprint.model.init, out_shardings=param_layout(blueprint))
+    params = init(jax.random.key(0))
     return blueprint, first_state(blueprint, params, sequential(), 1000, 0, ("reward",))
 
 

@@ -170,16 +170,7 @@ def plan(program: Any, blueprint: Blueprint, state: TrainState) -> int:
       program: `update_program` of `update.step.Steps`.
       state: of the run; its arrays are not read.
     """
-    anchors = read_by_update(state, blueprint.objective.anchors)
-    batch = packing.abstract_batch(blueprint.geometry, blueprint.objective.needs)
-
-    def placed(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        names = (None, "bins", *[None] * len(leaf.shape))[: len(leaf.shape)]
-        layout = sharding.named(blueprint.mesh, *names)
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=layout)
-
-    arguments = (state.trainable, state.opt_state, state.objective_state, anchors)
-    batch = jax.tree.map(placed, batch)
+    *arguments, batch = update_arguments(blueprint, state)
     compiled = program.lower(*arguments, batch).compile()
     found = compiled.memory_analysis()
     if found is None:  # a platform that does not tell
@@ -188,6 +179,20 @@ def plan(program: Any, blueprint: Blueprint, state: TrainState) -> int:
     whole = found.argument_size_in_bytes + found.temp_size_in_bytes + out
     others = (blueprint.geometry.minibatches - 1) * sum(map(_on_device, jax.tree.leaves(batch)))
     return whole - sum(map(_on_device, jax.tree.leaves(arguments))) + others
+
+
+def update_arguments(blueprint: Blueprint, state: TrainState) -> tuple[Any, ...]:
+    """What the update program of a run is compiled for: its state, and the shapes of a batch."""
+    anchors = read_by_update(state, blueprint.objective.anchors)
+    batch = packing.abstract_batch(blueprint.geometry, blueprint.objective.needs)
+
+    def placed(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        names = (None, "bins", *[None] * len(leaf.shape))[: len(leaf.shape)]
+        layout = sharding.named(blueprint.mesh, *names)
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=layout)
+
+    changing = (state.trainable, state.opt_state, state.objective_state)
+    return (*changing, anchors, jax.tree.map(placed, batch))
 
 
 def refuse_too_large(memory: Memory, mesh: Mesh) -> None:
