@@ -191,14 +191,15 @@ def setup(
     Raises: InputError where parts do not fit one another.
     """
     read = share("inputs", lambda: _read_inputs(config, dataset, rollouts))
-    mesh, model, rows = (read[name] for name in ("mesh", "model", "rows"))
+    found, rows = Found(*(read[name] for name in Found._fields)), read["rows"]
+    mesh, model = found.mesh, found.model
     chosen = inputs.resolve_rewards(config, rewards, None if read["replay"] else rows[0])
-    blueprint, steps = share("method", lambda: _method(config, read, chosen, advantage, share))
+    blueprint, steps = share("method", lambda: method_of(config, found, chosen, advantage, share))
     # Before anything is allocated.
     memory.refuse_too_large(memory.count(blueprint, kept_policies(blueprint)), mesh)
     origin = origin_of(config, read, blueprint, steps, chosen)
     layout = param_layout(blueprint)
-    params = parameters.read_start(config, read["folder"], model, held_dtype(model), layout)
+    params = parameters.read_start(config, found.folder, model, held_dtype(model), layout)
     return Setup(
         config=config,
         **read,
@@ -271,15 +272,15 @@ def _read_inputs(
     return {**found._asdict(), **prompts._asdict(), **given}
 
 
-def _method(
+def method_of(
     config: Config,
-    read: Mapping[str, Any],
+    found: Found,
     rewards: Sequence[Reward],
-    advantage: AdvantageTransform | None,
-    share: step.Share,
+    advantage: AdvantageTransform | None = None,
+    share: step.Share = step.alone,
 ) -> tuple[Blueprint, step.Steps]:
     """The static description of a run, checked as a whole, and the functions built from it."""
-    mesh, model, rollout = read["mesh"], read["model"], config.rollout
+    mesh, model, rollout = found.mesh, found.model, config.rollout
     for name, axis in DIVIDED.items():
         sharding.check_divides(mesh, f"rollout.{name}", getattr(rollout, name), axis)
     sizes = (
@@ -302,7 +303,7 @@ def _method(
         objective=objective,
         optimizer=optimizer,
         geometry=geometry,
-        sampling=sampling_settings(config, read["folder"], read["tokenizer"]),
+        sampling=sampling_settings(config, found.folder, found.tokenizer),
         mesh=mesh,
         reward_weights={reward.name: reward.weight for reward in rewards},
         num_iterations=config.train.num_iterations,

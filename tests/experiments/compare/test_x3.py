@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import tomllib
+from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import pytest
 import small_run
 import tomli_w
+from jax.experimental import topologies
 
 from docs.experiments import common, x3_advantages
 from jaxgrpo.cli.main import main
+from jaxgrpo.core.types import WEIGHTS
 from jaxgrpo.experiments.compare import experiment as experiments
+from jaxgrpo.models import lora, sharding
+from jaxgrpo.training import inputs, memory, setup
+from jaxgrpo.update import packing
+from jaxgrpo.update.forward import opt_layout, param_layout
 
 pytestmark = pytest.mark.slow
 
@@ -29,6 +40,74 @@ def test_the_shipped_experiments_are_right_but_for_what_they_say_is_missing(
         assert len(cases) == 6 * 3 * (7 + 2)  # two seeds choose the rates
         rollout = cases[0].config.rollout
         assert rollout.prompts_per_step * rollout.group_size == 64
+
+
+LLAMA = {  # config.json of meta-llama/Llama-3.1-8B
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 128256,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "rope_scaling": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "original_max_position_embeddings": 8192,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+    },
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+}
+
+
+def test_the_papers_model_with_adapters_is_built_for_sixteen_chips(tmp_path, monkeypatch):
+    """From the shipped file to the lowered update of 8 billion parameters; no array is made."""
+    monkeypatch.setattr(memory, "of_device", lambda mesh: 16 << 30)  # of a TPU v5e
+    for file in Path(small_run.base()).iterdir():
+        if not file.name.endswith(("config.json", ".safetensors")) or "token" in file.name:
+            (tmp_path / file.name).write_bytes(file.read_bytes())
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    case = experiments.cases_of(experiments.load("x3_paper"))[0].config
+    config = dataclasses.replace(
+        case, model=dataclasses.replace(case.model, path=str(tmp_path), attention="xla")
+    )
+    chips = topologies.get_topology_desc(platform="tpu", topology_name="v5e:4x4").devices
+    mesh = sharding.make_mesh(fsdp=2, tensor=8, devices=chips)
+    found = setup.find_model(config, mesh)
+    blueprint, steps = setup.method_of(config, found, inputs.resolve_rewards(config, None, None))
+    counted = memory.count(blueprint, setup.kept_policies(blueprint))
+    assert (counted.copies, setup.kept_policies(blueprint)) == (0, [])
+    own, weights = lora.split(_placed(found.model.shapes, param_layout(blueprint)))
+    # Each layer has 64 (inputs + outputs) numbers per map: 2 of 4096 + 4096, 2 of 4096 + 1024 and
+    # 3 of 4096 + 14336.
+    number = sum(leaf.size for leaf in jax.tree.leaves(own))
+    assert number == 32 * 64 * (2 * 8192 + 2 * 5120 + 3 * 18432) == 167_772_160
+    assert (
+        4 * number / 16 < counted.parameters < 4 * number / 2
+    )  # A or B is whole on 8 of the chips
+    assert counted.optimizer == pytest.approx(2 * counted.parameters, rel=1e-3)
+    assert counted.frozen == pytest.approx(2 * 8_030_261_248 / 16, rel=1e-2)
+    assert counted.peak < 16 << 30
+    own = jax.tree.map(lambda leaf: leaf.update(dtype=jnp.float32), own)
+    moments = _placed(jax.eval_shape(blueprint.optimizer.init, own), opt_layout(blueprint))
+    batch = packing.abstract_batch(blueprint.geometry, blueprint.objective.needs)
+    given = (own, moments, {}, {WEIGHTS: weights}, batch)
+    lowered = steps.update_program.trace(*given).lower(lowering_platforms=("tpu",))
+    text = lowered.as_text()
+    assert "tensor<32x4096x64xf32>" in text  # an adapter's moments, of all layers
+    assert "tensor<32x4096x14336xf32>" not in text  # no gradient of a weight
+    assert text.count("\n") < 20_000  # layers are scanned
+
+
+def _placed(shapes, layout):
+    return jax.tree.map(lambda leaf, where: leaf.update(sharding=where), shapes, layout)
 
 
 @pytest.mark.full
