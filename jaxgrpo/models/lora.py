@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from jaxgrpo.core.types import Params
+from jaxgrpo.models import decoder
 from jaxgrpo.models.api import Model, ModelConfig
 
 NAMES = ("lora_a", "lora_b")
@@ -24,6 +25,11 @@ NAMES = ("lora_a", "lora_b")
 def without(config: ModelConfig) -> ModelConfig:
     """The config of the base: the model without adapters."""
     return dataclasses.replace(config, lora=None)
+
+
+def base_of(model: Model) -> Model:
+    """The model without adapters, to read and to save its weights."""
+    return decoder.build(without(model.config))
 
 
 def split(params: Params) -> tuple[Params, Params]:

@@ -18,7 +18,7 @@ from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.types import Params
 from jaxgrpo.models import decoder, lora
 from jaxgrpo.models.api import LINEAR, LoraConfig, Model
-from jaxgrpo.models.hf import adapters, folders
+from jaxgrpo.models.hf import adapters
 
 CLOSE = 2e-4  # of logits, which are of order 1
 BATCH = checkpoints.batch()
@@ -69,10 +69,8 @@ def both(request, tmp_path_factory):
     theirs = checkpoints.saved(checkpoints.config_of(request.param), folder / "base")
     without = checkpoints.logits_of(theirs, *BATCH)
     wrapped = peft_model(theirs, folder / "adapter", **OPTIONS[request.param])
-    plain, base = jaxgrpo.load_model(folder / "base")
-    settings = adapters.read_config(folder / "adapter", plain.config)
-    model = decoder.build(dataclasses.replace(plain.config, lora=settings))
-    own = adapters.read_params(folder / "adapter", model)
+    model, params = jaxgrpo.load_model(folder / "base", adapter=folder / "adapter")
+    own, base = lora.split(params)
     return Both(folder, model, base, own, checkpoints.logits_of(wrapped, *BATCH), without)
 
 
@@ -103,19 +101,10 @@ def test_a_saved_adapter_is_the_one_that_was_read_and_peft_loads_it(both, tmp_pa
 def test_the_merged_model_is_an_ordinary_folder(both, tmp_path):
     from transformers import AutoModelForCausalLM
 
-    plain = decoder.build(lora.without(both.model.config))
-    merged = lora.merge(both.model, lora.join(both.own, both.base))
-    jaxgrpo.save_model(plain, merged, tmp_path / "merged")
+    jaxgrpo.save_model(both.model, lora.join(both.own, both.base), tmp_path / "merged")
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", attn_implementation="eager")
     found = checkpoints.logits_of(theirs, *BATCH)
     np.testing.assert_allclose(found[REAL], both.expected[REAL], atol=CLOSE, rtol=0)
-
-
-def test_a_model_with_adapters_is_not_saved_as_one_without(tmp_path):
-    config = dataclasses.replace(tiny.UNIFORM, lora=LoraConfig(rank=2, alpha=2.0))
-    model = decoder.build(config)
-    with pytest.raises(InputError, match="lora = LoraConfig"):
-        folders.save_model(model, model.init(jax.random.key(0)), tmp_path / "model")
 
 
 def written(folder: Path, **changes: Any) -> Path:

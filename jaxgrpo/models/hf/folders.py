@@ -216,6 +216,8 @@ def save_model(
 ) -> None:
     """Writes an ordinary Hugging Face folder, whole or not at all.
 
+    Adapters are merged into the weights (`lora.merge`); `adapters.save` keeps them apart.
+
     Every process calls it, since arrays laid out over processes are gathered, tensor by tensor;
     process 0 writes, and none returns before the folder is there. A model folder that is already
     there is replaced.
@@ -229,9 +231,13 @@ def save_model(
     Raises: InputError if the family's config.json cannot say what the model is, or `path` holds
     anything but a model.
     """
+    if model.config.lora is not None:
+        model, params = decoder.build(lora.without(model.config)), lora.merge(model, params)
     leaves = jax.tree.leaves(params)
     family = families.family_of(model.config.family, "save_model")
     tensors = mapping.by_tensor(leaves, mapping.entries(model, family))
+    if model.config.lora is not None:
+        model, params = decoder.build(lora.without(model.config)), lora.merge(model, params)
     dtypes = sorted({str(leaf.dtype) for leaf in leaves})
     if len(dtypes) != 1:
         raise InputError(f"save_model: parameters of several dtypes {dtypes}: cast to one")
