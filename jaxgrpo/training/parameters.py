@@ -68,13 +68,8 @@ def read_start(
         return own if dtype is None else jax.tree.map(lambda leaf: leaf.astype(dtype), own)
 
     key = jax.random.fold_in(jax.random.key(config.train.seed), decoder.OF_ADAPTERS)
-    weights = folders.read_params(folder, base_of(model), None, of_weights)
+    weights = folders.read_params(folder, lora.base_of(model), None, of_weights)
     return lora.join(jax.jit(draw, out_shardings=of_adapters)(key), weights)
-
-
-def base_of(model: Model) -> Model:
-    """The model of the weights alone, to read and to save them."""
-    return decoder.build(lora.without(model.config))
 
 
 def adapters_line(model: Model) -> str:
@@ -140,7 +135,7 @@ def save(
         weights = state.frozen[WEIGHTS]
         layout = jax.tree.map(lambda leaf: leaf.sharding, weights)
         merge = jax.jit(functools.partial(_merged, model), out_shardings=layout)
-        model, params = base_of(model), merge(lora.join(params, weights))
+        model, params = lora.base_of(model), merge(lora.join(params, weights))
     folders.save_model(model, params, folder / "model", tokenizer, ends)
 
 

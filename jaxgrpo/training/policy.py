@@ -219,7 +219,7 @@ def export(
     number, params = int(state["step"]), state["trainable"]
     if adapted is not None:
         parameters.refuse_other_weights(config, meta)
-        base = parameters.base_of(model)
+        base = lora.base_of(model)
         weights = folders.read_params(home, base, "float32")
         model, params = base, lora.merge(model, lora.join(jax.device_put(params), weights))
     if dtype is not None:

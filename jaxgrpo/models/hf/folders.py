@@ -169,8 +169,7 @@ def read_adapted(
     """
     of_adapters, of_weights = (None, None) if shardings is None else lora.split(shardings)
     own = adapters.read_params(adapter, model, dtype, of_adapters)
-    base = decoder.build(lora.without(model.config))
-    return lora.join(own, read_params(path, base, shardings=of_weights))
+    return lora.join(own, read_params(path, lora.base_of(model), shardings=of_weights))
 
 
 def load_model(
@@ -219,8 +218,7 @@ def save_model(
     Adapters are merged into the weights (`lora.merge`); `adapters.save` keeps them apart.
 
     Every process calls it, since arrays laid out over processes are gathered, tensor by tensor;
-    process 0 writes, and none returns before the folder is there. A model folder that is already
-    there is replaced.
+    process 0 writes, and none returns before the folder is there. A model folder is replaced.
 
     Args:
       tokenizer: anything with `save_pretrained(folder)`; its special tokens go into the configs.
@@ -232,12 +230,10 @@ def save_model(
     anything but a model.
     """
     if model.config.lora is not None:
-        model, params = decoder.build(lora.without(model.config)), lora.merge(model, params)
+        model, params = lora.base_of(model), lora.merge(model, params)
     leaves = jax.tree.leaves(params)
     family = families.family_of(model.config.family, "save_model")
     tensors = mapping.by_tensor(leaves, mapping.entries(model, family))
-    if model.config.lora is not None:
-        model, params = decoder.build(lora.without(model.config)), lora.merge(model, params)
     dtypes = sorted({str(leaf.dtype) for leaf in leaves})
     if len(dtypes) != 1:
         raise InputError(f"save_model: parameters of several dtypes {dtypes}: cast to one")
