@@ -6,10 +6,11 @@ JOBS ?= 2
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder \
   $(if $(TIMES),--times $(TIMES))
 
-.PHONY: help quickstart test-fast test test-all readme lint docs experiments clean
+.PHONY: help quickstart quickstarts test-fast test test-all readme lint docs experiments clean
 
 help:
 	@echo "make quickstart  build a small base model, train it with GRPO, evaluate both"
+	@echo "make quickstarts the same with Llama, with Gemma 3 and by LoRA; fails if one learns too little"
 	@echo "make test-fast   the quick tests"
 	@echo "make test        lint and all tests but those of test-all; what CI runs"
 	@echo "make test-all    every test, with reliability, large compilations and learning"
@@ -21,6 +22,9 @@ help:
 
 quickstart: .venv/.run-time
 	$(BIN)/jaxgrpo quickstart
+
+quickstarts: .venv/.run-time
+	$(BIN)/python tests/support/quickstarts.py
 
 test-fast: .venv/.tests
 	$(PYTEST) -m "not slow and not full"

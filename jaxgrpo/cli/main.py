@@ -77,6 +77,7 @@ COMMANDS: dict[str, tuple[Any, ...]] = {
     "quickstart": (
         "make a small base model, train it with GRPO, evaluate both",
         "jaxgrpo.cli.start:quickstart",
+        argument("--family", "NAME", "of the model, as llama: in folders of its own"),
         SET,
     ),
     "train": (
@@ -199,6 +200,7 @@ COMMANDS: dict[str, tuple[Any, ...]] = {
         "jaxgrpo.cli.start:make_base",
         argument("task", "TASK", "the task, as arithmetic"),
         argument("out", "OUT", "the folder to write"),
+        argument("--family", "NAME", "of the model, as gemma3_text; qwen3 by default"),
         argument("--seed", "N", "of weights and draws, 0 by default", type=int),
         argument("--steps", "N", "of the warm start, 800 by default", type=int),
         argument("--hidden-size", "N", "64 by default", type=int),

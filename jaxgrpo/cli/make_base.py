@@ -23,15 +23,33 @@ from jaxgrpo.core.types import Params
 from jaxgrpo.data import tasks
 from jaxgrpo.data.tasks.base import character_tokenizer
 from jaxgrpo.models import decoder
-from jaxgrpo.models.api import LayerKind, Model, ModelConfig
+from jaxgrpo.models.api import Model, ModelConfig
 from jaxgrpo.models.attention import causal
-from jaxgrpo.models.hf import folders
+from jaxgrpo.models.hf import families, folders
+from jaxgrpo.models.hf.rope import FULL, SLIDING
 from jaxgrpo.models.logprobs import token_logprobs
 
 Progress = Callable[[int, int, float], None]
 """(steps done, steps in all, mean loss of the last dispatch)"""
 
 STEPS_PER_DISPATCH = 20
+
+_GEMMA = {
+    **dict.fromkeys(("hidden_act", "hidden_activation"), "gelu_pytorch_tanh"),
+    "query_pre_attn_scalar": 16,  # the size of a head, as in Gemma 3's of 1B
+}
+_ROPE = {"rope_type": "default", "rope_theta": 1e4}
+SMALL: dict[str, dict[str, Any]] = {
+    "gemma2": {**_GEMMA, "sliding_window": 8},
+    "gemma3_text": {
+        **_GEMMA,
+        "sliding_window": 8,  # a problem with its solution has up to 30 tokens
+        "sliding_window_pattern": 2,  # one layer with the window, one without
+        "rope_parameters": {SLIDING: _ROPE, FULL: {**_ROPE, "rope_theta": 1e6}},  # as Gemma 3's
+    },
+    "olmo3": {"rope_parameters": {SLIDING: _ROPE, FULL: _ROPE}},
+}
+"""Family -> what config.json of its base model says beside the sizes."""
 
 
 class Corpus(NamedTuple):
@@ -46,6 +64,7 @@ def make_base(
     out: str | Path,
     task: str = "arithmetic",
     *,
+    family: str = "qwen3",
     seed: int = 0,
     steps: int = 800,
     batch: int = 64,
@@ -56,8 +75,8 @@ def make_base(
 ) -> dict[str, Any]:
     """Trains a base model for `task` and saves it as a Hugging Face folder with its tokenizer.
 
-    AdamW with linear warm-up over a tenth of the steps, then cosine to zero. The same arguments
-    give the same weights on the same machine. One device works, however many there are.
+    AdamW with linear warm-up over a tenth of the steps, then cosine to zero, on one device. The
+    same arguments give the same weights on the same machine. `family` is a name in FAMILIES.
 
     Args:
       out: the folder to write; made where it does not exist.
@@ -68,8 +87,7 @@ def make_base(
     Returns: path, task, seed, steps, parameters, loss (mean of the last tenth of the steps),
     loss_floor (the corpus's own entropy, which no model can beat) and seconds.
 
-    Raises: InputError on an unknown task, or fewer than 1 step or text; ValueError on a size that
-    no decoder can have.
+    Raises: InputError on an unknown task or family, or fewer than 1 step, text, layer, ...
     """
     started = time.monotonic()
     for name, value in {"steps": steps, "batch": batch}.items():
@@ -78,7 +96,8 @@ def make_base(
     generated = tasks.find(task)
     tokenizer = character_tokenizer(generated.alphabet)
     corpus = encode(generated.corpus(), tokenizer)
-    model = decoder.build(base_config(len(tokenizer), hidden_size, num_layers), remat="none")
+    config = base_config(len(tokenizer), hidden_size, num_layers, family)
+    model = decoder.build(config, remat="none")
     params, losses = _train(model, corpus, seed, steps, batch, learning_rate, progress)
     folders.save_model(model, params, out, tokenizer=tokenizer)
     return {
@@ -93,10 +112,16 @@ def make_base(
     }
 
 
-def base_config(vocab_size: int, hidden_size: int = 64, num_layers: int = 2) -> ModelConfig:
-    """A small Qwen3: heads of 16, two of them sharing keys, tied embeddings."""
+def base_config(
+    vocab_size: int, hidden_size: int = 64, num_layers: int = 2, family: str = "qwen3"
+) -> ModelConfig:
+    """A small model of a family: heads of 16, two of them sharing keys, tied embeddings.
+
+    Everything else is as the family has it, or as SMALL says.
+    """
     heads = max(2, hidden_size // 32 * 2)
-    return ModelConfig(
+    sizes = ModelConfig(
+        family=family,
         vocab_size=vocab_size,
         hidden_size=hidden_size,
         intermediate_size=3 * hidden_size,
@@ -104,9 +129,10 @@ def base_config(vocab_size: int, hidden_size: int = 64, num_layers: int = 2) -> 
         num_heads=heads,
         num_kv_heads=heads // 2,
         head_dim=16,
-        pattern=(LayerKind(),),
         tie_embeddings=True,
     )
+    fields = {**families.plain_fields(sizes), **SMALL.get(family, {})}
+    return families.model_config(fields, "the base model")
 
 
 def encode(texts: list[tasks.Worked], tokenizer: Any) -> Corpus:

@@ -93,22 +93,38 @@ TEXTS = {
 }
 
 
-def quickstart(overrides: Sequence[str] = ()) -> int:
-    """Builds the base where it is missing, trains it, prints the table. Returns the exit code."""
+def quickstart(family: str | None = None, overrides: Sequence[str] = ()) -> int:
+    """Builds the base where it is missing, trains it, prints the table. Returns the exit code.
+
+    Args:
+      family: of the base, in folders with its name; None: what configs/quickstart.toml says.
+    """
     from jaxgrpo.config import files
+    from jaxgrpo.models.hf import families, folders
     from jaxgrpo.training import loop
 
+    asked = {} if family is None else {"family": family}
+    if family is not None:
+        families.family_of(family, "quickstart --family")
+        places = f"model.path=runs/base-{family}", f"run.dir=runs/quickstart-{family}"
+        overrides = [*places, *overrides]
     config = files.load("quickstart", overrides)
     console = Console(highlight=False)
     process.start(config.mesh.platform)
     if jax.process_count() > 1:
         raise InputError(
             f"quickstart runs in one process, not {jax.process_count()}: make the base once with "
-            "`jaxgrpo make-base arithmetic runs/base`, then `jaxgrpo train quickstart` in each"
+            "`jaxgrpo make-base arithmetic BASE`, then `jaxgrpo train quickstart --set "
+            "model.path=BASE` in each"
         )
     base = Path(config.model.path)
     if not (base / "config.json").exists():
-        _make_base(console, base, "arithmetic", seed=config.train.seed)
+        _make_base(console, base, "arithmetic", seed=config.train.seed, **asked)
+    elif family is not None and (found := folders.read_config(base).family) != family:
+        raise InputError(
+            f"quickstart --family {family}: {base} is a {found}: remove it, or name another folder "
+            "with --set model.path=..."
+        )
     run = loop.train(config, resume="auto")
     _show(console, run.path, run.summary)
     return 0

@@ -10,6 +10,7 @@ import sys
 import zipfile
 
 import pytest
+import quickstarts
 
 import jaxgrpo
 from jaxgrpo.cli import make_base
@@ -53,6 +54,7 @@ def test_set_may_be_given_again(capsys):
         (["train", "quickstart", "--resume", "never"], "invalid choice: 'never'"),
         (["train", "absent.toml"], "absent.toml: 1 problem\n  there is no such file"),
         (["train", "quickstrat"], "no shipped config: did you mean 'quickstart'"),
+        (["quickstart", "--family", "lama"], "did you mean 'llama'"),
         (["make-base", "arithmetics", "x"], "did you mean 'arithmetic'"),
         (["make-base", "arithmetic", "x", "--steps", "0"], "steps = 0: give 1 or more"),
     ],
@@ -124,6 +126,31 @@ def test_make_base_writes_an_ordinary_model_folder(base):
     # Who may read one of them may read the weights.
     modes = {(base / name).stat().st_mode for name in ("config.json", "model.safetensors")}
     assert len(modes) == 1
+
+
+@pytest.mark.slow
+def test_a_quickstart_of_a_family_refuses_the_base_of_another(base, capsys):
+    assert main(["quickstart", "--family", "llama", "--set", f"model.path={base}"]) == 2
+    assert f"error: quickstart --family llama: {base} is a qwen3" in capsys.readouterr().err
+
+
+def test_make_quickstarts_fails_and_names_what_learned_too_little(monkeypatch, capsys):
+    def run(name, folder):
+        if "llama" in trained:
+            return {"base": {"accuracy": 0.45}, "trained": {"accuracy": trained[name]}}
+        raise subprocess.CalledProcessError(5, name)
+
+    monkeypatch.setattr(quickstarts, "run", run)
+    trained = {"llama": 0.86, "gemma3_text": 0.84, "lora": 0.85}
+    assert quickstarts.main() == 1
+    *_, last, missed = capsys.readouterr().out.splitlines()
+    assert last.startswith("lora         0.450 -> 0.850")
+    assert missed == "gemma3_text: the trained model has 0.840, less than 0.85"
+    trained["gemma3_text"] = 0.85
+    assert quickstarts.main() == 0
+    trained.clear()
+    assert quickstarts.main() == 1
+    assert capsys.readouterr().out.splitlines()[-1] == "lora: exit code 5"
 
 
 @pytest.mark.slow

@@ -110,7 +110,7 @@ def config_fields(config: ModelConfig, dtype: str, family: Family | None = None)
     Raises: InputError naming every field of the config that the family's config.json cannot say.
     """
     family = family or family_of(config.family, "ModelConfig.family")
-    given = json.loads(config.source) if config.source else _plain(config, family)
+    given = json.loads(config.source) if config.source else plain_fields(config)
     given.pop("torch_dtype", None)
     given |= {"architectures": [family.architecture], "dtype": dtype}
     flat = (given.get("rope_parameters") or {}).get("rope_theta")
@@ -127,11 +127,12 @@ def config_fields(config: ModelConfig, dtype: str, family: Family | None = None)
     return given
 
 
-def _plain(config: ModelConfig, family: Family) -> dict[str, Any]:
+def plain_fields(config: ModelConfig) -> dict[str, Any]:
+    """The fields of config.json that say the sizes; what they leave out, the family assumes."""
     rope = config.pattern[0].rope
     activations = {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh"}
     return {
-        "model_type": family.model_type,
+        "model_type": config.family,
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,
         "intermediate_size": config.intermediate_size,
