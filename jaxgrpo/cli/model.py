@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType
 from rich.console import Console
 from rich.table import Column, Table
@@ -20,6 +21,7 @@ from rich.table import Column, Table
 from jaxgrpo.config.files import Config
 from jaxgrpo.models import decoder, lora, sharding
 from jaxgrpo.models.api import LayerKind, Model, ModelConfig, Rope
+from jaxgrpo.models.cache import dtype_of
 from jaxgrpo.models.hf import families, folders
 from jaxgrpo.training import memory, process
 from jaxgrpo.training.console import facts
@@ -83,6 +85,7 @@ def describe(config: Config) -> dict[str, Any]:
         "parameters": sum(leaf.size for leaf in jax.tree.leaves(model.shapes)),
         "stored": dtypes,
         "dtype": keys.dtype,
+        "cache_dtype": dtype_of(config.rollout.kv_cache_dtype, chosen),
         **_on_devices(config, model),
         **_texts(folder, stored),
         "leaves": list(_leaves(model)),
@@ -113,6 +116,8 @@ def lines(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield "  to compute", f"{memory.shown(bytes_['computed'])} in {found['dtype']}"
     trained, moments = memory.shown(bytes_["trained"]), memory.shown(bytes_["optimizer"])
     yield "  to train", f"{trained} in float32, {moments} the state of {found['optimizer']}"
+    kept, dtype = memory.shown(bytes_["cached"]), found["cache_dtype"]
+    yield "  to sample", f"{kept} for the keys and values of a token, in {dtype}"
     tokenizer, template = found["tokenizer"], found["chat_template"]
     yield (
         "tokenizer",
@@ -222,11 +227,14 @@ def _on_devices(config: Config, model: Model) -> dict[str, Any]:
         trained(model, model.axes), updates=config.train.updates, **vars(keys)
     )
     held, moments = memory.of_training(model, mesh, optimizer)
-    computed = memory.parameters(model, mesh)
+    computed, of_model = memory.parameters(model, mesh), model.config
+    number = jnp.dtype(dtype_of(config.rollout.kv_cache_dtype, of_model)).itemsize
+    heads = of_model.num_kv_heads // sizes.tensor
+    cached = of_model.num_layers * 2 * heads * of_model.head_dim * number
     return {
         "mesh": dict(zip(sharding.AXES, shape, strict=True)),
         "optimizer": keys.use,
-        "bytes": {"computed": computed, "trained": held, "optimizer": moments},
+        "bytes": {"computed": computed, "trained": held, "optimizer": moments, "cached": cached},
     }
 
 

@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 
 from jaxgrpo.models import sharding
 from jaxgrpo.models.api import Model
-from jaxgrpo.models.cache import older_parts
+from jaxgrpo.models.cache import dtype_of, older_parts
 from jaxgrpo.rollout.sampler import Sizes
 from jaxgrpo.rollout.state import SamplingSettings
 
@@ -26,7 +26,7 @@ class Capacity(NamedTuple):
     """Bytes on one device."""
 
     state: int  # keys and values of slots and prompts, tokens and log-probs of all samples
-    working: int  # logits, or a second copy of one layer's cache while slots become fewer
+    working: int  # logits, or a copy of one layer's cache while slots become fewer, or of prompts'
 
     @property
     def total(self) -> int:
@@ -46,11 +46,12 @@ def capacity(
     sizes = Sizes.of(settings, sharding.num_bins(mesh), prompts, width)
     heads = config.num_kv_heads // mesh.shape["tensor"]
     longest = settings.max_completion_tokens
-    on_tpu = mesh.devices.flat[0].platform == "tpu"
-    half = heads * config.head_dim * jnp.dtype(config.dtype).itemsize  # a column of keys or values
+    platform = mesh.devices.flat[0].platform
+    size = jnp.dtype(dtype_of(settings.kv_cache_dtype, config)).itemsize
+    half = heads * config.head_dim * size  # a column of keys or values
 
     def of(batch: int, columns: int) -> int:
-        of_keys = -(-columns // LANES) * LANES if on_tpu else columns
+        of_keys = -(-columns // LANES) * LANES if platform == "tpu" else columns
         return batch * half * (of_keys + columns)
 
     def of_ring(window: int | None) -> int:
@@ -62,10 +63,13 @@ def capacity(
     shared = of(sizes.rows, sizes.width)
     extra = PER_TOKEN + 4 * settings.untempered + 4 * (settings.early_stop is not None)
     samples = sizes.prompts * settings.group_size * longest * extra
+    # On a CPU XLA writes chunks of prompts into bfloat16 through a float32 copy, of all layers.
+    is_copied = platform == "cpu" and size < 4
+    copied = config.num_layers * shared * 4 // size if is_copied else 0
     logits = 4 * sizes.slots * config.vocab_size // mesh.shape["tensor"]
     return Capacity(
         state=config.num_layers * shared + sum(rings) + samples,
-        working=max(LOGITS * logits, max(rings) + shared),
+        working=max(LOGITS * logits, max(rings) + shared, copied),
     )
 
 

@@ -356,6 +356,7 @@ def sampling_settings(config: Config, folder: Path, tokenizer: Any) -> SamplingS
         slots=rollout.slots or 0,
         stop_strings=StopStrings(tokenizer, rollout.stop_strings) if rollout.stop_strings else None,
         early_stop=EarlyStop(**rollout.early_stop) if rollout.early_stop else None,  # pyright: ignore[reportArgumentType]
+        kv_cache_dtype=rollout.kv_cache_dtype,
     )
 
 
