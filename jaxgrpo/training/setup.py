@@ -239,7 +239,7 @@ def find_model(config: Config, mesh: Mesh | None = None) -> Found:
         sizes = config.mesh
         mesh = sharding.make_mesh(sizes.data, sizes.fsdp, sizes.tensor, sizes.context)
     folder, stored = inputs.find_config(config)
-    inputs.check_length(config, folder, stored)
+    inputs.check_length(config, stored)
     tokenizer = folders.read_tokenizer(folder)
     chosen = inputs.chosen_config(config, stored)
     folders.check_tokens(folder, tokenizer, stored)
