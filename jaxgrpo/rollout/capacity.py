@@ -17,6 +17,8 @@ from jaxgrpo.rollout.state import SamplingSettings
 PER_TOKEN = 4 + 4  # bytes of a token and its log-probability in the state
 LANES = 128  # a TPU pads an array's last dimension, which is the columns of keys, to these
 LOGITS = 3  # copies of a step's logits: as they come, scaled or cut, and their exponentials
+COPYING = ("cpu",)
+"""Where XLA writes chunks of prompts into bfloat16 through a float32 copy, of all layers."""
 SLOTS_OF_CPU = 64
 """Slots of a CPU device where none are asked for: enough for its products to be limited by
 arithmetic; with more, more of them idle while the last samples of a step end."""
@@ -63,8 +65,7 @@ def capacity(
     shared = of(sizes.rows, sizes.width)
     extra = PER_TOKEN + 4 * settings.untempered + 4 * (settings.early_stop is not None)
     samples = sizes.prompts * settings.group_size * longest * extra
-    # On a CPU XLA writes chunks of prompts into bfloat16 through a float32 copy, of all layers.
-    is_copied = platform == "cpu" and size < 4
+    is_copied = platform in COPYING and size < 4
     copied = config.num_layers * shared * 4 // size if is_copied else 0
     logits = 4 * sizes.slots * config.vocab_size // mesh.shape["tensor"]
     return Capacity(
