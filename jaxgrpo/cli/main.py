@@ -10,12 +10,17 @@ from __future__ import annotations
 import argparse
 import os
 import pkgutil
+import select
+import signal
 import sys
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TextIO
 
 import jaxgrpo
 from jaxgrpo.core.errors import suggest
+
+CLOSED = 128 + signal.SIGPIPE
+"""The exit code if what reads the output closes it."""
 
 Argument = tuple[list[str], dict[str, Any]]
 """What `add_argument` gets: flags and options."""
@@ -221,13 +226,42 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         given = vars(_parser().parse_args(argv))
     except SystemExit as stop:  # argparse has printed the help, the version or the mistake
-        return int(stop.code or 0)
+        code = int(stop.code or 0)
+        return _until_closed(lambda: code)
     # Without it the first line of most commands is that PyTorch was not found, which none needs.
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     from jaxgrpo.training import process
 
     calls = given.pop("calls")
-    return process.guard(lambda: pkgutil.resolve_name(calls)(**given))
+    return process.guard(lambda: _until_closed(lambda: pkgutil.resolve_name(calls)(**given)))
+
+
+def _until_closed(command: Callable[[], int | None]) -> int:
+    """Runs a command to its end, or until what reads its output has closed it, as `head` does.
+
+    Nothing is printed in that case, and the exit code is that of a program which SIGPIPE ends.
+    """
+    try:
+        code = command() or 0
+        sys.stdout.flush()
+        return code
+    except (BrokenPipeError, SystemExit) as error:
+        # Rich raises SystemExit. A pipe to a reward's process may break as well.
+        by_rich = isinstance(error, SystemExit) and isinstance(error.__context__, BrokenPipeError)
+        if not by_rich and (isinstance(error, SystemExit) or not _is_closed(sys.stdout)):
+            raise
+    # Python writes what is left at its end, and would complain.
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, sys.stdout.fileno())
+    os.close(nowhere)
+    return CLOSED
+
+
+def _is_closed(stream: TextIO) -> bool:
+    """Whether a stream is a pipe that is not read any more."""
+    asked = select.poll()
+    asked.register(stream, 0)  # it reports errors in any case
+    return bool(asked.poll(0))
 
 
 def run() -> None:
@@ -240,7 +274,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="jaxgrpo",
         description="Group-relative reinforcement learning of language models in JAX.",
         epilog="exit codes: 0 done, 1 crashed, 2 wrong input, 3 a reward failed after step 1, "
-        "4 stuck, 5 diverged, 74 disk full, 130 or 143 stopped by a signal",
+        "4 stuck, 5 diverged, 74 disk full, 130 or 143 stopped by a signal, 141 output closed",
     )
     parser.add_argument("--version", action="version", version=f"jaxgrpo {jaxgrpo.__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)

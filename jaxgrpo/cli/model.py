@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType
 from rich.console import Console
 from rich.table import Column, Table
@@ -20,7 +21,8 @@ from rich.table import Column, Table
 from jaxgrpo.config.files import Config
 from jaxgrpo.models import decoder, lora, sharding
 from jaxgrpo.models.api import LayerKind, Model, ModelConfig, Rope
-from jaxgrpo.models.hf import families, folders
+from jaxgrpo.models.cache import dtype_of
+from jaxgrpo.models.hf import adapters, families, folders
 from jaxgrpo.training import memory, parameters, process
 from jaxgrpo.training.console import facts
 from jaxgrpo.training.folder import plain, write_atomically
@@ -31,9 +33,6 @@ from jaxgrpo.update.optimizer import make_optimizer
 
 TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 """A folder with none of these files has no tokenizer."""
-
-NOT_BUILT = {"LoRA": "not built"}
-"""What no family has."""
 
 
 def main(
@@ -83,6 +82,7 @@ def describe(config: Config) -> dict[str, Any]:
         "parameters": sum(leaf.size for leaf in jax.tree.leaves(model.shapes)),
         "stored": dtypes,
         "dtype": keys.dtype,
+        "cache_dtype": dtype_of(config.rollout.kv_cache_dtype, chosen),
         **_on_devices(config, model),
         **_texts(folder, stored),
         "leaves": list(_leaves(model)),
@@ -113,6 +113,8 @@ def lines(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield "  to compute", f"{memory.shown(bytes_['computed'])} in {found['dtype']}"
     trained, moments = memory.shown(bytes_["trained"]), memory.shown(bytes_["optimizer"])
     yield "  to train", f"{trained} in float32, {moments} the state of {found['optimizer']}"
+    kept, dtype = memory.shown(bytes_["cached"]), found["cache_dtype"]
+    yield "  to sample", f"{kept} for the keys and values of a token, in {dtype}"
     tokenizer, template = found["tokenizer"], found["chat_template"]
     yield (
         "tokenizer",
@@ -123,8 +125,8 @@ def lines(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         ", ".join(f"{token} {text}".strip() for token, text in ends.items()) or "none",
     )
     yield "supported", ", ".join(found["supported"])
-    refused = {**found["unsupported"], **NOT_BUILT}
-    yield "not", ", ".join(f"{name} ({why})" for name, why in refused.items())
+    if refused := found["unsupported"]:
+        yield "not", ", ".join(f"{name} ({why})" for name, why in refused.items())
 
 
 def table_of(leaves: Sequence[Mapping[str, Any]]) -> Table:
@@ -222,11 +224,14 @@ def _on_devices(config: Config, model: Model) -> dict[str, Any]:
         trained(model, model.axes), updates=config.train.updates, **vars(keys)
     )
     held, moments = memory.of_training(model, mesh, optimizer)
-    computed = memory.parameters(model, mesh)
+    computed, of_model = memory.parameters(model, mesh), model.config
+    number = jnp.dtype(dtype_of(config.rollout.kv_cache_dtype, of_model)).itemsize
+    heads = of_model.num_kv_heads // sizes.tensor
+    cached = of_model.num_layers * 2 * heads * of_model.head_dim * number
     return {
         "mesh": dict(zip(sharding.AXES, shape, strict=True)),
         "optimizer": keys.use,
-        "bytes": {"computed": computed, "trained": held, "optimizer": moments},
+        "bytes": {"computed": computed, "trained": held, "optimizer": moments, "cached": cached},
     }
 
 
@@ -242,7 +247,9 @@ def _texts(folder: Path, config: ModelConfig) -> dict[str, Any]:
     if tokenizer is None or not ends:
         why = "no tokenizer" if tokenizer is None else "no end token"
         unsupported = {"sampling": why, "training": why}
-    wanted = ("logits", "log-probs", "sampling", "training", "export")
+    if alone := adapters.refused(config):
+        unsupported["adapters of " + ", ".join(alone)] = "fused in one tensor"
+    wanted = ("logits", "log-probs", "sampling", "training", "adapters (LoRA)", "export")
     return {
         "tokenizer": None if tokenizer is None else type(tokenizer).__name__,
         "chat_template": bool(getattr(tokenizer, "chat_template", None)),

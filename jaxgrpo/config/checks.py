@@ -258,6 +258,12 @@ def _sampling(values: Values) -> Iterator[str]:
             "trainer's of the whole one, so their ratio is off by the probability cut away; set "
             'loss.proximal = "trainer", or sample from all tokens'
         )
+    kept, computed = values.get("rollout.kv_cache_dtype"), values.get("model.dtype")
+    if kept == "float32" and computed == "bfloat16":
+        yield (
+            'rollout.kv_cache_dtype = "float32": keys and values come in model.dtype = "bfloat16", '
+            "so that a wider cache would take twice the memory and change no sample; leave it out"
+        )
     least, most = given["min_completion_tokens"], values.get("rollout.max_completion_tokens")
     if most is not None and least >= most:
         yield (

@@ -184,6 +184,8 @@ class RolloutKeys:
     stop_strings: tuple[str, ...] = key(())  # a sample ends with the token that completes one
     early_stop: Mapping[str, float] | None = key(None)  # { confidence = 8.0 }: as EarlyStop
     slots: int | None = key(None, at_least=1)  # samples decoded at once; None: what fits
+    kv_cache_dtype: str = key("auto", choices=("auto", "float32", "bfloat16"))  # "auto": that of
+    # the model
     overlap_rewards: bool = key(True)  # judge groups that have ended while others decode
     segment_tokens: int = key(16, at_least=1)  # decoded between two looks at what has ended
     prompts: Part = key({"use": "sequential"})  # the policy that chooses what is sampled next

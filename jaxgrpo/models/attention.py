@@ -163,6 +163,7 @@ def chunk(row: Array, start: Array, length: Array) -> Attend:
             keys = cache.key.at[row[:, None], :, :, column].set(key, mode="drop")
             return Cache(keys, cache.value.at[row[:, None], :, column].set(value, mode="drop"))
 
+        key, value = (leaf.astype(memory.value.dtype) for leaf in (key, value))
         cache = jax.vmap(write)(memory, row, column, key, value)
         rows = Cache(*(taken(leaf, row) for leaf in cache))
         position = start[..., None] + offset

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array
+
+from jaxgrpo.models.api import ModelConfig
 
 FEWEST_COLUMNS = 32  # of a part
 PARTS = 3
@@ -37,6 +40,11 @@ class Ring(NamedTuple):
     older: tuple[Cache, ...]  # parts of equally many columns, block after block, round and round
 
 
+def dtype_of(asked: str, config: ModelConfig) -> str:
+    """The dtype of a model's keys and values while it decodes, as rollout.kv_cache_dtype asks."""
+    return config.dtype if asked == "auto" else asked
+
+
 def older_parts(tokens: int, block: int) -> tuple[int, int]:
     """Parts of a ring and columns of each, so that the last `tokens` tokens are always there.
 
@@ -50,11 +58,14 @@ def older_parts(tokens: int, block: int) -> tuple[int, int]:
 
 
 def written(ring: Ring, clock: Array, key: Array, value: Array) -> Ring:
-    """The ring with one more token per slot. Shapes: key, value [B, kv_heads, head_dim]."""
+    """The ring with one more token per slot, in the ring's dtype.
+
+    Shapes: key, value [B, kv_heads, head_dim].
+    """
     column = clock % ring.recent.value.shape[-2]
 
     def write(into: Array, what: Array, axis: int) -> Array:
-        what = jnp.expand_dims(what, axis)
+        what = jnp.expand_dims(what, axis).astype(into.dtype)
         return jax.lax.dynamic_update_slice_in_dim(into, what, column, axis=axis)
 
     recent = Cache(write(ring.recent.key, key, -1), write(ring.recent.value, value, -2))
@@ -69,11 +80,27 @@ def settled(ring: Ring, clock: Array) -> Ring:
     block, columns = ring.recent.value.shape[-2], ring.older[0].value.shape[-2]
     at = (clock - 1) // block * block % (columns * len(ring.older))
 
-    def place(into: Array, what: Array, part: int, axis: int) -> Array:
+    def over_all(part: int, axis: int, into: Array, what: Array) -> Array:
+        ago = jnp.arange(columns) + part * columns - at
+        here = (ago >= 0) & (ago < block)
+        again = [1] * what.ndim
+        again[axis] = columns // block
+        here = jnp.expand_dims(here, tuple(range(axis + 1, 0)))
+        return jnp.where(here, jnp.tile(what, again), into)
+
+    def over_block(part: int, axis: int, into: Array, what: Array) -> Array:
         offset = jnp.clip(at - part * columns, 0, columns - block)
         held = jax.lax.dynamic_slice_in_dim(into, offset, block, axis)
         what = jnp.where(at // columns == part, what, held)
         return jax.lax.dynamic_update_slice_in_dim(into, what, offset, axis)
+
+    def place(into: Array, what: Array, part: int, axis: int) -> Array:
+        block_alone = functools.partial(over_block, part, axis)
+        if into.dtype != jnp.bfloat16:
+            return block_alone(into, what)
+        # On a CPU XLA writes bfloat16 through float32, and a block of it only into a copy.
+        every_column = functools.partial(over_all, part, axis)
+        return jax.lax.platform_dependent(into, what, cpu=every_column, default=block_alone)
 
     older = [
         Cache(place(key, ring.recent.key, part, -1), place(value, ring.recent.value, part, -2))

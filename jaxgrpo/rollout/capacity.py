@@ -10,13 +10,15 @@ from jax.sharding import Mesh
 
 from jaxgrpo.models import sharding
 from jaxgrpo.models.api import Model
-from jaxgrpo.models.cache import older_parts
+from jaxgrpo.models.cache import dtype_of, older_parts
 from jaxgrpo.rollout.sampler import Sizes
 from jaxgrpo.rollout.state import SamplingSettings
 
 PER_TOKEN = 4 + 4  # bytes of a token and its log-probability in the state
 LANES = 128  # a TPU pads an array's last dimension, which is the columns of keys, to these
 LOGITS = 3  # copies of a step's logits: as they come, scaled or cut, and their exponentials
+COPYING = ("cpu",)
+"""Where XLA writes chunks of prompts into bfloat16 through a float32 copy, of all layers."""
 SLOTS_OF_CPU = 64
 """Slots of a CPU device where none are asked for: enough for its products to be limited by
 arithmetic; with more, more of them idle while the last samples of a step end."""
@@ -26,7 +28,7 @@ class Capacity(NamedTuple):
     """Bytes on one device."""
 
     state: int  # keys and values of slots and prompts, tokens and log-probs of all samples
-    working: int  # logits, or a second copy of one layer's cache while slots become fewer
+    working: int  # logits, or a copy of one layer's cache while slots become fewer, or of prompts'
 
     @property
     def total(self) -> int:
@@ -46,11 +48,12 @@ def capacity(
     sizes = Sizes.of(settings, sharding.num_bins(mesh), prompts, width)
     heads = config.num_kv_heads // mesh.shape["tensor"]
     longest = settings.max_completion_tokens
-    on_tpu = mesh.devices.flat[0].platform == "tpu"
-    half = heads * config.head_dim * jnp.dtype(config.dtype).itemsize  # a column of keys or values
+    platform = mesh.devices.flat[0].platform
+    size = jnp.dtype(dtype_of(settings.kv_cache_dtype, config)).itemsize
+    half = heads * config.head_dim * size  # a column of keys or values
 
     def of(batch: int, columns: int) -> int:
-        of_keys = -(-columns // LANES) * LANES if on_tpu else columns
+        of_keys = -(-columns // LANES) * LANES if platform == "tpu" else columns
         return batch * half * (of_keys + columns)
 
     def of_ring(window: int | None) -> int:
@@ -62,10 +65,12 @@ def capacity(
     shared = of(sizes.rows, sizes.width)
     extra = PER_TOKEN + 4 * settings.untempered + 4 * (settings.early_stop is not None)
     samples = sizes.prompts * settings.group_size * longest * extra
+    is_copied = platform in COPYING and size < 4
+    copied = config.num_layers * shared * 4 // size if is_copied else 0
     logits = 4 * sizes.slots * config.vocab_size // mesh.shape["tensor"]
     return Capacity(
         state=config.num_layers * shared + sum(rings) + samples,
-        working=max(LOGITS * logits, max(rings) + shared),
+        working=max(LOGITS * logits, max(rings) + shared, copied),
     )
 
 

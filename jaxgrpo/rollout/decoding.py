@@ -21,7 +21,7 @@ from jax import Array
 from jaxgrpo.core.types import Params
 from jaxgrpo.models.api import Constrain, Model
 from jaxgrpo.models.attention import Sharing, chunk, decode
-from jaxgrpo.models.cache import Cache, Ring, older_parts, settled
+from jaxgrpo.models.cache import Cache, Ring, dtype_of, older_parts, settled
 from jaxgrpo.models.logprobs import confidence_of
 from jaxgrpo.rollout.drawing import draw, logp_of
 from jaxgrpo.rollout.state import DecodeState, Queue, Samples, SamplingSettings
@@ -48,12 +48,13 @@ def first_state(engine: Engine, samples: Samples, queue: Queue, rows: int, width
     """Empty slots and caches. Args: rows, width: A and S of the prompts' cache; slots: N."""
     bins = queue.next.shape[0]
     config = engine.model.config
+    dtype = dtype_of(engine.settings.kv_cache_dtype, config)
     empty = jnp.zeros((bins, slots), jnp.int32)
 
     def cache(batch: tuple[int, ...], columns: int) -> Cache:
         heads = (*batch, config.num_kv_heads)
-        key = jnp.zeros((*heads, config.head_dim, columns), config.dtype)
-        value = jnp.zeros((*heads, columns, config.head_dim), config.dtype)
+        key = jnp.zeros((*heads, config.head_dim, columns), dtype)
+        value = jnp.zeros((*heads, columns, config.head_dim), dtype)
         axes = ("bins", *[None] * (len(batch) - 1), "kv_heads", None, None)
         return Cache(engine.constrain(key, axes), engine.constrain(value, axes))
 

@@ -35,6 +35,7 @@ class SamplingSettings(NamedTuple):
     untempered: bool = False  # give log-probs of the model itself too, at temperature 1
     stop_strings: StopStrings | None = None
     early_stop: EarlyStop | None = None
+    kv_cache_dtype: str = "auto"  # that keys and values are kept in; "auto": the model's
 
     @property
     def distribution(self) -> Distribution:

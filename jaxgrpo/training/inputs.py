@@ -50,18 +50,26 @@ def find_config(config: Config, whole: bool = True) -> tuple[Path, ModelConfig]:
     return folder, folders.read_config(folder, own)
 
 
-def check_length(config: Config, folder: Path, stored: ModelConfig) -> None:
-    """Refuses sequences longer than those that the model is meant for, or has positions for."""
-    positions = stored.max_positions
-    prompt, completion = config.rollout.max_prompt_tokens, config.rollout.max_completion_tokens
-    if prompt + completion > positions:
+def check_length(config: Config, stored: ModelConfig, answer: int = 0) -> None:
+    """Refuses sequences longer than those that the model is meant for, or has positions for.
+
+    Args:
+      answer: tokens of the longest reference answer, with its prefix.
+    """
+    rollout, positions = config.rollout, stored.max_positions
+    prompt, completion = rollout.max_prompt_tokens, rollout.max_completion_tokens
+    parts = [f"rollout.max_prompt_tokens = {prompt}", f"max_completion_tokens = {completion}"]
+    remedy = "make them shorter"
+    if answer:
+        parts.append(f"the longest answer with data.answer_prefix, {answer} tokens,")
+        remedy = "set data.max_answer_tokens, or make the others shorter"
+    total, what = prompt + completion + answer, " and ".join(parts)
+    if total > positions:
         raise InputError(
-            f"rollout.max_prompt_tokens = {prompt} and rollout.max_completion_tokens = {completion}"
-            f" are {prompt + completion} tokens, but {folder}/config.json says "
-            f"max_position_embeddings = {positions}: make them shorter"
+            f"{what} are {total} tokens, but the config.json of {config.model.path} says "
+            f"max_position_embeddings = {positions}: {remedy}"
         )
-    what = f"rollout.max_prompt_tokens = {prompt} and max_completion_tokens = {completion}"
-    sequences.check_length(stored, prompt + completion, what)
+    sequences.check_length(stored, total, what)
 
 
 def load_prompts(
@@ -130,7 +138,7 @@ def load_answers(
     Raises: InputError if a row has no answer, the model has no positions for the longest behind a
     thought, or a key about answers is given and nothing reads it.
     """
-    keys, rollout = config.data, config.rollout
+    keys = config.data
     prefix, limit = keys.answer_prefix, keys.max_answer_tokens
     if not blueprint.chain.needs & OF_ANSWERS.keys():
         for name, value in {"answer_prefix": prefix, "max_answer_tokens": limit}.items():
@@ -141,18 +149,7 @@ def load_answers(
                 )
         return None
     answers = read_answers(tokenizer, rows, prefix, blueprint.sampling.stop_tokens, limit)
-    most = rollout.max_prompt_tokens + rollout.max_completion_tokens + answers.longest
-    whole = "prompt, completion and the longest answer of data.answer"
-    sequences.check_length(blueprint.model.config, most, whole)
-    positions = blueprint.model.config.max_positions
-    if most > positions:
-        raise InputError(
-            f"data.answer: the longest answer with data.answer_prefix has {answers.longest} tokens;"
-            f" behind rollout.max_prompt_tokens = {rollout.max_prompt_tokens} and "
-            f"rollout.max_completion_tokens = {rollout.max_completion_tokens} that makes {most}, "
-            f"but the model has max_position_embeddings = {positions}: set data.max_answer_tokens, "
-            "or shorten prompts or completions"
-        )
+    check_length(config, blueprint.model.config, answers.longest)
     return answers
 
 

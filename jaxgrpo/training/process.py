@@ -32,6 +32,7 @@ EXIT_CODES = {
     5: "diverged: weights or gradients are not finite any more; the last good checkpoint stands",
     74: "the disk is full or cannot be written, so that nothing was saved; the message says where",
     130: "stopped by Ctrl-C (SIGINT), saved where there was something to save",
+    141: "what read the output has closed it, as `head` does",
     143: "stopped by SIGTERM; saved, unless the step under way outlasted run.stop_grace",
 }
 

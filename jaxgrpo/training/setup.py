@@ -240,7 +240,7 @@ def find_model(config: Config, mesh: Mesh | None = None) -> Found:
         sizes = config.mesh
         mesh = sharding.make_mesh(sizes.data, sizes.fsdp, sizes.tensor, sizes.context)
     folder, stored = inputs.find_config(config)
-    inputs.check_length(config, folder, stored)
+    inputs.check_length(config, stored)
     tokenizer = folders.read_tokenizer(folder)
     chosen = parameters.chosen_config(config, stored)
     folders.check_tokens(folder, tokenizer, stored)
@@ -357,6 +357,7 @@ def sampling_settings(config: Config, folder: Path, tokenizer: Any) -> SamplingS
         slots=rollout.slots or 0,
         stop_strings=StopStrings(tokenizer, rollout.stop_strings) if rollout.stop_strings else None,
         early_stop=EarlyStop(**rollout.early_stop) if rollout.early_stop else None,  # pyright: ignore[reportArgumentType]
+        kv_cache_dtype=rollout.kv_cache_dtype,
     )
 
 

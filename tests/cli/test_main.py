@@ -182,3 +182,28 @@ def test_the_wheel_holds_the_configs_and_finds_them(repository, tmp_path, enviro
         check=True,
     )
     assert run.stdout.strip() == str(site / "jaxgrpo" / "configs" / "quickstart.toml")
+
+
+@pytest.mark.parametrize("words", ["--help", "advantages", "model BASE"])
+def test_a_command_whose_output_is_closed_ends_quietly(words, base):
+    given = [str(base) if word == "BASE" else word for word in words.split()]
+    piped = subprocess.Popen(
+        [sys.executable, "-m", "jaxgrpo", *given],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env={**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONUNBUFFERED": ""},
+        text=True,
+    )
+    assert piped.stdout is not None
+    piped.stdout.close()  # as `head` does once it has its lines
+    assert piped.communicate()[1] == ""
+    assert piped.returncode == 141
+
+
+def test_a_pipe_that_breaks_elsewhere_is_a_crash_with_its_traceback(monkeypatch, capfd):
+    def broken():
+        raise BrokenPipeError("of a reward's process")
+
+    monkeypatch.setattr("jaxgrpo.cli.start.doctor", broken)
+    assert main(["doctor"]) == 1
+    assert "BrokenPipeError: of a reward's process" in capfd.readouterr().err

@@ -53,7 +53,12 @@ def test_a_llama_with_a_tokenizer(saved, show):
     assert found["parameters"] == sum(sizes) == sum(leaf["numbers"] for leaf in found["leaves"])
     assert found["stored"] == {"float32": len(sizes)}
     assert found["bytes"] == pytest.approx(
-        {"computed": 4 * sum(sizes), "trained": 4 * sum(sizes), "optimizer": 8 * sum(sizes)},
+        {
+            "computed": 4 * sum(sizes),
+            "trained": 4 * sum(sizes),
+            "optimizer": 8 * sum(sizes),
+            "cached": 3 * 2 * found["num_kv_heads"] * 16 * 4,
+        },
         abs=64,  # the optimizer counts its updates
     )
     assert (found["chat_template"], found["unsupported"]) == (True, {})
@@ -62,7 +67,7 @@ def test_a_llama_with_a_tokenizer(saved, show):
     assert (query["axes"], query["shape"]) == (["embed", "heads", "head_dim"], [32, 4, 16])
     assert (query["count"], query["numbers"]) == (3, 3 * 32 * 64)
     assert len(found["leaves"]) == LEAVES[0]
-    for words in ("LoRA (not built)", "a chat template", "37,248", "head of its own"):
+    for words in ("adapters (LoRA)", "a chat template", "37,248", "head of its own"):
         assert words in said
 
 
@@ -79,6 +84,19 @@ def test_a_gemma_without_a_tokenizer(saved, show):
     assert found["end_tokens"] == {"2": ""}
     assert len(found["leaves"]) == LEAVES[1]
     assert "limit       none" in said
+
+
+def test_keys_and_values_are_counted_in_the_dtype_that_they_are_kept_in(saved, show):
+    _, said, wide = show(saved / "llama")
+    assert "for the keys and values of a token, in float32" in said
+    _, said, narrow = show(saved / "llama", "--set", "rollout.kv_cache_dtype=bfloat16")
+    assert "for the keys and values of a token, in bfloat16" in said
+    assert 2 * narrow["bytes"]["cached"] == wide["bytes"]["cached"]
+    code, said, _ = show(
+        *(saved / "llama", "--dtype", "bfloat16"), *("--set", "rollout.kv_cache_dtype=float32")
+    )
+    assert code == 2
+    assert "take twice the memory and change no sample; leave it out" in said
 
 
 def test_bytes_are_those_of_a_device_of_a_mesh_that_is_not_here(saved, show):

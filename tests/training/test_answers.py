@@ -125,7 +125,9 @@ def test_answers_that_are_missing_or_unread_are_refused_by_the_dry_run(
 def test_answers_for_which_the_model_has_no_positions_are_refused(tmp_path):
     rows = [{"prompt": f"{n}+1=", "answer": "4" * 40_000} for n in range(8)]
     changes = {"recipe": "dro_r3", "rewards": [{"use": f"{small_run.__file__}:digits"}]}
-    with pytest.raises(InputError, match=r"has 40000 tokens; .* set data\.max_answer_tokens"):
+    with pytest.raises(
+        InputError, match=r"answer .* 40000 tokens, are .* set data\.max_answer_tokens"
+    ):
         setup(small_run.config(tmp_path / "r", **changes), dataset=rows)
     changes["data.max_answer_tokens"] = 5
     run = setup(small_run.config(tmp_path / "r", **changes), dataset=rows)

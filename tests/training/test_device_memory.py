@@ -72,9 +72,10 @@ def made() -> Blueprint:
 
 
 # With few slots a third is a second copy of one layer's cache, made between segments.
+@pytest.mark.parametrize("kept", ["auto", "bfloat16"])
 @pytest.mark.parametrize(("slots", "above"), [(0, 0.15), (16, 0.25)], ids=["all", "few"])
-def test_what_decoding_takes_covers_what_xla_plans_and_little_more(made, slots, above):
-    made = made._replace(sampling=made.sampling._replace(slots=slots))
+def test_what_decoding_takes_covers_what_xla_plans_and_little_more(made, slots, above, kept):
+    made = made._replace(sampling=made.sampling._replace(slots=slots, kv_cache_dtype=kept))
     sampler = make_sampler(made.model, made.sampling, made.mesh)
     params = on(param_layout(made, sharding.SAMPLING), made.model.shapes)
     split = sampler.split.lower(params).compile()
@@ -93,7 +94,7 @@ def test_what_decoding_takes_covers_what_xla_plans_and_little_more(made, slots, 
     counted = memory.count(made, ())
     assert 0.97 * planned <= counted.sampler + counted.decode <= (1 + above) * planned
     held = sum(
-        np.prod(leaf.sharding.shard_shape(leaf.shape)) * 4
+        np.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
         for leaf in jax.tree.leaves(state.memory[0][1])
     )
     assert counted.decode > SMALL.num_layers * held
@@ -147,7 +148,8 @@ def test_the_slots_of_a_run_are_as_many_as_fit(monkeypatch):
     # All samples at once, in float32: 512 of 16 + 3 x 352 columns, and 64 prompts of 511.
     assert wide.decode / GIB == pytest.approx(124.5, abs=0.5)
     narrow = blueprint(dataclasses.replace(QWEN3_0P6B, dtype="bfloat16"), geometry)
-    monkeypatch.setattr(capacity, "SLOTS_OF_CPU", 1 << 20)
+    monkeypatch.setattr(capacity, "SLOTS_OF_CPU", 1 << 20)  # as on an accelerator, as is the next
+    monkeypatch.setattr(capacity, "COPYING", ())
     for gigabytes, least, most in ((80, 400, 512), (32, 100, 180), (16, 20, 60)):
         monkeypatch.setattr(memory, "of_device", lambda mesh, size=gigabytes: int(size * 1e9))
         found = memory.with_slots(narrow, ())
@@ -206,3 +208,13 @@ def test_a_micro_batch_has_no_more_tokens_than_fit_beside_what_a_run_keeps(monke
     assert fitting(1e6) == packing.tokens_of(sizes, 1, packing.ELSEWHERE)
     assert fitting(5000) == packing.tokens_of(sizes, 1, 5000) < packing.ELSEWHERE
     assert fitting(-1e3) == packing.tokens_of(sizes, 1, 0) >= wide.geometry.widest
+
+
+def test_the_dtype_of_a_runs_cache_is_that_of_its_sampler_and_of_what_is_counted(tmp_path):
+    counted = []
+    for dtype in ("auto", "bfloat16"):
+        run = setup.setup(small_run.config(tmp_path / "r", **{"rollout.kv_cache_dtype": dtype}))
+        assert run.blueprint.sampling.kv_cache_dtype == dtype
+        counted.append(memory.count(run.blueprint, ()).decode)
+    wide, narrow = counted
+    assert wide / 2 < narrow < 0.6 * wide  # tokens and log-probs are as before

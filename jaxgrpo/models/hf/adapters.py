@@ -74,6 +74,11 @@ def read_config(path: str | os.PathLike[str], base: ModelConfig) -> LoraConfig:
     return LoraConfig(rank=rank, alpha=float(alpha), targets="|".join(found), use_rslora=rslora)
 
 
+def refused(config: ModelConfig) -> tuple[str, ...]:
+    """The linear maps that cannot be adapted, since the family keeps several in one tensor."""
+    return tuple(_fused(families.family_of(config.family, "ModelConfig.family")))
+
+
 def files_of(path: str | os.PathLike[str]) -> list[Path]:
     """The files of an adapter folder that act on what it computes."""
     return [Path(os.path.expanduser(path)) / name for name in (CONFIG, WEIGHTS)]

@@ -285,12 +285,11 @@ def partial_over(query: Array, cache: Cache, mask: Array, soft_cap: float | None
     part it weighs nothing.
     """
     *batch, shared, width, head_dim = query.shape
-    dtype = jnp.promote_types(query.dtype, jnp.float32)
     scores = _masked(_scores(query, cache, soft_cap), mask)
     highest = scores.max(-1)
     weight = jnp.exp(scores - highest[..., None])
-    flat = weight.reshape(*batch, shared * width, -1).astype(cache.value.dtype)
-    value = jnp.einsum("...cn,...nh->...ch", flat, cache.value, preferred_element_type=dtype)
+    flat = weight.reshape(*batch, shared * width, -1).astype(query.dtype)
+    value = times_cache("...cn,...nh->...ch", flat, cache.value)
     return Partial(value.reshape(*batch, shared, width, head_dim), highest, weight.sum(-1))
 
 
@@ -298,10 +297,36 @@ def _scores(query: Array, cache: Cache, soft_cap: float | None) -> Array:
     """Scores [*B, kv_heads, shared, Q, columns] in at least float32, of all columns: one product
     for all the queries that share a key's head."""
     *batch, shared, width, head_dim = query.shape
-    dtype = jnp.promote_types(query.dtype, jnp.float32)
     flat = query.reshape(*batch, shared * width, head_dim)
-    scores = jnp.einsum("...ch,...hn->...cn", flat, cache.key, preferred_element_type=dtype)
+    scores = times_cache("...ch,...hn->...cn", flat, cache.key)
     return soft_capped(scores.reshape(*batch, shared, width, -1), soft_cap)
+
+
+def times_cache(axes: str, rows: Array, cached: Array) -> Array:
+    """The product of rows [..., c, k] with a cache's keys or values, in at least float32.
+
+    A cache in a narrower dtype is never converted: XLA would convert what a loop only reads before
+    the loop, so that a second cache, and a wider one, lay beside the first. The rows are cut into
+    pieces of the cache's dtype instead, whose sum they are, and the pieces multiplied.
+    """
+    dtype = jnp.promote_types(rows.dtype, jnp.float32)
+    product = functools.partial(jnp.einsum, axes, preferred_element_type=dtype)
+    if rows.dtype == cached.dtype:
+        return product(rows, cached)
+    out = product(jnp.concatenate(_pieces(rows, cached.dtype), axis=-2), cached)
+    return functools.reduce(jnp.add, jnp.split(out, out.shape[-2] // rows.shape[-2], axis=-2))
+
+
+def _pieces(rows: Array, dtype: jnp.dtype) -> list[Array]:
+    """Numbers of a narrower dtype whose sum the rows are: the first holds the leading bits."""
+    wide, narrow = jnp.finfo(rows.dtype), jnp.finfo(dtype)
+    pieces = []
+    for _ in range(-(-(wide.nmant + 1) // (narrow.nmant + 1))):
+        # Not a conversion and back, which XLA may leave out.
+        piece = jax.lax.reduce_precision(rows, narrow.nexp, narrow.nmant)
+        pieces.append(piece.astype(dtype))
+        rows = rows - piece
+    return pieces
 
 
 def _masked(scores: Array, mask: Array) -> Array:
