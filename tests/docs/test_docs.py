@@ -46,7 +46,8 @@ def test_the_tests_and_families_that_the_page_of_models_names_are_there(reposito
     text = (repository / "docs" / "models.md").read_text()
     tests = "".join(file.read_text() for file in (repository / "tests").rglob("test_*.py"))
     named = set(re.findall(r"`(test_\w+)`", text))
-    assert len(named) > 10
+    assert len(named) >= 10
     assert [name for name in named if f"def {name}(" not in tests] == []
-    rows = re.findall(r"^\|[^|]*`(\w+)` \|.*A\[(\w+)\] \| B\[(\w+)\] \| C", text, re.MULTILINE)
-    assert {name for row in rows for name in row} == set(FAMILIES)
+    proofs = r"\| A \| B \| C \| D \| E \| D, E, F \| G, H[^|]*\| I"
+    rows = re.findall(rf"^\|[^|]*`(\w+)` \|[^|]*{proofs}", text, re.MULTILINE)
+    assert sorted(rows) == sorted(FAMILIES)

@@ -19,6 +19,7 @@ from jaxgrpo.core.types import Params
 from jaxgrpo.models import decoder, lora
 from jaxgrpo.models.api import LINEAR, LoraConfig, Model
 from jaxgrpo.models.hf import adapters
+from jaxgrpo.models.hf.families import FAMILIES
 
 CLOSE = 2e-4  # of logits, which are of order 1
 BATCH = checkpoints.batch()
@@ -30,6 +31,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "gemma3_text": {"target_modules": r".*\.(o_proj|gate_proj|k_proj)"},
     "phi3": {"target_modules": ["o_proj", "down_proj"]},  # beside its fused tensors
 }
+"""What is adapted, by the family; everything in the others."""
 GIVEN = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]}
 """The fields of adapter_config.json that must be there."""
 
@@ -62,13 +64,20 @@ def peft_model(theirs: Any, folder: Path, **options: Any) -> Any:
     return wrapped
 
 
-@pytest.fixture(scope="module", params=OPTIONS)
+FEW = [
+    family if family in OPTIONS else pytest.param(family, marks=pytest.mark.full)
+    for family in FAMILIES
+]
+
+
+@pytest.fixture(scope="module", params=FEW)
 def both(request, tmp_path_factory):
     pytest.importorskip("peft")
     folder = tmp_path_factory.mktemp(request.param)
     theirs = checkpoints.saved(checkpoints.config_of(request.param), folder / "base")
     without = checkpoints.logits_of(theirs, *BATCH)
-    wrapped = peft_model(theirs, folder / "adapter", **OPTIONS[request.param])
+    options = OPTIONS.get(request.param, {"target_modules": "all-linear"})
+    wrapped = peft_model(theirs, folder / "adapter", **options)
     model, params = jaxgrpo.load_model(folder / "base", adapter=folder / "adapter")
     own, base = lora.split(params)
     return Both(folder, model, base, own, checkpoints.logits_of(wrapped, *BATCH), without)

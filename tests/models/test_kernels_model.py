@@ -7,6 +7,7 @@ import functools
 from typing import Any
 
 import attended
+import family_runs
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,6 +18,7 @@ from jaxgrpo.core.types import TrainBatch
 from jaxgrpo.models import decoder
 from jaxgrpo.models.api import LayerKind, ModelConfig
 from jaxgrpo.models.attention import XLA, Kernel
+from jaxgrpo.models.hf.families import FAMILIES
 from jaxgrpo.models.kernels import cudnn, plain, splash
 from jaxgrpo.update.forward import flatten, hidden_states
 
@@ -107,3 +109,41 @@ def test_a_model_in_blocks_is_the_model_in_one(monkeypatch):
         blocks = of_pass(config, SEVERAL, XLA)
         for one, other in zip(jax.tree.leaves(blocks), jax.tree.leaves(whole), strict=True):
             np.testing.assert_allclose(one, other, rtol=0, atol=1e-9)
+
+
+SOFT_CAPPED = ["gemma2"]
+SOON = {("gemma2", "splash"), ("gemma2", "blocks"), ("phi3", "cudnn")}
+"""Compared by `make test` too, not only by `make test-all`."""
+KERNELS = {"blocks": XLA, "splash": OF_TPU, "cudnn": OF_GPU}
+
+
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [
+        pytest.param(family, name, marks=() if (family, name) in SOON else pytest.mark.full)
+        for family in sorted(FAMILIES)
+        for name in KERNELS
+        if name != "cudnn" or family not in SOFT_CAPPED
+    ],
+)
+def test_a_family_by_a_kernel_has_the_log_probs_of_whole_sequences(family, name, monkeypatch):
+    if name == "blocks":
+        monkeypatch.setattr(plain, "BLOCK_BYTES", 2 * 3 * 4 * 21 * 4)  # 2 queries of 3 rows
+    alone = name == "cudnn"  # one sample in each row
+    run = family_runs.run(family, family_runs.SHORT, kernel=KERNELS[name])
+    expected, _ = family_runs.plain(family, alone)
+    np.testing.assert_allclose(
+        family_runs.scored(run, alone), expected, rtol=0, atol=family_runs.CLOSE
+    )
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_soft_caps_alone_keep_a_family_from_a_kernel(family):
+    config = dataclasses.replace(family_runs.read(family)[0].config, dtype="bfloat16")
+    reasons = ["soft-capped scores: it has none"] if family in SOFT_CAPPED else []
+    assert cudnn.refusals(config, samples_per_row=1) == reasons
+    assert splash.refusals(config, row=family_runs.SHORT) == []
+    if family in SOFT_CAPPED:
+        run = family_runs.run(family, family_runs.SHORT, kernel=OF_GPU)
+        with pytest.raises(NotImplementedError, match="no soft cap"):
+            family_runs.scored(run, alone=True)

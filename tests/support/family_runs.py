@@ -1,0 +1,212 @@
+"""A small model of each family, as a run samples from it and updates it, and as whole sequences.
+
+Whole sequences are computed in float64, so that only the other way has an error.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import attended
+import checkpoints
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import tiny
+from jax import Array
+
+import jaxgrpo
+from jaxgrpo import advantages, losses
+from jaxgrpo.core.metrics import finalise
+from jaxgrpo.core.types import Params, Rollouts, TrainState
+from jaxgrpo.models import decoder, sharding
+from jaxgrpo.models.api import LayerKind, Model
+from jaxgrpo.models.attention import XLA, Kernel
+from jaxgrpo.rollout.sampler import SamplingSettings
+from jaxgrpo.rollout.selection import sequential
+from jaxgrpo.training.setup import first_state
+from jaxgrpo.update import packing
+from jaxgrpo.update.forward import Blueprint, param_layout
+from jaxgrpo.update.packing import Geometry
+from jaxgrpo.update.preparing import Preparer
+from jaxgrpo.update.step import Steps, build_steps
+
+PROMPTS, GROUP, WIDTH = 4, 3, 9  # P, G and S: one prompt has one token, one has nine
+SHORT = 12  # tokens of the longest completion of an update
+LONG = 40  # of a sampled one: more than the 32 columns in which decoding keeps a window
+
+CLOSE = 5e-5
+"""Of log-probs in float32: the largest error found, of all families, is 2e-5 (Qwen2)."""
+
+
+@functools.cache
+def read(family: str, dtype: str = "float32") -> tuple[Model, Params]:
+    """The family's rich small model, with a vocabulary and positions that fit the tests."""
+    changes: dict[str, Any] = {"vocab_size": 64}
+    if family == "phi3":  # longrope scales angles by the ratio of the two
+        changes |= {"max_position_embeddings": 128, "original_max_position_embeddings": 64}
+    with tempfile.TemporaryDirectory() as folder:
+        checkpoints.saved(checkpoints.config_of(family, **changes), Path(folder))
+        model, params = jaxgrpo.load_model(folder, dtype="float32")
+    with jax.enable_x64(dtype == "float64"):
+        model = decoder.build(dataclasses.replace(model.config, dtype=dtype))
+    return model, jax.tree.map(lambda leaf: np.asarray(leaf, dtype), params)
+
+
+class Run(NamedTuple):
+    """A run of a family's model before its first step, and the functions of its steps."""
+
+    family: str
+    blueprint: Blueprint
+    steps: Steps
+    preparer: Preparer
+    state: TrainState
+
+    def spread(self, tree: Any) -> Any:
+        """Arrays of prompts, over the bins of the mesh."""
+
+        def put(leaf: Any) -> Array:
+            axes = ("bins", None, None)[: np.ndim(leaf)]
+            return sharding.put(leaf, sharding.named(self.blueprint.mesh, *axes))
+
+        return jax.tree.map(put, tree)
+
+
+def run(
+    family: str,
+    completion: int,
+    *,
+    kernel: Kernel = XLA,
+    devices: int = 1,
+    dtype: str = "float32",
+) -> Run:
+    """Args: completion: its most tokens. devices: 1, or 4 as fsdp 2 x tensor 2."""
+    along = 1 if devices == 1 else 2
+    mesh = sharding.make_mesh(fsdp=along, tensor=along, devices=jax.devices()[:devices])
+    model, params = read(family, dtype)
+    sizes = (PROMPTS, GROUP, WIDTH, completion, sharding.num_bins(mesh))
+    blueprint = Blueprint(
+        model=decoder.build(model.config, constrain=sharding.constrain(mesh)),
+        chain=advantages.build("grpo"),
+        objective=losses.Objective(losses.reinforce(), losses.token_mean()),
+        optimizer=optax.trace(1.0),  # its state after the first update is the gradient
+        geometry=Geometry(*sizes, tokens=WIDTH + 2 * completion),
+        # Half as many slots as samples: each is used again.
+        sampling=SamplingSettings(GROUP, completion, 1.0, (2,), 0, segment_tokens=8, slots=6),
+        mesh=mesh,
+        kernel=kernel,
+    )
+    params = jax.device_put(params, param_layout(blueprint))
+    state = first_state(blueprint, params, sequential(), PROMPTS, 0, ("reward",))
+    return Run(family, blueprint, build_steps(blueprint), Preparer(blueprint), state)
+
+
+@functools.cache
+def sampled(family: str, devices: int) -> Rollouts:
+    """What a run samples for `tiny.prompts`."""
+    made = run(family, LONG, devices=devices)
+    prompts = made.spread(tiny.prompts(PROMPTS, WIDTH))
+    return sharding.to_host(made.steps.sample(made.steps.sync(made.state), prompts, made.state.key))
+
+
+class Given(NamedTuple):
+    """Rollouts of an update, and what each of their log-probs is weighed with."""
+
+    rollouts: Rollouts
+    weight: np.ndarray  # [P, G, T]
+
+
+@functools.cache
+def given(alone: bool) -> Given:
+    """Random completions of random lengths. Args: alone: each is too long to share a row."""
+    rollouts = jax.tree.map(np.asarray, tiny.rollouts(np.zeros((PROMPTS, GROUP)), SHORT, WIDTH))
+    rng = np.random.default_rng(2)
+    if alone:
+        length = rng.integers(SHORT // 2 + 1, SHORT + 1, (PROMPTS, GROUP, 1))
+        rollouts = dataclasses.replace(rollouts, token_mask=np.arange(SHORT) < length)
+    weight = rng.normal(size=rollouts.token_mask.shape) * rollouts.token_mask
+    return Given(rollouts, weight.astype(np.float32))
+
+
+def packed(made: Run, alone: bool) -> tuple[Rollouts, Array, packing.Plan]:
+    """What is given, on the mesh, and its plan of several micro-batches."""
+    rollouts, weight = made.spread(given(alone))
+    lengths = sharding.to_host(made.preparer.measure(rollouts))
+    everyone = np.ones((PROMPTS, GROUP), bool)
+    plan = packing.plan(lengths, everyone, made.blueprint.geometry)
+    assert plan.num_live > 1
+    assert (plan.segment.max() == 1) == alone
+    return rollouts, weight, plan
+
+
+def scored(made: Run, alone: bool) -> np.ndarray:
+    """Log-probs [P, G, T] of what is given, by packed rows that share their prompts."""
+    rollouts, weight, plan = packed(made, alone)
+    batch = made.preparer.gather(rollouts, plan, weight, weight, rollouts.token_mask, {})
+    geometry = made.blueprint.geometry
+    logp, _ = made.preparer.score(made.state.trainable, batch, "none", geometry)
+    return sharding.to_host(made.preparer.scatter(logp, plan, rollouts.token_mask))
+
+
+def updated(made: Run, alone: bool) -> tuple[float, Params]:
+    """An update whose loss is -sum(weight * log-probs): the largest difference of its log-probs
+    from those of `plain`, and its gradient."""
+    rollouts, weight, plan = packed(made, alone)
+    mask = rollouts.token_mask
+    fields = {"behavior_logp": made.spread(plain(made.family, alone)[0]), "sampled_now": mask}
+    batch = made.preparer.gather(rollouts, plan, weight, jnp.ones_like(weight), mask, fields)
+    state, metrics = made.steps.update(made.state, [batch])
+    return finalise(metrics)["sampling/sampling_logp_difference/max"], state.opt_state.trace
+
+
+@functools.cache
+def plain(family: str, alone: bool) -> tuple[np.ndarray, Params]:
+    """Log-probs [P, G, T] of what is given, and the gradient of `updated`, by the formula."""
+    (model, params), (rollouts, weight) = read(family, "float64"), given(alone)
+
+    def loss(params: Params):
+        logp = whole(functools.partial(by_formula, model, params), rollouts)
+        return -(weight * logp).sum(), logp
+
+    with jax.enable_x64(True):
+        (_, logp), gradient = jax.value_and_grad(loss, has_aux=True)(params)
+        return jax.tree.map(np.asarray, (logp, gradient))
+
+
+def by_formula(model: Model, params: Params, tokens: np.ndarray, mask: np.ndarray) -> Array:
+    """`token_logp` of rows padded on the right, with nothing of it but the layers."""
+    at = np.arange(tokens.shape[1])
+    position = np.broadcast_to(at, tokens.shape)
+
+    def attend(query: Array, key: Array, value: Array, memory: None, kind: LayerKind):
+        ago = at[:, None] - at
+        seen = (ago >= 0) & (ago < (kind.window or len(at)))
+        return attended.formula(query, key, value, seen, kind.soft_cap), memory
+
+    hidden, _ = model.apply(params, jnp.asarray(tokens), jnp.asarray(position), attend, None)
+    logp = jax.nn.log_softmax(model.unembed(params, hidden))
+    own = jnp.take_along_axis(logp[:, :-1], jnp.asarray(tokens)[:, 1:, None], -1)[..., 0]
+    return jnp.where(mask, jnp.pad(own, ((0, 0), (1, 0))), 0)
+
+
+def whole(logp_of: Callable[[np.ndarray, np.ndarray], Array], rollouts: Rollouts) -> Array:
+    """Log-probs [P, G, T] by a function of (tokens, mask), each [B, S + T]: every prompt with each
+    of its completions as a sequence of its own."""
+    asked, drawn = np.asarray(rollouts.prompt_mask), np.asarray(rollouts.token_mask)
+    rows, steps = drawn.shape[0] * drawn.shape[1], drawn.shape[2]
+    tokens = np.zeros((rows, asked.shape[1] + steps), np.int32)
+    mask = np.zeros(tokens.shape, bool)
+    for row, (p, g) in enumerate(np.ndindex(drawn.shape[:2])):
+        prompt = rollouts.prompt_tokens[p][asked[p]]
+        sequence = np.concatenate([prompt, rollouts.completion_tokens[p, g][drawn[p, g]]])
+        tokens[row, : len(sequence)], mask[row, : len(sequence)] = sequence, True
+    logp = logp_of(tokens, mask)
+    begin = asked.sum(-1).repeat(drawn.shape[1])[:, None]
+    own = jnp.take_along_axis(logp, begin + np.arange(steps), axis=1)
+    return jnp.where(drawn, own.reshape(drawn.shape), 0)
