@@ -33,10 +33,16 @@ def start_two(python, environment, *configs):
     ]
 
 
-def test_two_processes_train_three_steps_like_one(tmp_path, python, environment):
+ADAPTERS = {"lora": {"rank": 2, "alpha": 4.0}}
+
+
+@pytest.mark.parametrize(
+    "more", [{}, pytest.param(ADAPTERS, marks=pytest.mark.full)], ids=["weights", "adapters"]
+)
+def test_two_processes_train_three_steps_like_one(more, tmp_path, python, environment):
     rows = tasks.load("task:arithmetic:train", count=8)
     (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    changes = {**MESH, **MEMORY, "data.path": str(tmp_path / "rows.jsonl")}
+    changes = {**MESH, **MEMORY, **more, "data.path": str(tmp_path / "rows.jsonl")}
     changes["rollout.slots"] = 32  # as many as samples: they become fewer as samples end
     folders = {count: tmp_path / f"r{count}" for count in (1, 2)}
     files = {
@@ -64,6 +70,12 @@ def test_two_processes_train_three_steps_like_one(tmp_path, python, environment)
     summary = json.loads((folders[2] / "summary.json").read_text())
     assert summary["step"] == 3
     assert (folders[2] / "checkpoints" / "3").exists()
+    own = [folder / "adapter" / "adapter_model.safetensors" for folder in folders.values()]
+    assert [file.exists() for file in own] == [bool(more)] * 2
+    if more:
+        one, two = map(load_file, own)
+        for name, value in one.items():
+            np.testing.assert_allclose(value, two[name], atol=1e-5)
 
 
 def test_a_mistake_ends_both_processes_with_one_message(tmp_path, python, environment):
