@@ -150,6 +150,7 @@ def test_both_undivided_recipes_lead_there_whatever_the_group_size(base, tmp_pat
     check(found, 0.9)
 
 
+@pytest.mark.full
 def test_a_target_validity_is_reached(base, tmp_path):
     kl = {"use": "k1_in_reward", "target_validity": 0.9}
     found, run = train(base, tmp_path, recipe="rloo", loss={"kl": kl})
@@ -183,6 +184,7 @@ def test_alpha_dpg_leads_to_the_filtered_model(base, tmp_path):
     check(found, 1.0, within=0.01)
 
 
+@pytest.mark.full
 def test_k3_in_the_loss_leads_elsewhere_than_its_value_says(base, tmp_path):
     """Its gradient is that of KL(reference || policy): E v - beta KL(base || policy) is climbed."""
     beta = 0.5

@@ -141,6 +141,7 @@ def test_no_gradient_of_a_weight_is_computed(tmp_path):
     assert not {"32,96", "96,32"} & products(**LORA)
 
 
+@pytest.mark.full
 def test_narrow_weights_under_wide_adapters_train_evaluate_and_reset(tmp_path):
     changes = {
         **LORA,

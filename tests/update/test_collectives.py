@@ -103,9 +103,10 @@ def exchanged(text: str) -> list[tuple[int, str, str]]:
 
 @pytest.mark.parametrize(
     "sizes",
-    [{"fsdp": 8}, pytest.param({"fsdp": 4, "tensor": 2}, marks=pytest.mark.full)],
+    [{"fsdp": 8}, {"fsdp": 4, "tensor": 2}],
     ids=str,
 )
+@pytest.mark.full
 def test_the_head_is_gathered_once_and_its_gradient_added_up_once(sizes):
     found = exchanged(program(**sizes))
     # One loop is that over micro-batches; inside it are those over layers and chunks of tokens.

@@ -67,6 +67,7 @@ LLAMA = {  # config.json of meta-llama/Llama-3.1-8B
 }
 
 
+@pytest.mark.full
 def test_the_papers_model_with_adapters_is_built_for_sixteen_chips(tmp_path, monkeypatch):
     """From the shipped file to the lowered update of 8 billion parameters; no array is made."""
     monkeypatch.setattr(memory, "of_device", lambda mesh: 16 << 30)  # of a TPU v5e
