@@ -47,18 +47,8 @@ def check(values: Values) -> Iterator[str]:
     wrong_parts = list(_build_parts(values, made))
     yield from _method(values, made)
     yield from _refill(values, made)
-    several = (
-        _updates,
-        _evaluation,
-        _loss,
-        _sampling,
-        _early_stop,
-        _resets,
-        _rewards,
-        _data,
-        _lora,
-    )
-    for some in several:
+    several = (_updates, _evaluation, _loss, _sampling, _early_stop, _resets)
+    for some in (*several, _rewards, _data, _lora):
         yield from some(values)
     yield from wrong_parts
     yield from _optimizer(values)
