@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from jaxgrpo.config.files import Config
-from jaxgrpo.config.keys import is_path
+from jaxgrpo.config.keys import LoraKeys, is_path
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.evaluation.evaluate import (
     Evaluation,
@@ -118,16 +118,18 @@ def _base_config(target: str, config: Config, base: str | None) -> Config | None
     if base is not None:
         path = str(Path(base).absolute()) if is_path(base, Path.cwd()) else base
         model = dataclasses.replace(config.model, path=path, revision=None, family=None)
+        adapters = LoraKeys()
     elif not config.eval.kl_to_base:
         return None
     elif (Path(target) / "config.toml").exists():
-        model = read_run(target)[1].model
+        run = read_run(target)[1]
+        model, adapters = run.model, run.lora
     else:
         raise InputError(
             f"eval {target}: eval.kl_to_base = true, and a model folder does not say what it was "
             "trained from; give --base MODEL"
         )
-    began = dataclasses.replace(config, model=model)
+    began = dataclasses.replace(config, model=model, lora=adapters)
     refuse_other_vocabulary(*(find_config(one)[1] for one in (config, began)))
     return began
 

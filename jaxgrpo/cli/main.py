@@ -243,7 +243,8 @@ def _until_closed(command: Callable[[], int | None]) -> int:
     """
     try:
         code = command() or 0
-        sys.stdout.flush()
+        if sys.stdout is not None:  # as where a service closes it
+            sys.stdout.flush()
         return code
     except (BrokenPipeError, SystemExit) as error:
         # Rich raises SystemExit. A pipe to a reward's process may break as well.
@@ -251,14 +252,15 @@ def _until_closed(command: Callable[[], int | None]) -> int:
         if not by_rich and (isinstance(error, SystemExit) or not _is_closed(sys.stdout)):
             raise
     # Python writes what is left at its end, and would complain.
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, sys.stdout.fileno())
-    os.close(nowhere)
+    with open(os.devnull, "w") as nowhere:
+        os.dup2(nowhere.fileno(), 1)
     return CLOSED
 
 
-def _is_closed(stream: TextIO) -> bool:
+def _is_closed(stream: TextIO | None) -> bool:
     """Whether a stream is a pipe that is not read any more."""
+    if stream is None:
+        return False
     asked = select.poll()
     asked.register(stream, 0)  # it reports errors in any case
     return bool(asked.poll(0))

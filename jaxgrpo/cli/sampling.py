@@ -24,7 +24,7 @@ from jaxgrpo.training import fingerprints, process
 from jaxgrpo.training.folder import Closing, plain, write_atomically
 from jaxgrpo.training.policy import StoredPolicy, config_for, find_policy, key_of
 
-ACT = ("model.", "data.", "rollout.", "mesh.", "train.seed")
+ACT = ("model.", "lora.", "data.", "rollout.", "mesh.", "train.seed")
 """What the names of keys that act on samples begin with."""
 
 ROUNDS = 4  # samples of a batch per slot: rows come soon, and few slots idle while a batch ends

@@ -209,7 +209,8 @@ def put(
     Args:
       path: names of tables and keys; the entry of a list by its number, ["rewards", "0", "weight"].
       folder: where relative paths in `value` begin.
-      merge: a table as value replaces only the keys that it has, unless it names a part.
+      merge: a table as value replaces only the keys that it has, unless it names a part. An empty
+        one empties a table within a section.
     """
     table: Any = tables
     for name in path[:-1]:
@@ -217,7 +218,8 @@ def put(
     last = path[-1]
     if merge and isinstance(value, Mapping) and isinstance(table, dict):
         names_no_part = "use" not in value or last in SECTIONS
-        if names_no_part and isinstance(table.get(last), dict):
+        empties = not value and len(path) > 1
+        if names_no_part and not empties and isinstance(table.get(last), dict):
             for name in sorted(value, key=lambda name: name != "use"):
                 put(tables, [*path, name], value[name], folder, merge=True)
             return

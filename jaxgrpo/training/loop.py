@@ -148,7 +148,8 @@ def take(
         restored = process.decided(checkpoints.latest) is not None
         if not restored:
             process.decided(lambda: folder.refuse_to_forget(before.checkpoint.every))
-        state, meta = _restored(run, checkpoints) if restored else (run.state, {})
+        adapters = parameters.identity_of(run.folder, run.model)
+        state, meta = _restored(run, checkpoints, adapters) if restored else (run.state, {})
         run, done = run._replace(state=state), int(sharding.to_host(state.step))
         folder.rewind(done if restored else None)
         _record(run, folder)
@@ -157,7 +158,8 @@ def take(
         _open(run, display, opening, problem)
         stack.enter_context(process.stop_signals(config.run.stop_grace))
         limits = (config.run.stop_grace, config.run.stuck_after)
-        keeper = Keeper(config, folder, checkpoints, display, Progress.of(meta), bool(run.replay))
+        progress, replays = Progress.of(meta), bool(run.replay)
+        keeper = Keeper(config, folder, checkpoints, display, progress, replays, adapters)
         watch = stack.enter_context(Watchdog(display.under_way, keeper.kept, *limits))
         log = stack.enter_context(Logbook(config, folder, display, done))
         evaluate = evaluator(run) if config.eval.data is not None else None
@@ -220,13 +222,15 @@ def _record(run: Setup, folder: RunFolder) -> None:
     folder.copy_code(run.config.own_files)
 
 
-def _restored(run: Setup, checkpoints: Checkpoints) -> tuple[TrainState, dict[str, Any]]:
+def _restored(
+    run: Setup, checkpoints: Checkpoints, adapters: dict[str, Any] | None
+) -> tuple[TrainState, dict[str, Any]]:
     """The newest state that was saved, and what was saved beside it."""
     first = parameters.without_weights(run.state)
     # The first state makes room, and keeps its shapes: a device holds one, not two.
     jax.tree.map(lambda leaf: leaf.delete() if isinstance(leaf, jax.Array) else None, first)
     state, meta = checkpoints.restore(first)
-    parameters.refuse_other_weights(run.config, meta)
+    parameters.refuse_others(run.config, meta, adapters)
     done = int(sharding.to_host(state.step))
     refuse_other_step(checkpoints.folder, checkpoints.newest or 0, done)
     return parameters.with_weights(state, run.state), meta

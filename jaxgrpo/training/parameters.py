@@ -94,25 +94,43 @@ def with_weights(restored: TrainState, first: TrainState) -> TrainState:
     return dataclasses.replace(restored, frozen=restored.frozen | weights)
 
 
-def weights_id(config: Config) -> dict[str, list[int]] | None:
-    """What tells the weights under a run's adapters from others; None: it has no adapters."""
-    if not (config.lora.rank or config.lora.path):
+def identity_of(folder: Path, model: Model) -> dict[str, Any] | None:
+    """What a checkpoint says of a run's adapters, as JSON values; None: it has none.
+
+    Their settings, and what tells the weights in `folder` from others.
+    """
+    if model.config.lora is None:
         return None
-    found = folders.fingerprint(folders.find_folder(config.model.path, config.model.revision))
-    return {name: value for name, value in found.items() if name.endswith(".safetensors")}
+    found = folders.fingerprint(folder)
+    weights = {name: value for name, value in found.items() if name.endswith(".safetensors")}
+    return {"settings": dataclasses.asdict(model.config.lora), "weights": weights}
 
 
-def refuse_other_weights(config: Config, saved: Mapping[str, Any]) -> None:
-    """Raises: InputError if the weights of model.path are not those that adapters were saved over.
+def saved_adapters(meta: Mapping[str, Any]) -> LoraConfig | None:
+    """The settings of the adapters that a checkpoint holds.
 
     Args:
-      saved: what a checkpoint holds beside its state.
+      meta: what it holds beside its state.
     """
-    if saved.get("weights") != weights_id(config):
-        raise InputError(
-            f"model.path = {config.model.path}: its weights are not those that this run's adapters "
-            "were trained over, and a checkpoint holds the adapters alone; put the weights back"
-        )
+    return LoraConfig(**meta["lora"]["settings"]) if "lora" in meta else None
+
+
+def refuse_others(config: Config, meta: Mapping[str, Any], now: dict[str, Any] | None) -> None:
+    """Refuses to go on from a checkpoint over other weights, or with other settings.
+
+    Args:
+      now: `identity_of` the run.
+    """
+    saved = meta.get("lora")
+    if saved == now:
+        return
+    if saved and now and saved["weights"] == now["weights"]:
+        names = (f"{name} = {value}" for name, value in saved["settings"].items())
+        raise InputError(f"lora: the run's adapters have {', '.join(names)}: set this back")
+    raise InputError(
+        f"model.path = {config.model.path}: its weights are not those that this run's adapters "
+        "were trained over, and a checkpoint holds the adapters alone; put the weights back"
+    )
 
 
 def save(

@@ -150,9 +150,15 @@ def key_of(config: Config) -> Any:
 
 
 def load_base(config: Config, mesh: Mesh) -> Base:
-    """The model that a config names, as a base: one more copy of its parameters in memory."""
+    """The model that a config begins with, as a base: one more copy of its parameters in memory.
+
+    Fresh adapters add nothing; those of lora.path belong to it.
+    """
     found = find_model(config, mesh)
     base = found.model
+    if config.lora.path is not None:
+        layout = sharding.param_shardings(mesh, base.axes, base.shapes)
+        return Base(base, parameters.read_start(config, found.folder, base, layout=layout))
     if base.config.lora is not None:
         base = decoder.build(lora.without(base.config), constrain=sharding.constrain(mesh))
     layout = sharding.param_shardings(mesh, base.axes, base.shapes)
@@ -205,20 +211,21 @@ def export(
     tokenizer = folders.read_tokenizer(home)
     make_chat(config, tokenizer)
     ends = folders.end_fields(folders.read_end_tokens(home, tokenizer))
-    adapted = parameters.chosen_config(config, stored).lora
-    model = decoder.build(dataclasses.replace(stored, lora=adapted))
     # On the host and without the rest of the state: neither the mesh of the run is needed for it,
     # nor its data, rewards and method, which may have come from Python.
     empty = lambda leaf: np.zeros(leaf.shape, np.float32)  # noqa: E731
-    own = jax.tree.map(empty, trained(model, model.shapes))
-    wanted = {"step": np.zeros((), np.int32), "trainable": own}
     with Checkpoints(folder / "checkpoints", config.checkpoint.keep) as checkpoints:
         number = _number(folder, config, step, checkpoints)
-        state, meta = checkpoints.restore(wanted, number, partial=True)
+        at = checkpoints.latest() if number is None else number
+        meta = checkpoints.meta(at) if at in checkpoints.steps() else {}
+        model = decoder.build(dataclasses.replace(stored, lora=parameters.saved_adapters(meta)))
+        own = jax.tree.map(empty, trained(model, model.shapes))
+        wanted = {"step": np.zeros((), np.int32), "trainable": own}
+        state, _ = checkpoints.restore(wanted, number, partial=True)
         refuse_other_step(checkpoints.folder, checkpoints.newest or 0, int(state["step"]))
     number, params = int(state["step"]), state["trainable"]
-    if adapted is not None:
-        parameters.refuse_other_weights(config, meta)
+    if model.config.lora is not None:
+        parameters.refuse_others(config, meta, parameters.identity_of(home, model))
         base = lora.base_of(model)
         weights = folders.read_params(home, base, "float32")
         model, params = base, lora.merge(model, lora.join(jax.device_put(params), weights))

@@ -232,7 +232,8 @@ def guard(command: Callable[[], int | None]) -> int:
     """
     failed = True
     try:
-        code, failed = command() or 0, False
+        code = command() or 0
+        failed = code != 0  # perhaps in this process alone, as where its output is closed
     except StopRequested as stopped:
         sys.stderr.write(f"{stopped}\n")
         code, failed = 128 + (_Stop.number or signal.SIGTERM), False

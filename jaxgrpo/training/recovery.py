@@ -66,6 +66,7 @@ class Keeper:
     display: Display
     progress: Progress
     replays: bool = False  # saved rollouts
+    adapters: dict[str, Any] | None = None  # parameters.identity_of the run
 
     def kept(self) -> str:
         """What of the run is saved, in a line."""
@@ -105,13 +106,9 @@ class Keeper:
 
     def _save(self, number: int, state: TrainState) -> None:
         meta = self.progress.meta()
-        if self._weights is not None:
-            meta["weights"] = self._weights
+        if self.adapters is not None:
+            meta["lora"] = self.adapters
         self.checkpoints.save(number, parameters.without_weights(state), meta)
-
-    @functools.cached_property
-    def _weights(self) -> dict[str, list[int]] | None:
-        return parameters.weights_id(self.config)
 
     @contextlib.contextmanager
     def saving(self, number: int, before: TrainState | None = None) -> Iterator[None]:

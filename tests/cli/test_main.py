@@ -207,3 +207,10 @@ def test_a_pipe_that_breaks_elsewhere_is_a_crash_with_its_traceback(monkeypatch,
     monkeypatch.setattr("jaxgrpo.cli.start.doctor", broken)
     assert main(["doctor"]) == 1
     assert "BrokenPipeError: of a reward's process" in capfd.readouterr().err
+
+
+def test_a_command_without_an_output_ends_well():
+    said = subprocess.run(
+        f"{sys.executable} -m jaxgrpo --version >&-", shell=True, capture_output=True, text=True
+    )
+    assert (said.returncode, "Traceback" in said.stderr) == (0, False)

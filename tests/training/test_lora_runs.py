@@ -6,6 +6,7 @@ import dataclasses
 import json
 import re
 import shutil
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -18,7 +19,7 @@ from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.types import WEIGHTS
 from jaxgrpo.models import decoder, lora
 from jaxgrpo.models.hf import adapters, folders
-from jaxgrpo.training import memory
+from jaxgrpo.training import memory, parameters
 from jaxgrpo.training.checkpoints import parameter_hash
 from jaxgrpo.training.policy import export
 from jaxgrpo.training.setup import kept_policies, setup
@@ -88,7 +89,8 @@ def test_checkpoints_hold_no_weights_and_the_run_goes_on_only_over_the_same(tmp_
 
 
 def test_a_run_begins_with_the_adapter_of_a_folder(finished, tmp_path):
-    adapter = finished.path / "adapter"
+    adapter = tmp_path / "adapter"
+    shutil.copytree(finished.path / "adapter", adapter)
     changes = {"lora.path": str(adapter), "optimizer.learning_rate": 1e-2}
     run = setup(small_run.config(tmp_path / "run", **changes))
     jax.tree.map(np.testing.assert_array_equal, run.state.trainable, finished.state.trainable)
@@ -97,12 +99,36 @@ def test_a_run_begins_with_the_adapter_of_a_folder(finished, tmp_path):
     )
     model, params = jaxgrpo.load_model(small_run.base(), adapter=adapter)
     jax.tree.map(np.testing.assert_array_equal, lora.split(params)[0], run.state.trainable)
-    assert model.config == dataclasses.replace(run.model.config)
+    assert model.config == run.model.config
+    with pytest.raises(InputError, match="give them together with the weights"):
+        jaxgrpo.save_model(run.model, run.state.trainable, tmp_path / "saved")
+    changes |= {"eval": {"data": "task:arithmetic:test", "prompts": 8, "kl_to_base": True}}
     again = jaxgrpo.train(small_run.config(tmp_path / "run", **changes))
+    # The base is what the run began with, and that has the adapter.
+    assert again.metrics[0]["eval/kl_to_base"] == pytest.approx(0, abs=1e-6)
+    assert again.metrics[-1]["eval/kl_to_base"] > 1e-4
     moved = jax.tree.map(
         lambda a, b: np.abs(a - b).max(), again.state.trainable, finished.state.trainable
     )
     assert min(jax.tree.leaves(moved)) > 0
+    # The checkpoint says what it was trained as, whatever is in that folder later.
+    saved = json.loads((again.path / "checkpoints" / "3" / "meta.json").read_text())["meta"]
+    now = parameters.identity_of(Path(small_run.base()), run.model)
+    parameters.refuse_others(run.config, saved, now)
+    assert run.model.config.lora is not None
+    settings = dataclasses.replace(run.model.config.lora, alpha=400.0)
+    other = decoder.build(dataclasses.replace(run.model.config, lora=settings))
+    now = parameters.identity_of(Path(small_run.base()), other)
+    with pytest.raises(InputError, match=r"lora: the run's adapters have rank = 2, alpha = 4\.0"):
+        parameters.refuse_others(run.config, saved, now)
+    shutil.rmtree(adapter)
+    again.export(tmp_path / "exported")
+    _, merged = folders.load_model(again.path / "model")
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6),
+        folders.load_model(tmp_path / "exported")[1],
+        merged,
+    )
 
 
 @pytest.mark.full

@@ -36,6 +36,9 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 OURS = (CONFIG, WEIGHTS, "README.md")
 """The files of an adapter folder. One that holds another is not replaced."""
 
+INITS = (True, False, "gaussian", "orthogonal", "eva")
+"""Ways to begin that draw A and B and leave the weights as they are."""
+
 PREFIX = "base_model.model."
 ALL_LINEAR = "all-linear"
 
@@ -59,12 +62,14 @@ def read_config(path: str | os.PathLike[str], base: ModelConfig) -> LoraConfig:
     source = Path(os.path.expanduser(path)) / CONFIG
     if not source.is_file():
         raise InputError(f"{source} does not exist: give the folder of an adapter that PEFT wrote")
-    fields = Fields(weights.read_json(source), CONFIG)
+    fields = Fields(weights.read_json(source, "copy the adapter anew"), CONFIG)
     fields.one_of("peft_type", {"LORA": "LORA"}, "LORA")
     fields.one_of("bias", {"none": "none"}, "none")
-    if fields.nullable("init_lora_weights", "anything", True) not in (True, False, "gaussian"):
-        why = "it changes the weights of the base too; take an adapter that PEFT has converted"
+    if fields.nullable("init_lora_weights", "anything", True) not in INITS:
+        why = "it may change the weights of the base too; take an adapter that PEFT has converted"
         fields.refuse("init_lora_weights", why)
+    if fields.nullable("layers_to_transform", "anything", None) is not None:  # 0 is a layer
+        fields.refuse("layers_to_transform", "adapt all layers")
     rank, alpha = fields.take("r", "size") or 1, fields.take("lora_alpha", "positive") or 1.0
     rslora = fields.take("use_rslora", "flag", False)
     given = fields.nullable("target_modules", "anything")

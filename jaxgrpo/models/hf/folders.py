@@ -49,6 +49,10 @@ CARD_TITLE = "# Trained with jaxgrpo"
 PROBES, PROBE_BYTES = 64, 1 << 16  # of a large file, for its fingerprint
 
 SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+OTHER_PARAMETERS = (
+    "save_model: these are not the parameters of this model; if it has adapters, give them "
+    "together with the weights (jaxgrpo.models.lora.join; update.forward.params_of a state)"
+)
 MAX_REASON = 200  # characters of another library's message in ours
 
 
@@ -229,6 +233,8 @@ def save_model(
     Raises: InputError if the family's config.json cannot say what the model is, or `path` holds
     anything but a model.
     """
+    if jax.tree.structure(params) != jax.tree.structure(model.shapes):
+        raise InputError(OTHER_PARAMETERS)
     if model.config.lora is not None:
         model, params = lora.base_of(model), lora.merge(model, params)
     leaves = jax.tree.leaves(params)

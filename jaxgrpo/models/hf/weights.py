@@ -41,8 +41,7 @@ PIECE = 1 << 19
 MAX_NAMES = 8  # tensors named in an error message
 
 
-def read_json(file: Path) -> dict[str, Any]:
-    remedy = "copy the model folder anew"
+def read_json(file: Path, remedy: str = "copy the model folder anew") -> dict[str, Any]:
     with refusing(f"{file} is not JSON ({{reason}}): {remedy}", ValueError, OSError):
         found = sources.parse_json(file.read_text(encoding="utf-8"))
     if not isinstance(found, dict):

@@ -36,7 +36,11 @@ def test_the_shipped_experiments_are_right_but_for_what_they_say_is_missing(
     cases = experiments.cases_of(experiment)
     assert len(experiment.seeds) == 7
     assert {case.config.rollout.group_size for case in cases} == {2 if name == "x3_g2" else 4}
-    if name != "x3_paper":
+    if name == "x3_paper":
+        assert {case.config.lora.rank for case in cases} == {64}
+        # The shipped base config has a variable for Qwen3's template, and this model has none.
+        assert all(case.config.data.chat_template_kwargs == {} for case in cases)
+    else:
         assert len(cases) == 6 * 3 * (7 + 2)  # two seeds choose the rates
         rollout = cases[0].config.rollout
         assert rollout.prompts_per_step * rollout.group_size == 64
