@@ -148,8 +148,7 @@ def take(
         restored = process.decided(checkpoints.latest) is not None
         if not restored:
             process.decided(lambda: folder.refuse_to_forget(before.checkpoint.every))
-        adapters = parameters.identity_of(run.folder, run.model)
-        state, meta = _restored(run, checkpoints, adapters) if restored else (run.state, {})
+        state, meta = _restored(run, checkpoints) if restored else (run.state, {})
         run, done = run._replace(state=state), int(sharding.to_host(state.step))
         folder.rewind(done if restored else None)
         _record(run, folder)
@@ -158,8 +157,7 @@ def take(
         _open(run, display, opening, problem)
         stack.enter_context(process.stop_signals(config.run.stop_grace))
         limits = (config.run.stop_grace, config.run.stuck_after)
-        progress, replays = Progress.of(meta), bool(run.replay)
-        keeper = Keeper(config, folder, checkpoints, display, progress, replays, adapters)
+        keeper = Keeper(config, folder, checkpoints, display, Progress.of(meta), *_kinds(run))
         watch = stack.enter_context(Watchdog(display.under_way, keeper.kept, *limits))
         log = stack.enter_context(Logbook(config, folder, display, done))
         evaluate = evaluator(run) if config.eval.data is not None else None
@@ -222,15 +220,18 @@ def _record(run: Setup, folder: RunFolder) -> None:
     folder.copy_code(run.config.own_files)
 
 
-def _restored(
-    run: Setup, checkpoints: Checkpoints, adapters: dict[str, Any] | None
-) -> tuple[TrainState, dict[str, Any]]:
+def _kinds(run: Setup) -> tuple[bool, dict[str, Any] | None]:
+    """Whether it replays saved rollouts, and what its checkpoints hold about adapters."""
+    return bool(run.replay), parameters.identity_of(run.folder, run.model)
+
+
+def _restored(run: Setup, checkpoints: Checkpoints) -> tuple[TrainState, dict[str, Any]]:
     """The newest state that was saved, and what was saved beside it."""
     first = parameters.without_weights(run.state)
     # The first state makes room, and keeps its shapes: a device holds one, not two.
     jax.tree.map(lambda leaf: leaf.delete() if isinstance(leaf, jax.Array) else None, first)
     state, meta = checkpoints.restore(first)
-    parameters.refuse_others(run.config, meta, adapters)
+    parameters.refuse_others(run.config, meta, parameters.identity_of(run.folder, run.model))
     done = int(sharding.to_host(state.step))
     refuse_other_step(checkpoints.folder, checkpoints.newest or 0, done)
     return parameters.with_weights(state, run.state), meta

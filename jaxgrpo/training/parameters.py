@@ -95,7 +95,7 @@ def with_weights(restored: TrainState, first: TrainState) -> TrainState:
 
 
 def identity_of(folder: Path, model: Model) -> dict[str, Any] | None:
-    """What a checkpoint says of a run's adapters, as JSON values; None: it has none.
+    """What a checkpoint holds about a run's adapters, as JSON values; None: it has none.
 
     Their settings, and what tells the weights in `folder` from others.
     """
