@@ -157,7 +157,7 @@ def take(
         _open(run, display, opening, problem)
         stack.enter_context(process.stop_signals(config.run.stop_grace))
         limits = (config.run.stop_grace, config.run.stuck_after)
-        keeper = Keeper(config, folder, checkpoints, display, Progress.of(meta), *_kinds(run))
+        keeper = Keeper(config, folder, checkpoints, display, Progress.of(meta), *_kinds(run, meta))
         watch = stack.enter_context(Watchdog(display.under_way, keeper.kept, *limits))
         log = stack.enter_context(Logbook(config, folder, display, done))
         evaluate = evaluator(run) if config.eval.data is not None else None
@@ -220,9 +220,11 @@ def _record(run: Setup, folder: RunFolder) -> None:
     folder.copy_code(run.config.own_files)
 
 
-def _kinds(run: Setup) -> tuple[bool, dict[str, Any] | None]:
-    """Whether it replays saved rollouts, and what its checkpoints hold about adapters."""
-    return bool(run.replay), parameters.identity_of(run.folder, run.model)
+def _kinds(run: Setup, meta: Mapping[str, Any]) -> tuple[bool, dict[str, Any] | None]:
+    """Whether it replays saved rollouts, and what its checkpoints hold about adapters: what they
+    held before, if there are any, as `_restored` has compared."""
+    adapters = meta.get("lora") or parameters.identity_of(run.folder, run.model)
+    return bool(run.replay), adapters
 
 
 def _restored(run: Setup, checkpoints: Checkpoints) -> tuple[TrainState, dict[str, Any]]:

@@ -156,13 +156,10 @@ def load_base(config: Config, mesh: Mesh) -> Base:
     """
     found = find_model(config, mesh)
     base = found.model
-    if config.lora.path is not None:
-        layout = sharding.param_shardings(mesh, base.axes, base.shapes)
-        return Base(base, parameters.read_start(config, found.folder, base, layout=layout))
-    if base.config.lora is not None:
+    if base.config.lora is not None and config.lora.path is None:
         base = decoder.build(lora.without(base.config), constrain=sharding.constrain(mesh))
     layout = sharding.param_shardings(mesh, base.axes, base.shapes)
-    return Base(base, folders.read_params(found.folder, base, shardings=layout))
+    return Base(base, parameters.read_start(config, found.folder, base, layout=layout))
 
 
 def base_of(run: Setup) -> Base:

@@ -23,8 +23,6 @@ from jaxgrpo.training import memory, parameters
 from jaxgrpo.training.checkpoints import parameter_hash
 from jaxgrpo.training.policy import export
 from jaxgrpo.training.setup import kept_policies, setup
-from jaxgrpo.update import packing, step
-from jaxgrpo.update.forward import read_by_update
 
 LORA = {
     "lora.rank": 2,
@@ -156,11 +154,8 @@ def test_no_gradient_of_a_weight_is_computed(tmp_path):
     def products(**changes):
         """The shapes of all products of the update's program."""
         run = setup(small_run.config(tmp_path / "run", **changes))
-        blueprint, state = run.blueprint, run.state
-        batch = packing.abstract_batch(blueprint.geometry, blueprint.objective.needs)
-        frozen = read_by_update(state, blueprint.objective.anchors)
-        given = (state.trainable, state.opt_state, state.objective_state, frozen, batch)
-        text = step.build_steps(blueprint).update_program.lower(*given).compile().as_text()
+        given = memory.update_arguments(run.blueprint, run.state)
+        text = run.update_program.lower(*given).compile().as_text()
         return set(re.findall(r"= f32\[([\d,]+)\]\S* dot\(", text))
 
     assert {"32,96", "96,32"} & products()
