@@ -94,6 +94,21 @@ COMMANDS: dict[str, tuple[Any, ...]] = {
         switch("--profile", "trace the second step into RUN/profile: TensorBoard, Perfetto"),
         SET,
     ),
+    "plan": (
+        "whether a config compiles and fits on chips that are not here, and how fast it can be",
+        "jaxgrpo.planning.command:main",
+        argument("config", "CONFIG", "a TOML file, or a shipped config's name"),
+        argument(
+            "--topology",
+            "CHIP:SIZES",
+            "as v5e:4x4, v6e:16x16, v5p:4x4x4, h100:8x8 (hosts x GPUs); by default plan.topology",
+        ),
+        argument("--slices", "N", "so many of it, 1 by default", type=int),
+        switch("--search", "compile the fastest meshes, too"),
+        JSON,
+        argument("--dump", "DIR", "write the text of the compiled programs"),
+        SET,
+    ),
     "replay": (
         "train on rollouts that were saved, without sampling or rewarding",
         "jaxgrpo.cli.start:replay",

@@ -102,6 +102,7 @@ class RewardKeys:
 class ModelKeys:
     path: str = key()  # a model folder as transformers writes it, or owner/name on the hub
     revision: str | None = key(None)  # of the hub: a branch, tag or commit; None: its main branch
+    config: Mapping[str, Any] = key({})  # the fields of its config.json, for plans where it is not
     family: str | None = key(None)  # one's own, "path/file.py:family"; None: that of config.json
     dtype: str = key("float32", choices=("float32", "bfloat16"))  # of the forward pass; the
     # weights that are trained are float32
@@ -241,6 +242,14 @@ class MeshKeys:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class PlanKeys:
+    """The devices that a config is made for: what `jaxgrpo plan` compiles for."""
+
+    topology: str | None = key(None)  # as "v6e:4x4", "h100:1x8"; None: --topology says it
+    slices: int = key(1, at_least=1)  # so many of it
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class TrackingKeys:
     tensorboard: bool = key(True)  # event files in the run folder
     wandb: dict[str, Any] | None = key(None, holds="project")  # options of wandb.init
@@ -278,6 +287,7 @@ class Config:
     eval: EvalKeys
     checkpoint: CheckpointKeys
     mesh: MeshKeys
+    plan: PlanKeys
     tracking: TrackingKeys
     run: RunKeys
     source: Path | None = dataclasses.field(default=None, compare=False)  # the file it came from

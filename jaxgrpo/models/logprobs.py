@@ -405,10 +405,14 @@ def _chunk_and_vocab(
 ) -> tuple[int, int]:
     """How many tokens of a bin are held at a time, and the size V of the vocabulary."""
     vocab = jax.eval_shape(unembed, hidden[:, :1]).shape[-1]
-    least, logits = 1, logits_per_chunk
-    if logits is None:
-        least, logits = TOKENS_PER_CHUNK, LOGITS_PER_CHUNK
-    return min(max(least, logits // (policies * vocab)), hidden.shape[1]), vocab
+    if logits_per_chunk is None:
+        return chunk_tokens(policies * vocab, hidden.shape[1]), vocab
+    return min(max(1, logits_per_chunk // (policies * vocab)), hidden.shape[1]), vocab
+
+
+def chunk_tokens(vocab: int, tokens: int) -> int:
+    """How many of a bin's tokens are held at a time, where nothing else is asked for."""
+    return min(max(TOKENS_PER_CHUNK, LOGITS_PER_CHUNK // vocab), tokens)
 
 
 def _chunks_to_compute(hidden: Array, count: Array | None, chunk: int) -> Array:

@@ -42,6 +42,7 @@ class Engine(NamedTuple):
     model: Model
     settings: SamplingSettings
     constrain: Constrain
+    vocab_shards: int = 1  # devices that the vocabulary is divided over
 
 
 def first_state(engine: Engine, samples: Samples, queue: Queue, rows: int, width: int, slots: int):
@@ -230,7 +231,7 @@ def _one_token(engine: Engine, aligned: bool, params: Params, state: DecodeState
     attend = decode(state.clock, index, state.row_length, sharing)
     hidden, memory = model.apply(params, state.token[..., None], position, attend, state.memory)
     logits = model.unembed(params, hidden[..., 0, :])  # [D, N, V]
-    token, logp = _drawn(settings, state, logits)
+    token, logp = _drawn(engine, state, logits)
     samples, token, ended = _written(settings, state, logits, token, logp)
     return dataclasses.replace(
         state,
@@ -256,14 +257,15 @@ def _sharing(settings: SamplingSettings, state: DecodeState, row: Array) -> Shar
     return Sharing(jax.vmap(invert)(place, state.live), place)
 
 
-def _drawn(settings: SamplingSettings, state: DecodeState, logits: Array) -> tuple[Array, Array]:
+def _drawn(engine: Engine, state: DecodeState, logits: Array) -> tuple[Array, Array]:
+    settings = engine.settings
     keys = jax.random.wrap_key_data(take(state.samples.keys, state.sample))
     keys = jax.vmap(jax.vmap(jax.random.fold_in))(keys, state.index)
     if settings.min_completion_tokens > 0 and settings.stop_tokens:
         stops = jnp.zeros(logits.shape[-1], bool).at[jnp.asarray(settings.stop_tokens)].set(True)
         early = state.index < settings.min_completion_tokens
         logits = jnp.where(early[..., None] & stops, -jnp.inf, logits)
-    return draw(keys, logits, settings.distribution)
+    return draw(keys, logits, settings.distribution, engine.vocab_shards)
 
 
 def _written(

@@ -20,12 +20,18 @@ class Distribution(NamedTuple):
     min_p: float = 0.0  # keep tokens of at least this share of the likeliest one's probability
 
 
-def draw(keys: Array, logits: Array, distribution: Distribution) -> tuple[Array, Array]:
+def draw(
+    keys: Array, logits: Array, distribution: Distribution, shards: int = 1
+) -> tuple[Array, Array]:
     """One token per row, and its log-probability under the distribution drawn from.
 
     Two-level Gumbel-max: first a block of the vocabulary by its log-sum-exp, then a token within
     it. Exact, with sqrt(V)-many random numbers per token instead of V; unlike an inverse CDF it
     does not flip under rounding noise unless two perturbed scores tie.
+
+    Args:
+      shards: of the vocabulary, over devices. Blocks without tokens are added until they divide
+        them: without, every device would compute the logits of all. They are never drawn.
 
     Shapes: keys [*B], logits [*B, V] -> token, logp [*B]. The log-probability of temperature 0 is
     the model's own, at temperature 1.
@@ -38,14 +44,16 @@ def draw(keys: Array, logits: Array, distribution: Distribution) -> tuple[Array,
     *rows, vocab = logits.shape
     width = block_width(vocab)
     blocks = -(-vocab // width)
-    if blocks * width > vocab:
-        padding = [(0, 0)] * len(rows) + [(0, blocks * width - vocab)]
+    divided = -(-blocks // shards) * shards
+    if divided * width > vocab:
+        padding = [(0, 0)] * len(rows) + [(0, divided * width - vocab)]
         logits = jnp.pad(logits, padding, constant_values=-jnp.inf)
-    blocked = logits.reshape(*rows, blocks, width)
-    weight = jax.nn.logsumexp(blocked, axis=-1)  # [*B, blocks]
+    blocked = logits.reshape(*rows, divided, width)
+    weight = jax.nn.logsumexp(blocked, axis=-1)  # [*B, divided]
     noise = jax.vmap(lambda key: jax.random.gumbel(key, (blocks + width,), weight.dtype))
     gumbel = noise(keys.reshape(-1)).reshape(*rows, -1)
-    block = (weight + gumbel[..., :blocks]).argmax(-1)
+    of_blocks = jnp.pad(gumbel[..., :blocks], [(0, 0)] * len(rows) + [(0, divided - blocks)])
+    block = (weight + of_blocks).argmax(-1)
     inside = jnp.take_along_axis(blocked, block[..., None, None], axis=-2)[..., 0, :]
     token = (inside + gumbel[..., blocks:]).argmax(-1)
     logp = _chosen(inside, token) - jax.nn.logsumexp(weight, axis=-1)

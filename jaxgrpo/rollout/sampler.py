@@ -82,6 +82,12 @@ class Sizes(NamedTuple):
         return self.rows == self.prompts and self.slots == samples
 
 
+def chunk_shape(sizes: Sizes) -> tuple[int, int]:
+    """How many rows of a bin are computed at once, and how many tokens of each."""
+    width = min(CHUNK, sizes.width)
+    return max(1, min(sizes.rows, CHUNK_TOKENS // width)), width
+
+
 def make_sampler(model: Model, settings: SamplingSettings, mesh: Mesh | None = None) -> Sampler:
     """Jits what `sample` runs.
 
@@ -89,7 +95,7 @@ def make_sampler(model: Model, settings: SamplingSettings, mesh: Mesh | None = N
       mesh: that parameters and prompts are laid out on; None: one device.
     """
     constrain = (lambda value, axes: value) if mesh is None else sharding.constrain(mesh)
-    engine = Engine(model, settings, constrain)
+    engine = Engine(model, settings, constrain, 1 if mesh is None else mesh.shape["tensor"])
     decode = functools.partial(decoding.segment, engine)
     return Sampler(
         settings=settings,
@@ -275,8 +281,7 @@ class _Call:
         ):
             return
         chunks = [self._next_chunks(bin_) for bin_ in range(self.sizes.bins)]
-        width = min(CHUNK, self.sizes.width)
-        side = max(1, min(self.sizes.rows, CHUNK_TOKENS // width))
+        side, width = chunk_shape(self.sizes)
         # Chunks of one prompt follow one another: all first ones, then all second ones.
         for level in range(max(map(len, chunks))):
             of_level = [of_bin[level] if level < len(of_bin) else [] for of_bin in chunks]

@@ -16,12 +16,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from jaxgrpo.core.chips import CHIPS, chip_of
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.types import TrainState
 from jaxgrpo.models import decoder, sharding
 from jaxgrpo.models.api import Model, ModelConfig
+from jaxgrpo.models.logprobs import chunk_tokens
 from jaxgrpo.models.sharding import AnyMesh
-from jaxgrpo.rollout.capacity import capacity, fitting_slots
+from jaxgrpo.rollout.capacity import LOGITS, capacity, fitting_slots
 from jaxgrpo.update import packing
 from jaxgrpo.update.forward import (
     Blueprint,
@@ -126,17 +128,41 @@ def with_fitting_tokens(
     """The blueprint with fewer tokens in a micro-batch, where the activations of those that it has
     by default do not fit; never fewer than the longest sample takes.
 
-    Beside them and what the run keeps are the gradient of a micro-batch and their sum, and the
-    weights as they are computed with.
+    Beside them is what else an update takes (`of_update`), and what the run keeps.
     """
-    found, model, mesh = count(blueprint, copies), blueprint.model, blueprint.mesh
-    of_weights = 2 * found.parameters + parameters(model, mesh)
-    # A bin's tokens are divided over the axis "context".
-    each = activations(model.config, remat) / mesh.shape["context"]
-    room = int(free_beside(mesh, found.kept + of_weights) / each)
+    found, mesh = count(blueprint, copies), blueprint.mesh
+    parts = of_update(blueprint, remat)
+    each = parts.pop("activations") / blueprint.geometry.tokens
+    room = int(free_beside(mesh, found.kept + sum(parts.values())) / each)
     sizes, minibatches = blueprint.geometry[:4], blueprint.geometry.minibatches
     geometry = packing.geometry_of(sizes, mesh, None, minibatches, room)
     return blueprint._replace(geometry=geometry)
+
+
+def of_update(blueprint: Blueprint, remat: decoder.Remat) -> dict[str, int]:
+    """Working memory of an update on each device, by formula: what for -> bytes.
+
+    gradients: of a micro-batch and their sum, in the dtype that is trained
+    weights: as they are computed with, if that is another dtype
+    head: as the chunks read it, and its gradient of each bin, in float32
+    logits: of a chunk of tokens, `LOGITS` times float32
+    activations: what layers keep of a micro-batch's tokens, and one layer at work
+    """
+    model, mesh, tokens = blueprint.model, blueprint.mesh, blueprint.geometry.tokens
+    config, tensor = model.config, mesh.shape["tensor"]
+    held, _ = of_training(model, mesh, blueprint.optimizer)
+    narrow = config.dtype != held_dtype(model)
+    numbers = config.hidden_size * config.vocab_size // tensor
+    gathered = numbers * jnp.dtype(config.dtype).itemsize
+    chunk = chunk_tokens(config.vocab_size, tokens)
+    return {
+        "gradients": 2 * held,
+        "weights": parameters(model, mesh) if narrow and config.lora is None else 0,
+        "head": gathered + (0 if config.lora else 4 * numbers),
+        "logits": LOGITS * 4 * chunk * config.vocab_size // tensor,
+        # A bin's tokens are divided over the axis "context".
+        "activations": activations(config, remat) * tokens // mesh.shape["context"],
+    }
 
 
 def activations(config: ModelConfig, remat: decoder.Remat) -> int:
@@ -177,8 +203,8 @@ def plan(program: Any, blueprint: Blueprint, state: TrainState) -> int:
         return 0
     out = found.output_size_in_bytes - found.alias_size_in_bytes
     whole = found.argument_size_in_bytes + found.temp_size_in_bytes + out
-    others = (blueprint.geometry.minibatches - 1) * sum(map(_on_device, jax.tree.leaves(batch)))
-    return whole - sum(map(_on_device, jax.tree.leaves(arguments))) + others
+    others = (blueprint.geometry.minibatches - 1) * on_device(batch)
+    return whole - on_device(arguments) + others
 
 
 def update_arguments(blueprint: Blueprint, state: TrainState) -> tuple[Any, ...]:
@@ -214,11 +240,24 @@ def refuse_too_large(memory: Memory, mesh: Mesh) -> None:
 
 
 def of_device(mesh: Mesh) -> int:
-    """The bytes of memory that a device of the mesh gives; CPU devices share the machine's."""
+    """The bytes of memory that a device of the mesh gives; CPU devices share the machine's.
+
+    Raises: InputError for devices that are not here and not in `core.chips.CHIPS`.
+    """
     device = mesh.local_devices[0]
-    stats: Mapping[str, int] = device.memory_stats() or {}
+    try:
+        stats: Mapping[str, int] = device.memory_stats() or {}
+    except jax.errors.JaxRuntimeError:  # it is compiled for, and not here
+        return _published(device.device_kind)
     machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // len(mesh.local_devices)
     return stats.get("bytes_limit", machine)
+
+
+def _published(kind: str) -> int:
+    chip = chip_of(kind)
+    if chip is None:
+        raise InputError(f"{kind}: its memory is not known; known are {', '.join(CHIPS)}")
+    return chip.memory
 
 
 def shown(count: int) -> str:
@@ -257,13 +296,18 @@ def free_beside(mesh: Mesh, taken: int) -> int:
     return max(0, int(SHARE * of_device(mesh)) - taken)
 
 
+def on_device(tree: Any) -> int:
+    """Bytes on one device of arrays, or of shapes with shardings."""
+
+    def one(leaf: Any) -> int:
+        return math.prod(leaf.sharding.shard_shape(leaf.shape)) * np.dtype(leaf.dtype).itemsize
+
+    return sum(map(one, jax.tree.leaves(tree)))
+
+
 def _bytes(shapes: Any, layout: Any) -> int:
     """Of a tree of shapes on one device, by a tree of shardings."""
     placed = jax.tree.map(
         lambda leaf, one: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=one), shapes, layout
     )
-    return sum(map(_on_device, jax.tree.leaves(placed)))
-
-
-def _on_device(leaf: Any) -> int:
-    return math.prod(leaf.sharding.shard_shape(leaf.shape)) * np.dtype(leaf.dtype).itemsize
+    return on_device(placed)

@@ -278,8 +278,13 @@ def method_of(
     rewards: Sequence[Reward],
     advantage: AdvantageTransform | None = None,
     share: step.Share = step.alone,
+    sampling: SamplingSettings | None = None,
 ) -> tuple[Blueprint, step.Steps]:
-    """The static description of a run, checked as a whole, and the functions built from it."""
+    """The static description of a run, checked as a whole, and the functions built from it.
+
+    Args:
+      sampling: how it samples; None: as the tokenizer of the model says.
+    """
     mesh, model, rollout = found.mesh, found.model, config.rollout
     for name, axis in DIVIDED.items():
         sharding.check_divides(mesh, f"rollout.{name}", getattr(rollout, name), axis)
@@ -303,7 +308,7 @@ def method_of(
         objective=objective,
         optimizer=optimizer,
         geometry=geometry,
-        sampling=sampling_settings(config, found.folder, found.tokenizer),
+        sampling=sampling or sampling_settings(config, found.folder, found.tokenizer),
         mesh=mesh,
         reward_weights={reward.name: reward.weight for reward in rewards},
         num_iterations=config.train.num_iterations,
@@ -342,20 +347,33 @@ def sampling_settings(config: Config, folder: Path, tokenizer: Any) -> SamplingS
             f"model.path = {config.model.path}: its tokenizer has no end token, so no sample could "
             "end; set eos_token in its tokenizer_config.json"
         )
-    rollout, pad = config.rollout, tokenizer.pad_token_id
+    pad, strings = tokenizer.pad_token_id, config.rollout.stop_strings
+    return settings_of(
+        config,
+        ends,
+        ends[0] if pad is None else pad,
+        StopStrings(tokenizer, strings) if strings else None,
+    )
+
+
+def settings_of(
+    config: Config, ends: tuple[int, ...], pad: int, strings: StopStrings | None = None
+) -> SamplingSettings:
+    """How a config samples from a model whose tokens `ends` end a sample."""
+    rollout = config.rollout
     return SamplingSettings(
         group_size=rollout.group_size,
         max_completion_tokens=rollout.max_completion_tokens,
         temperature=rollout.temperature,
         stop_tokens=ends,
-        pad_token=ends[0] if pad is None else pad,
+        pad_token=pad,
         segment_tokens=rollout.segment_tokens,
         top_k=rollout.top_k,
         top_p=rollout.top_p,
         min_p=rollout.min_p,
         min_completion_tokens=rollout.min_completion_tokens,
         slots=rollout.slots or 0,
-        stop_strings=StopStrings(tokenizer, rollout.stop_strings) if rollout.stop_strings else None,
+        stop_strings=strings,
         early_stop=EarlyStop(**rollout.early_stop) if rollout.early_stop else None,  # pyright: ignore[reportArgumentType]
         kv_cache_dtype=rollout.kv_cache_dtype,
     )

@@ -74,6 +74,8 @@ class Steps(NamedTuple):
     prepare: Prepare
     update: Update
     sync: Sync
+    sampler: sampling.Sampler  # the programs of `sample`
+    score: Any  # the jitted pass of `prepare` that gives log-probs
     update_program: Any
     """the jitted (trainable, opt_state, objective_state, anchors, batch) -> (trainable, opt_state,
     objective_state, metrics) of `update`"""
@@ -90,11 +92,14 @@ def build_steps(blueprint: Blueprint, share: Share = alone) -> Steps:
         lambda: sampling.make_sampler(blueprint.model, blueprint.sampling, blueprint.mesh),
     )
     program = share("update", lambda: _update_program(blueprint))
+    preparer = Preparer(blueprint)
     return Steps(
         sample=functools.partial(sampling.sample, sampler),
-        prepare=Preparer(blueprint).prepare,
+        prepare=preparer.prepare,
         update=functools.partial(_update, program, blueprint.objective.anchors),
         sync=_syncer(blueprint),
+        sampler=sampler,
+        score=preparer.score,
         update_program=program,
     )
 

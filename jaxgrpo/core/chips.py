@@ -1,0 +1,73 @@
+"""What the makers publish of accelerators, and what a program may use of their memory.
+
+All numbers are of one device as JAX counts them: a chip, and half a chip of TPU7x.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+GIB = 2**30
+JAX_SHARE = 0.75
+"""Of a GPU's memory, what JAX takes unless XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise."""
+
+
+class Chip(NamedTuple):
+    """One device. The rates are the makers' peaks, which no program reaches."""
+
+    name: str
+    kinds: str  # regular expression of what JAX calls it, `jax.Device.device_kind`
+    flops: float  # per second, products of bfloat16
+    memory: int  # bytes that a program may use
+    bandwidth: float  # bytes per second, of its memory
+    link: float  # bytes per second that it can send to its neighbours (ICI, NVLink), all links
+    network: float  # bytes per second that it can send beyond its slice or host
+    source: str
+
+
+_CLOUD = "docs.cloud.google.com/tpu/docs/"
+_H100 = "nvidia.com, H100 and H200 SXM data sheets; 8 ports of 400 Gbit/s per host of 8 (DGX H100)"
+
+CHIPS = {
+    chip.name: chip
+    for chip in (
+        # The memory of TPUs is what libtpu 0.0.42 says a program may have when one does not fit.
+        # Published bandwidth of ICI is both ways together: half of it leaves the chip.
+        Chip("v4", "TPU v4", 275e12, int(30.75 * GIB), 1228e9, 150e9, 6.25e9, f"{_CLOUD}v4"),
+        Chip(
+            *("v5e", "TPU v5 ?(lite|e)", 197e12, int(15.75 * GIB), 819e9),
+            *(200e9, 25e9 / 8, f"{_CLOUD}v5e: 400 GB/s ICI; 6.4 Tbit/s of network for 256 chips"),
+        ),
+        Chip(
+            *("v5p", "TPU v5p?", 459e12, int(95.74 * GIB), 2765e9),
+            *(600e9, 50e9 / 8, f"{_CLOUD}v5p: 1200 GB/s ICI; 50 Gbit/s of network per chip"),
+        ),
+        Chip(
+            *("v6e", "TPU v6 ?(lite|e)", 918e12, int(31.25 * GIB), 1638e9),
+            *(400e9, 100e9 / 8, f"{_CLOUD}v6e: 800 GB/s ICI; 25.6 Tbit/s of network for 256 chips"),
+        ),
+        Chip(
+            *("tpu7x", "TPU ?7x", 2307e12 / 2, int(94.75 * GIB), 7380e9 / 2),
+            *(300e9, 100e9 / 16, f"{_CLOUD}tpu7x: 1200 GB/s ICI, 100 Gbit/s of network per chip"),
+        ),
+        Chip(
+            *("h100", ".*H100.*", 989e12, int(JAX_SHARE * 79.1 * GIB), 3352e9),
+            *(450e9, 400e9 / 8, f"{_H100}: 900 GB/s NVLink both ways"),
+        ),
+        Chip(
+            *("h200", ".*H200.*", 989e12, int(JAX_SHARE * 139.8 * GIB), 4800e9),
+            *(450e9, 400e9 / 8, f"{_H100}: 900 GB/s NVLink both ways"),
+        ),
+    )
+}
+"""By the name that a topology begins with."""
+
+
+def chip_of(kind: str) -> Chip | None:
+    """The chip that JAX calls by this kind, if it is one of CHIPS.
+
+    >>> chip_of("TPU v5 lite").name, chip_of("TPU v5").name, chip_of("cpu")
+    ('v5e', 'v5p', None)
+    """
+    return next((chip for chip in CHIPS.values() if re.fullmatch(chip.kinds, kind)), None)

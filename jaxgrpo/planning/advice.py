@@ -1,0 +1,150 @@
+"""Configurations near one that does not fit, and all that might, by formula and by compiling."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+from jaxgrpo.config import files
+from jaxgrpo.config.files import Config
+from jaxgrpo.core.errors import InputError
+from jaxgrpo.planning import costs, plan, programs
+from jaxgrpo.planning.plan import Plan
+from jaxgrpo.planning.topologies import Topology
+from jaxgrpo.training import memory
+
+SECONDS = 25.0  # for remedies: the command answers within 30
+ROOM = 0.9
+"""Of a chip's memory, what the formulas may fill: they were within 10% of the compiler for the
+programs of tests/planning."""
+TOO_MUCH = 1.3
+"""Times a chip's memory, from which on nothing is compiled: the formulas err by less."""
+LORA = {"lora.rank": 64, "lora.alpha": 64.0}
+"""Rank of the paper's runs in configs/experiments/x3_paper.toml; alpha as rank: scale 1."""
+
+
+class Candidate(NamedTuple):
+    """A changed configuration, and what the formulas say of it."""
+
+    changes: dict[str, Any]  # key of the config -> value
+    peak: int  # bytes on each device
+    seconds: float  # of a step at the least, without what devices tell one another
+
+    @property
+    def overrides(self) -> str:
+        """As --set takes them."""
+        return " ".join(f"{key}={_toml(value)}" for key, value in self.changes.items())
+
+
+def by_formula(config: Config, topology: Topology) -> tuple[int, float]:
+    """(peak bytes on each device, least seconds of a step) of a run, without compiling.
+
+    Raises: InputError where the run cannot be built on such devices.
+    """
+    run = plan.built(config, topology)
+    work = costs.work_of(run)
+    names = [name for name in work if name != "score" or programs.scored(run)]
+    devices = len(topology.devices)
+    bounds = [costs.bound_of(work[name], (), topology.chip, devices, {}) for name in names]
+    return plan.peak_of(plan.parts_of(run)), sum(bound.seconds for bound in bounds)
+
+
+def remedies(config: Config, topology: Topology, most: int = 3) -> list[Candidate]:
+    """The nearest configurations that should fit, the fewest changes first; at most `SECONDS` long.
+
+    What may change: the mesh, the micro-batch, the slots, what is recomputed, and last whether
+    adapters are trained in place of all weights.
+    """
+    found: list[Candidate] = []
+    until = time.monotonic() + SECONDS
+    for changes in _changes(config, topology):
+        if len(found) == most or time.monotonic() > until:
+            break
+        candidate = _tried(config, topology, changes)
+        if candidate is not None and candidate.peak <= ROOM * topology.chip.memory:
+            found.append(candidate)
+    return found
+
+
+def search(config: Config, topology: Topology, most: int = 3) -> Iterator[tuple[Candidate, Plan]]:
+    """All meshes, fastest first by formula: those that fit, each compiled, until `most` do."""
+    tried = (_tried(config, topology, changes) for changes in _meshes(config, topology, True))
+    room = ROOM * topology.chip.memory
+    fitting = [one for one in tried if one is not None and one.peak <= room]
+    for one in sorted(fitting, key=lambda one: one.seconds)[:most]:
+        yield one, plan.plan(plan.built(changed(config, one.changes), topology), topology)
+
+
+def changed(config: Config, changes: dict[str, Any]) -> Config:
+    """A config with some keys changed; None takes a key out."""
+    tables = files.tables_of(config)
+    for key, value in changes.items():
+        table, name = key.split(".")
+        if value is None:
+            tables[table].pop(name, None)
+        else:
+            tables.setdefault(table, {})[name] = value
+    return files.from_dict(tables, source=config.source)
+
+
+def _tried(config: Config, topology: Topology, changes: dict[str, Any]) -> Candidate | None:
+    """A candidate, if it can be built."""
+    try:
+        return Candidate(changes, *by_formula(changed(config, changes), topology))
+    except InputError:
+        return None
+
+
+def _changes(config: Config, topology: Topology) -> Iterator[dict[str, Any]]:
+    """Changes of a config, from the smallest."""
+    smaller: list[dict[str, Any]] = []
+    if config.train.tokens_per_micro_batch is not None:
+        smaller.append({"train.tokens_per_micro_batch": None})
+    if config.rollout.slots is not None:
+        smaller.append({"rollout.slots": None})
+    if config.train.remat not in ("auto", "full"):
+        smaller.append({"train.remat": "full"})
+    meshes = list(_meshes(config, topology, False))
+    adapters = [] if config.lora.rank or config.lora.path else [LORA]
+    yield from smaller
+    yield from meshes
+    yield from (one | two for one, two in itertools.product(meshes, smaller))
+    everything = {key: value for one in smaller for key, value in one.items()}
+    yield from (LORA | everything for _ in adapters)
+    yield from (one | more | everything for one, more in itertools.product(meshes, adapters))
+
+
+def _meshes(config: Config, topology: Topology, same: bool) -> Iterator[dict[str, Any]]:
+    """Other meshes over the devices: those that divide the parameters most, first.
+
+    Args:
+      same: with the config's own.
+    """
+    count, slices = len(topology.devices), topology.slices
+    of_slice = count // slices
+    now = (config.mesh.fsdp, config.mesh.tensor)
+    sizes = [size for size in range(1, of_slice + 1) if of_slice % size == 0]
+    pairs = [
+        (fsdp, tensor)
+        for fsdp, tensor in itertools.product(sizes, sizes)
+        if of_slice % (fsdp * tensor * config.mesh.context) == 0 and tensor <= 16
+    ]
+    for fsdp, tensor in sorted(pairs, key=lambda pair: (-pair[0] * pair[1], pair[1])):
+        if same or (fsdp, tensor) != now:
+            yield {"mesh.data": 0, "mesh.fsdp": fsdp, "mesh.tensor": tensor}
+
+
+def blame(found: Plan) -> Sequence[tuple[str, int]]:
+    """What takes most of each device's memory, by formula, the largest first."""
+    return sorted(found.parts.items(), key=lambda part: -part[1])[:4]
+
+
+def _toml(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def shown(candidate: Candidate) -> str:
+    """In words."""
+    return f"{candidate.overrides}  ({memory.shown(candidate.peak)} by formula)"

@@ -1,0 +1,189 @@
+"""What a step costs at the least: operations, bytes of memory, bytes between devices.
+
+All prompts and completions are as long as they may be, and every sample is live, so that a step
+takes no more than this. The formulas are written out where they are computed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from jaxgrpo.core.chips import Chip
+from jaxgrpo.models import decoder
+from jaxgrpo.models.api import ModelConfig
+from jaxgrpo.models.logprobs import chunk_tokens
+from jaxgrpo.planning.hlo import Collective
+from jaxgrpo.planning.programs import Run, sampler_params
+from jaxgrpo.rollout.capacity import capacity
+from jaxgrpo.rollout.sampler import Sizes, chunk_shape
+from jaxgrpo.training import memory
+
+RECOMPUTED = {"none": 0, "dots": 0, "attention": 1, "full": 1}
+"""train.remat -> forward passes of the layers that a backward pass takes again."""
+
+
+class Work(NamedTuple):
+    """What one call of a program does, and how many calls a step makes. Over all devices."""
+
+    calls: int
+    flops: float  # of matrix products, without what is computed again
+    executed: float  # with it
+    read: float  # bytes of memory that each device reads and writes at the least
+    loops: tuple[int, ...]  # trips of the loops whose end is computed, from the outermost
+
+
+class Bound(NamedTuple):
+    """Seconds of a step that a program takes at the least, by what limits it."""
+
+    compute: float
+    memory: float
+    links: float  # between neighbours
+    network: float  # between slices or hosts
+
+    @property
+    def seconds(self) -> float:
+        """With perfect overlap of the four."""
+        return max(self)
+
+    @property
+    def limit(self) -> str:
+        """The name of the largest."""
+        return self._fields[int(np.argmax(self))]
+
+
+def linear_weights(config: ModelConfig) -> int:
+    """Weights of the linear maps of all layers, each of which costs 2 operations per token."""
+    heads = 2 * config.num_heads + 2 * config.num_kv_heads
+    attention = config.hidden_size * config.head_dim * heads
+    return config.num_layers * (attention + 3 * config.hidden_size * config.intermediate_size)
+
+
+def attention_flops(config: ModelConfig, before: int, tokens: int) -> float:
+    """Of `tokens` queries behind `before` others: 4 heads head_dim per pair that is seen.
+
+    Position p, from 0, sees p + 1 keys, or those of its window.
+    """
+    seen = np.arange(before + 1, before + tokens + 1, dtype=np.float64)
+    pairs = sum(np.minimum(seen, kind.window or math.inf).sum() for kind in config.kinds)
+    return 4.0 * config.num_heads * config.head_dim * float(pairs)
+
+
+def forward_flops(config: ModelConfig, prompts: int, width: int, samples: int, steps: int) -> float:
+    """A pass over prompts, each once, and over all samples, with the head at each sample's tokens.
+
+        prompts (2 L width + attention(0, width))
+        + samples (steps (2 L + 2 H) + attention(width, steps))
+
+    with L linear weights and H = hidden x vocabulary.
+    """
+    linear, head = linear_weights(config), config.hidden_size * config.vocab_size
+    of_prompt = 2.0 * linear * width + attention_flops(config, 0, width)
+    of_sample = 2.0 * (linear + head) * steps + attention_flops(config, width, steps)
+    return prompts * of_prompt + samples * of_sample
+
+
+def work_of(run: Run) -> dict[str, Work]:
+    """The work of each program, by its name."""
+    return {
+        "sync": Work(1, 0.0, 0.0, 2.0 * memory.on_device(sampler_params(run)), (1,)),
+        **_of_sampling(run),
+        **_of_training(run),
+    }
+
+
+def _of_sampling(run: Run) -> dict[str, Work]:
+    """Decoding reads the weights and what is in the caches at every token: of the samples' own
+    half, since they grow."""
+    blueprint, geometry = run.blueprint, run.blueprint.geometry
+    config, settings = blueprint.model.config, blueprint.sampling
+    prompts, samples = geometry.num_prompts, geometry.num_prompts * geometry.group_size
+    width, steps = geometry.max_prompt_tokens, geometry.max_completion_tokens
+    sizes = Sizes.of(settings, geometry.bins, prompts, width)
+    weights = memory.on_device(sampler_params(run))
+    side, chunk = chunk_shape(sizes)
+    prefills = math.ceil(sizes.prompts / side) * math.ceil(max(1, width - 1) / chunk)
+    linear, head = linear_weights(config), config.hidden_size * config.vocab_size
+    of_prompts = prompts * (2.0 * linear * width + attention_flops(config, 0, width))
+    tokens = steps * (linear + head)
+    of_samples = samples * (2.0 * tokens + attention_flops(config, width, steps))
+    state = capacity(blueprint.model, settings, blueprint.mesh, prompts, width).state
+    rounds = math.ceil(sizes.prompts * settings.group_size / sizes.slots) * steps
+    segments = math.ceil(rounds / settings.segment_tokens)
+    read = settings.segment_tokens * (weights + state / 2)
+    return {
+        "prefill": _once(prefills, of_prompts, weights, 1),
+        "decode": _once(segments, of_samples, read, settings.segment_tokens),
+    }
+
+
+def _once(calls: int, flops: float, read: float, trips: int) -> Work:
+    """Of a program that computes nothing twice. Args: flops: of all calls; read: of one."""
+    return Work(calls, flops / calls, flops / calls, float(read), (trips,))
+
+
+def _of_training(run: Run) -> dict[str, Work]:
+    """An update is three forward passes: with adapters two, since the weights have no gradient.
+
+    It reads the weights in each pass of a micro-batch, adds a gradient to a sum (read and written),
+    writes and reads what layers keep, and reads and writes parameters and moments once.
+    """
+    blueprint, geometry = run.blueprint, run.blueprint.geometry
+    config, train = blueprint.model.config, run.config.train
+    platform = blueprint.mesh.devices.flat[0].platform
+    remat = decoder.remat_of(train.remat, platform)
+    samples = geometry.num_prompts * geometry.group_size
+    sizes = geometry.max_prompt_tokens, samples, geometry.max_completion_tokens
+    forward = forward_flops(config, geometry.num_prompts, *sizes)
+    head = config.hidden_size * config.vocab_size
+    size = jnp.dtype(config.dtype).itemsize
+    weights = size * (linear_weights(config) + head) / blueprint.mesh.shape["tensor"]
+    passes = 2 if config.lora else 3
+    micro = geometry.micro_batches
+    chunks = math.ceil(geometry.tokens / chunk_tokens(config.vocab_size, geometry.tokens))
+    of_head = 2.0 * samples * geometry.max_completion_tokens * head
+    again = RECOMPUTED[remat] * (forward - of_head)
+    held = memory.on_device(run.state.trainable)
+    kept = memory.activations(config, remat) * geometry.tokens / blueprint.mesh.shape["context"]
+    of_micro = (2 + RECOMPUTED[remat]) * weights + 3 * held + 2 * kept
+    read = micro * of_micro + 2 * (held + memory.on_device(run.state.opt_state))
+    calls = train.num_iterations * train.minibatches
+    loops = (micro, chunks)
+    each = train.minibatches  # which share the step's samples
+    executed = (passes * forward + again) / each
+    return {
+        "score": Work(calls, forward / each, forward / each, micro * weights, loops),
+        "update": Work(calls, passes * forward / each, executed, read, loops),
+    }
+
+
+def bound_of(
+    work: Work,
+    collectives: Sequence[Collective],
+    chip: Chip,
+    devices: int,
+    islands: Mapping[str, int],
+) -> Bound:
+    """The least seconds of a program in a step, from the makers' figures of a chip.
+
+    Args:
+      islands: axis of the mesh -> how many islands (slices, or hosts of GPUs) it crosses.
+    """
+    links = network = 0.0
+    for one in collectives:
+        sent = one.sent * one.trips
+        crossed = math.prod(islands.get(axis, 1) for axis in one.axes)
+        if crossed > 1:  # devices of an island send a part each
+            network += sent / max(1, one.group // crossed)
+        if one.group > crossed:
+            links += sent
+    return Bound(
+        compute=work.calls * work.executed / (devices * chip.flops),
+        memory=work.calls * work.read / chip.bandwidth,
+        links=work.calls * links / chip.link,
+        network=work.calls * network / chip.network,
+    )

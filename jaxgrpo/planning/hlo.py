@@ -1,0 +1,301 @@
+"""What a compiled program does, read from its text: loops, arrays, and collectives.
+
+The text is that of the optimised HLO, `compiled.as_text()`, of XLA for CPUs, GPUs and TPUs.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
+
+_COMPUTATION = re.compile(r"(ENTRY )?%?([\w.-]+) \(.*\{$")
+_INSTRUCTION = re.compile(r"\s+(ROOT )?%?([\w.-]+) = (.*?)\s([a-z][a-z0-9-]*)\((.*)$")
+_ARRAY = re.compile(r"\b([a-z]+)(\d*)[a-z0-9]*\[([\d,]*)\]")
+_CALLED = re.compile(r"\b(?:calls|to_apply)=%?([\w.-]+)|branch_computations=\{([^}]*)\}")
+_BRANCHES = re.compile(r"\b(?:true|false)_computation=%?([\w.-]+)")
+_LOOP = re.compile(r"condition=%?([\w.-]+), body=%?([\w.-]+)")
+_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
+_INDEX = re.compile(r"index=(\d+)")
+_CHANNEL = re.compile(r"channel_id=(\d+)")
+_NAMED_GROUPS = re.compile(
+    r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))?"
+    r"\s*\{([^}]*)\}"
+)
+_COUNTED_GROUPS = re.compile(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
+_LISTED_GROUPS = re.compile(r"replica_groups=\{(\{[\d,{} ]*\})?\}")
+_PAIRS = re.compile(r"source_target_pairs=\{([\d,{} ]*)\}")
+
+
+class Array(NamedTuple):
+    """An array of a program, as one device holds it."""
+
+    dtype: str  # as HLO names it: "f32", "bf16"
+    shape: tuple[int, ...]
+
+    @property
+    def bytes(self) -> int:
+        """Numbers of less than a byte count as one."""
+        bits = re.sub(r"[^0-9]", "", self.dtype) or "8"
+        return math.prod(self.shape) * max(1, int(bits) // 8)
+
+
+class Instruction(NamedTuple):
+    name: str
+    result: str  # its type as HLO text
+    code: str
+    rest: str  # operands and attributes
+    is_root: bool
+
+    @property
+    def arrays(self) -> list[Array]:
+        found = _ARRAY.findall(self.result)
+        return [Array(kind + bits, _numbers(sizes)) for kind, bits, sizes in found]
+
+    @property
+    def bytes(self) -> int:
+        """Of the largest array of the result."""
+        return max((array.bytes for array in self.arrays), default=0)
+
+    @property
+    def called(self) -> list[str]:
+        """The computations that it runs once."""
+        names = [*_BRANCHES.findall(self.rest)]
+        for one, several in _CALLED.findall(self.rest):
+            names += [one] if one else [name.strip(" %") for name in several.split(",")]
+        return names
+
+
+class Collective(NamedTuple):
+    """A collective, with how often it runs."""
+
+    kind: str  # of KINDS
+    axes: tuple[str, ...]  # of the mesh, those along which its groups extend
+    arrays: tuple[Array, ...]  # what it gives, on each device
+    group: int  # devices of a group
+    trips: int  # how often a call of the program runs it, at the most
+    depth: int  # loops round it
+
+    @property
+    def sent(self) -> float:
+        """Bytes that a device sends each time, by algorithms that send least.
+
+        With n devices and S bytes of the result on each: all-gather and all-to-all (n-1)/n S,
+        all-reduce 2 (n-1)/n S, reduce-scatter (n-1) S, collective-permute S.
+        """
+        size, n = sum(array.bytes for array in self.arrays), max(1, self.group)
+        return (
+            size
+            * {
+                "all-gather": (n - 1) / n,
+                "all-to-all": (n - 1) / n,
+                "all-reduce": 2 * (n - 1) / n,
+                "reduce-scatter": n - 1,
+                "collective-permute": 1,
+            }[self.kind]
+        )
+
+
+def computations(text: str) -> tuple[dict[str, list[Instruction]], str]:
+    """The instructions of each computation of a program, and the name of that it begins with."""
+    found: dict[str, list[Instruction]] = {}
+    body: list[Instruction] = []
+    entry = ""
+    for line in text.splitlines():
+        if opened := _COMPUTATION.match(line):
+            body = found[opened[2]] = []
+            entry = opened[2] if opened[1] else entry
+        elif one := _INSTRUCTION.match(line):
+            root, name, result, code, rest = one.groups()
+            body.append(Instruction(name, result, code, rest, root is not None))
+    return found, entry
+
+
+class Place(NamedTuple):
+    """Where a computation stands: how often it runs at the most, and within how many loops."""
+
+    trips: int
+    depth: int
+
+
+def places(
+    found: Mapping[str, Sequence[Instruction]], entry: str, unknown: Sequence[int]
+) -> dict[str, Place]:
+    """Where each computation stands; where it is called from several places, the most trips.
+
+    Args:
+      unknown: trips of the loops whose end the program computes: of the outermost such loop, of one
+        within it, and so on. The last holds for all that are deeper.
+    """
+    placed: dict[str, Place] = {}
+
+    def visit(name: str, trips: int, depth: int, open_loops: int) -> None:
+        old = placed.get(name)
+        if name not in found or (old is not None and old.trips >= trips):
+            return
+        placed[name] = Place(trips, depth)
+        for one in found[name]:
+            for called in one.called:
+                visit(called, trips, depth, open_loops)
+            loop = _LOOP.search(one.rest) if one.code == "while" else None
+            if loop is None:
+                continue
+            count = _trips(one, *(found.get(name, ()) for name in loop.groups()))
+            inside = open_loops + (count is None)
+            if count is None:
+                count = unknown[min(open_loops, len(unknown) - 1)]
+            visit(loop[2], trips * count, depth + 1, inside)
+
+    visit(entry, 1, 0, 0)
+    return placed
+
+
+def _trips(
+    loop: Instruction, condition: Sequence[Instruction], body: Sequence[Instruction]
+) -> int | None:
+    """How often a loop runs that counts from 0 to a constant; None: the program computes it."""
+    if known := _TRIPS.search(loop.rest):
+        return int(known[1])
+    constants, root = _constants(condition), _root(condition)
+    if root is None or root.code != "compare":
+        return None
+    counter, *limit = _operands(root)
+    if not limit or limit[0] not in constants:
+        return None
+    place = next((_INDEX.search(one.rest) for one in condition if one.name == counter), None)
+    return -(-constants[limit[0]] // _step(body, int(place[1]) if place else 0))
+
+
+def _step(body: Sequence[Instruction], place: int) -> int:
+    """What the body of a loop adds to the counter, which is at a place of what it carries."""
+    root, by_name = _root(body), {one.name: one for one in body}
+    carried = _operands(root) if root is not None and root.code == "tuple" else []
+    made = by_name.get(carried[place]) if place < len(carried) else None
+    constants = _constants(body)
+    if made is None or made.code != "add":
+        return 1
+    return next((constants[name] for name in _operands(made) if name in constants), 1)
+
+
+def _constants(body: Sequence[Instruction]) -> dict[str, int]:
+    found = ((one, re.match(r"(\d+)\)", one.rest)) for one in body if one.code == "constant")
+    return {one.name: int(value[1]) for one, value in found if value}
+
+
+def _root(body: Sequence[Instruction]) -> Instruction | None:
+    return next((one for one in body if one.is_root), None)
+
+
+def _operands(one: Instruction) -> list[str]:
+    return re.findall(r"%([\w.-]+)", one.rest.split(")")[0])
+
+
+def collectives(
+    text: str, axes: Mapping[str, int], unknown: Sequence[int] = (1,)
+) -> list[Collective]:
+    """The collectives of a program that is compiled for a mesh.
+
+    A TPU takes a collective apart, to compute in between: the parts, inside fusions, share its
+    channel and count as one.
+
+    Args:
+      axes: the mesh, name of an axis -> its size, in the order of its devices.
+      unknown: as of `places`.
+    """
+    found, entry = computations(text)
+    placed = places(found, entry, unknown)
+    fused = {name for body in found.values() for one in body for name in _fused(one)}
+    of_channel: dict[tuple[str, str], Collective] = {}
+    rest: list[Collective] = []
+    for name, place in placed.items():
+        for one in found[name]:
+            kind = one.code.removesuffix("-start")
+            if kind not in KINDS:
+                continue
+            group, along = _extent(one.rest, axes)
+            made = Collective(kind, along, tuple(_given(one)), group, *place)
+            channel = _CHANNEL.search(one.rest)
+            if name in fused and channel:
+                key = kind, channel[1]
+                if key not in of_channel or of_channel[key].trips < made.trips:
+                    of_channel[key] = made
+            else:
+                rest.append(made)
+    return [one for one in (*of_channel.values(), *rest) if one.group > 1]
+
+
+def arrays(text: str) -> Iterator[Array]:
+    """Every array that an instruction of a program gives, those inside fusions too."""
+    for body in computations(text)[0].values():
+        for one in body:
+            yield from one.arrays
+
+
+def _fused(one: Instruction) -> list[str]:
+    return one.called if one.code == "fusion" else []
+
+
+def _given(one: Instruction) -> list[Array]:
+    """What a collective gives. That of a -start stands beside what it takes, in one tuple."""
+    if not one.code.endswith("-start") or one.code == "all-reduce-start":
+        return one.arrays
+    return sorted(one.arrays, key=lambda array: array.bytes)[-1:]
+
+
+def _extent(rest: str, axes: Mapping[str, int]) -> tuple[int, tuple[str, ...]]:
+    """Devices of a group of a collective, and the axes of the mesh along which it extends."""
+    total = math.prod(axes.values())
+    groups = _groups(rest, total)
+    if not groups:
+        return total, tuple(name for name, size in axes.items() if size > 1)
+    grid = np.stack(np.unravel_index(np.arange(total), tuple(axes.values())), -1)
+    along = set()
+    for group in groups:
+        differs = (grid[group] != grid[group[0]]).any(0)
+        along |= {name for name, one in zip(axes, differs, strict=True) if one}
+    return max(map(len, groups)), tuple(name for name in axes if name in along)
+
+
+def _groups(rest: str, total: int) -> list[list[int]]:
+    """The groups of devices, by their place in the mesh; none: all devices are one group."""
+    if named := _NAMED_GROUPS.search(rest):
+        sizes, shape, order, chosen = named.groups()
+        return _of_named(sizes, chosen, _counted(total, shape or str(total), order))
+    if counted := _COUNTED_GROUPS.search(rest):
+        shape, of_ids, order = counted.groups()
+        return _counted(total, of_ids, order).reshape(_numbers(shape)).tolist()
+    found = _PAIRS.search(rest) or _LISTED_GROUPS.search(rest)
+    listed = re.findall(r"\{([\d, ]+)\}", found[0]) if found else []
+    return [list(_numbers(one)) for one in listed]
+
+
+def _counted(total: int, shape: str, order: str | None) -> np.ndarray:
+    """0, 1, ... as an array of a shape whose dimensions are then put in another order."""
+    ids = np.arange(total).reshape(_numbers(shape))
+    return ids.transpose(_numbers(order)) if order else ids
+
+
+def _of_named(sizes: str, chosen: str, devices: np.ndarray) -> list[list[int]]:
+    """Groups along axes of a mesh that the program names itself: 'a'=2,'b'=4 and 'b', or 'b':(1)2,
+    a part of an axis: behind 1 place of it, 2."""
+    shape: list[int] = []
+    parts: dict[str, list[int]] = {}  # of an axis, the dimensions that it is cut into
+    asked = re.findall(r"'([^']+)'(?::\((\d+)\)(\d+))?", chosen)
+    for name, size in re.findall(r"'([^']+)'=(\d+)", sizes):
+        cut = next(((int(a), int(b)) for one, a, b in asked if one == name and a), None)
+        pieces = [int(size)] if cut is None else [cut[0], cut[1], int(size) // (cut[0] * cut[1])]
+        parts[name] = [len(shape) + (1 if cut else 0)]
+        shape += pieces
+    inner = [dimension for name, *_ in asked for dimension in parts[name]]
+    outer = [dimension for dimension in range(len(shape)) if dimension not in inner]
+    ids = devices.reshape(shape).transpose(outer + inner)
+    return ids.reshape(-1, math.prod(shape[dimension] for dimension in inner)).tolist()
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(one) for one in text.split(",") if one.strip())

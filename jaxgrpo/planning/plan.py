@@ -1,0 +1,236 @@
+"""The plan of a run: its programs compiled for a topology, their memory, costs and bounds."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from jaxgrpo.config.files import Config
+from jaxgrpo.core.errors import InputError, one_line
+from jaxgrpo.models import decoder, sharding
+from jaxgrpo.models.api import ModelConfig
+from jaxgrpo.models.hf import families, folders
+from jaxgrpo.planning import costs, hlo, programs
+from jaxgrpo.planning.costs import Bound, Work
+from jaxgrpo.planning.hlo import Collective
+from jaxgrpo.planning.programs import Program, Run
+from jaxgrpo.planning.topologies import Topology
+from jaxgrpo.training import memory, parameters
+
+_FULL = re.compile(r"\(([\d.]+)([KMGT]?)\) exceeds available HBM \(([\d.]+)([KMGT])\)")
+_POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
+
+
+class Planned(NamedTuple):
+    """One program of a run, on each device."""
+
+    name: str
+    arguments: int  # bytes
+    temporaries: int
+    outputs: int  # bytes that are not written over arguments
+    donated: int
+    aliased: int  # of them, what is written over
+    beside: int  # bytes that lie in memory meanwhile and are not its own
+    seconds: float  # of compiling it
+    work: Work
+    collectives: tuple[Collective, ...]
+    bound: Bound
+
+    @property
+    def peak(self) -> int:
+        return self.arguments + self.temporaries + self.outputs + self.beside
+
+
+class Plan(NamedTuple):
+    """What `jaxgrpo plan` finds."""
+
+    topology: Topology
+    run: Run
+    parts: dict[str, int]  # what is kept on each device -> bytes, by formula
+    planned: tuple[Planned, ...]
+    problem: str  # why a program does not fit, as the compiler says it; "": all fit
+
+    @property
+    def limit(self) -> int:
+        return self.topology.chip.memory
+
+    @property
+    def peak(self) -> int:
+        return max((one.peak for one in self.planned), default=0)
+
+    @property
+    def fits(self) -> bool:
+        return not self.problem and self.peak <= self.limit
+
+    @property
+    def seconds(self) -> float:
+        """Of a step at the least."""
+        return sum(one.bound.seconds for one in self.planned)
+
+    @property
+    def tokens(self) -> int:
+        """Completion tokens of a step at the most."""
+        geometry = self.run.blueprint.geometry
+        return geometry.num_prompts * geometry.group_size * geometry.max_completion_tokens
+
+
+def model_of(config: Config) -> ModelConfig:
+    """The model of a config without its weights, and without the network.
+
+    Raises: InputError where neither a local folder nor `model.config` says what it is.
+    """
+    keys = config.model
+    if keys.config:
+        stored = families.model_config(keys.config, "model.config")
+    elif Path(keys.path).expanduser().is_dir():
+        stored = folders.read_config(keys.path)
+    else:
+        raise InputError(
+            f"model.path = {keys.path!r} is no folder here, and a plan uses no network: give a "
+            "folder with the model's config.json, or its fields in the table [model.config]"
+        )
+    return parameters.chosen_config(config, stored)
+
+
+def mesh_of(config: Config, topology: Topology) -> Mesh:
+    """The mesh that a config asks for, on the devices of a topology."""
+    sizes = config.mesh
+    return sharding.make_mesh(
+        sizes.data, sizes.fsdp, sizes.tensor, sizes.context, devices=topology.devices
+    )
+
+
+def built(config: Config, topology: Topology) -> Run:
+    """The run of a config on the devices of a topology.
+
+    Raises: InputError where it cannot be built there.
+    """
+    return programs.run_of(config, model_of(config), mesh_of(config, topology))
+
+
+def by_formula(run: Run, topology: Topology) -> Plan:
+    """The plan of a run that takes so much memory, by formula, that compiling it would be in vain.
+
+    Its `problem` says so.
+    """
+    parts = parts_of(run)
+    told = f"by formula it takes {memory.shown(peak_of(parts))}, so nothing was compiled"
+    return Plan(topology, run, parts, (), told)
+
+
+def plan(
+    run: Run, topology: Topology, names: Sequence[str] = programs.NAMES, dump: Any = None
+) -> Plan:
+    """Compiles the programs of a run for a topology and reads what they take.
+
+    Args:
+      names: of the programs.
+      dump: a folder for the text of each program; None: none is written.
+    """
+    planned, problem = [], ""
+    try:
+        for program in programs.compiled(run, names):
+            planned.append(_read(run, program, topology, dump))
+    except jax.errors.JaxRuntimeError as error:
+        if not is_full(error):
+            raise
+        problem = one_line(error)
+    return Plan(topology, run, parts_of(run), tuple(planned), problem)
+
+
+def is_full(error: BaseException) -> bool:
+    """Whether a compiler says that a program does not fit into memory."""
+    return "RESOURCE_EXHAUSTED" in str(error) or "Out of memory" in str(error)
+
+
+def needed(problem: str) -> int | None:
+    """The bytes that a compiler says a program takes, if its message tells."""
+    found = _FULL.search(problem)
+    return int(float(found[1]) * 1024 ** _POWERS[found[2]]) if found else None
+
+
+def parts_of(run: Run) -> dict[str, int]:
+    """What a run keeps on each device, by formula: name -> bytes."""
+    counted = memory.count(run.blueprint, sorted(run.state.frozen.keys() - {"weights"}))
+    remat = decoder.remat_of(run.config.train.remat, run.blueprint.mesh.devices.flat[0].platform)
+    return {
+        "parameters": counted.parameters,
+        "frozen weights": counted.frozen,
+        "optimizer": counted.optimizer,
+        "other policies": counted.copies,
+        "sampler's weights, logits": counted.sampler,
+        "caches and samples": counted.decode,
+        **memory.of_update(run.blueprint, remat),
+    }
+
+
+KEPT = ("parameters", "frozen weights", "optimizer", "other policies")
+SAMPLING = ("sampler's weights, logits", "caches and samples")
+
+
+def peak_of(parts: Mapping[str, int]) -> int:
+    """Bytes that a run takes at the most, by formula: what it keeps, and sampling or updating."""
+    kept, sampling = (sum(parts[name] for name in names) for names in (KEPT, SAMPLING))
+    return kept + max(sampling, sum(parts.values()) - kept - sampling)
+
+
+def islands(mesh: Mesh) -> dict[str, int]:
+    """Axis -> how many slices (of GPUs hosts) it crosses."""
+
+    def island(device: Any) -> int:
+        of_slice = getattr(device, "slice_index", None)
+        return device.process_index if device.platform != "tpu" else of_slice or 0
+
+    found = np.vectorize(island)(mesh.devices)
+    crossed = {}
+    for place, name in enumerate(mesh.axis_names):
+        lines = np.moveaxis(found, place, -1).reshape(-1, found.shape[place])
+        crossed[name] = max(len(set(line.tolist())) for line in lines)
+    return crossed
+
+
+def _read(run: Run, program: Program, topology: Topology, dump: Any) -> Planned:
+    text = program.compiled.as_text()
+    if dump is not None:
+        Path(dump).mkdir(parents=True, exist_ok=True)
+        (Path(dump) / f"{program.name}.hlo.txt").write_text(text, encoding="utf-8")
+    found = program.compiled.memory_analysis()
+    mesh, work = run.blueprint.mesh, costs.work_of(run)[program.name]
+    of_loops = tuple(hlo.collectives(text, dict(mesh.shape), work.loops))
+    return Planned(
+        name=program.name,
+        arguments=found.argument_size_in_bytes,
+        temporaries=found.temp_size_in_bytes,
+        outputs=found.output_size_in_bytes - found.alias_size_in_bytes,
+        donated=program.donated,
+        aliased=found.alias_size_in_bytes,
+        beside=_beside(run, program),
+        seconds=program.seconds,
+        work=work,
+        collectives=of_loops,
+        bound=costs.bound_of(work, of_loops, topology.chip, len(topology.devices), islands(mesh)),
+    )
+
+
+def _beside(run: Run, program: Program) -> int:
+    """Bytes of the run's state that a program does not read; while sampling also what `sync` made:
+    the sampler reads each layer's weights apart, and keeps the stacked ones."""
+    own = {id(leaf) for leaf in jax.tree.leaves(program.arguments)}
+    state = [leaf for leaf in jax.tree.leaves(run.state) if id(leaf) not in own]
+    made = programs.made_by_sync(run) if program.name in ("prefill", "decode") else 0
+    return memory.on_device(state) + made
+
+
+def each_axis(collectives: Sequence[Collective]) -> dict[tuple[str, tuple[str, ...]], float]:
+    """(kind, axes) -> bytes that a device sends in one call of a program."""
+    total: dict[tuple[str, tuple[str, ...]], float] = {}
+    for one in collectives:
+        key = one.kind, one.axes
+        total[key] = total.get(key, 0.0) + one.sent * one.trips
+    return total

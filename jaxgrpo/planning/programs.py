@@ -1,0 +1,216 @@
+"""The programs of a run, compiled for devices that need not be here; no array is made.
+
+They are those that `training.setup` builds for a run. What they are given is shapes.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from jaxgrpo.config.files import Config
+from jaxgrpo.core.types import FIELDS, WEIGHTS, Prompts, TrainState
+from jaxgrpo.models import decoder, lora, sharding
+from jaxgrpo.models.api import ModelConfig
+from jaxgrpo.rollout.sampler import Sizes, chunk_shape
+from jaxgrpo.training import inputs, memory, setup
+from jaxgrpo.update import step
+from jaxgrpo.update.forward import (
+    Blueprint,
+    as_computed,
+    held_dtype,
+    opt_layout,
+    param_layout,
+    params_of,
+)
+
+NAMES = ("sync", "prefill", "decode", "score", "update")
+"""The programs of a step, in its order."""
+
+
+class Run(NamedTuple):
+    """A run without arrays."""
+
+    config: Config
+    blueprint: Blueprint
+    steps: step.Steps
+    state: TrainState  # of jax.ShapeDtypeStruct, each with its sharding
+
+
+class Program(NamedTuple):
+    """A compiled program."""
+
+    name: str  # of NAMES
+    compiled: Any
+    seconds: float  # of tracing, lowering and compiling it
+    arguments: Any  # what it was compiled for
+    donated: int  # bytes of them on each device that it may overwrite
+
+
+def run_of(config: Config, model: ModelConfig, mesh: Mesh) -> Run:
+    """The run of a config on a mesh, whose devices need not be here.
+
+    Args:
+      model: as `parameters.chosen_config` returns it.
+
+    Raises: InputError where the model, the method, the sizes and the mesh do not fit together.
+    """
+    remat = decoder.remat_of(config.train.remat, mesh.devices.flat[0].platform)
+    built = decoder.build(model, constrain=sharding.constrain(mesh), remat=remat)
+    rewards = inputs.resolve_rewards(config, None, None)
+    # Which tokens end a sample changes no shape, so no tokenizer is read.
+    found = setup.Found(mesh, Path(config.model.path), None, built)
+    sampling = setup.settings_of(config, (0,), 0)
+    blueprint, steps = setup.method_of(config, found, rewards, sampling=sampling)
+    return Run(config, blueprint, steps, abstract_state(blueprint))
+
+
+def abstract_state(blueprint: Blueprint) -> TrainState:
+    """The shapes of the state that `setup.first_state` makes, but for what the host keeps."""
+    model, everywhere = blueprint.model, sharding.replicated(blueprint.mesh)
+    params = placed(model.shapes, param_layout(blueprint))
+    own, frozen = params, {}
+    if model.config.lora is not None:
+        own, frozen[WEIGHTS] = lora.split(params)
+    held = jax.tree.map(lambda leaf: leaf.update(dtype=held_dtype(model)), own)
+    copies = dict.fromkeys(setup.kept_policies(blueprint), own)
+    moments = jax.eval_shape(blueprint.optimizer.init, held)
+    small = jax.ShapeDtypeStruct((), jnp.int32, sharding=everywhere)
+    remembered = jax.eval_shape(blueprint.objective.init)
+    return TrainState(
+        step=small,
+        trainable=held,
+        frozen=frozen | copies,
+        opt_state=placed(moments, opt_layout(blueprint)),
+        advantage_state=(),
+        prompt_policy_state=(),
+        cursor=small,
+        key=jax.ShapeDtypeStruct((2,), jnp.uint32, sharding=everywhere),
+        objective_state=placed(remembered, jax.tree.map(lambda _: everywhere, remembered)),
+    )
+
+
+def placed(shapes: Any, layout: Any) -> Any:
+    """A tree of shapes with the shardings of another."""
+    return jax.tree.map(lambda leaf, one: leaf.update(sharding=one), shapes, layout)
+
+
+def compiled(run: Run, names: Any = NAMES) -> Iterator[Program]:
+    """The programs of a run, those of `names` that it has, compiled one after the other.
+
+    Raises: jax.errors.JaxRuntimeError where the compiler finds no room for one.
+    """
+    makers: Mapping[str, Callable[[Run], Iterator[Program]]] = {
+        "sync": _sync,
+        "decode": _sampling,
+        "score": _score,
+        "update": _update,
+    }
+    for name, maker in makers.items():
+        if name in names:
+            yield from maker(run)
+
+
+def compile_one(run: Run, name: str, function: Any, *arguments: Any, donated: Any = ()) -> Program:
+    """Compiles a jitted function for the devices of a run."""
+    began = time.perf_counter()
+    platform = run.blueprint.mesh.devices.flat[0].platform
+    lowered = function.trace(*arguments).lower(lowering_platforms=(platform,))
+    program = lowered.compile()
+    seconds = time.perf_counter() - began
+    return Program(name, program, seconds, arguments, memory.on_device(donated))
+
+
+def sampler_params(run: Run) -> Any:
+    """The shapes of what `sync` gives the sampler."""
+    blueprint = run.blueprint
+    state = jax.eval_shape(functools.partial(as_computed, blueprint.model), params_of(run.state))
+    return placed(state, param_layout(blueprint, sharding.SAMPLING))
+
+
+def made_by_sync(run: Run) -> int:
+    """Bytes on each device of what `sync` makes anew for the sampler."""
+    state, given = run.state, sampler_params(run)
+    if run.blueprint.model.config.lora is not None and run.blueprint.mesh.shape["fsdp"] == 1:
+        own = lora.split(given)[0]  # the weights are read where they are
+        return 0 if _alike(own, state.trainable) else memory.on_device(own)
+    return 0 if _alike(given, params_of(state)) else memory.on_device(given)
+
+
+def _alike(tree: Any, other: Any) -> bool:
+    """Whether one is the other, dtype and sharding included."""
+    same = jax.tree.map(lambda a, b: (a.dtype, a.sharding) == (b.dtype, b.sharding), tree, other)
+    return all(jax.tree.leaves(same))
+
+
+def _sync(run: Run) -> Iterator[Program]:
+    if made_by_sync(run):
+        yield compile_one(run, "sync", jax.jit(run.steps.sync), run.state)
+
+
+def _sampling(run: Run) -> Iterator[Program]:
+    """Prefill and decoding."""
+    blueprint, sampler = run.blueprint, run.steps.sampler
+    platform = blueprint.mesh.devices.flat[0].platform
+    everywhere, geometry = sharding.replicated(blueprint.mesh), blueprint.geometry
+    count, width = geometry.num_prompts, geometry.max_prompt_tokens
+    rows = functools.partial(sharding.named, blueprint.mesh)
+
+    def array(dtype: Any, *shape: int, layout: Any = everywhere) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=layout)
+
+    prompts = Prompts(
+        prompt_tokens=array(jnp.int32, count, width, layout=rows("bins", None)),
+        prompt_mask=array(jnp.bool_, count, width, layout=rows("bins", None)),
+        row=array(jnp.int32, count, layout=rows("bins")),
+        ordinal=array(jnp.int32, count, layout=rows("bins")),
+        step=array(jnp.int32),
+    )
+
+    def laid_out(function: Any, *arguments: Any) -> Any:
+        """The shapes of what a small function returns, as the compiler lays them out."""
+        traced = function.trace(*arguments)
+        out = traced.lower(lowering_platforms=(platform,)).compile().output_shardings
+        return placed(traced.out_info, out)
+
+    sizes = Sizes.of(blueprint.sampling, geometry.bins, count, width)
+    params = laid_out(sampler.split, sampler_params(run))
+    state = laid_out(sampler.begin, sizes, prompts, array(jnp.uint32, 2))
+    shape = (geometry.bins, *chunk_shape(sizes))
+    chunk = array(jnp.int32, *shape), array(jnp.int32, *shape[:2]), array(jnp.int32, *shape[:2])
+    yield compile_one(run, "prefill", sampler.prefill, params, state, *chunk, donated=state)
+    aligned = sizes.aligned(blueprint.sampling)
+    given = (aligned, params, state, array(jnp.int32))
+    yield compile_one(run, "decode", sampler.decode, *given, donated=state)
+
+
+def scored(run: Run) -> list[str]:
+    """The fields that passes of a model have to give."""
+    needs = run.blueprint.chain.needs | run.blueprint.objective.needs
+    return sorted(needs & FIELDS.keys())
+
+
+def _score(run: Run) -> Iterator[Program]:
+    """The pass that gives the fields which the method reads, if it reads any."""
+    blueprint, state = run.blueprint, run.state
+    needs = scored(run)
+    if not needs:
+        return
+    policy = FIELDS[needs[0]].policy
+    asked = "value" if any(FIELDS[name].quantity == "entropy" for name in needs) else "none"
+    *_, batch = memory.update_arguments(blueprint, state)
+    given = (params_of(state, policy), batch, asked, blueprint.geometry)
+    yield compile_one(run, "score", run.steps.score, *given)
+
+
+def _update(run: Run) -> Iterator[Program]:
+    arguments = memory.update_arguments(run.blueprint, run.state)
+    program = run.steps.update_program
+    yield compile_one(run, "update", program, *arguments, donated=arguments[:2])

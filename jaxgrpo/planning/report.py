@@ -1,0 +1,182 @@
+"""A plan as tables for the terminal and as JSON."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from jaxgrpo.models import decoder
+from jaxgrpo.planning import advice
+from jaxgrpo.planning.advice import Candidate
+from jaxgrpo.planning.plan import Plan, Planned, each_axis, needed
+from jaxgrpo.training.console import facts
+from jaxgrpo.training.memory import shown
+
+LIMITS = {
+    "compute": "products",
+    "memory": "memory bandwidth",
+    "links": "links between chips",
+    "network": "network between slices or hosts",
+}
+"""What bounds a program -> in words."""
+
+
+def show(console: Console, plan: Plan) -> None:
+    """Prints a plan."""
+    facts(console, _head(plan))
+    if plan.planned:
+        console.print(_memory(plan))
+        console.print(_costs(plan))
+        console.print(_traffic(plan))
+    console.print(_of_formula(plan))
+    _verdict(console, plan)
+
+
+def show_remedies(console: Console, found: list[Candidate], seconds: float) -> None:
+    """Prints what should fit."""
+    if not found:
+        console.print("no mesh, micro-batch, slots, remat or LoRA was found that should fit: take")
+        console.print("more or larger chips, a smaller model, or shorter prompts and completions")
+        return
+    console.print(f"should fit, by formula ({seconds:.0f} s); --search compiles:")
+    for one in found:
+        console.print(f"  --set {advice.shown(one)}", markup=False)
+
+
+def as_json(plan: Plan) -> dict[str, Any]:
+    """A plan as JSON: bytes, seconds and operations, per device where it is not said otherwise."""
+    blueprint = plan.run.blueprint
+    return {
+        "topology": plan.topology.title,
+        "chip": plan.topology.chip._asdict(),
+        "devices": len(plan.topology.devices),
+        "mesh": dict(blueprint.mesh.shape),
+        "slots": blueprint.sampling.slots,
+        "tokens_per_micro_batch": blueprint.geometry.tokens,
+        "micro_batches": blueprint.geometry.micro_batches,
+        "attention": blueprint.kernel.name,
+        "remat": _remat(plan),
+        "parts_by_formula": plan.parts,
+        "programs": {one.name: _program(one) for one in plan.planned},
+        "peak": plan.peak,
+        "limit": plan.limit,
+        "fits": plan.fits,
+        "problem": plan.problem,
+        "step": {
+            "seconds_at_least": plan.seconds,
+            "completion_tokens": plan.tokens,
+            "tokens_per_second_at_most": plan.tokens / plan.seconds if plan.seconds else None,
+            "collective_bytes": sum(_sent(one) for one in plan.planned),
+        },
+    }
+
+
+def write(plan: Plan, path: str) -> None:
+    """Writes `as_json`."""
+    with open(path, "w", encoding="utf-8") as file:
+        json.dump(as_json(plan), file, indent=1)
+
+
+def _program(one: Planned) -> dict[str, Any]:
+    return {
+        **{name: getattr(one, name) for name in ("arguments", "temporaries", "outputs", "beside")},
+        "peak": one.peak,
+        "donated": one.donated,
+        "aliased": one.aliased,
+        "calls": one.work.calls,
+        "flops_of_all_devices": one.work.flops,
+        "executed_flops_of_all_devices": one.work.executed,
+        "collective_bytes": {
+            f"{kind} over {'+'.join(axes)}": sent
+            for (kind, axes), sent in each_axis(one.collectives).items()
+        },
+        "bound_seconds": one.bound._asdict(),
+        "bound": one.bound.limit,
+        "compile_seconds": one.seconds,
+    }
+
+
+def _sent(one: Planned) -> float:
+    """Bytes that a device sends in a step."""
+    return one.work.calls * sum(each_axis(one.collectives).values())
+
+
+def _remat(plan: Plan) -> str:
+    platform = plan.topology.devices[0].platform
+    return decoder.remat_of(plan.run.config.train.remat, platform)
+
+
+def _head(plan: Plan) -> dict[str, str]:
+    blueprint, geometry = plan.run.blueprint, plan.run.blueprint.geometry
+    mesh = ", ".join(f"{name} {size}" for name, size in blueprint.mesh.shape.items())
+    why = f" ({blueprint.kernel.why})" if blueprint.kernel.why else ""
+    return {
+        "devices": f"{plan.topology.title}; {shown(plan.limit)} each ({plan.topology.chip.source})",
+        "mesh": mesh,
+        "a step": f"{geometry.num_prompts} prompts x {geometry.group_size} samples of at most "
+        f"{geometry.max_completion_tokens} tokens, {blueprint.sampling.slots} decoded at once",
+        "an update": f"at most {geometry.micro_batches} micro-batches of {geometry.bins} bins x "
+        f"{geometry.tokens} tokens, remat {_remat(plan)}, attention {blueprint.kernel.name}{why}",
+    }
+
+
+def _memory(plan: Plan) -> Table:
+    table = Table(title="memory of each device, as compiled", title_justify="left")
+    for name in ("program", "arguments", "temporaries", "outputs", "beside it", "peak", "compiled"):
+        table.add_column(name, justify="left" if name == "program" else "right")
+    for one in plan.planned:
+        sizes = (one.arguments, one.temporaries, one.outputs, one.beside, one.peak)
+        table.add_row(one.name, *map(shown, sizes), f"{one.seconds:.0f} s")
+    return table
+
+
+def _costs(plan: Plan) -> Table:
+    table = Table(title="a step at the least, by the chip's published rates", title_justify="left")
+    names = ("program", "calls", "TFLOP", "products", "memory", "links", "network", "bound")
+    for name in names:
+        table.add_column(name, justify="left" if name in ("program", "bound") else "right")
+    for one in plan.planned:
+        seconds = (f"{value:.3g} s" if value else "" for value in one.bound)
+        flops = f"{one.work.calls * one.work.executed / 1e12:,.1f}"
+        limit = LIMITS[one.bound.limit]
+        table.add_row(one.name, str(one.work.calls), flops, *seconds, limit)
+    return table
+
+
+def _traffic(plan: Plan) -> Table:
+    table = Table(title="bytes that each device sends in a step", title_justify="left")
+    for name in ("program", "collective", "axes", "bytes"):
+        table.add_column(name, justify="right" if name == "bytes" else "left")
+    for one in plan.planned:
+        for (kind, axes), sent in each_axis(one.collectives).items():
+            if sent * one.work.calls >= 2**20:
+                count = shown(int(sent * one.work.calls))
+                table.add_row(one.name, kind, " + ".join(axes), count)
+    return table
+
+
+def _of_formula(plan: Plan) -> Table:
+    table = Table(title="what lies in memory, by formula", title_justify="left")
+    table.add_column("what")
+    table.add_column("each device", justify="right")
+    for name, size in plan.parts.items():
+        if size:
+            table.add_row(name, shown(size))
+    return table
+
+
+def _verdict(console: Console, plan: Plan) -> None:
+    if plan.fits:
+        rate = plan.tokens / plan.seconds
+        console.print(
+            f"fits: {shown(plan.peak)} of {shown(plan.limit)}; a step of {plan.tokens:,} completion"
+            f" tokens takes {plan.seconds:.3g} s at the least, {rate:,.0f} tokens/s at the most"
+        )
+        return
+    asked = needed(plan.problem)
+    told = f"the compiler asks for {shown(asked)}" if asked else plan.problem or shown(plan.peak)
+    largest = ", ".join(f"{name} {shown(size)}" for name, size in advice.blame(plan))
+    console.print(f"does not fit: {told} of {shown(plan.limit)}; largest: {largest}", markup=False)

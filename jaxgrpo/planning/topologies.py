@@ -1,0 +1,130 @@
+"""Devices that are not here: TPU slices and hosts of GPUs, by name, to compile for."""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+import re
+from collections.abc import MutableMapping
+from typing import Any, NamedTuple
+
+from jax.experimental import topologies
+
+from jaxgrpo.core.chips import CHIPS, Chip
+from jaxgrpo.core.errors import InputError, one_line, suggest
+
+GPUS = ("h100", "h200")
+DEVICES_PER_CHIP = {"tpu7x": 2}  # others have one
+_ONE_DEVICE_PER_CHIP = {"v4": {"chip_config_name": "megacore"}}
+_EXAMPLES = "v5e:4x4, v6e:16x16, v5p:4x4x4, h100:8x8 (hosts x GPUs)"
+
+_TARGET = """
+gpu_device_info {{
+  threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152
+  shared_memory_per_core: 233472 threads_per_core_limit: 2048 core_count: 132 fpus_per_core: 128
+  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+  memory_bandwidth: {bandwidth} l2_cache_size: 52428800 clock_rate_ghz: 1.98
+  device_memory_size: {memory} shared_memory_per_block_optin: 232448
+  cuda_compute_capability {{ major: 9 }} registers_per_core_limit: 65536
+  registers_per_block_limit: 65536
+}}
+platform_name: "CUDA"
+dnn_version_info {{ major: 9 minor: 8 patch: 0 }}
+device_description_str: "{kind}"
+"""
+"""What XLA asks of a GPU that it compiles for, here one of NVIDIA's Hopper architecture, from its
+white paper: 132 multiprocessors, 50 MB of L2, 228 KB of shared memory each."""
+_GPU_KINDS = {"h100": ("NVIDIA H100 80GB HBM3", 84942979072), "h200": ("NVIDIA H200", 150110011392)}
+"""JAX's name of the device, and its bytes of memory."""
+
+
+class Topology(NamedTuple):
+    """Devices that a program can be compiled for."""
+
+    name: str  # as it was given
+    chip: Chip  # what one of the devices can do
+    slices: int
+    devices: tuple[Any, ...]  # of jax.Device
+
+    @property
+    def chips(self) -> int:
+        return len(self.devices) // DEVICES_PER_CHIP.get(self.chip.name, 1)
+
+    @property
+    def title(self) -> str:
+        """In words."""
+        slices = f"{self.slices} slices of " if self.slices > 1 else ""
+        each = DEVICES_PER_CHIP.get(self.chip.name, 1)
+        halves = f", {each} devices each" if each > 1 else ""
+        return f"{slices}{self.name}, {self.chips} chips{halves}"
+
+
+def topology(name: str, slices: int = 1) -> Topology:
+    """The devices of a topology.
+
+    Args:
+      name: a chip of `core.chips.CHIPS` and sizes: "v5e:4x4", "v5p:4x4x4"; of GPUs the hosts and
+        the GPUs of each, "h100:8x8".
+      slices: so many of it, with a data-centre network between them.
+
+    Raises: InputError for what there is not, and where the compiler for it is not installed.
+    """
+    kind, _, shape = name.partition(":")
+    if kind not in CHIPS or not re.fullmatch(r"\d+(x\d+)*", shape) or slices < 1:
+        known = suggest(kind, CHIPS)
+        raise InputError(
+            f"--topology {name} --slices {slices}: expected a chip and sizes, as {_EXAMPLES}, and "
+            f"one slice or more; chips: {known}"
+        )
+    sizes = tuple(map(int, shape.split("x")))
+    described = _of_gpus if kind in GPUS else _of_tpus
+    try:
+        found = described(kind, sizes, slices)
+    except InputError:
+        raise
+    except Exception as error:  # RuntimeError, ValueError, and what plugins raise
+        raise InputError(
+            f"--topology {name}: cannot be compiled for ({one_line(error)}); examples: "
+            f"{_EXAMPLES}. The compilers come with jaxgrpo[plan]"
+        ) from None
+    return Topology(name, CHIPS[kind], slices, tuple(found))
+
+
+def quiet(environment: MutableMapping[str, str]) -> None:
+    """Keeps this process to the CPU, and libtpu from looking for chips. Before JAX is used."""
+    environment["JAX_PLATFORMS"] = "cpu"
+    environment.setdefault("TPU_SKIP_MDS_QUERY", "1")
+    environment.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
+    environment.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-1")
+    environment.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # nothing here runs on a chip
+
+
+def _of_tpus(kind: str, sizes: tuple[int, ...], slices: int) -> Any:
+    options: dict[str, Any] = dict(_ONE_DEVICE_PER_CHIP.get(kind, {}))
+    if math.prod(sizes) == 1:
+        options["chips_per_host_bounds"] = (1, 1, 1)
+    if slices > 1:
+        options["num_slices"] = slices
+    return _described("tpu", f"{kind}:{'x'.join(map(str, sizes))}", tuple(options.items()))
+
+
+def _of_gpus(kind: str, sizes: tuple[int, ...], slices: int) -> Any:
+    if len(sizes) > 2 or slices > 1:
+        raise InputError(
+            f"--topology {kind}: GPUs have hosts and GPUs of each, as h100:8x8, and no slices"
+        )
+    hosts, each = (1, *sizes)[-2:]
+    name, memory = _GPU_KINDS[kind]
+    bandwidth = int(CHIPS[kind].bandwidth)
+    target = _TARGET.format(bandwidth=bandwidth, memory=memory, kind=name)
+    options = {"target_config": target, "topology": f"1x{hosts}x{each}"}
+    return _described("cuda", kind, tuple(options.items()))
+
+
+@functools.cache
+def _described(platform: str, name: str, options: tuple[tuple[str, Any], ...]) -> Any:
+    quiet(os.environ)
+    return topologies.get_topology_desc(
+        platform=platform, topology_name=name, **dict(options)
+    ).devices
