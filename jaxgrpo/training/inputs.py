@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -12,7 +13,7 @@ from rich.console import Console
 from jaxgrpo.config import own_code
 from jaxgrpo.config.files import Config
 from jaxgrpo.config.keys import RewardKeys
-from jaxgrpo.core.errors import InputError
+from jaxgrpo.core.errors import InputError, refuse_all
 from jaxgrpo.core.types import OF_ANSWERS
 from jaxgrpo.data import chat as conversations
 from jaxgrpo.data import prompts
@@ -22,7 +23,7 @@ from jaxgrpo.data.sources import FORMS, Source
 from jaxgrpo.data.tasks import PREFIX
 from jaxgrpo.models import sequences
 from jaxgrpo.models.api import ModelConfig
-from jaxgrpo.models.hf import folders
+from jaxgrpo.models.hf import families, folders
 from jaxgrpo.models.hf.families import Family
 from jaxgrpo.rewards.calling import RewardLog
 from jaxgrpo.rewards.protocol import Reward, RewardError, TrainerState, check, name_of
@@ -41,13 +42,23 @@ def find_config(config: Config, whole: bool = True) -> tuple[Path, ModelConfig]:
     Args:
       whole: fetch the weights too, if it is a name on the hub.
 
-    Raises: InputError where there is no such model or family.
+    Raises: InputError where there is no such model or family, or `model.config` is another model's.
     """
     keys = config.model
     folder, own = folders.find_folder(keys.path, keys.revision, whole), None
     if keys.family is not None:
         own = own_code.load(keys.family, config.folder, Family, "family")
-    return folder, folders.read_config(folder, own)
+    stored = folders.read_config(folder, own)
+    if keys.config:
+        said = families.model_config(keys.config, "model.config", own)
+        names = [field.name for field in dataclasses.fields(said)]
+        odd = [
+            f"{name} = {getattr(said, name)!r}, there {getattr(stored, name)!r}"
+            for name in names
+            if name not in families.OF_THE_RUN and getattr(said, name) != getattr(stored, name)
+        ]
+        refuse_all(f"model.config is not what the config.json of {keys.path} says:", odd)
+    return folder, stored
 
 
 def check_length(config: Config, stored: ModelConfig, answer: int = 0) -> None:
