@@ -64,9 +64,10 @@ def origin_of(
     answers = inputs.load_answers(config, blueprint, tokenizer, rows)
     columns = methods.needed_columns(needs, rows, rewards)
     policy, seed = methods.make_policy(config, rewards), config.train.seed
-    select = make_selector(blueprint.samples_on, policy, read["encoded"], geometry, seed)
+    there = blueprint.samples_on  # until `prepare`, which brings the rollouts to the update's mesh
+    select = make_selector(there, policy, read["encoded"], geometry, seed)
     reward = make_rewarder(
-        mesh, policy, tokenizer, rewards, rows, columns, answers, config.train.steps, seed
+        there, policy, tokenizer, rewards, rows, columns, answers, config.train.steps, seed
     )
     is_kept = config.rollout.refill is not None
     leftover = refill.no_leftover(geometry, names, columns, answers) if is_kept else None

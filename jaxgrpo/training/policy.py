@@ -26,6 +26,7 @@ from jaxgrpo.evaluation.rescoring import Base
 from jaxgrpo.models import decoder, lora, sharding
 from jaxgrpo.models.api import Model
 from jaxgrpo.models.hf import folders
+from jaxgrpo.models.resharding import moved
 from jaxgrpo.training import memory, parameters, process
 from jaxgrpo.training.checkpoints import Checkpoints, refuse_other_step
 from jaxgrpo.training.folder import evaluation_of, read_metrics
@@ -45,7 +46,13 @@ from jaxgrpo.training.setup import (
     kept_policies,
     sampling_settings,
 )
-from jaxgrpo.update.forward import layout_to_sample, sampling_layout, trained, whole
+from jaxgrpo.update.forward import (
+    layout_to_sample,
+    param_layout,
+    sampling_layout,
+    trained,
+    whole,
+)
 from jaxgrpo.update.step import Share, alone
 
 DTYPES = ("float32", "bfloat16")  # of exported weights
@@ -177,8 +184,8 @@ def base_of(run: Setup) -> Base:
         if name in run.state.frozen:
             params = whole(run.state.frozen[name], run.state.frozen)
             if run.blueprint.has_two_meshes:
-                layout = sampling_layout(run.blueprint)
-                params = jax.jit(lambda tree: tree, out_shardings=layout)(params)
+                layouts = param_layout(run.blueprint), sampling_layout(run.blueprint)
+                params = jax.jit(lambda tree: jax.tree.map(moved, tree, *layouts))(params)
             return Base(_on(run, mesh), params)
     return load_base(run.config, mesh)
 

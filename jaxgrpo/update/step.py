@@ -19,6 +19,7 @@ from jaxgrpo.core.metrics import Metrics, empty_like, maximum, mean, merge
 from jaxgrpo.core.types import Params, Rollouts, TrainBatch, TrainState
 from jaxgrpo.losses import Tokens, token_loss
 from jaxgrpo.models import decoder, sharding
+from jaxgrpo.models.resharding import moved
 from jaxgrpo.rollout import sampler as sampling
 from jaxgrpo.update import diagnostics
 from jaxgrpo.update.forward import (
@@ -28,6 +29,7 @@ from jaxgrpo.update.forward import (
     loss_of_tokens,
     micro_batch,
     opt_layout,
+    param_layout,
     params_of,
     read_by_update,
     sampling_layout,
@@ -101,11 +103,15 @@ def build_steps(blueprint: Blueprint, share: Share = alone) -> Steps:
 
 def _syncer(blueprint: Blueprint) -> Sync:
     """Trained parameters as the sampler reads them: cast and laid out for it, or as they are."""
-    model, gathers = blueprint.model, blueprint.mesh.shape["fsdp"] > 1 or blueprint.has_two_meshes
+    model, gathers = blueprint.model, blueprint.mesh.shape["fsdp"] > 1
     narrow = jnp.finfo(model.config.dtype).bits < 32
-    if not gathers and not narrow:
+    if not gathers and not narrow and not blueprint.has_two_meshes:
         return params_of
     cast = functools.partial(as_computed, model)
+    if blueprint.has_two_meshes:
+        layouts = param_layout(blueprint), sampling_layout(blueprint)
+        move = jax.jit(lambda params: jax.tree.map(moved, cast(params), *layouts))
+        return lambda state: move(params_of(state))
     if model.config.lora is None or gathers:
         sync = jax.jit(cast, out_shardings=sampling_layout(blueprint))
         return lambda state: sync(params_of(state))
