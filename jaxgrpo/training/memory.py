@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, Sharding
 
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.types import TrainState
@@ -265,17 +265,23 @@ def sync_bytes(blueprint: Blueprint) -> int:
     program may move parts in more than one hop: compiled for a TPU v5e it brings exactly this from
     fsdp 8 to tensor 4, and 1.4 times as much from fsdp 4 x tensor 2.
     """
-    model = blueprint.model
-    found: dict[Any, int] = dict.fromkeys(blueprint.mesh.devices.flat, 0)
+    model, found = blueprint.model, dict.fromkeys(blueprint.mesh.devices.flat, 0)
     layouts = param_layout(blueprint), sampling_layout(blueprint)
-    for leaf, held, read in zip(*map(jax.tree.leaves, (model.shapes, *layouts)), strict=True):
-        before, after = (one.devices_indices_map(leaf.shape) for one in (held, read))
-        for device, index in after.items():
-            whole = zip(leaf.shape, index, before[device], strict=True)
-            sides = [(_common(n, one, one), _common(n, one, other)) for n, one, other in whole]
-            wanted, there = (math.prod(of) for of in zip(*sides, strict=True))
-            found[device] += (wanted - there) * np.dtype(leaf.dtype).itemsize
+    for leaf, *two in zip(*map(jax.tree.leaves, (model.shapes, *layouts)), strict=True):
+        for device, number in brought(leaf.shape, *two).items():
+            found[device] += number * np.dtype(leaf.dtype).itemsize
     return max(found.values())
+
+
+def brought(shape: tuple[int, ...], held: Sharding, read: Sharding) -> dict[Any, int]:
+    """device -> entries of an array that it has in the layout `read` and not in `held`."""
+    found = {}
+    before, after = (one.devices_indices_map(shape) for one in (held, read))
+    for device, index in after.items():
+        sides = [*zip(shape, index, before[device], strict=True)]
+        wanted = math.prod(_common(size, one, one) for size, one, _ in sides)
+        found[device] = wanted - math.prod(_common(*side) for side in sides)
+    return found
 
 
 def parameters(model: Model, mesh: AnyMesh) -> int:

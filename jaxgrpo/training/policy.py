@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -179,15 +180,20 @@ def load_base(config: Config, mesh: Mesh) -> Base:
 
 def base_of(run: Setup) -> Base:
     """The base of a run: a policy that it holds anyway, where there is one; else read anew."""
-    mesh = run.blueprint.samples_on
+    made = run.blueprint
     for name in ("base",) if may_reset(run.config) else ("base", "reference"):
         if name in run.state.frozen:
             params = whole(run.state.frozen[name], run.state.frozen)
-            if run.blueprint.has_two_meshes:
-                layouts = param_layout(run.blueprint), sampling_layout(run.blueprint)
-                params = jax.jit(lambda tree: jax.tree.map(moved, tree, *layouts))(params)
-            return Base(_on(run, mesh), params)
-    return load_base(run.config, mesh)
+            if made.has_two_meshes:
+                layouts = param_layout(made), sampling_layout(made)
+                params = jax.jit(functools.partial(_moved, layouts))(params)
+            return Base(_on(run, made.samples_on), params)
+    return load_base(run.config, made.samples_on)
+
+
+def _moved(layouts: tuple[Params, Params], params: Params) -> Params:
+    """Parameters in the second layout instead of the first."""
+    return jax.tree.map(moved, params, *layouts)
 
 
 def base_params(run: Setup) -> Params:

@@ -9,13 +9,13 @@ import tempfile
 from pathlib import Path
 
 import jax
-import jaxgrpo
 import numpy as np
 import pytest
 import small_run
 from processes import together
 from resuming import assert_same_bits, died_and_resumed
 
+import jaxgrpo
 from jaxgrpo.cli import make_base
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.data import tasks
@@ -85,7 +85,10 @@ def assert_same_run(one: Path, other: Path) -> None:
             marks=pytest.mark.full,
         ),
         pytest.param(
-            {"fsdp": 4}, 2, {"train.minibatches": 2, "loss.kl": 0.1}, marks=pytest.mark.full
+            {"fsdp": 4},
+            2,
+            {"train.minibatches": 2, "loss.kl": {"use": "k3", "coefficient": 0.1}},
+            marks=pytest.mark.full,
         ),
     ],
     ids=str,
