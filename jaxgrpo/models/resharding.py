@@ -69,6 +69,8 @@ def moved(value: Array, source: NamedSharding, target: NamedSharding) -> Array:
       source, target: layouts on meshes of the same devices in the same order.
     """
     value = jax.lax.with_sharding_constraint(value, source)
+    assert isinstance(source.mesh, Mesh)
+    assert isinstance(target.mesh, Mesh)
     common = refined([source.mesh, target.mesh])
     if common is not None:
         spec = _between(*(common.parts(one, value.ndim) for one in (source, target)))

@@ -281,11 +281,7 @@ def method_of(
 ) -> tuple[Blueprint, step.Steps]:
     """The static description of a run, checked as a whole, and the functions built from it."""
     mesh, model, rollout = found.mesh, found.model, config.rollout
-    for name, axis in DIVIDED.items():
-        sharding.check_divides(mesh, f"rollout.{name}", getattr(rollout, name), axis)
-    sampling_mesh = sharding.sampling_mesh(mesh, copy := config.mesh.sampling_tensor)
-    where = f"mesh.sampling_tensor = {copy}: rollout.prompts_per_step"
-    sharding.check_divides(sampling_mesh, where, rollout.prompts_per_step, "bins")
+    sampling_mesh = _sampling_mesh(config, mesh)
     sizes = (
         *(rollout.prompts_per_step, rollout.group_size),
         *(rollout.max_prompt_tokens, rollout.max_completion_tokens),
@@ -324,6 +320,17 @@ def method_of(
         blueprint = memory.with_fitting_tokens(blueprint, kept, _remat(config, mesh))
     blueprint = memory.with_slots(blueprint, kept)
     return blueprint, step.build_steps(blueprint, share)
+
+
+def _sampling_mesh(config: Config, mesh: Mesh) -> Mesh:
+    """The mesh that a config samples on. Raises: InputError where sizes do not divide over both."""
+    rollout, tensor = config.rollout, config.mesh.sampling_tensor
+    for name, axis in DIVIDED.items():
+        sharding.check_divides(mesh, f"rollout.{name}", getattr(rollout, name), axis)
+    other = sharding.sampling_mesh(mesh, tensor)
+    where = f"mesh.sampling_tensor = {tensor}: rollout.prompts_per_step"
+    sharding.check_divides(other, where, rollout.prompts_per_step, "bins")
+    return other
 
 
 def _remat(config: Config, mesh: Mesh) -> decoder.Remat:
