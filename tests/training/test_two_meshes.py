@@ -87,7 +87,7 @@ def assert_same_run(one: Path, other: Path) -> None:
         pytest.param(
             {"fsdp": 4},
             2,
-            {"train.minibatches": 2, "loss.kl": {"use": "k3", "coefficient": 0.1}},
+            {"train.minibatches": 2, "loss.kl": {"use": "k2", "beta": 0.1}},
             marks=pytest.mark.full,
         ),
     ],
