@@ -167,7 +167,7 @@ def take(
         checkpoints.wait()
         summary = loop.finish(state)
         process.meet()
-    return Run(folder.path, summary, state)
+    return Run(folder.place, summary, state)
 
 
 def _refuse_other_config(folder: RunFolder, config: Config) -> Config:
@@ -180,7 +180,7 @@ def _refuse_other_config(folder: RunFolder, config: Config) -> Config:
     difference = configs.resume_difference(before, config)
     if difference:
         raise InputError(
-            f"{folder.path}: the run began with another config; these keys may not change:\n  "
+            f"{folder.place}: the run began with another config; these keys may not change:\n  "
             + "\n  ".join(difference)
             + "\nset them back, or set run.dir to another folder"
         )
@@ -296,7 +296,7 @@ class _Loop:
                 self.keeper.save(state, number, must=bool(stop) or number == last)
             if stop and number < last:
                 raise process.StopRequested(
-                    f"stopped after step {number} of {last}, saved in {self.folder.path}; go on "
+                    f"stopped after step {number} of {last}, saved in {self.folder.place}; go on "
                     f"with: {self.keeper.going_on()}"
                 )
         return state
@@ -350,7 +350,7 @@ class _Loop:
 
     def finish(self, state: TrainState) -> dict[str, Any]:
         """Writes the model as a Hugging Face folder, and the summary."""
-        run, progress, model = self.run, self.progress, self.folder.path / "model"
+        run, progress, model = self.run, self.progress, self.folder.place / "model"
         ends = folders.end_fields(run.blueprint.sampling.stop_tokens)
         try:
             parameters.save(run.model, state, self.folder.path, self.config, run.tokenizer, ends)
@@ -362,7 +362,7 @@ class _Loop:
             "parameter_hash": parameter_hash(state.trainable),
             "dropped_prompts": run.dropped,
             "model": str(model),
-            "metrics": str(self.folder.path / "metrics.jsonl"),
+            "metrics": str(self.folder.place / "metrics.jsonl"),
             "time/seconds": time.monotonic() - progress.started,
             "time/tokens_per_second": speed,
         }
@@ -374,9 +374,10 @@ class _Loop:
             step, value = progress.best
             summary["best"] = {"step": step, progress.best_metric: value}
         summary = self.log.finish(summary)
+        self.keeper.publish()
         self.display.say(f"parameter hash {summary['parameter_hash']}")
         adapter = "" if run.model.config.lora is None else "adapter, "
-        self.display.say(f"{self.folder.path}: report.html, model, {adapter}metrics.jsonl, samples")
+        self.display.say(f"{self.folder.place}: report.html, model, {adapter}metrics.jsonl, samples")
         return summary
 
     def _step(self, state: TrainState, number: int) -> TrainState:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import tempfile
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -17,8 +19,9 @@ import jaxgrpo
 from jaxgrpo.config import files as configs
 from jaxgrpo.config.files import Config, config_of
 from jaxgrpo.config.own_code import python_name
-from jaxgrpo.core.errors import InputError
+from jaxgrpo.core.errors import InputError, refusing
 from jaxgrpo.core.types import Params
+from jaxgrpo.data import storage
 from jaxgrpo.data.prompts import PromptData
 from jaxgrpo.evaluation.evaluate import Evaluate, Policy, make_evaluator, questions_of
 from jaxgrpo.evaluation.intervals import is_end
@@ -90,10 +93,10 @@ def config_for(
     Raises: ConfigError with all problems.
     """
     tables: dict[str, Any]
-    if (Path(target) / "config.toml").exists():
+    if is_run(target):
         folder, config = read_run(target)
         tables, source = configs.tables_of(config), config.source
-        tables["model"] = {**tables["model"], "path": str((folder / "model").absolute())}
+        tables["model"] = {**tables["model"], "path": str(storage.place(folder / "model"))}
         tables["model"].pop("revision", None)
         tables.pop("lora", None)  # merged there
     elif Path(target).suffix == ".toml":
@@ -194,8 +197,8 @@ def export(
     """Writes the model of one step of a run, with tokenizer, generation config and model card.
 
     Args:
-      run: a run folder.
-      out: the folder to write; a model folder there is replaced.
+      run: a run folder, or its URL.
+      out: the folder to write, or a URL; a model folder there is replaced.
       step: a number of finished steps, "last", or "best" by the run's checkpoint.keep_best.
       dtype: of the weights; None: as they were trained.
 
@@ -234,15 +237,32 @@ def export(
     lines = [line for line in read_metrics(folder) if line["step"] == number]
     values = {name: value for line in lines for name, value in evaluation_of(line).items()}
     card = model_card(config, number, {n: v for n, v in values.items() if v is not None})
-    folders.save_model(model, params, out, tokenizer, ends, card=card)
-    return Path(out)
+    if not storage.is_url(out):
+        folders.save_model(model, params, out, tokenizer, ends, card=card)
+        return Path(out)
+    with tempfile.TemporaryDirectory(prefix="jaxgrpo-export-") as made:
+        local = Path(made, "model")
+        folders.save_model(model, params, local, tokenizer, ends, card=card)
+        with refusing(f"{out} cannot be written ({{reason}})", OSError):
+            storage.upload_folder(local, os.fspath(out))
+    return storage.place(out)
+
+
+def is_run(target: str | Path) -> bool:
+    """Whether it is the folder of a run. Raises: InputError where a bucket does not answer."""
+    if not storage.is_url(target):
+        return (Path(target) / "config.toml").exists()
+    try:
+        return storage.read(f"{os.fspath(target).rstrip('/')}/config.toml") is not None
+    except OSError as error:
+        raise InputError(f"{target} cannot be read: {error}") from error
 
 
 def read_run(run: str | Path) -> tuple[Path, Config]:
     """The folder and the config of a run. Raises: InputError where it holds no run."""
-    folder = Path(run)
+    folder = storage.place(run) if storage.is_url(run) else Path(run)
     file = folder / "config.toml"
-    if not file.exists():
+    if not is_run(run):
         raise InputError(f"{folder}: no run folder (there is no config.toml in it)")
     return folder, configs.from_dict(tomllib.loads(file.read_text(encoding="utf-8")))
 

@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from jaxgrpo.core.errors import InputError, refusing
+from jaxgrpo.data import storage
 from jaxgrpo.evaluation.intervals import interval_of
-from jaxgrpo.training import alarms
+from jaxgrpo.training import alarms, mirror
 from jaxgrpo.training.folder import LOCK, evaluation_of, is_number, read_metrics, read_samples
 
 TURNS = "\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"
@@ -171,7 +172,8 @@ def _read(file: Path, parse: Callable[[str], Any], problem: str) -> dict[str, An
 
 
 def _status(folder: Path, summary: Mapping[str, Any], lines: Sequence[Mapping[str, Any]]) -> str:
-    if _is_held(folder / LOCK):
+    held = mirror.is_held(str(folder)) if storage.is_url(folder) else _is_held(folder / LOCK)
+    if held:
         return UNDER_WAY
     last = lines[-1]["step"] if lines else 0
     return FINISHED if summary.get("step") == last else STOPPED
