@@ -36,6 +36,12 @@ def is_url(path: str | os.PathLike[str]) -> bool:
     return URL.fullmatch(os.fspath(path)) is not None
 
 
+def refuse_url(path: str | os.PathLike[str], what: str) -> None:
+    """Raises: InputError where the name of a folder is a URL and it has to be on this host."""
+    if is_url(path):
+        raise InputError(f"{os.fspath(path)}: {what} is written to a folder of this host: name one")
+
+
 def cache_folder() -> Path:
     """Where this host keeps copies: $XDG_CACHE_HOME/jaxgrpo or ~/.cache/jaxgrpo."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxgrpo"

@@ -377,7 +377,9 @@ class _Loop:
         self.keeper.publish()
         self.display.say(f"parameter hash {summary['parameter_hash']}")
         adapter = "" if run.model.config.lora is None else "adapter, "
-        self.display.say(f"{self.folder.place}: report.html, model, {adapter}metrics.jsonl, samples")
+        self.display.say(
+            f"{self.folder.place}: report.html, model, {adapter}metrics.jsonl, samples"
+        )
         return summary
 
     def _step(self, state: TrainState, number: int) -> TrainState:

@@ -45,6 +45,7 @@ class Bucket(ThreadingHTTPServer):
     """
 
     daemon_threads = True
+    request_queue_size = 128  # tensorstore opens many connections at once
 
     def __init__(self, name: str = "bucket"):
         super().__init__(("127.0.0.1", 0), _Handler)
@@ -183,7 +184,8 @@ class _Handler(BaseHTTPRequestHandler):
             how()
         except Refused as error:
             text = {"error": {"code": error.status, "message": f"status {error.status}"}}
-            self._send(error.status, json.dumps(text).encode())
+            # What follows "not modified" would be taken for the next answer.
+            self._send(error.status, b"" if error.status == 304 else json.dumps(text).encode())
 
     def _chunks(self) -> bytes:
         parts = []
@@ -291,7 +293,9 @@ class _Handler(BaseHTTPRequestHandler):
     def _batch(self) -> None:
         """Several requests to delete, in one."""
         answers = []
-        for name in re.findall(r"DELETE /storage/v1/b/[^/]+/o/(\S+?)(?:\?\S*)? ", self.body.decode()):
+        for name in re.findall(
+            r"DELETE /storage/v1/b/[^/]+/o/(\S+?)(?:\?\S*)? ", self.body.decode()
+        ):
             try:
                 self.server.delete(urllib.parse.unquote(name), {})
                 answers.append("204 No Content")

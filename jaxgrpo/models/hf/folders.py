@@ -235,6 +235,7 @@ def save_model(
     """
     if jax.tree.structure(params) != jax.tree.structure(model.shapes):
         raise InputError(OTHER_PARAMETERS)
+    storage.refuse_url(path, "a model")
     if model.config.lora is not None:
         model, params = lora.base_of(model), lora.merge(model, params)
     leaves = jax.tree.leaves(params)
