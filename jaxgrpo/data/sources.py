@@ -2,9 +2,9 @@
 
 The form of its path tells what a source is: "task:NAME:SPLIT" is a built-in task; .jsonl, .csv and
 .parquet are files; a folder, or else a name on the hub ("owner/name"), goes through the `datasets`
-library. A URL is copied first, and then a file or a folder. All give the same rows. JSONL needs no library, CSV and Parquet need pyarrow, which
-`datasets` brings. The network is used for names on the hub and
-URLs alone.
+library. A URL is copied first, and is then a file or a folder. All give the same rows. JSONL needs
+no library, CSV and Parquet need pyarrow, which `datasets` brings. The network is used for names on
+the hub and URLs alone.
 """
 
 from __future__ import annotations

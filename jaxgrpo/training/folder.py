@@ -239,9 +239,10 @@ class RunFolder(Closing):
             if storage.is_url(self.place):
                 self._mirror = mirror.Mirror(os.fspath(self.place), self.path)
         except OSError as error:
+            reason = error.strerror or error
             raise InputError(
-                f"run.dir = {self.place} cannot be written ({error.strerror or error}): set run.dir "
-                "to a folder that can"
+                f"run.dir = {self.place} cannot be written ({reason}): set run.dir to a "
+                "folder that can"
             ) from error
 
     def publish(self) -> None:

@@ -22,6 +22,7 @@ from jaxgrpo.config.files import Config, config_of
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.metrics import finalise, merge
 from jaxgrpo.core.types import Params, TrainState
+from jaxgrpo.data.storage import Place
 from jaxgrpo.evaluation.evaluate import Evaluate
 from jaxgrpo.models import sharding
 from jaxgrpo.models.hf import folders
@@ -59,7 +60,7 @@ OnStep = Callable[[int, Mapping[str, float]], None]
 class Run(NamedTuple):
     """A finished run, read from its folder."""
 
-    path: Path
+    path: Place
     summary: dict[str, Any]
     state: TrainState
 
@@ -73,7 +74,7 @@ class Run(NamedTuple):
         """The rows of the newest file of samples."""
         return read_samples(self.path)
 
-    def export(self, out: str | Path, step: str | int = "last", dtype: str | None = None) -> Path:
+    def export(self, out: str | Path, step: str | int = "last", dtype: str | None = None) -> Place:
         """Writes a step's model as a Hugging Face folder; "best" by `checkpoint.keep_best`."""
         return export(self.path, out, step, dtype)
 
@@ -376,10 +377,8 @@ class _Loop:
         summary = self.log.finish(summary)
         self.keeper.publish()
         self.display.say(f"parameter hash {summary['parameter_hash']}")
-        adapter = "" if run.model.config.lora is None else "adapter, "
-        self.display.say(
-            f"{self.folder.place}: report.html, model, {adapter}metrics.jsonl, samples"
-        )
+        files = f"model, {'' if run.model.config.lora is None else 'adapter, '}metrics.jsonl"
+        self.display.say(f"{self.folder.place}: report.html, {files}, samples")
         return summary
 
     def _step(self, state: TrainState, number: int) -> TrainState:

@@ -89,8 +89,9 @@ def write_report(folder: Path, status: str | None = None) -> Path:
     try:
         write_atomically(target, page)
     except OSError as error:
+        reason = error.strerror or error
         raise InputError(
-            f"{target} cannot be written ({error.strerror or error}): free space or permissions there, or "
+            f"{target} cannot be written ({reason}): free space or permissions there, or "
             f"print the report with `jaxgrpo report {folder} --text`"
         ) from error
     return target
