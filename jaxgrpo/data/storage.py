@@ -14,7 +14,9 @@ import re
 import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
+
+from etils import epath
 
 from jaxgrpo.core.errors import InputError, one_line
 
@@ -23,6 +25,8 @@ EXTRAS = {"gs": "gcs", "s3": "s3"}
 """Scheme -> the extra of jaxgrpo that installs what reads it."""
 RUNS = ("gs",)
 """Schemes of run folders: those that Orbax writes checkpoints to."""
+Place = Path | epath.Path
+"""Where something is: here, or in a bucket."""
 LARGE = 1 << 26
 """Bytes from which on a file is sent in parts, without a copy of it in memory."""
 
@@ -36,10 +40,11 @@ def is_url(path: str | os.PathLike[str]) -> bool:
     return URL.fullmatch(os.fspath(path)) is not None
 
 
-def refuse_url(path: str | os.PathLike[str], what: str) -> None:
-    """Raises: InputError where the name of a folder is a URL and it has to be on this host."""
+def on_host(path: str | os.PathLike[str], what: str) -> Path:
+    """An absolute path. Raises: InputError where it is a URL, and has to be on this host."""
     if is_url(path):
         raise InputError(f"{os.fspath(path)}: {what} is written to a folder of this host: name one")
+    return Path(path).absolute()
 
 
 def cache_folder() -> Path:
@@ -47,7 +52,7 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxgrpo"
 
 
-def place(path: str | os.PathLike[str]) -> Path:
+def place(path: str | os.PathLike[str]) -> Place:
     """A path made absolute; a URL as etils' path, which has the methods of pathlib that read.
 
     Raises: InputError where nothing installed reads such URLs.
@@ -55,9 +60,7 @@ def place(path: str | os.PathLike[str]) -> Path:
     if not is_url(path):
         return Path(path).absolute()
     file_system(path)
-    from etils import epath
-
-    return cast(Path, epath.Path(os.fspath(path)))
+    return epath.Path(os.fspath(path))
 
 
 def file_system(url: str | os.PathLike[str], key: str | None = None) -> Any:
@@ -159,7 +162,7 @@ def remove(url: str | os.PathLike[str]) -> None:
         file_system(url).rm_file(os.fspath(url))
 
 
-def remove_tree(path: Path, quietly: bool = False) -> None:
+def remove_tree(path: Place, quietly: bool = False) -> None:
     """Removes a folder with all that is in it, here or in a bucket.
 
     Raises: OSError, but for a folder here where `quietly`.
@@ -171,7 +174,7 @@ def remove_tree(path: Path, quietly: bool = False) -> None:
         remove(f"{os.fspath(path)}/{name}")
 
 
-def files_of(folder: Path) -> dict[str, Path]:
+def files_of(folder: Place) -> dict[str, Place]:
     """Name below a folder, here or in a bucket -> each file."""
     if is_url(folder):
         return {name: folder / name for name in sorted(listing(folder))}

@@ -21,7 +21,6 @@ import os
 import zlib
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -32,6 +31,7 @@ import orbax.checkpoint as ocp
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.types import Params
 from jaxgrpo.data import storage
+from jaxgrpo.data.storage import Place
 from jaxgrpo.models import sharding
 from jaxgrpo.training import process
 from jaxgrpo.training.folder import Closing, is_step, write_atomically
@@ -130,7 +130,7 @@ class Checkpoints(Closing):
             raise self._not_saved(home, error) from error
         self._pending = self._thread.submit(self._finish, step, self.best)
 
-    def _begin(self, home: Path, text: str, leaves: Mapping[str, Any]) -> None:
+    def _begin(self, home: Place, text: str, leaves: Mapping[str, Any]) -> None:
         """Writes meta.json, and returns when Orbax has taken copies of the arrays."""
         if jax.process_index() == 0:
             for other in self._folders():
@@ -190,7 +190,7 @@ class Checkpoints(Closing):
                 "away, or set run.dir to another folder"
             )
 
-    def _manifest(self, step: int) -> Path:
+    def _manifest(self, step: int) -> Place:
         return self.folder / str(step) / "manifest.json"
 
     def _remove(self, step: int) -> None:
@@ -227,7 +227,7 @@ class Checkpoints(Closing):
             raise self._not_saved(home, error) from error
         self.newest = step
 
-    def _not_saved(self, home: Path, error: Exception) -> OSError:
+    def _not_saved(self, home: Place, error: Exception) -> OSError:
         """What to raise; nothing is left of a step that is not complete."""
         reason = str(error.__cause__ or error).split("\n")[0]
         complete = f"; complete steps: {self.newest}, if any"  # of a bucket that does not answer
@@ -270,7 +270,7 @@ class Checkpoints(Closing):
         raise InputError(f"{self.folder}: {'; '.join(problems)}: {others}")
 
 
-def damage(home: Path) -> str | None:
+def damage(home: Place) -> str | None:
     """What is wrong with the files of a step, the first file found; None where all are intact."""
     try:
         files = json.loads((home / "manifest.json").read_text(encoding="utf-8"))["files"]
@@ -289,7 +289,7 @@ def damage(home: Path) -> str | None:
     return None
 
 
-def refuse_other_step(folder: Path, named: int, found: int) -> None:
+def refuse_other_step(folder: Place, named: int, found: int) -> None:
     """Raises: InputError where the folder of a step holds another one, as a renamed one does."""
     if named != found:
         raise InputError(
@@ -298,7 +298,7 @@ def refuse_other_step(folder: Path, named: int, found: int) -> None:
         )
 
 
-def _read_meta(home: Path) -> dict[str, Any]:
+def _read_meta(home: Place) -> dict[str, Any]:
     """meta.json of a step. Raises: InputError where another version or another step wrote it."""
     stored = json.loads((home / "meta.json").read_text(encoding="utf-8"))
     if stored.get("format") != FORMAT:
@@ -311,7 +311,7 @@ def _read_meta(home: Path) -> dict[str, Any]:
     return stored
 
 
-def _fingerprint(path: Path) -> list[int]:
+def _fingerprint(path: Place) -> list[int]:
     """[bytes, crc32] of a file."""
     size, crc = 0, 0
     with path.open("rb") as file:
@@ -370,7 +370,7 @@ def _placed(array: Any, leaf: Any) -> Any:
     return empty if isinstance(leaf, np.ndarray) else jax.device_put(empty, leaf.sharding)
 
 
-def _refuse_unless_equal(home: Path, stored: dict[str, list[Any]], wanted: dict[str, Any]) -> None:
+def _refuse_unless_equal(home: Place, stored: dict[str, list[Any]], wanted: dict[str, Any]) -> None:
     """Raises InputError naming the first leaf whose name, dtype or shape differs."""
     asked = {name: _description(leaf) for name, leaf in wanted.items()}
     wrong = [name for name in sorted(stored | asked) if stored.get(name) != asked.get(name)]

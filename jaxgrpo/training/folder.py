@@ -27,6 +27,7 @@ import numpy as np
 
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.data import storage
+from jaxgrpo.data.storage import Place
 from jaxgrpo.training import mirror
 from jaxgrpo.training.process import decided
 
@@ -85,7 +86,7 @@ def is_number(value: Any) -> bool:
     return isinstance(value, numbers.Real) and math.isfinite(value)
 
 
-def write_atomically(path: Path, content: str | bytes) -> None:
+def write_atomically(path: Place, content: str | bytes) -> None:
     """Writes a whole file or nothing: a reader sees the old content or the new, never a part."""
     if storage.is_url(path):
         text = isinstance(content, str)
@@ -136,7 +137,7 @@ def read_samples(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     return [json.loads(line) for line in text.split("\n") if line]
 
 
-def sample_steps(path: Path) -> list[int]:
+def sample_steps(path: Place) -> list[int]:
     """The steps of a run that have a file of samples."""
     names = [file.stem.removeprefix("step_") for file in (path / "samples").glob("step_*.jsonl")]
     return [int(name) for name in names if is_step(name)]
@@ -153,7 +154,7 @@ def _line(step: int, metrics: Mapping[str, Any]) -> str:
     return json.dumps({"step": int(step), **named}, allow_nan=False) + "\n"
 
 
-def _complete_lines(file: Path) -> list[tuple[bytes, dict[str, Any]]]:
+def _complete_lines(file: Place) -> list[tuple[bytes, dict[str, Any]]]:
     """Each complete line of a metrics file, as bytes with its end, and what it says."""
     lines = file.read_bytes().splitlines(keepends=True) if file.exists() else []
     result = []
@@ -222,8 +223,8 @@ class RunFolder(Closing):
 
     def __init__(self, path: str | os.PathLike[str], resume: bool = False):
         self.place = storage.place(path)  # absolute: a reward may change the working directory
-        in_bucket = storage.is_url(self.place)
-        self.path = mirror.folder_of(os.fspath(path)) if in_bucket else self.place
+        in_bucket = storage.is_url(path)
+        self.path = mirror.folder_of(os.fspath(path)) if in_bucket else Path(self.place)
         self._mirror: mirror.Mirror | None = None
         self._waiting = b""  # lines of metrics that the disk did not take
         self.checkpoints = self.place / "checkpoints"

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import tempfile
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from jaxgrpo.core.errors import InputError, refusing
 from jaxgrpo.core.types import Params
 from jaxgrpo.data import storage
 from jaxgrpo.data.prompts import PromptData
+from jaxgrpo.data.storage import Place
 from jaxgrpo.evaluation.evaluate import Evaluate, Policy, make_evaluator, questions_of
 from jaxgrpo.evaluation.intervals import is_end
 from jaxgrpo.evaluation.rescoring import Base
@@ -192,8 +194,8 @@ def evaluator_of(run: Setup, share: Share = alone) -> Evaluate:
 
 
 def export(
-    run: str | Path, out: str | Path, step: str | int = "last", dtype: str | None = None
-) -> Path:
+    run: str | Place, out: str | Place, step: str | int = "last", dtype: str | None = None
+) -> Place:
     """Writes the model of one step of a run, with tokenizer, generation config and model card.
 
     Args:
@@ -237,18 +239,24 @@ def export(
     lines = [line for line in read_metrics(folder) if line["step"] == number]
     values = {name: value for line in lines for name, value in evaluation_of(line).items()}
     card = model_card(config, number, {n: v for n, v in values.items() if v is not None})
-    if not storage.is_url(out):
-        folders.save_model(model, params, out, tokenizer, ends, card=card)
-        return Path(out)
-    with tempfile.TemporaryDirectory(prefix="jaxgrpo-export-") as made:
-        local = Path(made, "model")
+    with _here(out) as local:
         folders.save_model(model, params, local, tokenizer, ends, card=card)
+    return storage.place(out) if storage.is_url(out) else Path(out)
+
+
+@contextlib.contextmanager
+def _here(out: str | Place) -> Iterator[Path]:
+    """A folder of this host: `out`, or one whose files are copied there at the end."""
+    if not storage.is_url(out):
+        yield Path(out)
+        return
+    with tempfile.TemporaryDirectory(prefix="jaxgrpo-export-") as made:
+        yield (local := Path(made, "model"))
         with refusing(f"{out} cannot be written ({{reason}})", OSError):
             storage.upload_folder(local, os.fspath(out))
-    return storage.place(out)
 
 
-def is_run(target: str | Path) -> bool:
+def is_run(target: str | Place) -> bool:
     """Whether it is the folder of a run. Raises: InputError where a bucket does not answer."""
     if not storage.is_url(target):
         return (Path(target) / "config.toml").exists()
@@ -258,7 +266,7 @@ def is_run(target: str | Path) -> bool:
         raise InputError(f"{target} cannot be read: {error}") from error
 
 
-def read_run(run: str | Path) -> tuple[Path, Config]:
+def read_run(run: str | Place) -> tuple[Place, Config]:
     """The folder and the config of a run. Raises: InputError where it holds no run."""
     folder = storage.place(run) if storage.is_url(run) else Path(run)
     file = folder / "config.toml"
@@ -294,7 +302,7 @@ def model_card(config: Config, step: int, evaluation: Mapping[str, float]) -> st
     return "\n".join(lines) + "\n"
 
 
-def _number(folder: Path, config: Config, step: str | int, checkpoints: Checkpoints) -> int | None:
+def _number(folder: Place, config: Config, step: str | int, checkpoints: Checkpoints) -> int | None:
     """The step to restore; None for the newest."""
     if step == "last":
         return None

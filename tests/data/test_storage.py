@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import sys
@@ -10,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import fsspec
-import fsspec.registry
 import pytest
 
 from jaxgrpo.config import files as configs
@@ -105,20 +105,23 @@ def test_a_url_that_leads_nowhere_is_refused_by_its_key(path, words):
 
 def test_a_missing_package_is_named_by_its_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "gcsfs", None)  # as if it were not installed
+    registry = vars(importlib.import_module("fsspec.registry"))["_registry"]
     for scheme in ("gs", "gcs"):
-        monkeypatch.delitem(fsspec.registry._registry, scheme, raising=False)
+        monkeypatch.delitem(registry, scheme, raising=False)
     with pytest.raises(InputError, match=r"pip install 'jaxgrpo\[gcs\]'"):
         sources.read(sources.Source("gs://bucket/rows.jsonl"))
 
 
 def test_what_is_written_to_this_host_alone_is_not_given_a_url(tmp_path):
-    text = (
-        'base = "quickstart"\ndir = "gs://bucket/compare"\n[arms]\na = {}\nb = {recipe = "sign"}\n'
+    lines = ('base = "quickstart"', 'dir = "gs://bucket/compare"', 'control = "a"', "seeds = 2")
+    arms = (
+        "learning_rates = [1e-3]",
+        "[arms]",
+        'a = { recipe = "grpo" }',
+        'b = { recipe = "sign" }',
     )
-    (tmp_path / "experiment.toml").write_text(text)
-    with pytest.raises(
-        InputError, match="gs://bucket/compare: a comparison is written to a folder"
-    ):
+    (tmp_path / "experiment.toml").write_text("\n".join((*lines, *arms)))
+    with pytest.raises(InputError, match="gs://bucket/compare: a comparison is written to a"):
         experiment.load(tmp_path / "experiment.toml")
 
 

@@ -1,4 +1,4 @@
-"""A small Google Cloud Storage in this process: the part of its JSON API that gcsfs and tensorstore use.
+"""A small Google Cloud Storage: the part of its JSON API that gcsfs and tensorstore use.
 
 Objects are whole or absent, have no folders, and cannot be appended to or renamed, as there. The
 clients are the real ones; `environment` points them here.

@@ -177,7 +177,7 @@ def load(path: str | Path) -> Experiment:
     values = read(raw, problems)
     if problems:
         raise ConfigError(str(source), problems)
-    storage.refuse_url(values["dir"], "a comparison")
+    storage.on_host(values["dir"], "a comparison")
     return Experiment(**values, source=source)
 
 

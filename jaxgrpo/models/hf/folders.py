@@ -235,7 +235,6 @@ def save_model(
     """
     if jax.tree.structure(params) != jax.tree.structure(model.shapes):
         raise InputError(OTHER_PARAMETERS)
-    storage.refuse_url(path, "a model")
     if model.config.lora is not None:
         model, params = lora.base_of(model), lora.merge(model, params)
     leaves = jax.tree.leaves(params)
@@ -246,7 +245,7 @@ def save_model(
         raise InputError(f"save_model: parameters of several dtypes {dtypes}: cast to one")
     fields = families.config_fields(model.config, dtypes[0])
     mine = jax.process_index() == 0
-    out = weights.replaced(Path(path).absolute(), _refuse_unless_ours)
+    out = weights.replaced(storage.on_host(path, "a model"), _refuse_unless_ours)
     with out if mine else contextlib.nullcontext() as folder:
         if folder is not None:
             known = ((name, getattr(tokenizer, name, None)) for name in SPECIAL_TOKENS)

@@ -20,6 +20,7 @@ from rich.console import Console
 from jaxgrpo.config.own_code import installed, short_name
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.data import storage
+from jaxgrpo.data.storage import Place
 from jaxgrpo.evaluation.intervals import is_end
 from jaxgrpo.training import console
 from jaxgrpo.training.folder import is_number, write_atomically
@@ -76,7 +77,7 @@ def check_can_draw(who: str, instead: str) -> None:
         raise InputError(f"{who} matplotlib: pip install matplotlib, or {instead}")
 
 
-def write_report(folder: Path, status: str | None = None) -> Path:
+def write_report(folder: Place, status: str | None = None) -> Place:
     """Writes report.html into a run folder, whole or not at all, and returns its path.
 
     Args:
