@@ -66,6 +66,7 @@ def place(path: str | os.PathLike[str]) -> Place:
 def file_system(url: str | os.PathLike[str], key: str | None = None) -> Any:
     """fsspec's file system for a URL. Raises: InputError where nothing installed reads it."""
     import fsspec
+    import fsspec.config
 
     text = os.fspath(url)
     where = f"{key} = {text}" if key else text

@@ -239,7 +239,11 @@ class RunFolder(Closing):
             self._take_lock()
             if storage.is_url(self.place):
                 self._mirror = mirror.Mirror(os.fspath(self.place), self.path)
+        except InputError:
+            self.close()
+            raise
         except OSError as error:
+            self.close()
             reason = error.strerror or error
             raise InputError(
                 f"run.dir = {self.place} cannot be written ({reason}): set run.dir to a "
@@ -279,7 +283,7 @@ class RunFolder(Closing):
         logged = [entry["step"] for entry in read_metrics(self.path)] + sample_steps(self.path)
         if not logged:
             return
-        # A bucket has no empty folders: one that is gone cannot be told from one not yet begun.
+        # A bucket has no empty folders: one that is gone looks like one not yet begun.
         gone = not storage.is_url(self.place) and not self.checkpoints.is_dir()
         ended = (self.path / "summary.json").exists()
         if gone or ended or max(logged) > 2 * every:

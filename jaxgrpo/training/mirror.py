@@ -26,7 +26,7 @@ SECONDS_BETWEEN = 30.0
 BEAT = 15.0
 """Seconds after which the holder of a run writes its lock again."""
 LEASE = 60.0
-"""Seconds after which a lock that nobody wrote again counts no more."""
+"""Seconds after which a lock that was not written again counts no more."""
 LOCK = ".lock"
 STAY = ("checkpoints", "model", "adapter", "profile")
 """What is not copied back: large, and nothing of a run that goes on reads it here."""
@@ -77,7 +77,7 @@ class Mirror:
 
     A lock in a bucket is an object that its holder writes again every BEAT seconds. One that this
     host left behind is taken at once, since the folder's own lock shows that its holder is dead;
-    another's when nobody has written it for LEASE seconds.
+    another's when it was not written for LEASE seconds.
 
     Args:
       folder: of this host, locked by the caller. Emptied, and filled from the bucket.
@@ -111,11 +111,9 @@ class Mirror:
         with self._copying:
             if self._taken:
                 raise OSError(f"{self.url} was taken by another trainer ({self._taken})")
-            found = {
-                name: file
-                for name, file in storage.files_of(self.folder).items()
-                if name != LOCK and not name.endswith(".tmp")
-            }
+            files = (file for file in self.folder.rglob("*") if file.is_file())
+            files = {str(file.relative_to(self.folder)): file for file in files}
+            found = {n: f for n, f in files.items() if n != LOCK and not n.endswith(".tmp")}
             for name in sorted(found, key=lambda name: (name == LAST, name)):
                 self._send(name, found[name])
             replaced = {name.partition("/")[0] for name in found}
@@ -231,7 +229,7 @@ class Mirror:
 
 
 def read_lock(url: str) -> dict[str, Any] | None:
-    """What the holder of a run says of itself; None where there is none. Raises: OSError."""
+    """What the holder of a run wrote about itself; None where there is none. Raises: OSError."""
     content = storage.read(f"{url.rstrip('/')}/{LOCK}")
     try:
         found = json.loads(content) if content else None

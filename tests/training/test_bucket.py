@@ -66,7 +66,7 @@ def test_a_killed_run_goes_on_and_ends_as_a_local_one(bucket, tmp_path):
     reward.write_text(
         "import os, signal\n"
         "def killing(completions, trainer_state, **columns):\n"
-        "    if trainer_state.global_step == 3 and os.environ.get('KILL'):\n"
+        "    if trainer_state.global_step == 4 and os.environ.get('KILL'):\n"
         "        os.kill(os.getpid(), signal.SIGKILL)\n"
         "    return [len(text) / 24 for text in completions]\n"
     )
