@@ -23,6 +23,8 @@ from jaxgrpo.data import storage
 from jaxgrpo.training import folder, loop, mirror, process
 from jaxgrpo.training.checkpoints import Checkpoints
 
+# Read when gcsfs is imported: it would ask Google's own servers about the bucket.
+os.environ["GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT"] = "false"
 pytest.importorskip("gcsfs")
 pytestmark = pytest.mark.slow
 
