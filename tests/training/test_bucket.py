@@ -103,7 +103,7 @@ def test_a_finished_run_is_read_where_it_is(bucket, tmp_path, capsys):
     assert bucket.objects["exported/model.safetensors"].data == kept
     assert main(["report", "gs://bucket/run"]) == 0
     assert b"finished" in bucket.objects["run/report.html"].data
-    asked = ["--data", "task:arithmetic:test", "--samples", "2", "--prompts", "4"]
+    asked = ["--data", "task:arithmetic:test", "--samples", "2", "--num-prompts", "4"]
     assert main(["eval", "gs://bucket/run", *asked]) == 0
     assert "gs://bucket/run on task:arithmetic:test" in capsys.readouterr().out
 
