@@ -27,7 +27,15 @@ from jaxgrpo.training import policy as policies
 from jaxgrpo.training import process
 from jaxgrpo.training.folder import plain, write_atomically
 from jaxgrpo.training.inputs import find_config, resolve_rewards, resolve_scorer
-from jaxgrpo.training.policy import NO_REWARD, config_for, find_policy, key_of, load_base, read_run
+from jaxgrpo.training.policy import (
+    NO_REWARD,
+    config_for,
+    find_policy,
+    is_run,
+    key_of,
+    load_base,
+    read_run,
+)
 
 
 def evaluate(
@@ -121,7 +129,7 @@ def _base_config(target: str, config: Config, base: str | None) -> Config | None
         adapters = LoraKeys()
     elif not config.eval.kl_to_base:
         return None
-    elif (Path(target) / "config.toml").exists():
+    elif is_run(target):
         run = read_run(target)[1]
         model, adapters = run.model, run.lora
     else:

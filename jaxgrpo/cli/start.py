@@ -24,6 +24,7 @@ from rich.table import Column, Table
 
 import jaxgrpo
 from jaxgrpo.core.errors import InputError, refusing
+from jaxgrpo.data.storage import Place
 from jaxgrpo.training import process
 from jaxgrpo.training.console import comparison, facts, is_summary
 
@@ -301,7 +302,7 @@ def _make_base(
     )
 
 
-def _show(console: Console, folder: Path, summary: Mapping[str, Any]) -> None:
+def _show(console: Console, folder: Place, summary: Mapping[str, Any]) -> None:
     """The table of the end, from summary.json's own numbers."""
     several = [name for name in summary["base"] if is_summary(name)]
     several.sort(key=lambda name: (name.split("@")[0] != "pass", int(name.split("@")[1])))

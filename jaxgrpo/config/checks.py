@@ -25,6 +25,7 @@ from jaxgrpo.core.types import RolloutSpec
 from jaxgrpo.data.chat import CHOICES
 from jaxgrpo.data.prompts import is_template, placeholders
 from jaxgrpo.data.sources import FILES, FORMS, is_name
+from jaxgrpo.data.storage import is_url
 from jaxgrpo.data.tasks import PREFIX, tasks
 from jaxgrpo.rollout.selection import build_policy
 from jaxgrpo.rollout.stopping import EarlyStop
@@ -391,6 +392,8 @@ def _source(values: Values, where: str, *names: str) -> Iterator[str]:
     is_task, is_file = path.startswith(PREFIX), Path(path).suffix in FILES
     if is_task:
         yield from _task(where, path)
+    elif is_url(path):  # looked for by the command that reads it
+        pass
     elif is_file and not os.path.isfile(path):
         yield (
             f"{where} = {show(path)}: there is no such file; relative paths begin at the "

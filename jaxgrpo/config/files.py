@@ -22,6 +22,7 @@ from jaxgrpo.config.own_code import file_of, python_name
 from jaxgrpo.config.reading import show
 from jaxgrpo.core.errors import ConfigError, no_text, suggest
 from jaxgrpo.data.chat import CHOICES
+from jaxgrpo.data.storage import is_url
 from jaxgrpo.rewards import name_of
 
 RESUMABLE = {
@@ -170,7 +171,7 @@ def absolute(value: Any, folder: Path, where: str = "") -> Any:
         return [absolute(entry, folder, where) for entry in value]
     is_input = where in _INPUTS and is_path(str(value), folder)
     is_input |= where == "data.chat_template" and value not in CHOICES
-    is_input |= where == _LOCAL
+    is_input |= where == _LOCAL and not is_url(str(value))
     names_code = where.rpartition(".")[2] in _NAMES or where == _FAMILY
     is_file = names_code and file_of(str(value)) is not None
     if isinstance(value, str) and value and (is_input or is_file):

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from jaxgrpo.config.own_code import file_of, short_name
 from jaxgrpo.data.sources import FILES, is_name
+from jaxgrpo.data.storage import is_url
 from jaxgrpo.data.tasks import PREFIX
 
 _PACKAGE = Path(__file__).resolve().parent.parent
@@ -319,12 +320,12 @@ class Config:
 
 
 def is_path(value: str, folder: Path) -> bool:
-    """Whether the name of an input means a local path, and no task or name on the hub.
+    """Whether the name of an input means a local path, and no task, URL or name on the hub.
 
     A name of the form owner/name is a path if one is there; a model folder that is yet to be
     made is written ./owner/name.
     """
-    if value.startswith(PREFIX):
+    if value.startswith(PREFIX) or is_url(value):
         return False
     # Not Path's own methods: they raise on paths that are too long and on unknown homes.
     local = Path(value).suffix in FILES or os.path.exists(folder / os.path.expanduser(value))

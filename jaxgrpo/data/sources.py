@@ -2,8 +2,9 @@
 
 The form of its path tells what a source is: "task:NAME:SPLIT" is a built-in task; .jsonl, .csv and
 .parquet are files; a folder, or else a name on the hub ("owner/name"), goes through the `datasets`
-library. All give the same rows. JSONL needs no library, CSV and Parquet need pyarrow, which
-`datasets` brings. The network is used for names on the hub alone.
+library. A URL is copied first, and is then a file or a folder. All give the same rows. JSONL needs
+no library, CSV and Parquet need pyarrow, which `datasets` brings. The network is used for names on
+the hub and URLs alone.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxgrpo.core.errors import InputError, one_line, refusing
-from jaxgrpo.data import tasks
+from jaxgrpo.data import storage, tasks
 
 Row = dict[str, Any]
 Located = tuple[str, Row]
@@ -89,7 +90,7 @@ def read(source: Source, text_columns: Iterable[str] = ()) -> list[Located]:
         like numbers, dates or truth values becomes such.
     Raises: InputError if there is no such source, it cannot be read, or it holds no rows.
     """
-    path = Path(source.path).expanduser()
+    path = storage.local(source.path, source.key)
     if source.path.startswith(tasks.PREFIX):
         located = _counted(source.path, tasks.load(source.path))
     elif path.suffix in FILES:
@@ -259,8 +260,13 @@ def fetch_model(name: str, revision: str | None = None, whole: bool = True) -> P
 
     source = Source(name, revision=revision, key="model.path")
     with refusing(lambda error: _explain(source, "model", error)):
-        wanted = [pattern for pattern in MODEL_FILES if whole or pattern != WEIGHTS]
+        wanted = model_files(whole)
         return Path(snapshot_download(name, revision=revision, allow_patterns=wanted))
+
+
+def model_files(whole: bool = True) -> list[str]:
+    """Patterns of the files of a model; without `whole` its weights are left out."""
+    return [pattern for pattern in MODEL_FILES if whole or pattern != WEIGHTS]
 
 
 def _explain(source: Source, kind: str, error: BaseException) -> str:

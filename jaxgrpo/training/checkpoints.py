@@ -13,15 +13,14 @@ without an error, and a dtype other than the stored one is cast without a word.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
 import os
-import shutil
 import zlib
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -31,6 +30,8 @@ import orbax.checkpoint as ocp
 
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.types import Params
+from jaxgrpo.data import storage
+from jaxgrpo.data.storage import Place
 from jaxgrpo.models import sharding
 from jaxgrpo.training import process
 from jaxgrpo.training.folder import Closing, is_step, write_atomically
@@ -55,7 +56,8 @@ class Checkpoints(Closing):
     """The checkpoints of one run, in one folder. A context manager, or `close` it.
 
     On several processes every method but `steps` and `latest` is called by all of them; the folder
-    is on a file system they share. Process 0 writes the small files, checks, and removes old steps.
+    is on a file system they share, or in a bucket. Process 0 writes the small files, checks, and
+    removes old steps.
 
     Args:
       folder: made by the first save.
@@ -65,7 +67,7 @@ class Checkpoints(Closing):
     def __init__(self, folder: str | os.PathLike[str], keep: int = 2):
         if keep < 1:
             raise InputError(f"checkpoint.keep = {keep}: set it to 1 or more")
-        self.folder = Path(folder).absolute()
+        self.folder = storage.place(folder)
         self._refuse_files_in_the_way()
         self.keep = keep
         for name in ("absl", "asyncio"):
@@ -128,7 +130,7 @@ class Checkpoints(Closing):
             raise self._not_saved(home, error) from error
         self._pending = self._thread.submit(self._finish, step, self.best)
 
-    def _begin(self, home: Path, text: str, leaves: Mapping[str, Any]) -> None:
+    def _begin(self, home: Place, text: str, leaves: Mapping[str, Any]) -> None:
         """Writes meta.json, and returns when Orbax has taken copies of the arrays."""
         if jax.process_index() == 0:
             for other in self._folders():
@@ -188,13 +190,13 @@ class Checkpoints(Closing):
                 "away, or set run.dir to another folder"
             )
 
-    def _manifest(self, step: int) -> Path:
+    def _manifest(self, step: int) -> Place:
         return self.folder / str(step) / "manifest.json"
 
     def _remove(self, step: int) -> None:
         # The manifest first: what a kill leaves of the rest is then no step.
         self._manifest(step).unlink(missing_ok=True)
-        shutil.rmtree(self.folder / str(step))
+        storage.remove_tree(self.folder / str(step))
 
     def _refuse_unless_next(self, step: int) -> None:
         if self.newest is not None and step < self.newest:
@@ -215,7 +217,8 @@ class Checkpoints(Closing):
         try:
             self._orbax.wait_until_finished()
             if jax.process_index() == 0:
-                files = {str(path.relative_to(home)): _fingerprint(path) for path in _files(home)}
+                found = storage.files_of(home).items()
+                files = {name: _fingerprint(p) for name, p in found if p.name != "manifest.json"}
                 write_atomically(self._manifest(step), json.dumps({"files": files}, indent=1))
                 for old in self.steps()[: -self.keep]:
                     if old != best:
@@ -224,13 +227,16 @@ class Checkpoints(Closing):
             raise self._not_saved(home, error) from error
         self.newest = step
 
-    def _not_saved(self, home: Path, error: Exception) -> OSError:
+    def _not_saved(self, home: Place, error: Exception) -> OSError:
         """What to raise; nothing is left of a step that is not complete."""
-        if jax.process_index() == 0 and not (home / "manifest.json").exists():
-            shutil.rmtree(home, ignore_errors=True)
         reason = str(error.__cause__ or error).split("\n")[0]
+        complete = f"; complete steps: {self.newest}, if any"  # of a bucket that does not answer
+        with contextlib.suppress(OSError), storage.failing_as_os_error(home):
+            if jax.process_index() == 0 and not (home / "manifest.json").exists():
+                storage.remove_tree(home, quietly=True)
+            complete = f"; complete steps: {self.steps()}"
         return OSError(
-            f"{home} could not be saved: {reason}; complete steps: {self.steps()}; "
+            f"{home} could not be saved: {reason}{complete}; "
             "see to the space and the permissions there"
         )
 
@@ -264,7 +270,7 @@ class Checkpoints(Closing):
         raise InputError(f"{self.folder}: {'; '.join(problems)}: {others}")
 
 
-def damage(home: Path) -> str | None:
+def damage(home: Place) -> str | None:
     """What is wrong with the files of a step, the first file found; None where all are intact."""
     try:
         files = json.loads((home / "manifest.json").read_text(encoding="utf-8"))["files"]
@@ -283,7 +289,7 @@ def damage(home: Path) -> str | None:
     return None
 
 
-def refuse_other_step(folder: Path, named: int, found: int) -> None:
+def refuse_other_step(folder: Place, named: int, found: int) -> None:
     """Raises: InputError where the folder of a step holds another one, as a renamed one does."""
     if named != found:
         raise InputError(
@@ -292,7 +298,7 @@ def refuse_other_step(folder: Path, named: int, found: int) -> None:
         )
 
 
-def _read_meta(home: Path) -> dict[str, Any]:
+def _read_meta(home: Place) -> dict[str, Any]:
     """meta.json of a step. Raises: InputError where another version or another step wrote it."""
     stored = json.loads((home / "meta.json").read_text(encoding="utf-8"))
     if stored.get("format") != FORMAT:
@@ -305,14 +311,10 @@ def _read_meta(home: Path) -> dict[str, Any]:
     return stored
 
 
-def _files(home: Path) -> list[Path]:
-    return sorted(p for p in home.rglob("*") if p.is_file() and p.name != "manifest.json")
-
-
-def _fingerprint(path: Path) -> list[int]:
+def _fingerprint(path: Place) -> list[int]:
     """[bytes, crc32] of a file."""
     size, crc = 0, 0
-    with open(path, "rb") as file:
+    with path.open("rb") as file:
         while chunk := file.read(1 << 22):
             size, crc = size + len(chunk), zlib.crc32(chunk, crc)
     return [size, crc]
@@ -368,7 +370,7 @@ def _placed(array: Any, leaf: Any) -> Any:
     return empty if isinstance(leaf, np.ndarray) else jax.device_put(empty, leaf.sharding)
 
 
-def _refuse_unless_equal(home: Path, stored: dict[str, list[Any]], wanted: dict[str, Any]) -> None:
+def _refuse_unless_equal(home: Place, stored: dict[str, list[Any]], wanted: dict[str, Any]) -> None:
     """Raises InputError naming the first leaf whose name, dtype or shape differs."""
     asked = {name: _description(leaf) for name, leaf in wanted.items()}
     wrong = [name for name in sorted(stored | asked) if stored.get(name) != asked.get(name)]

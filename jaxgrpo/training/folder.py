@@ -26,6 +26,9 @@ import jax
 import numpy as np
 
 from jaxgrpo.core.errors import InputError
+from jaxgrpo.data import storage
+from jaxgrpo.data.storage import Place
+from jaxgrpo.training import mirror
 from jaxgrpo.training.process import decided
 
 SAMPLE_KEYS = (
@@ -83,8 +86,12 @@ def is_number(value: Any) -> bool:
     return isinstance(value, numbers.Real) and math.isfinite(value)
 
 
-def write_atomically(path: Path, content: str | bytes) -> None:
+def write_atomically(path: Place, content: str | bytes) -> None:
     """Writes a whole file or nothing: a reader sees the old content or the new, never a part."""
+    if storage.is_url(path):
+        text = isinstance(content, str)
+        storage.write(path, content.encode("utf-8", "backslashreplace") if text else content)
+        return
     # Named by process: a run and `jaxgrpo report` may write the same report at the same time.
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     is_text = isinstance(content, str)
@@ -107,7 +114,7 @@ def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
       path: the run folder, or the file.
     Raises: InputError on a line that is no JSON object with a step, unless it is the last one.
     """
-    path = Path(path)
+    path = storage.place(path) if storage.is_url(path) else Path(path)
     file = path / "metrics.jsonl" if path.is_dir() else path
     return [entry for _, entry in _complete_lines(file)]
 
@@ -120,15 +127,17 @@ def evaluation_of(line: Mapping[str, Any]) -> dict[str, Any]:
 
 def read_samples(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     """The rows of the newest file of samples of a run; [] where there is none."""
-    numbers = sample_steps(Path(path))
+    folder = storage.place(path) if storage.is_url(path) else Path(path)
+    numbers = sample_steps(folder)
     if not numbers:
         return []
-    text = Path(path, "samples", f"step_{max(numbers)}.jsonl").read_text("utf-8", "replace")
+    file = folder / "samples" / f"step_{max(numbers)}.jsonl"
+    text = file.read_bytes().decode("utf-8", "replace").replace("\r\n", "\n")
     # Split at "\n" alone: a completion may hold other characters that end lines.
     return [json.loads(line) for line in text.split("\n") if line]
 
 
-def sample_steps(path: Path) -> list[int]:
+def sample_steps(path: Place) -> list[int]:
     """The steps of a run that have a file of samples."""
     names = [file.stem.removeprefix("step_") for file in (path / "samples").glob("step_*.jsonl")]
     return [int(name) for name in names if is_step(name)]
@@ -145,7 +154,7 @@ def _line(step: int, metrics: Mapping[str, Any]) -> str:
     return json.dumps({"step": int(step), **named}, allow_nan=False) + "\n"
 
 
-def _complete_lines(file: Path) -> list[tuple[bytes, dict[str, Any]]]:
+def _complete_lines(file: Place) -> list[tuple[bytes, dict[str, Any]]]:
     """Each complete line of a metrics file, as bytes with its end, and what it says."""
     lines = file.read_bytes().splitlines(keepends=True) if file.exists() else []
     result = []
@@ -174,6 +183,9 @@ def refuse_unusable(path: str | os.PathLike[str], resume: bool = False) -> None:
     Raises: InputError where it, or what it would be made in, is a file or cannot be written, where
       it holds something, and where it is too long.
     """
+    if storage.is_url(path):
+        mirror.refuse_unusable(os.fspath(path), resume)
+        return
     folder = Path(path)
     where = f"run.dir = {str(path)[:SHOWN]}"
     parents = [one for one in (folder, *folder.absolute().parents) if os.path.lexists(one)]
@@ -199,33 +211,49 @@ def refuse_unusable(path: str | os.PathLike[str], resume: bool = False) -> None:
 class RunFolder(Closing):
     """A run's folder, held by one trainer at a time. Only process 0 writes and locks it.
 
-    The system lets go of the lock when the process dies, however it dies.
+    The system lets go of the lock when the process dies, however it dies. A run in a bucket is
+    written in a folder of this host, `path`, which `mirror.Mirror` copies to `place`.
 
     Args:
-      path: made where it is missing.
+      path: made where it is missing; or a URL.
       resume: take a folder that already holds a run; `rewind` then drops what no longer counts.
     Raises: InputError where the folder holds something and `resume` is False, where `path` is a
       file, or where another trainer holds it.
     """
 
     def __init__(self, path: str | os.PathLike[str], resume: bool = False):
-        self.path = Path(path).absolute()  # a reward may change the working directory
+        self.place = storage.place(path)  # absolute: a reward may change the working directory
+        in_bucket = storage.is_url(path)
+        self.path = mirror.folder_of(os.fspath(path)) if in_bucket else Path(self.place)
+        self._mirror: mirror.Mirror | None = None
         self._waiting = b""  # lines of metrics that the disk did not take
-        self.checkpoints = self.path / "checkpoints"
+        self.checkpoints = self.place / "checkpoints"
         self._lock: int | None = None  # file descriptor
         self._writes = jax.process_index() == 0
         decided(lambda: self._take(resume))
 
     def _take(self, resume: bool) -> None:
-        refuse_unusable(self.path, resume)
+        refuse_unusable(self.place, resume)
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self._take_lock()
+            if storage.is_url(self.place):
+                self._mirror = mirror.Mirror(os.fspath(self.place), self.path)
+        except InputError:
+            self.close()
+            raise
         except OSError as error:
+            self.close()
+            reason = error.strerror or error
             raise InputError(
-                f"run.dir = {self.path} cannot be written ({error.strerror}): set run.dir to a "
+                f"run.dir = {self.place} cannot be written ({reason}): set run.dir to a "
                 "folder that can"
             ) from error
+
+    def publish(self) -> None:
+        """Copies what has changed to the bucket, if the run is in one. Raises: OSError."""
+        if self._mirror is not None:
+            self._mirror.copy()
 
     def _take_lock(self) -> None:
         lock = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
@@ -235,7 +263,7 @@ class RunFolder(Closing):
             holder = os.read(lock, 200).decode().strip() or "unknown"
             os.close(lock)
             raise InputError(
-                f"run.dir = {self.path} is in use by another trainer ({holder}): "
+                f"run.dir = {self.place} is in use by another trainer ({holder}): "
                 "wait for it or stop it, or set run.dir to another folder"
             ) from error
         os.ftruncate(lock, 0)
@@ -255,11 +283,12 @@ class RunFolder(Closing):
         logged = [entry["step"] for entry in read_metrics(self.path)] + sample_steps(self.path)
         if not logged:
             return
-        gone = not self.checkpoints.is_dir()
+        # A bucket has no empty folders: one that is gone looks like one not yet begun.
+        gone = not storage.is_url(self.place) and not self.checkpoints.is_dir()
         ended = (self.path / "summary.json").exists()
         if gone or ended or max(logged) > 2 * every:
             raise InputError(
-                f"{self.path} holds the metrics of {max(logged)} steps and no checkpoint to go on "
+                f"{self.place} holds the metrics of {max(logged)} steps and no checkpoint to go on "
                 f"from ({self.checkpoints} {'does not exist' if gone else 'holds none'}); starting "
                 "at step 1 would erase them: put the checkpoints back, or start anew without "
                 "--resume and with another run.dir, or after moving or deleting this folder"
@@ -275,7 +304,8 @@ class RunFolder(Closing):
         if not self._writes:
             return
         # From here on a missing folder means that it was removed, and not that none was saved yet.
-        self.checkpoints.mkdir(exist_ok=True)
+        if not storage.is_url(self.place):
+            self.checkpoints.mkdir(exist_ok=True)
         last = -1 if step is None else step
         file = self.path / "metrics.jsonl"
         if file.exists():
@@ -413,6 +443,9 @@ class RunFolder(Closing):
 
     def close(self) -> None:
         """Gives up the lock. Its file stays and names the last holder."""
+        if self._mirror is not None:
+            self._mirror.close()
+            self._mirror = None
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None

@@ -22,6 +22,7 @@ from jaxgrpo.config.files import Config, config_of
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.metrics import finalise, merge
 from jaxgrpo.core.types import Params, TrainState
+from jaxgrpo.data.storage import Place
 from jaxgrpo.evaluation.evaluate import Evaluate
 from jaxgrpo.models import sharding
 from jaxgrpo.models.hf import folders
@@ -59,7 +60,7 @@ OnStep = Callable[[int, Mapping[str, float]], None]
 class Run(NamedTuple):
     """A finished run, read from its folder."""
 
-    path: Path
+    path: Place
     summary: dict[str, Any]
     state: TrainState
 
@@ -73,7 +74,7 @@ class Run(NamedTuple):
         """The rows of the newest file of samples."""
         return read_samples(self.path)
 
-    def export(self, out: str | Path, step: str | int = "last", dtype: str | None = None) -> Path:
+    def export(self, out: str | Path, step: str | int = "last", dtype: str | None = None) -> Place:
         """Writes a step's model as a Hugging Face folder; "best" by `checkpoint.keep_best`."""
         return export(self.path, out, step, dtype)
 
@@ -167,7 +168,7 @@ def take(
         checkpoints.wait()
         summary = loop.finish(state)
         process.meet()
-    return Run(folder.path, summary, state)
+    return Run(folder.place, summary, state)
 
 
 def _refuse_other_config(folder: RunFolder, config: Config) -> Config:
@@ -180,7 +181,7 @@ def _refuse_other_config(folder: RunFolder, config: Config) -> Config:
     difference = configs.resume_difference(before, config)
     if difference:
         raise InputError(
-            f"{folder.path}: the run began with another config; these keys may not change:\n  "
+            f"{folder.place}: the run began with another config; these keys may not change:\n  "
             + "\n  ".join(difference)
             + "\nset them back, or set run.dir to another folder"
         )
@@ -296,7 +297,7 @@ class _Loop:
                 self.keeper.save(state, number, must=bool(stop) or number == last)
             if stop and number < last:
                 raise process.StopRequested(
-                    f"stopped after step {number} of {last}, saved in {self.folder.path}; go on "
+                    f"stopped after step {number} of {last}, saved in {self.folder.place}; go on "
                     f"with: {self.keeper.going_on()}"
                 )
         return state
@@ -350,7 +351,7 @@ class _Loop:
 
     def finish(self, state: TrainState) -> dict[str, Any]:
         """Writes the model as a Hugging Face folder, and the summary."""
-        run, progress, model = self.run, self.progress, self.folder.path / "model"
+        run, progress, model = self.run, self.progress, self.folder.place / "model"
         ends = folders.end_fields(run.blueprint.sampling.stop_tokens)
         try:
             parameters.save(run.model, state, self.folder.path, self.config, run.tokenizer, ends)
@@ -362,7 +363,7 @@ class _Loop:
             "parameter_hash": parameter_hash(state.trainable),
             "dropped_prompts": run.dropped,
             "model": str(model),
-            "metrics": str(self.folder.path / "metrics.jsonl"),
+            "metrics": str(self.folder.place / "metrics.jsonl"),
             "time/seconds": time.monotonic() - progress.started,
             "time/tokens_per_second": speed,
         }
@@ -374,9 +375,10 @@ class _Loop:
             step, value = progress.best
             summary["best"] = {"step": step, progress.best_metric: value}
         summary = self.log.finish(summary)
+        self.keeper.publish()
         self.display.say(f"parameter hash {summary['parameter_hash']}")
-        adapter = "" if run.model.config.lora is None else "adapter, "
-        self.display.say(f"{self.folder.path}: report.html, model, {adapter}metrics.jsonl, samples")
+        files = f"model, {'' if run.model.config.lora is None else 'adapter, '}metrics.jsonl"
+        self.display.say(f"{self.folder.place}: report.html, {files}, samples")
         return summary
 
     def _step(self, state: TrainState, number: int) -> TrainState:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
+import os
+import tempfile
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +21,11 @@ import jaxgrpo
 from jaxgrpo.config import files as configs
 from jaxgrpo.config.files import Config, config_of
 from jaxgrpo.config.own_code import python_name
-from jaxgrpo.core.errors import InputError
+from jaxgrpo.core.errors import InputError, refusing
 from jaxgrpo.core.types import Params
+from jaxgrpo.data import storage
 from jaxgrpo.data.prompts import PromptData
+from jaxgrpo.data.storage import Place
 from jaxgrpo.evaluation.evaluate import Evaluate, Policy, make_evaluator, questions_of
 from jaxgrpo.evaluation.intervals import is_end
 from jaxgrpo.evaluation.rescoring import Base
@@ -98,10 +103,10 @@ def config_for(
     Raises: ConfigError with all problems.
     """
     tables: dict[str, Any]
-    if (Path(target) / "config.toml").exists():
+    if is_run(target):
         folder, config = read_run(target)
         tables, source = configs.tables_of(config), config.source
-        tables["model"] = {**tables["model"], "path": str((folder / "model").absolute())}
+        tables["model"] = {**tables["model"], "path": str(storage.place(folder / "model"))}
         tables["model"].pop("revision", None)
         tables.pop("lora", None)  # merged there
     elif Path(target).suffix == ".toml":
@@ -215,13 +220,13 @@ def evaluator_of(run: Setup, share: Share = alone) -> Evaluate:
 
 
 def export(
-    run: str | Path, out: str | Path, step: str | int = "last", dtype: str | None = None
-) -> Path:
+    run: str | Place, out: str | Place, step: str | int = "last", dtype: str | None = None
+) -> Place:
     """Writes the model of one step of a run, with tokenizer, generation config and model card.
 
     Args:
-      run: a run folder.
-      out: the folder to write; a model folder there is replaced.
+      run: a run folder, or its URL.
+      out: the folder to write, or a URL; a model folder there is replaced.
       step: a number of finished steps, "last", or "best" by the run's checkpoint.keep_best.
       dtype: of the weights; None: as they were trained.
 
@@ -260,15 +265,38 @@ def export(
     lines = [line for line in read_metrics(folder) if line["step"] == number]
     values = {name: value for line in lines for name, value in evaluation_of(line).items()}
     card = model_card(config, number, {n: v for n, v in values.items() if v is not None})
-    folders.save_model(model, params, out, tokenizer, ends, card=card)
-    return Path(out)
+    with _here(out) as local:
+        folders.save_model(model, params, local, tokenizer, ends, card=card)
+    return storage.place(out) if storage.is_url(out) else Path(out)
 
 
-def read_run(run: str | Path) -> tuple[Path, Config]:
+@contextlib.contextmanager
+def _here(out: str | Place) -> Iterator[Path]:
+    """A folder of this host: `out`, or one whose files are copied there at the end."""
+    if not storage.is_url(out):
+        yield Path(out)
+        return
+    with tempfile.TemporaryDirectory(prefix="jaxgrpo-export-") as made:
+        yield (local := Path(made, "model"))
+        with refusing(f"{out} cannot be written ({{reason}})", OSError):
+            storage.upload_folder(local, os.fspath(out))
+
+
+def is_run(target: str | Place) -> bool:
+    """Whether it is the folder of a run. Raises: InputError where a bucket does not answer."""
+    if not storage.is_url(target):
+        return (Path(target) / "config.toml").exists()
+    try:
+        return storage.read(f"{os.fspath(target).rstrip('/')}/config.toml") is not None
+    except OSError as error:
+        raise InputError(f"{target} cannot be read: {error}") from error
+
+
+def read_run(run: str | Place) -> tuple[Place, Config]:
     """The folder and the config of a run. Raises: InputError where it holds no run."""
-    folder = Path(run)
+    folder = storage.place(run) if storage.is_url(run) else Path(run)
     file = folder / "config.toml"
-    if not file.exists():
+    if not is_run(run):
         raise InputError(f"{folder}: no run folder (there is no config.toml in it)")
     return folder, configs.from_dict(tomllib.loads(file.read_text(encoding="utf-8")))
 
@@ -300,7 +328,7 @@ def model_card(config: Config, step: int, evaluation: Mapping[str, float]) -> st
     return "\n".join(lines) + "\n"
 
 
-def _number(folder: Path, config: Config, step: str | int, checkpoints: Checkpoints) -> int | None:
+def _number(folder: Place, config: Config, step: str | int, checkpoints: Checkpoints) -> int | None:
     """The step to restore; None for the newest."""
     if step == "last":
         return None

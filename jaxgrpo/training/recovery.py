@@ -14,6 +14,7 @@ import jax
 import jaxgrpo
 from jaxgrpo.config.files import Config
 from jaxgrpo.core.types import TrainState
+from jaxgrpo.data import storage
 from jaxgrpo.rewards.protocol import RewardError
 from jaxgrpo.training import alarms, parameters, process
 from jaxgrpo.training.checkpoints import Checkpoints
@@ -70,8 +71,10 @@ class Keeper:
 
     def kept(self) -> str:
         """What of the run is saved, in a line."""
-        step = self.checkpoints.latest()
-        return f"{self.folder.path} holds {'no step yet' if step is None else f'step {step}'}"
+        # Nothing is asked of a bucket here: a watchdog says this, of a run that may wait for one.
+        at, place = self.checkpoints, self.folder.place
+        step = at.newest if storage.is_url(place) else at.latest()
+        return f"{place} holds {'no step yet' if step is None else f'step {step}'}"
 
     def going_on(self) -> str:
         """The command that goes on with this run."""
@@ -90,7 +93,8 @@ class Keeper:
         before, checkpoints = self.checkpoints.newest, self.checkpoints
         earlier = _error_of(checkpoints.wait)  # of the save before this one
         save = functools.partial(self._save, number, state)
-        own = _error_of(self.folder.catch_up, save, *([checkpoints.wait] if must else []))
+        first = (self.folder.catch_up, self.folder.publish)
+        own = _error_of(*first, save, *([checkpoints.wait] if must else []))
         problem = own or (None if must else earlier)
         if checkpoints.newest != before:
             self.progress.unsaved = 0
@@ -103,6 +107,13 @@ class Keeper:
             raise process.NotSaved(f"{said}; make space and go on by --resume auto") from problem
         left = MAX_UNSAVED - self.progress.unsaved
         self.display.say(f"{said}; the run goes on, and ends if this happens {left + 1} times more")
+
+    def publish(self) -> None:
+        """The end of a run in a bucket: all that is not there yet. Raises: process.NotSaved."""
+        if error := _error_of(self.folder.publish):
+            raise process.NotSaved(
+                f"{error}; the files of the run are in {self.folder.path}; go on by --resume auto"
+            ) from error
 
     def _save(self, number: int, state: TrainState) -> None:
         meta = self.progress.meta()
@@ -147,11 +158,11 @@ class Keeper:
         where = "no checkpoint is from before"
         if kept is not None:
             where = (
-                f"the last good checkpoint is of step {kept}, `jaxgrpo export {self.folder.path} "
+                f"the last good checkpoint is of step {kept}, `jaxgrpo export {self.folder.place} "
                 f"OUT --step {kept}` writes its model"
             )
         raise process.Diverged(
-            f"{self.folder.path}: step {number}: {problem}; {where}; begin a new run with a lower "
+            f"{self.folder.place}: step {number}: {problem}; {where}; begin a new run with a lower "
             f"optimizer.learning_rate ({values['learning_rate']:g} here), and look at the rewards"
         )
 

@@ -17,6 +17,7 @@ from jaxgrpo.config.files import Config, config_of, replace
 from jaxgrpo.config.keys import HINTS, SECTIONS, SHIPPED, folder_of
 from jaxgrpo.config.reading import show
 from jaxgrpo.core.errors import ConfigError, suggest
+from jaxgrpo.data import storage
 
 SHIPPED_EXPERIMENTS = SHIPPED / "experiments"
 MAY_DIFFER = (
@@ -176,6 +177,7 @@ def load(path: str | Path) -> Experiment:
     values = read(raw, problems)
     if problems:
         raise ConfigError(str(source), problems)
+    storage.on_host(values["dir"], "a comparison")
     return Experiment(**values, source=source)
 
 

@@ -25,6 +25,7 @@ from safetensors.numpy import save_file
 
 from jaxgrpo.core.errors import InputError, refuse_all
 from jaxgrpo.core.types import Params
+from jaxgrpo.data import storage
 from jaxgrpo.models import lora
 from jaxgrpo.models.api import LINEAR, LoraConfig, Model, ModelConfig
 from jaxgrpo.models.hf import families, mapping, weights
@@ -59,7 +60,7 @@ def read_config(path: str | os.PathLike[str], base: ModelConfig) -> LoraConfig:
 
     Raises: InputError naming every field that is missing or asks for what is not built.
     """
-    source = Path(os.path.expanduser(path)) / CONFIG
+    source = storage.local(path, "lora.path") / CONFIG
     if not source.is_file():
         raise InputError(f"{source} does not exist: give the folder of an adapter that PEFT wrote")
     fields = Fields(weights.read_json(source, "copy the adapter anew"), CONFIG)
@@ -86,7 +87,7 @@ def refused(config: ModelConfig) -> tuple[str, ...]:
 
 def files_of(path: str | os.PathLike[str]) -> list[Path]:
     """The files of an adapter folder that act on what it computes."""
-    return [Path(os.path.expanduser(path)) / name for name in (CONFIG, WEIGHTS)]
+    return [storage.local(path, "lora.path") / name for name in (CONFIG, WEIGHTS)]
 
 
 def targets_of(given: str | list[str], base: ModelConfig) -> str:
@@ -112,7 +113,7 @@ def read_params(
 
     Raises: InputError naming tensors that are missing, unknown, of another shape or not finite.
     """
-    folder = Path(os.path.expanduser(path))
+    folder = storage.local(path, "lora.path")
     family = families.family_of(model.config.family, str(folder))
     shapes, entries = _parts(model, family)
     with weights.agreed(folder, shardings), weights.opened(folder, WEIGHTS) as files:

@@ -22,7 +22,7 @@ from jax.experimental import multihost_utils
 
 from jaxgrpo.core.errors import InputError, one_line, refusing
 from jaxgrpo.core.types import Params
-from jaxgrpo.data import sources
+from jaxgrpo.data import sources, storage
 from jaxgrpo.models import decoder, lora
 from jaxgrpo.models.api import Model, ModelConfig
 from jaxgrpo.models.hf import adapters, families, mapping, weights
@@ -245,7 +245,7 @@ def save_model(
         raise InputError(f"save_model: parameters of several dtypes {dtypes}: cast to one")
     fields = families.config_fields(model.config, dtypes[0])
     mine = jax.process_index() == 0
-    out = weights.replaced(Path(path).absolute(), _refuse_unless_ours)
+    out = weights.replaced(storage.on_host(path, "a model"), _refuse_unless_ours)
     with out if mine else contextlib.nullcontext() as folder:
         if folder is not None:
             known = ((name, getattr(tokenizer, name, None)) for name in SPECIAL_TOKENS)
@@ -280,7 +280,7 @@ def read_dtypes(path: str | os.PathLike[str], model: Model) -> dict[str, int]:
 def find_folder(
     path: str | os.PathLike[str], revision: str | None = None, whole: bool = True
 ) -> Path:
-    """The local folder of a model: `path` itself, or the hub's files fetched into its cache.
+    """The local folder of a model: `path` itself, or files copied from the hub or a bucket.
 
     Args:
       revision: of the hub: a branch, tag or commit.
@@ -288,7 +288,8 @@ def find_folder(
 
     Raises: InputError if `path` is neither a folder nor a model that the hub gives.
     """
-    folder = Path(os.path.expanduser(path))
+    wanted = sources.model_files(whole)
+    folder = storage.local(path, "model.path", wanted)
     if os.path.isdir(folder):
         return folder
     if not isinstance(path, str) or not sources.is_name(path):

@@ -19,6 +19,8 @@ from rich.console import Console
 
 from jaxgrpo.config.own_code import installed, short_name
 from jaxgrpo.core.errors import InputError
+from jaxgrpo.data import storage
+from jaxgrpo.data.storage import Place
 from jaxgrpo.evaluation.intervals import is_end
 from jaxgrpo.training import console
 from jaxgrpo.training.folder import is_number, write_atomically
@@ -75,7 +77,7 @@ def check_can_draw(who: str, instead: str) -> None:
         raise InputError(f"{who} matplotlib: pip install matplotlib, or {instead}")
 
 
-def write_report(folder: Path, status: str | None = None) -> Path:
+def write_report(folder: Place, status: str | None = None) -> Place:
     """Writes report.html into a run folder, whole or not at all, and returns its path.
 
     Args:
@@ -88,8 +90,9 @@ def write_report(folder: Path, status: str | None = None) -> Path:
     try:
         write_atomically(target, page)
     except OSError as error:
+        reason = error.strerror or error
         raise InputError(
-            f"{target} cannot be written ({error.strerror}): free space or permissions there, or "
+            f"{target} cannot be written ({reason}): free space or permissions there, or "
             f"print the report with `jaxgrpo report {folder} --text`"
         ) from error
     return target
@@ -98,10 +101,11 @@ def write_report(folder: Path, status: str | None = None) -> Path:
 def report(run: str | Path, text: bool = False) -> int:
     """The command: writes report.html anew, or prints a summary. Returns the exit code."""
     screen = Console(highlight=False)
+    folder = storage.place(run) if storage.is_url(run) else Path(run)
     if text:
-        console.show(screen, read_run(Path(run)))
+        console.show(screen, read_run(folder))
     else:
-        screen.print(str(write_report(Path(run))), markup=False, soft_wrap=True)
+        screen.print(str(write_report(folder)), markup=False, soft_wrap=True)
     return 0
 
 

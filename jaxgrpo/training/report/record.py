@@ -9,12 +9,13 @@ import re
 import tomllib
 import unicodedata
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from jaxgrpo.core.errors import InputError, refusing
+from jaxgrpo.data import storage
+from jaxgrpo.data.storage import Place
 from jaxgrpo.evaluation.intervals import interval_of
-from jaxgrpo.training import alarms
+from jaxgrpo.training import alarms, mirror
 from jaxgrpo.training.folder import LOCK, evaluation_of, is_number, read_metrics, read_samples
 
 TURNS = "\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"
@@ -70,7 +71,7 @@ class Record:
         return sorted({name for line in self.lines for name in line} - {"step"})
 
 
-def read_run(folder: Path, status: str | None = None) -> Record:
+def read_run(folder: Place, status: str | None = None) -> Record:
     """Reads a run folder; what the run has not written yet is empty.
 
     Args:
@@ -164,20 +165,21 @@ def with_interval(metrics: Mapping[str, float], name: str) -> str:
     return f"{metrics[name]:.3f}" + (" ({:.3f} to {:.3f})".format(*ends) if ends else "")
 
 
-def _read(file: Path, parse: Callable[[str], Any], problem: str) -> dict[str, Any]:
+def _read(file: Place, parse: Callable[[str], Any], problem: str) -> dict[str, Any]:
     """The tables of a file; {} where it is missing."""
     with refusing(f"{file} {problem}", ValueError, TypeError):
         return dict(parse(file.read_text(encoding="utf-8"))) if file.is_file() else {}
 
 
-def _status(folder: Path, summary: Mapping[str, Any], lines: Sequence[Mapping[str, Any]]) -> str:
-    if _is_held(folder / LOCK):
+def _status(folder: Place, summary: Mapping[str, Any], lines: Sequence[Mapping[str, Any]]) -> str:
+    held = mirror.is_held(str(folder)) if storage.is_url(folder) else _is_held(folder / LOCK)
+    if held:
         return UNDER_WAY
     last = lines[-1]["step"] if lines else 0
     return FINISHED if summary.get("step") == last else STOPPED
 
 
-def _is_held(lock: Path) -> bool:
+def _is_held(lock: Place) -> bool:
     """Whether a trainer holds the folder. The file is opened for reading and left as it is."""
     try:
         with open(lock, "rb") as file:

@@ -1,0 +1,239 @@
+"""Buckets: what is named by a URL such as gs://bucket/run, read and written through fsspec.
+
+An object of a bucket is whole or absent. It cannot be appended to or renamed, and folders are no
+more than the beginnings of names. Listings are not cached: others write there too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import re
+import shutil
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from etils import epath
+
+from jaxgrpo.core.errors import InputError, one_line
+
+URL = re.compile(r"([a-z][a-z0-9+.-]*)://(.+)", re.DOTALL)
+EXTRAS = {"gs": "gcs", "s3": "s3"}
+"""Scheme -> the extra of jaxgrpo that installs what reads it."""
+RUNS = ("gs",)
+"""Schemes of run folders: those that Orbax writes checkpoints to."""
+Place = Path | epath.Path
+"""Where something is: here, or in a bucket."""
+LARGE = 1 << 26
+"""Bytes from which on a file is sent in parts, without a copy of it in memory."""
+
+
+def is_url(path: str | os.PathLike[str]) -> bool:
+    """Whether a path names something in a bucket.
+
+    >>> is_url("gs://bucket/run"), is_url("runs/first"), is_url("task:arithmetic:train")
+    (True, False, False)
+    """
+    return URL.fullmatch(os.fspath(path)) is not None
+
+
+def on_host(path: str | os.PathLike[str], what: str) -> Path:
+    """An absolute path. Raises: InputError where it is a URL, and has to be on this host."""
+    if is_url(path):
+        raise InputError(f"{os.fspath(path)}: {what} is written to a folder of this host: name one")
+    return Path(path).absolute()
+
+
+def cache_folder() -> Path:
+    """Where this host keeps copies: $XDG_CACHE_HOME/jaxgrpo or ~/.cache/jaxgrpo."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxgrpo"
+
+
+def place(path: str | os.PathLike[str]) -> Place:
+    """A path made absolute; a URL as etils' path, which has the methods of pathlib that read.
+
+    Raises: InputError where nothing installed reads such URLs.
+    """
+    if not is_url(path):
+        return Path(path).absolute()
+    file_system(path)
+    return epath.Path(os.fspath(path))
+
+
+def file_system(url: str | os.PathLike[str], key: str | None = None) -> Any:
+    """fsspec's file system for a URL. Raises: InputError where nothing installed reads it."""
+    import fsspec
+    import fsspec.config
+
+    text = os.fspath(url)
+    where = f"{key} = {text}" if key else text
+    scheme = text.partition("://")[0]
+    for name in ("gcs", "gs", scheme):
+        # The one that etils takes is made by name alone; another process's objects would be hidden.
+        fsspec.config.conf.setdefault(name, {}).setdefault("use_listings_cache", False)
+    try:
+        return fsspec.filesystem(scheme)
+    except ImportError as error:
+        extra = EXTRAS.get(scheme)
+        remedy = f"pip install 'jaxgrpo[{extra}]'" if extra else one_line(error)
+        raise InputError(f"{where}: reading {scheme}:// needs another package: {remedy}") from error
+    except ValueError as error:
+        raise InputError(f"{where}: no file system is called {scheme}://: {error}") from error
+
+
+@contextlib.contextmanager
+def failing_as_os_error(url: str | os.PathLike[str]) -> Iterator[None]:
+    """What the clients of buckets raise, of a dozen kinds, becomes an OSError that names the URL.
+
+    FileNotFoundError and FileExistsError pass: they are answers and no failures.
+    """
+    try:
+        yield
+    except (FileNotFoundError, FileExistsError, InputError):
+        raise
+    except Exception as error:
+        kind = type(error).__name__
+        raise OSError(f"{os.fspath(url)}: {one_line(error) or kind} ({kind})") from error
+
+
+def listing(url: str | os.PathLike[str]) -> dict[str, tuple[int, str]]:
+    """Name below a URL -> bytes and a mark that changes with the content. {} where nothing is.
+
+    Raises: OSError where the bucket cannot be listed, as one that does not exist.
+    """
+    files, found = file_system(url), {}
+    root = files._strip_protocol(os.fspath(url)).rstrip("/")
+    with failing_as_os_error(url):
+        bucket = root.partition("/")[0]
+        with contextlib.suppress(FileNotFoundError):
+            found = files.find(root, detail=True)
+        if not found and bucket != root and not files.exists(bucket):
+            raise OSError(f"there is no bucket {bucket}, or it may not be listed")
+    marks = ("md5Hash", "ETag", "etag", "generation", "mtime", "LastModified", "created")
+    return {
+        name[len(root) + 1 :]: (int(info["size"] or 0), str([info.get(mark) for mark in marks]))
+        for name, info in found.items()
+        if name.startswith(f"{root}/") and not name.endswith("/")
+    }
+
+
+def read(url: str | os.PathLike[str]) -> bytes | None:
+    """The content of an object; None where there is none. Raises: OSError."""
+    with failing_as_os_error(url), contextlib.suppress(FileNotFoundError):
+        return file_system(url).cat_file(os.fspath(url))
+    return None
+
+
+def write(url: str | os.PathLike[str], content: bytes, new: bool = False) -> None:
+    """Writes a whole object or nothing.
+
+    Args:
+      new: refuse to replace one.
+    Raises: OSError; FileExistsError where `new` and there is one.
+    """
+    with failing_as_os_error(url):
+        mode = "create" if new else "overwrite"
+        file_system(url).pipe_file(os.fspath(url), content, mode=mode)
+
+
+def upload(file: Path, url: str) -> None:
+    """Writes a local file. One that may grow meanwhile is sent as it was at one moment."""
+    if file.stat().st_size < LARGE:
+        write(url, file.read_bytes())
+        return
+    with failing_as_os_error(url):
+        file_system(url).put_file(str(file), url)
+
+
+def upload_folder(folder: Path, url: str) -> None:
+    """Writes all files of a folder, and removes what else is below the URL."""
+    names = [str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file()]
+    for name in names:
+        upload(folder / name, f"{url.rstrip('/')}/{name}")
+    for name in listing(url).keys() - set(names):
+        remove(f"{url.rstrip('/')}/{name}")
+
+
+def remove(url: str | os.PathLike[str]) -> None:
+    """Removes an object; one that is missing is no error."""
+    with failing_as_os_error(url), contextlib.suppress(FileNotFoundError):
+        file_system(url).rm_file(os.fspath(url))
+
+
+def remove_tree(path: Place, quietly: bool = False) -> None:
+    """Removes a folder with all that is in it, here or in a bucket.
+
+    Raises: OSError, but for a folder here where `quietly`.
+    """
+    if not is_url(path):
+        shutil.rmtree(path, ignore_errors=quietly)
+        return
+    for name in listing(path):
+        remove(f"{os.fspath(path)}/{name}")
+
+
+def files_of(folder: Place) -> dict[str, Place]:
+    """Name below a folder, here or in a bucket -> each file."""
+    if is_url(folder):
+        return {name: folder / name for name in sorted(listing(folder))}
+    found = sorted(path for path in folder.rglob("*") if path.is_file())
+    return {str(path.relative_to(folder)): path for path in found}
+
+
+def local(path: str | os.PathLike[str], key: str, wanted: Iterable[str] = ("*",)) -> Path:
+    """A local path as it is; a URL copied into this host's cache, once for all its processes.
+
+    A copy belongs to the contents of one moment: what has changed in the bucket is copied anew.
+
+    Args:
+      key: of the config, for messages.
+      wanted: patterns of the files to copy, of a folder.
+    Raises: InputError where there is nothing, or it cannot be copied.
+    """
+    if not is_url(path):
+        return Path(os.path.expanduser(path))
+    url = os.fspath(path).rstrip("/")
+    try:
+        return _copied(url, tuple(wanted))
+    except FileNotFoundError:
+        raise InputError(f"{key} = {url} does not exist: give what is there") from None
+    except OSError as error:
+        raise InputError(
+            f"{key} = {url} cannot be copied to {cache_folder()}: {one_line(error)}; see to the "
+            "name, your credentials, the network and the space on this host"
+        ) from error
+
+
+def _copied(url: str, wanted: tuple[str, ...]) -> Path:
+    names = listing(url)
+    name = url.rpartition("/")[2]
+    with failing_as_os_error(url):
+        # A file has nothing below it.
+        info = None if names else file_system(url).info(url)
+    chosen = sorted(n for n in names if any(Path(n).match(one) for one in wanted))
+    said = repr([url, *((n, names[n]) for n in chosen), *(sorted(info.items()) if info else ())])
+    home = cache_folder() / "copies" / hashlib.sha256(said.encode()).hexdigest()[:24]
+    if info is None and not chosen:
+        raise FileNotFoundError(url)
+    home.parent.mkdir(parents=True, exist_ok=True)
+    with open(home.with_suffix(".lock"), "ab") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # the other processes of this host wait for the copy
+        if not home.exists():
+            partial = home.with_suffix(".partial")  # of a process that died
+            shutil.rmtree(partial, ignore_errors=True)
+            for one in chosen:
+                download(f"{url}/{one}", partial / name / one)
+            if info is not None:
+                download(url, partial / name)
+            os.rename(partial, home)
+    return home / name
+
+
+def download(url: str, file: Path) -> None:
+    """Copies one object into a file. Raises: OSError."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with failing_as_os_error(url):
+        file_system(url).get_file(url, str(file))

@@ -1,0 +1,244 @@
+"""A run in a bucket: its small files are written here, and copied there at declared moments.
+
+All of a run but its checkpoints is written into a folder of this host's cache, as any run folder
+is. A thread copies what has changed every SECONDS_BETWEEN, each checkpoint waits for it, and so
+does the end of the run. Checkpoints go straight to the bucket (checkpoints.py). To go on, a run
+copies its files back first.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import shutil
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from jaxgrpo.core.errors import InputError, one_line
+from jaxgrpo.data import storage
+
+SECONDS_BETWEEN = 30.0
+"""Between two copies by the thread; 20 times what the last one took, where that is longer."""
+BEAT = 15.0
+"""Seconds after which the holder of a run writes its lock again."""
+LEASE = 60.0
+"""Seconds after which a lock that was not written again counts no more."""
+LOCK = ".lock"
+STAY = ("checkpoints", "model", "adapter", "profile")
+"""What is not copied back: large, and nothing of a run that goes on reads it here."""
+LAST = "summary.json"
+"""Copied after all others: a run that has it is complete."""
+logger = logging.getLogger(__name__)
+
+
+def folder_of(url: str) -> Path:
+    """The folder of this host's cache in which a run of that URL is written."""
+    url = url.rstrip("/")
+    made = hashlib.sha256(url.encode()).hexdigest()[:16]
+    return storage.cache_folder() / "runs" / made / url.rpartition("/")[2]
+
+
+def refuse_unusable(url: str, resume: bool = False) -> None:
+    """Refuses a URL as the folder of a run.
+
+    Raises: InputError where checkpoints cannot be written to such URLs, where the bucket cannot be
+      read, and where it holds something under the name and `resume` is False.
+    """
+    where = f"run.dir = {url}"
+    scheme = url.partition("://")[0]
+    if scheme not in storage.RUNS:
+        known = ", ".join(f"{one}://" for one in storage.RUNS)
+        raise InputError(
+            f"{where}: checkpoints can be written to folders and {known} only: give one of these, "
+            "or mount the bucket as a folder"
+        )
+    storage.file_system(url, "run.dir")
+    try:
+        found = [name for name in storage.listing(url) if name != LOCK]
+    except OSError as error:
+        raise InputError(
+            f"{where} cannot be read: {one_line(error)}; see to the name of the bucket, your "
+            "credentials and the network"
+        ) from error
+    if found and not resume:
+        holds = ", ".join(sorted({name.partition("/")[0] for name in found})[:4])
+        raise InputError(
+            f"{where} is not empty (it holds {holds}): "
+            "go on with that run by --resume auto, or set run.dir to another folder"
+        )
+
+
+class Mirror:
+    """The copy in a bucket of one run's folder, and the run's lock there.
+
+    A lock in a bucket is an object that its holder writes again every BEAT seconds. One that this
+    host left behind is taken at once, since the folder's own lock shows that its holder is dead;
+    another's when it was not written for LEASE seconds.
+
+    Args:
+      folder: of this host, locked by the caller. Emptied, and filled from the bucket.
+    Raises: InputError where another trainer holds the run; OSError.
+    """
+
+    def __init__(self, url: str, folder: Path):
+        self.url, self.folder = url.rstrip("/"), folder
+        self._me = self._host()
+        self._beats, self._taken = 0, ""  # who took the run from this process
+        self._sent: dict[str, tuple[int, int] | None] = {}  # size and time; None: not from here
+        self._copying, self._end = threading.Lock(), threading.Event()
+        self._take_lock()
+        try:
+            self._fetch()
+        except BaseException:
+            storage.remove(f"{self.url}/{LOCK}")
+            raise
+        # Two, since a copy may take longer than a lock counts.
+        keep = (self._keep_lock, self._keep_copying)
+        self._threads = [threading.Thread(target=one, daemon=True) for one in keep]
+        for thread in self._threads:
+            thread.start()
+
+    def copy(self) -> None:
+        """Copies what has changed since the last time, and removes what is gone.
+
+        Raises: OSError with the first file that could not be written, or where another trainer has
+          taken the run.
+        """
+        with self._copying:
+            if self._taken:
+                raise OSError(f"{self.url} was taken by another trainer ({self._taken})")
+            files = (file for file in self.folder.rglob("*") if file.is_file())
+            files = {str(file.relative_to(self.folder)): file for file in files}
+            found = {n: f for n, f in files.items() if n != LOCK and not n.endswith(".tmp")}
+            for name in sorted(found, key=lambda name: (name == LAST, name)):
+                self._send(name, found[name])
+            replaced = {name.partition("/")[0] for name in found}
+            for name in [name for name in self._sent if name not in found]:
+                top = name.partition("/")[0]
+                if top not in STAY or top in replaced - {"checkpoints", "profile"}:
+                    storage.remove(f"{self.url}/{name}")
+                    del self._sent[name]
+
+    def close(self) -> None:
+        """Copies once more, says what could not be written, and gives up the lock."""
+        self._end.set()
+        try:
+            self.copy()
+        except OSError as error:
+            logger.warning("%s; the files are in %s", error, self.folder)
+        for thread in self._threads:
+            thread.join()
+        try:
+            if not self._taken:
+                storage.remove(f"{self.url}/{LOCK}")
+        except OSError as error:
+            logger.warning("the lock stays for %.0f seconds: %s", LEASE, error)
+
+    def _send(self, name: str, file: Path) -> None:
+        try:
+            stat = file.stat()
+            mark = stat.st_size, stat.st_mtime_ns
+            if self._sent.get(name) != mark:
+                storage.upload(file, f"{self.url}/{name}")
+                self._sent[name] = mark
+        except FileNotFoundError:  # removed since it was listed
+            return
+
+    def _fetch(self) -> None:
+        """Makes the folder what the bucket holds, but for what stays there."""
+        for there in self.folder.iterdir():
+            if there.name != LOCK:
+                shutil.rmtree(there) if there.is_dir() else there.unlink()
+        for name in storage.listing(self.url):
+            top = name.partition("/")[0]
+            if top not in STAY and name != LOCK:
+                storage.download(f"{self.url}/{name}", file := self.folder / name)
+                self._sent[name] = (file.stat().st_size, file.stat().st_mtime_ns)
+            elif top in ("model", "adapter"):
+                self._sent[name] = None
+
+    def _keep_lock(self) -> None:
+        while not self._end.wait(BEAT):
+            self._beat()
+
+    def _keep_copying(self) -> None:
+        pause, failing = SECONDS_BETWEEN, False
+        while not self._end.wait(pause):
+            began = time.monotonic()
+            try:
+                self.copy()
+                failing = False
+            except OSError as error:
+                if not failing:
+                    logger.warning("%s; it is tried again", error)
+                failing = True
+            pause = max(SECONDS_BETWEEN, 20 * (time.monotonic() - began))
+
+    def _beat(self) -> None:
+        try:
+            there = read_lock(self.url)
+            if there is not None and there["id"] != self._me:
+                self._taken = there["who"]
+            elif not self._taken:
+                storage.write(f"{self.url}/{LOCK}", self._claim())
+        except OSError:
+            return  # the next beat tries again, and copying says what is wrong
+
+    def _host(self) -> str:
+        """A name of this folder of this host, which tells its own old lock from others'."""
+        file = self.folder.parent / "id"
+        if not file.exists():
+            file.write_text(os.urandom(16).hex())
+        return file.read_text()
+
+    def _claim(self) -> bytes:
+        self._beats += 1
+        who = f"process {os.getpid()} on {os.uname().nodename}"
+        claim = {"id": self._me, "who": who, "beat": self._beats, "time": time.time()}
+        return json.dumps(claim).encode()
+
+    def _take_lock(self) -> None:
+        lock = f"{self.url}/{LOCK}"
+        try:
+            storage.write(lock, self._claim(), new=True)
+            return
+        except FileExistsError:
+            first = read_lock(self.url)
+        began = time.monotonic()
+        while (there := read_lock(self.url)) is not None and there["id"] != self._me:
+            if there != first:
+                raise InputError(
+                    f"run.dir = {self.url} is in use by another trainer ({there['who']}): "
+                    "wait for it or stop it, or set run.dir to another folder"
+                )
+            if time.monotonic() - began > LEASE:
+                break
+            if there == first and time.monotonic() - began < 1.0:
+                logger.warning(
+                    "%s holds %s: waiting up to %.0f seconds to see whether it runs",
+                    there["who"],
+                    self.url,
+                    LEASE,
+                )
+            time.sleep(1.0)
+        storage.write(lock, self._claim())
+
+
+def read_lock(url: str) -> dict[str, Any] | None:
+    """What the holder of a run wrote about itself; None where there is none. Raises: OSError."""
+    content = storage.read(f"{url.rstrip('/')}/{LOCK}")
+    try:
+        found = json.loads(content) if content else None
+    except ValueError:
+        return None
+    return found if isinstance(found, dict) and {"id", "who", "time"} <= found.keys() else None
+
+
+def is_held(url: str) -> bool:
+    """Whether a trainer has written the run's lock within LEASE, by both machines' clocks."""
+    there = read_lock(url)
+    return there is not None and abs(time.time() - there["time"]) < LEASE

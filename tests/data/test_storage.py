@@ -1,0 +1,150 @@
+"""What is named by a URL: copied once per host, copied anew when it changes, refused in words."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+
+from jaxgrpo.config import files as configs
+from jaxgrpo.core.errors import InputError
+from jaxgrpo.data import sources, storage
+from jaxgrpo.experiments.compare import experiment
+
+ROWS = "".join(json.dumps({"question": f"{n}+1=", "answer": str(n + 1)}) + "\n" for n in range(3))
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    memory = fsspec.filesystem("memory")
+    for one in memory.find("/"):
+        memory.rm_file(one)
+    return tmp_path / "cache" / "jaxgrpo" / "copies"
+
+
+def copies(cache: Path) -> list[str]:
+    return sorted(str(file.relative_to(cache).parts[1]) for file in cache.glob("*/*"))
+
+
+def test_a_file_of_rows_is_copied_once_and_anew_when_it_changes(cache):
+    storage.write("memory://bucket/rows.jsonl", ROWS.encode())
+    source = sources.Source("memory://bucket/rows.jsonl")
+    assert [row["answer"] for _, row in sources.read(source)] == ["1", "2", "3"]
+    first = {file: file.stat().st_mtime_ns for file in cache.glob("*/*")}
+    sources.read(source)
+    assert {file: file.stat().st_mtime_ns for file in cache.glob("*/*")} == first
+    storage.write("memory://bucket/rows.jsonl", ROWS.encode() * 2)
+    assert len(sources.read(source)) == 6
+    assert copies(cache) == ["rows.jsonl", "rows.jsonl"]
+
+
+def test_of_a_model_only_its_files_are_copied_and_weights_only_where_they_are_needed():
+    for name in ("config.json", "model.safetensors", "optimizer.pt", "nested/notes.md"):
+        storage.write(f"memory://bucket/model/{name}", name.encode())
+    found = [
+        storage.local("memory://bucket/model", "model.path", sources.model_files(whole))
+        for whole in (True, False)
+    ]
+    names = [sorted(file.name for file in folder.iterdir()) for folder in found]
+    assert names == [["config.json", "model.safetensors"], ["config.json"]]
+    assert {folder.name for folder in found} == {"model"}
+
+
+def test_many_processes_of_a_host_make_one_copy(cache, monkeypatch):
+    storage.write("memory://bucket/rows.jsonl", ROWS.encode())
+    asked, real = [], storage.download
+    monkeypatch.setattr(storage, "download", lambda *given: (asked.append(given), real(*given)))
+    local = lambda: storage.local("memory://bucket/rows.jsonl", "data.path")  # noqa: E731
+    readers = [threading.Thread(target=local) for _ in range(8)]
+    for reader in readers:
+        reader.start()
+    for reader in readers:
+        reader.join()
+    assert len(asked) == 1
+    assert copies(cache) == ["rows.jsonl"]
+    assert local().read_text() == ROWS
+
+
+def test_what_an_interrupted_copy_left_is_no_copy(cache, monkeypatch):
+    for name in ("a.json", "b.json"):
+        storage.write(f"memory://bucket/model/{name}", b"{}")
+    real = storage.download
+
+    def fails(url: str, file: Path) -> None:
+        if url.endswith("b.json"):
+            raise OSError("the network is gone")
+        real(url, file)
+
+    monkeypatch.setattr(storage, "download", fails)
+    with pytest.raises(InputError, match=r"model\.path = memory://bucket/model .*network is gone"):
+        storage.local("memory://bucket/model", "model.path")
+    monkeypatch.setattr(storage, "download", real)
+    folder = storage.local("memory://bucket/model", "model.path")
+    assert sorted(os.listdir(folder)) == ["a.json", "b.json"]
+
+
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [
+        ("memory://bucket/none.jsonl", "data.path = memory://bucket/none.jsonl does not exist"),
+        ("nothing://bucket/rows.jsonl", "no file system is called nothing://"),
+    ],
+)
+def test_a_url_that_leads_nowhere_is_refused_by_its_key(path, words):
+    with pytest.raises(InputError, match=words):
+        sources.read(sources.Source(path))
+
+
+def test_a_missing_package_is_named_by_its_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "gcsfs", None)  # as if it were not installed
+    registry = vars(importlib.import_module("fsspec.registry"))["_registry"]
+    for scheme in ("gs", "gcs"):
+        monkeypatch.delitem(registry, scheme, raising=False)
+    with pytest.raises(InputError, match=r"pip install 'jaxgrpo\[gcs\]'"):
+        sources.read(sources.Source("gs://bucket/rows.jsonl"))
+
+
+def test_what_is_written_to_this_host_alone_is_not_given_a_url(tmp_path):
+    lines = ('base = "quickstart"', 'dir = "gs://bucket/compare"', 'control = "a"', "seeds = 2")
+    arms = (
+        "learning_rates = [1e-3]",
+        "[arms]",
+        'a = { recipe = "grpo" }',
+        'b = { recipe = "sign" }',
+    )
+    (tmp_path / "experiment.toml").write_text("\n".join((*lines, *arms)))
+    with pytest.raises(InputError, match="gs://bucket/compare: a comparison is written to a"):
+        experiment.load(tmp_path / "experiment.toml")
+
+
+def test_urls_in_a_config_stay_as_they_are(tmp_path):
+    given: dict[str, Any] = {
+        "model": {"path": "gs://bucket/model"},
+        "lora": {"path": "s3://bucket/adapter"},
+        "data": {"path": "gs://bucket/rows.jsonl", "prompt": "question"},
+        "rewards": [{"use": "arithmetic"}],
+        "recipe": "grpo",
+        "optimizer": {"learning_rate": 1e-3},
+        "rollout": {
+            "prompts_per_step": 2,
+            "group_size": 2,
+            "max_prompt_tokens": 8,
+            "max_completion_tokens": 8,
+        },
+        "train": {"steps": 1},
+        "eval": {"data": "memory://bucket/held_out.jsonl"},
+        "run": {"dir": "gs://bucket/run"},
+    }
+    (tmp_path / "run.toml").write_text(configs.to_toml(configs.from_dict(given)))
+    read = configs.load(tmp_path / "run.toml")
+    assert (read.model.path, read.lora.path) == ("gs://bucket/model", "s3://bucket/adapter")
+    assert (read.data.path, read.eval.data) == (given["data"]["path"], given["eval"]["data"])
+    assert read.run.dir == "gs://bucket/run"

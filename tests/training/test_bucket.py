@@ -1,0 +1,206 @@
+"""Runs whose folder, model and data are in a bucket, through the clients that Google's take.
+
+The server is `gcs_server`; Orbax, tensorstore and gcsfs are the real ones.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import gcs_server
+import pytest
+import small_run
+
+from jaxgrpo.cli.main import main
+from jaxgrpo.core.errors import InputError
+from jaxgrpo.data import storage
+from jaxgrpo.training import folder, loop, mirror, process
+from jaxgrpo.training.checkpoints import Checkpoints
+
+# Read when gcsfs is imported: it would ask Google's own servers about the bucket.
+os.environ["GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT"] = "false"
+pytest.importorskip("gcsfs")
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory):
+    """The clients keep the address of the first server that they meet: one for all tests."""
+    with gcs_server.serving() as bucket, pytest.MonkeyPatch.context() as patch:
+        cache = tmp_path_factory.mktemp("cache")
+        for name, value in {**bucket.environment, "XDG_CACHE_HOME": str(cache)}.items():
+            patch.setenv(name, value)
+        yield bucket
+
+
+@pytest.fixture
+def bucket(served, monkeypatch):
+    served.objects.clear()
+    served.refuses = None
+    monkeypatch.setattr(mirror, "SECONDS_BETWEEN", 0.2)
+    return served
+
+
+def config(run_dir: Any, **changes: Any) -> Any:
+    tracking = {"tracking": {"tensorboard": False}}
+    return small_run.config(run_dir, **{**tracking, **changes})
+
+
+def lines(bucket: gcs_server.Bucket, name: str = "run") -> list[dict[str, Any]]:
+    text = bucket.objects[f"{name}/metrics.jsonl"].data.decode()
+    return [
+        {name: value for name, value in json.loads(line).items() if not name.startswith("time/")}
+        for line in text.splitlines()
+    ]
+
+
+def test_a_killed_run_goes_on_and_ends_as_a_local_one(bucket, tmp_path):
+    base = Path(small_run.base())
+    storage.upload_folder(base, "gs://bucket/base")
+    data = {"model.path": "gs://bucket/base", "train.steps": 5}
+    reward = tmp_path / "killing.py"
+    reward.write_text(
+        "import os, signal\n"
+        "def killing(completions, trainer_state, **columns):\n"
+        "    if trainer_state.global_step == 4 and os.environ.get('KILL'):\n"
+        "        os.kill(os.getpid(), signal.SIGKILL)\n"
+        "    return [len(text) / 24 for text in completions]\n"
+    )
+    data["rewards"] = [{"use": f"{reward}:killing"}]
+    here = loop.train(config(tmp_path / "here", **{**data, "model.path": str(base)}))
+    file = small_run.write(tmp_path / "run.toml", "gs://bucket/run", **data)
+    ended = subprocess.run(
+        [sys.executable, "-m", "jaxgrpo", "train", str(file)],
+        env={**os.environ, "KILL": "1"},
+        timeout=300,
+    )
+    assert ended.returncode == -9
+    assert "run/checkpoints/2/manifest.json" in bucket.objects
+    assert ".lock" in {name.rpartition("/")[2] for name in bucket.objects}
+    run = loop.train(config("gs://bucket/run", **data), resume="auto")
+    assert run.summary["parameter_hash"] == here.summary["parameter_hash"]
+    assert lines(bucket) == small_run.metrics(tmp_path / "here")
+    for name in ("model/model.safetensors", "samples/step_1.jsonl"):
+        assert bucket.objects[f"run/{name}"].data == (tmp_path / "here" / name).read_bytes()
+    assert "run/.lock" not in bucket.objects
+    assert run.summary["model"] == "gs://bucket/run/model"
+    assert len(run.metrics) == 5
+    assert run.samples == here.samples
+
+
+def test_a_finished_run_is_read_where_it_is(bucket, tmp_path, capsys):
+    run = loop.train(config("gs://bucket/run"))
+    kept = bucket.objects["run/model/model.safetensors"].data
+    assert main(["export", "gs://bucket/run", str(tmp_path / "model")]) == 0
+    assert (tmp_path / "model/model.safetensors").read_bytes() == kept
+    run.export("gs://bucket/exported")
+    assert bucket.objects["exported/model.safetensors"].data == kept
+    assert main(["report", "gs://bucket/run"]) == 0
+    assert b"finished" in bucket.objects["run/report.html"].data
+    asked = ["--data", "task:arithmetic:test", "--samples", "2", "--num-prompts", "4"]
+    assert main(["eval", "gs://bucket/run", *asked]) == 0
+    assert "gs://bucket/run on task:arithmetic:test" in capsys.readouterr().out
+
+
+def test_a_damaged_checkpoint_is_passed_over(bucket):
+    loop.train(config("gs://bucket/run", **{"train.steps": 4}))
+    with Checkpoints("gs://bucket/run/checkpoints") as checkpoints:
+        assert checkpoints.steps() == [2, 4]
+    name = max(n for n in bucket.objects if n.startswith("run/checkpoints/4/state/d/"))
+    stored = bucket.objects[name]
+    flipped = stored.data[:-1] + bytes([stored.data[-1] ^ 1])
+    bucket.objects[name] = stored._replace(data=flipped, generation=10**6)
+    run = loop.train(config("gs://bucket/run", **{"train.steps": 4}), resume="auto")
+    assert [line["step"] for line in run.metrics] == [1, 2, 3, 4]
+    with Checkpoints("gs://bucket/run/checkpoints") as checkpoints:
+        assert checkpoints.steps() == [2, 4]
+        assert checkpoints._intact(4) == 4
+
+
+def test_rows_come_from_a_bucket(bucket):
+    rows = [{"question": f"{n}+{n}=", "answer": str(2 * n)} for n in range(10, 40)]
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    storage.write("gs://bucket/data/rows.jsonl", text.encode())
+    changes = {
+        "data": {"path": "gs://bucket/data/rows.jsonl", "prompt": "question"},
+        "eval": {"data": "gs://bucket/data/rows.jsonl", "prompts": 4, "samples": 2},
+        "train.steps": 1,
+    }
+    run = loop.train(config("gs://bucket/run", **changes))
+    assert {row["prompt"] for row in run.samples} <= {row["question"] for row in rows}
+    assert run.summary["trained"]["pass@1"] is not None
+
+
+@pytest.mark.parametrize(
+    ("url", "words"),
+    [
+        ("gs://elsewhere/run", "run.dir = gs://elsewhere/run cannot be read: .*elsewhere"),
+        ("s3://bucket/run", "checkpoints can be written to folders and gs:// only"),
+        ("gs://bucket/taken", r"is not empty \(it holds notes.txt\)"),
+    ],
+)
+def test_a_bucket_that_cannot_be_used_is_refused_before_the_model_is_read(bucket, url, words):
+    storage.write("gs://bucket/taken/notes.txt", b"mine")
+    with pytest.raises(InputError, match=words):
+        loop.train(config(url, **{"model.path": "/there/is/none"}))
+
+
+def test_a_run_that_another_host_writes_is_refused_and_a_dead_one_is_taken(bucket, monkeypatch):
+    monkeypatch.setattr(mirror, "LEASE", 3.0)
+    lock = {"id": "another", "who": "process 7 on other", "beat": 1, "time": 0.0}
+    storage.write("gs://bucket/run/.lock", json.dumps(lock).encode())
+    beating = threading.Timer(
+        1.5, storage.write, ("gs://bucket/run/.lock", json.dumps({**lock, "beat": 2}).encode())
+    )
+    beating.start()
+    with pytest.raises(InputError, match=r"in use by another trainer \(process 7 on other\)"):
+        folder.RunFolder("gs://bucket/run")
+    beating.join()
+    with folder.RunFolder("gs://bucket/run") as held:
+        assert mirror.is_held("gs://bucket/run")
+        with pytest.raises(InputError, match="in use by another trainer"):
+            folder.RunFolder(str(held.place))
+    assert not mirror.is_held("gs://bucket/run")
+
+
+def test_a_run_whose_lock_was_taken_writes_no_more(bucket, monkeypatch):
+    monkeypatch.setattr(mirror, "BEAT", 0.2)
+    with folder.RunFolder("gs://bucket/run") as held:
+        lock = {"id": "another", "who": "process 7 on other", "beat": 1, "time": 0.0}
+        storage.write("gs://bucket/run/.lock", json.dumps(lock).encode())
+        threading.Event().wait(1.5)
+        held.write_summary({"step": 1})
+        with pytest.raises(OSError, match=r"taken by another trainer \(process 7"):
+            held.publish()
+    assert "run/summary.json" not in bucket.objects
+    assert json.loads(bucket.objects["run/.lock"].data) == lock
+
+
+def test_a_bucket_that_refuses_ends_the_run_with_its_files_kept_here(bucket):
+    def refuse(number: int, metrics: Any) -> None:
+        bucket.refuses = 403 if number == 3 else bucket.refuses
+
+    with pytest.raises(process.NotSaved, match="go on by --resume auto") as raised:
+        loop.train(config("gs://bucket/run"), on_step=refuse)
+    assert raised.value.code == 74
+    here = mirror.folder_of("gs://bucket/run")
+    assert len((here / "metrics.jsonl").read_text().splitlines()) == 3
+    bucket.refuses = None
+    run = loop.train(config("gs://bucket/run"), resume="auto")
+    assert [line["step"] for line in lines(bucket)] == [1, 2, 3]
+    assert run.summary["step"] == 3
+
+
+def test_a_bucket_that_refuses_for_a_while_costs_a_checkpoint_and_no_step(bucket):
+    def refuse(number: int, metrics: Any) -> None:
+        bucket.refuses = 403 if number == 2 else None
+
+    run = loop.train(config("gs://bucket/run", **{"train.steps": 4}), on_step=refuse)
+    assert run.summary["step"] == 4
+    assert [line["step"] for line in lines(bucket)] == [1, 2, 3, 4]
