@@ -1,4 +1,4 @@
-"""`jaxgrpo launch`: several processes of one command on this machine, to try what a cluster will do.
+"""`jaxgrpo launch`: several processes of one command on this machine, as a cluster has them.
 
 It imports no JAX. Each process is told by its environment who it is (process.PROCESS_VARIABLES).
 The output of process 0 is shown as it is, that of another on stderr where it fails. When one fails,
@@ -115,7 +115,7 @@ class _Job:
         return self.first or 0
 
     def _start(self, index: int, environment: Mapping[str, str]) -> None:
-        output = tempfile.TemporaryFile() if index else None
+        output = tempfile.TemporaryFile() if index else None  # noqa: SIM115 (closed with the job)
         self.outputs.append(output)
         self.children.append(
             subprocess.Popen(

@@ -302,7 +302,7 @@ def several_processes(environment: Mapping[str, str]) -> dict[str, str | int] | 
         )
     if not address.rpartition(":")[0] or not address.rpartition(":")[2].isdecimal():
         raise InputError(
-            f"JAX_COORDINATOR_ADDRESS = {address}: expected HOST:PORT of process 0, as 10.0.0.2:8476"
+            f"JAX_COORDINATOR_ADDRESS = {address}: expected HOST:PORT of process 0, as 10.0.0.2:84"
         )
     count, index = map(int, numbers)
     return {"coordinator_address": address, "num_processes": count, "process_id": index}
@@ -360,7 +360,7 @@ def _join(environment: Mapping[str, str]) -> None:
 
 @contextlib.contextmanager
 def _waiting_for_others(given: Mapping[str, Any]) -> Iterator[None]:
-    """Says every 30 s that other processes are waited for, and ends this one after _JOIN seconds."""
+    """Says every 30 s who is waited for, and ends this process after _JOIN seconds."""
     here, over = threading.Event(), time.monotonic() + _JOIN
     where = given.get("coordinator_address", "the address that the cluster gives")
 
