@@ -138,7 +138,7 @@ def config(tmp_path) -> Path:
     return small_run.write(tmp_path / "run.toml", tmp_path / "r", **changes)
 
 
-def wait_for(condition, seconds: float = 120.0) -> None:
+def wait_for(condition, seconds: float = 300.0) -> None:
     over = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < over
