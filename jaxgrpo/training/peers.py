@@ -83,7 +83,11 @@ class _Link:
             return None
         *lines, self.rest = (self.rest + data).split(b"\n")
         self.heard = time.monotonic()
-        return [json.loads(line) for line in lines] if data else None
+        try:
+            messages = [dict(json.loads(line)) for line in lines]
+        except (ValueError, TypeError):  # a stranger, as one that looks for open ports
+            return None
+        return messages if data else None
 
 
 class Peers:
@@ -109,6 +113,7 @@ class Peers:
         self._bell, self._rope = os.pipe()
         self._first: Failure | None = None  # of the run, as far as is known here
         self._own: tuple[Failure, float] | None = None  # of this process, told from then on
+        self._is_effect = False  # the failure of this process, perhaps of another's
         self._lost: int | None = None  # a silent process, which closes no connection
         self._told = 0.0  # when this process told others of a failure
         self._leaves = False
@@ -121,7 +126,7 @@ class Peers:
           is_effect: perhaps another process failed, and this one only notices. Its reason is
             waited for.
         """
-        wait = PARTING if is_effect else 0.0
+        self._is_effect, wait = is_effect, PARTING if is_effect else 0.0
         self._own = Failure(self.index, code, text[-LONGEST:]), time.monotonic() + wait
         os.write(self._rope, b"\0")
         time.sleep(4 * PARTING)  # the thread ends the process
@@ -153,23 +158,23 @@ class Peers:
     def _read(self, seconds: float) -> None:
         """Waits for messages, and takes those that have come."""
         listener = [] if self._listener is None else [self._listener]
-        for ready in select.select([self._bell, *listener, *self._links], [], [], seconds)[0]:
-            if ready is self._bell:
-                os.read(self._bell, 64)
-            elif ready is self._listener:
-                self._links.append(_Link(ready.accept()[0], None))
-            else:
-                messages = ready.receive()
-                for message in messages or []:
-                    self._take(ready, message)
-                if messages is None:
-                    self._lose(ready)
+        sources: list[Any] = [self._bell, *listener, *self._links]
+        ready = select.select(sources, [], [], seconds)[0]
+        if self._bell in ready:
+            os.read(self._bell, 64)
+        if self._listener in ready and self._listener is not None:
+            self._links.append(_Link(self._listener.accept()[0], None))
+        for link in [one for one in self._links if one in ready]:
+            messages = link.receive()
+            for message in messages or []:
+                self._take(link, message)
+            if messages is None:
+                self._lose(link)
 
     def _take(self, link: _Link, message: dict[str, Any]) -> None:
         if link.number is None:
             if message.get("token") != self._token:
-                self._links.remove(link)
-                link.socket.close()
+                link.socket.shutdown(socket.SHUT_RDWR)  # the next look finds its end
                 return
             link.number = message["process"]
         link.has_left |= "left" in message
@@ -180,18 +185,19 @@ class Peers:
         """A connection has ended."""
         self._links.remove(link)
         link.socket.close()
-        in_order = link.has_left or link.number is None or (self._leaves and self.index > 0)
-        if not in_order and self._first is None:
+        in_order = link.has_left or (self._leaves and self.index > 0)
+        if link.number is not None and not in_order and self._first is None:
             gone = f"process {link.number} is gone: it was killed, or its machine is down"
-            self._first = Failure(link.number or 0, LOST, gone)
+            self._first = Failure(link.number, LOST, gone)
 
     def _judge(self, now: float) -> None:
         for link in self._links:
-            if self.timeout and now - link.heard > self.timeout and self._first is None:
+            is_silent = self.timeout and now - link.heard > self.timeout
+            if is_silent and link.number is not None and self._first is None:
                 why = f"has not been heard of for {self.timeout:g} s (run.peer_timeout)"
                 cause = "it is frozen, or cannot be reached"
                 text = f"process {link.number} {why}: {cause}"
-                self._lost, self._first = link.number, Failure(link.number or 0, LOST, text)
+                self._lost, self._first = link.number, Failure(link.number, LOST, text)
 
     def _settle(self, now: float) -> None:
         """Tells others of a failure, and ends this process when they have heard of it."""
@@ -203,19 +209,19 @@ class Peers:
             self._told = now
             self._send(failed=tells)
         if self.index == 0:
-            waits = any(link.number != self._lost for link in self._links)
+            waits = any(link.number not in (None, self._lost) for link in self._links)
         else:  # process 0 answers with the first failure of all
             waits = self._first is None and bool(self._links)
-        if (self._first or own) and not (waits and now < self._told + PARTING):
-            self._finish(self._first or own)
+        first = self._first or own
+        if first and not (waits and now < self._told + PARTING):
+            self._finish(first)
 
-    def _finish(self, first: Failure | None) -> NoReturn:
+    def _finish(self, first: Failure) -> NoReturn:
         own = self._own[0] if self._own else None
-        failures = [one for one in (first, own) if one is not None]
         text = own.text if own else ""
-        if first and first.process != self.index and first.text != text:
+        if first.process != self.index and first.text != text:
             text = f"{first.said()}\n{text}"
-        _end((own or failures[0]).code, text)
+        _end(own.code if own and not self._is_effect else first.code, text)
 
 
 _watch: Peers | None = None

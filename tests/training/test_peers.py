@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import socket
 import subprocess
 import time
 
@@ -152,6 +153,21 @@ def test_a_failure_is_told_with_its_process_and_a_loss_without_an_exit_code():
     lost = peers.Failure(2, peers.LOST, "process 2 is gone")
     assert lost.said().startswith("process 2 is gone; this process ends with it")
     assert peers.LOST in runtime.EXIT_CODES
+
+
+def test_a_stranger_who_connects_is_no_process_of_the_run():
+    listener = peers._listen("127.0.0.1")
+    watch = peers.Peers(0, 2, "secret", listener, [])
+    watch.timeout = 0.5
+    address = listener.getsockname()
+    for said in (b"GET / HTTP/1.1\r\n\r\n", b'{"process": 1, "failed": [1, 1, "x"]}\n', b"[1]\n"):
+        with socket.create_connection(address, timeout=10) as stranger:
+            stranger.sendall(said)
+            while stranger.recv(1 << 16):  # signs of life, then the end
+                pass
+    with socket.create_connection(address, timeout=10):
+        time.sleep(2.5)  # a silent one
+    assert watch._first is None
 
 
 def test_alone_nothing_is_watched_and_a_failure_ends_nothing():

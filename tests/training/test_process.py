@@ -151,7 +151,7 @@ def test_a_cluster_is_found_and_a_job_of_one_process_stays_by_itself(name, monke
     for variable, value in several.items():
         monkeypatch.setenv(variable, value)
     assert runtime.several_processes({}) == {}
-    ours = dict(zip(runtime.PROCESS_VARIABLES, ("a:1", "3", "2"), strict=True))
+    ours: dict[str, str] = dict(zip(runtime.PROCESS_VARIABLES, ("a:1", "3", "2"), strict=True))
     assert runtime.several_processes(ours) != {}, "what is said by hand comes first"
     for variable, value in one.items():
         monkeypatch.setenv(variable, value)
