@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TextIO
 
 import jaxgrpo
-from jaxgrpo.core.errors import suggest
+from jaxgrpo.core.errors import InputError, suggest
 
 CLOSED = 128 + signal.SIGPIPE
 """The exit code if what reads the output closes it."""
@@ -78,6 +78,16 @@ RESUME = argument(
     choices=["auto"],
 )
 
+JOINING = ("train", "replay", "probe", "eval", "sample", "compare", "doctor")
+"""Commands of which several processes may run as one."""
+
+JOIN = {
+    "--coordinator": ("JAX_COORDINATOR_ADDRESS", "HOST:PORT", "where process 0 is met by all"),
+    "--num-processes": ("JAX_NUM_PROCESSES", "N", "of the run; each on its own machine as a rule"),
+    "--process-id": ("JAX_PROCESS_ID", "I", "of this process, from 0"),
+}
+"""Option -> the variable that it stands for, its value and what it says."""
+
 COMMANDS: dict[str, tuple[Any, ...]] = {
     "quickstart": (
         "make a small base model, train it with GRPO, evaluate both",
@@ -108,6 +118,19 @@ COMMANDS: dict[str, tuple[Any, ...]] = {
         JSON,
         argument("--dump", "DIR", "write the text of the compiled programs"),
         SET,
+    ),
+    "launch": (
+        "run a command in several processes of this machine, as a cluster would",
+        "jaxgrpo.cli.launch:main",
+        argument("--processes", "N", "2 by default", type=int),
+        argument(
+            "--devices-per-process",
+            "M",
+            "CPU devices or GPUs of each; one by default",
+            type=int,
+            dest="devices",
+        ),
+        argument("command", "COMMAND ...", "as train CONFIG", nargs=argparse.REMAINDER),
     ),
     "replay": (
         "train on rollouts that were saved, without sampling or rewarding",
@@ -243,12 +266,40 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SystemExit as stop:  # argparse has printed the help, the version or the mistake
         code = int(stop.code or 0)
         return _until_closed(lambda: code)
+    try:
+        _join(given)
+        if command == "launch":  # answers before JAX is loaded, and leaves it to its processes
+            return pkgutil.resolve_name(given.pop("calls"))(**given)
+    except InputError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return 2
     # Without it the first line of most commands is that PyTorch was not found, which none needs.
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     from jaxgrpo.training import process
 
     calls = given.pop("calls")
     return process.guard(lambda: _until_closed(lambda: pkgutil.resolve_name(calls)(**given)))
+
+
+def _join(given: dict[str, Any]) -> None:
+    """Takes the options of JOIN out of what was given, and sets their variables.
+
+    Raises: InputError where only some of them are given.
+    """
+    named = {flag: given.pop(_dest(flag), None) for flag in JOIN}
+    there = [flag for flag, value in named.items() if value is not None]
+    if there and len(there) < len(JOIN):
+        missing = ", ".join(flag for flag in JOIN if flag not in there)
+        raise InputError(
+            f"{', '.join(there)} without {missing}: give all three in every process, or none where "
+            "a cluster or the environment says it"
+        )
+    for flag in there:
+        os.environ[JOIN[flag][0]] = str(named[flag])
+
+
+def _dest(flag: str) -> str:
+    return flag.strip("-").replace("-", "_")
 
 
 def _until_closed(command: Callable[[], int | None]) -> int:
@@ -291,7 +342,8 @@ def _parser() -> argparse.ArgumentParser:
         prog="jaxgrpo",
         description="Group-relative reinforcement learning of language models in JAX.",
         epilog="exit codes: 0 done, 1 crashed, 2 wrong input, 3 a reward failed after step 1, "
-        "4 stuck, 5 diverged, 74 disk full, 130 or 143 stopped by a signal, 141 output closed",
+        "4 stuck, 5 diverged, 6 another process lost, 74 disk full, 130 or 143 stopped by a "
+        "signal, 141 output closed",
     )
     parser.add_argument("--version", action="version", version=f"jaxgrpo {jaxgrpo.__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
@@ -300,4 +352,9 @@ def _parser() -> argparse.ArgumentParser:
         added.set_defaults(calls=calls)
         for flags, options in arguments:
             added.add_argument(*flags, **options)
+        if name in JOINING:
+            group = added.add_argument_group("one of several processes, if no cluster says so")
+            for flag, (variable, metavar, text) in JOIN.items():
+                said = f"{text}; as {variable} in the environment"
+                group.add_argument(flag, metavar=metavar, help=said)
     return parser

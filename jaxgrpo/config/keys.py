@@ -262,6 +262,7 @@ class RunKeys:
     dir: str = key()  # relative to where the command is started
     stop_grace: float = key(300.0, above=0)  # seconds from a stop signal to the end, saved or not
     stuck_after: float = key(3600.0, at_least=0)  # seconds without progress that end it; 0: never
+    peer_timeout: float = key(15.0, at_least=0)  # silence of another process that ends it; 0: never
     samples_every: int = key(10, at_least=0)  # steps between files of samples; 0: only the first's
     rollouts_every: int = key(0, at_least=0)  # steps between files of rollouts; 0: none
     report: bool = key(True)  # false: none, until `jaxgrpo report` is asked for one

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -186,7 +187,11 @@ def _everyone(call: Callable[[], list[Judged]]) -> list[Judged]:
     try:
         parts = call()
     except Exception as error:
-        gather_json(str(error))
+        cause = traceback.format_exception(error.__cause__ or error)
+        told = f"{error}\n{''.join(cause).rstrip()}"
+        gather_json(told)
+        if isinstance(error, RewardError):
+            raise RewardError(f"process {jax.process_index()}: {told}") from error
         raise
     shares = gather_json(
         [

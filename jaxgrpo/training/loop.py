@@ -27,7 +27,7 @@ from jaxgrpo.evaluation.evaluate import Evaluate
 from jaxgrpo.models import sharding
 from jaxgrpo.models.hf import folders
 from jaxgrpo.rollout.judging import sample_rows
-from jaxgrpo.training import fingerprints, parameters, process
+from jaxgrpo.training import fingerprints, parameters, peers, process
 from jaxgrpo.training.checkpoints import Checkpoints, parameter_hash, refuse_other_step
 from jaxgrpo.training.console import Display
 from jaxgrpo.training.folder import (
@@ -138,6 +138,7 @@ def take(
       shown: whether steps are shown in the terminal.
       on_step, profile, given: as in `train`, and of `setup` beside the config.
     """
+    peers.set_timeout(config.run.peer_timeout)
     with contextlib.ExitStack() as stack:
         process.refuse_unless_alike(lambda: fingerprints.given_by(config), fingerprints.REMEDY)
         folder = stack.enter_context(RunFolder(config.run.dir, resume=resume))

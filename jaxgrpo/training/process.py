@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import errno
 import gc
+import importlib.util
 import math
 import os
 import signal
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from pathlib import Path
@@ -22,6 +24,7 @@ import jaxgrpo
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.rewards import limits
 from jaxgrpo.rewards.protocol import RewardError
+from jaxgrpo.training import peers
 
 EXIT_CODES = {
     0: "done",
@@ -30,6 +33,8 @@ EXIT_CODES = {
     3: "a reward failed in a run under way; the steps before are saved",
     4: "stuck, or a reward did not end at its timeout; the last checkpoint stands",
     5: "diverged: weights or gradients are not finite any more; the last good checkpoint stands",
+    peers.LOST: "another process of the run was killed, is frozen or out of reach; the message says"
+    " which; the last checkpoint stands",
     74: "the disk is full or cannot be written, so that nothing was saved; the message says where",
     130: "stopped by Ctrl-C (SIGINT), saved where there was something to save",
     141: "what read the output has closed it, as `head` does",
@@ -41,7 +46,8 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # how the system names a full 
 PROCESS_VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 """Set in every process of a run over several; a cluster that JAX knows sets its own instead."""
 
-_HEARTBEAT = 30  # seconds without a sign of life after which a process counts as dead
+_JOIN = 300  # seconds that a process waits at its start for the others
+_HEARTBEAT = 30  # JAX ends a process after 20 s to 30 s without a sign of life from another
 _SHUTDOWN = 60  # seconds that processes wait for one another at their end, after `meet`
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -227,30 +233,33 @@ def guard(command: Callable[[], int | None]) -> int:
     """Runs a command and returns its exit code, EXIT_CODES.
 
     A mistake of the user becomes its message, without a traceback. With several processes a
-    failure ends this one at once: at a normal exit it would wait for the others, and they for it.
-    So does a thread that a reward left running: a normal exit would wait for it.
+    failure ends this one at once, and the others with its reason: at a normal exit it would wait
+    for them, and they for it. So does a thread that a reward left running: a normal exit would
+    wait for it.
     """
-    failed = True
+    text, failed, raised = "", True, None
     try:
         code = command() or 0
         failed = code != 0  # perhaps in this process alone, as where its output is closed
     except StopRequested as stopped:
-        sys.stderr.write(f"{stopped}\n")
-        code, failed = 128 + (_Stop.number or signal.SIGTERM), False
+        text, failed = f"{stopped}\n", False
+        code = 128 + (_Stop.number or signal.SIGTERM)
     except (InputError, RunEnded) as error:
-        sys.stderr.write(f"error: {error}\n")
+        text = f"error: {error}\n"
         code = error.code if isinstance(error, RunEnded) else 2
     except KeyboardInterrupt:
-        sys.stderr.write("interrupted\n")  # outside the training loop, where nothing is lost
+        text = "interrupted\n"  # outside the training loop, where nothing is lost
         code = 128 + signal.SIGINT
     except (Exception, SystemExit) as error:
         if getattr(error, "errno", None) in FULL:
-            sys.stderr.write(f"error: {error}\n")
-            code = NotSaved.code
+            text, code = f"error: {error}\n", NotSaved.code
         else:
-            traceback.print_exc()
-            code = 1
+            text, code, raised = traceback.format_exc(), 1, error
     several = jax.distributed.is_initialized()
+    if several and failed:
+        peers.fail(code, text, raised)
+    sys.stderr.write(text)
+    peers.leave()
     if limits.has_left_threads() and several and not failed:
         jax.distributed.shutdown()
     if limits.has_left_threads() or (several and failed):
@@ -270,13 +279,15 @@ def cache_folder(environment: Mapping[str, str]) -> Path:
 def several_processes(environment: Mapping[str, str]) -> dict[str, str | int] | None:
     """Arguments of jax.distributed.initialize: {} lets JAX ask the cluster, None is one process.
 
-    Raises: InputError where only some of PROCESS_VARIABLES are set, or no numbers.
+    Args:
+      environment: with PROCESS_VARIABLES, or without; a cluster is looked for in os.environ, since
+        JAX does so.
+    Raises: InputError where only some of PROCESS_VARIABLES are set, or no numbers; in a pod of a
+    Kubernetes job whose other pods cannot be found.
     """
     given = {name: environment[name] for name in PROCESS_VARIABLES if environment.get(name)}
     if not given:
-        tasks = (environment.get(name, "1") for name in ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE"))
-        in_pod = "," in environment.get("TPU_WORKER_HOSTNAMES", "")
-        return {} if in_pod or any(count not in ("", "1") for count in tasks) else None
+        return {} if _cluster_size() > 1 else None
     missing = [name for name in PROCESS_VARIABLES if name not in given]
     if missing:
         raise InputError(
@@ -289,8 +300,35 @@ def several_processes(environment: Mapping[str, str]) -> dict[str, str | int] | 
             f"JAX_NUM_PROCESSES = {numbers[0]} and JAX_PROCESS_ID = {numbers[1]}: expected whole "
             "numbers, the second from 0 to one less than the first"
         )
+    if not address.rpartition(":")[0] or not address.rpartition(":")[2].isdecimal():
+        raise InputError(
+            f"JAX_COORDINATOR_ADDRESS = {address}: expected HOST:PORT of process 0, as 10.0.0.2:84"
+        )
     count, index = map(int, numbers)
     return {"coordinator_address": address, "num_processes": count, "process_id": index}
+
+
+def _cluster_size() -> int:
+    """How many processes the cluster has that JAX finds this one in: 1 where it finds none.
+
+    It knows Open MPI, SLURM, TPU pods on GKE and on GCE, and jobs of Kubernetes, and looks for them
+    in this order. It has no public function that asks without joining.
+    """
+    from jax._src.clusters import ClusterEnv, K8sCluster
+
+    indexed = "JOB_COMPLETION_INDEX" in os.environ  # JAX needs it, and a pod alone has none
+    for cluster in ClusterEnv._cluster_types:
+        if cluster.opt_in_only_method or (cluster is K8sCluster and not indexed):
+            continue
+        if cluster is K8sCluster and importlib.util.find_spec("kubernetes") is None:
+            raise InputError(
+                "this is a pod of an indexed job of Kubernetes, and the package by which JAX finds "
+                "its other pods is missing: pip install kubernetes; or say it by --coordinator "
+                "HOST:PORT --num-processes N --process-id I (of one process: localhost:8476 1 0)"
+            )
+        if cluster.is_env_present():
+            return cluster.get_process_count()
+    return 1
 
 
 def idle_accelerator(environment: Mapping[str, str], folder: str = "/dev") -> str | None:
@@ -309,9 +347,35 @@ def _join(environment: Mapping[str, str]) -> None:
         # JAX would take SIGTERM for itself, and a process that waits for another never obey it.
         jax.config.update("jax_enable_preemption_service", False)
         given: Any = arguments
-        jax.distributed.initialize(
-            **given, heartbeat_timeout_seconds=_HEARTBEAT, shutdown_timeout_seconds=_SHUTDOWN
-        )
+        with _waiting_for_others(given):
+            jax.distributed.initialize(
+                **given,
+                initialization_timeout=_JOIN + 60,  # JAX would end the process with a stack of C++
+                heartbeat_timeout_seconds=_HEARTBEAT,
+                shutdown_timeout_seconds=_SHUTDOWN,
+            )
+    if jax.distributed.is_initialized():
+        peers.watch()
+
+
+@contextlib.contextmanager
+def _waiting_for_others(given: Mapping[str, Any]) -> Iterator[None]:
+    """Says every 30 s who is waited for, and ends this process after _JOIN seconds."""
+    here, over = threading.Event(), time.monotonic() + _JOIN
+    where = given.get("coordinator_address", "the address that the cluster gives")
+
+    def wait() -> None:
+        while not here.wait(30.0):
+            os.write(2, f"waiting for the other processes, process 0 at {where}\n".encode())
+            if time.monotonic() > over:
+                os.write(2, f"error: they did not all come within {_JOIN} s\n".encode())
+                os._exit(peers.LOST)
+
+    threading.Thread(target=wait, daemon=True).start()
+    try:
+        yield
+    finally:
+        here.set()
 
 
 def _quiet_libtpu(environment: MutableMapping[str, str]) -> None:

@@ -2,7 +2,7 @@
 
 A hung call cannot be ended from outside, and while it hangs the main thread obeys no signal. So the
 process ends as a whole, with the stacks of its threads on stderr; the last checkpoint stands. Where
-several processes run, each has a watchdog: those that wait for a hung one are stuck as well.
+several processes run, each has a watchdog, and the first that ends tells the others why.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from jaxgrpo.rewards import limits
-from jaxgrpo.training import process
+from jaxgrpo.training import peers, process
 
 STUCK = 4
 """The exit code of a run that was stuck."""
@@ -124,5 +124,6 @@ class Watchdog:
             os.write(2, f"\n{text}\n".encode())
             os.write(2, f"{self._kept()}; what the threads are doing:\n".encode())
             faulthandler.dump_traceback(file=2)
+            peers.fail(code, text)
         finally:
             os._exit(code)

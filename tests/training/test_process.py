@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import importlib.util
 import signal
 import subprocess
+import sys
 import time
 
 import jax
 import pytest
+from jax._src.clusters import K8sCluster, cloud_tpu_cluster
 from processes import starting, together
 
 import jaxgrpo
@@ -107,21 +110,78 @@ def test_compiled_programs_go_where_jax_is_told_or_into_the_users_cache():
     assert runtime.cache_folder({}).parts[-3:] == (".cache", "jaxgrpo", "xla")
 
 
-def test_a_run_is_of_several_processes_only_where_the_environment_says_so():
+def test_the_three_variables_say_which_process_of_how_many_this_is():
     ours = {"JAX_COORDINATOR_ADDRESS": "a:1", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "1"}
     assert runtime.several_processes(ours) == {
         "coordinator_address": "a:1",
         "num_processes": 2,
         "process_id": 1,
     }
-    for one in ({}, {"SLURM_NTASKS": "1"}, {"TPU_WORKER_HOSTNAMES": "localhost"}):
-        assert runtime.several_processes(one) is None
-    for many in (
-        {"SLURM_NTASKS": "2"},
-        {"OMPI_COMM_WORLD_SIZE": "4"},
-        {"TPU_WORKER_HOSTNAMES": "a,b"},
-    ):
-        assert runtime.several_processes(many) == {}
+
+
+SLURM = {
+    "SLURM_JOB_ID": "77",
+    "SLURM_STEP_NODELIST": "node[01-02]",
+    "SLURM_PROCID": "1",
+    "SLURM_LOCALID": "0",
+}
+OPEN_MPI = {"OMPI_MCA_orte_hnp_uri": "1531576320.0;tcp://10.96.0.1:34911"}
+CLUSTERS = {
+    "SLURM": ({**SLURM, "SLURM_NTASKS": "2"}, {"SLURM_NTASKS": "1"}),
+    "Open MPI": (
+        {**OPEN_MPI, "OMPI_COMM_WORLD_SIZE": "4"},
+        {"OMPI_COMM_WORLD_SIZE": "1"},
+    ),
+    "GKE": ({"TPU_WORKER_HOSTNAMES": "a,b"}, {"TPU_WORKER_HOSTNAMES": "localhost"}),
+    "GKE, two slices": (
+        {"TPU_WORKER_HOSTNAMES": "a", "MEGASCALE_NUM_SLICES": "2"},
+        {"MEGASCALE_NUM_SLICES": "1"},
+    ),
+}
+"""Name -> the variables of a job of several processes, and those that make it one of one."""
+
+
+@pytest.mark.parametrize("name", CLUSTERS)
+def test_a_cluster_is_found_and_a_job_of_one_process_stays_by_itself(name, monkeypatch):
+    monkeypatch.delenv("TPU_WORKER_HOSTNAMES", raising=False)  # which the tests set
+    monkeypatch.setattr(cloud_tpu_cluster, "running_in_cloud_tpu_vm", "GKE" in name)
+    monkeypatch.setattr(cloud_tpu_cluster, "get_tpu_env_value_from_metadata", lambda key: None)
+    assert runtime.several_processes({}) is None
+    several, one = CLUSTERS[name]
+    for variable, value in several.items():
+        monkeypatch.setenv(variable, value)
+    assert runtime.several_processes({}) == {}
+    ours: dict[str, str] = dict(zip(runtime.PROCESS_VARIABLES, ("a:1", "3", "2"), strict=True))
+    assert runtime.several_processes(ours) != {}, "what is said by hand comes first"
+    for variable, value in one.items():
+        monkeypatch.setenv(variable, value)
+    assert runtime.several_processes({}) is None
+
+
+@pytest.mark.parametrize("hosts", [1, 4])
+def test_a_pod_of_cloud_tpu_vms_is_found_by_what_its_metadata_says(hosts, monkeypatch):
+    endpoints = ",".join(f"worker-{host}" for host in range(hosts))
+    said = {"agent-worker-number": "0", "worker-network-endpoints": endpoints, "tpu-env": ""}
+    for variable in ("TPU_WORKER_HOSTNAMES", "TPU_SKIP_MDS_QUERY"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setattr(cloud_tpu_cluster, "running_in_cloud_tpu_vm", True)
+    monkeypatch.setattr(cloud_tpu_cluster, "get_metadata", lambda key: (said[key], 200))
+    assert runtime.several_processes({}) == (None if hosts == 1 else {})
+
+
+def test_a_pod_of_kubernetes_is_one_of_several_only_in_an_indexed_job(monkeypatch):
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
+    assert runtime.several_processes({}) is None
+    monkeypatch.setenv("JOB_COMPLETION_INDEX", "1")
+    if importlib.util.find_spec("kubernetes") is None:
+        with pytest.raises(InputError, match="pip install kubernetes; or say it by --coordinator"):
+            runtime.several_processes({})
+    monkeypatch.setitem(sys.modules, "kubernetes", None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(K8sCluster, "is_env_present", lambda: True)
+    for count in (3, 1):
+        monkeypatch.setattr(K8sCluster, "get_process_count", lambda count=count: count)
+        assert runtime.several_processes({}) == ({} if count > 1 else None)
 
 
 @pytest.mark.parametrize(
@@ -133,6 +193,7 @@ def test_a_run_is_of_several_processes_only_where_the_environment_says_so():
         ),
         ({"JAX_PROCESS_ID": "2"}, "JAX_PROCESS_ID = 2: expected whole numbers, the second from 0"),
         ({"JAX_NUM_PROCESSES": "two"}, "JAX_NUM_PROCESSES = two"),
+        ({"JAX_COORDINATOR_ADDRESS": "a"}, "JAX_COORDINATOR_ADDRESS = a: expected HOST:PORT"),
     ],
 )
 def test_half_an_environment_of_several_processes_is_refused(change, message):
@@ -210,7 +271,7 @@ def test_an_exception_in_one_process_ends_all_soon_with_its_traceback(begin):
         first_line(process)
     began = time.monotonic()
     ends = [end(process) for process in reversed(processes)]
-    assert ends[0][0] == 1
-    assert "RuntimeError: step 5 went wrong" in ends[0][1]
-    assert ends[1][0] != 0
+    for code, errors in ends:
+        assert code == 1
+        assert "RuntimeError: step 5 went wrong" in errors
     assert time.monotonic() - began < 20

@@ -1,6 +1,7 @@
 """Two processes of two devices each train as one process of four."""
 
 import json
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -20,6 +21,37 @@ MEMORY = {
     "rollout.prompts": {"use": "spo_priority", "decay": 0.1, "reward": "digits", "success": 0.9},
 }
 """A chain and a prompt policy that remember rows."""
+
+
+RECORDER = '''
+import json
+import os
+
+
+def record(completions, completion_ids, prompts, trainer_state, **columns):
+    """A reward that appends a line per sample it judges."""
+    with open(os.environ["RECORD"] + os.environ.get("JAX_PROCESS_ID", ""), "a") as file:
+        for prompt, ids in zip(prompts, completion_ids, strict=True):
+            file.write(json.dumps([trainer_state.global_step, prompt, ids]) + "\\n")
+    return [sum(c.isdigit() for c in text) / (1 + len(text)) for text in completions]
+'''
+
+
+def start(python, environment, count, devices, *arguments, **more):
+    """`count` started processes of so many devices each, that train as one run."""
+    each = together(count) if count > 1 else [{}]
+    return [
+        small_run.command(python, *arguments, env=environment(devices=devices, **more, **one))
+        for one in each
+    ]
+
+
+def end(processes, timeout=570):
+    """Waits for the processes. Returns their outputs."""
+    outputs = [process.communicate(timeout=timeout)[0] for process in processes]
+    for process, output in zip(processes, outputs, strict=True):
+        assert process.returncode == 0, output
+    return outputs
 
 
 def start_two(python, environment, *configs):
@@ -102,3 +134,62 @@ def test_processes_with_other_configs_or_data_both_refuse(tmp_path, python, envi
         assert process.returncode == 2, output
         assert "data.path: process 1 has 9 rows, crc32" in output
         assert "give every process of a run the same config" in output
+
+
+def rewarded(folder, name):
+    """What all processes of a run judged, and how often: step, prompt, token ids of a sample."""
+    files = folder.glob(f"{name}*")
+    return Counter(line for file in files for line in file.read_text().splitlines())
+
+
+@pytest.mark.full
+def test_one_two_and_four_processes_take_the_same_ten_steps_and_judge_each_sample_once(
+    tmp_path, python, environment
+):
+    judge = tmp_path / "judge.py"
+    judge.write_text(RECORDER)
+    changes = {**MESH, "rewards": [{"use": f"{judge}:record"}], "train.steps": 10}
+    for count in (1, 2, 4):
+        file = small_run.write(tmp_path / f"{count}.toml", tmp_path / f"r{count}", **changes)
+        record = str(tmp_path / f"record_{count}_")
+        end(start(python, environment, count, 4 // count, "train", file, RECORD=record))
+    one, *others = (small_run.metrics(tmp_path / f"r{count}") for count in (1, 2, 4))
+    assert len(one) == 10
+    weights = [load_file(tmp_path / f"r{n}" / "model" / "model.safetensors") for n in (1, 2, 4)]
+    judged, size = rewarded(tmp_path, "record_1_"), 8 * 4  # prompts of a step x samples of a group
+    steps = Counter(json.loads(line)[0] for line in judged.elements())
+    assert [steps[step] for step in range(1, 10)] == [size] * 9
+    tried = steps[0] - size  # texts that every process tries its rewards on before step 1
+    assert 0 < tried <= 2
+    for metrics, count, own in zip(others, (2, 4), weights[1:], strict=True):
+        for left, right in zip(one, metrics, strict=True):
+            assert left["loss"] == pytest.approx(right["loss"], abs=1e-5)
+            assert left["reward"] == pytest.approx(right["reward"], rel=1e-6)
+        for name, value in weights[0].items():
+            np.testing.assert_allclose(value, own[name], atol=1e-5)
+        mine = rewarded(tmp_path, f"record_{count}_")
+        assert judged - mine == Counter(), "missing"
+        assert (mine - judged).total() == (count - 1) * tried
+        assert {json.loads(line)[0] for line in mine - judged} == {0}
+        shares = [len(file.read_text().splitlines()) for file in tmp_path.glob(f"record_{count}_*")]
+        assert max(shares) == min(shares)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("order", [(2, 1, 2), (2, 4, 2), (1, 2, 4)])
+def test_a_run_goes_on_with_another_number_of_processes(order, tmp_path, python, environment):
+    whole = small_run.write(tmp_path / "whole.toml", tmp_path / "whole", **MESH)
+    end(start(python, environment, 1, 4, "train", whole))
+    run = tmp_path / "run"
+    for steps, count in enumerate(order, start=1):
+        file = small_run.write(tmp_path / "run.toml", run, **MESH, **{"train.steps": steps})
+        again = ("--resume", "auto")
+        end(start(python, environment, count, 4 // count, "train", file, *again))
+    for left, right in zip(
+        small_run.metrics(tmp_path / "whole"), small_run.metrics(run), strict=True
+    ):
+        assert left["loss"] == pytest.approx(right["loss"], abs=1e-5)
+        assert left["reward"] == pytest.approx(right["reward"], rel=1e-6)
+    one, two = (load_file(f / "model" / "model.safetensors") for f in (tmp_path / "whole", run))
+    for name, value in one.items():
+        np.testing.assert_allclose(value, two[name], atol=1e-5)

@@ -110,7 +110,8 @@ def test_a_process_that_waits_for_a_hung_one_obeys_a_stop_signal_and_both_end(be
 def test_a_hung_reward_of_one_process_ends_all(begin):
     for process in two(begin, "60", "2"):
         code, errors = end(process)
-        assert code == STUCK or "distributed service" in errors, errors
+        assert code == STUCK, errors
+        assert "no progress for run.stuck_after = 2 s: step 2: reward" in errors
 
 
 def test_a_watchdog_that_is_left_watches_no_more():

@@ -1,0 +1,205 @@
+"""`jaxgrpo launch`: several processes of a command on this machine."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import small_run
+
+from jaxgrpo.cli.launch import environments
+from jaxgrpo.cli.main import COMMANDS, JOIN, JOINING, main
+from jaxgrpo.training.process import PROCESS_VARIABLES
+
+JUDGES = '''
+"""Rewards that hold their process up, or end it, in their second call but one of process 0 or 1."""
+
+import os
+import signal
+import time
+
+
+def _is(index):
+    return os.environ.get("JAX_PROCESS_ID") == str(index)
+
+
+def judge(completions, trainer_state, **columns):
+    with open(os.environ["SEEN"] + os.environ.get("JAX_PROCESS_ID", "0"), "a") as file:
+        file.write(f"{trainer_state.global_step}\\n")
+    if trainer_state.global_step == 2 and _is(os.environ["AT"]):
+        how = os.environ["HOW"]
+        if how == "raise":
+            raise ValueError("no grader")
+        if how == "exit":
+            os._exit(9)
+        os.kill(os.getpid(), getattr(signal, how))
+        time.sleep(0.5)
+    return [float(len(text) % 3) for text in completions]
+'''
+
+
+def start(*arguments, environment, **more) -> subprocess.Popen:
+    return subprocess.Popen(
+        [sys.executable, "-m", "jaxgrpo", "launch", *map(str, arguments)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment(**more),
+    )
+
+
+def test_each_process_is_told_who_it_is_and_gets_its_own_devices():
+    given = {"XLA_FLAGS": "--a=1 --xla_force_host_platform_device_count=8", "B": "2"}
+    one, two = environments(given, 2, 3)
+    names = set(PROCESS_VARIABLES)
+    assert names < one.keys()
+    assert [e["JAX_PROCESS_ID"] for e in (one, two)] == ["0", "1"]
+    assert [e["JAX_LOCAL_DEVICE_IDS"] for e in (one, two)] == ["0,1,2", "3,4,5"]
+    assert one["JAX_COORDINATOR_ADDRESS"] == two["JAX_COORDINATOR_ADDRESS"]
+    assert re.fullmatch(r"127\.0\.0\.1:\d+", one["JAX_COORDINATOR_ADDRESS"])
+    assert one["XLA_FLAGS"].split() == ["--a=1", "--xla_force_host_platform_device_count=3"]
+    assert one["B"] == "2"
+    assert environments(given, 1)[0]["XLA_FLAGS"] == given["XLA_FLAGS"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ([], "launch: give a command of jaxgrpo"),
+        (["launch", "train", "x"], "launch: give a command of jaxgrpo"),
+        (["trian", "x"], "launch: unknown command 'trian': did you mean 'train'?"),
+        (["--processes", "0", "train", "x"], "launch --processes 0: expected 1 or more"),
+        (["--devices-per-process", "0", "train"], "--devices-per-process 0: expected 1 or more"),
+    ],
+)
+def test_what_cannot_be_launched_is_refused(argv, message, capsys):
+    assert main(["launch", *argv]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_the_launcher_loads_no_jax(environment):
+    program = (
+        "import sys; from jaxgrpo.cli import launch;"
+        "launch.main(['report', 'absent'], processes=1); assert 'jax' not in sys.modules"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", program], env=environment(), capture_output=True, text=True
+    )
+    assert run.returncode == 0, run.stderr
+    assert "[0] ended with exit code 2" in run.stderr
+
+
+def test_a_process_is_named_by_all_three_options_or_by_none(capsys, monkeypatch):
+    for name in PROCESS_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    assert main(["train", "quickstart", "--process-id", "0"]) == 2
+    assert (
+        "--process-id without --coordinator, --num-processes: give all" in capsys.readouterr().err
+    )
+    options = ["--coordinator", "a:1", "--num-processes", "2", "--process-id", "7"]
+    assert main(["eval", "absent", *options]) == 2
+    assert [os.environ[variable] for variable, *_ in JOIN.values()] == ["a:1", "2", "7"]
+    assert set(JOINING) < COMMANDS.keys()
+    for name in PROCESS_VARIABLES:  # monkeypatch knows only what it has set
+        del os.environ[name]
+
+
+@pytest.mark.slow
+def test_output_of_process_0_is_shown_as_it_is_and_of_others_where_they_fail(environment):
+    run = start("doctor", environment=environment)
+    output, errors = run.communicate(timeout=100)
+    assert run.returncode == 0, errors
+    assert output.count("on 2 cpu devices (cpu) in 2 processes") == 1
+    assert "[1]" not in errors
+    run = start("--devices-per-process", "2", "report", "absent", environment=environment)
+    output, errors = run.communicate(timeout=100)
+    assert run.returncode == 2
+    ends = re.findall(r"^\[1\] .*absent.*$", errors, re.MULTILINE)
+    assert len(ends) == 1
+    assert len(re.findall(r"^error: .*absent.*$", errors, re.MULTILINE)) == 1
+
+
+@pytest.fixture
+def config(tmp_path) -> Path:
+    judges = tmp_path / "judges.py"
+    judges.write_text(JUDGES)
+    changes = {
+        "train.steps": 4,
+        "checkpoint.every": 1,
+        "rewards": [{"use": f"{judges}:judge"}],
+    }
+    return small_run.write(tmp_path / "run.toml", tmp_path / "r", **changes)
+
+
+def wait_for(condition, seconds: float = 300.0) -> None:
+    over = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < over
+        time.sleep(0.05)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_stop_signal_is_passed_on_once_and_the_run_is_saved(
+    config, tmp_path, environment, number
+):
+    more = {"SEEN": str(tmp_path / "seen"), "AT": "-1", "HOW": "SIGKILL"}
+    run = start(*("train", config, "--set", "train.steps=500"), environment=environment, **more)
+    wait_for((tmp_path / "r" / "metrics.jsonl").exists)
+    run.send_signal(number)
+    _, errors = run.communicate(timeout=60)
+    assert run.returncode == 128 + number
+    assert "stopped after step" in errors
+    assert "ended at once" not in errors
+
+
+HARM = [("raise", 0), ("raise", 1), ("SIGKILL", 0), ("SIGKILL", 1), ("SIGSTOP", 0), ("SIGSTOP", 1)]
+QUICK = [("SIGKILL", 1)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("how", "at"),
+    [pytest.param(*one, marks=() if one in QUICK else pytest.mark.full) for one in HARM],
+)
+def test_harm_to_one_process_ends_all_soon_with_the_reason_and_the_run_goes_on(
+    config, tmp_path, environment, how, at
+):
+    more = {"SEEN": str(tmp_path / "seen"), "AT": str(at), "HOW": how}
+    run = start("train", config, environment=environment, **more)
+    children = []
+
+    def harmed() -> bool:
+        found = psutil.Process(run.pid).children()
+        children[:] = max(children, found, key=len)  # the harmed one may be gone already
+        seen = tmp_path / f"seen{at}"
+        return seen.exists() and "2" in seen.read_text().split()
+
+    wait_for(harmed)
+    began = time.monotonic()
+    _, errors = run.communicate(timeout=60)
+    assert time.monotonic() - began < 30
+    assert len(children) == 2
+    assert not [child for child in children if child.is_running()]
+    code, *reasons = {
+        "raise": (3, "ValueError: no grader", "in judge", "process"),
+        "SIGKILL": (137, f"[{at}] ended by SIGKILL"),
+        "SIGSTOP": (6, f"process {at} has not been heard of for 15 s"),
+    }[how]
+    assert run.returncode == code, errors
+    for reason in reasons:
+        assert reason in errors
+    if how == "raise":
+        assert errors.count("ValueError: no grader") >= 2  # of process 0, and of 1 with [1]
+    more["AT"] = "-1"
+    run = start("train", config, "--resume", "auto", environment=environment, **more)
+    _, errors = run.communicate(timeout=200)
+    assert run.returncode == 0, errors
+    assert [line["step"] for line in small_run.metrics(tmp_path / "r")] == [1, 2, 3, 4]

@@ -1,0 +1,177 @@
+"""The end of one process is the end of all, soon, with the reason of the first."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import subprocess
+import time
+
+import pytest
+from processes import starting, together
+
+from jaxgrpo.training import peers
+from jaxgrpo.training import process as runtime
+
+LIMIT = 30.0
+"""Seconds until all have to be gone."""
+
+# Collectives until something happens; `alone` computes and waits for nobody.
+RUN = """
+import sys, time
+import jax, jax.numpy as jnp
+from jax.experimental import multihost_utils
+from jaxgrpo.training import process as runtime
+
+def reward():
+    raise ValueError("no grader")
+
+def command():
+    runtime.start("cpu")
+    print("ready", flush=True)
+    for step in range(1, 100_000):
+        if "alone" not in sys.argv:
+            multihost_utils.process_allgather(jnp.float32(step))
+        if "fail" in sys.argv and step == 5:
+            reward()
+        if "leave" in sys.argv and step == 5:
+            return 0
+        if step == 3:
+            print("steps", flush=True)
+        time.sleep(0.05)
+
+if "bare" in sys.argv:
+    command()
+sys.exit(runtime.guard(command))
+"""
+
+
+@pytest.fixture
+def begin(environment):
+    with starting(RUN, environment) as begin:
+        yield begin
+
+
+def pair(begin, of: int, *special: str, others: tuple[str, ...] = ()) -> list[subprocess.Popen]:
+    """Two processes of one run; process `of` gets other arguments."""
+    return [
+        begin(*(special if index == of else others), **one) for index, one in enumerate(together())
+    ]
+
+
+def come_to(process: subprocess.Popen, place: str) -> None:
+    assert process.stdout is not None
+    assert any(line == f"{place}\n" for line in process.stdout)
+
+
+def ends(processes) -> list[tuple[int, str]]:
+    """Exit code and stderr of each, all within LIMIT from now."""
+    over = time.monotonic() + LIMIT
+    said = []
+    for process in processes:
+        _, errors = process.communicate(timeout=max(0.1, over - time.monotonic()))
+        said.append((process.returncode, errors))
+    return said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("failing", [0, 1])
+@pytest.mark.parametrize("how", ["guarded", "bare"])
+def test_a_traceback_is_printed_by_all_and_all_have_its_exit_code(begin, failing, how):
+    processes = pair(begin, failing, "fail", how, others=(how,))
+    said = ends(processes)
+    for code, errors in said:
+        assert code == 1, errors
+        assert errors.count("ValueError: no grader") == 1
+        assert "in reward" in errors
+    assert f"process {failing} failed (exit code 1):\nTraceback" in said[1 - failing][1]
+    assert "failed (exit" not in said[failing][1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("work", ["together", "alone"])
+def test_a_killed_process_is_named_at_once(begin, work):
+    first, second = pair(begin, 1, work, others=(work,))
+    for process in (first, second):
+        come_to(process, "steps")
+    began = time.monotonic()
+    second.kill()
+    (code, errors), _ = ends([first, second])
+    assert time.monotonic() - began < 10
+    assert code == peers.LOST
+    reason = "process 1 is gone: it was killed, or its machine is down; this process ends with it"
+    assert reason in errors
+    # A collective breaks as well, and what it raises comes after the reason.
+    assert "Traceback" not in errors.partition(reason)[0]
+
+
+@pytest.mark.slow
+def test_without_process_0_the_others_end_and_say_so(begin):
+    first, second = pair(begin, 0, "alone", others=("alone",))
+    for process in (first, second):
+        come_to(process, "steps")
+    first.kill()
+    code, errors = ends([second])[0]
+    assert code != 0
+    assert "process 0 is gone" in errors
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("frozen", [0, 1])
+def test_a_frozen_process_is_named_and_ends_when_it_goes_on(begin, frozen):
+    processes = pair(begin, frozen)
+    for process in processes:
+        come_to(process, "steps")
+    processes[frozen].send_signal(signal.SIGSTOP)
+    [(code, errors)] = ends([processes[1 - frozen]])
+    assert code == peers.LOST, errors
+    assert errors.startswith(f"process {frozen} has not been heard of for 15 s (run.peer_timeout)")
+    assert "Check failure stack trace" not in errors
+    processes[frozen].send_signal(signal.SIGCONT)
+    assert ends([processes[frozen]])[0][0] != 0
+
+
+@pytest.mark.slow
+def test_a_process_that_ends_in_order_is_not_missed(begin):
+    first, second = pair(begin, 1, "alone", "leave", others=("alone", "leave"))
+    assert [code for code, _ in ends([first, second])] == [0, 0]
+
+
+@pytest.mark.slow
+def test_one_that_dies_while_others_start_is_named(begin):
+    first, second = pair(begin, 1)
+    come_to(second, "ready")
+    second.kill()
+    (code, errors), _ = ends([first, second])
+    assert code != 0
+    assert "process 1 is gone" in errors
+
+
+def test_a_failure_is_told_with_its_process_and_a_loss_without_an_exit_code():
+    crash = peers.Failure(3, 1, "Traceback ...\nValueError: x\n")
+    assert crash.said() == "process 3 failed (exit code 1):\nTraceback ...\nValueError: x"
+    lost = peers.Failure(2, peers.LOST, "process 2 is gone")
+    assert lost.said().startswith("process 2 is gone; this process ends with it")
+    assert peers.LOST in runtime.EXIT_CODES
+
+
+def test_a_stranger_who_connects_is_no_process_of_the_run():
+    listener = peers._listen("127.0.0.1")
+    watch = peers.Peers(0, 2, "secret", listener, [])
+    watch.timeout = 0.5
+    address = listener.getsockname()
+    for said in (b"GET / HTTP/1.1\r\n\r\n", b'{"process": 1, "failed": [1, 1, "x"]}\n', b"[1]\n"):
+        with socket.create_connection(address, timeout=10) as stranger:
+            stranger.sendall(said)
+            while stranger.recv(1 << 16):  # signs of life, then the end
+                pass
+    with socket.create_connection(address, timeout=10):
+        time.sleep(2.5)  # a silent one
+    assert watch._first is None
+
+
+def test_alone_nothing_is_watched_and_a_failure_ends_nothing():
+    peers.set_timeout(1.0)
+    peers.leave()
+    peers.fail(1, "not printed")
+    assert peers._watch is None
