@@ -140,7 +140,8 @@ def train(
 ) -> int:
     """Trains, or prints what would be trained. Returns the exit code."""
     from jaxgrpo.config import files
-    from jaxgrpo.training import loop, preview
+    from jaxgrpo.planning import preview
+    from jaxgrpo.training import loop
 
     read = files.load(config, overrides)
     if dry_run:

@@ -26,9 +26,8 @@ import jax
 import numpy as np
 
 from jaxgrpo.core.errors import InputError
-from jaxgrpo.data import storage
+from jaxgrpo.data import mirror, storage
 from jaxgrpo.data.storage import Place
-from jaxgrpo.training import mirror
 from jaxgrpo.training.process import decided
 
 SAMPLE_KEYS = (

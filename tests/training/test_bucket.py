@@ -19,8 +19,8 @@ import small_run
 
 from jaxgrpo.cli.main import main
 from jaxgrpo.core.errors import InputError
-from jaxgrpo.data import storage
-from jaxgrpo.training import folder, loop, mirror, process
+from jaxgrpo.data import mirror, storage
+from jaxgrpo.training import folder, loop, process
 from jaxgrpo.training.checkpoints import Checkpoints
 
 # Read when gcsfs is imported: it would ask Google's own servers about the bucket.

@@ -9,9 +9,10 @@ import small_run
 
 from jaxgrpo.core.errors import ConfigError, InputError
 from jaxgrpo.models.hf import folders
+from jaxgrpo.planning import preview
 from jaxgrpo.rewards import RewardError, RewardLog
 from jaxgrpo.rollout import judging
-from jaxgrpo.training import loop, preview, process
+from jaxgrpo.training import loop, process
 from jaxgrpo.training.checkpoints import Checkpoints
 from jaxgrpo.training.inputs import resolve_rewards, with_logged
 
