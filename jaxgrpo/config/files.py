@@ -41,7 +41,7 @@ _NAMES = ("use", "recipe")  # keys that may name own code
 _FAMILY = "model.family"  # a key that always does
 
 
-def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+def load(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Config:
     """Reads a config file, or a shipped config by its name.
 
     Args:
@@ -56,7 +56,7 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     return from_dict(raw, overrides, source=source)
 
 
-def read_tables(path: str | Path) -> tuple[dict[str, Any], Path]:
+def read_tables(path: str | os.PathLike[str]) -> tuple[dict[str, Any], Path]:
     """The tables of a config file, or of a shipped config by its name, and the file.
 
     Raises: ConfigError if there is none, or it is no TOML.

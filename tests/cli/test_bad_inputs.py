@@ -29,6 +29,7 @@ from jaxgrpo.data.tasks.base import character_tokenizer
 from jaxgrpo.losses import Tokens
 from jaxgrpo.models import decoder, sharding
 from jaxgrpo.models.hf import folders
+from jaxgrpo.planning import preview
 from jaxgrpo.rewards.calling import call_rewards
 from jaxgrpo.rewards.protocol import numbers
 from jaxgrpo.rollout.judging import make_selector
@@ -402,6 +403,6 @@ def test_a_folder_that_is_no_step_of_ours_is_left_alone(tmp_path):
 def test_a_run_whose_folder_cannot_be_is_refused_by_the_dry_run_too(tmp_path):
     file_in(tmp_path)
     made = minimal_config.read(f"run.dir={tmp_path / 'file' / 'run'}")
-    for refuse in (setup.dry_run, lambda config: RunFolder(config.run.dir)):
+    for refuse in (preview.dry_run, lambda config: RunFolder(config.run.dir)):
         with pytest.raises(InputError, match=r"is under .*, which is a file: give a folder"):
             refuse(made)

@@ -57,7 +57,7 @@ def write(path: Path, run_dir: Path | str, **changes: Any) -> Path:
     return path
 
 
-def metrics(run_dir: Path | str) -> list[dict[str, Any]]:
+def metrics(run_dir: Any) -> list[dict[str, Any]]:
     """metrics.jsonl without what the clock says."""
     lines = (Path(run_dir) / "metrics.jsonl").read_text().splitlines()
     return [

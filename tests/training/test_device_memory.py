@@ -20,6 +20,7 @@ from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.types import TrainState
 from jaxgrpo.models import decoder, sharding
 from jaxgrpo.models.api import ModelConfig
+from jaxgrpo.planning import preview
 from jaxgrpo.rollout import capacity
 from jaxgrpo.rollout.sampler import SamplingSettings, Sizes, make_sampler
 from jaxgrpo.training import memory, setup
@@ -165,7 +166,7 @@ def test_a_run_that_does_not_fit_is_refused_before_its_weights_are_read(tmp_path
     config = small_run.config(tmp_path / "r", **{"rollout.prompts_per_step": 40_000_000})
     monkeypatch.setattr(setup.folders, "read_params", None)
     message = r"(?s)does not fit its devices \(memory: .* [GT]iB of .*take fewer rollout"
-    for build in (setup.setup, setup.dry_run):
+    for build in (setup.setup, preview.dry_run):
         with pytest.raises(InputError, match=message):
             build(config)
 
@@ -173,7 +174,7 @@ def test_a_run_that_does_not_fit_is_refused_before_its_weights_are_read(tmp_path
 def test_a_dry_run_prints_the_memory_of_a_device(tmp_path, capsys):
     several = {"train.minibatches": 2, "train.num_iterations": 3}
     refill = {"rollout.refill": {"factor": 3.5}}
-    setup.dry_run(small_run.config(tmp_path / "r", **refill, **several))
+    preview.dry_run(small_run.config(tmp_path / "r", **refill, **several))
     out = capsys.readouterr().out
     lines = [" ".join(line.split()) for line in out.splitlines()]
     size = r"[\d.]+ (B|KiB|MiB|GiB)"

@@ -16,8 +16,8 @@ from jaxgrpo.config import files as configs
 from jaxgrpo.config.files import Config
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.models.hf import folders
+from jaxgrpo.planning import preview
 from jaxgrpo.training import inputs, loop
-from jaxgrpo.training import setup as plan
 from jaxgrpo.training.setup import setup
 
 pytestmark = pytest.mark.slow
@@ -149,7 +149,7 @@ def test_a_dry_run_shows_the_prompt_as_the_model_reads_it(tmp_path, model, capsy
     rows = [{"question": "[b]How many?[/b] :smile:", "answer": "2"}] * 4
     file = tmp_path / "rows.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    plan.dry_run(config(tmp_path, model, **{"data.path": str(file)}))
+    preview.dry_run(config(tmp_path, model, **{"data.path": str(file)}))
     shown = capsys.readouterr().out
     prompt = "<|im_start|>user\n[b]How many?[/b] :smile:<|im_end|>\n<|im_start|>assistant\n"
     count = len(folders.read_tokenizer(model)(prompt)["input_ids"])

@@ -20,7 +20,8 @@ from jaxgrpo.config import files as configs
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.models import decoder
 from jaxgrpo.models.hf import folders
-from jaxgrpo.training import loop, process, setup
+from jaxgrpo.planning import preview
+from jaxgrpo.training import loop, process
 from jaxgrpo.training.checkpoints import parameter_hash
 
 pytestmark = pytest.mark.slow
@@ -261,7 +262,7 @@ def test_a_finished_run_can_be_trained_further(tmp_path):
 
 
 def test_a_dry_run_shows_config_geometry_and_the_first_prompt(tmp_path, capsys):
-    setup.dry_run(small_run.config(tmp_path / "r"))
+    preview.dry_run(small_run.config(tmp_path / "r"))
     shown = capsys.readouterr().out
     for part in [
         "parameters",

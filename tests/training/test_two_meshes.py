@@ -50,7 +50,7 @@ def config(folder: Path, mesh: dict[str, int], **changes):
     return small_run.config(folder, **{**given, "mesh": mesh, **changes})
 
 
-def drawn(folder: Path) -> list[list[int]]:
+def drawn(folder: Any) -> list[list[int]]:
     """The tokens of all samples of a run, in order."""
     files = sorted((folder / "samples").glob("*.jsonl"))
     lines = [line for file in files for line in file.read_text().splitlines()]

@@ -12,10 +12,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jaxgrpo.core.errors import InputError, refusing
-from jaxgrpo.data import storage
+from jaxgrpo.data import mirror, storage
 from jaxgrpo.data.storage import Place
 from jaxgrpo.evaluation.intervals import interval_of
-from jaxgrpo.training import alarms, mirror
+from jaxgrpo.training import alarms
 from jaxgrpo.training.folder import LOCK, evaluation_of, is_number, read_metrics, read_samples
 
 TURNS = "\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"
