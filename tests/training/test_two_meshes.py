@@ -7,6 +7,7 @@ import functools
 import json
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
