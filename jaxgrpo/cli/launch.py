@@ -1,6 +1,6 @@
 """`jaxgrpo launch`: several processes of one command on this machine, as a cluster has them.
 
-It imports no JAX. The environment of each process says which one it is (process.PROCESS_VARIABLES).
+It imports no JAX. The environment of each process says who it is (process.PROCESS_VARIABLES).
 The output of process 0 is shown as it is, that of another on stderr where it fails. When one fails,
 the others have a few seconds to say why and to end; what is left is killed, frozen ones too.
 """

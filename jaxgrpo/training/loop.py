@@ -134,7 +134,7 @@ def take(
 
     Args:
       evaluator: makes the evaluation, where the config has eval.data.
-      opening, shown: what is printed first, and whether steps are shown in the terminal.
+      opening, shown: a line to print first, and whether steps are shown in the terminal.
       on_step, profile, given: as in `train`, and of `setup` beside the config.
     """
     peers.set_timeout(config.run.peer_timeout)
