@@ -23,10 +23,6 @@ MAX_FOLDER_FILES = 20  # beside __init__.py
 MAX_PACKAGES = 14
 
 SHORT = {
-    **{
-        f"models/hf/families/{name}.py": "a family of models"
-        for name in ("mistral", "olmo", "qwen")
-    },
     "rewards/math_program.py": "a program of its own, started by builtin.py",
     **{
         f"models/hf/families/{name}.py": "families have a file per relative"
@@ -63,7 +59,7 @@ HOUSE = {
     ),
     "config": Package(words("core advantages losses data models rewards rollout update")),
 }
-for above in ("evaluation", "training", "experiments", "cli"):
+for above in ("evaluation", "training", "planning", "experiments", "cli"):
     HOUSE[above] = Package(frozenset(name for name in HOUSE if "." not in name))
 """The packages from the ground up. One may read only packages that stand above it in this table."""
 

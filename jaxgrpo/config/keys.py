@@ -238,6 +238,7 @@ class MeshKeys:
     fsdp: int = key(1, at_least=1)
     tensor: int = key(1, at_least=1)
     context: int = key(1, at_least=1)
+    sampling_tensor: int = key(0, at_least=0)  # data takes the rest; 0: samples on the same mesh
     platform: str = key("auto", choices=("auto", "cpu", "gpu", "tpu"))
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -50,23 +50,129 @@ def make_mesh(
 ) -> Mesh:
     """A mesh with axes (data, fsdp, tensor, context); `data` = 0 takes the devices left over.
 
-    Raises: InputError if the product of the sizes is not the number of devices.
+    Where the devices are in several slices of TPUs or hosts of GPUs, each with a network inside
+    that is faster than the one between them, `data` goes across them first. Across TPU slices
+    nothing else does, across GPU hosts fsdp too; tensor and context stay inside.
+
+    Raises: InputError if the product of the sizes is not the number of devices, or an axis would go
+      across slices or hosts that must not.
     """
     devices = jax.devices() if devices is None else list(devices)
     others = fsdp * tensor * context
     if data == 0:
         data = max(1, len(devices) // others)
     sizes = dict(zip(AXES, (data, fsdp, tensor, context), strict=True))
+    given = " x ".join(f"{name} {size}" for name, size in sizes.items())
     if math.prod(sizes.values()) != len(devices):
-        given = " x ".join(f"{name} {size}" for name, size in sizes.items())
         raise InputError(
             f"mesh: {given} = {math.prod(sizes.values())} devices, but there are {len(devices)}: "
             "choose sizes whose product is the number of devices (data = 0 takes what is left)"
         )
-    array = mesh_utils.create_device_mesh(
-        tuple(sizes.values()), devices=devices, allow_split_physical_axes=True
+    shape, found, split = (
+        tuple(sizes.values()),
+        islands(devices),
+        {"allow_split_physical_axes": True},
     )
+    if found.number == 1:
+        array = mesh_utils.create_device_mesh(shape, devices=devices, **split)
+    else:
+        across = _across(found, len(devices), data, fsdp, tensor * context)
+        inside = tuple(size // ways for size, ways in zip(shape, across, strict=True))
+        array = mesh_utils.create_hybrid_device_mesh(
+            *(inside, across, devices), process_is_granule=found.of == PROCESS, **split
+        )
     return Mesh(array, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def sampling_mesh(mesh: Mesh, tensor: int) -> Mesh:
+    """The mesh to sample on: `tensor` devices share a copy of the weights, `data` takes the rest.
+
+    It has the devices of `mesh` in the same order, so that one program may take arrays of both, and
+    those of a copy are next to one another. It is `mesh` itself where that would be laid out alike.
+
+    Args:
+      tensor: 0: samples on `mesh`.
+
+    Raises: InputError if that does not divide the devices, or a copy would not be inside one slice
+      or host.
+    """
+    if tensor == 0 or (tensor == mesh.shape["tensor"] and mesh.shape["context"] == 1):
+        return mesh
+    where = f"mesh.sampling_tensor = {tensor}"
+    if mesh.size % tensor:
+        raise InputError(f"{where}: must divide the {mesh.size} devices")
+    found = islands([*mesh.devices.flat])
+    array = mesh.devices.reshape(-1, 1, tensor, 1)
+    for copy in array.reshape(-1, tensor):
+        if len({found.place(device) for device in copy}) > 1:
+            raise InputError(
+                f"{where}: {tensor} neighbours of the mesh would not be inside one of the "
+                f"{found.number} {found.named}: take mesh.tensor x mesh.context, or a divisor of it"
+            )
+    return Mesh(array, AXES, axis_types=mesh.axis_types)
+
+
+SLICE, PROCESS = "slice_index", "process_index"
+
+
+class Islands(NamedTuple):
+    """Parts of the devices with a fast network inside: slices of TPUs, hosts of GPUs."""
+
+    of: str  # the attribute of a device that tells its part
+    number: int
+    named: str
+
+    def place(self, device: Any) -> int:
+        return getattr(device, self.of) if self.number > 1 else 0
+
+
+def islands(devices: Sequence[Any]) -> Islands:
+    """The parts in which devices are; one of all of them where nothing tells them apart.
+
+    Of GPUs JAX reports slices, those that NVLink connects, or else a process is taken for a host if
+    it has several. CPUs are one part.
+    """
+    platform = devices[0].platform
+    if platform not in ("tpu", "gpu"):
+        return Islands(PROCESS, 1, "hosts")
+    slices = {getattr(device, SLICE, 0) for device in devices}
+    processes = {device.process_index for device in devices}
+    if len(slices) > 1 or platform == "tpu":
+        return Islands(SLICE, len(slices), "slices" if platform == "tpu" else "hosts")
+    is_host = len(devices) > len(processes)
+    return Islands(PROCESS, len(processes) if is_host else 1, "hosts")
+
+
+def _across(
+    found: Islands, devices: int, data: int, fsdp: int, inner: int
+) -> tuple[int, int, int, int]:
+    """How often each axis goes across slices or hosts, whose number is the product.
+
+    Args:
+      inner: tensor x context.
+
+    Raises: InputError where `data`, or on GPUs data and fsdp, cannot.
+    """
+    number, each = found.number, devices // found.number
+    there = f"the {devices} devices are in {number} {found.named}"
+    if devices % number:
+        raise InputError(f"mesh: {there} of different sizes; use devices of whole {found.named}")
+    if found.named == "slices":
+        if data % number:
+            raise InputError(
+                f"mesh.data = {data}: {there} of {each}, and only data may go across them: take a "
+                f"multiple of {number}, with fsdp x tensor x context = {each} or a divisor of it"
+            )
+        return number, 1, 1, 1
+    of_data = math.gcd(data, number)
+    of_fsdp = number // of_data
+    if fsdp % of_fsdp:
+        raise InputError(
+            f"mesh: data {data} x fsdp {fsdp} x tensor x context {inner}: {there} of {each}, and "
+            f"tensor and context must stay inside one: take tensor x context = {each} or a divisor "
+            f"of it, and data or fsdp a multiple of {number}"
+        )
+    return of_data, of_fsdp, 1, 1
 
 
 def num_bins(mesh: Mesh) -> int:
@@ -95,8 +201,17 @@ def replicated(mesh: AnyMesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec())
 
 
-def param_shardings(mesh: AnyMesh, axes: Params, shapes: Params, rules: Rules = TRAINING) -> Params:
+def param_shardings(
+    mesh: AnyMesh,
+    axes: Params,
+    shapes: Params,
+    rules: Rules = TRAINING,
+    keys: str = "tensor or fsdp",
+) -> Params:
     """A tree of NamedSharding for parameters, from their logical axes.
+
+    Args:
+      keys: of the config's mesh, which an error says to make smaller.
 
     Raises: InputError, with every parameter whose dimension its mesh axes do not divide.
     """
@@ -116,7 +231,7 @@ def param_shardings(mesh: AnyMesh, axes: Params, shapes: Params, rules: Rules = 
     tree = jax.tree_util.tree_map_with_path(
         one, axes, shapes, is_leaf=lambda node: isinstance(node, tuple)
     )
-    title = "mesh: the model does not divide over it; use smaller tensor or fsdp sizes:"
+    title = f"mesh: the model does not divide over it; use smaller {keys} sizes:"
     refuse_all(title, problems)
     return tree
 

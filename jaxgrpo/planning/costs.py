@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxgrpo.core.chips import Chip
-from jaxgrpo.models import decoder
+from jaxgrpo.models import decoder, sharding
 from jaxgrpo.models.api import ModelConfig
 from jaxgrpo.models.logprobs import chunk_tokens
 from jaxgrpo.planning.hlo import Collective
@@ -103,7 +103,8 @@ def _of_sampling(run: Run) -> dict[str, Work]:
     config, settings = blueprint.model.config, blueprint.sampling
     prompts, samples = geometry.num_prompts, geometry.num_prompts * geometry.group_size
     width, steps = geometry.max_prompt_tokens, geometry.max_completion_tokens
-    sizes = Sizes.of(settings, geometry.bins, prompts, width)
+    mesh = blueprint.samples_on
+    sizes = Sizes.of(settings, sharding.num_bins(mesh), prompts, width)
     weights = memory.on_device(sampler_params(run))
     side, chunk = chunk_shape(sizes)
     prefills = math.ceil(sizes.prompts / side) * math.ceil(max(1, width - 1) / chunk)
@@ -111,7 +112,7 @@ def _of_sampling(run: Run) -> dict[str, Work]:
     of_prompts = prompts * (2.0 * linear * width + attention_flops(config, 0, width))
     tokens = steps * (linear + head)
     of_samples = samples * (2.0 * tokens + attention_flops(config, width, steps))
-    state = capacity(blueprint.model, settings, blueprint.mesh, prompts, width).state
+    state = capacity(blueprint.model, settings, mesh, prompts, width).state
     rounds = math.ceil(sizes.prompts * settings.group_size / sizes.slots) * steps
     segments = math.ceil(rounds / settings.segment_tokens)
     read = settings.segment_tokens * (weights + state / 2)

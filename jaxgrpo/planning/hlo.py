@@ -245,7 +245,7 @@ def _fused(one: Instruction) -> list[str]:
 
 
 def _given(one: Instruction) -> list[Array]:
-    """What a collective gives. That of a -start stands beside what it takes, in one tuple."""
+    """What a collective gives. A -start gives a tuple of that and of what it takes."""
     if not one.code.endswith("-start") or one.code == "all-reduce-start":
         return one.arrays
     return sorted(one.arrays, key=lambda array: array.bytes)[-1:]

@@ -29,6 +29,7 @@ from jaxgrpo.update.forward import (
     opt_layout,
     param_layout,
     params_of,
+    sampling_layout,
 )
 
 NAMES = ("sync", "prefill", "decode", "score", "update")
@@ -132,13 +133,14 @@ def sampler_params(run: Run) -> Any:
     """The shapes of what `sync` gives the sampler."""
     blueprint = run.blueprint
     state = jax.eval_shape(functools.partial(as_computed, blueprint.model), params_of(run.state))
-    return placed(state, param_layout(blueprint, sharding.SAMPLING))
+    return placed(state, sampling_layout(blueprint))
 
 
 def made_by_sync(run: Run) -> int:
     """Bytes on each device of what `sync` makes anew for the sampler."""
-    state, given = run.state, sampler_params(run)
-    if run.blueprint.model.config.lora is not None and run.blueprint.mesh.shape["fsdp"] == 1:
+    state, given, blueprint = run.state, sampler_params(run), run.blueprint
+    in_place = blueprint.mesh.shape["fsdp"] == 1 and not blueprint.has_two_meshes
+    if blueprint.model.config.lora is not None and in_place:
         own = lora.split(given)[0]  # the weights are read where they are
         return 0 if _alike(own, state.trainable) else memory.on_device(own)
     return 0 if _alike(given, params_of(state)) else memory.on_device(given)
@@ -158,10 +160,11 @@ def _sync(run: Run) -> Iterator[Program]:
 def _sampling(run: Run) -> Iterator[Program]:
     """Prefill and decoding."""
     blueprint, sampler = run.blueprint, run.steps.sampler
-    platform = blueprint.mesh.devices.flat[0].platform
-    everywhere, geometry = sharding.replicated(blueprint.mesh), blueprint.geometry
+    mesh, geometry = blueprint.samples_on, blueprint.geometry
+    platform = mesh.devices.flat[0].platform
+    everywhere, bins = sharding.replicated(mesh), sharding.num_bins(mesh)
     count, width = geometry.num_prompts, geometry.max_prompt_tokens
-    rows = functools.partial(sharding.named, blueprint.mesh)
+    rows = functools.partial(sharding.named, mesh)
 
     def array(dtype: Any, *shape: int, layout: Any = everywhere) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=layout)
@@ -180,10 +183,10 @@ def _sampling(run: Run) -> Iterator[Program]:
         out = traced.lower(lowering_platforms=(platform,)).compile().output_shardings
         return placed(traced.out_info, out)
 
-    sizes = Sizes.of(blueprint.sampling, geometry.bins, count, width)
+    sizes = Sizes.of(blueprint.sampling, bins, count, width)
     params = laid_out(sampler.split, sampler_params(run))
     state = laid_out(sampler.begin, sizes, prompts, array(jnp.uint32, 2))
-    shape = (geometry.bins, *chunk_shape(sizes))
+    shape = (bins, *chunk_shape(sizes))
     chunk = array(jnp.int32, *shape), array(jnp.int32, *shape[:2]), array(jnp.int32, *shape[:2])
     yield compile_one(run, "prefill", sampler.prefill, params, state, *chunk, donated=state)
     aligned = sizes.aligned(blueprint.sampling)

@@ -15,14 +15,6 @@ from jaxgrpo.planning.plan import Plan, Planned, each_axis, needed
 from jaxgrpo.training.console import facts
 from jaxgrpo.training.memory import shown
 
-LIMITS = {
-    "compute": "products",
-    "memory": "memory bandwidth",
-    "links": "links between chips",
-    "network": "network between slices or hosts",
-}
-"""What bounds a program -> in words."""
-
 
 def show(console: Console, plan: Plan) -> None:
     """Prints a plan."""
@@ -125,8 +117,8 @@ def _head(plan: Plan) -> dict[str, str]:
 
 def _memory(plan: Plan) -> Table:
     table = Table(title="memory of each device, as compiled", title_justify="left")
-    for name in ("program", "arguments", "temporaries", "outputs", "beside it", "peak", "compiled"):
-        table.add_column(name, justify="left" if name == "program" else "right")
+    for name in ("program", "takes", "temporary", "gives", "beside", "peak", "compiled"):
+        table.add_column(name, justify="left" if name == "program" else "right", no_wrap=True)
     for one in plan.planned:
         sizes = (one.arguments, one.temporaries, one.outputs, one.beside, one.peak)
         table.add_row(one.name, *map(shown, sizes), f"{one.seconds:.0f} s")
@@ -134,15 +126,17 @@ def _memory(plan: Plan) -> Table:
 
 
 def _costs(plan: Plan) -> Table:
-    table = Table(title="a step at the least, by the chip's published rates", title_justify="left")
-    names = ("program", "calls", "TFLOP", "products", "memory", "links", "network", "bound")
+    table = Table(
+        title="seconds of a step at the least, by the chip's published rates", title_justify="left"
+    )
+    names = ("program", "calls", "TFLOP", "compute", "memory", "links", "network", "bound")
     for name in names:
-        table.add_column(name, justify="left" if name in ("program", "bound") else "right")
+        left = name in ("program", "bound")
+        table.add_column(name, justify="left" if left else "right", no_wrap=True)
     for one in plan.planned:
-        seconds = (f"{value:.3g} s" if value else "" for value in one.bound)
+        seconds = (f"{value:.4f}" if value else "" for value in one.bound)
         flops = f"{one.work.calls * one.work.executed / 1e12:,.1f}"
-        limit = LIMITS[one.bound.limit]
-        table.add_row(one.name, str(one.work.calls), flops, *seconds, limit)
+        table.add_row(one.name, str(one.work.calls), flops, *seconds, one.bound.limit)
     return table
 
 
@@ -179,4 +173,5 @@ def _verdict(console: Console, plan: Plan) -> None:
     asked = needed(plan.problem)
     told = f"the compiler asks for {shown(asked)}" if asked else plan.problem or shown(plan.peak)
     largest = ", ".join(f"{name} {shown(size)}" for name, size in advice.blame(plan))
-    console.print(f"does not fit: {told} of {shown(plan.limit)}; largest: {largest}", markup=False)
+    console.print(f"does not fit {shown(plan.limit)}: {told}", markup=False)
+    console.print(f"largest, by formula: {largest}", markup=False)

@@ -153,6 +153,8 @@ def sample_counted(
     number, width = prompts.prompt_tokens.shape
     sizes = Sizes.of(sampler.settings, bins, number, width)
     _check(sampler.settings, prompts)
+    if sampler.mesh is not None and getattr(key.sharding, "mesh", sampler.mesh) != sampler.mesh:
+        key = jax.device_put(key, sharding.replicated(sampler.mesh))
     state = sampler.begin(sizes, prompts, key)
     state = _Call(sampler, sizes, params, prompts, state, finished).run()
     return sampler.finish(state.samples, prompts), state.slot_steps

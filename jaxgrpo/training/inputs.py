@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from jax.sharding import Mesh
 from rich.console import Console
 
 from jaxgrpo.config import own_code
 from jaxgrpo.config.files import Config
 from jaxgrpo.config.keys import RewardKeys
-from jaxgrpo.core.errors import InputError
+from jaxgrpo.core.errors import InputError, refuse_all
 from jaxgrpo.core.types import OF_ANSWERS
 from jaxgrpo.data import chat as conversations
 from jaxgrpo.data import prompts
@@ -22,11 +24,12 @@ from jaxgrpo.data.sources import FORMS, Source
 from jaxgrpo.data.tasks import PREFIX
 from jaxgrpo.models import sequences
 from jaxgrpo.models.api import ModelConfig
-from jaxgrpo.models.hf import folders
+from jaxgrpo.models.hf import families, folders
 from jaxgrpo.models.hf.families import Family
 from jaxgrpo.rewards.calling import RewardLog
 from jaxgrpo.rewards.protocol import Reward, RewardError, TrainerState, check, name_of
 from jaxgrpo.rewards.registry import Preview, build, preview, with_lengths
+from jaxgrpo.rollout import refill
 from jaxgrpo.rollout.answers import Answers, read_answers
 from jaxgrpo.training.console import facts
 from jaxgrpo.update.forward import Blueprint
@@ -41,13 +44,23 @@ def find_config(config: Config, whole: bool = True) -> tuple[Path, ModelConfig]:
     Args:
       whole: fetch the weights too, if it is a name on the hub.
 
-    Raises: InputError where there is no such model or family.
+    Raises: InputError where there is no such model or family, or `model.config` is another model's.
     """
     keys = config.model
     folder, own = folders.find_folder(keys.path, keys.revision, whole), None
     if keys.family is not None:
         own = own_code.load(keys.family, config.folder, Family, "family")
-    return folder, folders.read_config(folder, own)
+    stored = folders.read_config(folder, own)
+    if keys.config:
+        said = families.model_config(keys.config, "model.config", own)
+        names = [field.name for field in dataclasses.fields(said)]
+        odd = [
+            f"{name} = {getattr(said, name)!r}, there {getattr(stored, name)!r}"
+            for name in names
+            if name not in families.OF_THE_RUN and getattr(said, name) != getattr(stored, name)
+        ]
+        refuse_all(f"model.config is not what the config.json of {keys.path} says:", odd)
+    return folder, stored
 
 
 def check_length(config: Config, stored: ModelConfig, answer: int = 0) -> None:
@@ -298,3 +311,30 @@ def show_previews(
 def _function(config: Config, use: Any, options: Mapping[str, Any]) -> Any:
     lengths = with_lengths(use, options, config.rollout.max_completion_tokens)
     return build(own_code.resolve(use, config.folder), **lengths)
+
+
+def budget_line(config: Config) -> str:
+    """How many groups a step may generate, where it may be more than it trains on."""
+    rollout = config.rollout
+    if rollout.refill is None:
+        return ""
+    rounds = refill.max_rounds(rollout.refill["factor"])
+    return (
+        f"; flat groups are replaced until {rounds * rollout.prompts_per_step} groups are generated"
+    )
+
+
+def updates_line(config: Config) -> str:
+    """How many updates a step makes, where it may be more than one."""
+    times, parts = config.train.num_iterations, config.train.minibatches
+    if times * parts == 1:
+        return ""
+    prompts = config.rollout.prompts_per_step // parts
+    return f"; a step makes {times * parts}: {times} x {parts} minibatches of {prompts} prompts"
+
+
+def mesh_line(mesh: Mesh, sampling_mesh: Mesh) -> str:
+    """The sizes of a run's mesh, and of the one that it samples on, where that is another."""
+    meshes = (mesh,) if sampling_mesh == mesh else (mesh, sampling_mesh)
+    sizes = (", ".join(f"{name} {size}" for name, size in one.shape.items()) for one in meshes)
+    return "; samples on ".join(sizes)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, Sharding
 
 from jaxgrpo.core.chips import CHIPS, chip_of
 from jaxgrpo.core.errors import InputError
@@ -28,8 +28,11 @@ from jaxgrpo.update import packing
 from jaxgrpo.update.forward import (
     Blueprint,
     held_dtype,
+    layout_to_sample,
     moments_layout,
+    param_layout,
     read_by_update,
+    sampling_layout,
     trained,
     trained_layout,
 )
@@ -85,12 +88,12 @@ def count(blueprint: Blueprint, copies: Collection[str]) -> Memory:
     held, optimizer = of_training(model, blueprint.mesh, blueprint.optimizer)
     geometry = blueprint.geometry
     asked = (geometry.num_prompts, geometry.max_prompt_tokens)
-    decoding = capacity(model, blueprint.sampling, blueprint.mesh, *asked)
+    decoding = capacity(model, blueprint.sampling, blueprint.samples_on, *asked)
     return Memory(
         parameters=held,
         optimizer=optimizer,
         copies=len(copies) * own,
-        sampler=read_weights(model, blueprint.mesh, held_dtype(model)) + decoding.working,
+        sampler=weights_to_sample(blueprint) + decoding.working,
         decode=decoding.state,
         frozen=parameters(model, blueprint.mesh) - own if model.config.lora else 0,
     )
@@ -115,8 +118,8 @@ def with_slots(blueprint: Blueprint, copies: Collection[str]) -> Blueprint:
     if blueprint.sampling.slots:
         return blueprint
     found, geometry = count(blueprint, copies), blueprint.geometry
-    model, mesh = blueprint.model, blueprint.mesh
-    free = free_beside(mesh, found.kept + read_weights(model, mesh, held_dtype(model)))
+    model, mesh = blueprint.model, blueprint.samples_on
+    free = free_beside(mesh, found.kept + weights_to_sample(blueprint))
     asked = (geometry.num_prompts, geometry.max_prompt_tokens)
     slots = fitting_slots(model, blueprint.sampling, mesh, *asked, free)
     return blueprint._replace(sampling=blueprint.sampling._replace(slots=slots))
@@ -270,20 +273,54 @@ def shown(count: int) -> str:
     return f"{count / 1024**power:.{min(power, 1)}f} {UNITS[power]}"
 
 
-def read_weights(model: Model, mesh: Mesh, held: str) -> int:
-    """Bytes of the weights that only the sampler reads: in the model's dtype and gathered over fsdp
+def weights_to_sample(blueprint: Blueprint) -> int:
+    """`read_weights` of a run."""
+    held, to = held_dtype(blueprint.model), blueprint.samples_on
+    return read_weights(blueprint.model, blueprint.mesh, held, to)
+
+
+def read_weights(model: Model, mesh: Mesh, held: str, sampling_mesh: Mesh | None = None) -> int:
+    """Bytes of the weights that only the sampler reads: in the model's dtype and laid out for it
     where the trained ones are not, and each layer's apart, since layers are read one by one.
 
     Args:
-      held: dtype of the parameters that are given to the sampler.
+      mesh, held: that the parameters given to the sampler are laid out on, and their dtype.
+      sampling_mesh: None: `mesh`.
     """
-    layout = sharding.param_shardings(mesh, model.axes, model.shapes, sharding.SAMPLING)
+    to = mesh if sampling_mesh is None else sampling_mesh
+    layout = layout_to_sample(model, to)
     of_layers = _bytes(model.shapes["blocks"], layout["blocks"])
-    if mesh.shape["fsdp"] > 1:
+    if mesh.shape["fsdp"] > 1 or to != mesh:
         return of_layers + _bytes(model.shapes, layout)
     is_cast = model.config.dtype != held
     cast = _bytes(trained(model, model.shapes), trained(model, layout))
     return of_layers + (cast if is_cast else 0)
+
+
+def sync_bytes(blueprint: Blueprint) -> int:
+    """Bytes that a sync brings to each device, the most of them, from others.
+
+    What the device samples with, in the model's dtype, less what it holds of that for the update. A
+    program may move parts in more than one hop: compiled for a TPU v5e it brings exactly this from
+    fsdp 8 to tensor 4, and 1.4 times as much from fsdp 4 x tensor 2.
+    """
+    model, found = blueprint.model, dict.fromkeys(blueprint.mesh.devices.flat, 0)
+    layouts = param_layout(blueprint), sampling_layout(blueprint)
+    for leaf, *two in zip(*map(jax.tree.leaves, (model.shapes, *layouts)), strict=True):
+        for device, number in brought(leaf.shape, *two).items():
+            found[device] += number * np.dtype(leaf.dtype).itemsize
+    return max(found.values())
+
+
+def brought(shape: tuple[int, ...], held: Sharding, read: Sharding) -> dict[Any, int]:
+    """device -> entries of an array that it has in the layout `read` and not in `held`."""
+    found = {}
+    before, after = (one.devices_indices_map(shape) for one in (held, read))
+    for device, index in after.items():
+        sides = [*zip(shape, index, before[device], strict=True)]
+        wanted = math.prod(_common(size, one, one) for size, one, _ in sides)
+        found[device] = wanted - math.prod(_common(*side) for side in sides)
+    return found
 
 
 def parameters(model: Model, mesh: AnyMesh) -> int:
@@ -303,6 +340,12 @@ def on_device(tree: Any) -> int:
         return math.prod(leaf.sharding.shard_shape(leaf.shape)) * np.dtype(leaf.dtype).itemsize
 
     return sum(map(one, jax.tree.leaves(tree)))
+
+
+def _common(size: int, one: slice, other: slice) -> int:
+    """Entries of a dimension that are in both."""
+    (low, high, _), (start, stop, _) = one.indices(size), other.indices(size)
+    return max(0, min(high, stop) - max(low, start))
 
 
 def _bytes(shapes: Any, layout: Any) -> int:

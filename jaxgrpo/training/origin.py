@@ -56,7 +56,7 @@ def origin_of(
     # A loss reads nothing of reference answers: no token of theirs is one of its samples'.
     scored = blueprint.chain.needs & OF_ANSWERS.keys()
     needs = (blueprint.chain.needs - scored) | blueprint.objective.needs
-    mesh, tokenizer, rows = (read[name] for name in ("mesh", "tokenizer", "rows"))
+    tokenizer, rows, mesh = read["tokenizer"], read["rows"], blueprint.mesh
     if read["replay"]:
         needs = needs - FIELDS.keys() - set(names)
         needs |= {FORCED, THOUGHT, MASK} if scored else set()
@@ -64,9 +64,10 @@ def origin_of(
     answers = inputs.load_answers(config, blueprint, tokenizer, rows)
     columns = methods.needed_columns(needs, rows, rewards)
     policy, seed = methods.make_policy(config, rewards), config.train.seed
-    select = make_selector(mesh, policy, read["encoded"], geometry, seed)
+    there = blueprint.samples_on  # until `prepare`, which brings the rollouts to the update's mesh
+    select = make_selector(there, policy, read["encoded"], geometry, seed)
     reward = make_rewarder(
-        mesh, policy, tokenizer, rewards, rows, columns, answers, config.train.steps, seed
+        there, policy, tokenizer, rewards, rows, columns, answers, config.train.steps, seed
     )
     is_kept = config.rollout.refill is not None
     leftover = refill.no_leftover(geometry, names, columns, answers) if is_kept else None

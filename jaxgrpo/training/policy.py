@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -24,7 +25,9 @@ from jaxgrpo.evaluation.evaluate import Evaluate, Policy, make_evaluator, questi
 from jaxgrpo.evaluation.intervals import is_end
 from jaxgrpo.evaluation.rescoring import Base
 from jaxgrpo.models import decoder, lora, sharding
+from jaxgrpo.models.api import Model
 from jaxgrpo.models.hf import folders
+from jaxgrpo.models.resharding import moved
 from jaxgrpo.training import memory, parameters, process
 from jaxgrpo.training.checkpoints import Checkpoints, refuse_other_step
 from jaxgrpo.training.folder import evaluation_of, read_metrics
@@ -44,7 +47,13 @@ from jaxgrpo.training.setup import (
     kept_policies,
     sampling_settings,
 )
-from jaxgrpo.update.forward import held_dtype, trained, whole
+from jaxgrpo.update.forward import (
+    layout_to_sample,
+    param_layout,
+    sampling_layout,
+    trained,
+    whole,
+)
 from jaxgrpo.update.step import Share, alone
 
 DTYPES = ("float32", "bfloat16")  # of exported weights
@@ -77,9 +86,8 @@ class StoredPolicy(Policy):
 
     def read_params(self) -> Params:
         """The weights, laid out for sampling."""
-        rules, model = sharding.SAMPLING, self.model
-        layout = sharding.param_shardings(self.mesh, model.axes, model.shapes, rules)
-        return parameters.read_start(self.config, self.folder, model, layout=layout)
+        layout = layout_to_sample(self.model, self.mesh)
+        return parameters.read_start(self.config, self.folder, self.model, layout=layout)
 
 
 def config_for(
@@ -123,15 +131,16 @@ def find_policy(
 
 
 def _policy(config: Config, found: Found | Setup) -> StoredPolicy:
-    model, mesh = found.model, found.mesh
+    mesh = sharding.sampling_mesh(found.mesh, config.mesh.sampling_tensor)
+    model = _on(found, mesh)
     one = memory.parameters(model, mesh)
     if isinstance(found, Setup):
-        held = held_dtype(model)
+        read = memory.weights_to_sample(found.blueprint)
         kept = memory.count(found.blueprint, kept_policies(found.blueprint)).kept
     else:
-        held, kept = model.config.dtype, one
+        read, kept = memory.read_weights(model, mesh, model.config.dtype), one
     kept += one if config.eval.kl_to_base else 0
-    taken = kept + memory.read_weights(model, mesh, held)
+    taken = kept + read
     return StoredPolicy(
         model=model,
         tokenizer=found.tokenizer,
@@ -142,6 +151,13 @@ def _policy(config: Config, found: Found | Setup) -> StoredPolicy:
         config=config,
         folder=found.folder,
     )
+
+
+def _on(found: Found | Setup, mesh: Mesh) -> Model:
+    """The model whose activations are laid out on a mesh."""
+    if mesh == found.mesh:
+        return found.model
+    return decoder.build(found.model.config, constrain=sharding.constrain(mesh))
 
 
 def key_of(config: Config) -> Any:
@@ -164,10 +180,20 @@ def load_base(config: Config, mesh: Mesh) -> Base:
 
 def base_of(run: Setup) -> Base:
     """The base of a run: a policy that it holds anyway, where there is one; else read anew."""
+    made = run.blueprint
     for name in ("base",) if may_reset(run.config) else ("base", "reference"):
         if name in run.state.frozen:
-            return Base(run.model, whole(run.state.frozen[name], run.state.frozen))
-    return load_base(run.config, run.mesh)
+            params = whole(run.state.frozen[name], run.state.frozen)
+            if made.has_two_meshes:
+                layouts = param_layout(made), sampling_layout(made)
+                params = jax.jit(functools.partial(_moved, layouts))(params)
+            return Base(_on(run, made.samples_on), params)
+    return load_base(run.config, made.samples_on)
+
+
+def _moved(layouts: tuple[Params, Params], params: Params) -> Params:
+    """Parameters in the second layout instead of the first."""
+    return jax.tree.map(moved, params, *layouts)
 
 
 def base_params(run: Setup) -> Params:

@@ -286,8 +286,7 @@ def method_of(
       sampling: how it samples; None: as the tokenizer of the model says.
     """
     mesh, model, rollout = found.mesh, found.model, config.rollout
-    for name, axis in DIVIDED.items():
-        sharding.check_divides(mesh, f"rollout.{name}", getattr(rollout, name), axis)
+    sampling_mesh = _sampling_mesh(config, mesh)
     sizes = (
         *(rollout.prompts_per_step, rollout.group_size),
         *(rollout.max_prompt_tokens, rollout.max_completion_tokens),
@@ -310,6 +309,7 @@ def method_of(
         geometry=geometry,
         sampling=sampling or sampling_settings(config, found.folder, found.tokenizer),
         mesh=mesh,
+        sampling_mesh=sampling_mesh,
         reward_weights={reward.name: reward.weight for reward in rewards},
         num_iterations=config.train.num_iterations,
         kernel=attention.chosen(
@@ -325,6 +325,17 @@ def method_of(
         blueprint = memory.with_fitting_tokens(blueprint, kept, _remat(config, mesh))
     blueprint = memory.with_slots(blueprint, kept)
     return blueprint, step.build_steps(blueprint, share)
+
+
+def _sampling_mesh(config: Config, mesh: Mesh) -> Mesh:
+    """The mesh that a config samples on. Raises: InputError where sizes do not divide over both."""
+    rollout, tensor = config.rollout, config.mesh.sampling_tensor
+    for name, axis in DIVIDED.items():
+        sharding.check_divides(mesh, f"rollout.{name}", getattr(rollout, name), axis)
+    other = sharding.sampling_mesh(mesh, tensor)
+    where = f"mesh.sampling_tensor = {tensor}: rollout.prompts_per_step"
+    sharding.check_divides(other, where, rollout.prompts_per_step, "bins")
+    return other
 
 
 def _remat(config: Config, mesh: Mesh) -> decoder.Remat:
@@ -449,26 +460,6 @@ class Shared:
         return share
 
 
-def _budget(config: Config) -> str:
-    """How many groups a step may generate, where it may be more than it trains on."""
-    rollout = config.rollout
-    if rollout.refill is None:
-        return ""
-    rounds = refill.max_rounds(rollout.refill["factor"])
-    return (
-        f"; flat groups are replaced until {rounds * rollout.prompts_per_step} groups are generated"
-    )
-
-
-def _updates(config: Config) -> str:
-    """How many updates a step makes, where it may be more than one."""
-    times, parts = config.train.num_iterations, config.train.minibatches
-    if times * parts == 1:
-        return ""
-    prompts = config.rollout.prompts_per_step // parts
-    return f"; a step makes {times * parts}: {times} x {parts} minibatches of {prompts} prompts"
-
-
 def dry_run(config: Config, resume: bool = False) -> None:
     """Prints what `train` would do: devices, sizes, memory, the first prompt; then the config.
 
@@ -493,14 +484,14 @@ def dry_run(config: Config, resume: bool = False) -> None:
             "model": config.model.path,
             "method": f"{run.blueprint.chain.name} ({', '.join(steps)}), "
             f"{objective.surrogate.name} loss, {objective.reduction.name}",
-            "mesh": ", ".join(f"{name} {size}" for name, size in run.mesh.shape.items()),
+            "mesh": inputs.mesh_line(run.mesh, run.blueprint.samples_on),
             "parameters": f"{count:,}{parameters.adapters_line(run.model)}",
             **needed.lines(memory.of_device(run.mesh)),
             "a step": f"{geometry.num_prompts} prompts x {geometry.group_size} samples = "
             f"{samples_of(config)} completions of at most {geometry.max_completion_tokens} tokens, "
-            f"{run.blueprint.sampling.slots} decoded at once{_budget(config)}",
+            f"{run.blueprint.sampling.slots} decoded at once{inputs.budget_line(config)}",
             "an update": f"at most {geometry.micro_batches} micro-batches of {geometry.bins} bins "
-            f"x {geometry.tokens} tokens ({geometry.rows} rows){_updates(config)}",
+            f"x {geometry.tokens} tokens ({geometry.rows} rows){inputs.updates_line(config)}",
             "data": f"{len(run.rows)} rows, {config.train.steps} steps draw "
             f"{'at least ' if config.rollout.refill else ''}"
             f"{config.train.steps * geometry.num_prompts}",

@@ -40,6 +40,16 @@ class Blueprint(NamedTuple):
     compact: bool = True  # False keeps dead samples in the update: slower, the same result
     num_iterations: int = 1  # how often the rollouts of a step are trained on
     kernel: Kernel = XLA  # of attention: see models.attention.chosen
+    sampling_mesh: Mesh | None = None  # the same devices in the same order; None: `mesh`
+
+    @property
+    def samples_on(self) -> Mesh:
+        """The mesh of the sampler and of evaluation."""
+        return self.mesh if self.sampling_mesh is None else self.sampling_mesh
+
+    @property
+    def has_two_meshes(self) -> bool:
+        return self.samples_on != self.mesh
 
 
 def forward(
@@ -288,6 +298,17 @@ def param_layout(blueprint: Blueprint, rules: sharding.Rules = sharding.TRAINING
     """The shardings of the parameters."""
     model = blueprint.model
     return sharding.param_shardings(blueprint.mesh, model.axes, model.shapes, rules)
+
+
+def sampling_layout(blueprint: Blueprint) -> Params:
+    """The shardings of the parameters as the sampler reads them."""
+    return layout_to_sample(blueprint.model, blueprint.samples_on)
+
+
+def layout_to_sample(model: Model, mesh: Mesh) -> Params:
+    """`sampling_layout` of a model on the mesh that it is sampled on."""
+    given = (mesh, model.axes, model.shapes, sharding.SAMPLING)
+    return sharding.param_shardings(*given, keys="tensor, fsdp or sampling_tensor")
 
 
 def trained_layout(blueprint: Blueprint) -> Params:

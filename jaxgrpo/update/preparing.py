@@ -20,6 +20,7 @@ from jaxgrpo import advantages
 from jaxgrpo.core.metrics import Metrics, mean, merge
 from jaxgrpo.core.types import FIELDS, Params, Rollouts, TrainBatch, TrainState
 from jaxgrpo.models import sharding
+from jaxgrpo.models.api import Constrain
 from jaxgrpo.models.logprobs import Entropy
 from jaxgrpo.rollout.answers import FORCED
 from jaxgrpo.update import answers, diagnostics, packing
@@ -53,6 +54,7 @@ class Preparer:
         self.judge = jax.jit(functools.partial(_judge, blueprint))
         self.weigh = jax.jit(functools.partial(_weigh, blueprint))
         constrain = sharding.constrain(blueprint.mesh)
+        self.here = jax.jit(functools.partial(_here, constrain))
         self.gather = jax.jit(functools.partial(packing.gather, constrain=constrain))
         self.scatter = jax.jit(packing.scatter)
         self.measure = jax.jit(packing.lengths_of)
@@ -62,6 +64,8 @@ class Preparer:
 
     def prepare(self, state: TrainState, rollouts: Rollouts) -> tuple[TrainState, Prepared]:
         compact, geometry = self.blueprint.compact, self.blueprint.geometry
+        if self.blueprint.has_two_meshes:
+            rollouts = self.here(rollouts)
         lengths = sharding.to_host(self.measure(rollouts))
         rollouts = self.with_fields(state, rollouts, lengths)
         after, judged, live, per_sample, metrics = self.judge(state.advantage_state, rollouts)
@@ -182,6 +186,15 @@ class Preparer:
         """A field [P], [P, G] or [P, G, T] at every token."""
         value = value.reshape(*value.shape, *[1] * (3 - value.ndim))
         return jnp.broadcast_to(value, self.sample_shape)
+
+
+def _here(constrain: Constrain, rollouts: Rollouts) -> Rollouts:
+    """The rollouts, which another mesh has sampled, with their prompts over the update's bins."""
+
+    def move(leaf: Array) -> Array:
+        return constrain(leaf, ("bins", *[None] * (leaf.ndim - 1))) if leaf.ndim else leaf
+
+    return jax.tree.map(move, rollouts)
 
 
 def _plans(

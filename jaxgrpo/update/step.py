@@ -18,7 +18,8 @@ from jax import Array
 from jaxgrpo.core.metrics import Metrics, empty_like, maximum, mean, merge
 from jaxgrpo.core.types import Params, Rollouts, TrainBatch, TrainState
 from jaxgrpo.losses import Tokens, token_loss
-from jaxgrpo.models import sharding
+from jaxgrpo.models import decoder, sharding
+from jaxgrpo.models.resharding import moved
 from jaxgrpo.rollout import sampler as sampling
 from jaxgrpo.update import diagnostics
 from jaxgrpo.update.forward import (
@@ -31,6 +32,7 @@ from jaxgrpo.update.forward import (
     param_layout,
     params_of,
     read_by_update,
+    sampling_layout,
     trained_layout,
     whole,
 )
@@ -87,10 +89,10 @@ def build_steps(blueprint: Blueprint, share: Share = alone) -> Steps:
     Args:
       share: asked for "sampler", "update" and "method", the programs that runs may have in common.
     """
-    sampler = share(
-        "sampler",
-        lambda: sampling.make_sampler(blueprint.model, blueprint.sampling, blueprint.mesh),
-    )
+    mesh, model = blueprint.samples_on, blueprint.model
+    if blueprint.has_two_meshes:
+        model = decoder.build(model.config, constrain=sharding.constrain(mesh))
+    sampler = share("sampler", lambda: sampling.make_sampler(model, blueprint.sampling, mesh))
     program = share("update", lambda: _update_program(blueprint))
     preparer = Preparer(blueprint)
     return Steps(
@@ -105,14 +107,18 @@ def build_steps(blueprint: Blueprint, share: Share = alone) -> Steps:
 
 
 def _syncer(blueprint: Blueprint) -> Sync:
-    """Trained parameters as the sampler reads them: cast and gathered over fsdp, or as they are."""
+    """Trained parameters as the sampler reads them: cast and laid out for it, or as they are."""
     model, gathers = blueprint.model, blueprint.mesh.shape["fsdp"] > 1
     narrow = jnp.finfo(model.config.dtype).bits < 32
-    if not gathers and not narrow:
+    if not gathers and not narrow and not blueprint.has_two_meshes:
         return params_of
     cast = functools.partial(as_computed, model)
+    if blueprint.has_two_meshes:
+        layouts = param_layout(blueprint), sampling_layout(blueprint)
+        move = jax.jit(lambda params: jax.tree.map(moved, cast(params), *layouts))
+        return lambda state: move(params_of(state))
     if model.config.lora is None or gathers:
-        sync = jax.jit(cast, out_shardings=param_layout(blueprint, sharding.SAMPLING))
+        sync = jax.jit(cast, out_shardings=sampling_layout(blueprint))
         return lambda state: sync(params_of(state))
     of_adapters = jax.jit(cast, out_shardings=trained_layout(blueprint))
     return lambda state: whole(of_adapters(state.trainable), state.frozen)

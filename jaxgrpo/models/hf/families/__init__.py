@@ -27,7 +27,7 @@ FAMILIES: dict[str, Family] = {
 """model_type of config.json -> the family, built in or registered."""
 _BUILT_IN = frozenset(FAMILIES)
 
-_OF_THE_RUN = ("source", "dtype", "float32_head")
+OF_THE_RUN = ("source", "dtype", "float32_head")
 """Fields of a ModelConfig that a run may choose; the others must be those of its config.json."""
 
 
@@ -117,7 +117,7 @@ def config_fields(config: ModelConfig, dtype: str, family: Family | None = None)
     if flat is not None:  # readers older than transformers 5 look for it here, and else take 10 000
         given.setdefault("rope_theta", flat)
     again = model_config(given, "the model's config.json", family)
-    names = [field.name for field in dataclasses.fields(config) if field.name not in _OF_THE_RUN]
+    names = [field.name for field in dataclasses.fields(config) if field.name not in OF_THE_RUN]
     odd = [name for name in names if getattr(config, name) != getattr(again, name)]
     problems = [
         f"{name} = {getattr(config, name)!r}: its config.json says {getattr(again, name)!r}"
