@@ -27,9 +27,10 @@ class Compiled(NamedTuple):
 
     def collectives(self) -> Iterator[tuple[str, Collective]]:
         """(program, collective) of all programs."""
-        mesh = dict(self.plan.run.blueprint.mesh.shape)
-        work = costs.work_of(self.plan.run)
+        run = self.plan.run
+        work = costs.work_of(run)
         for name, text in self.texts.items():
+            mesh = dict(plan.mesh_of_program(run, name).shape)
             yield from ((name, one) for one in hlo.collectives(text, mesh, work[name].loops))
 
 
@@ -136,10 +137,13 @@ def without_kernel(made: Compiled) -> list[str]:
 def _vocabularies(found: Plan) -> set[int]:
     """The sizes of the vocabulary and of a device's part, with and without what fills up blocks."""
     blueprint = found.run.blueprint
-    vocab, ways = blueprint.model.config.vocab_size, blueprint.mesh.shape["tensor"]
+    vocab, sizes = blueprint.model.config.vocab_size, set()
     width = block_width(vocab)
-    filled = width * ways * math.ceil(math.ceil(vocab / width) / ways)
-    return {size // part for size in (vocab, filled) for part in (1, ways)}
+    for mesh in (blueprint.mesh, blueprint.samples_on):
+        ways = mesh.shape["tensor"]
+        filled = width * ways * math.ceil(math.ceil(vocab / width) / ways)
+        sizes |= {size // part for size in (vocab, filled) for part in (1, ways)}
+    return sizes
 
 
 def _spans(shape: tuple[int, ...]) -> set[int]:
@@ -150,14 +154,15 @@ def _spans(shape: tuple[int, ...]) -> set[int]:
 
 def _weights(found: Plan) -> set[int]:
     """How many numbers the weights of linear maps have: whole or stacked, and a device's part."""
-    model, ways = found.run.blueprint.model, found.run.blueprint.mesh.shape["tensor"]
-    sizes = set()
+    model, sizes = found.run.blueprint.model, set()
+    meshes = found.run.blueprint.mesh, found.run.blueprint.samples_on
+    parts = {mesh.shape["tensor"] for mesh in meshes} | {1}
     for path, leaf in jax.tree.leaves_with_path(model.shapes):
         stacked = "blocks" in jax.tree_util.keystr(path)
         if len(leaf.shape) - stacked >= 2:  # no norm
             whole = math.prod(leaf.shape)
             each = math.prod(leaf.shape[1:]) if stacked else whole
-            sizes |= {size // part for size in (whole, each) for part in (1, ways)}
+            sizes |= {size // part for size in (whole, each) for part in parts}
     return sizes
 
 
