@@ -29,6 +29,7 @@ _NAMED_GROUPS = re.compile(
 )
 _COUNTED_GROUPS = re.compile(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
 _LISTED_GROUPS = re.compile(r"replica_groups=\{(\{[\d,{} ]*\})?\}")
+_SOURCE = re.compile(r'op_name="([^"]*)"')
 _PAIRS = re.compile(r"source_target_pairs=\{([\d,{} ]*)\}")
 
 
@@ -80,6 +81,7 @@ class Collective(NamedTuple):
     group: int  # devices of a group
     trips: int  # how often a call of the program runs it, at the most
     depth: int  # loops round it
+    source: str  # what JAX calls the operation that it was made for
 
     @property
     def sent(self) -> float:
@@ -162,7 +164,7 @@ def _trips(
     if known := _TRIPS.search(loop.rest):
         return int(known[1])
     constants, root = _constants(condition), _root(condition)
-    if root is None or root.code != "compare":
+    if root is None or root.code != "compare" or "direction=LT" not in root.rest:
         return None
     counter, *limit = _operands(root)
     if not limit or limit[0] not in constants:
@@ -218,7 +220,9 @@ def collectives(
             if kind not in KINDS:
                 continue
             group, along = _extent(one.rest, axes)
-            made = Collective(kind, along, tuple(_given(one)), group, *place)
+            source = _SOURCE.search(one.rest)
+            named = source[1] if source else ""
+            made = Collective(kind, along, tuple(_given(one)), group, *place, named)
             channel = _CHANNEL.search(one.rest)
             if name in fused and channel:
                 key = kind, channel[1]

@@ -144,6 +144,12 @@ def plan(
     return Plan(topology, run, parts_of(run), tuple(planned), problem)
 
 
+def mesh_of_program(run: Run, name: str) -> Mesh:
+    """The mesh whose devices a program's collectives count."""
+    sampling = name in ("prefill", "decode")
+    return run.blueprint.samples_on if sampling else run.blueprint.mesh
+
+
 def is_full(error: BaseException) -> bool:
     """Whether a compiler says that a program does not fit into memory."""
     return "RESOURCE_EXHAUSTED" in str(error) or "Out of memory" in str(error)
@@ -196,7 +202,7 @@ def _read(run: Run, program: Program, topology: Topology, dump: Any) -> Planned:
         Path(dump).mkdir(parents=True, exist_ok=True)
         (Path(dump) / f"{program.name}.hlo.txt").write_text(text, encoding="utf-8")
     found = program.compiled.memory_analysis()
-    mesh, work = run.blueprint.mesh, costs.work_of(run)[program.name]
+    mesh, work = mesh_of_program(run, program.name), costs.work_of(run)[program.name]
     of_loops = tuple(hlo.collectives(text, dict(mesh.shape), work.loops))
     return Planned(
         name=program.name,

@@ -1,0 +1,228 @@
+"""What a step costs at the least: beside shapes, brute force, XLA's own count, and by hand."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import planned
+import pytest
+import tiny
+
+from jaxgrpo.core.chips import CHIPS
+from jaxgrpo.models import decoder
+from jaxgrpo.models.api import LayerKind, ModelConfig
+from jaxgrpo.models.attention import causal
+from jaxgrpo.models.hf import families
+from jaxgrpo.planning import costs
+from jaxgrpo.planning.costs import Work
+from jaxgrpo.planning.hlo import Array, Collective
+from jaxgrpo.rollout import sampler
+
+GEMMA = {
+    "architectures": ["Gemma3ForCausalLM"],
+    "model_type": "gemma3_text",
+    "vocab_size": 320,
+    "hidden_size": 48,
+    "intermediate_size": 96,
+    "num_hidden_layers": 8,  # a period of six and two that are left over
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-6,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "rope_theta": 1e6,
+    "rope_local_base_freq": 1e4,
+    "sliding_window": 7,
+    "sliding_window_pattern": 6,
+    "query_pre_attn_scalar": 16,
+}
+
+
+def models() -> dict[str, ModelConfig]:
+    return {
+        "llama": families.model_config(planned.LLAMA, "here"),
+        "qwen3": families.model_config(planned.QWEN3, "here"),
+        "gemma3": families.model_config(GEMMA, "here"),
+    }
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3"])
+def test_linear_weights_are_the_matrices_of_the_layers(name):
+    config = models()[name]
+    counted = 0
+    for path, leaf in jax.tree.leaves_with_path(decoder.build(config).shapes):
+        place = jax.tree_util.keystr(path)
+        if ("attention" in place or "feed_forward" in place) and "kernel" in place:
+            counted += math.prod(leaf.shape)
+    assert counted > 0
+    assert costs.linear_weights(config) == counted
+
+
+@pytest.mark.parametrize(("before", "tokens"), [(0, 1), (0, 23), (9, 14)])
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_attention_counts_each_pair_of_a_query_and_a_key_that_it_sees(name, before, tokens):
+    config = models()[name]
+    pairs = 0
+    for kind in config.kinds:
+        for query in range(before, before + tokens):
+            for key in range(query + 1):
+                pairs += kind.window is None or query - key < kind.window
+    expected = 4 * config.num_heads * config.head_dim * pairs
+    assert costs.attention_flops(config, before, tokens) == expected
+
+
+# One period of two kinds, so that nothing is in a loop, whose body XLA would count once.
+UNROLLED = ModelConfig(
+    vocab_size=1024,
+    hidden_size=256,
+    intermediate_size=640,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=64,
+    pattern=(LayerKind(), LayerKind(window=16)),
+)
+
+
+def flops_of(function: Any, *given: Any) -> float:
+    """XLA's count of a compiled function."""
+    return jax.jit(function).lower(*given).compile().cost_analysis()["flops"]
+
+
+@pytest.mark.parametrize("with_head", [False, True])
+def test_a_forward_pass_takes_the_operations_that_xla_counts(with_head):
+    model, batch, length = decoder.build(UNROLLED), 2, 64
+    tokens = jax.ShapeDtypeStruct((batch, length), jnp.int32)
+
+    def run(params, tokens):
+        position = jnp.broadcast_to(jnp.arange(length), tokens.shape)
+        attend = causal(position, jnp.ones_like(position, bool))
+        hidden, _ = model.apply(params, tokens, position, attend, None)
+        return model.unembed(params, hidden) if with_head else hidden
+
+    if with_head:
+        found = costs.forward_flops(UNROLLED, 0, 0, batch, length)
+    else:
+        found = costs.forward_flops(UNROLLED, batch, length, 0, 0)
+    # This pass computes all pairs, and masks those that are not seen.
+    whole = 4.0 * UNROLLED.num_heads * UNROLLED.head_dim * UNROLLED.num_layers * length**2
+    found += batch * (whole - costs.attention_flops(UNROLLED, 0, length))
+    # XLA counts norms, activations and softmax too.
+    assert found <= flops_of(run, model.shapes, tokens) <= 1.04 * found
+
+
+def test_a_sample_costs_what_its_own_tokens_do_behind_a_prompt_that_is_computed_once():
+    config = models()["gemma3"]
+    together = costs.forward_flops(config, 3, 10, 3 * 4, 20)
+    linear, head = costs.linear_weights(config), config.hidden_size * config.vocab_size
+    apart = 3 * (2 * linear * 10 + costs.attention_flops(config, 0, 10))
+    # Attention of 30 tokens is that of the first 10, and of 20 behind them.
+    behind = costs.attention_flops(config, 0, 30) - costs.attention_flops(config, 0, 10)
+    apart += 12 * (20 * 2 * (linear + head) + behind)
+    assert together == pytest.approx(apart)
+
+
+def test_an_update_is_three_passes_of_all_tokens_and_with_adapters_two():
+    run = planned.run()
+    work, geometry = costs.work_of(run)["update"], run.blueprint.geometry
+    config = run.blueprint.model.config
+    sizes = (geometry.max_prompt_tokens, 8 * 4, geometry.max_completion_tokens)
+    forward = costs.forward_flops(config, 8, *sizes)
+    assert work.flops == pytest.approx(3 * forward)
+    head = 2 * config.hidden_size * config.vocab_size * 8 * 4 * geometry.max_completion_tokens
+    assert work.executed == pytest.approx(4 * forward - head)  # layers are computed again
+    adapted = planned.run(lora={"rank": 4, "alpha": 4.0})
+    assert costs.work_of(adapted)["update"].flops == pytest.approx(2 * forward)
+
+
+def test_several_updates_of_a_step_share_its_samples_or_repeat_them():
+    once = costs.work_of(planned.run())["update"]
+    halves = costs.work_of(planned.run(**{"train.minibatches": 2}))["update"]
+    assert (halves.calls, halves.flops) == (2, pytest.approx(once.flops / 2))
+    twice = costs.work_of(planned.run(**{"train.num_iterations": 2}))["update"]
+    assert (twice.calls, twice.flops) == (2, pytest.approx(once.flops))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("slots", [0, 4])
+def test_sampling_calls_its_programs_as_often_as_it_says(slots, monkeypatch):
+    """With prompts and completions as long as they may be."""
+    prompts, group, width, steps = 6, 2, 150, 24
+    changes = {
+        "rollout.prompts_per_step": prompts,
+        "rollout.group_size": group,
+        "rollout.max_prompt_tokens": width,
+        "rollout.max_completion_tokens": steps,
+        "rollout.segment_tokens": 8,
+        "rollout.slots": slots or prompts * group,
+    }
+    run = planned.run(devices=jax.devices()[:1], mesh={}, **changes)
+    work = costs.work_of(run)
+    made, called = run.steps.sampler, {"prefill": 0, "decode": 0}
+    # No token ends a sample, so that each is as long as it may be.
+    made = sampler.make_sampler(
+        run.blueprint.model, made.settings._replace(stop_tokens=()), made.mesh
+    )
+
+    def counting(name: str) -> Any:
+        function = getattr(made, name)
+
+        def call(*given: Any) -> Any:
+            called[name] += 1
+            return function(*given)
+
+        return call
+
+    counted = made._replace(prefill=counting("prefill"), decode=counting("decode"))
+    monkeypatch.setattr(sampler, "sizes_below", lambda size: [])  # one size to the end
+    asked = tiny.prompts(prompts, width)
+    full = np.random.default_rng(0).integers(2, 100, (prompts, width)).astype(np.int32)
+    asked = dataclasses.replace(
+        asked, prompt_tokens=full, prompt_mask=np.ones((prompts, width), bool)
+    )
+    params = run.blueprint.model.init(jax.random.key(0))
+    drawn = sampler.sample(counted, params, asked, jax.random.key_data(jax.random.key(1)))
+    assert np.asarray(drawn.token_mask).all()
+    # Rows of the cache come free in turn, so that chunks of prompts may be less full than counted.
+    assert work["prefill"].calls <= called["prefill"] <= work["prefill"].calls * (3 if slots else 1)
+    # The host sees that all have ended while the device computes one segment more.
+    assert work["decode"].calls <= called["decode"] <= work["decode"].calls + 2
+
+
+def collective(kind: str, axes: tuple[str, ...], group: int, numbers: int, trips: int = 1):
+    return Collective(kind, axes, (Array("f32", (numbers,)),), group, trips, 0, "")
+
+
+def test_the_bound_of_a_program_by_hand():
+    chip = CHIPS["v5e"]  # 197e12 operations, 819e9, 200e9 and 3.125e9 bytes a second
+    work = Work(calls=3, flops=1e15, executed=2e15, read=5e9, loops=(1,))
+    told = (
+        collective("all-reduce", ("fsdp",), 4, 10**6, trips=7),  # 2 x 3/4 x 4e6 x 7 = 42e6
+        collective("all-gather", ("tensor",), 2, 10**6),  # 1/2 x 4e6 = 2e6
+    )
+    found = costs.bound_of(work, told, chip, 8, {"data": 1, "fsdp": 1})
+    assert found.compute == pytest.approx(3 * 2e15 / (8 * 197e12))
+    assert found.memory == pytest.approx(3 * 5e9 / 819e9)
+    assert found.links == pytest.approx(3 * 44e6 / 200e9)
+    assert found.network == 0
+    assert (found.limit, found.seconds) == ("compute", found.compute)
+
+
+def test_what_crosses_slices_is_bound_by_their_network():
+    chip, work = CHIPS["v5e"], Work(1, 0.0, 0.0, 0.0, (1,))
+    # Of 8 devices in 2 slices, the 4 of a slice send a part each over the network.
+    across = collective("all-reduce", ("fsdp",), 8, 10**6)
+    found = costs.bound_of(work, (across,), chip, 8, {"fsdp": 2})
+    assert found.network == pytest.approx(across.sent / 4 / (25e9 / 8))
+    assert found.links == pytest.approx(across.sent / 200e9)
+    # Each slice has one device of a group: nothing stays within.
+    alone = collective("all-reduce", ("data",), 2, 10**6)
+    found = costs.bound_of(work, (alone,), chip, 8, {"data": 2})
+    assert (found.network, found.links) == (pytest.approx(4e6 / (25e9 / 8)), 0)
+    assert found.limit == "network"

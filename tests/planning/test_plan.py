@@ -1,0 +1,310 @@
+"""A plan beside the run that it is of: its state, the arguments of its programs, its memory."""
+
+from __future__ import annotations
+
+import functools
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import compiled_programs
+import jax
+import numpy as np
+import planned
+import pytest
+
+from jaxgrpo.cli import make_base
+from jaxgrpo.core.errors import InputError
+from jaxgrpo.core.types import TrainState
+from jaxgrpo.models import logprobs
+from jaxgrpo.models.hf import folders
+from jaxgrpo.planning import plan, programs, topologies
+from jaxgrpo.planning.programs import Program, Run
+from jaxgrpo.rollout import sampler
+from jaxgrpo.training import parameters, setup
+from jaxgrpo.update import step
+
+METHODS: dict[str, dict[str, Any]] = {
+    "all weights": {},
+    "bfloat16": {"model.dtype": "bfloat16", "train.tokens_per_micro_batch": 64},
+    "adapters": {"lora": {"rank": 4, "alpha": 8.0}},
+    "adapters in bfloat16": {"lora": {"rank": 4, "alpha": 8.0}, "model.dtype": "bfloat16"},
+    "reference": {"loss": {"kl": {"use": "k2", "beta": 0.1}}, "model.dtype": "bfloat16"},
+    "adafactor": {"optimizer": {"use": "adafactor", "learning_rate": 1e-3}},
+    "muon": {"optimizer": {"use": "muon", "learning_rate": 1e-3}},
+    "minibatches": {"train.minibatches": 2},
+}
+MESHES: dict[str, dict[str, int]] = {
+    "data 4": {"data": 4},
+    "fsdp 2, tensor 2": {"fsdp": 2, "tensor": 2},
+    "fsdp 4": {"fsdp": 4},
+    "context 2": {"fsdp": 2, "context": 2},
+    "sampled on tensor 2": {"fsdp": 4, "sampling_tensor": 2},
+}
+
+
+@functools.cache
+def base() -> str:
+    """A model of two heads of keys with a tokenizer."""
+    path = Path(tempfile.mkdtemp(prefix="jaxgrpo-test-base-")) / "base"
+    make_base.make_base(path, steps=1, batch=8, hidden_size=64)
+    return str(path)
+
+
+def both(method: str, mesh: str) -> tuple[setup.Setup, Run]:
+    """A real run on four CPU devices, and its plan."""
+    small = {"rollout.max_prompt_tokens": 8, "rollout.max_completion_tokens": 24}
+    kept = {"model": {"path": base()}, "mesh": MESHES[mesh], "rollout.slots": 8}
+    config = planned.config(**kept, **small, **METHODS[method])
+    real = setup.setup(config)
+    model = parameters.chosen_config(config, folders.read_config(config.model.path))
+    return real, programs.run_of(config, model, plan.mesh_of(config, here()))
+
+
+def here() -> topologies.Topology:
+    """The CPU devices of the tests."""
+    chip = topologies.CHIPS["v5e"]._replace(name="cpu")
+    return topologies.Topology("cpu", chip, 1, tuple(jax.devices()))
+
+
+def described(tree: Any) -> dict[str, tuple[tuple[int, ...], str]]:
+    """place -> shape and dtype of each array, whether it is there or not."""
+    leaves = jax.tree.leaves_with_path(tree)
+    return {jax.tree_util.keystr(path): (np.shape(leaf), str(leaf.dtype)) for path, leaf in leaves}
+
+
+def assert_alike(abstract: Any, real: Any, placed: bool = True) -> None:
+    """Shapes, dtypes and, of arrays on devices, shardings."""
+    assert described(abstract) == described(real)
+    for (path, one), other in zip(
+        jax.tree.leaves_with_path(abstract), jax.tree.leaves(real), strict=True
+    ):
+        if placed and isinstance(other, jax.Array):
+            where = jax.tree_util.keystr(path), one.sharding, other.sharding
+            assert one.sharding.is_equivalent_to(other.sharding, other.ndim), where
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("method", "mesh"),
+    [
+        *((method, "fsdp 2, tensor 2") for method in METHODS),
+        *(("reference", mesh) for mesh in MESHES),
+    ],
+)
+def test_the_state_of_a_plan_is_that_of_the_run(method, mesh):
+    real, run = both(method, mesh)
+    assert run.blueprint.geometry == real.blueprint.geometry
+    assert run.blueprint.sampling.slots == real.blueprint.sampling.slots
+    for name in ("step", "trainable", "frozen", "opt_state", "objective_state", "cursor", "key"):
+        assert_alike(getattr(run.state, name), getattr(real.state, name))
+    assert real.state.frozen.keys() == run.state.frozen.keys()
+
+
+def called(real: setup.Setup, state: TrainState) -> dict[str, tuple[Any, ...]]:
+    """What the programs of a real step are given first."""
+    given: dict[str, tuple[Any, ...]] = {}
+
+    def noting(name: str, function: Any) -> Any:
+        def call(*arguments: Any) -> Any:
+            given.setdefault(name, jax.tree.map(kept, arguments))
+            return function(*arguments)
+
+        return call
+
+    (made,) = real.sample.args  # type: ignore[attr-defined]
+    counted = made._replace(**{name: noting(name, getattr(made, name)) for name in SAMPLING})
+    params = real.sync(state)
+    given["sync"] = jax.tree.map(kept, (state,))
+    prompts, state = real.select(state)
+    rollouts = sampler.sample(counted, params, prompts, state.key)
+    state, rollouts, _ = real.reward(state, rollouts)
+    preparer = real.prepare.__self__  # type: ignore[attr-defined]
+    preparer.score = noting("score", preparer.score)
+    state, prepared = real.prepare(state, rollouts)
+    program = noting("update", real.update_program)
+    step._update(program, real.blueprint.objective.anchors, state, prepared.batches)
+    return given
+
+
+SAMPLING = ("prefill", "decode")
+
+
+def kept(leaf: Any) -> Any:
+    """What is told of an argument after it has been overwritten."""
+    if isinstance(leaf, jax.Array):
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
+    return leaf
+
+
+@pytest.fixture(scope="module", params=[
+    ("all weights", "fsdp 2, tensor 2"),
+    ("reference", "fsdp 4"),
+    ("adapters in bfloat16", "fsdp 2, tensor 2"),
+    ("adapters", "data 4"),
+    ("bfloat16", "sampled on tensor 2"),
+], ids=", ".join)  # fmt: skip
+def step_of(request) -> tuple[Run, dict[str, Program], dict[str, Any]]:
+    """A plan's run and its programs, and what those of a real step were given."""
+    real, run = both(*request.param)
+    made = {one.name: one for one in programs.compiled(run)}
+    return run, made, called(real, real.state)
+
+
+@pytest.mark.slow
+def test_the_programs_of_a_plan_are_given_what_those_of_a_step_are(step_of):
+    run, made, given = step_of
+    assert set(given) - set(made) <= {"sync"}  # where the sampler reads what is trained
+    assert set(made) <= set(given)
+    for name, program in made.items():
+        expected = given[name]
+        if name == "sync":
+            assert_alike(program.arguments[0].trainable, expected[0].trainable)
+            continue
+        assert len(program.arguments) == len(expected), name
+        for abstract, real in zip(program.arguments, expected, strict=True):
+            if isinstance(abstract, bool | str) or hasattr(abstract, "num_prompts"):
+                assert abstract == real  # static
+            else:
+                assert_alike(abstract, real)
+
+
+@pytest.mark.slow
+def test_what_is_donated_is_written_over_and_scoring_is_there_where_it_is_needed(step_of):
+    run, made, given = step_of
+    for program in made.values():
+        aliased = program.compiled.memory_analysis().alias_size_in_bytes
+        assert aliased >= program.donated, program.name
+    assert made["update"].donated > 0 < made["decode"].donated
+    needs = run.blueprint.chain.needs | run.blueprint.objective.needs
+    assert ("score" in made) == ("reference_logp" in needs)
+
+
+def test_a_run_that_reads_no_log_probs_has_no_scoring_and_one_of_a_reference_has():
+    assert programs.scored(planned.run()) == []
+    assert programs.scored(planned.run(loss={"kl": {"use": "k2", "beta": 0.1}})) == [
+        "reference_logp"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"model": {"path": "some/model"}}, r"model.path = 'some/model' is no folder here, and a"),
+        ({"mesh": {"fsdp": 3}}, r"mesh: data 1 x fsdp 3 .* = 3 devices, but there are 4"),
+        ({"mesh": {"tensor": 4}}, r"(?s)does not divide over it.*kv_heads.* 2 is not divisible by 4"),
+        ({"rollout.prompts_per_step": 3}, r"rollout.prompts_per_step = 3: must be a multiple of 2"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_built_is_refused(changes, told):
+    with pytest.raises(InputError, match=told):
+        planned.run(**changes)
+
+
+@functools.cache
+def planned_for_chips(**changes: Any) -> plan.Plan:
+    chips = topologies.topology("v5e:2x2")
+    return plan.plan(planned.run(**changes), chips, ("update", "decode"))
+
+
+def temporaries(found: plan.Plan, name: str) -> int:
+    return next(one.temporaries for one in found.planned if one.name == name)
+
+
+@pytest.mark.slow
+def test_twice_the_prompts_or_tokens_take_more_activations():
+    """A micro-batch has at most a quarter of a step's tokens, so it grows with the prompts."""
+    once = planned_for_chips()
+    prompts = planned_for_chips(**{"rollout.prompts_per_step": 16})
+    longer = planned_for_chips(**{"rollout.max_completion_tokens": 256})
+    for more in (prompts, longer):
+        assert more.parts["activations"] >= 1.6 * once.parts["activations"]
+        assert temporaries(more, "update") > 1.2 * temporaries(once, "update")
+
+
+@pytest.mark.slow
+def test_whole_logits_are_found(tmp_path, monkeypatch):
+    """The assertion of recipes on a program that has what it forbids."""
+    sizes = {"rollout.max_completion_tokens": 256, "model.attention": "xla"}
+    values = planned.tables(**sizes)
+    chips = {"topology": "v5e:2x2", "names": ("update",)}
+    chunked = compiled_programs.compiled(values, tmp_path / "a", **chips)
+    assert compiled_programs.full_logits(chunked) == []
+    monkeypatch.setattr(logprobs, "TOKENS_PER_CHUNK", 1 << 20)
+    whole = compiled_programs.compiled(values, tmp_path / "b", **chips)
+    assert any("holds the logits" in one for one in compiled_programs.full_logits(whole))
+    assert temporaries(whole.plan, "update") > 1.5 * temporaries(chunked.plan, "update")
+
+
+GROWTH = """
+import json, sys
+import jax, numpy as np
+sys.path.insert(0, sys.argv[1])
+import planned
+from jaxgrpo.planning import programs
+
+run = planned.run(devices=jax.devices()[:1], mesh={}, **json.loads(sys.argv[2]))
+(made,) = programs.compiled(run, ("update",))
+predicted = made.compiled.memory_analysis().temp_size_in_bytes
+
+def anonymous():
+    with open("/proc/self/status") as file:
+        lines = dict(line.split(":", 1) for line in file)
+    return 1024 * int(lines["RssAnon"].split()[0])
+
+def real(leaf):
+    # Written, so that the pages are there. Of tokens 0 is one, of weights 1 will do.
+    whole = np.zeros if np.issubdtype(leaf.dtype, np.integer) else np.ones
+    return jax.device_put(whole(leaf.shape, leaf.dtype), leaf.sharding)
+
+arguments = jax.tree.map(real, made.arguments)
+*rest, batch = arguments
+import dataclasses
+batch = dataclasses.replace(batch, num_live=np.int32(run.blueprint.geometry.micro_batches))
+jax.block_until_ready(arguments)
+before = anonymous()
+import threading, time
+most, going = [before], True
+
+def watch():
+    while going:
+        most[0] = max(most[0], anonymous())
+        time.sleep(0.02)
+
+watcher = threading.Thread(target=watch)
+watcher.start()
+jax.block_until_ready(made.compiled(*rest, batch))
+going = False
+watcher.join()
+print(json.dumps({"predicted": predicted, "growth": most[0] - before}))
+"""
+
+
+@pytest.mark.full
+def test_an_update_takes_the_memory_that_is_predicted(python, environment, tmp_path):
+    """Of temporaries that are more than 2 GB, in a process of its own."""
+    changes = {
+        "model.dtype": "float32",
+        "train.remat": "none",
+        "train.tokens_per_micro_batch": 16384,
+        "rollout.prompts_per_step": 32,
+        "rollout.max_completion_tokens": 1024,
+    }
+    file = tmp_path / "growth.py"
+    file.write_text(GROWTH)
+    support = str(Path(planned.__file__).parent)
+    found = subprocess.run(
+        [python, str(file), support, json.dumps(changes)],
+        capture_output=True,
+        text=True,
+        env=environment(),
+        timeout=560,
+    )
+    assert found.returncode == 0, found.stderr[-2000:]
+    numbers = json.loads(found.stdout.splitlines()[-1])
+    print(numbers, file=sys.stderr)
+    assert numbers["predicted"] >= 2 * 2**30
+    assert numbers["growth"] == pytest.approx(numbers["predicted"], rel=0.25)

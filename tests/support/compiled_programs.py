@@ -1,0 +1,174 @@
+"""What must hold of the programs that a plan compiles; each function returns what is wrong."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+
+from jaxgrpo.config import files
+from jaxgrpo.planning import costs, hlo, plan, programs, topologies
+from jaxgrpo.planning.hlo import Collective
+from jaxgrpo.planning.plan import Plan
+from jaxgrpo.rollout.drawing import block_width
+
+DECODING = 0.15
+"""Of the arguments of decoding, the temporaries that it may take."""
+
+
+class Compiled(NamedTuple):
+    """A plan, and the text of its programs."""
+
+    plan: Plan
+    texts: dict[str, str]  # by the name of the program
+
+    def collectives(self) -> Iterator[tuple[str, Collective]]:
+        """(program, collective) of all programs."""
+        run = self.plan.run
+        work = costs.work_of(run)
+        for name, text in self.texts.items():
+            mesh = dict(plan.mesh_of_program(run, name).shape)
+            yield from ((name, one) for one in hlo.collectives(text, mesh, work[name].loops))
+
+
+def compiled(
+    config: str | dict[str, Any],
+    folder: Path,
+    *overrides: str,
+    topology: str | None = None,
+    names: tuple[str, ...] = programs.NAMES,
+) -> Compiled:
+    """The programs of a config for its topology.
+
+    Args:
+      config: a shipped config's name, or tables.
+      folder: for their text.
+    """
+    read = files.from_dict(config) if isinstance(config, dict) else files.load(config, overrides)
+    asked = topology or read.plan.topology
+    assert asked is not None
+    chips = topologies.topology(asked, 1 if topology else read.plan.slices)
+    found = plan.plan(plan.built(read, chips), chips, names, dump=folder)
+    texts = {one.name: (folder / f"{one.name}.hlo.txt").read_text() for one in found.planned}
+    return Compiled(found, texts)
+
+
+def problems(made: Compiled) -> list[str]:
+    """All that is wrong."""
+    return [
+        *(f"does not fit: {made.plan.problem or made.plan.peak}" for _ in [0] if not made.plan.fits),
+        *full_logits(made),
+        *float32_gathers(made),
+        *gathered_vocabulary(made),
+        *not_aliased(made),
+        *large_decoding(made),
+        *without_kernel(made),
+    ]
+
+
+def full_logits(made: Compiled) -> list[str]:
+    """Arrays of the vocabulary, or a device's part of it, times the tokens of a micro-batch."""
+    blueprint, sizes = made.plan.run.blueprint, _vocabularies(made.plan)
+    tokens = blueprint.geometry.tokens // blueprint.mesh.shape["context"]
+    assert tokens > blueprint.model.config.hidden_size, "weights would be taken for logits"
+    found = set()
+    for name in ("score", "update"):
+        for array in set(hlo.arrays(made.texts.get(name, ""))):
+            vocabulary = max((size for size in _spans(array.shape) if size in sizes), default=0)
+            if vocabulary and math.prod(array.shape) >= tokens * vocabulary:
+                found.add(f"{name}: {_shown(array)} holds the logits of {tokens} tokens or more")
+    return sorted(found)
+
+
+def float32_gathers(made: Compiled) -> list[str]:
+    """Weights that are gathered in more bits than they are computed with."""
+    config, sizes = made.plan.run.blueprint.model.config, _weights(made.plan)
+    assert config.dtype == "bfloat16", "weights of float32 are gathered in float32"
+    return [
+        f"{name}: gathers {_shown(array)}: {_described(one)}"
+        for name, one in made.collectives()
+        for array in one.arrays
+        if one.kind == "all-gather" and array.dtype == "f32" and math.prod(array.shape) in sizes
+    ]
+
+
+def gathered_vocabulary(made: Compiled) -> list[str]:
+    """Collectives as large as the vocabulary inside loops: training may have them once for each
+    micro-batch, sampling never."""
+    sizes = _vocabularies(made.plan)
+    return [
+        f"{name}: {one.kind} of {_shown(array)}: {_described(one)}"
+        for name, one in made.collectives()
+        for array in one.arrays
+        if one.depth >= (2 if name in ("score", "update") else 1) and _spans(array.shape) & sizes
+    ]
+
+
+def not_aliased(made: Compiled) -> list[str]:
+    """Programs that keep two copies of what they are given to overwrite."""
+    return [
+        f"{one.name}: {one.donated} bytes are donated, {one.aliased} written over"
+        for one in made.plan.planned
+        if one.aliased < one.donated
+    ]
+
+
+def large_decoding(made: Compiled) -> list[str]:
+    """Decoding that takes more beside its arguments than DECODING of them."""
+    return [
+        f"decode: temporaries are {one.temporaries / one.arguments:.0%} of its arguments"
+        for one in made.plan.planned
+        if one.name == "decode" and one.temporaries > DECODING * one.arguments
+    ]
+
+
+def without_kernel(made: Compiled) -> list[str]:
+    """An update whose attention is not the kernel that the plan names."""
+    kernel, text = made.plan.run.blueprint.kernel.name, made.texts.get("update")
+    if kernel != "splash" or text is None:
+        return []
+    calls = [line for line in text.splitlines() if 'custom_call_target="tpu_custom_call"' in line]
+    return [] if any("splash" in line for line in calls) else ["update: no splash attention in it"]
+
+
+def _vocabularies(found: Plan) -> set[int]:
+    """The sizes of the vocabulary and of a device's part, with and without what fills up blocks."""
+    blueprint = found.run.blueprint
+    vocab, sizes = blueprint.model.config.vocab_size, set()
+    width = block_width(vocab)
+    for mesh in (blueprint.mesh, blueprint.samples_on):
+        ways = mesh.shape["tensor"]
+        filled = width * ways * math.ceil(math.ceil(vocab / width) / ways)
+        sizes |= {size // part for size in (vocab, filled) for part in (1, ways)}
+    return sizes
+
+
+def _spans(shape: tuple[int, ...]) -> set[int]:
+    """Its dimensions, and the products of two that follow one another: a vocabulary in blocks."""
+    real = [size for size in shape if size > 1]
+    return {*real, *(a * b for a, b in zip(real, real[1:], strict=False))}
+
+
+def _weights(found: Plan) -> set[int]:
+    """How many numbers the weights of linear maps have: whole or stacked, and a device's part."""
+    model, sizes = found.run.blueprint.model, set()
+    meshes = found.run.blueprint.mesh, found.run.blueprint.samples_on
+    parts = {mesh.shape["tensor"] for mesh in meshes} | {1}
+    for path, leaf in jax.tree.leaves_with_path(model.shapes):
+        stacked = "blocks" in jax.tree_util.keystr(path)
+        if len(leaf.shape) - stacked >= 2:  # no norm
+            whole = math.prod(leaf.shape)
+            each = math.prod(leaf.shape[1:]) if stacked else whole
+            sizes |= {size // part for size in (whole, each) for part in parts}
+    return sizes
+
+
+def _shown(array: hlo.Array) -> str:
+    return f"{array.dtype}{list(array.shape)}"
+
+
+def _described(one: Collective) -> str:
+    return f"over {'+'.join(one.axes)}, {one.depth} loops deep, for {one.source}"
