@@ -139,11 +139,11 @@ def train(
 ) -> int:
     """Trains, or prints what would be trained. Returns the exit code."""
     from jaxgrpo.config import files
-    from jaxgrpo.training import loop, setup
+    from jaxgrpo.training import loop, preview
 
     read = files.load(config, overrides)
     if dry_run:
-        setup.dry_run(read, resume == "auto")
+        preview.dry_run(read, resume == "auto")
     else:
         loop.train(read, resume=resume, profile=profile)
     return 0

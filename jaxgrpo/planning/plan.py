@@ -188,16 +188,11 @@ def peak_of(parts: Mapping[str, int]) -> int:
 
 def islands(mesh: Mesh) -> dict[str, int]:
     """Axis -> how many slices (of GPUs hosts) it crosses."""
-
-    def island(device: Any) -> int:
-        of_slice = getattr(device, "slice_index", None)
-        return device.process_index if device.platform != "tpu" else of_slice or 0
-
-    found = np.vectorize(island)(mesh.devices)
+    parts = sharding.islands(mesh.devices.flatten().tolist())
     crossed = {}
     for place, name in enumerate(mesh.axis_names):
-        lines = np.moveaxis(found, place, -1).reshape(-1, found.shape[place])
-        crossed[name] = max(len(set(line.tolist())) for line in lines)
+        lines = np.moveaxis(mesh.devices, place, -1).reshape(-1, mesh.devices.shape[place])
+        crossed[name] = max(len({parts.place(device) for device in line}) for line in lines)
     return crossed
 
 

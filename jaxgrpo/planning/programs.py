@@ -84,7 +84,8 @@ def abstract_state(blueprint: Blueprint) -> TrainState:
     held = jax.tree.map(lambda leaf: leaf.update(dtype=held_dtype(model)), own)
     copies = dict.fromkeys(setup.kept_policies(blueprint), own)
     moments = jax.eval_shape(blueprint.optimizer.init, held)
-    small = jax.ShapeDtypeStruct((), jnp.int32, sharding=everywhere)
+    small: Any = jax.ShapeDtypeStruct((), jnp.int32, sharding=everywhere)
+    key: Any = jax.ShapeDtypeStruct((2,), jnp.uint32, sharding=everywhere)
     remembered = jax.eval_shape(blueprint.objective.init)
     return TrainState(
         step=small,
@@ -94,7 +95,7 @@ def abstract_state(blueprint: Blueprint) -> TrainState:
         advantage_state=(),
         prompt_policy_state=(),
         cursor=small,
-        key=jax.ShapeDtypeStruct((2,), jnp.uint32, sharding=everywhere),
+        key=key,
         objective_state=placed(remembered, jax.tree.map(lambda _: everywhere, remembered)),
     )
 
@@ -122,11 +123,16 @@ def compiled(run: Run, names: Collection[str] = NAMES) -> Iterator[Program]:
 def compile_one(run: Run, name: str, function: Any, *arguments: Any, donated: Any = ()) -> Program:
     """Compiles a jitted function for the devices of a run."""
     began = time.perf_counter()
-    platform = run.blueprint.mesh.devices.flat[0].platform
-    lowered = function.trace(*arguments).lower(lowering_platforms=(platform,))
+    lowered = function.trace(*arguments).lower(lowering_platforms=(platform_of(run),))
     program = lowered.compile()
     seconds = time.perf_counter() - began
     return Program(name, program, seconds, arguments, memory.on_device(donated))
+
+
+def platform_of(run: Run) -> str:
+    """The platform of a run's devices, as JAX lowers for it."""
+    platform = run.blueprint.mesh.devices.flat[0].platform
+    return "cuda" if platform == "gpu" else platform
 
 
 def sampler_params(run: Run) -> Any:
@@ -161,12 +167,11 @@ def _sampling(run: Run, names: Collection[str]) -> Iterator[Program]:
     """Prefill and decoding, or one of them."""
     blueprint, sampler = run.blueprint, run.steps.sampler
     mesh, geometry = blueprint.samples_on, blueprint.geometry
-    platform = mesh.devices.flat[0].platform
     everywhere, bins = sharding.replicated(mesh), sharding.num_bins(mesh)
     count, width = geometry.num_prompts, geometry.max_prompt_tokens
     rows = functools.partial(sharding.named, mesh)
 
-    def array(dtype: Any, *shape: int, layout: Any = everywhere) -> jax.ShapeDtypeStruct:
+    def array(dtype: Any, *shape: int, layout: Any = everywhere) -> Any:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=layout)
 
     prompts = Prompts(
@@ -180,7 +185,7 @@ def _sampling(run: Run, names: Collection[str]) -> Iterator[Program]:
     def laid_out(function: Any, *arguments: Any) -> Any:
         """The shapes of what a small function returns, as the compiler lays them out."""
         traced = function.trace(*arguments)
-        out = traced.lower(lowering_platforms=(platform,)).compile().output_shardings
+        out = traced.lower(lowering_platforms=(platform_of(run),)).compile().output_shardings
         return placed(traced.out_info, out)
 
     sizes = Sizes.of(blueprint.sampling, bins, count, width)

@@ -98,6 +98,7 @@ def quiet(environment: MutableMapping[str, str]) -> None:
     environment.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
     environment.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-1")
     environment.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # nothing here runs on a chip
+    environment.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")  # nor needs CUDA
 
 
 def _of_tpus(kind: str, sizes: tuple[int, ...], slices: int) -> Any:

@@ -8,7 +8,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jax.sharding import Mesh
 from rich.console import Console
 
 from jaxgrpo.config import own_code
@@ -29,7 +28,6 @@ from jaxgrpo.models.hf.families import Family
 from jaxgrpo.rewards.calling import RewardLog
 from jaxgrpo.rewards.protocol import Reward, RewardError, TrainerState, check, name_of
 from jaxgrpo.rewards.registry import Preview, build, preview, with_lengths
-from jaxgrpo.rollout import refill
 from jaxgrpo.rollout.answers import Answers, read_answers
 from jaxgrpo.training.console import facts
 from jaxgrpo.update.forward import Blueprint
@@ -311,30 +309,3 @@ def show_previews(
 def _function(config: Config, use: Any, options: Mapping[str, Any]) -> Any:
     lengths = with_lengths(use, options, config.rollout.max_completion_tokens)
     return build(own_code.resolve(use, config.folder), **lengths)
-
-
-def budget_line(config: Config) -> str:
-    """How many groups a step may generate, where it may be more than it trains on."""
-    rollout = config.rollout
-    if rollout.refill is None:
-        return ""
-    rounds = refill.max_rounds(rollout.refill["factor"])
-    return (
-        f"; flat groups are replaced until {rounds * rollout.prompts_per_step} groups are generated"
-    )
-
-
-def updates_line(config: Config) -> str:
-    """How many updates a step makes, where it may be more than one."""
-    times, parts = config.train.num_iterations, config.train.minibatches
-    if times * parts == 1:
-        return ""
-    prompts = config.rollout.prompts_per_step // parts
-    return f"; a step makes {times * parts}: {times} x {parts} minibatches of {prompts} prompts"
-
-
-def mesh_line(mesh: Mesh, sampling_mesh: Mesh) -> str:
-    """The sizes of a run's mesh, and of the one that it samples on, where that is another."""
-    meshes = (mesh,) if sampling_mesh == mesh else (mesh, sampling_mesh)
-    sizes = (", ".join(f"{name} {size}" for name, size in one.shape.items()) for one in meshes)
-    return "; samples on ".join(sizes)

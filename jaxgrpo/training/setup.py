@@ -1,7 +1,6 @@
 """From a config to the functions and the first state of a run.
 
-`setup` builds them, `Shared` lets runs of one process reuse what they have in common, and `dry_run`
-prints what a run would do.
+`setup` builds them, and `Shared` lets runs of one process reuse what they have in common.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 from jax.sharding import Mesh
-from rich.console import Console
 
 from jaxgrpo.advantages import AdvantageTransform
 from jaxgrpo.config import files as configs
@@ -48,9 +46,7 @@ from jaxgrpo.rollout.overlap import sample_and_judge
 from jaxgrpo.rollout.sampler import SamplingSettings
 from jaxgrpo.rollout.selection import PromptPolicy, prompt_metrics
 from jaxgrpo.rollout.stopping import EarlyStop, StopStrings
-from jaxgrpo.training import inputs, memory, parameters, process
-from jaxgrpo.training.console import facts
-from jaxgrpo.training.folder import refuse_unusable
+from jaxgrpo.training import inputs, memory, parameters
 from jaxgrpo.training.origin import origin_of
 from jaxgrpo.training.replay import Replay, SavedRollouts, read_files
 from jaxgrpo.update import diagnostics, packing, step
@@ -285,16 +281,8 @@ def method_of(
     Args:
       sampling: how it samples; None: as the tokenizer of the model says.
     """
-    mesh, model, rollout = found.mesh, found.model, config.rollout
-    sampling_mesh = _sampling_mesh(config, mesh)
-    sizes = (
-        *(rollout.prompts_per_step, rollout.group_size),
-        *(rollout.max_prompt_tokens, rollout.max_completion_tokens),
-    )
-    tokens, minibatches = config.train.tokens_per_micro_batch, config.train.minibatches
-    geometry = packing.geometry_of(sizes, mesh, tokens, minibatches)
-    packing.check_geometry(geometry)
-    sharding.check_divides(mesh, "train.tokens_per_micro_batch", geometry.tokens, "sequence")
+    mesh, model = found.mesh, found.model
+    sampling_mesh, geometry = _sampling_mesh(config, mesh), _geometry(config, mesh)
     chain = methods.make_chain(config, rewards, advantage)
     objective = methods.make_objective(config)
     methods.refuse_double_weights(chain, objective.surrogate, objective.proximal)
@@ -321,10 +309,22 @@ def method_of(
         ),
     )
     kept = kept_policies(blueprint)
-    if tokens is None:
+    if config.train.tokens_per_micro_batch is None:
         blueprint = memory.with_fitting_tokens(blueprint, kept, _remat(config, mesh))
     blueprint = memory.with_slots(blueprint, kept)
     return blueprint, step.build_steps(blueprint, share)
+
+
+def _geometry(config: Config, mesh: Mesh) -> packing.Geometry:
+    rollout, train = config.rollout, config.train
+    sizes = (
+        *(rollout.prompts_per_step, rollout.group_size),
+        *(rollout.max_prompt_tokens, rollout.max_completion_tokens),
+    )
+    geometry = packing.geometry_of(sizes, mesh, train.tokens_per_micro_batch, train.minibatches)
+    packing.check_geometry(geometry)
+    sharding.check_divides(mesh, "train.tokens_per_micro_batch", geometry.tokens, "sequence")
+    return geometry
 
 
 def _sampling_mesh(config: Config, mesh: Mesh) -> Mesh:
@@ -458,50 +458,3 @@ class Shared:
             return self._made[place]
 
         return share
-
-
-def dry_run(config: Config, resume: bool = False) -> None:
-    """Prints what `train` would do: devices, sizes, memory, the first prompt; then the config.
-
-    Raises: InputError where `train` would refuse before its first step.
-    """
-    console = Console(highlight=False)
-    refuse_unusable(config.run.dir, resume)
-    console.print(process.start(config.mesh.platform))
-    run = setup(config)
-    geometry = run.blueprint.geometry
-    prompts, _ = run.select(run.state)
-    first = int(sharding.to_host(prompts.row)[0])
-    ids = run.encoded[first]
-    count = sum(leaf.size for leaf in jax.tree.leaves(run.state.trainable))
-    needed = memory.count(run.blueprint, kept_policies(run.blueprint))
-    planned = memory.plan(run.update_program, run.blueprint, run.state)
-    needed = needed._replace(update=planned)
-    steps, objective = dict(run.blueprint.chain.steps), run.blueprint.objective
-    facts(
-        console,
-        {
-            "model": config.model.path,
-            "method": f"{run.blueprint.chain.name} ({', '.join(steps)}), "
-            f"{objective.surrogate.name} loss, {objective.reduction.name}",
-            "mesh": inputs.mesh_line(run.mesh, run.blueprint.samples_on),
-            "parameters": f"{count:,}{parameters.adapters_line(run.model)}",
-            **needed.lines(memory.of_device(run.mesh)),
-            "a step": f"{geometry.num_prompts} prompts x {geometry.group_size} samples = "
-            f"{samples_of(config)} completions of at most {geometry.max_completion_tokens} tokens, "
-            f"{run.blueprint.sampling.slots} decoded at once{inputs.budget_line(config)}",
-            "an update": f"at most {geometry.micro_batches} micro-batches of {geometry.bins} bins "
-            f"x {geometry.tokens} tokens ({geometry.rows} rows){inputs.updates_line(config)}",
-            "data": f"{len(run.rows)} rows, {config.train.steps} steps draw "
-            f"{'at least ' if config.rollout.refill else ''}"
-            f"{config.train.steps * geometry.num_prompts}",
-            "too long": inputs.dropped_line(config, len(run.rows), run.dropped),
-            "rewards": ", ".join(f"{r.name} x {r.weight:g}" for r in run.rewards),
-            **({"answers": inputs.answers_line(run.answers)} if run.answers else {}),
-            "chat template": run.chat.name,
-            "first prompt": f"row {first}, {len(ids)} tokens: {run.tokenizer.decode(ids)!r}",
-        },
-    )
-    inputs.show_previews(console, run.rewards, run.rows[0], run.tokenizer, config.train.steps)
-    console.print(f"\nthe whole config:\n\n{configs.to_toml(config)}", markup=False)
-    memory.refuse_too_large(needed, run.mesh)

@@ -11,7 +11,7 @@ from jaxgrpo.core.errors import ConfigError, InputError
 from jaxgrpo.models.hf import folders
 from jaxgrpo.rewards import RewardError, RewardLog
 from jaxgrpo.rollout import judging
-from jaxgrpo.training import loop, process, setup
+from jaxgrpo.training import loop, preview, process
 from jaxgrpo.training.checkpoints import Checkpoints
 from jaxgrpo.training.inputs import resolve_rewards, with_logged
 
@@ -106,7 +106,7 @@ def test_a_dry_run_shows_what_every_reward_gives_the_gold_answer_and_nothing(tmp
         {"use": f"{OWN}:digits"},
         {"use": "length", "name": "short", "max_tokens": 2, "cache": 2},
     ]
-    setup.dry_run(small_run.config(tmp_path / "r", rewards=rewards))
+    preview.dry_run(small_run.config(tmp_path / "r", rewards=rewards))
     lines = capsys.readouterr().out.splitlines()
     (at,) = [i for i, line in enumerate(lines) if line.startswith("rewards on row 0, whose answer")]
     shown = [" ".join(line.split()) for line in lines[at + 1 : at + 4]]
@@ -122,9 +122,9 @@ def test_a_dry_run_ends_with_what_a_reward_raises(tmp_path, capsys):
     own.write_text("def broken(completions, **kw):\n    return [1 / len(c) for c in completions]\n")
     rewards: list[dict[str, Any]] = [{"use": f"{own}:broken"}]
     with pytest.raises(RewardError, match="broken raised ZeroDivisionError on completion 1"):
-        setup.dry_run(small_run.config(tmp_path / "r", rewards=rewards))
+        preview.dry_run(small_run.config(tmp_path / "r", rewards=rewards))
     rewards[0]["on_error"] = "unscored"
-    setup.dry_run(small_run.config(tmp_path / "r", rewards=rewards))
+    preview.dry_run(small_run.config(tmp_path / "r", rewards=rewards))
     assert "empty text: not scored; rewards.broken raised" in capsys.readouterr().out
 
 

@@ -1,0 +1,90 @@
+"""`jaxgrpo train --dry-run`: what a run would do, without a step of it."""
+
+from __future__ import annotations
+
+import jax
+from jax.sharding import Mesh
+from rich.console import Console
+
+from jaxgrpo.config import files as configs
+from jaxgrpo.config.files import Config
+from jaxgrpo.models import sharding
+from jaxgrpo.rollout import refill
+from jaxgrpo.training import inputs, memory, parameters, process, setup
+from jaxgrpo.training.console import facts
+from jaxgrpo.training.folder import refuse_unusable
+
+
+def dry_run(config: Config, resume: bool = False) -> None:
+    """Prints what `train` would do: devices, sizes, memory, the first prompt; then the config.
+
+    Raises: InputError where `train` would refuse before its first step.
+    """
+    console = Console(highlight=False)
+    refuse_unusable(config.run.dir, resume)
+    console.print(process.start(config.mesh.platform))
+    run = setup.setup(config)
+    geometry = run.blueprint.geometry
+    prompts, _ = run.select(run.state)
+    first = int(sharding.to_host(prompts.row)[0])
+    ids = run.encoded[first]
+    count = sum(leaf.size for leaf in jax.tree.leaves(run.state.trainable))
+    needed = memory.count(run.blueprint, setup.kept_policies(run.blueprint))
+    planned = memory.plan(run.update_program, run.blueprint, run.state)
+    needed = needed._replace(update=planned)
+    steps, objective = dict(run.blueprint.chain.steps), run.blueprint.objective
+    facts(
+        console,
+        {
+            "model": config.model.path,
+            "method": f"{run.blueprint.chain.name} ({', '.join(steps)}), "
+            f"{objective.surrogate.name} loss, {objective.reduction.name}",
+            "mesh": _mesh(run.mesh, run.blueprint.samples_on),
+            "parameters": f"{count:,}{parameters.adapters_line(run.model)}",
+            **needed.lines(memory.of_device(run.mesh)),
+            "a step": f"{geometry.num_prompts} prompts x {geometry.group_size} samples = "
+            f"{setup.samples_of(config)} completions of at most "
+            f"{geometry.max_completion_tokens} tokens, "
+            f"{run.blueprint.sampling.slots} decoded at once{_budget(config)}",
+            "an update": f"at most {geometry.micro_batches} micro-batches of {geometry.bins} bins "
+            f"x {geometry.tokens} tokens ({geometry.rows} rows){_updates(config)}",
+            "data": f"{len(run.rows)} rows, {config.train.steps} steps draw "
+            f"{'at least ' if config.rollout.refill else ''}"
+            f"{config.train.steps * geometry.num_prompts}",
+            "too long": inputs.dropped_line(config, len(run.rows), run.dropped),
+            "rewards": ", ".join(f"{r.name} x {r.weight:g}" for r in run.rewards),
+            **({"answers": inputs.answers_line(run.answers)} if run.answers else {}),
+            "chat template": run.chat.name,
+            "first prompt": f"row {first}, {len(ids)} tokens: {run.tokenizer.decode(ids)!r}",
+        },
+    )
+    inputs.show_previews(console, run.rewards, run.rows[0], run.tokenizer, config.train.steps)
+    console.print(f"\nthe whole config:\n\n{configs.to_toml(config)}", markup=False)
+    memory.refuse_too_large(needed, run.mesh)
+
+
+def _budget(config: Config) -> str:
+    """How many groups a step may generate, where it may be more than it trains on."""
+    rollout = config.rollout
+    if rollout.refill is None:
+        return ""
+    rounds = refill.max_rounds(rollout.refill["factor"])
+    return (
+        f"; flat groups are replaced until {rounds * rollout.prompts_per_step} groups are generated"
+    )
+
+
+def _updates(config: Config) -> str:
+    """How many updates a step makes, where it may be more than one."""
+    times, parts = config.train.num_iterations, config.train.minibatches
+    if times * parts == 1:
+        return ""
+    prompts = config.rollout.prompts_per_step // parts
+    return f"; a step makes {times * parts}: {times} x {parts} minibatches of {prompts} prompts"
+
+
+def _mesh(mesh: Mesh, sampling_mesh: Mesh) -> str:
+    """The sizes of a run's mesh, and of the one that it samples on, where that is another."""
+    meshes = (mesh,) if sampling_mesh == mesh else (mesh, sampling_mesh)
+    sizes = (", ".join(f"{name} {size}" for name, size in one.shape.items()) for one in meshes)
+    return "; samples on ".join(sizes)
