@@ -22,6 +22,8 @@ from jaxgrpo.planning.programs import Run, sampler_params
 from jaxgrpo.rollout.capacity import capacity
 from jaxgrpo.rollout.sampler import Sizes, chunk_shape
 from jaxgrpo.training import memory
+from jaxgrpo.update import packing
+from jaxgrpo.update.packing import Geometry
 
 RECOMPUTED = {"none": 0, "dots": 0, "attention": 1, "full": 1}
 """train.remat -> forward passes of the layers that a backward pass takes again."""
@@ -144,7 +146,7 @@ def _of_training(run: Run) -> dict[str, Work]:
     size = jnp.dtype(config.dtype).itemsize
     weights = size * (linear_weights(config) + head) / blueprint.mesh.shape["tensor"]
     passes = 2 if config.lora else 3
-    micro = geometry.micro_batches
+    micro = micro_batches(geometry)
     chunks = math.ceil(geometry.tokens / chunk_tokens(config.vocab_size, geometry.tokens))
     of_head = 2.0 * samples * geometry.max_completion_tokens * head
     again = RECOMPUTED[remat] * (forward - of_head)
@@ -160,6 +162,21 @@ def _of_training(run: Run) -> dict[str, Work]:
         "score": Work(calls, forward / each, forward / each, micro * weights, loops),
         "update": Work(calls, passes * forward / each, executed, read, loops),
     }
+
+
+def micro_batches(geometry: Geometry) -> int:
+    """Of an update whose prompts and completions are as long as they may be.
+
+    Fewer than `Geometry.micro_batches`, which hold samples of any lengths.
+    """
+    prompts, samples = geometry.num_prompts, geometry.group_size
+    lengths = packing.Lengths(
+        np.full(prompts, geometry.max_prompt_tokens - 1, np.int32),
+        np.full((prompts, samples), geometry.max_completion_tokens, np.int32),
+    )
+    live = np.zeros((prompts, samples), bool)
+    live[: geometry.prompts_per_update] = True
+    return int(packing.plan(lengths, live, geometry).num_live)
 
 
 def bound_of(

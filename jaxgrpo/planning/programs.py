@@ -5,9 +5,10 @@ They are those that `training.setup` builds for a run. What they are given is sh
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -104,20 +105,19 @@ def placed(shapes: Any, layout: Any) -> Any:
     return jax.tree.map(lambda leaf, one: leaf.update(sharding=one), shapes, layout)
 
 
-def compiled(run: Run, names: Any = NAMES) -> Iterator[Program]:
+def compiled(run: Run, names: Collection[str] = NAMES) -> Iterator[Program]:
     """The programs of a run, those of `names` that it has, compiled one after the other.
 
     Raises: jax.errors.JaxRuntimeError where the compiler finds no room for one.
     """
-    makers: Mapping[str, Callable[[Run], Iterator[Program]]] = {
-        "sync": _sync,
-        "decode": _sampling,
-        "score": _score,
-        "update": _update,
-    }
-    for name, maker in makers.items():
-        if name in names:
-            yield from maker(run)
+    if "sync" in names:
+        yield from _sync(run)
+    if sampling := {"prefill", "decode"} & {*names}:
+        yield from _sampling(run, sampling)
+    if "score" in names:
+        yield from _score(run)
+    if "update" in names:
+        yield from _update(run)
 
 
 def compile_one(run: Run, name: str, function: Any, *arguments: Any, donated: Any = ()) -> Program:
@@ -163,8 +163,8 @@ def _sync(run: Run) -> Iterator[Program]:
         yield compile_one(run, "sync", jax.jit(run.steps.sync), run.state)
 
 
-def _sampling(run: Run) -> Iterator[Program]:
-    """Prefill and decoding."""
+def _sampling(run: Run, names: Collection[str]) -> Iterator[Program]:
+    """Prefill and decoding, or one of them."""
     blueprint, sampler = run.blueprint, run.steps.sampler
     mesh, geometry = blueprint.samples_on, blueprint.geometry
     everywhere, bins = sharding.replicated(mesh), sharding.num_bins(mesh)
@@ -193,7 +193,10 @@ def _sampling(run: Run) -> Iterator[Program]:
     state = laid_out(sampler.begin, sizes, prompts, array(jnp.uint32, 2))
     shape = (bins, *chunk_shape(sizes))
     chunk = array(jnp.int32, *shape), array(jnp.int32, *shape[:2]), array(jnp.int32, *shape[:2])
-    yield compile_one(run, "prefill", sampler.prefill, params, state, *chunk, donated=state)
+    if "prefill" in names:
+        yield compile_one(run, "prefill", sampler.prefill, params, state, *chunk, donated=state)
+    if "decode" not in names:
+        return
     aligned = sizes.aligned(blueprint.sampling)
     given = (aligned, params, state, array(jnp.int32))
     yield compile_one(run, "decode", sampler.decode, *given, donated=state)
@@ -214,6 +217,10 @@ def _score(run: Run) -> Iterator[Program]:
     policy = FIELDS[needs[0]].policy
     asked = "value" if any(FIELDS[name].quantity == "entropy" for name in needs) else "none"
     *_, batch = memory.update_arguments(blueprint, state)
+    # What the chain reads is scored before there is anything else, what the loss reads after that.
+    early = blueprint.chain.needs & FIELDS.keys()
+    fields = {} if early else {name: batch.fields[name] for name in batch.fields.keys() - {*needs}}
+    batch = dataclasses.replace(batch, fields=fields)
     given = (params_of(state, policy), batch, asked, blueprint.geometry)
     yield compile_one(run, "score", run.steps.score, *given)
 

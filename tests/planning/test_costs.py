@@ -22,6 +22,7 @@ from jaxgrpo.planning import costs
 from jaxgrpo.planning.costs import Work
 from jaxgrpo.planning.hlo import Array, Collective
 from jaxgrpo.rollout import sampler
+from jaxgrpo.update.packing import Geometry
 
 GEMMA = {
     "architectures": ["Gemma3ForCausalLM"],
@@ -147,6 +148,19 @@ def test_several_updates_of_a_step_share_its_samples_or_repeat_them():
     assert (halves.calls, halves.flops) == (2, pytest.approx(once.flops / 2))
     twice = costs.work_of(planned.run(**{"train.num_iterations": 2}))["update"]
     assert (twice.calls, twice.flops) == (2, pytest.approx(once.flops))
+
+
+@pytest.mark.parametrize(
+    ("geometry", "full"),
+    [
+        (Geometry(64, 8, 512, 1024, 4, 8704), 16),  # a group each: 511 + 8 x 1024 = 8703 tokens
+        (Geometry(32, 8, 512, 1024, 8, 8704, minibatches=2), 2),
+        (Geometry(8, 4, 64, 128, 2, 64 * 3), 16),  # a sample each
+    ],
+)
+def test_a_full_update_takes_the_micro_batches_that_its_samples_fill(geometry, full):
+    """A bound by more of them, enough for samples of any lengths, would be no bound."""
+    assert costs.micro_batches(geometry) == full <= geometry.micro_batches
 
 
 @pytest.mark.slow

@@ -1,0 +1,59 @@
+"""Every shipped config that names a topology, compiled for it, and what must hold of the programs."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import compiled_programs
+import pytest
+
+from jaxgrpo.config import files
+from jaxgrpo.planning import plan, programs, topologies
+
+CONFIGS = Path(__file__).resolve().parents[2] / "configs"
+RECIPES = sorted(
+    file.stem for file in CONFIGS.glob("*.toml") if files.load(str(file)).plan.topology is not None
+)
+HAS_CUDA = importlib.util.find_spec("jax_cuda12_plugin") is not None
+
+
+def recipe(name: str):
+    """A parameter that is left out where there is no compiler for it."""
+    on_gpus = str(files.load(name).plan.topology).startswith(topologies.GPUS)
+    missing = pytest.mark.skipif(on_gpus and not HAS_CUDA, reason="no jax_cuda12_plugin here")
+    return pytest.param(name, marks=missing)
+
+
+def test_there_are_recipes_for_slices_of_several_chips_and_for_gpus():
+    chips = {str(files.load(name).plan.topology).split(":")[0] for name in RECIPES}
+    assert {"v5e", "v5p", "v6e", "h100"} <= chips
+
+
+@pytest.mark.parametrize("name", map(recipe, RECIPES))
+def test_a_recipe_fits_by_formula(name):
+    """Within what the remedies of a plan would accept."""
+    read = files.load(name)
+    chips = topologies.topology(str(read.plan.topology), read.plan.slices)
+    parts = plan.parts_of(plan.built(read, chips))
+    assert plan.peak_of(parts) <= chips.chip.memory, parts
+
+
+@pytest.mark.slow
+def test_a_recipe_of_two_layers_compiles_and_divides_what_it_should(tmp_path):
+    made = compiled_programs.compiled(
+        "qwen3_0p6b_v5e", tmp_path, "model.config.num_hidden_layers=2"
+    )
+    assert set(made.texts) == {"sync", "prefill", "decode", "update"}
+    assert made.plan.run.blueprint.kernel.name == "splash"
+    assert compiled_programs.problems(made) == []
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("program", programs.NAMES)
+@pytest.mark.parametrize("name", map(recipe, RECIPES))
+def test_a_recipe_compiles_and_divides_what_it_should(name, program, tmp_path):
+    """One program at a time: compiling takes minutes for each."""
+    made = compiled_programs.compiled(name, tmp_path, names=(program,))
+    assert made.plan.problem == ""
+    assert compiled_programs.problems(made) == []
