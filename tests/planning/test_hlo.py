@@ -237,7 +237,9 @@ def test_arrays_are_those_of_fusions_and_tuples_too():
 
 def test_numbers_of_eight_bits_are_of_one_byte():
     (found,) = {
-        one for one in hlo.arrays(text_of("ROOT %q = f8e4m3fn[16]{0} convert(%p)")) if one.shape == (16,)
+        one
+        for one in hlo.arrays(text_of("ROOT %q = f8e4m3fn[16]{0} convert(%p)"))
+        if one.shape == (16,)
     }
     assert found.bytes == 16
 

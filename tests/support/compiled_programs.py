@@ -59,7 +59,11 @@ def compiled(
 def problems(made: Compiled) -> list[str]:
     """All that is wrong."""
     return [
-        *(f"does not fit: {made.plan.problem or made.plan.peak}" for _ in [0] if not made.plan.fits),
+        *(
+            f"does not fit: {made.plan.problem or made.plan.peak}"
+            for _ in [0]
+            if not made.plan.fits
+        ),
         *full_logits(made),
         *float32_gathers(made),
         *gathered_vocabulary(made),
