@@ -1,0 +1,134 @@
+"""`jaxgrpo plan`: offline and without weights, what it prints, writes and ends with."""
+
+from __future__ import annotations
+
+import json
+import resource
+import subprocess
+from typing import Any
+
+import planned
+import pytest
+
+from jaxgrpo.config import files
+from jaxgrpo.core.errors import InputError
+from jaxgrpo.planning import advice, command, plan, topologies
+
+OFFLINE = """
+import socket, sys
+
+def refused(*given, **named):
+    raise OSError("no network here")
+
+socket.socket.connect = socket.getaddrinfo = socket.create_connection = refused
+from jaxgrpo.cli.main import main
+sys.exit(main(sys.argv[1:]))
+"""
+MISFIT = ("llama31_8b_v6e", "--topology", "v5e:2x2", "--set", "mesh.fsdp=4", "mesh.tensor=1")
+
+
+@pytest.fixture
+def offline(python, environment):
+    """`jaxgrpo ARGUMENTS` in a process that reaches no network."""
+
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        given = [python, "-c", OFFLINE, *arguments]
+        return subprocess.run(given, capture_output=True, text=True, env=environment(), timeout=560)
+
+    return run
+
+
+@pytest.fixture
+def small(tmp_path):
+    """A config of a tiny model as a file."""
+
+    def write(**changes: Any) -> str:
+        file = tmp_path / "small.toml"
+        file.write_text(files.to_toml(planned.config(**changes)))
+        return str(file)
+
+    return write
+
+
+@pytest.mark.slow
+def test_what_fits_is_printed_written_and_ends_with_0(offline, small, tmp_path):
+    numbers, texts = tmp_path / "plan.json", tmp_path / "hlo"
+    asked = ("--topology", "v5e:2x2", "--json", str(numbers), "--dump", str(texts))
+    done = offline("plan", small(), *asked)
+    assert done.returncode == 0, done.stderr
+    assert "fits: " in done.stdout
+    assert "tokens/s at the most" in " ".join(done.stdout.split())
+    found = json.loads(numbers.read_text())
+    assert set(found["programs"]) == {"sync", "prefill", "decode", "update"}
+    assert found["fits"] is True
+    assert found["mesh"] == {"data": 1, "fsdp": 2, "tensor": 2, "context": 1}
+    assert found["peak"] == max(one["peak"] for one in found["programs"].values())
+    for name, one in found["programs"].items():
+        assert one["aliased"] >= one["donated"]
+        assert (texts / f"{name}.hlo.txt").read_text().startswith("HloModule")
+    assert found["step"]["completion_tokens"] == 8 * 4 * 128
+
+
+@pytest.mark.slow
+def test_a_run_far_too_large_is_answered_at_once_with_what_is_to_blame_and_what_would_fit(offline):
+    """Without compiling: 30 seconds of the processor's time, which other processes do not share."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = offline("plan", *MISFIT)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert done.returncode == 1, done.stderr
+    said = " ".join(done.stdout.split())
+    assert "nothing was compiled" in said
+    assert "does not fit 15.8 GiB" in said
+    assert "largest, by formula: " in said
+    assert "optimizer 15.0 GiB" in said or "optimizer 14.9 GiB" in said  # 8.03e9 x 8 bytes / 4
+    assert "should fit, by formula" in said
+    assert "--set mesh." in said or "--set lora." in said
+    spent = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    assert spent < 30
+
+
+@pytest.mark.full
+def test_the_remedy_compiles_and_fits():
+    read = files.load(MISFIT[0], MISFIT[4:])
+    chips = topologies.topology("v5e:2x2")
+    remedy, *_ = advice.remedies(read, chips)
+    run = plan.built(advice.changed(read, remedy.changes), chips)
+    found = plan.plan(run, chips, ("decode", "update"))
+    assert found.problem == "", remedy
+    assert found.fits, (remedy, found.peak)
+    assert remedy.peak == pytest.approx(found.peak, rel=0.25)
+
+
+@pytest.mark.parametrize(
+    ("changes", "given", "told"),
+    [
+        ({}, {}, r"plan.topology: missing; give --topology, as v5e:4x4"),
+        ({}, {"topology": "v5x:2x2"}, r"--topology v5x:2x2 .*expected a chip and sizes.*v5e"),
+        ({"model": {"path": "some/model"}}, {"topology": "v5e:2x2"}, r"no folder here.*model.config"),
+        ({}, {"topology": "v5e:4x4"}, r"= 4 devices, but there are 16"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_planned_is_refused(small, changes, given, told):
+    with pytest.raises(InputError, match=told):
+        command.main(small(**changes), **given)
+
+
+@pytest.mark.slow
+def test_a_refusal_ends_with_2_and_no_traceback(offline, small):
+    done = offline("plan", small(), "--topology", "v5x:2x2")
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr + done.stdout
+    assert "expected a chip and sizes" in " ".join((done.stderr + done.stdout).split())
+
+
+@pytest.mark.slow
+def test_a_remedy_is_the_config_with_its_changes():
+    read = files.load(MISFIT[0], MISFIT[4:])
+    chips = topologies.topology("v5e:2x2")
+    found = advice.remedies(read, chips)
+    assert found
+    for one in found:
+        assert one.peak <= advice.ROOM * chips.chip.memory
+        overrides = one.overrides.split()
+        again = files.load(MISFIT[0], [*MISFIT[4:], *overrides])
+        assert advice.by_formula(again, chips) == (one.peak, one.seconds)

@@ -1,0 +1,83 @@
+"""A vocabulary that devices divide among them: the same samples, and never gathered in decoding."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import compiled_programs
+import jax
+import numpy as np
+import planned
+import pytest
+import tiny
+
+from jaxgrpo.models import decoder, sharding
+from jaxgrpo.planning import plan, topologies
+from jaxgrpo.rollout.drawing import block_width
+from jaxgrpo.rollout.sampler import SamplingSettings, make_sampler, sample
+
+pytestmark = pytest.mark.slow
+
+FILLED, WHOLE = 1187 * 8, 1187 * 16
+"""Vocabularies of 75 blocks, of which the last is filled up, and of 1187, as many as Qwen3 has."""
+KEY = jax.random.key_data(jax.random.key(3))
+DISTRIBUTIONS: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0.0},
+    "whole": {"temperature": 1.0},
+    "top_k": {"temperature": 0.7, "top_k": 40},
+    "top_p": {"temperature": 1.0, "top_p": 0.9},
+    "min_p": {"temperature": 1.0, "min_p": 0.05},
+    "ended late": {"temperature": 1.0, "min_completion_tokens": 4},
+}
+
+
+@pytest.mark.parametrize("vocab", [FILLED, WHOLE])
+@pytest.mark.parametrize("name", DISTRIBUTIONS)
+def test_samples_do_not_depend_on_the_devices_that_divide_the_vocabulary(name, vocab):
+    """Of an odd number of blocks, so that one without tokens is added."""
+    assert -(-vocab // block_width(vocab)) % 2 == 1
+    config = dataclasses.replace(tiny.UNIFORM, vocab_size=vocab)
+    settings = SamplingSettings(
+        **{"group_size": 3, "max_completion_tokens": 8, "stop_tokens": (tiny.END,)},
+        **{"pad_token": tiny.PAD, "segment_tokens": 4, **DISTRIBUTIONS[name]},
+    )
+    drawn = []
+    for tensor in (1, 2):
+        mesh = sharding.make_mesh(tensor=tensor, devices=jax.devices()[:tensor])
+        model = decoder.build(config, constrain=sharding.constrain(mesh))
+        layout = sharding.param_shardings(mesh, model.axes, model.shapes, sharding.SAMPLING)
+        params = jax.device_put(tiny.params(config), layout)
+        asked = jax.tree.map(
+            lambda leaf, mesh=mesh: sharding.put(
+                leaf, sharding.named(mesh, *("bins", None)[: np.ndim(leaf)])
+            ),
+            tiny.prompts(4, 6),
+        )
+        drawn.append(sample(make_sampler(model, settings, mesh), params, asked, KEY))
+    one, two = drawn
+    np.testing.assert_array_equal(one.completion_tokens, two.completion_tokens)
+    np.testing.assert_array_equal(one.token_mask, two.token_mask)
+    np.testing.assert_allclose(one.behavior_logp, two.behavior_logp, atol=1e-5)
+    assert len(np.unique(one.completion_tokens)) > 8  # not one token again and again
+    assert np.asarray(one.completion_tokens).max() > vocab // 2  # of the second device's part
+
+
+@pytest.mark.parametrize("name", DISTRIBUTIONS)
+@pytest.mark.parametrize("tied", [True, False])
+def test_decoding_gathers_nothing_as_large_as_the_vocabulary(name, tied, tmp_path):
+    model = {"path": "none", "dtype": "bfloat16"}
+    config = (planned.QWEN3 if tied else planned.LLAMA) | {"vocab_size": WHOLE}
+    run = planned.run(model=model | {"config": config})
+    blueprint = run.blueprint
+    settings = blueprint.sampling._replace(**DISTRIBUTIONS[name])
+    sampler = make_sampler(blueprint.model, settings, blueprint.samples_on)
+    run = run._replace(
+        blueprint=blueprint._replace(sampling=settings), steps=run.steps._replace(sampler=sampler)
+    )
+    chips = topologies.topology("v5e:2x2")
+    found = plan.plan(run, chips, ("decode",), dump=tmp_path)
+    text = (tmp_path / "decode.hlo.txt").read_text()
+    made = compiled_programs.Compiled(found, {"decode": text})
+    assert max(one.depth for _, one in made.collectives()) >= 1  # there are some in the loop
+    assert compiled_programs.gathered_vocabulary(made) == []
