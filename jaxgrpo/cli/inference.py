@@ -125,7 +125,7 @@ def _base_config(target: str, config: Config, base: str | None) -> Config | None
     """
     if base is not None:
         path = str(Path(base).absolute()) if is_path(base, Path.cwd()) else base
-        model = dataclasses.replace(config.model, path=path, revision=None, family=None)
+        model = dataclasses.replace(config.model, path=path, revision=None, family=None, config={})
         adapters = LoraKeys()
     elif not config.eval.kl_to_base:
         return None

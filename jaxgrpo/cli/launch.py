@@ -146,6 +146,7 @@ class _Job:
             for index in left:
                 _kill(self.children[index])
                 _say(f"[{index}] killed: it did not end within {GRACE:g} s of the first failure")
+                self._print(index)
             self.shown.update(left)
 
     def _end(self, index: int, code: int) -> None:
@@ -158,13 +159,17 @@ class _Job:
             _say(f"[{index}] ended by {signal.Signals(-code).name}")
         else:
             _say(f"[{index}] ended with exit code {code}")
+        self._print(index)
+        if code not in STOPPED and self.deadline is None:
+            self.deadline = time.monotonic() + GRACE
+
+    def _print(self, index: int) -> None:
+        """What process `index` wrote, if it was not shown at once."""
         output = self.outputs[index]
         if output is not None:
             output.seek(0)
             for line in output.read().decode("utf-8", "replace").splitlines():
                 _say(f"[{index}] {line}")
-        if code not in STOPPED and self.deadline is None:
-            self.deadline = time.monotonic() + GRACE
 
 
 def _say(line: str) -> None:
@@ -173,8 +178,9 @@ def _say(line: str) -> None:
 
 
 def _kill(child: subprocess.Popen[bytes]) -> None:
+    """With what it has started: each has a process group of its own."""
     if child.poll() is None:
-        child.kill()
+        os.killpg(child.pid, signal.SIGKILL)
         child.wait()
 
 

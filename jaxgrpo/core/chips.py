@@ -34,7 +34,11 @@ CHIPS = {
     for chip in (
         # The memory of TPUs is what libtpu 0.0.42 says a program may have when one does not fit.
         # Published bandwidth of ICI is both ways together: half of it leaves the chip.
-        Chip("v4", "TPU v4", 275e12, int(30.75 * GIB), 1228e9, 150e9, 6.25e9, f"{_CLOUD}v4"),
+        Chip(
+            *("v4", "TPU v4", 275e12, int(30.75 * GIB), 1200e9),
+            # The network is not on that page: taken as v5p's.
+            *(1.1e15 / 4096, 50e9 / 8, f"{_CLOUD}v4: all-reduce of 1.1 PB/s for 4,096 chips"),
+        ),
         Chip(
             *("v5e", "TPU v5 ?(lite|e)", 197e12, int(15.75 * GIB), 819e9),
             *(200e9, 25e9 / 8, f"{_CLOUD}v5e: 400 GB/s ICI; 6.4 Tbit/s of network for 256 chips"),

@@ -113,7 +113,7 @@ class Mirror:
                 raise OSError(f"{self.url} was taken by another trainer ({self._taken})")
             files = (file for file in self.folder.rglob("*") if file.is_file())
             files = {str(file.relative_to(self.folder)): file for file in files}
-            found = {n: f for n, f in files.items() if n != LOCK and not n.endswith(".tmp")}
+            found = {name: file for name, file in files.items() if not _is_passing(name)}
             for name in sorted(found, key=lambda name: (name == LAST, name)):
                 self._send(name, found[name])
             replaced = {name.partition("/")[0] for name in found}
@@ -145,8 +145,9 @@ class Mirror:
             if self._sent.get(name) != mark:
                 storage.upload(file, f"{self.url}/{name}")
                 self._sent[name] = mark
-        except FileNotFoundError:  # removed since it was listed
-            return
+        except FileNotFoundError:
+            if file.exists():  # it is the bucket that is gone
+                raise
 
     def _fetch(self) -> None:
         """Makes the folder what the bucket holds, but for what stays there."""
@@ -155,7 +156,7 @@ class Mirror:
                 shutil.rmtree(there) if there.is_dir() else there.unlink()
         for name in storage.listing(self.url):
             top = name.partition("/")[0]
-            if top not in STAY and name != LOCK:
+            if top not in STAY and not _is_passing(name):
                 storage.download(f"{self.url}/{name}", file := self.folder / name)
                 self._sent[name] = (file.stat().st_size, file.stat().st_mtime_ns)
             elif top in ("model", "adapter"):
@@ -242,3 +243,10 @@ def is_held(url: str) -> bool:
     """Whether a trainer has written the run's lock within LEASE, by both machines' clocks."""
     there = read_lock(url)
     return there is not None and abs(time.time() - there["time"]) < LEASE
+
+
+def _is_passing(name: str) -> bool:
+    """Whether a file is no part of the run: the lock, and what is being written or replaced."""
+    top = name.partition("/")[0]
+    being = top.startswith(".") and top.endswith((".partial", ".previous"))
+    return name == LOCK or name.endswith(".tmp") or being

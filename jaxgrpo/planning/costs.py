@@ -14,11 +14,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxgrpo.core.chips import Chip
+from jaxgrpo.core.types import FIELDS
 from jaxgrpo.models import decoder, sharding
 from jaxgrpo.models.api import ModelConfig
 from jaxgrpo.models.logprobs import chunk_tokens
 from jaxgrpo.planning.hlo import Collective
-from jaxgrpo.planning.programs import Run, sampler_params
+from jaxgrpo.planning.programs import Run, sampler_params, scored
 from jaxgrpo.rollout.capacity import capacity
 from jaxgrpo.rollout.sampler import Sizes, chunk_shape
 from jaxgrpo.training import memory
@@ -99,15 +100,17 @@ def work_of(run: Run) -> dict[str, Work]:
 
 
 def _of_sampling(run: Run) -> dict[str, Work]:
-    """Decoding reads the weights and what is in the caches at every token: of the samples' own
-    half, since they grow."""
+    """Decoding reads the weights at every token, but for an embedding that is not the head, and
+    half of the caches, since they fill up."""
     blueprint, geometry = run.blueprint, run.blueprint.geometry
     config, settings = blueprint.model.config, blueprint.sampling
     prompts, samples = geometry.num_prompts, geometry.num_prompts * geometry.group_size
     width, steps = geometry.max_prompt_tokens, geometry.max_completion_tokens
     mesh = blueprint.samples_on
     sizes = Sizes.of(settings, sharding.num_bins(mesh), prompts, width)
-    weights = memory.on_device(sampler_params(run))
+    read_from = sampler_params(run)
+    looked_up = 0 if config.tie_embeddings else memory.on_device(read_from["embed"])
+    weights = memory.on_device(read_from) - looked_up
     side, chunk = chunk_shape(sizes)
     prefills = math.ceil(sizes.prompts / side) * math.ceil(max(1, width - 1) / chunk)
     linear, head = linear_weights(config), config.hidden_size * config.vocab_size
@@ -158,8 +161,9 @@ def _of_training(run: Run) -> dict[str, Work]:
     loops = (micro, chunks)
     each = train.minibatches  # which share the step's samples
     executed = (passes * forward + again) / each
+    scores = train.minibatches * len({FIELDS[name].policy for name in scored(run)})
     return {
-        "score": Work(calls, forward / each, forward / each, micro * weights, loops),
+        "score": Work(scores, forward / each, forward / each, micro * weights, loops),
         "update": Work(calls, passes * forward / each, executed, read, loops),
     }
 
@@ -195,8 +199,10 @@ def bound_of(
     for one in collectives:
         sent = one.sent * one.trips
         crossed = math.prod(islands.get(axis, 1) for axis in one.axes)
-        if crossed > 1:  # devices of an island send a part each
-            network += sent / max(1, one.group // crossed)
+        if crossed > 1:
+            # What all devices of an island need, or give a sum of, each sends a part of.
+            parts = one.group // crossed if one.kind in ("all-gather", "all-reduce") else 1
+            network += one._replace(group=crossed).sent * one.trips / parts
         if one.group > crossed:
             links += sent
     return Bound(

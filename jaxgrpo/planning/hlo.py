@@ -245,10 +245,11 @@ def _fused(one: Instruction) -> list[str]:
 
 
 def _given(one: Instruction) -> list[Array]:
-    """What a collective gives. A -start gives a tuple of that and of what it takes."""
+    """What a collective gives. A -start gives a tuple of what it takes and then of that."""
     if not one.code.endswith("-start") or one.code == "all-reduce-start":
         return one.arrays
-    return sorted(one.arrays, key=lambda array: array.bytes)[-1:]
+    count = len(_operands(one))
+    return one.arrays[count : 2 * count]
 
 
 def _extent(rest: str, axes: Mapping[str, int]) -> tuple[int, tuple[str, ...]]:

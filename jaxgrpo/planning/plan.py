@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 
 from jaxgrpo.config.files import Config
 from jaxgrpo.core.errors import InputError, one_line
+from jaxgrpo.core.types import WEIGHTS
 from jaxgrpo.models import decoder, sharding
 from jaxgrpo.models.api import ModelConfig
 from jaxgrpo.models.hf import families, folders
@@ -21,7 +22,7 @@ from jaxgrpo.planning.costs import Bound, Work
 from jaxgrpo.planning.hlo import Collective
 from jaxgrpo.planning.programs import Program, Run
 from jaxgrpo.planning.topologies import Topology
-from jaxgrpo.training import memory, parameters
+from jaxgrpo.training import inputs, memory, parameters
 
 _FULL = re.compile(r"\(([\d.]+)([KMGT]?)\) exceeds available HBM \(([\d.]+)([KMGT])\)")
 _POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
@@ -85,11 +86,11 @@ def model_of(config: Config) -> ModelConfig:
 
     Raises: InputError where neither a local folder nor `model.config` says what it is.
     """
-    keys = config.model
+    keys, own = config.model, inputs.own_family(config)
     if keys.config:
-        stored = families.model_config(keys.config, "model.config")
+        stored = families.model_config(keys.config, "model.config", own)
     elif Path(keys.path).expanduser().is_dir():
-        stored = folders.read_config(keys.path)
+        stored = folders.read_config(keys.path, own)
     else:
         raise InputError(
             f"model.path = {keys.path!r} is no folder here, and a plan uses no network: give a "
@@ -222,7 +223,10 @@ def _read(run: Run, program: Program, topology: Topology, dump: Any) -> Planned:
 def _beside(run: Run, program: Program) -> int:
     """Bytes of the run's state that a program does not read; while sampling also what `sync` made:
     the sampler reads each layer's weights apart, and keeps the stacked ones."""
-    own = {id(leaf) for leaf in jax.tree.leaves(program.arguments)}
+    given = program.arguments
+    if program.name == "sync":  # it is given the state, and reads the policy
+        given = (run.state.trainable, run.state.frozen.get(WEIGHTS))
+    own = {id(leaf) for leaf in jax.tree.leaves(given)}
     state = [leaf for leaf in jax.tree.leaves(run.state) if id(leaf) not in own]
     made = programs.made_by_sync(run) if program.name in ("prefill", "decode") else 0
     return memory.on_device(state) + made

@@ -5,6 +5,7 @@ They are those that `training.setup` builds for a run. What they are given is sh
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import time
@@ -82,7 +83,8 @@ def abstract_state(blueprint: Blueprint) -> TrainState:
     if model.config.lora is not None:
         own, frozen[WEIGHTS] = lora.split(params)
     held = jax.tree.map(lambda leaf: leaf.update(dtype=held_dtype(model)), own)
-    copies = dict.fromkeys(setup.kept_policies(blueprint), own)
+    # Leaves of its own for each: a plan tells arrays apart by them.
+    copies = {name: jax.tree.map(copy.copy, own) for name in setup.kept_policies(blueprint)}
     moments = jax.eval_shape(blueprint.optimizer.init, held)
     small: Any = jax.ShapeDtypeStruct((), jnp.int32, sharding=everywhere)
     key: Any = jax.ShapeDtypeStruct((2,), jnp.uint32, sharding=everywhere)

@@ -9,6 +9,7 @@ import re
 from collections.abc import MutableMapping
 from typing import Any, NamedTuple
 
+import jax
 from jax.experimental import topologies
 
 from jaxgrpo.core.chips import CHIPS, Chip
@@ -92,8 +93,9 @@ def topology(name: str, slices: int = 1) -> Topology:
 
 
 def quiet(environment: MutableMapping[str, str]) -> None:
-    """Keeps this process to the CPU, and libtpu from looking for chips. Before JAX is used."""
+    """Keeps this process to the CPU, and libtpu from looking for chips. Before devices are used."""
     environment["JAX_PLATFORMS"] = "cpu"
+    jax.config.update("jax_platforms", "cpu")  # which has read the variable already
     environment.setdefault("TPU_SKIP_MDS_QUERY", "1")
     environment.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
     environment.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-1")

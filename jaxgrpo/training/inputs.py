@@ -45,9 +45,7 @@ def find_config(config: Config, whole: bool = True) -> tuple[Path, ModelConfig]:
     Raises: InputError where there is no such model or family, or `model.config` is another model's.
     """
     keys = config.model
-    folder, own = folders.find_folder(keys.path, keys.revision, whole), None
-    if keys.family is not None:
-        own = own_code.load(keys.family, config.folder, Family, "family")
+    folder, own = folders.find_folder(keys.path, keys.revision, whole), own_family(config)
     stored = folders.read_config(folder, own)
     if keys.config:
         said = families.model_config(keys.config, "model.config", own)
@@ -59,6 +57,12 @@ def find_config(config: Config, whole: bool = True) -> tuple[Path, ModelConfig]:
         ]
         refuse_all(f"model.config is not what the config.json of {keys.path} says:", odd)
     return folder, stored
+
+
+def own_family(config: Config) -> Family | None:
+    """The family of one's own that a config names."""
+    name = config.model.family
+    return None if name is None else own_code.load(name, config.folder, Family, "family")
 
 
 def check_length(config: Config, stored: ModelConfig, answer: int = 0) -> None:

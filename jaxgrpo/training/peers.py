@@ -85,7 +85,11 @@ class _Link:
         self.heard = time.monotonic()
         try:
             messages = [dict(json.loads(line)) for line in lines]
-        except (ValueError, TypeError):  # a stranger, as one that looks for open ports
+        except (
+            ValueError,
+            TypeError,
+            RecursionError,
+        ):  # a stranger, as one that looks for open ports
             return None
         return messages if data else None
 
@@ -153,7 +157,8 @@ class Peers:
 
     def _send(self, **message: Any) -> None:
         for link in self._links:
-            link.send(**message)
+            if link.number is not None:  # strangers hear nothing
+                link.send(**message)
 
     def _read(self, seconds: float) -> None:
         """Waits for messages, and takes those that have come."""
@@ -163,7 +168,8 @@ class Peers:
         if self._bell in ready:
             os.read(self._bell, 64)
         if self._listener in ready and self._listener is not None:
-            self._links.append(_Link(self._listener.accept()[0], None))
+            with contextlib.suppress(OSError):  # it has gone already
+                self._links.append(_Link(self._listener.accept()[0], None))
         for link in [one for one in self._links if one in ready]:
             messages = link.receive()
             for message in messages or []:
@@ -174,7 +180,8 @@ class Peers:
     def _take(self, link: _Link, message: dict[str, Any]) -> None:
         if link.number is None:
             if message.get("token") != self._token:
-                link.socket.shutdown(socket.SHUT_RDWR)  # the next look finds its end
+                with contextlib.suppress(OSError):  # it has gone already
+                    link.socket.shutdown(socket.SHUT_RDWR)  # the next look finds its end
                 return
             link.number = message["process"]
         link.has_left |= "left" in message

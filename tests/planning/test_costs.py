@@ -230,10 +230,11 @@ def test_the_bound_of_a_program_by_hand():
 
 def test_what_crosses_slices_is_bound_by_their_network():
     chip, work = CHIPS["v5e"], Work(1, 0.0, 0.0, 0.0, (1,))
-    # Of 8 devices in 2 slices, the 4 of a slice send a part each over the network.
+    # Of 8 devices in 2 slices, the 4 of a slice send a part each over the network: of 4 MB that
+    # two slices add up, each slice sends and gets half twice.
     across = collective("all-reduce", ("fsdp",), 8, 10**6)
     found = costs.bound_of(work, (across,), chip, 8, {"fsdp": 2})
-    assert found.network == pytest.approx(across.sent / 4 / (25e9 / 8))
+    assert found.network == pytest.approx(4e6 / 4 / (25e9 / 8))
     assert found.links == pytest.approx(across.sent / 200e9)
     # Each slice has one device of a group: nothing stays within.
     alone = collective("all-reduce", ("data",), 2, 10**6)

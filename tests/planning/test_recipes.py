@@ -1,4 +1,4 @@
-"""Every shipped config that names a topology, compiled for it, and what must hold of the programs."""
+"""Every shipped config that names a topology, compiled for it, and what must hold then."""
 
 from __future__ import annotations
 

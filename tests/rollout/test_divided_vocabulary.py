@@ -39,7 +39,9 @@ def test_samples_do_not_depend_on_the_devices_that_divide_the_vocabulary(name, v
     assert -(-vocab // block_width(vocab)) % 2 == 1
     config = dataclasses.replace(tiny.UNIFORM, vocab_size=vocab)
     settings = SamplingSettings(
-        **{"group_size": 3, "max_completion_tokens": 8, "stop_tokens": (tiny.END,)},
+        group_size=3,
+        max_completion_tokens=8,
+        stop_tokens=(tiny.END,),
         **{"pad_token": tiny.PAD, "segment_tokens": 4, **DISTRIBUTIONS[name]},
     )
     drawn = []
