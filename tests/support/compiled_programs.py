@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -153,7 +154,7 @@ def _vocabularies(found: Plan) -> set[int]:
 def _spans(shape: tuple[int, ...]) -> set[int]:
     """Its dimensions, and the products of two that follow one another: a vocabulary in blocks."""
     real = [size for size in shape if size > 1]
-    return {*real, *(a * b for a, b in zip(real, real[1:], strict=False))}
+    return {*real, *(a * b for a, b in itertools.pairwise(real))}
 
 
 def _weights(found: Plan) -> set[int]:
