@@ -20,8 +20,8 @@ AXES = {"data": 2, "fsdp": 1, "tensor": 4, "context": 1}
 def text_of(*lines: str, before: str = "") -> str:
     """A program whose entry has these instructions."""
     entry = "\n".join(f"  {line}" for line in ("%p = f32[8,128]{1,0} parameter(0)", *lines))
-    main = f"ENTRY %main (p: f32[8,128]) -> f32[8] {{\n{entry}\n}}\n"
-    return f"HloModule test\n\n{textwrap.dedent(before)}\n{main}"
+    head = "ENTRY %main (p: f32[8,128]) -> f32[8] {"
+    return "\n".join(["HloModule test", textwrap.dedent(before), head, entry, "}", ""])
 
 
 def gathered(groups: str, axes: dict[str, int] | None = None) -> tuple[int, tuple[str, ...]]:

@@ -1,4 +1,4 @@
-"""Every shipped config that names a topology, compiled for it, and what must hold then."""
+"""Every shipped config that names a topology, compiled for it, and what must hold of it then."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_there_are_recipes_for_slices_of_several_chips_and_for_gpus():
     assert {"v5e", "v5p", "v6e", "h100"} <= chips
 
 
-@pytest.mark.parametrize("name", map(recipe, RECIPES))
+@pytest.mark.parametrize("name", [*map(recipe, RECIPES)])
 def test_a_recipe_fits_by_formula(name):
     """Within what the remedies of a plan would accept."""
     read = files.load(name)
@@ -51,7 +51,7 @@ def test_a_recipe_of_two_layers_compiles_and_divides_what_it_should(tmp_path):
 
 @pytest.mark.full
 @pytest.mark.parametrize("program", programs.NAMES)
-@pytest.mark.parametrize("name", map(recipe, RECIPES))
+@pytest.mark.parametrize("name", [*map(recipe, RECIPES)])
 def test_a_recipe_compiles_and_divides_what_it_should(name, program, tmp_path):
     """One program at a time: compiling takes minutes for each."""
     made = compiled_programs.compiled(name, tmp_path, names=(program,))

@@ -22,6 +22,9 @@ pytestmark = pytest.mark.slow
 FILLED, WHOLE = 1187 * 8, 1187 * 16
 """Vocabularies of 75 blocks, of which the last is filled up, and of 1187, as many as Qwen3 has."""
 KEY = jax.random.key_data(jax.random.key(3))
+ONE_TOKEN = 2e-4
+"""Nats: of sums that are rounded otherwise the nucleus may end one token earlier or later, and its
+last tokens have about 1 / vocabulary of the probability."""
 DISTRIBUTIONS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
     "whole": {"temperature": 1.0},
@@ -38,12 +41,8 @@ def test_samples_do_not_depend_on_the_devices_that_divide_the_vocabulary(name, v
     """Of an odd number of blocks, so that one without tokens is added."""
     assert -(-vocab // block_width(vocab)) % 2 == 1
     config = dataclasses.replace(tiny.UNIFORM, vocab_size=vocab)
-    settings = SamplingSettings(
-        group_size=3,
-        max_completion_tokens=8,
-        stop_tokens=(tiny.END,),
-        **{"pad_token": tiny.PAD, "segment_tokens": 4, **DISTRIBUTIONS[name]},
-    )
+    settings = SamplingSettings(3, 8, 1.0, (tiny.END,), tiny.PAD, 4)
+    settings = settings._replace(**DISTRIBUTIONS[name])
     drawn = []
     for tensor in (1, 2):
         mesh = sharding.make_mesh(tensor=tensor, devices=jax.devices()[:tensor])
@@ -60,7 +59,8 @@ def test_samples_do_not_depend_on_the_devices_that_divide_the_vocabulary(name, v
     one, two = drawn
     np.testing.assert_array_equal(one.completion_tokens, two.completion_tokens)
     np.testing.assert_array_equal(one.token_mask, two.token_mask)
-    np.testing.assert_allclose(one.behavior_logp, two.behavior_logp, atol=1e-5)
+    close = ONE_TOKEN if "top_p" in DISTRIBUTIONS[name] else 1e-5
+    np.testing.assert_allclose(one.behavior_logp, two.behavior_logp, atol=close)
     assert len(np.unique(one.completion_tokens)) > 8  # not one token again and again
     assert np.asarray(one.completion_tokens).max() > vocab // 2  # of the second device's part
 
