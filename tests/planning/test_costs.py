@@ -93,7 +93,8 @@ UNROLLED = ModelConfig(
 
 def flops_of(function: Any, *given: Any) -> float:
     """XLA's count of a compiled function."""
-    return jax.jit(function).lower(*given).compile().cost_analysis()["flops"]
+    counted: Any = jax.jit(function).lower(*given).compile().cost_analysis()
+    return counted["flops"]
 
 
 @pytest.mark.parametrize("with_head", [False, True])
@@ -144,9 +145,11 @@ def test_an_update_is_three_passes_of_all_tokens_and_with_adapters_two():
 
 def test_several_updates_of_a_step_share_its_samples_or_repeat_them():
     once = costs.work_of(planned.run())["update"]
-    halves = costs.work_of(planned.run(**{"train.minibatches": 2}))["update"]
+    in_halves: Any = {"train.minibatches": 2}
+    halves = costs.work_of(planned.run(**in_halves))["update"]
     assert (halves.calls, halves.flops) == (2, pytest.approx(once.flops / 2))
-    twice = costs.work_of(planned.run(**{"train.num_iterations": 2}))["update"]
+    repeated: Any = {"train.num_iterations": 2}
+    twice = costs.work_of(planned.run(**repeated))["update"]
     assert (twice.calls, twice.flops) == (2, pytest.approx(once.flops))
 
 
