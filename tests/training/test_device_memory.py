@@ -197,11 +197,14 @@ def test_a_micro_batch_has_no_more_tokens_than_fit_beside_what_a_run_keeps(monke
     sizes = (64, 8, 512, 1024)
     wide = blueprint(QWEN3_0P6B, Geometry(*sizes, 1, 8704))
     kept = memory.count(wide, ()).kept
-    of_weights = kept  # three copies: the sum of gradients, one of a micro-batch, the weights read
+    numbers = QWEN3_0P6B.vocab_size * QWEN3_0P6B.hidden_size
+    gradients = 2 * kept // 3  # the sum and one of a micro-batch; kept are weights and two moments
+    head = 2 * 4 * numbers  # as it is read, and its gradient
+    beside = gradients + head + 3 * 4 * 256 * QWEN3_0P6B.vocab_size  # and a chunk's logits
     each = memory.activations(QWEN3_0P6B, "full")
 
     def fitting(tokens: float) -> int:
-        limit = (kept + of_weights + tokens * each) / memory.SHARE
+        limit = (kept + beside + tokens * each) / memory.SHARE
         monkeypatch.setattr(memory, "of_device", lambda _mesh: int(limit) + 1)
         return memory.with_fitting_tokens(wide, (), "full").geometry.tokens
 
