@@ -282,8 +282,9 @@ print(json.dumps({"predicted": predicted, "growth": most[0] - before}))
 @pytest.mark.full
 def test_an_update_takes_the_memory_that_is_predicted(python, environment, tmp_path):
     """Of temporaries that are more than 2 GB, in a process of its own."""
+    deep = planned.QWEN3 | {"num_hidden_layers": 8}
     changes = {
-        "model.dtype": "float32",
+        "model": {"path": "none", "dtype": "float32", "config": deep},
         "train.remat": "none",
         "train.tokens_per_micro_batch": 16384,
         "rollout.prompts_per_step": 32,
