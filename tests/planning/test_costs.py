@@ -144,9 +144,11 @@ def test_an_update_is_three_passes_of_all_tokens_and_with_adapters_two():
 
 def test_several_updates_of_a_step_share_its_samples_or_repeat_them():
     once = costs.work_of(planned.run())["update"]
-    halves = costs.work_of(planned.run(**{"train.minibatches": 2}))["update"]
+    changes: dict[str, Any] = {"train.minibatches": 2}
+    halves = costs.work_of(planned.run(**changes))["update"]
     assert (halves.calls, halves.flops) == (2, pytest.approx(once.flops / 2))
-    twice = costs.work_of(planned.run(**{"train.num_iterations": 2}))["update"]
+    changes = {"train.num_iterations": 2}
+    twice = costs.work_of(planned.run(**changes))["update"]
     assert (twice.calls, twice.flops) == (2, pytest.approx(once.flops))
 
 
