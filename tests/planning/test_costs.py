@@ -93,7 +93,8 @@ UNROLLED = ModelConfig(
 
 def flops_of(function: Any, *given: Any) -> float:
     """XLA's count of a compiled function."""
-    return jax.jit(function).lower(*given).compile().cost_analysis()["flops"]
+    found: Any = jax.jit(function).lower(*given).compile().cost_analysis()
+    return found["flops"]
 
 
 @pytest.mark.parametrize("with_head", [False, True])

@@ -259,7 +259,7 @@ def summed_and_gathered(devices, platform: str) -> tuple[str, dict[str, int]]:
     )
     given = jax.ShapeDtypeStruct((256, 128), jnp.float32, sharding=NamedSharding(mesh, spec))
     lowered = jax.jit(mapped).trace(given).lower(lowering_platforms=(platform,))
-    return lowered.compile().as_text(), dict(mesh.shape)
+    return str(lowered.compile().as_text()), dict(mesh.shape)
 
 
 @pytest.mark.parametrize("platform", ["cpu", "tpu"])
@@ -292,5 +292,5 @@ def test_a_loop_of_computed_end_takes_the_trips_it_is_told(platform):
         jax.ShapeDtypeStruct((), jnp.int32, sharding=everywhere),
     )
     program = jax.jit(mapped).trace(*given).lower(lowering_platforms=(platform,)).compile()
-    (found,) = hlo.collectives(program.as_text(), dict(mesh.shape), unknown=(17,))
+    (found,) = hlo.collectives(str(program.as_text()), dict(mesh.shape), unknown=(17,))
     assert (found.kind, found.trips, found.axes) == ("all-reduce", 17, ("tensor",))
