@@ -42,12 +42,8 @@ def folder_of(url: str) -> Path:
     return storage.cache_folder() / "runs" / made / url.rpartition("/")[2]
 
 
-def refuse_unusable(url: str, resume: bool = False) -> None:
-    """Refuses a URL as the folder of a run.
-
-    Raises: InputError where checkpoints cannot be written to such URLs, where the bucket cannot be
-      read, and where it holds something under the name and `resume` is False.
-    """
+def refuse_scheme(url: str) -> None:
+    """Raises: InputError where checkpoints cannot be written to such URLs."""
     where = f"run.dir = {url}"
     scheme = url.partition("://")[0]
     if scheme not in storage.RUNS:
@@ -56,6 +52,16 @@ def refuse_unusable(url: str, resume: bool = False) -> None:
             f"{where}: checkpoints can be written to folders and {known} only: give one of these, "
             "or mount the bucket as a folder"
         )
+
+
+def refuse_unusable(url: str, resume: bool = False) -> None:
+    """Refuses a URL as the folder of a run.
+
+    Raises: InputError where checkpoints cannot be written to such URLs, where the bucket cannot be
+      read, and where it holds something under the name and `resume` is False.
+    """
+    refuse_scheme(url)
+    where = f"run.dir = {url}"
     storage.file_system(url, "run.dir")
     try:
         found = [name for name in storage.listing(url) if name != LOCK]

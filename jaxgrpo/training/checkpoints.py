@@ -28,7 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 
-from jaxgrpo.core.errors import InputError
+from jaxgrpo.core.errors import InputError, one_line
 from jaxgrpo.core.types import Params
 from jaxgrpo.data import storage
 from jaxgrpo.data.storage import Place
@@ -80,8 +80,13 @@ class Checkpoints(Closing):
 
     def close(self) -> None:
         """Waits for the save under way, then lets go of the threads."""
+        ending = sys.exception()  # what ends the run says more than a save that it leaves
         try:
             self.wait()
+        except OSError as error:
+            if ending is None:
+                raise
+            logger.warning("the save under way has failed too: %s", one_line(error))
         finally:
             self._thread.shutdown()
             self._orbax.close()

@@ -221,8 +221,9 @@ class RunFolder(Closing):
     """
 
     def __init__(self, path: str | os.PathLike[str], resume: bool = False):
+        if in_bucket := storage.is_url(path):
+            mirror.refuse_scheme(os.fspath(path))  # before a package for reading it is asked for
         self.place = storage.place(path)  # absolute: a reward may change the working directory
-        in_bucket = storage.is_url(path)
         self.path = mirror.folder_of(os.fspath(path)) if in_bucket else Path(self.place)
         self._mirror: mirror.Mirror | None = None
         self._waiting = b""  # lines of metrics that the disk did not take

@@ -236,7 +236,7 @@ def test_whole_logits_are_found(tmp_path, monkeypatch):
     monkeypatch.setattr(logprobs, "TOKENS_PER_CHUNK", 1 << 20)
     whole = compiled_programs.compiled(values, tmp_path / "b", **chips)
     assert any("holds the logits" in one for one in compiled_programs.full_logits(whole))
-    assert temporaries(whole.plan, "update") > 1.5 * temporaries(chunked.plan, "update")
+    assert temporaries(whole.plan, "update") > temporaries(chunked.plan, "update")
 
 
 GROWTH = """
@@ -282,8 +282,9 @@ print(json.dumps({"predicted": predicted, "growth": most[0] - before}))
 @pytest.mark.full
 def test_an_update_takes_the_memory_that_is_predicted(python, environment, tmp_path):
     """Of temporaries that are more than 2 GB, in a process of its own."""
+    deep = planned.QWEN3 | {"num_hidden_layers": 8}
     changes = {
-        "model.dtype": "float32",
+        "model": {"path": "none", "dtype": "float32", "config": deep},
         "train.remat": "none",
         "train.tokens_per_micro_batch": 16384,
         "rollout.prompts_per_step": 32,
