@@ -18,6 +18,7 @@ import hashlib
 import json
 import logging
 import os
+import sys
 import zlib
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
