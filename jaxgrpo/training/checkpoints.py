@@ -83,14 +83,14 @@ class Checkpoints(Closing):
         """Waits for the save under way, then lets go of the threads."""
         ending = sys.exception()  # what ends the run says more than a save that it leaves
         try:
-            self.wait()
+            with contextlib.ExitStack() as stack:
+                stack.callback(self._orbax.close)
+                stack.callback(self._thread.shutdown)
+                self.wait()
         except OSError as error:
             if ending is None:
                 raise
             logger.warning("the save under way has failed too: %s", one_line(error))
-        finally:
-            self._thread.shutdown()
-            self._orbax.close()
 
     def steps(self) -> list[int]:
         """The complete steps, oldest first."""
