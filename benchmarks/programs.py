@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import math
 import os
-import re
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -20,6 +18,7 @@ from benchmarks.step import blueprint_of
 from benchmarks.workloads import PAD, Workload, build, prompts_of
 from jaxgrpo.models import decoder, sharding
 from jaxgrpo.models.api import ModelConfig
+from jaxgrpo.planning import hlo
 from jaxgrpo.rollout.sampler import SamplingSettings, Sizes, make_sampler, sample
 from jaxgrpo.update import packing
 from jaxgrpo.update.forward import opt_layout, param_layout
@@ -28,23 +27,6 @@ from jaxgrpo.update.step import build_steps
 TPU, LARGER_TPU = "v5e:2x2", "v6e:2x2"
 COMPILED = "/jax/core/compile/backend_compile_duration"
 """JAX's event for each program that a backend compiles, or reads from the compile cache."""
-
-COMPUTATION = re.compile(r"(?:ENTRY )?%?([\w.-]+) \(.*\{$")
-INSTRUCTION = re.compile(r"\s+(?:ROOT )?%?([\w.-]+) = (.*?)\s([a-z][a-z0-9-]*)\(")
-ARRAY = re.compile(r"\b([a-z]+)(\d*)[a-z0-9]*\[([\d,]*)\]")
-CALLS = re.compile(r"\bcalls=%?([\w.-]+)")
-
-
-class Instruction(NamedTuple):
-    name: str
-    result: str  # its type as HLO text
-    code: str
-    fused: str | None  # the computation that a fusion calls
-
-    @property
-    def bytes(self) -> int:
-        """Of the largest array of the result. Numbers of less than a byte count as one."""
-        return max(map(_bytes, ARRAY.findall(self.result)), default=0)
 
 
 def large_copies(compiled_text: str, least_bytes: int) -> list[str]:
@@ -60,13 +42,13 @@ def large_copies(compiled_text: str, least_bytes: int) -> list[str]:
 
     Returns: "computation: name = type opcode" of each.
     """
-    computations = _computations(compiled_text)
-    fused = {one.fused for body in computations.values() for one in body if one.fused}
+    computations, _ = hlo.computations(compiled_text)
+    fused = {name for body in computations.values() for one in body for name in hlo.fused(one)}
 
-    def moves(one: Instruction) -> bool:
+    def moves(one: hlo.Instruction) -> bool:
         if one.bytes < least_bytes:
             return False
-        inside = computations.get(one.fused, []) if one.fused else []
+        inside = [each for name in hlo.fused(one) for each in computations.get(name, [])]
         return one.code in ("copy", "transpose") or any(map(moves, inside))
 
     return [
@@ -80,25 +62,7 @@ def large_copies(compiled_text: str, least_bytes: int) -> list[str]:
 
 def instructions(compiled: Any) -> int:
     """How many instructions the optimised HLO of a program has, over all its computations."""
-    return sum(map(len, _computations(compiled.as_text()).values()))
-
-
-def _computations(text: str) -> dict[str, list[Instruction]]:
-    found: dict[str, list[Instruction]] = {}
-    body: list[Instruction] = []
-    for line in text.splitlines():
-        if opened := COMPUTATION.match(line):
-            body = found[opened[1]] = []
-        elif instruction := INSTRUCTION.match(line):
-            name, result, code = instruction.groups()
-            called = CALLS.search(line) if code == "fusion" else None
-            body.append(Instruction(name, result, code, called and called[1]))
-    return found
-
-
-def _bytes(array: tuple[str, str, str]) -> int:
-    _, bits, sizes = array
-    return math.prod(map(int, filter(None, sizes.split(",")))) * max(1, int(bits or 8) // 8)
+    return sum(map(len, hlo.computations(compiled.as_text())[0].values()))
 
 
 class Program(NamedTuple):

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from jaxgrpo.config import files
 from jaxgrpo.config.files import Config
 from jaxgrpo.core.errors import InputError
-from jaxgrpo.planning import costs, plan, programs
+from jaxgrpo.planning import costs, plan
 from jaxgrpo.planning.plan import Plan
 from jaxgrpo.planning.topologies import Topology
 from jaxgrpo.training import memory
@@ -44,10 +44,8 @@ def by_formula(config: Config, topology: Topology) -> tuple[int, float]:
     Raises: InputError where the run cannot be built on such devices.
     """
     run = plan.built(config, topology)
-    work = costs.work_of(run)
-    names = [name for name in work if name != "score" or programs.scored(run)]
-    devices = len(topology.devices)
-    bounds = [costs.bound_of(work[name], (), topology.chip, devices, {}) for name in names]
+    chip, devices = topology.chip, len(topology.devices)
+    bounds = [costs.bound_of(one, (), chip, devices, {}) for one in costs.work_of(run).values()]
     return plan.peak_of(plan.parts_of(run)), sum(bound.seconds for bound in bounds)
 
 

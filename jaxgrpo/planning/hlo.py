@@ -211,7 +211,7 @@ def collectives(
     """
     found, entry = computations(text)
     placed = places(found, entry, unknown)
-    fused = {name for body in found.values() for one in body for name in _fused(one)}
+    parts = {name for body in found.values() for one in body for name in fused(one)}
     of_channel: dict[tuple[str, str], Collective] = {}
     rest: list[Collective] = []
     for name, place in placed.items():
@@ -224,7 +224,7 @@ def collectives(
             named = source[1] if source else ""
             made = Collective(kind, along, tuple(_given(one)), group, *place, named)
             channel = _CHANNEL.search(one.rest)
-            if name in fused and channel:
+            if name in parts and channel:
                 key = kind, channel[1]
                 if key not in of_channel or of_channel[key].trips < made.trips:
                     of_channel[key] = made
@@ -240,7 +240,8 @@ def arrays(text: str) -> Iterator[Array]:
             yield from one.arrays
 
 
-def _fused(one: Instruction) -> list[str]:
+def fused(one: Instruction) -> list[str]:
+    """The computation that a fusion is."""
     return one.called if one.code == "fusion" else []
 
 
