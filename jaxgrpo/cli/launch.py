@@ -31,6 +31,8 @@ A frozen process is noticed by them after 15 s, and the whole job has to be gone
 """
 STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
 """Exit codes of a process that was asked to stop, and that waits for no other."""
+LOST = 6
+"""Exit code of a process that ends because of another (training.peers.LOST, which imports JAX)."""
 
 DEVICES = "--xla_force_host_platform_device_count"
 PR_SET_PDEATHSIG = 1  # of Linux' prctl
@@ -38,6 +40,8 @@ PR_SET_PDEATHSIG = 1  # of Linux' prctl
 
 def main(command: Sequence[str], processes: int = 2, devices: int | None = None) -> int:
     """Runs the command in so many processes. Returns the exit code of the first that fails.
+
+    A process that ends only because of another (exit code 6) counts where no other has failed.
 
     Args:
       command: of jaxgrpo, with its arguments.
@@ -153,7 +157,7 @@ class _Job:
         """Process `index` has ended with `code`; below 0: by that signal."""
         if code == 0:
             return
-        if self.first is None:
+        if self.first in (None, LOST):  # one that follows another may be seen before it
             self.first = code if code > 0 else 128 - code
         if code < 0:
             _say(f"[{index}] ended by {signal.Signals(-code).name}")
