@@ -1,0 +1,249 @@
+"""The update of Tunix beside ours, compiled for the same TPUs, which need not be here.
+
+    python -m benchmarks.versus.aot [--models 0.6B,8B] [--topologies v5e:2x4,v6e:4x4]
+                                    [--contenders jaxgrpo,packed,tunix,documented] [--layers N]
+
+Nothing runs. Both update Qwen3 on the same 256 samples, prompts of 512 and completions of 1,024
+tokens, all full, all weights trained by AdamW, fsdp over all chips (as in Tunix's run_qwen3_8b.sh),
+no reference. What is printed is of one optimizer step, from the compiled programs:
+
+  jaxgrpo     our update, its micro-batches of as many tokens as Tunix's: 1,536 on each chip
+  packed      our update as it is by default: prompts once for each group, micro-batches as they fit
+  tunix       Tunix's training step (tunix_step.py says what of it is whose), weights and moments in
+              float32 and products in bfloat16 as ours; called once for each micro-batch
+  documented  the same in the numbers that its command line gives Qwen3: weights and moments in
+              bfloat16 as they lie on the hub, products in float32
+
+Memory is XLA's plan for a chip. Operations are matrix products of the traced program, bytes of main
+memory and bytes sent those of the optimised HLO, all with loops times their trips (counts.py).
+
+Needs jaxgrpo[plan]; where Tunix is not installed, only ours is compiled: pip install google-tunix
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import importlib.util
+import math
+import os
+import time
+from collections.abc import Mapping
+from contextlib import nullcontext
+from typing import Any, NamedTuple
+
+from jaxgrpo.planning.topologies import Topology, quiet, topology
+
+quiet(os.environ)  # before JAX looks for devices
+
+import jax  # noqa: E402
+from rich.console import Console  # noqa: E402
+from rich.table import Table  # noqa: E402
+
+from benchmarks.common import describe, report  # noqa: E402
+from benchmarks.versus import counts, tunix_step  # noqa: E402
+from jaxgrpo.config import files  # noqa: E402
+from jaxgrpo.config.files import Config  # noqa: E402
+from jaxgrpo.planning import costs, hlo, plan, programs  # noqa: E402
+from jaxgrpo.training import memory  # noqa: E402
+
+MODELS = {"0.6B": "qwen3_0p6b_v5e", "8B": "qwen3_8b_h100"}
+"""Shipped configurations, of which the geometry, the batch and the method are taken."""
+TOPOLOGIES = ("v5e:2x4", "v6e:4x4")
+CONTENDERS = ("jaxgrpo", "packed", "tunix", "documented")
+NUMBERS = {"tunix": ("float32", "bfloat16"), "documented": ("bfloat16", "float32")}
+"""Dtypes of what is trained and of the products."""
+
+
+class Lowered(NamedTuple):
+    """A program that is traced for a topology, and how a step calls it."""
+
+    traced: Any
+    donated: int  # bytes on each device
+    calls: int  # of a step
+    loops: tuple[int, ...]  # trips of its loops whose end is computed
+    axes: Mapping[str, int]  # of the mesh
+    around: Any  # a context for tracing and compiling
+
+
+def config_of(name: str, chips: int, contender: str, extra: tuple[str, ...] = ()) -> Config:
+    """Ours for a model on so many chips."""
+    config = files.load(name, [f"mesh.fsdp={chips}", "mesh.tensor=1", *extra])
+    if contender == "packed":
+        return config
+    longest = config.rollout.max_prompt_tokens + config.rollout.max_completion_tokens
+    more = [f"train.tokens_per_micro_batch={longest}"]
+    return files.load(name, [f"mesh.fsdp={chips}", "mesh.tensor=1", *more, *extra])
+
+
+def ours(run: programs.Run) -> Lowered:
+    """Our update program."""
+    arguments = memory.update_arguments(run.blueprint, run.state)
+    work = costs.work_of(run)["update"]
+    return Lowered(
+        traced=run.steps.update_program.trace(*arguments),
+        donated=memory.on_device(arguments[:2]),
+        calls=work.calls,
+        loops=work.loops,
+        axes=dict(run.blueprint.mesh.shape),
+        around=nullcontext(),
+    )
+
+
+def theirs(run: programs.Run, topology: Topology, contender: str) -> Lowered:
+    """Tunix's training step, for the samples of a step of ours."""
+    geometry, chips = run.blueprint.geometry, len(topology.devices)
+    samples = geometry.num_prompts * geometry.group_size
+    sizes = tunix_step.Sizes(
+        rows=chips,
+        prompt=geometry.max_prompt_tokens,
+        completion=geometry.max_completion_tokens,
+        calls=samples // chips,
+    )
+    mesh = tunix_step.mesh_of(topology.devices, chips, 1)
+    numbers = NUMBERS[contender]
+    rate = run.config.optimizer.learning_rate
+    traced, donated = tunix_step.trace(run.blueprint.model.config, mesh, sizes, *numbers, rate)
+    axes = {"fsdp": chips, "tp": 1}
+    return Lowered(traced, donated, sizes.calls, (1,), axes, tunix_step.on(mesh))
+
+
+def measured(lowered: Lowered, chips: int) -> dict[str, Any]:
+    """What a step takes on each chip. Where the compiler finds no room, what it asks for."""
+    calls, began = lowered.calls, time.perf_counter()
+    flops = calls * counts.products(lowered.traced.jaxpr, lowered.loops)
+    found: dict[str, Any] = {"calls": calls, "flops": flops / chips}
+    try:
+        with lowered.around:
+            program = lowered.traced.lower(lowering_platforms=("tpu",)).compile()
+    except jax.errors.JaxRuntimeError as error:
+        if not plan.is_full(error):
+            raise
+        return {**found, "fits": False, "peak": plan.needed(str(error))}
+    found |= {"fits": True, "compile_seconds": time.perf_counter() - began}
+    text, sizes = program.as_text(), program.memory_analysis()
+    fresh = sizes.output_size_in_bytes - sizes.alias_size_in_bytes
+    held, scratch = sizes.argument_size_in_bytes, sizes.temp_size_in_bytes
+    largest = max(hlo.arrays(text), key=lambda array: array.bytes)
+    sent: dict[str, float] = {}
+    for one in hlo.collectives(text, lowered.axes, lowered.loops):
+        sent[one.kind] = sent.get(one.kind, 0.0) + calls * one.sent * one.trips
+    return found | {
+        "peak": held + scratch + fresh,
+        "arguments": held,
+        "temporaries": scratch,
+        "outputs": fresh,
+        "donated": lowered.donated,
+        "largest": f"{largest.dtype}{list(largest.shape)}",
+        "largest_bytes": largest.bytes,
+        "moved": calls * counts.moved(text, lowered.loops),
+        "sent": sum(sent.values()),
+        "sent_by_kind": sent,
+    }
+
+
+def main() -> None:
+    arguments = options()
+    console = Console(width=120)
+    versions = {name: version(name) for name in ("jax", "libtpu", "flax", tunix_step.VERSION)}
+    about = describe() | {"device": "none: compiled ahead of time", "versions": versions}
+    console.print(", ".join(f"{name} {found}" for name, found in versions.items()))
+    contenders = arguments.contenders
+    if importlib.util.find_spec(tunix_step.PACKAGE) is None:
+        console.print(f"{tunix_step.VERSION} is not installed: only ours is compiled")
+        contenders = [name for name in contenders if name not in NUMBERS]
+    extra = (f"model.config.num_hidden_layers={arguments.layers}",) if arguments.layers else ()
+    if extra:
+        console.print(f"cut to {arguments.layers} layers")
+    result: dict[str, Any] = {**about, "layers": arguments.layers, "found": {}}
+    for model in arguments.models:
+        for name in arguments.topologies:
+            found = compare(MODELS[model], name, contenders, extra)
+            show(f"Qwen3-{model} on {name}", found, console)
+            result["found"][f"{model} {name}"] = found
+    report(result)
+
+
+def compare(
+    name: str, chips: str, contenders: list[str], extra: tuple[str, ...] = ()
+) -> dict[str, dict[str, Any]]:
+    """Compiles the updates of a model for a topology: contender -> `measured`."""
+    devices = topology(chips)
+    found = {}
+    for contender in contenders:
+        config = config_of(name, len(devices.devices), contender, extra)
+        run = plan.built(config, devices)
+        lowered = theirs(run, devices, contender) if contender in NUMBERS else ours(run)
+        geometry = run.blueprint.geometry
+        samples = geometry.num_prompts * geometry.group_size
+        found[contender] = {
+            **measured(lowered, len(devices.devices)),
+            "chip_memory": devices.chip.memory,
+            "completion_tokens": samples * geometry.max_completion_tokens,
+        }
+    return found
+
+
+def version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "none"
+
+
+ROWS = (
+    ("peak, GiB", "peak", 2**30),
+    ("  arguments", "arguments", 2**30),
+    ("  temporaries", "temporaries", 2**30),
+    ("  outputs over no argument", "outputs", 2**30),
+    ("largest array, GiB", "largest_bytes", 2**30),
+    ("TFLOP of products", "flops", 1e12),
+    ("main memory moved, GB", "moved", 1e9),
+    ("sent to other chips, GB", "sent", 1e9),
+)
+
+
+def show(title: str, found: Mapping[str, Mapping[str, Any]], console: Console) -> None:
+    """The table: each chip's share of an optimizer step, and per completion token of all chips."""
+    console.print(f"\n{title}: each chip, one optimizer step")
+    table = Table("", *found)
+    for label, key, unit in ROWS:
+        cells = [f"{one[key] / unit:,.2f}" if one.get(key) else "" for one in found.values()]
+        table.add_row(label, *cells)
+    table.add_row("largest array", *(one.get("largest", "") for one in found.values()))
+    for label, key, unit in (("MFLOP", "flops", 1e6), ("kB moved", "moved", 1e3)):
+        table.add_row(f"{label} per token", *(per_token(one, key, unit) for one in found.values()))
+    table.add_row("kB sent per token", *(per_token(one, "sent", 1e3) for one in found.values()))
+    table.add_row("calls", *(str(one["calls"]) for one in found.values()))
+    fits = ["yes" if one["fits"] else "no" for one in found.values()]
+    table.add_row("fits", *fits)
+    seconds = [f"{one.get('compile_seconds', math.nan):.0f}" for one in found.values()]
+    table.add_row("compiled in, s", *seconds)
+    console.print(table)
+
+
+def per_token(one: Mapping[str, Any], key: str, unit: float) -> str:
+    """A chip's share for each completion token of the batch."""
+    return f"{one[key] / unit / one['completion_tokens']:,.3f}" if one.get(key) else ""
+
+
+def options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--models", default=",".join(MODELS))
+    parser.add_argument("--topologies", default=",".join(TOPOLOGIES))
+    parser.add_argument("--contenders", default=",".join(CONTENDERS))
+    parser.add_argument("--layers", type=int, help="cut the models to so many; all by default")
+    arguments = parser.parse_args()
+    for name, known in (("models", MODELS), ("contenders", CONTENDERS)):
+        chosen = getattr(arguments, name).split(",")
+        setattr(arguments, name, chosen)
+        if unknown := [one for one in chosen if one not in known]:
+            parser.error(f"--{name}: {unknown[0]!r} is none; give some of {', '.join(known)}")
+    arguments.topologies = arguments.topologies.split(",")
+    return arguments
+
+
+if __name__ == "__main__":
+    main()
