@@ -2,6 +2,7 @@
 
     python -m benchmarks.versus.aot [--models 0.6B,8B] [--topologies v5e:2x4,v6e:4x4]
                                     [--contenders jaxgrpo,packed,tunix,documented] [--layers N]
+                                    [--dump DIR]
 
 Nothing runs. Both update Qwen3 on the same 256 samples, prompts of 512 and completions of 1,024
 tokens, all full, all weights trained by AdamW, fsdp over all chips (as in Tunix's run_qwen3_8b.sh),
@@ -28,24 +29,22 @@ import importlib.util
 import math
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.common import describe, report
+from benchmarks.versus import counts, tunix_step
+from jaxgrpo.config import files
+from jaxgrpo.config.files import Config
+from jaxgrpo.planning import costs, hlo, plan, programs
 from jaxgrpo.planning.topologies import Topology, quiet, topology
-
-quiet(os.environ)  # before JAX looks for devices
-
-import jax  # noqa: E402
-from rich.console import Console  # noqa: E402
-from rich.table import Table  # noqa: E402
-
-from benchmarks.common import describe, report  # noqa: E402
-from benchmarks.versus import counts, tunix_step  # noqa: E402
-from jaxgrpo.config import files  # noqa: E402
-from jaxgrpo.config.files import Config  # noqa: E402
-from jaxgrpo.planning import costs, hlo, plan, programs  # noqa: E402
-from jaxgrpo.training import memory  # noqa: E402
+from jaxgrpo.training import memory
 
 MODELS = {"0.6B": "qwen3_0p6b_v5e", "8B": "qwen3_8b_h100"}
 """Shipped configurations, of which the geometry, the batch and the method are taken."""
@@ -59,7 +58,7 @@ class Lowered(NamedTuple):
     """A program that is traced for a topology, and how a step calls it."""
 
     traced: Any
-    donated: int  # bytes on each device
+    held: int  # bytes of its arguments on each device
     calls: int  # of a step
     loops: tuple[int, ...]  # trips of its loops whose end is computed
     axes: Mapping[str, int]  # of the mesh
@@ -82,7 +81,7 @@ def ours(run: programs.Run) -> Lowered:
     work = costs.work_of(run)["update"]
     return Lowered(
         traced=run.steps.update_program.trace(*arguments),
-        donated=memory.on_device(arguments[:2]),
+        held=memory.on_device(arguments),
         calls=work.calls,
         loops=work.loops,
         axes=dict(run.blueprint.mesh.shape),
@@ -103,25 +102,37 @@ def theirs(run: programs.Run, topology: Topology, contender: str) -> Lowered:
     mesh = tunix_step.mesh_of(topology.devices, chips, 1)
     numbers = NUMBERS[contender]
     rate = run.config.optimizer.learning_rate
-    traced, donated = tunix_step.trace(run.blueprint.model.config, mesh, sizes, *numbers, rate)
+    traced, held = tunix_step.trace(run.blueprint.model.config, mesh, sizes, *numbers, rate)
     axes = {"fsdp": chips, "tp": 1}
-    return Lowered(traced, donated, sizes.calls, (1,), axes, tunix_step.on(mesh))
+    return Lowered(traced, held, sizes.calls, (1,), axes, tunix_step.on(mesh))
 
 
-def measured(lowered: Lowered, chips: int) -> dict[str, Any]:
-    """What a step takes on each chip. Where the compiler finds no room, what it asks for."""
+def measured(lowered: Lowered, devices: Topology, dump: Path | None = None) -> dict[str, Any]:
+    """What a step takes on each chip. Where the compiler finds no room, what it asks for.
+
+    Nothing is compiled where the arguments alone fill a chip.
+
+    Args:
+      dump: a file for the text of the program.
+    """
+    chips, platform = len(devices.devices), devices.devices[0].platform
     calls, began = lowered.calls, time.perf_counter()
     flops = calls * counts.products(lowered.traced.jaxpr, lowered.loops)
-    found: dict[str, Any] = {"calls": calls, "flops": flops / chips}
+    found: dict[str, Any] = {"calls": calls, "flops": flops / chips, "arguments": lowered.held}
+    if lowered.held > devices.chip.memory:
+        return {**found, "fits": False}
     try:
         with lowered.around:
-            program = lowered.traced.lower(lowering_platforms=("tpu",)).compile()
+            program = lowered.traced.lower(lowering_platforms=(platform,)).compile()
     except jax.errors.JaxRuntimeError as error:
         if not plan.is_full(error):
             raise
         return {**found, "fits": False, "peak": plan.needed(str(error))}
     found |= {"fits": True, "compile_seconds": time.perf_counter() - began}
     text, sizes = program.as_text(), program.memory_analysis()
+    if dump is not None:
+        dump.parent.mkdir(parents=True, exist_ok=True)
+        dump.write_text(text, encoding="utf-8")
     fresh = sizes.output_size_in_bytes - sizes.alias_size_in_bytes
     held, scratch = sizes.argument_size_in_bytes, sizes.temp_size_in_bytes
     largest = max(hlo.arrays(text), key=lambda array: array.bytes)
@@ -133,7 +144,6 @@ def measured(lowered: Lowered, chips: int) -> dict[str, Any]:
         "arguments": held,
         "temporaries": scratch,
         "outputs": fresh,
-        "donated": lowered.donated,
         "largest": f"{largest.dtype}{list(largest.shape)}",
         "largest_bytes": largest.bytes,
         "moved": calls * counts.moved(text, lowered.loops),
@@ -144,6 +154,8 @@ def measured(lowered: Lowered, chips: int) -> dict[str, Any]:
 
 def main() -> None:
     arguments = options()
+    quiet(os.environ)
+    jax.config.update("jax_platforms", "cpu")  # what is compiled for is not here
     console = Console(width=120)
     versions = {name: version(name) for name in ("jax", "libtpu", "flax", tunix_step.VERSION)}
     about = describe() | {"device": "none: compiled ahead of time", "versions": versions}
@@ -158,17 +170,26 @@ def main() -> None:
     result: dict[str, Any] = {**about, "layers": arguments.layers, "found": {}}
     for model in arguments.models:
         for name in arguments.topologies:
-            found = compare(MODELS[model], name, contenders, extra)
+            found = compare(MODELS[model], topology(name), contenders, extra, arguments.dump)
             show(f"Qwen3-{model} on {name}", found, console)
             result["found"][f"{model} {name}"] = found
     report(result)
 
 
 def compare(
-    name: str, chips: str, contenders: list[str], extra: tuple[str, ...] = ()
+    name: str,
+    devices: Topology,
+    contenders: Sequence[str],
+    extra: tuple[str, ...] = (),
+    dump: Path | None = None,
 ) -> dict[str, dict[str, Any]]:
-    """Compiles the updates of a model for a topology: contender -> `measured`."""
-    devices = topology(chips)
+    """Compiles the updates of a model for a topology: contender -> `measured`.
+
+    Args:
+      name: of a configuration.
+      extra: overrides of it.
+      dump: a folder for the programs' text.
+    """
     found = {}
     for contender in contenders:
         config = config_of(name, len(devices.devices), contender, extra)
@@ -176,8 +197,11 @@ def compare(
         lowered = theirs(run, devices, contender) if contender in NUMBERS else ours(run)
         geometry = run.blueprint.geometry
         samples = geometry.num_prompts * geometry.group_size
+        file = (
+            dump / f"{name}_{devices.name.replace(':', '_')}_{contender}.hlo.txt" if dump else None
+        )
         found[contender] = {
-            **measured(lowered, len(devices.devices)),
+            **measured(lowered, devices, file),
             "chip_memory": devices.chip.memory,
             "completion_tokens": samples * geometry.max_completion_tokens,
         }
@@ -235,6 +259,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--topologies", default=",".join(TOPOLOGIES))
     parser.add_argument("--contenders", default=",".join(CONTENDERS))
     parser.add_argument("--layers", type=int, help="cut the models to so many; all by default")
+    parser.add_argument("--dump", type=Path, metavar="DIR", help="writes the programs' text there")
     arguments = parser.parse_args()
     for name, known in (("models", MODELS), ("contenders", CONTENDERS)):
         chosen = getattr(arguments, name).split(",")

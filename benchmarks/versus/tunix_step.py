@@ -4,9 +4,10 @@ Its own model, loss and trainer; what is written here is only what its `RLCluste
 do between them, which need arrays and a rollout engine: the loss is handed to the trainer with the
 same arguments, and the step is jitted with the same donation.
 
-Settings are those of its GRPO examples on GSM8K (examples/rl/grpo/gsm8k: run_qwen3_8b.sh,
-configs/qwen3.yaml): AdamW with b2 = 0.99, weight decay 0.1 and clipping at 0.1, `RematConfig.DECODER`
-(remat_config=3), splash attention (use_flash_attention), gradients accumulated by optax.MultiSteps.
+Settings are those of its GRPO examples on GSM8K (examples/rl/grpo/gsm8k: run_qwen3_8b.sh and
+configs/qwen3.yaml): AdamW with b2 = 0.99, weight decay 0.1 and clipping at 0.1, remat_config=3
+(`RematConfig.DECODER`), splash attention (use_flash_attention, in blocks of 256), and what its
+trainer does besides: gradients are accumulated by optax.MultiSteps, in the weights' dtype.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class Traced(NamedTuple):
     """One call of the step."""
 
     program: Any  # of jax.jit's trace
-    donated: int  # bytes on each device
+    held: int  # bytes of its arguments on each device
 
 
 def mesh_of(devices: Any, fsdp: int, tensor: int) -> Mesh:
@@ -66,7 +67,9 @@ def trace(
     with on(mesh):
         trainer, model, optimizer = _abstract(config, sizes, held, computed, learning_rate)
         for part in (model, optimizer):
-            nnx.update(part, _placed(nnx.state(part), nnx.get_partition_spec(nnx.state(part)), mesh))
+            nnx.update(
+                part, _placed(nnx.state(part), nnx.get_partition_spec(nnx.state(part)), mesh)
+            )
         rows, example = sizes.rows, {}
         sides = {"prompt": sizes.prompt, "completion": sizes.completion}
         for side, width in sides.items():
@@ -77,7 +80,8 @@ def trace(
         batch = TrainExample(ref_per_token_logps=None, old_per_token_logps=None, **example)
         # As in `PeftTrainer.jit_train_and_eval_step`.
         step = nnx.jit(trainer.create_train_step_fn(), donate_argnames=("optimizer",))
-        return Traced(step.trace(model, optimizer, batch), memory.on_device(nnx.state(optimizer)))
+        given = nnx.state(model), nnx.state(optimizer), batch
+        return Traced(step.trace(model, optimizer, batch).traced, memory.on_device(given))
 
 
 @contextmanager
@@ -86,7 +90,7 @@ def on(mesh: Mesh) -> Iterator[None]:
 
     Tunix drops its sharding constraints where `jax.devices()` names a CPU.
     """
-    with mock.patch.object(jax, "devices", lambda *_: list(mesh.devices.flat)), mesh:
+    with mock.patch.object(jax, "devices", return_value=list(mesh.devices.flat)), mesh:
         yield
 
 
