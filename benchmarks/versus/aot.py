@@ -35,6 +35,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 from rich.console import Console
 from rich.table import Table
 
@@ -42,9 +43,12 @@ from benchmarks.common import describe, report
 from benchmarks.versus import counts, tunix_step
 from jaxgrpo.config import files
 from jaxgrpo.config.files import Config
+from jaxgrpo.models.logprobs import chunk_tokens
 from jaxgrpo.planning import costs, hlo, plan, programs
 from jaxgrpo.planning.topologies import Topology, quiet, topology
 from jaxgrpo.training import memory
+from jaxgrpo.update import packing
+from jaxgrpo.update.packing import Geometry
 
 MODELS = {"0.6B": "qwen3_0p6b_v5e", "8B": "qwen3_8b_h100"}
 """Shipped configurations, of which the geometry, the batch and the method are taken."""
@@ -61,6 +65,7 @@ class Lowered(NamedTuple):
     held: int  # bytes of its arguments on each device
     calls: int  # of a step
     loops: tuple[int, ...]  # trips of its loops whose end is computed
+    kernel: float  # operations of one product of attention, over all devices, in an iteration
     axes: Mapping[str, int]  # of the mesh
     around: Any  # a context for tracing and compiling
 
@@ -76,22 +81,50 @@ def config_of(name: str, chips: int, contender: str, extra: tuple[str, ...] = ()
 
 
 def ours(run: programs.Run) -> Lowered:
-    """Our update program."""
+    """Our update program, on prompts and completions that are all full."""
     arguments = memory.update_arguments(run.blueprint, run.state)
-    work = costs.work_of(run)["update"]
+    geometry, config = run.blueprint.geometry, run.blueprint.model.config
+    micro, tokens, prompts = filled(geometry)
+    chunks = math.ceil(tokens / chunk_tokens(config.vocab_size, geometry.tokens))
+    samples = geometry.num_prompts * geometry.group_size
     return Lowered(
         traced=run.steps.update_program.trace(*arguments),
         held=memory.on_device(arguments),
-        calls=work.calls,
-        loops=work.loops,
+        calls=run.config.train.num_iterations * run.config.train.minibatches,
+        loops=(micro, chunks),
+        # A layer has two kernels with as many products each: of prompts, and of completions.
+        kernel=of_attention(run, prompts, samples) / (2 * micro),
         axes=dict(run.blueprint.mesh.shape),
         around=nullcontext(),
     )
 
 
-def theirs(run: programs.Run, topology: Topology, contender: str) -> Lowered:
+def filled(geometry: Geometry) -> tuple[int, int, int]:
+    """What full samples take: micro-batches, completion tokens of the fullest bin, prompts that are
+    computed (one again for each piece of a group that is cut)."""
+    shape = geometry.num_prompts, geometry.group_size
+    lengths = packing.Lengths(
+        prompt=np.full(shape[0], geometry.max_prompt_tokens - 1),
+        completion=np.full(shape, geometry.max_completion_tokens),
+    )
+    found = packing.plan(lengths, np.ones(shape, bool), geometry)
+    placed = found.row[found.row >= 0] // geometry.rows  # of each sample, its bin
+    tokens = int(np.bincount(placed).max()) * geometry.max_completion_tokens
+    return int(found.num_live), tokens, int((found.prompt >= 0).sum())
+
+
+def of_attention(run: programs.Run, prompts: int, samples: int) -> float:
+    """Operations of one product of a layer's attention, of queries with keys they see."""
+    geometry, config = run.blueprint.geometry, run.blueprint.model.config
+    width, steps = geometry.max_prompt_tokens, geometry.max_completion_tokens
+    both = prompts * costs.attention_flops(config, 0, width)
+    both += samples * costs.attention_flops(config, width, steps)
+    return both / (2 * config.num_layers)
+
+
+def theirs(run: programs.Run, devices: Topology, contender: str) -> Lowered:
     """Tunix's training step, for the samples of a step of ours."""
-    geometry, chips = run.blueprint.geometry, len(topology.devices)
+    geometry, chips = run.blueprint.geometry, len(devices.devices)
     samples = geometry.num_prompts * geometry.group_size
     sizes = tunix_step.Sizes(
         rows=chips,
@@ -99,12 +132,19 @@ def theirs(run: programs.Run, topology: Topology, contender: str) -> Lowered:
         completion=geometry.max_completion_tokens,
         calls=samples // chips,
     )
-    mesh = tunix_step.mesh_of(topology.devices, chips, 1)
-    numbers = NUMBERS[contender]
+    mesh = tunix_step.mesh_of(devices.devices, chips, 1)
     rate = run.config.optimizer.learning_rate
-    traced, held = tunix_step.trace(run.blueprint.model.config, mesh, sizes, *numbers, rate)
-    axes = {"fsdp": chips, "tp": 1}
-    return Lowered(traced, held, sizes.calls, (1,), axes, tunix_step.on(mesh))
+    config = run.blueprint.model.config
+    traced, held = tunix_step.trace(config, mesh, sizes, *NUMBERS[contender], rate)
+    return Lowered(
+        traced=traced,
+        held=held,
+        calls=sizes.calls,
+        loops=(1,),
+        kernel=of_attention(run, samples, samples) / sizes.calls,
+        axes={"fsdp": chips, "tp": 1},
+        around=tunix_step.on(mesh),
+    )
 
 
 def measured(lowered: Lowered, devices: Topology, dump: Path | None = None) -> dict[str, Any]:
@@ -117,7 +157,7 @@ def measured(lowered: Lowered, devices: Topology, dump: Path | None = None) -> d
     """
     chips, platform = len(devices.devices), devices.devices[0].platform
     calls, began = lowered.calls, time.perf_counter()
-    flops = calls * counts.products(lowered.traced.jaxpr, lowered.loops)
+    flops = calls * counts.products(lowered.traced.jaxpr, lowered.loops, lowered.kernel)
     found: dict[str, Any] = {"calls": calls, "flops": flops / chips, "arguments": lowered.held}
     if lowered.held > devices.chip.memory:
         return {**found, "fits": False}

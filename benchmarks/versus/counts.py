@@ -26,19 +26,21 @@ _CHANNEL = re.compile(r"channel_id=(\d+)")
 _NAME = re.compile(r"%([\w.-]+)")
 
 
-def products(jaxpr: Any, unknown: Sequence[int] = (1,)) -> float:
+def products(jaxpr: Any, unknown: Sequence[int] = (1,), kernel: float = 0.0) -> float:
     """Operations of the matrix products of a traced program, over all devices.
 
-    2 x outputs x contracted numbers of each; what is recomputed counts again. Of `cond` the dearest
-    branch counts, of an attention kernel every block of its grid: a causal mask skips up to half.
+    2 x outputs x contracted numbers of each; what is recomputed counts again, and of `cond` the
+    dearest branch.
 
     Args:
       unknown: trips of the loops whose end is computed, as of `hlo.places`.
+      kernel: operations of one product of an attention kernel, over all devices: which pairs it
+        sees cannot be read from its grid.
     """
-    return _products(getattr(jaxpr, "jaxpr", jaxpr), unknown, 0)
+    return _products(getattr(jaxpr, "jaxpr", jaxpr), unknown, kernel, 0)
 
 
-def _products(jaxpr: Any, unknown: Sequence[int], depth: int) -> float:
+def _products(jaxpr: Any, unknown: Sequence[int], kernel: float, depth: int) -> float:
     total = 0.0
     for equation in jaxpr.eqns:
         name, given = equation.primitive.name, equation.params
@@ -49,12 +51,30 @@ def _products(jaxpr: Any, unknown: Sequence[int], depth: int) -> float:
             total += 2.0 * math.prod(equation.outvars[0].aval.shape) * inner
         elif name == "while":
             trips = unknown[min(depth, len(unknown) - 1)]
-            total += trips * _products(given["body_jaxpr"].jaxpr, unknown, depth + 1)
+            total += trips * _products(given["body_jaxpr"].jaxpr, unknown, kernel, depth + 1)
         elif name == "cond":
-            total += max(_products(one.jaxpr, unknown, depth) for one in given["branches"])
+            total += max(_products(one.jaxpr, unknown, kernel, depth) for one in given["branches"])
+        elif name == "pallas_call":
+            total += kernel * _dots(given["jaxpr"])
+        elif name == "shard_map":  # its shapes are those of one device
+            size = given["mesh"].size
+            total += size * _products(given["jaxpr"], unknown, kernel / size, depth)
         else:
-            inside = sum(_products(one, unknown, depth) for one in _inner(given))
-            total += _times(name, given) * inside
+            trips = given["length"] if name == "scan" else 1
+            inner = sum(_products(one, unknown, kernel, depth) for one in _inner(given))
+            total += trips * inner
+    return total
+
+
+def _dots(jaxpr: Any) -> int:
+    """The products of a kernel that is run for one block of its grid."""
+    total = 0
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "cond":
+            total += max(_dots(one.jaxpr) for one in equation.params["branches"])
+        else:
+            inside = sum(map(_dots, _inner(equation.params)))
+            total += inside + (equation.primitive.name == "dot_general")
     return total
 
 
@@ -62,17 +82,6 @@ def _inner(given: Mapping[str, Any]) -> list[Any]:
     """The programs among the parameters of an equation."""
     found = (getattr(value, "jaxpr", value) for value in given.values())
     return [one for one in found if hasattr(one, "eqns")]
-
-
-def _times(name: str, given: Mapping[str, Any]) -> int:
-    """How often an equation runs the programs that it holds."""
-    if name == "scan":
-        return given["length"]
-    if name == "pallas_call":
-        return math.prod(given["grid_mapping"].grid)
-    if name == "shard_map":
-        return given["mesh"].size  # its shapes are those of one device
-    return 1
 
 
 def moved(text: str, unknown: Sequence[int] = (1,)) -> float:
