@@ -26,6 +26,7 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import importlib.util
+import json
 import math
 import os
 import time
@@ -245,6 +246,8 @@ def compare(
             "chip_memory": devices.chip.memory,
             "completion_tokens": samples * geometry.max_completion_tokens,
         }
+        # Compiling takes minutes, so that what is known is told.
+        print(json.dumps({f"{name} {devices.name} {contender}": found[contender]}), flush=True)
     return found
 
 

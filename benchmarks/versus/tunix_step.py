@@ -62,7 +62,7 @@ def trace(
       held, computed: dtypes of what is trained and of the forward pass.
     """
     from flax import nnx
-    from tunix.rl.common import TrainExample
+    from tunix.rl.common import TrainExample  # pyright: ignore[reportMissingImports]
 
     with on(mesh):
         trainer, model, optimizer = _abstract(config, sizes, held, computed, learning_rate)
@@ -88,7 +88,8 @@ def trace(
 def on(mesh: Mesh) -> Iterator[None]:
     """Within, JAX says that the mesh's devices are those that are here.
 
-    Tunix drops its sharding constraints where `jax.devices()` names a CPU.
+    Tunix drops its sharding constraints where `jax.devices()` names a CPU, and finds the mesh by
+    the `with` that JAX calls deprecated.
     """
     with mock.patch.object(jax, "devices", return_value=list(mesh.devices.flat)), mesh:
         yield
@@ -100,11 +101,11 @@ def _abstract(
     """Its trainer, and its model and optimizer as shapes."""
     import optax
     from flax import nnx
-    from tunix.models.qwen3.model import Qwen3
-    from tunix.rl import function_registry
-    from tunix.rl.grpo.grpo_learner import GRPOConfig
-    from tunix.rl.rl_cluster import RLTrainingConfig
-    from tunix.rl.trainer import Trainer
+    from tunix.models.qwen3.model import Qwen3  # pyright: ignore[reportMissingImports]
+    from tunix.rl import function_registry  # pyright: ignore[reportMissingImports]
+    from tunix.rl.grpo.grpo_learner import GRPOConfig  # pyright: ignore[reportMissingImports]
+    from tunix.rl.rl_cluster import RLTrainingConfig  # pyright: ignore[reportMissingImports]
+    from tunix.rl.trainer import Trainer  # pyright: ignore[reportMissingImports]
 
     adamw = optax.adamw(learning_rate, b1=0.9, b2=B2, weight_decay=DECAY)
     chain = optax.chain(optax.clip_by_global_norm(CLIP_NORM), adamw)
@@ -140,8 +141,8 @@ def _abstract(
 
 def _model_config(config: ModelConfig, held: str, computed: str) -> Any:
     """Its configuration of the same model."""
-    from tunix.models.qwen3.model import ModelConfig as Theirs
-    from tunix.models.qwen3.model import RematConfig
+    from tunix.models.qwen3.model import ModelConfig as Theirs  # pyright: ignore[reportMissingImports]
+    from tunix.models.qwen3.model import RematConfig  # pyright: ignore[reportMissingImports]
 
     return Theirs(
         num_layers=config.num_layers,
