@@ -27,7 +27,6 @@ from jaxgrpo.training import memory
 
 PACKAGE = "tunix"
 VERSION = "google-tunix"
-THETA = 1_000_000  # of all Qwen3's ropes
 B2, DECAY, CLIP_NORM, EPSILON, BLOCK = 0.99, 0.1, 0.1, 0.2, 256
 """Of configs/qwen3.yaml; BLOCK is that of splash attention."""
 
@@ -144,6 +143,8 @@ def _model_config(config: ModelConfig, held: str, computed: str) -> Any:
     from tunix.models.qwen3.model import ModelConfig as Theirs  # pyright: ignore[reportMissingImports]
     from tunix.models.qwen3.model import RematConfig  # pyright: ignore[reportMissingImports]
 
+    rope = config.pattern[0].rope
+    assert rope is not None, "Qwen3 turns queries and keys"
     return Theirs(
         num_layers=config.num_layers,
         vocab_size=config.vocab_size,
@@ -152,7 +153,7 @@ def _model_config(config: ModelConfig, held: str, computed: str) -> Any:
         num_heads=config.num_heads,
         head_dim=config.head_dim,
         num_kv_heads=config.num_kv_heads,
-        rope_theta=THETA,
+        rope_theta=round(rope.theta),
         norm_eps=config.rms_norm_eps,
         use_tied_embedding=config.tie_embeddings,
         remat_config=RematConfig.DECODER,
