@@ -203,7 +203,8 @@ def collectives(
     """The collectives of a program that is compiled for a mesh.
 
     A TPU takes a collective apart, to compute in between: the parts, inside fusions, share its
-    channel and count as one.
+    channel and count as one, with the fewest trips of them: some stand in loops of what is computed
+    in between, which the collective is not part of.
 
     Args:
       axes: the mesh, name of an axis -> its size, in the order of its devices.
@@ -226,7 +227,7 @@ def collectives(
             channel = _CHANNEL.search(one.rest)
             if name in parts and channel:
                 key = kind, channel[1]
-                if key not in of_channel or of_channel[key].trips < made.trips:
+                if key not in of_channel or made.trips < of_channel[key].trips:
                     of_channel[key] = made
             else:
                 rest.append(made)

@@ -1,0 +1,201 @@
+"""What a program computes and moves, its loops counted with their trips.
+
+XLA's own `cost_analysis` counts the body of a loop once, and kernels not at all.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jaxgrpo.planning import hlo
+from jaxgrpo.planning.hlo import Instruction
+
+FREE = {
+    *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "conditional"),
+    *("call", "after-all", "partition-id", "replica-id", "iota", "broadcast"),
+}
+"""Instructions that move nothing themselves; broadcasts and iotas that stand alone are small."""
+SLICES = ("dynamic-slice", "slice", "gather")
+PARTED = hlo.KINDS
+"""Collectives: inside a fusion they are parts of one, which is counted once, by its channel."""
+_LAID_OUT = re.compile(r"\b([a-z]+)(\d*)[a-z0-9]*\[([\d,]*)\](\{[^}]*\})?")
+_CHANNEL = re.compile(r"channel_id=(\d+)")
+_NAME = re.compile(r"%([\w.-]+)")
+
+
+def products(jaxpr: Any, unknown: Sequence[int] = (1,), kernel: float = 0.0) -> float:
+    """Operations of the matrix products of a traced program, over all devices.
+
+    2 x outputs x contracted numbers of each; what is recomputed counts again, and of `cond` the
+    dearest branch.
+
+    Args:
+      unknown: trips of the loops whose end is computed, as of `hlo.places`.
+      kernel: operations of one product of an attention kernel, over all devices: which pairs it
+        sees cannot be read from its grid.
+    """
+    return _products(getattr(jaxpr, "jaxpr", jaxpr), unknown, kernel, 0)
+
+
+def _products(jaxpr: Any, unknown: Sequence[int], kernel: float, depth: int) -> float:
+    total = 0.0
+    for equation in jaxpr.eqns:
+        name, given = equation.primitive.name, equation.params
+        if name == "dot_general":
+            (contracted, _), _ = given["dimension_numbers"]
+            shape = equation.invars[0].aval.shape
+            inner = math.prod(shape[dimension] for dimension in contracted)
+            total += 2.0 * math.prod(equation.outvars[0].aval.shape) * inner
+        elif name == "while":
+            trips = unknown[min(depth, len(unknown) - 1)]
+            total += trips * _products(given["body_jaxpr"].jaxpr, unknown, kernel, depth + 1)
+        elif name == "cond":
+            total += max(_products(one.jaxpr, unknown, kernel, depth) for one in given["branches"])
+        elif name == "pallas_call":
+            total += kernel * _dots(given["jaxpr"])
+        elif name == "shard_map":  # its shapes are those of one device
+            size = given["mesh"].size
+            total += size * _products(given["jaxpr"], unknown, kernel / size, depth)
+        else:
+            trips = given["length"] if name == "scan" else 1
+            inner = sum(_products(one, unknown, kernel, depth) for one in _inner(given))
+            total += trips * inner
+    return total
+
+
+def _dots(jaxpr: Any) -> int:
+    """The products of a kernel that is run for one block of its grid."""
+    total = 0
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "cond":
+            total += max(_dots(one.jaxpr) for one in equation.params["branches"])
+        else:
+            inside = sum(map(_dots, _inner(equation.params)))
+            total += inside + (equation.primitive.name == "dot_general")
+    return total
+
+
+def _inner(given: Mapping[str, Any]) -> list[Any]:
+    """The programs among the parameters of an equation."""
+    found = (getattr(value, "jaxpr", value) for value in given.values())
+    return [one for one in found if hasattr(one, "eqns")]
+
+
+def moved(text: str, unknown: Sequence[int] = (1,)) -> float:
+    """Bytes of its main memory that a device reads and writes in a compiled program.
+
+    Of every instruction outside fusions what it reads and what it gives. A fusion that reads or
+    writes slices of an array moves those; arrays in on-chip memory, S(1), move nothing.
+
+    Args:
+      unknown: as of `products`.
+    """
+    found, entry = hlo.computations(text)
+    inside = {name for body in found.values() for one in body for name in _not_run(one)}
+    total, parted = 0.0, {}
+    for name, place in hlo.places(found, entry, unknown).items():
+        if name in inside:
+            parts = [one for one in found[name] if one.code in PARTED]
+            for one in parts:  # those of a collective may stand in a loop that it is not part of
+                key = one.code, _CHANNEL.findall(one.rest)[0]
+                made = place.trips * _bytes(one.result, everywhere=True)
+                parted[key] = min(made, parted.get(key, made))
+            continue
+        size_of = {one.name: _bytes(one.result) for one in found[name]}
+        for one in found[name]:
+            total += place.trips * _moved(one, size_of, found)
+    return total + sum(parted.values())
+
+
+def _not_run(one: Instruction) -> list[str]:
+    """Computations that are part of an instruction: fused ones, and those that reduce."""
+    return one.called if one.code not in ("call", "conditional", "async-start") else []
+
+
+def _moved(one: Instruction, size_of: Mapping[str, int], found: Mapping[str, Any]) -> float:
+    if one.code in FREE or one.code.endswith(("-done", "-update")):
+        return 0
+    if one.name.startswith("async-collective-"):
+        return 0  # the ends of a collective whose parts are in fusions
+    if one.code.endswith("-start"):  # what it takes and what it gives stand in its result
+        return _bytes(one.result)
+    operands = _operands(one)
+    given = size_of[one.name]
+    if one.code in ("dynamic-slice", "gather", "slice"):
+        return 2 * given
+    if one.code == "dynamic-update-slice":
+        return 2 * size_of.get(operands[1], 0)
+    if one.code == "fusion":
+        return _of_fusion(one, operands, size_of, found)
+    return given + sum(size_of.get(name, 0) for name in operands)
+
+
+def _of_fusion(
+    one: Instruction, operands: Sequence[str], size_of: Mapping[str, int], found: Mapping[str, Any]
+) -> float:
+    body = _body(one, found)
+    by_name = {inner.name: inner for inner in body}
+    total = 0.0
+    for place, name in enumerate(operands):
+        total += min(size_of.get(name, 0), _read(one, place, found))
+    roots = [inner for inner in body if inner.is_root]
+    if roots and roots[0].code == "tuple":
+        roots = [by_name[name] for name in _operands(roots[0]) if name in by_name]
+    return total + min(sum(_written(root, by_name) for root in roots), size_of[one.name])
+
+
+def _read(one: Instruction, place: int, found: Mapping[str, Any]) -> float:
+    """Bytes that a fusion reads of one of its operands, wherever that lies."""
+    body = _body(one, found)
+    starts = [inner for inner in body if inner.code == "parameter"]
+    start = next((inner for inner in starts if inner.rest.startswith(f"{place})")), None)
+    if start is None:
+        return 0
+    whole = _bytes(start.result, everywhere=True)
+    total, names = 0.0, {start.name}
+    for inner in body:  # in the order in which they run
+        places = [at for at, name in enumerate(_operands(inner)) if name in names]
+        if not places or inner.code in PARTED or (inner.is_root and inner.code == "tuple"):
+            continue
+        if inner.code == "bitcast":
+            names.add(inner.name)
+        elif inner.code in SLICES and places == [0]:
+            total += _bytes(inner.result, everywhere=True)
+        elif inner.code == "fusion":
+            total += sum(_read(inner, at, found) for at in places)
+        elif inner.code != "dynamic-update-slice" or places != [0]:
+            total += whole
+    return min(total, whole)
+
+
+def _written(root: Instruction, by_name: Mapping[str, Instruction]) -> int:
+    """Bytes that a fusion writes of an array which it gives."""
+    operands = _operands(root)
+    if root.code == "parameter" or root.code in PARTED:
+        return 0  # it was there, or is counted with its collective
+    if root.code == "bitcast" and operands and operands[0] in by_name:
+        return _written(by_name[operands[0]], by_name)
+    if root.code == "dynamic-update-slice" and operands[1] in by_name:
+        return _bytes(by_name[operands[1]].result, everywhere=True)
+    return _bytes(root.result)
+
+
+def _body(one: Instruction, found: Mapping[str, Any]) -> list[Instruction]:
+    return [inner for name in one.called for inner in found.get(name, ())]
+
+
+def _operands(one: Instruction) -> list[str]:
+    return _NAME.findall(one.rest.split(")")[0])
+
+
+def _bytes(result: str, everywhere: bool = False) -> int:
+    """Of the arrays of a type as HLO writes it; those outside main memory only if `everywhere`."""
+    total = 0
+    for kind, bits, sizes, layout in _LAID_OUT.findall(result):
+        if everywhere or "S(" not in layout:
+            shape = tuple(int(size) for size in sizes.split(",") if size)
+            total += hlo.Array(kind + bits, shape).bytes
+    return total
