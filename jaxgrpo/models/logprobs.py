@@ -38,8 +38,8 @@ class Head(NamedTuple):
     unembed: Callable[[Any, Array], Array]  # (weights as they are read, hidden) -> logits
     as_read: Callable[[Any], Any] = lambda weights: weights
     """weights as held -> as read: narrower, gathered. Once in each direction, before the chunks"""
-    as_held: Callable[[Any], Any] = lambda gradient: gradient
-    """lays the gradient out as the weights are; its bins are added up in there, once"""
+    as_held: Callable[[Any], Any] = lambda sums: jax.tree.map(lambda leaf: leaf.sum(0), sums)
+    """adds up the gradients [D, ...] of all bins, laid out as the weights are held; once"""
 
 
 def token_logprobs(
@@ -423,7 +423,7 @@ def _chunks_to_compute(hidden: Array, count: Array | None, chunk: int) -> Array:
 
 def _over_bins(settings: _Settings, sums: Any, weights: Any) -> Any:
     """The gradient of the weights as they are held, from sums [D, ...] of each bin."""
-    gradient = settings.head.as_held(jax.tree.map(lambda leaf: leaf.sum(0), sums))
+    gradient = settings.head.as_held(sums)
     return jax.tree.map(lambda d, leaf: d.astype(leaf.dtype), gradient, weights)
 
 

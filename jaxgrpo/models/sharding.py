@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.experimental import mesh_utils, multihost_utils
@@ -260,6 +261,33 @@ def constrain(mesh: Mesh, rules: Rules = TRAINING) -> Constrain:
         return jax.lax.with_sharding_constraint(value, named(mesh, *kept, rules=rules))
 
     return apply
+
+
+def sum_over_bins(parts: Array, layout: NamedSharding) -> Array:
+    """The sum of parts [D, ...] of all bins, laid out as `layout` says for what is left.
+
+    Devices that divide a dimension of it among them add up only what each keeps, a reduce-scatter;
+    left to XLA they may add up all of it, an all-reduce of twice the bytes, and drop the rest. So
+    does XLA for TPUs with a last dimension that is divided, which is therefore laid out first.
+    """
+    mesh, kept = layout.mesh, [*layout.spec, *[None] * (parts.ndim - 1 - len(layout.spec))]
+    bins = TRAINING["bins"]
+    assert isinstance(bins, tuple)
+    divided = {axis: kept.index(axis) for axis in bins if axis in kept}
+
+    def one(part: Array) -> Array:
+        total = part.sum(0)
+        for axis, dimension in divided.items():
+            size = total.shape[dimension] // mesh.shape[axis]
+            split = (mesh.shape[axis], size)
+            pieces = total.reshape(*total.shape[:dimension], *split, *total.shape[dimension + 1 :])
+            total = jax.lax.psum_scatter(jnp.moveaxis(pieces, dimension, 0), axis)
+        whole = tuple(axis for axis in bins if axis not in divided)
+        return jax.lax.psum(total, whole) if whole else total
+
+    taken = (None if axis in divided else axis for axis in kept)
+    given, left = PartitionSpec(bins, *taken), PartitionSpec(*kept)
+    return jax.shard_map(one, mesh=mesh, in_specs=given, out_specs=left)(parts)
 
 
 def put(value: Any, sharding: Sharding) -> Array:

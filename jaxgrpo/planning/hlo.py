@@ -204,7 +204,8 @@ def collectives(
 
     A TPU takes a collective apart, to compute in between: the parts, inside fusions, share its
     channel and count as one, with the fewest trips of them: some stand in loops of what is computed
-    in between, which the collective is not part of.
+    in between, which the collective is not part of. And its reduce-scatter is a fusion of an
+    all-reduce and the slice that is kept.
 
     Args:
       axes: the mesh, name of an axis -> its size, in the order of its devices.
@@ -222,8 +223,10 @@ def collectives(
                 continue
             group, along = _extent(one.rest, axes)
             source = _SOURCE.search(one.rest)
-            named = source[1] if source else ""
-            made = Collective(kind, along, tuple(_given(one)), group, *place, named)
+            named, given = source[1] if source else "", _given(one)
+            if kind == "all-reduce" and (kept := _kept(one, found[name])):
+                kind, given = "reduce-scatter", kept
+            made = Collective(kind, along, tuple(given), group, *place, named)
             channel = _CHANNEL.search(one.rest)
             if name in parts and channel:
                 key = kind, channel[1]
@@ -244,6 +247,13 @@ def arrays(text: str) -> Iterator[Array]:
 def fused(one: Instruction) -> list[str]:
     """The computation that a fusion is."""
     return one.called if one.code == "fusion" else []
+
+
+def _kept(one: Instruction, body: Sequence[Instruction]) -> list[Array]:
+    """The slice of an all-reduce that its computation gives, where it gives nothing else."""
+    root = _root(body)
+    is_slice = root is not None and root.code == "dynamic-slice"
+    return root.arrays if is_slice and _operands(root)[:1] == [one.name] else []
 
 
 def _given(one: Instruction) -> list[Array]:

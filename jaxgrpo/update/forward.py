@@ -151,7 +151,7 @@ def head_of(blueprint: Blueprint, params: Params) -> Head:
         weights=params[name],
         unembed=lambda weights, hidden: model.unembed({name: weights}, hidden),
         as_read=as_read,
-        as_held=lambda gradient: jax.lax.with_sharding_constraint(gradient, held),
+        as_held=lambda sums: jax.tree.map(sharding.sum_over_bins, sums, held),
     )
 
 

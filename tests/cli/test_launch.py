@@ -14,8 +14,10 @@ import psutil
 import pytest
 import small_run
 
+from jaxgrpo.cli import launch
 from jaxgrpo.cli.launch import environments
 from jaxgrpo.cli.main import COMMANDS, JOIN, JOINING, main
+from jaxgrpo.training import peers
 from jaxgrpo.training.process import PROCESS_VARIABLES
 
 JUDGES = '''
@@ -203,3 +205,20 @@ def test_harm_to_one_process_ends_all_soon_with_the_reason_and_the_run_goes_on(
     _, errors = run.communicate(timeout=200)
     assert run.returncode == 0, errors
     assert [line["step"] for line in small_run.metrics(tmp_path / "r")] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("codes", [[6, 9], [9, 6], [6, -9]])
+def test_a_process_that_follows_another_does_not_hide_its_exit_code(codes):
+    """Both have ended before the launcher looks: the one that follows may come first."""
+    job = launch._Job(["train"], [{}, {}])
+    for code in codes:
+        body = f"os.kill(os.getpid(), {-code})" if code < 0 else f"os._exit({code})"
+        command = [sys.executable, "-c", f"import os; {body}"]
+        job.children.append(subprocess.Popen(command))
+        job.outputs.append(None)
+    for child in job.children:
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    job._look()
+    assert job.shown == {0, 1}
+    assert job.first == (137 if -9 in codes else 9)
+    assert launch.LOST == peers.LOST

@@ -193,3 +193,17 @@ def test_meshes_without_common_parts_are_told():
     assert common.strides == (4, 2, 1)
     six = sharding.make_mesh(fsdp=3, tensor=2, devices=devices[:6])
     assert refined([six, sharding.sampling_mesh(six, 3)]) is None
+
+
+@pytest.mark.parametrize("sizes", [{"fsdp": 4}, {"data": 2, "fsdp": 2}, {"fsdp": 2, "tensor": 2}])
+@pytest.mark.parametrize("axes", [("vocab", "embed"), ("embed", "norm"), ("norm", "vocab")])
+def test_gradients_of_bins_are_added_up_where_they_are_kept(sizes, axes):
+    mesh = sharding.make_mesh(**sizes)
+    layout = sharding.named(mesh, *axes)
+    parts = np.random.default_rng(0).normal(size=(2 * sharding.num_bins(mesh), 8, 12))
+    program = jax.jit(lambda parts: sharding.sum_over_bins(parts, layout))
+    total = program(jnp.asarray(parts, jnp.float32))
+    assert total.sharding.is_equivalent_to(layout, 2)
+    np.testing.assert_allclose(total, parts.sum(0), rtol=1e-5, atol=1e-6)
+    text = program.lower(parts).compile().as_text()
+    assert ("reduce-scatter(" in text) == ("embed" in axes)
