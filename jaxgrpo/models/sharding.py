@@ -268,7 +268,8 @@ def sum_over_bins(parts: Array, layout: NamedSharding) -> Array:
 
     Devices that divide a dimension of it among them add up only what each keeps, a reduce-scatter;
     left to XLA they may add up all of it, an all-reduce of twice the bytes, and drop the rest. So
-    does XLA for TPUs with a last dimension that is divided, which is therefore laid out first.
+    does XLA for TPUs where a last dimension is divided: then the first is, and what is left of it
+    is exchanged for parts of the last.
     """
     mesh, kept = layout.mesh, [*layout.spec, *[None] * (parts.ndim - 1 - len(layout.spec))]
     bins = TRAINING["bins"]
@@ -278,10 +279,12 @@ def sum_over_bins(parts: Array, layout: NamedSharding) -> Array:
     def one(part: Array) -> Array:
         total = part.sum(0)
         for axis, dimension in divided.items():
-            size = total.shape[dimension] // mesh.shape[axis]
-            split = (mesh.shape[axis], size)
-            pieces = total.reshape(*total.shape[:dimension], *split, *total.shape[dimension + 1 :])
-            total = jax.lax.psum_scatter(jnp.moveaxis(pieces, dimension, 0), axis)
+            rows, rest = total.shape[0], [(0, 0)] * (total.ndim - 1)
+            short = -rows % mesh.shape[axis] if dimension else 0
+            filled = jnp.pad(total, [(0, short), *rest])
+            total = jax.lax.psum_scatter(filled, axis, tiled=True)
+            if dimension:
+                total = jax.lax.all_to_all(total, axis, dimension, 0, tiled=True)[:rows]
         whole = tuple(axis for axis in bins if axis not in divided)
         return jax.lax.psum(total, whole) if whole else total
 

@@ -196,11 +196,19 @@ def test_meshes_without_common_parts_are_told():
 
 
 @pytest.mark.parametrize("sizes", [{"fsdp": 4}, {"data": 2, "fsdp": 2}, {"fsdp": 2, "tensor": 2}])
-@pytest.mark.parametrize("axes", [("vocab", "embed"), ("embed", "norm"), ("norm", "vocab")])
-def test_gradients_of_bins_are_added_up_where_they_are_kept(sizes, axes):
+@pytest.mark.parametrize(
+    ("axes", "shape"),
+    [
+        (("vocab", "embed"), (10, 12)),
+        (("norm", "embed"), (5, 8)),
+        (("embed", "norm"), (8, 3)),
+        (("norm", "vocab"), (8, 12)),
+    ],
+)
+def test_gradients_of_bins_are_added_up_where_they_are_kept(sizes, axes, shape):
     mesh = sharding.make_mesh(**sizes)
     layout = sharding.named(mesh, *axes)
-    parts = np.random.default_rng(0).normal(size=(2 * sharding.num_bins(mesh), 8, 12))
+    parts = np.random.default_rng(0).normal(size=(2 * sharding.num_bins(mesh), *shape))
     program = jax.jit(lambda parts: sharding.sum_over_bins(parts, layout))
     total = program(jnp.asarray(parts, jnp.float32))
     assert total.sharding.is_equivalent_to(layout, 2)
