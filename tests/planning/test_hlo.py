@@ -277,7 +277,7 @@ def test_collectives_of_a_real_program_are_those_it_was_made_of(platform):
 
 @pytest.mark.parametrize("platform", ["cpu", "tpu"])
 def test_a_reduce_scatter_of_a_real_program_is_one(platform):
-    """A TPU makes it of an all-reduce and a slice, in a fusion. Three rings take a third each: of other sizes it exchanges the rest."""
+    """A TPU makes it of an all-reduce and a slice, in a fusion. Three rings take a third each."""
     devices = jax.devices() if platform == "cpu" else topologies.topology("v5e:2x2").devices
     mesh = sharding.make_mesh(fsdp=4, devices=devices)
     layout = sharding.named(mesh, "embed", "vocab")
