@@ -252,8 +252,9 @@ def fused(one: Instruction) -> list[str]:
 def _kept(one: Instruction, body: Sequence[Instruction]) -> list[Array]:
     """The slice of an all-reduce that its computation gives, where it gives nothing else."""
     root = _root(body)
-    is_slice = root is not None and root.code == "dynamic-slice"
-    return root.arrays if is_slice and _operands(root)[:1] == [one.name] else []
+    if root is None or root.code != "dynamic-slice" or _operands(root)[0] != one.name:
+        return []
+    return root.arrays
 
 
 def _given(one: Instruction) -> list[Array]:
