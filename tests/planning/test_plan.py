@@ -214,7 +214,7 @@ def temporaries(found: plan.Plan, name: str) -> int:
     return next(one.temporaries for one in found.planned if one.name == name)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_twice_the_prompts_or_tokens_take_more_activations():
     """A micro-batch has at most a quarter of a step's tokens, so it grows with the prompts."""
     once = planned_for_chips()

@@ -60,6 +60,7 @@ def lines(bucket: gcs_server.Bucket, name: str = "run") -> list[dict[str, Any]]:
     ]
 
 
+@pytest.mark.full
 def test_a_killed_run_goes_on_and_ends_as_a_local_one(bucket, tmp_path):
     base = Path(small_run.base())
     storage.upload_folder(base, "gs://bucket/base")

@@ -131,7 +131,7 @@ for step in itertools.count(first + 1):
 """
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_kill_at_any_moment_leaves_a_complete_step(tmp_path, python, environment):
     draw, last = random.Random(0), 0
     command = [python, "-c", SAVE_FOR_EVER, str(tmp_path)]

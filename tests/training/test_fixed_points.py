@@ -178,6 +178,7 @@ def test_a_target_validity_is_the_mean_over_prompts_under_one_beta(base, tmp_pat
     assert run.metrics[-1]["add_kl_return_for_validity/beta"] == pytest.approx(1 / push, abs=0.01)
 
 
+@pytest.mark.full
 def test_alpha_dpg_leads_to_the_filtered_model(base, tmp_path):
     found, _ = train(base, tmp_path, recipe="alpha_dpg")
     assert found[:3].sum() > 0.99

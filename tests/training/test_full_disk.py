@@ -60,6 +60,7 @@ def wait_for(file: Path) -> None:
         time.sleep(0.01)
 
 
+@pytest.mark.full
 def test_a_run_goes_on_while_the_disk_is_full_and_ends_as_if_it_had_never_been(tmp_path, capsys):
     def letters(completions, **columns):
         return [float(len(text)) for text in completions]
