@@ -268,6 +268,7 @@ ROWS = (
     ("main memory moved, GB", "moved", 1e9),
     ("sent to other chips, GB", "sent", 1e9),
 )
+PER_TOKEN = (("MFLOP", "flops", 1e6), ("kB moved", "moved", 1e3), ("kB sent", "sent", 1e3))
 
 
 def show(title: str, found: Mapping[str, Mapping[str, Any]], console: Console) -> None:
@@ -278,9 +279,8 @@ def show(title: str, found: Mapping[str, Mapping[str, Any]], console: Console) -
         cells = [f"{one[key] / unit:,.2f}" if one.get(key) else "" for one in found.values()]
         table.add_row(label, *cells)
     table.add_row("largest array", *(one.get("largest", "") for one in found.values()))
-    for label, key, unit in (("MFLOP", "flops", 1e6), ("kB moved", "moved", 1e3)):
+    for label, key, unit in PER_TOKEN:
         table.add_row(f"{label} per token", *(per_token(one, key, unit) for one in found.values()))
-    table.add_row("kB sent per token", *(per_token(one, "sent", 1e3) for one in found.values()))
     table.add_row("calls", *(str(one["calls"]) for one in found.values()))
     fits = ["yes" if one["fits"] else "no" for one in found.values()]
     table.add_row("fits", *fits)

@@ -23,7 +23,6 @@ PARTED = hlo.KINDS
 """Collectives: inside a fusion they are parts of one, which is counted once, by its channel."""
 _LAID_OUT = re.compile(r"\b([a-z]+)(\d*)[a-z0-9]*\[([\d,]*)\](\{[^}]*\})?")
 _CHANNEL = re.compile(r"channel_id=(\d+)")
-_NAME = re.compile(r"%([\w.-]+)")
 
 
 def products(jaxpr: Any, unknown: Sequence[int] = (1,), kernel: float = 0.0) -> float:
@@ -122,7 +121,7 @@ def _moved(one: Instruction, size_of: Mapping[str, int], found: Mapping[str, Any
         return 0  # the ends of a collective whose parts are in fusions
     if one.code.endswith("-start"):  # what it takes and what it gives stand in its result
         return _bytes(one.result)
-    operands = _operands(one)
+    operands = hlo.operands(one)
     given = size_of[one.name]
     if one.code in ("dynamic-slice", "gather", "slice"):
         return 2 * given
@@ -143,7 +142,7 @@ def _of_fusion(
         total += min(size_of.get(name, 0), _read(one, place, found))
     roots = [inner for inner in body if inner.is_root]
     if roots and roots[0].code == "tuple":
-        roots = [by_name[name] for name in _operands(roots[0]) if name in by_name]
+        roots = [by_name[name] for name in hlo.operands(roots[0]) if name in by_name]
     return total + min(sum(_written(root, by_name) for root in roots), size_of[one.name])
 
 
@@ -157,7 +156,7 @@ def _read(one: Instruction, place: int, found: Mapping[str, Any]) -> float:
     whole = _bytes(start.result, everywhere=True)
     total, names = 0.0, {start.name}
     for inner in body:  # in the order in which they run
-        places = [at for at, name in enumerate(_operands(inner)) if name in names]
+        places = [at for at, name in enumerate(hlo.operands(inner)) if name in names]
         if not places or inner.code in PARTED or (inner.is_root and inner.code == "tuple"):
             continue
         if inner.code == "bitcast":
@@ -173,7 +172,7 @@ def _read(one: Instruction, place: int, found: Mapping[str, Any]) -> float:
 
 def _written(root: Instruction, by_name: Mapping[str, Instruction]) -> int:
     """Bytes that a fusion writes of an array which it gives."""
-    operands = _operands(root)
+    operands = hlo.operands(root)
     if root.code == "parameter" or root.code in PARTED:
         return 0  # it was there, or is counted with its collective
     if root.code == "bitcast" and operands and operands[0] in by_name:
@@ -185,10 +184,6 @@ def _written(root: Instruction, by_name: Mapping[str, Instruction]) -> int:
 
 def _body(one: Instruction, found: Mapping[str, Any]) -> list[Instruction]:
     return [inner for name in one.called for inner in found.get(name, ())]
-
-
-def _operands(one: Instruction) -> list[str]:
-    return _NAME.findall(one.rest.split(")")[0])
 
 
 def _bytes(result: str, everywhere: bool = False) -> int:

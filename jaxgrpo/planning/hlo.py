@@ -166,7 +166,7 @@ def _trips(
     constants, root = _constants(condition), _root(condition)
     if root is None or root.code != "compare" or "direction=LT" not in root.rest:
         return None
-    counter, *limit = _operands(root)
+    counter, *limit = operands(root)
     if not limit or limit[0] not in constants:
         return None
     place = next((_INDEX.search(one.rest) for one in condition if one.name == counter), None)
@@ -176,12 +176,12 @@ def _trips(
 def _step(body: Sequence[Instruction], place: int) -> int:
     """What the body of a loop adds to the counter, which is at a place of what it carries."""
     root, by_name = _root(body), {one.name: one for one in body}
-    carried = _operands(root) if root is not None and root.code == "tuple" else []
+    carried = operands(root) if root is not None and root.code == "tuple" else []
     made = by_name.get(carried[place]) if place < len(carried) else None
     constants = _constants(body)
     if made is None or made.code != "add":
         return 1
-    return next((constants[name] for name in _operands(made) if name in constants), 1)
+    return next((constants[name] for name in operands(made) if name in constants), 1)
 
 
 def _constants(body: Sequence[Instruction]) -> dict[str, int]:
@@ -193,7 +193,8 @@ def _root(body: Sequence[Instruction]) -> Instruction | None:
     return next((one for one in body if one.is_root), None)
 
 
-def _operands(one: Instruction) -> list[str]:
+def operands(one: Instruction) -> list[str]:
+    """The names of what an instruction takes."""
     return re.findall(r"%([\w.-]+)", one.rest.split(")")[0])
 
 
@@ -252,7 +253,7 @@ def fused(one: Instruction) -> list[str]:
 def _kept(one: Instruction, body: Sequence[Instruction]) -> list[Array]:
     """The slice of an all-reduce that its computation gives, where it gives nothing else."""
     root = _root(body)
-    if root is None or root.code != "dynamic-slice" or _operands(root)[0] != one.name:
+    if root is None or root.code != "dynamic-slice" or operands(root)[0] != one.name:
         return []
     return root.arrays
 
@@ -261,7 +262,7 @@ def _given(one: Instruction) -> list[Array]:
     """What a collective gives. A -start gives a tuple of what it takes and then of that."""
     if not one.code.endswith("-start") or one.code == "all-reduce-start":
         return one.arrays
-    count = len(_operands(one))
+    count = len(operands(one))
     return one.arrays[count : 2 * count]
 
 
