@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -27,6 +27,7 @@ Rules = Mapping[str, str | tuple[str, ...] | None]
 TRAINING: Rules = {
     # activations
     "bins": ("data", "fsdp"),
+    "parts": "data",  # the same dimension, where another one is divided over fsdp
     "rows": None,
     "sequence": "context",
     # parameters
@@ -258,9 +259,50 @@ def constrain(mesh: Mesh, rules: Rules = TRAINING) -> Constrain:
 
     def apply(value: Array, axes: tuple[str | None, ...]) -> Array:
         kept = (None if size == 1 else name for name, size in zip(axes, value.shape, strict=True))
-        return jax.lax.with_sharding_constraint(value, named(mesh, *kept, rules=rules))
+        partition = in_part(mesh, spec((*kept,), rules), value.shape)
+        return jax.lax.with_sharding_constraint(value, NamedSharding(mesh, partition))
 
     return apply
+
+
+def in_part(mesh: Mesh, partition: PartitionSpec, shape: Sequence[int]) -> PartitionSpec:
+    """A partition by `spec`, as it is inside `over_data`: dimensions that hold the bins of one part
+    of the axis "data" are not divided over it, which `over_data` does."""
+
+    def one(split: Any, size: int) -> Any:
+        names = _names(split)
+        if "data" not in names or size % num_bins(mesh) == 0:
+            return split
+        return tuple(name for name in names if name != "data") or None
+
+    return PartitionSpec(*map(one, partition, shape))
+
+
+def over_data(mesh: Mesh, function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of the bins of each part of the axis "data" by itself: results [data, ...].
+
+    So what it sums over bins is not summed over "data", and can be after a loop, once.
+
+    Args:
+      function: (shared, by bins [D, ...], shared) -> results; inside it D is fsdp.
+    """
+    parts = mesh.shape["data"]
+
+    def divided(leaf: Array) -> Array:
+        if leaf.ndim == 0:
+            return jnp.broadcast_to(leaf, parts)
+        leaf = leaf.reshape(parts, -1, *leaf.shape[1:])
+        return jax.lax.with_sharding_constraint(
+            leaf, NamedSharding(mesh, PartitionSpec("data", "fsdp"))
+        )
+
+    each = jax.vmap(function, in_axes=(None, 0, None), spmd_axis_name="data")
+    return lambda shared, bins, others: each(shared, jax.tree.map(divided, bins), others)
+
+
+def of_each_part(layout: NamedSharding) -> NamedSharding:
+    """The layout of an array of `over_data` whose entries [data, ...] are laid out as `layout`."""
+    return NamedSharding(layout.mesh, PartitionSpec("data", *layout.spec))
 
 
 def sum_over_bins(parts: Array, layout: NamedSharding) -> Array:
@@ -268,13 +310,31 @@ def sum_over_bins(parts: Array, layout: NamedSharding) -> Array:
 
     Devices that divide a dimension of it among them add up only what each keeps, a reduce-scatter;
     left to XLA they may add up all of it, an all-reduce of twice the bytes, and drop the rest. So
-    does XLA for TPUs where a last dimension is divided: then the first is, and what is left of it
-    is exchanged for parts of the last.
+    does XLA for TPUs where a dimension behind the first is divided: then the first is, and what is
+    left of it is exchanged for parts of the other.
     """
+    mesh = layout.mesh
+    assert isinstance(mesh, Mesh)
+
+    @jax.custom_batching.custom_vmap
+    def total(parts: Array) -> Array:
+        # Inside `over_data` it is traced for its shape, and not computed.
+        inside = len(parts) % num_bins(mesh) > 0
+        return parts.sum(0) if inside else _summed(parts, layout, each_part=False)
+
+    @total.def_vmap
+    def _(size: int, batched: list[bool], parts: Array) -> tuple[Array, bool]:  # by `over_data`
+        return _summed(parts.reshape(-1, *parts.shape[2:]), layout, each_part=True), True
+
+    return total(parts)
+
+
+def _summed(parts: Array, layout: NamedSharding, each_part: bool) -> Array:
+    """`sum_over_bins` of all bins, or [data, ...] of those of each part of the axis "data"."""
     mesh, kept = layout.mesh, [*layout.spec, *[None] * (parts.ndim - 1 - len(layout.spec))]
-    bins = TRAINING["bins"]
-    assert isinstance(bins, tuple)
-    divided = {axis: kept.index(axis) for axis in bins if axis in kept}
+    bins = _names(TRAINING["bins"])
+    over = [axis for axis in bins if not (each_part and axis == "data")]
+    divided = {axis: kept.index(axis) for axis in over if axis in kept}
 
     def one(part: Array) -> Array:
         total = part.sum(0)
@@ -285,11 +345,13 @@ def sum_over_bins(parts: Array, layout: NamedSharding) -> Array:
             total = jax.lax.psum_scatter(filled, axis, tiled=True)
             if dimension:
                 total = jax.lax.all_to_all(total, axis, dimension, 0, tiled=True)[:rows]
-        whole = tuple(axis for axis in bins if axis not in divided)
-        return jax.lax.psum(total, whole) if whole else total
+        whole = tuple(axis for axis in over if axis not in divided)
+        total = jax.lax.psum(total, whole) if whole else total
+        return total[None] if each_part else total
 
     taken = (None if axis in divided else axis for axis in kept)
-    given, left = PartitionSpec(bins, *taken), PartitionSpec(*kept)
+    given = PartitionSpec(bins, *taken)
+    left = of_each_part(layout).spec if each_part else PartitionSpec(*kept)
     return jax.shard_map(one, mesh=mesh, in_specs=given, out_specs=left)(parts)
 
 
@@ -313,5 +375,9 @@ def to_host(tree: Any) -> Any:
 
 
 def _ways(mesh: AnyMesh, split: str | tuple[str, ...] | None) -> int:
-    names = (split,) if isinstance(split, str) else split or ()
-    return math.prod(mesh.shape[name] for name in names)
+    return math.prod(mesh.shape[name] for name in _names(split))
+
+
+def _names(split: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    """The axes of a mesh that divide a dimension."""
+    return (split,) if isinstance(split, str) else split or ()

@@ -58,8 +58,12 @@ def forward(
     micro: TrainBatch,
     entropy: Entropy = "none",
     reference: Params | None = None,
+    fullest: Array | None = None,
 ) -> tuple[Array, dict[str, Array]]:
     """One micro-batch under `params`, against the whole distributions of `reference` if given.
+
+    Args:
+      fullest: tokens of the fullest bin's rows, where `micro` has not all bins; None: it has.
 
     Returns: (log-probs of the chosen tokens, the quantities of OF_PASS and what goes with them),
     [D, R, Q] each, 0 at padding. There is a policy_entropy where `entropy` asks for it, with
@@ -75,7 +79,7 @@ def forward(
         flat.targets,
         temperature=temperature,
         entropy=entropy,
-        count=flat.count,
+        count=_filled(flat, fullest),
     )
     fields = {} if values is None else {"policy_entropy": values}
     if reference is not None:
@@ -90,11 +94,18 @@ def forward(
 
 
 def loss_of_tokens(
-    blueprint: Blueprint, params: Params, micro: TrainBatch, states: Mapping[str, Any]
+    blueprint: Blueprint,
+    params: Params,
+    micro: TrainBatch,
+    states: Mapping[str, Any],
+    fullest: Array | None = None,
 ) -> tuple[Array, Array, dict[str, Array]]:
     """(loss of a micro-batch, and what `forward` returns, without gradient), in one pass.
 
     For an objective whose loss of a token depends on no other token.
+
+    Args:
+      fullest: as of `forward`.
     """
     objective = blueprint.objective
     flat = flatten(micro, blueprint.geometry.tokens)
@@ -127,7 +138,7 @@ def loss_of_tokens(
         states,
         temperature=blueprint.sampling.temperature or 1.0,
         entropy=objective.entropy,
-        count=flat.count,
+        count=_filled(flat, fullest),
     )
     rows = functools.partial(in_rows, micro, flat)
     fields = {} if entropy is None else {"policy_entropy": rows(entropy)}
@@ -187,6 +198,17 @@ def flatten(micro: TrainBatch, size: int) -> Flat:
         place=place,
         count=(micro.segment > 0).sum((1, 2), dtype=jnp.int32),
     )
+
+
+def fullest(micro: TrainBatch) -> Array:
+    """[]: the tokens of the fullest bin's rows."""
+    return (micro.segment > 0).sum((1, 2), dtype=jnp.int32).max()
+
+
+def _filled(flat: Flat, fullest: Array | None) -> Array:
+    """[D]: tokens of rows that the head computes. It takes as many chunks as the fullest bin needs,
+    and the parts of `sharding.over_data` are computed in one loop, so in all of them the same."""
+    return flat.count if fullest is None else jnp.broadcast_to(fullest, flat.count.shape)
 
 
 def hidden_states(

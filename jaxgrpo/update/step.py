@@ -26,6 +26,7 @@ from jaxgrpo.update.forward import (
     Blueprint,
     as_computed,
     forward,
+    fullest,
     loss_of_tokens,
     micro_batch,
     opt_layout,
@@ -160,7 +161,8 @@ def _update_program(blueprint: Blueprint) -> Any:
         trainable: Params, opt_state: Any, objective_state: Any, anchors: Any, batch: TrainBatch
     ):
         loss_of = functools.partial(_loss, blueprint, objective_state, anchors)
-        loss, grads, metrics = _accumulate(loss_of, trained_layout(blueprint), trainable, batch)
+        measure = functools.partial(_measure, blueprint, objective_state)
+        loss, grads, metrics = _accumulate(loss_of, measure, blueprint, trainable, batch)
         norm = optax.tree_utils.tree_norm(grads)
         finite = jnp.isfinite(norm) & jnp.isfinite(loss)
         for name in FINITE:
@@ -193,21 +195,30 @@ def _update_program(blueprint: Blueprint) -> Any:
 
 
 def _accumulate(
-    loss_of: Callable[[Params, TrainBatch], Any],
-    layout: Params,
+    loss_of: Callable[..., Any],
+    measure: Callable[..., Metrics],
+    blueprint: Blueprint,
     trainable: Params,
     batch: TrainBatch,
 ):
-    """Loss, gradients and metrics summed over the live micro-batches, in one loop."""
+    """Loss, gradients and metrics summed over the live micro-batches, in one loop.
 
-    first = jnp.int32(0)
+    Over the axis "data", across which a network may be slow, gradients are added up after the loop,
+    once; over "fsdp" in each micro-batch, since each device has room for its part of them only.
+    """
+    mesh, layout, first = blueprint.mesh, trained_layout(blueprint), jnp.int32(0)
+    by_parts = mesh.shape["data"] > 1
 
     # Jitted so that it is traced once, for its shapes and for the loop.
     @functools.partial(jax.jit, inline=True)
     def one(trainable: Params, batch: TrainBatch, index: Array):
-        with_gradient = jax.value_and_grad(loss_of, has_aux=True)
-        (loss, metrics), grads = with_gradient(trainable, micro_batch(batch, index))
-        return loss, grads, metrics
+        micro, with_gradient = micro_batch(batch, index), jax.value_and_grad(loss_of, has_aux=True)
+        if by_parts:
+            with_gradient = sharding.over_data(mesh, with_gradient)
+        (loss, passed), grads = with_gradient(trainable, micro, fullest(micro))
+        if by_parts:
+            passed = jax.tree.map(lambda leaf: leaf.reshape(micro.segment.shape), passed)
+        return loss.sum(), grads, measure(micro, *passed)
 
     def body(index: Array, carry):
         loss, grads, metrics = one(trainable, batch, index)
@@ -218,8 +229,13 @@ def _accumulate(
         return jax.lax.with_sharding_constraint(wide, layout)
 
     loss, grads, metrics = jax.eval_shape(one, trainable, batch, first)
-    start = jnp.zeros_like(loss), jax.tree.map(zeros, grads, layout), empty_like(metrics)
-    return jax.lax.fori_loop(first, batch.num_live, body, start)
+    sums = jax.tree.map(sharding.of_each_part, layout) if by_parts else layout
+    start = jnp.zeros_like(loss), jax.tree.map(zeros, grads, sums), empty_like(metrics)
+    loss, grads, metrics = jax.lax.fori_loop(first, batch.num_live, body, start)
+    if by_parts:
+        total = lambda leaf, layout: jax.lax.with_sharding_constraint(leaf.sum(0), layout)  # noqa: E731
+        grads = jax.tree.map(total, grads, layout)
+    return loss, grads, metrics
 
 
 def rounding_of(blueprint: Blueprint) -> float | None:
@@ -241,33 +257,46 @@ def _loss(
     anchors: dict[str, Params],
     own: Params,
     micro: TrainBatch,
-) -> tuple[Array, Metrics]:
-    objective, loss, params = blueprint.objective, None, whole(own, anchors)
+    fullest: Array,
+) -> tuple[Array, tuple[Array, dict[str, Array]]]:
+    """The loss of a micro-batch, and what its pass found: log-probs and fields [D, R, Q]."""
+    objective, params = blueprint.objective, whole(own, anchors)
     if objective.per_token:
-        loss, logp, fields = loss_of_tokens(blueprint, params, micro, objective_state)
-    else:
-        reference = anchors.get("reference")
-        reference = None if reference is None else whole(reference, anchors)
-        logp, fields = forward(blueprint, params, micro, objective.entropy, reference)
-    logp = jnp.where(micro.mask, logp, 0)
-    tokens = Tokens(
-        logp=logp,
+        loss, logp, fields = loss_of_tokens(blueprint, params, micro, objective_state, fullest)
+        return loss, (logp, fields)
+    reference = anchors.get("reference")
+    reference = None if reference is None else whole(reference, anchors)
+    passed = forward(blueprint, params, micro, objective.entropy, reference, fullest)
+    tokens = _tokens(micro, *passed)
+    per_token, _ = token_loss(objective.surrogate, objective.penalties, tokens, objective_state)
+    return jnp.where(micro.mask, micro.weight * per_token, 0).sum(), passed
+
+
+def _measure(
+    blueprint: Blueprint,
+    objective_state: dict[str, Any],
+    micro: TrainBatch,
+    logp: Array,
+    fields: dict[str, Array],
+) -> Metrics:
+    """What is told of a micro-batch, from what its pass found."""
+    objective, tokens = blueprint.objective, _tokens(micro, logp, fields)
+    _, metrics = token_loss(objective.surrogate, objective.penalties, tokens, objective_state)
+    behavior, now = micro.fields["behavior_logp"], micro.fields["sampled_now"]
+    agreement = diagnostics.agreement_metrics(
+        tokens.logp, behavior, micro.mask, now, rounding_of(blueprint)
+    )
+    # An entropy term reports the entropy itself, which then replaces ours.
+    return {"entropy": mean(fields["policy_entropy"], micro.mask)} | agreement | metrics
+
+
+def _tokens(micro: TrainBatch, logp: Array, fields: dict[str, Array]) -> Tokens:
+    """A micro-batch as losses read it."""
+    return Tokens(
+        logp=jnp.where(micro.mask, logp, 0),
         proximal_logp=micro.proximal_logp,
         advantage=micro.advantage,
         mask=micro.mask,
         segment=micro.segment,
         fields=micro.fields | fields,
     )
-    per_token, metrics = token_loss(
-        objective.surrogate, objective.penalties, tokens, objective_state
-    )
-    behavior, now = micro.fields["behavior_logp"], micro.fields["sampled_now"]
-    agreement = diagnostics.agreement_metrics(
-        jax.lax.stop_gradient(logp), behavior, micro.mask, now, rounding_of(blueprint)
-    )
-    # An entropy term reports the entropy itself, which then replaces ours.
-    entropy = mean(jax.lax.stop_gradient(fields["policy_entropy"]), micro.mask)
-    metrics = {"entropy": entropy} | agreement | metrics
-    if loss is None:
-        loss = jnp.where(micro.mask, micro.weight * per_token, 0).sum()
-    return loss, metrics

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +13,7 @@ from jax.experimental import topologies
 
 from jaxgrpo import advantages, losses
 from jaxgrpo.models import decoder, sharding
+from jaxgrpo.planning import hlo
 from jaxgrpo.rollout.sampler import SamplingSettings
 from jaxgrpo.update import packing
 from jaxgrpo.update.forward import Blueprint, opt_layout, param_layout
@@ -34,8 +34,6 @@ MODEL = dataclasses.replace(
     head_dim=128,
     dtype="bfloat16",
 )
-KINDS = "all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute"
-CALLS = r"(?:calls|to_apply|branch_computations|true_computation|false_computation)=\{?([^,}]*)"
 
 
 def program(**sizes: int) -> str:
@@ -70,56 +68,33 @@ def program(**sizes: int) -> str:
     return traced.lower(lowering_platforms=("tpu",)).compile().as_text()
 
 
-def exchanged(text: str) -> list[tuple[int, str, str]]:
-    """(loops around it, kind, what is exchanged) of each collective of a compiled program."""
-    bodies: dict[str, list[str]] = {}
-    for line in text.splitlines():
-        if head := re.match(r"(?:ENTRY )?%?([\w.\-]+) .*\{$", line):
-            bodies[head[1]] = own = []
-            if line.startswith("ENTRY"):
-                entry = head[1]
-        elif bodies:
-            own.append(line)
-    depth = {entry: 0}
-    left = [entry]
-    while left:
-        name = left.pop()
-        for line in bodies.get(name, ()):
-            inner = [(one, 1) for one in re.findall(r"\bbody=%?([\w.\-]+)", line)]
-            inner += [
-                (one.strip(" %"), 0) for called in re.findall(CALLS, line) for one in called.split()
-            ]
-            for one, more in inner:
-                if depth.get(one, -1) < depth[name] + more:
-                    depth[one] = depth[name] + more
-                    left.append(one)
-    found = []
-    for name, around in depth.items():
-        for line in bodies.get(name, ()):
-            if match := re.search(rf"= (\(?[a-z0-9]+\[.*?) ({KINDS})(?:-start)?\(", line):
-                found.append((around, match[2], match[1]))
-    return found
+def exchanged(**sizes: int) -> list[hlo.Collective]:
+    """The collectives of the update on a mesh of eight chips."""
+    return hlo.collectives(program(**sizes), {axis: sizes.get(axis, 1) for axis in sharding.AXES})
 
 
-@pytest.mark.parametrize(
-    "sizes",
-    [{"fsdp": 8}, {"fsdp": 4, "tensor": 2}],
-    ids=str,
-)
+def of_vocabulary(one: hlo.Collective, tensor: int = 1) -> bool:
+    """Whether one of its arrays has a dimension of the vocabulary, or a device's part of it."""
+    return any({VOCAB, VOCAB // tensor} & {*array.shape} for array in one.arrays)
+
+
+@pytest.mark.parametrize("sizes", [{"fsdp": 8}, {"fsdp": 4, "tensor": 2}], ids=str)
 @pytest.mark.full
 def test_the_head_is_gathered_once_and_its_gradient_added_up_once(sizes):
-    found = exchanged(program(**sizes))
+    found = exchanged(**sizes)
     # One loop is that over micro-batches; inside it are those over layers and chunks of tokens.
-    assert max(around for around, _, _ in found) >= 2
-    of_vocabulary = re.compile(rf"\b({VOCAB}|{VOCAB // sizes.get('tensor', 1)})\b")
-    inside = [one for one in found if one[0] > 1 and of_vocabulary.search(one[2])]
+    assert max(one.depth for one in found) >= 2
+    large = [one for one in found if of_vocabulary(one, sizes.get("tensor", 1))]
+    assert [one for one in large if one.depth > 1] == []
+    gathered = [array for one in large if one.kind == "all-gather" for array in one.arrays]
+    assert any(array.dtype == "bf16" for array in gathered)  # in the dtype that it is read in
+
+
+def test_gradients_are_added_up_over_data_after_the_loop_once_and_in_float32():
+    """What crosses "data" may cross the network between slices: nothing large does in the loop."""
+    found = [one for one in exchanged(data=2, fsdp=4) if "data" in one.axes]
+    inside = [one for one in found if one.depth > 0 and one.sent > 1024]
     assert inside == []
-    gathered = [one for one in found if one[1] == "all-gather" and of_vocabulary.search(one[2])]
-    assert any("bf16" in shape for _, _, shape in gathered)  # in the dtype that it is read in
-
-
-def test_gradients_are_added_up_over_devices_in_float32():
-    found = exchanged(program(data=8))
-    sums = [one for one in found if one[1] in ("all-reduce", "reduce-scatter")]
-    assert any(str(VOCAB) in shape for _, _, shape in sums)
-    assert not any("bf16" in shape for _, _, shape in sums)
+    sums = [one for one in found if one.kind in ("all-reduce", "reduce-scatter")]
+    assert any(of_vocabulary(one) for one in sums)
+    assert {array.dtype for one in sums for array in one.arrays} <= {"f32", "s32", "pred"}

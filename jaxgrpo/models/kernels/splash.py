@@ -188,8 +188,18 @@ def _on_mesh(mesh: Mesh | None, run: Callable[..., Array]) -> Callable[..., Arra
     if mesh is None or mesh.size == 1:
         return run
     heads, ids = ("bins", "rows", None, "heads", None), ("bins", "rows", None)
-    specs = [sharding.spec(axes) for axes in (heads, heads, heads, ids, ids, ids)]
-    return jax.shard_map(run, mesh=mesh, in_specs=(*specs,), out_specs=specs[0], check_vma=False)
+
+    def on_devices(*given: Array) -> Array:
+        specs = (
+            sharding.in_part(mesh, sharding.spec(axes), leaf.shape)
+            for axes, leaf in zip((heads,) * 3 + (ids,) * 3, given, strict=True)
+        )
+        first, *rest = specs
+        return jax.shard_map(
+            run, mesh=mesh, in_specs=(first, *rest), out_specs=first, check_vma=False
+        )(*given)
+
+    return on_devices
 
 
 def _over_batch(
