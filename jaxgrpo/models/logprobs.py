@@ -109,7 +109,8 @@ def loss_of_tokens(
     entropy: Entropy = "none",
     logits_per_chunk: int | None = None,
     count: Int[Array, "D"] | None = None,
-) -> tuple[Float[Array, ""], Float[Array, "D N"], Float[Array, "D N"] | None]:
+    sums: Any = None,
+) -> tuple[Float[Array, ""], Float[Array, "D N"], Float[Array, "D N"] | None, Any]:
     """The sum of a cost of each token, and what it is made of, in one pass over the logits.
 
         loss = sum_t cost(logp_t, entropy_t, args_t, shared)
@@ -122,14 +123,17 @@ def loss_of_tokens(
     Args:
       cost: 0 at tokens that do not count. Its entropy carries gradient for "gradient" only.
       args: a tree of [D, N, ...]; no gradient, as for `shared`.
+      sums: None, or a tree as the weights, each leaf [D, ...] in at least float32, to which a pass
+        that is differentiated adds the gradient of each bin, for a cotangent of 1 of the loss. Then
+        the weights get none: over several calls bins are added up once, by `Head.as_held`.
 
-    Returns: (loss, logp, entropy); only the loss carries gradient, to hidden and weights.
+    Returns: (loss, logp, entropy, sums); only the loss carries gradient, to hidden and weights.
     """
     logits = functools.partial(head.unembed, head.as_read(head.weights))
     chunk, _ = _chunk_and_vocab(logits, hidden, logits_per_chunk)
     settings = _Settings(head._replace(weights=None), temperature, entropy, chunk, cost)
     chunks = _chunks_to_compute(hidden, count, chunk)
-    return _loss_of_tokens(settings, head.weights, hidden, (targets, args, shared, chunks))
+    return _loss_of_tokens(settings, head.weights, hidden, (targets, args, shared, chunks, sums))
 
 
 def token_confidence(
@@ -280,14 +284,14 @@ _token_logprobs.defvjp(_forward, _backward)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _loss_of_tokens(settings: _Settings, weights: Any, hidden: Array, given: Any):
-    targets, args, shared, count = given
+    targets, args, shared, count, sums = given
     logp, _, entropy = _values(settings, weights, hidden, targets, count)
     assert settings.cost is not None
-    return settings.cost(logp, entropy, args, shared).sum(), logp, entropy
+    return settings.cost(logp, entropy, args, shared).sum(), logp, entropy, sums
 
 
 def _loss_forward(settings: _Settings, weights: Any, hidden: Array, given: Any):
-    targets, args, shared, count = given
+    targets, args, shared, count, before = given
     chunks = _split(settings.chunk, (hidden, targets, args))
     read = settings.head.as_read(weights)
 
@@ -314,10 +318,13 @@ def _loss_forward(settings: _Settings, weights: Any, hidden: Array, given: Any):
         whole = jax.tree.map(lambda leaf, part: leaf.at[index].set(part), whole, parts)
         return sums, whole, losses + loss
 
-    start = _empty(lambda: jax.vmap(of_bin)(*_at(chunks, 0)), len(chunks[0]))
+    nothing, *rest = _empty(lambda: jax.vmap(of_bin)(*_at(chunks, 0)), len(chunks[0]))
+    start = (nothing if before is None else before, *rest)
     sums, whole, losses = jax.lax.fori_loop(0, count, one, start)
     d_hidden, logp, entropy = _join(whole, hidden.shape[1])
-    return (losses.sum(), logp, entropy), (_over_bins(settings, sums, weights), d_hidden)
+    if before is None:
+        return (losses.sum(), logp, entropy, None), (_over_bins(settings, sums, weights), d_hidden)
+    return (losses.sum(), logp, entropy, sums), (None, d_hidden)
 
 
 def _loss_backward(settings: _Settings, saved: Any, cotangents: Any):

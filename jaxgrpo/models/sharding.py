@@ -292,9 +292,9 @@ def over_data(mesh: Mesh, function: Callable[..., Any]) -> Callable[..., Any]:
         if leaf.ndim == 0:
             return jnp.broadcast_to(leaf, parts)
         leaf = leaf.reshape(parts, -1, *leaf.shape[1:])
-        return jax.lax.with_sharding_constraint(
-            leaf, NamedSharding(mesh, PartitionSpec("data", "fsdp"))
-        )
+        rest = [PartitionSpec.UNCONSTRAINED] * (leaf.ndim - 2)
+        layout = NamedSharding(mesh, PartitionSpec("data", "fsdp", *rest))
+        return jax.lax.with_sharding_constraint(leaf, layout)
 
     each = jax.vmap(function, in_axes=(None, 0, None), spmd_axis_name="data")
     return lambda shared, bins, others: each(shared, jax.tree.map(divided, bins), others)
@@ -303,6 +303,12 @@ def over_data(mesh: Mesh, function: Callable[..., Any]) -> Callable[..., Any]:
 def of_each_part(layout: NamedSharding) -> NamedSharding:
     """The layout of an array of `over_data` whose entries [data, ...] are laid out as `layout`."""
     return NamedSharding(layout.mesh, PartitionSpec("data", *layout.spec))
+
+
+def of_each_bin(layout: NamedSharding) -> NamedSharding:
+    """The layout of an array [D, ...] whose entries are laid out as `layout`, which divides them
+    over no axis of the bins."""
+    return NamedSharding(layout.mesh, PartitionSpec(TRAINING["bins"], *layout.spec))
 
 
 def sum_over_bins(parts: Array, layout: NamedSharding) -> Array:

@@ -99,13 +99,15 @@ def loss_of_tokens(
     micro: TrainBatch,
     states: Mapping[str, Any],
     fullest: Array | None = None,
-) -> tuple[Array, Array, dict[str, Array]]:
-    """(loss of a micro-batch, and what `forward` returns, without gradient), in one pass.
+    sums: Any = None,
+) -> tuple[Array, Array, dict[str, Array], Any]:
+    """(loss of a micro-batch, what `forward` returns, without gradient, and sums), in one pass.
 
     For an objective whose loss of a token depends on no other token.
 
     Args:
       fullest: as of `forward`.
+      sums: as of `logprobs.loss_of_tokens`.
     """
     objective = blueprint.objective
     flat = flatten(micro, blueprint.geometry.tokens)
@@ -129,7 +131,7 @@ def loss_of_tokens(
         per_token, _ = token_loss(objective.surrogate, objective.penalties, tokens, states)
         return jnp.where(mask, given["weight"] * per_token, 0)
 
-    loss, logp, entropy = logprobs.loss_of_tokens(
+    loss, logp, entropy, sums = logprobs.loss_of_tokens(
         head_of(blueprint, params),
         hidden,
         flat.targets,
@@ -139,16 +141,22 @@ def loss_of_tokens(
         temperature=blueprint.sampling.temperature or 1.0,
         entropy=objective.entropy,
         count=_filled(flat, fullest),
+        sums=sums,
     )
     rows = functools.partial(in_rows, micro, flat)
     fields = {} if entropy is None else {"policy_entropy": rows(entropy)}
-    return loss, rows(logp), fields
+    return loss, rows(logp), fields, sums
+
+
+def head_name(model: Model) -> str:
+    """The parameters that are the output head."""
+    return "embed" if model.config.tie_embeddings else "head"
 
 
 def head_of(blueprint: Blueprint, params: Params) -> Head:
     """The output head, gathered over fsdp in the model's dtype once for all chunks of tokens."""
     model = blueprint.model
-    name = "embed" if model.config.tie_embeddings else "head"
+    name = head_name(model)
     held = param_layout(blueprint)[name]
     gathered = param_layout(blueprint, sharding.SAMPLING)[name]
 
@@ -164,6 +172,23 @@ def head_of(blueprint: Blueprint, params: Params) -> Head:
         as_read=as_read,
         as_held=lambda sums: jax.tree.map(sharding.sum_over_bins, sums, held),
     )
+
+
+def head_sums(blueprint: Blueprint) -> tuple[Params, Params]:
+    """(shapes, layouts) of what the passes of an update add the head's gradient to, bin by bin.
+
+    {name of the head: [D, ...] as its weights}; {} where it is not trained, or passes over the
+    logits are two and the gradient of each micro-batch is added up by itself.
+    """
+    model, mesh = blueprint.model, blueprint.mesh
+    if model.config.lora is not None or not blueprint.objective.per_token:
+        return {}, {}
+    name, bins = head_name(model), sharding.num_bins(mesh)
+    shapes = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct((bins, *leaf.shape), leaf.dtype), model.shapes[name]
+    )
+    gathered = param_layout(blueprint, sharding.SAMPLING)[name]
+    return {name: shapes}, {name: jax.tree.map(sharding.of_each_bin, gathered)}
 
 
 class Flat(NamedTuple):

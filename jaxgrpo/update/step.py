@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import Array
+from jax.sharding import Mesh
 
 from jaxgrpo.core.metrics import Metrics, empty_like, maximum, mean, merge
 from jaxgrpo.core.types import Params, Rollouts, TrainBatch, TrainState
@@ -27,6 +28,7 @@ from jaxgrpo.update.forward import (
     as_computed,
     forward,
     fullest,
+    head_sums,
     loss_of_tokens,
     micro_batch,
     opt_layout,
@@ -204,38 +206,68 @@ def _accumulate(
     """Loss, gradients and metrics summed over the live micro-batches, in one loop.
 
     Over the axis "data", across which a network may be slow, gradients are added up after the loop,
-    once; over "fsdp" in each micro-batch, since each device has room for its part of them only.
+    once; over "fsdp" in each micro-batch, since each device has room for its part of them only. Of
+    the head each bin has its whole gradient anyway, and it is added up after the loop too.
     """
-    mesh, layout, first = blueprint.mesh, trained_layout(blueprint), jnp.int32(0)
-    by_parts = mesh.shape["data"] > 1
-
+    first, layout = jnp.int32(0), trained_layout(blueprint)
+    if blueprint.mesh.shape["data"] > 1:
+        layout = jax.tree.map(sharding.of_each_part, layout)
     # Jitted so that it is traced once, for its shapes and for the loop.
-    @functools.partial(jax.jit, inline=True)
-    def one(trainable: Params, batch: TrainBatch, index: Array):
-        micro, with_gradient = micro_batch(batch, index), jax.value_and_grad(loss_of, has_aux=True)
-        if by_parts:
-            with_gradient = sharding.over_data(mesh, with_gradient)
-        (loss, passed), grads = with_gradient(trainable, micro, fullest(micro))
-        if by_parts:
-            passed = jax.tree.map(lambda leaf: leaf.reshape(micro.segment.shape), passed)
-        return loss.sum(), grads, measure(micro, *passed)
+    one = jax.jit(functools.partial(_micro_batch, loss_of, measure, blueprint.mesh), inline=True)
 
     def body(index: Array, carry):
-        loss, grads, metrics = one(trainable, batch, index)
-        return carry[0] + loss, jax.tree.map(jnp.add, carry[1], grads), merge(carry[2], metrics)
+        loss, grads, metrics, head = one(trainable, batch, index, carry[3])
+        summed = jax.tree.map(jnp.add, carry[1], grads)
+        return carry[0] + loss, summed, merge(carry[2], metrics), head
 
     def zeros(leaf: Any, layout: Any) -> Array:
         wide = jnp.zeros(leaf.shape, jnp.promote_types(leaf.dtype, jnp.float32))
         return jax.lax.with_sharding_constraint(wide, layout)
 
-    loss, grads, metrics = jax.eval_shape(one, trainable, batch, first)
-    sums = jax.tree.map(sharding.of_each_part, layout) if by_parts else layout
-    start = jnp.zeros_like(loss), jax.tree.map(zeros, grads, sums), empty_like(metrics)
-    loss, grads, metrics = jax.lax.fori_loop(first, batch.num_live, body, start)
+    head = jax.tree.map(zeros, *head_sums(blueprint))
+    loss, grads, metrics, _ = jax.eval_shape(one, trainable, batch, first, head)
+    start = jnp.zeros_like(loss), jax.tree.map(zeros, grads, layout), empty_like(metrics), head
+    loss, grads, metrics, head = jax.lax.fori_loop(first, batch.num_live, body, start)
+    return loss, _over_devices(blueprint, grads, head), metrics
+
+
+def _micro_batch(
+    loss_of: Callable[..., Any],
+    measure: Callable[..., Metrics],
+    mesh: Mesh,
+    trainable: Params,
+    batch: TrainBatch,
+    index: Array,
+    head: Params,
+) -> tuple[Array, Params, Metrics, Params]:
+    """Loss, gradients, metrics of micro-batch `index`, and `head_sums` with what it adds to them.
+
+    Where the mesh has several parts of "data" gradients are [data, ...], each of one part.
+    """
+    micro, with_gradient = micro_batch(batch, index), jax.value_and_grad(loss_of, has_aux=True)
+    by_parts = mesh.shape["data"] > 1
     if by_parts:
-        total = lambda leaf, layout: jax.lax.with_sharding_constraint(leaf.sum(0), layout)  # noqa: E731
-        grads = jax.tree.map(total, grads, layout)
-    return loss, grads, metrics
+        with_gradient = sharding.over_data(mesh, with_gradient)
+    (loss, passed), grads = with_gradient(trainable, (micro, head), fullest(micro))
+    if by_parts:  # [data, fsdp, ...] as [D, ...]
+        passed = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), passed)
+    logp, fields, head = passed
+    return loss.sum(), grads, measure(micro, logp, fields), head
+
+
+def _over_devices(blueprint: Blueprint, grads: Params, head: Params) -> Params:
+    """Gradients whole, laid out as the parameters: what the loop left apart is added up."""
+    layout = trained_layout(blueprint)
+    if blueprint.mesh.shape["data"] > 1:
+        grads = jax.tree.map(
+            lambda leaf, layout: jax.lax.with_sharding_constraint(leaf.sum(0), layout),
+            grads,
+            layout,
+        )
+    for name, of_bins in head.items():
+        whole = jax.tree.map(sharding.sum_over_bins, of_bins, layout[name])
+        grads = grads | {name: jax.tree.map(jnp.add, grads[name], whole)}
+    return grads
 
 
 def rounding_of(blueprint: Blueprint) -> float | None:
@@ -256,20 +288,26 @@ def _loss(
     objective_state: dict[str, Any],
     anchors: dict[str, Params],
     own: Params,
-    micro: TrainBatch,
+    of_bins: tuple[TrainBatch, Params],
     fullest: Array,
-) -> tuple[Array, tuple[Array, dict[str, Array]]]:
-    """The loss of a micro-batch, and what its pass found: log-probs and fields [D, R, Q]."""
-    objective, params = blueprint.objective, whole(own, anchors)
+) -> tuple[Array, tuple[Array, dict[str, Array], Params]]:
+    """The loss of a micro-batch, and what its pass found: log-probs and fields [D, R, Q].
+
+    Args:
+      of_bins: the micro-batch, and what it adds the head's gradient to, if anything: `head_sums`.
+    """
+    objective, params, (micro, head) = blueprint.objective, whole(own, anchors), of_bins
     if objective.per_token:
-        loss, logp, fields = loss_of_tokens(blueprint, params, micro, objective_state, fullest)
-        return loss, (logp, fields)
+        sums = next(iter(head.values()), None)
+        given = (blueprint, params, micro, objective_state, fullest, sums)
+        loss, logp, fields, sums = loss_of_tokens(*given)
+        return loss, (logp, fields, dict.fromkeys(head, sums))
     reference = anchors.get("reference")
     reference = None if reference is None else whole(reference, anchors)
     passed = forward(blueprint, params, micro, objective.entropy, reference, fullest)
     tokens = _tokens(micro, *passed)
     per_token, _ = token_loss(objective.surrogate, objective.penalties, tokens, objective_state)
-    return jnp.where(micro.mask, micro.weight * per_token, 0).sum(), passed
+    return jnp.where(micro.mask, micro.weight * per_token, 0).sum(), (*passed, head)
 
 
 def _measure(

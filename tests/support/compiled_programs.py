@@ -101,14 +101,15 @@ def float32_gathers(made: Compiled) -> list[str]:
 
 
 def gathered_vocabulary(made: Compiled) -> list[str]:
-    """Collectives as large as the vocabulary inside loops: training may have them once for each
-    micro-batch, sampling never."""
-    sizes = _vocabularies(made.plan)
+    """Collectives as large as the vocabulary inside loops. Scoring may have one for each
+    micro-batch, and so may an update whose loss of a token depends on others."""
+    sizes, objective = _vocabularies(made.plan), made.plan.run.blueprint.objective
+    in_batches = ("score",) if objective.per_token else ("score", "update")
     return [
         f"{name}: {one.kind} of {_shown(array)}: {_described(one)}"
         for name, one in made.collectives()
         for array in one.arrays
-        if one.depth >= (2 if name in ("score", "update") else 1) and _spans(array.shape) & sizes
+        if one.depth >= (2 if name in in_batches else 1) and _spans(array.shape) & sizes
     ]
 
 
