@@ -91,18 +91,21 @@ class Keeper:
         Raises: process.NotSaved.
         """
         before, checkpoints = self.checkpoints.newest, self.checkpoints
-        earlier = _error_of(checkpoints.wait)  # of the save before this one
-        save = functools.partial(self._save, number, state)
-        first = (self.folder.catch_up, self.folder.publish)
-        own = _error_of(*first, save, *([checkpoints.wait] if must else []))
-        problem = own or (None if must else earlier)
+        several = jax.process_count() > 1
+        problem = _error_of(checkpoints.wait)  # of the save before this one
+        # That may have failed here alone: the others do not come to a new one, they wait for it.
+        if problem is None or not several:
+            save = functools.partial(self._save, number, state)
+            first = (self.folder.catch_up, self.folder.publish)
+            own = _error_of(*first, save, *([checkpoints.wait] if must else []))
+            problem = own or (None if must else problem)
         if checkpoints.newest != before:
             self.progress.unsaved = 0
         if problem is None:
             return
         self.progress.unsaved += 1
         said = f"step {number}: {problem.strerror or problem}"
-        if must or self.progress.unsaved > MAX_UNSAVED or jax.process_count() > 1:
+        if must or self.progress.unsaved > MAX_UNSAVED or several:
             _error_of(checkpoints.wait)
             raise process.NotSaved(f"{said}; make space and go on by --resume auto") from problem
         left = MAX_UNSAVED - self.progress.unsaved

@@ -41,7 +41,7 @@ class Bucket(ThreadingHTTPServer):
     """One bucket and its server, on a port of its own.
 
     `objects` may be read and damaged by a test. While `refuses` is a status, each request that
-    writes is answered with it; `requests` lists all of them.
+    writes is answered with it, if its address holds `refused`; `requests` lists all of them.
     """
 
     daemon_threads = True
@@ -52,6 +52,7 @@ class Bucket(ThreadingHTTPServer):
         self.name = name
         self.objects: dict[str, Stored] = {}
         self.refuses: int | None = None
+        self.refused = ""
         self.requests: list[str] = []
         self.generations = itertools.count(1)
         self.lock = threading.Lock()
@@ -179,7 +180,8 @@ class _Handler(BaseHTTPRequestHandler):
         self.query = dict(urllib.parse.parse_qsl(parsed.query))
         self.server.requests.append(f"{self.command} {self.path}")
         try:
-            if self.command != "GET" and self.server.refuses is not None:
+            refused = self.server.refused in urllib.parse.unquote(self.path)
+            if self.command != "GET" and self.server.refuses is not None and refused:
                 raise Refused(self.server.refuses)
             how()
         except Refused as error:

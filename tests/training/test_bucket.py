@@ -14,12 +14,15 @@ from pathlib import Path
 from typing import Any
 
 import gcs_server
+import numpy as np
 import pytest
 import small_run
+from processes import together
+from safetensors.numpy import load, load_file
 
 from jaxgrpo.cli.main import main
 from jaxgrpo.core.errors import InputError
-from jaxgrpo.data import mirror, storage
+from jaxgrpo.data import mirror, storage, tasks
 from jaxgrpo.training import folder, loop, process
 from jaxgrpo.training.checkpoints import Checkpoints
 
@@ -27,6 +30,20 @@ from jaxgrpo.training.checkpoints import Checkpoints
 os.environ["GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT"] = "false"
 pytest.importorskip("gcsfs")
 pytestmark = pytest.mark.slow
+
+KILLING = '''
+"""A reward that kills process KILL once four steps are done."""
+
+import os
+import signal
+
+
+def killing(completions, trainer_state, **columns):
+    mine = os.environ.get("KILL") == os.environ.get("JAX_PROCESS_ID", "0")
+    if trainer_state.global_step == 4 and mine:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return [len(text) / 24 for text in completions]
+'''
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +59,7 @@ def served(tmp_path_factory):
 @pytest.fixture
 def bucket(served, monkeypatch):
     served.objects.clear()
-    served.refuses = None
+    served.refuses, served.refused = None, ""
     monkeypatch.setattr(mirror, "SECONDS_BETWEEN", 0.2)
     return served
 
@@ -60,25 +77,24 @@ def lines(bucket: gcs_server.Bucket, name: str = "run") -> list[dict[str, Any]]:
     ]
 
 
+def killing(folder: Path) -> list[dict[str, str]]:
+    """The reward of KILLING, for a config."""
+    file = folder / "killing.py"
+    file.write_text(KILLING)
+    return [{"use": f"{file}:killing"}]
+
+
 @pytest.mark.full
 def test_a_killed_run_goes_on_and_ends_as_a_local_one(bucket, tmp_path):
     base = Path(small_run.base())
     storage.upload_folder(base, "gs://bucket/base")
     data = {"model.path": "gs://bucket/base", "train.steps": 5}
-    reward = tmp_path / "killing.py"
-    reward.write_text(
-        "import os, signal\n"
-        "def killing(completions, trainer_state, **columns):\n"
-        "    if trainer_state.global_step == 4 and os.environ.get('KILL'):\n"
-        "        os.kill(os.getpid(), signal.SIGKILL)\n"
-        "    return [len(text) / 24 for text in completions]\n"
-    )
-    data["rewards"] = [{"use": f"{reward}:killing"}]
+    data["rewards"] = killing(tmp_path)
     here = loop.train(config(tmp_path / "here", **{**data, "model.path": str(base)}))
     file = small_run.write(tmp_path / "run.toml", "gs://bucket/run", **data)
     ended = subprocess.run(
         [sys.executable, "-m", "jaxgrpo", "train", str(file)],
-        env={**os.environ, "KILL": "1"},
+        env={**os.environ, "KILL": "0"},
         timeout=300,
     )
     assert ended.returncode == -9
@@ -205,3 +221,101 @@ def test_a_bucket_that_refuses_for_a_while_costs_a_checkpoint_and_no_step(bucket
     run = loop.train(config("gs://bucket/run", **{"train.steps": 4}), on_step=refuse)
     assert run.summary["step"] == 4
     assert [line["step"] for line in lines(bucket)] == [1, 2, 3, 4]
+
+
+def over_four_devices(folder: Path, **changes: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Changes of a run whose data are in a folder, and of the same run with all in the bucket."""
+    rows = folder / "rows.jsonl"
+    found = tasks.load("task:arithmetic:train", count=32)
+    rows.write_text("".join(f"{json.dumps(row)}\n" for row in found))
+    storage.upload(rows, "gs://bucket/rows.jsonl")
+    storage.upload_folder(Path(small_run.base()), "gs://bucket/base")
+    shared = {
+        "mesh": {"data": 2, "fsdp": 2},
+        "optimizer": {"use": "sgd", "learning_rate": 0.1},
+        "tracking": {"tensorboard": False},
+        **changes,
+    }
+    there = {"model.path": "gs://bucket/base", "data.path": "gs://bucket/rows.jsonl"}
+    return {**shared, "data.path": str(rows)}, {**shared, **there}
+
+
+def trained_by_two(
+    changes: Any, folder: Path, environment: Any, caches: int, **more: str
+) -> list[tuple[int, str]]:
+    """Exit code and output of two processes of two devices each, that trained as one run.
+
+    Args:
+      caches: how many the two have: 2 are caches of their own, as on two hosts.
+    """
+    file = small_run.write(folder / "run.toml", "gs://bucket/run", **changes)
+    processes = []
+    for index, one in enumerate(together()):
+        cache = str(folder / f"cache_{index % caches}")
+        env = environment(devices=2, XDG_CACHE_HOME=cache, **one, **more)
+        processes.append(small_run.command(sys.executable, "train", file, env=env))
+    try:
+        outputs = [each.communicate(timeout=120)[0] for each in processes]
+    finally:
+        for each in processes:
+            each.kill()
+    return [(each.returncode, output) for each, output in zip(processes, outputs, strict=True)]
+
+
+def assert_ended_as(bucket: gcs_server.Bucket, here: Path) -> None:
+    """The run in the bucket has the files of one in a folder, and they say the same."""
+    names = {str(file.relative_to(here)) for file in here.rglob("*") if file.is_file()}
+    there = {name.removeprefix("run/") for name in bucket.objects if name.startswith("run/")}
+    kept = {name for name in names - {".lock"} if not name.startswith("checkpoints/")}
+    assert {name for name in there if not name.startswith("checkpoints/")} == kept
+    for left, right in zip(small_run.metrics(here), lines(bucket), strict=True):
+        # Means of float32 are summed in another order; one other token would show in 1e-3.
+        assert left["step"] == right["step"]
+        assert left["reward"] == pytest.approx(right["reward"], rel=1e-6)
+        assert left["loss"] == pytest.approx(right["loss"], abs=1e-5)
+        assert left["grad_norm"] == pytest.approx(right["grad_norm"], rel=1e-4)
+    weights = load(bucket.objects["run/model/model.safetensors"].data)
+    for name, value in load_file(here / "model" / "model.safetensors").items():
+        np.testing.assert_allclose(value, weights[name], atol=1e-5)
+    drawn = bucket.objects["run/samples/step_1.jsonl"].data.decode().splitlines()
+    wanted = (here / "samples" / "step_1.jsonl").read_text().splitlines()
+    for row, other in zip(map(json.loads, drawn), map(json.loads, wanted), strict=True):
+        assert row["completion_ids"] == other["completion_ids"]
+    with Checkpoints("gs://bucket/run/checkpoints") as checkpoints:
+        assert checkpoints._intact(None) == lines(bucket)[-1]["step"]
+
+
+@pytest.mark.full
+def test_two_processes_train_in_a_bucket_as_one_in_a_folder(bucket, tmp_path, environment):
+    files = {"run.report": True, "run.rollouts_every": 2}
+    local, there = over_four_devices(tmp_path, **files)
+    two = trained_by_two(there, tmp_path, environment, caches=1)
+    assert [code for code, _ in two] == [0, 0], two
+    loop.train(config(tmp_path / "here", **local))
+    assert_ended_as(bucket, tmp_path / "here")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("harm", ["killed", "refused"])
+def test_harm_to_one_of_two_processes_ends_both_and_one_goes_on(
+    harm, bucket, tmp_path, environment, monkeypatch
+):
+    """On another host. What is refused: the part of checkpoint 4 that process 1 writes."""
+    local, there = over_four_devices(tmp_path, **{"train.steps": 5, "rewards": killing(tmp_path)})
+    if harm == "refused":
+        bucket.refuses, bucket.refused = 403, "/checkpoints/4/state/ocdbt.process_1/"
+    more = {"KILL": "1"} if harm == "killed" else {}
+    two = trained_by_two(there, tmp_path, environment, caches=2, **more)
+    assert [code for code, _ in two] == ([6, -9] if harm == "killed" else [74, 74]), two
+    assert ("process 1 is gone" if harm == "killed" else "could not be saved") in two[0][1]
+    bucket.refuses = None
+    with Checkpoints("gs://bucket/run/checkpoints") as checkpoints:
+        last = checkpoints.latest()
+    assert last in ((2, 4) if harm == "killed" else (2,))
+    monkeypatch.setattr(mirror, "LEASE", 2.0)
+    taken = []
+    again = config("gs://bucket/run", **there)
+    loop.train(again, resume="auto", on_step=lambda number, metrics: taken.append(number))
+    assert taken == [*range(last + 1, 6)]
+    loop.train(config(tmp_path / "here", **local))
+    assert_ended_as(bucket, tmp_path / "here")
