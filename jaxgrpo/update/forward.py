@@ -118,24 +118,11 @@ def loss_of_tokens(
         "fields": {name: micro.fields[name] for name in asked},
     }
 
-    def cost(logp: Array, entropy: Array | None, given: Any, states: Any) -> Array:
-        mask, of_pass = given["mask"], {} if entropy is None else {"policy_entropy": entropy}
-        tokens = Tokens(
-            logp=jnp.where(mask, logp, 0),
-            proximal_logp=given["proximal_logp"],
-            advantage=given["advantage"],
-            mask=mask,
-            segment=mask.astype(jnp.int32),
-            fields={**given["fields"], **of_pass},
-        )
-        per_token, _ = token_loss(objective.surrogate, objective.penalties, tokens, states)
-        return jnp.where(mask, given["weight"] * per_token, 0)
-
     loss, logp, entropy, sums = logprobs.loss_of_tokens(
         head_of(blueprint, params),
         hidden,
         flat.targets,
-        cost,
+        functools.partial(_cost, objective),
         jax.tree.map(functools.partial(of_rows, flat), given),
         states,
         temperature=blueprint.sampling.temperature or 1.0,
@@ -146,6 +133,23 @@ def loss_of_tokens(
     rows = functools.partial(in_rows, micro, flat)
     fields = {} if entropy is None else {"policy_entropy": rows(entropy)}
     return loss, rows(logp), fields, sums
+
+
+def _cost(
+    objective: Objective, logp: Array, entropy: Array | None, given: Any, states: Any
+) -> Array:
+    """The weighted loss of each token, 0 where it does not count: `logprobs.Cost`."""
+    mask, of_pass = given["mask"], {} if entropy is None else {"policy_entropy": entropy}
+    tokens = Tokens(
+        logp=jnp.where(mask, logp, 0),
+        proximal_logp=given["proximal_logp"],
+        advantage=given["advantage"],
+        mask=mask,
+        segment=mask.astype(jnp.int32),
+        fields={**given["fields"], **of_pass},
+    )
+    per_token, _ = token_loss(objective.surrogate, objective.penalties, tokens, states)
+    return jnp.where(mask, given["weight"] * per_token, 0)
 
 
 def head_name(model: Model) -> str:

@@ -317,7 +317,7 @@ def _measure(
     logp: Array,
     fields: dict[str, Array],
 ) -> Metrics:
-    """What is told of a micro-batch, from what its pass found."""
+    """The metrics of a micro-batch, from what its pass found."""
     objective, tokens = blueprint.objective, _tokens(micro, logp, fields)
     _, metrics = token_loss(objective.surrogate, objective.penalties, tokens, objective_state)
     behavior, now = micro.fields["behavior_logp"], micro.fields["sampled_now"]

@@ -162,7 +162,7 @@ def test_an_init_that_is_interrupted_leaves_nothing(tmp_path, monkeypatch, capsy
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.slow
+@pytest.mark.full  # `make readme` runs the same commands
 def test_what_init_writes_trains_as_it_is(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     short = functools.partial(make_base.make_base, steps=40)  # of 800: the same files, sooner
@@ -195,3 +195,6 @@ def test_what_init_writes_compares_and_samples_as_it_is(tmp_path, monkeypatch, c
     assert code == 0, said
     asked = [json.loads(line)["prompt"] for line in (tmp_path / "out.jsonl").open()]
     assert asked == start.PROMPTS.split()
+    code, said = main(capsys, "init", ".")
+    assert code == 2
+    assert "run.toml, reward.py, experiment.toml, prompts.txt, data.jsonl, base is there" in said

@@ -148,7 +148,9 @@ def wait_for(condition, seconds: float = 300.0) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.full)]
+)
 def test_a_stop_signal_is_passed_on_once_and_the_run_is_saved(
     config, tmp_path, environment, number
 ):
@@ -163,14 +165,10 @@ def test_a_stop_signal_is_passed_on_once_and_the_run_is_saved(
 
 
 HARM = [("raise", 0), ("raise", 1), ("SIGKILL", 0), ("SIGKILL", 1), ("SIGSTOP", 0), ("SIGSTOP", 1)]
-QUICK = [("SIGKILL", 1)]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("how", "at"),
-    [pytest.param(*one, marks=() if one in QUICK else pytest.mark.full) for one in HARM],
-)
+@pytest.mark.full
+@pytest.mark.parametrize(("how", "at"), HARM)
 def test_harm_to_one_process_ends_all_soon_with_the_reason_and_the_run_goes_on(
     config, tmp_path, environment, how, at
 ):

@@ -129,7 +129,7 @@ def test_what_cannot_be_sampled_is_said_before_anything_is_written(sample, tmp_p
         assert (code, "another process writes samples into it" in said) == (2, True)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_ctrl_c_leaves_whole_lines_to_go_on_with(base, tmp_path, python, environment, sample):
     many = PROMPTS * 200  # seconds of sampling
     given = arguments(base, tmp_path, many, "s.jsonl")[1:]

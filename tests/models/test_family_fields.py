@@ -81,7 +81,7 @@ def check(family: str, every: int, folder: Path) -> dict[str, list[str]]:
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_some_fields_are_computed_as_by_transformers_or_refused_by_name(family, tmp_path):
-    assert check(family, 24, tmp_path)["equal"]
+    assert check(family, 48, tmp_path)["equal"]
 
 
 @pytest.mark.full

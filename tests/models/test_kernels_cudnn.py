@@ -37,6 +37,7 @@ def rows(made, packed, kind: LayerKind, query, key, value, prefix_key, prefix_va
     return attend(query, key, value, KeyValue(prefix_key, prefix_value), kind)[0]
 
 
+@functools.partial(jax.jit, static_argnums=0)
 def with_gradients(attend, cotangent, *given):
     out, back = jax.vjp(attend, *given)
     return jnp.where(cotangent != 0, out, 0), back(cotangent)

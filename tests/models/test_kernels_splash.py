@@ -37,6 +37,7 @@ class Placed(NamedTuple):
 interpreted = functools.partial(splash.rows_with_prefix, interpret=True)
 
 
+@functools.partial(jax.jit, static_argnums=0)
 def with_gradients(attend, cotangent, *given):
     out, back = jax.vjp(attend, *given)
     return jnp.where(cotangent != 0, out, 0), back(cotangent)

@@ -46,6 +46,10 @@ def drawn(model: Model, seed: int = 1) -> Params:
 
 
 def logits(model: Model, params: Params) -> jax.Array:
+    return jax.jit(functools.partial(_logits, model))(params)
+
+
+def _logits(model: Model, params: Params) -> jax.Array:
     position = jnp.broadcast_to(jnp.arange(TOKENS.shape[1]), TOKENS.shape)
     attend = causal(position, position >= 0)
     hidden, _ = model.apply(params, TOKENS, position, attend, None)

@@ -121,15 +121,27 @@ def test_a_refusal_ends_with_2_and_no_traceback(offline, small):
     assert "expected a chip and sizes" in " ".join((done.stderr + done.stdout).split())
 
 
-@pytest.mark.slow
-def test_a_remedy_is_the_config_with_its_changes(monkeypatch):
-    monkeypatch.setattr(advice, "SECONDS", 300.0)  # what is found, however slow the machine is
-    read = files.load(MISFIT[0], MISFIT[4:])
+def remedies_of(config: str, *overrides: str, memory: int | None = None) -> list[advice.Candidate]:
+    """The remedies, each read again as overrides. Args: memory: of a chip in place of v5e's."""
     chips = topologies.topology("v5e:2x2")
-    found = advice.remedies(read, chips)
-    assert found
+    chips = chips._replace(chip=chips.chip._replace(memory=memory or chips.chip.memory))
+    found = advice.remedies(files.load(config, overrides), chips)
     for one in found:
         assert one.peak <= advice.ROOM * chips.chip.memory
-        overrides = one.overrides.split()
-        again = files.load(MISFIT[0], [*MISFIT[4:], *overrides])
+        again = files.load(config, [*overrides, *one.overrides.split()])
         assert advice.by_formula(again, chips) == (one.peak, one.seconds)
+    return found
+
+
+@pytest.mark.slow
+def test_a_remedy_is_the_config_with_its_changes(small):
+    chips, alone = topologies.topology("v5e:2x2"), {"data": 4}
+    config = small(mesh=alone)
+    peak, _ = advice.by_formula(files.load(config), chips)
+    assert remedies_of(config, memory=int(peak / advice.ROOM) - 1)
+
+
+@pytest.mark.full
+def test_a_remedy_of_a_large_config_is_that_config_with_its_changes(monkeypatch):
+    monkeypatch.setattr(advice, "SECONDS", 300.0)  # what is found, however slow the machine is
+    assert remedies_of(MISFIT[0], *MISFIT[4:])

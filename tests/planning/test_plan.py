@@ -140,13 +140,17 @@ def kept(leaf: Any) -> Any:
     return leaf
 
 
-@pytest.fixture(scope="module", params=[
+SOON = [("reference", "fsdp 4"), ("bfloat16", "sampled on tensor 2")]
+"""A mesh for all, and one of its own for sampling; the others in `make test-all`."""
+LATER = [
     ("all weights", "fsdp 2, tensor 2"),
-    ("reference", "fsdp 4"),
     ("adapters in bfloat16", "fsdp 2, tensor 2"),
     ("adapters", "data 4"),
-    ("bfloat16", "sampled on tensor 2"),
-], ids=", ".join)  # fmt: skip
+]
+COMPILED = [*SOON, *(pytest.param(one, marks=pytest.mark.full) for one in LATER)]
+
+
+@pytest.fixture(scope="module", params=COMPILED, ids=[*map(", ".join, SOON + LATER)])
 def step_of(request) -> tuple[Run, dict[str, Program], dict[str, Any]]:
     """A plan's run and its programs, and what those of a real step were given."""
     real, run = both(*request.param)
@@ -225,7 +229,7 @@ def test_twice_the_prompts_or_tokens_take_more_activations():
         assert temporaries(more, "update") > 1.2 * temporaries(once, "update")
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_whole_logits_are_found(tmp_path, monkeypatch):
     """The assertion of recipes on a program that has what it forbids."""
     sizes = {"rollout.max_completion_tokens": 256, "model.attention": "xla"}

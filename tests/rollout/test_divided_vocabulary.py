@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import Any
 
 import compiled_programs
@@ -35,7 +36,7 @@ DISTRIBUTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("vocab", [FILLED, WHOLE])
+@pytest.mark.parametrize("vocab", [FILLED, pytest.param(WHOLE, marks=pytest.mark.full)])
 @pytest.mark.parametrize("name", DISTRIBUTIONS)
 def test_samples_do_not_depend_on_the_devices_that_divide_the_vocabulary(name, vocab):
     """Of an odd number of blocks, so that one without tokens is added."""
@@ -65,8 +66,17 @@ def test_samples_do_not_depend_on_the_devices_that_divide_the_vocabulary(name, v
     assert np.asarray(one.completion_tokens).max() > vocab // 2  # of the second device's part
 
 
-@pytest.mark.parametrize("name", DISTRIBUTIONS)
-@pytest.mark.parametrize("tied", [True, False])
+SOON = [("whole", True), ("top_p", True), ("top_k", False)]
+"""Three ways to draw, of both kinds of heads; the others in `make test-all`."""
+
+
+@pytest.mark.parametrize(
+    ("name", "tied"),
+    [
+        pytest.param(*one, marks=() if one in SOON else pytest.mark.full)
+        for one in itertools.product(DISTRIBUTIONS, (True, False))
+    ],
+)
 def test_decoding_gathers_nothing_as_large_as_the_vocabulary(name, tied, tmp_path):
     model = {"path": "none", "dtype": "bfloat16"}
     config = (planned.QWEN3 if tied else planned.LLAMA) | {"vocab_size": WHOLE}

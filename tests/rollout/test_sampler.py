@@ -107,7 +107,11 @@ def test_a_sample_depends_on_nothing_that_stands_beside_it():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("config", [tiny.UNIFORM, tiny.LOCAL_GLOBAL], ids=["uniform", "local"])
+@pytest.mark.parametrize(
+    "config",
+    [tiny.UNIFORM, pytest.param(tiny.LOCAL_GLOBAL, marks=pytest.mark.full)],
+    ids=["uniform", "local"],
+)
 def test_the_number_of_slots_changes_no_token(config):
     prompts = tiny.prompts(9, seed=5)
     want = run(prompts=prompts, config=config)

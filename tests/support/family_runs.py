@@ -175,7 +175,7 @@ def plain(family: str, alone: bool) -> tuple[np.ndarray, Params]:
         return -(weight * logp).sum(), logp
 
     with jax.enable_x64(True):
-        (_, logp), gradient = jax.value_and_grad(loss, has_aux=True)(params)
+        (_, logp), gradient = jax.jit(jax.value_and_grad(loss, has_aux=True))(params)
         return jax.tree.map(np.asarray, (logp, gradient))
 
 

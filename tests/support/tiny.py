@@ -95,6 +95,7 @@ def rollouts(
     return jax.tree.map(jnp.asarray, Rollouts(**{**values, **changes}))
 
 
+@functools.partial(jax.jit, static_argnums=0)  # of one operation at a time each is compiled
 def whole_logps(config: ModelConfig, values, rollouts: Rollouts, temperature: float = 1.0):
     """Log-probs [P, G, T] by one plain causal pass per sample, as an oracle; 0 where masked."""
     table = whole_tables(config, values, rollouts, temperature)
@@ -102,6 +103,7 @@ def whole_logps(config: ModelConfig, values, rollouts: Rollouts, temperature: fl
     return jnp.where(rollouts.token_mask, logp, 0)
 
 
+@functools.partial(jax.jit, static_argnums=0)
 def whole_tables(config: ModelConfig, values, rollouts: Rollouts, temperature: float = 1.0):
     """Log-probs [P, G, T, V] of every token, in the same way."""
 

@@ -72,6 +72,7 @@ def test_fields_are_of_the_samples_thoughts_and_the_rows_answers(tmp_path):
         assert rollouts.fields[THOUGHT][p, g] == min([*ends, ids.index(ids[-1])])
 
 
+@pytest.mark.full
 def test_groups_that_are_left_over_keep_their_thoughts_for_the_next_step(tmp_path):
     changes = {
         "recipe": "dro_r3",

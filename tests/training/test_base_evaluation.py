@@ -53,7 +53,7 @@ def said(capsys: pytest.CaptureFixture[str]) -> str:
 
 @pytest.mark.slow
 def test_the_best_step_by_another_metric_is_forgotten_and_by_the_same_one_kept(tmp_path, capsys):
-    every = {**EVAL, "eval.every": 1, "optimizer": {"learning_rate": 0.02}}
+    every = {**EVAL, "eval.every": 1}
     length = {**every, "checkpoint.keep_best": "eval/mean_length"}
     train(tmp_path / "r", 2, **length)
     run = train(tmp_path / "r", 3, "auto", **length)

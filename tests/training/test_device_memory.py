@@ -73,8 +73,15 @@ def made() -> Blueprint:
 
 
 # With few slots a third is a second copy of one layer's cache, made between segments.
-@pytest.mark.parametrize("kept", ["auto", "bfloat16"])
-@pytest.mark.parametrize(("slots", "above"), [(0, 0.15), (16, 0.25)], ids=["all", "few"])
+@pytest.mark.parametrize(
+    ("slots", "above", "kept"),
+    [
+        pytest.param(0, 0.15, "auto", id="all-auto"),
+        pytest.param(16, 0.25, "bfloat16", id="few-bfloat16"),
+        pytest.param(0, 0.15, "bfloat16", id="all-bfloat16", marks=pytest.mark.full),
+        pytest.param(16, 0.25, "auto", id="few-auto", marks=pytest.mark.full),
+    ],
+)
 def test_what_decoding_takes_covers_what_xla_plans_and_little_more(made, slots, above, kept):
     made = made._replace(sampling=made.sampling._replace(slots=slots, kv_cache_dtype=kept))
     sampler = make_sampler(made.model, made.sampling, made.mesh)

@@ -79,6 +79,7 @@ def test_a_run_goes_on_while_the_disk_is_full_and_ends_as_if_it_had_never_been(t
         assert checkpoints.steps() == [6, 8]
 
 
+@pytest.mark.full
 def test_a_disk_that_stays_full_ends_the_run_after_some_saves_in_one_line(tmp_path, capsys):
     given = config(tmp_path / "r", 30, **{"checkpoint.every": 1})
 

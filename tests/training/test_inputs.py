@@ -69,10 +69,11 @@ def length(completions, **columns):
     return [float(len(str(completion))) for completion in completions]
 
 
-def test_gsm8k_becomes_chat_prompts_within_the_limit(tmp_path, model):
-    questions = gsm8k.rows()
+@pytest.mark.parametrize("count", [1000, pytest.param(None, marks=pytest.mark.full)])
+def test_gsm8k_becomes_chat_prompts_within_the_limit(tmp_path, model, count):
+    questions = gsm8k.rows(count=count)
     tokenizer = folders.read_tokenizer(model)
-    changes = {"data.path": str(gsm8k.source(tmp_path)), "data.too_long": "drop"}
+    changes = {"data.path": str(gsm8k.source(tmp_path, count=count)), "data.too_long": "drop"}
     changes |= {"data.prompt": "{question} Think.", "data.system": "Be brief."}
     made = config(tmp_path, model, **changes)
     got = inputs.load_prompts(made, inputs.make_chat(made, tokenizer))

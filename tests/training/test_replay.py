@@ -190,6 +190,7 @@ def test_a_run_that_samples_is_not_gone_on_with_from_files(run, files):
         loop.train(config(run.path, **changes), rollouts=files, resume="auto")
 
 
+@pytest.mark.full
 def test_methods_that_remember_rows_replay_too(tmp_path):
     changes: dict[str, Any] = {"recipe": "spo", "rollout.prompts": {"use": "spo_priority"}}
     first = config(tmp_path / "a", **{**changes, "run.rollouts_every": 1})

@@ -157,7 +157,7 @@ def test_what_is_not_finite_is_never_the_best_and_does_not_stay_it():
     assert is_better(0.1, nan)  # of a run that was begun before this was so
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_run_that_stops_round_a_reset_ends_as_one_that_does_not(tmp_path, monkeypatch):
     """The base is never right on these prompts, so each second evaluation brings a reset."""
     changes = {

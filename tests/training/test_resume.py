@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import small_run
 
-from jaxgrpo.training import loop
+from jaxgrpo.cli.main import main
+from jaxgrpo.training import loop, process
 
 pytestmark = pytest.mark.slow
 
@@ -80,9 +81,23 @@ def test_six_kills_at_random_moments_change_nothing(tmp_path, python, straight):
     assert (tmp_path / "r" / weights).read_bytes() == (done / weights).read_bytes()
 
 
-@pytest.mark.parametrize(
-    "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.full)]
-)
+def test_a_run_that_is_to_stop_saves_says_how_to_go_on_and_ends_the_same(
+    tmp_path, monkeypatch, capsys
+):
+    """As after a signal: those that test_process sends, and in `make test-all` the next test."""
+    done = loop.train(small_run.config(tmp_path / "straight"))
+    file = small_run.write(tmp_path / "run.toml", tmp_path / "r")
+    with monkeypatch.context() as patch:
+        patch.setattr(process, "stop_requested", lambda step: step == 1)  # between two saves
+        assert main(["train", str(file)]) == 128 + signal.SIGTERM
+    assert f"jaxgrpo train {file} --resume auto" in capsys.readouterr().err
+    assert main(["train", str(file), "--resume", "auto"]) == 0
+    assert small_run.metrics(tmp_path / "r") == small_run.metrics(done.path)
+    assert summary(tmp_path / "r")["parameter_hash"] == done.summary["parameter_hash"]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_stop_signal_saves_and_says_how_to_go_on(tmp_path, python, straight, number):
     done, changes, environment = straight
     file = small_run.write(tmp_path / "run.toml", tmp_path / "r", **changes)
@@ -100,6 +115,7 @@ def test_a_stop_signal_saves_and_says_how_to_go_on(tmp_path, python, straight, n
     assert summary(tmp_path / "r")["parameter_hash"] == summary(done)["parameter_hash"]
 
 
+@pytest.mark.full
 def test_a_penalty_with_memory_goes_on_bit_for_bit(tmp_path):
     entropy = {"use": "adaptive", "target": 5.0, "coefficient": 0.01}
 

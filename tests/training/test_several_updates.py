@@ -33,6 +33,7 @@ def straight(tmp_path_factory):
     return loop.train(small_run.config(tmp_path_factory.mktemp("straight") / "r", **CHANGES))
 
 
+@pytest.mark.full
 def test_a_run_that_died_and_went_on_is_the_same_run_bit_for_bit(straight, tmp_path):
     resumed = resuming.died_and_resumed(small_run.config(tmp_path / "r", **CHANGES), step=3)
     assert parameter_hash(resumed.state.trainable) == parameter_hash(straight.state.trainable)

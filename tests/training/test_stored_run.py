@@ -62,7 +62,8 @@ def test_resumed_it_ends_where_the_same_run_ended_then(folder, tmp_path, python,
     lines = small_run.metrics(folder)[2:]
     for name, values in MEASURED.items():
         np.testing.assert_allclose([line[name] for line in lines], values, rtol=1e-5)
-    # Processors round differently: bits can be compared where this one repeats the first steps.
-    anew = f"run.dir={tmp_path / 'anew'}"
-    again = train(python, environment, folder / "config.toml", "--set", anew)
-    assert (resumed == AFTER_4) or (again != AFTER_2)
+    if resumed != AFTER_4:
+        # Processors round differently: bits can be compared where this one repeats the first steps.
+        anew = f"run.dir={tmp_path / 'anew'}"
+        again = train(python, environment, folder / "config.toml", "--set", anew)
+        assert again != AFTER_2

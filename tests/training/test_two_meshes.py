@@ -74,7 +74,7 @@ def assert_same_run(one: Path, other: Path) -> None:
     ("mesh", "tensor", "more"),
     [
         ({"fsdp": 4}, 2, {}),
-        ({"fsdp": 4}, 4, {"eval": EVAL, **LORA}),
+        pytest.param({"fsdp": 4}, 4, {"eval": EVAL, **LORA}, marks=pytest.mark.full),
         pytest.param({"fsdp": 4}, 4, {}, marks=pytest.mark.full),
         pytest.param({"fsdp": 2, "tensor": 2}, 4, {"eval": EVAL}, marks=pytest.mark.full),
         pytest.param({"fsdp": 2, "tensor": 2}, 1, LORA, marks=pytest.mark.full),

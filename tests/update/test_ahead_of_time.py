@@ -16,7 +16,7 @@ from jaxgrpo.update.forward import Blueprint, opt_layout
 from jaxgrpo.update.packing import Geometry
 from jaxgrpo.update.step import build_steps
 
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("error:Some donated buffers")]
+pytestmark = [pytest.mark.full, pytest.mark.filterwarnings("error:Some donated buffers")]
 
 TOPOLOGY = "v5e:2x2"
 

@@ -85,21 +85,31 @@ def scored(prepare, rollouts, config=WIDE):
     return {name: np.asarray(fields[name]) for name in sorted(fields) if name.endswith("_logp")}
 
 
-@functools.cache
-def alone(config, *tokens):
-    """Log-probs [n - 1] of all tokens but the first, in one pass over a sequence as it is."""
+@functools.partial(jax.jit, static_argnums=0)
+def causal_pass(config, params, tokens):
+    """The logits of one sequence."""
     position = jnp.arange(len(tokens))[None]
     attend = causal(position, jnp.ones_like(position, bool))
-    model, params = tiny.model(config), tiny.params(config)
-    hidden, _ = model.apply(params, jnp.asarray(tokens)[None], position, attend, None)
-    logits = np.asarray(model.unembed(params, hidden)[0]) / TEMPERATURE
+    hidden, _ = tiny.model(config).apply(params, tokens[None], position, attend, None)
+    return tiny.model(config).unembed(params, hidden)[0]
+
+
+@functools.cache
+def alone(config, *tokens):
+    """Log-probs [n - 1] of all tokens but the first, in one pass over their sequence.
+
+    What is behind it, for one program to take every length, no token of it attends to.
+    """
+    whole = np.pad(np.asarray(tokens, np.int32), (0, 24 - len(tokens)))
+    logits = np.asarray(causal_pass(config, tiny.params(config), whole))[: len(tokens)]
+    logits = logits / TEMPERATURE
     shifted = logits - logits.max(-1, keepdims=True)
     logp = shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
     return logp[np.arange(len(tokens) - 1), list(tokens[1:])]
 
 
 def plain(rollouts, config=WIDE):
-    """Both fields by one unpadded pass per sample."""
+    """Both fields by one plain pass per sample."""
     most = max(LENGTHS)
     found = np.zeros((P, G, most)), np.zeros((P, most))
     for p in range(P):

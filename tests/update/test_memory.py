@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import runpy
-import sys
 
 import jax
 import numpy as np
@@ -80,14 +78,16 @@ def made(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def straight(made, repository):
-    """The state in which examples/own_loop.py ends, which nothing interrupts."""
+def straight(made):
+    """The state in which a loop by hand ends, which nothing interrupts."""
     folder, changes = made
-    file = small_run.write(folder / "straight.toml", folder / "straight", **changes)
-    with pytest.MonkeyPatch.context() as patch:
-        example = str(repository / "examples" / "own_loop.py")
-        patch.setattr(sys, "argv", [example, str(file)])
-        return runpy.run_path(example, run_name="__main__")["state"]
+    run = loop.setup(small_run.config(folder / "straight", **changes))
+    state = run.state
+    for _ in range(changes["train.steps"]):
+        state, collected = run.collect(state)
+        state, prepared = run.prepare(state, collected.rollouts)
+        state, _ = run.update(state, prepared.batches)
+    return state
 
 
 @pytest.fixture(scope="module")

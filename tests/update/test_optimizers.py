@@ -25,8 +25,14 @@ def test_matrices_decay_and_norms_and_biases_do_not():
         assert decays == (path[-1].key in ("kernel", "table")), jax.tree_util.keystr(path)
 
 
-@pytest.mark.parametrize("state_dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("use", ["adamw", "adafactor", "muon"])
+@pytest.mark.parametrize(
+    ("use", "state_dtype"),
+    [
+        *(("adamw", "float32"), ("adamw", "bfloat16"), ("adafactor", "float32")),
+        *(("adafactor", "bfloat16"), ("muon", "float32")),
+        pytest.param("muon", "bfloat16", marks=pytest.mark.full),
+    ],
+)
 def test_the_state_of_an_optimizer_is_laid_out_on_a_mesh(use, state_dtype):
     mesh = sharding.make_mesh(data=2, fsdp=2)
     model = tiny.model()
@@ -127,9 +133,9 @@ def test_embeddings_head_and_norms_have_the_adam_of_muon_and_do_not_decay(by_muo
     params, history, updates = by_muon
     with jax.enable_x64(True):
         adam = optax.nadam(0.1)
-        state = adam.init(params)
+        state, update = adam.init(params), jax.jit(adam.update)
         for gradient in history:
-            want, state = adam.update(gradient, state)
+            want, state = update(gradient, state)
     others = 0
     for (path, found), wanted in zip(
         jax.tree_util.tree_leaves_with_path(updates), jax.tree.leaves(want), strict=True

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 
+import comparisons
 import numpy as np
 import pytest
 import tables
@@ -17,6 +18,13 @@ pytestmark = pytest.mark.slow
 EQUAL = [0.4] * 200
 BIMODAL = [0.0] * 80 + [1.0] * 40 + [0.5] * 80
 SAMPLES = 16
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_device():
+    """As of a comparison; `test_commands` probes on four."""
+    with comparisons.one_device():
+        yield
 
 
 def probe(capsys, *arguments):
