@@ -66,7 +66,7 @@ def make_base(
     *,
     family: str = "qwen3",
     seed: int = 0,
-    steps: int = 800,
+    steps: int | None = None,
     batch: int = 64,
     learning_rate: float = 1e-2,
     hidden_size: int = 64,
@@ -81,6 +81,8 @@ def make_base(
     Args:
       out: the folder to write; made where it does not exist.
       seed: of the initial weights and of the draws from the corpus.
+      steps: None: 800, or 1600 where queries and keys are not normed. A small Llama is at 0.0425
+        nats after 800, and some additions are beyond it; after 1600 at 0.0293, as others after 800.
       batch: texts per step.
       progress: called after each dispatch, from the calling thread.
 
@@ -91,12 +93,13 @@ def make_base(
     """
     started = time.monotonic()
     for name, value in {"steps": steps, "batch": batch}.items():
-        if value < 1:
+        if value is not None and value < 1:
             raise InputError(f"make-base: {name} = {value}: give 1 or more")
     generated = tasks.find(task)
     tokenizer = character_tokenizer(generated.alphabet)
     corpus = encode(generated.corpus(), tokenizer)
     config = base_config(len(tokenizer), hidden_size, num_layers, family)
+    steps = steps or (1600 if config.query_key_norm == "none" else 800)
     model = decoder.build(config, remat="none")
     params, losses = _train(model, corpus, seed, steps, batch, learning_rate, progress)
     folders.save_model(model, params, out, tokenizer=tokenizer)
