@@ -51,9 +51,9 @@ HIDDEN_AXES: dict[int, Axes] = {
 }
 """Logical axes of hidden states by their number of dimensions; others are not laid out."""
 
-LOOKED_UP_AXES: dict[int, Axes] = {2: ("parts", "sequence"), 3: ("parts", "sequence", "embed")}
-"""The same of an update's tokens, of what it looks up in their table, and of the gradients that
-are added to that: divided as the table is. So devices exchange vectors of tokens, and no tables."""
+LOOKED_UP_AXES: Axes = ("parts", "sequence", "embed")
+"""The same of what tokens [D, N] of an update look up in their table, and of the gradients that are
+added to that: divided as the table is. So devices exchange vectors of tokens, and no tables."""
 
 Remat = Literal["none", "full", "dots", "attention"]
 """What the backward pass computes again of each period of the layers:
@@ -124,15 +124,20 @@ def build(
     modules = _modules(config)
     init = functools.partial(_init, config, modules)
 
-    def lay_out(values: Array, of: Mapping[int, Axes] = HIDDEN_AXES) -> Array:
-        axes = of.get(values.ndim)
-        return values if constrain is None or axes is None else constrain(values, axes)
+    def lay_out(hidden: Array) -> Array:
+        axes = HIDDEN_AXES.get(hidden.ndim)
+        return hidden if constrain is None or axes is None else constrain(hidden, axes)
+
+    def looked_up(params: Params, tokens: Array) -> Array:
+        encode = modules["embed"].bind(params["embed"]).encode
+        if constrain is None or tokens.ndim != 2:
+            return encode(tokens)
+        return constrain(encode(constrain(tokens, LOOKED_UP_AXES[:2])), LOOKED_UP_AXES)
 
     def apply(
         params: Params, tokens: Array, positions: Array, attend: Attend, memory: Any
     ) -> tuple[Array, Any]:
-        tokens = lay_out(tokens, LOOKED_UP_AXES)
-        hidden = lay_out(modules["embed"].bind(params["embed"]).encode(tokens), LOOKED_UP_AXES)
+        hidden = looked_up(params, tokens)
         hidden = lay_out(hidden * jnp.asarray(config.embedding_scale, hidden.dtype))
         angles = {
             rope: rotary_angles(positions, rope, config.head_dim)

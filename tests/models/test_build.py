@@ -127,6 +127,7 @@ def test_a_model_shallower_than_its_pattern_has_only_layers_left_over():
 
 
 def test_hidden_states_are_laid_out_after_the_embedding_and_after_each_block():
+    """Tokens [D, N], those of an update, and what they look up, as the table is divided too."""
     seen = []
 
     def constrain(x, axes):
@@ -137,11 +138,12 @@ def test_hidden_states_are_laid_out_after_the_embedding_and_after_each_block():
     for shape in ((2, 6), (2, 3, 6), (6,)):
         tokens = jax.ShapeDtypeStruct(shape, jnp.int32)
         jax.eval_shape(lambda params, tokens: run(model, params, tokens), model.shapes, tokens)
-    assert (
-        seen
-        == [((2, 6, 16), ("bins", "sequence", None))] * 2
-        + [((2, 3, 6, 16), ("bins", "rows", "sequence", None))] * 2
-    )
+    assert seen == [
+        ((2, 6), ("parts", "sequence")),
+        ((2, 6, 16), ("parts", "sequence", "embed")),
+        *[((2, 6, 16), ("bins", "sequence", None))] * 2,
+        *[((2, 3, 6, 16), ("bins", "rows", "sequence", None))] * 2,
+    ]
 
 
 def test_a_config_that_cannot_be_built_is_refused_with_every_problem_in_one_message():
