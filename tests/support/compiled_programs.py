@@ -101,15 +101,21 @@ def float32_gathers(made: Compiled) -> list[str]:
 
 
 def gathered_vocabulary(made: Compiled) -> list[str]:
-    """Collectives as large as the vocabulary inside loops. Scoring may have one for each
-    micro-batch, and so may an update whose loss of a token depends on others."""
+    """Collectives as large as the vocabulary inside loops. Sampling has none. Training may gather
+    the head once for each micro-batch; its gradient is added up there only by objectives that
+    take two passes over the logits."""
     sizes, objective = _vocabularies(made.plan), made.plan.run.blueprint.objective
-    in_batches = ("score",) if objective.per_token else ("score", "update")
+
+    def loops(name: str, kind: str) -> int:
+        """How many it may stand in."""
+        training = name in ("score", "update")
+        return int(training and (kind == "all-gather" or not objective.per_token))
+
     return [
         f"{name}: {one.kind} of {_shown(array)}: {_described(one)}"
         for name, one in made.collectives()
         for array in one.arrays
-        if one.depth >= (2 if name in in_batches else 1) and _spans(array.shape) & sizes
+        if one.depth > loops(name, one.kind) and _spans(array.shape) & sizes
     ]
 
 
