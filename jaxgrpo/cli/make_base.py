@@ -81,8 +81,7 @@ def make_base(
     Args:
       out: the folder to write; made where it does not exist.
       seed: of the initial weights and of the draws from the corpus.
-      steps: None: 800, or 1600 where queries and keys are not normed. A small Llama is at 0.0425
-        nats after 800, and some additions are beyond it; after 1600 at 0.0293, as others after 800.
+      steps: None: 800, or 1600 where queries and keys are not normed (docs/quickstart.md).
       batch: texts per step.
       progress: called after each dispatch, from the calling thread.
 
@@ -103,11 +102,7 @@ def make_base(
     model = decoder.build(config, remat="none")
     params, losses = _train(model, corpus, seed, steps, batch, learning_rate, progress)
     folders.save_model(model, params, out, tokenizer=tokenizer)
-    return {
-        "path": str(out),
-        "task": task,
-        "seed": seed,
-        "steps": steps,
+    return {"path": str(out), "task": task, "seed": seed, "steps": steps} | {
         "parameters": sum(leaf.size for leaf in jax.tree.leaves(params)),
         "loss": float(losses[-max(1, steps // 10) :].mean()),
         "loss_floor": entropy(corpus),

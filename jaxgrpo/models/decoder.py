@@ -128,16 +128,10 @@ def build(
         axes = HIDDEN_AXES.get(hidden.ndim)
         return hidden if constrain is None or axes is None else constrain(hidden, axes)
 
-    def looked_up(params: Params, tokens: Array) -> Array:
-        encode = modules["embed"].bind(params["embed"]).encode
-        if constrain is None or tokens.ndim != 2:
-            return encode(tokens)
-        return constrain(encode(constrain(tokens, LOOKED_UP_AXES[:2])), LOOKED_UP_AXES)
-
     def apply(
         params: Params, tokens: Array, positions: Array, attend: Attend, memory: Any
     ) -> tuple[Array, Any]:
-        hidden = looked_up(params, tokens)
+        hidden = _looked_up(modules["embed"].bind(params["embed"]), tokens, constrain)
         hidden = lay_out(hidden * jnp.asarray(config.embedding_scale, hidden.dtype))
         angles = {
             rope: rotary_angles(positions, rope, config.head_dim)
@@ -162,6 +156,14 @@ def build(
     # The key is made inside, so that building a model touches no device.
     shapes = jax.eval_shape(lambda: init(jax.random.key(0)))
     return Model(config, init, apply, unembed, _axes(modules, shapes), shapes)
+
+
+def _looked_up(embedding: Embedding, tokens: Array, constrain: Constrain | None) -> Array:
+    """The vectors of tokens; see LOOKED_UP_AXES."""
+    if constrain is None or tokens.ndim != 2:
+        return embedding.encode(tokens)
+    tokens = constrain(tokens, LOOKED_UP_AXES[:2])
+    return constrain(embedding.encode(tokens), LOOKED_UP_AXES)
 
 
 def _rngs(key: Array) -> nnx.Rngs:
