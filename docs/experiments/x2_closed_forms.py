@@ -224,6 +224,7 @@ NOISE = {
     "std": "grpo",
     "oracle r − p": None,
 }
+FAILURE_COLUMNS = ("A = r", "sign", "centred")
 CASES = ((0.02, 4), (0.1, 2), (0.1, 4), (0.3, 2), (0.3, 4), (0.5, 4), (0.9, 4))
 
 
@@ -237,6 +238,31 @@ def noise_rows(every: Groups) -> list[list[Any]]:
             row.append(signal_to_noise(game, rewards, advantage))
         rows.append(row)
     return rows
+
+
+WRONG_ANSWERS = (1, 2, 5, 18)
+SPREAD_RATES = (0.02, 0.1, 0.3)
+
+
+def failure_rows(every: Groups) -> list[list[Any]]:
+    """Signal to noise at G = 4 by the number of wrong answers, with one right answer."""
+    rows = []
+    for rate, wrong in itertools.product(SPREAD_RATES, WRONG_ANSWERS):
+        game = bandit(rate, right=1, answers=1 + wrong)
+        noise = [signal_to_noise(game, *every.of(4, NOISE[name])) for name in FAILURE_COLUMNS]
+        rows.append([str(rate), wrong, *noise, noise[1] / noise[2]])
+    return rows
+
+
+def failure_checks(rows: list[list[Any]]) -> list[Check]:
+    ratio = {(row[0], row[1]): row[-1] for row in rows}
+    single, several = ratio["0.02", 1], ratio["0.02", 5]
+    return [
+        Check("at p = .02, G = 4 and one wrong answer Sign has > 3 times the signal to noise of"
+              " centring", f"{single:.1f}", single > 3),
+        Check("with five wrong answers it has < 1/5 of it",
+              f"1/{1 / several:.1f}", several < 1 / 5),
+    ]  # fmt: skip
 
 
 def noise_checks(every: Groups, rows: list[list[Any]]) -> list[Check]:
@@ -255,7 +281,7 @@ def noise_checks(every: Groups, rows: list[list[Any]]) -> list[Check]:
     worse = rows[0][2] / rows[0][3]
     return [
         below("signal to noise by class = by listing 20² and 20³ groups", errors),
-        Check("at p = .02, G = 4 Sign has < 1/5 of the signal to noise of A = r",
+        Check("at p = .02, G = 4, 18 wrong answers Sign has < 1/5 of the signal to noise of A = r",
               f"1/{worse:.1f}", worse > 5),
     ]  # fmt: skip
 
@@ -305,10 +331,15 @@ def run() -> Result:
     with jax.enable_x64(True):
         every = groups()
         rows = noise_rows(every)
+        failures = failure_rows(every)
         checks = [*weight_checks(every), *value_checks(every), *noise_checks(every, rows)]
+        checks += failure_checks(failures)
         parts = {
             "weights": weight_table(every),
             "noise": common.table(["p", "G", *NOISE], rows),
+            "failures": common.table(
+                ["p", "wrong answers", *FAILURE_COLUMNS, "sign / centred"], failures
+            ),
         }
     return Result(parts, checks, lambda: figure(rows))
 
