@@ -387,6 +387,7 @@ def settings_of(
         stop_strings=strings,
         early_stop=EarlyStop(**rollout.early_stop) if rollout.early_stop else None,  # pyright: ignore[reportArgumentType]
         kv_cache_dtype=rollout.kv_cache_dtype,
+        calls=config.train.steps,
     )
 
 
