@@ -147,13 +147,11 @@ def _policy(config: Config, found: Found | Setup) -> StoredPolicy:
     kept += one if config.eval.kl_to_base else 0
     taken = kept + read
     settings = sampling_settings(config, found.folder, found.tokenizer)
-    is_run, every = isinstance(found, Setup), config.eval.every
-    later = config.train.steps // every if is_run and every else int(is_run)  # evaluations
     return StoredPolicy(
         model=model,
         tokenizer=found.tokenizer,
         mesh=mesh,
-        settings=settings._replace(calls=1 + later),
+        settings=settings._replace(calls=1),
         width=config.rollout.max_prompt_tokens,
         free=memory.free_beside(mesh, taken),
         config=config,
