@@ -25,6 +25,7 @@ from jaxgrpo.evaluation.intervals import interval_of, is_end
 from jaxgrpo.evaluation.rescoring import refuse_other_vocabulary
 from jaxgrpo.training import policy as policies
 from jaxgrpo.training import process
+from jaxgrpo.training.console import telling
 from jaxgrpo.training.folder import plain, write_atomically
 from jaxgrpo.training.inputs import find_config, resolve_rewards, resolve_scorer
 from jaxgrpo.training.policy import (
@@ -71,7 +72,8 @@ def evaluate(
     questions = questions_of(config, held_out, resolve_scorer(config, rewards))
     anchor = load_base(began, policy.mesh) if began else None
     run = make_evaluator(config, policy, questions, anchor)
-    evaluation = run(policy.read_params(), key_of(config), 0)
+    with telling(console, "evaluation"):
+        evaluation = run(policy.read_params(), key_of(config), 0)
     if process.is_main():
         console.print(table_of(evaluation.metrics, f"{target} on {config.eval.data}"))
         name = config.eval.scorer or config.rewards[0].use

@@ -21,6 +21,7 @@ from jaxgrpo.config.files import Config
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.evaluation.evaluate import Batches, Questions, answer_rows, make_batches
 from jaxgrpo.training import fingerprints, process
+from jaxgrpo.training.console import telling
 from jaxgrpo.training.folder import Closing, plain, write_atomically
 from jaxgrpo.training.policy import StoredPolicy, config_for, find_policy, key_of
 
@@ -232,7 +233,7 @@ def _ask(
     )
     params, count = policy.read_params(), len(questions.rows)
     tokens, seconds = [], []
-    with bar, process.stop_signals(after="batch"):
+    with bar, telling(console, "sampling"), process.stop_signals(after="batch"):
         task = bar.add_task("", total=count * samples, completed=done * samples, pace="")
         for begin in range(done, count, batches.size):
             started = time.perf_counter()

@@ -26,7 +26,7 @@ import jaxgrpo
 from jaxgrpo.core.errors import InputError, refusing
 from jaxgrpo.data.storage import Place
 from jaxgrpo.training import process
-from jaxgrpo.training.console import comparison, facts, is_summary
+from jaxgrpo.training.console import comparison, facts, is_summary, telling
 
 PACKAGES = (
     *("jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin", "libtpu", "flax", "optax"),
@@ -295,7 +295,8 @@ def _make_base(
         def report(done: int, steps: int, loss: float) -> None:
             progress.update(bar, completed=done, total=steps, description=f"loss {loss:.3f}")
 
-        made = base_model.make_base(out, task, progress=report, **options)
+        with telling(console, "warm start"):
+            made = base_model.make_base(out, task, progress=report, **options)
     console.print(
         f"{shown or out}: {made['parameters']:,} parameters, loss {made['loss']:.4f} nats per token"
         f" (no model is below {made['loss_floor']:.4f}), {made['seconds']:.0f} s",

@@ -43,7 +43,7 @@ class Policy:
     model: Model
     tokenizer: Any
     mesh: Mesh
-    settings: SamplingSettings
+    settings: SamplingSettings  # its calls: how often all questions are asked
     width: int  # S, tokens that a prompt may have
     free: int  # bytes of each device that decoding may take
 
@@ -296,8 +296,9 @@ def make_batches(
     """
     mesh, count = policy.mesh, len(questions.rows)
     settings = _with_slots(policy, policy.settings._replace(group_size=samples, **changes), count)
-    sampler = make_sampler(policy.model, settings, mesh)
     size = _whole(mesh, min(count, max(1, rounds * settings.slots // samples)))
+    settings = settings._replace(calls=settings.calls * math.ceil(count / size))
+    sampler = make_sampler(policy.model, settings, mesh)
 
     judge = Judge(
         policy.tokenizer,

@@ -23,7 +23,7 @@ from jaxgrpo.models import sharding
 from jaxgrpo.models.api import Model, params_per_layer
 from jaxgrpo.rollout import decoding, shrinking
 from jaxgrpo.rollout.decoding import Engine
-from jaxgrpo.rollout.shrinking import Size, sizes_below
+from jaxgrpo.rollout.shrinking import Price, Size, price_of, sizes_below, worthwhile
 from jaxgrpo.rollout.state import DecodeState, Finished, Queue, Samples, SamplingSettings
 
 CHUNK = 64  # prompt tokens of one row that are computed at once
@@ -50,6 +50,7 @@ class Sampler(NamedTuple):
     watch: Callable[[Samples], Array]
     cut: Callable[[DecodeState, np.ndarray], DecodeState]
     finish: Callable[[Samples, Prompts], Rollouts]
+    price: Price | None  # of smaller sizes; None: all are worth it
     smaller: dict[Any, dict[Size, Any]]  # programs of smaller sizes, by what they were compiled for
 
 
@@ -97,6 +98,9 @@ def make_sampler(model: Model, settings: SamplingSettings, mesh: Mesh | None = N
     constrain = (lambda value, axes: value) if mesh is None else sharding.constrain(mesh)
     engine = Engine(model, settings, constrain, 1 if mesh is None else mesh.shape["tensor"])
     decode = functools.partial(decoding.segment, engine)
+    # Elsewhere a step takes as long as it takes to read the weights, and runs are long.
+    platform = jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
+    on_cpu = platform == "cpu"
     return Sampler(
         settings=settings,
         mesh=mesh,
@@ -112,6 +116,7 @@ def make_sampler(model: Model, settings: SamplingSettings, mesh: Mesh | None = N
         watch=jax.jit(lambda samples: jnp.where(_mask(samples), samples.tokens, -1)),
         cut=jax.jit(functools.partial(decoding.cut, settings), donate_argnums=0),
         finish=jax.jit(_finish),
+        price=price_of(model, settings.calls) if on_cpu and settings.calls else None,
         smaller={},
     )
 
@@ -200,7 +205,9 @@ class _Call:
         self.free = [list(range(sizes.rows)) for _ in range(sizes.bins)]
         self.held: list[dict[int, int]] = [{} for _ in range(sizes.bins)]  # prompt -> row
         self.size = Size(sizes.slots, sizes.rows, sizes.aligned(sampler.settings))
-        self.below = sizes_below(self.size)
+        longest, price = sampler.settings.max_completion_tokens, sampler.price
+        below = sizes_below(self.size)
+        self.below = worthwhile(self.size, longest, price) if price and below else below
         self.programs: dict[Size, Any] = {}  # of smaller sizes, once one is needed
         self.is_first = False  # of all calls, to need one
 

@@ -16,6 +16,7 @@ import jax
 import numpy as np
 
 from jaxgrpo.core.types import Params
+from jaxgrpo.models.api import Model
 from jaxgrpo.rollout.state import DecodeState
 
 SHRINK = 0.625
@@ -25,6 +26,10 @@ With halves, slots that idle while the last samples end cost 1.2 times the token
 (lengths of exponential tail, as many samples waiting as decoding).
 """
 FEWEST_SLOTS = 4
+COMPILING = 1.0  # seconds of a CPU, about, that a decode program takes to compile for each layer
+ARITHMETIC = 3e10  # operations that a CPU does in a second, about
+OVERHEAD = 2e-6  # seconds that each layer of a token takes beside its arithmetic
+MEAN = 0.25  # length of samples, about, as a share of the longest
 
 
 class Size(NamedTuple):
@@ -57,6 +62,51 @@ def sizes_below(size: Size) -> list[Size]:
         size = Size(slots, slots if apart else size.rows, apart)
         below.append(size)
     return below
+
+
+class Price(NamedTuple):
+    """What smaller sizes cost and save, in seconds of a CPU."""
+
+    program: float  # of one size
+    slot_step: float  # of a token that a slot decodes, or of an idle one, over all calls
+
+
+def price_of(model: Model, calls: int) -> Price:
+    """The price of sizes for a model that is sampled from so often."""
+    layers, numbers = model.config.num_layers, sum(x.size for x in jax.tree.leaves(model.shapes))
+    slot_step = 2 * numbers / ARITHMETIC + OVERHEAD * layers
+    return Price(COMPILING * (layers + 1), slot_step * calls)
+
+
+def idle_steps(slots: int, sizes: Sequence[Size], longest: int) -> float:
+    """Slot-steps of one bin that are idle while its last samples end, of exponential length.
+
+    >>> round(idle_steps(64, [], 24)), round(idle_steps(64, sizes_below(Size(64, 8, False)), 24))
+    (1437, 159)
+    """
+    numbers = [slots, *(size.slots for size in sizes)]
+    idle = (
+        (min(number for number in numbers if number >= live) - live) / live
+        for live in range(1, slots)
+    )
+    return MEAN * longest * sum(idle)
+
+
+def worthwhile(size: Size, longest: int, price: Price) -> list[Size]:
+    """Of the sizes below, those that together save more than it costs to compile them.
+
+    Args:
+      longest: tokens of a sample.
+    """
+    below = sizes_below(size)
+    choices = [[], *([single] for single in below)]
+    choices += [below[skip - 1 :: skip] for skip in range(1, len(below))]
+
+    def cost(sizes: list[Size]) -> float:
+        idle = idle_steps(size.slots, sizes, longest)
+        return len(sizes) * price.program + idle * price.slot_step
+
+    return min(choices, key=cost)
 
 
 def resized(state: DecodeState, size: Size) -> DecodeState:

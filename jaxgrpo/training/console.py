@@ -5,9 +5,12 @@ What a model wrote is shown as text: no markup, no escape sequence in it acts on
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import textwrap
-from collections.abc import Mapping, Sequence
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from rich import box
@@ -17,7 +20,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from jaxgrpo.evaluation.intervals import is_end
-from jaxgrpo.training.process import FULL
+from jaxgrpo.training import process
 from jaxgrpo.training.report.record import (
     Record,
     accuracy_first,
@@ -30,6 +33,8 @@ from jaxgrpo.training.report.record import (
 BARS = "▁▂▃▄▅▆▇█"
 WIDTH = 24  # of a sparkline
 FIRST = 60.0  # seconds of one phase after which a line says so; then after twice as long each time
+SILENCE = 9.0  # seconds without a line after which one says so where no bar is seen, as in a log
+TICK = 0.5  # seconds between two looks
 METRICS = (
     "reward",
     "live_groups",
@@ -45,9 +50,15 @@ METRICS = (
 
 
 class Display:
-    """Progress of one run; silent in every process but the first. `bar` is a context manager."""
+    """Progress of one run; silent in every process but the first. `bar` is a context manager.
 
-    def __init__(self, steps: int, done: int, active: bool):
+    Args:
+      clock: seconds, as time.monotonic.
+    """
+
+    def __init__(
+        self, steps: int, done: int, active: bool, clock: Callable[[], float] = time.monotonic
+    ):
         self.console = Console(quiet=not active, highlight=False)
         self.bar = Progress(
             TextColumn("{task.description}"),
@@ -59,26 +70,36 @@ class Display:
             transient=True,
         )
         self._task = self.bar.add_task("training", total=steps, completed=done)
-        self._said = FIRST  # seconds of a phase at which the next line about it is due
+        self._due = FIRST  # seconds of a phase at which the next line about it is due
+        self._clock, self._last = clock, clock()  # when the last line was printed
+        self._compiled = process.Programs.compiled()  # programs that a line has told of
 
     def say(self, text: str | Text) -> None:
+        self._last = self._clock()
         try:
             self.console.print(text, markup=False)  # it may hold what a model wrote
         except OSError as error:
-            if error.errno not in FULL:  # the output may go to a file on a full disk
+            if error.errno not in process.FULL:  # the output may go to a file on a full disk
                 raise
 
     def under_way(self, phase: str, seconds: float) -> None:
-        """What the run does for so many seconds: in the bar, and as a line if it takes minutes.
+        """What the run does for so many seconds: in the bar, and as a line now and then.
 
+        Where a bar is seen, a line says what takes minutes; in a log no `SILENCE` is longer.
         Called by the thread that watches a run.
         """
-        self.bar.update(self._task, description=f"{phase}, {seconds:.0f} s")
+        busy = ", compiling" if process.Programs.under_way() else ""
+        self.bar.update(self._task, description=f"{phase}, {seconds:.0f} s{busy}")
         if seconds < FIRST:
-            self._said = FIRST
-        elif seconds >= self._said:
-            self._said *= 2
-            self.say(f"{phase}: for {seconds:.0f} s now")
+            self._due = FIRST
+        due = seconds >= self._due
+        if due:
+            self._due *= 2
+        if due or (not self.console.is_terminal and self._clock() - self._last >= SILENCE):
+            number = process.Programs.compiled() - self._compiled
+            self._compiled += number
+            now = f"; {process.compiling_line(number)}" if number else ""
+            self.say(f"{phase}: for {seconds:.0f} s now{now}")
 
     def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
         low, high = metrics["accuracy/low"], metrics["accuracy/high"]
@@ -94,6 +115,29 @@ class Display:
             f"loss {metrics['loss']:8.1e}"
         )
         self.bar.update(self._task, completed=step)
+
+
+@contextlib.contextmanager
+def telling(console: Console, what: str) -> Iterator[None]:
+    """Says, while something takes long, what it is and what is compiled for it, as a log needs."""
+    display, over, began = (
+        Display(0, 0, active=process.is_main()),
+        threading.Event(),
+        time.monotonic(),
+    )
+    display.console = console
+
+    def tell() -> None:
+        while not over.wait(TICK):
+            display.under_way(what, time.monotonic() - began)
+
+    thread = threading.Thread(target=tell, name="jaxgrpo-telling", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
 
 
 def is_summary(name: str) -> bool:

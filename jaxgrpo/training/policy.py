@@ -146,11 +146,12 @@ def _policy(config: Config, found: Found | Setup) -> StoredPolicy:
         read, kept = memory.read_weights(model, mesh, model.config.dtype), one
     kept += one if config.eval.kl_to_base else 0
     taken = kept + read
+    settings = sampling_settings(config, found.folder, found.tokenizer)
     return StoredPolicy(
         model=model,
         tokenizer=found.tokenizer,
         mesh=mesh,
-        settings=sampling_settings(config, found.folder, found.tokenizer),
+        settings=settings._replace(calls=1),
         width=config.rollout.max_prompt_tokens,
         free=memory.free_beside(mesh, taken),
         config=config,

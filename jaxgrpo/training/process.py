@@ -54,6 +54,8 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 _PLATFORM_NAMES = {"cuda": "gpu", "rocm": "gpu"}
 _CACHE_MIN_SECONDS = 0.03  # compilations shorter than this are not worth a file
+_COMPILED = "/jax/core/compile/backend_compile_duration"  # JAX's event for each program
+_READ = "/jax/compilation_cache/cache_retrieval_time_sec"  # and for each that it had on disk
 _COLLECT_AFTER = (20_000, 10, 10)
 """gc.set_threshold: tracing makes objects by the 100,000. Python's collector, which by itself looks
 after each 700, took 0.9 s until the end of a first step on two cores; so it takes 0.3."""
@@ -87,6 +89,53 @@ class Diverged(RunEnded):
     code = 5
 
 
+class Programs:
+    """Counts what this process compiles, from `start` on."""
+
+    _lock, _listens = threading.Lock(), False
+    begun = ended = read = 0  # read: from the compile cache, in no time
+
+    @classmethod
+    def listen(cls) -> None:
+        """Counts from now on; calling it again changes nothing."""
+        if not cls._listens:
+            cls._listens = True
+            jax.monitoring.register_scalar_listener(lambda event, *_, **__: cls._count(event, True))
+            jax.monitoring.register_event_duration_secs_listener(
+                lambda event, *_, **__: cls._count(event, False)
+            )
+
+    @classmethod
+    def _count(cls, name: str, begins: bool) -> None:
+        with cls._lock:
+            cls.begun += begins and name == _COMPILED
+            cls.ended += not begins and name == _COMPILED
+            cls.read += name == _READ
+
+    @classmethod
+    def compiled(cls) -> int:
+        """How many have been compiled, or are being compiled."""
+        return cls.begun - cls.read
+
+    @classmethod
+    def under_way(cls) -> int:
+        """How many are being compiled."""
+        return cls.begun - cls.ended
+
+
+def compiling_line(number: int) -> str:
+    """What to say of so many programs that are compiled.
+
+    >>> compiling_line(1).partition(" (")[0]
+    'compiling 1 program'
+    """
+    options = jax.config.values
+    folder = options["jax_compilation_cache_dir"]
+    cached = folder and options["jax_enable_compilation_cache"]
+    place = f"; kept in {folder}" if cached else ""
+    return f"compiling {number} program{'s' * (number != 1)} (first run of these shapes{place})"
+
+
 class _Stop:
     """The first stop signal that this process got, None so far; and how long it may wait."""
 
@@ -114,6 +163,7 @@ def start(platform: str = "auto") -> str:
     found = _PLATFORM_NAMES.get(jax.default_backend(), jax.default_backend())
     _check_platform(platform, found)
     _keep_compilations(os.environ, found)
+    Programs.listen()
     devices = jax.devices()
     processes = f"{jax.process_count()} process{'es' * (jax.process_count() > 1)}"
     return (

@@ -83,6 +83,9 @@ DEPENDS = {
 """What runs can share -> the tables, or single keys, of a config that it depends on. Neither the
 seed nor the run's folder matters to any of it."""
 
+CALLS = 100
+"""Steps that programs of sampling are chosen for; not train.steps, since a run may be prolonged."""
+
 
 class Collected(NamedTuple):
     """What `Setup.collect` returns: the rollouts of a step, and what the log shows of them."""
@@ -387,6 +390,7 @@ def settings_of(
         stop_strings=strings,
         early_stop=EarlyStop(**rollout.early_stop) if rollout.early_stop else None,  # pyright: ignore[reportArgumentType]
         kv_cache_dtype=rollout.kv_cache_dtype,
+        calls=CALLS,
     )
 
 

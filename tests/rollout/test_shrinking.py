@@ -11,7 +11,16 @@ from benchmarks.workloads import Workload, build, prompts_of
 from jaxgrpo.models import sharding
 from jaxgrpo.rollout.judging import put_prompts
 from jaxgrpo.rollout.sampler import make_sampler, sample
-from jaxgrpo.rollout.shrinking import Size, sizes_below
+from jaxgrpo.rollout.shrinking import (
+    ARITHMETIC,
+    COMPILING,
+    OVERHEAD,
+    Price,
+    Size,
+    idle_steps,
+    sizes_below,
+    worthwhile,
+)
 from jaxgrpo.rollout.state import SamplingSettings
 
 RAGGED = Workload(prompts=8, samples=8, shortest=3, longest=12, completion=48, ragged=True)
@@ -47,3 +56,39 @@ def test_smaller_programs_are_compiled_once_and_take_the_state_as_it_is_laid_out
     assert not seconds
     assert len(sampler.smaller) == 1
     jax.tree.map(np.testing.assert_array_equal, first, again)
+
+
+@pytest.mark.parametrize(
+    ("layers", "calls", "numbers"),
+    [(2, 60, 1e5), (30, 1, 1.35e8), (30, 1000, 1.35e8), (2, 10**6, 1e5)],
+)
+def test_sizes_are_compiled_where_they_save_more_than_they_cost(layers, calls, numbers):
+    price = Price(COMPILING * (layers + 1), calls * (2 * numbers / ARITHMETIC + OVERHEAD * layers))
+    size = Size(64, 16, False)
+    sizes = worthwhile(size, 64, price)
+    everything = sizes_below(size)
+    assert set(sizes) <= set(everything)
+    assert sizes == sorted(sizes, reverse=True)
+
+    def cost(sizes):
+        return len(sizes) * price.program + price.slot_step * idle_steps(64, sizes, 64)
+
+    assert cost(sizes) <= min(cost(everything), cost([]))
+    assert (len(sizes) <= 1) == (calls < 1000)
+
+
+def test_samples_of_few_calls_are_those_of_many_with_fewer_programs():
+    model, params = build(deep_config(1), True)
+    key = jax.random.key_data(jax.random.key(0))
+    drawn, programs = [], []
+    for calls in (0, 1):
+        settings = SamplingSettings(8, 48, 1.0, RAGGED.stop_tokens, 0, slots=16, calls=calls)
+        sampler = make_sampler(model, settings)
+        drawn.append(sample(sampler, params, prompts_of(RAGGED, 512), key))
+        programs.append([*sampler.smaller.values()])
+    many, few = drawn
+    for name in ("completion_tokens", "token_mask", "truncated"):
+        np.testing.assert_array_equal(getattr(many, name), getattr(few, name))
+    # As with another number of slots: products of other sizes round in the last bit.
+    np.testing.assert_allclose(many.behavior_logp, few.behavior_logp, rtol=1e-6)
+    assert [len(of) for of in programs] == [1, 0]

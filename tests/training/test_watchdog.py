@@ -7,10 +7,15 @@ import signal
 import subprocess
 import time
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 from processes import starting, together
+from rich.console import Console
+from rich.text import Text
 
-from jaxgrpo.training import process as runtime
+from jaxgrpo.training import console, process
 from jaxgrpo.training.console import Display
 from jaxgrpo.training.watchdog import STUCK, Watchdog
 
@@ -91,7 +96,7 @@ def test_a_stuck_run_ends_with_its_phase_its_reward_and_its_stacks(begin, how, c
     # A regular expression lets no thread of Python run: what ends it is written in C.
     if how == "sleeps":
         assert "no progress for run.stuck_after = 1 s: step 2: reward (judge)" in errors
-    assert code in runtime.EXIT_CODES
+    assert code in process.EXIT_CODES
 
 
 @pytest.mark.slow
@@ -108,8 +113,8 @@ def test_a_process_that_waits_for_a_hung_one_obeys_a_stop_signal_and_both_end(be
 
 @pytest.mark.slow
 def test_a_hung_reward_of_one_process_ends_all(begin):
-    for process in two(begin, "60", "2"):
-        code, errors = end(process)
+    for started in two(begin, "60", "2"):
+        code, errors = end(started)
         assert code == STUCK, errors
         assert "no progress for run.stuck_after = 2 s: step 2: reward" in errors
 
@@ -127,17 +132,72 @@ def test_a_watchdog_that_is_left_watches_no_more():
     assert len(seen) == count
 
 
+def display_of(terminal, clock):
+    display = Display(steps=9, done=2, active=True, clock=clock)
+    display.console = Console(file=io.StringIO(), force_terminal=terminal, width=300)
+    return display
+
+
+def lines_of(display):
+    return Text.from_ansi(display.console.file.getvalue()).plain.splitlines()
+
+
 def test_a_long_reward_is_shown_in_the_bar_and_in_lines_ever_farther_apart():
-    display = Display(steps=9, done=2, active=True)
-    display.console.file = io.StringIO()
+    display = display_of(terminal=True, clock=lambda: 0.0)
     for seconds in (1, 59, 60, 61, 119, 120, 239, 240):
         display.under_way("step 3: reward (judge)", seconds)
     assert display.bar.tasks[0].description == "step 3: reward (judge), 240 s"
     display.under_way("step 4: reward (judge)", 1)
     display.under_way("step 4: reward (judge)", 60)
-    assert display.console.file.getvalue().splitlines() == [
+    assert lines_of(display) == [
         "step 3: reward (judge): for 60 s now",
         "step 3: reward (judge): for 120 s now",
         "step 3: reward (judge): for 240 s now",
         "step 4: reward (judge): for 60 s now",
     ]
+
+
+def test_a_log_is_never_silent_for_ten_seconds_however_short_its_phases_are():
+    now = [0.0]
+    display = display_of(terminal=False, clock=lambda: now[0])
+    for tick in range(1, 60):
+        now[0] = tick / 2
+        display.under_way(f"phase {tick // 12}", tick % 12 / 2)  # each lasts six seconds
+        if tick == 40:
+            display.say("a line")
+    assert lines_of(display) == [
+        "phase 1: for 3 s now",
+        "phase 3: for 0 s now",
+        "a line",
+        "phase 4: for 5 s now",
+    ]
+
+
+def test_a_line_says_once_how_many_programs_were_compiled_and_where_they_are():
+    process.Programs.listen()
+    now = [0.0]
+    display = display_of(terminal=False, clock=lambda: now[0])
+    for size in (3, 5):
+        jax.jit(lambda x: jnp.sin(x) * size).lower(np.ones(size)).compile()  # noqa: B023
+    now[0] += 10
+    display.under_way("step 1: sample", 10)
+    now[0] += 10
+    display.under_way("step 1: sample", 20)
+    first, second = lines_of(display)
+    assert "step 1: sample: for 10 s now; compiling 2 programs (first run of these shapes" in first
+    assert second == "step 1: sample: for 20 s now"
+    assert process.Programs.under_way() == 0
+
+
+def test_what_takes_long_beside_a_run_is_told_too(monkeypatch):
+    monkeypatch.setattr(console, "SILENCE", 0.2)
+    monkeypatch.setattr(console, "TICK", 0.1)
+    log = io.StringIO()
+    into = Console(file=log, force_terminal=False)
+    with console.telling(into, "probe: sampling"):
+        time.sleep(0.7)
+    said = log.getvalue().splitlines()
+    assert len(said) >= 2
+    assert {line.partition(" for")[0] for line in said} == {"probe: sampling:"}
+    time.sleep(0.4)
+    assert log.getvalue().splitlines() == said

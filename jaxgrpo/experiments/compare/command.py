@@ -26,6 +26,7 @@ from jaxgrpo.experiments.compare.experiment import Case, Experiment
 from jaxgrpo.experiments.sections import Section
 from jaxgrpo.models import sharding
 from jaxgrpo.training import loop, process
+from jaxgrpo.training.console import telling
 from jaxgrpo.training.folder import write_atomically
 from jaxgrpo.training.policy import evaluator_of, read_run
 from jaxgrpo.training.report.html import check_can_draw
@@ -152,10 +153,13 @@ class Runner:
         self._base: dict[Any, Evaluation] = {}  # of the seed under way
         self._seed: int | None = None
 
-    def run(self, case: Case) -> None:
+    def run(self, case: Case, shown: bool = False) -> None:
         """Takes a run to its end, from where a killed process left it, as `jaxgrpo train` would.
 
         Its checkpoints are removed at the end: the model stays.
+
+        Args:
+          shown: whether its steps are.
         """
         if case.seed != self._seed:  # runs come seed by seed
             self._base.clear()
@@ -166,7 +170,7 @@ class Runner:
                 case.config,
                 lambda run: self._remembering(evaluator_of(run, share), case.path),
                 resume=True,
-                shown=False,
+                shown=shown,
                 share=share,
             )
         if process.is_main():
@@ -213,8 +217,13 @@ def _take_all(
     runner, began = Runner(), time.monotonic()
     for place, case in enumerate(waiting, start=1):
         began_run = time.monotonic()
+        name = f"{len(finished) + place:4d} of {count}: {case.arm}, rate {case.rate:g}, "
+        name += f"seed {case.seed}"
+        # The first run compiles, so its steps are shown; then a line for each run is enough.
+        quiet = telling(Console(highlight=False), name) if place > 1 else contextlib.nullcontext()
         try:
-            runner.run(case)
+            with quiet:
+                runner.run(case, shown=place == 1)
         except process.StopRequested as stopped:
             why = stopped.args[0].partition(";")[0]
             raise process.StopRequested(f"{why}; {how_to_go_on}") from None
@@ -222,10 +231,7 @@ def _take_all(
             results.check_metric(experiment, case)
         now = time.monotonic()
         left = (now - began) / place * (len(waiting) - place)
-        say(
-            f"{len(finished) + place:4d} of {count}: {case.arm}, rate "
-            f"{case.rate:g}, seed {case.seed}: {now - began_run:.1f} s, {_duration(left)} left"
-        )
+        say(f"{name}: {now - began_run:.1f} s, {_duration(left)} left")
         if process.stop_requested(0) and place < len(waiting):
             raise process.StopRequested(f"stopped behind a run; {how_to_go_on}")
 

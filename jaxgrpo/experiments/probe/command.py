@@ -19,6 +19,7 @@ from jaxgrpo.evaluation.rescoring import make_rescorer
 from jaxgrpo.experiments.probe import measure, report
 from jaxgrpo.experiments.probe.advice import advise
 from jaxgrpo.training import process
+from jaxgrpo.training.console import telling
 from jaxgrpo.training.folder import plain, write_atomically
 from jaxgrpo.training.inputs import resolve_rewards, resolve_scorer, show_previews
 from jaxgrpo.training.policy import NO_REWARD, StoredPolicy, config_for, find_policy, key_of
@@ -65,7 +66,8 @@ def main(
     questions = questions_of(config, held_out, judge)
     if process.is_main():
         show_previews(console, [judge], questions.rows[0], policy.tokenizer, 0)
-    found = _numbers(config, policy, questions, level)
+    with telling(console, "probe: sampling"):
+        found = _numbers(config, policy, questions, level)
     whole = {"model": target, "data": config.eval.data, "reward": judge.name, **found}
     if process.is_main():
         report.show(console, whole)
