@@ -8,6 +8,7 @@ Rewards get conversations as TRL gives them: prompts as lists of messages, each 
 from __future__ import annotations
 
 import difflib
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -117,7 +118,8 @@ def make_chat(
 def write(chat: Chat, prompt: str | Conversation, where: str) -> str:
     """One prompt as text, with the special tokens that the template writes.
 
-    Raises: InputError if the template fails, or there is none for a conversation.
+    Raises: InputError if the template fails or leaves out the text of a message, or there is no
+      template for a conversation. Thoughts of earlier messages, before </think>, may be left out.
     """
     if chat.template is None:
         if isinstance(prompt, str):
@@ -126,14 +128,54 @@ def write(chat: Chat, prompt: str | Conversation, where: str) -> str:
             f"{where}: the prompt is a list of messages, but there is no chat template "
             f"({chat.name}): name a Jinja file by data.chat_template, or write prompts as texts"
         )
+    messages = _with_system(chat, prompt, where)
+    text = _render(chat, messages, where)
+    squeezed = _squeezed(text)
+    for place, message in enumerate(messages):
+        forms = _forms(message["content"], is_last=place == len(messages) - 1)
+        if not any(_squeezed(form) in squeezed for form in forms):
+            raise _lost(chat, messages, place, where)
+    return text
+
+
+def check_roles(chat: Chat, prompts: Sequence[str | Conversation]) -> None:
+    """Refuses a template that leaves out messages, once for each sequence of roles in the prompts.
+
+    `write` looks for the text of each message, and may find a short or a repeated one by chance.
+    Here each text ends with a mark that is nowhere else.
+
+    Raises: InputError if a mark is not in what the template writes.
+    """
+    if chat.template is None:
+        return
+    first: dict[tuple[str, ...], tuple[int, Conversation]] = {}
+    for row, prompt in enumerate(prompts):
+        messages = _with_system(chat, prompt, f"row {row}")
+        first.setdefault(tuple(message["role"] for message in messages), (row, messages))
+    for row, messages in first.values():
+        marked = [
+            {**message, "content": f"{message['content']}jaxgrpo{place}mark"}
+            for place, message in enumerate(messages)
+        ]
+        text = _render(chat, marked, f"row {row}")
+        for place, message in enumerate(messages):
+            if message["content"] and f"jaxgrpo{place}mark" not in text:
+                raise _lost(chat, messages, place, f"row {row}")
+
+
+def _with_system(chat: Chat, prompt: str | Conversation, where: str) -> Conversation:
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    if chat.system is not None:
-        if messages[0]["role"] == "system":
-            raise InputError(
-                f"{where}: the conversation opens with a system message, and data.system is given: "
-                "take one of them out"
-            )
-        messages = [{"role": "system", "content": chat.system}, *messages]
+    if chat.system is None:
+        return messages
+    if messages[0]["role"] == "system":
+        raise InputError(
+            f"{where}: the conversation opens with a system message, and data.system is given: "
+            "take one of them out"
+        )
+    return [{"role": "system", "content": chat.system}, *messages]
+
+
+def _render(chat: Chat, messages: Conversation, where: str) -> str:
     begun = _is_begun(messages)
     # Whatever the template raises, or jinja2 about it.
     with refusing(lambda error: f"{where}: {_failure(chat.name, error)}"):
@@ -145,6 +187,28 @@ def write(chat: Chat, prompt: str | Conversation, where: str) -> str:
             continue_final_message=begun,
             **chat.options,
         )
+
+
+def _forms(content: str, is_last: bool) -> list[str]:
+    """A message's text as templates write it: as it is, as JSON, or without an earlier thought."""
+    texts = [content] if is_last else [content, content.rpartition("</think>")[2]]
+    return [form for text in texts for form in (text, json.dumps(text, ensure_ascii=False)[1:-1])]
+
+
+def _squeezed(text: str) -> str:
+    """A text without spaces and line ends, which templates strip."""
+    return "".join(text.split())
+
+
+def _lost(chat: Chat, messages: Conversation, place: int, where: str) -> InputError:
+    message = messages[place]
+    is_ours = chat.system is not None and place == 0
+    what = "data.system" if is_ours else f"message {place - (chat.system is not None)}"
+    return InputError(
+        f"{where}: {chat.name} does not write the text of {what}, {_shown(message['content'])} "
+        f"with role {message['role']!r}: use a role that the template writes, usually user, "
+        "assistant or system, or set data.chat_template to a template that writes it"
+    )
 
 
 def _names_in(template: str, name: str) -> set[str]:

@@ -104,11 +104,13 @@ def prepare(rows: list[Row], chat: Chat, max_prompt_tokens: int, too_long: str) 
 def encode(rows: Sequence[Row], chat: Chat) -> list[np.ndarray]:
     """The tokens of each row's prompt as the model reads them, int32 [length].
 
-    Raises: InputError if a prompt is empty, gives no token or cannot be written out.
+    Raises: InputError if a prompt is empty, gives no token or cannot be written out in full, or
+      if all prompts are the same tokens although rows differ.
     """
     texts = [
         conversations.write(chat, row["prompt"], f"row {place}") for place, row in enumerate(rows)
     ]
+    conversations.check_roles(chat, [row["prompt"] for row in rows])
     encoded = chat.tokenizer(texts, add_special_tokens=chat.template is None)["input_ids"]
     tokens = [np.asarray(ids, np.int32) for ids in encoded]
     empty = [place for place, row in enumerate(rows) if not row["prompt"] or not len(tokens[place])]
@@ -117,7 +119,20 @@ def encode(rows: Sequence[Row], chat: Chat) -> list[np.ndarray]:
             f"{len(empty)} of {len(rows)} prompts are empty or give no token (the first is row "
             f"{empty[0]}, {rows[empty[0]]['prompt']!r}): take them out of the data"
         )
+    _check_differ(rows, tokens, chat)
     return tokens
+
+
+def _check_differ(rows: Sequence[Row], tokens: Sequence[np.ndarray], chat: Chat) -> None:
+    """Refuses rows that differ and whose prompts are all the same tokens."""
+    differ = any(row["prompt"] != rows[0]["prompt"] for row in rows)
+    if differ and all(np.array_equal(ids, tokens[0]) for ids in tokens):
+        text = chat.tokenizer.decode(tokens[0])[:SHOWN]
+        raise InputError(
+            f"the {len(rows)} rows differ, but all prompts are the same {len(tokens[0])} tokens, "
+            f"{text!r}: write them with characters that the tokenizer knows, or set "
+            "data.chat_template"
+        )
 
 
 def _check_column(where: str, row: Row, name: str, key: str, otherwise: str) -> None:

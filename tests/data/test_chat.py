@@ -133,3 +133,64 @@ def test_rewards_get_texts_for_texts_and_messages_for_messages():
         [{"role": "assistant", "content": "It is 4"}],
     ]
     assert for_rewards([], []) == ([], [])
+
+
+IF_KNOWN = (
+    "{% for m in messages %}{% if m.role in ('user', 'assistant', 'system') %}"
+    "<{{ m.role }}>{{ m.content.split('</think>')[-1] | trim }}{% endif %}{% endfor %}<assistant>"
+)
+PARTS_ONLY = (  # as SmolVLM and LLaVA write messages
+    "{% for m in messages %}<{{ m.role }}>{% for part in m.content %}"
+    "{% if part.type == 'text' %}{{ part.text }}{% endif %}{% endfor %}{% endfor %}"
+)
+LAST_SYSTEM = (  # as DeepSeek-R1-Distill writes system messages
+    "{% set ns = namespace(text='') %}{% for m in messages if m.role == 'system' %}"
+    "{% set ns.text = m.content %}{% endfor %}{{ ns.text }}"
+    "{% for m in messages if m.role == 'user' %}<user>{{ m.content }}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "prompt", "system", "lost"),
+    [
+        (IF_KNOWN, [{**USER, "role": "human"}], None, "message 0, '2+2?' with role 'human'"),
+        (
+            IF_KNOWN,
+            [USER, {"role": "tool", "content": "4"}],
+            None,
+            "message 1, '4' with role 'tool",
+        ),
+        # Found by chance: in what another message or the template itself writes.
+        (IF_KNOWN, [USER, {**USER, "role": "human"}], None, "message 1, '2+2?' with role 'human'"),
+        (IF_KNOWN, [USER, {"role": "tool", "content": "assist"}], None, "message 1, 'assist' with"),
+        (PARTS_ONLY, "2+2?", None, "message 0, '2+2?' with role 'user'"),
+        (LAST_SYSTEM, [{"role": "system", "content": "a"}] * 2 + [USER], None, "message 0, 'a'"),
+        ("{{ messages[-1].content }}", "2+2?", "Be brief.", "data.system, 'Be brief.' with role"),
+    ],
+)
+def test_a_message_that_the_template_leaves_out_is_refused(
+    tokenizer, tmp_path, template, prompt, system, lost
+):
+    file = tmp_path / "chat.jinja"
+    file.write_text(template)
+    with pytest.raises(InputError) as refused:
+        data.encode([{"prompt": prompt}], chat_of(tokenizer, file, system))
+    assert f"does not write the text of {lost}" in str(refused.value)
+    assert "use a role that the template writes" in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("template", "prompt"),
+    [
+        (IF_KNOWN, [USER, {**BEGUN, "content": "<think>so</think>\n\n4"}, USER]),
+        (IF_KNOWN, [{**USER, "content": "  2+2?\n"}]),
+        ("{% for m in messages %}{{ m.content | tojson }}{% endfor %}", 'a "b"\n\\c'),
+        (IF_KNOWN, [{"role": "system", "content": ""}, USER]),
+    ],
+)
+def test_thoughts_of_earlier_turns_spaces_and_json_are_no_lost_text(
+    tokenizer, tmp_path, template, prompt
+):
+    file = tmp_path / "chat.jinja"
+    file.write_text(template)
+    assert len(data.encode([{"prompt": prompt}], chat_of(tokenizer, file))[0])

@@ -197,3 +197,9 @@ def test_leaving_out_every_prompt_is_an_error():
 def test_an_empty_prompt_is_refused(begin):
     with pytest.raises(InputError, match=r"1 of 2 prompts are empty .*the first is row 1, ''"):
         prepare(["abc", ""], characters(begin), 8)
+
+
+def test_rows_that_differ_and_have_the_same_tokens_are_refused():
+    with pytest.raises(InputError, match="the 2 rows differ, but all prompts are the same 2 tok"):
+        prepare(["12", "34"], characters(), 9)  # digits are unknown to this tokenizer
+    assert prepare(["12", "12"], characters(), 9).dropped == 0
