@@ -3,6 +3,7 @@
     config.toml  summary.json  metrics.jsonl  samples/step_N.jsonl  checkpoints/  code/
     rollouts/0000000N.safetensors  replay.json  (the formats are in recorded.py and replay.py)
     report.html  tensorboard/  (written by report/html.py and logbook.py)
+    before_N/  (what was logged from step N on, before a start that continued there)
 
 The first two lines are the same bytes for the same run, apart from metrics whose names begin with
 "time/".

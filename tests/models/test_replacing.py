@@ -5,9 +5,14 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import jax
+import numpy as np
 import pytest
 
+from jaxgrpo.cli.make_base import base_config
 from jaxgrpo.core.errors import InputError
+from jaxgrpo.data.tasks.base import character_tokenizer
+from jaxgrpo.models import decoder
 from jaxgrpo.models.hf import adapters, folders, replacing
 
 THEIRS = {"config.json": "{}", "model.safetensors": "weights", "tokenizer.json": "{}"}
@@ -24,6 +29,21 @@ def written(folder: Path, files: dict[str, str]) -> Path:
 def test_a_model_of_ours_is_replaced_with_its_named_templates(tmp_path):
     templates = {"additional_chat_templates/tool_use.jinja": "{{ messages }}"}
     folders.refuse_unless_ours(written(tmp_path / "m", {**OURS, **templates}))
+
+
+def test_a_tokenizer_with_named_templates_is_saved_a_second_time(tmp_path):
+    tokenizer = character_tokenizer("0123456789")
+    tokenizer.chat_template = {"default": "{{ messages }}", "tool_use": "{{ tools }}"}
+    model = decoder.build(base_config(len(tokenizer), 32, 1))
+    params = jax.tree.map(lambda leaf: np.ones(leaf.shape, np.float32), model.shapes)
+    for _ in range(2):
+        folders.save_model(model, params, tmp_path / "m", tokenizer)
+    name = f"{replacing.TEMPLATES}/tool_use.jinja"
+    assert (tmp_path / "m" / name).read_text() == "{{ tools }}"
+    before = folders.fingerprint(tmp_path / "m")
+    (tmp_path / "m" / name).write_text("{{ other }}")
+    after = folders.fingerprint(tmp_path / "m")
+    assert {file for file in before if before[file] != after[file]} == {name}
 
 
 @pytest.mark.parametrize(
