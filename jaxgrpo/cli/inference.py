@@ -84,10 +84,16 @@ def evaluate(
     return 0
 
 
-def export(run: str, out: str, step: str | int = "last", dtype: str | None = None) -> int:
+def export(
+    run: str,
+    out: str,
+    step: str | int = "last",
+    dtype: str | None = None,
+    overwrite: bool = False,
+) -> int:
     """Writes a step of a run as a Hugging Face folder. Returns the exit code."""
     print(process.start())  # noqa: T201
-    written = policies.export(run, out, step, dtype)
+    written = policies.export(run, out, step, dtype, overwrite)
     print(f"{written}: model, tokenizer, generation config and model card")  # noqa: T201
     return 0
 

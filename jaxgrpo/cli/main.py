@@ -207,6 +207,7 @@ COMMANDS: dict[str, tuple[Any, ...]] = {
         argument("out", "OUT", "the folder to write"),
         argument("--step", None, "last, best, or a number of steps; last by default"),
         argument("--dtype", None, "as trained by default", choices=["float32", "bfloat16"]),
+        switch("--overwrite", "replace a model there that jaxgrpo did not write"),
     ),
     "compare": (
         "settle which arm is better: arms x learning rates x seeds from one base",

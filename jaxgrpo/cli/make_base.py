@@ -95,6 +95,7 @@ def make_base(
         if value is not None and value < 1:
             raise InputError(f"make-base: {name} = {value}: give 1 or more")
     generated = tasks.find(task)
+    folders.refuse_unless_ours(Path(out))
     tokenizer = character_tokenizer(generated.alphabet)
     corpus = encode(generated.corpus(), tokenizer)
     config = base_config(len(tokenizer), hidden_size, num_layers, family)

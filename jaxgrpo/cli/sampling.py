@@ -19,6 +19,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from jaxgrpo.config.files import Config
 from jaxgrpo.core.errors import InputError
+from jaxgrpo.data import storage
 from jaxgrpo.evaluation.evaluate import Batches, Questions, answer_rows, make_batches
 from jaxgrpo.training import fingerprints, process
 from jaxgrpo.training.console import telling
@@ -138,7 +139,7 @@ class SampleFile(Closing):
 
     def _open(self) -> None:
         try:
-            self._file = open(self.path, "ab")  # noqa: SIM115 - close() does
+            self._file = open(self.path, "ab", opener=storage.open_file)  # noqa: SIM115 - close()
         except OSError as error:
             raise InputError(
                 f"--out {self.path} cannot be written ({error.strerror}): name a file in a folder "

@@ -47,6 +47,21 @@ def on_host(path: str | os.PathLike[str], what: str) -> Path:
     return Path(path).absolute()
 
 
+def open_file(path: str | Path, flags: int) -> int:
+    """A descriptor of a file to write, made where it is missing; never of what a link points to.
+
+    Where others may write in its folder, a link would have us write into any file of this user.
+
+    Raises: InputError where it is a symbolic link. OSError.
+    """
+    if os.path.islink(path):
+        raise InputError(
+            f"{path} is a symbolic link (to {os.readlink(path)}), which is not written through: "
+            "remove the link, or put the file itself there"
+        )
+    return os.open(path, flags | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+
+
 def cache_folder() -> Path:
     """Where this host keeps copies: $XDG_CACHE_HOME/jaxgrpo or ~/.cache/jaxgrpo."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxgrpo"
@@ -164,12 +179,15 @@ def remove(url: str | os.PathLike[str]) -> None:
 
 
 def remove_tree(path: Place, quietly: bool = False) -> None:
-    """Removes a folder with all that is in it, here or in a bucket.
+    """Removes a folder with all that is in it, here or in a bucket; of a link the link alone.
 
     Raises: OSError, but for a folder here where `quietly`.
     """
     if not is_url(path):
-        shutil.rmtree(path, ignore_errors=quietly)
+        if path.is_symlink():
+            path.unlink()
+        else:
+            shutil.rmtree(path, ignore_errors=quietly)
         return
     for name in listing(path):
         remove(f"{os.fspath(path)}/{name}")
@@ -219,7 +237,7 @@ def _copied(url: str, wanted: tuple[str, ...]) -> Path:
     if info is None and not chosen:
         raise FileNotFoundError(url)
     home.parent.mkdir(parents=True, exist_ok=True)
-    with open(home.with_suffix(".lock"), "ab") as lock:
+    with open(home.with_suffix(".lock"), "ab", opener=open_file) as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # the other processes of this host wait for the copy
         if not home.exists():
             partial = home.with_suffix(".partial")  # of a process that died

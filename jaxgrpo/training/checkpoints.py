@@ -201,8 +201,12 @@ class Checkpoints(Closing):
 
     def _remove(self, step: int) -> None:
         # The manifest first: what a kill leaves of the rest is then no step.
-        self._manifest(step).unlink(missing_ok=True)
-        storage.remove_tree(self.folder / str(step))
+        home = self.folder / str(step)
+        if not storage.is_url(home) and home.is_symlink():
+            logger.warning("%s is a link: it is removed, and what it points to stays", home)
+        else:
+            self._manifest(step).unlink(missing_ok=True)
+        storage.remove_tree(home)
 
     def _refuse_unless_next(self, step: int) -> None:
         if self.newest is not None and step < self.newest:

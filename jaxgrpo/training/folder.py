@@ -3,6 +3,7 @@
     config.toml  summary.json  metrics.jsonl  samples/step_N.jsonl  checkpoints/  code/
     rollouts/0000000N.safetensors  replay.json  (the formats are in recorded.py and replay.py)
     report.html  tensorboard/  (written by report/html.py and logbook.py)
+    before_N/  (what was logged from step N on, before a start that continued there)
 
 The first two lines are the same bytes for the same run, apart from metrics whose names begin with
 "time/".
@@ -17,7 +18,7 @@ import json
 import math
 import numbers
 import os
-import shutil
+import weakref
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -95,7 +96,8 @@ def write_atomically(path: Place, content: str | bytes) -> None:
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     is_text = isinstance(content, str)
     try:
-        with open(temporary, "wb") as file:
+        temporary.unlink(missing_ok=True)  # of a process that died and had this number
+        with open(storage.open_file(temporary, os.O_WRONLY | os.O_EXCL), "wb") as file:
             file.write(content.encode("utf-8", "backslashreplace") if is_text else content)
             file.flush()
             os.fsync(file.fileno())
@@ -256,7 +258,7 @@ class RunFolder(Closing):
             self._mirror.copy()
 
     def _take_lock(self) -> None:
-        lock = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+        lock = storage.open_file(self.path / LOCK, os.O_RDWR)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -269,6 +271,16 @@ class RunFolder(Closing):
         os.ftruncate(lock, 0)
         os.write(lock, f"process {os.getpid()} on {os.uname().nodename}\n".encode())
         self._lock = lock
+        _LOCKED.add(self)
+
+    def is_moved(self) -> bool:
+        """Whether `path` is no longer the folder that was taken: renamed, replaced or deleted."""
+        if self._lock is None:
+            return False
+        try:
+            return os.stat(self.path / LOCK).st_ino != os.fstat(self._lock).st_ino
+        except FileNotFoundError:
+            return True
 
     def refuse_to_forget(self, every: int) -> None:
         """Raises: InputError where a run has no checkpoint to go on from, and must have had one.
@@ -294,29 +306,48 @@ class RunFolder(Closing):
                 "--resume and with another run.dir, or after moving or deleting this folder"
             )
 
-    def rewind(self, step: int | None) -> None:
-        """Forgets what was written after `step` finished steps; None forgets everything logged.
+    def rewind(self, step: int | None) -> Path | None:
+        """Puts aside what was written after `step` finished steps; None: everything logged.
 
         Keeps the lines of metrics.jsonl with step <= `step`, byte for byte, and the files of
-        samples and rollouts of those steps. Call it once a checkpoint is restored and before
-        anything is written.
+        samples and rollouts of those steps. Later ones go to before_N/, N being the next step, or
+        before_N_2/ if that is there: the checkpoint they belong to may have been removed. Call it
+        once a checkpoint is restored and before anything is written.
+
+        Returns: the folder of what was put aside; None where nothing was.
         """
         if not self._writes:
-            return
+            return None
         # From here on a missing folder means that it was removed, and not that none was saved yet.
         if not storage.is_url(self.place):
             self.checkpoints.mkdir(exist_ok=True)
         last = -1 if step is None else step
-        file = self.path / "metrics.jsonl"
-        if file.exists():
-            kept = [line for line, entry in _complete_lines(file) if entry["step"] <= last]
-            write_atomically(file, b"".join(kept).decode("utf-8"))
-        for number in sample_steps(self.path):
-            if number > last:
-                (self.path / "samples" / f"step_{number}.jsonl").unlink()
-        for file in (self.path / "rollouts").glob("*.safetensors"):
-            if file.stem.isdecimal() and int(file.stem) > last:
-                file.unlink()
+        metrics = self.path / "metrics.jsonl"
+        lines = _complete_lines(metrics)
+        earlier = b"".join(line for line, entry in lines if entry["step"] <= last)
+        later = b"".join(line for line, entry in lines if entry["step"] > last)
+        names = [f"step_{number}.jsonl" for number in sample_steps(self.path) if number > last]
+        files = [self.path / "samples" / name for name in names]
+        rollouts = (self.path / "rollouts").glob("*.safetensors")
+        files += [file for file in rollouts if file.stem.isdecimal() and int(file.stem) > last]
+        aside = self._folder_aside(f"before_{max(last, 0) + 1}") if later or files else None
+        if aside is not None:
+            write_atomically(aside / metrics.name, later)
+            for file in files:
+                (aside / file.parent.name).mkdir(exist_ok=True)
+                file.rename(aside / file.parent.name / file.name)
+        if metrics.exists():
+            write_atomically(metrics, earlier)
+        return aside
+
+    def _folder_aside(self, name: str) -> Path:
+        """A new folder, whose name gets a number where it is taken."""
+        folder, number = self.path / name, 1
+        while os.path.lexists(folder):
+            number += 1
+            folder = self.path / f"{name}_{number}"
+        folder.mkdir()
+        return folder
 
     def base(self) -> dict[str, Any]:
         """The evaluation of the base, in the line of step 0; {} where there is none."""
@@ -366,7 +397,7 @@ class RunFolder(Closing):
         file = self.path / "metrics.jsonl"
         size = file.stat().st_size if file.exists() else 0
         try:
-            with open(file, "ab") as end:
+            with open(file, "ab", opener=storage.open_file) as end:
                 end.write(self._waiting)
         except OSError as error:
             if file.exists():
@@ -439,13 +470,30 @@ class RunFolder(Closing):
             while target.exists() and target.read_bytes() != source.read_bytes():
                 number += 1
                 target = folder / f"{source.stem}_{number}{source.suffix}"
-            shutil.copyfile(source, target)
+            write_atomically(target, source.read_bytes())
 
     def close(self) -> None:
         """Gives up the lock. Its file stays and names the last holder."""
         if self._mirror is not None:
             self._mirror.close()
             self._mirror = None
+        self.unlock()
+
+    def unlock(self) -> None:
+        """Closes the descriptor of the lock, which the system gives up with the last one."""
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
+
+
+_LOCKED: weakref.WeakSet[RunFolder] = weakref.WeakSet()
+"""Folders that this process has locked."""
+
+
+def _unlock_in_child() -> None:
+    """A process that a reward forks may outlive the trainer: the lock is not its."""
+    for folder in list(_LOCKED):
+        folder.unlock()
+
+
+os.register_at_fork(after_in_child=_unlock_in_child)

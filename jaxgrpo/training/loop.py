@@ -74,9 +74,15 @@ class Run(NamedTuple):
         """The rows of the newest file of samples."""
         return read_samples(self.path)
 
-    def export(self, out: str | Path, step: str | int = "last", dtype: str | None = None) -> Place:
+    def export(
+        self,
+        out: str | Path,
+        step: str | int = "last",
+        dtype: str | None = None,
+        overwrite: bool = False,
+    ) -> Place:
         """Writes a step's model as a Hugging Face folder; "best" by `checkpoint.keep_best`."""
-        return export(self.path, out, step, dtype)
+        return export(self.path, out, step, dtype, overwrite)
 
 
 def train(
@@ -151,11 +157,11 @@ def take(
             process.decided(lambda: folder.refuse_to_forget(before.checkpoint.every))
         state, meta = _restored(run, checkpoints) if restored else (run.state, {})
         run, done = run._replace(state=state), int(sharding.to_host(state.step))
-        folder.rewind(done if restored else None)
+        aside = folder.rewind(done if restored else None)
         _record(run, folder)
         display = Display(config.train.steps, done, active=shown and process.is_main())
         stack.enter_context(display.bar)
-        _open(run, display, opening, problem)
+        _open(run, display, opening, problem, aside)
         stack.enter_context(process.stop_signals(config.run.stop_grace))
         limits = (config.run.stop_grace, config.run.stuck_after)
         keeper = Keeper(config, folder, checkpoints, display, Progress.of(meta), *_kinds(run, meta))
@@ -174,6 +180,8 @@ def take(
 def _refuse_other_config(folder: RunFolder, config: Config) -> Config:
     """A run goes on only with the config it began with, but for keys that may change.
 
+    Nor where its base is in the place of the model that it writes.
+
     Returns: the config of its last start.
     """
     text = process.decided(folder.config)
@@ -185,6 +193,7 @@ def _refuse_other_config(folder: RunFolder, config: Config) -> Config:
             + "\n  ".join(difference)
             + "\nset them back, or set run.dir to another folder"
         )
+    process.decided(lambda: parameters.refuse_unwritable(config, folder.place))
     return before
 
 
@@ -240,8 +249,12 @@ def _restored(run: Setup, checkpoints: Checkpoints) -> tuple[TrainState, dict[st
     return parameters.with_weights(state, run.state), meta
 
 
-def _open(run: Setup, display: Display, opening: str, problem: str | None) -> None:
-    """Says what a run begins with: devices, its attention, prompts left out, answers, a problem."""
+def _open(
+    run: Setup, display: Display, opening: str, problem: str | None, aside: Path | None
+) -> None:
+    """Says what a run begins with: devices, its attention, prompts left out, answers, a problem,
+    and where the lines and files are that it will write again.
+    """
     display.say(opening)
     kernel = run.blueprint.kernel
     if kernel.name != "xla" or kernel.why:
@@ -255,6 +268,8 @@ def _open(run: Setup, display: Display, opening: str, problem: str | None) -> No
         display.say(f"reference answers: {answers_line(run.answers)}")
     if problem:
         display.say(problem)
+    if aside is not None:
+        display.say(f"what was logged after the checkpoint is in {aside}")
 
 
 @dataclasses.dataclass
@@ -353,6 +368,7 @@ class _Loop:
         """Writes the model as a Hugging Face folder, and the summary."""
         run, progress, model = self.run, self.progress, self.folder.place / "model"
         ends = folders.end_fields(run.blueprint.sampling.stop_tokens)
+        self.keeper.refuse_moved(self.config.train.steps)
         try:
             parameters.save(run.model, state, self.folder.path, self.config, run.tokenizer, ends)
         except (OSError, SafetensorError) as error:

@@ -17,6 +17,7 @@ import jax
 from jaxgrpo.config.files import Config
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.types import WEIGHTS, Params, TrainState
+from jaxgrpo.data.storage import Place
 from jaxgrpo.models import decoder, lora
 from jaxgrpo.models.api import LoraConfig, Model, ModelConfig
 from jaxgrpo.models.hf import adapters, folders
@@ -155,6 +156,18 @@ def save(
         merge = jax.jit(functools.partial(_merged, model), out_shardings=layout)
         model, params = lora.base_of(model), merge(lora.join(params, weights))
     folders.save_model(model, params, folder / "model", tokenizer, ends)
+
+
+def bases(config: Config) -> list[str]:
+    """What a run begins from, as its config names it: the model and the adapters, if any."""
+    return [path for path in (config.model.path, config.lora.path) if path is not None]
+
+
+def refuse_unwritable(config: Config, folder: Place) -> None:
+    """Raises: InputError where a run's folder holds in its model's place what `save` must leave."""
+    folders.refuse_unless_ours(folder / "model", bases(config))
+    if config.lora.rank:
+        adapters.refuse_unless_ours(folder / "adapter", bases(config))
 
 
 def _merged(model: Model, params: Params) -> Params:

@@ -31,7 +31,7 @@ from jaxgrpo.evaluation.intervals import is_end
 from jaxgrpo.evaluation.rescoring import Base
 from jaxgrpo.models import decoder, lora, sharding
 from jaxgrpo.models.api import Model
-from jaxgrpo.models.hf import folders
+from jaxgrpo.models.hf import folders, replacing
 from jaxgrpo.models.resharding import moved
 from jaxgrpo.training import memory, parameters, process
 from jaxgrpo.training.checkpoints import Checkpoints, refuse_other_step
@@ -221,22 +221,28 @@ def evaluator_of(run: Setup, share: Share = alone) -> Evaluate:
 
 
 def export(
-    run: str | Place, out: str | Place, step: str | int = "last", dtype: str | None = None
+    run: str | Place,
+    out: str | Place,
+    step: str | int = "last",
+    dtype: str | None = None,
+    overwrite: bool = False,
 ) -> Place:
     """Writes the model of one step of a run, with tokenizer, generation config and model card.
 
     Args:
       run: a run folder, or its URL.
-      out: the folder to write, or a URL; a model folder there is replaced.
+      out: the folder to write, or a URL; a model there that we wrote is replaced.
       step: a number of finished steps, "last", or "best" by the run's checkpoint.keep_best.
       dtype: of the weights; None: as they were trained.
+      overwrite: replace a model that someone else wrote too, but never the base of the run.
 
     Returns: `out`.
 
-    Raises: InputError where the run, the step or the dtype is none.
+    Raises: InputError where the run, the step or the dtype is none, or `out` is not ours.
     """
     folder, config = read_run(run)
     home, stored = find_config(config)
+    target = _target(out, [home, *parameters.bases(config)], overwrite)
     tokenizer = folders.read_tokenizer(home)
     make_chat(config, tokenizer)
     ends = folders.end_fields(folders.read_end_tokens(home, tokenizer))
@@ -259,16 +265,33 @@ def export(
         weights = folders.read_params(home, base, "float32")
         model, params = base, lora.merge(model, lora.join(jax.device_put(params), weights))
     if dtype is not None:
-        if dtype not in DTYPES:
-            raise InputError(f"--dtype {dtype}: use {' or '.join(DTYPES)}")
-        model = decoder.build(dataclasses.replace(model.config, dtype=dtype))
-        params = jax.tree.map(lambda leaf: leaf.astype(dtype), params)
-    lines = [line for line in read_metrics(folder) if line["step"] == number]
-    values = {name: value for line in lines for name, value in evaluation_of(line).items()}
-    card = model_card(config, number, {n: v for n, v in values.items() if v is not None})
+        model, params = _cast(model, params, dtype)
+    card = model_card(config, number, _evaluation(folder, number))
     with _here(out) as local:
-        folders.save_model(model, params, local, tokenizer, ends, card=card)
-    return storage.place(out) if storage.is_url(out) else Path(out)
+        folders.save_model(model, params, local, tokenizer, ends, card=card, overwrite=overwrite)
+    return target
+
+
+def _target(out: str | Place, bases: Iterable[str | Path], overwrite: bool) -> Place:
+    """Where to export to. Raises: InputError where what is there may not be replaced."""
+    target = storage.place(out) if storage.is_url(out) else Path(out)
+    with refusing(f"{out} cannot be read ({{reason}})", OSError):
+        folders.refuse_unless_ours(target, bases, overwrite)
+    return target
+
+
+def _cast(model: Model, params: Params, dtype: str) -> tuple[Model, Params]:
+    if dtype not in DTYPES:
+        raise InputError(f"--dtype {dtype}: use {' or '.join(DTYPES)}")
+    model = decoder.build(dataclasses.replace(model.config, dtype=dtype))
+    return model, jax.tree.map(lambda leaf: leaf.astype(dtype), params)
+
+
+def _evaluation(folder: Place, step: int) -> dict[str, Any]:
+    """What was evaluated at a step of a run."""
+    lines = [line for line in read_metrics(folder) if line["step"] == step]
+    values = {name: value for line in lines for name, value in evaluation_of(line).items()}
+    return {name: value for name, value in values.items() if value is not None}
 
 
 @contextlib.contextmanager
@@ -313,7 +336,7 @@ def model_card(config: Config, step: int, evaluation: Mapping[str, float]) -> st
         "pipeline_tag: text-generation",
         "tags: [jaxgrpo, reinforcement-learning, grpo]",
         "---",
-        f"{folders.CARD_TITLE} {jaxgrpo.__version__}",
+        f"{replacing.CARD_TITLE} {jaxgrpo.__version__}",
         "",
         f"Base model `{Path(config.model.path).name}`, {step} of {config.train.steps} steps of "
         f"`{method}` on `{data}` ({config.rollout.prompts_per_step} prompts "

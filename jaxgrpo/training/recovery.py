@@ -90,6 +90,7 @@ class Keeper:
           must: wait for it, and end the run where it fails.
         Raises: process.NotSaved.
         """
+        self.refuse_moved(number)
         before, checkpoints = self.checkpoints.newest, self.checkpoints
         several = jax.process_count() > 1
         problem = _error_of(checkpoints.wait)  # of the save before this one
@@ -110,6 +111,15 @@ class Keeper:
             raise process.NotSaved(f"{said}; make space and go on by --resume auto") from problem
         left = MAX_UNSAVED - self.progress.unsaved
         self.display.say(f"{said}; the run goes on, and ends if this happens {left + 1} times more")
+
+    def refuse_moved(self, number: int) -> None:
+        """Raises: process.NotSaved where the run's folder was moved or deleted meanwhile."""
+        if self.folder.is_moved():
+            raise process.NotSaved(
+                f"step {number}: {self.folder.path} is not the folder that this run began in: it, "
+                "or .lock in it, was renamed, moved, replaced or deleted; nothing more is written "
+                "there; put it back and go on by --resume auto"
+            )
 
     def publish(self) -> None:
         """The end of a run in a bucket: all that is not there yet. Raises: process.NotSaved."""
@@ -135,6 +145,7 @@ class Keeper:
         except RewardError as error:
             if number < 2:
                 raise
+            self.refuse_moved(number)
             if before is not None:
                 self._save(number - 1, before)
             self.checkpoints.wait()

@@ -223,9 +223,10 @@ def test_saving_replaces_a_model_folder_but_nothing_else(tmp_path):
     ("files", "named"),
     [
         ({"README.md": "my thesis", "tokenizer_notes.txt": "mine"}, "README.md, which is no file"),
-        ({"README.md": "# Trained with jaxgrpo 0.1.0"}, "README.md and no model"),
-        ({"config.json": "{}"}, "config.json and no model"),
-        ({"model.safetensors": "x"}, "model.safetensors and no model"),
+        ({"config.json": "{}", "model.safetensors": "x"}, "a model that jaxgrpo did not write"),
+        ({"README.md": "# Trained with jaxgrpo 0.1.0"}, "README.md and not a model"),
+        ({"config.json": "{}"}, "config.json and not a model"),
+        ({"model.safetensors": "x"}, "model.safetensors and not a model"),
         ({"config.json": "{}", "model.safetensors": "x", "adapter.safetensors": "x"}, "adapter"),
         ({"config.json": "{}", "model.safetensors": "x", "README.md": "mine"}, "README.md"),
     ],
@@ -246,7 +247,7 @@ def test_a_model_with_our_card_and_an_empty_folder_are_replaced(tmp_path):
     folder.mkdir()
     save_model(model, params, folder, card="# Trained with jaxgrpo 0.1.0\n", max_shard_bytes=8_000)
     save_model(model, params, folder)
-    assert "README.md" not in {path.name for path in folder.iterdir()}
+    assert (folder / "README.md").read_text() == "# Trained with jaxgrpo\n"
     assert bytes_of(read_params(folder, model)) == bytes_of(params)
 
 

@@ -197,6 +197,18 @@ def test_only_the_newest_steps_stay(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["10", "6"]
 
 
+def test_a_step_that_was_moved_and_linked_to_is_removed_without_a_loss(tmp_path):
+    with Checkpoints(tmp_path / "run", 1) as checkpoints:
+        checkpoints.save(1, small(1), {})
+        checkpoints.wait()
+        (tmp_path / "run" / "1").rename(tmp_path / "disk")
+        (tmp_path / "run" / "1").symlink_to(tmp_path / "disk")
+        checkpoints.save(2, small(2), {})
+        checkpoints.wait()
+        assert [path.name for path in (tmp_path / "run").iterdir()] == ["2"]
+    assert damage(tmp_path / "disk") is None
+
+
 def test_a_folder_without_checkpoints_is_named(tmp_path):
     folder = tmp_path / "none"
     with Checkpoints(folder) as checkpoints:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import signal
 import subprocess
 from pathlib import Path
 
@@ -141,6 +142,10 @@ def test_resuming_keeps_the_lines_up_to_the_checkpoint_byte_for_byte(tmp_path, t
         for step in (3, 4):
             run.write_metrics(step, {"loss": 0.1 * step})
     assert file.read_bytes() == whole
+    aside = tmp_path / "before_3"
+    assert (aside / "metrics.jsonl").read_bytes() == b"".join(whole.splitlines(keepends=True)[3:])
+    assert sorted(p.name for p in (aside / "samples").iterdir()) == ["step_3.jsonl", "step_4.jsonl"]
+    assert len(list((aside / "rollouts").iterdir())) == 2
 
 
 def test_resuming_at_the_last_step_drops_only_the_torn_line(tmp_path):
@@ -152,7 +157,25 @@ def test_resuming_at_the_last_step_drops_only_the_torn_line(tmp_path):
     assert [line["step"] for line in read_metrics(tmp_path)] == [7, 8]
 
 
-def test_beginning_again_without_a_checkpoint_forgets_what_was_logged(tmp_path):
+def test_what_was_logged_is_put_aside_however_many_checkpoints_are_removed(tmp_path):
+    with RunFolder(tmp_path) as run:
+        for last, folder in [(2, "before_3"), (None, "before_1"), (None, "before_1_2")]:
+            for step in range(1 if last is None else 0, 5):
+                if step not in {line["step"] for line in read_metrics(tmp_path)}:
+                    run.write_metrics(step, {"reward": step / 8})
+                    run.write_samples(step, [ROW])
+            logged = {line["step"] for line in read_metrics(tmp_path)}
+            assert run.rewind(last) == tmp_path / folder
+            left = {line["step"] for line in read_metrics(tmp_path)}
+            aside = {line["step"] for line in read_metrics(tmp_path / folder)}
+            assert left | aside == logged
+            assert {step for step in logged if last is None or step > last} == aside
+            files = {f"step_{step}.jsonl" for step in aside}
+            assert files == {file.name for file in (tmp_path / folder / "samples").iterdir()}
+        assert run.rewind(None) is None
+
+
+def test_beginning_again_without_a_checkpoint_begins_new_files(tmp_path):
     with RunFolder(tmp_path) as run:
         run.write_metrics(0, {"eval/accuracy": 0.5})
         run.write_samples(0, [ROW])
@@ -291,3 +314,73 @@ def test_what_rewards_logged_stands_last_in_its_rows_and_only_there(tmp_path):
     assert list(first) == [*SAMPLE_KEYS, "extra"]
     assert first["extra"] == {"found": 2.5, "box": None}
     assert list(second) == list(SAMPLE_KEYS)
+
+
+@pytest.mark.parametrize("name", [".lock", "metrics.jsonl", "code/reward.py", "summary.json"])
+def test_a_link_in_a_run_folder_has_nothing_written_through_it(tmp_path, name):
+    precious, folder = tmp_path / "profile", tmp_path / "run"
+    precious.write_text("mine")
+    (tmp_path / "reward.py").write_text("def reward(): ...")
+    (folder / "code").mkdir(parents=True)
+
+    def write_all():
+        with RunFolder(folder, resume=True) as run:
+            run.write_metrics(1, {"reward": 0.5})
+            run.copy_code([tmp_path / "reward.py"])
+            run.write_summary({"step": 1})
+
+    (folder / name).symlink_to(precious)
+    if name in (".lock", "metrics.jsonl"):
+        with pytest.raises(InputError, match=rf"{name} is a symbolic link \(to .*remove the link"):
+            write_all()
+    else:
+        write_all()
+    assert precious.read_text() == "mine"
+
+
+def test_a_link_where_a_file_is_written_first_is_taken_away(tmp_path):
+    precious = tmp_path / "profile"
+    precious.write_text("mine")
+    (tmp_path / f"page.{os.getpid()}.tmp").symlink_to(precious)
+    write_atomically(tmp_path / "page", "new")
+    assert (precious.read_text(), (tmp_path / "page").read_text()) == ("mine", "new")
+
+
+def test_a_run_folder_and_its_checkpoints_may_be_links(tmp_path):
+    for name in ("disk", "large"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "run").symlink_to(tmp_path / "disk")
+    (tmp_path / "disk" / "checkpoints").symlink_to(tmp_path / "large")
+    with RunFolder(tmp_path / "run", resume=True) as run:
+        run.rewind(None)
+        run.write_metrics(1, {"reward": 0.5})
+        assert not run.is_moved()
+    assert len(read_metrics(tmp_path / "disk")) == 1
+
+
+@pytest.mark.parametrize("how", ["renamed", "replaced", "deleted"])
+def test_a_folder_that_is_moved_while_it_is_locked_is_noticed(tmp_path, how):
+    with RunFolder(tmp_path / "run") as run:
+        assert not run.is_moved()
+        (tmp_path / "run").rename(tmp_path / "run2")
+        if how == "deleted":
+            (tmp_path / "run2" / ".lock").unlink()
+        if how == "replaced":
+            with RunFolder(tmp_path / "run"):
+                assert run.is_moved()
+        assert run.is_moved()
+
+
+def test_a_process_that_outlives_the_trainer_does_not_hold_its_lock(tmp_path):
+    run = RunFolder(tmp_path / "run")
+    with pytest.warns(RuntimeWarning, match="fork"):  # of JAX; the child does nothing
+        child = os.fork()
+    if child == 0:
+        signal.pause()
+    try:
+        run.close()
+        with RunFolder(tmp_path / "run", resume=True):
+            pass
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)

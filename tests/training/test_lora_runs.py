@@ -57,6 +57,31 @@ def test_adapters_move_and_weights_and_reference_do_not(finished):
         assert line["sampling/sampling_logp_difference/max"] < 1e-3
 
 
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_an_export_never_replaces_the_base_of_its_run(finished, overwrite):
+    base = Path(small_run.base())
+    before = folders.fingerprint(base)
+    with pytest.raises(InputError, match="from which this run was trained"):
+        finished.export(base, overwrite=overwrite)
+    assert folders.fingerprint(base) == before
+
+
+def test_an_export_replaces_another_model_only_where_that_is_asked_for(finished, tmp_path):
+    shutil.copytree(small_run.base(), tmp_path / "theirs")
+    (tmp_path / "theirs" / "README.md").unlink(missing_ok=True)
+    arguments = ["export", str(finished.path), str(tmp_path / "theirs")]
+    assert main.main(arguments) == 2
+    assert main.main([*arguments, "--overwrite"]) == 0
+    assert main.main(arguments) == 0
+
+
+def test_a_run_in_whose_folder_its_base_is_in_the_way_is_refused_at_its_start(tmp_path):
+    shutil.copytree(small_run.base(), tmp_path / "run" / "model")
+    changes = {"model.path": str(tmp_path / "run" / "model")}
+    with pytest.raises(InputError, match="from which this run was trained"):
+        jaxgrpo.train(small_run.config(tmp_path / "run", **changes), resume="auto")
+
+
 def test_a_resumed_run_ends_as_the_uninterrupted_one(finished, tmp_path):
     changes = {**LORA, "train.steps": 2}
     jaxgrpo.train(small_run.config(tmp_path / "run", **changes))

@@ -124,7 +124,7 @@ def _begin(experiment: Experiment, differing: Section) -> None:
     with refusing(lambda error: f"{where} ({error.strerror}): {remedy}", OSError):
         folder.mkdir(parents=True, exist_ok=True)
         if source and not (kept.exists() and kept.samefile(source)):
-            shutil.copyfile(source, kept)
+            write_atomically(kept, Path(source).read_bytes())
         write_atomically(folder / "differences.md", differing.markdown())
 
 

@@ -15,7 +15,7 @@ import contextlib
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,16 +26,18 @@ from safetensors.numpy import save_file
 from jaxgrpo.core.errors import InputError, refuse_all
 from jaxgrpo.core.types import Params
 from jaxgrpo.data import storage
+from jaxgrpo.data.storage import Place
 from jaxgrpo.models import lora
 from jaxgrpo.models.api import LINEAR, LoraConfig, Model, ModelConfig
-from jaxgrpo.models.hf import families, mapping, weights
+from jaxgrpo.models.hf import families, mapping, replacing, weights
 from jaxgrpo.models.hf.families import Family
 from jaxgrpo.models.hf.fields import Fields
 from jaxgrpo.models.hf.mapping import Entry
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-OURS = (CONFIG, WEIGHTS, "README.md")
-"""The files of an adapter folder. One that holds another is not replaced."""
+CONTENTS = replacing.Contents(
+    "an adapter", re.compile(f"{re.escape(CONFIG)}|{re.escape(WEIGHTS)}"), CONFIG, (WEIGHTS,)
+)
 
 INITS = (True, False, "gaussian", "orthogonal", "eva")
 """Ways to begin that draw A and B and leave the weights as they are."""
@@ -130,14 +132,14 @@ def save(
 ) -> None:
     """Writes an adapter folder that `peft.PeftModel.from_pretrained` reads, whole or not at all.
 
-    Every process calls it; process 0 writes. An adapter folder that is already there is replaced.
+    Every process calls it; process 0 writes. An adapter that we wrote is replaced.
 
     Args:
       adapters: the first of `lora.split`, in the dtype that they are stored in.
       base: path of the base, or its name on the hub, which PEFT looks up.
-      card: text of the folder's README.md.
+      card: text of the folder's README.md, the card, as of `folders.save_model`.
 
-    Raises: InputError if `path` holds anything but an adapter, or PEFT has no such adapter.
+    Raises: InputError if `path` holds anything but an adapter of ours, or PEFT has no such adapter.
     """
     family = families.family_of(model.config.family, "adapters.save")
     fields = _fields(model.config, family, base)
@@ -145,16 +147,21 @@ def save(
     tensors = mapping.by_tensor(jax.tree.leaves(adapters), entries)
     mine = jax.process_index() == 0
     target = Path(os.path.expanduser(path)).absolute()
-    with weights.replaced(target, _refuse_foreign) if mine else contextlib.nullcontext() as folder:
+    out = replacing.replaced(target, refuse_unless_ours)
+    with out if mine else contextlib.nullcontext() as folder:
         whole = {name: weights.gathered(parts) for name, parts in tensors.items()}
         if folder is not None:
             (folder / CONFIG).write_text(json.dumps(fields, indent=2, sort_keys=True) + "\n")
             save_file(whole, folder / WEIGHTS, metadata={"format": "pt"})
             (folder / WEIGHTS).chmod((folder / CONFIG).stat().st_mode)
-            if card is not None:
-                (folder / "README.md").write_text(card, encoding="utf-8")
+            replacing.write_card(folder, card)
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices("jaxgrpo adapters.save")
+
+
+def refuse_unless_ours(path: Place, bases: Iterable[str | Path] = ()) -> None:
+    """Raises: InputError where an adapter may not be written, as of a model."""
+    replacing.refuse_unless_ours(path, CONTENTS, bases)
 
 
 def _parts(model: Model, family: Family) -> tuple[Params, list[list[Entry]]]:
@@ -252,17 +259,3 @@ def _no_fused(family: Family, name: str) -> str:
         f"{name} is a part of {theirs} in family {family.model_type}, which PEFT adapts as a whole "
         "with one A: target other modules, or save the merged model"
     )
-
-
-def _refuse_foreign(folder: Path) -> None:
-    """Raises: InputError if `folder` is there and holds what is no file of an adapter."""
-    if not folder.exists():
-        return
-    if not folder.is_dir():
-        raise InputError(f"{folder} is a file: choose the name of a folder for the adapter")
-    foreign = sorted(path.name for path in folder.iterdir() if path.name not in OURS)
-    if foreign:
-        raise InputError(
-            f"{folder} exists and holds {foreign[0]}, which is no file of an adapter: it is not "
-            "replaced; choose another folder or empty this one"
-        )

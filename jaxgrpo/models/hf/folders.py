@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import os
+import re
 import zlib
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,28 +25,44 @@ from jax.experimental import multihost_utils
 from jaxgrpo.core.errors import InputError, one_line, refusing
 from jaxgrpo.core.types import Params
 from jaxgrpo.data import sources, storage
+from jaxgrpo.data.storage import Place
 from jaxgrpo.models import decoder, lora
 from jaxgrpo.models.api import Model, ModelConfig
-from jaxgrpo.models.hf import adapters, families, mapping, weights
+from jaxgrpo.models.hf import adapters, families, mapping, replacing, weights
 from jaxgrpo.models.hf.families import Family
 
-OURS = (
-    "README.md",
+TEXTS = (
     "config.json",
     "generation_config.json",
-    weights.INDEX,
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
     "added_tokens.json",
     "vocab.json",
     "merges.txt",
+    "vocab.txt",
+    "tokenizer.model",
+    "spiece.model",
     "chat_template.jinja",
+    "chat_template.json",
 )
-"""The files of a model folder beside its weights. A folder that holds another is not replaced."""
+"""The files of a model folder beside its weights, that act on a run."""
 
-CARD_TITLE = "# Trained with jaxgrpo"
-"""In each model card that we write: a README.md without it was written by someone else."""
+CONTENTS = replacing.Contents(
+    "a model",
+    re.compile(
+        "|".join(
+            [
+                *map(re.escape, (*TEXTS, weights.INDEX)),
+                weights.WEIGHTS.pattern,
+                rf"{replacing.TEMPLATES}/[^/]+\.jinja",
+            ]
+        )
+    ),
+    "config.json",
+    (weights.SINGLE, weights.INDEX),
+    "; export --overwrite and save_model(overwrite=True) replace it",
+)
 
 PROBES, PROBE_BYTES = 64, 1 << 16  # of a large file, for its fingerprint
 
@@ -216,22 +234,25 @@ def save_model(
     generation_config: Mapping[str, Any] | None = None,
     max_shard_bytes: int = 5_000_000_000,
     card: str | None = None,
+    overwrite: bool = False,
 ) -> None:
     """Writes an ordinary Hugging Face folder, whole or not at all.
 
     Adapters are merged into the weights (`lora.merge`); `adapters.save` keeps them apart.
 
     Every process calls it, since arrays laid out over processes are gathered, tensor by tensor;
-    process 0 writes, and none returns before the folder is there. A model folder is replaced.
+    process 0 writes, and none returns before the folder is there. A model of ours is replaced.
 
     Args:
       tokenizer: anything with `save_pretrained(folder)`; its special tokens go into the configs.
       generation_config: fields of generation_config.json, over those the tokenizer gives.
       max_shard_bytes: weights beyond it are split over several files with an index.
-      card: text of the folder's README.md, the model card.
+      card: text of the folder's README.md, the model card; its title,
+        by which we recognise the folder as ours, is added where it is missing.
+      overwrite: replace a model that someone else wrote too.
 
     Raises: InputError if the family's config.json cannot say what the model is, or `path` holds
-    anything but a model.
+    anything but a model of ours.
     """
     if jax.tree.structure(params) != jax.tree.structure(model.shapes):
         raise InputError(OTHER_PARAMETERS)
@@ -240,12 +261,10 @@ def save_model(
     leaves = jax.tree.leaves(params)
     family = families.family_of(model.config.family, "save_model")
     tensors = mapping.by_tensor(leaves, mapping.entries(model, family))
-    dtypes = sorted({str(leaf.dtype) for leaf in leaves})
-    if len(dtypes) != 1:
-        raise InputError(f"save_model: parameters of several dtypes {dtypes}: cast to one")
-    fields = families.config_fields(model.config, dtypes[0])
+    fields = families.config_fields(model.config, _dtype_of(leaves))
     mine = jax.process_index() == 0
-    out = weights.replaced(storage.on_host(path, "a model"), _refuse_unless_ours)
+    refuse = functools.partial(refuse_unless_ours, overwrite=overwrite)
+    out = replacing.replaced(storage.on_host(path, "a model"), refuse)
     with out if mine else contextlib.nullcontext() as folder:
         if folder is not None:
             known = ((name, getattr(tokenizer, name, None)) for name in SPECIAL_TOKENS)
@@ -253,11 +272,24 @@ def save_model(
             _write_configs(folder, {**fields, **tokens}, {**tokens, **(generation_config or {})})
             if tokenizer is not None:
                 tokenizer.save_pretrained(folder)
-            if card is not None:
-                (folder / "README.md").write_text(card, encoding="utf-8")
+            replacing.write_card(folder, card)
         weights.write(folder, tensors, max_shard_bytes)
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices("jaxgrpo save_model")
+
+
+def _dtype_of(leaves: Sequence[Any]) -> str:
+    dtypes = sorted({str(leaf.dtype) for leaf in leaves})
+    if len(dtypes) != 1:
+        raise InputError(f"save_model: parameters of several dtypes {dtypes}: cast to one")
+    return dtypes[0]
+
+
+def refuse_unless_ours(
+    path: Place, bases: Iterable[str | Path] = (), overwrite: bool = False
+) -> None:
+    """Raises: InputError where a model may not be written, as `replacing.refuse_unless_ours`."""
+    replacing.refuse_unless_ours(path, CONTENTS, bases, overwrite)
 
 
 def read_dtypes(path: str | os.PathLike[str], model: Model) -> dict[str, int]:
@@ -307,7 +339,8 @@ def fingerprint(path: str | os.PathLike[str]) -> dict[str, list[int]]:
     from another in a moment, and is no check for damage.
     """
     folder = find_folder(path)
-    texts = [folder / name for name in OURS if name not in ("README.md", weights.INDEX)]
+    texts = [folder / name for name in TEXTS]
+    texts += sorted((folder / replacing.TEMPLATES).glob("*.jinja"))
     found = {}
     for file in [*(text for text in texts if text.is_file()), *weights.files_of(folder)]:
         size, crc = file.stat().st_size, 0
@@ -316,7 +349,7 @@ def fingerprint(path: str | os.PathLike[str]) -> dict[str, list[int]]:
             for begin in range(0, size, stride):
                 opened.seek(begin)
                 crc = zlib.crc32(opened.read(PROBE_BYTES), crc)
-        found[file.name] = [size, crc]
+        found[file.relative_to(folder).as_posix()] = [size, crc]
     return found
 
 
@@ -325,38 +358,3 @@ def _write_configs(folder: Path, fields: Mapping[str, Any], generation: Mapping[
 
     (folder / "config.json").write_text(json.dumps(fields, indent=2, sort_keys=True) + "\n")
     GenerationConfig(**generation).save_pretrained(folder)
-
-
-def _refuse_unless_ours(folder: Path) -> None:
-    """Raises: InputError if `folder` is there and neither empty nor a model that we may replace.
-
-    That is a folder with config.json and weights, and no file that we do not write ourselves.
-    """
-    if not folder.is_dir():
-        if folder.exists():
-            raise InputError(f"{folder} is a file: choose the name of a folder for the model")
-        return
-    found = {path.name: path for path in folder.iterdir()}
-    foreign = sorted(name for name, path in found.items() if not _is_ours(path))
-    has_model = "config.json" in found and not found.keys().isdisjoint(
-        (weights.SINGLE, weights.INDEX)
-    )
-    if foreign or (found and not has_model):
-        what = (
-            f"{foreign[0]}, which is no file of a model"
-            if foreign
-            else f"{min(found)} and no model (config.json and its weights)"
-        )
-        raise InputError(
-            f"{folder} exists and holds {what}: it is not replaced; choose another folder or empty "
-            "this one"
-        )
-
-
-def _is_ours(path: Path) -> bool:
-    """Whether a file may be deleted with the model in its folder: by name, a card by its text."""
-    if not path.is_file() or path.is_symlink():
-        return False
-    if path.name == "README.md":
-        return CARD_TITLE in path.read_text(encoding="utf-8", errors="replace")
-    return path.name in OURS or weights.WEIGHTS.fullmatch(path.name) is not None

@@ -6,10 +6,8 @@ import contextlib
 import gc
 import json
 import math
-import os
 import re
-import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -351,40 +349,3 @@ def _shards(index: Path) -> list[str]:
                 "nothing outside a model's folder is read; copy the folder anew"
             )
     return sorted(set(table.values()))
-
-
-@contextlib.contextmanager
-def replaced(folder: Path, refuse: Callable[[Path], None]) -> Iterator[Path]:
-    """A new folder beside `folder`, which takes its place when the block ends without an error.
-
-    The files are flushed to disk before they are renamed, so that `folder` is at any moment the
-    old one, the new one or, between two renames, absent; never half written.
-
-    Args:
-      refuse: raises where what is there may not be replaced.
-    """
-    refuse(folder)
-    partial = folder.with_name(f".{folder.name}.partial")
-    previous = folder.with_name(f".{folder.name}.previous")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    try:
-        yield partial
-        for path in [*partial.iterdir(), partial]:
-            _flush(path)
-        shutil.rmtree(previous, ignore_errors=True)
-        if folder.exists():
-            folder.rename(previous)
-        partial.rename(folder)
-        _flush(folder.parent)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-    shutil.rmtree(previous, ignore_errors=True)
-
-
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
