@@ -29,7 +29,9 @@ GRACE = 7.0
 
 A frozen process is noticed by them after 15 s, and the whole job has to be gone within 30.
 """
-STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+"""Passed on to the processes (training.process.STOP_SIGNALS, which imports JAX)."""
+STOPPED = tuple(128 + number for number in STOP_SIGNALS)
 """Exit codes of a process that was asked to stop, and that waits for no other."""
 LOST = 6
 """Exit code of a process that ends because of another (training.peers.LOST, which imports JAX)."""
@@ -104,7 +106,7 @@ class _Job:
         self.shown: set[int] = set()  # processes whose end has been seen
 
     def run(self) -> int:
-        before = {n: signal.signal(n, self._pass_on) for n in (signal.SIGINT, signal.SIGTERM)}
+        before = {n: signal.signal(n, self._pass_on) for n in STOP_SIGNALS if not _is_nohup(n)}
         try:
             for index, environment in enumerate(self.environments):
                 self._start(index, environment)
@@ -174,6 +176,11 @@ class _Job:
             output.seek(0)
             for line in output.read().decode("utf-8", "replace").splitlines():
                 _say(f"[{index}] {line}")
+
+
+def _is_nohup(number: int) -> bool:
+    """Whether this is SIGHUP, and whoever started this process had it ignored."""
+    return number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN
 
 
 def _say(line: str) -> None:

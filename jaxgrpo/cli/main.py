@@ -343,8 +343,8 @@ def _parser() -> argparse.ArgumentParser:
         prog="jaxgrpo",
         description="Group-relative reinforcement learning of language models in JAX.",
         epilog="exit codes: 0 done, 1 crashed, 2 wrong input, 3 a reward failed after step 1, "
-        "4 stuck, 5 diverged, 6 another process lost, 74 disk full, 130 or 143 stopped by a "
-        "signal, 141 output closed",
+        "4 stuck, 5 diverged, 6 another process lost, 74 disk full, 129, 130, 138 or 143 stopped "
+        "by a signal, 141 output closed",
     )
     parser.add_argument("--version", action="version", version=f"jaxgrpo {jaxgrpo.__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)

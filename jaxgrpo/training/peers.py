@@ -15,7 +15,7 @@ import contextlib
 import json
 import os
 import secrets
-import select
+import selectors
 import socket
 import sys
 import threading
@@ -40,6 +40,9 @@ JAX gives a process 20 s at least (`process.start`); a run has to end within 30.
 TICK = 1.0  # seconds between two signs of life
 PARTING = 5.0  # seconds that a process waits for the others to hear of a failure, or for its cause
 LONGEST = 16_000  # characters of a failure that others print
+STRANGERS = 64  # connections without the token, beyond one for each process, before the oldest ends
+TOKEN_SECONDS = 10.0  # that a connection has to send the token
+TOKEN_BYTES = 1_000  # that it may send before
 KEY = "jaxgrpo/peers"  # of the coordination service: where process 0 listens
 LOOPBACK = ("127.0.0.1", "localhost")
 
@@ -64,6 +67,7 @@ class _Link:
     def __init__(self, end: socket.socket, number: int | None):
         self.socket, self.number = end, number  # of the process at the other end; None: not known
         self.heard, self.has_left, self.rest = time.monotonic(), False, b""
+        self.since = self.heard
         end.settimeout(TICK)
 
     def fileno(self) -> int:
@@ -82,6 +86,8 @@ class _Link:
         except OSError:
             return None
         *lines, self.rest = (self.rest + data).split(b"\n")
+        if self.number is None and len(self.rest) > TOKEN_BYTES:
+            return None
         self.heard = time.monotonic()
         try:
             messages = [dict(json.loads(line)) for line in lines]
@@ -142,6 +148,12 @@ class Peers:
         os.write(self._rope, b"\0")
 
     def _watch(self) -> None:
+        try:
+            self._exchange()
+        except BaseException:  # without this thread nobody would hear of a failure
+            _end(1, f"the watch of the processes failed:\n{traceback.format_exc()}")
+
+    def _exchange(self) -> None:
         beaten, said = 0.0, False
         while True:
             self._read(TICK / 2)
@@ -164,7 +176,10 @@ class Peers:
         """Waits for messages, and takes those that have come."""
         listener = [] if self._listener is None else [self._listener]
         sources: list[Any] = [self._bell, *listener, *self._links]
-        ready = select.select(sources, [], [], seconds)[0]
+        with selectors.PollSelector() as selector:  # needs no descriptor, and has no highest one
+            for source in sources:
+                selector.register(source, selectors.EVENT_READ)
+            ready = [key.fileobj for key, _ in selector.select(seconds)]
         if self._bell in ready:
             os.read(self._bell, 64)
         if self._listener in ready and self._listener is not None:
@@ -175,6 +190,12 @@ class Peers:
             for message in messages or []:
                 self._take(link, message)
             if messages is None:
+                self._lose(link)
+        strangers = [link for link in self._links if link.number is None]
+        late = time.monotonic() - TOKEN_SECONDS
+        excess = len(strangers) - STRANGERS - self.count
+        for order, link in enumerate(strangers):  # the oldest first
+            if order < excess or link.since < late:
                 self._lose(link)
 
     def _take(self, link: _Link, message: dict[str, Any]) -> None:
@@ -246,7 +267,8 @@ def watch() -> None:
     host = str(state.coordinator_address).rpartition(":")[0].strip("[]")
     listener, links = None, []
     if state.process_id == 0:
-        token, listener = secrets.token_hex(16), _listen(host)
+        bind = os.environ.get("JAX_COORDINATOR_BIND_ADDRESS", "")
+        token, listener = secrets.token_hex(16), _listen(host, bind)
         client.key_value_set(KEY, f"{listener.getsockname()[1]} {token}")
     else:
         port, token = client.blocking_key_value_get(KEY, 60_000).split()
@@ -302,8 +324,17 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__cause__ or error.__context__
 
 
-def _listen(host: str) -> socket.socket:
-    """A socket that the other processes connect to: on the loopback if the run is on it."""
+def _listen(host: str, bind: str = "") -> socket.socket:
+    """A socket that the other processes connect to: on the loopback if the run is on it.
+
+    Args:
+      bind: HOST:PORT that JAX's coordination service listens on; "" if it was not set. The watch
+        listens on the same host, at a port of its own.
+    """
+    address = bind.rpartition(":")[0].strip("[]")
+    if address:
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        return socket.create_server((address, 0), family=family)
     if host in LOOPBACK:
         return socket.create_server(("127.0.0.1", 0))
     try:

@@ -9,6 +9,7 @@ import importlib.util
 import math
 import os
 import signal
+import stat
 import sys
 import threading
 import time
@@ -36,7 +37,9 @@ EXIT_CODES = {
     peers.LOST: "another process of the run was killed, is frozen or out of reach; the message says"
     " which; the last checkpoint stands",
     74: "the disk is full or cannot be written, so that nothing was saved; the message says where",
+    129: "stopped by SIGHUP (its terminal was closed), saved as after SIGTERM",
     130: "stopped by Ctrl-C (SIGINT), saved where there was something to save",
+    128 + signal.SIGUSR1: "stopped by SIGUSR1 (a scheduler's warning), saved as after SIGTERM",
     141: "what read the output has closed it, as `head` does",
     143: "stopped by SIGTERM; saved, unless the step under way outlasted run.stop_grace",
 }
@@ -50,7 +53,7 @@ _JOIN = 300  # seconds that a process waits at its start for the others
 _HEARTBEAT = 30  # JAX ends a process after 20 s to 30 s without a sign of life from another
 _SHUTDOWN = 60  # seconds that processes wait for one another at their end, after `meet`
 
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 _PLATFORM_NAMES = {"cuda": "gpu", "rocm": "gpu"}
 _CACHE_MIN_SECONDS = 0.03  # compilations shorter than this are not worth a file
@@ -234,8 +237,9 @@ def refuse_unless_alike(facts: Callable[[], Mapping[str, Any]], remedy: str) -> 
 
 @contextlib.contextmanager
 def stop_signals(grace: float = math.inf, after: str = "step") -> Iterator[None]:
-    """Within it, SIGINT and SIGTERM ask the loop inside to stop; a second Ctrl-C ends at once.
+    """Within it, STOP_SIGNALS ask the loop inside to stop; a second Ctrl-C ends at once.
 
+    A SIGHUP that is ignored, as under nohup, stays ignored.
     An exception raised wherever the signal arrives is lost now and then, and the loop goes on.
 
     Args:
@@ -246,7 +250,9 @@ def stop_signals(grace: float = math.inf, after: str = "step") -> Iterator[None]
         yield
         return
     _Stop.number, _Stop.grace, _Stop.after = None, grace, after
-    before = {number: signal.signal(number, _on_signal) for number in STOP_SIGNALS}
+    is_nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    numbers = [n for n in STOP_SIGNALS if not (n == signal.SIGHUP and is_nohup)]
+    before = {number: signal.signal(number, _on_signal) for number in numbers}
     try:
         yield
     finally:
@@ -472,9 +478,20 @@ def _on_signal(number: int, frame: object) -> None:
     if _Stop.number is not None and number == signal.SIGINT:  # os.write: allowed in a handler
         os.write(2, b"\nended at once; what was saved before is kept\n")
         os._exit(128 + number)
+    if number == signal.SIGHUP:
+        _leave_closed_terminal()
     _Stop.number = number
     latest = f", in {_Stop.grace:g} s at the latest" if _Stop.grace < math.inf else ""
     text = (
         f"\nstopping after this {_Stop.after}{latest}; Ctrl-C again ends at once, without saving\n"
     )
     os.write(2, text.encode())
+
+
+def _leave_closed_terminal() -> None:
+    """Sends output to nowhere if its terminal is closed: writing to it would end the run."""
+    for descriptor in (1, 2):
+        if stat.S_ISCHR(os.fstat(descriptor).st_mode) and not os.isatty(descriptor):
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, descriptor)
+            os.close(nowhere)

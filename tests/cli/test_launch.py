@@ -17,7 +17,7 @@ import small_run
 from jaxgrpo.cli import launch
 from jaxgrpo.cli.launch import environments
 from jaxgrpo.cli.main import COMMANDS, JOIN, JOINING, main
-from jaxgrpo.training import peers
+from jaxgrpo.training import peers, process
 from jaxgrpo.training.process import PROCESS_VARIABLES
 
 JUDGES = '''
@@ -86,6 +86,10 @@ def test_what_cannot_be_launched_is_refused(argv, message, capsys):
     assert message in capsys.readouterr().err
 
 
+def test_the_launcher_passes_on_what_stops_a_process():
+    assert launch.STOP_SIGNALS == process.STOP_SIGNALS
+
+
 def test_the_launcher_loads_no_jax(environment):
     program = (
         "import sys; from jaxgrpo.cli import launch;"
@@ -149,7 +153,14 @@ def wait_for(condition, seconds: float = 300.0) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.full)]
+    "number",
+    [
+        signal.SIGTERM,
+        *(
+            pytest.param(number, marks=pytest.mark.full)
+            for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+        ),
+    ],
 )
 def test_a_stop_signal_is_passed_on_once_and_the_run_is_saved(
     config, tmp_path, environment, number

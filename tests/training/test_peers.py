@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import socket
 import subprocess
+import sys
 import time
 
 import pytest
@@ -168,6 +169,43 @@ def test_a_stranger_who_connects_is_no_process_of_the_run():
     with socket.create_connection(address, timeout=10):
         time.sleep(2.5)  # a silent one
     assert watch._first is None
+
+
+STRANGERS = """
+import resource, socket, sys, time
+from jaxgrpo.training import peers
+
+resource.setrlimit(resource.RLIMIT_NOFILE, (4096, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+peers.TOKEN_SECONDS = float(sys.argv[1])
+listener = peers._listen("127.0.0.1")
+pipes = [socket.socketpair() for _ in range(600)]  # so that new descriptors are above 1,024
+watch = peers.Peers(0, 2, "secret", listener, [])
+crowd = [socket.create_connection(listener.getsockname(), timeout=10) for _ in range(200)]
+long = socket.create_connection(listener.getsockname(), timeout=10)
+long.sendall(b"x" * 5_000)
+process = peers._Link(socket.create_connection(listener.getsockname(), timeout=10), 0)
+process.send(process=1, token="secret")
+time.sleep(2.5)
+print(sum(link.number is None for link in watch._links), [one.number for one in watch._links][-1])
+watch._links.append(None)
+time.sleep(5)
+"""
+
+
+@pytest.mark.parametrize(("seconds", "left"), [("10", 65), ("1", 0)])
+def test_a_crowd_of_strangers_is_bounded_and_a_broken_watch_ends_the_process(seconds, left):
+    run = subprocess.run(
+        [sys.executable, "-c", STRANGERS, seconds], capture_output=True, text=True, timeout=60
+    )
+    assert run.stdout.split() == [str(left), "1"]
+    assert run.returncode == 1
+    assert "the watch of the processes failed" in run.stderr
+
+
+def test_the_watch_listens_where_the_coordination_service_does():
+    with peers._listen("10.0.0.2", "127.0.0.1:8476") as listener:
+        assert listener.getsockname()[0] == "127.0.0.1"
+        assert listener.getsockname()[1] != 8476
 
 
 def test_alone_nothing_is_watched_and_a_failure_ends_nothing():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import signal
 import subprocess
 import sys
@@ -225,7 +226,7 @@ def test_a_command_that_exits_by_itself_has_crashed(capsys):
     assert "SystemExit" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", runtime.STOP_SIGNALS)
 def test_a_signal_stops_the_loop_after_its_step(begin, number):
     process = begin()
     first_line(process)
@@ -236,6 +237,35 @@ def test_a_signal_stops_the_loop_after_its_step(begin, number):
     assert "stopping after this step" in errors
     assert errors.endswith("\n")
     assert "saved at" in errors
+
+
+def test_under_nohup_a_closed_terminal_stops_nothing():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with runtime.stop_signals():
+            assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert not runtime.stop_requested(1)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_a_closed_terminal_does_not_end_the_run_in_an_error():
+    reader, terminal = os.openpty()
+    script = (
+        "import os, signal, time\n"
+        "from jaxgrpo.training import process\n"
+        "with process.stop_signals():\n"
+        "    print('ready', flush=True)\n"
+        "    while process._Stop.number is None: time.sleep(0.05)\n"
+        "    print('saved', flush=True)\n"
+    )
+    child = subprocess.Popen([sys.executable, "-c", script], stdout=terminal, stderr=terminal)
+    os.close(terminal)
+    assert b"ready" in os.read(reader, 100)
+    os.close(reader)  # from now on what is written to it raises EIO
+    child.send_signal(signal.SIGHUP)
+    assert child.wait(30) == 0
 
 
 def test_a_second_ctrl_c_ends_at_once(begin):
