@@ -240,7 +240,6 @@ def _texts(folder: Path, config: ModelConfig) -> dict[str, Any]:
     tokenizer = None
     if any((folder / name).is_file() for name in TOKENIZERS):
         tokenizer = folders.read_tokenizer(folder)
-        folders.check_tokens(folder, tokenizer, config)
     ends = folders.read_end_tokens(folder, tokenizer)
     words = ["" if tokenizer is None else tokenizer.decode([token]) for token in ends]
     unsupported = {}
