@@ -1,6 +1,7 @@
 """`jaxgrpo model`: what a model is, what it takes of each device, and what can be done with it.
 
-Reads config.json, the headers of the weights and the tokenizer, and no weight.
+Reads config.json, the headers of the weights and the tokenizer, as far as they are there, and no
+weight.
 """
 
 from __future__ import annotations
@@ -69,9 +70,7 @@ def describe(config: Config) -> dict[str, Any]:
     keys, chosen = config.model, parameters.chosen_config(config, stored)
     model, base = decoder.build(chosen), decoder.build(lora.without(chosen))
     has_weights = any(folder.glob("*.safetensors*"))
-    # Of the hub the weights are not fetched; a folder without any is refused.
-    is_remote = not Path(keys.path).expanduser().is_dir()
-    dtypes = folders.read_dtypes(folder, base) if has_weights or not is_remote else None
+    dtypes = folders.read_dtypes(folder, base) if has_weights else None
     return {
         "path": keys.path,
         "family": stored.family,
@@ -107,7 +106,7 @@ def lines(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     stored = found["stored"]
     known = ", ".join(f"{n} tensors {dtype}" for dtype, n in stored.items()) if stored else ""
     yield "parameters", f"{found['parameters']:,}"
-    yield "  stored", known or "not fetched from the hub"
+    yield "  stored", known or "no weights in the folder; those of the hub are not fetched"
     mesh = ", ".join(f"{name} {size}" for name, size in found["mesh"].items())
     yield "each device", f"of the mesh {mesh}"
     yield "  to compute", f"{memory.shown(bytes_['computed'])} in {found['dtype']}"
@@ -197,7 +196,9 @@ def _rope_types(config: ModelConfig) -> str:
         name: table.get("rope_type") or table.get("type") or "default"
         for name, table in tables.items()
     }
-    return ", ".join(f"{kind} ({name})" if name else kind for name, kind in types.items())
+    words = ", ".join(f"{kind} ({name})" if name else kind for name, kind in types.items())
+    ignored = any("attn_factor" in table for table in tables.values())
+    return words + _if(ignored, ", attn_factor not read, as by transformers")
 
 
 def _in_runs(layers: Sequence[str]) -> str:
@@ -240,7 +241,6 @@ def _texts(folder: Path, config: ModelConfig) -> dict[str, Any]:
     tokenizer = None
     if any((folder / name).is_file() for name in TOKENIZERS):
         tokenizer = folders.read_tokenizer(folder)
-        folders.check_tokens(folder, tokenizer, config)
     ends = folders.read_end_tokens(folder, tokenizer)
     words = ["" if tokenizer is None else tokenizer.decode([token]) for token in ends]
     unsupported = {}

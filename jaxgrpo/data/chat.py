@@ -33,6 +33,7 @@ class Chat(NamedTuple):
     name: str  # words for the template, or for why there is none
     system: str | None
     options: dict[str, Any]
+    vocab_size: int | None = None  # of the model: a tokenizer may have more tokens; None: as many
 
 
 def messages_of(value: Any, where: str) -> Conversation:

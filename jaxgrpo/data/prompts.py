@@ -104,8 +104,8 @@ def prepare(rows: list[Row], chat: Chat, max_prompt_tokens: int, too_long: str) 
 def encode(rows: Sequence[Row], chat: Chat) -> list[np.ndarray]:
     """The tokens of each row's prompt as the model reads them, int32 [length].
 
-    Raises: InputError if a prompt is empty, gives no token or cannot be written out in full, or
-      if all prompts are the same tokens although rows differ.
+    Raises: InputError if a prompt is empty, gives no token, cannot be written out in full or has a
+      token that the model does not have, or if all prompts are the same tokens although rows differ.
     """
     texts = [
         conversations.write(chat, row["prompt"], f"row {place}") for place, row in enumerate(rows)
@@ -120,6 +120,8 @@ def encode(rows: Sequence[Row], chat: Chat) -> list[np.ndarray]:
             f"{empty[0]}, {rows[empty[0]]['prompt']!r}): take them out of the data"
         )
     _check_differ(rows, tokens, chat)
+    if chat.vocab_size is not None:
+        check_tokens(tokens, chat.tokenizer, chat.vocab_size, "prompt")
     return tokens
 
 
@@ -133,6 +135,22 @@ def _check_differ(rows: Sequence[Row], tokens: Sequence[np.ndarray], chat: Chat)
             f"{text!r}: write them with characters that the tokenizer knows, or set "
             "data.chat_template"
         )
+
+
+def check_tokens(rows: Sequence[np.ndarray], tokenizer: Any, vocab_size: int, column: str) -> None:
+    """Refuses tokens without an embedding. A tokenizer may have more tokens than its model (Gemma
+    3's has one for images), which matters only where a text uses them.
+
+    Raises: InputError with the first row that does.
+    """
+    for place, tokens in enumerate(rows):
+        if len(tokens) and (token := int(tokens.max())) >= vocab_size:
+            raise InputError(
+                f"row {place}: the {column} has the token {token}, "
+                f"{tokenizer.convert_ids_to_tokens(token)!r}, but config.json's vocab_size = "
+                f"{vocab_size} gives embeddings to 0 to {vocab_size - 1}: take this text out of "
+                "the row or the chat template, or take the tokenizer of this model"
+            )
 
 
 def _check_column(where: str, row: Row, name: str, key: str, otherwise: str) -> None:

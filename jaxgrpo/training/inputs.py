@@ -126,15 +126,19 @@ def eval_source(config: Config) -> Source:
     )
 
 
-def make_chat(config: Config, tokenizer: Any) -> Chat:
+def make_chat(config: Config, tokenizer: Any, vocab_size: int | None = None) -> Chat:
     """How prompts are written out. A template from a file becomes the tokenizer's own, so that the
-    trained model is saved with the one it knows."""
+    trained model is saved with the one it knows.
+
+    Args:
+      vocab_size: of the model; None: no prompts are read.
+    """
     keys = config.data
     template, options = keys.chat_template, keys.chat_template_kwargs
     chat = conversations.make_chat(tokenizer, template, keys.system, options, config.model.path)
     if template not in conversations.CHOICES:
         tokenizer.chat_template = chat.template
-    return chat
+    return chat._replace(vocab_size=vocab_size)
 
 
 def dropped_line(config: Config, rows: int, dropped: int) -> str:
@@ -164,7 +168,9 @@ def load_answers(
                 )
         return None
     answers = read_answers(tokenizer, rows, prefix, blueprint.sampling.stop_tokens, limit)
-    check_length(config, blueprint.model.config, answers.longest)
+    stored = blueprint.model.config
+    prompts.check_tokens(answers.forced, tokenizer, stored.vocab_size, "answer")
+    check_length(config, stored, answers.longest)
     return answers
 
 

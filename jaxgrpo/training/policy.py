@@ -130,7 +130,7 @@ def find_policy(
     if process.is_main():
         console.print(line)
     found = find_model(config)
-    chat = make_chat(config, found.tokenizer)
+    chat = make_chat(config, found.tokenizer, found.model.config.vocab_size)
     prompts = load_prompts(config, chat, rows if rows is not None else eval_source(config))
     return _policy(config, found), prompts
 

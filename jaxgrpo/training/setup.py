@@ -242,7 +242,6 @@ def find_model(config: Config, mesh: Mesh | None = None) -> Found:
     inputs.check_length(config, stored)
     tokenizer = folders.read_tokenizer(folder)
     chosen = parameters.chosen_config(config, stored)
-    folders.check_tokens(folder, tokenizer, stored)
     remat = _remat(config, mesh)
     model = decoder.build(chosen, constrain=sharding.constrain(mesh), remat=remat)
     return Found(mesh, folder, tokenizer, model)
@@ -254,7 +253,8 @@ def _read_inputs(
     """The fields of Setup that are read from disk. Each run reads the weights anew: its update
     overwrites them."""
     found = find_model(config)
-    chat = inputs.make_chat(config, found.tokenizer)
+    vocab_size = found.model.config.vocab_size
+    chat = inputs.make_chat(config, found.tokenizer, vocab_size)
     saved = None
     if rollouts is None:
         prompts = inputs.load_prompts(config, chat, dataset)
@@ -262,7 +262,6 @@ def _read_inputs(
         raise InputError("dataset and rollouts are both given: saved rollouts bring their prompts")
     else:
         ends = folders.read_end_tokens(found.folder, found.tokenizer)
-        vocab_size = found.model.config.vocab_size
         saved = read_files(config, rollouts, found.tokenizer, vocab_size, ends)
         prompts = saved.data
     source = inputs.eval_source(config) if config.eval.data else None
@@ -362,10 +361,11 @@ def sampling_settings(config: Config, folder: Path, tokenizer: Any) -> SamplingS
             "end; set eos_token in its tokenizer_config.json"
         )
     pad, strings = tokenizer.pad_token_id, config.rollout.stop_strings
+    has_pad = pad is not None and pad < folders.read_config(folder).vocab_size
     return settings_of(
         config,
         ends,
-        ends[0] if pad is None else pad,
+        pad if has_pad else ends[0],
         StopStrings(tokenizer, strings) if strings else None,
     )
 

@@ -86,6 +86,15 @@ def test_a_gemma_without_a_tokenizer(saved, show):
     assert "limit       none" in said
 
 
+def test_a_folder_without_weights_says_what_its_config_says(saved, show, tmp_path):
+    shutil.copytree(saved / "llama", tmp_path / "m", ignore=shutil.ignore_patterns("*.safetensors"))
+    code, said, found = show(tmp_path / "m")
+    assert code == 0, said
+    expected = show(saved / "llama")[2]
+    changed = {"path": str(tmp_path / "m"), "stored": None}
+    assert found == {**expected, **changed}
+
+
 def test_keys_and_values_are_counted_in_the_dtype_that_they_are_kept_in(saved, show):
     _, said, wide = show(saved / "llama")
     assert "for the keys and values of a token, in float32" in said

@@ -126,6 +126,8 @@ def written(folder: Path, **changes: Any) -> Path:
 def test_what_peft_writes_by_default_is_read(tmp_path):
     found = adapters.read_config(written(tmp_path), tiny.UNIFORM)
     assert found == LoraConfig(rank=4, alpha=8.0, targets="attention/query")
+    eva = written(tmp_path, init_lora_weights="eva", eva_config={"rho": 2.0})
+    assert adapters.read_config(eva, tiny.UNIFORM) == found
     everything = adapters.targets_of("all-linear", tiny.UNIFORM)
     assert LoraConfig(rank=1, alpha=1.0, targets=everything).modules == LINEAR
 
@@ -139,7 +141,7 @@ def test_what_peft_writes_by_default_is_read(tmp_path):
         ({"lora_bias": True}, "lora_bias = True: not built"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save = .*: not built"),
         ({"rank_pattern": {"q_proj": 2}}, "rank_pattern = .*: not built"),
-        ({"alpha_pattern": {"q_proj": 2}}, "alpha_pattern = .*: not built"),
+        ({"alpha_pattern": {"q_proj": 2}}, "not built, .* computes; take another adapter$"),
         ({"layers_to_transform": [1]}, "layers_to_transform = .*: not built"),
         ({"fan_in_fan_out": True}, "fan_in_fan_out = True: not built"),
         ({"init_lora_weights": "pissa"}, "init_lora_weights = 'pissa': it may change the weights"),

@@ -79,6 +79,39 @@ def check(family: str, every: int, folder: Path) -> dict[str, list[str]]:
     return found
 
 
+LEFT_BY_OTHERS = {
+    **dict.fromkeys(("max_sequence_length", "seq_length", "model_max_length"), 2048),
+    **dict.fromkeys(("end_token_id", "unk_token_id", "image_token_id", "boi_token_id"), 3),
+    **dict.fromkeys(("use_flash_attn", "qkv_bias", "gradient_checkpointing"), True),
+    "neftune_noise_alpha": 5.0,
+    "dual_chunk_attention_config": {"chunk_size": 8},
+    "auto_map": {"AutoModelForCausalLM": "modeling.Mine"},
+}
+"""Fields of published folders that no code of transformers reads."""
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("llama", LEFT_BY_OTHERS),
+        ("qwen2", LEFT_BY_OTHERS),
+        ("gemma2", {"sliding_window_size": 2}),
+        ("qwen3", {"rope_parameters": None, "rope_scaling": {**YARN, "attn_factor": 0.5}}),
+    ],
+)
+def test_fields_that_transformers_does_not_read_change_nothing(family, changes, tmp_path):
+    fields = checkpoints.fields_of(family) | changes
+    assert outcome("", fields, tmp_path) == "equal"
+
+
+@pytest.mark.parametrize("family", ["llama", "phi3", "olmo2"])
+def test_without_their_number_there_are_as_many_kv_heads_as_heads(family, tmp_path):
+    fields = checkpoints.fields_of(family)
+    del fields["num_key_value_heads"]
+    assert outcome("", fields, tmp_path) == "equal"
+
+
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_some_fields_are_computed_as_by_transformers_or_refused_by_name(family, tmp_path):
     assert check(family, 48, tmp_path)["equal"]

@@ -95,7 +95,6 @@ def test_configs_of_transformers_4_and_5_say_the_same(copy):
         ("layer_types", ["full_attention", "sliding_attention", "full_attention"]),
         ("hidden_act", "tanh"),
         ("quantization_config", {"quant_method": "fp8"}),
-        ("auto_map", {"AutoModelForCausalLM": "modeling.Model"}),
         ("dtype", "float8_e4m3fn"),
         ("use_bidirectional_attention", True),
     ],

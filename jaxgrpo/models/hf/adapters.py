@@ -53,6 +53,8 @@ HARMLESS = (
     "lora_dropout",
     # of what is off, which is refused by a field of its own
     *("qalora_group_size", "runtime_config"),
+    # of how training began, as "eva" among INITS
+    "eva_config",
 )
 """Fields of adapter_config.json that do not change what a stored adapter computes."""
 

@@ -26,12 +26,16 @@ GENERAL = (
     *("diversity_penalty", "remove_invalid_values", "do_sample", "early_stopping"),
     # of training: sampler and update must compute the same, so nothing is dropped at random
     *("attention_dropout", "resid_pdrop", "embd_pdrop", "residual_dropout"),
+    *("neftune_noise_alpha", "gradient_checkpointing"),
+    # of other programs and of code that comes with a checkpoint, which is not run; transformers
+    # reads them for none of the families
+    *("auto_map", "max_sequence_length", "seq_length", "model_max_length", "use_flash_attn"),
+    *("qkv_bias", "dual_chunk_attention_config"),
 )
 """Fields that do not change what a model computes."""
 GENERAL_PREFIXES = ("_", "unsloth")
 
 REFUSED = {
-    "auto_map": "code that comes with a checkpoint is never run",
     "quantization_config": "only plain weights are read; take the plain checkpoint",
     "use_bidirectional_attention": "a policy reads what is before a token only; set it to false",
 }
@@ -122,9 +126,9 @@ class Fields:
                 continue
             if name in REFUSED:
                 self.refuse(name, REFUSED[name])
+            elif name.endswith("_token_id") and type(value) is int:
+                continue  # of a tokenizer, whatever it is for
             elif name not in GENERAL and not name.startswith(GENERAL_PREFIXES):
-                self.refuse(
-                    name,
-                    "not built, and it may change what the model computes; if it does not, remove "
-                    f"it from {self.file}",
-                )
+                what = "adapter" if self.file.startswith("adapter") else "model"
+                why = f"not built, and it may change what the {what} computes; take another {what}"
+                self.refuse(name, why)

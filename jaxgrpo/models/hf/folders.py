@@ -114,12 +114,15 @@ def read_end_tokens(path: str | os.PathLike[str], tokenizer: Any) -> tuple[int, 
     """The tokens that end a text: the tokenizer's own, then those of generation_config.json.
 
     Chat models have several (Qwen3: <|im_end|> and <|endoftext|>), of which a tokenizer knows one.
+    As transformers' generate, a folder without generation_config.json ends at those of config.json.
 
     Raises: InputError on a token that the model does not have.
     """
     folder = find_folder(path)
     source = folder / "generation_config.json"
-    more = (weights.read_json(source) if source.is_file() else {}).get("eos_token_id")
+    if not source.is_file():
+        source = folder / "config.json"
+    more = weights.read_json(source).get("eos_token_id")
     given = [(source, token) for token in (more if isinstance(more, list) else [more])]
     given.insert(0, (folder / "tokenizer_config.json", getattr(tokenizer, "eos_token_id", None)))
     size = read_config(folder).vocab_size
@@ -130,21 +133,6 @@ def read_end_tokens(path: str | os.PathLike[str], tokenizer: Any) -> tuple[int, 
                 "the tokens of config.json's vocab_size: set eos_token_id to the model's own"
             )
     return tuple(dict.fromkeys(token for _, token in given if token is not None))
-
-
-def check_tokens(path: str | os.PathLike[str], tokenizer: Any, config: ModelConfig) -> None:
-    """Refuses a tokenizer of another model, some of whose tokens have no embedding.
-
-    Raises: InputError with the largest token that has none.
-    """
-    text, last = max(tokenizer.get_vocab().items(), key=lambda item: item[1])
-    if last >= config.vocab_size:
-        raise InputError(
-            f"{path}: the tokenizer knows the token {last}, {text!r}, but config.json's vocab_size "
-            f"= {config.vocab_size} gives embeddings to 0 to {config.vocab_size - 1}: take the "
-            "tokenizer of this model, or give the model more embeddings (resize_token_embeddings "
-            "of transformers)"
-        )
 
 
 def end_fields(tokens: Sequence[int]) -> dict[str, Any]:
@@ -168,9 +156,10 @@ def read_params(
     """
     folder = find_folder(path)
     family = families.family_of(model.config.family, str(folder))
-    entries = mapping.entries(model, family)
+    entries, tied = mapping.entries(model, family), model.config.tie_embeddings
     with weights.agreed(folder, shardings), weights.opened(folder) as files:
-        weights.check(folder, files, entries, family.tied_head, model.config.tie_embeddings)
+        entries = weights.stored_names(files, entries, family.tied_head) if tied else entries
+        weights.check(folder, files, entries, family.tied_head, tied)
         return weights.read_leaves(folder, files, model.shapes, entries, dtype, shardings)
 
 
@@ -302,6 +291,7 @@ def read_dtypes(path: str | os.PathLike[str], model: Model) -> dict[str, int]:
     entries, found = mapping.entries(model, family), Counter()
     with weights.opened(folder) as files:
         tied = config.tie_embeddings
+        entries = weights.stored_names(files, entries, family.tied_head) if tied else entries
         weights.check(folder, files, entries, family.tied_head, tied, headers_only=True)
         for name, file in files.items():
             dtype = file.get_slice(name).get_dtype()

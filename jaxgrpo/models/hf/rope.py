@@ -118,7 +118,8 @@ def _turn(
         return Turn(Rope())
     of_type, keys = TYPES[kind]
     known = {"rope_type", "type", "rope_theta", "partial_rotary_factor", *keys}
-    ignored = {"original_max_position_embeddings"}  # any type may have it
+    # Any type may have the first; transformers computes with attention_factor, never the second.
+    ignored = {"original_max_position_embeddings", "attn_factor"}
     unknown = sorted(set(given) - known - ignored)
     for key in unknown:
         fields.refuse(name, f"{key} is not built for the rope type {kind!r}")

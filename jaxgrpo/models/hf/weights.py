@@ -33,6 +33,8 @@ PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
 FLOATS = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F64": "float64"}
 """The dtypes in which weights may be stored, by their names in safetensors."""
+COMPUTED = "rotary_emb.inv_freq"
+"""The end of names of tensors in older files that are computed from config.json: not read."""
 PIECE = 1 << 19
 """Elements that are read at once: few enough that they stay in a cache while they are turned."""
 
@@ -64,11 +66,15 @@ def opened(folder: Path, file: str | None = None) -> Iterator[dict[str, Any]]:
             problem = f"{path} is no readable safetensors file ({{reason}}): fetch it again"
             with refusing(problem, SafetensorError, OSError):
                 shard = stack.enter_context(safe_open(path, framework="numpy"))
-            files.update(dict.fromkeys(shard.keys(), shard))
+            names = (name for name in shard.keys() if not name.endswith(COMPUTED))  # noqa: SIM118
+            files.update(dict.fromkeys(names, shard))
         yield files
 
 
 def files_of(folder: Path) -> list[Path]:
+    """The files of a folder's weights: the single file goes before an index, as in transformers."""
+    if (folder / SINGLE).is_file():
+        return [folder / SINGLE]
     index = folder / INDEX
     if index.is_file():
         names = _shards(index)
@@ -78,8 +84,6 @@ def files_of(folder: Path) -> list[Path]:
                 f"{index} lists {', '.join(missing)}, not in the folder: complete the copy"
             )
         return [folder / name for name in names]
-    if (folder / SINGLE).is_file():
-        return [folder / SINGLE]
     pickles = sorted(path.name for pattern in PICKLES for path in folder.glob(pattern))
     if pickles:
         raise InputError(
@@ -110,7 +114,7 @@ def check(
     """
     expected = {entry.name: entry for of_leaf in of_leaves for entry in of_leaf}
     found = set(files)
-    repeated = tied and tied_head[0] in found
+    repeated = tied and found.issuperset(tied_head)
     if repeated:
         found.remove(tied_head[0])
     odd = {"missing": expected.keys() - found, "unknown": found - expected.keys()}
@@ -129,6 +133,20 @@ def check(
             )
     if repeated and not headers_only:
         _check_tied(folder, files, tied_head)
+
+
+def stored_names(
+    files: Mapping[str, Any], of_leaves: list[list[Entry]], tied_head: tuple[str, str]
+) -> list[list[Entry]]:
+    """The tensors of a tied model by the names in its files, which may hold the embedding as the
+    head only (`safetensors.torch.save_model` leaves that)."""
+    head, embed = tied_head
+    if head not in files or embed in files:
+        return of_leaves
+    return [
+        [entry._replace(name=head) if entry.name == embed else entry for entry in of_leaf]
+        for of_leaf in of_leaves
+    ]
 
 
 def _stored(folder: Path, files: Mapping[str, Any], name: str) -> Any:

@@ -69,6 +69,7 @@ def sizes(
     tied: bool = False,
     positions: int = 32_768,
     activation: str = "hidden_act",
+    as_many_kv: bool = False,
 ) -> dict[str, Any]:
     """What every family gives.
 
@@ -77,6 +78,7 @@ def sizes(
         tie_word_embeddings or max_position_embeddings. A head_dim that is null, or None here, is
         hidden_size / heads.
       activation: the field that names the activation.
+      as_many_kv: whether transformers assumes as many KV heads as heads where none are given.
     """
     default = "silu" if activation == "hidden_act" else "gelu_pytorch_tanh"
     # Ones stand in for what is missing, which is a problem already, so that the rest is read too.
@@ -84,7 +86,7 @@ def sizes(
     hidden = fields.take("hidden_size", "size") or 1
     if head_dim is None or "head_dim" in fields.given:
         head_dim = fields.take("head_dim", "size", max(1, hidden // num_heads))
-    if "num_key_value_heads" not in fields.given:
+    if not as_many_kv and "num_key_value_heads" not in fields.given:
         fields.problems.append("num_key_value_heads: missing")
     num_kv_heads = fields.take("num_key_value_heads", "size", num_heads)
     if num_heads % num_kv_heads:

@@ -52,7 +52,11 @@ def _gemma2(fields: Fields) -> dict[str, Any]:
 
 
 GEMMA2 = Family(
-    "gemma2", "Gemma2ForCausalLM", _gemma2, modules={**MODULES, **_NORMS}, harmless=_HARMLESS
+    "gemma2",
+    "Gemma2ForCausalLM",
+    _gemma2,
+    modules={**MODULES, **_NORMS},
+    harmless=(*_HARMLESS, "sliding_window_size"),  # sliding_window is what counts
 )
 
 

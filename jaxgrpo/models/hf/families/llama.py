@@ -19,7 +19,7 @@ from jaxgrpo.models.hf.rope import FULL, SLIDING
 
 
 def _llama(fields: Fields) -> dict[str, Any]:
-    given = {**sizes(fields, positions=2048), **attention_bias(fields)}
+    given = {**sizes(fields, positions=2048, as_many_kv=True), **attention_bias(fields)}
     turn = rope.of_model(fields, given["head_dim"], given["max_positions"])
     return {**given, "feed_forward_bias": fields.take("mlp_bias", "flag", False), **uniform(turn)}
 

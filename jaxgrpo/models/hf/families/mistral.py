@@ -37,7 +37,7 @@ MINISTRAL = Family("ministral", "MinistralForCausalLM", _ministral)
 
 def _phi3(fields: Fields) -> dict[str, Any]:
     """Mistral that may turn a share of each head."""
-    given = sizes(fields, eps=1e-5, positions=4096)
+    given = sizes(fields, eps=1e-5, positions=4096, as_many_kv=True)
     # Of the two original lengths transformers takes the one beside rope_parameters, or 4096.
     turn = rope.of_model(
         fields, given["head_dim"], given["max_positions"], partial=True, original=4096
@@ -53,7 +53,6 @@ PHI3 = Family(
         "self_attn.qkv_proj": ("attention/query", "attention/key", "attention/value"),
         "mlp.gate_up_proj": ("feed_forward/gate", "feed_forward/up"),
     },
-    # These folders come with code for transformers before it had Phi-3; it is not run. The numbers
-    # are of Phi-4-mini, and read by no code of transformers.
-    harmless=("auto_map", "full_attn_mod", "interpolate_factor"),
+    # Of Phi-4-mini, and read by no code of transformers.
+    harmless=("full_attn_mod", "interpolate_factor"),
 )

@@ -1,0 +1,124 @@
+"""Folders that are read as transformers reads them: end tokens, tensors, tokenizers."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import torch
+import whole_logits
+from safetensors.numpy import load_file, save_file
+from transformers import LogitsProcessor, LogitsProcessorList, Qwen2Config, Qwen2ForCausalLM
+
+from jaxgrpo.core.errors import InputError
+from jaxgrpo.data import prompts
+from jaxgrpo.data.chat import make_chat
+from jaxgrpo.data.tasks.base import character_tokenizer
+from jaxgrpo.models.decoder import build
+from jaxgrpo.models.hf import folders
+
+TOKENIZER = character_tokenizer("0123456789+=")
+VOCABULARY = len(TOKENIZER)
+END = TOKENIZER.eos_token_id
+OTHER_END = TOKENIZER.convert_tokens_to_ids("7")
+TOKENS = np.random.default_rng(0).integers(0, VOCABULARY, size=(2, 6))
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A tied model that transformers saved, whose config.json has a second end token."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": 8, "intermediate_size": 8}
+    heads = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
+    config = Qwen2Config(**sizes, **heads, tie_word_embeddings=True, eos_token_id=[END, OTHER_END])
+    Qwen2ForCausalLM(config).save_pretrained(tmp_path)
+    TOKENIZER.save_pretrained(tmp_path)
+    return tmp_path
+
+
+class Always(LogitsProcessor):
+    """Leaves one token to draw."""
+
+    def __init__(self, token: int):
+        self.token = token
+
+    def __call__(self, input_ids, scores):
+        scores = torch.full_like(scores, -torch.inf)
+        scores[:, self.token] = 0.0
+        return scores
+
+
+def ends_at(folder, token: int) -> bool:
+    """Whether transformers' generate ends at a token."""
+    model = Qwen2ForCausalLM.from_pretrained(folder)
+    only = LogitsProcessorList([Always(token)])
+    drawn = model.generate(torch.tensor([[5]]), max_new_tokens=3, logits_processor=only)
+    return drawn.shape[1] == 2
+
+
+@pytest.mark.parametrize(
+    ("generation", "ends"),
+    [
+        (None, (END, OTHER_END)),
+        ({"do_sample": True}, (END,)),
+        ({"eos_token_id": None}, (END,)),
+        ({"eos_token_id": OTHER_END}, (END, OTHER_END)),
+    ],
+)
+def test_samples_end_where_generate_ends(folder, generation, ends):
+    file = folder / "generation_config.json"
+    file.unlink()
+    if generation is not None:
+        file.write_text(json.dumps(generation))
+    assert folders.read_end_tokens(folder, TOKENIZER) == ends
+    assert ends_at(folder, OTHER_END) == (OTHER_END in ends)
+
+
+def assert_logits_are_theirs(folder):
+    model = build(folders.read_config(folder))
+    ours = whole_logits.of_ours(model, folders.read_params(folder, model), TOKENS)
+    theirs = whole_logits.of_torch(Qwen2ForCausalLM.from_pretrained(folder).eval(), TOKENS)
+    np.testing.assert_allclose(ours, theirs, atol=1e-5)
+    folders.read_dtypes(folder, model)
+
+
+def test_tensors_computed_from_the_config_are_not_read(folder):
+    file = folder / "model.safetensors"
+    frequency = {"model.layers.0.self_attn.rotary_emb.inv_freq": np.full(2, np.nan, np.float32)}
+    save_file(load_file(file) | frequency, file, metadata={"format": "pt"})
+    assert_logits_are_theirs(folder)
+
+
+def test_a_tied_model_may_hold_its_embedding_as_the_head_only(folder):
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    tensors["lm_head.weight"] = tensors.pop("model.embed_tokens.weight")
+    save_file(tensors, file, metadata={"format": "pt"})
+    assert_logits_are_theirs(folder)
+
+
+def test_a_single_file_goes_before_the_index_of_older_weights(folder):
+    tensors = load_file(folder / "model.safetensors")
+    shard = "model-00001-of-00001.safetensors"
+    save_file({name: 2 * array for name, array in tensors.items()}, folder / shard)
+    index = {"metadata": {}, "weight_map": dict.fromkeys(tensors, shard)}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert_logits_are_theirs(folder)
+
+
+def test_a_tensor_that_would_count_is_still_refused(folder):
+    file = folder / "model.safetensors"
+    save_file(load_file(file) | {"v_head.summary.weight": np.zeros(8, np.float32)}, file)
+    with pytest.raises(InputError, match=r"unknown: v_head\.summary\.weight"):
+        folders.read_params(folder, build(folders.read_config(folder)))
+
+
+def test_a_token_without_embedding_is_refused_only_where_a_text_uses_it():
+    tokenizer = character_tokenizer("0123456789+=")
+    tokenizer.add_tokens(["<image>"], special_tokens=True)
+    chat = make_chat(tokenizer, "none", None, {}, "m")._replace(vocab_size=VOCABULARY)
+    assert len(prompts.encode([{"prompt": "1+1="}], chat)[0]) == 4
+    message = rf"row 1: the prompt has the token {VOCABULARY}, '<image>', .*vocab_size = "
+    with pytest.raises(InputError, match=message):
+        prompts.encode([{"prompt": "1+1="}, {"prompt": "1<image>"}], chat)
