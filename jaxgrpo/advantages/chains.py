@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from jaxgrpo.advantages import base
 from jaxgrpo.advantages.base import AdvantageTransform, Streams, transform
-from jaxgrpo.core.errors import InputError, NotGiven, explaining_traces, own_line
+from jaxgrpo.core.errors import InputError, NotGiven, explaining_own_code, own_line
 from jaxgrpo.core.metrics import Metric, Metrics, as_metrics
 from jaxgrpo.core.types import Rollouts, RolloutSpec, Signal
 
@@ -182,7 +182,7 @@ def _walk(
             base.read_field(key, field, rollouts)
         _check_level(key, step, signal, widened_by)
         before = signal
-        with explaining_traces(key), _explaining_fields(key, rollouts):
+        with explaining_own_code(key), _explaining_fields(key, rollouts):
             signal, after, reported = step.update(before, state[key], rollouts)
         signal, reported = _settle(key, before, signal), as_metrics(key, reported)
         rank = before.value.ndim if isinstance(before, Signal) else 2

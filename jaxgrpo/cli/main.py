@@ -213,7 +213,10 @@ COMMANDS: dict[str, tuple[Any, ...]] = {
         "settle which arm is better: arms x learning rates x seeds from one base",
         "jaxgrpo.experiments.compare:compare",
         argument("path", "EXPERIMENT", "a TOML file, or a shipped experiment's name"),
-        switch("--dry-run", "check the file and all configs and show the plan, without a run"),
+        switch(
+            "--dry-run",
+            "check the file, configs and own losses, and show the plan",
+        ),
     ),
     "advantages": (
         "list recipes and parts, or show what one does step by step",

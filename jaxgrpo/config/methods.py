@@ -17,7 +17,7 @@ from jaxgrpo import advantages, losses
 from jaxgrpo.advantages import AdvantageTransform
 from jaxgrpo.config import own_code
 from jaxgrpo.config.keys import Config, Part, options_of
-from jaxgrpo.core.errors import InputError, call, find
+from jaxgrpo.core.errors import InputError, call, explaining_own_code, find
 from jaxgrpo.core.types import FIELDS, OF_SAMPLES
 from jaxgrpo.losses import Objective, Penalty, Surrogate
 from jaxgrpo.rewards.protocol import Reward
@@ -67,16 +67,21 @@ def make_policy(config: Config, rewards: Sequence[Reward]) -> PromptPolicy:
 
 
 def make_objective(config: Config) -> Objective:
-    """Surrogate, reduction and penalties of a run."""
+    """Surrogate, reduction and penalties of a run.
+
+    Raises: InputError where own code fails, before anything is read or compiled.
+    """
     loss, length = config.loss, config.rollout.max_completion_tokens
     entropy = [losses.build_entropy(_loaded(config, loss.entropy))] if loss.entropy else []
-    return Objective(
+    objective = Objective(
         surrogate=losses.build_surrogate(_loaded(config, loss.surrogate)),
         reduction=build_reduction(_loaded(config, loss.reduction), length),
         penalties=(*build_penalties(_loaded(config, loss.kl)), *entropy),
         penalties_on=loss.penalties_on,
         proximal=loss.proximal,
     )
+    objective.trace()
+    return objective
 
 
 def build_reduction(part: Part, max_completion_tokens: int) -> losses.Reduction:
@@ -161,7 +166,10 @@ def _weights(rewards: Sequence[Reward]) -> dict[str, float]:
 
 def _loaded(config: Config, part: Part | None) -> Any:
     """A part with the function that "file.py:function" or "package.module:function" names."""
-    return part and {**part, "use": own_code.resolve(part["use"], config.folder)}
+    if part is None:
+        return None
+    with explaining_own_code(f"loading {part['use']}"):
+        return {**part, "use": own_code.resolve(part["use"], config.folder)}
 
 
 def _kl_return(options: dict[str, Any]) -> AdvantageTransform:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import inspect
+import sysconfig
 import traceback
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
@@ -78,33 +79,44 @@ TRACED = {
 
 
 @contextlib.contextmanager
-def explaining_traces(where: str) -> Iterator[None]:
-    """Turns what JAX says about own code that it cannot compile into an InputError with the line.
+def explaining_own_code(where: str) -> Iterator[None]:
+    """Turns an error that own code raises into an InputError with its file, function and line.
+
+    A defect of ours, with no line of own code behind it, stays what it is.
 
     Args:
       where: opens the message: the name of the part.
     """
     try:
         yield
-    except TypeError as error:
+    except InputError:
+        raise
+    except Exception as error:
+        place, line = own_line(error)
+        if not place:
+            raise
         kinds = {cls.__name__ for cls in type(error).__mro__}
         problem = next((text for name, text in TRACED.items() if name in kinds), None)
-        if problem is None:
-            raise
-        place, line = own_line(error)
+        problem = problem or f"raised {type(error).__name__}: {one_line(error)}"
         raise InputError(f"{where} ({place}: {line}) {problem}") from error
 
 
 def own_line(error: BaseException) -> tuple[str, str]:
-    """Where an error was raised outside JAX, "file.py, line 3", and that line."""
-    import jax  # not above: `jaxgrpo --help` answers before JAX is there
+    """The last line of own code before an error, "file.py:function, line 3", and that line.
 
+    Own code is neither ours nor installed. Both texts are empty if there is none.
+    """
+    paths = sysconfig.get_paths()
+    libraries = [paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")]
+    libraries.append(__file__.rpartition("core")[0])  # the package
     own = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)
-        if not frame.filename.startswith(tuple(jax.__path__))
+        if not frame.filename.startswith((*libraries, "<frozen"))
     ]
-    return f"{own[-1].filename}, line {own[-1].lineno}", own[-1].line or ""
+    if not own:
+        return "", ""
+    return f"{own[-1].filename}:{own[-1].name}, line {own[-1].lineno}", own[-1].line or ""
 
 
 def refuse_all(title: str, problems: Collection[str]) -> None:
@@ -192,7 +204,8 @@ def call(where: str, factory: Callable[..., T], options: Mapping[str, Any]) -> T
         raise InputError(f"{where}: {error}; it takes {signature}") from None
     for option, value in options.items():
         refuse_no_number(f"{where}: {option}", value, signature.parameters.get(option))
-    return factory(**options)
+    with explaining_own_code(where):
+        return factory(**options)
 
 
 def refuse_no_number(where: str, value: Any, parameter: inspect.Parameter | None) -> None:

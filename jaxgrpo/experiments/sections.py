@@ -6,9 +6,13 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from rich.console import Console, RenderableType
+from rich.measure import Measurement
 from rich.table import Table
 
 from jaxgrpo.training.report import html
+
+MAX_WIDTH = 1000
+"""Columns of a table that is not cut."""
 
 
 class Section(NamedTuple):
@@ -22,7 +26,7 @@ class Section(NamedTuple):
     def show(self, console: Console) -> None:
         """Prints it."""
         if self.rows:
-            console.print(terminal_table(self.rows, title=self.title))
+            show_table(console, self.rows, title=self.title)
         elif self.text:
             console.print(self.title, style="bold", markup=False)
         for text in self.text:
@@ -42,6 +46,23 @@ class Section(NamedTuple):
             rule = ["---", *["---:"] * (len(head) - 1)]
             lines += [f"| {' | '.join(row)} |" for row in (head, rule, *body)] + [""]
         return "\n".join(lines)
+
+
+def show_table(console: Console, rows: Sequence[Sequence[RenderableType]], **options: Any) -> None:
+    """Prints rows with every cell whole; where they are too wide for the console, as columns."""
+    free = console.options.update(max_width=MAX_WIDTH)
+
+    def measured(rows: Sequence[Sequence[RenderableType]]) -> tuple[Table, int]:
+        table = terminal_table(rows, no_wrap=True, **options)
+        return table, Measurement.get(console, free, table).maximum
+
+    table, width = measured(rows)
+    if width > console.width:
+        table, width = measured(list(zip(*rows, strict=True)))
+    before = console.width
+    console.width = max(width, before)  # a terminal breaks longer lines, and cuts none
+    console.print(table)
+    console.width = before
 
 
 def terminal_table(

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jaxgrpo.core.errors import InputError, explaining_traces
+from jaxgrpo.core.errors import InputError, explaining_own_code
 from jaxgrpo.core.metrics import Mean, Metrics, as_metrics, merge
 from jaxgrpo.core.types import OF_PASS
 from jaxgrpo.losses.penalties import Penalty
@@ -56,6 +57,27 @@ class Objective(NamedTuple):
     def _fields_read(self) -> frozenset[str]:
         return self.surrogate.needs.union(*(penalty.needs for penalty in self.penalties))
 
+    def trace(self) -> None:
+        """Runs surrogate and penalties on shapes, as an update compiles them.
+
+        Raises: InputError where own code fails, reads a field that it does not declare, or cannot
+        be compiled.
+
+        >>> Objective(build_surrogate("clip"), build_reduction("token_mean")).trace()
+        """
+        real, kinds = jnp.float32, {"mask": jnp.bool_, "segment": jnp.int32}
+        kinds |= dict.fromkeys(("logp", "proximal_logp", "advantage"), real)
+        shapes = {name: jax.ShapeDtypeStruct((2, 3), kind) for name, kind in kinds.items()}
+        fields = dict.fromkeys(self._fields_read, shapes["logp"])
+
+        def total(logp: Array, arrays: Any, fields: Any, states: Any) -> Any:
+            tokens = Tokens(**{**arrays, "logp": logp}, fields=fields)
+            loss, metrics = token_loss(self.surrogate, self.penalties, tokens, states)
+            return loss.sum(), self.observe(states, metrics)
+
+        slope = jax.grad(total, has_aux=True)
+        jax.eval_shape(slope, shapes["logp"], shapes, fields, self.init())
+
     def init(self) -> dict[str, Any]:
         """name of a penalty -> what it remembers before the first update."""
         return {one.name: one.init() for one in self.penalties if one.init is not None}
@@ -87,12 +109,12 @@ def token_loss(
     [-1.0, -0.5]
     """
     name = f"surrogate {surrogate.name}"
-    with explaining_traces(name):
+    with explaining_own_code(name):
         loss, metrics = _checked(name, surrogate.compute(tokens), tokens)
     for penalty in penalties:
         name = f"penalty {penalty.name}"
         state = () if penalty.init is None else (_state_of(penalty, states or {}),)
-        with explaining_traces(name):
+        with explaining_own_code(name):
             value, more = _checked(name, penalty.compute(tokens, *state), tokens)
         loss, metrics = loss + value, merge(metrics, more)
     return loss, metrics

@@ -111,8 +111,8 @@ class Display:
         """What matters first: is there reward, is there signal, does it move."""
         self.say(
             f"{step:4d} reward {metrics['reward']:6.3f} live {metrics['live_groups']:4.0%} "
-            f"gradient {metrics['grad_norm']:.1e} {metrics['time/step']:.1f}s "
-            f"loss {metrics['loss']:8.1e}"
+            f"gradient {metrics['grad_norm']:.1e} loss {metrics['loss']:8.1e} "
+            f"time {metrics['time/step']:.1f}s"
         )
         self.bar.update(self._task, completed=step)
 

@@ -16,8 +16,9 @@ from typing import Any
 from jax import Array
 from rich.console import Console
 
+from jaxgrpo.config import methods
 from jaxgrpo.config.files import flat, tables_of
-from jaxgrpo.core.errors import InputError, refusing
+from jaxgrpo.core.errors import ConfigError, InputError, refusing
 from jaxgrpo.core.types import Params
 from jaxgrpo.evaluation.evaluate import Answers, Evaluate, Evaluation
 from jaxgrpo.experiments.compare import experiment as experiments
@@ -28,6 +29,7 @@ from jaxgrpo.models import sharding
 from jaxgrpo.training import loop, process
 from jaxgrpo.training.console import telling
 from jaxgrpo.training.folder import write_atomically
+from jaxgrpo.training.inputs import resolve_rewards
 from jaxgrpo.training.policy import evaluator_of, read_run
 from jaxgrpo.training.report.html import check_can_draw
 from jaxgrpo.training.setup import Shared
@@ -45,8 +47,8 @@ def compare(path: str | Path, dry_run: bool = False) -> int:
 
     Args:
       path: the file, or a shipped experiment's name.
-      dry_run: only checks the file, the configs and what `dir` holds, and shows the plan; models,
-        data and own files are checked when runs begin.
+      dry_run: only checks the file, the configs, own code of methods and what `dir` holds, and
+        shows the plan; models and data are checked when runs begin.
     Raises: InputError with all problems before the first run, and before anything is written.
     """
     console = Console(highlight=False)
@@ -60,10 +62,12 @@ def compare(path: str | Path, dry_run: bool = False) -> int:
     waiting = [case for case in cases if case.path not in complete]
     _warn_of_code(console, finished, waiting)
     if dry_run:
+        _check_methods(experiment, cases)
         return 0
+    line = process.start(cases[0].config.mesh.platform)
+    _check_methods(experiment, cases)
     if process.is_main():
         _begin(experiment, differing)
-    line = process.start(cases[0].config.mesh.platform)
     say = console.print if process.is_main() else lambda text: None
     say(line)
     _take_all(experiment, finished, waiting, say, f"go on with: jaxgrpo compare {path}")
@@ -104,6 +108,22 @@ def _show_plan(
     console.print(said, markup=False)
     title, text = "the arms differ in this, and in nothing else", report.said_detectable(experiment)
     differing._replace(title=title, text=[text]).show(console)
+
+
+def _check_methods(experiment: Experiment, cases: Sequence[Case]) -> None:
+    """Builds the chain of every arm, and traces its losses and penalties.
+
+    Raises: ConfigError with the problems of all arms, where own code fails.
+    """
+    problems = []
+    for arm, config in {case.arm: case.config for case in cases}.items():
+        try:
+            methods.make_chain(config, resolve_rewards(config))
+            methods.make_objective(config)
+        except InputError as error:
+            problems.append(f"arms.{arm}: {error}")
+    if problems:
+        raise ConfigError(str(experiment.source or "experiment"), problems)
 
 
 def _warn_of_code(console: Console, finished: Sequence[Case], waiting: Sequence[Case]) -> None:

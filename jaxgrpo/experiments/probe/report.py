@@ -15,7 +15,7 @@ from rich.text import Text
 
 from jaxgrpo.experiments.probe.advice import value_at
 from jaxgrpo.experiments.probe.measure import PER
-from jaxgrpo.experiments.sections import Section, terminal_table
+from jaxgrpo.experiments.sections import Section, show_table, terminal_table
 from jaxgrpo.training.report import html
 from jaxgrpo.training.report.charts import COLOURS, FAIL, MIXED, PASS, STYLE, as_svg, blank
 from jaxgrpo.training.report.record import visible
@@ -87,7 +87,7 @@ def show(console: Console, found: Found) -> None:
     console.print(Text(title(found), style="bold"))
     console.print(_successes(found))
     for name, rows in tables.items():
-        console.print(terminal_table(rows, no_wrap=True, title=name, **LOOK))
+        show_table(console, rows, title=name, **LOOK)
     rest = [("", ""), *((Text(label), value) for label, value in others(found))]
     console.print(terminal_table(rest, show_header=False, **LOOK))
     advice = Table.grid(padding=(0, 2))

@@ -115,14 +115,19 @@ PANELS = (
         "Tokens of a completion.",
     ),
     Panel(
-        "Cut, unscored, identical, repeated",
+        "Cut, unscored, repeated",
         {
             "completions/clipped_ratio": "cut at the limit",
             "rewards/*/unscored": "unscored by *",
-            "groups/identical": "identical groups",
             "completions/repetition": "repeated 4-grams",
         },
         "Shares that should be near 0.",
+        share=True,
+    ),
+    Panel(
+        "Identical groups",
+        {"groups/identical": "share of groups"},
+        "All completions are the same, token by token: rises as the policy makes up its mind.",
         share=True,
     ),
     Panel("Gradient norm", {"grad_norm": "norm"}, "Of the whole batch, before clipping.", log=True),

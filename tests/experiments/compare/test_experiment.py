@@ -229,3 +229,40 @@ def test_a_run_that_leaves_the_working_directory_takes_no_other_run_along(tmp_pa
     monkeypatch.setattr(loop, "take", lambda *_, **__: os.chdir(elsewhere))  # as a reward may do
     command.Runner().run(first)
     assert Path.cwd() == tmp_path
+
+
+BROKEN = """
+def forgets(tokens):
+    return tokens.logp * tokens.weights, {}
+
+
+def divides(tokens):
+    return tokens.logp * (1 / len([])), {}
+
+
+def reads(beta):
+    raise KeyError("beta")
+"""
+
+
+def test_a_dry_run_traces_own_losses_of_every_arm(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text(BROKEN)
+    arms = {
+        "grpo": {"recipe": "grpo"},
+        "one": {"loss": {"surrogate": {"use": "mine.py:forgets"}}},
+        "two": {"loss": {"kl": {"use": "mine.py:divides"}}},
+        "three": {"loss": {"entropy": {"use": "mine.py:reads", "beta": 1.0}}},
+    }
+    load(tmp_path, arms=arms)
+    assert main(["compare", "experiment.toml", "--dry-run"]) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    file = tmp_path / "mine.py"
+    assert f"arms.one: surrogate forgets ({file}:forgets, line 3: " in said
+    assert "raised AttributeError: 'Tokens' object has no attribute 'weights'" in said
+    assert f"arms.two: penalty divides ({file}:divides, line 7: " in said
+    assert f"arms.three: entropy reads ({file}:reads, line 11: " in said
+    assert "Traceback" not in said
+    arms["one"]["loss"]["surrogate"]["use"] = "clip"
+    load(tmp_path, arms={name: arms[name] for name in ("grpo", "one")})
+    assert main(["compare", "experiment.toml", "--dry-run"]) == 0

@@ -105,4 +105,4 @@ def test_the_line_of_a_step_repeats_no_evaluation_of_an_earlier_one(capsys):
     )
     evaluated, stepped = capsys.readouterr().out.splitlines()
     assert evaluated == "evaluated at step 0: accuracy 0.250 (95%: 0.125 to 0.500)"
-    assert stepped == "   1 reward  0.500 live 100% gradient 1.0e-01 2.0s loss  0.0e+00"
+    assert stepped == "   1 reward  0.500 live 100% gradient 1.0e-01 loss  0.0e+00 time 2.0s"
