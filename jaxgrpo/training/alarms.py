@@ -79,7 +79,7 @@ RULES = (
         "in {value:.0%} of groups every sample fails alike: there is nothing to learn from",
         "read samples/: does the model see its format, does the reward accept a right answer? "
         "Else take easier prompts, a larger rollout.group_size or a denser reward",
-        hides=("flat",),
+        hides=("flat", "no update"),
     ),
     Rule(
         "all pass",
@@ -87,19 +87,28 @@ RULES = (
         "in {value:.0%} of groups every sample earns the same, above 0: nothing is left to learn",
         "where answers are right take harder prompts, or stop; else the reward cannot tell them "
         "apart",
-        hides=("flat",),
+        hides=("flat", "no update"),
     ),
     Rule(
         "flat",
         "frac_reward_zero_std > 0.9",
         "in {value:.0%} of groups all rewards are equal, so their advantage is 0",
         "take prompts of middle difficulty, a larger rollout.group_size or a denser reward",
+        hides=("no update",),
+    ),
+    Rule(
+        "no update",
+        "skipped_updates/no_live_sample > 0.999",
+        "no update learned from a sample: no sample had an advantage",
+        'where each reward is None on the rows of the others, take recipe = "like_trl" or the part '
+        "sum_scored, which add up what was scored; else see rewards and advantages in samples/",
     ),
     Rule(
         "unscored",
         "rewards/*/unscored > 0.1",
         "the reward {star} could not score {value:.0%} of completions",
-        "see which in samples/ (null) and mend the reward, or the columns it reads",
+        "see which in samples/ (null) and mend the reward, or the columns it reads; if it is None "
+        'on the rows of other rewards, take recipe = "like_trl" or the part sum_scored',
     ),
     Rule(
         "refused",

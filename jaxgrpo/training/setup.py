@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import inspect
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -72,7 +71,8 @@ _SAMPLED = ("model", "lora", "mesh", "rollout")
 _INPUTS = ("model", "lora", "mesh", "data", "eval", "rollout.max_prompt_tokens", "train.remat")
 _LAID_OUT = ("train.tokens_per_micro_batch", "train.remat")
 _COUNTED = ("train.steps", "train.num_iterations", "train.minibatches")
-_UPDATED = (*_SAMPLED, "loss", "optimizer", *_COUNTED, *_LAID_OUT)
+_STEPPED = ("loss", "optimizer", "train.on_no_live_sample")
+_UPDATED = (*_SAMPLED, *_STEPPED, *_COUNTED, *_LAID_OUT)
 DEPENDS = {
     "inputs": _INPUTS,
     "sampler": _SAMPLED,
@@ -148,8 +148,12 @@ class Setup(NamedTuple):
             state, rollouts, said = generate(state)
             metrics: Metrics = {}
         else:
-            weights = self.blueprint.reward_weights
-            weighted_sum = functools.partial(diagnostics.weighted_sum, weights=weights)
+            weights, chain = self.blueprint.reward_weights, self.blueprint.chain
+
+            def weighted_sum(rewards: Mapping[str, Any]) -> tuple[Any, Any]:
+                summed = diagnostics.as_summed(rewards, weights, chain)
+                return diagnostics.weighted_sum(summed, weights)
+
             rounds = refill.max_rounds(asked["factor"])
             state, chosen, said, metrics = refill.fill(state, generate, weighted_sum, rounds)
             rollouts = put_prompts(self.mesh, chosen)
@@ -302,6 +306,7 @@ def method_of(
         sampling_mesh=sampling_mesh,
         reward_weights={reward.name: reward.weight for reward in rewards},
         num_iterations=config.train.num_iterations,
+        on_no_live_sample=config.train.on_no_live_sample,
         kernel=attention.chosen(
             config.model.attention,
             mesh.devices.flat[0].platform,

@@ -12,6 +12,7 @@ from jax import Array
 from jaxtyping import Bool, Float, Int
 
 from jaxgrpo.advantages import stats
+from jaxgrpo.advantages.base import AdvantageTransform
 from jaxgrpo.core.metrics import Mean, Metrics, maximum, mean, merge, minimum
 
 RARE = 0.25
@@ -47,10 +48,9 @@ def group_metrics(
     total, mask = weighted_sum(rewards, weights)
     group = stats.summary(total, mask)
     scored = mask.any(axis=1, keepdims=True)
-    own = [_own_metrics(name, reward) for name, reward in rewards.items()]
     correct = (mask & (total > 0)).sum(1, dtype=jnp.int32)
     _, iid, gap = jensen_gap(correct, mask.sum(1, dtype=jnp.int32), mask.shape[1])
-    return functools.reduce(merge, own) | {
+    return reward_metrics(rewards) | {
         "reward": mean(total, mask),
         "reward_std": mean(jnp.sqrt(stats.variance(total, mask, ddof=1)), scored),
         "frac_reward_zero_std": mean(group.flat, scored),
@@ -60,6 +60,11 @@ def group_metrics(
         "groups/flat_iid": mean(iid, jnp.isfinite(iid)),
         "groups/jensen_gap": mean(gap, jnp.isfinite(gap)),
     }
+
+
+def reward_metrics(rewards: Mapping[str, Array]) -> Metrics:
+    """Each reward's rewards/NAME/mean, std and unscored, as `group_metrics` describes them."""
+    return functools.reduce(merge, [_own_metrics(*item) for item in rewards.items()])
 
 
 def _own_metrics(name: str, reward: Float[Array, "P G"]) -> Metrics:
@@ -357,6 +362,22 @@ def agreement_metrics(
     if rounding is not None:
         metrics["sampling/disagreement"] = maximum(gap / rounding, mask)
     return metrics
+
+
+def as_summed(
+    rewards: Mapping[str, Array],
+    weights: Mapping[str, float] | None,
+    chain: AdvantageTransform,
+) -> Mapping[str, Array]:
+    """The rewards as the chain adds them up: behind `sum_scored`, what one could not score is 0.
+
+    A sample that none of those with a weight could score stays NaN. Shapes: each reward [P, G].
+    """
+    if all(step.name != "sum_scored" for _, step in chain.steps):
+        return rewards
+    terms = [r for name, r in rewards.items() if weights is None or weights[name] != 0]
+    scored = functools.reduce(operator.or_, map(jnp.isfinite, terms))
+    return {name: jnp.where(scored & ~jnp.isfinite(r), 0, r) for name, r in rewards.items()}
 
 
 def weighted_sum(

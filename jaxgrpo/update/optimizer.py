@@ -44,10 +44,11 @@ def make_optimizer(
 ) -> optax.GradientTransformation:
     """clip by global norm -> the factory `use` of optax, under a learning-rate schedule.
 
-    The rate rises linearly over `warmup_steps` updates, then stays ("constant") or falls to 0 at
-    the last of all `updates` along a line ("linear") or half a cosine ("cosine"). Skipped updates
-    do not count. If the factory takes a mask of what decays, only matrices do. `muon` makes the
-    matrices of layers orthogonal, each layer's by itself; all other parameters have its adam.
+    The rate rises linearly over `warmup_steps` updates, then stays ("constant") or falls along a
+    line ("linear") or half a cosine ("cosine") that is at 0 after the last of all `updates`; the
+    last is made just above it, as in transformers. Updates skipped as not finite do not count. If
+    the factory takes a mask of what decays, only matrices do. `muon` makes the matrices of layers
+    orthogonal, each layer's by itself; all other parameters have its adam.
 
     Args:
       axes: logical axes of the parameters; {} where there is no model yet, and then it is not
@@ -111,13 +112,20 @@ def fresh_moments(optimizer: optax.GradientTransformation, params: Params, opt_s
 
     What it remembers of gradients is gone; the learning rate neither warms up nor decays anew.
     """
+    return on_schedule_of(opt_state, optimizer.init(params))
 
-    def keep_rate(new: Any, old: Any) -> Any:
-        if not _is_injected(new):
-            return new
-        return new._replace(**{name: getattr(old, name) for name in new._fields if name != _INNER})
 
-    return jax.tree.map(keep_rate, optimizer.init(params), opt_state, is_leaf=_is_injected)
+def on_schedule_of(scheduled: Any, opt_state: Any) -> Any:
+    """`opt_state` at the place in the schedule of another state; its moments stay as they are."""
+
+    def replace_rate(state: Any, at: Any) -> Any:
+        if not _is_injected(state):
+            return state
+        return state._replace(
+            **{name: getattr(at, name) for name in state._fields if name != _INNER}
+        )
+
+    return jax.tree.map(replace_rate, opt_state, scheduled, is_leaf=_is_injected)
 
 
 def decay_mask(axes: Params) -> Params:

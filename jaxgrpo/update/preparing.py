@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -249,9 +249,7 @@ def _judge(
     live = (advantage != 0).any(-1)
     if blueprint.objective.penalties and blueprint.objective.penalties_on == "all":
         live = mask.any(-1)
-    metrics = merge(
-        metrics, _rollout_metrics(rollouts, live, advantage, mask, blueprint.reward_weights)
-    )
+    metrics = merge(metrics, _rollout_metrics(blueprint, rollouts, live, advantage, mask))
     per_sample = advantage.sum(-1) / jnp.maximum(mask.sum(-1), 1)
     # The dead are not in the metrics of the update, which penalties may remember.
     alive = mask & live[..., None]
@@ -292,27 +290,25 @@ def _in_order(batches: Sequence[TrainBatch], num_iterations: int) -> tuple[Train
 
 
 def _rollout_metrics(
-    rollouts: Rollouts,
-    live: Array,
-    advantage: Array,
-    mask: Array,
-    weights: Mapping[str, float] | None,
+    blueprint: Blueprint, rollouts: Rollouts, live: Array, advantage: Array, mask: Array
 ) -> Metrics:
     """Metrics of rewards and completions, under TRL's names if TRL has one."""
-    tokens = rollouts.token_mask
+    tokens, weights = rollouts.token_mask, blueprint.reward_weights
+    summed = diagnostics.as_summed(rollouts.rewards, weights, blueprint.chain)
     metrics: Metrics = {
         "live_samples": mean(live),
         "live_groups": mean(live.any(-1)),
         "live_tokens": mean(live[..., None], tokens),
         "sampling/not_finite": mean(~jnp.isfinite(rollouts.behavior_logp), tokens),
     }
-    metrics |= diagnostics.advantage_metrics(advantage, mask, rollouts.rewards, weights)
+    metrics |= diagnostics.advantage_metrics(advantage, mask, summed, weights)
     texts = rollouts.completion_tokens, tokens
     metrics |= diagnostics.completion_metrics(*texts, rollouts.truncated)
-    rare = diagnostics.rare_successes(rollouts.rewards, weights)
+    rare = diagnostics.rare_successes(summed, weights)
     metrics |= diagnostics.symptom_metrics(*texts, rare)
     for name in ANCHORS:
         if name in rollouts.fields:
             pair = (rollouts.behavior_logp, rollouts.fields[name])
             metrics |= diagnostics.drift_metrics(*pair, tokens, FIELDS[name].policy)
-    return metrics | diagnostics.group_metrics(rollouts.rewards, weights)
+    metrics |= diagnostics.group_metrics(summed, weights)
+    return metrics | diagnostics.reward_metrics(rollouts.rewards)

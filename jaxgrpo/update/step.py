@@ -39,6 +39,7 @@ from jaxgrpo.update.forward import (
     trained_layout,
     whole,
 )
+from jaxgrpo.update.optimizer import on_schedule_of
 from jaxgrpo.update.preparing import Prepared, Preparer
 
 FINITE = ("entropy", "sampling/sampling_logp_difference/mean")
@@ -154,9 +155,10 @@ def _update(
 def _update_program(blueprint: Blueprint) -> Any:
     """One optimizer step on the gradient of a whole batch.
 
-    Without a live sample, or if gradient, loss, log-probs or entropy are not finite, parameters,
-    optimizer state and what the penalties remember stay as they are, and that is counted. The norm
-    of the parameters is taken before and after: it is not finite if one of them is not.
+    Without a live sample the optimizer steps with a gradient of 0, or, where `on_no_live_sample` is
+    "skip", only its schedule advances. If gradient, loss, log-probs or entropy are not finite, it
+    stays as it is. Both are counted and change nothing that penalties remember. The norm of the
+    parameters is taken before and after: it is not finite if one of them is not.
     """
 
     def run(
@@ -171,14 +173,20 @@ def _update_program(blueprint: Blueprint) -> Any:
             finite &= jnp.isfinite(metrics[name].total)
         weights_before = optax.tree_utils.tree_norm(trainable)
         no_live = batch.num_live == 0
+        old = trainable, opt_state, objective_state
+
+        def skip(_):
+            stepped = blueprint.optimizer.update(grads, opt_state, trainable)[1]
+            return trainable, on_schedule_of(stepped, opt_state), objective_state
 
         def step(_):
             updates, new_state = blueprint.optimizer.update(grads, opt_state, trainable)
             observed = blueprint.objective.observe(objective_state, metrics)
+            observed = _where(no_live, objective_state, observed)  # nothing was measured
             return optax.apply_updates(trainable, updates), new_state, observed
 
-        old = (trainable, opt_state, objective_state)
-        new = jax.lax.cond(finite & ~no_live, step, lambda _: old, None)
+        way = jnp.where(no_live & (blueprint.on_no_live_sample == "skip"), 1, 2)
+        new = jax.lax.switch(jnp.where(finite, way, 0), (lambda _: old, skip, step), None)
         weights_after = optax.tree_utils.tree_norm(new[0])
         counted = {
             "loss": loss,
@@ -194,6 +202,10 @@ def _update_program(blueprint: Blueprint) -> Any:
     everywhere = sharding.replicated(blueprint.mesh)
     layout = (trained_layout(blueprint), opt_layout(blueprint), everywhere, everywhere)
     return jax.jit(run, donate_argnums=(0, 1), out_shardings=layout)
+
+
+def _where(condition: Array, first: Any, second: Any) -> Any:
+    return jax.tree.map(functools.partial(jnp.where, condition), first, second)
 
 
 def _accumulate(

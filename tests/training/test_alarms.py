@@ -85,6 +85,20 @@ def test_rewards_that_cannot_score_are_told_apart():
     assert state.active == {"unscored judge"}
 
 
+def test_a_run_in_which_no_sample_is_scored_is_told_that_nothing_was_learned_and_what_helps():
+    row = {
+        "rewards/sums/unscored": 0.5,
+        "rewards/words/unscored": 0.5,
+        "frac_reward_zero_std": None,
+        "skipped_updates/no_live_sample": 1.0,
+    }
+    state, said = replay([{"step": step, **row} for step in (1, 2, 3)])
+    assert state.active == {"unscored sums", "unscored words", "no update"}
+    assert all('recipe = "like_trl" or the part sum_scored' in alarm.text for alarm in said)
+    flat = row | {"frac_reward_zero_std": 1.0}
+    assert "no update" not in replay([{"step": step, **flat} for step in (1, 2, 3)])[0].active
+
+
 def test_rewards_that_sign_refuses_are_said_at_once_with_the_option_that_helps():
     _, (alarm,) = replay(lines("sign/refused", [0.25, 0.25]))
     assert (alarm.name, alarm.step) == ("refused sign", 1)

@@ -10,9 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxgrpo import advantages
 from jaxgrpo.core.metrics import finalise
 from jaxgrpo.update.diagnostics import (
     advantage_metrics,
+    as_summed,
     completion_metrics,
     flat_share,
     group_metrics,
@@ -58,6 +60,20 @@ def test_several_rewards_are_weighed_and_need_all_to_be_scored():
     assert results(group_metrics(rewards))["reward"] == pytest.approx((1 + 1 + 3) / 3)
     with pytest.raises(ValueError, match="at least one reward whose weight is not 0"):
         group_metrics(rewards, {"a": 0.0, "b": 0.0})
+
+
+def test_rewards_of_several_tasks_are_counted_as_the_chain_adds_them_up():
+    rewards = {
+        "sums": jnp.array([[1.0, 0.0], [NAN, NAN], [NAN, NAN]]),
+        "words": jnp.array([[NAN, NAN], [1.0, 1.0], [NAN, NAN]]),
+    }
+    weights = {"sums": 1.0, "words": 0.5}
+    summed = as_summed(rewards, weights, advantages.build("like_trl"))
+    metrics = results(group_metrics(summed, weights))
+    assert metrics["reward"] == pytest.approx((1 + 0 + 0.5 + 0.5) / 4)
+    assert metrics["frac_reward_zero_std"] == metrics["groups/mixed"] == 0.5
+    assert as_summed(rewards, weights, advantages.build("grpo")) is rewards
+    assert np.isnan(results(group_metrics(rewards, weights))["reward"])
 
 
 @pytest.mark.slow

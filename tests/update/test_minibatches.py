@@ -149,7 +149,7 @@ def test_only_the_first_update_measures_how_well_sampler_and_trainer_agree():
     assert metrics["sampling/sampling_logp_difference/max"].result() < 1e-6
 
 
-def test_a_minibatch_without_a_live_sample_is_a_skipped_update():
+def test_a_minibatch_without_a_live_sample_moves_nothing_by_sgd():
     (live, _) = dealt(ONE_LIVE)
     assert 0 in live
     _, after, metrics, _ = stepped(rewards="one")

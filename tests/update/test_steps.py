@@ -52,6 +52,7 @@ def blueprint(
     optimizer="sgd",
     minibatches=1,
     num_iterations=1,
+    on_no_live_sample="step",
 ):
     sizes = dict(zip(sharding.AXES, mesh, strict=True))
     devices = jax.devices()[: int(np.prod(mesh))]
@@ -66,6 +67,7 @@ def blueprint(
         mesh=grid,
         compact=compact,
         num_iterations=num_iterations,
+        on_no_live_sample=on_no_live_sample,
     )
 
 
@@ -328,8 +330,10 @@ def test_recipes_reach_the_update(recipe):
 
 
 @pytest.mark.parametrize("rewards", ["flat", "nan"])
-def test_a_step_without_a_live_sample_changes_not_one_byte(rewards):
-    prepared, before, after, metrics = run(rewards=rewards, optimizer="adamw")
+def test_a_step_without_a_live_sample_that_is_skipped_changes_not_one_byte(rewards):
+    prepared, before, after, metrics = run(
+        rewards=rewards, optimizer="adamw", on_no_live_sample="skip"
+    )
     assert not prepared.live.any()
     assert parameter_hash(before) == parameter_hash(after)
     assert metrics["skipped_updates/no_live_sample"] == 1

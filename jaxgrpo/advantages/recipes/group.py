@@ -299,12 +299,13 @@ def dapo(
     ddof: int = 1,
     weights: Weights | None = None,
 ) -> AdvantageTransform:
-    """Groups without a difference leave, long completions pay, then GRPO's normalisation.
+    """Groups without a difference leave, long completions may pay, then GRPO's normalisation.
 
     Groups are judged by the rewards alone, before the penalty: else the lengths of a group of
-    failures would keep it. Only the advantages of DAPO: its clip range and mean over tokens are
-    loss.surrogate `clip` with low 0.2, high 0.28 and loss.reduction `token_mean`, sampling until
-    the batch is full is a prompt policy, and its overlong filter is the step `mask_truncated`.
+    failures would keep it. Only the advantages of DAPO, and without `buffer` no
+    penalty on lengths: its clip range and mean over tokens are loss.surrogate `clip` with low 0.2,
+    high 0.28 and loss.reduction `token_mean`, sampling until the batch is full is
+    `rollout.refill`, and its overlong filter is the step `mask_truncated`.
 
     Use it when many groups are flat or many samples cut: they leave the denominator instead of
     diluting it.
