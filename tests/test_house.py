@@ -23,6 +23,7 @@ MAX_FOLDER_FILES = 20  # beside __init__.py
 MAX_PACKAGES = 14
 
 SHORT = {
+    "data/written.py": "data, rewards and rollout must write a number alike",
     "rewards/math_program.py": "a program of its own, started by builtin.py",
     **{
         f"models/hf/families/{name}.py": "families have a file per relative"

@@ -301,5 +301,5 @@ def _lines(path: str) -> list[dict[str, str]]:
     file = Path(path)
     if not file.is_file():
         raise InputError(f"--prompts {path}: there is no such file")
-    lines = file.read_text(encoding="utf-8-sig").splitlines()
-    return [{"prompt": line} for line in lines if line.strip()]
+    lines = file.read_bytes().decode("utf-8-sig").split("\n")  # no other line ends, as .jsonl
+    return [{"prompt": line.removesuffix("\r")} for line in lines if line.strip()]

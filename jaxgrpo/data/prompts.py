@@ -19,6 +19,7 @@ from jaxgrpo.data import chat as conversations
 from jaxgrpo.data import sources
 from jaxgrpo.data.chat import Chat
 from jaxgrpo.data.sources import Located, Row, Source
+from jaxgrpo.data.written import text_of_value
 
 SHOWN = 60  # characters of a text in a message
 
@@ -263,6 +264,6 @@ def fill(template: str, row: Mapping[str, Any]) -> str:
 
     def value(piece: re.Match[str]) -> str:
         name = piece.group(1)
-        return piece.group()[0] if name is None else str(row[name])
+        return piece.group()[0] if name is None else text_of_value(row[name])
 
     return _PIECE.sub(value, template)

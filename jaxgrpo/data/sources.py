@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 from jaxgrpo.core.errors import InputError, one_line, refusing
 from jaxgrpo.data import storage, tasks
+from jaxgrpo.data.written import widen
 
 Row = dict[str, Any]
 Located = tuple[str, Row]
@@ -100,7 +101,8 @@ def read(source: Source, text_columns: Iterable[str] = ()) -> list[Located]:
         is_jsonl = path.suffix == ".jsonl"
         located = list(_jsonl(path) if is_jsonl else _table(path, source, text_columns))
     elif path.is_dir() or is_name(source.path):
-        located = _counted(source.path, _data_set(source, path))
+        found = _data_set(source, path)
+        located = _counted(source.path, _exact(found, found.features.arrow_schema))
     else:
         what = "is no file of rows" if path.exists() else "does not exist"
         raise InputError(f"{source.where} {what}: give {FORMS}")
@@ -122,6 +124,8 @@ def from_python(dataset: Any, split: str | None = None) -> list[Located]:
             "give a datasets.Dataset or a list of dicts"
         )
     rows = list(dataset)
+    if features := getattr(dataset, "features", None):
+        rows = _exact(rows, features.arrow_schema)
     for place, row in enumerate(rows):
         if not isinstance(row, Mapping):
             raise InputError(
@@ -189,7 +193,17 @@ def _table(file: Path, source: Source, text_columns: Iterable[str]) -> list[Loca
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
         raise InputError(f"{file}: column {twice[0]!r} stands twice: rename one of them")
-    return _counted(str(file), table.to_pylist())
+    return _counted(str(file), _exact(table.to_pylist(), table.schema))
+
+
+def _exact(rows: Iterable[Row], schema: Any) -> list[Row]:
+    """The rows, with floats of narrow columns as their shortest numbers: 0.1, not 0.100000001."""
+    bits = {"halffloat": 16, "float": 32}  # the names of float16 and float32 in Arrow
+    narrow = {field.name: bits[str(field.type)] for field in schema if str(field.type) in bits}
+    exact = [dict(row) for row in rows]
+    for row in exact:
+        row.update({name: widen(row[name], width) for name, width in narrow.items()})
+    return exact
 
 
 def _data_set(source: Source, path: Path) -> Any:

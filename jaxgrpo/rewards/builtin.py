@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxgrpo.core.errors import InputError, refusing
+from jaxgrpo.data.written import text_of_value
 from jaxgrpo.rewards.protocol import RewardError
 from jaxgrpo.rewards.workers import WorkerError, Workers
 
@@ -256,7 +257,7 @@ def check_math(time_limit: Any = 5.0, workers: Any = 4) -> None:
 
 def _gold(answer: Any) -> str:
     """The gold answer as a text; of a solution in GSM8K's form what follows its mark."""
-    return "" if answer is None else str(answer).rpartition("####")[2].strip()
+    return "" if answer is None else text_of_value(answer).rpartition("####")[2].strip()
 
 
 @functools.cache
@@ -304,7 +305,7 @@ def gsm8k_answer(
 def gold_number(answer: Any) -> Fraction | None:
     """The number of a gold answer: a number as it is, a text by its final number."""
     if isinstance(answer, numbers.Real) and not isinstance(answer, bool):
-        return Fraction(str(answer)) if math.isfinite(answer) else None
+        return Fraction(text_of_value(answer)) if math.isfinite(answer) else None
     return final_number(answer) if isinstance(answer, str) else None
 
 

@@ -10,6 +10,7 @@ import numpy as np
 from jaxgrpo.core.errors import InputError, find
 from jaxgrpo.data.chat import for_rewards
 from jaxgrpo.data.tasks import tasks
+from jaxgrpo.data.written import text_of_value
 from jaxgrpo.rewards import builtin, confidence
 from jaxgrpo.rewards.calling import call_rewards
 from jaxgrpo.rewards.protocol import RewardError, RewardFunction, TrainerState, bind, name_of
@@ -98,7 +99,7 @@ def preview(
     Raises: RewardError as `call_rewards` does.
     """
     answer = row.get("answer")
-    texts = ["" if answer is None else str(answer), ""]
+    texts = ["" if answer is None else text_of_value(answer), ""]
     prompts, completions = for_rewards([row["prompt"]] * 2, texts)
     scores, log = call_rewards(
         functions,

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxgrpo.core.errors import InputError
+from jaxgrpo.data.written import text_of_value
 
 FORCED = "forced_answer"
 """Field [P, L] int32: the prefix's and the answer's tokens, -1 behind the last."""
@@ -120,7 +121,7 @@ def read_answers(
 def _text_of(answer: Any) -> str | None:
     """An answer as text; None if it is none."""
     is_number = isinstance(answer, numbers.Number) and not isinstance(answer, bool)
-    return str(answer) if is_number or isinstance(answer, str) else None
+    return text_of_value(answer) if is_number or isinstance(answer, str) else None
 
 
 def _encode(tokenizer: Any, texts: Sequence[str]) -> list[list[int]]:

@@ -9,6 +9,7 @@ import pytest
 import small_run
 
 from jaxgrpo.cli import main as cli
+from jaxgrpo.cli import sampling
 from jaxgrpo.cli.make_base import base_config
 from jaxgrpo.cli.sampling import SampleFile
 from jaxgrpo.data import tasks
@@ -152,3 +153,9 @@ def test_a_ctrl_c_leaves_whole_lines_to_go_on_with(base, tmp_path, python, envir
     assert f", {len(kept.splitlines())} of them from before: " in said
     assert file.read_bytes().startswith(kept)
     assert len(read(file)) == len(many) * SAMPLES
+
+
+def test_only_line_feeds_end_a_prompt_of_a_text_file(tmp_path):
+    file = tmp_path / "p.txt"
+    file.write_bytes("\ufeff3+4=\u20285\r\n\n7+1=\x0c2\n".encode())
+    assert [row["prompt"] for row in sampling._lines(str(file))] == ["3+4=\u20285", "7+1=\x0c2"]

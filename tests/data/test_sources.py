@@ -193,3 +193,18 @@ def test_jsonl_needs_no_library_and_the_others_name_the_one_they_need(folder, en
     assert "reading .csv files needs pyarrow: pip install datasets, or write" in csv
     for line in (local, hub):
         assert "need the `datasets` library: pip install datasets, or give a .jsonl file" in line
+
+
+def test_numbers_of_narrow_columns_are_their_shortest_and_written_without_exponent(tmp_path):
+    values = {"half": pa.float16(), "single": pa.float32(), "double": pa.float64()}
+    columns = {name: pa.array([0.1, None], kind) for name, kind in values.items()}
+    table = pa.table({"q": pa.array([1e-5, 2.0], pa.float32()), **columns})
+    pq.write_table(table, tmp_path / "rows.parquet")
+    held = datasets.Dataset(table)
+    held.save_to_disk(tmp_path / "saved")
+    paths = [Source(str(tmp_path / name)) for name in ("rows.parquet", "saved")]
+    for source in (*paths, held, held.with_format("numpy")):
+        first, second = load_rows(source, "{q} is", "single")
+        assert [first["prompt"], second["prompt"]] == ["0.00001 is", "2 is"]
+        assert [first[name] for name in values] == [0.1] * 3
+        assert first["answer"] == 0.1

@@ -1,8 +1,10 @@
 """The final number of a solution: where it is looked for, how it may be written."""
 
 import time
+from decimal import Decimal
 from fractions import Fraction
 
+import numpy as np
 import pytest
 
 from jaxgrpo.rewards import gsm8k_answer
@@ -184,3 +186,9 @@ def test_no_text_takes_long(piece):
     began = time.monotonic()
     final_number(piece * (40_000 // len(piece)))
     assert time.monotonic() - began < 2
+
+
+def test_gold_numbers_of_any_width_and_size_are_read_as_written():
+    golds = [np.float32(0.1), np.float16(0.1), Decimal("1E+2"), 1e-5, 1e16]
+    texts = ["#### 0.1", "#### 0.1", "#### 100", "#### 0.00001", "#### 10000000000000000"]
+    assert gsm8k_answer(texts, golds) == [1.0] * 5

@@ -145,3 +145,8 @@ def test_options_out_of_range_are_refused(options, message):
 
 def test_no_completions_start_no_process():
     assert math_answer(completions=[], answer=[], time_limit=3.25) == []
+
+
+def test_a_gold_number_is_no_expression_with_the_letter_e():
+    texts = [r"\boxed{e-5}", r"\boxed{0.00001}", r"\boxed{2.5\cdot 10^{-7}}"]
+    assert math_answer(texts, [1e-5, 1e-5, 2.5e-7]) == [0.0, 1.0, 1.0]
