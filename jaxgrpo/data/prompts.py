@@ -106,7 +106,7 @@ def encode(rows: Sequence[Row], chat: Chat) -> list[np.ndarray]:
     """The tokens of each row's prompt as the model reads them, int32 [length].
 
     Raises: InputError if a prompt is empty, gives no token, cannot be written out in full or has a
-      token that the model does not have, or if all prompts are the same tokens although rows differ.
+      token that the model does not have, or if rows differ and all prompts are the same tokens.
     """
     texts = [
         conversations.write(chat, row["prompt"], f"row {place}") for place, row in enumerate(rows)
