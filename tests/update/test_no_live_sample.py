@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -36,7 +37,9 @@ def float64():
         yield
 
 
-def trained(schedule, on_no_live_sample="step", **options: Any):
+def trained(
+    schedule: str, on_no_live_sample: str = "step", **options: Any
+) -> Iterator[tuple[Any, Any]]:
     """(parameters, optimizer's state, metrics) after each update, the first before any."""
     mesh = sharding.make_mesh(devices=jax.devices()[:1])
     model = decoder.build(WIDE, constrain=sharding.constrain(mesh))
