@@ -179,7 +179,7 @@ class _Job:
 
 
 def _is_nohup(number: int) -> bool:
-    """Whether this is SIGHUP, and whoever started this process had it ignored."""
+    """Whether this is SIGHUP, and it was ignored when this process started."""
     return number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN
 
 

@@ -10,6 +10,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from decimal import Decimal
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -304,7 +305,7 @@ def gsm8k_answer(
 
 def gold_number(answer: Any) -> Fraction | None:
     """The number of a gold answer: a number as it is, a text by its final number."""
-    if isinstance(answer, numbers.Real) and not isinstance(answer, bool):
+    if isinstance(answer, (numbers.Real, Decimal)) and not isinstance(answer, bool):
         return Fraction(text_of_value(answer)) if math.isfinite(answer) else None
     return final_number(answer) if isinstance(answer, str) else None
 

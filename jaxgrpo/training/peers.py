@@ -150,7 +150,7 @@ class Peers:
     def _watch(self) -> None:
         try:
             self._exchange()
-        except BaseException:  # without this thread nobody would hear of a failure
+        except BaseException:  # without this thread the others do not hear of a failure
             _end(1, f"the watch of the processes failed:\n{traceback.format_exc()}")
 
     def _exchange(self) -> None:

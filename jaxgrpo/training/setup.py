@@ -366,11 +366,12 @@ def sampling_settings(config: Config, folder: Path, tokenizer: Any) -> SamplingS
             "end; set eos_token in its tokenizer_config.json"
         )
     pad, strings = tokenizer.pad_token_id, config.rollout.stop_strings
-    has_pad = pad is not None and pad < folders.read_config(folder).vocab_size
+    if pad is None or pad >= folders.read_config(folder).vocab_size:
+        pad = ends[0]
     return settings_of(
         config,
         ends,
-        pad if has_pad else ends[0],
+        pad,
         StopStrings(tokenizer, strings) if strings else None,
     )
 

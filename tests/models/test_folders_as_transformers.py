@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +20,7 @@ from jaxgrpo.data.tasks.base import character_tokenizer
 from jaxgrpo.models.decoder import build
 from jaxgrpo.models.hf import folders
 
-TOKENIZER = character_tokenizer("0123456789+=")
+TOKENIZER: Any = character_tokenizer("0123456789+=")
 VOCABULARY = len(TOKENIZER)
 END = TOKENIZER.eos_token_id
 OTHER_END = TOKENIZER.convert_tokens_to_ids("7")
@@ -29,9 +31,17 @@ TOKENS = np.random.default_rng(0).integers(0, VOCABULARY, size=(2, 6))
 def folder(tmp_path):
     """A tied model that transformers saved, whose config.json has a second end token."""
     torch.manual_seed(0)
-    sizes = {"vocab_size": VOCABULARY, "hidden_size": 8, "intermediate_size": 8}
-    heads = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
-    config = Qwen2Config(**sizes, **heads, tie_word_embeddings=True, eos_token_id=[END, OTHER_END])
+    fields: dict[str, Any] = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 8,
+        "intermediate_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "tie_word_embeddings": True,
+        "eos_token_id": [END, OTHER_END],
+    }
+    config = Qwen2Config(**fields)
     Qwen2ForCausalLM(config).save_pretrained(tmp_path)
     TOKENIZER.save_pretrained(tmp_path)
     return tmp_path
@@ -49,9 +59,9 @@ class Always(LogitsProcessor):
         return scores
 
 
-def ends_at(folder, token: int) -> bool:
+def ends_at(folder: Path, token: int) -> bool:
     """Whether transformers' generate ends at a token."""
-    model = Qwen2ForCausalLM.from_pretrained(folder)
+    model: Any = Qwen2ForCausalLM.from_pretrained(folder)
     only = LogitsProcessorList([Always(token)])
     drawn = model.generate(torch.tensor([[5]]), max_new_tokens=3, logits_processor=only)
     return drawn.shape[1] == 2
