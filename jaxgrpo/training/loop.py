@@ -180,7 +180,7 @@ def take(
 def _refuse_other_config(folder: RunFolder, config: Config) -> Config:
     """A run goes on only with the config it began with, but for keys that may change.
 
-    Nor where its base is in the place of the model that it writes.
+    Nor may it write its model over its base.
 
     Returns: the config of its last start.
     """
