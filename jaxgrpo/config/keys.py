@@ -188,7 +188,7 @@ class RolloutKeys:
     slots: int | None = key(None, at_least=1)  # samples decoded at once; None: what fits
     kv_cache_dtype: str = key("auto", choices=("auto", "float32", "bfloat16"))  # "auto": that of
     # the model
-    overlap_rewards: bool = key(True)  # judge groups that have ended while others decode
+    overlap_rewards: bool = key(True)  # those that are per_sample judge groups as they end
     segment_tokens: int = key(16, at_least=1)  # decoded between two looks at what has ended
     prompts: Part = key({"use": "sequential"})  # the policy that chooses what is sampled next
     refill: Mapping[str, float] | None = key(None)  # { factor = 3.0 }, groups generated at most

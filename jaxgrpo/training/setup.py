@@ -165,9 +165,9 @@ class Setup(NamedTuple):
     ) -> tuple[Rollouts, list[Judged]]:
         """Samples, and where the engine can tell, what was judged before it ended."""
         tells = "finished" in inspect.signature(self.sample).parameters
-        if not (self.config.rollout.overlap_rewards and tells):
-            return self.sample(params, prompts, key), []
         judge = judge_of(self.tokenizer, self.rewards, self.rows)
+        if not (self.config.rollout.overlap_rewards and tells and judge.per_sample):
+            return self.sample(params, prompts, key), []
         progress = trainer_state_of(prompts, len(self.rows), self.config.train.steps)
         return sample_and_judge(self.sample, params, prompts, key, judge, progress)
 

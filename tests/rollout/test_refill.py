@@ -78,8 +78,8 @@ def filled(before, rounds, factor=9):
         versions = np.full((3, 2), before.step, np.int32)
         made = dataclasses.replace(made, step=np.int32(before.step), policy_version=versions)
         made = dataclasses.replace(made, ordinal=made.ordinal.astype(np.int32))
-        extra = {"letters": [f"{number}.{place}" for place in range(6)]}
-        return state, made, RewardLog(extra, {"length": (6.0, 3)}, {"reward": number}, {})
+        columns = {"reward": {"letters": [f"{number}.{place}" for place in range(6)]}}
+        return state, made, RewardLog(columns, {"length": (6.0, 3)}, {"reward": number}, {})
 
     summed = functools.partial(weighted_sum, weights=None)
     state, used, said, metrics = fill(before, generate, summed, factor)

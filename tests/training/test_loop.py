@@ -403,9 +403,7 @@ def test_a_run_that_goes_on_holds_one_state_on_its_devices(tmp_path):
     for steps, resume in ((2, None), (4, "auto")):
         before = jax.live_arrays()  # of other tests; held, for their ids to stay theirs
         known = set(map(id, before))
-        # Called when sampling has ended: what decoding holds is gone then.
-        changes = {"train.steps": steps, "rollout.overlap_rewards": False}
-        config = small_run.config(tmp_path / "r", **changes)
+        config = small_run.config(tmp_path / "r", **{"train.steps": steps})
         finished = loop.train(config, resume=resume, rewards=[held])
         seen.append(finished.metrics[-1]["held"])
         del finished, before
