@@ -180,6 +180,7 @@ def setup(
     dataset: Iterable[Any] | None = None,
     rollouts: SavedRollouts | None = None,
     share: step.Share = step.alone,
+    check: Callable[[Mapping[str, Any]], None] | None = None,
 ) -> Setup:
     """Builds everything a run needs; no step is compiled or taken.
 
@@ -190,10 +191,13 @@ def setup(
       rollouts: files of saved rollouts, one per step, to train on instead of sampling and
         rewarding (docs/rollouts.md). Only the names and weights of the rewards count then.
       share: of `Shared`, in a process that takes several runs fully described by their configs.
+      check: gets the fields of Setup that are read from disk, before weights are, and may raise.
 
     Raises: InputError where parts do not fit one another.
     """
     read = share("inputs", lambda: _read_inputs(config, dataset, rollouts))
+    if check is not None:
+        check(read)
     found, rows = Found(*(read[name] for name in Found._fields)), read["rows"]
     mesh, model = found.mesh, found.model
     chosen = inputs.resolve_rewards(config, rewards, None if read["replay"] else rows[0])

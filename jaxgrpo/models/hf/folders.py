@@ -31,9 +31,7 @@ from jaxgrpo.models.api import Model, ModelConfig
 from jaxgrpo.models.hf import adapters, families, mapping, replacing, weights
 from jaxgrpo.models.hf.families import Family
 
-TEXTS = (
-    "config.json",
-    "generation_config.json",
+OF_TOKENIZER = (
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
@@ -43,9 +41,9 @@ TEXTS = (
     "vocab.txt",
     "tokenizer.model",
     "spiece.model",
-    "chat_template.jinja",
-    "chat_template.json",
 )
+CHAT_TEMPLATES = ("chat_template.jinja", "chat_template.json")
+TEXTS = ("config.json", "generation_config.json", *OF_TOKENIZER, *CHAT_TEMPLATES)
 """The files of a model folder beside its weights, that act on a run."""
 
 CONTENTS = replacing.Contents(
@@ -64,7 +62,7 @@ CONTENTS = replacing.Contents(
     "; export --overwrite and save_model(overwrite=True) replace it",
 )
 
-PROBES, PROBE_BYTES = 64, 1 << 16  # of a large file, for its fingerprint
+PROBES, PROBE_BYTES = 64, 1 << 16  # of large weights, for their fingerprint
 
 SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 OTHER_PARAMETERS = (
@@ -325,16 +323,16 @@ def find_folder(
 def fingerprint(path: str | os.PathLike[str]) -> dict[str, list[int]]:
     """Name -> [bytes, crc32] of the files of a model folder that act on a run.
 
-    Of files above 4 MiB the crc32 is of PROBES pieces spread evenly over them: it tells one model
+    Of weights above 4 MiB the crc32 is of PROBES pieces spread evenly over them: it tells one model
     from another in a moment, and is no check for damage.
     """
     folder = find_folder(path)
     texts = [folder / name for name in TEXTS]
     texts += sorted((folder / replacing.TEMPLATES).glob("*.jinja"))
-    found = {}
-    for file in [*(text for text in texts if text.is_file()), *weights.files_of(folder)]:
+    texts, found = [text for text in texts if text.is_file()], {}
+    for file in [*texts, *weights.files_of(folder)]:
         size, crc = file.stat().st_size, 0
-        stride = max(PROBE_BYTES, size // PROBES)
+        stride = PROBE_BYTES if file in texts else max(PROBE_BYTES, size // PROBES)
         with open(file, "rb") as opened:
             for begin in range(0, size, stride):
                 opened.seek(begin)
