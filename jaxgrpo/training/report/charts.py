@@ -25,6 +25,9 @@ COLOURS = ("#2563a8", "#d9822b", "#3a9a6b", "#b04a78", "#7c6fb0", "#6b7280")
 DASHES = ("-", "--", ":")
 """Curves beyond the number of colours are dashed."""
 
+LINE = 52
+"""Characters of a legend's line."""
+
 FAIL, MIXED, PASS = "#d98c8c", "#7da7d0", "#8cc4a0"
 STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",  # text stays text
@@ -207,9 +210,7 @@ def _svg(panel: Panel, curves: dict[str, Curve]) -> str:
         _lines(axes, panel, curves)
     if panel.share:
         axes.set_ylim(-0.02, 1.02)
-    if len(curves) > 1:
-        longest = max(map(len, curves))
-        axes.legend(loc="best", ncols=min(len(curves), max(1, 45 // (longest + 6))))
+    legend_below(axes)
     return as_svg(figure)
 
 
@@ -222,6 +223,25 @@ def blank(title: str) -> tuple[Figure, Axes]:
     axes = figure.add_subplot()
     axes.set_title(title)
     return figure, axes
+
+
+def legend_below(axes: Axes) -> None:
+    """The names of the curves in rows below the chart, which becomes taller; none for one curve."""
+    handles, labels = axes.get_legend_handles_labels()
+    if len(labels) < 2:
+        return
+    figure = axes.get_figure()
+    assert isinstance(figure, Figure)
+    labels = [label if len(label) <= LINE else f"{label[: LINE - 1]}…" for label in labels]
+    columns = min(len(labels), max(1, (LINE + 7) // (max(map(len, labels)) + 7)))
+    lines = 0.06 + 0.16 * -(-len(labels) // columns)  # inches
+    width, before = figure.get_size_inches()
+    height = before + lines
+    place = axes.get_position()
+    bottom, top = (place.y0 * before + lines) / height, (place.y1 * before + lines) / height
+    figure.set_size_inches(width, height)
+    figure.subplots_adjust(bottom=bottom, top=top)
+    figure.legend(handles, labels, loc="lower center", ncols=columns, borderaxespad=0.2)
 
 
 def as_svg(figure: Figure) -> str:
