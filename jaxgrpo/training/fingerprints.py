@@ -21,7 +21,7 @@ from jaxgrpo.config.keys import INPUTS
 from jaxgrpo.config.own_code import short_name, source_of, with_imports
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.data.prompts import PromptData
-from jaxgrpo.models.hf import adapters, folders
+from jaxgrpo.models.hf import adapters, folders, texts
 
 REMEDY = "give every process of a run the same config, code, data and base model"
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
@@ -82,10 +82,10 @@ def inputs_of(config: Config, read: Mapping[str, Any]) -> dict[str, Any]:
     """
     base, chat = folders.fingerprint(read["folder"]), read["chat"]
     template = {name: base.pop(name) for name in list(base) if "chat_template" in name}
-    for name in folders.CHAT_TEMPLATES:  # what is used of them is compared
+    for name in texts.CHAT_TEMPLATES:  # what is used of them is compared
         template.pop(name, None)
     template[f"data.chat_template = {config.data.chat_template}"] = _checksum_of(chat.template)
-    tokenizer = {name: base.pop(name) for name in folders.OF_TOKENIZER if name in base}
+    tokenizer = {name: base.pop(name) for name in texts.OF_TOKENIZER if name in base}
     if (name := "tokenizer_config.json") in tokenizer:  # it may hold the chat template
         fields = json.loads((read["folder"] / name).read_text(encoding="utf-8"))
         tokenizer[name] = _checksum_of({**fields, "chat_template": None})

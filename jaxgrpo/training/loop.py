@@ -25,7 +25,7 @@ from jaxgrpo.core.types import Params, TrainState
 from jaxgrpo.data.storage import Place
 from jaxgrpo.evaluation.evaluate import Evaluate
 from jaxgrpo.models import sharding
-from jaxgrpo.models.hf import folders
+from jaxgrpo.models.hf import texts
 from jaxgrpo.rollout.judging import sample_rows
 from jaxgrpo.training import fingerprints, parameters, peers, process
 from jaxgrpo.training.checkpoints import Checkpoints, parameter_hash, refuse_other_step
@@ -380,10 +380,11 @@ class _Loop:
     def finish(self, state: TrainState) -> dict[str, Any]:
         """Writes the model as a Hugging Face folder, and the summary."""
         run, progress, model = self.run, self.progress, self.folder.place / "model"
-        ends = folders.end_fields(run.blueprint.sampling.stop_tokens)
+        ends = texts.end_fields(run.blueprint.sampling.stop_tokens)
         self.keeper.refuse_moved(self.config.train.steps)
         try:
-            parameters.save(run.model, state, self.folder.path, self.config, run.tokenizer, ends)
+            target = (self.folder.path, self.config, run.folder)
+            parameters.save(run.model, state, *target, run.tokenizer, ends)
         except (OSError, SafetensorError) as error:
             raise process.NotSaved(f"{model} could not be written: {error}") from error
         speed = progress.tokens / progress.seconds if progress.seconds else None
