@@ -200,6 +200,12 @@ COMMANDS: dict[str, tuple[Any, ...]] = {
         argument("run", "RUN", "a run folder, of a run at any stage"),
         switch("--text", "print it instead"),
     ),
+    "diff": (
+        "show two runs side by side: in what their configs differ, and their metrics",
+        "jaxgrpo.cli.diff:diff",
+        argument("runs", "RUN", "run folders, of runs at any stage", nargs=2),
+        argument("--out", "FILE", "draw the curves of both over each other: .html or .png"),
+    ),
     "export": (
         "write a step of a run as a Hugging Face folder",
         "jaxgrpo.cli.inference:export",

@@ -77,6 +77,17 @@ def check_can_draw(who: str, instead: str) -> None:
         raise InputError(f"{who} matplotlib: pip install matplotlib, or {instead}")
 
 
+def check_writable(*names: str | None) -> list[Path]:
+    """The files that are given. Raises: InputError if one cannot be written."""
+    outs = [Path(name) for name in names if name]
+    for out in outs:
+        if out.is_dir():
+            raise InputError(f"{out}: is a folder; give the name of a file to write")
+        if not out.parent.is_dir():
+            raise InputError(f"{out}: there is no folder {out.parent}; make it first")
+    return outs
+
+
 def write_report(folder: Place, status: str | None = None) -> Place:
     """Writes report.html into a run folder, whole or not at all, and returns its path.
 
