@@ -158,7 +158,7 @@ def test_rows_from_python_are_compared_too(tmp_path):
         )
 
     train(1, ROWS)
-    with pytest.raises(InputError, match="rows: 8 rows, crc32 .* unless given from Python"):
+    with pytest.raises(InputError, match=r"rows: 8 rows, crc32 .* unless given from Python"):
         train(2, ROWS[::-1])
     assert train(2, list(ROWS)).summary["step"] == 2
 
