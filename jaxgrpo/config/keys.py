@@ -137,6 +137,7 @@ class DataKeys:
     system: str | None = key(None)  # text of a system message in front of every prompt
     chat_template: str = key("auto")  # "auto": the tokenizer's if it has one; "none"; a file
     chat_template_kwargs: Mapping[str, Any] = key({})  # variables of the template
+    template_time: str | None = key(None)  # that it writes; None: of the run's first start
     too_long: str = key("error", choices=("error", "drop"))  # beyond rollout.max_prompt_tokens
 
 

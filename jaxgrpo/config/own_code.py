@@ -53,7 +53,8 @@ def source_of(name: str) -> Path | None:
     if spec is None:
         return None
     if not rest:
-        return Path(spec.origin) if str(spec.origin).endswith(".py") else None
+        origin = spec.origin or ""
+        return Path(origin) if origin.endswith(".py") else None
     folders = [Path(folder, *rest) for folder in spec.submodule_search_locations or ()]
     return next((file for folder in folders for file in _modules_at(folder)), None)
 

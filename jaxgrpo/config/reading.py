@@ -7,6 +7,7 @@ writing in files.py.
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import difflib
 import json
 import math
@@ -126,6 +127,8 @@ def _read_value(where: str, value: Any, hint: Any, limits: Range, values: Values
     kind = _kind(hint)
     if kind is float and type(value) is int:
         value = float(value) if abs(value) < sys.float_info.max else math.inf
+    if kind is str and isinstance(value, datetime.date):  # of TOML, as --set reads 2026-11-25
+        value = value.isoformat()
     if kind is tuple:
         yield from _read_texts(where, value, limits, values)
     elif kind is Mapping and isinstance(value, Mapping):

@@ -81,11 +81,15 @@ def inputs_of(config: Config, read: Mapping[str, Any]) -> dict[str, Any]:
       read: fields of `setup.Setup` that are read from disk.
     """
     base, chat = folders.fingerprint(read["folder"]), read["chat"]
-    template = {name: base.pop(name) for name in list(base) if "chat_template" in name}
+    template: dict[str, Any] = {
+        name: base.pop(name) for name in list(base) if "chat_template" in name
+    }
     for name in texts.CHAT_TEMPLATES:  # what is used of them is compared
         template.pop(name, None)
     template[f"data.chat_template = {config.data.chat_template}"] = _checksum_of(chat.template)
-    tokenizer = {name: base.pop(name) for name in texts.OF_TOKENIZER if name in base}
+    tokenizer: dict[str, Any] = {
+        name: base.pop(name) for name in texts.OF_TOKENIZER if name in base
+    }
     if (name := "tokenizer_config.json") in tokenizer:  # it may hold the chat template
         fields = json.loads((read["folder"] / name).read_text(encoding="utf-8"))
         tokenizer[name] = _checksum_of({**fields, "chat_template": None})

@@ -39,6 +39,7 @@ from jaxgrpo.training.folder import (
 )
 from jaxgrpo.training.inputs import (
     answers_line,
+    at_time,
     dropped_line,
     gold_problem,
     try_rewards,
@@ -147,7 +148,7 @@ def take(
     with contextlib.ExitStack() as stack:
         process.refuse_unless_alike(lambda: fingerprints.given_by(config), fingerprints.REMEDY)
         folder = stack.enter_context(RunFolder(config.run.dir, resume=resume))
-        before = _refuse_other_config(folder, config)
+        config, before = _refuse_other_config(folder, config)
         checkpoints = stack.enter_context(Checkpoints(folder.checkpoints, config.checkpoint.keep))
         restored = process.decided(checkpoints.latest) is not None
         if not restored:
@@ -179,15 +180,17 @@ def take(
     return Run(folder.place, summary, state)
 
 
-def _refuse_other_config(folder: RunFolder, config: Config) -> Config:
+def _refuse_other_config(folder: RunFolder, config: Config) -> tuple[Config, Config]:
     """A run goes on only with the config it began with, but for keys that may change.
 
     Nor may it write its model over its base.
 
-    Returns: the config of its last start.
+    Returns: the config, with the time of the run's first start, and that of its last start.
     """
     text = process.decided(folder.config)
     before = config if text is None else configs.from_dict(tomllib.loads(text))
+    if None in (config.data.template_time, before.data.template_time):
+        config = at_time(config, before.data.template_time)
     difference = configs.resume_difference(before, config)
     if difference:
         raise InputError(
@@ -196,7 +199,7 @@ def _refuse_other_config(folder: RunFolder, config: Config) -> Config:
             + "\nset them back, or set run.dir to another folder"
         )
     process.decided(lambda: parameters.refuse_unwritable(config, folder.place))
-    return before
+    return config, before
 
 
 def _set_up(

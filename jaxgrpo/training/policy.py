@@ -37,6 +37,7 @@ from jaxgrpo.training import memory, parameters, process
 from jaxgrpo.training.checkpoints import Checkpoints, refuse_other_step
 from jaxgrpo.training.folder import evaluation_of, read_metrics
 from jaxgrpo.training.inputs import (
+    at_time,
     eval_source,
     find_config,
     load_prompts,
@@ -132,6 +133,7 @@ def find_policy(
     found = find_model(config)
     chat = make_chat(config, found.tokenizer, found.model.config.vocab_size)
     prompts = load_prompts(config, chat, rows if rows is not None else eval_source(config))
+    config = at_time(config, chat.time)
     return _policy(config, found), prompts
 
 

@@ -198,6 +198,7 @@ def setup(
     read = share("inputs", lambda: _read_inputs(config, dataset, rollouts))
     if check is not None:
         check(read)
+    config = inputs.at_time(config, read["chat"].time)
     found, rows = Found(*(read[name] for name in Found._fields)), read["rows"]
     mesh, model = found.mesh, found.model
     chosen = inputs.resolve_rewards(config, rewards, None if read["replay"] else rows[0])
