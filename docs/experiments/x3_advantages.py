@@ -101,7 +101,7 @@ def rates_table(one: Compared) -> str:
     rows = []
     for arm in experiment.arms:
         values = results.values_of(experiment, outcomes, arm, experiment.metric)
-        cells = [results.estimate(row) for row in values]
+        cells = [results.estimate(row, experiment.metric) for row in values]
         rows.append([arm, *(f"{c.value:.3f} ({c.low:.3f} to {c.high:.3f})" for c in cells)])
     head = [experiment.metric, *(f"rate {rate:g}" for rate in experiment.learning_rates)]
     return common.table(head, rows)

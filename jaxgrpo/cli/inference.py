@@ -23,6 +23,7 @@ from jaxgrpo.evaluation.evaluate import (
 )
 from jaxgrpo.evaluation.intervals import interval_of, is_end
 from jaxgrpo.evaluation.rescoring import refuse_other_vocabulary
+from jaxgrpo.experiments.sections import show_whole
 from jaxgrpo.training import policy as policies
 from jaxgrpo.training import process
 from jaxgrpo.training.console import telling
@@ -75,7 +76,7 @@ def evaluate(
     with telling(console, "evaluation"):
         evaluation = run(policy.read_params(), key_of(config), 0)
     if process.is_main():
-        console.print(table_of(evaluation.metrics, f"{target} on {config.eval.data}"))
+        show_whole(console, table_of(evaluation.metrics, f"{target} on {config.eval.data}"))
         name = config.eval.scorer or config.rewards[0].use
         if answers:
             _write_rows(answers, _all_rows(evaluation, questions, name))

@@ -200,6 +200,24 @@ COMMANDS: dict[str, tuple[Any, ...]] = {
         argument("run", "RUN", "a run folder, of a run at any stage"),
         switch("--text", "print it instead"),
     ),
+    "samples": (
+        "show samples of a step of a run, whole, with their rewards, advantages and lengths",
+        "jaxgrpo.cli.samples:show_samples",
+        argument("run", "RUN", "a run folder, of a run at any stage"),
+        argument(
+            "--step", "N", "that has samples (run.samples_every); by default the last", type=int
+        ),
+        argument("--sort", None, "the highest first", choices=["reward", "length", "advantage"]),
+        switch("--ascending", "the lowest first"),
+        argument("--contains", "TEXT", "only those with it in their prompt or completion"),
+        argument("--limit", "N", "how many to show, 10 by default", type=int),
+    ),
+    "diff": (
+        "show two runs side by side: in what their configs differ, and their metrics",
+        "jaxgrpo.cli.diff:diff",
+        argument("runs", "RUN", "run folders, of runs at any stage", nargs=2),
+        argument("--out", "FILE", "draw the curves of both over each other: .html or .png"),
+    ),
     "export": (
         "write a step of a run as a Hugging Face folder",
         "jaxgrpo.cli.inference:export",

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import json
 import os
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -264,6 +265,22 @@ def flat(tables: Mapping[str, Any], path: str = "") -> dict[str, Any]:
     for name, value in tables.items():
         inner = isinstance(value, Mapping)
         found |= flat(value, f"{path}{name}.") if inner else {f"{path}{name}": value}
+    return found
+
+
+def entries(value: Any, name: str = "") -> dict[str, str]:
+    """Every number and text of tables under its full name, as JSON; of lists of tables too.
+
+    >>> entries({"recipe": "grpo", "rewards": [{"use": "math", "flip": 0.1}]})
+    {'recipe': '"grpo"', 'rewards.0.use': '"math"', 'rewards.0.flip': '0.1'}
+    """
+    if isinstance(value, list) and any(isinstance(entry, Mapping) for entry in value):
+        value = dict(enumerate(value))
+    if not isinstance(value, Mapping):
+        return {name: json.dumps(value, ensure_ascii=False)}
+    found: dict[str, str] = {}
+    for key, entry in value.items():
+        found |= entries(entry, f"{name}.{key}".lstrip("."))
     return found
 
 

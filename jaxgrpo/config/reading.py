@@ -127,7 +127,7 @@ def _read_value(where: str, value: Any, hint: Any, limits: Range, values: Values
     if kind is float and type(value) is int:
         value = float(value) if abs(value) < sys.float_info.max else math.inf
     if kind is tuple:
-        yield from _read_texts(where, value, values)
+        yield from _read_texts(where, value, limits, values)
     elif kind is Mapping and isinstance(value, Mapping):
         values[where] = dict(value)
     elif type(value) is not kind:
@@ -145,11 +145,14 @@ def _read_value(where: str, value: Any, hint: Any, limits: Range, values: Values
         values[where] = value
 
 
-def _read_texts(where: str, value: Any, values: Values) -> Iterator[str]:
-    if isinstance(value, (list, tuple)) and all(isinstance(one, str) and one for one in value):
-        values[where] = tuple(value)
-    else:
+def _read_texts(where: str, value: Any, limits: Range, values: Values) -> Iterator[str]:
+    right = isinstance(value, (list, tuple)) and all(isinstance(one, str) and one for one in value)
+    if not right:
         yield f"{where} = {show(value)}: expected {KINDS[tuple]}"
+    elif limits.choices and (odd := [one for one in value if one not in limits.choices]):
+        yield f"{where} = {show(value)}: {show(odd[0])} is not {limits}"
+    else:
+        values[where] = tuple(value)
 
 
 def _read_part(where: str, value: Part, values: Values, holds: str = "use") -> Iterator[str]:

@@ -50,19 +50,23 @@ class Section(NamedTuple):
 
 def show_table(console: Console, rows: Sequence[Sequence[RenderableType]], **options: Any) -> None:
     """Prints rows with every cell whole; where they are too wide for the console, as columns."""
-    free = console.options.update(max_width=MAX_WIDTH)
+    table = terminal_table(rows, no_wrap=True, **options)
+    if _width(console, table) > console.width:
+        table = terminal_table(list(zip(*rows, strict=True)), no_wrap=True, **options)
+    show_whole(console, table)
 
-    def measured(rows: Sequence[Sequence[RenderableType]]) -> tuple[Table, int]:
-        table = terminal_table(rows, no_wrap=True, **options)
-        return table, Measurement.get(console, free, table).maximum
 
-    table, width = measured(rows)
-    if width > console.width:
-        table, width = measured(list(zip(*rows, strict=True)))
+def show_whole(console: Console, table: Table) -> None:
+    """Prints a table as wide as its cells are: a terminal breaks longer lines, and cuts none."""
     before = console.width
-    console.width = max(width, before)  # a terminal breaks longer lines, and cuts none
+    console.width = max(_width(console, table), before)
     console.print(table)
     console.width = before
+
+
+def _width(console: Console, table: Table) -> int:
+    free = console.options.update(max_width=MAX_WIDTH)
+    return Measurement.get(console, free, table).maximum
 
 
 def terminal_table(

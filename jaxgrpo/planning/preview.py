@@ -22,7 +22,7 @@ def dry_run(config: Config, resume: bool = False) -> None:
     """
     console = Console(highlight=False)
     refuse_unusable(config.run.dir, resume)
-    console.print(process.start(config.mesh.platform))
+    console.print(process.start(config.mesh.platform), soft_wrap=True)
     run = setup.setup(config)
     geometry = run.blueprint.geometry
     prompts, _ = run.select(run.state)
@@ -59,7 +59,7 @@ def dry_run(config: Config, resume: bool = False) -> None:
         },
     )
     inputs.show_previews(console, run.rewards, run.rows[0], run.tokenizer, config.train.steps)
-    console.print(f"\nthe whole config:\n\n{configs.to_toml(config)}", markup=False)
+    console.print(f"\nthe whole config:\n\n{configs.to_toml(config)}", markup=False, soft_wrap=True)
     memory.refuse_too_large(needed, run.mesh)
 
 

@@ -105,13 +105,17 @@ def fill(
     sizes = [len(one.ordinal) for one in groups]
     everything: Rollouts = jax.tree.map(_joined, *groups)
     used = _take(everything, planned.used)
-    # -1: left over by the step before, whose logs are gone.
-    said = merge_logs(logs, np.repeat(np.arange(len(groups)) - 1, sizes), samples)
+    # The first groups are left over by the step before, whose logs are gone.
+    rounds_of = np.split(np.arange(sum(sizes)), np.cumsum(sizes)[:-1])[1:]
+    said = merge_logs(logs, rounds_of, sum(sizes), samples)
     places = (planned.used[:, None] * samples + np.arange(samples)).ravel()
-    extra = {column: [values[at] for at in places] for column, values in said.extra.items()}
+    columns = {
+        reward: {column: [values[at] for at in places] for column, values in logged.items()}
+        for reward, logged in said.columns.items()
+    }
     metrics = _metrics(everything, planned, sizes[0], live, judged)
     state = dataclasses.replace(state, leftover=_stored(_take(everything, planned.leftover), need))
-    return state, used, said._replace(extra=extra), metrics
+    return state, used, said._replace(columns=columns), metrics
 
 
 def no_leftover(

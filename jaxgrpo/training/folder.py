@@ -126,10 +126,10 @@ def evaluation_of(line: Mapping[str, Any]) -> dict[str, Any]:
     return {name[5:]: value for name, value in named if name.startswith("eval/")}
 
 
-def read_samples(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """The rows of the newest file of samples of a run; [] where there is none."""
+def read_samples(path: str | os.PathLike[str], step: int | None = None) -> list[dict[str, Any]]:
+    """The rows of a run's file of samples, by default of the newest; [] where there is none."""
     folder = storage.place(path) if storage.is_url(path) else Path(path)
-    numbers = sample_steps(folder)
+    numbers = [number for number in sample_steps(folder) if step in (None, number)]
     if not numbers:
         return []
     file = folder / "samples" / f"step_{max(numbers)}.jsonl"

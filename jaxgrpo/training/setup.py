@@ -170,9 +170,9 @@ class Setup(NamedTuple):
     ) -> tuple[Rollouts, list[Judged]]:
         """Samples, and where the engine can tell, what was judged before it ended."""
         tells = "finished" in inspect.signature(self.sample).parameters
-        if not (self.config.rollout.overlap_rewards and tells):
-            return self.sample(params, prompts, key), []
         judge = judge_of(self.tokenizer, self.rewards, self.rows)
+        if not (self.config.rollout.overlap_rewards and tells and judge.per_sample):
+            return self.sample(params, prompts, key), []
         progress = trainer_state_of(prompts, len(self.rows), self.config.train.steps)
         return sample_and_judge(self.sample, params, prompts, key, judge, progress)
 
@@ -185,6 +185,7 @@ def setup(
     dataset: Iterable[Any] | None = None,
     rollouts: SavedRollouts | None = None,
     share: step.Share = step.alone,
+    check: Callable[[Mapping[str, Any]], None] | None = None,
 ) -> Setup:
     """Builds everything a run needs; no step is compiled or taken.
 
@@ -195,10 +196,13 @@ def setup(
       rollouts: files of saved rollouts, one per step, to train on instead of sampling and
         rewarding (docs/rollouts.md). Only the names and weights of the rewards count then.
       share: of `Shared`, in a process that takes several runs fully described by their configs.
+      check: gets the fields of Setup that are read from disk, before weights are, and may raise.
 
     Raises: InputError where parts do not fit one another.
     """
     read = share("inputs", lambda: _read_inputs(config, dataset, rollouts))
+    if check is not None:
+        check(read)
     found, rows = Found(*(read[name] for name in Found._fields)), read["rows"]
     chosen = inputs.resolve_rewards(config, rewards, None if read["replay"] else rows[0])
     blueprint, steps = share("method", lambda: method_of(config, found, chosen, advantage, share))

@@ -188,8 +188,10 @@ def _update_program(blueprint: Blueprint) -> Any:
             observed = _where(no_live, objective_state, observed)  # nothing was measured
             return optax.apply_updates(trainable, updates), new_state, observed
 
-        way = jnp.where(no_live & (blueprint.on_no_live_sample == "skip"), 1, 2)
-        new = jax.lax.switch(jnp.where(finite, way, 0), (lambda _: old, skip, step), None)
+        branches, way = [lambda _: old, step], jnp.where(finite, 1, 0)
+        if blueprint.on_no_live_sample == "skip":
+            branches, way = [*branches, skip], jnp.where(finite & no_live, 2, way)
+        new = jax.lax.switch(way, branches, None)
         weights_after = optax.tree_utils.tree_norm(new[0])
         counted = {
             "loss": loss,

@@ -72,8 +72,8 @@ def filled(before, rounds, factor=9, reverse=False):
         versions = np.full((3, 2), before.step, np.int32)
         made = dataclasses.replace(made, step=np.int32(before.step), policy_version=versions)
         made = dataclasses.replace(made, ordinal=made.ordinal.astype(np.int32))
-        extra = {"letters": [f"{number}.{place}" for place in range(6)]}
-        return state, made, RewardLog(extra, {"length": (6.0, 3)}, {"reward": number}, {})
+        columns = {"reward": {"letters": [f"{number}.{place}" for place in range(6)]}}
+        return state, made, RewardLog(columns, {"length": (6.0, 3)}, {"reward": number}, {})
 
     def judge(state, rollouts):
         total, scored = map(np.asarray, weighted_sum(rollouts.rewards, None))

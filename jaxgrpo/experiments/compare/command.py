@@ -84,7 +84,8 @@ def is_finished(case: Case) -> bool:
     if not (case.path / "config.toml").exists():
         return False
     before, now = (flat(tables_of(of)) for of in (read_run(case.path)[1], case.config))
-    before["run.dir"] = now["run.dir"]  # the whole folder may have been moved
+    for key in ("run.dir", "run.allow_changes"):  # the whole folder may have been moved
+        before[key] = now[key]
     changed = [
         f"\n  {key}: {before.get(key, 'not set')} -> {now.get(key, 'not set')}"
         for key in sorted(before.keys() | now.keys())

@@ -215,7 +215,7 @@ def differences(cases: Sequence[Case]) -> dict[str, dict[str, str]]:
 
     An arm's learning rates are one key, `learning_rates`, in which their order does not count.
     """
-    flat = {case.arm: _entries(configs.tables_of(case.config)) for case in cases}
+    flat = {case.arm: configs.entries(configs.tables_of(case.config)) for case in cases}
     for arm, entries in flat.items():
         rates = {case.rate for case in cases if case.arm == arm}
         entries["learning_rates"] = json.dumps(sorted(rates))
@@ -274,18 +274,6 @@ def set_apart(values: Mapping[str, Any]) -> tuple[tuple[int, ...], tuple[int, ..
     if spare < SPARE or max(map(len, of_arms)) == 1:
         return seeds, ()
     return seeds[:-spare], seeds[-spare:]
-
-
-def _entries(value: Any, name: str = "") -> dict[str, str]:
-    """Every number and text under its full name, as JSON; rewards.0.flip: of the first one."""
-    if isinstance(value, list) and any(isinstance(entry, Mapping) for entry in value):
-        value = dict(enumerate(value))
-    if not isinstance(value, Mapping):
-        return {name: json.dumps(value, ensure_ascii=False)}
-    found: dict[str, str] = {}
-    for key, entry in value.items():
-        found |= _entries(entry, f"{name}.{key}".lstrip("."))
-    return found
 
 
 def _base(experiment: Experiment) -> dict[str, Any]:

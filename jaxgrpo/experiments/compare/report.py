@@ -169,8 +169,9 @@ def _how_chosen(experiment: Experiment) -> str:
     how = f"{results.DRAWN} drawn exchanges" if drawn else "exact"
     return (
         f"Rates are those of {means} over the {over} Intervals: Student's t over seeds, which "
-        "takes them as normal; skewed ones are missed more often. p: exchange of labels within "
-        f"seeds, two-sided, {how}; corrected by Holm within a table."
+        "takes them as normal; skewed ones are missed more often; cut where the metric's range "
+        f"ends. p: exchange of labels within seeds, two-sided, {how}; corrected by Holm within a "
+        "table."
     )
 
 
@@ -254,8 +255,10 @@ def _count(number: int, what: str) -> str:
 def _figures(experiment: Experiment, outcomes: Outcomes) -> list[str]:
     best = best_runs(experiment, outcomes)
     left = min(0.5, 0.04 + 0.017 * max(map(len, experiment.arms)))
-    rates = f"{experiment.metric}, mean and 95% interval over seeds."
-    minus = "At each arm's best rate; by seeds, with the 95% interval."
+    few = _are_few(len(experiment.seeds))
+    bar = "lowest and highest seed" if few else "95% interval over seeds"
+    rates = f"{experiment.metric}, mean and {bar}."
+    minus = f"At each arm's best rate; by seeds, with the {bar}."
     dotted = "Dotted: the base. Each arm at its best rate, means over seeds."
     of = experiment, outcomes
     drawn = [
@@ -264,7 +267,7 @@ def _figures(experiment: Experiment, outcomes: Outcomes) -> list[str]:
         _figure("pass@k", dotted, lambda axes: passes(axes, best)),
     ]
     for name, (title, note) in CURVES.items():
-        note += " Running means at each arm's best rate; bands: 95% over seeds."
+        note += f" Running means at each arm's best rate; bands: {bar}."
         drawn.append(_figure(title, note, lambda axes, name=name: curves(axes, best, name)))
     return drawn
 
@@ -275,8 +278,7 @@ def _figure(title: str, note: str, draw: Callable[[Axes], None], left: float = 0
         figure, axes = charts.blank(title)
         figure.subplots_adjust(left=max(0.14, left))
         draw(axes)
-        if axes.get_legend_handles_labels()[0]:
-            axes.legend(loc="best", ncols=2)
+        charts.legend_below(axes)
         return html.figure(title, charts.as_svg(figure), note)
 
 
@@ -285,7 +287,8 @@ def by_rate(axes: Axes, experiment: Experiment, outcomes: Outcomes) -> None:
     rates = sorted({rate for _, rate in outcomes})
     for place, arm in enumerate(experiment.arms):
         values = values_of(experiment, outcomes, arm, experiment.metric)
-        middle, low, high = np.array([results.estimate(row) for row in values]).T
+        shown = [_shown(results.estimate(row, experiment.metric), row) for row in values]
+        middle, low, high = np.array(shown).T
         ends = np.array([middle - low, high - middle])
         where = np.array([rates.index(rate) for rate in experiment.rates(arm)])
         shift = 0.03 * (place - len(experiment.arms) / 2)
@@ -305,7 +308,8 @@ def forest(axes: Axes, experiment: Experiment, outcomes: Outcomes) -> None:
     others = [arm for arm in experiment.arms if arm != experiment.control]
     for place, arm in enumerate(others):
         difference = by_seed[arm] - by_seed[experiment.control]
-        value, low, high = results.estimate(difference)
+        interval = results.estimate_difference(difference, experiment.metric)
+        value, low, high = _shown(interval, difference)
         tone = colour(list(experiment.arms).index(arm))
         axes.plot([low, high], [place, place], color=tone, linewidth=2)
         axes.plot([value], [place], "o", color=tone)
@@ -330,15 +334,37 @@ def passes(axes: Axes, best: Mapping[str, Sequence[Outcome]]) -> None:
 
 
 def curves(axes: Axes, best: Mapping[str, Sequence[Outcome]], name: str) -> None:
-    """A metric of training over steps, running means, with bands over seeds."""
+    """A metric of training over steps, running means, with bands over seeds.
+
+    A band ends where the metric's range does: at the lowest and highest value of any step.
+    """
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6))
+    every = np.concatenate([run.curves[name] for found in best.values() for run in found])
+    bounds = np.nanmin(every, initial=np.inf), np.nanmax(every, initial=-np.inf)
     for place, (arm, found) in enumerate(best.items()):
         values = np.array([smoothed(run.curves[name]) for run in found])
         steps = np.arange(1, values.shape[1] + 1)
         axes.plot(steps, values.mean(0), color=colour(place), linewidth=1.4, label=arm)
         if len(values) > 1:
-            low, high = of_few(values)
-            axes.fill_between(steps, low, high, color=colour(place), alpha=0.15, linewidth=0)
+            band = _ends(values) if _are_few(len(values)) else np.clip(of_few(values), *bounds)
+            axes.fill_between(steps, *band, color=colour(place), alpha=0.15, linewidth=0)
+
+
+def _are_few(seeds: int) -> bool:
+    """Whether there are so few that an interval over them says nothing: of 2 it is 13 times as wide
+    as they differ."""
+    return seeds < results.FEW
+
+
+def _shown(found: Estimate, values: np.ndarray) -> Estimate:
+    """What a chart shows of values by seeds: of few their lowest and highest."""
+    low, high = map(float, _ends(values))
+    return Estimate(found.value, low, high) if _are_few(len(values)) else found
+
+
+def _ends(values: np.ndarray) -> np.ndarray:
+    """Of values [n, ...] the lowest and the highest, [2, ...]."""
+    return np.stack([values.min(0), values.max(0)])
 
 
 def smoothed(values: np.ndarray) -> np.ndarray:

@@ -8,6 +8,7 @@ whether a difference comes back.
 from __future__ import annotations
 
 import csv
+import fnmatch
 import functools
 import io
 import itertools
@@ -36,6 +37,21 @@ ROUNDING = 1e-6  # evaluations that differ by less differ by rounding
 EXACT = 12  # up to so many seeds every exchange of labels is counted
 DRAWN = 20_000  # exchanges that are drawn if there are more seeds
 SAME = 1e-12  # statistics that differ by less are equal
+FEW = 5  # with fewer seeds charts show the lowest and the highest instead of an interval
+
+BOUNDS = {
+    (0.0, 1.0): (
+        *("accuracy*", "pass@*", "maj@*", "deepconf*", "unscored", "truncated", "flat_groups"),
+        *("confidence/*", "brier", "ece", "auroc", "format/*", "format_diversity"),
+        *("kl_to_base_clamped", "live_groups", "groups/all_*", "groups/mixed"),
+    ),
+    (0.0, np.inf): (
+        *("kl_to_base", "format_entropy", "distinct_*", "mean_length"),
+        *("entropy", "tokens", "time/*"),
+    ),
+}
+"""What metrics cannot leave -> patterns of their names, without "eval/" and "base/". Of rewards it
+is not known."""
 
 
 class Outcome(NamedTuple):
@@ -194,9 +210,30 @@ class Row(NamedTuple):
 Table = list[Row]
 
 
-def estimate(values: np.ndarray) -> Estimate:
-    """Of values by seeds, [n], with Student's interval (`of_few`); NaN for one seed."""
-    low, high = of_few(values)
+def bounds_of(metric: str) -> tuple[float, float]:
+    """What the metric cannot leave; infinite where that is not known.
+
+    >>> bounds_of("eval/pass@16"), bounds_of("entropy"), bounds_of("reward")
+    ((0.0, 1.0), (0.0, inf), (-inf, inf))
+    """
+    name = metric.removeprefix("eval/").removeprefix("base/")
+    for bounds, patterns in BOUNDS.items():
+        if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns):
+            return bounds
+    return -np.inf, np.inf
+
+
+def estimate(values: np.ndarray, metric: str) -> Estimate:
+    """Of a metric by seeds, [n], with Student's interval (`of_few`), cut where the metric's range
+    ends; NaN for one seed."""
+    low, high = np.clip(of_few(values), *bounds_of(metric))
+    return Estimate(float(np.mean(values)), float(low), float(high))
+
+
+def estimate_difference(values: np.ndarray, metric: str) -> Estimate:
+    """The same of differences of the metric: none is wider than its range."""
+    lowest, highest = bounds_of(metric)
+    low, high = np.clip(of_few(values), lowest - highest, highest - lowest)
     return Estimate(float(np.mean(values)), float(low), float(high))
 
 
@@ -367,13 +404,13 @@ def _table(
     """Rows of the arms in `chosen`, each at its place among its rates; p of those `tested`."""
     values = {arm: values_of(experiment, outcomes, arm, experiment.metric) for arm in chosen}
     by_rate = {arm: of[np.argsort(experiment.rates(arm))] for arm, of in values.items()}
-    control, sign = experiment.control, _sign(experiment)
+    control, sign, metric = experiment.control, _sign(experiment), experiment.metric
     rows, p = [], {}
     for arm, place in chosen.items():
-        row = Row(arm, experiment.rates(arm)[place], estimate(values[arm][place]))
+        row = Row(arm, experiment.rates(arm)[place], estimate(values[arm][place], metric))
         if arm != control and control in chosen:
             difference = values[arm][place] - values[control][chosen[control]]
-            row = row._replace(difference=estimate(difference))
+            row = row._replace(difference=estimate_difference(difference, metric))
             if arm in tested and repeats_choice:
                 p[arm] = exchange_test(sign * by_rate[arm], sign * by_rate[control])
             elif arm in tested:

@@ -23,7 +23,7 @@ from jaxgrpo.training.console import telling
 from jaxgrpo.training.folder import plain, write_atomically
 from jaxgrpo.training.inputs import resolve_rewards, resolve_scorer, show_previews
 from jaxgrpo.training.policy import NO_REWARD, StoredPolicy, config_for, find_policy, key_of
-from jaxgrpo.training.report.html import check_can_draw
+from jaxgrpo.training.report.html import check_can_draw, check_writable
 
 PURPOSE = 2  # folded into the key: a probe repeats the draws of neither training nor evaluation
 
@@ -56,7 +56,7 @@ def main(
     config = _config(target, given, overrides)
     if not 0.5 <= level < 1:
         raise InputError(f"--level {level}: expected a share from 0.5 to below 1, as 0.99")
-    outs = _writable(json_out, html_out)
+    outs = check_writable(json_out, html_out)
     if html_out:
         check_can_draw(f"{html_out} needs", "leave --html out")
     console = Console(highlight=False)
@@ -146,14 +146,3 @@ def _numbers(
         **found,
         "advice": [one._asdict() for one in advise(found)],
     }
-
-
-def _writable(*names: str | None) -> list[Path]:
-    """The files that are given. Raises: InputError if one cannot be written."""
-    outs = [Path(name) for name in names if name]
-    for out in outs:
-        if out.is_dir():
-            raise InputError(f"{out}: is a folder; give the name of a file to write")
-        if not out.parent.is_dir():
-            raise InputError(f"{out}: there is no folder {out.parent}; make it first")
-    return outs

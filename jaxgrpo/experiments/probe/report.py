@@ -10,14 +10,23 @@ import numpy as np
 from matplotlib.axes import Axes
 from rich import box
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from jaxgrpo.experiments.probe.advice import value_at
 from jaxgrpo.experiments.probe.measure import PER
-from jaxgrpo.experiments.sections import Section, show_table, terminal_table
+from jaxgrpo.experiments.sections import Section, show_table, show_whole, terminal_table
 from jaxgrpo.training.report import html
-from jaxgrpo.training.report.charts import COLOURS, FAIL, MIXED, PASS, STYLE, as_svg, blank
+from jaxgrpo.training.report.charts import (
+    COLOURS,
+    FAIL,
+    MIXED,
+    PASS,
+    STYLE,
+    as_svg,
+    blank,
+    legend_below,
+)
 from jaxgrpo.training.report.record import visible
 
 Found = Mapping[str, Any]
@@ -27,7 +36,7 @@ BAR = 30  # characters of a full bar
 LOOK: dict[str, Any] = {"box": box.SIMPLE_HEAD, "pad_edge": False}
 
 
-class Column(NamedTuple):
+class Number(NamedTuple):
     """A number of the groups of one size, and its heads: short in the terminal, long in HTML."""
 
     key: str
@@ -37,16 +46,16 @@ class Column(NamedTuple):
 
 
 GROUPS = (
-    Column("measured", "flat", "flat"),
-    Column("all_fail", "fail", "all fail"),
-    Column("all_pass", "pass", "all pass"),
-    Column("iid", "i.i.d.", "i.i.d."),
-    Column("gap", "gap", "gap"),
-    Column("ci", "{interval}", "{interval}"),
-    Column("live_groups", "live", "live groups per step of {step} prompts", ".1f"),
-    Column("live_tokens", "tokens", "live tokens per step", ".0f"),
-    Column(f"live_groups_per_{PER}_samples", f"per {PER}", f"live groups per {PER} samples", ".0f"),
-    Column("lucky", "lucky", "lucky single successes, of live groups"),
+    Number("measured", "flat", "flat"),
+    Number("all_fail", "fail", "all fail"),
+    Number("all_pass", "pass", "all pass"),
+    Number("iid", "i.i.d.", "i.i.d."),
+    Number("gap", "gap", "gap"),
+    Number("ci", "{interval}", "{interval}"),
+    Number("live_groups", "live", "live groups per step of {step} prompts", ".1f"),
+    Number("live_tokens", "tokens", "live tokens per step", ".0f"),
+    Number(f"live_groups_per_{PER}_samples", f"per {PER}", f"live groups per {PER} samples", ".0f"),
+    Number("lucky", "lucky", "lucky single successes, of live groups"),
 )
 NATS = ".2e nats per token"
 OTHERS = {
@@ -85,12 +94,12 @@ def show(console: Console, found: Found) -> None:
         groups: group_rows(found, "short"),
     }
     console.print(Text(title(found), style="bold"))
-    console.print(_successes(found))
+    show_whole(console, _successes(found))
     for name, rows in tables.items():
         show_table(console, rows, title=name, **LOOK)
     rest = [("", ""), *((Text(label), value) for label, value in others(found))]
-    console.print(terminal_table(rest, show_header=False, **LOOK))
-    advice = Table.grid(padding=(0, 2))
+    show_whole(console, terminal_table(rest, no_wrap=True, show_header=False, **LOOK))
+    advice = Table.grid(Column(), Column(overflow="fold"), padding=(0, 2))
     for one in found["advice"]:
         advice.add_row(Text(one["about"], style="bold"), Text(visible(one["says"])))
         advice.add_row("", Text(f"because {visible(one['why'])}", style="dim"))
@@ -234,6 +243,7 @@ def _figures(found: Found, interval: str) -> Iterator[str]:
         for name, draw, note in drawn:
             figure, axes = blank(name)
             draw(axes, found)
+            legend_below(axes)
             yield html.figure(name, as_svg(figure), note)
 
 
@@ -256,7 +266,6 @@ def _flat(axes: Axes, found: Found) -> None:
     bars: dict[str, Any] = {"fmt": "none", "ecolor": "#1f2933", "capsize": 3}
     axes.errorbar(places[known] - 0.2, measured[known], around[:, known], **bars)
     axes.set_ylim(0, 1.02)
-    axes.legend(ncols=2)
 
 
 def _live(axes: Axes, found: Found) -> None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import fnmatch
 import functools
 import io
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import matplotlib as mpl
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
@@ -24,6 +25,14 @@ MAX_POINTS = 300
 COLOURS = ("#2563a8", "#d9822b", "#3a9a6b", "#b04a78", "#7c6fb0", "#6b7280")
 DASHES = ("-", "--", ":")
 """Curves beyond the number of colours are dashed."""
+
+Style = tuple[str, str]
+"""The colour and the dashes of a curve"""
+
+COLUMNS = 3  # charts side by side in a picture
+
+LINE = 52
+"""Characters of a legend's line."""
 
 FAIL, MIXED, PASS = "#d98c8c", "#7da7d0", "#8cc4a0"
 STYLE: dict[Any, Any] = {
@@ -45,6 +54,7 @@ STYLE: dict[Any, Any] = {
     "legend.framealpha": 0.75,
     "legend.borderpad": 0.2,
     "legend.columnspacing": 1.2,
+    "legend.handlelength": 2.6,  # its dashes can be seen
     "legend.fontsize": 8,
 }
 
@@ -158,6 +168,62 @@ def draw(record: Record) -> list[tuple[Panel, str]]:
         return [(panel, _svg(panel, curves)) for panel, curves in found if curves]
 
 
+def draw_together(records: Mapping[str, Record]) -> list[tuple[Panel, str]]:
+    """As `draw`, with the curves of several runs over each other.
+
+    Args:
+      records: by the names of the runs.
+    """
+    drawn = []
+    with mpl.rc_context(STYLE):
+        for panel, curves, styles in _together(records):
+            figure, axes = blank(panel.title)
+            _fill(axes, panel, curves, styles)
+            legend_below(axes)
+            drawn.append((panel, as_svg(figure)))
+    return drawn
+
+
+def picture(records: Mapping[str, Record]) -> bytes:
+    """The charts of `draw_together` as one PNG."""
+    shown = list(_together(records))
+    rows = -(-len(shown) // COLUMNS)
+    content = io.BytesIO()
+    with mpl.rc_context(STYLE):
+        figure = Figure(figsize=(4.6 * COLUMNS, 3.4 * max(rows, 1)), layout="constrained")
+        FigureCanvasAgg(figure)
+        for place, (panel, curves, styles) in enumerate(shown, start=1):
+            axes = figure.add_subplot(rows, COLUMNS, place)
+            axes.set_title(panel.title)
+            _fill(axes, panel, curves, styles)
+            handles, labels = axes.get_legend_handles_labels()
+            labels = list(map(_shortened, labels))
+            below: dict[str, Any] = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.1)}
+            axes.legend(handles, labels, ncols=_columns(labels), **below)
+        figure.savefig(content, format="png", dpi=120, metadata={"Software": None})
+    return content.getvalue()
+
+
+def _together(
+    records: Mapping[str, Record],
+) -> Iterator[tuple[Panel, dict[str, Curve], list[Style]]]:
+    """Each panel that some run has a curve for: a colour for a run, or for a metric if there are
+    several, whose dashes then are the run's."""
+    for panel in PANELS:
+        by_run = {run: _curves(panel, record) for run, record in records.items()}
+        metrics = list(dict.fromkeys(label for curves in by_run.values() for label in curves))
+        curves, styles = {}, []
+        for number, (run, measured) in enumerate(by_run.items()):
+            for label, curve in measured.items():
+                alone = len(metrics) == 1
+                place = number if alone else metrics.index(label)
+                curves[_plain(run) if alone else f"{label}, {_plain(run)}"] = curve
+                dashes = "-" if alone else DASHES[number % len(DASHES)]
+                styles.append((COLOURS[place % len(COLOURS)], dashes))
+        if curves:
+            yield panel, curves, styles
+
+
 def _curves(panel: Panel, record: Record) -> dict[str, Curve]:
     """Every curve by its label, in the order of the panel."""
     measured = [name for name in record.names() if not is_end(name)]
@@ -199,18 +265,26 @@ def _thinned(steps: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndar
 
 def _svg(panel: Panel, curves: dict[str, Curve]) -> str:
     figure, axes = blank(panel.title)
+    count = len(panel.colours)
+    places = [divmod(place, count) for place in range(len(curves))]
+    styles = [(panel.colours[place], DASHES[lap % len(DASHES)]) for lap, place in places]
+    _fill(axes, panel, curves, None if panel.kind == "stack" else styles)
+    legend_below(axes)
+    return as_svg(figure)
+
+
+def _fill(
+    axes: Axes, panel: Panel, curves: dict[str, Curve], styles: Sequence[Style] | None
+) -> None:
+    """Draws the curves, as areas over each other where they have no styles."""
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6))
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")  # no factor beside the title
-    if panel.kind == "stack":
+    if styles is None:
         _stack(axes, panel, curves)
     else:
-        _lines(axes, panel, curves)
+        _lines(axes, panel, curves, styles)
     if panel.share:
         axes.set_ylim(-0.02, 1.02)
-    if len(curves) > 1:
-        longest = max(map(len, curves))
-        axes.legend(loc="best", ncols=min(len(curves), max(1, 45 // (longest + 6))))
-    return as_svg(figure)
 
 
 def blank(title: str) -> tuple[Figure, Axes]:
@@ -224,6 +298,34 @@ def blank(title: str) -> tuple[Figure, Axes]:
     return figure, axes
 
 
+def legend_below(axes: Axes) -> None:
+    """The names of the curves in rows below the chart, which becomes taller; none for one curve."""
+    handles, labels = axes.get_legend_handles_labels()
+    if len(labels) < 2:
+        return
+    figure = axes.get_figure()
+    assert isinstance(figure, Figure)
+    labels = list(map(_shortened, labels))
+    columns = _columns(labels)
+    lines = 0.06 + 0.16 * -(-len(labels) // columns)  # inches
+    width, before = figure.get_size_inches()
+    height = before + lines
+    place = axes.get_position()
+    bottom, top = (place.y0 * before + lines) / height, (place.y1 * before + lines) / height
+    figure.set_size_inches(width, height)
+    figure.subplots_adjust(bottom=bottom, top=top)
+    figure.legend(handles, labels, loc="lower center", ncols=columns, borderaxespad=0.2)
+
+
+def _shortened(label: str) -> str:
+    return label if len(label) <= LINE else f"{label[: LINE - 1]}…"
+
+
+def _columns(labels: Sequence[str]) -> int:
+    """Names of a legend that stand side by side."""
+    return min(len(labels), max(1, (LINE + 7) // (max(map(len, labels)) + 7)))
+
+
 def as_svg(figure: Figure) -> str:
     """The same text for the same chart."""
     text = io.StringIO()
@@ -231,16 +333,16 @@ def as_svg(figure: Figure) -> str:
     return text.getvalue()
 
 
-def _lines(axes: Axes, panel: Panel, curves: dict[str, Curve]) -> None:
+def _lines(axes: Axes, panel: Panel, curves: dict[str, Curve], styles: Sequence[Style]) -> None:
     """Each curve over its band; a long one faint, with its running mean on top."""
-    for place, (label, (steps, values, band)) in enumerate(curves.items()):
-        lap, place = divmod(place, len(panel.colours))
-        colour, dashes = panel.colours[place], DASHES[lap % len(DASHES)]
+    for (label, (steps, values, band)), (colour, dashes) in zip(
+        curves.items(), styles, strict=True
+    ):
         if band is not None and len(values) > 1:
             axes.fill_between(steps, *band, color=colour, alpha=0.13, linewidth=0)
         elif band is not None:
             axes.vlines(steps, *band, color=colour, alpha=0.5)
-        smooth = panel.kind == "lines" and len(values) >= 40
+        smooth = panel.kind != "points" and len(values) >= 40
         if smooth:
             axes.plot(steps, values, color=colour, alpha=0.25, linewidth=0.8)
             values = _running_mean(values, len(values) // 20)
@@ -251,6 +353,8 @@ def _lines(axes: Axes, panel: Panel, curves: dict[str, Curve]) -> None:
         )  # fmt: skip
     if panel.log and all((curve.values > 0).all() for curve in curves.values()):
         axes.set_yscale("log")
+    if panel.kind == "stack":
+        _end_above_the_usual(axes, np.concatenate([curve.values for curve in curves.values()]))
 
 
 def _stack(axes: Axes, panel: Panel, curves: dict[str, Curve]) -> None:
@@ -262,9 +366,13 @@ def _stack(axes: Axes, panel: Panel, curves: dict[str, Curve]) -> None:
         steps, *heights, labels=list(curves), colors=panel.colours[: len(heights)], alpha=0.9
     )
     axes.set_xlim(steps[0], steps[-1])
-    total = np.sum(heights, axis=0)
-    usual = float(np.quantile(total, 0.9))
-    if total.max() > 3 * usual > 0:
+    _end_above_the_usual(axes, np.sum(heights, axis=0))
+
+
+def _end_above_the_usual(axes: Axes, heights: np.ndarray) -> None:
+    """Leaves the top of single high values out, as of a first step that compiles."""
+    usual = float(np.quantile(heights, 0.9))
+    if heights.max() > 3 * usual > 0:
         axes.set_ylim(0, 1.5 * usual)
 
 

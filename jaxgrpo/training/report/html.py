@@ -28,6 +28,7 @@ from jaxgrpo.training.report.record import (
     UNDER_WAY,
     Record,
     accuracy_first,
+    mean_advantage,
     read_run,
     shown,
     total_reward,
@@ -75,6 +76,17 @@ def check_can_draw(who: str, instead: str) -> None:
     """Raises: InputError where matplotlib is missing: what needs it, and what to do instead."""
     if not installed("matplotlib"):
         raise InputError(f"{who} matplotlib: pip install matplotlib, or {instead}")
+
+
+def check_writable(*names: str | None) -> list[Path]:
+    """The files that are given. Raises: InputError if one cannot be written."""
+    outs = [Path(name) for name in names if name]
+    for out in outs:
+        if out.is_dir():
+            raise InputError(f"{out}: is a folder; give the name of a file to write")
+        if not out.parent.is_dir():
+            raise InputError(f"{out}: there is no folder {out.parent}; make it first")
+    return outs
 
 
 def write_report(folder: Place, status: str | None = None) -> Place:
@@ -215,7 +227,8 @@ def _samples(record: Record) -> str:
     rest = f", {len(rows)} of {len(record.samples)}, strongest groups first" if more else ""
     lines = f"<table><tr><th>prompt</th><th>completion</th>{head}</tr>{body}</table>"
     title = f"Samples of step {record.samples[0]['step']}{rest}"
-    return _section(title, f'<div class="box">{lines}</div>')
+    note = '<p class="muted">Of any step: jaxgrpo samples RUN --step N --sort reward</p>'
+    return _section(title, f'<div class="box">{lines}</div>{note}')
 
 
 def _strongest_first(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
@@ -225,7 +238,7 @@ def _strongest_first(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any
         groups.setdefault(row["ordinal"], []).append(row)
 
     def strength(group: Sequence[Mapping[str, Any]]) -> float:
-        return max(abs(_mean_advantage(row["advantage"]) or 0.0) for row in group)
+        return max(abs(mean_advantage(row["advantage"]) or 0.0) for row in group)
 
     return [row for group in sorted(groups.values(), key=strength, reverse=True) for row in group]
 
@@ -263,20 +276,12 @@ def _sample_rows(
 
 
 def _advantage(value: Any, total: float | None) -> str:
-    mean = _mean_advantage(value)
+    mean = mean_advantage(value)
     if mean is None:
         return '<td class="n">–</td>'
     tone = "good" if mean > 0 else "bad" if mean < 0 else "muted"
     title = "" if total is None else f' title="weighted reward {total:.3g}"'
     return f'<td class="n {tone}"{title}>{f"{mean:+.2f}" if mean else "0"}</td>'
-
-
-def _mean_advantage(value: Any) -> float | None:
-    """The number, or the mean of those of its tokens."""
-    if isinstance(value, list):
-        finite = [entry for entry in value if is_number(entry)]
-        value = sum(finite) / len(finite) if finite else None
-    return float(value) if is_number(value) else None
 
 
 def _long(value: Any) -> str:

@@ -113,6 +113,14 @@ def total_reward(row: Mapping[str, Any], weights: Mapping[str, float]) -> float 
     return total
 
 
+def mean_advantage(value: Any) -> float | None:
+    """A sample's advantage: the number, or the mean of those of its tokens; None if it has none."""
+    if isinstance(value, list):
+        finite = [entry for entry in value if is_number(entry)]
+        value = sum(finite) / len(finite) if finite else None
+    return float(value) if is_number(value) else None
+
+
 def shown(value: Any) -> str:
     """A prompt or a completion as text: a list of messages as "role: content" lines."""
     if isinstance(value, str):

@@ -84,9 +84,10 @@ def test_seven_seeds_cannot_show_five_differences_and_nine_can():
 def test_the_interval_is_students():
     values = np.array([0.1, 0.4, 0.2, 0.9, 0.5])
     reach = 2.776 * math.sqrt(((values - 0.42) ** 2).sum() / 4 / 5)  # t of 4 degrees, .975
-    assert results.estimate(values) == pytest.approx((0.42, 0.42 - reach, 0.42 + reach), abs=1e-4)
-    assert results.estimate(np.full(4, 0.5)) == (0.5, 0.5, 0.5)
-    assert np.isnan(results.estimate(np.array([0.5]))[1:]).all()
+    interval = (0.42, 0.42 - reach, 0.42 + reach)
+    assert results.estimate(values, "reward") == pytest.approx(interval, abs=1e-4)
+    assert results.estimate(np.full(4, 0.5), "reward") == (0.5, 0.5, 0.5)
+    assert np.isnan(results.estimate(np.array([0.5]), "reward")[1:]).all()
 
 
 def test_the_best_rate_is_the_first_of_the_highest_means():
@@ -154,7 +155,7 @@ def test_sign_flips_of_one_number_are_the_sign_flip_test_and_of_several_brute_fo
 
 def test_a_band_is_the_interval_at_each_place():
     values = np.random.default_rng(1).normal(size=(6, 3))
-    expected = np.array([results.estimate(column)[1:] for column in values.T]).T
+    expected = np.array([results.estimate(column, "reward")[1:] for column in values.T]).T
     np.testing.assert_allclose(of_few(values), expected, atol=1e-12)
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import base64
 import io
 import re
 from typing import Any
 
 import pytest
+from pictures import legends, pictures
 from rich.console import Console
 
 from jaxgrpo.experiments.probe import report
@@ -97,14 +97,31 @@ def test_long_numbers_fit_the_terminal(found):
     assert "12.5% of the samples could not be scored" in " ".join(text.split())
 
 
+@pytest.mark.parametrize("width", [20, 40, 80])
+def test_a_narrow_terminal_or_pipe_cuts_nothing(found, width):
+    found["samples"], found["success"]["histogram"] = 4, [800, 0, 0, 0, 0]
+    out = io.StringIO()
+    report.show(Console(file=out, width=width, color_system=None), found)
+    text = out.getvalue()
+    assert "…" not in text
+    assert re.search(rf"0 of 4 +800 +100.0% +{'█' * report.BAR}", text)
+    assert re.search(r"sampler against trainer, largest +1.00e-06 nats per token", text)
+    assert visible_in(text, "<script>alert(1)</script>[bold]")
+
+
+def visible_in(text: str, word: str) -> bool:
+    """Whether a word is in the text, whatever its lines."""
+    return word in re.sub(r"\s", "", text)
+
+
 def test_the_page_draws_four_charts_even_where_numbers_are_missing(found):
     page = report.render(found)
     assert "<script" not in page
     assert "&lt;script&gt;" in page
     assert "(success.at_zero)" in page
-    charts = re.findall(r"data:image/svg\+xml;base64,([\w+/=]+)", page)
-    texts = [base64.b64decode(chart).decode() for chart in charts]
+    texts = pictures(page)
     assert len(texts) == 4
+    assert [legends(text) for text in texts] == [(0, 0), (1, 0), (0, 0), (0, 0)], "over no bar"
     for text, title in zip(texts, ("success rate", "Flat", "Live", "pass@k"), strict=True):
         assert title in text
     assert report.render(found) == page

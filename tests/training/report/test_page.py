@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from pictures import legends, pictures
 
 from jaxgrpo.training import alarms
 from jaxgrpo.training.report import charts
@@ -127,6 +128,12 @@ def test_the_page_loads_and_runs_nothing():
 def images(run: Record) -> list[str]:
     seen = Seen(page.render(run))
     return [attributes["alt"] or "" for tag, attributes in seen.tags if tag == "img"]
+
+
+def test_no_legend_covers_a_curve():
+    assert [legends(svg) for svg in pictures(page.render(record()))] == [
+        (0, 0), (1, 0), (1, 0), (0, 0)
+    ]  # fmt: skip
 
 
 def test_a_chart_is_there_for_what_was_logged_and_for_nothing_else():

@@ -1,0 +1,135 @@
+"""`jaxgrpo samples`: what a run's policy wrote at a step, with rewards, advantage and length."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from jaxgrpo.core.errors import InputError
+from jaxgrpo.data import storage
+from jaxgrpo.data.storage import Place
+from jaxgrpo.training.folder import is_number, read_samples, sample_steps
+from jaxgrpo.training.report.html import weights
+from jaxgrpo.training.report.record import (
+    mean_advantage,
+    read_run,
+    shown,
+    total_reward,
+    visible,
+)
+
+LIMIT = 10
+NEAREST = 4  # steps that a message names
+
+Row = Mapping[str, Any]
+
+
+def show_samples(
+    run: str,
+    step: int | None = None,
+    sort: str | None = None,
+    ascending: bool = False,
+    contains: str | None = None,
+    limit: int = LIMIT,
+) -> int:
+    """Prints samples of a step of a run, whole. Returns the exit code.
+
+    Args:
+      step: that has a file of samples; None: the newest.
+      sort: "reward" (the weighted sum), "length" in tokens, or "advantage"; the largest first, and
+        those without the number last. None: as they were drawn.
+      ascending: the smallest first.
+      contains: a text that the prompt or the completion must hold, as it stands.
+      limit: how many to print at most.
+
+    Raises: InputError if the run or the step has no samples.
+    """
+    if limit < 1:
+        raise InputError(f"--limit {limit}: expected 1 or more")
+    folder = storage.place(run) if storage.is_url(run) else Path(run)
+    record = read_run(folder)
+    rows = _rows(folder, step)
+    weigh = weights(record)
+    matching = [row for row in rows if contains is None or _holds(row, contains)]
+    if sort is not None:
+        matching = ordered(matching, measures(weigh)[sort], ascending)
+    console = Console(highlight=False)
+    for row in matching[:limit]:
+        console.print(_title(row, weigh), soft_wrap=True)
+        console.print(Text(visible(shown(row["prompt"])), style="dim"), soft_wrap=True)
+        console.print(Text(visible(shown(row["completion"]))), soft_wrap=True, end="\n\n")
+    console.print(_summary(rows, matching, limit, sort, ascending), markup=False, soft_wrap=True)
+    return 0
+
+
+def measures(weigh: Mapping[str, float]) -> dict[str, Callable[[Row], float | None]]:
+    """What samples can be sorted by -> the number of a row; None where it has none."""
+    return {
+        "reward": lambda row: total_reward(row, weigh),
+        "length": lambda row: len(row["completion_ids"]),
+        "advantage": lambda row: mean_advantage(row["advantage"]),
+    }
+
+
+def ordered(
+    rows: Sequence[Row], measure: Callable[[Row], float | None], ascending: bool
+) -> list[Row]:
+    """The rows by a number, equal ones as they stood; those without it last."""
+    measured = [(measure(row), row) for row in rows]
+    sign = 1 if ascending else -1
+    measured.sort(key=lambda entry: (entry[0] is None, sign * (entry[0] or 0.0)))
+    return [row for _, row in measured]
+
+
+def _rows(folder: Place, step: int | None) -> list[dict[str, Any]]:
+    """The rows of a step. Raises: InputError if it has none, naming the nearest that have some."""
+    steps = sorted(sample_steps(folder))
+    if not steps:
+        raise InputError(
+            f"{folder}: the run has no samples yet; run.samples_every says after how many steps it "
+            "writes some"
+        )
+    if step is not None and step not in steps:
+        near = sorted(sorted(steps, key=lambda one: abs(one - step))[:NEAREST])
+        raise InputError(
+            f"--step {step}: {folder} has no samples of it; the nearest steps that have some are "
+            f"{', '.join(map(str, near))}, the last is {steps[-1]}"
+        )
+    return read_samples(folder, step)
+
+
+def _holds(row: Row, text: str) -> bool:
+    return any(text in shown(row[name]) for name in ("prompt", "completion"))
+
+
+def _title(row: Row, weigh: Mapping[str, float]) -> Text:
+    """One line with the place of a sample and all its numbers."""
+    total, mean = total_reward(row, weigh), mean_advantage(row["advantage"])
+    rewards = ", ".join(
+        f"{visible(name)} {_number(value, '.4g')}" for name, value in row["rewards"].items()
+    )
+    parts = [
+        f"row {row['row']}, sample {row['sample']}",
+        f"reward {_number(total, '.4g')}" + (f" ({rewards})" if rewards else ""),
+        f"advantage {_number(mean, '+.3g')}",
+        f"{len(row['completion_ids'])} tokens" + (", cut" if row["truncated"] else ""),
+    ]
+    return Text(" · ".join(parts), style="bold")
+
+
+def _number(value: Any, form: str) -> str:
+    return f"{value:{form}}" if is_number(value) else "–"
+
+
+def _summary(
+    rows: Sequence[Row], matching: Sequence[Row], limit: int, sort: str | None, ascending: bool
+) -> str:
+    first = f", {'lowest' if ascending else 'highest'} {sort} first" if sort else ""
+    fit = "" if len(matching) == len(rows) else f" {len(matching)} that hold the text, of"
+    more = "; --limit shows more" if len(matching) > limit else ""
+    count = min(len(matching), limit)
+    return f"{count} of{fit} {len(rows)} samples of step {rows[0]['step']}{first}{more}"
