@@ -193,6 +193,9 @@ def _refill(values: Values, made: Made) -> Iterator[str]:
             f"{where}: {method} learns from flat groups too; "
             'leave it out, or take a method that compares the samples of a group, recipe = "grpo"'
         )
+    for part, step in chain:
+        if step.compares_groups:
+            yield f"{where}: {part['use']} {methods.COMPARED_GROUPS}"
 
 
 def _evaluation(values: Values) -> Iterator[str]:

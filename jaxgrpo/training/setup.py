@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
@@ -118,6 +119,7 @@ class Setup(NamedTuple):
     sample: step.Sample  # (sync(state), prompts, state.key)
     reward: Callable[..., tuple[TrainState, Rollouts, RewardLog]]  # (state, rollouts, early=())
     prepare: step.Prepare
+    live_groups: Callable[[TrainState, Rollouts], np.ndarray]  # of step.Steps
     update: step.Update
     sync: step.Sync
     update_program: Any  # of step.Steps
@@ -143,19 +145,22 @@ class Setup(NamedTuple):
             with phase("reward"):
                 return self.reward(state, rollouts, early)
 
+        def judge(state: TrainState, rollouts: Rollouts) -> refill.Verdict:
+            with phase("prepare"):
+                live = self.live_groups(state, rollouts)
+            weights = self.blueprint.reward_weights
+            rewards = jax.tree.map(jnp.asarray, sharding.to_host(rollouts.rewards))
+            summed = diagnostics.as_summed(rewards, weights, self.blueprint.chain)
+            sums = diagnostics.weighted_sum(summed, weights)
+            return refill.Verdict(live, *sharding.to_host(sums))
+
         before, asked = state, self.config.rollout.refill
         if asked is None:
             state, rollouts, said = generate(state)
             metrics: Metrics = {}
         else:
-            weights, chain = self.blueprint.reward_weights, self.blueprint.chain
-
-            def weighted_sum(rewards: Mapping[str, Any]) -> tuple[Any, Any]:
-                summed = diagnostics.as_summed(rewards, weights, chain)
-                return diagnostics.weighted_sum(summed, weights)
-
             rounds = refill.max_rounds(asked["factor"])
-            state, chosen, said, metrics = refill.fill(state, generate, weighted_sum, rounds)
+            state, chosen, said, metrics = refill.fill(state, generate, judge, rounds)
             rollouts = put_prompts(self.mesh, chosen)
         metrics |= prompt_metrics(self.policy, before, state, len(rollouts.row))
         return state, Collected(rollouts, said, metrics)
@@ -200,14 +205,13 @@ def setup(
         check(read)
     config = inputs.at_time(config, read["chat"].time)
     found, rows = Found(*(read[name] for name in Found._fields)), read["rows"]
-    mesh, model = found.mesh, found.model
     chosen = inputs.resolve_rewards(config, rewards, None if read["replay"] else rows[0])
     blueprint, steps = share("method", lambda: method_of(config, found, chosen, advantage, share))
     # Before anything is allocated.
-    memory.refuse_too_large(memory.count(blueprint, kept_policies(blueprint)), mesh)
+    memory.refuse_too_large(memory.count(blueprint, kept_policies(blueprint)), found.mesh)
     origin = origin_of(config, read, blueprint, steps, chosen)
-    layout = param_layout(blueprint)
-    params = parameters.read_start(config, found.folder, model, held_dtype(model), layout)
+    dtype, layout = held_dtype(found.model), param_layout(blueprint)
+    params = parameters.read_start(config, found.folder, found.model, dtype, layout)
     return Setup(
         config=config,
         **read,
@@ -223,6 +227,7 @@ def setup(
         sample=origin.sample,
         reward=origin.reward,
         prepare=steps.prepare,
+        live_groups=steps.live_groups,
         update=steps.update,
         sync=steps.sync,
         update_program=steps.update_program,
@@ -294,7 +299,8 @@ def method_of(
     """
     mesh, model = found.mesh, found.model
     sampling_mesh, geometry = _sampling_mesh(config, mesh), _geometry(config, mesh)
-    chain = methods.make_chain(config, rewards, advantage)
+    recipe = methods.make_recipe(config, rewards, advantage)
+    chain = methods.make_chain(config, recipe)
     objective = methods.make_objective(config)
     methods.refuse_double_weights(chain, objective.surrogate, objective.proximal)
     optimizer = make_optimizer(
@@ -303,6 +309,7 @@ def method_of(
     blueprint = Blueprint(
         model=model,
         chain=chain,
+        recipe=recipe,
         objective=objective,
         optimizer=optimizer,
         geometry=geometry,

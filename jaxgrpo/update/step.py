@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import Array
 from jax.sharding import Mesh
@@ -78,6 +79,7 @@ class Steps(NamedTuple):
 
     sample: Sample
     prepare: Prepare
+    live_groups: Callable[[TrainState, Rollouts], np.ndarray]  # [P] bool: not flat
     update: Update
     sync: Sync
     sampler: sampling.Sampler  # the programs of `sample`
@@ -102,6 +104,7 @@ def build_steps(blueprint: Blueprint, share: Share = alone) -> Steps:
     return Steps(
         sample=functools.partial(sampling.sample, sampler),
         prepare=preparer.prepare,
+        live_groups=preparer.live_groups,
         update=functools.partial(_update, program, blueprint.objective.anchors),
         sync=_syncer(blueprint),
         sampler=sampler,

@@ -121,7 +121,7 @@ def _check_methods(experiment: Experiment, cases: Sequence[Case]) -> None:
     problems = []
     for arm, config in {case.arm: case.config for case in cases}.items():
         try:
-            methods.make_chain(config, resolve_rewards(config))
+            methods.make_chain(config, methods.make_recipe(config, resolve_rewards(config)))
             methods.make_objective(config)
         except InputError as error:
             problems.append(f"arms.{arm}: {error}")
