@@ -34,7 +34,7 @@ from jaxgrpo.core.types import Params
 from jaxgrpo.data import storage
 from jaxgrpo.data.storage import Place
 from jaxgrpo.models import sharding
-from jaxgrpo.training import process
+from jaxgrpo.training import fingerprints, process
 from jaxgrpo.training.folder import Closing, is_step, write_atomically
 
 FORMAT = 1  # of the files of a step
@@ -110,7 +110,7 @@ class Checkpoints(Closing):
         """
         chosen = process.decided(lambda: self._intact(step))
         file = self._manifest(chosen)
-        process.refuse_unless_alike(
+        fingerprints.refuse_unless_alike(
             lambda: {f"step {chosen}": _fingerprint(file) if file.exists() else "none"},
             "put run.dir on a file system that all processes share",
         )

@@ -9,10 +9,11 @@ from __future__ import annotations
 import json
 import re
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
 from jaxgrpo.config import files as configs
@@ -197,3 +198,32 @@ def _plain(value: Any) -> Any:
     if isinstance(value, (set, frozenset)):
         return sorted(map(repr, value))
     return _ADDRESS.sub("", repr(value))
+
+
+def refuse_unless_alike(facts: Callable[[], Mapping[str, Any]], remedy: str) -> None:
+    """Raises: InputError, in every process, naming the first fact that one of them has otherwise.
+
+    Called by all processes; of a single one nothing is asked.
+
+    Args:
+      facts: returns name -> JSON value, as this process finds it.
+      remedy: what to do.
+    """
+    if jax.process_count() == 1:
+        return
+    from jaxgrpo.rollout.judging import gather_json
+
+    try:
+        mine = dict(facts())
+    except InputError as error:  # raised by one alone it would leave the others waiting
+        mine = {"problem": str(error)}
+    everyone = gather_json(mine)
+    first = everyone[0]
+    for number, other in enumerate(everyone):
+        names = sorted(n for n in first.keys() | other.keys() if first.get(n) != other.get(n))
+        if names:
+            here, there = (side.get(names[0], "nothing") for side in (first, other))
+            more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
+            raise InputError(
+                f"{names[0]}: process {number} has {there}, process 0 has {here}{more}: {remedy}"
+            )

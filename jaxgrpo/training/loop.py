@@ -146,7 +146,7 @@ def take(
     """
     peers.set_timeout(config.run.peer_timeout)
     with contextlib.ExitStack() as stack:
-        process.refuse_unless_alike(lambda: fingerprints.given_by(config), fingerprints.REMEDY)
+        fingerprints.refuse_unless_alike(lambda: fingerprints.given_by(config), fingerprints.REMEDY)
         folder = stack.enter_context(RunFolder(config.run.dir, resume=resume))
         config, before = _refuse_other_config(folder, config)
         checkpoints = stack.enter_context(Checkpoints(folder.checkpoints, config.checkpoint.keep))
@@ -214,7 +214,7 @@ def _set_up(
     inputs: dict[str, Any] = {}
 
     def check(read: Mapping[str, Any]) -> None:
-        process.refuse_unless_alike(lambda: fingerprints.rows_of(read), fingerprints.REMEDY)
+        fingerprints.refuse_unless_alike(lambda: fingerprints.rows_of(read), fingerprints.REMEDY)
         inputs.update(fingerprints.inputs_of(config, read))
         if meta:
             adapters = parameters.identity_of(read["folder"], read["model"])

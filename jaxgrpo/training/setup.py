@@ -47,8 +47,7 @@ from jaxgrpo.rollout.sampler import SamplingSettings
 from jaxgrpo.rollout.selection import PromptPolicy, prompt_metrics
 from jaxgrpo.rollout.stopping import EarlyStop, StopStrings
 from jaxgrpo.training import inputs, memory, parameters
-from jaxgrpo.training.origin import origin_of
-from jaxgrpo.training.replay import Replay, SavedRollouts, read_files
+from jaxgrpo.training.replay import Replay, SavedRollouts, origin_of, read_files
 from jaxgrpo.update import diagnostics, packing, step
 from jaxgrpo.update.forward import (
     Blueprint,
