@@ -24,7 +24,6 @@ MAX_PACKAGES = 14
 
 SHORT = {
     "data/written.py": "data, rewards and rollout must write a number alike",
-    "rewards/math_program.py": "a program of its own, started by builtin.py",
     **{
         f"models/hf/families/{name}.py": "families have a file per relative"
         for name in ("mistral", "olmo", "qwen")

@@ -4,12 +4,12 @@
 from jaxgrpo.rewards.builtin import (
     gsm8k_answer,
     has_format,
-    math_answer,
     overlong_penalty,
     stated_confidence,
     text_of,
 )
 from jaxgrpo.rewards.calling import RewardLog, call_rewards, flipped
+from jaxgrpo.rewards.mathematics import math_answer
 from jaxgrpo.rewards.protocol import RewardError, RewardFunction, TrainerState, bind, check, name_of
 from jaxgrpo.rewards.registry import Preview, answers, build, preview, rewards, with_lengths
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from jaxgrpo.core.errors import find
 from jaxgrpo.data.tasks import tasks
-from jaxgrpo.rewards import builtin
+from jaxgrpo.rewards import builtin, mathematics
 from jaxgrpo.rewards.builtin import stated_confidence, text_of
 from jaxgrpo.rewards.protocol import RewardFunction
 
@@ -23,7 +23,7 @@ SUCCESS = 0.5  # a scorer's value above it is a success
 SCORERS: dict[str, RewardFunction] = {
     **{task.name: task.score for task in tasks.values()},
     "gsm8k_answer": builtin.gsm8k_answer,
-    "math": builtin.math_answer,
+    "math": mathematics.math_answer,
 }
 """The built-in rewards that judge an answer: what a scorer may be."""
 

@@ -1,22 +1,340 @@
-"""The program of a worker that compares mathematical answers. Started as a file, never imported.
+"""The program of a worker that compares mathematical answers. A run starts it as a file.
 
 It needs math-verify and nothing of jaxgrpo, so that no JAX is loaded in it. Reads lines of JSON,
-[gold, completion, seconds], and writes the score of each: 1.0, 0.0 or null.
+[gold, completion, seconds], and writes the score of each: 1.0, 0.0 or null. For the completion
+null it writes in words how the gold answer is read, or null.
+
+Math-verify reads LaTeX. Unicode, names such as `pi` and mixed numbers are first written as LaTeX,
+in gold answers and completions alike: it would read a part of them, 2 of `2√3`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import functools
+import itertools
 import json
+import math
 import os
 import re
 import resource
 import signal
 import sys
-from typing import Any
+import unicodedata
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
 
 MEMORY = 4 * 2**30  # bytes: 9^(9^9) must not take the trainer's
+DECIMALS = 6  # in which floats are compared, as in math-verify; more for numbers below 0.01
+PRECISION = 15  # digits in which other numbers are, as in math-verify; more for the same
+GOLDS = 4096  # whose readings are remembered
+
 LATEX = re.compile(r"(?<!\\)\$|\\boxed|\\fbox|\\\(|\\\[|\\begin\{")
+
+_SYMBOLS = str.maketrans(
+    {
+        **dict.fromkeys("×✕✖", r"\times "),
+        **dict.fromkeys("·⋅∙", r"\cdot "),
+        **dict.fromkeys("\u2212\u2010\u2011\u2012", "-"),
+        **dict.fromkeys("°º", r"^{\circ}"),
+        **dict.fromkeys("\u200b\u2061\u2062", ""),
+        "÷": r"\div ",
+        "±": r"\pm ",
+        "∓": r"\mp ",
+        "≈": r"\approx ",
+        "∈": r"\in ",
+        "∞": r"\infty ",
+        "\u2215": "/",
+    }
+)
+"""Signs that math-verify does not know, or not in texts without LaTeX."""
+
+_BRACES = r"\{(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*\}"
+_GROUP = re.compile(_BRACES)
+_PARENTHESES = r"\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\)"
+_NUMBER = r"(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)"
+_ROOT = re.compile(
+    rf"([√∛∜])\s*({_PARENTHESES}|{_BRACES}|{_NUMBER}|\\frac{_BRACES}{_BRACES}|\\[a-z]+|[A-Za-zπ])"
+)
+_INDEX = {"√": "", "∛": "[3]", "∜": "[4]"}
+_NAMES = "arcsin|arccos|arctan|sinh|cosh|tanh|sin|cos|tan|cot|log|ln|exp|pi"
+_TIMES = {
+    "dozen": "12",
+    "thousand": "10^{3}",
+    "million": "10^{6}",
+    "billion": "10^{9}",
+    "trillion": "10^{12}",
+}
+
+
+def _root(match: re.Match[str]) -> str:
+    sign, operand = match.groups()
+    inside = operand[1:-1] if operand[0] in "({" else operand
+    return rf"\sqrt{_INDEX[sign]}{{{inside}}}"
+
+
+def _mixed(match: re.Match[str]) -> str:
+    """Three and a half of `3 1/2`; what is no proper fraction stays."""
+    integer, over, under = match.groups()
+    return rf"{integer}\frac{{{over}}}{{{under}}}" if int(over) < int(under) else match.group()
+
+
+_SPELLINGS: list[tuple[str, str | Callable[[re.Match[str]], str]]] = [
+    (r"(?<![\w)])\u2013(?=[\d.])", "-"),  # an en dash that is a sign, and no range
+    (r"(?<![\\A-Za-z])sqrt(?=[\s(\d{A-Za-z])", "√"),
+    (r"(?<![\\A-Za-z])cbrt(?=[\s(\d{A-Za-z])", "∛"),
+    (rf"(?<![\\A-Za-z])({_NAMES})(?![A-Za-z])", r"\\\1"),
+    (r"(?<![\\A-Za-z])(?:[Ii]nfinity|inf)(?![A-Za-z])", r"\\infty "),
+    (r"\^\{(\d+)\}[⁄/]_\{(\d+)\}|(\d+)⁄(\d+)", r"\\frac{\1\3}{\2\4}"),
+    (r"(?<=[\w)}])\*\*(?=[\w(){-])", "^"),  # and no bold type
+    (r"\^\s*([-+]\s*(?:\d+|[a-z]))", r"^{\1}"),
+    (r"(?<=\d)(?:\\[,;:! ]|[\u00a0\u2009\u202f])(?=\d{3}(?!\d))", ""),
+    (r"(?<![\d.,])\d{1,3}(?: \d{3})+(?!\d)", lambda match: match.group().replace(" ", "")),
+    (rf"(?<![\w.])({_NUMBER})[eE]([-+]?)0*(\d+)(?!\w|\.\d)", r"\1 \\cdot 10^{\2\3}"),
+    (r"(?<![\w./^}])(\d+) +(\d+) ?/ ?(\d+)(?!\w|[./]\d)", _mixed),
+    (r"(?<=\d)\s*(?:percent(?:age)?|pct)\b", "%"),
+    (rf"(?<=\d)\s*({'|'.join(_TIMES)})s?\b", lambda match: rf" \cdot {_TIMES[match[1]]}"),
+]
+"""How texts write what LaTeX writes otherwise, in this order."""
+_COMPILED = [(re.compile(pattern), latex) for pattern, latex in _SPELLINGS]
+
+_ENVIRONMENT = re.compile(
+    r"(?<!\\)\$\$(.+?)(?<!\\)\$\$|(?<!\\)\$((?:\\\$|[^$])+?)(?<!\\)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]",
+    re.DOTALL,
+)
+_BOX = re.compile(r"\\(?:boxed|fbox)\s*(?=\{)")
+_TOKEN = (
+    rf"\\[a-zA-Z]+|{_BRACES}|\[\d\]|{_NUMBER}|[-+*/^_=()!π]"
+    r"|(?<![A-Za-z])(?<!\d )[A-Za-z](?=[\^_(])|(?<=[\d})])[A-Za-z](?![A-Za-z])"
+)
+_RUN = re.compile(rf"(?:{_TOKEN})(?:\s*(?:{_TOKEN}))*")
+_FORMULA = re.compile(r"\\(?:sqrt|frac|pi|infty|cdot|times|div|pm)|π|[\^_]\{")
+"""What makes a run of mathematics more than math-verify reads in a text without LaTeX."""
+
+_CURRENCY = re.compile(r"(?:US)?\\?[$€£¥₹](?=\s?[-\d.\\])|(?<=[\d}])\s?(?:[€£¥₹]|\\\$)")
+_UNIT = re.compile(
+    r"(?P<rest>.*[\d})!])(?P<gap>\s*)(?P<first>[A-Za-z]+)\.?(?P<more>(?:[\s/-]+[A-Za-z]+\.?)*)"
+    r"(?:\^(?:\d|\{\d\}))?",
+    re.DOTALL,
+)
+_SHORT_UNITS = {"mm", "cm", "dm", "km", "ft", "yd", "mi", "mg", "kg", "ml", "lb", "hr", "mph"}
+_CONNECTING = {"and", "or", "to", "if", "for", "mod", "when", "where", "not"}
+
+
+def as_latex(text: str) -> str:
+    r"""A text whose mathematics is LaTeX: Unicode, names and numbers are written as LaTeX has them.
+
+    >>> as_latex("2√3 and 3½ or 10⁻⁵")
+    '2\\sqrt{3} and 3\\frac{1}{2} or 10^{-5}'
+    """
+    if not text.isascii():
+        runs = itertools.groupby(text.translate(_SYMBOLS), _kind)
+        text = "".join(_spelled(kind, "".join(letters)) for kind, letters in runs)
+    for pattern, latex in _COMPILED:
+        text = pattern.sub(latex, text)
+    while (rooted := _ROOT.sub(_root, text)) != text:  # the inner roots first, then those around
+        text = rooted
+    return text
+
+
+def _kind(letter: str) -> str:
+    """How Unicode derives a character from others: "<super>", "<sub>", "<fraction>"; "" if not.
+
+    Sets of numbers stay as they are: ℝ is more than R.
+    """
+    return "" if letter in "ℂℕℚℝℤ" else unicodedata.decomposition(letter).partition(" ")[0]
+
+
+def _spelled(kind: str, letters: str) -> str:
+    if not kind.startswith("<"):
+        return letters
+    plain = unicodedata.normalize("NFKC", letters).translate(_SYMBOLS)
+    if kind == "<fraction>":  # here, since the digits of a mixed number stand in front of it
+        return re.sub(r"(\d+)⁄(\d+)", r"\\frac{\1}{\2}", plain)
+    return {"<super>": f"^{{{plain}}}", "<sub>": f"_{{{plain}}}"}.get(kind, plain)
+
+
+def bare(content: str) -> str:
+    r"""Mathematics without what stands around it: currency, units in words, a full stop.
+
+    A text of words alone becomes a `\text{}`: as a product of letters it would equal its anagrams.
+
+    >>> bare("100 dollars"), bare("$5"), bare("no solution"), bare("2, 3 and 5")
+    ('100', '5', '\\text{no solution}', '2, 3 and 5')
+    """
+    content = _CURRENCY.sub("", content.strip()).strip()
+    content = re.sub(r"(?<=[\w})])\s*\.$", "", content)
+    if re.fullmatch("[A-Za-z][A-Za-z' -]*[A-Za-z]", content) and re.search("[A-Za-z]{3}", content):
+        return content if _CONNECTING & {*content.split()} else rf"\text{{{content}}}"
+    unit = _UNIT.fullmatch(content)
+    if unit is None or re.search(r"\\text|(?<![\\A-Za-z])[A-Za-z]{3}", unit["rest"]):
+        return content
+    first, more = unit["first"], unit["more"]
+    is_word = bool(unit["gap"]) and len(first) > 2 and bool(re.search("[aeiou]", first))
+    is_unit = is_word or first in _SHORT_UNITS or first + more == "m/s"
+    return unit["rest"] if is_unit and not _CONNECTING & {first, *more.split()} else content
+
+
+def marked(text: str) -> str:
+    r"""A completion whose mathematics is LaTeX, bare, and between signs of mathematics or in boxes.
+
+    >>> marked("So it is 2√3."), marked(r"So it is \boxed{3 1/2 cups}.")
+    ('So it is $2\\sqrt{3}$.', 'So it is \\boxed{3\\frac{1}{2}}.')
+    """
+    text = as_latex(text)
+    if text.count("$") % 2:
+        text = re.sub(r"(?<!\\)\$(?=\s?[\d.])", "", text)  # dollars
+    if _BOX.search(text) or r"\begin" in text:
+        pieces, end = [], 0
+        text = _ENVIRONMENT.sub(_bare_environment, text)
+        for box in _BOX.finditer(text):
+            inside = _GROUP.match(text, box.end())
+            if inside and box.start() >= end:
+                pieces += [text[end : box.end()], "{", bare(inside.group()[1:-1]), "}"]
+                end = inside.end()
+        return "".join([*pieces, text[end:]])
+    pieces, end = [], 0
+    for environment in _ENVIRONMENT.finditer(text):
+        pieces += [_RUN.sub(_between_signs, text[end : environment.start()])]
+        pieces += [_bare_environment(environment)]
+        end = environment.end()
+    return "".join([*pieces, _RUN.sub(_between_signs, _CURRENCY.sub("", text[end:]))])
+
+
+def _between_signs(match: re.Match[str]) -> str:
+    r"""A run of mathematics as $...$, if it holds more than math-verify reads without LaTeX."""
+    run = match.group()
+    inside = run.lstrip("=*/^_)! ")
+    if not _FORMULA.search(inside):
+        return run
+    return f"{run[: len(run) - len(inside)]}${inside.rstrip('=(-+*/^_ ')}$"
+
+
+def _bare_environment(match: re.Match[str]) -> str:
+    content = next(filter(None, match.groups()))
+    return match.group() if _BOX.search(content) else match.group().replace(content, bare(content))
+
+
+class Reading(NamedTuple):
+    """How a gold answer is read."""
+
+    values: list[Any]  # sympy's object, and its text
+    with_units: bool  # whether letters at the end of an answer are a unit
+
+
+class Grader:
+    """Compares completions with gold answers by math-verify, which is loaded here."""
+
+    def __init__(self) -> None:
+        from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
+        from sympy import sstr
+
+        latex, words = LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig()
+        as_letters = dataclasses.replace(latex.normalization_config, units=False)
+        algebra = dataclasses.replace(latex, normalization_config=as_letters)
+        self._latex = {True: latex, False: algebra}  # by whether letters at the end are units
+        functions: Any = (parse, verify, sstr)  # whose types know no limit of None
+        self._words, (self._parse, self._verify, self._sstr) = words, functions
+        self._read_gold = functools.lru_cache(GOLDS)(self._reading_of)
+
+    def grade(self, gold: str, completion: str | None) -> float | str | None:
+        """1.0, 0.0, or None if the gold answer is not read; for no completion how it is read."""
+        reading = self._read_gold(gold)
+        if reading is None:
+            return None
+        if completion is None:
+            return self._sstr(reading.values[0], full_prec=False)
+        return float(self._equal(reading.values, self._read(completion, reading.with_units)))
+
+    def _reading_of(self, gold: str) -> Reading | None:
+        """A gold answer, if it is read as a whole and equals itself in a box."""
+        content = content_of(gold)
+        if content is None:  # a solution that ends with its answer
+            values = self._read(gold, True)
+            is_read = len(values) > 1 and self._equal(values[:1], values[:1])
+            return Reading(values, True) if is_read else None
+        latex = bare(as_latex(content))
+        values = self._read_box(latex, True)
+        with_units = not has_variables(values)
+        values = values if with_units else self._read_box(latex, False)
+        if len(values) < 2 or has_lost(latex, values[-1]):
+            return None
+        itself = self._read(rf"\boxed{{{content}}}", with_units)
+        return Reading(values, with_units) if self._equal(values[:1], itself) else None
+
+    def _read(self, text: str, with_units: bool) -> list[Any]:
+        """The answer that a completion gives: sympy's object, and its text."""
+        kinds = (self._latex[with_units], self._words)
+        return self._parse(marked(text), extraction_config=kinds, parsing_timeout=None)
+
+    def _read_box(self, latex: str, with_units: bool) -> list[Any]:
+        """As `_read`, of nothing but LaTeX: its text alone where the grammar refuses a part."""
+        return self._parse(
+            rf"\boxed{{{latex}}}",
+            extraction_config=(self._latex[with_units],),
+            extraction_mode="first_match",
+            parsing_timeout=None,
+        )
+
+    def _equal(self, gold: list[Any], answer: list[Any]) -> bool:
+        more = extra_digits([*gold[:1], *answer[:1]])
+        return self._verify(
+            gold,
+            answer,
+            float_rounding=DECIMALS + more,
+            numeric_precision=PRECISION + more,
+            timeout_seconds=None,
+        )
+
+
+def content_of(gold: str) -> str | None:
+    r"""The mathematics of a gold answer; None for a text with a `\boxed{}` or several formulas.
+
+    >>> content_of("$x$"), content_of("3½"), content_of(r"so \boxed{3}")
+    ('x', '3½', None)
+    """
+    environment = _ENVIRONMENT.fullmatch(gold.strip())
+    if environment and not _BOX.search(gold):
+        return next(filter(None, environment.groups()))
+    dollars = re.sub(r"^(US)?\$(?=\s?[\d.])", "", gold.strip())
+    return None if LATEX.search(dollars.replace(r"\begin", "")) else dollars
+
+
+def has_variables(values: list[Any]) -> bool:
+    """Whether an expression has letters that are no unit: `x + 2d`, but not `x = 2 m`."""
+    value = values[0] if values else None
+    value = getattr(value, "rhs", value)
+    return bool(getattr(value, "free_symbols", ()))
+
+
+def has_lost(latex: str, text: str) -> bool:
+    r"""Whether a text that was read has fewer digits than what it was read from, or two numbers
+    side by side, which would be multiplied or added.
+
+    >>> has_lost(r"5\text{ hours }30\text{ minutes}", "5"), has_lost(r"12\text{ cm}^2", "12")
+    (True, False)
+    """
+    exponent = re.compile(r"(?<=[A-Za-z}])\^(\d|\{\d\})$")
+    digits = [len(re.findall(r"\d", part)) for part in (exponent.sub("", latex), text)]
+    return digits[1] < digits[0] or bool(re.search(r"\d\s+\d", latex))
+
+
+def extra_digits(values: Iterable[Any]) -> int:
+    """The decimals beyond `DECIMALS` that tell the smallest numbers of some expressions apart."""
+    sizes = [abs(size) for value in values for size in _numbers(value)]
+    exponents = [math.floor(math.log10(size)) for size in sizes if 1e-100 < size < 1e-2]
+    return max((-exponent - 2 for exponent in exponents), default=0)
+
+
+def _numbers(value: Any) -> Iterable[float]:
+    """The numbers in an expression; a calculation with numbers alone is one number."""
+    if getattr(value, "is_number", False):
+        with contextlib.suppress(TypeError, ValueError, OverflowError):
+            yield abs(complex(value.evalf(4)))
+        return
+    for part in getattr(value, "args", ()):
+        yield from _numbers(part)
 
 
 def main() -> None:
@@ -26,7 +344,8 @@ def main() -> None:
     with contextlib.suppress(ValueError, OSError):  # a system that has no such limit
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY, resource.getrlimit(resource.RLIMIT_AS)[1]))
     try:
-        grade = make_grader()
+        grade = Grader().grade
+        grade("x^2", r"\boxed{x \cdot x}")  # loads what sympy loads late, outside of any limit
     except Exception as error:
         print(json.dumps({"error": f"{type(error).__name__}: {error}"}), file=answers)
         return
@@ -38,26 +357,6 @@ def main() -> None:
         score = grade(gold, completion)
         signal.setitimer(signal.ITIMER_REAL, 0)
         print(json.dumps(score), file=answers)
-
-
-def make_grader() -> Any:
-    """The function (gold, completion) -> 1.0, 0.0, or None if the gold answer cannot be read."""
-    from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
-
-    kinds = (LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig())
-
-    def read(text: str) -> list[Any]:
-        return parse(text, extraction_config=kinds, parsing_timeout=None)  # type: ignore[arg-type]
-
-    def grade(gold: str, completion: str) -> float | None:
-        # Bare LaTeX, as data sets write it, is read as such only between signs of mathematics.
-        right = [] if LATEX.search(gold) else read(f"${gold}$")
-        right = right or read(gold)
-        if not right:
-            return None
-        return float(verify(right, read(completion), timeout_seconds=None))  # type: ignore[arg-type]
-
-    return grade
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from jaxgrpo.core.errors import InputError, find
 from jaxgrpo.data.chat import for_rewards
 from jaxgrpo.data.tasks import tasks
 from jaxgrpo.data.written import text_of_value
-from jaxgrpo.rewards import builtin, confidence
+from jaxgrpo.rewards import builtin, confidence, mathematics
 from jaxgrpo.rewards.calling import call_rewards
 from jaxgrpo.rewards.protocol import RewardError, RewardFunction, TrainerState, bind, name_of
 
@@ -31,8 +31,14 @@ answers: dict[str, Callable[[str], Hashable]] = {
 """The answer that a completion gives, for votes: of the rewards that judge an answer. None does not
 vote. An own reward may have the function as its attribute `extract`."""
 
+_READINGS: dict[str, Callable[[Any], Any]] = {
+    "math": mathematics.math_reading,
+    "gsm8k_answer": builtin.gold_number,
+}
+"""How rewards read a gold answer; None: they do not."""
+
 _CHECKS: dict[str, Callable[..., None]] = {
-    "math": builtin.check_math,
+    "math": mathematics.check_math,
     "format": builtin.check_format,
     "length": builtin.check_length,
     "accuracy": confidence.check_scorer,
@@ -93,6 +99,7 @@ class Preview(NamedTuple):
     gold: float | None  # None too if the row has no answer
     empty: float | None
     problem: str | None = None  # what a reward with on_error = "unscored" raised
+    reading: str | None = None  # how it reads the gold answer, where it can tell
 
 
 def preview(
@@ -130,5 +137,16 @@ def preview(
     for name, values in scores.items():
         gold, empty = (None if np.isnan(value) else float(value) for value in values)
         problem = log.messages.get(name)
-        previews[name] = Preview(None if answer is None else gold, empty, problem)
+        reading = None if answer is None else _reading_of(functions[name], answer)
+        previews[name] = Preview(None if answer is None else gold, empty, problem, reading)
     return previews
+
+
+def _reading_of(function: RewardFunction, answer: Any) -> str | None:
+    """How a reward reads a gold answer, in words; None if it cannot tell."""
+    function = getattr(function, "func", function)
+    for name, read in _READINGS.items():
+        if function is rewards[name]:
+            value = read(answer)
+            return "nothing" if value is None else str(value)
+    return None

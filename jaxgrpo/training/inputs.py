@@ -320,7 +320,8 @@ def show_previews(
     text = repr(answer) if len(repr(answer)) <= SHOWN else repr(answer)[:SHOWN] + "…"
     lines = {}
     for name, seen in previews.items():
-        gold = "" if answer is None else f"gold answer: {score(seen.gold)}, "
+        reading = "" if seen.reading is None else f" (read as {seen.reading})"
+        gold = "" if answer is None else f"gold answer{reading}: {score(seen.gold)}, "
         problem = "" if seen.problem is None else f"; {seen.problem}"
         lines[f"  {name}"] = f"{gold}empty text: {score(seen.empty)}{problem}"
     of = "which has no answer" if answer is None else f"whose answer is {text}"

@@ -12,8 +12,8 @@ import time
 import pytest
 
 from jaxgrpo.core.errors import InputError
-from jaxgrpo.rewards import RewardError, build, call_rewards, math_answer
-from jaxgrpo.rewards.builtin import NEEDED, PROGRAM
+from jaxgrpo.rewards import RewardError, build, call_rewards, math_answer, mathematics, preview
+from jaxgrpo.rewards.mathematics import NEEDED, PROGRAM
 
 THERE = importlib.util.find_spec("math_verify") is not None
 
@@ -78,7 +78,7 @@ def test_a_grader_that_never_ends_is_killed_and_its_sample_unscored():
     assert time.monotonic() - began < 20
     if THERE:
         assert scores == [1, None, 1, 0]
-        assert logged == {"math/timed_out": 0.25, "math/crashed": 0.0}
+        assert logged == {"math/timed_out": 0.25, "math/crashed": 0.0, "math/unread": 0.0}
 
 
 def test_the_program_of_the_grader_loads_nothing_of_jax_or_of_this_package(python):
@@ -105,7 +105,7 @@ def test_a_batch_gets_its_shares_as_metrics():
             {"math": build("math")}, ["p"], [r"\boxed{6}"], [[1]], {"answer": ["6"]}
         )
         assert scores["math"].tolist() == [1]
-        assert log.numbers() == {"math/timed_out": 0, "math/crashed": 0}
+        assert log.numbers() == {"math/timed_out": 0, "math/crashed": 0, "math/unread": 0}
     else:
         with pytest.raises(InputError, match="math-verify, which is not installed"):
             build("math")
@@ -150,3 +150,96 @@ def test_no_completions_start_no_process():
 def test_a_gold_number_is_no_expression_with_the_letter_e():
     texts = [r"\boxed{e-5}", r"\boxed{0.00001}", r"\boxed{2.5\cdot 10^{-7}}"]
     assert math_answer(texts, [1e-5, 1e-5, 2.5e-7]) == [0.0, 1.0, 1.0]
+
+
+EQUAL = {
+    "2√3": [
+        r"\boxed{2√3}",
+        r"\boxed{2\sqrt{3}}",
+        "So it is 2√3.",
+        r"$x$ holds, so it is $\sqrt{12}$",
+    ],
+    "√(2+√3)": [r"\boxed{\sqrt{2+\sqrt{3}}}", "sqrt(2 + sqrt(3))"],
+    "∛8": [r"\boxed{\sqrt[3]{8}}", "2"],
+    "10⁻⁵": ["0.00001", "10^-5", r"\boxed{10^{-5}}", "1e-5."],
+    "1e-05": ["0.00001", r"\boxed{1 \times 10^{-5}}"],
+    "½": ["0.5", "The answer is ½.", "1⁄2"],
+    "3½": [r"\boxed{3.5}", r"\boxed{\frac{7}{2}}", "3 1/2", "It is 3½ cups."],
+    "-3 1/2": ["-3.5", r"\boxed{-3\frac{1}{2}}"],
+    "∞": [r"\boxed{\infty}", "It is ∞.", r"\boxed{infinity}"],
+    "pi/2": [r"\boxed{\frac{\pi}{2}}", "The answer is π/2.", r"\boxed{pi/2}", "π÷2"],
+    "2π": [r"\boxed{2\pi}", "2*pi", "2·π"],
+    "2×3": ["6", r"\boxed{2·3}"],
+    "6÷2": ["3"],
+    "−5": ["-5", r"\boxed{−5}"],
+    "x₁ + x₂": [r"\boxed{x_1 + x_2}"],
+    "x² + 1": [r"\boxed{x^2+1}", "so it is x²+1."],
+    "2 ± √3": [r"\boxed{2 \pm \sqrt{3}}"],
+    "x ∈ [0, ∞)": [r"\boxed{[0, \infty)}"],
+    "100 dollars": ["100", r"\boxed{100}", r"\boxed{\$100}", "It costs $100."],
+    "12 cm²": ["12", r"\boxed{12\text{ cm}^2}"],
+    "60 miles per hour": [r"\boxed{60}"],
+    "5 million": ["5,000,000", r"\boxed{5 million}"],
+    "1 000 000": ["1000000", r"\boxed{1{,}000{,}000}"],
+    "$5": ["5", r"\boxed{5}"],
+    "x + 2d": [r"\boxed{2d + x}"],
+    "no solution": [r"\boxed{\text{No solution}}", r"\boxed{no solution}"],
+    "2.5e-7": [r"\boxed{2.5\cdot 10^{-7}}", "0.00000025"],
+    "73": ["So it is **73**.", "**Answer:** 73"],
+    "5": ["The volume is 5 m³.", "see note³: it is 5"],
+}
+UNEQUAL = {
+    "2√3": ["2", "3", r"\boxed{\sqrt{3}}"],
+    "2": ["It is 2√3.", "2√3", "$x$ holds, so it is 2√3."],
+    "10⁻⁵": ["10", "5", "0.0000101"],
+    "3½": ["3", r"\boxed{1/2}"],
+    "x + 2d": [r"\boxed{x + 2}"],
+    "listen": [r"\boxed{silent}"],
+    "2.5e-7": ["0", r"\boxed{0}", "0.0000003"],
+    r"6.6 \times 10^{-34}": [r"\boxed{10^{-34}}", "0"],
+    "0": [r"\boxed{0.0000001}"],
+    "1 000 000": ["0", "1"],
+}
+UNREAD = [
+    *(
+        "5 @ 3",
+        "3)",
+        "0.333...",
+        "2 3",
+        r"\frac{1}{0}",
+        r"100 \text{ dollars and } 5 \text{ cents}",
+    ),
+    *(r"5\text{ hours }30\text{ minutes}", r"\le 5 \blah", "7 a.m.", True, [1, 2]),
+]
+
+
+@pytest.mark.parametrize(("table", "expected"), [(EQUAL, 1), (UNEQUAL, 0)], ids=["equal", "not"])
+def test_gold_answers_and_completions_are_read_as_a_whole(table, expected):
+    pairs = [(text, gold) for gold, texts in table.items() for text in texts]
+    scores = score(*(list(column) for column in zip(*pairs, strict=True)))
+    if scores is not None:
+        assert [pair for pair, given in zip(pairs, scores, strict=True) if given != expected] == []
+
+
+def test_a_gold_answer_that_is_read_in_part_is_not_scored_and_named(monkeypatch):
+    monkeypatch.setattr(mathematics, "_named", set())
+    logged = {}
+    if not THERE:
+        return
+    golds = [*UNREAD, None]
+    texts = [rf"\boxed{{{gold}}}" for gold in golds]
+    with pytest.warns(UserWarning, match="cannot be read as a whole") as warned:
+        scores = math_answer(texts, golds, log_metric=logged.__setitem__)
+    assert scores == [None] * len(golds)
+    assert logged["math/unread"] == len(UNREAD) / len(golds)
+    assert len(warned) == mathematics.UNREAD_NAMED
+    assert "the gold answer '5 @ 3' cannot be read as a whole" in str(warned[0].message)
+
+
+def test_a_preview_shows_how_gold_answers_are_read():
+    rewards = {"right": build("gsm8k_answer")} | ({"math": build("math")} if THERE else {})
+    for gold, expected in {"3 1/2": "7/2", "2√3": "2*sqrt(3)", "3)": "nothing"}.items():
+        shown = preview(rewards, {"prompt": "p", "answer": gold}, lambda text: [1])
+        if THERE:
+            assert shown["math"].reading == expected
+    assert preview(rewards, {"prompt": "p", "answer": 1.5}, lambda text: [1])["right"][3] == "3/2"

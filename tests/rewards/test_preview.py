@@ -31,7 +31,7 @@ def test_every_reward_judges_the_gold_answer_and_the_empty_text():
 def test_a_conversation_is_answered_by_messages():
     row = {"prompt": [{"role": "user", "content": "47+38="}], "answer": "#### 85"}
     shown = preview({"right": build("gsm8k_answer")}, row, encode)
-    assert shown == {"right": Preview(1.0, 0.0)}
+    assert shown == {"right": Preview(1.0, 0.0, reading="85")}
 
 
 def test_a_row_without_an_answer_is_judged_by_the_empty_text_alone():

@@ -1,0 +1,148 @@
+"""The reward `math`: answers that are compared as mathematics, in child processes with a limit."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import math
+import numbers
+import os
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from jaxgrpo.core.errors import InputError
+from jaxgrpo.data.written import text_of_value
+from jaxgrpo.rewards.builtin import after_thought, text_of
+from jaxgrpo.rewards.protocol import RewardError
+from jaxgrpo.rewards.workers import Answer, WorkerError, Workers
+
+PROGRAM = Path(__file__).with_name("math_program.py")
+NEEDED = (
+    "math needs the library math-verify, which is not installed: "
+    'pip install "jaxgrpo[math]" (or math-verify by itself)'
+)
+
+TIME_LIMIT = 5.0  # seconds for one completion
+WORKERS = 4
+UNREAD_NAMED = 5  # gold answers that warnings name
+_named: set[str] = set()
+
+
+def math_answer(
+    completions: Sequence[Any],
+    answer: Sequence[Any],
+    time_limit: float = TIME_LIMIT,
+    workers: int = WORKERS,
+    log_metric: Callable[[str, float], None] | None = None,
+    **columns: Any,
+) -> list[float | None]:
+    """1.0 if the completion's answer is mathematically the gold one, else 0.0.
+
+    The last `\\boxed{...}` is the answer, if there is one; boxes that stand close together are
+    one set. Else it is LaTeX between signs of mathematics, or a plain number. `\\frac{1}{2}`, `0.5`
+    and `2/4` are equal; so are sets in another order, and expressions that simplify to the same.
+    Only what follows a `</think>` is read, if there is one. A completion without an answer
+    gets 0. Unicode (`2√3`, `3½`, `10⁻⁵`), mixed numbers (`3 1/2`) and units in words are read in
+    gold answers and completions alike.
+
+    A gold answer that cannot be read as a whole, or that does not equal itself in a box, leaves its
+    samples unscored; a warning names the first few, and `math/unread` is their share.
+
+    Each is judged in a process that does nothing else, since some answers never end: `9^{9^{9^9}}`.
+    One that takes too long, or ends its process, leaves its sample unscored; the process is
+    replaced. Their shares are the metrics `math/timed_out` and `math/crashed`.
+
+    Args:
+      completions: texts, or messages.
+      answer: the gold answers as the data set writes them: bare LaTeX, a number, a solution with
+        `\\boxed{...}`, or one that ends with `#### 72`.
+      time_limit: seconds for one completion.
+      workers: processes at most, and never more than the machine has cores.
+
+    Returns: one score each; None if the gold answer is not read, or no process gave an answer.
+    Raises: RewardError if math-verify is not installed.
+    Source: github.com/huggingface/Math-Verify. Its own time limits work in a main thread alone,
+    and do not end a process that is lost in one long operation on numbers.
+    """
+    del columns
+    questions = [
+        [_gold(gold), after_thought(text_of(completion)), time_limit]
+        for completion, gold in zip(completions, answer, strict=True)
+    ]
+    if not questions:
+        return []
+    answers = _ask(questions, workers, time_limit)
+    _report(answer, answers, log_metric)
+    return [judged.value for judged in answers]
+
+
+def math_reading(gold: Any) -> str | None:
+    """How `math_answer` reads a gold answer, in sympy's words; None if it does not.
+
+    Raises: RewardError if math-verify is not installed.
+    """
+    (reading,) = _ask([[_gold(gold), None, TIME_LIMIT]], WORKERS, TIME_LIMIT)
+    return reading.value
+
+
+def _ask(questions: Sequence[Any], workers: int, time_limit: float) -> list[Answer]:
+    try:
+        return _workers(min(workers, os.cpu_count() or 1), time_limit).ask(questions)
+    except WorkerError as error:
+        missing = "No module named 'math_verify'" in str(error)
+        raise RewardError(NEEDED if missing else f"math: no worker could start: {error}") from error
+
+
+def _report(
+    golds: Sequence[Any],
+    answers: Sequence[Answer],
+    log_metric: Callable[[str, float], None] | None,
+) -> None:
+    """Logs the shares that have no score, and warns of gold answers that are not read."""
+    nothing = Answer(None)
+    pairs = zip(golds, answers, strict=True)
+    unread = [gold for gold, judged in pairs if judged == nothing and gold is not None]
+    if log_metric is not None:
+        problems = [judged.problem for judged in answers]
+        log_metric("math/timed_out", problems.count("timed out") / len(answers))
+        log_metric("math/crashed", problems.count("crashed") / len(answers))
+        log_metric("math/unread", len(unread) / len(answers))
+    for gold in dict.fromkeys(map(repr, unread)):
+        if gold not in _named and len(_named) < UNREAD_NAMED:
+            _named.add(gold)
+            warnings.warn(
+                f"math: the gold answer {gold} cannot be read as a whole, or does not equal itself "
+                "in \\boxed{}: its samples are not scored (math/unread is their share); write it "
+                "as LaTeX, or take the row out",
+                stacklevel=3,
+            )
+
+
+def check_math(time_limit: Any = TIME_LIMIT, workers: Any = WORKERS) -> None:
+    """Raises: InputError if an option is out of range, or math-verify is not installed."""
+    number = isinstance(time_limit, (int, float)) and not isinstance(time_limit, bool)
+    if not number or not math.isfinite(time_limit) or time_limit <= 0:
+        raise InputError(f"time_limit = {time_limit!r}: expected seconds above 0")
+    if type(workers) is not int or workers < 1:
+        raise InputError(f"workers = {workers!r}: expected a whole number of processes, >= 1")
+    if importlib.util.find_spec("math_verify") is None:
+        raise InputError(NEEDED)
+
+
+def _gold(answer: Any) -> str:
+    """The gold answer as a text; of a solution in GSM8K's form what follows its mark.
+
+    "" for what is neither a text nor a number: a list written as Python writes it is an interval.
+    """
+    if isinstance(answer, bool) or not isinstance(answer, (str, numbers.Number)):
+        return ""
+    return text_of_value(answer).rpartition("####")[2].strip()
+
+
+@functools.cache
+def _workers(count: int, time_limit: float) -> Workers:
+    # -P: the program's folder is not searched for modules, so that none of ours hides another.
+    return Workers([sys.executable, "-P", str(PROGRAM)], count, time_limit)
