@@ -35,6 +35,7 @@ class AdvantageTransform(NamedTuple):
     kind: Kind = "signal->signal"
     levels: tuple[int, ...] = (2, 3)  # ranks of value it takes: 2 is [P, G], 3 is [P, G, T]
     relative: bool = False  # compares the samples of a group: one alone says nothing
+    compares_groups: bool = False  # whether a group has an advantage depends on others of the batch
     ordered: bool = False  # the result depends on the order of the prompts
     provides: tuple[str, ...] = ()  # streams it adds
     importance: bool = False  # weighs by trainer over sampler

@@ -107,7 +107,7 @@ def whiten_batch(
         white = jnp.where(silent, 0, ((stats.widen(signal.value) - near) - above) / divisor)
         return base.with_value(signal, white), {"mean": mean(near + above), "std": mean(std)}
 
-    return base.stateless("whiten_batch", apply)
+    return base.stateless("whiten_batch", apply)._replace(compares_groups=keep == "nothing")
 
 
 class _Moments(NamedTuple):

@@ -108,7 +108,8 @@ def mask_low_variance(
             keep = _above_lowest(spread, scored, base.at_step(drop, rollouts, spread.dtype))
         return base.keep_groups(signal, keep, variance=mean(spread, scored))
 
-    return base.stateless("mask_low_variance", apply, needs=needs, levels=(2,))
+    made = base.stateless("mask_low_variance", apply, needs=needs, levels=(2,))
+    return made._replace(compares_groups=callable(drop) or bool(drop))
 
 
 def mask_group_difficulty(

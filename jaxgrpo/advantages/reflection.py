@@ -161,7 +161,9 @@ def _transform(options: _Options) -> AdvantageTransform:
     base.check(_NAME, rate, lambda gamma: gamma > 0, propagation=options.propagation)
     masked = "masked_answer_logp" if options.masked_thought else None
     needs = base.needs_of("answer_logp", "answer_mask", masked)
-    return add_stream(_NAME, "r3", partial(_r3, options), needs)._replace(relative=True)
+    added = add_stream(_NAME, "r3", partial(_r3, options), needs)
+    compares = callable(options.drop) or options.drop > 0
+    return added._replace(relative=True, compares_groups=compares)
 
 
 def _r3(options: _Options, streams: Streams, rollouts: Rollouts) -> tuple[Signal, Metrics]:

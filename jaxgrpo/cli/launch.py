@@ -7,7 +7,6 @@ the others have a few seconds to say why and to end; what is left is killed, fro
 
 from __future__ import annotations
 
-import ctypes
 import os
 import re
 import signal
@@ -22,6 +21,7 @@ from typing import IO
 
 from jaxgrpo.cli.main import COMMANDS
 from jaxgrpo.core.errors import InputError, suggest
+from jaxgrpo.training.parent import STOP_SIGNALS, end_with_parent, is_nohup
 
 TICK = 0.1  # seconds between two looks
 GRACE = 7.0
@@ -29,15 +29,12 @@ GRACE = 7.0
 
 A frozen process is noticed by them after 15 s, and the whole job has to be gone within 30.
 """
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-"""Passed on to the processes (training.process.STOP_SIGNALS, which imports JAX)."""
 STOPPED = tuple(128 + number for number in STOP_SIGNALS)
 """Exit codes of a process that was asked to stop, and that waits for no other."""
 LOST = 6
 """Exit code of a process that ends because of another (training.peers.LOST, which imports JAX)."""
 
 DEVICES = "--xla_force_host_platform_device_count"
-PR_SET_PDEATHSIG = 1  # of Linux' prctl
 
 
 def main(command: Sequence[str], processes: int = 2, devices: int | None = None) -> int:
@@ -106,7 +103,7 @@ class _Job:
         self.shown: set[int] = set()  # processes whose end has been seen
 
     def run(self) -> int:
-        before = {n: signal.signal(n, self._pass_on) for n in STOP_SIGNALS if not _is_nohup(n)}
+        before = {n: signal.signal(n, self._pass_on) for n in STOP_SIGNALS if not is_nohup(n)}
         try:
             for index, environment in enumerate(self.environments):
                 self._start(index, environment)
@@ -131,7 +128,7 @@ class _Job:
                 stdout=output,
                 stderr=output,
                 process_group=0,  # Ctrl-C reaches it once: from here
-                preexec_fn=_end_with_parent if sys.platform == "linux" else None,
+                preexec_fn=end_with_parent if sys.platform == "linux" else None,
             )
         )
 
@@ -178,11 +175,6 @@ class _Job:
                 _say(f"[{index}] {line}")
 
 
-def _is_nohup(number: int) -> bool:
-    """Whether this is SIGHUP, and it was ignored when this process started."""
-    return number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN
-
-
 def _say(line: str) -> None:
     sys.stderr.write(f"{line}\n")
     sys.stderr.flush()
@@ -193,8 +185,3 @@ def _kill(child: subprocess.Popen[bytes]) -> None:
     if child.poll() is None:
         os.killpg(child.pid, signal.SIGKILL)
         child.wait()
-
-
-def _end_with_parent() -> None:
-    """In a new process: the kernel ends it where the launcher is killed and can end nothing."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

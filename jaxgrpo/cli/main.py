@@ -18,6 +18,7 @@ from typing import Any, TextIO
 
 import jaxgrpo
 from jaxgrpo.core.errors import InputError, suggest
+from jaxgrpo.training import parent
 
 CLOSED = 128 + signal.SIGPIPE
 """The exit code if what reads the output closes it."""
@@ -275,8 +276,15 @@ COMMANDS: dict[str, tuple[Any, ...]] = {
 """name -> what it does, "package.module:function", and its arguments."""
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command and returns its exit code (process.EXIT_CODES)."""
+def main(
+    argv: Sequence[str] | None = None,
+    run: Callable[[Callable[[], int]], int] = lambda command: command(),
+) -> int:
+    """Runs one command and returns its exit code (process.EXIT_CODES).
+
+    Args:
+      run: runs what takes long, by default in this process.
+    """
     words = sys.argv[1:] if argv is None else argv
     command = next((word for word in words if not word.startswith("-")), None)
     if command is not None and command not in COMMANDS:
@@ -297,9 +305,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     # Without it the first line of most commands is that PyTorch was not found, which none needs.
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    return run(lambda: _guarded(given.pop("calls"), given))
+
+
+def _guarded(calls: str, given: dict[str, Any]) -> int:
     from jaxgrpo.training import process
 
-    calls = given.pop("calls")
     return process.guard(lambda: _until_closed(lambda: pkgutil.resolve_name(calls)(**given)))
 
 
@@ -355,8 +366,8 @@ def _is_closed(stream: TextIO | None) -> bool:
 
 
 def run() -> None:
-    """The console script."""
-    sys.exit(main())
+    """The console script: a command runs in a child of this process."""
+    sys.exit(main(run=parent.run))
 
 
 def _parser() -> argparse.ArgumentParser:

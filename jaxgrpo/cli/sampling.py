@@ -30,6 +30,7 @@ from jaxgrpo.evaluation.evaluate import (
 from jaxgrpo.training import fingerprints, process
 from jaxgrpo.training.console import telling
 from jaxgrpo.training.folder import Closing, plain, write_atomically
+from jaxgrpo.training.inputs import at_time
 from jaxgrpo.training.policy import StoredPolicy, config_for, find_policy, key_of
 
 ACT = ("model.", "lora.", "data.", "rollout.", "mesh.", "train.seed")
@@ -111,11 +112,14 @@ def write_samples(
     rows = _lines(prompts) if prompts.endswith(".txt") else None
     asked_for = _changes(None if rows else prompts, top_k, top_p, max_tokens)
     config = config_for(target, asked_for, overrides)
+    process.start(config.mesh.platform)
+    if not (overwrite or config.data.template_time):
+        config = at_time(config, process.decided(lambda: _begun_at(out)))
     console = Console(highlight=False)
     policy, asked = find_policy(console, config, rows)
     questions = Questions(asked.rows, asked.encoded, _unjudged)
     batches = make_batches(policy, questions, samples, rounds=ROUNDS, temperature=temperature)
-    facts = {"--samples": samples, "--temperature": temperature, **_facts(config, questions)}
+    facts = {"--samples": samples, "--temperature": temperature, **_facts(policy.config, questions)}
     with SampleFile(out) as file:
         texts = [row["prompt"] for row in questions.rows]
         begun = functools.partial(file.resume, prompts=texts, samples=samples, size=batches.size)
@@ -320,6 +324,16 @@ def _changes(
         "rollout.max_completion_tokens": max_tokens,
         "loss.proximal": "trainer" if cut else None,  # training refuses the cut otherwise
     }
+
+
+def _begun_at(out: str) -> str | None:
+    """The time that the chat template wrote for the rows of a file, if it wrote one."""
+    file = SampleFile(out)
+    try:
+        is_new = not file.path.stat().st_size
+        return None if is_new else json.loads(file.settings.read_bytes())["data.template_time"]
+    except (OSError, ValueError, TypeError, KeyError):  # `resume` refuses what is damaged
+        return None
 
 
 def _facts(config: Config, questions: Questions) -> dict[str, Any]:

@@ -6,6 +6,7 @@ is missing, and yields its problems: where, what was given, what to do.
 
 from __future__ import annotations
 
+import datetime
 import difflib
 import inspect
 import math
@@ -192,6 +193,9 @@ def _refill(values: Values, made: Made) -> Iterator[str]:
             f"{where}: {method} learns from flat groups too; "
             'leave it out, or take a method that compares the samples of a group, recipe = "grpo"'
         )
+    for part, step in chain:
+        if step.compares_groups:
+            yield f"{where}: {part['use']} {methods.COMPARED_GROUPS}"
 
 
 def _evaluation(values: Values) -> Iterator[str]:
@@ -377,7 +381,15 @@ def _data(values: Values) -> Iterator[str]:
             f"data.chat_template = {show(template)}: there is no such file; give a Jinja file, "
             '"auto" or "none"'
         )
-    for name in ("system", "chat_template_kwargs"):
+    time = values.get("data.template_time")
+    try:
+        datetime.datetime.fromisoformat(time or "2026-11-25")
+    except ValueError:
+        yield (
+            f"data.template_time = {show(time)}: expected a date, or a date and a time, as "
+            '"2026-11-25" or "2026-11-25T09:30:00"'
+        )
+    for name in ("system", "chat_template_kwargs", "template_time"):
         if template == "none" and values.get(f"data.{name}"):
             yield (
                 f'data.{name}: nothing reads it where data.chat_template = "none"; leave one of '

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxgrpo.config.own_code import file_of, short_name
+from jaxgrpo.config.own_code import short_name, source_of, with_imports
 from jaxgrpo.data.sources import FILES, is_name
 from jaxgrpo.data.storage import is_url
 from jaxgrpo.data.tasks import PREFIX
@@ -137,6 +137,7 @@ class DataKeys:
     system: str | None = key(None)  # text of a system message in front of every prompt
     chat_template: str = key("auto")  # "auto": the tokenizer's if it has one; "none"; a file
     chat_template_kwargs: Mapping[str, Any] = key({})  # variables of the template
+    template_time: str | None = key(None)  # that it writes; None: of the run's first start
     too_long: str = key("error", choices=("error", "drop"))  # beyond rollout.max_prompt_tokens
 
 
@@ -188,7 +189,7 @@ class RolloutKeys:
     slots: int | None = key(None, at_least=1)  # samples decoded at once; None: what fits
     kv_cache_dtype: str = key("auto", choices=("auto", "float32", "bfloat16"))  # "auto": that of
     # the model
-    overlap_rewards: bool = key(True)  # judge groups that have ended while others decode
+    overlap_rewards: bool = key(True)  # those that are per_sample judge groups as they end
     segment_tokens: int = key(16, at_least=1)  # decoded between two looks at what has ended
     prompts: Part = key({"use": "sequential"})  # the policy that chooses what is sampled next
     refill: Mapping[str, float] | None = key(None)  # { factor = 3.0 }, groups generated at most
@@ -258,6 +259,10 @@ class TrackingKeys:
     wandb: dict[str, Any] | None = key(None, holds="project")  # options of wandb.init
 
 
+INPUTS = ("rows", "template", "tokenizer", "prompts", "base", "code")
+"""What a run reads, and a later start of it has to read again."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunKeys:
     dir: str = key()  # relative to where the command is started
@@ -266,6 +271,7 @@ class RunKeys:
     peer_timeout: float = key(15.0, at_least=0)  # silence of another process that ends it; 0: never
     samples_every: int = key(10, at_least=0)  # steps between files of samples; 0: only the first's
     rollouts_every: int = key(0, at_least=0)  # steps between files of rollouts; 0: none
+    allow_changes: tuple[str, ...] = key((), choices=INPUTS)  # in what a later start reads
     report: bool = key(True)  # false: none, until `jaxgrpo report` is asked for one
     report_every: int = key(10, at_least=0)  # at most 1% of the time goes into it; 0: at the end
 
@@ -312,13 +318,13 @@ class Config:
 
     @property
     def own_files(self) -> tuple[Path, ...]:
-        """The files of own code that it names, each once."""
+        """The files of own code that it names, and of modules beside them that these import."""
         loss = self.loss
         parts = [*(self.advantage or ()), loss.surrogate, loss.reduction, self.rollout.prompts]
         parts += [part for part in (loss.kl, loss.entropy, loss.mismatch, self.method) if part]
         names = [reward.use for reward in self.rewards] + [part["use"] for part in parts]
         names += [self.model.family] if self.model.family else []
-        return tuple(dict.fromkeys(Path(file) for name in names if (file := file_of(name))))
+        return with_imports(file for name in names if (file := source_of(name)))
 
 
 def is_path(value: str, folder: Path) -> bool:

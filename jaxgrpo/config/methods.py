@@ -41,14 +41,32 @@ WEIGHED_TWICE = (
 )
 """Why weights of trainer over sampler and a ratio measured from the sampler exclude each other."""
 
+COMPARED_GROUPS = (
+    "compares the groups of a batch, so that a group that rollout.refill took for live may be flat "
+    "among those that the step trains on; judge each group by itself (drop = 0, or a threshold "
+    "instead of drop), or leave rollout.refill out"
+)
+"""Why groups cannot be replaced where which of them are live depends on the others."""
 
-def make_chain(
+
+def make_chain(config: Config, recipe: AdvantageTransform) -> AdvantageTransform:
+    """The advantage of a run: its recipe, and the steps that loss.kl and loss.mismatch add."""
+    tail = build_tail(_loaded(config, config.loss.kl), _loaded(config, config.loss.mismatch))
+    return advantages.extend(recipe, *tail)
+
+
+def make_recipe(
     config: Config, rewards: Sequence[Reward], advantage: AdvantageTransform | None = None
 ) -> AdvantageTransform:
-    """The advantage of a run: `advantage`, a list of parts or a recipe, and the steps behind it."""
-    chain = advantage if advantage is not None else _named_chain(config, rewards)
-    tail = build_tail(_loaded(config, config.loss.kl), _loaded(config, config.loss.mismatch))
-    return advantages.extend(chain, *tail)
+    """The chain that says what a sample is worth: `advantage`, a list of parts or a recipe.
+
+    Raises: InputError if groups are to be replaced and it compares them with each other.
+    """
+    recipe = advantage if advantage is not None else _named_chain(config, rewards)
+    if config.rollout.refill is not None and recipe.compares_groups:
+        step = next((name for name, step in recipe.steps if step.compares_groups), recipe.name)
+        raise InputError(f"{step} {COMPARED_GROUPS}")
+    return recipe if recipe.steps else advantages.chain(recipe, name=recipe.name)
 
 
 def _named_chain(config: Config, rewards: Sequence[Reward]) -> AdvantageTransform:

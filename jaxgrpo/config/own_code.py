@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import importlib
 import importlib.util
 import sys
-from collections.abc import Callable
+import sysconfig
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -15,6 +17,9 @@ from jaxgrpo.core.errors import InputError, suggest
 
 PYTHON = "python"
 """The module, in names of what was given as a Python object."""
+
+LIBRARIES = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib"))
+PACKAGE = str(Path(__file__).parent.parent)
 
 
 def is_reference(name: str) -> bool:
@@ -30,6 +35,83 @@ def file_of(name: str) -> str | None:
     """The file of "path/file.py:function"; None for the name of a module or of a built-in part."""
     place = name.rpartition(":")[0]
     return place if place.endswith(".py") else None
+
+
+def source_of(name: str) -> Path | None:
+    """The file of "path/file.py:function" or of "package.module:function", which is not imported.
+
+    None for a built-in part, for a Python object and where there is no such module.
+    """
+    if file := file_of(name):
+        return Path(file)
+    place = name.rpartition(":")[0]
+    top, *rest = place.split(".")
+    try:
+        spec = None if place in ("", PYTHON) else importlib.util.find_spec(top)
+    except ValueError:  # __main__ in a notebook
+        spec = None
+    if spec is None:
+        return None
+    if not rest:
+        origin = spec.origin or ""
+        return Path(origin) if origin.endswith(".py") else None
+    folders = [Path(folder, *rest) for folder in spec.submodule_search_locations or ()]
+    return next((file for folder in folders for file in _modules_at(folder)), None)
+
+
+def with_imports(files: Iterable[Path]) -> tuple[Path, ...]:
+    """Files of own code and the modules beside them that they import, theirs too, each once.
+
+    Modules of other folders are left out, and so are installed packages and this one.
+    """
+    found = dict.fromkeys(files)
+    roots = [folder for file in found if _is_own(file) for folder in (file.parent, _root(file))]
+    waiting = [file for file in found if _is_own(file)]
+    while waiting:
+        near = dict.fromkeys(_imported(waiting.pop(0), roots))
+        waiting += [file for file in near if file not in found]
+        found |= near
+    return tuple(found)
+
+
+def _is_own(file: Path) -> bool:
+    """Whether it is neither installed nor of this package."""
+    return not any(file.is_relative_to(folder) for folder in (*LIBRARIES, PACKAGE))
+
+
+def _root(file: Path) -> Path:
+    """The folder in which the outermost package of a file is."""
+    folder = file.parent
+    while (folder / "__init__.py").is_file():
+        folder = folder.parent
+    return folder
+
+
+def _imported(file: Path, roots: Iterable[Path]) -> Iterator[Path]:
+    """The files under `roots` of the modules that a file imports; none where it cannot be read."""
+    try:
+        nodes = list(ast.walk(ast.parse(file.read_bytes())))
+    except (OSError, SyntaxError, ValueError):  # refused where it is loaded
+        return
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            places, names = roots, [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            places = [file.parents[node.level - 1]] if node.level else roots
+            module = [node.module] if node.module else []
+            names = [".".join([*module, alias.name]) for alias in node.names]
+        else:
+            continue
+        for place in places:
+            for name in names:
+                parts = name.split(".")
+                paths = [place.joinpath(*parts[: n + 1]) for n in range(len(parts))]
+                yield from (file for path in paths for file in _modules_at(path) if _is_own(file))
+
+
+def _modules_at(path: Path) -> Iterator[Path]:
+    """The file of the module whose path is `path` without its suffix, if there is one."""
+    yield from (file for file in (Path(f"{path}.py"), path / "__init__.py") if file.is_file())
 
 
 def short_name(name: str) -> str:

@@ -7,6 +7,7 @@ writing in files.py.
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import difflib
 import json
 import math
@@ -126,8 +127,10 @@ def _read_value(where: str, value: Any, hint: Any, limits: Range, values: Values
     kind = _kind(hint)
     if kind is float and type(value) is int:
         value = float(value) if abs(value) < sys.float_info.max else math.inf
+    if kind is str and isinstance(value, datetime.date):  # of TOML, as --set reads 2026-11-25
+        value = value.isoformat()
     if kind is tuple:
-        yield from _read_texts(where, value, values)
+        yield from _read_texts(where, value, limits, values)
     elif kind is Mapping and isinstance(value, Mapping):
         values[where] = dict(value)
     elif type(value) is not kind:
@@ -145,11 +148,14 @@ def _read_value(where: str, value: Any, hint: Any, limits: Range, values: Values
         values[where] = value
 
 
-def _read_texts(where: str, value: Any, values: Values) -> Iterator[str]:
-    if isinstance(value, (list, tuple)) and all(isinstance(one, str) and one for one in value):
-        values[where] = tuple(value)
-    else:
+def _read_texts(where: str, value: Any, limits: Range, values: Values) -> Iterator[str]:
+    right = isinstance(value, (list, tuple)) and all(isinstance(one, str) and one for one in value)
+    if not right:
         yield f"{where} = {show(value)}: expected {KINDS[tuple]}"
+    elif limits.choices and (odd := [one for one in value if one not in limits.choices]):
+        yield f"{where} = {show(value)}: {show(odd[0])} is not {limits}"
+    else:
+        values[where] = tuple(value)
 
 
 def _read_part(where: str, value: Part, values: Values, holds: str = "use") -> Iterator[str]:

@@ -7,9 +7,12 @@ Rewards get conversations as TRL gives them: prompts as lists of messages, each 
 
 from __future__ import annotations
 
+import contextlib
+import datetime
 import difflib
 import json
-from collections.abc import Mapping, Sequence
+import types
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,6 +28,13 @@ OURS = ("add_generation_prompt", "continue_final_message", "messages")
 """Variables of chat templates that the role of the last message sets."""
 
 
+CLOCK = "strftime_now"
+"""The function by which chat templates write the date or the time."""
+
+TIMES = ("1999-01-02T03:04:05.6", "2048-12-31T23:58:59.7")
+"""Two times that no format writes alike."""
+
+
 class Chat(NamedTuple):
     """How prompts are written out."""
 
@@ -34,6 +44,7 @@ class Chat(NamedTuple):
     system: str | None
     options: dict[str, Any]
     vocab_size: int | None = None  # of the model: a tokenizer may have more tokens; None: as many
+    time: str | None = None  # in ISO 8601, for CLOCK; None: the template does not read it
 
 
 def messages_of(value: Any, where: str) -> Conversation:
@@ -81,7 +92,12 @@ def for_rewards(prompts: Sequence[Any], completions: Sequence[str]) -> tuple[lis
 
 
 def make_chat(
-    tokenizer: Any, choice: str, system: str | None, options: Mapping[str, Any], path: str
+    tokenizer: Any,
+    choice: str,
+    system: str | None,
+    options: Mapping[str, Any],
+    path: str,
+    time: str | None = None,
 ) -> Chat:
     """How the prompts of a run are written out.
 
@@ -90,6 +106,7 @@ def make_chat(
       system: the text of a system message in front of every conversation.
       options: variables of the template, as enable_thinking.
       path: model.path, for messages.
+      time: what a template writes that asks for the time, in ISO 8601; None: when it asks.
 
     Raises: InputError if the template cannot be found, there is none although a system text or an
     option for one is given, or it does not read an option.
@@ -102,18 +119,24 @@ def make_chat(
                 f"{key} is given, but there is no chat template ({name}): name a Jinja file by "
                 "data.chat_template, or write the text into data.prompt"
             )
+    names = _names_in(template or "", name)
     for option in options:
         if option in OURS:
             raise InputError(
                 f"data.chat_template_kwargs.{option}: the role of a prompt's last message decides "
                 "it; leave it out"
             )
-        names = _names_in(template or "", name)
+        if option == CLOCK:
+            raise InputError(
+                f"data.chat_template_kwargs.{option}: is a function; set data.template_time to the "
+                "time that it writes"
+            )
         if option not in names:
             near = difflib.get_close_matches(option, names, n=1)
             hint = f"did you mean {near[0]!r}?" if near else "leave it out"
             raise InputError(f"data.chat_template_kwargs.{option}: {name} does not read it; {hint}")
-    return Chat(tokenizer, template, name, system, dict(options))
+    chat = Chat(tokenizer, template, name, system, dict(options))
+    return chat._replace(time=time) if CLOCK in names else chat
 
 
 def write(chat: Chat, prompt: str | Conversation, where: str) -> str:
@@ -164,6 +187,14 @@ def check_roles(chat: Chat, prompts: Sequence[str | Conversation]) -> None:
                 raise _lost(chat, messages, place, f"row {row}")
 
 
+def writes_time(chat: Chat, prompts: Iterable[str | Conversation]) -> bool:
+    """Whether the template writes the date or the time into one of these prompts."""
+    early, late = (chat._replace(time=time) for time in TIMES)
+    return chat.time is not None and any(
+        write(early, prompt, "a prompt") != write(late, prompt, "a prompt") for prompt in prompts
+    )
+
+
 def _with_system(chat: Chat, prompt: str | Conversation, where: str) -> Conversation:
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     if chat.system is None:
@@ -179,7 +210,8 @@ def _with_system(chat: Chat, prompt: str | Conversation, where: str) -> Conversa
 def _render(chat: Chat, messages: Conversation, where: str) -> str:
     begun = _is_begun(messages)
     # Whatever the template raises, or jinja2 about it.
-    with refusing(lambda error: f"{where}: {_failure(chat.name, error)}"):
+    failing = refusing(lambda error: f"{where}: {_failure(chat.name, error)}")
+    with _clock_at(chat.time), failing:
         return chat.tokenizer.apply_chat_template(
             messages,
             chat_template=chat.template,
@@ -188,6 +220,23 @@ def _render(chat: Chat, messages: Conversation, where: str) -> str:
             continue_final_message=begun,
             **chat.options,
         )
+
+
+@contextlib.contextmanager
+def _clock_at(time: str | None) -> Iterator[None]:
+    """Within it CLOCK tells this time. transformers defines it, and takes no other one."""
+    if time is None:
+        yield
+        return
+    from transformers.utils import chat_template_utils
+
+    module: Any = chat_template_utils
+    clock, moment = module.datetime, datetime.datetime.fromisoformat(time)
+    module.datetime = types.SimpleNamespace(now=lambda: moment)
+    try:
+        yield
+    finally:
+        module.datetime = clock
 
 
 def _forms(content: str, is_last: bool) -> list[str]:

@@ -8,6 +8,7 @@ from rich.console import Console
 
 from jaxgrpo.config import files as configs
 from jaxgrpo.config.files import Config
+from jaxgrpo.data import chat
 from jaxgrpo.models import sharding
 from jaxgrpo.rollout import refill
 from jaxgrpo.training import inputs, memory, parameters, process, setup
@@ -22,7 +23,7 @@ def dry_run(config: Config, resume: bool = False) -> None:
     """
     console = Console(highlight=False)
     refuse_unusable(config.run.dir, resume)
-    console.print(process.start(config.mesh.platform))
+    console.print(process.start(config.mesh.platform), soft_wrap=True)
     run = setup.setup(config)
     geometry = run.blueprint.geometry
     prompts, _ = run.select(run.state)
@@ -54,13 +55,21 @@ def dry_run(config: Config, resume: bool = False) -> None:
             "too long": inputs.dropped_line(config, len(run.rows), run.dropped),
             "rewards": ", ".join(f"{r.name} x {r.weight:g}" for r in run.rewards),
             **({"answers": inputs.answers_line(run.answers)} if run.answers else {}),
-            "chat template": run.chat.name,
+            "chat template": f"{run.chat.name}{_time(run)}",
             "first prompt": f"row {first}, {len(ids)} tokens: {run.tokenizer.decode(ids)!r}",
         },
     )
     inputs.show_previews(console, run.rewards, run.rows[0], run.tokenizer, config.train.steps)
-    console.print(f"\nthe whole config:\n\n{configs.to_toml(config)}", markup=False)
+    console.print(f"\nthe whole config:\n\n{configs.to_toml(config)}", markup=False, soft_wrap=True)
     memory.refuse_too_large(needed, run.mesh)
+
+
+def _time(run: setup.Setup) -> str:
+    """What to say of a chat template that writes the date or the time."""
+    if not chat.writes_time(run.chat, (row["prompt"] for row in run.rows)):
+        return ""
+    first = "a run writes that of its first start; data.template_time sets another"
+    return f"; it writes the date or time, now {run.chat.time}: {first}"
 
 
 def _budget(config: Config) -> str:

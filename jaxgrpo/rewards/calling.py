@@ -37,10 +37,20 @@ SEARCH = 10.0  # seconds spent on finding the completion that a reward fails on
 class RewardLog(NamedTuple):
     """What the rewards of a batch logged beside their scores, and how they failed."""
 
-    extra: dict[str, list[Any]]  # column -> a value per completion, as JSON holds it
+    columns: dict[str, dict[str, list[Any]]]  # reward -> column -> a JSON value per completion
     metrics: dict[str, tuple[float, int]]  # name -> sum and number of the values
     failed: dict[str, int]  # reward with on_error = "unscored" -> completions it failed on
     messages: dict[str, str]  # reward that failed -> what it raised, and on which sample
+
+    @property
+    def extra(self) -> dict[str, list[Any]]:
+        """Column -> its values; a column that two rewards log has the reward's name in front."""
+        names = [column for columns in self.columns.values() for column in columns]
+        return {
+            f"{reward}/{column}" if names.count(column) > 1 else column: values
+            for reward, columns in self.columns.items()
+            for column, values in columns.items()
+        }
 
     def numbers(self) -> dict[str, float]:
         """The step's metrics: means of what was logged, rewards/NAME/errors in completions."""
@@ -91,7 +101,7 @@ def call_rewards(
         _run(calls)
     scores = {call.name: numbers(call.name, call.outcome, count) for call in calls}
     return scores, RewardLog(
-        extra=_columns(calls),
+        columns={call.name: call.columns() for call in calls if call.extra},
         metrics=merge_metrics(call.sums() for call in calls),
         failed={call.name: count if call.message else 0 for call in calls if call.unscored},
         messages={call.name: call.message for call in calls if call.message},
@@ -170,6 +180,16 @@ class _Call:
     def sums(self) -> dict[str, tuple[float, int]]:
         """name of a logged metric -> sum and number of its values."""
         return {name: (sum(values), len(values)) for name, values in self.metrics.items()}
+
+    def columns(self) -> dict[str, list[Any]]:
+        """Its logged columns. Raises: RewardError if one has not a value for each completion."""
+        for column, values in self.extra.items():
+            if len(values) != self.count:
+                raise RewardError(
+                    f"rewards.{self.name}: log_extra({column!r}, ...) got {len(values)} values for "
+                    f"{self.count} completions: give one for each, None where there is none"
+                )
+        return self.extra
 
     def _late(self) -> str:
         return (
@@ -325,21 +345,6 @@ async def _gather(awaitables: Sequence[tuple[Awaitable[Any], float | None]]) -> 
             return _Raised(TimedOut() if scope.expired() else error)
 
     return await asyncio.gather(*(outcome(*one) for one in awaitables))
-
-
-def _columns(calls: Sequence[_Call]) -> dict[str, list[Any]]:
-    """The logged columns; one that two rewards log gets the reward's name in front."""
-    logged = [column for call in calls for column in call.extra]
-    columns = {}
-    for call in calls:
-        for column, values in call.extra.items():
-            if len(values) != call.count:
-                raise RewardError(
-                    f"rewards.{call.name}: log_extra({column!r}, ...) got {len(values)} values for "
-                    f"{call.count} completions: give one for each, None where there is none"
-                )
-            columns[f"{call.name}/{column}" if logged.count(column) > 1 else column] = values
-    return columns
 
 
 def _storable(value: Any) -> Any:

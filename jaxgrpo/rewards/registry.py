@@ -73,6 +73,20 @@ def with_lengths(
     return {"max_tokens": max_completion_tokens, **options} if use == "length" else {**options}
 
 
+def is_per_sample(function: RewardFunction | None) -> bool:
+    """Whether each score depends on its own sample alone, whatever else is in the call.
+
+    True of the built-in rewards, and of a function or object whose `per_sample` is True,
+    with or without options.
+    """
+    while function is not None:
+        built_in = any(function is reward for reward in rewards.values())
+        if built_in or getattr(function, "per_sample", False) is True:
+            return True
+        function = getattr(function, "func", None)
+    return False
+
+
 class Preview(NamedTuple):
     """The scores of a row's gold answer and of the empty text; None: not scored."""
 

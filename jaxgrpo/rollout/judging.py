@@ -10,7 +10,7 @@ import json
 import math
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -24,6 +24,7 @@ from jaxgrpo.data.chat import for_rewards
 from jaxgrpo.models import sharding
 from jaxgrpo.rewards.calling import RewardLog, call_rewards, flipped, merge_metrics
 from jaxgrpo.rewards.protocol import Reward, RewardError, RewardFunction, TrainerState
+from jaxgrpo.rewards.registry import is_per_sample
 from jaxgrpo.rollout.answers import Answers
 from jaxgrpo.rollout.selection import PromptPolicy, pad_prompts, row_of
 
@@ -91,7 +92,7 @@ def completion_ids(tokens: Any, mask: Any) -> list[list[int]]:
 
 
 class Judged(NamedTuple):
-    """What the rewards say of some groups."""
+    """What some of the rewards say of some groups."""
 
     places: np.ndarray  # [n] int, which groups of the rollouts
     scores: dict[str, np.ndarray]  # name -> float32 [n, G], NaN = not scored
@@ -106,11 +107,22 @@ class Judge(NamedTuple):
     rows: Sequence[Mapping[str, Any]]  # of the data set
     on_error: Mapping[str, str] | None = None
     timeout: Mapping[str, float | None] | None = None
+    per_sample: Collection[str] = ()  # rewards that may judge groups before all have ended
 
     def groups(
-        self, places: np.ndarray, row: np.ndarray, tokens: np.ndarray, mask: np.ndarray, state: Any
+        self,
+        rewards: Collection[str],
+        places: np.ndarray,
+        row: np.ndarray,
+        tokens: np.ndarray,
+        mask: np.ndarray,
+        state: Any,
     ) -> Judged:
-        """Judges groups in this process. Shapes: places, row [n]; tokens, mask [n, G, T]."""
+        """Calls rewards on groups in this process. Shapes: places, row [n]; tokens, mask [n, G, T].
+
+        Args:
+          rewards: the names of those to call.
+        """
         _, samples, steps = tokens.shape
         chosen = [self.rows[index] for index in row for _ in range(samples)]
         ids = completion_ids(tokens.reshape(-1, steps), mask.reshape(-1, steps))
@@ -119,9 +131,8 @@ class Judge(NamedTuple):
         names = [name for name in self.rows[0] if name != "prompt"]
         columns = {name: [entry[name] for entry in chosen] for name in names}
         policy = {"on_error": self.on_error, "timeout": self.timeout}
-        scores, log = call_rewards(
-            self.functions, *texts, ids, columns, trainer_state=state, **policy
-        )
+        functions = {name: self.functions[name] for name in self.functions if name in rewards}
+        scores, log = call_rewards(functions, *texts, ids, columns, trainer_state=state, **policy)
         return Judged(places, {n: np.reshape(v, (-1, samples)) for n, v in scores.items()}, log)
 
     def rollouts(
@@ -132,35 +143,41 @@ class Judge(NamedTuple):
         state: TrainerState | None = None,
         early: Sequence[Judged] = (),
     ) -> tuple[dict[str, np.ndarray], RewardLog]:
-        """Calls the rewards on completions [P, G, T]; columns come from the data rows.
+        """Calls each reward once on completions [P, G, T]; columns come from the data rows.
 
         With several processes each judges its share of the groups and all get everything.
 
         Args:
-          early: groups of this process's share that have been judged already.
+          early: what the rewards in `per_sample` have said of groups of this process's share. They
+            are called on its other groups, the other rewards on all groups of the share.
 
         Returns: name -> float32 [P, G], NaN = not scored; what the rewards logged, samples in
         order.
         Raises: RewardError as `call_rewards` does, in every process.
         """
         groups, samples = tokens.shape[:2]
-        done = np.concatenate([np.zeros(0, int), *(one.places for one in early)])
-        left = np.setdiff1d(np.flatnonzero(is_own(np.arange(groups))), done)
+        share = np.flatnonzero(is_own(np.arange(groups)))
+        calls = [([*self.functions], share)]
+        if early:
+            left = np.setdiff1d(share, np.concatenate([part.places for part in early]))
+            calls = [(self.per_sample, left), (self.functions.keys() - self.per_sample, share)]
 
         def call() -> list[Judged]:
-            if not left.size and early:
-                return list(early)
-            return [*early, self.groups(left, row[left], tokens[left], mask[left], state)]
+            parts = list(early)
+            for names, places in calls:
+                if names and (places.size or not early):
+                    chosen = (row[places], tokens[places], mask[places])
+                    parts.append(self.groups(names, places, *chosen, state))
+            return parts
 
         parts = _everyone(call)
-        whole = {name: np.empty((groups, samples), np.float32) for name in self.functions}
-        source = np.full(groups, -1)
-        for index, part in enumerate(parts):
-            source[part.places] = index
+        scores = {name: np.empty((groups, samples), np.float32) for name in self.functions}
+        for part in parts:
             for name, values in part.scores.items():
-                whole[name][part.places] = values
+                scores[name][part.places] = values
         logs = [part.log if len(parts) == 1 else _weighed(part, samples) for part in parts]
-        return whole, merge_logs(logs, source, samples)
+        places = [part.places for part in parts]
+        return scores, merge_logs(logs, places, groups, samples)
 
 
 def _weighed(part: Judged, samples: int) -> RewardLog:
@@ -210,25 +227,29 @@ def _everyone(call: Callable[[], list[Judged]]) -> list[Judged]:
     return [read(*part) for share in shares for part in share]
 
 
-def merge_logs(logs: Sequence[RewardLog], owner: np.ndarray, samples: int) -> RewardLog:
-    """Several logs as one; a column that one of them lacks is None there.
+def merge_logs(
+    logs: Sequence[RewardLog], places: Sequence[np.ndarray], groups: int, samples: int
+) -> RewardLog:
+    """Several logs as one; a column that no log has for a group is None there.
 
     Args:
-      owner: [groups], which log each group is in; -1: in none.
+      places: for each log, which of the groups it is of.
       samples: of each group.
     """
-    extra: dict[str, list[Any]] = {}
+    merged: dict[str, dict[str, list[Any]]] = {}
     failed: Counter[str] = Counter()
     messages: dict[str, str] = {}
-    for index, log in enumerate(logs):
-        places = np.flatnonzero(np.repeat(owner == index, samples))
-        for column, values in log.extra.items():
-            whole = extra.setdefault(column, [None] * (len(owner) * samples))
-            for place, value in zip(places, values, strict=True):
-                whole[place] = value
+    for log, of_log in zip(logs, places, strict=True):
+        indices = (np.asarray(of_log)[:, None] * samples + np.arange(samples)).ravel()
+        for reward, columns in log.columns.items():
+            for column, values in columns.items():
+                before = merged.setdefault(reward, {})
+                entries = before.setdefault(column, [None] * (groups * samples))
+                for index, value in zip(indices, values, strict=True):
+                    entries[index] = value
         failed.update(log.failed)
         messages = {**log.messages, **messages}
-    return RewardLog(extra, merge_metrics(log.metrics for log in logs), failed, messages)
+    return RewardLog(merged, merge_metrics(log.metrics for log in logs), failed, messages)
 
 
 def judge_of(tokenizer: Any, rewards: Sequence[Reward], rows: Sequence[Mapping[str, Any]]) -> Judge:
@@ -239,6 +260,7 @@ def judge_of(tokenizer: Any, rewards: Sequence[Reward], rows: Sequence[Mapping[s
         rows,
         on_error={entry.name: entry.on_error for entry in rewards},
         timeout={entry.name: entry.timeout for entry in rewards},
+        per_sample={entry.name for entry in rewards if is_per_sample(entry.function)},
     )
 
 

@@ -1,4 +1,4 @@
-"""Rewards of finished groups while other groups still decode.
+"""Rewards that judge each sample by itself, of finished groups while other groups still decode.
 
 Sampling runs in a thread of its own, which mostly waits for the device; the rewards run in the
 thread that asked for the rollouts, so that their time limits, which need the main thread, hold.
@@ -47,7 +47,8 @@ class _Groups:
 def sample_and_judge(
     sample: Sample, params: Params, prompts: Prompts, key: Array, judge: Judge, progress: Any
 ) -> tuple[Rollouts, list[Judged]]:
-    """Samples, and judges this process's groups as they end, but for the last ones.
+    """Samples, and calls the rewards in `judge.per_sample` on this process's groups as they end,
+    but for the last ones.
 
     Args:
       progress: the rewards' `trainer_state`.
@@ -68,7 +69,7 @@ def sample_and_judge(
     def judged(found: Finished) -> Judged:
         own = is_own(found.places)
         places, tokens, mask = (array[own] for array in found)
-        return judge.groups(places, rows[places], tokens, mask, progress)
+        return judge.groups(judge.per_sample, places, rows[places], tokens, mask, progress)
 
     early: list[Judged] = []
     failed = False

@@ -1,7 +1,7 @@
 """Dynamic sampling: a step's flat groups are replaced by further prompts, within a budget.
 
-A group is flat if the weighted sums of its rewards are all equal, or fewer than two of its samples
-were scored (NaN: not scored): what the metric `frac_reward_zero_std` counts. All others are live.
+A group is live if the run's recipe gives one of its tokens an advantage that is not 0, and flat if
+not. It is judged once, when it is generated.
 
 A step trains on the live groups that the step before left over, then on its own in the order in
 which they were generated. It generates rounds of as many prompts as a step has until these are
@@ -57,40 +57,32 @@ def plan(live: np.ndarray, need: int) -> Plan:
     return Plan(used, alive[need:], flat[shortfall:], shortfall)
 
 
-def is_live(total: np.ndarray, scored: np.ndarray) -> np.ndarray:
-    """Groups whose scored rewards are not all equal.
-
-    Shapes: total and scored [P, G] -> bool [P].
-
-    >>> is_live(np.array([[0.0, 1.0], [0.0, 1.0]]), np.array([[True, True], [True, False]]))
-    array([ True, False])
-    """
-    low = np.where(scored, total, np.inf).min(axis=1)
-    return low < np.where(scored, total, -np.inf).max(axis=1)
-
-
 def max_rounds(factor: float) -> int:
     """The rounds of a step, each of as many prompts as it trains on, within `factor` times that."""
     return int(factor)
 
 
+class Verdict(NamedTuple):
+    """What the groups of a round are worth."""
+
+    live: np.ndarray  # [P] bool
+    total: np.ndarray  # [P, G] weighted sum of the rewards
+    scored: np.ndarray  # [P, G] bool: there is one
+
+
 Generate = Callable[[TrainState], tuple[TrainState, Rollouts, RewardLog]]
-"""Selects, samples and judges one round of prompts."""
+"""Selects, samples and rewards one round of prompts."""
 
 
 def fill(
     state: TrainState,
     generate: Generate,
-    weighted_sum: Callable[[Mapping[str, Any]], tuple[Any, Any]],
+    judge: Callable[[TrainState, Rollouts], Verdict],
     rounds: int,
 ) -> tuple[TrainState, Rollouts, RewardLog, Metrics]:
     """The groups that a step trains on, after at most so many rounds.
 
     Everything here is on the host, and alike on every process.
-
-    Args:
-      weighted_sum: of rewards [P, G] by name: the sums that make a group flat, and which samples
-        have one.
 
     Returns: the state with the new leftover groups; rollouts as host arrays; what rewards logged,
       where metrics and failures are of all rounds and columns are of the rollouts, None where a
@@ -100,26 +92,30 @@ def fill(
     room: Any = state.leftover
     need, samples = room.policy_version.shape
     groups = [_take(room, np.flatnonzero(room.ordinal >= 0))]
-    live, judged, logs = np.ones(len(groups[0].ordinal), bool), [], []
+    live, logs = np.ones(len(groups[0].ordinal), bool), []
+    judged: list[Verdict] = []
     planned = plan(live, need)
     while planned.shortfall and len(logs) < rounds:
         state, rollouts, log = generate(state)
         groups.append(_checked(sharding.to_host(rollouts), room))
-        rewards = jax.tree.map(jnp.asarray, groups[-1].rewards)
-        judged.append(sharding.to_host(weighted_sum(rewards)))
+        judged.append(judge(state, rollouts))
         logs.append(log)
-        live = np.concatenate([live, is_live(*judged[-1])])
+        live = np.concatenate([live, judged[-1].live])
         planned = plan(live, need)
     sizes = [len(one.ordinal) for one in groups]
     everything: Rollouts = jax.tree.map(_joined, *groups)
     used = _take(everything, planned.used)
-    # -1: left over by the step before, whose logs are gone.
-    said = merge_logs(logs, np.repeat(np.arange(len(groups)) - 1, sizes), samples)
+    # The first groups are left over by the step before, whose logs are gone.
+    rounds_of = np.split(np.arange(sum(sizes)), np.cumsum(sizes)[:-1])[1:]
+    said = merge_logs(logs, rounds_of, sum(sizes), samples)
     places = (planned.used[:, None] * samples + np.arange(samples)).ravel()
-    extra = {column: [values[at] for at in places] for column, values in said.extra.items()}
+    columns = {
+        reward: {column: [values[at] for at in places] for column, values in logged.items()}
+        for reward, logged in said.columns.items()
+    }
     metrics = _metrics(everything, planned, sizes[0], live, judged)
     state = dataclasses.replace(state, leftover=_stored(_take(everything, planned.leftover), need))
-    return state, used, said._replace(extra=extra), metrics
+    return state, used, said._replace(columns=columns), metrics
 
 
 def no_leftover(
@@ -207,16 +203,18 @@ def _metrics(
     planned: Plan,
     before: int,
     live: np.ndarray,
-    judged: list[tuple[np.ndarray, np.ndarray]],
+    judged: list[Verdict],
 ) -> Metrics:
     """What a step generated, beside what it trains on.
 
     Args:
       before: how many of the groups the step before left over.
-      judged: of each round, reward sums and which samples have one.
+      judged: of each round.
     """
-    total, scored = (np.concatenate(part) for part in zip(*judged, strict=True))
-    some = scored.any(axis=1)
+    total = np.concatenate([verdict.total for verdict in judged])
+    scored = np.concatenate([verdict.scored for verdict in judged])
+    low = np.where(scored, total, np.inf).min(axis=1)
+    equal, some = low >= np.where(scored, total, -np.inf).max(axis=1), scored.any(axis=1)
     counts = {
         "num_tokens": groups.token_mask[before:].sum(),
         "refill/groups": len(live) - before,
@@ -228,5 +226,5 @@ def _metrics(
     }
     metrics: Metrics = {name: mean(jnp.float32(value)) for name, value in counts.items()}
     metrics["refill/reward"] = mean(jnp.asarray(total), jnp.asarray(scored))
-    metrics["refill/frac_reward_zero_std"] = mean(jnp.asarray(~live[before:]), jnp.asarray(some))
+    metrics["refill/frac_reward_zero_std"] = mean(jnp.asarray(equal), jnp.asarray(some))
     return metrics

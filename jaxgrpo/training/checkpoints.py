@@ -34,7 +34,7 @@ from jaxgrpo.core.types import Params
 from jaxgrpo.data import storage
 from jaxgrpo.data.storage import Place
 from jaxgrpo.models import sharding
-from jaxgrpo.training import process
+from jaxgrpo.training import fingerprints, process
 from jaxgrpo.training.folder import Closing, is_step, write_atomically
 
 FORMAT = 1  # of the files of a step
@@ -77,6 +77,7 @@ class Checkpoints(Closing):
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: Future[None] | None = None
         self.newest: int | None = None  # what this object saved or restored last
+        self._chosen: int | None = None  # what `choose` returned, until it is restored
         self.best: int | None = None  # a step that stays beside the newest ones
 
     def close(self) -> None:
@@ -99,6 +100,22 @@ class Checkpoints(Closing):
     def latest(self) -> int | None:
         """The newest complete step; None where there is none. Its contents are not checked here."""
         return max(self.steps(), default=None)
+
+    def choose(self, step: int | None = None) -> int:
+        """The step that `restore` reads, the same on every process. Its files are read for that.
+
+        Args:
+          step: None takes the newest step whose files are intact and says which were not.
+        Raises: InputError where there is no such step, or its files are damaged.
+        """
+        chosen = process.decided(lambda: self._intact(step))
+        file = self._manifest(chosen)
+        fingerprints.refuse_unless_alike(
+            lambda: {f"step {chosen}": _fingerprint(file) if file.exists() else "none"},
+            "put run.dir on a file system that all processes share",
+        )
+        self._chosen = chosen
+        return chosen
 
     def meta(self, step: int) -> dict[str, Any]:
         """What was saved beside the state of a step. Raises: InputError as `restore`."""
@@ -161,14 +178,15 @@ class Checkpoints(Closing):
         Args:
           abstract: the tree to fill: jax arrays or `jax.ShapeDtypeStruct` with a sharding for what
             lives on devices, numpy arrays for what lives on the host.
-          step: None takes the newest step whose files are intact and says which were not.
+          step: as of `choose`.
           partial: the tree may leave out what was saved; nothing else is read.
         Returns: (state, meta).
         Raises: InputError where there is no such step, its files are damaged, or its tree, shapes
           or dtypes differ from what is asked for.
         """
         self.wait()
-        chosen = self._choose(step)
+        is_chosen = step is not None and step == self._chosen  # and need not be checked again
+        chosen, self._chosen = step if is_chosen else self.choose(step), None
         home = self.folder / str(chosen)
         stored = _read_meta(home)
         wanted = _named_leaves(abstract)
@@ -249,16 +267,6 @@ class Checkpoints(Closing):
             f"{home} could not be saved: {reason}{complete}; "
             "see to the space and the permissions there"
         )
-
-    def _choose(self, step: int | None) -> int:
-        """The step to restore, the same on every process, each of which must find it."""
-        chosen = process.decided(lambda: self._intact(step))
-        file = self._manifest(chosen)
-        process.refuse_unless_alike(
-            lambda: {f"step {chosen}": _fingerprint(file) if file.exists() else "none"},
-            "put run.dir on a file system that all processes share",
-        )
-        return chosen
 
     def _intact(self, step: int | None) -> int:
         steps = self.steps()
@@ -390,7 +398,8 @@ def _refuse_unless_equal(home: Place, stored: dict[str, list[Any]], wanted: dict
         more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
         raise InputError(
             f"{home}: {wrong[0]} is stored as {there} and asked for as {here}{more}: use the "
-            "model, dtype and optimizer that the run began with, or set run.dir to another folder"
+            "model, dtype, optimizer and number of rows that the run began with, or set run.dir to "
+            "another folder"
         )
 
 

@@ -77,7 +77,8 @@ class Display:
     def say(self, text: str | Text) -> None:
         self._last = self._clock()
         try:
-            self.console.print(text, markup=False)  # it may hold what a model wrote
+            # It may hold what a model wrote. A log breaks no line between a name and its number.
+            self.console.print(text, markup=False, soft_wrap=True)
         except OSError as error:
             if error.errno not in process.FULL:  # the output may go to a file on a full disk
                 raise
@@ -176,7 +177,7 @@ def show(console: Console, record: Record) -> None:
     of = f" of {record.steps}" if record.steps else ""
     console.print(Text(f"{record.name}: {record.status}, step {record.step}{of}", style="bold"))
     for alarm in record.warnings:
-        console.print(warning(alarm.step, alarm.text))
+        console.print(warning(alarm.step, alarm.text), soft_wrap=True)
     if record.evaluations:
         columns = [(f"step {step}", values) for step, values in record.evaluations]
         (_, base), (_, now) = ends = columns[0], columns[-1]

@@ -1,26 +1,33 @@
 """What a run was given, as short texts and numbers: its config, own code, data and base model.
 
-They tell whether two processes of a run were given the same, and whether a run that goes on is
-evaluated on the same questions as before.
+They tell whether two processes of a run were given the same, whether a run that is resumed reads
+what it read before, and whether it is evaluated on the same questions.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
 from jaxgrpo.config import files as configs
 from jaxgrpo.config.files import Config
-from jaxgrpo.config.own_code import file_of, short_name
+from jaxgrpo.config.keys import INPUTS
+from jaxgrpo.config.own_code import short_name, source_of, with_imports
+from jaxgrpo.core.errors import InputError
 from jaxgrpo.data.prompts import PromptData
-from jaxgrpo.models.hf import adapters, folders
+from jaxgrpo.models.hf import adapters, folders, texts
 
 REMEDY = "give every process of a run the same config, code, data and base model"
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+"""In the repr of an object: its place in memory."""
+
 LOCAL = ("model.path", "lora.path", "data.path", "eval.data", "run.dir", "tracking")
 """Keys, and a table, that may differ between machines: what is found there is compared instead."""
 
@@ -37,17 +44,108 @@ def given_by(config: Config) -> dict[str, Any]:
 
 
 def code_of(files: Iterable[Path]) -> dict[str, str]:
-    """Name -> checksum of files, as own code; what is missing is refused where it is loaded."""
-    return {file.name: checksum([file.read_bytes()]) for file in files if file.is_file()}
+    """Name -> checksum of files, as own code; what is missing is refused where it is loaded.
+
+    A second file of a name gets a number.
+    """
+    found: dict[str, str] = {}
+    for file in filter(Path.is_file, files):
+        name, number = file.name, 1
+        while name in found:
+            number += 1
+            name = f"{file.name} ({number})"
+        found[name] = checksum([file.read_bytes()])
+    return found
 
 
-def data_of(rows: Sequence[Mapping[str, Any]], encoded: Sequence[np.ndarray]) -> str:
-    """Number and checksum of rows and their prompts' tokens."""
-    parts = (
-        part
-        for row, ids in zip(rows, encoded, strict=True)
-        for part in (json.dumps(row, default=_kind).encode(), ids.tobytes())
-    )
+def rows_of(read: Mapping[str, Any]) -> dict[str, str]:
+    """Which rows a run reads, to train and to evaluate on; and the rollouts that it replays.
+
+    Args:
+      read: fields of `setup.Setup` that are read from disk.
+    """
+    held_out, replay = read["held_out"], read["replay"]
+    facts = {"data.path": data_of(read["rows"], read["encoded"])}
+    if held_out:
+        facts["eval.data"] = data_of(held_out.rows, held_out.encoded)
+    if replay:
+        facts["rollouts"] = ", ".join(replay.checksums)
+    return facts
+
+
+def inputs_of(config: Config, read: Mapping[str, Any]) -> dict[str, Any]:
+    """What a run reads and a later start of it has to read again: kind of INPUTS -> JSON value.
+
+    Rows and prompts of a replay are left out: replay.json holds the checksums of its files.
+
+    Args:
+      read: fields of `setup.Setup` that are read from disk.
+    """
+    base, chat = folders.fingerprint(read["folder"]), read["chat"]
+    template: dict[str, Any] = {
+        name: base.pop(name) for name in list(base) if "chat_template" in name
+    }
+    for name in texts.CHAT_TEMPLATES:  # what is used of them is compared
+        template.pop(name, None)
+    template[f"data.chat_template = {config.data.chat_template}"] = _checksum_of(chat.template)
+    tokenizer: dict[str, Any] = {
+        name: base.pop(name) for name in texts.OF_TOKENIZER if name in base
+    }
+    if (name := "tokenizer_config.json") in tokenizer:  # it may hold the chat template
+        fields = json.loads((read["folder"] / name).read_text(encoding="utf-8"))
+        tokenizer[name] = _checksum_of({**fields, "chat_template": None})
+    adapter = [] if config.lora.path is None else adapters.files_of(config.lora.path)
+    facts: dict[str, Any] = {"template": template, "tokenizer": tokenizer}
+    facts |= {"base": {**base, **code_of(adapter)}, "code": code_of(config.own_files)}
+    if read["replay"] is None:
+        tokens = (part for ids in read["encoded"] for part in (b"|", ids.tobytes()))
+        facts |= {"rows": data_of(read["rows"]), "prompts": checksum(tokens)}
+    return facts
+
+
+def refuse_changes(config: Config, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Refuses to continue a run that reads something else, unless run.allow_changes says so.
+
+    Args:
+      before, now: `inputs_of` the run at its newest checkpoint and at this start.
+
+    Raises: InputError that names all that differ.
+    """
+    both = [kind for kind in INPUTS if kind in before and kind in now]
+    changed = [kind for kind in both if before[kind] != now[kind]]
+    if changed != ["prompts"]:  # they change with what makes them
+        changed = [kind for kind in changed if kind != "prompts"]
+    refused = [kind for kind in changed if kind not in config.run.allow_changes]
+    if refused:
+        lines = "".join(f"\n  {kind}: {_change(config, kind, before, now)}" for kind in refused)
+        allowed = json.dumps([*config.run.allow_changes, *refused])
+        raise InputError(
+            f"{config.run.dir}: the run reads something else than at its newest checkpoint:{lines}"
+            "\nput it back, or set run.dir to another folder; to continue with the change, add "
+            f"--set run.allow_changes='{allowed}'"
+        )
+
+
+def _change(config: Config, kind: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """What changed, for a message."""
+    old, new = before[kind], now[kind]
+    if kind == "rows":
+        path = f"data.path = {config.data.path}, unless given from Python"
+        return f"{old} -> {new}, in their order ({path})"
+    if kind == "prompts":
+        return (
+            "other tokens for the same rows, template and tokenizer: another version of "
+            "transformers or tokenizers, or a template that draws at random"
+        )
+    names = sorted(name for name in old.keys() | new.keys() if old.get(name) != new.get(name))
+    where = f" in model.path = {config.model.path}" if kind in ("tokenizer", "base") else ""
+    return f"{', '.join(names)}{where}"
+
+
+def data_of(rows: Sequence[Mapping[str, Any]], encoded: Sequence[np.ndarray] | None = None) -> str:
+    """Number and checksum of rows, in their order, and of their prompts' tokens, if given."""
+    tokens = [b""] * len(rows) if encoded is None else (ids.tobytes() for ids in encoded)
+    parts = (part for row, ids in zip(rows, tokens, strict=True) for part in (_written(row), ids))
     return f"{len(rows)} rows, crc32 {checksum(parts)}"
 
 
@@ -62,11 +160,12 @@ def asked_by(config: Config, held_out: PromptData) -> dict[str, Any]:
     keys = configs.flat({"eval": configs.tables_of(config)["eval"]})
     where = ("data", "subset", "split", "prompts", "scorer", "every")
     kept = {name: value for name, value in keys.items() if name.removeprefix("eval.") not in where}
-    file = file_of(use)
+    file = source_of(use)
+    files = [] if file is None else with_imports([config.folder / file])
     return {
         **kept,
         "eval.data": data_of(held_out.rows[: asked.prompts], held_out.encoded[: asked.prompts]),
-        "eval.scorer": [short_name(use), *code_of([Path(file)] if file else []).values()],
+        "eval.scorer": [short_name(use), *code_of(files).values()],
     }
 
 
@@ -78,6 +177,53 @@ def checksum(parts: Iterable[bytes]) -> str:
     return f"{crc:08x}"
 
 
-def _kind(value: Any) -> str:
-    # Not its repr, which may hold an address in memory.
-    return type(value).__name__
+def _checksum_of(value: Any) -> str:
+    return checksum([json.dumps(value).encode()])
+
+
+def _written(row: Mapping[str, Any]) -> bytes:
+    """A row as bytes, the same in every process."""
+    try:
+        return json.dumps(row, default=_plain).encode()
+    except TypeError:  # a key within it is no text
+        return _ADDRESS.sub("", repr(row)).encode("utf-8", "backslashreplace")
+
+
+def _plain(value: Any) -> Any:
+    """A value that JSON does not know: an array, an image, a date."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    if hasattr(value, "tobytes"):
+        return checksum([value.tobytes()])
+    if isinstance(value, (set, frozenset)):
+        return sorted(map(repr, value))
+    return _ADDRESS.sub("", repr(value))
+
+
+def refuse_unless_alike(facts: Callable[[], Mapping[str, Any]], remedy: str) -> None:
+    """Raises: InputError, in every process, naming the first fact that one of them has otherwise.
+
+    Called by all processes; of a single one nothing is asked.
+
+    Args:
+      facts: returns name -> JSON value, as this process finds it.
+      remedy: what to do.
+    """
+    if jax.process_count() == 1:
+        return
+    from jaxgrpo.rollout.judging import gather_json
+
+    try:
+        mine = dict(facts())
+    except InputError as error:  # raised by one alone it would leave the others waiting
+        mine = {"problem": str(error)}
+    everyone = gather_json(mine)
+    first = everyone[0]
+    for number, other in enumerate(everyone):
+        names = sorted(n for n in first.keys() | other.keys() if first.get(n) != other.get(n))
+        if names:
+            here, there = (side.get(names[0], "nothing") for side in (first, other))
+            more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
+            raise InputError(
+                f"{names[0]}: process {number} has {there}, process 0 has {here}{more}: {remedy}"
+            )

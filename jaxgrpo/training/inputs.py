@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import datetime
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -29,6 +30,7 @@ from jaxgrpo.rewards.calling import RewardLog
 from jaxgrpo.rewards.protocol import Reward, RewardError, TrainerState, check, name_of
 from jaxgrpo.rewards.registry import Preview, build, preview, with_lengths
 from jaxgrpo.rollout.answers import Answers, read_answers
+from jaxgrpo.training import process
 from jaxgrpo.training.console import facts
 from jaxgrpo.update.forward import Blueprint
 
@@ -135,10 +137,22 @@ def make_chat(config: Config, tokenizer: Any, vocab_size: int | None = None) -> 
     """
     keys = config.data
     template, options = keys.chat_template, keys.chat_template_kwargs
-    chat = conversations.make_chat(tokenizer, template, keys.system, options, config.model.path)
+    asked = (template, keys.system, options, config.model.path)
+    time = keys.template_time or process.decided(local_time)
+    chat = conversations.make_chat(tokenizer, *asked, time)
     if template not in conversations.CHOICES:
         tokenizer.chat_template = chat.template
     return chat._replace(vocab_size=vocab_size)
+
+
+def at_time(config: Config, time: str | None) -> Config:
+    """The config with the time that its chat template writes; None: it writes none."""
+    return dataclasses.replace(config, data=dataclasses.replace(config.data, template_time=time))
+
+
+def local_time() -> str:
+    """The local time of this process, as data.template_time has it."""
+    return datetime.datetime.now().isoformat(timespec="seconds")
 
 
 def dropped_line(config: Config, rows: int, dropped: int) -> str:

@@ -185,7 +185,7 @@ class _Report:
             write_report(self._folder.path, status)
         except Exception as error:
             self._failed = True
-            self._display.console.print(f"no report: {error}", markup=False, style="yellow")
+            self._display.say(f"no report: {error}")
         self._next = time.monotonic() - began
         self._spent += self._next
 

@@ -25,7 +25,7 @@ from jaxgrpo.core.types import Params, TrainState
 from jaxgrpo.data.storage import Place
 from jaxgrpo.evaluation.evaluate import Evaluate
 from jaxgrpo.models import sharding
-from jaxgrpo.models.hf import folders
+from jaxgrpo.models.hf import texts
 from jaxgrpo.rollout.judging import sample_rows
 from jaxgrpo.training import fingerprints, parameters, peers, process
 from jaxgrpo.training.checkpoints import Checkpoints, parameter_hash, refuse_other_step
@@ -39,6 +39,7 @@ from jaxgrpo.training.folder import (
 )
 from jaxgrpo.training.inputs import (
     answers_line,
+    at_time,
     dropped_line,
     gold_problem,
     try_rewards,
@@ -145,18 +146,19 @@ def take(
     """
     peers.set_timeout(config.run.peer_timeout)
     with contextlib.ExitStack() as stack:
-        process.refuse_unless_alike(lambda: fingerprints.given_by(config), fingerprints.REMEDY)
+        fingerprints.refuse_unless_alike(lambda: fingerprints.given_by(config), fingerprints.REMEDY)
         folder = stack.enter_context(RunFolder(config.run.dir, resume=resume))
-        before = _refuse_other_config(folder, config)
+        config, before = _refuse_other_config(folder, config)
         checkpoints = stack.enter_context(Checkpoints(folder.checkpoints, config.checkpoint.keep))
-        run = setup(config, **given)
-        process.refuse_unless_alike(lambda: _data_of(run), fingerprints.REMEDY)
-        problem = _tried(run, folder)
         restored = process.decided(checkpoints.latest) is not None
         if not restored:
             process.decided(lambda: folder.refuse_to_forget(before.checkpoint.every))
-        state, meta = _restored(run, checkpoints) if restored else (run.state, {})
-        run, done = run._replace(state=state), int(sharding.to_host(state.step))
+        saved = checkpoints.choose() if restored else None
+        meta = {} if saved is None else checkpoints.meta(saved)
+        run, inputs = _set_up(config, meta, given)
+        problem = _tried(run, folder)
+        run = run if saved is None else run._replace(state=_restored(run, checkpoints, saved))
+        state, done = run.state, int(sharding.to_host(run.state.step))
         aside = folder.rewind(done if restored else None)
         _record(run, folder)
         display = Display(config.train.steps, done, active=shown and process.is_main())
@@ -164,7 +166,8 @@ def take(
         _open(run, display, opening, problem, aside)
         stack.enter_context(process.stop_signals(config.run.stop_grace))
         limits = (config.run.stop_grace, config.run.stuck_after)
-        keeper = Keeper(config, folder, checkpoints, display, Progress.of(meta), *_kinds(run, meta))
+        kept = (Progress.of(meta), inputs, *_kinds(run, meta))
+        keeper = Keeper(config, folder, checkpoints, display, *kept)
         watch = stack.enter_context(Watchdog(display.under_way, keeper.kept, *limits))
         log = stack.enter_context(Logbook(config, folder, display, done))
         evaluate = evaluator(run) if config.eval.data is not None else None
@@ -177,15 +180,17 @@ def take(
     return Run(folder.place, summary, state)
 
 
-def _refuse_other_config(folder: RunFolder, config: Config) -> Config:
+def _refuse_other_config(folder: RunFolder, config: Config) -> tuple[Config, Config]:
     """A run goes on only with the config it began with, but for keys that may change.
 
-    Nor where its base is in the place of the model that it writes.
+    Nor may it write its model over its base.
 
-    Returns: the config of its last start.
+    Returns: the config, with the time of the run's first start, and that of its last start.
     """
     text = process.decided(folder.config)
     before = config if text is None else configs.from_dict(tomllib.loads(text))
+    if None in (config.data.template_time, before.data.template_time):
+        config = at_time(config, before.data.template_time)
     difference = configs.resume_difference(before, config)
     if difference:
         raise InputError(
@@ -194,18 +199,31 @@ def _refuse_other_config(folder: RunFolder, config: Config) -> Config:
             + "\nset them back, or set run.dir to another folder"
         )
     process.decided(lambda: parameters.refuse_unwritable(config, folder.place))
-    return before
+    return config, before
 
 
-def _data_of(run: Setup) -> dict[str, str]:
-    """Which rows a run was given, to train and to evaluate on."""
-    asked = run.held_out
-    facts = {"data.path": fingerprints.data_of(run.rows, run.encoded)}
-    if asked:
-        facts["eval.data"] = fingerprints.data_of(asked.rows, asked.encoded)
-    if run.replay:
-        facts["rollouts"] = ", ".join(run.replay.checksums)
-    return facts
+def _set_up(
+    config: Config, meta: Mapping[str, Any], given: Mapping[str, Any]
+) -> tuple[Setup, dict[str, Any]]:
+    """A run, and what it reads: the same in all processes, and as its checkpoint says.
+
+    Args:
+      meta: what the checkpoint holds beside the state; {} where there is none.
+      given: of `setup`.
+    """
+    inputs: dict[str, Any] = {}
+
+    def check(read: Mapping[str, Any]) -> None:
+        fingerprints.refuse_unless_alike(lambda: fingerprints.rows_of(read), fingerprints.REMEDY)
+        inputs.update(fingerprints.inputs_of(config, read))
+        if meta:
+            adapters = parameters.identity_of(read["folder"], read["model"])
+            parameters.refuse_others(config, meta, adapters)
+            # Version 0.1.0 saved no inputs: unknown.
+            before = meta.get("inputs", inputs)
+            process.decided(lambda: fingerprints.refuse_changes(config, before, inputs))
+
+    return setup(config, check=check, **given), inputs
 
 
 def _tried(run: Setup, folder: RunFolder) -> str | None:
@@ -232,21 +250,19 @@ def _record(run: Setup, folder: RunFolder) -> None:
 
 def _kinds(run: Setup, meta: Mapping[str, Any]) -> tuple[bool, dict[str, Any] | None]:
     """Whether it replays saved rollouts, and what its checkpoints hold about adapters: what they
-    held before, if there are any, as `_restored` has compared."""
+    held before, if there are any, as `_set_up` has compared."""
     adapters = meta.get("lora") or parameters.identity_of(run.folder, run.model)
     return bool(run.replay), adapters
 
 
-def _restored(run: Setup, checkpoints: Checkpoints) -> tuple[TrainState, dict[str, Any]]:
-    """The newest state that was saved, and what was saved beside it."""
+def _restored(run: Setup, checkpoints: Checkpoints, step: int) -> TrainState:
+    """The state that was saved at a step."""
     first = parameters.without_weights(run.state)
     # The first state makes room, and keeps its shapes: a device holds one, not two.
     jax.tree.map(lambda leaf: leaf.delete() if isinstance(leaf, jax.Array) else None, first)
-    state, meta = checkpoints.restore(first)
-    parameters.refuse_others(run.config, meta, parameters.identity_of(run.folder, run.model))
-    done = int(sharding.to_host(state.step))
-    refuse_other_step(checkpoints.folder, checkpoints.newest or 0, done)
-    return parameters.with_weights(state, run.state), meta
+    state, _ = checkpoints.restore(first, step)
+    refuse_other_step(checkpoints.folder, step, int(sharding.to_host(state.step)))
+    return parameters.with_weights(state, run.state)
 
 
 def _open(
@@ -367,10 +383,11 @@ class _Loop:
     def finish(self, state: TrainState) -> dict[str, Any]:
         """Writes the model as a Hugging Face folder, and the summary."""
         run, progress, model = self.run, self.progress, self.folder.place / "model"
-        ends = folders.end_fields(run.blueprint.sampling.stop_tokens)
+        ends = texts.end_fields(run.blueprint.sampling.stop_tokens)
         self.keeper.refuse_moved(self.config.train.steps)
         try:
-            parameters.save(run.model, state, self.folder.path, self.config, run.tokenizer, ends)
+            target = (self.folder.path, self.config, run.folder)
+            parameters.save(run.model, state, *target, run.tokenizer, ends)
         except (OSError, SafetensorError) as error:
             raise process.NotSaved(f"{model} could not be written: {error}") from error
         speed = progress.tokens / progress.seconds if progress.seconds else None

@@ -139,6 +139,7 @@ def save(
     state: TrainState,
     folder: Path,
     config: Config,
+    base: Path,
     tokenizer: Any,
     ends: Mapping[str, Any],
 ) -> None:
@@ -146,6 +147,8 @@ def save(
     the dtype of the weights, and "adapter" holds them for PEFT.
 
     Args:
+      base: the folder of the model that the run began from.
+      tokenizer: with the run's chat template.
       ends: fields of generation_config.json.
     """
     params = state.trainable
@@ -155,7 +158,7 @@ def save(
         layout = jax.tree.map(lambda leaf: leaf.sharding, weights)
         merge = jax.jit(functools.partial(_merged, model), out_shardings=layout)
         model, params = lora.base_of(model), merge(lora.join(params, weights))
-    folders.save_model(model, params, folder / "model", tokenizer, ends)
+    folders.save_model(model, params, folder / "model", tokenizer, ends, base=base)
 
 
 def bases(config: Config) -> list[str]:

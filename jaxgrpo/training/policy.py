@@ -31,7 +31,7 @@ from jaxgrpo.evaluation.intervals import is_end
 from jaxgrpo.evaluation.rescoring import Base
 from jaxgrpo.models import decoder, lora, sharding
 from jaxgrpo.models.api import Model
-from jaxgrpo.models.hf import folders, replacing
+from jaxgrpo.models.hf import folders, replacing, texts
 from jaxgrpo.models.resharding import moved
 from jaxgrpo.rewards import name_of
 from jaxgrpo.rewards.protocol import Reward
@@ -39,6 +39,7 @@ from jaxgrpo.training import memory, parameters, process
 from jaxgrpo.training.checkpoints import Checkpoints, refuse_other_step
 from jaxgrpo.training.folder import evaluation_of, read_metrics
 from jaxgrpo.training.inputs import (
+    at_time,
     eval_source,
     find_config,
     load_prompts,
@@ -135,6 +136,7 @@ def find_policy(
     found = find_model(config)
     chat = make_chat(config, found.tokenizer, found.model.config.vocab_size)
     prompts = load_prompts(config, chat, rows if rows is not None else eval_source(config))
+    config = at_time(config, chat.time)
     return _policy(config, found), prompts
 
 
@@ -263,18 +265,16 @@ def export(
     folder, config = read_run(run)
     home, stored = find_config(config)
     target = _target(out, [home, *parameters.bases(config)], overwrite)
-    tokenizer = folders.read_tokenizer(home)
-    make_chat(config, tokenizer)
-    ends = folders.end_fields(folders.read_end_tokens(home, tokenizer))
+    tokenizer = make_chat(config, folders.read_tokenizer(home)).tokenizer
+    ends = texts.end_fields(folders.read_end_tokens(home, tokenizer))
     # On the host and without the rest of the state: neither the mesh of the run is needed for it,
     # nor its data, rewards and method, which may have come from Python.
-    empty = lambda leaf: np.zeros(leaf.shape, np.float32)  # noqa: E731
     with Checkpoints(folder / "checkpoints", config.checkpoint.keep) as checkpoints:
         number = _number(folder, config, step, checkpoints)
         at = checkpoints.latest() if number is None else number
         meta = checkpoints.meta(at) if at in checkpoints.steps() else {}
         model = decoder.build(dataclasses.replace(stored, lora=parameters.saved_adapters(meta)))
-        own = jax.tree.map(empty, trained(model, model.shapes))
+        own = jax.tree.map(lambda s: np.zeros(s.shape, np.float32), trained(model, model.shapes))
         wanted = {"step": np.zeros((), np.int32), "trainable": own}
         state, _ = checkpoints.restore(wanted, number, partial=True)
         refuse_other_step(checkpoints.folder, checkpoints.newest or 0, int(state["step"]))
@@ -288,7 +288,9 @@ def export(
         model, params = _cast(model, params, dtype)
     card = model_card(config, number, _evaluation(folder, number))
     with _here(out) as local:
-        folders.save_model(model, params, local, tokenizer, ends, card=card, overwrite=overwrite)
+        folders.save_model(
+            model, params, local, tokenizer, ends, card=card, overwrite=overwrite, base=home
+        )
     return target
 
 

@@ -25,11 +25,12 @@ import jaxgrpo
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.rewards import limits
 from jaxgrpo.rewards.protocol import RewardError
-from jaxgrpo.training import peers
+from jaxgrpo.training import parent, peers
+from jaxgrpo.training.parent import STOP_SIGNALS
 
 EXIT_CODES = {
     0: "done",
-    1: "crashed; the traceback says where",
+    1: "crashed; the traceback says where; or code that it called ended the process with 0",
     2: "what was given cannot be used; the message says why",
     3: "a reward failed in a run under way; the steps before are saved",
     4: "stuck, or a reward did not end at its timeout; the last checkpoint stands",
@@ -52,8 +53,6 @@ PROCESS_VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCES
 _JOIN = 300  # seconds that a process waits at its start for the others
 _HEARTBEAT = 30  # JAX ends a process after 20 s to 30 s without a sign of life from another
 _SHUTDOWN = 60  # seconds that processes wait for one another at their end, after `meet`
-
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 _PLATFORM_NAMES = {"cuda": "gpu", "rocm": "gpu"}
 _CACHE_MIN_SECONDS = 0.03  # compilations shorter than this are not worth a file
@@ -140,9 +139,10 @@ def compiling_line(number: int) -> str:
 
 
 class _Stop:
-    """The first stop signal that this process got, None so far; and how long it may wait."""
+    """The last stop signal that this process got, None so far; and how long it may wait."""
 
     number: int | None = None
+    since = 0.0  # time.monotonic()
     grace: float = math.inf
     after: str = "step"
 
@@ -206,35 +206,6 @@ def decided(decide: Callable[[], Any]) -> Any:
     return value
 
 
-def refuse_unless_alike(facts: Callable[[], Mapping[str, Any]], remedy: str) -> None:
-    """Raises: InputError, in every process, naming the first fact that one of them has otherwise.
-
-    Called by all processes; of a single one nothing is asked.
-
-    Args:
-      facts: returns name -> JSON value, as this process finds it.
-      remedy: what to do.
-    """
-    if jax.process_count() == 1:
-        return
-    from jaxgrpo.rollout.judging import gather_json
-
-    try:
-        mine = dict(facts())
-    except InputError as error:  # raised by one alone it would leave the others waiting
-        mine = {"problem": str(error)}
-    everyone = gather_json(mine)
-    first = everyone[0]
-    for number, other in enumerate(everyone):
-        names = sorted(n for n in first.keys() | other.keys() if first.get(n) != other.get(n))
-        if names:
-            here, there = (side.get(names[0], "nothing") for side in (first, other))
-            more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
-            raise InputError(
-                f"{names[0]}: process {number} has {there}, process 0 has {here}{more}: {remedy}"
-            )
-
-
 @contextlib.contextmanager
 def stop_signals(grace: float = math.inf, after: str = "step") -> Iterator[None]:
     """Within it, STOP_SIGNALS ask the loop inside to stop; a second Ctrl-C ends at once.
@@ -250,12 +221,14 @@ def stop_signals(grace: float = math.inf, after: str = "step") -> Iterator[None]
         yield
         return
     _Stop.number, _Stop.grace, _Stop.after = None, grace, after
-    is_nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
-    numbers = [n for n in STOP_SIGNALS if not (n == signal.SIGHUP and is_nohup)]
+    numbers = [number for number in STOP_SIGNALS if not parent.is_nohup(number)]
     before = {number: signal.signal(number, _on_signal) for number in numbers}
+    parent.allow(grace)
     try:
         yield
     finally:
+        # After a stop signal nothing is hung any more, and the end may take its time.
+        parent.allow(parent.GRACE if _Stop.number is None else math.inf)
         for number, handler in before.items():
             signal.signal(number, handler)
 
@@ -304,6 +277,7 @@ def guard(command: Callable[[], int | None]) -> int:
         text = f"error: {error}\n"
         code = error.code if isinstance(error, RunEnded) else 2
     except KeyboardInterrupt:
+        parent.forget_echo()
         text = "interrupted\n"  # outside the training loop, where nothing is lost
         code = 128 + signal.SIGINT
     except (Exception, SystemExit) as error:
@@ -321,6 +295,7 @@ def guard(command: Callable[[], int | None]) -> int:
     if limits.has_left_threads() or (several and failed):
         sys.stdout.flush()
         sys.stderr.flush()
+        parent.finished()
         os._exit(code)
     return code
 
@@ -475,12 +450,15 @@ def _check_platform(wanted: str, found: str) -> None:
 
 
 def _on_signal(number: int, frame: object) -> None:
+    now = time.monotonic()
+    if number == _Stop.number and now - _Stop.since < parent.ECHO:
+        return
     if _Stop.number is not None and number == signal.SIGINT:  # os.write: allowed in a handler
         os.write(2, b"\nended at once; what was saved before is kept\n")
         os._exit(128 + number)
     if number == signal.SIGHUP:
         _leave_closed_terminal()
-    _Stop.number = number
+    _Stop.number, _Stop.since = number, now
     latest = f", in {_Stop.grace:g} s at the latest" if _Stop.grace < math.inf else ""
     text = (
         f"\nstopping after this {_Stop.after}{latest}; Ctrl-C again ends at once, without saving\n"

@@ -66,6 +66,7 @@ class Keeper:
     checkpoints: Checkpoints
     display: Display
     progress: Progress
+    inputs: dict[str, Any]  # fingerprints.inputs_of the run
     replays: bool = False  # saved rollouts
     adapters: dict[str, Any] | None = None  # parameters.identity_of the run
 
@@ -129,7 +130,7 @@ class Keeper:
             ) from error
 
     def _save(self, number: int, state: TrainState) -> None:
-        meta = self.progress.meta()
+        meta = {**self.progress.meta(), "inputs": self.inputs}
         if self.adapters is not None:
             meta["lora"] = self.adapters
         self.checkpoints.save(number, parameters.without_weights(state), meta)
@@ -152,7 +153,8 @@ class Keeper:
             kept = self.kept()
             raise process.RewardFailed(
                 f"{error}\nthe run ended in step {number}; {kept}; mend the reward, then go on "
-                f"with: {self.going_on()}"
+                f"with: {self.going_on()}; where its file has changed, add "
+                "--set run.allow_changes='[\"code\"]'"
             ) from error
 
     def refuse_diverged(self, number: int, values: Mapping[str, float]) -> None:

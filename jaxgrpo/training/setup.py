@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
@@ -46,8 +47,7 @@ from jaxgrpo.rollout.sampler import SamplingSettings
 from jaxgrpo.rollout.selection import PromptPolicy, prompt_metrics
 from jaxgrpo.rollout.stopping import EarlyStop, StopStrings
 from jaxgrpo.training import inputs, memory, parameters
-from jaxgrpo.training.origin import origin_of
-from jaxgrpo.training.replay import Replay, SavedRollouts, read_files
+from jaxgrpo.training.replay import Replay, SavedRollouts, origin_of, read_files
 from jaxgrpo.update import diagnostics, packing, step
 from jaxgrpo.update.forward import (
     Blueprint,
@@ -118,6 +118,7 @@ class Setup(NamedTuple):
     sample: step.Sample  # (sync(state), prompts, state.key)
     reward: Callable[..., tuple[TrainState, Rollouts, RewardLog]]  # (state, rollouts, early=())
     prepare: step.Prepare
+    live_groups: Callable[[TrainState, Rollouts], np.ndarray]  # of step.Steps
     update: step.Update
     sync: step.Sync
     update_program: Any  # of step.Steps
@@ -143,19 +144,22 @@ class Setup(NamedTuple):
             with phase("reward"):
                 return self.reward(state, rollouts, early)
 
+        def judge(state: TrainState, rollouts: Rollouts) -> refill.Verdict:
+            with phase("prepare"):
+                live = self.live_groups(state, rollouts)
+            weights = self.blueprint.reward_weights
+            rewards = jax.tree.map(jnp.asarray, sharding.to_host(rollouts.rewards))
+            summed = diagnostics.as_summed(rewards, weights, self.blueprint.chain)
+            sums = diagnostics.weighted_sum(summed, weights)
+            return refill.Verdict(live, *sharding.to_host(sums))
+
         before, asked = state, self.config.rollout.refill
         if asked is None:
             state, rollouts, said = generate(state)
             metrics: Metrics = {}
         else:
-            weights, chain = self.blueprint.reward_weights, self.blueprint.chain
-
-            def weighted_sum(rewards: Mapping[str, Any]) -> tuple[Any, Any]:
-                summed = diagnostics.as_summed(rewards, weights, chain)
-                return diagnostics.weighted_sum(summed, weights)
-
             rounds = refill.max_rounds(asked["factor"])
-            state, chosen, said, metrics = refill.fill(state, generate, weighted_sum, rounds)
+            state, chosen, said, metrics = refill.fill(state, generate, judge, rounds)
             rollouts = put_prompts(self.mesh, chosen)
         metrics |= prompt_metrics(self.policy, before, state, len(rollouts.row))
         return state, Collected(rollouts, said, metrics)
@@ -165,9 +169,9 @@ class Setup(NamedTuple):
     ) -> tuple[Rollouts, list[Judged]]:
         """Samples, and where the engine can tell, what was judged before it ended."""
         tells = "finished" in inspect.signature(self.sample).parameters
-        if not (self.config.rollout.overlap_rewards and tells):
-            return self.sample(params, prompts, key), []
         judge = judge_of(self.tokenizer, self.rewards, self.rows)
+        if not (self.config.rollout.overlap_rewards and tells and judge.per_sample):
+            return self.sample(params, prompts, key), []
         progress = trainer_state_of(prompts, len(self.rows), self.config.train.steps)
         return sample_and_judge(self.sample, params, prompts, key, judge, progress)
 
@@ -180,6 +184,7 @@ def setup(
     dataset: Iterable[Any] | None = None,
     rollouts: SavedRollouts | None = None,
     share: step.Share = step.alone,
+    check: Callable[[Mapping[str, Any]], None] | None = None,
 ) -> Setup:
     """Builds everything a run needs; no step is compiled or taken.
 
@@ -190,19 +195,22 @@ def setup(
       rollouts: files of saved rollouts, one per step, to train on instead of sampling and
         rewarding (docs/rollouts.md). Only the names and weights of the rewards count then.
       share: of `Shared`, in a process that takes several runs fully described by their configs.
+      check: gets the fields of Setup that are read from disk, before weights are, and may raise.
 
     Raises: InputError where parts do not fit one another.
     """
     read = share("inputs", lambda: _read_inputs(config, dataset, rollouts))
+    if check is not None:
+        check(read)
+    config = inputs.at_time(config, read["chat"].time)
     found, rows = Found(*(read[name] for name in Found._fields)), read["rows"]
-    mesh, model = found.mesh, found.model
     chosen = inputs.resolve_rewards(config, rewards, None if read["replay"] else rows[0])
     blueprint, steps = share("method", lambda: method_of(config, found, chosen, advantage, share))
     # Before anything is allocated.
-    memory.refuse_too_large(memory.count(blueprint, kept_policies(blueprint)), mesh)
+    memory.refuse_too_large(memory.count(blueprint, kept_policies(blueprint)), found.mesh)
     origin = origin_of(config, read, blueprint, steps, chosen)
-    layout = param_layout(blueprint)
-    params = parameters.read_start(config, found.folder, model, held_dtype(model), layout)
+    dtype, layout = held_dtype(found.model), param_layout(blueprint)
+    params = parameters.read_start(config, found.folder, found.model, dtype, layout)
     return Setup(
         config=config,
         **read,
@@ -218,6 +226,7 @@ def setup(
         sample=origin.sample,
         reward=origin.reward,
         prepare=steps.prepare,
+        live_groups=steps.live_groups,
         update=steps.update,
         sync=steps.sync,
         update_program=steps.update_program,
@@ -289,7 +298,8 @@ def method_of(
     """
     mesh, model = found.mesh, found.model
     sampling_mesh, geometry = _sampling_mesh(config, mesh), _geometry(config, mesh)
-    chain = methods.make_chain(config, rewards, advantage)
+    recipe = methods.make_recipe(config, rewards, advantage)
+    chain = methods.make_chain(config, recipe)
     objective = methods.make_objective(config)
     methods.refuse_double_weights(chain, objective.surrogate, objective.proximal)
     optimizer = make_optimizer(
@@ -298,6 +308,7 @@ def method_of(
     blueprint = Blueprint(
         model=model,
         chain=chain,
+        recipe=recipe,
         objective=objective,
         optimizer=optimizer,
         geometry=geometry,

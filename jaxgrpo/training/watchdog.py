@@ -17,7 +17,7 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from jaxgrpo.rewards import limits
-from jaxgrpo.training import peers, process
+from jaxgrpo.training import parent, peers, process
 
 STUCK = 4
 """The exit code of a run that was stuck."""
@@ -48,6 +48,7 @@ class Watchdog:
         self._phase = "start", time.monotonic()
         self._called = 0.0  # when the newest call of a reward began
         self._asked: tuple[int, float] | None = None  # the stop signal, and when it must have ended
+        self._heard = 0.0  # when that came
         self._over = False
         self._bell, self._rope = os.pipe()
         self._before: int | None = None  # the descriptor that signals were written to
@@ -85,6 +86,7 @@ class Watchdog:
                         self._hear(number)
             self._wind()
             self._look(time.monotonic())
+            parent.rest_with_parent()
 
     def _wind(self) -> None:
         """Sets the timer that ends the process if no thread gets the interpreter's lock any more.
@@ -92,13 +94,16 @@ class Watchdog:
         It runs in C. A regular expression that never ends holds the lock, for example.
         """
         if self._limit:
-            faulthandler.dump_traceback_later(self._limit + BACKSTOP, exit=True, file=2)
+            later = self._limit + BACKSTOP
+            faulthandler.dump_traceback_later(later, exit=True, file=parent.stacks())
 
     def _hear(self, number: int) -> None:
+        now = time.monotonic()
         if self._asked is None:
-            self._asked = number, time.monotonic() + self._grace
-        elif number == signal.SIGINT:  # the handler ends at once, if the main thread comes to it
-            self._asked = number, time.monotonic() + TICK
+            self._asked, self._heard = (number, now + self._grace), now
+        elif number == signal.SIGINT and now - self._heard > parent.ECHO:
+            # The handler ends at once, if the main thread comes to it.
+            self._asked = number, now + TICK
 
     def _look(self, now: float) -> None:
         """Shows the phase, and ends the process where it has to."""
@@ -123,7 +128,7 @@ class Watchdog:
         try:
             os.write(2, f"\n{text}\n".encode())
             os.write(2, f"{self._kept()}; what the threads are doing:\n".encode())
-            faulthandler.dump_traceback(file=2)
+            faulthandler.dump_traceback(file=parent.stacks())
             peers.fail(code, text)
         finally:
             os._exit(code)

@@ -41,6 +41,9 @@ class Blueprint(NamedTuple):
     num_iterations: int = 1  # how often the rollouts of a step are trained on
     kernel: Kernel = XLA  # of attention: see models.attention.chosen
     sampling_mesh: Mesh | None = None  # the same devices in the same order; None: `mesh`
+    recipe: AdvantageTransform | None = None
+    """The beginning of the chain that says which groups are live, without what loss.kl and
+    loss.mismatch add; None: all of it"""
     on_no_live_sample: str = "step"  # of the optimizer with a gradient of 0; "skip": the schedule's
 
     @property

@@ -15,10 +15,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.sharding import Mesh
 
 from jaxgrpo import advantages
 from jaxgrpo.core.metrics import Metrics, mean, merge
-from jaxgrpo.core.types import FIELDS, Params, Rollouts, TrainBatch, TrainState
+from jaxgrpo.core.types import FIELDS, Params, Rollouts, Signal, TrainBatch, TrainState
 from jaxgrpo.models import sharding
 from jaxgrpo.models.api import Constrain
 from jaxgrpo.models.logprobs import Entropy
@@ -52,6 +53,8 @@ class Preparer:
         self.sample_shape = shape
         self.score = jax.jit(functools.partial(_score, blueprint), static_argnums=(2, 3))
         self.judge = jax.jit(functools.partial(_judge, blueprint))
+        self.recipe = blueprint.chain if blueprint.recipe is None else blueprint.recipe
+        self.live = jax.jit(functools.partial(_live, self.recipe, blueprint.mesh))
         self.weigh = jax.jit(functools.partial(_weigh, blueprint))
         constrain = sharding.constrain(blueprint.mesh)
         self.here = jax.jit(functools.partial(_here, constrain))
@@ -67,7 +70,7 @@ class Preparer:
         if self.blueprint.has_two_meshes:
             rollouts = self.here(rollouts)
         lengths = sharding.to_host(self.measure(rollouts))
-        rollouts = self.with_fields(state, rollouts, lengths)
+        rollouts = self.with_fields(state, rollouts, lengths, self.blueprint.chain.needs)
         after, judged, live, per_sample, metrics = self.judge(state.advantage_state, rollouts)
         live = sharding.to_host(live)
         plans, batches = [], []
@@ -88,11 +91,23 @@ class Preparer:
         updates = _in_order(batches, self.blueprint.num_iterations)
         return state, Prepared(updates, per_sample, live, metrics)
 
+    def live_groups(self, state: TrainState, rollouts: Rollouts) -> np.ndarray:
+        """Groups [P] of which the recipe gives a token an advantage that is not 0."""
+        if self.blueprint.has_two_meshes:
+            rollouts = self.here(rollouts)
+        lengths = sharding.to_host(self.measure(rollouts))
+        rollouts = self.with_fields(state, rollouts, lengths, self.recipe.needs)
+        return sharding.to_host(self.live(state.advantage_state, rollouts))
+
     def with_fields(
-        self, state: TrainState, rollouts: Rollouts, lengths: packing.Lengths
+        self,
+        state: TrainState,
+        rollouts: Rollouts,
+        lengths: packing.Lengths,
+        needs: frozenset[str],
     ) -> Rollouts:
-        """The rollouts with what the chain needs, scored on every sample."""
-        needs, fields = self.blueprint.chain.needs, {}
+        """The rollouts with what a chain needs, scored on every sample."""
+        fields = {}
         if names := needs & FIELDS.keys():
             geometry = self.blueprint.geometry
             fields |= self.score_everyone(state, names, rollouts, lengths, geometry)
@@ -232,6 +247,27 @@ def _score(
     return jax.lax.fori_loop(first, batch.num_live, body, start)
 
 
+def _live(
+    recipe: advantages.AdvantageTransform, mesh: Mesh, state: Any, rollouts: Rollouts
+) -> Array:
+    """Groups [P] with an advantage, by the beginning of a chain and the state of all of it."""
+    own = {name: state[name] for name, _ in recipe.steps}
+    signal, _, _ = recipe.update(advantages.start(rollouts), own, rollouts)
+    advantage, _ = _at_tokens(signal, rollouts)
+    live = (advantage != 0).any((1, 2))
+    return jax.lax.with_sharding_constraint(live, sharding.replicated(mesh))
+
+
+def _at_tokens(signal: Signal, rollouts: Rollouts) -> tuple[Array, Array]:
+    """(advantage, mask) [P, G, T] of what a chain returned."""
+    tokens = rollouts.token_mask
+    value, mask = signal.value, signal.mask
+    if value.ndim == 2:
+        value, mask = value[..., None], mask[..., None]
+    mask = jnp.broadcast_to(mask, tokens.shape) & tokens
+    return jnp.where(mask, value, 0).astype(jnp.float32), mask
+
+
 def _judge(
     blueprint: Blueprint, state: Any, rollouts: Rollouts
 ) -> tuple[Any, _Judged, Array, Array, Metrics]:
@@ -240,12 +276,7 @@ def _judge(
     Returns: the chain's state, what batches are made of, live and mean advantage [P, G], metrics.
     """
     signal, state, metrics = blueprint.chain.update(advantages.start(rollouts), state, rollouts)
-    tokens = rollouts.token_mask
-    value, mask = signal.value, signal.mask
-    if value.ndim == 2:
-        value, mask = value[..., None], mask[..., None]
-    mask = jnp.broadcast_to(mask, tokens.shape) & tokens
-    advantage = jnp.where(mask, value, 0).astype(jnp.float32)
+    advantage, mask = _at_tokens(signal, rollouts)
     live = (advantage != 0).any(-1)
     if blueprint.objective.penalties and blueprint.objective.penalties_on == "all":
         live = mask.any(-1)

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import Array
 from jax.sharding import Mesh
@@ -78,6 +79,7 @@ class Steps(NamedTuple):
 
     sample: Sample
     prepare: Prepare
+    live_groups: Callable[[TrainState, Rollouts], np.ndarray]  # [P] bool: not flat
     update: Update
     sync: Sync
     sampler: sampling.Sampler  # the programs of `sample`
@@ -102,6 +104,7 @@ def build_steps(blueprint: Blueprint, share: Share = alone) -> Steps:
     return Steps(
         sample=functools.partial(sampling.sample, sampler),
         prepare=preparer.prepare,
+        live_groups=preparer.live_groups,
         update=functools.partial(_update, program, blueprint.objective.anchors),
         sync=_syncer(blueprint),
         sampler=sampler,
@@ -185,8 +188,10 @@ def _update_program(blueprint: Blueprint) -> Any:
             observed = _where(no_live, objective_state, observed)  # nothing was measured
             return optax.apply_updates(trainable, updates), new_state, observed
 
-        way = jnp.where(no_live & (blueprint.on_no_live_sample == "skip"), 1, 2)
-        new = jax.lax.switch(jnp.where(finite, way, 0), (lambda _: old, skip, step), None)
+        branches, way = [lambda _: old, step], jnp.where(finite, 1, 0)
+        if blueprint.on_no_live_sample == "skip":
+            branches, way = [*branches, skip], jnp.where(finite & no_live, 2, way)
+        new = jax.lax.switch(way, branches, None)
         weights_after = optax.tree_utils.tree_norm(new[0])
         counted = {
             "loss": loss,

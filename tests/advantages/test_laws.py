@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import operator
 
 import jax
@@ -80,6 +81,32 @@ def test_permuted_prompts_give_permuted_advantages_unless_ordered(dtype):
     plain = {key: value for key, value in compiled(rollouts).items() if key in free}
     moved = {key: value for key, value in moved.items() if key in free}
     check_equal(permuted(plain, order), permuted(moved, ...), TOLERANCE[dtype])
+
+
+@pytest.mark.slow
+def test_a_group_is_as_live_alone_as_among_any_others_unless_groups_are_compared(wide):
+    rollouts = laws.make_rollouts(wide)
+    made = {label: whole for label, whole in laws.chains().items() if whole.relative}
+    made |= laws.behind_a_baseline()
+
+    @jax.jit
+    @functools.partial(jax.vmap, in_axes=(0, None))
+    @functools.partial(jax.vmap, in_axes=(None, 0))
+    def live(group, other):
+        places = jnp.where(jnp.arange(laws.P) == group, group, other)
+        batch = jax.tree.map(lambda leaf: leaf[places] if leaf.ndim else leaf, rollouts)
+        flags = {}
+        for label, whole in made.items():
+            value, tokens = laws.run(whole, batch)[0].value[group], batch.token_mask[group]
+            value = value if value.ndim == 2 else value[:, None]
+            flags[label] = ((value != 0) & tokens).any()
+        return flags
+
+    several = jnp.isfinite(sum(rollouts.rewards.values())).sum(1) > 1
+    # One of the others has no scored sample: the group is alone.
+    found = live(jnp.flatnonzero(several), jnp.arange(laws.P))
+    changed = {label for label, flags in found.items() if (flags != flags[:, :1]).any()}
+    assert changed == {label for label, whole in made.items() if whole.compares_groups}
 
 
 def test_values_are_finite_and_zero_where_masked(dtype):

@@ -17,7 +17,7 @@ import small_run
 from jaxgrpo.cli import launch
 from jaxgrpo.cli.launch import environments
 from jaxgrpo.cli.main import COMMANDS, JOIN, JOINING, main
-from jaxgrpo.training import peers, process
+from jaxgrpo.training import peers
 from jaxgrpo.training.process import PROCESS_VARIABLES
 
 JUDGES = '''
@@ -84,10 +84,6 @@ def test_each_process_is_told_who_it_is_and_gets_its_own_devices():
 def test_what_cannot_be_launched_is_refused(argv, message, capsys):
     assert main(["launch", *argv]) == 2
     assert message in capsys.readouterr().err
-
-
-def test_the_launcher_passes_on_what_stops_a_process():
-    assert launch.STOP_SIGNALS == process.STOP_SIGNALS
 
 
 def test_the_launcher_loads_no_jax(environment):

@@ -116,6 +116,15 @@ def test_a_target_of_validity_asks_which_of_several_rewards_it_is_about():
             ("rollout.refill.factor=2", 'advantage=[{use="sum_rewards"}, {use="ema_baseline"}]'),
             "sum_rewards -> ema_baseline learns from flat groups too",
         ),
+        (("rollout.refill.factor=2", "recipe=dro_r3"), "dro_r3 compares the groups of a batch, so"),
+        (
+            (
+                "rollout.refill.factor=2",
+                'advantage=[{use="sum_rewards"}, {use="subtract_group_mean"}, '
+                '{use="mask_low_variance", drop=0.5}]',
+            ),
+            "mask_low_variance compares the groups of a batch",
+        ),
         (
             ("rollout.refill.factor=2", "rollout.group_size=1", 'recipe="mine:chain"'),
             "with rollout.group_size = 1 every group is flat",
@@ -152,6 +161,17 @@ def test_what_ends_a_sample_is_read_and_written():
     assert again.rollout.stop_strings == made.rollout.stop_strings == ("a", "b")
     assert again.rollout.early_stop == {"confidence": 8}
     assert files.resume_difference(made, again) == []
+
+
+@pytest.mark.parametrize(
+    "part", ["mask_low_variance={threshold=0.1}", "mask_low_variance={drop=0.0}", "whiten_batch={}"]
+)
+def test_parts_that_judge_each_group_by_itself_may_be_refilled(part):
+    use, options = part.split("=", 1)
+    options = "".join(f", {option}" for option in options[1:-1].split(",") if option)
+    steps = f'{{use="sum_rewards"}}, {{use="subtract_group_mean"}}, {{use="{use}"{options}}}'
+    read("rollout.refill.factor=2", f"advantage=[{steps}]")
+    read("rollout.refill.factor=2", "recipe={use='dro_r3', drop=0.0}")
 
 
 def test_a_refill_is_read_written_and_may_not_change_on_the_way():

@@ -18,7 +18,8 @@ WEIGHTS = {"use": "truncated_importance", "level": "token", "cap": 2.0}
 
 def steps(folder, advantage=None, **changes) -> list[str]:
     config = small_run.config(folder, **changes)
-    return [name for name, _ in methods.make_chain(config, (), advantage).steps]
+    recipe = methods.make_recipe(config, (), advantage)
+    return [name for name, _ in methods.make_chain(config, recipe).steps]
 
 
 def halved(signal, rollouts):
@@ -33,7 +34,7 @@ def test_they_stand_behind_any_chain_weights_last_and_nothing_stands_there_witho
     assert steps(tmp_path, recipe="rloo", **both) == [*recipe, *tail]
     parts = [{"use": "sum_rewards"}, {"use": "sign", "threshold": 0.5}]
     config = small_run.config(tmp_path, advantage=parts, **both)
-    made = methods.make_chain(config, ())
+    made = methods.make_chain(config, methods.make_recipe(config, ()))
     assert [name for name, _ in made.steps] == ["sum_rewards", "sign", *tail]
     own = advantages.chain(advantages.sum_rewards(), advantages.to_tokens())
     assert steps(tmp_path, own, **both) == ["sum_rewards", "to_tokens", *tail]
@@ -50,6 +51,22 @@ def test_a_kl_in_the_return_is_no_penalty_and_the_others_are():
     (penalty,) = methods.build_penalties({"use": "k2", "beta": 0.1})
     assert penalty.name == "k2"
     assert methods.build_tail({"use": "k2", "beta": 0.1}, None) == ()
+
+
+def test_what_python_brings_may_not_compare_groups_that_are_refilled(tmp_path):
+    drop = advantages.mask_low_variance(drop=0.5)
+    total, inner = advantages.sum_rewards(), advantages.chain(drop, name="inner")
+    each = advantages.per_reward(drop)
+    config = small_run.config(tmp_path, **{"rollout.refill": {"factor": 2.0}})
+    for steps, name in (
+        ((total, drop), drop.name),
+        ((total, inner), "inner"),
+        ((each, total), each.name),
+    ):
+        made = advantages.chain(*steps)
+        with pytest.raises(InputError, match=rf"^{name} compares the groups of a batch"):
+            methods.make_recipe(config, (), made)
+        methods.make_recipe(small_run.config(tmp_path), (), made)
 
 
 def test_what_python_brings_may_not_weigh_twice_either(tmp_path):

@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 import pytest
 
-from jaxgrpo.config.own_code import file_of, is_reference, load, short_name
+from jaxgrpo.config.own_code import (
+    file_of,
+    is_reference,
+    load,
+    short_name,
+    source_of,
+    with_imports,
+)
 from jaxgrpo.core.errors import InputError
 
 
@@ -76,3 +84,47 @@ def test_names_tell_own_code_from_built_in_parts():
     assert [is_reference(name) for name in ("a.py:f", "a.b:f", "grpo")] == [True, True, False]
     assert [file_of(name) for name in ("x/a.py:f", "a.b:f", "grpo")] == ["x/a.py", None, None]
     assert [short_name(name) for name in ("x/a.py:f", "a.b:g", "grpo")] == ["f", "g", "grpo"]
+
+
+def test_the_files_of_own_code_are_those_beside_it_that_it_imports_and_theirs(tmp_path):
+    texts = {
+        "mine.py": "import helper, numpy, jaxgrpo\nfrom package.inner import deep\n",
+        "helper.py": "import mine\nfrom package import name\n",
+        "unused.py": "",
+        "later.py": "",
+        "package/__init__.py": "from . import near\nname = 1\n",
+        "package/near.py": "from .inner.deep import x\n",
+        "package/inner/deep.py": "def x():\n    import later\n",
+    }
+    for name, text in texts.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    found = {str(file.relative_to(tmp_path)) for file in with_imports([tmp_path / "mine.py"])}
+    assert found == texts.keys() - {"unused.py"}
+    inner = with_imports([tmp_path / "package" / "near.py"])
+    assert [file.name for file in inner] == ["near.py", "deep.py", "later.py"]
+    (tmp_path / "broken.py").write_text("import helper\n(")
+    for alone in ("broken.py", "missing.py"):
+        assert with_imports([tmp_path / alone]) == (tmp_path / alone,)
+
+
+def test_the_source_of_a_module_is_found_without_importing_it(tmp_path, monkeypatch):
+    (tmp_path / "my_package").mkdir()
+    (tmp_path / "my_package" / "__init__.py").write_text("raise RuntimeError('imported')")
+    (tmp_path / "my_package" / "rewards.py").touch()
+    (tmp_path / "my_module.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    assert source_of("my_package.rewards:score") == tmp_path / "my_package" / "rewards.py"
+    assert source_of("my_package:score") == tmp_path / "my_package" / "__init__.py"
+    assert source_of("my_module:score") == tmp_path / "my_module.py"
+    assert source_of("a/mine.py:score") == Path("a/mine.py")
+    for name in (
+        "grpo",
+        "python:score",
+        "my_package.none:score",
+        "no_such:score",
+    ):
+        assert source_of(name) is None
+    transformers = source_of("transformers.models.auto:x")
+    assert transformers is not None
+    assert with_imports([transformers]) == (transformers,)  # installed: not followed

@@ -8,6 +8,7 @@ import pytest
 from jaxgrpo import rewards
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.rewards import RewardError, TrainerState, bind, build, call_rewards, check
+from jaxgrpo.rewards.registry import is_per_sample
 
 PROMPTS = ["1+1=", "1+1=", "2+3="]
 COMPLETIONS = ["2", "3", "5"]
@@ -199,3 +200,21 @@ def test_a_reward_that_makes_rewards_is_told_apart():
     with pytest.raises(RewardError, match="returned a function: it makes a reward and is none"):
         call(penalty=get_penalty)
     np.testing.assert_array_equal(call(penalty=get_penalty(2))["penalty"], [2, 2, 2])
+
+
+def test_the_built_in_rewards_judge_samples_by_themselves_and_others_say_so():
+    def mine(completions, limit=1, **columns):
+        return [0.0] * len(completions)
+
+    class Mine:
+        per_sample = True
+
+        def __call__(self, completions):
+            return [0.0] * len(completions)
+
+    assert all(is_per_sample(build(name)) for name in rewards.rewards)
+    assert is_per_sample(build("length", max_tokens=4))
+    assert not is_per_sample(build(mine, limit=2))
+    assert is_per_sample(Mine())
+    mine.per_sample = True
+    assert is_per_sample(build(functools.partial(mine), limit=2))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import Any
 
 import jax
@@ -14,7 +13,7 @@ import tiny
 from jaxgrpo.core.metrics import finalise
 from jaxgrpo.core.types import TrainState
 from jaxgrpo.rewards.calling import RewardLog
-from jaxgrpo.rollout.refill import fill, is_live, max_rounds, no_leftover, plan
+from jaxgrpo.rollout.refill import Verdict, fill, max_rounds, no_leftover, plan
 from jaxgrpo.update.diagnostics import weighted_sum
 from jaxgrpo.update.packing import Geometry
 
@@ -54,20 +53,15 @@ def test_every_group_is_used_left_over_or_discarded_and_the_used_are_as_many_as_
         assert not (planned.shortfall and len(planned.leftover))
 
 
-def test_a_group_is_live_if_two_scored_samples_differ_and_by_nothing_else():
-    rewards = np.array([[0.1] * 3, [0, 1, 0], [NAN, 1, 1], [NAN, NAN, 1], [NAN] * 3, [0, NAN, 1]])
-    scored = np.isfinite(rewards)
-    assert is_live(rewards, scored).tolist() == [False, True, False, False, False, True]
-
-
 def test_a_budget_is_counted_in_whole_rounds():
     assert [max_rounds(factor) for factor in (1.0, 1.9, 2.0, 3.5)] == [1, 1, 2, 3]
 
 
-def filled(before, rounds, factor=9):
+def filled(before, rounds, factor=9, reverse=False):
     """What is left over and what `fill` returns for rounds of rewards [3, 2], and unused rounds.
 
-    Ordinals are 100 * step + the number of the group in that step.
+    Live are groups whose first reward is 0, or the others. Ordinals are 100 * step + the number of
+    the group in that step.
     """
     left = list(rounds)
 
@@ -78,11 +72,14 @@ def filled(before, rounds, factor=9):
         versions = np.full((3, 2), before.step, np.int32)
         made = dataclasses.replace(made, step=np.int32(before.step), policy_version=versions)
         made = dataclasses.replace(made, ordinal=made.ordinal.astype(np.int32))
-        extra = {"letters": [f"{number}.{place}" for place in range(6)]}
-        return state, made, RewardLog(extra, {"length": (6.0, 3)}, {"reward": number}, {})
+        columns = {"reward": {"letters": [f"{number}.{place}" for place in range(6)]}}
+        return state, made, RewardLog(columns, {"length": (6.0, 3)}, {"reward": number}, {})
 
-    summed = functools.partial(weighted_sum, weights=None)
-    state, used, said, metrics = fill(before, generate, summed, factor)
+    def judge(state, rollouts):
+        total, scored = map(np.asarray, weighted_sum(rollouts.rewards, None))
+        return Verdict((total[:, 0] != 0) == reverse, total, scored)
+
+    state, used, said, metrics = fill(before, generate, judge, factor)
     leftover: Any = state.leftover
     return leftover, used, said, finalise(metrics), left
 
@@ -134,6 +131,17 @@ def test_where_the_budget_is_spent_flat_groups_fill_the_step_and_the_shortfall_i
     first = tiny.rollouts(np.array(rounds[0]), seed=0)
     assert metrics["num_tokens"] == first.token_mask.sum() + second.token_mask.sum()
     assert (leftover.ordinal == -1).all()
+
+
+def test_groups_of_equal_rewards_may_be_live_and_are_counted_as_equal_all_the_same():
+    unscored = [1.0, NAN]
+    rounds = [[FLAT, LIVE, unscored]]
+    _, used, _, metrics, _ = filled(state_of(0), rounds, factor=1, reverse=True)
+    assert used.ordinal.tolist() == [0, 2, 1]
+    assert metrics["refill/shortfall"] == 1
+    assert metrics["refill/frac_reward_zero_std"] == pytest.approx(2 / 3)
+    _, used, _, metrics, _ = filled(state_of(0), [[[NAN, NAN], LIVE, FLAT]], factor=1)
+    assert metrics["refill/frac_reward_zero_std"] == pytest.approx(1 / 2)
 
 
 def test_what_is_left_over_keeps_its_shapes_and_dtypes_so_that_a_checkpoint_restores_it():

@@ -121,6 +121,20 @@ def chains() -> dict[str, adv.AdvantageTransform]:
     return _label(made) | _label(recipes, "recipe ") | _label({"own": [own]})
 
 
+def behind_a_baseline() -> dict[str, adv.AdvantageTransform]:
+    """Every part that takes one signal [P, G], behind the sum and the group's mean."""
+    return _label(
+        {
+            f"behind a baseline: {name}": [
+                adv.chain(adv.sum_rewards(), adv.subtract_group_mean(), steps[-1])
+                for steps in list_
+                if steps[-1].kind == "signal->signal" and 2 in steps[-1].levels
+            ]
+            for name, list_ in law_examples.parts().items()
+        }
+    )
+
+
 def first_state(whole: adv.AdvantageTransform, rollouts: Rollouts) -> Any:
     """The state of a chain before the first rollouts, of a data set of `ROWS` rows."""
     return whole.init(adv.spec_of(rollouts, num_rows=ROWS))

@@ -51,9 +51,10 @@ def shared_by_all_runs() -> Iterator[None]:
         fixed = ("sampler", "update") if objects else tuple(setup.DEPENDS)
         return lambda name, make: share(name, make) if name in fixed else make()
 
-    def make_setup(config: Any, share: Any = None, **given: Any) -> Any:
+    def make_setup(config: Any, share: Any = None, check: Any = None, **given: Any) -> Any:
         objects = any(value is not None for value in given.values())
-        run = setup.setup(config, share=share or share_of(config, objects), **given)
+        share = share or share_of(config, objects)
+        run = setup.setup(config, share=share, check=check, **given)
         described[:] = [(run.rewards, objects)]
         return run
 

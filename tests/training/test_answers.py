@@ -75,7 +75,7 @@ def test_fields_are_of_the_samples_thoughts_and_the_rows_answers(tmp_path):
 @pytest.mark.full
 def test_groups_that_are_left_over_keep_their_thoughts_for_the_next_step(tmp_path):
     changes = {
-        "recipe": "dro_r3",
+        "recipe": {"use": "dro_r3", "drop": 0.0},
         "data.answer_prefix": " ",
         "rewards": [{"use": f"{__file__}:three"}],
         "rollout.refill": {"factor": 4.0},

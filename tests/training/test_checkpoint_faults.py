@@ -254,7 +254,7 @@ number = int(number)
 jax.config.update("jax_cpu_collectives_implementation", "gloo")
 jax.distributed.initialize(f"127.0.0.1:{port}", 2, number, initialization_timeout=60)
 from jaxgrpo.core.errors import InputError
-from jaxgrpo.training import process
+from jaxgrpo.training import fingerprints, process
 from jaxgrpo.training.checkpoints import Checkpoints
 
 def missing():
@@ -267,8 +267,8 @@ with Checkpoints(folders[number]) as checkpoints:
     print(process.decided(checkpoints.steps))
     for call in (
         lambda: process.decided(missing),
-        lambda: process.refuse_unless_alike(asked, "mend it"),
-        lambda: process.refuse_unless_alike(missing if number else asked, "mend it"),
+        lambda: fingerprints.refuse_unless_alike(asked, "mend it"),
+        lambda: fingerprints.refuse_unless_alike(missing if number else asked, "mend it"),
         lambda: checkpoints.restore({"weight": np.zeros(500, np.float32)}),
     ):
         try:

@@ -18,7 +18,7 @@ import jaxgrpo
 from jaxgrpo.config import files as configs
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.models import decoder
-from jaxgrpo.models.hf import folders
+from jaxgrpo.models.hf import folders, texts
 from jaxgrpo.planning import preview
 from jaxgrpo.training import loop, process
 from jaxgrpo.training.checkpoints import parameter_hash
@@ -375,14 +375,17 @@ def test_a_run_on_rows_and_rewards_from_python_is_exported(tmp_path):
     assert folder_hash(exported) == finished.summary["parameter_hash"]
 
 
-def test_every_end_token_of_the_generation_config_ends_a_sample(tmp_path):
+def test_every_end_token_ends_a_sample_and_what_is_written_has_the_files_of_the_base(tmp_path):
     path = tmp_path / "base"
     shutil.copytree(small_run.base(), path)
     (five,) = folders.read_tokenizer(path)("5", add_special_tokens=False)["input_ids"]
     fields = json.loads((path / "generation_config.json").read_text())
     ends = [fields["eos_token_id"], five]
     (path / "generation_config.json").write_text(json.dumps({**fields, "eos_token_id": ends}))
-    changes = {"model.path": str(path), "train.steps": 1}
+    (path / "merges.txt").write_text("a b")
+    template = tmp_path / "template.jinja"
+    template.write_text("{{ messages[0].content }}")
+    changes = {"model.path": str(path), "train.steps": 1, "data.chat_template": str(template)}
     finished = loop.train(small_run.config(tmp_path / "r", **changes))
     with_five = [row for row in finished.samples if "5" in row["completion"]]
     assert with_five
@@ -390,8 +393,9 @@ def test_every_end_token_of_the_generation_config_ends_a_sample(tmp_path):
         assert row["completion"].index("5") == len(row["completion"]) - 1
         assert not row["truncated"]
     for folder in (finished.path / "model", finished.export(tmp_path / "out")):
-        saved = json.loads((folder / "generation_config.json").read_text())
-        assert saved["eos_token_id"] == ends
+        for file in texts.files_of(path):
+            assert (folder / file.name).read_bytes() == file.read_bytes()
+        assert (folder / "chat_template.jinja").read_text() == template.read_text()
 
 
 def test_a_run_that_goes_on_holds_one_state_on_its_devices(tmp_path):
@@ -403,9 +407,7 @@ def test_a_run_that_goes_on_holds_one_state_on_its_devices(tmp_path):
     for steps, resume in ((2, None), (4, "auto")):
         before = jax.live_arrays()  # of other tests; held, for their ids to stay theirs
         known = set(map(id, before))
-        # Called when sampling has ended: what decoding holds is gone then.
-        changes = {"train.steps": steps, "rollout.overlap_rewards": False}
-        config = small_run.config(tmp_path / "r", **changes)
+        config = small_run.config(tmp_path / "r", **{"train.steps": steps})
         finished = loop.train(config, resume=resume, rewards=[held])
         seen.append(finished.metrics[-1]["held"])
         del finished, before

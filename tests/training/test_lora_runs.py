@@ -18,7 +18,7 @@ from jaxgrpo.cli import main
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.types import WEIGHTS
 from jaxgrpo.models import decoder, lora
-from jaxgrpo.models.hf import adapters, folders
+from jaxgrpo.models.hf import adapters, folders, texts
 from jaxgrpo.training import memory, parameters
 from jaxgrpo.training.checkpoints import parameter_hash
 from jaxgrpo.training.policy import export
@@ -236,6 +236,8 @@ def test_the_folder_has_the_merged_model_and_the_adapter(finished, tmp_path):
     expected = jaxgrpo.logits(model, lora.join(own, base), tokens, mask)
     finished.export(tmp_path / "exported")
     for folder in (finished.path / "model", tmp_path / "exported"):
+        for file in texts.files_of(Path(small_run.base())):
+            assert (folder / file.name).read_bytes() == file.read_bytes()
         found = jaxgrpo.logits(*folders.load_model(folder), tokens, mask)
         np.testing.assert_allclose(found, expected, atol=1e-4)
     assert np.abs(expected - jaxgrpo.logits(plain, base, tokens, mask)).max() > 1e-3

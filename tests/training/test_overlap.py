@@ -1,4 +1,4 @@
-"""Rewards judge groups that have ended while others decode, and say what they would have said."""
+"""Which rewards judge groups that have ended while others decode, and that it changes nothing."""
 
 import time
 
@@ -22,10 +22,10 @@ MANY = {
 ROWS = [{"prompt": f"{n}+{n}=", "answer": str(2 * n)} for n in range(24)]
 
 
-def collected(folder, reward, overlap):
+def collected(folder, *rewards, overlap=True):
     """What a step collects, and when its sampling ended."""
     changes = {**MANY, "rollout.overlap_rewards": overlap}
-    run = setup(small_run.config(folder, **changes), rewards=[reward], dataset=ROWS)
+    run = setup(small_run.config(folder, **changes), rewards=rewards, dataset=ROWS)
     ended = []
 
     def sample(params, prompts, key, finished=None):
@@ -48,10 +48,11 @@ def test_a_reward_that_waits_hides_behind_decoding_and_changes_nothing(tmp_path)
         log_metric("calls", 1)
         return [float(len(text)) for text in completions]
 
+    waits.per_sample = True
     whole, _ = collected(tmp_path / "whole", waits, overlap=False)
     assert [count for _, count in calls] == [24 * 4]
     calls.clear()
-    found, ended = collected(tmp_path / "parts", waits, overlap=True)
+    found, ended = collected(tmp_path / "parts", waits)
     assert sum(count for _, count in calls) == 24 * 4
     assert sum(began < ended for began, _ in calls) >= 2
     np.testing.assert_array_equal(found.rollouts.rewards["waits"], whole.rollouts.rewards["waits"])
@@ -59,9 +60,34 @@ def test_a_reward_that_waits_hides_behind_decoding_and_changes_nothing(tmp_path)
     assert found.said.numbers() == whole.said.numbers()
 
 
+def test_a_reward_that_compares_samples_gets_the_whole_step_beside_one_that_does_not(tmp_path):
+    calls = []
+
+    def centred(completions, log_extra, **_):
+        calls.append(len(completions))
+        lengths = np.array([len(text) for text in completions])
+        log_extra("text", completions)
+        return lengths - lengths.mean()
+
+    def each(completions, log_extra, **_):
+        log_extra("text", completions)
+        return [float(len(text)) for text in completions]
+
+    each.per_sample = True
+    found, _ = collected(tmp_path / "parts", centred, each)
+    assert calls == [24 * 4]
+    lengths = np.asarray(found.rollouts.rewards["each"])
+    np.testing.assert_allclose(
+        found.rollouts.rewards["centred"], lengths - lengths.mean(), rtol=0, atol=1e-5
+    )
+    assert found.said.extra["each/text"] == found.said.extra["centred/text"]
+    assert [len(text) for text in found.said.extra["each/text"]] == lengths.ravel().tolist()
+
+
 def test_a_reward_that_fails_ends_the_step_before_its_last_sample(tmp_path):
     def breaks(completions, **_):
         raise OSError("no grader here")
 
+    breaks.per_sample = True
     with pytest.raises(RewardError, match=r"breaks raised OSError .*no grader here"):
-        collected(tmp_path / "r", breaks, overlap=True)
+        collected(tmp_path / "r", breaks)

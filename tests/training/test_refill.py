@@ -48,6 +48,14 @@ def few(prompts, completions, **columns):
     return some(prompts, 16)
 
 
+def always(prompts, completions, **columns):
+    return [1.0] * len(completions)
+
+
+def parity(prompts, completions, **columns):
+    return [float(len(completion) % 2) for completion in completions]
+
+
 def some(prompts, share):
     live = [zlib.crc32(prompt.encode()) % share == 0 for prompt in prompts]
     return [float(one and place % 2) for place, one in enumerate(live)]
@@ -150,6 +158,25 @@ def test_older_groups_come_first_with_the_log_probs_of_the_policy_that_sampled_t
         assert (rollouts.policy_version[count:] == number).all()
         older += count
     assert older > 0
+
+
+def test_groups_of_successes_are_live_where_the_method_tells_them_apart(tmp_path):
+    parts = [{"use": "sum_rewards", "always": 1.0, "parity": 0.0}]
+    parts += [{"use": "darling", "field": "parity"}, {"use": "subtract_group_mean"}]
+    named = [{"use": f"{__file__}:{name}", "name": name} for name in ("always", "parity")]
+    changes = {
+        "advantage": parts,
+        "rewards": [{**named[0]}, {**named[1], "weight": 0.0}],
+        "rollout.refill": {"factor": 2.0},
+        "train.steps": 2,
+    }
+    finished = loop.train(small_run.config(tmp_path / "r", **changes))
+    lines = small_run.metrics(finished.path)
+    for line in lines:
+        assert line["refill/frac_reward_zero_std"] == 1
+        assert line["live_groups"] == 1 - line["refill/shortfall"] / 8
+    assert max(line["live_groups"] for line in lines) > 0
+    assert max(line["refill/discarded_groups"] for line in lines) > 0
 
 
 def test_a_spent_budget_is_logged_and_the_step_is_taken_on_what_there_is(made):

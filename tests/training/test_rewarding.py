@@ -211,8 +211,7 @@ def test_the_trainer_state_follows_the_run(tmp_path):
         return [0.0] * len(completions)
 
     dataset = [{"prompt": f"1{n}+20=", "answer": ""} for n in range(10)]
-    whole = {"rollout.overlap_rewards": False}  # one call a step
-    config = small_run.config(tmp_path / "r", **{"train.steps": 2}, **whole)
+    config = small_run.config(tmp_path / "r", **{"train.steps": 2})
     loop.train(config, rewards=[mine], dataset=dataset)
     trial, *seen = seen  # every reward is tried on row 0 before the first step
     assert (trial.global_step, trial.max_steps) == (0, 2)

@@ -81,7 +81,7 @@ def scored(prepare, rollouts, config=WIDE):
         rollouts,
     )
     lengths = sharding.to_host(prepare.measure(rollouts))
-    fields = prepare.with_fields(state, rollouts, lengths).fields
+    fields = prepare.with_fields(state, rollouts, lengths, made.chain.needs).fields
     return {name: np.asarray(fields[name]) for name in sorted(fields) if name.endswith("_logp")}
 
 

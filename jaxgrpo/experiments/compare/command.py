@@ -9,7 +9,7 @@ import contextlib
 import json
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from jaxgrpo.models import sharding
 from jaxgrpo.training import loop, process
 from jaxgrpo.training.console import telling
 from jaxgrpo.training.folder import write_atomically
-from jaxgrpo.training.inputs import resolve_rewards
+from jaxgrpo.training.inputs import at_time, local_time, resolve_rewards
 from jaxgrpo.training.policy import evaluator_of, read_run
 from jaxgrpo.training.report.html import check_can_draw
 from jaxgrpo.training.setup import Shared
@@ -84,7 +84,10 @@ def is_finished(case: Case) -> bool:
     if not (case.path / "config.toml").exists():
         return False
     before, now = (flat(tables_of(of)) for of in (read_run(case.path)[1], case.config))
-    before["run.dir"] = now["run.dir"]  # the whole folder may have been moved
+    for key in ("run.dir", "run.allow_changes"):  # the whole folder may have been moved
+        before[key] = now[key]
+    if (key := "data.template_time") not in now:
+        before.pop(key, None)
     changed = [
         f"\n  {key}: {before.get(key, 'not set')} -> {now.get(key, 'not set')}"
         for key in sorted(before.keys() | now.keys())
@@ -118,7 +121,7 @@ def _check_methods(experiment: Experiment, cases: Sequence[Case]) -> None:
     problems = []
     for arm, config in {case.arm: case.config for case in cases}.items():
         try:
-            methods.make_chain(config, resolve_rewards(config))
+            methods.make_chain(config, methods.make_recipe(config, resolve_rewards(config)))
             methods.make_objective(config)
         except InputError as error:
             problems.append(f"arms.{arm}: {error}")
@@ -173,21 +176,24 @@ class Runner:
         self._base: dict[Any, Evaluation] = {}  # of the seed under way
         self._seed: int | None = None
 
-    def run(self, case: Case, shown: bool = False) -> None:
+    def run(self, case: Case, begun: str | None = None, shown: bool = False) -> None:
         """Takes a run to its end, from where a killed process left it, as `jaxgrpo train` would.
 
         Its checkpoints are removed at the end: the model stays.
 
         Args:
+          begun: what its chat template writes, if it writes the time.
           shown: whether its steps are.
         """
         if case.seed != self._seed:  # runs come seed by seed
             self._base.clear()
             self._seed = case.seed
-        share = self._shared.of(case.config)
+        config = case.config
+        config = at_time(config, config.data.template_time or begun)
+        share = self._shared.of(config)
         with contextlib.chdir("."):  # a reward may change the folder that the next run begins in
             loop.take(
-                case.config,
+                config,
                 lambda run: self._remembering(evaluator_of(run, share), case.path),
                 resume=True,
                 shown=shown,
@@ -235,6 +241,7 @@ def _take_all(
         results.check_metric(experiment, finished[0])
         say(f"{len(finished)} of {count} runs are finished already")
     runner, began = Runner(), time.monotonic()
+    first = process.decided(lambda: _first_time([*finished, *waiting]) or local_time())
     for place, case in enumerate(waiting, start=1):
         began_run = time.monotonic()
         name = f"{len(finished) + place:4d} of {count}: {case.arm}, rate {case.rate:g}, "
@@ -243,7 +250,7 @@ def _take_all(
         quiet = telling(Console(highlight=False), name) if place > 1 else contextlib.nullcontext()
         try:
             with quiet:
-                runner.run(case, shown=place == 1)
+                runner.run(case, first, shown=place == 1)
         except process.StopRequested as stopped:
             why = stopped.args[0].partition(";")[0]
             raise process.StopRequested(f"{why}; {how_to_go_on}") from None
@@ -254,6 +261,12 @@ def _take_all(
         say(f"{name}: {now - began_run:.1f} s, {_duration(left)} left")
         if process.stop_requested(0) and place < len(waiting):
             raise process.StopRequested(f"stopped behind a run; {how_to_go_on}")
+
+
+def _first_time(cases: Iterable[Case]) -> str | None:
+    """The time that chat templates write in the runs that have begun, if they write it."""
+    begun = (read_run(case.path)[1] for case in cases if (case.path / "config.toml").exists())
+    return next((config.data.template_time for config in begun if config.data.template_time), None)
 
 
 def _duration(seconds: float) -> str:

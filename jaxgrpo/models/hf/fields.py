@@ -12,6 +12,13 @@ from typing import Any
 
 REQUIRED: Any = object()  # the default of a field that must be there
 
+OF_GENERATION = (
+    *("temperature", "top_k", "top_p", "typical_p", "max_length", "min_length", "num_beams"),
+    *("num_beam_groups", "num_return_sequences", "length_penalty", "repetition_penalty"),
+    *("diversity_penalty", "remove_invalid_values", "do_sample", "early_stopping"),
+)
+"""How to draw from a model, which belongs to generation_config.json and is not computed here."""
+
 GENERAL = (
     # what transformers writes for any model
     *("model_type", "architectures", "transformers_version", "name_or_path", "tokenizer_class"),
@@ -20,10 +27,7 @@ GENERAL = (
     *("initializer_range", "problem_type", "id2label", "label2id", "num_labels", "return_dict"),
     *("output_hidden_states", "output_attentions", "pretraining_tp", "prefix", "finetuning_task"),
     *("task_specific_params", "transformers.js_config"),
-    # how to draw from it, which belongs to generation_config.json and is not computed here
-    *("temperature", "top_k", "top_p", "typical_p", "max_length", "min_length", "num_beams"),
-    *("num_beam_groups", "num_return_sequences", "length_penalty", "repetition_penalty"),
-    *("diversity_penalty", "remove_invalid_values", "do_sample", "early_stopping"),
+    *OF_GENERATION,
     # of training: sampler and update must compute the same, so nothing is dropped at random
     *("attention_dropout", "resid_pdrop", "embd_pdrop", "residual_dropout"),
     *("neftune_noise_alpha", "gradient_checkpointing"),

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import json
 import os
 import re
 import zlib
@@ -28,32 +27,15 @@ from jaxgrpo.data import sources, storage
 from jaxgrpo.data.storage import Place
 from jaxgrpo.models import decoder, lora
 from jaxgrpo.models.api import Model, ModelConfig
-from jaxgrpo.models.hf import adapters, families, mapping, replacing, weights
+from jaxgrpo.models.hf import adapters, families, mapping, replacing, texts, weights
 from jaxgrpo.models.hf.families import Family
-
-TEXTS = (
-    "config.json",
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "vocab.txt",
-    "tokenizer.model",
-    "spiece.model",
-    "chat_template.jinja",
-    "chat_template.json",
-)
-"""The files of a model folder beside its weights, that act on a run."""
 
 CONTENTS = replacing.Contents(
     "a model",
     re.compile(
         "|".join(
             [
-                *map(re.escape, (*TEXTS, weights.INDEX)),
+                *map(re.escape, (*texts.TEXTS, weights.INDEX)),
                 weights.WEIGHTS.pattern,
                 rf"{replacing.TEMPLATES}/[^/]+\.jinja",
             ]
@@ -64,9 +46,8 @@ CONTENTS = replacing.Contents(
     "; export --overwrite and save_model(overwrite=True) replace it",
 )
 
-PROBES, PROBE_BYTES = 64, 1 << 16  # of a large file, for its fingerprint
+PROBES, PROBE_BYTES = 64, 1 << 16  # of large weights, for their fingerprint
 
-SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 OTHER_PARAMETERS = (
     "save_model: these are not the parameters of this model; if it has adapters, give them "
     "together with the weights (jaxgrpo.models.lora.join; update.forward.params_of a state)"
@@ -133,11 +114,6 @@ def read_end_tokens(path: str | os.PathLike[str], tokenizer: Any) -> tuple[int, 
                 "the tokens of config.json's vocab_size: set eos_token_id to the model's own"
             )
     return tuple(dict.fromkeys(token for _, token in given if token is not None))
-
-
-def end_fields(tokens: Sequence[int]) -> dict[str, Any]:
-    """The fields of generation_config.json for a model that ends at `tokens`."""
-    return {"eos_token_id": list(tokens) if len(tokens) > 1 else tokens[0]}
 
 
 def read_params(
@@ -224,6 +200,7 @@ def save_model(
     max_shard_bytes: int = 5_000_000_000,
     card: str | None = None,
     overwrite: bool = False,
+    base: str | os.PathLike[str] | None = None,
 ) -> None:
     """Writes an ordinary Hugging Face folder, whole or not at all.
 
@@ -234,11 +211,13 @@ def save_model(
 
     Args:
       tokenizer: anything with `save_pretrained(folder)`; its special tokens go into the configs.
-      generation_config: fields of generation_config.json, over those the tokenizer gives.
+        With a base only its chat template is written, if it is a text that differs.
+      generation_config: fields of generation_config.json, over the base's or the tokenizer's.
       max_shard_bytes: weights beyond it are split over several files with an index.
-      card: text of the folder's README.md, the model card; its title,
-        by which we recognise the folder as ours, is added where it is missing.
+      card: text of README.md; our title, which marks the folder as ours, is added to it.
       overwrite: replace a model that someone else wrote too.
+      base: the model that this one was trained from, whose tokenizer, generation_config.json and
+        config.json are copied as they are, where nothing in them changed.
 
     Raises: InputError if the family's config.json cannot say what the model is, or `path` holds
     anything but a model of ours.
@@ -256,11 +235,8 @@ def save_model(
     out = replacing.replaced(storage.on_host(path, "a model"), refuse)
     with out if mine else contextlib.nullcontext() as folder:
         if folder is not None:
-            known = ((name, getattr(tokenizer, name, None)) for name in SPECIAL_TOKENS)
-            tokens = {name: token for name, token in known if token is not None}
-            _write_configs(folder, {**fields, **tokens}, {**tokens, **(generation_config or {})})
-            if tokenizer is not None:
-                tokenizer.save_pretrained(folder)
+            source = None if base is None else find_folder(base, whole=False)
+            texts.write(folder, fields, generation_config or {}, tokenizer, source)
             replacing.write_card(folder, card)
         weights.write(folder, tensors, max_shard_bytes)
     if jax.process_count() > 1:
@@ -325,26 +301,17 @@ def find_folder(
 def fingerprint(path: str | os.PathLike[str]) -> dict[str, list[int]]:
     """Name -> [bytes, crc32] of the files of a model folder that act on a run.
 
-    Of files above 4 MiB the crc32 is of PROBES pieces spread evenly over them: it tells one model
+    Of weights above 4 MiB the crc32 is of PROBES pieces spread evenly over them: it tells one model
     from another in a moment, and is no check for damage.
     """
     folder = find_folder(path)
-    texts = [folder / name for name in TEXTS]
-    texts += sorted((folder / replacing.TEMPLATES).glob("*.jinja"))
-    found = {}
-    for file in [*(text for text in texts if text.is_file()), *weights.files_of(folder)]:
+    small, found = texts.files_of(folder), {}
+    for file in [*small, *weights.files_of(folder)]:
         size, crc = file.stat().st_size, 0
-        stride = max(PROBE_BYTES, size // PROBES)
+        stride = PROBE_BYTES if file in small else max(PROBE_BYTES, size // PROBES)
         with open(file, "rb") as opened:
             for begin in range(0, size, stride):
                 opened.seek(begin)
                 crc = zlib.crc32(opened.read(PROBE_BYTES), crc)
         found[file.relative_to(folder).as_posix()] = [size, crc]
     return found
-
-
-def _write_configs(folder: Path, fields: Mapping[str, Any], generation: Mapping[str, Any]) -> None:
-    from transformers import GenerationConfig
-
-    (folder / "config.json").write_text(json.dumps(fields, indent=2, sort_keys=True) + "\n")
-    GenerationConfig(**generation).save_pretrained(folder)

@@ -19,6 +19,8 @@ from jaxgrpo.models.hf.fields import Fields
 FULL: str = "full_attention"
 SLIDING: str = "sliding_attention"
 """The types of layers in config.json."""
+LOCAL_THETA = "rope_local_base_freq"
+"""Theta of the layers of type SLIDING in Gemma 3's config.json, before transformers 5."""
 
 
 class Turn(NamedTuple):
@@ -99,6 +101,31 @@ def of_layer_types(
         kind: _turn(fields, source[kind], {"rope_theta": flat[kind], **of_kind}, sizes)
         for kind, of_kind in given.items()
     }
+
+
+def older_fields(given: Mapping[str, Any]) -> dict[str, Any]:
+    """What the field rope_parameters says, in fields of transformers 4, which does not read it.
+
+    Args:
+      given: the fields of a config.json, whose other fields say the same or nothing.
+    """
+    parameters = given.get("rope_parameters") or {}
+    of_full = parameters.get(FULL, parameters) or {}
+    scaling = {name: value for name, value in of_full.items() if name not in ("type", "rope_type")}
+    older = {name: scaling.pop(name) for name in ("rope_theta",) if name in scaling}
+    if scaling.pop("partial_rotary_factor", 1.0) != 1.0:
+        older["partial_rotary_factor"] = of_full["partial_rotary_factor"]
+    kind = of_full.get("rope_type", of_full.get("type", "default"))
+    if kind == "longrope":  # as Phi3Config has it, which takes no other names
+        original = scaling.pop("original_max_position_embeddings", None)
+        older |= {"original_max_position_embeddings": original} if original else {}
+        older["rope_scaling"] = {"type": kind, **scaling}
+    elif kind != "default":
+        older["rope_scaling"] = {"rope_type": kind, **scaling}
+    local = (parameters.get(SLIDING) or {}).get("rope_theta")
+    if given.get("model_type") == "gemma3_text" and local is not None:
+        older[LOCAL_THETA] = local
+    return {name: value for name, value in older.items() if given.get(name) is None}
 
 
 def _given(fields: Fields) -> tuple[str, dict[str, Any]]:

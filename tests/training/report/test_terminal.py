@@ -106,3 +106,19 @@ def test_the_line_of_a_step_repeats_no_evaluation_of_an_earlier_one(capsys):
     evaluated, stepped = capsys.readouterr().out.splitlines()
     assert evaluated == "evaluated at step 0: accuracy 0.250 (95%: 0.125 to 0.500)"
     assert stepped == "   1 reward  0.500 live 100% gradient 1.0e-01 loss  0.0e+00 time 2.0s"
+
+
+def test_no_line_of_a_log_is_broken(capsys):
+    display = console.Display(9, 0, active=True)
+    assert display.console.width < 110  # of a pipe
+    values = {"accuracy": 0.25, "accuracy/low": 0.125, "accuracy/high": 0.5}
+    display.evaluated(20, values | {f"pass@{k}": 0.5 for k in (1, 4, 16, 64)} | {"maj@64": 0.75})
+    display.step(
+        12345,
+        {"reward": -123.5, "live_groups": 1, "grad_norm": 0.1, "time/step": 12345, "loss": -0.1},
+    )
+    display.say("/".join(["a folder"] * 30))
+    evaluated, stepped, place = capsys.readouterr().out.splitlines()
+    assert evaluated.endswith("pass@64 0.500, maj@64 0.750")
+    assert stepped.endswith(" time 12345.0s")
+    assert place.count("a folder") == 30

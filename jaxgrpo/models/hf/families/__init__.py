@@ -12,6 +12,7 @@ from typing import Any
 
 from jaxgrpo.core.errors import InputError, refuse_all, suggest
 from jaxgrpo.models.api import ModelConfig
+from jaxgrpo.models.hf import rope
 from jaxgrpo.models.hf.families import gemma, llama, mistral, olmo, qwen
 from jaxgrpo.models.hf.families.base import Family
 from jaxgrpo.models.hf.fields import Fields
@@ -105,17 +106,17 @@ def config_fields(config: ModelConfig, dtype: str, family: Family | None = None)
     """The fields of config.json for a model whose weights are stored in `dtype`.
 
     Those that the config was read from; for one that was built by hand, its sizes and whatever else
-    the family's plainest model has. They are read again, and must give this config.
+    the family's plainest model has. Positions are there for transformers 4 too. They are read
+    again, and must give this config.
 
     Raises: InputError naming every field of the config that the family's config.json cannot say.
     """
     family = family or family_of(config.family, "ModelConfig.family")
     given = json.loads(config.source) if config.source else plain_fields(config)
-    given.pop("torch_dtype", None)
-    given |= {"architectures": [family.architecture], "dtype": dtype}
-    flat = (given.get("rope_parameters") or {}).get("rope_theta")
-    if flat is not None:  # readers older than transformers 5 look for it here, and else take 10 000
-        given.setdefault("rope_theta", flat)
+    names = [name for name in ("dtype", "torch_dtype") if given.get(name) is not None]
+    if names or dtype != "float32":  # which a config.json without it means
+        given |= dict.fromkeys(names or ["dtype"], dtype)
+    given |= rope.older_fields(given)
     again = model_config(given, "the model's config.json", family)
     names = [field.name for field in dataclasses.fields(config) if field.name not in OF_THE_RUN]
     odd = [name for name in names if getattr(config, name) != getattr(again, name)]
@@ -129,10 +130,12 @@ def config_fields(config: ModelConfig, dtype: str, family: Family | None = None)
 
 def plain_fields(config: ModelConfig) -> dict[str, Any]:
     """The fields of config.json that say the sizes; what they leave out, the family assumes."""
-    rope = config.pattern[0].rope
+    turn = config.pattern[0].rope
     activations = {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh"}
     return {
         "model_type": config.family,
+        "architectures": [family_of(config.family, "ModelConfig.family").architecture],
+        "dtype": config.dtype,
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,
         "intermediate_size": config.intermediate_size,
@@ -145,5 +148,5 @@ def plain_fields(config: ModelConfig) -> dict[str, Any]:
         "tie_word_embeddings": config.tie_embeddings,
         "attention_bias": config.attention_bias,
         "max_position_embeddings": config.max_positions,
-        "rope_parameters": {"rope_type": "default", "rope_theta": rope.theta if rope else 10_000.0},
+        "rope_parameters": {"rope_type": "default", "rope_theta": turn.theta if turn else 10_000.0},
     }

@@ -65,7 +65,7 @@ def _gemma3(fields: Fields) -> dict[str, Any]:
     given = _gemma(fields, positions=131_072)
     thetas = {FULL: 1e6, SLIDING: 1e4}
     turns = rope.of_layer_types(
-        fields, given["head_dim"], given["max_positions"], thetas, "rope_local_base_freq"
+        fields, given["head_dim"], given["max_positions"], thetas, rope.LOCAL_THETA
     )
     window = fields.nullable("sliding_window", "size", WINDOW)
     every = fields.take("sliding_window_pattern", "size", 6)

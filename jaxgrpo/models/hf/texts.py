@@ -1,0 +1,163 @@
+"""The files of a model folder beside its weights: which there are, and how they are written.
+
+A model that was trained from a folder gets the files of that folder as they are, byte for byte.
+Only what differs is changed in them: the dtype, a chat template that the config sets, end tokens.
+So what reads the base, in whichever version, reads the trained model.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jaxgrpo.models.hf import replacing, weights
+from jaxgrpo.models.hf.fields import OF_GENERATION
+
+CONFIG, GENERATION = "config.json", "generation_config.json"
+TOKENIZER, TEMPLATE = "tokenizer_config.json", "chat_template.jinja"
+OF_TOKENIZER = (
+    "tokenizer.json",
+    TOKENIZER,
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "vocab.txt",
+    "tokenizer.model",
+    "spiece.model",
+    "sentencepiece.model",
+    "sentencepiece.bpe.model",
+    "spm.model",
+    "tekken.json",
+)
+CHAT_TEMPLATES = (TEMPLATE, "chat_template.json")
+TEXTS = (CONFIG, GENERATION, *OF_TOKENIZER, *CHAT_TEMPLATES)
+"""The files of a model folder beside its weights, that act on a run."""
+
+SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+
+
+def files_of(folder: Path) -> list[Path]:
+    """Those of TEXTS that a folder holds, and its named chat templates."""
+    templates = sorted((folder / replacing.TEMPLATES).glob("*.jinja"))
+    return [*(file for name in TEXTS if (file := folder / name).is_file()), *templates]
+
+
+def end_fields(tokens: Sequence[int]) -> dict[str, Any]:
+    """The fields of generation_config.json for a model that ends at `tokens`."""
+    return {"eos_token_id": list(tokens) if len(tokens) > 1 else tokens[0]}
+
+
+def write(
+    folder: Path,
+    config: Mapping[str, Any],
+    generation: Mapping[str, Any],
+    tokenizer: Any = None,
+    base: Path | None = None,
+) -> None:
+    """Writes the files of a model, or those of `base` as far as they say something else.
+
+    Args:
+      config: all fields of config.json.
+      generation: fields of generation_config.json, over those of the base or the tokenizer.
+      tokenizer: of a model with a base, its chat template is written alone.
+    """
+    config = _of_the_model(config, config)
+    if base is None:
+        _write_first(folder, config, generation, tokenizer)
+        return
+    for file in files_of(base):
+        copy = folder / file.relative_to(base)
+        copy.parent.mkdir(exist_ok=True)
+        shutil.copyfile(file, copy)
+    if _read(folder / CONFIG) != config:
+        _write(folder / CONFIG, config)
+    _change_generation(folder / GENERATION, config, generation)
+    template = getattr(tokenizer, "chat_template", None)
+    if isinstance(template, str):
+        _write_template(folder, template)
+
+
+def _write_first(
+    folder: Path, config: Mapping[str, Any], generation: Mapping[str, Any], tokenizer: Any
+) -> None:
+    """Writes the files of a model without a base, for transformers 4 and 5."""
+    known = ((name, getattr(tokenizer, name, None)) for name in SPECIAL_TOKENS)
+    ids = _of_the_model({name: token for name, token in known if token is not None}, config)
+    ends = config.get("eos_token_id")
+    if isinstance(ends, list) and ids.get("eos_token_id") in ends:
+        ids["eos_token_id"] = ends  # a model may have more than its tokenizer knows
+    _write(folder / CONFIG, {**config, **ids})
+    _write(folder / GENERATION, {**ids, **generation})
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
+        _write_for_older_readers(folder / TOKENIZER, tokenizer)
+
+
+def _change_generation(file: Path, config: Mapping[str, Any], changes: Mapping[str, Any]) -> None:
+    # Without the file transformers generates as config.json says.
+    drawn = {name: config[name] for name in (*SPECIAL_TOKENS, *OF_GENERATION) if name in config}
+    stored = _read(file) if file.exists() else drawn
+    changed = {**stored, **changes}
+    if _ends(changed.get("eos_token_id")) == _ends(stored.get("eos_token_id")):
+        changed |= {name: stored[name] for name in ("eos_token_id",) if name in stored}
+    changed = _of_the_model(changed, config)
+    if changed != stored:
+        _write(file, changed)
+
+
+def _ends(tokens: Any) -> frozenset[Any]:
+    return frozenset(tokens if isinstance(tokens, list) else [tokens])
+
+
+def _of_the_model(fields: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields without pad and begin tokens that the model lacks, with which torch cannot build
+    its embedding."""
+    size = config["vocab_size"]
+    lacking = [
+        name
+        for name in ("bos_token_id", "pad_token_id")
+        if type(fields.get(name)) is int and fields[name] >= size
+    ]
+    return {**fields, **dict.fromkeys(lacking)}
+
+
+def _write_for_older_readers(file: Path, tokenizer: Any) -> None:
+    """Says in the words of transformers 4, which 5 reads too, what 5 wrote about a tokenizer."""
+    fields = _read(file)
+    for name in ("is_local", "local_files_only", "backend"):  # of how it was read
+        fields.pop(name, None)
+    if fields.get("tokenizer_class") == "TokenizersBackend":
+        fields["tokenizer_class"] = "PreTrainedTokenizerFast"
+        fields["model_input_names"] = tokenizer.model_input_names  # 4 assumes others
+    if isinstance(fields.get("extra_special_tokens"), list):
+        fields["additional_special_tokens"] = fields.pop("extra_special_tokens")
+    if fields:
+        _write(file, fields)
+
+
+def _write_template(folder: Path, template: str) -> None:
+    """Writes a chat template where the folder has its own; into TEMPLATE if it has none."""
+    file, fields = folder / TEMPLATE, _read(folder / TOKENIZER)
+    stored = fields.get("chat_template")
+    named = isinstance(stored, list)  # [{"name": "default", "template": ...}, ...]
+    texts = {one["name"]: one["template"] for one in stored} if named else {"default": stored}
+    if template == (file.read_text("utf-8") if file.exists() else texts.get("default")):
+        return
+    if file.exists() or stored is None:
+        file.write_text(template, "utf-8")
+    if stored is not None:
+        texts["default"] = template
+        listed = [{"name": name, "template": text} for name, text in texts.items()]
+        _write(folder / TOKENIZER, {**fields, "chat_template": listed if named else template})
+
+
+def _read(file: Path) -> dict[str, Any]:
+    return weights.read_json(file) if file.exists() else {}
+
+
+def _write(file: Path, fields: Mapping[str, Any]) -> None:
+    file.write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")

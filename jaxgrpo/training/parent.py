@@ -1,0 +1,212 @@
+"""The process that a shell knows: it starts the command in a child, and waits for it.
+
+A call into C that holds the interpreter's lock lets no Python of its process run: a run in it hears
+no signal, and its watchdog cannot end it. So on Linux a command runs in a child of this process,
+which passes stop signals on, kills the child where it does not end in time, and returns the exit
+code. It also sees that a child which `os._exit(0)` ended has not done its work. It forks before JAX
+is imported, and imports the standard library only. Where Python calls jaxgrpo there is no parent.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import faulthandler
+import math
+import mmap
+import os
+import resource
+import signal
+import struct
+import sys
+import time
+from collections.abc import Callable, Collection
+from pathlib import Path
+
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+"""What asks a command to stop."""
+
+ECHO = 0.2  # seconds in which a signal that all processes get comes again from the parent
+GRACE = 5.0  # seconds that a command has to stop in, unless it says otherwise
+MORE = 2.0  # seconds behind that: the watchdog of a run ends it by itself, where it can
+TICK = 0.25  # seconds between two looks while something is awaited
+PR_SET_PDEATHSIG = 1  # of Linux' prctl
+SI_KERNEL = 0x80  # Linux' si_code of a signal that a terminal sends, as Ctrl-C
+STACKS = signal.SIGUSR2  # makes a child write the stacks of its threads, in C
+SHOWN = 30  # lines of these
+
+
+class _Shared:
+    """What a child and its parent share: seconds of grace, and whether the command is over."""
+
+    memory: mmap.mmap | None = None
+    layout = struct.Struct("d?")
+    parent = 0
+    stacks = 2  # the descriptor that stacks of threads are written to
+
+    @classmethod
+    def write(cls, grace: float, over: bool) -> None:
+        if cls.memory is not None:
+            cls.layout.pack_into(cls.memory, 0, grace, over)
+
+    @classmethod
+    def read(cls) -> tuple[float, bool]:
+        assert cls.memory is not None
+        return cls.layout.unpack_from(cls.memory)
+
+
+def allow(grace: float) -> None:
+    """Says how many seconds this process has from now on to end after a stop signal."""
+    _Shared.write(grace, over=False)
+
+
+def finished() -> None:
+    """Says that the command is over, so that an exit code of 0 means what it says."""
+    _Shared.write(math.inf, over=True)
+
+
+def stacks() -> int:
+    """Where faulthandler writes the stacks of all threads: the parent prints the last lines."""
+    return _Shared.stacks
+
+
+def rest_with_parent() -> None:
+    """Stops this process, as SIGSTOP does, while its parent is stopped: a shell knows that one."""
+    if _Shared.memory is None:
+        return
+    with contextlib.suppress(OSError):  # where the parent is gone, or there is no /proc
+        stat = Path(f"/proc/{_Shared.parent}/stat").read_text()
+        if stat.rpartition(")")[2].split()[0] == "T":
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def end_with_parent() -> None:
+    """The kernel kills this process, a new child, if its parent is killed and can end nothing."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def is_nohup(number: int) -> bool:
+    """Whether this is SIGHUP, and is ignored, as under nohup."""
+    return number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN
+
+
+def run(command: Callable[[], int]) -> int:
+    """Runs the command in a child and returns its exit code; in the child: in this process.
+
+    The process has a single thread. A child that a signal ends ends this process by it, too.
+    """
+    if sys.platform != "linux":
+        return command()
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    heard = {signal.SIGCHLD, signal.SIGCONT, *(n for n in STOP_SIGNALS if not is_nohup(n))}
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, heard)
+    _Shared.memory, _Shared.parent = mmap.mmap(-1, _Shared.layout.size), os.getpid()
+    _Shared.stacks = os.memfd_create("stacks")
+    allow(GRACE)
+    child = os.fork()
+    if child:
+        return _Waiting(child, heard).wait()
+    end_with_parent()
+    if os.getppid() != _Shared.parent:  # it was killed before the line above
+        os._exit(128 + signal.SIGKILL)
+    faulthandler.register(STACKS, file=_Shared.stacks)
+    signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    try:
+        code = command()
+    except KeyboardInterrupt:  # while the command is loaded
+        forget_echo()
+        sys.stderr.write("interrupted\n")
+        code = 128 + signal.SIGINT
+    finished()
+    return code
+
+
+def forget_echo() -> None:
+    """After Ctrl-C: the same from the parent would hit this process while it ends."""
+    if _Shared.memory is not None:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+class _Waiting:
+    """Waits for a child, with all signals in `heard` blocked."""
+
+    def __init__(self, child: int, heard: Collection[int]):
+        self.child, self.heard = child, heard
+        self.first: tuple[int, float] | None = None  # the first stop signal, and when it came
+        self.is_urgent = False  # Ctrl-C has come again
+        self.wakes = 0  # how often the child is still to be continued
+
+    def wait(self) -> int:
+        """Returns the exit code of the child."""
+        while True:
+            patient = self.first is None and not self.wakes
+            info = signal.sigtimedwait(self.heard, 3600.0 if patient else TICK)
+            if info is not None and info.si_signo != signal.SIGCHLD:
+                self._pass_on(info.si_signo, info.si_code == SI_KERNEL)
+            if self.wakes:  # more than once: it may be about to stop, as rest_with_parent says
+                self.wakes -= 1
+                os.kill(self.child, signal.SIGCONT)
+            ended, status = os.waitpid(self.child, os.WNOHANG)
+            if ended:
+                return self._code(status)
+            if self.first is not None and time.monotonic() > self._deadline(*self.first):
+                return self._kill(self.first[0])
+
+    def _pass_on(self, number: int, by_terminal: bool) -> None:
+        if number == signal.SIGCONT:
+            self.wakes = 8
+            return
+        if not by_terminal:  # which has sent it to both
+            os.kill(self.child, number)
+        now = time.monotonic()
+        if self.first is None:
+            self.first = number, now
+        elif number == signal.SIGINT and now - self.first[1] > ECHO:
+            self.first, self.is_urgent = (number, now), True
+
+    def _deadline(self, number: int, since: float) -> float:
+        return since + (1.0 if self.is_urgent else _Shared.read()[0] + MORE)
+
+    def _kill(self, number: int) -> int:
+        grace = 1.0 if self.is_urgent else _Shared.read()[0]
+        text = (
+            f"\nasked to stop by {signal.Signals(number).name}, it did not within {grace:g} s, and "
+            "is killed: code in C, for example a regular expression, lets no thread run; what is "
+            "saved stays; give a reward a timeout, or run such code in a process of its own; "
+            "what the threads were doing:\n"
+        )
+        os.write(2, text.encode())
+        os.kill(self.child, STACKS)
+        time.sleep(1.0)  # they are written in C, at once
+        os.kill(self.child, signal.SIGKILL)
+        os.waitpid(self.child, 0)
+        _print_stacks()
+        return 128 + number
+
+    def _code(self, status: int) -> int:
+        code, over = os.waitstatus_to_exitcode(status), _Shared.read()[1]
+        _print_stacks()
+        if code == 0 and not over:
+            text = (
+                "error: the process ended with exit code 0 before its command was over: code that "
+                "it called, a reward for example, has ended it, as os._exit(0) does; what was "
+                "saved before stays\n"
+            )
+            os.write(2, text.encode())
+            return 1
+        if code >= 0:
+            return code
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the child has left the one core
+        with contextlib.suppress(OSError):  # SIGKILL has no other
+            signal.signal(-code, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {-code})
+        os.kill(os.getpid(), -code)
+        return 128 - code  # in a container's first process the signal does nothing
+
+
+def _print_stacks() -> None:
+    """What the threads of the child were doing, if it has written it; the main thread is last."""
+    lines = os.pread(_Shared.stacks, 2**24, 0).decode("utf-8", "replace").splitlines()
+    if len(lines) > SHOWN:
+        lines[1 : 1 - SHOWN] = [f"  ... ({len(lines) - SHOWN} lines left out)"]
+    os.write(2, "".join(f"{line}\n" for line in lines).encode())

@@ -1,0 +1,202 @@
+"""What a run reads from files, compared at a later start."""
+
+from __future__ import annotations
+
+import datetime
+import decimal
+import json
+import shutil
+
+import numpy as np
+import pytest
+import small_run
+
+from jaxgrpo.core.errors import ConfigError, InputError
+from jaxgrpo.training import fingerprints, loop
+from jaxgrpo.training.setup import Shared
+
+CODE = """import helper
+
+def score(completions, **columns):
+    return helper.scores(completions)
+"""
+HELPER = """def scores(completions):
+    return [float(len(c) % 5) for c in completions]
+"""
+ROWS = [{"prompt": f"{n}+1=", "answer": str(n + 1)} for n in range(8)]
+
+
+def write_rows(file, rows):
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+@pytest.fixture(autouse=True)
+def files_are_read_again(monkeypatch):
+    """Runs share their programs, but not what they read, as runs of several processes do."""
+    set_up, shared = loop.setup, Shared()
+
+    def read_again(config, **given):
+        share = shared.of(config)
+        own = lambda name, make: make() if name == "inputs" else share(name, make)  # noqa: E731
+        return set_up(config, share=own, **given)
+
+    monkeypatch.setattr(loop, "setup", read_again)
+
+
+@pytest.fixture(scope="module")
+def begun(tmp_path_factory):
+    """A folder with a run of one step and all that it read."""
+    folder = tmp_path_factory.mktemp("begun")
+    shutil.copytree(small_run.base(), folder / "base")
+    write_rows(folder / "rows.jsonl", ROWS)
+    (folder / "mine.py").write_text(CODE)
+    (folder / "helper.py").write_text(HELPER)
+    (folder / "chat.jinja").write_text("{{ messages[0].content }}")
+    loop.train(config(folder, 1))
+    return folder
+
+
+def config(folder, steps, **changes):
+    return small_run.config(
+        folder / "r",
+        **{
+            "model.path": str(folder / "base"),
+            "data.path": str(folder / "rows.jsonl"),
+            "data.chat_template": str(folder / "chat.jinja"),
+            "rewards": [{"use": f"{folder / 'mine.py'}:score"}],
+            "rollout.prompts": {"use": "difficulty_band"},
+            "train.steps": steps,
+            **changes,
+        },
+    )
+
+
+def reorder(folder):
+    write_rows(folder / "rows.jsonl", ROWS[::-1])
+
+
+def shorten(folder):
+    write_rows(folder / "rows.jsonl", ROWS[:6])
+
+
+def replace_answer(folder):
+    write_rows(folder / "rows.jsonl", [*ROWS[:-1], {**ROWS[-1], "answer": "9"}])
+
+
+def change_template(folder):
+    (folder / "chat.jinja").write_text("{{ messages[0].content }} ")
+
+
+def change_code(folder):
+    (folder / "mine.py").write_text(CODE.replace("completions)", "completions[:])"))
+
+
+def change_helper(folder):
+    (folder / "helper.py").write_text(HELPER.replace("5", "7"))
+
+
+def change_tokenizer(folder):
+    file = folder / "base" / "tokenizer_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "model_max_length": 77}))
+
+
+def change_base(folder):
+    file = folder / "base" / "model.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-4:] = bytes(4)
+    file.write_bytes(data)
+
+
+def change_order_and_code(folder):
+    reorder(folder)
+    change_code(folder)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("change", "kinds", "named"),
+    [
+        (reorder, ["rows"], "8 rows, crc32 "),
+        (shorten, ["rows"], "-> 6 rows, crc32 "),
+        (replace_answer, ["rows"], "rows.jsonl"),
+        (change_template, ["template"], "chat.jinja"),
+        (change_code, ["code"], "mine.py"),
+        (change_helper, ["code"], "helper.py"),
+        (change_tokenizer, ["tokenizer"], "tokenizer_config.json"),
+        (change_base, ["base"], "model.safetensors"),
+        (change_order_and_code, ["rows", "code"], "mine.py"),
+    ],
+)
+def test_a_changed_input_is_named_and_refused(begun, change, kinds, named):
+    files = [*begun.glob("*.*"), *(begun / "base").glob("*.*")]
+    saved = {file: file.read_bytes() for file in files}
+    change(begun)
+    with pytest.raises(InputError) as refused:
+        loop.train(config(begun, 2), resume="auto")
+    for file, data in saved.items():
+        file.write_bytes(data)
+    _, *lines, remedy = str(refused.value).splitlines()
+    assert [line.split(":")[0].strip() for line in lines] == kinds
+    assert named in lines[-1]
+    assert f"--set run.allow_changes='{json.dumps(kinds)}'" in remedy
+
+
+@pytest.mark.slow
+def test_the_same_files_and_an_allowed_change_continue(begun):
+    loop.train(config(begun, 2), resume="auto")
+    change_code(begun)
+    loop.train(config(begun, 3, **{"run.allow_changes": ["code"]}), resume="auto")
+    loop.train(config(begun, 4), resume="auto")  # compares with what was read last
+    assert len(small_run.metrics(begun / "r")) == 4
+
+
+@pytest.mark.slow
+def test_rows_from_python_are_compared_too(tmp_path):
+    def train(steps, rows):
+        return loop.train(
+            small_run.config(tmp_path / "r", **{"train.steps": steps}), resume="auto", dataset=rows
+        )
+
+    train(1, ROWS)
+    with pytest.raises(InputError, match=r"rows: 8 rows, crc32 .* unless given from Python"):
+        train(2, ROWS[::-1])
+    assert train(2, list(ROWS)).summary["step"] == 2
+
+
+def test_only_what_a_run_reads_can_be_allowed_to_change(tmp_path):
+    with pytest.raises(ConfigError, match=r'"cod" is not "rows" or "template" or "tokenizer"'):
+        small_run.config(tmp_path, **{"run.allow_changes": ["code", "cod"]})
+
+
+def test_other_tokens_of_the_same_rows_are_refused_alone(tmp_path):
+    given = small_run.config(tmp_path)
+    before = {"rows": "2 rows, crc32 1", "template": {}, "prompts": "a"}
+    with pytest.raises(InputError, match="other tokens for the same rows, template and tokenizer"):
+        fingerprints.refuse_changes(given, before, {**before, "prompts": "b"})
+    with pytest.raises(InputError) as refused:
+        fingerprints.refuse_changes(given, before, {**before, "rows": "2 rows", "prompts": "b"})
+    assert '["rows"]' in str(refused.value)
+    fingerprints.refuse_changes(given, {}, before)  # of a version that saved none
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        (datetime.date(2026, 1, 2), datetime.date(2026, 1, 3)),
+        (decimal.Decimal("0.1"), decimal.Decimal("0.10")),
+        (b"a", b"b"),
+        (np.arange(2000), np.arange(2000) % 1999),
+        (np.float32(1), np.float32(2)),
+        ({(1, 2): 3}, {(1, 2): 4}),
+        ({"a", "b"}, {"a", "c"}),
+    ],
+)
+def test_rows_are_told_apart_by_values_of_any_type(values):
+    first, second = (fingerprints.data_of([{"prompt": "a", "more": [value]}]) for value in values)
+    assert first != second
+    assert first == fingerprints.data_of([{"prompt": "a", "more": [values[0]]}])
+
+
+def test_objects_are_not_told_apart_by_their_place_in_memory():
+    one, other = (fingerprints.data_of([{"prompt": "a", "more": object()}]) for _ in range(2))
+    assert one == other
