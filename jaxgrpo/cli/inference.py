@@ -24,23 +24,59 @@ from jaxgrpo.evaluation.evaluate import (
 from jaxgrpo.evaluation.intervals import interval_of, is_end
 from jaxgrpo.evaluation.rescoring import refuse_other_vocabulary
 from jaxgrpo.experiments.sections import show_whole
+from jaxgrpo.rewards import RewardFunction
 from jaxgrpo.training import policy as policies
 from jaxgrpo.training import process
 from jaxgrpo.training.console import telling
 from jaxgrpo.training.folder import plain, write_atomically
-from jaxgrpo.training.inputs import find_config, resolve_rewards, resolve_scorer
+from jaxgrpo.training.inputs import find_config
 from jaxgrpo.training.policy import (
     NO_REWARD,
     config_for,
     find_policy,
     is_run,
+    judge_of,
     key_of,
     load_base,
+    name_of_judge,
     read_run,
 )
 
 
 def evaluate(
+    target: str | Path,
+    *,
+    data: str | Iterable[Any] | None = None,
+    scorer: str | RewardFunction | None = None,
+    samples: int | None = None,
+    prompts: int | None = None,
+    base: str | None = None,
+    **overrides: Any,
+) -> dict[str, float]:
+    """What `jaxgrpo eval` measures: greedy accuracy, pass@k, majority votes, their intervals.
+
+    Args:
+      target: a model folder, a run folder, or a config file whose model is meant.
+      data: as data.path, or rows; of a run its eval.data by default.
+      scorer: the name of a reward or a function that judges success, above 0.5; of a run its own.
+      samples: per prompt; of a run or config its eval.samples by default, else 16.
+      prompts: the first so many; all by default.
+      base: a model folder or a name on the hub that the KL is measured from.
+      overrides: keys of the config, rollout={"temperature": 0.5} or **{"rollout.top_k": 20}.
+
+    Returns: name -> number, as docs/metrics.md describes them; NAME/low and NAME/high are the ends
+    of NAME's 95% interval over prompts.
+    Raises: InputError before anything is sampled, if something cannot be used.
+    """
+    source, rows = (data, None) if isinstance(data, str) else (None, data)
+    judge = name_of_judge(scorer)
+    named = {"data": source, "scorer": judge, "samples": samples, "prompts": prompts}
+    config = config_for(target, {**overrides, **_of_eval(named)})
+    _, evaluation = _measure(Console(highlight=False), target, config, rows, scorer, base)
+    return evaluation.metrics
+
+
+def print_evaluation(
     target: str,
     *,
     data: str | None = None,
@@ -52,29 +88,18 @@ def evaluate(
     base: str | None = None,
     overrides: Sequence[str] = (),
 ) -> int:
-    """Prints, and writes where asked, the evaluation of a model folder or of a run's model.
+    """The command: prints an evaluation, and writes it where asked. Returns the exit code.
 
-    Args:
+    Args: as of `evaluate`, and
       answers: a file for the rows of all answers, the greedy one of each prompt and its samples;
         "greedy" tells them apart.
-      base: a model folder or owner/name on the hub that the KL is measured from; None: with
-        eval.kl_to_base the model that the run began with.
 
     Raises: InputError where there is no data or no scorer, or one of them cannot be used.
     """
-    given = {"data": data, "scorer": scorer, "samples": samples, "prompts": prompts}
-    changes = {f"eval.{name}": value for name, value in given.items() if value is not None}
-    config = config_for(target, changes, overrides)
-    _refuse_unjudged(target, config)
-    began = _base_config(target, config, base)
+    named = {"data": data, "scorer": scorer, "samples": samples, "prompts": prompts}
+    config = config_for(target, _of_eval(named), overrides)
     console = Console(highlight=False)
-    policy, held_out = find_policy(console, config)
-    rewards = () if config.rewards[0].use == NO_REWARD else resolve_rewards(config)
-    questions = questions_of(config, held_out, resolve_scorer(config, rewards))
-    anchor = load_base(began, policy.mesh) if began else None
-    run = make_evaluator(config, policy, questions, anchor)
-    with telling(console, "evaluation"):
-        evaluation = run(policy.read_params(), key_of(config), 0)
+    questions, evaluation = _measure(console, target, config, None, None, base)
     if process.is_main():
         show_whole(console, table_of(evaluation.metrics, f"{target} on {config.eval.data}"))
         name = config.eval.scorer or config.rewards[0].use
@@ -83,6 +108,29 @@ def evaluate(
         if json_out:
             write_atomically(Path(json_out), json.dumps(plain(evaluation.metrics), indent=2) + "\n")
     return 0
+
+
+def _measure(
+    console: Console,
+    target: str | Path,
+    config: Config,
+    rows: Iterable[Any] | None,
+    scorer: Any,
+    base: str | None,
+) -> tuple[Questions, Evaluation]:
+    """Evaluates the model of a config on `rows`, or on its eval.data."""
+    _refuse_unjudged(target, config, rows)
+    began = _base_config(target, config, base)
+    policy, held_out = find_policy(console, config, rows)
+    questions = questions_of(config, held_out, judge_of(config, scorer))
+    anchor = load_base(began, policy.mesh) if began else None
+    run = make_evaluator(config, policy, questions, anchor)
+    with telling(console, "evaluation"):
+        return questions, run(policy.read_params(), key_of(config), 0)
+
+
+def _of_eval(named: Mapping[str, Any]) -> dict[str, Any]:
+    return {f"eval.{name}": value for name, value in named.items() if value is not None}
 
 
 def export(
@@ -117,8 +165,8 @@ def _all_rows(evaluation: Evaluation, questions: Questions, name: str) -> Iterat
             yield {"greedy": greedy, **row}
 
 
-def _refuse_unjudged(target: str, config: Config) -> None:
-    if config.eval.data is None:
+def _refuse_unjudged(target: str | Path, config: Config, rows: Iterable[Any] | None) -> None:
+    if config.eval.data is None and rows is None:
         raise InputError(f"eval {target}: nothing to evaluate on; give --data")
     if config.eval.scorer is None and config.rewards[0].use == NO_REWARD:
         raise InputError(
@@ -127,7 +175,7 @@ def _refuse_unjudged(target: str, config: Config) -> None:
         )
 
 
-def _base_config(target: str, config: Config, base: str | None) -> Config | None:
+def _base_config(target: str | Path, config: Config, base: str | None) -> Config | None:
     """A config whose model is the one that the KL is measured from; None where none is asked for.
 
     Raises: InputError where a KL is asked for without a base, or its model does not exist.

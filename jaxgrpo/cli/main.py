@@ -156,7 +156,7 @@ COMMANDS: dict[str, tuple[Any, ...]] = {
     ),
     "eval": (
         "greedy accuracy, pass@k and majority votes",
-        "jaxgrpo.cli.inference:evaluate",
+        "jaxgrpo.cli.inference:print_evaluation",
         TARGET,
         argument("--data", None, "as data.path; of a run: its eval.data by default"),
         argument("--scorer", None, "a reward that judges success; of a run: its own"),

@@ -20,7 +20,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from jaxgrpo.config.files import Config
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.data import storage
-from jaxgrpo.evaluation.evaluate import Batches, Questions, answer_rows, make_batches
+from jaxgrpo.evaluation.evaluate import (
+    Batches,
+    Questions,
+    answer_rows,
+    make_asker,
+    make_batches,
+)
 from jaxgrpo.training import fingerprints, process
 from jaxgrpo.training.console import telling
 from jaxgrpo.training.folder import Closing, plain, write_atomically
@@ -34,6 +40,46 @@ ROUNDS = 4  # samples of a batch per slot: rows come soon, and few slots idle wh
 
 MUCH = 1.1
 """The rate without the first batch is shown where it is so many times the rate with it."""
+
+
+def sample(
+    target: str | Path,
+    prompts: Sequence[Any],
+    *,
+    samples: int = 1,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    max_tokens: int | None = None,
+    **overrides: Any,
+) -> list[dict[str, Any]]:
+    """Samples completions of prompts, as `jaxgrpo sample` draws them.
+
+    Args:
+      target: a model folder, a run folder, or a config file whose model is meant.
+      prompts: texts, or lists of messages.
+      samples: of each prompt.
+      temperature: 0 takes the likeliest token.
+      top_k, top_p, max_tokens: by default as the run or config says.
+      overrides: keys of the config, train={"seed": 1} or **{"train.seed": 1}.
+
+    Returns: a row for each sample, in the order of the prompts: "prompt", "completion",
+    "completion_ids", "logps", "truncated" and others, as in a run's samples.
+    Raises: InputError before anything is sampled, if an argument cannot be used.
+    """
+    if isinstance(prompts, str):
+        raise InputError(f"prompts = {prompts!r}: give a list of prompts, as [{prompts!r}]")
+    _check(samples, temperature)
+    changes = {**overrides, **_changes(None, top_k, top_p, max_tokens)}
+    config, rows = config_for(target, changes), [{"prompt": prompt} for prompt in prompts]
+    console = Console(highlight=False)
+    policy, asked = find_policy(console, config, rows)
+    questions = Questions(asked.rows, asked.encoded, _unjudged)
+    drawn: dict[str, Any] = {"rounds": ROUNDS, "temperature": temperature}
+    ask = make_asker(policy, questions, samples, **drawn)
+    with telling(console, "sampling"):
+        answers = ask(policy.read_params(), key_of(config), 0)
+    return [{**row, "rewards": {}} for row in answer_rows(answers, questions, 0, "none")]
 
 
 def write_samples(
@@ -62,10 +108,7 @@ def write_samples(
 
     Raises: InputError where `out` holds rows of something else.
     """
-    if samples < 1:
-        raise InputError(f"--samples {samples}: completions per prompt; give 1 or more")
-    if not temperature >= 0:
-        raise InputError(f"--temperature {temperature:g}: give a number above 0, or 0 for greedy")
+    _check(samples, temperature)
     rows = _lines(prompts) if prompts.endswith(".txt") else None
     asked_for = _changes(None if rows else prompts, top_k, top_p, max_tokens)
     config = config_for(target, asked_for, overrides)
@@ -258,6 +301,13 @@ def _ask(
                 )
     kept = f", {done * samples} of them from before" if done else ""
     return f"written{kept}: {pace(tokens, seconds)}"
+
+
+def _check(samples: int, temperature: float) -> None:
+    if samples < 1:
+        raise InputError(f"--samples {samples}: completions per prompt; give 1 or more")
+    if not temperature >= 0:
+        raise InputError(f"--temperature {temperature:g}: give a number above 0, or 0 for greedy")
 
 
 def _changes(

@@ -33,6 +33,8 @@ from jaxgrpo.models import decoder, lora, sharding
 from jaxgrpo.models.api import Model
 from jaxgrpo.models.hf import folders, replacing, texts
 from jaxgrpo.models.resharding import moved
+from jaxgrpo.rewards import name_of
+from jaxgrpo.rewards.protocol import Reward
 from jaxgrpo.training import memory, parameters, process
 from jaxgrpo.training.checkpoints import Checkpoints, refuse_other_step
 from jaxgrpo.training.folder import evaluation_of, read_metrics
@@ -42,6 +44,7 @@ from jaxgrpo.training.inputs import (
     find_config,
     load_prompts,
     make_chat,
+    resolve_rewards,
     resolve_scorer,
 )
 from jaxgrpo.training.report.record import accuracy_first, with_interval
@@ -97,7 +100,7 @@ class StoredPolicy(Policy):
 
 
 def config_for(
-    target: str, changes: Mapping[str, Any] | None = None, overrides: Sequence[str] = ()
+    target: str | Place, changes: Mapping[str, Any] | None = None, overrides: Sequence[str] = ()
 ) -> Config:
     """The config by which a target is sampled: a run's own, a TOML file, or DEFAULTS for a model.
 
@@ -114,7 +117,7 @@ def config_for(
         read = configs.load(target)
         tables, source = configs.tables_of(read), read.source
     else:
-        tables, source = {**DEFAULTS, "model": {"path": target}}, None
+        tables, source = {**DEFAULTS, "model": {"path": os.fspath(target)}}, None
     kept = {name: value for name, value in (changes or {}).items() if value is not None}
     config = config_of(tables, kept)
     return configs.from_dict(configs.tables_of(config), overrides, source=source)
@@ -135,6 +138,23 @@ def find_policy(
     prompts = load_prompts(config, chat, rows if rows is not None else eval_source(config))
     config = at_time(config, chat.time)
     return _policy(config, found), prompts
+
+
+def name_of_judge(scorer: Any) -> str | None:
+    """How a config names what judges: a function from Python is python:NAME."""
+    return python_name(name_of(scorer)) if callable(scorer) else scorer
+
+
+def judge_of(config: Config, scorer: Any = None) -> Reward:
+    """What judges the answers: a function from Python, or what the config names.
+
+    Args:
+      scorer: None, or a name: as the config says.
+    """
+    if callable(scorer):
+        return Reward(name_of(scorer), scorer, 1.0)
+    rewards = () if config.rewards[0].use == NO_REWARD else resolve_rewards(config)
+    return resolve_scorer(config, rewards)
 
 
 def _policy(config: Config, found: Found | Setup) -> StoredPolicy:

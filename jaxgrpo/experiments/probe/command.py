@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from rich.console import Console
 
-from jaxgrpo.config.files import Config
+from jaxgrpo.config.files import Config, flat
 from jaxgrpo.config.keys import EvalKeys
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.evaluation.evaluate import Answers, Questions, make_asker, questions_of
@@ -18,14 +19,54 @@ from jaxgrpo.evaluation.intervals import LEVEL
 from jaxgrpo.evaluation.rescoring import make_rescorer
 from jaxgrpo.experiments.probe import measure, report
 from jaxgrpo.experiments.probe.advice import advise
+from jaxgrpo.rewards import RewardFunction
 from jaxgrpo.training import process
 from jaxgrpo.training.console import telling
 from jaxgrpo.training.folder import plain, write_atomically
-from jaxgrpo.training.inputs import resolve_rewards, resolve_scorer, show_previews
-from jaxgrpo.training.policy import NO_REWARD, StoredPolicy, config_for, find_policy, key_of
+from jaxgrpo.training.inputs import show_previews
+from jaxgrpo.training.policy import (
+    NO_REWARD,
+    StoredPolicy,
+    config_for,
+    find_policy,
+    judge_of,
+    key_of,
+    name_of_judge,
+)
 from jaxgrpo.training.report.html import check_can_draw, check_writable
 
 PURPOSE = 2  # folded into the key: a probe repeats the draws of neither training nor evaluation
+
+
+def probe(
+    target: str | Path,
+    *,
+    data: str | Iterable[Any] | None = None,
+    reward: str | RewardFunction | None = None,
+    samples: int | None = None,
+    prompts: int | None = None,
+    level: float = LEVEL,
+    **overrides: Any,
+) -> dict[str, Any]:
+    """What `jaxgrpo probe` finds: whether groups of samples would carry a signal, before training.
+
+    Args:
+      target: a model folder, a run folder, or a config file, whose model is probed.
+      data: as data.path, or rows; by default the training data of the run or config.
+      reward: the name of one or a function; by default the first of the run or config.
+      samples: N per prompt; 16 by default.
+      prompts: the first so many of the data; all by default.
+      level: of the intervals.
+      overrides: keys of the config, rollout={"temperature": 0.5} or **{"rollout.top_k": 20}.
+
+    Returns: the numbers, in the structure that docs/probe.md describes, "advice" last.
+    Raises: InputError before anything is sampled, if an argument cannot be used.
+    """
+    source, rows = (data, None) if isinstance(data, str) else (None, data)
+    judge = name_of_judge(reward)
+    named = {"data": source, "scorer": judge, "samples": samples, "prompts": prompts}
+    config = _config(target, named, (), overrides, rows)
+    return _probe(Console(highlight=False), target, config, level, rows, reward)
 
 
 def main(
@@ -40,58 +81,75 @@ def main(
     html_out: str | None = None,
     overrides: Sequence[str] = (),
 ) -> int:
-    """Probes a model; prints what was found, and writes it where asked.
+    """The command: prints what was found, and writes it where asked. Returns the exit code.
 
-    Args:
-      target: a model folder, a run folder, or a config, whose model is probed.
-      data, reward: by default the training data and the first reward of the run or config.
-      samples: N per prompt; 16 by default.
-      prompts: the first so many of the data; all by default.
-      level: of the intervals.
+    Args: as of `probe`, and
       overrides: keys of the config, also of its table `eval`, which is ignored otherwise.
 
     Raises: InputError before anything is sampled, if an argument cannot be used.
     """
     given = {"data": data, "scorer": reward, "samples": samples, "prompts": prompts}
     config = _config(target, given, overrides)
-    if not 0.5 <= level < 1:
-        raise InputError(f"--level {level}: expected a share from 0.5 to below 1, as 0.99")
     outs = check_writable(json_out, html_out)
     if html_out:
         check_can_draw(f"{html_out} needs", "leave --html out")
     console = Console(highlight=False)
-    policy, held_out = find_policy(console, config)
-    rewards = () if config.rewards[0].use == NO_REWARD else resolve_rewards(config)
-    judge = resolve_scorer(config, rewards)
-    questions = questions_of(config, held_out, judge)
+    found = _probe(console, target, config, level)
     if process.is_main():
-        show_previews(console, [judge], questions.rows[0], policy.tokenizer, 0)
-    with telling(console, "probe: sampling"):
-        found = _numbers(config, policy, questions, level)
-    whole = {"model": target, "data": config.eval.data, "reward": judge.name, **found}
-    if process.is_main():
-        report.show(console, whole)
+        report.show(console, found)
         if json_out:
-            write_atomically(Path(json_out), json.dumps(plain(whole), indent=2) + "\n")
+            write_atomically(Path(json_out), json.dumps(plain(found), indent=2) + "\n")
         if html_out:
-            write_atomically(Path(html_out), report.render(whole))
+            write_atomically(Path(html_out), report.render(found))
         for out in outs:
             console.print(f"written: {out}", markup=False, soft_wrap=True)
     return 0
 
 
-def _config(target: str, given: Mapping[str, str | int | None], overrides: Sequence[str]) -> Config:
+def _probe(
+    console: Console,
+    target: str | Path,
+    config: Config,
+    level: float,
+    rows: Iterable[Any] | None = None,
+    reward: Any = None,
+) -> dict[str, Any]:
+    """Probes the model of a config with `rows`, or with its eval.data."""
+    if not 0.5 <= level < 1:
+        raise InputError(f"--level {level}: expected a share from 0.5 to below 1, as 0.99")
+    policy, held_out = find_policy(console, config, rows)
+    judge = judge_of(config, reward)
+    questions = questions_of(config, held_out, judge)
+    if process.is_main():
+        show_previews(console, [judge], questions.rows[0], policy.tokenizer, 0)
+    with telling(console, "probe: sampling"):
+        found = _numbers(config, policy, questions, level)
+    data = config.eval.data if rows is None else "rows"
+    return {"model": str(target), "data": data, "reward": judge.name, **found}
+
+
+def _config(
+    target: str | Path,
+    given: Mapping[str, str | int | None],
+    overrides: Sequence[str],
+    more: Mapping[str, Any] = MappingProxyType({}),
+    rows: Iterable[Any] | None = None,
+) -> Config:
     """The config of an evaluation with the keys of `eval` that are `given`.
 
     The eval.* settings of a run or config are ignored unless given on the command line: what a run
     is evaluated on, how often and by whom is another question than whether it would learn.
+
+    Args:
+      overrides: of the command line; `more`: of Python, nested or dotted.
+      rows: that are asked instead of eval.data.
     """
     changes = {f"eval.{name}": value for name, value in given.items() if value is not None}
-    config = config_for(target, changes, overrides)
-    named = {*changes, *(one.partition("=")[0].replace(" ", "") for one in overrides)}
+    config = config_for(target, {**more, **changes}, overrides)
+    named = {*changes, *flat(more), *(one.partition("=")[0].replace(" ", "") for one in overrides)}
     config = dataclasses.replace(config, eval=_asked(config, named))
     samples = config.eval.samples
-    if config.eval.data is None:
+    if config.eval.data is None and rows is None:
         problem = "no prompts to probe with; give --data, as task:NAME:train"
     elif config.eval.scorer is None and config.rewards[0].use == NO_REWARD:
         judges = "gsm8k_answer, math, or path/file.py:function"
