@@ -46,9 +46,9 @@ def find_config(config: Config, whole: bool = True) -> tuple[Path, ModelConfig]:
     """
     keys = config.model
     folder, own = folders.find_folder(keys.path, keys.revision, whole), own_family(config)
-    stored = folders.read_config(folder, own)
+    stored = folders.read_config(folder, own, keys.ignore)
     if keys.config:
-        said = families.model_config(keys.config, "model.config", own)
+        said = families.model_config(keys.config, "model.config", own, keys.ignore)
         names = [field.name for field in dataclasses.fields(said)]
         odd = [
             f"{name} = {getattr(said, name)!r}, there {getattr(stored, name)!r}"

@@ -146,7 +146,7 @@ def _policy(config: Config, found: Found | Setup) -> StoredPolicy:
         read, kept = memory.read_weights(model, mesh, model.config.dtype), one
     kept += one if config.eval.kl_to_base else 0
     taken = kept + read
-    settings = sampling_settings(config, found.folder, found.tokenizer)
+    settings = sampling_settings(config, found)
     return StoredPolicy(
         model=model,
         tokenizer=found.tokenizer,
@@ -244,7 +244,7 @@ def export(
     home, stored = find_config(config)
     target = _target(out, [home, *parameters.bases(config)], overwrite)
     tokenizer = make_chat(config, folders.read_tokenizer(home)).tokenizer
-    ends = texts.end_fields(folders.read_end_tokens(home, tokenizer))
+    ends = texts.end_fields(folders.read_end_tokens(home, tokenizer, stored.vocab_size))
     # On the host and without the rest of the state: neither the mesh of the run is needed for it,
     # nor its data, rewards and method, which may have come from Python.
     with Checkpoints(folder / "checkpoints", config.checkpoint.keep) as checkpoints:

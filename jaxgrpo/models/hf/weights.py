@@ -39,6 +39,9 @@ PIECE = 1 << 19
 """Elements that are read at once: few enough that they stay in a cache while they are turned."""
 
 MAX_NAMES = 8  # tensors named in an error message
+IN_A_COPY = "in a copy of the folder, and name the copy by model.path"
+"""Where to edit a file of a model, whose folder may be the cache of a hub."""
+
 
 
 def read_json(file: Path, remedy: str = "copy the model folder anew") -> dict[str, Any]:
@@ -172,7 +175,7 @@ def _check_tied(folder: Path, files: Mapping[str, Any], tied_head: tuple[str, st
     if not same or not all(np.array_equal(one[rows], other[rows]) for rows in _some_rows(one)):
         raise InputError(
             f"{folder}: tie_word_embeddings is true, but {head} differs from {embed}: set "
-            "tie_word_embeddings to false in config.json, or remove the tensor"
+            f"tie_word_embeddings to false in config.json, or remove the tensor, {IN_A_COPY}"
         )
 
 
