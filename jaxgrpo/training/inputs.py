@@ -71,20 +71,25 @@ def check_length(config: Config, stored: ModelConfig, answer: int = 0) -> None:
     Args:
       answer: tokens of the longest reference answer, with its prefix.
     """
-    rollout, positions = config.rollout, stored.max_positions
+    rollout = config.rollout
     prompt, completion = rollout.max_prompt_tokens, rollout.max_completion_tokens
     parts = [f"rollout.max_prompt_tokens = {prompt}", f"max_completion_tokens = {completion}"]
-    remedy = "make them shorter"
+    left = max(2, stored.longest - answer)
+    first = max(1, left * prompt // (prompt + completion))
+    remedy = (
+        f"make them shorter, as --set rollout.max_prompt_tokens={first} "
+        f"rollout.max_completion_tokens={left - first}"
+    )
     if answer:
         parts.append(f"the longest answer with data.answer_prefix, {answer} tokens,")
-        remedy = "set data.max_answer_tokens, or make the others shorter"
+        remedy = f"set data.max_answer_tokens, or {remedy}"
     total, what = prompt + completion + answer, " and ".join(parts)
-    if total > positions:
+    if total > stored.max_positions:
         raise InputError(
             f"{what} are {total} tokens, but the config.json of {config.model.path} says "
-            f"max_position_embeddings = {positions}: {remedy}"
+            f"max_position_embeddings = {stored.max_positions}: {remedy}"
         )
-    sequences.check_length(stored, total, what)
+    sequences.check_length(stored, total, what, remedy)
 
 
 def load_prompts(

@@ -8,7 +8,7 @@ import functools
 import os
 import tempfile
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +80,7 @@ DEFAULTS: dict[str, Any] = {
     "run": {"dir": "runs/none"},
 }
 """What a config must say and a model folder does not; `--set` replaces it. Nothing is trained."""
+LIMITS = ("rollout.max_prompt_tokens", "rollout.max_completion_tokens")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -100,9 +101,12 @@ def config_for(
 ) -> Config:
     """The config by which a target is sampled: a run's own, a TOML file, or DEFAULTS for a model.
 
-    Raises: ConfigError with all problems.
+    A model of fewer positions than those of DEFAULTS has as many tokens.
+
+    Raises: ConfigError with all problems; InputError where there is no such model.
     """
     tables: dict[str, Any]
+    is_model = False
     if is_run(target):
         folder, config = read_run(target)
         tables, source = configs.tables_of(config), config.source
@@ -113,10 +117,30 @@ def config_for(
         read = configs.load(target)
         tables, source = configs.tables_of(read), read.source
     else:
-        tables, source = {**DEFAULTS, "model": {"path": target}}, None
+        tables, source, is_model = {**DEFAULTS, "model": {"path": target}}, None, True
     kept = {name: value for name, value in (changes or {}).items() if value is not None}
-    config = config_of(tables, kept)
-    return configs.from_dict(configs.tables_of(config), overrides, source=source)
+
+    def read(**more: Any) -> Config:
+        config = config_of(tables, {**more, **kept})
+        return configs.from_dict(configs.tables_of(config), overrides, source=source)
+
+    config = read()
+    if is_model:
+        named = {*kept, *(text.partition("=")[0].strip() for text in overrides)}
+        return read(**_fitting(config, named))
+    return config
+
+
+def _fitting(config: Config, named: Collection[str]) -> dict[str, int]:
+    """The limits of prompt and completion that are not `named`, where those of the config are more
+    tokens than its model has positions."""
+    limits = {key: getattr(config.rollout, key.partition(".")[2]) for key in LIMITS}
+    free = {key: limit for key, limit in limits.items() if key not in named}
+    positions = find_config(config, whole=False)[1].longest
+    if not free or sum(limits.values()) <= positions:
+        return {}
+    left = positions - sum(limits[key] for key in limits.keys() - free.keys())
+    return {key: max(1, min(limit, left // len(free))) for key, limit in free.items()}
 
 
 def find_policy(
