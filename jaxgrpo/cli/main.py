@@ -192,6 +192,7 @@ COMMANDS: dict[str, tuple[Any, ...]] = {
         argument("--dtype", None, "as model.dtype", choices=["float32", "bfloat16"]),
         argument("--revision", None, "of the hub, as model.revision"),
         argument("--family", "FILE.py:NAME", "a family of your own, as model.family"),
+        argument("--ignore", "FIELD", "of config.json, as in model.ignore", action="append"),
         JSON,
         SET,
     ),

@@ -23,7 +23,7 @@ from jaxgrpo.config.files import Config
 from jaxgrpo.models import decoder, lora, sharding
 from jaxgrpo.models.api import LayerKind, Model, ModelConfig, Rope
 from jaxgrpo.models.cache import dtype_of
-from jaxgrpo.models.hf import adapters, families, folders
+from jaxgrpo.models.hf import families, folders, rope
 from jaxgrpo.training import memory, parameters, process
 from jaxgrpo.training.console import facts
 from jaxgrpo.training.folder import plain, write_atomically
@@ -42,6 +42,7 @@ def main(
     dtype: str | None = None,
     revision: str | None = None,
     family: str | None = None,
+    ignore: Sequence[str] | None = None,
     json_out: str | None = None,
     overrides: Sequence[str] = (),
 ) -> int:
@@ -50,6 +51,7 @@ def main(
     Raises: InputError where it cannot be read, is not built or does not divide over the mesh.
     """
     changes = {"model.dtype": dtype, "model.revision": revision, "model.family": family}
+    changes |= {"model.ignore": ignore}
     config = config_for(target, changes, overrides)
     process.start(config.mesh.platform)
     found = describe(config)
@@ -73,6 +75,7 @@ def describe(config: Config) -> dict[str, Any]:
     dtypes = folders.read_dtypes(folder, base) if has_weights else None
     return {
         "path": keys.path,
+        "unread": families.unread(stored),
         "family": stored.family,
         "architecture": families.family_of(stored.family).architecture,
         **_sizes(stored),
@@ -94,6 +97,8 @@ def lines(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     heads = f"{found['num_heads']} heads, {found['num_kv_heads']} KV heads"
     hidden, wide = found["hidden_size"], found["intermediate_size"]
     yield "model", found["path"]
+    if found["unread"]:
+        yield "  not read", found["unread"]
     yield "family", f"{found['family']} ({found['architecture']})"
     yield "layers", f"{len(found['layers'])}: {_in_runs(found['layers'])}"
     yield "attention", f"{heads}, head_dim {found['head_dim']}{_extras(found)}"
@@ -188,17 +193,12 @@ def _rope_words(rope: Rope | None) -> str:
 
 def _rope_types(config: ModelConfig) -> str:
     """The types of rope of config.json, in words."""
-    given = json.loads(config.source)
-    tables = {"": given.get("rope_scaling") or given.get("rope_parameters") or {}}
-    if any(isinstance(value, dict) for value in tables[""].values()):
-        tables = {name: value for name, value in tables[""].items() if value}
+    tables = rope.tables(json.loads(config.source))
     types = {
         name: table.get("rope_type") or table.get("type") or "default"
         for name, table in tables.items()
     }
-    words = ", ".join(f"{kind} ({name})" if name else kind for name, kind in types.items())
-    ignored = any("attn_factor" in table for table in tables.values())
-    return words + _if(ignored, ", attn_factor not read, as by transformers")
+    return ", ".join(f"{kind} ({name})" if name else kind for name, kind in types.items())
 
 
 def _in_runs(layers: Sequence[str]) -> str:
@@ -241,14 +241,12 @@ def _texts(folder: Path, config: ModelConfig) -> dict[str, Any]:
     tokenizer = None
     if any((folder / name).is_file() for name in TOKENIZERS):
         tokenizer = folders.read_tokenizer(folder)
-    ends = folders.read_end_tokens(folder, tokenizer)
+    ends = folders.read_end_tokens(folder, tokenizer, config.vocab_size)
     words = ["" if tokenizer is None else tokenizer.decode([token]) for token in ends]
     unsupported = {}
     if tokenizer is None or not ends:
         why = "no tokenizer" if tokenizer is None else "no end token"
         unsupported = {"sampling": why, "training": why}
-    if alone := adapters.refused(config):
-        unsupported["adapters of " + ", ".join(alone)] = "fused in one tensor"
     wanted = ("logits", "log-probs", "sampling", "training", "adapters (LoRA)", "export")
     return {
         "tokenizer": None if tokenizer is None else type(tokenizer).__name__,

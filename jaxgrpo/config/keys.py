@@ -105,6 +105,7 @@ class ModelKeys:
     revision: str | None = key(None)  # of the hub: a branch, tag or commit; None: its main branch
     config: Mapping[str, Any] = key({})  # the fields of its config.json, for plans where it is not
     family: str | None = key(None)  # one's own, "path/file.py:family"; None: that of config.json
+    ignore: tuple[str, ...] = key(())  # fields of its config.json that change nothing it computes
     dtype: str = key("float32", choices=("float32", "bfloat16"))  # of the forward pass; the
     # weights that are trained are float32
     float32_head: bool = key(False)  # last norm, output head and logits, in sampling too

@@ -96,7 +96,7 @@ def prepare(rows: list[Row], chat: Chat, max_prompt_tokens: int, too_long: str) 
         raise InputError(
             f"{over.size} of {len(rows)} prompts are longer than rollout.max_prompt_tokens = "
             f"{max_prompt_tokens} (the longest, row {longest}, has {lengths[longest]} tokens): set "
-            f"it to {lengths[longest]}{remedy}"
+            f"it to {lengths[longest]} (--set rollout.max_prompt_tokens={lengths[longest]}){remedy}"
         )
     kept = np.flatnonzero(lengths <= max_prompt_tokens).tolist()
     return PromptData([rows[i] for i in kept], [encoded[i] for i in kept], int(over.size))

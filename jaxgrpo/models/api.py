@@ -109,8 +109,12 @@ class ModelConfig:
     dtype: str = "float32"  # of parameters and activations
     float32_head: bool = False  # the last norm's output, the head and its product in float32
     lora: LoraConfig | None = None  # adapters that are trained in place of the weights
+    fused: tuple[tuple[str, ...], ...] = ()  # names in LINEAR that are one map of the family, which
+    # has one adapter: its A is that of the first of them
     source: str = dataclasses.field(default="", compare=False, repr=False)
     """config.json of the checkpoint that it was read from; a model without one cannot be saved"""
+    ignored: tuple[str, ...] = dataclasses.field(default=(), compare=False, repr=False)
+    """Fields of it that change nothing, as the user says (`model.ignore`)"""
 
     @property
     def periods(self) -> int:
@@ -122,8 +126,29 @@ class ModelConfig:
         return tuple(self.pattern[i % len(self.pattern)] for i in range(self.num_layers))
 
     @property
+    def longest(self) -> int:
+        """The longest sequence that the model can compute as it is meant to, in tokens."""
+        return min(self.max_positions, self.position_limit or self.max_positions)
+
+    @property
     def num_rest(self) -> int:
         return self.num_layers % len(self.pattern)
+
+    def holds_a(self, name: str) -> str:
+        """The linear map with the A of an adapted one: itself, or the first that it is fused with.
+
+        >>> fused = ModelConfig(
+        ...     **dict.fromkeys(("vocab_size", "hidden_size", "intermediate_size"), 8),
+        ...     **dict.fromkeys(("num_layers", "num_heads", "num_kv_heads", "head_dim"), 2),
+        ...     fused=(("feed_forward/gate", "feed_forward/up"),),
+        ...     lora=LoraConfig(rank=1, alpha=1.0),
+        ... )
+        >>> fused.holds_a("feed_forward/up"), fused.holds_a("feed_forward/down")
+        ('feed_forward/gate', 'feed_forward/down')
+        """
+        assert self.lora is not None  # of a map that is adapted
+        group = next((names for names in self.fused if name in names), (name,))
+        return next(one for one in group if one in self.lora.modules)
 
 
 Constrain = Callable[[Array, tuple[str | None, ...]], Array]

@@ -189,7 +189,8 @@ product.defvjp(_product, _product_backward)
 class Dense(nnx.Module):
     """y = x · kernel (+ bias), where `inputs` and `outputs` may be several dimensions each.
 
-    With adapters, where config.lora names the module: + scale * ((x · lora_a) · lora_b).
+    With adapters, where config.lora names the module: + scale * ((x · lora_a) · lora_b). Of maps
+    that are fused only the first has a lora_a (`ModelConfig.fused`).
     """
 
     def __init__(
@@ -214,20 +215,42 @@ class Dense(nnx.Module):
         self.contracted = len(inputs)
         lora = config.lora
         lora = lora if lora is not None and name in lora.modules else None
-        own = (None, None) if lora is None else _adapter(inputs, outputs, lora.rank, config, rngs)
-        self.lora_a, self.lora_b = own
+        rank = 0 if lora is None else lora.rank
+        has_a = lora is not None and config.holds_a(name) == name
+        self.lora_a = _uniform(inputs, rank, config, rngs) if has_a else None
+        self.lora_b = _zeros(rank, outputs, config) if rank else None
         self.scale = 0.0 if lora is None else lora.scale
 
-    def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
+    def __call__(
+        self, x: Float[Array, "..."], low: Float[Array, "... rank"] | None = None
+    ) -> Float[Array, "..."]:
+        """
+        Args:
+          low: x · lora_a of the map that this one is fused with.
+        """
         y: Any = product(x, self.kernel[...], self.contracted)
-        if self.lora_a is not None and self.lora_b is not None:
-            low = product(x, self.lora_a[...], self.contracted)
+        if self.lora_b is not None:
+            low = self.low(x) if low is None else low
             added: Any = product(low, self.lora_b[...], 1)
             y = y + added * jnp.asarray(self.scale, y.dtype)
         if self.bias is None:
             return y
         bias = self.bias[...]
         return (y.astype(jnp.promote_types(y.dtype, bias.dtype)) + bias).astype(y.dtype)
+
+    def low(self, x: Float[Array, "..."]) -> Any:
+        """x · lora_a; None without one."""
+        return None if self.lora_a is None else product(x, self.lora_a[...], self.contracted)
+
+
+def side_by_side(x: Float[Array, "..."], *maps: Dense) -> list[Array]:
+    """What maps give of one input. One without a lora_a takes that of those before it."""
+    outputs, low = [], None
+    for one in maps:
+        own = one.low(x)
+        low = low if own is None else own
+        outputs.append(one(x, low))
+    return outputs
 
 
 class Attention(nnx.Module):
@@ -253,7 +276,7 @@ class Attention(nnx.Module):
     def __call__(
         self, x: Array, angles: Angles, attend: Attend, memory: Any, kind: LayerKind
     ) -> tuple[Array, Any]:
-        query, key, value = self.query(x), self.key(x), self.value(x)
+        query, key, value = side_by_side(x, self.query, self.key, self.value)
         query, key = self.query_norm(query), self.key_norm(key)
         query, key = rotate(query, angles, self.scale), rotate(key, angles)
         out, memory = attend(query, key, value, memory, kind)
@@ -279,7 +302,8 @@ class FeedForward(nnx.Module):
         self.activation = config.activation
 
     def __call__(self, x: Float[Array, "*B E"]) -> Float[Array, "*B E"]:
-        return self.down(ACTIVATIONS[self.activation](self.gate(x)) * self.up(x))
+        gate, up = side_by_side(x, self.gate, self.up)
+        return self.down(ACTIVATIONS[self.activation](gate) * up)
 
 
 class Block(nnx.Module):
@@ -326,20 +350,18 @@ def _matrix(
     return nnx.Param(value.astype(config.dtype), axes=axes)
 
 
-def _adapter(
-    inputs: dict[str, int],
-    outputs: dict[str, int],
-    rank: int,
-    config: ModelConfig,
-    rngs: nnx.Rngs,
-) -> tuple[nnx.Param, nnx.Param]:
-    """lora_a [*inputs, rank], uniform within 1 / sqrt(inputs), and lora_b [rank, *outputs], zeros.
+def _uniform(inputs: dict[str, int], rank: int, config: ModelConfig, rngs: nnx.Rngs) -> nnx.Param:
+    """lora_a [*inputs, rank], uniform within 1 / sqrt(inputs).
 
-    Source: the default of PEFT, kaiming_uniform_(a=sqrt(5)) and zeros.
+    Source: the default of PEFT, kaiming_uniform_(a=sqrt(5)), and zeros as lora_b.
     """
-    bound = math.prod(inputs.values()) ** -0.5
-    shape, zero = (*inputs.values(), rank), jnp.zeros((rank, *outputs.values()), config.dtype)
+    bound, shape = math.prod(inputs.values()) ** -0.5, (*inputs.values(), rank)
     # A stream of its own: the weights are those of a model without adapters.
     value = jax.random.uniform(rngs.lora(), shape, jnp.float32, -bound, bound)
-    lora_a = nnx.Param(value.astype(config.dtype), axes=(*inputs, "rank"))
-    return lora_a, nnx.Param(zero, axes=("rank", *outputs))
+    return nnx.Param(value.astype(config.dtype), axes=(*inputs, "rank"))
+
+
+def _zeros(rank: int, outputs: dict[str, int], config: ModelConfig) -> nnx.Param:
+    """lora_b [rank, *outputs]."""
+    zero = jnp.zeros((rank, *outputs.values()), config.dtype)
+    return nnx.Param(zero, axes=("rank", *outputs))

@@ -2,8 +2,8 @@
 
 A model is built with adapters if its config has a LoraConfig. Its parameters are then those of the
 model without them, and at each adapted linear map two more leaves: "lora_a" [*inputs, rank] and
-"lora_b" [rank, *outputs]. The functions here know these names and nothing else of the tree, so
-`split` and `join` also take trees of logical axes, shapes or shardings.
+"lora_b" [rank, *outputs]; maps that are fused share the lora_a of the first. `split` and `join`
+know these names and nothing else of the tree, so they take trees of axes, shapes or shardings too.
 """
 
 from __future__ import annotations
@@ -77,16 +77,27 @@ def merge(model: Model, params: Params) -> Params:
     Added in at least float32 and rounded once, to the dtype of the kernel. In bfloat16 that loses
     what is below 1/256 of a weight.
     """
-    lora = model.config.lora
-    return params if lora is None else _merged(*split(params), lora.scale)
+    if model.config.lora is None:
+        return params
+    adapters, base = split(params)
+    merged = dict(base)
+    for part, layers in adapters.items():
+        of_part = {k: _merged(model.config, own, base[part][k]) for k, own in layers.items()}
+        merged[part] = {**base[part], **of_part}
+    return merged
 
 
-def _merged(adapters: Params, base: Params, scale: float) -> Params:
-    if NAMES[0] in adapters:
-        low, high = (adapters[name] for name in NAMES)
-        return {**base, "kernel": _added(base["kernel"], low, high, scale)}
-    merged = {name: _merged(own, base[name], scale) for name, own in adapters.items()}
-    return {**base, **merged}
+def _merged(config: ModelConfig, adapters: Params, base: Params) -> Params:
+    """The parameters of a layer, or of layers that are stacked."""
+    assert config.lora is not None  # as `merge` returns
+    layer = {part: dict(value) for part, value in base.items()}
+    for name in config.lora.modules:
+        part, own = name.split("/")
+        _, first = config.holds_a(name).split("/")
+        low, high = adapters[part][first]["lora_a"], adapters[part][own]["lora_b"]
+        kernel = _added(layer[part][own]["kernel"], low, high, config.lora.scale)
+        layer[part][own] = {**layer[part][own], "kernel": kernel}
+    return layer
 
 
 def _added(kernel: Array, low: Array, high: Array, scale: float) -> Array:

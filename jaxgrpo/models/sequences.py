@@ -60,7 +60,7 @@ def token_logp(
     return _token_logp(model.apply, model.unembed, params, *_checked(model, tokens, mask))
 
 
-def check_length(config: ModelConfig, length: int, what: str) -> None:
+def check_length(config: ModelConfig, length: int, what: str, remedy: str | None = None) -> None:
     """Raises: InputError if positions of so long a sequence are not built for the model."""
     limit = config.position_limit
     if limit is not None and length > limit:
@@ -68,7 +68,7 @@ def check_length(config: ModelConfig, length: int, what: str) -> None:
             f"{what}: {length} tokens, but this model's positions are built up to {limit}: beyond "
             "it the angles of all positions change with the length (in config.json: "
             "max_position_embeddings of rope type dynamic, original_max_position_embeddings of "
-            f"longrope); keep to {limit} tokens"
+            f"longrope); {remedy or f'keep to {limit} tokens'}"
         )
 
 

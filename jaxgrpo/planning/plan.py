@@ -88,9 +88,9 @@ def model_of(config: Config) -> ModelConfig:
     """
     keys, own = config.model, inputs.own_family(config)
     if keys.config:
-        stored = families.model_config(keys.config, "model.config", own)
+        stored = families.model_config(keys.config, "model.config", own, keys.ignore)
     elif Path(keys.path).expanduser().is_dir():
-        stored = folders.read_config(keys.path, own)
+        stored = folders.read_config(keys.path, own, keys.ignore)
     else:
         raise InputError(
             f"model.path = {keys.path!r} is no folder here, and a plan uses no network: give a "

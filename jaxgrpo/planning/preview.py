@@ -10,6 +10,7 @@ from jaxgrpo.config import files as configs
 from jaxgrpo.config.files import Config
 from jaxgrpo.data import chat
 from jaxgrpo.models import sharding
+from jaxgrpo.models.hf import families
 from jaxgrpo.rollout import refill
 from jaxgrpo.training import inputs, memory, parameters, process, setup
 from jaxgrpo.training.console import facts
@@ -33,11 +34,13 @@ def dry_run(config: Config, resume: bool = False) -> None:
     needed = memory.count(run.blueprint, setup.kept_policies(run.blueprint))
     planned = memory.plan(run.update_program, run.blueprint, run.state)
     needed = needed._replace(update=planned)
+    unread = families.unread(run.model.config)
     steps, objective = dict(run.blueprint.chain.steps), run.blueprint.objective
     facts(
         console,
         {
             "model": config.model.path,
+            **({"  not read": unread} if unread else {}),
             "method": f"{run.blueprint.chain.name} ({', '.join(steps)}), "
             f"{objective.surrogate.name} loss, {objective.reduction.name}",
             "mesh": _mesh(run.mesh, run.blueprint.samples_on),

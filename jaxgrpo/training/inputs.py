@@ -48,9 +48,9 @@ def find_config(config: Config, whole: bool = True) -> tuple[Path, ModelConfig]:
     """
     keys = config.model
     folder, own = folders.find_folder(keys.path, keys.revision, whole), own_family(config)
-    stored = folders.read_config(folder, own)
+    stored = folders.read_config(folder, own, keys.ignore)
     if keys.config:
-        said = families.model_config(keys.config, "model.config", own)
+        said = families.model_config(keys.config, "model.config", own, keys.ignore)
         names = [field.name for field in dataclasses.fields(said)]
         odd = [
             f"{name} = {getattr(said, name)!r}, there {getattr(stored, name)!r}"
@@ -73,20 +73,25 @@ def check_length(config: Config, stored: ModelConfig, answer: int = 0) -> None:
     Args:
       answer: tokens of the longest reference answer, with its prefix.
     """
-    rollout, positions = config.rollout, stored.max_positions
+    rollout = config.rollout
     prompt, completion = rollout.max_prompt_tokens, rollout.max_completion_tokens
     parts = [f"rollout.max_prompt_tokens = {prompt}", f"max_completion_tokens = {completion}"]
-    remedy = "make them shorter"
+    left = max(2, stored.longest - answer)
+    first = max(1, left * prompt // (prompt + completion))
+    remedy = (
+        f"make them shorter, as --set rollout.max_prompt_tokens={first} "
+        f"rollout.max_completion_tokens={left - first}"
+    )
     if answer:
         parts.append(f"the longest answer with data.answer_prefix, {answer} tokens,")
-        remedy = "set data.max_answer_tokens, or make the others shorter"
+        remedy = f"set data.max_answer_tokens, or {remedy}"
     total, what = prompt + completion + answer, " and ".join(parts)
-    if total > positions:
+    if total > stored.max_positions:
         raise InputError(
             f"{what} are {total} tokens, but the config.json of {config.model.path} says "
-            f"max_position_embeddings = {positions}: {remedy}"
+            f"max_position_embeddings = {stored.max_positions}: {remedy}"
         )
-    sequences.check_length(stored, total, what)
+    sequences.check_length(stored, total, what, remedy)
 
 
 def load_prompts(

@@ -25,7 +25,7 @@ from jaxgrpo.core.types import Params, TrainState
 from jaxgrpo.data.storage import Place
 from jaxgrpo.evaluation.evaluate import Evaluate
 from jaxgrpo.models import sharding
-from jaxgrpo.models.hf import texts
+from jaxgrpo.models.hf import families, texts
 from jaxgrpo.rollout.judging import sample_rows
 from jaxgrpo.training import fingerprints, parameters, peers, process
 from jaxgrpo.training.checkpoints import Checkpoints, parameter_hash, refuse_other_step
@@ -272,6 +272,8 @@ def _open(
     and where the lines and files are that it will write again.
     """
     display.say(opening)
+    if unread := families.unread(run.model.config):
+        display.say(unread)
     kernel = run.blueprint.kernel
     if kernel.name != "xla" or kernel.why:
         display.say(f"attention by {kernel.name}" + (f": {kernel.why}" if kernel.why else ""))

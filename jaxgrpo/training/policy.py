@@ -8,7 +8,7 @@ import functools
 import os
 import tempfile
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +84,7 @@ DEFAULTS: dict[str, Any] = {
     "run": {"dir": "runs/none"},
 }
 """What a config must say and a model folder does not; `--set` replaces it. Nothing is trained."""
+LIMITS = ("rollout.max_prompt_tokens", "rollout.max_completion_tokens")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -104,9 +105,12 @@ def config_for(
 ) -> Config:
     """The config by which a target is sampled: a run's own, a TOML file, or DEFAULTS for a model.
 
-    Raises: ConfigError with all problems.
+    A model of fewer positions than those of DEFAULTS has as many tokens.
+
+    Raises: ConfigError with all problems; InputError where there is no such model.
     """
     tables: dict[str, Any]
+    is_model = False
     if is_run(target):
         folder, config = read_run(target)
         tables, source = configs.tables_of(config), config.source
@@ -117,10 +121,31 @@ def config_for(
         read = configs.load(target)
         tables, source = configs.tables_of(read), read.source
     else:
-        tables, source = {**DEFAULTS, "model": {"path": os.fspath(target)}}, None
+        tables, is_model = {**DEFAULTS, "model": {"path": os.fspath(target)}}, True
+        source = None
     kept = {name: value for name, value in (changes or {}).items() if value is not None}
-    config = config_of(tables, kept)
-    return configs.from_dict(configs.tables_of(config), overrides, source=source)
+
+    def config_with(**more: Any) -> Config:
+        config = config_of(tables, {**more, **kept})
+        return configs.from_dict(configs.tables_of(config), overrides, source=source)
+
+    config = config_with()
+    if is_model:
+        named = {*kept, *(text.partition("=")[0].strip() for text in overrides)}
+        return config_with(**_fitting(config, named))
+    return config
+
+
+def _fitting(config: Config, named: Collection[str]) -> dict[str, int]:
+    """The limits of prompt and completion that are not `named`, where those of the config are more
+    tokens than its model has positions."""
+    limits = {key: getattr(config.rollout, key.partition(".")[2]) for key in LIMITS}
+    free = {key: limit for key, limit in limits.items() if key not in named}
+    positions = find_config(config, whole=False)[1].longest
+    if not free or sum(limits.values()) <= positions:
+        return {}
+    left = positions - sum(limits[key] for key in limits.keys() - free.keys())
+    return {key: max(1, min(limit, left // len(free))) for key, limit in free.items()}
 
 
 def find_policy(
@@ -168,7 +193,7 @@ def _policy(config: Config, found: Found | Setup) -> StoredPolicy:
         read, kept = memory.read_weights(model, mesh, model.config.dtype), one
     kept += one if config.eval.kl_to_base else 0
     taken = kept + read
-    settings = sampling_settings(config, found.folder, found.tokenizer)
+    settings = sampling_settings(config, found)
     return StoredPolicy(
         model=model,
         tokenizer=found.tokenizer,
@@ -266,7 +291,7 @@ def export(
     home, stored = find_config(config)
     target = _target(out, [home, *parameters.bases(config)], overwrite)
     tokenizer = make_chat(config, folders.read_tokenizer(home)).tokenizer
-    ends = texts.end_fields(folders.read_end_tokens(home, tokenizer))
+    ends = texts.end_fields(folders.read_end_tokens(home, tokenizer, stored.vocab_size))
     # On the host and without the rest of the state: neither the mesh of the run is needed for it,
     # nor its data, rewards and method, which may have come from Python.
     with Checkpoints(folder / "checkpoints", config.checkpoint.keep) as checkpoints:

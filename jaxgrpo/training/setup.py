@@ -37,6 +37,7 @@ from jaxgrpo.data.prompts import PromptData
 from jaxgrpo.models import attention, decoder, lora, sharding
 from jaxgrpo.models.api import Model
 from jaxgrpo.models.hf import folders
+from jaxgrpo.models.hf.weights import IN_A_COPY
 from jaxgrpo.rewards import RewardLog
 from jaxgrpo.rewards.protocol import Reward
 from jaxgrpo.rollout import refill
@@ -274,7 +275,7 @@ def _read_inputs(
     elif dataset is not None:
         raise InputError("dataset and rollouts are both given: saved rollouts bring their prompts")
     else:
-        ends = folders.read_end_tokens(found.folder, found.tokenizer)
+        ends = folders.read_end_tokens(found.folder, found.tokenizer, vocab_size)
         saved = read_files(config, rollouts, found.tokenizer, vocab_size, ends)
         prompts = saved.data
     source = inputs.eval_source(config) if config.eval.data else None
@@ -312,7 +313,7 @@ def method_of(
         objective=objective,
         optimizer=optimizer,
         geometry=geometry,
-        sampling=sampling or sampling_settings(config, found.folder, found.tokenizer),
+        sampling=sampling or sampling_settings(config, found),
         mesh=mesh,
         sampling_mesh=sampling_mesh,
         reward_weights={reward.name: reward.weight for reward in rewards},
@@ -365,19 +366,20 @@ def samples_of(config: Config) -> int:
     return config.rollout.prompts_per_step * config.rollout.group_size
 
 
-def sampling_settings(config: Config, folder: Path, tokenizer: Any) -> SamplingSettings:
-    """How a config samples from the model in `folder`.
+def sampling_settings(config: Config, found: Found | Setup) -> SamplingSettings:
+    """How a config samples from a model.
 
     Raises: InputError where no token ends a sample.
     """
-    ends = folders.read_end_tokens(folder, tokenizer)
+    tokenizer, size = found.tokenizer, found.model.config.vocab_size
+    ends = folders.read_end_tokens(found.folder, tokenizer, size)
     if not ends:
         raise InputError(
             f"model.path = {config.model.path}: its tokenizer has no end token, so no sample could "
-            "end; set eos_token in its tokenizer_config.json"
+            f"end; set eos_token in tokenizer_config.json {IN_A_COPY}"
         )
     pad, strings = tokenizer.pad_token_id, config.rollout.stop_strings
-    if pad is None or pad >= folders.read_config(folder).vocab_size:
+    if pad is None or pad >= size:
         pad = ends[0]
     return settings_of(
         config,

@@ -112,7 +112,7 @@ def config_json(message: str, text: str | None = None, **fields: Any) -> Case:
 def end_tokens(given: str, message: str) -> Case:
     def read(made: Made, home: Path) -> None:
         made.write("generation_config.json", given)
-        folders.read_end_tokens(made.folder, made.tokenizer)
+        folders.read_end_tokens(made.folder, made.tokenizer, made.model.config.vocab_size)
 
     return read, message
 
@@ -141,7 +141,7 @@ def model(message: str, edit: Callable[[Made], Any], **rollout: int) -> Case:
         changes = [f"rollout.{name}={value}" for name, value in rollout.items()]
         config = minimal_config.read(f"model.path={made.folder}", *changes)
         found = setup.find_model(config)
-        setup.sampling_settings(config, found.folder, found.tokenizer)
+        setup.sampling_settings(config, found)
 
     return read, message
 

@@ -174,7 +174,8 @@ def test_special_tokens_come_from_the_template_or_the_tokenizer_and_never_twice(
 def test_prompts_that_are_too_long_are_counted_and_the_longest_named():
     message = (
         r"2 of 4 prompts are longer than rollout.max_prompt_tokens = 3 "
-        r"\(the longest, row 3, has 6 tokens\): set it to 6, or data.too_long to \"drop\""
+        r"\(the longest, row 3, has 6 tokens\): set it to 6 "
+        r"\(--set rollout.max_prompt_tokens=6\), or data.too_long to \"drop\""
     )
     with pytest.raises(InputError, match=message):
         prepare(["abc", "abcd", "a", "abcdef"], characters(), 3)
@@ -189,7 +190,7 @@ def test_prompts_that_are_too_long_are_left_out_on_request_and_counted():
 
 
 def test_leaving_out_every_prompt_is_an_error():
-    with pytest.raises(InputError, match=r"2 of 2 prompts are longer .* set it to 5$"):
+    with pytest.raises(InputError, match=r"2 of 2 prompts are longer .* max_prompt_tokens=5\)$"):
         prepare(["abcd", "abcde"], characters(), 3, "drop")
 
 

@@ -29,7 +29,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "llama": {"target_modules": "all-linear", "use_rslora": True},
     "qwen2": {"target_modules": ["q_proj", "v_proj", "down_proj"]},
     "gemma3_text": {"target_modules": r".*\.(o_proj|gate_proj|k_proj)"},
-    "phi3": {"target_modules": ["o_proj", "down_proj"]},  # beside its fused tensors
+    "phi3": {"target_modules": ["qkv_proj", "gate_up_proj", "o_proj"]},  # two hold several maps
 }
 """What is adapted, by the family; everything in the others."""
 GIVEN = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]}
@@ -158,15 +158,51 @@ def test_an_adapter_that_computes_something_else_is_refused_by_name(changes, mes
         adapters.read_config(written(tmp_path, **changes), tiny.UNIFORM)
 
 
-def test_an_adapter_of_a_fused_tensor_is_refused_both_ways(tmp_path):
-    config = dataclasses.replace(tiny.UNIFORM, family="phi3", query_key_norm="none")
-    message = "attention/query is a part of self_attn.qkv_proj in family phi3"
-    with pytest.raises(InputError, match=message):
-        adapters.targets_of(["qkv_proj"], config)
-    model = decoder.build(dataclasses.replace(config, lora=LoraConfig(rank=1, alpha=1.0)))
+PHI = dataclasses.replace(
+    tiny.UNIFORM,
+    family="phi3",
+    query_key_norm="none",
+    fused=tuple(FAMILIES["phi3"].fused.values()),
+)
+
+
+def test_a_fused_tensor_has_one_adapter_whose_parts_share_a(tmp_path):
+    from safetensors.numpy import load_file
+
+    targets = adapters.targets_of(["qkv_proj", "down_proj"], PHI)
+    everything = adapters.targets_of("all-linear", PHI)
+    assert LoraConfig(rank=2, alpha=1.0, targets=everything).modules == LINEAR
+    settings = LoraConfig(rank=2, alpha=1.0, targets=targets)
+    model = decoder.build(dataclasses.replace(PHI, lora=settings))
     own, _ = lora.split(model.init(jax.random.key(0)))
-    with pytest.raises(InputError, match=message):
+    layer = own["blocks"]["0"]
+    assert {name: set(layer["attention"][name]) for name in layer["attention"]} == {
+        "query": {"lora_a", "lora_b"},
+        "key": {"lora_b"},
+        "value": {"lora_b"},
+    }
+    assert set(layer["feed_forward"]) == {"down"}
+    adapters.save(model, own, tmp_path / "adapter")
+    saved = load_file(tmp_path / "adapter" / adapters.WEIGHTS)
+    prefix = "base_model.model.model.layers.0.self_attn.qkv_proj"
+    assert saved[f"{prefix}.lora_A.weight"].shape == (2, 32)
+    assert saved[f"{prefix}.lora_B.weight"].shape == (4 * 8 + 2 * 2 * 8, 2)
+    fields = json.loads((tmp_path / "adapter" / adapters.CONFIG).read_text())
+    assert fields["target_modules"] == ["down_proj", "qkv_proj"]
+    assert adapters.read_config(tmp_path / "adapter", PHI) == settings
+
+
+@pytest.mark.parametrize(
+    ("fused", "targets"), [((), ".*"), (PHI.fused, "attention/(query|key)"), (PHI.fused, ".*up")]
+)
+def test_a_part_of_a_fused_tensor_has_no_adapter_of_its_own(tmp_path, fused, targets):
+    settings = LoraConfig(rank=1, alpha=1.0, targets=targets)
+    model = decoder.build(dataclasses.replace(PHI, fused=fused, lora=settings))
+    own, _ = lora.split(model.init(jax.random.key(0)))
+    with pytest.raises(InputError, match="which is one map in family phi3: adapt "):
         adapters.save(model, own, tmp_path / "adapter")
+    if "up" not in targets:
+        assert "lora_a" in own["blocks"]["0"]["attention"]["query"]
 
 
 def test_tensors_that_do_not_fit_are_refused_and_a_foreign_folder_stays(tmp_path):

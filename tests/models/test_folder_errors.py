@@ -138,6 +138,39 @@ def test_weights_that_are_not_finite_are_refused_by_name(copy, value):
         read_params(folder, build(read_config(folder)))
 
 
+@pytest.mark.parametrize(
+    ("stored", "computed", "value", "message"),
+    [
+        ("float64", "float32", 1e300, r"1e\+300, which float32 cannot hold .*take another"),
+        ("float64", "bfloat16", -1e300, r"-1e\+300, which bfloat16 cannot hold .*take another"),
+        ("float32", "bfloat16", 3.4e38, r"3\.39.*e\+38, which bfloat16 .* model.dtype = .float32"),
+        ("float32", "float16", -65520.0, "-65520, which float16 cannot hold .at most 6.55e"),
+        ("float32", "float32", 3.4e38, ""),
+        ("float32", "bfloat16", 3.39e38, ""),
+        ("float64", "float64", 1e300, ""),
+    ],
+)
+@pytest.mark.parametrize("held", [None, "float32"])
+def test_weights_that_overflow_in_the_dtype_of_the_model_are_refused(
+    copy, stored, computed, value, message, held
+):
+    """In training too, where it holds them in float32 and casts them where they are read."""
+    folder = copy("untied")
+    tensors = load_file(folder / "model.safetensors")
+    tensors = {name: tensor.astype(stored) for name, tensor in tensors.items()}
+    tensors["model.norm.weight"][2] = value
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with jax.enable_x64(computed == "float64"):
+        model = build(dataclasses.replace(read_config(folder), dtype=computed))
+        held = "float64" if computed == "float64" else held
+        if not message:
+            scale = read_params(folder, model, held)["final_norm"]["scale"]
+            assert np.isfinite(np.asarray(scale).astype(computed)).all()
+            return
+        with pytest.raises(InputError, match=rf"model\.norm\.weight holds {message}"):
+            read_params(folder, model, held)
+
+
 def test_missing_and_unknown_tensors_are_named(copy):
     def change(tensors):
         tensors["model.layers.1.mlp.gate.weight"] = tensors.pop("model.layers.1.mlp.up_proj.weight")

@@ -81,7 +81,7 @@ def test_samples_end_where_generate_ends(folder, generation, ends):
     file.unlink()
     if generation is not None:
         file.write_text(json.dumps(generation))
-    assert folders.read_end_tokens(folder, TOKENIZER) == ends
+    assert folders.read_end_tokens(folder, TOKENIZER, VOCABULARY) == ends
     assert ends_at(folder, OTHER_END) == (OTHER_END in ends)
 
 

@@ -23,6 +23,13 @@ ALL = LoraConfig(rank=3, alpha=7.0)
 CONFIGS = {
     "uniform": tiny.UNIFORM,
     "local and global": tiny.LOCAL_GLOBAL,  # a period of three layers, and one left over
+    "fused": dataclasses.replace(
+        tiny.UNIFORM,
+        fused=(
+            ("attention/query", "attention/key", "attention/value"),
+            ("feed_forward/gate", "feed_forward/up"),
+        ),
+    ),
     "biases": dataclasses.replace(
         tiny.UNIFORM, attention_bias=True, attention_out_bias=True, feed_forward_bias=True
     ),

@@ -86,18 +86,13 @@ def write(folder, model, params, family):
 
 def read(folder, model, family, shardings=None, counts=None):
     """The parameters of a folder; adds the elements that are read of each tensor to `counts`."""
-    of_leaves, (specs, tree) = mapping.entries(model, family), jax.tree.flatten(model.shapes)
-    layouts = [None] * len(specs) if shardings is None else jax.tree.leaves(shardings)
+    of_leaves = mapping.entries(model, family)
     with weights.opened(folder) as files:
         tied = model.config.tie_embeddings
         weights.check(folder, files, of_leaves, family.tied_head, tied)
         if counts is not None:
             files = {name: Counting(file, counts) for name, file in files.items()}
-        leaves = [
-            weights.read_leaf(folder, files, *one)
-            for one in zip(of_leaves, specs, layouts, strict=True)
-        ]
-    return jax.tree.unflatten(tree, leaves)
+        return weights.read_leaves(folder, files, model.shapes, of_leaves, None, shardings)
 
 
 class Counting:

@@ -5,8 +5,7 @@ lora_A is [rank, inputs] and lora_B [outputs, rank]. A field of adapter_config.j
 nothing, or must be off, as those of config.json.
 
 PEFT adapts a module that keeps several of our linear maps as one tensor (Phi-3's qkv_proj) with
-one A for all of them, which ours, with an A each, are not: such modules are refused, both ways. A
-merged model can be saved (`lora.merge`).
+one A for all of them, and so do we (`ModelConfig.fused`).
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import contextlib
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -82,11 +81,6 @@ def read_config(path: str | os.PathLike[str], base: ModelConfig) -> LoraConfig:
     fields.refuse_unread(HARMLESS)
     refuse_all(f"{source} is not an adapter that can be built:", fields.problems)
     return LoraConfig(rank=rank, alpha=float(alpha), targets="|".join(found), use_rslora=rslora)
-
-
-def refused(config: ModelConfig) -> tuple[str, ...]:
-    """The linear maps that cannot be adapted, since the family keeps several in one tensor."""
-    return tuple(_fused(families.family_of(config.family, "ModelConfig.family")))
 
 
 def files_of(path: str | os.PathLike[str]) -> list[Path]:
@@ -171,8 +165,7 @@ def _parts(model: Model, family: Family) -> tuple[Params, list[list[Entry]]]:
     config = model.config
     if config.lora is None:
         raise InputError("this model has no adapters: build it with ModelConfig.lora")
-    fused = [name for name in config.lora.modules if name in _fused(family)]
-    refuse_all("PEFT has no such adapters:", [_no_fused(family, name) for name in fused])
+    refuse_all("PEFT has no such adapters:", _parted(config, family))
     shapes, _ = lora.split(model.shapes)
     entries = mapping.entries(model._replace(shapes=shapes), family)
     return shapes, [
@@ -184,8 +177,9 @@ def _fields(config: ModelConfig, family: Family, base: str | None) -> dict[str, 
     """adapter_config.json of a model with adapters."""
     assert config.lora is not None  # as `_parts` refuses
     settings = config.lora
-    theirs = [family.modules[name] for name in settings.modules if name in family.modules]
-    every = [name.rpartition(".")[2] for name in family.modules.values()]
+    modules = _modules(family)
+    theirs = list(dict.fromkeys(modules[name] for name in settings.modules))
+    every = [name.rpartition(".")[2] for name in {*family.modules.values(), *theirs}]
     # PEFT takes the last part of a name for all modules that end so.
     last = [name.rpartition(".")[2] for name in theirs]
     alpha = int(settings.alpha) if settings.alpha.is_integer() else settings.alpha
@@ -208,27 +202,24 @@ def _fields(config: ModelConfig, family: Family, base: str | None) -> dict[str, 
 def _adapted(given: Any, base: ModelConfig, fields: Fields) -> tuple[str, ...]:
     """The names in LINEAR that PEFT's target_modules adapts; what is wrong becomes a problem."""
     family = families.family_of(base.family, "target_modules")
-    fused = _fused(family)
     if not _is_targets(given):
         fields.refuse("target_modules", "expected a text or a list of texts")
         return ()
     found, layers = [], range(base.num_layers)
-    for name in LINEAR:
-        theirs = fused.get(name) or family.modules[name]
+    modules = _modules(family)
+    for theirs in dict.fromkeys(modules.values()):
         chosen = [i for i in layers if _matches(given, f"model.layers.{i}.{theirs}")]
         if chosen and len(chosen) < base.num_layers:
             fields.refuse("target_modules", f"has {theirs} in layers {chosen} only: adapt all")
-        elif chosen and name in fused:
-            fields.problems.append(_no_fused(family, name))
         elif chosen:
-            found.append(name)
+            found += [name for name in modules if modules[name] == theirs]
     others = {hf for name, hf in family.modules.items() if name not in LINEAR}
     for theirs in sorted(others):
         names = [theirs, f"model.layers.0.{theirs}"]
         if given != ALL_LINEAR and any(_matches(given, name) for name in names):
             fields.refuse("target_modules", f"has {theirs}: only linear maps of layers are adapted")
     if not found and not fields.problems:
-        known = ", ".join(sorted(family.modules[name] for name in LINEAR if name not in fused))
+        known = ", ".join(sorted(set(modules.values())))
         fields.refuse("target_modules", f"matches none of {known}")
     return tuple(found)
 
@@ -250,14 +241,22 @@ def _matches(given: str | list[str], name: str) -> bool:
     return any(name == one or name.endswith(f".{one}") for one in given)
 
 
-def _fused(family: Family) -> Mapping[str, str]:
-    """Our linear maps that lie in a tensor with others -> transformers' module."""
-    return {ours: theirs for theirs, modules in family.fused.items() for ours in modules}
+def _modules(family: Family) -> dict[str, str]:
+    """The names in LINEAR -> transformers' module, which may hold several of them."""
+    fused = {ours: theirs for theirs, names in family.fused.items() for ours in names}
+    modules = {**family.modules, **fused}
+    return {name: modules[name] for name in LINEAR if name in modules}
 
 
-def _no_fused(family: Family, name: str) -> str:
-    theirs = _fused(family)[name]
-    return (
-        f"{name} is a part of {theirs} in family {family.model_type}, which PEFT adapts as a whole "
-        "with one A: target other modules, or save the merged model"
-    )
+def _parted(config: ModelConfig, family: Family) -> list[str]:
+    """Why adapters are none of the family's: each of its modules has one adapter or none."""
+    assert config.lora is not None  # as `_parts` refuses
+    problems = []
+    for theirs, names in family.fused.items():
+        adapted = [name for name in names if name in config.lora.modules]
+        if adapted and (len(adapted) < len(names) or names not in config.fused):
+            problems.append(
+                f"{', '.join(adapted)} in {theirs}, which is one map in family "
+                f"{family.model_type}: adapt {', '.join(names)}, with ModelConfig.fused"
+            )
+    return problems

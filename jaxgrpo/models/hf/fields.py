@@ -41,10 +41,10 @@ GENERAL_PREFIXES = ("_", "unsloth")
 
 REFUSED = {
     "quantization_config": "only plain weights are read; take the plain checkpoint",
-    "use_bidirectional_attention": "a policy reads what is before a token only; set it to false",
+    "use_bidirectional_attention": "a policy reads what is before a token only",
 }
 """Fields that must be off, and why."""
-ON = {"is_causal": "a policy reads what is before a token only; set it to true or remove it"}
+ON = {"is_causal": "a policy reads what is before a token only"}
 """Fields that must be on where they are given, and why."""
 
 
@@ -79,11 +79,16 @@ KINDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
 class Fields:
     """What a config.json holds; `problems` collects what is wrong with it.
 
+    Fields that the user says to ignore (`model.ignore`) are as good as absent, but none that is
+    read may be.
+
     Reading a field that is of another kind, or missing, gives a stand-in and a problem.
     """
 
-    def __init__(self, given: Mapping[str, Any], file: str = "config.json"):
-        self.given, self.file = given, file
+    def __init__(
+        self, given: Mapping[str, Any], file: str = "config.json", ignored: Collection[str] = ()
+    ):
+        self.given, self.file, self.ignored = given, file, ignored
         self.problems: list[str] = []
         self._read: set[str] = set()
 
@@ -123,7 +128,11 @@ class Fields:
 
     def refuse_unread(self, harmless: Collection[str]) -> None:
         """A problem for each field not read, unless it is off or known to change nothing."""
+        for name in sorted(self._read.intersection(self.ignored)):
+            self.problems.append(f"model.ignore has {name}, which is read: leave it out there")
         for name, value in self.given.items():
+            if name in self.ignored:
+                continue
             if name in ON and value is not True:
                 self.refuse(name, ON[name])
             if name in self._read or name in ON or name in harmless or not value:
@@ -133,6 +142,8 @@ class Fields:
             elif name.endswith("_token_id") and type(value) is int:
                 continue  # of a tokenizer, whatever it is for
             elif name not in GENERAL and not name.startswith(GENERAL_PREFIXES):
-                what = "adapter" if self.file.startswith("adapter") else "model"
+                is_model = not self.file.startswith("adapter")
+                what = "model" if is_model else "adapter"
                 why = f"not built, and it may change what the {what} computes; take another {what}"
-                self.refuse(name, why)
+                remedy = f', or set model.ignore = ["{name}"] if it changes nothing'
+                self.refuse(name, why + (remedy if is_model else ""))

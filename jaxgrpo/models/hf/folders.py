@@ -14,7 +14,7 @@ import os
 import re
 import zlib
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from jaxgrpo.models import decoder, lora
 from jaxgrpo.models.api import Model, ModelConfig
 from jaxgrpo.models.hf import adapters, families, mapping, replacing, texts, weights
 from jaxgrpo.models.hf.families import Family
+from jaxgrpo.models.hf.weights import IN_A_COPY
 
 CONTENTS = replacing.Contents(
     "a model",
@@ -55,11 +56,14 @@ OTHER_PARAMETERS = (
 MAX_REASON = 200  # characters of another library's message in ours
 
 
-def read_config(path: str | os.PathLike[str], family: Family | None = None) -> ModelConfig:
+def read_config(
+    path: str | os.PathLike[str], family: Family | None = None, ignored: Collection[str] = ()
+) -> ModelConfig:
     """The ModelConfig of a model folder; its dtype is that of the stored weights.
 
     Args:
       family: one's own, which is registered; None: that of model_type.
+      ignored: fields of config.json that change nothing, as the user says.
 
     Raises: InputError naming every field that is missing or asks for what is not built.
     """
@@ -68,7 +72,7 @@ def read_config(path: str | os.PathLike[str], family: Family | None = None) -> M
         raise InputError(f"{source} does not exist: give the folder of a Hugging Face model")
     if family is not None:
         families.register(family)
-    return families.model_config(weights.read_json(source), str(source), family)
+    return families.model_config(weights.read_json(source), str(source), family, ignored)
 
 
 def read_tokenizer(path: str | os.PathLike[str]) -> Any:
@@ -84,14 +88,16 @@ def read_tokenizer(path: str | os.PathLike[str]) -> Any:
         reason = f"{type(error).__name__}: {one_line(error)[:MAX_REASON]}"
         return (
             f"{folder}: its tokenizer cannot be read ({reason}): put tokenizer.json and "
-            "tokenizer_config.json there, as tokenizer.save_pretrained writes"
+            f"tokenizer_config.json, as tokenizer.save_pretrained writes, {IN_A_COPY}"
         )
 
     with refusing(problem):  # transformers, tokenizers and json raise many kinds
         return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
 
 
-def read_end_tokens(path: str | os.PathLike[str], tokenizer: Any) -> tuple[int, ...]:
+def read_end_tokens(
+    path: str | os.PathLike[str], tokenizer: Any, vocab_size: int
+) -> tuple[int, ...]:
     """The tokens that end a text: the tokenizer's own, then those of generation_config.json.
 
     Chat models have several (Qwen3: <|im_end|> and <|endoftext|>), of which a tokenizer knows one.
@@ -106,12 +112,12 @@ def read_end_tokens(path: str | os.PathLike[str], tokenizer: Any) -> tuple[int, 
     more = weights.read_json(source).get("eos_token_id")
     given = [(source, token) for token in (more if isinstance(more, list) else [more])]
     given.insert(0, (folder / "tokenizer_config.json", getattr(tokenizer, "eos_token_id", None)))
-    size = read_config(folder).vocab_size
     for file, token in given:
-        if token is not None and (type(token) is not int or not 0 <= token < size):
+        if token is not None and (type(token) is not int or not 0 <= token < vocab_size):
             raise InputError(
-                f"{file}: the end token {token!r}, expected a whole number from 0 to {size - 1}, "
-                "the tokens of config.json's vocab_size: set eos_token_id to the model's own"
+                f"{file}: the end token {token!r}, expected a whole number from 0 to "
+                f"{vocab_size - 1}, the tokens of config.json's vocab_size: set eos_token_id to "
+                f"the model's own {IN_A_COPY}"
             )
     return tuple(dict.fromkeys(token for _, token in given if token is not None))
 
@@ -165,6 +171,7 @@ def load_model(
     *,
     revision: str | None = None,
     family: Family | None = None,
+    ignore: Collection[str] = (),
     adapter: str | os.PathLike[str] | None = None,
     shardings: Any = None,
 ) -> tuple[Model, Params]:
@@ -175,6 +182,7 @@ def load_model(
       dtype: of parameters and activations.
       revision: of the hub: a branch, tag or commit.
       family: one's own, which is registered; None: that of config.json's model_type.
+      ignore: fields of config.json that change nothing the model computes, else refused.
       adapter: folder of an adapter (LoRA) that PEFT wrote for this model; its matrices are then
         parameters beside the weights. `lora.merge` adds them to the weights.
       shardings: tree of shardings like the parameters; None: this process's default device.
@@ -182,7 +190,7 @@ def load_model(
     Raises: InputError naming what is missing, damaged, or not built.
     """
     folder = find_folder(path, revision)
-    chosen = dataclasses.replace(read_config(folder, family), dtype=dtype)
+    chosen = dataclasses.replace(read_config(folder, family, ignore), dtype=dtype)
     if adapter is None:
         model = decoder.build(chosen)
         return model, read_params(folder, model, shardings=shardings)

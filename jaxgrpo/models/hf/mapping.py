@@ -131,7 +131,9 @@ def _tensor(
         shape = shapes[f"{above}{module}/{leaf}"]
         return shape[0] if inputs is None else math.prod(shape[inputs:])
 
-    modules, shape = family.fused[joined] if joined else (module,), shapes[above + ours]
+    # Fused maps share one A.
+    modules = family.fused[joined] if joined and leaf != "lora_a" else (module,)
+    shape = shapes[above + ours]
     bounds = [0, *itertools.accumulate(map(outputs, modules))]
     k = modules.index(module)
     columns = shape[1:] if inputs is None else (math.prod(shape[:inputs]),) if inputs else ()

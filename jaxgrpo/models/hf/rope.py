@@ -103,6 +103,14 @@ def of_layer_types(
     }
 
 
+def tables(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The parameters of a config.json's rope by the type of layer; "": one for all layers."""
+    found = given.get("rope_scaling") or given.get("rope_parameters") or {}
+    if any(isinstance(value, dict) for value in found.values()):
+        return {name: value for name, value in found.items() if value}
+    return {"": found}
+
+
 def older_fields(given: Mapping[str, Any]) -> dict[str, Any]:
     """What the field rope_parameters says, in fields of transformers 4, which does not read it.
 
@@ -164,7 +172,9 @@ def _turn(
         fields.refuse(name, problem)
     share = values["partial_rotary_factor"]
     if not odd and share != 1 and not partial:
-        fields.refuse(name, "partial_rotary_factor: this family turns whole heads; set it to 1")
+        fields.refuse(
+            name, "partial_rotary_factor: this family turns whole heads; take another model"
+        )
     if odd or unknown:
         return Turn(Rope())
     rope = Rope(float(values["rope_theta"]), float(share))

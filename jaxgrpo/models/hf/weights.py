@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.experimental import multihost_utils
@@ -37,6 +38,9 @@ COMPUTED = "rotary_emb.inv_freq"
 """The end of names of tensors in older files that are computed from config.json: not read."""
 PIECE = 1 << 19
 """Elements that are read at once: few enough that they stay in a cache while they are turned."""
+
+IN_A_COPY = "in a copy of the folder, and name the copy by model.path"
+"""Where to edit a file of a model, whose folder may be the cache of a hub."""
 
 MAX_NAMES = 8  # tensors named in an error message
 
@@ -172,7 +176,7 @@ def _check_tied(folder: Path, files: Mapping[str, Any], tied_head: tuple[str, st
     if not same or not all(np.array_equal(one[rows], other[rows]) for rows in _some_rows(one)):
         raise InputError(
             f"{folder}: tie_word_embeddings is true, but {head} differs from {embed}: set "
-            "tie_word_embeddings to false in config.json, or remove the tensor"
+            f"tie_word_embeddings to false in config.json, or remove the tensor, {IN_A_COPY}"
         )
 
 
@@ -194,14 +198,15 @@ def read_leaves(
     """A tree of parameters from an opened folder, one device's part of one leaf at a time.
 
     Args:
-      shapes: of the leaves, with the dtypes of the result if `dtype` is None.
+      shapes: of the leaves, with the dtypes that the model computes in, which must hold all values.
+      dtype: of the result; None: those of `shapes`.
       entries: the tensors of each leaf.
       shardings: tree like `shapes`; None: this process's default device.
     """
     specs, tree = jax.tree.flatten(shapes)
     layouts = [None] * len(specs) if shardings is None else jax.tree.leaves(shardings)
     leaves = [
-        read_leaf(folder, files, of_leaf, spec.update(dtype=dtype or spec.dtype), layout)
+        read_leaf(folder, files, of_leaf, spec, np.dtype(dtype or spec.dtype), layout)
         for of_leaf, spec, layout in zip(entries, specs, layouts, strict=True)
     ]
     return jax.tree.unflatten(tree, leaves)
@@ -212,6 +217,7 @@ def read_leaf(
     files: Mapping[str, Any],
     of_leaf: list[Entry],
     spec: jax.ShapeDtypeStruct,
+    dtype: np.dtype,
     sharding: Sharding | None,
 ) -> Array:
     """One leaf on its devices. Of it, the host holds what one device keeps, one after another.
@@ -220,10 +226,11 @@ def read_leaf(
     read. The files are mapped into memory: their pages are the system's cache.
 
     Args:
-      spec: shape and dtype of the leaf.
+      spec: shape of the leaf, and the dtype that the model computes in.
+      dtype: of the result.
       sharding: over processes too; None: the default device.
 
-    Raises: InputError if values are not finite.
+    Raises: InputError if values are not finite, or would not be in one of the two dtypes.
     """
     layouts: dict[Box, list[Sharding | None]] = {}
     if sharding is None:
@@ -237,12 +244,13 @@ def read_leaf(
             layouts.setdefault(box, []).append(own)
 
     def placed(box: Box, on: list[Sharding | None]) -> list[Array]:
-        part = np.empty([stop - start for start, stop in box], spec.dtype)
+        part = np.empty([stop - start for start, stop in box], dtype)
         for entry in of_leaf:
             if entry.period is None:
-                _fill(part, box, folder, files, entry)
+                _fill(part, box, folder, files, entry, spec.dtype)
             elif box[0][0] <= entry.period < box[0][1]:
-                _fill(part[entry.period - box[0][0]], box[1:], folder, files, entry)
+                own = part[entry.period - box[0][0]]
+                _fill(own, box[1:], folder, files, entry, spec.dtype)
         return jax.block_until_ready([jax.device_put(part, one, may_alias=False) for one in on])
 
     shards = []
@@ -281,17 +289,43 @@ def agreed(folder: Path, shardings: Any) -> Iterator[None]:
             )
 
 
-def _fill(part: np.ndarray, box: Box, folder: Path, files: Mapping[str, Any], entry: Entry) -> None:
-    """Reads the part `box` of an entry's parameter into `part`, in its dtype, piece by piece."""
+def _fill(
+    part: np.ndarray,
+    box: Box,
+    folder: Path,
+    files: Mapping[str, Any],
+    entry: Entry,
+    computed: np.dtype,
+) -> None:
+    """Reads the part `box` of an entry's parameter into `part`, in its dtype, piece by piece.
+
+    Args:
+      computed: the dtype that the model computes in.
+    """
+    narrow = min((part.dtype, computed), key=lambda dtype: float(jnp.finfo(dtype).max))
     stored = files[entry.name].get_slice(entry.name)
     for piece, where in mapping.pieces(entry, box, PIECE):
         values = stored[where]
         if not np.isfinite(values).all():
             raise InputError(_not_finite(folder, entry.name, stored))
+        if jnp.finfo(values.dtype).max > jnp.finfo(narrow).max:
+            _refuse_overflow(folder, entry.name, values, narrow)
         shape = tuple(stop - start for start, stop in piece)
         offsets = (start - first for (start, _), (first, _) in zip(piece, box, strict=True))
         place = tuple(slice(k, k + size) for k, size in zip(offsets, shape, strict=True))
         part[place] = mapping.to_ours(entry, values, shape)
+
+
+def _refuse_overflow(folder: Path, name: str, values: np.ndarray, dtype: np.dtype) -> None:
+    with np.errstate(over="ignore"):
+        beyond = values[~np.isfinite(values.astype(dtype))]
+    if beyond.size:
+        fits = np.abs(beyond).max() <= jnp.finfo(jnp.float32).max
+        remedy = 'set model.dtype = "float32"' if fits else "take another checkpoint"
+        raise InputError(
+            f"{folder}: {name} holds {float(beyond[0]):.9g}, which {dtype} cannot hold (at most "
+            f"{float(jnp.finfo(dtype).max):.4g}): {remedy}"
+        )
 
 
 def _not_finite(folder: Path, name: str, stored: Any) -> str:

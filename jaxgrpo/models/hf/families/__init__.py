@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from jaxgrpo.core.errors import InputError, refuse_all, suggest
@@ -76,13 +76,17 @@ def family_of(model_type: Any, source: str = "") -> Family:
 
 
 def model_config(
-    given: Mapping[str, Any], source: str, family: Family | None = None
+    given: Mapping[str, Any],
+    source: str,
+    family: Family | None = None,
+    ignored: Collection[str] = (),
 ) -> ModelConfig:
     """The ModelConfig of a config.json's fields, in the form of transformers 4 or 5.
 
     Args:
       source: where they are from, for messages.
       family: a user's own; None: that of model_type.
+      ignored: fields that change nothing, as the user says.
 
     Raises: InputError naming every field that is missing or asks for what is not built.
     """
@@ -92,14 +96,25 @@ def model_config(
             f"{source}: model_type = {given.get('model_type')!r}, but the family given is "
             f'"{family.model_type}": take the folder or the family that fits the other'
         )
-    fields = Fields(given)
+    fields = Fields(given, ignored=ignored)
     architectures = fields.take("architectures", "texts", [family.architecture])
     if architectures != [family.architecture]:
         fields.refuse("architectures", f"only {family.architecture} is built")
     read = family.read(fields)
     fields.refuse_unread(family.harmless)
     refuse_all(f"{source} is not a {family.model_type} that can be built:", fields.problems)
-    return ModelConfig(family=family.model_type, source=json.dumps(dict(given)), **read)
+    own = {"source": json.dumps(dict(given)), "ignored": tuple(ignored)}
+    fused = tuple(family.fused.values())
+    return ModelConfig(family=family.model_type, fused=fused, **own, **read)
+
+
+def unread(config: ModelConfig) -> str:
+    """What config.json has and is not read though it looks as if it acts; empty: nothing."""
+    given = json.loads(config.source or "{}")
+    words = [f"{name} of config.json is not read (model.ignore)" for name in config.ignored]
+    if any("attn_factor" in table for table in rope.tables(given).values()):
+        words.append("attn_factor of its rope is not read, as by transformers")
+    return "; ".join(words)
 
 
 def config_fields(config: ModelConfig, dtype: str, family: Family | None = None) -> dict[str, Any]:
@@ -117,7 +132,7 @@ def config_fields(config: ModelConfig, dtype: str, family: Family | None = None)
     if names or dtype != "float32":  # which a config.json without it means
         given |= dict.fromkeys(names or ["dtype"], dtype)
     given |= rope.older_fields(given)
-    again = model_config(given, "the model's config.json", family)
+    again = model_config(given, "the model's config.json", family, config.ignored)
     names = [field.name for field in dataclasses.fields(config) if field.name not in OF_THE_RUN]
     odd = [name for name in names if getattr(config, name) != getattr(again, name)]
     problems = [

@@ -1,0 +1,91 @@
+"""Token limits of a model that is named without a config, and what a message says of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+import small_run
+
+from jaxgrpo.cli.make_base import base_config
+from jaxgrpo.config import files
+from jaxgrpo.core.errors import InputError
+from jaxgrpo.models.hf import families, texts
+from jaxgrpo.training import inputs
+from jaxgrpo.training.policy import LIMITS, config_for
+
+PROMPT, COMPLETION = LIMITS
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "factor": 2.0,
+    "short_factor": [1.0] * 8,
+    "long_factor": [2.0] * 8,
+    "original_max_position_embeddings": 40,
+}
+
+
+def model_of(folder: Path, **fields: Any) -> str:
+    """A folder with a config.json alone."""
+    given = {**families.plain_fields(base_config(16, 32, 1)), **fields}
+    folder.mkdir(exist_ok=True)
+    texts.write(folder, given, {})
+    return str(folder)
+
+
+def limits(config: files.Config) -> tuple[int, int]:
+    return config.rollout.max_prompt_tokens, config.rollout.max_completion_tokens
+
+
+@pytest.mark.parametrize(
+    ("positions", "changes", "overrides", "expected"),
+    [
+        (64, {}, [], (32, 32)),
+        (1501, {}, [], (750, 750)),
+        (2048, {}, [], (1024, 1024)),
+        (32_768, {}, [], (1024, 1024)),
+        (64, {COMPLETION: 24}, [], (40, 24)),
+        (1100, {COMPLETION: 10}, [], (1024, 10)),
+        (64, {COMPLETION: None}, [f"{PROMPT} = 8"], (8, 56)),
+        (64, {}, [f"{PROMPT}=20", f"{COMPLETION}=30"], (20, 30)),
+    ],
+)
+def test_a_model_is_sampled_within_its_positions(tmp_path, positions, changes, overrides, expected):
+    model = model_of(tmp_path / "m", max_position_embeddings=positions)
+    config = config_for(model, changes, overrides)
+    assert limits(config) == expected
+    _, stored = inputs.find_config(config)
+    inputs.check_length(config, stored)
+
+
+def test_the_length_that_a_rope_was_built_for_counts(tmp_path):
+    model = model_of(tmp_path / "m", max_position_embeddings=80, rope_parameters=LONGROPE)
+    assert limits(config_for(model)) == (20, 20)
+
+
+def test_limits_that_are_asked_for_are_not_changed_and_the_message_says_what_fits(tmp_path):
+    model = model_of(tmp_path / "m", max_position_embeddings=64)
+    config = config_for(model, {}, [f"{PROMPT}=100", f"{COMPLETION}=300"])
+    assert limits(config) == (100, 300)
+    _, stored = inputs.find_config(config)
+    with pytest.raises(InputError) as caught:
+        inputs.check_length(config, stored)
+    found = re.search("--set (.*)$", str(caught.value))
+    assert found is not None
+    fitting = config_for(model, {}, shlex.split(found[1]))
+    assert limits(fitting) == (16, 48)
+    inputs.check_length(fitting, stored)
+    with pytest.raises(InputError, match=r"set data\.max_answer_tokens, or make them"):
+        inputs.check_length(fitting, stored, answer=10)
+    rope = dataclasses.replace(stored, max_positions=10_000, position_limit=64)
+    with pytest.raises(InputError, match=r"up to 64: .*--set rollout.max_prompt_tokens=16 "):
+        inputs.check_length(config, rope)
+
+
+def test_a_run_keeps_the_limits_of_its_config(tmp_path):
+    file = small_run.write(tmp_path / "run.toml", tmp_path / "r")
+    assert limits(config_for(str(file))) == (8, 24)
