@@ -72,6 +72,11 @@ class Answers(NamedTuple):
     texts: list[list[str]]  # [N][n]
     rescored: Mapping[str, np.ndarray] = NOTHING  # name -> [N, n, T], of a second pass
 
+    def columns(self, begin: int, end: int) -> Answers:
+        """Some of the samples of each question."""
+        arrays = jax.tree.map(lambda leaf: leaf[:, begin:end], self._replace(texts=[]))
+        return arrays._replace(texts=[row[begin:end] for row in self.texts])
+
     @property
     def right(self) -> np.ndarray:
         """Which samples are a success, [N, n]."""
@@ -150,12 +155,13 @@ def make_evaluator(
         base=base,
         tokens=config.train.tokens_per_micro_batch,
     )
-    greedy = make_asker(policy, questions, 1, temperature=0.0, purpose=PURPOSE)
     samples = config.eval.samples
-    sampled = make_asker(policy, questions, samples, rescore, purpose=PURPOSE)
+    # The likeliest answer is one sample more, so that one set of programs draws all.
+    ask = make_asker(policy, questions, samples + 1, rescore, greedy=1, purpose=PURPOSE)
 
     def evaluate(params: Params, key: Array, step: int) -> Evaluation:
-        best, many = greedy(params, key, step), sampled(params, key, step)
+        answers = ask(params, key, step)
+        best, many = answers.columns(samples, samples + 1), answers.columns(0, samples)
         return Evaluation(summarise(best, many, questions, policy.settings.group_size), best, many)
 
     return evaluate

@@ -23,7 +23,7 @@ from jaxgrpo.models.api import Constrain, Model
 from jaxgrpo.models.attention import Sharing, chunk, decode
 from jaxgrpo.models.cache import Cache, Ring, dtype_of, older_parts, settled
 from jaxgrpo.models.logprobs import confidence_of
-from jaxgrpo.rollout.drawing import draw, logp_of
+from jaxgrpo.rollout.drawing import Distribution, draw, logp_of
 from jaxgrpo.rollout.state import DecodeState, Queue, Samples, SamplingSettings
 from jaxgrpo.rollout.stopping import EarlyStop
 
@@ -265,7 +265,17 @@ def _drawn(engine: Engine, state: DecodeState, logits: Array) -> tuple[Array, Ar
         stops = jnp.zeros(logits.shape[-1], bool).at[jnp.asarray(settings.stop_tokens)].set(True)
         early = state.index < settings.min_completion_tokens
         logits = jnp.where(early[..., None] & stops, -jnp.inf, logits)
-    return draw(keys, logits, settings.distribution, engine.vocab_shards)
+    token, logp = draw(keys, logits, settings.distribution, engine.vocab_shards)
+    if not settings.greedy:
+        return token, logp
+    likeliest, its_logp = draw(keys, logits, Distribution(0.0))
+    is_greedy = _is_greedy(settings, state)
+    return jnp.where(is_greedy, likeliest, token), jnp.where(is_greedy, its_logp, logp)
+
+
+def _is_greedy(settings: SamplingSettings, state: DecodeState) -> Array:
+    """[D, N]: the slots whose samples take the likeliest token."""
+    return state.sample % settings.group_size >= settings.group_size - settings.greedy
 
 
 def _written(
@@ -290,7 +300,9 @@ def _written(
         raw = write(samples.untempered, raw, state.index)
         samples = dataclasses.replace(samples, untempered=raw)
     if settings.early_stop is not None and samples.confidence is not None:
-        scaled = logits.astype(jnp.float32) / (settings.temperature or 1.0)
+        temperature = settings.temperature or 1.0
+        temperature = jnp.where(_is_greedy(settings, state), 1.0, temperature)[..., None]
+        scaled = logits.astype(jnp.float32) / temperature
         confidence = jnp.where(drawn, confidence_of(scaled, settings.early_stop.tokens), 0)
         now, unsure = _summed(settings.early_stop, state, samples.confidence, confidence)
         now = write(samples.confidence, now, state.index)

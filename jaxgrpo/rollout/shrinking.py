@@ -26,7 +26,7 @@ With halves, slots that idle while the last samples end cost 1.2 times the token
 (lengths of exponential tail, as many samples waiting as decoding).
 """
 FEWEST_SLOTS = 4
-COMPILING = 1.0  # seconds of a CPU, about, that a decode program takes to compile for each layer
+COMPILING = (5.0, 0.35)  # seconds of a CPU for a decode program, and for each layer of it
 ARITHMETIC = 3e10  # operations that a CPU does in a second, about
 OVERHEAD = 2e-6  # seconds that each layer of a token takes beside its arithmetic
 MEAN = 0.25  # length of samples, about, as a share of the longest
@@ -75,7 +75,8 @@ def price_of(model: Model, calls: int) -> Price:
     """The price of sizes for a model that is sampled from so often."""
     layers, numbers = model.config.num_layers, sum(x.size for x in jax.tree.leaves(model.shapes))
     slot_step = 2 * numbers / ARITHMETIC + OVERHEAD * layers
-    return Price(COMPILING * (layers + 1), slot_step * calls)
+    program, layer = COMPILING
+    return Price(program + layer * layers, slot_step * calls)
 
 
 def idle_steps(slots: int, sizes: Sequence[Size], longest: int) -> float:

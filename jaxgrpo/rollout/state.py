@@ -36,6 +36,7 @@ class SamplingSettings(NamedTuple):
     stop_strings: StopStrings | None = None
     early_stop: EarlyStop | None = None
     kv_cache_dtype: str = "auto"  # that keys and values are kept in; "auto": the model's
+    greedy: int = 0  # of each group so many, the last ones, take the likeliest tokens
     calls: int = 0  # of a sampler, which decide what is worth compiling; 0: very many
 
     @property

@@ -51,6 +51,18 @@ def test_greedy_takes_the_likeliest_token_and_states_its_probability_at_temperat
     )
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("slots", [0, 5])
+def test_the_last_samples_of_each_group_may_take_the_likeliest_tokens(slots):
+    mixed = run(temperature=0.6, greedy=1, slots=slots)
+    drawn, likeliest = run(temperature=0.6, slots=slots), run(temperature=0.0, slots=slots)
+    for name, tolerance in (("completion_tokens", 0), ("token_mask", 0), ("behavior_logp", 3e-5)):
+        parts = np.split(np.asarray(getattr(mixed, name)), [GROUP - 1], axis=1)
+        for part, whole in zip(parts, (drawn, likeliest), strict=True):
+            want = np.asarray(getattr(whole, name))[:, : part.shape[1]]
+            np.testing.assert_allclose(part, want, atol=tolerance)
+
+
 def test_draws_follow_the_softmax():
     logits = jnp.asarray(np.random.default_rng(0).normal(size=37) * 1.5, jnp.float32)
     count = 40_000

@@ -63,7 +63,8 @@ def test_smaller_programs_are_compiled_once_and_take_the_state_as_it_is_laid_out
     [(2, 60, 1e5), (30, 1, 1.35e8), (30, 1000, 1.35e8), (2, 10**6, 1e5)],
 )
 def test_sizes_are_compiled_where_they_save_more_than_they_cost(layers, calls, numbers):
-    price = Price(COMPILING * (layers + 1), calls * (2 * numbers / ARITHMETIC + OVERHEAD * layers))
+    slot_step = 2 * numbers / ARITHMETIC + OVERHEAD * layers
+    price = Price(COMPILING[0] + COMPILING[1] * layers, calls * slot_step)
     size = Size(64, 16, False)
     sizes = worthwhile(size, 64, price)
     everything = sizes_below(size)
