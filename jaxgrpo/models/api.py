@@ -92,6 +92,7 @@ class ModelConfig:
     pattern: tuple[LayerKind, ...] = (LayerKind(),)
     rms_norm_eps: float = 1e-6
     tie_embeddings: bool = False
+    pad_token: int | None = None  # read as an input, its row of the embedding gets no gradient
     attention_bias: bool = False  # of queries, keys and values
     attention_out_bias: bool = False
     feed_forward_bias: bool = False

@@ -88,18 +88,24 @@ def soft_capped(x: Array, cap: float | None) -> Array:
 class Embedding(nnx.Module):
     """A table of one vector per token; read by `encode`, and as an output head by `decode`.
 
-    A `wide` table is held in at least float32, and its product is computed in that dtype.
+    A `wide` table is held in at least float32, and its product is computed in that dtype. Reading
+    the pad token gives its row no gradient, as padding_idx of torch's nn.Embedding; as a head the
+    same table gets it.
     """
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs, *, wide: bool = False):
         shape = (config.vocab_size, config.hidden_size)
         held = dataclasses.replace(config, dtype=head_dtype(config)) if wide else config
         self.table = _matrix(shape, ("vocab", "embed"), held, rngs)
-        self.dtype, self.wide = config.dtype, wide
+        self.dtype, self.wide, self.pad = config.dtype, wide, config.pad_token
         self.scale, self.cap = config.logit_scale, config.logit_soft_cap
 
     def encode(self, tokens: Int[Array, "*B Q"]) -> Float[Array, "*B Q E"]:
-        return self.table[...][tokens].astype(self.dtype)
+        vectors = self.table[...][tokens].astype(self.dtype)
+        if self.pad is None:
+            return vectors
+        is_pad = (tokens == self.pad)[..., None]
+        return jnp.where(is_pad, jax.lax.stop_gradient(vectors), vectors)
 
     def decode(self, hidden: Float[Array, "*B E"]) -> Float[Array, "*B V"]:
         """Logits in at least float32, whatever the dtype of the table."""

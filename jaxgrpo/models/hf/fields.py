@@ -63,6 +63,7 @@ def _are(one: Callable[[Any], bool]) -> Callable[[Any], bool]:
 KINDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "size": (_is_size, "a whole number, 1 or more"),
     "count": (lambda value: value == 0 or _is_size(value), "a whole number, 0 or more"),
+    "token": (lambda value: type(value) is int, "a token id, a whole number"),
     "positive": (lambda value: _is_number(value) and value > 0, "a number above 0"),
     "number": (_is_number, "a number"),
     "flag": (lambda value: isinstance(value, bool), "true or false"),

@@ -152,6 +152,7 @@ def plain_fields(config: ModelConfig) -> dict[str, Any]:
         "architectures": [family_of(config.family, "ModelConfig.family").architecture],
         "dtype": config.dtype,
         "vocab_size": config.vocab_size,
+        "pad_token_id": config.pad_token,
         "hidden_size": config.hidden_size,
         "intermediate_size": config.intermediate_size,
         "num_hidden_layers": config.num_layers,

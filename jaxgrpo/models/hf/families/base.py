@@ -70,13 +70,14 @@ def sizes(
     positions: int = 32_768,
     activation: str = "hidden_act",
     as_many_kv: bool = False,
+    pad: int | None = None,
 ) -> dict[str, Any]:
     """What every family gives.
 
     Args:
-      head_dim, eps, tied, positions: what transformers assumes without head_dim, rms_norm_eps,
-        tie_word_embeddings or max_position_embeddings. A head_dim that is null, or None here, is
-        hidden_size / heads.
+      head_dim, eps, tied, positions, pad: what transformers assumes without head_dim, rms_norm_eps,
+        tie_word_embeddings, max_position_embeddings or pad_token_id. A head_dim that is null, or
+        None here, is hidden_size / heads.
       activation: the field that names the activation.
       as_many_kv: whether transformers assumes as many KV heads as heads where none are given.
     """
@@ -92,8 +93,10 @@ def sizes(
     if num_heads % num_kv_heads:
         fields.refuse("num_key_value_heads", f"expected a divisor of {num_heads} heads")
     name = "dtype" if fields.given.get("dtype") is not None else "torch_dtype"
+    vocab = fields.take("vocab_size", "size")
     return {
-        "vocab_size": fields.take("vocab_size", "size"),
+        "vocab_size": vocab,
+        "pad_token": _pad_token(fields.nullable("pad_token_id", "token", pad), vocab or 1),
         "hidden_size": hidden,
         "intermediate_size": fields.take("intermediate_size", "size"),
         "num_layers": fields.take("num_hidden_layers", "size") or 1,
@@ -107,6 +110,12 @@ def sizes(
         "dtype": fields.one_of(name, DTYPES, "float32"),
         "query_key_norm": "none",
     }
+
+
+def _pad_token(given: int | None, vocab: int) -> int | None:
+    """The row that nn.Embedding takes for padding: a negative one is counted from the end."""
+    token = given if given is None or given >= 0 else given + vocab
+    return token if token is not None and 0 <= token < vocab else None
 
 
 def attention_bias(fields: Fields, default: bool = False) -> dict[str, bool]:

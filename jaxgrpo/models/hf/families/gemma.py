@@ -20,8 +20,9 @@ _HARMLESS = ("hidden_act",)  # hidden_activation is what counts
 
 def _gemma(fields: Fields, positions: int) -> dict[str, Any]:
     """Norms of (1 + weight) before and after each branch, and scaled embeddings."""
+    activation = "hidden_activation"
     given = sizes(
-        fields, head_dim=256, tied=True, positions=positions, activation="hidden_activation"
+        fields, head_dim=256, tied=True, positions=positions, activation=activation, pad=0
     )
     return {
         **given,

@@ -48,7 +48,7 @@ GRANITE = Family("granite", "GraniteForCausalLM", _granite)
 
 def _seed_oss(fields: Fields) -> dict[str, Any]:
     """Llama with heads of 128, and biases of queries, keys and values only."""
-    given = sizes(fields, head_dim=128, positions=524_288)
+    given = sizes(fields, head_dim=128, positions=524_288, pad=1)
     turn = rope.of_model(fields, given["head_dim"], given["max_positions"])
     return {
         **given,
@@ -64,7 +64,7 @@ SEED_OSS = Family("seed_oss", "SeedOssForCausalLM", _seed_oss)
 
 def _smollm3(fields: Fields) -> dict[str, Any]:
     """Llama whose every fourth layer knows no positions; these may have a window."""
-    given = {**sizes(fields, tied=True), **attention_bias(fields)}
+    given = {**sizes(fields, tied=True, pad=128_004), **attention_bias(fields)}
     turn = rope.of_model(fields, given["head_dim"], given["max_positions"], theta=2e6)
     count = given["num_layers"]
     every = fields.take("no_rope_layer_interval", "size", 4)

@@ -37,7 +37,7 @@ MINISTRAL = Family("ministral", "MinistralForCausalLM", _ministral)
 
 def _phi3(fields: Fields) -> dict[str, Any]:
     """Mistral that may turn a share of each head."""
-    given = sizes(fields, eps=1e-5, positions=4096, as_many_kv=True)
+    given = sizes(fields, eps=1e-5, positions=4096, as_many_kv=True, pad=32_000)
     # Of the two original lengths transformers takes the one beside rope_parameters, or 4096.
     turn = rope.of_model(
         fields, given["head_dim"], given["max_positions"], partial=True, original=4096

@@ -25,7 +25,7 @@ _MODULES = {
 
 def _olmo(fields: Fields) -> dict[str, Any]:
     return {
-        **sizes(fields, eps=1e-5, positions=2048, as_many_kv=True),
+        **sizes(fields, eps=1e-5, positions=2048, as_many_kv=True, pad=1),
         **attention_bias(fields),
         "norms": "after",
         "query_key_norm": "whole",
