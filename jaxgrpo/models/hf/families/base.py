@@ -96,7 +96,7 @@ def sizes(
         "vocab_size": fields.take("vocab_size", "size"),
         "hidden_size": hidden,
         "intermediate_size": fields.take("intermediate_size", "size"),
-        "num_layers": fields.take("num_hidden_layers", "size") or 1,
+        "num_layers": fields.take("num_hidden_layers", "layers") or 1,
         "num_heads": num_heads,
         "num_kv_heads": num_kv_heads,
         "head_dim": head_dim,
