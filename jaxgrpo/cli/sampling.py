@@ -111,10 +111,7 @@ def write_samples(
     _check(samples, temperature)
     rows = _lines(prompts) if prompts.endswith(".txt") else None
     asked_for = _changes(None if rows else prompts, top_k, top_p, max_tokens)
-    config = config_for(target, asked_for, overrides)
-    process.start(config.mesh.platform)
-    if not (overwrite or config.data.template_time):
-        config = at_time(config, process.decided(lambda: _begun_at(out)))
+    config = _at_first_time(config_for(target, asked_for, overrides), out, overwrite)
     console = Console(highlight=False)
     policy, asked = find_policy(console, config, rows)
     questions = Questions(asked.rows, asked.encoded, _unjudged)
@@ -324,6 +321,14 @@ def _changes(
         "rollout.max_completion_tokens": max_tokens,
         "loss.proximal": "trainer" if cut else None,  # training refuses the cut otherwise
     }
+
+
+def _at_first_time(config: Config, out: str, overwrite: bool) -> Config:
+    """The config with the time that the chat template wrote for the rows that `out` holds."""
+    process.start(config.mesh.platform)
+    if overwrite or config.data.template_time:
+        return config
+    return at_time(config, process.decided(lambda: _begun_at(out)))
 
 
 def _begun_at(out: str) -> str | None:

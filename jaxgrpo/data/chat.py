@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import difflib
+import functools
 import json
 import types
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxgrpo.core.errors import InputError, one_line, refusing
+from jaxgrpo.data import limits
 
 Message = dict[str, Any]
 Conversation = list[Message]
@@ -30,6 +32,9 @@ OURS = ("add_generation_prompt", "continue_final_message", "messages")
 
 CLOCK = "strftime_now"
 """The function by which chat templates write the date or the time."""
+
+SECONDS, MEMORY, WRITTEN = 10.0, 2**30, 1_000_000
+"""What a template may take for a prompt: time, bytes, and characters beside those of messages."""
 
 TIMES = ("1999-01-02T03:04:05.6", "2048-12-31T23:58:59.7")
 """Two times that no format writes alike."""
@@ -210,16 +215,24 @@ def _with_system(chat: Chat, prompt: str | Conversation, where: str) -> Conversa
 def _render(chat: Chat, messages: Conversation, where: str) -> str:
     begun = _is_begun(messages)
     # Whatever the template raises, or jinja2 about it.
+    render = functools.partial(
+        chat.tokenizer.apply_chat_template,
+        messages,
+        chat_template=chat.template,
+        tokenize=False,
+        add_generation_prompt=not begun,
+        continue_final_message=begun,
+        **chat.options,
+    )
     failing = refusing(lambda error: f"{where}: {_failure(chat.name, error)}")
-    with _clock_at(chat.time), failing:
-        return chat.tokenizer.apply_chat_template(
-            messages,
-            chat_template=chat.template,
-            tokenize=False,
-            add_generation_prompt=not begun,
-            continue_final_message=begun,
-            **chat.options,
-        )
+    with _clock_at(chat.time), failing, limits.memory(MEMORY):
+        try:
+            text: str = limits.within(SECONDS, render)
+        except limits.TimedOut:
+            raise TimeoutError(f"it takes more than {SECONDS:g} s") from None
+        if len(text) > WRITTEN + 2 * sum(len(message["content"]) for message in messages):
+            raise ValueError(f"it writes {len(text):,} characters")
+    return text
 
 
 @contextlib.contextmanager
@@ -272,8 +285,10 @@ def _names_in(template: str, name: str) -> set[str]:
 def _failure(name: str, error: Exception) -> str:
     line = getattr(error, "lineno", None)
     where = f" in line {line}" if line else ""
+    is_large = isinstance(error, MemoryError)
+    reason = f"it takes more than {MEMORY >> 30} GiB" if is_large else one_line(error)
     return (
-        f"{name} fails{where} ({type(error).__name__}: {one_line(error)}): "
+        f"{name} fails{where} ({type(error).__name__}: {reason}): "
         "mend it or the prompt, or set data.chat_template"
     )
 

@@ -7,6 +7,7 @@ column's, with any characters; "{{" and "}}" are braces.
 from __future__ import annotations
 
 import difflib
+import functools
 import numbers
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,14 +15,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxgrpo.core.errors import InputError, no_text
+from jaxgrpo.core.errors import InputError, no_text, refusing
 from jaxgrpo.data import chat as conversations
-from jaxgrpo.data import sources
+from jaxgrpo.data import limits, sources
 from jaxgrpo.data.chat import Chat
 from jaxgrpo.data.sources import Located, Row, Source
 from jaxgrpo.data.written import text_of_value
 
 SHOWN = 60  # characters of a text in a message
+CHUNK, SECONDS = 256, 60.0  # rows that are tokenised at once, and the time for them
 
 _PIECE = re.compile(r"\{\{|\}\}|\{([^{}]*)\}|[{}]")  # of a template
 
@@ -112,7 +114,7 @@ def encode(rows: Sequence[Row], chat: Chat) -> list[np.ndarray]:
         conversations.write(chat, row["prompt"], f"row {place}") for place, row in enumerate(rows)
     ]
     conversations.check_roles(chat, [row["prompt"] for row in rows])
-    encoded = chat.tokenizer(texts, add_special_tokens=chat.template is None)["input_ids"]
+    encoded = token_ids(chat.tokenizer, texts, "prompt", special=chat.template is None)
     tokens = [np.asarray(ids, np.int32) for ids in encoded]
     empty = [place for place, row in enumerate(rows) if not row["prompt"] or not len(tokens[place])]
     if empty:
@@ -124,6 +126,33 @@ def encode(rows: Sequence[Row], chat: Chat) -> list[np.ndarray]:
     if chat.vocab_size is not None:
         check_tokens(tokens, chat.tokenizer, chat.vocab_size, "prompt")
     return tokens
+
+
+def token_ids(
+    tokenizer: Any, texts: Sequence[str], column: str, special: bool = False
+) -> list[list[int]]:
+    """The tokens of texts. For CHUNK of them a tokenizer has SECONDS, and as much more for each
+    million characters.
+
+    Args:
+      column: what the texts are, for messages: one is in each row.
+      special: whether the tokenizer adds special tokens.
+
+    Raises: InputError with the rows where it fails or takes longer.
+    """
+    ids: list[list[int]] = []
+    for first in range(0, len(texts), CHUNK):
+        chunk = list(texts[first : first + CHUNK])
+        seconds = SECONDS * (1 + sum(map(len, chunk)) / 1e6)
+        encode = functools.partial(tokenizer, chunk, add_special_tokens=special)
+        where = f"{column} of row {first} to {first + len(chunk) - 1}: the tokenizer"
+        remedy = "look at the patterns in its tokenizer.json, or take another model"
+        with refusing(f"{where} fails ({{kind}}: {{reason}}): {remedy}"):
+            try:
+                ids += limits.left_after(seconds, encode)["input_ids"]
+            except limits.TimedOut:
+                raise InputError(f"{where} takes more than {seconds:.0f} s: {remedy}") from None
+    return ids
 
 
 def _check_differ(rows: Sequence[Row], tokens: Sequence[np.ndarray], chat: Chat) -> None:

@@ -18,7 +18,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxgrpo.core.errors import cut, own_line
-from jaxgrpo.rewards.limits import SLACK, TimedOut, call_within, during, leave
+from jaxgrpo.data.limits import TimedOut
+from jaxgrpo.rewards.limits import SLACK, call_within, during, leave
 from jaxgrpo.rewards.protocol import (
     LISTS,
     RewardError,

@@ -1,36 +1,25 @@
 """Time limits of rewards, and which reward is running now.
 
-No function can be ended from outside while its process lives on. In the main thread a timer's
-signal interrupts it: Python code, whatever waits, regular expressions and operations on whole
-numbers end with TimedOut. Code of a library that neither returns to Python nor looks for signals
-runs on; training/watchdog.py, which reads `running`, can then only end the process. A thread that
-is left alone would be worse: it would go on changing what later calls read, and a regular
-expression in it stops every other thread.
+A reward is interrupted (`data.limits`). Where that has no effect, training/watchdog.py, which reads
+`running`, can only end the process. A thread that is left alone would be worse: it would go on
+changing what later calls read, and a regular expression in it stops every other thread.
 """
 
 from __future__ import annotations
 
 import contextlib
-import signal
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Set
 from typing import NamedTuple, TypeVar
 
+from jaxgrpo.data.limits import interrupted_after
 from jaxgrpo.rewards.protocol import RewardError
 
-AGAIN = 1.0  # seconds until the next signal, if code of the reward caught the exception
 SLACK = 30.0  # seconds beyond its limit after which a reward will not come back
 
 T = TypeVar("T")
-
-
-class TimedOut(BaseException):
-    """Raised inside a reward at its time limit.
-
-    No Exception: `except Exception: score = 0` in the reward would make a wrong answer of it.
-    """
 
 
 class Running(NamedTuple):
@@ -77,13 +66,11 @@ def has_left_threads() -> bool:
 def call_within(seconds: float | None, function: Callable[[], T]) -> T:
     """Its result. Raises: TimedOut after so many seconds; None has no limit.
 
-    Uses the signal SIGALRM and the timer of real time, which the function must then leave alone.
-
     Raises: RewardError outside the main thread, where no signal arrives.
 
     >>> call_within(0.05, lambda: time.sleep(9))
     Traceback (most recent call last):
-    jaxgrpo.rewards.limits.TimedOut
+    jaxgrpo.data.limits.TimedOut
     """
     if seconds is None:
         return function()
@@ -93,22 +80,4 @@ def call_within(seconds: float | None, function: Callable[[], T]) -> T:
             "the main thread only; call jaxgrpo.train there, take timeout out, or make the reward "
             "an async def"
         )
-    armed = True
-
-    def ring(number: int, frame: object) -> None:
-        if armed:
-            raise TimedOut
-
-    handler = signal.signal(signal.SIGALRM, ring)
-    began = time.monotonic()
-    left, interval = signal.setitimer(signal.ITIMER_REAL, seconds, AGAIN)
-    try:
-        try:
-            return function()
-        finally:
-            armed = False
-    finally:
-        after = max(left - (time.monotonic() - began), 1e-3) if left else 0.0
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, signal.SIG_DFL if handler is None else handler)
-        signal.setitimer(signal.ITIMER_REAL, after, interval)
+    return interrupted_after(seconds, function)

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxgrpo.core.errors import InputError
+from jaxgrpo.data.prompts import token_ids
 from jaxgrpo.data.written import text_of_value
 
 FORCED = "forced_answer"
@@ -101,8 +102,8 @@ def read_answers(
             "name the column that holds it"
         )
     texts = [_text_of(row["answer"]) for row in rows]
-    written = _encode(tokenizer, [prefix + (text or "") for text in texts])
-    opening = _encode(tokenizer, [prefix])[0]
+    written = token_ids(tokenizer, [prefix + (text or "") for text in texts], "answer")
+    opening = token_ids(tokenizer, [prefix], "data.answer_prefix")[0]
     begins = [_common(opening, ids) for ids in written]
     sizes = [len(ids) - begin for ids, begin in zip(written, begins, strict=True)]
     odd = [place for place, text in enumerate(texts) if not text or not sizes[place]]
@@ -122,10 +123,6 @@ def _text_of(answer: Any) -> str | None:
     """An answer as text; None if it is none."""
     is_number = isinstance(answer, numbers.Number) and not isinstance(answer, bool)
     return text_of_value(answer) if is_number or isinstance(answer, str) else None
-
-
-def _encode(tokenizer: Any, texts: Sequence[str]) -> list[list[int]]:
-    return tokenizer(texts, add_special_tokens=False)["input_ids"]
 
 
 def _common(left: Sequence[int], right: Sequence[int]) -> int:

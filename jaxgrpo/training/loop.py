@@ -150,24 +150,20 @@ def take(
         folder = stack.enter_context(RunFolder(config.run.dir, resume=resume))
         config, before = _refuse_other_config(folder, config)
         checkpoints = stack.enter_context(Checkpoints(folder.checkpoints, config.checkpoint.keep))
-        restored = process.decided(checkpoints.latest) is not None
-        if not restored:
-            process.decided(lambda: folder.refuse_to_forget(before.checkpoint.every))
-        saved = checkpoints.choose() if restored else None
-        meta = {} if saved is None else checkpoints.meta(saved)
+        saved, meta = _newest(checkpoints, folder, before.checkpoint.every)
         run, inputs = _set_up(config, meta, given)
         problem = _tried(run, folder)
         run = run if saved is None else run._replace(state=_restored(run, checkpoints, saved))
         state, done = run.state, int(sharding.to_host(run.state.step))
-        aside = folder.rewind(done if restored else None)
+        aside = folder.rewind(None if saved is None else done)
         _record(run, folder)
         display = Display(config.train.steps, done, active=shown and process.is_main())
         stack.enter_context(display.bar)
         _open(run, display, opening, problem, aside)
         stack.enter_context(process.stop_signals(config.run.stop_grace))
         limits = (config.run.stop_grace, config.run.stuck_after)
-        kept = (Progress.of(meta), inputs, *_kinds(run, meta))
-        keeper = Keeper(config, folder, checkpoints, display, *kept)
+        facts = (Progress.of(meta), inputs, *_kinds(run, meta))
+        keeper = Keeper(config, folder, checkpoints, display, *facts)
         watch = stack.enter_context(Watchdog(display.under_way, keeper.kept, *limits))
         log = stack.enter_context(Logbook(config, folder, display, done))
         evaluate = evaluator(run) if config.eval.data is not None else None
@@ -200,6 +196,15 @@ def _refuse_other_config(folder: RunFolder, config: Config) -> tuple[Config, Con
         )
     process.decided(lambda: parameters.refuse_unwritable(config, folder.place))
     return config, before
+
+
+def _newest(at: Checkpoints, folder: RunFolder, every: int) -> tuple[int | None, dict[str, Any]]:
+    """The step that a run continues from and what was saved beside it; (None, {}) at its start."""
+    if process.decided(at.latest) is None:
+        process.decided(lambda: folder.refuse_to_forget(every))
+        return None, {}
+    step = at.choose()
+    return step, at.meta(step)
 
 
 def _set_up(

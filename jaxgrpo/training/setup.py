@@ -185,7 +185,7 @@ def setup(
     dataset: Iterable[Any] | None = None,
     rollouts: SavedRollouts | None = None,
     share: step.Share = step.alone,
-    check: Callable[[Mapping[str, Any]], None] | None = None,
+    check: Callable[[Mapping[str, Any]], None] = lambda read: None,
 ) -> Setup:
     """Builds everything a run needs; no step is compiled or taken.
 
@@ -201,9 +201,7 @@ def setup(
     Raises: InputError where parts do not fit one another.
     """
     read = share("inputs", lambda: _read_inputs(config, dataset, rollouts))
-    if check is not None:
-        check(read)
-    config = inputs.at_time(config, read["chat"].time)
+    check(read)
     found, rows = Found(*(read[name] for name in Found._fields)), read["rows"]
     chosen = inputs.resolve_rewards(config, rewards, None if read["replay"] else rows[0])
     blueprint, steps = share("method", lambda: method_of(config, found, chosen, advantage, share))
@@ -212,15 +210,16 @@ def setup(
     origin = origin_of(config, read, blueprint, steps, chosen)
     dtype, layout = held_dtype(found.model), param_layout(blueprint)
     params = parameters.read_start(config, found.folder, found.model, dtype, layout)
+    names = tuple(reward.name for reward in chosen)
     return Setup(
-        config=config,
+        config=inputs.at_time(config, read["chat"].time),
         **read,
         rewards=chosen,
         answers=origin.answers,
         blueprint=blueprint,
         state=first_state(
-            *(blueprint, params, origin.policy, len(rows), config.train.seed),
-            *(tuple(reward.name for reward in chosen), origin.leftover),
+            *(blueprint, params, origin.policy, len(rows), config.train.seed, names),
+            origin.leftover,
         ),
         policy=origin.policy,
         select=origin.select,

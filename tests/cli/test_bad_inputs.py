@@ -339,7 +339,9 @@ CASES: dict[str, Case] = {
         "log_metric.'size', 10+",
     ),
     # Own parts
-    "an if in a step": step(branching, r"own \(.*test_bad_inputs.py:branching, line .*write jnp.where"),
+    "an if in a step": step(
+        branching, r"own \(.*test_bad_inputs.py:branching, line .*write jnp.where"
+    ),
     "NumPy in a step": step(to_numpy, "own .*gives a traced array to NumPy.*use jax.numpy"),
     "an undeclared field": step(undeclared_attribute, "'token_entropy', which it does not declare"),
     "an undeclared entry": step(undeclared_entry, r"_replace\(needs=frozenset\(\{'token_entropy'"),

@@ -51,10 +51,12 @@ def shared_by_all_runs() -> Iterator[None]:
         fixed = ("sampler", "update") if objects else tuple(setup.DEPENDS)
         return lambda name, make: share(name, make) if name in fixed else make()
 
-    def make_setup(config: Any, share: Any = None, check: Any = None, **given: Any) -> Any:
+    def make_setup(
+        config: Any, share: Any = None, check: Any = lambda read: None, **given: Any
+    ) -> Any:
         objects = any(value is not None for value in given.values())
         share = share or share_of(config, objects)
-        run = setup.setup(config, share=share, check=check, **given)
+        run = setup.setup(config, check=check, share=share, **given)
         described[:] = [(run.rewards, objects)]
         return run
 

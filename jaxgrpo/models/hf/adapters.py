@@ -24,7 +24,7 @@ from safetensors.numpy import save_file
 
 from jaxgrpo.core.errors import InputError, refuse_all
 from jaxgrpo.core.types import Params
-from jaxgrpo.data import storage
+from jaxgrpo.data import limits, storage
 from jaxgrpo.data.storage import Place
 from jaxgrpo.models import lora
 from jaxgrpo.models.api import LINEAR, LoraConfig, Model, ModelConfig
@@ -40,6 +40,8 @@ CONTENTS = replacing.Contents(
 
 INITS = (True, False, "gaussian", "orthogonal", "eva")
 """Ways to begin that draw A and B and leave the weights as they are."""
+
+SECONDS = 10.0  # for a regular expression of modules' names and one of them
 
 PREFIX = "base_model.model."
 ALL_LINEAR = "all-linear"
@@ -237,7 +239,13 @@ def _matches(given: str | list[str], name: str) -> bool:
     if given == ALL_LINEAR:
         return True
     if isinstance(given, str):
-        return re.fullmatch(given, name) is not None
+        try:
+            return limits.within(SECONDS, lambda: re.fullmatch(given, name)) is not None
+        except limits.TimedOut:
+            raise InputError(
+                f"target_modules = {given!r}: it takes more than {SECONDS:g} s to match {name}: "
+                "list the modules' names"
+            ) from None
     return any(name == one or name.endswith(f".{one}") for one in given)
 
 

@@ -10,6 +10,8 @@ import math
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
+MAX_LAYERS = 1000  # each is traced and named: many more would take minutes before any message
+
 REQUIRED: Any = object()  # the default of a field that must be there
 
 OF_GENERATION = (
@@ -62,6 +64,10 @@ def _are(one: Callable[[Any], bool]) -> Callable[[Any], bool]:
 
 KINDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "size": (_is_size, "a whole number, 1 or more"),
+    "layers": (
+        lambda value: _is_size(value) and value <= MAX_LAYERS,
+        f"a whole number from 1 to {MAX_LAYERS:,}",
+    ),
     "count": (lambda value: value == 0 or _is_size(value), "a whole number, 0 or more"),
     "token": (lambda value: type(value) is int, "a token id, a whole number"),
     "positive": (lambda value: _is_number(value) and value > 0, "a number above 0"),

@@ -12,6 +12,8 @@ import dataclasses
 import functools
 import os
 import re
+import subprocess
+import sys
 import zlib
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -23,7 +25,7 @@ from jax.experimental import multihost_utils
 
 from jaxgrpo.core.errors import InputError, one_line, refusing
 from jaxgrpo.core.types import Params
-from jaxgrpo.data import sources, storage
+from jaxgrpo.data import limits, sources, storage
 from jaxgrpo.data.storage import Place
 from jaxgrpo.models import decoder, lora
 from jaxgrpo.models.api import Model, ModelConfig
@@ -53,6 +55,7 @@ OTHER_PARAMETERS = (
     "save_model: these are not the parameters of this model; if it has adapters, give them "
     "together with the weights (jaxgrpo.models.lora.join; update.forward.params_of a state)"
 )
+SECONDS = 60.0  # in which a tokenizer must be read
 MAX_REASON = 200  # characters of another library's message in ours
 
 
@@ -91,8 +94,31 @@ def read_tokenizer(path: str | os.PathLike[str]) -> Any:
             f"tokenizer_config.json, as tokenizer.save_pretrained writes, {IN_A_COPY}"
         )
 
+    read = functools.partial(
+        AutoTokenizer.from_pretrained, folder, local_files_only=True, trust_remote_code=False
+    )
     with refusing(problem):  # transformers, tokenizers and json raise many kinds
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        try:
+            _try_normalizer(folder / "tokenizer.json")
+            return limits.left_after(SECONDS, read)
+        except (limits.TimedOut, subprocess.TimeoutExpired):
+            raise TimeoutError(f"it takes more than {SECONDS:g} s") from None
+
+
+def _try_normalizer(file: Path) -> None:
+    """Reads a tokenizer in a process of its own if its normalizer has a regular expression.
+
+    It is matched with each token that the file adds, and no thread here could run meanwhile.
+    Raises: subprocess.TimeoutExpired after SECONDS.
+    """
+    text, has_pattern = file.read_bytes() if file.is_file() else b"", False
+    if b'"Regex"' in text:
+        with contextlib.suppress(ValueError, AttributeError):  # which `read_tokenizer` reports
+            has_pattern = '"Regex"' in json.dumps(json.loads(text).get("normalizer"))
+    if has_pattern:
+        code = "import sys, tokenizers; tokenizers.Tokenizer.from_file(sys.argv[1])"
+        command = [sys.executable, "-P", "-c", code, str(file)]
+        subprocess.run(command, capture_output=True, timeout=SECONDS, check=False)
 
 
 def read_end_tokens(

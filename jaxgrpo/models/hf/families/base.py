@@ -99,7 +99,7 @@ def sizes(
         "pad_token": _pad_token(fields.nullable("pad_token_id", "token", pad), vocab or 1),
         "hidden_size": hidden,
         "intermediate_size": fields.take("intermediate_size", "size"),
-        "num_layers": fields.take("num_hidden_layers", "size") or 1,
+        "num_layers": fields.take("num_hidden_layers", "layers") or 1,
         "num_heads": num_heads,
         "num_kv_heads": num_kv_heads,
         "head_dim": head_dim,

@@ -1,0 +1,124 @@
+"""Limits of time and memory for what other people wrote: rewards, chat templates, tokenizers.
+
+No function can be ended from outside while its process lives on. In the main thread a timer's
+signal interrupts it: Python code, whatever waits, regular expressions and operations on whole
+numbers end with TimedOut. Code of a library that neither returns to Python nor looks for signals
+runs on; if it gives up the interpreter's lock, another thread can stop waiting for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import resource
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+from jaxgrpo.core.errors import one_line
+
+AGAIN = 1.0  # seconds until the next signal, if the function caught the exception
+
+STATUS = Path("/proc/self/statm")
+"""Begins with the pages that the process has mapped; Linux has it."""
+
+T = TypeVar("T")
+
+
+class TimedOut(BaseException):
+    """Raised inside a function at its time limit.
+
+    No Exception: `except Exception: score = 0` in a reward would make a wrong answer of it.
+    """
+
+
+def within(seconds: float, function: Callable[[], T]) -> T:
+    """Its result. Raises: TimedOut after so many seconds.
+
+    By `interrupted_after` where signals arrive, in the main thread; else by `left_after`.
+    """
+    is_main = threading.current_thread() is threading.main_thread()
+    return (interrupted_after if is_main else left_after)(seconds, function)
+
+
+def interrupted_after(seconds: float, function: Callable[[], T]) -> T:
+    """Its result. Raises: TimedOut inside it after so many seconds. For the main thread alone.
+
+    Uses the signal SIGALRM and the timer of real time, which the function must then leave alone.
+
+    >>> interrupted_after(0.05, lambda: time.sleep(9))
+    Traceback (most recent call last):
+    jaxgrpo.data.limits.TimedOut
+    """
+    armed = True
+
+    def ring(number: int, frame: object) -> None:
+        if armed:
+            raise TimedOut
+
+    handler = signal.signal(signal.SIGALRM, ring)
+    began = time.monotonic()
+    left, interval = signal.setitimer(signal.ITIMER_REAL, seconds, AGAIN)
+    try:
+        try:
+            return function()
+        finally:
+            armed = False
+    finally:
+        after = max(left - (time.monotonic() - began), 1e-3) if left else 0.0
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, signal.SIG_DFL if handler is None else handler)
+        signal.setitimer(signal.ITIMER_REAL, after, interval)
+
+
+def left_after(seconds: float, function: Callable[[], T]) -> T:
+    """Its result. Raises: TimedOut after so many seconds, while it runs on in a thread.
+
+    Python code in that thread ends, code of a library need not: for functions that change nothing.
+    A panic of a library in Rust, which is no Exception, is raised as RuntimeError.
+
+    >>> left_after(0.05, lambda: time.sleep(9))
+    Traceback (most recent call last):
+    jaxgrpo.data.limits.TimedOut
+    """
+    outcome: list[tuple[Any, BaseException | None]] = []
+
+    def run() -> None:
+        try:
+            outcome.append((function(), None))
+        except BaseException as error:
+            outcome.append((None, error))
+
+    thread = threading.Thread(target=run, name="jaxgrpo-limited", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if thread.is_alive():
+        end = ctypes.pythonapi.PyThreadState_SetAsyncExc
+        end(ctypes.c_ulong(thread.ident or 0), ctypes.py_object(SystemExit))
+        raise TimedOut
+    value, error = outcome[0]
+    if error is None:
+        return value
+    raise error if isinstance(error, Exception) else RuntimeError(one_line(error)) from error
+
+
+@contextlib.contextmanager
+def memory(more: int) -> Iterator[None]:
+    """Within it the process can map so many bytes more; beyond them Python raises MemoryError.
+
+    Of use where only Python runs: a library may end the process. Without effect beside Linux.
+    """
+    if not STATUS.exists():
+        yield
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    mapped = int(STATUS.read_text().split()[0]) * resource.getpagesize()
+    limits = [limit for limit in (mapped + more, soft, hard) if limit != resource.RLIM_INFINITY]
+    resource.setrlimit(resource.RLIMIT_AS, (min(limits), hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
