@@ -47,7 +47,7 @@ def on_host(path: str | os.PathLike[str], what: str) -> Path:
     return Path(path).absolute()
 
 
-def open_file(path: str | Path, flags: int) -> int:
+def open_file(path: str | os.PathLike[str], flags: int) -> int:
     """A descriptor of a file to write, made where it is missing; never of what a link points to.
 
     Where others may write in its folder, a link would have us write into any file of this user.
@@ -184,7 +184,7 @@ def remove_tree(path: Place, quietly: bool = False) -> None:
     Raises: OSError, but for a folder here where `quietly`.
     """
     if not is_url(path):
-        if path.is_symlink():
+        if os.path.islink(path):
             path.unlink()
         else:
             shutil.rmtree(path, ignore_errors=quietly)

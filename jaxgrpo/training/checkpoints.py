@@ -220,7 +220,7 @@ class Checkpoints(Closing):
     def _remove(self, step: int) -> None:
         # The manifest first: what a kill leaves of the rest is then no step.
         home = self.folder / str(step)
-        if not storage.is_url(home) and home.is_symlink():
+        if not storage.is_url(home) and os.path.islink(home):
             logger.warning("%s is a link: it is removed, and what it points to stays", home)
         else:
             self._manifest(step).unlink(missing_ok=True)

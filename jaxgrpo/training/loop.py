@@ -30,13 +30,7 @@ from jaxgrpo.rollout.judging import sample_rows
 from jaxgrpo.training import fingerprints, parameters, peers, process
 from jaxgrpo.training.checkpoints import Checkpoints, parameter_hash, refuse_other_step
 from jaxgrpo.training.console import Display
-from jaxgrpo.training.folder import (
-    RunFolder,
-    evaluation_of,
-    plain,
-    read_metrics,
-    read_samples,
-)
+from jaxgrpo.training.folder import RunFolder, evaluation_of, plain, read_metrics, read_samples
 from jaxgrpo.training.inputs import (
     answers_line,
     at_time,

@@ -202,25 +202,21 @@ def setup(
     """
     read = share("inputs", lambda: _read_inputs(config, dataset, rollouts))
     check(read)
-    found, rows = Found(*(read[name] for name in Found._fields)), read["rows"]
-    chosen = inputs.resolve_rewards(config, rewards, None if read["replay"] else rows[0])
+    found = Found(*(read[name] for name in Found._fields))
+    chosen = inputs.resolve_rewards(config, rewards, None if read["replay"] else read["rows"][0])
     blueprint, steps = share("method", lambda: method_of(config, found, chosen, advantage, share))
-    # Before anything is allocated.
     memory.refuse_too_large(memory.count(blueprint, kept_policies(blueprint)), found.mesh)
     origin = origin_of(config, read, blueprint, steps, chosen)
     dtype, layout = held_dtype(found.model), param_layout(blueprint)
     params = parameters.read_start(config, found.folder, found.model, dtype, layout)
-    names = tuple(reward.name for reward in chosen)
+    begin = origin.policy, len(read["rows"]), config.train.seed, tuple(part.name for part in chosen)
     return Setup(
         config=inputs.at_time(config, read["chat"].time),
         **read,
         rewards=chosen,
         answers=origin.answers,
         blueprint=blueprint,
-        state=first_state(
-            *(blueprint, params, origin.policy, len(rows), config.train.seed, names),
-            origin.leftover,
-        ),
+        state=first_state(blueprint, params, *begin, leftover=origin.leftover),
         policy=origin.policy,
         select=origin.select,
         sample=origin.sample,

@@ -171,12 +171,10 @@ def _update_program(blueprint: Blueprint) -> Any:
         measure = functools.partial(_measure, blueprint, objective_state)
         loss, grads, metrics = _accumulate(loss_of, measure, blueprint, trainable, batch)
         norm = optax.tree_utils.tree_norm(grads)
-        finite = jnp.isfinite(norm) & jnp.isfinite(loss)
-        for name in FINITE:
-            finite &= jnp.isfinite(metrics[name].total)
+        totals = [metrics[name].total for name in FINITE]
+        finite = jnp.isfinite(jnp.stack([norm, loss, *totals])).all()
         weights_before = optax.tree_utils.tree_norm(trainable)
         no_live = batch.num_live == 0
-        old = trainable, opt_state, objective_state
 
         def skip(_):
             stepped = blueprint.optimizer.update(grads, opt_state, trainable)[1]
@@ -188,7 +186,10 @@ def _update_program(blueprint: Blueprint) -> Any:
             observed = _where(no_live, objective_state, observed)  # nothing was measured
             return optax.apply_updates(trainable, updates), new_state, observed
 
-        branches, way = [lambda _: old, step], jnp.where(finite, 1, 0)
+        branches, way = (
+            [lambda _: (trainable, opt_state, objective_state), step],
+            jnp.where(finite, 1, 0),
+        )
         if blueprint.on_no_live_sample == "skip":
             branches, way = [*branches, skip], jnp.where(finite & no_live, 2, way)
         new = jax.lax.switch(way, branches, None)

@@ -83,10 +83,10 @@ def _names(folder: Place) -> set[str]:
         return set(storage.listing(folder))
     names = set()
     for path in folder.iterdir() if folder.is_dir() else ():
-        if path.name == TEMPLATES and path.is_dir() and not path.is_symlink():
+        if path.name == TEMPLATES and path.is_dir() and not os.path.islink(path):
             names |= {f"{TEMPLATES}/{name}" for name in _names(path)}
         else:
-            names.add(path.name if path.is_file() and not path.is_symlink() else f"{path.name}/")
+            names.add(path.name if path.is_file() and not os.path.islink(path) else f"{path.name}/")
     return names
 
 
