@@ -175,6 +175,7 @@ def _update_program(blueprint: Blueprint) -> Any:
         finite = jnp.isfinite(jnp.stack([norm, loss, *totals])).all()
         weights_before = optax.tree_utils.tree_norm(trainable)
         no_live = batch.num_live == 0
+        old = trainable, opt_state, objective_state
 
         def skip(_):
             stepped = blueprint.optimizer.update(grads, opt_state, trainable)[1]
@@ -186,24 +187,19 @@ def _update_program(blueprint: Blueprint) -> Any:
             observed = _where(no_live, objective_state, observed)  # nothing was measured
             return optax.apply_updates(trainable, updates), new_state, observed
 
-        branches, way = (
-            [lambda _: (trainable, opt_state, objective_state), step],
-            jnp.where(finite, 1, 0),
-        )
+        branches, way = [lambda _: old, step], jnp.where(finite, 1, 0)
         if blueprint.on_no_live_sample == "skip":
             branches, way = [*branches, skip], jnp.where(finite & no_live, 2, way)
         new = jax.lax.switch(way, branches, None)
         weights_after = optax.tree_utils.tree_norm(new[0])
-        counted = {
-            "loss": loss,
-            "grad_norm": norm,
-            "weights/norm": weights_after,
+        measured = {"loss": loss, "grad_norm": norm, "weights/norm": weights_after}
+        measured |= {
             "skipped_updates/no_live_sample": no_live,
             "skipped_updates/not_finite": ~finite,
         }
-        metrics |= {name: mean(value) for name, value in counted.items()}
         # Of several updates the largest, not the mean: one is enough to break a run.
-        return *new, metrics | {"weights/growth": maximum(weights_after / weights_before)}
+        growth = {"weights/growth": maximum(weights_after / weights_before)}
+        return *new, metrics | {name: mean(value) for name, value in measured.items()} | growth
 
     everywhere = sharding.replicated(blueprint.mesh)
     layout = (trained_layout(blueprint), opt_layout(blueprint), everywhere, everywhere)
