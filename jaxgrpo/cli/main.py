@@ -259,8 +259,9 @@ COMMANDS: dict[str, tuple[Any, ...]] = {
     ),
     "init": (
         "write a run.toml, a reward.py and all else that training takes, to begin with",
-        "jaxgrpo.cli.start:init",
+        "jaxgrpo.cli.init:init",
         argument("folder", "DIR", "the folder to write into, . by default", nargs="?"),
+        argument("--model", "MODEL", "a folder or owner/name; by default a small new base"),
     ),
     "make-base": (
         "make a small base model for a built-in task",
@@ -271,6 +272,11 @@ COMMANDS: dict[str, tuple[Any, ...]] = {
         argument("--seed", "N", "of weights and draws, 0 by default", type=int),
         argument("--steps", "N", "of the warm start; 800 by default, 1600 for llama", type=int),
         argument("--hidden-size", "N", "64 by default", type=int),
+    ),
+    "completion": (
+        "print a script that makes a shell complete commands, options and keys",
+        "jaxgrpo.cli.completion:completion",
+        argument("shell", "bash|zsh", "which sources the script", choices=["bash", "zsh"]),
     ),
     "doctor": ("show versions, devices, memory and disk", "jaxgrpo.cli.start:doctor"),
 }

@@ -1,4 +1,4 @@
-"""The commands around training: quickstart, train, replay, init, make-base and doctor.
+"""The commands around training: quickstart, train, replay, make-base and doctor.
 
 Each imports the trainer when it runs: doctor works where a package that the trainer needs is not
 installed.
@@ -6,13 +6,10 @@ installed.
 
 from __future__ import annotations
 
-import contextlib
 import importlib.metadata
-import json
 import os
 import platform
 import shutil
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,7 +20,7 @@ from rich.progress import Progress
 from rich.table import Column, Table
 
 import jaxgrpo
-from jaxgrpo.core.errors import InputError, refusing
+from jaxgrpo.core.errors import InputError
 from jaxgrpo.data.storage import Place
 from jaxgrpo.training import process
 from jaxgrpo.training.console import comparison, facts, is_summary, telling
@@ -33,65 +30,6 @@ PACKAGES = (
     *("orbax-checkpoint", "transformers", "tokenizers", "safetensors", "datasets", "numpy"),
 )
 GIB = 2**30
-
-RUN = """\
-model.path = "base"               # a Hugging Face folder, or owner/name on the hub
-data.path = "data.jsonl"          # also .csv, .parquet, a folder, owner/name on the hub
-data.prompt = "{question}="       # a column, or text with {columns} in it
-rewards = [{ use = "reward.py:correct" }]  # your function, in the file beside this one
-recipe = "grpo"                   # jaxgrpo advantages lists others; your own: advantage = [...]
-optimizer.learning_rate = 3e-4    # this model is tiny; 1e-6 is usual for billions of parameters
-rollout.prompts_per_step = 16     # prompts of a step ...
-rollout.group_size = 8            # ... with so many samples each
-rollout.max_prompt_tokens = 16    # longer prompts are refused, or dropped: data.too_long
-rollout.max_completion_tokens = 24  # longer samples are cut and counted as truncated
-train.steps = 30
-run.dir = "runs/first"            # metrics, samples, report.html, checkpoints, model
-"""
-
-REWARD = '''\
-"""Rewards are functions in TRL's protocol: lists by keyword in, one number per completion out."""
-
-
-def correct(completions, answer, **columns):
-    """1 where the completion ends with the answer; None would mean "could not be scored"."""
-    return [
-        float(completion.split(" ")[-1] == right)
-        for completion, right in zip(completions, answer, strict=True)
-    ]
-'''
-
-EXPERIMENT = """\
-base = "run.toml"                 # the config that all arms begin from
-dir = "runs/compare"              # report.html, tables and every run go here
-control = "grpo"                  # the arm that the others are compared with
-learning_rates = [1e-4, 3e-4]     # every arm is trained at every rate ...
-seeds = 2                         # ... with every seed; six or more are needed for p below 0.05
-metric = "eval/pass@1"
-
-[set.eval]                        # keys that hold in every arm
-data = "task:arithmetic:test"
-prompts = 64
-samples = 4                       # of each prompt
-
-[arms]
-grpo = { recipe = "grpo" }
-sign = { recipe = "sign" }        # learns from groups whose samples all agree too
-"""
-
-PROMPTS = """\
-12+34=
-47+38=
-95+17=
-"""
-
-ROWS = 400
-TEXTS = {
-    "run.toml": RUN,
-    "reward.py": REWARD,
-    "experiment.toml": EXPERIMENT,
-    "prompts.txt": PROMPTS,
-}
 
 
 def quickstart(family: str | None = None, overrides: Sequence[str] = ()) -> int:
@@ -120,7 +58,7 @@ def quickstart(family: str | None = None, overrides: Sequence[str] = ()) -> int:
         )
     base = Path(config.model.path)
     if not (base / "config.json").exists():
-        _make_base(console, base, "arithmetic", seed=config.train.seed, **asked)
+        make_small_base(console, base, "arithmetic", seed=config.train.seed, **asked)
     elif family is not None and (found := folders.read_config(base).family) != family:
         raise InputError(
             f"quickstart --family {family}: {base} is a {found}: remove it, or name another folder "
@@ -164,57 +102,11 @@ def replay(
     return 0
 
 
-def init(folder: str = ".") -> int:
-    """Writes TEXTS, data.jsonl and a small base model, all or nothing. Returns the exit code.
-
-    Raises: InputError if one of them is there already, or the folder is a file.
-    """
-    home = Path(folder)
-    names = (*TEXTS, "data.jsonl", "base")
-    there = [name for name in names if os.path.exists(home / name)]
-    if there:
-        raise InputError(
-            f"init {folder}: {', '.join(there)} is there already; nothing was written. Take "
-            "another folder: jaxgrpo init DIR"
-        )
-    beside = next(one for one in (home, *home.absolute().parents) if os.path.lexists(one))
-    if not beside.is_dir():
-        raise InputError(f"init {folder}: no folder can be made there ({beside} is a file)")
-    console = Console(highlight=False)
-    console.print(process.start())
-    # Made elsewhere and then moved: what is interrupted leaves no half of it behind.
-    with contextlib.ExitStack() as stack:
-        with refusing(f"init {folder}: no folder can be made there ({{reason}})", OSError):
-            aside = tempfile.TemporaryDirectory(prefix=".jaxgrpo-init-", dir=beside)
-        made = Path(stack.enter_context(aside))
-        _write_project(console, made)
-        home.mkdir(parents=True, exist_ok=True)
-        for name in names:
-            os.rename(made / name, home / name)
-    where = "" if folder == "." else f"cd {folder} && "
-    console.print(f"written: {', '.join(names)}\ntrain:   {where}jaxgrpo train run.toml")
-    return 0
-
-
-def _write_project(console: Console, home: Path) -> None:
-    """The files of `init`; those that take long to make first."""
-    from jaxgrpo.data import tasks
-
-    _make_base(console, home / "base", "arithmetic", shown="base")
-    rows = tasks.load("task:arithmetic:train", count=ROWS)
-    lines = [
-        json.dumps({"question": row["prompt"].rstrip("="), "answer": row["answer"]}) for row in rows
-    ]
-    data = "".join(f"{line}\n" for line in lines)
-    for name, text in {**TEXTS, "data.jsonl": data}.items():
-        (home / name).write_text(text, encoding="utf-8")
-
-
 def make_base(out: str, task: str, **options: Any) -> int:
     """Makes a small base model and prints its size and loss. Returns the exit code."""
     console = Console(highlight=False)
     console.print(process.start())
-    _make_base(console, out, task, **options)
+    make_small_base(console, out, task, **options)
     return 0
 
 
@@ -278,7 +170,7 @@ def _disk() -> dict[str, str]:
     return rows
 
 
-def _make_base(
+def make_small_base(
     console: Console, out: str | Path, task: str, shown: str | None = None, **options: Any
 ) -> None:
     """`base_model.make_base` with a progress bar and a line with the model's size and loss.

@@ -7,8 +7,8 @@ import pytest
 import small_run
 from safetensors.numpy import load_file
 
+from jaxgrpo.cli import init, make_base
 from jaxgrpo.cli import main as cli
-from jaxgrpo.cli import make_base, start
 from jaxgrpo.models import decoder
 from jaxgrpo.models.hf import folders
 from jaxgrpo.training import loop
@@ -169,32 +169,30 @@ def test_what_init_writes_trains_as_it_is(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(make_base, "make_base", short)
     code, said = main(capsys, "init", "first")
     assert code == 0, said
-    assert (tmp_path / "first" / "run.toml").read_text() == start.RUN
-    assert len(start.RUN.splitlines()) == 12
+    assert (tmp_path / "first" / "run.toml").read_text() == init.run_toml(init.SMALL)
     monkeypatch.chdir(tmp_path / "first")
     code, said = main(capsys, "train", "run.toml", "--set", "train.steps=2")
     assert code == 0, said
     assert (tmp_path / "first" / "runs" / "first" / "report.html").exists()
     code, said = main(capsys, "init", ".")
     assert code == 2
-    names = "run.toml, reward.py, experiment.toml, prompts.txt, data.jsonl, base"
+    names = "run.toml, reward.py, experiment.toml, prompts.txt, data.jsonl, test.jsonl, base"
     assert f"{names} is there already" in said
 
 
 @pytest.mark.slow
 def test_what_init_writes_compares_and_samples_as_it_is(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    for name, text in start.TEXTS.items():
+    for name, text in init.texts_of(init.SMALL).items():
         (tmp_path / name).write_text(text)
     make_base.make_base("base", "arithmetic", steps=1)
-    (tmp_path / "data.jsonl").write_text('{"question": "12+34", "answer": "46"}\n')
     code, said = main(capsys, "compare", "experiment.toml", "--dry-run")
     assert code == 0, said
-    assert all(name in said for name in ("grpo", "sign", "8 runs"))
+    assert all(name in said for name in ("grpo", "sign", "12 runs"))
     code, said = main(capsys, "sample", "base", "--prompts", "prompts.txt", "--out", "out.jsonl")
     assert code == 0, said
     asked = [json.loads(line)["prompt"] for line in (tmp_path / "out.jsonl").open()]
-    assert asked == start.PROMPTS.split()
+    assert asked == (tmp_path / "prompts.txt").read_text().split()
     code, said = main(capsys, "init", ".")
     assert code == 2
-    assert "run.toml, reward.py, experiment.toml, prompts.txt, data.jsonl, base is there" in said
+    assert "experiment.toml, prompts.txt, data.jsonl, test.jsonl, base is there" in said

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxgrpo.cli import start
+from jaxgrpo.cli import init
 
 CHECKED = {
     "README.md": 2,
@@ -127,11 +127,11 @@ def test_every_package_is_explained(repository, page):
 def test_every_file_that_the_commands_of_the_readme_read_is_written_by_one_before(repository):
     text = (repository / "README.md").read_text()
     (block,) = re.findall(r"^```\npip.*?^```", text, re.MULTILINE | re.DOTALL)
-    written = {*start.TEXTS, "data.jsonl", "base"}
+    written = {*init.texts_of(init.SMALL), "base"}
     for line in block.splitlines():
         command = line.partition("#")[0].split()
         for word in command[2:]:
             if word.endswith((".toml", ".txt")):
                 assert word in written, line
             if word.startswith("runs/"):
-                assert f'run.dir = "{word}"' in start.RUN, line
+                assert f'run.dir = "{word}"' in init.run_toml(init.SMALL), line
