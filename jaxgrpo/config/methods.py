@@ -17,7 +17,7 @@ from jaxgrpo import advantages, losses
 from jaxgrpo.advantages import AdvantageTransform
 from jaxgrpo.config import own_code
 from jaxgrpo.config.keys import Config, Part, options_of
-from jaxgrpo.core.errors import InputError, call, explaining_own_code, find
+from jaxgrpo.core.errors import InputError, call, find
 from jaxgrpo.core.types import FIELDS, OF_SAMPLES
 from jaxgrpo.losses import Objective, Penalty, Surrogate
 from jaxgrpo.rewards.protocol import Reward
@@ -168,8 +168,7 @@ def _loaded(config: Config, part: Part | None) -> Any:
     """A part with the function that "file.py:function" or "package.module:function" names."""
     if part is None:
         return None
-    with explaining_own_code(f"loading {part['use']}"):
-        return {**part, "use": own_code.resolve(part["use"], config.folder)}
+    return {**part, "use": own_code.resolve(part["use"], config.folder)}
 
 
 def _kl_return(options: dict[str, Any]) -> AdvantageTransform:

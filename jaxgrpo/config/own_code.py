@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import hashlib
 import importlib
 import importlib.util
@@ -13,7 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from jaxgrpo.core.errors import InputError, suggest
+from jaxgrpo.core.errors import InputError, one_line, own_line, suggest
 
 PYTHON = "python"
 """The module, in names of what was given as a Python object."""
@@ -150,8 +151,8 @@ def load(
       folder: where a relative path of a file begins; None: the working directory.
       expected, kind: the type of the thing, and what to call it.
 
-    Raises: InputError if there is no such file, module or function, or no function of that name;
-    what the file itself raises comes as it is, with a note that says who loaded it.
+    Raises: InputError if there is no such file, module or function, no function of that name, or
+    if the file or module raises something while it is loaded.
     """
     place, _, name = reference.rpartition(":")
     if place == PYTHON:
@@ -163,16 +164,17 @@ def load(
         raise InputError(
             f"{reference!r} names no {kind}: write path/file.py:{kind} or package.module:{kind}"
         )
-    if file_of(reference):
-        module = _module_of_file(reference, Path(folder or Path.cwd(), place))
-    else:
-        module = _module(reference, place)
-    # Not `vars`: a package may load its names when they are first asked for, as trl does.
-    if not hasattr(module, name):
-        names = (key for key in dir(module) if not key.startswith("_"))
-        known = [key for key in names if isinstance(getattr(module, key, None), expected)]
-        raise InputError(f"{reference!r}: {place} has no {name!r}: {suggest(name, known)}")
-    value = getattr(module, name)
+    with _explaining(reference):
+        if file_of(reference):
+            module = _module_of_file(reference, Path(folder or Path.cwd(), place))
+        else:
+            module = _module(reference, place)
+        # Not `vars`: a package may load its names when they are first asked for, as trl does.
+        if not hasattr(module, name):
+            names = (key for key in dir(module) if not key.startswith("_"))
+            known = [key for key in names if isinstance(getattr(module, key, None), expected)]
+            raise InputError(f"{reference!r}: {place} has no {name!r}: {suggest(name, known)}")
+        value = getattr(module, name)
     if not isinstance(value, expected):
         raise InputError(f"{reference!r}: {name} is a {type(value).__name__}: name a {kind}")
     return value
@@ -198,21 +200,34 @@ def _module_of_file(reference: str, path: Path) -> ModuleType:
     sys.modules[name] = module
     try:
         spec.loader.exec_module(module)
-    except BaseException as error:
+    except BaseException:
         del sys.modules[name]
-        error.add_note(f"while loading {reference!r}")
         raise
     return module
+
+
+@contextlib.contextmanager
+def _explaining(reference: str) -> Iterator[None]:
+    """Turns what own code raises while it is loaded into an InputError with file and line."""
+    try:
+        yield
+    except (InputError, KeyboardInterrupt):
+        raise
+    except BaseException as error:  # sys.exit too
+        place, line = own_line(error)
+        at = f" ({place}: {line})" if place else ""
+        raise InputError(
+            f"{reference!r} cannot be loaded{at}: it raised {type(error).__name__}: "
+            f"{one_line(error)}"
+        ) from error
 
 
 def _module(reference: str, place: str) -> ModuleType:
     try:
         return importlib.import_module(place)
     except ModuleNotFoundError as error:
-        # A module that the user's module misses is a defect of that module, with a traceback.
         if error.name is None or not f"{place}.".startswith(f"{error.name}."):
-            error.add_note(f"while loading {reference!r}")
-            raise
+            raise  # the user's module misses another one
         raise InputError(
             f"{reference!r}: no module {error.name!r}: install it, or name a file, as "
             "path/file.py:function"

@@ -46,6 +46,9 @@ class ConfigError(InputError):
 
 T = TypeVar("T")
 
+LINES, CHARACTERS = 40, 6000
+"""Of a text that other code has written, for example the message of an exception."""
+
 
 @contextlib.contextmanager
 def refusing(message: str | Callable[[Any], str], *kinds: type[Exception]) -> Iterator[None]:
@@ -91,7 +94,7 @@ def explaining_own_code(where: str) -> Iterator[None]:
         yield
     except InputError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         place, line = own_line(error)
         if not place:
             raise
@@ -104,8 +107,11 @@ def explaining_own_code(where: str) -> Iterator[None]:
 def own_line(error: BaseException) -> tuple[str, str]:
     """The last line of own code before an error, "file.py:function, line 3", and that line.
 
-    Own code is neither ours nor installed. Both texts are empty if there is none.
+    Own code is neither ours nor installed. Both texts are empty if there is none. Of a SyntaxError
+    it is the line that cannot be read.
     """
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{error.filename}, line {error.lineno}", (error.text or "").strip()
     paths = sysconfig.get_paths()
     libraries = [paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")]
     libraries.append(__file__.rpartition("core")[0])  # the package
@@ -126,8 +132,24 @@ def refuse_all(title: str, problems: Collection[str]) -> None:
 
 
 def one_line(error: BaseException) -> str:
-    """The message of another library's error, in one line."""
-    return " ".join(str(error).split())
+    """The message of another library's error, in one line of bounded length."""
+    return cut(" ".join(str(error).split()))
+
+
+def cut(text: str) -> str:
+    """A text that other code has written, bounded: the middle of a longer one is left out.
+
+    >>> cut("ab" * 5000).partition(" (")[2][:27]
+    '4000 characters left out) a'
+    """
+    lines = text.splitlines()
+    if len(lines) > LINES:
+        left = f"... ({len(lines) - LINES} lines left out)"
+        text = "\n".join([*lines[: LINES // 4], left, *lines[-(LINES - LINES // 4) :]])
+    if len(text) > CHARACTERS:
+        half, left = CHARACTERS // 2, f"({len(text) - CHARACTERS} characters left out)"
+        text = f"{text[:half]} {left} {text[-half:]}"
+    return text
 
 
 def no_text(value: str) -> str | None:

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from jaxgrpo.core.errors import cut, own_line
 from jaxgrpo.rewards.limits import SLACK, TimedOut, call_within, during, leave
 from jaxgrpo.rewards.protocol import (
     LISTS,
@@ -214,8 +215,11 @@ class _Call:
         asked = accepted(self.function, self.lists)
         shown |= {key: values for key, values in asked.items() if key not in LISTS}
         lines = [f"  {key} = {_shorten(values[low])}" for key, values in shown.items()]
-        raised = f"rewards.{self.name} raised {type(error).__name__} on {where}: {error}"
-        return "\n".join([raised, *lines])
+        place, code = own_line(error)
+        kind, text = type(error).__name__, cut(str(error))
+        raised = [f"rewards.{self.name} raised {kind} on {where}: {text}"]
+        raised += [f"  in {place}: {code}"] if place else []
+        return "\n".join([*raised, *lines])
 
     def _fails(self, start: int, end: int) -> bool:
         part = {key: values[start:end] for key, values in self.lists.items()}

@@ -70,13 +70,30 @@ def test_what_cannot_be_found_is_said(folder, reference, message):
         load(reference, folder)
 
 
-def test_a_file_that_fails_keeps_its_own_error_and_may_be_loaded_again(folder):
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("x = 3\n1 / 0\n", "broken.py:<module>, line 2: 1 / 0): it raised ZeroDivisionError: div"),
+        ("import sys\nsys.exit(0)\n", "line 2: sys.exit(0)): it raised SystemExit: 0"),
+        ("def f(:\n", "broken.py, line 1: def f(:): it raised SyntaxError: invalid syntax"),
+        ("import absent\n", "line 1: import absent): it raised ModuleNotFoundError: No module"),
+        ("import bad_neighbour\n", "bad_neighbour.py, line 2: )): it raised SyntaxError: unmatch"),
+        ("raise ValueError('x' * 50_000_000)\n", "it raised ValueError: xxx"),
+        ("class E(BaseException): pass\nraise E('mine')\n", "it raised E: mine"),
+    ],
+)
+def test_what_a_file_raises_is_one_message_and_it_may_be_loaded_again(folder, text, problem):
+    (folder / "bad_neighbour.py").write_text("x = 3\n)\n")
     file = folder / "broken.py"
-    file.write_text("1 / 0\n")
-    with pytest.raises(ZeroDivisionError) as caught:
+    file.write_text(text)
+    with pytest.raises(InputError) as caught:
         load("broken.py:f", folder)
-    assert caught.value.__notes__ == ["while loading 'broken.py:f'"]
-    file.write_text("def f():\n    return 1\n# longer, so that no cached bytecode is taken\n")
+    message = str(caught.value)
+    assert message.startswith("'broken.py:f' cannot be loaded (")
+    assert problem in message
+    assert "\n" not in message
+    assert len(message) < 7000
+    file.write_text(f"def f():\n    return 1\n# {'longer ' * len(text[:100])}\n")
     assert load("broken.py:f", folder)() == 1
 
 
