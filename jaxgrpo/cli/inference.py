@@ -13,7 +13,7 @@ from rich.table import Column, Table
 
 from jaxgrpo.config.files import Config
 from jaxgrpo.config.keys import LoraKeys, is_path
-from jaxgrpo.core.errors import InputError
+from jaxgrpo.core.errors import InputError, without_passwords
 from jaxgrpo.evaluation.evaluate import (
     Evaluation,
     Questions,
@@ -28,7 +28,7 @@ from jaxgrpo.training import policy as policies
 from jaxgrpo.training import process
 from jaxgrpo.training.console import telling
 from jaxgrpo.training.folder import plain, write_atomically
-from jaxgrpo.training.inputs import find_config, resolve_rewards, resolve_scorer
+from jaxgrpo.training.inputs import find_config, resolve_scorer
 from jaxgrpo.training.policy import (
     NO_REWARD,
     config_for,
@@ -69,14 +69,14 @@ def evaluate(
     began = _base_config(target, config, base)
     console = Console(highlight=False)
     policy, held_out = find_policy(console, config)
-    rewards = () if config.rewards[0].use == NO_REWARD else resolve_rewards(config)
-    questions = questions_of(config, held_out, resolve_scorer(config, rewards))
+    questions = questions_of(config, held_out, resolve_scorer(config))
     anchor = load_base(began, policy.mesh) if began else None
     run = make_evaluator(config, policy, questions, anchor)
     with telling(console, "evaluation"):
         evaluation = run(policy.read_params(), key_of(config), 0)
     if process.is_main():
-        show_whole(console, table_of(evaluation.metrics, f"{target} on {config.eval.data}"))
+        title = without_passwords(f"{target} on {config.eval.data}")
+        show_whole(console, table_of(evaluation.metrics, title))
         name = config.eval.scorer or config.rewards[0].use
         if answers:
             _write_rows(answers, _all_rows(evaluation, questions, name))

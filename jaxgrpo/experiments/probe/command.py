@@ -12,7 +12,7 @@ from rich.console import Console
 
 from jaxgrpo.config.files import Config
 from jaxgrpo.config.keys import EvalKeys
-from jaxgrpo.core.errors import InputError
+from jaxgrpo.core.errors import InputError, without_passwords
 from jaxgrpo.evaluation.evaluate import Answers, Questions, make_asker, questions_of
 from jaxgrpo.evaluation.intervals import LEVEL
 from jaxgrpo.evaluation.rescoring import make_rescorer
@@ -21,7 +21,7 @@ from jaxgrpo.experiments.probe.advice import advise
 from jaxgrpo.training import process
 from jaxgrpo.training.console import telling
 from jaxgrpo.training.folder import plain, write_atomically
-from jaxgrpo.training.inputs import resolve_rewards, resolve_scorer, show_previews
+from jaxgrpo.training.inputs import resolve_scorer, show_previews
 from jaxgrpo.training.policy import NO_REWARD, StoredPolicy, config_for, find_policy, key_of
 from jaxgrpo.training.report.html import check_can_draw
 
@@ -61,14 +61,15 @@ def main(
         check_can_draw(f"{html_out} needs", "leave --html out")
     console = Console(highlight=False)
     policy, held_out = find_policy(console, config)
-    rewards = () if config.rewards[0].use == NO_REWARD else resolve_rewards(config)
-    judge = resolve_scorer(config, rewards)
+    judge = resolve_scorer(config)
     questions = questions_of(config, held_out, judge)
     if process.is_main():
         show_previews(console, [judge], questions.rows[0], policy.tokenizer, 0)
     with telling(console, "probe: sampling"):
         found = _numbers(config, policy, questions, level)
-    whole = {"model": target, "data": config.eval.data, "reward": judge.name, **found}
+    data_shown = without_passwords(str(config.eval.data))
+    named = {"model": without_passwords(target), "data": data_shown, "reward": judge.name}
+    whole = {**named, **found}
     if process.is_main():
         report.show(console, whole)
         if json_out:
