@@ -13,7 +13,7 @@ from rich.table import Column, Table
 
 from jaxgrpo.config.files import Config
 from jaxgrpo.config.keys import LoraKeys, is_path
-from jaxgrpo.core.errors import InputError
+from jaxgrpo.core.errors import InputError, without_passwords
 from jaxgrpo.evaluation.evaluate import (
     Evaluation,
     Questions,
@@ -101,7 +101,8 @@ def print_evaluation(
     console = Console(highlight=False)
     questions, evaluation = _measure(console, target, config, None, None, base)
     if process.is_main():
-        show_whole(console, table_of(evaluation.metrics, f"{target} on {config.eval.data}"))
+        title = without_passwords(f"{target} on {config.eval.data}")
+        show_whole(console, table_of(evaluation.metrics, title))
         name = config.eval.scorer or config.rewards[0].use
         if answers:
             _write_rows(answers, _all_rows(evaluation, questions, name))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import inspect
+import re
 import sysconfig
 import traceback
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -14,8 +15,11 @@ from typing import Any, TypeVar
 class InputError(ValueError):
     """What was given cannot be used. A command prints the message alone and exits with 2.
 
-    The message says where, what was given, what was expected, what to do.
+    The message says where, what was given, what was expected, what to do; no passwords of URLs.
     """
+
+    def __init__(self, message: str):
+        super().__init__(without_passwords(message))
 
 
 class NotGiven(InputError):
@@ -134,6 +138,16 @@ def refuse_all(title: str, problems: Collection[str]) -> None:
 def one_line(error: BaseException) -> str:
     """The message of another library's error, in one line of bounded length."""
     return cut(" ".join(str(error).split()))
+
+
+def without_passwords(text: str) -> str:
+    """A text to print: of each URL in it, without password and without what signs it.
+
+    >>> without_passwords("data.path = https://me:secret@host/d.jsonl?sig=1 is not there")
+    'data.path = https://me:...@host/d.jsonl?... is not there'
+    """
+    text = re.sub(r"(://[^/\s:@]*):[^\s/]*@", r"\1:...@", text)
+    return re.sub(r"(://[^\s?'\"]+\?)[^\s'\",)]+", r"\1...", text)
 
 
 def cut(text: str) -> str:

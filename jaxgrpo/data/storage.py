@@ -86,6 +86,8 @@ def file_system(url: str | os.PathLike[str], key: str | None = None) -> Any:
     text = os.fspath(url)
     where = f"{key} = {text}" if key else text
     scheme = text.partition("://")[0]
+    if scheme in ("http", "https"):
+        raise InputError(f"{where}: {scheme}:// is no bucket: fetch the file and give its path")
     for name in ("gcs", "gs", scheme):
         # The one that etils takes is made by name alone; another process's objects would be hidden.
         fsspec.config.conf.setdefault(name, {}).setdefault("use_listings_cache", False)
@@ -95,8 +97,11 @@ def file_system(url: str | os.PathLike[str], key: str | None = None) -> Any:
         extra = EXTRAS.get(scheme)
         remedy = f"pip install 'jaxgrpo[{extra}]'" if extra else one_line(error)
         raise InputError(f"{where}: reading {scheme}:// needs another package: {remedy}") from error
-    except ValueError as error:
-        raise InputError(f"{where}: no file system is called {scheme}://: {error}") from error
+    except Exception as error:  # of a dozen kinds
+        raise InputError(
+            f"{where}: {scheme}:// cannot be read ({one_line(error)}): give gs://, s3:// or a path "
+            "of this host"
+        ) from error
 
 
 @contextlib.contextmanager

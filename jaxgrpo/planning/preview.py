@@ -8,6 +8,7 @@ from rich.console import Console
 
 from jaxgrpo.config import files as configs
 from jaxgrpo.config.files import Config
+from jaxgrpo.core.errors import without_passwords
 from jaxgrpo.data import chat
 from jaxgrpo.models import sharding
 from jaxgrpo.models.hf import families
@@ -63,7 +64,8 @@ def dry_run(config: Config, resume: bool = False) -> None:
         },
     )
     inputs.show_previews(console, run.rewards, run.rows[0], run.tokenizer, config.train.steps)
-    console.print(f"\nthe whole config:\n\n{configs.to_toml(config)}", markup=False, soft_wrap=True)
+    text = without_passwords(configs.to_toml(config))
+    console.print(f"\nthe whole config:\n\n{text}", markup=False, soft_wrap=True)
     memory.refuse_too_large(needed, run.mesh)
 
 

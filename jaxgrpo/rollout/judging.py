@@ -204,10 +204,10 @@ def _everyone(call: Callable[[], list[Judged]]) -> list[Judged]:
     try:
         parts = call()
     except Exception as error:
-        cause = traceback.format_exception(error.__cause__ or error)
-        told = f"{error}\n{''.join(cause).rstrip()}"
+        is_reward = isinstance(error, RewardError)
+        told = str(error) if is_reward else "".join(traceback.format_exception(error)).rstrip()
         gather_json(told)
-        if isinstance(error, RewardError):
+        if is_reward:
             raise RewardError(f"process {jax.process_index()}: {told}") from error
         raise
     shares = gather_json(

@@ -53,6 +53,18 @@ class _Raised(logging.Filter):
 RAISED = _Raised()
 
 
+def _leave_out_late_writes() -> None:
+    """A write that Orbax has given up may end later: it finds its event loop closed and says so."""
+    before = sys.unraisablehook
+    if getattr(before, "__name__", "") != "unless_late":
+
+        def unless_late(unraisable: Any) -> None:
+            if "Event loop is closed" not in str(unraisable.exc_value):
+                before(unraisable)
+
+        sys.unraisablehook = unless_late
+
+
 class Checkpoints(Closing):
     """The checkpoints of one run, in one folder. A context manager, or `close` it.
 
@@ -73,6 +85,7 @@ class Checkpoints(Closing):
         self.keep = keep
         for name in ("absl", "asyncio"):
             logging.getLogger(name).addFilter(RAISED)
+        _leave_out_late_writes()
         self._orbax = ocp.AsyncCheckpointer(ocp.StandardCheckpointHandler())
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: Future[None] | None = None

@@ -19,6 +19,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Column, Table
 from rich.text import Text
 
+from jaxgrpo.core.errors import without_passwords
 from jaxgrpo.evaluation.intervals import is_end
 from jaxgrpo.training import process
 from jaxgrpo.training.report.record import (
@@ -169,7 +170,8 @@ def facts(console: Console, values: Mapping[str, Any]) -> None:
     width = max(map(len, values))
     for name, value in values.items():
         # Without markup: a value may hold brackets, as a prompt does.
-        console.print(f"{name:<{width}}  {value}", soft_wrap=True, markup=False, emoji=False)
+        text = without_passwords(f"{name:<{width}}  {value}")
+        console.print(text, soft_wrap=True, markup=False, emoji=False)
 
 
 def show(console: Console, record: Record) -> None:

@@ -248,10 +248,16 @@ def _name(use: Any) -> str:
     return own_code.short_name(use) if isinstance(use, str) else name_of(use)
 
 
-def resolve_scorer(config: Config, rewards: Sequence[Reward]) -> Reward:
-    """What judges success in evaluations: `eval.scorer`, else the first reward, never flipped."""
+def resolve_scorer(config: Config, rewards: Sequence[Reward] | None = None) -> Reward:
+    """What judges success in evaluations: `eval.scorer`, else the first reward, never flipped.
+
+    Args:
+      rewards: of the run; None: those that the config names, of which only the first is loaded,
+        and only if it judges.
+    """
     if config.eval.scorer is None:
-        return rewards[0]._replace(flip=0.0)
+        first = dataclasses.replace(config, rewards=config.rewards[:1])
+        return (rewards or resolve_rewards(first))[0]._replace(flip=0.0)
     use = config.eval.scorer
     return Reward(own_code.short_name(use), _function(config, use, {}), 1.0)
 

@@ -19,7 +19,7 @@ from jaxgrpo.config import files as configs
 from jaxgrpo.config.checks import wandb_problem
 from jaxgrpo.config.files import Config
 from jaxgrpo.config.own_code import installed
-from jaxgrpo.core.errors import InputError
+from jaxgrpo.core.errors import InputError, without_passwords
 from jaxgrpo.core.types import Rollouts
 from jaxgrpo.training import alarms, process, recorded
 from jaxgrpo.training.console import Display, best_and_worst, warning
@@ -140,7 +140,7 @@ class Logbook(Closing):
         path = self._folder.path
         trackers: list[Tracker] = []
         if asked.wandb is not None:  # first: it is the one that may refuse
-            tables = tomllib.loads(configs.to_toml(self._config))
+            tables = tomllib.loads(without_passwords(configs.to_toml(self._config)))
             trackers.append(page := WandB(path, asked.wandb, tables))
             self._display.console.print(
                 f"Weights & Biases: {page.place}", markup=False, soft_wrap=True

@@ -44,7 +44,6 @@ from jaxgrpo.training.inputs import (
     find_config,
     load_prompts,
     make_chat,
-    resolve_rewards,
     resolve_scorer,
 )
 from jaxgrpo.training.report.record import accuracy_first, with_interval
@@ -178,8 +177,7 @@ def judge_of(config: Config, scorer: Any = None) -> Reward:
     """
     if callable(scorer):
         return Reward(name_of(scorer), scorer, 1.0)
-    rewards = () if config.rewards[0].use == NO_REWARD else resolve_rewards(config)
-    return resolve_scorer(config, rewards)
+    return resolve_scorer(config)
 
 
 def _policy(config: Config, found: Found | Setup) -> StoredPolicy:

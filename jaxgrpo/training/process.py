@@ -22,7 +22,7 @@ import jax
 import numpy as np
 
 import jaxgrpo
-from jaxgrpo.core.errors import InputError
+from jaxgrpo.core.errors import InputError, cut, without_passwords
 from jaxgrpo.rewards import limits
 from jaxgrpo.rewards.protocol import RewardError
 from jaxgrpo.training import parent, peers
@@ -285,6 +285,7 @@ def guard(command: Callable[[], int | None]) -> int:
             text, code = f"error: {error}\n", NotSaved.code
         else:
             text, code, raised = traceback.format_exc(), 1, error
+    text = f"{cut(without_passwords(text.rstrip()))}\n" if text else ""
     several = jax.distributed.is_initialized()
     if several and failed:
         peers.fail(code, text, raised)

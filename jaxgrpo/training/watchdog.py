@@ -79,14 +79,21 @@ class Watchdog:
         self._phase = name, time.monotonic()
 
     def _watch(self) -> None:
-        while not self._over:
-            if select.select([self._bell], [], [], TICK)[0]:
-                for number in os.read(self._bell, 64):
-                    if number in process.STOP_SIGNALS:
-                        self._hear(number)
-            self._wind()
-            self._look(time.monotonic())
-            parent.rest_with_parent()
+        try:
+            while not self._over:
+                self._listen()
+                self._wind()
+                self._look(time.monotonic())
+                parent.rest_with_parent()
+        except BaseException as error:  # without this thread nothing ends a run that hangs
+            why = "code that the run called, a reward for example, may have closed its files"
+            self._end(1, f"the watch of the run failed ({type(error).__name__}: {error}): {why}")
+
+    def _listen(self) -> None:
+        if select.select([self._bell], [], [], TICK)[0]:
+            for number in os.read(self._bell, 64):
+                if number in process.STOP_SIGNALS:
+                    self._hear(number)
 
     def _wind(self) -> None:
         """Sets the timer that ends the process if no thread gets the interpreter's lock any more.

@@ -19,10 +19,15 @@ PROGRAM = """
 import ctypes, os, re, signal, subprocess, sys, time
 from jaxgrpo.training import parent
 
+def lock_twice():
+    mutex = ctypes.create_string_buffer(64)  # of zeros: a plain pthread_mutex_t
+    for _ in range(2):  # the second time for ever, and no signal ends that, as it would a sleep
+        ctypes.PyDLL(None).pthread_mutex_lock(mutex)
+
 HOLDS_THE_LOCK = {
     "sum": lambda: sum(range(10**15)),
     "regex": lambda: re.match("(a+)+$", "a" * 60 + "b"),
-    "ignores": lambda: ctypes.PyDLL(None).sleep(600),
+    "ignores": lock_twice,
 }
 ENDS = {
     "returns": lambda: 0,

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from jaxgrpo.config.files import Config, flat
 from jaxgrpo.config.keys import EvalKeys
-from jaxgrpo.core.errors import InputError
+from jaxgrpo.core.errors import InputError, without_passwords
 from jaxgrpo.evaluation.evaluate import Answers, Questions, make_asker, questions_of
 from jaxgrpo.evaluation.intervals import LEVEL
 from jaxgrpo.evaluation.rescoring import make_rescorer
@@ -124,8 +124,9 @@ def _probe(
         show_previews(console, [judge], questions.rows[0], policy.tokenizer, 0)
     with telling(console, "probe: sampling"):
         found = _numbers(config, policy, questions, level)
-    data = config.eval.data if rows is None else "rows"
-    return {"model": str(target), "data": data, "reward": judge.name, **found}
+    data = without_passwords(config.eval.data or "") if rows is None else "rows"
+    model = without_passwords(str(target))
+    return {"model": model, "data": data, "reward": judge.name, **found}
 
 
 def _config(

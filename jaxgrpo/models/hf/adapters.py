@@ -22,7 +22,7 @@ import jax
 from jax.experimental import multihost_utils
 from safetensors.numpy import save_file
 
-from jaxgrpo.core.errors import InputError, refuse_all
+from jaxgrpo.core.errors import InputError, refuse_all, without_passwords
 from jaxgrpo.core.types import Params
 from jaxgrpo.data import limits, storage
 from jaxgrpo.data.storage import Place
@@ -188,7 +188,7 @@ def _fields(config: ModelConfig, family: Family, base: str | None) -> dict[str, 
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": base,
+        "base_model_name_or_path": base and without_passwords(base),
         "r": settings.rank,
         "lora_alpha": alpha,
         "use_rslora": settings.use_rslora,

@@ -1,0 +1,167 @@
+"""However a run ends, it says so in a few lines, without a traceback."""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+
+import jax
+import pytest
+import small_run
+
+from jaxgrpo.cli.main import main
+from jaxgrpo.training import loop, process
+from jaxgrpo.training.checkpoints import Checkpoints
+
+
+def fill() -> None:
+    """From now on files of more bytes than the texts of a run have fail, as on a full disk."""
+    limit(40_000)
+
+
+def limit(size: int) -> None:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+
+
+@pytest.fixture
+def space():
+    yield
+    limit(resource.RLIM_INFINITY)
+
+
+def raise_(error: BaseException) -> None:
+    raise error
+
+
+def ask(number: int) -> None:
+    os.kill(os.getpid(), number)
+
+
+ENDINGS = {
+    "SIGTERM": (lambda run: ask(signal.SIGTERM), 143, "saved in"),
+    "SIGINT": (lambda run: ask(signal.SIGINT), 130, "saved in"),
+    "full disk": (lambda run: fill(), 74, "could not be saved"),
+    "raises": (lambda run: 1 / 0, 3, "raised ZeroDivisionError on completion 0: division by zero"),
+    "huge text": (lambda run: raise_(ValueError("x" * 50_000_000)), 3, "characters left out"),
+    "many lines": (lambda run: raise_(ValueError("x\n" * 100_000)), 3, "lines left out"),
+    "sys.exit": (lambda run: sys.exit(0), 3, "raised SystemExit on completion 0: 0"),
+    "run deleted": (lambda run: shutil.rmtree(run), 74, "is not the folder that this run began"),
+    "too large": (lambda run: [1e30], 3, "1e+30"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ENDINGS)
+def test_a_run_that_ends_early_says_why_in_a_few_lines(name, tmp_path, capfd, space):
+    harm, code, reason = ENDINGS[name]
+
+    def reward(completions, trainer_state, **columns):
+        values = [float(len(text)) for text in completions]
+        if trainer_state.global_step >= 2 and len(completions) > 2:
+            values[:1] = harm(tmp_path / "r") or values[:1]
+        return values
+
+    changes = {"checkpoint.every": 1, "checkpoint.keep": 20, "train.steps": 12}
+    config = small_run.config(tmp_path / "r", **changes)
+
+    def command():
+        loop.train(config, rewards=[reward])
+
+    assert process.guard(command) == code
+    said = capfd.readouterr().err
+    assert reason in said
+    refuse_long(said)
+    if name != "run deleted":
+        with Checkpoints(tmp_path / "r" / "checkpoints") as checkpoints:
+            assert 2 in checkpoints.steps()
+
+
+def refuse_long(said: str) -> None:
+    assert "Traceback" not in said
+    assert "Exception ignored" not in said
+    assert len(said.splitlines()) <= 50, said
+    assert len(said) < 20_000
+
+
+def test_saves_that_fail_leave_no_tracebacks_of_threads_behind(tmp_path, capfd, space):
+    arrays = {
+        str(number): jax.random.normal(jax.random.key(number), (500, 200)) for number in range(4)
+    }
+    with Checkpoints(tmp_path) as checkpoints:
+        fill()
+        for step in range(1, 6):
+            with pytest.raises(OSError, match="could not be saved"):
+                _save(checkpoints, step, arrays)
+    refuse_long(capfd.readouterr().err)
+
+
+def _save(checkpoints: Checkpoints, step: int, arrays: dict[str, jax.Array]) -> None:
+    checkpoints.save(step, arrays, {})
+    checkpoints.wait()
+
+
+REWARD = """
+import os, signal, time
+
+def reward(completions, trainer_state, **columns):
+    if trainer_state.global_step >= 2 and len(completions) > 2:
+        {harm}
+    return [float(len(text)) for text in completions]
+"""
+
+OF_A_PROCESS = {
+    "parent": ("os.kill(os.getppid(), signal.SIGHUP); time.sleep(1)", 129, "saved in"),
+    "too long": ("os.kill(os.getpid(), signal.SIGTERM); time.sleep(600)", 143, "run.stop_grace"),
+    "closes files": ("os.closerange(3, 1000); time.sleep(5)", 1, "may have closed its files"),
+}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", OF_A_PROCESS)
+def test_a_process_that_ends_early_says_why_in_a_few_lines(name, tmp_path, python, environment):
+    harm, code, reason = OF_A_PROCESS[name]
+    (tmp_path / "mine.py").write_text(REWARD.format(harm=harm))
+    changes = {
+        "rewards": [{"use": f"{tmp_path}/mine.py:reward"}],
+        "checkpoint.every": 1,
+        "run.stop_grace": 5.0,
+        "train.steps": 12,
+    }
+    file = small_run.write(tmp_path / "run.toml", tmp_path / "r", **changes)
+    command = [python, "-m", "jaxgrpo", "train", str(file)]
+    ended = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=300)
+    assert ended.returncode == code, ended.stderr
+    assert reason in ended.stderr
+    refuse_long(ended.stderr)
+
+
+FILES = {"exits": "import sys\nsys.exit(0)\n", "broken": "def f(:\n", "raises": "1 / 0\n"}
+KEYS = {
+    "rewards": lambda use: [{"use": use}],
+    "advantage": lambda use: [{"use": use}],
+    "loss.surrogate": lambda use: {"use": use},
+    "rollout.prompts": lambda use: {"use": use},
+    "model.family": lambda use: use,
+    "eval.scorer": lambda use: use,
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("key", "name"),
+    [*((key, "exits") for key in KEYS), ("rewards", "broken"), ("rewards", "raises")],
+)
+def test_a_file_of_own_code_that_cannot_be_loaded_is_one_message(key, name, tmp_path, capsys):
+    (tmp_path / "mine.py").write_text(FILES[name])
+    use = f"{tmp_path}/mine.py:f"
+    changes = {key: KEYS[key](use), "eval.data": "task:arithmetic:test"}
+    file = small_run.write(tmp_path / "run.toml", tmp_path / "r", **changes)
+    assert main(["train", str(file)]) == 2
+    said = capsys.readouterr().err
+    assert f"{use}' cannot be loaded ({tmp_path}/mine.py" in said
+    assert said.count("\n") == 1
+    assert not (tmp_path / "r" / "metrics.jsonl").exists()
