@@ -8,6 +8,7 @@ they weigh all that a token is trained on.
 from __future__ import annotations
 
 import contextlib
+import numbers
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -16,8 +17,8 @@ import numpy as np
 from jaxgrpo import advantages, losses
 from jaxgrpo.advantages import AdvantageTransform
 from jaxgrpo.config import own_code
-from jaxgrpo.config.keys import Config, Part, options_of
-from jaxgrpo.core.errors import InputError, call, find
+from jaxgrpo.config.keys import LARGEST, Config, Part, options_of
+from jaxgrpo.core.errors import InputError, call, find, refusing
 from jaxgrpo.core.types import FIELDS, OF_SAMPLES
 from jaxgrpo.losses import Objective, Penalty, Surrogate
 from jaxgrpo.rewards.protocol import Reward
@@ -126,14 +127,31 @@ def needed_columns(
             f"{', '.join(FIELDS)}; the data have the columns {', '.join(sorted(rows[0]))}"
             f"{_to_bring(missing)}"
         )
-    columns = {name: np.asarray([row[name] for row in rows]) for name in sorted(names)}
-    for name, column in columns.items():
-        if column.dtype.kind not in "biuf":
-            raise InputError(
-                f"the method needs the data column {name!r} as numbers, but row 0 holds "
-                f"{rows[0][name]!r}: write numbers, the same count in every row"
-            )
-    return columns
+    return {name: _numbers(name, [row[name] for row in rows]) for name in sorted(names)}
+
+
+def _numbers(name: str, values: Sequence[Any]) -> np.ndarray:
+    """The values of a column, [rows, ...].
+
+    Raises: InputError with the first row that holds something else than the first row's count of
+      numbers, or a number that a device's 32 bits cannot hold.
+    """
+    column = []
+    for place, value in enumerate(values):
+        where = (
+            f"the method needs the data column {name!r} as numbers, but row {place} holds {value!r}"
+        )
+        with refusing(f"{where}: write numbers, the same count in every row", ValueError):
+            array = np.asarray(value)
+            if array.dtype == object and all(isinstance(x, numbers.Number) for x in array.flat):
+                array = array.astype(np.float64)  # decimals, and whole numbers beyond 64 bits
+            if array.dtype.kind not in "biuf" or (column and array.shape != column[0].shape):
+                raise ValueError
+        limit = np.finfo(np.float32).max if array.dtype.kind == "f" else LARGEST
+        if np.any(np.isfinite(array) & (np.abs(array) > limit)):
+            raise InputError(f"{where}: give numbers of at most {limit:g}, which 32 bits hold")
+        column.append(array)
+    return np.asarray(column)
 
 
 def _to_bring(missing: Sequence[str]) -> str:

@@ -112,16 +112,19 @@ def read(source: Source, text_columns: Iterable[str] = ()) -> list[Located]:
 
 
 def from_python(dataset: Any, split: str | None = None) -> list[Located]:
-    """The rows of a `datasets.Dataset`, a list of dicts, or a DatasetDict with a split.
+    """The rows of a list of dicts, a dict of columns, a `datasets.Dataset` or a pandas DataFrame;
+    of a DatasetDict, or a dict of splits, those of one split.
 
     Raises: InputError if it is none of these or holds no rows.
     """
-    if isinstance(dataset, Mapping):
+    if isinstance(dataset, Mapping) and dataset and all(map(_are_rows, dataset.values())):
         dataset = _chosen(dataset, split, "dataset", "data")
+    if isinstance(dataset, Mapping) or _is_frame(dataset):
+        dataset = _of_columns(dataset)
     if not hasattr(dataset, "__len__"):
         raise InputError(
             f"dataset is a {type(dataset).__name__}, whose rows cannot be counted or read again: "
-            "give a datasets.Dataset or a list of dicts"
+            "give a datasets.Dataset, a list of dicts, a dict of columns or a pandas DataFrame"
         )
     rows = list(dataset)
     if features := getattr(dataset, "features", None):
@@ -135,6 +138,57 @@ def from_python(dataset: Any, split: str | None = None) -> list[Located]:
     if not rows:
         raise InputError("dataset holds no rows: give at least one")
     return _counted("dataset", rows)
+
+
+def _is_frame(value: Any) -> bool:
+    """Whether it is a DataFrame of pandas, which need not be installed."""
+    return type(value).__name__ == "DataFrame" and hasattr(value, "itertuples")
+
+
+def _are_rows(value: Any) -> bool:
+    """Whether an entry of a dict is a split and no column: a data set, a table, a list of dicts."""
+    if hasattr(value, "features") or _is_frame(value):
+        return True
+    return isinstance(value, (list, tuple)) and all(isinstance(row, Mapping) for row in value)
+
+
+def _of_columns(table: Any) -> list[Row]:
+    """The rows of a dict of columns or a DataFrame.
+
+    Raises: InputError if columns have one name or other lengths, or one is no list.
+    """
+    names = [*table]
+    twice = [name for name in names if names.count(name) > 1]
+    if twice:
+        raise InputError(f"dataset: column {twice[0]!r} stands twice: rename one of them")
+    columns = {str(name): _column(name, table[name]) for name in names}
+    lengths = {name: len(column) for name, column in columns.items()}
+    if len({*lengths.values()}) > 1:
+        shown = ", ".join(f"{name} {length}" for name, length in lengths.items())
+        raise InputError(f"dataset: columns of several lengths ({shown}): give all the same length")
+    return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+
+
+def _column(name: Any, values: Any) -> list[Any]:
+    """The values of a column; of an array or a Series as of a table's column, its gaps None."""
+    where = f"dataset: column {name!r}"
+    if isinstance(values, (str, bytes, Mapping)) or not hasattr(values, "__len__"):
+        raise InputError(f"{where} is a {type(values).__name__}: give a list with a value per row")
+    if not hasattr(values, "dtype"):
+        return list(values)
+    if values.dtype == object:
+        return [None if isinstance(value, float) and value != value else value for value in values]
+    try:
+        import pyarrow as pa
+    except ImportError:
+        raise InputError(
+            f"{where}: reading arrays needs pyarrow: pip install datasets, or give a list"
+        ) from None
+    with refusing(
+        f"{where} cannot be read ({{reason}}): give a list", pa.ArrowException, ValueError
+    ):
+        array = pa.array(values, from_pandas=True)
+    return [_widened(value, array.type) for value in array.to_pylist()]
 
 
 def _counted(name: str, rows: Iterable[Mapping[str, Any]]) -> list[Located]:
@@ -196,14 +250,34 @@ def _table(file: Path, source: Source, text_columns: Iterable[str]) -> list[Loca
     return _counted(str(file), _exact(table.to_pylist(), table.schema))
 
 
+WIDTHS = {"halffloat": 16, "float": 32}
+"""The names of narrow floats in Arrow -> their bits."""
+
+
 def _exact(rows: Iterable[Row], schema: Any) -> list[Row]:
     """The rows, with floats of narrow columns as their shortest numbers: 0.1, not 0.100000001."""
-    bits = {"halffloat": 16, "float": 32}  # the names of float16 and float32 in Arrow
-    narrow = {field.name: bits[str(field.type)] for field in schema if str(field.type) in bits}
+    narrow = [field for field in schema if "float" in str(field.type)]
     exact = [dict(row) for row in rows]
     for row in exact:
-        row.update({name: widen(row[name], width) for name, width in narrow.items()})
+        row.update({field.name: _widened(row[field.name], field.type) for field in narrow})
     return exact
+
+
+def _widened(value: Any, kind: Any) -> Any:
+    """A value of an Arrow type with its narrow floats as their shortest numbers, however deep."""
+    if value is None:
+        return None
+    if width := WIDTHS.get(str(kind)):
+        return widen(value, width)
+    if hasattr(kind, "item_type"):  # a map, as a list of pairs
+        return [(_widened(k, kind.key_type), _widened(v, kind.item_type)) for k, v in value]
+    if isinstance(value, Mapping):
+        return {name: _widened(entry, kind.field(name).type) for name, entry in value.items()}
+    inner = getattr(kind, "value_type", None)
+    if inner is None:
+        return value
+    is_list = hasattr(value, "__len__") and not isinstance(value, (str, bytes))
+    return [_widened(entry, inner) for entry in value] if is_list else _widened(value, inner)
 
 
 def _data_set(source: Source, path: Path) -> Any:

@@ -98,7 +98,8 @@ def train(
       config: a Config, its tables as dicts, a TOML file, or a shipped config's name.
       resume: "auto" goes on from the newest checkpoint, or starts where nothing is lost by it.
       rewards, advantage, dataset: Python objects instead of what the config names; the data
-        set a datasets.Dataset or a list of dicts, read by the config's data keys.
+        set a list of dicts, a dict of columns, a datasets.Dataset or a pandas DataFrame, read by
+        the config's data keys.
       rollouts: files of saved rollouts, to train on instead of sampling and rewarding; step n
         takes file (n - 1) mod their number (docs/rollouts.md).
       on_step: called after each step with its number and its metrics, as in metrics.jsonl.

@@ -192,7 +192,7 @@ def setup(
     Args:
       rewards, advantage, dataset: Python objects instead of what the config names. Rewards
         are functions or built-in names, with weight 1; {name: function} names them. The data set
-        is a datasets.Dataset or a list of dicts, read by the config's data keys.
+        is one that `jaxgrpo.train` takes, read by the config's data keys.
       rollouts: files of saved rollouts, one per step, to train on instead of sampling and
         rewarding (docs/rollouts.md). Only the names and weights of the rewards count then.
       share: of `Shared`, in a process that takes several runs fully described by their configs.

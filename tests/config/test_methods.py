@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from decimal import Decimal
 
 import pytest
 import small_run
@@ -97,3 +98,22 @@ def test_a_run_with_both_says_what_they_did(tmp_path):
         assert line["truncated_importance/effective_sample_size"] == pytest.approx(1, abs=1e-4)
         assert line["truncated_importance/capped"] == 0
         assert "kl" not in line
+
+
+def test_fields_from_the_data_are_exact_numbers_or_refused():
+    def column(*values):
+        return methods.needed_columns(frozenset({"x"}), [{"x": value} for value in values], [])["x"]
+
+    assert column(Decimal("0.1"), 2).tolist() == [0.1, 2.0]
+    assert column([1, 2], [3, 4]).shape == (2, 2)
+    assert column([Decimal(1), 2]).tolist() == [[1, 2]]
+    for values, message in {
+        (1, None): "row 1 holds None: write numbers",
+        ((1, 2), (1,)): r"row 1 holds \(1,\): write numbers, the same count",
+        (((1,), (1, 2)),): "row 0 holds .*: write numbers",
+        (1, "2"): "row 1 holds '2': write numbers",
+        (1, 3_000_000_000): "row 1 holds 3000000000: give numbers of at most 2.14748e",
+        (1.0, 1e39): "row 1 holds 1e.39: give numbers of at most 3.40282e",
+    }.items():
+        with pytest.raises(InputError, match=message):
+            column(*values)

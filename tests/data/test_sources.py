@@ -7,6 +7,8 @@ import subprocess
 import sys
 
 import datasets
+import numpy as np
+import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -147,6 +149,24 @@ def test_rows_from_python_are_lists_of_dicts_or_data_sets():
     splits = {"a": datasets.Dataset.from_list(ROWS), "b": datasets.Dataset.from_list(ROWS[1:])}
     splits = datasets.DatasetDict(**splits)
     assert rows_of(from_python(splits, "b")) == ROWS[1:]
+    assert rows_of(from_python({"a": ROWS, "b": ROWS[1:]}, "b")) == ROWS[1:]
+
+
+def test_columns_and_data_frames_are_rows_with_exact_numbers():
+    columns = {
+        "prompt": ["1+1=", [{"role": "user", "content": "2"}], "3"],
+        "single": np.array([0.1, np.nan, 1e-5], np.float32),
+        "count": np.arange(3),
+        "mixed": [1, None, "x"],
+    }
+    names = ["prompt", "single", "count", "mixed"]
+    values = [[0.1, 0, 1], [None, 1, None], [0.00001, 2, "x"]]
+    pairs = zip(columns["prompt"], values, strict=True)
+    rows = [dict(zip(names, [prompt, *entries], strict=True)) for prompt, entries in pairs]
+    assert rows_of(from_python(columns)) == rows
+    assert rows_of(from_python(pd.DataFrame(columns, index=[7, 7, 9]))) == rows
+    assert rows_of(from_python({"train": pd.DataFrame(columns)})) == rows
+    assert type(from_python(columns)[2][1]["count"]) is int
 
 
 @pytest.mark.parametrize(
@@ -156,6 +176,11 @@ def test_rows_from_python_are_lists_of_dicts_or_data_sets():
         ([{"a": 1}, ("a", 1)], "dataset, row 1 is a tuple: give a dict"),
         ({"train": [{}], "test": [{}]}, "dataset has several splits: set data.split to one of tr"),
         (datasets.Dataset.from_list(ROWS).to_iterable_dataset(), "whose rows cannot be counted"),
+        ({}, "dataset holds no rows"),
+        ({"prompt": "1+1=", "answer": "2"}, "column 'prompt' is a str: give a list"),
+        ({"prompt": ["a", "b"], "answer": [1]}, r"several lengths \(prompt 2, answer 1\)"),
+        ({"prompt": np.zeros((2, 2))}, "column 'prompt' cannot be read .*: give a list"),
+        (pd.DataFrame([[1, 2]], columns=["a", "a"]), "column 'a' stands twice"),
     ],
 )
 def test_other_objects_from_python_are_refused(dataset, message):
@@ -208,3 +233,26 @@ def test_numbers_of_narrow_columns_are_their_shortest_and_written_without_expone
         assert [first["prompt"], second["prompt"]] == ["0.00001 is", "2 is"]
         assert [first[name] for name in values] == [0.1] * 3
         assert first["answer"] == 0.1
+
+
+def test_narrow_numbers_in_lists_and_structs_are_their_shortest(tmp_path):
+    single = pa.float32()
+    kinds = {
+        "list": (pa.list_(single), [0.1, None]),
+        "fixed": (pa.list_(pa.float16(), 2), [0.1, 2.0]),
+        "struct": (pa.struct({"x": single, "float": pa.string()}), {"x": 0.1, "float": "0.1"}),
+        "deep": (pa.list_(pa.struct({"y": pa.list_(single)})), [{"y": [0.1]}, {"y": None}]),
+        "map": (pa.map_(pa.string(), single), [("k", 0.1)]),
+        "word": (pa.dictionary(pa.int8(), pa.string()), "0.1"),
+    }
+    table = pa.table({name: pa.array([value, None], kind) for name, (kind, value) in kinds.items()})
+    pq.write_table(table, tmp_path / "rows.parquet")
+    rows = rows_of(read(Source(str(tmp_path / "rows.parquet"))))
+    assert rows[0] == {name: value for name, (_, value) in kinds.items()}
+    assert rows[1] == dict.fromkeys(kinds)
+    held = datasets.Dataset(table.select(["list", "struct", "deep"]))
+    for source in (held, held.with_format("numpy")):
+        first = from_python(source)[0][1]
+        assert first["list"][0] == 0.1
+        assert first["struct"]["x"] == 0.1
+        assert first["deep"][0]["y"] == [0.1]
