@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.types import Params, Rollouts, TrainBatch
 from jaxgrpo.models import sharding
-from jaxgrpo.models.api import Constrain, Model, ModelConfig
+from jaxgrpo.models.api import Constrain, Model, ModelConfig, stacked_params
 from jaxgrpo.models.logprobs import full_kl, token_confidence, token_logprobs
 from jaxgrpo.update import packing
 from jaxgrpo.update.forward import flatten, hidden_states, in_rows, micro_batch
@@ -66,7 +66,8 @@ def make_rescorer(
         _look, model, base and base.model, temperature or 1.0, confidence, logp
     )
     program = jax.jit(
-        functools.partial(_in_micro_batches, look, sharding.constrain(mesh)), static_argnums=4
+        functools.partial(_in_micro_batches, look, model.config, sharding.constrain(mesh)),
+        static_argnums=4,
     )
     measure = jax.jit(packing.lengths_of)
     held = {} if base is None else base.params
@@ -127,6 +128,7 @@ def _look(
 
 def _in_micro_batches(
     look: Callable[..., dict[str, Array]],
+    config: ModelConfig,
     constrain: Constrain,
     params: Params,
     base_params: Params,
@@ -135,7 +137,7 @@ def _in_micro_batches(
     tokens: int,
 ) -> dict[str, Array]:
     """`look` at every sample, in the loop and layout of training's scoring."""
-    mask = rollouts.token_mask
+    mask, params = rollouts.token_mask, stacked_params(config, params)
     zero = jnp.zeros(mask.shape, jnp.float32)
     batch = packing.gather(rollouts, where, zero, zero, mask, {}, constrain)
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, Protocol, get_args, runtime_checkable
 
 import jax
+import jax.numpy as jnp
 from jax import Array
 
 from jaxgrpo.core.types import Params
@@ -187,7 +189,8 @@ class Model(NamedTuple):
     Memory has two forms. *Stacked*: {"blocks": {"k": leaves [periods, ...]}, "rest": {"i": ...}},
     the layers are scanned. *Per layer*: a tuple with one entry per layer in order; the layers are
     unrolled, so that decoding updates each cache in place. None: every layer gets None, scanned.
-    A loop that decodes takes its parameters through `params_per_layer` once, before it begins.
+    A loop that decodes takes its parameters through `params_per_layer` once, before it begins;
+    `apply` with stacked memory or none takes them stacked.
     """
 
     config: ModelConfig
@@ -212,10 +215,39 @@ def memory_per_layer(config: ModelConfig, stacked: Any) -> tuple[Any, ...]:
     return (*scanned, *(stacked["rest"][str(i)] for i in range(len(stacked["rest"]))))
 
 
-def params_per_layer(config: ModelConfig, params: Params) -> Params:
-    """The parameters with each layer's apart too, under "layers": a tuple in their order.
+def stacked_memory(config: ModelConfig, apart: tuple[Any, ...]) -> Any:
+    """Memory with one entry per layer as the stacked memory of a scan."""
+    width, scanned = len(config.pattern), config.num_layers - config.num_rest
 
-    To be called in a jitted function, outside its loop over tokens: a slice of stacked weights
-    taken inside the loop is copied at every token.
+    def stack(k: int) -> Any:
+        return jax.tree.map(lambda *leaves: jnp.stack(leaves), *apart[k:scanned:width])
+
+    rest = {str(i): entry for i, entry in enumerate(apart[scanned:])}
+    return {"blocks": {str(k): stack(k) for k in range(width) if config.periods}, "rest": rest}
+
+
+def params_per_layer(config: ModelConfig, params: Params) -> Params:
+    """The parameters with each layer's apart, under "layers": a tuple in their order.
+
+    A loop over tokens reads them so: a slice of stacked weights taken inside the loop is copied at
+    every token. The rest is not copied. Parameters that are so already stay as they are.
     """
-    return {**params, "layers": memory_per_layer(config, params)}
+    if "layers" in params:
+        return params
+    shared = {name: tree for name, tree in params.items() if name not in ("blocks", "rest")}
+    rest = tuple(params["rest"][str(i)] for i in range(config.num_rest))
+    return {**shared, "layers": _sliced(config, params["blocks"]) + rest}
+
+
+def stacked_params(config: ModelConfig, params: Params) -> Params:
+    """The parameters with those of the layers stacked, where they are apart."""
+    if "layers" not in params:
+        return params
+    shared = {name: tree for name, tree in params.items() if name != "layers"}
+    return {**shared, **stacked_memory(config, params["layers"])}
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _sliced(config: ModelConfig, blocks: Params) -> tuple[Params, ...]:
+    """Only what is computed: what a jitted function passes on is copied."""
+    return memory_per_layer(config, {"blocks": blocks, "rest": {}})

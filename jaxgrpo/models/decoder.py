@@ -31,6 +31,7 @@ from jaxgrpo.models.api import (
     ModelConfig,
     Rope,
     memory_per_layer,
+    stacked_memory,
 )
 from jaxgrpo.models.attention import SAVED
 from jaxgrpo.models.layers import (
@@ -229,14 +230,14 @@ def _through(
     remat: Remat,
 ) -> tuple[Array, Any]:
     """The layers in order, unrolled or scanned."""
+    # Jitted so that layers of one kind are traced and lowered once.
+    once: list[Layer] = [jax.jit(layer) for layer in layers]
     if type(memory) is tuple:
-        return _unrolled(config, layers, params, hidden, memory)
+        return _unrolled(config, once, params, hidden, memory)
     if memory is None and remat == "none" and config.num_layers <= UNROLLED:
         nothing = (None,) * config.num_layers
-        # Jitted so that layers of one kind are traced once.
-        once: list[Layer] = [jax.jit(layer, inline=True) for layer in layers]
         hidden, memory = _unrolled(config, once, params, hidden, nothing)
-        return hidden, _stacked(config, memory)
+        return hidden, stacked_memory(config, memory)
     return _scanned(config, layers, params, hidden, memory, _keeper(remat))
 
 
@@ -301,17 +302,6 @@ def _unrolled(
         hidden, entry = layers[i % len(layers)](own, hidden, entry)
         written.append(entry)
     return hidden, tuple(written)
-
-
-def _stacked(config: ModelConfig, memory: tuple[Any, ...]) -> Any:
-    """Memory per layer as the stacked memory of a scan."""
-    width, scanned = len(config.pattern), config.num_layers - config.num_rest
-
-    def stack(k: int) -> Any:
-        return jax.tree.map(lambda *leaves: jnp.stack(leaves), *memory[k:scanned:width])
-
-    rest = {str(i): entry for i, entry in enumerate(memory[scanned:])}
-    return {"blocks": {str(k): stack(k) for k in range(width) if config.periods}, "rest": rest}
 
 
 def _check(config: ModelConfig) -> None:

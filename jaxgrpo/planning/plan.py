@@ -221,15 +221,12 @@ def _read(run: Run, program: Program, topology: Topology, dump: Any) -> Planned:
 
 
 def _beside(run: Run, program: Program) -> int:
-    """Bytes of the run's state that a program does not read; while sampling also what `sync` made:
-    the sampler reads each layer's weights apart, and keeps the stacked ones."""
+    """Bytes of the run's state that a program does not read."""
     given = program.arguments
     if program.name == "sync":  # it is given the state, and reads the policy
         given = (run.state.trainable, run.state.frozen.get(WEIGHTS))
     own = {id(leaf) for leaf in jax.tree.leaves(given)}
-    state = [leaf for leaf in jax.tree.leaves(run.state) if id(leaf) not in own]
-    made = programs.made_by_sync(run) if program.name in ("prefill", "decode") else 0
-    return memory.on_device(state) + made
+    return memory.on_device([leaf for leaf in jax.tree.leaves(run.state) if id(leaf) not in own])
 
 
 def each_axis(collectives: Sequence[Collective]) -> dict[tuple[str, tuple[str, ...]], float]:

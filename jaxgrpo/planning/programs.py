@@ -138,20 +138,19 @@ def platform_of(run: Run) -> str:
 
 
 def sampler_params(run: Run) -> Any:
-    """The shapes of what `sync` gives the sampler."""
+    """The shapes of what the sampler reads, stacked."""
     blueprint = run.blueprint
     state = jax.eval_shape(functools.partial(as_computed, blueprint.model), params_of(run.state))
     return placed(state, sampling_layout(blueprint))
 
 
-def made_by_sync(run: Run) -> int:
-    """Bytes on each device of what `sync` makes anew for the sampler."""
+def is_moved(run: Run) -> bool:
+    """Whether `sync` casts or lays out the parameters for the sampler, beside slicing them."""
     state, given, blueprint = run.state, sampler_params(run), run.blueprint
     in_place = blueprint.mesh.shape["fsdp"] == 1 and not blueprint.has_two_meshes
     if blueprint.model.config.lora is not None and in_place:
-        own = lora.split(given)[0]  # the weights are read where they are
-        return 0 if _alike(own, state.trainable) else memory.on_device(own)
-    return 0 if _alike(given, params_of(state)) else memory.on_device(given)
+        return not _alike(lora.split(given)[0], state.trainable)
+    return not _alike(given, params_of(state))
 
 
 def _alike(tree: Any, other: Any) -> bool:
@@ -161,7 +160,7 @@ def _alike(tree: Any, other: Any) -> bool:
 
 
 def _sync(run: Run) -> Iterator[Program]:
-    if made_by_sync(run):
+    if is_moved(run):
         yield compile_one(run, "sync", jax.jit(run.steps.sync), run.state)
 
 
@@ -191,7 +190,7 @@ def _sampling(run: Run, names: Collection[str]) -> Iterator[Program]:
         return placed(traced.out_info, out)
 
     sizes = Sizes.of(blueprint.sampling, bins, count, width)
-    params = laid_out(sampler.split, sampler_params(run))
+    params = laid_out(jax.jit(sampler.split), sampler_params(run))
     state = laid_out(sampler.begin, sizes, prompts, array(jnp.uint32, 2))
     shape = (bins, *chunk_shape(sizes))
     chunk = array(jnp.int32, *shape), array(jnp.int32, *shape[:2]), array(jnp.int32, *shape[:2])

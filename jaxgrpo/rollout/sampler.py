@@ -104,7 +104,7 @@ def make_sampler(model: Model, settings: SamplingSettings, mesh: Mesh | None = N
     return Sampler(
         settings=settings,
         mesh=mesh,
-        split=jax.jit(functools.partial(params_per_layer, model.config)),
+        split=functools.partial(params_per_layer, model.config),
         begin=jax.jit(functools.partial(_begin, engine), static_argnums=0),
         prefill=jax.jit(functools.partial(decoding.prefill, engine), donate_argnums=1),
         admit=jax.jit(functools.partial(decoding.admit, settings), donate_argnums=0),

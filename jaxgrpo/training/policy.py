@@ -30,7 +30,7 @@ from jaxgrpo.evaluation.evaluate import Evaluate, Policy, make_evaluator, questi
 from jaxgrpo.evaluation.intervals import is_end
 from jaxgrpo.evaluation.rescoring import Base
 from jaxgrpo.models import decoder, lora, sharding
-from jaxgrpo.models.api import Model
+from jaxgrpo.models.api import Model, params_per_layer
 from jaxgrpo.models.hf import folders, replacing, texts
 from jaxgrpo.models.resharding import moved
 from jaxgrpo.rewards import name_of
@@ -94,9 +94,10 @@ class StoredPolicy(Policy):
     folder: Path
 
     def read_params(self) -> Params:
-        """The weights, laid out for sampling."""
+        """The weights as the sampler reads them."""
         layout = layout_to_sample(self.model, self.mesh)
-        return parameters.read_start(self.config, self.folder, self.model, layout=layout)
+        params = parameters.read_start(self.config, self.folder, self.model, layout=layout)
+        return params_per_layer(self.model.config, params)
 
 
 def config_for(
@@ -156,7 +157,7 @@ def find_policy(
     """
     line = process.start(config.mesh.platform)
     if process.is_main():
-        console.print(line)
+        console.print(line, soft_wrap=True)
     found = find_model(config)
     chat = make_chat(config, found.tokenizer, found.model.config.vocab_size)
     prompts = load_prompts(config, chat, rows if rows is not None else eval_source(config))

@@ -21,6 +21,7 @@ from jaxgrpo.core.metrics import Metrics, empty_like, maximum, mean, merge
 from jaxgrpo.core.types import Params, Rollouts, TrainBatch, TrainState
 from jaxgrpo.losses import Tokens, token_loss
 from jaxgrpo.models import decoder, sharding
+from jaxgrpo.models.api import params_per_layer
 from jaxgrpo.models.resharding import moved
 from jaxgrpo.rollout import sampler as sampling
 from jaxgrpo.update import diagnostics
@@ -114,21 +115,26 @@ def build_steps(blueprint: Blueprint, share: Share = alone) -> Steps:
 
 
 def _syncer(blueprint: Blueprint) -> Sync:
-    """Trained parameters as the sampler reads them: cast and laid out for it, or as they are."""
+    """Trained parameters as the sampler reads them: each layer's apart, cast and laid out for it.
+
+    No stacked copy of them stays beside those.
+    """
     model, gathers = blueprint.model, blueprint.mesh.shape["fsdp"] > 1
     narrow = jnp.finfo(model.config.dtype).bits < 32
+    apart = functools.partial(params_per_layer, model.config)
     if not gathers and not narrow and not blueprint.has_two_meshes:
-        return params_of
+        return lambda state: apart(params_of(state))
     cast = functools.partial(as_computed, model)
     if blueprint.has_two_meshes:
         layouts = param_layout(blueprint), sampling_layout(blueprint)
         move = jax.jit(lambda params: jax.tree.map(moved, cast(params), *layouts))
-        return lambda state: move(params_of(state))
+        return lambda state: apart(move(params_of(state)))
     if model.config.lora is None or gathers:
-        sync = jax.jit(cast, out_shardings=sampling_layout(blueprint))
+        layout = sampling_layout(blueprint)
+        sync = jax.jit(lambda params: apart(jax.lax.with_sharding_constraint(cast(params), layout)))
         return lambda state: sync(params_of(state))
     of_adapters = jax.jit(cast, out_shardings=trained_layout(blueprint))
-    return lambda state: whole(of_adapters(state.trainable), state.frozen)
+    return lambda state: apart(whole(of_adapters(state.trainable), state.frozen))
 
 
 _merge = jax.jit(merge)

@@ -190,7 +190,7 @@ def test_prompts_that_are_too_long_are_left_out_on_request_and_counted():
 
 
 def test_leaving_out_every_prompt_is_an_error():
-    with pytest.raises(InputError, match=r"2 of 2 prompts are longer .*rollout.max_prompt_tokens=5\)$"):
+    with pytest.raises(InputError, match=r"2 of 2 prompts are longer .*prompt_tokens=5\)$"):
         prepare(["abcd", "abcde"], characters(), 3, "drop")
 
 

@@ -86,7 +86,7 @@ def test_what_decoding_takes_covers_what_xla_plans_and_little_more(made, slots, 
     made = made._replace(sampling=made.sampling._replace(slots=slots, kv_cache_dtype=kept))
     sampler = make_sampler(made.model, made.sampling, made.mesh)
     params = on(param_layout(made, sharding.SAMPLING), made.model.shapes)
-    split = sampler.split.lower(params).compile()
+    split = jax.jit(sampler.split).lower(params).compile()
     params = on(split.output_shardings, jax.eval_shape(sampler.split, params))
     asked = tiny.prompts(LONG.num_prompts, LONG.max_prompt_tokens)
     layouts = jax.tree.map(

@@ -79,7 +79,7 @@ def test_prefill_and_decoding_compile(blueprint):
     settings = blueprint.sampling._replace(slots=8)  # half of the samples wait
     sampler = make_sampler(blueprint.model, settings, blueprint.mesh)
     params = parameters(blueprint, sharding.SAMPLING)
-    split = compiled(sampler.split, params)
+    split = compiled(jax.jit(sampler.split), params)
     params = with_layout(jax.eval_shape(sampler.split, params), split)
     prompts = placed(blueprint.mesh, tiny.prompts(4, 8), "bins", None)
     key = placed(blueprint.mesh, np.zeros(2, np.uint32), None)
