@@ -10,7 +10,7 @@ import json
 import os
 import shlex
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -178,7 +178,7 @@ def texts_of(project: Project) -> dict[str, str]:
     }
 
 
-def _jsonl(rows: list[Mapping[str, Any]]) -> str:
+def _jsonl(rows: Iterable[Mapping[str, Any]]) -> str:
     lines = [json.dumps({name: row[name] for name in ("question", "answer")}) for row in rows]
     return "".join(f"{line}\n" for line in lines)
 
