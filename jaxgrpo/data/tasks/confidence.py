@@ -1,11 +1,16 @@
 """The arithmetic task with a stated confidence, to learn calibration on.
 
     47+38=   7+8=15 4+3+1=8 85<confidence>0.9</confidence>
+    47~38=   7+8=15 4+3+1=8 85<confidence>0.5</confidence>
 
-Problems, levels and careless solutions are those of `arithmetic`. In the warm-start corpus every
-solution, right or careless, ends with each of CONFIDENCES equally often. So the base states a
-confidence that says nothing, while its success depends on the problem: near 1 without a carry,
-rarely right with one. What a method for calibration has to teach is to say so.
+Problems, levels and careless solutions are those of `arithmetic`. Half of the problems have the
+sign "~": about equal. Their answer is the sum or one more, by a coin of each row, which nothing in
+the prompt tells. Who adds without a mistake is always right about "+", and half of the time about
+"~". Without such noise all problems are solved in the end, and the right confidence is a constant.
+
+In the warm-start corpus every solution, right or careless, ends with each of CONFIDENCES equally
+often. So the base states a confidence that says nothing. What a method for calibration has to teach
+is to say which problems are noise.
 
 The tags are one token each and no special tokens: rewards see them in the text.
 """
@@ -15,9 +20,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from jaxgrpo.data.tasks.arithmetic import arithmetic
 from jaxgrpo.data.tasks.base import Worked
 
+NOISY = "~"  # in place of "+" where the answer is the sum or one more
 OPENING, CLOSING = "<confidence>", "</confidence>"
 CONFIDENCES = ("0.1", "0.5", "0.9")
 """What the base states: one for each share of success, with something between them."""
@@ -32,11 +40,29 @@ def stating(solution: str, confidence: str) -> str:
     return f"{solution}{OPENING}{confidence}{CLOSING}"
 
 
+def rows(split: str, count: int, seed: int = 0) -> list[dict[str, Any]]:
+    """The rows of arithmetic, each with the sign "~" by a coin, and then one more by another.
+
+    Raises: InputError on an unknown split.
+    """
+    random = np.random.default_rng([seed, split == "test", 1])
+    coins = random.integers(2, size=(count, 2)).tolist()
+    pairs = zip(arithmetic.rows(split, count, seed), coins, strict=True)
+    return [_with_noise(row, more) if noisy else row for row, (noisy, more) in pairs]
+
+
+def _with_noise(row: dict[str, Any], more: int) -> dict[str, Any]:
+    answer = str(int(row["answer"]) + more)
+    return {**row, "prompt": row["prompt"].replace("+", NOISY), "answer": answer}
+
+
 def corpus() -> list[Worked]:
-    """Every solution of arithmetic's corpus with every confidence; probabilities add up to 1."""
+    """Every solution of arithmetic's corpus with either sign and every confidence."""
+    share = 1 / (2 * len(CONFIDENCES))
     return [
-        Worked(prompt, stating(solution, confidence), probability / len(CONFIDENCES))
+        Worked(prompt.replace("+", sign), stating(solution, confidence), probability * share)
         for prompt, solution, probability in arithmetic.corpus()
+        for sign in ("+", NOISY)
         for confidence in CONFIDENCES
     ]
 
@@ -63,7 +89,8 @@ def score(completions: Sequence[str], answer: Sequence[str], **columns: Any) -> 
 
 confidence = arithmetic._replace(
     name="confidence",
-    alphabet=(*arithmetic.alphabet, ".", OPENING, CLOSING),
+    alphabet=(*arithmetic.alphabet, ".", NOISY, OPENING, CLOSING),
+    rows=rows,
     corpus=corpus,
     answer_of=answer_of,
     score=score,
