@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
+from pathlib import Path
+from typing import Any
+
 import jax
 from jax.sharding import Mesh
 from rich.console import Console
@@ -9,8 +13,10 @@ from rich.console import Console
 from jaxgrpo.config import files as configs
 from jaxgrpo.config.files import Config
 from jaxgrpo.core.errors import without_passwords
-from jaxgrpo.data import chat
+from jaxgrpo.core.types import WEIGHTS, TrainState
+from jaxgrpo.data import chat, storage
 from jaxgrpo.models import sharding
+from jaxgrpo.models.api import Model
 from jaxgrpo.models.hf import families
 from jaxgrpo.rollout import refill
 from jaxgrpo.training import inputs, memory, parameters, process, setup
@@ -47,6 +53,7 @@ def dry_run(config: Config, resume: bool = False) -> None:
             "mesh": _mesh(run.mesh, run.blueprint.samples_on),
             "parameters": f"{count:,}{parameters.adapters_line(run.model)}",
             **needed.lines(memory.of_device(run.mesh)),
+            "disk": disk_line(config, run.state, run.model),
             "a step": f"{geometry.num_prompts} prompts x {geometry.group_size} samples = "
             f"{setup.samples_of(config)} completions of at most "
             f"{geometry.max_completion_tokens} tokens, "
@@ -67,6 +74,36 @@ def dry_run(config: Config, resume: bool = False) -> None:
     text = without_passwords(configs.to_toml(config))
     console.print(f"\nthe whole config:\n\n{text}", markup=False, soft_wrap=True)
     memory.refuse_too_large(needed, run.mesh)
+
+
+def disk_line(config: Config, state: TrainState, model: Model) -> str:
+    """What a run writes at the most, but for its logs, and what the disk has free.
+
+    A checkpoint holds what is trained, the optimizer's moments and the method's other policies. One
+    more than `checkpoint.keep` lies there while the next is written, and the best one.
+    """
+    step = _bytes(parameters.without_weights(state))
+    saves = -(-config.train.steps // config.checkpoint.every)
+    count = min(config.checkpoint.keep + 1 + (config.checkpoint.keep_best is not None), saves)
+    written = _bytes(state.trainable)
+    if model.config.lora is not None:  # merged, beside the adapters
+        written += _bytes(state.frozen[WEIGHTS])
+    checkpoints = f"{count} x {memory.shown(step)} of checkpoints"
+    text = f"{memory.shown(count * step + written)} at the most: {checkpoints}, "
+    return f"{text}model {memory.shown(written)}{_free(config.run.dir)}"
+
+
+def _bytes(tree: Any) -> int:
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
+
+
+def _free(folder: str) -> str:
+    """What the disk of a folder, which need not be there yet, has free; nothing of a bucket."""
+    if storage.is_url(folder):
+        return ""
+    path = Path(folder).absolute()
+    there = next(place for place in (path, *path.parents) if place.exists())
+    return f"; {memory.shown(shutil.disk_usage(there).free)} are free"
 
 
 def _time(run: setup.Setup) -> str:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
+import math
 import re
 
 import jax
@@ -23,7 +25,7 @@ from jaxgrpo.models.api import ModelConfig
 from jaxgrpo.planning import preview
 from jaxgrpo.rollout import capacity
 from jaxgrpo.rollout.sampler import SamplingSettings, Sizes, make_sampler
-from jaxgrpo.training import memory, setup
+from jaxgrpo.training import loop, memory, setup
 from jaxgrpo.update import packing
 from jaxgrpo.update.forward import Blueprint, opt_layout, param_layout
 from jaxgrpo.update.moments import in_bfloat16
@@ -190,6 +192,7 @@ def test_a_dry_run_prints_the_memory_of_a_device(tmp_path, capsys):
         rf"kept parameters {size}, optimizer {size}, copies 0 B",
         rf"sampling decode state {size}, working memory {size}",
         rf"update working memory {size}",
+        rf"disk {size} at the most: 2 x {size} of checkpoints, model {size}; {size} are free",
     ):
         assert any(re.fullmatch(pattern, line) for line in lines), pattern
     budget = (
@@ -198,6 +201,25 @@ def test_a_dry_run_prints_the_memory_of_a_device(tmp_path, capsys):
     assert re.search(budget, " ".join(lines))
     assert "3 steps draw at least 24 " in " ".join(lines)
     assert "rows); a step makes 6: 3 x 2 minibatches of 4 prompts" in " ".join(lines)
+
+
+@pytest.mark.parametrize("rank", [0, 4])
+def test_the_disk_that_a_dry_run_tells_is_what_a_run_takes(tmp_path, rank):
+    config = small_run.config(
+        tmp_path / "r", **{"checkpoint.keep": 1, "checkpoint.every": 1, "lora.rank": rank}
+    )
+    run = setup.setup(config)
+    told = preview.disk_line(config, run.state, run.model)
+    assert "2 x " in told  # the one that stays, and the next
+    step, model = map(
+        float, re.findall(r"([\d.]+) KiB of checkpoints, model ([\d.]+) KiB", told)[0]
+    )
+    loop.train(config)
+    leaves = json.loads((tmp_path / "r/checkpoints/3/meta.json").read_text())["leaves"].values()
+    taken = [math.prod(leaf["shape"]) * np.dtype(leaf["dtype"]).itemsize for leaf in leaves]
+    assert sum(taken) / 2**10 == pytest.approx(step, abs=0.1)
+    files = [file.stat().st_size for file in (tmp_path / "r").glob("**/*.safetensors")]
+    assert sum(files) / 2**10 == pytest.approx(model, rel=0.2)  # with the names of the tensors
 
 
 def test_a_micro_batch_has_no_more_tokens_than_fit_beside_what_a_run_keeps(monkeypatch):
