@@ -80,6 +80,8 @@ def extend(
 def start(rollouts: Rollouts) -> Streams:
     """The named rewards as streams: what is not finite (NaN = not scored) is masked, with value 0.
 
+    In at least float32, so that no step of a chain subtracts what another one has rounded.
+
     Shapes: each reward [P, G].  Raises: InputError without rewards, or with other shapes.
     """
     if not rollouts.rewards:
@@ -91,7 +93,7 @@ def start(rollouts: Rollouts) -> Streams:
                 f"reward {name!r} has shape {reward.shape}, expected [P, G]:"
                 " one row per prompt, one column per sample"
             )
-        streams[name] = base.finite(base.as_floats(reward))
+        streams[name] = base.finite(base.floating(reward))
     shapes = {name: stream.value.shape for name, stream in streams.items()}
     if len(set(shapes.values())) > 1:
         raise InputError(f"rewards differ in shape: {shapes}; all must be the same [P, G]")

@@ -112,13 +112,12 @@ def answer_length(beta: Scheduled = 1.0, field: str = "answer_tokens") -> Advant
 
     def closeness(rollouts: Rollouts) -> Array:
         tokens = base.read_field("answer_length", "answer_mask", rollouts).astype(bool)
-        reward = base.as_floats(next(iter(rollouts.rewards.values())))
-        wide = stats.widen(reward).dtype
+        wide = base.floating(next(iter(rollouts.rewards.values()))).dtype
         wanted = tokens.sum(-1, keepdims=True).astype(wide)
         length = base.read_field("answer_length", field, rollouts).astype(wide)
         missed = jnp.abs(wanted - length) / jnp.maximum(wanted, 1)
         value = 1 - base.at_step(beta, rollouts, wide) * missed
-        return jnp.where(wanted > 0, value, jnp.nan).astype(reward.dtype)
+        return jnp.where(wanted > 0, value, jnp.nan)
 
     added = stream("answer_length", closeness, needs=("answer_mask", field))
     return added._replace(name="answer_length")

@@ -41,7 +41,7 @@ METRICS = (
     "live_groups",
     "groups/all_fail",
     "groups/all_pass",
-    "entropy",
+    "entropy_estimated",
     "kl",
     "grad_norm",
     "completions/mean_length",

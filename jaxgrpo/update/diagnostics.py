@@ -338,6 +338,19 @@ def drift_metrics(
     return {f"kl_to_{name}_estimated": mean(total, mask.any(-1))}
 
 
+def surprise_metrics(behavior_logp: Float[Array, "P G T"], mask: Bool[Array, "P G T"]) -> Metrics:
+    """entropy_estimated: the entropy of the policy that sampled, over all tokens of a step.
+
+        mean over tokens of -behavior_logp
+
+    In nats per token. A token is drawn from the distribution that its log-prob is of, so -logp has
+    the entropy at its position for its mean: of all tokens together the sum is unbiased, at any
+    temperature above 0, and with top-k, top-p or min-p for the distribution that they leave. It
+    costs no pass, unlike the exact entropy of the update, which is of live samples only.
+    """
+    return {"entropy_estimated": mean(-behavior_logp, mask)}
+
+
 def agreement_metrics(
     logp: Array, behavior_logp: Array, mask: Array, sampled_now: Array, rounding: float | None
 ) -> Metrics:

@@ -332,6 +332,8 @@ def _rollout_metrics(
         "live_tokens": mean(live[..., None], tokens),
         "sampling/not_finite": mean(~jnp.isfinite(rollouts.behavior_logp), tokens),
     }
+    if blueprint.sampling.temperature > 0:  # of the likeliest token alone there is no entropy
+        metrics |= diagnostics.surprise_metrics(rollouts.behavior_logp, tokens)
     metrics |= diagnostics.advantage_metrics(advantage, mask, summed, weights)
     texts = rollouts.completion_tokens, tokens
     metrics |= diagnostics.completion_metrics(*texts, rollouts.truncated)

@@ -230,6 +230,38 @@ def test_penalties_on_live_samples_only_let_the_dead_leave(objective, measured):
     assert_near(live[4], whole[4], 1e-6)
 
 
+def test_entropy_and_kl_are_of_live_samples_and_the_estimate_is_of_all_tokens():
+    rollouts = tiny.rollouts(MIXED)
+    tables = functools.partial(
+        tiny.whole_tables, tiny.UNIFORM, rollouts=rollouts, temperature=TEMPERATURE
+    )
+    table, anchor = (np.asarray(tables(tiny.params(seed=seed)), np.float64) for seed in (0, 7))
+    everyone = np.asarray(rollouts.token_mask)
+    live = everyone & (MIXED.std(1) > 0)[:, None, None]
+    entropy = -(np.exp(table) * table).sum(-1)
+    chosen = np.asarray(rollouts.completion_tokens)[..., None]
+    ratio = np.take_along_axis(anchor - table, chosen, -1)[..., 0]
+    kl = np.exp(ratio) - ratio - 1  # k3
+    estimate = -np.asarray(rollouts.behavior_logp)[everyone].mean()
+    on_live = {"objective": WITH_KL._replace(penalties_on="live"), "reference": 7}
+    for options, counted in (
+        ({}, live),
+        (on_live, live),
+        ({**on_live, "objective": WITH_KL}, everyone),
+    ):
+        prepared, _, _, metrics = run(**options)
+        np.testing.assert_allclose(metrics["entropy"], entropy[counted].mean(), rtol=1e-5)
+        if options:
+            np.testing.assert_allclose(metrics["kl"], kl[counted].mean(), rtol=1e-4)
+        found = finalise(prepared.metrics)["entropy_estimated"]
+        np.testing.assert_allclose(found, estimate, rtol=1e-6)
+    assert abs(entropy[live].mean() - entropy[everyone].mean()) > 0.01
+    assert abs(kl[live].mean() - kl[everyone].mean()) > 0.1
+    prepared, _, _, metrics = run("flat")
+    assert np.isnan(metrics["entropy"])
+    np.testing.assert_allclose(finalise(prepared.metrics)["entropy_estimated"], estimate, rtol=1e-6)
+
+
 def test_an_entropy_control_acts_from_the_second_update_on_what_the_first_measured():
     first, second = (stepped(objective=WITH_CONTROL, steps_before=n) for n in (0, 1))
     assert first[3]["entropy_coefficient"] == 0

@@ -13,6 +13,7 @@ from jaxgrpo.update.diagnostics import (
     drift_metrics,
     rare_successes,
     repetition,
+    surprise_metrics,
     symptom_metrics,
 )
 
@@ -122,3 +123,19 @@ def test_the_estimate_has_the_kl_of_two_policies_over_sequences_as_its_expectati
             metrics = results(drift_metrics(*pair, jnp.ones((1, 1, 2), bool), "base"))
             total += np.prod(p) * metrics["kl_to_base_estimated"]
     assert total == pytest.approx(kl, rel=1e-5)
+
+
+def test_the_estimated_entropy_has_the_entropy_of_what_is_drawn_as_its_expectation():
+    """Every completion of one or two tokens, 0 ending it, weighted by its probability."""
+    rng = np.random.default_rng(6)
+    tables = rng.dirichlet(np.ones(3), 3)  # of the first token, and after 1 and 2
+    own = -(tables * np.log(tables)).sum(-1)
+    total, entropy = 0.0, own[0] + tables[0, 1:] @ own[1:]
+    for first in range(3):
+        for second in range(3) if first else (0,):
+            p = [tables[0, first], tables[first, second]] if first else [tables[0, 0]]
+            logp = jnp.array([[np.log([*p, NAN])[:2]]])
+            found = surprise_metrics(logp, jnp.array([[[True, first > 0]]]))["entropy_estimated"]
+            assert found.weight == len(p)
+            total += np.prod(p) * float(found.total)
+    assert total == pytest.approx(entropy, rel=1e-5)

@@ -22,7 +22,7 @@ CURVES = {
     "reward": ("Reward in training", "Mean over the samples of a step."),
     "groups/all_fail": ("Groups that all fail", "The share of groups without a success."),
     "live_groups": ("Live groups", "The share of groups that can move the parameters."),
-    "entropy": ("Entropy", "Nats per token."),
+    "entropy_estimated": ("Entropy", "Nats per token, over all tokens that were sampled."),
 }
 GROUPS = {
     "groups/all_fail": "all fail",

@@ -27,7 +27,7 @@ from jaxgrpo.training.folder import evaluation_of, read_metrics
 from jaxgrpo.update import diagnostics
 
 OVER_STEPS = (
-    *("reward", "entropy", "live_groups"),
+    *("reward", "entropy", "entropy_estimated", "live_groups"),
     *("groups/all_fail", "groups/all_pass", "groups/mixed"),
 )
 """Metrics of training that are compared by their curves, and by their means over all steps."""
@@ -47,7 +47,7 @@ BOUNDS = {
     ),
     (0.0, np.inf): (
         *("kl_to_base", "format_entropy", "distinct_*", "mean_length"),
-        *("entropy", "tokens", "time/*"),
+        *("entropy", "entropy_estimated", "tokens", "time/*"),
     ),
 }
 """What metrics cannot leave -> patterns of their names, without "eval/" and "base/". Of rewards it

@@ -107,7 +107,11 @@ PANELS = (
         "The share that can move the parameters; a penalty such as KL acts on all.",
         share=True,
     ),
-    Panel("Entropy", {"entropy": "nats per token"}, "Falls as the policy makes up its mind."),
+    Panel(
+        "Entropy",
+        {"entropy_estimated": "all tokens, estimated", "entropy": "live samples, exact"},
+        "Nats per token; falls as the policy makes up its mind.",
+    ),
     Panel("KL", {"kl": "to the reference"}, "Nats per token, by the k3 estimator."),
     Panel(
         "Distance from the base",
