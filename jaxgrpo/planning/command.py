@@ -77,12 +77,12 @@ def _topology(config: Config, name: str | None, slices: int | None) -> Topology:
     from jaxgrpo.core.errors import InputError
     from jaxgrpo.planning import topologies
 
-    if name is None and config.plan.topology is None:
+    devices = name or config.plan.topology
+    if devices is None:
         raise InputError(
             "plan.topology: missing; give --topology, as v5e:4x4, or plan.topology in the config"
         )
-    number = slices or (1 if name else config.plan.slices)
-    return topologies.topology(name or config.plan.topology, number)
+    return topologies.topology(devices, slices or (1 if name else config.plan.slices))
 
 
 def _run_on(
