@@ -18,7 +18,7 @@ from jaxgrpo.advantages import base
 from jaxgrpo.advantages.base import AdvantageTransform, Streams, transform
 from jaxgrpo.core.errors import InputError, NotGiven, explaining_own_code, own_line
 from jaxgrpo.core.metrics import Metric, Metrics, as_metrics
-from jaxgrpo.core.types import Rollouts, RolloutSpec, Signal
+from jaxgrpo.core.types import FIELDS, Rollouts, RolloutSpec, Signal
 
 Steps = tuple[tuple[str, AdvantageTransform], ...]
 """The steps of a chain under their unique names."""
@@ -46,7 +46,8 @@ def chain(
     def init(spec: RolloutSpec) -> dict[str, Any]:
         state: dict[str, Any] = {}
         for key, step in steps:
-            state[key] = step.init(spec)
+            with explaining_own_code(key):
+                state[key] = step.init(spec)
             spec = spec._replace(rewards=(*spec.rewards, *step.provides))
         if takes_streams and not sums:
             _check_single(name, spec.rewards)
@@ -133,6 +134,65 @@ def trace(whole: AdvantageTransform, rollouts: Rollouts, state: Any = None) -> l
     after = _walk(whole.name, whole.steps, rewards, state, rollouts)
     stages = [Stage(key, signal, dict(metrics)) for key, signal, _, metrics in after]
     return [Stage("rewards", rewards, {}), *stages]
+
+
+def trace_shapes(
+    whole: AdvantageTransform, spec: RolloutSpec, fields: Mapping[str, Any] | None = None
+) -> None:
+    """Runs a chain on shapes, as a step compiles it.
+
+    Args:
+      fields: name -> array of what the data bring, [rows, ...] or [P, ...]; what passes of a
+        model give need not be there.
+
+    Raises: InputError where own code fails, or cannot be compiled.
+    """
+    whole = whole if whole.steps else chain(whole)
+
+    def run(rollouts: Rollouts, state: Any) -> Any:
+        signal, after, metrics = whole.update(start(rollouts), state, rollouts)
+        if signal.value.ndim == 3 and signal.value.shape != rollouts.token_mask.shape:
+            raise InputError(
+                f"{whole.name} ends with values of shape {signal.value.shape}, expected [P, G] or "
+                f"[P, G, T] = {rollouts.token_mask.shape}"
+            )
+        return signal, after, metrics
+
+    jax.eval_shape(run, _shapes_of(spec, whole.needs, fields or {}), whole.init(spec))
+
+
+def _shapes_of(spec: RolloutSpec, needs: frozenset[str], fields: Mapping[str, Any]) -> Rollouts:
+    """The shapes of the rollouts of a step, with the fields that a chain needs."""
+    prompts, samples, width, length = spec[:4]
+
+    def array(kind: Any, *shape: int) -> Any:
+        return jax.ShapeDtypeStruct((prompts, *shape), kind)
+
+    real, whole_number, tokens = jnp.float32, jnp.int32, (samples, length)
+    answers = {
+        "answer_logp": array(real, samples, length),
+        "answer_mask": array(jnp.bool_, length),
+        "masked_answer_logp": array(real, length),
+    }
+    scored = dict.fromkeys(FIELDS, array(real, *tokens)) | answers
+    brought = {
+        name: array(jax.dtypes.canonicalize_dtype(value.dtype), *value.shape[1:])
+        for name, value in fields.items()
+    }
+    return Rollouts(
+        prompt_tokens=array(whole_number, width),
+        prompt_mask=array(jnp.bool_, width),
+        ordinal=array(whole_number),
+        row=array(whole_number),
+        step=jax.ShapeDtypeStruct((), whole_number),
+        completion_tokens=array(whole_number, *tokens),
+        token_mask=array(jnp.bool_, *tokens),
+        behavior_logp=array(real, *tokens),
+        rewards=dict.fromkeys(spec.rewards, array(real, samples)),
+        truncated=array(jnp.bool_, samples),
+        policy_version=array(whole_number, samples),
+        fields={name: scored[name] for name in needs & scored.keys()} | brought,
+    )
 
 
 def spec_of(rollouts: Rollouts, num_rows: int | None = None) -> RolloutSpec:

@@ -19,7 +19,7 @@ from jaxgrpo.advantages import AdvantageTransform
 from jaxgrpo.config import own_code
 from jaxgrpo.config.keys import LARGEST, Config, Part, options_of
 from jaxgrpo.core.errors import InputError, call, find, refusing
-from jaxgrpo.core.types import FIELDS, OF_SAMPLES
+from jaxgrpo.core.types import FIELDS, OF_SAMPLES, RolloutSpec
 from jaxgrpo.losses import Objective, Penalty, Surrogate
 from jaxgrpo.rewards.protocol import Reward
 from jaxgrpo.rollout.selection import PromptPolicy, build_policy
@@ -78,6 +78,32 @@ def _named_chain(config: Config, rewards: Sequence[Reward]) -> AdvantageTransfor
     if isinstance(use, str):
         return advantages.build(use, {"weights": _weights(rewards), **options})
     return advantages.build(use(**options))
+
+
+def trace_chain(
+    config: Config,
+    chain: AdvantageTransform,
+    rewards: Sequence[Reward],
+    num_rows: int,
+    fields: Mapping[str, Any],
+) -> None:
+    """Runs the advantage of a run on shapes, as `make_objective` runs its loss.
+
+    Args:
+      fields: name -> array of what the data bring, [rows, ...] or [P, ...].
+
+    Raises: InputError where own code fails, before anything is compiled.
+    """
+    rollout = config.rollout
+    spec = RolloutSpec(
+        num_prompts=rollout.prompts_per_step,
+        group_size=rollout.group_size,
+        max_prompt_tokens=rollout.max_prompt_tokens,
+        max_completion_tokens=rollout.max_completion_tokens,
+        rewards=tuple(reward.name for reward in rewards),
+        num_rows=num_rows,
+    )
+    advantages.chains.trace_shapes(chain, spec, fields)
 
 
 def make_policy(config: Config, rewards: Sequence[Reward]) -> PromptPolicy:

@@ -60,30 +60,35 @@ def make_mesh(
       across slices or hosts that must not.
     """
     devices = jax.devices() if devices is None else list(devices)
-    others = fsdp * tensor * context
-    if data == 0:
-        data = max(1, len(devices) // others)
-    sizes = dict(zip(AXES, (data, fsdp, tensor, context), strict=True))
-    given = " x ".join(f"{name} {size}" for name, size in sizes.items())
-    if math.prod(sizes.values()) != len(devices):
-        raise InputError(
-            f"mesh: {given} = {math.prod(sizes.values())} devices, but there are {len(devices)}: "
-            "choose sizes whose product is the number of devices (data = 0 takes what is left)"
-        )
-    shape, found, split = (
-        tuple(sizes.values()),
-        islands(devices),
-        {"allow_split_physical_axes": True},
-    )
+    shape = mesh_shape(data, fsdp, tensor, context, len(devices))
+    found, split = islands(devices), {"allow_split_physical_axes": True}
     if found.number == 1:
         array = mesh_utils.create_device_mesh(shape, devices=devices, **split)
     else:
-        across = _across(found, len(devices), data, fsdp, tensor * context)
+        across = _across(found, len(devices), shape[0], fsdp, tensor * context)
         inside = tuple(size // ways for size, ways in zip(shape, across, strict=True))
         array = mesh_utils.create_hybrid_device_mesh(
             *(inside, across, devices), process_is_granule=found.of == PROCESS, **split
         )
     return Mesh(array, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def mesh_shape(
+    data: int, fsdp: int, tensor: int, context: int, devices: int
+) -> tuple[int, int, int, int]:
+    """The sizes of a mesh's axes over so many devices; `data` = 0 takes what the others leave.
+
+    Raises: InputError if their product is another number.
+    """
+    others = fsdp * tensor * context
+    sizes = (data or max(1, devices // others), fsdp, tensor, context)
+    if math.prod(sizes) != devices:
+        told = " x ".join(f"{name} {size}" for name, size in zip(AXES, sizes, strict=True))
+        raise InputError(
+            f"mesh: {told} = {math.prod(sizes)} devices, but there are {devices}: "
+            "choose sizes whose product is the number of devices (data = 0 takes what is left)"
+        )
+    return sizes
 
 
 def sampling_mesh(mesh: Mesh, tensor: int) -> Mesh:

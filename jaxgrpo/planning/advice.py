@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -11,16 +12,18 @@ from jaxgrpo.config import files
 from jaxgrpo.config.files import Config
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.planning import costs, plan
-from jaxgrpo.planning.plan import Plan
+from jaxgrpo.planning.plan import Plan, Telling
 from jaxgrpo.planning.topologies import Topology
 from jaxgrpo.training import memory
 
-SECONDS = 25.0  # for remedies: the command answers within 30
+SECONDS = 25.0  # for what would fit: the command answers within 45
+OF_MESH = 8.0  # of them, for a mesh that fits other devices
 ROOM = 0.9
 """Of a chip's memory, what the formulas may fill: they were within 10% of the compiler for the
 programs of tests/planning."""
-TOO_MUCH = 1.3
-"""Times a chip's memory, from which on nothing is compiled: the formulas err by less."""
+MOST_TENSOR = 16
+"""Devices that are tried for the axis "tensor"."""
+_PROMPTS = "rollout.prompts_per_step"
 LORA = {"lora.rank": 64, "lora.alpha": 64.0}
 """Rank of the paper's runs in configs/experiments/x3_paper.toml; alpha as rank: scale 1."""
 
@@ -37,6 +40,10 @@ class Candidate(NamedTuple):
         """As --set takes them."""
         return " ".join(f"{key}={_toml(value)}" for key, value in self.changes.items())
 
+    def behind(self, changes: dict[str, Any]) -> Candidate:
+        """The candidate with what was changed of the config before."""
+        return self._replace(changes=changes | self.changes)
+
 
 def by_formula(config: Config, topology: Topology) -> tuple[int, float]:
     """(peak bytes on each device, least seconds of a step) of a run, without compiling.
@@ -49,14 +56,39 @@ def by_formula(config: Config, topology: Topology) -> tuple[int, float]:
     return plan.peak_of(plan.parts_of(run)), sum(bound.seconds for bound in bounds)
 
 
-def remedies(config: Config, topology: Topology, most: int = 3) -> list[Candidate]:
-    """The nearest configurations that should fit, the fewest changes first; at most `SECONDS` long.
+def for_devices(config: Config, topology: Topology) -> Candidate:
+    """The nearest configuration that other devices than a config's own can be used with.
+
+    `tensor` stays as near as it can, then `context`, then `fsdp`, and `data` takes the rest; of
+    those the first that fits into memory by formula, else the first. Where none divides the
+    prompts of a step, there are more of them.
+
+    Raises: InputError where the config cannot be built, whatever the mesh.
+    """
+    plan.model_of(config)
+    nearest, until = None, time.monotonic() + OF_MESH
+    shapes = sorted(_shapes(config, topology), key=lambda changes: _PROMPTS in changes)
+    for changes in shapes:
+        if nearest and (time.monotonic() > until or _PROMPTS in changes):
+            break
+        candidate = _tried(config, topology, changes)
+        if candidate and candidate.peak <= ROOM * topology.chip.memory:
+            return candidate
+        nearest = nearest or candidate
+    return nearest or Candidate(shapes[0], *by_formula(changed(config, shapes[0]), topology))
+
+
+def remedies(config: Config, topology: Topology, began: float, most: int = 3) -> list[Candidate]:
+    """The nearest configurations that should fit, the fewest changes first.
 
     What may change: the mesh, the micro-batch, the slots, what is recomputed, and last whether
     adapters are trained in place of all weights.
+
+    Args:
+      began: a `time.monotonic()`; the search ends `SECONDS` after it.
     """
     found: list[Candidate] = []
-    until = time.monotonic() + SECONDS
+    until = began + SECONDS
     for changes in _changes(config, topology):
         if len(found) == most or time.monotonic() > until:
             break
@@ -66,13 +98,20 @@ def remedies(config: Config, topology: Topology, most: int = 3) -> list[Candidat
     return found
 
 
-def search(config: Config, topology: Topology, most: int = 3) -> Iterator[tuple[Candidate, Plan]]:
-    """All meshes, fastest first by formula: those that fit, each compiled, until `most` do."""
+def search(
+    config: Config, topology: Topology, telling: Telling, most: int = 3
+) -> Iterator[tuple[Candidate, Plan]]:
+    """All meshes, fastest first by formula: those that fit, each compiled, until `most` do.
+
+    Args:
+      telling: as of `plan.plan`.
+    """
     tried = (_tried(config, topology, changes) for changes in _meshes(config, topology, True))
     room = ROOM * topology.chip.memory
     fitting = [one for one in tried if one is not None and one.peak <= room]
     for one in sorted(fitting, key=lambda one: one.seconds)[:most]:
-        yield one, plan.plan(plan.built(changed(config, one.changes), topology), topology)
+        run = plan.built(changed(config, one.changes), topology)
+        yield one, plan.plan(run, topology, telling=telling)
 
 
 def changed(config: Config, changes: dict[str, Any]) -> Config:
@@ -114,6 +153,30 @@ def _changes(config: Config, topology: Topology) -> Iterator[dict[str, Any]]:
     yield from (one | more | everything for one, more in itertools.product(meshes, adapters))
 
 
+def _shapes(config: Config, topology: Topology) -> Iterator[dict[str, Any]]:
+    """Meshes over all the devices, those nearest to the config's first, with enough prompts."""
+    of_slice, now = len(topology.devices) // topology.slices, config.mesh
+    sizes = [size for size in range(1, of_slice + 1) if of_slice % size == 0]
+
+    def distance(shape: tuple[int, int, int]) -> list[float]:
+        pairs = zip(shape, (now.tensor, now.context, now.fsdp), strict=True)
+        return [abs(math.log(size / before)) for size, before in pairs]
+
+    three = itertools.product(sizes, sizes, sizes)
+    for tensor, context, fsdp in sorted(three, key=distance):
+        inner = tensor * context
+        if context > now.context or of_slice % (inner * fsdp) or tensor > MOST_TENSOR:
+            continue
+        bins, prompts = len(topology.devices) // inner, config.rollout.prompts_per_step
+        shape = {"data": 0, "fsdp": fsdp, "tensor": tensor, "context": context}
+        differs = {f"mesh.{key}": size for key, size in shape.items() if size != getattr(now, key)}
+        if prompts % bins:
+            differs[_PROMPTS] = bins * math.ceil(prompts / bins)
+        yield differs
+        if now.sampling_tensor:
+            yield {**differs, "mesh.sampling_tensor": 0}
+
+
 def _meshes(config: Config, topology: Topology, same: bool) -> Iterator[dict[str, Any]]:
     """Other meshes over the devices: those that divide the parameters most, first.
 
@@ -127,7 +190,7 @@ def _meshes(config: Config, topology: Topology, same: bool) -> Iterator[dict[str
     pairs = [
         (fsdp, tensor)
         for fsdp, tensor in itertools.product(sizes, sizes)
-        if of_slice % (fsdp * tensor * config.mesh.context) == 0 and tensor <= 16
+        if of_slice % (fsdp * tensor * config.mesh.context) == 0 and tensor <= MOST_TENSOR
     ]
     for fsdp, tensor in sorted(pairs, key=lambda pair: (-pair[0] * pair[1], pair[1])):
         if same or (fsdp, tensor) != now:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,8 +25,14 @@ from jaxgrpo.planning.programs import Program, Run
 from jaxgrpo.planning.topologies import Topology
 from jaxgrpo.training import inputs, memory, parameters
 
+TOO_MUCH = 1.3
+"""Times a chip's memory, from which on nothing is compiled: the formulas err by less."""
 _FULL = re.compile(r"\(([\d.]+)([KMGT]?)\) exceeds available HBM \(([\d.]+)([KMGT])\)")
 _POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
+
+
+Telling = Callable[[str], contextlib.AbstractContextManager[None]]
+"""What says, while its block runs, what is done."""
 
 
 class Planned(NamedTuple):
@@ -116,28 +123,37 @@ def built(config: Config, topology: Topology) -> Run:
 
 
 def by_formula(run: Run, topology: Topology) -> Plan:
-    """The plan of a run that takes so much memory, by formula, that compiling it would be in vain.
+    """The plan of a run before anything is compiled.
 
-    Its `problem` says so.
+    Its `problem` says where compiling would be in vain, since the run takes far too much memory.
     """
     parts = parts_of(run)
+    in_vain = peak_of(parts) > TOO_MUCH * topology.chip.memory
     told = f"by formula it takes {memory.shown(peak_of(parts))}, so nothing was compiled"
-    return Plan(topology, run, parts, (), told)
+    return Plan(topology, run, parts, (), told if in_vain else "")
 
 
 def plan(
-    run: Run, topology: Topology, names: Sequence[str] = programs.NAMES, dump: Any = None
+    run: Run,
+    topology: Topology,
+    names: Sequence[str] = programs.NAMES,
+    dump: Any = None,
+    telling: Telling = contextlib.nullcontext,
 ) -> Plan:
     """Compiles the programs of a run for a topology and reads what they take.
 
     Args:
       names: of the programs.
       dump: a folder for the text of each program; None: none is written.
+      telling: a context round the compilation of each program, of what it does.
     """
     planned, problem = [], ""
+    names = programs.names_of(run, names)
+    compiled = programs.compiled(run, names)
     try:
-        for program in programs.compiled(run, names):
-            planned.append(_read(run, program, topology, dump))
+        for place, name in enumerate(names, start=1):
+            with telling(f"compiling {name} ({place} of {len(names)})"):
+                planned.append(_read(run, next(compiled), topology, dump))
     except jax.errors.JaxRuntimeError as error:
         if not is_full(error):
             raise

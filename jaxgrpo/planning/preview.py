@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 import shutil
 from pathlib import Path
 from typing import Any
 
 import jax
-from jax.sharding import Mesh
+import numpy as np
+from jax.sharding import AxisType, Mesh
 from rich.console import Console
 
 from jaxgrpo.config import files as configs
@@ -15,10 +18,12 @@ from jaxgrpo.config.files import Config
 from jaxgrpo.core.errors import without_passwords
 from jaxgrpo.core.types import WEIGHTS, TrainState
 from jaxgrpo.data import chat, storage
-from jaxgrpo.models import sharding
+from jaxgrpo.models import decoder, sharding
 from jaxgrpo.models.api import Model
 from jaxgrpo.models.hf import families
+from jaxgrpo.planning import programs, topologies
 from jaxgrpo.rollout import refill
+from jaxgrpo.rollout.judging import make_selector
 from jaxgrpo.training import inputs, memory, parameters, process, setup
 from jaxgrpo.training.console import facts
 from jaxgrpo.training.folder import refuse_unusable
@@ -31,16 +36,16 @@ def dry_run(config: Config, resume: bool = False) -> None:
     """
     console = Console(highlight=False)
     refuse_unusable(config.run.dir, resume)
-    console.print(process.start(config.mesh.platform), soft_wrap=True)
-    run = setup.setup(config)
+    # What is planned for other devices need not be of the platform that is here.
+    console.print(process.start("cpu" if config.mesh.platform == "cpu" else "auto"), soft_wrap=True)
+    mesh = planned_mesh(config)
+    if mesh is None:
+        process.start(config.mesh.platform)
+    run = setup.setup(config) if mesh is None else _planned(config, mesh)
     geometry = run.blueprint.geometry
-    prompts, _ = run.select(run.state)
-    first = int(sharding.to_host(prompts.row)[0])
-    ids = run.encoded[first]
     count = sum(leaf.size for leaf in jax.tree.leaves(run.state.trainable))
     needed = memory.count(run.blueprint, setup.kept_policies(run.blueprint))
-    planned = memory.plan(run.update_program, run.blueprint, run.state)
-    needed = needed._replace(update=planned)
+    needed = needed._replace(update=_of_update(run, compiles=mesh is None))
     unread = families.unread(run.model.config)
     steps, objective = dict(run.blueprint.chain.steps), run.blueprint.objective
     facts(
@@ -51,6 +56,7 @@ def dry_run(config: Config, resume: bool = False) -> None:
             "method": f"{run.blueprint.chain.name} ({', '.join(steps)}), "
             f"{objective.surrogate.name} loss, {objective.reduction.name}",
             "mesh": _mesh(run.mesh, run.blueprint.samples_on),
+            **({} if mesh is None else {"  planned": _not_built(mesh)}),
             "parameters": f"{count:,}{parameters.adapters_line(run.model)}",
             **needed.lines(memory.of_device(run.mesh)),
             "disk": disk_line(config, run.state, run.model),
@@ -67,7 +73,7 @@ def dry_run(config: Config, resume: bool = False) -> None:
             "rewards": ", ".join(f"{r.name} x {r.weight:g}" for r in run.rewards),
             **({"answers": inputs.answers_line(run.answers)} if run.answers else {}),
             "chat template": f"{run.chat.name}{_time(run)}",
-            "first prompt": f"row {first}, {len(ids)} tokens: {run.tokenizer.decode(ids)!r}",
+            "first prompt": _first_prompt(run),
         },
     )
     inputs.show_previews(console, run.rewards, run.rows[0], run.tokenizer, config.train.steps)
@@ -94,7 +100,7 @@ def disk_line(config: Config, state: TrainState, model: Model) -> str:
 
 
 def _bytes(tree: Any) -> int:
-    return sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
 def _free(folder: str) -> str:
@@ -104,6 +110,67 @@ def _free(folder: str) -> str:
     path = Path(folder).absolute()
     there = next(place for place in (path, *path.parents) if place.exists())
     return f"; {memory.shown(shutil.disk_usage(there).free)} are free"
+
+
+def planned_mesh(config: Config) -> Mesh | None:
+    """The mesh of a config for more devices than there are, of stand-ins; None: they are here.
+
+    They stand for those of `plan.topology`, or else for more of those that are here.
+
+    Raises: InputError where the sizes of the mesh do not fit `plan.topology`.
+    """
+    sizes, here = config.mesh, jax.devices()
+    axes = (sizes.data, sizes.fsdp, sizes.tensor, sizes.context)
+    number = max(math.prod(size or 1 for size in axes), sizes.sampling_tensor)
+    if number <= len(here):
+        return None
+    if config.plan.topology:
+        devices = topologies.stand_ins(config.plan.topology, config.plan.slices)
+    else:
+        device, limit = here[0], memory.of_device(sharding.make_mesh(devices=here))
+        kind = device.platform, device.device_kind, limit
+        devices = [topologies.StandIn(place, *kind) for place in range(number)]
+    shape = sharding.mesh_shape(*axes, len(devices))
+    return Mesh(
+        np.array(devices).reshape(shape), sharding.AXES, axis_types=(AxisType.Auto,) * len(shape)
+    )
+
+
+def _planned(config: Config, mesh: Mesh) -> setup.Setup:
+    """A run on a mesh of stand-ins: without weights, and with prompts that are selected here."""
+    run = setup.setup(config, mesh=mesh, state_of=programs.abstract_state)
+    at_start = run.policy.init(len(run.rows), config.train.seed)
+    zero: Any = np.int32(0)
+    state = dataclasses.replace(run.state, step=zero, cursor=zero, prompt_policy_state=at_start)
+    here, geometry = sharding.make_mesh(devices=jax.local_devices()[:1]), run.blueprint.geometry
+    select = make_selector(here, run.policy, run.encoded, geometry, config.train.seed)
+    return run._replace(state=state, select=select)
+
+
+def _first_prompt(run: setup.Setup) -> str:
+    """The prompt of the first group, as the model reads it."""
+    prompts, _ = run.select(run.state)
+    row = int(sharding.to_host(prompts.row)[0])
+    ids = run.encoded[row]
+    return f"row {row}, {len(ids)} tokens: {run.tokenizer.decode(ids)!r}"
+
+
+def _of_update(run: setup.Setup, compiles: bool) -> int:
+    """The working memory of an update: as its program is compiled, or by formula."""
+    if compiles:
+        return memory.plan(run.update_program, run.blueprint, run.state)
+    platform = run.mesh.devices.flat[0].platform
+    remat = decoder.remat_of(run.config.train.remat, platform)
+    return sum(memory.of_update(run.blueprint, remat).values())
+
+
+def _not_built(mesh: Mesh) -> str:
+    """What to say of a mesh of stand-ins."""
+    number, kind = mesh.size, mesh.devices.flat[0].device_kind
+    return (
+        f"not built: it is for {number} devices ({kind}), and there is {len(jax.devices())}; "
+        "memory is by formula, and weights are not read"
+    )
 
 
 def _time(run: setup.Setup) -> str:

@@ -107,19 +107,28 @@ def placed(shapes: Any, layout: Any) -> Any:
     return jax.tree.map(lambda leaf, one: leaf.update(sharding=one), shapes, layout)
 
 
+def names_of(run: Run, names: Collection[str] = NAMES) -> list[str]:
+    """Those of `names` that a run has, in the order of a step."""
+    absent = ("sync",) * (not is_moved(run)) + ("score",) * (not scored(run))
+    return [name for name in NAMES if name in names and name not in absent]
+
+
 def compiled(run: Run, names: Collection[str] = NAMES) -> Iterator[Program]:
-    """The programs of a run, those of `names` that it has, compiled one after the other.
+    """The programs `names_of(run, names)`, compiled one after the other.
 
     Raises: jax.errors.JaxRuntimeError where the compiler finds no room for one.
     """
+    names = names_of(run, names)
     if "sync" in names:
-        yield from _sync(run)
+        yield compile_one(run, "sync", jax.jit(run.steps.sync), run.state)
     if sampling := {"prefill", "decode"} & {*names}:
         yield from _sampling(run, sampling)
     if "score" in names:
-        yield from _score(run)
+        yield _score(run)
     if "update" in names:
-        yield from _update(run)
+        arguments = memory.update_arguments(run.blueprint, run.state)
+        program = run.steps.update_program
+        yield compile_one(run, "update", program, *arguments, donated=arguments[:2])
 
 
 def compile_one(run: Run, name: str, function: Any, *arguments: Any, donated: Any = ()) -> Program:
@@ -157,11 +166,6 @@ def _alike(tree: Any, other: Any) -> bool:
     """Whether one is the other, dtype and sharding included."""
     same = jax.tree.map(lambda a, b: (a.dtype, a.sharding) == (b.dtype, b.sharding), tree, other)
     return all(jax.tree.leaves(same))
-
-
-def _sync(run: Run) -> Iterator[Program]:
-    if is_moved(run):
-        yield compile_one(run, "sync", jax.jit(run.steps.sync), run.state)
 
 
 def _sampling(run: Run, names: Collection[str]) -> Iterator[Program]:
@@ -209,12 +213,10 @@ def scored(run: Run) -> list[str]:
     return sorted(needs & FIELDS.keys())
 
 
-def _score(run: Run) -> Iterator[Program]:
-    """The pass that gives the fields which the method reads, if it reads any."""
+def _score(run: Run) -> Program:
+    """The pass that gives the fields which the method reads."""
     blueprint, state = run.blueprint, run.state
     needs = scored(run)
-    if not needs:
-        return
     policy = FIELDS[needs[0]].policy
     asked = "value" if any(FIELDS[name].quantity == "entropy" for name in needs) else "none"
     *_, batch = memory.update_arguments(blueprint, state)
@@ -223,10 +225,4 @@ def _score(run: Run) -> Iterator[Program]:
     fields = {} if early else {name: batch.fields[name] for name in batch.fields.keys() - {*needs}}
     batch = dataclasses.replace(batch, fields=fields)
     given = (params_of(state, policy), batch, asked, blueprint.geometry)
-    yield compile_one(run, "score", run.steps.score, *given)
-
-
-def _update(run: Run) -> Iterator[Program]:
-    arguments = memory.update_arguments(run.blueprint, run.state)
-    program = run.steps.update_program
-    yield compile_one(run, "update", program, *arguments, donated=arguments[:2])
+    return compile_one(run, "score", run.steps.score, *given)

@@ -3,49 +3,73 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from jaxgrpo.models import decoder
+from jaxgrpo.config.files import Config
+from jaxgrpo.models import decoder, sharding
 from jaxgrpo.planning import advice
 from jaxgrpo.planning.advice import Candidate
-from jaxgrpo.planning.plan import Plan, Planned, each_axis, needed
+from jaxgrpo.planning.plan import Plan, Planned, each_axis, needed, peak_of
+from jaxgrpo.planning.topologies import Topology
 from jaxgrpo.training.console import facts
 from jaxgrpo.training.memory import shown
 
 
-def show(console: Console, plan: Plan) -> None:
-    """Prints a plan."""
+def show_changes(console: Console, nearest: Candidate, config: Config, topology: Topology) -> None:
+    """Prints what was changed of a config for other devices than its own."""
+    sizes = ", ".join(f"{axis} {getattr(config.mesh, axis)}" for axis in sharding.AXES)
+    text = (
+        f"the config's mesh ({sizes}; {config.rollout.prompts_per_step} prompts a step) does not "
+        f"fit {len(topology.devices)} devices: planned with --set {nearest.overrides}"
+    )
+    console.print(text, markup=False, soft_wrap=True)
+
+
+def show_formula(console: Console, plan: Plan) -> None:
+    """Prints what is known before anything is compiled."""
     facts(console, _head(plan))
+    console.print(_of_formula(plan))
+    peak = shown(peak_of(plan.parts))
+    console.print(f"by formula each device takes {peak} of {shown(plan.limit)}", soft_wrap=True)
+
+
+def show_compiled(console: Console, plan: Plan) -> None:
+    """Prints what the compiler says, and whether the run fits."""
     if plan.planned:
         console.print(_memory(plan))
         console.print(_costs(plan))
         console.print(_traffic(plan))
-    console.print(_of_formula(plan))
     _verdict(console, plan)
 
 
-def show_remedies(console: Console, found: list[Candidate], seconds: float) -> None:
+def show_remedies(console: Console, found: list[Candidate]) -> None:
     """Prints what should fit."""
     if not found:
         console.print("no mesh, micro-batch, slots, remat or LoRA was found that should fit: take")
         console.print("more or larger chips, a smaller model, or shorter prompts and completions")
         return
-    console.print(f"should fit, by formula ({seconds:.0f} s); --search compiles:")
+    console.print("should fit, by formula; --search compiles:")
     for one in found:
         console.print(f"  --set {advice.shown(one)}", markup=False)
 
 
-def as_json(plan: Plan) -> dict[str, Any]:
-    """A plan as JSON: bytes, seconds and operations, per device where it is not said otherwise."""
+def as_json(plan: Plan, changes: Mapping[str, Any]) -> dict[str, Any]:
+    """A plan as JSON: bytes, seconds and operations, per device where it is not said otherwise.
+
+    Args:
+      changes: keys of the config that were changed for the topology, with their values.
+    """
     blueprint = plan.run.blueprint
     return {
         "topology": plan.topology.title,
         "chip": plan.topology.chip._asdict(),
         "devices": len(plan.topology.devices),
         "mesh": dict(blueprint.mesh.shape),
+        "changes": dict(changes),
         "slots": blueprint.sampling.slots,
         "tokens_per_micro_batch": blueprint.geometry.tokens,
         "micro_batches": blueprint.geometry.micro_batches,
@@ -66,10 +90,10 @@ def as_json(plan: Plan) -> dict[str, Any]:
     }
 
 
-def write(plan: Plan, path: str) -> None:
+def write(plan: Plan, path: str, changes: Mapping[str, Any]) -> None:
     """Writes `as_json`."""
     with open(path, "w", encoding="utf-8") as file:
-        json.dump(as_json(plan), file, indent=1)
+        json.dump(as_json(plan, changes), file, indent=1)
 
 
 def _program(one: Planned) -> dict[str, Any]:

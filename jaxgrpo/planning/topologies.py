@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 import os
@@ -71,14 +72,7 @@ def topology(name: str, slices: int = 1) -> Topology:
 
     Raises: InputError for what there is not, and where the compiler for it is not installed.
     """
-    kind, _, shape = name.partition(":")
-    if kind not in CHIPS or not re.fullmatch(r"\d+(x\d+)*", shape) or slices < 1:
-        known = suggest(kind, CHIPS)
-        raise InputError(
-            f"--topology {name} --slices {slices}: expected a chip and sizes, as {_EXAMPLES}, and "
-            f"one slice or more; chips: {known}"
-        )
-    sizes = tuple(map(int, shape.split("x")))
+    kind, sizes = read_name(name, slices)
     described = _of_gpus if kind in GPUS else _of_tpus
     try:
         found = described(kind, sizes, slices)
@@ -90,6 +84,47 @@ def topology(name: str, slices: int = 1) -> Topology:
             f"{_EXAMPLES}. The compilers come with jaxgrpo[plan]"
         ) from None
     return Topology(name, CHIPS[kind], slices, tuple(found))
+
+
+def read_name(name: str, slices: int = 1) -> tuple[str, tuple[int, ...]]:
+    """The chip and the sizes that the name of a topology holds.
+
+    Raises: InputError for a name of another form, and where there is no such chip.
+    """
+    kind, _, shape = name.partition(":")
+    if kind not in CHIPS or not re.fullmatch(r"\d+(x\d+)*", shape) or slices < 1:
+        known = suggest(kind, CHIPS)
+        raise InputError(
+            f"--topology {name} --slices {slices}: expected a chip and sizes, as {_EXAMPLES}, and "
+            f"one slice or more; chips: {known}"
+        )
+    return kind, tuple(map(int, shape.split("x")))
+
+
+@dataclasses.dataclass(frozen=True)
+class StandIn:
+    """A device that is not here, of which only sizes are read."""
+
+    id: int
+    platform: str
+    device_kind: str
+    memory: int  # bytes
+    process_index: int = 0
+
+    @property
+    def client(self) -> Any:
+        return jax.devices()[0].client
+
+    def memory_stats(self) -> dict[str, int]:
+        return {"bytes_limit": self.memory}
+
+
+def stand_ins(name: str, slices: int) -> list[StandIn]:
+    """Devices in place of those of a topology, without a compiler for it."""
+    kind, sizes = read_name(name, slices)
+    number = math.prod(sizes) * slices * DEVICES_PER_CHIP.get(kind, 1)
+    platform = "gpu" if kind in GPUS else "tpu"
+    return [StandIn(place, platform, kind, CHIPS[kind].memory) for place in range(number)]
 
 
 def quiet(environment: MutableMapping[str, str]) -> None:

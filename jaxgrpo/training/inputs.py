@@ -103,6 +103,12 @@ def load_prompts(
 
     Raises: InputError where they cannot be read, or become no prompts that fit.
     """
+    rows, keys = load_rows(config, source), config.data
+    return prompts.prepare(rows, chat, config.rollout.max_prompt_tokens, keys.too_long)
+
+
+def load_rows(config: Config, source: Source | Iterable[Any] | None = None) -> list[dict[str, Any]]:
+    """The rows of `load_prompts`."""
     keys = config.data
     if source is None:
         if keys.path is None:
@@ -115,8 +121,7 @@ def load_prompts(
     task = isinstance(source, Source) and source.path.startswith(PREFIX)
     # A built-in task has columns of its own, whatever those of the training data are called.
     prompt, answer = ("prompt", "answer") if task else (keys.prompt, keys.answer)
-    rows = prompts.load_rows(source, prompt, answer, keys.split)
-    return prompts.prepare(rows, chat, config.rollout.max_prompt_tokens, keys.too_long)
+    return prompts.load_rows(source, prompt, answer, keys.split)
 
 
 def eval_source(config: Config) -> Source:

@@ -255,11 +255,14 @@ def origin_of(
     needs = (blueprint.chain.needs - scored) | blueprint.objective.needs
     tokenizer, rows, mesh = read["tokenizer"], read["rows"], blueprint.mesh
     if read["replay"]:
+        brought = read["replay"].load(0).fields
+        methods.trace_chain(config, blueprint.chain, rewards, len(rows), brought)
         needs = needs - FIELDS.keys() - set(names)
         needs |= {FORCED, THOUGHT, MASK} if scored else set()
         return of_files(read["replay"], mesh, names, needs)
     answers = inputs.load_answers(config, blueprint, tokenizer, rows)
     columns = methods.needed_columns(needs, rows, rewards)
+    methods.trace_chain(config, blueprint.chain, rewards, len(rows), columns)
     policy, seed = methods.make_policy(config, rewards), config.train.seed
     there = blueprint.samples_on  # until `prepare`, which brings the rollouts to the update's mesh
     select = make_selector(there, policy, read["encoded"], geometry, seed)

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -83,6 +84,9 @@ DEPENDS = {
 }
 """What runs can share -> the tables, or single keys, of a config that it depends on. Neither the
 seed nor the run's folder matters to any of it."""
+
+_OF_STEPS = ("prepare", "live_groups", "update", "sync", "update_program")
+"""Functions of step.Steps that `Setup` has."""
 
 CALLS = 100
 """Steps that programs of sampling are chosen for; not train.steps, since a run may be prolonged."""
@@ -186,6 +190,8 @@ def setup(
     rollouts: SavedRollouts | None = None,
     share: step.Share = step.alone,
     check: Callable[[Mapping[str, Any]], None] = lambda read: None,
+    mesh: Mesh | None = None,
+    state_of: Callable[[Blueprint], TrainState] | None = None,
 ) -> Setup:
     """Builds everything a run needs; no step is compiled or taken.
 
@@ -197,36 +203,42 @@ def setup(
         rewarding (docs/rollouts.md). Only the names and weights of the rewards count then.
       share: of `Shared`, in a process that takes several runs fully described by their configs.
       check: gets the fields of Setup that are read from disk, before weights are, and may raise.
+      mesh, state_of: of a run that is planned, on devices that need not be here; no weights are
+        read then.
 
     Raises: InputError where parts do not fit one another.
     """
-    read = share("inputs", lambda: _read_inputs(config, dataset, rollouts))
+    read = share("inputs", lambda: _read_inputs(config, dataset, rollouts, mesh))
     check(read)
     found = Found(*(read[name] for name in Found._fields))
     chosen = inputs.resolve_rewards(config, rewards, None if read["replay"] else read["rows"][0])
     blueprint, steps = share("method", lambda: method_of(config, found, chosen, advantage, share))
     memory.refuse_too_large(memory.count(blueprint, kept_policies(blueprint)), found.mesh)
     origin = origin_of(config, read, blueprint, steps, chosen)
-    dtype, layout = held_dtype(found.model), param_layout(blueprint)
-    params = parameters.read_start(config, found.folder, found.model, dtype, layout)
     begin = origin.policy, len(read["rows"]), config.train.seed, tuple(part.name for part in chosen)
+    state_of = state_of or functools.partial(_read_state, config, found, begin, origin.leftover)
     return Setup(
         config=inputs.at_time(config, read["chat"].time),
         **read,
         rewards=chosen,
         answers=origin.answers,
         blueprint=blueprint,
-        state=first_state(blueprint, params, *begin, leftover=origin.leftover),
+        state=state_of(blueprint),
         policy=origin.policy,
         select=origin.select,
         sample=origin.sample,
         reward=origin.reward,
-        prepare=steps.prepare,
-        live_groups=steps.live_groups,
-        update=steps.update,
-        sync=steps.sync,
-        update_program=steps.update_program,
+        **{name: getattr(steps, name) for name in _OF_STEPS},
     )
+
+
+def _read_state(
+    config: Config, found: Found, begin: Any, leftover: Rollouts | None, blueprint: Blueprint
+) -> TrainState:
+    """The first state, with the weights of the model. Args: begin: as of `first_state`."""
+    dtype, layout = held_dtype(found.model), param_layout(blueprint)
+    params = parameters.read_start(config, found.folder, found.model, dtype, layout)
+    return first_state(blueprint, params, *begin, leftover=leftover)
 
 
 class Found(NamedTuple):
@@ -238,8 +250,11 @@ class Found(NamedTuple):
     model: Model
 
 
-def find_model(config: Config, mesh: Mesh | None = None) -> Found:
+def find_model(config: Config, mesh: Mesh | None = None, whole: bool = True) -> Found:
     """The model of a config, on a mesh of its own by default.
+
+    Args:
+      whole: as of `inputs.find_config`.
 
     Raises: InputError where there is no such model, a file of it cannot be read, or it has no
     positions for prompt and completion.
@@ -247,7 +262,7 @@ def find_model(config: Config, mesh: Mesh | None = None) -> Found:
     if mesh is None:
         sizes = config.mesh
         mesh = sharding.make_mesh(sizes.data, sizes.fsdp, sizes.tensor, sizes.context)
-    folder, stored = inputs.find_config(config)
+    folder, stored = inputs.find_config(config, whole)
     inputs.check_length(config, stored)
     tokenizer = folders.read_tokenizer(folder)
     chosen = parameters.chosen_config(config, stored)
@@ -257,11 +272,14 @@ def find_model(config: Config, mesh: Mesh | None = None) -> Found:
 
 
 def _read_inputs(
-    config: Config, dataset: Iterable[Any] | None, rollouts: SavedRollouts | None
+    config: Config,
+    dataset: Iterable[Any] | None,
+    rollouts: SavedRollouts | None,
+    mesh: Mesh | None,
 ) -> dict[str, Any]:
     """The fields of Setup that are read from disk. Each run reads the weights anew: its update
     overwrites them."""
-    found = find_model(config)
+    found = find_model(config, mesh, whole=mesh is None)
     vocab_size = found.model.config.vocab_size
     chat = inputs.make_chat(config, found.tokenizer, vocab_size)
     saved = None

@@ -29,6 +29,7 @@ from jaxgrpo.advantages import (
     to_tokens,
     transform,
 )
+from jaxgrpo.advantages.chains import trace_shapes
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.metrics import Mean
 from jaxgrpo.core.types import Signal
@@ -340,3 +341,23 @@ def test_a_computed_stream_does_not_bring_back_what_was_left_out():
     value, mask = evaluate(whole, [[0.0, 0, 0]], [[True, True, False]], length=[[2.0, 4.0, 99.0]])
     assert mask.tolist() == [[True, True, False]]
     assert value.tolist() == [[-1.0, 1.0, 0.0]]
+
+
+def test_a_chain_is_traced_on_shapes_with_the_columns_that_it_reads():
+    def weighs(signal, rollouts):
+        weight = rollouts.fields["weights"].sum(-1)
+        return dataclasses.replace(signal, value=signal.value * weight[:, None])
+
+    def too_long(signal, rollouts):
+        value = jnp.concatenate([rollouts.behavior_logp, signal.value[..., None]], -1)
+        return Signal(value=value, mask=value < 0)
+
+    needs = frozenset({"weights"})
+    whole = chain(sum_rewards(), transform(weighs)._replace(needs=needs))
+    trace_shapes(whole, SPEC, {"weights": np.ones((99, 3))})  # of the rows of the data
+    with pytest.raises(InputError, match=r"weighs \(.*test_chain.py:weighs, line \d+: "):
+        trace_shapes(whole, SPEC, {"weights": np.ones((99, 3, 2))})
+    with pytest.raises(InputError, match="weighs needs the field 'weights'"):
+        trace_shapes(whole, SPEC)
+    with pytest.raises(InputError, match=r"ends with values of shape .*expected \[P, G\] or "):
+        trace_shapes(chain(sum_rewards(), too_long), SPEC)

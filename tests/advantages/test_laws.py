@@ -13,6 +13,8 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from jaxgrpo.advantages.chains import spec_of, trace_shapes
+
 TOLERANCE = {np.float64: 1e-12, np.float32: 2e-5}
 EVERY, RECIPES = jax.jit(laws.run_all), jax.jit(laws.run_recipes)
 
@@ -51,6 +53,15 @@ def permuted(outcome, index):
         label: jax.tree.map(lambda leaf: leaf[index], signal)
         for label, (signal, _, _) in outcome.items()
     }
+
+
+@pytest.mark.slow
+def test_every_recipe_runs_on_shapes_alone():
+    rollouts = laws.make_rollouts()
+    spec = spec_of(rollouts, num_rows=laws.ROWS)
+    for label, whole in laws.chains().items():
+        if label.startswith("recipe "):
+            trace_shapes(whole, spec, rollouts.fields)
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import resource
 import subprocess
+import time
 from typing import Any
 
 import planned
@@ -31,9 +32,10 @@ MISFIT = ("llama31_8b_v6e", "--topology", "v5e:2x2", "--set", "mesh.fsdp=4", "me
 def offline(python, environment):
     """`jaxgrpo ARGUMENTS` in a process that reaches no network."""
 
-    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-        given = [python, "-c", OFFLINE, *arguments]
-        return subprocess.run(given, capture_output=True, text=True, env=environment(), timeout=560)
+    def run(*arguments: str, stderr: int = subprocess.PIPE) -> subprocess.CompletedProcess[str]:
+        command, pipes = [python, "-c", OFFLINE, *arguments], {"stdout": subprocess.PIPE}
+        pipes["stderr"] = stderr
+        return subprocess.run(command, **pipes, text=True, env=environment(), timeout=560)
 
     return run
 
@@ -70,6 +72,58 @@ def test_what_fits_is_printed_written_and_ends_with_0(offline, small, tmp_path):
 
 
 @pytest.mark.slow
+def test_the_formula_answers_before_anything_is_compiled_and_each_program_is_named(offline, small):
+    done = offline("plan", small(), "--topology", "v5e:1x1", stderr=subprocess.STDOUT)
+    assert done.returncode == 0, done.stdout
+    lines = (
+        "the config's mesh (data 0, fsdp 2, tensor 2, context 1; 8 prompts a step) does not fit "
+        "1 devices: planned with --set mesh.fsdp=1 mesh.tensor=1",
+        "by formula each device takes ",
+        "compiling sync (1 of 4)",
+        "compiling prefill (2 of 4)",
+        "compiling decode (3 of 4)",
+        "compiling update (4 of 4)",
+        "fits: ",
+    )
+    places = [done.stdout.index(line) for line in lines]
+    assert places == sorted(places)
+
+
+OTHERS = {
+    "v5e:1x1": {"mesh.fsdp": 1, "mesh.tensor": 1},
+    "v5e:2x2": {"mesh.fsdp": 2},  # tensor stays
+    "v5e:4x4": {},  # data takes the rest
+    "v5e:8x8": {"rollout.prompts_per_step": 32},  # the heads divide by 2
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_mesh_for_other_devices_is_the_nearest_that_can_be_built(name):
+    config = planned.config(mesh={"fsdp": 4, "tensor": 2})
+    chips = topologies.topology(name)
+    nearest = advice.for_devices(config, chips)
+    assert nearest.changes == OTHERS[name]
+    run = plan.built(advice.changed(config, nearest.changes), chips)
+    assert run.blueprint.mesh.size == len(chips.devices)
+    assert nearest.peak == plan.peak_of(plan.parts_of(run))
+
+
+def test_a_mesh_for_other_devices_is_one_that_fits_into_their_memory_if_there_is_one():
+    config, chips = planned.config(mesh={"tensor": 2}), topologies.topology("v5e:2x2")
+    peak = advice.for_devices(config, chips).peak  # with data 2
+    small = chips._replace(chip=chips.chip._replace(memory=int(peak / advice.ROOM) - 1))
+    nearest = advice.for_devices(config, small)
+    assert nearest.changes == {"mesh.fsdp": 2}
+    assert nearest.peak <= advice.ROOM * small.chip.memory
+
+
+def test_a_sampling_mesh_that_does_not_divide_other_devices_is_left_out():
+    config = planned.config(mesh={"fsdp": 8, "sampling_tensor": 2})
+    nearest = advice.for_devices(config, topologies.topology("v5e:1x1"))
+    assert nearest.changes == {"mesh.fsdp": 1, "mesh.sampling_tensor": 0}
+
+
+@pytest.mark.slow
 def test_a_run_far_too_large_is_answered_at_once_with_what_is_to_blame_and_what_would_fit(offline):
     """Without compiling: 30 seconds of the processor's time, which other processes do not share."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -91,7 +145,7 @@ def test_a_run_far_too_large_is_answered_at_once_with_what_is_to_blame_and_what_
 def test_the_remedy_compiles_and_fits():
     read = files.load(MISFIT[0], MISFIT[4:])
     chips = topologies.topology("v5e:2x2")
-    remedy, *_ = advice.remedies(read, chips)
+    remedy, *_ = advice.remedies(read, chips, time.monotonic())
     run = plan.built(advice.changed(read, remedy.changes), chips)
     found = plan.plan(run, chips, ("decode", "update"))
     assert found.problem == "", remedy
@@ -105,7 +159,12 @@ def test_the_remedy_compiles_and_fits():
         ({}, {}, r"plan.topology: missing; give --topology, as v5e:4x4"),
         ({}, {"topology": "v5x:2x2"}, r"--topology v5x:2x2 .*expected a chip and sizes.*v5e"),
         ({"model": {"path": "a/model"}}, {"topology": "v5e:2x2"}, r"no folder here.*model.config"),
-        ({}, {"topology": "v5e:1x1"}, r"= 4 devices, but there are 1:"),
+        ({"plan": {"topology": "v5e:1x1"}}, {}, r"= 4 devices, but there are 1:"),
+        (  # whatever the mesh
+            {"rewards": [{"use": "arithmetics"}]},
+            {"topology": "v5e:1x1"},
+            r"did you mean 'arithmetic'",
+        ),
     ],
 )  # fmt: skip
 def test_what_cannot_be_planned_is_refused(small, changes, given, told):
@@ -125,7 +184,7 @@ def remedies_of(config: str, *overrides: str, memory: int | None = None) -> list
     """The remedies, each read again as overrides. Args: memory: of a chip in place of v5e's."""
     chips = topologies.topology("v5e:2x2")
     chips = chips._replace(chip=chips.chip._replace(memory=memory or chips.chip.memory))
-    found = advice.remedies(files.load(config, overrides), chips)
+    found = advice.remedies(files.load(config, overrides), chips, time.monotonic())
     for one in found:
         assert one.peak <= advice.ROOM * chips.chip.memory
         again = files.load(config, [*overrides, *one.overrides.split()])

@@ -22,7 +22,7 @@ from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.types import TrainState
 from jaxgrpo.models import decoder, sharding
 from jaxgrpo.models.api import ModelConfig
-from jaxgrpo.planning import preview
+from jaxgrpo.planning import preview, programs, topologies
 from jaxgrpo.rollout import capacity
 from jaxgrpo.rollout.sampler import SamplingSettings, Sizes, make_sampler
 from jaxgrpo.training import loop, memory, setup
@@ -251,3 +251,45 @@ def test_the_dtype_of_a_runs_cache_is_that_of_its_sampler_and_of_what_is_counted
         counted.append(memory.count(run.blueprint, ()).decode)
     wide, narrow = counted
     assert wide / 2 < narrow < 0.6 * wide  # tokens and log-probs are as before
+
+
+def test_a_dry_run_for_more_devices_than_there_are_plans_its_mesh(tmp_path, capsys):
+    changes = {"mesh": {"fsdp": 8, "platform": "tpu"}, "plan.topology": "v5e:2x4"}
+    config = small_run.config(tmp_path / "r", **changes)
+    preview.dry_run(config)
+    shown = " ".join(capsys.readouterr().out.split())
+    here = len(jax.devices())
+    assert "mesh data 1, fsdp 8, tensor 1, context 1 planned not built: " in shown
+    assert f"it is for 8 devices (v5e), and there is {here}; memory is by formula" in shown
+    assert "of 15.8 GiB on each device" in shown
+    assert "rewards on row 0, whose answer is" in shown
+    assert re.search(r"first prompt row \d+, \d+ tokens: '\d+\+", shown)
+    with pytest.raises(InputError, match=f"= 8 devices, but there are {here}"):
+        loop.train(small_run.config(tmp_path / "r", mesh={"fsdp": 8}))
+
+
+def test_what_a_planned_mesh_takes_is_what_the_mesh_takes(tmp_path):
+    config = small_run.config(tmp_path / "r", mesh={"fsdp": 2, "tensor": 1, "data": 2})
+    run = setup.setup(config)
+    devices = [topologies.StandIn(place, "cpu", "cpu", 2**34) for place in range(4)]
+    array = np.array(devices).reshape(run.mesh.devices.shape)
+    mesh = jax.sharding.Mesh(array, sharding.AXES, axis_types=run.mesh.axis_types)
+    planned = setup.setup(config, mesh=mesh, state_of=programs.abstract_state)
+    counted, expected = (memory.count(one.blueprint, ()) for one in (planned, run))
+    assert counted == expected
+    leaves = map(jax.tree.leaves, (planned.state.opt_state, run.state.opt_state))
+    for one, other in zip(*leaves, strict=True):
+        assert one.sharding.shard_shape(one.shape) == other.sharding.shard_shape(other.shape)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"mesh": {"fsdp": 16}, "plan.topology": "v5e:2x4"}, "= 16 devices, but there are 8"),
+        ({"mesh": {"fsdp": 16}}, "rollout.prompts_per_step = 8: must be a multiple of 16"),
+        ({"mesh": {"fsdp": 8}, "data.path": "none.jsonl"}, "none.jsonl"),
+    ],
+)
+def test_a_planned_mesh_that_does_not_fit_is_refused(tmp_path, changes, message):
+    with pytest.raises(InputError, match=message):
+        preview.dry_run(small_run.config(tmp_path / "r", **changes))

@@ -158,6 +158,28 @@ def test_a_dry_run_shows_the_prompt_as_the_model_reads_it(tmp_path, model, capsy
     assert f"chat template  the chat template of {model}" in shown
 
 
+def test_a_dry_run_runs_an_own_advantage_on_the_shapes_of_the_data(tmp_path, model):
+    own = tmp_path / "own.py"
+    own.write_text(
+        "import dataclasses, jaxgrpo\n"
+        "def scale(signal, rollouts):\n"
+        "    factor = rollouts.fields['factors'] @ rollouts.fields['factors']\n"
+        "    return dataclasses.replace(signal, value=signal.value * factor)\n"
+        "def reads_factors():\n"
+        "    return jaxgrpo.transform(scale)._replace(needs=frozenset({'factors'}))\n"
+    )
+    file = tmp_path / "rows.jsonl"
+    row = {"question": "How many?", "answer": "2", "factors": [1.0, 2.0]}
+    file.write_text(4 * f"{json.dumps(row)}\n")
+    steps = [{"use": "sum_rewards"}, {"use": f"{own}:reads_factors"}]
+    made = config(tmp_path, model, **{"data.path": str(file)})
+    tables = configs.tables_of(made) | {"advantage": steps}
+    del tables["recipe"]
+    with pytest.raises(InputError, match=rf"scale \({own}:scale, line 3: factor = ") as refused:
+        preview.dry_run(configs.from_dict(tables))
+    assert "(4, 2)" in str(refused.value)
+
+
 def test_a_model_is_saved_with_the_template_it_was_trained_with(tmp_path, model):
     file = tmp_path / "chat.jinja"
     file.write_text("{% for m in messages %}[{{ m.content }}]{% endfor %}")

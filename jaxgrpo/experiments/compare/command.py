@@ -19,7 +19,7 @@ from rich.console import Console
 from jaxgrpo.config import methods
 from jaxgrpo.config.files import flat, tables_of
 from jaxgrpo.core.errors import ConfigError, InputError, refusing
-from jaxgrpo.core.types import Params
+from jaxgrpo.core.types import FIELDS, OF_ANSWERS, Params
 from jaxgrpo.evaluation.evaluate import Answers, Evaluate, Evaluation
 from jaxgrpo.experiments.compare import experiment as experiments
 from jaxgrpo.experiments.compare import report, results
@@ -29,7 +29,7 @@ from jaxgrpo.models import sharding
 from jaxgrpo.training import loop, process
 from jaxgrpo.training.console import telling
 from jaxgrpo.training.folder import write_atomically
-from jaxgrpo.training.inputs import at_time, local_time, resolve_rewards
+from jaxgrpo.training.inputs import at_time, load_rows, local_time, resolve_rewards
 from jaxgrpo.training.policy import evaluator_of, read_run
 from jaxgrpo.training.report.html import check_can_draw
 from jaxgrpo.training.setup import Shared
@@ -114,14 +114,22 @@ def _show_plan(
 
 
 def _check_methods(experiment: Experiment, cases: Sequence[Case]) -> None:
-    """Builds the chain of every arm, and traces its losses and penalties.
+    """Builds the method of every arm, and traces its advantage, losses and penalties.
+
+    Data are read where an advantage needs a column of them.
 
     Raises: ConfigError with the problems of all arms, where own code fails.
     """
     problems = []
     for arm, config in {case.arm: case.config for case in cases}.items():
         try:
-            methods.make_chain(config, methods.make_recipe(config, resolve_rewards(config)))
+            rewards = resolve_rewards(config)
+            chain = methods.make_chain(config, methods.make_recipe(config, rewards))
+            names = chain.needs - FIELDS.keys() - OF_ANSWERS.keys() - {one.name for one in rewards}
+            rows = load_rows(config) if names else []
+            columns = methods.needed_columns(names, rows, rewards) if names else {}
+            methods.trace_chain(config, chain, rewards, len(rows) or 1, columns)
+            methods.make_policy(config, rewards)
             methods.make_objective(config)
         except InputError as error:
             problems.append(f"arms.{arm}: {error}")

@@ -242,6 +242,30 @@ def divides(tokens):
 
 def reads(beta):
     raise KeyError("beta")
+
+
+import dataclasses, jaxgrpo
+
+
+def step(signal, rollouts):
+    return dataclasses.replace(signal, value=signal.value * rollouts.fields["row"])
+
+
+def column(signal, rollouts):
+    return dataclasses.replace(signal, value=signal.value[:9, None])
+
+
+def asks(signal, rollouts):
+    if signal.value[0, 0] > 0:
+        return signal
+
+
+def begins(spec):
+    return [][0]
+
+
+def remembers():
+    return jaxgrpo.AdvantageTransform("remembers", begins, None)
 """
 
 
@@ -263,6 +287,19 @@ def test_a_dry_run_traces_own_losses_of_every_arm(tmp_path, capsys, monkeypatch)
     assert f"arms.two: penalty divides ({file}:divides, line 7: " in said
     assert f"arms.three: entropy reads ({file}:reads, line 11: " in said
     assert "Traceback" not in said
+    steps = {"four": "step", "five": "column", "six": "asks", "seven": "remembers"}
+    for name, own in steps.items():
+        arms[name] = {"advantage": [{"use": "sum_rewards"}, {"use": f"mine.py:{own}"}]}
+    load(tmp_path, arms=arms)
+    assert main(["compare", "experiment.toml", "--dry-run"]) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert f"arms.four: step ({file}:step, line " in said
+    assert "arms.five: column returned value" in said
+    assert f"arms.six: asks ({file}:asks, line " in said
+    assert "jnp.where(condition, a, b)" in said
+    assert f"arms.seven: remembers ({file}:begins, line " in said
+    for name in steps:
+        del arms[name]
     arms["one"]["loss"]["surrogate"]["use"] = "clip"
     load(tmp_path, arms={name: arms[name] for name in ("grpo", "one")})
     assert main(["compare", "experiment.toml", "--dry-run"]) == 0
