@@ -226,7 +226,8 @@ class EvalKeys:
     confidence: bool = key(False)  # of tokens, for weighted votes: a second pass over the samples
     confidence_window: int = key(2048, at_least=1)  # tokens; DeepConf, arXiv 2508.15260
     confidence_kept: float = key(0.9, above=0)  # share of the voters, the most confident
-    kl_to_base: bool = key(False)  # a second pass, and the base's parameters in memory
+    kl_to_base: bool | None = key(None)  # a second pass, and one more copy of the parameters;
+    # None: where model.path alone says what the base is
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -316,6 +317,13 @@ class Config:
     def method(self) -> Part | None:
         """The recipe as a part, {"use": name, **options}."""
         return {"use": self.recipe} if isinstance(self.recipe, str) else self.recipe
+
+    @property
+    def measures_kl_to_base(self) -> bool:
+        """Whether evaluations measure the KL to the base: by default if model.path alone says what
+        the base is, and there is something to evaluate on."""
+        asked = self.eval.kl_to_base
+        return bool(self.eval.data) and (not self.model.config if asked is None else asked)
 
     @property
     def own_files(self) -> tuple[Path, ...]:

@@ -32,7 +32,7 @@ def dry_run(config: Config, resume: bool = False) -> None:
     first = int(sharding.to_host(prompts.row)[0])
     ids = run.encoded[first]
     count = sum(leaf.size for leaf in jax.tree.leaves(run.state.trainable))
-    needed = memory.count(run.blueprint, setup.kept_policies(run.blueprint))
+    needed = memory.count(run.blueprint, setup.policies_in_memory(config, run.blueprint))
     planned = memory.plan(run.update_program, run.blueprint, run.state)
     needed = needed._replace(update=planned)
     unread = families.unread(run.model.config)
@@ -57,6 +57,7 @@ def dry_run(config: Config, resume: bool = False) -> None:
             f"{'at least ' if config.rollout.refill else ''}"
             f"{config.train.steps * geometry.num_prompts}",
             "too long": inputs.dropped_line(config, len(run.rows), run.dropped),
+            **_evaluation(run),
             "rewards": ", ".join(f"{r.name} x {r.weight:g}" for r in run.rewards),
             **({"answers": inputs.answers_line(run.answers)} if run.answers else {}),
             "chat template": f"{run.chat.name}{_time(run)}",
@@ -75,6 +76,17 @@ def _time(run: setup.Setup) -> str:
         return ""
     first = "a run writes that of its first start; data.template_time sets another"
     return f"; it writes the date or time, now {run.chat.time}: {first}"
+
+
+def _evaluation(run: setup.Setup) -> dict[str, str]:
+    """What is evaluated, and whether the KL to the base is measured; {} without eval.data."""
+    if run.held_out is None:
+        return {}
+    keys, distance = run.config.eval, "without the KL to the base"
+    if run.config.measures_kl_to_base:
+        distance = "with the KL to the base, which stays in memory (eval.kl_to_base)"
+    prompts = len(run.held_out.rows[: keys.prompts])
+    return {"evaluation": f"{prompts} prompts x {keys.samples} samples, {distance}"}
 
 
 def _budget(config: Config) -> str:

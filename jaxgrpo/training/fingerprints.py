@@ -164,6 +164,7 @@ def asked_by(config: Config, held_out: PromptData) -> dict[str, Any]:
     files = [] if file is None else with_imports([config.folder / file])
     return {
         **kept,
+        "eval.kl_to_base": config.measures_kl_to_base,
         "eval.data": data_of(held_out.rows[: asked.prompts], held_out.encoded[: asked.prompts]),
         "eval.scorer": [short_name(use), *code_of(files).values()],
     }

@@ -49,6 +49,7 @@ from jaxgrpo.rollout.selection import PromptPolicy, prompt_metrics
 from jaxgrpo.rollout.stopping import EarlyStop, StopStrings
 from jaxgrpo.training import inputs, memory, parameters
 from jaxgrpo.training.replay import Replay, SavedRollouts, origin_of, read_files
+from jaxgrpo.training.resets import may_reset
 from jaxgrpo.update import diagnostics, packing, step
 from jaxgrpo.update.forward import (
     Blueprint,
@@ -205,7 +206,9 @@ def setup(
     found = Found(*(read[name] for name in Found._fields))
     chosen = inputs.resolve_rewards(config, rewards, None if read["replay"] else read["rows"][0])
     blueprint, steps = share("method", lambda: method_of(config, found, chosen, advantage, share))
-    memory.refuse_too_large(memory.count(blueprint, kept_policies(blueprint)), found.mesh)
+    memory.refuse_too_large(
+        memory.count(blueprint, policies_in_memory(config, blueprint)), found.mesh
+    )
     origin = origin_of(config, read, blueprint, steps, chosen)
     dtype, layout = held_dtype(found.model), param_layout(blueprint)
     params = parameters.read_start(config, found.folder, found.model, dtype, layout)
@@ -322,7 +325,7 @@ def method_of(
             mesh=mesh,
         ),
     )
-    kept = kept_policies(blueprint)
+    kept = policies_in_memory(config, blueprint)
     if config.train.tokens_per_micro_batch is None:
         blueprint = memory.with_fitting_tokens(blueprint, kept, _remat(config, mesh))
     blueprint = memory.with_slots(blueprint, kept)
@@ -406,6 +409,16 @@ def settings_of(
         kv_cache_dtype=rollout.kv_cache_dtype,
         calls=CALLS,
     )
+
+
+def policies_in_memory(config: Config, blueprint: Blueprint) -> list[str]:
+    """The policies of which a run holds a copy beside the trained one: those of its method, and
+    the base that its evaluations measure the KL to, where no other holds it (`policy.base_of`)."""
+    kept = kept_policies(blueprint)
+    has_fresh_adapters = blueprint.model.config.lora is not None and config.lora.path is None
+    is_held = bool({"base", *(() if may_reset(config) else ("reference",))} & {*kept})
+    is_held = (is_held or has_fresh_adapters) and not blueprint.has_two_meshes
+    return kept + (["eval.kl_to_base"] if config.measures_kl_to_base and not is_held else [])
 
 
 def kept_policies(blueprint: Blueprint) -> list[str]:
