@@ -51,8 +51,8 @@ from jaxgrpo.training.resets import may_reset
 from jaxgrpo.training.setup import (
     Found,
     Setup,
+    count_memory,
     find_model,
-    policies_in_memory,
     sampling_settings,
 )
 from jaxgrpo.update.forward import (
@@ -190,7 +190,7 @@ def _policy(config: Config, found: Found | Setup, has_base: bool = False) -> Sto
     one = memory.parameters(model, mesh)
     if isinstance(found, Setup):
         read = memory.weights_to_sample(found.blueprint)
-        kept = memory.count(found.blueprint, policies_in_memory(config, found.blueprint)).kept
+        kept = count_memory(config, found.blueprint).kept
     else:
         read = memory.read_weights(model, mesh, model.config.dtype)
         kept = 2 * one if has_base else one

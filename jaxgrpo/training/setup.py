@@ -206,9 +206,7 @@ def setup(
     found = Found(*(read[name] for name in Found._fields))
     chosen = inputs.resolve_rewards(config, rewards, None if read["replay"] else read["rows"][0])
     blueprint, steps = share("method", lambda: method_of(config, found, chosen, advantage, share))
-    memory.refuse_too_large(
-        memory.count(blueprint, policies_in_memory(config, blueprint)), found.mesh
-    )
+    memory.refuse_too_large(count_memory(config, blueprint), found.mesh)
     origin = origin_of(config, read, blueprint, steps, chosen)
     dtype, layout = held_dtype(found.model), param_layout(blueprint)
     params = parameters.read_start(config, found.folder, found.model, dtype, layout)
@@ -419,6 +417,11 @@ def policies_in_memory(config: Config, blueprint: Blueprint) -> list[str]:
     is_held = bool({"base", *(() if may_reset(config) else ("reference",))} & {*kept})
     is_held = (is_held or has_fresh_adapters) and not blueprint.has_two_meshes
     return kept + (["eval.kl_to_base"] if config.measures_kl_to_base and not is_held else [])
+
+
+def count_memory(config: Config, blueprint: Blueprint) -> memory.Memory:
+    """The memory of a run, but for the update's working memory."""
+    return memory.count(blueprint, policies_in_memory(config, blueprint))
 
 
 def kept_policies(blueprint: Blueprint) -> list[str]:
