@@ -23,7 +23,6 @@ from jaxgrpo.planning.hlo import Collective
 from jaxgrpo.planning.programs import Program, Run
 from jaxgrpo.planning.topologies import Topology
 from jaxgrpo.training import inputs, memory, parameters
-from jaxgrpo.training.setup import count_memory
 
 _FULL = re.compile(r"\(([\d.]+)([KMGT]?)\) exceeds available HBM \(([\d.]+)([KMGT])\)")
 _POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
@@ -165,7 +164,7 @@ def needed(problem: str) -> int | None:
 
 def parts_of(run: Run) -> dict[str, int]:
     """What a run keeps on each device, by formula: name -> bytes."""
-    counted = count_memory(run.config, run.blueprint)
+    counted = memory.of_run(run.config, run.blueprint)
     remat = decoder.remat_of(run.config.train.remat, run.blueprint.mesh.devices.flat[0].platform)
     return {
         "parameters": counted.parameters,

@@ -32,7 +32,7 @@ def dry_run(config: Config, resume: bool = False) -> None:
     first = int(sharding.to_host(prompts.row)[0])
     ids = run.encoded[first]
     count = sum(leaf.size for leaf in jax.tree.leaves(run.state.trainable))
-    needed = setup.count_memory(config, run.blueprint)
+    needed = memory.of_run(config, run.blueprint)
     planned = memory.plan(run.update_program, run.blueprint, run.state)
     needed = needed._replace(update=planned)
     unread = families.unread(run.model.config)

@@ -51,7 +51,6 @@ from jaxgrpo.training.resets import may_reset
 from jaxgrpo.training.setup import (
     Found,
     Setup,
-    count_memory,
     find_model,
     sampling_settings,
 )
@@ -190,7 +189,7 @@ def _policy(config: Config, found: Found | Setup, has_base: bool = False) -> Sto
     one = memory.parameters(model, mesh)
     if isinstance(found, Setup):
         read = memory.weights_to_sample(found.blueprint)
-        kept = count_memory(config, found.blueprint).kept
+        kept = memory.of_run(config, found.blueprint).kept
     else:
         read = memory.read_weights(model, mesh, model.config.dtype)
         kept = 2 * one if has_base else one

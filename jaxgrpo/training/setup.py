@@ -24,7 +24,6 @@ from jaxgrpo.config.files import Config
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.metrics import Metrics
 from jaxgrpo.core.types import (
-    FIELDS,
     WEIGHTS,
     Params,
     Prompts,
@@ -49,7 +48,6 @@ from jaxgrpo.rollout.selection import PromptPolicy, prompt_metrics
 from jaxgrpo.rollout.stopping import EarlyStop, StopStrings
 from jaxgrpo.training import inputs, memory, parameters
 from jaxgrpo.training.replay import Replay, SavedRollouts, origin_of, read_files
-from jaxgrpo.training.resets import may_reset
 from jaxgrpo.update import diagnostics, packing, step
 from jaxgrpo.update.forward import (
     Blueprint,
@@ -206,7 +204,7 @@ def setup(
     found = Found(*(read[name] for name in Found._fields))
     chosen = inputs.resolve_rewards(config, rewards, None if read["replay"] else read["rows"][0])
     blueprint, steps = share("method", lambda: method_of(config, found, chosen, advantage, share))
-    memory.refuse_too_large(count_memory(config, blueprint), found.mesh)
+    memory.refuse_too_large(memory.of_run(config, blueprint), found.mesh)
     origin = origin_of(config, read, blueprint, steps, chosen)
     dtype, layout = held_dtype(found.model), param_layout(blueprint)
     params = parameters.read_start(config, found.folder, found.model, dtype, layout)
@@ -323,7 +321,7 @@ def method_of(
             mesh=mesh,
         ),
     )
-    kept = policies_in_memory(config, blueprint)
+    kept = memory.policies_of(config, blueprint)
     if config.train.tokens_per_micro_batch is None:
         blueprint = memory.with_fitting_tokens(blueprint, kept, _remat(config, mesh))
     blueprint = memory.with_slots(blueprint, kept)
@@ -409,28 +407,6 @@ def settings_of(
     )
 
 
-def policies_in_memory(config: Config, blueprint: Blueprint) -> list[str]:
-    """The policies of which a run holds a copy beside the trained one: those of its method, and
-    the base that its evaluations measure the KL to, where no other holds it (`policy.base_of`)."""
-    kept = kept_policies(blueprint)
-    has_fresh_adapters = blueprint.model.config.lora is not None and config.lora.path is None
-    is_held = bool({"base", *(() if may_reset(config) else ("reference",))} & {*kept})
-    is_held = (is_held or has_fresh_adapters) and not blueprint.has_two_meshes
-    return kept + (["eval.kl_to_base"] if config.measures_kl_to_base and not is_held else [])
-
-
-def count_memory(config: Config, blueprint: Blueprint) -> memory.Memory:
-    """The memory of a run, but for the update's working memory."""
-    return memory.count(blueprint, policies_in_memory(config, blueprint))
-
-
-def kept_policies(blueprint: Blueprint) -> list[str]:
-    """The policies that a method reads beside the trained one: "reference", "base"."""
-    needs = blueprint.chain.needs | blueprint.objective.needs
-    scored = {FIELDS[name].policy for name in needs & FIELDS.keys()} - {"trainer"}
-    return sorted(scored | blueprint.objective.anchors)
-
-
 def first_state(
     blueprint: Blueprint,
     params: Params,
@@ -456,7 +432,7 @@ def first_state(
     return TrainState(
         step=put(np.int32(0)),
         trainable=own,
-        frozen=frozen | {name: copy(own) for name in kept_policies(blueprint)},
+        frozen=frozen | {name: copy(own) for name in memory.kept_policies(blueprint)},
         opt_state=jax.jit(blueprint.optimizer.init, out_shardings=opt_layout(blueprint))(own),
         advantage_state=jax.tree.map(put, blueprint.chain.init(spec)),
         prompt_policy_state=policy.init(num_rows, seed),
