@@ -56,6 +56,7 @@ def dry_run(config: Config, resume: bool = False) -> None:
             "data": f"{len(run.rows)} rows, {config.train.steps} steps draw "
             f"{'at least ' if config.rollout.refill else ''}"
             f"{config.train.steps * geometry.num_prompts}",
+            **_mixture(run),
             "too long": inputs.dropped_line(config, len(run.rows), run.dropped),
             **_evaluation(run),
             "rewards": ", ".join(f"{r.name} x {r.weight:g}" for r in run.rewards),
@@ -76,6 +77,16 @@ def _time(run: setup.Setup) -> str:
         return ""
     first = "a run writes that of its first start; data.template_time sets another"
     return f"; it writes the date or time, now {run.chat.time}: {first}"
+
+
+def _mixture(run: setup.Setup) -> dict[str, str]:
+    """The share and the rows of each source, where data.path names several."""
+    if run.mixture is None:
+        return {}
+    total = sum(run.mixture.weights)
+    parts = zip(run.mixture.names, run.mixture.weights, run.mixture.sizes, strict=True)
+    words = (f"{name} {weight / total:.3g} ({size} rows)" for name, weight, size in parts)
+    return {"sources": "shares " + ", ".join(words)}
 
 
 def _evaluation(run: setup.Setup) -> dict[str, str]:

@@ -13,14 +13,14 @@ from rich.console import Console
 
 from jaxgrpo.config import own_code
 from jaxgrpo.config.files import Config
-from jaxgrpo.config.keys import RewardKeys
+from jaxgrpo.config.keys import PartKeys, RewardKeys
 from jaxgrpo.core.errors import InputError, refuse_all
 from jaxgrpo.core.types import OF_ANSWERS
 from jaxgrpo.data import chat as conversations
 from jaxgrpo.data import prompts
 from jaxgrpo.data.chat import Chat
 from jaxgrpo.data.prompts import PromptData
-from jaxgrpo.data.sources import FORMS, Source
+from jaxgrpo.data.sources import FORMS, Mixture, Source
 from jaxgrpo.data.tasks import PREFIX
 from jaxgrpo.models import sequences
 from jaxgrpo.models.api import ModelConfig
@@ -109,14 +109,38 @@ def load_prompts(
             raise InputError(
                 f"data.path: missing; give {FORMS}, or rows from Python, train(..., dataset=rows)"
             )
+        if isinstance(keys.path, tuple):
+            return _load_mixture(config, chat, keys.path)
         source = Source(
             *(keys.path, keys.subset, keys.split, keys.revision), delimiter=keys.delimiter
         )
-    task = isinstance(source, Source) and source.path.startswith(PREFIX)
-    # A built-in task has columns of its own, whatever those of the training data are called.
-    prompt, answer = ("prompt", "answer") if task else (keys.prompt, keys.answer)
-    rows = prompts.load_rows(source, prompt, answer, keys.split)
+    rows = _load_rows(source, keys.prompt, keys.answer, keys.split)
     return prompts.prepare(rows, chat, config.rollout.max_prompt_tokens, keys.too_long)
+
+
+def _load_rows(
+    source: Source | Iterable[Any], prompt: str, answer: str, split: str | None = None
+) -> list[dict[str, Any]]:
+    """The rows of a source. A built-in task has columns of its own, whatever those of the training
+    data are called."""
+    if isinstance(source, Source) and source.path.startswith(PREFIX):
+        prompt, answer = "prompt", "answer"
+    return prompts.load_rows(source, prompt, answer, split)
+
+
+def _load_mixture(config: Config, chat: Chat, parts: Sequence[PartKeys]) -> PromptData:
+    """The prompts of several sources, each read by its own keys where it has them."""
+    keys, read = config.data, {}
+    for index, part in enumerate(parts):
+        given = (part.path, part.subset, part.split, part.revision, f"data.path[{index}].path")
+        prompt = keys.prompt if part.prompt is None else part.prompt
+        answer = keys.answer if part.answer is None else part.answer
+        source = Source(*given, delimiter=keys.delimiter)
+        read[part.title] = _load_rows(source, prompt, answer)
+    weights = tuple(part.weight for part in parts)
+    mixture = Mixture(tuple(read), weights, tuple(map(len, read.values())))
+    limits = config.rollout.max_prompt_tokens, keys.too_long
+    return prompts.prepare(prompts.join(read), chat, *limits, mixture)
 
 
 def eval_source(config: Config) -> Source:

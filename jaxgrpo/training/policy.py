@@ -380,7 +380,8 @@ def read_run(run: str | Place) -> tuple[Place, Config]:
 
 def model_card(config: Config, step: int, evaluation: Mapping[str, float]) -> str:
     """README.md of an exported model, with the metadata block that the hub reads."""
-    data = Path(config.data.path or "own rows").name
+    path = config.data.path or "own rows"
+    data = "`, `".join(p.title for p in path) if isinstance(path, tuple) else Path(path).name
     steps = [config.method] if config.method else config.advantage or ()
     method = " -> ".join(str(part["use"]) for part in steps)
     lines = [

@@ -33,6 +33,7 @@ from jaxgrpo.core.types import (
 )
 from jaxgrpo.data.chat import Chat
 from jaxgrpo.data.prompts import PromptData
+from jaxgrpo.data.sources import Mixture
 from jaxgrpo.models import attention, decoder, lora, sharding
 from jaxgrpo.models.api import Model
 from jaxgrpo.models.hf import folders
@@ -44,7 +45,7 @@ from jaxgrpo.rollout.answers import Answers
 from jaxgrpo.rollout.judging import Judged, judge_of, put_prompts, trainer_state_of
 from jaxgrpo.rollout.overlap import sample_and_judge
 from jaxgrpo.rollout.sampler import SamplingSettings
-from jaxgrpo.rollout.selection import PromptPolicy, prompt_metrics
+from jaxgrpo.rollout.selection import PromptPolicy, prompt_metrics, source_metrics
 from jaxgrpo.rollout.stopping import EarlyStop, StopStrings
 from jaxgrpo.training import inputs, memory, parameters
 from jaxgrpo.training.replay import Replay, SavedRollouts, origin_of, read_files
@@ -107,6 +108,7 @@ class Setup(NamedTuple):
     rows: list[dict[str, Any]]
     encoded: list[np.ndarray]  # token ids of each row's prompt
     dropped: int  # rows left out because their prompts are too long
+    mixture: Mixture | None  # of the rows, where they are from several sources
     held_out: PromptData | None  # of eval.data
     replay: Replay | None  # the rollouts that it trains on, if they are saved ones
     rewards: tuple[Reward, ...]
@@ -147,11 +149,7 @@ class Setup(NamedTuple):
         def judge(state: TrainState, rollouts: Rollouts) -> refill.Verdict:
             with phase("prepare"):
                 live = self.live_groups(state, rollouts)
-            weights = self.blueprint.reward_weights
-            rewards = jax.tree.map(jnp.asarray, sharding.to_host(rollouts.rewards))
-            summed = diagnostics.as_summed(rewards, weights, self.blueprint.chain)
-            sums = diagnostics.weighted_sum(summed, weights)
-            return refill.Verdict(live, *sharding.to_host(sums))
+            return refill.Verdict(live, *self._summed_rewards(rollouts))
 
         before, asked = state, self.config.rollout.refill
         if asked is None:
@@ -162,7 +160,18 @@ class Setup(NamedTuple):
             state, chosen, said, metrics = refill.fill(state, generate, judge, rounds)
             rollouts = put_prompts(self.mesh, chosen)
         metrics |= prompt_metrics(self.policy, before, state, len(rollouts.row))
+        if self.mixture is not None:
+            row = sharding.to_host(rollouts.row)
+            metrics |= source_metrics(self.mixture, row, *self._summed_rewards(rollouts))
         return state, Collected(rollouts, said, metrics)
+
+    def _summed_rewards(self, rollouts: Rollouts) -> tuple[np.ndarray, np.ndarray]:
+        """The weighted sum of each sample's rewards and whether it was scored, [P, G], on the
+        host."""
+        weights = self.blueprint.reward_weights
+        rewards = jax.tree.map(jnp.asarray, sharding.to_host(rollouts.rewards))
+        summed = diagnostics.as_summed(rewards, weights, self.blueprint.chain)
+        return sharding.to_host(diagnostics.weighted_sum(summed, weights))
 
     def _sampled(
         self, params: Params, prompts: Prompts, key: jax.Array
