@@ -122,7 +122,7 @@ def _measure(
     """Evaluates the model of a config on `rows`, or on its eval.data."""
     _refuse_unjudged(target, config, rows)
     began = _base_config(target, config, base)
-    policy, held_out = find_policy(console, config, rows)
+    policy, held_out = find_policy(console, config, rows, has_base=began is not None)
     questions = questions_of(config, held_out, judge_of(config, scorer))
     anchor = load_base(began, policy.mesh) if began else None
     run = make_evaluator(config, policy, questions, anchor)
@@ -185,11 +185,13 @@ def _base_config(target: str | Path, config: Config, base: str | None) -> Config
         path = str(Path(base).absolute()) if is_path(base, Path.cwd()) else base
         model = dataclasses.replace(config.model, path=path, revision=None, family=None, config={})
         adapters = LoraKeys()
-    elif not config.eval.kl_to_base:
+    elif not config.measures_kl_to_base:
         return None
     elif is_run(target):
         run = read_run(target)[1]
         model, adapters = run.model, run.lora
+    elif config.eval.kl_to_base is None:
+        return None
     else:
         raise InputError(
             f"eval {target}: eval.kl_to_base = true, and a model folder does not say what it was "

@@ -225,3 +225,5 @@ def _lines(project: Project) -> Iterator[tuple[str, str]]:
     yield 'data = "test.jsonl"', ""
     yield f"prompts = {HELD_OUT}", ""
     yield "samples = 4", "of each prompt: pass@1, pass@4"
+    if project.model == SMALL.model:
+        yield "kl_to_base = false", "the base knows nothing that it could forget"

@@ -162,7 +162,7 @@ COMMANDS: dict[str, tuple[Any, ...]] = {
         argument("--scorer", None, "a reward that judges success; of a run: its own"),
         samples("by default eval.samples of the run or config, 16 of a model folder"),
         PROMPTS,
-        argument("--base", "MODEL", "measure the KL to this model; of a run: eval.kl_to_base"),
+        argument("--base", "MODEL", "measure the KL to this model; of a run: as eval.kl_to_base"),
         argument(
             "--answers",
             "OUT.jsonl",

@@ -38,6 +38,8 @@ WANDB_OURS = ("dir", "config", "id", "resume", "settings")
 Made = dict[str, tuple[Part, Any]]
 """Place in the config -> a part, and what is built from it."""
 
+OF_SOURCE = ("subset", "split", "revision")
+
 METRIC = keys.ReferenceKeys().reset_metric
 
 UNEVALUATED = "nothing is evaluated between the start and the end; set eval.data and eval.every"
@@ -348,8 +350,12 @@ def _misspelt(option: str, table: Any) -> str | None:
 
 def _data(values: Values) -> Iterator[str]:
     """What is trained and evaluated on, the model's revision and the prompts' template."""
-    yield from _source(values, "data.path", "subset", "split", "revision")
-    yield from _source(values, "eval.data", "subset", "split")
+    parts = values.get("data.path")
+    if isinstance(parts, tuple):
+        yield from _mixture(values, parts)
+    else:
+        yield from _source(parts, "data.path", _of_table(values, "data"))
+    yield from _source(values.get("eval.data"), "eval.data", _of_table(values, "eval"))
     model, revision = values.get("model.path"), values.get("model.revision")
     if model is not None and revision is not None and not is_name(model):
         yield (
@@ -371,11 +377,7 @@ def _data(values: Values) -> Iterator[str]:
             '"\\t"'
         )
     prompt, template = values.get("data.prompt", ""), values.get("data.chat_template")
-    if is_template(prompt):
-        try:
-            placeholders(prompt)
-        except InputError as error:
-            yield str(error)
+    yield from _prompt_template(prompt)
     if template is not None and template not in CHOICES and not os.path.isfile(template):
         yield (
             f"data.chat_template = {show(template)}: there is no such file; give a Jinja file, "
@@ -397,8 +399,42 @@ def _data(values: Values) -> Iterator[str]:
             )
 
 
-def _source(values: Values, where: str, *names: str) -> Iterator[str]:
-    path, table = values.get(where), where.partition(".")[0]
+def _of_table(values: Values, table: str) -> dict[str, Any]:
+    """What a table says of its source beside the path: full name -> value."""
+    names = (f"{table}.{name}" for name in OF_SOURCE)
+    return {name: values[name] for name in names if values.get(name) is not None}
+
+
+def _mixture(values: Values, parts: tuple[keys.PartKeys, ...]) -> Iterator[str]:
+    """Whether each source of a mixture can be read, and has a name of its own."""
+    for name, value in _of_table(values, "data").items():
+        what = f"{name} = {show(value)}: data.path is a list"
+        yield f"{what}; write it into the entries that it is for"
+    seen: dict[str, int] = {}
+    for index, part in enumerate(parts):
+        where = f"data.path[{index}]"
+        options = {f"{where}.{name}": getattr(part, name) for name in OF_SOURCE}
+        options = {name: value for name, value in options.items() if value is not None}
+        yield from _source(part.path, f"{where}.path", options)
+        if part.prompt is not None:
+            yield from _prompt_template(part.prompt)
+        if (first := seen.setdefault(part.title, index)) != index:
+            yield (
+                f"{where}: {part.title!r} is the name of data.path[{first}] too; give one of them "
+                'another, name = "..."'
+            )
+
+
+def _prompt_template(prompt: str) -> Iterator[str]:
+    if is_template(prompt):
+        try:
+            placeholders(prompt)
+        except InputError as error:
+            yield str(error)
+
+
+def _source(path: Any, where: str, options: Mapping[str, Any]) -> Iterator[str]:
+    """Whether a source can be read, and takes the options that the config gives it."""
     if path is None:
         return
     is_task, is_file = path.startswith(PREFIX), Path(path).suffix in FILES
@@ -414,9 +450,8 @@ def _source(values: Values, where: str, *names: str) -> Iterator[str]:
     elif not (is_file or os.path.isdir(path) or is_name(path)):
         known = "is no file of rows" if os.path.exists(path) else "does not exist"
         yield f"{where} = {show(path)}: {known}; give {FORMS}"
-    for name in names:
-        if (is_task or is_file) and values.get(f"{table}.{name}") is not None:
-            yield f"{table}.{name}: {show(path)} has none; leave it out"
+    if is_task or is_file:
+        yield from (f"{name}: {show(path)} has none; leave it out" for name in options)
 
 
 def _task(where: str, path: str) -> Iterator[str]:

@@ -36,7 +36,8 @@ RESUMABLE = {
 }
 """Keys, and whole tables, that may change when a run is resumed, and why."""
 
-_INPUTS = ("model.path", "data.path", "eval.data")  # paths that begin at the config's folder
+_INPUTS = ("model.path", "data.path", "data.path.path", "eval.data")
+"""Paths that begin at the config's folder; the third is that of a list's entries."""
 _LOCAL = "lora.path"  # one that is no name on the hub
 _NAMES = ("use", "recipe")  # keys that may name own code
 _FAMILY = "model.family"  # a key that always does

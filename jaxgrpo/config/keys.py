@@ -40,6 +40,7 @@ class Range(NamedTuple):
     choices: tuple[str, ...] = ()
     may_be_empty: bool = False
     holds: str = "use"  # of a table: the entry that it must have
+    entries: Any = None  # a dataclass: a list of such tables is allowed too
 
     def __str__(self) -> str:
         if self.choices:
@@ -124,9 +125,30 @@ class LoraKeys:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class PartKeys:
+    """One of the sources that data.path mixes; of keys that are None, data's count."""
+
+    path: str = key()
+    weight: float = key(1.0, above=0)  # how often it is drawn from, compared with the others'
+    name: str | None = key(None)  # in metrics and samples; None: as its path
+    subset: str | None = key(None)
+    split: str | None = key(None)
+    revision: str | None = key(None)
+    prompt: str | None = key(None)
+    answer: str | None = key(None, may_be_empty=True)
+
+    @property
+    def title(self) -> str:
+        """Its name in metrics and samples: of a path the file's or folder's, of a task its own."""
+        if self.path.startswith(PREFIX):
+            return self.name or self.path.split(":")[1]
+        return self.name or Path(self.path).stem
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class DataKeys:
-    path: str | None = key(None)  # a file, folder, owner/name on the hub, or "task:NAME:SPLIT";
-    # None: rows are given from Python
+    path: str | tuple[PartKeys, ...] | None = key(None, holds="path", entries=PartKeys)  # a file,
+    # folder, owner/name on the hub, "task:NAME:SPLIT", or several; None: rows are from Python
     subset: str | None = key(None)  # of a data set of the hub that has several
     split: str | None = key(None)  # of a folder or of the hub; None: the only one
     revision: str | None = key(None)  # of the hub: a branch, tag or commit
@@ -226,7 +248,8 @@ class EvalKeys:
     confidence: bool = key(False)  # of tokens, for weighted votes: a second pass over the samples
     confidence_window: int = key(2048, at_least=1)  # tokens; DeepConf, arXiv 2508.15260
     confidence_kept: float = key(0.9, above=0)  # share of the voters, the most confident
-    kl_to_base: bool = key(False)  # a second pass, and the base's parameters in memory
+    kl_to_base: bool | None = key(None)  # a second pass, and one more copy of the parameters;
+    # None: where model.path alone says what the base is
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -316,6 +339,13 @@ class Config:
     def method(self) -> Part | None:
         """The recipe as a part, {"use": name, **options}."""
         return {"use": self.recipe} if isinstance(self.recipe, str) else self.recipe
+
+    @property
+    def measures_kl_to_base(self) -> bool:
+        """Whether evaluations measure the KL to the base: by default if model.path alone says what
+        the base is, and there is something to evaluate on."""
+        asked = self.eval.kl_to_base
+        return bool(self.eval.data) and (not self.model.config if asked is None else asked)
 
     @property
     def own_files(self) -> tuple[Path, ...]:

@@ -20,6 +20,7 @@ from jaxgrpo.config import own_code
 from jaxgrpo.config.keys import LARGEST, Config, Part, options_of
 from jaxgrpo.core.errors import InputError, call, find, refusing
 from jaxgrpo.core.types import FIELDS, OF_SAMPLES, RolloutSpec
+from jaxgrpo.data.sources import Mixture
 from jaxgrpo.losses import Objective, Penalty, Surrogate
 from jaxgrpo.rewards.protocol import Reward
 from jaxgrpo.rollout.selection import PromptPolicy, build_policy
@@ -106,9 +107,11 @@ def trace_chain(
     advantages.chains.trace_shapes(chain, spec, fields)
 
 
-def make_policy(config: Config, rewards: Sequence[Reward]) -> PromptPolicy:
+def make_policy(
+    config: Config, rewards: Sequence[Reward], mixture: Mixture | None = None
+) -> PromptPolicy:
     """The prompt policy of a run."""
-    return build_policy(_loaded(config, config.rollout.prompts), _weights(rewards))
+    return build_policy(_loaded(config, config.rollout.prompts), _weights(rewards), mixture)
 
 
 def make_objective(config: Config) -> Objective:

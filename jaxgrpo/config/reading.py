@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import difflib
+import functools
 import json
 import math
 import sys
@@ -56,7 +57,8 @@ def read(raw: Mapping[str, Any], values: Values) -> Iterator[str]:
         else:
             yield f"{section} = {show(table)}: expected a table, [{section}]"
     if "rewards" in tables:
-        yield from _read_list("rewards", tables["rewards"], _read_reward, values)
+        read_reward = functools.partial(_read_entry, RewardKeys)
+        yield from _read_list("rewards", tables["rewards"], read_reward, values)
     else:
         yield 'rewards: missing; give at least one, rewards = [{ use = "..." }]'
     if "advantage" in tables:
@@ -125,6 +127,10 @@ def _rename_tables(tables: dict[str, Any]) -> Iterator[str]:
 
 def _read_value(where: str, value: Any, hint: Any, limits: Range, values: Values) -> Iterator[str]:
     kind = _kind(hint)
+    if limits.entries and isinstance(value, (list, tuple)):
+        read_entry = functools.partial(_read_entry, limits.entries)
+        yield from _read_list(where, value, read_entry, values, limits.holds)
+        return
     if kind is float and type(value) is int:
         value = float(value) if abs(value) < sys.float_info.max else math.inf
     if kind is str and isinstance(value, datetime.date):  # of TOML, as --set reads 2026-11-25
@@ -168,21 +174,26 @@ def _read_part(where: str, value: Part, values: Values, holds: str = "use") -> I
         values[where] = dict(value)
 
 
-def _read_reward(where: str, entry: Any, values: Values) -> Iterator[str]:
+def _read_entry(cls: Any, where: str, entry: Any, values: Values) -> Iterator[str]:
+    """A table of a list, with the keys of a dataclass."""
     found: Values = {}
-    problems = list(_read_keys(RewardKeys, entry, f"{where}.", found))
+    problems = list(_read_keys(cls, entry, f"{where}.", found))
     if not problems:
-        values[where] = make(RewardKeys, found, f"{where}.")
+        values[where] = make(cls, found, f"{where}.")
     yield from problems
 
 
 def _read_list(
-    where: str, entries: Any, read_entry: Callable[..., Iterator[str]], values: Values
+    where: str,
+    entries: Any,
+    read_entry: Callable[..., Iterator[str]],
+    values: Values,
+    holds: str = "use",
 ) -> Iterator[str]:
     """A list of tables; each right one is also a value of its own, "advantage[0]", ..."""
     right = isinstance(entries, (list, tuple)) and all(isinstance(one, Mapping) for one in entries)
     if not right or not entries:
-        expected = f'a list of tables, {where} = [{{ use = "..." }}]'
+        expected = f'a list of tables, {where} = [{{ {holds} = "..." }}]'
         yield f"{where} = {show(entries)}: expected {expected}"
         return
     named = {f"{where}[{index}]": entry for index, entry in enumerate(entries)}
@@ -204,7 +215,7 @@ def _nearest_key(name: str, path: str, fields: list[str]) -> str | None:
 def _kind(hint: Any) -> type:
     """int, float, str, dict, Mapping or tuple: the type of a hint, which may be optional."""
     if isinstance(hint, types.UnionType):
-        (hint,) = (option for option in typing.get_args(hint) if option is not types.NoneType)
+        hint = next(option for option in typing.get_args(hint) if option is not types.NoneType)
     return typing.get_origin(hint) or hint
 
 

@@ -19,7 +19,7 @@ from jaxgrpo.core.errors import InputError, no_text, refusing
 from jaxgrpo.data import chat as conversations
 from jaxgrpo.data import limits, sources
 from jaxgrpo.data.chat import Chat
-from jaxgrpo.data.sources import Located, Row, Source
+from jaxgrpo.data.sources import Located, Mixture, Row, Source
 from jaxgrpo.data.written import text_of_value
 
 SHOWN = 60  # characters of a text in a message
@@ -34,6 +34,7 @@ class PromptData(NamedTuple):
     rows: list[Row]  # all columns, with the prompt under "prompt" and the answer under "answer"
     encoded: list[np.ndarray]  # int32 [length], the tokens of each row's prompt
     dropped: int  # rows left out because their prompts are too long
+    mixture: Mixture | None = None  # of several sources
 
 
 def load_rows(
@@ -76,7 +77,29 @@ def load_rows(
     return rows
 
 
-def prepare(rows: list[Row], chat: Chat, max_prompt_tokens: int, too_long: str) -> PromptData:
+def join(parts: Mapping[str, list[Row]]) -> list[Row]:
+    """The rows of several sources, name -> rows as of `load_rows`, one source after the other. All
+    have the same columns; what a row lacks is None.
+
+    Raises: InputError if prompts or answers are of several kinds.
+    """
+    located = [
+        (f"{name}, row {n}", row) for name, rows in parts.items() for n, row in enumerate(rows)
+    ]
+    columns = dict.fromkeys(name for _, row in located for name in row)
+    rows = [{name: row.get(name) for name in columns} for _, row in located]
+    _check_one_kind(located, [row["prompt"] for row in rows], "prompts")
+    _check_one_kind(located, [row.get("answer") for row in rows], "answers")
+    return rows
+
+
+def prepare(
+    rows: list[Row],
+    chat: Chat,
+    max_prompt_tokens: int,
+    too_long: str,
+    mixture: Mixture | None = None,
+) -> PromptData:
     """The rows whose prompts fit, with their tokens.
 
     Special tokens are those of the chat template, if there is one, else those that the tokenizer
@@ -86,6 +109,7 @@ def prepare(rows: list[Row], chat: Chat, max_prompt_tokens: int, too_long: str) 
       chat: how prompts are written out.
       max_prompt_tokens: the longest prompt, in tokens.
       too_long: "error", or "drop" for leaving longer ones out.
+      mixture: what the rows are from, if that is several sources.
     Raises: InputError if prompts are empty, cannot be written out, or are longer, with how many
       and the longest.
     """
@@ -101,7 +125,8 @@ def prepare(rows: list[Row], chat: Chat, max_prompt_tokens: int, too_long: str) 
             f"it to {lengths[longest]} (--set rollout.max_prompt_tokens={lengths[longest]}){remedy}"
         )
     kept = np.flatnonzero(lengths <= max_prompt_tokens).tolist()
-    return PromptData([rows[i] for i in kept], [encoded[i] for i in kept], int(over.size))
+    mixture = mixture.keeping(kept) if mixture else None
+    return PromptData([rows[i] for i in kept], [encoded[i] for i in kept], int(over.size), mixture)
 
 
 def encode(rows: Sequence[Row], chat: Chat) -> list[np.ndarray]:

@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from jaxgrpo.core.errors import InputError, one_line, refusing
 from jaxgrpo.data import storage, tasks
@@ -50,6 +52,29 @@ class Source(NamedTuple):
     def table(self) -> str:
         """The table of the config that holds its keys, data or eval."""
         return self.key.partition(".")[0]
+
+
+class Mixture(NamedTuple):
+    """Sources whose rows stand one after the other, and how often each is drawn from."""
+
+    names: tuple[str, ...]
+    weights: tuple[float, ...]
+    sizes: tuple[int, ...]  # rows of each
+
+    def source_of(self, row: np.ndarray) -> np.ndarray:
+        """The number of the source that each row is from."""
+        return np.searchsorted(np.cumsum(self.sizes), row, side="right")
+
+    def keeping(self, rows: Sequence[int]) -> Mixture:
+        """With some of its rows only. Raises: InputError where a source has none of them."""
+        sizes = np.bincount(self.source_of(np.asarray(rows)), minlength=len(self.sizes)).tolist()
+        for name, before, after in zip(self.names, self.sizes, sizes, strict=True):
+            if not after:
+                raise InputError(
+                    f"data.path: no prompt of {name!r} fits: all {before} are longer than "
+                    "rollout.max_prompt_tokens; raise it, or take the source out"
+                )
+        return self._replace(sizes=tuple(sizes))
 
 
 class NotJSON(ValueError):

@@ -180,7 +180,7 @@ def needed(problem: str) -> int | None:
 
 def parts_of(run: Run) -> dict[str, int]:
     """What a run keeps on each device, by formula: name -> bytes."""
-    counted = memory.count(run.blueprint, sorted(run.state.frozen.keys() - {"weights"}))
+    counted = memory.of_run(run.config, run.blueprint)
     remat = decoder.remat_of(run.config.train.remat, run.blueprint.mesh.devices.flat[0].platform)
     return {
         "parameters": counted.parameters,

@@ -27,6 +27,7 @@ from jaxgrpo.rollout.judging import make_selector
 from jaxgrpo.training import inputs, memory, parameters, process, setup
 from jaxgrpo.training.console import facts
 from jaxgrpo.training.folder import refuse_unusable
+from jaxgrpo.update.forward import Blueprint
 
 
 def dry_run(config: Config, resume: bool = False) -> None:
@@ -43,21 +44,18 @@ def dry_run(config: Config, resume: bool = False) -> None:
         process.start(config.mesh.platform)
     run = setup.setup(config) if mesh is None else _planned(config, mesh)
     geometry = run.blueprint.geometry
-    count = sum(leaf.size for leaf in jax.tree.leaves(run.state.trainable))
-    needed = memory.count(run.blueprint, setup.kept_policies(run.blueprint))
+    needed = memory.of_run(config, run.blueprint)
     needed = needed._replace(update=_of_update(run, compiles=mesh is None))
     unread = families.unread(run.model.config)
-    steps, objective = dict(run.blueprint.chain.steps), run.blueprint.objective
     facts(
         console,
         {
             "model": config.model.path,
             **({"  not read": unread} if unread else {}),
-            "method": f"{run.blueprint.chain.name} ({', '.join(steps)}), "
-            f"{objective.surrogate.name} loss, {objective.reduction.name}",
+            "method": _method(run.blueprint),
             "mesh": _mesh(run.mesh, run.blueprint.samples_on),
             **({} if mesh is None else {"  planned": _not_built(mesh)}),
-            "parameters": f"{count:,}{parameters.adapters_line(run.model)}",
+            "parameters": _parameters(run),
             **needed.lines(memory.of_device(run.mesh)),
             "disk": disk_line(config, run.state, run.model),
             "a step": f"{geometry.num_prompts} prompts x {geometry.group_size} samples = "
@@ -69,7 +67,9 @@ def dry_run(config: Config, resume: bool = False) -> None:
             "data": f"{len(run.rows)} rows, {config.train.steps} steps draw "
             f"{'at least ' if config.rollout.refill else ''}"
             f"{config.train.steps * geometry.num_prompts}",
+            **_mixture(run),
             "too long": inputs.dropped_line(config, len(run.rows), run.dropped),
+            **_evaluation(run),
             "rewards": ", ".join(f"{r.name} x {r.weight:g}" for r in run.rewards),
             **({"answers": inputs.answers_line(run.answers)} if run.answers else {}),
             "chat template": f"{run.chat.name}{_time(run)}",
@@ -80,6 +80,19 @@ def dry_run(config: Config, resume: bool = False) -> None:
     text = without_passwords(configs.to_toml(config))
     console.print(f"\nthe whole config:\n\n{text}", markup=False, soft_wrap=True)
     memory.refuse_too_large(needed, run.mesh)
+
+
+def _method(blueprint: Blueprint) -> str:
+    """A method in a line: its advantage with the steps of that, and its loss."""
+    steps, objective = dict(blueprint.chain.steps), blueprint.objective
+    loss = f"{objective.surrogate.name} loss, {objective.reduction.name}"
+    return f"{blueprint.chain.name} ({', '.join(steps)}), {loss}"
+
+
+def _parameters(run: setup.Setup) -> str:
+    """How many numbers are trained."""
+    count = sum(leaf.size for leaf in jax.tree.leaves(run.state.trainable))
+    return f"{count:,}{parameters.adapters_line(run.model)}"
 
 
 def disk_line(config: Config, state: TrainState, model: Model) -> str:
@@ -179,6 +192,27 @@ def _time(run: setup.Setup) -> str:
         return ""
     first = "a run writes that of its first start; data.template_time sets another"
     return f"; it writes the date or time, now {run.chat.time}: {first}"
+
+
+def _mixture(run: setup.Setup) -> dict[str, str]:
+    """The share and the rows of each source, where data.path names several."""
+    if run.mixture is None:
+        return {}
+    total = sum(run.mixture.weights)
+    parts = zip(run.mixture.names, run.mixture.weights, run.mixture.sizes, strict=True)
+    words = (f"{name} {weight / total:.3g} ({size} rows)" for name, weight, size in parts)
+    return {"sources": "shares " + ", ".join(words)}
+
+
+def _evaluation(run: setup.Setup) -> dict[str, str]:
+    """What is evaluated, and whether the KL to the base is measured; {} without eval.data."""
+    if run.held_out is None:
+        return {}
+    keys, distance = run.config.eval, "without the KL to the base"
+    if run.config.measures_kl_to_base:
+        distance = "with the KL to the base, which stays in memory (eval.kl_to_base)"
+    prompts = len(run.held_out.rows[: keys.prompts])
+    return {"evaluation": f"{prompts} prompts x {keys.samples} samples, {distance}"}
 
 
 def _budget(config: Config) -> str:

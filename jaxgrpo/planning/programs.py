@@ -84,7 +84,7 @@ def abstract_state(blueprint: Blueprint) -> TrainState:
         own, frozen[WEIGHTS] = lora.split(params)
     held = jax.tree.map(lambda leaf: leaf.update(dtype=held_dtype(model)), own)
     # Leaves of its own for each: a plan tells arrays apart by them.
-    copies = {name: jax.tree.map(copy.copy, own) for name in setup.kept_policies(blueprint)}
+    copies = {name: jax.tree.map(copy.copy, own) for name in memory.kept_policies(blueprint)}
     moments = jax.eval_shape(blueprint.optimizer.init, held)
     small: Any = jax.ShapeDtypeStruct((), jnp.int32, sharding=everywhere)
     key: Any = jax.ShapeDtypeStruct((2,), jnp.uint32, sharding=everywhere)

@@ -21,6 +21,7 @@ from jax.sharding import Mesh
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.types import Prompts, Rollouts, TrainState
 from jaxgrpo.data.chat import for_rewards
+from jaxgrpo.data.sources import Mixture
 from jaxgrpo.models import sharding
 from jaxgrpo.rewards.calling import RewardLog, call_rewards, flipped, merge_metrics
 from jaxgrpo.rewards.protocol import Reward, RewardError, RewardFunction, TrainerState
@@ -41,7 +42,12 @@ def put_prompts(mesh: Mesh, tree: Any) -> Any:
 
 
 def make_selector(
-    mesh: Mesh, policy: PromptPolicy, encoded: Sequence[np.ndarray], geometry: Any, seed: int
+    mesh: Mesh,
+    policy: PromptPolicy,
+    encoded: Sequence[np.ndarray],
+    geometry: Any,
+    seed: int,
+    mixture: Mixture | None = None,
 ) -> Callable[[TrainState], tuple[Prompts, TrainState]]:
     """The function that asks the prompt policy for the next step's prompts."""
 
@@ -49,7 +55,7 @@ def make_selector(
         cursor, step = sharding.to_host((state.cursor, state.step))
         chosen = policy.select(state.prompt_policy_state, int(cursor), geometry.num_prompts)
         ordinals = _checked_ordinals(policy.name, chosen, geometry.num_prompts)
-        rows = row_of(ordinals, len(encoded), seed)
+        rows = row_of(ordinals, len(encoded), seed, mixture)
         chosen = [encoded[row] for row in rows]
         prompts = pad_prompts(chosen, geometry.max_prompt_tokens, ordinals, rows, int(step))
         after = sharding.put(np.int32(ordinals.max() + 1), sharding.replicated(mesh))
@@ -335,6 +341,7 @@ def sample_rows(
     advantage: Array,
     number: int,
     extra: Mapping[str, Sequence[Any]] | None = None,
+    mixture: Mixture | None = None,
 ) -> Iterator[dict[str, Any]]:
     """The samples of a step as rows of samples/step_N.jsonl, in order. Called by every process.
 
@@ -343,6 +350,7 @@ def sample_rows(
       advantage: [P, G].
       number: of the step, which is the number of steps finished with it.
       extra: column -> a value per sample, what rewards logged besides their scores.
+      mixture: of several sources, whose names then stand in the rows.
     """
     host: Rollouts = sharding.to_host(rollouts)
     advantage = sharding.to_host(advantage)
@@ -351,6 +359,7 @@ def sample_rows(
         host.completion_tokens.reshape(-1, steps), host.token_mask.reshape(-1, steps)
     )
     texts = decode_texts(tokenizer, ids)
+    sources = mixture and [mixture.names[number] for number in mixture.source_of(host.row)]
     for p, g in np.ndindex(groups, samples):
         at = p * samples + g
         logged = {column: values[at] for column, values in (extra or {}).items()}
@@ -366,6 +375,7 @@ def sample_rows(
             "rewards": {name: float(value[p, g]) for name, value in host.rewards.items()},
             "advantage": float(advantage[p, g]),
             "truncated": bool(host.truncated[p, g]),
+            **({"source": sources[p]} if sources else {}),
             **({"extra": logged} if logged else {}),
         }
 

@@ -11,6 +11,7 @@ a resumed run repeats itself. Host code in NumPy, the same on every process.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -20,6 +21,7 @@ import numpy as np
 from jaxgrpo.core.errors import InputError, build, suggest
 from jaxgrpo.core.metrics import Metrics, mean
 from jaxgrpo.core.types import Prompts, Rollouts, TrainState
+from jaxgrpo.data.sources import Mixture
 from jaxgrpo.models import sharding
 
 
@@ -65,10 +67,50 @@ def _epoch_order(num_rows: int, seed: int, epoch: int) -> np.ndarray:
     return order
 
 
-def row_of(ordinal: int | np.ndarray, num_rows: int, seed: int) -> np.ndarray:
+BLOCK = 4096
+"""Ordinals whose sources are worked out together."""
+
+
+@functools.lru_cache(maxsize=8)
+def _draws(weights: tuple[float, ...], block: int) -> tuple[np.ndarray, np.ndarray]:
+    """The source that each ordinal of a block draws from, and that source's draws before it.
+
+    Draw j of a source of weight w stands at time (j + 1/2) / w, and ordinals count by time: among
+    any first n of them a source is drawn within (number of sources) of its share. [BLOCK] each.
+    """
+    # Further draws on both sides: until a time each source is off its share by up to a half.
+    first, margin, total = block * BLOCK, len(weights) + 1, sum(weights)
+    times = (first - margin) / total, (first + BLOCK + margin) / total
+    bounds = [[max(0, math.ceil(time * w - 0.5)) for time in times] for w in weights]
+    source = np.repeat(np.arange(len(weights)), [stop - start for start, stop in bounds])
+    draw = np.concatenate([np.arange(*bound) for bound in bounds])
+    order = np.lexsort((source, (draw + 0.5) / np.asarray(weights)[source]))
+    order = order[first - sum(start for start, _ in bounds) :][:BLOCK]
+    return source[order], draw[order]
+
+
+def _rows_of_block(mixture: Mixture, seed: int, block: int) -> np.ndarray:
+    """The rows of a block of ordinals, int64 [BLOCK]. Each source has epochs of its own."""
+    source, draw = _draws(mixture.weights, block)
+    rows, first = np.empty(BLOCK, np.int64), 0
+    for number, size in enumerate(mixture.sizes):
+        drawn = source == number
+        # Sources of the same size have orders of their own; seeds are below 2**32.
+        rows[drawn] = first + row_of(draw[drawn], size, seed + (number << 32))
+        first += size
+    return rows
+
+
+def row_of(
+    ordinal: int | np.ndarray, num_rows: int, seed: int, mixture: Mixture | None = None
+) -> np.ndarray:
     """The row of the data set that an ordinal of the stream selects.
 
         row = order(seed, ordinal // num_rows)[ordinal % num_rows]
+
+    Args:
+      mixture: of several sources, which are drawn from in proportion to their weights. Each has an
+        order and epochs of its own, so that none of its rows comes again before all have come.
 
     Shapes: ordinal [...] -> int32 [...].
     Raises: ValueError on a negative ordinal or an empty data set.
@@ -82,6 +124,11 @@ def row_of(ordinal: int | np.ndarray, num_rows: int, seed: int) -> np.ndarray:
             "it needs at least one row and no negative ordinal"
         )
     rows = np.empty(ordinals.shape, np.int32)
+    if mixture is not None:
+        for block in np.unique(ordinals // BLOCK):
+            inside = ordinals // BLOCK == block
+            rows[inside] = _rows_of_block(mixture, seed, int(block))[ordinals[inside] % BLOCK]
+        return rows
     for epoch in np.unique(ordinals // num_rows):
         here = ordinals // num_rows == epoch
         rows[here] = _epoch_order(num_rows, seed, int(epoch))[ordinals[here] % num_rows]
@@ -117,6 +164,7 @@ def no_positive_resampling(
     reward: str | None = None,
     success: float = 0.5,
     weights: Weights | None = None,
+    mixture: Mixture | None = None,
 ) -> PromptPolicy:
     """Leaves out rows whose success rate has reached a threshold: they are solved.
 
@@ -129,13 +177,14 @@ def no_positive_resampling(
       reward: the one that judges success; None takes the weighted sum.
       success: the lowest value of it that is a success.
       weights: of the sum; a config fills in those of its rewards.
+      mixture: of several sources; a config fills it in.
 
     Source: ScaleRL, arXiv 2510.13786 (there 0.9, on the whole history).
     """
     if not 0 < threshold <= 1:
         raise InputError(f"no_positive_resampling: threshold = {threshold}, expected in (0, 1]")
 
-    judge = _Judge("no_positive_resampling", decay, reward, success, weights)
+    judge = _Judge("no_positive_resampling", decay, reward, success, weights, mixture)
     return _thinned(judge, lambda rate, n: _reinstated(~(rate >= threshold), rate, n))
 
 
@@ -146,6 +195,7 @@ def difficulty_band(
     reward: str | None = None,
     success: float = 0.5,
     weights: Weights | None = None,
+    mixture: Mixture | None = None,
 ) -> PromptPolicy:
     """Leaves out rows whose success rate is known and outside [low, high].
 
@@ -155,7 +205,7 @@ def difficulty_band(
 
     Args:
       low, high: the band, 0 <= low <= high <= 1.
-      decay, reward, success, weights: as of `no_positive_resampling`.
+      decay, reward, success, weights, mixture: as of `no_positive_resampling`.
     """
     if not 0 <= low <= high <= 1:
         raise InputError(
@@ -166,7 +216,7 @@ def difficulty_band(
         beyond = np.maximum(low - rate, rate - high)
         return _reinstated(~(beyond > 0), beyond, n)
 
-    return _thinned(_Judge("difficulty_band", decay, reward, success, weights), chance)
+    return _thinned(_Judge("difficulty_band", decay, reward, success, weights, mixture), chance)
 
 
 def spo_priority(
@@ -175,6 +225,7 @@ def spo_priority(
     reward: str | None = None,
     success: float = 0.5,
     weights: Weights | None = None,
+    mixture: Mixture | None = None,
 ) -> PromptPolicy:
     """Takes a row the more often, the less certain its outcome is.
 
@@ -187,7 +238,7 @@ def spo_priority(
       decay: v <- decay v + (1 - decay) (rate of the group), from 0.5. 0.875 remembers some eight
         groups, as SPO's tracker at its shortest.
       floor: keeps rows of certain outcome in the stream; above 0.
-      reward, success, weights: as of `no_positive_resampling`.
+      reward, success, weights, mixture: as of `no_positive_resampling`.
 
     Source: SPO, arXiv 2509.13232, which draws each batch from the weights without epochs.
     """
@@ -200,7 +251,9 @@ def spo_priority(
         weight = np.sqrt(wide * (1 - wide)) + floor
         return weight / weight.max()
 
-    return _thinned(_Judge("spo_priority", decay, reward, success, weights), chance, unknown=0.5)
+    return _thinned(
+        _Judge("spo_priority", decay, reward, success, weights, mixture), chance, unknown=0.5
+    )
 
 
 def prompt_metrics(policy: PromptPolicy, before: TrainState, after: TrainState, n: int) -> Metrics:
@@ -220,6 +273,23 @@ def prompt_metrics(policy: PromptPolicy, before: TrainState, after: TrainState, 
     return {name: mean(jnp.float32(value)) for name, value in logged.items()}
 
 
+def source_metrics(
+    mixture: Mixture, row: np.ndarray, reward: np.ndarray, scored: np.ndarray
+) -> Metrics:
+    """Of each source the share of a step's prompts and their mean reward: prompts/source_NAME and
+    reward/source_NAME.
+
+    Shapes: row [P]; reward, the weighted sum, and whether it was scored [P, G].
+    """
+    source, metrics = mixture.source_of(row), {}
+    for number, name in enumerate(mixture.names):
+        drawn = source == number
+        mask = jnp.asarray(scored & drawn[:, None])
+        metrics[f"prompts/source_{name}"] = mean(jnp.asarray(drawn))
+        metrics[f"reward/source_{name}"] = mean(jnp.where(mask, jnp.asarray(reward), 0), mask)
+    return metrics
+
+
 policies: dict[str, Callable[..., PromptPolicy]] = {
     "sequential": sequential,
     "no_positive_resampling": no_positive_resampling,
@@ -228,11 +298,14 @@ policies: dict[str, Callable[..., PromptPolicy]] = {
 }
 
 
-def build_policy(spec: Mapping[str, Any], weights: Weights | None = None) -> PromptPolicy:
+def build_policy(
+    spec: Mapping[str, Any], weights: Weights | None = None, mixture: Mixture | None = None
+) -> PromptPolicy:
     """The policy that {"use": name or an own factory, option: value, ...} names.
 
     Args:
       weights: of the run's rewards, for built-in policies that judge success.
+      mixture: of the run's data, for those policies too.
 
     Raises: InputError with the nearest name or option.
     """
@@ -244,7 +317,7 @@ def build_policy(spec: Mapping[str, Any], weights: Weights | None = None) -> Pro
                 f" {suggest(reward, weights)}"
             )
         if use != "sequential":
-            spec = {"weights": weights, **spec}
+            spec = {"weights": weights, "mixture": mixture, **spec}
     made = build("prompt policy", spec, policies)
     if not isinstance(made, PromptPolicy):
         name = getattr(use, "__name__", repr(use))
@@ -262,6 +335,7 @@ class _Judge(NamedTuple):
     reward: str | None
     success: float
     weights: Weights | None
+    mixture: Mixture | None
 
     def rates(self, rewards: Mapping[str, np.ndarray]) -> np.ndarray:
         """The success rate of each group, float64 [P]; NaN if no sample was scored."""
@@ -302,7 +376,7 @@ def _thinned(
         return {"rate": rate, "seed": np.asarray(seed % 2**64, np.uint64)}
 
     def select(state: dict[str, np.ndarray], cursor: int, n: int) -> np.ndarray:
-        return _walk(chance(state["rate"], n), int(state["seed"]), cursor, n)
+        return _walk(chance(state["rate"], n), int(state["seed"]), cursor, n, judge.mixture)
 
     def observe(state: dict[str, np.ndarray], rollouts: Rollouts) -> dict[str, np.ndarray]:
         row, rewards = sharding.to_host((rollouts.row, dict(rollouts.rewards)))
@@ -328,18 +402,21 @@ def _reinstated(eligible: np.ndarray, cost: np.ndarray, n: int) -> np.ndarray:
     return eligible.astype(np.float64)
 
 
-def _walk(chance: np.ndarray, seed: int, cursor: int, n: int) -> np.ndarray:
+def _walk(
+    chance: np.ndarray, seed: int, cursor: int, n: int, mixture: Mixture | None = None
+) -> np.ndarray:
     """The next n ordinals that are taken, int32 [n].
 
-    It ends after two epochs, which hold every row at least once: what is missing is taken from the
-    ordinals passed over, first those of rows with any chance. So no row fills a whole step.
+    It ends after two epochs, which hold every row at least once (of a mixture those of its larger
+    weights): what is missing is taken from the ordinals passed over, first those of rows with any
+    chance. So no row fills a whole step.
     """
     num_rows = len(chance)
     limit = cursor + 2 * (num_rows + n)
     taken, passed, start, size = [], [], cursor, max(4 * n, 64)
     while start < limit and sum(map(len, taken)) < n:
         ordinals = np.arange(start, min(start + size, limit))
-        here = chance[row_of(ordinals, num_rows, seed)]
+        here = chance[row_of(ordinals, num_rows, seed, mixture)]
         hit = _draw(ordinals, seed) < here
         taken.append(ordinals[hit])
         passed.append(ordinals[~hit & (here > 0)])

@@ -66,6 +66,8 @@ def rows_of(read: Mapping[str, Any]) -> dict[str, str]:
     """
     held_out, replay = read["held_out"], read["replay"]
     facts = {"data.path": data_of(read["rows"], read["encoded"])}
+    if read["mixture"]:
+        facts["data.path"] += f", mixed as {tuple(read['mixture'])}"
     if held_out:
         facts["eval.data"] = data_of(held_out.rows, held_out.encoded)
     if replay:
@@ -130,7 +132,7 @@ def _change(config: Config, kind: str, before: Mapping[str, Any], now: Mapping[s
     """What changed, for a message."""
     old, new = before[kind], now[kind]
     if kind == "rows":
-        path = f"data.path = {config.data.path}, unless given from Python"
+        path = f"data.path = {_paths(config)}, unless given from Python"
         return f"{old} -> {new}, in their order ({path})"
     if kind == "prompts":
         return (
@@ -140,6 +142,12 @@ def _change(config: Config, kind: str, before: Mapping[str, Any], now: Mapping[s
     names = sorted(name for name in old.keys() | new.keys() if old.get(name) != new.get(name))
     where = f" in model.path = {config.model.path}" if kind in ("tokenizer", "base") else ""
     return f"{', '.join(names)}{where}"
+
+
+def _paths(config: Config) -> str:
+    """data.path in words."""
+    path = config.data.path
+    return ", ".join(part.path for part in path) if isinstance(path, tuple) else str(path)
 
 
 def data_of(rows: Sequence[Mapping[str, Any]], encoded: Sequence[np.ndarray] | None = None) -> str:
@@ -164,6 +172,7 @@ def asked_by(config: Config, held_out: PromptData) -> dict[str, Any]:
     files = [] if file is None else with_imports([config.folder / file])
     return {
         **kept,
+        "eval.kl_to_base": config.measures_kl_to_base,
         "eval.data": data_of(held_out.rows[: asked.prompts], held_out.encoded[: asked.prompts]),
         "eval.scorer": [short_name(use), *code_of(files).values()],
     }

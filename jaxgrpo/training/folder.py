@@ -44,7 +44,7 @@ SAMPLE_KEYS = (
     "advantage",  # one number, or one per token
     "truncated",  # stopped by the length limit
 )
-EXTRA = "extra"  # {column: value}, last, and only in rows whose step has a reward that logged one
+OPTIONAL = ("source", "extra")  # last: of a mixture; {column: value} where a reward logged one
 LOCK = ".lock"
 SHOWN = 200  # characters of a path in a message
 INSIDE = 300  # bytes that the paths of files within a run folder may have
@@ -413,14 +413,14 @@ class RunFolder(Closing):
         """
         lines = []
         for number, row in enumerate(rows):
-            if row.keys() - {EXTRA} != set(SAMPLE_KEYS):
+            if row.keys() - {*OPTIONAL} != set(SAMPLE_KEYS):
                 missing = set(SAMPLE_KEYS) - row.keys()
-                extra = row.keys() - {*SAMPLE_KEYS, EXTRA}
+                extra = row.keys() - {*SAMPLE_KEYS, *OPTIONAL}
                 raise ValueError(
                     f"sample row {number} of step {step}: missing {sorted(missing)}, unknown "
                     f"{sorted(extra)}; a row has the keys {', '.join(SAMPLE_KEYS)}"
                 )
-            ordered = {key: plain(row[key], key) for key in (*SAMPLE_KEYS, EXTRA) if key in row}
+            ordered = {key: plain(row[key], key) for key in (*SAMPLE_KEYS, *OPTIONAL) if key in row}
             lines.append(json.dumps(ordered, ensure_ascii=False, allow_nan=False) + "\n")
         self._write(f"samples/step_{step}.jsonl", "".join(lines))
 

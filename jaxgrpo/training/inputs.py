@@ -13,14 +13,14 @@ from rich.console import Console
 
 from jaxgrpo.config import own_code
 from jaxgrpo.config.files import Config
-from jaxgrpo.config.keys import RewardKeys
+from jaxgrpo.config.keys import PartKeys, RewardKeys
 from jaxgrpo.core.errors import InputError, refuse_all
 from jaxgrpo.core.types import OF_ANSWERS
 from jaxgrpo.data import chat as conversations
 from jaxgrpo.data import prompts
 from jaxgrpo.data.chat import Chat
 from jaxgrpo.data.prompts import PromptData
-from jaxgrpo.data.sources import FORMS, Source
+from jaxgrpo.data.sources import FORMS, Mixture, Source
 from jaxgrpo.data.tasks import PREFIX
 from jaxgrpo.models import sequences
 from jaxgrpo.models.api import ModelConfig
@@ -103,25 +103,52 @@ def load_prompts(
 
     Raises: InputError where they cannot be read, or become no prompts that fit.
     """
-    rows, keys = load_rows(config, source), config.data
-    return prompts.prepare(rows, chat, config.rollout.max_prompt_tokens, keys.too_long)
+    rows, mixture = load_rows(config, source)
+    limits = config.rollout.max_prompt_tokens, config.data.too_long
+    return prompts.prepare(rows, chat, *limits, mixture)
 
 
-def load_rows(config: Config, source: Source | Iterable[Any] | None = None) -> list[dict[str, Any]]:
-    """The rows of `load_prompts`."""
+def load_rows(
+    config: Config, source: Source | Iterable[Any] | None = None
+) -> tuple[list[dict[str, Any]], Mixture | None]:
+    """The rows of `load_prompts`, and the sources that they are of, where there are several."""
     keys = config.data
     if source is None:
         if keys.path is None:
             raise InputError(
                 f"data.path: missing; give {FORMS}, or rows from Python, train(..., dataset=rows)"
             )
+        if isinstance(keys.path, tuple):
+            return _load_mixture(config, keys.path)
         source = Source(
             *(keys.path, keys.subset, keys.split, keys.revision), delimiter=keys.delimiter
         )
-    task = isinstance(source, Source) and source.path.startswith(PREFIX)
-    # A built-in task has columns of its own, whatever those of the training data are called.
-    prompt, answer = ("prompt", "answer") if task else (keys.prompt, keys.answer)
-    return prompts.load_rows(source, prompt, answer, keys.split)
+    return _load_rows(source, keys.prompt, keys.answer, keys.split), None
+
+
+def _load_rows(
+    source: Source | Iterable[Any], prompt: str, answer: str, split: str | None = None
+) -> list[dict[str, Any]]:
+    """The rows of a source. A built-in task has columns of its own, whatever those of the training
+    data are called."""
+    if isinstance(source, Source) and source.path.startswith(PREFIX):
+        prompt, answer = "prompt", "answer"
+    return prompts.load_rows(source, prompt, answer, split)
+
+
+def _load_mixture(
+    config: Config, parts: Sequence[PartKeys]
+) -> tuple[list[dict[str, Any]], Mixture]:
+    """The rows of several sources, each read by its own keys where it has them."""
+    keys, read = config.data, {}
+    for index, part in enumerate(parts):
+        given = (part.path, part.subset, part.split, part.revision, f"data.path[{index}].path")
+        prompt = keys.prompt if part.prompt is None else part.prompt
+        answer = keys.answer if part.answer is None else part.answer
+        source = Source(*given, delimiter=keys.delimiter)
+        read[part.title] = _load_rows(source, prompt, answer)
+    weights = tuple(part.weight for part in parts)
+    return prompts.join(read), Mixture(tuple(read), weights, tuple(map(len, read.values())))
 
 
 def eval_source(config: Config) -> Source:

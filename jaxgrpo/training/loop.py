@@ -446,7 +446,7 @@ class _Loop:
         if number == 1 or _due(number, self.config.run.samples_every):
             weights = {reward.name: reward.weight for reward in run.rewards}
             drawn = (run.tokenizer, run.rows, rollouts, prepared.advantage)
-            self.log.samples(number, sample_rows(*drawn, number, said.extra), weights)
+            self.log.samples(number, sample_rows(*drawn, number, said.extra, run.mixture), weights)
         if _due(number, self.config.run.rollouts_every):
             self.log.rollouts(number, sharding.to_host(rollouts))
         self.display.step(number, values)

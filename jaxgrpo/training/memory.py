@@ -16,14 +16,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, Sharding
 
+from jaxgrpo.config.files import Config
 from jaxgrpo.core.chips import CHIPS, chip_of
 from jaxgrpo.core.errors import InputError
-from jaxgrpo.core.types import TrainState
+from jaxgrpo.core.types import FIELDS, TrainState
 from jaxgrpo.models import decoder, sharding
 from jaxgrpo.models.api import Model, ModelConfig
 from jaxgrpo.models.logprobs import chunk_tokens
 from jaxgrpo.models.sharding import AnyMesh
 from jaxgrpo.rollout.capacity import LOGITS, capacity, fitting_slots
+from jaxgrpo.training.resets import may_reset
 from jaxgrpo.update import packing
 from jaxgrpo.update.forward import (
     Blueprint,
@@ -36,6 +38,9 @@ from jaxgrpo.update.forward import (
     trained,
     trained_layout,
 )
+
+EVAL_BASE = "eval.kl_to_base"
+"""The copy of the base that evaluations measure the KL to, among the policies in memory."""
 
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 SHARE = 0.85
@@ -77,11 +82,33 @@ class Memory(NamedTuple):
         }
 
 
+def of_run(config: Config, blueprint: Blueprint) -> Memory:
+    """The memory of a run, but for the update's working memory."""
+    return count(blueprint, policies_of(config, blueprint))
+
+
+def policies_of(config: Config, blueprint: Blueprint) -> list[str]:
+    """The policies of which a run holds a copy beside the trained one: those of its method, and
+    the base that its evaluations measure the KL to, where no other holds it (`policy.base_of`)."""
+    kept = kept_policies(blueprint)
+    has_fresh_adapters = blueprint.model.config.lora is not None and config.lora.path is None
+    is_held = bool({"base", *(() if may_reset(config) else ("reference",))} & {*kept})
+    is_held = (is_held or has_fresh_adapters) and not blueprint.has_two_meshes
+    return kept + ([EVAL_BASE] if config.measures_kl_to_base and not is_held else [])
+
+
+def kept_policies(blueprint: Blueprint) -> list[str]:
+    """The policies that a method reads beside the trained one: "reference", "base"."""
+    needs = blueprint.chain.needs | blueprint.objective.needs
+    scored = {FIELDS[name].policy for name in needs & FIELDS.keys()} - {"trainer"}
+    return sorted(scored | blueprint.objective.anchors)
+
+
 def count(blueprint: Blueprint, copies: Collection[str]) -> Memory:
     """The memory of a run on each of its devices, but for the update's working memory.
 
     Args:
-      copies: names of the policies that are kept beside the trained one.
+      copies: `policies_of` the run.
     """
     model = blueprint.model
     own = _bytes(trained(model, model.shapes), trained_layout(blueprint))
@@ -89,10 +116,11 @@ def count(blueprint: Blueprint, copies: Collection[str]) -> Memory:
     geometry = blueprint.geometry
     asked = (geometry.num_prompts, geometry.max_prompt_tokens)
     decoding = capacity(model, blueprint.sampling, blueprint.samples_on, *asked)
+    base = parameters(model, blueprint.samples_on) if EVAL_BASE in copies else 0
     return Memory(
         parameters=held,
         optimizer=optimizer,
-        copies=len(copies) * own,
+        copies=len({*copies} - {EVAL_BASE}) * own + base,
         sampler=weights_to_sample(blueprint) + decoding.working,
         decode=decoding.state,
         frozen=parameters(model, blueprint.mesh) - own if model.config.lora else 0,

@@ -22,7 +22,7 @@ from jaxgrpo.config import files as configs
 from jaxgrpo.config.files import Config, config_of
 from jaxgrpo.config.own_code import python_name
 from jaxgrpo.core.errors import InputError, refusing
-from jaxgrpo.core.types import Params
+from jaxgrpo.core.types import WEIGHTS, Params
 from jaxgrpo.data import storage
 from jaxgrpo.data.prompts import PromptData
 from jaxgrpo.data.storage import Place
@@ -52,7 +52,6 @@ from jaxgrpo.training.setup import (
     Found,
     Setup,
     find_model,
-    kept_policies,
     sampling_settings,
 )
 from jaxgrpo.update.forward import (
@@ -149,9 +148,12 @@ def _fitting(config: Config, named: Collection[str]) -> dict[str, int]:
 
 
 def find_policy(
-    console: Console, config: Config, rows: Iterable[Any] | None = None
+    console: Console, config: Config, rows: Iterable[Any] | None = None, has_base: bool = False
 ) -> tuple[StoredPolicy, PromptData]:
     """The policy of a config, and the prompts of eval.data (or `rows`).
+
+    Args:
+      has_base: whether another model of its size is in memory with it.
 
     Raises: InputError where there is no such model, or a prompt cannot be read or does not fit.
     """
@@ -162,7 +164,7 @@ def find_policy(
     chat = make_chat(config, found.tokenizer, found.model.config.vocab_size)
     prompts = load_prompts(config, chat, rows if rows is not None else eval_source(config))
     config = at_time(config, chat.time)
-    return _policy(config, found), prompts
+    return _policy(config, found, has_base), prompts
 
 
 def name_of_judge(scorer: Any) -> str | None:
@@ -181,16 +183,16 @@ def judge_of(config: Config, scorer: Any = None) -> Reward:
     return resolve_scorer(config)
 
 
-def _policy(config: Config, found: Found | Setup) -> StoredPolicy:
+def _policy(config: Config, found: Found | Setup, has_base: bool = False) -> StoredPolicy:
     mesh = sharding.sampling_mesh(found.mesh, config.mesh.sampling_tensor)
     model = _on(found, mesh)
     one = memory.parameters(model, mesh)
     if isinstance(found, Setup):
         read = memory.weights_to_sample(found.blueprint)
-        kept = memory.count(found.blueprint, kept_policies(found.blueprint)).kept
+        kept = memory.of_run(config, found.blueprint).kept
     else:
-        read, kept = memory.read_weights(model, mesh, model.config.dtype), one
-    kept += one if config.eval.kl_to_base else 0
+        read = memory.read_weights(model, mesh, model.config.dtype)
+        kept = 2 * one if has_base else one
     taken = kept + read
     settings = sampling_settings(config, found)
     return StoredPolicy(
@@ -232,15 +234,20 @@ def load_base(config: Config, mesh: Mesh) -> Base:
 
 def base_of(run: Setup) -> Base:
     """The base of a run: a policy that it holds anyway, where there is one; else read anew."""
-    made = run.blueprint
-    for name in ("base",) if may_reset(run.config) else ("base", "reference"):
-        if name in run.state.frozen:
-            params = whole(run.state.frozen[name], run.state.frozen)
-            if made.has_two_meshes:
-                layouts = param_layout(made), sampling_layout(made)
-                params = jax.jit(functools.partial(_moved, layouts))(params)
-            return Base(_on(run, made.samples_on), params)
-    return load_base(run.config, made.samples_on)
+    made, frozen = run.blueprint, run.state.frozen
+    model, layouts = _on(run, made.samples_on), (param_layout(made), sampling_layout(made))
+    names = ("base",) if may_reset(run.config) else ("base", "reference")
+    if name := next((name for name in names if name in frozen), None):
+        params = whole(frozen[name], frozen)
+    elif WEIGHTS in frozen and run.config.lora.path is None:  # fresh adapters add nothing
+        params, layouts = frozen[WEIGHTS], tuple(lora.split(layout)[1] for layout in layouts)
+        constrain = sharding.constrain(made.samples_on)
+        model = decoder.build(lora.without(model.config), constrain=constrain)
+    else:
+        return load_base(run.config, made.samples_on)
+    if made.has_two_meshes:
+        params = jax.jit(functools.partial(_moved, layouts))(params)
+    return Base(model, params)
 
 
 def _moved(layouts: tuple[Params, Params], params: Params) -> Params:
@@ -260,7 +267,7 @@ def evaluator_of(run: Setup, share: Share = alone) -> Evaluate:
         config = run.config
         held_out = run.held_out or load_prompts(config, run.chat, eval_source(config))
         questions = questions_of(config, held_out, resolve_scorer(config, run.rewards))
-        base = base_of(run) if config.eval.kl_to_base else None
+        base = base_of(run) if config.measures_kl_to_base else None
         return make_evaluator(config, _policy(config, run), questions, base)
 
     return share("evaluator", make)
@@ -373,7 +380,8 @@ def read_run(run: str | Place) -> tuple[Place, Config]:
 
 def model_card(config: Config, step: int, evaluation: Mapping[str, float]) -> str:
     """README.md of an exported model, with the metadata block that the hub reads."""
-    data = Path(config.data.path or "own rows").name
+    path = config.data.path or "own rows"
+    data = "`, `".join(p.title for p in path) if isinstance(path, tuple) else Path(path).name
     steps = [config.method] if config.method else config.advantage or ()
     method = " -> ".join(str(part["use"]) for part in steps)
     lines = [

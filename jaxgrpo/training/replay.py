@@ -263,9 +263,10 @@ def origin_of(
     answers = inputs.load_answers(config, blueprint, tokenizer, rows)
     columns = methods.needed_columns(needs, rows, rewards)
     methods.trace_chain(config, blueprint.chain, rewards, len(rows), columns)
-    policy, seed = methods.make_policy(config, rewards), config.train.seed
+    mixture, seed = read["mixture"], config.train.seed
+    policy = methods.make_policy(config, rewards, mixture)
     there = blueprint.samples_on  # until `prepare`, which brings the rollouts to the update's mesh
-    select = make_selector(there, policy, read["encoded"], geometry, seed)
+    select = make_selector(there, policy, read["encoded"], geometry, seed, mixture)
     reward = make_rewarder(
         there, policy, tokenizer, rewards, rows, columns, answers, config.train.steps, seed
     )

@@ -25,7 +25,6 @@ from jaxgrpo.config.files import Config
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.metrics import Metrics
 from jaxgrpo.core.types import (
-    FIELDS,
     WEIGHTS,
     Params,
     Prompts,
@@ -35,6 +34,7 @@ from jaxgrpo.core.types import (
 )
 from jaxgrpo.data.chat import Chat
 from jaxgrpo.data.prompts import PromptData
+from jaxgrpo.data.sources import Mixture
 from jaxgrpo.models import attention, decoder, lora, sharding
 from jaxgrpo.models.api import Model
 from jaxgrpo.models.hf import folders
@@ -46,7 +46,7 @@ from jaxgrpo.rollout.answers import Answers
 from jaxgrpo.rollout.judging import Judged, judge_of, put_prompts, trainer_state_of
 from jaxgrpo.rollout.overlap import sample_and_judge
 from jaxgrpo.rollout.sampler import SamplingSettings
-from jaxgrpo.rollout.selection import PromptPolicy, prompt_metrics
+from jaxgrpo.rollout.selection import PromptPolicy, prompt_metrics, source_metrics
 from jaxgrpo.rollout.stopping import EarlyStop, StopStrings
 from jaxgrpo.training import inputs, memory, parameters
 from jaxgrpo.training.replay import Replay, SavedRollouts, origin_of, read_files
@@ -112,6 +112,7 @@ class Setup(NamedTuple):
     rows: list[dict[str, Any]]
     encoded: list[np.ndarray]  # token ids of each row's prompt
     dropped: int  # rows left out because their prompts are too long
+    mixture: Mixture | None  # of the rows, where they are from several sources
     held_out: PromptData | None  # of eval.data
     replay: Replay | None  # the rollouts that it trains on, if they are saved ones
     rewards: tuple[Reward, ...]
@@ -152,11 +153,7 @@ class Setup(NamedTuple):
         def judge(state: TrainState, rollouts: Rollouts) -> refill.Verdict:
             with phase("prepare"):
                 live = self.live_groups(state, rollouts)
-            weights = self.blueprint.reward_weights
-            rewards = jax.tree.map(jnp.asarray, sharding.to_host(rollouts.rewards))
-            summed = diagnostics.as_summed(rewards, weights, self.blueprint.chain)
-            sums = diagnostics.weighted_sum(summed, weights)
-            return refill.Verdict(live, *sharding.to_host(sums))
+            return refill.Verdict(live, *self._summed_rewards(rollouts))
 
         before, asked = state, self.config.rollout.refill
         if asked is None:
@@ -167,7 +164,18 @@ class Setup(NamedTuple):
             state, chosen, said, metrics = refill.fill(state, generate, judge, rounds)
             rollouts = put_prompts(self.mesh, chosen)
         metrics |= prompt_metrics(self.policy, before, state, len(rollouts.row))
+        if self.mixture is not None:
+            row = sharding.to_host(rollouts.row)
+            metrics |= source_metrics(self.mixture, row, *self._summed_rewards(rollouts))
         return state, Collected(rollouts, said, metrics)
+
+    def _summed_rewards(self, rollouts: Rollouts) -> tuple[np.ndarray, np.ndarray]:
+        """The weighted sum of each sample's rewards and whether it was scored, [P, G], on the
+        host."""
+        weights = self.blueprint.reward_weights
+        rewards = jax.tree.map(jnp.asarray, sharding.to_host(rollouts.rewards))
+        summed = diagnostics.as_summed(rewards, weights, self.blueprint.chain)
+        return sharding.to_host(diagnostics.weighted_sum(summed, weights))
 
     def _sampled(
         self, params: Params, prompts: Prompts, key: jax.Array
@@ -213,7 +221,7 @@ def setup(
     found = Found(*(read[name] for name in Found._fields))
     chosen = inputs.resolve_rewards(config, rewards, None if read["replay"] else read["rows"][0])
     blueprint, steps = share("method", lambda: method_of(config, found, chosen, advantage, share))
-    memory.refuse_too_large(memory.count(blueprint, kept_policies(blueprint)), found.mesh)
+    memory.refuse_too_large(memory.of_run(config, blueprint), found.mesh)
     origin = origin_of(config, read, blueprint, steps, chosen)
     begin = origin.policy, len(read["rows"]), config.train.seed, tuple(part.name for part in chosen)
     state_of = state_of or functools.partial(_read_state, config, found, begin, origin.leftover)
@@ -340,7 +348,7 @@ def method_of(
             mesh=mesh,
         ),
     )
-    kept = kept_policies(blueprint)
+    kept = memory.policies_of(config, blueprint)
     if config.train.tokens_per_micro_batch is None:
         blueprint = memory.with_fitting_tokens(blueprint, kept, _remat(config, mesh))
     blueprint = memory.with_slots(blueprint, kept)
@@ -426,13 +434,6 @@ def settings_of(
     )
 
 
-def kept_policies(blueprint: Blueprint) -> list[str]:
-    """The policies that a method reads beside the trained one: "reference", "base"."""
-    needs = blueprint.chain.needs | blueprint.objective.needs
-    scored = {FIELDS[name].policy for name in needs & FIELDS.keys()} - {"trainer"}
-    return sorted(scored | blueprint.objective.anchors)
-
-
 def first_state(
     blueprint: Blueprint,
     params: Params,
@@ -458,7 +459,7 @@ def first_state(
     return TrainState(
         step=put(np.int32(0)),
         trainable=own,
-        frozen=frozen | {name: copy(own) for name in kept_policies(blueprint)},
+        frozen=frozen | {name: copy(own) for name in memory.kept_policies(blueprint)},
         opt_state=jax.jit(blueprint.optimizer.init, out_shardings=opt_layout(blueprint))(own),
         advantage_state=jax.tree.map(put, blueprint.chain.init(spec)),
         prompt_policy_state=policy.init(num_rows, seed),

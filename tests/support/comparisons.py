@@ -42,7 +42,7 @@ def write(model: Path, folder: Path, steps: int = 6, **changes: Any) -> Path:
             "max_completion_tokens": 2,
         },
         "train": {"steps": steps},
-        "eval": {"data": data, "samples": 16},
+        "eval": {"data": data, "samples": 16, "kl_to_base": False},
         "checkpoint": {"every": 5},
         "run": {"dir": "nowhere"},
     }

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 import small_run
 
+from jaxgrpo.config import files as configs
 from jaxgrpo.data.prompts import PromptData
-from jaxgrpo.training import loop, recovery
+from jaxgrpo.models.hf import folders
+from jaxgrpo.training import loop, memory, recovery
 from jaxgrpo.training.fingerprints import asked_by
 from jaxgrpo.training.folder import evaluation_of
+from jaxgrpo.training.policy import base_of
+from jaxgrpo.training.setup import setup
 
 EVAL = {"eval.data": "task:arithmetic:test", "eval.prompts": 8, "eval.samples": 4}
 
@@ -92,6 +98,35 @@ def test_what_is_asked_is_told_apart_by_rows_scorer_and_samples_and_not_by_the_n
     assert differing(first, asked(**{"eval.samples": 2})) == {"eval.samples"}
     scorer.write_text(scorer.read_text().replace("1.0", "0.0"))
     assert differing(first, asked()) == {"eval.scorer"}
+
+
+def test_the_kl_to_the_base_is_measured_unless_the_config_holds_the_model(tmp_path):
+    def measures(**changes: Any) -> bool:
+        tables = small_run.tables(tmp_path / "r", **changes)
+        tables["eval"].pop("kl_to_base")
+        return configs.from_dict(tables).measures_kl_to_base
+
+    assert measures(**EVAL)
+    assert not measures()  # nothing is evaluated
+    assert not measures(**EVAL, **{"model.config": {"model_type": "qwen3"}})
+    both = {**EVAL, "model.config": {"model_type": "qwen3"}, "eval.kl_to_base": True}
+    assert small_run.config(tmp_path / "r", **both).measures_kl_to_base
+    assert not small_run.config(tmp_path / "r", **EVAL).measures_kl_to_base  # says false
+
+
+@pytest.mark.parametrize("lora", [{}, {"lora": {"rank": 2}}], ids=["all", "adapters"])
+def test_the_base_is_counted_and_under_adapters_it_is_the_weights_in_memory(tmp_path, lora):
+    asked = {**EVAL, "eval.kl_to_base": True, **lora}
+    run = setup(small_run.config(tmp_path / "r", **asked))
+    base = base_of(run)
+    names = memory.policies_of(run.config, run.blueprint)
+    held = {id(leaf) for leaf in jax.tree.leaves(run.state.frozen)}
+    sizes = [leaf.addressable_data(0).nbytes for leaf in jax.tree.leaves(base.params)]
+    assert names == ([] if lora else [memory.EVAL_BASE])
+    assert memory.of_run(run.config, run.blueprint).copies == (0 if lora else sum(sizes))
+    assert all((id(leaf) in held) == bool(lora) for leaf in jax.tree.leaves(base.params))
+    stored = folders.read_params(Path(small_run.base()), base.model)
+    jax.tree.map(np.testing.assert_array_equal, base.params, stored)
 
 
 def differing(one: dict[str, Any], other: dict[str, Any]) -> set[str]:

@@ -45,7 +45,7 @@ def config(folder: Path, model: str, **changes) -> Config:
             "segment_tokens": 8,
         },
         "train": {"steps": 1},
-        "eval": {},
+        "eval": {"kl_to_base": False},
         "run": {"dir": str(folder / "run")},
     }
     if "data.path" not in changes:

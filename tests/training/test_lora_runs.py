@@ -22,7 +22,7 @@ from jaxgrpo.models.hf import adapters, folders, texts
 from jaxgrpo.training import memory, parameters
 from jaxgrpo.training.checkpoints import parameter_hash
 from jaxgrpo.training.policy import export
-from jaxgrpo.training.setup import kept_policies, setup
+from jaxgrpo.training.setup import setup
 
 LORA = {
     "lora.rank": 2,
@@ -246,7 +246,7 @@ def test_the_folder_has_the_merged_model_and_the_adapter(finished, tmp_path):
 def test_memory_counts_narrow_weights_once_and_wide_adapters(tmp_path):
     changes = {**LORA, "model.dtype": "bfloat16"}
     run = setup(small_run.config(tmp_path / "run", **changes))
-    kept = kept_policies(run.blueprint)
+    kept = memory.kept_policies(run.blueprint)
     assert kept == ["reference"]
     counted = memory.count(run.blueprint, kept)
 

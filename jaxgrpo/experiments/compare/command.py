@@ -126,7 +126,7 @@ def _check_methods(experiment: Experiment, cases: Sequence[Case]) -> None:
             rewards = resolve_rewards(config)
             chain = methods.make_chain(config, methods.make_recipe(config, rewards))
             names = chain.needs - FIELDS.keys() - OF_ANSWERS.keys() - {one.name for one in rewards}
-            rows = load_rows(config) if names else []
+            rows = load_rows(config)[0] if names else []
             columns = methods.needed_columns(names, rows, rewards) if names else {}
             methods.trace_chain(config, chain, rewards, len(rows) or 1, columns)
             methods.make_policy(config, rewards)

@@ -170,6 +170,9 @@ def _asked(config: Config, named: Collection[str]) -> EvalKeys:
     kept = {name: getattr(default, name) for name in ("samples", "prompts", "scorer")}
     if "eval.data" in named:
         kept |= {"subset": default.subset, "split": default.split}
+    elif isinstance(of.path, tuple):
+        paths = ", ".join(part.path for part in of.path)
+        raise InputError(f"data.path mixes {paths}: give --data, one of them")
     elif of.path is not None:
         kept |= {"data": of.path, "subset": of.subset, "split": of.split}
     kept = {name: value for name, value in kept.items() if f"eval.{name}" not in named}

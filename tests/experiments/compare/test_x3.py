@@ -87,8 +87,8 @@ def test_the_papers_model_with_adapters_is_built_for_sixteen_chips(tmp_path, mon
     mesh = sharding.make_mesh(fsdp=2, tensor=8, devices=chips)
     found = setup.find_model(config, mesh)
     blueprint, steps = setup.method_of(config, found, inputs.resolve_rewards(config, None, None))
-    counted = memory.count(blueprint, setup.kept_policies(blueprint))
-    assert (counted.copies, setup.kept_policies(blueprint)) == (0, [])
+    counted = memory.count(blueprint, memory.kept_policies(blueprint))
+    assert (counted.copies, memory.kept_policies(blueprint)) == (0, [])
     own, weights = lora.split(_placed(found.model.shapes, param_layout(blueprint)))
     # Each layer has 64 (inputs + outputs) numbers per map: 2 of 4096 + 4096, 2 of 4096 + 1024 and
     # 3 of 4096 + 14336.
