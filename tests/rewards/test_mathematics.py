@@ -15,6 +15,7 @@ from jaxgrpo.core.errors import InputError
 from jaxgrpo.rewards import RewardError, build, call_rewards, math_answer, mathematics, preview
 from jaxgrpo.rewards.mathematics import NEEDED, PROGRAM
 
+CODEC = (lambda text: [*map(ord, text)], lambda ids: ["".join(map(chr, row)) for row in ids])
 THERE = importlib.util.find_spec("math_verify") is not None
 
 
@@ -290,7 +291,7 @@ def test_a_gold_answer_that_is_read_in_part_is_not_scored_and_named(monkeypatch)
 def test_a_preview_shows_how_gold_answers_are_read():
     rewards = {"right": build("gsm8k_answer")} | ({"math": build("math")} if THERE else {})
     for gold, expected in {"3 1/2": "7/2", "2√3": "2*sqrt(3)", "3)": "nothing"}.items():
-        shown = preview(rewards, {"prompt": "p", "answer": gold}, lambda text: [1])
+        shown = preview(rewards, {"prompt": "p", "answer": gold}, *CODEC)
         if THERE:
             assert shown["math"].reading == expected
-    assert preview(rewards, {"prompt": "p", "answer": 1.5}, lambda text: [1])["right"][3] == "3/2"
+    assert preview(rewards, {"prompt": "p", "answer": 1.5}, *CODEC)["right"][3] == "3/2"
