@@ -11,7 +11,6 @@ import difflib
 import inspect
 import math
 import os
-import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from jaxgrpo.config import keys, methods
 from jaxgrpo.config.keys import Part, RewardKeys, options_of
 from jaxgrpo.config.own_code import file_of, installed, is_reference
 from jaxgrpo.config.reading import Values, show
-from jaxgrpo.core.errors import InputError, suggest
+from jaxgrpo.core.errors import InputError, pattern_problem, suggest
 from jaxgrpo.core.types import RolloutSpec
 from jaxgrpo.data.chat import CHOICES
 from jaxgrpo.data.prompts import is_template, placeholders
@@ -66,6 +65,8 @@ def _lora(values: Values) -> Iterator[str]:
     default = vars(keys.LoraKeys())
     given = [name for name in default if values.get(f"lora.{name}", default[name]) != default[name]]
     others = ", ".join(f"lora.{name}" for name in given if name != "path")
+    if problem := pattern_problem(targets := values.get("lora.targets", "")):
+        yield f"lora.targets = {show(targets)}: {problem}"
     if "path" in given and others:
         yield f"{others}: the adapter of lora.path says this itself; leave one of the two out"
     elif others and "rank" not in given:
@@ -218,12 +219,8 @@ def _evaluation(values: Values) -> Iterator[str]:
         where = f"eval.formats.{name} = {show(pattern)}"
         if name == keys.OTHER_FORMAT:
             yield f"{where}: {name} is the name of what fits no format; give another name"
-        try:
-            re.compile(pattern)
-        except TypeError:
-            yield f"{where}: expected a regular expression as a text"
-        except re.error as error:
-            yield f"{where}: is no regular expression: {error}"
+        if problem := pattern_problem(pattern):
+            yield f"{where}: {problem}"
     if kept > 1:
         yield f"eval.confidence_kept = {kept:g}: a share of the voters; set it to 1 (all) or less"
     for name in ("eval.confidence", "eval.kl_to_base"):

@@ -54,6 +54,22 @@ LINES, CHARACTERS = 40, 6000
 """Of a text that other code has written, for example the message of an exception."""
 
 
+def pattern_problem(pattern: Any) -> str | None:
+    """What is wrong with a regular expression, and what to do; None if nothing is.
+
+    >>> pattern_problem("[")[:76]
+    'is no regular expression (unterminated character set at position 0): mend it'
+    """
+    if not isinstance(pattern, str):
+        return "expected a regular expression as a text"
+    try:
+        re.compile(pattern)
+    except (re.error, OverflowError, RecursionError) as error:
+        what = f"is no regular expression ({one_line(error)})"
+        return f"{what}: mend it; a character that stands for itself may need a \\ in front"
+    return None
+
+
 @contextlib.contextmanager
 def refusing(message: str | Callable[[Any], str], *kinds: type[Exception]) -> Iterator[None]:
     """Turns an error of these kinds (none: of any) that its block raises into an InputError.

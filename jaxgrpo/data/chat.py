@@ -147,8 +147,9 @@ def make_chat(
 def write(chat: Chat, prompt: str | Conversation, where: str) -> str:
     """One prompt as text, with the special tokens that the template writes.
 
-    Raises: InputError if the template fails or leaves out the text of a message, or there is no
-      template for a conversation. Thoughts of earlier messages, before </think>, may be left out.
+    Raises: InputError if the template fails, leaves out the text of a message or white space of one
+      that the model continues, or there is no template for a conversation. Thoughts of earlier
+      messages, before </think>, may be left out.
     """
     if chat.template is None:
         if isinstance(prompt, str):
@@ -164,6 +165,13 @@ def write(chat: Chat, prompt: str | Conversation, where: str) -> str:
         forms = _forms(message["content"], is_last=place == len(messages) - 1)
         if not any(_squeezed(form) in squeezed for form in forms):
             raise _lost(chat, messages, place, where)
+    start = messages[-1]["content"]
+    if _is_begun(messages) and not text.endswith(start):
+        raise InputError(
+            f"{where}: {chat.name} strips white space off the message that the model is to "
+            f"continue, {_shown(start)}: take the white space out of the message, or set "
+            "data.chat_template to a template that writes it"
+        )
     return text
 
 

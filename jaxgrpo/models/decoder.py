@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import math
-import re
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple, cast
 
@@ -17,7 +16,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
-from jaxgrpo.core.errors import refuse_all
+from jaxgrpo.core.errors import pattern_problem, refuse_all
 from jaxgrpo.core.types import Params
 from jaxgrpo.models.api import (
     LINEAR,
@@ -337,11 +336,9 @@ def _odd_lora(lora: LoraConfig) -> list[str]:
         problems.append(f"lora.rank = {lora.rank}: must be at least 1")
     if not 0 < lora.alpha < math.inf:
         problems.append(f"lora.alpha = {lora.alpha}: must be above 0 and finite")
-    try:
-        adapted = lora.modules
-    except re.error as error:
-        return [*problems, f"lora.targets = {lora.targets!r}: no regular expression ({error})"]
-    if not adapted:
+    if problem := pattern_problem(lora.targets):
+        return [*problems, f"lora.targets = {lora.targets!r}: {problem}"]
+    if not lora.modules:
         known = ", ".join(LINEAR)
         problems.append(f"lora.targets = {lora.targets!r}: matches none of {known}")
     return problems

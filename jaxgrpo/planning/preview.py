@@ -76,7 +76,7 @@ def dry_run(config: Config, resume: bool = False) -> None:
             "first prompt": _first_prompt(run),
         },
     )
-    inputs.show_previews(console, run.rewards, run.rows[0], run.tokenizer, config.train.steps)
+    inputs.show_previews(console, run.rewards, run.rows[0], run.try_rewards())
     text = without_passwords(configs.to_toml(config))
     console.print(f"\nthe whole config:\n\n{text}", markup=False, soft_wrap=True)
     memory.refuse_too_large(needed, run.mesh)

@@ -10,7 +10,7 @@ from decimal import Decimal
 from fractions import Fraction
 from typing import Any
 
-from jaxgrpo.core.errors import InputError, refusing
+from jaxgrpo.core.errors import InputError, pattern_problem
 from jaxgrpo.data.written import text_of_value
 
 TAGS = ("<think>", "</think>", "<answer>", "</answer>")
@@ -153,13 +153,8 @@ def overlong_penalty(
 
 def check_format(pattern: Any = None) -> None:
     """Raises: InputError if the pattern is no regular expression."""
-    if pattern is None:
-        return
-    if not isinstance(pattern, str):
-        raise InputError(f"pattern = {pattern!r}: give a regular expression as a text")
-    where = f"pattern = {pattern!r} is no regular expression"
-    with refusing(lambda error: f"{where}: {error}", re.error):
-        re.compile(pattern)
+    if pattern is not None and (problem := pattern_problem(pattern)):
+        raise InputError(f"pattern = {pattern!r}: {problem}")
 
 
 def check_length(max_tokens: Any = None, cache: Any = None) -> None:

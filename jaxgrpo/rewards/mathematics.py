@@ -25,10 +25,12 @@ NEEDED = (
     'pip install "jaxgrpo[math]" (or math-verify by itself)'
 )
 
-TIME_LIMIT = 5.0  # seconds for one completion
+TIME_LIMIT = 5.0  # seconds of processor time for one completion
+BATCH_LIMIT = 20.0  # seconds of a call for completions that get no score
 WORKERS = 4
 UNREAD_NAMED = 5  # gold answers that warnings name
 _named: set[str] = set()
+_readable: set[str] = set()  # gold answers
 
 
 def math_answer(
@@ -36,6 +38,7 @@ def math_answer(
     answer: Sequence[Any],
     time_limit: float = TIME_LIMIT,
     workers: int = WORKERS,
+    batch_limit: float = BATCH_LIMIT,
     log_metric: Callable[[str, float], None] | None = None,
     **columns: Any,
 ) -> list[float | None]:
@@ -52,15 +55,19 @@ def math_answer(
     samples unscored; a warning names the first few, and `math/unread` is their share.
 
     Each is judged in a process that does nothing else, since some answers never end: `9^{9^{9^9}}`.
-    One that takes too long, or ends its process, leaves its sample unscored; the process is
-    replaced. Their shares are the metrics `math/timed_out` and `math/crashed`.
+    One that takes too long, or ends its process, leaves its sample unscored, is remembered and not
+    judged again in this run. Their shares are the metrics `math/timed_out` and `math/crashed`.
+    Completions that take more than half a second are judged last, and have the time limit as long
+    as those without a score have not taken the batch limit together.
 
     Args:
       completions: texts, or messages.
       answer: the gold answers as the data set writes them: bare LaTeX, a number, a solution with
         `\\boxed{...}`, or one that ends with `#### 72`.
-      time_limit: seconds for one completion.
+      time_limit: seconds of processor time for one completion.
       workers: processes at most, and never more than the machine has cores.
+      batch_limit: seconds of a call for the completions that get no score in time. Beyond it
+        each has a tenth of a second, so that a batch ends however many of them hang.
 
     Returns: one score each; None if the gold answer is not read, or no process gave an answer.
     Raises: RewardError if math-verify is not installed.
@@ -68,14 +75,12 @@ def math_answer(
     and do not end a process that is lost in one long operation on numbers.
     """
     del columns
-    questions = [
-        [_gold(gold), after_thought(text_of(completion)), time_limit]
-        for completion, gold in zip(completions, answer, strict=True)
-    ]
-    if not questions:
-        return []
-    answers = _ask(questions, workers, time_limit)
-    _report(answer, answers, log_metric)
+    golds = [_gold(gold) for gold in answer]
+    texts = [after_thought(text_of(completion)) for completion in completions]
+    ask = functools.partial(_ask, workers=workers, limits=(time_limit, batch_limit))
+    answers = _judge(list(zip(golds, texts, strict=True)), ask) if texts else []
+    if answers:
+        _report(answer, answers, log_metric)
     return [judged.value for judged in answers]
 
 
@@ -84,13 +89,30 @@ def math_reading(gold: Any) -> str | None:
 
     Raises: RewardError if math-verify is not installed.
     """
-    (reading,) = _ask([[_gold(gold), None, TIME_LIMIT]], WORKERS, TIME_LIMIT)
+    (reading,) = _ask([[_gold(gold), None]], WORKERS, (TIME_LIMIT, BATCH_LIMIT))
     return reading.value
 
 
-def _ask(questions: Sequence[Any], workers: int, time_limit: float) -> list[Answer]:
+def _judge(
+    pairs: Sequence[tuple[str, str]], ask: Callable[[Sequence[Any]], list[Answer]]
+) -> list[Answer]:
+    """The score of each gold answer and completion; `Answer(None)` if the former is not read.
+
+    Gold answers are read first: one that hangs would do so with each of its completions.
+    """
+    golds = [gold for gold in dict.fromkeys(gold for gold, _ in pairs) if gold not in _readable]
+    readings = dict(zip(golds, ask([[gold, None] for gold in golds]), strict=True))
+    _readable.update(gold for gold, reading in readings.items() if reading.value is not None)
+    # A worker that was ended from outside is no fault of the gold answer.
+    crashed = {gold: read for gold, read in readings.items() if read.problem == "crashed"}
+    unread = dict.fromkeys(golds, Answer(None)) | crashed
+    scores = iter(ask([pair for pair in pairs if pair[0] in _readable]))
+    return [next(scores) if gold in _readable else unread[gold] for gold, _ in pairs]
+
+
+def _ask(questions: Sequence[Any], workers: int, limits: tuple[float, float]) -> list[Answer]:
     try:
-        return _workers(min(workers, os.cpu_count() or 1), time_limit).ask(questions)
+        return _workers(min(workers, os.cpu_count() or 1), *limits).ask(questions)
     except WorkerError as error:
         missing = "No module named 'math_verify'" in str(error)
         raise RewardError(NEEDED if missing else f"math: no worker could start: {error}") from error
@@ -114,18 +136,21 @@ def _report(
         if gold not in _named and len(_named) < UNREAD_NAMED:
             _named.add(gold)
             warnings.warn(
-                f"math: the gold answer {gold} cannot be read as a whole, or does not equal itself "
-                "in \\boxed{}: its samples are not scored (math/unread is their share); write it "
-                "as LaTeX, or take the row out",
+                f"math: the gold answer {gold} cannot be read as a whole in time, or does not "
+                "equal itself in \\boxed{}: its samples are not scored (math/unread is their "
+                "share); write it as LaTeX, or take the row out",
                 stacklevel=3,
             )
 
 
-def check_math(time_limit: Any = TIME_LIMIT, workers: Any = WORKERS) -> None:
+def check_math(
+    time_limit: Any = TIME_LIMIT, workers: Any = WORKERS, batch_limit: Any = BATCH_LIMIT
+) -> None:
     """Raises: InputError if an option is out of range, or math-verify is not installed."""
-    number = isinstance(time_limit, (int, float)) and not isinstance(time_limit, bool)
-    if not number or not math.isfinite(time_limit) or time_limit <= 0:
-        raise InputError(f"time_limit = {time_limit!r}: expected seconds above 0")
+    for name, limit in {"time_limit": time_limit, "batch_limit": batch_limit}.items():
+        number = isinstance(limit, (int, float)) and not isinstance(limit, bool)
+        if not number or not math.isfinite(limit) or limit <= 0:
+            raise InputError(f"{name} = {limit!r}: expected seconds above 0")
     if type(workers) is not int or workers < 1:
         raise InputError(f"workers = {workers!r}: expected a whole number of processes, >= 1")
     if importlib.util.find_spec("math_verify") is None:
@@ -143,6 +168,6 @@ def _gold(answer: Any) -> str:
 
 
 @functools.cache
-def _workers(count: int, time_limit: float) -> Workers:
+def _workers(count: int, time_limit: float, batch_limit: float) -> Workers:
     # -P: the program's folder is not searched for modules, so that none of ours hides another.
-    return Workers([sys.executable, "-P", str(PROGRAM)], count, time_limit)
+    return Workers([sys.executable, "-P", str(PROGRAM)], count, time_limit, batch_limit)

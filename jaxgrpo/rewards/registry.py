@@ -106,6 +106,7 @@ def preview(
     functions: Mapping[str, RewardFunction],
     row: Mapping[str, Any],
     encode: Callable[[str], list[int]],
+    decode: Callable[[list[list[int]]], list[str]],
     *,
     trainer_state: TrainerState | None = None,
     on_error: Mapping[str, str] | None = None,
@@ -115,18 +116,19 @@ def preview(
 
     Args:
       row: has "prompt" and, where the data have answers, "answer".
-      encode: the token ids of a text.
+      encode: the token ids that a sample with this text has, with its end token.
+      decode: the texts of samples.
 
     Raises: RewardError as `call_rewards` does.
     """
     answer = row.get("answer")
-    texts = ["" if answer is None else text_of_value(answer), ""]
-    prompts, completions = for_rewards([row["prompt"]] * 2, texts)
+    ids = [encode(text) for text in ("" if answer is None else text_of_value(answer), "")]
+    prompts, completions = for_rewards([row["prompt"]] * 2, decode(ids))
     scores, log = call_rewards(
         functions,
         prompts,
         completions,
-        [encode(text) if text else [] for text in texts],
+        ids,
         {name: [value] * 2 for name, value in row.items() if name != "prompt"},
         trainer_state=trainer_state,
         on_error=on_error,

@@ -1,25 +1,33 @@
 """Child processes that answer one question at a time, within a time limit.
 
 A child is any command that writes a line of JSON when it is ready, {} or {"error": "..."}, then
-reads a line of JSON and writes one, again and again, until its input ends. One that takes too long
-or dies is replaced; the question it was asked has no answer.
+reads a line of JSON, [seconds, question], and writes one, again and again, until its input ends. It
+writes {"problem": "timed out"} if the question takes it more seconds of processor time, and
+"crashed" if there is no answer for another reason. One that writes nothing in time, or dies, is
+replaced; that takes seconds, so a child does better to lose no more than a fork of itself.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import hashlib
 import json
 import os
 import queue
 import selectors
 import subprocess
+import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 START_LIMIT = 120.0  # seconds for a child to load what it needs
+GRACE = 5.0  # seconds beyond a limit after which a child is taken for lost
+QUICK = 0.5  # seconds for an answer while others wait
+QUICKEST = 0.1  # and where the batch has spent its budget
+REMEMBERED = 100_000  # questions without an answer
 
 
 class Answer(NamedTuple):
@@ -36,20 +44,38 @@ class WorkerError(RuntimeError):
 class Workers:
     """A few children that share out the questions. They start when they are first needed.
 
+    Equal questions are asked once. Each has `QUICK` seconds at first, and `QUICKEST` where the
+    budget is spent; those that need more come last, with the time limit, as long as the budget
+    lasts. A question that had no answer in `QUICK` seconds is remembered and not asked again.
+
     Children are started as programs, never by fork: they inherit neither threads nor JAX.
 
     Args:
       command: what to start.
       count: children at most.
-      time_limit: seconds for one answer.
+      time_limit: seconds of processor time for one answer.
+      budget: seconds that the questions of a batch without an answer may take.
+      grace: seconds of wall time beyond a limit after which a child is replaced.
     """
 
-    def __init__(self, command: Sequence[str], count: int, time_limit: float):
-        self._command, self._limit = list(command), time_limit
+    def __init__(
+        self,
+        command: Sequence[str],
+        count: int,
+        time_limit: float,
+        budget: float,
+        grace: float = GRACE,
+    ):
+        self._command, self._limit, self._grace = list(command), time_limit, grace
+        self._budget = budget
         self._idle: queue.SimpleQueue[_Child | None] = queue.SimpleQueue()
         for _ in range(count):
             self._idle.put(None)
+        self._count = count
         self._threads = ThreadPoolExecutor(count, thread_name_prefix="jaxgrpo-worker")
+        self._lock = threading.Lock()
+        self._lost = 0.0  # seconds, of all children, on questions of this batch without an answer
+        self._problems: dict[bytes, Answer] = {}
         atexit.register(self.close)
 
     def ask(self, questions: Sequence[Any]) -> list[Answer]:
@@ -57,7 +83,14 @@ class Workers:
 
         Raises: WorkerError if a child cannot begin.
         """
-        return list(self._threads.map(self._ask, questions))
+        self._lost = 0.0
+        texts = [json.dumps(question) for question in questions]
+        answers = {text: self._problems.get(_key(text)) for text in texts}
+        fresh = [text for text, answer in answers.items() if answer is None]
+        answers.update(zip(fresh, self._threads.map(self._ask_quickly, fresh), strict=True))
+        slow = [text for text in fresh if answers[text].problem == "timed out"]
+        answers.update(zip(slow, self._threads.map(self._ask_at_length, slow), strict=True))
+        return [answers[text] for text in texts]
 
     def close(self) -> None:
         """Ends the children; the next question starts new ones."""
@@ -70,18 +103,51 @@ class Workers:
                 child.kill()
             self._idle.put(None)
 
-    def _ask(self, question: Any) -> Answer:
+    def _ask_quickly(self, text: str) -> Answer:
+        return self._ask(text, min(QUICK if self._has_budget() else QUICKEST, self._limit))
+
+    def _ask_at_length(self, text: str) -> Answer:
+        """The answer within the time limit; none at once where it has been tried so long already,
+        or the batch has no budget left."""
+        if self._limit <= QUICK or not self._has_budget():
+            return Answer(None, "timed out")
+        return self._ask(text, self._limit)
+
+    def _has_budget(self) -> bool:
+        return self._lost < self._budget * self._count
+
+    def _ask(self, text: str, seconds: float) -> Answer:
         child, answer = self._idle.get(), None
         try:
             child = child or _Child(self._command)
-            answer = child.ask(question, self._limit)
+            began = time.monotonic()
+            answer = child.ask(f"[{seconds}, {text}]\n", seconds + self._grace)
+            was_long = seconds >= min(QUICK, self._limit)
+            is_its_fault = was_long if answer.problem == "timed out" else not child.is_lost
+            self._note(text, answer, time.monotonic() - began, is_its_fault)
             return answer
         finally:
-            # What has no answer, or was interrupted, leaves a child in an unknown state.
-            if child is not None and (answer is None or answer.problem):
+            # One that was interrupted, as one that is lost, is in an unknown state.
+            if child is not None and (answer is None or child.is_lost):
                 child.kill()
                 child = None
             self._idle.put(child)
+
+    def _note(self, text: str, answer: Answer, seconds: float, is_its_fault: bool) -> None:
+        """Counts the time of a question without an answer; remembers it if it is its own fault."""
+        with self._lock:
+            if not answer.problem:
+                self._problems.pop(_key(text), None)
+                return
+            self._lost += seconds
+            if is_its_fault:
+                self._problems[_key(text)] = answer
+            if len(self._problems) > REMEMBERED:
+                del self._problems[next(iter(self._problems))]
+
+
+def _key(text: str) -> bytes:
+    return hashlib.blake2b(text.encode(), digest_size=16).digest()
 
 
 class _Child:
@@ -92,20 +158,26 @@ class _Child:
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
         )
         self._pending = b""
+        self.is_lost = False
         first = self._read(START_LIMIT)
         problem = first.problem or (first.value or {}).get("error")
         if problem:
             self.kill()
             raise WorkerError(problem)
 
-    def ask(self, question: Any, limit: float) -> Answer:
+    def ask(self, line: str, limit: float) -> Answer:
         assert self._process.stdin is not None
         try:
-            self._process.stdin.write(json.dumps(question).encode() + b"\n")
+            self._process.stdin.write(line.encode())
             self._process.stdin.flush()
         except OSError:  # it died since the last answer
-            return Answer(None, "crashed")
-        return self._read(limit)
+            return self._lose("crashed")
+        answer = self._read(limit)
+        return Answer(None, **answer.value) if isinstance(answer.value, dict) else answer
+
+    def _lose(self, problem: str) -> Answer:
+        self.is_lost = True
+        return Answer(None, problem)
 
     def _read(self, limit: float) -> Answer:
         """The next line of the child; a problem if none comes in time or its output ends."""
@@ -116,16 +188,16 @@ class _Child:
             while b"\n" not in self._pending:
                 left = deadline - time.monotonic()
                 if left <= 0 or not selector.select(left):
-                    return Answer(None, "timed out")
+                    return self._lose("timed out")
                 part = os.read(output, 65536)
                 if not part:
-                    return Answer(None, "crashed")
+                    return self._lose("crashed")
                 self._pending += part
         line, _, self._pending = self._pending.partition(b"\n")
         try:
             return Answer(json.loads(line))
         except ValueError:
-            return Answer(None, "crashed")
+            return self._lose("crashed")
 
     def kill(self) -> None:
         self._process.kill()

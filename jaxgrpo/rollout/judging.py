@@ -85,10 +85,11 @@ def _checked_ordinals(name: str, chosen: Any, count: int) -> np.ndarray:
 
 
 def decode_texts(tokenizer: Any, ids: Sequence[Sequence[int]]) -> list[str]:
-    """Texts of token ids, without special tokens."""
+    """Texts of token ids, without special tokens, and with every space that was sampled."""
     if not ids:  # a process without a group; transformers takes [] for one empty text
         return []
-    return tokenizer.batch_decode(ids, skip_special_tokens=True)
+    # Stop strings are looked for in the text as it was sampled.
+    return tokenizer.batch_decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
 
 def completion_ids(tokens: Any, mask: Any) -> list[list[int]]:
@@ -323,12 +324,19 @@ def make_rewarder(
 def trainer_state_of(rollouts: Prompts, num_rows: int, max_steps: int) -> TrainerState:
     """The progress of the run when these rollouts are judged."""
     step, ordinal = sharding.to_host((rollouts.step, rollouts.ordinal))
+    return progress_of(int(step), int(ordinal.min()), len(ordinal), num_rows, max_steps)
+
+
+def progress_of(
+    step: int, ordinal: int, num_prompts: int, num_rows: int, max_steps: int
+) -> TrainerState:
+    """The progress of a run whose step begins with a place in the prompt stream."""
     main = jax.process_index() == 0
     return TrainerState(
-        global_step=int(step),
+        global_step=step,
         max_steps=max_steps,
-        epoch=float(ordinal.min() / num_rows),
-        num_train_epochs=math.ceil(max_steps * len(ordinal) / num_rows),
+        epoch=ordinal / num_rows,
+        num_train_epochs=math.ceil(max_steps * num_prompts / num_rows),
         is_world_process_zero=main,
         is_local_process_zero=main,
     )

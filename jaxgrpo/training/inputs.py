@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import functools
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -30,6 +31,7 @@ from jaxgrpo.rewards.calling import RewardLog
 from jaxgrpo.rewards.protocol import Reward, RewardError, TrainerState, check, name_of
 from jaxgrpo.rewards.registry import Preview, build, preview, with_lengths
 from jaxgrpo.rollout.answers import Answers, read_answers
+from jaxgrpo.rollout.judging import decode_texts
 from jaxgrpo.training import process
 from jaxgrpo.training.console import facts
 from jaxgrpo.update.forward import Blueprint
@@ -310,18 +312,29 @@ def with_logged(values: Mapping[str, float], log: RewardLog) -> dict[str, float]
 
 
 def try_rewards(
-    rewards: Sequence[Reward], row: Mapping[str, Any], tokenizer: Any, max_steps: int
+    rewards: Sequence[Reward],
+    row: Mapping[str, Any],
+    tokenizer: Any,
+    stop_tokens: Sequence[int],
+    state: TrainerState,
 ) -> dict[str, Preview]:
-    """What every reward gives the row's gold answer and the empty text.
+    """What every reward gives the row's gold answer and the empty text, called as on samples.
+
+    Args:
+      stop_tokens: of the sampling; the answers end with the tokenizer's, if it is among them.
+      state: of the run when its first samples are judged.
 
     Raises: RewardError where a reward returns the wrong number or type of values, or raises and
     does not leave its samples unscored.
     """
+    eos = tokenizer.eos_token_id
+    end = [eos] if eos in stop_tokens else [*stop_tokens[:1]]
     return preview(
         {reward.name: reward.function for reward in rewards},
         row,
-        lambda text: tokenizer(text, add_special_tokens=False)["input_ids"],
-        trainer_state=TrainerState(max_steps=max_steps),
+        lambda text: [*tokenizer(text, add_special_tokens=False)["input_ids"], *end],
+        functools.partial(decode_texts, tokenizer),
+        trainer_state=state,
         on_error={reward.name: reward.on_error for reward in rewards},
         timeout={reward.name: reward.timeout for reward in rewards},
     )
@@ -350,11 +363,9 @@ def show_previews(
     console: Console,
     rewards: Sequence[Reward],
     row: Mapping[str, Any],
-    tokenizer: Any,
-    max_steps: int,
+    previews: Mapping[str, Preview],
 ) -> None:
     """Prints what `try_rewards` gives, one line each."""
-    previews = try_rewards(rewards, row, tokenizer, max_steps)
 
     def score(value: float | None) -> str:
         return "not scored" if value is None else f"{value:g}"

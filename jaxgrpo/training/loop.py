@@ -36,7 +36,6 @@ from jaxgrpo.training.inputs import (
     at_time,
     dropped_line,
     gold_problem,
-    try_rewards,
     with_logged,
 )
 from jaxgrpo.training.logbook import Logbook
@@ -236,8 +235,7 @@ def _tried(run: Setup, folder: RunFolder) -> str | None:
     process.decided(lambda: refuse_other_files(folder.replay(), begun(), run.replay))
     if run.replay:
         return None
-    tried = try_rewards(run.rewards, run.rows[0], run.tokenizer, run.config.train.steps)
-    return gold_problem(run.rewards, tried)
+    return gold_problem(run.rewards, run.try_rewards())
 
 
 def _record(run: Setup, folder: RunFolder) -> None:

@@ -134,7 +134,9 @@ def read_files(
         for key, ids in _prompts(path, rollouts):
             if numbers.setdefault(key, len(encoded)) == len(encoded):
                 encoded.append(ids)
-    rows = [{"prompt": tokenizer.decode(ids)} for ids in encoded]
+    rows = [
+        {"prompt": tokenizer.decode(ids, clean_up_tokenization_spaces=False)} for ids in encoded
+    ]
 
     @functools.lru_cache(maxsize=1)  # three functions of a step read it
     def fitted(place: int) -> Rollouts:

@@ -41,9 +41,10 @@ from jaxgrpo.models.hf import folders
 from jaxgrpo.models.hf.weights import IN_A_COPY
 from jaxgrpo.rewards import RewardLog
 from jaxgrpo.rewards.protocol import Reward
+from jaxgrpo.rewards.registry import Preview
 from jaxgrpo.rollout import refill
 from jaxgrpo.rollout.answers import Answers
-from jaxgrpo.rollout.judging import Judged, judge_of, put_prompts, trainer_state_of
+from jaxgrpo.rollout.judging import Judged, judge_of, progress_of, put_prompts, trainer_state_of
 from jaxgrpo.rollout.overlap import sample_and_judge
 from jaxgrpo.rollout.sampler import SamplingSettings
 from jaxgrpo.rollout.selection import PromptPolicy, prompt_metrics, source_metrics
@@ -176,6 +177,15 @@ class Setup(NamedTuple):
         rewards = jax.tree.map(jnp.asarray, sharding.to_host(rollouts.rewards))
         summed = diagnostics.as_summed(rewards, weights, self.blueprint.chain)
         return sharding.to_host(diagnostics.weighted_sum(summed, weights))
+
+    def try_rewards(self) -> dict[str, Preview]:
+        """What every reward gives row 0's gold answer and the empty text, called as in step 1."""
+        rows, settings = self.rows, self.blueprint.sampling
+        prompts, steps = self.blueprint.geometry.num_prompts, self.config.train.steps
+        state = progress_of(0, 0, prompts, len(rows), steps)
+        return inputs.try_rewards(
+            self.rewards, rows[0], self.tokenizer, settings.stop_tokens, state
+        )
 
     def _sampled(
         self, params: Params, prompts: Prompts, key: jax.Array

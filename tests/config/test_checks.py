@@ -55,7 +55,16 @@ from jaxgrpo.core.errors import InputError, find
             "reference.reset_every: there is no reference, so that",
         ),
         ("data.delimiter=tab", 'data.delimiter = "tab": expected one character, as ; or a tab'),
-        ('eval.formats={ box = "[" }', 'eval.formats.box = "[": is no regular expression: '),
+        ('eval.formats={ box = "[" }', 'eval.formats.box = "[": is no regular expression ('),
+        ('eval.formats={ box = "a{99999999999}" }', "is no regular expression (the repetition num"),
+        (
+            'lora={rank=2, targets="["}',
+            'lora.targets = "[": is no regular expression (unterminated character set at position',
+        ),
+        (
+            'rewards=[{use="format", pattern="["}]',
+            "rewards[0]: rewards.format: pattern = '[': is no regular expression (unterminated",
+        ),
         ("eval.formats={ box = 3 }", "eval.formats.box = 3: expected a regular expression"),
         ('eval.formats={ other = "x" }', "other is the name of what fits no format; give another"),
         ("eval.formats=3", "eval.formats = 3: expected"),

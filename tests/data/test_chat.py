@@ -46,6 +46,24 @@ def test_a_last_message_by_the_assistant_is_gone_on_with(tokenizer):
     assert write(chat_of(tokenizer), [USER, BEGUN], "row 0") == TURN + OPENED + "It is"
 
 
+@pytest.mark.parametrize("content", ["The answer ", "<think>\n", " It", "\n", "It is"])
+@pytest.mark.parametrize("filter_of", ["", " | trim", ".strip()", ".rstrip()", ".lstrip()"])
+def test_a_template_that_strips_what_the_model_continues_is_refused(
+    tokenizer, tmp_path, content, filter_of
+):
+    """Rewards would get white space that the model never read."""
+    (tmp_path / "t.jinja").write_text(
+        "{% for m in messages %}<{{ m.role }}>{{ m.content" + filter_of + " }}{% endfor %}"
+    )
+    chat, prompt = chat_of(tokenizer, tmp_path / "t.jinja"), [USER, {**BEGUN, "content": content}]
+    strip = {"": str, ".rstrip()": str.rstrip, ".lstrip()": str.lstrip}.get(filter_of, str.strip)
+    if strip(content) == content:
+        assert write(chat, prompt, "row 0") == f"<user>2+2?<assistant>{content}"
+        return
+    with pytest.raises(InputError, match=r"row 0: .*t\.jinja strips white space off the message"):
+        write(chat, prompt, "row 0")
+
+
 def test_tokens_are_those_of_transformers_own_chat_encoding(tokenizer):
     prompts = [[USER], [USER, {**BEGUN, "content": "4"}, USER]]
     rows = [{"prompt": prompt} for prompt in prompts]

@@ -147,7 +147,7 @@ def test_what_peft_writes_by_default_is_read(tmp_path):
         ({"init_lora_weights": "pissa"}, "init_lora_weights = 'pissa': it may change the weights"),
         ({"r": 0}, "r = 0: expected a whole number, 1 or more"),
         ({"target_modules": None}, "target_modules = None: expected"),
-        ({"target_modules": "("}, "target_modules = .*: expected a text"),
+        ({"target_modules": "("}, "target_modules = .*: is no regular expression"),
         ({"target_modules": ["c_attn"]}, "matches none of .*self_attn.q_proj"),
         ({"target_modules": ["q_proj", "lm_head"]}, "has lm_head: only linear maps"),
         ({"target_modules": r"model\.layers\.1\..*q_proj"}, "q_proj in layers .1. only"),

@@ -11,7 +11,7 @@ from jaxgrpo.training import process
 
 
 class Letters:
-    def batch_decode(self, ids, skip_special_tokens):
+    def batch_decode(self, ids, skip_special_tokens, clean_up_tokenization_spaces):
         return ["".join(chr(96 + token) for token in row) for row in ids]
 
 

@@ -68,8 +68,8 @@ def test_length_counts_tokens_and_never_characters():
         ("length", {"cache": 0.5}, r"cache = 0\.5"),
         ("length", {"max_tokens": 8, "cache": 9}, "cache = 9: more than max_tokens = 8"),
         ("length", {"max_token": 8}, "no option 'max_token': it takes max_tokens, cache"),
-        ("format", {"pattern": "("}, "pattern = '\\(' is no regular expression"),
-        ("format", {"pattern": 3}, "pattern = 3: give a regular expression"),
+        ("format", {"pattern": "("}, "pattern = '\\(': is no regular expression"),
+        ("format", {"pattern": 3}, "pattern = 3: expected a regular expression"),
     ],
 )
 def test_options_out_of_range_are_refused(use, options, message):

@@ -15,6 +15,7 @@ from jaxgrpo.core.errors import InputError
 from jaxgrpo.rewards import RewardError, build, call_rewards, math_answer, mathematics, preview
 from jaxgrpo.rewards.mathematics import NEEDED, PROGRAM
 
+CODEC = (lambda text: [*map(ord, text)], lambda ids: ["".join(map(chr, row)) for row in ids])
 THERE = importlib.util.find_spec("math_verify") is not None
 
 
@@ -81,6 +82,57 @@ def test_a_grader_that_never_ends_is_killed_and_its_sample_unscored():
         assert logged == {"math/timed_out": 0.25, "math/crashed": 0.0, "math/unread": 0.0}
 
 
+HANGING = [
+    r"\boxed{9^{9^{%d}}}",
+    r"\boxed{%d000000!}",
+    r"\boxed{(1+x)^{%d00000}}",
+    r"\boxed{\sum_{k=1}^{%d0000000}k^{k}}",
+]
+
+
+def batch_with_hanging(count, hanging):
+    """Completions of which some hang, each in a way of its own; their gold answers and scores."""
+    completions = [rf"\boxed{{{index % 97}}}" for index in range(count)]
+    golds = [str(index % 89) for index in range(count)]
+    scores = [float(index % 97 == index % 89) for index in range(count)]
+    for place in range(hanging):
+        index = place * (count // hanging)
+        completions[index] = HANGING[place % len(HANGING)] % (9 + place)
+        scores[index] = None
+    return completions, golds, scores
+
+
+@pytest.mark.skipif(not THERE, reason="needs math-verify")
+@pytest.mark.parametrize(
+    ("count", "hanging", "batch_limit", "seconds"),
+    [(60, 6, 1.0, 40), pytest.param(2000, 100, 20.0, 60, marks=pytest.mark.full)],
+)
+def test_a_batch_with_hanging_answers_ends_and_all_others_are_scored(
+    count, hanging, batch_limit, seconds
+):
+    """At 5 s each and a new process afterwards, 100 would take 2 workers 8 minutes."""
+    completions, golds, scores = batch_with_hanging(count, hanging)
+    began = time.monotonic()
+    assert math_answer(completions, golds, workers=2, batch_limit=batch_limit) == scores
+    assert time.monotonic() - began < seconds
+    began = time.monotonic()
+    assert math_answer(completions, golds, workers=2, batch_limit=batch_limit) == scores
+    assert time.monotonic() - began < seconds / 2
+
+
+@pytest.mark.skipif(not THERE, reason="needs math-verify")
+def test_a_gold_answer_that_hangs_is_unread_and_tried_once():
+    logged, gold = {}, "9^{9^{9^{9^{8}}}}"
+    options = {"time_limit": 0.5, "workers": 1, "log_metric": logged.__setitem__}
+    with pytest.warns(UserWarning, match="cannot be read as a whole in time"):
+        assert math_answer(["1", "2", "3"], [gold] * 3, **options) == [None] * 3
+    assert logged == {"math/timed_out": 0, "math/crashed": 0, "math/unread": 1}
+    began = time.monotonic()
+    numbers = [str(number) for number in range(4, 99)]
+    assert math_answer(numbers, [gold] * 95, **options) == [None] * 95
+    assert time.monotonic() - began < 5
+
+
 def test_the_program_of_the_grader_loads_nothing_of_jax_or_of_this_package(python):
     program = (
         "import runpy, sys\nrunpy.run_path(sys.argv[1], run_name='__main__')\n"
@@ -88,7 +140,7 @@ def test_the_program_of_the_grader_loads_nothing_of_jax_or_of_this_package(pytho
     )
     run = subprocess.run(
         [python, "-P", "-c", program, str(PROGRAM)],
-        input=json.dumps(["6", r"\boxed{6}", 5.0]) + "\n",
+        input=json.dumps([5.0, ["6", r"\boxed{6}"]]) + "\n",
         capture_output=True,
         text=True,
         check=True,
@@ -135,7 +187,7 @@ exec(compile(open(sys.argv[0]).read(), sys.argv[0], "exec"))
         ({"time_limit": 0}, r"rewards\.math: time_limit = 0: expected seconds above 0"),
         ({"time_limit": "fast"}, "time_limit = 'fast'"),
         ({"workers": 0}, "workers = 0: expected a whole number of processes"),
-        ({"worker": 2}, "no option 'worker': it takes time_limit, workers"),
+        ({"worker": 2}, "no option 'worker': it takes time_limit, workers, batch_limit"),
     ],
 )
 def test_options_out_of_range_are_refused(options, message):
@@ -239,7 +291,7 @@ def test_a_gold_answer_that_is_read_in_part_is_not_scored_and_named(monkeypatch)
 def test_a_preview_shows_how_gold_answers_are_read():
     rewards = {"right": build("gsm8k_answer")} | ({"math": build("math")} if THERE else {})
     for gold, expected in {"3 1/2": "7/2", "2√3": "2*sqrt(3)", "3)": "nothing"}.items():
-        shown = preview(rewards, {"prompt": "p", "answer": gold}, lambda text: [1])
+        shown = preview(rewards, {"prompt": "p", "answer": gold}, *CODEC)
         if THERE:
             assert shown["math"].reading == expected
-    assert preview(rewards, {"prompt": "p", "answer": 1.5}, lambda text: [1])["right"][3] == "3/2"
+    assert preview(rewards, {"prompt": "p", "answer": 1.5}, *CODEC)["right"][3] == "3/2"

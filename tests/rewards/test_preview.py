@@ -8,7 +8,11 @@ ROW = {"prompt": "47+38=", "answer": "85", "level": 2}
 
 
 def encode(text):
-    return [ord(letter) for letter in text]
+    return [*map(ord, text), 0]
+
+
+def decode(rows):
+    return ["".join(map(chr, ids[:-1])) for ids in rows]
 
 
 def test_every_reward_judges_the_gold_answer_and_the_empty_text():
@@ -18,31 +22,31 @@ def test_every_reward_judges_the_gold_answer_and_the_empty_text():
         seen.update(prompts=prompts, texts=completions, ids=completion_ids, level=level)
         return [0.5, None]
 
-    shown = preview({"arithmetic": build("arithmetic"), "mine": mine}, ROW, encode)
+    shown = preview({"arithmetic": build("arithmetic"), "mine": mine}, ROW, encode, decode)
     assert shown == {"arithmetic": Preview(1.0, 0.0), "mine": Preview(0.5, None)}
     assert seen == {
         "prompts": ["47+38="] * 2,
         "texts": ["85", ""],
-        "ids": [[56, 53], []],
+        "ids": [[56, 53, 0], [0]],
         "level": [2, 2],
     }
 
 
 def test_a_conversation_is_answered_by_messages():
     row = {"prompt": [{"role": "user", "content": "47+38="}], "answer": "#### 85"}
-    shown = preview({"right": build("gsm8k_answer")}, row, encode)
+    shown = preview({"right": build("gsm8k_answer")}, row, encode, decode)
     assert shown == {"right": Preview(1.0, 0.0, reading="85")}
 
 
 def test_a_row_without_an_answer_is_judged_by_the_empty_text_alone():
-    shown = preview({"length": lambda completions: [7.0] * 2}, {"prompt": "Write."}, encode)
+    shown = preview({"length": lambda completions: [7.0] * 2}, {"prompt": "Write."}, encode, decode)
     assert shown == {"length": Preview(None, 7.0)}
 
 
 def test_a_reward_that_raises_is_shown_or_ends_the_dry_run():
     functions = {"broken": lambda completions: [1 / len(text) for text in completions]}
     with pytest.raises(RewardError, match="broken raised ZeroDivisionError on completion 1"):
-        preview(functions, ROW, encode)
-    shown = preview(functions, ROW, encode, on_error={"broken": "unscored"})["broken"]
+        preview(functions, ROW, encode, decode)
+    shown = preview(functions, ROW, encode, decode, on_error={"broken": "unscored"})["broken"]
     assert shown[:2] == (None, None)
     assert "ZeroDivisionError on completion 1" in str(shown.problem)

@@ -13,8 +13,8 @@ OBEDIENT = """
 import json, os, signal, sys, time
 print("{}", flush=True)
 for line in sys.stdin:
-    order = json.loads(line)
-    if order == "hang":
+    seconds, order = json.loads(line)
+    if str(order).startswith("hang"):
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         while True:
             pass
@@ -22,7 +22,10 @@ for line in sys.stdin:
         os._exit(3)
     if order == "mumble":
         print("what?", flush=True)
-    print(json.dumps(os.getpid() if order == "who" else order), flush=True)
+    if str(order).startswith("give up"):
+        print('{"problem": "timed out"}', flush=True)
+        continue
+    print(json.dumps(os.getpid() if str(order).startswith("who") else order), flush=True)
 """
 
 
@@ -30,8 +33,9 @@ for line in sys.stdin:
 def workers():
     made = []
 
-    def make(count=1, time_limit=5.0, program=OBEDIENT):
-        made.append(Workers([sys.executable, "-c", program], count, time_limit))
+    def make(count=1, time_limit=5.0, program=OBEDIENT, budget=30.0):
+        command = [sys.executable, "-c", program]
+        made.append(Workers(command, count, time_limit, budget, grace=0.0))
         return made[-1]
 
     yield make
@@ -51,7 +55,7 @@ def test_answers_come_in_order_from_several_children(workers):
     questions = [["text", "ü\n", number, None] for number in range(50)]
     pool = workers(count=3)
     assert pool.ask(questions) == [Answer(question) for question in questions]
-    assert 1 <= len({answer.value for answer in pool.ask(["who"] * 50)}) <= 3
+    assert 1 <= len({who.value for who in pool.ask([f"who {number}" for number in range(50)])}) <= 3
 
 
 def test_a_child_stays_for_the_next_batch(workers):
@@ -69,6 +73,34 @@ def test_a_hanging_child_is_killed_and_replaced(workers):
     assert [answers[0].value, answers[3].value] == ["a", "b"]
     assert answers[2].value != first.value
     assert not alive(first.value)
+
+
+def test_a_question_that_hung_is_not_asked_again_and_equal_questions_are_asked_once(workers):
+    pool = workers(time_limit=0.5)
+    assert pool.ask(["hang", "a", "hang"])[2] == Answer(None, "timed out")
+    (who,) = pool.ask(["who"])
+    assert pool.ask(["b", "hang"]) == [Answer("b"), Answer(None, "timed out")]
+    assert pool.ask(["who"]) == [who]  # so no child was lost
+
+
+def test_a_child_that_says_it_has_no_answer_stays(workers):
+    pool = workers()
+    (who,) = pool.ask(["who"])
+    assert pool.ask(["give up", "a"]) == [Answer(None, "timed out"), Answer("a")]
+    assert pool.ask(["who"]) == [who]
+
+
+def test_beyond_the_budget_of_a_batch_each_question_has_little_time_and_the_rest_is_answered(
+    workers,
+):
+    """40 that hang would take 2 children 40 * 5 / 2 = 100 s; here 2 + (40 - 8) * 0.1 / 2 = 4."""
+    pool = workers(count=2, budget=2.0)
+    questions = [f"hang {number}" if number % 2 else number for number in range(80)]
+    began = time.monotonic()
+    answers = pool.ask(questions)
+    assert time.monotonic() - began < 25
+    assert [answer.value for answer in answers[::2]] == questions[::2]
+    assert set(answers[1::2]) == {Answer(None, "timed out")}
 
 
 @pytest.mark.parametrize("order", ["die", "mumble"])
@@ -104,7 +136,7 @@ def test_closed_children_are_gone_and_begin_again(workers):
 def test_children_end_with_their_parent(python, environment, tmp_path):
     program = (
         "import sys\nfrom jaxgrpo.rewards.workers import Workers\n"
-        f"print(Workers([sys.executable, '-c', {OBEDIENT!r}], 1, 5.0).ask(['who'])[0].value)"
+        f"print(Workers([sys.executable, '-c', {OBEDIENT!r}], 1, 5.0, 30.0).ask(['who'])[0].value)"
     )
     run = subprocess.run(
         [python, "-c", program], env=environment(), capture_output=True, text=True, check=True

@@ -11,6 +11,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from jaxgrpo.models.logprobs import confidence_of
+from jaxgrpo.rollout.judging import decode_texts
 from jaxgrpo.rollout.sampler import SamplingSettings, make_sampler, sample
 from jaxgrpo.rollout.stopping import EarlyStop, StopStrings
 
@@ -45,6 +46,17 @@ def of_bytes():
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     return PreTrainedTokenizerFast(tokenizer_object=backend)
+
+
+def test_rewards_get_the_text_in_which_stop_strings_are_found():
+    """A tokenizer of Llama 3's kind would take out the space: "1. 2"."""
+    backend = Tokenizer(
+        models.WordLevel({word: i for i, word in enumerate(["1", "2", ".", "x"])}, "x")
+    )
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, clean_up_tokenization_spaces=True)
+    ids = [0, 2, 1]
+    assert StopStrings(tokenizer, [" ."]).end(np.asarray(ids), 0) == 2
+    assert decode_texts(tokenizer, [ids]) == ["1 . 2"] != tokenizer.batch_decode([ids])
 
 
 def test_the_end_is_the_token_that_completes_the_first_string():

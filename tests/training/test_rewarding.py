@@ -114,8 +114,37 @@ def test_a_dry_run_shows_what_every_reward_gives_the_gold_answer_and_nothing(tmp
     assert shown == [
         "arithmetic gold answer: 1, empty text: 0",
         "digits gold answer: 1, empty text: not scored",
-        "short gold answer: -1, empty text: 0",
+        "short gold answer: -1, empty text: -0.5",  # its end token is one of two
     ]
+
+
+def kinds(value):
+    """The types of a value and, of a list, those of its first entry."""
+    first = value[:1] if type(value) is list else []
+    return [type(value), *(kinds(entry) for entry in first)]
+
+
+def test_the_preview_calls_rewards_as_step_1_does(tmp_path):
+    calls = []
+
+    def record(**keywords):
+        calls.append(keywords)
+        return [0.0] * len(keywords["completions"])
+
+    config = small_run.config(tmp_path / "r", **{"train.steps": 1})
+    loop.train(config, rewards=[record])
+    tried, judged = calls
+    assert list(tried) == list(judged)
+    assert tried["trainer_state"] == judged["trainer_state"]
+    for name in tried.keys() - {"trainer_state", "log_extra", "log_metric"}:
+        assert kinds(tried[name]) == kinds(judged[name]), name
+    tokenizer = folders.read_tokenizer(small_run.base())
+    gold, empty = tried["completion_ids"]
+    assert empty == [tokenizer.eos_token_id]
+    assert gold == [*tokenizer(tried["answer"][0])["input_ids"], tokenizer.eos_token_id]
+    assert tried["completions"] == [tried["answer"][0], ""]
+    ended = [ids for ids in judged["completion_ids"] if tokenizer.eos_token_id in ids]
+    assert {ids.index(tokenizer.eos_token_id) == len(ids) - 1 for ids in ended} == {True}
 
 
 def test_a_dry_run_ends_with_what_a_reward_raises(tmp_path, capsys):
@@ -178,7 +207,7 @@ def test_a_metric_logged_under_a_name_of_the_trainer_is_refused():
 class Letters:
     """A tokenizer of letters: token 1 is "a"."""
 
-    def batch_decode(self, ids, skip_special_tokens):
+    def batch_decode(self, ids, skip_special_tokens, clean_up_tokenization_spaces):
         return ["".join(chr(96 + token) for token in row) for row in ids]
 
 

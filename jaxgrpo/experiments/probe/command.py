@@ -20,10 +20,11 @@ from jaxgrpo.evaluation.rescoring import make_rescorer
 from jaxgrpo.experiments.probe import measure, report
 from jaxgrpo.experiments.probe.advice import advise
 from jaxgrpo.rewards import RewardFunction
+from jaxgrpo.rewards.protocol import TrainerState
 from jaxgrpo.training import process
 from jaxgrpo.training.console import telling
 from jaxgrpo.training.folder import plain, write_atomically
-from jaxgrpo.training.inputs import show_previews
+from jaxgrpo.training.inputs import show_previews, try_rewards
 from jaxgrpo.training.policy import (
     NO_REWARD,
     StoredPolicy,
@@ -121,7 +122,9 @@ def _probe(
     judge = judge_of(config, reward)
     questions = questions_of(config, held_out, judge)
     if process.is_main():
-        show_previews(console, [judge], questions.rows[0], policy.tokenizer, 0)
+        first, ends = questions.rows[0], policy.settings.stop_tokens
+        tried = try_rewards([judge], first, policy.tokenizer, ends, TrainerState())
+        show_previews(console, [judge], first, tried)
     with telling(console, "probe: sampling"):
         found = _numbers(config, policy, questions, level)
     data = without_passwords(config.eval.data or "") if rows is None else "rows"

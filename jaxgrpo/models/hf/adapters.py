@@ -22,7 +22,7 @@ import jax
 from jax.experimental import multihost_utils
 from safetensors.numpy import save_file
 
-from jaxgrpo.core.errors import InputError, refuse_all, without_passwords
+from jaxgrpo.core.errors import InputError, pattern_problem, refuse_all, without_passwords
 from jaxgrpo.core.types import Params
 from jaxgrpo.data import limits, storage
 from jaxgrpo.data.storage import Place
@@ -204,8 +204,12 @@ def _fields(config: ModelConfig, family: Family, base: str | None) -> dict[str, 
 def _adapted(given: Any, base: ModelConfig, fields: Fields) -> tuple[str, ...]:
     """The names in LINEAR that PEFT's target_modules adapts; what is wrong becomes a problem."""
     family = families.family_of(base.family, "target_modules")
-    if not _is_targets(given):
+    is_list = isinstance(given, list) and all(isinstance(name, str) for name in given)
+    if not (is_list or isinstance(given, str)):
         fields.refuse("target_modules", "expected a text or a list of texts")
+        return ()
+    if not is_list and (problem := pattern_problem(given)):
+        fields.refuse("target_modules", problem)
         return ()
     found, layers = [], range(base.num_layers)
     modules = _modules(family)
@@ -224,14 +228,6 @@ def _adapted(given: Any, base: ModelConfig, fields: Fields) -> tuple[str, ...]:
         known = ", ".join(sorted(set(modules.values())))
         fields.refuse("target_modules", f"matches none of {known}")
     return tuple(found)
-
-
-def _is_targets(given: Any) -> bool:
-    if isinstance(given, str):
-        with contextlib.suppress(re.error):
-            return bool(re.compile(given))
-        return False
-    return isinstance(given, list) and all(isinstance(one, str) for one in given)
 
 
 def _matches(given: str | list[str], name: str) -> bool:
