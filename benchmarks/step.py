@@ -28,7 +28,7 @@ from jaxgrpo.models.api import ModelConfig
 from jaxgrpo.rollout.judging import put_prompts
 from jaxgrpo.rollout.sampler import SamplingSettings
 from jaxgrpo.rollout.selection import pad_prompts, sequential
-from jaxgrpo.training.setup import first_state
+from jaxgrpo.training.parameters import first_state
 from jaxgrpo.update import packing
 from jaxgrpo.update.forward import Blueprint, param_layout
 from jaxgrpo.update.step import build_steps

@@ -76,7 +76,7 @@ def run_of(config: Config, model: ModelConfig, mesh: Mesh) -> Run:
 
 
 def abstract_state(blueprint: Blueprint) -> TrainState:
-    """The shapes of the state that `setup.first_state` makes, but for what the host keeps."""
+    """The shapes of the state that `parameters.first_state` makes, but for what the host keeps."""
     model, everywhere = blueprint.model, sharding.replicated(blueprint.mesh)
     params = placed(model.shapes, param_layout(blueprint))
     own, frozen = params, {}

@@ -1,4 +1,5 @@
-"""The parameters of a run: as it begins, between a checkpoint and the state, and as it ends.
+"""The parameters and the state of a run: as it begins, between a checkpoint and the state, and as
+it ends.
 
 Without adapters all of them are trained. With adapters (`[lora]`) the weights are read from
 model.path, stay as they are, and are in no checkpoint: `without_weights` and `with_weights`.
@@ -13,14 +14,18 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 
 from jaxgrpo.config.files import Config
 from jaxgrpo.core.errors import InputError
-from jaxgrpo.core.types import WEIGHTS, Params, TrainState
+from jaxgrpo.core.types import WEIGHTS, Params, Rollouts, RolloutSpec, TrainState
 from jaxgrpo.data.storage import Place
-from jaxgrpo.models import decoder, lora
+from jaxgrpo.models import decoder, lora, sharding
 from jaxgrpo.models.api import LoraConfig, Model, ModelConfig
 from jaxgrpo.models.hf import adapters, folders
+from jaxgrpo.rollout.selection import PromptPolicy
+from jaxgrpo.training import memory
+from jaxgrpo.update.forward import Blueprint, as_computed, opt_layout, trained_layout
 
 
 def chosen_config(config: Config, stored: ModelConfig) -> ModelConfig:
@@ -81,6 +86,42 @@ def adapters_line(model: Model) -> str:
     count = sum(leaf.size for leaf in jax.tree.leaves(lora.split(model.shapes)[1]))
     names = ", ".join(settings.modules)
     return f" of adapters (rank {settings.rank}, of {names}); {count:,} stay as they are"
+
+
+def first_state(
+    blueprint: Blueprint,
+    params: Params,
+    policy: PromptPolicy,
+    num_rows: int,
+    seed: int,
+    rewards: tuple[str, ...],
+    leftover: Rollouts | None = None,
+) -> TrainState:
+    """The state before the first step, laid out on the mesh."""
+    everywhere = sharding.replicated(blueprint.mesh)
+    # Geometry and RolloutSpec begin with the same four sizes.
+    spec = RolloutSpec(*blueprint.geometry[:4], rewards=rewards, num_rows=num_rows)
+    own, frozen = params, {}
+    if blueprint.model.config.lora is not None:
+        own, frozen[WEIGHTS] = lora.split(params)
+    # A copy of its own, since the trainable parameters are donated.
+    copy = jax.jit(
+        lambda tree: jax.tree.map(lambda leaf: leaf + 0, as_computed(blueprint.model, tree)),
+        out_shardings=trained_layout(blueprint),
+    )
+    put = lambda value: sharding.put(value, everywhere)  # noqa: E731
+    return TrainState(
+        step=put(np.int32(0)),
+        trainable=own,
+        frozen=frozen | {name: copy(own) for name in memory.kept_policies(blueprint)},
+        opt_state=jax.jit(blueprint.optimizer.init, out_shardings=opt_layout(blueprint))(own),
+        advantage_state=jax.tree.map(put, blueprint.chain.init(spec)),
+        prompt_policy_state=policy.init(num_rows, seed),
+        cursor=put(np.int32(0)),
+        key=put(jax.random.key_data(jax.random.key(seed))),
+        leftover=leftover,
+        objective_state=jax.tree.map(put, blueprint.objective.init()),
+    )
 
 
 def without_weights(state: TrainState) -> TrainState:

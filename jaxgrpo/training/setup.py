@@ -25,17 +25,15 @@ from jaxgrpo.config.files import Config
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.metrics import Metrics
 from jaxgrpo.core.types import (
-    WEIGHTS,
     Params,
     Prompts,
     Rollouts,
-    RolloutSpec,
     TrainState,
 )
 from jaxgrpo.data.chat import Chat
 from jaxgrpo.data.prompts import PromptData
 from jaxgrpo.data.sources import Mixture
-from jaxgrpo.models import attention, decoder, lora, sharding
+from jaxgrpo.models import attention, decoder, sharding
 from jaxgrpo.models.api import Model
 from jaxgrpo.models.hf import folders
 from jaxgrpo.models.hf.weights import IN_A_COPY
@@ -54,12 +52,9 @@ from jaxgrpo.training.replay import Replay, SavedRollouts, origin_of, read_files
 from jaxgrpo.update import diagnostics, packing, step
 from jaxgrpo.update.forward import (
     Blueprint,
-    as_computed,
     held_dtype,
-    opt_layout,
     param_layout,
     trained,
-    trained_layout,
 )
 from jaxgrpo.update.optimizer import make_optimizer
 
@@ -256,7 +251,7 @@ def _read_state(
     """The first state, with the weights of the model. Args: begin: as of `first_state`."""
     dtype, layout = held_dtype(found.model), param_layout(blueprint)
     params = parameters.read_start(config, found.folder, found.model, dtype, layout)
-    return first_state(blueprint, params, *begin, leftover=leftover)
+    return parameters.first_state(blueprint, params, *begin, leftover=leftover)
 
 
 class Found(NamedTuple):
@@ -441,42 +436,6 @@ def settings_of(
         early_stop=EarlyStop(**rollout.early_stop) if rollout.early_stop else None,  # pyright: ignore[reportArgumentType]
         kv_cache_dtype=rollout.kv_cache_dtype,
         calls=CALLS,
-    )
-
-
-def first_state(
-    blueprint: Blueprint,
-    params: Params,
-    policy: PromptPolicy,
-    num_rows: int,
-    seed: int,
-    rewards: tuple[str, ...],
-    leftover: Rollouts | None = None,
-) -> TrainState:
-    """The state before the first step, laid out on the mesh."""
-    everywhere = sharding.replicated(blueprint.mesh)
-    # Geometry and RolloutSpec begin with the same four sizes.
-    spec = RolloutSpec(*blueprint.geometry[:4], rewards=rewards, num_rows=num_rows)
-    own, frozen = params, {}
-    if blueprint.model.config.lora is not None:
-        own, frozen[WEIGHTS] = lora.split(params)
-    # A copy of its own, since the trainable parameters are donated.
-    copy = jax.jit(
-        lambda tree: jax.tree.map(lambda leaf: leaf + 0, as_computed(blueprint.model, tree)),
-        out_shardings=trained_layout(blueprint),
-    )
-    put = lambda value: sharding.put(value, everywhere)  # noqa: E731
-    return TrainState(
-        step=put(np.int32(0)),
-        trainable=own,
-        frozen=frozen | {name: copy(own) for name in memory.kept_policies(blueprint)},
-        opt_state=jax.jit(blueprint.optimizer.init, out_shardings=opt_layout(blueprint))(own),
-        advantage_state=jax.tree.map(put, blueprint.chain.init(spec)),
-        prompt_policy_state=policy.init(num_rows, seed),
-        cursor=put(np.int32(0)),
-        key=put(jax.random.key_data(jax.random.key(seed))),
-        leftover=leftover,
-        objective_state=jax.tree.map(put, blueprint.objective.init()),
     )
 
 

@@ -15,7 +15,7 @@ from jaxgrpo.core.metrics import finalise
 from jaxgrpo.models import sharding
 from jaxgrpo.rollout.sampler import SamplingSettings
 from jaxgrpo.rollout.selection import sequential
-from jaxgrpo.training.setup import first_state
+from jaxgrpo.training.parameters import first_state
 from jaxgrpo.update.forward import Blueprint
 from jaxgrpo.update.packing import Geometry
 from jaxgrpo.update.preparing import Preparer

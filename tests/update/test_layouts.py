@@ -20,7 +20,7 @@ from jaxgrpo.core.metrics import finalise
 from jaxgrpo.models import decoder, sharding
 from jaxgrpo.rollout.sampler import SamplingSettings
 from jaxgrpo.rollout.selection import sequential
-from jaxgrpo.training.setup import first_state
+from jaxgrpo.training.parameters import first_state
 from jaxgrpo.update.forward import Blueprint, param_layout
 from jaxgrpo.update.packing import Geometry
 from jaxgrpo.update.step import build_steps

@@ -18,7 +18,7 @@ from jaxgrpo import advantages, losses
 from jaxgrpo.models import decoder, sharding
 from jaxgrpo.rollout.sampler import SamplingSettings
 from jaxgrpo.rollout.selection import sequential
-from jaxgrpo.training.setup import first_state
+from jaxgrpo.training.parameters import first_state
 from jaxgrpo.update.forward import Blueprint, param_layout
 from jaxgrpo.update.optimizer import decay_mask, make_optimizer
 from jaxgrpo.update.packing import Geometry
