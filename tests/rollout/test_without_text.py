@@ -76,6 +76,7 @@ def test_an_evaluation_measures_over_tokens_with_text():
     base = Base(tiny.model(), tiny.params())
     mesh = sharding.make_mesh(devices=jax.devices()[:1])
     rescore = make_rescorer(tiny.model(few), mesh, temperature=1.0, confidence=True, base=base)
+    assert rescore is not None
     found = jax.tree.map(np.asarray, rescore(tiny.params(), rollouts))
     table = np.asarray(tiny.whole_tables(tiny.UNIFORM, tiny.params(), rollouts), np.float64)
     table = np.delete(table, [*range(2, 5), *range(14, tiny.VOCAB)], -1)
