@@ -104,8 +104,9 @@ def lines(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield "attention", f"{heads}, head_dim {found['head_dim']}{_extras(found)}"
     yield "sizes", f"hidden {hidden}, feed-forward {wide} ({found['activation']})"
     head = "the embedding" if found["tie_embeddings"] else "of its own"
-    cap = found["logit_soft_cap"]
-    yield "vocabulary", f"{found['vocab_size']}, head {head}{_if(cap, f', soft cap {cap}')}"
+    cap, silent = found["logit_soft_cap"], found["without_text"]
+    silent = _if(silent, f" ({silent} without text, never drawn)")
+    yield "vocabulary", f"{found['vocab_size']}{silent}, head {head}{_if(cap, f', soft cap {cap}')}"
     yield "positions", f"rope {found['rope']}; meant for {found['max_positions']} tokens"
     yield "  limit", f"{limit} tokens, longer ones are refused" if limit else "none"
     stored = found["stored"]
@@ -243,6 +244,9 @@ def _texts(folder: Path, config: ModelConfig) -> dict[str, Any]:
         tokenizer = folders.read_tokenizer(folder)
     ends = folders.read_end_tokens(folder, tokenizer, config.vocab_size)
     words = ["" if tokenizer is None else tokenizer.decode([token]) for token in ends]
+    silent: tuple[tuple[int, int], ...] = ()
+    if tokenizer is not None:
+        silent = folders.tokens_without_text(tokenizer, ends, config.vocab_size)
     unsupported = {}
     if tokenizer is None or not ends:
         why = "no tokenizer" if tokenizer is None else "no end token"
@@ -252,6 +256,7 @@ def _texts(folder: Path, config: ModelConfig) -> dict[str, Any]:
         "tokenizer": None if tokenizer is None else type(tokenizer).__name__,
         "chat_template": bool(getattr(tokenizer, "chat_template", None)),
         "end_tokens": dict(zip(ends, words, strict=True)),
+        "without_text": sum(end - begin for begin, end in silent),
         "supported": [name for name in wanted if name not in unsupported],
         "unsupported": unsupported,
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import NamedTuple
@@ -14,9 +15,9 @@ from jax.sharding import Mesh
 
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.types import Params, Rollouts, TrainBatch
-from jaxgrpo.models import sharding
+from jaxgrpo.models import decoder, sharding
 from jaxgrpo.models.api import Constrain, Model, ModelConfig, stacked_params
-from jaxgrpo.models.logprobs import full_kl, token_confidence, token_logprobs
+from jaxgrpo.models.logprobs import LIKELIEST, full_kl, token_confidence, token_logprobs
 from jaxgrpo.update import packing
 from jaxgrpo.update.forward import flatten, hidden_states, in_rows, micro_batch
 
@@ -59,12 +60,9 @@ def make_rescorer(
     """
     if not (confidence or logp or base is not None):
         return None
-    if base is not None:
-        refuse_other_vocabulary(model.config, base.model.config)
+    anchor = None if base is None else _over_tokens_of(model.config, base.model.config, mesh)
     # Greedy sampling has no distribution: its confidence is that of the model itself.
-    look = functools.partial(
-        _look, model, base and base.model, temperature or 1.0, confidence, logp
-    )
+    look = functools.partial(_look, model, anchor, temperature or 1.0, confidence, logp)
     program = jax.jit(
         functools.partial(_in_micro_batches, look, model.config, sharding.constrain(mesh)),
         static_argnums=4,
@@ -81,6 +79,13 @@ def make_rescorer(
         return program(params, held, rollouts, everyone, geometry.tokens)
 
     return rescore
+
+
+def _over_tokens_of(policy: ModelConfig, base: ModelConfig, mesh: Mesh) -> Model:
+    """The base over the tokens that the policy can draw: its tokenizer may be another one."""
+    refuse_other_vocabulary(policy, base)
+    shared = dataclasses.replace(base, without_text=policy.without_text)
+    return decoder.build(shared, constrain=sharding.constrain(mesh))
 
 
 def refuse_other_vocabulary(own: ModelConfig, base: ModelConfig) -> None:
@@ -114,7 +119,8 @@ def _look(
 
     values: dict[str, Array] = {}
     if confidence:
-        values["confidence"] = token_confidence(unembed, hidden, temperature=temperature)
+        number = min(LIKELIEST, model.config.num_drawable)
+        values["confidence"] = token_confidence(unembed, hidden, k=number, temperature=temperature)
     if logp:
         values["logp"] = log_probs(unembed, hidden)
     if anchor is not None:

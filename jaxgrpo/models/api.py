@@ -43,6 +43,9 @@ QueryKeyNorm = Literal["none", "head", "whole"]
 QUERY_KEY_NORMS: tuple[str, ...] = get_args(QueryKeyNorm)
 
 
+NEVER = -1e20
+"""Logit of a token that is never drawn: at any temperature no probability, and no gradient."""
+
 LINEAR = (
     *("attention/query", "attention/key", "attention/value", "attention/out"),
     *("feed_forward/gate", "feed_forward/up", "feed_forward/down"),
@@ -114,6 +117,8 @@ class ModelConfig:
     lora: LoraConfig | None = None  # adapters that are trained in place of the weights
     fused: tuple[tuple[str, ...], ...] = ()  # names in LINEAR that are one map of the family, which
     # has one adapter: its A is that of the first of them
+    without_text: tuple[tuple[int, int], ...] = ()
+    """Ranges [begin, end) of tokens that the tokenizer has no text for: no probability, ever"""
     source: str = dataclasses.field(default="", compare=False, repr=False)
     """config.json of the checkpoint that it was read from; a model without one cannot be saved"""
     ignored: tuple[str, ...] = dataclasses.field(default=(), compare=False, repr=False)
@@ -136,6 +141,11 @@ class ModelConfig:
     @property
     def num_rest(self) -> int:
         return self.num_layers % len(self.pattern)
+
+    @property
+    def num_drawable(self) -> int:
+        """Tokens that can be drawn: those with text."""
+        return self.vocab_size - sum(end - begin for begin, end in self.without_text)
 
     def holds_a(self, name: str) -> str:
         """The linear map with the A of an adapted one: itself, or the first that it is fused with.
@@ -200,7 +210,7 @@ class Model(NamedTuple):
     -> (hidden [*B, Q, hidden_size] after the final norm, memory in the form it came in)
     The final norm gives config.dtype, or at least float32 with config.float32_head."""
     unembed: Callable[[Params, Array], Array]
-    """(params, hidden [..., E]) -> logits [..., V], float32"""
+    """(params, hidden [..., E]) -> logits [..., V], float32; NEVER for tokens without text"""
     axes: Params  # parameter tree of tuples: the logical axis name of each dimension
     shapes: Params  # parameter tree of jax.ShapeDtypeStruct
 

@@ -13,6 +13,7 @@ from typing import Any, Literal, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax import Array
 
@@ -20,6 +21,7 @@ from jaxgrpo.core.errors import pattern_problem, refuse_all
 from jaxgrpo.core.types import Params
 from jaxgrpo.models.api import (
     LINEAR,
+    NEVER,
     NORMS,
     QUERY_KEY_NORMS,
     Attend,
@@ -151,11 +153,21 @@ def build(
 
     def unembed(params: Params, hidden: Array) -> Array:
         table = params["embed" if config.tie_embeddings else "head"]
-        return modules["head"].bind(table).decode(hidden)
+        return _of_text(config, modules["head"].bind(table).decode(hidden))
 
     # The key is made inside, so that building a model touches no device.
     shapes = jax.eval_shape(lambda: init(jax.random.key(0)))
     return Model(config, init, apply, unembed, _axes(modules, shapes), shapes)
+
+
+def _of_text(config: ModelConfig, logits: Array) -> Array:
+    """Logits [..., V] that are NEVER for tokens without text; as they are where all have some."""
+    if not config.without_text:
+        return logits
+    has_text = np.ones(config.vocab_size, bool)
+    for begin, end in config.without_text:
+        has_text[begin:end] = False
+    return jnp.where(jnp.broadcast_to(has_text, logits.shape), logits, NEVER)
 
 
 def _looked_up(embedding: Embedding, tokens: Array, constrain: Constrain | None) -> Array:

@@ -27,6 +27,9 @@ LIMIT = 20.0
 costs no more.
 """
 
+LIKELIEST = 20
+"""Tokens at a position, of whose log-probs a confidence is the mean."""
+
 Entropy = Literal["none", "value", "gradient"]
 """Whether the entropy is computed, and whether it carries gradient."""
 
@@ -140,7 +143,7 @@ def token_confidence(
     unembed: Callable[[Array], Array],
     hidden: Float[Array, "D N E"],
     *,
-    k: int = 20,
+    k: int = LIKELIEST,
     temperature: float = 1.0,
     logits_per_chunk: int | None = None,
 ) -> Float[Array, "D N"]:

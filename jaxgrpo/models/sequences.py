@@ -13,10 +13,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.core import Tracer
 from jaxtyping import Bool, Float, Int
 
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.types import Params
+from jaxgrpo.models import sharding
 from jaxgrpo.models.api import Model, ModelConfig
 from jaxgrpo.models.attention import causal
 from jaxgrpo.models.logprobs import token_logprobs
@@ -39,7 +41,8 @@ def logits(
       params: of the model, as `load_model` gives them.
       mask: 1 or True at real tokens.
 
-    Raises: InputError for sequences for which this model's positions are not built.
+    Raises: InputError for sequences for which this model's positions are not built, and for tokens
+    that it does not have, unless they are traced.
     """
     return _logits(model.apply, model.unembed, params, *_checked(model, tokens, mask))
 
@@ -72,14 +75,35 @@ def check_length(config: ModelConfig, length: int, what: str, remedy: str | None
         )
 
 
+def check_tokens(what: str, tokens: _Host, mask: _Host, vocab_size: int) -> None:
+    """Refuses tokens that a model does not have; what `mask` leaves out may be anything.
+
+    Of traced arrays only the dtype is looked at: inside jit no value is known.
+
+    Raises: InputError with the first such token and its place.
+    """
+    remedy = "the tokens of this model: encode the text with its tokenizer"
+    allowed = f"expected a whole number from 0 to {vocab_size - 1}, {remedy}"
+    if not jnp.issubdtype(tokens.dtype, jnp.integer):
+        raise InputError(f"{what}: holds {tokens.dtype}, {allowed}")
+    if isinstance(tokens, Tracer) or isinstance(mask, Tracer):
+        return
+    tokens, mask = sharding.to_host((tokens, mask))
+    wrong = mask.astype(bool) & ((tokens < 0) | (tokens >= vocab_size))
+    if wrong.any():
+        place = tuple(np.argwhere(wrong)[0].tolist())
+        raise InputError(f"{what}{list(place)} = {tokens[place]}, {allowed}")
+
+
 def _checked(model: Model, tokens: Any, mask: Any) -> tuple[Array, Array]:
-    tokens, real = jnp.asarray(tokens), jnp.asarray(mask, bool)
+    tokens, real = (x if isinstance(x, Array) else np.asarray(x) for x in (tokens, mask))
     if tokens.ndim != 2 or tokens.shape != real.shape:
         raise InputError(
             f"tokens of shape {tokens.shape} and a mask of {real.shape}: expected [B, T] for both"
         )
     check_length(model.config, tokens.shape[1], "tokens")
-    return tokens, real
+    check_tokens("tokens", tokens, real, model.config.vocab_size)
+    return jnp.asarray(tokens), jnp.asarray(real, bool)
 
 
 _jitted = functools.partial(jax.jit, static_argnums=(0, 1))

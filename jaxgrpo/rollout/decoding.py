@@ -232,7 +232,7 @@ def _one_token(engine: Engine, aligned: bool, params: Params, state: DecodeState
     hidden, memory = model.apply(params, state.token[..., None], position, attend, state.memory)
     logits = model.unembed(params, hidden[..., 0, :])  # [D, N, V]
     token, logp = _drawn(engine, state, logits)
-    samples, token, ended = _written(settings, state, logits, token, logp)
+    samples, token, ended = _written(engine, state, logits, token, logp)
     return dataclasses.replace(
         state,
         live=state.live & ~ended,
@@ -279,10 +279,10 @@ def _is_greedy(settings: SamplingSettings, state: DecodeState) -> Array:
 
 
 def _written(
-    settings: SamplingSettings, state: DecodeState, logits: Array, token: Array, logp: Array
+    engine: Engine, state: DecodeState, logits: Array, token: Array, logp: Array
 ) -> tuple[Samples, Array, Array]:
     """The samples with one more token each, drawn or forced; this token, and who ends with it."""
-    samples, total = state.samples, state.samples.length.shape[1]
+    settings, samples, total = engine.settings, state.samples, state.samples.length.shape[1]
     forced = _forced(state)
     drawn = forced < 0
     chosen = jnp.where(drawn, token, forced).astype(jnp.int32)
@@ -303,7 +303,8 @@ def _written(
         temperature = settings.temperature or 1.0
         temperature = jnp.where(_is_greedy(settings, state), 1.0, temperature)[..., None]
         scaled = logits.astype(jnp.float32) / temperature
-        confidence = jnp.where(drawn, confidence_of(scaled, settings.early_stop.tokens), 0)
+        number = min(settings.early_stop.tokens, engine.model.config.num_drawable)
+        confidence = jnp.where(drawn, confidence_of(scaled, number), 0)
         now, unsure = _summed(settings.early_stop, state, samples.confidence, confidence)
         now = write(samples.confidence, now, state.index)
         samples = dataclasses.replace(samples, confidence=now)

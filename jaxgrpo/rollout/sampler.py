@@ -21,6 +21,7 @@ from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.types import Params, Prompts, Rollouts
 from jaxgrpo.models import sharding
 from jaxgrpo.models.api import Model, params_per_layer
+from jaxgrpo.models.sequences import check_tokens
 from jaxgrpo.rollout import decoding, shrinking
 from jaxgrpo.rollout.decoding import Engine
 from jaxgrpo.rollout.shrinking import Price, Size, price_of, sizes_below, worthwhile
@@ -37,6 +38,7 @@ class Sampler(NamedTuple):
     """The jitted programs of sampling; `sample` runs them."""
 
     settings: SamplingSettings
+    vocab_size: int
     mesh: Mesh | None
     split: Callable[[Params], Params]
     begin: Callable[..., DecodeState]
@@ -103,6 +105,7 @@ def make_sampler(model: Model, settings: SamplingSettings, mesh: Mesh | None = N
     on_cpu = platform == "cpu"
     return Sampler(
         settings=settings,
+        vocab_size=model.config.vocab_size,
         mesh=mesh,
         split=functools.partial(params_per_layer, model.config),
         begin=jax.jit(functools.partial(_begin, engine), static_argnums=0),
@@ -195,6 +198,7 @@ class _Call:
         self.peeked: list[tuple[np.ndarray, tuple[Array, Array]]] = []
         self.params = sampler.split(params)
         tokens, mask = sharding.to_host((prompts.prompt_tokens, prompts.prompt_mask))
+        check_tokens("prompt_tokens", tokens, mask, sampler.vocab_size)
         shape = (sizes.bins, sizes.prompts, -1)
         # The last token opens the slots, the others make up the row.
         self.length = mask.sum(-1).reshape(shape[:2]) - 1

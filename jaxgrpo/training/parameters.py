@@ -28,14 +28,22 @@ from jaxgrpo.training import memory
 from jaxgrpo.update.forward import Blueprint, as_computed, opt_layout, trained_layout
 
 
-def chosen_config(config: Config, stored: ModelConfig) -> ModelConfig:
+def chosen_config(
+    config: Config, stored: ModelConfig, without_text: tuple[tuple[int, int], ...] = ()
+) -> ModelConfig:
     """The stored model as a config asks for it: dtype, head, adapters.
+
+    Args:
+      without_text: as of ModelConfig, where the tokenizer is known.
 
     Raises: InputError if there are no such adapters.
     """
-    keys = config.model
     return dataclasses.replace(
-        stored, dtype=keys.dtype, float32_head=keys.float32_head, lora=_adapters(config, stored)
+        stored,
+        dtype=config.model.dtype,
+        float32_head=config.model.float32_head,
+        lora=_adapters(config, stored),
+        without_text=without_text,
     )
 
 

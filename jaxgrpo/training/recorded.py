@@ -80,7 +80,10 @@ def save(path: str | os.PathLike[str], rollouts: Rollouts, step: int) -> None:
 
 
 def load(
-    path: str | os.PathLike[str], vocab_size: int | None = None, end_tokens: Sequence[int] = ()
+    path: str | os.PathLike[str],
+    vocab_size: int | None = None,
+    end_tokens: Sequence[int] = (),
+    without_text: Sequence[tuple[int, int]] = (),
 ) -> Rollouts:
     """The rollouts of a file, as host arrays, with the defaults of docs/rollouts.md.
 
@@ -90,6 +93,7 @@ def load(
       vocab_size: of the model; None: token ids need only be 0 or more.
       end_tokens: of the model; where the file says nothing about `truncated`, a sample that
         ends at the last position with one of them is not truncated.
+      without_text: as of ModelConfig; such a token may be read, but not chosen by the policy.
 
     Raises: InputError naming the file, each wrong array, what it holds and what is expected.
     """
@@ -100,6 +104,7 @@ def load(
         refuse_all(f"{path}:", list(check(found)))
     arrays, problems = _cast(found)
     refuse_all(f"{path}:", problems or list(_wrong_values(arrays, vocab_size)))
+    refuse_all(f"{path}:", list(_never_drawn(arrays, without_text)))
     mask = arrays["token_mask"]
     arrays["behavior_logp"] = np.where(mask, arrays["behavior_logp"], np.float32(0))
     arrays = {**_defaults(arrays, end_tokens), **arrays}
@@ -234,6 +239,20 @@ def _wrong_values(arrays: Arrays, vocab_size: int | None) -> Iterator[str]:
         if name.startswith(REWARDS):
             wrong = np.isinf(arrays[name])
             yield from _first(name, arrays[name], wrong, "a finite number, or NaN: not scored")
+
+
+def _never_drawn(arrays: Arrays, without_text: Sequence[tuple[int, int]]) -> Iterator[str]:
+    tokens = arrays["completion_tokens"]
+    wrong = np.zeros(tokens.shape, bool)
+    for begin, end in without_text:
+        wrong |= (begin <= tokens) & (tokens < end)
+    yield from _first(
+        "completion_tokens",
+        tokens,
+        wrong & arrays["token_mask"],
+        "a token that the tokenizer has text for, as the model gives others no probability: set "
+        "token_mask to False there, or leave the sample out",
+    )
 
 
 def _first(name: str, array: np.ndarray, wrong: np.ndarray, expected: str) -> Iterator[str]:

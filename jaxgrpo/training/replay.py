@@ -25,6 +25,7 @@ from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.types import FIELDS, OF_ANSWERS, Params, Prompts, Rollouts, TrainState
 from jaxgrpo.data.prompts import PromptData
 from jaxgrpo.models import sharding
+from jaxgrpo.models.api import ModelConfig
 from jaxgrpo.rewards import RewardLog
 from jaxgrpo.rewards.protocol import Reward
 from jaxgrpo.rollout import refill
@@ -106,7 +107,7 @@ def read_files(
     config: Config,
     files: SavedRollouts,
     tokenizer: Any,
-    vocab_size: int,
+    model: ModelConfig,
     end_tokens: Sequence[int],
 ) -> Replay:
     """Reads and checks every file.
@@ -122,7 +123,12 @@ def read_files(
             "rollout.refill: a replay samples nothing, so no flat group can be replaced; leave the "
             "key out of the config, in a copy of it that you give by --config"
         )
-    load = functools.partial(recorded.load, vocab_size=vocab_size, end_tokens=end_tokens)
+    load = functools.partial(
+        recorded.load,
+        vocab_size=model.vocab_size,
+        end_tokens=end_tokens,
+        without_text=model.without_text,
+    )
     numbers: Rows = {}
     encoded, sums, rewards, fields = [], [], [], []
     for path in paths:

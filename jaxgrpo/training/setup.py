@@ -277,8 +277,10 @@ def find_model(config: Config, mesh: Mesh | None = None, whole: bool = True) -> 
         mesh = sharding.make_mesh(sizes.data, sizes.fsdp, sizes.tensor, sizes.context)
     folder, stored = inputs.find_config(config, whole)
     inputs.check_length(config, stored)
-    tokenizer = folders.read_tokenizer(folder)
-    chosen = parameters.chosen_config(config, stored)
+    tokenizer, size = folders.read_tokenizer(folder), stored.vocab_size
+    ends = folders.read_end_tokens(folder, tokenizer, size)
+    without_text = folders.tokens_without_text(tokenizer, ends, size)
+    chosen = parameters.chosen_config(config, stored, without_text)
     remat = _remat(config, mesh)
     model = decoder.build(chosen, constrain=sharding.constrain(mesh), remat=remat)
     return Found(mesh, folder, tokenizer, model)
@@ -302,7 +304,7 @@ def _read_inputs(
         raise InputError("dataset and rollouts are both given: saved rollouts bring their prompts")
     else:
         ends = folders.read_end_tokens(found.folder, found.tokenizer, vocab_size)
-        saved = read_files(config, rollouts, found.tokenizer, vocab_size, ends)
+        saved = read_files(config, rollouts, found.tokenizer, found.model.config, ends)
         prompts = saved.data
     source = inputs.eval_source(config) if config.eval.data else None
     held_out = inputs.load_prompts(config, chat, source) if source else None

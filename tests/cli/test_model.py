@@ -63,6 +63,9 @@ def test_a_llama_with_a_tokenizer(saved, show):
     )
     assert (found["chat_template"], found["unsupported"]) == (True, {})
     assert "training" in found["supported"]
+    words = len(character_tokenizer("0123456789+="))
+    assert found["without_text"] == found["vocab_size"] - words > 0
+    assert f"{found['vocab_size']} ({found['without_text']} without text, never drawn)" in said
     (query,) = (one for one in found["leaves"] if one["name"] == "layer/attention/query/kernel")
     assert (query["axes"], query["shape"]) == (["embed", "heads", "head_dim"], [32, 4, 16])
     assert (query["count"], query["numbers"]) == (3, 3 * 32 * 64)

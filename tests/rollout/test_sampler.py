@@ -183,6 +183,17 @@ def test_a_forced_prefix_that_leaves_nothing_to_draw_is_refused():
         run(prompts=dataclasses.replace(tiny.prompts(), forced_prefix=forced))
 
 
+def test_prompts_with_tokens_that_the_model_does_not_have_are_refused():
+    prompts = tiny.prompts()
+    tokens = np.array(prompts.prompt_tokens)
+    tokens[0, -1] = tiny.VOCAB  # padding, which nothing reads
+    assert run(dataclasses.replace(prompts, prompt_tokens=tokens)).token_mask.any()
+    tokens[1, -1] = tiny.VOCAB
+    message = r"prompt_tokens\[1, 5\] = 40, expected a whole number from 0 to 39"
+    with pytest.raises(InputError, match=message):
+        run(dataclasses.replace(prompts, prompt_tokens=tokens))
+
+
 def test_no_sample_ends_before_its_fewest_tokens():
     prompts = tiny.prompts(24, seed=5)
     lengths = np.asarray(run(prompts=prompts).token_mask).sum(-1)

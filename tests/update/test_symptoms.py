@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxgrpo.core.metrics import finalise
+from jaxgrpo.core.metrics import Mean, finalise
 from jaxgrpo.update.diagnostics import (
     advantage_metrics,
     drift_metrics,
@@ -136,6 +136,7 @@ def test_the_estimated_entropy_has_the_entropy_of_what_is_drawn_as_its_expectati
             p = [tables[0, first], tables[first, second]] if first else [tables[0, 0]]
             logp = jnp.array([[np.log([*p, NAN])[:2]]])
             found = surprise_metrics(logp, jnp.array([[[True, first > 0]]]))["entropy_estimated"]
+            assert isinstance(found, Mean)
             assert found.weight == len(p)
             total += np.prod(p) * float(found.total)
     assert total == pytest.approx(entropy, rel=1e-5)

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 from jax.experimental import multihost_utils
 
 from jaxgrpo.core.errors import InputError, one_line, refusing
@@ -147,6 +148,26 @@ def read_end_tokens(
                 f"the model's own {IN_A_COPY}"
             )
     return tuple(dict.fromkeys(token for _, token in given if token is not None))
+
+
+def tokens_without_text(
+    tokenizer: Any, end_tokens: Iterable[int], vocab_size: int
+) -> tuple[tuple[int, int], ...]:
+    """Ranges [begin, end) of a model's tokens that its tokenizer has no text for.
+
+    Vocabularies are often padded to a round size (Qwen2.5: 271 tokens), and have gaps (Phi-4-mini).
+    A token that ends a text is none of them.
+
+    >>> from types import SimpleNamespace
+    >>> tokenizer = SimpleNamespace(get_vocab=lambda: {"a": 0, "b": 1, "c": 5})
+    >>> tokens_without_text(tokenizer, [2], 8)
+    ((3, 5), (6, 8))
+    """
+    known = np.array([*tokenizer.get_vocab().values(), *end_tokens])
+    absent = np.ones(vocab_size, np.int8)
+    absent[known[known < vocab_size]] = 0
+    edges = np.flatnonzero(np.diff(absent, prepend=0, append=0)).tolist()
+    return tuple(zip(edges[::2], edges[1::2], strict=True))
 
 
 def read_params(

@@ -28,8 +28,9 @@ FAMILIES: dict[str, Family] = {
 """model_type of config.json -> the family, built in or registered."""
 _BUILT_IN = frozenset(FAMILIES)
 
-OF_THE_RUN = ("source", "dtype", "float32_head")
-"""Fields of a ModelConfig that a run may choose; the others must be those of its config.json."""
+OF_THE_RUN = ("source", "dtype", "float32_head", "without_text")
+"""Fields of a ModelConfig that a run or a tokenizer decides; the others must be those of its
+config.json."""
 
 
 def register(family: Family) -> None:
