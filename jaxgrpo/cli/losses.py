@@ -109,7 +109,7 @@ def measure(
     Args:
       fields: name -> its value at every token.
       one_sequence: the ratios are of the tokens of one sequence, not of a sequence each.
-      spoiled: a masked token that holds NaN stands behind the others of each sequence.
+      spoiled: a masked token that holds NaN follows the others of each sequence.
 
     Raises: InputError where own code fails or cannot be compiled.
     """
