@@ -22,6 +22,8 @@ SLICES = ("dynamic-slice", "slice", "gather")
 PARTED = hlo.KINDS
 """Collectives: inside a fusion they are parts of one, which is counted once, by its channel."""
 _LAID_OUT = re.compile(r"\b([a-z]+)(\d*)[a-z0-9]*\[([\d,]*)\](\{[^}]*\})?")
+_OF_START = re.compile(r"^\(\(.*?\), |, s32\[\][^,]*\)$")
+"""Of the result of an instruction that starts: what it takes, and its context."""
 _CHANNEL = re.compile(r"channel_id=(\d+)")
 
 
@@ -86,8 +88,8 @@ def _inner(given: Mapping[str, Any]) -> list[Any]:
 def moved(text: str, unknown: Sequence[int] = (1,)) -> float:
     """Bytes of its main memory that a device reads and writes in a compiled program.
 
-    Of every instruction outside fusions what it reads and what it gives. A fusion that reads or
-    writes slices of an array moves those; arrays in on-chip memory, S(1), move nothing.
+    Of every instruction outside fusions what it reads and what it gives. What reads or writes
+    slices of an array moves those; arrays in on-chip memory, S(1), move nothing.
 
     Args:
       unknown: as of `products`.
@@ -111,7 +113,8 @@ def moved(text: str, unknown: Sequence[int] = (1,)) -> float:
 
 def _not_run(one: Instruction) -> list[str]:
     """Computations that are part of an instruction: fused ones, and those that reduce."""
-    return one.called if one.code not in ("call", "conditional", "async-start") else []
+    is_run = one.code in ("call", "conditional") or one.code.startswith("async-")
+    return [] if is_run else one.called
 
 
 def _moved(one: Instruction, size_of: Mapping[str, int], found: Mapping[str, Any]) -> float:
@@ -119,14 +122,18 @@ def _moved(one: Instruction, size_of: Mapping[str, int], found: Mapping[str, Any
         return 0
     if one.name.startswith("async-collective-"):
         return 0  # the ends of a collective whose parts are in fusions
-    if one.code.endswith("-start"):  # what it takes and what it gives stand in its result
-        return _bytes(one.result)
-    operands = hlo.operands(one)
+    operands, code = hlo.operands(one), one.code.removesuffix("-start")
     given = size_of[one.name]
-    if one.code in ("dynamic-slice", "gather", "slice"):
-        return 2 * given
-    if one.code == "dynamic-update-slice":
+    if code in SLICES:
+        part = _OF_START.sub("", one.result)
+        in_memory = size_of.get(operands[0], 0) > 0
+        return in_memory * _bytes(part, everywhere=True) + _bytes(part)
+    if code == "dynamic-update-slice":
         return 2 * size_of.get(operands[1], 0)
+    if code == "async":
+        return 0  # its computation is counted
+    if one.code.endswith("-start"):  # what it takes and what it gives stand in its result
+        return given
     if one.code == "fusion":
         return _of_fusion(one, operands, size_of, found)
     return given + sum(size_of.get(name, 0) for name in operands)

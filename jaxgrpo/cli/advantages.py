@@ -60,6 +60,7 @@ FIELDS: dict[str, Given] = {
 itself."""
 
 
+HOW = "jaxgrpo advantages NAME describes one; --rewards 1,0,0,0 shows it step by step"
 TABLES = {"recipes": registry.recipes, "parts": registry.parts}
 
 
@@ -78,7 +79,10 @@ def main(
             if given:
                 what = "--rewards 1,0,0,0" if name else "a NAME"
                 raise InputError(f"advantages --{option} {given[0]}: give {what} too")
-        _list(console, as_json) if name is None else _describe(console, name)
+        if name is None:
+            show_list(console, TABLES, as_json, HOW)
+        else:
+            _describe(console, name)
         return 0
     named = {key: np.array(rows) for key, rows in groups("--rewards", rewards, "reward").items()}
     shape = next(iter(named.values())).shape
@@ -111,7 +115,7 @@ def explain(
     Raises: InputError naming every field that it needs and was not given, and if the chain cannot
     be compiled.
     """
-    whole = _over_streams(_find(name, dict(map(_option, options))), len(rewards))
+    whole = _over_streams(_find(name, dict(map(read_option, options))), len(rewards))
     registry.refuse_unread(whole, fields)
     if missing := sorted(whole.needs - {*fields, *rewards}):
         of_tokens = any(FIELDS[field].shape == PER_TOKEN for field in missing if field in FIELDS)
@@ -242,7 +246,8 @@ def _missing(name: str, missing: Sequence[str]) -> str:
     return "\n".join(lines)
 
 
-def _option(text: str) -> tuple[str, Any]:
+def read_option(text: str) -> tuple[str, Any]:
+    """ "key=value" of a part; the value is TOML, or plain text as it stands."""
     name, equals, written = text.partition("=")
     if not equals or not name:
         raise InputError(f"--option {text}: expected key=value")
@@ -252,12 +257,19 @@ def _option(text: str) -> tuple[str, Any]:
         return name, written
 
 
-def _list(console: Console, as_json: bool) -> None:
+def show_list(
+    console: Console, tables: Mapping[str, Mapping[str, Any]], as_json: bool, how: str
+) -> None:
+    """Prints the names of tables of factories, each with the first line of its docstring.
+
+    Args:
+      how: the last line, of what to do with a name.
+    """
     said = {
         title: {
             name: (inspect.getdoc(table[name]) or "").partition("\n")[0] for name in sorted(table)
         }
-        for title, table in TABLES.items()
+        for title, table in tables.items()
     }
     if as_json:
         print(json.dumps(said, indent=2))  # noqa: T201
@@ -269,7 +281,7 @@ def _list(console: Console, as_json: bool) -> None:
             table.add_row(*line)
         console.print(table)
         console.print()
-    console.print("jaxgrpo advantages NAME describes one; --rewards 1,0,0,0 shows it step by step")
+    console.print(how)
 
 
 def _describe(console: Console, name: str) -> None:

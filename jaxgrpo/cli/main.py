@@ -257,6 +257,19 @@ COMMANDS: dict[str, tuple[Any, ...]] = {
         several("--lengths", "N,N,...", "tokens of each sample, for what acts on tokens"),
         switch("--json", "print it as JSON", dest="as_json"),
     ),
+    "losses": (
+        "list surrogates, penalties and reductions, or show the loss and gradient of one",
+        "jaxgrpo.cli.losses:main",
+        argument("name", "NAME|FILE.py:FUNCTION", nargs="?"),
+        argument(
+            "--ratio", "R,R,...", "of the policy to the one that sampled; 0.5 to 6", dest="ratios"
+        ),
+        argument("--advantage", "A,A,...", "1,-1 by default", dest="advantages"),
+        several("--option", "KEY=VALUE", "of the part, as --option high=0.28", dest="options"),
+        several("--field", "NAME=VALUE", "what it reads: reference_logp=-0.5", dest="fields"),
+        switch("--one-sequence", "the ratios are of the tokens of one sequence"),
+        switch("--json", "print it as JSON", dest="as_json"),
+    ),
     "init": (
         "write a run.toml, a reward.py and all else that training takes, to begin with",
         "jaxgrpo.cli.init:init",

@@ -109,6 +109,35 @@ def test_a_loop_that_reads_slices_moves_slices_and_on_chip_memory_moves_nothing(
     assert counts.moved(PROGRAM, (5,)) == 5 * (sliced + 32) + 3 * 128
 
 
+SLICES = """
+HloModule m
+
+%wrapped.1 (p.0: f32[16,8]) -> f32[2,8] {
+  %p.0 = f32[16,8]{1,0} parameter(0)
+  ROOT %s.0 = f32[2,8]{1,0:S(1)} slice(%p.0), slice={[0:2], [0:8]}
+}
+
+ENTRY %main.1 (a.0: f32[16,8]) -> f32[4,8] {
+  %a.0 = f32[16,8]{1,0:T(8,128)} parameter(0)
+  %i.0 = s32[] constant(0)
+  %first.0 = ((f32[16,8]{1,0:T(8,128)}), f32[4,8]{1,0:T(8,128)S(1)}, s32[]{:S(2)}) slice-start(%a.0)
+  %first.1 = f32[4,8]{1,0:T(8,128)S(1)} slice-done(%first.0)
+  %next.0 = ((f32[16,8]{1,0}, s32[], s32[]), f32[2,8]{1,0}, s32[]) dynamic-slice-start(%a.0, %i.0)
+  %next.1 = f32[2,8]{1,0} dynamic-slice-done(%next.0)
+  %near.0 = f32[1,8]{1,0:S(1)} slice(%a.0), slice={[0:1], [0:8]}
+  %near.1 = f32[1,4]{1,0:S(1)} slice(%near.0), slice={[0:1], [0:4]}
+  %far.0 = ((f32[16,8]{1,0}), f32[2,8]{1,0:S(1)}, s32[]) async-start(%a.0), calls=%wrapped.1
+  %far.1 = f32[2,8]{1,0:S(1)} async-done(%far.0), calls=%wrapped.1
+}
+"""
+
+
+def test_a_slice_moves_its_own_bytes_and_not_those_of_its_source():
+    read = 4 * 8 * (4 + 2 + 1 + 2)  # of the array in main memory; nothing of what is on the chip
+    written = 4 * 8 * 2  # the one that is not on the chip
+    assert counts.moved(SLICES) == read + written
+
+
 def test_a_collective_in_parts_counts_once():
     (found,) = hlo.collectives(PARTS, {"fsdp": 2}, (6,))
     assert (found.trips, found.sent) == (1, 8)

@@ -1,0 +1,334 @@
+"""`jaxgrpo losses`: which surrogates, penalties and reductions there are, and what one does.
+
+jaxgrpo losses clip --ratio 0.5,1,1.5 --advantage 1,-1 --option high=0.28
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import itertools
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from rich.console import Console
+from rich.table import Column, Table
+
+from jaxgrpo.cli.advantages import read_option, show_list
+from jaxgrpo.config import own_code
+from jaxgrpo.core.errors import InputError, call, suggest
+from jaxgrpo.core.metrics import finalise
+from jaxgrpo.core.types import FIELDS, OF_PASS
+from jaxgrpo.losses import Penalty, Surrogate, Tokens, registry, token_loss
+from jaxgrpo.training.folder import plain
+
+TABLES: dict[str, Mapping[str, Callable[..., Any]]] = {
+    "surrogates (loss.surrogate)": registry.surrogates,
+    "penalties (loss.kl)": registry.penalties,
+    "entropy (loss.entropy)": registry.entropies,
+    "reductions (loss.reduction)": registry.reductions,
+}
+RATIOS = (0.5, 0.8, 1.0, 1.2, 1.5, 6.0)
+WIDEST, POINTS = 20.0, 4001
+"""Ratios from 1 / WIDEST to WIDEST are searched for those without a gradient, in so many points."""
+NOTHING = Surrogate("nothing", lambda tokens: (jnp.zeros_like(tokens.logp), {}), weighs=False)
+
+
+class Measured(NamedTuple):
+    """What a loss makes of tokens; arrays have the shape of the tokens."""
+
+    loss: np.ndarray
+    gradient: np.ndarray  # of the sum of the losses with respect to each log-prob
+    of_fields: dict[str, np.ndarray]  # the same with respect to what the update's pass gives
+    metrics: dict[str, float]
+
+
+def main(
+    name: str | None = None,
+    ratios: str | None = None,
+    advantages: str | None = None,
+    options: Sequence[str] = (),
+    fields: Sequence[str] = (),
+    one_sequence: bool = False,
+    as_json: bool = False,
+) -> int:
+    """Lists everything, or describes one part and shows it at work. Returns the exit code."""
+    console = Console(highlight=False)
+    if name is None:
+        if texts := [*filter(None, (ratios, advantages)), *options, *fields]:
+            raise InputError(f"losses {texts[0]}: give a NAME too")
+        show_list(console, TABLES, as_json, "jaxgrpo losses NAME describes one and shows its pull")
+        return 0
+    factory = _factory(name)
+    if not as_json:
+        _describe(console, name, factory)
+    if factory in registry.reductions.values():
+        return 0
+    written = dict(map(read_option, options))
+    missing = _required(factory) - written.keys()
+    if missing and not own_code.is_reference(name) and not as_json:
+        text = " ".join(f"--option {option}=0.1" for option in sorted(missing))
+        console.print(f"\njaxgrpo losses {name} {text} shows what it does", markup=False)
+        return 0
+    part = _build(name, factory, written)
+    rho, signs = _numbers("--ratio", ratios, RATIOS), _numbers("--advantage", advantages, (1, -1))
+    if isinstance(part, Penalty) and advantages is None:
+        signs = (1.0,)  # it reads none, as a rule
+    read = _fields(part, fields)
+    found = {sign: measure(part, rho, sign, read, one_sequence) for sign in signs}
+    problems = _problems(part, rho, signs, read)
+    flat = {sign: _without_gradient(part, sign, read) for sign in signs}
+    if as_json:
+        _show_json(name, rho, found, flat, problems)
+        return 0
+    _show(console, rho, found, read)
+    for sign, regions in flat.items():
+        if regions:
+            console.print(f"A = {sign:g}: no gradient at ratios {' and '.join(regions)}")
+    for problem in problems:
+        console.print(f"warning: {problem}", markup=False, style="yellow")
+    return 0
+
+
+def measure(
+    part: Surrogate | Penalty,
+    ratios: Sequence[float],
+    advantage: float,
+    fields: Mapping[str, float],
+    one_sequence: bool = False,
+    spoiled: bool = False,
+) -> Measured:
+    """The loss of tokens by their ratios to the proximal policy, compiled as in training.
+
+    Args:
+      fields: name -> its value at every token.
+      one_sequence: the ratios are of the tokens of one sequence, not of a sequence each.
+      spoiled: a masked token that holds NaN follows the others of each sequence.
+
+    Raises: InputError where own code fails or cannot be compiled.
+    """
+    logp = jnp.log(jnp.asarray(ratios, jnp.float32))
+    logp = logp[None] if one_sequence else logp[:, None]
+    mask = jnp.ones(logp.shape, bool)
+    if spoiled:
+        logp = jnp.pad(logp, ((0, 0), (0, 1)), constant_values=jnp.nan)
+        mask = jnp.pad(mask, ((0, 0), (0, 1)))
+    filled = {name: jnp.where(mask, value, jnp.nan) for name, value in fields.items()}
+    of_pass = {name: value for name, value in filled.items() if name in OF_PASS}
+    slopes, (loss, metrics) = _slopes(part)(logp, of_pass, jnp.float32(advantage), mask, filled)
+    gradient, of_fields = jax.tree.map(np.asarray, slopes)
+    return Measured(np.asarray(loss), gradient, of_fields, finalise(metrics))
+
+
+@functools.cache
+def _slopes(part: Surrogate | Penalty) -> Any:
+    """(log-probs, fields of the pass, ...) -> (gradients by both, (loss, metrics)), compiled."""
+    surrogate, penalties = (NOTHING, [part]) if isinstance(part, Penalty) else (part, [])
+    states = {one.name: one.init() for one in penalties if one.init is not None}
+
+    def total(
+        logp: Array, of_pass: Mapping[str, Array], advantage: Array, mask: Array, fields: Any
+    ) -> Any:
+        tokens = Tokens(
+            logp=logp,
+            proximal_logp=jnp.where(mask, 0, jnp.nan),
+            advantage=jnp.where(mask, advantage, jnp.nan),
+            mask=mask,
+            segment=mask.astype(jnp.int32),
+            fields={**fields, **of_pass},
+        )
+        loss, metrics = token_loss(surrogate, penalties, tokens, states)
+        return loss.sum(), (loss, metrics)
+
+    return jax.jit(jax.grad(total, (0, 1), has_aux=True))
+
+
+def _factory(name: str) -> Callable[..., Any]:
+    """Raises: InputError if there is no such part or own function."""
+    if own_code.is_reference(name):
+        return own_code.load(name)
+    known = {one: table[one] for table in TABLES.values() for one in table}
+    if name not in known:
+        hint = suggest(name, known)
+        raise InputError(f"unknown loss {name!r}: {hint}; own code is path/file.py:function")
+    return known[name]
+
+
+def _required(factory: Callable[..., Any]) -> set[str]:
+    """The options without a default."""
+    parameters = inspect.signature(factory).parameters.values()
+    return {one.name for one in parameters if one.default is one.empty} - {"tokens"}
+
+
+def _build(
+    name: str, factory: Callable[..., Any], options: Mapping[str, Any]
+) -> Surrogate | Penalty:
+    if list(inspect.signature(factory).parameters) == ["tokens"]:
+        return registry.build_surrogate({"use": factory, **options})
+    made = call(own_code.short_name(name), factory, options)
+    build = registry.build_penalty if isinstance(made, Penalty) else registry.build_surrogate
+    return build(made)
+
+
+def _fields(part: Surrogate | Penalty, texts: Sequence[str]) -> dict[str, float]:
+    """The fields that a part reads. Log-probs are 0 by default, as the proximal policy's are here,
+    and entropies 1.
+
+    Raises: InputError on one that it does not read, and where one is missing.
+    """
+    written = {}
+    for text in texts:
+        field, _, value = text.partition("=")
+        numbers = _numbers(f"--field {field}", value, ())
+        if len(numbers) > 1:
+            raise InputError(f"--field {text}: expected one number, of every token")
+        if field not in part.needs:
+            hint = suggest(field, part.needs)
+            raise InputError(f"--field {field}: {part.name} reads no such field: {hint}")
+        written[field] = numbers[0]
+    known = {field: 0.0 if one.quantity == "logp" else 1.0 for field, one in FIELDS.items()}
+    known |= dict.fromkeys(OF_PASS, 1.0)
+    values = {field: value for field, value in known.items() if field in part.needs} | written
+    if missing := sorted(part.needs - values.keys()):
+        text = " ".join(f"--field {field}=0.5" for field in missing)
+        raise InputError(f"{part.name} reads columns of the data: give {text}")
+    return values
+
+
+def _numbers(flag: str, text: str | None, default: Sequence[float]) -> tuple[float, ...]:
+    if text is None:
+        return tuple(map(float, default))
+    try:
+        numbers = tuple(float(word) for word in text.split(","))
+    except ValueError:
+        numbers = (math.nan,)
+    wrong = flag == "--ratio" and min(numbers) <= 0
+    if wrong or not all(map(math.isfinite, numbers)):
+        kind = "ratios above 0" if flag == "--ratio" else "numbers"
+        raise InputError(f"{flag} {text}: expected {kind} with commas between, as 0.5,1,1.5")
+    return numbers
+
+
+def _without_gradient(
+    part: Surrogate | Penalty, advantage: float, fields: Mapping[str, float]
+) -> list[str]:
+    """The intervals of ratios at which a sequence of one token gets no gradient, in words."""
+    grid = np.geomspace(1 / WIDEST, WIDEST, POINTS)
+    found = measure(part, grid.tolist(), advantage, fields)
+    flat = (found.gradient == 0).ravel()
+    for slope in found.of_fields.values():
+        flat &= (slope == 0).ravel()
+    regions, place = [], 0
+    for is_flat, run in itertools.groupby(flat):
+        last = place + len([*run]) - 1
+        if is_flat and last > place:
+            low = "" if place == 0 else f"from {grid[place]:.3g} "
+            high = "up" if last == POINTS - 1 else f"to {grid[last]:.3g}"
+            regions.append("everywhere" if (low, high) == ("", "up") else f"{low}{high}")
+        place = last + 1
+    return regions
+
+
+def _problems(
+    part: Surrogate | Penalty,
+    ratios: Sequence[float],
+    signs: Sequence[float],
+    fields: Mapping[str, float],
+) -> list[str]:
+    """What is odd: numbers that are not finite, masked tokens that count, a wrong `per_token`."""
+    problems = []
+    for sign in signs:
+        apart = measure(part, ratios, sign, fields)
+        for what, value in {"loss": apart.loss, "gradient": apart.gradient}.items():
+            odd = np.argwhere(~np.isfinite(value))
+            if len(odd):
+                ratio, first = ratios[odd[0, 0]], value[tuple(odd[0])]
+                problems.append(
+                    f"the {what} at ratio {ratio:g} and A = {sign:g} is {first}: in training it "
+                    "would reach the parameters"
+                )
+        spoiled = measure(part, ratios, sign, fields, spoiled=True)
+        pairs = ((spoiled.loss, apart.loss), (spoiled.gradient, apart.gradient))
+        if any(
+            np.any(row != [*other, 0])
+            for one, by in pairs
+            for row, other in zip(one, by, strict=True)
+        ):
+            problems.append(
+                "a masked token that holds NaN counts: loss and gradient must be 0 there, and no "
+                "other token may read it; see tokens.unmasked and tokens.without_gradient"
+            )
+        together = measure(part, ratios, sign, fields, one_sequence=True)
+        if part.per_token and not np.allclose(together.gradient.T, apart.gradient, rtol=1e-5):
+            problems.append(
+                "it says per_token = True, but the gradient of a token depends on the others of "
+                "its sequence: leave per_token out"
+            )
+    return [*dict.fromkeys(problems)]
+
+
+def _describe(console: Console, name: str, factory: Callable[..., Any]) -> None:
+    # Without markup: formulas hold brackets.
+    console.print(inspect.getdoc(factory) or f"{name} has no docstring", markup=False)
+    if not own_code.is_reference(name):
+        options = str(inspect.signature(factory)).partition(" ->")[0]
+        console.print(f"\noptions: {options}", markup=False)
+
+
+def _rows(ratios: Sequence[float], found: Mapping[float, Measured]) -> list[dict[str, float]]:
+    """A row for each advantage and ratio."""
+    return [
+        {
+            "A": sign,
+            "ratio": ratio,
+            "loss": float(one.loss.ravel()[place]),
+            "dloss/dlogp": float(one.gradient.ravel()[place]),
+            **{f"dloss/d{name}": float(by.ravel()[place]) for name, by in one.of_fields.items()},
+        }
+        for sign, one in found.items()
+        for place, ratio in enumerate(ratios)
+    ]
+
+
+def _show(
+    console: Console,
+    ratios: Sequence[float],
+    found: Mapping[float, Measured],
+    fields: Mapping[str, float],
+) -> None:
+    rows = _rows(ratios, found)
+    columns = (Column(title, justify="right", no_wrap=True) for title in rows[0])
+    table = Table(*columns, box=None, pad_edge=False)
+    for row in rows:
+        table.add_row(*(f"{value + 0:.4g}" for value in row.values()))
+    console.print()
+    console.print(table, markup=False)
+    if fields:
+        values = ", ".join(f"{name} = {value:g}" for name, value in fields.items())
+        console.print(f"with {values} (--field)", markup=False, soft_wrap=True)
+    for sign, one in found.items():
+        for name, value in one.metrics.items():
+            console.print(f"A = {sign:g}: {name} = {value:.4g}", markup=False)
+
+
+def _show_json(
+    name: str,
+    ratios: Sequence[float],
+    found: Mapping[float, Measured],
+    flat: Mapping[float, Sequence[str]],
+    problems: Sequence[str],
+) -> None:
+    shown = {
+        "name": name,
+        "rows": _rows(ratios, found),
+        "metrics": {f"{sign:g}": one.metrics for sign, one in found.items()},
+        "no_gradient": {f"{sign:g}": list(regions) for sign, regions in flat.items()},
+        "problems": list(problems),
+    }
+    print(json.dumps(plain(shown)))  # noqa: T201

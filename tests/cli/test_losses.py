@@ -1,0 +1,159 @@
+"""`jaxgrpo losses` in process: lists, loss and gradient by ratio, and what own code gets wrong."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+
+from jaxgrpo.cli.main import main
+from jaxgrpo.losses import registry
+
+OWN = """
+import jax.numpy as jnp
+from jaxgrpo.losses import Penalty, Surrogate, log_ratio
+
+
+def plain(tokens):
+    return -tokens.logp * tokens.advantage, {}
+
+
+def branches(tokens):
+    if tokens.logp.sum() > 0:
+        return tokens.logp, {}
+    return tokens.logp, {}
+
+
+def mean_of_sequence():
+    def compute(tokens):
+        log_rho, _ = log_ratio(tokens)
+        rho = jnp.exp(log_rho.mean(-1, keepdims=True))
+        return -rho * tokens.without_gradient(tokens.advantage), {}
+
+    return Surrogate("mean_of_sequence", compute, per_token=True)
+
+
+def square(scale):
+    def compute(tokens):
+        far = tokens.log_ratio_to(tokens.field("column", "square", "a column"))
+        return scale * far**2, {"far": far.max()}
+
+    return Penalty("square", compute, needs=frozenset({"column"}))
+
+
+def infinite():
+    def compute(tokens):
+        return tokens.unmasked(tokens.logp) / 0.0, {}
+
+    return Surrogate("infinite", compute)
+"""
+
+
+@pytest.fixture(autouse=True)
+def wide(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+
+
+@pytest.fixture
+def own(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(OWN)
+    return file
+
+
+def said(capsys, *arguments, code=0):
+    assert main(["losses", *map(str, arguments)]) == code
+    out = capsys.readouterr()
+    return out.out if code == 0 else " ".join(out.err.split())
+
+
+def shown(capsys, *arguments):
+    return json.loads(said(capsys, *arguments, "--json"))
+
+
+def test_every_part_is_listed_and_described(capsys):
+    text = said(capsys)
+    tables = (registry.surrogates, registry.penalties, registry.entropies, registry.reductions)
+    for table in tables:
+        for name in table:
+            assert f"{name} " in text
+    listed = shown(capsys)
+    assert listed["penalties (loss.kl)"].keys() == registry.penalties.keys()
+    assert "--option beta=0.1 shows what it does" in said(capsys, "k2")
+    assert "options: (" in said(capsys, "token_mean")
+
+
+def test_loss_and_gradient_of_clip_are_those_of_the_paper(capsys):
+    found = shown(capsys, "clip", "--ratio", "0.5,1,1.5", "--option", "high=0.28")
+    rows = [tuple(round(value, 3) for value in row.values()) for row in found["rows"]]
+    assert rows == [
+        (1, 0.5, -0.5, -0.5),
+        (1, 1, -1, -1),
+        (1, 1.5, -1.28, 0),
+        (-1, 0.5, 0.8, 0),
+        (-1, 1, 1, 1),
+        (-1, 1.5, 1.5, 1.5),
+    ]
+    assert found["no_gradient"] == {"1": ["from 1.28 up"], "-1": ["to 0.8"]}
+    assert found["problems"] == []
+    text = said(capsys, "clip", "--ratio", "0.5,1,1.5", "--option", "high=0.28")
+    assert "A = 1: no gradient at ratios from 1.28 up" in text
+    assert " 1    1.5  -1.28            0\n" in text
+
+
+@pytest.mark.parametrize("name", sorted(registry.surrogates.keys() - {"by_sample"}))
+def test_a_built_in_surrogate_has_no_problem(capsys, name):
+    assert shown(capsys, name)["problems"] == []
+
+
+def test_a_penalty_reads_its_fields(capsys):
+    given = ("k2", "--option", "beta=0.1", "--ratio", "1", "--field", "reference_logp=-2")
+    (row,) = shown(capsys, *given)["rows"]
+    assert row["loss"] == pytest.approx(0.1 * 2 * 2 / 2)
+    assert row["dloss/dlogp"] == pytest.approx(0.1 * 2)
+    (row,) = shown(capsys, "bonus", "--option", "coefficient=0.5", "--ratio", "1")["rows"]
+    assert row["dloss/dpolicy_entropy"] == pytest.approx(-0.5)
+    assert row["dloss/dlogp"] == 0
+
+
+def test_ratios_of_one_sequence_share_what_a_sequence_has(capsys):
+    found = shown(capsys, "gspo", "--ratio", "0.9,1", "--advantage", "1", "--one-sequence")
+    mean = math.sqrt(0.9)
+    assert [row["loss"] for row in found["rows"]] == pytest.approx([-mean, -mean])
+    apart = shown(capsys, "gspo", "--ratio", "0.9,1", "--advantage", "1")
+    assert [row["loss"] for row in apart["rows"]] == pytest.approx([-0.9, -1])
+
+
+def test_own_code_is_shown_and_its_faults_are_named(capsys, own):
+    found = shown(capsys, f"{own}:plain", "--ratio", "1,2", "--advantage", "3")
+    assert [row["dloss/dlogp"] for row in found["rows"]] == [-3, -3]
+    (problem,) = found["problems"]
+    assert problem.startswith("a masked token that holds NaN counts: ")
+    masked, problem = shown(capsys, f"{own}:mean_of_sequence")["problems"]
+    assert masked.startswith("a masked token that holds NaN counts"), "it is in the mean"
+    assert "it says per_token = True, but" in problem
+    assert "the loss at ratio 0.5 and A = 1 is -inf" in said(capsys, f"{own}:infinite")
+    arguments = ("--option", "scale=2", "--field", "column=-1", "--ratio", "1")
+    found = shown(capsys, f"{own}:square", *arguments)
+    assert found["rows"][0]["loss"] == pytest.approx(2)
+    assert found["metrics"]["1"] == {"far": pytest.approx(1)}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (("clipp",), "did you mean 'clip'"),
+        (("clip", "--ratio", "0,1"), "--ratio 0,1: expected ratios above 0"),
+        (("clip", "--option", "hihg=1"), "unknown option 'hihg': did you mean 'high'"),
+        (("k2", "--option", "beta=1", "--field", "x=1"), "k2 reads no such field"),
+        (("k2", "--option", "beta=1", "--field", "reference_logp=1,2"), "expected one number"),
+        (("--ratio", "1"), "give a NAME too"),
+        (("OWN:square", "--option", "scale=1"), "square reads columns of the data: give --field"),
+        (("OWN:square",), "missing a required argument: 'scale'"),
+        (("OWN:branches",), "mine.py:branches, line 11: if tokens.logp.sum() > 0:) asks whether"),
+    ],
+)
+def test_what_cannot_be_shown_is_refused(capsys, own, arguments, told):
+    replaced = (one.replace("OWN", str(own)) for one in arguments)
+    assert told in said(capsys, *replaced, code=2)
