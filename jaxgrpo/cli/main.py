@@ -79,7 +79,7 @@ RESUME = argument(
     choices=["auto"],
 )
 
-JOINING = ("train", "replay", "probe", "eval", "sample", "compare", "doctor")
+JOINING = ("train", "replay", "sft", "probe", "eval", "sample", "compare", "doctor")
 """Commands of which several processes may run as one."""
 
 JOIN = {
@@ -139,6 +139,14 @@ COMMANDS: dict[str, tuple[Any, ...]] = {
         argument("files", "FILE", "files of rollouts, one per step, in turn", nargs="+"),
         argument("--config", None, "as of train; by default that of the run that wrote the files"),
         RESUME,
+        SET,
+    ),
+    "sft": (
+        "a supervised warm start: train on the reference answers of the data",
+        "jaxgrpo.experiments.sft:main",
+        argument("config", "CONFIG", "as of train; its rewards, method and [eval] are not read"),
+        RESUME,
+        switch("--dry-run", "show the plan, the first prompt and its answer; train nothing"),
         SET,
     ),
     "probe": (

@@ -19,7 +19,7 @@ from jaxgrpo import advantages, losses, rewards
 from jaxgrpo.config import keys, methods
 from jaxgrpo.config.keys import Part, RewardKeys, options_of
 from jaxgrpo.config.own_code import file_of, installed, is_reference
-from jaxgrpo.config.reading import Values, show
+from jaxgrpo.config.reading import TRL, Values, show
 from jaxgrpo.core.errors import InputError, pattern_problem, suggest
 from jaxgrpo.core.types import RolloutSpec
 from jaxgrpo.data.chat import CHOICES
@@ -467,8 +467,9 @@ def _optimizer(values: Values) -> Iterator[str]:
         return
     given: Any = {name: values[f"optimizer.{name}"] for name in names}
     for name in given["options"]:
-        if near := _misspelt(name, keys.OptimizerKeys):
-            yield f"optimizer.{name}: unknown key; did you mean optimizer.{near}?"
+        near = _misspelt(name, keys.OptimizerKeys)
+        if meant := TRL.get(name) or (near and f"optimizer.{near}"):
+            yield f"optimizer.{name}: unknown key; did you mean {meant}?"
             return
     try:
         make_optimizer({}, updates=values.get("train.steps", 1), **given)

@@ -39,6 +39,64 @@ KINDS = {
     tuple: 'a list of texts, ["..."], none of them empty',
 }
 
+TRL = {
+    "num_generations": "rollout.group_size",
+    "max_prompt_length": "rollout.max_prompt_tokens",
+    "max_completion_length": "rollout.max_completion_tokens",
+    "generation_batch_size": "rollout.prompts_per_step",
+    "gradient_accumulation_steps": "rollout.prompts_per_step",
+    "per_device_train_batch_size": "train.tokens_per_micro_batch",
+    "gradient_checkpointing": "train.remat",
+    "max_steps": "train.steps",
+    "num_train_epochs": "train.steps",
+    "data_seed": "train.seed",
+    "beta": 'loss.kl = { use = "forward_kl_k3", beta = ... }',
+    "epsilon": 'loss.surrogate = { use = "clip", low = ... }',
+    "epsilon_high": 'loss.surrogate = { use = "clip", high = ... }',
+    "delta": 'loss.surrogate = { use = "clip", delta = ... }',
+    "importance_sampling_level": 'loss.surrogate = { use = "gspo" }',
+    "loss_type": "loss.surrogate and loss.reduction",
+    "entropy_coef": 'loss.entropy = { use = "bonus", coefficient = ... }',
+    "vllm_importance_sampling_correction": "loss.mismatch",
+    "sync_ref_model": "reference.reset_every",
+    "ref_model_sync_steps": "reference.reset_every",
+    "scale_rewards": 'recipe = { use = "like_trl", scale_rewards = ... }',
+    "multi_objective_aggregation": 'recipe = { use = "like_trl" } with this option',
+    "mask_truncated_completions": 'advantage, with the part { use = "mask_truncated" }',
+    "reward_funcs": 'rewards = [{ use = "..." }]',
+    "reward_weights": 'rewards = [{ use = "...", weight = ... }]',
+    "model_name_or_path": "model.path",
+    "model_init_kwargs": "model.dtype",
+    "bf16": 'model.dtype = "bfloat16"',
+    "cast_lm_head_to_fp32": "model.float32_head",
+    "dataset_name": "data.path",
+    "train_dataset": "data.path",
+    "eval_dataset": "eval.data",
+    "num_generations_eval": "eval.samples",
+    "eval_steps": "eval.every",
+    "eval_strategy": "eval.data",
+    "lora_alpha": "lora.alpha",
+    "lora_r": "lora.rank",
+    "optim": "optimizer.use",
+    "lr": "optimizer.learning_rate",
+    "lr_scheduler_type": "optimizer.schedule",
+    "max_grad_norm": "optimizer.clip_norm",
+    "adam_beta1": "optimizer.b1",
+    "adam_beta2": "optimizer.b2",
+    "adam_epsilon": "optimizer.eps",
+    "save_steps": "checkpoint.every",
+    "save_total_limit": "checkpoint.keep",
+    "metric_for_best_model": "checkpoint.keep_best",
+    "load_best_model_at_end": "checkpoint.keep_best",
+    "output_dir": "run.dir",
+    "log_completions": "run.samples_every",
+    "report_to": "tracking.wandb",
+    "use_cpu": 'mesh.platform = "cpu"',
+    "deepspeed": "mesh.fsdp",
+    "fsdp": "mesh.fsdp",
+}
+"""What TRL and transformers call keys -> what to write: the key, perhaps with a value."""
+
 Values = dict[str, Any]
 """Values that are right by themselves, under their full names: {"rollout.group_size": 8, ...}."""
 
@@ -85,7 +143,8 @@ def _read_keys(cls: Any, table: Mapping[str, Any], path: str, values: Values) ->
     if has_options:
         values[f"{path}options"], unknown = unknown, {}
     for name in unknown:
-        meant.add(near := _nearest_key(name, path, list(fields)))
+        near = TRL.get(name) or _nearest_key(name, path, list(fields))
+        meant.add(near and near.split()[0])
         hint = f"did you mean {near}?" if near else f"the keys here are {', '.join(fields)}"
         yield f"{path}{name}: unknown key; {hint}"
     for name, field in fields.items():
@@ -119,6 +178,7 @@ def _rename_tables(tables: dict[str, Any]) -> Iterator[str]:
     for name in [name for name in tables if name not in HINTS]:
         near = difflib.get_close_matches(name, HINTS, n=1)
         homes = near or [key for key in KEYS if key.endswith(f".{name}")]
+        homes = [TRL[name]] if name in TRL else homes
         hint = f"did you mean {' or '.join(homes)}?" if homes else f"there are {', '.join(HINTS)}"
         yield f"{name}: unknown key; {hint}"
         if near:

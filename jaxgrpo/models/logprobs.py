@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 
 from jaxgrpo.core.metrics import accumulate_dtype
 
@@ -178,6 +178,23 @@ def confidence_of(logits: Float[Array, "*B V"], k: int) -> Float[Array, "*B"]:
     """`token_confidence` of softmax(logits)."""
     likeliest, _ = jax.lax.top_k(logits, min(k, logits.shape[-1]))
     return jax.nn.logsumexp(logits, axis=-1) - likeliest.mean(-1)
+
+
+def is_likeliest(
+    unembed: Callable[[Array], Array],
+    hidden: Float[Array, "D N E"],
+    targets: Int[Array, "D N"],
+    *,
+    logits_per_chunk: int | None = None,
+) -> Bool[Array, "D N"]:
+    """Whether greedy decoding would take each target: it has the largest logit, the first of equal
+    ones. Chunked as `token_logprobs` is; no gradient."""
+    chunk, _ = _chunk_and_vocab(unembed, hidden, logits_per_chunk)
+
+    def one(hidden: Array, targets: Array) -> Array:
+        return unembed(hidden).argmax(-1).astype(targets.dtype) == targets
+
+    return _by_chunks(one, chunk, jax.lax.stop_gradient(hidden), targets)
 
 
 def full_kl(

@@ -21,7 +21,7 @@ from jaxgrpo.core.types import Params
 from jaxgrpo.models import sharding
 from jaxgrpo.models.api import Model, ModelConfig
 from jaxgrpo.models.attention import causal
-from jaxgrpo.models.logprobs import token_logprobs
+from jaxgrpo.models.logprobs import is_likeliest, token_logprobs
 
 _Host = Array | np.ndarray
 
@@ -61,6 +61,20 @@ def token_logp(
     Args, Raises: as `logits`.
     """
     return _token_logp(model.apply, model.unembed, params, *_checked(model, tokens, mask))
+
+
+def token_is_likeliest(
+    model: Model,
+    params: Params,
+    tokens: Int[_Host, "B T"],
+    mask: Bool[_Host, "B T"] | Int[_Host, "B T"],
+) -> Bool[Array, "B T"]:
+    """Whether each token is the likeliest after the real tokens before it; False where there are
+    none, and where `mask` is 0.
+
+    Args, Raises: as `logits`.
+    """
+    return _is_likeliest(model.apply, model.unembed, params, *_checked(model, tokens, mask))
 
 
 def check_length(config: ModelConfig, length: int, what: str, remedy: str | None = None) -> None:
@@ -116,14 +130,25 @@ def _logits(apply: Any, unembed: Any, params: Params, tokens: Array, real: Array
 
 @_jitted
 def _token_logp(apply: Any, unembed: Any, params: Params, tokens: Array, real: Array) -> Array:
-    hidden = _hidden(apply, params, tokens, real)
-    at = jnp.arange(tokens.shape[1])
-    # The last real position before each one; -1 where there is none.
-    seen = jax.lax.cummax(jnp.where(real, at, -1), axis=1)
-    before = jnp.pad(seen[:, :-1], ((0, 0), (1, 0)), constant_values=-1)
-    hidden = jnp.take_along_axis(hidden, jnp.maximum(before, 0)[..., None], axis=1)
+    hidden, follows = _before(apply, params, tokens, real)
     logp, _ = token_logprobs(lambda hidden: unembed(params, hidden), hidden, tokens)
-    return jnp.where(real & (before >= 0), logp, 0)
+    return jnp.where(follows, logp, 0)
+
+
+@_jitted
+def _is_likeliest(apply: Any, unembed: Any, params: Params, tokens: Array, real: Array) -> Array:
+    hidden, follows = _before(apply, params, tokens, real)
+    return follows & is_likeliest(lambda hidden: unembed(params, hidden), hidden, tokens)
+
+
+def _before(apply: Any, params: Params, tokens: Array, real: Array) -> tuple[Array, Array]:
+    """The hidden states at the last real token before each one, and whether both are real."""
+    hidden = _hidden(apply, params, tokens, real)
+    # -1 where there is none.
+    last = jax.lax.cummax(jnp.where(real, jnp.arange(tokens.shape[1]), -1), axis=1)
+    before = jnp.pad(last[:, :-1], ((0, 0), (1, 0)), constant_values=-1)
+    hidden = jnp.take_along_axis(hidden, jnp.maximum(before, 0)[..., None], axis=1)
+    return hidden, real & (before >= 0)
 
 
 def _hidden(apply: Any, params: Params, tokens: Array, real: Array) -> Array:

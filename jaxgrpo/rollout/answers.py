@@ -85,6 +85,7 @@ def read_answers(
     prefix: str = "",
     ends: Collection[int] = (),
     limit: int | None = None,
+    reader: str = "the method scores the reference answer of each row (answer_logp)",
 ) -> Answers:
     """The answers of rows, each tokenised as it follows the prefix.
 
@@ -93,14 +94,12 @@ def read_answers(
     Args:
       ends: tokens that end a sample.
       limit: of an answer's tokens, the first so many are read; None: all.
+      reader: who needs the answers, for messages.
 
     Raises: InputError if there is no column of answers, or a row has none.
     """
     if "answer" not in rows[0]:
-        raise InputError(
-            'data.answer = "": the method scores the reference answer of each row (answer_logp); '
-            "name the column that holds it"
-        )
+        raise InputError(f'data.answer = "": {reader}; name the column that holds it')
     texts = [_text_of(row["answer"]) for row in rows]
     written = token_ids(tokenizer, [prefix + (text or "") for text in texts], "answer")
     opening = token_ids(tokenizer, [prefix], "data.answer_prefix")[0]
@@ -110,8 +109,8 @@ def read_answers(
     if odd:
         raise InputError(
             f"data.answer: {len(odd)} of {len(rows)} rows hold no answer (the first is row "
-            f"{odd[0]}, {rows[odd[0]]['answer']!r}), and the method scores the reference answer of "
-            "each row (answer_logp): write a text or a number, or take the rows out"
+            f"{odd[0]}, {rows[odd[0]]['answer']!r}), and {reader}: write a text or a number, or "
+            "take the rows out"
         )
     counts = np.minimum(sizes, max(sizes) if limit is None else limit)
     ends_at = np.add(begins, counts)

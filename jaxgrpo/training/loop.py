@@ -142,12 +142,12 @@ def take(
     with contextlib.ExitStack() as stack:
         fingerprints.refuse_unless_alike(lambda: fingerprints.given_by(config), fingerprints.REMEDY)
         folder = stack.enter_context(RunFolder(config.run.dir, resume=resume))
-        config, before = _refuse_other_config(folder, config)
+        config, before = refuse_other_config(folder, config)
         checkpoints = stack.enter_context(Checkpoints(folder.checkpoints, config.checkpoint.keep))
-        saved, meta = _newest(checkpoints, folder, before.checkpoint.every)
-        run, inputs = _set_up(config, meta, given)
+        saved, meta = newest_checkpoint(checkpoints, folder, before.checkpoint.every)
+        run, inputs = set_up(config, meta, given)
         problem = _tried(run, folder)
-        run = run if saved is None else run._replace(state=_restored(run, checkpoints, saved))
+        run = run if saved is None else run._replace(state=restored(run, checkpoints, saved))
         state, done = run.state, int(sharding.to_host(run.state.step))
         aside = folder.rewind(None if saved is None else done)
         _record(run, folder)
@@ -170,7 +170,7 @@ def take(
     return Run(folder.place, summary, state)
 
 
-def _refuse_other_config(folder: RunFolder, config: Config) -> tuple[Config, Config]:
+def refuse_other_config(folder: RunFolder, config: Config) -> tuple[Config, Config]:
     """A run goes on only with the config it began with, but for keys that may change.
 
     Nor may it write its model over its base.
@@ -192,7 +192,9 @@ def _refuse_other_config(folder: RunFolder, config: Config) -> tuple[Config, Con
     return config, before
 
 
-def _newest(at: Checkpoints, folder: RunFolder, every: int) -> tuple[int | None, dict[str, Any]]:
+def newest_checkpoint(
+    at: Checkpoints, folder: RunFolder, every: int
+) -> tuple[int | None, dict[str, Any]]:
     """The step that a run continues from and what was saved beside it; (None, {}) at its start."""
     if process.decided(at.latest) is None:
         process.decided(lambda: folder.refuse_to_forget(every))
@@ -201,7 +203,7 @@ def _newest(at: Checkpoints, folder: RunFolder, every: int) -> tuple[int | None,
     return step, at.meta(step)
 
 
-def _set_up(
+def set_up(
     config: Config, meta: Mapping[str, Any], given: Mapping[str, Any]
 ) -> tuple[Setup, dict[str, Any]]:
     """A run, and what it reads: the same in all processes, and as its checkpoint says.
@@ -248,12 +250,12 @@ def _record(run: Setup, folder: RunFolder) -> None:
 
 def _kinds(run: Setup, meta: Mapping[str, Any]) -> tuple[bool, dict[str, Any] | None]:
     """Whether it replays saved rollouts, and what its checkpoints hold about adapters: what they
-    held before, if there are any, as `_set_up` has compared."""
+    held before, if there are any, as `set_up` has compared."""
     adapters = meta.get("lora") or parameters.identity_of(run.folder, run.model)
     return bool(run.replay), adapters
 
 
-def _restored(run: Setup, checkpoints: Checkpoints, step: int) -> TrainState:
+def restored(run: Setup, checkpoints: Checkpoints, step: int) -> TrainState:
     """The state that was saved at a step."""
     first = parameters.without_weights(run.state)
     # The first state makes room, and keeps its shapes: a device holds one, not two.

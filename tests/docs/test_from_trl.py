@@ -7,11 +7,12 @@ import re
 import tomllib
 
 import pytest
-from minimal_config import keys
+from minimal_config import keys, problems
 
 from jaxgrpo import advantages, losses
 from jaxgrpo.advantages import registry as chains
 from jaxgrpo.config.files import config_of
+from jaxgrpo.config.reading import TRL
 from jaxgrpo.losses import registry as objectives
 from jaxgrpo.training.loop import Run
 from jaxgrpo.training.setup import Setup
@@ -104,6 +105,32 @@ def test_the_third_column_names_our_keys_or_nothing(page):
                 assert named or cells[2] == "–", cells[0]
                 assert set(named) <= KEYS | TABLES, cells[0]
                 assert len(cells[3]) > 3, cells[0]
+
+
+@pytest.mark.parametrize(
+    ("override", "meant"),
+    [
+        ("rollout.num_generations=8", "rollout.group_size"),
+        ("train.per_device_train_batch_size=8", "train.tokens_per_micro_batch"),
+        ("loss.beta=0.1", 'loss.kl = { use = "forward_kl_k3", beta = ... }'),
+        ("loss.epsilon_high=0.1", 'loss.surrogate = { use = "clip", high = ... }'),
+        ("optimizer.max_grad_norm=1.0", "optimizer.clip_norm"),
+        ("optimizer.adam_beta2=0.9", "optimizer.b2"),
+        ("max_completion_length=256", "rollout.max_completion_tokens"),
+        ("train.output_dir=runs", "run.dir"),
+    ],
+)
+def test_a_name_of_trls_is_refused_with_ours(override, meant):
+    name = override.partition("=")[0]
+    assert problems(override) == (f"{name}: unknown key; did you mean {meant}?",)
+
+
+def test_names_of_trls_lead_to_keys_that_exist():
+    for name, meant in TRL.items():
+        named = re.findall(r"\b[a-z]+\.[a-z_0-9]+", meant.split(" = ")[0])
+        assert {key for key in named if not re.fullmatch(r"optimizer\.(b1|b2|eps)", key)} <= KEYS
+        first = re.split(r"[ .,]", meant)[0]
+        assert first in TABLES, name
 
 
 def test_the_head_in_float32_is_a_key_of_ours_too(page):

@@ -1,0 +1,235 @@
+"""`jaxgrpo sft`: a supervised warm start. The reference answers of the data are the completions.
+
+Its update is that of a run: one sample per prompt with the advantage 1, and -A log p as loss of a
+token, is the mean negative log-likelihood of the answers. Data, model, optimizer, mesh and sizes
+are those of the config; its rewards, method and evaluation are not read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from rich.console import Console
+
+from jaxgrpo.config import files as configs
+from jaxgrpo.config.files import Config
+from jaxgrpo.config.own_code import python_name
+from jaxgrpo.core.errors import InputError, without_passwords
+from jaxgrpo.core.metrics import finalise
+from jaxgrpo.core.types import Rollouts, TrainState
+from jaxgrpo.models import sharding
+from jaxgrpo.models.hf import texts
+from jaxgrpo.models.sequences import token_is_likeliest
+from jaxgrpo.rollout.answers import read_answers
+from jaxgrpo.rollout.judging import put_prompts
+from jaxgrpo.rollout.selection import pad_prompts, row_of
+from jaxgrpo.training import loop, memory, parameters, process
+from jaxgrpo.training.checkpoints import Checkpoints, parameter_hash
+from jaxgrpo.training.console import facts
+from jaxgrpo.training.folder import RunFolder, refuse_unusable
+from jaxgrpo.training.process import StopRequested
+from jaxgrpo.training.setup import Setup, setup
+from jaxgrpo.update.forward import params_of
+from jaxgrpo.update.optimizer import current_rate
+
+REWARD = "answers"
+SIZES = ("prompts_per_step", "max_prompt_tokens", "max_completion_tokens")
+LOGGED = ("loss", "grad_norm", "weights/norm", "weights/growth", "skipped_updates/not_finite")
+"""Metrics of an update that a line of metrics.jsonl has beside those of the answers."""
+LINES = 20  # about so many steps are shown
+
+
+def main(
+    config: str, resume: str | None = None, dry_run: bool = False, overrides: Sequence[str] = ()
+) -> int:
+    """Trains on the answers, or prints what would be trained. Returns the exit code."""
+    read = config_for(config, overrides)
+    console = Console(highlight=False)
+    console.print(process.start(read.mesh.platform), soft_wrap=True)
+    if dry_run:
+        _show(console, read, resume == "auto")
+    else:
+        train(console, read, resume == "auto")
+    return 0
+
+
+def config_for(config: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """The config of a warm start, from that of a run; its folder ends with "-sft".
+
+    Args:
+      overrides: as of `config.files.load`; a run.dir in them is taken as it is.
+
+    Raises: ConfigError with all problems.
+    """
+    read = configs.load(config, overrides)
+    tables = configs.tables_of(read)
+    named = {text.partition("=")[0].strip() for text in overrides}
+    if named.isdisjoint({"run", "run.dir"}):
+        tables["run"]["dir"] = f"{read.run.dir.rstrip('/')}-sft"
+    for name in ("advantage", "reference", "eval"):
+        tables.pop(name, None)
+    for name in ("num_iterations", "minibatches"):
+        del tables["train"][name]
+    tables["checkpoint"].pop("keep_best", None)
+    tables |= {
+        "rewards": [{"use": python_name(REWARD)}],
+        "recipe": "sign",
+        "loss": {"surrogate": {"use": "reinforce"}, "reduction": {"use": "token_mean"}},
+        "rollout": {"group_size": 1} | {name: tables["rollout"][name] for name in SIZES},
+    }
+    return configs.from_dict(tables, source=read.source)
+
+
+def train(console: Console, config: Config, resume: bool = False) -> dict[str, Any]:
+    """Trains as `config_for` says and writes RUN/model. Returns what summary.json holds.
+
+    Raises: InputError before anything long starts; StopRequested after a stop signal, when the
+    step is saved.
+    """
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(RunFolder(config.run.dir, resume=resume))
+        config, before = loop.refuse_other_config(folder, config)
+        checkpoints = stack.enter_context(Checkpoints(folder.checkpoints, config.checkpoint.keep))
+        saved, meta = loop.newest_checkpoint(checkpoints, folder, before.checkpoint.every)
+        run, inputs = loop.set_up(config, meta, {"rewards": {REWARD: _ones}})
+        batch = batches_of(run)
+        state = run.state if saved is None else loop.restored(run, checkpoints, saved)
+        folder.rewind(saved)
+        folder.write_config(configs.to_toml(run.config))
+        stack.enter_context(process.stop_signals(config.run.stop_grace))
+        adapters = parameters.identity_of(run.folder, run.model)
+        meta = {"inputs": inputs} | ({} if adapters is None else {"lora": adapters})
+        last, line = config.train.steps, {}
+        for number in range((saved or 0) + 1, last + 1):
+            state, line = _step(run, state, batch(number - 1))
+            folder.write_metrics(number, line)
+            if number == last or number % -(-last // LINES) == 0:
+                _say(console, f"step {number} of {last}: {_words(line)}")
+            stop = process.stop_requested(number)
+            if stop or number == last or number % config.checkpoint.every == 0:
+                checkpoints.save(number, state, meta)
+            if stop and number < last:
+                checkpoints.wait()
+                raise StopRequested(
+                    f"stopped after step {number} of {last}, saved in {folder.place}; continue "
+                    "with the same command and --resume auto"
+                )
+        checkpoints.wait()
+        ends = texts.end_fields(run.blueprint.sampling.stop_tokens)
+        parameters.save(run.model, state, folder.path, run.config, run.folder, run.tokenizer, ends)
+        model = str(folder.place / "model")
+        summary = {"step": last, **line, "model": model}
+        summary["parameter_hash"] = parameter_hash(state.trainable)
+        folder.write_summary(summary)
+        folder.publish()
+        _say(console, f"{model}: for model.path of a run")
+        process.meet()
+    return summary
+
+
+def batches_of(run: Setup) -> Callable[[int], Rollouts]:
+    """finished steps -> the prompts of the next step, each with its answer and an end token.
+
+    Raises: InputError if a row has no answer, or one that is too long.
+    """
+    ends, geometry = run.blueprint.sampling.stop_tokens, run.blueprint.geometry
+    end = run.tokenizer.eos_token_id if run.tokenizer.eos_token_id in ends else ends[0]
+    reader = "a warm start trains on the reference answer of each row"
+    read = read_answers(run.tokenizer, run.rows, reader=reader)
+    answers = [np.append(ids, end) for ids in read.forced]
+    longest, limit = max(map(len, answers)), geometry.max_completion_tokens
+    if longest > limit:
+        over = sum(len(ids) > limit for ids in answers)
+        raise InputError(
+            f"{over} of {len(answers)} answers are longer than rollout.max_completion_tokens = "
+            f"{limit} with their end token (the longest has {longest}): set it to {longest} (--set "
+            f"rollout.max_completion_tokens={longest}), or take them out of the data"
+        )
+    count, seed = geometry.num_prompts, run.config.train.seed
+
+    def batch(step: int) -> Rollouts:
+        ordinals = np.arange(step * count, (step + 1) * count, dtype=np.int32)
+        rows = row_of(ordinals, len(run.rows), seed, run.mixture)
+        encoded = [run.encoded[row] for row in rows]
+        prompts = pad_prompts(encoded, geometry.max_prompt_tokens, ordinals, rows, step)
+        tokens, mask = np.zeros((count, 1, limit), np.int32), np.zeros((count, 1, limit), bool)
+        for place, row in enumerate(rows):
+            tokens[place, 0, : len(answers[row])] = answers[row]
+            mask[place, 0, : len(answers[row])] = True
+        completions: dict[str, Any] = {
+            "completion_tokens": tokens,
+            "token_mask": mask,
+            "behavior_logp": np.zeros(tokens.shape, np.float32),
+            "rewards": {REWARD: np.ones((count, 1), np.float32)},
+            "truncated": np.zeros((count, 1), bool),
+            "policy_version": np.full((count, 1), -1, np.int32),  # no policy of this run
+            "fields": {},
+        }
+        return put_prompts(run.mesh, Rollouts(**vars(prompts), **completions))
+
+    return batch
+
+
+def _step(run: Setup, state: TrainState, rollouts: Rollouts) -> tuple[TrainState, dict[str, float]]:
+    """An update on the answers, and its line of metrics, of the policy before it."""
+    tokens = jnp.concatenate([rollouts.prompt_tokens, rollouts.completion_tokens[:, 0]], 1)
+    mask = jnp.concatenate([rollouts.prompt_mask, rollouts.token_mask[:, 0]], 1)
+    likeliest = token_is_likeliest(run.model, params_of(state), tokens, mask)
+    right = likeliest[:, rollouts.prompt_tokens.shape[1] :].sum()
+    counts = sharding.to_host((right, rollouts.token_mask.sum()))
+    state, prepared = run.prepare(state, rollouts)
+    state, metrics = run.update(state, prepared.batches)
+    values = finalise(sharding.to_host(metrics))
+    line = {name: values[name] for name in LOGGED}
+    line["token_accuracy"] = float(counts[0]) / float(counts[1])
+    line["num_tokens"] = int(counts[1])
+    line["learning_rate"] = float(sharding.to_host(current_rate(state.opt_state)))
+    return state, line
+
+
+def _show(console: Console, config: Config, resume: bool) -> None:
+    """Prints what `train` would do: memory, the first prompt and answer, the config."""
+    refuse_unusable(config.run.dir, resume)
+    run = setup(config, rewards={REWARD: _ones})
+    first = sharding.to_host(batches_of(run)(0))
+    planned = memory.plan(run.update_program, run.blueprint, run.state)
+    needed = memory.of_run(config, run.blueprint)._replace(sampler=0, decode=0, update=planned)
+    prompt, answer = (
+        first.prompt_tokens[0][first.prompt_mask[0]],
+        first.completion_tokens[0, 0][first.token_mask[0, 0]],
+    )
+    decode = functools.partial(run.tokenizer.decode, clean_up_tokenization_spaces=False)
+    facts(
+        console,
+        {
+            "model": config.model.path,
+            **needed.lines(memory.of_device(run.mesh)),
+            "data": f"{len(run.rows)} rows, {config.train.steps} steps draw "
+            f"{config.train.steps * config.rollout.prompts_per_step}",
+            "chat template": run.chat.name,
+            "first prompt": f"row {first.row[0]}, {len(prompt)} tokens: {decode(prompt)!r}",
+            "its answer": f"{len(answer)} tokens: {decode(answer)!r}",
+        },
+    )
+    text = without_passwords(configs.to_toml(config))
+    console.print(f"\nthe whole config:\n\n{text}", markup=False, soft_wrap=True)
+
+
+def _say(console: Console, text: str) -> None:
+    if process.is_main():
+        console.print(text, soft_wrap=True, markup=False)
+
+
+def _words(line: Mapping[str, float]) -> str:
+    return f"loss {line['loss']:.4f}, token accuracy {line['token_accuracy']:.3f}"
+
+
+def _ones(completions: Sequence[Any], **columns: Any) -> list[float]:
+    """The reward of a warm start: every answer is right."""
+    return [1.0] * len(completions)

@@ -1,0 +1,144 @@
+"""`jaxgrpo sft`: the loss of the answers, what it teaches, and the folder that it leaves."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+import small_run
+from rich.console import Console
+
+import jaxgrpo
+from jaxgrpo.cli.main import main
+from jaxgrpo.config import files as configs
+from jaxgrpo.core.errors import InputError
+from jaxgrpo.experiments import sft
+from jaxgrpo.models.hf import folders
+
+pytestmark = pytest.mark.slow
+
+ROWS = [{"prompt": f"{n}+{n}=", "answer": f"{2 * n}"} for n in range(1, 9)]
+STEPS = 60
+
+
+def write(folder: Path, rows: Any = ROWS, **changes: Any) -> Path:
+    data = folder / "rows.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    keys = {
+        "data.path": str(data),
+        "train.steps": STEPS,
+        "optimizer": {"learning_rate": 1e-2, "weight_decay": 0.0},
+        "rewards": [{"use": "math"}],
+        "recipe": "dapo",
+        "eval": {"data": "task:arithmetic:test", "every": 1},
+        "train.minibatches": 2,
+        **changes,
+    }
+    return small_run.write(folder / "run.toml", folder / "run", **keys)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory) -> Path:
+    """The folder of a finished warm start."""
+    folder = tmp_path_factory.mktemp("sft")
+    assert main(["sft", str(write(folder))]) == 0
+    return folder / "run-sft"
+
+
+def test_the_loss_is_the_mean_nll_of_the_answers_with_their_end_and_falls(trained):
+    torch = pytest.importorskip("torch")
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(small_run.base())
+    model = AutoModelForCausalLM.from_pretrained(small_run.base(), dtype="float32")
+    total, right, count = 0.0, 0, 0
+    for row in ROWS:  # the first step takes all of them
+        prompt = tokenizer(row["prompt"])["input_ids"]
+        answer = [*tokenizer(row["answer"])["input_ids"], tokenizer.eos_token_id]
+        with torch.no_grad():
+            logits = model(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1]
+        logp = logits.double().log_softmax(-1)
+        total -= logp[range(len(answer)), answer].sum().item()
+        right += (logits.argmax(-1) == torch.tensor(answer)).sum().item()
+        count += len(answer)
+    lines = small_run.metrics(trained)
+    assert lines[0]["num_tokens"] == count
+    assert lines[0]["loss"] == pytest.approx(total / count, rel=1e-5)
+    assert lines[0]["token_accuracy"] == pytest.approx(right / count)
+    assert lines[-1]["loss"] < 0.1 < 1 < lines[0]["loss"]
+    assert lines[-1]["token_accuracy"] == 1
+
+
+def test_its_folder_is_a_model_that_answers_greedily_and_that_a_run_begins_with(trained, tmp_path):
+    asked = tmp_path / "asked.jsonl"
+    asked.write_text("".join(json.dumps({"prompt": row["prompt"]}) + "\n" for row in ROWS))
+    out = tmp_path / "out.jsonl"
+    words = ("--prompts", asked, "--out", out, "--temperature", "0", "--samples", "1")
+    limits = ("--set", "rollout.max_prompt_tokens=8", "rollout.max_completion_tokens=8")
+    assert main(["sample", str(trained / "model"), *map(str, words), *limits]) == 0
+    answers = [json.loads(line)["completion"] for line in out.read_text().splitlines()]
+    assert answers == [row["answer"] for row in ROWS]
+    run = jaxgrpo.train(
+        small_run.config(tmp_path / "r", **{"model.path": str(trained / "model"), "train.steps": 1})
+    )
+    assert run.metrics[0]["step"] == 1
+
+
+def test_a_warm_start_that_is_continued_ends_as_one_that_was_not(trained, tmp_path, capsys):
+    file = write(tmp_path)
+    assert main(["sft", str(file), "--set", "train.steps=7"]) == 0
+    assert main(["sft", str(file), "--resume", "auto"]) == 0
+    ends = [
+        json.loads((run / "summary.json").read_text()) for run in (trained, tmp_path / "run-sft")
+    ]
+    assert ends[0]["parameter_hash"] == ends[1]["parameter_hash"]
+    assert len(small_run.metrics(tmp_path / "run-sft")) == STEPS
+    write(tmp_path, ROWS[::-1])
+    assert main(["sft", str(file), "--resume", "auto", "--set", "train.steps=61"]) == 2
+    assert "rows" in capsys.readouterr().err
+
+
+def test_adapters_alone_are_trained_and_merged(tmp_path):
+    changes = {"lora": {"rank": 4}, "train.steps": 2, "train.minibatches": 1}
+    read = sft.config_for(write(tmp_path, **changes))
+    sft.train(Console(quiet=True), read)
+    folder = tmp_path / "run-sft"
+    assert (folder / "adapter" / "adapter_config.json").exists()
+    model, params = jaxgrpo.load_model(folder / "model")
+    before = folders.read_params(small_run.base(), model)
+    same = [
+        np.array_equal(a, b) for a, b in zip(*map(jax.tree.leaves, (params, before)), strict=True)
+    ]
+    assert any(same)
+    assert not all(same)
+
+
+def test_a_dry_run_shows_the_first_answer_and_writes_nothing(tmp_path, capsys):
+    assert main(["sft", str(write(tmp_path)), "--dry-run"]) == 0
+    shown = capsys.readouterr().out
+    for word in ("first prompt", "its answer", "copies 0 B", "[optimizer]"):
+        assert word in shown
+    assert not (tmp_path / "run-sft").exists()
+
+
+def test_answers_that_are_missing_or_too_long_are_refused_before_the_first_step(tmp_path):
+    def train(rows: Any) -> None:
+        sft.train(Console(quiet=True), sft.config_for(write(tmp_path, rows)))
+
+    with pytest.raises(InputError, match=r"1 of 9 answers are longer .* = 24 with their end token"):
+        train([*ROWS, {"prompt": "1+1=", "answer": "2" * 24}])
+    with pytest.raises(InputError, match="1 of 9 rows hold no answer"):
+        train([*ROWS, {"prompt": "1+1=", "answer": None}])
+
+
+def test_the_config_of_a_warm_start_reads_no_method_of_the_run(tmp_path):
+    file = write(tmp_path, **{"loss.kl": {"use": "k2", "beta": 0.1}, "rollout.temperature": 0.5})
+    read = sft.config_for(file)
+    assert (read.loss.kl, read.eval.data, read.rollout.temperature) == (None, None, 1.0)
+    assert read.run.dir.endswith("run-sft")
+    assert sft.config_for(file, ["run.dir=x"]).run.dir == "x"
+    assert configs.from_dict(configs.tables_of(read)) == read
