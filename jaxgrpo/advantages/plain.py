@@ -6,7 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, numpy_dtype_promotion
+from jax.core import Tracer
 
 from jaxgrpo.core.errors import InputError, refusing
 
@@ -35,7 +37,8 @@ def as_array(what: str, value: Any, none: bool = False) -> Array:
       what: opens the message of an error.
       none: whether None may stand for a number; it becomes NaN.
 
-    Raises: InputError on lists that differ in length, with their places, and on what is no number.
+    Raises: InputError on lists that differ in length, with their places, on what is no number, and
+    on finite numbers that the array could not hold.
 
     >>> as_array("rewards", [[1, None], (0.5, 0)], none=True).tolist()
     [[1.0, nan], [0.5, 0.0]]
@@ -43,8 +46,29 @@ def as_array(what: str, value: Any, none: bool = False) -> Array:
     read, _ = _read(what, value, none, ())
     says = f"{what}: {{reason}}: give numbers"
     # Lists may mix whole numbers, truth values and floats, however strictly arrays are promoted.
-    with refusing(says, TypeError, ValueError, OverflowError), numpy_dtype_promotion("standard"):
-        return jnp.asarray(read)
+    failing = refusing(says, TypeError, ValueError, OverflowError)
+    with failing, numpy_dtype_promotion("standard"), np.errstate(over="ignore"):
+        array = jnp.asarray(read)
+    _refuse_lost(what, read, array)
+    return array
+
+
+def _refuse_lost(what: str, read: Any, array: Array) -> None:
+    """Refuses finite numbers that an array cannot hold: 1e39 would be infinite in float32, and
+    3,000,000,000 of a NumPy array negative in int32."""
+    if isinstance(read, Array) or isinstance(array, Tracer) or array.dtype == bool:
+        return
+    host = np.asarray(read)
+    if host.dtype.kind not in "iuf":
+        return
+    info = jnp.finfo if jnp.issubdtype(array.dtype, jnp.floating) else jnp.iinfo
+    least, most = info(array.dtype).min, info(array.dtype).max
+    lost = host[np.isfinite(host) & ((host < least) | (host > most))]
+    if lost.size:
+        raise InputError(
+            f"{what} holds {lost[0]:g}, and {array.dtype} holds numbers from {least:g} to "
+            f"{most:g}: scale them"
+        )
 
 
 def check_shapes(given: Mapping[str, Array], sizes: Mapping[str, int]) -> None:
