@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
 from jax import Array, numpy_dtype_promotion
 from jax.core import Tracer
 
@@ -47,28 +48,33 @@ def as_array(what: str, value: Any, none: bool = False) -> Array:
     says = f"{what}: {{reason}}: give numbers"
     # Lists may mix whole numbers, truth values and floats, however strictly arrays are promoted.
     failing = refusing(says, TypeError, ValueError, OverflowError)
-    with failing, numpy_dtype_promotion("standard"), np.errstate(over="ignore"):
+    with failing, numpy_dtype_promotion("standard"), warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # of what is refused below
         array = jnp.asarray(read)
-    _refuse_lost(what, read, array)
+    is_float = jnp.issubdtype(array.dtype, jnp.floating)
+    if not (isinstance(array, Tracer) or array.dtype == bool):
+        most = float(jnp.finfo(array.dtype).max) if is_float else jnp.iinfo(array.dtype).max
+        lost = _lost(read, most) if not is_float or jnp.isinf(array).any() else None
+        if lost is not None:
+            raise InputError(
+                f"{what} holds {lost:g}, and {array.dtype} holds numbers from {-most:g} to "
+                f"{most:g}: scale them"
+            )
     return array
 
 
-def _refuse_lost(what: str, read: Any, array: Array) -> None:
-    """Refuses finite numbers that an array cannot hold: 1e39 would be infinite in float32, and
-    3,000,000,000 of a NumPy array negative in int32."""
-    if isinstance(read, Array) or isinstance(array, Tracer) or array.dtype == bool:
-        return
-    host = np.asarray(read)
-    if host.dtype.kind not in "iuf":
-        return
-    info = jnp.finfo if jnp.issubdtype(array.dtype, jnp.floating) else jnp.iinfo
-    least, most = info(array.dtype).min, info(array.dtype).max
-    lost = host[np.isfinite(host) & ((host < least) | (host > most))]
-    if lost.size:
-        raise InputError(
-            f"{what} holds {lost[0]:g}, and {array.dtype} holds numbers from {least:g} to "
-            f"{most:g}: scale them"
-        )
+def _lost(value: Any, most: float) -> float | None:
+    """A finite number in what `_read` returns that is larger: 1e39 would be infinite in float32,
+    and 3,000,000,000 of a NumPy array negative in int32."""
+    if isinstance(value, (list, tuple)):
+        return next(filter(None, (_lost(entry, most) for entry in value)), None)
+    if isinstance(value, Array) or getattr(getattr(value, "dtype", None), "kind", "f") not in "iuf":
+        return None
+    if not hasattr(value, "dtype"):
+        return value if most < abs(value) < math.inf else None
+    flat = value.ravel()
+    large = flat[((flat > most) & (flat < math.inf)) | ((flat < -most - 1) & (flat > -math.inf))]
+    return float(large[0]) if large.size else None
 
 
 def check_shapes(given: Mapping[str, Array], sizes: Mapping[str, int]) -> None:
