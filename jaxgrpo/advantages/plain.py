@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
 import jax.numpy as jnp
 from jax import Array, numpy_dtype_promotion
+from jax.core import Tracer
 
 from jaxgrpo.core.errors import InputError, refusing
 
@@ -35,7 +38,8 @@ def as_array(what: str, value: Any, none: bool = False) -> Array:
       what: opens the message of an error.
       none: whether None may stand for a number; it becomes NaN.
 
-    Raises: InputError on lists that differ in length, with their places, and on what is no number.
+    Raises: InputError on lists that differ in length, with their places, on what is no number, and
+    on finite numbers that the array could not hold.
 
     >>> as_array("rewards", [[1, None], (0.5, 0)], none=True).tolist()
     [[1.0, nan], [0.5, 0.0]]
@@ -43,8 +47,34 @@ def as_array(what: str, value: Any, none: bool = False) -> Array:
     read, _ = _read(what, value, none, ())
     says = f"{what}: {{reason}}: give numbers"
     # Lists may mix whole numbers, truth values and floats, however strictly arrays are promoted.
-    with refusing(says, TypeError, ValueError, OverflowError), numpy_dtype_promotion("standard"):
-        return jnp.asarray(read)
+    failing = refusing(says, TypeError, ValueError, OverflowError)
+    with failing, numpy_dtype_promotion("standard"), warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # of what is refused below
+        array = jnp.asarray(read)
+    is_float = jnp.issubdtype(array.dtype, jnp.floating)
+    if not (isinstance(array, Tracer) or array.dtype == bool):
+        most = float(jnp.finfo(array.dtype).max) if is_float else jnp.iinfo(array.dtype).max
+        lost = _lost(read, most) if not is_float or jnp.isinf(array).any() else None
+        if lost is not None:
+            raise InputError(
+                f"{what} holds {lost:g}, and {array.dtype} holds numbers from {-most:g} to "
+                f"{most:g}: scale them"
+            )
+    return array
+
+
+def _lost(value: Any, most: float) -> float | None:
+    """A finite number in what `_read` returns that is larger: 1e39 would be infinite in float32,
+    and 3,000,000,000 of a NumPy array negative in int32."""
+    if isinstance(value, (list, tuple)):
+        return next(filter(None, (_lost(entry, most) for entry in value)), None)
+    if isinstance(value, Array) or getattr(getattr(value, "dtype", None), "kind", "f") not in "iuf":
+        return None
+    if not hasattr(value, "dtype"):
+        return value if most < abs(value) < math.inf else None
+    flat = value.ravel()
+    large = flat[((flat > most) & (flat < math.inf)) | ((flat < -most - 1) & (flat > -math.inf))]
+    return float(large[0]) if large.size else None
 
 
 def check_shapes(given: Mapping[str, Array], sizes: Mapping[str, int]) -> None:

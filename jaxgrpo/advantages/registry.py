@@ -140,7 +140,6 @@ def evaluate(
     fields = {name: value for name, value in fields.items() if value is not None}
     refuse_unread(whole, fields)
     rollouts, spec = plain_rollouts(rewards, mask, **fields)
-    _refuse_huge(rollouts.rewards)
     signal, _, _ = compute(whole, rollouts, whole.init(spec))
     return signal.value, signal.mask
 
@@ -175,7 +174,10 @@ def refuse_unread(whole: AdvantageTransform, fields: Iterable[str]) -> None:
 
 
 def plain_rollouts(rewards: Any, mask: Any = None, **fields: Any) -> tuple[Rollouts, RolloutSpec]:
-    """Rollouts, and their spec, that hold what `evaluate` was given and nothing else."""
+    """Rollouts, and their spec, that hold what `evaluate` was given and nothing else.
+
+    Raises: InputError as `evaluate` does.
+    """
     named = rewards if isinstance(rewards, Mapping) else {"reward": rewards}
     given = {name: as_array(name, value) for name, value in fields.items()}
     attributes = dict.fromkeys(Rollouts.__dataclass_fields__)
@@ -186,6 +188,7 @@ def plain_rollouts(rewards: Any, mask: Any = None, **fields: Any) -> tuple[Rollo
         "rewards": {name: _reward(name, value, mask) for name, value in named.items()},
         "fields": {name: value for name, value in given.items() if name not in attributes},
     }
+    _refuse_huge(everything["rewards"])
     rollouts = Rollouts(**everything)
     spec = spec_of(rollouts)
     check_shapes(given, {"P": spec.num_prompts, "G": spec.group_size})

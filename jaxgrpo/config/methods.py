@@ -20,6 +20,7 @@ from jaxgrpo.config import own_code
 from jaxgrpo.config.keys import LARGEST, Config, Part, options_of
 from jaxgrpo.core.errors import InputError, call, find, refusing
 from jaxgrpo.core.types import FIELDS, OF_SAMPLES, RolloutSpec
+from jaxgrpo.data.prompts import name_row
 from jaxgrpo.data.sources import Mixture
 from jaxgrpo.losses import Objective, Penalty, Surrogate
 from jaxgrpo.rewards.protocol import Reward
@@ -156,19 +157,21 @@ def needed_columns(
             f"{', '.join(FIELDS)}; the data have the columns {', '.join(sorted(rows[0]))}"
             f"{_to_bring(missing)}"
         )
-    return {name: _numbers(name, [row[name] for row in rows]) for name in sorted(names)}
+    return {name: _numbers(name, rows) for name in sorted(names)}
 
 
-def _numbers(name: str, values: Sequence[Any]) -> np.ndarray:
+def _numbers(name: str, rows: Sequence[Mapping[str, Any]]) -> np.ndarray:
     """The values of a column, [rows, ...].
 
     Raises: InputError with the first row that holds something else than the first row's count of
       numbers, or a number that a device's 32 bits cannot hold.
     """
     column = []
-    for place, value in enumerate(values):
+    for place, row in enumerate(rows):
+        value = row[name]
         where = (
-            f"the method needs the data column {name!r} as numbers, but row {place} holds {value!r}"
+            f"the method needs the data column {name!r} as numbers, but {name_row(rows, place)} "
+            f"holds {value!r}"
         )
         with refusing(f"{where}: write numbers, the same count in every row", ValueError):
             array = np.asarray(value)

@@ -175,29 +175,32 @@ def write(chat: Chat, prompt: str | Conversation, where: str) -> str:
     return text
 
 
-def check_roles(chat: Chat, prompts: Sequence[str | Conversation]) -> None:
+def check_roles(chat: Chat, prompts: Mapping[str, str | Conversation]) -> None:
     """Refuses a template that leaves out messages, once for each sequence of roles in the prompts.
 
     `write` looks for the text of each message, and may find a short or a repeated one by chance.
     Here each text ends with a mark that is nowhere else.
 
+    Args:
+      prompts: by the words for their rows.
+
     Raises: InputError if a mark is not in what the template writes.
     """
     if chat.template is None:
         return
-    first: dict[tuple[str, ...], tuple[int, Conversation]] = {}
-    for row, prompt in enumerate(prompts):
-        messages = _with_system(chat, prompt, f"row {row}")
+    first: dict[tuple[str, ...], tuple[str, Conversation]] = {}
+    for row, prompt in prompts.items():
+        messages = _with_system(chat, prompt, row)
         first.setdefault(tuple(message["role"] for message in messages), (row, messages))
     for row, messages in first.values():
         marked = [
             {**message, "content": f"{message['content']}jaxgrpo{place}mark"}
             for place, message in enumerate(messages)
         ]
-        text = _render(chat, marked, f"row {row}")
+        text = _render(chat, marked, row)
         for place, message in enumerate(messages):
             if message["content"] and f"jaxgrpo{place}mark" not in text:
-                raise _lost(chat, messages, place, f"row {row}")
+                raise _lost(chat, messages, place, row)
 
 
 def writes_time(chat: Chat, prompts: Iterable[str | Conversation]) -> bool:

@@ -28,6 +28,21 @@ CHUNK, SECONDS = 256, 60.0  # rows that are tokenised at once, and the time for 
 _PIECE = re.compile(r"\{\{|\}\}|\{([^{}]*)\}|[{}]")  # of a template
 
 
+class FileRow(dict[str, Any]):
+    """A row of a file."""
+
+    line: int | None = None  # of the file, from 1; None: it has no lines
+
+
+def name_row(rows: Sequence[Mapping[str, Any]], place: int) -> str:
+    """Words for a row in a message: its number in the run, and its line in the file.
+
+    Blank lines, and rows that are left out, are not counted in the number.
+    """
+    line = getattr(rows[place], "line", None)
+    return f"row {place}" if line is None else f"row {place} (line {line})"
+
+
 class PromptData(NamedTuple):
     """The prompts of a run. Row numbers everywhere else count `rows`."""
 
@@ -64,9 +79,11 @@ def load_rows(
         if answer:
             _check_column(where, row, answer, "data.answer", ' (or to "" where no reward needs it)')
     columns = dict.fromkeys(name for _, row in located for name in row)
-    rows = []
+    rows: list[Row] = []
     for where, raw in located:
-        row = {name: raw.get(name) for name in columns}
+        row = FileRow({name: raw.get(name) for name in columns})
+        line = where.rpartition(", line ")[2]
+        row.line = int(line) if line.isdecimal() else None
         row["prompt"] = _prompt(where, raw, prompt, needed)
         if answer:
             row["answer"] = raw[answer]
@@ -121,8 +138,9 @@ def prepare(
         remedy = "" if too_long == "drop" else ', or data.too_long to "drop"'
         raise InputError(
             f"{over.size} of {len(rows)} prompts are longer than rollout.max_prompt_tokens = "
-            f"{max_prompt_tokens} (the longest, row {longest}, has {lengths[longest]} tokens): set "
-            f"it to {lengths[longest]} (--set rollout.max_prompt_tokens={lengths[longest]}){remedy}"
+            f"{max_prompt_tokens} (the longest, {name_row(rows, longest)}, has {lengths[longest]} "
+            f"tokens): set it to {lengths[longest]} "
+            f"(--set rollout.max_prompt_tokens={lengths[longest]}){remedy}"
         )
     kept = np.flatnonzero(lengths <= max_prompt_tokens).tolist()
     mixture = mixture.keeping(kept) if mixture else None
@@ -135,21 +153,20 @@ def encode(rows: Sequence[Row], chat: Chat) -> list[np.ndarray]:
     Raises: InputError if a prompt is empty, gives no token, cannot be written out in full or has a
       token that the model does not have, or if rows differ and all prompts are the same tokens.
     """
-    texts = [
-        conversations.write(chat, row["prompt"], f"row {place}") for place, row in enumerate(rows)
-    ]
-    conversations.check_roles(chat, [row["prompt"] for row in rows])
+    prompts = {name_row(rows, place): row["prompt"] for place, row in enumerate(rows)}
+    texts = [conversations.write(chat, prompt, where) for where, prompt in prompts.items()]
+    conversations.check_roles(chat, prompts)
     encoded = token_ids(chat.tokenizer, texts, "prompt", special=chat.template is None)
     tokens = [np.asarray(ids, np.int32) for ids in encoded]
     empty = [place for place, row in enumerate(rows) if not row["prompt"] or not len(tokens[place])]
     if empty:
         raise InputError(
-            f"{len(empty)} of {len(rows)} prompts are empty or give no token (the first is row "
-            f"{empty[0]}, {rows[empty[0]]['prompt']!r}): take them out of the data"
+            f"{len(empty)} of {len(rows)} prompts are empty or give no token (the first is "
+            f"{name_row(rows, empty[0])}, {rows[empty[0]]['prompt']!r}): take them out of the data"
         )
     _check_differ(rows, tokens, chat)
     if chat.vocab_size is not None:
-        check_tokens(tokens, chat.tokenizer, chat.vocab_size, "prompt")
+        check_tokens(rows, tokens, chat.tokenizer, chat.vocab_size, "prompt")
     return tokens
 
 
@@ -192,16 +209,22 @@ def _check_differ(rows: Sequence[Row], tokens: Sequence[np.ndarray], chat: Chat)
         )
 
 
-def check_tokens(rows: Sequence[np.ndarray], tokenizer: Any, vocab_size: int, column: str) -> None:
+def check_tokens(
+    rows: Sequence[Mapping[str, Any]],
+    encoded: Sequence[np.ndarray],
+    tokenizer: Any,
+    vocab_size: int,
+    column: str,
+) -> None:
     """Refuses tokens without an embedding. A tokenizer may have more tokens than its model (Gemma
     3's has one for images), which matters only where a text uses them.
 
     Raises: InputError with the first row that does.
     """
-    for place, tokens in enumerate(rows):
+    for place, tokens in enumerate(encoded):
         if len(tokens) and (token := int(tokens.max())) >= vocab_size:
             raise InputError(
-                f"row {place}: the {column} has the token {token}, "
+                f"{name_row(rows, place)}: the {column} has the token {token}, "
                 f"{tokenizer.convert_ids_to_tokens(token)!r}, but config.json's vocab_size = "
                 f"{vocab_size} gives embeddings to 0 to {vocab_size - 1}: take this text out of "
                 "the row or the chat template, or take the tokenizer of this model"

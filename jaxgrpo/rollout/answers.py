@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxgrpo.core.errors import InputError
-from jaxgrpo.data.prompts import token_ids
+from jaxgrpo.data.prompts import name_row, token_ids
 from jaxgrpo.data.written import text_of_value
 
 FORCED = "forced_answer"
@@ -108,9 +108,9 @@ def read_answers(
     odd = [place for place, text in enumerate(texts) if not text or not sizes[place]]
     if odd:
         raise InputError(
-            f"data.answer: {len(odd)} of {len(rows)} rows hold no answer (the first is row "
-            f"{odd[0]}, {rows[odd[0]]['answer']!r}), and {reader}: write a text or a number, or "
-            "take the rows out"
+            f"data.answer: {len(odd)} of {len(rows)} rows hold no answer (the first is "
+            f"{name_row(rows, odd[0])}, {rows[odd[0]]['answer']!r}), and {reader}: write a text or "
+            "a number, or take the rows out"
         )
     counts = np.minimum(sizes, max(sizes) if limit is None else limit)
     ends_at = np.add(begins, counts)

@@ -222,7 +222,7 @@ def load_answers(
         return None
     answers = read_answers(tokenizer, rows, prefix, blueprint.sampling.stop_tokens, limit)
     stored = blueprint.model.config
-    prompts.check_tokens(answers.forced, tokenizer, stored.vocab_size, "answer")
+    prompts.check_tokens(rows, answers.forced, tokenizer, stored.vocab_size, "answer")
     check_length(config, stored, answers.longest)
     return answers
 

@@ -203,6 +203,24 @@ def test_a_reward_whose_square_is_infinite_is_refused_instead_of_advantages_of_z
     assert adv.evaluate("grpo", [[1e14, 0.0]])[0].all()
 
 
+@pytest.mark.parametrize(
+    "rewards",
+    [
+        [[1e39, 0.0]],
+        np.array([[-1e300, 0.0]]),
+        np.array([[3_000_000_000, 0]]),
+        np.array([[2**40, 1]], np.uint64),
+        [[np.int64(2**40), 0]],
+        [np.array([1e39, 0.0])],
+    ],
+)
+def test_a_number_that_its_array_cannot_hold_is_refused_instead_of_infinite_or_negative(rewards):
+    message = r"'reward'.*(holds numbers|out of bounds)"
+    with jax.enable_x64(False), pytest.raises(InputError, match=message):
+        adv.evaluate("dr_grpo", rewards)
+    assert adv.evaluate("dr_grpo", np.array([[3, 1]]))[0].tolist() == [[1, -1]]
+
+
 def test_groups_of_thousands_keep_their_digits():
     random = np.random.default_rng(3)
     rewards = (100 + random.normal(size=(2, 4096))).astype(np.float32)

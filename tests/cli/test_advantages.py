@@ -147,6 +147,12 @@ def test_fields_are_lists_for_each_group_or_for_all_or_json(capsys):
             advantages.read_fields([field], (1, 2))
 
 
+def test_rewards_whose_advantage_would_be_lost_are_refused(capsys):
+    for huge in ("1e20,0", "1e39,0", "0,-3e38"):
+        assert "reward 'reward' holds" in said(capsys, "grpo", "--rewards", huge, code=2)
+    assert shown(capsys, "grpo", "--rewards", "1e15,0")["steps"][-1]["value"][0][0] > 0.7
+
+
 def test_own_code_is_run_from_its_file(capsys, own):
     assert shown(capsys, f"{own}:twice", "--rewards", "1,3")["steps"][-1]["value"] == [[2, 6]]
     plus = (f"{own}:plus", "--rewards", "1,3", "--option", "amount=0.5")

@@ -9,6 +9,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
+from jaxgrpo.config import methods
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.data import prompts as data
 from jaxgrpo.data.chat import make_chat
@@ -192,6 +193,20 @@ def test_prompts_that_are_too_long_are_left_out_on_request_and_counted():
 def test_leaving_out_every_prompt_is_an_error():
     with pytest.raises(InputError, match=r"2 of 2 prompts are longer .*prompt_tokens=5\)$"):
         prepare(["abcd", "abcde"], characters(), 3, "drop")
+
+
+def test_messages_name_the_line_where_blank_lines_or_dropped_rows_shift_the_number(write):
+    entries = [("abcd", 3), ("ab", 4), ("abcde", 5), ("c", "x")]  # in lines 1, 3, 5 and 7
+    rows = [{"prompt": text, "answer": "1", "level": level} for text, level in entries]
+    rows = load_rows(write(*[line for row in rows for line in (row, "")]))
+    chat = make_chat(characters(), "none", None, {}, "model")
+    with pytest.raises(InputError, match=r"the longest, row 2 \(line 5\), has 5 tokens"):
+        data.prepare(rows, chat, 3, "error")
+    left = data.prepare(rows, chat, 3, "drop").rows
+    with pytest.raises(InputError, match=r"'level' as numbers, but row 1 \(line 7\) holds 'x'"):
+        methods.needed_columns(frozenset({"level"}), left, [])
+    with pytest.raises(InputError, match=r"^row 0 \(line 3\): the prompt has the token 2, "):
+        data.encode(left, chat._replace(vocab_size=2))
 
 
 @pytest.mark.parametrize("begin", [False, True])
