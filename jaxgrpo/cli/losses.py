@@ -171,9 +171,9 @@ def _build(
 ) -> Surrogate | Penalty:
     if list(inspect.signature(factory).parameters) == ["tokens"]:
         return registry.build_surrogate({"use": factory, **options})
-    made = call(own_code.short_name(name), factory, options)
-    build = registry.build_penalty if isinstance(made, Penalty) else registry.build_surrogate
-    return build(made)
+    made: Any = call(own_code.short_name(name), factory, options)
+    is_penalty = isinstance(made, Penalty)
+    return registry.build_penalty(made) if is_penalty else registry.build_surrogate(made)
 
 
 def _fields(part: Surrogate | Penalty, texts: Sequence[str]) -> dict[str, float]:
@@ -185,7 +185,7 @@ def _fields(part: Surrogate | Penalty, texts: Sequence[str]) -> dict[str, float]
     written = {}
     for text in texts:
         field, _, value = text.partition("=")
-        numbers = _numbers(f"--field {field}", value, ())
+        numbers = [*_numbers(f"--field {field}", value, ())]
         if len(numbers) > 1:
             raise InputError(f"--field {text}: expected one number, of every token")
         if field not in part.needs:

@@ -367,7 +367,9 @@ def sample_rows(
         host.completion_tokens.reshape(-1, steps), host.token_mask.reshape(-1, steps)
     )
     texts = decode_texts(tokenizer, ids)
-    sources = mixture and [mixture.names[number] for number in mixture.source_of(host.row)]
+    sources = mixture and [
+        mixture.names[number] for number in mixture.source_of(np.asarray(host.row))
+    ]
     for p, g in np.ndindex(groups, samples):
         at = p * samples + g
         logged = {column: values[at] for column, values in (extra or {}).items()}

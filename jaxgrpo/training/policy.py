@@ -240,7 +240,7 @@ def base_of(run: Setup) -> Base:
     if name := next((name for name in names if name in frozen), None):
         params = whole(frozen[name], frozen)
     elif WEIGHTS in frozen and run.config.lora.path is None:  # fresh adapters add nothing
-        params, layouts = frozen[WEIGHTS], tuple(lora.split(layout)[1] for layout in layouts)
+        params, layouts = frozen[WEIGHTS], (lora.split(layouts[0])[1], lora.split(layouts[1])[1])
         constrain = sharding.constrain(made.samples_on)
         model = decoder.build(lora.without(model.config), constrain=constrain)
     else:

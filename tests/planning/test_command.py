@@ -33,9 +33,14 @@ def offline(python, environment):
     """`jaxgrpo ARGUMENTS` in a process that reaches no network."""
 
     def run(*arguments: str, stderr: int = subprocess.PIPE) -> subprocess.CompletedProcess[str]:
-        command, pipes = [python, "-c", OFFLINE, *arguments], {"stdout": subprocess.PIPE}
-        pipes["stderr"] = stderr
-        return subprocess.run(command, **pipes, text=True, env=environment(), timeout=560)
+        return subprocess.run(
+            [python, "-c", OFFLINE, *arguments],
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+            text=True,
+            env=environment(),
+            timeout=560,
+        )
 
     return run
 

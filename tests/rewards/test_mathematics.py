@@ -94,7 +94,7 @@ def batch_with_hanging(count, hanging):
     """Completions of which some hang, each in a way of its own; their gold answers and scores."""
     completions = [rf"\boxed{{{index % 97}}}" for index in range(count)]
     golds = [str(index % 89) for index in range(count)]
-    scores = [float(index % 97 == index % 89) for index in range(count)]
+    scores: list[float | None] = [float(index % 97 == index % 89) for index in range(count)]
     for place in range(hanging):
         index = place * (count // hanging)
         completions[index] = HANGING[place % len(HANGING)] % (9 + place)

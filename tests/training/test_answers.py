@@ -108,7 +108,10 @@ def test_groups_that_are_left_over_keep_their_thoughts_for_the_next_step(tmp_pat
         ),
         ({"recipe": "grpo", "data.max_answer_tokens": 3}, r"data\.max_answer_tokens = 3: nothing"),
         ({"recipe": "dro_r3", "data.answer": ""}, r'data\.answer = "": the method scores the ref'),
-        ({"recipe": "dro_r3"}, r"1 of 9 rows hold no answer \(the first is row 8, None\)"),
+        (
+            {"recipe": "dro_r3"},
+            r"1 of 9 rows hold no answer \(the first is row 8 \(line 9\), None\)",
+        ),
     ],
 )
 def test_answers_that_are_missing_or_unread_are_refused_by_the_dry_run(
