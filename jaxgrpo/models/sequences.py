@@ -13,22 +13,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jaxtyping import Bool, Float, Int
+from jax.core import Tracer
+from jaxtyping import Float
 
-from jaxgrpo.core.errors import InputError
+from jaxgrpo.core.errors import InputError, refusing
 from jaxgrpo.core.types import Params
 from jaxgrpo.models.api import Model, ModelConfig
 from jaxgrpo.models.attention import causal
 from jaxgrpo.models.logprobs import token_logprobs
 
-_Host = Array | np.ndarray
-
 
 def logits(
     model: Model,
     params: Params,
-    tokens: Int[_Host, "B T"],
-    mask: Bool[_Host, "B T"] | Int[_Host, "B T"],
+    tokens: Any,
+    mask: Any,
 ) -> Float[Array, "B T V"]:
     """Logits of the token after each position, in at least float32.
 
@@ -37,9 +36,11 @@ def logits(
 
     Args:
       params: of the model, as `load_model` gives them.
-      mask: 1 or True at real tokens.
+      tokens: [B, T], whole numbers: an array or lists.
+      mask: [B, T], 1 or True at real tokens.
 
-    Raises: InputError for sequences for which this model's positions are not built.
+    Raises: InputError for sequences for which this model's positions are not built, for tokens that
+    it does not have, and for what is no whole number.
     """
     return _logits(model.apply, model.unembed, params, *_checked(model, tokens, mask))
 
@@ -47,8 +48,8 @@ def logits(
 def token_logp(
     model: Model,
     params: Params,
-    tokens: Int[_Host, "B T"],
-    mask: Bool[_Host, "B T"] | Int[_Host, "B T"],
+    tokens: Any,
+    mask: Any,
 ) -> Float[Array, "B T"]:
     """log p(token | the real tokens before it), in nats, at temperature 1.
 
@@ -73,13 +74,36 @@ def check_length(config: ModelConfig, length: int, what: str, remedy: str | None
 
 
 def _checked(model: Model, tokens: Any, mask: Any) -> tuple[Array, Array]:
-    tokens, real = jnp.asarray(tokens), jnp.asarray(mask, bool)
-    if tokens.ndim != 2 or tokens.shape != real.shape:
+    tokens = _numbers("tokens", tokens, "iu", "whole numbers, as int32")
+    mask = _numbers("mask", mask, "iubf", "1 or True at real tokens, else 0")
+    if tokens.ndim != 2 or tokens.shape != mask.shape:
         raise InputError(
-            f"tokens of shape {tokens.shape} and a mask of {real.shape}: expected [B, T] for both"
+            f"tokens of shape {tokens.shape} and a mask of {mask.shape}: expected [B, T] for both"
         )
     check_length(model.config, tokens.shape[1], "tokens")
-    return tokens, real
+    if isinstance(tokens, np.ndarray) and isinstance(mask, np.ndarray):
+        if (odd := mask[(mask != 0) & (mask != 1)]).size:
+            raise InputError(f"mask holds {odd[0]}: give 1 or True at real tokens, else 0")
+        size = model.config.vocab_size
+        if (odd := tokens[(mask == 1) & ((tokens < 0) | (tokens >= size))]).size:
+            raise InputError(
+                f"tokens hold {odd[0]}, which the mask counts as real: the model has the tokens 0 "
+                f"to {size - 1}"
+            )
+    return jnp.asarray(tokens), jnp.asarray(mask, bool)
+
+
+def _numbers(name: str, value: Any, kinds: str, expected: str) -> Any:
+    """The value as a NumPy array, if its numbers can be read; one under jit stays.
+
+    Raises: InputError if they are not of these kinds of dtypes.
+    """
+    if not (isinstance(value, Tracer) or getattr(value, "is_fully_addressable", True) is False):
+        with refusing(f"{name}: {{reason}}: give {expected} [B, T]", TypeError, ValueError):
+            value = np.asarray(value)
+    if value.dtype.kind not in kinds:
+        raise InputError(f"{name} of dtype {value.dtype}: give {expected}")
+    return value
 
 
 _jitted = functools.partial(jax.jit, static_argnums=(0, 1))
