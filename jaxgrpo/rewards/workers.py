@@ -85,8 +85,8 @@ class Workers:
         """
         self._lost = 0.0
         texts = [json.dumps(question) for question in questions]
-        answers = {text: self._problems.get(_key(text)) for text in texts}
-        fresh = [text for text, answer in answers.items() if answer is None]
+        answers = {text: before for text in texts if (before := self._problems.get(_key(text)))}
+        fresh = [text for text in dict.fromkeys(texts) if text not in answers]
         answers.update(zip(fresh, self._threads.map(self._ask_quickly, fresh), strict=True))
         slow = [text for text in fresh if answers[text].problem == "timed out"]
         answers.update(zip(slow, self._threads.map(self._ask_at_length, slow), strict=True))
