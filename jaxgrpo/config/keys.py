@@ -362,3 +362,32 @@ KEYS: dict[str, dataclasses.Field] = {
     if field.name != "options"
 }
 """The keys of all tables by their full names."""
+
+TRL_NAMES = {
+    "beta": "loss.kl",
+    "epsilon": "loss.surrogate",
+    "eval_steps": "eval.every",
+    "generation_batch_size": "rollout.prompts_per_step",
+    "gradient_accumulation_steps": "rollout.prompts_per_step",
+    "importance_sampling_level": "loss.surrogate",
+    "log_completions": "run.samples_every",
+    "loss_type": "loss.reduction",
+    "lr_scheduler_type": "optimizer.schedule",
+    "mask_truncated_completions": "advantage",
+    "max_completion_length": "rollout.max_completion_tokens",
+    "max_grad_norm": "optimizer.clip_norm",
+    "max_prompt_length": "rollout.max_prompt_tokens",
+    "max_steps": "train.steps",
+    "num_generations": "rollout.group_size",
+    "num_generations_eval": "eval.samples",
+    "num_train_epochs": "train.steps",
+    "output_dir": "run.dir",
+    "per_device_train_batch_size": "train.tokens_per_micro_batch",
+    "report_to": "tracking.wandb",
+    "reward_weights": "rewards",
+    "save_steps": "checkpoint.every",
+    "save_total_limit": "checkpoint.keep",
+    "scale_rewards": "recipe",
+    "steps_per_generation": "train.minibatches",
+}
+"""Names in TRL's config that no key is like -> the key that is meant; docs/from-trl.md has all."""

@@ -23,6 +23,7 @@ from jaxgrpo.config.keys import (
     KEYS,
     LARGEST,
     SECTIONS,
+    TRL_NAMES,
     Part,
     Range,
     RewardKeys,
@@ -115,8 +116,9 @@ def show(value: Any) -> str:
 def _rename_tables(tables: dict[str, Any]) -> Iterator[str]:
     """Reports unknown tables, and gives a misspelt one the name that was meant as well."""
     for name in [name for name in tables if name not in HINTS]:
-        near = difflib.get_close_matches(name, HINTS, n=1)
-        homes = near or [key for key in KEYS if key.endswith(f".{name}")]
+        from_trl = [TRL_NAMES[name]] if name in TRL_NAMES else []
+        near = [] if from_trl else difflib.get_close_matches(name, HINTS, n=1)
+        homes = from_trl or near or [key for key in KEYS if key.endswith(f".{name}")]
         hint = f"did you mean {' or '.join(homes)}?" if homes else f"there are {', '.join(HINTS)}"
         yield f"{name}: unknown key; {hint}"
         if near:
@@ -194,6 +196,8 @@ def _read_list(
 
 def _nearest_key(name: str, path: str, fields: list[str]) -> str | None:
     """The full name of the key that was probably meant: one of this table, or of another one."""
+    if name in TRL_NAMES:
+        return TRL_NAMES[name]
     if near := difflib.get_close_matches(name, fields, n=1):
         return path + near[0]
     homes = {key.rpartition(".")[2]: key for key in reversed(KEYS)}  # the first one counts

@@ -12,6 +12,7 @@ from minimal_config import keys
 from jaxgrpo import advantages, losses
 from jaxgrpo.advantages import registry as chains
 from jaxgrpo.config.files import config_of
+from jaxgrpo.config.keys import TRL_NAMES
 from jaxgrpo.losses import registry as objectives
 from jaxgrpo.training.loop import Run
 from jaxgrpo.training.setup import Setup
@@ -104,6 +105,16 @@ def test_the_third_column_names_our_keys_or_nothing(page):
                 assert named or cells[2] == "–", cells[0]
                 assert set(named) <= KEYS | TABLES, cells[0]
                 assert len(cells[3]) > 3, cells[0]
+
+
+def test_an_unknown_key_is_explained_as_the_page_does(page):
+    ours = {
+        cells[0].strip("`"): re.findall(r"`([^`]*)`", cells[2])
+        for section in ("GRPOConfig", "TrainingArguments")
+        for cells in rows(page, section)
+    }
+    for name, key in TRL_NAMES.items() - {("max_prompt_length", "rollout.max_prompt_tokens")}:
+        assert key in ours[name], name
 
 
 def test_the_head_in_float32_is_a_key_of_ours_too(page):
