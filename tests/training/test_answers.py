@@ -110,7 +110,7 @@ def test_groups_that_are_left_over_keep_their_thoughts_for_the_next_step(tmp_pat
         ({"recipe": "dro_r3", "data.answer": ""}, r'data\.answer = "": the method scores the ref'),
         (
             {"recipe": "dro_r3"},
-            r"1 of 9 rows hold no answer \(the first is row 8 \(line 9\), None\)",
+            r"1 of 9 rows hold no answer .the first is row 8 .line 9., None",
         ),
     ],
 )
