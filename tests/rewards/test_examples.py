@@ -36,10 +36,11 @@ class Judge(http.server.BaseHTTPRequestHandler):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         question = body["messages"][0]["content"]
         text = question.split("Answer of a student: ")[1].split("\n")[0]
-        self.server.seen[text] += 1
-        self.server.keys.add(self.headers.get("Authorization"))
+        server: Any = self.server
+        server.seen[text] += 1
+        server.keys.add(self.headers.get("Authorization"))
         status, reply = 200, text
-        if "busy" in text and self.server.seen[text] < 3:
+        if "busy" in text and server.seen[text] < 3:
             status = 503
         if body["model"] != "judge":
             status = 404
@@ -98,10 +99,11 @@ def test_the_reward_model_of_the_examples_scores_in_batches_as_one_by_one(reposi
 
     tokenizer = character_tokenizer(tasks.find("arithmetic").alphabet)
     tokenizer.save_pretrained(tmp_path)
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "head_dim": 8}
+    sizes: Any = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "head_dim": 8}
     sizes |= {"num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": len(tokenizer)}
     torch.manual_seed(0)
-    config = Qwen3Config(**sizes, num_labels=1, pad_token_id=tokenizer.pad_token_id)
+    config = Qwen3Config(**sizes, pad_token_id=tokenizer.pad_token_id)
+    config.num_labels = 1
     classifier = Qwen3ForSequenceClassification(config).eval()
     classifier.save_pretrained(tmp_path)
     module = load(repository, "own_reward_model")
