@@ -397,7 +397,7 @@ def _data(values: Values) -> Iterator[str]:
 
 
 def _of_table(values: Values, table: str) -> dict[str, Any]:
-    """What a table says of its source beside the path: full name -> value."""
+    """The options of a table's source beside its path: full name -> value."""
     names = (f"{table}.{name}" for name in OF_SOURCE)
     return {name: values[name] for name in names if values.get(name) is not None}
 

@@ -61,7 +61,7 @@ class Mixture(NamedTuple):
     weights: tuple[float, ...]
     sizes: tuple[int, ...]  # rows of each
 
-    def source_of(self, row: np.ndarray) -> np.ndarray:
+    def source_of(self, row: Any) -> np.ndarray:
         """The number of the source that each row is from."""
         return np.searchsorted(np.cumsum(self.sizes), row, side="right")
 

@@ -67,9 +67,8 @@ def dry_run(config: Config, resume: bool = False) -> None:
             "data": f"{len(run.rows)} rows, {config.train.steps} steps draw "
             f"{'at least ' if config.rollout.refill else ''}"
             f"{config.train.steps * geometry.num_prompts}",
-            **_mixture(run),
             "too long": inputs.dropped_line(config, len(run.rows), run.dropped),
-            **_evaluation(run),
+            **_mixture(run) | _evaluation(run),
             "rewards": ", ".join(f"{r.name} x {r.weight:g}" for r in run.rewards),
             **({"answers": inputs.answers_line(run.answers)} if run.answers else {}),
             "chat template": f"{run.chat.name}{_time(run)}",

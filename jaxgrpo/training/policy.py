@@ -235,7 +235,7 @@ def load_base(config: Config, mesh: Mesh) -> Base:
 def base_of(run: Setup) -> Base:
     """The base of a run: a policy that it holds anyway, where there is one; else read anew."""
     made, frozen = run.blueprint, run.state.frozen
-    model, layouts = _on(run, made.samples_on), (param_layout(made), sampling_layout(made))
+    model, layouts = _on(run, made.samples_on), [param_layout(made), sampling_layout(made)]
     names = ("base",) if may_reset(run.config) else ("base", "reference")
     if name := next((name for name in names if name in frozen), None):
         params = whole(frozen[name], frozen)
@@ -250,7 +250,7 @@ def base_of(run: Setup) -> Base:
     return Base(model, params)
 
 
-def _moved(layouts: tuple[Params, Params], params: Params) -> Params:
+def _moved(layouts: Sequence[Params], params: Params) -> Params:
     """Parameters in the second layout instead of the first."""
     return jax.tree.map(moved, params, *layouts)
 

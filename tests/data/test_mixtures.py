@@ -107,7 +107,11 @@ def test_keys_of_one_source_and_a_list_of_texts_are_refused():
 
 
 def config(
-    folder: Path, steps: int = 4, weight: float = 3.0, last: str = "19+19=", run: str = "r"
+    folder: Path,
+    steps: int = 4,
+    weight: float = 3.0,
+    last: str = "19+19=",
+    directory: str = "r",
 ) -> Any:
     hard = folder / "hard.jsonl"
     rows = [{"question": f"{n}+{n}=", "solution": str(2 * n), "level": n} for n in range(10, 20)]
@@ -119,12 +123,12 @@ def config(
     ]
     keys = {"data.path": parts, "rewards": [{"use": "arithmetic"}], "run.samples_every": 1}
     keys |= {"train.steps": steps}
-    return small_run.config(folder / run, **keys)
+    return small_run.config(folder / directory, **keys)
 
 
 @pytest.mark.slow
 def test_a_run_on_a_mixture_reports_its_sources_and_resumes_on_the_same_rows(tmp_path):
-    whole = loop.train(config(tmp_path, run="whole"))
+    whole = loop.train(config(tmp_path, directory="whole"))
     for line in whole.metrics:
         assert line["prompts/source_arithmetic"] == 0.75
         assert line["prompts/source_hard"] == 0.25

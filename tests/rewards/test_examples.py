@@ -101,9 +101,9 @@ def test_the_reward_model_of_the_examples_scores_in_batches_as_one_by_one(reposi
     tokenizer.save_pretrained(tmp_path)
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "head_dim": 8}
     sizes |= {"num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": len(tokenizer)}
-    torch.manual_seed(0)
     sizes |= {"num_labels": 1, "pad_token_id": tokenizer.pad_token_id}
-    config = Qwen3Config(**sizes)
+    torch.manual_seed(0)
+    config = Qwen3Config.from_dict(sizes)
     classifier = Qwen3ForSequenceClassification(config).eval()
     classifier.save_pretrained(tmp_path)
     module = load(repository, "own_reward_model")
