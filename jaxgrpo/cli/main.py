@@ -337,7 +337,10 @@ def main(
 
 
 def _guarded(calls: str, given: dict[str, Any]) -> int:
-    from jaxgrpo.training import process
+    if calls != COMMANDS["plan"][1]:  # it alone compiles for GPUs that are not here
+        parent.hide_cuda()
+    with parent.without_cuda_lines():
+        from jaxgrpo.training import process  # and JAX
 
     return process.guard(lambda: _until_closed(lambda: pkgutil.resolve_name(calls)(**given)))
 

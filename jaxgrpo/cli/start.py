@@ -7,15 +7,18 @@ installed.
 from __future__ import annotations
 
 import importlib.metadata
+import json
 import os
 import platform
 import shutil
+import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import Progress
 from rich.table import Column, Table
 
@@ -29,6 +32,14 @@ PACKAGES = (
     *("jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin", "libtpu", "flax", "optax"),
     *("orbax-checkpoint", "transformers", "tokenizers", "safetensors", "datasets", "numpy"),
 )
+EXTRAS = {
+    "math": ("math-verify",),
+    "wandb": ("wandb",),
+    "gcs": ("gcsfs",),
+    "s3": ("s3fs",),
+    "plan": ("libtpu", "jax-cuda12-plugin"),
+}
+"""Extras of this package -> what they install."""
 GIB = 2**30
 
 
@@ -117,7 +128,7 @@ def doctor() -> int:
     found = _devices()
     for rows in (_versions(), found, _memory(), _disk()):
         for name, value in rows.items():
-            table.add_row(name, value)
+            table.add_row(escape(name), escape(value))
         table.add_section()
     Console().print(table)
     return 2 if "problem" in found else 0
@@ -125,13 +136,43 @@ def doctor() -> int:
 
 def _versions() -> dict[str, str]:
     """Of Python, the system and the packages that results depend on."""
-    found = {"python": platform.python_version(), "system": platform.platform()}
-    for name in PACKAGES:
+    rows = {"python": platform.python_version(), "system": platform.platform()}
+    rows |= {"commit": _commit()} | {name: _version(name) for name in PACKAGES}
+    for extra, names in EXTRAS.items():
+        versions = ", ".join(f"{name} {_version(name)}" for name in names)
+        rows[f"jaxgrpo[{extra}]"] = versions
+    return rows
+
+
+def _version(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _commit() -> str:
+    """That of the checkout, or of the repository, which this package was installed from."""
+    folder = Path(jaxgrpo.__file__).parent
+
+    def git(*arguments: str) -> str | None:
+        command = ["git", "-C", folder, *arguments]
         try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            found[name] = "not installed"
-    return found
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+        except FileNotFoundError:
+            return None
+        return done.stdout.strip() if done.returncode == 0 else None
+
+    # The folder of an installed package may be inside the checkout of another project.
+    if git("ls-files", "--error-unmatch", "__init__.py"):
+        changed = ", with changes" if git("status", "--porcelain", "--", ".") else ""
+        return f"{git('rev-parse', '--short', 'HEAD')}{changed}"
+    try:
+        origin = importlib.metadata.distribution("jaxgrpo").read_text("direct_url.json")
+    except importlib.metadata.PackageNotFoundError:
+        origin = None
+    installed = json.loads(origin or "{}").get("vcs_info", {}).get("commit_id")
+    return installed or f"not known: version {jaxgrpo.__version__}, no checkout"
 
 
 def _devices() -> dict[str, str]:

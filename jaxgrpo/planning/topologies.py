@@ -15,6 +15,7 @@ from jax.experimental import topologies
 
 from jaxgrpo.core.chips import CHIPS, Chip
 from jaxgrpo.core.errors import InputError, one_line, suggest
+from jaxgrpo.training import parent
 
 GPUS = ("h100", "h200")
 DEVICES_PER_CHIP = {"tpu7x": 2}  # others have one
@@ -163,6 +164,8 @@ def _of_gpus(kind: str, sizes: tuple[int, ...], slices: int) -> Any:
 @functools.cache
 def _described(platform: str, name: str, options: tuple[tuple[str, Any], ...]) -> Any:
     quiet(os.environ)
+    with parent.without_cuda_lines():
+        jax.devices()
     return topologies.get_topology_desc(
         platform=platform, topology_name=name, **dict(options)
     ).devices

@@ -12,16 +12,21 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import faulthandler
+import importlib.util
 import math
 import mmap
 import os
+import re
 import resource
 import signal
 import struct
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Collection
+import types
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
+from typing import Any
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 """What asks a command to stop."""
@@ -210,3 +215,59 @@ def _print_stacks() -> None:
     if len(lines) > SHOWN:
         lines[1 : 1 - SHOWN] = [f"  ... ({len(lines) - SHOWN} lines left out)"]
     os.write(2, "".join(f"{line}\n" for line in lines).encode())
+
+
+_NO_DRIVER = re.compile(
+    rb"(WARNING: All log messages before absl::InitializeLog\(\)[^\n]*\n)?"
+    rb"[^\n]*Could not find cuda drivers[^\n]*\n"
+)
+_CUDA = ("cuda12", "cuda13")
+
+
+def hide_cuda() -> None:
+    """Keeps JAX from loading its plugin for CUDA, where it is installed to compile for GPUs and
+    this machine has no driver. Before JAX is imported."""
+    if not _only_compiles():
+        return
+    for name in _CUDA:
+        sys.modules[f"jax_{name}_plugin"] = None  # pyright: ignore[reportArgumentType]
+        plugin: Any = types.ModuleType(f"jax_plugins.xla_{name}")
+        plugin.initialize = lambda: None
+        sys.modules[plugin.__name__] = plugin
+
+
+@contextlib.contextmanager
+def without_cuda_lines() -> Iterator[None]:
+    """Leaves out of stderr that there is no CUDA driver, where the plugin is loaded to compile.
+
+    Other lines come at the end of the block.
+    """
+    if not _only_compiles():
+        yield
+        return
+    with tempfile.TemporaryFile() as written:
+        try:
+            stderr = os.dup(2)
+        except OSError:  # it is closed
+            yield
+            return
+        os.dup2(written.fileno(), 2)
+        try:
+            yield
+        finally:
+            os.dup2(stderr, 2)
+            os.close(stderr)
+            written.seek(0)
+            if lines := _NO_DRIVER.sub(b"", written.read()):
+                os.write(2, lines)
+
+
+def _only_compiles() -> bool:
+    """Whether JAX's plugin for CUDA is installed and there is no driver that it could use."""
+    if not any(importlib.util.find_spec(f"jax_{name}_plugin") for name in _CUDA):
+        return False
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return True
+    return False

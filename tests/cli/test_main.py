@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import inspect
 import os
 import pkgutil
@@ -112,12 +113,46 @@ def test_the_package_runs_as_a_module_and_answers_before_jax_is_loaded(environme
         assert run.stdout == f"jaxgrpo {jaxgrpo.__version__}\n"
 
 
-def test_doctor_shows_versions_devices_memory_and_disk(capsys, monkeypatch):
+def test_doctor_shows_versions_devices_memory_and_disk(capsys, monkeypatch, repository):
     monkeypatch.setenv("COLUMNS", "200")
     assert main(["doctor"]) == 0
     shown = capsys.readouterr().out
     for word in ("orbax-checkpoint", "on 4 cpu devices", "GiB unused", "compile cache", "GiB free"):
         assert word in shown
+    assert f"math-verify {importlib.metadata.version('math-verify')}" in shown
+    assert all(f"jaxgrpo[{extra}]" in shown for extra in ("math", "wandb", "gcs", "s3", "plan"))
+    command = ["git", "rev-parse", "--short", "HEAD"]
+    commit = subprocess.run(command, capture_output=True, text=True, cwd=repository, check=False)
+    assert f"│ {commit.stdout.strip() or 'not known: '}" in shown
+
+
+PLUGIN = """
+import os, sys
+os.write(2, b"WARNING: All log messages before absl::InitializeLog() is called are written\\n")
+os.write(2, b"I0000 00:00 31 cudart_stub.cc:31] Could not find cuda drivers on your machine.\\n")
+os.write(2, b"another line\\n")
+raise ImportError
+"""
+
+
+@pytest.mark.parametrize(("command", "left"), [("doctor", ""), ("plan", "another line\n")])
+def test_nothing_is_said_of_a_missing_cuda_driver(
+    python, environment, repository, tmp_path, command, left
+):
+    (tmp_path / "jax_cuda12_plugin").mkdir()
+    (tmp_path / "jax_cuda12_plugin" / "__init__.py").write_text(PLUGIN)
+    asked = [command, *(("quickstart",) if command == "plan" else ())]
+    run = subprocess.run(
+        [python, "-m", "jaxgrpo", *asked],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=environment(PYTHONPATH=f"{repository}:{tmp_path}"),
+    )
+    assert "Could not find cuda drivers" not in run.stderr
+    assert "absl" not in run.stderr
+    assert ("another line" in run.stderr) == bool(left)
+    assert (run.returncode == 0) == (command == "doctor")
 
 
 @pytest.mark.slow
