@@ -6,6 +6,7 @@ file (n - 1) mod the number of files. All that follows sampling is the usual run
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import json
@@ -42,6 +43,11 @@ SIZES = (
     *("max_prompt_tokens", "max_completion_tokens"),
 )
 """Keys of `rollout`: the sizes of rollouts, P, G, S and T."""
+
+OF_THE_START = ("model.", "lora.", "train.seed")
+OF_UPDATES = ("recipe", "advantage", "loss.", "reference.", "optimizer.", "rollout.", "train.")
+"""What keys begin with that decide the weights that a run begins with, and what updates make of
+them."""
 
 Rows = dict[tuple[int, bytes], int]
 """(row in a file, -1 where it names none; its prompt's tokens) -> row of the replay"""
@@ -129,6 +135,7 @@ def read_files(
         end_tokens=end_tokens,
         without_text=model.without_text,
     )
+    shared = [_shared_policies(config, path) for path in paths]
     numbers: Rows = {}
     encoded, sums, rewards, fields = [], [], [], []
     for path in paths:
@@ -146,10 +153,40 @@ def read_files(
 
     @functools.lru_cache(maxsize=1)  # three functions of a step read it
     def fitted(place: int) -> Rollouts:
-        return _fitted(config, paths[place], load(paths[place]), numbers)
+        rollouts = _fitted(config, paths[place], load(paths[place]), numbers)
+        version = rollouts.policy_version
+        version = np.where(version < shared[place], version, -1).astype(np.int32)
+        return dataclasses.replace(rollouts, policy_version=version)
 
     data = PromptData(rows, encoded, 0)
     return Replay(paths, tuple(sums), tuple(rewards), tuple(fields), data, fitted)
+
+
+def _shared_policies(config: Config, path: Path) -> float:
+    """Policies that this run has in common with the run that wrote a file, from step 0 on.
+
+    All with the same start and method, that of step 0 with the same start; none otherwise. The
+    number of steps of a policy says no more than that: its weights are not in the file. A file that
+    lies in no run folder is trusted.
+    """
+    home = path.parent.parent / "config.toml"
+    if not home.is_file():
+        return np.inf
+    with contextlib.suppress(InputError):
+        ours, theirs = (_decisive(one) for one in (config, configs.load(home)))
+        names = {name for name in {*ours, *theirs} if ours.get(name) != theirs.get(name)}
+        at_start = any(name.startswith(OF_THE_START) for name in names)
+        return 0 if at_start else 1 if names else np.inf
+    return 0
+
+
+def _decisive(config: Config) -> dict[str, Any]:
+    """The keys of a config that decide the weights of its policies, where rewards are given."""
+    keys = configs.flat(configs.tables_of(config))
+    if config.optimizer.schedule == "constant":
+        del keys["train.steps"]
+    decisive = {n: value for n, value in keys.items() if n.startswith(OF_THE_START + OF_UPDATES)}
+    return decisive | {"weights": [reward.get("weight", 1.0) for reward in keys["rewards"]]}
 
 
 def _prompts(path: Path, rollouts: Any) -> list[tuple[tuple[int, bytes], np.ndarray]]:

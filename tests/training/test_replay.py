@@ -111,6 +111,26 @@ def test_log_probs_of_another_distribution_make_ratios(files, tmp_path):
     assert line[GAP] is None
 
 
+def test_where_other_weights_have_sampled_no_version_is_that_of_the_run(files, tmp_path):
+    """The numbers of steps in a run's own files are those of its weights, not of these."""
+    base = shutil.copytree(small_run.base(), tmp_path / "base")
+    elsewhere = [shutil.copy(file, tmp_path) for file in files]
+    for changes, paths, versions in (
+        ({}, files, [0, 1]),
+        ({"rewards": small_run.tables("")["rewards"][::-1], "train.steps": 9}, files, [0, -1]),
+        ({"train.steps": 9}, files, [0, 1]),  # a run that goes on
+        ({"recipe": "dr_grpo"}, files, [0, -1]),
+        ({"optimizer.learning_rate": 0.01}, files, [0, -1]),
+        ({"model": {"path": str(base)}}, files, [-1, -1]),
+        ({"train.seed": 1}, files, [-1, -1]),
+        ({"recipe": "dr_grpo"}, elsewhere, [0, 1]),  # what the files say
+    ):
+        read = loop.setup(config(tmp_path / "r", **changes), rollouts=paths).replay
+        assert read is not None
+        found = [set(np.ravel(read.load(place).policy_version)) for place in (0, 1)]
+        assert found == [{version} for version in versions], changes
+
+
 def test_what_pytorch_writes_is_trained_on(run, files, tmp_path):
     import torch
     from safetensors.torch import save_file
