@@ -147,9 +147,7 @@ def read_files(
         for key, ids in _prompts(path, rollouts):
             if numbers.setdefault(key, len(encoded)) == len(encoded):
                 encoded.append(ids)
-    rows = [
-        {"prompt": tokenizer.decode(ids, clean_up_tokenization_spaces=False)} for ids in encoded
-    ]
+    texts = tokenizer.batch_decode(encoded, clean_up_tokenization_spaces=False)
 
     @functools.lru_cache(maxsize=1)  # three functions of a step read it
     def fitted(place: int) -> Rollouts:
@@ -158,7 +156,7 @@ def read_files(
         version = np.where(version < shared[place], version, -1).astype(np.int32)
         return dataclasses.replace(rollouts, policy_version=version)
 
-    data = PromptData(rows, encoded, 0)
+    data = PromptData([{"prompt": text} for text in texts], encoded, 0)
     return Replay(paths, tuple(sums), tuple(rewards), tuple(fields), data, fitted)
 
 
