@@ -43,6 +43,11 @@ class AdvantageTransform(NamedTuple):
     shrunk: Any = None  # the transform that takes its place behind one that shrinks; None: itself
     steps: tuple[tuple[str, AdvantageTransform], ...] = ()  # of a chain: its named steps
 
+    def __repr__(self) -> str:
+        """The name, and of a chain the names of its steps."""
+        steps = " -> ".join(name for name, _ in self.steps)
+        return f"<AdvantageTransform {self.name}{': ' if steps else ''}{steps}>"
+
 
 def stateless(
     name: str,

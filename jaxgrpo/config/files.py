@@ -75,7 +75,8 @@ def read_tables(path: str | os.PathLike[str]) -> tuple[dict[str, Any], Path]:
     try:
         return tomllib.loads(source.read_text(encoding="utf-8-sig")), source
     except (ValueError, RecursionError) as error:  # numbers of 5,000 digits, lists of 1,000 levels
-        raise ConfigError(str(source), [f"not TOML: {error}"]) from None
+        reason = str(error).replace("Cannot overwrite a value", "a key stands twice")
+        raise ConfigError(str(source), [f"not TOML: {reason}"]) from None
     except OSError as error:
         raise ConfigError(str(source), [f"cannot be read ({error.strerror})"]) from None
 

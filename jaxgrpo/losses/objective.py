@@ -233,6 +233,7 @@ def _along(value: Array, mask: Array, segment: Array | None = None) -> Array:
 def _check_shapes(logp: Array, /, **given: Array) -> None:
     for name, array in given.items():
         if logp.ndim != 2 or array.shape != logp.shape:
+            rows = ", or the advantage [B], one for each row" if name == "advantage" else ""
             raise InputError(
-                f"{name} has shape {array.shape} and logp {logp.shape}: both must be [B, T]"
+                f"{name} has shape {array.shape} and logp {logp.shape}: both must be [B, T]{rows}"
             )

@@ -68,6 +68,12 @@ def test_steps_for_each_reward_are_lists_in_the_list():
     assert evaluate([*one, "sum_rewards"], rewards)[0].tolist() == [[3.5, -3.5]]
 
 
+def test_a_chain_is_shown_by_its_steps():
+    shown = "<AdvantageTransform dr_grpo: sum_rewards -> subtract_group_mean>"
+    assert repr(build("dr_grpo")) == shown
+    assert repr(sign()) == "<AdvantageTransform sign>"
+
+
 def test_recipes_are_found_by_name_with_their_options():
     value, _ = evaluate("grpo", REWARDS, options={"eps": 1.0, "ddof": 0})
     scored = np.array(REWARDS[0])

@@ -312,6 +312,9 @@ def test_a_file_that_is_not_there_or_not_toml_is_said(tmp_path):
     (tmp_path / "bad.toml").write_text("[train\n")
     with pytest.raises(ConfigError, match=r"not TOML: .*line 1"):
         files.load(tmp_path / "bad.toml")
+    (tmp_path / "bad.toml").write_text("[train]\nsteps = 3\nsteps = 4\n")
+    with pytest.raises(ConfigError, match=r"not TOML: a key stands twice \(at line 3"):
+        files.load(tmp_path / "bad.toml")
     with pytest.raises(ConfigError, match="did you mean 'quickstart'"):
         files.load("quickstrat")
 

@@ -194,6 +194,8 @@ def test_fields_and_rows_that_do_not_fit_are_refused():
         policy_loss("clip", "token_mean", one, one, one, mask, penalties=[k2(0.1)])
     with refuses("proximal_logp has shape (2,) and logp (1, 2): both must be [B, T]"):
         policy_loss("clip", "token_mean", one, one[0], one, mask)
+    with refuses("advantage has shape (1, 1) and logp (1, 2): both must be [B, T], or the adv"):
+        policy_loss("clip", "token_mean", one, one, jnp.ones((1, 1)), mask)
     with refuses("extra has shape (1,) and logp (1, 2)"):
         policy_loss("clip", "token_mean", one, one, one, mask, extra=jnp.zeros(1))
 
