@@ -78,7 +78,7 @@ def _values() -> Iterator[str]:
 
 
 def _places(name: str, words: Sequence[str]) -> str:
-    """What comes before a word: the flags of an option, or no option."""
+    """What a word may follow: the flags of an option, or no option."""
     flags = [word for word in words if word.startswith("-")] or [""]
     return "|".join(f'"{name} {flag}"' for flag in flags)
 
