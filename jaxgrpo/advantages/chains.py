@@ -172,7 +172,8 @@ def _shapes_of(spec: RolloutSpec, needs: frozenset[str], fields: Mapping[str, An
         "answer_mask": array(jnp.bool_, length),
         "masked_answer_logp": array(real, length),
     }
-    scored = dict.fromkeys(FIELDS, array(real, *tokens)) | answers
+    scored: dict[str, Any] = {**{name: array(real, *tokens) for name in FIELDS}, **answers}
+    step: Any = jax.ShapeDtypeStruct((), whole_number)
     brought = {
         name: array(jax.dtypes.canonicalize_dtype(value.dtype), *value.shape[1:])
         for name, value in fields.items()
@@ -182,11 +183,11 @@ def _shapes_of(spec: RolloutSpec, needs: frozenset[str], fields: Mapping[str, An
         prompt_mask=array(jnp.bool_, width),
         ordinal=array(whole_number),
         row=array(whole_number),
-        step=jax.ShapeDtypeStruct((), whole_number),
+        step=step,
         completion_tokens=array(whole_number, *tokens),
         token_mask=array(jnp.bool_, *tokens),
         behavior_logp=array(real, *tokens),
-        rewards=dict.fromkeys(spec.rewards, array(real, samples)),
+        rewards={name: array(real, samples) for name in spec.rewards},
         truncated=array(jnp.bool_, samples),
         policy_version=array(whole_number, samples),
         fields={name: scored[name] for name in needs & scored.keys()} | brought,

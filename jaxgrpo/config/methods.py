@@ -16,6 +16,7 @@ import numpy as np
 
 from jaxgrpo import advantages, losses
 from jaxgrpo.advantages import AdvantageTransform
+from jaxgrpo.advantages.chains import trace_shapes
 from jaxgrpo.config import own_code
 from jaxgrpo.config.keys import LARGEST, Config, Part, options_of
 from jaxgrpo.core.errors import InputError, call, find, refusing
@@ -103,7 +104,7 @@ def trace_chain(
         rewards=tuple(reward.name for reward in rewards),
         num_rows=num_rows,
     )
-    advantages.chains.trace_shapes(chain, spec, fields)
+    trace_shapes(chain, spec, fields)
 
 
 def make_policy(config: Config, rewards: Sequence[Reward]) -> PromptPolicy:

@@ -33,9 +33,9 @@ def offline(python, environment):
     """`jaxgrpo ARGUMENTS` in a process that reaches no network."""
 
     def run(*arguments: str, stderr: int = subprocess.PIPE) -> subprocess.CompletedProcess[str]:
-        command, pipes = [python, "-c", OFFLINE, *arguments], {"stdout": subprocess.PIPE}
-        pipes["stderr"] = stderr
-        return subprocess.run(command, **pipes, text=True, env=environment(), timeout=560)
+        command, stdout = [python, "-c", OFFLINE, *arguments], subprocess.PIPE
+        how: dict[str, Any] = {"text": True, "env": environment(), "timeout": 560}
+        return subprocess.run(command, stdout=stdout, stderr=stderr, **how)
 
     return run
 
