@@ -172,8 +172,9 @@ def _build(
     if list(inspect.signature(factory).parameters) == ["tokens"]:
         return registry.build_surrogate({"use": factory, **options})
     made: Any = call(own_code.short_name(name), factory, options)
-    is_penalty = isinstance(made, Penalty)
-    return registry.build_penalty(made) if is_penalty else registry.build_surrogate(made)
+    if isinstance(made, Penalty):
+        return registry.build_penalty(made)
+    return registry.build_surrogate(made)
 
 
 def _fields(part: Surrogate | Penalty, texts: Sequence[str]) -> dict[str, float]:
@@ -201,13 +202,13 @@ def _fields(part: Surrogate | Penalty, texts: Sequence[str]) -> dict[str, float]
     return values
 
 
-def _numbers(flag: str, text: str | None, default: Sequence[float]) -> tuple[float, ...]:
+def _numbers(flag: str, text: str | None, default: Sequence[float]) -> Sequence[float]:
     if text is None:
-        return tuple(map(float, default))
+        return [*map(float, default)]
     try:
-        numbers = tuple(float(word) for word in text.split(","))
+        numbers = [float(word) for word in text.split(",")]
     except ValueError:
-        numbers = (math.nan,)
+        numbers = [math.nan]
     wrong = flag == "--ratio" and min(numbers) <= 0
     if wrong or not all(map(math.isfinite, numbers)):
         kind = "ratios above 0" if flag == "--ratio" else "numbers"

@@ -6,7 +6,7 @@ import dataclasses
 import math
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -24,7 +24,8 @@ from jaxgrpo.models.hf import families
 from jaxgrpo.planning import programs, topologies
 from jaxgrpo.rollout import refill
 from jaxgrpo.rollout.judging import make_selector
-from jaxgrpo.training import inputs, memory, parameters, process, setup
+from jaxgrpo.training import inputs, loop, memory, parameters, process, setup
+from jaxgrpo.training.checkpoints import Checkpoints
 from jaxgrpo.training.console import facts
 from jaxgrpo.training.folder import refuse_unusable
 from jaxgrpo.update.forward import Blueprint
@@ -37,12 +38,10 @@ def dry_run(config: Config, resume: bool = False) -> None:
     """
     console = Console(highlight=False)
     refuse_unusable(config.run.dir, resume)
-    # What is planned for other devices need not be of the platform that is here.
-    console.print(process.start("cpu" if config.mesh.platform == "cpu" else "auto"), soft_wrap=True)
-    mesh = planned_mesh(config)
-    if mesh is None:
-        process.start(config.mesh.platform)
-    run = setup.setup(config) if mesh is None else _planned(config, mesh)
+    mesh = _start(console, config)
+    before = _before(config) if resume else None
+    config, meta = (config, {}) if before is None else (before.config, before.meta)
+    run = _set_up(config, meta, {}) if mesh is None else _planned(config, meta, mesh)
     geometry = run.blueprint.geometry
     needed = memory.of_run(config, run.blueprint)
     needed = needed._replace(update=_of_update(run, compiles=mesh is None))
@@ -50,6 +49,7 @@ def dry_run(config: Config, resume: bool = False) -> None:
     facts(
         console,
         {
+            **({} if before is None else {"continues": before.told}),
             "model": config.model.path,
             **({"  not read": unread} if unread else {}),
             "method": _method(run.blueprint),
@@ -148,14 +148,58 @@ def planned_mesh(config: Config) -> Mesh | None:
     )
 
 
-def _planned(config: Config, mesh: Mesh) -> setup.Setup:
+class _Before(NamedTuple):
+    """The run that a folder holds."""
+
+    config: Config  # of the run that continues it
+    meta: dict[str, Any]  # of its newest checkpoint, which is compared
+    told: str
+
+
+def _before(config: Config) -> _Before | None:
+    """The run that `train --resume auto` would continue; None: the folder holds none.
+
+    Raises: InputError where it began with another config.
+    """
+    place = storage.place(config.run.dir)
+    if not (file := place / "config.toml").exists():
+        return None
+    config, _ = loop.refuse_other_config(place, file.read_text(encoding="utf-8"), config)
+    with Checkpoints(place / "checkpoints", config.checkpoint.keep) as checkpoints:
+        step = checkpoints.latest()
+        if step is None:
+            return _Before(config, {}, f"{place}, from its beginning: it has no checkpoint")
+        told = f"{place}, from step {step}: rows, template, tokenizer, base and code are the same"
+        if config.run.allow_changes:
+            told += f", but for {', '.join(config.run.allow_changes)}, which may change"
+        return _Before(config, checkpoints.meta(step), told)
+
+
+def _start(console: Console, config: Config) -> Mesh | None:
+    """Takes the devices, which it prints. Returns: a mesh as of `planned_mesh`."""
+    # What is planned for other devices need not be of the platform that is here.
+    console.print(process.start("cpu" if config.mesh.platform == "cpu" else "auto"), soft_wrap=True)
+    mesh = planned_mesh(config)
+    if mesh is None:
+        process.start(config.mesh.platform)
+    return mesh
+
+
+def _set_up(config: Config, meta: dict[str, Any], given: dict[str, Any]) -> setup.Setup:
+    """A run; what it reads is compared with what its checkpoint says, if there is one."""
+    return loop.set_up(config, meta, given)[0] if meta else setup.setup(config, **given)
+
+
+def _planned(config: Config, meta: dict[str, Any], mesh: Mesh) -> setup.Setup:
     """A run on a mesh of stand-ins: without weights, and with prompts that are selected here."""
-    run = setup.setup(config, mesh=mesh, state_of=programs.abstract_state)
+    state_of = programs.abstract_state
+    run = _set_up(config, meta, {"mesh": mesh, "state_of": state_of})
     at_start = run.policy.init(len(run.rows), config.train.seed)
     zero: Any = np.int32(0)
     state = dataclasses.replace(run.state, step=zero, cursor=zero, prompt_policy_state=at_start)
     here, geometry = sharding.make_mesh(devices=jax.local_devices()[:1]), run.blueprint.geometry
-    select = make_selector(here, run.policy, run.encoded, geometry, config.train.seed)
+    sources = run.encoded, geometry, config.train.seed, run.mixture
+    select = make_selector(here, run.policy, *sources)
     return run._replace(state=state, select=select)
 
 

@@ -142,7 +142,8 @@ def take(
     with contextlib.ExitStack() as stack:
         fingerprints.refuse_unless_alike(lambda: fingerprints.given_by(config), fingerprints.REMEDY)
         folder = stack.enter_context(RunFolder(config.run.dir, resume=resume))
-        config, before = refuse_other_config(folder, config)
+        text = process.decided(folder.config)
+        config, before = refuse_other_config(folder.place, text, config)
         checkpoints = stack.enter_context(Checkpoints(folder.checkpoints, config.checkpoint.keep))
         saved, meta = newest_checkpoint(checkpoints, folder, before.checkpoint.every)
         run, inputs = set_up(config, meta, given)
@@ -170,25 +171,27 @@ def take(
     return Run(folder.place, summary, state)
 
 
-def refuse_other_config(folder: RunFolder, config: Config) -> tuple[Config, Config]:
+def refuse_other_config(place: Place, text: str | None, config: Config) -> tuple[Config, Config]:
     """A run goes on only with the config it began with, but for keys that may change.
 
     Nor may it write its model over its base.
 
+    Args:
+      text: the config.toml of the run folder `place`; None: there is none yet.
+
     Returns: the config, with the time of the run's first start, and that of its last start.
     """
-    text = process.decided(folder.config)
     before = config if text is None else configs.from_dict(tomllib.loads(text))
     if None in (config.data.template_time, before.data.template_time):
         config = at_time(config, before.data.template_time)
     difference = configs.resume_difference(before, config)
     if difference:
         raise InputError(
-            f"{folder.place}: the run began with another config; these keys may not change:\n  "
+            f"{place}: the run began with another config; these keys may not change:\n  "
             + "\n  ".join(difference)
             + "\nset them back, or set run.dir to another folder"
         )
-    process.decided(lambda: parameters.refuse_unwritable(config, folder.place))
+    process.decided(lambda: parameters.refuse_unwritable(config, place))
     return config, before
 
 

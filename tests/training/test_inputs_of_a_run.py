@@ -12,6 +12,7 @@ import pytest
 import small_run
 
 from jaxgrpo.core.errors import ConfigError, InputError
+from jaxgrpo.planning import preview
 from jaxgrpo.training import fingerprints, loop
 from jaxgrpo.training.setup import Shared
 
@@ -133,6 +134,9 @@ def test_a_changed_input_is_named_and_refused(begun, change, kinds, named):
     change(begun)
     with pytest.raises(InputError) as refused:
         loop.train(config(begun, 2), resume="auto")
+    with pytest.raises(InputError) as foreseen:
+        preview.dry_run(config(begun, 2), resume=True)
+    assert str(foreseen.value) == str(refused.value)
     for file, data in saved.items():
         file.write_bytes(data)
     _, *lines, remedy = str(refused.value).splitlines()
@@ -142,7 +146,12 @@ def test_a_changed_input_is_named_and_refused(begun, change, kinds, named):
 
 
 @pytest.mark.slow
-def test_the_same_files_and_an_allowed_change_continue(begun):
+def test_the_same_files_and_an_allowed_change_continue(begun, capsys):
+    preview.dry_run(config(begun, 2), resume=True)
+    told = "r, from step 1: rows, template, tokenizer, base and code are the same"
+    assert told in capsys.readouterr().out
+    with pytest.raises(InputError, match=r"optimizer.learning_rate"):
+        preview.dry_run(config(begun, 2, **{"optimizer.learning_rate": 0.5}), resume=True)
     loop.train(config(begun, 2), resume="auto")
     change_code(begun)
     loop.train(config(begun, 3, **{"run.allow_changes": ["code"]}), resume="auto")
