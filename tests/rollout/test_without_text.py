@@ -60,6 +60,21 @@ def test_no_way_of_sampling_draws_them(changes):
 
 
 @pytest.mark.slow
+def test_a_vocabulary_over_two_devices_gives_the_same_tokens():
+    mesh = sharding.make_mesh(tensor=2, devices=jax.devices()[:2])
+    model = decoder.build(GAPS, constrain=sharding.constrain(mesh))
+    layout = sharding.param_shardings(mesh, model.axes, model.shapes, sharding.SAMPLING)
+    settings = SamplingSettings(2, 8, 2.0, (tiny.END,), tiny.PAD)
+    everywhere = sharding.replicated(mesh)
+    prompts = jax.tree.map(lambda leaf: sharding.put(leaf, everywhere), tiny.prompts(8))
+    params = jax.device_put(tiny.params(), layout)
+    split = sample(make_sampler(model, settings, mesh), params, prompts, KEY)
+    one = drawn(group_size=2, max_completion_tokens=8)
+    np.testing.assert_array_equal(split.completion_tokens, one.completion_tokens)
+    np.testing.assert_allclose(split.behavior_logp, one.behavior_logp, atol=3e-5)
+
+
+@pytest.mark.slow
 def test_a_confidence_is_of_tokens_with_text():
     # Where one token without text was among them each confidence would be above 1e18.
     stop = EarlyStop(confidence=1e6, window=1, tokens=tiny.VOCAB)
