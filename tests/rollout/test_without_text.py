@@ -69,6 +69,7 @@ def test_gradients_are_those_of_a_vocabulary_with_text_alone():
     def loss(params, unembed, targets):
         given = (lambda hidden: unembed(params, hidden), hidden, jnp.asarray(targets))
         logp, entropy = token_logprobs(*given, temperature=0.5, entropy="gradient")
+        assert entropy is not None
         return (logp + 0.3 * entropy).sum()
 
     def small(params, hidden):
