@@ -19,6 +19,7 @@ from jaxgrpo.data import tasks
 from jaxgrpo.evaluation.rescoring import Base, make_rescorer
 from jaxgrpo.models import decoder, sharding
 from jaxgrpo.models.hf import folders
+from jaxgrpo.models.logprobs import token_logprobs
 from jaxgrpo.rollout.sampler import SamplingSettings, make_sampler, sample
 from jaxgrpo.rollout.stopping import EarlyStop
 from jaxgrpo.training import loop, recorded
@@ -57,6 +58,45 @@ def test_no_way_of_sampling_draws_them(changes):
     rollouts = drawn(**changes)
     assert HAS_TEXT[rollouts.completion_tokens[rollouts.token_mask]].all()
     assert (rollouts.behavior_logp > -30).all()
+
+
+@pytest.mark.slow
+def test_gradients_are_those_of_a_vocabulary_with_text_alone():
+    rng = np.random.default_rng(0)
+    hidden = jnp.asarray(rng.normal(size=(1, 6, 32)), jnp.float32)
+    targets = rng.choice(np.flatnonzero(HAS_TEXT), (1, 6))
+
+    def loss(params, unembed, targets):
+        given = (lambda hidden: unembed(params, hidden), hidden, jnp.asarray(targets))
+        logp, entropy = token_logprobs(*given, temperature=0.5, entropy="gradient")
+        assert entropy is not None
+        return (logp + 0.3 * entropy).sum()
+
+    def small(params, hidden):
+        return hidden @ params["head"]["table"][HAS_TEXT].T
+
+    places = np.cumsum(HAS_TEXT)[targets] - 1
+    slope = jax.jit(jax.value_and_grad(loss), static_argnums=1)
+    value, found = slope(tiny.params(), tiny.model(GAPS).unembed, targets)
+    want_value, want = slope(tiny.params(), small, places)
+    np.testing.assert_allclose(value, want_value, rtol=1e-5)
+    np.testing.assert_allclose(found["head"]["table"], want["head"]["table"], atol=1e-4)
+    assert (np.asarray(found["head"]["table"])[~HAS_TEXT] == 0).all()
+
+
+@pytest.mark.slow
+def test_a_vocabulary_over_two_devices_gives_the_same_tokens():
+    mesh = sharding.make_mesh(tensor=2, devices=jax.devices()[:2])
+    model = decoder.build(GAPS, constrain=sharding.constrain(mesh))
+    layout = sharding.param_shardings(mesh, model.axes, model.shapes, sharding.SAMPLING)
+    settings = SamplingSettings(2, 8, 2.0, (tiny.END,), tiny.PAD)
+    everywhere = sharding.replicated(mesh)
+    prompts = jax.tree.map(lambda leaf: sharding.put(leaf, everywhere), tiny.prompts(8))
+    params = jax.device_put(tiny.params(), layout)
+    split = sample(make_sampler(model, settings, mesh), params, prompts, KEY)
+    one = drawn(group_size=2, max_completion_tokens=8)
+    np.testing.assert_array_equal(split.completion_tokens, one.completion_tokens)
+    np.testing.assert_allclose(split.behavior_logp, one.behavior_logp, atol=3e-5)
 
 
 @pytest.mark.slow
