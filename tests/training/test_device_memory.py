@@ -216,7 +216,7 @@ def test_the_disk_that_a_dry_run_tells_is_what_a_run_takes(tmp_path, rank):
     )
     loop.train(config)
     leaves = json.loads((tmp_path / "r/checkpoints/3/meta.json").read_text())["leaves"].values()
-    taken = [math.prod(leaf["shape"]) * np.dtype(leaf["dtype"]).itemsize for leaf in leaves]
+    taken = [math.prod(shape) * np.dtype(dtype).itemsize for dtype, shape in leaves]
     assert sum(taken) / 2**10 == pytest.approx(step, abs=0.1)
     files = [file.stat().st_size for file in (tmp_path / "r").glob("**/*.safetensors")]
     assert sum(files) / 2**10 == pytest.approx(model, rel=0.2)  # with the names of the tensors

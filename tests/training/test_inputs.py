@@ -227,6 +227,9 @@ def test_a_model_that_names_no_end_token_anywhere_is_refused(tmp_path, model, ca
     tokenizer = '{"tokenizer_class": "PreTrainedTokenizerFast"}'
     folder = Path(spoil(model, tmp_path, "tokenizer_config.json", tokenizer))
     (folder / "generation_config.json").unlink()  # it may name one in the tokenizer's place
+    fields = json.loads((folder / "config.json").read_text())
+    del fields["eos_token_id"]  # and so may this
+    (folder / "config.json").write_text(json.dumps(fields))
     assert main.main(["train", str(write(tmp_path, str(folder)))]) == 2
     assert "no end token" in capfd.readouterr().err
 
