@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax.numpy as jnp
-from jax import Array, numpy_dtype_promotion
+from jax import Array, ensure_compile_time_eval, numpy_dtype_promotion
 from jax.core import Tracer
 
 from jaxgrpo.core.errors import InputError, refusing
@@ -52,15 +52,21 @@ def as_array(what: str, value: Any, none: bool = False) -> Array:
         warnings.simplefilter("ignore", RuntimeWarning)  # of what is refused below
         array = jnp.asarray(read)
     is_float = jnp.issubdtype(array.dtype, jnp.floating)
-    if not (isinstance(array, Tracer) or array.dtype == bool):
+    if not (isinstance(read, Array) or isinstance(array, Tracer) or array.dtype == bool):
         most = float(jnp.finfo(array.dtype).max) if is_float else jnp.iinfo(array.dtype).max
-        lost = _lost(read, most) if not is_float or jnp.isinf(array).any() else None
+        lost = _lost(read, most) if not is_float or _overflows(array) else None
         if lost is not None:
             raise InputError(
                 f"{what} holds {lost:g}, and {array.dtype} holds numbers from {-most:g} to "
                 f"{most:g}: scale them"
             )
     return array
+
+
+def _overflows(array: Array) -> bool:
+    """Whether an array with known values, also inside a jitted function, holds an infinite one."""
+    with ensure_compile_time_eval():
+        return bool(jnp.isinf(array).any())
 
 
 def _lost(value: Any, most: float) -> float | None:

@@ -117,6 +117,8 @@ def _checked(model: Model, tokens: Any, mask: Any) -> tuple[Array, Array]:
         )
     check_length(model.config, tokens.shape[1], "tokens")
     check_tokens("tokens", tokens, real, model.config.vocab_size)
+    if not isinstance(real, Tracer) and (odd := real[(real != 0) & (real != 1)]).size:
+        raise InputError(f"mask holds {odd[0]}: give 1 or True at real tokens, else 0")
     return jnp.asarray(tokens), jnp.asarray(real, bool)
 
 

@@ -34,6 +34,13 @@ def test_tokens_that_the_model_does_not_have_are_refused(function, tokens, messa
             function(tiny.model(), tiny.params(), jnp.array(tokens), jnp.array(MASK))
 
 
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_a_mask_of_other_numbers_than_0_and_1_is_refused(function):
+    for mask in (2 * MASK, jnp.array(-MASK)):
+        with pytest.raises(InputError, match=r"mask holds -?\d: give 1 or True at real tokens"):
+            function(tiny.model(), tiny.params(), np.ones((2, 3), int), mask)
+
+
 def test_what_is_no_whole_number_is_no_token():
     for tokens in (np.zeros((1, 2)), np.zeros((1, 2), bool)):
         with pytest.raises(InputError, match=f"tokens: holds {tokens.dtype}, expected a whole"):
