@@ -22,6 +22,7 @@ KEY = jax.random.key_data(jax.random.key(3))
 NARROW = dataclasses.replace(tiny.UNIFORM, dtype="bfloat16")
 WIDE = dataclasses.replace(tiny.UNIFORM, num_layers=4, head_dim=64, vocab_size=64)
 WORK = Workload(prompts=8, samples=4, shortest=96, longest=96, completion=96)
+TIE = 3e-6  # relative error of a key or value of float32, in these models
 ROUNDED = 2.0**-8  # the largest relative error of a number rounded to bfloat16
 
 
@@ -50,23 +51,33 @@ def rows(rollouts):
         yield np.pad(row, (0, missing)), len(prompt) - 1, logp
 
 
-def row_logps(tokens, kept, memory=(None,) * tiny.UNIFORM.num_layers):
-    """log p of every token but the first in a plain pass that attends to kept(keys or values)."""
+def row_pass(tokens, kept, memory):
+    """log p of every token but the first in a plain pass that attends to kept(keys or values), and
+    how far apart the numbers are to which each key and value may be rounded."""
     model, position = tiny.model(), jnp.arange(len(tokens))[None]
     inner = causal(position, position >= 0)
 
     def attend(query, key, value, memory, kind):
-        changes = (None, None) if memory is None else memory
-        pair = (kept(leaf, by) for leaf, by in zip((key, value), changes, strict=True))
-        return inner(query, next(pair), next(pair), None, kind)[0], None
+        pair = [kept(leaf, by) for leaf, by in zip((key, value), memory, strict=True)]
+        return inner(query, *pair, None, kind)[0], KeyValue(*map(tie, (key, value)))
 
-    hidden, _ = model.apply(tiny.params(), tokens[None], position, attend, memory)
+    hidden, distances = model.apply(tiny.params(), tokens[None], position, attend, memory)
     logp = jax.nn.log_softmax(model.unembed(tiny.params(), hidden)[0])
-    return logp[jnp.arange(len(tokens) - 1), tokens[1:]]
+    return logp[jnp.arange(len(tokens) - 1), tokens[1:]], distances
 
 
-def in_bfloat16(leaf, _):
+def in_bfloat16(leaf):
     return jax.lax.reduce_precision(leaf, 8, 7)
+
+
+def tie(leaf):
+    return jnp.abs(in_bfloat16(leaf * (1 + TIE)) - in_bfloat16(leaf * (1 - TIE)))
+
+
+def zeros_of(tokens):
+    """For every layer 0 in the place of each key and value."""
+    shape = (1, len(tokens), tiny.UNIFORM.num_kv_heads, tiny.UNIFORM.head_dim)
+    return (KeyValue(jnp.zeros(shape), jnp.zeros(shape)),) * tiny.UNIFORM.num_layers
 
 
 @pytest.mark.parametrize(("config", "dtype"), [(tiny.UNIFORM, "float32"), (NARROW, "bfloat16")])
@@ -77,10 +88,24 @@ def test_a_cache_in_the_models_dtype_is_the_one_of_before_bit_for_bit(config, dt
 
 
 def test_log_probs_are_those_of_rounded_keys_and_values():
-    plain_pass = jax.jit(functools.partial(row_logps, kept=in_bfloat16))
+    """Two programs differ in the last bits of a key or value. Where it is so near the middle of two
+    bfloat16 numbers that these decide, either may be kept; to first order that moves log p by at
+    most sum_x |distance of the two| |d log p / d x|, which is 0 for many samples."""
+
+    @jax.jit
+    def plain_and_bound(tokens):
+        of = functools.partial(row_pass, tokens, lambda leaf, add: in_bfloat16(leaf) + add)
+        slopes, distances = jax.jacrev(of, has_aux=True)(zeros_of(tokens))
+        moved = jax.tree.map(lambda slope, by: jnp.abs(slope * by), slopes, distances)
+        bound = sum(leaf.sum((1, 2, 3, 4)) for leaf in jax.tree.leaves(moved))
+        return of(zeros_of(tokens))[0], bound
+
+    exact = 0
     for tokens, begin, found in rows(run(kv_cache_dtype="bfloat16")):
-        want = plain_pass(tokens)[begin : begin + len(found)]
-        np.testing.assert_allclose(found, want, atol=3e-5)
+        want, bound = (part[begin : begin + len(found)] for part in plain_and_bound(tokens))
+        assert (np.abs(found - want) <= 3e-5 + bound).all()
+        exact += not bound.any()
+    assert exact > 8  # of 32 samples
 
 
 def test_log_probs_differ_from_the_trainers_by_less_than_rounding_can_move_them():
@@ -91,11 +116,11 @@ def test_log_probs_differ_from_the_trainers_by_less_than_rounding_can_move_them(
 
     @jax.jit
     def plain_and_bound(tokens):
-        shape = (1, len(tokens), tiny.UNIFORM.num_kv_heads, tiny.UNIFORM.head_dim)
-        none = (KeyValue(jnp.zeros(shape), jnp.zeros(shape)),) * tiny.UNIFORM.num_layers
-        of = functools.partial(row_logps, tokens, lambda leaf, error: leaf * (1 + error))
-        slopes = jax.tree.leaves(jax.jacrev(of)(none))
-        return of(none), sum(ROUNDED * jnp.abs(one).sum((1, 2, 3, 4)) for one in slopes)
+        of = functools.partial(row_pass, tokens, lambda leaf, error: leaf * (1 + error))
+        slopes = jax.tree.leaves(jax.jacrev(of, has_aux=True)(zeros_of(tokens))[0])
+        return of(zeros_of(tokens))[0], sum(
+            ROUNDED * jnp.abs(one).sum((1, 2, 3, 4)) for one in slopes
+        )
 
     differences, bounds = [], []
     for tokens, begin, found in rows(run(kv_cache_dtype="bfloat16")):
