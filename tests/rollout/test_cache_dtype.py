@@ -58,8 +58,8 @@ def row_pass(tokens, kept, memory):
     inner = causal(position, position >= 0)
 
     def attend(query, key, value, memory, kind):
-        pair = [kept(leaf, by) for leaf, by in zip((key, value), memory, strict=True)]
-        return inner(query, *pair, None, kind)[0], KeyValue(*map(tie, (key, value)))
+        read = kept(key, memory.key), kept(value, memory.value)
+        return inner(query, read[0], read[1], None, kind)[0], KeyValue(tie(key), tie(value))
 
     hidden, distances = model.apply(tiny.params(), tokens[None], position, attend, memory)
     logp = jax.nn.log_softmax(model.unembed(tiny.params(), hidden)[0])
