@@ -16,6 +16,7 @@ import json
 import os
 import queue
 import selectors
+import signal
 import subprocess
 import threading
 import time
@@ -155,8 +156,13 @@ class _Child:
     """One started child."""
 
     def __init__(self, command: Sequence[str]):
+        # In a group of its own, so that its forks are killed with it.
         self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            process_group=0,
         )
         self._pending = b""
         self.is_lost = False
@@ -201,7 +207,8 @@ class _Child:
             return self._lose("crashed")
 
     def kill(self) -> None:
-        self._process.kill()
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe is not None:
                 with contextlib.suppress(OSError):  # unwritten input of a dead child

@@ -6,6 +6,7 @@ Without math-verify, which is optional, the tests that need it check that the re
 import ast
 import importlib.util
 import json
+import signal
 import subprocess
 import time
 
@@ -14,6 +15,7 @@ import pytest
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.rewards import RewardError, build, call_rewards, math_answer, mathematics, preview
 from jaxgrpo.rewards.mathematics import NEEDED, PROGRAM
+from jaxgrpo.rewards.workers import GRACE
 
 CODEC = (lambda text: [*map(ord, text)], lambda ids: ["".join(map(chr, row)) for row in ids])
 THERE = importlib.util.find_spec("math_verify") is not None
@@ -118,6 +120,20 @@ def test_a_batch_with_hanging_answers_ends_and_all_others_are_scored(
     began = time.monotonic()
     assert math_answer(completions, golds, workers=2, batch_limit=batch_limit) == scores
     assert time.monotonic() - began < seconds / 2
+
+
+@pytest.mark.skipif(not THERE, reason="needs math-verify")
+def test_answers_that_hang_end_where_the_trainer_ignores_the_signal_of_their_timer():
+    """As it does once some libraries are loaded; a child inherits what is ignored."""
+    before = signal.signal(signal.SIGPROF, signal.SIG_IGN)
+    try:
+        completions, golds, scores = batch_with_hanging(9, 3)
+        began = time.monotonic()
+        fresh = {"workers": 1, "batch_limit": 1.0, "time_limit": 1.5}  # in children of their own
+        assert math_answer(completions, golds, **fresh) == scores
+        assert time.monotonic() - began < 3 * GRACE  # which each would take
+    finally:
+        signal.signal(signal.SIGPROF, before)
 
 
 @pytest.mark.skipif(not THERE, reason="needs math-verify")

@@ -20,6 +20,8 @@ for line in sys.stdin:
             pass
     if order == "die":
         os._exit(3)
+    if order == "fork":
+        order = os.fork() or time.sleep(600)
     if order == "mumble":
         print("what?", flush=True)
     if str(order).startswith("give up"):
@@ -61,6 +63,17 @@ def test_answers_come_in_order_from_several_children(workers):
 def test_a_child_stays_for_the_next_batch(workers):
     pool = workers()
     assert pool.ask(["who"]) == pool.ask(["who"])
+
+
+def test_forks_of_a_child_are_killed_with_it(workers):
+    pool = workers()
+    (fork,) = pool.ask(["fork"])
+    assert alive(fork.value)
+    pool.close()
+    began = time.monotonic()
+    while alive(fork.value) and time.monotonic() - began < 5:
+        time.sleep(0.05)
+    assert not alive(fork.value)
 
 
 def test_a_hanging_child_is_killed_and_replaced(workers):
