@@ -15,8 +15,10 @@ import small_run
 from event_files import events, wandb_history
 from rich.console import Console
 
+from jaxgrpo.data.sources import Mixture
 from jaxgrpo.evaluation.diversity import stated_metrics
 from jaxgrpo.rollout import refill
+from jaxgrpo.rollout.selection import source_metrics
 from jaxgrpo.training import console, logbook, loop
 from jaxgrpo.training.folder import RunFolder
 from jaxgrpo.training.report.record import read_run
@@ -101,6 +103,8 @@ def test_every_metric_that_a_run_logs_is_explained(failing, repository):
     # The task states no confidence; any text that does brings these.
     stated = stated_metrics([["<confidence>1</confidence>"]], *[np.ones((1, 1), bool)] * 2)
     logged |= {f"eval/{name}" for name in stated}
+    row, samples = np.zeros(1, int), np.ones((1, 1), bool)
+    logged |= set(source_metrics(Mixture(("easy",), (1.0,), (1,)), row, samples, samples))
     # A run whose policy leaves out prompts logs other metrics than one that refills its steps.
     logged |= set(re.findall(r'"(refill/\w+)"', inspect.getsource(refill)))
     assert {"kl", "kl_clamped", "eval/pass@4", "groups/identical"} <= logged
