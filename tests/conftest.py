@@ -7,6 +7,7 @@ import contextlib
 import importlib
 import importlib.util
 import os
+import signal
 import sys
 from importlib.metadata import version
 from pathlib import Path
@@ -18,6 +19,9 @@ UNOPTIMISED = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_p
 optimisation, and half of that with the older emitters of kernels and one LLVM module."""
 if version("jaxlib").startswith("0.10."):  # an XLA that does not know a flag ends the process
     UNOPTIMISED += " --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
+
+# Commands that tests start inherit what is ignored, and nohup has this ignored.
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 # Before JAX is imported, and inherited by the commands that tests start.
 os.environ["JAX_PLATFORMS"] = "cpu"
