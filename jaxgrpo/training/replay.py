@@ -298,11 +298,12 @@ def origin_of(
     needs = (blueprint.chain.needs - scored) | blueprint.objective.needs
     tokenizer, rows, mesh = read["tokenizer"], read["rows"], blueprint.mesh
     if read["replay"]:
-        brought = read["replay"].load(0).fields
-        methods.trace_chain(config, blueprint.chain, rewards, len(rows), brought)
         needs = needs - FIELDS.keys() - set(names)
         needs |= {FORCED, THOUGHT, MASK} if scored else set()
-        return of_files(read["replay"], mesh, names, needs)
+        saved = of_files(read["replay"], mesh, names, needs)
+        brought = read["replay"].load(0).fields
+        methods.trace_chain(config, blueprint.chain, rewards, len(rows), brought)
+        return saved
     answers = inputs.load_answers(config, blueprint, tokenizer, rows)
     columns = methods.needed_columns(needs, rows, rewards)
     methods.trace_chain(config, blueprint.chain, rewards, len(rows), columns)

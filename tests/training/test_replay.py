@@ -307,9 +307,9 @@ def test_what_does_not_fit_a_replay_is_refused(files, tmp_path):
 
 def test_a_file_that_changes_during_a_replay_is_noticed(files, tmp_path):
     file = shutil.copy(files[0], tmp_path / "x.safetensors")
-    saved = loop.setup(config(tmp_path / "r"), rollouts=file).replay
+    saved = loop.setup(config(tmp_path / "r"), rollouts=[files[0], file]).replay
     assert saved is not None
     rollouts = recorded.load(files[1])
     recorded.save(file, rollouts, 1)
     with pytest.raises(InputError, match="other prompts than when the run began"):
-        saved.load(0)
+        saved.load(1)
