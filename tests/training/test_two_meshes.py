@@ -107,8 +107,8 @@ def test_each_stage_has_its_own_mesh(tmp_path):
     assert [*sampling.devices.flat] == [*training.devices.flat]
     prompts, state = run.select(run.state)
     params = run.sync(state)
-    layout = params["blocks"]["0"]["feed_forward"]["up"]["kernel"].sharding
-    assert layout.shard_shape((2, 32, 96)) == (2, 32, 48)
+    layout = params["layers"][0]["feed_forward"]["up"]["kernel"].sharding
+    assert layout.shard_shape((32, 96)) == (32, 48)
     rollouts = run.sample(params, prompts, state.key)
     assert {shard.data.shape[0] for shard in rollouts.completion_tokens.addressable_shards} == {4}
     state, rollouts, _ = run.reward(state, rollouts)
