@@ -186,7 +186,7 @@ def _fields(part: Surrogate | Penalty, texts: Sequence[str]) -> dict[str, float]
     written = {}
     for text in texts:
         field, _, value = text.partition("=")
-        numbers = [*_numbers(f"--field {field}", value, ())]
+        numbers = _numbers(f"--field {field}", value, ())
         if len(numbers) > 1:
             raise InputError(f"--field {text}: expected one number, of every token")
         if field not in part.needs:

@@ -20,18 +20,18 @@ from rich.console import Console
 from jaxgrpo.config import files as configs
 from jaxgrpo.config.files import Config
 from jaxgrpo.config.own_code import python_name
-from jaxgrpo.core.errors import InputError, without_passwords
+from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.metrics import finalise
 from jaxgrpo.core.types import Rollouts, TrainState
 from jaxgrpo.models import sharding
 from jaxgrpo.models.hf import texts
 from jaxgrpo.models.sequences import token_is_likeliest
-from jaxgrpo.rollout.answers import read_answers
+from jaxgrpo.rollout.answers import end_of, read_answers
 from jaxgrpo.rollout.judging import put_prompts
 from jaxgrpo.rollout.selection import pad_prompts, row_of
 from jaxgrpo.training import loop, memory, parameters, process
 from jaxgrpo.training.checkpoints import Checkpoints, parameter_hash
-from jaxgrpo.training.console import facts
+from jaxgrpo.training.console import facts, show_config
 from jaxgrpo.training.folder import RunFolder, refuse_unusable
 from jaxgrpo.training.process import StopRequested
 from jaxgrpo.training.setup import Setup, setup
@@ -139,8 +139,10 @@ def batches_of(run: Setup) -> Callable[[int], Rollouts]:
 
     Raises: InputError if a row has no answer, or one that is too long.
     """
-    ends, geometry = run.blueprint.sampling.stop_tokens, run.blueprint.geometry
-    end = run.tokenizer.eos_token_id if run.tokenizer.eos_token_id in ends else ends[0]
+    geometry, end = (
+        run.blueprint.geometry,
+        end_of(run.tokenizer, run.blueprint.sampling.stop_tokens),
+    )
     reader = "a warm start trains on the reference answer of each row"
     read = read_answers(run.tokenizer, run.rows, reader=reader)
     answers = [np.append(ids, end) for ids in read.forced]
@@ -218,8 +220,7 @@ def _show(console: Console, config: Config, resume: bool) -> None:
             "its answer": f"{len(answer)} tokens: {decode(answer)!r}",
         },
     )
-    text = without_passwords(configs.to_toml(config))
-    console.print(f"\nthe whole config:\n\n{text}", markup=False, soft_wrap=True)
+    show_config(console, configs.to_toml(config))
 
 
 def _say(console: Console, text: str) -> None:

@@ -15,7 +15,6 @@ from rich.console import Console
 
 from jaxgrpo.config import files as configs
 from jaxgrpo.config.files import Config
-from jaxgrpo.core.errors import without_passwords
 from jaxgrpo.core.types import WEIGHTS, TrainState
 from jaxgrpo.data import chat, storage
 from jaxgrpo.models import decoder, sharding
@@ -26,7 +25,7 @@ from jaxgrpo.rollout import refill
 from jaxgrpo.rollout.judging import make_selector
 from jaxgrpo.training import inputs, loop, memory, parameters, process, setup
 from jaxgrpo.training.checkpoints import Checkpoints
-from jaxgrpo.training.console import facts
+from jaxgrpo.training.console import facts, show_config
 from jaxgrpo.training.folder import refuse_unusable
 from jaxgrpo.update.forward import Blueprint
 
@@ -76,8 +75,7 @@ def dry_run(config: Config, resume: bool = False) -> None:
         },
     )
     inputs.show_previews(console, run.rewards, run.rows[0], run.try_rewards())
-    text = without_passwords(configs.to_toml(config))
-    console.print(f"\nthe whole config:\n\n{text}", markup=False, soft_wrap=True)
+    show_config(console, configs.to_toml(config))
     memory.refuse_too_large(needed, run.mesh)
 
 

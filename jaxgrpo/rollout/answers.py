@@ -28,6 +28,13 @@ MASK = "answer_mask"
 """Field [P, J] bool: the answer's tokens, the last ones of those in `FORCED`."""
 
 
+def end_of(tokenizer: Any, stop_tokens: Sequence[int]) -> list[int]:
+    """The token that ends a written answer as it ends a sample: the tokenizer's own, if it ends
+    samples, else the first that does; [] where none does."""
+    token = tokenizer.eos_token_id
+    return [token] if token in stop_tokens else [*stop_tokens[:1]]
+
+
 class Answers(NamedTuple):
     """The reference answers of a run's rows."""
 

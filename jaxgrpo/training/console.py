@@ -174,6 +174,12 @@ def facts(console: Console, values: Mapping[str, Any]) -> None:
         console.print(text, soft_wrap=True, markup=False, emoji=False)
 
 
+def show_config(console: Console, text: str) -> None:
+    """A config as TOML, without passwords; its lines are not broken."""
+    text = f"\nthe whole config:\n\n{without_passwords(text)}"
+    console.print(text, markup=False, soft_wrap=True)
+
+
 def show(console: Console, record: Record) -> None:
     """The step of the run, its warnings, evaluations and curves."""
     of = f" of {record.steps}" if record.steps else ""

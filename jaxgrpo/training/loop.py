@@ -31,13 +31,7 @@ from jaxgrpo.training import fingerprints, parameters, peers, process
 from jaxgrpo.training.checkpoints import Checkpoints, parameter_hash, refuse_other_step
 from jaxgrpo.training.console import Display
 from jaxgrpo.training.folder import RunFolder, evaluation_of, plain, read_metrics, read_samples
-from jaxgrpo.training.inputs import (
-    answers_line,
-    at_time,
-    dropped_line,
-    gold_problem,
-    with_logged,
-)
+from jaxgrpo.training.inputs import answers_line, at_time, dropped_line, gold_problem, with_logged
 from jaxgrpo.training.logbook import Logbook
 from jaxgrpo.training.policy import base_params, evaluator_of, export
 from jaxgrpo.training.recovery import Keeper, Progress

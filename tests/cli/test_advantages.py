@@ -7,10 +7,10 @@ import json
 
 import numpy as np
 import pytest
+from printed import printed
 
 from jaxgrpo.advantages import registry
 from jaxgrpo.cli import advantages
-from jaxgrpo.cli.main import main
 from jaxgrpo.core.errors import InputError
 
 OWN = '''
@@ -51,9 +51,7 @@ def own(tmp_path):
 
 
 def said(capsys, *arguments, code=0):
-    assert main(["advantages", *map(str, arguments)]) == code
-    out = capsys.readouterr()
-    return out.out if code == 0 else out.err
+    return printed(capsys, "advantages", *arguments, code=code)
 
 
 def shown(capsys, *arguments):

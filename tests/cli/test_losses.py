@@ -6,8 +6,8 @@ import json
 import math
 
 import pytest
+from printed import printed
 
-from jaxgrpo.cli.main import main
 from jaxgrpo.losses import registry
 
 OWN = """
@@ -63,9 +63,8 @@ def own(tmp_path):
 
 
 def said(capsys, *arguments, code=0):
-    assert main(["losses", *map(str, arguments)]) == code
-    out = capsys.readouterr()
-    return out.out if code == 0 else " ".join(out.err.split())
+    text = printed(capsys, "losses", *arguments, code=code)
+    return text if code == 0 else " ".join(text.split())
 
 
 def shown(capsys, *arguments):
