@@ -241,11 +241,12 @@ def _through(
     remat: Remat,
 ) -> tuple[Array, Any]:
     """The layers in order, unrolled or scanned."""
-    # Jitted so that layers of one kind are traced and lowered once.
-    once: list[Layer] = [jax.jit(layer) for layer in layers]
+    unrolls = memory is None and remat == "none" and config.num_layers <= UNROLLED
+    # Jitted so that layers of one kind are traced once; while decoding they are lowered once, too.
+    once: list[Layer] = [jax.jit(layer, inline=unrolls) for layer in layers]
     if type(memory) is tuple:
         return _unrolled(config, once, params, hidden, memory)
-    if memory is None and remat == "none" and config.num_layers <= UNROLLED:
+    if unrolls:
         nothing = (None,) * config.num_layers
         hidden, memory = _unrolled(config, once, params, hidden, nothing)
         return hidden, stacked_memory(config, memory)

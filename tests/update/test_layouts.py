@@ -91,9 +91,8 @@ def plain(recipe: str, beta: float):
         other = {name: tiny.params(WIDE, seed=3) for name in state.frozen}
         state = dataclasses.replace(state, frozen=other)
         rollouts = tiny.rollouts(REWARDS)
-        rollouts = preparer.with_fields(
-            state, rollouts, sharding.to_host(preparer.measure(rollouts))
-        )
+        lengths = sharding.to_host(preparer.measure(rollouts))
+        rollouts = preparer.with_fields(state, rollouts, lengths, made.chain.needs)
         _, (advantage, mask, counted), *_ = preparer.judge(state.advantage_state, rollouts)
         weight = preparer.weigh(counted, mask, np.arange(len(REWARDS)))
         fields = {

@@ -192,7 +192,7 @@ def test_what_chain_and_loss_need_is_scored_on_all_samples_of_all_minibatches():
     state = dataclasses.replace(state, frozen={"reference": tiny.params(WIDE, seed=3)})
     preparer = steps.prepare.__self__
     lengths = sharding.to_host(preparer.measure(rollouts))
-    found = preparer.with_fields(state, rollouts, lengths).fields["trainer_logp"]
+    found = preparer.with_fields(state, rollouts, lengths, chain.needs).fields["trainer_logp"]
     np.testing.assert_allclose(found, rollouts.behavior_logp, atol=1e-9)
     _, prepared = steps.prepare(state, rollouts)
     other = tiny.whole_logps(WIDE, tiny.params(WIDE, seed=3), rollouts, TEMPERATURE)
