@@ -162,7 +162,7 @@ def _number(value: float) -> str:
 
 
 def page(text: str) -> str:
-    """The page with its tables computed anew."""
+    """The page with its tables computed again."""
     tables = {"surrogates": surrogates, "penalties": penalties, "kl": kl_uses}
     for name, make in tables.items():
         before, found, rest = text.partition(f"<!-- {name} -->\n")
