@@ -78,7 +78,7 @@ def check_table(checks: Sequence[Check]) -> str:
 
 
 def page(name: str, parts: Mapping[str, str]) -> str:
-    """The page with its parts written again, each between <!-- name --> and <!-- end of name -->."""
+    """The page with new parts, each between <!-- name --> and <!-- end of name -->."""
     text = (FOLDER / f"{name}.md").read_text()
     for marker, content in parts.items():
         before, found, rest = text.partition(f"<!-- {marker} -->")
