@@ -3,7 +3,9 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALL := $(BIN)/python -m pip install -c constraints.txt
 JOBS ?= 2
-PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder \
+# A worker that dies ends the run: pytest-xdist (3.8) otherwise waits for its last files for ever.
+PYTEST := $(BIN)/python -m pytest -n $(JOBS) --max-worker-restart 0 \
+  --dist loadfile --no-loadscope-reorder \
   $(if $(TIMES),--times $(TIMES))
 
 .PHONY: help quickstart quickstarts test-fast test test-all readme lint docs experiments clean

@@ -246,10 +246,9 @@ class RunFolder(Closing):
             raise
         except OSError as error:
             self.close()
-            reason = error.strerror or error
             raise InputError(
-                f"run.dir = {self.place} cannot be written ({reason}): set run.dir to a "
-                "folder that can"
+                f"run.dir = {self.place} cannot be written ({error.strerror or error}): "
+                "set run.dir to a folder that can"
             ) from error
 
     def publish(self) -> None:
@@ -477,6 +476,8 @@ class RunFolder(Closing):
         if self._mirror is not None:
             self._mirror.close()
             self._mirror = None
+        if self._lock is not None:  # also where a process forked just now has it still
+            fcntl.flock(self._lock, fcntl.LOCK_UN)
         self.unlock()
 
     def unlock(self) -> None:

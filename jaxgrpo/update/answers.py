@@ -72,7 +72,11 @@ def behind_thoughts(rollouts: Rollouts, geometry: Geometry) -> Rollouts:
 
 
 def of_answers(logp: Array, rollouts: Rollouts) -> dict[str, Array]:
-    """The answers' log-probs among those [P, G', T'] of `behind_thoughts`; 0 where no token is."""
+    """The answers' log-probs among those [P, G', T'] of `behind_thoughts`; 0 where no token is.
+
+    Samples of a group with the same thought have those of the first of them, bit for bit: what
+    rounding makes of other places in a micro-batch is no difference between samples.
+    """
     forced, thought, mask = (rollouts.fields[name] for name in (FORCED, THOUGHT, MASK))
     samples = thought.shape[1]
     thought = jnp.pad(thought, ((0, 0), (0, logp.shape[1] - samples)))
@@ -82,4 +86,12 @@ def of_answers(logp: Array, rollouts: Rollouts) -> dict[str, Array]:
     picked = jnp.take_along_axis(logp, jnp.minimum(place, logp.shape[2] - 1), axis=2)
     picked = jnp.where(mask[:, None], picked, 0)
     without = {MASKED: picked[:, samples]} if logp.shape[1] > samples else {}
-    return {ANSWER: picked[:, :samples], **without}
+    first = _first_alike(rollouts)[..., None]
+    return {ANSWER: jnp.take_along_axis(picked, first, axis=1), **without}
+
+
+def _first_alike(rollouts: Rollouts) -> Array:
+    """[P, G]: the first sample of the group that has the same thought."""
+    tokens, thought = rollouts.completion_tokens, rollouts.fields[THOUGHT]
+    thoughts = jnp.where(jnp.arange(tokens.shape[2]) < thought[..., None], tokens, -1)
+    return jnp.argmax((thoughts[:, :, None] == thoughts[:, None]).all(-1), axis=2)

@@ -6,7 +6,6 @@ Without math-verify, which is optional, the tests that need it check that the re
 import ast
 import importlib.util
 import json
-import signal
 import subprocess
 import time
 
@@ -123,17 +122,33 @@ def test_a_batch_with_hanging_answers_ends_and_all_others_are_scored(
 
 
 @pytest.mark.skipif(not THERE, reason="needs math-verify")
-def test_answers_that_hang_end_where_the_trainer_ignores_the_signal_of_their_timer():
-    """As it does once some libraries are loaded; a child inherits what is ignored."""
-    before = signal.signal(signal.SIGPROF, signal.SIG_IGN)
-    try:
-        completions, golds, scores = batch_with_hanging(9, 3)
-        began = time.monotonic()
-        fresh = {"workers": 1, "batch_limit": 1.0, "time_limit": 1.5}  # in children of their own
-        assert math_answer(completions, golds, **fresh) == scores
-        assert time.monotonic() - began < 3 * GRACE  # which each would take
-    finally:
-        signal.signal(signal.SIGPROF, before)
+def test_answers_that_hang_end_where_the_trainer_ignores_the_signal_of_their_timer(
+    python, environment
+):
+    """As it does once some libraries are loaded; a child inherits what is ignored. In a process of
+    its own: in one that has loaded such a library the signal comes at any time."""
+    completions, golds, scores = batch_with_hanging(9, 3)
+    program = (
+        "import json, signal, sys, time\n"
+        "from jaxgrpo.rewards import math_answer\n"
+        "signal.signal(signal.SIGPROF, signal.SIG_IGN)\n"
+        "completions, golds = json.load(sys.stdin)\n"
+        "began = time.monotonic()\n"
+        "options = {'workers': 1, 'batch_limit': 1.0, 'time_limit': 1.5}\n"
+        "scores = math_answer(completions, golds, **options)\n"
+        "print(json.dumps([scores, time.monotonic() - began]))"
+    )
+    run = subprocess.run(
+        [python, "-P", "-c", program],
+        input=json.dumps([completions, golds]),
+        capture_output=True,
+        text=True,
+        env=environment(),
+        check=True,
+    )
+    found, seconds = json.loads(run.stdout)
+    assert found == scores
+    assert seconds < 3 * GRACE  # which each would take
 
 
 @pytest.mark.skipif(not THERE, reason="needs math-verify")

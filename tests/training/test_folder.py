@@ -371,16 +371,25 @@ def test_a_folder_that_is_moved_while_it_is_locked_is_noticed(tmp_path, how):
         assert run.is_moved()
 
 
-def test_a_process_that_outlives_the_trainer_does_not_hold_its_lock(tmp_path):
+@pytest.mark.parametrize("ends", [RunFolder.unlock, RunFolder.close], ids=["killed", "closed"])
+def test_a_process_that_outlives_the_trainer_does_not_hold_its_lock(tmp_path, ends):
+    """The system closes the descriptor of a trainer that is killed; the child has closed its own by
+    then. One that closes the folder gives up the lock whether it has or not."""
     run = RunFolder(tmp_path / "run")
+    begun, begins = os.pipe()
     with pytest.warns(RuntimeWarning, match="fork"):  # of JAX; the child does nothing
         child = os.fork()
     if child == 0:
+        os.write(begins, b".")
         signal.pause()
     try:
-        run.close()
+        if ends is RunFolder.unlock:
+            assert os.read(begun, 1) == b"."
+        ends(run)
         with RunFolder(tmp_path / "run", resume=True):
             pass
     finally:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
+        os.close(begun)
+        os.close(begins)

@@ -155,6 +155,21 @@ def test_text_behind_the_thought_changes_nothing():
         np.testing.assert_array_equal(left[name], right[name])
 
 
+def test_equal_thoughts_of_a_group_have_the_answers_log_probs_of_the_first_bit_for_bit():
+    """What rounding makes of another place in a micro-batch would be divided by its own spread."""
+    made, sizes = given(), preparer(tiny.UNIFORM).blueprint
+    tokens = made.completion_tokens.at[3, 1, 0].set(made.completion_tokens[3, 0, 0])
+    made = dataclasses.replace(made, completion_tokens=tokens)
+    longest = made.fields[FORCED].shape[1]
+    geometry = answers.geometry_of(sizes.geometry, longest, True, sizes.mesh)
+    shape = answers.behind_thoughts(made, geometry).token_mask.shape
+    noise = np.random.default_rng(5).normal(size=shape).astype(np.float32)
+    found = np.asarray(answers.of_answers(jnp.asarray(noise), made)[answers.ANSWER])
+    kinds = [len({tuple(sample) for sample in group.tolist()}) for group in found]
+    assert kinds == [4, 1, 4, 3]  # the second group has no thoughts; two of the last are equal
+    np.testing.assert_array_equal(found[3, 0], found[3, 1])
+
+
 def test_meshes_of_four_devices_score_the_same():
     # 8 tokens and 5 of an answer do not divide over a context of four devices: room for 16.
     rollouts = given(width=8, steps=8)
