@@ -35,7 +35,7 @@ test: lint
 	$(PYTEST) -m "not full"
 
 test-all: lint
-	$(PYTEST)
+	CHECK_EVERY_MODULE=1 $(PYTEST)
 
 readme: .venv/.tests
 	$(BIN)/python tests/readme.py

@@ -180,14 +180,8 @@ def test_four_devices_give_what_one_gives(wide):
     check_equal(compiled(rollouts), spread, TOLERANCE[wide])
 
 
-@pytest.mark.slow
-def test_jit_gives_what_plain_calls_give(wide):
-    rollouts = laws.make_rollouts(wide)
-    check_equal(RECIPES(rollouts), laws.run_recipes(rollouts), TOLERANCE[wide])
-
-
 @pytest.mark.full
-def test_jit_gives_what_plain_calls_give_for_every_part(wide):
+def test_jit_gives_what_plain_calls_give(wide):
     rollouts = laws.make_rollouts(wide)
     check_equal(compiled(rollouts), laws.run_all(rollouts), TOLERANCE[wide])
 
@@ -238,7 +232,7 @@ def test_rewards_of_every_dtype_are_computed_in_at_least_float32(name):
             assert (value[~mask] == 0).all(), label
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_parts_work_under_vmap(wide):
     rollouts = [laws.make_rollouts(wide, seed) for seed in (0, 1)]
     stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *rollouts)

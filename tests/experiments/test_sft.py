@@ -88,6 +88,7 @@ def test_its_folder_is_a_model_that_answers_greedily_and_that_a_run_begins_with(
     assert run.metrics[0]["step"] == 1
 
 
+@pytest.mark.full
 def test_a_warm_start_that_is_continued_ends_as_one_that_was_not(trained, tmp_path, capsys):
     file = write(tmp_path)
     assert main(["sft", str(file), "--set", "train.steps=7"]) == 0

@@ -111,6 +111,7 @@ def test_checkpoints_hold_no_weights_and_the_run_goes_on_only_over_the_same(tmp_
         export(tmp_path / "run", tmp_path / "exported")
 
 
+@pytest.mark.full
 def test_a_run_begins_with_the_adapter_of_a_folder(finished, tmp_path):
     adapter = tmp_path / "adapter"
     shutil.copytree(finished.path / "adapter", adapter)

@@ -72,6 +72,7 @@ def test_the_number_of_steps_matters_to_what_is_shared_only_where_the_rate_falls
         assert {name for name in DEPENDS if first[name] is not second[name]} == anew
 
 
+@pytest.mark.full
 def test_a_run_that_shares_ends_as_one_that_does_not(tmp_path):
     shared = Shared()
     hashes = []

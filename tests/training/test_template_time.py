@@ -117,7 +117,7 @@ def trained_on(run, step: int) -> list[str]:
     return [tokenizer.decode(tokens[mask]).replace(" ", "") for tokens, mask in rows]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_later_starts_of_train_eval_and_sample_write_the_time_of_the_first(begun, tmp_path, capsys):
     run, first = tmp_path / "r", "2026-11-25T09:36:21"
     assert configs.load(run / "config.toml").data.template_time == first

@@ -90,6 +90,7 @@ def test_the_head_is_gathered_once_and_its_gradient_added_up_once(sizes):
     assert any(array.dtype == "bf16" for array in gathered)  # in the dtype that it is read in
 
 
+@pytest.mark.full
 def test_gradients_are_added_up_over_data_after_the_loop_once_and_in_float32():
     """What crosses "data" may cross the network between slices: nothing large does in the loop."""
     found = [one for one in exchanged(data=2, fsdp=4) if "data" in one.axes]

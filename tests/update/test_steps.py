@@ -314,6 +314,7 @@ def test_four_devices_make_the_step_of_one(mesh):
     assert_same_step(run(mesh=mesh, tokens=25, objective=WITH_KL), run(objective=WITH_KL))
 
 
+@pytest.mark.full
 def test_four_devices_make_the_step_of_one_with_adapters():
     # The first update moves B alone, as B is 0 before it; the second moves A too, and multiplies
     # what rounding did to the first by a hundred: in float32 that is the tolerance itself.
