@@ -52,6 +52,11 @@ class Rule(NamedTuple):
         return float(self.when.split(" > ")[1])
 
 
+WRONG_PROGRAM = (
+    "one of the two programs is wrong, and every ratio with it: if own code samples or gives "
+    "attention, look there first; else please report it with the config. Until then "
+    'loss.proximal = "trainer" keeps it out of the ratio'
+)
 KL = Rule(
     "kl",
     "kl > 1",
@@ -140,9 +145,15 @@ RULES = (
         "sampling/disagreement > 1",
         "at some token sampler and trainer disagree by {value:.2g} times what rounding explains, "
         "about parameters that are the same",
-        "one of the two programs is wrong, and every ratio with it: if own code samples or gives "
-        "attention, look there first; else please report it with the config. Until then "
-        'loss.proximal = "trainer" keeps it out of the ratio',
+        WRONG_PROGRAM,
+    ),
+    Rule(
+        "mean disagreement",
+        "sampling/mean_disagreement > 1",
+        "sampler and trainer disagree by {value:.2g} times what rounding explains in the mean over "
+        "tokens, about parameters that are the same",
+        WRONG_PROGRAM,
+        hides=("disagreement", "mismatch"),
     ),
     Rule(
         "ratio",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -351,20 +352,28 @@ def surprise_metrics(behavior_logp: Float[Array, "P G T"], mask: Bool[Array, "P 
     return {"entropy_estimated": mean(-behavior_logp, mask)}
 
 
+class Rounding(NamedTuple):
+    """Nats of difference between sampler and trainer that rounding explains."""
+
+    largest: float  # at one token
+    mean: float  # over tokens
+
+
 def agreement_metrics(
-    logp: Array, behavior_logp: Array, mask: Array, sampled_now: Array, rounding: float | None
+    logp: Array, behavior_logp: Array, mask: Array, sampled_now: Array, rounding: Rounding | None
 ) -> Metrics:
     """How far trainer and sampler are from each other about the tokens of this step's policy.
 
         sampling/sampling_logp_difference    |logp - behavior_logp| in nats, mean and max
-        sampling/disagreement                that max over `rounding`
+        sampling/disagreement                that max over `rounding.largest`
+        sampling/mean_disagreement           that mean over `rounding.mean`
 
     What an older policy sampled is left out: its difference is drift and no disagreement. One that
     is not finite is neither, and counts.
 
     Args:
       sampled_now: whether the parameters that `logp` is of sampled the token.
-      rounding: nats that rounding explains; None: not comparable, so no sampling/disagreement.
+      rounding: None: not comparable, and both ratios to it are left out.
 
     Shapes: all [D, R, Q].
     """
@@ -373,7 +382,8 @@ def agreement_metrics(
     name = "sampling/sampling_logp_difference"
     metrics: Metrics = {f"{name}/mean": mean(gap, mask), f"{name}/max": maximum(gap, mask)}
     if rounding is not None:
-        metrics["sampling/disagreement"] = maximum(gap / rounding, mask)
+        metrics["sampling/disagreement"] = maximum(gap / rounding.largest, mask)
+        metrics["sampling/mean_disagreement"] = mean(gap / rounding.mean, mask)
     return metrics
 
 

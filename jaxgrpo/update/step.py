@@ -22,9 +22,11 @@ from jaxgrpo.core.types import Params, Rollouts, TrainBatch, TrainState
 from jaxgrpo.losses import Tokens, token_loss
 from jaxgrpo.models import decoder, sharding
 from jaxgrpo.models.api import params_per_layer
+from jaxgrpo.models.cache import dtype_of
 from jaxgrpo.models.resharding import moved
 from jaxgrpo.rollout import sampler as sampling
 from jaxgrpo.update import diagnostics
+from jaxgrpo.update.diagnostics import Rounding
 from jaxgrpo.update.forward import (
     Blueprint,
     as_computed,
@@ -47,14 +49,14 @@ from jaxgrpo.update.preparing import Prepared, Preparer
 FINITE = ("entropy", "sampling/sampling_logp_difference/mean")
 """Metrics of an update that must be finite, as its loss and gradient, for it to be applied."""
 
-ROUNDING = {"float32": 1e-3, "bfloat16": 1.0}
-"""Nats by which sampler and trainer may differ about one token, by the precision of products.
+ROUNDING = {"float32": Rounding(1e-3, 1e-4), "bfloat16": Rounding(1.0, 0.1)}
+"""What rounding explains of the difference of sampler and trainer, by the precision of products.
 
-Beyond them it is no rounding. float32: the largest difference of tiny models is below 1e-5
-(tests/update/test_agreement.py). bfloat16 has 8 bits: its logits, where stored, are 1/8 apart from
-16 on. Of Qwen2.5-0.5B the differences between engines are 0.03 to 0.04 in the root mean square
-(github.com/ServiceNow/Fast-LLM/pull/525), of Qwen3-1.7B up to 0.3 among 25 tokens
-(github.com/vllm-project/vllm/issues/18352).
+float32: tiny models differ by less than 1e-5 at any token (tests/update/test_agreement.py),
+SmolLM2-135M by 5e-6 in the mean and 5e-5 at most. bfloat16 has 8 bits: SmolLM2-135M differs by
+0.03 in the mean and up to 0.55 among 6,000 tokens (docs/performance.md), Qwen2.5-0.5B between
+engines by 0.03 to 0.04 in the root mean square (github.com/ServiceNow/Fast-LLM/pull/525),
+Qwen3-1.7B by up to 0.3 among 25 tokens (github.com/vllm-project/vllm/issues/18352).
 """
 
 
@@ -290,7 +292,7 @@ def _over_devices(blueprint: Blueprint, grads: Params, head: Params) -> Params:
     return grads
 
 
-def rounding_of(blueprint: Blueprint) -> float | None:
+def rounding_of(blueprint: Blueprint) -> Rounding | None:
     """The entry of ROUNDING for a run; None where its samples come from a cut distribution."""
     sampling = blueprint.sampling
     if sampling.is_cut:  # they differ by the probability that was cut
@@ -299,7 +301,9 @@ def rounding_of(blueprint: Blueprint) -> float | None:
     precision = jax.config.jax_default_matmul_precision  # pyright: ignore[reportAttributeAccessIssue]
     exact = precision in ("highest", "float32")
     on_cpu = blueprint.mesh.devices.flat[0].platform == "cpu"
-    narrow = jnp.finfo(blueprint.model.config.dtype).bits < 32
+    config = blueprint.model.config
+    dtypes = (config.dtype, dtype_of(sampling.kv_cache_dtype, config))
+    narrow = any(jnp.finfo(dtype).bits < 32 for dtype in dtypes)
     return ROUNDING["float32" if not narrow and (exact or on_cpu) else "bfloat16"]
 
 

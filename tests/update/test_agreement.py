@@ -25,6 +25,7 @@ from jaxgrpo.update.packing import Geometry
 from jaxgrpo.update.step import ROUNDING, build_steps, rounding_of
 
 MAX = "sampling/sampling_logp_difference/max"
+MEAN = "sampling/sampling_logp_difference/mean"
 REWARDS = np.array([[1, 0, 0, 0], [1, 1, 0, 1], [0, 0, 0, 1], [1, 1, 0, 0]], np.float32)
 
 
@@ -69,6 +70,8 @@ def test_sampler_and_trainer_agree_to_rounding(config):
     metrics = updated(*sampled(config))
     assert 0 < metrics[MAX] <= 1e-5
     assert metrics["sampling/disagreement"] == pytest.approx(metrics[MAX] / 1e-3)
+    assert metrics["sampling/mean_disagreement"] == pytest.approx(metrics[MEAN] / 1e-4)
+    assert metrics["sampling/mean_disagreement"] < 0.1
 
 
 @pytest.mark.slow
@@ -80,13 +83,27 @@ def test_a_sampler_that_is_wrong_by_a_hundredth_raises_the_alarm():
     lying = updated(steps, state, dataclasses.replace(rollouts, behavior_logp=wrong))
     assert lying[MAX] == pytest.approx(0.01, rel=1e-3)
 
-    def warned(metrics):
-        lines = [{"step": step, **metrics} for step in (1, 2, 3)]
-        return [alarm.text for alarm in alarms.replay(lines)[1] if alarm.name == "disagreement"]
-
-    (text,) = warned(lying)
+    (text,) = warned(lying, "disagreement")
     assert text.startswith("at some token sampler and trainer disagree by 10 times what rounding")
-    assert warned(honest) == []
+    assert warned(honest, "disagreement") == []
+
+
+def warned(metrics, name):
+    lines = [{"step": step, **metrics} for step in (1, 2, 3)]
+    return [alarm.text for alarm in alarms.replay(lines)[1] if alarm.name == name]
+
+
+@pytest.mark.slow
+def test_a_sampler_that_is_wrong_by_little_at_every_token_raises_an_alarm_of_its_own():
+    """Below what is odd at one token of float32, and far below what is odd in bfloat16."""
+    steps, state, rollouts = sampled()
+    wrong = dataclasses.replace(rollouts, behavior_logp=rollouts.behavior_logp + 5e-4)
+    metrics = updated(steps, state, wrong)
+    assert metrics["sampling/disagreement"] < 1
+    assert metrics["sampling/mean_disagreement"] == pytest.approx(5, rel=0.02)
+    (text,) = warned(metrics, "mean disagreement")
+    assert "5 times what rounding explains in the mean over tokens" in text
+    assert warned(updated(steps, state, rollouts), "mean disagreement") == []
 
 
 @pytest.mark.slow
@@ -114,5 +131,6 @@ def test_what_rounding_explains_depends_on_the_precision_and_on_the_cut():
     narrow = dataclasses.replace(tiny.UNIFORM, dtype="bfloat16")
     assert rounding_of(blueprint()) == ROUNDING["float32"]
     assert rounding_of(blueprint(narrow)) == ROUNDING["bfloat16"]
+    assert rounding_of(blueprint(kv_cache_dtype="bfloat16")) == ROUNDING["bfloat16"]
     assert rounding_of(blueprint(top_k=3)) is None
     assert rounding_of(blueprint(top_p=0.9)) is None
