@@ -202,7 +202,9 @@ def _show(console: Console, config: Config, resume: bool) -> None:
     run = setup(config, rewards={REWARD: _ones})
     first = sharding.to_host(batches_of(run)(0))
     planned = memory.plan(run.update_program, run.blueprint, run.state)
-    needed = memory.of_run(config, run.blueprint)._replace(sampler=0, decode=0, update=planned)
+    needed = memory.of_run(config, run.blueprint)._replace(
+        sampler=0, decode=0, update=planned, process=memory.beside_arrays(run.mesh)
+    )
     prompt, answer = (
         first.prompt_tokens[0][first.prompt_mask[0]],
         first.completion_tokens[0, 0][first.token_mask[0, 0]],

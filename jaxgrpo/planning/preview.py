@@ -44,6 +44,7 @@ def dry_run(config: Config, resume: bool = False) -> None:
     geometry = run.blueprint.geometry
     needed = memory.of_run(config, run.blueprint)
     needed = needed._replace(update=_of_update(run, compiles=mesh is None))
+    needed = needed._replace(process=memory.beside_arrays(run.mesh) if mesh is None else 0)
     unread = families.unread(run.model.config)
     facts(
         console,

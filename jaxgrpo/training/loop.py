@@ -27,7 +27,7 @@ from jaxgrpo.evaluation.evaluate import Evaluate
 from jaxgrpo.models import sharding
 from jaxgrpo.models.hf import families, texts
 from jaxgrpo.rollout.judging import sample_rows
-from jaxgrpo.training import fingerprints, parameters, peers, process
+from jaxgrpo.training import fingerprints, memory, parameters, peers, process
 from jaxgrpo.training.checkpoints import Checkpoints, parameter_hash, refuse_other_step
 from jaxgrpo.training.console import Display
 from jaxgrpo.training.folder import RunFolder, evaluation_of, plain, read_metrics, read_samples
@@ -418,6 +418,7 @@ class _Loop:
         run, progress, before = self.run, self.progress, state
         with self.keeper.saving(number, before):
             state, (rollouts, said, collected) = run.collect(state, clock)
+        memory.give_back()
         with clock("prepare"):
             state, prepared = run.prepare(state, rollouts)
         with clock("update"):

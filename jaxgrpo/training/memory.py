@@ -6,9 +6,11 @@ working memory of an update is what XLA plans for its program, which `--dry-run`
 
 from __future__ import annotations
 
+import ctypes
 import math
 import os
 from collections.abc import Collection, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -43,6 +45,7 @@ EVAL_BASE = "eval.kl_to_base"
 """The copy of the base that evaluations measure the KL to, among the policies in memory."""
 
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+STATUS = Path("/proc/self/statm")  # pages of this process: all, resident, ...
 SHARE = 0.85
 """Of a device's memory that is planned for where slots and tokens are not given. The rest is for
 what XLA adds to what is counted here."""
@@ -58,6 +61,7 @@ class Memory(NamedTuple):
     decode: int  # keys and values of slots and prompts, tokens of all completions of a step
     update: int = 0  # working memory of the update's program; 0: not known yet
     frozen: int = 0  # weights under adapters, which all policies share
+    process: int = 0  # of a CPU: what the process takes beside its arrays (`beside_arrays`)
 
     @property
     def kept(self) -> int:
@@ -66,7 +70,7 @@ class Memory(NamedTuple):
 
     @property
     def peak(self) -> int:
-        return self.kept + max(self.sampler + self.decode, self.update)
+        return self.process + self.kept + max(self.sampler + self.decode, self.update)
 
     def lines(self, limit: int) -> dict[str, str]:
         """What to print: name -> bytes in words."""
@@ -79,6 +83,7 @@ class Memory(NamedTuple):
             "  sampling": f"decode state {shown(self.decode)}, "
             f"working memory {shown(self.sampler)}",
             "  update": f"working memory {update}",
+            **({"  process": f"{shown(self.process)} beside arrays"} if self.process else {}),
         }
 
 
@@ -354,6 +359,28 @@ def brought(shape: tuple[int, ...], held: Sharding, read: Sharding) -> dict[Any,
 def parameters(model: Model, mesh: AnyMesh) -> int:
     """Bytes of one copy of the parameters, in the model's dtype."""
     return _bytes(model.shapes, sharding.param_shardings(mesh, model.axes, model.shapes))
+
+
+def beside_arrays(mesh: Mesh) -> int:
+    """Bytes of the memory of each CPU device that this process takes beside its arrays: libraries,
+    compiled programs, rows. 0 on other devices, and where the system does not tell."""
+    if mesh.devices.flat[0].platform != "cpu" or not STATUS.exists():
+        return 0
+    give_back()
+    resident = int(STATUS.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    shards = (shard for array in jax.live_arrays() for shard in array.addressable_shards)
+    return max(0, resident - sum(shard.data.nbytes for shard in shards)) // len(mesh.local_devices)
+
+
+def give_back() -> None:
+    """Gives freed memory back to the system where C's allocator is glibc's.
+
+    It keeps what was smaller than 32 MiB: each layer's weights, once the sampler has read them, and
+    what compiling took. An update would have to find its own beside that.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def free_beside(mesh: Mesh, taken: int) -> int:
