@@ -316,18 +316,22 @@ def read_weights(model: Model, mesh: Mesh, held: str, sampling_mesh: Mesh | None
     """Bytes of the weights that only the sampler reads: in the model's dtype and laid out for it
     where the trained ones are not, and each layer's apart, since layers are read one by one.
 
+    A sync writes them at once, without a stacked copy beside them, but from mesh to mesh and where
+    adapters alone are cast (`update.step.Steps.sync`).
+
     Args:
       mesh, held: that the parameters given to the sampler are laid out on, and their dtype.
       sampling_mesh: None: `mesh`.
     """
     to = mesh if sampling_mesh is None else sampling_mesh
-    layout = layout_to_sample(model, to)
+    layout, is_cast = layout_to_sample(model, to), model.config.dtype != held
+    everything = _bytes(model.shapes, layout)
     of_layers = _bytes(model.shapes["blocks"], layout["blocks"])
-    if mesh.shape["fsdp"] > 1 or to != mesh:
-        return of_layers + _bytes(model.shapes, layout)
-    is_cast = model.config.dtype != held
-    cast = _bytes(trained(model, model.shapes), trained(model, layout))
-    return of_layers + (cast if is_cast else 0)
+    if to != mesh:
+        return of_layers + everything
+    if mesh.shape["fsdp"] > 1 or (is_cast and model.config.lora is None):
+        return everything
+    return of_layers + (_bytes(trained(model, model.shapes), trained(model, layout)) * is_cast)
 
 
 def sync_bytes(blueprint: Blueprint) -> int:
