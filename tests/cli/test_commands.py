@@ -81,7 +81,7 @@ def test_probe_of_a_run_asks_its_training_prompts_and_its_own_reward(run, tmp_pa
     assert "what to make of it" in said
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_eval_measures_the_distance_from_a_base(run, tmp_path, capsys):
     numbers, base = tmp_path / "e.json", small_run.base()
     asked = ("--set", "eval.confidence=true", "eval.confidence_window=4")

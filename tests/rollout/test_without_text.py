@@ -37,7 +37,7 @@ def drawn(**changes):
     return jax.tree.map(np.asarray, rollouts)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_2000_tokens_at_temperature_2_all_have_text_and_the_log_probs_of_those_alone():
     rollouts = drawn()
     tokens = rollouts.completion_tokens[rollouts.token_mask]

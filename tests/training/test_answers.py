@@ -32,6 +32,7 @@ def three(completions, **columns):
     return [float(place > 4 and place % 4 == 1) for place in range(len(completions))]
 
 
+@pytest.mark.full
 def test_r3_alone_trains_from_the_command_line(tmp_path, capsys):
     file = small_run.write(tmp_path / "run.toml", tmp_path / "r", **ALONE)
     before = setup(small_run.config(tmp_path / "r", **ALONE)).state.trainable

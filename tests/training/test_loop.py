@@ -275,6 +275,7 @@ def test_a_dry_run_shows_config_geometry_and_the_first_prompt(tmp_path, capsys):
     assert not (tmp_path / "r").exists()
 
 
+@pytest.mark.full
 def test_the_best_step_by_an_evaluation_stays_and_is_exported(tmp_path):
     changes = {
         "eval": {"data": "task:arithmetic:test", "every": 1, "prompts": 8, "samples": 4},
