@@ -418,7 +418,7 @@ class _Loop:
         run, progress, before = self.run, self.progress, state
         with self.keeper.saving(number, before):
             state, (rollouts, said, collected) = run.collect(state, clock)
-        memory.give_back()
+        memory.give_back(run.mesh)
         with clock("prepare"):
             state, prepared = run.prepare(state, rollouts)
         with clock("update"):

@@ -7,6 +7,8 @@ import functools
 import json
 import math
 import re
+import shutil
+import subprocess
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +24,7 @@ from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.types import TrainState
 from jaxgrpo.models import decoder, sharding
 from jaxgrpo.models.api import ModelConfig
+from jaxgrpo.models.hf import folders
 from jaxgrpo.planning import preview, programs, topologies
 from jaxgrpo.rollout import capacity
 from jaxgrpo.rollout.sampler import SamplingSettings, Sizes, make_sampler
@@ -192,6 +195,7 @@ def test_a_dry_run_prints_the_memory_of_a_device(tmp_path, capsys):
         rf"kept parameters {size}, optimizer {size}, copies 0 B",
         rf"sampling decode state {size}, working memory {size}",
         rf"update working memory {size}",
+        rf"process {size} beside those",
         rf"disk {size} at the most: 2 x {size} of checkpoints, model {size}; {size} are free",
     ):
         assert any(re.fullmatch(pattern, line) for line in lines), pattern
@@ -201,6 +205,42 @@ def test_a_dry_run_prints_the_memory_of_a_device(tmp_path, capsys):
     assert re.search(budget, " ".join(lines))
     assert "3 steps draw at least 24 " in " ".join(lines)
     assert "rows); a step makes 6: 3 x 2 minibatches of 4 prompts" in " ".join(lines)
+
+
+MEASURED = """
+import resource, subprocess, sys
+subprocess.run([sys.executable, "-m", "jaxgrpo", "train", *sys.argv[1:]], check=True)
+print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024)
+"""  # of the largest process
+
+
+@pytest.mark.full
+def test_the_memory_that_a_dry_run_tells_is_what_a_process_takes(tmp_path, python, environment):
+    """Within 15%, of a random model of 30 million parameters."""
+    shutil.copytree(small_run.base(), tmp_path / "fields")
+    file = tmp_path / "fields" / "config.json"
+    sizes = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 8}
+    file.write_text(json.dumps({**json.loads(file.read_text()), **sizes, "vocab_size": 4096}))
+    model = decoder.build(folders.read_config(tmp_path / "fields"))
+    tokenizer = folders.read_tokenizer(tmp_path / "fields")
+    folders.save_model(model, model.init(jax.random.key(0)), tmp_path / "model", tokenizer)
+    changes = {"model.path": str(tmp_path / "model"), "checkpoint.every": 100}
+    file = small_run.write(tmp_path / "run.toml", tmp_path / "r", **changes)
+
+    def printed(*options: str) -> str:
+        """Nothing is compiled before, which takes the most."""
+        cache = {"JAX_COMPILATION_CACHE_DIR": str(tmp_path / f"cache{len(options)}")}
+        command = [python, "-c", MEASURED, str(file), *options]
+        run = subprocess.run(
+            command, env=environment(1, **cache), capture_output=True, text=True, check=True
+        )
+        return run.stdout
+
+    told = re.search(r"memory +([\d.]+) (MiB|GiB) of", printed("--dry-run"))
+    assert told is not None
+    taken = int(printed().splitlines()[-1])
+    power = {"MiB": 2, "GiB": 3}[told[2]]
+    assert float(told[1]) * 1024**power == pytest.approx(taken, rel=0.15)
 
 
 @pytest.mark.parametrize("rank", [0, 4])
