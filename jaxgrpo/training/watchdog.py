@@ -7,12 +7,14 @@ several processes run, each has a watchdog, and the first that ends tells the ot
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import os
 import select
 import signal
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from typing import NoReturn
 
@@ -52,10 +54,12 @@ class Watchdog:
         self._over = False
         self._bell, self._rope = os.pipe()
         self._before: int | None = None  # the descriptor that signals were written to
+        self._hook = threading.excepthook
         self._thread = threading.Thread(target=self._watch, name="jaxgrpo-watchdog", daemon=True)
 
     def __enter__(self) -> Watchdog:
         os.set_blocking(self._rope, False)
+        self._hook, threading.excepthook = threading.excepthook, _say_in_a_line
         if threading.current_thread() is threading.main_thread():
             # Written when a signal arrives, even if the main thread runs no Python.
             self._before = signal.set_wakeup_fd(self._rope, warn_on_full_buffer=False)
@@ -65,6 +69,7 @@ class Watchdog:
 
     def __exit__(self, *error: object) -> None:
         self._over = True
+        threading.excepthook = self._hook
         if self._before is not None:
             signal.set_wakeup_fd(self._before, warn_on_full_buffer=False)
         os.write(self._rope, b"\0")
@@ -139,3 +144,13 @@ class Watchdog:
             peers.fail(code, text)
         finally:
             os._exit(code)
+
+
+def _say_in_a_line(ended: threading.ExceptHookArgs) -> None:
+    """What has ended a thread, without its stack: a library's, where a reward closed its files."""
+    name = ended.thread.name if ended.thread else "a thread"
+    stack = traceback.extract_tb(ended.exc_traceback)
+    where = f" ({stack[-1].filename}, line {stack[-1].lineno})" if stack else ""
+    text = f"{name} ended with {ended.exc_type.__name__}: {ended.exc_value}{where}\n"
+    with contextlib.suppress(OSError):  # stderr is closed
+        os.write(2, text.encode())

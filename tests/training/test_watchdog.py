@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import signal
 import subprocess
+import threading
 import time
 
 import jax
@@ -140,6 +141,23 @@ def display_of(terminal, clock):
 
 def lines_of(display):
     return Text.from_ansi(display.console.file.getvalue()).plain.splitlines()
+
+
+def test_a_thread_that_fails_beside_a_run_is_told_in_a_line(capfd):
+    """tensorboardX's, for example, where a reward has closed all files."""
+
+    def fails():
+        raise OSError("closed")
+
+    before = threading.excepthook
+    with Watchdog(lambda *_: None, lambda: "", 5.0, 0.0):
+        thread = threading.Thread(target=fails, name="writer")
+        thread.start()
+        thread.join()
+    assert threading.excepthook is before
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.startswith("writer ended with OSError: closed (")
+    assert "test_watchdog.py, line " in line
 
 
 def test_a_long_reward_is_shown_in_the_bar_and_in_lines_ever_farther_apart():
