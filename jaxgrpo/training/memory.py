@@ -49,8 +49,8 @@ UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 STATUS = Path("/proc/self/status")  # of this process, in Linux
 COMPILING = 300 * 2**20
 """What the process of a run on a CPU takes above that of its dry run, which compiles the update
-alone: 0.25 to 0.6 GiB with 2, 8 and 30 layers (JAX 0.10.2, two cores), the more where nothing is
-in the compile cache."""
+alone: 0.2 to 0.7 GiB with 8 and 30 layers (JAX 0.10.2, two cores), the more where nothing is in
+the compile cache."""
 SHARE = 0.85
 """Of a device's memory that is planned for where slots and tokens are not given. The rest is for
 what XLA adds to what is counted here."""
@@ -388,8 +388,10 @@ def give_back(mesh: Mesh) -> None:
     It keeps what was smaller than 32 MiB: each layer's weights, once the sampler has read them, and
     what compiling took. An update would have to find its own beside that.
     """
+    if mesh.devices.flat[0].platform != "cpu":
+        return
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if mesh.devices.flat[0].platform == "cpu" and trim is not None:
+    if trim is not None:
         trim(0)
 
 

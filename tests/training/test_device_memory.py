@@ -216,7 +216,7 @@ print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024)
 
 @pytest.mark.full
 def test_the_memory_that_a_dry_run_tells_is_what_a_process_takes(tmp_path, python, environment):
-    """Within 15%, of a random model of 30 million parameters."""
+    """Within 15%, of a random model of 27 million parameters."""
     shutil.copytree(small_run.base(), tmp_path / "fields")
     file = tmp_path / "fields" / "config.json"
     sizes = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 8}
