@@ -93,10 +93,10 @@ def test_the_recipe_teaches_the_base_to_be_right_and_to_know_when(tmp_path, pyth
         assert process.returncode == 0, output
     summary = json.loads((tmp_path / "runs" / "rlcr" / "summary.json").read_text())
     base, trained = summary["base"], summary["trained"]
-    assert base["brier"] > 0.3  # it states 0.1, 0.5 and 0.9 alike, whatever the problem
+    assert base["brier"] > 0.3  # it states 0.1, 0.5 and 0.9 nearly alike, whatever the problem
     assert trained["accuracy"] > base["accuracy"]
     # Who adds well and knows what is noise: accuracy 0.75, Brier score 0.125, AUROC 0.83.
-    assert trained["brier"] < 0.2
+    assert trained["brier"] < 0.16
     assert base["auroc"] < 0.6
     assert trained["auroc"] > 0.75
 
@@ -116,7 +116,7 @@ def test_half_of_the_problems_are_noise_that_the_prompt_does_not_tell():
         assert rows == tasks.load(f"task:confidence:{split}")
 
 
-def test_the_base_of_the_task_states_confidences_that_say_nothing():
+def test_the_base_of_the_task_states_confidences_that_say_next_to_nothing():
     task = tasks.find("confidence")
     tokenizer = character_tokenizer(task.alphabet)
     corpus = task.corpus()
@@ -129,4 +129,8 @@ def test_the_base_of_the_task_states_confidences_that_say_nothing():
     assert scores("confidence_format", *texts) == [1.0] * len(texts)
     stated = {rewards.stated_confidence(text) for text in texts}
     assert stated == {0.1, 0.5, 0.9}
+    for sign in "+~":
+        texts = [text for text in corpus if sign in text.prompt]
+        mean = sum(rewards.stated_confidence(text.solution) * text.probability for text in texts)
+        assert mean / 0.5 == pytest.approx({"+": 0.54, "~": 0.5}[sign])
     assert task.score([corpus[0].solution, "1+1=2 3"], ["0", "3"])[1] == 1.0

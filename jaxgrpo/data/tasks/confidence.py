@@ -8,9 +8,11 @@ sign "~": about equal. Their answer is the sum or one more, by a coin of each ro
 the prompt tells. Who adds without a mistake is always right about "+", and half of the time about
 "~". Without such noise all problems are solved in the end, and the right confidence is a constant.
 
-In the warm-start corpus every solution, right or careless, ends with each of CONFIDENCES equally
-often. So the base states a confidence that says nothing. What a method for calibration has to teach
-is to say which problems are noise.
+In the warm-start corpus a solution, right or careless, ends with each of the CONFIDENCES of its
+sign. They lean by a tenth to what suits the sign, as a pretrained model's confidence does, and say
+next to nothing: AUROC 0.50. What a method for calibration has to teach is to say which problems are
+noise. (From a base that cannot tell the signs apart at all, 240 steps taught one confidence for
+both: the reward of one token in twenty is too faint to find the sign by.)
 
 The tags are one token each and no special tokens: rewards see them in the text.
 """
@@ -27,8 +29,11 @@ from jaxgrpo.data.tasks.base import Worked
 
 NOISY = "~"  # in place of "+" where the answer is the sum or one more
 OPENING, CLOSING = "<confidence>", "</confidence>"
-CONFIDENCES = ("0.1", "0.5", "0.9")
-"""What the base states: one for each share of success, with something between them."""
+CONFIDENCES = {
+    "+": {"0.1": 0.3, "0.5": 0.3, "0.9": 0.4},
+    NOISY: {"0.1": 0.3, "0.5": 0.4, "0.9": 0.3},
+}
+"""The share of each confidence in the corpus, by sign: all far from certain of what they say."""
 
 
 def stating(solution: str, confidence: str) -> str:
@@ -58,12 +63,11 @@ def _with_noise(row: dict[str, Any], more: int) -> dict[str, Any]:
 
 def corpus() -> list[Worked]:
     """Every solution of arithmetic's corpus with either sign and every confidence."""
-    share = 1 / (2 * len(CONFIDENCES))
     return [
-        Worked(prompt.replace("+", sign), stating(solution, confidence), probability * share)
+        Worked(prompt.replace("+", sign), stating(solution, confidence), probability * share / 2)
         for prompt, solution, probability in arithmetic.corpus()
-        for sign in ("+", NOISY)
-        for confidence in CONFIDENCES
+        for sign, shares in CONFIDENCES.items()
+        for confidence, share in shares.items()
     ]
 
 
