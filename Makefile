@@ -19,7 +19,7 @@ help:
 	@echo "make readme      run every command of README.md in a new environment; CI runs it too"
 	@echo "make lint        ruff and pyright"
 	@echo "make docs        compute what the docs say of recipes and losses"
-	@echo "make experiments compute docs/experiments anew; stops where a criterion fails"
+	@echo "make experiments compute docs/experiments again; stops where a criterion fails"
 	@echo "make clean       remove caches and builds; the environment and runs/ stay"
 
 quickstart: .venv/.run-time

@@ -29,7 +29,7 @@ def describe() -> dict[str, Any]:
 
 
 def keep_memory(module: str) -> None:
-    """Starts the benchmark anew with a C allocator that keeps what it was given, as pools do.
+    """Starts the benchmark again with a C allocator that keeps what it was given, as pools do.
 
     glibc returns blocks above 32 MiB to the system after each call, and page faults of milliseconds
     would be most of what is timed. Elsewhere the variables mean nothing.

@@ -38,7 +38,7 @@ class Clock:
         self.seconds[phase] += spent - (sum(self.seconds.values()) - inside)
 
     def taken(self) -> dict[str, float]:
-        """The seconds so far; counts anew."""
+        """The seconds so far; counts again."""
         seconds = self.seconds
         self.seconds = dict.fromkeys(seconds, 0.0)
         return seconds

@@ -108,7 +108,7 @@ def compute(
 
     Args:
       whole: a chain or recipe; a single transform is run as a chain of one.
-      state: what the call before returned; None begins anew, for parts that remember no rows
+      state: what the call before returned; None starts empty, for parts that remember no rows
         (begin those with `whole.init(spec_of(rollouts, num_rows))`).
     """
     whole, state = _begin(whole, rollouts, state)

@@ -91,7 +91,7 @@ def add_kl_return_for_validity(
         A, the base's success rate on a row: the mean of v a(y) / policy(y) over all its samples
 
     That mean is A in expectation whatever the policy has become, and costs no sample; a group's is
-    cut to 1. It is kept for every row of the data, and beta is found anew in each step over all
+    cut to 1. It is kept for every row of the data, and each step finds its own beta over all
     rows met so far, these samples included. Rows on which the base was never seen to succeed are
     left out and counted: no beta moves them, though they pay for their distance too. With rewards
     in {0, 1} behind a leave-one-out or mean baseline, undivided, the fixed point is the base tilted

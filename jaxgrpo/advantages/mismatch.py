@@ -220,7 +220,7 @@ def _ratios(
 
 
 def _held(weight: Array, mask: Array) -> Array:
-    """The weight, 0 where masked, kept in memory: every reader would take the exponential anew."""
+    """The weight, 0 where masked, kept in memory: every reader would take the exponential again."""
     return jax.lax.optimization_barrier(jnp.where(mask, weight, 0))
 
 

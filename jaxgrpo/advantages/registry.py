@@ -118,7 +118,7 @@ def evaluate(
       options: of a recipe given by name.
       fields: what a step reads: attributes of `Rollouts` (truncated [P, G], token_mask
         [P, G, T], row [P], ...) and the fields in its `needs`. Without `row` each prompt is a row
-        of its own; parts with memory begin anew at every call. One that is None counts as not
+        of its own; parts with memory start empty at every call. One that is None counts as not
         given. Options of the recipe are none.
 
     Returns: (advantage, mask), [P, G] or [P, G, T], 0 where masked.

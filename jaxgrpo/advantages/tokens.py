@@ -192,7 +192,7 @@ def reward_to_go(gamma: Scheduled = 1.0) -> AdvantageTransform:
     Signal: [P, G, T] -> [P, G, T], mask unchanged.  Raises: InputError on [P, G]: put
     to_tokens(place="last") before it.
     Source: the policy gradient theorem; the carry over masked tokens is that of REINFORCE++ in
-    verl (older code starts anew behind them).
+    verl (older code starts again behind them).
 
     >>> from jaxgrpo.advantages import evaluate
     >>> steps = [to_tokens("last"), reward_to_go(gamma=0.5)]

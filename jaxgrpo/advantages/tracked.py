@@ -278,7 +278,7 @@ def _visit(
     """x[row p] <- rho[p] x[row p] + new[p] for one prompt p after the other, without a loop.
 
     Such steps compose: (rho, a) then (rho', a') is (rho rho', rho' a + a'). Sorted by row, a scan
-    that begins anew at each row leaves the whole composition at the row's last prompt.
+    that begins again at each row leaves the whole composition at the row's last prompt.
 
     Args:
       old: alpha and beta of each prompt's row, [P]; equal for prompts of one row.
@@ -293,12 +293,12 @@ def _visit(
     begins, ends = jnp.concatenate([one, differs]), jnp.concatenate([differs, one])
 
     def compose(left: Any, right: Any) -> Any:
-        (begin, rho, a, b), (begins_anew, rho_2, a_2, b_2) = left, right
+        (begin, rho, a, b), (begins_again, rho_2, a_2, b_2) = left, right
         return (
-            begin | begins_anew,
-            jnp.where(begins_anew, rho_2, rho * rho_2),
-            jnp.where(begins_anew, a_2, rho_2 * a + a_2),
-            jnp.where(begins_anew, b_2, rho_2 * b + b_2),
+            begin | begins_again,
+            jnp.where(begins_again, rho_2, rho * rho_2),
+            jnp.where(begins_again, a_2, rho_2 * a + a_2),
+            jnp.where(begins_again, b_2, rho_2 * b + b_2),
         )
 
     steps = (begins, rho[order], new[0][order], new[1][order])

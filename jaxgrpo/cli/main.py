@@ -190,7 +190,7 @@ COMMANDS: dict[str, tuple[Any, ...]] = {
         argument("--top-k", "K", "draw from the K likeliest tokens, as rollout.top_k", type=int),
         argument("--top-p", "P", "draw from tokens of probability P, as rollout.top_p", type=float),
         argument("--max-tokens", "N", "at most, as rollout.max_completion_tokens", type=int),
-        switch("--overwrite", "begin anew; without it OUT.jsonl is gone on with where it ends"),
+        switch("--overwrite", "begin again; without it OUT.jsonl is gone on with where it ends"),
         SET,
     ),
     "model": (
@@ -205,7 +205,7 @@ COMMANDS: dict[str, tuple[Any, ...]] = {
         SET,
     ),
     "report": (
-        "write RUN/report.html anew, or print a summary",
+        "write RUN/report.html again, or print a summary",
         "jaxgrpo.training.report.html:report",
         argument("run", "RUN", "a run folder, of a run at any stage"),
         switch("--text", "print it instead"),

@@ -104,7 +104,7 @@ def write_samples(
       prompts: as data.path, with the column "prompt"; or a .txt file, one prompt per line.
       temperature: 0 takes the likeliest token.
       top_k, top_p, max_tokens: by default as the run or config says.
-      overwrite: begins anew, whatever `out` holds.
+      overwrite: begins again, whatever `out` holds.
 
     Raises: InputError where `out` holds rows of something else.
     """
@@ -206,7 +206,7 @@ class SampleFile(Closing):
             raise InputError(
                 f"--out {self.path}: it holds something, and {self.settings.name} beside it, which "
                 "would say of what these are samples, cannot be read: name another --out, or start "
-                "anew with --overwrite"
+                "again with --overwrite"
             ) from None
         now = json.loads(json.dumps(facts))
         names = [name for name in {**now, **before} if now.get(name) != before.get(name)]
@@ -215,8 +215,8 @@ class SampleFile(Closing):
             more = f" (and {len(names) - 1} more differ)" if len(names) > 1 else ""
             raise InputError(
                 f"--out {self.path} holds samples of something else: {names[0]} was {there} and is "
-                f"{here} now{more}: give what it was begun with, name another --out, or start anew "
-                "with --overwrite"
+                f"{here} now{more}: give what it was begun with, name another --out, or start "
+                "again with --overwrite"
             )
 
     def _ends(self, prompts: Sequence[Any], samples: int) -> list[int]:
@@ -231,7 +231,7 @@ class SampleFile(Closing):
                 if _identity(line) != expected:
                     raise InputError(
                         f"--out {self.path}, line {number + 1} is not sample {sample} of prompt "
-                        f"{place}: {line[:60]!r}; name another --out, or start anew with "
+                        f"{place}: {line[:60]!r}; name another --out, or start again with "
                         "--overwrite"
                     )
                 position += len(line)

@@ -209,7 +209,7 @@ def files_of(folder: Place) -> dict[str, Place]:
 def local(path: str | os.PathLike[str], key: str, wanted: Iterable[str] = ("*",)) -> Path:
     """A local path as it is; a URL copied into this host's cache, once for all its processes.
 
-    A copy belongs to the contents of one moment: what has changed in the bucket is copied anew.
+    A copy belongs to the contents of one moment: what has changed in the bucket is copied again.
 
     Args:
       key: of the config, for messages.

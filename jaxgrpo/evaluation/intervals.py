@@ -32,7 +32,7 @@ def is_end(name: str) -> bool:
 def bootstrap(values: np.ndarray, resamples: int = 1000) -> np.ndarray:
     """The 95% percentile interval of the mean over the first axis: [n] -> [2], [n, m] -> [2, m].
 
-    The n prompts are drawn anew, with replacement; the same for the same values. For hundreds: of 7
+    The n prompts are drawn with replacement; the same for the same values. For hundreds: of 7
     normal values it misses the mean in 12% of cases, see `of_few`.
     """
     drawn = np.random.default_rng(0).integers(0, len(values), (resamples, len(values)))

@@ -202,8 +202,9 @@ def _show(console: Console, config: Config, resume: bool) -> None:
     run = setup(config, rewards={REWARD: _ones})
     first = sharding.to_host(batches_of(run)(0))
     planned = memory.plan(run.update_program, run.blueprint, run.state)
+    process_takes = memory.of_process(run.mesh, parameters.copied_to_save(config, run.state))
     needed = memory.of_run(config, run.blueprint)._replace(
-        sampler=0, decode=0, update=planned, process=memory.beside_arrays(run.mesh)
+        sampler=0, decode=0, update=planned, process=process_takes
     )
     prompt, answer = (
         first.prompt_tokens[0][first.prompt_mask[0]],

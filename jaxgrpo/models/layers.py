@@ -50,7 +50,7 @@ def rotary_angles(position: Int[Array, "*B Q"], rope: Rope | None, head_dim: int
     def one(sine: Array) -> Array:
         return jnp.where(sine, jnp.sin(angle), jnp.cos(angle)) * rope.scale
 
-    # In a loop of two, which nothing is fused across: XLA on a CPU else computes both anew for
+    # In a loop of two, which nothing is fused across: XLA on a CPU else computes both again for
     # every head of every layer, a quarter of the time of a small layer's attention.
     cos, sin = jax.lax.map(one, jnp.asarray([False, True]))
     return cos, sin

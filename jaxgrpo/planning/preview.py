@@ -44,7 +44,9 @@ def dry_run(config: Config, resume: bool = False) -> None:
     geometry = run.blueprint.geometry
     needed = memory.of_run(config, run.blueprint)
     needed = needed._replace(update=_of_update(run, compiles=mesh is None))
-    needed = needed._replace(process=_of_process(run) if mesh is None else 0)
+    if mesh is None:
+        copied = parameters.copied_to_save(config, run.state)
+        needed = needed._replace(process=memory.of_process(run.mesh, copied))
     unread = families.unread(run.model.config)
     facts(
         console,
@@ -217,15 +219,6 @@ def _of_update(run: setup.Setup, compiles: bool) -> int:
     platform = run.mesh.devices.flat[0].platform
     remat = decoder.remat_of(run.config.train.remat, platform)
     return sum(memory.of_update(run.blueprint, remat).values())
-
-
-def _of_process(run: setup.Setup) -> int:
-    """What a CPU's process takes beside the arrays of a run: also the copy of a checkpoint, which
-    is written while the next step is taken."""
-    beside, config = memory.beside_arrays(run.mesh), run.config
-    if not beside or config.checkpoint.every >= config.train.steps:
-        return beside
-    return beside + _bytes(parameters.without_weights(run.state)) // len(run.mesh.local_devices)
 
 
 def _not_built(mesh: Mesh) -> str:

@@ -394,7 +394,7 @@ def _target(name: str, leaf: Any) -> Any:
 
 
 def _placed(array: Any, leaf: Any) -> Any:
-    """What the caller gets: Orbax's array; one without entries, which Orbax cannot store, anew."""
+    """What the caller gets: Orbax's array; one without entries, which Orbax cannot store, again."""
     if array is not None:
         return array
     empty = np.zeros(leaf.shape, leaf.dtype)

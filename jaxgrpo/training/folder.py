@@ -284,7 +284,7 @@ class RunFolder(Closing):
     def refuse_to_forget(self, every: int) -> None:
         """Raises: InputError where a run has no checkpoint to go on from, and must have had one.
 
-        A run that was killed before its first checkpoint was complete may begin anew: it logs the
+        A run that was killed before its first checkpoint was complete may start again: it logs the
         same lines again. One that ended, whose folder of checkpoints is gone, or that has logged
         more than two saves apart, would lose what it measured.
 
@@ -301,7 +301,7 @@ class RunFolder(Closing):
             raise InputError(
                 f"{self.place} holds the metrics of {max(logged)} steps and no checkpoint to go on "
                 f"from ({self.checkpoints} {'does not exist' if gone else 'holds none'}); starting "
-                "at step 1 would erase them: put the checkpoints back, or start anew without "
+                "at step 1 would erase them: put the checkpoints back, or start again without "
                 "--resume and with another run.dir, or after moving or deleting this folder"
             )
 
@@ -353,14 +353,14 @@ class RunFolder(Closing):
         lines = read_metrics(self.path)
         return evaluation_of(lines[0]) if lines and lines[0]["step"] == 0 else {}
 
-    def replace_evaluations(self, until: int, anew: Mapping[int, Mapping[str, Any]]) -> None:
+    def replace_evaluations(self, until: int, evaluations: Mapping[int, Mapping[str, Any]]) -> None:
         """Puts evaluations of other questions aside, and writes new ones into the lines of steps.
 
         Those up to step `until` become eval_until_STEP/..., so that what is called eval/... can
         be compared. It may be called again, by the next start, where one was killed after it.
 
         Args:
-          anew: step -> the metrics of its evaluation; step 0 is the base.
+          evaluations: step -> the metrics of its evaluation; step 0 is the base.
         """
         if not self._writes:
             return
@@ -370,11 +370,11 @@ class RunFolder(Closing):
             before = evaluation_of(line)
             kept = {name: value for name, value in line.items() if not name.startswith("eval/")}
             done = any(name.startswith(aside) for name in line)
-            done |= before == plain(evaluation_of(anew.get(step, {})))
+            done |= before == plain(evaluation_of(evaluations.get(step, {})))
             if not done:  # by a start before this one
                 kept |= {f"{aside}{name}": value for name, value in before.items()}
             lines[step] = kept
-        for step, values in anew.items():
+        for step, values in evaluations.items():
             lines[step] = {**lines.get(step, {}), **values}
         texts = [_line(step, lines[step]) for step in sorted(lines)]
         write_atomically(self.path / "metrics.jsonl", "".join(texts))

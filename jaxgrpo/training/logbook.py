@@ -88,7 +88,7 @@ class Logbook(Closing):
         if self._report and every and number and number % every == 0:
             self._report.refresh()
 
-    def evaluated_anew(self, until: int, lines: Mapping[int, Mapping[str, float]]) -> None:
+    def evaluated_again(self, until: int, lines: Mapping[int, Mapping[str, float]]) -> None:
         """Puts what was evaluated up to a step aside, and writes new evaluations of some steps."""
         self._folder.replace_evaluations(until, lines)
         if not self._active:

@@ -344,7 +344,7 @@ class _Loop:
     def _evaluate_base(
         self, evaluate: Evaluate, asked: dict[str, Any], state: TrainState, done: int
     ) -> None:
-        """Evaluates the base before the first step, and anew where something else is asked now.
+        """Evaluates the base before the first step, and again where something else is asked now.
 
         Raises: InputError where other questions would decide about resets of the reference.
         """
@@ -368,15 +368,15 @@ class _Loop:
                     "reset: put back what the run began with, or set run.dir to another folder"
                 )
             self.display.say(
-                f"evaluation until step {done}: {changed}; the base is evaluated anew, and earlier "
-                f"numbers are eval_until_{done}/... in metrics.jsonl"
+                f"evaluation until step {done}: {changed}; the base is evaluated again, and "
+                f"earlier numbers are eval_until_{done}/... in metrics.jsonl"
             )
             progress.best = None
             values = self._evaluated(evaluate, base_params(run), state, 0)
             lines = {0: values}
             if done == config.train.steps:
                 lines[done] = self._evaluated(evaluate, run.sync(state), state, done)
-            self.log.evaluated_anew(done, lines)
+            self.log.evaluated_again(done, lines)
         progress.base = {"asked": asked, "metrics": plain(evaluation_of(values))}
 
     def finish(self, state: TrainState) -> dict[str, Any]:

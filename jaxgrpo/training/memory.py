@@ -66,7 +66,7 @@ class Memory(NamedTuple):
     decode: int  # keys and values of slots and prompts, tokens of all completions of a step
     update: int = 0  # working memory of the update's program; 0: not known yet
     frozen: int = 0  # weights under adapters, which all policies share
-    process: int = 0  # of a CPU: what the process takes beside its arrays (`beside_arrays`)
+    process: int = 0  # of a CPU: what the process takes beside its arrays (`of_process`)
 
     @property
     def kept(self) -> int:
@@ -370,16 +370,17 @@ def parameters(model: Model, mesh: AnyMesh) -> int:
     return _bytes(model.shapes, sharding.param_shardings(mesh, model.axes, model.shapes))
 
 
-def beside_arrays(mesh: Mesh) -> int:
-    """Bytes of the memory of each CPU device that this process has taken beside its arrays:
-    libraries, rows, programs and what compiling them took, with COMPILING for those to come. 0 on
-    other devices, and where the system does not tell."""
+def of_process(mesh: Mesh, copied: int) -> int:
+    """Bytes of the memory of each CPU device that this process takes beside the arrays of a run:
+    what it has taken so far for libraries, rows, programs and compiling them, COMPILING for those
+    to come, and the copy of a state that is being saved (`parameters.copied_to_save`). 0 on other
+    devices, and where the system does not tell."""
     if mesh.devices.flat[0].platform != "cpu" or not STATUS.exists():
         return 0
     (most,) = re.findall(r"VmHWM:\s+(\d+) kB", STATUS.read_text())
     shards = (shard for array in jax.live_arrays() for shard in array.addressable_shards)
-    arrays = sum(shard.data.nbytes for shard in shards)
-    return (max(0, 1024 * int(most) - arrays) + COMPILING) // len(mesh.local_devices)
+    taken = max(0, 1024 * int(most) - sum(shard.data.nbytes for shard in shards))
+    return (taken + COMPILING + copied) // len(mesh.local_devices)
 
 
 def give_back(mesh: Mesh) -> None:

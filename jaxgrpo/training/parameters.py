@@ -138,6 +138,14 @@ def without_weights(state: TrainState) -> TrainState:
     return dataclasses.replace(state, frozen=frozen)
 
 
+def copied_to_save(config: Config, state: TrainState) -> int:
+    """Bytes of the copy of a state that lies in memory while the next step is taken, until it is
+    written as a checkpoint; 0 where only the last step writes one."""
+    if config.checkpoint.every >= config.train.steps:
+        return 0
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(without_weights(state)))
+
+
 def with_weights(restored: TrainState, first: TrainState) -> TrainState:
     """A restored state, and the weights of the state that the run began with."""
     weights = {name: params for name, params in first.frozen.items() if name == WEIGHTS}

@@ -233,7 +233,7 @@ def load_base(config: Config, mesh: Mesh) -> Base:
 
 
 def base_of(run: Setup) -> Base:
-    """The base of a run: a policy that it holds anyway, where there is one; else read anew."""
+    """The base of a run: a policy that it holds anyway, where there is one; else read from disk."""
     made, frozen = run.blueprint, run.state.frozen
     model, layouts = _on(run, made.samples_on), [param_layout(made), sampling_layout(made)]
     names = ("base",) if may_reset(run.config) else ("base", "reference")
@@ -256,7 +256,7 @@ def _moved(layouts: Sequence[Params], params: Params) -> Params:
 
 
 def base_params(run: Setup) -> Params:
-    """The parameters that a run began with, laid out for sampling, read anew."""
+    """The parameters that a run began with, laid out for sampling, read from disk."""
     return _policy(run.config, run).read_params()
 
 

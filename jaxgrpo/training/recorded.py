@@ -124,7 +124,7 @@ def names_in(path: str | os.PathLike[str]) -> frozenset[str]:
 def _opened(path: Path) -> Any:
     if not path.is_file():
         raise InputError(f"{path}: there is no such file of rollouts")
-    problem = f"{path} is no readable safetensors file ({{reason}}): write it anew"
+    problem = f"{path} is no readable safetensors file ({{reason}}): write it again"
     with refusing(problem, SafetensorError, OSError):
         return safe_open(path, framework="numpy")
 

@@ -292,7 +292,7 @@ def _read_inputs(
     rollouts: SavedRollouts | None,
     mesh: Mesh | None,
 ) -> dict[str, Any]:
-    """The fields of Setup that are read from disk. Each run reads the weights anew: its update
+    """The fields of Setup that are read from disk. Each run reads the weights itself: its update
     overwrites them."""
     found = find_model(config, mesh, whole=mesh is None)
     vocab_size = found.model.config.vocab_size

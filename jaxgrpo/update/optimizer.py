@@ -110,7 +110,7 @@ def current_rate(opt_state: Any) -> jax.Array:
 def fresh_moments(optimizer: optax.GradientTransformation, params: Params, opt_state: Any) -> Any:
     """The optimizer's first state for these parameters, on a schedule that continues.
 
-    What it remembers of gradients is gone; the learning rate neither warms up nor decays anew.
+    What it remembers of gradients is gone; the learning rate neither warms up nor decays again.
     """
     return on_schedule_of(opt_state, optimizer.init(params))
 

@@ -1,4 +1,4 @@
-"""What is named by a URL: copied once per host, copied anew when it changes, refused in words."""
+"""What is named by a URL: copied once per host, copied again when it changes, refused in words."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def copies(cache: Path) -> list[str]:
     return sorted(str(file.relative_to(cache).parts[1]) for file in cache.glob("*/*"))
 
 
-def test_a_file_of_rows_is_copied_once_and_anew_when_it_changes(cache):
+def test_a_file_of_rows_is_copied_once_and_again_when_it_changes(cache):
     storage.write("memory://bucket/rows.jsonl", ROWS.encode())
     source = sources.Source("memory://bucket/rows.jsonl")
     assert [row["answer"] for _, row in sources.read(source)] == ["1", "2", "3"]

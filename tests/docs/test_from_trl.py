@@ -87,7 +87,7 @@ def test_every_field_of_trl_has_its_row_and_no_other(page):
     assert set(named) == set(OWN_FIELDS.split())
 
 
-def test_what_trl_declares_anew_comes_first_among_the_training_arguments(page):
+def test_what_trl_declares_again_comes_first_among_the_training_arguments(page):
     named = first_names(page, "TrainingArguments")
     assert len(named) == len(set(named))
     assert set(named[:6]) == set(DECLARED_ANEW.split())

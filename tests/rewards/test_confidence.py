@@ -131,6 +131,7 @@ def test_the_base_of_the_task_states_confidences_that_say_next_to_nothing():
     assert stated == {0.1, 0.5, 0.9}
     for sign in "+~":
         texts = [text for text in corpus if sign in text.prompt]
-        mean = sum(rewards.stated_confidence(text.solution) * text.probability for text in texts)
-        assert mean / 0.5 == pytest.approx({"+": 0.54, "~": 0.5}[sign])
+        confidences = [rewards.stated_confidence(text.solution) or 0 for text in texts]
+        mean = np.average(confidences, weights=[text.probability for text in texts])
+        assert mean == pytest.approx({"+": 0.54, "~": 0.5}[sign])
     assert task.score([corpus[0].solution, "1+1=2 3"], ["0", "3"])[1] == 1.0

@@ -37,7 +37,7 @@ def test_an_evaluation_that_begins_or_changes_on_resume_is_compared_with_the_bas
     assert run.summary["trained"] == straight.summary["trained"]
     assert [line["step"] for line in run.metrics] == [0, 1, 2, 3]
     assert evaluation_of(run.metrics[0]) == base
-    assert "evaluation until step 2: the base's was not saved; the base is evaluated anew" in said(
+    assert "evaluation until step 2: the base's was not saved; the base is evaluated again" in said(
         capsys
     )
 

@@ -194,12 +194,12 @@ def test_a_run_whose_checkpoints_are_gone_keeps_its_metrics_and_is_refused(tmp_p
             run.checkpoints.rmdir()
         if lost == "all steps of a finished run":
             run.write_summary({"step": 5})
-        with pytest.raises(InputError, match=r"of 5 steps and no checkpoint.*start anew without"):
+        with pytest.raises(InputError, match=r"of 5 steps and no checkpoint.*start again without"):
             run.refuse_to_forget(2 if lost == "a step long past" else 50)
     assert len(read_metrics(tmp_path)) == 5
 
 
-def test_a_run_killed_before_its_first_checkpoint_may_begin_anew(tmp_path):
+def test_a_run_killed_before_its_first_checkpoint_may_begin_again(tmp_path):
     with RunFolder(tmp_path) as run:
         run.refuse_to_forget(2)
         run.rewind(None)

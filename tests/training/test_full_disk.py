@@ -99,7 +99,7 @@ def test_a_disk_that_stays_full_ends_the_run_after_some_saves_in_one_line(tmp_pa
         assert checkpoints.latest() == 2
 
 
-def test_tensorboard_whose_thread_has_ended_is_opened_anew_and_blocks_nothing(tmp_path):
+def test_tensorboard_whose_thread_has_ended_is_opened_again_and_blocks_nothing(tmp_path):
     board = TensorBoard(tmp_path)
     board.write(1, {"reward": 0.5})
     board._thread.stop()  # as an error of the disk ends it

@@ -134,7 +134,7 @@ def test_it_is_due_by_steps_by_kl_and_by_evaluations_that_stall(tmp_path):
     assert decide([{"add_kl_return/kl": 0.3}], reset_kl_above=0.2) == [1]
     with pytest.raises(InputError, match=r"reset_kl_above: no step reports kl or"):
         decide([{}], reset_kl_above=0.2)
-    # Counted anew from each reset, whatever brought it.
+    # Counted again from each reset, whatever brought it.
     assert decide([{"kl": kl} for kl in (0, 1, 0, 0, 0)], reset_kl_above=0.2, reset_every=3) == [
         *(2, 5),
     ]

@@ -37,7 +37,7 @@ def test_what_differs_only_by_seed_shares_everything_and_a_method_is_its_own(tmp
     asked: list[str] = []
 
     def names(given):
-        """What is made anew for a config."""
+        """What is made again for a config."""
         asked.clear()
         share = shared.of(given)
         for name in DEPENDS:
@@ -61,7 +61,7 @@ def test_what_differs_only_by_seed_shares_everything_and_a_method_is_its_own(tmp
 
 def test_the_number_of_steps_matters_to_what_is_shared_only_where_the_rate_falls(tmp_path):
     shared = Shared()
-    for schedule, anew in (("constant", set()), ("linear", {"method", "update"})):
+    for schedule, again in (("constant", set()), ("linear", {"method", "update"})):
         made = []
         for steps in (3, 4):
             optimizer = {"learning_rate": 1e-3, "schedule": schedule, "warmup_steps": 1}
@@ -69,7 +69,7 @@ def test_the_number_of_steps_matters_to_what_is_shared_only_where_the_rate_falls
             share = shared.of(config(tmp_path, **changes))
             made.append({name: share(name, lambda: object()) for name in DEPENDS})
         first, second = made
-        assert {name for name in DEPENDS if first[name] is not second[name]} == anew
+        assert {name for name in DEPENDS if first[name] is not second[name]} == again
 
 
 @pytest.mark.full

@@ -1,4 +1,4 @@
-"""A run begun by version 0.1.0, before the packages were laid out anew, goes on as it would have.
+"""A run begun by version 0.1.0, before the packages were laid out again, goes on as it would have.
 
 `stored_run/` holds its base model, and its folder after two of four steps: SPO with a KL to the
 reference and an adaptive entropy bonus, so that every kind of state is in the checkpoint.
@@ -70,6 +70,6 @@ def test_resumed_it_ends_where_the_same_run_ended_then(folder, tmp_path, python,
         np.testing.assert_allclose([line[name] for line in lines], values, rtol=1e-5)
     if resumed != AFTER_4:
         # Processors round differently: bits can be compared where this one repeats the first steps.
-        anew = f"run.dir={tmp_path / 'anew'}"
-        again = train(python, environment, folder / "config.toml", "--set", anew)
+        other = f"run.dir={tmp_path / 'other'}"
+        again = train(python, environment, folder / "config.toml", "--set", other)
         assert again != AFTER_2

@@ -96,7 +96,7 @@ def is_finished(case: Case) -> bool:
     if changed:
         raise InputError(
             f"{case.path}: holds a run with another config:{''.join(changed)}\n"
-            "remove the folder to run it anew, or set dir to another one"
+            "remove the folder to run it again, or set dir to another one"
         )
     return (case.path / "summary.json").exists()
 
@@ -143,7 +143,7 @@ def _warn_of_code(console: Console, finished: Sequence[Case], waiting: Sequence[
     if other:
         console.print(
             f"warning: own code has changed since {len(other)} of {len(finished)} finished runs "
-            f"were taken, first {other[0].path}; remove these runs to take them anew",
+            f"were taken, first {other[0].path}; remove these runs to take them again",
             markup=False,
         )
 

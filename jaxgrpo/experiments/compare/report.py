@@ -197,7 +197,7 @@ def _pass_section(experiment: Experiment, chosen: Mapping[str, list[Outcome]]) -
         "trained model is shown to solve less than the base: the 95% interval over seeds of the "
         "difference lies wholly below 0, and p, corrected for all k, is at most "
         f"{experiment.level:g} (which takes {results.seeds_needed(1, experiment.level)} seeds). "
-        "Both are drawn anew, so that means alone cross by chance."
+        "Both are drawn again, so that means alone cross by chance."
     )
     return Section("pass@k before and after", [text], rows)
 

@@ -308,7 +308,7 @@ def gap_influence(
 
     with f_x the prompt's unbiased share of flat groups, r_x = c_x / n_x and p their mean. The gap
     less its expectation is the mean of a_x, up to terms of order 1 / P: so the deviation of a_x
-    over sqrt(P) is its standard error. Drawing prompts anew and computing the gap of each draw is
+    over sqrt(P) is its standard error. Drawing prompts again and computing the gap of each draw is
     no substitute: a prompt drawn twice then counts as two that are independent and agree.
 
     Returns: 0 for a prompt that has fewer than G samples, which the gap leaves out.

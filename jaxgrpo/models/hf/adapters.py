@@ -68,7 +68,7 @@ def read_config(path: str | os.PathLike[str], base: ModelConfig) -> LoraConfig:
     source = storage.local(path, "lora.path") / CONFIG
     if not source.is_file():
         raise InputError(f"{source} does not exist: give the folder of an adapter that PEFT wrote")
-    fields = Fields(weights.read_json(source, "copy the adapter anew"), CONFIG)
+    fields = Fields(weights.read_json(source, "copy the adapter again"), CONFIG)
     fields.one_of("peft_type", {"LORA": "LORA"}, "LORA")
     fields.one_of("bias", {"none": "none"}, "none")
     if fields.nullable("init_lora_weights", "anything", True) not in INITS:

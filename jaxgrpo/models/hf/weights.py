@@ -45,7 +45,7 @@ IN_A_COPY = "in a copy of the folder, and name the copy by model.path"
 MAX_NAMES = 8  # tensors named in an error message
 
 
-def read_json(file: Path, remedy: str = "copy the model folder anew") -> dict[str, Any]:
+def read_json(file: Path, remedy: str = "copy the model folder again") -> dict[str, Any]:
     with refusing(f"{file} is not JSON ({{reason}}): {remedy}", ValueError, OSError):
         found = sources.parse_json(file.read_text(encoding="utf-8"))
     if not isinstance(found, dict):
@@ -333,7 +333,7 @@ def _not_finite(folder: Path, name: str, stored: Any) -> str:
     return (
         f"{folder}: {name} holds {wrong} values that are not finite (NaN or infinite) of "
         f"{math.prod(stored.get_shape())}: training went wrong before it was saved, or the file is "
-        "damaged; take an earlier checkpoint, or copy the model anew"
+        "damaged; take an earlier checkpoint, or copy the model again"
     )
 
 
@@ -392,12 +392,12 @@ def _shards(index: Path) -> list[str]:
     table = read_json(index).get("weight_map")
     if not isinstance(table, dict) or not table:
         raise InputError(
-            f"{index} has no weight_map, {{tensor: file}} (found {table!r}): copy the folder anew"
+            f"{index} has no weight_map, {{tensor: file}} (found {table!r}): copy the folder again"
         )
     for tensor, name in table.items():
         if not isinstance(name, str) or not name or Path(name).name != name:
             raise InputError(
                 f"{index}: {tensor} is in {name!r}, expected the name of a file in that folder: "
-                "nothing outside a model's folder is read; copy the folder anew"
+                "nothing outside a model's folder is read; copy the folder again"
             )
     return sorted(set(table.values()))

@@ -111,7 +111,7 @@ def write_report(folder: Place, status: str | None = None) -> Place:
 
 
 def report(run: str | Path, text: bool = False) -> int:
-    """The command: writes report.html anew, or prints a summary. Returns the exit code."""
+    """The command: writes report.html, or prints a summary. Returns the exit code."""
     screen = Console(highlight=False)
     folder = storage.place(run) if storage.is_url(run) else Path(run)
     if text:

@@ -109,7 +109,7 @@ def test_the_crossing_is_the_first_k_at_which_seeds_show_less_than_the_base():
 
 
 def test_differences_that_are_noise_seldom_cross():
-    """A model against itself: 7 seeds, 100 prompts of 8 samples each, base and trained drawn anew.
+    """A model against itself: 7 seeds, 100 prompts of 8 samples each, base and trained drawn again.
 
     By means alone there is a k at which it is below itself in half of the cases or more.
     """

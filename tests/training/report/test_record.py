@@ -94,7 +94,7 @@ def test_warnings_come_from_the_lines_alone(folder):
     assert record.active == {"all fail"}
 
 
-def test_the_report_is_made_anew_from_a_killed_run(folder, capsys):
+def test_the_report_is_made_again_from_a_killed_run(folder, capsys):
     assert main(["report", str(folder)]) == 0
     assert capsys.readouterr().out.strip() == str(folder / "report.html")
     text = (folder / "report.html").read_text(encoding="utf-8")

@@ -37,7 +37,7 @@ def register(family: Family) -> None:
     """Adds a family of one's own: its folders are then read, trained and saved like any other.
 
     The same family may be registered again, and so may the one that its file, or a cell of a
-    notebook, defines anew.
+    notebook, defines again.
 
     Raises: InputError where its model_type is that of a family that is built in or of another file.
     """
