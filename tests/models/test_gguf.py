@@ -289,3 +289,12 @@ def test_a_model_in_parts_is_read_whole(tmp_path):
     names[0].unlink()
     with pytest.raises(InputError, match=r"m-00001-of-00002\.gguf is not beside it"):
         import_gguf(names[1], tmp_path / "other")
+
+
+def test_where_a_folder_is_expected_a_gguf_file_is_told_how_to_become_one(tmp_path):
+    path = tmp_path / "m.gguf"
+    path.write_bytes(b"GGUF")
+    with pytest.raises(InputError, match=r"m\.gguf' is a GGUF file: jaxgrpo import .*m\.gguf OUT"):
+        jg.load_model(str(path))
+    with pytest.raises(InputError, match=r"config\.json does not exist.*jaxgrpo import .*m\.gguf"):
+        jg.load_model(tmp_path)

@@ -2,6 +2,7 @@
 
 import json
 import random
+from typing import Any
 
 import gguf_files
 import pytest
@@ -59,7 +60,7 @@ SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 
 def qwen2():
     vocab, merges = trained(BYTES_ALONE, SPECIAL)
-    there = transformers.Qwen2Tokenizer(vocab=vocab, merges=merges, eos_token="<|im_end|>")
+    there: Any = transformers.Qwen2Tokenizer(vocab=vocab, merges=merges, eos_token="<|im_end|>")
     there.add_tokens([AddedToken("<think>", normalized=False)])
     there.add_special_tokens({"additional_special_tokens": ["<|im_start|>"]})
     return there, vocab, merges, {"pre": "qwen2"}
@@ -77,7 +78,7 @@ def llama3():
         single=f"{SPECIAL[0]} $A", special_tokens=[(SPECIAL[0], 0)]
     )
     backend.add_special_tokens([AddedToken(text, normalized=False) for text in SPECIAL])
-    there = transformers.PreTrainedTokenizerFast(tokenizer_object=backend)
+    there: Any = transformers.PreTrainedTokenizerFast(tokenizer_object=backend)
     there.add_tokens([AddedToken("<think>", normalized=False)])
     return there, vocab, merges, {"pre": "llama-bpe", "begins": 0}
 
@@ -89,7 +90,7 @@ def smollm():
     backend = Tokenizer(models.BPE(vocab=vocab, merges=merges))
     backend.pre_tokenizer, backend.decoder = parts, decoders.ByteLevel()
     backend.add_special_tokens([AddedToken(text, normalized=False) for text in SPECIAL])
-    there = transformers.PreTrainedTokenizerFast(tokenizer_object=backend)
+    there: Any = transformers.PreTrainedTokenizerFast(tokenizer_object=backend)
     there.add_tokens([AddedToken("<think>", normalized=False)])
     return there, vocab, merges, {"pre": "smollm"}
 
@@ -143,7 +144,8 @@ def test_a_tokenizer_with_scores_comes_back_with_the_same_ids_of_200_texts(tmp_p
         )
         if left in vocab and right in vocab
     ]
-    there = transformers.GemmaTokenizer(vocab=vocab, merges=every)
+    joins: Any = every
+    there: Any = transformers.GemmaTokenizer(vocab=vocab, merges=joins)
     there.add_tokens([AddedToken("\n\n", normalized=False)])
     scores = [ranks.get(text, -1e6) for text in names]
     kinds = [TokenType.CONTROL] * 5 + [TokenType.USER_DEFINED] + [TokenType.BYTE] * 256

@@ -4,6 +4,8 @@ The rules of the format are said here a second time, row by row and key by key: 
 jaxgrpo shares no code with it.
 """
 
+from typing import Any
+
 import gguf
 import numpy as np
 import torch
@@ -16,7 +18,7 @@ NAMES = {"gemma3_text": "gemma3"}  # the others are called as their model_type
 ENDS = {"weight": ".weight", "bias": ".bias"}
 
 
-SIZES = {
+SIZES: dict[str, Any] = {
     "vocab_size": 320,
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -25,12 +27,20 @@ SIZES = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 256,
 }
-CONFIGS = {
-    "llama": transformers.LlamaConfig(**SIZES, head_dim=16, rope_theta=5e5, rms_norm_eps=1e-5),
+
+
+def _rope(theta: float) -> dict[str, Any]:
+    return {"rope_type": "default", "rope_theta": theta}
+
+
+CONFIGS: dict[str, Any] = {
+    "llama": transformers.LlamaConfig(
+        **SIZES, head_dim=16, rope_parameters=_rope(5e5), rms_norm_eps=1e-5
+    ),
     "llama tied": transformers.LlamaConfig(
         **SIZES, head_dim=16, tie_word_embeddings=True, attention_bias=True
     ),
-    "qwen2": transformers.Qwen2Config(**SIZES, rope_theta=1e6),
+    "qwen2": transformers.Qwen2Config(**SIZES, rope_parameters=_rope(1e6)),
     "qwen3": transformers.Qwen3Config(**SIZES, head_dim=32, tie_word_embeddings=True),
     "gemma3": transformers.Gemma3TextConfig(
         **{**SIZES, "num_hidden_layers": 7},
@@ -85,7 +95,7 @@ def write(path, config, state, tokenizer=None, kind=Kind.F32, more=(), changes=N
       more: functions of the writer.
       changes: stored name -> array or None (left out); may add names.
     """
-    architecture = NAMES.get(config.model_type, config.model_type)
+    architecture: str = NAMES.get(config.model_type, config.model_type)
     writer = gguf.GGUFWriter(path, architecture)
     sizes(writer, config)
     for add in (*((tokenizer,) if tokenizer else ()), *more):
@@ -124,7 +134,7 @@ def sizes(writer, config):
 
 def stored(config, state):
     """(GGUF's name, array) of each tensor of a model."""
-    architecture = NAMES.get(config.model_type, config.model_type)
+    architecture: str = NAMES.get(config.model_type, config.model_type)
     (number,) = (key for key, text in gguf.MODEL_ARCH_NAMES.items() if text == architecture)
     table = gguf.get_tensor_name_map(number, config.num_hidden_layers)
     for name, array in state.items():
@@ -137,7 +147,7 @@ def stored(config, state):
             array = as_pairs(array, heads)
         if config.model_type == "gemma3_text" and module.endswith("norm"):
             array = array + np.float32(1)
-        yield table.get_name(module) + ENDS[end], array
+        yield f"{table.get_name(module)}{ENDS[end]}", array
 
 
 def as_pairs(array, heads):

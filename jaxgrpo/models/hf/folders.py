@@ -74,7 +74,11 @@ def read_config(
     """
     source = find_folder(path) / "config.json"
     if not source.is_file():
-        raise InputError(f"{source} does not exist: give the folder of a Hugging Face model")
+        ggufs = sorted(source.parent.glob("*.gguf"))
+        remedy = f"; jaxgrpo import {ggufs[0]} OUT writes one" if ggufs else ""
+        raise InputError(
+            f"{source} does not exist: give the folder of a Hugging Face model{remedy}"
+        )
     if family is not None:
         families.register(family)
     return families.model_config(weights.read_json(source), str(source), family, ignored)
@@ -346,6 +350,11 @@ def find_folder(
     folder = storage.local(path, "model.path", wanted)
     if os.path.isdir(folder):
         return folder
+    if str(path).endswith(".gguf") and os.path.isfile(path):
+        raise InputError(
+            f"model.path = {str(path)!r} is a GGUF file: jaxgrpo import {path} OUT writes a folder "
+            "from it; give that one"
+        )
     if not isinstance(path, str) or not sources.is_name(path):
         raise InputError(
             f"model.path = {str(path)!r} is no folder: give one that holds a Hugging Face model, "
