@@ -298,3 +298,30 @@ def test_where_a_folder_is_expected_a_gguf_file_is_told_how_to_become_one(tmp_pa
         jg.load_model(str(path))
     with pytest.raises(InputError, match=r"config\.json does not exist.*jaxgrpo import .*m\.gguf"):
         jg.load_model(tmp_path)
+
+
+def test_a_file_in_another_byte_order_is_refused(tmp_path):
+    path = tmp_path / "m.gguf"
+    writer = gguf.GGUFWriter(path, "llama", endianess=gguf.GGUFEndian.BIG)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    with pytest.raises(InputError, match="byte order of other machines"):
+        import_gguf(path, tmp_path / "out")
+
+
+@pytest.mark.parametrize("windowed", [[1, 0, 1, 1, 0, 1, 0], [1, 0]])
+def test_a_list_says_which_layers_of_gemma_3_have_the_window(windowed, tmp_path):
+    def add(writer):
+        writer.add_sliding_window_pattern([bool(one) for one in windowed])
+
+    config = CONFIGS["gemma3"]
+    path, out = tmp_path / "m.gguf", tmp_path / "out"
+    gguf_files.write(path, config, arrays(model_of(config)), plain_tokenizer, more=[add])
+    if len(windowed) != config.num_hidden_layers:
+        with pytest.raises(InputError, match="expected a flag for each of 7 layers"):
+            import_gguf(path, out)
+        return
+    import_gguf(path, out)
+    types = json.loads((out / "config.json").read_text())["layer_types"]
+    assert [name == "sliding_attention" for name in types] == [bool(one) for one in windowed]

@@ -176,11 +176,12 @@ def _qwen3(fields: Fields, config: dict[str, Any]) -> dict[str, Any]:
 
 def _gemma3(fields: Fields, config: dict[str, Any]) -> dict[str, Any]:
     layers, heads = config["num_hidden_layers"] or 1, config["num_attention_heads"]
-    pattern = fields.take("gemma3.attention.sliding_window_pattern", "anything", LOCAL_LAYERS + 1)
-    if isinstance(pattern, list):
-        windowed = [bool(one) for one in pattern]
-    else:
-        windowed = [bool((i + 1) % pattern) for i in range(layers)]
+    key = "gemma3.attention.sliding_window_pattern"
+    is_list = isinstance(fields.given.get(key), list)
+    pattern = fields.take(key, "flags" if is_list else "size", LOCAL_LAYERS + 1)
+    windowed = pattern if is_list else [bool((i + 1) % pattern) for i in range(layers)]
+    if len(windowed) != layers:
+        fields.refuse(key, f"expected a flag for each of {layers} layers")
     query = config["hidden_size"] // heads if layers == GEMMA3_27B_LAYERS else config["head_dim"]
     cap = fields.take("gemma3.final_logit_softcapping", "number", 0.0)
     return {

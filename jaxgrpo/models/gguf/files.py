@@ -89,6 +89,8 @@ def read(path: str | os.PathLike[str]) -> Gguf:
         ):
             reader = GGUFReader(part)
             found = {key: _value(field) for key, field in reader.fields.items()}
+        if reader.byte_order != "I":
+            raise InputError(f"{part} is in the byte order of other machines: take another file")
         metadata = {**found, **metadata}  # what the first part says counts
         tensors |= {one.name: _tensor(part, one) for one in reader.tensors}
     return Gguf(parts[0], metadata, tensors)
