@@ -167,11 +167,16 @@ def start(platform: str = "auto") -> str:
     _check_platform(platform, found)
     _keep_compilations(os.environ, found)
     Programs.listen()
-    devices = jax.devices()
-    processes = f"{jax.process_count()} process{'es' * (jax.process_count() > 1)}"
+    return f"jaxgrpo {jaxgrpo.__version__} on {devices_line()}, jax {jax.__version__}"
+
+
+def devices_line() -> str:
+    """The devices that JAX computes on, in words."""
+    devices, count = jax.devices(), jax.process_count()
+    platform = _PLATFORM_NAMES.get(devices[0].platform, devices[0].platform)
     return (
-        f"jaxgrpo {jaxgrpo.__version__} on {len(devices)} {found} device{'s' * (len(devices) > 1)}"
-        f" ({devices[0].device_kind}) in {processes}, jax {jax.__version__}"
+        f"{len(devices)} {platform} device{'s' * (len(devices) > 1)} ({devices[0].device_kind}) in "
+        f"{count} process{'es' * (count > 1)}"
     )
 
 
@@ -289,7 +294,8 @@ def guard(command: Callable[[], int | None]) -> int:
     several = jax.distributed.is_initialized()
     if several and failed:
         peers.fail(code, text, raised)
-    sys.stderr.write(text)
+    if sys.stderr is not None:  # as where a shell closes it
+        sys.stderr.write(text)
     peers.leave()
     if limits.has_left_threads() and several and not failed:
         jax.distributed.shutdown()
