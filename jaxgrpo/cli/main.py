@@ -73,6 +73,8 @@ SET = several(
 PROMPTS = argument("--num-prompts", "N", "of the data; all by default", type=int, dest="prompts")
 JSON = switch("--json", "print one JSON document instead; notes go to stderr", dest="as_json")
 
+SHELLS = ["bash", "zsh", "fish"]
+
 RESUME = argument(
     "--resume",
     None,
@@ -311,7 +313,7 @@ COMMANDS: dict[str, tuple[Any, ...]] = {
     "completion": (
         "print a script that makes a shell complete commands, options and keys",
         "jaxgrpo.cli.completion:completion",
-        argument("shell", "bash|zsh", "which sources the script", choices=["bash", "zsh"]),
+        argument("shell", "|".join(SHELLS), "which sources the script", choices=SHELLS),
     ),
     "doctor": (
         "show versions, devices, memory, disk and what is missing: ten lines for a bug report",
