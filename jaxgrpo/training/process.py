@@ -30,8 +30,10 @@ from jaxgrpo.training.parent import STOP_SIGNALS
 
 EXIT_CODES = {
     0: "done",
-    1: "crashed; the traceback says where; or code that it called ended the process with 0",
-    2: "what was given cannot be used; the message says why",
+    1: "crashed; the traceback says where; or code that it called ended the process with 0; of "
+    "`plan`: the run does not fit",
+    2: "what was given cannot be used; the message says why; of `doctor`: JAX cannot use the "
+    "devices of the machine",
     3: "a reward failed in a run under way; the steps before are saved",
     4: "stuck, or a reward did not end at its timeout; the last checkpoint stands",
     5: "diverged: weights or gradients are not finite any more; the last good checkpoint stands",
