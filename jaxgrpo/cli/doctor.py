@@ -11,7 +11,7 @@ import os
 import platform
 import shutil
 import subprocess
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -191,7 +191,7 @@ def _memory() -> dict[str, int] | None:
     return {name: os.sysconf(pages) * page for name, pages in names.items()}
 
 
-def _memory_words(machine: Mapping[str, int] | None, devices: list[Mapping[str, int]]) -> str:
+def _memory_words(machine: Mapping[str, int] | None, devices: Sequence[Mapping[str, int]]) -> str:
     words = "not known"
     if machine is not None:
         words = f"{_size(machine['total'])}, {_size(machine['unused'])} unused"

@@ -302,8 +302,8 @@ def guard(command: Callable[[], int | None]) -> int:
     if limits.has_left_threads() and several and not failed:
         jax.distributed.shutdown()
     if limits.has_left_threads() or (several and failed):
-        sys.stdout.flush()
-        sys.stderr.flush()
+        for stream in filter(None, (sys.stdout, sys.stderr)):
+            stream.flush()
         parent.finished()
         os._exit(code)
     return code
