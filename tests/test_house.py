@@ -23,6 +23,7 @@ MAX_FOLDER_FILES = 20  # beside __init__.py
 MAX_PACKAGES = 14
 
 SHORT = {
+    "cli/importing.py": "a command and what it prints; the files are read in models/gguf",
     "data/written.py": "data, rewards and rollout must write a number alike",
     **{
         f"models/hf/families/{name}.py": "families have a file per relative"

@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 import json
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -21,7 +21,7 @@ from jaxgrpo.config import own_code
 from jaxgrpo.core.errors import InputError, NotGiven, refusing, suggest
 from jaxgrpo.core.metrics import finalise
 from jaxgrpo.core.types import Rollouts, Signal
-from jaxgrpo.training.folder import plain
+from jaxgrpo.training.console import Document
 
 
 class Given(NamedTuple):
@@ -71,7 +71,7 @@ def main(
     fields: Sequence[str] = (),
     lengths: Sequence[str] = (),
     as_json: bool = False,
-) -> int:
+) -> int | Document:
     """Lists everything, describes one recipe or part, or shows it at work on rewards."""
     console = Console(highlight=False)
     if name is None or not rewards:
@@ -79,10 +79,13 @@ def main(
             if given:
                 what = "--rewards 1,0,0,0" if name else "a NAME"
                 raise InputError(f"advantages --{option} {given[0]}: give {what} too")
+        found = first_lines(TABLES) if name is None else _about(name)
+        if as_json:
+            return Document(found)
         if name is None:
-            show_list(console, TABLES, as_json, HOW)
+            show_list(console, found, HOW)
         else:
-            _describe(console, name)
+            _describe(console, found)
         return 0
     named = {key: np.array(rows) for key, rows in groups("--rewards", rewards, "reward").items()}
     shape = next(iter(named.values())).shape
@@ -91,11 +94,10 @@ def main(
         given["token_mask"] = token_mask(lengths, shape)
     stages, problems = explain(name, named, options, given)
     if as_json:
-        _show_json(name, stages, problems)
-    else:
-        _show(console, stages)
-        for problem in problems:
-            console.print(f"warning: {problem}", markup=False, style="yellow")
+        return Document(_document(name, stages, problems))
+    _show(console, stages)
+    for problem in problems:
+        console.print(f"warning: {problem}", markup=False, style="yellow")
     return 0
 
 
@@ -257,24 +259,23 @@ def read_option(text: str) -> tuple[str, Any]:
         return name, written
 
 
-def show_list(
-    console: Console, tables: Mapping[str, Mapping[str, Any]], as_json: bool, how: str
-) -> None:
-    """Prints the names of tables of factories, each with the first line of its docstring.
-
-    Args:
-      how: the last line, of what to do with a name.
-    """
-    said = {
+def first_lines(tables: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, str]]:
+    """title -> name -> the first line of the docstring of what has that name."""
+    return {
         title: {
             name: (inspect.getdoc(table[name]) or "").partition("\n")[0] for name in sorted(table)
         }
         for title, table in tables.items()
     }
-    if as_json:
-        print(json.dumps(said, indent=2))  # noqa: T201
-        return
-    for title, lines in said.items():
+
+
+def show_list(console: Console, listed: Mapping[str, Mapping[str, str]], how: str) -> None:
+    """Prints what `first_lines` returns.
+
+    Args:
+      how: the last line, of what to do with a name.
+    """
+    for title, lines in listed.items():
         table = Table(Column(no_wrap=True), Column(), title=title, title_justify="left", box=None)
         table.show_header = False
         for line in lines.items():
@@ -284,18 +285,37 @@ def show_list(
     console.print(how)
 
 
-def _describe(console: Console, name: str) -> None:
-    own = own_code.is_reference(name)
-    factory, *parts = _factories(name)
+def describe(name: str, factory: Callable[..., Any]) -> dict[str, str | None]:
+    """A recipe or part: its name, docstring and options; of own code these are not known."""
+    options = str(inspect.signature(factory)).partition(" ->")[0]
+    return {
+        "name": name,
+        "description": inspect.getdoc(factory),
+        "options": None if own_code.is_reference(name) else options,
+    }
+
+
+def show_description(console: Console, about: Mapping[str, Any]) -> None:
+    """Prints what `describe` returns."""
     # Without markup: formulas hold brackets.
-    console.print(inspect.getdoc(factory) or f"{name} has no docstring", markup=False)
-    if not own:
-        options = str(inspect.signature(factory)).partition(" ->")[0]
-        console.print(f"\noptions: {options}", markup=False)
-    for part in parts:
-        console.print(f"\nThe part {name}: {inspect.getdoc(part)}", markup=False)
+    console.print(about["description"] or f"{about['name']} has no docstring", markup=False)
+    if about["options"]:
+        console.print(f"\noptions: {about['options']}", markup=False)
+
+
+def _about(name: str) -> dict[str, Any]:
+    """`describe` of a name; a part that has the name of a recipe is in "part"."""
+    about, *parts = (describe(name, factory) for factory in _factories(name))
+    return {**about, **({"part": parts[0]} if parts else {})}
+
+
+def _describe(console: Console, about: Mapping[str, Any]) -> None:
+    name = about["name"]
+    show_description(console, about)
+    if "part" in about:
+        console.print(f"\nThe part {name}: {about['part']['description']}", markup=False)
     shown = f"jaxgrpo advantages {name} --rewards 1,0,0,0 shows what each step does"
-    if registry.needs_function(factory) and not own:
+    if not own_code.is_reference(name) and registry.needs_function(_factories(name)[0]):
         shown = registry.how_to_give_a_function(name)
     console.print(f"\n{shown}")
 
@@ -330,17 +350,22 @@ def _show(console: Console, stages: Sequence[chains.Stage]) -> None:
     console.print(f"alive (unmasked and not 0): {each}")
 
 
-def _show_json(name: str, stages: Sequence[chains.Stage], problems: Sequence[str]) -> None:
+def _document(name: str, stages: Sequence[chains.Stage], problems: Sequence[str]) -> dict[str, Any]:
+    """What `_show` prints, for --json."""
     steps = []
     for stage in stages:
         signals = {
-            stream: {"value": value.tolist(), "mask": mask.tolist()}
+            stream: {"value": value, "mask": mask}
             for stream, (value, mask) in _streams(stage).items()
         }
         steps.append({"step": stage.name, **(signals.pop("", None) or {"streams": signals})})
-    shown = plain({"name": name, "steps": steps, "metrics": _reported(stages)})
-    alive = _alive(stages).tolist()
-    print(json.dumps({**shown, "alive": alive, "problems": problems}))  # noqa: T201
+    return {
+        "name": name,
+        "steps": steps,
+        "metrics": _reported(stages),
+        "alive": _alive(stages),
+        "problems": problems,
+    }
 
 
 def _reported(stages: Sequence[chains.Stage]) -> dict[str, float]:

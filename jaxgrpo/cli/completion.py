@@ -1,13 +1,17 @@
-"""`jaxgrpo completion`: a script that makes bash or zsh complete commands, options and keys."""
+"""`jaxgrpo completion`: a script that makes a shell complete commands, options and keys."""
 
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 from jaxgrpo.cli.main import COMMANDS, JOIN, JOINING
 from jaxgrpo.config.files import shipped
 from jaxgrpo.config.keys import KEYS
+
+WITH_CONFIG = ("train", "plan", "sft")
+"""Commands that take the name of a shipped config."""
 
 SCRIPT = """\
 # jaxgrpo completion {shell} > FILE, and `source FILE` in ~/.{shell}rc
@@ -33,7 +37,7 @@ _jaxgrpo() {{
     *" --set")
       compopt -o nospace 2> /dev/null
       COMPREPLY=($(compgen -W {keys} -- "$word")) ;;
-    "train "|"plan ") COMPREPLY=($(compgen -W {configs} -- "$word") $(compgen -f -- "$word")) ;;
+    {with_config}) COMPREPLY=($(compgen -W {configs} -- "$word") $(compgen -f -- "$word")) ;;
   esac
 }}
 complete -o default -F _jaxgrpo jaxgrpo
@@ -41,14 +45,18 @@ complete -o default -F _jaxgrpo jaxgrpo
 """For bash; zsh runs the same. Where it finds nothing, files are completed."""
 
 ZSH = "autoload -Uz compinit bashcompinit && compinit && bashcompinit\n"
+FISH = "complete -c jaxgrpo"
 
 
 def completion(shell: str) -> int:
     """Prints the script. Returns the exit code.
 
     Args:
-      shell: bash or zsh.
+      shell: bash, zsh or fish.
     """
+    if shell == "fish":
+        print(*_fish(), sep="\n")  # noqa: T201
+        return 0
     text = SCRIPT.format(
         shell=shell,
         commands=_quoted(COMMANDS),
@@ -56,6 +64,7 @@ def completion(shell: str) -> int:
         values="\n".join(_values()),
         keys=_quoted(f"{key}=" for key in KEYS),
         configs=_quoted(shipped()),
+        with_config="|".join(f'"{name} "' for name in WITH_CONFIG),
     )
     print((ZSH if shell == "zsh" else "") + text, end="")  # noqa: T201
     return 0
@@ -75,6 +84,38 @@ def _values() -> Iterator[str]:
         for words, more in arguments:
             if choices := more.get("choices"):
                 yield f"    {_places(name, words)}) {_reply(choices)} ;;"
+
+
+def _fish() -> Iterator[str]:
+    """The script for fish: a line for each command, option and place that takes some words."""
+    yield "# jaxgrpo completion fish > ~/.config/fish/completions/jaxgrpo.fish"
+    yield f"set -l keys {_quoted(f'{key}=' for key in KEYS)}"
+    yield f"{FISH} -n __fish_use_subcommand -f -l version -d 'show the version'"
+    yield f"{FISH} -s h -l help -d 'show what there is'"
+    yield f'{FISH} -n "__fish_contains_opt set" -a "$keys"'  # --set takes several values
+    for name, (text, _, *arguments) in COMMANDS.items():
+        yield f"{FISH} -n __fish_use_subcommand -f -a {name} -d {shlex.quote(text)}"
+        joined = [([flag], {"help": said}) for flag, (_, _, said) in JOIN.items()]
+        for words, more in (*arguments, *(joined if name in JOINING else ())):
+            if line := _fish_argument(words, more):
+                yield f'{FISH} -n "__fish_seen_subcommand_from {name}" {line}'
+        if name in WITH_CONFIG:
+            yield f'{FISH} -n "__fish_seen_subcommand_from {name}" -a {_quoted(shipped())}'
+
+
+def _fish_argument(words: Sequence[str], more: Mapping[str, Any]) -> str:
+    """What `complete` of fish needs of an argument; nothing of a place that takes any word."""
+    flags = [word for word in words if word.startswith("-")]
+    parts = [f"-s {word[1:]}" if len(word) == 2 else f"-l {word[2:]}" for word in flags]
+    if choices := more.get("choices"):
+        parts.append(f"-x -a {_quoted(choices)}" if flags else f"-f -a {_quoted(choices)}")
+    elif "--set" in flags:
+        parts.append('-r -a "$keys"')
+    elif flags and more.get("action") != "store_true":
+        parts.append("-r")
+    if flags and more.get("help"):
+        parts.append(f"-d {shlex.quote(more['help'])}")
+    return " ".join(parts)
 
 
 def _places(name: str, words: Sequence[str]) -> str:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Column, Table
@@ -17,6 +19,7 @@ from jaxgrpo.data.storage import Place
 from jaxgrpo.evaluation.intervals import is_end
 from jaxgrpo.experiments.sections import Section, show_whole, terminal_table
 from jaxgrpo.training import fingerprints
+from jaxgrpo.training.console import Document
 from jaxgrpo.training.folder import write_atomically
 from jaxgrpo.training.report import html
 from jaxgrpo.training.report.record import Record, accuracy_first, natural, read_run, visible
@@ -25,7 +28,7 @@ ABSENT = "–"
 PAGE, PICTURE = (".html", ".htm"), (".png",)
 
 
-def diff(runs: Sequence[str], out: str | None = None) -> int:
+def diff(runs: Sequence[str], out: str | None = None, as_json: bool = False) -> int | Document:
     """Prints in what two runs differ, and draws their curves where asked. Returns the exit code.
 
     Args:
@@ -46,7 +49,8 @@ def diff(runs: Sequence[str], out: str | None = None) -> int:
     )
     sections = _config_section(names, keys), _metrics_section(records)
     console = Console(highlight=False)
-    _show(console, *sections)
+    if not as_json:
+        _show(console, *sections)
     if out is not None and suffix in PICTURE:
         from jaxgrpo.training.report import charts
 
@@ -55,7 +59,7 @@ def diff(runs: Sequence[str], out: str | None = None) -> int:
         write_atomically(Path(out), render(records, sections))
     if out is not None:
         console.print(f"written: {out}", markup=False, soft_wrap=True)
-    return 0
+    return Document(_numbers(records, keys)) if as_json else 0
 
 
 def differing_keys(by_run: Mapping[str, Mapping[str, str]]) -> dict[str, list[str]]:
@@ -127,19 +131,45 @@ def _config_section(names: Sequence[str], keys: Mapping[str, Sequence[str]]) -> 
     return Section("In what the configs differ", rows=rows)
 
 
-def _metrics_section(records: Mapping[str, Record]) -> Section:
-    """The last number of every metric that a run has, and how much the second one's is more."""
+def _last_numbers(records: Mapping[str, Record]) -> dict[str, list[float | None]]:
+    """metric -> the last number of each run, and how much the second one's is more."""
     metrics = {name for record in records.values() for name in record.names() if not is_end(name)}
+    found = {}
+    for name in sorted(metrics, key=_evaluation_first):
+        first, second = (record.last(name) for record in records.values())
+        change = None if first is None or second is None else second - first
+        if (first, second) != (None, None):
+            found[name] = [first, second, change]
+    return found
+
+
+def _metrics_section(records: Mapping[str, Record]) -> Section:
     rows = [["", *records, "difference"]]
     rows.append(["finished steps", *(str(record.step) for record in records.values()), ""])
-    for name in sorted(metrics, key=_evaluation_first):
-        last = [record.last(name) for record in records.values()]
-        if last == [None, None]:
-            continue
-        first, second = last
-        change = ABSENT if first is None or second is None else f"{second - first:+.4g}"
-        rows.append([name, *(ABSENT if one is None else f"{one:.4g}" for one in last), change])
+    for name, numbers in _last_numbers(records).items():
+        forms = zip(numbers, (".4g", ".4g", "+.4g"), strict=True)
+        rows.append([name, *(ABSENT if one is None else f"{one:{form}}" for one, form in forms)])
     return Section("The last number of each metric", rows=rows)
+
+
+def _numbers(records: Mapping[str, Record], keys: Mapping[str, Sequence[str]]) -> dict[str, Any]:
+    """What `diff` prints, for --json; lists are in the order of the runs."""
+
+    def value(text: str, is_code: bool) -> Any:
+        return None if text == ABSENT else text if is_code else json.loads(text)
+
+    return {
+        "runs": list(records),
+        "config": {
+            key: [value(text, key.startswith("code/")) for text in values]
+            for key, values in keys.items()
+        },
+        "steps": [record.step for record in records.values()],
+        "metrics": {
+            name: {"last": last, "difference": change}
+            for name, (*last, change) in _last_numbers(records).items()
+        },
+    }
 
 
 def _evaluation_first(name: str) -> tuple[object, ...]:

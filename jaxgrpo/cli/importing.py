@@ -2,18 +2,42 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from rich.console import Console
 
 from jaxgrpo.models.gguf.importing import import_gguf
-from jaxgrpo.training.console import facts
+from jaxgrpo.training.console import Document, facts
 
 
-def main(file: str, out: str, *, overwrite: bool = False) -> int:
+def main(file: str, out: str, *, overwrite: bool = False, as_json: bool = False) -> int | Document:
     """Writes the folder and says what was read. Returns the exit code.
 
     Raises: InputError where the file cannot be read whole, or the folder may not be replaced.
     """
+    found = import_gguf(file, out, overwrite)
+    if as_json:
+        return Document({**found, "out": out})
     console = Console(highlight=False)
-    facts(console, import_gguf(file, out, overwrite))
+    facts(console, lines(found))
     console.print(f"{out}: a Hugging Face folder; next: jaxgrpo model {out}", soft_wrap=True)
     return 0
+
+
+def lines(found: Mapping[str, Any]) -> dict[str, str]:
+    """What to print of what `import_gguf` returns.
+
+    >>> lines({"model": "Small", "family": "llama", "parameters": 37248, "tensors": {"Q4_0": 9},
+    ...        "dtype": "float32", "tokenizer": "SentencePiece", "tokens": 300,
+    ...        "chat_template": False})["tensors"]
+    '9 Q4_0'
+    """
+    return {
+        "model": f"{found['model']} ({found['family']})",
+        "parameters": f"{found['parameters']:,}",
+        "tensors": ", ".join(f"{count} {kind}" for kind, count in found["tensors"].items()),
+        "written in": found["dtype"],
+        "tokenizer": f"{found['tokens']} tokens, {found['tokenizer']}",
+        "chat template": "yes" if found["chat_template"] else "none",
+    }

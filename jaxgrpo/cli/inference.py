@@ -27,7 +27,7 @@ from jaxgrpo.experiments.sections import show_whole
 from jaxgrpo.rewards import RewardFunction
 from jaxgrpo.training import policy as policies
 from jaxgrpo.training import process
-from jaxgrpo.training.console import telling
+from jaxgrpo.training.console import Document, telling
 from jaxgrpo.training.folder import plain, write_atomically
 from jaxgrpo.training.inputs import find_config
 from jaxgrpo.training.policy import (
@@ -84,31 +84,32 @@ def print_evaluation(
     samples: int | None = None,
     prompts: int | None = None,
     answers: str | None = None,
-    json_out: str | None = None,
+    as_json: bool = False,
     base: str | None = None,
     overrides: Sequence[str] = (),
-) -> int:
-    """The command: prints an evaluation, and writes it where asked. Returns the exit code.
+) -> int | Document:
+    """The command: prints an evaluation, and writes its answers where asked.
 
     Args: as of `evaluate`, and
       answers: a file for the rows of all answers, the greedy one of each prompt and its samples;
         "greedy" tells them apart.
 
+    Returns: the exit code, or what `evaluate` returns.
     Raises: InputError where there is no data or no scorer, or one of them cannot be used.
     """
     named = {"data": data, "scorer": scorer, "samples": samples, "prompts": prompts}
     config = config_for(target, _of_eval(named), overrides)
     console = Console(highlight=False)
     questions, evaluation = _measure(console, target, config, None, None, base)
-    if process.is_main():
+    if not process.is_main():
+        return 0
+    if not as_json:
         title = without_passwords(f"{target} on {config.eval.data}")
         show_whole(console, table_of(evaluation.metrics, title))
+    if answers:
         name = config.eval.scorer or config.rewards[0].use
-        if answers:
-            _write_rows(answers, _all_rows(evaluation, questions, name))
-        if json_out:
-            write_atomically(Path(json_out), json.dumps(plain(evaluation.metrics), indent=2) + "\n")
-    return 0
+        _write_rows(answers, _all_rows(evaluation, questions, name))
+    return Document(evaluation.metrics) if as_json else 0
 
 
 def _measure(

@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
-import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -20,13 +19,19 @@ from jax import Array
 from rich.console import Console
 from rich.table import Column, Table
 
-from jaxgrpo.cli.advantages import read_option, show_list
+from jaxgrpo.cli.advantages import (
+    describe,
+    first_lines,
+    read_option,
+    show_description,
+    show_list,
+)
 from jaxgrpo.config import own_code
 from jaxgrpo.core.errors import InputError, call, suggest
 from jaxgrpo.core.metrics import finalise
 from jaxgrpo.core.types import FIELDS, OF_PASS
 from jaxgrpo.losses import Penalty, Surrogate, Tokens, registry, token_loss
-from jaxgrpo.training.folder import plain
+from jaxgrpo.training.console import Document
 
 TABLES: dict[str, Mapping[str, Callable[..., Any]]] = {
     "surrogates (loss.surrogate)": registry.surrogates,
@@ -57,25 +62,28 @@ def main(
     fields: Sequence[str] = (),
     one_sequence: bool = False,
     as_json: bool = False,
-) -> int:
+) -> int | Document:
     """Lists everything, or describes one part and shows it at work. Returns the exit code."""
     console = Console(highlight=False)
     if name is None:
         if texts := [*filter(None, (ratios, advantages)), *options, *fields]:
             raise InputError(f"losses {texts[0]}: give a NAME too")
-        show_list(console, TABLES, as_json, "jaxgrpo losses NAME describes one and shows its pull")
-        return 0
+        listed = first_lines(TABLES)
+        if not as_json:
+            show_list(console, listed, "jaxgrpo losses NAME describes one and shows its pull")
+        return Document(listed) if as_json else 0
     factory = _factory(name)
+    about = describe(name, factory)
     if not as_json:
-        _describe(console, name, factory)
+        show_description(console, about)
     if factory in registry.reductions.values():
-        return 0
+        return Document(about) if as_json else 0
     written = dict(map(read_option, options))
     missing = _required(factory) - written.keys()
-    if missing and not own_code.is_reference(name) and not as_json:
+    if missing and not own_code.is_reference(name):
         text = " ".join(f"--option {option}=0.1" for option in sorted(missing))
         console.print(f"\njaxgrpo losses {name} {text} shows what it does", markup=False)
-        return 0
+        return Document(about) if as_json else 0
     part = _build(name, factory, written)
     rho, signs = _numbers("--ratio", ratios, RATIOS), _numbers("--advantage", advantages, (1, -1))
     if isinstance(part, Penalty) and advantages is None:
@@ -85,12 +93,12 @@ def main(
     problems = _problems(part, rho, signs, read)
     flat = {sign: _without_gradient(part, sign, read) for sign in signs}
     if as_json:
-        _show_json(name, rho, found, flat, problems)
-        return 0
+        return Document({**about, **_numbers_of(rho, found, flat, read), "problems": problems})
     _show(console, rho, found, read)
     for sign, regions in flat.items():
         if regions:
-            console.print(f"A = {sign:g}: no gradient at ratios {' and '.join(regions)}")
+            words = " and ".join(map(_region, regions))
+            console.print(f"A = {sign:g}: no gradient at ratios {words}")
     for problem in problems:
         console.print(f"warning: {problem}", markup=False, style="yellow")
     return 0
@@ -218,8 +226,8 @@ def _numbers(flag: str, text: str | None, default: Sequence[float]) -> Sequence[
 
 def _without_gradient(
     part: Surrogate | Penalty, advantage: float, fields: Mapping[str, float]
-) -> list[str]:
-    """The intervals of ratios at which a sequence of one token gets no gradient, in words."""
+) -> list[tuple[float | None, float | None]]:
+    """The intervals of ratios at which a sequence of one token gets no gradient; None: no end."""
     grid = np.geomspace(1 / WIDEST, WIDEST, POINTS)
     found = measure(part, grid.tolist(), advantage, fields)
     flat = (found.gradient == 0).ravel()
@@ -229,11 +237,25 @@ def _without_gradient(
     for is_flat, run in itertools.groupby(flat):
         last = place + len([*run]) - 1
         if is_flat and last > place:
-            low = "" if place == 0 else f"from {grid[place]:.3g} "
-            high = "up" if last == POINTS - 1 else f"to {grid[last]:.3g}"
-            regions.append("everywhere" if (low, high) == ("", "up") else f"{low}{high}")
+            low = None if place == 0 else float(grid[place])
+            high = None if last == POINTS - 1 else float(grid[last])
+            regions.append((low, high))
         place = last + 1
     return regions
+
+
+def _region(ends: tuple[float | None, float | None]) -> str:
+    """An interval in words.
+
+    >>> _region((None, None)), _region((None, 0.8)), _region((1.2, 2.0)), _region((1.2, None))
+    ('everywhere', 'to 0.8', 'from 1.2 to 2', 'from 1.2 up')
+    """
+    low, high = ends
+    if low is None and high is None:
+        return "everywhere"
+    return (
+        f"{'' if low is None else f'from {low:.3g} '}{'up' if high is None else f'to {high:.3g}'}"
+    )
 
 
 def _problems(
@@ -274,14 +296,6 @@ def _problems(
     return [*dict.fromkeys(problems)]
 
 
-def _describe(console: Console, name: str, factory: Callable[..., Any]) -> None:
-    # Without markup: formulas hold brackets.
-    console.print(inspect.getdoc(factory) or f"{name} has no docstring", markup=False)
-    if not own_code.is_reference(name):
-        options = str(inspect.signature(factory)).partition(" ->")[0]
-        console.print(f"\noptions: {options}", markup=False)
-
-
 def _rows(ratios: Sequence[float], found: Mapping[float, Measured]) -> list[dict[str, float]]:
     """A row for each advantage and ratio."""
     return [
@@ -318,18 +332,16 @@ def _show(
             console.print(f"A = {sign:g}: {name} = {value:.4g}", markup=False)
 
 
-def _show_json(
-    name: str,
+def _numbers_of(
     ratios: Sequence[float],
     found: Mapping[float, Measured],
-    flat: Mapping[float, Sequence[str]],
-    problems: Sequence[str],
-) -> None:
-    shown = {
-        "name": name,
+    flat: Mapping[float, Sequence[tuple[float | None, float | None]]],
+    fields: Mapping[str, float],
+) -> dict[str, Any]:
+    """What `_show` prints, and where there is no gradient, for --json."""
+    return {
         "rows": _rows(ratios, found),
+        "fields": fields,
         "metrics": {f"{sign:g}": one.metrics for sign, one in found.items()},
-        "no_gradient": {f"{sign:g}": list(regions) for sign, regions in flat.items()},
-        "problems": list(problems),
+        "no_gradient": {f"{sign:g}": regions for sign, regions in flat.items()},
     }
-    print(json.dumps(plain(shown)))  # noqa: T201

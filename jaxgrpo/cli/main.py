@@ -8,12 +8,13 @@ argument under its name, or its `dest`; an option that is not given is left to i
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import pkgutil
 import select
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TextIO
 
 import jaxgrpo
@@ -70,7 +71,9 @@ SET = several(
 )
 
 PROMPTS = argument("--num-prompts", "N", "of the data; all by default", type=int, dest="prompts")
-JSON = argument("--json", "OUT", "write the numbers", dest="json_out")
+JSON = switch("--json", "print one JSON document instead; notes go to stderr", dest="as_json")
+
+SHELLS = ["bash", "zsh", "fish"]
 
 RESUME = argument(
     "--resume",
@@ -94,6 +97,7 @@ COMMANDS: dict[str, tuple[Any, ...]] = {
         "make a small base model, train it with GRPO, evaluate both",
         "jaxgrpo.cli.start:quickstart",
         argument("--family", "NAME", "of the model, as llama: in folders of its own"),
+        JSON,
         SET,
     ),
     "train": (
@@ -210,12 +214,14 @@ COMMANDS: dict[str, tuple[Any, ...]] = {
         argument("file", "FILE.gguf", "of llama, qwen2, qwen3 or gemma3; of a split one any part"),
         argument("out", "OUT", "the folder to write"),
         switch("--overwrite", "replace a model there that was not imported"),
+        JSON,
     ),
     "report": (
         "write RUN/report.html again, or print a summary",
         "jaxgrpo.training.report.html:report",
         argument("run", "RUN", "a run folder, of a run at any stage"),
         switch("--text", "print it instead"),
+        JSON,
     ),
     "samples": (
         "show samples of a step of a run, whole, with their rewards, advantages and lengths",
@@ -228,12 +234,14 @@ COMMANDS: dict[str, tuple[Any, ...]] = {
         switch("--ascending", "the lowest first"),
         argument("--contains", "TEXT", "only those with it in their prompt or completion"),
         argument("--limit", "N", "how many to show, 10 by default", type=int),
+        JSON,
     ),
     "diff": (
         "show two runs side by side: in what their configs differ, and their metrics",
         "jaxgrpo.cli.diff:diff",
         argument("runs", "RUN", "run folders, of runs at any stage", nargs=2),
         argument("--out", "FILE", "draw the curves of both over each other: .html or .png"),
+        JSON,
     ),
     "export": (
         "write a step of a run as a Hugging Face folder",
@@ -252,6 +260,7 @@ COMMANDS: dict[str, tuple[Any, ...]] = {
             "--dry-run",
             "check the file, configs and own losses, and show the plan",
         ),
+        JSON,
     ),
     "advantages": (
         "list recipes and parts, or show what one does step by step",
@@ -270,7 +279,7 @@ COMMANDS: dict[str, tuple[Any, ...]] = {
             dest="fields",
         ),
         several("--lengths", "N,N,...", "tokens of each sample, for what acts on tokens"),
-        switch("--json", "print it as JSON", dest="as_json"),
+        JSON,
     ),
     "losses": (
         "list surrogates, penalties and reductions, or show the loss and gradient of one",
@@ -283,7 +292,7 @@ COMMANDS: dict[str, tuple[Any, ...]] = {
         several("--option", "KEY=VALUE", "of the part, as --option high=0.28", dest="options"),
         several("--field", "NAME=VALUE", "what it reads: reference_logp=-0.5", dest="fields"),
         switch("--one-sequence", "the ratios are of the tokens of one sequence"),
-        switch("--json", "print it as JSON", dest="as_json"),
+        JSON,
     ),
     "init": (
         "write a run.toml, a reward.py and all else that training takes, to begin with",
@@ -304,9 +313,13 @@ COMMANDS: dict[str, tuple[Any, ...]] = {
     "completion": (
         "print a script that makes a shell complete commands, options and keys",
         "jaxgrpo.cli.completion:completion",
-        argument("shell", "bash|zsh", "which sources the script", choices=["bash", "zsh"]),
+        argument("shell", "|".join(SHELLS), "which sources the script", choices=SHELLS),
     ),
-    "doctor": ("show versions, devices, memory and disk", "jaxgrpo.cli.start:doctor"),
+    "doctor": (
+        "show versions, devices, memory, disk and what is missing: ten lines for a bug report",
+        "jaxgrpo.cli.doctor:main",
+        JSON,
+    ),
 }
 """name -> what it does, "package.module:function", and its arguments."""
 
@@ -349,7 +362,38 @@ def _guarded(calls: str, given: dict[str, Any]) -> int:
     with parent.without_cuda_lines():
         from jaxgrpo.training import process  # and JAX
 
-    return process.guard(lambda: _until_closed(lambda: pkgutil.resolve_name(calls)(**given)))
+    return process.guard(lambda: _until_closed(lambda: _answered(calls, given)))
+
+
+def _answered(calls: str, given: dict[str, Any]) -> int | None:
+    """Runs a command. With --json it returns a `console.Document`, which is printed here."""
+    if not given.get("as_json"):
+        return pkgutil.resolve_name(calls)(**given)
+    with _printing_on_stderr():
+        answer = pkgutil.resolve_name(calls)(**given)
+    if isinstance(answer, int):  # of a process that is not the first of its run
+        return answer
+    if sys.stdout is not None:
+        sys.stdout.write(answer.text())
+    return answer.code
+
+
+@contextlib.contextmanager
+def _printing_on_stderr() -> Iterator[None]:
+    """Within it stdout is stderr: of what is printed here, by own code and by its processes."""
+    if sys.stdout is None:
+        yield
+        return
+    sys.stdout.flush()
+    before = os.dup(1)
+    try:
+        with contextlib.suppress(OSError):  # where a shell has closed stderr
+            os.dup2(2, 1)
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    finally:
+        os.dup2(before, 1)
+        os.close(before)
 
 
 def _join(given: dict[str, Any]) -> None:

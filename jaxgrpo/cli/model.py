@@ -25,8 +25,7 @@ from jaxgrpo.models.api import LayerKind, Model, ModelConfig, Rope
 from jaxgrpo.models.cache import dtype_of
 from jaxgrpo.models.hf import families, folders, rope
 from jaxgrpo.training import memory, parameters, process
-from jaxgrpo.training.console import facts
-from jaxgrpo.training.folder import plain, write_atomically
+from jaxgrpo.training.console import Document, facts
 from jaxgrpo.training.inputs import find_config
 from jaxgrpo.training.policy import config_for
 from jaxgrpo.update.forward import trained
@@ -43,9 +42,9 @@ def main(
     revision: str | None = None,
     family: str | None = None,
     ignore: Sequence[str] | None = None,
-    json_out: str | None = None,
+    as_json: bool = False,
     overrides: Sequence[str] = (),
-) -> int:
+) -> int | Document:
     """Prints what a model folder, or the model of a run or a config, is. Returns the exit code.
 
     Raises: InputError where it cannot be read, is not built or does not divide over the mesh.
@@ -55,16 +54,16 @@ def main(
     config = config_for(target, changes, overrides)
     process.start(config.mesh.platform)
     found = describe(config)
+    if as_json:
+        return Document(found)
     console = Console(highlight=False)
     facts(console, dict(lines(found)))
     console.print(table_of(found["leaves"]))
-    if json_out:
-        write_atomically(Path(json_out), json.dumps(plain(found), indent=2) + "\n")
     return 0
 
 
 def describe(config: Config) -> dict[str, Any]:
-    """What `jaxgrpo model` prints and writes as JSON: names, sizes, bytes of each device.
+    """What `jaxgrpo model` prints, as a table or as JSON: names, sizes, bytes of each device.
 
     Raises: InputError as `main`.
     """

@@ -12,6 +12,7 @@ from rich.text import Text
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.data import storage
 from jaxgrpo.data.storage import Place
+from jaxgrpo.training.console import Document
 from jaxgrpo.training.folder import is_number, read_samples, sample_steps
 from jaxgrpo.training.report.html import weights
 from jaxgrpo.training.report.record import (
@@ -35,7 +36,8 @@ def show_samples(
     ascending: bool = False,
     contains: str | None = None,
     limit: int = LIMIT,
-) -> int:
+    as_json: bool = False,
+) -> int | Document:
     """Prints samples of a step of a run, whole. Returns the exit code.
 
     Args:
@@ -57,6 +59,8 @@ def show_samples(
     matching = [row for row in rows if contains is None or _holds(row, contains)]
     if sort is not None:
         matching = ordered(matching, measures(weigh)[sort], ascending)
+    if as_json:
+        return Document(_document(rows, matching, limit, weigh))
     console = Console(highlight=False)
     for row in matching[:limit]:
         console.print(_title(row, weigh), soft_wrap=True)
@@ -119,6 +123,24 @@ def _title(row: Row, weigh: Mapping[str, float]) -> Text:
         f"{len(row['completion_ids'])} tokens" + (", cut" if row["truncated"] else ""),
     ]
     return Text(" · ".join(parts), style="bold")
+
+
+def _document(
+    rows: Sequence[Row], matching: Sequence[Row], limit: int, weigh: Mapping[str, float]
+) -> dict[str, Any]:
+    """What `show_samples` prints, for --json."""
+    names = ("row", "sample", "prompt", "completion", "rewards", "truncated")
+    numbers = measures(weigh)
+    return {
+        "step": rows[0]["step"],
+        "samples": len(rows),
+        "matching": len(matching),
+        "shown": [
+            {name: row[name] for name in names}
+            | {name: measure(row) for name, measure in numbers.items()}
+            for row in matching[:limit]
+        ],
+    }
 
 
 def _number(value: Any, form: str) -> str:

@@ -1,53 +1,32 @@
-"""The commands around training: quickstart, train, replay, make-base and doctor.
+"""The commands around training: quickstart, train, replay and make-base.
 
-Each imports the trainer when it runs: doctor works where a package that the trainer needs is not
-installed.
+Each imports the trainer when it runs.
 """
 
 from __future__ import annotations
 
-import importlib.metadata
-import json
-import os
-import platform
-import shutil
-import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 from rich.console import Console
-from rich.markup import escape
 from rich.progress import Progress
-from rich.table import Column, Table
 
-import jaxgrpo
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.data.storage import Place
 from jaxgrpo.training import process
-from jaxgrpo.training.console import comparison, facts, is_summary, telling
-
-PACKAGES = (
-    *("jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin", "libtpu", "flax", "optax"),
-    *("orbax-checkpoint", "transformers", "tokenizers", "safetensors", "datasets", "numpy"),
-)
-EXTRAS = {
-    "math": ("math-verify",),
-    "wandb": ("wandb",),
-    "gcs": ("gcsfs",),
-    "s3": ("s3fs",),
-    "plan": ("libtpu", "jax-cuda12-plugin"),
-}
-"""Extras of this package -> what they install."""
-GIB = 2**30
+from jaxgrpo.training.console import Document, comparison, facts, is_summary, telling
 
 
-def quickstart(family: str | None = None, overrides: Sequence[str] = ()) -> int:
+def quickstart(
+    family: str | None = None, as_json: bool = False, overrides: Sequence[str] = ()
+) -> int | Document:
     """Builds the base where it is missing, trains it, prints the table. Returns the exit code.
 
     Args:
       family: of the base, in folders with its name; None: what configs/quickstart.toml says.
+      as_json: returns the run's summary in place of the table.
     """
     from jaxgrpo.config import files
     from jaxgrpo.models.hf import families, folders
@@ -76,6 +55,8 @@ def quickstart(family: str | None = None, overrides: Sequence[str] = ()) -> int:
             "with --set model.path=..."
         )
     run = loop.train(config, resume="auto")
+    if as_json:
+        return Document(run.summary)
     _show(console, run.path, run.summary)
     return 0
 
@@ -119,96 +100,6 @@ def make_base(out: str, task: str, **options: Any) -> int:
     console.print(process.start())
     make_small_base(console, out, task, **options)
     return 0
-
-
-def doctor() -> int:
-    """Prints versions, devices, memory and disk; 2 where JAX cannot use the machine's devices."""
-    columns = Column(style="bold"), Column(overflow="fold")
-    table = Table(*columns, title=f"jaxgrpo {jaxgrpo.__version__}", show_header=False)
-    found = _devices()
-    for rows in (_versions(), found, _memory(), _disk()):
-        for name, value in rows.items():
-            table.add_row(escape(name), escape(value))
-        table.add_section()
-    Console().print(table)
-    return 2 if "problem" in found else 0
-
-
-def _versions() -> dict[str, str]:
-    """Of Python, the system and the packages that results depend on."""
-    rows = {"python": platform.python_version(), "system": platform.platform()}
-    rows |= {"commit": _commit()} | {name: _version(name) for name in PACKAGES}
-    for extra, names in EXTRAS.items():
-        versions = ", ".join(f"{name} {_version(name)}" for name in names)
-        rows[f"jaxgrpo[{extra}]"] = versions
-    return rows
-
-
-def _version(name: str) -> str:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed"
-
-
-def _commit() -> str:
-    """That of the checkout, or of the repository, which this package was installed from."""
-    folder = Path(jaxgrpo.__file__).parent
-
-    def git(*arguments: str) -> str | None:
-        command = ["git", "-C", folder, *arguments]
-        try:
-            done = subprocess.run(command, capture_output=True, text=True, check=False)
-        except FileNotFoundError:
-            return None
-        return done.stdout.strip() if done.returncode == 0 else None
-
-    # The folder of an installed package may be inside the checkout of another project.
-    if git("ls-files", "--error-unmatch", "__init__.py"):
-        changed = ", with changes" if git("status", "--porcelain", "--", ".") else ""
-        return f"{git('rev-parse', '--short', 'HEAD')}{changed}"
-    try:
-        origin = importlib.metadata.distribution("jaxgrpo").read_text("direct_url.json")
-    except importlib.metadata.PackageNotFoundError:
-        origin = None
-    installed = json.loads(origin or "{}").get("vcs_info", {}).get("commit_id")
-    return installed or f"not known: version {jaxgrpo.__version__}, no checkout"
-
-
-def _devices() -> dict[str, str]:
-    """What JAX computes on, with the memory of each device where it tells."""
-    try:
-        rows = {"devices": process.start("auto")}
-    except InputError as error:
-        rows = {"problem": str(error)}
-    for device in jax.local_devices():
-        stats = device.memory_stats() or {}
-        if "bytes_limit" in stats:
-            used, limit = stats.get("bytes_in_use", 0) / GIB, stats["bytes_limit"] / GIB
-            rows[f"device {device.id}"] = f"{used:.1f} of {limit:.1f} GiB in use"
-    has_affinity = hasattr(os, "sched_getaffinity")  # not on every system
-    cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count()
-    rows["processor"] = f"{cores} cores for this process"
-    return rows
-
-
-def _memory() -> dict[str, str]:
-    """Of the machine."""
-    if "SC_AVPHYS_PAGES" not in os.sysconf_names:
-        return {"memory": "this system does not tell"}
-    page = os.sysconf("SC_PAGE_SIZE")
-    total, free = (os.sysconf(name) * page / GIB for name in ("SC_PHYS_PAGES", "SC_AVPHYS_PAGES"))
-    return {"memory": f"{total:.1f} GiB, {free:.1f} GiB unused"}
-
-
-def _disk() -> dict[str, str]:
-    """Where runs and compiled programs go."""
-    rows = {}
-    places = {"runs": Path.cwd() / "runs", "compile cache": process.cache_folder(os.environ)}
-    for name, folder in places.items():
-        there = next(parent for parent in (folder, *folder.parents) if parent.exists())
-        rows[name] = f"{folder}, {shutil.disk_usage(there).free / GIB:.1f} GiB free"
-    return rows
 
 
 def make_small_base(

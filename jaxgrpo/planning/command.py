@@ -6,7 +6,6 @@ import contextlib
 import os
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxgrpo.planning.topologies import Topology, quiet
@@ -16,6 +15,7 @@ if TYPE_CHECKING:
 
     from jaxgrpo.config.files import Config
     from jaxgrpo.planning.programs import Run
+    from jaxgrpo.training.console import Document
 
 NO_FIT = 1
 """The exit code of a plan that does not fit."""
@@ -25,18 +25,18 @@ def main(
     config: str,
     topology: str | None = None,
     slices: int | None = None,
-    json_out: str | None = None,
+    as_json: bool = False,
     dump: str | None = None,
     search: bool = False,
     overrides: Any = (),
-) -> int:
+) -> int | Document:
     """Compiles a run's programs for a topology, and prints what they take.
 
     Args:
       config: a TOML file, or a shipped config's name.
       topology, slices: as "v5e:4x4", "h100:8x8", and how many of it; by default the config's.
         Where its mesh is for another number of devices, a mesh is chosen.
-      json_out: a file for the numbers.
+      as_json: returns the numbers in place of the tables.
       dump: a folder for the text of the compiled programs.
       search: compiles the fastest meshes by formula too.
       overrides: "table.key=value" of the config.
@@ -48,8 +48,9 @@ def main(
 
     from jaxgrpo.config import files
     from jaxgrpo.planning import advice, plan, report
+    from jaxgrpo.training.console import Document
 
-    console = Console(highlight=False)
+    console = Console(highlight=False, quiet=as_json)
     read, began = files.load(config, overrides), time.monotonic()
     chips = _topology(read, topology, slices)
     is_other = topology is not None or slices is not None
@@ -58,18 +59,32 @@ def main(
     report.show_formula(console, forecast)
     found = forecast if forecast.problem else plan.plan(run, chips, dump=dump, telling=_telling)
     report.show_compiled(console, found)
+    remedies = []
     if not found.fits:
         with _telling("looking for what fits"):
-            remedies = advice.remedies(read, chips, began if forecast.problem else time.monotonic())
-        report.show_remedies(console, [one.behind(changes) for one in remedies])
-    if search:
-        for candidate, other in advice.search(read, chips, _telling):
-            console.rule(candidate.behind(changes).overrides)
-            report.show_formula(console, other)
-            report.show_compiled(console, other)
-    if json_out is not None:
-        report.write(found, str(Path(json_out)), changes)
-    return 0 if found.fits else NO_FIT
+            near = advice.remedies(read, chips, began if forecast.problem else time.monotonic())
+        remedies = [one.behind(changes) for one in near]
+        report.show_remedies(console, remedies)
+    searched = list(_search(console, read, chips, changes)) if search else []
+    code = 0 if found.fits else NO_FIT
+    if not as_json:
+        return code
+    more = {"remedies": [one._asdict() for one in remedies], "searched": searched}
+    return Document({**report.numbers_of(found, changes), **more}, code)
+
+
+def _search(
+    console: Console, config: Config, topology: Topology, changes: dict[str, Any]
+) -> Iterator[dict[str, Any]]:
+    """Compiles the fastest meshes, prints what they take and gives the numbers."""
+    from jaxgrpo.planning import advice, report
+
+    for candidate, found in advice.search(config, topology, _telling):
+        candidate = candidate.behind(changes)
+        console.rule(candidate.overrides)
+        report.show_formula(console, found)
+        report.show_compiled(console, found)
+        yield report.numbers_of(found, candidate.changes)
 
 
 def _topology(config: Config, name: str | None, slices: int | None) -> Topology:

@@ -1,8 +1,7 @@
-"""A plan as tables for the terminal and as JSON."""
+"""A plan as tables for the terminal, and as numbers for JSON."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -57,25 +56,30 @@ def show_remedies(console: Console, found: list[Candidate]) -> None:
         console.print(f"  --set {advice.shown(one)}", markup=False)
 
 
-def as_json(plan: Plan, changes: Mapping[str, Any]) -> dict[str, Any]:
-    """A plan as JSON: bytes, seconds and operations, per device where it is not said otherwise.
+def numbers_of(plan: Plan, changes: Mapping[str, Any]) -> dict[str, Any]:
+    """A plan for JSON: bytes, seconds and operations, per device where it is not said otherwise.
 
     Args:
       changes: keys of the config that were changed for the topology, with their values.
     """
-    blueprint = plan.run.blueprint
+    blueprint, geometry = plan.run.blueprint, plan.run.blueprint.geometry
     return {
         "topology": plan.topology.title,
         "chip": plan.topology.chip._asdict(),
         "devices": len(plan.topology.devices),
         "mesh": dict(blueprint.mesh.shape),
         "changes": dict(changes),
+        "prompts": geometry.num_prompts,
+        "group_size": geometry.group_size,
+        "max_completion_tokens": geometry.max_completion_tokens,
         "slots": blueprint.sampling.slots,
-        "tokens_per_micro_batch": blueprint.geometry.tokens,
-        "micro_batches": blueprint.geometry.micro_batches,
+        "tokens_per_micro_batch": geometry.tokens,
+        "bins": geometry.bins,
+        "micro_batches": geometry.micro_batches,
         "attention": blueprint.kernel.name,
         "remat": _remat(plan),
         "parts_by_formula": plan.parts,
+        "peak_by_formula": peak_of(plan.parts),
         "programs": {one.name: _program(one) for one in plan.planned},
         "peak": plan.peak,
         "limit": plan.limit,
@@ -88,12 +92,6 @@ def as_json(plan: Plan, changes: Mapping[str, Any]) -> dict[str, Any]:
             "collective_bytes": sum(_sent(one) for one in plan.planned),
         },
     }
-
-
-def write(plan: Plan, path: str, changes: Mapping[str, Any]) -> None:
-    """Writes `as_json`."""
-    with open(path, "w", encoding="utf-8") as file:
-        json.dump(as_json(plan, changes), file, indent=1)
 
 
 def _program(one: Planned) -> dict[str, Any]:

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import json
 import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich import box
 from rich.console import Console
@@ -22,6 +23,7 @@ from rich.text import Text
 from jaxgrpo.core.errors import without_passwords
 from jaxgrpo.evaluation.intervals import is_end
 from jaxgrpo.training import process
+from jaxgrpo.training.folder import plain
 from jaxgrpo.training.report.record import (
     Record,
     accuracy_first,
@@ -48,6 +50,17 @@ METRICS = (
     "completions/clipped_ratio",
     "time/step",
 )
+
+
+class Document(NamedTuple):
+    """What a command returns for --json: `cli.main` prints it, alone on stdout."""
+
+    value: Any  # numbers, texts, lists, mappings and arrays
+    code: int = 0  # the exit code
+
+    def text(self) -> str:
+        """As JSON of ASCII, so that nothing in it acts on a terminal; NaN and infinity are null."""
+        return json.dumps(plain(self.value), indent=2, allow_nan=False) + "\n"
 
 
 class Display:
@@ -202,6 +215,24 @@ def show(console: Console, record: Record) -> None:
             table.add_row(metric, f"{values[0]:.3g}", f"{values[-1]:.3g}", sparkline(values))
     if table.row_count:
         console.print(table)
+
+
+def summary_of(record: Record) -> dict[str, Any]:
+    """What `show` prints, as numbers: all evaluations, and every value of the curves."""
+    curves = {metric: record.series(metric) for metric in METRICS}
+    return {
+        "run": record.name,
+        "status": record.status,
+        "step": record.step,
+        "steps": record.steps,
+        "warnings": [alarm._asdict() for alarm in record.warnings],
+        "evaluations": [{"step": step, **values} for step, values in record.evaluations],
+        "metrics": {
+            metric: {"steps": steps, "values": values}
+            for metric, (steps, values) in curves.items()
+            if values
+        },
+    }
 
 
 def warning(step: int, text: str) -> Text:

@@ -30,8 +30,10 @@ from jaxgrpo.training.parent import STOP_SIGNALS
 
 EXIT_CODES = {
     0: "done",
-    1: "crashed; the traceback says where; or code that it called ended the process with 0",
-    2: "what was given cannot be used; the message says why",
+    1: "crashed; the traceback says where; or code that it called ended the process with 0; of "
+    "`plan`: the run does not fit",
+    2: "what was given cannot be used; the message says why; of `doctor`: JAX cannot use the "
+    "devices of the machine",
     3: "a reward failed in a run under way; the steps before are saved",
     4: "stuck, or a reward did not end at its timeout; the last checkpoint stands",
     5: "diverged: weights or gradients are not finite any more; the last good checkpoint stands",
@@ -167,11 +169,16 @@ def start(platform: str = "auto") -> str:
     _check_platform(platform, found)
     _keep_compilations(os.environ, found)
     Programs.listen()
-    devices = jax.devices()
-    processes = f"{jax.process_count()} process{'es' * (jax.process_count() > 1)}"
+    return f"jaxgrpo {jaxgrpo.__version__} on {devices_line()}, jax {jax.__version__}"
+
+
+def devices_line() -> str:
+    """The devices that JAX computes on, in words."""
+    devices, count = jax.devices(), jax.process_count()
+    platform = _PLATFORM_NAMES.get(devices[0].platform, devices[0].platform)
     return (
-        f"jaxgrpo {jaxgrpo.__version__} on {len(devices)} {found} device{'s' * (len(devices) > 1)}"
-        f" ({devices[0].device_kind}) in {processes}, jax {jax.__version__}"
+        f"{len(devices)} {platform} device{'s' * (len(devices) > 1)} ({devices[0].device_kind}) in "
+        f"{count} process{'es' * (count > 1)}"
     )
 
 
@@ -289,13 +296,14 @@ def guard(command: Callable[[], int | None]) -> int:
     several = jax.distributed.is_initialized()
     if several and failed:
         peers.fail(code, text, raised)
-    sys.stderr.write(text)
+    if sys.stderr is not None:  # as where a shell closes it
+        sys.stderr.write(text)
     peers.leave()
     if limits.has_left_threads() and several and not failed:
         jax.distributed.shutdown()
     if limits.has_left_threads() or (several and failed):
-        sys.stdout.flush()
-        sys.stderr.flush()
+        for stream in filter(None, (sys.stdout, sys.stderr)):
+            stream.flush()
         parent.finished()
         os._exit(code)
     return code

@@ -74,12 +74,17 @@ def test_a_name_alone_is_described_with_its_options(capsys):
     assert "arXiv 2402.03300" in text
     assert "options: (eps: 'Scheduled' = 1e-06, ddof: 'int' = 1" in text
     assert "Masks samples" in said(capsys, "mask_truncated")
+    about = shown(capsys, "grpo")
+    assert about["name"] == "grpo"
+    assert about["description"] in text
+    assert f"options: {about['options']}" in text
 
 
 def test_a_part_that_shares_its_name_with_a_recipe_is_described_behind_it(capsys):
     recipe, _, part = said(capsys, "darling").partition("The part darling: ")
     assert "as of the part `darling`" in recipe
     assert "max((n - |class of g|) / (n - 1), floor)" in part
+    assert shown(capsys, "darling")["part"]["description"] in part
 
 
 def test_sign_keeps_a_group_that_always_fails_alive(capsys):

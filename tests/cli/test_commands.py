@@ -28,12 +28,19 @@ def main(capsys, *arguments):
     return code, said.out + said.err
 
 
+def document(capsys, *arguments):
+    """(what --json prints on stdout, what is on stderr)"""
+    code = cli.main([*map(str, arguments), "--json"])
+    said = capsys.readouterr()
+    assert code == 0, said.err
+    return json.loads(said.out), said.err
+
+
 @pytest.mark.slow
 def test_eval_of_a_run_asks_what_the_run_asked(run, tmp_path, capsys):
-    numbers, rows = tmp_path / "e.json", tmp_path / "e.jsonl"
-    code, said = main(capsys, "eval", run.path, "--json", numbers, "--answers", rows)
-    assert code == 0, said
-    measured = json.loads(numbers.read_text())
+    rows = tmp_path / "e.jsonl"
+    measured, said = document(capsys, "eval", run.path, "--answers", rows)
+    assert "in 1 process, jax " in said, "notes go to stderr"
     trained = run.summary["trained"]
     assert measured["accuracy"] == trained["accuracy"]
     assert {"pass@4", "maj@4", "maj@4/low", "pass@4/high", "unscored"} <= measured.keys()
@@ -45,11 +52,14 @@ def test_eval_of_a_run_asks_what_the_run_asked(run, tmp_path, capsys):
     assert len(samples) == 12 * 4
     scores = [sample["rewards"]["arithmetic"] for sample in samples]
     assert sum(scores) / len(scores) == pytest.approx(measured["pass@1"])
+    code, said = main(capsys, "eval", run.path)
+    assert code == 0, said
     assert "95% interval" in said
+    assert f"{measured['accuracy']:.3f}" in said
 
 
 @pytest.mark.slow
-def test_eval_of_a_model_folder_needs_data_and_a_scorer(run, tmp_path, capsys):
+def test_eval_of_a_model_folder_needs_data_and_a_scorer(run, capsys):
     model = run.path / "model"
     assert main(capsys, "eval", model) == (
         2,
@@ -58,38 +68,37 @@ def test_eval_of_a_model_folder_needs_data_and_a_scorer(run, tmp_path, capsys):
     code, said = main(capsys, "eval", model, "--data", "task:arithmetic:test")
     assert code == 2
     assert "give --scorer" in said
-    code, said = main(
+    measured, _ = document(
         capsys,
         *("eval", model, "--data", "task:arithmetic:test", "--scorer", "arithmetic"),
-        *("-n", 2, "--num-prompts", 8, "--json", tmp_path / "e.json"),
+        *("-n", 2, "--num-prompts", 8),
         *("--set", "rollout.max_completion_tokens=24", "rollout.max_prompt_tokens=8"),
     )
-    assert code == 0, said
-    assert json.loads((tmp_path / "e.json").read_text())["pass@1/low"] >= 0
+    assert measured["pass@1/low"] >= 0
 
 
 @pytest.mark.slow
-def test_probe_of_a_run_asks_its_training_prompts_and_its_own_reward(run, tmp_path, capsys):
-    out = tmp_path / "p.json"
-    code, said = main(capsys, "probe", run.path, "-n", 4, "--num-prompts", 8, "--json", out)
-    assert code == 0, said
-    found = json.loads(out.read_text())
+def test_probe_of_a_run_asks_its_training_prompts_and_its_own_reward(run, capsys):
+    words = ("probe", run.path, "-n", 4, "--num-prompts", 8)
+    found, said = document(capsys, *words)
+    assert "rewards on row 0" in said
+    assert "what to make of it" not in said
     assert (found["data"], found["reward"]) == ("task:arithmetic:train", "arithmetic")
     assert (found["prompts"], found["samples"]) == (8, 4)
     assert list(found["degeneracy"]) == ["2", "4"]
     assert found["agreement"]["max"] < 1e-3
+    code, said = main(capsys, *words)
+    assert code == 0, said
     assert "what to make of it" in said
 
 
 @pytest.mark.full
 def test_eval_measures_the_distance_from_a_base(run, tmp_path, capsys):
-    numbers, base = tmp_path / "e.json", small_run.base()
+    base = small_run.base()
     asked = ("--set", "eval.confidence=true", "eval.confidence_window=4")
 
     def measured(*arguments):
-        code, said = main(capsys, "eval", *arguments, "--json", numbers, *asked)
-        assert code == 0, said
-        return json.loads(numbers.read_text())
+        return document(capsys, "eval", *arguments, *asked)[0]
 
     trained = measured(run.path, "--base", base)
     assert trained["kl_to_base"] > 1e-3

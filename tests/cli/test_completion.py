@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import shlex
+import shutil
 import subprocess
 
 import pytest
 
-from jaxgrpo.cli.main import COMMANDS, main
+from jaxgrpo.cli.main import COMMANDS, JOINING, main
 from jaxgrpo.config.keys import KEYS
 
 
@@ -60,7 +61,10 @@ def test_every_command_and_each_of_its_options_is_offered(complete):
         ("samples runs/first --sort ", ["reward", "length", "advantage"]),
         ("samples runs/first --sort le", ["length"]),
         ("train run.toml --resume ", ["auto"]),
-        ("completion ", ["bash", "zsh"]),
+        ("completion ", ["bash", "zsh", "fish"]),
+        ("import m.gguf out --", ["--overwrite", "--json", "--help"]),
+        ("doctor --js", ["--json"]),
+        ("sft quickst", ["quickstart"]),
         ("train run.toml --set train.steps=3 optimizer.learning_r", ["optimizer.learning_rate="]),
         ("train quickst", ["quickstart"]),
         ("train run", ["run.toml"]),
@@ -74,6 +78,44 @@ def test_values_are_offered_where_they_are_known(complete, line, expected):
 
 def test_every_key_is_offered(complete):
     assert set(complete[1]("eval run --set ")) == {f"{key}=" for key in KEYS}
+
+
+def test_fish_gets_every_command_and_each_of_its_options(capsys):
+    assert main(["completion", "fish"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    for name, (text, _, *arguments) in COMMANDS.items():
+        use = f"complete -c jaxgrpo -n __fish_use_subcommand -f -a {name} -d {shlex.quote(text)}"
+        assert use in lines
+        start = f'complete -c jaxgrpo -n "__fish_seen_subcommand_from {name}" '
+        own = [line for line in lines if line.startswith(start)]
+        offered = {word for line in own for word in shlex.split(line)}
+        for words, more in arguments:
+            flags = [word.lstrip("-") for word in words if word.startswith("-")]
+            assert {*flags} <= offered, (name, words)
+            assert not more.get("choices") or " ".join(more["choices"]) in offered
+        assert ("coordinator" in offered) == (name in JOINING)
+
+
+@pytest.mark.skipif(shutil.which("fish") is None, reason="fish is not installed")
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("jaxgrpo sam", ["sample", "samples"]),
+        ("jaxgrpo import m.gguf --", ["--help", "--json", "--overwrite"]),
+        ("jaxgrpo samples run --sort le", ["length"]),
+        ("jaxgrpo train x --set train.steps=3 optimizer.learning_r", ["optimizer.learning_rate="]),
+        ("jaxgrpo train quickst", ["quickstart"]),
+    ],
+)
+def test_fish_completes(capsys, tmp_path, line, expected):
+    assert main(["completion", "fish"]) == 0
+    (tmp_path / "script").write_text(capsys.readouterr().out)
+    command = f"source script; complete -C {shlex.quote(line)}"
+    done = subprocess.run(
+        ["fish", "--no-config", "-c", command],
+        cwd=tmp_path, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert [offer.split("\t")[0] for offer in done.stdout.splitlines()] == expected
 
 
 def test_zsh_gets_the_same_through_its_bash_functions(complete, capsys):

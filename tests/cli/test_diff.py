@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -103,6 +104,24 @@ def test_runs_of_the_same_name_are_called_by_their_paths(tmp_path, capsys, monke
         write(tmp_path / folder / "run")
     assert main(["diff", "x/run", "y/run"]) == 0
     assert ["", "x/run", "y/run", "difference"] in lines(capsys.readouterr().out)
+
+
+def test_the_numbers_are_one_document(tmp_path, capsys):
+    one = write(tmp_path / "a", train="seed = 1")
+    two = write(tmp_path / "b", "tables", steps=1, data='path = "other"')
+    (Path(one) / "code").mkdir()
+    (Path(one) / "code" / "mine.py").write_text("def right(): return 1")
+    assert main(["diff", one, two, "--json", "--out", str(tmp_path / "d.html")]) == 0
+    said = capsys.readouterr()
+    assert said.err == f"written: {tmp_path / 'd.html'}\n"
+    found = json.loads(said.out)
+    code = found["config"].pop("code/mine.py")
+    assert code[0].startswith("crc32 ")
+    assert code[1] is None
+    assert found["config"] == {"data.path": ["rows", "other"], "train.seed": [1, None]}
+    assert (found["runs"], found["steps"]) == (["a", "b"], [3, 1])
+    assert found["metrics"]["reward"] == {"last": [0.75, 0.25], "difference": -0.5}
+    assert not {"kl", "eval/accuracy/low"} & found["metrics"].keys()
 
 
 @pytest.mark.parametrize(

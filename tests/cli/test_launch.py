@@ -118,7 +118,7 @@ def test_output_of_process_0_is_shown_as_it_is_and_of_others_where_they_fail(env
     run = start("doctor", environment=environment)
     output, errors = run.communicate(timeout=100)
     assert run.returncode == 0, errors
-    assert output.count("on 2 cpu devices (cpu) in 2 processes") == 1
+    assert output.count("devices: 2 cpu devices (cpu) in 2 processes") == 1
     assert "[1]" not in errors
     run = start("--devices-per-process", "2", "report", "absent", environment=environment)
     output, errors = run.communicate(timeout=100)

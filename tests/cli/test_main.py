@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import inspect
 import os
 import pkgutil
+import re
 import subprocess
 import sys
 import zipfile
@@ -16,6 +16,7 @@ import quickstarts
 import jaxgrpo
 from jaxgrpo.cli import make_base
 from jaxgrpo.cli.main import COMMANDS, main
+from jaxgrpo.training.process import EXIT_CODES
 
 
 @pytest.fixture(scope="module")
@@ -113,17 +114,26 @@ def test_the_package_runs_as_a_module_and_answers_before_jax_is_loaded(environme
         assert run.stdout == f"jaxgrpo {jaxgrpo.__version__}\n"
 
 
-def test_doctor_shows_versions_devices_memory_and_disk(capsys, monkeypatch, repository):
-    monkeypatch.setenv("COLUMNS", "200")
-    assert main(["doctor"]) == 0
-    shown = capsys.readouterr().out
-    for word in ("orbax-checkpoint", "on 4 cpu devices", "GiB unused", "compile cache", "GiB free"):
-        assert word in shown
-    assert f"math-verify {importlib.metadata.version('math-verify')}" in shown
-    assert all(f"jaxgrpo[{extra}]" in shown for extra in ("math", "wandb", "gcs", "s3", "plan"))
-    command = ["git", "rev-parse", "--short", "HEAD"]
-    commit = subprocess.run(command, capture_output=True, text=True, cwd=repository, check=False)
-    assert f"│ {commit.stdout.strip() or 'not known: '}" in shown
+def test_python_m_jaxgrpo_is_called_jaxgrpo_in_its_usage(environment):
+    for words, usage in {
+        (): "usage: jaxgrpo [-h] [--version] COMMAND ...",
+        ("eval",): "usage: jaxgrpo eval [-h] ",
+    }.items():
+        done = subprocess.run(
+            [sys.executable, "-m", "jaxgrpo", *words],
+            env=environment(),
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 2
+        assert done.stderr.startswith(usage)
+        assert "__main__" not in done.stderr
+
+
+def test_the_help_names_every_exit_code(capsys):
+    assert main(["--help"]) == 0
+    listed = capsys.readouterr().out.partition("exit codes: ")[2]
+    assert {int(number) for number in re.findall(r"\b\d+\b", listed)} == EXIT_CODES.keys()
 
 
 PLUGIN = """
@@ -239,7 +249,7 @@ def test_a_pipe_that_breaks_elsewhere_is_a_crash_with_its_traceback(monkeypatch,
     def broken():
         raise BrokenPipeError("of a reward's process")
 
-    monkeypatch.setattr("jaxgrpo.cli.start.doctor", broken)
+    monkeypatch.setattr("jaxgrpo.cli.doctor.main", broken)
     assert main(["doctor"]) == 1
     assert "BrokenPipeError: of a reward's process" in capfd.readouterr().err
 

@@ -30,14 +30,16 @@ def saved(tmp_path_factory):
 
 
 @pytest.fixture
-def show(capsys, tmp_path):
+def show(capsys):
     """Runs the command -> (exit code, what it printed, its JSON or None)."""
 
     def run(*arguments):
-        out = tmp_path / "out.json"
-        code = cli.main(["model", *map(str, arguments), "--json", str(out)])
+        words = ["model", *map(str, arguments)]
+        code = cli.main(words)
         said = capsys.readouterr()
-        return code, said.out + said.err, json.loads(out.read_text()) if out.exists() else None
+        assert cli.main([*words, "--json"]) == code
+        document = capsys.readouterr().out
+        return code, said.out + said.err, json.loads(document) if document else None
 
     return run
 

@@ -36,32 +36,33 @@ def asked(folder) -> tuple[str, dict[str, Any], tuple[str, ...]]:
     return str(folder / "model"), {"data": data, "samples": 4, "prompts": 3, **SIZES}, words
 
 
-def command(tmp_path: Path, *words: str) -> Any:
-    """The JSON that a command writes."""
-    assert main([*words[:2], "--json", str(tmp_path / "out.json"), *words[2:]]) == 0
-    return json.loads((tmp_path / "out.json").read_text())
+def command(capsys: Any, *words: str) -> Any:
+    """The JSON that a command prints."""
+    capsys.readouterr()  # what calls from Python printed
+    assert main([*words, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
 
 
 def as_json(value: Any) -> Any:
-    """As a file would hold it: no NaN, lists and texts."""
+    """As JSON holds it: no NaN, lists and texts."""
     from jaxgrpo.training.folder import plain
 
     return json.loads(json.dumps(plain(value)))
 
 
-def test_evaluate_gives_the_numbers_of_the_command(asked, tmp_path):
+def test_evaluate_gives_the_numbers_of_the_command(asked, capsys):
     model, options, words = asked
     numbers = jg.evaluate(model, scorer=tables.REWARD, **options)
-    assert as_json(numbers) == command(tmp_path, "eval", model, "--scorer", tables.REWARD, *words)
+    assert as_json(numbers) == command(capsys, "eval", model, "--scorer", tables.REWARD, *words)
     assert numbers["accuracy"] == pytest.approx(1 / 3)  # the likeliest answers: n, n, y
     assert numbers["pass@1/low"] <= numbers["pass@1"] <= numbers["pass@1/high"]
 
 
-def test_probe_gives_the_numbers_of_the_command(asked, tmp_path):
+def test_probe_gives_the_numbers_of_the_command(asked, capsys):
     model, options, words = asked
     found = jg.probe(model, reward=tables.REWARD, level=0.9, **options)
     words = ("--level", "0.9", "--reward", tables.REWARD, *words)
-    assert as_json(found) == command(tmp_path, "probe", model, *words)
+    assert as_json(found) == command(capsys, "probe", model, *words)
     assert (found["prompts"], found["samples"], found["level"]) == (3, 4, 0.9)
     assert {"about", "says", "why"} <= found["advice"][0].keys()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +93,21 @@ def test_the_newest_step_is_the_default_and_texts_do_not_act(run, capsys):
     text = printed(capsys, run, "--step", "10")
     assert "[bold]\\x1b[31mred" in text
     assert "\x1b" not in text
+
+
+def test_the_numbers_are_one_document(run, capsys):
+    words = ("--step", "2", "--sort", "reward", "--contains", "st", "--limit", "2", "--json")
+    found = json.loads(printed(capsys, run, *words))
+    assert (found["step"], found["samples"], found["matching"]) == (2, 4, 3)
+    best, longest = found["shown"]
+    assert best == {
+        "row": 7, "sample": 0, "prompt": "1+1=", "completion": "best", "truncated": False,
+        "rewards": {"right": 1.0, "brief": 0.5}, "reward": 2.5, "length": 1, "advantage": 1.0,
+    }  # fmt: skip
+    assert longest["completion"].endswith("z" * 300)
+    rows = json.loads(printed(capsys, run, "--step", "2", "--json"))["shown"]
+    assert rows[1]["reward"] is rows[1]["rewards"]["right"] is None, "not scored"
+    assert "\x1b" not in printed(capsys, run, "--step", "10", "--json")
 
 
 def test_a_step_without_samples_names_those_that_have_some(run, capsys):

@@ -6,8 +6,10 @@ import re
 import pytest
 from minimal_config import keys
 
+from jaxgrpo.cli.main import COMMANDS, JSON
 from jaxgrpo.config.files import RESUMABLE
 from jaxgrpo.models.hf.families import FAMILIES
+from jaxgrpo.training.process import EXIT_CODES
 
 
 @pytest.fixture(scope="module")
@@ -33,6 +35,19 @@ def test_the_defaults_described_are_those_in_force(rows):
 def test_the_keys_that_may_change_on_resume_are_named(repository):
     text = (repository / "docs" / "configuration.md").read_text().partition("## Going on")[2]
     assert [key for key in RESUMABLE if f"`{key}`" not in text] == []
+
+
+def test_the_exit_codes_described_are_those_of_the_program(repository):
+    text = (repository / "docs" / "commands.md").read_text()
+    rows = re.findall(r"^\| (\d+) \| (.*) \|$", text, re.MULTILINE)
+    assert {int(code): meaning for code, meaning in rows} == EXIT_CODES
+
+
+def test_the_commands_that_print_json_are_named(repository):
+    text = (repository / "docs" / "commands.md").read_text()
+    listed = text.partition("takes `--json`: ")[2].partition(". ")[0]
+    taking = {name for name, (_, _, *arguments) in COMMANDS.items() if JSON in arguments}
+    assert {*re.findall(r"`([a-z-]+)`", listed)} == taking
 
 
 def test_links_of_the_docs_lead_somewhere(repository):

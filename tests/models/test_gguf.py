@@ -12,6 +12,7 @@ from gguf import GGMLQuantizationType as Kind
 from gguf_files import CONFIGS, SIZES, arrays, model_of, plain_tokenizer
 
 import jaxgrpo as jg
+from jaxgrpo.cli.main import main
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.models.gguf import files
 from jaxgrpo.models.gguf.importing import import_gguf
@@ -272,6 +273,26 @@ def test_only_what_was_imported_is_replaced(tmp_path):
     (out / "notes.txt").write_text("mine")
     with pytest.raises(InputError, match=r"notes\.txt"):
         import_gguf(path, out, overwrite=True)
+
+
+def test_what_was_read_is_printed_as_words_and_as_numbers(tmp_path, capsys):
+    config = CONFIGS["qwen3"]
+    model = model_of(config)
+    gguf_files.write(tmp_path / "m.gguf", config, arrays(model), plain_tokenizer)
+    words = ["import", str(tmp_path / "m.gguf"), str(tmp_path / "out")]
+    assert main([*words, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    numbers = model.num_parameters()
+    assert (found["family"], found["parameters"], found["out"]) == ("qwen3", numbers, words[2])
+    assert sum(found["tensors"].values()) == len([*model.parameters()])
+    assert found["chat_template"] in (True, False)
+    assert main(words) == 0
+    shown = capsys.readouterr().out
+    assert f"{found['model']} (qwen3)" in shown
+    assert f"{numbers:,}" in shown
+    assert f"{found['tokens']} tokens, {found['tokenizer']}" in shown
+    for kind, count in found["tensors"].items():
+        assert f"{count} {kind}" in shown
 
 
 def test_a_model_in_parts_is_read_whole(tmp_path):

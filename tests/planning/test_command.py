@@ -11,6 +11,7 @@ from typing import Any
 import planned
 import pytest
 
+from jaxgrpo.cli.main import main
 from jaxgrpo.config import files
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.planning import advice, command, plan, topologies
@@ -23,8 +24,23 @@ def refused(*given, **named):
 
 socket.socket.connect = socket.getaddrinfo = socket.create_connection = refused
 from jaxgrpo.cli.main import main
-sys.exit(main(sys.argv[1:]))
 """
+ONCE = "sys.exit(main(sys.argv[1:]))"
+TWICE = """
+from jaxgrpo.planning import plan
+
+compiling, compiled = plan.plan, []
+
+def plan_once(*given, **named):
+    compiled[:] = compiled or [compiling(*given, **named)]
+    return compiled[0]
+
+plan.plan = plan_once
+code = main(sys.argv[1:])
+print("as JSON:", flush=True)
+sys.exit(code or main([*sys.argv[1:], "--json"]))
+"""
+"""Prints a plan as tables and then as JSON; it is compiled once."""
 PROGRAMS = ("sync", "prefill", "decode", "update")
 MISFIT = ("llama31_8b_v6e", "--topology", "v5e:2x2", "--set", "mesh.fsdp=4", "mesh.tensor=1")
 
@@ -33,8 +49,10 @@ MISFIT = ("llama31_8b_v6e", "--topology", "v5e:2x2", "--set", "mesh.fsdp=4", "me
 def offline(python, environment):
     """`jaxgrpo ARGUMENTS` in a process that reaches no network."""
 
-    def run(*arguments: str, stderr: int = subprocess.PIPE) -> subprocess.CompletedProcess[str]:
-        command, stdout = [python, "-c", OFFLINE, *arguments], subprocess.PIPE
+    def run(
+        *arguments: str, stderr: int = subprocess.PIPE, program: str = ONCE
+    ) -> subprocess.CompletedProcess[str]:
+        command, stdout = [python, "-c", OFFLINE + program, *arguments], subprocess.PIPE
         how: dict[str, Any] = {"text": True, "env": environment(), "timeout": 560}
         return subprocess.run(command, stdout=stdout, stderr=stderr, **how)
 
@@ -55,11 +73,12 @@ def small(tmp_path):
 
 @pytest.mark.slow
 def test_what_fits_is_printed_written_and_ends_with_0(offline, small, tmp_path):
-    numbers, texts = tmp_path / "plan.json", tmp_path / "hlo"
-    asked = ("--topology", "v5e:2x2", "--json", str(numbers), "--dump", str(texts))
+    texts = tmp_path / "hlo"
+    asked = ("--topology", "v5e:2x2", "--dump", str(texts))
     config = small(mesh={"fsdp": 4, "tensor": 2})
-    done = offline("plan", config, *asked, stderr=subprocess.STDOUT)
+    done = offline("plan", config, *asked, stderr=subprocess.STDOUT, program=TWICE)
     assert done.returncode == 0, done.stdout
+    text, _, document = done.stdout.partition("as JSON:\n")
     lines = (
         "the config's mesh (data 0, fsdp 4, tensor 2, context 1; 8 prompts a step) does not fit "
         "4 devices: planned with --set mesh.fsdp=2",
@@ -67,19 +86,39 @@ def test_what_fits_is_printed_written_and_ends_with_0(offline, small, tmp_path):
         *(f"compiling {name} ({place} of 4)" for place, name in enumerate(PROGRAMS, start=1)),
         "fits: ",
     )
-    places = [done.stdout.index(line) for line in lines]
+    places = [text.index(line) for line in lines]
     assert places == sorted(places), "the formula's answer comes before anything is compiled"
-    assert "tokens/s at the most" in " ".join(done.stdout.split())
-    found = json.loads(numbers.read_text())
+    assert "tokens/s at the most" in " ".join(text.split())
+    for name in PROGRAMS:
+        assert (texts / f"{name}.hlo.txt").read_text().startswith("HloModule")
+    found = json.loads(document.removeprefix("looking for a mesh\n"))  # it is on stderr
     assert tuple(found["programs"]) == PROGRAMS
     assert found["changes"] == {"mesh.fsdp": 2}
     assert found["fits"] is True
     assert found["mesh"] == {"data": 1, "fsdp": 2, "tensor": 2, "context": 1}
     assert found["peak"] == max(one["peak"] for one in found["programs"].values())
-    for name, one in found["programs"].items():
-        assert one["aliased"] >= one["donated"]
-        assert (texts / f"{name}.hlo.txt").read_text().startswith("HloModule")
+    assert all(one["aliased"] >= one["donated"] for one in found["programs"].values())
+    assert found["peak_by_formula"] < found["limit"]
     assert found["step"]["completion_tokens"] == 8 * 4 * 128
+    assert (found["remedies"], found["searched"]) == ([], [])
+
+
+def test_what_does_not_fit_is_a_document_with_what_would_and_exit_code_1(
+    small, monkeypatch, capsys
+):
+    chips = topologies.topology("v5e:2x2")
+    peak = plan.peak_of(plan.parts_of(plan.built(planned.config(), chips)))
+    tiny = chips._replace(chip=chips.chip._replace(memory=int(peak / plan.TOO_MUCH) - 1))
+    monkeypatch.setattr(topologies, "topology", lambda *_: tiny)
+    assert main(["plan", small(), "--topology", "v5e:2x2", "--json"]) == command.NO_FIT
+    said = capsys.readouterr()
+    assert said.err.strip() == "looking for what fits"
+    found = json.loads(said.out)
+    assert (found["fits"], found["programs"], found["peak_by_formula"]) == (False, {}, peak)
+    assert "nothing was compiled" in found["problem"]
+    for one in found["remedies"]:
+        assert one["peak"] <= advice.ROOM * tiny.chip.memory
+        assert one["changes"]
 
 
 OTHERS = {

@@ -22,12 +22,13 @@ from jaxgrpo.core.errors import ConfigError, InputError, refusing
 from jaxgrpo.core.types import FIELDS, OF_ANSWERS, Params
 from jaxgrpo.evaluation.evaluate import Answers, Evaluate, Evaluation
 from jaxgrpo.experiments.compare import experiment as experiments
-from jaxgrpo.experiments.compare import report, results
+from jaxgrpo.experiments.compare import numbers, report, results
 from jaxgrpo.experiments.compare.experiment import Case, Experiment
+from jaxgrpo.experiments.compare.results import Outcomes
 from jaxgrpo.experiments.sections import Section
 from jaxgrpo.models import sharding
 from jaxgrpo.training import loop, process
-from jaxgrpo.training.console import telling
+from jaxgrpo.training.console import Document, telling
 from jaxgrpo.training.folder import write_atomically
 from jaxgrpo.training.inputs import at_time, load_rows, local_time, resolve_rewards
 from jaxgrpo.training.policy import evaluator_of, read_run
@@ -35,7 +36,7 @@ from jaxgrpo.training.report.html import check_can_draw
 from jaxgrpo.training.setup import Shared
 
 
-def compare(path: str | Path, dry_run: bool = False) -> int:
+def compare(path: str | Path, dry_run: bool = False, as_json: bool = False) -> int | Document:
     """Takes the runs that are not finished and reports all of them. Returns the exit code.
 
         DIR/experiment.toml   the file, as it was
@@ -49,6 +50,7 @@ def compare(path: str | Path, dry_run: bool = False) -> int:
       path: the file, or a shipped experiment's name.
       dry_run: only checks the file, the configs, own code of methods and what `dir` holds, and
         shows the plan; models and data are checked when runs begin.
+      as_json: returns plan and result as numbers in place of the tables.
     Raises: InputError with all problems before the first run, and before anything is written.
     """
     console = Console(highlight=False)
@@ -56,14 +58,16 @@ def compare(path: str | Path, dry_run: bool = False) -> int:
     cases = experiments.cases_of(experiment)
     check_can_draw("report.html needs", "read results.csv")
     differing = report.difference_section(experiments.differences(cases))
-    _show_plan(console, experiment, cases, differing)
+    if not as_json:
+        _show_plan(console, experiment, cases, differing)
     complete = {case.path for case in cases if is_finished(case)}
+    plan = numbers.of_plan(experiment, cases, complete)
     finished = [case for case in cases if case.path in complete]
     waiting = [case for case in cases if case.path not in complete]
     _warn_of_code(console, finished, waiting)
     if dry_run:
         _check_methods(experiment, cases)
-        return 0
+        return Document(plan) if as_json else 0
     line = process.start(cases[0].config.mesh.platform)
     _check_methods(experiment, cases)
     if process.is_main():
@@ -71,9 +75,15 @@ def compare(path: str | Path, dry_run: bool = False) -> int:
     say = console.print if process.is_main() else lambda text: None
     say(line)
     _take_all(experiment, finished, waiting, say, f"go on with: jaxgrpo compare {path}")
-    if process.is_main():
-        _finish(console, experiment, cases, differing)
-    return 0
+    if not process.is_main():
+        return 0
+    outcomes = results.read_all(cases)
+    found = _finish(experiment, outcomes, differing)
+    if not as_json:
+        return _show_result(console, experiment, found)
+    best = report.best_runs(experiment, outcomes)
+    result = numbers.of_result(experiment, outcomes, best)
+    return Document({**plan, "finished": len(cases), **result})
 
 
 def is_finished(case: Case) -> bool:
@@ -159,10 +169,8 @@ def _begin(experiment: Experiment, differing: Section) -> None:
         write_atomically(folder / "differences.md", differing.markdown())
 
 
-def _finish(
-    console: Console, experiment: Experiment, cases: Sequence[Case], differing: Section
-) -> None:
-    outcomes = results.read_all(cases)
+def _finish(experiment: Experiment, outcomes: Outcomes, differing: Section) -> list[Section]:
+    """Writes the files. Returns: the sections of the report."""
     folder = Path(experiment.dir)
     write_atomically(folder / "results.csv", results.csv_text(experiment, outcomes))
     results.check_complete(experiment, outcomes)
@@ -170,10 +178,16 @@ def _finish(
     page = report.render(experiment, outcomes, found, differing)
     write_atomically(folder / "tables.md", report.markdown(found))
     write_atomically(folder / "report.html", page)
+    return found
+
+
+def _show_result(console: Console, experiment: Experiment, found: Sequence[Section]) -> int:
     for section in found:
         if not section.title.startswith("At learning rate"):  # those are in the files only
             section.show(console)
-    console.print(f"{folder}: report.html, tables.md, results.csv", markup=False, soft_wrap=True)
+    files = f"{experiment.dir}: report.html, tables.md, results.csv"
+    console.print(files, markup=False, soft_wrap=True)
+    return 0
 
 
 class Runner:

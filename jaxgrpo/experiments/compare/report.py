@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
 import matplotlib as mpl
@@ -12,7 +11,7 @@ from matplotlib.ticker import MaxNLocator
 
 from jaxgrpo.evaluation.evaluate import powers
 from jaxgrpo.evaluation.intervals import of_few
-from jaxgrpo.experiments.compare import results
+from jaxgrpo.experiments.compare import numbers, results
 from jaxgrpo.experiments.compare.experiment import SPARE, Experiment, seeds_needed
 from jaxgrpo.experiments.compare.results import Estimate, Outcome, Outcomes, Table, values_of
 from jaxgrpo.experiments.sections import Section
@@ -24,12 +23,7 @@ CURVES = {
     "live_groups": ("Live groups", "The share of groups that can move the parameters."),
     "entropy_estimated": ("Entropy", "Nats per token, over all tokens that were sampled."),
 }
-GROUPS = {
-    "groups/all_fail": "all fail",
-    "groups/all_pass": "all pass",
-    "groups/mixed": "mixed",
-    "live_groups": "live",
-}
+GROUPS = dict(zip(numbers.GROUPS, ("all fail", "all pass", "mixed", "live"), strict=True))
 NO_P = (
     "No p: its learning rates are not the control's, and the best of them is chosen on the seeds "
     "it is judged on. Take tuning_seeds, or the same rates."
@@ -183,14 +177,13 @@ def _seeds_apart(experiment: Experiment) -> str:
 
 def _pass_section(experiment: Experiment, chosen: Mapping[str, list[Outcome]]) -> Section:
     """pass@k before and after, and where the trained model falls below the base."""
-    samples = min(len(run.base_pass) for found in chosen.values() for run in found)
+    found = numbers.passes(experiment, chosen)
+    samples = len(next(iter(found.values()))["base"])
     sizes = powers(4, samples)
     rows = [["arm", *(f"pass@{k}, base → trained" for k in sizes), "below the base from k"]]
-    for arm, found in chosen.items():
-        base = np.array([run.base_pass[:samples] for run in found])
-        trained = np.array([run.trained_pass[:samples] for run in found])
-        below = results.crossing(base, trained, experiment.level) or f"none shown up to {samples}"
-        means = [f"{base.mean(0)[k - 1]:.3f} → {trained.mean(0)[k - 1]:.3f}" for k in sizes]
+    for arm, one in found.items():
+        below = one["below_the_base_from"] or f"none shown up to {samples}"
+        means = [f"{one['base'][k - 1]:.3f} → {one['trained'][k - 1]:.3f}" for k in sizes]
         rows.append([arm, *means, str(below)])
     text = (
         "Means over seeds and prompts, unbiased. The last column: the smallest k at which the "
@@ -205,10 +198,8 @@ def _pass_section(experiment: Experiment, chosen: Mapping[str, list[Outcome]]) -
 def _groups_section(chosen: Mapping[str, list[Outcome]]) -> Section:
     """Shares of flat and live groups at the start and at the end of training."""
     rows = [["arm", *(f"{label}, first and last tenth" for label in GROUPS.values())]]
-    for arm, found in chosen.items():
-        means = [np.mean([run.curves[name] for run in found], axis=0) for name in GROUPS]
-        part = max(1, len(means[0]) // 10)
-        rows.append([arm, *(f"{of[:part].mean():.3f}, {of[-part:].mean():.3f}" for of in means)])
+    for arm, shares in numbers.groups(chosen).items():
+        rows.append([arm, *(f"{of['first']:.3f}, {of['last']:.3f}" for of in shares.values())])
     return Section("Groups in training", ["Shares of groups, means over seeds and steps."], rows)
 
 
@@ -227,20 +218,17 @@ def _mixed(outcomes: Outcomes) -> list[Section]:
 def _warnings(outcomes: Outcomes) -> list[Section]:
     """The warnings of the runs, which are not printed while the runs are taken."""
     rows = [["arm", "rate", "warning", "in runs"]]
-    for (arm, rate), by_seed in outcomes.items():
-        given = Counter(name for run in by_seed.values() for name, n in run.warnings.items() if n)
-        for name in sorted(given):
-            rows.append([arm, f"{rate:g}", name, f"{given[name]} of {len(by_seed)}"])
+    for one in numbers.warnings(outcomes):
+        among = f"{one['in_runs']} of {one['runs']}"
+        rows.append([one["arm"], f"{one['learning_rate']:g}", one["warning"], among])
     text = "`jaxgrpo report RUN --text` says more of each; docs/metrics.md what they mean."
     return [Section("Warnings", [text], rows)] if len(rows) > 1 else []
 
 
 def _cost_section(chosen: Mapping[str, list[Outcome]]) -> Section:
     rows = [["arm", "tokens sampled per run", "seconds per run"]]
-    for arm, found in chosen.items():
-        tokens = np.mean([run.numbers["tokens"] for run in found])
-        seconds = np.mean([run.numbers["time/seconds"] for run in found])
-        rows.append([arm, f"{tokens:,.0f}", f"{seconds:.1f}"])
+    for arm, one in numbers.costs(chosen).items():
+        rows.append([arm, f"{one['tokens']:,.0f}", f"{one['seconds']:.1f}"])
     text = (
         "Of training, without evaluation. The first run of a shape also compiles its programs; see "
         "results.csv for each run."

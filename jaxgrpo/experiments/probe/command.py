@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -22,8 +21,8 @@ from jaxgrpo.experiments.probe.advice import advise
 from jaxgrpo.rewards import RewardFunction
 from jaxgrpo.rewards.protocol import TrainerState
 from jaxgrpo.training import process
-from jaxgrpo.training.console import telling
-from jaxgrpo.training.folder import plain, write_atomically
+from jaxgrpo.training.console import Document, telling
+from jaxgrpo.training.folder import write_atomically
 from jaxgrpo.training.inputs import show_previews, try_rewards
 from jaxgrpo.training.policy import (
     NO_REWARD,
@@ -78,11 +77,11 @@ def main(
     samples: int | None = None,
     prompts: int | None = None,
     level: float = LEVEL,
-    json_out: str | None = None,
+    as_json: bool = False,
     html_out: str | None = None,
     overrides: Sequence[str] = (),
-) -> int:
-    """The command: prints what was found, and writes it where asked. Returns the exit code.
+) -> int | Document:
+    """The command: prints what was found, and writes a page where asked. Returns the exit code.
 
     Args: as of `probe`, and
       overrides: keys of the config, also of its table `eval`, which is ignored otherwise.
@@ -91,20 +90,19 @@ def main(
     """
     given = {"data": data, "scorer": reward, "samples": samples, "prompts": prompts}
     config = _config(target, given, overrides)
-    outs = check_writable(json_out, html_out)
+    outs = check_writable(html_out)
     if html_out:
         check_can_draw(f"{html_out} needs", "leave --html out")
     console = Console(highlight=False)
     found = _probe(console, target, config, level)
-    if process.is_main():
+    if not process.is_main():
+        return 0
+    if not as_json:
         report.show(console, found)
-        if json_out:
-            write_atomically(Path(json_out), json.dumps(plain(found), indent=2) + "\n")
-        if html_out:
-            write_atomically(Path(html_out), report.render(found))
-        for out in outs:
-            console.print(f"written: {out}", markup=False, soft_wrap=True)
-    return 0
+    for out in outs:
+        write_atomically(out, report.render(found))
+        console.print(f"written: {out}", markup=False, soft_wrap=True)
+    return Document(found) if as_json else 0
 
 
 def _probe(

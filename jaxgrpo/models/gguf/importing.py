@@ -26,7 +26,7 @@ def import_gguf(path: str | Path, out: str | Path, overwrite: bool = False) -> d
     Args:
       overwrite: replace a model there that was not imported.
 
-    Returns: what was read, name -> value in words.
+    Returns: what was read, as numbers and names.
 
     Raises: InputError naming what is missing, unknown or not built; nothing is written then.
     """
@@ -51,12 +51,14 @@ def import_gguf(path: str | Path, out: str | Path, overwrite: bool = False) -> d
         weights.write_tensors(folder, sizes, lambda name: found[name].read(dtype), MAX_SHARD_BYTES)
     kinds = Counter(source.tensor.kind for source in found.values())
     return {
-        "model": f"{gguf.metadata.get('general.name', gguf.path.name)} ({fields['model_type']})",
-        "parameters": f"{sum(math.prod(one.tensor.shape) for one in found.values()):,}",
-        "tensors": ", ".join(f"{count} {kind}" for kind, count in kinds.most_common()),
-        "written in": dtype,
-        "tokenizer": f"{len(tokenizer)} tokens, {tokens.kind(gguf)}",
-        "chat template": "yes" if tokenizer.chat_template else "none",
+        "model": str(gguf.metadata.get("general.name", gguf.path.name)),
+        "family": fields["model_type"],
+        "parameters": sum(math.prod(one.tensor.shape) for one in found.values()),
+        "tensors": dict(kinds.most_common()),
+        "dtype": dtype,
+        "tokenizer": tokens.kind(gguf),
+        "tokens": len(tokenizer),
+        "chat_template": bool(tokenizer.chat_template),
     }
 
 

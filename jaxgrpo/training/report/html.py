@@ -110,10 +110,12 @@ def write_report(folder: Place, status: str | None = None) -> Place:
     return target
 
 
-def report(run: str | Path, text: bool = False) -> int:
+def report(run: str | Path, text: bool = False, as_json: bool = False) -> int | console.Document:
     """The command: writes report.html, or prints a summary. Returns the exit code."""
     screen = Console(highlight=False)
     folder = storage.place(run) if storage.is_url(run) else Path(run)
+    if as_json:
+        return console.Document(console.summary_of(read_run(folder)))
     if text:
         console.show(screen, read_run(folder))
     else:

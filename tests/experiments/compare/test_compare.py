@@ -147,6 +147,38 @@ def test_a_second_start_touches_no_finished_run_and_writes_the_same(compared, ca
     assert texts == [(folder / name).read_bytes() for name in ("tables.md", "results.csv")]
 
 
+def test_the_result_is_one_document_with_the_numbers_of_the_tables(compared, capsys):
+    experiment, cases, outcomes = compared
+    assert main(["compare", str(experiment.source), "--json"]) == 0
+    said = capsys.readouterr()
+    assert f"{len(cases)} of {len(cases)} runs are finished already" in said.err
+    found = json.loads(said.out)
+    assert found["runs"] == found["finished"] == len(cases)
+    assert found["differences"]["rewards.0.flip"] == dict.fromkeys(experiment.arms, 0.0) | {
+        "noise": 0.5
+    }
+    tables = (Path(experiment.dir) / "tables.md").read_text()
+    rows = {row["arm"]: row for row in found["best"]}
+    for row in results.at_best(experiment, outcomes):
+        shown = rows[row.arm]
+        assert shown["estimate"] == row.metric._asdict()
+        assert (shown["p"], shown["corrected_p"]) == (row.p, row.corrected)
+        assert (shown["standing"] is None) == (row.arm != "frozen"), "the one that is tested"
+        assert f"| {row.arm} | {row.rate:g} | {shown['estimate']['value']:.3f} |" in tables
+    assert rows["grpo"]["minus_control"] is None
+    assert {row["learning_rate"] for row in found["by_learning_rate"]} == {0.0, 0.5}
+    for arm, one in found["pass_at"].items():
+        assert f"| {arm} | {one['base'][0]:.3f} → {one['trained'][0]:.3f} |" in tables
+    for arm, shares in found["groups"].items():
+        fail = shares["groups/all_fail"]
+        assert f"| {arm} | {fail['first']:.3f}, {fail['last']:.3f} |" in tables
+    for one in found["warnings"]:
+        among = f"{one['in_runs']} of {one['runs']}"
+        assert f"| {one['arm']} | {one['learning_rate']:g} | {one['warning']} | {among} |" in tables
+    assert found["cost"].keys() == set(experiment.arms)
+    assert found["mixtures"] == []
+
+
 @pytest.mark.full
 def test_ten_arms_that_differ_by_chance_alone_yield_no_significant_difference(model, tmp_path):
     """The same noise share, drawn differently in each arm: by name of the reward."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import tomllib
 from pathlib import Path
@@ -217,6 +218,16 @@ def test_a_dry_run_shows_the_plan_and_what_can_be_seen(tmp_path, capsys, monkeyp
     shown = " ".join(capsys.readouterr().out.split())
     assert "28 runs: 2 arms" in shown
     assert "gives no p below 0.016" in shown
+    assert main(["compare", "experiment.toml", "--dry-run", "--json"]) == 0
+    said = capsys.readouterr()
+    plan = json.loads(said.out)
+    assert (plan["runs"], plan["finished"], said.err) == (28, 0, "")
+    assert plan["smallest"]["p"] == pytest.approx(2 / 2**7)
+    assert plan["seeds"] == [*range(7)]
+    for key, values in plan["differences"].items():
+        assert key in shown
+        assert len(values) == 2
+    assert len(plan["learning_rates"]) == 2
     assert not (tmp_path / "runs").exists()
     assert main(["compare", "x3_g5", "--dry-run"]) == 2
     assert "did you mean 'x3_g" in capsys.readouterr().err

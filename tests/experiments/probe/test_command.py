@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import math
 
@@ -33,6 +35,14 @@ def probe(capsys, *arguments):
     return code, said.out + said.err
 
 
+def document(capsys, *arguments):
+    """What `probe ... --json` prints on stdout, and on stderr."""
+    code = main.main(["probe", *map(str, arguments), "--json"])
+    said = capsys.readouterr()
+    assert code == 0, said.err
+    return json.loads(said.out), said.err
+
+
 def asked(folder, *more):
     """The arguments of a probe of the table in a folder."""
     given = ("--data", folder / "data.jsonl", "--reward", tables.REWARD)
@@ -53,13 +63,14 @@ def folders(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def found(folders):
-    """What the command writes of each, and its page."""
+    """What the command prints of each; its page lies beside the model."""
     read = {}
     for name, folder in folders.items():
-        outs = ("--json", folder / "out.json", "--html", folder / "out.html")
-        code = main.main(["probe", *map(str, asked(folder, *outs, "--samples", SAMPLES))])
-        assert code == 0
-        read[name] = json.loads((folder / "out.json").read_text())
+        words = asked(folder, "--json", "--html", folder / "out.html", "--samples", SAMPLES)
+        out = io.StringIO()
+        with contextlib.redirect_stdout(out):
+            assert main.main(["probe", *map(str, words)]) == 0
+        read[name] = json.loads(out.getvalue())
     return read
 
 
@@ -151,9 +162,7 @@ def test_the_advice_tells_bimodal_from_equal_prompts(found):
     assert "`sign`" not in says["equal"]
 
 
-def test_a_disagreement_of_sampler_and_trainer_is_measured_and_told(
-    folders, tmp_path, monkeypatch, capsys
-):
+def test_a_disagreement_of_sampler_and_trainer_is_measured_and_told(folders, monkeypatch, capsys):
     draw = command.draw
 
     def shifted(*arguments):
@@ -161,11 +170,10 @@ def test_a_disagreement_of_sampler_and_trainer_is_measured_and_told(
         return answers._replace(logp=answers.logp - np.where(answers.mask, 0.25, 0))
 
     monkeypatch.setattr(command, "draw", shifted)
-    out = tmp_path / "out.json"
-    arguments = asked(folders["equal"], "-n", 2, "--num-prompts", 5, "--json", out)
+    arguments = asked(folders["equal"], "-n", 2, "--num-prompts", 5)
     code, said = probe(capsys, *arguments)
     assert code == 0, said
-    agreement = json.loads(out.read_text())["agreement"]
+    agreement = document(capsys, *arguments)[0]["agreement"]
     assert agreement["tokens"] == 5 * 2 * 2
     assert agreement["mean"] == pytest.approx(0.25, abs=1e-5)
     assert agreement["kl"] == pytest.approx(math.exp(0.25) - 1.25, abs=1e-5)
@@ -195,26 +203,19 @@ def test_a_config_names_model_data_and_reward(folders, tmp_path, capsys):
     text = [f'{name} = "{value}"' for name, value in lines.items()]
     text += [f"{name} = {value}" for name, value in numbers.items()]
     file.write_text("\n".join([*text, f'rewards = [{{ use = "{tables.REWARD}" }}]']))
-    out = tmp_path / "out.json"
-    code, said = probe(capsys, file, "--json", out)
-    assert code == 0, said
-    found = json.loads(out.read_text())
+    found, _ = document(capsys, file)
     assert (found["reward"], found["data"]) == ("right", str(folder / "data.jsonl"))
     assert (found["samples"], found["prompts"], found["prompts_per_step"]) == (16, 200, 40)
-    code, said = probe(capsys, file, "-n", 2, "--json", out, "--set", "eval.prompts=120")
-    assert code == 0, said
-    found = json.loads(out.read_text())
+    found, _ = document(capsys, file, "-n", 2, "--set", "eval.prompts=120")
     assert (found["reward"], found["samples"], found["prompts"]) == ("right", 2, 120)
     assert found["degeneracy"]["2"]["measured"] == 1  # 80 prompts at 0, 40 at 1
     assert not (tmp_path / "runs").exists()
     text = file.read_text().replace(tables.REWARD, f"{__file__}:refuses_no")
     file.write_text(text)
-    arguments = (file, "-n", 2, "--num-prompts", 120, "--json", out)
+    arguments = (file, "-n", 2, "--num-prompts", 120)
     code, said = probe(capsys, *arguments)
     assert (code, "no opinion of n" in said) == (2, True), said
-    code, said = probe(capsys, *arguments, "--set", "rewards.0.on_error=unscored")
-    assert code == 0, said
-    found = json.loads(out.read_text())
+    found, _ = document(capsys, *arguments, "--set", "rewards.0.on_error=unscored")
     assert found["success"]["unscored"] > 0.5
     assert "health" in {one["about"] for one in found["advice"]}
 
@@ -226,7 +227,7 @@ def test_a_config_names_model_data_and_reward(folders, tmp_path, capsys):
         (["M", "--data", "task:arithmetic:test"], "nothing judges the answers; give --reward"),
         (["M", "--data", "D", "--reward", "R", "-n", "1"], "a group needs 2 or more"),
         (["M", "--data", "D", "--reward", "R", "--level", "99"], "expected a share from 0.5"),
-        (["M", "--data", "D", "--reward", "R", "--json", "no/o.json"], "there is no folder no"),
+        (["M", "--data", "D", "--reward", "R", "--html", "no/o.html"], "there is no folder no"),
         (["M", "--data", "D", "--reward", "R", "--html", "."], "is a folder"),
         (["M", "--data", "D", "--reward", "aritmetic"], "arithmetic"),
         (["M", "--data", "D", "--reward", f"{__file__}:needs_level"], "asks for 'level'"),

@@ -10,6 +10,7 @@ import pytest
 
 from jaxgrpo.cli.main import main
 from jaxgrpo.core.errors import InputError
+from jaxgrpo.training.console import METRICS
 from jaxgrpo.training.folder import RunFolder
 from jaxgrpo.training.report.html import write_report
 from jaxgrpo.training.report.record import (
@@ -85,13 +86,19 @@ def test_reading_leaves_the_folder_free_and_untouched(folder):
     RunFolder(folder, resume=True).close()
 
 
-def test_warnings_come_from_the_lines_alone(folder):
+def test_warnings_come_from_the_lines_alone(folder, capsys):
     with RunFolder(folder, resume=True) as run:
         run.rewind(2)
-        run.write_metrics(3, {"groups/all_fail": 1.0})
+        run.write_metrics(3, {"groups/all_fail": 1.0, "eval/accuracy": 0.5, "eval/brier": None})
     record = read_run(folder)
     assert [(alarm.name, alarm.step) for alarm in record.warnings] == [("all fail", 3)]
     assert record.active == {"all fail"}
+    assert main(["report", str(folder), "--text", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    (warning,) = found["warnings"]
+    assert (warning["name"], warning["step"]) == ("all fail", 3)
+    assert warning["text"] == record.warnings[0].text
+    assert found["evaluations"] == [{"step": 3, "accuracy": 0.5}]
 
 
 def test_the_report_is_made_again_from_a_killed_run(folder, capsys):
@@ -111,6 +118,18 @@ def test_the_report_in_the_terminal_needs_no_charts(folder, capsys, monkeypatch)
     shown_text = capsys.readouterr().out
     assert "my run: stopped, step 2 of 4" in shown_text
     assert "▁█" in shown_text
+    assert main(["report", str(folder), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["run"], found["status"], found["step"], found["steps"]) == (
+        *("my run", "stopped", 2, 4),
+    )
+    assert found["warnings"] == []
+    assert found["metrics"].keys() <= set(METRICS)
+    for metric, curve in found["metrics"].items():
+        assert metric in shown_text
+        assert f"{curve['values'][0]:.3g}" in shown_text
+        assert len(curve["steps"]) == len(curve["values"])
+    assert found["metrics"]["reward"] == {"steps": [1, 2], "values": [0.25, 0.5]}
     assert main(["report", str(folder)]) == 2
     assert "report.html needs matplotlib: pip install" in capsys.readouterr().err
     assert not (folder / "report.html").exists()

@@ -1,0 +1,236 @@
+"""`jaxgrpo doctor`: what a bug report has to say of a machine, in at most ten lines.
+
+It works where a package that the trainer needs is not installed.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import shutil
+import subprocess
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+from packaging.requirements import Requirement
+from rich.console import Console
+
+import jaxgrpo
+from jaxgrpo.core.errors import InputError, without_passwords
+from jaxgrpo.data import storage
+from jaxgrpo.training import process
+from jaxgrpo.training.console import Document
+
+PACKAGES = (
+    ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint"),
+    ("numpy", "transformers", "tokenizers", "datasets"),
+)
+"""What results depend on, by line."""
+OF_DEVICES = ("libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin")
+"""What JAX needs beside itself for a TPU or a GPU; shown where it is installed."""
+WIDTH = 80  # columns that a line has, if it can
+
+
+def main(as_json: bool = False) -> int | Document:
+    """Prints it. Returns: the exit code, 2 where JAX cannot use the machine's devices."""
+    found = examine()
+    code = 0 if found["problem"] is None else 2
+    if as_json:
+        return Document(found, code)
+    console = Console(highlight=False)
+    for line in lines(found):
+        console.print(without_passwords(line), markup=False, emoji=False, soft_wrap=True)
+    return code
+
+
+def examine() -> dict[str, Any]:
+    """Versions, devices, memory and disk in bytes, and what each extra lacks."""
+    names = [*(name for line in PACKAGES for name in line), "safetensors"]
+    return {
+        "jaxgrpo": jaxgrpo.__version__,
+        "commit": _commit(),
+        "python": platform.python_version(),
+        "system": platform.platform(),
+        "packages": {name: _version(name) for name in (*names, *OF_DEVICES)},
+        **_devices(),
+        "memory": _memory(),
+        "disk": _disk(Path.cwd()),
+        "compile_cache": _cache(),
+        "extras": _extras(),
+    }
+
+
+def lines(found: Mapping[str, Any]) -> Iterator[str]:
+    """What to print of `examine`: eight lines, one of a problem and one of incomplete extras."""
+    packages = found["packages"]
+    yield f"jaxgrpo {found['jaxgrpo']}, commit {found['commit'] or 'not known'}"
+    yield f"python {found['python']} on {found['system']}"
+    for names in PACKAGES:
+        yield ", ".join(f"{name} {packages[name] or 'NOT INSTALLED'}" for name in names)
+    also = "".join(f", {name} {packages[name]}" for name in OF_DEVICES if packages[name])
+    yield f"devices: {found['devices']}, {found['cores']} cores{also}"
+    if found["problem"]:
+        yield f"problem: {found['problem']}"
+    yield f"memory: {_memory_words(found['memory'], found['device_memory'])}"
+    yield f"disk: {_size(found['disk']['free'])} free in {_short(found['disk']['folder'])}"
+    cache = found["compile_cache"]
+    unused = "" if cache["used"] else ", not used here"
+    size = "" if cache["bytes"] is None else f", {_size(cache['bytes'])}"
+    yield f"compile cache: {_short(cache['folder'])}{size}{unused}"
+    yield from _extras_line(found["extras"])
+
+
+def missing_of(package: str, extra: str) -> Iterator[str]:
+    """What an extra of an installed package asks for and is not installed, as in its metadata.
+
+    Extras that it asks for of other packages are followed, as "jax[cuda12]".
+    """
+    for text in importlib.metadata.requires(package) or ():
+        wanted = Requirement(text)
+        applies = wanted.marker is not None and wanted.marker.evaluate({"extra": extra})
+        if not applies or (wanted.marker and wanted.marker.evaluate({"extra": ""})):
+            continue  # of another extra or system, or needed without an extra
+        version = _version(wanted.name)
+        if version is None:
+            yield wanted.name
+        elif not wanted.specifier.contains(version, prereleases=True):
+            yield f"{wanted.name} {version}, not {wanted.specifier}"
+        else:
+            for inner in sorted(wanted.extras):
+                yield from missing_of(wanted.name, inner)
+
+
+def _extras() -> dict[str, list[str]] | None:
+    """Each extra of this package -> what it lacks; None where the package is not installed."""
+    try:
+        names = importlib.metadata.metadata("jaxgrpo").get_all("Provides-Extra") or []
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    return {name: sorted({*missing_of("jaxgrpo", name)}) for name in names}
+
+
+def _extras_line(extras: Mapping[str, Iterable[str]] | None) -> Iterator[str]:
+    """A line on the extras that lack something; none where all are whole.
+
+    >>> *_extras_line({"s3": ["s3fs"], "wandb": []}),
+    ("extras without: s3 (s3fs); pip install 'jaxgrpo[s3]'",)
+    """
+    if extras is None:
+        yield "extras: not known, since jaxgrpo is not installed (pip install .)"
+    elif without := {name: ", ".join(missing) for name, missing in extras.items() if missing}:
+        name = next(iter(without)) if len(without) == 1 else "NAME"
+        fuller = (f"{extra} ({missing})" for extra, missing in without.items())
+        texts = [
+            f"extras without: {', '.join(names)}; pip install 'jaxgrpo[{name}]'"
+            for names in (fuller, without)
+        ]
+        yield next((text for text in texts if len(text) <= WIDTH), texts[-1])
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _commit() -> str | None:
+    """That of the checkout, or of the repository, which this package was installed from."""
+    folder = Path(jaxgrpo.__file__).parent
+
+    def git(*arguments: str) -> str | None:
+        command = ["git", "-C", folder, *arguments]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+        except FileNotFoundError:
+            return None
+        return done.stdout.strip() if done.returncode == 0 else None
+
+    # The folder of an installed package may be inside the checkout of another project.
+    if git("ls-files", "--error-unmatch", "__init__.py"):
+        changed = ", with changes" if git("status", "--porcelain", "--", ".") else ""
+        return f"{git('rev-parse', '--short', 'HEAD')}{changed}"
+    try:
+        origin = importlib.metadata.distribution("jaxgrpo").read_text("direct_url.json")
+    except importlib.metadata.PackageNotFoundError:
+        origin = None
+    return json.loads(origin or "{}").get("vcs_info", {}).get("commit_id")
+
+
+def _devices() -> dict[str, Any]:
+    """What JAX computes on, with the memory of each device where it says."""
+    problem = None
+    try:
+        process.start("auto")
+    except InputError as error:
+        problem = str(error)
+    stats = [device.memory_stats() or {} for device in jax.local_devices()]
+    has_affinity = hasattr(os, "sched_getaffinity")  # not on every system
+    return {
+        "devices": process.devices_line(),
+        "problem": problem,
+        "device_memory": [
+            {"total": one["bytes_limit"], "used": one.get("bytes_in_use", 0)}
+            for one in stats
+            if "bytes_limit" in one
+        ],
+        "cores": len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count(),
+    }
+
+
+def _memory() -> dict[str, int] | None:
+    """Of the machine; None where the system does not say."""
+    if "SC_AVPHYS_PAGES" not in os.sysconf_names:
+        return None
+    page = os.sysconf("SC_PAGE_SIZE")
+    names = {"total": "SC_PHYS_PAGES", "unused": "SC_AVPHYS_PAGES"}
+    return {name: os.sysconf(pages) * page for name, pages in names.items()}
+
+
+def _memory_words(machine: Mapping[str, int] | None, devices: Sequence[Mapping[str, int]]) -> str:
+    words = "not known"
+    if machine is not None:
+        words = f"{_size(machine['total'])}, {_size(machine['unused'])} unused"
+    if devices:
+        total = _size(min(one["total"] for one in devices))
+        words += f"; each device {total}, {_size(max(one['used'] for one in devices))} in use"
+    return words
+
+
+def _disk(folder: Path) -> dict[str, Any]:
+    """A folder that need not be there yet, and what its disk has free."""
+    there = next(parent for parent in (folder, *folder.parents) if parent.exists())
+    return {"folder": str(folder), "free": shutil.disk_usage(there).free}
+
+
+def _cache() -> dict[str, Any]:
+    """Where compiled programs are kept, how many bytes, and whether this process uses it."""
+    folder = process.cache_folder(os.environ)
+    used = bool(jax.config.values["jax_enable_compilation_cache"])
+    if storage.is_url(os.environ.get("JAX_COMPILATION_CACHE_DIR", "")):
+        return {"folder": os.environ["JAX_COMPILATION_CACHE_DIR"], "bytes": None, "used": used}
+    size = 0
+    for entry in os.scandir(folder) if folder.is_dir() else ():
+        try:
+            size += entry.stat().st_size
+        except FileNotFoundError:  # another process has removed it
+            continue
+    return {"folder": str(folder), "bytes": size, "used": used}
+
+
+def _size(count: int) -> str:
+    """
+    >>> _size(3 * 2**29), _size(2**20)
+    ('1.5 GiB', '1.0 MiB')
+    """
+    return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"
+
+
+def _short(folder: str) -> str:
+    """A path without the user's name, which a bug report need not hold."""
+    home = str(Path.home())
+    return f"~{folder.removeprefix(home)}" if folder.startswith(f"{home}/") else folder

@@ -1,0 +1,137 @@
+"""A comparison as numbers: what the tables of `report` show, and what `compare --json` prints."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxgrpo.experiments.compare import results
+from jaxgrpo.experiments.compare.experiment import Case, Experiment, differences
+from jaxgrpo.experiments.compare.results import Estimate, Outcome, Outcomes, Row, Table
+
+GROUPS = ("groups/all_fail", "groups/all_pass", "groups/mixed", "live_groups")
+"""Shares of groups that are shown at the start and at the end of training."""
+
+Chosen = Mapping[str, Sequence[Outcome]]
+"""arm -> its runs at its best rate, of the seeds that count"""
+
+
+def of_plan(
+    experiment: Experiment, cases: Sequence[Case], finished: Collection[Path]
+) -> dict[str, Any]:
+    """What will be run, in what the arms differ, and which differences the seeds can show.
+
+    Args:
+      finished: the folders of the finished runs.
+    """
+    least, corrected, needed = results.detectable(experiment)
+    seen = {"p": least, "corrected_p": corrected, "level": experiment.level, "seeds": needed}
+    return {
+        "dir": experiment.dir,
+        "runs": len(cases),
+        "finished": len(finished),
+        "metric": experiment.metric,
+        "better": experiment.better,
+        "control": experiment.control,
+        "learning_rates": {arm: experiment.rates(arm) for arm in experiment.arms},
+        "seeds": experiment.seeds,
+        "tuning_seeds": experiment.tuning_seeds,
+        "tested": results.testable(experiment),
+        "smallest": seen if results.testable(experiment) else None,
+        "differences": {
+            key: {arm: None if text == "–" else json.loads(text) for arm, text in values.items()}
+            for key, values in differences(cases).items()
+        },
+    }
+
+
+def of_result(experiment: Experiment, outcomes: Outcomes, chosen: Chosen) -> dict[str, Any]:
+    """What the finished runs say."""
+    rates = sorted({rate for _, rate in outcomes})
+    tables = {rate: results.at_rate(experiment, outcomes, rate) for rate in rates}
+    return {
+        "best": _rows(experiment, results.at_best(experiment, outcomes)),
+        "by_learning_rate": [row for table in tables.values() for row in _rows(experiment, table)],
+        "mixtures": results.mixtures(outcomes),
+        "pass_at": passes(experiment, chosen),
+        "groups": groups(chosen),
+        "warnings": warnings(outcomes),
+        "cost": costs(chosen),
+    }
+
+
+def passes(experiment: Experiment, chosen: Chosen) -> dict[str, dict[str, Any]]:
+    """arm -> pass@1, pass@2, ... of the base and the trained model, means over seeds, and the
+    smallest k from which the trained model is shown to be below the base (None: it is not)."""
+    samples = min(len(run.base_pass) for found in chosen.values() for run in found)
+    numbers = {}
+    for arm, found in chosen.items():
+        base = np.array([run.base_pass[:samples] for run in found])
+        trained = np.array([run.trained_pass[:samples] for run in found])
+        numbers[arm] = {
+            "base": base.mean(0),
+            "trained": trained.mean(0),
+            "below_the_base_from": results.crossing(base, trained, experiment.level),
+        }
+    return numbers
+
+
+def groups(chosen: Chosen) -> dict[str, dict[str, dict[str, float]]]:
+    """arm -> share of groups -> its means over the first and the last tenth of the steps."""
+    numbers = {}
+    for arm, found in chosen.items():
+        means = {name: np.mean([run.curves[name] for run in found], axis=0) for name in GROUPS}
+        part = max(1, len(next(iter(means.values()))) // 10)
+        numbers[arm] = {
+            name: {"first": float(of[:part].mean()), "last": float(of[-part:].mean())}
+            for name, of in means.items()
+        }
+    return numbers
+
+
+def warnings(outcomes: Outcomes) -> list[dict[str, Any]]:
+    """In how many runs of each arm and rate each warning came."""
+    found = []
+    for (arm, rate), by_seed in outcomes.items():
+        given = Counter(name for run in by_seed.values() for name, n in run.warnings.items() if n)
+        place = {"arm": arm, "learning_rate": rate}
+        for name in sorted(given):
+            found.append({**place, "warning": name, "in_runs": given[name], "runs": len(by_seed)})
+    return found
+
+
+def costs(chosen: Chosen) -> dict[str, dict[str, float]]:
+    """arm -> tokens sampled and seconds of training of a run, means over seeds."""
+    return {
+        arm: {
+            "tokens": float(np.mean([run.numbers["tokens"] for run in found])),
+            "seconds": float(np.mean([run.numbers["time/seconds"] for run in found])),
+        }
+        for arm, found in chosen.items()
+    }
+
+
+def _rows(experiment: Experiment, table: Table) -> list[dict[str, Any]]:
+    return [_row(experiment, row) for row in table]
+
+
+def _row(experiment: Experiment, row: Row) -> dict[str, Any]:
+    tested = row.difference is not None and row.corrected is not None
+    return {
+        "arm": row.arm,
+        "learning_rate": row.rate,
+        "estimate": row.metric._asdict(),
+        "minus_control": _estimate(row.difference),
+        "p": row.p,
+        "corrected_p": row.corrected,
+        "standing": results.standing(experiment, row) if tested else None,
+    }
+
+
+def _estimate(found: Estimate | None) -> dict[str, float] | None:
+    return None if found is None else found._asdict()

@@ -1,0 +1,168 @@
+"""`jaxgrpo doctor`: ten lines for a bug report, the same as JSON, and its exit code."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import subprocess
+
+import jax
+import pytest
+
+import jaxgrpo
+from jaxgrpo.cli import doctor
+from jaxgrpo.cli.main import main
+from jaxgrpo.core.errors import InputError
+from jaxgrpo.training import process
+
+METADATA = {
+    "jaxgrpo": [
+        "numpy>=2.0",
+        "wandb>=0.19; extra == 'wandb'",
+        "jax[cuda12]>=0.10; extra == 'cuda12'",
+        "absent>=1; extra == 'elsewhere' and sys_platform == 'none'",
+        "jax[tpu]; (sys_platform != 'none') and extra == 'plan'",
+    ],
+    "jax": [
+        "jax-cuda12-plugin[with-cuda]<=0.10.2,>=0.10.2; extra == 'cuda12'",
+        "libtpu==0.0.42.*; extra == 'tpu'",
+    ],
+    "jax-cuda12-plugin": ["nvidia-cublas-cu12>=12.1; extra == 'with-cuda'"],
+}
+INSTALLED = {
+    "numpy": "2.4",
+    "jax": "0.10.2",
+    "jax-cuda12-plugin": "0.10.2",
+    "libtpu": "0.0.41",
+    "jaxgrpo": "0.1",
+}
+
+
+def test_ten_lines_say_versions_devices_memory_and_disk(capsys, repository):
+    assert main(["doctor"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) <= 10
+    starts = ("jaxgrpo ", "python ", "jax ", "numpy ", "devices: ", "memory: ", "disk: ")
+    for line, start in zip(lines, (*starts, "compile cache: "), strict=False):
+        assert line.startswith(start)
+    shown = "\n".join(lines)
+    command = ["git", "rev-parse", "--short", "HEAD"]
+    commit = subprocess.run(command, capture_output=True, text=True, cwd=repository, check=False)
+    said = commit.stdout.strip() or "not known"
+    assert lines[0].startswith(f"jaxgrpo {jaxgrpo.__version__}, commit {said}")
+    for name in ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "transformers", "datasets"):
+        assert f"{name} {importlib.metadata.version(name)}" in shown
+    assert "devices: 4 cpu devices (cpu) in 1 process, " in shown
+    assert " unused" in shown
+    assert "GiB free in " in shown
+
+
+def test_the_lines_fit_a_terminal(monkeypatch):
+    monkeypatch.setattr(doctor.platform, "platform", lambda: "Linux-6.8-x86_64-with-glibc2.39")
+    monkeypatch.setattr(doctor, "_disk", lambda folder: {"folder": "/home/a", "free": 2**35})
+    monkeypatch.setattr(doctor, "_cache", lambda: {"folder": "/c", "bytes": 2**29, "used": False})
+    lines = [*doctor.lines(doctor.examine())]
+    assert max(map(len, lines)) <= 80
+    assert "disk: 32.0 GiB free in /home/a" in lines
+    assert "compile cache: /c, 512.0 MiB, not used here" in lines
+
+
+def test_the_document_holds_what_the_lines_show(capsys, tmp_path, monkeypatch):
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path / "cache"))
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache" / "program").write_bytes(b"x" * 1000)
+    monkeypatch.setattr(process, "start", lambda platform: "")
+    assert main(["doctor", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["jaxgrpo"] == jaxgrpo.__version__
+    assert found["packages"]["jax"] == jax.__version__
+    assert found["packages"]["safetensors"] == importlib.metadata.version("safetensors")
+    assert found["devices"] == "4 cpu devices (cpu) in 1 process"
+    assert found["problem"] is None
+    assert found["memory"]["total"] > found["memory"]["unused"] > 0
+    assert found["disk"]["free"] > 0
+    cache = found["compile_cache"]
+    assert (cache["folder"], cache["bytes"]) == (str(tmp_path / "cache"), 1000)
+    assert found["extras"]["math"] == found["extras"]["wandb"] == [], "the tests need them"
+
+
+def test_devices_that_jax_cannot_use_end_with_2(capsys, monkeypatch):
+    def refuse(platform):
+        raise InputError("/dev/nvidia0 is there, but this JAX has only the CPU")
+
+    monkeypatch.setattr(process, "start", refuse)
+    assert main(["doctor"]) == 2
+    lines = capsys.readouterr().out.splitlines()
+    assert "problem: /dev/nvidia0 is there, but this JAX has only the CPU" in lines
+    assert len(lines) <= 10
+    assert main(["doctor", "--json"]) == 2
+    found = json.loads(capsys.readouterr().out)
+    assert found["problem"].startswith("/dev/nvidia0 is there")
+
+
+def test_memory_of_devices_is_shown_where_they_say_it():
+    devices = [{"total": 80 * 2**30, "used": 2**30}, {"total": 80 * 2**30, "used": 0}]
+    words = doctor._memory_words({"total": 2**37, "unused": 2**36}, devices)
+    assert words == "128.0 GiB, 64.0 GiB unused; each device 80.0 GiB, 1.0 GiB in use"
+    assert doctor._memory_words(None, []) == "not known"
+
+
+@pytest.fixture
+def metadata(monkeypatch):
+    def version(name: str) -> str:
+        if name not in INSTALLED:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return INSTALLED[name]
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    monkeypatch.setattr(importlib.metadata, "requires", METADATA.get)
+
+
+@pytest.mark.parametrize(
+    ("extra", "missing"),
+    [
+        ("wandb", ["wandb"]),
+        ("cuda12", ["nvidia-cublas-cu12"]),  # of the package that jax[cuda12] asks for
+        ("plan", ["libtpu 0.0.41, not ==0.0.42.*"]),
+        ("elsewhere", []),  # of another system
+    ],
+)
+def test_what_an_extra_lacks_is_read_from_the_metadata(metadata, extra, missing):
+    assert [*doctor.missing_of("jaxgrpo", extra)] == missing
+
+
+def test_the_extras_are_those_of_the_package():
+    found = doctor._extras()
+    assert found is not None
+    assert {"cuda12", "tpu", "plan", "math", "wandb", "gcs", "s3"} <= found.keys()
+    listed = importlib.metadata.metadata("jaxgrpo").get_all("Provides-Extra")
+    assert [*found] == listed
+
+
+def test_a_line_names_what_is_missing_as_far_as_it_has_room():
+    def line(**extras):
+        return "".join(doctor._extras_line(extras))
+
+    assert line(math=[], s3=[]) == ""
+    assert line(math=[], s3=["s3fs"]) == "extras without: s3 (s3fs); pip install 'jaxgrpo[s3]'"
+    both = "extras without: plan (libtpu), s3 (s3fs); pip install 'jaxgrpo[NAME]'"
+    assert line(plan=["libtpu"], s3=["s3fs"]) == both
+    many = {f"extra{i}": ["a-package"] for i in range(4)}
+    expected = "extras without: extra0, extra1, extra2, extra3; pip install 'jaxgrpo[NAME]'"
+    assert line(**many) == expected
+    (text,) = doctor._extras_line(None)
+    assert "jaxgrpo is not installed" in text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["flax", "transformers", "datasets"])
+def test_it_works_where_a_package_of_the_trainer_is_missing(python, environment, name):
+    program = (
+        f"import sys; sys.modules[{name!r}] = None;"
+        "from jaxgrpo.cli.main import main; sys.exit(main(['doctor']))"
+    )
+    done = subprocess.run(
+        [python, "-c", program], env=environment(), capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("jaxgrpo ")
