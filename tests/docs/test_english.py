@@ -71,7 +71,7 @@ def hits(source: str, python: bool) -> list[tuple[int, str]]:
 
 
 def files(repository: Path) -> Iterator[Path]:
-    for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md"):
+    for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md"):
         yield repository / name
     yield from sorted((repository / "docs").rglob("*.md"))
     for folder in ("docs", "examples", "jaxgrpo"):
