@@ -135,8 +135,8 @@ class SampleFile(Closing):
     """A file of sample rows that grows; only process 0 opens it."""
 
     def __init__(self, path: str):
-        self.path = Path(path)
-        self.settings = self.path.with_name(f"{self.path.name}.settings.json")
+        self.path: Path = Path(path)
+        self.settings: Path = self.path.with_name(f"{self.path.name}.settings.json")
         self._file: Any = None
 
     def resume(

@@ -32,7 +32,7 @@ PACKAGES = (
     *("jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin", "libtpu", "flax", "optax"),
     *("orbax-checkpoint", "transformers", "tokenizers", "safetensors", "datasets", "numpy"),
 )
-EXTRAS = {
+EXTRAS: dict[str, tuple[str, ...]] = {
     "math": ("math-verify",),
     "wandb": ("wandb",),
     "gcs": ("gcsfs",),

@@ -71,7 +71,7 @@ _LAID_OUT = ("train.tokens_per_micro_batch", "train.remat")
 _COUNTED = ("train.steps", "train.num_iterations", "train.minibatches")
 _STEPPED = ("loss", "optimizer", "train.on_no_live_sample")
 _UPDATED = (*_SAMPLED, *_STEPPED, *_COUNTED, *_LAID_OUT)
-DEPENDS = {
+DEPENDS: dict[str, tuple[str, ...]] = {
     "inputs": _INPUTS,
     "sampler": _SAMPLED,
     "update": _UPDATED,
