@@ -9,7 +9,16 @@ from jaxgrpo.rewards.builtin import (
 )
 from jaxgrpo.rewards.calling import RewardLog, call_rewards, flipped
 from jaxgrpo.rewards.mathematics import math_answer
-from jaxgrpo.rewards.protocol import RewardError, RewardFunction, TrainerState, bind, check, name_of
+from jaxgrpo.rewards.protocol import (
+    RewardError,
+    RewardFunction,
+    Rewards,
+    Scores,
+    TrainerState,
+    bind,
+    check,
+    name_of,
+)
 from jaxgrpo.rewards.registry import Preview, answers, build, preview, rewards, with_lengths
 
 __all__ = [
@@ -17,6 +26,8 @@ __all__ = [
     "RewardError",
     "RewardFunction",
     "RewardLog",
+    "Rewards",
+    "Scores",
     "TrainerState",
     "answers",
     "bind",
