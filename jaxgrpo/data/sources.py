@@ -13,7 +13,7 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -26,6 +26,7 @@ Located = tuple[str, Row]
 """A row, and its place in words: "rows.jsonl, line 3". Rows are counted from 0, lines from 1."""
 
 
+@runtime_checkable
 class RowList(Protocol):
     """Rows that can be counted, and read more than once: a list of dicts or the like."""
 
@@ -33,6 +34,7 @@ class RowList(Protocol):
     def __iter__(self) -> Iterator[Mapping[str, Any]]: ...
 
 
+@runtime_checkable
 class DataSet(Protocol):
     """A `datasets.Dataset`."""
 
@@ -41,6 +43,7 @@ class DataSet(Protocol):
     def __len__(self) -> int: ...
 
 
+@runtime_checkable
 class Frame(Protocol):
     """A DataFrame of pandas."""
 

@@ -23,13 +23,14 @@ import functools
 import inspect
 import math
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence, Set
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, SupportsFloat
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, SupportsFloat, runtime_checkable
 
 import numpy as np
 
 from jaxgrpo.core.errors import InputError, keywords, suggest
 
 
+@runtime_checkable
 class ScoreArray(Protocol):
     """A 1-d array of NumPy, JAX, torch or pandas."""
 

@@ -5,8 +5,7 @@
     report.html  tensorboard/  (written by report/html.py and logbook.py)
     before_N/  (what was logged from step N on, before a start that continued there)
 
-The first two lines are the same bytes for the same run, apart from metrics whose names begin with
-"time/".
+The first two lines are the same bytes for the same run, apart from the metrics "time/...".
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ import os
 import weakref
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -48,12 +47,13 @@ OPTIONAL = ("source", "extra")  # last: of a mixture; {column: value} where a re
 LOCK = ".lock"
 SHOWN = 200  # characters of a path in a message
 INSIDE = 300  # bytes that the paths of files within a run folder may have
+Closes = TypeVar("Closes", bound="Closing")
 
 
 class Closing(abc.ABC):
     """A context manager that calls its own `close` at the end."""
 
-    def __enter__(self) -> Self:
+    def __enter__(self: Closes) -> Closes:
         return self
 
     def __exit__(self, *error: object) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -47,6 +47,7 @@ class Sight(NamedTuple):
     keys: tuple[Keys, ...]  # side by side
 
 
+@runtime_checkable
 class Shaped(Protocol):
     """An array, or its shape alone (`jax.ShapeDtypeStruct`)."""
 
