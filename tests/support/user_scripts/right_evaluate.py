@@ -4,6 +4,9 @@ from pathlib import Path
 
 import jaxgrpo as jg
 from jaxgrpo import tasks
+from jaxgrpo.config.tables import RolloutTable
+
+SIZES: RolloutTable = {"temperature": 1.0, "max_completion_tokens": 32}
 
 
 def exactly(completions: list[str], answer: list[str]) -> list[bool]:
@@ -32,7 +35,7 @@ def is_worth_training(model: str) -> bool:
             reward="arithmetic",
             samples=16,
             prompts=64,
-            rollout={"temperature": 1.0, "max_completion_tokens": 32},
+            rollout=SIZES,
             mesh={"platform": "cpu"},
         )
     except jg.InputError as error:
