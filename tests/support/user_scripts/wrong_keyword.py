@@ -3,6 +3,7 @@
 import jaxgrpo as jg
 
 jg.train("quickstart", train={"steps": 20}, model={"path": "base"})
+jg.train(5, foo=1)  # error: reportCallIssue
 jg.train("quickstart", foo=1)  # error: reportCallIssue
 jg.train("quickstart", train={"stepz": 20})  # error: reportArgumentType
 jg.evaluate("base", scorrer="math")  # error: reportCallIssue
