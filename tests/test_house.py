@@ -244,7 +244,7 @@ def test_a_public_word_is_found_and_stays_the_same(word):
 
 def test_a_word_that_does_not_exist_is_refused_with_the_nearest():
     with pytest.raises(AttributeError, match="did you mean 'Rollouts'"):
-        jaxgrpo.Rolouts  # noqa: B018
+        getattr(jaxgrpo, "Rolouts")  # noqa: B009
 
 
 def test_no_package_has_the_name_of_a_public_function():

@@ -5,6 +5,7 @@ import importlib
 import inspect
 import pkgutil
 import types
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -24,6 +25,10 @@ def unchanged(signal, rollouts):
     return signal
 
 
+def updated(signal, state, rollouts):
+    return signal, state, {}
+
+
 def runs(tmp_path):
     """Configs for one run after the other."""
     number = 0
@@ -41,10 +46,10 @@ def calls(tmp_path):
     """Word -> a call of it."""
     configs, asked = runs(tmp_path), small_run.base()
     rows = [{"prompt": "1+2=", "answer": "3"}]
-    sizes = {"rollout": {"max_prompt_tokens": 8, "max_completion_tokens": 8}}
+    sizes: dict[str, Any] = {"rollout": {"max_prompt_tokens": 8, "max_completion_tokens": 8}}
     numbers, batch = jnp.ones(3), (np.ones((2, 3), int),) * 2
     return {
-        "AdvantageTransform": lambda: jg.AdvantageTransform("own", lambda spec: (), unchanged),
+        "AdvantageTransform": lambda: jg.AdvantageTransform("own", lambda spec: (), updated),
         "Config": lambda: jg.Config(**vars(next(configs))),
         "ConfigError": lambda: jg.ConfigError("run.toml", ["wrong"]),
         "InputError": lambda: jg.InputError("wrong"),
@@ -54,7 +59,7 @@ def calls(tmp_path):
         "RolloutSpec": lambda: jg.RolloutSpec(1, 2, 3, 4),
         "Rollouts": lambda: tiny.rollouts(np.eye(2)),
         "Run": lambda: jg.Run(tmp_path, {}, fields(jg.TrainState)),
-        "Setup": lambda: jg.Setup(*range(len(jg.Setup._fields))),
+        "Setup": lambda: jg.Setup._make(range(len(jg.Setup._fields))),
         "Signal": lambda: jg.Signal(value=numbers, mask=numbers > 0),
         "TrainBatch": lambda: fields(jg.TrainBatch),
         "TrainState": lambda: fields(jg.TrainState),
@@ -107,4 +112,4 @@ def test_words_stay_functions_when_modules_are_imported():
     modules = {word for word in jg.__all__ if isinstance(getattr(jg, word), types.ModuleType)}
     assert modules.isdisjoint(WORDS)
     with pytest.raises(AttributeError, match="subtract_group_mean"):
-        _ = jg.substract_group_mean
+        getattr(jg, "substract_group_mean")  # noqa: B009

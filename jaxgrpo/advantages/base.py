@@ -92,7 +92,7 @@ def of_either(made: Callable[[bool], AdvantageTransform]) -> AdvantageTransform:
 
 
 def transform(
-    function: Callable[[Signal, Rollouts], Any], name: str | None = None
+    function: Callable[[Signal, Rollouts], Signal], name: str | None = None
 ) -> AdvantageTransform:
     """Makes a step of any function (signal, rollouts) -> signal. Also a decorator.
 

@@ -25,7 +25,7 @@ Steps = tuple[tuple[str, AdvantageTransform], ...]
 
 
 def chain(
-    *transforms: AdvantageTransform | Callable[[Signal, Rollouts], Any], name: str = "chain"
+    *transforms: AdvantageTransform | Callable[[Signal, Rollouts], Signal], name: str = "chain"
 ) -> AdvantageTransform:
     """Runs transforms one after the other; itself a transform, so chains nest.
 
@@ -71,7 +71,8 @@ def chain(
 
 
 def extend(
-    whole: AdvantageTransform, *transforms: AdvantageTransform | Callable[[Signal, Rollouts], Any]
+    whole: AdvantageTransform,
+    *transforms: AdvantageTransform | Callable[[Signal, Rollouts], Signal],
 ) -> AdvantageTransform:
     """A chain with further steps at its end, under its own name; its steps keep theirs."""
     steps = [step for _, step in whole.steps] or [whole]
@@ -287,7 +288,8 @@ def _named(transforms: tuple[Any, ...]) -> Steps:
                     f"a chain takes transforms and functions (signal, rollouts) -> signal, got"
                     f" {item!r}"
                 )
-            item = transform(item)
+            function: Any = item
+            item = transform(function)
         key, number = item.name, 1
         while key in steps:
             number += 1

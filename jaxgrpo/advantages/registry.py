@@ -6,7 +6,7 @@ import dataclasses
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeGuard
 
 import jax.numpy as jnp
 from jax import Array
@@ -35,7 +35,7 @@ from jaxgrpo.advantages.recipes import peers, several
 from jaxgrpo.advantages.stats import widen
 from jaxgrpo.core import errors
 from jaxgrpo.core.errors import InputError, call, find, suggest
-from jaxgrpo.core.types import Rollouts, RolloutSpec
+from jaxgrpo.core.types import Rollouts, RolloutSpec, Signal
 
 Factory = Callable[..., AdvantageTransform]
 
@@ -273,7 +273,8 @@ def _own(use: Any, options: Mapping[str, Any]) -> AdvantageTransform:
             f"{name} returned {type(made).__name__}, expected a transform or a function"
             " (signal, rollouts) -> signal"
         )
-    return made if isinstance(made, AdvantageTransform) else transform(made, name)
+    function: Any = made
+    return made if isinstance(made, AdvantageTransform) else transform(function, name)
 
 
 def _required(function: Callable[..., Any]) -> list[str]:
@@ -286,5 +287,5 @@ def _required(function: Callable[..., Any]) -> list[str]:
     ]
 
 
-def _takes_signal(function: Callable[..., Any]) -> bool:
+def _takes_signal(function: Any) -> TypeGuard[Callable[[Signal, Rollouts], Signal]]:
     return len(_required(function)) == 2

@@ -272,7 +272,7 @@ def rubric_gate(
 
 
 def combine(
-    function: Callable[[Streams, Rollouts], Any],
+    function: Callable[[Streams, Rollouts], Signal],
     name: str | None = None,
     needs: tuple[str, ...] = (),
 ) -> AdvantageTransform:

@@ -6,14 +6,17 @@ import dataclasses
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 from rich.console import Console
 from rich.table import Column, Table
 
 from jaxgrpo.config.files import Config
 from jaxgrpo.config.keys import LoraKeys, is_path
+from jaxgrpo.config.tables import AskOverrides
 from jaxgrpo.core.errors import InputError, without_passwords
+from jaxgrpo.data.sources import Rows
+from jaxgrpo.data.storage import Place
 from jaxgrpo.evaluation.evaluate import (
     Evaluation,
     Questions,
@@ -44,14 +47,14 @@ from jaxgrpo.training.policy import (
 
 
 def evaluate(
-    target: str | Path,
+    target: str | Place,
     *,
-    data: str | Iterable[Any] | None = None,
+    data: str | Rows | None = None,
     scorer: str | RewardFunction | None = None,
     samples: int | None = None,
     prompts: int | None = None,
     base: str | None = None,
-    **overrides: Any,
+    **overrides: Unpack[AskOverrides],
 ) -> dict[str, float]:
     """What `jaxgrpo eval` measures: greedy accuracy, pass@k, majority votes, their intervals.
 
@@ -62,7 +65,7 @@ def evaluate(
       samples: per prompt; of a run or config its eval.samples by default, else 16.
       prompts: the first so many; all by default.
       base: a model folder or a name on the hub that the KL is measured from.
-      overrides: keys of the config, rollout={"temperature": 0.5} or **{"rollout.top_k": 20}.
+      overrides: tables of the config, rollout={"temperature": 0.5}, as of `train`.
 
     Returns: name -> number, as docs/metrics.md describes them; NAME/low and NAME/high are the ends
     of NAME's 95% interval over prompts.
@@ -114,10 +117,10 @@ def print_evaluation(
 
 def _measure(
     console: Console,
-    target: str | Path,
+    target: str | Place,
     config: Config,
-    rows: Iterable[Any] | None,
-    scorer: Any,
+    rows: Rows | None,
+    scorer: str | RewardFunction | None,
     base: str | None,
 ) -> tuple[Questions, Evaluation]:
     """Evaluates the model of a config on `rows`, or on its eval.data."""
@@ -167,7 +170,7 @@ def _all_rows(evaluation: Evaluation, questions: Questions, name: str) -> Iterat
             yield {"greedy": greedy, **row}
 
 
-def _refuse_unjudged(target: str | Path, config: Config, rows: Iterable[Any] | None) -> None:
+def _refuse_unjudged(target: str | Place, config: Config, rows: Rows | None) -> None:
     if config.eval.data is None and rows is None:
         raise InputError(f"eval {target}: nothing to evaluate on; give --data")
     if config.eval.scorer is None and config.rewards[0].use == NO_REWARD:
@@ -177,7 +180,7 @@ def _refuse_unjudged(target: str | Path, config: Config, rows: Iterable[Any] | N
         )
 
 
-def _base_config(target: str | Path, config: Config, base: str | None) -> Config | None:
+def _base_config(target: str | Place, config: Config, base: str | None) -> Config | None:
     """A config whose model is the one that the KL is measured from; None where none is asked for.
 
     Raises: InputError where a KL is asked for without a base, or its model does not exist.

@@ -12,14 +12,16 @@ import json
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from jaxgrpo.config.files import Config
+from jaxgrpo.config.tables import SampleOverrides
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.data import storage
+from jaxgrpo.data.storage import Place
 from jaxgrpo.evaluation.evaluate import (
     Batches,
     Questions,
@@ -43,15 +45,15 @@ MUCH = 1.1
 
 
 def sample(
-    target: str | Path,
-    prompts: Sequence[Any],
+    target: str | Place,
+    prompts: Sequence[str | Sequence[Mapping[str, Any]]],
     *,
     samples: int = 1,
     temperature: float = 1.0,
     top_k: int | None = None,
     top_p: float | None = None,
     max_tokens: int | None = None,
-    **overrides: Any,
+    **overrides: Unpack[SampleOverrides],
 ) -> list[dict[str, Any]]:
     """Samples completions of prompts, as `jaxgrpo sample` draws them.
 
@@ -61,7 +63,7 @@ def sample(
       samples: of each prompt.
       temperature: 0 takes the likeliest token.
       top_k, top_p, max_tokens: by default as the run or config says.
-      overrides: keys of the config, train={"seed": 1} or **{"train.seed": 1}.
+      overrides: tables of the config, train={"seed": 1}, as of `train`.
 
     Returns: a row for each sample, in the order of the prompts: "prompt", "completion",
     "completion_ids", "logps", "truncated" and others, as in a run's samples.
@@ -135,8 +137,8 @@ class SampleFile(Closing):
     """A file of sample rows that grows; only process 0 opens it."""
 
     def __init__(self, path: str):
-        self.path = Path(path)
-        self.settings = self.path.with_name(f"{self.path.name}.settings.json")
+        self.path: Path = Path(path)
+        self.settings: Path = self.path.with_name(f"{self.path.name}.settings.json")
         self._file: Any = None
 
     def resume(

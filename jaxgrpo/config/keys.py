@@ -385,7 +385,7 @@ HINTS: dict[str, Any] = {
 SECTIONS: dict[str, Any] = {
     name: hint for name, hint in HINTS.items() if dataclasses.is_dataclass(hint)
 }
-KEYS: dict[str, dataclasses.Field] = {
+KEYS: dict[str, dataclasses.Field[Any]] = {
     f"{section}.{field.name}": field
     for section, cls in SECTIONS.items()
     for field in dataclasses.fields(cls)

@@ -29,7 +29,7 @@ from jaxgrpo.config.keys import (
     RewardKeys,
 )
 
-KINDS = {
+KINDS: dict[Any, str] = {
     int: "a whole number",
     float: "a number",
     bool: "true or false",

@@ -43,7 +43,7 @@ class ConfigError(InputError):
     """
 
     def __init__(self, source: str, problems: Sequence[str]):
-        self.problems = tuple(problems)
+        self.problems: tuple[str, ...] = tuple(problems)
         count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
         super().__init__("\n".join([f"{source}: {count}", *(f"  {item}" for item in problems)]))
 

@@ -8,7 +8,7 @@ and micro-batch, Q positions per row.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 from jax import Array
@@ -16,7 +16,12 @@ from jax import Array
 Params = dict[str, Any]
 """Nested dicts of arrays: all that leaves `models/` of a Flax module."""
 
-register = jax.tree_util.register_dataclass
+Data = TypeVar("Data", bound=type)
+
+
+def register(data: Data) -> Data:
+    """A decorator: JAX takes the dataclass as a tree of its fields."""
+    return jax.tree_util.register_dataclass(data)
 
 
 @register

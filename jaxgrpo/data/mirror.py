@@ -32,7 +32,7 @@ STAY = ("checkpoints", "model", "adapter", "profile")
 """What is not copied back: large, and nothing of a run that goes on reads it here."""
 LAST = "summary.json"
 """Copied after all others: a run that has it is complete."""
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 
 def folder_of(url: str) -> Path:
@@ -91,7 +91,8 @@ class Mirror:
     """
 
     def __init__(self, url: str, folder: Path):
-        self.url, self.folder = url.rstrip("/"), folder
+        self.url: str = url.rstrip("/")
+        self.folder: Path = folder
         self._me = self._host()
         self._beats, self._taken = 0, ""  # who took the run from this process
         self._sent: dict[str, tuple[int, int] | None] = {}  # size and time; None: not from here

@@ -10,7 +10,7 @@ import difflib
 import functools
 import numbers
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,7 +19,7 @@ from jaxgrpo.core.errors import InputError, no_text, refusing
 from jaxgrpo.data import chat as conversations
 from jaxgrpo.data import limits, sources
 from jaxgrpo.data.chat import Chat
-from jaxgrpo.data.sources import Located, Mixture, Row, Source
+from jaxgrpo.data.sources import Located, Mixture, Row, Rows, Source
 from jaxgrpo.data.written import text_of_value
 
 SHOWN = 60  # characters of a text in a message
@@ -53,7 +53,7 @@ class PromptData(NamedTuple):
 
 
 def load_rows(
-    source: Source | Iterable[Any],
+    source: Source | Rows,
     prompt: str,
     answer: str,
     split: str | None = None,

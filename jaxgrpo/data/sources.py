@@ -13,7 +13,7 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -24,6 +24,34 @@ from jaxgrpo.data.written import widen
 Row = dict[str, Any]
 Located = tuple[str, Row]
 """A row, and its place in words: "rows.jsonl, line 3". Rows are counted from 0, lines from 1."""
+
+
+@runtime_checkable
+class RowList(Protocol):
+    """Rows that can be counted, and read more than once: a list of dicts or the like."""
+
+    def __len__(self) -> int: ...
+    def __iter__(self) -> Iterator[Mapping[str, Any]]: ...
+
+
+@runtime_checkable
+class DataSet(Protocol):
+    """A `datasets.Dataset`."""
+
+    @property
+    def features(self) -> Any: ...
+    def __len__(self) -> int: ...
+
+
+@runtime_checkable
+class Frame(Protocol):
+    """A DataFrame of pandas."""
+
+    def itertuples(self, *args: Any, **kwargs: Any) -> Any: ...
+
+
+Rows = RowList | DataSet | Frame | Mapping[Any, Any]
+"""Rows from Python; a mapping holds columns, or splits that are rows."""
 
 FILES = (".jsonl", ".csv", ".parquet")
 NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")  # on the hub

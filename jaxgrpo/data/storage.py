@@ -13,19 +13,45 @@ import os
 import re
 import shutil
 from collections.abc import Iterable, Iterator
-from pathlib import Path
-from typing import Any
+from pathlib import Path, PurePosixPath
+from typing import IO, TYPE_CHECKING, Any, Self
 
 from etils import epath
 
 from jaxgrpo.core.errors import InputError, one_line
+
+if TYPE_CHECKING:
+
+    class BucketPath(PurePosixPath):
+        """What etils' path has of pathlib's: that package brings no types."""
+
+        def exists(self) -> bool: ...
+        def is_file(self) -> bool: ...
+        def is_dir(self) -> bool: ...
+        def iterdir(self) -> Iterator[Self]: ...
+        def glob(self, pattern: str) -> Iterator[Self]: ...
+        def rglob(self, pattern: str) -> Iterator[Self]: ...
+        def resolve(self, strict: bool = False) -> Self: ...
+        def open(self, mode: str = "r", encoding: str | None = None) -> IO[Any]: ...
+        def read_text(self, encoding: str | None = None) -> str: ...
+        def read_bytes(self) -> bytes: ...
+        def write_text(self, data: str, encoding: str | None = None) -> int: ...
+        def write_bytes(self, data: bytes) -> int: ...
+        def mkdir(
+            self, mode: int | None = None, parents: bool = False, exist_ok: bool = False
+        ) -> None: ...
+        def rmdir(self) -> None: ...
+        def unlink(self, missing_ok: bool = False) -> None: ...
+
+else:
+    BucketPath = epath.Path
 
 URL = re.compile(r"([a-z][a-z0-9+.-]*)://(.+)", re.DOTALL)
 EXTRAS = {"gs": "gcs", "s3": "s3"}
 """Scheme -> the extra of jaxgrpo that installs what reads it."""
 RUNS = ("gs",)
 """Schemes of run folders: those that Orbax writes checkpoints to."""
-Place = Path | epath.Path
+Place = Path | BucketPath
 """Where something is: here, or in a bucket."""
 LARGE = 1 << 26
 """Bytes from which on a file is sent in parts, without a copy of it in memory."""
@@ -75,7 +101,7 @@ def place(path: str | os.PathLike[str]) -> Place:
     if not is_url(path):
         return Path(path).absolute()
     file_system(path)
-    return epath.Path(os.fspath(path))
+    return BucketPath(os.fspath(path))
 
 
 def file_system(url: str | os.PathLike[str], key: str | None = None) -> Any:

@@ -1,5 +1,4 @@
 """Losses as reduction x surrogate plus penalties: `sum(weight * loss per token)`."""
-# ruff: noqa: F401
 
 from jaxgrpo.losses.objective import Objective, policy_loss, token_loss
 from jaxgrpo.losses.penalties import (
@@ -42,4 +41,44 @@ from jaxgrpo.losses.surrogates import (
     shaped_ratio,
 )
 
-__all__ = sorted(name for name, value in globals().items() if callable(value) and name[0] != "_")  # pyright: ignore[reportUnsupportedDunderAll]
+__all__ = [
+    "Objective",
+    "Penalty",
+    "Reduction",
+    "Surrogate",
+    "Tokens",
+    "adaptive_entropy",
+    "build_entropy",
+    "build_penalty",
+    "build_reduction",
+    "build_surrogate",
+    "by_sample",
+    "cispo",
+    "clip",
+    "constant",
+    "dppo_tv",
+    "dual_clip",
+    "entropy_bonus",
+    "forward_kl_k3",
+    "full_kl",
+    "gmpo",
+    "gspo",
+    "gspo_token",
+    "k2",
+    "like_trl",
+    "log_ratio",
+    "on_policy",
+    "policy_loss",
+    "prompt_mean",
+    "reinforce",
+    "reverse_kl_off_policy",
+    "sapo",
+    "segment_mean",
+    "segment_sum",
+    "sequence_mean",
+    "sequence_sum",
+    "shaped_ratio",
+    "token_loss",
+    "token_mean",
+    "vespo",
+]

@@ -31,19 +31,24 @@ def _by_name(*factories: Callable[..., Made]) -> dict[str, Callable[..., Made]]:
     return {factory.__name__: factory for factory in factories}
 
 
-surrogates = _by_name(
+surrogates: dict[str, Callable[..., Surrogate]] = _by_name(
     *(per_token.clip, per_token.dual_clip, per_sequence.gspo, per_sequence.gspo_token),
     *(per_token.cispo, per_token.sapo, per_sequence.gmpo, per_sequence.vespo, per_token.dppo_tv),
     *(per_token.reinforce, per_token.on_policy, per_token.shaped_ratio),
 )
-reductions = _by_name(
+reductions: dict[str, Callable[..., Reduction]] = _by_name(
     *(weights.token_mean, weights.sequence_mean, weights.sequence_sum),
     *(weights.constant, weights.prompt_mean),
 )
-penalties = _by_name(terms.k2, terms.forward_kl_k3, terms.reverse_kl_off_policy, terms.full_kl)
+penalties: dict[str, Callable[..., Penalty]] = _by_name(
+    *(terms.k2, terms.forward_kl_k3, terms.reverse_kl_off_policy, terms.full_kl)
+)
 """Uses of the KL divergence to the reference that act in the loss."""
 
-entropies = {"bonus": terms.entropy_bonus, "adaptive": terms.adaptive_entropy}
+entropies: dict[str, Callable[..., Penalty]] = {
+    "bonus": terms.entropy_bonus,
+    "adaptive": terms.adaptive_entropy,
+}
 
 CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
 LOSS_TYPES = (*CLIPPED, "cispo", "sapo", "vespo")

@@ -6,7 +6,16 @@ import dataclasses
 import functools
 import re
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, Protocol, get_args, runtime_checkable
+from typing import (
+    Any,
+    Literal,
+    NamedTuple,
+    ParamSpec,
+    Protocol,
+    TypeVar,
+    get_args,
+    runtime_checkable,
+)
 
 import jax
 import jax.numpy as jnp
@@ -261,3 +270,25 @@ def stacked_params(config: ModelConfig, params: Params) -> Params:
 def _sliced(config: ModelConfig, blocks: Params) -> tuple[Params, ...]:
     """Only what is computed: what a jitted function passes on is copied."""
     return memory_per_layer(config, {"blocks": blocks, "rest": {}})
+
+
+Given = ParamSpec("Given")
+Result = TypeVar("Result", covariant=True)
+
+
+class WithBackward(Protocol[Given, Result]):
+    """A function whose backward pass is written by hand."""
+
+    def __call__(self, *args: Given.args, **kwargs: Given.kwargs) -> Result: ...
+
+    def defvjp(self, fwd: Callable[..., Any], bwd: Callable[..., Any], /) -> None: ...
+
+
+def custom_vjp(*static: int) -> Callable[[Callable[Given, Result]], WithBackward[Given, Result]]:
+    """`jax.custom_vjp`, whose own type forgets what the function takes and returns.
+
+    Args:
+      static: places of arguments that are no arrays.
+    """
+    decorator: Any = functools.partial(jax.custom_vjp, nondiff_argnums=static)
+    return decorator

@@ -9,7 +9,6 @@ identity up to scale, as in the Hugging Face models of these families (`initiali
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -21,16 +20,17 @@ from flax import nnx
 from jax import Array
 from jaxtyping import Float, Int
 
-from jaxgrpo.models.api import Attend, LayerKind, ModelConfig, Rope
+from jaxgrpo.models.api import Attend, LayerKind, ModelConfig, Rope, custom_vjp
 
 INITIAL_STD = 0.02
-ACTIVATIONS = {
+ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "silu": jax.nn.silu,
     "gelu": lambda x: jax.nn.gelu(x, approximate=False),
     "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True),
     "relu": jax.nn.relu,
 }
 
+Norm = Callable[[Array], Array]
 Angles = tuple[Array, Array] | None
 """Cosine and sine of the rotary angles, each [*B, Q, 1, turned / 2] float32; None: no turn."""
 
@@ -96,9 +96,12 @@ class Embedding(nnx.Module):
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs, *, wide: bool = False):
         shape = (config.vocab_size, config.hidden_size)
         held = dataclasses.replace(config, dtype=head_dtype(config)) if wide else config
-        self.table = _matrix(shape, ("vocab", "embed"), held, rngs)
-        self.dtype, self.wide, self.pad = config.dtype, wide, config.pad_token
-        self.scale, self.cap = config.logit_scale, config.logit_soft_cap
+        self.table: nnx.Param[Array] = _matrix(shape, ("vocab", "embed"), held, rngs)
+        self.dtype: str = config.dtype
+        self.wide: bool = wide
+        self.pad: int | None = config.pad_token
+        self.scale: float = config.logit_scale
+        self.cap: float | None = config.logit_soft_cap
 
     def encode(self, tokens: Int[Array, "*B Q"]) -> Float[Array, "*B Q E"]:
         vectors = self.table[...][tokens].astype(self.dtype)
@@ -127,8 +130,9 @@ class RMSNorm(nnx.Module):
 
     def __init__(self, sizes: dict[str, int], config: ModelConfig):
         initial = jnp.full(tuple(sizes.values()), 1.0 - config.norm_offset, config.dtype)
-        self.scale = nnx.Param(initial, axes=tuple(sizes))
-        self.eps, self.offset = config.rms_norm_eps, config.norm_offset
+        self.scale: nnx.Param[Array] = nnx.Param(initial, axes=tuple(sizes))
+        self.eps: float = config.rms_norm_eps
+        self.offset: float = config.norm_offset
 
     def __call__(self, x: Float[Array, "*B E"]) -> Float[Array, "*B E"]:
         dtype = jnp.promote_types(x.dtype, jnp.float32)
@@ -138,7 +142,7 @@ class RMSNorm(nnx.Module):
         return _scaled(wide * inverse, scale).astype(x.dtype)
 
 
-@jax.custom_vjp
+@custom_vjp()
 def _scaled(x: Array, scale: Array) -> Array:
     """x * scale along the last dimensions.
 
@@ -158,7 +162,7 @@ def _scaled_backward(saved: tuple[Array, Array], cotangent: Array) -> tuple[Arra
 _scaled.defvjp(lambda x, scale: (x * scale, (x, scale)), _scaled_backward)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+@custom_vjp(2)
 def product(x: Array, kernel: Array, contracted: int) -> Array:
     """The last `contracted` dimensions of x with the first of the kernel, as `jnp.tensordot`.
 
@@ -215,17 +219,19 @@ class Dense(nnx.Module):
           name: one of LINEAR.
         """
         shape, axes = (*inputs.values(), *outputs.values()), (*inputs, *outputs)
-        self.kernel = _matrix(shape, axes, config, rngs)
+        self.kernel: nnx.Param[Array] = _matrix(shape, axes, config, rngs)
         zero = jnp.zeros(tuple(outputs.values()), config.dtype)
-        self.bias = nnx.Param(zero, axes=tuple(outputs)) if bias else None
-        self.contracted = len(inputs)
+        self.bias: nnx.Param[Array] | None = nnx.Param(zero, axes=tuple(outputs)) if bias else None
+        self.contracted: int = len(inputs)
         lora = config.lora
         lora = lora if lora is not None and name in lora.modules else None
         rank = 0 if lora is None else lora.rank
         has_a = lora is not None and config.holds_a(name) == name
-        self.lora_a = _uniform(inputs, rank, config, rngs) if has_a else None
-        self.lora_b = _zeros(rank, outputs, config) if rank else None
-        self.scale = 0.0 if lora is None else lora.scale
+        self.lora_a: nnx.Param[Array] | None = (
+            _uniform(inputs, rank, config, rngs) if has_a else None
+        )
+        self.lora_b: nnx.Param[Array] | None = _zeros(rank, outputs, config) if rank else None
+        self.scale: float = 0.0 if lora is None else lora.scale
 
     def __call__(
         self, x: Float[Array, "..."], low: Float[Array, "... rank"] | None = None
@@ -236,8 +242,8 @@ class Dense(nnx.Module):
         """
         y: Any = product(x, self.kernel[...], self.contracted)
         if self.lora_b is not None:
-            low = self.low(x) if low is None else low
-            added: Any = product(low, self.lora_b[...], 1)
+            inner: Any = self.low(x) if low is None else low
+            added: Any = product(inner, self.lora_b[...], 1)
             y = y + added * jnp.asarray(self.scale, y.dtype)
         if self.bias is None:
             return y
@@ -270,14 +276,14 @@ class Attention(nnx.Module):
         heads = {"heads": config.num_heads, "head_dim": config.head_dim}
         kv_heads = {"kv_heads": config.num_kv_heads, "head_dim": config.head_dim}
         bias, out_bias = config.attention_bias, config.attention_out_bias
-        self.query = Dense("attention/query", embed, heads, config, rngs, bias=bias)
-        self.key = Dense("attention/key", embed, kv_heads, config, rngs, bias=bias)
-        self.value = Dense("attention/value", embed, kv_heads, config, rngs, bias=bias)
-        self.out = Dense("attention/out", heads, embed, config, rngs, bias=out_bias)
-        self.query_norm = _head_norm(heads, config)
-        self.key_norm = _head_norm(kv_heads, config)
+        self.query: Dense = Dense("attention/query", embed, heads, config, rngs, bias=bias)
+        self.key: Dense = Dense("attention/key", embed, kv_heads, config, rngs, bias=bias)
+        self.value: Dense = Dense("attention/value", embed, kv_heads, config, rngs, bias=bias)
+        self.out: Dense = Dense("attention/out", heads, embed, config, rngs, bias=out_bias)
+        self.query_norm: Norm = _head_norm(heads, config)
+        self.key_norm: Norm = _head_norm(kv_heads, config)
         scale = config.query_scale
-        self.scale = config.head_dim**-0.5 if scale is None else scale
+        self.scale: float = config.head_dim**-0.5 if scale is None else scale
 
     def __call__(
         self, x: Array, angles: Angles, attend: Attend, memory: Any, kind: LayerKind
@@ -289,7 +295,7 @@ class Attention(nnx.Module):
         return self.out(out), memory
 
 
-def _head_norm(heads: dict[str, int], config: ModelConfig) -> Callable[[Array], Array]:
+def _head_norm(heads: dict[str, int], config: ModelConfig) -> Norm:
     """The norm of queries or keys [..., heads, head_dim]."""
     if config.query_key_norm == "head":
         return RMSNorm({"norm": config.head_dim}, config)
@@ -302,10 +308,10 @@ class FeedForward(nnx.Module):
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
         embed, mlp = {"embed": config.hidden_size}, {"mlp": config.intermediate_size}
         bias = config.feed_forward_bias
-        self.gate = Dense("feed_forward/gate", embed, mlp, config, rngs, bias=bias)
-        self.up = Dense("feed_forward/up", embed, mlp, config, rngs, bias=bias)
-        self.down = Dense("feed_forward/down", mlp, embed, config, rngs, bias=bias)
-        self.activation = config.activation
+        self.gate: Dense = Dense("feed_forward/gate", embed, mlp, config, rngs, bias=bias)
+        self.up: Dense = Dense("feed_forward/up", embed, mlp, config, rngs, bias=bias)
+        self.down: Dense = Dense("feed_forward/down", mlp, embed, config, rngs, bias=bias)
+        self.activation: str = config.activation
 
     def __call__(self, x: Float[Array, "*B E"]) -> Float[Array, "*B E"]:
         gate, up = side_by_side(x, self.gate, self.up)
@@ -319,16 +325,17 @@ class Block(nnx.Module):
     """
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
-        def norm(*places: str) -> Callable[[Array], Array]:
+        def norm(*places: str) -> Norm:
             built = config.norms in places
             return RMSNorm({"norm": config.hidden_size}, config) if built else jax.nn.identity
 
-        self.attention_norm, self.feed_forward_norm = norm("before", "both"), norm("before", "both")
-        self.attention = Attention(config, rngs)
-        self.feed_forward = FeedForward(config, rngs)
-        self.attention_out_norm = norm("after", "both")
-        self.feed_forward_out_norm = norm("after", "both")
-        self.scale = config.residual_scale
+        self.attention_norm: Norm = norm("before", "both")
+        self.feed_forward_norm: Norm = norm("before", "both")
+        self.attention: Attention = Attention(config, rngs)
+        self.feed_forward: FeedForward = FeedForward(config, rngs)
+        self.attention_out_norm: Norm = norm("after", "both")
+        self.feed_forward_out_norm: Norm = norm("after", "both")
+        self.scale: float = config.residual_scale
 
     def __call__(
         self, hidden: Array, angles: Angles, attend: Attend, memory: Any, kind: LayerKind
@@ -350,13 +357,15 @@ def head_dtype(config: ModelConfig) -> str:
 
 def _matrix(
     shape: tuple[int, ...], axes: tuple[str, ...], config: ModelConfig, rngs: nnx.Rngs
-) -> nnx.Param:
+) -> nnx.Param[Array]:
     # Drawn in float32 whatever the dtype: the same key gives the same weights, rounded.
     value = INITIAL_STD * jax.random.normal(rngs.params(), shape, jnp.float32)
     return nnx.Param(value.astype(config.dtype), axes=axes)
 
 
-def _uniform(inputs: dict[str, int], rank: int, config: ModelConfig, rngs: nnx.Rngs) -> nnx.Param:
+def _uniform(
+    inputs: dict[str, int], rank: int, config: ModelConfig, rngs: nnx.Rngs
+) -> nnx.Param[Array]:
     """lora_a [*inputs, rank], uniform within 1 / sqrt(inputs).
 
     Source: the default of PEFT, kaiming_uniform_(a=sqrt(5)), and zeros as lora_b.
@@ -367,7 +376,7 @@ def _uniform(inputs: dict[str, int], rank: int, config: ModelConfig, rngs: nnx.R
     return nnx.Param(value.astype(config.dtype), axes=(*inputs, "rank"))
 
 
-def _zeros(rank: int, outputs: dict[str, int], config: ModelConfig) -> nnx.Param:
+def _zeros(rank: int, outputs: dict[str, int], config: ModelConfig) -> nnx.Param[Array]:
     """lora_b [rank, *outputs]."""
     zero = jnp.zeros((rank, *outputs.values()), config.dtype)
     return nnx.Param(zero, axes=("rank", *outputs))

@@ -12,6 +12,7 @@ from jax import Array
 from jaxtyping import Bool, Float, Int
 
 from jaxgrpo.core.metrics import accumulate_dtype
+from jaxgrpo.models.api import custom_vjp
 
 LOGITS_PER_CHUNK = 2**20
 TOKENS_PER_CHUNK = 256
@@ -259,7 +260,7 @@ class _Settings(NamedTuple):
     cost: Cost | None = None
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+@custom_vjp(0)
 def _token_logprobs(
     settings: _Settings, weights: Any, hidden: Array, targets: Array, chunks: Array
 ):
@@ -302,7 +303,7 @@ def _backward(settings: _Settings, saved: Any, cotangents: tuple[Array, Array | 
 _token_logprobs.defvjp(_forward, _backward)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+@custom_vjp(0)
 def _loss_of_tokens(settings: _Settings, weights: Any, hidden: Array, given: Any):
     targets, args, shared, count, sums = given
     logp, _, entropy = _values(settings, weights, hidden, targets, count)

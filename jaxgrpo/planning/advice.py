@@ -24,7 +24,7 @@ programs of tests/planning."""
 MOST_TENSOR = 16
 """Devices that are tried for the axis "tensor"."""
 _PROMPTS = "rollout.prompts_per_step"
-LORA = {"lora.rank": 64, "lora.alpha": 64.0}
+LORA: dict[str, float] = {"lora.rank": 64, "lora.alpha": 64.0}
 """Rank of the paper's runs in configs/experiments/x3_paper.toml; alpha as rank: scale 1."""
 
 

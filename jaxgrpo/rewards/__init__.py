@@ -1,5 +1,4 @@
 """Rewards: judgements of texts, on the host, in TRL's protocol."""
-# ruff: noqa: F401
 
 from jaxgrpo.rewards.builtin import (
     gsm8k_answer,
@@ -10,11 +9,40 @@ from jaxgrpo.rewards.builtin import (
 )
 from jaxgrpo.rewards.calling import RewardLog, call_rewards, flipped
 from jaxgrpo.rewards.mathematics import math_answer
-from jaxgrpo.rewards.protocol import RewardError, RewardFunction, TrainerState, bind, check, name_of
+from jaxgrpo.rewards.protocol import (
+    RewardError,
+    RewardFunction,
+    Rewards,
+    Scores,
+    TrainerState,
+    bind,
+    check,
+    name_of,
+)
 from jaxgrpo.rewards.registry import Preview, answers, build, preview, rewards, with_lengths
 
-__all__ = sorted(  # pyright: ignore[reportUnsupportedDunderAll]
-    name
-    for name, value in globals().items()
-    if name[0] != "_" and (callable(value) or isinstance(value, dict))
-)
+__all__ = [
+    "Preview",
+    "RewardError",
+    "RewardFunction",
+    "RewardLog",
+    "Rewards",
+    "Scores",
+    "TrainerState",
+    "answers",
+    "bind",
+    "build",
+    "call_rewards",
+    "check",
+    "flipped",
+    "gsm8k_answer",
+    "has_format",
+    "math_answer",
+    "name_of",
+    "overlong_penalty",
+    "preview",
+    "rewards",
+    "stated_confidence",
+    "text_of",
+    "with_lengths",
+]

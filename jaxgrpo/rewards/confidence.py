@@ -15,12 +15,12 @@ from jaxgrpo.core.errors import find
 from jaxgrpo.data.tasks import tasks
 from jaxgrpo.rewards import builtin, mathematics
 from jaxgrpo.rewards.builtin import stated_confidence, text_of
-from jaxgrpo.rewards.protocol import RewardFunction
+from jaxgrpo.rewards.protocol import BuiltIn
 
 OPENING, CLOSING = "<confidence>", "</confidence>"
 SUCCESS = 0.5  # a scorer's value above it is a success
 
-SCORERS: dict[str, RewardFunction] = {
+SCORERS: dict[str, BuiltIn] = {
     **{task.name: task.score for task in tasks.values()},
     "gsm8k_answer": builtin.gsm8k_answer,
     "math": mathematics.math_answer,

@@ -22,15 +22,28 @@ import dataclasses
 import functools
 import inspect
 import math
-from collections.abc import Callable, Iterable, Mapping, Set
-from typing import Any, NamedTuple
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence, Set
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, SupportsFloat, runtime_checkable
 
 import numpy as np
 
 from jaxgrpo.core.errors import InputError, keywords, suggest
 
-RewardFunction = Callable[..., Any]
+
+@runtime_checkable
+class ScoreArray(Protocol):
+    """A 1-d array of NumPy, JAX, torch or pandas."""
+
+    def __len__(self) -> int: ...
+    def __array__(self, *args: Any, **kwargs: Any) -> Any: ...
+
+
+Scores = Sequence[SupportsFloat | None] | ScoreArray
+RewardFunction = Callable[..., Scores | Awaitable[Scores]]
 """Called by keyword; returns a list, or a 1-d array, of N numbers or None, or awaits one."""
+BuiltIn = Callable[..., Sequence[float | None]]
+Rewards = Sequence[RewardFunction | str] | Mapping[str, RewardFunction | str]
+"""Functions, or names as a config may use them; a mapping names them."""
 
 LISTS = ("prompts", "completions", "completion_ids")
 PASSED = (*LISTS, "trainer_state", "log_extra", "log_metric")
@@ -57,9 +70,11 @@ class TrainerState:
     is_world_process_zero: bool = True
     is_local_process_zero: bool = True
 
-    def __getattr__(self, name: str) -> Any:
-        names = [field.name for field in dataclasses.fields(self)]
-        raise AttributeError(f"trainer_state has no {name!r}: {suggest(name, names)}")
+    if not TYPE_CHECKING:  # or a checker takes any name for an attribute
+
+        def __getattr__(self, name: str) -> Any:
+            names = [field.name for field in dataclasses.fields(self)]
+            raise AttributeError(f"trainer_state has no {name!r}: {suggest(name, names)}")
 
 
 def name_of(function: Any) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, overload
 
 import numpy as np
 
@@ -13,9 +13,16 @@ from jaxgrpo.data.tasks import tasks
 from jaxgrpo.data.written import text_of_value
 from jaxgrpo.rewards import builtin, confidence, mathematics
 from jaxgrpo.rewards.calling import call_rewards
-from jaxgrpo.rewards.protocol import RewardError, RewardFunction, TrainerState, bind, name_of
+from jaxgrpo.rewards.protocol import (
+    BuiltIn,
+    RewardError,
+    RewardFunction,
+    TrainerState,
+    bind,
+    name_of,
+)
 
-rewards: dict[str, RewardFunction] = {
+rewards: dict[str, BuiltIn] = {
     **confidence.SCORERS,
     "format": builtin.has_format,
     "length": builtin.overlong_penalty,
@@ -47,6 +54,10 @@ _CHECKS: dict[str, Callable[..., None]] = {
 """The checks of a reward's options; each takes them by name."""
 
 
+@overload
+def build(use: str, **options: Any) -> BuiltIn: ...
+@overload
+def build(use: RewardFunction, **options: Any) -> RewardFunction: ...
 def build(use: str | RewardFunction, **options: Any) -> RewardFunction:
     """The built-in reward of that name, or the function itself, with its options fixed.
 

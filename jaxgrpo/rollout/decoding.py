@@ -45,7 +45,9 @@ class Engine(NamedTuple):
     vocab_shards: int = 1  # devices that the vocabulary is divided over
 
 
-def first_state(engine: Engine, samples: Samples, queue: Queue, rows: int, width: int, slots: int):
+def first_state(
+    engine: Engine, samples: Samples, queue: Queue, rows: int, width: int, slots: int
+) -> DecodeState:
     """Empty slots and caches. Args: rows, width: A and S of the prompts' cache; slots: N."""
     bins = queue.next.shape[0]
     config = engine.model.config

@@ -21,8 +21,9 @@ class StopStrings:
     """
 
     def __init__(self, tokenizer: Any, strings: Sequence[str]):
-        self.tokenizer, self.strings = tokenizer, tuple(strings)
-        self.bytes = max(len(string.encode()) for string in strings)  # no token has less than one
+        self.tokenizer: Any = tokenizer
+        self.strings: tuple[str, ...] = tuple(strings)
+        self.bytes: int = max(len(text.encode()) for text in strings)  # no token has less than one
 
     def end(self, tokens: np.ndarray, seen: int, fewest: int = 0) -> int | None:
         """The number of tokens [n] after which the sample ends; None: it goes on.

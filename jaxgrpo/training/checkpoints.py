@@ -38,7 +38,7 @@ from jaxgrpo.training import fingerprints, process
 from jaxgrpo.training.folder import Closing, is_step, write_atomically
 
 FORMAT = 1  # of the files of a step
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 
 class _Raised(logging.Filter):
@@ -80,7 +80,7 @@ class Checkpoints(Closing):
     def __init__(self, folder: str | os.PathLike[str], keep: int = 2):
         if keep < 1:
             raise InputError(f"checkpoint.keep = {keep}: set it to 1 or more")
-        self.folder = storage.place(folder)
+        self.folder: Place = storage.place(folder)
         self._refuse_files_in_the_way()
         self.keep = keep
         for name in ("absl", "asyncio"):

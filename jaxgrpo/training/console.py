@@ -73,8 +73,8 @@ class Display:
     def __init__(
         self, steps: int, done: int, active: bool, clock: Callable[[], float] = time.monotonic
     ):
-        self.console = Console(quiet=not active, highlight=False)
-        self.bar = Progress(
+        self.console: Console = Console(quiet=not active, highlight=False)
+        self.bar: Progress = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
             MofNCompleteColumn(),

@@ -5,8 +5,7 @@
     report.html  tensorboard/  (written by report/html.py and logbook.py)
     before_N/  (what was logged from step N on, before a start that continued there)
 
-The first two lines are the same bytes for the same run, apart from metrics whose names begin with
-"time/".
+The first two lines are the same bytes for the same run, apart from the metrics "time/...".
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ import os
 import weakref
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -48,10 +47,14 @@ OPTIONAL = ("source", "extra")  # last: of a mixture; {column: value} where a re
 LOCK = ".lock"
 SHOWN = 200  # characters of a path in a message
 INSIDE = 300  # bytes that the paths of files within a run folder may have
+Closes = TypeVar("Closes", bound="Closing")
 
 
-class Closing(contextlib.AbstractContextManager):
+class Closing(abc.ABC):
     """A context manager that calls its own `close` at the end."""
+
+    def __enter__(self: Closes) -> Closes:
+        return self
 
     def __exit__(self, *error: object) -> None:
         self.close()
@@ -88,17 +91,16 @@ def is_number(value: Any) -> bool:
 
 def write_atomically(path: Place, content: str | bytes) -> None:
     """Writes a whole file or nothing: a reader sees the old content or the new, never a part."""
+    data = content.encode("utf-8", "backslashreplace") if isinstance(content, str) else content
     if storage.is_url(path):
-        text = isinstance(content, str)
-        storage.write(path, content.encode("utf-8", "backslashreplace") if text else content)
+        storage.write(path, data)
         return
     # Named by process: a run and `jaxgrpo report` may write the same report at the same time.
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    is_text = isinstance(content, str)
     try:
         temporary.unlink(missing_ok=True)  # of a process that died and had this number
         with open(storage.open_file(temporary, os.O_WRONLY | os.O_EXCL), "wb") as file:
-            file.write(content.encode("utf-8", "backslashreplace") if is_text else content)
+            file.write(data)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
@@ -122,8 +124,7 @@ def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
 
 def evaluation_of(line: Mapping[str, Any]) -> dict[str, Any]:
     """The metrics of an evaluation in a line, or a step's values, without "eval/"."""
-    named = line.items()
-    return {name[5:]: value for name, value in named if name.startswith("eval/")}
+    return {name[5:]: value for name, value in line.items() if name.startswith("eval/")}
 
 
 def read_samples(path: str | os.PathLike[str], step: int | None = None) -> list[dict[str, Any]]:
@@ -189,8 +190,7 @@ def refuse_unusable(path: str | os.PathLike[str], resume: bool = False) -> None:
         return
     folder = Path(path)
     where = f"run.dir = {str(path)[:SHOWN]}"
-    parents = [one for one in (folder, *folder.absolute().parents) if os.path.lexists(one)]
-    there = parents[0]
+    there = next(one for one in (folder, *folder.absolute().parents) if os.path.lexists(one))
     if not there.is_dir():
         place = "is a file" if there == folder else f"is under {there}, which is a file"
         raise InputError(f"{where} {place}: give a folder")
@@ -225,11 +225,11 @@ class RunFolder(Closing):
     def __init__(self, path: str | os.PathLike[str], resume: bool = False):
         if in_bucket := storage.is_url(path):
             mirror.refuse_scheme(os.fspath(path))  # before a package for reading it is asked for
-        self.place = storage.place(path)  # absolute: a reward may change the working directory
-        self.path = mirror.folder_of(os.fspath(path)) if in_bucket else Path(self.place)
+        self.place: Place = storage.place(path)  # absolute: a reward may change directory
+        self.path: Path = mirror.folder_of(os.fspath(path)) if in_bucket else Path(self.place)
         self._mirror: mirror.Mirror | None = None
         self._waiting = b""  # lines of metrics that the disk did not take
-        self.checkpoints = self.place / "checkpoints"
+        self.checkpoints: Place = self.place / "checkpoints"
         self._lock: int | None = None  # file descriptor
         self._writes = jax.process_index() == 0
         decided(lambda: self._take(resume))

@@ -6,7 +6,7 @@ import dataclasses
 import datetime
 import functools
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +21,14 @@ from jaxgrpo.data import chat as conversations
 from jaxgrpo.data import prompts
 from jaxgrpo.data.chat import Chat
 from jaxgrpo.data.prompts import PromptData
-from jaxgrpo.data.sources import FORMS, Mixture, Source
+from jaxgrpo.data.sources import FORMS, Mixture, Rows, Source
 from jaxgrpo.data.tasks import PREFIX
 from jaxgrpo.models import sequences
 from jaxgrpo.models.api import ModelConfig
 from jaxgrpo.models.hf import families, folders
 from jaxgrpo.models.hf.families import Family
 from jaxgrpo.rewards.calling import RewardLog
-from jaxgrpo.rewards.protocol import Reward, RewardError, TrainerState, check, name_of
+from jaxgrpo.rewards.protocol import Reward, RewardError, Rewards, TrainerState, check, name_of
 from jaxgrpo.rewards.registry import Preview, build, preview, with_lengths
 from jaxgrpo.rollout.answers import Answers, end_of, read_answers
 from jaxgrpo.rollout.judging import decode_texts
@@ -99,7 +99,7 @@ def check_length(config: Config, stored: ModelConfig, answer: int = 0) -> None:
 def load_prompts(
     config: Config,
     chat: Chat,
-    source: Source | Iterable[Any] | None = None,
+    source: Source | Rows | None = None,
 ) -> PromptData:
     """The prompts of a source or of rows from Python; of the training data by default.
 
@@ -111,7 +111,7 @@ def load_prompts(
 
 
 def load_rows(
-    config: Config, source: Source | Iterable[Any] | None = None
+    config: Config, source: Source | Rows | None = None
 ) -> tuple[list[dict[str, Any]], Mixture | None]:
     """The rows of `load_prompts`, and the sources that they are of, where there are several."""
     keys = config.data
@@ -129,7 +129,7 @@ def load_rows(
 
 
 def _load_rows(
-    source: Source | Iterable[Any], prompt: str, answer: str, split: str | None = None
+    source: Source | Rows, prompt: str, answer: str, split: str | None = None
 ) -> list[dict[str, Any]]:
     """The rows of a source. A built-in task has columns of its own, whatever those of the training
     data are called."""
@@ -236,7 +236,7 @@ def answers_line(answers: Answers) -> str:
 
 def resolve_rewards(
     config: Config,
-    given: Sequence[Any] | Mapping[str, Any] | None = None,
+    given: Rewards | None = None,
     row: Mapping[str, Any] | None = None,
 ) -> tuple[Reward, ...]:
     """The rewards of a run, each with a name of its own.

@@ -275,8 +275,8 @@ class WandB:
                 'tracking.wandb.mode = "offline", or take tracking.wandb out'
             ) from error
         self._run.define_metric("*", step_metric="step")
-        offline = self._run.offline
-        self.place = f"wandb sync {Path(self._run.dir).parent}" if offline else str(self._run.url)
+        place = f"wandb sync {Path(self._run.dir).parent}" if self._run.offline else self._run.url
+        self.place: str = str(place)
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
         self._run.log({"step": step, **numbers(metrics)})

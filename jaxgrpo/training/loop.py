@@ -9,9 +9,9 @@ import contextlib
 import dataclasses
 import time
 import tomllib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Unpack
 
 import jax
 from safetensors import SafetensorError
@@ -19,13 +19,16 @@ from safetensors import SafetensorError
 from jaxgrpo.advantages import AdvantageTransform
 from jaxgrpo.config import files as configs
 from jaxgrpo.config.files import Config, config_of
+from jaxgrpo.config.tables import TrainOverrides
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.metrics import finalise, merge
 from jaxgrpo.core.types import Params, TrainState
+from jaxgrpo.data.sources import Rows
 from jaxgrpo.data.storage import Place
 from jaxgrpo.evaluation.evaluate import Evaluate
 from jaxgrpo.models import sharding
 from jaxgrpo.models.hf import families, texts
+from jaxgrpo.rewards import Rewards
 from jaxgrpo.rollout.judging import sample_rows
 from jaxgrpo.training import fingerprints, memory, parameters, peers, process
 from jaxgrpo.training.checkpoints import Checkpoints, parameter_hash, refuse_other_step
@@ -41,7 +44,7 @@ from jaxgrpo.training.setup import Setup, setup
 from jaxgrpo.training.watchdog import Watchdog
 from jaxgrpo.update.optimizer import current_rate
 
-OnStep = Callable[[int, Mapping[str, float]], None]
+OnStep = Callable[[int, dict[str, float]], object]
 """Called after a step with its number and metrics."""
 
 
@@ -77,13 +80,13 @@ def train(
     config: Config | Mapping[str, Any] | str | Path,
     *,
     resume: str | None = None,
-    rewards: Sequence[Callable[..., Any] | str] | Mapping[str, Any] | None = None,
+    rewards: Rewards | None = None,
     advantage: AdvantageTransform | None = None,
-    dataset: Iterable[Any] | None = None,
+    dataset: Rows | None = None,
     rollouts: SavedRollouts | None = None,
     on_step: OnStep | None = None,
     profile: bool = False,
-    **overrides: Any,
+    **overrides: Unpack[TrainOverrides],
 ) -> Run:
     """Trains as a config says, and writes everything into its run folder. Works in a notebook.
 
@@ -97,7 +100,8 @@ def train(
         takes file (n - 1) mod their number (docs/rollouts.md).
       on_step: called after each step with its number and its metrics, as in metrics.jsonl.
       profile: trace a step that compiles nothing into RUN/profile, for TensorBoard or Perfetto.
-      overrides: keys of the config, train={"steps": 20} or **{"train.steps": 20}.
+      overrides: tables of the config, train={"steps": 20}, whose keys a type checker knows;
+        **{"train.steps": 20}, which it does not, means the same.
 
     Returns: the run; its model is in `path / "model"`, as a Hugging Face folder.
 

@@ -118,7 +118,9 @@ class Peers:
         listener: socket.socket | None,
         links: list[_Link],
     ):
-        self.index, self.count, self.timeout = index, count, TIMEOUT
+        self.index: int = index
+        self.count: int = count
+        self.timeout: float = TIMEOUT
         self._token, self._listener, self._links = token, listener, links
         self._bell, self._rope = os.pipe()
         self._first: Failure | None = None  # of the run, as far as is known here

@@ -25,6 +25,7 @@ from jaxgrpo.core.errors import InputError, refusing
 from jaxgrpo.core.types import WEIGHTS, Params
 from jaxgrpo.data import storage
 from jaxgrpo.data.prompts import PromptData
+from jaxgrpo.data.sources import Rows
 from jaxgrpo.data.storage import Place
 from jaxgrpo.evaluation.evaluate import Evaluate, Policy, make_evaluator, questions_of
 from jaxgrpo.evaluation.intervals import is_end
@@ -33,7 +34,7 @@ from jaxgrpo.models import decoder, lora, sharding
 from jaxgrpo.models.api import Model, params_per_layer
 from jaxgrpo.models.hf import folders, replacing, texts
 from jaxgrpo.models.resharding import moved
-from jaxgrpo.rewards import name_of
+from jaxgrpo.rewards import RewardFunction, name_of
 from jaxgrpo.rewards.protocol import Reward
 from jaxgrpo.training import memory, parameters, process
 from jaxgrpo.training.checkpoints import Checkpoints, refuse_other_step
@@ -148,7 +149,7 @@ def _fitting(config: Config, named: Collection[str]) -> dict[str, int]:
 
 
 def find_policy(
-    console: Console, config: Config, rows: Iterable[Any] | None = None, has_base: bool = False
+    console: Console, config: Config, rows: Rows | None = None, has_base: bool = False
 ) -> tuple[StoredPolicy, PromptData]:
     """The policy of a config, and the prompts of eval.data (or `rows`).
 
@@ -167,12 +168,12 @@ def find_policy(
     return _policy(config, found, has_base), prompts
 
 
-def name_of_judge(scorer: Any) -> str | None:
+def name_of_judge(scorer: str | RewardFunction | None) -> str | None:
     """How a config names what judges: a function from Python is python:NAME."""
     return python_name(name_of(scorer)) if callable(scorer) else scorer
 
 
-def judge_of(config: Config, scorer: Any = None) -> Reward:
+def judge_of(config: Config, scorer: str | RewardFunction | None = None) -> Reward:
     """What judges the answers: a function from Python, or what the config names.
 
     Args:

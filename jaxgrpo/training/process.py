@@ -97,7 +97,9 @@ class Programs:
     """Counts what this process compiles, from `start` on."""
 
     _lock, _listens = threading.Lock(), False
-    begun = ended = read = 0  # read: from the compile cache, in no time
+    begun: int = 0
+    ended: int = 0
+    read: int = 0  # from the compile cache, in no time
 
     @classmethod
     def listen(cls) -> None:

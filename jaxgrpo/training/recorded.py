@@ -37,7 +37,7 @@ OPTIONAL = ("truncated", "row", "ordinal", "policy_version")
 REWARDS, FIELDS = "rewards.", "fields."
 """What the names of a reward and of a field begin with in a file."""
 
-KINDS = {
+KINDS: dict[Any, str] = {
     np.int32: "int32, or whole numbers that fit into it",
     np.bool_: "bool, or whole numbers that are 0 or 1",
     np.float32: "float32, or other numbers",

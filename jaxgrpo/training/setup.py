@@ -9,7 +9,7 @@ import contextlib
 import functools
 import inspect
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,12 +32,12 @@ from jaxgrpo.core.types import (
 )
 from jaxgrpo.data.chat import Chat
 from jaxgrpo.data.prompts import PromptData
-from jaxgrpo.data.sources import Mixture
+from jaxgrpo.data.sources import Mixture, Rows
 from jaxgrpo.models import attention, decoder, sharding
 from jaxgrpo.models.api import Model
 from jaxgrpo.models.hf import folders
 from jaxgrpo.models.hf.weights import IN_A_COPY
-from jaxgrpo.rewards import RewardLog
+from jaxgrpo.rewards import RewardLog, Rewards
 from jaxgrpo.rewards.protocol import Reward
 from jaxgrpo.rewards.registry import Preview
 from jaxgrpo.rollout import refill
@@ -71,7 +71,7 @@ _LAID_OUT = ("train.tokens_per_micro_batch", "train.remat")
 _COUNTED = ("train.steps", "train.num_iterations", "train.minibatches")
 _STEPPED = ("loss", "optimizer", "train.on_no_live_sample")
 _UPDATED = (*_SAMPLED, *_STEPPED, *_COUNTED, *_LAID_OUT)
-DEPENDS = {
+DEPENDS: dict[str, tuple[str, ...]] = {
     "inputs": _INPUTS,
     "sampler": _SAMPLED,
     "update": _UPDATED,
@@ -197,9 +197,9 @@ class Setup(NamedTuple):
 def setup(
     config: Config,
     *,
-    rewards: Sequence[Callable[..., Any] | str] | Mapping[str, Any] | None = None,
+    rewards: Rewards | None = None,
     advantage: AdvantageTransform | None = None,
-    dataset: Iterable[Any] | None = None,
+    dataset: Rows | None = None,
     rollouts: SavedRollouts | None = None,
     share: step.Share = step.alone,
     check: Callable[[Mapping[str, Any]], None] = lambda read: None,
@@ -288,7 +288,7 @@ def find_model(config: Config, mesh: Mesh | None = None, whole: bool = True) -> 
 
 def _read_inputs(
     config: Config,
-    dataset: Iterable[Any] | None,
+    dataset: Rows | None,
     rollouts: SavedRollouts | None,
     mesh: Mesh | None,
 ) -> dict[str, Any]:

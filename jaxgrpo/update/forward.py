@@ -17,7 +17,7 @@ from jaxgrpo.advantages import AdvantageTransform
 from jaxgrpo.core.types import WEIGHTS, Params, TrainBatch, TrainState
 from jaxgrpo.losses import Objective, Tokens, token_loss
 from jaxgrpo.models import logprobs, lora, sharding
-from jaxgrpo.models.api import LayerKind, Model
+from jaxgrpo.models.api import LayerKind, Model, custom_vjp
 from jaxgrpo.models.attention import XLA, Kernel
 from jaxgrpo.models.logprobs import Entropy, Head, full_kl, token_logprobs
 from jaxgrpo.models.sharding import AnyMesh
@@ -279,7 +279,7 @@ def in_rows(micro: TrainBatch, flat: Flat, values: Array) -> Array:
     return moved(values, place, flat.origin).reshape(micro.segment.shape)
 
 
-@jax.custom_vjp
+@custom_vjp()
 def moved(values: Array, source: Array, target: Array) -> Array:
     """Entries [D, m, ...] of values [D, n, ...] at source [D, m]; 0 where that is n or more.
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -18,6 +18,7 @@ from jax import Array
 from jax.sharding import Mesh
 
 from jaxgrpo import advantages
+from jaxgrpo.advantages import AdvantageTransform
 from jaxgrpo.core.metrics import Metrics, mean, merge
 from jaxgrpo.core.types import FIELDS, Params, Rollouts, Signal, TrainBatch, TrainState
 from jaxgrpo.models import sharding
@@ -40,6 +41,9 @@ class Prepared(NamedTuple):
     metrics: Metrics
 
 
+Jitted = Callable[..., Any]
+"""A function that jax.jit has compiled."""
+
 _Judged = tuple[Array, Array, Array]
 """(advantage, mask, tokens that the reduction counts), each [P, G, T]"""
 
@@ -48,22 +52,24 @@ class Preparer:
     """The jitted functions of `prepare`, and what the host does between them."""
 
     def __init__(self, blueprint: Blueprint):
-        self.blueprint, geometry = blueprint, blueprint.geometry
+        self.blueprint: Blueprint = blueprint
+        geometry = blueprint.geometry
         shape = geometry.num_prompts, geometry.group_size, geometry.max_completion_tokens
-        self.sample_shape = shape
-        self.score = jax.jit(functools.partial(_score, blueprint), static_argnums=(2, 3))
-        self.judge = jax.jit(functools.partial(_judge, blueprint))
-        self.recipe = blueprint.chain if blueprint.recipe is None else blueprint.recipe
-        self.live = jax.jit(functools.partial(_live, self.recipe, blueprint.mesh))
-        self.weigh = jax.jit(functools.partial(_weigh, blueprint))
+        self.sample_shape: tuple[int, int, int] = shape
+        self.score: Jitted = jax.jit(functools.partial(_score, blueprint), static_argnums=(2, 3))
+        self.judge: Jitted = jax.jit(functools.partial(_judge, blueprint))
+        recipe = blueprint.chain if blueprint.recipe is None else blueprint.recipe
+        self.recipe: AdvantageTransform = recipe
+        self.live: Jitted = jax.jit(functools.partial(_live, self.recipe, blueprint.mesh))
+        self.weigh: Jitted = jax.jit(functools.partial(_weigh, blueprint))
         constrain = sharding.constrain(blueprint.mesh)
-        self.here = jax.jit(functools.partial(_here, constrain))
-        self.gather = jax.jit(functools.partial(packing.gather, constrain=constrain))
-        self.scatter = jax.jit(packing.scatter)
-        self.measure = jax.jit(packing.lengths_of)
-        self.drift = jax.jit(diagnostics.drift_metrics, static_argnums=3)
-        self.behind_thoughts = jax.jit(answers.behind_thoughts, static_argnums=1)
-        self.of_answers = jax.jit(answers.of_answers)
+        self.here: Jitted = jax.jit(functools.partial(_here, constrain))
+        self.gather: Jitted = jax.jit(functools.partial(packing.gather, constrain=constrain))
+        self.scatter: Jitted = jax.jit(packing.scatter)
+        self.measure: Jitted = jax.jit(packing.lengths_of)
+        self.drift: Jitted = jax.jit(diagnostics.drift_metrics, static_argnums=3)
+        self.behind_thoughts: Jitted = jax.jit(answers.behind_thoughts, static_argnums=1)
+        self.of_answers: Jitted = jax.jit(answers.of_answers)
 
     def prepare(self, state: TrainState, rollouts: Rollouts) -> tuple[TrainState, Prepared]:
         compact, geometry = self.blueprint.compact, self.blueprint.geometry

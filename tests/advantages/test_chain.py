@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -122,10 +123,14 @@ def test_levels_are_checked_under_jit_at_trace_time():
         run.trace(laws.make_rollouts())
 
 
+def forgets(signal, rollouts) -> Any:
+    return signal.value
+
+
 def test_own_functions_must_return_a_signal_of_fitting_shape():
     rewards = [[0.0, 1.0]]
     with refuses("forgot returned ArrayImpl, expected a Signal: return dataclasses.replace"):
-        evaluate(chain(transform(lambda signal, rollouts: signal.value, name="forgot")), rewards)
+        evaluate(chain(transform(forgets, name="forgot")), rewards)
     for shape, message in [((2, 2), "turned values (1, 2) into (2, 2)"), ((1,), "into (1,)")]:
         bad = Signal(value=jnp.zeros(shape), mask=jnp.ones(shape, bool))
         with refuses(message):

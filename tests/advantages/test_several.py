@@ -278,7 +278,7 @@ def test_rlcr_teaches_calibration_where_all_are_right_and_names_what_it_needs():
             "dvao: weight 'b' has no reward of that name",
         ),
         (
-            lambda: evaluate(chain(combine(lambda streams, _: streams, "own")), [[1.0]]),
+            lambda: evaluate(chain(combine(lambda *given: given[0], "own")), [[1.0]]),
             "own returned dict, expected a Signal",
         ),
         (

@@ -217,6 +217,7 @@ def test_the_wheel_holds_the_configs_and_finds_them(repository, tmp_path, enviro
     site = tmp_path / "site"
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(site)
+    assert (site / "jaxgrpo" / "py.typed").is_file()
     program = "import jaxgrpo.config.files as c; print(c.shipped()['quickstart'])"
     run = subprocess.run(
         [sys.executable, "-c", program],

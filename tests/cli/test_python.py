@@ -97,6 +97,9 @@ def test_functions_and_rows_of_python_are_taken_as_they_are(asked):
     assert (found["reward"], found["data"]) == ("wrong", "rows")
 
 
+MISSPELT: dict[str, Any] = {"rolout": {}}
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
@@ -105,7 +108,7 @@ def test_functions_and_rows_of_python_are_taken_as_they_are(asked):
         (lambda model: jg.probe(model), "no prompts to probe with"),
         (lambda model: jg.sample(model, "a"), "give a list of prompts"),
         (lambda model: jg.sample(model, ["a"], samples=0), "give 1 or more"),
-        (lambda model: jg.sample(model, ["a"], rolout={}), "did you mean rollout?"),
+        (lambda model: jg.sample(model, ["a"], **MISSPELT), "did you mean rollout?"),
         (lambda model: jg.evaluate("none", data=[{"prompt": "a"}], scorer="math"), "none"),
     ],
 )

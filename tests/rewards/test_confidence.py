@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,7 +26,7 @@ def stating(text, value):
 
 def scores(name, *completions, answer="42"):
     options = {} if name == "confidence_format" else {"scorer": "arithmetic"}
-    reward = rewards.build(name, **options)
+    reward: Any = rewards.build(name, **options)
     return reward(completions=list(completions), answer=[answer] * len(completions))
 
 

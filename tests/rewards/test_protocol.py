@@ -74,7 +74,7 @@ def test_a_reward_with_kwargs_gets_everything():
 
 
 def test_no_completions_give_no_scores_and_no_call():
-    scores, _ = call_rewards({"never": lambda completions: 1 / 0}, [], [], [], {})
+    scores, _ = call_rewards({"never": lambda completions: [1 / 0]}, [], [], [], {})
     assert scores["never"].shape == (0,)
 
 
@@ -128,7 +128,7 @@ def test_an_exception_that_no_single_completion_causes_says_so():
 
 def test_a_long_text_is_cut_in_a_message():
     with pytest.raises(RewardError) as failure:
-        call_rewards({"mine": lambda completions: 1 / 0}, ["p"], ["x" * 9000], [[1]], {})
+        call_rewards({"mine": lambda completions: [1 / 0]}, ["p"], ["x" * 9000], [[1]], {})
     assert len(str(failure.value)) < 1000
     assert "(9002 characters)" in str(failure.value)
 

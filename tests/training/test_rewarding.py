@@ -183,7 +183,8 @@ def test_rewards_from_python_may_be_functions_names_and_named(tmp_path):
         def __call__(self, completions):
             return [0.0] * len(completions)
 
-    listed = resolve_rewards(config, [len, "arithmetic", Judge(), f"{OWN}:digits", "length"])
+    given: list[Any] = [len, "arithmetic", Judge(), f"{OWN}:digits", "length"]
+    listed = resolve_rewards(config, given)
     assert [reward.name for reward in listed] == ["len", "arithmetic", "Judge", "digits", "length"]
     assert listed[4].function(completion_ids=[[1] * 24]) == [-1.0]
     named = resolve_rewards(config, {"a": Judge(), "b": Judge()})

@@ -142,7 +142,7 @@ def answer_of(completion: str) -> str:
 
 SPLITS = {"train": 3072, "test": 256}
 
-arithmetic = Task(
+arithmetic: Task = Task(
     name="arithmetic",
     alphabet="0123456789+= ",
     levels=LEVELS,

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from jaxgrpo.data.tasks.arithmetic import arithmetic
-from jaxgrpo.data.tasks.base import Worked
+from jaxgrpo.data.tasks.base import Task, Worked
 
 NOISY = "~"  # in place of "+" where the answer is the sum or one more
 OPENING, CLOSING = "<confidence>", "</confidence>"
@@ -91,7 +91,7 @@ def score(completions: Sequence[str], answer: Sequence[str], **columns: Any) -> 
     return [float(answer_of(text) == str(gold)) for text, gold in pairs]
 
 
-confidence = arithmetic._replace(
+confidence: Task = arithmetic._replace(
     name="confidence",
     alphabet=(*arithmetic.alphabet, ".", NOISY, OPENING, CLOSING),
     rows=rows,

@@ -39,7 +39,7 @@ DRAWN = 20_000  # exchanges that are drawn if there are more seeds
 SAME = 1e-12  # statistics that differ by less are equal
 FEW = 5  # with fewer seeds charts show the lowest and the highest instead of an interval
 
-BOUNDS = {
+BOUNDS: dict[tuple[float, float], tuple[str, ...]] = {
     (0.0, 1.0): (
         *("accuracy*", "pass@*", "maj@*", "deepconf*", "unscored", "truncated", "flat_groups"),
         *("confidence/*", "brier", "ece", "auroc", "format/*", "format_diversity"),

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Unpack
 
 from rich.console import Console
 
 from jaxgrpo.config.files import Config, flat
 from jaxgrpo.config.keys import EvalKeys
+from jaxgrpo.config.tables import AskOverrides
 from jaxgrpo.core.errors import InputError, without_passwords
+from jaxgrpo.data.sources import Rows
+from jaxgrpo.data.storage import Place
 from jaxgrpo.evaluation.evaluate import Answers, Questions, make_asker, questions_of
 from jaxgrpo.evaluation.intervals import LEVEL
 from jaxgrpo.evaluation.rescoring import make_rescorer
@@ -39,14 +41,14 @@ PURPOSE = 2  # folded into the key: a probe repeats the draws of neither trainin
 
 
 def probe(
-    target: str | Path,
+    target: str | Place,
     *,
-    data: str | Iterable[Any] | None = None,
+    data: str | Rows | None = None,
     reward: str | RewardFunction | None = None,
     samples: int | None = None,
     prompts: int | None = None,
     level: float = LEVEL,
-    **overrides: Any,
+    **overrides: Unpack[AskOverrides],
 ) -> dict[str, Any]:
     """What `jaxgrpo probe` finds: whether groups of samples would carry a signal, before training.
 
@@ -57,7 +59,7 @@ def probe(
       samples: N per prompt; 16 by default.
       prompts: the first so many of the data; all by default.
       level: of the intervals.
-      overrides: keys of the config, rollout={"temperature": 0.5} or **{"rollout.top_k": 20}.
+      overrides: tables of the config, rollout={"temperature": 0.5}, as of `train`.
 
     Returns: the numbers, in the structure that docs/probe.md describes, "advice" last.
     Raises: InputError before anything is sampled, if an argument cannot be used.
@@ -107,11 +109,11 @@ def main(
 
 def _probe(
     console: Console,
-    target: str | Path,
+    target: str | Place,
     config: Config,
     level: float,
-    rows: Iterable[Any] | None = None,
-    reward: Any = None,
+    rows: Rows | None = None,
+    reward: str | RewardFunction | None = None,
 ) -> dict[str, Any]:
     """Probes the model of a config with `rows`, or with its eval.data."""
     if not 0.5 <= level < 1:
@@ -131,11 +133,11 @@ def _probe(
 
 
 def _config(
-    target: str | Path,
+    target: str | Place,
     given: Mapping[str, str | int | None],
     overrides: Sequence[str],
     more: Mapping[str, Any] = MappingProxyType({}),
-    rows: Iterable[Any] | None = None,
+    rows: Rows | None = None,
 ) -> Config:
     """The config of an evaluation with the keys of `eval` that are `given`.
 

@@ -95,7 +95,9 @@ class Fields:
     def __init__(
         self, given: Mapping[str, Any], file: str = "config.json", ignored: Collection[str] = ()
     ):
-        self.given, self.file, self.ignored = given, file, ignored
+        self.given: Mapping[str, Any] = given
+        self.file: str = file
+        self.ignored: Collection[str] = ignored
         self.problems: list[str] = []
         self._read: set[str] = set()
 

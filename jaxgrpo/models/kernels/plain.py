@@ -9,14 +9,14 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxgrpo.models.api import LayerKind
+from jaxgrpo.models.api import LayerKind, custom_vjp
 from jaxgrpo.models.cache import Cache
 from jaxgrpo.models.layers import soft_capped
 
@@ -45,6 +45,16 @@ class Sight(NamedTuple):
     position: Array  # [*B, Q] of the queries
     segment: Array | None  # [*B, Q] of the queries; None where no keys have one
     keys: tuple[Keys, ...]  # side by side
+
+
+@runtime_checkable
+class Shaped(Protocol):
+    """An array, or its shape alone (`jax.ShapeDtypeStruct`)."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def dtype(self) -> Any: ...
 
 
 def mask_of(sight: Sight, kind: LayerKind) -> Array:
@@ -78,7 +88,7 @@ def attended(query: Array, key: Array, value: Array, sight: Sight, kind: LayerKi
     return attention_in_blocks(query, key, value, sight, kind, size)
 
 
-def block_size(query: Array | jax.ShapeDtypeStruct, columns: int) -> int:
+def block_size(query: Shaped, columns: int) -> int:
     """Queries computed at a time, so that their scores stay below BLOCK_BYTES; all where they do.
 
     Halved until they fit, so that blocks of a power of two are whole.
@@ -92,7 +102,7 @@ def block_size(query: Array | jax.ShapeDtypeStruct, columns: int) -> int:
     return size
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+@custom_vjp(4)
 def attention(
     query: Array, key: Array, value: Array, mask: Array, soft_cap: float | None = None
 ) -> Array:
@@ -130,7 +140,7 @@ def _attention_backward(soft_cap: float | None, saved: tuple[Array, ...], cotang
 attention.defvjp(_attention, _attention_backward)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+@custom_vjp(4, 5)
 def attention_in_blocks(
     query: Array, key: Array, value: Array, sight: Sight, kind: LayerKind, size: int
 ) -> Array:

@@ -153,8 +153,9 @@ class Reach(splash_attention.Mask):
     """
 
     def __init__(self, shape: tuple[int, int], sees: Sees):
-        self.sizes, self.mask_function = shape, sees
-        self.q_sequence = np.zeros(shape[0], np.int32)
+        self.sizes: tuple[int, int] = shape
+        self.mask_function: Sees = sees
+        self.q_sequence: np.ndarray = np.zeros(shape[0], np.int32)
 
     @property
     def shape(self) -> tuple[int, ...]:

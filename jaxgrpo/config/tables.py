@@ -1,0 +1,222 @@
+"""The keys of a config for type checkers: what `train(..., train={"steps": 20})` takes.
+
+keys.py says what each key means, checks it when a program runs, and has its default. Editors read
+names and types here, complete them, and mark a misspelt key. A test holds both equal. None stands
+for no value: TOML has none, and a key that is left out has its default.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, TypedDict
+
+Floats = Literal["float32", "bfloat16"]
+CacheDtype = Literal["auto", "float32", "bfloat16"]
+Kernel = Literal["auto", "xla", "splash", "cudnn"]
+Remat = Literal["auto", "none", "attention", "dots", "full"]
+Schedule = Literal["constant", "linear", "cosine"]
+Platform = Literal["auto", "cpu", "gpu", "tpu"]
+Input = Literal["rows", "template", "tokenizer", "prompts", "base", "code"]
+
+Part = Mapping[str, Any]
+"""{"use": name, option: value, ...}; the options depend on the part."""
+
+
+class SourceTable(TypedDict, total=False):
+    """One of the sources that data.path mixes."""
+
+    path: str
+    weight: float
+    name: str
+    subset: str
+    split: str
+    revision: str
+    prompt: str
+    answer: str
+
+
+class ModelTable(TypedDict, total=False):
+    path: str
+    revision: str
+    config: Mapping[str, Any]
+    family: str
+    ignore: Sequence[str]
+    dtype: Floats
+    float32_head: bool
+    attention: Kernel
+
+
+class LoraTable(TypedDict, total=False):
+    path: str
+    rank: int
+    alpha: float
+    targets: str
+    use_rslora: bool
+
+
+class DataTable(TypedDict, total=False):
+    path: str | Sequence[SourceTable]
+    subset: str
+    split: str
+    revision: str
+    delimiter: str
+    prompt: str
+    answer: str
+    answer_prefix: str
+    max_answer_tokens: int
+    system: str
+    chat_template: str
+    chat_template_kwargs: Mapping[str, Any]
+    template_time: str
+    too_long: Literal["error", "drop"]
+
+
+class LossTable(TypedDict, total=False):
+    surrogate: Part
+    reduction: Part
+    kl: Part
+    entropy: Part
+    mismatch: Part
+    proximal: Literal["behavior", "trainer"]
+    penalties_on: Literal["all", "live"]
+
+
+class ReferenceTable(TypedDict, total=False):
+    reset_every: int
+    reset_kl_above: float
+    reset_patience: int
+    reset_metric: str
+
+
+class OptimizerTable(TypedDict, total=False):
+    """Without the options of an optimizer, which depend on it: see `Overrides.optimizer`."""
+
+    use: str
+    learning_rate: float
+    clip_norm: float
+    warmup_steps: int
+    schedule: Schedule
+    state_dtype: Floats
+
+
+class RolloutTable(TypedDict, total=False):
+    prompts_per_step: int
+    group_size: int
+    max_prompt_tokens: int
+    max_completion_tokens: int
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    min_completion_tokens: int
+    stop_strings: Sequence[str]
+    early_stop: Mapping[str, float]
+    slots: int
+    kv_cache_dtype: CacheDtype
+    overlap_rewards: bool
+    segment_tokens: int
+    prompts: Part
+    refill: Mapping[str, float]
+
+
+class TrainTable(TypedDict, total=False):
+    steps: int
+    num_iterations: int
+    minibatches: int
+    seed: int
+    tokens_per_micro_batch: int
+    remat: Remat
+    on_no_live_sample: Literal["step", "skip"]
+    stop_after_not_finite: int
+
+
+class EvalTable(TypedDict, total=False):
+    data: str
+    subset: str
+    split: str
+    every: int
+    samples: int
+    prompts: int
+    scorer: str
+    formats: Mapping[str, str]
+    confidence: bool
+    confidence_window: int
+    confidence_kept: float
+    kl_to_base: bool
+
+
+class CheckpointTable(TypedDict, total=False):
+    every: int
+    keep: int
+    keep_best: str
+
+
+class MeshTable(TypedDict, total=False):
+    data: int
+    fsdp: int
+    tensor: int
+    context: int
+    sampling_tensor: int
+    platform: Platform
+
+
+class PlanTable(TypedDict, total=False):
+    topology: str
+    slices: int
+
+
+class TrackingTable(TypedDict, total=False):
+    tensorboard: bool
+    wandb: Mapping[str, Any]
+
+
+class RunTable(TypedDict, total=False):
+    dir: str
+    stop_grace: float
+    stuck_after: float
+    peer_timeout: float
+    samples_every: int
+    rollouts_every: int
+    allow_changes: Sequence[Input]
+    report: bool
+    report_every: int
+
+
+class Overrides(TypedDict, total=False):
+    """The tables that every call takes which changes a config."""
+
+    model: ModelTable
+    lora: LoraTable
+    loss: LossTable
+    reference: ReferenceTable
+    optimizer: OptimizerTable | Part
+    rollout: RolloutTable
+    train: TrainTable
+    eval: EvalTable
+    checkpoint: CheckpointTable
+    mesh: MeshTable
+    plan: PlanTable
+    tracking: TrackingTable
+    run: RunTable
+    recipe: str | Part
+
+
+class TrainOverrides(Overrides, total=False):
+    """Of `jaxgrpo.train`, which has arguments of its own for rewards and advantage."""
+
+    data: DataTable
+
+
+class AskOverrides(Overrides, total=False):
+    """Of `jaxgrpo.evaluate` and `jaxgrpo.probe`, which have an argument of their own for data."""
+
+    rewards: Sequence[Part]
+    advantage: Sequence[Part]
+
+
+class SampleOverrides(Overrides, total=False):
+    """Of `jaxgrpo.sample`."""
+
+    data: DataTable
+    rewards: Sequence[Part]
+    advantage: Sequence[Part]

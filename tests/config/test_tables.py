@@ -1,0 +1,82 @@
+"""The keys that type checkers know are the keys that a config has, with the same types."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import operator
+import types
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+import pytest
+
+import jaxgrpo as jg
+from jaxgrpo.config import keys, tables
+from jaxgrpo.config.keys import HINTS, SECTIONS, PartKeys, Range
+
+OVERRIDES: list[tuple[Callable[..., Any], Any]] = [
+    (jg.train, tables.TrainOverrides),
+    (jg.evaluate, tables.AskOverrides),
+    (jg.probe, tables.AskOverrides),
+    (jg.sample, tables.SampleOverrides),
+]
+
+
+def type_for_checkers(hint: Any, limits: Range) -> Any:
+    """The type of a key for checkers, from its type in keys.py: what TOML can hold of it.
+
+    A choice of texts is a Literal, a list any sequence, a table any mapping, and None nothing.
+    """
+    if isinstance(hint, types.UnionType):
+        options = [option for option in typing.get_args(hint) if option is not types.NoneType]
+        return functools.reduce(operator.or_, [type_for_checkers(one, limits) for one in options])
+    text = Literal[limits.choices] if limits.choices else str
+    origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    if origin is tuple:
+        return Sequence[tables.SourceTable] if inner[0] is PartKeys else Sequence[text]
+    if origin in (dict, Mapping):
+        return Mapping[str, inner[1]]
+    return text if hint is str else hint
+
+
+def keys_of(cls: Any) -> dict[str, Any]:
+    hints = typing.get_type_hints(cls)
+    fields = [field for field in dataclasses.fields(cls) if field.name != "options"]
+    limits = {field.name: field.metadata["range"] for field in fields}
+    return {name: type_for_checkers(hints[name], one) for name, one in limits.items()}
+
+
+def table_of(section: str) -> Any:
+    return getattr(tables, SECTIONS[section].__name__.replace("Keys", "Table"))
+
+
+@pytest.mark.parametrize("section", SECTIONS)
+def test_a_table_has_the_keys_of_the_config_with_their_types(section):
+    assert typing.get_type_hints(table_of(section)) == keys_of(SECTIONS[section])
+
+
+def test_an_entry_of_a_mixture_has_the_keys_of_the_config():
+    assert typing.get_type_hints(tables.SourceTable) == keys_of(PartKeys)
+
+
+@pytest.mark.parametrize(("function", "overrides"), OVERRIDES)
+def test_a_call_takes_every_table_once(function, overrides):
+    hints = typing.get_type_hints(overrides)
+    parameters = inspect.signature(function).parameters
+    assert hints.keys() & parameters.keys() == set()
+    arguments = {"data", "rewards", "advantage"} & parameters.keys()
+    assert hints.keys() | arguments == HINTS.keys()
+    for section in SECTIONS.keys() - arguments - {"optimizer"}:
+        assert hints[section] is table_of(section)
+    assert hints["optimizer"] == tables.OptimizerTable | tables.Part
+    (last,) = (one for one in parameters.values() if one.kind is one.VAR_KEYWORD)
+    assert last.annotation == f"Unpack[{overrides.__name__}]"
+
+
+def test_only_an_optimizer_has_options_among_its_keys():
+    options = [name for name, cls in SECTIONS.items() if "options" in cls.__dataclass_fields__]
+    assert options == ["optimizer"]
+    assert "options" in keys.RewardKeys.__dataclass_fields__  # so rewards are tables of any keys
