@@ -53,6 +53,7 @@ HOUSE = {
     "data": Package(words("core")),
     "models": Package(words("core"), CORE | words("numpy flax"), pure=True),
     "models.hf": Package(words("core data models")),
+    "models.gguf": Package(words("core data models")),
     "rewards": Package(words("core data")),
     "rollout": Package(words("core data models rewards"), CORE | words("numpy"), pure=True),
     "update": Package(
@@ -99,7 +100,9 @@ def may_import(module: str, imported: str) -> bool:
         if not rest or rest[0] == "__version__":
             return package.outside is None
         target = ".".join(rest)
-        if name != "models.hf" and target.startswith("models.hf"):
+        if target.startswith("models.gguf") and name == "models.hf":
+            return False
+        if target.startswith(("models.hf", "models.gguf")) and not name.startswith("models."):
             return package.outside is None and "models" in package.reads
         return rest[0] in package.reads | {name.split(".")[0]}
     if top in sys.stdlib_module_names:
@@ -177,6 +180,7 @@ def test_a_package_reads_only_packages_above_it_in_the_table():
         ("advantages.base", "from jaxgrpo.losses import clip"),
         ("losses.registry", "from jaxgrpo.config.files import Config"),
         ("update.packing", "from jaxgrpo.models.hf import folders"),
+        ("models.hf.folders", "from jaxgrpo.models.gguf import files"),
         ("update.step", "from jaxgrpo.data import prompts"),
         ("core.types", "import os"),
         ("models.decoder", "import jaxgrpo"),

@@ -1,4 +1,4 @@
-"""What a GGUF file says of its model, as the fields of a config.json.
+"""The metadata of a GGUF file as the fields of a config.json.
 
 The keys are those of llama.cpp (gguf/constants.py of its package lists them); what the format has
 no key for is what llama.cpp takes for the architecture.

@@ -1,4 +1,4 @@
-"""A GGUF file: what it says of its model, and its tensors as numbers.
+"""A GGUF file: its metadata, and its tensors as numbers.
 
 The package `gguf` (extra `gguf`) reads the format and undoes its quantisations.
 """
