@@ -1,4 +1,4 @@
-"""The first lines of Python in README.md train: on the base of the quickstart, to a better model."""
+"""The first lines of Python in README.md train the base of the quickstart to a better model."""
 
 import re
 import subprocess
@@ -24,5 +24,5 @@ def test_the_lines_of_the_first_screen_train_a_model(tmp_path, python, environme
             [python, *command], cwd=tmp_path, env=variables, capture_output=True, text=True
         )
         assert done.returncode == 0, done.stderr
-    base, trained = map(float, done.stdout.split()[-2:])
-    assert trained > max(0.8, base)
+    before, trained = map(float, done.stdout.split()[-2:])
+    assert trained > max(0.8, before)
