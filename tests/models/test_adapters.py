@@ -47,23 +47,6 @@ class Both(NamedTuple):
     without: np.ndarray
 
 
-def peft_model(theirs: Any, folder: Path, **options: Any) -> Any:
-    """The model with random adapters, which are written to a folder."""
-    import torch
-    from peft import LoraConfig as Settings
-    from peft import get_peft_model
-
-    wrapped = get_peft_model(
-        theirs, Settings(r=3, lora_alpha=5, task_type="CAUSAL_LM", **options)
-    ).eval()
-    with torch.no_grad():
-        for name, weight in wrapped.named_parameters():
-            if "lora_" in name:
-                weight.copy_(0.25 * torch.randn(weight.shape))
-    wrapped.save_pretrained(str(folder))
-    return wrapped
-
-
 FEW = [
     family if family in OPTIONS else pytest.param(family, marks=pytest.mark.full)
     for family in FAMILIES
@@ -77,7 +60,7 @@ def both(request, tmp_path_factory):
     theirs = checkpoints.saved(checkpoints.config_of(request.param), folder / "base")
     without = checkpoints.logits_of(theirs, *BATCH)
     options = OPTIONS.get(request.param, {"target_modules": "all-linear"})
-    wrapped = peft_model(theirs, folder / "adapter", **options)
+    wrapped = checkpoints.peft_model(theirs, folder / "adapter", **options)
     model, params = jaxgrpo.load_model(folder / "base", adapter=folder / "adapter")
     own, base = lora.split(params)
     return Both(folder, model, base, own, checkpoints.logits_of(wrapped, *BATCH), without)

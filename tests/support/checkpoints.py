@@ -171,3 +171,24 @@ def redrawn(fields: dict[str, Any], folder: Path, seed: int = 0) -> Any:
         folder, attn_implementation="eager", dtype=torch.float32
     )
     return model.eval()
+
+
+def peft_model(theirs: Any, folder: Path, spread: float = 0.25, **options: Any) -> Any:
+    """The model with random adapters, which are written to a folder.
+
+    Args:
+      spread: deviation of their weights.
+    """
+    import torch
+    from peft import LoraConfig as Settings
+    from peft import get_peft_model
+
+    wrapped = get_peft_model(
+        theirs, Settings(r=3, lora_alpha=5, task_type="CAUSAL_LM", **options)
+    ).eval()
+    with torch.no_grad():
+        for name, weight in wrapped.named_parameters():
+            if "lora_" in name:
+                weight.copy_(spread * torch.randn(weight.shape))
+    wrapped.save_pretrained(str(folder))
+    return wrapped
