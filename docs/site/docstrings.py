@@ -1,5 +1,5 @@
 """How the site reads docstrings: what follows "Source:" or "Raises:" is a paragraph of its own,
-examples are code, and a field whose comment describes it has that comment as its docstring."""
+examples are code, and the fields of a class are a list, each with its docstring or its comment."""
 
 from __future__ import annotations
 
@@ -43,14 +43,31 @@ def as_markdown(text: str) -> str:
     return "\n".join([*lines, "```"] if example else lines)
 
 
+def described(field: Attribute) -> str:
+    """What is said about a field: in its docstring, or in the comment on its first line."""
+    if field.docstring is not None:
+        return " ".join(field.docstring.value.split())
+    found = COMMENT.search(field.source.splitlines()[0]) if field.source else None
+    if found:
+        return found[1]
+    return f"`{field.value}` by default" if field.value is not None else "required"
+
+
 class OurDocstrings(Extension):
-    """Rewrites the docstrings after they are read."""
+    """Rewrites the docstrings after they are read; a class lists its fields in its own."""
 
     def on_object(self, *, obj: Object, loader: GriffeLoader, **kwargs: Any) -> None:
         """Called once for every module, class, function and attribute."""
-        if obj.docstring is not None:
-            obj.docstring.value = as_markdown(obj.docstring.value)
-        elif isinstance(obj, Attribute) and obj.parent is not None and obj.parent.is_class:
-            found = COMMENT.search(obj.source.splitlines()[0]) if obj.source else None
-            if found:
-                obj.docstring = Docstring(escaped(found[1]), parent=obj)
+        if isinstance(obj, Attribute) and obj.parent is not None and obj.parent.is_class:
+            return  # it is listed by its class
+        text = as_markdown(obj.docstring.value) if obj.docstring is not None else ""
+        fields: list[str] = []
+        for member in obj.members.values() if obj.is_class else ():
+            if isinstance(member, Attribute) and member.annotation and not member.is_private:
+                fields.append(f"  {member.name}: {escaped(described(member))}")
+                member.docstring = None  # so that it has no heading of its own
+        if fields:
+            text = "\n".join([text, "", "Attributes:", *fields])
+        if text:
+            parser, options = loader.docstring_parser, loader.docstring_options
+            obj.docstring = Docstring(text, parent=obj, parser=parser, parser_options=options)
