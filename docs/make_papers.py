@@ -70,9 +70,10 @@ def sources(text: str, module: str, name: str) -> Iterator[Mention]:
 
 def kind_of(mention: Mention) -> tuple[str, str]:
     """What it is, with a link to its page, and its name; with dots if it is not chosen by name."""
+    place = (mention.module, mention.name)
     for kind, (page, table) in KINDS.items():
         for name, factory in table.items():
-            if (factory.__module__, getattr(factory, "__name__", "")) == (mention.module, mention.name):
+            if (factory.__module__, getattr(factory, "__name__", "")) == place:
                 return f"[{kind}]({page})", name
     public = mention.name and not mention.name.startswith("_")
     return "", f"{mention.module}.{mention.name}" if public else mention.module

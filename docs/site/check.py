@@ -2,8 +2,8 @@
 
     python docs/site/check.py site     (make site)
 
-Links that a reader follows may lead anywhere. What a browser loads by itself may not: scripts, styles,
-fonts, pictures, frames. Exits with 1 if something is loaded from another host.
+Links that a reader follows may lead anywhere. What a browser loads by itself may not: scripts,
+styles, fonts, pictures, frames. Exits with 1 if something is loaded from another host.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ ELSEWHERE = re.compile(r"^\s*(?:[a-z]+:)?//", re.IGNORECASE)
 LOADED_BY_CSS = re.compile(r"(?:url\(|@import)\s*[\"']?\s*((?:https?:)?//[^\"')\s]+)")
 NO_LOAD = {"canonical", "next", "prev", "author", "license"}
 """What a <link> may be without being loaded."""
-HOSTS = re.compile(r"https?://(?:[\w-]+\.)*(?:unpkg|jsdelivr|cdnjs|cloudflare|googleapis)\.\w+[\w./@-]*")
+HOSTS = re.compile(
+    r"https?://(?:[\w-]+\.)*(?:unpkg|jsdelivr|cdnjs|cloudflare|googleapis)\.\w+[\w./@-]*"
+)
 """Addresses in a script from which it may load another one."""
 
 
@@ -34,7 +36,9 @@ class Loads(HTMLParser):
         named = {name: value or "" for name, value in attrs}
         if tag != "a":
             self.addresses += [named[name] for name in ("src", "poster", "data") if name in named]
-            self.addresses += [part.split()[0] for part in named.get("srcset", "").split(",") if part]
+            self.addresses += [
+                part.split()[0] for part in named.get("srcset", "").split(",") if part
+            ]
         if tag == "link" and named.get("rel", "").lower() not in NO_LOAD:
             self.addresses.append(named.get("href", ""))
         self.addresses += LOADED_BY_CSS.findall(named.get("style", ""))

@@ -1,7 +1,7 @@
 """What MkDocs does with the pages of docs/ beside rendering them.
 
-Links that leave docs/ lead to examples, configs and measurements. Each file that a page links to gets
-a page of its own under source/; in the repository the same links lead to the files themselves.
+Links that leave docs/ lead to examples, configs and measurements. Each file that a page links to
+gets a page of its own under source/; in the repository the same links lead to the files themselves.
 """
 
 from __future__ import annotations
@@ -62,7 +62,8 @@ def source_page(path: str) -> str:
     if place.suffix == ".md":
         return place.read_text()
     language = LANGUAGES.get(place.suffix, "text")
-    return f"# {place.name}\n\n`{path}` in the repository:\n\n````{language}\n{place.read_text()}````\n"
+    title = f"# {place.name}\n\n`{path}` in the repository:\n\n"
+    return f"{title}````{language}\n{place.read_text()}````\n"
 
 
 def with_links_to_the_api(text: str) -> str:
@@ -74,7 +75,7 @@ def with_links_to_the_api(text: str) -> str:
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Adds the pages of what lies outside docs/."""
-    queue = list(PROJECT)
+    queue: list[str] = [*PROJECT]
     for file in files.documentation_pages():
         queue += links(file.content_string, f"docs/{file.src_uri}")
     done: set[str] = set()
@@ -96,7 +97,9 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def on_post_build(config: MkDocsConfig) -> None:
-    """Takes out the addresses from which the theme would load scripts: for diagrams, which there are
-    none of, and for browsers of before 2020."""
+    """Takes out the addresses from which the theme would load scripts.
+
+    They are for diagrams, which no page has, and for browsers older than 2020.
+    """
     for script in Path(config.site_dir).glob("assets/javascripts/bundle.*.js"):
         script.write_text(script.read_text("utf-8").replace("https://unpkg.com/", ""), "utf-8")
