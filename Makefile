@@ -20,7 +20,7 @@ help:
 	@echo "make readme      run every command of README.md in a new environment; CI runs it too"
 	@echo "make lint        ruff and pyright"
 	@echo "make docs        compute what the docs say of recipes and losses"
-	@echo "make site        build the pages of docs/ into site/, without the network; site/index.html is the first"
+	@echo "make site        build the pages of docs/ into site/; once its tools are installed, without the network"
 	@echo "make experiments compute docs/experiments again; stops where a criterion fails"
 	@echo "make clean       remove caches and builds; the environment and runs/ stay"
 
@@ -58,6 +58,7 @@ docs: .venv/.run-time
 site: .venv/.docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 	$(BIN)/python docs/site/check.py site
+	@echo "read it, with search: python3 -m http.server -d site"
 
 experiments: .venv/.run-time
 	for page in docs/experiments/x*.md; do \

@@ -62,31 +62,31 @@ def mentions() -> Iterator[Mention]:
 def sources(text: str, module: str, name: str) -> Iterator[Mention]:
     """The papers of a docstring on one line."""
     begin = 0
-    for found in NUMBER.finditer(text):
-        label = BREAK.split(text[begin : found.start()].strip(" ,("))[-1].partition("'s ")[0]
-        yield Mention(found[1], label if NAME.match(label) else "", module, name)
-        begin = found.end()
+    for number in NUMBER.finditer(text):
+        label = BREAK.split(text[begin : number.start()].strip(" ,("))[-1].partition("'s ")[0]
+        yield Mention(number[1], label if NAME.match(label) else "", module, name)
+        begin = number.end()
 
 
 def kind_of(mention: Mention) -> tuple[str, str]:
     """What it is, with a link to its page, and its name; with dots if it is not chosen by name."""
     place = (mention.module, mention.name)
-    for kind, (page, table) in KINDS.items():
-        for name, factory in table.items():
+    for kind, (about, factories) in KINDS.items():
+        for name, factory in factories.items():
             if (factory.__module__, getattr(factory, "__name__", "")) == place:
-                return f"[{kind}]({page})", name
+                return f"[{kind}]({about})", name
     public = mention.name and not mention.name.startswith("_")
     return "", f"{mention.module}.{mention.name}" if public else mention.module
 
 
-def table(found: list[Mention]) -> str:
+def table(everywhere: list[Mention]) -> str:
     """The table of papers, newest last, in Markdown."""
     rows = ["| paper | called | what comes from it |", "|---|---|---|"]
-    for number in sorted({mention.number for mention in found}):
-        here = [mention for mention in found if mention.number == number]
-        labels = ", ".join(dict.fromkeys(mention.label for mention in here if mention.label))
+    for number in sorted({mention.number for mention in everywhere}):
+        same = [mention for mention in everywhere if mention.number == number]
+        labels = ", ".join(dict.fromkeys(mention.label for mention in same if mention.label))
         by_kind: dict[str, list[str]] = {}
-        for mention in here:
+        for mention in same:
             kind, name = kind_of(mention)
             by_kind.setdefault(kind, []).append(f"`{name}`")
         order = sorted(by_kind, key=lambda kind: kind == "")

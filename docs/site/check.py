@@ -66,6 +66,6 @@ def check(site: Path) -> list[str]:
 
 
 if __name__ == "__main__":
-    found = check(Path(sys.argv[1]))
-    sys.stdout.write("".join(f"loaded from elsewhere: {line}\n" for line in found))
-    sys.exit(1 if found else 0)
+    loads = check(Path(sys.argv[1]))
+    sys.stdout.write("".join(f"loaded from elsewhere: {line}\n" for line in loads))
+    sys.exit(1 if loads else 0)

@@ -47,9 +47,9 @@ def described(field: Attribute) -> str:
     """What is said about a field: in its docstring, or in the comment on its first line."""
     if field.docstring is not None:
         return " ".join(field.docstring.value.split())
-    found = COMMENT.search(field.source.splitlines()[0]) if field.source else None
-    if found:
-        return found[1]
+    comment = COMMENT.search(field.source.splitlines()[0]) if field.source else None
+    if comment:
+        return comment[1]
     return f"`{field.value}` by default" if field.value is not None else "required"
 
 

@@ -43,11 +43,11 @@ def rewritten(text: str, path: str) -> str:
     """The text of a page whose links lead to pages of the site."""
     name = page_name(path)
 
-    def link(found: re.Match[str]) -> str:
-        place = posixpath.normpath(posixpath.join(posixpath.dirname(path), found[1]))
+    def link(match: re.Match[str]) -> str:
+        place = posixpath.normpath(posixpath.join(posixpath.dirname(path), match[1]))
         inside = path.startswith("docs/") and place.startswith("docs/")
         if inside or not (REPOSITORY / place).exists():
-            return found[1]
+            return match[1]
         return posixpath.relpath(page_name(place), posixpath.dirname(name) or ".")
 
     return LINK.sub(link, text)
@@ -78,11 +78,11 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     queue: list[str] = [*PROJECT]
     for file in files.documentation_pages():
         queue += links(file.content_string, f"docs/{file.src_uri}")
-    done: set[str] = set()
+    visited: set[str] = set()
     while queue:
         path = queue.pop()
-        if path not in done:
-            done.add(path)
+        if path not in visited:
+            visited.add(path)
             text = source_page(path)
             queue += links(text, path)
             files.append(File.generated(config, page_name(path), content=text))
@@ -90,9 +90,11 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Turns links to files into links to pages."""
+    """Turns links to files into links to pages. Pages that show code stay as they are."""
     name = page.file.src_uri
     path = name.removeprefix("source/") if name.startswith("source/") else f"docs/{name}"
+    if not (REPOSITORY / path).is_file():
+        return markdown
     return with_links_to_the_api(rewritten(markdown, path))
 
 

@@ -59,13 +59,13 @@ def test_the_site_loads_nothing_from_elsewhere(repository, site):
 @pytest.mark.slow
 def test_every_public_word_has_its_place_in_the_api(site):
     text = zlib.decompress((site / "objects.inv").read_bytes().split(b"\n", 4)[4]).decode()
-    known = {line.split(" ")[0] for line in text.splitlines()}
+    documented = {line.split(" ")[0] for line in text.splitlines()}
     modules = {"advantages", "losses", "models", "rewards", "tasks", "__version__"}
     words = {f"jaxgrpo.{word}" for word in jaxgrpo.__all__ if word not in modules}
     words |= {f"jaxgrpo.advantages.{word}" for word in jaxgrpo.advantages.__all__}
     words |= {f"jaxgrpo.losses.{word}" for word in jaxgrpo.losses.__all__}
     words |= {f"jaxgrpo.rewards.{word}" for word in jaxgrpo.rewards.__all__}
-    assert words - known == set()
+    assert words - documented == set()
 
 
 @pytest.mark.slow
@@ -119,8 +119,8 @@ def test_papers_are_read_with_what_they_are_called():
         "Source: equation 8 of Gradient starvation, arXiv 2605.07689. DAPO's filter, arXiv "
         "2503.14476; Dr. GRPO, Liu et al. 2025, arXiv 2503.20783, and arXiv 2602.04879."
     )
-    found = {mention.number: mention.label for mention in make_papers.sources(text, "m", "f")}
-    assert found == {
+    labels = {mention.number: mention.label for mention in make_papers.sources(text, "m", "f")}
+    assert labels == {
         "2605.07689": "Gradient starvation",
         "2503.14476": "DAPO",
         "2503.20783": "Liu et al. 2025",

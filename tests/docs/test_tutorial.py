@@ -57,7 +57,7 @@ def test_the_corrected_step_passes_its_tests(folder, python, environment):
 
 @pytest.mark.slow
 def test_the_signal_is_shown_as_on_the_page(page, folder, python, environment):
-    ((command, _, output),) = [found for found in SHOWN.findall(page) if found[1] == "advantages"]
+    ((command, _, output),) = [shown for shown in SHOWN.findall(page) if shown[1] == "advantages"]
     for version in (MISTAKEN, CORRECTED):
         run = subprocess.run(
             [python, "-m", *command.split()],
