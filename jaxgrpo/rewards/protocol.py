@@ -39,6 +39,7 @@ class ScoreArray(Protocol):
 
 
 Scores = Sequence[SupportsFloat | None] | ScoreArray
+"""A number for each completion; None where it could not be scored."""
 RewardFunction = Callable[..., Scores | Awaitable[Scores]]
 """Called by keyword; returns a list, or a 1-d array, of N numbers or None, or awaits one."""
 BuiltIn = Callable[..., Sequence[float | None]]

@@ -30,6 +30,7 @@ rewards: dict[str, BuiltIn] = {
     "brier": confidence.brier,
     "confidence_format": confidence.confidence_format,
 }
+"""The built-in rewards by the names that a config uses."""
 
 answers: dict[str, Callable[[str], Hashable]] = {
     **{task.name: task.answer_of for task in tasks.values()},

@@ -14,6 +14,8 @@ from jaxgrpo.cli import init
 
 CHECKED = {
     "README.md": 2,
+    "docs/index.md": 2,
+    "docs/tutorial.md": 2,
     "docs/advantages.md": 6,
     "docs/losses.md": 4,
     "docs/rewards.md": 0,

@@ -1,0 +1,109 @@
+"""Computes the table of docs/papers.md: which part comes from which paper.
+
+    python -m docs.make_papers     (make docs)
+
+It is read off the docstrings, which give their sources as "Source: DAPO, arXiv 2503.14476".
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from docs.make_advantages import _between
+from jaxgrpo.advantages.registry import parts, recipes
+from jaxgrpo.losses.registry import entropies, penalties, reductions, surrogates
+from jaxgrpo.rewards.registry import rewards
+
+FOLDER = Path(__file__).resolve().parent
+PACKAGE = FOLDER.parent / "jaxgrpo"
+PAGE = FOLDER / "papers.md"
+
+KINDS: dict[str, tuple[str, Mapping[str, Callable[..., Any]]]] = {
+    "recipe": ("advantages.md#recipes", recipes),
+    "part of chains": ("api/advantages.md", parts),
+    "surrogate": ("losses.md#surrogates", surrogates),
+    "reduction": ("api/losses.md", reductions),
+    "penalty": ("losses.md#penalties", {**penalties, **entropies}),
+    "reward": ("rewards.md", rewards),
+}
+"""What a function may be -> the page about it, and all of its kind by name."""
+
+NUMBER = re.compile(r"arXiv:? ?(\d{4}\.\d{4,5})")
+BREAK = re.compile(r"[:;(](?: |$)|, |\. (?!GRPO|\d)|\((?=the)|\b(?:of|by|after|as|the|for) ")
+NAME = re.compile(r"[A-Z]|\w+-[A-Z]")
+"""How the paper is called stands between the last break and its number, and begins like this."""
+
+
+class Mention(NamedTuple):
+    """A place in the code that names a paper as its source."""
+
+    number: str
+    label: str  # "" where the docstring gives the number alone
+    module: str  # "jaxgrpo.advantages.masks"
+    name: str  # of the function or class; "" for the module itself
+
+
+def mentions() -> Iterator[Mention]:
+    """Every source with a number in the docstrings of the package."""
+    for file in sorted(PACKAGE.rglob("*.py")):
+        module = ".".join(file.relative_to(PACKAGE.parent).with_suffix("").parts)
+        tree = ast.parse(file.read_text())
+        for node in [tree, *tree.body]:
+            if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)):
+                text = " ".join((ast.get_docstring(node) or "").split())
+                yield from sources(text, module, getattr(node, "name", ""))
+
+
+def sources(text: str, module: str, name: str) -> Iterator[Mention]:
+    """The papers of a docstring on one line."""
+    begin = 0
+    for number in NUMBER.finditer(text):
+        label = BREAK.split(text[begin : number.start()].strip(" ,("))[-1].partition("'s ")[0]
+        yield Mention(number[1], label if NAME.match(label) else "", module, name)
+        begin = number.end()
+
+
+def kind_of(mention: Mention) -> tuple[str, str]:
+    """What it is, with a link to its page, and its name; with dots if it is not chosen by name."""
+    place = (mention.module, mention.name)
+    for kind, (about, factories) in KINDS.items():
+        for name, factory in factories.items():
+            if (factory.__module__, getattr(factory, "__name__", "")) == place:
+                return f"[{kind}]({about})", name
+    public = mention.name and not mention.name.startswith("_")
+    return "", f"{mention.module}.{mention.name}" if public else mention.module
+
+
+def table(everywhere: list[Mention]) -> str:
+    """The table of papers, newest last, in Markdown."""
+    rows = ["| paper | called | what comes from it |", "|---|---|---|"]
+    for number in sorted({mention.number for mention in everywhere}):
+        same = [mention for mention in everywhere if mention.number == number]
+        labels = ", ".join(dict.fromkeys(mention.label for mention in same if mention.label))
+        by_kind: dict[str, list[str]] = {}
+        for mention in same:
+            kind, name = kind_of(mention)
+            by_kind.setdefault(kind, []).append(f"`{name}`")
+        order = sorted(by_kind, key=lambda kind: kind == "")
+        cells = [f"{kind} {', '.join(dict.fromkeys(by_kind[kind]))}".strip() for kind in order]
+        link = f"[{number}](https://arxiv.org/abs/{number})"
+        rows.append(f"| {link} | {labels or '–'} | {'; '.join(cells)} |")
+    return "\n".join(rows)
+
+
+def page() -> str:
+    """What docs/papers.md should hold."""
+    text = PAGE.read_text()
+    return _between(text, "<!-- papers -->\n", "\n<!-- end -->", table(list(mentions())))
+
+
+if __name__ == "__main__":
+    written = page()
+    changed = PAGE.read_text() != written
+    PAGE.write_text(written)
+    sys.stdout.write(f"{PAGE}: {'written' if changed else 'as it was'}\n")
