@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+BLOCK = 32 * 1024  # bytes of a block of wandb's files
+
 
 def records(folder: Path) -> Iterator[Any]:
     """Every Event in the event files, oldest file first.
@@ -45,23 +47,37 @@ def wandb_history(folder: Path, lines: int) -> list[dict[str, str]]:
 
 
 def _history_now(folder: Path) -> list[dict[str, str]]:
-    """What is written by now.
-
-    After a head of 7 bytes, records of checksum, length as uint16, kind 1 = whole, and the bytes.
-    """
+    """What is written by now."""
     wandb_pb2 = importlib.import_module("wandb.proto.wandb_internal_pb2")
     found = []
     for file in sorted(folder.glob("wandb/offline-run-*/*.wandb")):
-        data, place = file.read_bytes(), 7
-        while place + 7 < len(data):
-            _, length, kind = struct.unpack_from("<IHB", data, place)
-            assert kind == 1
-            if place + 7 + length > len(data):
-                break  # half written
+        for data in _wandb_records(file.read_bytes()):
             record = wandb_pb2.Record()
-            record.ParseFromString(data[place + 7 : place + 7 + length])
-            place += 7 + length
+            record.ParseFromString(data)
             if record.WhichOneof("record_type") == "history":
                 items = record.history.item
                 found.append({"/".join(i.nested_key) or i.key: i.value_json for i in items})
     return found
+
+
+def _wandb_records(data: bytes) -> Iterator[bytes]:
+    """The records of LevelDB's log format behind a head of 7 bytes, as far as they are written.
+
+    Blocks of 32 KiB hold pieces: checksum, length as uint16, kind, bytes. A piece is a whole record
+    (1), or its first (2), a middle (3) or its last part (4). Nothing begins in the last 6 bytes.
+    """
+    place, record = 7, b""
+    while place + 7 < len(data):
+        left = BLOCK - place % BLOCK
+        if left < 7:
+            place += left
+            continue
+        _, length, kind = struct.unpack_from("<IHB", data, place)
+        assert kind in (1, 2, 3, 4)
+        if place + 7 + length > len(data):
+            return  # half written
+        record += data[place + 7 : place + 7 + length]
+        place += 7 + length
+        if kind in (1, 4):
+            yield record
+            record = b""
