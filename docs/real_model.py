@@ -59,7 +59,7 @@ def greedy_accuracy(folder: Path) -> float:
     task = tasks.find("sums")
     rows = tasks.load("task:sums:test")
     tokenizer: Any = AutoTokenizer.from_pretrained(folder, padding_side="left")
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     inputs = tokenizer([row["prompt"] for row in rows], return_tensors="pt", padding=True)
     with torch.no_grad():
         tokens = model.generate(**inputs, max_new_tokens=4, do_sample=False)

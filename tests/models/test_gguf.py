@@ -91,7 +91,7 @@ def block_of(kind, random_state):
             nibble = low[64 * half + 32 * (quarter % 2) + place] >> (4 * (quarter // 2)) & 15
             top = high[32 * half + place] >> (2 * quarter) & 3
             numbers[k] = float(scale) * scales[k // 16] * (int(nibble | top << 4) - 32)
-        data = np.concatenate([low, high, scales.view(np.uint8), scale[None].view(np.uint8)])
+        data = np.concatenate([low, high, scales.view(np.uint8), np.array([scale]).view(np.uint8)])
         return data, numbers
     scales = random_state.integers(0, 256, 12, np.uint8)
     quants = random_state.integers(0, 256, 128, np.uint8)
@@ -105,7 +105,7 @@ def block_of(kind, random_state):
             minus = scales[part + 4] >> 4 | scales[part] >> 6 << 4
         nibble = quants[32 * (part // 2) + place] >> (4 * (part % 2)) & 15
         numbers[k] = float(scale) * int(by) * int(nibble) - float(least) * int(minus)
-    both = np.array([scale, least]).view(np.uint8)
+    both = np.array([scale, least], np.float16).view(np.uint8)
     return np.concatenate([both, scales, quants]), numbers
 
 

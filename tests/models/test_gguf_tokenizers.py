@@ -60,7 +60,8 @@ SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 
 def qwen2():
     vocab, merges = trained(BYTES_ALONE, SPECIAL)
-    there: Any = transformers.Qwen2Tokenizer(vocab=vocab, merges=merges, eos_token="<|im_end|>")
+    joins: Any = merges
+    there: Any = transformers.Qwen2Tokenizer(vocab=vocab, merges=joins, eos_token="<|im_end|>")
     there.add_tokens([AddedToken("<think>", normalized=False)])
     there.add_special_tokens({"additional_special_tokens": ["<|im_start|>"]})
     return there, vocab, merges, {"pre": "qwen2"}

@@ -84,7 +84,7 @@ def plain_tokenizer(writer):
     byte_level("gpt-2", vocab, [], kinds, [len(letters)])(writer)
 
 
-def write(path, config, state, tokenizer=None, kind=Kind.F32, more=(), changes=None):
+def write(path, config: Any, state, tokenizer=None, kind=Kind.F32, more=(), changes=None):
     """Writes one file.
 
     Args:
@@ -95,7 +95,7 @@ def write(path, config, state, tokenizer=None, kind=Kind.F32, more=(), changes=N
       more: functions of the writer.
       changes: stored name -> array or None (left out); may add names.
     """
-    architecture: str = NAMES.get(config.model_type, config.model_type)
+    architecture = NAMES.get(config.model_type, config.model_type)
     writer = gguf.GGUFWriter(path, architecture)
     sizes(writer, config)
     for add in (*((tokenizer,) if tokenizer else ()), *more):
@@ -113,7 +113,7 @@ def write(path, config, state, tokenizer=None, kind=Kind.F32, more=(), changes=N
     writer.close()
 
 
-def sizes(writer, config):
+def sizes(writer, config: Any):
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
@@ -132,9 +132,9 @@ def sizes(writer, config):
         writer.add_sliding_window(config.sliding_window)
 
 
-def stored(config, state):
+def stored(config: Any, state):
     """(GGUF's name, array) of each tensor of a model."""
-    architecture: str = NAMES.get(config.model_type, config.model_type)
+    architecture = NAMES.get(config.model_type, config.model_type)
     (number,) = (key for key, text in gguf.MODEL_ARCH_NAMES.items() if text == architecture)
     table = gguf.get_tensor_name_map(number, config.num_hidden_layers)
     for name, array in state.items():
