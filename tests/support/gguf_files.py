@@ -14,7 +14,7 @@ from gguf import GGMLQuantizationType as Kind
 from gguf import TokenType
 from tokenizers import pre_tokenizers
 
-NAMES = {"gemma3_text": "gemma3"}  # the others are called as their model_type
+NAMES: dict[str, str] = {"gemma3_text": "gemma3"}  # the others are called as their model_type
 ENDS = {"weight": ".weight", "bias": ".bias"}
 
 
