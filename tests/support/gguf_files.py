@@ -95,7 +95,7 @@ def write(path, config: Any, state, tokenizer=None, kind=Kind.F32, more=(), chan
       more: functions of the writer.
       changes: stored name -> array or None (left out); may add names.
     """
-    architecture = NAMES.get(config.model_type, config.model_type)
+    architecture = str(NAMES.get(config.model_type, config.model_type))
     writer = gguf.GGUFWriter(path, architecture)
     sizes(writer, config)
     for add in (*((tokenizer,) if tokenizer else ()), *more):
@@ -134,7 +134,7 @@ def sizes(writer, config: Any):
 
 def stored(config: Any, state):
     """(GGUF's name, array) of each tensor of a model."""
-    architecture = NAMES.get(config.model_type, config.model_type)
+    architecture = str(NAMES.get(config.model_type, config.model_type))
     (number,) = (key for key, text in gguf.MODEL_ARCH_NAMES.items() if text == architecture)
     table = gguf.get_tensor_name_map(number, config.num_hidden_layers)
     for name, array in state.items():
