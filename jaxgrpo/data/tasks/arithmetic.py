@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 
 from jaxgrpo.core.errors import InputError
-from jaxgrpo.data.tasks.base import Task, Worked
+from jaxgrpo.data.tasks.base import Task, Worked, rights
 
 LOWEST, HIGHEST = 10, 99  # operands
 LEVELS = (1, 2, 3)  # one more than the number of columns with a carry
@@ -127,8 +127,7 @@ def score(completions: Sequence[str], answer: Sequence[str], **columns: Any) -> 
     [1.0, 0.0, 1.0, 0.0]
     """
     del columns
-    pairs = zip(completions, answer, strict=True)
-    return [float(answer_of(text) == str(gold)) for text, gold in pairs]
+    return rights(map(answer_of, completions), answer)
 
 
 def answer_of(completion: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
@@ -31,6 +31,11 @@ class Task(NamedTuple):
     corpus: Callable[[], list[Worked]]  # of the supervised warm start; holds no test problem
     answer_of: Callable[[str], str]  # completion -> the answer that it ends with
     score: Callable[..., list[float]]  # (completions, answer, **columns), 1.0 iff right
+
+
+def rights(answers: Iterable[str], golds: Iterable[object]) -> list[float]:
+    """1.0 for each answer that is its gold one, character by character; else 0.0."""
+    return [float(answer == str(gold)) for answer, gold in zip(answers, golds, strict=True)]
 
 
 def character_tokenizer(alphabet: Sequence[str]) -> PreTrainedTokenizerFast:

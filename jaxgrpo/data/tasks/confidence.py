@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from jaxgrpo.data.tasks.arithmetic import arithmetic
-from jaxgrpo.data.tasks.base import Task, Worked
+from jaxgrpo.data.tasks.base import Task, Worked, rights
 
 NOISY = "~"  # in place of "+" where the answer is the sum or one more
 OPENING, CLOSING = "<confidence>", "</confidence>"
@@ -87,8 +87,7 @@ def score(completions: Sequence[str], answer: Sequence[str], **columns: Any) -> 
     [1.0, 1.0, 0.0]
     """
     del columns
-    pairs = zip(completions, answer, strict=True)
-    return [float(answer_of(text) == str(gold)) for text, gold in pairs]
+    return rights(map(answer_of, completions), answer)
 
 
 confidence: Task = arithmetic._replace(

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from jaxgrpo.core.errors import InputError
-from jaxgrpo.data.tasks.base import Task, Worked
+from jaxgrpo.data.tasks.base import Task, Worked, rights
 
 HIGHEST = 20  # operands are 1 to HIGHEST
 EXAMPLES = (
@@ -106,8 +106,7 @@ def score(completions: Sequence[str], answer: Sequence[str], **columns: Any) -> 
     [1.0, 1.0, 0.0, 0.0]
     """
     del columns
-    pairs = zip(completions, answer, strict=True)
-    return [float(answer_of(text) == str(gold)) for text, gold in pairs]
+    return rights(map(answer_of, completions), answer)
 
 
 sums = Task(

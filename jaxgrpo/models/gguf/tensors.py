@@ -12,9 +12,8 @@ from jaxgrpo.core.errors import InputError
 from jaxgrpo.models.api import Model
 from jaxgrpo.models.gguf.configs import ROPE_FACTORS, find
 from jaxgrpo.models.gguf.files import FLOATS, Gguf, Tensor
-from jaxgrpo.models.hf import families, mapping
+from jaxgrpo.models.hf import families, mapping, weights
 
-MAX_NAMES = 8  # tensors named in an error message
 DTYPES: Mapping[str, Any] = {
     "float32": np.float32,
     "float16": np.float16,
@@ -84,11 +83,7 @@ def _stored_name(gguf: Gguf, layers: int, name: str) -> str:
 def _refuse_others(gguf: Gguf, expected: set[str]) -> None:
     found = gguf.tensors.keys() - {ROPE_FACTORS}
     odd = {"missing": expected - found, "unknown": found - expected}
-    problems = []
-    for kind, names in odd.items():
-        more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
-        if names:
-            problems.append(f"{kind}: {', '.join(sorted(names)[:MAX_NAMES])}{more}")
+    problems = [f"{kind}: {weights.listed(names)}" for kind, names in odd.items() if names]
     if problems:
         raise InputError(
             f"{gguf.path}: the tensors are not those of a {gguf.architecture} of its sizes; "

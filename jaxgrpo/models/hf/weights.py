@@ -122,7 +122,7 @@ def check(
     if repeated:
         found.remove(tied_head[0])
     odd = {"missing": expected.keys() - found, "unknown": found - expected.keys()}
-    problems = [f"{kind}: {_listed(names)}" for kind, names in odd.items() if names]
+    problems = [f"{kind}: {listed(names)}" for kind, names in odd.items() if names]
     if problems:
         raise InputError(
             f"{folder}: the tensors are not those that {described} describes; "
@@ -164,7 +164,8 @@ def _stored(folder: Path, files: Mapping[str, Any], name: str) -> Any:
     return stored
 
 
-def _listed(names: set[str]) -> str:
+def listed(names: set[str]) -> str:
+    """The first MAX_NAMES, and how many more there are."""
     more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
     return ", ".join(sorted(names)[:MAX_NAMES]) + more
 
