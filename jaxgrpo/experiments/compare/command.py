@@ -9,7 +9,7 @@ import contextlib
 import json
 import shutil
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -62,9 +62,7 @@ def compare(path: str | Path, dry_run: bool = False, as_json: bool = False) -> i
         _show_plan(console, experiment, cases, differing)
     complete = {case.path for case in cases if is_finished(case)}
     plan = numbers.of_plan(experiment, cases, complete)
-    finished = [case for case in cases if case.path in complete]
-    waiting = [case for case in cases if case.path not in complete]
-    _warn_of_code(console, finished, waiting)
+    _warn_of_code(console, experiment, [case for case in cases if case.path in complete])
     if dry_run:
         _check_methods(experiment, cases)
         return Document(plan) if as_json else 0
@@ -74,16 +72,16 @@ def compare(path: str | Path, dry_run: bool = False, as_json: bool = False) -> i
         _begin(experiment, differing)
     say = console.print if process.is_main() else lambda text: None
     say(line)
-    _take_all(experiment, finished, waiting, say, f"go on with: jaxgrpo compare {path}")
+    taken = _take_all(experiment, cases, complete, say, f"continue with: jaxgrpo compare {path}")
     if not process.is_main():
         return 0
-    outcomes = results.read_all(cases)
+    outcomes = results.read_all(taken)
     found = _finish(experiment, outcomes, differing)
     if not as_json:
         return _show_result(console, experiment, found)
     best = report.best_runs(experiment, outcomes)
     result = numbers.of_result(experiment, outcomes, best)
-    return Document({**plan, "finished": len(cases), **result})
+    return Document({**plan, "finished": len(taken), **result})
 
 
 def is_finished(case: Case) -> bool:
@@ -116,7 +114,9 @@ def _show_plan(
 ) -> None:
     """What will be run, in what the arms differ, and which differences the seeds can show."""
     seeds = len(experiment.seeds) + len(experiment.tuning_seeds)
-    runs = f"{len(cases)} runs: {len(experiment.arms)} arms at their learning rates, {seeds} seeds"
+    best = experiment.judge_rates == "best"
+    rates = "tuning seeds at all rates, the others at the best" if best else "at all rates"
+    runs = f"{experiment.number_of_runs} runs: {len(experiment.arms)} arms, {seeds} seeds, {rates}"
     said = f"{runs}; {experiment.metric}, control {experiment.control}"
     console.print(said, markup=False)
     title, text = "the arms differ in this, and in nothing else", report.said_detectable(experiment)
@@ -147,8 +147,9 @@ def _check_methods(experiment: Experiment, cases: Sequence[Case]) -> None:
         raise ConfigError(str(experiment.source or "experiment"), problems)
 
 
-def _warn_of_code(console: Console, finished: Sequence[Case], waiting: Sequence[Case]) -> None:
+def _warn_of_code(console: Console, experiment: Experiment, finished: Sequence[Case]) -> None:
     """Warns before further runs if own files have changed since the finished ones were taken."""
+    waiting = len(finished) < experiment.number_of_runs
     other = [case for case in finished if waiting and results.has_other_code(case)]
     if other:
         console.print(
@@ -201,7 +202,7 @@ class Runner:
     def run(self, case: Case, begun: str | None = None, shown: bool = False) -> None:
         """Takes a run to its end, from where a killed process left it, as `jaxgrpo train` would.
 
-        Its checkpoints are removed at the end: the model stays.
+        Its checkpoints are removed at the end.
 
         Args:
           begun: what its chat template writes, if it writes the time.
@@ -249,40 +250,87 @@ def write_successes(folder: Path, step: int, sampled: Answers) -> None:
 
 def _take_all(
     experiment: Experiment,
-    finished: Sequence[Case],
-    waiting: Sequence[Case],
+    cases: Sequence[Case],
+    complete: Collection[Path],
     say: Callable[[str], None],
-    how_to_go_on: str,
-) -> None:
-    """Takes every run of `waiting`; refuses an unknown metric after the first finished run.
+    how_to_continue: str,
+) -> list[Case]:
+    """Takes every run that is not complete; refuses an unknown metric after the first one.
 
+    Returns: all runs that count. Some of `cases` do not where seeds are judged at the best rates.
     Raises: process.StopRequested after a stop signal, once the run under way has saved its state.
     """
-    count = len(finished) + len(waiting)
-    if finished:
-        results.check_metric(experiment, finished[0])
-        say(f"{len(finished)} of {count} runs are finished already")
-    runner, began = Runner(), time.monotonic()
-    first = process.decided(lambda: _first_time([*finished, *waiting]) or local_time())
-    for place, case in enumerate(waiting, start=1):
-        began_run = time.monotonic()
-        name = f"{len(finished) + place:4d} of {count}: {case.arm}, rate {case.rate:g}, "
+    taker = _Taker(experiment, say, how_to_continue)
+    taker.begun = process.decided(lambda: _first_time(cases) or local_time())
+    for stage in _stages(experiment, cases):
+        taker.take(stage, complete)
+    counted = {case.path for case in taker.taken}
+    return [case for case in cases if case.path in counted]
+
+
+def _stages(experiment: Experiment, cases: Sequence[Case]) -> Iterator[list[Case]]:
+    """All runs at once, or those of the tuning seeds and then the others at the best rates."""
+    if experiment.judge_rates == "all":
+        yield list(cases)
+        return
+    tuning = [case for case in cases if case.seed in experiment.tuning_seeds]
+    yield tuning
+    best = process.decided(lambda: _best_rates(experiment, tuning))
+    judged = (case for case in cases if case.seed in experiment.seeds)
+    yield [case for case in judged if case.rate == best[case.arm]]
+
+
+def _best_rates(experiment: Experiment, tuning: Sequence[Case]) -> dict[str, float]:
+    outcomes = results.read_all(tuning)
+    results.check_complete(experiment, outcomes)
+    return results.best_rates(experiment, outcomes)
+
+
+class _Taker:
+    """Takes runs, says how far it is, and stops where a signal asks for it."""
+
+    def __init__(
+        self, experiment: Experiment, say: Callable[[str], None], how_to_continue: str
+    ) -> None:
+        self._experiment, self._say, self._how = experiment, say, how_to_continue
+        self._runner, self._began, self._taken_now = Runner(), time.monotonic(), 0
+        self.taken: list[Case] = []
+        self.begun: str | None = None  # what the chat template writes, if it writes the time
+
+    def take(self, stage: Sequence[Case], complete: Collection[Path]) -> None:
+        count = self._experiment.number_of_runs
+        finished = [case for case in stage if case.path in complete]
+        if finished:
+            results.check_metric(self._experiment, finished[0])
+            self._say(f"{len(finished)} of {count} runs are finished already")
+        self.taken += finished
+        for case in stage:
+            if case.path not in complete:
+                self._take_one(case, count)
+
+    def _take_one(self, case: Case, count: int) -> None:
+        began, first = time.monotonic(), self._taken_now == 0
+        name = f"{len(self.taken) + 1:4d} of {count}: {case.arm}, rate {case.rate:g}, "
         name += f"seed {case.seed}"
         # The first run compiles, so its steps are shown; then a line for each run is enough.
-        quiet = telling(Console(highlight=False), name) if place > 1 else contextlib.nullcontext()
+        quiet = contextlib.nullcontext() if first else telling(Console(highlight=False), name)
         try:
             with quiet:
-                runner.run(case, first, shown=place == 1)
+                self._runner.run(case, self.begun, shown=first)
         except process.StopRequested as stopped:
             why = stopped.args[0].partition(";")[0]
-            raise process.StopRequested(f"{why}; {how_to_go_on}") from None
-        if place == 1:
-            results.check_metric(experiment, case)
-        now = time.monotonic()
-        left = (now - began) / place * (len(waiting) - place)
-        say(f"{name}: {now - began_run:.1f} s, {_duration(left)} left")
-        if process.stop_requested(0) and place < len(waiting):
-            raise process.StopRequested(f"stopped behind a run; {how_to_go_on}")
+            raise process.StopRequested(f"{why}; {self._how}") from None
+        if first:
+            results.check_metric(self._experiment, case)
+        if not self._experiment.keep_models and process.is_main():
+            shutil.rmtree(case.path / "model")
+        self.taken.append(case)
+        self._taken_now += 1
+        now, waiting = time.monotonic(), count - len(self.taken)
+        left = (now - self._began) / self._taken_now * waiting
+        self._say(f"{name}: {now - began:.1f} s, {_duration(left)} left")
+        if process.stop_requested(0) and waiting:
+            raise process.StopRequested(f"stopped behind a run; {self._how}")
 
 
 def _first_time(cases: Iterable[Case]) -> str | None:

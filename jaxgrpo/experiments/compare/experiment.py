@@ -51,6 +51,10 @@ def _share(value: Any) -> float | None:
     return value if type(value) is float and 0 < value < 1 else None
 
 
+def _flag(value: Any) -> bool | None:
+    return value if isinstance(value, bool) else None
+
+
 def _choice(*choices: str) -> Reader:
     return lambda value: value if value in choices else None
 
@@ -120,6 +124,9 @@ class Experiment:
     seeds: tuple[int, ...] = _key(_seeds, SEEDS)
     # on which rates are chosen; (): on `seeds` themselves. A file without the key: `set_apart`
     tuning_seeds: tuple[int, ...] = _key(_tuning, TUNING, default=())
+    # at which rates `seeds` are run: "all", or "best", the one that the tuning seeds chose
+    judge_rates: str = _key(_choice("all", "best"), '"all" or "best"', default="all")
+    keep_models: bool = _key(_flag, "true or false", default=True)  # of finished runs
     # whose difference from the control is tested; (): all but the control
     tests: tuple[str, ...] = _key(_arm_names, "a list of arms", default=())
     metric: str = _key(_text, 'a metric of evaluation, as "eval/accuracy"', default="eval/accuracy")
@@ -144,6 +151,12 @@ class Experiment:
     def rates(self, arm: str) -> tuple[float, ...]:
         """The learning rates of an arm."""
         return tuple(self.own_rates.get(arm, self.learning_rates))
+
+    @property
+    def number_of_runs(self) -> int:
+        rates = sum(len(self.rates(arm)) for arm in self.arms)
+        judged = len(self.arms) if self.judge_rates == "best" else rates
+        return len(self.tuning_seeds) * rates + len(self.seeds) * judged
 
 
 KEYS = {field.name: field for field in dataclasses.fields(Experiment) if field.metadata}
@@ -252,6 +265,10 @@ def read(raw: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
     problems += _together(values)
     if not problems and "tuning_seeds" not in raw:
         values["seeds"], values["tuning_seeds"] = set_apart(values)
+    if values.get("judge_rates") == "best" and not problems and not values["tuning_seeds"]:
+        problems.append(
+            'judge_rates = "best": no seeds choose the best rates; name some, tuning_seeds = [9]'
+        )
     return values
 
 

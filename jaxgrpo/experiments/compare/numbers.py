@@ -33,7 +33,7 @@ def of_plan(
     seen = {"p": least, "corrected_p": corrected, "level": experiment.level, "seeds": needed}
     return {
         "dir": experiment.dir,
-        "runs": len(cases),
+        "runs": experiment.number_of_runs,
         "finished": len(finished),
         "metric": experiment.metric,
         "better": experiment.better,
@@ -53,9 +53,11 @@ def of_plan(
 def of_result(experiment: Experiment, outcomes: Outcomes, chosen: Chosen) -> dict[str, Any]:
     """What the finished runs say."""
     rates = sorted({rate for _, rate in outcomes})
-    tables = {rate: results.at_rate(experiment, outcomes, rate) for rate in rates}
+    every = experiment.judge_rates == "all"
+    tables = {rate: results.at_rate(experiment, outcomes, rate) for rate in rates if every}
     return {
         "best": _rows(experiment, results.at_best(experiment, outcomes)),
+        "tuning": tuning(experiment, outcomes),
         "by_learning_rate": [row for table in tables.values() for row in _rows(experiment, table)],
         "mixtures": results.mixtures(outcomes),
         "pass_at": passes(experiment, chosen),
@@ -63,6 +65,16 @@ def of_result(experiment: Experiment, outcomes: Outcomes, chosen: Chosen) -> dic
         "warnings": warnings(outcomes),
         "cost": costs(chosen),
     }
+
+
+def tuning(experiment: Experiment, outcomes: Outcomes) -> dict[str, dict[float, float]]:
+    """arm -> learning rate -> mean of the metric over the tuning seeds; {} without such seeds."""
+    seeds, metric = experiment.tuning_seeds, experiment.metric
+    means = {}
+    for arm in experiment.arms if seeds else ():
+        values = results.values_of(experiment, outcomes, arm, metric, seeds)
+        means[arm] = dict(zip(experiment.rates(arm), values.mean(1).tolist(), strict=True))
+    return means
 
 
 def passes(experiment: Experiment, chosen: Chosen) -> dict[str, dict[str, Any]]:

@@ -57,11 +57,16 @@ def sections(experiment: Experiment, outcomes: Outcomes) -> list[Section]:
     chosen = best_runs(experiment, outcomes)
     rates = dict.fromkeys(rate for _, rate in outcomes)
     of_best = rows_of(experiment, best, own_rates=True)
-    of = {rate: rows_of(experiment, results.at_rate(experiment, outcomes, rate)) for rate in rates}
+    of = {
+        rate: rows_of(experiment, results.at_rate(experiment, outcomes, rate))
+        for rate in rates
+        if experiment.judge_rates == "all"
+    }
     return [
         _answer(experiment, best),
         Section("What can be seen", [said_detectable(experiment)]),
         Section("At each arm's best learning rate", [_how_chosen(experiment)], of_best),
+        *_tuning_section(experiment, outcomes),
         *_mixed(outcomes),
         *(Section(f"At learning rate {rate:g}", rows=rows) for rate, rows in of.items()),
         _pass_section(experiment, chosen),
@@ -169,6 +174,19 @@ def _how_chosen(experiment: Experiment) -> str:
     )
 
 
+def _tuning_section(experiment: Experiment, outcomes: Outcomes) -> list[Section]:
+    """The metric at each rate over the tuning seeds, if there are such seeds."""
+    means = numbers.tuning(experiment, outcomes)
+    if not means:
+        return []
+    rates = sorted({rate for by_rate in means.values() for rate in by_rate})
+    rows = [["arm", *(f"{rate:g}" for rate in rates)]]
+    for arm, by_rate in means.items():
+        rows.append([arm, *(f"{by_rate[rate]:.3f}" if rate in by_rate else "–" for rate in rates)])
+    seeds = _count(len(experiment.tuning_seeds), "tuning seed")
+    return [Section(f"{experiment.metric} by learning rate, {seeds}", rows=rows)]
+
+
 def _seeds_apart(experiment: Experiment) -> str:
     """What to do for rates that are chosen on seeds of their own."""
     enough = seeds_needed(len(experiment.tested), experiment.level) + SPARE
@@ -245,7 +263,8 @@ def _figures(experiment: Experiment, outcomes: Outcomes) -> list[str]:
     left = min(0.5, 0.04 + 0.017 * max(map(len, experiment.arms)))
     few = _are_few(len(experiment.seeds))
     bar = "lowest and highest seed" if few else "95% interval over seeds"
-    rates = f"{experiment.metric}, mean and {bar}."
+    over = " over the tuning seeds" if experiment.judge_rates == "best" else ""
+    rates = f"{experiment.metric}, mean and {bar}{over}."
     minus = f"At each arm's best rate; by seeds, with the {bar}."
     dotted = "Dotted: the base. Each arm at its best rate, means over seeds."
     of = experiment, outcomes
@@ -274,7 +293,8 @@ def by_rate(axes: Axes, experiment: Experiment, outcomes: Outcomes) -> None:
     """The metric over learning rates, one line per arm."""
     rates = sorted({rate for _, rate in outcomes})
     for place, arm in enumerate(experiment.arms):
-        values = values_of(experiment, outcomes, arm, experiment.metric)
+        seeds = experiment.tuning_seeds if experiment.judge_rates == "best" else experiment.seeds
+        values = values_of(experiment, outcomes, arm, experiment.metric, seeds)
         shown = [_shown(results.estimate(row, experiment.metric), row) for row in values]
         middle, low, high = np.array(shown).T
         ends = np.array([middle - low, high - middle])

@@ -252,15 +252,20 @@ def at_best(experiment: Experiment, outcomes: Outcomes) -> Table:
     means themselves are those of the best of L and so a little too good. Only `testable` arms have
     a p.
     """
-    seeds = experiment.tuning_seeds or experiment.seeds
-    chosen = {
-        arm: choose(
-            _sign(experiment) * values_of(experiment, outcomes, arm, experiment.metric, seeds)
-        )
-        for arm in experiment.arms
-    }
+    best = best_rates(experiment, outcomes)
+    chosen = {arm: experiment.rates(arm).index(rate) for arm, rate in best.items()}
     again = not experiment.tuning_seeds
     return _table(experiment, outcomes, chosen, testable(experiment), repeats_choice=again)
+
+
+def best_rates(experiment: Experiment, outcomes: Outcomes) -> dict[str, float]:
+    """arm -> its rate with the best mean over the tuning seeds, or over all seeds if none are."""
+    seeds = experiment.tuning_seeds or experiment.seeds
+    sign, metric = _sign(experiment), experiment.metric
+    means = {
+        arm: sign * values_of(experiment, outcomes, arm, metric, seeds) for arm in experiment.arms
+    }
+    return {arm: experiment.rates(arm)[choose(values)] for arm, values in means.items()}
 
 
 def testable(experiment: Experiment) -> tuple[str, ...]:
@@ -402,17 +407,26 @@ def _table(
     repeats_choice: bool = False,
 ) -> Table:
     """Rows of the arms in `chosen`, each at its place among its rates; p of those `tested`."""
-    values = {arm: values_of(experiment, outcomes, arm, experiment.metric) for arm in chosen}
-    by_rate = {arm: of[np.argsort(experiment.rates(arm))] for arm, of in values.items()}
     control, sign, metric = experiment.control, _sign(experiment), experiment.metric
+    rates = {arm: experiment.rates(arm)[place] for arm, place in chosen.items()}
+    values = {
+        arm: np.array([outcomes[arm, rate][seed].numbers[metric] for seed in experiment.seeds])
+        for arm, rate in rates.items()
+    }
     rows, p = [], {}
-    for arm, place in chosen.items():
-        row = Row(arm, experiment.rates(arm)[place], estimate(values[arm][place], metric))
+    for arm, rate in rates.items():
+        row = Row(arm, rate, estimate(values[arm], metric))
         if arm != control and control in chosen:
-            difference = values[arm][place] - values[control][chosen[control]]
+            difference = values[arm] - values[control]
             row = row._replace(difference=estimate_difference(difference, metric))
             if arm in tested and repeats_choice:
-                p[arm] = exchange_test(sign * by_rate[arm], sign * by_rate[control])
+                sorted_by_rate = (
+                    values_of(experiment, outcomes, name, metric)[
+                        np.argsort(experiment.rates(name))
+                    ]
+                    for name in (arm, control)
+                )
+                p[arm] = exchange_test(*(sign * of for of in sorted_by_rate))
             elif arm in tested:
                 p[arm] = sign_flip_test(difference)
         rows.append(row)

@@ -209,7 +209,7 @@ def test_a_stop_signal_saves_and_says_how_to_go_on(model, tmp_path, monkeypatch,
         patch.setattr(process, "stop_requested", lambda step: step == 3)
         assert main(["compare", str(file)]) == 143
     said = capsys.readouterr().err
-    assert f"go on with: jaxgrpo compare {file}" in said
+    assert f"continue with: jaxgrpo compare {file}" in said
     assert "jaxgrpo train" not in said
     stopped = tmp_path / "out/runs/a/lr_0.5/seed_0"
     assert len(read_metrics(stopped)) == 1 + 3
@@ -217,6 +217,40 @@ def test_a_stop_signal_saves_and_says_how_to_go_on(model, tmp_path, monkeypatch,
     assert main(["compare", str(file)]) == 0
     assert (stopped / "metrics.jsonl").read_bytes().startswith(first), "nothing is done again"
     assert len(read_metrics(stopped)) == 1 + 6
+
+
+def test_seeds_can_be_judged_at_the_best_rates_alone_without_keeping_models(
+    model, tmp_path, capsys
+):
+    """As many rows as if every rate were judged, and the same numbers, from two thirds of runs."""
+    options: dict[str, Any] = {"control": "grpo", "learning_rates": [0.1, 0.5], "seeds": 2}
+    options |= {"arms": {"grpo": {}, "sign": {"recipe": "sign"}}, "tuning_seeds": [9]}
+    every = write(model, tmp_path / "every", steps=2, **options)
+    file = write(
+        model, tmp_path / "best", steps=2, judge_rates="best", keep_models=False, **options
+    )
+    assert main(["compare", str(every)]) == 0
+    assert main(["compare", str(file)]) == 0
+    assert "8 runs" in capsys.readouterr().out
+    runs = sorted((tmp_path / "best/out/runs").glob("*/*/*"))
+    assert len(runs) == 2 * 2 + 2 * 2
+    assert not any((run / "model").exists() for run in runs)
+    tables_md = [(tmp_path / name / "out/tables.md").read_text() for name in ("every", "best")]
+    best = "## At each arm's best learning rate"
+    one, other = (text[text.index(best) :].split("\n## ")[0] for text in tables_md)
+    assert one == other
+    assert "At learning rate" not in tables_md[1]
+    assert "1 tuning seed" in tables_md[1]
+    before = {run: (run / "summary.json").stat().st_mtime_ns for run in runs}
+    assert main(["compare", str(file), "--json"]) == 0  # nothing is left to do
+    found = json.loads(capsys.readouterr().out)
+    assert (found["runs"], found["finished"], found["by_learning_rate"]) == (8, 8, [])
+    rates = {row["arm"]: row["learning_rate"] for row in found["best"]}
+    for arm, means in found["tuning"].items():
+        assert means[str(rates[arm])] == max(means.values())
+        folders = {run.parent.name for run in runs if run.parent.parent.name == arm}
+        assert folders == {"lr_0.1", "lr_0.5"}
+    assert before == {run: (run / "summary.json").stat().st_mtime_ns for run in runs}
 
 
 @pytest.mark.full
