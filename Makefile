@@ -8,12 +8,13 @@ PYTEST := $(BIN)/python -m pytest -n $(JOBS) --max-worker-restart 0 \
   --dist loadfile --no-loadscope-reorder \
   $(if $(TIMES),--times $(TIMES))
 
-.PHONY: help quickstart quickstarts real-model test-fast test test-all readme lint docs site experiments clean
+.PHONY: help quickstart quickstarts real-model real-methods test-fast test test-all readme lint docs site experiments clean
 
 help:
 	@echo "make quickstart  build a small base model, train it with GRPO, evaluate both"
 	@echo "make quickstarts the same with Llama, with Gemma 3 and by LoRA; fails if one learns too little"
 	@echo "make real-model  import a model that was pretrained, train it, compare with transformers"
+	@echo "make real-methods compare methods on that model and write docs/real-model.md: an hour and a half"
 	@echo "make test-fast   the quick tests"
 	@echo "make test        lint and all tests but those of test-all; what CI runs"
 	@echo "make test-all    every test, with reliability, large compilations and learning"
@@ -32,6 +33,11 @@ quickstarts: .venv/.run-time
 
 real-model: .venv/.real-model
 	$(BIN)/python -m docs.real_model
+
+# GSM8K is a data set of the hub, or a .jsonl file.
+GSM8K ?= openai/gsm8k
+real-methods: .venv/.real-model
+	$(BIN)/python -m docs.real_methods $(GSM8K)
 
 test-fast: .venv/.tests
 	$(PYTEST) -m "not slow and not full"

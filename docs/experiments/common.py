@@ -77,16 +77,23 @@ def check_table(checks: Sequence[Check]) -> str:
     return table(("criterion", "measured", "holds"), rows)
 
 
-def page(name: str, parts: Mapping[str, str]) -> str:
-    """The page with new parts, each between <!-- name --> and <!-- end of name -->."""
-    text = (FOLDER / f"{name}.md").read_text()
+def fill(text: str, parts: Mapping[str, str], name: str) -> str:
+    """A page with new parts, each between <!-- marker --> and <!-- end of marker -->.
+
+    Raises: SystemExit naming the page, where a marker is missing.
+    """
     for marker, content in parts.items():
         before, found, rest = text.partition(f"<!-- {marker} -->")
         _, closed, after = rest.partition(f"<!-- end of {marker} -->")
         if not found or not closed:
-            raise SystemExit(f"{name}.md has no <!-- {marker} --> ... <!-- end of {marker} -->")
+            raise SystemExit(f"{name} has no <!-- {marker} --> ... <!-- end of {marker} -->")
         text = f"{before}{found}\n{content}\n{closed}{after}"
     return text
+
+
+def page(name: str, parts: Mapping[str, str]) -> str:
+    """The page of an experiment with new parts."""
+    return fill((FOLDER / f"{name}.md").read_text(), parts, f"{name}.md")
 
 
 def written(name: str, result: Result) -> str:
