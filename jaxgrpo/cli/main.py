@@ -118,7 +118,7 @@ COMMANDS: dict[str, tuple[Any, ...]] = {
             "CHIP:SIZES",
             "as v5e:4x4, v6e:16x16, v5p:4x4x4, h100:8x8 (hosts x GPUs); by default plan.topology",
         ),
-        argument("--slices", "N", "so many of it, 1 by default", type=int),
+        argument("--slices", "N", "slices of that topology, 1 by default", type=int),
         switch("--search", "compile the fastest meshes, too"),
         JSON,
         argument("--dump", "DIR", "write the text of the compiled programs"),
@@ -184,7 +184,7 @@ COMMANDS: dict[str, tuple[Any, ...]] = {
         SET,
     ),
     "sample": (
-        "sample completions for a file of prompts; goes on where it was interrupted",
+        "sample completions for a file of prompts; continues where it was interrupted",
         "jaxgrpo.cli.sampling:write_samples",
         TARGET,
         argument("--prompts", "FILE", "as data.path, or .txt", required=True),
@@ -194,7 +194,7 @@ COMMANDS: dict[str, tuple[Any, ...]] = {
         argument("--top-k", "K", "draw from the K likeliest tokens, as rollout.top_k", type=int),
         argument("--top-p", "P", "draw from tokens of probability P, as rollout.top_p", type=float),
         argument("--max-tokens", "N", "at most, as rollout.max_completion_tokens", type=int),
-        switch("--overwrite", "begin again; without it OUT.jsonl is gone on with where it ends"),
+        switch("--overwrite", "start again; by default sampling continues where OUT.jsonl ends"),
         SET,
     ),
     "model": (

@@ -1,7 +1,7 @@
-"""`jaxgrpo sample`: completions for a file of prompts, written batch by batch, and gone on with.
+"""`jaxgrpo sample`: completions for a file of prompts, written batch by batch.
 
-OUT.jsonl holds the rows; OUT.jsonl.settings.json says what they are samples of, so that a second
-start goes on only with rows that it would have written itself.
+OUT.jsonl holds the rows; OUT.jsonl.settings.json says what they are samples of. A second start
+continues a file only if it would have written the same rows itself.
 """
 
 from __future__ import annotations
@@ -296,7 +296,7 @@ def _ask(
             if process.stop_requested(begin) and written < count:
                 raise process.StopRequested(
                     f"stopped; {written * samples} of {count * samples} samples are written: "
-                    "the same command without --overwrite goes on"
+                    "the same command without --overwrite continues"
                 )
     kept = f", {done * samples} of them from before" if done else ""
     return f"written{kept}: {pace(tokens, seconds)}"

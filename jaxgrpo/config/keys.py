@@ -274,7 +274,7 @@ class PlanKeys:
     """The devices that a config is made for: what `jaxgrpo plan` compiles for."""
 
     topology: str | None = key(None)  # as "v6e:4x4", "h100:1x8"; None: --topology says it
-    slices: int = key(1, at_least=1)  # so many of it
+    slices: int = key(1, at_least=1)  # of that topology
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

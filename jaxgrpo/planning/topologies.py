@@ -69,7 +69,7 @@ def topology(name: str, slices: int = 1) -> Topology:
     Args:
       name: a chip of `core.chips.CHIPS` and sizes: "v5e:4x4", "v5p:4x4x4"; of GPUs the hosts and
         the GPUs of each, "h100:8x8".
-      slices: so many of it, with a data-centre network between them.
+      slices: how many of that topology, with a data-centre network between them.
 
     Raises: InputError for what there is not, and where the compiler for it is not installed.
     """

@@ -1,4 +1,4 @@
-"""`jaxgrpo sample`: rows batch by batch, files that are gone on with, what is refused."""
+"""`jaxgrpo sample`: rows batch by batch, files that are continued, what is refused."""
 
 import json
 import signal

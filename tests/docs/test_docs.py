@@ -33,7 +33,7 @@ def test_the_defaults_described_are_those_in_force(rows):
 
 
 def test_the_keys_that_may_change_on_resume_are_named(repository):
-    text = (repository / "docs" / "configuration.md").read_text().partition("## Going on")[2]
+    text = (repository / "docs" / "configuration.md").read_text().partition("## Resuming a run")[2]
     assert [key for key in RESUMABLE if f"`{key}`" not in text] == []
 
 
