@@ -134,20 +134,24 @@ def _backend(gguf: Gguf, tokens: list[str]) -> Any:
     """The tokenizer as the library `tokenizers` has it."""
     from tokenizers import AddedToken, Tokenizer
 
-    whole = gguf.metadata.get("tokenizer.huggingface.json")
-    if whole:
-        return Tokenizer.from_str(whole)
+    tokenizer_json = gguf.metadata.get("tokenizer.huggingface.json")
+    if tokenizer_json:
+        return Tokenizer.from_str(tokenizer_json)
     model = _setting(gguf, "model", None)
     if model not in MODELS:
         raise InputError(
             f"{gguf.path}: tokenizer.ggml.model = {model!r} is not read: {suggest(model, MODELS)}"
         )
     backend = MODELS[model](gguf, tokens)
-    kinds = _setting(gguf, "token_type", [])
-    for wanted in (Kind.CONTROL, Kind.UNKNOWN, Kind.USER_DEFINED):
-        special = wanted != Kind.USER_DEFINED
-        found = [text for text, one in zip(tokens, kinds, strict=True) if one == wanted]
-        backend.add_tokens([AddedToken(text, normalized=False, special=special) for text in found])
+    token_types = _setting(gguf, "token_type", [])
+    for added_type in (Kind.CONTROL, Kind.UNKNOWN, Kind.USER_DEFINED):
+        special = added_type != Kind.USER_DEFINED
+        texts = [
+            text
+            for text, token_type in zip(tokens, token_types, strict=True)
+            if token_type == added_type
+        ]
+        backend.add_tokens([AddedToken(text, normalized=False, special=special) for text in texts])
     return backend
 
 
