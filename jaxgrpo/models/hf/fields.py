@@ -58,8 +58,8 @@ def _is_number(value: Any) -> bool:
     return type(value) in (int, float) and math.isfinite(value)
 
 
-def _are(one: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    return lambda value: isinstance(value, list) and all(map(one, value))
+def _are(is_item: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, list) and all(map(is_item, value))
 
 
 KINDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
@@ -124,13 +124,13 @@ class Fields:
             return None if default is REQUIRED else default
         return value
 
-    def one_of(self, name: str, known: Mapping[str, Any], default: str) -> Any:
-        """What `known` has for the field's text."""
+    def one_of(self, name: str, choices: Mapping[str, Any], default: str) -> Any:
+        """What `choices` has for the field's text."""
         value = self.take(name, "text", default)
-        if value not in known:
-            self.refuse(name, f"known are {', '.join(known)}")
-            return known[default]
-        return known[value]
+        if value not in choices:
+            self.refuse(name, f"known are {', '.join(choices)}")
+            return choices[default]
+        return choices[value]
 
     def refuse(self, name: str, why: str) -> None:
         self.problems.append(f"{name} = {self.given.get(name)!r}: {why}")
@@ -152,7 +152,7 @@ class Fields:
                 continue  # of a tokenizer, whatever it is for
             elif name not in GENERAL and not name.startswith(GENERAL_PREFIXES):
                 is_model = not self.file.startswith("adapter")
-                what = "model" if is_model else "adapter"
-                why = f"not built, and it may change what the {what} computes; take another {what}"
+                noun = "model" if is_model else "adapter"
+                why = f"not built, and it may change what the {noun} computes; take another {noun}"
                 remedy = f', or set model.ignore = ["{name}"] if it changes nothing'
                 self.refuse(name, why + (remedy if is_model else ""))

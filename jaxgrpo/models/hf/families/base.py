@@ -112,9 +112,9 @@ def sizes(
     }
 
 
-def _pad_token(given: int | None, vocab: int) -> int | None:
+def _pad_token(token_id: int | None, vocab: int) -> int | None:
     """The row that nn.Embedding takes for padding: a negative one is counted from the end."""
-    token = given if given is None or given >= 0 else given + vocab
+    token = token_id if token_id is None or token_id >= 0 else token_id + vocab
     return token if token is not None and 0 <= token < vocab else None
 
 
@@ -149,12 +149,12 @@ def layered(
     """
     kinds = layer_types(fields, count, default, window)
     limits = [turns[kind].limit for kind in set(kinds)]
-    of_type = {
+    layer_kinds = {
         FULL: LayerKind(None, turns[FULL].rope, soft_cap),
         SLIDING: LayerKind(window, turns[SLIDING].rope, soft_cap),
     }
     return {
-        "pattern": pattern_of([of_type[kind] for kind in kinds]),
+        "pattern": pattern_of([layer_kinds[kind] for kind in kinds]),
         "position_limit": min((limit for limit in limits if limit), default=None),
     }
 
@@ -164,12 +164,12 @@ def layer_types(
 ) -> list[str]:
     """The type of each layer, FULL or SLIDING."""
     kinds = fields.take("layer_types", "texts", [default(i) for i in range(count)])
-    known = (FULL,) if window is None else (FULL, SLIDING)
-    if len(kinds) != count or not set(kinds) <= set(known):
+    allowed = (FULL,) if window is None else (FULL, SLIDING)
+    if len(kinds) != count or not set(kinds) <= set(allowed):
         without = " (no sliding_window, or use_sliding_window is off)" if window is None else ""
         fields.refuse(
             "layer_types",
-            f"expected {' and '.join(known)}{without}, num_hidden_layers = {count} of them",
+            f"expected {' and '.join(allowed)}{without}, num_hidden_layers = {count} of them",
         )
         return [FULL] * count
     return kinds
@@ -178,8 +178,8 @@ def layer_types(
 def pattern_of(kinds: Sequence[LayerKind]) -> tuple[LayerKind, ...]:
     """The shortest sequence that repeats to the kinds of all layers, the last time perhaps in part.
 
-    >>> local, whole = LayerKind(window=4), LayerKind()
-    >>> len(pattern_of([local, local, whole, local, local, whole, local]))
+    >>> local, full = LayerKind(window=4), LayerKind()
+    >>> len(pattern_of([local, local, full, local, local, full, local]))
     3
     """
     for length in range(1, len(kinds) + 1):
