@@ -26,12 +26,12 @@ from jaxgrpo.models.kernels.plain import (
     Partial,
     Sight,
     attended,
+    empty_partial,
     grouped,
     joined,
-    nothing_of,
     over_cache,
     partial_over,
-    taken,
+    take_per_bin,
     ungrouped,
     visible,
 )
@@ -63,7 +63,7 @@ def rows_with_prefix(
     length = jnp.take_along_axis(prompt_length, row_prompt, axis=1)  # [D, R]
 
     def attend(query, key, value, memory: KeyValue, kind: LayerKind):
-        prefix = KeyValue(*(taken(leaf, row_prompt) for leaf in memory))
+        prefix = KeyValue(*(take_per_bin(leaf, row_prompt) for leaf in memory))
         prefix_position = jnp.arange(prefix.key.shape[2])
         real = prefix_position < length[..., None]  # [D, R, S]
         keys, values = (
@@ -89,12 +89,12 @@ class Kernel(NamedTuple):
 
 
 XLA = Kernel("xla", causal, rows_with_prefix)
-OF_PLATFORM = {"tpu": "splash", "gpu": "cudnn"}
+PLATFORM_KERNELS = {"tpu": "splash", "gpu": "cudnn"}
 """Platform, as JAX names that of a device -> the kernel made for it."""
-KERNELS = ("auto", "xla", *OF_PLATFORM.values())
+KERNELS = ("auto", "xla", *PLATFORM_KERNELS.values())
 
 
-def chosen(
+def choose_kernel(
     setting: str,
     platform: str,
     config: ModelConfig,
@@ -119,13 +119,13 @@ def chosen(
     from jaxgrpo.models.kernels import splash  # not above: it takes a tenth of a second
 
     find("model.attention", setting, dict.fromkeys(KERNELS))
-    name = OF_PLATFORM.get(platform, "xla") if setting == "auto" else setting
+    name = PLATFORM_KERNELS.get(platform, "xla") if setting == "auto" else setting
     problems = []
     if name == "splash":
         problems = splash.refusals(config, row, mesh)
     elif name == "cudnn":
         problems = cudnn.refusals(config, samples_per_row)
-    if name != "xla" and OF_PLATFORM.get(platform) != name:
+    if name != "xla" and PLATFORM_KERNELS.get(platform) != name:
         problems.append(f"platform {platform}: it runs on another")
     if problems and setting == "auto":
         return XLA._replace(why=f"{name} cannot: {'; '.join(problems)}")
@@ -165,7 +165,7 @@ def chunk(row: Array, start: Array, length: Array) -> Attend:
 
         key, value = (leaf.astype(memory.value.dtype) for leaf in (key, value))
         cache = jax.vmap(write)(memory, row, column, key, value)
-        rows = Cache(*(taken(leaf, row) for leaf in cache))
+        rows = Cache(*(take_per_bin(leaf, row) for leaf in cache))
         position = start[..., None] + offset
         sight = Sight(position, None, (Keys(jnp.arange(rows.value.shape[-2])),))
         return over_cache(query, rows, sight, kind), cache
@@ -206,7 +206,7 @@ def decode(clock: Array, index: Array, length: Array, sharing: Sharing) -> Atten
 
         def skip_part(cache: Cache, ago: Array) -> Partial:
             del ago
-            return nothing_of(flat, cache)
+            return empty_partial(flat, cache)
 
         recent, *older = ages(ring, clock)
         parts = [attend_part(ring.recent, recent)]
@@ -248,7 +248,7 @@ def _attend_to_prompts(
         leaf = jnp.moveaxis(leaf, 4, 2)  # [D, A, C, kv_heads, heads per kv head, ...]
         leaf = leaf.reshape(bins, -1, *leaf.shape[3:])
         if sharing.place is not None:
-            leaf = taken(leaf, sharing.place)
+            leaf = take_per_bin(leaf, sharing.place)
         return jnp.expand_dims(leaf, 4)
 
     return Partial(*map(to_slots, out))

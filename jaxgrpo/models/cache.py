@@ -40,7 +40,7 @@ class Ring(NamedTuple):
     older: tuple[Cache, ...]  # parts of equally many columns, block after block, round and round
 
 
-def dtype_of(setting: str, config: ModelConfig) -> str:
+def cache_dtype(setting: str, config: ModelConfig) -> str:
     """The dtype of a model's keys and values while it decodes, as rollout.kv_cache_dtype asks."""
     return config.dtype if setting == "auto" else setting
 

@@ -74,11 +74,11 @@ time of an update of 4 layers on a CPU. More layers take long to compile. With r
 are scanned, because XLA on a CPU finds what is computed twice in one program, and keeps it.
 """
 
-OF_ADAPTERS = 2**31 - 1
+ADAPTER_FOLD = 2**31 - 1
 """The fold of a layer's key that adapters draw from: none of the small numbers of its weights."""
 
 
-def remat_of(setting: str, platform: str) -> Remat:
+def choose_remat(setting: str, platform: str) -> Remat:
     """What a run that asks for `setting`, a Remat or "auto", recomputes on a platform.
 
     "auto": nothing on a CPU, where memory is cheap and arithmetic is not, and all of it elsewhere.
@@ -180,7 +180,7 @@ def _looked_up(embedding: Embedding, tokens: Array, constrain: Constrain | None)
 
 def _rngs(key: Array) -> nnx.Rngs:
     """The streams that weights and adapters are drawn from."""
-    return nnx.Rngs(params=key, lora=jax.random.fold_in(key, OF_ADAPTERS))
+    return nnx.Rngs(params=key, lora=jax.random.fold_in(key, ADAPTER_FOLD))
 
 
 def _define(make: Callable[[nnx.Rngs], nnx.Module]) -> _Definition:

@@ -170,12 +170,14 @@ def token_confidence(
     chunk, _ = _chunk_and_vocab(unembed, hidden, logits_per_chunk)
 
     def chunk_confidence(hidden: Array) -> Array:
-        return confidence_of(_scaled(unembed(jax.lax.stop_gradient(hidden)), temperature), k)
+        return confidence_from_logits(
+            _scaled(unembed(jax.lax.stop_gradient(hidden)), temperature), k
+        )
 
     return jax.lax.stop_gradient(_by_chunks(chunk_confidence, chunk, hidden))
 
 
-def confidence_of(logits: Float[Array, "*B V"], k: int) -> Float[Array, "*B"]:
+def confidence_from_logits(logits: Float[Array, "*B V"], k: int) -> Float[Array, "*B"]:
     """`token_confidence` of softmax(logits)."""
     likeliest, _ = jax.lax.top_k(logits, min(k, logits.shape[-1]))
     return jax.nn.logsumexp(logits, axis=-1) - likeliest.mean(-1)

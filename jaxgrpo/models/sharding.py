@@ -68,7 +68,7 @@ def make_mesh(
         across = _across(parts, len(devices), shape[0], fsdp, tensor * context)
         inside = tuple(size // ways for size, ways in zip(shape, across, strict=True))
         array = mesh_utils.create_hybrid_device_mesh(
-            *(inside, across, devices), process_is_granule=parts.of == PROCESS, **split
+            *(inside, across, devices), process_is_granule=parts.attribute == PROCESS, **split
         )
     return Mesh(array, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
@@ -114,7 +114,7 @@ def sampling_mesh(mesh: Mesh, tensor: int) -> Mesh:
         if len({parts.place(device) for device in copy}) > 1:
             raise InputError(
                 f"{where}: {tensor} neighbours of the mesh would not be inside one of the "
-                f"{parts.number} {parts.named}: take mesh.tensor x mesh.context, or a divisor of it"
+                f"{parts.number} {parts.noun}: take mesh.tensor x mesh.context, or a divisor of it"
             )
     return Mesh(array, AXES, axis_types=mesh.axis_types)
 
@@ -125,12 +125,12 @@ SLICE, PROCESS = "slice_index", "process_index"
 class Islands(NamedTuple):
     """Parts of the devices with a fast network inside: slices of TPUs, hosts of GPUs."""
 
-    of: str  # the attribute of a device that tells its part
+    attribute: str  # of a device, which tells its part
     number: int
-    named: str
+    noun: str
 
     def place(self, device: Any) -> int:
-        return getattr(device, self.of) if self.number > 1 else 0
+        return getattr(device, self.attribute) if self.number > 1 else 0
 
 
 def islands(devices: Sequence[Any]) -> Islands:
@@ -161,12 +161,10 @@ def _across(
     Raises: InputError where `data`, or on GPUs data and fsdp, cannot.
     """
     number, each = parts.number, devices // parts.number
-    placement = f"the {devices} devices are in {number} {parts.named}"
+    placement = f"the {devices} devices are in {number} {parts.noun}"
     if devices % number:
-        raise InputError(
-            f"mesh: {placement} of different sizes; use devices of whole {parts.named}"
-        )
-    if parts.named == "slices":
+        raise InputError(f"mesh: {placement} of different sizes; use devices of whole {parts.noun}")
+    if parts.noun == "slices":
         if data % number:
             raise InputError(
                 f"mesh.data = {data}: {placement} of {each}, and only data may go across them: "
@@ -308,12 +306,12 @@ def over_data(mesh: Mesh, function: Callable[..., Any]) -> Callable[..., Any]:
     return lambda shared, bins, more_shared: each(shared, jax.tree.map(divided, bins), more_shared)
 
 
-def of_each_part(layout: NamedSharding) -> NamedSharding:
+def layout_per_part(layout: NamedSharding) -> NamedSharding:
     """The layout of an array of `over_data` whose entries [data, ...] are laid out as `layout`."""
     return NamedSharding(layout.mesh, PartitionSpec("data", *layout.spec))
 
 
-def of_each_bin(layout: NamedSharding) -> NamedSharding:
+def layout_per_bin(layout: NamedSharding) -> NamedSharding:
     """The layout of an array [D, ...] whose entries are laid out as `layout`, which divides them
     over no axis of the bins."""
     return NamedSharding(layout.mesh, PartitionSpec(TRAINING["bins"], *layout.spec))
@@ -365,7 +363,7 @@ def _summed(parts: Array, layout: NamedSharding, each_part: bool) -> Array:
 
     input_axes = (None if axis in divided else axis for axis in axes)
     in_spec = PartitionSpec(bins, *input_axes)
-    out_spec = of_each_part(layout).spec if each_part else PartitionSpec(*axes)
+    out_spec = layout_per_part(layout).spec if each_part else PartitionSpec(*axes)
     return jax.shard_map(sum_bins, mesh=mesh, in_specs=in_spec, out_specs=out_spec)(parts)
 
 

@@ -81,7 +81,7 @@ def read_start(
         own = lora.init(model, key)
         return own if dtype is None else jax.tree.map(lambda leaf: leaf.astype(dtype), own)
 
-    key = jax.random.fold_in(jax.random.key(config.train.seed), decoder.OF_ADAPTERS)
+    key = jax.random.fold_in(jax.random.key(config.train.seed), decoder.ADAPTER_FOLD)
     weights = folders.read_params(folder, lora.base_of(model), None, of_weights)
     return lora.join(jax.jit(draw, out_shardings=of_adapters)(key), weights)
 

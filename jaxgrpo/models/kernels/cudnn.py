@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from jaxgrpo.models.api import Attend, KeyValue, LayerKind, ModelConfig
-from jaxgrpo.models.kernels.plain import taken
+from jaxgrpo.models.kernels.plain import take_per_bin
 
 WIDEST_HEAD = 256  # on Hopper; 128 on GPUs before it, where JAX refuses more when it traces
 
@@ -113,7 +113,7 @@ def rows_with_prefix(
         in_sample = (segment == segment[..., :1]) & (place < row_length[..., None])
         counted = position == prefix_length[..., None] + place
         fits = ((in_sample & counted) | ~real).all(-1)
-        prompts = [taken(leaf, row_prompt) for leaf in memory]
+        prompts = [take_per_bin(leaf, row_prompt) for leaf in memory]
         zeros = jnp.zeros((*query.shape[:2], memory.key.shape[2], *query.shape[3:]), query.dtype)
         inputs = [
             _put_after(prompt, row, prefix_length)
@@ -131,7 +131,7 @@ def _check(kind: LayerKind) -> None:
     if kind.soft_cap is not None:
         raise NotImplementedError(
             f"cuDNN has no soft cap of scores, and {kind} has: choose the kernel by "
-            "models.attention.chosen, which refuses it"
+            "models.attention.choose_kernel, which refuses it"
         )
 
 

@@ -57,7 +57,7 @@ class Shaped(Protocol):
     def dtype(self) -> Any: ...
 
 
-def mask_of(sight: Sight, kind: LayerKind) -> Array:
+def make_mask(sight: Sight, kind: LayerKind) -> Array:
     """[*B, Q, N]: which keys each query sees in a layer of this kind."""
     masks = []
     for keys in sight.keys:
@@ -84,7 +84,7 @@ def attended(query: Array, key: Array, value: Array, sight: Sight, kind: LayerKi
     """
     size = block_size(query, key.shape[-3])
     if size == query.shape[-3]:
-        return attention(query, key, value, mask_of(sight, kind), kind.soft_cap)
+        return attention(query, key, value, make_mask(sight, kind), kind.soft_cap)
     return attention_in_blocks(query, key, value, sight, kind, size)
 
 
@@ -183,7 +183,7 @@ def over_cache(query: Array, cache: Cache, sight: Sight, kind: LayerKind) -> Arr
     is meant to be taken."""
     size = block_size(query, cache.value.shape[-2])
     if size == query.shape[-3]:
-        return _forward(query, cache, mask_of(sight, kind), kind.soft_cap)[0]
+        return _forward(query, cache, make_mask(sight, kind), kind.soft_cap)[0]
     return _forward_in_blocks(query, cache, sight, kind, size)[0]
 
 
@@ -205,7 +205,7 @@ def _with_mask(query: Array, asking: tuple[Array, Array | None], sight: Sight, k
     blocks before a scan of layers that recomputes: an array [Q, N] for every head.
     """
     query, (position, segment) = jax.lax.optimization_barrier((query, asking))
-    return query, mask_of(sight._replace(position=position, segment=segment), kind)
+    return query, make_mask(sight._replace(position=position, segment=segment), kind)
 
 
 def _asking(sight: Sight, size: int) -> tuple[Array, Array | None]:
@@ -345,7 +345,7 @@ def _masked(scores: Array, mask: Array) -> Array:
     return jnp.where(mask, scores, jnp.finfo(scores.dtype).min)
 
 
-def nothing_of(query: Array, cache: Cache) -> Partial:
+def empty_partial(query: Array, cache: Cache) -> Partial:
     """`partial_over` where no query sees any column."""
     shape = jax.eval_shape(partial_over, query, cache, jnp.zeros((), bool))
     value, highest, total = (jnp.zeros(leaf.shape, leaf.dtype) for leaf in shape)
@@ -380,6 +380,6 @@ def ungrouped(out: Array, like: Array) -> Array:
     return jnp.moveaxis(out, -2, -4).reshape(like.shape).astype(like.dtype)
 
 
-def taken(values: Array, at: Array) -> Array:
+def take_per_bin(values: Array, index: Array) -> Array:
     """Entries [D, n, ...] of values [D, N, ...] at [D, n], bin by bin."""
-    return jax.vmap(lambda values, at: values[at])(values, at)
+    return jax.vmap(lambda values, index: values[index])(values, index)

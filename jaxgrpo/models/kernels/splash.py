@@ -25,7 +25,7 @@ from jax.sharding import Mesh
 
 from jaxgrpo.models import sharding
 from jaxgrpo.models.api import Attend, KeyValue, LayerKind, ModelConfig
-from jaxgrpo.models.kernels.plain import padded, taken
+from jaxgrpo.models.kernels.plain import padded, take_per_bin
 
 BLOCKS = (512, 256, 128)  # queries or keys that the kernel computes at a time
 LONGEST = 2**16  # tokens of a row: two places share an int32
@@ -95,7 +95,9 @@ def rows_with_prefix(
         fits = in_order(segment, position, start, length)
         size = _in_blocks(memory.key.shape[2])
         keys, values = (
-            jnp.concatenate([_right_aligned(taken(prompt, row_prompt), length, size), row], axis=-3)
+            jnp.concatenate(
+                [_right_aligned(take_per_bin(prompt, row_prompt), length, size), row], axis=-3
+            )
             for prompt, row in zip(memory, (key, value), strict=True)
         )
         hidden = jnp.arange(keys.shape[-3]) < size - length[..., None]
