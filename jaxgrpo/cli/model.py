@@ -69,14 +69,14 @@ def describe(config: Config) -> dict[str, Any]:
     """
     folder, stored = find_config(config, whole=False)
     keys, chosen = config.model, parameters.chosen_config(config, stored)
-    model, base = decoder.build(chosen), decoder.build(lora.without(chosen))
+    model, base = decoder.build(chosen), decoder.build(lora.base_config(chosen))
     has_weights = any(folder.glob("*.safetensors*"))
     dtypes = folders.read_dtypes(folder, base) if has_weights else None
     return {
         "path": keys.path,
         "unread": families.unread(stored),
         "family": stored.family,
-        "architecture": families.family_of(stored.family).architecture,
+        "architecture": families.find_family(stored.family).architecture,
         **_sizes(stored),
         "rope": _rope_types(stored),
         "layers": [_kind_words(kind) for kind in stored.kinds],

@@ -22,14 +22,14 @@ from jaxgrpo.models.api import Model, ModelConfig
 NAMES = ("lora_a", "lora_b")
 
 
-def without(config: ModelConfig) -> ModelConfig:
+def base_config(config: ModelConfig) -> ModelConfig:
     """The config of the base: the model without adapters."""
     return dataclasses.replace(config, lora=None)
 
 
-def base_of(model: Model) -> Model:
+def base_model(model: Model) -> Model:
     """The model without adapters, to read and to save its weights."""
-    return decoder.build(without(model.config))
+    return decoder.build(base_config(model.config))
 
 
 def split(params: Params) -> tuple[Params, Params]:

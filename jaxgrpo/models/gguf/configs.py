@@ -177,7 +177,7 @@ def _qwen3(fields: Fields, config: dict[str, Any]) -> dict[str, Any]:
 def _gemma3(fields: Fields, config: dict[str, Any]) -> dict[str, Any]:
     layers, heads = config["num_hidden_layers"] or 1, config["num_attention_heads"]
     key = "gemma3.attention.sliding_window_pattern"
-    is_list = isinstance(fields.given.get(key), list)
+    is_list = isinstance(fields.content.get(key), list)
     pattern = fields.take(key, "flags" if is_list else "size", LOCAL_LAYERS + 1)
     windowed = pattern if is_list else [bool((i + 1) % pattern) for i in range(layers)]
     if len(windowed) != layers:

@@ -32,7 +32,7 @@ def import_gguf(path: str | Path, out: str | Path, overwrite: bool = False) -> d
     """
     gguf = files.read(path)
     fields = configs.read_fields(gguf)
-    family = families.family_of(fields["model_type"])
+    family = families.find_family(fields["model_type"])
     fields["architectures"] = [family.architecture]
     model = decoder.build(families.model_config(fields, str(gguf.path)))
     sources = tensors.find_sources(gguf, model)

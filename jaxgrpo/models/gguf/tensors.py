@@ -44,7 +44,7 @@ def find_sources(gguf: Gguf, model: Model) -> dict[str, Source]:
     Raises: InputError naming tensors that are missing, unknown or of another shape.
     """
     config, architecture = model.config, find_architecture(gguf)
-    family = families.family_of(config.family)
+    family = families.find_family(config.family)
     shapes = {
         entry.name: entry.hf_shape
         for leaf_entries in mapping.entries(model, family)

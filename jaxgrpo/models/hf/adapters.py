@@ -69,8 +69,8 @@ def read_config(path: str | os.PathLike[str], base: ModelConfig) -> LoraConfig:
     if not source.is_file():
         raise InputError(f"{source} does not exist: give the folder of an adapter that PEFT wrote")
     fields = Fields(weights.read_json(source, "copy the adapter again"), CONFIG)
-    fields.one_of("peft_type", {"LORA": "LORA"}, "LORA")
-    fields.one_of("bias", {"none": "none"}, "none")
+    fields.choice("peft_type", {"LORA": "LORA"}, "LORA")
+    fields.choice("bias", {"none": "none"}, "none")
     if fields.nullable("init_lora_weights", "anything", True) not in INITS:
         why = "it may change the weights of the base too; take an adapter that PEFT has converted"
         fields.refuse("init_lora_weights", why)
@@ -85,12 +85,12 @@ def read_config(path: str | os.PathLike[str], base: ModelConfig) -> LoraConfig:
     return LoraConfig(rank=rank, alpha=float(alpha), targets="|".join(targets), use_rslora=rslora)
 
 
-def files_of(path: str | os.PathLike[str]) -> list[Path]:
+def adapter_files(path: str | os.PathLike[str]) -> list[Path]:
     """The files of an adapter folder that act on what it computes."""
     return [storage.local(path, "lora.path") / name for name in (CONFIG, WEIGHTS)]
 
 
-def targets_of(target_modules: str | list[str], base: ModelConfig) -> str:
+def targets_from_peft(target_modules: str | list[str], base: ModelConfig) -> str:
     """`LoraConfig.targets` for PEFT's target_modules: a regular expression that the whole name of a
     module of transformers must match, "all-linear", or a list of names or their last parts.
 
@@ -114,7 +114,7 @@ def read_params(
     Raises: InputError naming tensors that are missing, unknown, of another shape or not finite.
     """
     folder = storage.local(path, "lora.path")
-    family = families.family_of(model.config.family, str(folder))
+    family = families.find_family(model.config.family, str(folder))
     shapes, entries = _parts(model, family)
     with weights.agreed(folder, shardings), weights.opened(folder, WEIGHTS) as files:
         weights.check(folder, files, entries, family.tied_head, False, config_file=CONFIG)
@@ -139,7 +139,7 @@ def save(
 
     Raises: InputError if `path` holds anything but an adapter of ours, or PEFT has no such adapter.
     """
-    family = families.family_of(model.config.family, "adapters.save")
+    family = families.find_family(model.config.family, "adapters.save")
     fields = _fields(model.config, family, base)
     _, entries = _parts(model, family)
     tensors = mapping.by_tensor(jax.tree.leaves(adapters), entries)
@@ -206,7 +206,7 @@ def _fields(config: ModelConfig, family: Family, base: str | None) -> dict[str, 
 
 def _adapted(target_modules: Any, base: ModelConfig, fields: Fields) -> tuple[str, ...]:
     """The names in LINEAR that PEFT's target_modules adapts; what is wrong becomes a problem."""
-    family = families.family_of(base.family, "target_modules")
+    family = families.find_family(base.family, "target_modules")
     is_list = isinstance(target_modules, list) and all(
         isinstance(name, str) for name in target_modules
     )

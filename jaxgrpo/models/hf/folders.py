@@ -191,7 +191,7 @@ def read_params(
     Raises: InputError naming tensors that are missing, unknown, of another shape or not finite.
     """
     folder = find_folder(path)
-    family = families.family_of(model.config.family, str(folder))
+    family = families.find_family(model.config.family, str(folder))
     entries, tied = mapping.entries(model, family), model.config.tie_embeddings
     with weights.agreed(folder, shardings), weights.opened(folder) as files:
         entries = weights.stored_names(files, entries, family.tied_head) if tied else entries
@@ -219,7 +219,7 @@ def read_adapted(
     )
     adapter_params = adapters.read_params(adapter, model, dtype, adapter_shardings)
     return lora.join(
-        adapter_params, read_params(path, lora.base_of(model), shardings=weight_shardings)
+        adapter_params, read_params(path, lora.base_model(model), shardings=weight_shardings)
     )
 
 
@@ -291,9 +291,9 @@ def save_model(
     if jax.tree.structure(params) != jax.tree.structure(model.shapes):
         raise InputError(OTHER_PARAMETERS)
     if model.config.lora is not None:
-        model, params = lora.base_of(model), lora.merge(model, params)
+        model, params = lora.base_model(model), lora.merge(model, params)
     leaves = jax.tree.leaves(params)
-    family = families.family_of(model.config.family, "save_model")
+    family = families.find_family(model.config.family, "save_model")
     tensors = mapping.by_tensor(leaves, mapping.entries(model, family))
     fields = families.config_fields(model.config, _common_dtype(leaves))
     is_writer = jax.process_index() == 0
@@ -301,7 +301,7 @@ def save_model(
     out = replacing.replaced(storage.on_host(path, "a model"), refuse)
     with out if is_writer else contextlib.nullcontext() as folder:
         if folder is not None:
-            source = None if base is None else find_folder(base, whole=False)
+            source = None if base is None else find_folder(base, with_weights=False)
             texts.write(folder, fields, generation_config or {}, tokenizer, source)
             replacing.write_card(folder, card)
         weights.write(folder, tensors, max_shard_bytes)
@@ -329,7 +329,7 @@ def read_dtypes(path: str | os.PathLike[str], model: Model) -> dict[str, int]:
     Raises: InputError naming tensors that are missing, unknown or of another shape.
     """
     folder, config = find_folder(path), model.config
-    family = families.family_of(config.family, str(folder))
+    family = families.find_family(config.family, str(folder))
     entries, counts = mapping.entries(model, family), Counter()
     with weights.opened(folder) as files:
         tied = config.tie_embeddings
@@ -342,17 +342,17 @@ def read_dtypes(path: str | os.PathLike[str], model: Model) -> dict[str, int]:
 
 
 def find_folder(
-    path: str | os.PathLike[str], revision: str | None = None, whole: bool = True
+    path: str | os.PathLike[str], revision: str | None = None, with_weights: bool = True
 ) -> Path:
     """The local folder of a model: `path` itself, or files copied from the hub or a bucket.
 
     Args:
       revision: of the hub: a branch, tag or commit.
-      whole: fetch the weights too.
+      with_weights: fetch the weights too.
 
     Raises: InputError if `path` is neither a folder nor a model that the hub gives.
     """
-    patterns = sources.model_files(whole)
+    patterns = sources.model_files(with_weights)
     folder = storage.local(path, "model.path", patterns)
     if os.path.isdir(folder):
         return folder
@@ -366,7 +366,7 @@ def find_folder(
             f"model.path = {str(path)!r} is no folder: give one that holds a Hugging Face model, "
             "or a name on the hub, owner/name"
         )
-    return sources.fetch_model(path, revision, whole)
+    return sources.fetch_model(path, revision, with_weights)
 
 
 def fingerprint(path: str | os.PathLike[str]) -> dict[str, list[int]]:
@@ -376,8 +376,8 @@ def fingerprint(path: str | os.PathLike[str]) -> dict[str, list[int]]:
     from another in a moment, and is no check for damage.
     """
     folder = find_folder(path)
-    small, checksums = texts.files_of(folder), {}
-    for file in [*small, *weights.files_of(folder)]:
+    small, checksums = texts.text_files(folder), {}
+    for file in [*small, *weights.weight_files(folder)]:
         size, crc = file.stat().st_size, 0
         stride = PROBE_BYTES if file in small else max(PROBE_BYTES, size // PROBES)
         with open(file, "rb") as stream:

@@ -35,7 +35,7 @@ class _Sizes(NamedTuple):
     max_positions: int
 
 
-def of_model(
+def read_turn(
     fields: Fields,
     head_dim: int,
     max_positions: int,
@@ -61,7 +61,7 @@ def of_model(
     return _turn(fields, name, parameters, _Sizes(head_dim, max_positions), partial)
 
 
-def of_layer_types(
+def read_turns_by_type(
     fields: Fields,
     head_dim: int,
     max_positions: int,

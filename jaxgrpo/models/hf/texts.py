@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from jaxgrpo.models.hf import replacing, weights
-from jaxgrpo.models.hf.fields import OF_GENERATION
+from jaxgrpo.models.hf.fields import GENERATION_FIELDS
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
 TOKENIZER, TEMPLATE = "tokenizer_config.json", "chat_template.jinja"
-OF_TOKENIZER = (
+TOKENIZER_FILES = (
     "tokenizer.json",
     TOKENIZER,
     "special_tokens_map.json",
@@ -34,13 +34,13 @@ OF_TOKENIZER = (
     "tekken.json",
 )
 CHAT_TEMPLATES = (TEMPLATE, "chat_template.json")
-TEXTS = (CONFIG, GENERATION, *OF_TOKENIZER, *CHAT_TEMPLATES)
+TEXTS = (CONFIG, GENERATION, *TOKENIZER_FILES, *CHAT_TEMPLATES)
 """The files of a model folder beside its weights, that act on a run."""
 
 SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
-def files_of(folder: Path) -> list[Path]:
+def text_files(folder: Path) -> list[Path]:
     """Those of TEXTS that a folder holds, and its named chat templates."""
     templates = sorted((folder / replacing.TEMPLATES).glob("*.jinja"))
     return [*(file for name in TEXTS if (file := folder / name).is_file()), *templates]
@@ -69,7 +69,7 @@ def write(
     if base is None:
         _write_first(folder, config, generation, tokenizer)
         return
-    for file in files_of(base):
+    for file in text_files(base):
         copy = folder / file.relative_to(base)
         copy.parent.mkdir(exist_ok=True)
         shutil.copyfile(file, copy)
@@ -101,7 +101,9 @@ def _write_first(
 
 def _change_generation(file: Path, config: Mapping[str, Any], changes: Mapping[str, Any]) -> None:
     # Without the file transformers generates as config.json says.
-    implied = {name: config[name] for name in (*SPECIAL_TOKENS, *OF_GENERATION) if name in config}
+    implied = {
+        name: config[name] for name in (*SPECIAL_TOKENS, *GENERATION_FIELDS) if name in config
+    }
     stored = _read(file) if file.exists() else implied
     changed = {**stored, **changes}
     if _ends(changed.get("eos_token_id")) == _ends(stored.get("eos_token_id")):

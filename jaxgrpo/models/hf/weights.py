@@ -66,7 +66,7 @@ def opened(folder: Path, file: str | None = None) -> Iterator[dict[str, Any]]:
     """
     with contextlib.ExitStack() as stack:
         files: dict[str, Any] = {}
-        for path in [folder / file] if file else files_of(folder):
+        for path in [folder / file] if file else weight_files(folder):
             problem = f"{path} is no readable safetensors file ({{reason}}): fetch it again"
             with refusing(problem, SafetensorError, OSError):
                 shard = stack.enter_context(safe_open(path, framework="numpy"))
@@ -75,7 +75,7 @@ def opened(folder: Path, file: str | None = None) -> Iterator[dict[str, Any]]:
         yield files
 
 
-def files_of(folder: Path) -> list[Path]:
+def weight_files(folder: Path) -> list[Path]:
     """The files of a folder's weights: the single file goes before an index, as in transformers."""
     if (folder / SINGLE).is_file():
         return [folder / SINGLE]

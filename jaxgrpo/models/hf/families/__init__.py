@@ -28,7 +28,7 @@ FAMILIES: dict[str, Family] = {
 """model_type of config.json -> the family, built in or registered."""
 _BUILT_IN = frozenset(FAMILIES)
 
-OF_THE_RUN = ("source", "dtype", "float32_head", "without_text")
+RUN_FIELDS = ("source", "dtype", "float32_head", "without_text")
 """Fields of a ModelConfig that a run or a tokenizer decides; the others must be those of its
 config.json."""
 
@@ -65,7 +65,7 @@ def _home(family: Family) -> str:
     return f"{getattr(read, '__module__', '')}.{getattr(read, '__qualname__', repr(read))}"
 
 
-def family_of(model_type: Any, source: str = "") -> Family:
+def find_family(model_type: Any, source: str = "") -> Family:
     """Raises: InputError with the nearest names for a family that is not built."""
     family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
     if family is None:
@@ -91,7 +91,7 @@ def model_config(
 
     Raises: InputError naming every field that is missing or asks for what is not built.
     """
-    family = family or family_of(config_json.get("model_type"), source)
+    family = family or find_family(config_json.get("model_type"), source)
     if config_json.get("model_type") != family.model_type:
         raise InputError(
             f"{source}: model_type = {config_json.get('model_type')!r}, but the family given is "
@@ -127,14 +127,14 @@ def config_fields(config: ModelConfig, dtype: str, family: Family | None = None)
 
     Raises: InputError naming every field of the config that the family's config.json cannot say.
     """
-    family = family or family_of(config.family, "ModelConfig.family")
+    family = family or find_family(config.family, "ModelConfig.family")
     config_json = json.loads(config.source) if config.source else plain_fields(config)
     names = [name for name in ("dtype", "torch_dtype") if config_json.get(name) is not None]
     if names or dtype != "float32":  # which a config.json without it means
         config_json |= dict.fromkeys(names or ["dtype"], dtype)
     config_json |= rope.older_fields(config_json)
     reread = model_config(config_json, "the model's config.json", family, config.ignored)
-    names = [field.name for field in dataclasses.fields(config) if field.name not in OF_THE_RUN]
+    names = [field.name for field in dataclasses.fields(config) if field.name not in RUN_FIELDS]
     odd = [name for name in names if getattr(config, name) != getattr(reread, name)]
     problems = [
         f"{name} = {getattr(config, name)!r}: its config.json says {getattr(reread, name)!r}"
@@ -150,7 +150,7 @@ def plain_fields(config: ModelConfig) -> dict[str, Any]:
     activations = {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh"}
     return {
         "model_type": config.family,
-        "architectures": [family_of(config.family, "ModelConfig.family").architecture],
+        "architectures": [find_family(config.family, "ModelConfig.family").architecture],
         "dtype": config.dtype,
         "vocab_size": config.vocab_size,
         "pad_token_id": config.pad_token,

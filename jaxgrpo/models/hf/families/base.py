@@ -85,14 +85,14 @@ def sizes(
     # Ones stand in for what is missing, which is a problem already, so that the rest is read too.
     num_heads = fields.take("num_attention_heads", "size") or 1
     hidden = fields.take("hidden_size", "size") or 1
-    if head_dim is None or "head_dim" in fields.given:
+    if head_dim is None or "head_dim" in fields.content:
         head_dim = fields.take("head_dim", "size", max(1, hidden // num_heads))
-    if not as_many_kv and "num_key_value_heads" not in fields.given:
+    if not as_many_kv and "num_key_value_heads" not in fields.content:
         fields.problems.append("num_key_value_heads: missing")
     num_kv_heads = fields.take("num_key_value_heads", "size", num_heads)
     if num_heads % num_kv_heads:
         fields.refuse("num_key_value_heads", f"expected a divisor of {num_heads} heads")
-    name = "dtype" if fields.given.get("dtype") is not None else "torch_dtype"
+    name = "dtype" if fields.content.get("dtype") is not None else "torch_dtype"
     vocab = fields.take("vocab_size", "size")
     return {
         "vocab_size": vocab,
@@ -105,9 +105,9 @@ def sizes(
         "head_dim": head_dim,
         "rms_norm_eps": fields.take("rms_norm_eps", "positive", eps),
         "tie_embeddings": fields.take("tie_word_embeddings", "flag", tied),
-        "activation": fields.one_of(activation, ACTIVATIONS, default),
+        "activation": fields.choice(activation, ACTIVATIONS, default),
         "max_positions": fields.take("max_position_embeddings", "size", positions),
-        "dtype": fields.one_of(name, DTYPES, "float32"),
+        "dtype": fields.choice(name, DTYPES, "float32"),
         "query_key_norm": "none",
     }
 
@@ -154,7 +154,7 @@ def layered(
         SLIDING: LayerKind(window, turns[SLIDING].rope, soft_cap),
     }
     return {
-        "pattern": pattern_of([layer_kinds[kind] for kind in kinds]),
+        "pattern": shortest_pattern([layer_kinds[kind] for kind in kinds]),
         "position_limit": min((limit for limit in limits if limit), default=None),
     }
 
@@ -175,14 +175,14 @@ def layer_types(
     return kinds
 
 
-def pattern_of(kinds: Sequence[LayerKind]) -> tuple[LayerKind, ...]:
+def shortest_pattern(kinds: Sequence[LayerKind]) -> tuple[LayerKind, ...]:
     """The shortest sequence that repeats to the kinds of all layers, the last time perhaps in part.
 
     >>> local, full = LayerKind(window=4), LayerKind()
-    >>> len(pattern_of([local, local, full, local, local, full, local]))
+    >>> len(shortest_pattern([local, local, full, local, local, full, local]))
     3
     """
     for length in range(1, len(kinds) + 1):
         if all(kind == kinds[i % length] for i, kind in enumerate(kinds)):
             return tuple(kinds[:length])
-    raise ValueError("pattern_of: no layers")
+    raise ValueError("shortest_pattern: no layers")

@@ -37,7 +37,7 @@ def _gemma(fields: Fields, positions: int) -> dict[str, Any]:
 def _gemma2(fields: Fields) -> dict[str, Any]:
     """Every second layer has a window; scores and logits are soft-capped."""
     config = _gemma(fields, positions=8192)
-    turn = rope.of_model(fields, config["head_dim"], config["max_positions"])
+    turn = rope.read_turn(fields, config["head_dim"], config["max_positions"])
     window = fields.nullable("sliding_window", "size", WINDOW)
     cap = fields.nullable("attn_logit_softcapping", "positive", 50.0)
 
@@ -65,7 +65,7 @@ def _gemma3(fields: Fields) -> dict[str, Any]:
     """Five layers with a window and a theta of their own, then one without; normed heads."""
     config = _gemma(fields, positions=131_072)
     thetas = {FULL: 1e6, SLIDING: 1e4}
-    turns = rope.of_layer_types(
+    turns = rope.read_turns_by_type(
         fields, config["head_dim"], config["max_positions"], thetas, rope.LOCAL_THETA
     )
     window = fields.nullable("sliding_window", "size", WINDOW)

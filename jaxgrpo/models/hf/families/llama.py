@@ -10,7 +10,7 @@ from jaxgrpo.models.hf.families.base import (
     Family,
     attention_bias,
     layer_types,
-    pattern_of,
+    shortest_pattern,
     sizes,
     uniform,
 )
@@ -20,7 +20,7 @@ from jaxgrpo.models.hf.rope import FULL, SLIDING
 
 def _llama(fields: Fields) -> dict[str, Any]:
     config = {**sizes(fields, positions=2048, as_many_kv=True), **attention_bias(fields)}
-    turn = rope.of_model(fields, config["head_dim"], config["max_positions"])
+    turn = rope.read_turn(fields, config["head_dim"], config["max_positions"])
     return {**config, "feed_forward_bias": fields.take("mlp_bias", "flag", False), **uniform(turn)}
 
 
@@ -49,7 +49,7 @@ GRANITE = Family("granite", "GraniteForCausalLM", _granite)
 def _seed_oss(fields: Fields) -> dict[str, Any]:
     """Llama with heads of 128, and biases of queries, keys and values only."""
     config = sizes(fields, head_dim=128, positions=524_288, pad=1)
-    turn = rope.of_model(fields, config["head_dim"], config["max_positions"])
+    turn = rope.read_turn(fields, config["head_dim"], config["max_positions"])
     return {
         **config,
         "attention_bias": fields.take("attention_bias", "flag", True),
@@ -65,7 +65,7 @@ SEED_OSS = Family("seed_oss", "SeedOssForCausalLM", _seed_oss)
 def _smollm3(fields: Fields) -> dict[str, Any]:
     """Llama whose every fourth layer knows no positions; these may have a window."""
     config = {**sizes(fields, tied=True, pad=128_004), **attention_bias(fields)}
-    turn = rope.of_model(fields, config["head_dim"], config["max_positions"], theta=2e6)
+    turn = rope.read_turn(fields, config["head_dim"], config["max_positions"], theta=2e6)
     count = config["num_layers"]
     interval = fields.take("no_rope_layer_interval", "size", 4)
     turned = [int((i + 1) % interval != 0) for i in range(count)]
@@ -89,7 +89,7 @@ def _smollm3(fields: Fields) -> dict[str, Any]:
     return {
         **config,
         "feed_forward_bias": fields.take("mlp_bias", "flag", False),
-        "pattern": pattern_of(kinds),
+        "pattern": shortest_pattern(kinds),
         "position_limit": turn.limit,
     }
 

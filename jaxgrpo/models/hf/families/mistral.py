@@ -15,7 +15,7 @@ WINDOW = 4096  # what transformers assumes without sliding_window
 def _mistral(fields: Fields) -> dict[str, Any]:
     """Every layer has the window, if there is one."""
     config = sizes(fields, positions=131_072)
-    turn = rope.of_model(fields, config["head_dim"], config["max_positions"])
+    turn = rope.read_turn(fields, config["head_dim"], config["max_positions"])
     return {**config, **uniform(turn, fields.nullable("sliding_window", "size", WINDOW))}
 
 
@@ -25,7 +25,7 @@ MISTRAL = Family("mistral", "MistralForCausalLM", _mistral)
 def _ministral(fields: Fields) -> dict[str, Any]:
     """Layers with and without a window, as `layer_types` says."""
     config = sizes(fields, positions=131_072)
-    turn = rope.of_model(fields, config["head_dim"], config["max_positions"])
+    turn = rope.read_turn(fields, config["head_dim"], config["max_positions"])
     window = fields.nullable("sliding_window", "size", WINDOW)
     kind = FULL if window is None else SLIDING
     turns = {FULL: turn, SLIDING: turn}
@@ -39,7 +39,7 @@ def _phi3(fields: Fields) -> dict[str, Any]:
     """Mistral that may turn a share of each head."""
     config = sizes(fields, eps=1e-5, positions=4096, as_many_kv=True, pad=32_000)
     # Of the two original lengths transformers takes the one beside rope_parameters, or 4096.
-    turn = rope.of_model(
+    turn = rope.read_turn(
         fields, config["head_dim"], config["max_positions"], partial=True, original=4096
     )
     return {**config, **uniform(turn, fields.nullable("sliding_window", "size", None))}

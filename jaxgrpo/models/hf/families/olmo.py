@@ -34,7 +34,8 @@ def _olmo(fields: Fields) -> dict[str, Any]:
 
 def _olmo2(fields: Fields) -> dict[str, Any]:
     config = _olmo(fields)
-    return {**config, **uniform(rope.of_model(fields, config["head_dim"], config["max_positions"]))}
+    turn = rope.read_turn(fields, config["head_dim"], config["max_positions"])
+    return {**config, **uniform(turn)}
 
 
 OLMO2 = Family("olmo2", "Olmo2ForCausalLM", _olmo2, modules=_MODULES)
@@ -44,7 +45,7 @@ def _olmo3(fields: Fields) -> dict[str, Any]:
     """Three layers with a window, then one without, which alone has scaled positions."""
     config = _olmo(fields)
     thetas = dict.fromkeys((FULL, SLIDING), 5e5)
-    turns = rope.of_layer_types(fields, config["head_dim"], config["max_positions"], thetas)
+    turns = rope.read_turns_by_type(fields, config["head_dim"], config["max_positions"], thetas)
     window = fields.nullable("sliding_window", "size", 4096)
 
     def default(i: int) -> str:

@@ -13,7 +13,7 @@ from jaxgrpo.models.hf.rope import FULL, SLIDING
 def _qwen(fields: Fields, head_dim: int | None) -> dict[str, Any]:
     """The layers from max_window_layers on have the window, if it is used."""
     config = sizes(fields, head_dim=head_dim)
-    turn = rope.of_model(fields, config["head_dim"], config["max_positions"])
+    turn = rope.read_turn(fields, config["head_dim"], config["max_positions"])
     uses_window = fields.take("use_sliding_window", "flag", False)
     window = fields.nullable("sliding_window", "size", 4096)
     window = window if uses_window else None
