@@ -247,8 +247,8 @@ def _through(
     if type(memory) is tuple:
         return _unrolled(config, jitted, params, hidden, memory)
     if unrolls:
-        nothing = (None,) * config.num_layers
-        hidden, memory = _unrolled(config, jitted, params, hidden, nothing)
+        no_memory = (None,) * config.num_layers
+        hidden, memory = _unrolled(config, jitted, params, hidden, no_memory)
         return hidden, stacked_memory(config, memory)
     return _scanned(config, layers, params, hidden, memory, _keeper(remat))
 

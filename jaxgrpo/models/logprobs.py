@@ -290,7 +290,7 @@ def _backward(settings: _Settings, saved: Any, cotangents: tuple[Array, Array | 
 
     def add_chunk(index: Array, carry: Any):
         sums, d_chunks = carry
-        d_read, d_hidden = jax.vmap(bin_gradients)(*_at(chunks, index))
+        d_read, d_hidden = jax.vmap(bin_gradients)(*_chunk_at(chunks, index))
         sums = jax.tree.map(lambda leaf, part: leaf + part.astype(leaf.dtype), sums, d_read)
         return sums, d_chunks.at[index].set(d_hidden)
 
@@ -336,12 +336,12 @@ def _loss_forward(settings: _Settings, weights: Any, hidden: Array, inputs: Any)
 
     def add_chunk(index: Array, carry: Any) -> Any:
         sums, values, losses = carry
-        d_read, parts, loss = jax.vmap(bin_loss)(*_at(chunks, index))
+        d_read, parts, loss = jax.vmap(bin_loss)(*_chunk_at(chunks, index))
         sums = jax.tree.map(lambda leaf, part: leaf + part.astype(leaf.dtype), sums, d_read)
         values = jax.tree.map(lambda leaf, part: leaf.at[index].set(part), values, parts)
         return sums, values, losses + loss
 
-    no_sums, *zeros = _empty(lambda: jax.vmap(bin_loss)(*_at(chunks, 0)), len(chunks[0]))
+    no_sums, *zeros = _empty(lambda: jax.vmap(bin_loss)(*_chunk_at(chunks, 0)), len(chunks[0]))
     start = (no_sums if earlier_sums is None else earlier_sums, *zeros)
     sums, values, losses = jax.lax.fori_loop(0, count, add_chunk, start)
     d_hidden, logp, entropy = _join(values, hidden.shape[1])
@@ -381,10 +381,10 @@ def _values(settings: _Settings, weights: Any, hidden: Array, targets: Array, co
     chunks = _split(settings.chunk, (hidden, targets))
 
     def write(index: Array, arrays: Any) -> Any:
-        values = chunk_values(*_at(chunks, index))
+        values = chunk_values(*_chunk_at(chunks, index))
         return jax.tree.map(lambda leaf, part: leaf.at[index].set(part), arrays, values)
 
-    shapes = jax.eval_shape(lambda: chunk_values(*_at(chunks, 0)))
+    shapes = jax.eval_shape(lambda: chunk_values(*_chunk_at(chunks, 0)))
     start = jax.tree.map(lambda leaf: jnp.zeros((len(chunks[0]), *leaf.shape), leaf.dtype), shapes)
     return _join(jax.lax.fori_loop(0, count, write, start), hidden.shape[1])
 
@@ -476,7 +476,7 @@ def _split(chunk: int, tree: Any) -> Any:
     return jax.tree.map(split_leaf, tree)
 
 
-def _at(chunks: Any, index: Array | int) -> Any:
+def _chunk_at(chunks: Any, index: Array | int) -> Any:
     """One chunk of what `_split` made."""
     take = functools.partial(jax.lax.dynamic_index_in_dim, index=index, keepdims=False)
     return jax.tree.map(take, chunks)

@@ -83,9 +83,9 @@ def moved(value: Array, source: NamedSharding, target: NamedSharding) -> Array:
 
 def _between(source: Sequence[Axes], target: Sequence[Axes]) -> list[Axes]:
     """What divides each dimension before the last step, the gathering."""
-    read = {axis for axes in target for axis in axes}
+    final_axes = {axis for axes in target for axis in axes}
     stays = [
-        [axis for axis in axes if axis not in read - {*target_axes}]
+        [axis for axis in axes if axis not in final_axes - {*target_axes}]
         for axes, target_axes in zip(source, target, strict=True)
     ]
     comes = [

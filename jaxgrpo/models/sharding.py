@@ -298,8 +298,8 @@ def over_data(mesh: Mesh, function: Callable[..., Any]) -> Callable[..., Any]:
         if leaf.ndim == 0:
             return jnp.broadcast_to(leaf, parts)
         leaf = leaf.reshape(parts, -1, *leaf.shape[1:])
-        rest = [PartitionSpec.UNCONSTRAINED] * (leaf.ndim - 2)
-        layout = NamedSharding(mesh, PartitionSpec("data", "fsdp", *rest))
+        unconstrained = [PartitionSpec.UNCONSTRAINED] * (leaf.ndim - 2)
+        layout = NamedSharding(mesh, PartitionSpec("data", "fsdp", *unconstrained))
         return jax.lax.with_sharding_constraint(leaf, layout)
 
     each = jax.vmap(function, in_axes=(None, 0, None), spmd_axis_name="data")

@@ -66,7 +66,7 @@ def read(gguf: Gguf, max_length: int) -> Any:
         f"{gguf.path}: its tokenizer cannot be built ({{kind}}: {{reason}}): fetch it again"
     ):
         backend = _backend(gguf, tokens)
-        named = {
+        special_tokens = {
             name: tokens[number]
             for name, key in SPECIAL.items()
             if 0 <= (number := _setting(gguf, key, -1)) < len(tokens)
@@ -75,7 +75,7 @@ def read(gguf: Gguf, max_length: int) -> Any:
             tokenizer_object=backend,
             model_max_length=max_length,
             clean_up_tokenization_spaces=False,
-            **named,
+            **special_tokens,
         )
     tokenizer.chat_template = _templates(gguf)
     return tokenizer
@@ -122,12 +122,12 @@ def _templates(gguf: Gguf) -> str | dict[str, str] | None:
     """The chat template; where there are several, by name."""
     start = "tokenizer.chat_template"
     first = gguf.metadata.get(start)
-    named = {
+    templates = {
         key.removeprefix(f"{start}."): text
         for key, text in gguf.metadata.items()
         if key.startswith(f"{start}.")
     }
-    return {"default": first, **named} if named and first else first
+    return {"default": first, **templates} if templates and first else first
 
 
 def _backend(gguf: Gguf, tokens: list[str]) -> Any:

@@ -231,16 +231,16 @@ def _over_batch(
     *batch, width, heads, _ = query.shape
     size, columns = _in_blocks(width), _in_blocks(key.shape[-3])
     place = jnp.arange(size, dtype=jnp.int32)
-    apart = kind._replace(rope=None)  # layers that differ in it alone share a kernel
-    kernel = _kernel(size, columns, heads, prefix, apart, interpret)
+    kernel_kind = kind._replace(rope=None)  # layers that differ in it alone share a kernel
+    kernel = _kernel(size, columns, heads, prefix, kernel_kind, interpret)
     # Places after the last query see themselves.
     number = (padded(start, size, -1) - LONGEST // 2 << 16) | place
     ids = splash_attention.SegmentIds(
-        *(padded(leaf, to, -1) for leaf, to in ((query_ids, size), (key_ids, columns)))
+        *(padded(leaf, length, -1) for leaf, length in ((query_ids, size), (key_ids, columns)))
     )
     inputs = [
-        jnp.moveaxis(padded(leaf, to, -3), -3, -2)
-        for leaf, to in ((query, size), (key, columns), (value, columns))
+        jnp.moveaxis(padded(leaf, length, -3), -3, -2)
+        for leaf, length in ((query, size), (key, columns), (value, columns))
     ]
 
     def attend(number: Array, ids: splash_attention.SegmentIds, *inputs: Array) -> Any:
