@@ -252,11 +252,9 @@ def read_leaf(
             if entry.period is None:
                 _fill(part, box, folder, files, entry, spec.dtype)
             elif box[0][0] <= entry.period < box[0][1]:
-                layer_part = part[entry.period - box[0][0]]
-                _fill(layer_part, box[1:], folder, files, entry, spec.dtype)
-        return jax.block_until_ready(
-            [jax.device_put(part, target, may_alias=False) for target in targets]
-        )
+                _fill(part[entry.period - box[0][0]], box[1:], folder, files, entry, spec.dtype)
+        copies = [jax.device_put(part, target, may_alias=False) for target in targets]
+        return jax.block_until_ready(copies)
 
     shards = []
     for box, targets in layouts.items():
