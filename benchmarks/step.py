@@ -55,7 +55,7 @@ def blueprint_of(
       tokens: per micro-batch; None: as in training.
       remat: as `train.remat`.
     """
-    chosen = decoder.remat_of(remat, mesh.devices.flat[0].platform)
+    chosen = decoder.choose_remat(remat, mesh.devices.flat[0].platform)
     sizes = (work.prompts, work.samples, work.longest, work.completion)
     return Blueprint(
         model=decoder.build(config, constrain=sharding.constrain(mesh), remat=chosen),

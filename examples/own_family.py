@@ -19,10 +19,10 @@ from jaxgrpo.models.hf.rope import FULL, SLIDING
 
 def read(fields: Fields) -> dict[str, Any]:
     """The fields of a ModelConfig, from those of a config.json."""
-    if "layer_types" not in fields.given:
+    if "layer_types" not in fields.content:
         fields.problems.append("layer_types: missing; save the folder with transformers again")
     given = sizes(fields, eps=1e-5)  # what transformers assumes where a folder says nothing
-    turn = rope.of_model(fields, given["head_dim"], given["max_positions"])
+    turn = rope.read_turn(fields, given["head_dim"], given["max_positions"])
     window = fields.nullable("sliding_window", "size", 4096)
     turns = {SLIDING: turn, FULL: turn if window is None else turn._replace(rope=None)}
     layers = layered(fields, given["num_layers"], turns, lambda _: FULL, window)

@@ -133,7 +133,7 @@ def project_for(model: str) -> Project:
     from jaxgrpo.models import decoder
     from jaxgrpo.models.hf import folders
 
-    found = folders.find_folder(model, whole=False)
+    found = folders.find_folder(model, with_weights=False)
     stored = folders.read_config(found)
     count = sum(leaf.size for leaf in jax.tree.leaves(decoder.build(stored).shapes))
     has_chat = bool(folders.read_tokenizer(found).chat_template)

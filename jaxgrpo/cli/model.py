@@ -22,7 +22,7 @@ from rich.table import Column, Table
 from jaxgrpo.config.files import Config
 from jaxgrpo.models import decoder, lora, sharding
 from jaxgrpo.models.api import LayerKind, Model, ModelConfig, Rope
-from jaxgrpo.models.cache import dtype_of
+from jaxgrpo.models.cache import cache_dtype
 from jaxgrpo.models.hf import families, folders, rope
 from jaxgrpo.training import memory, parameters, process
 from jaxgrpo.training.console import Document, facts
@@ -69,21 +69,21 @@ def describe(config: Config) -> dict[str, Any]:
     """
     folder, stored = find_config(config, whole=False)
     keys, chosen = config.model, parameters.chosen_config(config, stored)
-    model, base = decoder.build(chosen), decoder.build(lora.without(chosen))
+    model, base = decoder.build(chosen), decoder.build(lora.base_config(chosen))
     has_weights = any(folder.glob("*.safetensors*"))
     dtypes = folders.read_dtypes(folder, base) if has_weights else None
     return {
         "path": keys.path,
         "unread": families.unread(stored),
         "family": stored.family,
-        "architecture": families.family_of(stored.family).architecture,
+        "architecture": families.find_family(stored.family).architecture,
         **_sizes(stored),
         "rope": _rope_types(stored),
         "layers": [_kind_words(kind) for kind in stored.kinds],
         "parameters": sum(leaf.size for leaf in jax.tree.leaves(model.shapes)),
         "stored": dtypes,
         "dtype": keys.dtype,
-        "cache_dtype": dtype_of(config.rollout.kv_cache_dtype, chosen),
+        "cache_dtype": cache_dtype(config.rollout.kv_cache_dtype, chosen),
         **_on_devices(config, model),
         **_texts(folder, stored),
         "leaves": list(_leaves(model)),
@@ -226,7 +226,7 @@ def _on_devices(config: Config, model: Model) -> dict[str, Any]:
     )
     held, moments = memory.of_training(model, mesh, optimizer)
     computed, of_model = memory.parameters(model, mesh), model.config
-    number = jnp.dtype(dtype_of(config.rollout.kv_cache_dtype, of_model)).itemsize
+    number = jnp.dtype(cache_dtype(config.rollout.kv_cache_dtype, of_model)).itemsize
     heads = of_model.num_kv_heads // sizes.tensor
     cached = of_model.num_layers * 2 * heads * of_model.head_dim * number
     return {

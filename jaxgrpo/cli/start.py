@@ -34,7 +34,7 @@ def quickstart(
 
     asked = {} if family is None else {"family": family}
     if family is not None:
-        families.family_of(family, "quickstart --family")
+        families.find_family(family, "quickstart --family")
         places = f"model.path=runs/base-{family}", f"run.dir=runs/quickstart-{family}"
         overrides = [*places, *overrides]
     config = files.load("quickstart", overrides)

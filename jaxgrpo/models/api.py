@@ -170,7 +170,7 @@ class ModelConfig:
         """
         assert self.lora is not None  # of a map that is adapted
         group = next((names for names in self.fused if name in names), (name,))
-        return next(one for one in group if one in self.lora.modules)
+        return next(module for module in group if module in self.lora.modules)
 
 
 Constrain = Callable[[Array, tuple[str | None, ...]], Array]
@@ -234,14 +234,14 @@ def memory_per_layer(config: ModelConfig, stacked: Any) -> tuple[Any, ...]:
     return (*scanned, *(stacked["rest"][str(i)] for i in range(len(stacked["rest"]))))
 
 
-def stacked_memory(config: ModelConfig, apart: tuple[Any, ...]) -> Any:
+def stacked_memory(config: ModelConfig, per_layer: tuple[Any, ...]) -> Any:
     """Memory with one entry per layer as the stacked memory of a scan."""
     width, scanned = len(config.pattern), config.num_layers - config.num_rest
 
     def stack(k: int) -> Any:
-        return jax.tree.map(lambda *leaves: jnp.stack(leaves), *apart[k:scanned:width])
+        return jax.tree.map(lambda *leaves: jnp.stack(leaves), *per_layer[k:scanned:width])
 
-    rest = {str(i): entry for i, entry in enumerate(apart[scanned:])}
+    rest = {str(i): entry for i, entry in enumerate(per_layer[scanned:])}
     return {"blocks": {str(k): stack(k) for k in range(width) if config.periods}, "rest": rest}
 
 
@@ -272,19 +272,21 @@ def _sliced(config: ModelConfig, blocks: Params) -> tuple[Params, ...]:
     return memory_per_layer(config, {"blocks": blocks, "rest": {}})
 
 
-Given = ParamSpec("Given")
+Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result", covariant=True)
 
 
-class WithBackward(Protocol[Given, Result]):
+class WithBackward(Protocol[Arguments, Result]):
     """A function whose backward pass is written by hand."""
 
-    def __call__(self, *args: Given.args, **kwargs: Given.kwargs) -> Result: ...
+    def __call__(self, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result: ...
 
     def defvjp(self, fwd: Callable[..., Any], bwd: Callable[..., Any], /) -> None: ...
 
 
-def custom_vjp(*static: int) -> Callable[[Callable[Given, Result]], WithBackward[Given, Result]]:
+def custom_vjp(
+    *static: int,
+) -> Callable[[Callable[Arguments, Result]], WithBackward[Arguments, Result]]:
     """`jax.custom_vjp`, whose own type forgets what the function takes and returns.
 
     Args:

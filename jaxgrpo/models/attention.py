@@ -26,12 +26,12 @@ from jaxgrpo.models.kernels.plain import (
     Partial,
     Sight,
     attended,
+    empty_partial,
     grouped,
     joined,
-    nothing_of,
     over_cache,
     partial_over,
-    taken,
+    take_per_bin,
     ungrouped,
     visible,
 )
@@ -63,15 +63,15 @@ def rows_with_prefix(
     length = jnp.take_along_axis(prompt_length, row_prompt, axis=1)  # [D, R]
 
     def attend(query, key, value, memory: KeyValue, kind: LayerKind):
-        prefix = KeyValue(*(taken(leaf, row_prompt) for leaf in memory))
+        prefix = KeyValue(*(take_per_bin(leaf, row_prompt) for leaf in memory))
         prefix_position = jnp.arange(prefix.key.shape[2])
         real = prefix_position < length[..., None]  # [D, R, S]
         keys, values = (
             jnp.concatenate(pair, axis=-3)
             for pair in zip(prefix, KeyValue(key, value), strict=True)
         )
-        of_keys = (Keys(prefix_position, real), Keys(position, segment=segment))
-        return attended(query, keys, values, Sight(position, segment, of_keys), kind), None
+        key_sets = (Keys(prefix_position, real), Keys(position, segment=segment))
+        return attended(query, keys, values, Sight(position, segment, key_sets), kind), None
 
     return attend
 
@@ -89,13 +89,13 @@ class Kernel(NamedTuple):
 
 
 XLA = Kernel("xla", causal, rows_with_prefix)
-OF_PLATFORM = {"tpu": "splash", "gpu": "cudnn"}
+PLATFORM_KERNELS = {"tpu": "splash", "gpu": "cudnn"}
 """Platform, as JAX names that of a device -> the kernel made for it."""
-KERNELS = ("auto", "xla", *OF_PLATFORM.values())
+KERNELS = ("auto", "xla", *PLATFORM_KERNELS.values())
 
 
-def chosen(
-    asked: str,
+def choose_kernel(
+    setting: str,
     platform: str,
     config: ModelConfig,
     *,
@@ -108,8 +108,8 @@ def chosen(
     Decoding and prefill have their own attends and need no kernel.
 
     Args:
-      asked: one of KERNELS. "auto" is the platform's kernel where it refuses nothing, else "xla":
-        the results differ by rounding alone.
+      setting: one of KERNELS. "auto" is the platform's kernel where it refuses nothing, else
+        "xla": the results differ by rounding alone.
       row: tokens of the longest row or prompt.
       samples_per_row: the most that a row may hold; None: any number.
       mesh: the run's; None on one device.
@@ -118,16 +118,16 @@ def chosen(
     """
     from jaxgrpo.models.kernels import splash  # not above: it takes a tenth of a second
 
-    find("model.attention", asked, dict.fromkeys(KERNELS))
-    name = OF_PLATFORM.get(platform, "xla") if asked == "auto" else asked
+    find("model.attention", setting, dict.fromkeys(KERNELS))
+    name = PLATFORM_KERNELS.get(platform, "xla") if setting == "auto" else setting
     problems = []
     if name == "splash":
         problems = splash.refusals(config, row, mesh)
     elif name == "cudnn":
         problems = cudnn.refusals(config, samples_per_row)
-    if name != "xla" and OF_PLATFORM.get(platform) != name:
+    if name != "xla" and PLATFORM_KERNELS.get(platform) != name:
         problems.append(f"platform {platform}: it runs on another")
-    if problems and asked == "auto":
+    if problems and setting == "auto":
         return XLA._replace(why=f"{name} cannot: {'; '.join(problems)}")
     title = f'model.attention = "{name}" cannot compute this run; set it to "xla":'
     refuse_all(title, problems)
@@ -165,7 +165,7 @@ def chunk(row: Array, start: Array, length: Array) -> Attend:
 
         key, value = (leaf.astype(memory.value.dtype) for leaf in (key, value))
         cache = jax.vmap(write)(memory, row, column, key, value)
-        rows = Cache(*(taken(leaf, row) for leaf in cache))
+        rows = Cache(*(take_per_bin(leaf, row) for leaf in cache))
         position = start[..., None] + offset
         sight = Sight(position, None, (Keys(jnp.arange(rows.value.shape[-2])),))
         return over_cache(query, rows, sight, kind), cache
@@ -190,39 +190,39 @@ def decode(clock: Array, index: Array, length: Array, sharing: Sharing) -> Atten
     longest = index.max()
 
     def attend(query, key, value, memory: tuple[Cache, Ring], kind: LayerKind):
-        prefix, own = memory
-        of_slots = (-1, *key.shape[3:])
-        own = written(own, clock, key.reshape(of_slots), value.reshape(of_slots))
-        asked = grouped(query, prefix)  # [D, N, kv_heads, heads per kv head, 1, head_dim]
-        flat = asked.reshape(-1, *asked.shape[2:])
+        prefix, ring = memory
+        slot_shape = (-1, *key.shape[3:])
+        ring = written(ring, clock, key.reshape(slot_shape), value.reshape(slot_shape))
+        grouped_query = grouped(query, prefix)  # [D, N, kv_heads, heads per kv head, 1, head_dim]
+        flat = grouped_query.reshape(-1, *grouped_query.shape[2:])
         reach = index.reshape(-1, 1)
         furthest = longest if kind.window is None else jnp.minimum(longest, kind.window - 1)
 
-        def part(cache: Cache, ago: Array) -> Partial:
-            seen = (ago >= 0) & (ago <= reach)
+        def attend_part(cache: Cache, ago: Array) -> Partial:
+            mask = (ago >= 0) & (ago <= reach)
             if kind.window is not None:
-                seen &= ago < kind.window
-            return partial_over(flat, cache, seen[:, None, None, None], kind.soft_cap)
+                mask &= ago < kind.window
+            return partial_over(flat, cache, mask[:, None, None, None], kind.soft_cap)
 
-        def unread(cache: Cache, ago: Array) -> Partial:
+        def skip_part(cache: Cache, ago: Array) -> Partial:
             del ago
-            return nothing_of(flat, cache)
+            return empty_partial(flat, cache)
 
-        recent, *older = ages(own, clock)
-        parts = [part(own.recent, recent)]
-        for cache, ago in zip(own.older, older, strict=True):
-            parts.append(jax.lax.cond(ago.min() <= furthest, part, unread, cache, ago))
+        recent, *older = ages(ring, clock)
+        parts = [attend_part(ring.recent, recent)]
+        for cache, ago in zip(ring.older, older, strict=True):
+            parts.append(jax.lax.cond(ago.min() <= furthest, attend_part, skip_part, cache, ago))
         parts = [
-            Partial(*(leaf.reshape(*index.shape, *leaf.shape[1:]) for leaf in of_part))
-            for of_part in parts
+            Partial(*(leaf.reshape(*index.shape, *leaf.shape[1:]) for leaf in part))
+            for part in parts
         ]
-        parts.append(_of_prompts(asked, prefix, index, length, sharing, kind))
-        return ungrouped(joined(parts), query), (prefix, own)
+        parts.append(_attend_to_prompts(grouped_query, prefix, index, length, sharing, kind))
+        return ungrouped(joined(parts), query), (prefix, ring)
 
     return attend
 
 
-def _of_prompts(
+def _attend_to_prompts(
     query: Array, prefix: Cache, index: Array, length: Array, sharing: Sharing, kind: LayerKind
 ) -> Partial:
     """The slots' attention to their prompts, one product for all the readers of a row.
@@ -244,11 +244,11 @@ def _of_prompts(
         mask = mask & visible(position, column, kind)  # [D, A, C, S]
     out = partial_over(query, prefix, mask[:, :, None, None], kind.soft_cap)
 
-    def back(leaf: Array) -> Array:
+    def to_slots(leaf: Array) -> Array:
         leaf = jnp.moveaxis(leaf, 4, 2)  # [D, A, C, kv_heads, heads per kv head, ...]
         leaf = leaf.reshape(bins, -1, *leaf.shape[3:])
         if sharing.place is not None:
-            leaf = taken(leaf, sharing.place)
+            leaf = take_per_bin(leaf, sharing.place)
         return jnp.expand_dims(leaf, 4)
 
-    return Partial(*map(back, out))
+    return Partial(*map(to_slots, out))

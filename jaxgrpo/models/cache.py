@@ -40,9 +40,9 @@ class Ring(NamedTuple):
     older: tuple[Cache, ...]  # parts of equally many columns, block after block, round and round
 
 
-def dtype_of(asked: str, config: ModelConfig) -> str:
+def cache_dtype(setting: str, config: ModelConfig) -> str:
     """The dtype of a model's keys and values while it decodes, as rollout.kv_cache_dtype asks."""
-    return config.dtype if asked == "auto" else asked
+    return config.dtype if setting == "auto" else setting
 
 
 def older_parts(tokens: int, block: int) -> tuple[int, int]:
@@ -64,9 +64,9 @@ def written(ring: Ring, clock: Array, key: Array, value: Array) -> Ring:
     """
     column = clock % ring.recent.value.shape[-2]
 
-    def write(into: Array, what: Array, axis: int) -> Array:
-        what = jnp.expand_dims(what, axis).astype(into.dtype)
-        return jax.lax.dynamic_update_slice_in_dim(into, what, column, axis=axis)
+    def write(target: Array, entry: Array, axis: int) -> Array:
+        entry = jnp.expand_dims(entry, axis).astype(target.dtype)
+        return jax.lax.dynamic_update_slice_in_dim(target, entry, column, axis=axis)
 
     recent = Cache(write(ring.recent.key, key, -1), write(ring.recent.value, value, -2))
     return ring._replace(recent=recent)
@@ -78,29 +78,29 @@ def settled(ring: Ring, clock: Array) -> Ring:
     Of a block that is not full the rest is written as well: no slot reads those columns any more.
     """
     block, columns = ring.recent.value.shape[-2], ring.older[0].value.shape[-2]
-    at = (clock - 1) // block * block % (columns * len(ring.older))
+    begin = (clock - 1) // block * block % (columns * len(ring.older))
 
-    def over_all(part: int, axis: int, into: Array, what: Array) -> Array:
-        ago = jnp.arange(columns) + part * columns - at
-        here = (ago >= 0) & (ago < block)
-        again = [1] * what.ndim
-        again[axis] = columns // block
-        here = jnp.expand_dims(here, tuple(range(axis + 1, 0)))
-        return jnp.where(here, jnp.tile(what, again), into)
+    def over_all(part: int, axis: int, target: Array, recent: Array) -> Array:
+        ago = jnp.arange(columns) + part * columns - begin
+        in_block = (ago >= 0) & (ago < block)
+        repeats = [1] * recent.ndim
+        repeats[axis] = columns // block
+        in_block = jnp.expand_dims(in_block, tuple(range(axis + 1, 0)))
+        return jnp.where(in_block, jnp.tile(recent, repeats), target)
 
-    def over_block(part: int, axis: int, into: Array, what: Array) -> Array:
-        offset = jnp.clip(at - part * columns, 0, columns - block)
-        held = jax.lax.dynamic_slice_in_dim(into, offset, block, axis)
-        what = jnp.where(at // columns == part, what, held)
-        return jax.lax.dynamic_update_slice_in_dim(into, what, offset, axis)
+    def over_block(part: int, axis: int, target: Array, recent: Array) -> Array:
+        offset = jnp.clip(begin - part * columns, 0, columns - block)
+        stored = jax.lax.dynamic_slice_in_dim(target, offset, block, axis)
+        recent = jnp.where(begin // columns == part, recent, stored)
+        return jax.lax.dynamic_update_slice_in_dim(target, recent, offset, axis)
 
-    def place(into: Array, what: Array, part: int, axis: int) -> Array:
+    def place(target: Array, recent: Array, part: int, axis: int) -> Array:
         block_alone = functools.partial(over_block, part, axis)
-        if into.dtype != jnp.bfloat16:
-            return block_alone(into, what)
+        if target.dtype != jnp.bfloat16:
+            return block_alone(target, recent)
         # On a CPU XLA writes bfloat16 through float32, and a block of it only into a copy.
         every_column = functools.partial(over_all, part, axis)
-        return jax.lax.platform_dependent(into, what, cpu=every_column, default=block_alone)
+        return jax.lax.platform_dependent(target, recent, cpu=every_column, default=block_alone)
 
     older = [
         Cache(place(key, ring.recent.key, part, -1), place(value, ring.recent.value, part, -2))
@@ -116,8 +116,8 @@ def ages(ring: Ring, clock: Array) -> list[Array]:
     more have an age above all tokens that a ring holds.
     """
     block, columns = ring.recent.value.shape[-2], ring.older[0].value.shape[-2]
-    of_block = clock % block
-    last = clock - of_block - 1  # the last step before this block
+    offset = clock % block
+    last = clock - offset - 1  # the last step before this block
     places = jnp.arange(columns * len(ring.older))
-    older = (last - places) % places.size + 1 + of_block
-    return [of_block - jnp.arange(block), *jnp.split(older, len(ring.older))]
+    older = (last - places) % places.size + 1 + offset
+    return [offset - jnp.arange(block), *jnp.split(older, len(ring.older))]

@@ -74,18 +74,18 @@ time of an update of 4 layers on a CPU. More layers take long to compile. With r
 are scanned, because XLA on a CPU finds what is computed twice in one program, and keeps it.
 """
 
-OF_ADAPTERS = 2**31 - 1
+ADAPTER_FOLD = 2**31 - 1
 """The fold of a layer's key that adapters draw from: none of the small numbers of its weights."""
 
 
-def remat_of(asked: str, platform: str) -> Remat:
-    """What a run that asks for `asked`, a Remat or "auto", recomputes on a platform.
+def choose_remat(setting: str, platform: str) -> Remat:
+    """What a run that asks for `setting`, a Remat or "auto", recomputes on a platform.
 
     "auto": nothing on a CPU, where memory is cheap and arithmetic is not, and all of it elsewhere.
     """
-    if asked == "auto":
+    if setting == "auto":
         return "none" if platform == "cpu" else "full"
-    return cast(Remat, asked)
+    return cast(Remat, setting)
 
 
 Layer = Callable[[Params, Array, Any], tuple[Array, Any]]
@@ -153,14 +153,14 @@ def build(
 
     def unembed(params: Params, hidden: Array) -> Array:
         table = params["embed" if config.tie_embeddings else "head"]
-        return _of_text(config, modules["head"].bind(table).decode(hidden))
+        return _exclude_textless(config, modules["head"].bind(table).decode(hidden))
 
     # The key is made inside, so that building a model touches no device.
     shapes = jax.eval_shape(lambda: init(jax.random.key(0)))
     return Model(config, init, apply, unembed, _axes(modules, shapes), shapes)
 
 
-def _of_text(config: ModelConfig, logits: Array) -> Array:
+def _exclude_textless(config: ModelConfig, logits: Array) -> Array:
     """Logits [..., V] that are NEVER for tokens without text; as they are where all have some."""
     if not config.without_text:
         return logits
@@ -180,7 +180,7 @@ def _looked_up(embedding: Embedding, tokens: Array, constrain: Constrain | None)
 
 def _rngs(key: Array) -> nnx.Rngs:
     """The streams that weights and adapters are drawn from."""
-    return nnx.Rngs(params=key, lora=jax.random.fold_in(key, OF_ADAPTERS))
+    return nnx.Rngs(params=key, lora=jax.random.fold_in(key, ADAPTER_FOLD))
 
 
 def _define(make: Callable[[nnx.Rngs], nnx.Module]) -> _Definition:
@@ -209,12 +209,12 @@ def _init(config: ModelConfig, modules: Modules, key: Array) -> Params:
     """Layer i draws from fold_in(key, i), wherever the pattern puts it."""
     pattern, depth = len(config.pattern), config.num_layers
     keys = jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.arange(depth + 2))
-    one, scanned = modules["block"].init, depth - config.num_rest
+    init_block, scanned = modules["block"].init, depth - config.num_rest
     stacked = {str(k): keys[k:scanned:pattern] for k in range(pattern) if config.periods}
     params: Params = {
         "embed": modules["embed"].init(keys[depth]),
-        "blocks": {k: jax.vmap(one)(of_layers) for k, of_layers in stacked.items()},
-        "rest": {str(i): one(keys[scanned + i]) for i in range(config.num_rest)},
+        "blocks": {k: jax.vmap(init_block)(layer_keys) for k, layer_keys in stacked.items()},
+        "rest": {str(i): init_block(keys[scanned + i]) for i in range(config.num_rest)},
         "final_norm": modules["final_norm"].init(key),
     }
     if not config.tie_embeddings:
@@ -243,12 +243,12 @@ def _through(
     """The layers in order, unrolled or scanned."""
     unrolls = memory is None and remat == "none" and config.num_layers <= UNROLLED
     # Jitted so that layers of one kind are traced once; while decoding they are lowered once, too.
-    once: list[Layer] = [jax.jit(layer, inline=unrolls) for layer in layers]
+    jitted: list[Layer] = [jax.jit(layer, inline=unrolls) for layer in layers]
     if type(memory) is tuple:
-        return _unrolled(config, once, params, hidden, memory)
+        return _unrolled(config, jitted, params, hidden, memory)
     if unrolls:
-        nothing = (None,) * config.num_layers
-        hidden, memory = _unrolled(config, once, params, hidden, nothing)
+        no_memory = (None,) * config.num_layers
+        hidden, memory = _unrolled(config, jitted, params, hidden, no_memory)
         return hidden, stacked_memory(config, memory)
     return _scanned(config, layers, params, hidden, memory, _keeper(remat))
 
@@ -279,8 +279,8 @@ def _scanned(
             keep(period, prevent_cse=False), hidden, (params["blocks"], memory["blocks"])
         )
     for i in range(config.num_rest):
-        own, entry = params["rest"][str(i)], memory["rest"][str(i)]
-        hidden, written["rest"][str(i)] = keep(layers[i])(own, hidden, entry)
+        layer_params, entry = params["rest"][str(i)], memory["rest"][str(i)]
+        hidden, written["rest"][str(i)] = keep(layers[i])(layer_params, hidden, entry)
     return hidden, written
 
 
@@ -308,10 +308,10 @@ def _unrolled(
             f"apply: memory has {len(memory)} entries, but the model has {config.num_layers} "
             "layers: give one entry per layer (memory_per_layer), or stacked memory as a dict"
         )
-    apart = params["layers"] if "layers" in params else memory_per_layer(config, params)
+    per_layer = params["layers"] if "layers" in params else memory_per_layer(config, params)
     written = []
-    for i, (own, entry) in enumerate(zip(apart, memory, strict=True)):
-        hidden, entry = layers[i % len(layers)](own, hidden, entry)
+    for i, (layer_params, entry) in enumerate(zip(per_layer, memory, strict=True)):
+        hidden, entry = layers[i % len(layers)](layer_params, hidden, entry)
         written.append(entry)
     return hidden, tuple(written)
 
@@ -331,12 +331,12 @@ def _check(config: ModelConfig) -> None:
         problems.append("pattern = (): give at least one LayerKind")
     for kind in dict.fromkeys(config.pattern):
         problems += _odd_rope(kind.rope, config.head_dim)
-    for name, known in (("norms", NORMS), ("query_key_norm", QUERY_KEY_NORMS)):
-        if getattr(config, name) not in known:
-            problems.append(f'{name} = "{getattr(config, name)}": known are {", ".join(known)}')
+    for name, choices in (("norms", NORMS), ("query_key_norm", QUERY_KEY_NORMS)):
+        if getattr(config, name) not in choices:
+            problems.append(f'{name} = "{getattr(config, name)}": known are {", ".join(choices)}')
     if config.activation not in ACTIVATIONS:
-        known = ", ".join(ACTIVATIONS)
-        problems.append(f'activation = "{config.activation}": known are {known}')
+        activations = ", ".join(ACTIVATIONS)
+        problems.append(f'activation = "{config.activation}": known are {activations}')
     problems += [] if config.lora is None else _odd_lora(config.lora)
     if config.dtype not in ("float32", "bfloat16", "float16", "float64"):
         problems.append(f'dtype = "{config.dtype}": choose float32, bfloat16, float16 or float64')
@@ -352,8 +352,8 @@ def _odd_lora(lora: LoraConfig) -> list[str]:
     if problem := pattern_problem(lora.targets):
         return [*problems, f"lora.targets = {lora.targets!r}: {problem}"]
     if not lora.modules:
-        known = ", ".join(LINEAR)
-        problems.append(f"lora.targets = {lora.targets!r}: matches none of {known}")
+        linear_maps = ", ".join(LINEAR)
+        problems.append(f"lora.targets = {lora.targets!r}: matches none of {linear_maps}")
     return problems
 
 

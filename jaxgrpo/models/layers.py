@@ -47,12 +47,12 @@ def rotary_angles(position: Int[Array, "*B Q"], rope: Rope | None, head_dim: int
     frequency = (frequency * (rope.stretch or 1.0)).astype(np.float32)
     angle = position[..., None, None].astype(jnp.float32) * frequency
 
-    def one(sine: Array) -> Array:
+    def wave(sine: Array) -> Array:
         return jnp.where(sine, jnp.sin(angle), jnp.cos(angle)) * rope.scale
 
     # In a loop of two, which nothing is fused across: XLA on a CPU else computes both again for
     # every head of every layer, a quarter of the time of a small layer's attention.
-    cos, sin = jax.lax.map(one, jnp.asarray([False, True]))
+    cos, sin = jax.lax.map(wave, jnp.asarray([False, True]))
     return cos, sin
 
 
@@ -95,8 +95,8 @@ class Embedding(nnx.Module):
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs, *, wide: bool = False):
         shape = (config.vocab_size, config.hidden_size)
-        held = dataclasses.replace(config, dtype=head_dtype(config)) if wide else config
-        self.table: nnx.Param[Array] = _matrix(shape, ("vocab", "embed"), held, rngs)
+        table_config = dataclasses.replace(config, dtype=head_dtype(config)) if wide else config
+        self.table: nnx.Param[Array] = _matrix(shape, ("vocab", "embed"), table_config, rngs)
         self.dtype: str = config.dtype
         self.wide: bool = wide
         self.pad: int | None = config.pad_token
@@ -154,8 +154,8 @@ def _scaled(x: Array, scale: Array) -> Array:
 
 def _scaled_backward(saved: tuple[Array, Array], cotangent: Array) -> tuple[Array, Array]:
     x, scale = saved
-    ones = jnp.ones(x.shape[: x.ndim - scale.ndim], x.dtype)
-    summed = jnp.tensordot(ones, cotangent * x, axes=ones.ndim, precision="highest")
+    unit_weights = jnp.ones(x.shape[: x.ndim - scale.ndim], x.dtype)
+    summed = jnp.tensordot(unit_weights, cotangent * x, axes=unit_weights.ndim, precision="highest")
     return cotangent * scale, summed
 
 
@@ -258,10 +258,10 @@ class Dense(nnx.Module):
 def side_by_side(x: Float[Array, "..."], *maps: Dense) -> list[Array]:
     """What maps give of one input. One without a lora_a takes that of those before it."""
     outputs, low = [], None
-    for one in maps:
-        own = one.low(x)
-        low = low if own is None else own
-        outputs.append(one(x, low))
+    for linear in maps:
+        inner = linear.low(x)
+        low = low if inner is None else inner
+        outputs.append(linear(x, low))
     return outputs
 
 

@@ -169,13 +169,15 @@ def token_confidence(
     """
     chunk, _ = _chunk_and_vocab(unembed, hidden, logits_per_chunk)
 
-    def one(hidden: Array) -> Array:
-        return confidence_of(_scaled(unembed(jax.lax.stop_gradient(hidden)), temperature), k)
+    def chunk_confidence(hidden: Array) -> Array:
+        return confidence_from_logits(
+            _scaled(unembed(jax.lax.stop_gradient(hidden)), temperature), k
+        )
 
-    return jax.lax.stop_gradient(_by_chunks(one, chunk, hidden))
+    return jax.lax.stop_gradient(_by_chunks(chunk_confidence, chunk, hidden))
 
 
-def confidence_of(logits: Float[Array, "*B V"], k: int) -> Float[Array, "*B"]:
+def confidence_from_logits(logits: Float[Array, "*B V"], k: int) -> Float[Array, "*B"]:
     """`token_confidence` of softmax(logits)."""
     likeliest, _ = jax.lax.top_k(logits, min(k, logits.shape[-1]))
     return jax.nn.logsumexp(logits, axis=-1) - likeliest.mean(-1)
@@ -192,10 +194,10 @@ def is_likeliest(
     ones. Chunked as `token_logprobs` is; no gradient."""
     chunk, _ = _chunk_and_vocab(unembed, hidden, logits_per_chunk)
 
-    def one(hidden: Array, targets: Array) -> Array:
+    def match_chunk(hidden: Array, targets: Array) -> Array:
         return unembed(hidden).argmax(-1).astype(targets.dtype) == targets
 
-    return _by_chunks(one, chunk, jax.lax.stop_gradient(hidden), targets)
+    return _by_chunks(match_chunk, chunk, jax.lax.stop_gradient(hidden), targets)
 
 
 def full_kl(
@@ -234,7 +236,7 @@ def full_kl(
     wide = [leaf.astype(accumulate_dtype(leaf.dtype)) for leaf in read]
 
     @jax.checkpoint
-    def one(hidden: Array, anchor: Array) -> tuple[Array, Array]:
+    def chunk_kl(hidden: Array, anchor: Array) -> tuple[Array, Array]:
         weights = [leaf.astype(dtype) for leaf, dtype in zip(wide, dtypes, strict=True)]
         log_p = jax.nn.log_softmax(_scaled(converted(hidden, *weights), temperature))
         log_q = jax.nn.log_softmax(_scaled(anchor_unembed(anchor), temperature))
@@ -246,8 +248,8 @@ def full_kl(
 
     anchor_hidden = jax.lax.stop_gradient(anchor_hidden)
     if chunk == hidden.shape[1]:
-        return one(hidden, anchor_hidden)
-    return _by_chunks(one, chunk, hidden, anchor_hidden)
+        return chunk_kl(hidden, anchor_hidden)
+    return _by_chunks(chunk_kl, chunk, hidden, anchor_hidden)
 
 
 class _Settings(NamedTuple):
@@ -279,24 +281,24 @@ def _backward(settings: _Settings, saved: Any, cotangents: tuple[Array, Array | 
     chunks = _split(settings.chunk, (hidden, targets, total, entropy, a, b))
     read = settings.head.as_read(weights)
 
-    def of_bin(hidden: Array, *rest: Any) -> Any:
+    def bin_gradients(hidden: Array, *token_values: Any) -> Any:
         logits, pull = jax.vjp(settings.head.unembed, read, hidden[None])
-        rest = jax.tree.map(lambda leaf: leaf[None], rest)
-        d_logits = _logits_gradient(settings, logits, *rest).astype(logits.dtype)
+        token_values = jax.tree.map(lambda leaf: leaf[None], token_values)
+        d_logits = _logits_gradient(settings, logits, *token_values).astype(logits.dtype)
         d_read, d_hidden = pull(d_logits)
         return d_read, d_hidden[0]
 
-    def one(index: Array, carry: Any):
-        sums, d_whole = carry
-        d_read, d_hidden = jax.vmap(of_bin)(*_at(chunks, index))
-        sums = jax.tree.map(lambda whole, part: whole + part.astype(whole.dtype), sums, d_read)
-        return sums, d_whole.at[index].set(d_hidden)
+    def add_chunk(index: Array, carry: Any):
+        sums, d_chunks = carry
+        d_read, d_hidden = jax.vmap(bin_gradients)(*_chunk_at(chunks, index))
+        sums = jax.tree.map(lambda leaf, part: leaf + part.astype(leaf.dtype), sums, d_read)
+        return sums, d_chunks.at[index].set(d_hidden)
 
     def zeros(leaf: Array) -> Array:
         return jnp.zeros((len(hidden), *leaf.shape), accumulate_dtype(leaf.dtype))
 
     start = (jax.tree.map(zeros, read), jnp.zeros_like(chunks[0]))
-    sums, d_hidden = jax.lax.fori_loop(0, count, one, start)
+    sums, d_hidden = jax.lax.fori_loop(0, count, add_chunk, start)
     return _over_bins(settings, sums, weights), _join(d_hidden, hidden.shape[1]), None, None
 
 
@@ -304,46 +306,46 @@ _token_logprobs.defvjp(_forward, _backward)
 
 
 @custom_vjp(0)
-def _loss_of_tokens(settings: _Settings, weights: Any, hidden: Array, given: Any):
-    targets, args, shared, count, sums = given
+def _loss_of_tokens(settings: _Settings, weights: Any, hidden: Array, inputs: Any):
+    targets, args, shared, count, sums = inputs
     logp, _, entropy = _values(settings, weights, hidden, targets, count)
     assert settings.cost is not None
     return settings.cost(logp, entropy, args, shared).sum(), logp, entropy, sums
 
 
-def _loss_forward(settings: _Settings, weights: Any, hidden: Array, given: Any):
-    targets, args, shared, count, before = given
+def _loss_forward(settings: _Settings, weights: Any, hidden: Array, inputs: Any):
+    targets, args, shared, count, earlier_sums = inputs
     chunks = _split(settings.chunk, (hidden, targets, args))
     read = settings.head.as_read(weights)
 
-    def of_bin(hidden: Array, targets: Array, args: Any) -> Any:
+    def bin_loss(hidden: Array, targets: Array, args: Any) -> Any:
         targets, args = jax.tree.map(lambda leaf: leaf[None], (targets, args))
         logits, pull = jax.vjp(settings.head.unembed, read, hidden[None])
-        logp, total, entropy = _of_logits(settings, logits, targets)
+        logp, total, entropy = _values_from_logits(settings, logits, targets)
 
         def cost(logp: Array, differentiated: Array | None) -> Array:
-            asked = entropy if differentiated is None else differentiated
+            cost_entropy = entropy if differentiated is None else differentiated
             assert settings.cost is not None
-            return settings.cost(logp, asked, args, shared).sum()
+            return settings.cost(logp, cost_entropy, args, shared).sum()
 
-        both = entropy if settings.entropy == "gradient" else None
-        loss, (a, b) = jax.value_and_grad(cost, argnums=(0, 1))(logp, both)
+        differentiable = entropy if settings.entropy == "gradient" else None
+        loss, (a, b) = jax.value_and_grad(cost, argnums=(0, 1))(logp, differentiable)
         d_logits = _logits_gradient(settings, logits, targets, total, entropy, a, b)
         d_read, d_hidden = pull(d_logits.astype(logits.dtype))
         return d_read, (d_hidden[0], logp[0], None if entropy is None else entropy[0]), loss
 
-    def one(index: Array, carry: Any) -> Any:
-        sums, whole, losses = carry
-        d_read, parts, loss = jax.vmap(of_bin)(*_at(chunks, index))
-        sums = jax.tree.map(lambda whole, part: whole + part.astype(whole.dtype), sums, d_read)
-        whole = jax.tree.map(lambda leaf, part: leaf.at[index].set(part), whole, parts)
-        return sums, whole, losses + loss
+    def add_chunk(index: Array, carry: Any) -> Any:
+        sums, values, losses = carry
+        d_read, parts, loss = jax.vmap(bin_loss)(*_chunk_at(chunks, index))
+        sums = jax.tree.map(lambda leaf, part: leaf + part.astype(leaf.dtype), sums, d_read)
+        values = jax.tree.map(lambda leaf, part: leaf.at[index].set(part), values, parts)
+        return sums, values, losses + loss
 
-    nothing, *rest = _empty(lambda: jax.vmap(of_bin)(*_at(chunks, 0)), len(chunks[0]))
-    start = (nothing if before is None else before, *rest)
-    sums, whole, losses = jax.lax.fori_loop(0, count, one, start)
-    d_hidden, logp, entropy = _join(whole, hidden.shape[1])
-    if before is None:
+    no_sums, *zeros = _empty(lambda: jax.vmap(bin_loss)(*_chunk_at(chunks, 0)), len(chunks[0]))
+    start = (no_sums if earlier_sums is None else earlier_sums, *zeros)
+    sums, values, losses = jax.lax.fori_loop(0, count, add_chunk, start)
+    d_hidden, logp, entropy = _join(values, hidden.shape[1])
+    if earlier_sums is None:
         return (losses.sum(), logp, entropy, None), (_over_bins(settings, sums, weights), d_hidden)
     return (losses.sum(), logp, entropy, sums), (None, d_hidden)
 
@@ -358,12 +360,12 @@ def _loss_backward(settings: _Settings, saved: Any, cotangents: Any):
 _loss_of_tokens.defvjp(_loss_forward, _loss_backward)
 
 
-def _empty(of_bins: Callable[[], Any], chunks: int) -> Any:
+def _empty(function: Callable[[], Any], chunks: int) -> Any:
     """Zeros for (sums over chunks, values of each chunk, sums over chunks) of what it returns."""
-    d_read, parts, loss = jax.eval_shape(of_bins)
+    d_read, parts, loss = jax.eval_shape(function)
     zeros = lambda leaf: jnp.zeros(leaf.shape, accumulate_dtype(leaf.dtype))  # noqa: E731
-    whole = jax.tree.map(lambda leaf: jnp.zeros((chunks, *leaf.shape), leaf.dtype), parts)
-    return jax.tree.map(zeros, d_read), whole, zeros(loss)
+    chunk_values = jax.tree.map(lambda leaf: jnp.zeros((chunks, *leaf.shape), leaf.dtype), parts)
+    return jax.tree.map(zeros, d_read), chunk_values, zeros(loss)
 
 
 def _values(settings: _Settings, weights: Any, hidden: Array, targets: Array, count: Array):
@@ -373,21 +375,21 @@ def _values(settings: _Settings, weights: Any, hidden: Array, targets: Array, co
     def logits(hidden: Array) -> Array:
         return settings.head.unembed(read, hidden[None])[0]
 
-    def one(hidden: Array, targets: Array):
-        return _of_logits(settings, jax.vmap(logits)(hidden), targets)
+    def chunk_values(hidden: Array, targets: Array):
+        return _values_from_logits(settings, jax.vmap(logits)(hidden), targets)
 
     chunks = _split(settings.chunk, (hidden, targets))
 
-    def write(index: Array, whole: Any) -> Any:
-        values = one(*_at(chunks, index))
-        return jax.tree.map(lambda leaf, part: leaf.at[index].set(part), whole, values)
+    def write(index: Array, arrays: Any) -> Any:
+        values = chunk_values(*_chunk_at(chunks, index))
+        return jax.tree.map(lambda leaf, part: leaf.at[index].set(part), arrays, values)
 
-    shapes = jax.eval_shape(lambda: one(*_at(chunks, 0)))
+    shapes = jax.eval_shape(lambda: chunk_values(*_chunk_at(chunks, 0)))
     start = jax.tree.map(lambda leaf: jnp.zeros((len(chunks[0]), *leaf.shape), leaf.dtype), shapes)
     return _join(jax.lax.fori_loop(0, count, write, start), hidden.shape[1])
 
 
-def _of_logits(settings: _Settings, logits: Array, targets: Array):
+def _values_from_logits(settings: _Settings, logits: Array, targets: Array):
     """(logp, logsumexp, entropy or None) [D, n] of one chunk."""
     z = _scaled(logits, settings.temperature)
     highest = z.max(-1)
@@ -396,13 +398,13 @@ def _of_logits(settings: _Settings, logits: Array, targets: Array):
     mass = weight.sum(-1)
     log_mass = jnp.log(mass)
     total = highest + log_mass
-    chosen = jnp.where(_is_target(z, targets), z, 0).sum(-1)
+    target_z = jnp.where(_is_target(z, targets), z, 0).sum(-1)
     entropy = None
     if settings.entropy != "none":
         # As a product: of a sum, XLA computes the exponentials again, one by one on a CPU.
         expected = jnp.einsum("dnv,dnv->dn", weight, shifted, precision="highest")
         entropy = log_mass - expected / mass
-    return chosen - total, total, entropy
+    return target_z - total, total, entropy
 
 
 def _logits_gradient(settings, logits, targets, total, entropy, a, b) -> Array:
@@ -455,26 +457,26 @@ def _over_bins(settings: _Settings, sums: Any, weights: Any) -> Any:
     return jax.tree.map(lambda d, leaf: d.astype(leaf.dtype), gradient, weights)
 
 
-def _by_chunks(one: Callable[..., Any], chunk: int, *arrays: Array) -> Any:
-    """`one` of arrays [D, N, ...], over `chunk` positions of N at a time."""
+def _by_chunks(function: Callable[..., Any], chunk: int, *arrays: Array) -> Any:
+    """`function` of arrays [D, N, ...], over `chunk` positions of N at a time."""
 
-    _, pieces = jax.lax.scan(lambda _, xs: (None, one(*xs)), None, _split(chunk, arrays))
+    _, pieces = jax.lax.scan(lambda _, xs: (None, function(*xs)), None, _split(chunk, arrays))
     return _join(pieces, arrays[0].shape[1])
 
 
 def _split(chunk: int, tree: Any) -> Any:
     """Leaves [D, N, ...] as [chunks, D, chunk, ...], the last one filled up with zeros."""
 
-    def one(leaf: Array) -> Array:
-        bins, length, *rest = leaf.shape
+    def split_leaf(leaf: Array) -> Array:
+        bins, length, *trailing = leaf.shape
         count = -(-length // chunk)
-        padding = [(0, 0), (0, count * chunk - length), *[(0, 0)] * len(rest)]
-        return jnp.moveaxis(jnp.pad(leaf, padding).reshape(bins, count, chunk, *rest), 1, 0)
+        padding = [(0, 0), (0, count * chunk - length), *[(0, 0)] * len(trailing)]
+        return jnp.moveaxis(jnp.pad(leaf, padding).reshape(bins, count, chunk, *trailing), 1, 0)
 
-    return jax.tree.map(one, tree)
+    return jax.tree.map(split_leaf, tree)
 
 
-def _at(chunks: Any, index: Array | int) -> Any:
+def _chunk_at(chunks: Any, index: Array | int) -> Any:
     """One chunk of what `_split` made."""
     take = functools.partial(jax.lax.dynamic_index_in_dim, index=index, keepdims=False)
     return jax.tree.map(take, chunks)
@@ -483,8 +485,8 @@ def _at(chunks: Any, index: Array | int) -> Any:
 def _join(tree: Any, length: int) -> Any:
     """The inverse of `_split`."""
 
-    def one(leaf: Array) -> Array:
-        count, bins, chunk, *rest = leaf.shape
-        return jnp.moveaxis(leaf, 0, 1).reshape(bins, count * chunk, *rest)[:, :length]
+    def join_leaf(leaf: Array) -> Array:
+        count, bins, chunk, *trailing = leaf.shape
+        return jnp.moveaxis(leaf, 0, 1).reshape(bins, count * chunk, *trailing)[:, :length]
 
-    return jax.tree.map(one, tree)
+    return jax.tree.map(join_leaf, tree)

@@ -22,14 +22,14 @@ from jaxgrpo.models.api import Model, ModelConfig
 NAMES = ("lora_a", "lora_b")
 
 
-def without(config: ModelConfig) -> ModelConfig:
+def base_config(config: ModelConfig) -> ModelConfig:
     """The config of the base: the model without adapters."""
     return dataclasses.replace(config, lora=None)
 
 
-def base_of(model: Model) -> Model:
+def base_model(model: Model) -> Model:
     """The model without adapters, to read and to save its weights."""
-    return decoder.build(without(model.config))
+    return decoder.build(base_config(model.config))
 
 
 def split(params: Params) -> tuple[Params, Params]:
@@ -46,8 +46,8 @@ def split(params: Params) -> tuple[Params, Params]:
         if name in NAMES:
             adapters[name] = value
         elif isinstance(value, dict):
-            own, base[name] = split(value)
-            adapters |= {name: own} if own else {}
+            nested, base[name] = split(value)
+            adapters |= {name: nested} if nested else {}
         else:
             base[name] = value
     return adapters, base
@@ -82,8 +82,10 @@ def merge(model: Model, params: Params) -> Params:
     adapters, base = split(params)
     merged = dict(base)
     for part, layers in adapters.items():
-        of_part = {k: _merged(model.config, own, base[part][k]) for k, own in layers.items()}
-        merged[part] = {**base[part], **of_part}
+        merged_layers = {
+            k: _merged(model.config, layer, base[part][k]) for k, layer in layers.items()
+        }
+        merged[part] = {**base[part], **merged_layers}
     return merged
 
 
@@ -92,11 +94,11 @@ def _merged(config: ModelConfig, adapters: Params, base: Params) -> Params:
     assert config.lora is not None  # as `merge` returns
     layer = {part: dict(value) for part, value in base.items()}
     for name in config.lora.modules:
-        part, own = name.split("/")
+        part, linear = name.split("/")
         _, first = config.holds_a(name).split("/")
-        low, high = adapters[part][first]["lora_a"], adapters[part][own]["lora_b"]
-        kernel = _added(layer[part][own]["kernel"], low, high, config.lora.scale)
-        layer[part][own] = {**layer[part][own], "kernel": kernel}
+        low, high = adapters[part][first]["lora_a"], adapters[part][linear]["lora_b"]
+        kernel = _added(layer[part][linear]["kernel"], low, high, config.lora.scale)
+        layer[part][linear] = {**layer[part][linear], "kernel": kernel}
     return layer
 
 

@@ -29,34 +29,34 @@ class Refined(NamedTuple):
         """The axes that divide each dimension of an array, for a layout on one of the meshes."""
         shape = sharding.mesh.shape
         sizes = [*shape.values()]
-        begin = {name: math.prod(sizes[at + 1 :]) for at, name in enumerate(shape)}
-        found = []
+        begin = {name: math.prod(sizes[i + 1 :]) for i, name in enumerate(shape)}
+        dimension_axes = []
         for split in (*sharding.spec, *[None] * (ndim - len(sharding.spec))):
             names = (split,) if isinstance(split, str) else split or ()
             ends = [(begin[name], begin[name] * shape[name]) for name in names]
-            own = [
+            axes = [
                 axis
                 for low, high in ends
                 for axis, stride in zip(self.mesh.axis_names, self.strides, strict=True)
                 if low <= stride < high
             ]
-            found.append((*own,))
-        return found
+            dimension_axes.append((*axes,))
+        return dimension_axes
 
 
 def refined(meshes: Sequence[Mesh]) -> Refined | None:
     """The common parts of meshes of the same devices in the same order; None if there are none."""
     sizes = [[*mesh.shape.values()] for mesh in meshes]
-    ends = {math.prod(one[at:]) for one in sizes for at in range(len(one) + 1)}
+    ends = {math.prod(axis_sizes[i:]) for axis_sizes in sizes for i in range(len(axis_sizes) + 1)}
     chain = sorted(ends, reverse=True)
     pairs = [*itertools.pairwise(chain)]
     if any(high % low for high, low in pairs):
         return None
     shape = tuple(high // low for high, low in pairs)
-    names = tuple(f"part_{at}" for at in range(len(shape)))
+    names = tuple(f"part_{i}" for i in range(len(shape)))
     devices = np.asarray(meshes[0].devices).reshape(shape)
-    made = Mesh(devices, names, axis_types=meshes[0].axis_types[:1] * len(shape))
-    return Refined(made, tuple(low for _, low in pairs))
+    common = Mesh(devices, names, axis_types=meshes[0].axis_types[:1] * len(shape))
+    return Refined(common, tuple(low for _, low in pairs))
 
 
 def moved(value: Array, source: NamedSharding, target: NamedSharding) -> Array:
@@ -73,7 +73,7 @@ def moved(value: Array, source: NamedSharding, target: NamedSharding) -> Array:
     assert isinstance(target.mesh, Mesh)
     common = refined([source.mesh, target.mesh])
     if common is not None:
-        spec = _between(*(common.parts(one, value.ndim) for one in (source, target)))
+        spec = _between(*(common.parts(sharding, value.ndim) for sharding in (source, target)))
         ways = [math.prod(common.mesh.shape[axis] for axis in axes) for axes in spec]
         if all(size % parts == 0 for size, parts in zip(value.shape, ways, strict=True)):
             layout = NamedSharding(common.mesh, PartitionSpec(*spec))
@@ -81,15 +81,15 @@ def moved(value: Array, source: NamedSharding, target: NamedSharding) -> Array:
     return jax.lax.with_sharding_constraint(value, target)
 
 
-def _between(held: Sequence[Axes], wanted: Sequence[Axes]) -> list[Axes]:
+def _between(source: Sequence[Axes], target: Sequence[Axes]) -> list[Axes]:
     """What divides each dimension before the last step, the gathering."""
-    read = {axis for axes in wanted for axis in axes}
+    final_axes = {axis for axes in target for axis in axes}
     stays = [
-        [axis for axis in axes if axis not in read - {*asked}]
-        for axes, asked in zip(held, wanted, strict=True)
+        [axis for axis in axes if axis not in final_axes - {*target_axes}]
+        for axes, target_axes in zip(source, target, strict=True)
     ]
     comes = [
-        [axis for axis in asked if axis not in axes]
-        for axes, asked in zip(held, wanted, strict=True)
+        [axis for axis in target_axes if axis not in axes]
+        for axes, target_axes in zip(source, target, strict=True)
     ]
-    return [(*own, *more) for own, more in zip(stays, comes, strict=True)]
+    return [(*staying, *coming) for staying, coming in zip(stays, comes, strict=True)]

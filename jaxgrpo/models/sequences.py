@@ -77,19 +77,19 @@ def token_is_likeliest(
     return _is_likeliest(model.apply, model.unembed, params, *_checked(model, tokens, mask))
 
 
-def check_length(config: ModelConfig, length: int, what: str, remedy: str | None = None) -> None:
+def check_length(config: ModelConfig, length: int, label: str, remedy: str | None = None) -> None:
     """Raises: InputError if positions of so long a sequence are not built for the model."""
     limit = config.position_limit
     if limit is not None and length > limit:
         raise InputError(
-            f"{what}: {length} tokens, but this model's positions are built up to {limit}: beyond "
+            f"{label}: {length} tokens, but this model's positions are built up to {limit}: beyond "
             "it the angles of all positions change with the length (in config.json: "
             "max_position_embeddings of rope type dynamic, original_max_position_embeddings of "
             f"longrope); {remedy or f'keep to {limit} tokens'}"
         )
 
 
-def check_tokens(what: str, tokens: _Host, mask: _Host, vocab_size: int) -> None:
+def check_tokens(label: str, tokens: _Host, mask: _Host, vocab_size: int) -> None:
     """Refuses tokens that a model does not have; what `mask` leaves out may be anything.
 
     Of traced arrays only the dtype is looked at: inside jit no value is known.
@@ -99,14 +99,14 @@ def check_tokens(what: str, tokens: _Host, mask: _Host, vocab_size: int) -> None
     remedy = "the tokens of this model: encode the text with its tokenizer"
     allowed = f"expected a whole number from 0 to {vocab_size - 1}, {remedy}"
     if not jnp.issubdtype(tokens.dtype, jnp.integer):
-        raise InputError(f"{what}: holds {tokens.dtype}, {allowed}")
+        raise InputError(f"{label}: holds {tokens.dtype}, {allowed}")
     if isinstance(tokens, Tracer) or isinstance(mask, Tracer):
         return
     tokens, mask = sharding.to_host((tokens, mask))
     wrong = mask.astype(bool) & ((tokens < 0) | (tokens >= vocab_size))
     if wrong.any():
         place = tuple(np.argwhere(wrong)[0].tolist())
-        raise InputError(f"{what}{list(place)} = {tokens[place]}, {allowed}")
+        raise InputError(f"{label}{list(place)} = {tokens[place]}, {allowed}")
 
 
 def _checked(model: Model, tokens: Any, mask: Any) -> tuple[Array, Array]:
@@ -132,25 +132,25 @@ def _logits(apply: Any, unembed: Any, params: Params, tokens: Array, real: Array
 
 @_jitted
 def _token_logp(apply: Any, unembed: Any, params: Params, tokens: Array, real: Array) -> Array:
-    hidden, follows = _before(apply, params, tokens, real)
+    hidden, follows = _hidden_before(apply, params, tokens, real)
     logp, _ = token_logprobs(lambda hidden: unembed(params, hidden), hidden, tokens)
     return jnp.where(follows, logp, 0)
 
 
 @_jitted
 def _is_likeliest(apply: Any, unembed: Any, params: Params, tokens: Array, real: Array) -> Array:
-    hidden, follows = _before(apply, params, tokens, real)
+    hidden, follows = _hidden_before(apply, params, tokens, real)
     return follows & is_likeliest(lambda hidden: unembed(params, hidden), hidden, tokens)
 
 
-def _before(apply: Any, params: Params, tokens: Array, real: Array) -> tuple[Array, Array]:
+def _hidden_before(apply: Any, params: Params, tokens: Array, real: Array) -> tuple[Array, Array]:
     """The hidden states at the last real token before each one, and whether both are real."""
     hidden = _hidden(apply, params, tokens, real)
     # -1 where there is none.
     last = jax.lax.cummax(jnp.where(real, jnp.arange(tokens.shape[1]), -1), axis=1)
-    before = jnp.pad(last[:, :-1], ((0, 0), (1, 0)), constant_values=-1)
-    hidden = jnp.take_along_axis(hidden, jnp.maximum(before, 0)[..., None], axis=1)
-    return hidden, real & (before >= 0)
+    previous = jnp.pad(last[:, :-1], ((0, 0), (1, 0)), constant_values=-1)
+    hidden = jnp.take_along_axis(hidden, jnp.maximum(previous, 0)[..., None], axis=1)
+    return hidden, real & (previous >= 0)
 
 
 def _hidden(apply: Any, params: Params, tokens: Array, real: Array) -> Array:

@@ -61,14 +61,14 @@ def make_mesh(
     """
     devices = jax.devices() if devices is None else list(devices)
     shape = mesh_shape(data, fsdp, tensor, context, len(devices))
-    found, split = islands(devices), {"allow_split_physical_axes": True}
-    if found.number == 1:
+    parts, split = islands(devices), {"allow_split_physical_axes": True}
+    if parts.number == 1:
         array = mesh_utils.create_device_mesh(shape, devices=devices, **split)
     else:
-        across = _across(found, len(devices), shape[0], fsdp, tensor * context)
+        across = _across(parts, len(devices), shape[0], fsdp, tensor * context)
         inside = tuple(size // ways for size, ways in zip(shape, across, strict=True))
         array = mesh_utils.create_hybrid_device_mesh(
-            *(inside, across, devices), process_is_granule=found.of == PROCESS, **split
+            *(inside, across, devices), process_is_granule=parts.attribute == PROCESS, **split
         )
     return Mesh(array, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
@@ -80,12 +80,12 @@ def mesh_shape(
 
     Raises: InputError if their product is another number.
     """
-    others = fsdp * tensor * context
-    sizes = (data or max(1, devices // others), fsdp, tensor, context)
+    inner = fsdp * tensor * context
+    sizes = (data or max(1, devices // inner), fsdp, tensor, context)
     if math.prod(sizes) != devices:
-        told = " x ".join(f"{name} {size}" for name, size in zip(AXES, sizes, strict=True))
+        factors = " x ".join(f"{name} {size}" for name, size in zip(AXES, sizes, strict=True))
         raise InputError(
-            f"mesh: {told} = {math.prod(sizes)} devices, but there are {devices}: "
+            f"mesh: {factors} = {math.prod(sizes)} devices, but there are {devices}: "
             "choose sizes whose product is the number of devices (data = 0 takes what is left)"
         )
     return sizes
@@ -108,13 +108,13 @@ def sampling_mesh(mesh: Mesh, tensor: int) -> Mesh:
     where = f"mesh.sampling_tensor = {tensor}"
     if mesh.size % tensor:
         raise InputError(f"{where}: must divide the {mesh.size} devices")
-    found = islands([*mesh.devices.flat])
+    parts = islands([*mesh.devices.flat])
     array = mesh.devices.reshape(-1, 1, tensor, 1)
     for copy in array.reshape(-1, tensor):
-        if len({found.place(device) for device in copy}) > 1:
+        if len({parts.place(device) for device in copy}) > 1:
             raise InputError(
                 f"{where}: {tensor} neighbours of the mesh would not be inside one of the "
-                f"{found.number} {found.named}: take mesh.tensor x mesh.context, or a divisor of it"
+                f"{parts.number} {parts.noun}: take mesh.tensor x mesh.context, or a divisor of it"
             )
     return Mesh(array, AXES, axis_types=mesh.axis_types)
 
@@ -125,12 +125,12 @@ SLICE, PROCESS = "slice_index", "process_index"
 class Islands(NamedTuple):
     """Parts of the devices with a fast network inside: slices of TPUs, hosts of GPUs."""
 
-    of: str  # the attribute of a device that tells its part
+    attribute: str  # of a device, which tells its part
     number: int
-    named: str
+    noun: str
 
     def place(self, device: Any) -> int:
-        return getattr(device, self.of) if self.number > 1 else 0
+        return getattr(device, self.attribute) if self.number > 1 else 0
 
 
 def islands(devices: Sequence[Any]) -> Islands:
@@ -151,7 +151,7 @@ def islands(devices: Sequence[Any]) -> Islands:
 
 
 def _across(
-    found: Islands, devices: int, data: int, fsdp: int, inner: int
+    parts: Islands, devices: int, data: int, fsdp: int, inner: int
 ) -> tuple[int, int, int, int]:
     """How often each axis goes across slices or hosts, whose number is the product.
 
@@ -160,26 +160,27 @@ def _across(
 
     Raises: InputError where `data`, or on GPUs data and fsdp, cannot.
     """
-    number, each = found.number, devices // found.number
-    there = f"the {devices} devices are in {number} {found.named}"
+    number, each = parts.number, devices // parts.number
+    placement = f"the {devices} devices are in {number} {parts.noun}"
     if devices % number:
-        raise InputError(f"mesh: {there} of different sizes; use devices of whole {found.named}")
-    if found.named == "slices":
+        raise InputError(f"mesh: {placement} of different sizes; use devices of whole {parts.noun}")
+    if parts.noun == "slices":
         if data % number:
             raise InputError(
-                f"mesh.data = {data}: {there} of {each}, and only data may go across them: take a "
-                f"multiple of {number}, with fsdp x tensor x context = {each} or a divisor of it"
+                f"mesh.data = {data}: {placement} of {each}, and only data may go across them: "
+                f"take a multiple of {number}, with fsdp x tensor x context = {each} or a divisor "
+                "of it"
             )
         return number, 1, 1, 1
-    of_data = math.gcd(data, number)
-    of_fsdp = number // of_data
-    if fsdp % of_fsdp:
+    data_ways = math.gcd(data, number)
+    fsdp_ways = number // data_ways
+    if fsdp % fsdp_ways:
         raise InputError(
-            f"mesh: data {data} x fsdp {fsdp} x tensor x context {inner}: {there} of {each}, and "
-            f"tensor and context must stay inside one: take tensor x context = {each} or a divisor "
-            f"of it, and data or fsdp a multiple of {number}"
+            f"mesh: data {data} x fsdp {fsdp} x tensor x context {inner}: {placement} of {each}, "
+            f"and tensor and context must stay inside one: take tensor x context = {each} or a "
+            f"divisor of it, and data or fsdp a multiple of {number}"
         )
-    return of_data, of_fsdp, 1, 1
+    return data_ways, fsdp_ways, 1, 1
 
 
 def num_bins(mesh: Mesh) -> int:
@@ -224,7 +225,7 @@ def param_shardings(
     """
     problems: list[str] = []
 
-    def one(path, names: tuple[str | None, ...], shape) -> NamedSharding:
+    def shard_param(path, names: tuple[str | None, ...], shape) -> NamedSharding:
         partition = spec(names, rules)
         for name, size, split in zip(names, shape.shape, partition, strict=True):
             ways = _ways(mesh, split)
@@ -236,19 +237,19 @@ def param_shardings(
         return NamedSharding(mesh, partition)
 
     tree = jax.tree_util.tree_map_with_path(
-        one, axes, shapes, is_leaf=lambda node: isinstance(node, tuple)
+        shard_param, axes, shapes, is_leaf=lambda node: isinstance(node, tuple)
     )
     title = f"mesh: the model does not divide over it; use smaller {keys} sizes:"
     refuse_all(title, problems)
     return tree
 
 
-def check_divides(mesh: Mesh, what: str, size: int, logical: str) -> None:
+def check_divides(mesh: Mesh, label: str, size: int, logical: str) -> None:
     """Raises InputError if the mesh does not divide a dimension of the data."""
     fits, split = rounded_up(mesh, size, logical), TRAINING[logical]
     if size != fits:
         raise InputError(
-            f"{what} = {size}: must be a multiple of {_ways(mesh, split)}, the size of mesh axes "
+            f"{label} = {size}: must be a multiple of {_ways(mesh, split)}, the size of mesh axes "
             f"{split}; use {fits} or change the mesh"
         )
 
@@ -263,8 +264,8 @@ def constrain(mesh: Mesh, rules: Rules = TRAINING) -> Constrain:
     """The function that models call on activations. A dimension of size 1 stays whole."""
 
     def apply(value: Array, axes: tuple[str | None, ...]) -> Array:
-        kept = (None if size == 1 else name for name, size in zip(axes, value.shape, strict=True))
-        partition = in_part(mesh, spec((*kept,), rules), value.shape)
+        names = (None if size == 1 else name for name, size in zip(axes, value.shape, strict=True))
+        partition = in_part(mesh, spec((*names,), rules), value.shape)
         return jax.lax.with_sharding_constraint(value, NamedSharding(mesh, partition))
 
     return apply
@@ -274,13 +275,13 @@ def in_part(mesh: Mesh, partition: PartitionSpec, shape: Sequence[int]) -> Parti
     """A partition by `spec`, as it is inside `over_data`: dimensions that hold the bins of one part
     of the axis "data" are not divided over it, which `over_data` does."""
 
-    def one(split: Any, size: int) -> Any:
+    def local_split(split: Any, size: int) -> Any:
         names = _names(split)
         if "data" not in names or size % num_bins(mesh) == 0:
             return split
         return tuple(name for name in names if name != "data") or None
 
-    return PartitionSpec(*map(one, partition, shape))
+    return PartitionSpec(*map(local_split, partition, shape))
 
 
 def over_data(mesh: Mesh, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -297,20 +298,20 @@ def over_data(mesh: Mesh, function: Callable[..., Any]) -> Callable[..., Any]:
         if leaf.ndim == 0:
             return jnp.broadcast_to(leaf, parts)
         leaf = leaf.reshape(parts, -1, *leaf.shape[1:])
-        rest = [PartitionSpec.UNCONSTRAINED] * (leaf.ndim - 2)
-        layout = NamedSharding(mesh, PartitionSpec("data", "fsdp", *rest))
+        unconstrained = [PartitionSpec.UNCONSTRAINED] * (leaf.ndim - 2)
+        layout = NamedSharding(mesh, PartitionSpec("data", "fsdp", *unconstrained))
         return jax.lax.with_sharding_constraint(leaf, layout)
 
     each = jax.vmap(function, in_axes=(None, 0, None), spmd_axis_name="data")
-    return lambda shared, bins, others: each(shared, jax.tree.map(divided, bins), others)
+    return lambda shared, bins, more_shared: each(shared, jax.tree.map(divided, bins), more_shared)
 
 
-def of_each_part(layout: NamedSharding) -> NamedSharding:
+def layout_per_part(layout: NamedSharding) -> NamedSharding:
     """The layout of an array of `over_data` whose entries [data, ...] are laid out as `layout`."""
     return NamedSharding(layout.mesh, PartitionSpec("data", *layout.spec))
 
 
-def of_each_bin(layout: NamedSharding) -> NamedSharding:
+def layout_per_bin(layout: NamedSharding) -> NamedSharding:
     """The layout of an array [D, ...] whose entries are laid out as `layout`, which divides them
     over no axis of the bins."""
     return NamedSharding(layout.mesh, PartitionSpec(TRAINING["bins"], *layout.spec))
@@ -342,28 +343,28 @@ def sum_over_bins(parts: Array, layout: NamedSharding) -> Array:
 
 def _summed(parts: Array, layout: NamedSharding, each_part: bool) -> Array:
     """`sum_over_bins` of all bins, or [data, ...] of those of each part of the axis "data"."""
-    mesh, kept = layout.mesh, [*layout.spec, *[None] * (parts.ndim - 1 - len(layout.spec))]
+    mesh, axes = layout.mesh, [*layout.spec, *[None] * (parts.ndim - 1 - len(layout.spec))]
     bins = _names(TRAINING["bins"])
     over = [axis for axis in bins if not (each_part and axis == "data")]
-    divided = {axis: kept.index(axis) for axis in over if axis in kept}
+    divided = {axis: axes.index(axis) for axis in over if axis in axes}
 
-    def one(part: Array) -> Array:
+    def sum_bins(part: Array) -> Array:
         total = part.sum(0)
         for axis, dimension in divided.items():
-            rows, rest = total.shape[0], [(0, 0)] * (total.ndim - 1)
+            rows, unpadded = total.shape[0], [(0, 0)] * (total.ndim - 1)
             short = -rows % mesh.shape[axis] if dimension else 0
-            filled = jnp.pad(total, [(0, short), *rest])
+            filled = jnp.pad(total, [(0, short), *unpadded])
             total = jax.lax.psum_scatter(filled, axis, tiled=True)
             if dimension:
                 total = jax.lax.all_to_all(total, axis, dimension, 0, tiled=True)[:rows]
-        whole = tuple(axis for axis in over if axis not in divided)
-        total = jax.lax.psum(total, whole) if whole else total
+        remaining = tuple(axis for axis in over if axis not in divided)
+        total = jax.lax.psum(total, remaining) if remaining else total
         return total[None] if each_part else total
 
-    taken = (None if axis in divided else axis for axis in kept)
-    given = PartitionSpec(bins, *taken)
-    left = of_each_part(layout).spec if each_part else PartitionSpec(*kept)
-    return jax.shard_map(one, mesh=mesh, in_specs=given, out_specs=left)(parts)
+    input_axes = (None if axis in divided else axis for axis in axes)
+    in_spec = PartitionSpec(bins, *input_axes)
+    out_spec = layout_per_part(layout).spec if each_part else PartitionSpec(*axes)
+    return jax.shard_map(sum_bins, mesh=mesh, in_specs=in_spec, out_specs=out_spec)(parts)
 
 
 def put(value: Any, sharding: Sharding) -> Array:
@@ -375,14 +376,14 @@ def put(value: Any, sharding: Sharding) -> Array:
 def to_host(tree: Any) -> Any:
     """Every leaf whole, as NumPy, in every process."""
 
-    def one(leaf: Any) -> Any:
+    def fetch(leaf: Any) -> Any:
         if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
             if leaf.is_fully_replicated:
                 return np.asarray(leaf.addressable_data(0))
             return np.asarray(multihost_utils.process_allgather(leaf, tiled=True))
         return np.asarray(leaf)
 
-    return jax.tree.map(one, tree)
+    return jax.tree.map(fetch, tree)
 
 
 def _ways(mesh: AnyMesh, split: str | tuple[str, ...] | None) -> int:

@@ -141,7 +141,7 @@ def _of_training(run: Run) -> dict[str, Work]:
     blueprint, geometry = run.blueprint, run.blueprint.geometry
     config, train = blueprint.model.config, run.config.train
     platform = blueprint.mesh.devices.flat[0].platform
-    remat = decoder.remat_of(train.remat, platform)
+    remat = decoder.choose_remat(train.remat, platform)
     samples = geometry.num_prompts * geometry.group_size
     sizes = geometry.max_prompt_tokens, samples, geometry.max_completion_tokens
     forward = forward_flops(config, geometry.num_prompts, *sizes)

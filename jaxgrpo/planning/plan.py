@@ -181,7 +181,9 @@ def needed(problem: str) -> int | None:
 def parts_of(run: Run) -> dict[str, int]:
     """What a run keeps on each device, by formula: name -> bytes."""
     counted = memory.of_run(run.config, run.blueprint)
-    remat = decoder.remat_of(run.config.train.remat, run.blueprint.mesh.devices.flat[0].platform)
+    remat = decoder.choose_remat(
+        run.config.train.remat, run.blueprint.mesh.devices.flat[0].platform
+    )
     return {
         "parameters": counted.parameters,
         "frozen weights": counted.frozen,

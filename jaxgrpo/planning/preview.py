@@ -217,7 +217,7 @@ def _of_update(run: setup.Setup, compiles: bool) -> int:
     if compiles:
         return memory.plan(run.update_program, run.blueprint, run.state)
     platform = run.mesh.devices.flat[0].platform
-    remat = decoder.remat_of(run.config.train.remat, platform)
+    remat = decoder.choose_remat(run.config.train.remat, platform)
     return sum(memory.of_update(run.blueprint, remat).values())
 
 

@@ -65,7 +65,7 @@ def run_of(config: Config, model: ModelConfig, mesh: Mesh) -> Run:
 
     Raises: InputError where the model, the method, the sizes and the mesh do not fit together.
     """
-    remat = decoder.remat_of(config.train.remat, mesh.devices.flat[0].platform)
+    remat = decoder.choose_remat(config.train.remat, mesh.devices.flat[0].platform)
     built = decoder.build(model, constrain=sharding.constrain(mesh), remat=remat)
     rewards = inputs.resolve_rewards(config, None, None)
     # Which tokens end a sample changes no shape, so no tokenizer is read.

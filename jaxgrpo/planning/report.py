@@ -120,7 +120,7 @@ def _sent(one: Planned) -> float:
 
 def _remat(plan: Plan) -> str:
     platform = plan.topology.devices[0].platform
-    return decoder.remat_of(plan.run.config.train.remat, platform)
+    return decoder.choose_remat(plan.run.config.train.remat, platform)
 
 
 def _head(plan: Plan) -> dict[str, str]:

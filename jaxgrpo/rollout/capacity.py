@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 
 from jaxgrpo.models import sharding
 from jaxgrpo.models.api import Model
-from jaxgrpo.models.cache import dtype_of, older_parts
+from jaxgrpo.models.cache import cache_dtype, older_parts
 from jaxgrpo.rollout.sampler import Sizes
 from jaxgrpo.rollout.state import SamplingSettings
 
@@ -49,7 +49,7 @@ def capacity(
     heads = config.num_kv_heads // mesh.shape["tensor"]
     longest = settings.max_completion_tokens
     platform = mesh.devices.flat[0].platform
-    size = jnp.dtype(dtype_of(settings.kv_cache_dtype, config)).itemsize
+    size = jnp.dtype(cache_dtype(settings.kv_cache_dtype, config)).itemsize
     half = heads * config.head_dim * size  # a column of keys or values
 
     def of(batch: int, columns: int) -> int:

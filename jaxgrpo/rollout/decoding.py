@@ -21,8 +21,8 @@ from jax import Array
 from jaxgrpo.core.types import Params
 from jaxgrpo.models.api import Constrain, Model
 from jaxgrpo.models.attention import Sharing, chunk, decode
-from jaxgrpo.models.cache import Cache, Ring, dtype_of, older_parts, settled
-from jaxgrpo.models.logprobs import confidence_of
+from jaxgrpo.models.cache import Cache, Ring, cache_dtype, older_parts, settled
+from jaxgrpo.models.logprobs import confidence_from_logits
 from jaxgrpo.rollout.drawing import Distribution, draw, logp_of
 from jaxgrpo.rollout.state import DecodeState, Queue, Samples, SamplingSettings
 from jaxgrpo.rollout.stopping import EarlyStop
@@ -51,7 +51,7 @@ def first_state(
     """Empty slots and caches. Args: rows, width: A and S of the prompts' cache; slots: N."""
     bins = queue.next.shape[0]
     config = engine.model.config
-    dtype = dtype_of(engine.settings.kv_cache_dtype, config)
+    dtype = cache_dtype(engine.settings.kv_cache_dtype, config)
     empty = jnp.zeros((bins, slots), jnp.int32)
 
     def cache(batch: tuple[int, ...], columns: int) -> Cache:
@@ -306,7 +306,7 @@ def _written(
         temperature = jnp.where(_is_greedy(settings, state), 1.0, temperature)[..., None]
         scaled = logits.astype(jnp.float32) / temperature
         number = min(settings.early_stop.tokens, engine.model.config.num_drawable)
-        confidence = jnp.where(drawn, confidence_of(scaled, number), 0)
+        confidence = jnp.where(drawn, confidence_from_logits(scaled, number), 0)
         now, unsure = _summed(settings.early_stop, state, samples.confidence, confidence)
         now = write(samples.confidence, now, state.index)
         samples = dataclasses.replace(samples, confidence=now)

@@ -38,7 +38,7 @@ def given_by(config: Config) -> dict[str, Any]:
     local = tuple(f"{key}." for key in LOCAL)
     facts = {name: value for name, value in facts.items() if not f"{name}.".startswith(local)}
     base = folders.fingerprint(folders.find_folder(config.model.path, config.model.revision))
-    adapter = [] if config.lora.path is None else adapters.files_of(config.lora.path)
+    adapter = [] if config.lora.path is None else adapters.adapter_files(config.lora.path)
     found = {"model.path": base, "lora.path": code_of(adapter)}
     return {**facts, **found, "own code": code_of(config.own_files)}
 
@@ -91,12 +91,12 @@ def inputs_of(config: Config, read: Mapping[str, Any]) -> dict[str, Any]:
         template.pop(name, None)
     template[f"data.chat_template = {config.data.chat_template}"] = _checksum_of(chat.template)
     tokenizer: dict[str, Any] = {
-        name: base.pop(name) for name in texts.OF_TOKENIZER if name in base
+        name: base.pop(name) for name in texts.TOKENIZER_FILES if name in base
     }
     if (name := "tokenizer_config.json") in tokenizer:  # it may hold the chat template
         fields = json.loads((read["folder"] / name).read_text(encoding="utf-8"))
         tokenizer[name] = _checksum_of({**fields, "chat_template": None})
-    adapter = [] if config.lora.path is None else adapters.files_of(config.lora.path)
+    adapter = [] if config.lora.path is None else adapters.adapter_files(config.lora.path)
     facts: dict[str, Any] = {"template": template, "tokenizer": tokenizer}
     facts |= {"base": {**base, **code_of(adapter)}, "code": code_of(config.own_files)}
     if read["replay"] is None:

@@ -57,7 +57,7 @@ def find_config(config: Config, whole: bool = True) -> tuple[Path, ModelConfig]:
         odd = [
             f"{name} = {getattr(said, name)!r}, there {getattr(stored, name)!r}"
             for name in names
-            if name not in families.OF_THE_RUN and getattr(said, name) != getattr(stored, name)
+            if name not in families.RUN_FIELDS and getattr(said, name) != getattr(stored, name)
         ]
         refuse_all(f"model.config is not what the config.json of {keys.path} says:", odd)
     return folder, stored

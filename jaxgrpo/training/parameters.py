@@ -56,7 +56,7 @@ def _adapters(config: Config, stored: ModelConfig) -> LoraConfig | None:
     return LoraConfig(
         rank=asked.rank,
         alpha=asked.alpha,
-        targets=adapters.targets_of(asked.targets, stored),
+        targets=adapters.targets_from_peft(asked.targets, stored),
         use_rslora=asked.use_rslora,
     )
 
@@ -81,8 +81,8 @@ def read_start(
         own = lora.init(model, key)
         return own if dtype is None else jax.tree.map(lambda leaf: leaf.astype(dtype), own)
 
-    key = jax.random.fold_in(jax.random.key(config.train.seed), decoder.OF_ADAPTERS)
-    weights = folders.read_params(folder, lora.base_of(model), None, of_weights)
+    key = jax.random.fold_in(jax.random.key(config.train.seed), decoder.ADAPTER_FOLD)
+    weights = folders.read_params(folder, lora.base_model(model), None, of_weights)
     return lora.join(jax.jit(draw, out_shardings=of_adapters)(key), weights)
 
 
@@ -214,7 +214,7 @@ def save(
         weights = state.frozen[WEIGHTS]
         layout = jax.tree.map(lambda leaf: leaf.sharding, weights)
         merge = jax.jit(functools.partial(_merged, model), out_shardings=layout)
-        model, params = lora.base_of(model), merge(lora.join(params, weights))
+        model, params = lora.base_model(model), merge(lora.join(params, weights))
     folders.save_model(model, params, folder / "model", tokenizer, ends, base=base)
 
 

@@ -228,7 +228,7 @@ def load_base(config: Config, mesh: Mesh) -> Base:
     found = find_model(config, mesh)
     base = found.model
     if base.config.lora is not None and config.lora.path is None:
-        base = decoder.build(lora.without(base.config), constrain=sharding.constrain(mesh))
+        base = decoder.build(lora.base_config(base.config), constrain=sharding.constrain(mesh))
     layout = sharding.param_shardings(mesh, base.axes, base.shapes)
     return Base(base, parameters.read_start(config, found.folder, base, layout=layout))
 
@@ -243,7 +243,7 @@ def base_of(run: Setup) -> Base:
     elif WEIGHTS in frozen and run.config.lora.path is None:  # fresh adapters add nothing
         params, layouts = frozen[WEIGHTS], (lora.split(layouts[0])[1], lora.split(layouts[1])[1])
         constrain = sharding.constrain(made.samples_on)
-        model = decoder.build(lora.without(model.config), constrain=constrain)
+        model = decoder.build(lora.base_config(model.config), constrain=constrain)
     else:
         return load_base(run.config, made.samples_on)
     if made.has_two_meshes:
@@ -313,7 +313,7 @@ def export(
     number, params = int(state["step"]), state["trainable"]
     if model.config.lora is not None:
         parameters.refuse_others(config, meta, parameters.identity_of(home, model))
-        base = lora.base_of(model)
+        base = lora.base_model(model)
         weights = folders.read_params(home, base, "float32")
         model, params = base, lora.merge(model, lora.join(jax.device_put(params), weights))
     if dtype is not None:

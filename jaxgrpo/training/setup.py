@@ -347,7 +347,7 @@ def method_of(
         reward_weights={reward.name: reward.weight for reward in rewards},
         num_iterations=config.train.num_iterations,
         on_no_live_sample=config.train.on_no_live_sample,
-        kernel=attention.chosen(
+        kernel=attention.choose_kernel(
             config.model.attention,
             mesh.devices.flat[0].platform,
             model.config,
@@ -386,7 +386,7 @@ def _sampling_mesh(config: Config, mesh: Mesh) -> Mesh:
 
 
 def _remat(config: Config, mesh: Mesh) -> decoder.Remat:
-    return decoder.remat_of(config.train.remat, mesh.devices.flat[0].platform)
+    return decoder.choose_remat(config.train.remat, mesh.devices.flat[0].platform)
 
 
 def samples_of(config: Config) -> int:

@@ -39,7 +39,7 @@ class Blueprint(NamedTuple):
     reward_weights: Mapping[str, float] | None = None  # of the logged reward; None: all 1
     compact: bool = True  # False keeps dead samples in the update: slower, the same result
     num_iterations: int = 1  # how often the rollouts of a step are trained on
-    kernel: Kernel = XLA  # of attention: see models.attention.chosen
+    kernel: Kernel = XLA  # of attention: see models.attention.choose_kernel
     sampling_mesh: Mesh | None = None  # the same devices in the same order; None: `mesh`
     recipe: AdvantageTransform | None = None
     """The beginning of the chain that says which groups are live, without what loss.kl and
@@ -196,7 +196,7 @@ def head_sums(blueprint: Blueprint) -> tuple[Params, Params]:
         lambda leaf: jax.ShapeDtypeStruct((bins, *leaf.shape), leaf.dtype), model.shapes[name]
     )
     gathered = param_layout(blueprint, sharding.SAMPLING)[name]
-    return {name: shapes}, {name: jax.tree.map(sharding.of_each_bin, gathered)}
+    return {name: shapes}, {name: jax.tree.map(sharding.layout_per_bin, gathered)}
 
 
 class Flat(NamedTuple):

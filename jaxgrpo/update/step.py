@@ -22,7 +22,7 @@ from jaxgrpo.core.types import Params, Rollouts, TrainBatch, TrainState
 from jaxgrpo.losses import Tokens, token_loss
 from jaxgrpo.models import decoder, sharding
 from jaxgrpo.models.api import params_per_layer
-from jaxgrpo.models.cache import dtype_of
+from jaxgrpo.models.cache import cache_dtype
 from jaxgrpo.models.resharding import moved
 from jaxgrpo.rollout import sampler as sampling
 from jaxgrpo.update import diagnostics
@@ -233,7 +233,7 @@ def _accumulate(
     """
     first, layout = jnp.int32(0), trained_layout(blueprint)
     if blueprint.mesh.shape["data"] > 1:
-        layout = jax.tree.map(sharding.of_each_part, layout)
+        layout = jax.tree.map(sharding.layout_per_part, layout)
     # Jitted so that it is traced once, for its shapes and for the loop.
     one = jax.jit(functools.partial(_micro_batch, loss_of, measure, blueprint.mesh), inline=True)
 
@@ -302,7 +302,7 @@ def rounding_of(blueprint: Blueprint) -> Rounding | None:
     exact = precision in ("highest", "float32")
     on_cpu = blueprint.mesh.devices.flat[0].platform == "cpu"
     config = blueprint.model.config
-    dtypes = (config.dtype, dtype_of(sampling.kv_cache_dtype, config))
+    dtypes = (config.dtype, cache_dtype(sampling.kv_cache_dtype, config))
     narrow = any(jnp.finfo(dtype).bits < 32 for dtype in dtypes)
     return ROUNDING["float32" if not narrow and (exact or on_cpu) else "bfloat16"]
 

@@ -111,7 +111,7 @@ def test_what_peft_writes_by_default_is_read(tmp_path):
     assert found == LoraConfig(rank=4, alpha=8.0, targets="attention/query")
     eva = written(tmp_path, init_lora_weights="eva", eva_config={"rho": 2.0})
     assert adapters.read_config(eva, tiny.UNIFORM) == found
-    everything = adapters.targets_of("all-linear", tiny.UNIFORM)
+    everything = adapters.targets_from_peft("all-linear", tiny.UNIFORM)
     assert LoraConfig(rank=1, alpha=1.0, targets=everything).modules == LINEAR
 
 
@@ -152,8 +152,8 @@ PHI = dataclasses.replace(
 def test_a_fused_tensor_has_one_adapter_whose_parts_share_a(tmp_path):
     from safetensors.numpy import load_file
 
-    targets = adapters.targets_of(["qkv_proj", "down_proj"], PHI)
-    everything = adapters.targets_of("all-linear", PHI)
+    targets = adapters.targets_from_peft(["qkv_proj", "down_proj"], PHI)
+    everything = adapters.targets_from_peft("all-linear", PHI)
     assert LoraConfig(rank=2, alpha=1.0, targets=everything).modules == LINEAR
     settings = LoraConfig(rank=2, alpha=1.0, targets=targets)
     model = decoder.build(dataclasses.replace(PHI, lora=settings))

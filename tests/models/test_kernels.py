@@ -10,7 +10,7 @@ import pytest
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.models import sharding
 from jaxgrpo.models.api import LayerKind, ModelConfig
-from jaxgrpo.models.attention import XLA, chosen
+from jaxgrpo.models.attention import XLA, choose_kernel
 
 MODEL = ModelConfig(
     vocab_size=13,
@@ -33,23 +33,25 @@ CAPPED = dataclasses.replace(MODEL, pattern=(LayerKind(soft_cap=50.0),), head_di
 def test_auto_is_the_kernel_of_the_platform_if_it_computes_the_same(
     platform, samples_per_row, name
 ):
-    assert chosen("auto", platform, MODEL, row=64, samples_per_row=samples_per_row).name == name
+    assert (
+        choose_kernel("auto", platform, MODEL, row=64, samples_per_row=samples_per_row).name == name
+    )
 
 
 def test_xla_computes_everything_everywhere():
     for platform in ("cpu", "tpu", "gpu"):
-        assert chosen("xla", platform, CAPPED, row=10**6) is XLA
+        assert choose_kernel("xla", platform, CAPPED, row=10**6) is XLA
 
 
 def test_splash_takes_windows_soft_caps_and_several_samples_per_row():
     for config in (MODEL, CAPPED):
-        assert chosen("splash", "tpu", config, row=2**16).name == "splash"
+        assert choose_kernel("splash", "tpu", config, row=2**16).name == "splash"
 
 
 def test_all_that_cudnn_cannot_compute_is_one_message():
     config = dataclasses.replace(CAPPED, dtype="float32")
     with pytest.raises(InputError) as caught:
-        chosen("cudnn", "tpu", config, row=64)
+        choose_kernel("cudnn", "tpu", config, row=64)
     assert str(caught.value).splitlines() == [
         'model.attention = "cudnn" cannot compute this run; set it to "xla":',
         "  model.dtype = float32: it takes bfloat16 or float16",
@@ -64,7 +66,7 @@ def test_all_that_splash_cannot_compute_is_one_message():
     mesh = sharding.make_mesh(context=4, devices=jax.devices())
     config = dataclasses.replace(MODEL, dtype="float64")
     with pytest.raises(InputError) as caught:
-        chosen("splash", "gpu", config, row=2**17, mesh=mesh)
+        choose_kernel("splash", "gpu", config, row=2**17, mesh=mesh)
     assert str(caught.value).splitlines() == [
         'model.attention = "splash" cannot compute this run; set it to "xla":',
         "  model.dtype = float64: it takes bfloat16 or float32",
@@ -72,11 +74,11 @@ def test_all_that_splash_cannot_compute_is_one_message():
         "  mesh.context = 4: a device must have whole rows",
         "  platform gpu: it runs on another",
     ]
-    instead = chosen("auto", "tpu", config, row=64)
+    instead = choose_kernel("auto", "tpu", config, row=64)
     assert instead._replace(why="") == XLA
     assert instead.why == "splash cannot: model.dtype = float64: it takes bfloat16 or float32"
 
 
 def test_an_unknown_kernel_is_answered_with_the_nearest():
     with pytest.raises(InputError, match="did you mean 'splash'"):
-        chosen("slpash", "tpu", MODEL, row=64)
+        choose_kernel("slpash", "tpu", MODEL, row=64)

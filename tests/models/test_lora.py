@@ -72,7 +72,7 @@ def _logits(model: Model, params: Params) -> jax.Array:
 def test_merged_weights_compute_what_adapters_do(config, settings):
     with jax.enable_x64(True):
         model = adapted(config, settings, dtype="float64")
-        plain = decoder.build(lora.without(model.config))
+        plain = decoder.build(lora.base_config(model.config))
         params = drawn(model)
         found = logits(model, params)
         merged = logits(plain, lora.merge(model, params))

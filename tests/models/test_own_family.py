@@ -108,7 +108,7 @@ def test_a_family_may_be_registered_again_but_replaces_no_other(family):
     families.register(family)
     again = family._replace(harmless=())  # the cell of a notebook, run again
     families.register(again)
-    assert families.family_of("exaone4") is again
+    assert families.find_family("exaone4") is again
     with pytest.raises(InputError, match=r'"exaone4" is that of own_own_family_\w+\.read already'):
         families.register(family._replace(read=_fields))
     with pytest.raises(InputError, match='"llama" is built in and cannot be replaced'):

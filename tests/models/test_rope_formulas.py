@@ -94,7 +94,7 @@ def of_transformers(given: dict[str, Any]) -> tuple[np.ndarray, float]:
 @pytest.mark.parametrize("case", CASES)
 def test_frequencies_and_scale_are_those_of_transformers(case):
     fields = Fields({"rope_parameters": CASES[case]})
-    turn = rope.of_model(fields, head_dim=16, max_positions=512)
+    turn = rope.read_turn(fields, head_dim=16, max_positions=512)
     assert fields.problems == []
     cos, sin = at_position_1(turn, 16)
     frequency, scale = of_transformers(CASES[case])
@@ -107,7 +107,7 @@ def test_frequencies_and_scale_are_those_of_transformers(case):
 
 def test_a_share_of_the_head_turns_as_a_head_of_that_size_does():
     fields = Fields({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}})
-    turn = rope.of_model(fields, head_dim=32, max_positions=512, partial=True)
+    turn = rope.read_turn(fields, head_dim=32, max_positions=512, partial=True)
     cos, sin = at_position_1(turn, 32)
     found = np.arctan2(sin, cos)
     np.testing.assert_allclose(found, of_transformers({"rope_type": "default"})[0], rtol=1e-5)
@@ -135,5 +135,5 @@ WRONG = {
 def test_what_gives_no_rope_is_refused_by_name(case):
     given, name = WRONG[case]
     fields = Fields({"rope_parameters": given})
-    rope.of_model(fields, head_dim=16, max_positions=512)
+    rope.read_turn(fields, head_dim=16, max_positions=512)
     assert any("rope_parameters" in problem and name in problem for problem in fields.problems)

@@ -99,7 +99,7 @@ def folder(tmp_path_factory):
     fields = families.config_fields(CONFIG, "bfloat16")
     (path / "config.json").write_text(json.dumps(fields))
     drawn = np.random.default_rng(0).normal(size=1 << 16).astype(bfloat16)
-    entries = mapping.entries(build(CONFIG), families.family_of("qwen3"))
+    entries = mapping.entries(build(CONFIG), families.find_family("qwen3"))
     tensors = {
         entry.name: np.resize(np.roll(drawn, k), entry.hf_shape)
         for k, entry in enumerate(entry for of_leaf in entries for entry in of_leaf)

@@ -10,7 +10,7 @@ import tiny
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from jaxgrpo.models.logprobs import confidence_of
+from jaxgrpo.models.logprobs import confidence_from_logits
 from jaxgrpo.rollout.judging import decode_texts
 from jaxgrpo.rollout.sampler import SamplingSettings, make_sampler, sample
 from jaxgrpo.rollout.stopping import EarlyStop, StopStrings
@@ -145,7 +145,7 @@ def test_a_forced_prefix_holds_no_stop_string():
 def test_samples_end_where_the_last_tokens_have_too_little_confidence(slots):
     plain, window, temperature = run(temperature=0.8), 4, 0.8
     tables = tiny.whole_tables(tiny.UNIFORM, tiny.params(), plain, temperature)
-    confidence = np.asarray(confidence_of(tables, 5), np.float64)
+    confidence = np.asarray(confidence_from_logits(tables, 5), np.float64)
     begins = range(STEPS - window + 1)
     windows = np.stack([confidence[..., i : i + window].mean(-1) for i in begins])
     threshold = float(np.quantile(windows[0], 0.2))

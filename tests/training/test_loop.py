@@ -397,7 +397,7 @@ def test_every_end_token_ends_a_sample_and_what_is_written_has_the_files_of_the_
         assert row["completion"].index("5") == len(row["completion"]) - 1
         assert not row["truncated"]
     for folder in (finished.path / "model", finished.export(tmp_path / "out")):
-        for file in texts.files_of(path):
+        for file in texts.text_files(path):
             assert (folder / file.name).read_bytes() == file.read_bytes()
         assert (folder / "chat_template.jinja").read_text() == template.read_text()
 

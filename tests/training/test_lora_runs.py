@@ -237,7 +237,7 @@ def test_the_folder_has_the_merged_model_and_the_adapter(finished, tmp_path):
     expected = jaxgrpo.logits(model, lora.join(own, base), tokens, mask)
     finished.export(tmp_path / "exported")
     for folder in (finished.path / "model", tmp_path / "exported"):
-        for file in texts.files_of(Path(small_run.base())):
+        for file in texts.text_files(Path(small_run.base())):
             assert (folder / file.name).read_bytes() == file.read_bytes()
         found = jaxgrpo.logits(*folders.load_model(folder), tokens, mask)
         np.testing.assert_allclose(found, expected, atol=1e-4)

@@ -35,7 +35,7 @@ _READ = (
     *("rope.freq_base", "rope.dimension_count", "rope.scaling.type", "rope.scaling.factor"),
     *("rope.scaling.original_context_length",),
 )
-_OF_GEMMA3 = (
+_GEMMA3_KEYS = (
     *("attention.sliding_window", "attention.sliding_window_pattern", "rope.freq_base_swa"),
     *("final_logit_softcapping",),
 )
@@ -47,33 +47,33 @@ class Architecture(NamedTuple):
     """How models of one `general.architecture` are read."""
 
     model_type: str  # in config.json
-    own: Callable[[Fields, dict[str, Any]], dict[str, Any]]
+    extra_fields: Callable[[Fields, dict[str, Any]], dict[str, Any]]
     """Fields of config.json beside those that all have: (keys of the file, those)"""
-    keys: tuple[str, ...] = ()  # that `own` reads
+    keys: tuple[str, ...] = ()  # that `extra_fields` reads
     turned: bool = False  # whether rows of queries and keys are stored pair by pair
     norm_offset: float = 0.0  # what is stored of a norm's weight is more by so much
 
 
-def of_model(gguf: Gguf) -> dict[str, Any]:
+def read_fields(gguf: Gguf) -> dict[str, Any]:
     """The fields of config.json.
 
     Raises: InputError naming every key that is missing or asks for what is not built.
     """
     name = gguf.architecture
-    architecture = find(gguf)
+    architecture = find_architecture(gguf)
     fields = Fields(gguf.metadata, "the file")
     config = _sizes(fields, name, gguf) | _rope(fields, name, gguf)
-    config |= architecture.own(fields, config)
-    known = {f"{name}.{key}" for key in (*_READ, *_HARMLESS, *architecture.keys)}
+    config |= architecture.extra_fields(fields, config)
+    known_keys = {f"{name}.{key}" for key in (*_READ, *_HARMLESS, *architecture.keys)}
     for key, value in gguf.metadata.items():
         is_one = key.removeprefix(f"{name}.") in _ONE and value == 1
-        if key.startswith(f"{name}.") and key not in known and not is_one and value:
+        if key.startswith(f"{name}.") and key not in known_keys and not is_one and value:
             fields.refuse(key, "not read, and it may change what the model computes")
     refuse_all(f"{gguf.path} holds a model that cannot be imported:", fields.problems)
     return config
 
 
-def find(gguf: Gguf) -> Architecture:
+def find_architecture(gguf: Gguf) -> Architecture:
     """Raises: InputError on an architecture that is not read."""
     name = gguf.architecture
     if name not in ARCHITECTURES:
@@ -98,7 +98,7 @@ def _sizes(fields: Fields, name: str, gguf: Gguf) -> dict[str, Any]:
     if embedding is None:
         fields.problems.append(f"the tensor {EMBEDDING}: missing")
     return {
-        "model_type": find(gguf).model_type,
+        "model_type": find_architecture(gguf).model_type,
         "vocab_size": embedding.shape[0] if embedding else 1,
         "hidden_size": hidden,
         "intermediate_size": take(f"{name}.feed_forward_length", "size"),
@@ -177,7 +177,7 @@ def _qwen3(fields: Fields, config: dict[str, Any]) -> dict[str, Any]:
 def _gemma3(fields: Fields, config: dict[str, Any]) -> dict[str, Any]:
     layers, heads = config["num_hidden_layers"] or 1, config["num_attention_heads"]
     key = "gemma3.attention.sliding_window_pattern"
-    is_list = isinstance(fields.given.get(key), list)
+    is_list = isinstance(fields.content.get(key), list)
     pattern = fields.take(key, "flags" if is_list else "size", LOCAL_LAYERS + 1)
     windowed = pattern if is_list else [bool((i + 1) % pattern) for i in range(layers)]
     if len(windowed) != layers:
@@ -186,7 +186,7 @@ def _gemma3(fields: Fields, config: dict[str, Any]) -> dict[str, Any]:
     cap = fields.take("gemma3.final_logit_softcapping", "number", 0.0)
     return {
         "sliding_window": fields.take("gemma3.attention.sliding_window", "size"),
-        "layer_types": [SLIDING if one else FULL for one in windowed],
+        "layer_types": [SLIDING if has_window else FULL for has_window in windowed],
         "query_pre_attn_scalar": query,
         "rope_local_base_freq": fields.take("gemma3.rope.freq_base_swa", "positive", LOCAL_THETA),
         "hidden_activation": "gelu_pytorch_tanh",
@@ -198,6 +198,6 @@ ARCHITECTURES = {
     "llama": Architecture("llama", _llama, turned=True),
     "qwen2": Architecture("qwen2", _qwen2),
     "qwen3": Architecture("qwen3", _qwen3),
-    "gemma3": Architecture("gemma3_text", _gemma3, _OF_GEMMA3, norm_offset=1.0),
+    "gemma3": Architecture("gemma3_text", _gemma3, _GEMMA3_KEYS, norm_offset=1.0),
 }
 """general.architecture -> how its models are read."""

@@ -88,11 +88,11 @@ def read(path: str | os.PathLike[str]) -> Gguf:
             f"{part} is no GGUF file that can be read ({{kind}}: {{reason}}): fetch it again"
         ):
             reader = GGUFReader(part)
-            found = {key: _value(field) for key, field in reader.fields.items()}
+            part_metadata = {key: _value(field) for key, field in reader.fields.items()}
         if reader.byte_order != "I":
             raise InputError(f"{part} is in the byte order of other machines: take another file")
-        metadata = {**found, **metadata}  # what the first part says counts
-        tensors |= {one.name: _tensor(part, one) for one in reader.tensors}
+        metadata = {**part_metadata, **metadata}  # what the first part says counts
+        tensors |= {stored.name: _tensor(part, stored) for stored in reader.tensors}
     return Gguf(parts[0], metadata, tensors)
 
 
@@ -122,7 +122,8 @@ def _value(field: Any) -> Any:
     9.999999747378752e-06."""
     value = field.contents()
     if isinstance(value, list):
-        return [_shortest(one) for one in value] if value and isinstance(value[0], float) else value
+        has_floats = bool(value) and isinstance(value[0], float)
+        return [_shortest(number) for number in value] if has_floats else value
     return _shortest(value) if isinstance(value, float) else value
 
 

@@ -31,12 +31,12 @@ def import_gguf(path: str | Path, out: str | Path, overwrite: bool = False) -> d
     Raises: InputError naming what is missing, unknown or not built; nothing is written then.
     """
     gguf = files.read(path)
-    fields = configs.of_model(gguf)
-    family = families.family_of(fields["model_type"])
+    fields = configs.read_fields(gguf)
+    family = families.find_family(fields["model_type"])
     fields["architectures"] = [family.architecture]
     model = decoder.build(families.model_config(fields, str(gguf.path)))
-    found = tensors.sources(gguf, model)
-    fields["dtype"] = dtype = tensors.dtype_of(found)
+    sources = tensors.find_sources(gguf, model)
+    fields["dtype"] = dtype = tensors.choose_dtype(sources)
     tokenizer = tokens.read(gguf, fields["max_position_embeddings"])
     refuse = functools.partial(
         replacing.refuse_unless_ours,
@@ -47,13 +47,15 @@ def import_gguf(path: str | Path, out: str | Path, overwrite: bool = False) -> d
         texts.write(folder, fields, tokens.generation_fields(gguf), tokenizer)
         replacing.write_card(folder, _card(gguf, dtype), CARD_TITLE)
         width = np.dtype(tensors.DTYPES[dtype]).itemsize
-        sizes = {name: width * math.prod(one.tensor.shape) for name, one in found.items()}
-        weights.write_tensors(folder, sizes, lambda name: found[name].read(dtype), MAX_SHARD_BYTES)
-    kinds = Counter(source.tensor.kind for source in found.values())
+        sizes = {name: width * math.prod(source.tensor.shape) for name, source in sources.items()}
+        weights.write_tensors(
+            folder, sizes, lambda name: sources[name].read(dtype), MAX_SHARD_BYTES
+        )
+    kinds = Counter(source.tensor.kind for source in sources.values())
     return {
         "model": str(gguf.metadata.get("general.name", gguf.path.name)),
         "family": fields["model_type"],
-        "parameters": sum(math.prod(one.tensor.shape) for one in found.values()),
+        "parameters": sum(math.prod(source.tensor.shape) for source in sources.values()),
         "tensors": dict(kinds.most_common()),
         "dtype": dtype,
         "tokenizer": tokens.kind(gguf),

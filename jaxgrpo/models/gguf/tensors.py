@@ -10,7 +10,7 @@ import numpy as np
 
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.models.api import Model
-from jaxgrpo.models.gguf.configs import ROPE_FACTORS, find
+from jaxgrpo.models.gguf.configs import ROPE_FACTORS, find_architecture
 from jaxgrpo.models.gguf.files import FLOATS, Gguf, Tensor
 from jaxgrpo.models.hf import families, mapping, weights
 
@@ -38,21 +38,21 @@ class Source(NamedTuple):
         return np.ascontiguousarray(values.astype(DTYPES[dtype]))
 
 
-def sources(gguf: Gguf, model: Model) -> dict[str, Source]:
+def find_sources(gguf: Gguf, model: Model) -> dict[str, Source]:
     """Hugging Face's name of each tensor of a model -> where it comes from.
 
     Raises: InputError naming tensors that are missing, unknown or of another shape.
     """
-    config, architecture = model.config, find(gguf)
-    family = families.family_of(config.family)
+    config, architecture = model.config, find_architecture(gguf)
+    family = families.find_family(config.family)
     shapes = {
         entry.name: entry.hf_shape
-        for of_leaf in mapping.entries(model, family)
-        for entry in of_leaf
+        for leaf_entries in mapping.entries(model, family)
+        for entry in leaf_entries
     }
     names = {name: _stored_name(gguf, config.num_layers, name) for name in shapes}
-    _refuse_others(gguf, set(names.values()))
-    found: dict[str, Source] = {}
+    _refuse_unmatched(gguf, set(names.values()))
+    sources: dict[str, Source] = {}
     for name, stored in names.items():
         tensor = gguf.tensors[stored]
         if tensor.shape != shapes[name]:
@@ -61,11 +61,11 @@ def sources(gguf: Gguf, model: Model) -> dict[str, Source]:
                 f"sizes ask for {shapes[name]}: it is damaged, or of a model that is not built"
             )
         heads = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads}
-        of = name.split(".")[-2]
-        turned = heads.get(of, 0) if architecture.turned else 0
-        is_norm = of.endswith("norm")
-        found[name] = Source(tensor, turned, architecture.norm_offset if is_norm else 0.0)
-    return found
+        module = name.split(".")[-2]
+        turned = heads.get(module, 0) if architecture.turned else 0
+        is_norm = module.endswith("norm")
+        sources[name] = Source(tensor, turned, architecture.norm_offset if is_norm else 0.0)
+    return sources
 
 
 def _stored_name(gguf: Gguf, layers: int, name: str) -> str:
@@ -80,9 +80,9 @@ def _stored_name(gguf: Gguf, layers: int, name: str) -> str:
     return stored
 
 
-def _refuse_others(gguf: Gguf, expected: set[str]) -> None:
-    found = gguf.tensors.keys() - {ROPE_FACTORS}
-    odd = {"missing": expected - found, "unknown": found - expected}
+def _refuse_unmatched(gguf: Gguf, expected: set[str]) -> None:
+    stored = gguf.tensors.keys() - {ROPE_FACTORS}
+    odd = {"missing": expected - stored, "unknown": stored - expected}
     problems = [f"{kind}: {weights.listed(names)}" for kind, names in odd.items() if names]
     if problems:
         raise InputError(
@@ -100,17 +100,17 @@ def _in_halves(values: np.ndarray, heads: int) -> np.ndarray:
     >>> _in_halves(np.array([[0], [2], [1], [3]]), 1).ravel()
     array([0, 1, 2, 3])
     """
-    rest = values.shape[1:]
-    pairs = values.reshape(heads, values.shape[0] // heads // 2, 2, *rest)
+    columns = values.shape[1:]
+    pairs = values.reshape(heads, values.shape[0] // heads // 2, 2, *columns)
     return pairs.swapaxes(1, 2).reshape(values.shape)
 
 
-def dtype_of(found: Mapping[str, Source]) -> str:
+def choose_dtype(sources: Mapping[str, Source]) -> str:
     """In which the numbers are written: that of the matrices, if all have the same one and it holds
     each number of the vectors, which files keep in float32; otherwise float32."""
-    kinds = {source.tensor.kind for source in found.values() if len(source.tensor.shape) > 1}
+    kinds = {source.tensor.kind for source in sources.values() if len(source.tensor.shape) > 1}
     dtype = FLOATS.get(kinds.pop(), "float32") if len(kinds) == 1 else "float32"
-    vectors = [source for source in found.values() if len(source.tensor.shape) == 1]
+    vectors = [source for source in sources.values() if len(source.tensor.shape) == 1]
     return dtype if all(_holds(dtype, vector) for vector in vectors) else "float32"
 
 

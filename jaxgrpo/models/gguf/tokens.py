@@ -66,7 +66,7 @@ def read(gguf: Gguf, max_length: int) -> Any:
         f"{gguf.path}: its tokenizer cannot be built ({{kind}}: {{reason}}): fetch it again"
     ):
         backend = _backend(gguf, tokens)
-        named = {
+        special_tokens = {
             name: tokens[number]
             for name, key in SPECIAL.items()
             if 0 <= (number := _setting(gguf, key, -1)) < len(tokens)
@@ -75,7 +75,7 @@ def read(gguf: Gguf, max_length: int) -> Any:
             tokenizer_object=backend,
             model_max_length=max_length,
             clean_up_tokenization_spaces=False,
-            **named,
+            **special_tokens,
         )
     tokenizer.chat_template = _templates(gguf)
     return tokenizer
@@ -122,32 +122,36 @@ def _templates(gguf: Gguf) -> str | dict[str, str] | None:
     """The chat template; where there are several, by name."""
     start = "tokenizer.chat_template"
     first = gguf.metadata.get(start)
-    named = {
+    templates = {
         key.removeprefix(f"{start}."): text
         for key, text in gguf.metadata.items()
         if key.startswith(f"{start}.")
     }
-    return {"default": first, **named} if named and first else first
+    return {"default": first, **templates} if templates and first else first
 
 
 def _backend(gguf: Gguf, tokens: list[str]) -> Any:
     """The tokenizer as the library `tokenizers` has it."""
     from tokenizers import AddedToken, Tokenizer
 
-    whole = gguf.metadata.get("tokenizer.huggingface.json")
-    if whole:
-        return Tokenizer.from_str(whole)
+    tokenizer_json = gguf.metadata.get("tokenizer.huggingface.json")
+    if tokenizer_json:
+        return Tokenizer.from_str(tokenizer_json)
     model = _setting(gguf, "model", None)
     if model not in MODELS:
         raise InputError(
             f"{gguf.path}: tokenizer.ggml.model = {model!r} is not read: {suggest(model, MODELS)}"
         )
     backend = MODELS[model](gguf, tokens)
-    kinds = _setting(gguf, "token_type", [])
-    for wanted in (Kind.CONTROL, Kind.UNKNOWN, Kind.USER_DEFINED):
-        special = wanted != Kind.USER_DEFINED
-        found = [text for text, one in zip(tokens, kinds, strict=True) if one == wanted]
-        backend.add_tokens([AddedToken(text, normalized=False, special=special) for text in found])
+    token_types = _setting(gguf, "token_type", [])
+    for added_type in (Kind.CONTROL, Kind.UNKNOWN, Kind.USER_DEFINED):
+        special = added_type != Kind.USER_DEFINED
+        texts = [
+            text
+            for text, token_type in zip(tokens, token_types, strict=True)
+            if token_type == added_type
+        ]
+        backend.add_tokens([AddedToken(text, normalized=False, special=special) for text in texts])
     return backend
 
 

@@ -69,8 +69,8 @@ def read_config(path: str | os.PathLike[str], base: ModelConfig) -> LoraConfig:
     if not source.is_file():
         raise InputError(f"{source} does not exist: give the folder of an adapter that PEFT wrote")
     fields = Fields(weights.read_json(source, "copy the adapter again"), CONFIG)
-    fields.one_of("peft_type", {"LORA": "LORA"}, "LORA")
-    fields.one_of("bias", {"none": "none"}, "none")
+    fields.choice("peft_type", {"LORA": "LORA"}, "LORA")
+    fields.choice("bias", {"none": "none"}, "none")
     if fields.nullable("init_lora_weights", "anything", True) not in INITS:
         why = "it may change the weights of the base too; take an adapter that PEFT has converted"
         fields.refuse("init_lora_weights", why)
@@ -78,28 +78,28 @@ def read_config(path: str | os.PathLike[str], base: ModelConfig) -> LoraConfig:
         fields.refuse("layers_to_transform", "not built; adapt all layers")
     rank, alpha = fields.take("r", "size") or 1, fields.take("lora_alpha", "positive") or 1.0
     rslora = fields.take("use_rslora", "flag", False)
-    given = fields.nullable("target_modules", "anything")
-    found = _adapted(given, base, fields)
+    target_modules = fields.nullable("target_modules", "anything")
+    targets = _adapted(target_modules, base, fields)
     fields.refuse_unread(HARMLESS)
     refuse_all(f"{source} is not an adapter that can be built:", fields.problems)
-    return LoraConfig(rank=rank, alpha=float(alpha), targets="|".join(found), use_rslora=rslora)
+    return LoraConfig(rank=rank, alpha=float(alpha), targets="|".join(targets), use_rslora=rslora)
 
 
-def files_of(path: str | os.PathLike[str]) -> list[Path]:
+def adapter_files(path: str | os.PathLike[str]) -> list[Path]:
     """The files of an adapter folder that act on what it computes."""
     return [storage.local(path, "lora.path") / name for name in (CONFIG, WEIGHTS)]
 
 
-def targets_of(given: str | list[str], base: ModelConfig) -> str:
+def targets_from_peft(target_modules: str | list[str], base: ModelConfig) -> str:
     """`LoraConfig.targets` for PEFT's target_modules: a regular expression that the whole name of a
     module of transformers must match, "all-linear", or a list of names or their last parts.
 
     Raises: InputError where it matches no linear map, something else, or only some layers.
     """
-    fields = Fields({"target_modules": given}, "the config")
-    found = _adapted(given, base, fields)
+    fields = Fields({"target_modules": target_modules}, "the config")
+    names = _adapted(target_modules, base, fields)
     refuse_all("these adapters cannot be built:", fields.problems)
-    return "|".join(found)
+    return "|".join(names)
 
 
 def read_params(
@@ -114,10 +114,10 @@ def read_params(
     Raises: InputError naming tensors that are missing, unknown, of another shape or not finite.
     """
     folder = storage.local(path, "lora.path")
-    family = families.family_of(model.config.family, str(folder))
+    family = families.find_family(model.config.family, str(folder))
     shapes, entries = _parts(model, family)
     with weights.agreed(folder, shardings), weights.opened(folder, WEIGHTS) as files:
-        weights.check(folder, files, entries, family.tied_head, False, described=CONFIG)
+        weights.check(folder, files, entries, family.tied_head, False, config_file=CONFIG)
         return weights.read_leaves(folder, files, shapes, entries, dtype, shardings)
 
 
@@ -139,18 +139,18 @@ def save(
 
     Raises: InputError if `path` holds anything but an adapter of ours, or PEFT has no such adapter.
     """
-    family = families.family_of(model.config.family, "adapters.save")
+    family = families.find_family(model.config.family, "adapters.save")
     fields = _fields(model.config, family, base)
     _, entries = _parts(model, family)
     tensors = mapping.by_tensor(jax.tree.leaves(adapters), entries)
-    mine = jax.process_index() == 0
+    is_writer = jax.process_index() == 0
     target = Path(os.path.expanduser(path)).absolute()
     out = replacing.replaced(target, refuse_unless_ours)
-    with out if mine else contextlib.nullcontext() as folder:
-        whole = {name: weights.gathered(parts) for name, parts in tensors.items()}
+    with out if is_writer else contextlib.nullcontext() as folder:
+        arrays = {name: weights.gathered(parts) for name, parts in tensors.items()}
         if folder is not None:
             (folder / CONFIG).write_text(json.dumps(fields, indent=2, sort_keys=True) + "\n")
-            save_file(whole, folder / WEIGHTS, metadata={"format": "pt"})
+            save_file(arrays, folder / WEIGHTS, metadata={"format": "pt"})
             (folder / WEIGHTS).chmod((folder / CONFIG).stat().st_mode)
             replacing.write_card(folder, card)
     if jax.process_count() > 1:
@@ -167,11 +167,12 @@ def _parts(model: Model, family: Family) -> tuple[Params, list[list[Entry]]]:
     config = model.config
     if config.lora is None:
         raise InputError("this model has no adapters: build it with ModelConfig.lora")
-    refuse_all("PEFT has no such adapters:", _parted(config, family))
+    refuse_all("PEFT has no such adapters:", _fusion_problems(config, family))
     shapes, _ = lora.split(model.shapes)
     entries = mapping.entries(model._replace(shapes=shapes), family)
     return shapes, [
-        [entry._replace(name=PREFIX + entry.name) for entry in of_leaf] for of_leaf in entries
+        [entry._replace(name=PREFIX + entry.name) for entry in leaf_entries]
+        for leaf_entries in entries
     ]
 
 
@@ -180,10 +181,10 @@ def _fields(config: ModelConfig, family: Family, base: str | None) -> dict[str, 
     assert config.lora is not None  # as `_parts` refuses
     settings = config.lora
     modules = _modules(family)
-    theirs = list(dict.fromkeys(modules[name] for name in settings.modules))
-    every = [name.rpartition(".")[2] for name in {*family.modules.values(), *theirs}]
+    hf_modules = list(dict.fromkeys(modules[name] for name in settings.modules))
+    all_endings = [name.rpartition(".")[2] for name in {*family.modules.values(), *hf_modules}]
     # PEFT takes the last part of a name for all modules that end so.
-    last = [name.rpartition(".")[2] for name in theirs]
+    endings = [name.rpartition(".")[2] for name in hf_modules]
     alpha = int(settings.alpha) if settings.alpha.is_integer() else settings.alpha
     return {
         "peft_type": "LORA",
@@ -192,7 +193,9 @@ def _fields(config: ModelConfig, family: Family, base: str | None) -> dict[str, 
         "r": settings.rank,
         "lora_alpha": alpha,
         "use_rslora": settings.use_rslora,
-        "target_modules": sorted(last if all(every.count(name) == 1 for name in last) else theirs),
+        "target_modules": sorted(
+            endings if all(all_endings.count(name) == 1 for name in endings) else hf_modules
+        ),
         "bias": "none",
         "lora_dropout": 0.0,
         "fan_in_fan_out": False,
@@ -201,66 +204,70 @@ def _fields(config: ModelConfig, family: Family, base: str | None) -> dict[str, 
     }
 
 
-def _adapted(given: Any, base: ModelConfig, fields: Fields) -> tuple[str, ...]:
+def _adapted(target_modules: Any, base: ModelConfig, fields: Fields) -> tuple[str, ...]:
     """The names in LINEAR that PEFT's target_modules adapts; what is wrong becomes a problem."""
-    family = families.family_of(base.family, "target_modules")
-    is_list = isinstance(given, list) and all(isinstance(name, str) for name in given)
-    if not (is_list or isinstance(given, str)):
+    family = families.find_family(base.family, "target_modules")
+    is_list = isinstance(target_modules, list) and all(
+        isinstance(name, str) for name in target_modules
+    )
+    if not (is_list or isinstance(target_modules, str)):
         fields.refuse("target_modules", "expected a text or a list of texts")
         return ()
-    if not is_list and (problem := pattern_problem(given)):
+    if not is_list and (problem := pattern_problem(target_modules)):
         fields.refuse("target_modules", problem)
         return ()
-    found, layers = [], range(base.num_layers)
+    adapted, layers = [], range(base.num_layers)
     modules = _modules(family)
-    for theirs in dict.fromkeys(modules.values()):
-        chosen = [i for i in layers if _matches(given, f"model.layers.{i}.{theirs}")]
-        if chosen and len(chosen) < base.num_layers:
-            fields.refuse("target_modules", f"has {theirs} in layers {chosen} only: adapt all")
-        elif chosen:
-            found += [name for name in modules if modules[name] == theirs]
-    others = {hf for name, hf in family.modules.items() if name not in LINEAR}
-    for theirs in sorted(others):
-        names = [theirs, f"model.layers.0.{theirs}"]
-        if given != ALL_LINEAR and any(_matches(given, name) for name in names):
-            fields.refuse("target_modules", f"has {theirs}: only linear maps of layers are adapted")
-    if not found and not fields.problems:
-        known = ", ".join(sorted(set(modules.values())))
-        fields.refuse("target_modules", f"matches none of {known}")
-    return tuple(found)
+    for hf_module in dict.fromkeys(modules.values()):
+        matched = [i for i in layers if _matches(target_modules, f"model.layers.{i}.{hf_module}")]
+        if matched and len(matched) < base.num_layers:
+            fields.refuse("target_modules", f"has {hf_module} in layers {matched} only: adapt all")
+        elif matched:
+            adapted += [name for name in modules if modules[name] == hf_module]
+    other_modules = {hf for name, hf in family.modules.items() if name not in LINEAR}
+    for hf_module in sorted(other_modules):
+        names = [hf_module, f"model.layers.0.{hf_module}"]
+        if target_modules != ALL_LINEAR and any(_matches(target_modules, name) for name in names):
+            fields.refuse(
+                "target_modules", f"has {hf_module}: only linear maps of layers are adapted"
+            )
+    if not adapted and not fields.problems:
+        choices = ", ".join(sorted(set(modules.values())))
+        fields.refuse("target_modules", f"matches none of {choices}")
+    return tuple(adapted)
 
 
-def _matches(given: str | list[str], name: str) -> bool:
+def _matches(target_modules: str | list[str], name: str) -> bool:
     """PEFT's rule for one module."""
-    if given == ALL_LINEAR:
+    if target_modules == ALL_LINEAR:
         return True
-    if isinstance(given, str):
+    if isinstance(target_modules, str):
         try:
-            return limits.within(SECONDS, lambda: re.fullmatch(given, name)) is not None
+            return limits.within(SECONDS, lambda: re.fullmatch(target_modules, name)) is not None
         except limits.TimedOut:
             raise InputError(
-                f"target_modules = {given!r}: it takes more than {SECONDS:g} s to match {name}: "
-                "list the modules' names"
+                f"target_modules = {target_modules!r}: it takes more than {SECONDS:g} s to match "
+                f"{name}: list the modules' names"
             ) from None
-    return any(name == one or name.endswith(f".{one}") for one in given)
+    return any(name == target or name.endswith(f".{target}") for target in target_modules)
 
 
 def _modules(family: Family) -> dict[str, str]:
     """The names in LINEAR -> transformers' module, which may hold several of them."""
-    fused = {ours: theirs for theirs, names in family.fused.items() for ours in names}
+    fused = {name: hf_module for hf_module, names in family.fused.items() for name in names}
     modules = {**family.modules, **fused}
     return {name: modules[name] for name in LINEAR if name in modules}
 
 
-def _parted(config: ModelConfig, family: Family) -> list[str]:
+def _fusion_problems(config: ModelConfig, family: Family) -> list[str]:
     """Why adapters are none of the family's: each of its modules has one adapter or none."""
     assert config.lora is not None  # as `_parts` refuses
     problems = []
-    for theirs, names in family.fused.items():
+    for hf_module, names in family.fused.items():
         adapted = [name for name in names if name in config.lora.modules]
         if adapted and (len(adapted) < len(names) or names not in config.fused):
             problems.append(
-                f"{', '.join(adapted)} in {theirs}, which is one map in family "
+                f"{', '.join(adapted)} in {hf_module}, which is one map in family "
                 f"{family.model_type}: adapt {', '.join(names)}, with ModelConfig.fused"
             )
     return problems

@@ -14,7 +14,7 @@ MAX_LAYERS = 1000  # each is traced and named: many more would take minutes befo
 
 REQUIRED: Any = object()  # the default of a field that must be there
 
-OF_GENERATION = (
+GENERATION_FIELDS = (
     *("temperature", "top_k", "top_p", "typical_p", "max_length", "min_length", "num_beams"),
     *("num_beam_groups", "num_return_sequences", "length_penalty", "repetition_penalty"),
     *("diversity_penalty", "remove_invalid_values", "do_sample", "early_stopping"),
@@ -29,7 +29,7 @@ GENERAL = (
     *("initializer_range", "problem_type", "id2label", "label2id", "num_labels", "return_dict"),
     *("output_hidden_states", "output_attentions", "pretraining_tp", "prefix", "finetuning_task"),
     *("task_specific_params", "transformers.js_config"),
-    *OF_GENERATION,
+    *GENERATION_FIELDS,
     # of training: sampler and update must compute the same, so nothing is dropped at random
     *("attention_dropout", "resid_pdrop", "embd_pdrop", "residual_dropout"),
     *("neftune_noise_alpha", "gradient_checkpointing"),
@@ -58,8 +58,8 @@ def _is_number(value: Any) -> bool:
     return type(value) in (int, float) and math.isfinite(value)
 
 
-def _are(one: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    return lambda value: isinstance(value, list) and all(map(one, value))
+def _are(is_item: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, list) and all(map(is_item, value))
 
 
 KINDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
@@ -93,9 +93,9 @@ class Fields:
     """
 
     def __init__(
-        self, given: Mapping[str, Any], file: str = "config.json", ignored: Collection[str] = ()
+        self, content: Mapping[str, Any], file: str = "config.json", ignored: Collection[str] = ()
     ):
-        self.given: Mapping[str, Any] = given
+        self.content: Mapping[str, Any] = content
         self.file: str = file
         self.ignored: Collection[str] = ignored
         self.problems: list[str] = []
@@ -109,12 +109,12 @@ class Fields:
     def nullable(self, name: str, kind: str, default: Any = REQUIRED) -> Any:
         """The field, its default where it is absent, None where it is null."""
         self._read.add(name)
-        if name not in self.given:
+        if name not in self.content:
             if default is REQUIRED:
                 self.problems.append(f"{name}: missing")
                 return None
             return default
-        value, (is_right, words) = self.given[name], KINDS[kind]
+        value, (is_right, words) = self.content[name], KINDS[kind]
         if value is None:
             if default is REQUIRED:
                 self.refuse(name, f"expected {words}")
@@ -124,22 +124,22 @@ class Fields:
             return None if default is REQUIRED else default
         return value
 
-    def one_of(self, name: str, known: Mapping[str, Any], default: str) -> Any:
-        """What `known` has for the field's text."""
+    def choice(self, name: str, choices: Mapping[str, Any], default: str) -> Any:
+        """What `choices` has for the field's text."""
         value = self.take(name, "text", default)
-        if value not in known:
-            self.refuse(name, f"known are {', '.join(known)}")
-            return known[default]
-        return known[value]
+        if value not in choices:
+            self.refuse(name, f"known are {', '.join(choices)}")
+            return choices[default]
+        return choices[value]
 
     def refuse(self, name: str, why: str) -> None:
-        self.problems.append(f"{name} = {self.given.get(name)!r}: {why}")
+        self.problems.append(f"{name} = {self.content.get(name)!r}: {why}")
 
     def refuse_unread(self, harmless: Collection[str]) -> None:
         """A problem for each field not read, unless it is off or known to change nothing."""
         for name in sorted(self._read.intersection(self.ignored)):
             self.problems.append(f"model.ignore has {name}, which is read: leave it out there")
-        for name, value in self.given.items():
+        for name, value in self.content.items():
             if name in self.ignored:
                 continue
             if name in ON and value is not True:
@@ -152,7 +152,7 @@ class Fields:
                 continue  # of a tokenizer, whatever it is for
             elif name not in GENERAL and not name.startswith(GENERAL_PREFIXES):
                 is_model = not self.file.startswith("adapter")
-                what = "model" if is_model else "adapter"
-                why = f"not built, and it may change what the {what} computes; take another {what}"
+                noun = "model" if is_model else "adapter"
+                why = f"not built, and it may change what the {noun} computes; take another {noun}"
                 remedy = f', or set model.ignore = ["{name}"] if it changes nothing'
                 self.refuse(name, why + (remedy if is_model else ""))

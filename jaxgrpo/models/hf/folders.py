@@ -141,17 +141,19 @@ def read_end_tokens(
     source = folder / "generation_config.json"
     if not source.is_file():
         source = folder / "config.json"
-    more = weights.read_json(source).get("eos_token_id")
-    given = [(source, token) for token in (more if isinstance(more, list) else [more])]
-    given.insert(0, (folder / "tokenizer_config.json", getattr(tokenizer, "eos_token_id", None)))
-    for file, token in given:
+    stored = weights.read_json(source).get("eos_token_id")
+    end_tokens = [(source, token) for token in (stored if isinstance(stored, list) else [stored])]
+    end_tokens.insert(
+        0, (folder / "tokenizer_config.json", getattr(tokenizer, "eos_token_id", None))
+    )
+    for file, token in end_tokens:
         if token is not None and (type(token) is not int or not 0 <= token < vocab_size):
             raise InputError(
                 f"{file}: the end token {token!r}, expected a whole number from 0 to "
                 f"{vocab_size - 1}, the tokens of config.json's vocab_size: set eos_token_id to "
                 f"the model's own {IN_A_COPY}"
             )
-    return tuple(dict.fromkeys(token for _, token in given if token is not None))
+    return tuple(dict.fromkeys(token for _, token in end_tokens if token is not None))
 
 
 def tokens_without_text(
@@ -167,9 +169,9 @@ def tokens_without_text(
     >>> tokens_without_text(tokenizer, [2], 8)
     ((3, 5), (6, 8))
     """
-    known = np.array([*tokenizer.get_vocab().values(), *end_tokens])
+    with_text = np.array([*tokenizer.get_vocab().values(), *end_tokens])
     absent = np.ones(vocab_size, np.int8)
-    absent[known[known < vocab_size]] = 0
+    absent[with_text[with_text < vocab_size]] = 0
     edges = np.flatnonzero(np.diff(absent, prepend=0, append=0)).tolist()
     return tuple(zip(edges[::2], edges[1::2], strict=True))
 
@@ -189,7 +191,7 @@ def read_params(
     Raises: InputError naming tensors that are missing, unknown, of another shape or not finite.
     """
     folder = find_folder(path)
-    family = families.family_of(model.config.family, str(folder))
+    family = families.find_family(model.config.family, str(folder))
     entries, tied = mapping.entries(model, family), model.config.tie_embeddings
     with weights.agreed(folder, shardings), weights.opened(folder) as files:
         entries = weights.stored_names(files, entries, family.tied_head) if tied else entries
@@ -212,9 +214,13 @@ def read_adapted(
 
     Raises: InputError as `read_params` and `adapters.read_params`.
     """
-    of_adapters, of_weights = (None, None) if shardings is None else lora.split(shardings)
-    own = adapters.read_params(adapter, model, dtype, of_adapters)
-    return lora.join(own, read_params(path, lora.base_of(model), shardings=of_weights))
+    adapter_shardings, weight_shardings = (
+        (None, None) if shardings is None else lora.split(shardings)
+    )
+    adapter_params = adapters.read_params(adapter, model, dtype, adapter_shardings)
+    return lora.join(
+        adapter_params, read_params(path, lora.base_model(model), shardings=weight_shardings)
+    )
 
 
 def load_model(
@@ -242,12 +248,12 @@ def load_model(
     Raises: InputError naming what is missing, damaged, or not built.
     """
     folder = find_folder(path, revision)
-    chosen = dataclasses.replace(read_config(folder, family, ignore), dtype=dtype)
+    config = dataclasses.replace(read_config(folder, family, ignore), dtype=dtype)
     if adapter is None:
-        model = decoder.build(chosen)
+        model = decoder.build(config)
         return model, read_params(folder, model, shardings=shardings)
-    settings = adapters.read_config(adapter, chosen)
-    model = decoder.build(dataclasses.replace(chosen, lora=settings))
+    settings = adapters.read_config(adapter, config)
+    model = decoder.build(dataclasses.replace(config, lora=settings))
     return model, read_adapted(folder, adapter, model, shardings=shardings)
 
 
@@ -285,17 +291,17 @@ def save_model(
     if jax.tree.structure(params) != jax.tree.structure(model.shapes):
         raise InputError(OTHER_PARAMETERS)
     if model.config.lora is not None:
-        model, params = lora.base_of(model), lora.merge(model, params)
+        model, params = lora.base_model(model), lora.merge(model, params)
     leaves = jax.tree.leaves(params)
-    family = families.family_of(model.config.family, "save_model")
+    family = families.find_family(model.config.family, "save_model")
     tensors = mapping.by_tensor(leaves, mapping.entries(model, family))
-    fields = families.config_fields(model.config, _dtype_of(leaves))
-    mine = jax.process_index() == 0
+    fields = families.config_fields(model.config, _common_dtype(leaves))
+    is_writer = jax.process_index() == 0
     refuse = functools.partial(refuse_unless_ours, overwrite=overwrite)
     out = replacing.replaced(storage.on_host(path, "a model"), refuse)
-    with out if mine else contextlib.nullcontext() as folder:
+    with out if is_writer else contextlib.nullcontext() as folder:
         if folder is not None:
-            source = None if base is None else find_folder(base, whole=False)
+            source = None if base is None else find_folder(base, with_weights=False)
             texts.write(folder, fields, generation_config or {}, tokenizer, source)
             replacing.write_card(folder, card)
         weights.write(folder, tensors, max_shard_bytes)
@@ -303,7 +309,7 @@ def save_model(
         multihost_utils.sync_global_devices("jaxgrpo save_model")
 
 
-def _dtype_of(leaves: Sequence[Any]) -> str:
+def _common_dtype(leaves: Sequence[Any]) -> str:
     dtypes = sorted({str(leaf.dtype) for leaf in leaves})
     if len(dtypes) != 1:
         raise InputError(f"save_model: parameters of several dtypes {dtypes}: cast to one")
@@ -323,31 +329,31 @@ def read_dtypes(path: str | os.PathLike[str], model: Model) -> dict[str, int]:
     Raises: InputError naming tensors that are missing, unknown or of another shape.
     """
     folder, config = find_folder(path), model.config
-    family = families.family_of(config.family, str(folder))
-    entries, found = mapping.entries(model, family), Counter()
+    family = families.find_family(config.family, str(folder))
+    entries, counts = mapping.entries(model, family), Counter()
     with weights.opened(folder) as files:
         tied = config.tie_embeddings
         entries = weights.stored_names(files, entries, family.tied_head) if tied else entries
         weights.check(folder, files, entries, family.tied_head, tied, headers_only=True)
         for name, file in files.items():
             dtype = file.get_slice(name).get_dtype()
-            found[weights.FLOATS.get(dtype, dtype)] += 1
-    return dict(found)
+            counts[weights.FLOATS.get(dtype, dtype)] += 1
+    return dict(counts)
 
 
 def find_folder(
-    path: str | os.PathLike[str], revision: str | None = None, whole: bool = True
+    path: str | os.PathLike[str], revision: str | None = None, with_weights: bool = True
 ) -> Path:
     """The local folder of a model: `path` itself, or files copied from the hub or a bucket.
 
     Args:
       revision: of the hub: a branch, tag or commit.
-      whole: fetch the weights too.
+      with_weights: fetch the weights too.
 
     Raises: InputError if `path` is neither a folder nor a model that the hub gives.
     """
-    wanted = sources.model_files(whole)
-    folder = storage.local(path, "model.path", wanted)
+    patterns = sources.model_files(with_weights)
+    folder = storage.local(path, "model.path", patterns)
     if os.path.isdir(folder):
         return folder
     if str(path).endswith(".gguf") and os.path.isfile(path):
@@ -360,7 +366,7 @@ def find_folder(
             f"model.path = {str(path)!r} is no folder: give one that holds a Hugging Face model, "
             "or a name on the hub, owner/name"
         )
-    return sources.fetch_model(path, revision, whole)
+    return sources.fetch_model(path, revision, with_weights)
 
 
 def fingerprint(path: str | os.PathLike[str]) -> dict[str, list[int]]:
@@ -370,13 +376,13 @@ def fingerprint(path: str | os.PathLike[str]) -> dict[str, list[int]]:
     from another in a moment, and is no check for damage.
     """
     folder = find_folder(path)
-    small, found = texts.files_of(folder), {}
-    for file in [*small, *weights.files_of(folder)]:
+    small, checksums = texts.text_files(folder), {}
+    for file in [*small, *weights.weight_files(folder)]:
         size, crc = file.stat().st_size, 0
         stride = PROBE_BYTES if file in small else max(PROBE_BYTES, size // PROBES)
-        with open(file, "rb") as opened:
+        with open(file, "rb") as stream:
             for begin in range(0, size, stride):
-                opened.seek(begin)
-                crc = zlib.crc32(opened.read(PROBE_BYTES), crc)
-        found[file.relative_to(folder).as_posix()] = [size, crc]
-    return found
+                stream.seek(begin)
+                crc = zlib.crc32(stream.read(PROBE_BYTES), crc)
+        checksums[file.relative_to(folder).as_posix()] = [size, crc]
+    return checksums

@@ -86,25 +86,25 @@ def entries(model: Model, family: Names) -> list[list[Entry]]:
         "/".join(str(key.key) for key in keys): spec.shape
         for keys, spec in jax.tree_util.tree_leaves_with_path(model.shapes)
     }
-    return [_of_leaf(model.config, family, path, leaves) for path in leaves]
+    return [_leaf_entries(model.config, family, path, leaves) for path in leaves]
 
 
-def _of_leaf(
+def _leaf_entries(
     config: ModelConfig, family: Names, path: str, leaves: Mapping[str, tuple[int, ...]]
 ) -> list[Entry]:
     parts = path.split("/")
     in_layer, stacked = parts[0] in ("blocks", "rest"), parts[0] == "blocks"
-    of_layer = {name: shape[1:] if stacked else shape for name, shape in leaves.items()}
+    layer_shapes = {name: shape[1:] if stacked else shape for name, shape in leaves.items()}
     start = len("/".join(parts[:2])) + 1 if in_layer else 0
-    found = _tensor(family, path[:start], path[start:], of_layer)
-    if found is None:
+    entry = _tensor(family, path[:start], path[start:], layer_shapes)
+    if entry is None:
         raise InputError(f'{path}: family "{config.family}" has no tensor for this parameter')
     if not in_layer:
-        return [found]
+        return [entry]
     first = int(parts[1])
     return [
-        found._replace(
-            name=f"model.layers.{period * len(config.pattern) + first}.{found.name}",
+        entry._replace(
+            name=f"model.layers.{period * len(config.pattern) + first}.{entry.name}",
             period=period if stacked else None,
         )
         for period in (range(config.periods) if stacked else [config.periods])
@@ -112,42 +112,44 @@ def _of_leaf(
 
 
 def _tensor(
-    family: Names, above: str, ours: str, shapes: Mapping[str, tuple[int, ...]]
+    family: Names, prefix: str, path: str, shapes: Mapping[str, tuple[int, ...]]
 ) -> Entry | None:
-    """The entry of the leaf `above` + `ours`, with its name in a layer; None if it has no name.
+    """The entry of the leaf `prefix` + `path`, with its name in a layer; None if it has no name.
 
     Args:
       shapes: those of one layer, by whole path.
     """
-    module, _, leaf = ours.rpartition("/")
+    module, _, leaf = path.rpartition("/")
     suffix, inputs = LEAVES.get(leaf, ("", None))
-    inputs = INPUTS.get(ours, inputs)
-    joined = next((hf for hf, modules in family.fused.items() if module in modules), None)
-    theirs = joined or family.modules.get(module)
-    if not theirs or not suffix:
+    inputs = INPUTS.get(path, inputs)
+    fused_module = next((hf for hf, modules in family.fused.items() if module in modules), None)
+    hf_module = fused_module or family.modules.get(module)
+    if not hf_module or not suffix:
         return None
 
     def outputs(module: str) -> int:
-        shape = shapes[f"{above}{module}/{leaf}"]
+        shape = shapes[f"{prefix}{module}/{leaf}"]
         return shape[0] if inputs is None else math.prod(shape[inputs:])
 
     # Fused maps share one A.
-    modules = family.fused[joined] if joined and leaf != "lora_a" else (module,)
-    shape = shapes[above + ours]
+    modules = family.fused[fused_module] if fused_module and leaf != "lora_a" else (module,)
+    shape = shapes[prefix + path]
     bounds = [0, *itertools.accumulate(map(outputs, modules))]
     k = modules.index(module)
     columns = shape[1:] if inputs is None else (math.prod(shape[:inputs]),) if inputs else ()
     rows, hf_shape = (bounds[k], bounds[k + 1]), (bounds[-1], *columns)
-    return Entry(f"{theirs}.{suffix}", None, shape, inputs, rows, hf_shape)
+    return Entry(f"{hf_module}.{suffix}", None, shape, inputs, rows, hf_shape)
 
 
-def by_tensor(leaves: Iterable[Any], of_leaves: list[list[Entry]]) -> dict[str, list[Any]]:
+def by_tensor(leaves: Iterable[Any], entries_by_leaf: list[list[Entry]]) -> dict[str, list[Any]]:
     """Tensor name -> the leaves that it is made of and their entries, in the order of its rows."""
-    found: dict[str, list[Any]] = {}
-    for leaf, of_leaf in zip(leaves, of_leaves, strict=True):
-        for entry in of_leaf:
-            found.setdefault(entry.name, []).append((leaf, entry))
-    return {name: sorted(parts, key=lambda part: part[1].rows) for name, parts in found.items()}
+    parts_by_name: dict[str, list[Any]] = {}
+    for leaf, leaf_entries in zip(leaves, entries_by_leaf, strict=True):
+        for entry in leaf_entries:
+            parts_by_name.setdefault(entry.name, []).append((leaf, entry))
+    return {
+        name: sorted(parts, key=lambda part: part[1].rows) for name, parts in parts_by_name.items()
+    }
 
 
 def pieces(entry: Entry, box: Box, limit: int) -> Iterator[tuple[Box, tuple[slice, ...]]]:
@@ -168,9 +170,9 @@ def pieces(entry: Entry, box: Box, limit: int) -> Iterator[tuple[Box, tuple[slic
         for half in ((start, (start + stop) // 2), ((start + stop) // 2, stop)):
             yield from pieces(entry, (*box[:cut], half, *box[cut + 1 :]), limit)
         return
-    (first, last, _), *rest = ranges
+    (first, last, _), *columns = ranges
     rows = slice(entry.rows[0] + first, entry.rows[0] + last)
-    yield box, (rows, *(slice(start, stop) for start, stop, _ in rest))
+    yield box, (rows, *(slice(start, stop) for start, stop, _ in columns))
 
 
 def _flattened(entry: Entry, box: Box, group: range) -> tuple[int, int, bool]:

@@ -62,18 +62,18 @@ def refuse_unless_ours(
     foreign = [name for name in names if name not in allowed and not contents.files.fullmatch(name)]
     has_model = contents.config in names and not names.isdisjoint(contents.weights)
     if foreign:
-        what = f"{min(foreign).rstrip('/')}, which is no file of {contents.noun}"
+        obstacle = f"{min(foreign).rstrip('/')}, which is no file of {contents.noun}"
     elif not has_model:
-        what = f"{min(names)} and not {contents.noun} ({contents.config} and its weights)"
+        obstacle = f"{min(names)} and not {contents.noun} ({contents.config} and its weights)"
     elif not is_ours:
-        what = (
+        obstacle = (
             f"{contents.noun} that jaxgrpo did not write (no {CARD} with {contents.title!r}"
             f"{contents.remedy})"
         )
     else:
         return
     raise InputError(
-        f"{folder} exists and holds {what}: it is not replaced; choose another folder or empty "
+        f"{folder} exists and holds {obstacle}: it is not replaced; choose another folder or empty "
         "this one"
     )
 

@@ -35,7 +35,7 @@ class _Sizes(NamedTuple):
     max_positions: int
 
 
-def of_model(
+def read_turn(
     fields: Fields,
     head_dim: int,
     max_positions: int,
@@ -54,14 +54,14 @@ def of_model(
     flat = fields.take("rope_theta", "positive", theta)
     share = fields.take("partial_rotary_factor", "positive", 1.0)
     original = fields.take("original_max_position_embeddings", "size", original)
-    name, given = _given(fields)
-    given = {"rope_theta": flat, "partial_rotary_factor": share, **given}
+    name, parameters = _read_parameters(fields)
+    parameters = {"rope_theta": flat, "partial_rotary_factor": share, **parameters}
     if original is not None:
-        given["original_max_position_embeddings"] = original
-    return _turn(fields, name, given, _Sizes(head_dim, max_positions), partial)
+        parameters["original_max_position_embeddings"] = original
+    return _turn(fields, name, parameters, _Sizes(head_dim, max_positions), partial)
 
 
-def of_layer_types(
+def read_turns_by_type(
     fields: Fields,
     head_dim: int,
     max_positions: int,
@@ -74,56 +74,56 @@ def of_layer_types(
       thetas: of each type, where config.json gives none. `rope_theta` is that of FULL.
       local: the field that gives theta of SLIDING.
     """
-    given: dict[str, Any] = {kind: {} for kind in thetas}
+    by_type: dict[str, Any] = {kind: {} for kind in thetas}
     parameters = fields.take("rope_parameters", "object", {})
-    for kind, of_kind in parameters.items():
-        if kind not in given or not isinstance(of_kind, dict | None):
-            expected = f"expected an object for each of {', '.join(given)}"
+    for kind, table in parameters.items():
+        if kind not in by_type or not isinstance(table, dict | None):
+            expected = f"expected an object for each of {', '.join(by_type)}"
             fields.refuse("rope_parameters", expected)
             continue
-        given[kind] |= of_kind or {}
+        by_type[kind] |= table or {}
         # transformers 5.23 looks for it above the types of layer, and so never finds it.
-        if given[kind].get("truncate", True) is not True:
+        if by_type[kind].get("truncate", True) is not True:
             fields.refuse("rope_parameters", "truncate must be true where layers have types")
     scaling = fields.take("rope_scaling", "object", {})
     if "type" in scaling and "rope_type" not in scaling:
         fields.refuse("rope_scaling", "name the type rope_type, which transformers reads here")
-    given[FULL] |= scaling
+    by_type[FULL] |= scaling
     if scaling.get("truncate", True) is not True:
         fields.refuse("rope_scaling", "truncate must be true where layers have types")
     flat = {FULL: fields.take("rope_theta", "positive", thetas[FULL])}
     flat[SLIDING] = fields.take(local, "positive", thetas[SLIDING]) if local else thetas[SLIDING]
     sizes = _Sizes(head_dim, max_positions)
-    source = dict.fromkeys(given, "rope_parameters")
+    source = dict.fromkeys(by_type, "rope_parameters")
     if scaling:
         source[FULL] = "rope_scaling"
     return {
-        kind: _turn(fields, source[kind], {"rope_theta": flat[kind], **of_kind}, sizes)
-        for kind, of_kind in given.items()
+        kind: _turn(fields, source[kind], {"rope_theta": flat[kind], **table}, sizes)
+        for kind, table in by_type.items()
     }
 
 
-def tables(given: Mapping[str, Any]) -> dict[str, Any]:
+def tables(config_json: Mapping[str, Any]) -> dict[str, Any]:
     """The parameters of a config.json's rope by the type of layer; "": one for all layers."""
-    found = given.get("rope_scaling") or given.get("rope_parameters") or {}
-    if any(isinstance(value, dict) for value in found.values()):
-        return {name: value for name, value in found.items() if value}
-    return {"": found}
+    parameters = config_json.get("rope_scaling") or config_json.get("rope_parameters") or {}
+    if any(isinstance(value, dict) for value in parameters.values()):
+        return {name: value for name, value in parameters.items() if value}
+    return {"": parameters}
 
 
-def older_fields(given: Mapping[str, Any]) -> dict[str, Any]:
+def older_fields(config_json: Mapping[str, Any]) -> dict[str, Any]:
     """What the field rope_parameters says, in fields of transformers 4, which does not read it.
 
     Args:
-      given: the fields of a config.json, whose other fields say the same or nothing.
+      config_json: the fields of a config.json, whose other fields say the same or nothing.
     """
-    parameters = given.get("rope_parameters") or {}
-    of_full = parameters.get(FULL, parameters) or {}
-    scaling = {name: value for name, value in of_full.items() if name not in ("type", "rope_type")}
+    parameters = config_json.get("rope_parameters") or {}
+    table = parameters.get(FULL, parameters) or {}
+    scaling = {name: value for name, value in table.items() if name not in ("type", "rope_type")}
     older = {name: scaling.pop(name) for name in ("rope_theta",) if name in scaling}
     if scaling.pop("partial_rotary_factor", 1.0) != 1.0:
-        older["partial_rotary_factor"] = of_full["partial_rotary_factor"]
-    kind = of_full.get("rope_type", of_full.get("type", "default"))
+        older["partial_rotary_factor"] = table["partial_rotary_factor"]
+    kind = table.get("rope_type", table.get("type", "default"))
     if kind == "longrope":  # as Phi3Config has it, which takes no other names
         original = scaling.pop("original_max_position_embeddings", None)
         older |= {"original_max_position_embeddings": original} if original else {}
@@ -131,12 +131,12 @@ def older_fields(given: Mapping[str, Any]) -> dict[str, Any]:
     elif kind != "default":
         older["rope_scaling"] = {"rope_type": kind, **scaling}
     local = (parameters.get(SLIDING) or {}).get("rope_theta")
-    if given.get("model_type") == "gemma3_text" and local is not None:
+    if config_json.get("model_type") == "gemma3_text" and local is not None:
         older[LOCAL_THETA] = local
-    return {name: value for name, value in older.items() if given.get(name) is None}
+    return {name: value for name, value in older.items() if config_json.get(name) is None}
 
 
-def _given(fields: Fields) -> tuple[str, dict[str, Any]]:
+def _read_parameters(fields: Fields) -> tuple[str, dict[str, Any]]:
     """The field that gives the parameters, and its object."""
     scaling = fields.take("rope_scaling", "object", {})
     parameters = fields.take("rope_parameters", "object", {})
@@ -144,27 +144,30 @@ def _given(fields: Fields) -> tuple[str, dict[str, Any]]:
 
 
 def _turn(
-    fields: Fields, name: str, given: Mapping[str, Any], sizes: _Sizes, partial: bool = False
+    fields: Fields, name: str, parameters: Mapping[str, Any], sizes: _Sizes, partial: bool = False
 ) -> Turn:
-    kind = given.get("rope_type", given.get("type", "default"))
+    kind = parameters.get("rope_type", parameters.get("type", "default"))
     kind = "longrope" if kind == "su" else kind  # as early Phi-3 folders have it
     if not isinstance(kind, str) or kind not in TYPES:
         fields.refuse(name, f"the rope_type {kind!r} is not built; known are {', '.join(TYPES)}")
         return Turn(Rope())
-    of_type, keys = TYPES[kind]
-    known = {"rope_type", "type", "rope_theta", "partial_rotary_factor", *keys}
+    make_turn, keys = TYPES[kind]
+    known_keys = {"rope_type", "type", "rope_theta", "partial_rotary_factor", *keys}
     # Any type may have the first; transformers computes with attention_factor, never the second.
     ignored = {"original_max_position_embeddings", "attn_factor"}
-    unknown = sorted(set(given) - known - ignored)
+    unknown = sorted(set(parameters) - known_keys - ignored)
     for key in unknown:
         fields.refuse(name, f"{key} is not built for the rope type {kind!r}")
-    values = {"partial_rotary_factor": 1.0, **{k: v for k, v in given.items() if v is not None}}
-    if "truncate" in given and given["truncate"] is None:
+    values = {
+        "partial_rotary_factor": 1.0,
+        **{k: v for k, v in parameters.items() if v is not None},
+    }
+    if "truncate" in parameters and parameters["truncate"] is None:
         values["truncate"] = False  # as transformers has it, though without the key it is true
     odd = [
         f"{key} = {value!r}"
         for key, value in values.items()
-        if key in known and not _fits(key, value)
+        if key in known_keys and not _fits(key, value)
     ]
     needed = ["rope_theta", *(key for key in keys if keys[key])]
     odd += [f"{key} is missing" for key in needed if key not in values]
@@ -187,7 +190,7 @@ def _turn(
     undefined = _undefined(kind, turned, values)
     for problem in undefined:
         fields.refuse(name, problem)
-    return Turn(rope) if undefined else of_type(rope, turned, values, sizes)
+    return Turn(rope) if undefined else make_turn(rope, turned, values, sizes)
 
 
 def _undefined(kind: str, turned: int, values: Mapping[str, Any]) -> list[str]:
@@ -213,7 +216,7 @@ def _fits(key: str, value: Any) -> bool:
     if key == "truncate":
         return isinstance(value, bool)
     if key in ("short_factor", "long_factor"):
-        return isinstance(value, list) and all(_fits("one", one) for one in value)
+        return isinstance(value, list) and all(_fits("factor", factor) for factor in value)
     return type(value) in (int, float) and math.isfinite(value) and value > 0
 
 
@@ -241,10 +244,10 @@ def _llama3(rope: Rope, turned: int, values: Mapping[str, Any], sizes: _Sizes) -
     original = values.get("original_max_position_embeddings", sizes.max_positions)
     low, high = values["low_freq_factor"], values["high_freq_factor"]
     if high > low:
-        kept = np.clip((original / wave - low) / (high - low), 0, 1)
+        kept_share = np.clip((original / wave - low) / (high - low), 0, 1)
     else:  # nothing lies between
-        kept = np.where(wave > original / low, 0.0, 1.0)
-    return Turn(_stretched(rope, kept + (1 - kept) / values["factor"]))
+        kept_share = np.where(wave > original / low, 0.0, 1.0)
+    return Turn(_stretched(rope, kept_share + (1 - kept_share) / values["factor"]))
 
 
 def _yarn(rope: Rope, turned: int, values: Mapping[str, Any], sizes: _Sizes) -> Turn:
@@ -253,27 +256,26 @@ def _yarn(rope: Rope, turned: int, values: Mapping[str, Any], sizes: _Sizes) -> 
     original = values.get("original_max_position_embeddings", sizes.max_positions)
     factor = values["factor"]
 
-    def at(turns: float) -> float:
+    def find_pair(turns: float) -> float:
         """The pair that turns so often."""
         return turned * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
 
-    low, high = at(values.get("beta_fast", 32)), at(values.get("beta_slow", 1))
+    low, high = find_pair(values.get("beta_fast", 32)), find_pair(values.get("beta_slow", 1))
     if values.get("truncate", True):
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, turned - 1)
     high += 0.001 if high == low else 0
-    kept = 1 - np.clip((np.arange(turned // 2) - low) / (high - low), 0, 1)
-    return Turn(
-        _stretched(rope, kept + (1 - kept) / factor)._replace(scale=_yarn_scale(values, factor))
-    )
+    kept_share = 1 - np.clip((np.arange(turned // 2) - low) / (high - low), 0, 1)
+    rope = _stretched(rope, kept_share + (1 - kept_share) / factor)
+    return Turn(rope._replace(scale=_yarn_scale(values, factor)))
 
 
 def _yarn_scale(values: Mapping[str, Any], factor: float) -> float:
     if "attention_factor" in values:
         return float(values["attention_factor"])
 
-    def scale(by: float) -> float:
-        return 0.1 * by * math.log(factor) + 1.0 if factor > 1 else 1.0
+    def scale(mscale: float) -> float:
+        return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
     if "mscale" in values and "mscale_all_dim" in values:
         return scale(values["mscale"]) / scale(values["mscale_all_dim"])

@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from jaxgrpo.models.hf import replacing, weights
-from jaxgrpo.models.hf.fields import OF_GENERATION
+from jaxgrpo.models.hf.fields import GENERATION_FIELDS
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
 TOKENIZER, TEMPLATE = "tokenizer_config.json", "chat_template.jinja"
-OF_TOKENIZER = (
+TOKENIZER_FILES = (
     "tokenizer.json",
     TOKENIZER,
     "special_tokens_map.json",
@@ -34,13 +34,13 @@ OF_TOKENIZER = (
     "tekken.json",
 )
 CHAT_TEMPLATES = (TEMPLATE, "chat_template.json")
-TEXTS = (CONFIG, GENERATION, *OF_TOKENIZER, *CHAT_TEMPLATES)
+TEXTS = (CONFIG, GENERATION, *TOKENIZER_FILES, *CHAT_TEMPLATES)
 """The files of a model folder beside its weights, that act on a run."""
 
 SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
-def files_of(folder: Path) -> list[Path]:
+def text_files(folder: Path) -> list[Path]:
     """Those of TEXTS that a folder holds, and its named chat templates."""
     templates = sorted((folder / replacing.TEMPLATES).glob("*.jinja"))
     return [*(file for name in TEXTS if (file := folder / name).is_file()), *templates]
@@ -65,11 +65,11 @@ def write(
       generation: fields of generation_config.json, over those of the base or the tokenizer.
       tokenizer: of a model with a base, its chat template is written alone.
     """
-    config = _of_the_model(config, config)
+    config = _drop_absent_tokens(config, config)
     if base is None:
         _write_first(folder, config, generation, tokenizer)
         return
-    for file in files_of(base):
+    for file in text_files(base):
         copy = folder / file.relative_to(base)
         copy.parent.mkdir(exist_ok=True)
         shutil.copyfile(file, copy)
@@ -85,8 +85,10 @@ def _write_first(
     folder: Path, config: Mapping[str, Any], generation: Mapping[str, Any], tokenizer: Any
 ) -> None:
     """Writes the files of a model without a base, for transformers 4 and 5."""
-    known = ((name, getattr(tokenizer, name, None)) for name in SPECIAL_TOKENS)
-    ids = _of_the_model({name: token for name, token in known if token is not None}, config)
+    special_tokens = ((name, getattr(tokenizer, name, None)) for name in SPECIAL_TOKENS)
+    ids = _drop_absent_tokens(
+        {name: token for name, token in special_tokens if token is not None}, config
+    )
     ends = config.get("eos_token_id")
     if isinstance(ends, list) and ids.get("eos_token_id") in ends:
         ids["eos_token_id"] = ends  # a model may have more than its tokenizer knows
@@ -99,12 +101,14 @@ def _write_first(
 
 def _change_generation(file: Path, config: Mapping[str, Any], changes: Mapping[str, Any]) -> None:
     # Without the file transformers generates as config.json says.
-    drawn = {name: config[name] for name in (*SPECIAL_TOKENS, *OF_GENERATION) if name in config}
-    stored = _read(file) if file.exists() else drawn
+    implied = {
+        name: config[name] for name in (*SPECIAL_TOKENS, *GENERATION_FIELDS) if name in config
+    }
+    stored = _read(file) if file.exists() else implied
     changed = {**stored, **changes}
     if _ends(changed.get("eos_token_id")) == _ends(stored.get("eos_token_id")):
         changed |= {name: stored[name] for name in ("eos_token_id",) if name in stored}
-    changed = _of_the_model(changed, config)
+    changed = _drop_absent_tokens(changed, config)
     if changed != stored:
         _write(file, changed)
 
@@ -113,7 +117,7 @@ def _ends(tokens: Any) -> frozenset[Any]:
     return frozenset(tokens if isinstance(tokens, list) else [tokens])
 
 
-def _of_the_model(fields: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+def _drop_absent_tokens(fields: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
     """The fields without pad and begin tokens that the model lacks, with which torch cannot build
     its embedding."""
     size = config["vocab_size"]
@@ -143,8 +147,10 @@ def _write_template(folder: Path, template: str) -> None:
     """Writes a chat template where the folder has its own; into TEMPLATE if it has none."""
     file, fields = folder / TEMPLATE, _read(folder / TOKENIZER)
     stored = fields.get("chat_template")
-    named = isinstance(stored, list)  # [{"name": "default", "template": ...}, ...]
-    texts = {one["name"]: one["template"] for one in stored} if named else {"default": stored}
+    has_names = isinstance(stored, list)  # [{"name": "default", "template": ...}, ...]
+    texts = (
+        {entry["name"]: entry["template"] for entry in stored} if has_names else {"default": stored}
+    )
     if template == (file.read_text("utf-8") if file.exists() else texts.get("default")):
         return
     if file.exists() or stored is None:
@@ -152,7 +158,7 @@ def _write_template(folder: Path, template: str) -> None:
     if stored is not None:
         texts["default"] = template
         listed = [{"name": name, "template": text} for name, text in texts.items()]
-        _write(folder / TOKENIZER, {**fields, "chat_template": listed if named else template})
+        _write(folder / TOKENIZER, {**fields, "chat_template": listed if has_names else template})
 
 
 def _read(file: Path) -> dict[str, Any]:

@@ -47,12 +47,12 @@ MAX_NAMES = 8  # tensors named in an error message
 
 def read_json(file: Path, remedy: str = "copy the model folder again") -> dict[str, Any]:
     with refusing(f"{file} is not JSON ({{reason}}): {remedy}", ValueError, OSError):
-        found = sources.parse_json(file.read_text(encoding="utf-8"))
-    if not isinstance(found, dict):
+        content = sources.parse_json(file.read_text(encoding="utf-8"))
+    if not isinstance(content, dict):
         raise InputError(
-            f"{file} holds a JSON {type(found).__name__}, expected an object: {remedy}"
+            f"{file} holds a JSON {type(content).__name__}, expected an object: {remedy}"
         )
-    return found
+    return content
 
 
 @contextlib.contextmanager
@@ -66,7 +66,7 @@ def opened(folder: Path, file: str | None = None) -> Iterator[dict[str, Any]]:
     """
     with contextlib.ExitStack() as stack:
         files: dict[str, Any] = {}
-        for path in [folder / file] if file else files_of(folder):
+        for path in [folder / file] if file else weight_files(folder):
             problem = f"{path} is no readable safetensors file ({{reason}}): fetch it again"
             with refusing(problem, SafetensorError, OSError):
                 shard = stack.enter_context(safe_open(path, framework="numpy"))
@@ -75,7 +75,7 @@ def opened(folder: Path, file: str | None = None) -> Iterator[dict[str, Any]]:
         yield files
 
 
-def files_of(folder: Path) -> list[Path]:
+def weight_files(folder: Path) -> list[Path]:
     """The files of a folder's weights: the single file goes before an index, as in transformers."""
     if (folder / SINGLE).is_file():
         return [folder / SINGLE]
@@ -100,39 +100,39 @@ def files_of(folder: Path) -> list[Path]:
 def check(
     folder: Path,
     files: Mapping[str, Any],
-    of_leaves: list[list[Entry]],
+    entries: list[list[Entry]],
     tied_head: tuple[str, str],
     tied: bool,
     headers_only: bool = False,
-    described: str = "config.json",
+    config_file: str = "config.json",
 ) -> None:
     """Compares an opened folder with what the parameters are made of, before they are read.
 
     Args:
       tied: the model has no head of its own; then the folder may hold the embedding a second time.
       headers_only: read no values, and so not whether that second one is the embedding.
-      described: the file that says which tensors there are, for messages.
+      config_file: the file that says which tensors there are, for messages.
 
     Raises: InputError if tensors are missing, unknown, of another dtype or shape, or if a tied
       head differs from the embedding.
     """
-    expected = {entry.name: entry for of_leaf in of_leaves for entry in of_leaf}
-    found = set(files)
-    repeated = tied and found.issuperset(tied_head)
+    expected = {entry.name: entry for leaf_entries in entries for entry in leaf_entries}
+    present = set(files)
+    repeated = tied and present.issuperset(tied_head)
     if repeated:
-        found.remove(tied_head[0])
-    odd = {"missing": expected.keys() - found, "unknown": found - expected.keys()}
+        present.remove(tied_head[0])
+    odd = {"missing": expected.keys() - present, "unknown": present - expected.keys()}
     problems = [f"{kind}: {listed(names)}" for kind, names in odd.items() if names]
     if problems:
         raise InputError(
-            f"{folder}: the tensors are not those that {described} describes; "
+            f"{folder}: the tensors are not those that {config_file} describes; "
             + "; ".join(problems)
         )
     for entry in expected.values():
         stored = _stored(folder, files, entry.name)
         if tuple(stored.get_shape()) != entry.hf_shape:
             raise InputError(
-                f"{folder}: {entry.name} has shape {tuple(stored.get_shape())}, but {described} "
+                f"{folder}: {entry.name} has shape {tuple(stored.get_shape())}, but {config_file} "
                 f"asks for {entry.hf_shape}: the weights and the config belong to different models"
             )
     if repeated and not headers_only:
@@ -140,16 +140,16 @@ def check(
 
 
 def stored_names(
-    files: Mapping[str, Any], of_leaves: list[list[Entry]], tied_head: tuple[str, str]
+    files: Mapping[str, Any], entries: list[list[Entry]], tied_head: tuple[str, str]
 ) -> list[list[Entry]]:
     """The tensors of a tied model by the names in its files, which may hold the embedding as the
     head only (`safetensors.torch.save_model` leaves that)."""
     head, embed = tied_head
     if head not in files or embed in files:
-        return of_leaves
+        return entries
     return [
-        [entry._replace(name=head) if entry.name == embed else entry for entry in of_leaf]
-        for of_leaf in of_leaves
+        [entry._replace(name=head) if entry.name == embed else entry for entry in leaf_entries]
+        for leaf_entries in entries
     ]
 
 
@@ -172,9 +172,11 @@ def listed(names: set[str]) -> str:
 
 def _check_tied(folder: Path, files: Mapping[str, Any], tied_head: tuple[str, str]) -> None:
     head, embed = tied_head
-    one, other = (_stored(folder, files, name) for name in tied_head)
-    same = one.get_shape() == other.get_shape()
-    if not same or not all(np.array_equal(one[rows], other[rows]) for rows in _some_rows(one)):
+    head_tensor, embed_tensor = (_stored(folder, files, name) for name in tied_head)
+    is_same_shape = head_tensor.get_shape() == embed_tensor.get_shape()
+    if not is_same_shape or not all(
+        np.array_equal(head_tensor[rows], embed_tensor[rows]) for rows in _some_rows(head_tensor)
+    ):
         raise InputError(
             f"{folder}: tie_word_embeddings is true, but {head} differs from {embed}: set "
             f"tie_word_embeddings to false in config.json, or remove the tensor, {IN_A_COPY}"
@@ -207,8 +209,8 @@ def read_leaves(
     specs, tree = jax.tree.flatten(shapes)
     layouts = [None] * len(specs) if shardings is None else jax.tree.leaves(shardings)
     leaves = [
-        read_leaf(folder, files, of_leaf, spec, np.dtype(dtype or spec.dtype), layout)
-        for of_leaf, spec, layout in zip(entries, specs, layouts, strict=True)
+        read_leaf(folder, files, leaf_entries, spec, np.dtype(dtype or spec.dtype), layout)
+        for leaf_entries, spec, layout in zip(entries, specs, layouts, strict=True)
     ]
     return jax.tree.unflatten(tree, leaves)
 
@@ -216,7 +218,7 @@ def read_leaves(
 def read_leaf(
     folder: Path,
     files: Mapping[str, Any],
-    of_leaf: list[Entry],
+    entries: list[Entry],
     spec: jax.ShapeDtypeStruct,
     dtype: np.dtype,
     sharding: Sharding | None,
@@ -241,22 +243,22 @@ def read_leaf(
             assert index is not None  # of a device that is addressable
             spans = zip(index, spec.shape, strict=True)
             box = tuple(span.indices(size)[:2] for span, size in spans)
-            own = SingleDeviceSharding(device, memory_kind=sharding.memory_kind)
-            layouts.setdefault(box, []).append(own)
+            device_layout = SingleDeviceSharding(device, memory_kind=sharding.memory_kind)
+            layouts.setdefault(box, []).append(device_layout)
 
-    def placed(box: Box, on: list[Sharding | None]) -> list[Array]:
+    def placed(box: Box, targets: list[Sharding | None]) -> list[Array]:
         part = np.empty([stop - start for start, stop in box], dtype)
-        for entry in of_leaf:
+        for entry in entries:
             if entry.period is None:
                 _fill(part, box, folder, files, entry, spec.dtype)
             elif box[0][0] <= entry.period < box[0][1]:
-                own = part[entry.period - box[0][0]]
-                _fill(own, box[1:], folder, files, entry, spec.dtype)
-        return jax.block_until_ready([jax.device_put(part, one, may_alias=False) for one in on])
+                _fill(part[entry.period - box[0][0]], box[1:], folder, files, entry, spec.dtype)
+        copies = [jax.device_put(part, target, may_alias=False) for target in targets]
+        return jax.block_until_ready(copies)
 
     shards = []
-    for box, on in layouts.items():
-        shards += placed(box, on)
+    for box, targets in layouts.items():
+        shards += placed(box, targets)
         # JAX keeps what it was given until its next call or garbage collection; here, the next
         # part would be read before that.
         gc.collect(0)
@@ -274,7 +276,7 @@ def agreed(folder: Path, shardings: Any) -> Iterator[None]:
 
     Raises: InputError naming the processes in which it failed.
     """
-    spans = any(not one.is_fully_addressable for one in jax.tree.leaves(shardings))
+    spans = any(not sharding.is_fully_addressable for sharding in jax.tree.leaves(shardings))
     try:
         yield
     except Exception:
@@ -347,11 +349,11 @@ def gathered(parts: list[tuple[Any, Entry]]) -> np.ndarray:
     """A tensor on the host, of the leaves that it is made of."""
 
     def rows(leaf: Any, entry: Entry) -> np.ndarray:
-        whole = leaf if entry.period is None else _period(leaf, entry.period)
-        return mapping.to_hf(entry, to_host(whole))
+        array = leaf if entry.period is None else _period(leaf, entry.period)
+        return mapping.to_hf(entry, to_host(array))
 
-    found = [rows(leaf, entry) for leaf, entry in parts]
-    return np.concatenate(found) if len(found) > 1 else found[0]
+    row_blocks = [rows(leaf, entry) for leaf, entry in parts]
+    return np.concatenate(row_blocks) if len(row_blocks) > 1 else row_blocks[0]
 
 
 def write(
@@ -393,8 +395,8 @@ def write_tensors(
     )
 
     for file, names in plan.filename_to_tensors.items():
-        whole = ((name, read(name)) for name in names)
-        shard = {name: tensor for name, tensor in whole if folder is not None}
+        tensors = ((name, read(name)) for name in names)
+        shard = {name: tensor for name, tensor in tensors if folder is not None}
         if folder is not None:
             save_file(shard, folder / file, metadata={"format": "pt"})
             # The library makes files that only their owner may read: as open as the others here.

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from jaxgrpo.models.api import Attend, KeyValue, LayerKind, ModelConfig
-from jaxgrpo.models.kernels.plain import taken
+from jaxgrpo.models.kernels.plain import take_per_bin
 
 WIDEST_HEAD = 256  # on Hopper; 128 on GPUs before it, where JAX refuses more when it traces
 
@@ -83,9 +83,9 @@ def causal(position: Array, valid: Array, *, sequences: Sequences = sequences) -
         place = jnp.arange(query.shape[-3])
         length = valid.sum(-1, dtype=jnp.int32)
         first = valid == (place < length[..., None])
-        whole = (first & ((position == place) | ~valid)).all(-1)
+        fits = (first & ((position == place) | ~valid)).all(-1)
         out = _flat(sequences, query, key, value, jnp.maximum(length, 1), kind.window)
-        return _where(whole, valid, out), KeyValue(key, value)
+        return _where(fits, valid, out), KeyValue(key, value)
 
     return attend
 
@@ -104,25 +104,25 @@ def rows_with_prefix(
     """
     prefix_length = jnp.take_along_axis(prompt_length, row_prompt, axis=1)  # [D, R]
     real = segment > 0
-    own_length = real.sum(-1, dtype=jnp.int32)
+    row_length = real.sum(-1, dtype=jnp.int32)
 
     def attend(query, key, value, memory: KeyValue, kind: LayerKind):
         _check(kind)
         width = query.shape[-3]
         place = jnp.arange(width)
-        one = (segment == segment[..., :1]) & (place < own_length[..., None])
+        in_sample = (segment == segment[..., :1]) & (place < row_length[..., None])
         counted = position == prefix_length[..., None] + place
-        whole = ((one & counted) | ~real).all(-1)
-        before = [taken(held, row_prompt) for held in memory]
-        nothing = jnp.zeros((*query.shape[:2], memory.key.shape[2], *query.shape[3:]), query.dtype)
-        given = [
-            _put_after(prompt, own, prefix_length)
-            for prompt, own in zip((nothing, *before), (query, key, value), strict=True)
+        fits = ((in_sample & counted) | ~real).all(-1)
+        prompts = [take_per_bin(leaf, row_prompt) for leaf in memory]
+        zeros = jnp.zeros((*query.shape[:2], memory.key.shape[2], *query.shape[3:]), query.dtype)
+        inputs = [
+            _put_after(prompt, row, prefix_length)
+            for prompt, row in zip((zeros, *prompts), (query, key, value), strict=True)
         ]
         # A row without a sample has no queries to answer, but no sequence is empty.
-        length = jnp.where(own_length > 0, prefix_length + own_length, 1)
-        out = _flat(sequences, given[0], given[1], given[2], length, kind.window)
-        return _where(whole, real, _from(out, prefix_length, width)), None
+        length = jnp.where(row_length > 0, prefix_length + row_length, 1)
+        out = _flat(sequences, inputs[0], inputs[1], inputs[2], length, kind.window)
+        return _where(fits, real, _cut_from(out, prefix_length, width)), None
 
     return attend
 
@@ -131,34 +131,34 @@ def _check(kind: LayerKind) -> None:
     if kind.soft_cap is not None:
         raise NotImplementedError(
             f"cuDNN has no soft cap of scores, and {kind} has: choose the kernel by "
-            "models.attention.chosen, which refuses it"
+            "models.attention.choose_kernel, which refuses it"
         )
 
 
 def _flat(sequences: Sequences, query: Array, key: Array, value: Array, length: Array, window):
     """`sequences` over any leading dimensions."""
-    given = [leaf.reshape(-1, *leaf.shape[-3:]) for leaf in (query, key, value)]
-    out = sequences(given[0], given[1], given[2], length.reshape(-1), window)
+    inputs = [leaf.reshape(-1, *leaf.shape[-3:]) for leaf in (query, key, value)]
+    out = sequences(inputs[0], inputs[1], inputs[2], length.reshape(-1), window)
     return out.reshape(query.shape)
 
 
-def _put_after(prompt: Array, own: Array, length: Array) -> Array:
+def _put_after(prompt: Array, row: Array, length: Array) -> Array:
     """[D, R, S + Q, ...]: the first `length` of [D, R, S, ...], then [D, R, Q, ...]."""
 
-    def one(prompt: Array, own: Array, length: Array) -> Array:
-        wide = jnp.pad(prompt, [(0, own.shape[0]), (0, 0), (0, 0)])
-        return jax.lax.dynamic_update_slice_in_dim(wide, own, length, axis=0)
+    def put_row(prompt: Array, row: Array, length: Array) -> Array:
+        wide = jnp.pad(prompt, [(0, row.shape[0]), (0, 0), (0, 0)])
+        return jax.lax.dynamic_update_slice_in_dim(wide, row, length, axis=0)
 
-    return jax.vmap(jax.vmap(one))(prompt, own, length)
+    return jax.vmap(jax.vmap(put_row))(prompt, row, length)
 
 
-def _from(out: Array, start: Array, width: int) -> Array:
+def _cut_from(out: Array, start: Array, width: int) -> Array:
     """[D, R, Q, ...]: `width` places of [D, R, S + Q, ...], from `start` on."""
-    one = lambda out, start: jax.lax.dynamic_slice_in_dim(out, start, width)  # noqa: E731
-    return jax.vmap(jax.vmap(one))(out, start)
+    cut_row = lambda out, start: jax.lax.dynamic_slice_in_dim(out, start, width)  # noqa: E731
+    return jax.vmap(jax.vmap(cut_row))(out, start)
 
 
-def _where(whole: Array, real: Array, out: Array) -> Array:
+def _where(fits: Array, real: Array, out: Array) -> Array:
     """0 at padding, and NaN in the rows that are not as the kernel needs them."""
     out = jnp.where(real[..., None, None], out, 0)
-    return jnp.where(whole[..., None, None, None], out, jnp.nan)
+    return jnp.where(fits[..., None, None, None], out, jnp.nan)

@@ -57,7 +57,7 @@ class Shaped(Protocol):
     def dtype(self) -> Any: ...
 
 
-def mask_of(sight: Sight, kind: LayerKind) -> Array:
+def make_mask(sight: Sight, kind: LayerKind) -> Array:
     """[*B, Q, N]: which keys each query sees in a layer of this kind."""
     masks = []
     for keys in sight.keys:
@@ -84,7 +84,7 @@ def attended(query: Array, key: Array, value: Array, sight: Sight, kind: LayerKi
     """
     size = block_size(query, key.shape[-3])
     if size == query.shape[-3]:
-        return attention(query, key, value, mask_of(sight, kind), kind.soft_cap)
+        return attention(query, key, value, make_mask(sight, kind), kind.soft_cap)
     return attention_in_blocks(query, key, value, sight, kind, size)
 
 
@@ -95,9 +95,9 @@ def block_size(query: Shaped, columns: int) -> int:
     """
     *batch, width, heads, _ = query.shape
     dtype = jnp.promote_types(query.dtype, jnp.float32)
-    of_one = math.prod(batch[1:]) * heads * columns * dtype.itemsize
+    bytes_per_query = math.prod(batch[1:]) * heads * columns * dtype.itemsize
     size = width
-    while size > 1 and size * of_one > BLOCK_BYTES:
+    while size > 1 and size * bytes_per_query > BLOCK_BYTES:
         size = -(-size // 2)
     return size
 
@@ -133,8 +133,8 @@ def _attention(query: Array, key: Array, value: Array, mask: Array, soft_cap: fl
 def _attention_backward(soft_cap: float | None, saved: tuple[Array, ...], cotangent: Array):
     query, key, value, mask, out, total = saved
     cache = heads_first(key, value)
-    d_query, *back = _backward(query, cache, mask, out, total, cotangent, soft_cap)
-    return d_query, *(_as_given(leaf, key.dtype) for leaf in back), None
+    d_query, *d_cache = _backward(query, cache, mask, out, total, cotangent, soft_cap)
+    return d_query, *(_from_heads_first(leaf, key.dtype) for leaf in d_cache), None
 
 
 attention.defvjp(_attention, _attention_backward)
@@ -165,14 +165,14 @@ def _in_blocks_backward(kind: LayerKind, size: int, saved: tuple, cotangent: Arr
     def add(sums: tuple[Array, Array], block: tuple):
         query, out, cotangent, asking, total = block
         query, mask = _with_mask(query, asking, sight, kind)
-        d_query, *back = _backward(query, cache, mask, out, total, cotangent, kind.soft_cap)
-        return (sums[0] + back[0], sums[1] + back[1]), d_query
+        d_query, *d_cache = _backward(query, cache, mask, out, total, cotangent, kind.soft_cap)
+        return (sums[0] + d_cache[0], sums[1] + d_cache[1]), d_query
 
     zeros = jnp.zeros(cache.value.shape, total.dtype)  # of keys too: not turned
     blocks = (*(_blocks(leaf, size, -3) for leaf in (query, out, cotangent)), _asking(sight, size))
-    back, d_query = jax.lax.scan(add, (zeros, zeros), (*blocks, total))
-    back = (_as_given(leaf, key.dtype) for leaf in back)
-    return _whole(d_query, query), *back, None
+    d_cache, d_query = jax.lax.scan(add, (zeros, zeros), (*blocks, total))
+    d_cache = (_from_heads_first(leaf, key.dtype) for leaf in d_cache)
+    return _unblocked(d_query, query), *d_cache, None
 
 
 attention_in_blocks.defvjp(_in_blocks, _in_blocks_backward)
@@ -183,19 +183,19 @@ def over_cache(query: Array, cache: Cache, sight: Sight, kind: LayerKind) -> Arr
     is meant to be taken."""
     size = block_size(query, cache.value.shape[-2])
     if size == query.shape[-3]:
-        return _forward(query, cache, mask_of(sight, kind), kind.soft_cap)[0]
+        return _forward(query, cache, make_mask(sight, kind), kind.soft_cap)[0]
     return _forward_in_blocks(query, cache, sight, kind, size)[0]
 
 
 def _forward_in_blocks(query: Array, cache: Cache, sight: Sight, kind: LayerKind, size: int):
     """Output, as the query, and the blocks' log-sum-exps [blocks, ..., size]."""
 
-    def one(block: tuple):
+    def attend_block(block: tuple):
         query, mask = _with_mask(block[0], block[1], sight, kind)
         return _forward(query, cache, mask, kind.soft_cap)
 
-    out, total = jax.lax.map(one, (_blocks(query, size, -3), _asking(sight, size)))
-    return _whole(out, query), total
+    out, total = jax.lax.map(attend_block, (_blocks(query, size, -3), _asking(sight, size)))
+    return _unblocked(out, query), total
 
 
 def _with_mask(query: Array, asking: tuple[Array, Array | None], sight: Sight, kind: LayerKind):
@@ -205,7 +205,7 @@ def _with_mask(query: Array, asking: tuple[Array, Array | None], sight: Sight, k
     blocks before a scan of layers that recomputes: an array [Q, N] for every head.
     """
     query, (position, segment) = jax.lax.optimization_barrier((query, asking))
-    return query, mask_of(sight._replace(position=position, segment=segment), kind)
+    return query, make_mask(sight._replace(position=position, segment=segment), kind)
 
 
 def _asking(sight: Sight, size: int) -> tuple[Array, Array | None]:
@@ -226,10 +226,12 @@ def padded(leaf: Array, size: int, axis: int) -> Array:
     """`size` entries along an axis: zeros, or False, after its own."""
     axis %= leaf.ndim
     missing = size - leaf.shape[axis]
-    return jnp.pad(leaf, [(0, missing if one == axis else 0) for one in range(leaf.ndim)])
+    return jnp.pad(
+        leaf, [(0, missing if dimension == axis else 0) for dimension in range(leaf.ndim)]
+    )
 
 
-def _whole(blocks: Array, like: Array) -> Array:
+def _unblocked(blocks: Array, like: Array) -> Array:
     """The inverse of `_blocks` along the queries of `like`."""
     leaf = jnp.moveaxis(blocks, 0, -4)
     leaf = leaf.reshape(*leaf.shape[:-4], -1, *leaf.shape[-2:])
@@ -253,29 +255,29 @@ def _backward(
     soft_cap: float | None,
 ) -> tuple[Array, Array, Array]:
     """Gradients: of the queries, and [*B, kv_heads, N, head_dim] of keys and values, unrounded."""
-    asked, slope = grouped(query, cache), grouped(cotangent, cache)
+    grouped_query, slope = grouped(query, cache), grouped(cotangent, cache)
     dtype = total.dtype
     einsum = functools.partial(jnp.einsum, preferred_element_type=dtype)
     # One product for all the queries that share a key's head.
     flat, flat_slope = (
-        leaf.reshape(*leaf.shape[:-3], -1, leaf.shape[-1]) for leaf in (asked, slope)
+        leaf.reshape(*leaf.shape[:-3], -1, leaf.shape[-1]) for leaf in (grouped_query, slope)
     )
-    scores = _scores(asked, cache, soft_cap)
+    scores = _scores(grouped_query, cache, soft_cap)
     weight = jnp.exp(_masked(scores, mask[..., None, None, :, :]) - total[..., None])
-    rest = (slope.astype(dtype) * grouped(out, cache).astype(dtype)).sum(-1)
+    delta = (slope.astype(dtype) * grouped(out, cache).astype(dtype)).sum(-1)
     change = einsum("...ch,...nh->...cn", flat_slope, cache.value).reshape(weight.shape)
-    change = weight * (change - rest[..., None])
+    change = weight * (change - delta[..., None])
     if soft_cap is not None:
         change = change * (1.0 - (scores / soft_cap) ** 2)
     change = change.astype(query.dtype).reshape(*flat.shape[:-1], -1)
     weight = weight.astype(cache.value.dtype).reshape(change.shape)
-    d_query = einsum("...cn,...hn->...ch", change, cache.key).reshape(asked.shape)
+    d_query = einsum("...cn,...hn->...ch", change, cache.key).reshape(grouped_query.shape)
     d_key = einsum("...cn,...ch->...nh", change, flat)
     d_value = einsum("...cn,...ch->...nh", weight, flat_slope)
     return ungrouped(d_query, query), d_key, d_value
 
 
-def _as_given(gradient: Array, dtype: jnp.dtype) -> Array:
+def _from_heads_first(gradient: Array, dtype: jnp.dtype) -> Array:
     """[*B, kv_heads, N, head_dim] as the keys and values that were given."""
     return jnp.moveaxis(gradient, -3, -2).astype(dtype)
 
@@ -343,7 +345,7 @@ def _masked(scores: Array, mask: Array) -> Array:
     return jnp.where(mask, scores, jnp.finfo(scores.dtype).min)
 
 
-def nothing_of(query: Array, cache: Cache) -> Partial:
+def empty_partial(query: Array, cache: Cache) -> Partial:
     """`partial_over` where no query sees any column."""
     shape = jax.eval_shape(partial_over, query, cache, jnp.zeros((), bool))
     value, highest, total = (jnp.zeros(leaf.shape, leaf.dtype) for leaf in shape)
@@ -355,8 +357,8 @@ def joined(parts: Sequence[Partial]) -> Array:
     highest = functools.reduce(jnp.maximum, (part.highest for part in parts))
     scale = [jnp.exp(part.highest - highest) for part in parts]
     pairs = list(zip(parts, scale, strict=True))
-    value = functools.reduce(jnp.add, (part.value * by[..., None] for part, by in pairs))
-    total = functools.reduce(jnp.add, (part.total * by for part, by in pairs))
+    value = functools.reduce(jnp.add, (part.value * factor[..., None] for part, factor in pairs))
+    total = functools.reduce(jnp.add, (part.total * factor for part, factor in pairs))
     return value / total[..., None]
 
 
@@ -369,8 +371,8 @@ def grouped(query: Array, cache: Cache) -> Array:
     """[*B, Q, heads, head_dim] as [*B, kv_heads, heads per kv head, Q, head_dim]."""
     *batch, width, heads, head_dim = query.shape
     kv_heads = cache.value.shape[-3]
-    apart = query.reshape(*batch, width, kv_heads, heads // kv_heads, head_dim)
-    return jnp.moveaxis(apart, -4, -2)
+    by_group = query.reshape(*batch, width, kv_heads, heads // kv_heads, head_dim)
+    return jnp.moveaxis(by_group, -4, -2)
 
 
 def ungrouped(out: Array, like: Array) -> Array:
@@ -378,6 +380,6 @@ def ungrouped(out: Array, like: Array) -> Array:
     return jnp.moveaxis(out, -2, -4).reshape(like.shape).astype(like.dtype)
 
 
-def taken(values: Array, at: Array) -> Array:
+def take_per_bin(values: Array, index: Array) -> Array:
     """Entries [D, n, ...] of values [D, N, ...] at [D, n], bin by bin."""
-    return jax.vmap(lambda values, at: values[at])(values, at)
+    return jax.vmap(lambda values, index: values[index])(values, index)

@@ -25,7 +25,7 @@ from jax.sharding import Mesh
 
 from jaxgrpo.models import sharding
 from jaxgrpo.models.api import Attend, KeyValue, LayerKind, ModelConfig
-from jaxgrpo.models.kernels.plain import padded, taken
+from jaxgrpo.models.kernels.plain import padded, take_per_bin
 
 BLOCKS = (512, 256, 128)  # queries or keys that the kernel computes at a time
 LONGEST = 2**16  # tokens of a row: two places share an int32
@@ -61,12 +61,12 @@ def causal(
         del memory
         width = query.shape[-3]
         expected = (position == jnp.arange(width)) | ~valid
-        whole = expected.all(-1, keepdims=True)
+        fits = expected.all(-1, keepdims=True)
         start = jnp.zeros(position.shape, jnp.int32)
-        own = valid.astype(jnp.int32)
+        ids = valid.astype(jnp.int32)
         run = functools.partial(_over_batch, kind=kind, prefix=0, interpret=interpret)
-        out = _on_mesh(mesh, run)(query, key, value, start, own, own)
-        return _where(whole, out), KeyValue(key, value)
+        out = _on_mesh(mesh, run)(query, key, value, start, ids, ids)
+        return _where(fits, out), KeyValue(key, value)
 
     return attend
 
@@ -92,27 +92,29 @@ def rows_with_prefix(
 
     def attend(query, key, value, memory: KeyValue, kind: LayerKind):
         start = starts(segment)
-        whole = in_order(segment, position, start, length)
+        fits = in_order(segment, position, start, length)
         size = _in_blocks(memory.key.shape[2])
         keys, values = (
-            jnp.concatenate([_ending(taken(held, row_prompt), length, size), own], axis=-3)
-            for held, own in zip(memory, (key, value), strict=True)
+            jnp.concatenate(
+                [_right_aligned(take_per_bin(prompt, row_prompt), length, size), row], axis=-3
+            )
+            for prompt, row in zip(memory, (key, value), strict=True)
         )
         hidden = jnp.arange(keys.shape[-3]) < size - length[..., None]
         # Every query is for all keys that are real: samples are told apart by their start.
-        asked, shown = jnp.ones_like(segment), 1 - hidden.astype(jnp.int32)
+        query_ids, key_ids = jnp.ones_like(segment), 1 - hidden.astype(jnp.int32)
         run = functools.partial(_over_batch, kind=kind, prefix=size, interpret=interpret)
-        out = _on_mesh(mesh, run)(query, keys, values, start, asked, shown)
-        return _where(whole, out), None
+        out = _on_mesh(mesh, run)(query, keys, values, start, query_ids, key_ids)
+        return _where(fits, out), None
 
     return attend
 
 
 def starts(segment: Array) -> Array:
     """[..., Q]: the place where the segment of each place begins."""
-    before = jnp.pad(segment[..., :-1], [(0, 0)] * (segment.ndim - 1) + [(1, 0)])
+    previous = jnp.pad(segment[..., :-1], [(0, 0)] * (segment.ndim - 1) + [(1, 0)])
     place = jnp.arange(segment.shape[-1], dtype=jnp.int32)
-    first = (segment != before) | (place == 0)
+    first = (segment != previous) | (place == 0)
     return jax.lax.cummax(jnp.where(first, place, 0), axis=segment.ndim - 1)
 
 
@@ -137,11 +139,11 @@ class Sees(NamedTuple):
 
     def __call__(self, query: Array, column: Array) -> Array:
         start, place = (query >> 16) + LONGEST // 2, query & 0xFFFF
-        at = column - self.prefix  # below 0 in the prompt, counted from its end
-        seen = (at <= place) & (jnp.where(at < 0, start, at) >= start)
+        offset = column - self.prefix  # below 0 in the prompt, counted from its end
+        visible = (offset <= place) & (jnp.where(offset < 0, start, offset) >= start)
         if self.window is not None:
-            seen = seen & (place - at - jnp.where(at < 0, start, 0) < self.window)
-        return seen
+            visible = visible & (place - offset - jnp.where(offset < 0, start, 0) < self.window)
+        return visible
 
 
 class Reach(splash_attention.Mask):
@@ -161,9 +163,9 @@ class Reach(splash_attention.Mask):
     def shape(self) -> tuple[int, ...]:
         return self.sizes
 
-    def __getitem__(self, at: tuple[slice, slice]) -> np.ndarray:
+    def __getitem__(self, block: tuple[slice, slice]) -> np.ndarray:
         (first, last), (begins, ends) = (
-            one.indices(size)[:2] for one, size in zip(at, self.sizes, strict=True)
+            span.indices(size)[:2] for span, size in zip(block, self.sizes, strict=True)
         )
         sees, shape = self.mask_function, (last - first, ends - begins)
         begins, ends = begins - sees.prefix, ends - 1 - sees.prefix  # as places in the row
@@ -190,15 +192,19 @@ def _on_mesh(mesh: Mesh | None, run: Callable[..., Array]) -> Callable[..., Arra
         return run
     heads, ids = ("bins", "rows", None, "heads", None), ("bins", "rows", None)
 
-    def on_devices(*given: Array) -> Array:
+    def on_devices(*arrays: Array) -> Array:
         specs = (
             sharding.in_part(mesh, sharding.spec(axes), leaf.shape)
-            for axes, leaf in zip((heads,) * 3 + (ids,) * 3, given, strict=True)
+            for axes, leaf in zip((heads,) * 3 + (ids,) * 3, arrays, strict=True)
         )
-        first, *rest = specs
+        query_spec, *other_specs = specs
         return jax.shard_map(
-            run, mesh=mesh, in_specs=(first, *rest), out_specs=first, check_vma=False
-        )(*given)
+            run,
+            mesh=mesh,
+            in_specs=(query_spec, *other_specs),
+            out_specs=query_spec,
+            check_vma=False,
+        )(*arrays)
 
     return on_devices
 
@@ -208,8 +214,8 @@ def _over_batch(
     key: Array,
     value: Array,
     start: Array,
-    asked: Array,
-    shown: Array,
+    query_ids: Array,
+    key_ids: Array,
     *,
     kind: LayerKind,
     prefix: int,
@@ -219,30 +225,30 @@ def _over_batch(
 
     Args:
       start: [*B, Q], the place where the sample of each query begins.
-      asked, shown: [*B, Q] and [*B, N], ids of queries and keys that must be equal.
+      query_ids, key_ids: [*B, Q] and [*B, N], ids of queries and keys that must be equal.
       prefix: columns of the prompt among the N.
     """
     *batch, width, heads, _ = query.shape
     size, columns = _in_blocks(width), _in_blocks(key.shape[-3])
     place = jnp.arange(size, dtype=jnp.int32)
-    apart = kind._replace(rope=None)  # layers that differ in it alone share a kernel
-    kernel = _kernel(size, columns, heads, prefix, apart, interpret)
+    kernel_kind = kind._replace(rope=None)  # layers that differ in it alone share a kernel
+    kernel = _kernel(size, columns, heads, prefix, kernel_kind, interpret)
     # Places after the last query see themselves.
     number = (padded(start, size, -1) - LONGEST // 2 << 16) | place
     ids = splash_attention.SegmentIds(
-        *(padded(leaf, to, -1) for leaf, to in ((asked, size), (shown, columns)))
+        *(padded(leaf, length, -1) for leaf, length in ((query_ids, size), (key_ids, columns)))
     )
-    given = [
-        jnp.moveaxis(padded(leaf, to, -3), -3, -2)
-        for leaf, to in ((query, size), (key, columns), (value, columns))
+    inputs = [
+        jnp.moveaxis(padded(leaf, length, -3), -3, -2)
+        for leaf, length in ((query, size), (key, columns), (value, columns))
     ]
 
-    def one(number: Array, ids: splash_attention.SegmentIds, *given: Array) -> Any:
-        return _with_numbers(kernel, number)(*given, ids)
+    def attend(number: Array, ids: splash_attention.SegmentIds, *inputs: Array) -> Any:
+        return _with_numbers(kernel, number)(*inputs, ids)
 
     for _ in batch:
-        one = jax.vmap(one)
-    return jnp.moveaxis(one(number, ids, *given), -3, -2)[..., :width, :, :]
+        attend = jax.vmap(attend)
+    return jnp.moveaxis(attend(number, ids, *inputs), -3, -2)[..., :width, :, :]
 
 
 @functools.lru_cache(maxsize=64)
@@ -250,14 +256,16 @@ def _kernel(
     size: int, columns: int, heads: int, prefix: int, kind: LayerKind, interpret: bool
 ) -> splash_attention_kernel.SplashAttentionKernel:
     """The kernel without the numbers of its queries."""
-    asked, shown = (next(one for one in BLOCKS if sizes % one == 0) for sizes in (size, columns))
+    query_block, key_block = (
+        next(block for block in BLOCKS if length % block == 0) for length in (size, columns)
+    )
     blocks = splash_attention.BlockSizes(
-        block_q=asked,
-        block_kv=shown,
-        block_q_dkv=asked,
-        block_kv_dkv=shown,
-        block_q_dq=asked,
-        block_kv_dq=shown,
+        block_q=query_block,
+        block_kv=key_block,
+        block_q_dkv=query_block,
+        block_kv_dkv=key_block,
+        block_q_dq=query_block,
+        block_kv_dq=key_block,
     )
     mask = Reach((size, columns), Sees(prefix, kind.window))
     # Its tables are made of NumPy arrays: here, and not as a part of what is being traced.
@@ -280,14 +288,14 @@ def _with_numbers(
     return type(kernel)(*(table._replace(q_sequence=number) for table in tables), **kernel.kwargs)
 
 
-def _ending(prompt: Array, length: Array, size: int) -> Array:
+def _right_aligned(prompt: Array, length: Array, size: int) -> Array:
     """Prompts [D, R, S, ...] in `size` places, so that what is real of them is at the end."""
 
-    def one(prompt: Array, length: Array) -> Array:
+    def shift(prompt: Array, length: Array) -> Array:
         wide = jnp.pad(prompt, [(size, 0), (0, 0), (0, 0)])
         return jax.lax.dynamic_slice_in_dim(wide, length, size)
 
-    return jax.vmap(jax.vmap(one))(prompt, length)
+    return jax.vmap(jax.vmap(shift))(prompt, length)
 
 
 def _in_blocks(size: int) -> int:
@@ -295,6 +303,6 @@ def _in_blocks(size: int) -> int:
     return -(-size // BLOCKS[-1]) * BLOCKS[-1]
 
 
-def _where(whole: Array, out: Array) -> Array:
+def _where(fits: Array, out: Array) -> Array:
     """NaN in the rows that are not as the kernel needs them."""
-    return jnp.where(whole[..., None, None], out, jnp.nan)
+    return jnp.where(fits[..., None, None], out, jnp.nan)

@@ -28,7 +28,7 @@ FAMILIES: dict[str, Family] = {
 """model_type of config.json -> the family, built in or registered."""
 _BUILT_IN = frozenset(FAMILIES)
 
-OF_THE_RUN = ("source", "dtype", "float32_head", "without_text")
+RUN_FIELDS = ("source", "dtype", "float32_head", "without_text")
 """Fields of a ModelConfig that a run or a tokenizer decides; the others must be those of its
 config.json."""
 
@@ -45,15 +45,15 @@ def register(family: Family) -> None:
         raise InputError(
             f"register: a {type(family).__name__}, expected a jaxgrpo.models.hf.families.Family"
         )
-    there = FAMILIES.get(family.model_type)
-    if family.model_type in _BUILT_IN and there is not family:
+    registered = FAMILIES.get(family.model_type)
+    if family.model_type in _BUILT_IN and registered is not family:
         raise InputError(
             f'the family "{family.model_type}" is built in and cannot be replaced: give your own '
             "another model_type, in config.json too"
         )
-    if there is not None and _home(there) != _home(family):
+    if registered is not None and _home(registered) != _home(family):
         raise InputError(
-            f'the family "{family.model_type}" is that of {_home(there)} already, not of '
+            f'the family "{family.model_type}" is that of {_home(registered)} already, not of '
             f"{_home(family)}: give one of them another model_type, in config.json too"
         )
     FAMILIES[family.model_type] = family
@@ -65,7 +65,7 @@ def _home(family: Family) -> str:
     return f"{getattr(read, '__module__', '')}.{getattr(read, '__qualname__', repr(read))}"
 
 
-def family_of(model_type: Any, source: str = "") -> Family:
+def find_family(model_type: Any, source: str = "") -> Family:
     """Raises: InputError with the nearest names for a family that is not built."""
     family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
     if family is None:
@@ -77,7 +77,7 @@ def family_of(model_type: Any, source: str = "") -> Family:
 
 
 def model_config(
-    given: Mapping[str, Any],
+    config_json: Mapping[str, Any],
     source: str,
     family: Family | None = None,
     ignored: Collection[str] = (),
@@ -91,29 +91,29 @@ def model_config(
 
     Raises: InputError naming every field that is missing or asks for what is not built.
     """
-    family = family or family_of(given.get("model_type"), source)
-    if given.get("model_type") != family.model_type:
+    family = family or find_family(config_json.get("model_type"), source)
+    if config_json.get("model_type") != family.model_type:
         raise InputError(
-            f"{source}: model_type = {given.get('model_type')!r}, but the family given is "
+            f"{source}: model_type = {config_json.get('model_type')!r}, but the family given is "
             f'"{family.model_type}": take the folder or the family that fits the other'
         )
-    fields = Fields(given, ignored=ignored)
+    fields = Fields(config_json, ignored=ignored)
     architectures = fields.take("architectures", "texts", [family.architecture])
     if architectures != [family.architecture]:
         fields.refuse("architectures", f"only {family.architecture} is built")
-    read = family.read(fields)
+    model_fields = family.read(fields)
     fields.refuse_unread(family.harmless)
     refuse_all(f"{source} is not a {family.model_type} that can be built:", fields.problems)
-    own = {"source": json.dumps(dict(given)), "ignored": tuple(ignored)}
+    origin = {"source": json.dumps(dict(config_json)), "ignored": tuple(ignored)}
     fused = tuple(family.fused.values())
-    return ModelConfig(family=family.model_type, fused=fused, **own, **read)
+    return ModelConfig(family=family.model_type, fused=fused, **origin, **model_fields)
 
 
 def unread(config: ModelConfig) -> str:
     """What config.json has and is not read though it looks as if it acts; empty: nothing."""
-    given = json.loads(config.source or "{}")
+    config_json = json.loads(config.source or "{}")
     words = [f"{name} of config.json is not read (model.ignore)" for name in config.ignored]
-    if any("attn_factor" in table for table in rope.tables(given).values()):
+    if any("attn_factor" in table for table in rope.tables(config_json).values()):
         words.append("attn_factor of its rope is not read, as by transformers")
     return "; ".join(words)
 
@@ -127,21 +127,21 @@ def config_fields(config: ModelConfig, dtype: str, family: Family | None = None)
 
     Raises: InputError naming every field of the config that the family's config.json cannot say.
     """
-    family = family or family_of(config.family, "ModelConfig.family")
-    given = json.loads(config.source) if config.source else plain_fields(config)
-    names = [name for name in ("dtype", "torch_dtype") if given.get(name) is not None]
+    family = family or find_family(config.family, "ModelConfig.family")
+    config_json = json.loads(config.source) if config.source else plain_fields(config)
+    names = [name for name in ("dtype", "torch_dtype") if config_json.get(name) is not None]
     if names or dtype != "float32":  # which a config.json without it means
-        given |= dict.fromkeys(names or ["dtype"], dtype)
-    given |= rope.older_fields(given)
-    again = model_config(given, "the model's config.json", family, config.ignored)
-    names = [field.name for field in dataclasses.fields(config) if field.name not in OF_THE_RUN]
-    odd = [name for name in names if getattr(config, name) != getattr(again, name)]
+        config_json |= dict.fromkeys(names or ["dtype"], dtype)
+    config_json |= rope.older_fields(config_json)
+    reread = model_config(config_json, "the model's config.json", family, config.ignored)
+    names = [field.name for field in dataclasses.fields(config) if field.name not in RUN_FIELDS]
+    odd = [name for name in names if getattr(config, name) != getattr(reread, name)]
     problems = [
-        f"{name} = {getattr(config, name)!r}: its config.json says {getattr(again, name)!r}"
+        f"{name} = {getattr(config, name)!r}: its config.json says {getattr(reread, name)!r}"
         for name in odd
     ]
     refuse_all(f"this model cannot be saved as a {family.model_type}:", problems)
-    return given
+    return config_json
 
 
 def plain_fields(config: ModelConfig) -> dict[str, Any]:
@@ -150,7 +150,7 @@ def plain_fields(config: ModelConfig) -> dict[str, Any]:
     activations = {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh"}
     return {
         "model_type": config.family,
-        "architectures": [family_of(config.family, "ModelConfig.family").architecture],
+        "architectures": [find_family(config.family, "ModelConfig.family").architecture],
         "dtype": config.dtype,
         "vocab_size": config.vocab_size,
         "pad_token_id": config.pad_token,

@@ -85,14 +85,14 @@ def sizes(
     # Ones stand in for what is missing, which is a problem already, so that the rest is read too.
     num_heads = fields.take("num_attention_heads", "size") or 1
     hidden = fields.take("hidden_size", "size") or 1
-    if head_dim is None or "head_dim" in fields.given:
+    if head_dim is None or "head_dim" in fields.content:
         head_dim = fields.take("head_dim", "size", max(1, hidden // num_heads))
-    if not as_many_kv and "num_key_value_heads" not in fields.given:
+    if not as_many_kv and "num_key_value_heads" not in fields.content:
         fields.problems.append("num_key_value_heads: missing")
     num_kv_heads = fields.take("num_key_value_heads", "size", num_heads)
     if num_heads % num_kv_heads:
         fields.refuse("num_key_value_heads", f"expected a divisor of {num_heads} heads")
-    name = "dtype" if fields.given.get("dtype") is not None else "torch_dtype"
+    name = "dtype" if fields.content.get("dtype") is not None else "torch_dtype"
     vocab = fields.take("vocab_size", "size")
     return {
         "vocab_size": vocab,
@@ -105,16 +105,16 @@ def sizes(
         "head_dim": head_dim,
         "rms_norm_eps": fields.take("rms_norm_eps", "positive", eps),
         "tie_embeddings": fields.take("tie_word_embeddings", "flag", tied),
-        "activation": fields.one_of(activation, ACTIVATIONS, default),
+        "activation": fields.choice(activation, ACTIVATIONS, default),
         "max_positions": fields.take("max_position_embeddings", "size", positions),
-        "dtype": fields.one_of(name, DTYPES, "float32"),
+        "dtype": fields.choice(name, DTYPES, "float32"),
         "query_key_norm": "none",
     }
 
 
-def _pad_token(given: int | None, vocab: int) -> int | None:
+def _pad_token(token_id: int | None, vocab: int) -> int | None:
     """The row that nn.Embedding takes for padding: a negative one is counted from the end."""
-    token = given if given is None or given >= 0 else given + vocab
+    token = token_id if token_id is None or token_id >= 0 else token_id + vocab
     return token if token is not None and 0 <= token < vocab else None
 
 
@@ -149,12 +149,12 @@ def layered(
     """
     kinds = layer_types(fields, count, default, window)
     limits = [turns[kind].limit for kind in set(kinds)]
-    of_type = {
+    layer_kinds = {
         FULL: LayerKind(None, turns[FULL].rope, soft_cap),
         SLIDING: LayerKind(window, turns[SLIDING].rope, soft_cap),
     }
     return {
-        "pattern": pattern_of([of_type[kind] for kind in kinds]),
+        "pattern": shortest_pattern([layer_kinds[kind] for kind in kinds]),
         "position_limit": min((limit for limit in limits if limit), default=None),
     }
 
@@ -164,25 +164,25 @@ def layer_types(
 ) -> list[str]:
     """The type of each layer, FULL or SLIDING."""
     kinds = fields.take("layer_types", "texts", [default(i) for i in range(count)])
-    known = (FULL,) if window is None else (FULL, SLIDING)
-    if len(kinds) != count or not set(kinds) <= set(known):
+    allowed = (FULL,) if window is None else (FULL, SLIDING)
+    if len(kinds) != count or not set(kinds) <= set(allowed):
         without = " (no sliding_window, or use_sliding_window is off)" if window is None else ""
         fields.refuse(
             "layer_types",
-            f"expected {' and '.join(known)}{without}, num_hidden_layers = {count} of them",
+            f"expected {' and '.join(allowed)}{without}, num_hidden_layers = {count} of them",
         )
         return [FULL] * count
     return kinds
 
 
-def pattern_of(kinds: Sequence[LayerKind]) -> tuple[LayerKind, ...]:
+def shortest_pattern(kinds: Sequence[LayerKind]) -> tuple[LayerKind, ...]:
     """The shortest sequence that repeats to the kinds of all layers, the last time perhaps in part.
 
-    >>> local, whole = LayerKind(window=4), LayerKind()
-    >>> len(pattern_of([local, local, whole, local, local, whole, local]))
+    >>> local, full = LayerKind(window=4), LayerKind()
+    >>> len(shortest_pattern([local, local, full, local, local, full, local]))
     3
     """
     for length in range(1, len(kinds) + 1):
         if all(kind == kinds[i % length] for i, kind in enumerate(kinds)):
             return tuple(kinds[:length])
-    raise ValueError("pattern_of: no layers")
+    raise ValueError("shortest_pattern: no layers")

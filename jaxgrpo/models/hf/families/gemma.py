@@ -21,23 +21,23 @@ _HARMLESS = ("hidden_act",)  # hidden_activation is what counts
 def _gemma(fields: Fields, positions: int) -> dict[str, Any]:
     """Norms of (1 + weight) before and after each branch, and scaled embeddings."""
     activation = "hidden_activation"
-    given = sizes(
+    config = sizes(
         fields, head_dim=256, tied=True, positions=positions, activation=activation, pad=0
     )
     return {
-        **given,
+        **config,
         **attention_bias(fields),
         "norm_offset": 1.0,
         "norms": "both",
-        "embedding_scale": given["hidden_size"] ** 0.5,
+        "embedding_scale": config["hidden_size"] ** 0.5,
         "query_scale": fields.take("query_pre_attn_scalar", "positive", 256) ** -0.5,
     }
 
 
 def _gemma2(fields: Fields) -> dict[str, Any]:
     """Every second layer has a window; scores and logits are soft-capped."""
-    given = _gemma(fields, positions=8192)
-    turn = rope.of_model(fields, given["head_dim"], given["max_positions"])
+    config = _gemma(fields, positions=8192)
+    turn = rope.read_turn(fields, config["head_dim"], config["max_positions"])
     window = fields.nullable("sliding_window", "size", WINDOW)
     cap = fields.nullable("attn_logit_softcapping", "positive", 50.0)
 
@@ -46,8 +46,8 @@ def _gemma2(fields: Fields) -> dict[str, Any]:
 
     turns = {FULL: turn, SLIDING: turn}
     return {
-        **given,
-        **layered(fields, given["num_layers"], turns, default, window, cap),
+        **config,
+        **layered(fields, config["num_layers"], turns, default, window, cap),
         "logit_soft_cap": fields.nullable("final_logit_softcapping", "positive", 30.0),
     }
 
@@ -63,20 +63,20 @@ GEMMA2 = Family(
 
 def _gemma3(fields: Fields) -> dict[str, Any]:
     """Five layers with a window and a theta of their own, then one without; normed heads."""
-    given = _gemma(fields, positions=131_072)
+    config = _gemma(fields, positions=131_072)
     thetas = {FULL: 1e6, SLIDING: 1e4}
-    turns = rope.of_layer_types(
-        fields, given["head_dim"], given["max_positions"], thetas, rope.LOCAL_THETA
+    turns = rope.read_turns_by_type(
+        fields, config["head_dim"], config["max_positions"], thetas, rope.LOCAL_THETA
     )
     window = fields.nullable("sliding_window", "size", WINDOW)
-    every = fields.take("sliding_window_pattern", "size", 6)
+    period = fields.take("sliding_window_pattern", "size", 6)
 
     def default(i: int) -> str:
-        return SLIDING if (i + 1) % every and window is not None else FULL
+        return SLIDING if (i + 1) % period and window is not None else FULL
 
     return {
-        **given,
-        **layered(fields, given["num_layers"], turns, default, window),
+        **config,
+        **layered(fields, config["num_layers"], turns, default, window),
         "query_key_norm": "head",
         "logit_soft_cap": fields.nullable("final_logit_softcapping", "positive", None),
     }

@@ -10,7 +10,7 @@ from jaxgrpo.models.hf.families.base import (
     Family,
     attention_bias,
     layer_types,
-    pattern_of,
+    shortest_pattern,
     sizes,
     uniform,
 )
@@ -19,9 +19,9 @@ from jaxgrpo.models.hf.rope import FULL, SLIDING
 
 
 def _llama(fields: Fields) -> dict[str, Any]:
-    given = {**sizes(fields, positions=2048, as_many_kv=True), **attention_bias(fields)}
-    turn = rope.of_model(fields, given["head_dim"], given["max_positions"])
-    return {**given, "feed_forward_bias": fields.take("mlp_bias", "flag", False), **uniform(turn)}
+    config = {**sizes(fields, positions=2048, as_many_kv=True), **attention_bias(fields)}
+    turn = rope.read_turn(fields, config["head_dim"], config["max_positions"])
+    return {**config, "feed_forward_bias": fields.take("mlp_bias", "flag", False), **uniform(turn)}
 
 
 LLAMA = Family(
@@ -48,10 +48,10 @@ GRANITE = Family("granite", "GraniteForCausalLM", _granite)
 
 def _seed_oss(fields: Fields) -> dict[str, Any]:
     """Llama with heads of 128, and biases of queries, keys and values only."""
-    given = sizes(fields, head_dim=128, positions=524_288, pad=1)
-    turn = rope.of_model(fields, given["head_dim"], given["max_positions"])
+    config = sizes(fields, head_dim=128, positions=524_288, pad=1)
+    turn = rope.read_turn(fields, config["head_dim"], config["max_positions"])
     return {
-        **given,
+        **config,
         "attention_bias": fields.take("attention_bias", "flag", True),
         "attention_out_bias": fields.take("attention_out_bias", "flag", False),
         "feed_forward_bias": fields.take("mlp_bias", "flag", False),
@@ -64,11 +64,11 @@ SEED_OSS = Family("seed_oss", "SeedOssForCausalLM", _seed_oss)
 
 def _smollm3(fields: Fields) -> dict[str, Any]:
     """Llama whose every fourth layer knows no positions; these may have a window."""
-    given = {**sizes(fields, tied=True, pad=128_004), **attention_bias(fields)}
-    turn = rope.of_model(fields, given["head_dim"], given["max_positions"], theta=2e6)
-    count = given["num_layers"]
-    every = fields.take("no_rope_layer_interval", "size", 4)
-    turned = [int((i + 1) % every != 0) for i in range(count)]
+    config = {**sizes(fields, tied=True, pad=128_004), **attention_bias(fields)}
+    turn = rope.read_turn(fields, config["head_dim"], config["max_positions"], theta=2e6)
+    count = config["num_layers"]
+    interval = fields.take("no_rope_layer_interval", "size", 4)
+    turned = [int((i + 1) % interval != 0) for i in range(count)]
     turned = fields.take("no_rope_layers", "flags", turned)
     if len(turned) != count:
         fields.refuse(
@@ -87,9 +87,9 @@ def _smollm3(fields: Fields) -> dict[str, Any]:
         for kind, turns in zip(types, turned, strict=True)
     ]
     return {
-        **given,
+        **config,
         "feed_forward_bias": fields.take("mlp_bias", "flag", False),
-        "pattern": pattern_of(kinds),
+        "pattern": shortest_pattern(kinds),
         "position_limit": turn.limit,
     }
 

@@ -14,9 +14,9 @@ WINDOW = 4096  # what transformers assumes without sliding_window
 
 def _mistral(fields: Fields) -> dict[str, Any]:
     """Every layer has the window, if there is one."""
-    given = sizes(fields, positions=131_072)
-    turn = rope.of_model(fields, given["head_dim"], given["max_positions"])
-    return {**given, **uniform(turn, fields.nullable("sliding_window", "size", WINDOW))}
+    config = sizes(fields, positions=131_072)
+    turn = rope.read_turn(fields, config["head_dim"], config["max_positions"])
+    return {**config, **uniform(turn, fields.nullable("sliding_window", "size", WINDOW))}
 
 
 MISTRAL = Family("mistral", "MistralForCausalLM", _mistral)
@@ -24,12 +24,12 @@ MISTRAL = Family("mistral", "MistralForCausalLM", _mistral)
 
 def _ministral(fields: Fields) -> dict[str, Any]:
     """Layers with and without a window, as `layer_types` says."""
-    given = sizes(fields, positions=131_072)
-    turn = rope.of_model(fields, given["head_dim"], given["max_positions"])
+    config = sizes(fields, positions=131_072)
+    turn = rope.read_turn(fields, config["head_dim"], config["max_positions"])
     window = fields.nullable("sliding_window", "size", WINDOW)
     kind = FULL if window is None else SLIDING
     turns = {FULL: turn, SLIDING: turn}
-    return {**given, **layered(fields, given["num_layers"], turns, lambda _: kind, window)}
+    return {**config, **layered(fields, config["num_layers"], turns, lambda _: kind, window)}
 
 
 MINISTRAL = Family("ministral", "MinistralForCausalLM", _ministral)
@@ -37,12 +37,12 @@ MINISTRAL = Family("ministral", "MinistralForCausalLM", _ministral)
 
 def _phi3(fields: Fields) -> dict[str, Any]:
     """Mistral that may turn a share of each head."""
-    given = sizes(fields, eps=1e-5, positions=4096, as_many_kv=True, pad=32_000)
+    config = sizes(fields, eps=1e-5, positions=4096, as_many_kv=True, pad=32_000)
     # Of the two original lengths transformers takes the one beside rope_parameters, or 4096.
-    turn = rope.of_model(
-        fields, given["head_dim"], given["max_positions"], partial=True, original=4096
+    turn = rope.read_turn(
+        fields, config["head_dim"], config["max_positions"], partial=True, original=4096
     )
-    return {**given, **uniform(turn, fields.nullable("sliding_window", "size", None))}
+    return {**config, **uniform(turn, fields.nullable("sliding_window", "size", None))}
 
 
 PHI3 = Family(

@@ -33,8 +33,9 @@ def _olmo(fields: Fields) -> dict[str, Any]:
 
 
 def _olmo2(fields: Fields) -> dict[str, Any]:
-    given = _olmo(fields)
-    return {**given, **uniform(rope.of_model(fields, given["head_dim"], given["max_positions"]))}
+    config = _olmo(fields)
+    turn = rope.read_turn(fields, config["head_dim"], config["max_positions"])
+    return {**config, **uniform(turn)}
 
 
 OLMO2 = Family("olmo2", "Olmo2ForCausalLM", _olmo2, modules=_MODULES)
@@ -42,15 +43,15 @@ OLMO2 = Family("olmo2", "Olmo2ForCausalLM", _olmo2, modules=_MODULES)
 
 def _olmo3(fields: Fields) -> dict[str, Any]:
     """Three layers with a window, then one without, which alone has scaled positions."""
-    given = _olmo(fields)
+    config = _olmo(fields)
     thetas = dict.fromkeys((FULL, SLIDING), 5e5)
-    turns = rope.of_layer_types(fields, given["head_dim"], given["max_positions"], thetas)
+    turns = rope.read_turns_by_type(fields, config["head_dim"], config["max_positions"], thetas)
     window = fields.nullable("sliding_window", "size", 4096)
 
     def default(i: int) -> str:
         return SLIDING if (i + 1) % 4 and window is not None else FULL
 
-    return {**given, **layered(fields, given["num_layers"], turns, default, window)}
+    return {**config, **layered(fields, config["num_layers"], turns, default, window)}
 
 
 OLMO3 = Family("olmo3", "Olmo3ForCausalLM", _olmo3, modules=_MODULES)

@@ -12,18 +12,18 @@ from jaxgrpo.models.hf.rope import FULL, SLIDING
 
 def _qwen(fields: Fields, head_dim: int | None) -> dict[str, Any]:
     """The layers from max_window_layers on have the window, if it is used."""
-    given = sizes(fields, head_dim=head_dim)
-    turn = rope.of_model(fields, given["head_dim"], given["max_positions"])
-    used = fields.take("use_sliding_window", "flag", False)
+    config = sizes(fields, head_dim=head_dim)
+    turn = rope.read_turn(fields, config["head_dim"], config["max_positions"])
+    uses_window = fields.take("use_sliding_window", "flag", False)
     window = fields.nullable("sliding_window", "size", 4096)
-    window = window if used else None
+    window = window if uses_window else None
     first = fields.take("max_window_layers", "count", 28)
 
     def default(i: int) -> str:
         return SLIDING if window is not None and i >= first else FULL
 
     turns = {FULL: turn, SLIDING: turn}
-    return {**given, **layered(fields, given["num_layers"], turns, default, window)}
+    return {**config, **layered(fields, config["num_layers"], turns, default, window)}
 
 
 def _qwen2(fields: Fields) -> dict[str, Any]:
