@@ -66,9 +66,9 @@ class Range(NamedTuple):
 
 def key(default: Any = dataclasses.MISSING, **limits: Any) -> Any:
     """A key with its default (none: the key must be given) and its range."""
-    computed = isinstance(default, dict)  # a fresh one for every config
-    given: Any = {"default_factory": default.copy} if computed else {"default": default}
-    return dataclasses.field(**given, metadata={"range": Range(**limits)})
+    is_table = isinstance(default, dict)  # a fresh one for every config
+    arguments: Any = {"default_factory": default.copy} if is_table else {"default": default}
+    return dataclasses.field(**arguments, metadata={"range": Range(**limits)})
 
 
 Part = dict[str, Any]
@@ -344,8 +344,8 @@ class Config:
     def measures_kl_to_base(self) -> bool:
         """Whether evaluations measure the KL to the base: by default if model.path alone says what
         the base is, and there is something to evaluate on."""
-        asked = self.eval.kl_to_base
-        return bool(self.eval.data) and (not self.model.config if asked is None else asked)
+        setting = self.eval.kl_to_base
+        return bool(self.eval.data) and (not self.model.config if setting is None else setting)
 
     @property
     def own_files(self) -> tuple[Path, ...]:
