@@ -18,7 +18,7 @@ Texts = Sequence[Sequence[str]]
 
 def completion_keys(tokens: np.ndarray, mask: np.ndarray) -> list[list[bytes]]:
     """[N][n], equal where two completions have the same tokens, [N, n, T]."""
-    return [[one.tobytes() for one in row] for row in np.where(mask, tokens, -1)]
+    return [[sample.tobytes() for sample in row] for row in np.where(mask, tokens, -1)]
 
 
 def distinct(values: Sequence[Sequence[Hashable]]) -> float:
@@ -90,15 +90,15 @@ def stated_metrics(texts: Texts, success: np.ndarray, scored: np.ndarray) -> dic
 
     Shapes: texts [N][n], success and scored [N, n].
     """
-    stated = [stated_confidence(text) for row in texts for text in row]
-    known = np.array([value is not None for value in stated])
-    if not known.any():
+    stated_values = [stated_confidence(text) for row in texts for text in row]
+    has_confidence = np.array([value is not None for value in stated_values])
+    if not has_confidence.any():
         return {}
-    confidence = np.array([value or 0.0 for value in stated], np.float32)
-    judged = known & scored.ravel()
-    given = jnp.asarray(confidence), jnp.asarray(success.ravel()), jnp.asarray(judged)
+    confidence = np.array([value or 0.0 for value in stated_values], np.float32)
+    mask = has_confidence & scored.ravel()
+    arrays = jnp.asarray(confidence), jnp.asarray(success.ravel()), jnp.asarray(mask)
     return {
-        "confidence/stated": float(known.mean()),
-        "confidence/mean": float(confidence[known].mean()),
-        **{measure.__name__: float(measure(*given)) for measure in (brier, ece, auroc)},
+        "confidence/stated": float(has_confidence.mean()),
+        "confidence/mean": float(confidence[has_confidence].mean()),
+        **{measure.__name__: float(measure(*arrays)) for measure in (brier, ece, auroc)},
     }

@@ -151,8 +151,8 @@ def _reach(mean: float, limit: float) -> float:
     return low
 
 
-def _divergence(mean: float, other: float) -> float:
-    """KL of two coins, in nats; `other` lies between `mean` and 1."""
-    won = mean * np.log(mean / other) if mean > 0 else 0.0
-    lost = (1 - mean) * np.log((1 - mean) / (1 - other)) if mean < 1 else 0.0
-    return float(won + lost)
+def _divergence(mean: float, upper: float) -> float:
+    """KL of two coins, in nats; `upper` lies between `mean` and 1."""
+    success_term = mean * np.log(mean / upper) if mean > 0 else 0.0
+    failure_term = (1 - mean) * np.log((1 - mean) / (1 - upper)) if mean < 1 else 0.0
+    return float(success_term + failure_term)

@@ -51,20 +51,20 @@ def vote(
     """
     weight = np.ones(success.shape) if weight is None else weight
     shares = np.zeros(len(answers))
-    for place, given in enumerate(answers):
-        weigh: list[float] = weight[place].tolist()
-        begins = range(0, len(given) - k + 1, k)
+    for place, row in enumerate(answers):
+        weights: list[float] = weight[place].tolist()
+        begins = range(0, len(row) - k + 1, k)
         for begin in begins:
-            voters = [i for i in range(begin, begin + k) if given[i] is not None]
+            voters = [i for i in range(begin, begin + k) if row[i] is not None]
             if not voters:
                 continue
-            least = np.quantile([weigh[i] for i in voters], 1 - kept) if kept < 1 else 0.0
-            voters = [i for i in voters if weigh[i] >= least]
-            totals = dict.fromkeys((given[i] for i in voters), 0.0)
+            threshold = np.quantile([weights[i] for i in voters], 1 - kept) if kept < 1 else 0.0
+            voters = [i for i in voters if weights[i] >= threshold]
+            totals = dict.fromkeys((row[i] for i in voters), 0.0)
             for i in voters:
-                totals[given[i]] += weigh[i]
+                totals[row[i]] += weights[i]
             answer = max(totals, key=lambda answer: totals[answer])  # the first of equal ones
-            first = next(i for i in voters if given[i] == answer)
+            first = next(i for i in voters if row[i] == answer)
             shares[place] += success[place, first] / len(begins)
     return shares
 
@@ -73,8 +73,10 @@ def confidences(
     token_confidence: np.ndarray, mask: np.ndarray, window: int
 ) -> dict[str, np.ndarray]:
     """name -> [N, n], the summaries of `trace_confidence` for confidences of tokens [N, n, T]."""
-    flat, own = (jnp.asarray(x.reshape(-1, x.shape[-1])) for x in (token_confidence, mask))
-    summaries = trace_confidence(flat, own, window)._asdict()
+    flat_confidence, flat_mask = (
+        jnp.asarray(x.reshape(-1, x.shape[-1])) for x in (token_confidence, mask)
+    )
+    summaries = trace_confidence(flat_confidence, flat_mask, window)._asdict()
     return {name: np.asarray(value).reshape(mask.shape[:2]) for name, value in summaries.items()}
 
 
@@ -89,20 +91,20 @@ def votes(
 
     Returns: per prompt, what `vote` of so many samples gives, [N] each.
     """
-    found = {f"maj@{k}": vote(answers, success, k) for k in sizes}
+    shares = {f"maj@{k}": vote(answers, success, k) for k in sizes}
     for k in sizes:
         for name, weight in traces.items():
-            found[f"deepconf@{k}/{name}"] = vote(answers, success, k, weight, kept)
-    return found
+            shares[f"deepconf@{k}/{name}"] = vote(answers, success, k, weight, kept)
+    return shares
 
 
 def confidence_metrics(
     success: np.ndarray, scored: np.ndarray, traces: Mapping[str, np.ndarray]
 ) -> dict[str, float]:
     """deepconf/NAME/auroc: how well each summary tells right completions from wrong ones."""
-    right, known = jnp.asarray(success.ravel()), jnp.asarray(scored.ravel())
+    right, mask = jnp.asarray(success.ravel()), jnp.asarray(scored.ravel())
     return {
-        f"deepconf/{name}/auroc": float(auroc(jnp.asarray(value.ravel()), right, known))
+        f"deepconf/{name}/auroc": float(auroc(jnp.asarray(value.ravel()), right, mask))
         for name, value in traces.items()
     }
 
