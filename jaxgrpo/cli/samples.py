@@ -98,7 +98,7 @@ def _rows(folder: Place, step: int | None) -> list[dict[str, Any]]:
             "writes some"
         )
     if step is not None and step not in steps:
-        near = sorted(sorted(steps, key=lambda one: abs(one - step))[:NEAREST])
+        near = sorted(sorted(steps, key=lambda candidate: abs(candidate - step))[:NEAREST])
         raise InputError(
             f"--step {step}: {folder} has no samples of it; the nearest steps that have some are "
             f"{', '.join(map(str, near))}, the last is {steps[-1]}"
