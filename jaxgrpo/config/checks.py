@@ -17,8 +17,8 @@ from typing import Any
 
 from jaxgrpo import advantages, losses, rewards
 from jaxgrpo.config import keys, methods
-from jaxgrpo.config.keys import Part, RewardKeys, options_of
-from jaxgrpo.config.own_code import file_of, installed, is_reference
+from jaxgrpo.config.keys import Part, RewardKeys, part_options
+from jaxgrpo.config.own_code import installed, is_reference, named_file
 from jaxgrpo.config.reading import TRL, Values, show
 from jaxgrpo.core.errors import InputError, pattern_problem, suggest
 from jaxgrpo.core.types import RolloutSpec
@@ -82,7 +82,7 @@ def _build_parts(values: Values, parts: BuiltParts) -> Iterator[str]:
     """
     for where, part, build in _parts(values):
         name = part["use"]
-        file = file_of(name)
+        file = named_file(name)
         if file is not None and not os.path.isfile(file):
             yield f"{where}: there is no file {file}, named by {name!r}"
         if is_reference(name):
@@ -99,7 +99,7 @@ def _parts(values: Values) -> Iterator[tuple[str, Part, Callable[[Part], Any]]]:
     weights = {reward.title: reward.weight for reward in values.get("rewards", ())} or None
 
     def reward(part: Part) -> None:
-        options = {name: part[name] for name in options_of(part) if not _misspelt(name, RewardKeys)}
+        options = {key: part[key] for key in part_options(part) if not _misspelt(key, RewardKeys)}
         rewards.build(part["use"], **rewards.with_lengths(part["use"], options, limit))
 
     def kl(part: Part) -> None:
@@ -114,7 +114,7 @@ def _parts(values: Values) -> Iterator[tuple[str, Part, Callable[[Part], Any]]]:
     for index, part in enumerate(values.get("advantage", ())):
         yield f"advantage[{index}]", part, lambda part: advantages.build([part])
     builders: dict[str, Callable[[Part], Any]] = {
-        "recipe": lambda part: advantages.build(part["use"], options_of(part)),
+        "recipe": lambda part: advantages.build(part["use"], part_options(part)),
         "loss.surrogate": losses.build_surrogate,
         "loss.reduction": lambda part: methods.build_reduction(part, limit),
         "loss.kl": kl,
@@ -369,7 +369,7 @@ def _data(values: Values) -> Iterator[str]:
             f"model.family = {show(family)}: expected a family of your own, "
             '"path/file.py:family"; leave it out for one that is built in'
         )
-    elif family is not None and (file := file_of(family)) and not os.path.isfile(file):
+    elif family is not None and (file := named_file(family)) and not os.path.isfile(file):
         yield f"model.family: there is no file {file}, named by {family!r}"
     delimiter = values.get("data.delimiter", ",")
     if len(delimiter) != 1 or delimiter in '"\r\n':

@@ -1,6 +1,6 @@
 """Configs from TOML files and from Python: read, changed, written, and compared to resume a run.
 
-`load` reads a file and `config_of` what a call from Python gives; both report everything that is
+`load` reads a file and `make_config` what a call from Python gives; both report everything that is
 wrong in one message. The keys are in keys.py, the checks of single values in reading.py, those of
 several together in checks.py.
 """
@@ -18,8 +18,8 @@ from typing import Any
 
 from jaxgrpo.advantages import AdvantageTransform
 from jaxgrpo.config import checks, keys, reading
-from jaxgrpo.config.keys import SECTIONS, Config, folder_of, is_path
-from jaxgrpo.config.own_code import file_of, python_name
+from jaxgrpo.config.keys import SECTIONS, Config, config_folder, is_path
+from jaxgrpo.config.own_code import named_file, python_name
 from jaxgrpo.config.reading import show
 from jaxgrpo.core.errors import ConfigError, no_text, suggest
 from jaxgrpo.data.chat import CHOICES
@@ -90,7 +90,7 @@ def from_dict(
       source: the file they came from; relative paths begin at its folder, or if None at the
         working directory.
     """
-    tables: dict[str, Any] = absolute(raw, folder_of(source))
+    tables: dict[str, Any] = absolute(raw, config_folder(source))
     problems = [problem for text in overrides for problem in _override(tables, text)]
     values: reading.Values = {}
     problems += _wrong_texts(tables)
@@ -124,7 +124,7 @@ def to_toml(config: Config) -> str:
     """The whole config with every default and absolute paths; `load` gives an equal one back."""
     import tomli_w
 
-    return tomli_w.dumps(tables_of(config))
+    return tomli_w.dumps(to_tables(config))
 
 
 def resume_difference(old: Config, new: Config) -> list[str]:
@@ -134,7 +134,7 @@ def resume_difference(old: Config, new: Config) -> list[str]:
     >>> resume_difference(begun, load("quickstart", ["train.seed=1", "train.steps=90"]))
     ['train.seed: 0 -> 1']
     """
-    old_values, new_values = (flat(_scoring(tables_of(config))) for config in (old, new))
+    old_values, new_values = (flat(_scoring(to_tables(config))) for config in (old, new))
     return [
         f"{name}: {_value_text(old_values, name)} -> {_value_text(new_values, name)}"
         for name in sorted(old_values.keys() | new_values.keys())
@@ -176,7 +176,7 @@ def absolute(value: Any, folder: Path, where: str = "") -> Any:
     is_input |= where == "data.chat_template" and value not in CHOICES
     is_input |= where == _LOCAL and not is_url(str(value))
     names_code = where.rpartition(".")[2] in _NAMES or where == _FAMILY
-    is_file = names_code and file_of(str(value)) is not None
+    is_file = names_code and named_file(str(value)) is not None
     if isinstance(value, str) and value and (is_input or is_file):
         return str(folder / os.path.expanduser(value))
     return copy.copy(value)
@@ -246,7 +246,7 @@ def _drop_options(table: Any, path: Sequence[str], use: Any) -> None:
             del table[name]
 
 
-def tables_of(config: Config) -> dict[str, Any]:
+def to_tables(config: Config) -> dict[str, Any]:
     """The config as TOML would have it: no None, options among the keys of their table."""
 
     def plain(value: Any) -> Any:
@@ -286,7 +286,7 @@ def entries(value: Any, name: str = "") -> dict[str, str]:
     return texts
 
 
-def config_of(
+def make_config(
     config: Config | Mapping[str, Any] | str | Path,
     changes: Mapping[str, Any] | None = None,
     rewards: Iterable[Any] | None = None,
@@ -304,7 +304,7 @@ def config_of(
     """
     source = None
     if isinstance(config, Config):
-        tables, source = tables_of(config), config.source
+        tables, source = to_tables(config), config.source
     elif isinstance(config, Mapping):
         tables = copy.deepcopy(dict(config))
     else:

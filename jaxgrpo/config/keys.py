@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxgrpo.config.own_code import short_name, source_of, with_imports
+from jaxgrpo.config.own_code import find_source, short_name, with_imports
 from jaxgrpo.data.sources import FILES, is_name
 from jaxgrpo.data.storage import is_url
 from jaxgrpo.data.tasks import PREFIX
@@ -76,7 +76,7 @@ Part = dict[str, Any]
 "path/file.py:function" or "package.module:function"."""
 
 
-def options_of(part: Mapping[str, Any]) -> dict[str, Any]:
+def part_options(part: Mapping[str, Any]) -> dict[str, Any]:
     """The options of a part, without its name."""
     return {name: value for name, value in part.items() if name != "use"}
 
@@ -329,7 +329,7 @@ class Config:
     @property
     def folder(self) -> Path:
         """Where relative paths of inputs begin."""
-        return folder_of(self.source)
+        return config_folder(self.source)
 
     def resolve(self, path: str) -> str:
         """A path of an input, absolute; "task:..." and names on the hub as they are."""
@@ -355,7 +355,7 @@ class Config:
         parts += [part for part in (loss.kl, loss.entropy, loss.mismatch, self.method) if part]
         names = [reward.use for reward in self.rewards] + [part["use"] for part in parts]
         names += [self.model.family] if self.model.family else []
-        return with_imports(file for name in names if (file := source_of(name)))
+        return with_imports(file for name in names if (file := find_source(name)))
 
 
 def is_path(value: str, folder: Path) -> bool:
@@ -371,7 +371,7 @@ def is_path(value: str, folder: Path) -> bool:
     return local or not is_name(value)
 
 
-def folder_of(source: Path | None) -> Path:
+def config_folder(source: Path | None) -> Path:
     """Where the paths in a config begin: beside its file, or here for none and for shipped ones."""
     return Path.cwd() if source is None or source.parent == SHIPPED else source.parent
 

@@ -18,7 +18,7 @@ from jaxgrpo import advantages, losses
 from jaxgrpo.advantages import AdvantageTransform
 from jaxgrpo.advantages.chains import trace_shapes
 from jaxgrpo.config import own_code
-from jaxgrpo.config.keys import LARGEST, Config, Part, options_of
+from jaxgrpo.config.keys import LARGEST, Config, Part, part_options
 from jaxgrpo.core.errors import InputError, call, find, refusing
 from jaxgrpo.core.types import FIELDS, OF_SAMPLES, RolloutSpec
 from jaxgrpo.data.prompts import name_row
@@ -77,7 +77,7 @@ def _named_chain(config: Config, rewards: Sequence[Reward]) -> AdvantageTransfor
     if config.advantage is not None:
         return advantages.build([_load_part(config, step) for step in config.advantage])
     recipe = _load_part(config, config.method)
-    use, options = recipe["use"], options_of(recipe)
+    use, options = recipe["use"], part_options(recipe)
     if isinstance(use, str):
         return advantages.build(use, {"weights": _weights(rewards), **options})
     return advantages.build(use(**options))
@@ -218,7 +218,7 @@ def build_tail(
     kl: Mapping[str, Any] | None, mismatch: Mapping[str, Any] | None
 ) -> tuple[AdvantageTransform, ...]:
     """The steps behind a run's recipe or chain. Raises: InputError on wrong names and options."""
-    control = [_kl_return(options_of(kl))] if kl and kl["use"] == IN_REWARD else []
+    control = [_kl_return(part_options(kl))] if kl and kl["use"] == IN_REWARD else []
     return (*control, *([_correction(mismatch)] if mismatch else []))
 
 
@@ -266,4 +266,4 @@ def _naming(step: str) -> Iterator[None]:
 def _correction(part: Mapping[str, Any]) -> AdvantageTransform:
     if not isinstance(part["use"], str):
         return advantages.build([part]).steps[0][1]
-    return call(part["use"], find("mismatch", part["use"], CORRECTIONS), options_of(part))
+    return call(part["use"], find("mismatch", part["use"], CORRECTIONS), part_options(part))

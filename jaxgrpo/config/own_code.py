@@ -32,18 +32,18 @@ def is_reference(name: str) -> bool:
     return ":" in name
 
 
-def file_of(name: str) -> str | None:
+def named_file(name: str) -> str | None:
     """The file of "path/file.py:function"; None for the name of a module or of a built-in part."""
     place = name.rpartition(":")[0]
     return place if place.endswith(".py") else None
 
 
-def source_of(name: str) -> Path | None:
+def find_source(name: str) -> Path | None:
     """The file of "path/file.py:function" or of "package.module:function", which is not imported.
 
     None for a built-in part, for a Python object and where there is no such module.
     """
-    if file := file_of(name):
+    if file := named_file(name):
         return Path(file)
     place = name.rpartition(":")[0]
     top, *submodules = place.split(".")
@@ -166,7 +166,7 @@ def load(
             f"{reference!r} names no {kind}: write path/file.py:{kind} or package.module:{kind}"
         )
     with _explaining(reference):
-        if file_of(reference):
+        if named_file(reference):
             module = _module_of_file(reference, Path(folder or Path.cwd(), place))
         else:
             module = _module(reference, place)

@@ -68,7 +68,7 @@ def config_for(config: str | Path, overrides: Sequence[str] = ()) -> Config:
     Raises: ConfigError with all problems.
     """
     run_config = configs.load(config, overrides)
-    tables = configs.tables_of(run_config)
+    tables = configs.to_tables(run_config)
     override_names = {text.partition("=")[0].strip() for text in overrides}
     if override_names.isdisjoint({"run", "run.dir"}):
         tables["run"]["dir"] = f"{run_config.run.dir.rstrip('/')}-sft"

@@ -19,7 +19,7 @@ from rich.console import Console
 
 import jaxgrpo
 from jaxgrpo.config import files as configs
-from jaxgrpo.config.files import Config, config_of
+from jaxgrpo.config.files import Config, make_config
 from jaxgrpo.config.own_code import python_name
 from jaxgrpo.core.errors import InputError, refusing
 from jaxgrpo.core.types import WEIGHTS, Params
@@ -113,21 +113,21 @@ def config_for(
     is_model = False
     if is_run(target):
         folder, config = read_run(target)
-        tables, source = configs.tables_of(config), config.source
+        tables, source = configs.to_tables(config), config.source
         tables["model"] = {**tables["model"], "path": str(storage.place(folder / "model"))}
         tables["model"].pop("revision", None)
         tables.pop("lora", None)  # merged there
     elif Path(target).suffix == ".toml":
         read = configs.load(target)
-        tables, source = configs.tables_of(read), read.source
+        tables, source = configs.to_tables(read), read.source
     else:
         tables, is_model = {**DEFAULTS, "model": {"path": os.fspath(target)}}, True
         source = None
     kept = {name: value for name, value in (changes or {}).items() if value is not None}
 
     def config_with(**more: Any) -> Config:
-        config = config_of(tables, {**more, **kept})
-        return configs.from_dict(configs.tables_of(config), overrides, source=source)
+        config = make_config(tables, {**more, **kept})
+        return configs.from_dict(configs.to_tables(config), overrides, source=source)
 
     config = config_with()
     if is_model:

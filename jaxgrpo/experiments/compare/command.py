@@ -17,7 +17,7 @@ from jax import Array
 from rich.console import Console
 
 from jaxgrpo.config import methods
-from jaxgrpo.config.files import flat, tables_of
+from jaxgrpo.config.files import flat, to_tables
 from jaxgrpo.core.errors import ConfigError, InputError, refusing
 from jaxgrpo.core.types import FIELDS, OF_ANSWERS, Params
 from jaxgrpo.evaluation.evaluate import Answers, Evaluate, Evaluation
@@ -94,7 +94,7 @@ def is_finished(case: Case) -> bool:
     if not (case.path / "config.toml").exists():
         return False
     saved_keys, case_keys = (
-        flat(tables_of(config)) for config in (read_run(case.path)[1], case.config)
+        flat(to_tables(config)) for config in (read_run(case.path)[1], case.config)
     )
     for key in ("run.dir", "run.allow_changes"):  # the whole folder may have been moved
         saved_keys[key] = case_keys[key]

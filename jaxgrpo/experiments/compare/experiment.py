@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxgrpo.config import files as configs
-from jaxgrpo.config.files import Config, config_of, replace
-from jaxgrpo.config.keys import HINTS, SECTIONS, SHIPPED, folder_of
+from jaxgrpo.config.files import Config, make_config, replace
+from jaxgrpo.config.keys import HINTS, SECTIONS, SHIPPED, config_folder
 from jaxgrpo.config.reading import show
 from jaxgrpo.core.errors import ConfigError, suggest
 from jaxgrpo.data import storage
@@ -142,7 +142,7 @@ class Experiment:
     def folder(self) -> Path:
         """Where relative paths in it begin."""
         shipped = self.source is not None and SHIPPED in self.source.parents
-        return Path.cwd() if shipped else folder_of(self.source)
+        return Path.cwd() if shipped else config_folder(self.source)
 
     @property
     def tested(self) -> tuple[str, ...]:
@@ -228,7 +228,7 @@ def differences(cases: Sequence[Case]) -> dict[str, dict[str, str]]:
 
     An arm's learning rates are one key, `learning_rates`, in which their order does not count.
     """
-    flat = {case.arm: configs.entries(configs.tables_of(case.config)) for case in cases}
+    flat = {case.arm: configs.entries(configs.to_tables(case.config)) for case in cases}
     for arm, entries in flat.items():
         rates = {case.rate for case in cases if case.arm == arm}
         entries["learning_rates"] = json.dumps(sorted(rates))
@@ -298,7 +298,7 @@ def _base(experiment: Experiment) -> dict[str, Any]:
     local_path = experiment.folder / experiment.base
     tables, source = configs.read_tables(local_path if local_path.is_file() else experiment.base)
     tables.pop("tracking", None)
-    return configs.absolute(tables, folder_of(source))
+    return configs.absolute(tables, config_folder(source))
 
 
 def _config(
@@ -315,7 +315,7 @@ def _config(
         "run": {"dir": experiment.dir, "samples_every": 0, "report": False},
         "tracking": {"tensorboard": False},
     }
-    return config_of(_apply_changes(tables, run_keys, experiment.folder))
+    return make_config(_apply_changes(tables, run_keys, experiment.folder))
 
 
 def _apply_changes(
