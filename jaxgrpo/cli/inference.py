@@ -22,9 +22,9 @@ from jaxgrpo.evaluation.evaluate import (
     Questions,
     answer_rows,
     make_evaluator,
-    questions_of,
+    make_questions,
 )
-from jaxgrpo.evaluation.intervals import interval_of, is_end
+from jaxgrpo.evaluation.intervals import is_end, read_interval
 from jaxgrpo.evaluation.rescoring import refuse_other_vocabulary
 from jaxgrpo.experiments.sections import show_whole
 from jaxgrpo.rewards import RewardFunction
@@ -127,7 +127,7 @@ def _measure(
     _refuse_unjudged(target, config, rows)
     base_config = _base_config(target, config, base)
     policy, held_out = find_policy(console, config, rows, has_base=base_config is not None)
-    questions = questions_of(config, held_out, judge_of(config, scorer))
+    questions = make_questions(config, held_out, judge_of(config, scorer))
     anchor = load_base(base_config, policy.mesh) if base_config else None
     run = make_evaluator(config, policy, questions, anchor)
     with telling(console, "evaluation"):
@@ -158,7 +158,7 @@ def table_of(metrics: Mapping[str, float], title: str) -> Table:
     table = Table("", *numbers, title=title)
     for name, value in metrics.items():
         if not is_end(name):
-            ends = interval_of(metrics, name)
+            ends = read_interval(metrics, name)
             table.add_row(name, f"{value:.3f}", "{:.3f} to {:.3f}".format(*ends) if ends else "")
     return table
 

@@ -30,13 +30,13 @@ def distinct(values: Sequence[Sequence[Hashable]]) -> float:
     return float(np.mean([len(set(row) - {None}) for row in values]))
 
 
-def format_of(text: str, formats: Mapping[str, str]) -> str:
+def find_format(text: str, formats: Mapping[str, str]) -> str:
     """The first named format whose regular expression is found in the text; else "other".
 
     `.` matches line ends too, and nothing is anchored: use ^ and $ for the text's two ends.
 
     >>> forms = {"code": "```python", "box": r"boxed[{]"}
-    >>> [format_of(text, forms) for text in ("```python", "so boxed{7}", "7")]
+    >>> [find_format(text, forms) for text in ("```python", "so boxed{7}", "7")]
     ['code', 'box', 'other']
     """
     fit = (name for name, pattern in formats.items() if re.search(pattern, text, re.DOTALL))
@@ -57,12 +57,12 @@ def format_metrics(
     format for each kind of prompt. Without a second sample there is no diversity.
 
     Args:
-      formats: name -> regular expression, as `format_of` takes them.
+      formats: name -> regular expression, as `find_format` takes them.
 
     Shapes: texts [N][n], success [N, n].
     Source: Zhao et al. 2025 (Echo Chamber), arXiv 2504.07912, for shares, tagged in a fixed order.
     """
-    tags = np.array([[format_of(text, formats) for text in row] for row in texts])
+    tags = np.array([[find_format(text, formats) for text in row] for row in texts])
     count, samples = tags.shape
     metrics: dict[str, float] = {}
     entropy, alike = 0.0, np.zeros(count)

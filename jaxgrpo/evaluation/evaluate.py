@@ -110,14 +110,14 @@ Evaluate = Callable[[Params, Array, int], Evaluation]
 """(sampling parameters, key data of the run, step) -> Evaluation"""
 
 
-def questions_of(config: Config, held_out: PromptData, scorer: Reward) -> Questions:
+def make_questions(config: Config, held_out: PromptData, scorer: Reward) -> Questions:
     """The first `eval.prompts` prompts, all by default, and who judges the answers."""
     keys = config.eval
     return Questions(
         held_out.rows[: keys.prompts],
         held_out.encoded[: keys.prompts],
         scorer.function,
-        extractor_of(config, scorer.function),
+        find_extractor(config, scorer.function),
         keys.formats,
         voting.Weighing(keys.confidence_window, keys.confidence_kept),
         scorer.on_error,
@@ -176,14 +176,16 @@ def summarise(
     right, success = greedy.right[:, 0], sampled.right
     samples = success.shape[1]
     successes, totals = jnp.asarray(success.sum(1)), jnp.full(len(success), samples)
-    answers = answers_of(sampled, questions)
+    answers = extract_answers(sampled, questions)
     traces = _traces(sampled, questions)
     sizes = powers(4, samples)
     per_prompt: dict[str, np.ndarray] = {"accuracy": right.astype(float)}
     for k in sizes:
         per_prompt[f"pass@{k}"] = np.asarray(diagnostics.pass_at_k(successes, totals, k))
     if answers is not None:
-        per_prompt |= voting.votes(answers, success, sizes[1:], questions.weighing.kept, traces)
+        per_prompt |= voting.votes(
+            answers, success, sizes[1:], questions.weighing.voter_share, traces
+        )
     if "kl" in sampled.rescored:
         for name, field in {"kl_to_base": "kl", "kl_to_base_estimated": "logp_gap"}.items():
             per_prompt[name] = sampled.rescored[field].sum(-1, dtype=float).mean(-1)
@@ -214,7 +216,7 @@ def summarise(
     return metrics
 
 
-def answers_of(sampled: Answers, questions: Questions) -> voting.Answered | None:
+def extract_answers(sampled: Answers, questions: Questions) -> voting.FinalAnswers | None:
     """The answers that the samples give, [N][n]; None if nothing can read them."""
     if questions.extract is None:
         return None
@@ -350,7 +352,7 @@ def _round_to_bins(mesh: Mesh, prompts: int) -> int:
     return math.ceil(prompts / bins) * bins
 
 
-def extractor_of(config: Config, scorer: RewardFunction) -> Callable[[str], Hashable] | None:
+def find_extractor(config: Config, scorer: RewardFunction) -> Callable[[str], Hashable] | None:
     """The function that reads the answer of a completion, for votes; None if there is none."""
     use = config.eval.scorer or (config.rewards[0].use if config.rewards else "")
     return answers.get(use) or getattr(getattr(scorer, "func", scorer), "extract", None)

@@ -14,10 +14,10 @@ SAME = 1e-6  # float32 values that differ by less are one
 HALVINGS = 60  # of an interval that is searched: to the last digit of float64
 
 
-def interval_of(metrics: Mapping[str, Any], name: str) -> tuple[Any, Any] | None:
+def read_interval(metrics: Mapping[str, Any], name: str) -> tuple[Any, Any] | None:
     """The ends NAME/low and NAME/high of a metric's interval; None if one of them is missing.
 
-    >>> interval_of({"accuracy": 0.5, "accuracy/low": 0.4, "accuracy/high": 0.6}, "accuracy")
+    >>> read_interval({"accuracy": 0.5, "accuracy/low": 0.4, "accuracy/high": 0.6}, "accuracy")
     (0.4, 0.6)
     """
     low, high = metrics.get(f"{name}/low"), metrics.get(f"{name}/high")
@@ -33,7 +33,7 @@ def bootstrap(values: np.ndarray, resamples: int = 1000) -> np.ndarray:
     """The 95% percentile interval of the mean over the first axis: [n] -> [2], [n, m] -> [2, m].
 
     The n prompts are drawn with replacement; the same for the same values. For hundreds: of 7
-    normal values it misses the mean in 12% of cases, see `of_few`.
+    normal values it misses the mean in 12% of cases, see `student_interval`.
     """
     drawn = np.random.default_rng(0).integers(0, len(values), (resamples, len(values)))
     if values.ndim == 1:
@@ -43,7 +43,7 @@ def bootstrap(values: np.ndarray, resamples: int = 1000) -> np.ndarray:
     return np.percentile(means, [2.5, 97.5], axis=0)
 
 
-def of_few(values: np.ndarray, level: float = 0.95) -> np.ndarray:
+def student_interval(values: np.ndarray, level: float = 0.95) -> np.ndarray:
     """Student's interval of the mean of a few values over the first axis: [n] -> [2], [n, m] too.
 
         mean +- t std / sqrt(n),   t the (1 + level) / 2 quantile with n - 1 degrees, std by n - 1

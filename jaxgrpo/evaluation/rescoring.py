@@ -88,12 +88,12 @@ def _build_base(policy: ModelConfig, base: ModelConfig, mesh: Mesh) -> Model:
     return decoder.build(shared, constrain=sharding.constrain(mesh))
 
 
-def refuse_other_vocabulary(own: ModelConfig, base: ModelConfig) -> None:
+def refuse_other_vocabulary(policy: ModelConfig, base: ModelConfig) -> None:
     """Raises InputError if a KL between two models is not defined."""
-    if own.vocab_size != base.vocab_size:
+    if policy.vocab_size != base.vocab_size:
         raise InputError(
-            f"the base has {base.vocab_size} tokens and the model {own.vocab_size}: a KL between "
-            "them is not defined; name the model that training began with"
+            f"the base has {base.vocab_size} tokens and the model {policy.vocab_size}: a KL "
+            "between them is not defined; name the model that training began with"
         )
 
 

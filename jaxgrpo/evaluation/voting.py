@@ -17,7 +17,7 @@ from jaxtyping import Bool, Float
 
 from jaxgrpo.core.metrics import accumulate_dtype
 
-Answered = Sequence[Sequence[Hashable]]
+FinalAnswers = Sequence[Sequence[Hashable]]
 """[N][n] answers; None: no answer could be read, and the sample does not vote"""
 
 
@@ -25,23 +25,23 @@ class Weighing(NamedTuple):
     """How confidence weighs votes."""
 
     window: int = 2048  # tokens over which confidence is averaged
-    kept: float = 0.9  # share of a block's voters, the most confident, that vote
+    voter_share: float = 0.9  # share of a block's voters, the most confident, that vote
 
 
 def vote(
-    answers: Answered,
+    answers: FinalAnswers,
     success: np.ndarray,
     k: int,
     weight: np.ndarray | None = None,
-    kept: float = 1.0,
+    voter_share: float = 1.0,
 ) -> np.ndarray:
     """Per prompt, the share of disjoint blocks of k samples whose chosen answer is right.
 
         V(a) = sum of weight over the block's voters that answer a;  the largest V is chosen
 
-    Voters are samples with an answer, and of these those whose weight is no less than the 1 - kept
-    quantile of the block's. Ties go to the answer that came first; a block without votes is
-    wrong. Equal weights make it the majority vote.
+    Voters are samples with an answer, and of these those whose weight is no less than the
+    1 - voter_share quantile of the block's. Ties go to the answer that came first; a block without
+    votes is wrong. Equal weights make it the majority vote.
 
     Args:
       weight: none negative; None: all equal.
@@ -58,7 +58,11 @@ def vote(
             voters = [i for i in range(begin, begin + k) if row[i] is not None]
             if not voters:
                 continue
-            threshold = np.quantile([weights[i] for i in voters], 1 - kept) if kept < 1 else 0.0
+            threshold = (
+                np.quantile([weights[i] for i in voters], 1 - voter_share)
+                if voter_share < 1
+                else 0.0
+            )
             voters = [i for i in voters if weights[i] >= threshold]
             totals = dict.fromkeys((row[i] for i in voters), 0.0)
             for i in voters:
@@ -81,10 +85,10 @@ def confidences(
 
 
 def votes(
-    answers: Answered,
+    answers: FinalAnswers,
     success: np.ndarray,
     sizes: Sequence[int],
-    kept: float,
+    voter_share: float,
     traces: Mapping[str, np.ndarray],
 ) -> dict[str, np.ndarray]:
     """maj@k, and deepconf@k/NAME by each summary of confidence that there is.
@@ -94,7 +98,7 @@ def votes(
     shares = {f"maj@{k}": vote(answers, success, k) for k in sizes}
     for k in sizes:
         for name, weight in traces.items():
-            shares[f"deepconf@{k}/{name}"] = vote(answers, success, k, weight, kept)
+            shares[f"deepconf@{k}/{name}"] = vote(answers, success, k, weight, voter_share)
     return shares
 
 

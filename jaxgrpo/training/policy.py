@@ -27,7 +27,7 @@ from jaxgrpo.data import storage
 from jaxgrpo.data.prompts import PromptData
 from jaxgrpo.data.sources import Rows
 from jaxgrpo.data.storage import Place
-from jaxgrpo.evaluation.evaluate import Evaluate, Policy, make_evaluator, questions_of
+from jaxgrpo.evaluation.evaluate import Evaluate, Policy, make_evaluator, make_questions
 from jaxgrpo.evaluation.intervals import is_end
 from jaxgrpo.evaluation.rescoring import Base
 from jaxgrpo.models import decoder, lora, sharding
@@ -267,7 +267,7 @@ def evaluator_of(run: Setup, share: Share = alone) -> Evaluate:
     def make() -> Evaluate:
         config = run.config
         held_out = run.held_out or load_prompts(config, run.chat, eval_source(config))
-        questions = questions_of(config, held_out, resolve_scorer(config, run.rewards))
+        questions = make_questions(config, held_out, resolve_scorer(config, run.rewards))
         base = base_of(run) if config.measures_kl_to_base else None
         return make_evaluator(config, _policy(config, run), questions, base)
 

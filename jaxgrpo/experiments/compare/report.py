@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
 from jaxgrpo.evaluation.evaluate import powers
-from jaxgrpo.evaluation.intervals import of_few
+from jaxgrpo.evaluation.intervals import student_interval
 from jaxgrpo.experiments.compare import numbers, results
 from jaxgrpo.experiments.compare.experiment import SPARE, Experiment, seeds_needed
 from jaxgrpo.experiments.compare.results import Estimate, Outcome, Outcomes, Table, values_of
@@ -367,7 +367,8 @@ def curves(axes: Axes, runs_by_arm: Mapping[str, Sequence[Outcome]], name: str) 
         steps = np.arange(1, values.shape[1] + 1)
         axes.plot(steps, values.mean(0), color=colour(place), linewidth=1.4, label=arm)
         if len(values) > 1:
-            band = _ends(values) if _are_few(len(values)) else np.clip(of_few(values), *bounds)
+            few = _are_few(len(values))
+            band = _ends(values) if few else np.clip(student_interval(values), *bounds)
             axes.fill_between(steps, *band, color=colour(place), alpha=0.15, linewidth=0)
 
 

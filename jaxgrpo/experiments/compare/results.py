@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxgrpo.core.errors import InputError, suggest
-from jaxgrpo.evaluation.intervals import of_few
+from jaxgrpo.evaluation.intervals import student_interval
 from jaxgrpo.experiments.compare.experiment import Case, Experiment, seeds_needed
 from jaxgrpo.training.folder import evaluation_of, read_metrics
 from jaxgrpo.update import diagnostics
@@ -227,16 +227,16 @@ def bounds_of(metric: str) -> tuple[float, float]:
 
 
 def estimate(values: np.ndarray, metric: str) -> Estimate:
-    """Of a metric by seeds, [n], with Student's interval (`of_few`), cut where the metric's range
-    ends; NaN for one seed."""
-    low, high = np.clip(of_few(values), *bounds_of(metric))
+    """Of a metric by seeds, [n], with Student's interval, cut where the metric's range ends; NaN
+    for one seed."""
+    low, high = np.clip(student_interval(values), *bounds_of(metric))
     return Estimate(float(np.mean(values)), float(low), float(high))
 
 
 def estimate_difference(values: np.ndarray, metric: str) -> Estimate:
     """The same of differences of the metric: none is wider than its range."""
     lowest, highest = bounds_of(metric)
-    low, high = np.clip(of_few(values), lowest - highest, highest - lowest)
+    low, high = np.clip(student_interval(values), lowest - highest, highest - lowest)
     return Estimate(float(np.mean(values)), float(low), float(high))
 
 
@@ -399,7 +399,7 @@ def crossing(base: np.ndarray, trained: np.ndarray, level: float = 0.05) -> int 
     difference = np.asarray(trained, float) - np.asarray(base, float)
     if len(difference) < 2:
         return None
-    shown = (of_few(difference)[1] < -SAME) & (sign_flip_tests(difference) <= level)
+    shown = (student_interval(difference)[1] < -SAME) & (sign_flip_tests(difference) <= level)
     below = np.flatnonzero(shown)
     return int(below[0]) + 1 if len(below) else None
 

@@ -15,7 +15,7 @@ from jaxgrpo.config.tables import AskOverrides
 from jaxgrpo.core.errors import InputError, without_passwords
 from jaxgrpo.data.sources import Rows
 from jaxgrpo.data.storage import Place
-from jaxgrpo.evaluation.evaluate import Answers, Questions, make_asker, questions_of
+from jaxgrpo.evaluation.evaluate import Answers, Questions, make_asker, make_questions
 from jaxgrpo.evaluation.intervals import LEVEL
 from jaxgrpo.evaluation.rescoring import make_rescorer
 from jaxgrpo.experiments.probe import measure, report
@@ -120,7 +120,7 @@ def _probe(
         raise InputError(f"--level {level}: expected a share from 0.5 to below 1, as 0.99")
     policy, held_out = find_policy(console, config, rows)
     judge = judge_of(config, reward)
-    questions = questions_of(config, held_out, judge)
+    questions = make_questions(config, held_out, judge)
     if process.is_main():
         first, ends = questions.rows[0], policy.settings.stop_tokens
         tried = try_rewards([judge], first, policy.tokenizer, ends, TrainerState())

@@ -18,8 +18,8 @@ from jax import Array
 from jaxtyping import Float, Int
 
 from jaxgrpo.evaluation import diversity, intervals
-from jaxgrpo.evaluation.evaluate import Answers, Questions, answers_of, powers
-from jaxgrpo.evaluation.voting import Answered
+from jaxgrpo.evaluation.evaluate import Answers, Questions, extract_answers, powers
+from jaxgrpo.evaluation.voting import FinalAnswers
 from jaxgrpo.rewards.builtin import has_format
 from jaxgrpo.update import diagnostics
 from jaxgrpo.update.diagnostics import drawn_alike, flat_share
@@ -57,7 +57,7 @@ def measure(
       prompts_per_step: P of a step, for live groups and tokens per step.
       level: of every interval.
     """
-    final_answers = answers_of(answers, questions)
+    final_answers = extract_answers(answers, questions)
     right, scored = answers.right, answers.scored
     correct, samples = (jnp.asarray(mask.sum(1), jnp.int32) for mask in (right, scored))
     length = answers.mask.sum(-1)
@@ -152,7 +152,7 @@ def _nan_mean(values: Any) -> float:
     return float(values.mean()) if len(values) else float("nan")
 
 
-def _diversity(answers: Answers, final_answers: Answered | None) -> dict[str, float]:
+def _diversity(answers: Answers, final_answers: FinalAnswers | None) -> dict[str, float]:
     """How much the samples of a prompt differ, mean over prompts.
 
     distinct_completions, distinct_answers   different ones among the N
@@ -179,7 +179,7 @@ def _agreeing(row: Sequence[Hashable]) -> float:
 
 
 def _format(
-    answers: Answers, final_answers: Answered | None, formats: Mapping[str, str]
+    answers: Answers, final_answers: FinalAnswers | None, formats: Mapping[str, str]
 ) -> dict[str, Any]:
     """Shares of samples, and their mean lengths in tokens.
 
