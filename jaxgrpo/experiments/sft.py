@@ -99,7 +99,7 @@ def train(console: Console, config: Config, resume: bool = False) -> dict[str, A
         checkpoints = stack.enter_context(Checkpoints(folder.checkpoints, config.checkpoint.keep))
         saved, meta = loop.newest_checkpoint(checkpoints, folder, saved_config.checkpoint.every)
         run, inputs = loop.set_up(config, meta, {"rewards": {REWARD: _reward_answer}})
-        batch = batches_of(run)
+        batch = make_answer_batches(run)
         state = run.state if saved is None else loop.restored(run, checkpoints, saved)
         folder.rewind(saved)
         folder.write_config(configs.to_toml(run.config))
@@ -134,7 +134,7 @@ def train(console: Console, config: Config, resume: bool = False) -> dict[str, A
     return summary
 
 
-def batches_of(run: Setup) -> Callable[[int], Rollouts]:
+def make_answer_batches(run: Setup) -> Callable[[int], Rollouts]:
     """finished steps -> the prompts of the next step, each with its answer and an end token.
 
     Raises: InputError if a row has no answer, or one that is too long.
@@ -200,7 +200,7 @@ def _show(console: Console, config: Config, resume: bool) -> None:
     """Prints what `train` would do: memory, the first prompt and answer, the config."""
     refuse_unusable(config.run.dir, resume)
     run = setup(config, rewards={REWARD: _reward_answer})
-    first = sharding.to_host(batches_of(run)(0))
+    first = sharding.to_host(make_answer_batches(run)(0))
     update_bytes = memory.plan(run.update_program, run.blueprint, run.state)
     process_bytes = memory.of_process(run.mesh, parameters.copied_to_save(config, run.state))
     usage = memory.of_run(config, run.blueprint)._replace(

@@ -55,7 +55,7 @@ def compare(path: str | Path, dry_run: bool = False, as_json: bool = False) -> i
     """
     console = Console(highlight=False)
     experiment = experiments.load(path)
-    cases = experiments.cases_of(experiment)
+    cases = experiments.make_cases(experiment)
     check_can_draw("report.html needs", "read results.csv")
     differing = report.difference_section(experiments.differences(cases))
     if not as_json:
@@ -123,8 +123,8 @@ def _show_plan(
     runs = f"{experiment.number_of_runs} runs: {len(experiment.arms)} arms, {seeds} seeds, {rates}"
     summary = f"{runs}; {experiment.metric}, control {experiment.control}"
     console.print(summary, markup=False)
-    title, text = "the arms differ in this, and in nothing else", report.said_detectable(experiment)
-    differing._replace(title=title, text=[text]).show(console)
+    title = "the arms differ in this, and in nothing else"
+    differing._replace(title=title, text=[report.describe_detectable(experiment)]).show(console)
 
 
 def _check_methods(experiment: Experiment, cases: Sequence[Case]) -> None:

@@ -194,7 +194,7 @@ def load(path: str | Path) -> Experiment:
     return Experiment(**values, source=source)
 
 
-def cases_of(experiment: Experiment) -> list[Case]:
+def make_cases(experiment: Experiment) -> list[Case]:
     """Every run, seed by seed, as `jaxgrpo train` would take its config.
 
     Raises: ConfigError with the problems of the base, else with those of every arm.

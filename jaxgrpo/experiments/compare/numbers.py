@@ -79,7 +79,7 @@ def tuning(experiment: Experiment, outcomes: Outcomes) -> dict[str, dict[float, 
     seeds, metric = experiment.tuning_seeds, experiment.metric
     means = {}
     for arm in experiment.arms if seeds else ():
-        values = results.values_of(experiment, outcomes, arm, metric, seeds)
+        values = results.arm_values(experiment, outcomes, arm, metric, seeds)
         means[arm] = dict(zip(experiment.rates(arm), values.mean(1).tolist(), strict=True))
     return means
 

@@ -13,7 +13,7 @@ from jaxgrpo.evaluation.evaluate import powers
 from jaxgrpo.evaluation.intervals import student_interval
 from jaxgrpo.experiments.compare import numbers, results
 from jaxgrpo.experiments.compare.experiment import SPARE, Experiment, seeds_needed
-from jaxgrpo.experiments.compare.results import Estimate, Outcome, Outcomes, Table, values_of
+from jaxgrpo.experiments.compare.results import Estimate, Outcome, Outcomes, Table, arm_values
 from jaxgrpo.experiments.sections import Section
 from jaxgrpo.training.report import charts, html
 
@@ -59,15 +59,15 @@ def sections(experiment: Experiment, outcomes: Outcomes) -> list[Section]:
     best = results.at_best(experiment, outcomes)
     runs_by_arm = best_runs(experiment, outcomes)
     rates = dict.fromkeys(rate for _, rate in outcomes)
-    best_rows = rows_of(experiment, best, own_rates=True)
+    best_rows = format_rows(experiment, best, own_rates=True)
     rows_by_rate = {
-        rate: rows_of(experiment, results.at_rate(experiment, outcomes, rate))
+        rate: format_rows(experiment, results.at_rate(experiment, outcomes, rate))
         for rate in rates
         if experiment.judge_rates == "all"
     }
     return [
         _answer(experiment, best),
-        Section("What can be seen", [said_detectable(experiment)]),
+        Section("What can be seen", [describe_detectable(experiment)]),
         Section("At each arm's best learning rate", [_how_chosen(experiment)], best_rows),
         *_tuning_section(experiment, outcomes),
         *_mixed(outcomes),
@@ -94,7 +94,7 @@ def best_runs(experiment: Experiment, outcomes: Outcomes) -> dict[str, list[Outc
     }
 
 
-def said_detectable(experiment: Experiment) -> str:
+def describe_detectable(experiment: Experiment) -> str:
     """What the number of seeds allows to be seen at all."""
     least_p, corrected_p, needed_seeds = results.detectable(experiment)
     seeds, tested = len(experiment.seeds), results.testable(experiment)
@@ -115,7 +115,7 @@ def said_detectable(experiment: Experiment) -> str:
     return f"{text} {no_p_text}".strip()
 
 
-def rows_of(experiment: Experiment, table: Table, own_rates: bool = False) -> list[list[str]]:
+def format_rows(experiment: Experiment, table: Table, own_rates: bool = False) -> list[list[str]]:
     """A table of arms as texts."""
     metric = experiment.metric
     head = ["arm", *["rate"] * own_rates, metric, "95% interval"]
@@ -305,7 +305,7 @@ def by_rate(axes: Axes, experiment: Experiment, outcomes: Outcomes) -> None:
     rates = sorted({rate for _, rate in outcomes})
     for place, arm in enumerate(experiment.arms):
         seeds = experiment.tuning_seeds if experiment.judge_rates == "best" else experiment.seeds
-        values = values_of(experiment, outcomes, arm, experiment.metric, seeds)
+        values = arm_values(experiment, outcomes, arm, experiment.metric, seeds)
         estimates = [
             _chart_estimate(results.estimate(row, experiment.metric), row) for row in values
         ]

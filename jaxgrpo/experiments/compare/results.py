@@ -165,7 +165,7 @@ def has_other_code(case: Case) -> bool:
     return bool(files) and present != _read_code(case)
 
 
-def values_of(
+def arm_values(
     experiment: Experiment,
     outcomes: Outcomes,
     arm: str,
@@ -213,10 +213,10 @@ class Row(NamedTuple):
 Table = list[Row]
 
 
-def bounds_of(metric: str) -> tuple[float, float]:
+def metric_bounds(metric: str) -> tuple[float, float]:
     """What the metric cannot leave; infinite where that is not known.
 
-    >>> bounds_of("eval/pass@16"), bounds_of("entropy"), bounds_of("reward")
+    >>> metric_bounds("eval/pass@16"), metric_bounds("entropy"), metric_bounds("reward")
     ((0.0, 1.0), (0.0, inf), (-inf, inf))
     """
     name = metric.removeprefix("eval/").removeprefix("base/")
@@ -229,13 +229,13 @@ def bounds_of(metric: str) -> tuple[float, float]:
 def estimate(values: np.ndarray, metric: str) -> Estimate:
     """Of a metric by seeds, [n], with Student's interval, cut where the metric's range ends; NaN
     for one seed."""
-    low, high = np.clip(student_interval(values), *bounds_of(metric))
+    low, high = np.clip(student_interval(values), *metric_bounds(metric))
     return Estimate(float(np.mean(values)), float(low), float(high))
 
 
 def estimate_difference(values: np.ndarray, metric: str) -> Estimate:
     """The same of differences of the metric: none is wider than its range."""
-    lowest, highest = bounds_of(metric)
+    lowest, highest = metric_bounds(metric)
     low, high = np.clip(student_interval(values), lowest - highest, highest - lowest)
     return Estimate(float(np.mean(values)), float(low), float(high))
 
@@ -266,7 +266,7 @@ def best_rates(experiment: Experiment, outcomes: Outcomes) -> dict[str, float]:
     seeds = experiment.tuning_seeds or experiment.seeds
     sign, metric = _sign(experiment), experiment.metric
     means = {
-        arm: sign * values_of(experiment, outcomes, arm, metric, seeds) for arm in experiment.arms
+        arm: sign * arm_values(experiment, outcomes, arm, metric, seeds) for arm in experiment.arms
     }
     return {arm: experiment.rates(arm)[choose(values)] for arm, values in means.items()}
 
@@ -426,7 +426,7 @@ def _table(
             row = row._replace(difference=estimate_difference(difference, metric))
             if arm in tested and repeats_choice:
                 sorted_by_rate = (
-                    values_of(experiment, outcomes, name, metric)[
+                    arm_values(experiment, outcomes, name, metric)[
                         np.argsort(experiment.rates(name))
                     ]
                     for name in (arm, control)
