@@ -84,7 +84,7 @@ def lines(machine: Mapping[str, Any]) -> Iterator[str]:
     yield from _extras_line(machine["extras"])
 
 
-def missing_of(package: str, extra: str) -> Iterator[str]:
+def find_missing(package: str, extra: str) -> Iterator[str]:
     """What an extra of an installed package asks for and is not installed, as in its metadata.
 
     Extras that it asks for of other packages are followed, as "jax[cuda12]".
@@ -101,7 +101,7 @@ def missing_of(package: str, extra: str) -> Iterator[str]:
             yield f"{requirement.name} {version}, not {requirement.specifier}"
         else:
             for inner in sorted(requirement.extras):
-                yield from missing_of(requirement.name, inner)
+                yield from find_missing(requirement.name, inner)
 
 
 def _extras() -> dict[str, list[str]] | None:
@@ -110,7 +110,7 @@ def _extras() -> dict[str, list[str]] | None:
         names = importlib.metadata.metadata("jaxgrpo").get_all("Provides-Extra") or []
     except importlib.metadata.PackageNotFoundError:
         return None
-    return {name: sorted({*missing_of("jaxgrpo", name)}) for name in names}
+    return {name: sorted({*find_missing("jaxgrpo", name)}) for name in names}
 
 
 def _extras_line(extras: Mapping[str, Iterable[str]] | None) -> Iterator[str]:

@@ -108,7 +108,7 @@ def print_evaluation(
         return 0
     if not as_json:
         title = without_passwords(f"{target} on {config.eval.data}")
-        show_whole(console, table_of(evaluation.metrics, title))
+        show_whole(console, metrics_table(evaluation.metrics, title))
     if answers:
         name = config.eval.scorer or config.rewards[0].use
         _write_rows(answers, _all_rows(evaluation, questions, name))
@@ -152,7 +152,7 @@ def export(
     return 0
 
 
-def table_of(metrics: Mapping[str, float], title: str) -> Table:
+def metrics_table(metrics: Mapping[str, float], title: str) -> Table:
     """Numbers of an evaluation, with their intervals where they have one."""
     numbers = [Column(name, justify="right") for name in ("value", "95% interval")]
     table = Table("", *numbers, title=title)

@@ -91,7 +91,7 @@ def init(folder: str = ".", model: str | None = None) -> int:
     Raises: InputError if a file is there already, the folder is a file, or there is no such model.
     """
     home = Path(folder)
-    names = list(texts_of(SMALL)) + ["base"] * (model is None)
+    names = list(file_texts(SMALL)) + ["base"] * (model is None)
     existing = [name for name in names if os.path.exists(home / name)]
     if existing:
         raise InputError(
@@ -110,7 +110,7 @@ def init(folder: str = ".", model: str | None = None) -> int:
         work_folder = Path(stack.enter_context(temporary_folder))
         if model is None:
             make_small_base(console, work_folder / "base", "arithmetic", shown="base")
-        for name, text in texts_of(project).items():
+        for name, text in file_texts(project).items():
             (work_folder / name).write_text(text, encoding="utf-8")
         home.mkdir(parents=True, exist_ok=True)
         for name in names:
@@ -160,7 +160,7 @@ def rate_for(parameters: int) -> float:
     return next((rate for below, rate in RATES.items() if parameters < below), LARGEST)
 
 
-def texts_of(project: Project) -> dict[str, str]:
+def file_texts(project: Project) -> dict[str, str]:
     """Name -> text of every file."""
     from jaxgrpo.data import tasks
 

@@ -58,7 +58,7 @@ def main(
         return Document(model)
     console = Console(highlight=False)
     facts(console, dict(lines(model)))
-    console.print(table_of(model["leaves"]))
+    console.print(leaves_table(model["leaves"]))
     return 0
 
 
@@ -133,7 +133,7 @@ def lines(model: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield "not", ", ".join(f"{name} ({why})" for name, why in refused.items())
 
 
-def table_of(leaves: Sequence[Mapping[str, Any]]) -> Table:
+def leaves_table(leaves: Sequence[Mapping[str, Any]]) -> Table:
     """The kinds of parameters, one row each."""
     numbers = [Column(name, justify="right", no_wrap=True) for name in ("of them", "numbers")]
     table = Table(Column("parameter", no_wrap=True), "axes of one", *numbers)
