@@ -246,10 +246,10 @@ def _missing_text(name: str, missing: Sequence[str]) -> str:
             lines.append(f"  {field}: a reward, or a column of the data: --field {field}=0.5,1,0,0")
             continue
         shape, _, meaning = FIELDS[field]
-        how = f"--field {field}=" + {"[P, G]": "0,1,1,0"}.get(shape, "'[[...], ...]'")
+        hint = f"--field {field}=" + {"[P, G]": "0,1,1,0"}.get(shape, "'[[...], ...]'")
         if field == "token_mask":
-            how = "--lengths 3,2,4,1 (tokens of each sample)"
-        lines.append(f"  {field} {shape}, {meaning}: {how}")
+            hint = "--lengths 3,2,4,1 (tokens of each sample)"
+        lines.append(f"  {field} {shape}, {meaning}: {hint}")
     return "\n".join(lines)
 
 
@@ -443,8 +443,8 @@ def _spread(name: str, rows: list[Any], shape: tuple[int, ...]) -> list[Any]:
     if field_shape == "[P]" and len(rows) == 1:
         rows = [[number] for number in rows[0]]
     rows = rows * shape[0] if len(rows) == 1 else rows
-    alone = field_shape.startswith("[P]") and all(len(row) == 1 for row in rows)
-    return [row[0] for row in rows] if alone else rows
+    are_single = field_shape.startswith("[P]") and all(len(row) == 1 for row in rows)
+    return [row[0] for row in rows] if are_single else rows
 
 
 def _field(name: str, value: Any, shape: tuple[int, ...]) -> np.ndarray:

@@ -95,8 +95,8 @@ def _fish() -> Iterator[str]:
     yield f'{FISH} -n "__fish_contains_opt set" -a "$keys"'  # --set takes several values
     for name, (text, _, *arguments) in COMMANDS.items():
         yield f"{FISH} -n __fish_use_subcommand -f -a {name} -d {shlex.quote(text)}"
-        joined = [([flag], {"help": help_text}) for flag, (_, _, help_text) in JOIN.items()]
-        for words, options in (*arguments, *(joined if name in JOINING else ())):
+        join_arguments = [([flag], {"help": help_text}) for flag, (_, _, help_text) in JOIN.items()]
+        for words, options in (*arguments, *(join_arguments if name in JOINING else ())):
             if line := _fish_argument(words, options):
                 yield f'{FISH} -n "__fish_seen_subcommand_from {name}" {line}'
         if name in WITH_CONFIG:

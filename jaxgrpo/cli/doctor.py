@@ -71,8 +71,8 @@ def lines(machine: Mapping[str, Any]) -> Iterator[str]:
     yield f"python {machine['python']} on {machine['system']}"
     for names in PACKAGES:
         yield ", ".join(f"{name} {packages[name] or 'NOT INSTALLED'}" for name in names)
-    also = "".join(f", {name} {packages[name]}" for name in OF_DEVICES if packages[name])
-    yield f"devices: {machine['devices']}, {machine['cores']} cores{also}"
+    plugins = "".join(f", {name} {packages[name]}" for name in OF_DEVICES if packages[name])
+    yield f"devices: {machine['devices']}, {machine['cores']} cores{plugins}"
     if machine["problem"]:
         yield f"problem: {machine['problem']}"
     yield f"memory: {_memory_words(machine['memory'], machine['device_memory'])}"
@@ -152,8 +152,8 @@ def _commit() -> str | None:
 
     # The folder of an installed package may be inside the checkout of another project.
     if git("ls-files", "--error-unmatch", "__init__.py"):
-        changed = ", with changes" if git("status", "--porcelain", "--", ".") else ""
-        return f"{git('rev-parse', '--short', 'HEAD')}{changed}"
+        changes = ", with changes" if git("status", "--porcelain", "--", ".") else ""
+        return f"{git('rev-parse', '--short', 'HEAD')}{changes}"
     try:
         origin = importlib.metadata.distribution("jaxgrpo").read_text("direct_url.json")
     except importlib.metadata.PackageNotFoundError:

@@ -109,7 +109,7 @@ def init(folder: str = ".", model: str | None = None) -> int:
             temporary_folder = tempfile.TemporaryDirectory(prefix=".jaxgrpo-init-", dir=parent)
         work_folder = Path(stack.enter_context(temporary_folder))
         if model is None:
-            make_small_base(console, work_folder / "base", "arithmetic", shown="base")
+            make_small_base(console, work_folder / "base", "arithmetic", label="base")
         for name, text in file_texts(project).items():
             (work_folder / name).write_text(text, encoding="utf-8")
         home.mkdir(parents=True, exist_ok=True)

@@ -290,8 +290,8 @@ def _problems(
                 "a masked token that holds NaN counts: loss and gradient must be 0 there, and no "
                 "other token may read it; see tokens.unmasked and tokens.without_gradient"
             )
-        together = measure(part, ratios, sign, fields, one_sequence=True)
-        if part.per_token and not np.allclose(together.gradient.T, separate.gradient, rtol=1e-5):
+        joint = measure(part, ratios, sign, fields, one_sequence=True)
+        if part.per_token and not np.allclose(joint.gradient.T, separate.gradient, rtol=1e-5):
             problems.append(
                 "it says per_token = True, but the gradient of a token depends on the others of "
                 "its sequence: leave per_token out"

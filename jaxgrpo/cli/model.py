@@ -94,14 +94,14 @@ def lines(model: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """What to print of `describe`: name and value."""
     ends, limit, bytes_ = model["end_tokens"], model["position_limit"], model["bytes"]
     heads = f"{model['num_heads']} heads, {model['num_kv_heads']} KV heads"
-    hidden, wide = model["hidden_size"], model["intermediate_size"]
+    hidden, feed_forward = model["hidden_size"], model["intermediate_size"]
     yield "model", model["path"]
     if model["unread"]:
         yield "  not read", model["unread"]
     yield "family", f"{model['family']} ({model['architecture']})"
     yield "layers", f"{len(model['layers'])}: {_in_runs(model['layers'])}"
     yield "attention", f"{heads}, head_dim {model['head_dim']}{_extras(model)}"
-    yield "sizes", f"hidden {hidden}, feed-forward {wide} ({model['activation']})"
+    yield "sizes", f"hidden {hidden}, feed-forward {feed_forward} ({model['activation']})"
     head = "the embedding" if model["tie_embeddings"] else "of its own"
     cap, silent = model["logit_soft_cap"], model["without_text"]
     silent = _if(silent, f" ({silent} without text, never drawn)")
@@ -115,8 +115,8 @@ def lines(model: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     mesh = ", ".join(f"{name} {size}" for name, size in model["mesh"].items())
     yield "each device", f"of the mesh {mesh}"
     yield "  to compute", f"{memory.shown(bytes_['computed'])} in {model['dtype']}"
-    trained, moments = memory.shown(bytes_["trained"]), memory.shown(bytes_["optimizer"])
-    yield "  to train", f"{trained} in float32, {moments} the state of {model['optimizer']}"
+    weights, moments = memory.shown(bytes_["trained"]), memory.shown(bytes_["optimizer"])
+    yield "  to train", f"{weights} in float32, {moments} the state of {model['optimizer']}"
     cached, dtype = memory.shown(bytes_["cached"]), model["cache_dtype"]
     yield "  to sample", f"{cached} for the keys and values of a token, in {dtype}"
     tokenizer, template = model["tokenizer"], model["chat_template"]
@@ -129,8 +129,8 @@ def lines(model: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         ", ".join(f"{token} {text}".strip() for token, text in ends.items()) or "none",
     )
     yield "supported", ", ".join(model["supported"])
-    if refused := model["unsupported"]:
-        yield "not", ", ".join(f"{name} ({why})" for name, why in refused.items())
+    if unsupported := model["unsupported"]:
+        yield "not", ", ".join(f"{name} ({why})" for name, why in unsupported.items())
 
 
 def leaves_table(leaves: Sequence[Mapping[str, Any]]) -> Table:
@@ -155,8 +155,8 @@ def _sizes(config: ModelConfig) -> dict[str, Any]:
 
 def _extras(model: Mapping[str, Any]) -> str:
     norm = model["query_key_norm"]
-    normed = {"none": "", "head": ", each normed", "whole": ", normed as one vector"}[norm]
-    return normed + _if(model["attention_bias"], ", biases of queries, keys and values")
+    norm_text = {"none": "", "head": ", each normed", "whole": ", normed as one vector"}[norm]
+    return norm_text + _if(model["attention_bias"], ", biases of queries, keys and values")
 
 
 def _if(condition: Any, text: str) -> str:
@@ -183,10 +183,10 @@ def _rope_words(rope: Rope | None) -> str:
     if rope is None:
         return "no rope"
     low, high = min(rope.stretch, default=1.0), max(rope.stretch, default=1.0)
-    by = f"{low:.4g}" if low == high else f"{low:.4g} to {high:.4g}"
+    factor = f"{low:.4g}" if low == high else f"{low:.4g} to {high:.4g}"
     return (
         f"theta {rope.theta:.10g}{_if(rope.share != 1, f' on {rope.share:g} of each head')}"
-        f"{_if(low != 1 or high != 1, f', frequencies x {by}')}"
+        f"{_if(low != 1 or high != 1, f', frequencies x {factor}')}"
         f"{_if(rope.scale != 1, f', scale {rope.scale:.4g}')}"
     )
 

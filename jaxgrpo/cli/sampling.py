@@ -301,12 +301,12 @@ def _ask(
             if process.is_main():
                 rows = answer_rows(answers, questions, 0, "none", begin)
                 file.append({**row, "rewards": {}} for row in rows)
-            shown = f"{tokens[-1] / seconds[-1]:,.0f} tokens/s"
-            bar.update(task, advance=len(answers.texts) * samples, pace=shown)
-            written = begin + len(answers.texts)
-            if process.stop_requested(begin) and written < count:
+            rate_text = f"{tokens[-1] / seconds[-1]:,.0f} tokens/s"
+            bar.update(task, advance=len(answers.texts) * samples, pace=rate_text)
+            end = begin + len(answers.texts)
+            if process.stop_requested(begin) and end < count:
                 raise process.StopRequested(
-                    f"stopped; {written * samples} of {count * samples} samples are written: "
+                    f"stopped; {end * samples} of {count * samples} samples are written: "
                     "the same command without --overwrite goes on"
                 )
     note = f", {finished_prompts * samples} of them from before" if finished_prompts else ""

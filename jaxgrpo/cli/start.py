@@ -103,12 +103,12 @@ def make_base(out: str, task: str, **options: Any) -> int:
 
 
 def make_small_base(
-    console: Console, out: str | Path, task: str, shown: str | None = None, **options: Any
+    console: Console, out: str | Path, task: str, label: str | None = None, **options: Any
 ) -> None:
     """`base_model.make_base` with a progress bar and a line with the model's size and loss.
 
     Args:
-      shown: what the folder is called in that line; None: `out`.
+      label: what the folder is called in that line; None: `out`.
     """
     from jaxgrpo.cli import make_base as base_model
 
@@ -122,7 +122,7 @@ def make_small_base(
         with telling(console, "warm start"):
             base = base_model.make_base(out, task, progress=report, **options)
     console.print(
-        f"{shown or out}: {base['parameters']:,} parameters, loss {base['loss']:.4f} nats per token"
+        f"{label or out}: {base['parameters']:,} parameters, loss {base['loss']:.4f} nats per token"
         f" (no model is below {base['loss_floor']:.4f}), {base['seconds']:.0f} s",
         soft_wrap=True,
     )

@@ -330,7 +330,7 @@ def replace(tables: dict[str, Any], changes: Mapping[str, Any], folder: Path) ->
 
 def _reward_entries(rewards: Iterable[Any]) -> Iterator[dict[str, Any]]:
     """Entries of a config for rewards given as objects; {name: function} names them."""
-    named = isinstance(rewards, Mapping)
-    for name, function in rewards.items() if named else ((None, reward) for reward in rewards):
+    has_names = isinstance(rewards, Mapping)
+    for name, function in rewards.items() if has_names else ((None, reward) for reward in rewards):
         use = function if isinstance(function, str) else python_name(name or name_of(function))
-        yield {"use": use, "name": name} if named else {"use": use}
+        yield {"use": use, "name": name} if has_names else {"use": use}

@@ -56,9 +56,9 @@ class Range(NamedTuple):
             return value in self.choices
         if isinstance(value, str):
             return self.may_be_empty or bool(value)
-        return self.at_least <= value <= self.most(value) and value > self.above
+        return self.at_least <= value <= self.largest(value) and value > self.above
 
-    def most(self, value: Any) -> float:
+    def largest(self, value: Any) -> float:
         """The largest number that may be given where `value` is."""
         is_free = self.at_most == math.inf and type(value) is int
         return LARGEST if is_free else self.at_most

@@ -149,9 +149,9 @@ def _read_keys(cls: Any, table: Mapping[str, Any], path: str, values: Values) ->
         yield f"{path}{name}: unknown key; {hint}"
     for name, field in fields.items():
         where, limits = path + name, field.metadata["range"]
-        computed: Any = field.default_factory
-        has_table = computed is not dataclasses.MISSING
-        default: Any = computed() if has_table else field.default
+        default_factory: Any = field.default_factory
+        has_table = default_factory is not dataclasses.MISSING
+        default: Any = default_factory() if has_table else field.default
         if name in table:
             value = table[name]
             if isinstance(value, Mapping) and has_table:

@@ -67,13 +67,13 @@ def format_metrics(
     metrics: dict[str, float] = {}
     entropy, alike = 0.0, np.zeros(count)
     for name in (*formats, OTHER_FORMAT):
-        inside = tags == name
-        share = float(inside.mean())
+        has_format = tags == name
+        share = float(has_format.mean())
         metrics[f"format/{name}"] = share
         if share:
-            metrics[f"format/{name}/accuracy"] = float(success[inside].mean())
+            metrics[f"format/{name}/accuracy"] = float(success[has_format].mean())
             entropy -= share * np.log(share)
-        number = inside.sum(1)
+        number = has_format.sum(1)
         alike += number * (number - 1)
     metrics["format_entropy"] = float(entropy)
     if samples > 1:

@@ -223,9 +223,9 @@ def extract_answers(sampled: Answers, questions: Questions) -> voting.FinalAnswe
     return [[questions.extract(text) for text in row] for row in sampled.texts]
 
 
-def powers(base: int, most: int) -> tuple[int, ...]:
-    """1, base, base^2, ... up to `most`."""
-    return tuple(base**power for power in range(20) if base**power <= most)
+def powers(base: int, largest: int) -> tuple[int, ...]:
+    """1, base, base^2, ... up to `largest`."""
+    return tuple(base**power for power in range(20) if base**power <= largest)
 
 
 def _traces(sampled: Answers, questions: Questions) -> dict[str, np.ndarray]:

@@ -35,11 +35,11 @@ def bootstrap(values: np.ndarray, resamples: int = 1000) -> np.ndarray:
     The n prompts are drawn with replacement; the same for the same values. For hundreds: of 7
     normal values it misses the mean in 12% of cases, see `student_interval`.
     """
-    drawn = np.random.default_rng(0).integers(0, len(values), (resamples, len(values)))
+    indices = np.random.default_rng(0).integers(0, len(values), (resamples, len(values)))
     if values.ndim == 1:
-        means = values[drawn].mean(1)
+        means = values[indices].mean(1)
     else:  # how often each row is drawn, as its weight: all columns in one product
-        means = (drawn[..., None] == np.arange(len(values))).mean(1) @ values
+        means = (indices[..., None] == np.arange(len(values))).mean(1) @ values
     return np.percentile(means, [2.5, 97.5], axis=0)
 
 
@@ -102,9 +102,9 @@ def studentised(
     scores = []
     for begin in range(0, RESAMPLES, block := max(1, BLOCK // count)):
         rows = min(block, RESAMPLES - begin)
-        drawn = centred[random.integers(0, count, (rows, count))]
-        spread = drawn.std(1, ddof=1) / np.sqrt(count)
-        scores.append(drawn.mean(1) / np.maximum(spread, SAME / count))
+        draws = centred[random.integers(0, count, (rows, count))]
+        spread = draws.std(1, ddof=1) / np.sqrt(count)
+        scores.append(draws.mean(1) / np.maximum(spread, SAME / count))
     low, high = np.percentile(np.concatenate(scores), [tail, 100 - tail])
     ends = np.clip([estimate - high * error, estimate - low * error], *bounds)
     return float(ends[0]), float(ends[1])
@@ -146,8 +146,8 @@ def _reach(mean: float, limit: float) -> float:
     low, high = mean, 1.0
     for _ in range(HALVINGS):
         middle = (low + high) / 2
-        inside = middle < 1 and _divergence(mean, middle) <= limit
-        low, high = (middle, high) if inside else (low, middle)
+        is_inside = middle < 1 and _divergence(mean, middle) <= limit
+        low, high = (middle, high) if is_inside else (low, middle)
     return low
 
 

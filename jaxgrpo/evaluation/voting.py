@@ -146,10 +146,10 @@ def trace_confidence(
         raise ValueError(f"window = {window}: a window has at least 1 token")
     dtype = accumulate_dtype(confidence.dtype)
     size = min(window, confidence.shape[1])
-    joined = jnp.argsort(~mask, axis=1, stable=True)
+    order = jnp.argsort(~mask, axis=1, stable=True)
     length = mask.sum(1, keepdims=True)
     real = jnp.arange(confidence.shape[1])[None, :] < length
-    value = jnp.where(real, jnp.take_along_axis(confidence, joined, axis=1), 0).astype(dtype)
+    value = jnp.where(real, jnp.take_along_axis(confidence, order, axis=1), 0).astype(dtype)
     mean = value.sum(1, keepdims=True) / jnp.maximum(length, 1).astype(dtype)
     # Sums of what is left of the mean: running sums of C itself would swallow its changes.
     sums = jnp.cumsum(jnp.where(real, value - mean, 0), axis=1)

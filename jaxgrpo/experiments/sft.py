@@ -97,17 +97,19 @@ def train(console: Console, config: Config, resume: bool = False) -> dict[str, A
         text = process.decided(folder.config)
         config, saved_config = loop.refuse_other_config(folder.place, text, config)
         checkpoints = stack.enter_context(Checkpoints(folder.checkpoints, config.checkpoint.keep))
-        saved, meta = loop.newest_checkpoint(checkpoints, folder, saved_config.checkpoint.every)
+        saved_step, meta = loop.newest_checkpoint(
+            checkpoints, folder, saved_config.checkpoint.every
+        )
         run, inputs = loop.set_up(config, meta, {"rewards": {REWARD: _reward_answer}})
         batch = make_answer_batches(run)
-        state = run.state if saved is None else loop.restored(run, checkpoints, saved)
-        folder.rewind(saved)
+        state = run.state if saved_step is None else loop.restored(run, checkpoints, saved_step)
+        folder.rewind(saved_step)
         folder.write_config(configs.to_toml(run.config))
         stack.enter_context(process.stop_signals(config.run.stop_grace))
         adapters = parameters.identity_of(run.folder, run.model)
         meta = {"inputs": inputs} | ({} if adapters is None else {"lora": adapters})
         last, line = config.train.steps, {}
-        for number in range((saved or 0) + 1, last + 1):
+        for number in range((saved_step or 0) + 1, last + 1):
             state, line = _step(run, state, batch(number - 1))
             folder.write_metrics(number, line)
             if number == last or number % -(-last // LINES) == 0:

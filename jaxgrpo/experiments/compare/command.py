@@ -100,14 +100,14 @@ def is_finished(case: Case) -> bool:
         saved_keys[key] = case_keys[key]
     if (key := "data.template_time") not in case_keys:
         saved_keys.pop(key, None)
-    changed = [
+    changes = [
         f"\n  {key}: {saved_keys.get(key, 'not set')} -> {case_keys.get(key, 'not set')}"
         for key in sorted(saved_keys.keys() | case_keys.keys())
         if saved_keys.get(key) != case_keys.get(key)
     ]
-    if changed:
+    if changes:
         raise InputError(
-            f"{case.path}: holds a run with another config:{''.join(changed)}\n"
+            f"{case.path}: holds a run with another config:{''.join(changes)}\n"
             "remove the folder to run it again, or set dir to another one"
         )
     return (case.path / "summary.json").exists()
@@ -269,8 +269,8 @@ def _take_all(
     taker.template_time = process.decided(lambda: _first_time(cases) or local_time())
     for stage in _stages(experiment, cases):
         taker.take(stage, finished_paths)
-    counted = {case.path for case in taker.finished_cases}
-    return [case for case in cases if case.path in counted]
+    counted_paths = {case.path for case in taker.finished_cases}
+    return [case for case in cases if case.path in counted_paths]
 
 
 def _stages(experiment: Experiment, cases: Sequence[Case]) -> Iterator[list[Case]]:
@@ -281,8 +281,8 @@ def _stages(experiment: Experiment, cases: Sequence[Case]) -> Iterator[list[Case
     tuning = [case for case in cases if case.seed in experiment.tuning_seeds]
     yield tuning
     best = process.decided(lambda: _best_rates(experiment, tuning))
-    judged = (case for case in cases if case.seed in experiment.seeds)
-    yield [case for case in judged if case.rate == best[case.arm]]
+    judged_cases = (case for case in cases if case.seed in experiment.seeds)
+    yield [case for case in judged_cases if case.rate == best[case.arm]]
 
 
 def _best_rates(experiment: Experiment, tuning: Sequence[Case]) -> dict[str, float]:

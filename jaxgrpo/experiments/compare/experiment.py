@@ -155,8 +155,8 @@ class Experiment:
     @property
     def number_of_runs(self) -> int:
         rates = sum(len(self.rates(arm)) for arm in self.arms)
-        judged = len(self.arms) if self.judge_rates == "best" else rates
-        return len(self.tuning_seeds) * rates + len(self.seeds) * judged
+        runs_per_seed = len(self.arms) if self.judge_rates == "best" else rates
+        return len(self.tuning_seeds) * rates + len(self.seeds) * runs_per_seed
 
 
 KEYS = {field.name: field for field in dataclasses.fields(Experiment) if field.metadata}
@@ -208,8 +208,8 @@ def make_cases(experiment: Experiment) -> list[Case]:
         raise ConfigError(name, [f"{where}: {item}" for item in error.problems]) from None
     problems = []
     if common.eval.data is None:
-        what = "missing, and nothing could be compared; name it in the base or in set"
-        problems.append(f"eval.data: {what}")
+        reason = "missing, and nothing could be compared; name it in the base or in set"
+        problems.append(f"eval.data: {reason}")
     first_configs: dict[str, Config] = {}
     for arm, changes in experiment.arms.items():
         try:
@@ -424,14 +424,14 @@ def _table_problems(arm: str, table: Mapping[str, Any]) -> Iterator[str]:
         if key == "optimizer.learning_rate":
             yield f"{where}.{key}: give the arm rates of its own, {where}.learning_rates = [...]"
         elif not _within(key, MAY_DIFFER):
-            allowed = f"arms may differ in {', '.join(MAY_DIFFER)}, learning_rates"
+            rule = f"arms may differ in {', '.join(MAY_DIFFER)}, learning_rates"
             if key.partition(".")[0] in HINTS:
-                locked = f"locked, the same in every arm; {allowed}"
-                yield f"{where}.{key}: {locked}; set.{key} changes it for all of them"
+                reason = f"locked, the same in every arm; {rule}"
+                yield f"{where}.{key}: {reason}; set.{key} changes it for all of them"
             else:
                 near = _nearest(key, MAY_DIFFER)
                 hint = f"did you mean {near}? " if near else ""
-                yield f"{where}.{key}: unknown key; {hint}{allowed}"
+                yield f"{where}.{key}: unknown key; {hint}{rule}"
 
 
 def _set_problems(table: Mapping[str, Any]) -> Iterator[str]:

@@ -155,7 +155,7 @@ def _answer(experiment: Experiment, best: Table) -> Section:
 
 def _how_chosen(experiment: Experiment) -> str:
     means = f"the {'highest' if experiment.better == 'higher' else 'lowest'} mean"
-    over = (
+    basis = (
         "very seeds shown, so that means are a little too good, the more so the more rates an arm "
         "has; the test makes the choice again in every exchange of labels, where an arm has the "
         "control's rates. Then p is exact if two arms are alike at every rate; of arms with equal "
@@ -163,16 +163,16 @@ def _how_chosen(experiment: Experiment) -> str:
         f".08 and .11 of comparisons). {_seeds_apart(experiment)}"
     )
     if max(len(experiment.rates(arm)) for arm in experiment.arms) == 1:
-        over = "seeds shown; no arm has a choice."
+        basis = "seeds shown; no arm has a choice."
     if experiment.tuning_seeds:
         seeds = ", ".join(map(str, experiment.tuning_seeds))
-        over = f"tuning seeds {seeds}, which count nowhere else."
+        basis = f"tuning seeds {seeds}, which count nowhere else."
     drawn = len(experiment.seeds) > results.EXACT
-    how = f"{results.DRAWN} drawn exchanges" if drawn else "exact"
+    kind = f"{results.DRAWN} drawn exchanges" if drawn else "exact"
     return (
-        f"Rates are those of {means} over the {over} Intervals: Student's t over seeds, which "
+        f"Rates are those of {means} over the {basis} Intervals: Student's t over seeds, which "
         "takes them as normal; skewed ones are missed more often; cut where the metric's range "
-        f"ends. p: exchange of labels within seeds, two-sided, {how}; corrected by Holm within a "
+        f"ends. p: exchange of labels within seeds, two-sided, {kind}; corrected by Holm within a "
         "table."
     )
 
@@ -267,18 +267,21 @@ def _count(number: int, noun: str) -> str:
 
 def _figures(experiment: Experiment, outcomes: Outcomes) -> list[str]:
     runs_by_arm = best_runs(experiment, outcomes)
-    left = min(0.5, 0.04 + 0.017 * max(map(len, experiment.arms)))
+    left_margin = min(0.5, 0.04 + 0.017 * max(map(len, experiment.arms)))
     few = _are_few(len(experiment.seeds))
     bar = "lowest and highest seed" if few else "95% interval over seeds"
-    over = " over the tuning seeds" if experiment.judge_rates == "best" else ""
-    rates_note = f"{experiment.metric}, mean and {bar}{over}."
+    seeds_note = " over the tuning seeds" if experiment.judge_rates == "best" else ""
+    rates_note = f"{experiment.metric}, mean and {bar}{seeds_note}."
     minus_note = f"At each arm's best rate; by seeds, with the {bar}."
     passes_note = "Dotted: the base. Each arm at its best rate, means over seeds."
     comparison = experiment, outcomes
     figures = [
         _figure("By learning rate", rates_note, lambda axes: by_rate(axes, *comparison)),
         _figure(
-            f"Minus {experiment.control}", minus_note, lambda axes: forest(axes, *comparison), left
+            f"Minus {experiment.control}",
+            minus_note,
+            lambda axes: forest(axes, *comparison),
+            left_margin,
         ),
         _figure("pass@k", passes_note, lambda axes: passes(axes, runs_by_arm)),
     ]
@@ -290,11 +293,11 @@ def _figures(experiment: Experiment, outcomes: Outcomes) -> list[str]:
     return figures
 
 
-def _figure(title: str, note: str, draw: Callable[[Axes], None], left: float = 0.14) -> str:
-    """A chart; `left` is the share of its width that is kept for the labels of its rows."""
+def _figure(title: str, note: str, draw: Callable[[Axes], None], left_margin: float = 0.14) -> str:
+    """A chart; `left_margin` is the share of its width that is kept for the labels of its rows."""
     with mpl.rc_context(charts.STYLE):
         figure, axes = charts.blank(title)
-        figure.subplots_adjust(left=max(0.14, left))
+        figure.subplots_adjust(left=max(0.14, left_margin))
         draw(axes)
         charts.legend_below(axes)
         return html.figure(title, charts.as_svg(figure), note)

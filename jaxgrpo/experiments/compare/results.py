@@ -306,8 +306,8 @@ def standing(experiment: Experiment, row: Row) -> str:
 def detectable(experiment: Experiment) -> tuple[float, float, int]:
     """The smallest p there can be, the same corrected, and the seeds it takes to get below the
     level."""
-    comparisons, least = len(testable(experiment)), smallest_p(len(experiment.seeds))
-    return least, min(1.0, comparisons * least), seeds_needed(comparisons, experiment.level)
+    comparisons, smallest = len(testable(experiment)), smallest_p(len(experiment.seeds))
+    return smallest, min(1.0, comparisons * smallest), seeds_needed(comparisons, experiment.level)
 
 
 def smallest_p(seeds: int) -> float:
@@ -399,8 +399,8 @@ def crossing(base: np.ndarray, trained: np.ndarray, level: float = 0.05) -> int 
     difference = np.asarray(trained, float) - np.asarray(base, float)
     if len(difference) < 2:
         return None
-    shown = (student_interval(difference)[1] < -SAME) & (sign_flip_tests(difference) <= level)
-    below = np.flatnonzero(shown)
+    is_below = (student_interval(difference)[1] < -SAME) & (sign_flip_tests(difference) <= level)
+    below = np.flatnonzero(is_below)
     return int(below[0]) + 1 if len(below) else None
 
 
@@ -431,7 +431,7 @@ def _table(
                     ]
                     for name in (arm, control)
                 )
-                p[arm] = exchange_test(*(sign * of for of in sorted_by_rate))
+                p[arm] = exchange_test(*(sign * array for array in sorted_by_rate))
             elif arm in tested:
                 p[arm] = sign_flip_test(difference)
         rows.append(row)

@@ -185,7 +185,7 @@ def _masks(numbers: Mapping[str, Any], size: int) -> Iterator[Advice]:
 
 
 def _advantages(numbers: Mapping[str, Any], size: int) -> Iterator[Advice]:
-    group, stated = numbers["degeneracy"][size], numbers.get("calibration")
+    group, calibration = numbers["degeneracy"][size], numbers.get("calibration")
     if group["all_fail"] >= STARVED:
         yield _alive_when_all_fail(group["all_fail"], numbers["success"]["rate"], size)
     if group["lucky"] >= MUCH:
@@ -199,20 +199,22 @@ def _advantages(numbers: Mapping[str, Any], size: int) -> Iterator[Advice]:
         says = "compare with `rloo`, whose baseline leaves the sample itself out"
         why = f"at G = {size} the group's mean shrinks every gradient by {1 / size:.0%}"
         yield Advice("advantage", says, why, (f"degeneracy.{size}.measured",))
-    if stated and stated["stated"] >= MUCH and stated["ece"] >= MUCH:
+    if calibration and calibration["stated"] >= MUCH and calibration["ece"] >= MUCH:
         says = "compare with `rlcr`, which rewards confidences that are right"
-        missed = f"{stated['ece']:.2f} on average"
+        missed = f"{calibration['ece']:.2f} on average"
         why = f"stated confidences miss the share of right answers by {missed}"
         yield Advice("advantage", says, why, ("calibration.ece",))
 
 
-def _alive_when_all_fail(failed: float, rate: float, size: int) -> Advice:
-    why = f"in {failed:.0%} of groups of {size} all fail, and a group baseline learns nothing there"
+def _alive_when_all_fail(all_fail: float, rate: float, size: int) -> Advice:
+    why = (
+        f"in {all_fail:.0%} of groups of {size} all fail, and a group baseline learns nothing there"
+    )
     methods = "`sign`, `conditional_sign` and `ema`"
-    then = "failures can be pushed away without drowning it"
+    effect = "failures can be pushed away without drowning it"
     if rate < SELDOM:
         methods = "`ema`"
-        then = "`sign` would be mostly noise, while `ema` weighs failures by that rate"
+        effect = "`sign` would be mostly noise, while `ema` weighs failures by that rate"
     says = f"compare `grpo` with {methods} at several learning rates each"
-    why += f"; at a success rate of {rate:.3f} {then}"
+    why += f"; at a success rate of {rate:.3f} {effect}"
     return Advice("advantage", says, why, (f"degeneracy.{size}.all_fail", "success.rate"))

@@ -123,8 +123,8 @@ def _probe(
     questions = make_questions(config, held_out, judge)
     if process.is_main():
         first, ends = questions.rows[0], policy.settings.stop_tokens
-        tried = try_rewards([judge], first, policy.tokenizer, ends, TrainerState())
-        show_previews(console, [judge], first, tried)
+        previews = try_rewards([judge], first, policy.tokenizer, ends, TrainerState())
+        show_previews(console, [judge], first, previews)
     with telling(console, "probe: sampling"):
         numbers = _numbers(config, policy, questions, level)
     data = without_passwords(config.eval.data or "") if rows is None else "rows"

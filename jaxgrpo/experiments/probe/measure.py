@@ -301,9 +301,9 @@ def lucky_share(
     usable = (samples >= group_size) & (samples > int(1 / below))
     shares = group_shares(correct, samples, group_size)
     hard = usable & (_rate(correct, samples) < below)
-    lone = jnp.where(hard, shares.one_success, 0).sum()
+    lone_successes = jnp.where(hard, shares.one_success, 0).sum()
     mixed = jnp.where(usable, shares.mixed, 0).sum()
-    return jnp.where(mixed > 0, lone / jnp.where(mixed > 0, mixed, 1), jnp.nan)
+    return jnp.where(mixed > 0, lone_successes / jnp.where(mixed > 0, mixed, 1), jnp.nan)
 
 
 def gap_influence(

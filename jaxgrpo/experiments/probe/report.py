@@ -111,12 +111,12 @@ def render(numbers: ProbeNumbers) -> str:
     """The HTML page of what `command.main` puts together."""
     success = numbers["success"]
     size, group = list(numbers["degeneracy"].items())[-1]
-    k, passed = list(numbers["pass_at"].items())[-1]
+    k, estimate = list(numbers["pass_at"].items())[-1]
     tiles = {
         "success rate": number(success["rate"]),
         "prompts that never succeed": number(success["at_zero"], ".0%"),
         "prompts that always succeed": number(success["at_one"], ".0%"),
-        f"pass@{k}": number(passed["value"]),
+        f"pass@{k}": number(estimate["value"]),
         f"live groups of {size}": number(1 - group["measured"], ".0%"),
     }
     advice = "".join(
