@@ -30,7 +30,7 @@ PACKAGES = (
     ("numpy", "transformers", "tokenizers", "datasets"),
 )
 """What results depend on, by line."""
-OF_DEVICES = ("libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin")
+DEVICE_PACKAGES = ("libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin")
 """What JAX needs beside itself for a TPU or a GPU; shown where it is installed."""
 WIDTH = 80  # columns that a line has, if it can
 
@@ -55,7 +55,7 @@ def examine() -> dict[str, Any]:
         "commit": _commit(),
         "python": platform.python_version(),
         "system": platform.platform(),
-        "packages": {name: _version(name) for name in (*names, *OF_DEVICES)},
+        "packages": {name: _version(name) for name in (*names, *DEVICE_PACKAGES)},
         **_devices(),
         "memory": _memory(),
         "disk": _disk(Path.cwd()),
@@ -71,7 +71,7 @@ def lines(machine: Mapping[str, Any]) -> Iterator[str]:
     yield f"python {machine['python']} on {machine['system']}"
     for names in PACKAGES:
         yield ", ".join(f"{name} {packages[name] or 'NOT INSTALLED'}" for name in names)
-    plugins = "".join(f", {name} {packages[name]}" for name in OF_DEVICES if packages[name])
+    plugins = "".join(f", {name} {packages[name]}" for name in DEVICE_PACKAGES if packages[name])
     yield f"devices: {machine['devices']}, {machine['cores']} cores{plugins}"
     if machine["problem"]:
         yield f"problem: {machine['problem']}"

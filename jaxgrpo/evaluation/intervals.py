@@ -10,7 +10,7 @@ import numpy as np
 LEVEL = 0.99
 RESAMPLES = 2000  # of the prompts, for the bootstrap-t
 BLOCK = 2**20  # draws held at a time
-SAME = 1e-6  # float32 values that differ by less are one
+TOLERANCE = 1e-6  # float32 values that differ by less are one
 HALVINGS = 60  # of an interval that is searched: to the last digit of float64
 
 
@@ -93,7 +93,7 @@ def studentised(
     """
     values = np.asarray(influence, float)
     count = len(values)
-    if count < 2 or not np.isfinite(estimate) or np.ptp(values) < SAME:
+    if count < 2 or not np.isfinite(estimate) or np.ptp(values) < TOLERANCE:
         return float("nan"), float("nan")
     random = np.random.default_rng(0)
     centred = values - values.mean()
@@ -104,7 +104,7 @@ def studentised(
         rows = min(block, RESAMPLES - begin)
         draws = centred[random.integers(0, count, (rows, count))]
         spread = draws.std(1, ddof=1) / np.sqrt(count)
-        scores.append(draws.mean(1) / np.maximum(spread, SAME / count))
+        scores.append(draws.mean(1) / np.maximum(spread, TOLERANCE / count))
     low, high = np.percentile(np.concatenate(scores), [tail, 100 - tail])
     ends = np.clip([estimate - high * error, estimate - low * error], *bounds)
     return float(ends[0]), float(ends[1])

@@ -36,7 +36,7 @@ SHOWN = 8  # runs that a message names
 ROUNDING = 1e-6  # evaluations that differ by less differ by rounding
 EXACT = 12  # up to so many seeds every exchange of labels is counted
 DRAWN = 20_000  # exchanges that are drawn if there are more seeds
-SAME = 1e-12  # statistics that differ by less are equal
+TOLERANCE = 1e-12  # statistics that differ by less are equal
 FEW = 5  # with fewer seeds charts show the lowest and the highest instead of an interval
 
 BOUNDS: dict[tuple[float, float], tuple[str, ...]] = {
@@ -318,7 +318,7 @@ def smallest_p(seeds: int) -> float:
 def choose(values: np.ndarray) -> int:
     """The row of the highest mean, [L, n]; the first of equal ones."""
     means = np.asarray(values, float).mean(1)
-    return int(np.flatnonzero(means >= means.max() - SAME)[0])
+    return int(np.flatnonzero(means >= means.max() - TOLERANCE)[0])
 
 
 def exchange_test(arm: np.ndarray, control: np.ndarray) -> float:
@@ -382,7 +382,7 @@ def sign_flip_tests(differences: np.ndarray) -> np.ndarray:
     """
     differences = np.asarray(differences, float)
     scale = np.sqrt((differences**2).mean(0))
-    scaled = differences / np.where(scale > SAME, scale, 1.0) / len(differences)
+    scaled = differences / np.where(scale > TOLERANCE, scale, 1.0) / len(differences)
     return _share_as_large(lambda flip: abs(np.where(flip, -1.0, 1.0) @ scaled), len(scaled))
 
 
@@ -399,8 +399,8 @@ def crossing(base: np.ndarray, trained: np.ndarray, level: float = 0.05) -> int 
     difference = np.asarray(trained, float) - np.asarray(base, float)
     if len(difference) < 2:
         return None
-    is_below = (student_interval(difference)[1] < -SAME) & (sign_flip_tests(difference) <= level)
-    below = np.flatnonzero(is_below)
+    is_below = student_interval(difference)[1] < -TOLERANCE
+    below = np.flatnonzero(is_below & (sign_flip_tests(difference) <= level))
     return int(below[0]) + 1 if len(below) else None
 
 
@@ -451,7 +451,7 @@ def _share_as_large(statistic: Callable[[np.ndarray], np.ndarray], seeds: int) -
     """
     observed = statistic(np.zeros((1, seeds), bool))
     reached = [
-        statistic(exchanged).max(1, keepdims=True) >= observed - SAME
+        statistic(exchanged).max(1, keepdims=True) >= observed - TOLERANCE
         for exchanged in _exchanges(seeds)
     ]
     return np.concatenate(reached).mean(0)
