@@ -63,7 +63,7 @@ def compare_runs(name: str) -> Compared:
     """The comparison of a shipped experiment; its runs are made where they are missing."""
     compare.compare(name)
     experiment = experiments.load(name)
-    cases = experiments.cases_of(experiment)
+    cases = experiments.make_cases(experiment)
     return Compared(
         experiment,
         results.read_all([case for case in cases if (case.path / "summary.json").exists()]),
@@ -87,7 +87,7 @@ def rates_table(compared: Compared) -> str:
     experiment, outcomes = compared
     rows = []
     for arm in experiment.arms:
-        values = results.values_of(
+        values = results.arm_values(
             experiment, outcomes, arm, experiment.metric, experiment.tuning_seeds
         )
         rows.append([f"`{arm}`", *(f"{value:.3f}" for value in values.mean(1))])

@@ -18,7 +18,7 @@ from rich.console import Console
 from docs.experiments import common
 from docs.experiments.common import Check, Result
 from jaxgrpo.cli import make_base
-from jaxgrpo.evaluation.evaluate import questions_of
+from jaxgrpo.evaluation.evaluate import make_questions
 from jaxgrpo.evaluation.intervals import studentised
 from jaxgrpo.experiments.probe.command import draw
 from jaxgrpo.experiments.probe.measure import gap_influence
@@ -64,7 +64,7 @@ def sample(prompts: int, samples: int, **base_options: Any) -> Drawn:
         }
         config = config_for(base, changes)
         policy, held_out = find_policy(Console(quiet=True), config)
-        questions = questions_of(config, held_out, resolve_scorer(config, ()))
+        questions = make_questions(config, held_out, resolve_scorer(config, ()))
         answers = draw(config, policy, questions)
     level = np.array([row["level"] for row in questions.rows])
     return Drawn(answers.scores > 0.5, level)

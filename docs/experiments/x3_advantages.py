@@ -50,7 +50,7 @@ def find() -> dict[int, Compared]:
 
 def read(experiment: Experiment) -> Compared:
     """A comparison whose runs are all finished."""
-    return Compared(experiment, results.read_all(experiments.cases_of(experiment)))
+    return Compared(experiment, results.read_all(experiments.make_cases(experiment)))
 
 
 def result(found: Mapping[int, Compared]) -> Result:
@@ -78,7 +78,7 @@ def checks_of(size: int, one: Compared) -> list[Check]:
     """That everything is there. Which arm is better is not a criterion."""
     experiment, outcomes = one
     runs = [outcome for by_seed in outcomes.values() for outcome in by_seed.values()]
-    wanted = len(experiments.cases_of(experiment))
+    wanted = len(experiments.make_cases(experiment))
     finite = all(np.isfinite(run.numbers[experiment.metric]) for run in runs)
     (sign,) = [row for row in results.at_best(*one) if row.arm == "sign"]
     assert sign.difference is not None
@@ -100,7 +100,7 @@ def rates_table(one: Compared) -> str:
     experiment, outcomes = one
     rows = []
     for arm in experiment.arms:
-        values = results.values_of(experiment, outcomes, arm, experiment.metric)
+        values = results.arm_values(experiment, outcomes, arm, experiment.metric)
         cells = [results.estimate(row, experiment.metric) for row in values]
         rows.append([arm, *(f"{c.value:.3f} ({c.low:.3f} to {c.high:.3f})" for c in cells)])
     head = [experiment.metric, *(f"rate {rate:g}" for rate in experiment.learning_rates)]

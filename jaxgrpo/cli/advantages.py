@@ -24,7 +24,7 @@ from jaxgrpo.core.types import Rollouts, Signal
 from jaxgrpo.training.console import Document
 
 
-class Given(NamedTuple):
+class Field(NamedTuple):
     """A field that parts read: its shape, type and meaning."""
 
     shape: str
@@ -33,34 +33,34 @@ class Given(NamedTuple):
 
 
 PER_TOKEN = "[P, G, T]"
-FIELDS: dict[str, Given] = {
-    "truncated": Given("[P, G]", bool, "whether the length limit cut the sample"),
-    "token_mask": Given(PER_TOKEN, bool, "whether the policy chose the token"),
-    "completion_tokens": Given(PER_TOKEN, int, "the tokens"),
-    "behavior_logp": Given(PER_TOKEN, float, "log-prob under the policy that sampled"),
-    "trainer_logp": Given(PER_TOKEN, float, "log-prob as the trainer computes it"),
-    "reference_logp": Given(PER_TOKEN, float, "log-prob under the reference policy"),
-    "base_logp": Given(PER_TOKEN, float, "log-prob under the original policy"),
-    "token_entropy": Given(PER_TOKEN, float, "entropy of the policy at the token"),
-    "token_value": Given(PER_TOKEN, float, "estimated return from the token on"),
-    "planning": Given(PER_TOKEN, bool, "whether the token plans"),
-    "token_depth": Given(PER_TOKEN, int, "depth of the tree's node that the token belongs to"),
-    "answer_logp": Given("[P, G, J]", float, "log-probs of the reference answer's tokens"),
-    "answer_mask": Given("[P, J]", bool, "which of the answer's tokens there are"),
-    "masked_answer_logp": Given("[P, J]", float, "log-probs of the answer without reasoning"),
-    "rubric": Given("[P, G]", float, "1 where the sample meets the rubric, else 0"),
-    "classes": Given("[P, G]", float, "id of the kind of answer"),
-    "tree": Given("[P, G]", int, "id of the tree that the sample is a leaf of"),
-    "ancestors": Given("[P, G, D]", int, "ids of its nodes, root first, -1 for none"),
-    "row": Given("[P]", int, "row of the prompt in the data set"),
-    "ordinal": Given("[P]", int, "place of the prompt in the run"),
-    "step": Given("[]", int, "the training step"),
+FIELDS: dict[str, Field] = {
+    "truncated": Field("[P, G]", bool, "whether the length limit cut the sample"),
+    "token_mask": Field(PER_TOKEN, bool, "whether the policy chose the token"),
+    "completion_tokens": Field(PER_TOKEN, int, "the tokens"),
+    "behavior_logp": Field(PER_TOKEN, float, "log-prob under the policy that sampled"),
+    "trainer_logp": Field(PER_TOKEN, float, "log-prob as the trainer computes it"),
+    "reference_logp": Field(PER_TOKEN, float, "log-prob under the reference policy"),
+    "base_logp": Field(PER_TOKEN, float, "log-prob under the original policy"),
+    "token_entropy": Field(PER_TOKEN, float, "entropy of the policy at the token"),
+    "token_value": Field(PER_TOKEN, float, "estimated return from the token on"),
+    "planning": Field(PER_TOKEN, bool, "whether the token plans"),
+    "token_depth": Field(PER_TOKEN, int, "depth of the tree's node that the token belongs to"),
+    "answer_logp": Field("[P, G, J]", float, "log-probs of the reference answer's tokens"),
+    "answer_mask": Field("[P, J]", bool, "which of the answer's tokens there are"),
+    "masked_answer_logp": Field("[P, J]", float, "log-probs of the answer without reasoning"),
+    "rubric": Field("[P, G]", float, "1 where the sample meets the rubric, else 0"),
+    "classes": Field("[P, G]", float, "id of the kind of answer"),
+    "tree": Field("[P, G]", int, "id of the tree that the sample is a leaf of"),
+    "ancestors": Field("[P, G, D]", int, "ids of its nodes, root first, -1 for none"),
+    "row": Field("[P]", int, "row of the prompt in the data set"),
+    "ordinal": Field("[P]", int, "place of the prompt in the run"),
+    "step": Field("[]", int, "the training step"),
 }
 """What parts read beside rewards. Those of `types.FIELDS` and `types.OF_ANSWERS` a run scores by
 itself."""
 
 
-HOW = "jaxgrpo advantages NAME describes one; --rewards 1,0,0,0 shows it step by step"
+HINT = "jaxgrpo advantages NAME describes one; --rewards 1,0,0,0 shows it step by step"
 TABLES = {"recipes": registry.recipes, "parts": registry.parts}
 
 
@@ -75,24 +75,26 @@ def main(
     """Lists everything, describes one recipe or part, or shows it at work on rewards."""
     console = Console(highlight=False)
     if name is None or not rewards:
-        for option, given in {"rewards": rewards, "option": options, "field": fields}.items():
-            if given:
-                what = "--rewards 1,0,0,0" if name else "a NAME"
-                raise InputError(f"advantages --{option} {given[0]}: give {what} too")
-        found = first_lines(TABLES) if name is None else _about(name)
+        for option, texts in {"rewards": rewards, "option": options, "field": fields}.items():
+            if texts:
+                missing = "--rewards 1,0,0,0" if name else "a NAME"
+                raise InputError(f"advantages --{option} {texts[0]}: give {missing} too")
+        about = first_lines(TABLES) if name is None else _about(name)
         if as_json:
-            return Document(found)
+            return Document(about)
         if name is None:
-            show_list(console, found, HOW)
+            show_list(console, about, HINT)
         else:
-            _describe(console, found)
+            _describe(console, about)
         return 0
-    named = {key: np.array(rows) for key, rows in groups("--rewards", rewards, "reward").items()}
-    shape = next(iter(named.values())).shape
-    given = read_fields(fields, shape)
+    reward_arrays = {
+        key: np.array(rows) for key, rows in groups("--rewards", rewards, "reward").items()
+    }
+    shape = next(iter(reward_arrays.values())).shape
+    field_arrays = read_fields(fields, shape)
     if lengths:
-        given["token_mask"] = token_mask(lengths, shape)
-    stages, problems = explain(name, named, options, given)
+        field_arrays["token_mask"] = token_mask(lengths, shape)
+    stages, problems = explain(name, reward_arrays, options, field_arrays)
     if as_json:
         return Document(_document(name, stages, problems))
     _show(console, stages)
@@ -117,41 +119,41 @@ def explain(
     Raises: InputError naming every field that it needs and was not given, and if the chain cannot
     be compiled.
     """
-    whole = _over_streams(_find(name, dict(map(read_option, options))), len(rewards))
-    registry.refuse_unread(whole, fields)
-    if missing := sorted(whole.needs - {*fields, *rewards}):
-        of_tokens = any(FIELDS[field].shape == PER_TOKEN for field in missing if field in FIELDS)
-        if of_tokens and "token_mask" not in fields:
+    transform = _over_streams(_find(name, dict(map(read_option, options))), len(rewards))
+    registry.refuse_unread(transform, fields)
+    if missing := sorted(transform.needs - {*fields, *rewards}):
+        needs_tokens = any(FIELDS[field].shape == PER_TOKEN for field in missing if field in FIELDS)
+        if needs_tokens and "token_mask" not in fields:
             missing.append("token_mask")
-        raise InputError(_missing(name, missing))
+        raise InputError(_missing_text(name, missing))
     rollouts, spec = registry.plain_rollouts(rewards, **fields)
     try:
-        state = whole.init(spec)
-        chains.trace(whole, rollouts, state)
+        state = transform.init(spec)
+        chains.trace(transform, rollouts, state)
     except NotGiven as error:
-        raise InputError(_missing(name, [error.name])) from None
-    stages = _compiled(whole, rollouts, state)
+        raise InputError(_missing_text(name, [error.name])) from None
+    stages = _compiled(transform, rollouts, state)
     problems = _not_finite(stages)
     if own_code.is_reference(name):
-        problems += _outside_mask(whole, rollouts, state, stages)
+        problems += _outside_mask(transform, rollouts, state, stages)
     return stages, problems
 
 
-def _compiled(whole: AdvantageTransform, rollouts: Rollouts, state: Any) -> list[chains.Stage]:
+def _compiled(transform: AdvantageTransform, rollouts: Rollouts, state: Any) -> list[chains.Stage]:
     """The stages of the chain in one compiled program."""
 
     def run(rollouts: Rollouts, state: Any) -> list[tuple[Any, Any]]:
-        return [(stage.signal, stage.metrics) for stage in chains.trace(whole, rollouts, state)]
+        return [(stage.signal, stage.metrics) for stage in chains.trace(transform, rollouts, state)]
 
-    says = (
-        f"{whole.name} runs, but training compiles it, and there a value is not known yet: write"
-        " jnp.where instead of a Python if, and jax.numpy instead of numpy, float() and int()"
+    message = (
+        f"{transform.name} runs, but training compiles it, and there a value is not known yet:"
+        " write jnp.where instead of a Python if, and jax.numpy instead of numpy, float() and int()"
         " ({reason})"
     )
-    with refusing(says, jax.errors.JAXTypeError):
-        after = jax.jit(run)(rollouts, state)
-    names = ("rewards", *(key for key, _ in whole.steps))
-    return [chains.Stage(key, *one) for key, one in zip(names, after, strict=True)]
+    with refusing(message, jax.errors.JAXTypeError):
+        stage_arrays = jax.jit(run)(rollouts, state)
+    names = ("rewards", *(key for key, _ in transform.steps))
+    return [chains.Stage(key, *arrays) for key, arrays in zip(names, stage_arrays, strict=True)]
 
 
 def _not_finite(stages: Sequence[chains.Stage]) -> list[str]:
@@ -161,31 +163,34 @@ def _not_finite(stages: Sequence[chains.Stage]) -> list[str]:
             odd = mask & ~np.isfinite(value)
             if odd.any():
                 first = tuple(np.argwhere(odd)[0].tolist())
-                what = f"{stage.name} ({stream})" if stream else stage.name
+                source = f"{stage.name} ({stream})" if stream else stage.name
                 return [
-                    f"{what} made {value[first]} of {_place(first)}; {odd.sum()} of {mask.sum()}"
+                    f"{source} made {value[first]} of {_place(first)}; {odd.sum()} of {mask.sum()}"
                     " values are inf or NaN: in training they would reach the parameters"
                 ]
     return []
 
 
 def _outside_mask(
-    whole: AdvantageTransform, rollouts: Rollouts, state: Any, stages: Sequence[chains.Stage]
+    transform: AdvantageTransform, rollouts: Rollouts, state: Any, stages: Sequence[chains.Stage]
 ) -> list[str]:
     """What each step left at masked places, before the chain set it to 0 and masked it again."""
     problems = []
-    for stage, (key, step) in zip(stages, whole.steps, strict=False):
-        before = stage.signal
-        if step.kind == "signal->signal" and not isinstance(before, Signal):
-            (before,) = before.values()
-        after, _, _ = step.update(before, state[key], rollouts)
-        for name, one in ({"": after} if isinstance(after, Signal) else after).items():
-            was = before if isinstance(before, Signal) else before.get(name, one)
-            value, mask = np.asarray(one.value), np.asarray(one.mask, bool)
-            gone = ~np.asarray(was.mask).reshape(
-                was.mask.shape + (1,) * (value.ndim - was.mask.ndim)
+    for stage, (key, step) in zip(stages, transform.steps, strict=False):
+        inputs = stage.signal
+        if step.kind == "signal->signal" and not isinstance(inputs, Signal):
+            (inputs,) = inputs.values()
+        outputs, _, _ = step.update(inputs, state[key], rollouts)
+        for name, output in ({"": outputs} if isinstance(outputs, Signal) else outputs).items():
+            input_signal = inputs if isinstance(inputs, Signal) else inputs.get(name, output)
+            value, mask = np.asarray(output.value), np.asarray(output.mask, bool)
+            is_masked = ~np.asarray(input_signal.mask).reshape(
+                input_signal.mask.shape + (1,) * (value.ndim - input_signal.mask.ndim)
             )
-            for places, says in ((gone & (value != 0), "left {}"), (gone & mask, "unmasked {}")):
+            for places, says in (
+                (is_masked & (value != 0), "left {}"),
+                (is_masked & mask, "unmasked {}"),
+            ):
                 if places.any():
                     first = tuple(np.argwhere(places)[0].tolist())
                     problems.append(
@@ -198,15 +203,15 @@ def _outside_mask(
 
 def _place(index: Sequence[int]) -> str:
     words = ("group", "sample", "token")
-    return ", ".join(f"{word} {at + 1}" for word, at in zip(words, index, strict=False))
+    return ", ".join(f"{word} {position + 1}" for word, position in zip(words, index, strict=False))
 
 
 def _factories(name: str) -> list[registry.Factory]:
     """Own code; or the recipe and the part of that name.  Raises: InputError if it is unknown."""
     if own_code.is_reference(name):
         return [own_code.load(name)]
-    if found := [table[name] for table in TABLES.values() if name in table]:
-        return found
+    if factories := [table[name] for table in TABLES.values() if name in table]:
+        return factories
     raise InputError(
         f"unknown recipe or part {name!r}: {suggest(name, {*registry.recipes, *registry.parts})};"
         " own code is path/file.py:function"
@@ -225,38 +230,38 @@ def _find(name: str, options: Mapping[str, Any]) -> AdvantageTransform:
         raise InputError(str(error).removeprefix("advantage[0]: ")) from None
 
 
-def _over_streams(whole: AdvantageTransform, streams: int) -> AdvantageTransform:
+def _over_streams(transform: AdvantageTransform, streams: int) -> AdvantageTransform:
     """The chain, with the sum that a part by itself lacks where there are several rewards."""
-    steps = [step for _, step in whole.steps]
+    steps = [step for _, step in transform.steps]
     if streams == 1 or any(step.kind == "streams->signal" for step in steps):
-        return whole
-    steps.insert(0 if whole.kind == "signal->signal" else len(steps), sum_rewards())
-    return chain(*steps, name=whole.name)
+        return transform
+    steps.insert(0 if transform.kind == "signal->signal" else len(steps), sum_rewards())
+    return chain(*steps, name=transform.name)
 
 
-def _missing(name: str, missing: Sequence[str]) -> str:
+def _missing_text(name: str, missing: Sequence[str]) -> str:
     lines = [f"{name} needs more than rewards:"]
     for field in missing:
         if field not in FIELDS:
             lines.append(f"  {field}: a reward, or a column of the data: --field {field}=0.5,1,0,0")
             continue
         shape, _, meaning = FIELDS[field]
-        how = f"--field {field}=" + {"[P, G]": "0,1,1,0"}.get(shape, "'[[...], ...]'")
+        hint = f"--field {field}=" + {"[P, G]": "0,1,1,0"}.get(shape, "'[[...], ...]'")
         if field == "token_mask":
-            how = "--lengths 3,2,4,1 (tokens of each sample)"
-        lines.append(f"  {field} {shape}, {meaning}: {how}")
+            hint = "--lengths 3,2,4,1 (tokens of each sample)"
+        lines.append(f"  {field} {shape}, {meaning}: {hint}")
     return "\n".join(lines)
 
 
 def read_option(text: str) -> tuple[str, Any]:
     """ "key=value" of a part; the value is TOML, or plain text as it stands."""
-    name, equals, written = text.partition("=")
+    name, equals, value_text = text.partition("=")
     if not equals or not name:
         raise InputError(f"--option {text}: expected key=value")
     try:
-        return name, tomllib.loads(f"value = {written}")["value"]
+        return name, tomllib.loads(f"value = {value_text}")["value"]
     except (ValueError, RecursionError):
-        return name, written
+        return name, value_text
 
 
 def first_lines(tables: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, str]]:
@@ -269,20 +274,20 @@ def first_lines(tables: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, 
     }
 
 
-def show_list(console: Console, listed: Mapping[str, Mapping[str, str]], how: str) -> None:
+def show_list(console: Console, tables: Mapping[str, Mapping[str, str]], hint: str) -> None:
     """Prints what `first_lines` returns.
 
     Args:
-      how: the last line, of what to do with a name.
+      hint: the last line, of what to do with a name.
     """
-    for title, lines in listed.items():
+    for title, lines in tables.items():
         table = Table(Column(no_wrap=True), Column(), title=title, title_justify="left", box=None)
         table.show_header = False
         for line in lines.items():
             table.add_row(*line)
         console.print(table)
         console.print()
-    console.print(how)
+    console.print(hint)
 
 
 def describe(name: str, factory: Callable[..., Any]) -> dict[str, str | None]:
@@ -314,16 +319,19 @@ def _describe(console: Console, about: Mapping[str, Any]) -> None:
     show_description(console, about)
     if "part" in about:
         console.print(f"\nThe part {name}: {about['part']['description']}", markup=False)
-    shown = f"jaxgrpo advantages {name} --rewards 1,0,0,0 shows what each step does"
+    hint = f"jaxgrpo advantages {name} --rewards 1,0,0,0 shows what each step does"
     if not own_code.is_reference(name) and registry.needs_function(_factories(name)[0]):
-        shown = registry.how_to_give_a_function(name)
-    console.print(f"\n{shown}")
+        hint = registry.how_to_give_a_function(name)
+    console.print(f"\n{hint}")
 
 
 def _streams(stage: chains.Stage) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     """name of a stream -> its values and mask; one signal alone has the name ""."""
     streams = {"": stage.signal} if isinstance(stage.signal, Signal) else stage.signal
-    return {name: (np.asarray(one.value), np.asarray(one.mask)) for name, one in streams.items()}
+    return {
+        name: (np.asarray(signal.value), np.asarray(signal.mask))
+        for name, signal in streams.items()
+    }
 
 
 def _show(console: Console, stages: Sequence[chains.Stage]) -> None:
@@ -338,12 +346,12 @@ def _show(console: Console, stages: Sequence[chains.Stage]) -> None:
     table = Table(*(Column(title, no_wrap=True) for title in titles), box=None, pad_edge=False)
     for name, value, mask in signals:
         for place in np.ndindex(value.shape[:-1]):
-            shown = ("", "") if any(place) else name
+            labels = ("", "") if any(place) else name
             numbers = " ".join(f"{number:.4g}".rjust(width) for number in value[place])
             bits = " ".join("01"[bit] for bit in mask[place] * 1)
-            table.add_row(*shown, ".".join(str(index + 1) for index in place), numbers, bits)
+            table.add_row(*labels, ".".join(str(index + 1) for index in place), numbers, bits)
     console.print(table, markup=False)
-    for name, value in _reported(stages).items():
+    for name, value in _stage_metrics(stages).items():
         console.print(f"{name} = {value:.4g}", markup=False)
     alive = enumerate(_alive(stages), start=1)
     each = "; ".join(f"group {number}: {row.sum()} of {row.size}" for number, row in alive)
@@ -362,13 +370,13 @@ def _document(name: str, stages: Sequence[chains.Stage], problems: Sequence[str]
     return {
         "name": name,
         "steps": steps,
-        "metrics": _reported(stages),
+        "metrics": _stage_metrics(stages),
         "alive": _alive(stages),
         "problems": problems,
     }
 
 
-def _reported(stages: Sequence[chains.Stage]) -> dict[str, float]:
+def _stage_metrics(stages: Sequence[chains.Stage]) -> dict[str, float]:
     return {
         f"{stage.name}/{metric}": value
         for stage in stages
@@ -383,82 +391,82 @@ def _alive(stages: Sequence[chains.Stage]) -> np.ndarray:
     return live.any(-1) if live.ndim == 3 else live
 
 
-def groups(what: str, texts: Sequence[str], default: str | None = None) -> dict[str, list[Any]]:
+def groups(flag: str, texts: Sequence[str], default: str | None = None) -> dict[str, list[Any]]:
     """Named groups of numbers from "1,0,nan" and "name=1,0,nan": name -> list of groups.
 
     >>> groups("--rewards", ["1,0", "0,0"], default="reward")
     {'reward': [[1.0, 0.0], [0.0, 0.0]]}
     """
-    named: dict[str, list[Any]] = {}
+    numbers_by_name: dict[str, list[Any]] = {}
     for text in texts:
-        name, equals, written = text.rpartition("=")
+        name, equals, value_text = text.rpartition("=")
         if not equals and default is None:
-            raise InputError(f"{what} {text}: expected name=value,value,...")
+            raise InputError(f"{flag} {text}: expected name=value,value,...")
         try:
-            numbers = [float(word) for word in written.split(",")]
+            numbers = [float(word) for word in value_text.split(",")]
         except ValueError:
             raise InputError(
-                f"{what} {text}: expected numbers with commas between, as 1,0,0.5,nan (nan: not"
+                f"{flag} {text}: expected numbers with commas between, as 1,0,0.5,nan (nan: not"
                 " scored), with name= before them where there are several"
             ) from None
-        named.setdefault(name or default or "", []).append(numbers)
-    counted = {
-        "groups": {name: len(rows) for name, rows in named.items()},
+        numbers_by_name.setdefault(name or default or "", []).append(numbers)
+    counts = {
+        "groups": {name: len(rows) for name, rows in numbers_by_name.items()},
         "samples": {text: text.count(",") + 1 for text in texts},
     }
-    for how, sizes in counted.items():
+    for noun, sizes in counts.items():
         if len(set(sizes.values())) > 1:
             each = ", ".join(f"{name}: {size}" for name, size in sizes.items())
-            raise InputError(f"{what}: {how} differ in number ({each}); fill up with nan")
-    return named
+            raise InputError(f"{flag}: {noun} differ in number ({each}); fill up with nan")
+    return numbers_by_name
 
 
 def read_fields(texts: Sequence[str], shape: tuple[int, ...]) -> dict[str, np.ndarray]:
     """Fields from "name=0,1,1,0", one list per group or one for all, or "name=[[...]]" in JSON."""
-    listed: dict[str, list[Any]] = {}
+    lists: dict[str, list[Any]] = {}
     values: dict[str, Any] = {}
     for text in texts:
-        name, _, written = text.partition("=")
-        if written.lstrip().startswith("["):
+        name, _, value_text = text.partition("=")
+        if value_text.lstrip().startswith("["):
             with refusing(f"--field {text}: not JSON: {{reason}}", json.JSONDecodeError):
-                values[name] = json.loads(written)
+                values[name] = json.loads(value_text)
         else:
             ((name, (numbers,)),) = groups("--field", [text]).items()
-            listed.setdefault(name, []).append(numbers)
-    values = {name: _spread(name, rows, shape) for name, rows in listed.items()} | values
+            lists.setdefault(name, []).append(numbers)
+    values = {name: _spread(name, rows, shape) for name, rows in lists.items()} | values
     return {name: _field(name, value, shape) for name, value in values.items()}
 
 
 def _spread(name: str, rows: list[Any], shape: tuple[int, ...]) -> list[Any]:
     """Lists of a field: one for each group, or of one number each for what belongs to a prompt."""
-    known = FIELDS[name].shape if name in FIELDS else "[P]?" if shape[1] > 1 else "[P, G]"
-    if known == "[P]" and len(rows) == 1:
+    field_shape = FIELDS[name].shape if name in FIELDS else "[P]?" if shape[1] > 1 else "[P, G]"
+    if field_shape == "[P]" and len(rows) == 1:
         rows = [[number] for number in rows[0]]
     rows = rows * shape[0] if len(rows) == 1 else rows
-    alone = known.startswith("[P]") and all(len(row) == 1 for row in rows)
-    return [row[0] for row in rows] if alone else rows
+    are_single = field_shape.startswith("[P]") and all(len(row) == 1 for row in rows)
+    return [row[0] for row in rows] if are_single else rows
 
 
 def _field(name: str, value: Any, shape: tuple[int, ...]) -> np.ndarray:
     """The array of a field, of the dtype and sizes that are known of it."""
-    sizes, known = dict(zip("PG", shape, strict=True)), FIELDS.get(name)
+    sizes, field = dict(zip("PG", shape, strict=True)), FIELDS.get(name)
     with refusing(f"--field {name}: its lists differ in length", ValueError):
         array = np.array(value, float)
-    if known and known.kind is not float:
+    if field and field.kind is not float:
         with np.errstate(invalid="ignore"):
-            whole = array.astype(known.kind)
-        odd = array[whole != array]
-        if odd.size:
-            wanted = "true or false" if known.kind is bool else "whole numbers"
-            raise InputError(f"--field {name} = {odd.flat[0]:g}: expected {wanted}")
-        array = whole
+            cast_array = array.astype(field.kind)
+        odd_values = array[cast_array != array]
+        if odd_values.size:
+            expected = "true or false" if field.kind is bool else "whole numbers"
+            raise InputError(f"--field {name} = {odd_values.flat[0]:g}: expected {expected}")
+        array = cast_array
     if name == "step":
         return array.reshape(-1)[0]
-    letters = known.shape.strip("[]").split(", ") if known else ["P", "G"][: array.ndim]
+    letters = field.shape.strip("[]").split(", ") if field else ["P", "G"][: array.ndim]
     fits = [sizes.get(*pair) == pair[1] for pair in zip(letters, array.shape, strict=False)]
-    if not all(fits) or (known and array.ndim != len(letters)):
-        wanted = ", ".join(str(sizes.get(letter, letter)) for letter in letters)
-        raise InputError(f"--field {name} has shape {array.shape}, expected [{wanted}]")
+    if not all(fits) or (field and array.ndim != len(letters)):
+        expected = ", ".join(str(sizes.get(letter, letter)) for letter in letters)
+        raise InputError(f"--field {name} has shape {array.shape}, expected [{expected}]")
     return array
 
 

@@ -81,8 +81,8 @@ def _options() -> Iterator[str]:
 def _values() -> Iterator[str]:
     """A case for each option or place that takes one of some words."""
     for name, (_, _, *arguments) in COMMANDS.items():
-        for words, more in arguments:
-            if choices := more.get("choices"):
+        for words, options in arguments:
+            if choices := options.get("choices"):
                 yield f"    {_places(name, words)}) {_reply(choices)} ;;"
 
 
@@ -95,26 +95,26 @@ def _fish() -> Iterator[str]:
     yield f'{FISH} -n "__fish_contains_opt set" -a "$keys"'  # --set takes several values
     for name, (text, _, *arguments) in COMMANDS.items():
         yield f"{FISH} -n __fish_use_subcommand -f -a {name} -d {shlex.quote(text)}"
-        joined = [([flag], {"help": said}) for flag, (_, _, said) in JOIN.items()]
-        for words, more in (*arguments, *(joined if name in JOINING else ())):
-            if line := _fish_argument(words, more):
+        join_arguments = [([flag], {"help": help_text}) for flag, (_, _, help_text) in JOIN.items()]
+        for words, options in (*arguments, *(join_arguments if name in JOINING else ())):
+            if line := _fish_argument(words, options):
                 yield f'{FISH} -n "__fish_seen_subcommand_from {name}" {line}'
         if name in WITH_CONFIG:
             yield f'{FISH} -n "__fish_seen_subcommand_from {name}" -a {_quoted(shipped())}'
 
 
-def _fish_argument(words: Sequence[str], more: Mapping[str, Any]) -> str:
+def _fish_argument(words: Sequence[str], options: Mapping[str, Any]) -> str:
     """What `complete` of fish needs of an argument; nothing of a place that takes any word."""
     flags = [word for word in words if word.startswith("-")]
     parts = [f"-s {word[1:]}" if len(word) == 2 else f"-l {word[2:]}" for word in flags]
-    if choices := more.get("choices"):
+    if choices := options.get("choices"):
         parts.append(f"-x -a {_quoted(choices)}" if flags else f"-f -a {_quoted(choices)}")
     elif "--set" in flags:
         parts.append('-r -a "$keys"')
-    elif flags and more.get("action") != "store_true":
+    elif flags and options.get("action") != "store_true":
         parts.append("-r")
-    if flags and more.get("help"):
-        parts.append(f"-d {shlex.quote(more['help'])}")
+    if flags and options.get("help"):
+        parts.append(f"-d {shlex.quote(options['help'])}")
     return " ".join(parts)
 
 

@@ -64,8 +64,8 @@ def diff(runs: Sequence[str], out: str | None = None, as_json: bool = False) -> 
 
 def differing_keys(by_run: Mapping[str, Mapping[str, str]]) -> dict[str, list[str]]:
     """Every key whose value is not the same in all runs -> its values, as JSON."""
-    every = dict.fromkeys(key for keys in by_run.values() for key in keys)
-    rows = {key: [keys.get(key, ABSENT) for keys in by_run.values()] for key in every}
+    all_keys = dict.fromkeys(key for keys in by_run.values() for key in keys)
+    rows = {key: [keys.get(key, ABSENT) for keys in by_run.values()] for key in all_keys}
     return {key: values for key, values in rows.items() if len({*values}) > 1}
 
 
@@ -134,13 +134,13 @@ def _config_section(names: Sequence[str], keys: Mapping[str, Sequence[str]]) -> 
 def _last_numbers(records: Mapping[str, Record]) -> dict[str, list[float | None]]:
     """metric -> the last number of each run, and how much the second one's is more."""
     metrics = {name for record in records.values() for name in record.names() if not is_end(name)}
-    found = {}
+    numbers = {}
     for name in sorted(metrics, key=_evaluation_first):
         first, second = (record.last(name) for record in records.values())
         change = None if first is None or second is None else second - first
         if (first, second) != (None, None):
-            found[name] = [first, second, change]
-    return found
+            numbers[name] = [first, second, change]
+    return numbers
 
 
 def _metrics_section(records: Mapping[str, Record]) -> Section:
@@ -148,7 +148,9 @@ def _metrics_section(records: Mapping[str, Record]) -> Section:
     rows.append(["finished steps", *(str(record.step) for record in records.values()), ""])
     for name, numbers in _last_numbers(records).items():
         forms = zip(numbers, (".4g", ".4g", "+.4g"), strict=True)
-        rows.append([name, *(ABSENT if one is None else f"{one:{form}}" for one, form in forms)])
+        rows.append(
+            [name, *(ABSENT if number is None else f"{number:{form}}" for number, form in forms)]
+        )
     return Section("The last number of each metric", rows=rows)
 
 

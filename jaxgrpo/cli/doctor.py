@@ -30,19 +30,19 @@ PACKAGES = (
     ("numpy", "transformers", "tokenizers", "datasets"),
 )
 """What results depend on, by line."""
-OF_DEVICES = ("libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin")
+DEVICE_PACKAGES = ("libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin")
 """What JAX needs beside itself for a TPU or a GPU; shown where it is installed."""
 WIDTH = 80  # columns that a line has, if it can
 
 
 def main(as_json: bool = False) -> int | Document:
     """Prints it. Returns: the exit code, 2 where JAX cannot use the machine's devices."""
-    found = examine()
-    code = 0 if found["problem"] is None else 2
+    machine = examine()
+    code = 0 if machine["problem"] is None else 2
     if as_json:
-        return Document(found, code)
+        return Document(machine, code)
     console = Console(highlight=False)
-    for line in lines(found):
+    for line in lines(machine):
         console.print(without_passwords(line), markup=False, emoji=False, soft_wrap=True)
     return code
 
@@ -55,7 +55,7 @@ def examine() -> dict[str, Any]:
         "commit": _commit(),
         "python": platform.python_version(),
         "system": platform.platform(),
-        "packages": {name: _version(name) for name in (*names, *OF_DEVICES)},
+        "packages": {name: _version(name) for name in (*names, *DEVICE_PACKAGES)},
         **_devices(),
         "memory": _memory(),
         "disk": _disk(Path.cwd()),
@@ -64,44 +64,44 @@ def examine() -> dict[str, Any]:
     }
 
 
-def lines(found: Mapping[str, Any]) -> Iterator[str]:
+def lines(machine: Mapping[str, Any]) -> Iterator[str]:
     """What to print of `examine`: eight lines, one of a problem and one of incomplete extras."""
-    packages = found["packages"]
-    yield f"jaxgrpo {found['jaxgrpo']}, commit {found['commit'] or 'not known'}"
-    yield f"python {found['python']} on {found['system']}"
+    packages = machine["packages"]
+    yield f"jaxgrpo {machine['jaxgrpo']}, commit {machine['commit'] or 'not known'}"
+    yield f"python {machine['python']} on {machine['system']}"
     for names in PACKAGES:
         yield ", ".join(f"{name} {packages[name] or 'NOT INSTALLED'}" for name in names)
-    also = "".join(f", {name} {packages[name]}" for name in OF_DEVICES if packages[name])
-    yield f"devices: {found['devices']}, {found['cores']} cores{also}"
-    if found["problem"]:
-        yield f"problem: {found['problem']}"
-    yield f"memory: {_memory_words(found['memory'], found['device_memory'])}"
-    yield f"disk: {_size(found['disk']['free'])} free in {_short(found['disk']['folder'])}"
-    cache = found["compile_cache"]
+    plugins = "".join(f", {name} {packages[name]}" for name in DEVICE_PACKAGES if packages[name])
+    yield f"devices: {machine['devices']}, {machine['cores']} cores{plugins}"
+    if machine["problem"]:
+        yield f"problem: {machine['problem']}"
+    yield f"memory: {_memory_words(machine['memory'], machine['device_memory'])}"
+    yield f"disk: {_size(machine['disk']['free'])} free in {_short(machine['disk']['folder'])}"
+    cache = machine["compile_cache"]
     unused = "" if cache["used"] else ", not used here"
     size = "" if cache["bytes"] is None else f", {_size(cache['bytes'])}"
     yield f"compile cache: {_short(cache['folder'])}{size}{unused}"
-    yield from _extras_line(found["extras"])
+    yield from _extras_line(machine["extras"])
 
 
-def missing_of(package: str, extra: str) -> Iterator[str]:
+def find_missing(package: str, extra: str) -> Iterator[str]:
     """What an extra of an installed package asks for and is not installed, as in its metadata.
 
     Extras that it asks for of other packages are followed, as "jax[cuda12]".
     """
     for text in importlib.metadata.requires(package) or ():
-        wanted = Requirement(text)
-        applies = wanted.marker is not None and wanted.marker.evaluate({"extra": extra})
-        if not applies or (wanted.marker and wanted.marker.evaluate({"extra": ""})):
+        requirement = Requirement(text)
+        applies = requirement.marker is not None and requirement.marker.evaluate({"extra": extra})
+        if not applies or (requirement.marker and requirement.marker.evaluate({"extra": ""})):
             continue  # of another extra or system, or needed without an extra
-        version = _version(wanted.name)
+        version = _version(requirement.name)
         if version is None:
-            yield wanted.name
-        elif not wanted.specifier.contains(version, prereleases=True):
-            yield f"{wanted.name} {version}, not {wanted.specifier}"
+            yield requirement.name
+        elif not requirement.specifier.contains(version, prereleases=True):
+            yield f"{requirement.name} {version}, not {requirement.specifier}"
         else:
-            for inner in sorted(wanted.extras):
-                yield from missing_of(wanted.name, inner)
+            for inner in sorted(requirement.extras):
+                yield from find_missing(requirement.name, inner)
 
 
 def _extras() -> dict[str, list[str]] | None:
@@ -110,7 +110,7 @@ def _extras() -> dict[str, list[str]] | None:
         names = importlib.metadata.metadata("jaxgrpo").get_all("Provides-Extra") or []
     except importlib.metadata.PackageNotFoundError:
         return None
-    return {name: sorted({*missing_of("jaxgrpo", name)}) for name in names}
+    return {name: sorted({*find_missing("jaxgrpo", name)}) for name in names}
 
 
 def _extras_line(extras: Mapping[str, Iterable[str]] | None) -> Iterator[str]:
@@ -121,12 +121,12 @@ def _extras_line(extras: Mapping[str, Iterable[str]] | None) -> Iterator[str]:
     """
     if extras is None:
         yield "extras: not known, since jaxgrpo is not installed (pip install .)"
-    elif without := {name: ", ".join(missing) for name, missing in extras.items() if missing}:
-        name = next(iter(without)) if len(without) == 1 else "NAME"
-        fuller = (f"{extra} ({missing})" for extra, missing in without.items())
+    elif incomplete := {name: ", ".join(missing) for name, missing in extras.items() if missing}:
+        name = next(iter(incomplete)) if len(incomplete) == 1 else "NAME"
+        long_names = (f"{extra} ({missing})" for extra, missing in incomplete.items())
         texts = [
             f"extras without: {', '.join(names)}; pip install 'jaxgrpo[{name}]'"
-            for names in (fuller, without)
+            for names in (long_names, incomplete)
         ]
         yield next((text for text in texts if len(text) <= WIDTH), texts[-1])
 
@@ -145,15 +145,15 @@ def _commit() -> str | None:
     def git(*arguments: str) -> str | None:
         command = ["git", "-C", folder, *arguments]
         try:
-            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            result = subprocess.run(command, capture_output=True, text=True, check=False)
         except FileNotFoundError:
             return None
-        return done.stdout.strip() if done.returncode == 0 else None
+        return result.stdout.strip() if result.returncode == 0 else None
 
     # The folder of an installed package may be inside the checkout of another project.
     if git("ls-files", "--error-unmatch", "__init__.py"):
-        changed = ", with changes" if git("status", "--porcelain", "--", ".") else ""
-        return f"{git('rev-parse', '--short', 'HEAD')}{changed}"
+        changes = ", with changes" if git("status", "--porcelain", "--", ".") else ""
+        return f"{git('rev-parse', '--short', 'HEAD')}{changes}"
     try:
         origin = importlib.metadata.distribution("jaxgrpo").read_text("direct_url.json")
     except importlib.metadata.PackageNotFoundError:
@@ -174,9 +174,9 @@ def _devices() -> dict[str, Any]:
         "devices": process.devices_line(),
         "problem": problem,
         "device_memory": [
-            {"total": one["bytes_limit"], "used": one.get("bytes_in_use", 0)}
-            for one in stats
-            if "bytes_limit" in one
+            {"total": device_stats["bytes_limit"], "used": device_stats.get("bytes_in_use", 0)}
+            for device_stats in stats
+            if "bytes_limit" in device_stats
         ],
         "cores": len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count(),
     }
@@ -196,15 +196,15 @@ def _memory_words(machine: Mapping[str, int] | None, devices: Sequence[Mapping[s
     if machine is not None:
         words = f"{_size(machine['total'])}, {_size(machine['unused'])} unused"
     if devices:
-        total = _size(min(one["total"] for one in devices))
-        words += f"; each device {total}, {_size(max(one['used'] for one in devices))} in use"
+        total = _size(min(device["total"] for device in devices))
+        words += f"; each device {total}, {_size(max(device['used'] for device in devices))} in use"
     return words
 
 
 def _disk(folder: Path) -> dict[str, Any]:
     """A folder that need not be there yet, and what its disk has free."""
-    there = next(parent for parent in (folder, *folder.parents) if parent.exists())
-    return {"folder": str(folder), "free": shutil.disk_usage(there).free}
+    existing_folder = next(parent for parent in (folder, *folder.parents) if parent.exists())
+    return {"folder": str(folder), "free": shutil.disk_usage(existing_folder).free}
 
 
 def _cache() -> dict[str, Any]:

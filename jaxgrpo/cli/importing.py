@@ -16,16 +16,16 @@ def main(file: str, out: str, *, overwrite: bool = False, as_json: bool = False)
 
     Raises: InputError where the file cannot be read whole, or the folder may not be replaced.
     """
-    found = import_gguf(file, out, overwrite)
+    summary = import_gguf(file, out, overwrite)
     if as_json:
-        return Document({**found, "out": out})
+        return Document({**summary, "out": out})
     console = Console(highlight=False)
-    facts(console, lines(found))
+    facts(console, lines(summary))
     console.print(f"{out}: a Hugging Face folder; next: jaxgrpo model {out}", soft_wrap=True)
     return 0
 
 
-def lines(found: Mapping[str, Any]) -> dict[str, str]:
+def lines(summary: Mapping[str, Any]) -> dict[str, str]:
     """What to print of what `import_gguf` returns.
 
     >>> lines({"model": "Small", "family": "llama", "parameters": 37248, "tensors": {"Q4_0": 9},
@@ -34,10 +34,10 @@ def lines(found: Mapping[str, Any]) -> dict[str, str]:
     '9 Q4_0'
     """
     return {
-        "model": f"{found['model']} ({found['family']})",
-        "parameters": f"{found['parameters']:,}",
-        "tensors": ", ".join(f"{count} {kind}" for kind, count in found["tensors"].items()),
-        "written in": found["dtype"],
-        "tokenizer": f"{found['tokens']} tokens, {found['tokenizer']}",
-        "chat template": "yes" if found["chat_template"] else "none",
+        "model": f"{summary['model']} ({summary['family']})",
+        "parameters": f"{summary['parameters']:,}",
+        "tensors": ", ".join(f"{count} {kind}" for kind, count in summary["tensors"].items()),
+        "written in": summary["dtype"],
+        "tokenizer": f"{summary['tokens']} tokens, {summary['tokenizer']}",
+        "chat template": "yes" if summary["chat_template"] else "none",
     }

@@ -22,9 +22,9 @@ from jaxgrpo.evaluation.evaluate import (
     Questions,
     answer_rows,
     make_evaluator,
-    questions_of,
+    make_questions,
 )
-from jaxgrpo.evaluation.intervals import interval_of, is_end
+from jaxgrpo.evaluation.intervals import is_end, read_interval
 from jaxgrpo.evaluation.rescoring import refuse_other_vocabulary
 from jaxgrpo.experiments.sections import show_whole
 from jaxgrpo.rewards import RewardFunction
@@ -73,8 +73,8 @@ def evaluate(
     """
     source, rows = (data, None) if isinstance(data, str) else (None, data)
     judge = name_of_judge(scorer)
-    named = {"data": source, "scorer": judge, "samples": samples, "prompts": prompts}
-    config = config_for(target, {**overrides, **_of_eval(named)})
+    eval_keys = {"data": source, "scorer": judge, "samples": samples, "prompts": prompts}
+    config = config_for(target, {**overrides, **_eval_changes(eval_keys)})
     _, evaluation = _measure(Console(highlight=False), target, config, rows, scorer, base)
     return evaluation.metrics
 
@@ -100,15 +100,15 @@ def print_evaluation(
     Returns: the exit code, or what `evaluate` returns.
     Raises: InputError where there is no data or no scorer, or one of them cannot be used.
     """
-    named = {"data": data, "scorer": scorer, "samples": samples, "prompts": prompts}
-    config = config_for(target, _of_eval(named), overrides)
+    eval_keys = {"data": data, "scorer": scorer, "samples": samples, "prompts": prompts}
+    config = config_for(target, _eval_changes(eval_keys), overrides)
     console = Console(highlight=False)
     questions, evaluation = _measure(console, target, config, None, None, base)
     if not process.is_main():
         return 0
     if not as_json:
         title = without_passwords(f"{target} on {config.eval.data}")
-        show_whole(console, table_of(evaluation.metrics, title))
+        show_whole(console, metrics_table(evaluation.metrics, title))
     if answers:
         name = config.eval.scorer or config.rewards[0].use
         _write_rows(answers, _all_rows(evaluation, questions, name))
@@ -125,17 +125,17 @@ def _measure(
 ) -> tuple[Questions, Evaluation]:
     """Evaluates the model of a config on `rows`, or on its eval.data."""
     _refuse_unjudged(target, config, rows)
-    began = _base_config(target, config, base)
-    policy, held_out = find_policy(console, config, rows, has_base=began is not None)
-    questions = questions_of(config, held_out, judge_of(config, scorer))
-    anchor = load_base(began, policy.mesh) if began else None
+    base_config = _base_config(target, config, base)
+    policy, held_out = find_policy(console, config, rows, has_base=base_config is not None)
+    questions = make_questions(config, held_out, judge_of(config, scorer))
+    anchor = load_base(base_config, policy.mesh) if base_config else None
     run = make_evaluator(config, policy, questions, anchor)
     with telling(console, "evaluation"):
         return questions, run(policy.read_params(), key_of(config), 0)
 
 
-def _of_eval(named: Mapping[str, Any]) -> dict[str, Any]:
-    return {f"eval.{name}": value for name, value in named.items() if value is not None}
+def _eval_changes(eval_keys: Mapping[str, Any]) -> dict[str, Any]:
+    return {f"eval.{name}": value for name, value in eval_keys.items() if value is not None}
 
 
 def export(
@@ -147,18 +147,18 @@ def export(
 ) -> int:
     """Writes a step of a run as a Hugging Face folder. Returns the exit code."""
     print(process.start())  # noqa: T201
-    written = policies.export(run, out, step, dtype, overwrite)
-    print(f"{written}: model, tokenizer, generation config and model card")  # noqa: T201
+    folder = policies.export(run, out, step, dtype, overwrite)
+    print(f"{folder}: model, tokenizer, generation config and model card")  # noqa: T201
     return 0
 
 
-def table_of(metrics: Mapping[str, float], title: str) -> Table:
+def metrics_table(metrics: Mapping[str, float], title: str) -> Table:
     """Numbers of an evaluation, with their intervals where they have one."""
     numbers = [Column(name, justify="right") for name in ("value", "95% interval")]
     table = Table("", *numbers, title=title)
     for name, value in metrics.items():
         if not is_end(name):
-            ends = interval_of(metrics, name)
+            ends = read_interval(metrics, name)
             table.add_row(name, f"{value:.3f}", "{:.3f} to {:.3f}".format(*ends) if ends else "")
     return table
 
@@ -201,9 +201,9 @@ def _base_config(target: str | Place, config: Config, base: str | None) -> Confi
             f"eval {target}: eval.kl_to_base = true, and a model folder does not say what it was "
             "trained from; give --base MODEL"
         )
-    began = dataclasses.replace(config, model=model, lora=adapters)
-    refuse_other_vocabulary(*(find_config(one)[1] for one in (config, began)))
-    return began
+    base_config = dataclasses.replace(config, model=model, lora=adapters)
+    refuse_other_vocabulary(*(find_config(variant)[1] for variant in (config, base_config)))
+    return base_config
 
 
 def _write_rows(path: str, rows: Iterable[Mapping[str, Any]]) -> None:

@@ -91,30 +91,30 @@ def init(folder: str = ".", model: str | None = None) -> int:
     Raises: InputError if a file is there already, the folder is a file, or there is no such model.
     """
     home = Path(folder)
-    names = list(texts_of(SMALL)) + ["base"] * (model is None)
-    there = [name for name in names if os.path.exists(home / name)]
-    if there:
+    names = list(file_texts(SMALL)) + ["base"] * (model is None)
+    existing = [name for name in names if os.path.exists(home / name)]
+    if existing:
         raise InputError(
-            f"init {folder}: {', '.join(there)} is there already; nothing was written. Take "
+            f"init {folder}: {', '.join(existing)} is there already; nothing was written. Take "
             "another folder: jaxgrpo init DIR"
         )
-    beside = next(one for one in (home, *home.absolute().parents) if os.path.lexists(one))
-    if not beside.is_dir():
-        raise InputError(f"init {folder}: no folder can be made there ({beside} is a file)")
+    parent = next(path for path in (home, *home.absolute().parents) if os.path.lexists(path))
+    if not parent.is_dir():
+        raise InputError(f"init {folder}: no folder can be made there ({parent} is a file)")
     console = Console(highlight=False)
     console.print(process.start())
     project = SMALL if model is None else project_for(model)
     with contextlib.ExitStack() as stack:
         with refusing(f"init {folder}: no folder can be made there ({{reason}})", OSError):
-            aside = tempfile.TemporaryDirectory(prefix=".jaxgrpo-init-", dir=beside)
-        made = Path(stack.enter_context(aside))
+            temporary_folder = tempfile.TemporaryDirectory(prefix=".jaxgrpo-init-", dir=parent)
+        work_folder = Path(stack.enter_context(temporary_folder))
         if model is None:
-            make_small_base(console, made / "base", "arithmetic", shown="base")
-        for name, text in texts_of(project).items():
-            (made / name).write_text(text, encoding="utf-8")
+            make_small_base(console, work_folder / "base", "arithmetic", label="base")
+        for name, text in file_texts(project).items():
+            (work_folder / name).write_text(text, encoding="utf-8")
         home.mkdir(parents=True, exist_ok=True)
         for name in names:
-            os.rename(made / name, home / name)
+            os.rename(work_folder / name, home / name)
     where = "" if folder == "." else f"cd {shlex.quote(folder)} && "
     console.print(
         f"written: {', '.join(names)}\ntrain:   {where}jaxgrpo train run.toml",
@@ -133,10 +133,10 @@ def project_for(model: str) -> Project:
     from jaxgrpo.models import decoder
     from jaxgrpo.models.hf import folders
 
-    found = folders.find_folder(model, with_weights=False)
-    stored = folders.read_config(found)
+    folder = folders.find_folder(model, with_weights=False)
+    stored = folders.read_config(folder)
     count = sum(leaf.size for leaf in jax.tree.leaves(decoder.build(stored).shapes))
-    has_chat = bool(folders.read_tokenizer(found).chat_template)
+    has_chat = bool(folders.read_tokenizer(folder).chat_template)
     tokens = min(TOKENS, stored.max_positions // 2)
     return Project(
         model=str(Path(model).absolute()) if is_path(model, Path.cwd()) else model,
@@ -160,21 +160,21 @@ def rate_for(parameters: int) -> float:
     return next((rate for below, rate in RATES.items() if parameters < below), LARGEST)
 
 
-def texts_of(project: Project) -> dict[str, str]:
+def file_texts(project: Project) -> dict[str, str]:
     """Name -> text of every file."""
     from jaxgrpo.data import tasks
 
-    asked = [
+    row_sets = [
         [{**row, "question": row["prompt"].rstrip("=")} for row in tasks.load(spec, count=count)]
         for spec, count in (("task:arithmetic:train", ROWS), ("task:arithmetic:test", HELD_OUT))
     ]
-    prompts = [project.prompt.format(**row) for row in asked[1][:3]]
+    prompts = [project.prompt.format(**row) for row in row_sets[1][:3]]
     return {
         "run.toml": run_toml(project),
         "reward.py": REWARD,
         "experiment.toml": EXPERIMENT.format(rate=toml_number(project.rate)),
         "prompts.txt": "".join(f"{prompt}\n" for prompt in prompts),
-        **dict(zip(("data.jsonl", "test.jsonl"), map(_jsonl, asked), strict=True)),
+        **dict(zip(("data.jsonl", "test.jsonl"), map(_jsonl, row_sets), strict=True)),
     }
 
 

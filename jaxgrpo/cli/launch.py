@@ -100,20 +100,20 @@ class _Job:
         self.outputs: list[IO[bytes] | None] = []
         self.first: int | None = None  # exit code of the first that failed
         self.deadline: float | None = None  # when those that are left are killed
-        self.shown: set[int] = set()  # processes whose end has been seen
+        self.ended_processes: set[int] = set()  # processes whose end has been seen
 
     def run(self) -> int:
-        before = {n: signal.signal(n, self._pass_on) for n in STOP_SIGNALS if not is_nohup(n)}
+        old_handlers = {n: signal.signal(n, self._pass_on) for n in STOP_SIGNALS if not is_nohup(n)}
         try:
             for index, environment in enumerate(self.environments):
                 self._start(index, environment)
-            while len(self.shown) < len(self.children):
+            while len(self.ended_processes) < len(self.children):
                 time.sleep(TICK)
                 self._look()
         finally:
             for child in self.children:
                 _kill(child)
-            for number, handler in before.items():
+            for number, handler in old_handlers.items():
                 signal.signal(number, handler)
         return self.first or 0
 
@@ -140,17 +140,17 @@ class _Job:
     def _look(self) -> None:
         """Takes note of who has ended, and kills what is left behind when its time is over."""
         for index, child in enumerate(self.children):
-            if index in self.shown or child.poll() is None:
+            if index in self.ended_processes or child.poll() is None:
                 continue
-            self.shown.add(index)
+            self.ended_processes.add(index)
             self._end(index, child.returncode)
         if self.deadline is not None and time.monotonic() > self.deadline:
-            left = [i for i, child in enumerate(self.children) if child.poll() is None]
-            for index in left:
+            indices = [i for i, child in enumerate(self.children) if child.poll() is None]
+            for index in indices:
                 _kill(self.children[index])
                 _say(f"[{index}] killed: it did not end within {GRACE:g} s of the first failure")
                 self._print(index)
-            self.shown.update(left)
+            self.ended_processes.update(indices)
 
     def _end(self, index: int, code: int) -> None:
         """Process `index` has ended with `code`; below 0: by that signal."""

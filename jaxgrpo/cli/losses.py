@@ -45,12 +45,12 @@ WIDEST, POINTS = 20.0, 4001
 NOTHING = Surrogate("nothing", lambda tokens: (jnp.zeros_like(tokens.logp), {}), weighs=False)
 
 
-class Measured(NamedTuple):
+class LossValues(NamedTuple):
     """What a loss makes of tokens; arrays have the shape of the tokens."""
 
     loss: np.ndarray
     gradient: np.ndarray  # of the sum of the losses with respect to each log-prob
-    of_fields: dict[str, np.ndarray]  # the same with respect to what the update's pass gives
+    field_gradients: dict[str, np.ndarray]  # the same with respect to what the update's pass gives
     metrics: dict[str, float]
 
 
@@ -68,34 +68,35 @@ def main(
     if name is None:
         if texts := [*filter(None, (ratios, advantages)), *options, *fields]:
             raise InputError(f"losses {texts[0]}: give a NAME too")
-        listed = first_lines(TABLES)
+        tables = first_lines(TABLES)
         if not as_json:
-            show_list(console, listed, "jaxgrpo losses NAME describes one and shows its pull")
-        return Document(listed) if as_json else 0
+            show_list(console, tables, "jaxgrpo losses NAME describes one and shows its pull")
+        return Document(tables) if as_json else 0
     factory = _factory(name)
     about = describe(name, factory)
     if not as_json:
         show_description(console, about)
     if factory in registry.reductions.values():
         return Document(about) if as_json else 0
-    written = dict(map(read_option, options))
-    missing = _required(factory) - written.keys()
+    option_values = dict(map(read_option, options))
+    missing = _required(factory) - option_values.keys()
     if missing and not own_code.is_reference(name):
         text = " ".join(f"--option {option}=0.1" for option in sorted(missing))
         console.print(f"\njaxgrpo losses {name} {text} shows what it does", markup=False)
         return Document(about) if as_json else 0
-    part = _build(name, factory, written)
+    part = _build(name, factory, option_values)
     rho, signs = _numbers("--ratio", ratios, RATIOS), _numbers("--advantage", advantages, (1, -1))
     if isinstance(part, Penalty) and advantages is None:
         signs = (1.0,)  # it reads none, as a rule
-    read = _fields(part, fields)
-    found = {sign: measure(part, rho, sign, read, one_sequence) for sign in signs}
-    problems = _problems(part, rho, signs, read)
-    flat = {sign: _without_gradient(part, sign, read) for sign in signs}
+    field_values = _fields(part, fields)
+    losses_by_sign = {sign: measure(part, rho, sign, field_values, one_sequence) for sign in signs}
+    problems = _problems(part, rho, signs, field_values)
+    flat_regions = {sign: _without_gradient(part, sign, field_values) for sign in signs}
     if as_json:
-        return Document({**about, **_numbers_of(rho, found, flat, read), "problems": problems})
-    _show(console, rho, found, read)
-    for sign, regions in flat.items():
+        numbers = _document(rho, losses_by_sign, flat_regions, field_values)
+        return Document({**about, **numbers, "problems": problems})
+    _show(console, rho, losses_by_sign, field_values)
+    for sign, regions in flat_regions.items():
         if regions:
             words = " and ".join(map(_region, regions))
             console.print(f"A = {sign:g}: no gradient at ratios {words}")
@@ -111,7 +112,7 @@ def measure(
     fields: Mapping[str, float],
     one_sequence: bool = False,
     spoiled: bool = False,
-) -> Measured:
+) -> LossValues:
     """The loss of tokens by their ratios to the proximal policy, compiled as in training.
 
     Args:
@@ -128,20 +129,20 @@ def measure(
         logp = jnp.pad(logp, ((0, 0), (0, 1)), constant_values=jnp.nan)
         mask = jnp.pad(mask, ((0, 0), (0, 1)))
     filled = {name: jnp.where(mask, value, jnp.nan) for name, value in fields.items()}
-    of_pass = {name: value for name, value in filled.items() if name in OF_PASS}
-    slopes, (loss, metrics) = _slopes(part)(logp, of_pass, jnp.float32(advantage), mask, filled)
-    gradient, of_fields = jax.tree.map(np.asarray, slopes)
-    return Measured(np.asarray(loss), gradient, of_fields, finalise(metrics))
+    pass_fields = {name: value for name, value in filled.items() if name in OF_PASS}
+    slopes, (loss, metrics) = _slopes(part)(logp, pass_fields, jnp.float32(advantage), mask, filled)
+    gradient, field_gradients = jax.tree.map(np.asarray, slopes)
+    return LossValues(np.asarray(loss), gradient, field_gradients, finalise(metrics))
 
 
 @functools.cache
 def _slopes(part: Surrogate | Penalty) -> Any:
     """(log-probs, fields of the pass, ...) -> (gradients by both, (loss, metrics)), compiled."""
     surrogate, penalties = (NOTHING, [part]) if isinstance(part, Penalty) else (part, [])
-    states = {one.name: one.init() for one in penalties if one.init is not None}
+    states = {penalty.name: penalty.init() for penalty in penalties if penalty.init is not None}
 
     def total(
-        logp: Array, of_pass: Mapping[str, Array], advantage: Array, mask: Array, fields: Any
+        logp: Array, pass_fields: Mapping[str, Array], advantage: Array, mask: Array, fields: Any
     ) -> Any:
         tokens = Tokens(
             logp=logp,
@@ -149,7 +150,7 @@ def _slopes(part: Surrogate | Penalty) -> Any:
             advantage=jnp.where(mask, advantage, jnp.nan),
             mask=mask,
             segment=mask.astype(jnp.int32),
-            fields={**fields, **of_pass},
+            fields={**fields, **pass_fields},
         )
         loss, metrics = token_loss(surrogate, penalties, tokens, states)
         return loss.sum(), (loss, metrics)
@@ -161,17 +162,18 @@ def _factory(name: str) -> Callable[..., Any]:
     """Raises: InputError if there is no such part or own function."""
     if own_code.is_reference(name):
         return own_code.load(name)
-    known = {one: table[one] for table in TABLES.values() for one in table}
-    if name not in known:
-        hint = suggest(name, known)
+    factories = {key: table[key] for table in TABLES.values() for key in table}
+    if name not in factories:
+        hint = suggest(name, factories)
         raise InputError(f"unknown loss {name!r}: {hint}; own code is path/file.py:function")
-    return known[name]
+    return factories[name]
 
 
 def _required(factory: Callable[..., Any]) -> set[str]:
     """The options without a default."""
     parameters = inspect.signature(factory).parameters.values()
-    return {one.name for one in parameters if one.default is one.empty} - {"tokens"}
+    names = {parameter.name for parameter in parameters if parameter.default is parameter.empty}
+    return names - {"tokens"}
 
 
 def _build(
@@ -179,10 +181,10 @@ def _build(
 ) -> Surrogate | Penalty:
     if list(inspect.signature(factory).parameters) == ["tokens"]:
         return registry.build_surrogate({"use": factory, **options})
-    made: Any = call(own_code.short_name(name), factory, options)
-    if isinstance(made, Penalty):
-        return registry.build_penalty(made)
-    return registry.build_surrogate(made)
+    part: Any = call(own_code.short_name(name), factory, options)
+    if isinstance(part, Penalty):
+        return registry.build_penalty(part)
+    return registry.build_surrogate(part)
 
 
 def _fields(part: Surrogate | Penalty, texts: Sequence[str]) -> dict[str, float]:
@@ -191,7 +193,7 @@ def _fields(part: Surrogate | Penalty, texts: Sequence[str]) -> dict[str, float]
 
     Raises: InputError on one that it does not read, and where one is missing.
     """
-    written = {}
+    user_values = {}
     for text in texts:
         field, _, value = text.partition("=")
         numbers = _numbers(f"--field {field}", value, ())
@@ -200,10 +202,11 @@ def _fields(part: Surrogate | Penalty, texts: Sequence[str]) -> dict[str, float]
         if field not in part.needs:
             hint = suggest(field, part.needs)
             raise InputError(f"--field {field}: {part.name} reads no such field: {hint}")
-        written[field] = numbers[0]
-    known = {field: 0.0 if one.quantity == "logp" else 1.0 for field, one in FIELDS.items()}
-    known |= dict.fromkeys(OF_PASS, 1.0)
-    values = {field: value for field, value in known.items() if field in part.needs} | written
+        user_values[field] = numbers[0]
+    defaults = {field: 0.0 if spec.quantity == "logp" else 1.0 for field, spec in FIELDS.items()}
+    defaults |= dict.fromkeys(OF_PASS, 1.0)
+    values = {field: value for field, value in defaults.items() if field in part.needs}
+    values |= user_values
     if missing := sorted(part.needs - values.keys()):
         text = " ".join(f"--field {field}=0.5" for field in missing)
         raise InputError(f"{part.name} reads columns of the data: give {text}")
@@ -229,9 +232,9 @@ def _without_gradient(
 ) -> list[tuple[float | None, float | None]]:
     """The intervals of ratios at which a sequence of one token gets no gradient; None: no end."""
     grid = np.geomspace(1 / WIDEST, WIDEST, POINTS)
-    found = measure(part, grid.tolist(), advantage, fields)
-    flat = (found.gradient == 0).ravel()
-    for slope in found.of_fields.values():
+    loss_values = measure(part, grid.tolist(), advantage, fields)
+    flat = (loss_values.gradient == 0).ravel()
+    for slope in loss_values.field_gradients.values():
         flat &= (slope == 0).ravel()
     regions, place = [], 0
     for is_flat, run in itertools.groupby(flat):
@@ -267,28 +270,28 @@ def _problems(
     """What is odd: numbers that are not finite, masked tokens that count, a wrong `per_token`."""
     problems = []
     for sign in signs:
-        apart = measure(part, ratios, sign, fields)
-        for what, value in {"loss": apart.loss, "gradient": apart.gradient}.items():
+        separate = measure(part, ratios, sign, fields)
+        for quantity, value in {"loss": separate.loss, "gradient": separate.gradient}.items():
             odd = np.argwhere(~np.isfinite(value))
             if len(odd):
                 ratio, first = ratios[odd[0, 0]], value[tuple(odd[0])]
                 problems.append(
-                    f"the {what} at ratio {ratio:g} and A = {sign:g} is {first}: in training it "
-                    "would reach the parameters"
+                    f"the {quantity} at ratio {ratio:g} and A = {sign:g} is {first}: in training "
+                    "it would reach the parameters"
                 )
         spoiled = measure(part, ratios, sign, fields, spoiled=True)
-        pairs = ((spoiled.loss, apart.loss), (spoiled.gradient, apart.gradient))
+        pairs = ((spoiled.loss, separate.loss), (spoiled.gradient, separate.gradient))
         if any(
-            np.any(row != [*other, 0])
-            for one, by in pairs
-            for row, other in zip(one, by, strict=True)
+            np.any(spoiled_row != [*separate_row, 0])
+            for spoiled_rows, separate_rows in pairs
+            for spoiled_row, separate_row in zip(spoiled_rows, separate_rows, strict=True)
         ):
             problems.append(
                 "a masked token that holds NaN counts: loss and gradient must be 0 there, and no "
                 "other token may read it; see tokens.unmasked and tokens.without_gradient"
             )
-        together = measure(part, ratios, sign, fields, one_sequence=True)
-        if part.per_token and not np.allclose(together.gradient.T, apart.gradient, rtol=1e-5):
+        joint = measure(part, ratios, sign, fields, one_sequence=True)
+        if part.per_token and not np.allclose(joint.gradient.T, separate.gradient, rtol=1e-5):
             problems.append(
                 "it says per_token = True, but the gradient of a token depends on the others of "
                 "its sequence: leave per_token out"
@@ -296,17 +299,22 @@ def _problems(
     return [*dict.fromkeys(problems)]
 
 
-def _rows(ratios: Sequence[float], found: Mapping[float, Measured]) -> list[dict[str, float]]:
+def _rows(
+    ratios: Sequence[float], losses_by_sign: Mapping[float, LossValues]
+) -> list[dict[str, float]]:
     """A row for each advantage and ratio."""
     return [
         {
             "A": sign,
             "ratio": ratio,
-            "loss": float(one.loss.ravel()[place]),
-            "dloss/dlogp": float(one.gradient.ravel()[place]),
-            **{f"dloss/d{name}": float(by.ravel()[place]) for name, by in one.of_fields.items()},
+            "loss": float(loss_values.loss.ravel()[place]),
+            "dloss/dlogp": float(loss_values.gradient.ravel()[place]),
+            **{
+                f"dloss/d{name}": float(gradient.ravel()[place])
+                for name, gradient in loss_values.field_gradients.items()
+            },
         }
-        for sign, one in found.items()
+        for sign, loss_values in losses_by_sign.items()
         for place, ratio in enumerate(ratios)
     ]
 
@@ -314,10 +322,10 @@ def _rows(ratios: Sequence[float], found: Mapping[float, Measured]) -> list[dict
 def _show(
     console: Console,
     ratios: Sequence[float],
-    found: Mapping[float, Measured],
+    losses_by_sign: Mapping[float, LossValues],
     fields: Mapping[str, float],
 ) -> None:
-    rows = _rows(ratios, found)
+    rows = _rows(ratios, losses_by_sign)
     columns = (Column(title, justify="right", no_wrap=True) for title in rows[0])
     table = Table(*columns, box=None, pad_edge=False)
     for row in rows:
@@ -327,21 +335,23 @@ def _show(
     if fields:
         values = ", ".join(f"{name} = {value:g}" for name, value in fields.items())
         console.print(f"with {values} (--field)", markup=False, soft_wrap=True)
-    for sign, one in found.items():
-        for name, value in one.metrics.items():
+    for sign, loss_values in losses_by_sign.items():
+        for name, value in loss_values.metrics.items():
             console.print(f"A = {sign:g}: {name} = {value:.4g}", markup=False)
 
 
-def _numbers_of(
+def _document(
     ratios: Sequence[float],
-    found: Mapping[float, Measured],
-    flat: Mapping[float, Sequence[tuple[float | None, float | None]]],
+    losses_by_sign: Mapping[float, LossValues],
+    flat_regions: Mapping[float, Sequence[tuple[float | None, float | None]]],
     fields: Mapping[str, float],
 ) -> dict[str, Any]:
     """What `_show` prints, and where there is no gradient, for --json."""
     return {
-        "rows": _rows(ratios, found),
+        "rows": _rows(ratios, losses_by_sign),
         "fields": fields,
-        "metrics": {f"{sign:g}": one.metrics for sign, one in found.items()},
-        "no_gradient": {f"{sign:g}": regions for sign, regions in flat.items()},
+        "metrics": {
+            f"{sign:g}": loss_values.metrics for sign, loss_values in losses_by_sign.items()
+        },
+        "no_gradient": {f"{sign:g}": regions for sign, regions in flat_regions.items()},
     }

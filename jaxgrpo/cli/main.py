@@ -340,37 +340,37 @@ def main(
         sys.stderr.write(f"error: unknown command {command!r}: {hint}\n")
         return 2
     try:
-        given = vars(_parser().parse_args(argv))
+        options = vars(_parser().parse_args(argv))
     except SystemExit as stop:  # argparse has printed the help, the version or the mistake
         code = int(stop.code or 0)
         return _until_closed(lambda: code)
     try:
-        _join(given)
+        _join(options)
         if command == "launch":  # answers before JAX is loaded, and leaves it to its processes
-            return pkgutil.resolve_name(given.pop("calls"))(**given)
+            return pkgutil.resolve_name(options.pop("calls"))(**options)
     except InputError as error:
         sys.stderr.write(f"error: {error}\n")
         return 2
     # Without it the first line of most commands is that PyTorch was not found, which none needs.
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
-    return run(lambda: _guarded(given.pop("calls"), given))
+    return run(lambda: _guarded(options.pop("calls"), options))
 
 
-def _guarded(calls: str, given: dict[str, Any]) -> int:
+def _guarded(calls: str, options: dict[str, Any]) -> int:
     if calls != COMMANDS["plan"][1]:  # it alone compiles for GPUs that are not here
         parent.hide_cuda()
     with parent.without_cuda_lines():
         from jaxgrpo.training import process  # and JAX
 
-    return process.guard(lambda: _until_closed(lambda: _answered(calls, given)))
+    return process.guard(lambda: _until_closed(lambda: _run_command(calls, options)))
 
 
-def _answered(calls: str, given: dict[str, Any]) -> int | None:
+def _run_command(calls: str, options: dict[str, Any]) -> int | None:
     """Runs a command. With --json it returns a `console.Document`, which is printed here."""
-    if not given.get("as_json"):
-        return pkgutil.resolve_name(calls)(**given)
+    if not options.get("as_json"):
+        return pkgutil.resolve_name(calls)(**options)
     with _printing_on_stderr():
-        answer = pkgutil.resolve_name(calls)(**given)
+        answer = pkgutil.resolve_name(calls)(**options)
     if isinstance(answer, int):  # of a process that is not the first of its run
         return answer
     if sys.stdout is not None:
@@ -385,32 +385,32 @@ def _printing_on_stderr() -> Iterator[None]:
         yield
         return
     sys.stdout.flush()
-    before = os.dup(1)
+    stdout_copy = os.dup(1)
     try:
         with contextlib.suppress(OSError):  # where a shell has closed stderr
             os.dup2(2, 1)
         with contextlib.redirect_stdout(sys.stderr):
             yield
     finally:
-        os.dup2(before, 1)
-        os.close(before)
+        os.dup2(stdout_copy, 1)
+        os.close(stdout_copy)
 
 
-def _join(given: dict[str, Any]) -> None:
+def _join(options: dict[str, Any]) -> None:
     """Takes the options of JOIN out of what was given, and sets their variables.
 
     Raises: InputError where only some of them are given.
     """
-    named = {flag: given.pop(_dest(flag), None) for flag in JOIN}
-    there = [flag for flag, value in named.items() if value is not None]
-    if there and len(there) < len(JOIN):
-        missing = ", ".join(flag for flag in JOIN if flag not in there)
+    values = {flag: options.pop(_dest(flag), None) for flag in JOIN}
+    flags = [flag for flag, value in values.items() if value is not None]
+    if flags and len(flags) < len(JOIN):
+        missing = ", ".join(flag for flag in JOIN if flag not in flags)
         raise InputError(
-            f"{', '.join(there)} without {missing}: give all three in every process, or none where "
+            f"{', '.join(flags)} without {missing}: give all three in every process, or none where "
             "a cluster or the environment says it"
         )
-    for flag in there:
-        os.environ[JOIN[flag][0]] = str(named[flag])
+    for flag in flags:
+        os.environ[JOIN[flag][0]] = str(values[flag])
 
 
 def _dest(flag: str) -> str:
@@ -442,9 +442,9 @@ def _is_closed(stream: TextIO | None) -> bool:
     """Whether a stream is a pipe that is not read any more."""
     if stream is None:
         return False
-    asked = select.poll()
-    asked.register(stream, 0)  # it reports errors in any case
-    return bool(asked.poll(0))
+    poller = select.poll()
+    poller.register(stream, 0)  # it reports errors in any case
+    return bool(poller.poll(0))
 
 
 def run() -> None:
@@ -463,13 +463,15 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"jaxgrpo {jaxgrpo.__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for name, (text, calls, *arguments) in COMMANDS.items():
-        added = commands.add_parser(name, help=text, argument_default=argparse.SUPPRESS)
-        added.set_defaults(calls=calls)
+        command_parser = commands.add_parser(name, help=text, argument_default=argparse.SUPPRESS)
+        command_parser.set_defaults(calls=calls)
         for flags, options in arguments:
-            added.add_argument(*flags, **options)
+            command_parser.add_argument(*flags, **options)
         if name in JOINING:
-            group = added.add_argument_group("one of several processes, if no cluster says so")
+            group = command_parser.add_argument_group(
+                "one of several processes, if no cluster says so"
+            )
             for flag, (variable, metavar, text) in JOIN.items():
-                said = f"{text}; as {variable} in the environment"
-                group.add_argument(flag, metavar=metavar, help=said)
+                help_text = f"{text}; as {variable} in the environment"
+                group.add_argument(flag, metavar=metavar, help=help_text)
     return parser

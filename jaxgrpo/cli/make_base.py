@@ -71,7 +71,7 @@ def make_base(
     learning_rate: float = 1e-2,
     hidden_size: int = 64,
     num_layers: int = 2,
-    progress: Progress = lambda done, steps, loss: None,
+    progress: Progress = lambda step, steps, loss: None,
 ) -> dict[str, Any]:
     """Trains a base model for `task` and saves it as a Hugging Face folder with its tokenizer.
 
@@ -156,8 +156,8 @@ def entropy(corpus: Corpus) -> float:
     behind = np.maximum.accumulate(corpus.learned, axis=1)  # solutions and the padding after them
     prompts = np.where(behind, -1, corpus.tokens)
     _, group = np.unique(prompts, axis=0, return_inverse=True)
-    of_prompt = np.bincount(group.ravel(), corpus.probability)[group.ravel()]
-    nats = -(corpus.probability * np.log(corpus.probability / of_prompt)).sum()
+    prompt_probability = np.bincount(group.ravel(), corpus.probability)[group.ravel()]
+    nats = -(corpus.probability * np.log(corpus.probability / prompt_probability)).sum()
     return float(nats / (corpus.probability * corpus.learned.sum(1)).sum())
 
 
@@ -183,12 +183,12 @@ def _train(
     tokens, learned = jnp.asarray(corpus.tokens), jnp.asarray(corpus.learned)
     random = np.random.default_rng(seed)
     losses = np.empty(0)
-    for done in range(0, steps, STEPS_PER_DISPATCH):
-        count = min(STEPS_PER_DISPATCH, steps - done)
+    for begin in range(0, steps, STEPS_PER_DISPATCH):
+        count = min(STEPS_PER_DISPATCH, steps - begin)
         drawn = random.choice(len(tokens), (STEPS_PER_DISPATCH, batch), p=corpus.probability)
         carry, loss = dispatch(carry, tokens, learned, drawn, count)
         losses = np.append(losses, loss[:count])
-        progress(len(losses), steps, float(losses[done:].mean()))
+        progress(len(losses), steps, float(losses[begin:].mean()))
     return carry[0], losses
 
 

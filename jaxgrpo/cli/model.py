@@ -53,12 +53,12 @@ def main(
     changes |= {"model.ignore": ignore}
     config = config_for(target, changes, overrides)
     process.start(config.mesh.platform)
-    found = describe(config)
+    model = describe(config)
     if as_json:
-        return Document(found)
+        return Document(model)
     console = Console(highlight=False)
-    facts(console, dict(lines(found)))
-    console.print(table_of(found["leaves"]))
+    facts(console, dict(lines(model)))
+    console.print(leaves_table(model["leaves"]))
     return 0
 
 
@@ -68,8 +68,8 @@ def describe(config: Config) -> dict[str, Any]:
     Raises: InputError as `main`.
     """
     folder, stored = find_config(config, whole=False)
-    keys, chosen = config.model, parameters.chosen_config(config, stored)
-    model, base = decoder.build(chosen), decoder.build(lora.base_config(chosen))
+    keys, model_config = config.model, parameters.chosen_config(config, stored)
+    model, base = decoder.build(model_config), decoder.build(lora.base_config(model_config))
     has_weights = any(folder.glob("*.safetensors*"))
     dtypes = folders.read_dtypes(folder, base) if has_weights else None
     return {
@@ -83,43 +83,43 @@ def describe(config: Config) -> dict[str, Any]:
         "parameters": sum(leaf.size for leaf in jax.tree.leaves(model.shapes)),
         "stored": dtypes,
         "dtype": keys.dtype,
-        "cache_dtype": cache_dtype(config.rollout.kv_cache_dtype, chosen),
+        "cache_dtype": cache_dtype(config.rollout.kv_cache_dtype, model_config),
         **_on_devices(config, model),
         **_texts(folder, stored),
         "leaves": list(_leaves(model)),
     }
 
 
-def lines(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def lines(model: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """What to print of `describe`: name and value."""
-    ends, limit, bytes_ = found["end_tokens"], found["position_limit"], found["bytes"]
-    heads = f"{found['num_heads']} heads, {found['num_kv_heads']} KV heads"
-    hidden, wide = found["hidden_size"], found["intermediate_size"]
-    yield "model", found["path"]
-    if found["unread"]:
-        yield "  not read", found["unread"]
-    yield "family", f"{found['family']} ({found['architecture']})"
-    yield "layers", f"{len(found['layers'])}: {_in_runs(found['layers'])}"
-    yield "attention", f"{heads}, head_dim {found['head_dim']}{_extras(found)}"
-    yield "sizes", f"hidden {hidden}, feed-forward {wide} ({found['activation']})"
-    head = "the embedding" if found["tie_embeddings"] else "of its own"
-    cap, silent = found["logit_soft_cap"], found["without_text"]
+    ends, limit, bytes_ = model["end_tokens"], model["position_limit"], model["bytes"]
+    heads = f"{model['num_heads']} heads, {model['num_kv_heads']} KV heads"
+    hidden, feed_forward = model["hidden_size"], model["intermediate_size"]
+    yield "model", model["path"]
+    if model["unread"]:
+        yield "  not read", model["unread"]
+    yield "family", f"{model['family']} ({model['architecture']})"
+    yield "layers", f"{len(model['layers'])}: {_in_runs(model['layers'])}"
+    yield "attention", f"{heads}, head_dim {model['head_dim']}{_extras(model)}"
+    yield "sizes", f"hidden {hidden}, feed-forward {feed_forward} ({model['activation']})"
+    head = "the embedding" if model["tie_embeddings"] else "of its own"
+    cap, silent = model["logit_soft_cap"], model["without_text"]
     silent = _if(silent, f" ({silent} without text, never drawn)")
-    yield "vocabulary", f"{found['vocab_size']}{silent}, head {head}{_if(cap, f', soft cap {cap}')}"
-    yield "positions", f"rope {found['rope']}; meant for {found['max_positions']} tokens"
+    yield "vocabulary", f"{model['vocab_size']}{silent}, head {head}{_if(cap, f', soft cap {cap}')}"
+    yield "positions", f"rope {model['rope']}; meant for {model['max_positions']} tokens"
     yield "  limit", f"{limit} tokens, longer ones are refused" if limit else "none"
-    stored = found["stored"]
-    known = ", ".join(f"{n} tensors {dtype}" for dtype, n in stored.items()) if stored else ""
-    yield "parameters", f"{found['parameters']:,}"
-    yield "  stored", known or "no weights in the folder; those of the hub are not fetched"
-    mesh = ", ".join(f"{name} {size}" for name, size in found["mesh"].items())
+    stored = model["stored"]
+    tensors = ", ".join(f"{n} tensors {dtype}" for dtype, n in stored.items()) if stored else ""
+    yield "parameters", f"{model['parameters']:,}"
+    yield "  stored", tensors or "no weights in the folder; those of the hub are not fetched"
+    mesh = ", ".join(f"{name} {size}" for name, size in model["mesh"].items())
     yield "each device", f"of the mesh {mesh}"
-    yield "  to compute", f"{memory.shown(bytes_['computed'])} in {found['dtype']}"
-    trained, moments = memory.shown(bytes_["trained"]), memory.shown(bytes_["optimizer"])
-    yield "  to train", f"{trained} in float32, {moments} the state of {found['optimizer']}"
-    kept, dtype = memory.shown(bytes_["cached"]), found["cache_dtype"]
-    yield "  to sample", f"{kept} for the keys and values of a token, in {dtype}"
-    tokenizer, template = found["tokenizer"], found["chat_template"]
+    yield "  to compute", f"{memory.shown(bytes_['computed'])} in {model['dtype']}"
+    weights, moments = memory.shown(bytes_["trained"]), memory.shown(bytes_["optimizer"])
+    yield "  to train", f"{weights} in float32, {moments} the state of {model['optimizer']}"
+    cached, dtype = memory.shown(bytes_["cached"]), model["cache_dtype"]
+    yield "  to sample", f"{cached} for the keys and values of a token, in {dtype}"
+    tokenizer, template = model["tokenizer"], model["chat_template"]
     yield (
         "tokenizer",
         f"{tokenizer}, {'a' if template else 'no'} chat template" if tokenizer else "none",
@@ -128,12 +128,12 @@ def lines(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         "end tokens",
         ", ".join(f"{token} {text}".strip() for token, text in ends.items()) or "none",
     )
-    yield "supported", ", ".join(found["supported"])
-    if refused := found["unsupported"]:
-        yield "not", ", ".join(f"{name} ({why})" for name, why in refused.items())
+    yield "supported", ", ".join(model["supported"])
+    if unsupported := model["unsupported"]:
+        yield "not", ", ".join(f"{name} ({why})" for name, why in unsupported.items())
 
 
-def table_of(leaves: Sequence[Mapping[str, Any]]) -> Table:
+def leaves_table(leaves: Sequence[Mapping[str, Any]]) -> Table:
     """The kinds of parameters, one row each."""
     numbers = [Column(name, justify="right", no_wrap=True) for name in ("of them", "numbers")]
     table = Table(Column("parameter", no_wrap=True), "axes of one", *numbers)
@@ -153,14 +153,14 @@ def _sizes(config: ModelConfig) -> dict[str, Any]:
     return {name: getattr(config, name) for name in names}
 
 
-def _extras(found: Mapping[str, Any]) -> str:
-    norm = found["query_key_norm"]
-    normed = {"none": "", "head": ", each normed", "whole": ", normed as one vector"}[norm]
-    return normed + _if(found["attention_bias"], ", biases of queries, keys and values")
+def _extras(model: Mapping[str, Any]) -> str:
+    norm = model["query_key_norm"]
+    norm_text = {"none": "", "head": ", each normed", "whole": ", normed as one vector"}[norm]
+    return norm_text + _if(model["attention_bias"], ", biases of queries, keys and values")
 
 
-def _if(asked: Any, text: str) -> str:
-    return text if asked else ""
+def _if(condition: Any, text: str) -> str:
+    return text if condition else ""
 
 
 def _kind_words(kind: LayerKind) -> str:
@@ -183,10 +183,10 @@ def _rope_words(rope: Rope | None) -> str:
     if rope is None:
         return "no rope"
     low, high = min(rope.stretch, default=1.0), max(rope.stretch, default=1.0)
-    by = f"{low:.4g}" if low == high else f"{low:.4g} to {high:.4g}"
+    factor = f"{low:.4g}" if low == high else f"{low:.4g} to {high:.4g}"
     return (
         f"theta {rope.theta:.10g}{_if(rope.share != 1, f' on {rope.share:g} of each head')}"
-        f"{_if(low != 1 or high != 1, f', frequencies x {by}')}"
+        f"{_if(low != 1 or high != 1, f', frequencies x {factor}')}"
         f"{_if(rope.scale != 1, f', scale {rope.scale:.4g}')}"
     )
 
@@ -207,11 +207,11 @@ def _in_runs(layers: Sequence[str]) -> str:
     '2 x (local), 1 x (full), and again'
     """
     for length in range(1, len(layers) + 1):
-        if all(one == layers[i % length] for i, one in enumerate(layers)):
-            runs = [(one, len(list(run))) for one, run in itertools.groupby(layers[:length])]
+        if all(layer == layers[i % length] for i, layer in enumerate(layers)):
+            runs = [(layer, len(list(run))) for layer, run in itertools.groupby(layers[:length])]
             if length == 1:
                 return layers[0]
-            words = ", ".join(f"{count} x ({one})" for one, count in runs)
+            words = ", ".join(f"{count} x ({layer})" for layer, count in runs)
             return words + _if(length < len(layers), ", and again")
     return "none"
 
@@ -224,15 +224,20 @@ def _on_devices(config: Config, model: Model) -> dict[str, Any]:
     optimizer = make_optimizer(
         trained(model, model.axes), updates=config.train.updates, **vars(keys)
     )
-    held, moments = memory.of_training(model, mesh, optimizer)
-    computed, of_model = memory.parameters(model, mesh), model.config
-    number = jnp.dtype(cache_dtype(config.rollout.kv_cache_dtype, of_model)).itemsize
-    heads = of_model.num_kv_heads // sizes.tensor
-    cached = of_model.num_layers * 2 * heads * of_model.head_dim * number
+    trained_bytes, moment_bytes = memory.of_training(model, mesh, optimizer)
+    computed_bytes, model_config = memory.parameters(model, mesh), model.config
+    number = jnp.dtype(cache_dtype(config.rollout.kv_cache_dtype, model_config)).itemsize
+    heads = model_config.num_kv_heads // sizes.tensor
+    cached_bytes = model_config.num_layers * 2 * heads * model_config.head_dim * number
     return {
         "mesh": dict(zip(sharding.AXES, shape, strict=True)),
         "optimizer": keys.use,
-        "bytes": {"computed": computed, "trained": held, "optimizer": moments, "cached": cached},
+        "bytes": {
+            "computed": computed_bytes,
+            "trained": trained_bytes,
+            "optimizer": moment_bytes,
+            "cached": cached_bytes,
+        },
     }
 
 
@@ -250,20 +255,20 @@ def _texts(folder: Path, config: ModelConfig) -> dict[str, Any]:
     if tokenizer is None or not ends:
         why = "no tokenizer" if tokenizer is None else "no end token"
         unsupported = {"sampling": why, "training": why}
-    wanted = ("logits", "log-probs", "sampling", "training", "adapters (LoRA)", "export")
+    uses = ("logits", "log-probs", "sampling", "training", "adapters (LoRA)", "export")
     return {
         "tokenizer": None if tokenizer is None else type(tokenizer).__name__,
         "chat_template": bool(getattr(tokenizer, "chat_template", None)),
         "end_tokens": dict(zip(ends, words, strict=True)),
         "without_text": sum(end - begin for begin, end in silent),
-        "supported": [name for name in wanted if name not in unsupported],
+        "supported": [name for name in uses if name not in unsupported],
         "unsupported": unsupported,
     }
 
 
 def _leaves(model: Model) -> Iterator[dict[str, Any]]:
     """The kinds of parameters: those of all layers are one."""
-    found: dict[str, dict[str, Any]] = {}
+    entries: dict[str, dict[str, Any]] = {}
     axes = jax.tree.leaves(model.axes, is_leaf=lambda node: type(node) is tuple)
     paths = jax.tree_util.tree_leaves_with_path(model.shapes)
     for (keys, spec), names in zip(paths, axes, strict=True):
@@ -274,7 +279,7 @@ def _leaves(model: Model) -> Iterator[dict[str, Any]]:
             names, (count, *shape) = names[1:], shape
         name = "/".join(parts)
         first = {"name": name, "axes": list(names), "shape": list(shape), "count": 0, "numbers": 0}
-        entry = found.setdefault(name, first)
+        entry = entries.setdefault(name, first)
         entry["count"] += count
         entry["numbers"] += count * math.prod(shape)
-    yield from found.values()
+    yield from entries.values()

@@ -83,10 +83,10 @@ def ordered(
     rows: Sequence[Row], measure: Callable[[Row], float | None], ascending: bool
 ) -> list[Row]:
     """The rows by a number, equal ones as they stood; those without it last."""
-    measured = [(measure(row), row) for row in rows]
+    pairs = [(measure(row), row) for row in rows]
     sign = 1 if ascending else -1
-    measured.sort(key=lambda entry: (entry[0] is None, sign * (entry[0] or 0.0)))
-    return [row for _, row in measured]
+    pairs.sort(key=lambda entry: (entry[0] is None, sign * (entry[0] or 0.0)))
+    return [row for _, row in pairs]
 
 
 def _rows(folder: Place, step: int | None) -> list[dict[str, Any]]:
@@ -98,7 +98,7 @@ def _rows(folder: Place, step: int | None) -> list[dict[str, Any]]:
             "writes some"
         )
     if step is not None and step not in steps:
-        near = sorted(sorted(steps, key=lambda one: abs(one - step))[:NEAREST])
+        near = sorted(sorted(steps, key=lambda candidate: abs(candidate - step))[:NEAREST])
         raise InputError(
             f"--step {step}: {folder} has no samples of it; the nearest steps that have some are "
             f"{', '.join(map(str, near))}, the last is {steps[-1]}"

@@ -75,10 +75,10 @@ def sample(
     changes = {**overrides, **_changes(None, top_k, top_p, max_tokens)}
     config, rows = config_for(target, changes), [{"prompt": prompt} for prompt in prompts]
     console = Console(highlight=False)
-    policy, asked = find_policy(console, config, rows)
-    questions = Questions(asked.rows, asked.encoded, _unjudged)
-    drawn: dict[str, Any] = {"rounds": ROUNDS, "temperature": temperature}
-    ask = make_asker(policy, questions, samples, **drawn)
+    policy, prompt_data = find_policy(console, config, rows)
+    questions = Questions(prompt_data.rows, prompt_data.encoded, _judge_nothing)
+    settings: dict[str, Any] = {"rounds": ROUNDS, "temperature": temperature}
+    ask = make_asker(policy, questions, samples, **settings)
     with telling(console, "sampling"):
         answers = ask(policy.read_params(), key_of(config), 0)
     return [{**row, "rewards": {}} for row in answer_rows(answers, questions, 0, "none")]
@@ -112,24 +112,26 @@ def write_samples(
     """
     _check(samples, temperature)
     rows = _lines(prompts) if prompts.endswith(".txt") else None
-    asked_for = _changes(None if rows else prompts, top_k, top_p, max_tokens)
-    config = _at_first_time(config_for(target, asked_for, overrides), out, overwrite)
+    changes = _changes(None if rows else prompts, top_k, top_p, max_tokens)
+    config = _at_first_time(config_for(target, changes, overrides), out, overwrite)
     console = Console(highlight=False)
-    policy, asked = find_policy(console, config, rows)
-    questions = Questions(asked.rows, asked.encoded, _unjudged)
+    policy, prompt_data = find_policy(console, config, rows)
+    questions = Questions(prompt_data.rows, prompt_data.encoded, _judge_nothing)
     batches = make_batches(policy, questions, samples, rounds=ROUNDS, temperature=temperature)
     facts = {"--samples": samples, "--temperature": temperature, **_facts(policy.config, questions)}
     with SampleFile(out) as file:
         texts = [row["prompt"] for row in questions.rows]
-        begun = functools.partial(file.resume, prompts=texts, samples=samples, size=batches.size)
-        done = process.decided(lambda: begun(facts, overwrite=overwrite))
-        if done == len(texts):
-            said = "are there already; to sample them again: --overwrite"
+        resume = functools.partial(file.resume, prompts=texts, samples=samples, size=batches.size)
+        finished_prompts = process.decided(lambda: resume(facts, overwrite=overwrite))
+        if finished_prompts == len(texts):
+            message = "are there already; to sample them again: --overwrite"
         else:
-            said = _ask(console, policy, questions, batches, key_of(config), done, samples, file)
+            message = _ask(
+                console, policy, questions, batches, key_of(config), finished_prompts, samples, file
+            )
     if process.is_main():
-        said = f"{out}: {samples * len(texts)} samples of {len(texts)} prompts {said}"
-        console.print(said, soft_wrap=True, markup=False)
+        message = f"{out}: {samples * len(texts)} samples of {len(texts)} prompts {message}"
+        console.print(message, soft_wrap=True, markup=False)
     return 0
 
 
@@ -165,13 +167,14 @@ class SampleFile(Closing):
             return 0
         self._refuse_other(facts)
         ends = self._ends(prompts, samples)
-        done = len(ends) // samples
-        if done < len(prompts):  # the batch that was not finished is sampled again as a whole
-            done = done // size * size
-        end = ends[done * samples - 1] if done else 0
+        finished_prompts = len(ends) // samples
+        # The batch that was not finished is sampled again as a whole.
+        if finished_prompts < len(prompts):
+            finished_prompts = finished_prompts // size * size
+        end = ends[finished_prompts * samples - 1] if finished_prompts else 0
         if end < self.path.stat().st_size:
             self._file.truncate(end)
-        return done
+        return finished_prompts
 
     def append(self, rows: Iterable[Mapping[str, Any]]) -> None:
         """Adds rows, and has them leave this process."""
@@ -203,22 +206,28 @@ class SampleFile(Closing):
 
     def _refuse_other(self, facts: Mapping[str, Any]) -> None:
         try:
-            before = json.loads(self.settings.read_bytes())
+            old_facts = json.loads(self.settings.read_bytes())
         except (OSError, ValueError):
             raise InputError(
                 f"--out {self.path}: it holds something, and {self.settings.name} beside it, which "
                 "would say of what these are samples, cannot be read: name another --out, or start "
                 "again with --overwrite"
             ) from None
-        now = json.loads(json.dumps(facts))
-        names = [name for name in {**now, **before} if now.get(name) != before.get(name)]
+        new_facts = json.loads(json.dumps(facts))
+        names = [
+            name
+            for name in {**new_facts, **old_facts}
+            if new_facts.get(name) != old_facts.get(name)
+        ]
         if names:
-            there, here = (side.get(names[0], "nothing") for side in (before, now))
+            old_value, new_value = (
+                side.get(names[0], "nothing") for side in (old_facts, new_facts)
+            )
             more = f" (and {len(names) - 1} more differ)" if len(names) > 1 else ""
             raise InputError(
-                f"--out {self.path} holds samples of something else: {names[0]} was {there} and is "
-                f"{here} now{more}: give what it was begun with, name another --out, or start "
-                "again with --overwrite"
+                f"--out {self.path} holds samples of something else: {names[0]} was {old_value} "
+                f"and is {new_value} now{more}: give what it was begun with, name another --out, "
+                "or start again with --overwrite"
             )
 
     def _ends(self, prompts: Sequence[Any], samples: int) -> list[int]:
@@ -247,13 +256,13 @@ def pace(tokens: Sequence[int], seconds: Sequence[float]) -> str:
     >>> pace([100, 100, 100], [8.0, 1.0, 1.0])
     '300 tokens in 10.0 s, 30 tokens/s (100 after the first batch, which compiles)'
     """
-    whole = sum(tokens) / sum(seconds)
-    text = f"{sum(tokens):,} tokens in {sum(seconds):.1f} s, {whole:,.0f} tokens/s"
+    rate = sum(tokens) / sum(seconds)
+    text = f"{sum(tokens):,} tokens in {sum(seconds):.1f} s, {rate:,.0f} tokens/s"
     if len(tokens) == 1:
         return f"{text} (one batch, with its compilation)"
-    later = sum(tokens[1:]) / sum(seconds[1:])
-    if later > MUCH * whole:
-        text += f" ({later:,.0f} after the first batch, which compiles)"
+    later_rate = sum(tokens[1:]) / sum(seconds[1:])
+    if later_rate > MUCH * rate:
+        text += f" ({later_rate:,.0f} after the first batch, which compiles)"
     return text
 
 
@@ -263,7 +272,7 @@ def _ask(
     questions: Questions,
     batches: Batches,
     key: Any,
-    done: int,
+    finished_prompts: int,
     samples: int,
     file: SampleFile,
 ) -> str:
@@ -281,8 +290,10 @@ def _ask(
     params, count = policy.read_params(), len(questions.rows)
     tokens, seconds = [], []
     with bar, telling(console, "sampling"), process.stop_signals(after="batch"):
-        task = bar.add_task("", total=count * samples, completed=done * samples, pace="")
-        for begin in range(done, count, batches.size):
+        task = bar.add_task(
+            "", total=count * samples, completed=finished_prompts * samples, pace=""
+        )
+        for begin in range(finished_prompts, count, batches.size):
             started = time.perf_counter()
             answers = batches.ask(begin, params, key, 0)
             seconds.append(time.perf_counter() - started)
@@ -290,16 +301,16 @@ def _ask(
             if process.is_main():
                 rows = answer_rows(answers, questions, 0, "none", begin)
                 file.append({**row, "rewards": {}} for row in rows)
-            shown = f"{tokens[-1] / seconds[-1]:,.0f} tokens/s"
-            bar.update(task, advance=len(answers.texts) * samples, pace=shown)
-            written = begin + len(answers.texts)
-            if process.stop_requested(begin) and written < count:
+            rate_text = f"{tokens[-1] / seconds[-1]:,.0f} tokens/s"
+            bar.update(task, advance=len(answers.texts) * samples, pace=rate_text)
+            end = begin + len(answers.texts)
+            if process.stop_requested(begin) and end < count:
                 raise process.StopRequested(
-                    f"stopped; {written * samples} of {count * samples} samples are written: "
+                    f"stopped; {end * samples} of {count * samples} samples are written: "
                     "the same command without --overwrite continues"
                 )
-    kept = f", {done * samples} of them from before" if done else ""
-    return f"written{kept}: {pace(tokens, seconds)}"
+    note = f", {finished_prompts * samples} of them from before" if finished_prompts else ""
+    return f"written{note}: {pace(tokens, seconds)}"
 
 
 def _check(samples: int, temperature: float) -> None:
@@ -345,8 +356,8 @@ def _begun_at(out: str) -> str | None:
 
 def _facts(config: Config, questions: Questions) -> dict[str, Any]:
     """What samples depend on beside the options, as JSON values."""
-    given = fingerprints.given_by(config)
-    keys = {name: value for name, value in given.items() if name.startswith(ACT)}
+    settings = fingerprints.given_by(config)
+    keys = {name: value for name, value in settings.items() if name.startswith(ACT)}
     model = fingerprints.checksum([json.dumps(keys.pop("model.path")).encode()])
     return {
         "the model": f"crc32 {model}",
@@ -364,7 +375,7 @@ def _identity(line: bytes) -> tuple[Any, ...] | None:
         return None
 
 
-def _unjudged(completions: Sequence[Any]) -> list[None]:
+def _judge_nothing(completions: Sequence[Any]) -> list[None]:
     return [None] * len(completions)
 
 

@@ -32,7 +32,7 @@ def quickstart(
     from jaxgrpo.models.hf import families, folders
     from jaxgrpo.training import loop
 
-    asked = {} if family is None else {"family": family}
+    options = {} if family is None else {"family": family}
     if family is not None:
         families.find_family(family, "quickstart --family")
         places = f"model.path=runs/base-{family}", f"run.dir=runs/quickstart-{family}"
@@ -48,11 +48,11 @@ def quickstart(
         )
     base = Path(config.model.path)
     if not (base / "config.json").exists():
-        make_small_base(console, base, "arithmetic", seed=config.train.seed, **asked)
-    elif family is not None and (found := folders.read_config(base).family) != family:
+        make_small_base(console, base, "arithmetic", seed=config.train.seed, **options)
+    elif family is not None and (base_family := folders.read_config(base).family) != family:
         raise InputError(
-            f"quickstart --family {family}: {base} is a {found}: remove it, or name another folder "
-            "with --set model.path=..."
+            f"quickstart --family {family}: {base} is a {base_family}: remove it, or name another "
+            "folder with --set model.path=..."
         )
     run = loop.train(config, resume="auto")
     if as_json:
@@ -73,11 +73,11 @@ def train(
     from jaxgrpo.planning import preview
     from jaxgrpo.training import loop
 
-    read = files.load(config, overrides)
+    run_config = files.load(config, overrides)
     if dry_run:
-        preview.dry_run(read, resume == "auto")
+        preview.dry_run(run_config, resume == "auto")
     else:
-        loop.train(read, resume=resume, profile=profile)
+        loop.train(run_config, resume=resume, profile=profile)
     return 0
 
 
@@ -103,12 +103,12 @@ def make_base(out: str, task: str, **options: Any) -> int:
 
 
 def make_small_base(
-    console: Console, out: str | Path, task: str, shown: str | None = None, **options: Any
+    console: Console, out: str | Path, task: str, label: str | None = None, **options: Any
 ) -> None:
     """`base_model.make_base` with a progress bar and a line with the model's size and loss.
 
     Args:
-      shown: what the folder is called in that line; None: `out`.
+      label: what the folder is called in that line; None: `out`.
     """
     from jaxgrpo.cli import make_base as base_model
 
@@ -116,23 +116,23 @@ def make_small_base(
     with Progress(console=console, transient=True) as progress:
         bar = progress.add_task("warm start", total=None)
 
-        def report(done: int, steps: int, loss: float) -> None:
-            progress.update(bar, completed=done, total=steps, description=f"loss {loss:.3f}")
+        def report(step: int, steps: int, loss: float) -> None:
+            progress.update(bar, completed=step, total=steps, description=f"loss {loss:.3f}")
 
         with telling(console, "warm start"):
-            made = base_model.make_base(out, task, progress=report, **options)
+            base = base_model.make_base(out, task, progress=report, **options)
     console.print(
-        f"{shown or out}: {made['parameters']:,} parameters, loss {made['loss']:.4f} nats per token"
-        f" (no model is below {made['loss_floor']:.4f}), {made['seconds']:.0f} s",
+        f"{label or out}: {base['parameters']:,} parameters, loss {base['loss']:.4f} nats per token"
+        f" (no model is below {base['loss_floor']:.4f}), {base['seconds']:.0f} s",
         soft_wrap=True,
     )
 
 
 def _show(console: Console, folder: Place, summary: Mapping[str, Any]) -> None:
     """The table of the end, from summary.json's own numbers."""
-    several = [name for name in summary["base"] if is_summary(name)]
-    several.sort(key=lambda name: (name.split("@")[0] != "pass", int(name.split("@")[1])))
-    names = ["accuracy", *several]
+    summary_names = [name for name in summary["base"] if is_summary(name)]
+    summary_names.sort(key=lambda name: (name.split("@")[0] != "pass", int(name.split("@")[1])))
+    names = ["accuracy", *summary_names]
     columns = [(name, summary[name]) for name in ("base", "trained")]
     console.print(comparison("test problems", columns, [*names, "flat_groups"]))
     speed = summary["time/tokens_per_second"]

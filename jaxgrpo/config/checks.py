@@ -17,8 +17,8 @@ from typing import Any
 
 from jaxgrpo import advantages, losses, rewards
 from jaxgrpo.config import keys, methods
-from jaxgrpo.config.keys import Part, RewardKeys, options_of
-from jaxgrpo.config.own_code import file_of, installed, is_reference
+from jaxgrpo.config.keys import Part, RewardKeys, part_options
+from jaxgrpo.config.own_code import installed, is_reference, named_file
 from jaxgrpo.config.reading import TRL, Values, show
 from jaxgrpo.core.errors import InputError, pattern_problem, suggest
 from jaxgrpo.core.types import RolloutSpec
@@ -34,10 +34,10 @@ from jaxgrpo.update.optimizer import make_optimizer
 WANDB_OURS = ("dir", "config", "id", "resume", "settings")
 """Arguments of `wandb.init` that the run itself gives."""
 
-Made = dict[str, tuple[Part, Any]]
+BuiltParts = dict[str, tuple[Part, Any]]
 """Place in the config -> a part, and what is built from it."""
 
-OF_SOURCE = ("subset", "split", "revision")
+SOURCE_OPTIONS = ("subset", "split", "revision")
 
 METRIC = keys.ReferenceKeys().reset_metric
 
@@ -46,13 +46,13 @@ UNEVALUATED = "nothing is evaluated between the start and the end; set eval.data
 
 def check(values: Values) -> Iterator[str]:
     """All problems of a config whose values are right one by one."""
-    made: Made = {}
-    wrong_parts = list(_build_parts(values, made))
-    yield from _method(values, made)
-    yield from _refill(values, made)
-    several = (_updates, _evaluation, _loss, _sampling, _early_stop, _resets)
-    for some in (*several, _rewards, _data, _lora):
-        yield from some(values)
+    parts: BuiltParts = {}
+    wrong_parts = list(_build_parts(values, parts))
+    yield from _method(values, parts)
+    yield from _refill(values, parts)
+    checks = (_updates, _evaluation, _loss, _sampling, _early_stop, _resets)
+    for find_problems in (*checks, _rewards, _data, _lora):
+        yield from find_problems(values)
     yield from wrong_parts
     yield from _optimizer(values)
     wandb = values.get("tracking.wandb")
@@ -63,30 +63,32 @@ def check(values: Values) -> Iterator[str]:
 def _lora(values: Values) -> Iterator[str]:
     """Keys of adapters that would do nothing, or contradict those that the run begins with."""
     default = vars(keys.LoraKeys())
-    given = [name for name in default if values.get(f"lora.{name}", default[name]) != default[name]]
-    others = ", ".join(f"lora.{name}" for name in given if name != "path")
+    user_keys = [
+        name for name in default if values.get(f"lora.{name}", default[name]) != default[name]
+    ]
+    adapter_keys = ", ".join(f"lora.{name}" for name in user_keys if name != "path")
     if problem := pattern_problem(targets := values.get("lora.targets", "")):
         yield f"lora.targets = {show(targets)}: {problem}"
-    if "path" in given and others:
-        yield f"{others}: the adapter of lora.path says this itself; leave one of the two out"
-    elif others and "rank" not in given:
-        yield f"{others}: acts on adapters, and there are none; set lora.rank or lora.path"
+    if "path" in user_keys and adapter_keys:
+        yield f"{adapter_keys}: the adapter of lora.path says this itself; leave one of the two out"
+    elif adapter_keys and "rank" not in user_keys:
+        yield f"{adapter_keys}: acts on adapters, and there are none; set lora.rank or lora.path"
 
 
-def _build_parts(values: Values, made: Made) -> Iterator[str]:
-    """Builds every part into `made`, by its place; yields unknown parts and options.
+def _build_parts(values: Values, parts: BuiltParts) -> Iterator[str]:
+    """Builds every part into `parts`, by its place; yields unknown parts and options.
 
     Own code is not run: only a missing file of it is a problem.
     """
     for where, part, build in _parts(values):
         name = part["use"]
-        file = file_of(name)
+        file = named_file(name)
         if file is not None and not os.path.isfile(file):
             yield f"{where}: there is no file {file}, named by {name!r}"
         if is_reference(name):
             continue
         try:
-            made[where] = part, build(part)
+            parts[where] = part, build(part)
         except (ValueError, TypeError) as error:
             yield f"{where}: {str(error).removeprefix('advantage[0]: ')}"
 
@@ -97,8 +99,8 @@ def _parts(values: Values) -> Iterator[tuple[str, Part, Callable[[Part], Any]]]:
     weights = {reward.title: reward.weight for reward in values.get("rewards", ())} or None
 
     def reward(part: Part) -> None:
-        known = {name: part[name] for name in options_of(part) if not _misspelt(name, RewardKeys)}
-        rewards.build(part["use"], **rewards.with_lengths(part["use"], known, limit))
+        options = {key: part[key] for key in part_options(part) if not _misspelt(key, RewardKeys)}
+        rewards.build(part["use"], **rewards.with_lengths(part["use"], options, limit))
 
     def kl(part: Part) -> None:
         methods.build_penalties(part)
@@ -112,7 +114,7 @@ def _parts(values: Values) -> Iterator[tuple[str, Part, Callable[[Part], Any]]]:
     for index, part in enumerate(values.get("advantage", ())):
         yield f"advantage[{index}]", part, lambda part: advantages.build([part])
     builders: dict[str, Callable[[Part], Any]] = {
-        "recipe": lambda part: advantages.build(part["use"], options_of(part)),
+        "recipe": lambda part: advantages.build(part["use"], part_options(part)),
         "loss.surrogate": losses.build_surrogate,
         "loss.reduction": lambda part: methods.build_reduction(part, limit),
         "loss.kl": kl,
@@ -125,25 +127,25 @@ def _parts(values: Values) -> Iterator[tuple[str, Part, Callable[[Part], Any]]]:
             yield where, {"use": part} if isinstance(part, str) else part, build
 
 
-def _method(values: Values, made: Made) -> Iterator[str]:
+def _method(values: Values, parts: BuiltParts) -> Iterator[str]:
     """Recipe or chain, together with group size, steps and the surrogate's ratio."""
     if "recipe" in values and "advantage" in values:
         yield (
             f"recipe = {show(values['recipe'])} and advantage are both given: a recipe is a whole "
             "chain; keep one of the two"
         )
-    chain = [one for place, one in made.items() if place.startswith(("recipe", "advantage"))]
+    chain = [entry for place, entry in parts.items() if place.startswith(("recipe", "advantage"))]
     relative = [part["use"] for part, step in chain if step.relative]
     if relative and values.get("rollout.group_size") == 1:
         yield (
             f"rollout.group_size = 1: {relative[0]} compares the samples of a prompt with "
             'each other and needs at least 2; set it to 2 or more, or take recipe = "sign"'
         )
-    _, surrogate = made.get("loss.surrogate", ({}, None))  # own code is seen when the run is built
+    _, surrogate = parts.get("loss.surrogate", ({}, None))  # own code is seen when the run is built
     if values.get("loss.proximal") == "behavior" and surrogate and surrogate.weighs:
-        for place, (part, step) in made.items():
-            named = place == "loss.mismatch" or place.startswith("advantage")
-            if named and step.importance:
+        for place, (part, step) in parts.items():
+            in_chain = place == "loss.mismatch" or place.startswith("advantage")
+            if in_chain and step.importance:
                 yield f"{place} = {show(part)}: {methods.WEIGHED_TWICE}"
 
 
@@ -168,21 +170,21 @@ def _updates(values: Values) -> Iterator[str]:
         )
 
 
-def _refill(values: Values, made: Made) -> Iterator[str]:
+def _refill(values: Values, parts: BuiltParts) -> Iterator[str]:
     """Whether flat groups can be replaced, and whether nothing is learnt from them."""
-    asked = values.get("rollout.refill")
-    if asked is None:
+    refill = values.get("rollout.refill")
+    if refill is None:
         return
-    where, expected = f"rollout.refill = {show(asked)}", "expected { factor = 3.0 }"
-    factor = asked.get("factor")
-    if unknown := sorted(asked.keys() - {"factor"}):
+    where, expected = f"rollout.refill = {show(refill)}", "expected { factor = 3.0 }"
+    factor = refill.get("factor")
+    if unknown := sorted(refill.keys() - {"factor"}):
         yield f"rollout.refill.{unknown[0]}: unknown key; {expected}"
     elif type(factor) not in (int, float) or not 1 <= factor <= keys.LARGEST:
         yield (
             f"{where}: {expected}, the groups that a step may generate over those that it trains "
             "on, a finite number of 1 or more"
         )
-    chain = [one for place, one in made.items() if place.startswith(("recipe", "advantage"))]
+    chain = [entry for place, entry in parts.items() if place.startswith(("recipe", "advantage"))]
     steps = 1 if values.get("recipe") else len(values.get("advantage", ()))
     is_known = 0 < steps == len(chain)  # own code and what cannot be built is not among them
     if values.get("rollout.group_size") == 1 and not is_known:
@@ -202,9 +204,9 @@ def _refill(values: Values, made: Made) -> Iterator[str]:
 
 
 def _evaluation(values: Values) -> Iterator[str]:
-    nothing = "eval.data" in values and values["eval.data"] is None
-    every, kept = values.get("eval.every"), values.get("eval.confidence_kept", 1.0)
-    if every and nothing:
+    no_data = "eval.data" in values and values["eval.data"] is None
+    every, share = values.get("eval.every"), values.get("eval.confidence_kept", 1.0)
+    if every and no_data:
         yield (
             f"eval.every = {every}: there is nothing to evaluate on; name eval.data, as "
             '"task:arithmetic:test", or leave eval.every out'
@@ -221,10 +223,10 @@ def _evaluation(values: Values) -> Iterator[str]:
             yield f"{where}: {name} is the name of what fits no format; give another name"
         if problem := pattern_problem(pattern):
             yield f"{where}: {problem}"
-    if kept > 1:
-        yield f"eval.confidence_kept = {kept:g}: a share of the voters; set it to 1 (all) or less"
+    if share > 1:
+        yield f"eval.confidence_kept = {share:g}: a share of the voters; set it to 1 (all) or less"
     for name in ("eval.confidence", "eval.kl_to_base"):
-        if values.get(name) and nothing:
+        if values.get(name) and no_data:
             yield f"{name} = true: there is nothing to evaluate on; name eval.data, or leave it out"
 
 
@@ -240,47 +242,48 @@ def _loss(values: Values) -> Iterator[str]:
 
 def _sampling(values: Values) -> Iterator[str]:
     off = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "min_completion_tokens": 0}
-    given = {name: values.get(f"rollout.{name}", default) for name, default in off.items()}
+    rollout = {name: values.get(f"rollout.{name}", default) for name, default in off.items()}
     for name in ("top_p", "min_p"):
-        if given[name] > 1:
+        if rollout[name] > 1:
             limits = f"set it to {off[name]:g} (off), or to 1 at the most"
-            yield f"rollout.{name} = {given[name]:g}: a probability; {limits}"
-    cutting = [f"rollout.{name} = {given[name]:g}" for name in off if given[name] != off[name]]
-    if cutting and values.get("loss.proximal") == "behavior":
+            yield f"rollout.{name} = {rollout[name]:g}: a probability; {limits}"
+    cuts = [f"rollout.{name} = {rollout[name]:g}" for name in off if rollout[name] != off[name]]
+    if cuts and values.get("loss.proximal") == "behavior":
         yield (
-            f"{cutting[0]}: the sampler's log-probs are then those of the cut distribution and the "
+            f"{cuts[0]}: the sampler's log-probs are then those of the cut distribution and the "
             "trainer's of the whole one, so their ratio is off by the probability cut away; set "
             'loss.proximal = "trainer", or sample from all tokens'
         )
-    kept, computed = values.get("rollout.kv_cache_dtype"), values.get("model.dtype")
-    if kept == "float32" and computed == "bfloat16":
+    cache_dtype, model_dtype = values.get("rollout.kv_cache_dtype"), values.get("model.dtype")
+    if cache_dtype == "float32" and model_dtype == "bfloat16":
         yield (
             'rollout.kv_cache_dtype = "float32": keys and values come in model.dtype = "bfloat16", '
             "so that a wider cache would take twice the memory and change no sample; leave it out"
         )
-    least, most = given["min_completion_tokens"], values.get("rollout.max_completion_tokens")
-    if most is not None and least >= most:
+    min_tokens = rollout["min_completion_tokens"]
+    max_tokens = values.get("rollout.max_completion_tokens")
+    if max_tokens is not None and min_tokens >= max_tokens:
         yield (
-            f"rollout.min_completion_tokens = {least}: no end token could be drawn within "
-            f"rollout.max_completion_tokens = {most}; set it lower"
+            f"rollout.min_completion_tokens = {min_tokens}: no end token could be drawn within "
+            f"rollout.max_completion_tokens = {max_tokens}; set it lower"
         )
 
 
 def _early_stop(values: Values) -> Iterator[str]:
-    asked = values.get("rollout.early_stop")
-    if asked is None:
+    early_stop = values.get("rollout.early_stop")
+    if early_stop is None:
         return
-    where = f"rollout.early_stop = {show(asked)}"
+    where = f"rollout.early_stop = {show(early_stop)}"
     expected = "expected { confidence = 8.0, window = 2048, tokens = 20 }, of which the last two "
     expected += "may be left out"
-    if unknown := sorted(asked.keys() - set(EarlyStop._fields)):
+    if unknown := sorted(early_stop.keys() - set(EarlyStop._fields)):
         yield f"rollout.early_stop.{unknown[0]}: unknown key; {expected}"
-    elif type(asked.get("confidence")) not in (int, float) or not math.isfinite(
-        asked["confidence"]
+    elif type(early_stop.get("confidence")) not in (int, float) or not math.isfinite(
+        early_stop["confidence"]
     ):
         yield f"{where}: {expected}; confidence is a finite number of nats"
     for name in ("window", "tokens"):
-        if name in asked and (type(asked[name]) is not int or asked[name] < 1):
+        if name in early_stop and (type(early_stop[name]) is not int or early_stop[name] < 1):
             yield f"{where}: {expected}; {name} is a whole number of 1 or more"
 
 
@@ -292,17 +295,17 @@ def _resets(values: Values) -> Iterator[str]:
             f"reference.reset_metric = {show(metric)}: nothing reads it; set "
             "reference.reset_patience, the evaluations without a new best until a reset"
         )
-    asked = [f"reference.{name}" for name in names if values.get(f"reference.{name}")]
-    if not asked or "loss.kl" not in values:
+    reset_keys = [f"reference.{name}" for name in names if values.get(f"reference.{name}")]
+    if not reset_keys or "loss.kl" not in values:
         return
     kl, recipe = values["loss.kl"], values.get("recipe") or ""
     # A chain of one's own may read the reference: that is seen when the run is built.
-    named = recipe if isinstance(recipe, str) else recipe["use"]
-    own = "advantage" in values or is_reference(named)
-    if (kl is None and not own) or (kl and "target_validity" in kl):
+    recipe_name = recipe if isinstance(recipe, str) else recipe["use"]
+    has_own_chain = "advantage" in values or is_reference(recipe_name)
+    if (kl is None and not has_own_chain) or (kl and "target_validity" in kl):
         why = "there is no reference" if kl is None else "target_validity measures from the base"
         yield (
-            f"{asked[0]}: {why}, so that nothing could be reset; take loss.kl = {{ use = "
+            f"{reset_keys[0]}: {why}, so that nothing could be reset; take loss.kl = {{ use = "
             '"k2", beta = 0.001 }, or leave it out'
         )
     if values.get("reference.reset_patience"):
@@ -313,19 +316,20 @@ def _resets(values: Values) -> Iterator[str]:
 
 
 def _rewards(values: Values) -> Iterator[str]:
-    seen: dict[str, int] = {}
-    given, use = values.get("rewards", ()), values.get("recipe", ":")
-    is_own = is_reference(use if isinstance(use, str) else use["use"])  # takes no weights of ours
-    if given and not any(reward.weight for reward in given) and not is_own:
+    index_by_title: dict[str, int] = {}
+    entries, use = values.get("rewards", ()), values.get("recipe", ":")
+    # Own code takes no weights of ours.
+    own_recipe = is_reference(use if isinstance(use, str) else use["use"])
+    if entries and not any(reward.weight for reward in entries) and not own_recipe:
         yield (
             "rewards: every weight is 0, so there is nothing to train on; give one of them another "
             "weight, or leave it out: it is then 1"
         )
-    for index, reward in enumerate(given):
+    for index, reward in enumerate(entries):
         for option in reward.options:
             if near := _misspelt(option, RewardKeys):
                 yield f"rewards[{index}].{option}: unknown key; did you mean {near}?"
-        if (first := seen.setdefault(reward.title, index)) != index:
+        if (first := index_by_title.setdefault(reward.title, index)) != index:
             yield (
                 f"rewards[{index}]: {reward.title!r} is the name of rewards[{first}] too; give one "
                 'of them another, name = "..."'
@@ -338,11 +342,11 @@ def _misspelt(option: str, table: Any) -> str | None:
     As long, with some letters changed; of several words, and almost the same.
     """
     names = [name for name in table.__dataclass_fields__ if name != "flip"]  # "clip" is likelier
-    same = [name for name in names if len(name) == len(option)]
-    near = difflib.get_close_matches(option, same, n=1, cutoff=0.75)
+    same_length = [name for name in names if len(name) == len(option)]
+    matches = difflib.get_close_matches(option, same_length, n=1, cutoff=0.75)
     words = [name for name in names if "_" in name]
-    near += difflib.get_close_matches(option, words, n=1, cutoff=0.85)
-    return near[0] if near else None
+    matches += difflib.get_close_matches(option, words, n=1, cutoff=0.85)
+    return matches[0] if matches else None
 
 
 def _data(values: Values) -> Iterator[str]:
@@ -351,8 +355,8 @@ def _data(values: Values) -> Iterator[str]:
     if isinstance(parts, tuple):
         yield from _mixture(values, parts)
     else:
-        yield from _source(parts, "data.path", _of_table(values, "data"))
-    yield from _source(values.get("eval.data"), "eval.data", _of_table(values, "eval"))
+        yield from _source(parts, "data.path", _source_options(values, "data"))
+    yield from _source(values.get("eval.data"), "eval.data", _source_options(values, "eval"))
     model, revision = values.get("model.path"), values.get("model.revision")
     if model is not None and revision is not None and not is_name(model):
         yield (
@@ -365,7 +369,7 @@ def _data(values: Values) -> Iterator[str]:
             f"model.family = {show(family)}: expected a family of your own, "
             '"path/file.py:family"; leave it out for one that is built in'
         )
-    elif family is not None and (file := file_of(family)) and not os.path.isfile(file):
+    elif family is not None and (file := named_file(family)) and not os.path.isfile(file):
         yield f"model.family: there is no file {file}, named by {family!r}"
     delimiter = values.get("data.delimiter", ",")
     if len(delimiter) != 1 or delimiter in '"\r\n':
@@ -396,26 +400,26 @@ def _data(values: Values) -> Iterator[str]:
             )
 
 
-def _of_table(values: Values, table: str) -> dict[str, Any]:
+def _source_options(values: Values, table: str) -> dict[str, Any]:
     """The options of a table's source beside its path: full name -> value."""
-    names = (f"{table}.{name}" for name in OF_SOURCE)
+    names = (f"{table}.{name}" for name in SOURCE_OPTIONS)
     return {name: values[name] for name in names if values.get(name) is not None}
 
 
 def _mixture(values: Values, parts: tuple[keys.PartKeys, ...]) -> Iterator[str]:
     """Whether each source of a mixture can be read, and has a name of its own."""
-    for name, value in _of_table(values, "data").items():
-        what = f"{name} = {show(value)}: data.path is a list"
-        yield f"{what}; write it into the entries that it is for"
-    seen: dict[str, int] = {}
+    for name, value in _source_options(values, "data").items():
+        problem = f"{name} = {show(value)}: data.path is a list"
+        yield f"{problem}; write it into the entries that it is for"
+    index_by_title: dict[str, int] = {}
     for index, part in enumerate(parts):
         where = f"data.path[{index}]"
-        options = {f"{where}.{name}": getattr(part, name) for name in OF_SOURCE}
+        options = {f"{where}.{name}": getattr(part, name) for name in SOURCE_OPTIONS}
         options = {name: value for name, value in options.items() if value is not None}
         yield from _source(part.path, f"{where}.path", options)
         if part.prompt is not None:
             yield from _prompt_template(part.prompt)
-        if (first := seen.setdefault(part.title, index)) != index:
+        if (first := index_by_title.setdefault(part.title, index)) != index:
             yield (
                 f"{where}: {part.title!r} is the name of data.path[{first}] too; give one of them "
                 'another, name = "..."'
@@ -445,34 +449,34 @@ def _source(path: Any, where: str, options: Mapping[str, Any]) -> Iterator[str]:
             "folder of the config"
         )
     elif not (is_file or os.path.isdir(path) or is_name(path)):
-        known = "is no file of rows" if os.path.exists(path) else "does not exist"
-        yield f"{where} = {show(path)}: {known}; give {FORMS}"
+        reason = "is no file of rows" if os.path.exists(path) else "does not exist"
+        yield f"{where} = {show(path)}: {reason}; give {FORMS}"
     if is_task or is_file:
         yield from (f"{name}: {show(path)} has none; leave it out" for name in options)
 
 
 def _task(where: str, path: str) -> Iterator[str]:
-    _, name, *split = path.split(":")
+    _, name, *splits = path.split(":")
     task = tasks.get(name)
     if task is None:
         yield f"{where} = {show(path)}: unknown task {name!r}: {suggest(name, tasks)}"
-    elif len(split) != 1 or split[0] not in task.splits:
-        known = " or ".join(f'"task:{name}:{split}"' for split in task.splits)
-        yield f"{where} = {show(path)}: expected {known}"
+    elif len(splits) != 1 or splits[0] not in task.splits:
+        choices = " or ".join(f'"task:{name}:{split}"' for split in task.splits)
+        yield f"{where} = {show(path)}: expected {choices}"
 
 
 def _optimizer(values: Values) -> Iterator[str]:
     names = keys.OptimizerKeys.__dataclass_fields__
     if any(f"optimizer.{name}" not in values for name in names):
         return
-    given: Any = {name: values[f"optimizer.{name}"] for name in names}
-    for name in given["options"]:
+    settings: Any = {name: values[f"optimizer.{name}"] for name in names}
+    for name in settings["options"]:
         near = _misspelt(name, keys.OptimizerKeys)
-        if meant := TRL.get(name) or (near and f"optimizer.{near}"):
-            yield f"optimizer.{name}: unknown key; did you mean {meant}?"
+        if likely_key := TRL.get(name) or (near and f"optimizer.{near}"):
+            yield f"optimizer.{name}: unknown key; did you mean {likely_key}?"
             return
     try:
-        make_optimizer({}, updates=values.get("train.steps", 1), **given)
+        make_optimizer({}, updates=values.get("train.steps", 1), **settings)
     except (ValueError, TypeError) as error:
         yield str(error)
 
@@ -486,10 +490,10 @@ def wandb_problem(options: Mapping[str, Any]) -> str | None:
         )
     import wandb
 
-    known = inspect.signature(wandb.init).parameters.keys() - set(WANDB_OURS)
+    parameters = inspect.signature(wandb.init).parameters.keys() - set(WANDB_OURS)
     for name in options:
         if name in WANDB_OURS:
             return f"tracking.wandb.{name}: the run gives this itself; take it out"
-        if name not in known:
-            return f"tracking.wandb.{name}: no option of wandb.init: {suggest(name, known)}"
+        if name not in parameters:
+            return f"tracking.wandb.{name}: no option of wandb.init: {suggest(name, parameters)}"
     return None

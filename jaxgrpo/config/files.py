@@ -1,6 +1,6 @@
 """Configs from TOML files and from Python: read, changed, written, and compared to resume a run.
 
-`load` reads a file and `config_of` what a call from Python gives; both report everything that is
+`load` reads a file and `make_config` what a call from Python gives; both report everything that is
 wrong in one message. The keys are in keys.py, the checks of single values in reading.py, those of
 several together in checks.py.
 """
@@ -18,8 +18,8 @@ from typing import Any
 
 from jaxgrpo.advantages import AdvantageTransform
 from jaxgrpo.config import checks, keys, reading
-from jaxgrpo.config.keys import SECTIONS, Config, folder_of, is_path
-from jaxgrpo.config.own_code import file_of, python_name
+from jaxgrpo.config.keys import SECTIONS, Config, config_folder, is_path
+from jaxgrpo.config.own_code import named_file, python_name
 from jaxgrpo.config.reading import show
 from jaxgrpo.core.errors import ConfigError, no_text, suggest
 from jaxgrpo.data.chat import CHOICES
@@ -63,15 +63,15 @@ def read_tables(path: str | os.PathLike[str]) -> tuple[dict[str, Any], Path]:
 
     Raises: ConfigError if there is none, or it is no TOML.
     """
-    source, known = Path(path), shipped()
+    source, configs = Path(path), shipped()
     if source.is_file():
         source = source.resolve()
     elif source.suffix or len(source.parts) > 1:
         raise ConfigError(str(source), ["there is no such file"])
-    elif source.name not in known:
-        raise ConfigError(str(source), [f"no shipped config: {suggest(source.name, known)}"])
+    elif source.name not in configs:
+        raise ConfigError(str(source), [f"no shipped config: {suggest(source.name, configs)}"])
     else:
-        source = known[source.name]
+        source = configs[source.name]
     try:
         return tomllib.loads(source.read_text(encoding="utf-8-sig")), source
     except (ValueError, RecursionError) as error:  # numbers of 5,000 digits, lists of 1,000 levels
@@ -90,7 +90,7 @@ def from_dict(
       source: the file they came from; relative paths begin at its folder, or if None at the
         working directory.
     """
-    tables: dict[str, Any] = absolute(raw, folder_of(source))
+    tables: dict[str, Any] = absolute(raw, config_folder(source))
     problems = [problem for text in overrides for problem in _override(tables, text)]
     values: reading.Values = {}
     problems += _wrong_texts(tables)
@@ -124,7 +124,7 @@ def to_toml(config: Config) -> str:
     """The whole config with every default and absolute paths; `load` gives an equal one back."""
     import tomli_w
 
-    return tomli_w.dumps(tables_of(config))
+    return tomli_w.dumps(to_tables(config))
 
 
 def resume_difference(old: Config, new: Config) -> list[str]:
@@ -134,11 +134,11 @@ def resume_difference(old: Config, new: Config) -> list[str]:
     >>> resume_difference(begun, load("quickstart", ["train.seed=1", "train.steps=90"]))
     ['train.seed: 0 -> 1']
     """
-    before, after = (flat(_scoring(tables_of(config))) for config in (old, new))
+    old_values, new_values = (flat(_scoring(to_tables(config))) for config in (old, new))
     return [
-        f"{name}: {_shown(before, name)} -> {_shown(after, name)}"
-        for name in sorted(before.keys() | after.keys())
-        if before.get(name) != after.get(name) and not _may_change(name, old)
+        f"{name}: {_value_text(old_values, name)} -> {_value_text(new_values, name)}"
+        for name in sorted(old_values.keys() | new_values.keys())
+        if old_values.get(name) != new_values.get(name) and not _may_change(name, old)
     ]
 
 
@@ -151,8 +151,8 @@ def _scoring(tables: Mapping[str, Any]) -> dict[str, Any]:
     return {**tables, "rewards": rewards}
 
 
-def _shown(keys: Mapping[str, Any], name: str) -> str:
-    return show(keys[name]) if name in keys else "not set"
+def _value_text(values: Mapping[str, Any], name: str) -> str:
+    return show(values[name]) if name in values else "not set"
 
 
 def _may_change(name: str, old: Config) -> bool:
@@ -176,7 +176,7 @@ def absolute(value: Any, folder: Path, where: str = "") -> Any:
     is_input |= where == "data.chat_template" and value not in CHOICES
     is_input |= where == _LOCAL and not is_url(str(value))
     names_code = where.rpartition(".")[2] in _NAMES or where == _FAMILY
-    is_file = names_code and file_of(str(value)) is not None
+    is_file = names_code and named_file(str(value)) is not None
     if isinstance(value, str) and value and (is_input or is_file):
         return str(folder / os.path.expanduser(value))
     return copy.copy(value)
@@ -184,18 +184,18 @@ def absolute(value: Any, folder: Path, where: str = "") -> Any:
 
 def _override(tables: dict[str, Any], text: str) -> Iterator[str]:
     """Sets one key of `tables`, which are changed, from "table.key=value"; yields a problem."""
-    name, equals, written = text.partition("=")
+    name, equals, value_text = text.partition("=")
     path = [word.strip() for word in name.split(".")]
     if not equals or not all(path):
         yield f"--set {text}: expected table.key=value"
         return
     try:
-        value = tomllib.loads(f"value = {written}")["value"]
+        value = tomllib.loads(f"value = {value_text}")["value"]
     except (ValueError, RecursionError) as error:
-        if written.strip().startswith(("[", "{", '"', "'")):
+        if value_text.strip().startswith(("[", "{", '"', "'")):
             yield f"--set {text}: the value is not TOML: {error}"
             return
-        value = written.strip()
+        value = value_text.strip()
     try:
         put(tables, path, value, Path.cwd())
     except (TypeError, AttributeError, ValueError, IndexError):
@@ -237,16 +237,16 @@ def put(
 def _drop_options(table: Any, path: Sequence[str], use: Any) -> None:
     """Deletes the options in the table of a part, at `path`, if its `use` is about to change."""
     where = ".".join(path[:-1])
-    own = keys.OptimizerKeys.__dataclass_fields__ if where == "optimizer" else {}
+    table_keys = keys.OptimizerKeys.__dataclass_fields__ if where == "optimizer" else {}
     is_part = where in keys.KEYS and "Part" in str(keys.KEYS[where].type)
-    if not isinstance(table, dict) or not (own or is_part):
+    if not isinstance(table, dict) or not (table_keys or is_part):
         return
-    if table.get("use", own["use"].default if own else None) != use:
-        for name in table.keys() - own.keys() - {"use"}:
+    if table.get("use", table_keys["use"].default if table_keys else None) != use:
+        for name in table.keys() - table_keys.keys() - {"use"}:
             del table[name]
 
 
-def tables_of(config: Config) -> dict[str, Any]:
+def to_tables(config: Config) -> dict[str, Any]:
     """The config as TOML would have it: no None, options among the keys of their table."""
 
     def plain(value: Any) -> Any:
@@ -263,11 +263,11 @@ def tables_of(config: Config) -> dict[str, Any]:
 
 def flat(tables: Mapping[str, Any], path: str = "") -> dict[str, Any]:
     """Every value under its full name; lists are one value."""
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for name, value in tables.items():
         inner = isinstance(value, Mapping)
-        found |= flat(value, f"{path}{name}.") if inner else {f"{path}{name}": value}
-    return found
+        values |= flat(value, f"{path}{name}.") if inner else {f"{path}{name}": value}
+    return values
 
 
 def entries(value: Any, name: str = "") -> dict[str, str]:
@@ -280,13 +280,13 @@ def entries(value: Any, name: str = "") -> dict[str, str]:
         value = dict(enumerate(value))
     if not isinstance(value, Mapping):
         return {name: json.dumps(value, ensure_ascii=False)}
-    found: dict[str, str] = {}
+    texts: dict[str, str] = {}
     for key, entry in value.items():
-        found |= entries(entry, f"{name}.{key}".lstrip("."))
-    return found
+        texts |= entries(entry, f"{name}.{key}".lstrip("."))
+    return texts
 
 
-def config_of(
+def make_config(
     config: Config | Mapping[str, Any] | str | Path,
     changes: Mapping[str, Any] | None = None,
     rewards: Iterable[Any] | None = None,
@@ -304,14 +304,14 @@ def config_of(
     """
     source = None
     if isinstance(config, Config):
-        tables, source = tables_of(config), config.source
+        tables, source = to_tables(config), config.source
     elif isinstance(config, Mapping):
         tables = copy.deepcopy(dict(config))
     else:
         tables, source = read_tables(config)
     replace(tables, changes or {}, Path.cwd())
     if rewards is not None:
-        tables["rewards"] = list(_recorded(rewards))
+        tables["rewards"] = list(_reward_entries(rewards))
     if advantage is not None:
         tables.pop("recipe", None)
         tables["advantage"] = [{"use": python_name(advantage.name)}]
@@ -328,9 +328,9 @@ def replace(tables: dict[str, Any], changes: Mapping[str, Any], folder: Path) ->
         put(tables, key.split("."), value, folder, merge=True)
 
 
-def _recorded(rewards: Iterable[Any]) -> Iterator[dict[str, Any]]:
+def _reward_entries(rewards: Iterable[Any]) -> Iterator[dict[str, Any]]:
     """Entries of a config for rewards given as objects; {name: function} names them."""
-    named = isinstance(rewards, Mapping)
-    for name, function in rewards.items() if named else ((None, one) for one in rewards):
+    has_names = isinstance(rewards, Mapping)
+    for name, function in rewards.items() if has_names else ((None, reward) for reward in rewards):
         use = function if isinstance(function, str) else python_name(name or name_of(function))
-        yield {"use": use, "name": name} if named else {"use": use}
+        yield {"use": use, "name": name} if has_names else {"use": use}

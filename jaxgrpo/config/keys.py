@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxgrpo.config.own_code import short_name, source_of, with_imports
+from jaxgrpo.config.own_code import find_source, short_name, with_imports
 from jaxgrpo.data.sources import FILES, is_name
 from jaxgrpo.data.storage import is_url
 from jaxgrpo.data.tasks import PREFIX
@@ -56,9 +56,9 @@ class Range(NamedTuple):
             return value in self.choices
         if isinstance(value, str):
             return self.may_be_empty or bool(value)
-        return self.at_least <= value <= self.most(value) and value > self.above
+        return self.at_least <= value <= self.largest(value) and value > self.above
 
-    def most(self, value: Any) -> float:
+    def largest(self, value: Any) -> float:
         """The largest number that may be given where `value` is."""
         is_free = self.at_most == math.inf and type(value) is int
         return LARGEST if is_free else self.at_most
@@ -66,9 +66,9 @@ class Range(NamedTuple):
 
 def key(default: Any = dataclasses.MISSING, **limits: Any) -> Any:
     """A key with its default (none: the key must be given) and its range."""
-    computed = isinstance(default, dict)  # a fresh one for every config
-    given: Any = {"default_factory": default.copy} if computed else {"default": default}
-    return dataclasses.field(**given, metadata={"range": Range(**limits)})
+    is_table = isinstance(default, dict)  # a fresh one for every config
+    arguments: Any = {"default_factory": default.copy} if is_table else {"default": default}
+    return dataclasses.field(**arguments, metadata={"range": Range(**limits)})
 
 
 Part = dict[str, Any]
@@ -76,7 +76,7 @@ Part = dict[str, Any]
 "path/file.py:function" or "package.module:function"."""
 
 
-def options_of(part: Mapping[str, Any]) -> dict[str, Any]:
+def part_options(part: Mapping[str, Any]) -> dict[str, Any]:
     """The options of a part, without its name."""
     return {name: value for name, value in part.items() if name != "use"}
 
@@ -329,7 +329,7 @@ class Config:
     @property
     def folder(self) -> Path:
         """Where relative paths of inputs begin."""
-        return folder_of(self.source)
+        return config_folder(self.source)
 
     def resolve(self, path: str) -> str:
         """A path of an input, absolute; "task:..." and names on the hub as they are."""
@@ -344,8 +344,8 @@ class Config:
     def measures_kl_to_base(self) -> bool:
         """Whether evaluations measure the KL to the base: by default if model.path alone says what
         the base is, and there is something to evaluate on."""
-        asked = self.eval.kl_to_base
-        return bool(self.eval.data) and (not self.model.config if asked is None else asked)
+        setting = self.eval.kl_to_base
+        return bool(self.eval.data) and (not self.model.config if setting is None else setting)
 
     @property
     def own_files(self) -> tuple[Path, ...]:
@@ -355,7 +355,7 @@ class Config:
         parts += [part for part in (loss.kl, loss.entropy, loss.mismatch, self.method) if part]
         names = [reward.use for reward in self.rewards] + [part["use"] for part in parts]
         names += [self.model.family] if self.model.family else []
-        return with_imports(file for name in names if (file := source_of(name)))
+        return with_imports(file for name in names if (file := find_source(name)))
 
 
 def is_path(value: str, folder: Path) -> bool:
@@ -371,7 +371,7 @@ def is_path(value: str, folder: Path) -> bool:
     return local or not is_name(value)
 
 
-def folder_of(source: Path | None) -> Path:
+def config_folder(source: Path | None) -> Path:
     """Where the paths in a config begin: beside its file, or here for none and for shipped ones."""
     return Path.cwd() if source is None or source.parent == SHIPPED else source.parent
 

@@ -18,7 +18,7 @@ from jaxgrpo import advantages, losses
 from jaxgrpo.advantages import AdvantageTransform
 from jaxgrpo.advantages.chains import trace_shapes
 from jaxgrpo.config import own_code
-from jaxgrpo.config.keys import LARGEST, Config, Part, options_of
+from jaxgrpo.config.keys import LARGEST, Config, Part, part_options
 from jaxgrpo.core.errors import InputError, call, find, refusing
 from jaxgrpo.core.types import FIELDS, OF_SAMPLES, RolloutSpec
 from jaxgrpo.data.prompts import name_row
@@ -55,7 +55,7 @@ COMPARED_GROUPS = (
 
 def make_chain(config: Config, recipe: AdvantageTransform) -> AdvantageTransform:
     """The advantage of a run: its recipe, and the steps that loss.kl and loss.mismatch add."""
-    tail = build_tail(_loaded(config, config.loss.kl), _loaded(config, config.loss.mismatch))
+    tail = build_tail(_load_part(config, config.loss.kl), _load_part(config, config.loss.mismatch))
     return advantages.extend(recipe, *tail)
 
 
@@ -75,9 +75,9 @@ def make_recipe(
 
 def _named_chain(config: Config, rewards: Sequence[Reward]) -> AdvantageTransform:
     if config.advantage is not None:
-        return advantages.build([_loaded(config, step) for step in config.advantage])
-    recipe = _loaded(config, config.method)
-    use, options = recipe["use"], options_of(recipe)
+        return advantages.build([_load_part(config, step) for step in config.advantage])
+    recipe = _load_part(config, config.method)
+    use, options = recipe["use"], part_options(recipe)
     if isinstance(use, str):
         return advantages.build(use, {"weights": _weights(rewards), **options})
     return advantages.build(use(**options))
@@ -113,7 +113,7 @@ def make_policy(
     config: Config, rewards: Sequence[Reward], mixture: Mixture | None = None
 ) -> PromptPolicy:
     """The prompt policy of a run."""
-    return build_policy(_loaded(config, config.rollout.prompts), _weights(rewards), mixture)
+    return build_policy(_load_part(config, config.rollout.prompts), _weights(rewards), mixture)
 
 
 def make_objective(config: Config) -> Objective:
@@ -122,11 +122,11 @@ def make_objective(config: Config) -> Objective:
     Raises: InputError where own code fails, before anything is read or compiled.
     """
     loss, length = config.loss, config.rollout.max_completion_tokens
-    entropy = [losses.build_entropy(_loaded(config, loss.entropy))] if loss.entropy else []
+    entropy = [losses.build_entropy(_load_part(config, loss.entropy))] if loss.entropy else []
     objective = Objective(
-        surrogate=losses.build_surrogate(_loaded(config, loss.surrogate)),
-        reduction=build_reduction(_loaded(config, loss.reduction), length),
-        penalties=(*build_penalties(_loaded(config, loss.kl)), *entropy),
+        surrogate=losses.build_surrogate(_load_part(config, loss.surrogate)),
+        reduction=build_reduction(_load_part(config, loss.reduction), length),
+        penalties=(*build_penalties(_load_part(config, loss.kl)), *entropy),
         penalties_on=loss.penalties_on,
         proximal=loss.proximal,
     )
@@ -156,7 +156,7 @@ def needed_columns(
         raise InputError(
             f"the method needs {', '.join(missing)}, which nothing makes: passes of a model give "
             f"{', '.join(FIELDS)}; the data have the columns {', '.join(sorted(rows[0]))}"
-            f"{_to_bring(missing)}"
+            f"{_sample_field_hint(missing)}"
         )
     return {name: _numbers(name, rows) for name in sorted(names)}
 
@@ -187,13 +187,13 @@ def _numbers(name: str, rows: Sequence[Mapping[str, Any]]) -> np.ndarray:
     return np.asarray(column)
 
 
-def _to_bring(missing: Sequence[str]) -> str:
+def _sample_field_hint(missing: Sequence[str]) -> str:
     """What to do about missing fields that belong to the samples."""
-    known = [f"{name} {OF_SAMPLES[name]}" for name in missing if name in OF_SAMPLES]
-    if not known:
+    fields = [f"{name} {OF_SAMPLES[name]}" for name in missing if name in OF_SAMPLES]
+    if not fields:
         return ""
     return (
-        f". Training has no pass yet that makes {'; '.join(known)}: run the chain on rollouts of "
+        f". Training has no pass yet that makes {'; '.join(fields)}: run the chain on rollouts of "
         "your own that bring them, by jaxgrpo.advantages.compute (rollouts.fields) or evaluate"
     )
 
@@ -218,7 +218,7 @@ def build_tail(
     kl: Mapping[str, Any] | None, mismatch: Mapping[str, Any] | None
 ) -> tuple[AdvantageTransform, ...]:
     """The steps behind a run's recipe or chain. Raises: InputError on wrong names and options."""
-    control = [_kl_return(options_of(kl))] if kl and kl["use"] == IN_REWARD else []
+    control = [_kl_return(part_options(kl))] if kl and kl["use"] == IN_REWARD else []
     return (*control, *([_correction(mismatch)] if mismatch else []))
 
 
@@ -233,7 +233,7 @@ def _weights(rewards: Sequence[Reward]) -> dict[str, float]:
     return {reward.name: reward.weight for reward in rewards}
 
 
-def _loaded(config: Config, part: Part | None) -> Any:
+def _load_part(config: Config, part: Part | None) -> Any:
     """A part with the function that "file.py:function" or "package.module:function" names."""
     if part is None:
         return None
@@ -266,4 +266,4 @@ def _naming(step: str) -> Iterator[None]:
 def _correction(part: Mapping[str, Any]) -> AdvantageTransform:
     if not isinstance(part["use"], str):
         return advantages.build([part]).steps[0][1]
-    return call(part["use"], find("mismatch", part["use"], CORRECTIONS), options_of(part))
+    return call(part["use"], find("mismatch", part["use"], CORRECTIONS), part_options(part))

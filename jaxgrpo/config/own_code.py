@@ -32,31 +32,31 @@ def is_reference(name: str) -> bool:
     return ":" in name
 
 
-def file_of(name: str) -> str | None:
+def named_file(name: str) -> str | None:
     """The file of "path/file.py:function"; None for the name of a module or of a built-in part."""
     place = name.rpartition(":")[0]
     return place if place.endswith(".py") else None
 
 
-def source_of(name: str) -> Path | None:
+def find_source(name: str) -> Path | None:
     """The file of "path/file.py:function" or of "package.module:function", which is not imported.
 
     None for a built-in part, for a Python object and where there is no such module.
     """
-    if file := file_of(name):
+    if file := named_file(name):
         return Path(file)
     place = name.rpartition(":")[0]
-    top, *rest = place.split(".")
+    top, *submodules = place.split(".")
     try:
         spec = None if place in ("", PYTHON) else importlib.util.find_spec(top)
     except ValueError:  # __main__ in a notebook
         spec = None
     if spec is None:
         return None
-    if not rest:
+    if not submodules:
         origin = spec.origin or ""
         return Path(origin) if origin.endswith(".py") else None
-    folders = [Path(folder, *rest) for folder in spec.submodule_search_locations or ()]
+    folders = [Path(folder, *submodules) for folder in spec.submodule_search_locations or ()]
     return next((file for folder in folders for file in _modules_at(folder)), None)
 
 
@@ -65,14 +65,14 @@ def with_imports(files: Iterable[Path]) -> tuple[Path, ...]:
 
     Modules of other folders are left out, and so are installed packages and this one.
     """
-    found = dict.fromkeys(files)
-    roots = [folder for file in found if _is_own(file) for folder in (file.parent, _root(file))]
-    waiting = [file for file in found if _is_own(file)]
-    while waiting:
-        near = dict.fromkeys(_imported(waiting.pop(0), roots))
-        waiting += [file for file in near if file not in found]
-        found |= near
-    return tuple(found)
+    all_files = dict.fromkeys(files)
+    roots = [folder for file in all_files if _is_own(file) for folder in (file.parent, _root(file))]
+    queue = [file for file in all_files if _is_own(file)]
+    while queue:
+        imports = dict.fromkeys(_imported_files(queue.pop(0), roots))
+        queue += [file for file in imports if file not in all_files]
+        all_files |= imports
+    return tuple(all_files)
 
 
 def _is_own(file: Path) -> bool:
@@ -88,7 +88,7 @@ def _root(file: Path) -> Path:
     return folder
 
 
-def _imported(file: Path, roots: Iterable[Path]) -> Iterator[Path]:
+def _imported_files(file: Path, roots: Iterable[Path]) -> Iterator[Path]:
     """The files under `roots` of the modules that a file imports; none where it cannot be read."""
     try:
         nodes = list(ast.walk(ast.parse(file.read_bytes())))
@@ -166,15 +166,15 @@ def load(
             f"{reference!r} names no {kind}: write path/file.py:{kind} or package.module:{kind}"
         )
     with _explaining(reference):
-        if file_of(reference):
+        if named_file(reference):
             module = _module_of_file(reference, Path(folder or Path.cwd(), place))
         else:
             module = _module(reference, place)
         # Not `vars`: a package may load its names when they are first asked for, as trl does.
         if not hasattr(module, name):
             names = (key for key in dir(module) if not key.startswith("_"))
-            known = [key for key in names if isinstance(getattr(module, key, None), expected)]
-            raise InputError(f"{reference!r}: {place} has no {name!r}: {suggest(name, known)}")
+            candidates = [key for key in names if isinstance(getattr(module, key, None), expected)]
+            raise InputError(f"{reference!r}: {place} has no {name!r}: {suggest(name, candidates)}")
         value = getattr(module, name)
     if not isinstance(value, expected):
         raise InputError(f"{reference!r}: {name} is a {type(value).__name__}: name a {kind}")
@@ -184,9 +184,9 @@ def load(
 def _module_of_file(reference: str, path: Path) -> ModuleType:
     path = path.resolve()
     if not path.is_file():
-        there = ", ".join(sorted(file.name for file in path.parent.glob("*.py"))) or "no .py files"
+        files = ", ".join(sorted(file.name for file in path.parent.glob("*.py"))) or "no .py files"
         raise InputError(
-            f"{reference!r}: there is no file {path}; {path.parent} holds {there}: relative paths "
+            f"{reference!r}: there is no file {path}; {path.parent} holds {files}: relative paths "
             "begin at the folder of the config"
         )
     name = f"own_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
@@ -216,9 +216,9 @@ def _explaining(reference: str) -> Iterator[None]:
         raise
     except BaseException as error:  # sys.exit too
         place, line = own_line(error)
-        at = f" ({place}: {line})" if place else ""
+        location = f" ({place}: {line})" if place else ""
         raise InputError(
-            f"{reference!r} cannot be loaded{at}: it raised {type(error).__name__}: "
+            f"{reference!r} cannot be loaded{location}: it raised {type(error).__name__}: "
             f"{one_line(error)}"
         ) from error
 

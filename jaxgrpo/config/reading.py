@@ -139,19 +139,19 @@ def _read_keys(cls: Any, table: Mapping[str, Any], path: str, values: Values) ->
     hints = typing.get_type_hints(cls)
     has_options = fields.pop("options", None)
     unknown = {name: value for name, value in table.items() if name not in fields}
-    meant = set()
+    likely_keys = set()
     if has_options:
         values[f"{path}options"], unknown = unknown, {}
     for name in unknown:
         near = TRL.get(name) or _nearest_key(name, path, list(fields))
-        meant.add(near and near.split()[0])
+        likely_keys.add(near and near.split()[0])
         hint = f"did you mean {near}?" if near else f"the keys here are {', '.join(fields)}"
         yield f"{path}{name}: unknown key; {hint}"
     for name, field in fields.items():
         where, limits = path + name, field.metadata["range"]
-        computed: Any = field.default_factory
-        has_table = computed is not dataclasses.MISSING
-        default: Any = computed() if has_table else field.default
+        default_factory: Any = field.default_factory
+        has_table = default_factory is not dataclasses.MISSING
+        default: Any = default_factory() if has_table else field.default
         if name in table:
             value = table[name]
             if isinstance(value, Mapping) and has_table:
@@ -159,7 +159,7 @@ def _read_keys(cls: Any, table: Mapping[str, Any], path: str, values: Values) ->
             yield from _read_value(where, value, hints[name], limits, values)
         elif default is not dataclasses.MISSING:
             values[where] = default
-        elif where not in meant:  # a key that is merely misspelt is one problem, not two
+        elif where not in likely_keys:  # a key that is merely misspelt is one problem, not two
             yield f"{where}: missing; expected {_expected(hints[name], limits)}"
 
 
@@ -215,10 +215,12 @@ def _read_value(where: str, value: Any, hint: Any, limits: Range, values: Values
 
 
 def _read_texts(where: str, value: Any, limits: Range, values: Values) -> Iterator[str]:
-    right = isinstance(value, (list, tuple)) and all(isinstance(one, str) and one for one in value)
-    if not right:
+    are_texts = isinstance(value, (list, tuple)) and all(
+        isinstance(text, str) and text for text in value
+    )
+    if not are_texts:
         yield f"{where} = {show(value)}: expected {KINDS[tuple]}"
-    elif limits.choices and (odd := [one for one in value if one not in limits.choices]):
+    elif limits.choices and (odd := [text for text in value if text not in limits.choices]):
         yield f"{where} = {show(value)}: {show(odd[0])} is not {limits}"
     else:
         values[where] = tuple(value)
@@ -236,10 +238,10 @@ def _read_part(where: str, value: Part, values: Values, holds: str = "use") -> I
 
 def _read_entry(cls: Any, where: str, entry: Any, values: Values) -> Iterator[str]:
     """A table of a list, with the keys of a dataclass."""
-    found: Values = {}
-    problems = list(_read_keys(cls, entry, f"{where}.", found))
+    entry_values: Values = {}
+    problems = list(_read_keys(cls, entry, f"{where}.", entry_values))
     if not problems:
-        values[where] = make(cls, found, f"{where}.")
+        values[where] = make(cls, entry_values, f"{where}.")
     yield from problems
 
 
@@ -251,16 +253,18 @@ def _read_list(
     holds: str = "use",
 ) -> Iterator[str]:
     """A list of tables; each right one is also a value of its own, "advantage[0]", ..."""
-    right = isinstance(entries, (list, tuple)) and all(isinstance(one, Mapping) for one in entries)
-    if not right or not entries:
+    are_tables = isinstance(entries, (list, tuple)) and all(
+        isinstance(entry, Mapping) for entry in entries
+    )
+    if not are_tables or not entries:
         expected = f'a list of tables, {where} = [{{ {holds} = "..." }}]'
         yield f"{where} = {show(entries)}: expected {expected}"
         return
-    named = {f"{where}[{index}]": entry for index, entry in enumerate(entries)}
-    for name, entry in named.items():
+    named_entries = {f"{where}[{index}]": entry for index, entry in enumerate(entries)}
+    for name, entry in named_entries.items():
         yield from read_entry(name, entry, values)
-    if named.keys() <= values.keys():
-        values[where] = tuple(values[name] for name in named)
+    if named_entries.keys() <= values.keys():
+        values[where] = tuple(values[name] for name in named_entries)
 
 
 def _nearest_key(name: str, path: str, fields: list[str]) -> str | None:

@@ -18,7 +18,7 @@ Texts = Sequence[Sequence[str]]
 
 def completion_keys(tokens: np.ndarray, mask: np.ndarray) -> list[list[bytes]]:
     """[N][n], equal where two completions have the same tokens, [N, n, T]."""
-    return [[one.tobytes() for one in row] for row in np.where(mask, tokens, -1)]
+    return [[sample.tobytes() for sample in row] for row in np.where(mask, tokens, -1)]
 
 
 def distinct(values: Sequence[Sequence[Hashable]]) -> float:
@@ -30,13 +30,13 @@ def distinct(values: Sequence[Sequence[Hashable]]) -> float:
     return float(np.mean([len(set(row) - {None}) for row in values]))
 
 
-def format_of(text: str, formats: Mapping[str, str]) -> str:
+def find_format(text: str, formats: Mapping[str, str]) -> str:
     """The first named format whose regular expression is found in the text; else "other".
 
     `.` matches line ends too, and nothing is anchored: use ^ and $ for the text's two ends.
 
     >>> forms = {"code": "```python", "box": r"boxed[{]"}
-    >>> [format_of(text, forms) for text in ("```python", "so boxed{7}", "7")]
+    >>> [find_format(text, forms) for text in ("```python", "so boxed{7}", "7")]
     ['code', 'box', 'other']
     """
     fit = (name for name, pattern in formats.items() if re.search(pattern, text, re.DOTALL))
@@ -57,23 +57,23 @@ def format_metrics(
     format for each kind of prompt. Without a second sample there is no diversity.
 
     Args:
-      formats: name -> regular expression, as `format_of` takes them.
+      formats: name -> regular expression, as `find_format` takes them.
 
     Shapes: texts [N][n], success [N, n].
     Source: Zhao et al. 2025 (Echo Chamber), arXiv 2504.07912, for shares, tagged in a fixed order.
     """
-    tags = np.array([[format_of(text, formats) for text in row] for row in texts])
+    tags = np.array([[find_format(text, formats) for text in row] for row in texts])
     count, samples = tags.shape
     metrics: dict[str, float] = {}
     entropy, alike = 0.0, np.zeros(count)
     for name in (*formats, OTHER_FORMAT):
-        inside = tags == name
-        share = float(inside.mean())
+        has_format = tags == name
+        share = float(has_format.mean())
         metrics[f"format/{name}"] = share
         if share:
-            metrics[f"format/{name}/accuracy"] = float(success[inside].mean())
+            metrics[f"format/{name}/accuracy"] = float(success[has_format].mean())
             entropy -= share * np.log(share)
-        number = inside.sum(1)
+        number = has_format.sum(1)
         alike += number * (number - 1)
     metrics["format_entropy"] = float(entropy)
     if samples > 1:
@@ -90,15 +90,15 @@ def stated_metrics(texts: Texts, success: np.ndarray, scored: np.ndarray) -> dic
 
     Shapes: texts [N][n], success and scored [N, n].
     """
-    stated = [stated_confidence(text) for row in texts for text in row]
-    known = np.array([value is not None for value in stated])
-    if not known.any():
+    stated_values = [stated_confidence(text) for row in texts for text in row]
+    has_confidence = np.array([value is not None for value in stated_values])
+    if not has_confidence.any():
         return {}
-    confidence = np.array([value or 0.0 for value in stated], np.float32)
-    judged = known & scored.ravel()
-    given = jnp.asarray(confidence), jnp.asarray(success.ravel()), jnp.asarray(judged)
+    confidence = np.array([value or 0.0 for value in stated_values], np.float32)
+    mask = has_confidence & scored.ravel()
+    arrays = jnp.asarray(confidence), jnp.asarray(success.ravel()), jnp.asarray(mask)
     return {
-        "confidence/stated": float(known.mean()),
-        "confidence/mean": float(confidence[known].mean()),
-        **{measure.__name__: float(measure(*given)) for measure in (brier, ece, auroc)},
+        "confidence/stated": float(has_confidence.mean()),
+        "confidence/mean": float(confidence[has_confidence].mean()),
+        **{measure.__name__: float(measure(*arrays)) for measure in (brier, ece, auroc)},
     }

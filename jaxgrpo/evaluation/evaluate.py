@@ -110,16 +110,16 @@ Evaluate = Callable[[Params, Array, int], Evaluation]
 """(sampling parameters, key data of the run, step) -> Evaluation"""
 
 
-def questions_of(config: Config, held_out: PromptData, scorer: Reward) -> Questions:
+def make_questions(config: Config, held_out: PromptData, scorer: Reward) -> Questions:
     """The first `eval.prompts` prompts, all by default, and who judges the answers."""
-    asked = config.eval
+    keys = config.eval
     return Questions(
-        held_out.rows[: asked.prompts],
-        held_out.encoded[: asked.prompts],
+        held_out.rows[: keys.prompts],
+        held_out.encoded[: keys.prompts],
         scorer.function,
-        extractor_of(config, scorer.function),
-        asked.formats,
-        voting.Weighing(asked.confidence_window, asked.confidence_kept),
+        find_extractor(config, scorer.function),
+        keys.formats,
+        voting.Weighing(keys.confidence_window, keys.confidence_kept),
         scorer.on_error,
         scorer.timeout,
     )
@@ -161,8 +161,10 @@ def make_evaluator(
 
     def evaluate(params: Params, key: Array, step: int) -> Evaluation:
         answers = ask(params, key, step)
-        best, many = answers.columns(samples, samples + 1), answers.columns(0, samples)
-        return Evaluation(summarise(best, many, questions, policy.settings.group_size), best, many)
+        greedy, sampled = answers.columns(samples, samples + 1), answers.columns(0, samples)
+        return Evaluation(
+            summarise(greedy, sampled, questions, policy.settings.group_size), greedy, sampled
+        )
 
     return evaluate
 
@@ -173,24 +175,26 @@ def summarise(
     """The numbers of an evaluation, as `make_evaluator` names them."""
     right, success = greedy.right[:, 0], sampled.right
     samples = success.shape[1]
-    count, every = jnp.asarray(success.sum(1)), jnp.full(len(success), samples)
-    answers = answers_of(sampled, questions)
+    successes, totals = jnp.asarray(success.sum(1)), jnp.full(len(success), samples)
+    answers = extract_answers(sampled, questions)
     traces = _traces(sampled, questions)
     sizes = powers(4, samples)
     per_prompt: dict[str, np.ndarray] = {"accuracy": right.astype(float)}
     for k in sizes:
-        per_prompt[f"pass@{k}"] = np.asarray(diagnostics.pass_at_k(count, every, k))
+        per_prompt[f"pass@{k}"] = np.asarray(diagnostics.pass_at_k(successes, totals, k))
     if answers is not None:
-        per_prompt |= voting.votes(answers, success, sizes[1:], questions.weighing.kept, traces)
+        per_prompt |= voting.votes(
+            answers, success, sizes[1:], questions.weighing.voter_share, traces
+        )
     if "kl" in sampled.rescored:
-        for name, of in {"kl_to_base": "kl", "kl_to_base_estimated": "logp_gap"}.items():
-            per_prompt[name] = sampled.rescored[of].sum(-1, dtype=float).mean(-1)
+        for name, field in {"kl_to_base": "kl", "kl_to_base_estimated": "logp_gap"}.items():
+            per_prompt[name] = sampled.rescored[field].sum(-1, dtype=float).mean(-1)
     metrics: dict[str, float] = {}
     for name, values in per_prompt.items():
         metrics[name] = float(values.mean())
         metrics[f"{name}/low"], metrics[f"{name}/high"] = bootstrap(values).tolist()
     if group_size <= samples:
-        metrics["flat_groups"] = float(diagnostics.flat_share(count, every, group_size).mean())
+        metrics["flat_groups"] = float(diagnostics.flat_share(successes, totals, group_size).mean())
     for column in ("level", "source"):
         labels = np.array([str(row.get(column, "")) for row in questions.rows])
         for label in sorted(set(labels) - {""}):
@@ -212,16 +216,16 @@ def summarise(
     return metrics
 
 
-def answers_of(sampled: Answers, questions: Questions) -> voting.Answered | None:
+def extract_answers(sampled: Answers, questions: Questions) -> voting.FinalAnswers | None:
     """The answers that the samples give, [N][n]; None if nothing can read them."""
     if questions.extract is None:
         return None
     return [[questions.extract(text) for text in row] for row in sampled.texts]
 
 
-def powers(base: int, most: int) -> tuple[int, ...]:
-    """1, base, base^2, ... up to `most`."""
-    return tuple(base**power for power in range(20) if base**power <= most)
+def powers(base: int, largest: int) -> tuple[int, ...]:
+    """1, base, base^2, ... up to `largest`."""
+    return tuple(base**power for power in range(20) if base**power <= largest)
 
 
 def _traces(sampled: Answers, questions: Questions) -> dict[str, np.ndarray]:
@@ -275,8 +279,8 @@ def make_asker(
         batches = [ask_batch(begin, params, key, step) for begin in begins]
         texts = [text for batch in batches for text in batch.texts]
         arrays = (batch._replace(texts=[]) for batch in batches)
-        whole = jax.tree.map(lambda *leaves: np.concatenate(leaves), *arrays)
-        return whole._replace(texts=texts)
+        all_answers = jax.tree.map(lambda *leaves: np.concatenate(leaves), *arrays)
+        return all_answers._replace(texts=texts)
 
     return ask
 
@@ -302,7 +306,7 @@ def make_batches(
     """
     mesh, count = policy.mesh, len(questions.rows)
     settings = _with_slots(policy, policy.settings._replace(group_size=samples, **changes), count)
-    size = _whole(mesh, min(count, max(1, rounds * settings.slots // samples)))
+    size = _round_to_bins(mesh, min(count, max(1, rounds * settings.slots // samples)))
     settings = settings._replace(calls=settings.calls * math.ceil(count / size))
     sampler = make_sampler(policy.model, settings, mesh)
 
@@ -316,17 +320,17 @@ def make_batches(
 
     def ask(begin: int, params: Params, key: Array, step: int) -> Answers:
         # The last batch is filled up by repeating rows, whose answers are dropped.
-        chosen = np.arange(begin, begin + size) % count
-        encoded = [questions.encoded[int(row)] for row in chosen]
-        prompts = put_prompts(mesh, pad_prompts(encoded, policy.width, chosen, chosen, step))
-        found = sample(sampler, params, prompts, key)
+        rows = np.arange(begin, begin + size) % count
+        encoded = [questions.encoded[int(row)] for row in rows]
+        prompts = put_prompts(mesh, pad_prompts(encoded, policy.width, rows, rows, step))
+        batch = sample(sampler, params, prompts, key)
         host = sharding.to_host(
-            (found.completion_tokens, found.token_mask, found.behavior_logp, found.truncated)
+            (batch.completion_tokens, batch.token_mask, batch.behavior_logp, batch.truncated)
         )
-        scores, _ = judge.rollouts(chosen, host[0], host[1], TrainerState(global_step=step))
-        rescored = {} if rescore is None else sharding.to_host(rescore(params, found))
-        kept = jax.tree.map(lambda leaf: leaf[: count - begin], (*host, scores["scorer"], rescored))
-        tokens, mask, logp, truncated, scored, rescored = kept
+        scores, _ = judge.rollouts(rows, host[0], host[1], TrainerState(global_step=step))
+        rescored = {} if rescore is None else sharding.to_host(rescore(params, batch))
+        arrays = jax.tree.map(lambda x: x[: count - begin], (*host, scores["scorer"], rescored))
+        tokens, mask, logp, truncated, scored, rescored = arrays
         texts = [decode_texts(policy.tokenizer, ids) for ids in map(completion_ids, tokens, mask)]
         return Answers(tokens, mask, logp, truncated, scored, texts, rescored)
 
@@ -337,18 +341,18 @@ def _with_slots(policy: Policy, settings: SamplingSettings, prompts: int) -> Sam
     """The settings with as many slots as fit, where they have no number."""
     if settings.slots:
         return settings
-    sizes = (_whole(policy.mesh, prompts), policy.width)
+    sizes = (_round_to_bins(policy.mesh, prompts), policy.width)
     slots = fitting_slots(policy.model, settings, policy.mesh, *sizes, policy.free)
     return settings._replace(slots=slots)
 
 
-def _whole(mesh: Mesh, prompts: int) -> int:
+def _round_to_bins(mesh: Mesh, prompts: int) -> int:
     """At least so many prompts, as many in every bin."""
     bins = sharding.num_bins(mesh)
     return math.ceil(prompts / bins) * bins
 
 
-def extractor_of(config: Config, scorer: RewardFunction) -> Callable[[str], Hashable] | None:
+def find_extractor(config: Config, scorer: RewardFunction) -> Callable[[str], Hashable] | None:
     """The function that reads the answer of a completion, for votes; None if there is none."""
     use = config.eval.scorer or (config.rewards[0].use if config.rewards else "")
     return answers.get(use) or getattr(getattr(scorer, "func", scorer), "extract", None)

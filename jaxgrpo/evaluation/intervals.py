@@ -10,14 +10,14 @@ import numpy as np
 LEVEL = 0.99
 RESAMPLES = 2000  # of the prompts, for the bootstrap-t
 BLOCK = 2**20  # draws held at a time
-SAME = 1e-6  # float32 values that differ by less are one
+TOLERANCE = 1e-6  # float32 values that differ by less are one
 HALVINGS = 60  # of an interval that is searched: to the last digit of float64
 
 
-def interval_of(metrics: Mapping[str, Any], name: str) -> tuple[Any, Any] | None:
+def read_interval(metrics: Mapping[str, Any], name: str) -> tuple[Any, Any] | None:
     """The ends NAME/low and NAME/high of a metric's interval; None if one of them is missing.
 
-    >>> interval_of({"accuracy": 0.5, "accuracy/low": 0.4, "accuracy/high": 0.6}, "accuracy")
+    >>> read_interval({"accuracy": 0.5, "accuracy/low": 0.4, "accuracy/high": 0.6}, "accuracy")
     (0.4, 0.6)
     """
     low, high = metrics.get(f"{name}/low"), metrics.get(f"{name}/high")
@@ -33,17 +33,17 @@ def bootstrap(values: np.ndarray, resamples: int = 1000) -> np.ndarray:
     """The 95% percentile interval of the mean over the first axis: [n] -> [2], [n, m] -> [2, m].
 
     The n prompts are drawn with replacement; the same for the same values. For hundreds: of 7
-    normal values it misses the mean in 12% of cases, see `of_few`.
+    normal values it misses the mean in 12% of cases, see `student_interval`.
     """
-    drawn = np.random.default_rng(0).integers(0, len(values), (resamples, len(values)))
+    indices = np.random.default_rng(0).integers(0, len(values), (resamples, len(values)))
     if values.ndim == 1:
-        means = values[drawn].mean(1)
+        means = values[indices].mean(1)
     else:  # how often each row is drawn, as its weight: all columns in one product
-        means = (drawn[..., None] == np.arange(len(values))).mean(1) @ values
+        means = (indices[..., None] == np.arange(len(values))).mean(1) @ values
     return np.percentile(means, [2.5, 97.5], axis=0)
 
 
-def of_few(values: np.ndarray, level: float = 0.95) -> np.ndarray:
+def student_interval(values: np.ndarray, level: float = 0.95) -> np.ndarray:
     """Student's interval of the mean of a few values over the first axis: [n] -> [2], [n, m] too.
 
         mean +- t std / sqrt(n),   t the (1 + level) / 2 quantile with n - 1 degrees, std by n - 1
@@ -93,7 +93,7 @@ def studentised(
     """
     values = np.asarray(influence, float)
     count = len(values)
-    if count < 2 or not np.isfinite(estimate) or np.ptp(values) < SAME:
+    if count < 2 or not np.isfinite(estimate) or np.ptp(values) < TOLERANCE:
         return float("nan"), float("nan")
     random = np.random.default_rng(0)
     centred = values - values.mean()
@@ -102,9 +102,9 @@ def studentised(
     scores = []
     for begin in range(0, RESAMPLES, block := max(1, BLOCK // count)):
         rows = min(block, RESAMPLES - begin)
-        drawn = centred[random.integers(0, count, (rows, count))]
-        spread = drawn.std(1, ddof=1) / np.sqrt(count)
-        scores.append(drawn.mean(1) / np.maximum(spread, SAME / count))
+        draws = centred[random.integers(0, count, (rows, count))]
+        spread = draws.std(1, ddof=1) / np.sqrt(count)
+        scores.append(draws.mean(1) / np.maximum(spread, TOLERANCE / count))
     low, high = np.percentile(np.concatenate(scores), [tail, 100 - tail])
     ends = np.clip([estimate - high * error, estimate - low * error], *bounds)
     return float(ends[0]), float(ends[1])
@@ -146,13 +146,13 @@ def _reach(mean: float, limit: float) -> float:
     low, high = mean, 1.0
     for _ in range(HALVINGS):
         middle = (low + high) / 2
-        inside = middle < 1 and _divergence(mean, middle) <= limit
-        low, high = (middle, high) if inside else (low, middle)
+        is_inside = middle < 1 and _divergence(mean, middle) <= limit
+        low, high = (middle, high) if is_inside else (low, middle)
     return low
 
 
-def _divergence(mean: float, other: float) -> float:
-    """KL of two coins, in nats; `other` lies between `mean` and 1."""
-    won = mean * np.log(mean / other) if mean > 0 else 0.0
-    lost = (1 - mean) * np.log((1 - mean) / (1 - other)) if mean < 1 else 0.0
-    return float(won + lost)
+def _divergence(mean: float, upper: float) -> float:
+    """KL of two coins, in nats; `upper` lies between `mean` and 1."""
+    success_term = mean * np.log(mean / upper) if mean > 0 else 0.0
+    failure_term = (1 - mean) * np.log((1 - mean) / (1 - upper)) if mean < 1 else 0.0
+    return float(success_term + failure_term)

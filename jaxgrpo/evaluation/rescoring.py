@@ -60,7 +60,7 @@ def make_rescorer(
     """
     if not (confidence or logp or base is not None):
         return None
-    anchor = None if base is None else _over_tokens_of(model.config, base.model.config, mesh)
+    anchor = None if base is None else _build_base(model.config, base.model.config, mesh)
     # Greedy sampling has no distribution: its confidence is that of the model itself.
     look = functools.partial(_look, model, anchor, temperature or 1.0, confidence, logp)
     program = jax.jit(
@@ -68,32 +68,32 @@ def make_rescorer(
         static_argnums=4,
     )
     measure = jax.jit(packing.lengths_of)
-    held = {} if base is None else base.params
+    base_params = {} if base is None else base.params
 
     def rescore(params: Params, rollouts: Rollouts) -> dict[str, Array]:
         groups, samples, steps = rollouts.token_mask.shape
         sizes = groups, samples, rollouts.prompt_tokens.shape[1], steps
         geometry = packing.geometry_of(sizes, mesh, tokens)
         lengths = sharding.to_host(measure(rollouts))
-        everyone = packing.plan(lengths, np.ones((groups, samples), bool), geometry)
-        return program(params, held, rollouts, everyone, geometry.tokens)
+        plan = packing.plan(lengths, np.ones((groups, samples), bool), geometry)
+        return program(params, base_params, rollouts, plan, geometry.tokens)
 
     return rescore
 
 
-def _over_tokens_of(policy: ModelConfig, base: ModelConfig, mesh: Mesh) -> Model:
+def _build_base(policy: ModelConfig, base: ModelConfig, mesh: Mesh) -> Model:
     """The base over the tokens that the policy can draw: its tokenizer may be another one."""
     refuse_other_vocabulary(policy, base)
     shared = dataclasses.replace(base, without_text=policy.without_text)
     return decoder.build(shared, constrain=sharding.constrain(mesh))
 
 
-def refuse_other_vocabulary(own: ModelConfig, base: ModelConfig) -> None:
+def refuse_other_vocabulary(policy: ModelConfig, base: ModelConfig) -> None:
     """Raises InputError if a KL between two models is not defined."""
-    if own.vocab_size != base.vocab_size:
+    if policy.vocab_size != base.vocab_size:
         raise InputError(
-            f"the base has {base.vocab_size} tokens and the model {own.vocab_size}: a KL between "
-            "them is not defined; name the model that training began with"
+            f"the base has {base.vocab_size} tokens and the model {policy.vocab_size}: a KL "
+            "between them is not defined; name the model that training began with"
         )
 
 
@@ -114,8 +114,8 @@ def _look(
     unembed = functools.partial(model.unembed, params)
 
     def log_probs(unembed: Callable[[Array], Array], hidden: Array) -> Array:
-        asked = {"temperature": temperature, "count": flat.count}
-        return token_logprobs(unembed, hidden, flat.targets, **asked)[0]
+        options = {"temperature": temperature, "count": flat.count}
+        return token_logprobs(unembed, hidden, flat.targets, **options)[0]
 
     values: dict[str, Array] = {}
     if confidence:
@@ -124,11 +124,11 @@ def _look(
     if logp:
         values["logp"] = log_probs(unembed, hidden)
     if anchor is not None:
-        own = (unembed, hidden)
+        policy_pass = (unembed, hidden)
         base_unembed = functools.partial(anchor.unembed, base_params)
-        theirs = (base_unembed, hidden_states(anchor, base_params, micro, flat))
-        values["kl"], values["clamped"] = full_kl(*own, *theirs, temperature=temperature)
-        values["logp_gap"] = log_probs(*own) - log_probs(*theirs)
+        base_pass = (base_unembed, hidden_states(anchor, base_params, micro, flat))
+        values["kl"], values["clamped"] = full_kl(*policy_pass, *base_pass, temperature=temperature)
+        values["logp_gap"] = log_probs(*policy_pass) - log_probs(*base_pass)
     return {name: in_rows(micro, flat, value) for name, value in values.items()}
 
 
@@ -139,25 +139,25 @@ def _in_micro_batches(
     params: Params,
     base_params: Params,
     rollouts: Rollouts,
-    where: packing.Plan,
+    plan: packing.Plan,
     tokens: int,
 ) -> dict[str, Array]:
     """`look` at every sample, in the loop and layout of training's scoring."""
     mask, params = rollouts.token_mask, stacked_params(config, params)
     zero = jnp.zeros(mask.shape, jnp.float32)
-    batch = packing.gather(rollouts, where, zero, zero, mask, {}, constrain)
+    batch = packing.gather(rollouts, plan, zero, zero, mask, {}, constrain)
 
-    def one(micro: TrainBatch) -> dict[str, Array]:
+    def rescore(micro: TrainBatch) -> dict[str, Array]:
         return look(params, base_params, micro, tokens)
 
-    def body(index: Array, whole: dict[str, Array]) -> dict[str, Array]:
-        values = one(micro_batch(batch, index))
-        return {name: whole[name].at[index].set(values[name]) for name in whole}
+    def body(index: Array, buffers: dict[str, Array]) -> dict[str, Array]:
+        values = rescore(micro_batch(batch, index))
+        return {name: buffers[name].at[index].set(values[name]) for name in buffers}
 
-    shapes = jax.eval_shape(one, jax.eval_shape(micro_batch, batch, 0))
+    shapes = jax.eval_shape(rescore, jax.eval_shape(micro_batch, batch, 0))
     start = {name: jnp.zeros(batch.tokens.shape, leaf.dtype) for name, leaf in shapes.items()}
     values = jax.lax.fori_loop(0, batch.num_live, body, start)
     return {
-        name: jnp.where(mask, packing.scatter(value, where, mask), 0)
+        name: jnp.where(mask, packing.scatter(value, plan, mask), 0)
         for name, value in values.items()
     }

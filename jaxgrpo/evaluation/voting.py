@@ -17,7 +17,7 @@ from jaxtyping import Bool, Float
 
 from jaxgrpo.core.metrics import accumulate_dtype
 
-Answered = Sequence[Sequence[Hashable]]
+FinalAnswers = Sequence[Sequence[Hashable]]
 """[N][n] answers; None: no answer could be read, and the sample does not vote"""
 
 
@@ -25,23 +25,23 @@ class Weighing(NamedTuple):
     """How confidence weighs votes."""
 
     window: int = 2048  # tokens over which confidence is averaged
-    kept: float = 0.9  # share of a block's voters, the most confident, that vote
+    voter_share: float = 0.9  # share of a block's voters, the most confident, that vote
 
 
 def vote(
-    answers: Answered,
+    answers: FinalAnswers,
     success: np.ndarray,
     k: int,
     weight: np.ndarray | None = None,
-    kept: float = 1.0,
+    voter_share: float = 1.0,
 ) -> np.ndarray:
     """Per prompt, the share of disjoint blocks of k samples whose chosen answer is right.
 
         V(a) = sum of weight over the block's voters that answer a;  the largest V is chosen
 
-    Voters are samples with an answer, and of these those whose weight is no less than the 1 - kept
-    quantile of the block's. Ties go to the answer that came first; a block without votes is
-    wrong. Equal weights make it the majority vote.
+    Voters are samples with an answer, and of these those whose weight is no less than the
+    1 - voter_share quantile of the block's. Ties go to the answer that came first; a block without
+    votes is wrong. Equal weights make it the majority vote.
 
     Args:
       weight: none negative; None: all equal.
@@ -51,20 +51,24 @@ def vote(
     """
     weight = np.ones(success.shape) if weight is None else weight
     shares = np.zeros(len(answers))
-    for place, given in enumerate(answers):
-        weigh: list[float] = weight[place].tolist()
-        begins = range(0, len(given) - k + 1, k)
+    for place, row in enumerate(answers):
+        weights: list[float] = weight[place].tolist()
+        begins = range(0, len(row) - k + 1, k)
         for begin in begins:
-            voters = [i for i in range(begin, begin + k) if given[i] is not None]
+            voters = [i for i in range(begin, begin + k) if row[i] is not None]
             if not voters:
                 continue
-            least = np.quantile([weigh[i] for i in voters], 1 - kept) if kept < 1 else 0.0
-            voters = [i for i in voters if weigh[i] >= least]
-            totals = dict.fromkeys((given[i] for i in voters), 0.0)
+            threshold = (
+                np.quantile([weights[i] for i in voters], 1 - voter_share)
+                if voter_share < 1
+                else 0.0
+            )
+            voters = [i for i in voters if weights[i] >= threshold]
+            totals = dict.fromkeys((row[i] for i in voters), 0.0)
             for i in voters:
-                totals[given[i]] += weigh[i]
+                totals[row[i]] += weights[i]
             answer = max(totals, key=lambda answer: totals[answer])  # the first of equal ones
-            first = next(i for i in voters if given[i] == answer)
+            first = next(i for i in voters if row[i] == answer)
             shares[place] += success[place, first] / len(begins)
     return shares
 
@@ -73,36 +77,38 @@ def confidences(
     token_confidence: np.ndarray, mask: np.ndarray, window: int
 ) -> dict[str, np.ndarray]:
     """name -> [N, n], the summaries of `trace_confidence` for confidences of tokens [N, n, T]."""
-    flat, own = (jnp.asarray(x.reshape(-1, x.shape[-1])) for x in (token_confidence, mask))
-    summaries = trace_confidence(flat, own, window)._asdict()
+    flat_confidence, flat_mask = (
+        jnp.asarray(x.reshape(-1, x.shape[-1])) for x in (token_confidence, mask)
+    )
+    summaries = trace_confidence(flat_confidence, flat_mask, window)._asdict()
     return {name: np.asarray(value).reshape(mask.shape[:2]) for name, value in summaries.items()}
 
 
 def votes(
-    answers: Answered,
+    answers: FinalAnswers,
     success: np.ndarray,
     sizes: Sequence[int],
-    kept: float,
+    voter_share: float,
     traces: Mapping[str, np.ndarray],
 ) -> dict[str, np.ndarray]:
     """maj@k, and deepconf@k/NAME by each summary of confidence that there is.
 
     Returns: per prompt, what `vote` of so many samples gives, [N] each.
     """
-    found = {f"maj@{k}": vote(answers, success, k) for k in sizes}
+    shares = {f"maj@{k}": vote(answers, success, k) for k in sizes}
     for k in sizes:
         for name, weight in traces.items():
-            found[f"deepconf@{k}/{name}"] = vote(answers, success, k, weight, kept)
-    return found
+            shares[f"deepconf@{k}/{name}"] = vote(answers, success, k, weight, voter_share)
+    return shares
 
 
 def confidence_metrics(
     success: np.ndarray, scored: np.ndarray, traces: Mapping[str, np.ndarray]
 ) -> dict[str, float]:
     """deepconf/NAME/auroc: how well each summary tells right completions from wrong ones."""
-    right, known = jnp.asarray(success.ravel()), jnp.asarray(scored.ravel())
+    right, mask = jnp.asarray(success.ravel()), jnp.asarray(scored.ravel())
     return {
-        f"deepconf/{name}/auroc": float(auroc(jnp.asarray(value.ravel()), right, known))
+        f"deepconf/{name}/auroc": float(auroc(jnp.asarray(value.ravel()), right, mask))
         for name, value in traces.items()
     }
 
@@ -140,10 +146,10 @@ def trace_confidence(
         raise ValueError(f"window = {window}: a window has at least 1 token")
     dtype = accumulate_dtype(confidence.dtype)
     size = min(window, confidence.shape[1])
-    joined = jnp.argsort(~mask, axis=1, stable=True)
+    order = jnp.argsort(~mask, axis=1, stable=True)
     length = mask.sum(1, keepdims=True)
     real = jnp.arange(confidence.shape[1])[None, :] < length
-    value = jnp.where(real, jnp.take_along_axis(confidence, joined, axis=1), 0).astype(dtype)
+    value = jnp.where(real, jnp.take_along_axis(confidence, order, axis=1), 0).astype(dtype)
     mean = value.sum(1, keepdims=True) / jnp.maximum(length, 1).astype(dtype)
     # Sums of what is left of the mean: running sums of C itself would swallow its changes.
     sums = jnp.cumsum(jnp.where(real, value - mean, 0), axis=1)

@@ -58,10 +58,10 @@ def show_table(console: Console, rows: Sequence[Sequence[RenderableType]], **opt
 
 def show_whole(console: Console, table: Table) -> None:
     """Prints a table as wide as its cells are: a terminal breaks longer lines, and cuts none."""
-    before = console.width
-    console.width = max(_width(console, table), before)
+    width = console.width
+    console.width = max(_width(console, table), width)
     console.print(table)
-    console.width = before
+    console.width = width
 
 
 def _width(console: Console, table: Table) -> int:

@@ -49,13 +49,13 @@ def main(
     config: str, resume: str | None = None, dry_run: bool = False, overrides: Sequence[str] = ()
 ) -> int:
     """Trains on the answers, or prints what would be trained. Returns the exit code."""
-    read = config_for(config, overrides)
+    sft_config = config_for(config, overrides)
     console = Console(highlight=False)
-    console.print(process.start(read.mesh.platform), soft_wrap=True)
+    console.print(process.start(sft_config.mesh.platform), soft_wrap=True)
     if dry_run:
-        _show(console, read, resume == "auto")
+        _show(console, sft_config, resume == "auto")
     else:
-        train(console, read, resume == "auto")
+        train(console, sft_config, resume == "auto")
     return 0
 
 
@@ -67,11 +67,11 @@ def config_for(config: str | Path, overrides: Sequence[str] = ()) -> Config:
 
     Raises: ConfigError with all problems.
     """
-    read = configs.load(config, overrides)
-    tables = configs.tables_of(read)
-    named = {text.partition("=")[0].strip() for text in overrides}
-    if named.isdisjoint({"run", "run.dir"}):
-        tables["run"]["dir"] = f"{read.run.dir.rstrip('/')}-sft"
+    run_config = configs.load(config, overrides)
+    tables = configs.to_tables(run_config)
+    override_names = {text.partition("=")[0].strip() for text in overrides}
+    if override_names.isdisjoint({"run", "run.dir"}):
+        tables["run"]["dir"] = f"{run_config.run.dir.rstrip('/')}-sft"
     for name in ("advantage", "reference", "eval"):
         tables.pop(name, None)
     for name in ("num_iterations", "minibatches"):
@@ -83,7 +83,7 @@ def config_for(config: str | Path, overrides: Sequence[str] = ()) -> Config:
         "loss": {"surrogate": {"use": "reinforce"}, "reduction": {"use": "token_mean"}},
         "rollout": {"group_size": 1} | {name: tables["rollout"][name] for name in SIZES},
     }
-    return configs.from_dict(tables, source=read.source)
+    return configs.from_dict(tables, source=run_config.source)
 
 
 def train(console: Console, config: Config, resume: bool = False) -> dict[str, Any]:
@@ -95,19 +95,21 @@ def train(console: Console, config: Config, resume: bool = False) -> dict[str, A
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(RunFolder(config.run.dir, resume=resume))
         text = process.decided(folder.config)
-        config, before = loop.refuse_other_config(folder.place, text, config)
+        config, saved_config = loop.refuse_other_config(folder.place, text, config)
         checkpoints = stack.enter_context(Checkpoints(folder.checkpoints, config.checkpoint.keep))
-        saved, meta = loop.newest_checkpoint(checkpoints, folder, before.checkpoint.every)
-        run, inputs = loop.set_up(config, meta, {"rewards": {REWARD: _ones}})
-        batch = batches_of(run)
-        state = run.state if saved is None else loop.restored(run, checkpoints, saved)
-        folder.rewind(saved)
+        saved_step, meta = loop.newest_checkpoint(
+            checkpoints, folder, saved_config.checkpoint.every
+        )
+        run, inputs = loop.set_up(config, meta, {"rewards": {REWARD: _reward_answer}})
+        batch = make_answer_batches(run)
+        state = run.state if saved_step is None else loop.restored(run, checkpoints, saved_step)
+        folder.rewind(saved_step)
         folder.write_config(configs.to_toml(run.config))
         stack.enter_context(process.stop_signals(config.run.stop_grace))
         adapters = parameters.identity_of(run.folder, run.model)
         meta = {"inputs": inputs} | ({} if adapters is None else {"lora": adapters})
         last, line = config.train.steps, {}
-        for number in range((saved or 0) + 1, last + 1):
+        for number in range((saved_step or 0) + 1, last + 1):
             state, line = _step(run, state, batch(number - 1))
             folder.write_metrics(number, line)
             if number == last or number % -(-last // LINES) == 0:
@@ -134,7 +136,7 @@ def train(console: Console, config: Config, resume: bool = False) -> dict[str, A
     return summary
 
 
-def batches_of(run: Setup) -> Callable[[int], Rollouts]:
+def make_answer_batches(run: Setup) -> Callable[[int], Rollouts]:
     """finished steps -> the prompts of the next step, each with its answer and an end token.
 
     Raises: InputError if a row has no answer, or one that is too long.
@@ -144,13 +146,13 @@ def batches_of(run: Setup) -> Callable[[int], Rollouts]:
         end_of(run.tokenizer, run.blueprint.sampling.stop_tokens),
     )
     reader = "a warm start trains on the reference answer of each row"
-    read = read_answers(run.tokenizer, run.rows, reader=reader)
-    answers = [np.append(ids, end) for ids in read.forced]
+    references = read_answers(run.tokenizer, run.rows, reader=reader)
+    answers = [np.append(ids, end) for ids in references.forced]
     longest, limit = max(map(len, answers)), geometry.max_completion_tokens
     if longest > limit:
-        over = sum(len(ids) > limit for ids in answers)
+        too_long = sum(len(ids) > limit for ids in answers)
         raise InputError(
-            f"{over} of {len(answers)} answers are longer than rollout.max_completion_tokens = "
+            f"{too_long} of {len(answers)} answers are longer than rollout.max_completion_tokens = "
             f"{limit} with their end token (the longest has {longest}): set it to {longest} (--set "
             f"rollout.max_completion_tokens={longest}), or take them out of the data"
         )
@@ -199,12 +201,12 @@ def _step(run: Setup, state: TrainState, rollouts: Rollouts) -> tuple[TrainState
 def _show(console: Console, config: Config, resume: bool) -> None:
     """Prints what `train` would do: memory, the first prompt and answer, the config."""
     refuse_unusable(config.run.dir, resume)
-    run = setup(config, rewards={REWARD: _ones})
-    first = sharding.to_host(batches_of(run)(0))
-    planned = memory.plan(run.update_program, run.blueprint, run.state)
-    process_takes = memory.of_process(run.mesh, parameters.copied_to_save(config, run.state))
-    needed = memory.of_run(config, run.blueprint)._replace(
-        sampler=0, decode=0, update=planned, process=process_takes
+    run = setup(config, rewards={REWARD: _reward_answer})
+    first = sharding.to_host(make_answer_batches(run)(0))
+    update_bytes = memory.plan(run.update_program, run.blueprint, run.state)
+    process_bytes = memory.of_process(run.mesh, parameters.copied_to_save(config, run.state))
+    usage = memory.of_run(config, run.blueprint)._replace(
+        sampler=0, decode=0, update=update_bytes, process=process_bytes
     )
     prompt, answer = (
         first.prompt_tokens[0][first.prompt_mask[0]],
@@ -215,7 +217,7 @@ def _show(console: Console, config: Config, resume: bool) -> None:
         console,
         {
             "model": config.model.path,
-            **needed.lines(memory.of_device(run.mesh)),
+            **usage.lines(memory.of_device(run.mesh)),
             "data": f"{len(run.rows)} rows, {config.train.steps} steps draw "
             f"{config.train.steps * config.rollout.prompts_per_step}",
             "chat template": run.chat.name,
@@ -235,6 +237,6 @@ def _words(line: Mapping[str, float]) -> str:
     return f"loss {line['loss']:.4f}, token accuracy {line['token_accuracy']:.3f}"
 
 
-def _ones(completions: Sequence[Any], **columns: Any) -> list[float]:
+def _reward_answer(completions: Sequence[Any], **columns: Any) -> list[float]:
     """The reward of a warm start: every answer is right."""
     return [1.0] * len(completions)

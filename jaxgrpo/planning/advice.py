@@ -116,7 +116,7 @@ def search(
 
 def changed(config: Config, changes: dict[str, Any]) -> Config:
     """A config with some keys changed; None takes a key out."""
-    tables = files.tables_of(config)
+    tables = files.to_tables(config)
     for key, value in changes.items():
         table, name = key.split(".")
         if value is None:

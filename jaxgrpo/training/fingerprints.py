@@ -19,7 +19,7 @@ import numpy as np
 from jaxgrpo.config import files as configs
 from jaxgrpo.config.files import Config
 from jaxgrpo.config.keys import INPUTS
-from jaxgrpo.config.own_code import short_name, source_of, with_imports
+from jaxgrpo.config.own_code import find_source, short_name, with_imports
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.data.prompts import PromptData
 from jaxgrpo.models.hf import adapters, folders, texts
@@ -34,7 +34,7 @@ LOCAL = ("model.path", "lora.path", "data.path", "eval.data", "run.dir", "tracki
 
 def given_by(config: Config) -> dict[str, Any]:
     """What has to be alike before anything is set up: the config, own code and the base model."""
-    facts = configs.flat(configs.tables_of(config))
+    facts = configs.flat(configs.to_tables(config))
     local = tuple(f"{key}." for key in LOCAL)
     facts = {name: value for name, value in facts.items() if not f"{name}.".startswith(local)}
     base = folders.fingerprint(folders.find_folder(config.model.path, config.model.revision))
@@ -165,10 +165,10 @@ def asked_by(config: Config, held_out: PromptData) -> dict[str, Any]:
     """
     asked = config.eval
     use = asked.scorer or config.rewards[0].use
-    keys = configs.flat({"eval": configs.tables_of(config)["eval"]})
+    keys = configs.flat({"eval": configs.to_tables(config)["eval"]})
     where = ("data", "subset", "split", "prompts", "scorer", "every")
     kept = {name: value for name, value in keys.items() if name.removeprefix("eval.") not in where}
-    file = source_of(use)
+    file = find_source(use)
     files = [] if file is None else with_imports([config.folder / file])
     return {
         **kept,

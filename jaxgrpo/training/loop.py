@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 
 from jaxgrpo.advantages import AdvantageTransform
 from jaxgrpo.config import files as configs
-from jaxgrpo.config.files import Config, config_of
+from jaxgrpo.config.files import Config, make_config
 from jaxgrpo.config.tables import TrainOverrides
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.metrics import finalise, merge
@@ -110,7 +110,7 @@ def train(
     """
     if resume not in (None, "auto"):
         raise InputError(f'resume = {resume!r}: use "auto", or leave it out for a new run')
-    config = config_of(config, overrides, rewards, advantage)
+    config = make_config(config, overrides, rewards, advantage)
     line = process.start(config.mesh.platform)
     given: dict[str, Any] = {"rewards": rewards, "advantage": advantage, "dataset": dataset}
     given["rollouts"] = rollouts

@@ -19,7 +19,7 @@ from rich.console import Console
 
 import jaxgrpo
 from jaxgrpo.config import files as configs
-from jaxgrpo.config.files import Config, config_of
+from jaxgrpo.config.files import Config, make_config
 from jaxgrpo.config.own_code import python_name
 from jaxgrpo.core.errors import InputError, refusing
 from jaxgrpo.core.types import WEIGHTS, Params
@@ -27,7 +27,7 @@ from jaxgrpo.data import storage
 from jaxgrpo.data.prompts import PromptData
 from jaxgrpo.data.sources import Rows
 from jaxgrpo.data.storage import Place
-from jaxgrpo.evaluation.evaluate import Evaluate, Policy, make_evaluator, questions_of
+from jaxgrpo.evaluation.evaluate import Evaluate, Policy, make_evaluator, make_questions
 from jaxgrpo.evaluation.intervals import is_end
 from jaxgrpo.evaluation.rescoring import Base
 from jaxgrpo.models import decoder, lora, sharding
@@ -113,21 +113,21 @@ def config_for(
     is_model = False
     if is_run(target):
         folder, config = read_run(target)
-        tables, source = configs.tables_of(config), config.source
+        tables, source = configs.to_tables(config), config.source
         tables["model"] = {**tables["model"], "path": str(storage.place(folder / "model"))}
         tables["model"].pop("revision", None)
         tables.pop("lora", None)  # merged there
     elif Path(target).suffix == ".toml":
         read = configs.load(target)
-        tables, source = configs.tables_of(read), read.source
+        tables, source = configs.to_tables(read), read.source
     else:
         tables, is_model = {**DEFAULTS, "model": {"path": os.fspath(target)}}, True
         source = None
     kept = {name: value for name, value in (changes or {}).items() if value is not None}
 
     def config_with(**more: Any) -> Config:
-        config = config_of(tables, {**more, **kept})
-        return configs.from_dict(configs.tables_of(config), overrides, source=source)
+        config = make_config(tables, {**more, **kept})
+        return configs.from_dict(configs.to_tables(config), overrides, source=source)
 
     config = config_with()
     if is_model:
@@ -267,7 +267,7 @@ def evaluator_of(run: Setup, share: Share = alone) -> Evaluate:
     def make() -> Evaluate:
         config = run.config
         held_out = run.held_out or load_prompts(config, run.chat, eval_source(config))
-        questions = questions_of(config, held_out, resolve_scorer(config, run.rewards))
+        questions = make_questions(config, held_out, resolve_scorer(config, run.rewards))
         base = base_of(run) if config.measures_kl_to_base else None
         return make_evaluator(config, _policy(config, run), questions, base)
 

@@ -98,7 +98,7 @@ def config_of(
         for name, value in defaults.items()
         if given.isdisjoint({name, name.partition(".")[0]})
     }
-    return configs.config_of(read, kept)
+    return configs.make_config(read, kept)
 
 
 def paths_of(files: SavedRollouts) -> tuple[Path, ...]:
@@ -180,7 +180,7 @@ def _shared_policies(config: Config, path: Path) -> float:
 
 def _decisive(config: Config) -> dict[str, Any]:
     """The keys of a config that decide the weights of its policies, where rewards are given."""
-    keys = configs.flat(configs.tables_of(config))
+    keys = configs.flat(configs.to_tables(config))
     if config.optimizer.schedule == "constant":
         del keys["train.steps"]
     decisive = {n: value for n, value in keys.items() if n.startswith(OF_THE_START + OF_UPDATES)}

@@ -452,7 +452,7 @@ class Shared:
 
     def of(self, config: Config) -> step.Share:
         """A function (name in DEPENDS, make) that makes the thing, or returns the one it kept."""
-        flat = configs.flat(configs.tables_of(config))
+        flat = configs.flat(configs.to_tables(config))
         if config.optimizer.schedule == "constant":  # the number of steps is in no program
             del flat["train.steps"]
 

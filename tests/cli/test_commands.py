@@ -192,7 +192,7 @@ def test_what_init_writes_trains_as_it_is(tmp_path, monkeypatch, capsys):
 @pytest.mark.slow
 def test_what_init_writes_compares_and_samples_as_it_is(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    for name, text in init.texts_of(init.SMALL).items():
+    for name, text in init.file_texts(init.SMALL).items():
         (tmp_path / name).write_text(text)
     make_base.make_base("base", "arithmetic", steps=1)
     code, said = main(capsys, "compare", "experiment.toml", "--dry-run")

@@ -128,7 +128,7 @@ def metadata(monkeypatch):
     ],
 )
 def test_what_an_extra_lacks_is_read_from_the_metadata(metadata, extra, missing):
-    assert [*doctor.missing_of("jaxgrpo", extra)] == missing
+    assert [*doctor.find_missing("jaxgrpo", extra)] == missing
 
 
 def test_the_extras_are_those_of_the_package():

@@ -38,7 +38,7 @@ def test_a_project_for_a_model_is_a_right_config_and_makes_no_base(
     folder = tmp_path / "first run"
     assert main(["init", str(folder), "--model", "chat"]) == 0
     assert f"train:   cd {shlex.quote(str(folder))} && jaxgrpo train" in capsys.readouterr().out
-    assert {path.name for path in folder.iterdir()} == set(init.texts_of(init.SMALL))
+    assert {path.name for path in folder.iterdir()} == set(init.file_texts(init.SMALL))
     config = files.load(folder / "run.toml")
     assert config.model.path == str(chat_model)
     assert config.data.prompt == "What is {question}? Answer with the number only."
@@ -87,7 +87,7 @@ def test_no_model_is_refused_before_anything_is_written(tmp_path, capsys):
 def test_the_comparison_has_as_many_seeds_as_a_p_below_the_level_takes(tmp_path):
     from jaxgrpo.experiments.compare import experiment, results
 
-    for name, text in init.texts_of(init.SMALL).items():
+    for name, text in init.file_texts(init.SMALL).items():
         (tmp_path / name).write_text(text)
     written = experiment.load(tmp_path / "experiment.toml")
     assert results.detectable(written)[1] <= written.level

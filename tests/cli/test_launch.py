@@ -224,6 +224,6 @@ def test_a_process_that_follows_another_does_not_hide_its_exit_code(codes):
     for child in job.children:
         os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
     job._look()
-    assert job.shown == {0, 1}
+    assert job.ended_processes == {0, 1}
     assert job.first == (137 if -9 in codes else 9)
     assert launch.LOST == peers.LOST

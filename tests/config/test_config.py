@@ -11,7 +11,7 @@ import pytest
 from minimal_config import MINIMAL, problems, read
 
 from jaxgrpo.config import files, keys
-from jaxgrpo.config.files import config_of
+from jaxgrpo.config.files import make_config
 from jaxgrpo.core.errors import ConfigError
 
 
@@ -181,7 +181,7 @@ def test_another_part_does_not_inherit_the_options_of_the_one_before():
     assert read(bounds, "loss.surrogate.use=cispo").loss.surrogate == {"use": "cispo"}
     kept = read(bounds, "loss.surrogate.use=clip").loss.surrogate
     assert kept == {"use": "clip", "low": 0.1, "high": 0.3}
-    changed = config_of(read(bounds), {"loss.surrogate.use": "gspo"})
+    changed = make_config(read(bounds), {"loss.surrogate.use": "gspo"})
     assert changed.loss.surrogate == {"use": "gspo"}
     given = read("loss.surrogate.use=cispo", "loss.surrogate.high=4.0").loss.surrogate
     assert given == {"use": "cispo", "high": 4.0}
@@ -191,7 +191,7 @@ def test_another_optimizer_keeps_its_own_options_alone_however_it_is_written():
     before = read("optimizer.weight_decay=0.1", "optimizer.clip_norm=2.0")
     nested = {"optimizer": {"b1": 0.8, "use": "adam"}}
     dotted = {"optimizer.use": "adam", "optimizer.b1": 0.8}
-    for optimizer in (config_of(before, nested).optimizer, config_of(before, dotted).optimizer):
+    for optimizer in (make_config(before, nested).optimizer, make_config(before, dotted).optimizer):
         assert optimizer.options == {"b1": 0.8}
         assert optimizer.clip_norm == 2.0
 

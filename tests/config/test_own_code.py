@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from jaxgrpo.config.own_code import (
-    file_of,
+    find_source,
     is_reference,
     load,
+    named_file,
     short_name,
-    source_of,
     with_imports,
 )
 from jaxgrpo.core.errors import InputError
@@ -99,7 +99,7 @@ def test_what_a_file_raises_is_one_message_and_it_may_be_loaded_again(folder, te
 
 def test_names_tell_own_code_from_built_in_parts():
     assert [is_reference(name) for name in ("a.py:f", "a.b:f", "grpo")] == [True, True, False]
-    assert [file_of(name) for name in ("x/a.py:f", "a.b:f", "grpo")] == ["x/a.py", None, None]
+    assert [named_file(name) for name in ("x/a.py:f", "a.b:f", "grpo")] == ["x/a.py", None, None]
     assert [short_name(name) for name in ("x/a.py:f", "a.b:g", "grpo")] == ["f", "g", "grpo"]
 
 
@@ -131,17 +131,17 @@ def test_the_source_of_a_module_is_found_without_importing_it(tmp_path, monkeypa
     (tmp_path / "my_package" / "rewards.py").touch()
     (tmp_path / "my_module.py").touch()
     monkeypatch.syspath_prepend(tmp_path)
-    assert source_of("my_package.rewards:score") == tmp_path / "my_package" / "rewards.py"
-    assert source_of("my_package:score") == tmp_path / "my_package" / "__init__.py"
-    assert source_of("my_module:score") == tmp_path / "my_module.py"
-    assert source_of("a/mine.py:score") == Path("a/mine.py")
+    assert find_source("my_package.rewards:score") == tmp_path / "my_package" / "rewards.py"
+    assert find_source("my_package:score") == tmp_path / "my_package" / "__init__.py"
+    assert find_source("my_module:score") == tmp_path / "my_module.py"
+    assert find_source("a/mine.py:score") == Path("a/mine.py")
     for name in (
         "grpo",
         "python:score",
         "my_package.none:score",
         "no_such:score",
     ):
-        assert source_of(name) is None
-    transformers = source_of("transformers.models.auto:x")
+        assert find_source(name) is None
+    transformers = find_source("transformers.models.auto:x")
     assert transformers is not None
     assert with_imports([transformers]) == (transformers,)  # installed: not followed

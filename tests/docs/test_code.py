@@ -129,7 +129,7 @@ def test_every_package_is_explained(repository, page):
 def test_every_file_that_the_commands_of_the_readme_read_is_written_by_one_before(repository):
     text = (repository / "README.md").read_text()
     (block,) = re.findall(r"^```\npip.*?^```", text, re.MULTILINE | re.DOTALL)
-    written = {*init.texts_of(init.SMALL), "base"}
+    written = {*init.file_texts(init.SMALL), "base"}
     for line in block.splitlines():
         command = line.partition("#")[0].split()
         for word in command[2:]:

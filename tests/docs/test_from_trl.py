@@ -11,7 +11,7 @@ from minimal_config import keys, problems
 
 from jaxgrpo import advantages, losses
 from jaxgrpo.advantages import registry as chains
-from jaxgrpo.config.files import config_of
+from jaxgrpo.config.files import make_config
 from jaxgrpo.config.reading import TRL
 from jaxgrpo.losses import registry as objectives
 from jaxgrpo.training.loop import Run
@@ -161,7 +161,7 @@ def test_the_config_beside_the_scripts_is_one_and_means_what_trl_does(page, tmp_
     (text,) = blocks(page, "toml")
     (tmp_path / "train.jsonl").write_text("{}")
     changes = {"data.path": str(tmp_path / "train.jsonl")}
-    config = config_of(tomllib.loads(text), changes, [accuracy_reward, short])
+    config = make_config(tomllib.loads(text), changes, [accuracy_reward, short])
     chain = [dict(step) for step in tomllib.loads(text)["advantage"]]
     value, mask = advantages.evaluate(
         chain,

@@ -24,7 +24,7 @@ EXPERIMENTS = {real_methods.METHODS: 30, real_methods.LORA: 12, real_methods.KL:
 def test_the_experiments_differ_in_what_the_page_compares(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     experiment = experiments.load(name)
-    cases = experiments.cases_of(experiment)
+    cases = experiments.make_cases(experiment)
     assert experiment.number_of_runs == EXPERIMENTS[name]
     assert {case.config.train.steps for case in cases} == {10}
     assert {case.config.lora.rank for case in cases} == {16 if name == real_methods.LORA else 0}

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from jaxgrpo.evaluation.diversity import distinct, format_metrics, format_of, stated_metrics
+from jaxgrpo.evaluation.diversity import distinct, find_format, format_metrics, stated_metrics
 
 FORMATS = {"code": r"```.*def", "tags": "<answer>", "number": r"^\d+$"}
 CODE, TAGS, NUMBER, NONE = "```\ndef f", "so <answer>7</answer>", "7", "seven"
@@ -11,9 +11,9 @@ CODE, TAGS, NUMBER, NONE = "```\ndef f", "so <answer>7</answer>", "7", "seven"
 
 def test_the_first_format_that_is_found_counts_over_all_lines():
     texts = [CODE, TAGS, NUMBER, NONE, "", f"{TAGS}{CODE}", "7\n7"]
-    found = [format_of(text, FORMATS) for text in texts]
+    found = [find_format(text, FORMATS) for text in texts]
     assert found == ["code", "tags", "number", "other", "other", "code", "other"]
-    assert format_of(f"{TAGS}{CODE}", dict(reversed(FORMATS.items()))) == "tags"
+    assert find_format(f"{TAGS}{CODE}", dict(reversed(FORMATS.items()))) == "tags"
 
 
 def test_shares_accuracy_entropy_and_diversity_by_hand():

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxgrpo.evaluation.intervals import bootstrap, mean_of_shares, of_few, studentised
+from jaxgrpo.evaluation.intervals import bootstrap, mean_of_shares, student_interval, studentised
 from jaxgrpo.experiments.probe.measure import gap_influence
 from jaxgrpo.update.diagnostics import jensen_gap
 
@@ -88,13 +88,13 @@ def test_bounds_are_kept_and_nothing_known_is_told():
 def test_the_interval_of_seven_seeds_covers_their_mean_as_often_as_is_said(draw, mean, missed):
     random = np.random.default_rng(1)
     values = getattr(random, draw)(size=(7, 20_000))
-    low, high = of_few(values)
+    low, high = student_interval(values)
     share = ((low > mean) | (high < mean)).mean()
     assert share == pytest.approx(missed, abs=0.006)
     ends = bootstrap(values[:, :1000])
     of_percentiles = ((ends[0] > mean) | (ends[1] < mean)).mean()
     assert of_percentiles > share + 0.03
-    assert np.isnan(of_few(values[:1])).all()
+    assert np.isnan(student_interval(values[:1])).all()
 
 
 def chance(count, p):

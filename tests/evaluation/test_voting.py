@@ -49,9 +49,9 @@ def test_a_sure_minority_outweighs_an_unsure_majority():
 def test_only_the_most_confident_share_of_those_who_answer_votes():
     answers, success = [["7", "8", "8", "8", None]], np.array([[True, False, False, False, True]])
     weight = np.array([[3.0, 2.0, 2.5, 2.75, 99.0]])
-    assert vote(answers, success, 5, weight, kept=1.0) == [0]
+    assert vote(answers, success, 5, weight, voter_share=1.0) == [0]
     # The upper tenth of four voters is the surest alone; the silent one takes nobody's place.
-    assert vote(answers, success, 5, weight, kept=0.1) == [1]
+    assert vote(answers, success, 5, weight, voter_share=0.1) == [1]
 
 
 def test_a_filter_of_the_votes_is_what_a_plain_sort_keeps():

@@ -142,4 +142,4 @@ def test_the_config_of_a_warm_start_reads_no_method_of_the_run(tmp_path):
     assert (read.loss.kl, read.eval.data, read.rollout.temperature) == (None, None, 1.0)
     assert read.run.dir.endswith("run-sft")
     assert sft.config_for(file, ["run.dir=x"]).run.dir == "x"
-    assert configs.from_dict(configs.tables_of(read)) == read
+    assert configs.from_dict(configs.to_tables(read)) == read

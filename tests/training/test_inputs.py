@@ -173,7 +173,7 @@ def test_a_dry_run_runs_an_own_advantage_on_the_shapes_of_the_data(tmp_path, mod
     file.write_text(4 * f"{json.dumps(row)}\n")
     steps = [{"use": "sum_rewards"}, {"use": f"{own}:reads_factors"}]
     made = config(tmp_path, model, **{"data.path": str(file)})
-    tables = configs.tables_of(made) | {"advantage": steps}
+    tables = configs.to_tables(made) | {"advantage": steps}
     del tables["recipe"]
     with pytest.raises(InputError, match=rf"scale \({own}:scale, line 3: factor = ") as refused:
         preview.dry_run(configs.from_dict(tables))

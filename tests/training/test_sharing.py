@@ -23,7 +23,7 @@ def config(folder, **changes):
 
 
 def test_each_key_is_among_those_that_something_shared_depends_on_or_acts_on_nothing_shared():
-    keys = configs.flat(configs.tables_of(configs.load("quickstart")))
+    keys = configs.flat(configs.to_tables(configs.load("quickstart")))
     tables = set().union(*DEPENDS.values())
     left = {k for k in keys if not any(k == t or k.startswith(f"{t}.") for t in tables)}
     assert {key if key.startswith("train.") else key.partition(".")[0] for key in left} == {

@@ -17,7 +17,7 @@ from jax import Array
 from rich.console import Console
 
 from jaxgrpo.config import methods
-from jaxgrpo.config.files import flat, tables_of
+from jaxgrpo.config.files import flat, to_tables
 from jaxgrpo.core.errors import ConfigError, InputError, refusing
 from jaxgrpo.core.types import FIELDS, OF_ANSWERS, Params
 from jaxgrpo.evaluation.evaluate import Answers, Evaluate, Evaluation
@@ -55,14 +55,14 @@ def compare(path: str | Path, dry_run: bool = False, as_json: bool = False) -> i
     """
     console = Console(highlight=False)
     experiment = experiments.load(path)
-    cases = experiments.cases_of(experiment)
+    cases = experiments.make_cases(experiment)
     check_can_draw("report.html needs", "read results.csv")
     differing = report.difference_section(experiments.differences(cases))
     if not as_json:
         _show_plan(console, experiment, cases, differing)
-    complete = {case.path for case in cases if is_finished(case)}
-    plan = numbers.of_plan(experiment, cases, complete)
-    _warn_of_code(console, experiment, [case for case in cases if case.path in complete])
+    finished_paths = {case.path for case in cases if is_finished(case)}
+    plan = numbers.describe_plan(experiment, cases, finished_paths)
+    _warn_of_code(console, experiment, [case for case in cases if case.path in finished_paths])
     if dry_run:
         _check_methods(experiment, cases)
         return Document(plan) if as_json else 0
@@ -72,16 +72,18 @@ def compare(path: str | Path, dry_run: bool = False, as_json: bool = False) -> i
         _begin(experiment, differing)
     say = console.print if process.is_main() else lambda text: None
     say(line)
-    taken = _take_all(experiment, cases, complete, say, f"continue with: jaxgrpo compare {path}")
+    finished_cases = _take_all(
+        experiment, cases, finished_paths, say, f"continue with: jaxgrpo compare {path}"
+    )
     if not process.is_main():
         return 0
-    outcomes = results.read_all(taken)
-    found = _finish(experiment, outcomes, differing)
+    outcomes = results.read_all(finished_cases)
+    sections = _finish(experiment, outcomes, differing)
     if not as_json:
-        return _show_result(console, experiment, found)
+        return _show_result(console, experiment, sections)
     best = report.best_runs(experiment, outcomes)
-    result = numbers.of_result(experiment, outcomes, best)
-    return Document({**plan, "finished": len(taken), **result})
+    result = numbers.describe_result(experiment, outcomes, best)
+    return Document({**plan, "finished": len(finished_cases), **result})
 
 
 def is_finished(case: Case) -> bool:
@@ -91,19 +93,21 @@ def is_finished(case: Case) -> bool:
     """
     if not (case.path / "config.toml").exists():
         return False
-    before, now = (flat(tables_of(of)) for of in (read_run(case.path)[1], case.config))
+    saved_keys, case_keys = (
+        flat(to_tables(config)) for config in (read_run(case.path)[1], case.config)
+    )
     for key in ("run.dir", "run.allow_changes"):  # the whole folder may have been moved
-        before[key] = now[key]
-    if (key := "data.template_time") not in now:
-        before.pop(key, None)
-    changed = [
-        f"\n  {key}: {before.get(key, 'not set')} -> {now.get(key, 'not set')}"
-        for key in sorted(before.keys() | now.keys())
-        if before.get(key) != now.get(key)
+        saved_keys[key] = case_keys[key]
+    if (key := "data.template_time") not in case_keys:
+        saved_keys.pop(key, None)
+    changes = [
+        f"\n  {key}: {saved_keys.get(key, 'not set')} -> {case_keys.get(key, 'not set')}"
+        for key in sorted(saved_keys.keys() | case_keys.keys())
+        if saved_keys.get(key) != case_keys.get(key)
     ]
-    if changed:
+    if changes:
         raise InputError(
-            f"{case.path}: holds a run with another config:{''.join(changed)}\n"
+            f"{case.path}: holds a run with another config:{''.join(changes)}\n"
             "remove the folder to run it again, or set dir to another one"
         )
     return (case.path / "summary.json").exists()
@@ -117,10 +121,10 @@ def _show_plan(
     best = experiment.judge_rates == "best"
     rates = "tuning seeds at all rates, the others at the best" if best else "at all rates"
     runs = f"{experiment.number_of_runs} runs: {len(experiment.arms)} arms, {seeds} seeds, {rates}"
-    said = f"{runs}; {experiment.metric}, control {experiment.control}"
-    console.print(said, markup=False)
-    title, text = "the arms differ in this, and in nothing else", report.said_detectable(experiment)
-    differing._replace(title=title, text=[text]).show(console)
+    summary = f"{runs}; {experiment.metric}, control {experiment.control}"
+    console.print(summary, markup=False)
+    title = "the arms differ in this, and in nothing else"
+    differing._replace(title=title, text=[report.describe_detectable(experiment)]).show(console)
 
 
 def _check_methods(experiment: Experiment, cases: Sequence[Case]) -> None:
@@ -135,7 +139,8 @@ def _check_methods(experiment: Experiment, cases: Sequence[Case]) -> None:
         try:
             rewards = resolve_rewards(config)
             chain = methods.make_chain(config, methods.make_recipe(config, rewards))
-            names = chain.needs - FIELDS.keys() - OF_ANSWERS.keys() - {one.name for one in rewards}
+            reward_names = {reward.name for reward in rewards}
+            names = chain.needs - FIELDS.keys() - OF_ANSWERS.keys() - reward_names
             rows = load_rows(config)[0] if names else []
             columns = methods.needed_columns(names, rows, rewards) if names else {}
             methods.trace_chain(config, chain, rewards, len(rows) or 1, columns)
@@ -149,24 +154,24 @@ def _check_methods(experiment: Experiment, cases: Sequence[Case]) -> None:
 
 def _warn_of_code(console: Console, experiment: Experiment, finished: Sequence[Case]) -> None:
     """Warns before further runs if own files have changed since the finished ones were taken."""
-    waiting = len(finished) < experiment.number_of_runs
-    other = [case for case in finished if waiting and results.has_other_code(case)]
-    if other:
+    is_unfinished = len(finished) < experiment.number_of_runs
+    outdated = [case for case in finished if is_unfinished and results.has_other_code(case)]
+    if outdated:
         console.print(
-            f"warning: own code has changed since {len(other)} of {len(finished)} finished runs "
-            f"were taken, first {other[0].path}; remove these runs to take them again",
+            f"warning: own code has changed since {len(outdated)} of {len(finished)} finished runs "
+            f"were taken, first {outdated[0].path}; remove these runs to take them again",
             markup=False,
         )
 
 
 def _begin(experiment: Experiment, differing: Section) -> None:
     folder = Path(experiment.dir)
-    kept, source = folder / "experiment.toml", experiment.source
+    copied_file, source = folder / "experiment.toml", experiment.source
     where, remedy = f"dir = {folder} cannot be written", "set it to a folder that can"
     with refusing(lambda error: f"{where} ({error.strerror}): {remedy}", OSError):
         folder.mkdir(parents=True, exist_ok=True)
-        if source and not (kept.exists() and kept.samefile(source)):
-            write_atomically(kept, Path(source).read_bytes())
+        if source and not (copied_file.exists() and copied_file.samefile(source)):
+            write_atomically(copied_file, Path(source).read_bytes())
         write_atomically(folder / "differences.md", differing.markdown())
 
 
@@ -175,15 +180,15 @@ def _finish(experiment: Experiment, outcomes: Outcomes, differing: Section) -> l
     folder = Path(experiment.dir)
     write_atomically(folder / "results.csv", results.csv_text(experiment, outcomes))
     results.check_complete(experiment, outcomes)
-    found = report.sections(experiment, outcomes)
-    page = report.render(experiment, outcomes, found, differing)
-    write_atomically(folder / "tables.md", report.markdown(found))
+    sections = report.sections(experiment, outcomes)
+    page = report.render(experiment, outcomes, sections, differing)
+    write_atomically(folder / "tables.md", report.markdown(sections))
     write_atomically(folder / "report.html", page)
-    return found
+    return sections
 
 
-def _show_result(console: Console, experiment: Experiment, found: Sequence[Section]) -> int:
-    for section in found:
+def _show_result(console: Console, experiment: Experiment, sections: Sequence[Section]) -> int:
+    for section in sections:
         if not section.title.startswith("At learning rate"):  # those are in the files only
             section.show(console)
     files = f"{experiment.dir}: report.html, tables.md, results.csv"
@@ -199,20 +204,20 @@ class Runner:
         self._base: dict[Any, Evaluation] = {}  # of the seed under way
         self._seed: int | None = None
 
-    def run(self, case: Case, begun: str | None = None, shown: bool = False) -> None:
+    def run(self, case: Case, template_time: str | None = None, shown: bool = False) -> None:
         """Takes a run to its end, from where a killed process left it, as `jaxgrpo train` would.
 
         Its checkpoints are removed at the end.
 
         Args:
-          begun: what its chat template writes, if it writes the time.
+          template_time: what its chat template writes, if it writes the time.
           shown: whether its steps are.
         """
         if case.seed != self._seed:  # runs come seed by seed
             self._base.clear()
             self._seed = case.seed
         config = case.config
-        config = at_time(config, config.data.template_time or begun)
+        config = at_time(config, config.data.template_time or template_time)
         share = self._shared.of(config)
         with contextlib.chdir("."):  # a reward may change the folder that the next run begins in
             loop.take(
@@ -231,11 +236,11 @@ class Runner:
         def remembering(params: Params, key: Array, step: int) -> Evaluation:
             # Before the first step the parameters are those of the base, whatever the method.
             place = (id(evaluate), sharding.to_host(key).tobytes()) if step == 0 else None
-            found = self._base.get(place) or evaluate(params, key, step)
+            evaluation = self._base.get(place) or evaluate(params, key, step)
             if place is not None:
-                self._base[place] = found
-            write_successes(folder, step, found.sampled)
-            return found
+                self._base[place] = evaluation
+            write_successes(folder, step, evaluation.sampled)
+            return evaluation
 
         return remembering
 
@@ -251,7 +256,7 @@ def write_successes(folder: Path, step: int, sampled: Answers) -> None:
 def _take_all(
     experiment: Experiment,
     cases: Sequence[Case],
-    complete: Collection[Path],
+    finished_paths: Collection[Path],
     say: Callable[[str], None],
     how_to_continue: str,
 ) -> list[Case]:
@@ -261,11 +266,11 @@ def _take_all(
     Raises: process.StopRequested after a stop signal, once the run under way has saved its state.
     """
     taker = _Taker(experiment, say, how_to_continue)
-    taker.begun = process.decided(lambda: _first_time(cases) or local_time())
+    taker.template_time = process.decided(lambda: _first_time(cases) or local_time())
     for stage in _stages(experiment, cases):
-        taker.take(stage, complete)
-    counted = {case.path for case in taker.taken}
-    return [case for case in cases if case.path in counted]
+        taker.take(stage, finished_paths)
+    counted_paths = {case.path for case in taker.finished_cases}
+    return [case for case in cases if case.path in counted_paths]
 
 
 def _stages(experiment: Experiment, cases: Sequence[Case]) -> Iterator[list[Case]]:
@@ -276,8 +281,8 @@ def _stages(experiment: Experiment, cases: Sequence[Case]) -> Iterator[list[Case
     tuning = [case for case in cases if case.seed in experiment.tuning_seeds]
     yield tuning
     best = process.decided(lambda: _best_rates(experiment, tuning))
-    judged = (case for case in cases if case.seed in experiment.seeds)
-    yield [case for case in judged if case.rate == best[case.arm]]
+    judged_cases = (case for case in cases if case.seed in experiment.seeds)
+    yield [case for case in judged_cases if case.rate == best[case.arm]]
 
 
 def _best_rates(experiment: Experiment, tuning: Sequence[Case]) -> dict[str, float]:
@@ -292,51 +297,54 @@ class _Taker:
     def __init__(
         self, experiment: Experiment, say: Callable[[str], None], how_to_continue: str
     ) -> None:
-        self._experiment, self._say, self._how = experiment, say, how_to_continue
-        self._runner, self._began, self._taken_now = Runner(), time.monotonic(), 0
-        self.taken: list[Case] = []
-        self.begun: str | None = None  # what the chat template writes, if it writes the time
+        self._experiment, self._say, self._how_to_continue = experiment, say, how_to_continue
+        self._runner, self._start_time, self._taken_now = Runner(), time.monotonic(), 0
+        self.finished_cases: list[Case] = []
+        # What the chat template writes, if it writes the time.
+        self.template_time: str | None = None
 
-    def take(self, stage: Sequence[Case], complete: Collection[Path]) -> None:
+    def take(self, stage: Sequence[Case], finished_paths: Collection[Path]) -> None:
         count = self._experiment.number_of_runs
-        finished = [case for case in stage if case.path in complete]
+        finished = [case for case in stage if case.path in finished_paths]
         if finished:
             results.check_metric(self._experiment, finished[0])
             self._say(f"{len(finished)} of {count} runs are finished already")
-        self.taken += finished
+        self.finished_cases += finished
         for case in stage:
-            if case.path not in complete:
+            if case.path not in finished_paths:
                 self._take_one(case, count)
 
     def _take_one(self, case: Case, count: int) -> None:
-        began, first = time.monotonic(), self._taken_now == 0
-        name = f"{len(self.taken) + 1:4d} of {count}: {case.arm}, rate {case.rate:g}, "
+        start, first = time.monotonic(), self._taken_now == 0
+        name = f"{len(self.finished_cases) + 1:4d} of {count}: {case.arm}, rate {case.rate:g}, "
         name += f"seed {case.seed}"
         # The first run compiles, so its steps are shown; then a line for each run is enough.
         quiet = contextlib.nullcontext() if first else telling(Console(highlight=False), name)
         try:
             with quiet:
-                self._runner.run(case, self.begun, shown=first)
+                self._runner.run(case, self.template_time, shown=first)
         except process.StopRequested as stopped:
-            why = stopped.args[0].partition(";")[0]
-            raise process.StopRequested(f"{why}; {self._how}") from None
+            reason = stopped.args[0].partition(";")[0]
+            raise process.StopRequested(f"{reason}; {self._how_to_continue}") from None
         if first:
             results.check_metric(self._experiment, case)
         if not self._experiment.keep_models and process.is_main():
             shutil.rmtree(case.path / "model")
-        self.taken.append(case)
+        self.finished_cases.append(case)
         self._taken_now += 1
-        now, waiting = time.monotonic(), count - len(self.taken)
-        left = (now - self._began) / self._taken_now * waiting
-        self._say(f"{name}: {now - began:.1f} s, {_duration(left)} left")
-        if process.stop_requested(0) and waiting:
-            raise process.StopRequested(f"stopped behind a run; {self._how}")
+        now, runs_left = time.monotonic(), count - len(self.finished_cases)
+        seconds_left = (now - self._start_time) / self._taken_now * runs_left
+        self._say(f"{name}: {now - start:.1f} s, {_duration(seconds_left)} left")
+        if process.stop_requested(0) and runs_left:
+            raise process.StopRequested(f"stopped behind a run; {self._how_to_continue}")
 
 
 def _first_time(cases: Iterable[Case]) -> str | None:
     """The time that chat templates write in the runs that have begun, if they write it."""
-    begun = (read_run(case.path)[1] for case in cases if (case.path / "config.toml").exists())
-    return next((config.data.template_time for config in begun if config.data.template_time), None)
+    configs = (read_run(case.path)[1] for case in cases if (case.path / "config.toml").exists())
+    return next(
+        (config.data.template_time for config in configs if config.data.template_time), None
+    )
 
 
 def _duration(seconds: float) -> str:

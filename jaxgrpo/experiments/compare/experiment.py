@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxgrpo.config import files as configs
-from jaxgrpo.config.files import Config, config_of, replace
-from jaxgrpo.config.keys import HINTS, SECTIONS, SHIPPED, folder_of
+from jaxgrpo.config.files import Config, make_config, replace
+from jaxgrpo.config.keys import HINTS, SECTIONS, SHIPPED, config_folder
 from jaxgrpo.config.reading import show
 from jaxgrpo.core.errors import ConfigError, suggest
 from jaxgrpo.data import storage
@@ -26,7 +26,7 @@ MAY_DIFFER = (
 )
 """The keys of a config, and whole tables, that arms may differ in. All others are locked."""
 
-GIVEN = {
+RESERVED_KEYS = {
     "optimizer.learning_rate": "is what `learning_rates` is for",
     "train.seed": "is what `seeds` is for",
     "run": "is the comparison's own: `dir` says where everything is kept",
@@ -59,9 +59,9 @@ def _choice(*choices: str) -> Reader:
     return lambda value: value if value in choices else None
 
 
-def _list(value: Any, right: Callable[[Any], bool]) -> tuple[Any, ...] | None:
-    """A list of `right` entries that is not empty; equal ones are one."""
-    if not isinstance(value, list) or not all(map(right, value)):
+def _list(value: Any, is_entry: Callable[[Any], bool]) -> tuple[Any, ...] | None:
+    """A list that is not empty, of what `is_entry` accepts; equal entries are one."""
+    if not isinstance(value, list) or not all(map(is_entry, value)):
         return None
     return tuple(dict.fromkeys(value)) or None
 
@@ -73,8 +73,8 @@ def _arm_names(value: Any) -> tuple[str, ...] | None:
 def _seeds(value: Any) -> tuple[int, ...] | None:
     if type(value) is int:
         return tuple(range(value)) or None
-    found = _list(value, lambda seed: type(seed) is int and seed >= 0)
-    return found if found and len(found) == len(value) else None
+    seeds = _list(value, lambda seed: type(seed) is int and seed >= 0)
+    return seeds if seeds and len(seeds) == len(value) else None
 
 
 def _tuning(value: Any) -> tuple[int, ...] | None:
@@ -82,25 +82,25 @@ def _tuning(value: Any) -> tuple[int, ...] | None:
 
 
 def _rates(value: Any) -> tuple[float, ...] | None:
-    found = _list(value, lambda rate: type(rate) in (int, float) and 0 <= rate < math.inf)
-    return tuple(map(float, found)) if found and len(found) == len(value) else None
+    rates = _list(value, lambda rate: type(rate) in (int, float) and 0 <= rate < math.inf)
+    return tuple(map(float, rates)) if rates and len(rates) == len(value) else None
 
 
 def _arms(value: Any) -> dict[str, dict[str, Any]] | None:
-    def right(name: str, table: Any) -> bool:  # a name is that of a folder and of a column
+    def is_arm(name: str, table: Any) -> bool:  # a name is that of a folder and of a column
         letters = (letter.isalnum() or letter in "-_+" for letter in name)
         return isinstance(table, Mapping) and bool(name) and all(letters)
 
     if not isinstance(value, Mapping) or len(value) < 2:
         return None
-    whole = all(right(name, table) for name, table in value.items())
-    return {name: dict(table) for name, table in value.items()} if whole else None
+    are_arms = all(is_arm(name, table) for name, table in value.items())
+    return {name: dict(table) for name, table in value.items()} if are_arms else None
 
 
 def _key(reader: Reader, expected: str, **default: Any) -> Any:
     """A key of the file, with its default (none: the key must be given)."""
-    of = {"reader": reader, "expected": expected, "required": not default}
-    return dataclasses.field(**default, metadata=of)
+    metadata = {"reader": reader, "expected": expected, "required": not default}
+    return dataclasses.field(**default, metadata=metadata)
 
 
 RATES = "a list of different rates, 0 or more, as [1e-4, 3e-4]"
@@ -142,7 +142,7 @@ class Experiment:
     def folder(self) -> Path:
         """Where relative paths in it begin."""
         shipped = self.source is not None and SHIPPED in self.source.parents
-        return Path.cwd() if shipped else folder_of(self.source)
+        return Path.cwd() if shipped else config_folder(self.source)
 
     @property
     def tested(self) -> tuple[str, ...]:
@@ -155,8 +155,8 @@ class Experiment:
     @property
     def number_of_runs(self) -> int:
         rates = sum(len(self.rates(arm)) for arm in self.arms)
-        judged = len(self.arms) if self.judge_rates == "best" else rates
-        return len(self.tuning_seeds) * rates + len(self.seeds) * judged
+        runs_per_seed = len(self.arms) if self.judge_rates == "best" else rates
+        return len(self.tuning_seeds) * rates + len(self.seeds) * runs_per_seed
 
 
 KEYS = {field.name: field for field in dataclasses.fields(Experiment) if field.metadata}
@@ -179,12 +179,12 @@ class Case(NamedTuple):
 def load(path: str | Path) -> Experiment:
     """Reads an experiment file, or a shipped one by its name. Raises: ConfigError, all problems."""
     path = Path(path)
-    known = {file.stem: file for file in SHIPPED_EXPERIMENTS.glob("*.toml")}
+    shipped = {file.stem: file for file in SHIPPED_EXPERIMENTS.glob("*.toml")}
     if not path.is_file() and not path.suffix and len(path.parts) == 1:
-        if path.name not in known:
-            problem = f"no shipped experiment: {suggest(path.name, known)}"
+        if path.name not in shipped:
+            problem = f"no shipped experiment: {suggest(path.name, shipped)}"
             raise ConfigError(str(path), [problem])
-        path = known[path.name]
+        path = shipped[path.name]
     raw, source = configs.read_tables(path)
     problems: list[str] = []
     values = read(raw, problems)
@@ -194,7 +194,7 @@ def load(path: str | Path) -> Experiment:
     return Experiment(**values, source=source)
 
 
-def cases_of(experiment: Experiment) -> list[Case]:
+def make_cases(experiment: Experiment) -> list[Case]:
     """Every run, seed by seed, as `jaxgrpo train` would take its config.
 
     Raises: ConfigError with the problems of the base, else with those of every arm.
@@ -208,19 +208,19 @@ def cases_of(experiment: Experiment) -> list[Case]:
         raise ConfigError(name, [f"{where}: {item}" for item in error.problems]) from None
     problems = []
     if common.eval.data is None:
-        what = "missing, and nothing could be compared; name it in the base or in set"
-        problems.append(f"eval.data: {what}")
-    at_first: dict[str, Config] = {}
+        reason = "missing, and nothing could be compared; name it in the base or in set"
+        problems.append(f"eval.data: {reason}")
+    first_configs: dict[str, Config] = {}
     for arm, changes in experiment.arms.items():
         try:
-            at_first[arm] = _config(experiment, base, changes, experiment.rates(arm)[0])
-            found = _arm_problems(experiment, at_first[arm], common)
+            first_configs[arm] = _config(experiment, base, changes, experiment.rates(arm)[0])
+            arm_problems = _arm_problems(experiment, first_configs[arm], common)
         except ConfigError as error:
-            found = error.problems
-        problems += [f"arms.{arm}: {item}" for item in found]
+            arm_problems = error.problems
+        problems += [f"arms.{arm}: {item}" for item in arm_problems]
     if problems:
         raise ConfigError(name, problems)
-    return list(_cases(experiment, at_first))
+    return list(_cases(experiment, first_configs))
 
 
 def differences(cases: Sequence[Case]) -> dict[str, dict[str, str]]:
@@ -228,7 +228,7 @@ def differences(cases: Sequence[Case]) -> dict[str, dict[str, str]]:
 
     An arm's learning rates are one key, `learning_rates`, in which their order does not count.
     """
-    flat = {case.arm: configs.entries(configs.tables_of(case.config)) for case in cases}
+    flat = {case.arm: configs.entries(configs.to_tables(case.config)) for case in cases}
     for arm, entries in flat.items():
         rates = {case.rate for case in cases if case.arm == arm}
         entries["learning_rates"] = json.dumps(sorted(rates))
@@ -243,15 +243,15 @@ def differences(cases: Sequence[Case]) -> dict[str, dict[str, str]]:
 def read(raw: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
     """The values of an Experiment by name; those that are wrong become problems."""
     values: dict[str, Any] = {}
-    meant = {name: _nearest(name, KEYS) for name in raw if name not in KEYS}
-    problems += [f"{name}: unknown key; {_hint(name, near)}" for name, near in meant.items()]
+    nearest_keys = {name: _nearest(name, KEYS) for name in raw if name not in KEYS}
+    problems += [f"{name}: unknown key; {_hint(name, near)}" for name, near in nearest_keys.items()]
     for name, field in KEYS.items():
-        of = field.metadata
+        rules = field.metadata
         if name not in raw:
-            if of["required"] and name not in meant.values():  # a misspelt key is one problem
-                problems.append(f"{name}: missing; expected {of['expected']}")
-        elif (value := of["reader"](raw[name])) is None:
-            problems.append(f"{name} = {show(raw[name])}: expected {of['expected']}")
+            if rules["required"] and name not in nearest_keys.values():  # misspelt: one problem
+                problems.append(f"{name}: missing; expected {rules['expected']}")
+        elif (value := rules["reader"](raw[name])) is None:
+            problems.append(f"{name} = {show(raw[name])}: expected {rules['expected']}")
         else:
             values[name] = value
     arms = values.get("arms", {})
@@ -262,7 +262,7 @@ def read(raw: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
         for arm, table in arms.items()
         if "learning_rates" in table
     }
-    problems += _together(values)
+    problems += _joint_problems(values)
     if not problems and "tuning_seeds" not in raw:
         values["seeds"], values["tuning_seeds"] = set_apart(values)
     if values.get("judge_rates") == "best" and not problems and not values["tuning_seeds"]:
@@ -284,78 +284,84 @@ def set_apart(values: Mapping[str, Any]) -> tuple[tuple[int, ...], tuple[int, ..
     none if that leaves fewer than SPARE, or if no arm has several rates.
     """
     seeds, arms = values["seeds"], values["arms"]
-    of_arms = [values["own_rates"].get(arm, values["learning_rates"]) for arm in arms]
+    arm_rates = [values["own_rates"].get(arm, values["learning_rates"]) for arm in arms]
     comparisons = len(values.get("tests", ())) or len(arms) - 1
     level = values.get("level", KEYS["level"].default)
     spare = min(len(seeds) - seeds_needed(comparisons, level), max(SPARE, len(seeds) // 3))
-    if spare < SPARE or max(map(len, of_arms)) == 1:
+    if spare < SPARE or max(map(len, arm_rates)) == 1:
         return seeds, ()
     return seeds[:-spare], seeds[-spare:]
 
 
 def _base(experiment: Experiment) -> dict[str, Any]:
     """The tables of the base config, with absolute paths; without tracking, which stays its own."""
-    beside = experiment.folder / experiment.base
-    tables, source = configs.read_tables(beside if beside.is_file() else experiment.base)
+    local_path = experiment.folder / experiment.base
+    tables, source = configs.read_tables(local_path if local_path.is_file() else experiment.base)
     tables.pop("tracking", None)
-    return configs.absolute(tables, folder_of(source))
+    return configs.absolute(tables, config_folder(source))
 
 
 def _config(
     experiment: Experiment, base: Mapping[str, Any], changes: Mapping[str, Any], rate: float
 ) -> Config:
     """One arm's config, with seed 0 and a folder that `_cases` replaces."""
-    common = _changed(base, experiment.set, experiment.folder)
-    tables = _changed(common, changes, experiment.folder)
+    common = _apply_changes(base, experiment.set, experiment.folder)
+    tables = _apply_changes(common, changes, experiment.folder)
     if experiment.hold == "samples":
         _hold_samples(common, tables)
-    of_every_run = {
+    run_keys = {
         "optimizer.learning_rate": rate,
         "train.seed": 0,
         "run": {"dir": experiment.dir, "samples_every": 0, "report": False},
         "tracking": {"tensorboard": False},
     }
-    return config_of(_changed(tables, of_every_run, experiment.folder))
+    return make_config(_apply_changes(tables, run_keys, experiment.folder))
 
 
-def _changed(tables: Mapping[str, Any], changes: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+def _apply_changes(
+    tables: Mapping[str, Any], changes: Mapping[str, Any], folder: Path
+) -> dict[str, Any]:
     result = copy.deepcopy(dict(tables))
     # A recipe is a whole chain: it replaces `advantage`, and is replaced by it.
-    for one, other in (("recipe", "advantage"), ("advantage", "recipe")):
-        if one in changes:
-            result.pop(other, None)
+    for key, rival in (("recipe", "advantage"), ("advantage", "recipe")):
+        if key in changes:
+            result.pop(rival, None)
     replace(result, changes, folder)
     return result
 
 
 def _hold_samples(common: Mapping[str, Any], tables: dict[str, Any]) -> None:
     """Sets prompts_per_step, so that a step has as many samples as without the arm's group size."""
-    before, after = common.get("rollout", {}), tables.get("rollout", {})
-    sizes = [before.get("prompts_per_step"), before.get("group_size"), after.get("group_size")]
+    common_rollout, rollout = common.get("rollout", {}), tables.get("rollout", {})
+    sizes = [
+        common_rollout.get("prompts_per_step"),
+        common_rollout.get("group_size"),
+        rollout.get("group_size"),
+    ]
     if not all(isinstance(size, int) and size > 0 for size in sizes):
         return  # reading the config reports it
-    prompts, size, wanted = sizes
-    if prompts * size % wanted:
+    prompts, size, arm_size = sizes
+    if prompts * size % arm_size:
         problem = (
-            f"rollout.group_size = {wanted}: a step has {prompts} x {size} = {prompts * size} "
+            f"rollout.group_size = {arm_size}: a step has {prompts} x {size} = {prompts * size} "
             'samples, which is no multiple of it; change one of them, or take hold = "prompts"'
         )
         raise ConfigError("arm", [problem])
-    after["prompts_per_step"] = prompts * size // wanted
+    rollout["prompts_per_step"] = prompts * size // arm_size
 
 
-def _cases(experiment: Experiment, configs_of: Mapping[str, Config]) -> Iterator[Case]:
+def _cases(experiment: Experiment, config_by_arm: Mapping[str, Config]) -> Iterator[Case]:
     for seed in (*experiment.seeds, *experiment.tuning_seeds):
-        for arm, config in configs_of.items():
+        for arm, config in config_by_arm.items():
             for rate in experiment.rates(arm):
                 folder = Path(experiment.dir) / "runs" / arm / f"lr_{rate!r}" / f"seed_{seed}"
-                own = dataclasses.replace(
+                run_config = dataclasses.replace(
                     config,
                     optimizer=dataclasses.replace(config.optimizer, learning_rate=rate),
                     train=dataclasses.replace(config.train, seed=seed),
                     run=dataclasses.replace(config.run, dir=str(folder)),
                 )
-                yield Case(arm, rate, seed, own)
+                yield Case(arm, rate, seed, run_config)
 
 
 def _arm_problems(experiment: Experiment, config: Config, common: Config) -> Iterator[str]:
@@ -365,17 +371,20 @@ def _arm_problems(experiment: Experiment, config: Config, common: Config) -> Ite
             'rollout.group_size: say what a step keeps where it differs, hold = "samples" '
             '(prompts_per_step follows) or hold = "prompts"'
         )
-    ours, theirs = config.rewards[0], common.rewards[0]
-    if config.eval.scorer is None and (ours.use, ours.options) != (theirs.use, theirs.options):
+    arm_reward, common_reward = config.rewards[0], common.rewards[0]
+    if config.eval.scorer is None and (arm_reward.use, arm_reward.options) != (
+        common_reward.use,
+        common_reward.options,
+    ):
         yield (
             "rewards: the first one judges success in evaluation too, which must be the same in "
             "every arm; name the judge, set.eval.scorer"
         )
 
 
-def _nearest(name: str, known: Iterable[str]) -> str:
-    """The known name that was probably meant; "" if there is none."""
-    return next(iter(difflib.get_close_matches(name, known, n=1)), "")
+def _nearest(name: str, names: Iterable[str]) -> str:
+    """The one of `names` that was probably meant; "" if there is none."""
+    return next(iter(difflib.get_close_matches(name, names, n=1)), "")
 
 
 def _hint(name: str, near: str) -> str:
@@ -386,22 +395,22 @@ def _hint(name: str, near: str) -> str:
     return f"the keys here are {', '.join(KEYS)}"
 
 
-def _together(values: Mapping[str, Any]) -> Iterator[str]:
+def _joint_problems(values: Mapping[str, Any]) -> Iterator[str]:
     arms = values.get("arms", {})
     for name in ("control", "tests"):
-        asked = values.get(name, ())
-        for arm in [asked] if isinstance(asked, str) else asked:
+        value = values.get(name, ())
+        for arm in [value] if isinstance(value, str) else value:
             if arms and arm not in arms:
                 near = _nearest(arm, arms)
                 hint = f"did you mean {near!r}? " if near else ""
-                yield f"{name} = {show(asked)}: no arm {arm!r}; {hint}arms: {', '.join(arms)}"
+                yield f"{name} = {show(value)}: no arm {arm!r}; {hint}arms: {', '.join(arms)}"
             elif name == "tests" and arm == values.get("control"):
-                yield f"tests = {show(asked)}: {arm!r} is the control; it is not compared to itself"
-    both = sorted({*values.get("seeds", ())} & {*values.get("tuning_seeds", ())})
-    if both:
+                yield f"tests = {show(value)}: {arm!r} is the control; it is not compared to itself"
+    shared_seeds = sorted({*values.get("seeds", ())} & {*values.get("tuning_seeds", ())})
+    if shared_seeds:
         yield (
-            f"tuning_seeds = {show(both)}: among seeds too; a rate must be chosen on other seeds "
-            "than those that it is judged on"
+            f"tuning_seeds = {show(shared_seeds)}: among seeds too; a rate must be chosen on "
+            "other seeds than those that it is judged on"
         )
 
 
@@ -415,20 +424,20 @@ def _table_problems(arm: str, table: Mapping[str, Any]) -> Iterator[str]:
         if key == "optimizer.learning_rate":
             yield f"{where}.{key}: give the arm rates of its own, {where}.learning_rates = [...]"
         elif not _within(key, MAY_DIFFER):
-            allowed = f"arms may differ in {', '.join(MAY_DIFFER)}, learning_rates"
+            rule = f"arms may differ in {', '.join(MAY_DIFFER)}, learning_rates"
             if key.partition(".")[0] in HINTS:
-                locked = f"locked, the same in every arm; {allowed}"
-                yield f"{where}.{key}: {locked}; set.{key} changes it for all of them"
+                reason = f"locked, the same in every arm; {rule}"
+                yield f"{where}.{key}: {reason}; set.{key} changes it for all of them"
             else:
                 near = _nearest(key, MAY_DIFFER)
                 hint = f"did you mean {near}? " if near else ""
-                yield f"{where}.{key}: unknown key; {hint}{allowed}"
+                yield f"{where}.{key}: unknown key; {hint}{rule}"
 
 
 def _set_problems(table: Mapping[str, Any]) -> Iterator[str]:
-    for key, given in itertools.product(_names(table), GIVEN):
-        if _within(key, [given]):
-            yield f"set.{key}: {GIVEN[given]}; take it out"
+    for key, reserved_key in itertools.product(_names(table), RESERVED_KEYS):
+        if _within(key, [reserved_key]):
+            yield f"set.{key}: {RESERVED_KEYS[reserved_key]}; take it out"
 
 
 def _names(table: Mapping[str, Any]) -> Iterator[str]:

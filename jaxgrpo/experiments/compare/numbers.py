@@ -17,11 +17,11 @@ from jaxgrpo.experiments.compare.results import Estimate, Outcome, Outcomes, Row
 GROUPS = ("groups/all_fail", "groups/all_pass", "groups/mixed", "live_groups")
 """Shares of groups that are shown at the start and at the end of training."""
 
-Chosen = Mapping[str, Sequence[Outcome]]
+RunsByArm = Mapping[str, Sequence[Outcome]]
 """arm -> its runs at its best rate, of the seeds that count"""
 
 
-def of_plan(
+def describe_plan(
     experiment: Experiment, cases: Sequence[Case], finished: Collection[Path]
 ) -> dict[str, Any]:
     """What will be run, in what the arms differ, and which differences the seeds can show.
@@ -29,8 +29,13 @@ def of_plan(
     Args:
       finished: the folders of the finished runs.
     """
-    least, corrected, needed = results.detectable(experiment)
-    seen = {"p": least, "corrected_p": corrected, "level": experiment.level, "seeds": needed}
+    least_p, corrected_p, needed_seeds = results.detectable(experiment)
+    smallest = {
+        "p": least_p,
+        "corrected_p": corrected_p,
+        "level": experiment.level,
+        "seeds": needed_seeds,
+    }
     return {
         "dir": experiment.dir,
         "runs": experiment.number_of_runs,
@@ -42,7 +47,7 @@ def of_plan(
         "seeds": experiment.seeds,
         "tuning_seeds": experiment.tuning_seeds,
         "tested": results.testable(experiment),
-        "smallest": seen if results.testable(experiment) else None,
+        "smallest": smallest if results.testable(experiment) else None,
         "differences": {
             key: {arm: None if text == "–" else json.loads(text) for arm, text in values.items()}
             for key, values in differences(cases).items()
@@ -50,20 +55,22 @@ def of_plan(
     }
 
 
-def of_result(experiment: Experiment, outcomes: Outcomes, chosen: Chosen) -> dict[str, Any]:
+def describe_result(
+    experiment: Experiment, outcomes: Outcomes, runs_by_arm: RunsByArm
+) -> dict[str, Any]:
     """What the finished runs say."""
     rates = sorted({rate for _, rate in outcomes})
-    every = experiment.judge_rates == "all"
-    tables = {rate: results.at_rate(experiment, outcomes, rate) for rate in rates if every}
+    at_every_rate = experiment.judge_rates == "all"
+    tables = {rate: results.at_rate(experiment, outcomes, rate) for rate in rates if at_every_rate}
     return {
         "best": _rows(experiment, results.at_best(experiment, outcomes)),
         "tuning": tuning(experiment, outcomes),
         "by_learning_rate": [row for table in tables.values() for row in _rows(experiment, table)],
         "mixtures": results.mixtures(outcomes),
-        "pass_at": passes(experiment, chosen),
-        "groups": groups(chosen),
+        "pass_at": passes(experiment, runs_by_arm),
+        "groups": groups(runs_by_arm),
         "warnings": warnings(outcomes),
-        "cost": costs(chosen),
+        "cost": costs(runs_by_arm),
     }
 
 
@@ -72,19 +79,19 @@ def tuning(experiment: Experiment, outcomes: Outcomes) -> dict[str, dict[float, 
     seeds, metric = experiment.tuning_seeds, experiment.metric
     means = {}
     for arm in experiment.arms if seeds else ():
-        values = results.values_of(experiment, outcomes, arm, metric, seeds)
+        values = results.arm_values(experiment, outcomes, arm, metric, seeds)
         means[arm] = dict(zip(experiment.rates(arm), values.mean(1).tolist(), strict=True))
     return means
 
 
-def passes(experiment: Experiment, chosen: Chosen) -> dict[str, dict[str, Any]]:
+def passes(experiment: Experiment, runs_by_arm: RunsByArm) -> dict[str, dict[str, Any]]:
     """arm -> pass@1, pass@2, ... of the base and the trained model, means over seeds, and the
     smallest k from which the trained model is shown to be below the base (None: it is not)."""
-    samples = min(len(run.base_pass) for found in chosen.values() for run in found)
+    samples = min(len(run.base_pass) for runs in runs_by_arm.values() for run in runs)
     numbers = {}
-    for arm, found in chosen.items():
-        base = np.array([run.base_pass[:samples] for run in found])
-        trained = np.array([run.trained_pass[:samples] for run in found])
+    for arm, runs in runs_by_arm.items():
+        base = np.array([run.base_pass[:samples] for run in runs])
+        trained = np.array([run.trained_pass[:samples] for run in runs])
         numbers[arm] = {
             "base": base.mean(0),
             "trained": trained.mean(0),
@@ -93,38 +100,38 @@ def passes(experiment: Experiment, chosen: Chosen) -> dict[str, dict[str, Any]]:
     return numbers
 
 
-def groups(chosen: Chosen) -> dict[str, dict[str, dict[str, float]]]:
+def groups(runs_by_arm: RunsByArm) -> dict[str, dict[str, dict[str, float]]]:
     """arm -> share of groups -> its means over the first and the last tenth of the steps."""
     numbers = {}
-    for arm, found in chosen.items():
-        means = {name: np.mean([run.curves[name] for run in found], axis=0) for name in GROUPS}
+    for arm, runs in runs_by_arm.items():
+        means = {name: np.mean([run.curves[name] for run in runs], axis=0) for name in GROUPS}
         part = max(1, len(next(iter(means.values()))) // 10)
         numbers[arm] = {
-            name: {"first": float(of[:part].mean()), "last": float(of[-part:].mean())}
-            for name, of in means.items()
+            name: {"first": float(shares[:part].mean()), "last": float(shares[-part:].mean())}
+            for name, shares in means.items()
         }
     return numbers
 
 
 def warnings(outcomes: Outcomes) -> list[dict[str, Any]]:
     """In how many runs of each arm and rate each warning came."""
-    found = []
+    rows = []
     for (arm, rate), by_seed in outcomes.items():
-        given = Counter(name for run in by_seed.values() for name, n in run.warnings.items() if n)
+        counts = Counter(name for run in by_seed.values() for name, n in run.warnings.items() if n)
         place = {"arm": arm, "learning_rate": rate}
-        for name in sorted(given):
-            found.append({**place, "warning": name, "in_runs": given[name], "runs": len(by_seed)})
-    return found
+        for name in sorted(counts):
+            rows.append({**place, "warning": name, "in_runs": counts[name], "runs": len(by_seed)})
+    return rows
 
 
-def costs(chosen: Chosen) -> dict[str, dict[str, float]]:
+def costs(runs_by_arm: RunsByArm) -> dict[str, dict[str, float]]:
     """arm -> tokens sampled and seconds of training of a run, means over seeds."""
     return {
         arm: {
-            "tokens": float(np.mean([run.numbers["tokens"] for run in found])),
-            "seconds": float(np.mean([run.numbers["time/seconds"] for run in found])),
+            "tokens": float(np.mean([run.numbers["tokens"] for run in runs])),
+            "seconds": float(np.mean([run.numbers["time/seconds"] for run in runs])),
         }
-        for arm, found in chosen.items()
+        for arm, runs in runs_by_arm.items()
     }
 
 
@@ -145,5 +152,5 @@ def _row(experiment: Experiment, row: Row) -> dict[str, Any]:
     }
 
 
-def _estimate(found: Estimate | None) -> dict[str, float] | None:
-    return None if found is None else found._asdict()
+def _estimate(estimate: Estimate | None) -> dict[str, float] | None:
+    return None if estimate is None else estimate._asdict()

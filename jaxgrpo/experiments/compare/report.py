@@ -10,10 +10,10 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
 from jaxgrpo.evaluation.evaluate import powers
-from jaxgrpo.evaluation.intervals import of_few
+from jaxgrpo.evaluation.intervals import student_interval
 from jaxgrpo.experiments.compare import numbers, results
 from jaxgrpo.experiments.compare.experiment import SPARE, Experiment, seeds_needed
-from jaxgrpo.experiments.compare.results import Estimate, Outcome, Outcomes, Table, values_of
+from jaxgrpo.experiments.compare.results import Estimate, Outcome, Outcomes, Table, arm_values
 from jaxgrpo.experiments.sections import Section
 from jaxgrpo.training.report import charts, html
 
@@ -30,13 +30,16 @@ NO_P = (
 )
 
 
-def markdown(found: Sequence[Section]) -> str:
+def markdown(report_sections: Sequence[Section]) -> str:
     """tables.md: the same bytes for the same runs, so without the sections that are timed."""
-    return "\n".join(section.markdown() for section in found if not section.timed)
+    return "\n".join(section.markdown() for section in report_sections if not section.timed)
 
 
 def render(
-    experiment: Experiment, outcomes: Outcomes, found: Sequence[Section], differences: Section
+    experiment: Experiment,
+    outcomes: Outcomes,
+    report_sections: Sequence[Section],
+    differences: Section,
 ) -> str:
     """The whole HTML page."""
     name = experiment.source.stem if experiment.source else experiment.dir
@@ -44,9 +47,9 @@ def render(
     about = html.text(f"{arms} · control {experiment.control}")
     body = [
         f'<h1>{html.text(name)}</h1>\n<div class="muted">{about}</div>',
-        found[0].html(),
+        report_sections[0].html(),
         f'<h2>Charts</h2>\n<div class="charts">{"".join(_figures(experiment, outcomes))}</div>',
-        *(section.html() for section in (*found[1:], differences)),
+        *(section.html() for section in (*report_sections[1:], differences)),
     ]
     return html.document(name, "\n".join(body))
 
@@ -54,25 +57,25 @@ def render(
 def sections(experiment: Experiment, outcomes: Outcomes) -> list[Section]:
     """Everything, the answer first."""
     best = results.at_best(experiment, outcomes)
-    chosen = best_runs(experiment, outcomes)
+    runs_by_arm = best_runs(experiment, outcomes)
     rates = dict.fromkeys(rate for _, rate in outcomes)
-    of_best = rows_of(experiment, best, own_rates=True)
-    of = {
-        rate: rows_of(experiment, results.at_rate(experiment, outcomes, rate))
+    best_rows = format_rows(experiment, best, own_rates=True)
+    rows_by_rate = {
+        rate: format_rows(experiment, results.at_rate(experiment, outcomes, rate))
         for rate in rates
         if experiment.judge_rates == "all"
     }
     return [
         _answer(experiment, best),
-        Section("What can be seen", [said_detectable(experiment)]),
-        Section("At each arm's best learning rate", [_how_chosen(experiment)], of_best),
+        Section("What can be seen", [describe_detectable(experiment)]),
+        Section("At each arm's best learning rate", [_how_chosen(experiment)], best_rows),
         *_tuning_section(experiment, outcomes),
         *_mixed(outcomes),
-        *(Section(f"At learning rate {rate:g}", rows=rows) for rate, rows in of.items()),
-        _pass_section(experiment, chosen),
-        _groups_section(chosen),
+        *(Section(f"At learning rate {rate:g}", rows=rows) for rate, rows in rows_by_rate.items()),
+        _pass_section(experiment, runs_by_arm),
+        _groups_section(runs_by_arm),
         *_warnings(outcomes),
-        _cost_section(chosen),
+        _cost_section(runs_by_arm),
     ]
 
 
@@ -91,28 +94,28 @@ def best_runs(experiment: Experiment, outcomes: Outcomes) -> dict[str, list[Outc
     }
 
 
-def said_detectable(experiment: Experiment) -> str:
+def describe_detectable(experiment: Experiment) -> str:
     """What the number of seeds allows to be seen at all."""
-    least, corrected, needed = results.detectable(experiment)
+    least_p, corrected_p, needed_seeds = results.detectable(experiment)
     seeds, tested = len(experiment.seeds), results.testable(experiment)
-    without = [arm for arm in experiment.tested if arm not in tested]
-    untold = "".join(f"{arm}: {NO_P} " for arm in without).strip()
+    untested = [arm for arm in experiment.tested if arm not in tested]
+    no_p_text = "".join(f"{arm}: {NO_P} " for arm in untested).strip()
     if not tested:
-        return untold
+        return no_p_text
     text = (
-        f"{seeds} seeds: an exchange of labels gives no p below {least:.2g}, and none below "
-        f"{corrected:.2g} corrected for {_count(len(tested), 'comparison')} "
+        f"{seeds} seeds: an exchange of labels gives no p below {least_p:.2g}, and none below "
+        f"{corrected_p:.2g} corrected for {_count(len(tested), 'comparison')} "
         f"({', '.join(tested)} with {experiment.control})."
     )
-    if corrected > experiment.level:
+    if corrected_p > experiment.level:
         text += (
             f" At the level {experiment.level:g} no difference can be shown, however large: take "
-            f"{needed} seeds or more, or name fewer arms in `tests` before looking."
+            f"{needed_seeds} seeds or more, or name fewer arms in `tests` before looking."
         )
-    return f"{text} {untold}".strip()
+    return f"{text} {no_p_text}".strip()
 
 
-def rows_of(experiment: Experiment, table: Table, own_rates: bool = False) -> list[list[str]]:
+def format_rows(experiment: Experiment, table: Table, own_rates: bool = False) -> list[list[str]]:
     """A table of arms as texts."""
     metric = experiment.metric
     head = ["arm", *["rate"] * own_rates, metric, "95% interval"]
@@ -125,11 +128,11 @@ def rows_of(experiment: Experiment, table: Table, own_rates: bool = False) -> li
     return rows
 
 
-def _pair(found: Estimate | None, form: str) -> tuple[str, str]:
-    if found is None:
+def _pair(estimate: Estimate | None, form: str) -> tuple[str, str]:
+    if estimate is None:
         return "–", "–"
-    value, low, high = (format(number, form) for number in found)
-    return value, f"{low} to {high}" if np.isfinite(found.low) else "–"
+    value, low, high = (format(number, form) for number in estimate)
+    return value, f"{low} to {high}" if np.isfinite(estimate.low) else "–"
 
 
 def _answer(experiment: Experiment, best: Table) -> Section:
@@ -152,7 +155,7 @@ def _answer(experiment: Experiment, best: Table) -> Section:
 
 def _how_chosen(experiment: Experiment) -> str:
     means = f"the {'highest' if experiment.better == 'higher' else 'lowest'} mean"
-    over = (
+    basis = (
         "very seeds shown, so that means are a little too good, the more so the more rates an arm "
         "has; the test makes the choice again in every exchange of labels, where an arm has the "
         "control's rates. Then p is exact if two arms are alike at every rate; of arms with equal "
@@ -160,16 +163,16 @@ def _how_chosen(experiment: Experiment) -> str:
         f".08 and .11 of comparisons). {_seeds_apart(experiment)}"
     )
     if max(len(experiment.rates(arm)) for arm in experiment.arms) == 1:
-        over = "seeds shown; no arm has a choice."
+        basis = "seeds shown; no arm has a choice."
     if experiment.tuning_seeds:
         seeds = ", ".join(map(str, experiment.tuning_seeds))
-        over = f"tuning seeds {seeds}, which count nowhere else."
+        basis = f"tuning seeds {seeds}, which count nowhere else."
     drawn = len(experiment.seeds) > results.EXACT
-    how = f"{results.DRAWN} drawn exchanges" if drawn else "exact"
+    kind = f"{results.DRAWN} drawn exchanges" if drawn else "exact"
     return (
-        f"Rates are those of {means} over the {over} Intervals: Student's t over seeds, which "
+        f"Rates are those of {means} over the {basis} Intervals: Student's t over seeds, which "
         "takes them as normal; skewed ones are missed more often; cut where the metric's range "
-        f"ends. p: exchange of labels within seeds, two-sided, {how}; corrected by Holm within a "
+        f"ends. p: exchange of labels within seeds, two-sided, {kind}; corrected by Holm within a "
         "table."
     )
 
@@ -193,15 +196,17 @@ def _seeds_apart(experiment: Experiment) -> str:
     return f"Give tuning_seeds, or {enough} seeds or more, of which some are then set apart."
 
 
-def _pass_section(experiment: Experiment, chosen: Mapping[str, list[Outcome]]) -> Section:
+def _pass_section(experiment: Experiment, runs_by_arm: Mapping[str, list[Outcome]]) -> Section:
     """pass@k before and after, and where the trained model falls below the base."""
-    found = numbers.passes(experiment, chosen)
-    samples = len(next(iter(found.values()))["base"])
+    passes_by_arm = numbers.passes(experiment, runs_by_arm)
+    samples = len(next(iter(passes_by_arm.values()))["base"])
     sizes = powers(4, samples)
     rows = [["arm", *(f"pass@{k}, base → trained" for k in sizes), "below the base from k"]]
-    for arm, one in found.items():
-        below = one["below_the_base_from"] or f"none shown up to {samples}"
-        means = [f"{one['base'][k - 1]:.3f} → {one['trained'][k - 1]:.3f}" for k in sizes]
+    for arm, arm_passes in passes_by_arm.items():
+        below = arm_passes["below_the_base_from"] or f"none shown up to {samples}"
+        means = [
+            f"{arm_passes['base'][k - 1]:.3f} → {arm_passes['trained'][k - 1]:.3f}" for k in sizes
+        ]
         rows.append([arm, *means, str(below)])
     text = (
         "Means over seeds and prompts, unbiased. The last column: the smallest k at which the "
@@ -213,40 +218,42 @@ def _pass_section(experiment: Experiment, chosen: Mapping[str, list[Outcome]]) -
     return Section("pass@k before and after", [text], rows)
 
 
-def _groups_section(chosen: Mapping[str, list[Outcome]]) -> Section:
+def _groups_section(runs_by_arm: Mapping[str, list[Outcome]]) -> Section:
     """Shares of flat and live groups at the start and at the end of training."""
     rows = [["arm", *(f"{label}, first and last tenth" for label in GROUPS.values())]]
-    for arm, shares in numbers.groups(chosen).items():
-        rows.append([arm, *(f"{of['first']:.3f}, {of['last']:.3f}" for of in shares.values())])
+    for arm, shares in numbers.groups(runs_by_arm).items():
+        rows.append(
+            [arm, *(f"{share['first']:.3f}, {share['last']:.3f}" for share in shares.values())]
+        )
     return Section("Groups in training", ["Shares of groups, means over seeds and steps."], rows)
 
 
 def _mixed(outcomes: Outcomes) -> list[Section]:
     """That runs do not belong together, if they do not."""
-    said = results.mixtures(outcomes)
-    if not said:
+    signs = results.mixtures(outcomes)
+    if not signs:
         return []
     text = (
         "Something changed between runs that no config shows, the base's weights or own code, and "
         "differences between arms may come from it. Remove the runs from before and compare again."
     )
-    return [Section("Runs that do not belong together", [*said, text])]
+    return [Section("Runs that do not belong together", [*signs, text])]
 
 
 def _warnings(outcomes: Outcomes) -> list[Section]:
     """The warnings of the runs, which are not printed while the runs are taken."""
     rows = [["arm", "rate", "warning", "in runs"]]
-    for one in numbers.warnings(outcomes):
-        among = f"{one['in_runs']} of {one['runs']}"
-        rows.append([one["arm"], f"{one['learning_rate']:g}", one["warning"], among])
+    for warning in numbers.warnings(outcomes):
+        among = f"{warning['in_runs']} of {warning['runs']}"
+        rows.append([warning["arm"], f"{warning['learning_rate']:g}", warning["warning"], among])
     text = "`jaxgrpo report RUN --text` says more of each; docs/metrics.md what they mean."
     return [Section("Warnings", [text], rows)] if len(rows) > 1 else []
 
 
-def _cost_section(chosen: Mapping[str, list[Outcome]]) -> Section:
+def _cost_section(runs_by_arm: Mapping[str, list[Outcome]]) -> Section:
     rows = [["arm", "tokens sampled per run", "seconds per run"]]
-    for arm, one in numbers.costs(chosen).items():
-        rows.append([arm, f"{one['tokens']:,.0f}", f"{one['seconds']:.1f}"])
+    for arm, cost in numbers.costs(runs_by_arm).items():
+        rows.append([arm, f"{cost['tokens']:,.0f}", f"{cost['seconds']:.1f}"])
     text = (
         "Of training, without evaluation. The first run of a shape also compiles its programs; see "
         "results.csv for each run."
@@ -254,36 +261,43 @@ def _cost_section(chosen: Mapping[str, list[Outcome]]) -> Section:
     return Section("Cost", [text], rows, timed=True)
 
 
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'s' * (number != 1)}"
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' * (number != 1)}"
 
 
 def _figures(experiment: Experiment, outcomes: Outcomes) -> list[str]:
-    best = best_runs(experiment, outcomes)
-    left = min(0.5, 0.04 + 0.017 * max(map(len, experiment.arms)))
+    runs_by_arm = best_runs(experiment, outcomes)
+    left_margin = min(0.5, 0.04 + 0.017 * max(map(len, experiment.arms)))
     few = _are_few(len(experiment.seeds))
     bar = "lowest and highest seed" if few else "95% interval over seeds"
-    over = " over the tuning seeds" if experiment.judge_rates == "best" else ""
-    rates = f"{experiment.metric}, mean and {bar}{over}."
-    minus = f"At each arm's best rate; by seeds, with the {bar}."
-    dotted = "Dotted: the base. Each arm at its best rate, means over seeds."
-    of = experiment, outcomes
-    drawn = [
-        _figure("By learning rate", rates, lambda axes: by_rate(axes, *of)),
-        _figure(f"Minus {experiment.control}", minus, lambda axes: forest(axes, *of), left),
-        _figure("pass@k", dotted, lambda axes: passes(axes, best)),
+    seeds_note = " over the tuning seeds" if experiment.judge_rates == "best" else ""
+    rates_note = f"{experiment.metric}, mean and {bar}{seeds_note}."
+    minus_note = f"At each arm's best rate; by seeds, with the {bar}."
+    passes_note = "Dotted: the base. Each arm at its best rate, means over seeds."
+    comparison = experiment, outcomes
+    figures = [
+        _figure("By learning rate", rates_note, lambda axes: by_rate(axes, *comparison)),
+        _figure(
+            f"Minus {experiment.control}",
+            minus_note,
+            lambda axes: forest(axes, *comparison),
+            left_margin,
+        ),
+        _figure("pass@k", passes_note, lambda axes: passes(axes, runs_by_arm)),
     ]
     for name, (title, note) in CURVES.items():
         note += f" Running means at each arm's best rate; bands: {bar}."
-        drawn.append(_figure(title, note, lambda axes, name=name: curves(axes, best, name)))
-    return drawn
+        figures.append(
+            _figure(title, note, lambda axes, name=name: curves(axes, runs_by_arm, name))
+        )
+    return figures
 
 
-def _figure(title: str, note: str, draw: Callable[[Axes], None], left: float = 0.14) -> str:
-    """A chart; `left` is the share of its width that is kept for the labels of its rows."""
+def _figure(title: str, note: str, draw: Callable[[Axes], None], left_margin: float = 0.14) -> str:
+    """A chart; `left_margin` is the share of its width that is kept for the labels of its rows."""
     with mpl.rc_context(charts.STYLE):
         figure, axes = charts.blank(title)
-        figure.subplots_adjust(left=max(0.14, left))
+        figure.subplots_adjust(left=max(0.14, left_margin))
         draw(axes)
         charts.legend_below(axes)
         return html.figure(title, charts.as_svg(figure), note)
@@ -294,14 +308,16 @@ def by_rate(axes: Axes, experiment: Experiment, outcomes: Outcomes) -> None:
     rates = sorted({rate for _, rate in outcomes})
     for place, arm in enumerate(experiment.arms):
         seeds = experiment.tuning_seeds if experiment.judge_rates == "best" else experiment.seeds
-        values = values_of(experiment, outcomes, arm, experiment.metric, seeds)
-        shown = [_shown(results.estimate(row, experiment.metric), row) for row in values]
-        middle, low, high = np.array(shown).T
+        values = arm_values(experiment, outcomes, arm, experiment.metric, seeds)
+        estimates = [
+            _chart_estimate(results.estimate(row, experiment.metric), row) for row in values
+        ]
+        middle, low, high = np.array(estimates).T
         ends = np.array([middle - low, high - middle])
-        where = np.array([rates.index(rate) for rate in experiment.rates(arm)])
+        positions = np.array([rates.index(rate) for rate in experiment.rates(arm)])
         shift = 0.03 * (place - len(experiment.arms) / 2)
         axes.errorbar(
-            where + shift, middle, yerr=np.nan_to_num(np.maximum(ends, 0)), color=colour(place),
+            positions + shift, middle, yerr=np.nan_to_num(np.maximum(ends, 0)), color=colour(place),
             label=arm, marker="o", markersize=3, linewidth=1.2, capsize=2,
         )  # fmt: skip
     axes.set_xticks(range(len(rates)), [f"{rate:g}" for rate in rates])
@@ -310,51 +326,52 @@ def by_rate(axes: Axes, experiment: Experiment, outcomes: Outcomes) -> None:
 def forest(axes: Axes, experiment: Experiment, outcomes: Outcomes) -> None:
     """Differences from the control, with intervals and every seed."""
     by_seed = {
-        arm: np.array([run.numbers[experiment.metric] for run in found])
-        for arm, found in best_runs(experiment, outcomes).items()
+        arm: np.array([run.numbers[experiment.metric] for run in runs])
+        for arm, runs in best_runs(experiment, outcomes).items()
     }
-    others = [arm for arm in experiment.arms if arm != experiment.control]
-    for place, arm in enumerate(others):
+    compared_arms = [arm for arm in experiment.arms if arm != experiment.control]
+    for place, arm in enumerate(compared_arms):
         difference = by_seed[arm] - by_seed[experiment.control]
         interval = results.estimate_difference(difference, experiment.metric)
-        value, low, high = _shown(interval, difference)
+        value, low, high = _chart_estimate(interval, difference)
         tone = colour(list(experiment.arms).index(arm))
         axes.plot([low, high], [place, place], color=tone, linewidth=2)
         axes.plot([value], [place], "o", color=tone)
         axes.plot(difference, np.full(len(difference), place + 0.22), "|", color=tone, alpha=0.6)
     axes.axvline(0, color="#6b7280", linewidth=0.8)
-    axes.set_yticks(range(len(others)), others)
-    axes.set_ylim(len(others) - 0.4, -0.6)
+    axes.set_yticks(range(len(compared_arms)), compared_arms)
+    axes.set_ylim(len(compared_arms) - 0.4, -0.6)
     axes.xaxis.set_major_locator(MaxNLocator(5))
 
 
-def passes(axes: Axes, best: Mapping[str, Sequence[Outcome]]) -> None:
+def passes(axes: Axes, runs_by_arm: Mapping[str, Sequence[Outcome]]) -> None:
     """pass@k of the base and of every arm."""
-    for place, (arm, found) in enumerate(best.items()):
-        base = np.mean([run.base_pass for run in found], axis=0)
+    for place, (arm, runs) in enumerate(runs_by_arm.items()):
+        base = np.mean([run.base_pass for run in runs], axis=0)
         k = np.arange(1, len(base) + 1)
         if place == 0:
             axes.plot(k, base, ":", color="#111827", linewidth=1.6, label="base")
-        trained = np.mean([run.trained_pass for run in found], axis=0)
+        trained = np.mean([run.trained_pass for run in runs], axis=0)
         axes.plot(k, trained, color=colour(place), linewidth=1.4, label=arm)
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
 
 
-def curves(axes: Axes, best: Mapping[str, Sequence[Outcome]], name: str) -> None:
+def curves(axes: Axes, runs_by_arm: Mapping[str, Sequence[Outcome]], name: str) -> None:
     """A metric of training over steps, running means, with bands over seeds.
 
     A band ends where the metric's range does: at the lowest and highest value of any step.
     """
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6))
-    every = np.concatenate([run.curves[name] for found in best.values() for run in found])
-    bounds = np.nanmin(every, initial=np.inf), np.nanmax(every, initial=-np.inf)
-    for place, (arm, found) in enumerate(best.items()):
-        values = np.array([smoothed(run.curves[name]) for run in found])
+    all_values = np.concatenate([run.curves[name] for runs in runs_by_arm.values() for run in runs])
+    bounds = np.nanmin(all_values, initial=np.inf), np.nanmax(all_values, initial=-np.inf)
+    for place, (arm, runs) in enumerate(runs_by_arm.items()):
+        values = np.array([smooth(run.curves[name]) for run in runs])
         steps = np.arange(1, values.shape[1] + 1)
         axes.plot(steps, values.mean(0), color=colour(place), linewidth=1.4, label=arm)
         if len(values) > 1:
-            band = _ends(values) if _are_few(len(values)) else np.clip(of_few(values), *bounds)
+            few = _are_few(len(values))
+            band = _ends(values) if few else np.clip(student_interval(values), *bounds)
             axes.fill_between(steps, *band, color=colour(place), alpha=0.15, linewidth=0)
 
 
@@ -364,10 +381,10 @@ def _are_few(seeds: int) -> bool:
     return seeds < results.FEW
 
 
-def _shown(found: Estimate, values: np.ndarray) -> Estimate:
+def _chart_estimate(estimate: Estimate, values: np.ndarray) -> Estimate:
     """What a chart shows of values by seeds: of few their lowest and highest."""
     low, high = map(float, _ends(values))
-    return Estimate(found.value, low, high) if _are_few(len(values)) else found
+    return Estimate(estimate.value, low, high) if _are_few(len(values)) else estimate
 
 
 def _ends(values: np.ndarray) -> np.ndarray:
@@ -375,11 +392,11 @@ def _ends(values: np.ndarray) -> np.ndarray:
     return np.stack([values.min(0), values.max(0)])
 
 
-def smoothed(values: np.ndarray) -> np.ndarray:
+def smooth(values: np.ndarray) -> np.ndarray:
     """The mean of the last twentieth of all steps, of fewer at the start; NaN counts as nothing."""
     width = max(1, len(values) // 20)
-    known = np.isfinite(values)
-    sums = np.cumsum([np.where(known, values, 0.0), known], axis=1)
+    finite = np.isfinite(values)
+    sums = np.cumsum([np.where(finite, values, 0.0), finite], axis=1)
     total, count = np.insert(sums, 0, 0.0, axis=1)
     end = np.arange(1, len(values) + 1)
     start = np.maximum(end - width, 0)

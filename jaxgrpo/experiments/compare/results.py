@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxgrpo.core.errors import InputError, suggest
-from jaxgrpo.evaluation.intervals import of_few
+from jaxgrpo.evaluation.intervals import student_interval
 from jaxgrpo.experiments.compare.experiment import Case, Experiment, seeds_needed
 from jaxgrpo.training.folder import evaluation_of, read_metrics
 from jaxgrpo.update import diagnostics
@@ -36,7 +36,7 @@ SHOWN = 8  # runs that a message names
 ROUNDING = 1e-6  # evaluations that differ by less differ by rounding
 EXACT = 12  # up to so many seeds every exchange of labels is counted
 DRAWN = 20_000  # exchanges that are drawn if there are more seeds
-SAME = 1e-12  # statistics that differ by less are equal
+TOLERANCE = 1e-12  # statistics that differ by less are equal
 FEW = 5  # with fewer seeds charts show the lowest and the highest instead of an interval
 
 BOUNDS: dict[tuple[float, float], tuple[str, ...]] = {
@@ -71,10 +71,10 @@ Outcomes = Mapping[tuple[str, float], Mapping[int, Outcome]]
 
 def read_all(cases: Sequence[Case]) -> Outcomes:
     """Every outcome. All runs must be finished."""
-    found = {(case.arm, case.rate): dict[int, Outcome]() for case in cases}
+    outcomes = {(case.arm, case.rate): dict[int, Outcome]() for case in cases}
     for case in cases:
-        found[case.arm, case.rate][case.seed] = read(case)
-    return found
+        outcomes[case.arm, case.rate][case.seed] = read(case)
+    return outcomes
 
 
 def read(case: Case) -> Outcome:
@@ -108,8 +108,8 @@ def check_metric(experiment: Experiment, case: Case) -> None:
     if experiment.metric in read_metrics(case.path)[-1]:
         check_complete(experiment, {(case.arm, case.rate): {case.seed: outcome}})
     elif experiment.metric not in outcome.numbers:
-        known = suggest(experiment.metric, outcome.numbers)
-        raise InputError(f"metric = {experiment.metric!r}: no such number; {known}")
+        hint = suggest(experiment.metric, outcome.numbers)
+        raise InputError(f"metric = {experiment.metric!r}: no such number; {hint}")
 
 
 def check_complete(experiment: Experiment, outcomes: Outcomes) -> None:
@@ -137,32 +137,35 @@ def mixtures(outcomes: Outcomes) -> list[str]:
     the same own files should have the same copies of them.
     """
     runs = [run for by_seed in outcomes.values() for run in by_seed.values()]
-    said = []
+    signs = []
     for seed in dict.fromkeys(run.case.seed for run in runs):
-        bases = [_base_of(run) for run in runs if run.case.seed == seed]
+        bases = [_base_numbers(run) for run in runs if run.case.seed == seed]
         common = set.intersection(*map(set, bases))
         values = {name: [base[name] for base in bases] for name in sorted(common)}
-        same = {name: np.allclose(of, of[0], rtol=0, atol=ROUNDING) for name, of in values.items()}
-        other = [name for name in same if not same[name]]
-        if other:
-            said.append(f"Seed {seed}: runs begin at different bases ({', '.join(other)} differ).")
+        names = [
+            name
+            for name, column in values.items()
+            if not np.allclose(column, column[0], rtol=0, atol=ROUNDING)
+        ]
+        if names:
+            signs.append(f"Seed {seed}: runs begin at different bases ({', '.join(names)} differ).")
     copies: dict[tuple[Path, ...], set[frozenset[bytes]]] = {}
     for run in runs:
-        copies.setdefault(run.case.config.own_files, set()).add(_code_of(run.case))
-    for files, found in copies.items():
-        if len(found) > 1:
-            said.append(f"Runs with {len(found)} states of {', '.join(map(str, files))}.")
-    return said
+        copies.setdefault(run.case.config.own_files, set()).add(_read_code(run.case))
+    for files, states in copies.items():
+        if len(states) > 1:
+            signs.append(f"Runs with {len(states)} states of {', '.join(map(str, files))}.")
+    return signs
 
 
 def has_other_code(case: Case) -> bool:
     """Whether a run was taken with own files that have changed since."""
     files = case.config.own_files
     present = {file.read_bytes() for file in files if file.is_file()}
-    return bool(files) and present != _code_of(case)
+    return bool(files) and present != _read_code(case)
 
 
-def values_of(
+def arm_values(
     experiment: Experiment,
     outcomes: Outcomes,
     arm: str,
@@ -210,10 +213,10 @@ class Row(NamedTuple):
 Table = list[Row]
 
 
-def bounds_of(metric: str) -> tuple[float, float]:
+def metric_bounds(metric: str) -> tuple[float, float]:
     """What the metric cannot leave; infinite where that is not known.
 
-    >>> bounds_of("eval/pass@16"), bounds_of("entropy"), bounds_of("reward")
+    >>> metric_bounds("eval/pass@16"), metric_bounds("entropy"), metric_bounds("reward")
     ((0.0, 1.0), (0.0, inf), (-inf, inf))
     """
     name = metric.removeprefix("eval/").removeprefix("base/")
@@ -224,24 +227,24 @@ def bounds_of(metric: str) -> tuple[float, float]:
 
 
 def estimate(values: np.ndarray, metric: str) -> Estimate:
-    """Of a metric by seeds, [n], with Student's interval (`of_few`), cut where the metric's range
-    ends; NaN for one seed."""
-    low, high = np.clip(of_few(values), *bounds_of(metric))
+    """Of a metric by seeds, [n], with Student's interval, cut where the metric's range ends; NaN
+    for one seed."""
+    low, high = np.clip(student_interval(values), *metric_bounds(metric))
     return Estimate(float(np.mean(values)), float(low), float(high))
 
 
 def estimate_difference(values: np.ndarray, metric: str) -> Estimate:
     """The same of differences of the metric: none is wider than its range."""
-    lowest, highest = bounds_of(metric)
-    low, high = np.clip(of_few(values), lowest - highest, highest - lowest)
+    lowest, highest = metric_bounds(metric)
+    low, high = np.clip(student_interval(values), lowest - highest, highest - lowest)
     return Estimate(float(np.mean(values)), float(low), float(high))
 
 
 def at_rate(experiment: Experiment, outcomes: Outcomes, rate: float) -> Table:
     """The arms that have this learning rate; differences if the control has it too."""
-    rates = {arm: experiment.rates(arm) for arm in experiment.arms}
-    chosen = {arm: of.index(rate) for arm, of in rates.items() if rate in of}
-    return _table(experiment, outcomes, chosen, experiment.tested)
+    rates_by_arm = {arm: experiment.rates(arm) for arm in experiment.arms}
+    rate_indices = {arm: rates.index(rate) for arm, rates in rates_by_arm.items() if rate in rates}
+    return _table(experiment, outcomes, rate_indices, experiment.tested)
 
 
 def at_best(experiment: Experiment, outcomes: Outcomes) -> Table:
@@ -253,9 +256,9 @@ def at_best(experiment: Experiment, outcomes: Outcomes) -> Table:
     a p.
     """
     best = best_rates(experiment, outcomes)
-    chosen = {arm: experiment.rates(arm).index(rate) for arm, rate in best.items()}
-    again = not experiment.tuning_seeds
-    return _table(experiment, outcomes, chosen, testable(experiment), repeats_choice=again)
+    rate_indices = {arm: experiment.rates(arm).index(rate) for arm, rate in best.items()}
+    tested, repeats_choice = testable(experiment), not experiment.tuning_seeds
+    return _table(experiment, outcomes, rate_indices, tested, repeats_choice)
 
 
 def best_rates(experiment: Experiment, outcomes: Outcomes) -> dict[str, float]:
@@ -263,7 +266,7 @@ def best_rates(experiment: Experiment, outcomes: Outcomes) -> dict[str, float]:
     seeds = experiment.tuning_seeds or experiment.seeds
     sign, metric = _sign(experiment), experiment.metric
     means = {
-        arm: sign * values_of(experiment, outcomes, arm, metric, seeds) for arm in experiment.arms
+        arm: sign * arm_values(experiment, outcomes, arm, metric, seeds) for arm in experiment.arms
     }
     return {arm: experiment.rates(arm)[choose(values)] for arm, values in means.items()}
 
@@ -276,11 +279,13 @@ def testable(experiment: Experiment) -> tuple[str, ...]:
     judged would look like a better arm.
     """
     rates = {arm: set(experiment.rates(arm)) for arm in experiment.arms}
-    theirs = rates[experiment.control]
+    control_rates = rates[experiment.control]
     return tuple(
         arm
         for arm in experiment.tested
-        if experiment.tuning_seeds or rates[arm] == theirs or len(rates[arm]) == len(theirs) == 1
+        if experiment.tuning_seeds
+        or rates[arm] == control_rates
+        or len(rates[arm]) == len(control_rates) == 1
     )
 
 
@@ -301,8 +306,8 @@ def standing(experiment: Experiment, row: Row) -> str:
 def detectable(experiment: Experiment) -> tuple[float, float, int]:
     """The smallest p there can be, the same corrected, and the seeds it takes to get below the
     level."""
-    comparisons, least = len(testable(experiment)), smallest_p(len(experiment.seeds))
-    return least, min(1.0, comparisons * least), seeds_needed(comparisons, experiment.level)
+    comparisons, smallest = len(testable(experiment)), smallest_p(len(experiment.seeds))
+    return smallest, min(1.0, comparisons * smallest), seeds_needed(comparisons, experiment.level)
 
 
 def smallest_p(seeds: int) -> float:
@@ -313,7 +318,7 @@ def smallest_p(seeds: int) -> float:
 def choose(values: np.ndarray) -> int:
     """The row of the highest mean, [L, n]; the first of equal ones."""
     means = np.asarray(values, float).mean(1)
-    return int(np.flatnonzero(means >= means.max() - SAME)[0])
+    return int(np.flatnonzero(means >= means.max() - TOLERANCE)[0])
 
 
 def exchange_test(arm: np.ndarray, control: np.ndarray) -> float:
@@ -340,9 +345,9 @@ def exchange_test(arm: np.ndarray, control: np.ndarray) -> float:
 
     def statistic(swapped: np.ndarray) -> np.ndarray:
         pairs = (arm, control), (control, arm)
-        one, other = (np.where(swapped[:, None, :], *pair) for pair in pairs)
+        first, second = (np.where(swapped[:, None, :], *pair) for pair in pairs)
         # The best of the means over seeds, [m, L, n] -> [m]; whichever of equal ones.
-        return np.abs(one.mean(-1).max(-1) - other.mean(-1).max(-1))[:, None]
+        return np.abs(first.mean(-1).max(-1) - second.mean(-1).max(-1))[:, None]
 
     return float(_share_as_large(statistic, np.shape(arm)[1])[0])
 
@@ -377,7 +382,7 @@ def sign_flip_tests(differences: np.ndarray) -> np.ndarray:
     """
     differences = np.asarray(differences, float)
     scale = np.sqrt((differences**2).mean(0))
-    scaled = differences / np.where(scale > SAME, scale, 1.0) / len(differences)
+    scaled = differences / np.where(scale > TOLERANCE, scale, 1.0) / len(differences)
     return _share_as_large(lambda flip: abs(np.where(flip, -1.0, 1.0) @ scaled), len(scaled))
 
 
@@ -394,21 +399,21 @@ def crossing(base: np.ndarray, trained: np.ndarray, level: float = 0.05) -> int 
     difference = np.asarray(trained, float) - np.asarray(base, float)
     if len(difference) < 2:
         return None
-    shown = (of_few(difference)[1] < -SAME) & (sign_flip_tests(difference) <= level)
-    below = np.flatnonzero(shown)
+    is_below = student_interval(difference)[1] < -TOLERANCE
+    below = np.flatnonzero(is_below & (sign_flip_tests(difference) <= level))
     return int(below[0]) + 1 if len(below) else None
 
 
 def _table(
     experiment: Experiment,
     outcomes: Outcomes,
-    chosen: Mapping[str, int],
+    rate_indices: Mapping[str, int],
     tested: Sequence[str],
     repeats_choice: bool = False,
 ) -> Table:
-    """Rows of the arms in `chosen`, each at its place among its rates; p of those `tested`."""
+    """Rows of the arms in `rate_indices`, each at that place of its rates; p of those `tested`."""
     control, sign, metric = experiment.control, _sign(experiment), experiment.metric
-    rates = {arm: experiment.rates(arm)[place] for arm, place in chosen.items()}
+    rates = {arm: experiment.rates(arm)[place] for arm, place in rate_indices.items()}
     values = {
         arm: np.array([outcomes[arm, rate][seed].numbers[metric] for seed in experiment.seeds])
         for arm, rate in rates.items()
@@ -416,17 +421,17 @@ def _table(
     rows, p = [], {}
     for arm, rate in rates.items():
         row = Row(arm, rate, estimate(values[arm], metric))
-        if arm != control and control in chosen:
+        if arm != control and control in rate_indices:
             difference = values[arm] - values[control]
             row = row._replace(difference=estimate_difference(difference, metric))
             if arm in tested and repeats_choice:
                 sorted_by_rate = (
-                    values_of(experiment, outcomes, name, metric)[
+                    arm_values(experiment, outcomes, name, metric)[
                         np.argsort(experiment.rates(name))
                     ]
                     for name in (arm, control)
                 )
-                p[arm] = exchange_test(*(sign * of for of in sorted_by_rate))
+                p[arm] = exchange_test(*(sign * array for array in sorted_by_rate))
             elif arm in tested:
                 p[arm] = sign_flip_test(difference)
         rows.append(row)
@@ -445,11 +450,11 @@ def _share_as_large(statistic: Callable[[np.ndarray], np.ndarray], seeds: int) -
       statistic: of whether each seed's labels are exchanged, [m, n] -> [m, K].
     """
     observed = statistic(np.zeros((1, seeds), bool))
-    met = [
-        statistic(exchanged).max(1, keepdims=True) >= observed - SAME
+    reached = [
+        statistic(exchanged).max(1, keepdims=True) >= observed - TOLERANCE
         for exchanged in _exchanges(seeds)
     ]
-    return np.concatenate(met).mean(0)
+    return np.concatenate(reached).mean(0)
 
 
 def _exchanges(seeds: int) -> Iterator[np.ndarray]:
@@ -463,12 +468,12 @@ def _exchanges(seeds: int) -> Iterator[np.ndarray]:
         yield random.random((1000, seeds)) < 0.5
 
 
-def _code_of(case: Case) -> frozenset[bytes]:
+def _read_code(case: Case) -> frozenset[bytes]:
     """The contents of the own files that a run was taken with."""
     return frozenset(file.read_bytes() for file in (case.path / "code").glob("*"))
 
 
-def _base_of(run: Outcome) -> dict[str, float]:
+def _base_numbers(run: Outcome) -> dict[str, float]:
     return {name: value for name, value in run.numbers.items() if name.startswith("base/")}
 
 
@@ -480,14 +485,14 @@ def _column(lines: Sequence[Mapping[str, Any]], name: str) -> np.ndarray:
 def _pass_at(case: Case, step: int) -> np.ndarray:
     """Unbiased pass@1 ... pass@n, means over prompts, [n]."""
     file = case.path / "successes" / f"step_{step}.json"
-    found = json.loads(file.read_text(encoding="utf-8"))
-    return _pass_table(found["samples"])[found["correct"]].mean(0)
+    counts = json.loads(file.read_text(encoding="utf-8"))
+    return _pass_table(counts["samples"])[counts["correct"]].mean(0)
 
 
 @functools.cache
 def _pass_table(samples: int) -> np.ndarray:
     """pass@k of a prompt with c successes, [n + 1, n] for c = 0 ... n and k = 1 ... n."""
     correct = jnp.arange(samples + 1)
-    every = jnp.full(correct.shape, samples)
-    columns = [diagnostics.pass_at_k(correct, every, k) for k in range(1, samples + 1)]
+    totals = jnp.full(correct.shape, samples)
+    columns = [diagnostics.pass_at_k(correct, totals, k) for k in range(1, samples + 1)]
     return np.stack([np.asarray(column, float) for column in columns], axis=1)

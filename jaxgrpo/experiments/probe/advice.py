@@ -50,20 +50,24 @@ class Advice(NamedTuple):
     numbers: tuple[str, ...]  # paths in the probe's JSON
 
 
-def advise(found: Mapping[str, Any]) -> list[Advice]:
+def advise(numbers: Mapping[str, Any]) -> list[Advice]:
     """All advice that follows from the numbers of a probe.
 
     If no group size has live groups, nothing is said about methods: none of them helps before there
     is a signal, and a comparison would compare noise.
     """
-    advice = [*_health(found)]
-    live = live_shares(found["degeneracy"])
+    advice = [*_health(numbers)]
+    live = live_shares(numbers["degeneracy"])
     if not live:
         return advice
-    size = advised_size(found["degeneracy"])
-    advice += [_headroom(found), _group_size(found, size)]
+    size = advised_size(numbers["degeneracy"])
+    advice += [_headroom(numbers), _group_size(numbers, size)]
     if max(live.values()) >= NO_SIGNAL:
-        advice += [*_prompt_filter(found, size), *_masks(found, size), *_advantages(found, size)]
+        advice += [
+            *_prompt_filter(numbers, size),
+            *_masks(numbers, size),
+            *_advantages(numbers, size),
+        ]
     return advice
 
 
@@ -79,47 +83,47 @@ def advised_size(groups: Mapping[int, Mapping[str, float]]) -> int:
     return next(size for size in live if live[size] >= GAIN * live[max(live)])
 
 
-def value_at(found: Mapping[str, Any], path: str) -> Any:
+def value_at(numbers: Mapping[str, Any], path: str) -> Any:
     """The number at a path of the probe's JSON, as "format.cut"; None if it has none."""
-    value: Any = found
+    value: Any = numbers
     for name in path.split("."):
         value = None if value is None else value.get(name)
     return value
 
 
-def _health(found: Mapping[str, Any]) -> Iterator[Advice]:
+def _health(numbers: Mapping[str, Any]) -> Iterator[Advice]:
     """The alarms of training that the samples raise already."""
     hidden: tuple[str, ...] = ()
     for rule in RULES:
         path = WATCHED.get(rule.metric)
-        if path and value_at(found, path) > rule.above and rule.name not in hidden:
+        if path and value_at(numbers, path) > rule.above and rule.name not in hidden:
             hidden += rule.hides
-            why = rule.says.format(value=value_at(found, path))
+            why = rule.says.format(value=value_at(numbers, path))
             yield Advice("health", rule.remedy, why, (path,))
-    if not math.isfinite(found["agreement"]["mean"]):
+    if not math.isfinite(numbers["agreement"]["mean"]):
         says = "do not train it like this: look at the weights, and at model.dtype"
         why = "log-probs of sampler or trainer are not finite"
         yield Advice("health", says, why, ("agreement.mean",))
-    unscored = found["success"]["unscored"]
+    unscored = numbers["success"]["unscored"]
     if unscored > MUCH:
         why = f"the reward could not score {unscored:.0%} of the samples"
         says = "mend the reward, or the columns that it reads, before anything is concluded"
         yield Advice("health", says, why, ("success.unscored",))
 
 
-def _headroom(found: Mapping[str, Any]) -> Advice:
-    passes = found["pass_at"]
-    most = max(k for k, one in passes.items() if one["value"] == one["value"])
-    once, often = passes[1]["value"], passes[most]["value"]
+def _headroom(numbers: Mapping[str, Any]) -> Advice:
+    passes = numbers["pass_at"]
+    largest = max(k for k, estimate in passes.items() if estimate["value"] == estimate["value"])
+    once, often = passes[1]["value"], passes[largest]["value"]
     says = "there is something to amplify; watch that pass@k does not fall while pass@1 rises"
     if often - once < MUCH:
         says = "expect little: what the model can do in many tries it does in one, or in none"
-    why = f"pass@1 is {once:.3f}, pass@{most} is {often:.3f}"
-    return Advice("headroom", says, why, ("pass_at.1.value", f"pass_at.{most}.value"))
+    why = f"pass@1 is {once:.3f}, pass@{largest} is {often:.3f}"
+    return Advice("headroom", says, why, ("pass_at.1.value", f"pass_at.{largest}.value"))
 
 
-def _group_size(found: Mapping[str, Any], size: int) -> Advice:
-    groups, success = found["degeneracy"], found["success"]
+def _group_size(numbers: Mapping[str, Any], size: int) -> Advice:
+    groups, success = numbers["degeneracy"], numbers["success"]
     live = live_shares(groups)
     largest, smallest = max(live), min(live)
     if max(live.values()) < NO_SIGNAL:
@@ -130,30 +134,32 @@ def _group_size(found: Mapping[str, Any], size: int) -> Advice:
             f"prompts never succeed, {success['at_one']:.0%} always",
             (f"degeneracy.{largest}.measured", "success.at_zero", "success.at_one"),
         )
-    per = {g: f"{groups[g]['live_groups_per_1000_samples']:.0f}" for g in (smallest, size)}
+    counts = {g: f"{groups[g]['live_groups_per_1000_samples']:.0f}" for g in (smallest, size)}
     says, why = f"rollout.group_size = {size}", f"{live[size]:.0%} of groups of {size} are live"
     if size == largest:
         says += ", the largest measured: probe with more --samples to see whether more would help"
     else:
         why += f", and no more than {live[largest]:.0%} of groups of {largest}"
     if size != smallest:
-        more = f"{per[smallest]} per 1000 samples against {per[size]}, each with less to compare"
+        more = (
+            f"{counts[smallest]} per 1000 samples against {counts[size]}, each with less to compare"
+        )
         why += f"; for the same samples G = {smallest} gives more of them, {more}"
     return Advice("group size", says, why, tuple(f"degeneracy.{g}.measured" for g in live))
 
 
-def _prompt_filter(found: Mapping[str, Any], size: int) -> Iterator[Advice]:
-    group, success = found["degeneracy"][size], found["success"]
+def _prompt_filter(numbers: Mapping[str, Any], size: int) -> Iterator[Advice]:
+    group, success = numbers["degeneracy"][size], numbers["success"]
     low, high = group["ci"]
     ends = f"{success['at_zero']:.0%} of prompts never succeed and {success['at_one']:.0%} always"
     why = f"the gap to equal prompts is {group['gap']:.3f} ({low:.3f} to {high:.3f}) at G = {size}"
     if low > 0:
-        what, policy = "prefer uncertain prompts", "spo_priority"
+        action, policy = "prefer uncertain prompts", "spo_priority"
         if success["at_zero"] >= MUCH:
-            what, policy = "choose prompts", "difficulty_band"
+            action, policy = "choose prompts", "difficulty_band"
         elif success["at_one"] >= MUCH:
-            what, policy = "leave out what is solved", "no_positive_resampling"
-        says = f'{what}: rollout.prompts = {{ use = "{policy}" }}'
+            action, policy = "leave out what is solved", "no_positive_resampling"
+        says = f'{action}: rollout.prompts = {{ use = "{policy}" }}'
         why = f"prompts differ in difficulty and more samples do not help the ends: {why}; {ends}"
     elif high < SMALL_GAP:
         says = "no filter of prompts: flat groups come by chance, and larger groups make them rarer"
@@ -161,13 +167,13 @@ def _prompt_filter(found: Mapping[str, Any], size: int) -> Iterator[Advice]:
         says = "the interval is too wide to tell whether a filter helps: probe with more prompts"
     else:  # nothing is known of the gap
         return
-    numbers = (f"degeneracy.{size}.ci", "success.at_zero", "success.at_one")
-    yield Advice("filter", says, why, numbers)
+    paths = (f"degeneracy.{size}.ci", "success.at_zero", "success.at_one")
+    yield Advice("filter", says, why, paths)
 
 
-def _masks(found: Mapping[str, Any], size: int) -> Iterator[Advice]:
+def _masks(numbers: Mapping[str, Any], size: int) -> Iterator[Advice]:
     """What to leave out of the loss: flat groups, completions that were cut."""
-    flat, cut = found["degeneracy"][size]["measured"], found["format"]["cut"]
+    flat, cut = numbers["degeneracy"][size]["measured"], numbers["format"]["cut"]
     if flat >= MUCH:
         says = "compare `grpo` with `dapo`, which takes flat groups out of the denominator"
         why = f"{flat:.0%} of groups of {size} are flat: they add nothing, and dilute the others"
@@ -178,10 +184,10 @@ def _masks(found: Mapping[str, Any], size: int) -> Iterator[Advice]:
         yield Advice("filter", says, why, ("format.cut",))
 
 
-def _advantages(found: Mapping[str, Any], size: int) -> Iterator[Advice]:
-    group, stated = found["degeneracy"][size], found.get("calibration")
+def _advantages(numbers: Mapping[str, Any], size: int) -> Iterator[Advice]:
+    group, calibration = numbers["degeneracy"][size], numbers.get("calibration")
     if group["all_fail"] >= STARVED:
-        yield _alive_when_all_fail(group["all_fail"], found["success"]["rate"], size)
+        yield _alive_when_all_fail(group["all_fail"], numbers["success"]["rate"], size)
     if group["lucky"] >= MUCH:
         says = "compare `grpo` with `dr_grpo`, and with `mask_difficulty_band`"
         lone = "a hard prompt's with a single success"
@@ -193,20 +199,22 @@ def _advantages(found: Mapping[str, Any], size: int) -> Iterator[Advice]:
         says = "compare with `rloo`, whose baseline leaves the sample itself out"
         why = f"at G = {size} the group's mean shrinks every gradient by {1 / size:.0%}"
         yield Advice("advantage", says, why, (f"degeneracy.{size}.measured",))
-    if stated and stated["stated"] >= MUCH and stated["ece"] >= MUCH:
+    if calibration and calibration["stated"] >= MUCH and calibration["ece"] >= MUCH:
         says = "compare with `rlcr`, which rewards confidences that are right"
-        missed = f"{stated['ece']:.2f} on average"
+        missed = f"{calibration['ece']:.2f} on average"
         why = f"stated confidences miss the share of right answers by {missed}"
         yield Advice("advantage", says, why, ("calibration.ece",))
 
 
-def _alive_when_all_fail(failed: float, rate: float, size: int) -> Advice:
-    why = f"in {failed:.0%} of groups of {size} all fail, and a group baseline learns nothing there"
+def _alive_when_all_fail(all_fail: float, rate: float, size: int) -> Advice:
+    why = (
+        f"in {all_fail:.0%} of groups of {size} all fail, and a group baseline learns nothing there"
+    )
     methods = "`sign`, `conditional_sign` and `ema`"
-    then = "failures can be pushed away without drowning it"
+    effect = "failures can be pushed away without drowning it"
     if rate < SELDOM:
         methods = "`ema`"
-        then = "`sign` would be mostly noise, while `ema` weighs failures by that rate"
+        effect = "`sign` would be mostly noise, while `ema` weighs failures by that rate"
     says = f"compare `grpo` with {methods} at several learning rates each"
-    why += f"; at a success rate of {rate:.3f} {then}"
+    why += f"; at a success rate of {rate:.3f} {effect}"
     return Advice("advantage", says, why, (f"degeneracy.{size}.all_fail", "success.rate"))

@@ -15,7 +15,7 @@ from jaxgrpo.config.tables import AskOverrides
 from jaxgrpo.core.errors import InputError, without_passwords
 from jaxgrpo.data.sources import Rows
 from jaxgrpo.data.storage import Place
-from jaxgrpo.evaluation.evaluate import Answers, Questions, make_asker, questions_of
+from jaxgrpo.evaluation.evaluate import Answers, Questions, make_asker, make_questions
 from jaxgrpo.evaluation.intervals import LEVEL
 from jaxgrpo.evaluation.rescoring import make_rescorer
 from jaxgrpo.experiments.probe import measure, report
@@ -66,8 +66,8 @@ def probe(
     """
     source, rows = (data, None) if isinstance(data, str) else (None, data)
     judge = name_of_judge(reward)
-    named = {"data": source, "scorer": judge, "samples": samples, "prompts": prompts}
-    config = _config(target, named, (), overrides, rows)
+    eval_keys = {"data": source, "scorer": judge, "samples": samples, "prompts": prompts}
+    config = _config(target, eval_keys, (), overrides, rows)
     return _probe(Console(highlight=False), target, config, level, rows, reward)
 
 
@@ -90,21 +90,21 @@ def main(
 
     Raises: InputError before anything is sampled, if an argument cannot be used.
     """
-    given = {"data": data, "scorer": reward, "samples": samples, "prompts": prompts}
-    config = _config(target, given, overrides)
+    eval_keys = {"data": data, "scorer": reward, "samples": samples, "prompts": prompts}
+    config = _config(target, eval_keys, overrides)
     outs = check_writable(html_out)
     if html_out:
         check_can_draw(f"{html_out} needs", "leave --html out")
     console = Console(highlight=False)
-    found = _probe(console, target, config, level)
+    numbers = _probe(console, target, config, level)
     if not process.is_main():
         return 0
     if not as_json:
-        report.show(console, found)
+        report.show(console, numbers)
     for out in outs:
-        write_atomically(out, report.render(found))
+        write_atomically(out, report.render(numbers))
         console.print(f"written: {out}", markup=False, soft_wrap=True)
-    return Document(found) if as_json else 0
+    return Document(numbers) if as_json else 0
 
 
 def _probe(
@@ -120,38 +120,42 @@ def _probe(
         raise InputError(f"--level {level}: expected a share from 0.5 to below 1, as 0.99")
     policy, held_out = find_policy(console, config, rows)
     judge = judge_of(config, reward)
-    questions = questions_of(config, held_out, judge)
+    questions = make_questions(config, held_out, judge)
     if process.is_main():
         first, ends = questions.rows[0], policy.settings.stop_tokens
-        tried = try_rewards([judge], first, policy.tokenizer, ends, TrainerState())
-        show_previews(console, [judge], first, tried)
+        previews = try_rewards([judge], first, policy.tokenizer, ends, TrainerState())
+        show_previews(console, [judge], first, previews)
     with telling(console, "probe: sampling"):
-        found = _numbers(config, policy, questions, level)
+        numbers = _numbers(config, policy, questions, level)
     data = without_passwords(config.eval.data or "") if rows is None else "rows"
     model = without_passwords(str(target))
-    return {"model": model, "data": data, "reward": judge.name, **found}
+    return {"model": model, "data": data, "reward": judge.name, **numbers}
 
 
 def _config(
     target: str | Place,
-    given: Mapping[str, str | int | None],
+    eval_keys: Mapping[str, str | int | None],
     overrides: Sequence[str],
-    more: Mapping[str, Any] = MappingProxyType({}),
+    tables: Mapping[str, Any] = MappingProxyType({}),
     rows: Rows | None = None,
 ) -> Config:
-    """The config of an evaluation with the keys of `eval` that are `given`.
+    """The config of an evaluation with `eval_keys`, those of `eval` that are not None.
 
     The eval.* settings of a run or config are ignored unless given on the command line: what a run
     is evaluated on, how often and by whom is another question than whether it would learn.
 
     Args:
-      overrides: of the command line; `more`: of Python, nested or dotted.
+      overrides: of the command line; `tables`: of Python, nested or dotted.
       rows: that are asked instead of eval.data.
     """
-    changes = {f"eval.{name}": value for name, value in given.items() if value is not None}
-    config = config_for(target, {**more, **changes}, overrides)
-    named = {*changes, *flat(more), *(one.partition("=")[0].replace(" ", "") for one in overrides)}
-    config = dataclasses.replace(config, eval=_asked(config, named))
+    changes = {f"eval.{name}": value for name, value in eval_keys.items() if value is not None}
+    config = config_for(target, {**tables, **changes}, overrides)
+    user_keys = {
+        *changes,
+        *flat(tables),
+        *(text.partition("=")[0].replace(" ", "") for text in overrides),
+    }
+    config = dataclasses.replace(config, eval=_eval_keys(config, user_keys))
     samples = config.eval.samples
     if config.eval.data is None and rows is None:
         problem = "no prompts to probe with; give --data, as task:NAME:train"
@@ -167,19 +171,19 @@ def _config(
     raise InputError(f"probe {target}: {problem}")
 
 
-def _asked(config: Config, named: Collection[str]) -> EvalKeys:
-    """config.eval; keys that are not `named` are those of the training data, or defaults."""
-    of, default = config.data, EvalKeys()
-    kept = {name: getattr(default, name) for name in ("samples", "prompts", "scorer")}
-    if "eval.data" in named:
-        kept |= {"subset": default.subset, "split": default.split}
-    elif isinstance(of.path, tuple):
-        paths = ", ".join(part.path for part in of.path)
+def _eval_keys(config: Config, user_keys: Collection[str]) -> EvalKeys:
+    """config.eval; keys that are not in `user_keys` are those of the training data, or defaults."""
+    data, default = config.data, EvalKeys()
+    values = {name: getattr(default, name) for name in ("samples", "prompts", "scorer")}
+    if "eval.data" in user_keys:
+        values |= {"subset": default.subset, "split": default.split}
+    elif isinstance(data.path, tuple):
+        paths = ", ".join(part.path for part in data.path)
         raise InputError(f"data.path mixes {paths}: give --data, one of them")
-    elif of.path is not None:
-        kept |= {"data": of.path, "subset": of.subset, "split": of.split}
-    kept = {name: value for name, value in kept.items() if f"eval.{name}" not in named}
-    return dataclasses.replace(config.eval, **kept)
+    elif data.path is not None:
+        values |= {"data": data.path, "subset": data.subset, "split": data.split}
+    values = {name: value for name, value in values.items() if f"eval.{name}" not in user_keys}
+    return dataclasses.replace(config.eval, **values)
 
 
 def draw(config: Config, policy: StoredPolicy, questions: Questions) -> Answers:
@@ -201,13 +205,13 @@ def _numbers(
     """How fresh samples are drawn, what `measure.measure` finds in them, and the advice."""
     per_step = config.rollout.prompts_per_step
     answers = draw(config, policy, questions)
-    found = measure.measure(answers, questions, prompts_per_step=per_step, level=level)
+    numbers = measure.measure(answers, questions, prompts_per_step=per_step, level=level)
     return {
         "prompts": len(questions.rows),
         "samples": config.eval.samples,
         "temperature": policy.settings.temperature,
         "prompts_per_step": per_step,
         "level": level,
-        **found,
-        "advice": [one._asdict() for one in advise(found)],
+        **numbers,
+        "advice": [advice._asdict() for advice in advise(numbers)],
     }

@@ -18,8 +18,8 @@ from jax import Array
 from jaxtyping import Float, Int
 
 from jaxgrpo.evaluation import diversity, intervals
-from jaxgrpo.evaluation.evaluate import Answers, Questions, answers_of, powers
-from jaxgrpo.evaluation.voting import Answered
+from jaxgrpo.evaluation.evaluate import Answers, Questions, extract_answers, powers
+from jaxgrpo.evaluation.voting import FinalAnswers
 from jaxgrpo.rewards.builtin import has_format
 from jaxgrpo.update import diagnostics
 from jaxgrpo.update.diagnostics import drawn_alike, flat_share
@@ -57,11 +57,11 @@ def measure(
       prompts_per_step: P of a step, for live groups and tokens per step.
       level: of every interval.
     """
-    given = answers_of(answers, questions)
+    final_answers = extract_answers(answers, questions)
     right, scored = answers.right, answers.scored
-    correct, samples = (jnp.asarray(what.sum(1), jnp.int32) for what in (right, scored))
-    lengths = answers.mask.sum(-1)
-    tokens = [jnp.asarray((lengths * of).sum(1), jnp.float32) for of in (right, scored & ~right)]
+    correct, samples = (jnp.asarray(mask.sum(1), jnp.int32) for mask in (right, scored))
+    length = answers.mask.sum(-1)
+    tokens = [jnp.asarray((length * mask).sum(1), jnp.float32) for mask in (right, scored & ~right)]
     width = answers.scores.shape[1]
     sizes = tuple(size for size in GROUP_SIZES if size <= width)
     groups = jax.device_get(_groups(sizes, correct, samples, *tokens))
@@ -74,8 +74,8 @@ def measure(
             size: _degeneracy(group, size, prompts_per_step, level)
             for size, group in groups.items()
         },
-        "diversity": _diversity(answers, given),
-        "format": _format(answers, given, questions.formats),
+        "diversity": _diversity(answers, final_answers),
+        "format": _format(answers, final_answers, questions.formats),
         "calibration": {name.removeprefix("confidence/"): value for name, value in stated} or None,
         "agreement": _agreement(answers),
     }
@@ -91,17 +91,17 @@ def _groups(
     sizes: tuple[int, ...], correct: Array, samples: Array, right: Array, wrong: Array
 ) -> dict[int, dict[str, Array]]:
     """G -> what is known of groups of that size, numbers and [P]."""
-    found = {}
+    groups = {}
     for size in sizes:
         gap = diagnostics.jensen_gap(correct, samples, size)
-        found[size] = dict(zip(("measured", "iid", "gap"), gap, strict=True)) | {
+        groups[size] = dict(zip(("measured", "iid", "gap"), gap, strict=True)) | {
             **group_shares(correct, samples, size)._asdict(),
             "influence": gap_influence(correct, samples, size),
             "usable": samples >= size,
             "tokens": live_tokens(correct, samples, right, wrong, size),
             "lucky": lucky_share(correct, samples, size),
         }
-    return found
+    return groups
 
 
 def _degeneracy(group: dict[str, Any], size: int, prompts: int, level: float) -> dict[str, Any]:
@@ -122,8 +122,8 @@ def _degeneracy(group: dict[str, Any], size: int, prompts: int, level: float) ->
 
 
 def _success(correct: np.ndarray, samples: np.ndarray, width: int, level: float) -> dict[str, Any]:
-    known = samples > 0
-    correct, samples = correct[known], samples[known]
+    is_scored = samples > 0
+    correct, samples = correct[is_scored], samples[is_scored]
     rate = correct / samples
     # Where some samples are not scored, to the nearest of N; the ends hold none but themselves.
     place = np.clip(np.rint(rate * width), 1, width - 1)
@@ -135,7 +135,7 @@ def _success(correct: np.ndarray, samples: np.ndarray, width: int, level: float)
         "at_zero": _nan_mean(correct == 0),
         "at_one": _nan_mean(correct == samples),
         "histogram": np.bincount(place, minlength=width + 1),
-        "unscored": float(1 - samples.sum() / (width * len(known))),
+        "unscored": float(1 - samples.sum() / (width * len(is_scored))),
     }
 
 
@@ -152,30 +152,35 @@ def _nan_mean(values: Any) -> float:
     return float(values.mean()) if len(values) else float("nan")
 
 
-def _diversity(answers: Answers, given: Answered | None) -> dict[str, float]:
+def _diversity(answers: Answers, final_answers: FinalAnswers | None) -> dict[str, float]:
     """How much the samples of a prompt differ, mean over prompts.
 
     distinct_completions, distinct_answers   different ones among the N
     same_completion, same_answer             probability that two samples agree, which does not
                                              depend on N: sum_a m_a (m_a - 1) / (N (N - 1))
     """
-    rows = {"completion": diversity.completion_keys(answers.tokens, answers.mask), "answer": given}
-    found = {}
+    rows = {
+        "completion": diversity.completion_keys(answers.tokens, answers.mask),
+        "answer": final_answers,
+    }
+    metrics = {}
     for name, values in rows.items():
         if values is not None:
-            found[f"distinct_{name}s"] = diversity.distinct(values)
-            found[f"same_{name}"] = _nan_mean([_agreeing(row) for row in values])
-    return found
+            metrics[f"distinct_{name}s"] = diversity.distinct(values)
+            metrics[f"same_{name}"] = _nan_mean([_agreeing(row) for row in values])
+    return metrics
 
 
 def _agreeing(row: Sequence[Hashable]) -> float:
     """The probability that two samples, none twice, have the same value; None is none."""
-    many = np.array(list(Counter(value for value in row if value is not None).values()))
-    number = many.sum()
-    return (many * (many - 1)).sum() / (number * (number - 1)) if number > 1 else float("nan")
+    counts = np.array(list(Counter(value for value in row if value is not None).values()))
+    number = counts.sum()
+    return (counts * (counts - 1)).sum() / (number * (number - 1)) if number > 1 else float("nan")
 
 
-def _format(answers: Answers, given: Answered | None, formats: Mapping[str, str]) -> dict[str, Any]:
+def _format(
+    answers: Answers, final_answers: FinalAnswers | None, formats: Mapping[str, str]
+) -> dict[str, Any]:
     """Shares of samples, and their mean lengths in tokens.
 
     cut       at the length limit              blank   nothing but white space
@@ -185,16 +190,18 @@ def _format(answers: Answers, given: Answered | None, formats: Mapping[str, str]
     """
     texts = [text for row in answers.texts for text in row]
     lengths = answers.mask.sum(-1)
-    found: dict[str, Any] = {
+    metrics: dict[str, Any] = {
         "cut": float(answers.truncated.mean()),
         "blank": _nan_mean([not text.strip() for text in texts]),
         "tags": _nan_mean(has_format(texts)),
     }
-    if given is not None:
-        found["answered"] = _nan_mean([answer is not None for row in given for answer in row])
+    if final_answers is not None:
+        metrics["answered"] = _nan_mean(
+            [answer is not None for row in final_answers for answer in row]
+        )
     if formats:
-        found["formats"] = diversity.format_metrics(answers.texts, answers.right, formats)
-    return found | {
+        metrics["formats"] = diversity.format_metrics(answers.texts, answers.right, formats)
+    return metrics | {
         "mean_tokens": float(lengths.mean()),
         "mean_tokens_right": _nan_mean(lengths[answers.right]),
         "mean_tokens_wrong": _nan_mean(lengths[answers.scored & ~answers.right]),
@@ -212,13 +219,13 @@ def _agreement(answers: Answers) -> dict[str, float]:
     rollout.top_k and top_p, which the trainer does not apply.
     """
     trainer, sampler = answers.rescored["logp"].astype(float), answers.logp.astype(float)
-    apart = (trainer - sampler)[answers.mask]
-    number = max(1, len(apart))
+    difference = (trainer - sampler)[answers.mask]
+    number = max(1, len(difference))
     return {
-        "mean": float(np.abs(apart).sum() / number),
-        "max": float(np.abs(apart).max(initial=0)),
-        "kl": float((np.expm1(apart) - apart).sum() / number),
-        "tokens": len(apart),
+        "mean": float(np.abs(difference).sum() / number),
+        "max": float(np.abs(difference).max(initial=0)),
+        "kl": float((np.expm1(difference) - difference).sum() / number),
+        "tokens": len(difference),
     }
 
 
@@ -245,13 +252,13 @@ def group_shares(
       group_size: G, static, at least 1.
     """
     failures = samples - correct
-    fail, passed = (drawn_alike(kind, samples, group_size) for kind in (failures, correct))
+    all_fail, all_pass = (drawn_alike(kind, samples, group_size) for kind in (failures, correct))
     rate = _rate(correct, samples)
     if group_size == 1:
-        one = jnp.where(samples >= 1, rate, jnp.nan)
+        one_success = jnp.where(samples >= 1, rate, jnp.nan)
     else:
-        one = group_size * rate * drawn_alike(failures, samples - 1, group_size - 1)
-    return GroupShares(fail, passed, 1 - fail - passed, one)
+        one_success = group_size * rate * drawn_alike(failures, samples - 1, group_size - 1)
+    return GroupShares(all_fail, all_pass, 1 - all_fail - all_pass, one_success)
 
 
 def live_tokens(
@@ -294,9 +301,9 @@ def lucky_share(
     usable = (samples >= group_size) & (samples > int(1 / below))
     shares = group_shares(correct, samples, group_size)
     hard = usable & (_rate(correct, samples) < below)
-    lone = jnp.where(hard, shares.one_success, 0).sum()
+    lone_successes = jnp.where(hard, shares.one_success, 0).sum()
     mixed = jnp.where(usable, shares.mixed, 0).sum()
-    return jnp.where(mixed > 0, lone / jnp.where(mixed > 0, mixed, 1), jnp.nan)
+    return jnp.where(mixed > 0, lone_successes / jnp.where(mixed > 0, mixed, 1), jnp.nan)
 
 
 def gap_influence(

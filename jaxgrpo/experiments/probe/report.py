@@ -29,7 +29,7 @@ from jaxgrpo.training.report.charts import (
 )
 from jaxgrpo.training.report.record import visible
 
-Found = Mapping[str, Any]
+ProbeNumbers = Mapping[str, Any]
 """The numbers of a probe, in the structure of its JSON"""
 
 BAR = 30  # characters of a full bar
@@ -58,7 +58,7 @@ GROUPS = (
     Number("lucky", "lucky", "lucky single successes, of live groups"),
 )
 NATS = ".2e nats per token"
-OTHERS = {
+SAMPLE_NUMBERS = {
     "diversity.distinct_completions": ("different completions per prompt", ".3g"),
     "diversity.same_completion": ("two completions of a prompt are the same", ".1%"),
     "diversity.distinct_answers": ("different answers per prompt", ".3g"),
@@ -82,67 +82,68 @@ OTHERS = {
 """Path of a number in the probe's JSON -> its label and its format, with a unit if it has one."""
 
 
-def show(console: Console, found: Found) -> None:
+def show(console: Console, numbers: ProbeNumbers) -> None:
     """Prints everything that a probe found, as `command.main` puts it together."""
     groups = (
         "flat groups, of these all fail and all pass, and i.i.d.;\n"
-        f"live groups and tokens per step of {found['prompts_per_step']} prompts, and per {PER} "
+        f"live groups and tokens per step of {numbers['prompts_per_step']} prompts, and per {PER} "
         "samples; of live groups, lucky ones"
     )
     tables = {
-        "at least one of k samples is right": pass_rows(found),
-        groups: group_rows(found, "short"),
+        "at least one of k samples is right": pass_rows(numbers),
+        groups: group_rows(numbers, "short"),
     }
-    console.print(Text(title(found), style="bold"))
-    show_whole(console, _successes(found))
+    console.print(Text(title(numbers), style="bold"))
+    show_whole(console, _successes(numbers))
     for name, rows in tables.items():
         show_table(console, rows, title=name, **LOOK)
-    rest = [("", ""), *((Text(label), value) for label, value in others(found))]
-    show_whole(console, terminal_table(rest, no_wrap=True, show_header=False, **LOOK))
+    sample_texts = [("", ""), *((Text(label), value) for label, value in sample_rows(numbers))]
+    show_whole(console, terminal_table(sample_texts, no_wrap=True, show_header=False, **LOOK))
     advice = Table.grid(Column(), Column(overflow="fold"), padding=(0, 2))
-    for one in found["advice"]:
-        advice.add_row(Text(one["about"], style="bold"), Text(visible(one["says"])))
-        advice.add_row("", Text(f"because {visible(one['why'])}", style="dim"))
+    for entry in numbers["advice"]:
+        advice.add_row(Text(entry["about"], style="bold"), Text(visible(entry["says"])))
+        advice.add_row("", Text(f"because {visible(entry['why'])}", style="dim"))
     console.print(Text("what to make of it", style="bold"))
     console.print(advice)
 
 
-def render(found: Found) -> str:
+def render(numbers: ProbeNumbers) -> str:
     """The HTML page of what `command.main` puts together."""
-    success = found["success"]
-    size, group = list(found["degeneracy"].items())[-1]
-    k, passed = list(found["pass_at"].items())[-1]
+    success = numbers["success"]
+    size, group = list(numbers["degeneracy"].items())[-1]
+    k, estimate = list(numbers["pass_at"].items())[-1]
     tiles = {
         "success rate": number(success["rate"]),
         "prompts that never succeed": number(success["at_zero"], ".0%"),
         "prompts that always succeed": number(success["at_one"], ".0%"),
-        f"pass@{k}": number(passed["value"]),
+        f"pass@{k}": number(estimate["value"]),
         f"live groups of {size}": number(1 - group["measured"], ".0%"),
     }
     advice = "".join(
-        f"<li><b>{html.text(one['about'])}:</b> {html.text(one['says'])}"
-        f'<div class="muted">because {html.text(one["why"])} '
-        f"({html.text(', '.join(one['numbers']))})</div></li>"
-        for one in found["advice"]
+        f"<li><b>{html.text(entry['about'])}:</b> {html.text(entry['says'])}"
+        f'<div class="muted">because {html.text(entry["why"])} '
+        f"({html.text(', '.join(entry['numbers']))})</div></li>"
+        for entry in numbers["advice"]
     )
-    figures = _figures(found, interval(found))
+    figures, heading = _figures(numbers, interval(numbers)), html.text(title(numbers))
     body = [
-        f'<h1>Probe</h1>\n<div class="muted">{html.text(title(found))}</div>\n{html.tiles(tiles)}',
+        f'<h1>Probe</h1>\n<div class="muted">{heading}</div>\n{html.tiles(tiles)}',
         f'<h2>Advice</h2>\n<ul class="box">{advice}</ul>',
         f'<h2>Charts</h2>\n<div class="charts">{"".join(figures)}</div>',
-        Section("Groups", rows=group_rows(found, "long")).html(),
-        Section("pass@k", rows=pass_rows(found)).html(),
-        Section("Samples", rows=[("", "value"), *others(found)]).html(),
+        Section("Groups", rows=group_rows(numbers, "long")).html(),
+        Section("pass@k", rows=pass_rows(numbers)).html(),
+        Section("Samples", rows=[("", "value"), *sample_rows(numbers)]).html(),
     ]
-    return html.document(f"probe of {found['model']}", "\n".join(body))
+    return html.document(f"probe of {numbers['model']}", "\n".join(body))
 
 
-def title(found: Found) -> str:
+def title(numbers: ProbeNumbers) -> str:
     """What was asked."""
-    names = {name: visible(str(found[name])) for name in ("model", "data", "reward")}
+    names = {name: visible(str(numbers[name])) for name in ("model", "data", "reward")}
     return (
-        f"{names['model']} on {found['prompts']} prompts of {names['data']}: {found['samples']} "
-        f"samples each at temperature {found['temperature']:g}, judged by {names['reward']}"
+        f"{names['model']} on {numbers['prompts']} prompts of {names['data']}: "
+        f"{numbers['samples']} samples each at temperature {numbers['temperature']:g}, "
+        f"judged by {names['reward']}"
     )
 
 
@@ -158,28 +159,30 @@ def number(value: Any, form: str = ".3f") -> str:
     return "–" if value is None or value != value else f"{value:{spec}} {unit}".rstrip()
 
 
-def pass_rows(found: Found) -> list[list[str]]:
+def pass_rows(numbers: ProbeNumbers) -> list[list[str]]:
     """pass@k with its intervals; the first row is the head."""
-    known = found["pass_at"].items()
-    rows = [[f"pass@{k}", number(one["value"]), number(one["ci"])] for k, one in known]
-    return [["", "value", interval(found)], *rows]
+    passes = numbers["pass_at"].items()
+    rows = [
+        [f"pass@{k}", number(estimate["value"]), number(estimate["ci"])] for k, estimate in passes
+    ]
+    return [["", "value", interval(numbers)], *rows]
 
 
-def group_rows(found: Found, heads: str) -> list[list[str]]:
+def group_rows(numbers: ProbeNumbers, heads: str) -> list[list[str]]:
     """The numbers of GROUPS for each group size; the first row is the head, "short" or "long"."""
-    names = {"interval": interval(found), "step": found["prompts_per_step"]}
-    rows = [["G", *(getattr(one, heads).format(**names) for one in GROUPS)]]
-    for size, group in found["degeneracy"].items():
-        rows.append([str(size), *(number(group[one.key], one.form) for one in GROUPS)])
+    names = {"interval": interval(numbers), "step": numbers["prompts_per_step"]}
+    rows = [["G", *(getattr(column, heads).format(**names) for column in GROUPS)]]
+    for size, group in numbers["degeneracy"].items():
+        rows.append([str(size), *(number(group[column.key], column.form) for column in GROUPS)])
     return rows
 
 
-def others(found: Found) -> Iterator[tuple[str, str]]:
+def sample_rows(numbers: ProbeNumbers) -> Iterator[tuple[str, str]]:
     """(label, number) of everything that has no table of its own."""
-    for path, (label, form) in OTHERS.items():
-        if (value := value_at(found, path)) is not None:
+    for path, (label, form) in SAMPLE_NUMBERS.items():
+        if (value := value_at(numbers, path)) is not None:
             yield label, number(value, form)
-    for name, value in found["format"].get("formats", {}).items():
+    for name, value in numbers["format"].get("formats", {}).items():
         yield visible(name), number(value)
 
 
@@ -195,32 +198,34 @@ def ranges(samples: int) -> list[range]:
     return [range(1), *inner, range(samples, samples + 1)]
 
 
-def interval(found: Found) -> str:
+def interval(numbers: ProbeNumbers) -> str:
     """How intervals are called."""
-    return f"{found['level'] * 100:g}% interval"
+    return f"{numbers['level'] * 100:g}% interval"
 
 
-def _successes(found: Found) -> Table:
+def _successes(numbers: ProbeNumbers) -> Table:
     """The histogram of prompts by successes, as bars of characters."""
-    success, samples = found["success"], found["samples"]
+    success, samples = numbers["success"], numbers["samples"]
     counts = success["histogram"]
     rate = f"mean success rate {number(success['rate'])} ({number(success['ci'])})"
     if success["unscored"]:
         rate += f"; {success['unscored']:.1%} of the samples could not be scored"
     rows = [["successes", "prompts", "share", ""]]
-    for among in ranges(samples):
-        name = f"{among[0]}" if len(among) == 1 else f"{among[0]} to {among[-1]}"
-        held = int(sum(counts[k] for k in among))
-        share = held / max(sum(counts), 1)
-        rows.append([f"{name} of {samples}", f"{held}", f"{share:.1%}", "█" * round(share * BAR)])
+    for span in ranges(samples):
+        name = f"{span[0]}" if len(span) == 1 else f"{span[0]} to {span[-1]}"
+        prompts = int(sum(counts[k] for k in span))
+        share = prompts / max(sum(counts), 1)
+        rows.append(
+            [f"{name} of {samples}", f"{prompts}", f"{share:.1%}", "█" * round(share * BAR)]
+        )
     table = terminal_table(rows, no_wrap=True, title=rate, **LOOK)
     table.columns[-1].justify = "left"
     return table
 
 
-def _figures(found: Found, interval: str) -> Iterator[str]:
-    """Each chart, as HTML; `interval` is how its intervals are called."""
-    drawn: Sequence[tuple[str, Callable[[Axes, Found], None], str]] = (
+def _figures(numbers: ProbeNumbers, interval_name: str) -> Iterator[str]:
+    """Each chart, as HTML; `interval_name` is how its intervals are called."""
+    charts: Sequence[tuple[str, Callable[[Axes, ProbeNumbers], None], str]] = (
         (
             "Prompts by success rate",
             _histogram,
@@ -230,25 +235,25 @@ def _figures(found: Found, interval: str) -> Iterator[str]:
             "Flat groups",
             _flat,
             "Measured, and what they were if all prompts were equally hard; the bar is the "
-            f"gap's {interval}.",
+            f"gap's {interval_name}.",
         ),
         (
             f"Live groups per {PER} samples",
             _live,
             "At the same number of samples: small groups are more, each with less to compare.",
         ),
-        ("pass@k", _passes, f"With its {interval}."),
+        ("pass@k", _passes, f"With its {interval_name}."),
     )
     with mpl.rc_context(STYLE):
-        for name, draw, note in drawn:
+        for name, draw, note in charts:
             figure, axes = blank(name)
-            draw(axes, found)
+            draw(axes, numbers)
             legend_below(axes)
             yield html.figure(name, as_svg(figure), note)
 
 
-def _histogram(axes: Axes, found: Found) -> None:
-    counts = np.asarray(found["success"]["histogram"], float)
+def _histogram(axes: Axes, numbers: ProbeNumbers) -> None:
+    counts = np.asarray(numbers["success"]["histogram"], float)
     last = len(counts) - 1
     places = np.arange(last + 1) / last
     colours = [FAIL, *[MIXED] * (last - 1), PASS]
@@ -256,43 +261,45 @@ def _histogram(axes: Axes, found: Found) -> None:
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
 
 
-def _flat(axes: Axes, found: Found) -> None:
-    measured, iid = _of_groups(found, "measured"), _of_groups(found, "iid")
-    around = np.abs(_of_groups(found, "ci").T - (measured - iid))
-    known = np.isfinite(around).all(0)
-    places = _place_groups(axes, found)
+def _flat(axes: Axes, numbers: ProbeNumbers) -> None:
+    measured, iid = _group_values(numbers, "measured"), _group_values(numbers, "iid")
+    reach = np.abs(_group_values(numbers, "ci").T - (measured - iid))
+    has_interval = np.isfinite(reach).all(0)
+    places = _place_groups(axes, numbers)
     axes.bar(places - 0.2, measured, 0.38, color=COLOURS[0], label="measured")
     axes.bar(places + 0.2, iid, 0.38, color=COLOURS[1], label="i.i.d.")
     bars: dict[str, Any] = {"fmt": "none", "ecolor": "#1f2933", "capsize": 3}
-    axes.errorbar(places[known] - 0.2, measured[known], around[:, known], **bars)
+    axes.errorbar(
+        places[has_interval] - 0.2, measured[has_interval], reach[:, has_interval], **bars
+    )
     axes.set_ylim(0, 1.02)
 
 
-def _live(axes: Axes, found: Found) -> None:
-    heights = _of_groups(found, f"live_groups_per_{PER}_samples")
-    bars = axes.bar(_place_groups(axes, found), heights, 0.6, color=MIXED)
+def _live(axes: Axes, numbers: ProbeNumbers) -> None:
+    heights = _group_values(numbers, f"live_groups_per_{PER}_samples")
+    bars = axes.bar(_place_groups(axes, numbers), heights, 0.6, color=MIXED)
     labels = [f"{height:.0f}" if np.isfinite(height) else "–" for height in heights]
     axes.bar_label(bars, labels, fontsize=8)
     axes.margins(y=0.15)
 
 
-def _passes(axes: Axes, found: Found) -> None:
-    passes = found["pass_at"]
-    low, high = np.array([one["ci"] for one in passes.values()], float).T
+def _passes(axes: Axes, numbers: ProbeNumbers) -> None:
+    passes = numbers["pass_at"]
+    low, high = np.array([estimate["ci"] for estimate in passes.values()], float).T
     places = np.arange(len(passes))
-    value = [one["value"] for one in passes.values()]
-    axes.plot(places, value, "o-", color=COLOURS[0], markersize=3.5)
+    values = [estimate["value"] for estimate in passes.values()]
+    axes.plot(places, values, "o-", color=COLOURS[0], markersize=3.5)
     axes.fill_between(places, low, high, color=COLOURS[0], alpha=0.15, linewidth=0)
     axes.set_xticks(places, [str(k) for k in passes])
     axes.set_ylim(-0.02, 1.02)
 
 
-def _of_groups(found: Found, key: str) -> np.ndarray:
-    return np.array([group[key] for group in found["degeneracy"].values()], float)
+def _group_values(numbers: ProbeNumbers, key: str) -> np.ndarray:
+    return np.array([group[key] for group in numbers["degeneracy"].values()], float)
 
 
-def _place_groups(axes: Axes, found: Found) -> np.ndarray:
+def _place_groups(axes: Axes, numbers: ProbeNumbers) -> np.ndarray:
     """One place per group size on the x-axis, labelled."""
-    places = np.arange(len(found["degeneracy"]))
-    axes.set_xticks(places, [f"G = {size}" for size in found["degeneracy"]])
+    places = np.arange(len(numbers["degeneracy"]))
+    axes.set_xticks(places, [f"G = {size}" for size in numbers["degeneracy"]])
     return places

@@ -14,7 +14,7 @@ from typing import Any
 from jaxgrpo.core.errors import InputError, refusing
 from jaxgrpo.data import mirror, storage
 from jaxgrpo.data.storage import Place
-from jaxgrpo.evaluation.intervals import interval_of
+from jaxgrpo.evaluation.intervals import read_interval
 from jaxgrpo.training import alarms
 from jaxgrpo.training.folder import LOCK, evaluation_of, is_number, read_metrics, read_samples
 
@@ -169,7 +169,7 @@ def with_interval(metrics: Mapping[str, float], name: str) -> str:
     """
     if name not in metrics:
         return "–"
-    ends = interval_of(metrics, name)
+    ends = read_interval(metrics, name)
     return f"{metrics[name]:.3f}" + (" ({:.3f} to {:.3f})".format(*ends) if ends else "")
 
 

@@ -35,5 +35,5 @@ def compared(model, tmp_path_factory):
     with comparisons.one_device():
         assert main(["compare", str(file)]) == 0
     experiment = experiments.load(file)
-    cases = experiments.cases_of(experiment)
+    cases = experiments.make_cases(experiment)
     return experiment, cases, results.read_all(cases)

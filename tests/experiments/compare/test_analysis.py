@@ -82,7 +82,7 @@ def test_with_five_comparisons_nothing_can_be_shown_and_it_is_said():
     assert {results.standing(experiment, rows[f"a{i}"]) for i in range(5)} == {
         "no difference shown"
     }
-    said = report.said_detectable(experiment)
+    said = report.describe_detectable(experiment)
     assert "no p below 0.016, and none below 0.078 corrected for 5 comparisons" in said
     assert "no difference can be shown, however large: take 8 seeds or more" in said
 
@@ -135,12 +135,12 @@ def test_rates_of_its_own_chosen_on_the_judged_seeds_give_no_p_and_it_is_said():
     assert own.startswith("own against control: not tested. m differs by +9.000")
     assert own.endswith(report.NO_P)
     assert one.startswith("one against control: better.")
-    assert report.rows_of(experiment, table)[2][-2:] == ["–", "–"]
-    said = report.said_detectable(experiment)
+    assert report.format_rows(experiment, table)[2][-2:] == ["–", "–"]
+    said = report.describe_detectable(experiment)
     assert "corrected for 1 comparison (one with control)" in said
     assert "own: No p: " in said
     only, _ = compared(values, tests=("own",))
-    assert report.said_detectable(only) == f"own: {report.NO_P}"
+    assert report.describe_detectable(only) == f"own: {report.NO_P}"
 
 
 def test_above_twelve_seeds_exchanges_are_said_to_be_drawn():

@@ -42,7 +42,7 @@ def test_identical_arms_with_identical_seeds_differ_by_exactly_0(compared):
     experiment, _, outcomes = compared
     for metric in ("eval/accuracy", "eval/pass@1", "reward", "tokens", "entropy"):
         one, other = (
-            results.values_of(experiment, outcomes, arm, metric) for arm in ("grpo", "twin")
+            results.arm_values(experiment, outcomes, arm, metric) for arm in ("grpo", "twin")
         )
         assert (one == other).all()
     (row,) = [row for row in results.at_best(experiment, outcomes) if row.arm == "twin"]
@@ -193,7 +193,7 @@ def test_ten_arms_that_differ_by_chance_alone_yield_no_significant_difference(mo
     experiment = experiments.load(file)
     _, corrected, _ = results.detectable(experiment)
     assert corrected < experiment.level, "a difference could be shown"
-    outcomes = results.read_all(experiments.cases_of(experiment))
+    outcomes = results.read_all(experiments.make_cases(experiment))
     rows = [row for row in results.at_best(experiment, outcomes) if row.difference]
     assert len(rows) == 9
     assert all(row.difference and row.difference.value != 0 for row in rows)
@@ -311,7 +311,7 @@ def test_a_folder_that_holds_runs_of_another_config_is_refused(compared, model, 
     shutil.copytree(experiment.dir, tmp_path / "out")
     arms = {"grpo": {"recipe": "grpo"}, "twin": {"recipe": "sign"}}
     file = write(model, tmp_path, arms=arms, seeds=1)
-    cases = experiments.cases_of(experiments.load(file))
+    cases = experiments.make_cases(experiments.load(file))
     assert command.is_finished(cases[0]), "moved, and still the same run"
     with pytest.raises(InputError, match=r"(?s)twin.*another config.*recipe: grpo -> sign"):
         command.is_finished(cases[1])

@@ -41,7 +41,7 @@ def load(tmp_path, **changes):
 
 
 def cases(tmp_path, **changes):
-    return experiments.cases_of(load(tmp_path, **changes))
+    return experiments.make_cases(load(tmp_path, **changes))
 
 
 def problems(tmp_path, **changes):

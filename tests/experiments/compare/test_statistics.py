@@ -8,7 +8,7 @@ import math
 import numpy as np
 import pytest
 
-from jaxgrpo.evaluation.intervals import of_few
+from jaxgrpo.evaluation.intervals import student_interval
 from jaxgrpo.experiments.compare import results
 
 
@@ -156,7 +156,7 @@ def test_sign_flips_of_one_number_are_the_sign_flip_test_and_of_several_brute_fo
 def test_a_band_is_the_interval_at_each_place():
     values = np.random.default_rng(1).normal(size=(6, 3))
     expected = np.array([results.estimate(column, "reward")[1:] for column in values.T]).T
-    np.testing.assert_allclose(of_few(values), expected, atol=1e-12)
+    np.testing.assert_allclose(student_interval(values), expected, atol=1e-12)
 
 
 def rejected(noise, seeds, tuning, rounds, rates=3):

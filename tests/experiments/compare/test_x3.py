@@ -33,7 +33,7 @@ def test_the_shipped_experiments_are_right_but_for_what_they_say_is_missing(
     monkeypatch.chdir(tmp_path)  # where no runs are
     assert main(["compare", name, "--dry-run"]) == 0
     experiment = experiments.load(name)
-    cases = experiments.cases_of(experiment)
+    cases = experiments.make_cases(experiment)
     assert len(experiment.seeds) == 7
     assert {case.config.rollout.group_size for case in cases} == {2 if name == "x3_g2" else 4}
     if name == "x3_paper":
@@ -79,7 +79,7 @@ def test_the_papers_model_with_adapters_is_built_for_sixteen_chips(tmp_path, mon
         if not file.name.endswith(("config.json", ".safetensors")) or "token" in file.name:
             (tmp_path / file.name).write_bytes(file.read_bytes())
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
-    case = experiments.cases_of(experiments.load("x3_paper"))[0].config
+    case = experiments.make_cases(experiments.load("x3_paper"))[0].config
     config = dataclasses.replace(
         case, model=dataclasses.replace(case.model, path=str(tmp_path), attention="xla")
     )
