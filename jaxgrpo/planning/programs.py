@@ -69,9 +69,9 @@ def run_of(config: Config, model: ModelConfig, mesh: Mesh) -> Run:
     built = decoder.build(model, constrain=sharding.constrain(mesh), remat=remat)
     rewards = inputs.resolve_rewards(config, None, None)
     # Which tokens end a sample changes no shape, so no tokenizer is read.
-    found = setup.Found(mesh, Path(config.model.path), None, built)
+    model_on_mesh = setup.Found(mesh, Path(config.model.path), None, built)
     sampling = setup.settings_of(config, (0,), 0)
-    blueprint, steps = setup.method_of(config, found, rewards, sampling=sampling)
+    blueprint, steps = setup.method_of(config, model_on_mesh, rewards, sampling=sampling)
     return Run(config, blueprint, steps, abstract_state(blueprint))
 
 
@@ -79,19 +79,19 @@ def abstract_state(blueprint: Blueprint) -> TrainState:
     """The shapes of the state that `parameters.first_state` makes, but for what the host keeps."""
     model, everywhere = blueprint.model, sharding.replicated(blueprint.mesh)
     params = placed(model.shapes, param_layout(blueprint))
-    own, frozen = params, {}
+    trainable, frozen = params, {}
     if model.config.lora is not None:
-        own, frozen[WEIGHTS] = lora.split(params)
-    held = jax.tree.map(lambda leaf: leaf.update(dtype=held_dtype(model)), own)
+        trainable, frozen[WEIGHTS] = lora.split(params)
+    master = jax.tree.map(lambda leaf: leaf.update(dtype=held_dtype(model)), trainable)
     # Leaves of its own for each: a plan tells arrays apart by them.
-    copies = {name: jax.tree.map(copy.copy, own) for name in memory.kept_policies(blueprint)}
-    moments = jax.eval_shape(blueprint.optimizer.init, held)
+    copies = {name: jax.tree.map(copy.copy, trainable) for name in memory.kept_policies(blueprint)}
+    moments = jax.eval_shape(blueprint.optimizer.init, master)
     small: Any = jax.ShapeDtypeStruct((), jnp.int32, sharding=everywhere)
     key: Any = jax.ShapeDtypeStruct((2,), jnp.uint32, sharding=everywhere)
     remembered = jax.eval_shape(blueprint.objective.init)
     return TrainState(
         step=small,
-        trainable=held,
+        trainable=master,
         frozen=frozen | copies,
         opt_state=placed(moments, opt_layout(blueprint)),
         advantage_state=(),
@@ -104,7 +104,7 @@ def abstract_state(blueprint: Blueprint) -> TrainState:
 
 def placed(shapes: Any, layout: Any) -> Any:
     """A tree of shapes with the shardings of another."""
-    return jax.tree.map(lambda leaf, one: leaf.update(sharding=one), shapes, layout)
+    return jax.tree.map(lambda leaf, spec: leaf.update(sharding=spec), shapes, layout)
 
 
 def names_of(run: Run, names: Collection[str] = NAMES) -> list[str]:
@@ -155,17 +155,17 @@ def sampler_params(run: Run) -> Any:
 
 def is_moved(run: Run) -> bool:
     """Whether `sync` casts or lays out the parameters for the sampler, beside slicing them."""
-    state, given, blueprint = run.state, sampler_params(run), run.blueprint
+    state, params, blueprint = run.state, sampler_params(run), run.blueprint
     in_place = blueprint.mesh.shape["fsdp"] == 1 and not blueprint.has_two_meshes
     if blueprint.model.config.lora is not None and in_place:
-        return not _alike(lora.split(given)[0], state.trainable)
-    return not _alike(given, params_of(state))
+        return not _alike(lora.split(params)[0], state.trainable)
+    return not _alike(params, params_of(state))
 
 
-def _alike(tree: Any, other: Any) -> bool:
+def _alike(left: Any, right: Any) -> bool:
     """Whether one is the other, dtype and sharding included."""
-    same = jax.tree.map(lambda a, b: (a.dtype, a.sharding) == (b.dtype, b.sharding), tree, other)
-    return all(jax.tree.leaves(same))
+    matches = jax.tree.map(lambda a, b: (a.dtype, a.sharding) == (b.dtype, b.sharding), left, right)
+    return all(jax.tree.leaves(matches))
 
 
 def _sampling(run: Run, names: Collection[str]) -> Iterator[Program]:
@@ -203,8 +203,8 @@ def _sampling(run: Run, names: Collection[str]) -> Iterator[Program]:
     if "decode" not in names:
         return
     aligned = sizes.aligned(blueprint.sampling)
-    given = (aligned, params, state, array(jnp.int32))
-    yield compile_one(run, "decode", sampler.decode, *given, donated=state)
+    decode_arguments = (aligned, params, state, array(jnp.int32))
+    yield compile_one(run, "decode", sampler.decode, *decode_arguments, donated=state)
 
 
 def scored(run: Run) -> list[str]:
@@ -218,11 +218,11 @@ def _score(run: Run) -> Program:
     blueprint, state = run.blueprint, run.state
     needs = scored(run)
     policy = FIELDS[needs[0]].policy
-    asked = "value" if any(FIELDS[name].quantity == "entropy" for name in needs) else "none"
+    entropy = "value" if any(FIELDS[name].quantity == "entropy" for name in needs) else "none"
     *_, batch = memory.update_arguments(blueprint, state)
     # What the chain reads is scored before there is anything else, what the loss reads after that.
     early = blueprint.chain.needs & FIELDS.keys()
     fields = {} if early else {name: batch.fields[name] for name in batch.fields.keys() - {*needs}}
     batch = dataclasses.replace(batch, fields=fields)
-    given = (params_of(state, policy), batch, asked, blueprint.geometry)
-    return compile_one(run, "score", run.steps.score, *given)
+    arguments = (params_of(state, policy), batch, entropy, blueprint.geometry)
+    return compile_one(run, "score", run.steps.score, *arguments)
