@@ -130,8 +130,8 @@ def row_of(
             rows[inside] = _rows_of_block(mixture, seed, int(block))[ordinals[inside] % BLOCK]
         return rows
     for epoch in np.unique(ordinals // num_rows):
-        here = ordinals // num_rows == epoch
-        rows[here] = _epoch_order(num_rows, seed, int(epoch))[ordinals[here] % num_rows]
+        in_epoch = ordinals // num_rows == epoch
+        rows[in_epoch] = _epoch_order(num_rows, seed, int(epoch))[ordinals[in_epoch] % num_rows]
     return rows
 
 
@@ -153,9 +153,9 @@ def pad_prompts(
     for place, ids in enumerate(tokens):
         padded[place, : len(ids)] = ids
     mask: Any = np.arange(width) < length[:, None]
-    others: dict[str, Any] = {"prompt_tokens": padded, "ordinal": ordinal, "row": row, "step": step}
-    others = {name: np.asarray(value, np.int32) for name, value in others.items()}
-    return Prompts(prompt_mask=mask, **others)
+    arrays: dict[str, Any] = {"prompt_tokens": padded, "ordinal": ordinal, "row": row, "step": step}
+    arrays = {name: np.asarray(value, np.int32) for name, value in arrays.items()}
+    return Prompts(prompt_mask=mask, **arrays)
 
 
 def no_positive_resampling(
@@ -318,13 +318,13 @@ def build_policy(
             )
         if use != "sequential":
             spec = {"weights": weights, "mixture": mixture, **spec}
-    made = build("prompt policy", spec, policies)
-    if not isinstance(made, PromptPolicy):
+    policy = build("prompt policy", spec, policies)
+    if not isinstance(policy, PromptPolicy):
         name = getattr(use, "__name__", repr(use))
         raise InputError(
-            f"prompt policy {name} returned {type(made).__name__}, expected a PromptPolicy"
+            f"prompt policy {name} returned {type(policy).__name__}, expected a PromptPolicy"
         )
-    return made
+    return policy
 
 
 class _Judge(NamedTuple):
@@ -413,20 +413,20 @@ def _walk(
     """
     num_rows = len(chance)
     limit = cursor + 2 * (num_rows + n)
-    taken, passed, start, size = [], [], cursor, max(4 * n, 64)
-    while start < limit and sum(map(len, taken)) < n:
+    accepted, passed, start, size = [], [], cursor, max(4 * n, 64)
+    while start < limit and sum(map(len, accepted)) < n:
         ordinals = np.arange(start, min(start + size, limit))
-        here = chance[row_of(ordinals, num_rows, seed, mixture)]
-        hit = _draw(ordinals, seed) < here
-        taken.append(ordinals[hit])
-        passed.append(ordinals[~hit & (here > 0)])
+        chances = chance[row_of(ordinals, num_rows, seed, mixture)]
+        hit = _draw(ordinals, seed) < chances
+        accepted.append(ordinals[hit])
+        passed.append(ordinals[~hit & (chances > 0)])
         start, size = start + size, 2 * size
-    found = np.concatenate(taken)[:n]
-    if len(found) < n:
-        rest = np.concatenate(passed)
-        others = np.setdiff1d(np.arange(cursor, limit), np.concatenate([found, rest]))
-        found = np.sort(np.concatenate([found, rest, others])[:n])
-    return found.astype(np.int32)
+    selected = np.concatenate(accepted)[:n]
+    if len(selected) < n:
+        passed_over = np.concatenate(passed)
+        chanceless = np.setdiff1d(np.arange(cursor, limit), np.concatenate([selected, passed_over]))
+        selected = np.sort(np.concatenate([selected, passed_over, chanceless])[:n])
+    return selected.astype(np.int32)
 
 
 def _draw(ordinals: np.ndarray, seed: int) -> np.ndarray:
