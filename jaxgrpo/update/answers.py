@@ -53,12 +53,12 @@ def behind_thoughts(rollouts: Rollouts, geometry: Geometry) -> Rollouts:
     _, samples, steps = rollouts.completion_tokens.shape
     more = geometry.group_size - samples, geometry.max_completion_tokens - steps
     thought = jnp.pad(thought, ((0, 0), (0, more[0])))
-    own = jnp.pad(rollouts.completion_tokens, ((0, 0), (0, more[0]), (0, more[1])))
+    completions = jnp.pad(rollouts.completion_tokens, ((0, 0), (0, more[0]), (0, more[1])))
     behind = jnp.arange(geometry.max_completion_tokens) - thought[..., None]
     inside = jnp.clip(behind, 0, forced.shape[1] - 1)
-    given = jnp.take_along_axis(forced[:, None], inside, axis=2)
+    answer_tokens = jnp.take_along_axis(forced[:, None], inside, axis=2)
     real = behind < (forced >= 0).sum(-1, dtype=jnp.int32)[:, None, None]
-    tokens = jnp.where(behind < 0, own, given)
+    tokens = jnp.where(behind < 0, completions, answer_tokens)
     return dataclasses.replace(
         rollouts,
         completion_tokens=jnp.where(real, tokens, 0),
@@ -81,13 +81,13 @@ def of_answers(logp: Array, rollouts: Rollouts) -> dict[str, Array]:
     samples = thought.shape[1]
     thought = jnp.pad(thought, ((0, 0), (0, logp.shape[1] - samples)))
     tokens = (forced >= 0).sum(-1, dtype=jnp.int32)  # [P]
-    before = tokens - mask.sum(-1, dtype=jnp.int32)
-    place = (thought + before[:, None])[..., None] + jnp.arange(mask.shape[1])
+    prefix_tokens = tokens - mask.sum(-1, dtype=jnp.int32)
+    place = (thought + prefix_tokens[:, None])[..., None] + jnp.arange(mask.shape[1])
     picked = jnp.take_along_axis(logp, jnp.minimum(place, logp.shape[2] - 1), axis=2)
     picked = jnp.where(mask[:, None], picked, 0)
-    without = {MASKED: picked[:, samples]} if logp.shape[1] > samples else {}
+    without_thought = {MASKED: picked[:, samples]} if logp.shape[1] > samples else {}
     first = _first_alike(rollouts)[..., None]
-    return {ANSWER: jnp.take_along_axis(picked, first, axis=1), **without}
+    return {ANSWER: jnp.take_along_axis(picked, first, axis=1), **without_thought}
 
 
 def _first_alike(rollouts: Rollouts) -> Array:

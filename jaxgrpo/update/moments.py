@@ -39,14 +39,14 @@ def in_bfloat16(optimizer: optax.GradientTransformation) -> optax.GradientTransf
         if params is None:
             raise ValueError("in_bfloat16 needs the parameters: update(gradients, state, params)")
         wide = _on_moments(optimizer, _wide, state.inner, params)
-        updates, after = optimizer.update(updates, wide, params)
+        updates, new_state = optimizer.update(updates, wide, params)
         key, number = jax.random.fold_in(jax.random.key(0), state.count), iter(range(2**31))
 
         def narrow(leaf: Array, param: Array) -> Array:
             return _at_random(leaf, jax.random.fold_in(key, next(number)))
 
-        after = _on_moments(optimizer, narrow, after, params)
-        return updates, Held(jnp.asarray(optax.safe_increment(state.count)), after)
+        new_state = _on_moments(optimizer, narrow, new_state, params)
+        return updates, Held(jnp.asarray(optax.safe_increment(state.count)), new_state)
 
     return optax.GradientTransformation(init, update)
 
@@ -84,11 +84,11 @@ def map_params(
 def _on_moments(optimizer: optax.GradientTransformation, change: Any, state: Any, params: Any):
     """The state with `change` (leaf, parameter) of its moments."""
 
-    def one(leaf: Array, param: Array) -> Array:
+    def change_moment(leaf: Array, param: Array) -> Array:
         is_moment = leaf.shape == param.shape and jnp.issubdtype(leaf.dtype, jnp.floating)
         return change(leaf, param) if is_moment else leaf
 
-    return map_params(optimizer, one, state, params)
+    return map_params(optimizer, change_moment, state, params)
 
 
 def _nearest(leaf: Array, param: Array) -> Array:

@@ -77,22 +77,24 @@ class Preparer:
             rollouts = self.here(rollouts)
         lengths = sharding.to_host(self.measure(rollouts))
         rollouts = self.with_fields(state, rollouts, lengths, self.blueprint.chain.needs)
-        after, judged, live, per_sample, metrics = self.judge(state.advantage_state, rollouts)
+        advantage_state, judged, live, per_sample, metrics = self.judge(
+            state.advantage_state, rollouts
+        )
         live = sharding.to_host(live)
         plans, batches = [], []
         planned = live if compact else np.ones_like(live)
-        for own, where in _plans(lengths, planned, geometry):
-            metrics = merge(metrics, packing.work(where, lengths, geometry))
-            batches.append(self.assemble(state, rollouts, judged, own, where))
-            plans.append(where)
-        state = dataclasses.replace(state, advantage_state=after)
+        for prompts, plan in _plans(lengths, planned, geometry):
+            metrics = merge(metrics, packing.work(plan, lengths, geometry))
+            batches.append(self.assemble(state, rollouts, judged, prompts, plan))
+            plans.append(plan)
+        state = dataclasses.replace(state, advantage_state=advantage_state)
         for name in ANCHORS:
             if name not in rollouts.fields and name in batches[0].fields:
                 # Of all completions or of none: those that the loss leaves out are no random ones.
                 mask = rollouts.token_mask & bool(live.all() or not compact)
                 rows = [batch.fields[name] for batch in batches]
-                other = self.of_samples(rows, plans, rollouts.token_mask)
-                drift = self.drift(rollouts.behavior_logp, other, mask, FIELDS[name].policy)
+                anchor_logp = self.of_samples(rows, plans, rollouts.token_mask)
+                drift = self.drift(rollouts.behavior_logp, anchor_logp, mask, FIELDS[name].policy)
                 metrics = merge(metrics, drift)
         updates = _in_order(batches, self.blueprint.num_iterations)
         return state, Prepared(updates, per_sample, live, metrics)
@@ -142,12 +144,12 @@ class Preparer:
         """The named fields [P, G, T] of every sample."""
         mask, plans, scored = rollouts.token_mask, [], []
         zero = jnp.zeros(mask.shape, jnp.float32)
-        for _, where in _plans(lengths, np.ones(mask.shape[:2], bool), geometry):
-            batch = self.gather(rollouts, where, zero, zero, mask, {})
+        for _, plan in _plans(lengths, np.ones(mask.shape[:2], bool), geometry):
+            batch = self.gather(rollouts, plan, zero, zero, mask, {})
             scored.append(self.score_fields(state, names, batch, geometry))
-            plans.append(where)
+            plans.append(plan)
         return {
-            name: self.of_samples([one[name] for one in scored], plans, mask)
+            name: self.of_samples([fields[name] for fields in scored], plans, mask)
             for name in sorted(names)  # in the same order in every process
         }
 
@@ -156,8 +158,7 @@ class Preparer:
     ) -> Array:
         """Values [K, D, R, Q] in the rows of each minibatch as those of the samples, [P, G, T]."""
         parts = (
-            self.scatter(values, where, token_mask)
-            for values, where in zip(rows, plans, strict=True)
+            self.scatter(values, plan, token_mask) for values, plan in zip(rows, plans, strict=True)
         )
         return functools.reduce(jnp.add, parts)  # no token has a place in two of them
 
@@ -166,19 +167,19 @@ class Preparer:
         state: TrainState,
         rollouts: Rollouts,
         judged: _Judged,
-        own: np.ndarray,
-        where: packing.Plan,
+        prompts: np.ndarray,
+        plan: packing.Plan,
     ) -> TrainBatch:
         """The batch of one minibatch, with what only the loss needs scored on its samples alone."""
         needs, (advantage, mask, counted) = self.blueprint.objective.needs, judged
-        weight = self.weigh(counted, mask, own)
+        weight = self.weigh(counted, mask, prompts)
         # As for the parts of a chain, a need may be the name of a reward.
         brought = {**rollouts.rewards, **rollouts.fields}
-        known = {name: self.per_token(brought[name]) for name in needs & brought.keys()}
-        known["behavior_logp"] = rollouts.behavior_logp
-        known["sampled_now"] = self.per_token(rollouts.policy_version == state.step)
-        batch = self.gather(rollouts, where, advantage, weight, mask, known)
-        names = (needs & FIELDS.keys()) - known.keys()
+        fields = {name: self.per_token(brought[name]) for name in needs & brought.keys()}
+        fields["behavior_logp"] = rollouts.behavior_logp
+        fields["sampled_now"] = self.per_token(rollouts.policy_version == state.step)
+        batch = self.gather(rollouts, plan, advantage, weight, mask, fields)
+        names = (needs & FIELDS.keys()) - fields.keys()
         late = self.score_fields(state, names, batch, self.blueprint.geometry)
         batch = dataclasses.replace(batch, fields={**batch.fields, **late})
         if self.blueprint.objective.proximal == "trainer":
@@ -196,11 +197,15 @@ class Preparer:
         fields: dict[str, Array] = {}
         for policy in sorted({FIELDS[name].policy for name in names}):
             params = params_of(state, policy)
-            wanted = {name: FIELDS[name] for name in names if FIELDS[name].policy == policy}
-            asked = "value" if "entropy" in {one.quantity for one in wanted.values()} else "none"
-            logp, entropy = self.score(params, batch, asked, geometry)
+            policy_fields = {name: FIELDS[name] for name in names if FIELDS[name].policy == policy}
+            entropy_mode = (
+                "value"
+                if "entropy" in {field.quantity for field in policy_fields.values()}
+                else "none"
+            )
+            logp, entropy = self.score(params, batch, entropy_mode, geometry)
             values = {"logp": logp, "entropy": entropy}
-            fields |= {name: values[field.quantity] for name, field in wanted.items()}
+            fields |= {name: values[field.quantity] for name, field in policy_fields.items()}
         return fields
 
     def per_token(self, value: Array) -> Array:
@@ -222,9 +227,9 @@ def _plans(
     lengths: packing.Lengths, live: np.ndarray, geometry: packing.Geometry
 ) -> Iterator[tuple[np.ndarray, packing.Plan]]:
     """(its prompts, the plan of their live samples) of each minibatch."""
-    for own in packing.deal(lengths, live, geometry):
-        member = np.isin(np.arange(len(live)), own)
-        yield own, packing.plan(lengths, live & member[:, None], geometry)
+    for prompts in packing.deal(lengths, live, geometry):
+        member = np.isin(np.arange(len(live)), prompts)
+        yield prompts, packing.plan(lengths, live & member[:, None], geometry)
 
 
 def _score(
@@ -246,7 +251,9 @@ def _score(
         return logp, fields.get("policy_entropy")
 
     def body(index: Array, carry: Any) -> Any:
-        return jax.tree.map(lambda whole, one: whole.at[index].set(one), carry, values(index))
+        return jax.tree.map(
+            lambda stacked, micro: stacked.at[index].set(micro), carry, values(index)
+        )
 
     shapes = jax.eval_shape(values, first)
     start = jax.tree.map(lambda leaf: jnp.zeros(batch.tokens.shape, leaf.dtype), shapes)
@@ -257,8 +264,8 @@ def _live(
     recipe: advantages.AdvantageTransform, mesh: Mesh, state: Any, rollouts: Rollouts
 ) -> Array:
     """Groups [P] with an advantage, by the beginning of a chain and the state of all of it."""
-    own = {name: state[name] for name, _ in recipe.steps}
-    signal, _, _ = recipe.update(advantages.start(rollouts), own, rollouts)
+    recipe_state = {name: state[name] for name, _ in recipe.steps}
+    signal, _, _ = recipe.update(advantages.start(rollouts), recipe_state, rollouts)
     advantage, _ = _at_tokens(signal, rollouts)
     live = (advantage != 0).any((1, 2))
     return jax.lax.with_sharding_constraint(live, sharding.replicated(mesh))
@@ -297,15 +304,15 @@ def _judge(
     return state, (advantage, alive, mask), live, per_sample, metrics
 
 
-def _weigh(blueprint: Blueprint, counted: Array, mask: Array, own: Array) -> Array:
-    """The reduction's weights [P, G, T] for the update of the prompts `own`; 0 elsewhere.
+def _weigh(blueprint: Blueprint, counted: Array, mask: Array, prompts: Array) -> Array:
+    """The reduction's weights [P, G, T] for the update of `prompts`; 0 elsewhere.
 
     They are normalised over `counted` tokens of these prompts, the whole batch of the update. The
     dead weigh nothing and carry no penalty, so that leaving them out changes nothing.
     """
-    weight = blueprint.objective.reduction.weights(counted[own]).astype(jnp.float32)
-    alive = mask[own].any(-1, keepdims=True)
-    return jnp.zeros(mask.shape, jnp.float32).at[own].set(jnp.where(alive, weight, 0))
+    weight = blueprint.objective.reduction.weights(counted[prompts]).astype(jnp.float32)
+    alive = mask[prompts].any(-1, keepdims=True)
+    return jnp.zeros(mask.shape, jnp.float32).at[prompts].set(jnp.where(alive, weight, 0))
 
 
 def _in_order(batches: Sequence[TrainBatch], num_iterations: int) -> tuple[TrainBatch, ...]:
@@ -320,10 +327,10 @@ def _in_order(batches: Sequence[TrainBatch], num_iterations: int) -> tuple[Train
     def later(batch: TrainBatch) -> TrainBatch:
         return dataclasses.replace(batch, fields={**batch.fields, "sampled_now": nowhere})
 
-    first, *others = batches
-    others = [later(batch) for batch in others]
-    again = (later(first), *others) if num_iterations > 1 else ()
-    return (first, *others, *again * (num_iterations - 1))
+    first, *later_batches = batches
+    later_batches = [later(batch) for batch in later_batches]
+    further_iteration = (later(first), *later_batches) if num_iterations > 1 else ()
+    return (first, *later_batches, *further_iteration * (num_iterations - 1))
 
 
 def _rollout_metrics(
