@@ -52,8 +52,11 @@ def by_formula(config: Config, topology: Topology) -> tuple[int, float]:
     """
     run = plan.built(config, topology)
     chip, devices = topology.chip, len(topology.devices)
-    bounds = [costs.bound_of(work, (), chip, devices, {}) for work in costs.work_of(run).values()]
-    return plan.peak_of(plan.parts_of(run)), sum(bound.seconds for bound in bounds)
+    bounds = [
+        costs.program_bound(work, (), chip, devices, {})
+        for work in costs.program_work(run).values()
+    ]
+    return plan.peak_bytes(plan.memory_parts(run)), sum(bound.seconds for bound in bounds)
 
 
 def for_devices(config: Config, topology: Topology) -> Candidate:
@@ -65,7 +68,7 @@ def for_devices(config: Config, topology: Topology) -> Candidate:
 
     Raises: InputError where the config cannot be built, whatever the mesh.
     """
-    plan.model_of(config)
+    plan.read_model_config(config)
     nearest, until = None, time.monotonic() + MESH_SECONDS
     shapes = sorted(_shapes(config, topology), key=lambda changes: _PROMPTS in changes)
     for changes in shapes:

@@ -70,7 +70,7 @@ def main(
     if not as_json:
         return code
     more = {"remedies": [remedy._asdict() for remedy in remedies], "searched": searched}
-    return Document({**report.numbers_of(run_plan, changes), **more}, code)
+    return Document({**report.plan_numbers(run_plan, changes), **more}, code)
 
 
 def _search(
@@ -84,7 +84,7 @@ def _search(
         console.rule(candidate.overrides)
         report.show_formula(console, run_plan)
         report.show_compiled(console, run_plan)
-        yield report.numbers_of(run_plan, candidate.changes)
+        yield report.plan_numbers(run_plan, candidate.changes)
 
 
 def _topology(config: Config, name: str | None, slices: int | None) -> Topology:

@@ -90,7 +90,7 @@ def forward_flops(config: ModelConfig, prompts: int, width: int, samples: int, s
     return prompts * prompt_flops + samples * sample_flops
 
 
-def work_of(run: Run) -> dict[str, Work]:
+def program_work(run: Run) -> dict[str, Work]:
     """The work of each program, by its name."""
     return {
         "sync": Work(1, 0.0, 0.0, 2.0 * memory.on_device(sampler_params(run)), (1,)),
@@ -185,7 +185,7 @@ def micro_batches(geometry: Geometry) -> int:
     return int(packing.plan(lengths, live, geometry).num_live)
 
 
-def bound_of(
+def program_bound(
     work: Work,
     collectives: Sequence[Collective],
     chip: Chip,

@@ -50,7 +50,7 @@ class Instruction(NamedTuple):
     name: str
     result: str  # its type as HLO text
     code: str
-    rest: str  # operands and attributes
+    tail: str  # operands and attributes
     is_root: bool
 
     @property
@@ -66,8 +66,8 @@ class Instruction(NamedTuple):
     @property
     def called(self) -> list[str]:
         """The computations that it runs once."""
-        names = [*_BRANCHES.findall(self.rest)]
-        for callee, branches in _CALLED.findall(self.rest):
+        names = [*_BRANCHES.findall(self.tail)]
+        for callee, branches in _CALLED.findall(self.tail):
             names += [callee] if callee else [name.strip(" %") for name in branches.split(",")]
         return names
 
@@ -113,8 +113,8 @@ def computations(text: str) -> tuple[dict[str, list[Instruction]], str]:
             body = bodies[opened[2]] = []
             entry = opened[2] if opened[1] else entry
         elif match := _INSTRUCTION.match(line):
-            root, name, result, code, rest = match.groups()
-            body.append(Instruction(name, result, code, rest, root is not None))
+            root, name, result, code, tail = match.groups()
+            body.append(Instruction(name, result, code, tail, root is not None))
     return bodies, entry
 
 
@@ -144,7 +144,7 @@ def places(
         for instruction in bodies[name]:
             for called in instruction.called:
                 visit(called, trips, depth, open_loops)
-            loop = _LOOP.search(instruction.rest) if instruction.code == "while" else None
+            loop = _LOOP.search(instruction.tail) if instruction.code == "while" else None
             if loop is None:
                 continue
             count = _trips(instruction, *(bodies.get(name, ()) for name in loop.groups()))
@@ -161,17 +161,17 @@ def _trips(
     loop: Instruction, condition: Sequence[Instruction], body: Sequence[Instruction]
 ) -> int | None:
     """How often a loop runs that counts from 0 to a constant; None: the program computes it."""
-    if match := _TRIPS.search(loop.rest):
+    if match := _TRIPS.search(loop.tail):
         return int(match[1])
     constants, root = _constants(condition), _root(condition)
-    if root is None or root.code != "compare" or "direction=LT" not in root.rest:
+    if root is None or root.code != "compare" or "direction=LT" not in root.tail:
         return None
     counter, *limit = operands(root)
     if not limit or limit[0] not in constants:
         return None
     place = next(
         (
-            _INDEX.search(instruction.rest)
+            _INDEX.search(instruction.tail)
             for instruction in condition
             if instruction.name == counter
         ),
@@ -193,7 +193,7 @@ def _step(body: Sequence[Instruction], place: int) -> int:
 
 def _constants(body: Sequence[Instruction]) -> dict[str, int]:
     matches = (
-        (instruction, re.match(r"(\d+)\)", instruction.rest))
+        (instruction, re.match(r"(\d+)\)", instruction.tail))
         for instruction in body
         if instruction.code == "constant"
     )
@@ -206,7 +206,7 @@ def _root(body: Sequence[Instruction]) -> Instruction | None:
 
 def operands(instruction: Instruction) -> list[str]:
     """The names of what an instruction takes."""
-    return re.findall(r"%([\w.-]+)", instruction.rest.split(")")[0])
+    return re.findall(r"%([\w.-]+)", instruction.tail.split(")")[0])
 
 
 def collectives(
@@ -235,13 +235,13 @@ def collectives(
             kind = instruction.code.removesuffix("-start")
             if kind not in KINDS:
                 continue
-            group, group_axes = _extent(instruction.rest, axes)
-            source = _SOURCE.search(instruction.rest)
+            group, group_axes = _extent(instruction.tail, axes)
+            source = _SOURCE.search(instruction.tail)
             operation, outputs = source[1] if source else "", _outputs(instruction)
             if kind == "all-reduce" and (sliced := _sliced_output(instruction, bodies[name])):
                 kind, outputs = "reduce-scatter", sliced
             collective = Collective(kind, group_axes, tuple(outputs), group, *place, operation)
-            channel = _CHANNEL.search(instruction.rest)
+            channel = _CHANNEL.search(instruction.tail)
             if name in parts and channel:
                 key = kind, channel[1]
                 if key not in by_channel or collective.trips < by_channel[key].trips:

@@ -88,7 +88,7 @@ class Plan(NamedTuple):
         return geometry.num_prompts * geometry.group_size * geometry.max_completion_tokens
 
 
-def model_of(config: Config) -> ModelConfig:
+def read_model_config(config: Config) -> ModelConfig:
     """The model of a config without its weights, and without the network.
 
     Raises: InputError where neither a local folder nor `model.config` says what it is.
@@ -106,7 +106,7 @@ def model_of(config: Config) -> ModelConfig:
     return parameters.chosen_config(config, stored)
 
 
-def mesh_of(config: Config, topology: Topology) -> Mesh:
+def mesh_on_topology(config: Config, topology: Topology) -> Mesh:
     """The mesh that a config asks for, on the devices of a topology."""
     sizes = config.mesh
     return sharding.make_mesh(
@@ -119,7 +119,7 @@ def built(config: Config, topology: Topology) -> Run:
 
     Raises: InputError where it cannot be built there.
     """
-    return programs.run_of(config, model_of(config), mesh_of(config, topology))
+    return programs.build_run(config, read_model_config(config), mesh_on_topology(config, topology))
 
 
 def by_formula(run: Run, topology: Topology) -> Plan:
@@ -127,9 +127,9 @@ def by_formula(run: Run, topology: Topology) -> Plan:
 
     Its `problem` says where compiling would be in vain, since the run takes far too much memory.
     """
-    parts = parts_of(run)
-    in_vain = peak_of(parts) > TOO_MUCH * topology.chip.memory
-    problem = f"by formula it takes {memory.shown(peak_of(parts))}, so nothing was compiled"
+    parts = memory_parts(run)
+    in_vain = peak_bytes(parts) > TOO_MUCH * topology.chip.memory
+    problem = f"by formula it takes {memory.shown(peak_bytes(parts))}, so nothing was compiled"
     return Plan(topology, run, parts, (), problem if in_vain else "")
 
 
@@ -148,7 +148,7 @@ def plan(
       telling: a context round the compilation of each program, of what it does.
     """
     planned, problem = [], ""
-    names = programs.names_of(run, names)
+    names = programs.program_names(run, names)
     compiled = programs.compiled(run, names)
     try:
         for place, name in enumerate(names, start=1):
@@ -158,10 +158,10 @@ def plan(
         if not is_full(error):
             raise
         problem = one_line(error)
-    return Plan(topology, run, parts_of(run), tuple(planned), problem)
+    return Plan(topology, run, memory_parts(run), tuple(planned), problem)
 
 
-def mesh_of_program(run: Run, name: str) -> Mesh:
+def program_mesh(run: Run, name: str) -> Mesh:
     """The mesh whose devices a program's collectives count."""
     sampling = name in ("prefill", "decode")
     return run.blueprint.samples_on if sampling else run.blueprint.mesh
@@ -178,7 +178,7 @@ def needed(problem: str) -> int | None:
     return int(float(match[1]) * 1024 ** _POWERS[match[2]]) if match else None
 
 
-def parts_of(run: Run) -> dict[str, int]:
+def memory_parts(run: Run) -> dict[str, int]:
     """What a run keeps on each device, by formula: name -> bytes."""
     sizes = memory.of_run(run.config, run.blueprint)
     remat = decoder.remat_of(run.config.train.remat, run.blueprint.mesh.devices.flat[0].platform)
@@ -197,7 +197,7 @@ RESIDENT = ("parameters", "frozen weights", "optimizer", "other policies")
 SAMPLING = ("sampler's weights, logits", "caches and samples")
 
 
-def peak_of(parts: Mapping[str, int]) -> int:
+def peak_bytes(parts: Mapping[str, int]) -> int:
     """Bytes that a run takes at the most, by formula: what it keeps, and sampling or updating."""
     resident, sampling = (sum(parts[name] for name in names) for names in (RESIDENT, SAMPLING))
     return resident + max(sampling, sum(parts.values()) - resident - sampling)
@@ -219,7 +219,7 @@ def _read(run: Run, program: Program, topology: Topology, dump: Any) -> Planned:
         Path(dump).mkdir(parents=True, exist_ok=True)
         (Path(dump) / f"{program.name}.hlo.txt").write_text(text, encoding="utf-8")
     analysis = program.compiled.memory_analysis()
-    mesh, work = mesh_of_program(run, program.name), costs.work_of(run)[program.name]
+    mesh, work = program_mesh(run, program.name), costs.program_work(run)[program.name]
     collectives = tuple(hlo.collectives(text, dict(mesh.shape), work.loops))
     return Planned(
         name=program.name,
@@ -232,7 +232,7 @@ def _read(run: Run, program: Program, topology: Topology, dump: Any) -> Planned:
         seconds=program.seconds,
         work=work,
         collectives=collectives,
-        bound=costs.bound_of(
+        bound=costs.program_bound(
             work, collectives, topology.chip, len(topology.devices), islands(mesh)
         ),
     )

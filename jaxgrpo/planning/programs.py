@@ -57,7 +57,7 @@ class Program(NamedTuple):
     donated: int  # bytes of them on each device that it may overwrite
 
 
-def run_of(config: Config, model: ModelConfig, mesh: Mesh) -> Run:
+def build_run(config: Config, model: ModelConfig, mesh: Mesh) -> Run:
     """The run of a config on a mesh, whose devices need not be here.
 
     Args:
@@ -107,20 +107,20 @@ def placed(shapes: Any, layout: Any) -> Any:
     return jax.tree.map(lambda leaf, spec: leaf.update(sharding=spec), shapes, layout)
 
 
-def names_of(run: Run, names: Collection[str] = NAMES) -> list[str]:
+def program_names(run: Run, names: Collection[str] = NAMES) -> list[str]:
     """Those of `names` that a run has, in the order of a step."""
     absent = ("sync",) * (not is_moved(run)) + ("score",) * (not scored(run))
     return [name for name in NAMES if name in names and name not in absent]
 
 
 def compiled(run: Run, names: Collection[str] = NAMES) -> Iterator[Program]:
-    """The programs `names_of(run, names)`, compiled one after the other.
+    """The programs `program_names(run, names)`, compiled one after the other.
 
     Raises: jax.errors.JaxRuntimeError where the compiler finds no room for one.
     """
-    names = names_of(run, names)
+    names = program_names(run, names)
     if "sync" in names:
-        yield compile_one(run, "sync", jax.jit(run.steps.sync), run.state)
+        yield compile_program(run, "sync", jax.jit(run.steps.sync), run.state)
     if sampling := {"prefill", "decode"} & {*names}:
         yield from _sampling(run, sampling)
     if "score" in names:
@@ -128,19 +128,21 @@ def compiled(run: Run, names: Collection[str] = NAMES) -> Iterator[Program]:
     if "update" in names:
         arguments = memory.update_arguments(run.blueprint, run.state)
         program = run.steps.update_program
-        yield compile_one(run, "update", program, *arguments, donated=arguments[:2])
+        yield compile_program(run, "update", program, *arguments, donated=arguments[:2])
 
 
-def compile_one(run: Run, name: str, function: Any, *arguments: Any, donated: Any = ()) -> Program:
+def compile_program(
+    run: Run, name: str, function: Any, *arguments: Any, donated: Any = ()
+) -> Program:
     """Compiles a jitted function for the devices of a run."""
     began = time.perf_counter()
-    lowered = function.trace(*arguments).lower(lowering_platforms=(platform_of(run),))
+    lowered = function.trace(*arguments).lower(lowering_platforms=(lowering_platform(run),))
     program = lowered.compile()
     seconds = time.perf_counter() - began
     return Program(name, program, seconds, arguments, memory.on_device(donated))
 
 
-def platform_of(run: Run) -> str:
+def lowering_platform(run: Run) -> str:
     """The platform of a run's devices, as JAX lowers for it."""
     platform = run.blueprint.mesh.devices.flat[0].platform
     return "cuda" if platform == "gpu" else platform
@@ -190,7 +192,7 @@ def _sampling(run: Run, names: Collection[str]) -> Iterator[Program]:
     def laid_out(function: Any, *arguments: Any) -> Any:
         """The shapes of what a small function returns, as the compiler lays them out."""
         traced = function.trace(*arguments)
-        out = traced.lower(lowering_platforms=(platform_of(run),)).compile().output_shardings
+        out = traced.lower(lowering_platforms=(lowering_platform(run),)).compile().output_shardings
         return placed(traced.out_info, out)
 
     sizes = Sizes.of(blueprint.sampling, bins, count, width)
@@ -199,12 +201,12 @@ def _sampling(run: Run, names: Collection[str]) -> Iterator[Program]:
     shape = (bins, *chunk_shape(sizes))
     chunk = array(jnp.int32, *shape), array(jnp.int32, *shape[:2]), array(jnp.int32, *shape[:2])
     if "prefill" in names:
-        yield compile_one(run, "prefill", sampler.prefill, params, state, *chunk, donated=state)
+        yield compile_program(run, "prefill", sampler.prefill, params, state, *chunk, donated=state)
     if "decode" not in names:
         return
     aligned = sizes.aligned(blueprint.sampling)
     decode_arguments = (aligned, params, state, array(jnp.int32))
-    yield compile_one(run, "decode", sampler.decode, *decode_arguments, donated=state)
+    yield compile_program(run, "decode", sampler.decode, *decode_arguments, donated=state)
 
 
 def scored(run: Run) -> list[str]:
@@ -225,4 +227,4 @@ def _score(run: Run) -> Program:
     fields = {} if early else {name: batch.fields[name] for name in batch.fields.keys() - {*needs}}
     batch = dataclasses.replace(batch, fields=fields)
     arguments = (params_of(state, policy), batch, entropy, blueprint.geometry)
-    return compile_one(run, "score", run.steps.score, *arguments)
+    return compile_program(run, "score", run.steps.score, *arguments)

@@ -12,7 +12,7 @@ from jaxgrpo.config.files import Config
 from jaxgrpo.models import decoder, sharding
 from jaxgrpo.planning import advice
 from jaxgrpo.planning.advice import Candidate
-from jaxgrpo.planning.plan import Plan, Planned, each_axis, needed, peak_of
+from jaxgrpo.planning.plan import Plan, Planned, each_axis, needed, peak_bytes
 from jaxgrpo.planning.topologies import Topology
 from jaxgrpo.training.console import facts
 from jaxgrpo.training.memory import shown
@@ -32,7 +32,7 @@ def show_formula(console: Console, plan: Plan) -> None:
     """Prints what is known before anything is compiled."""
     facts(console, _head(plan))
     console.print(_formula_table(plan))
-    peak = shown(peak_of(plan.parts))
+    peak = shown(peak_bytes(plan.parts))
     console.print(f"by formula each device takes {peak} of {shown(plan.limit)}", soft_wrap=True)
 
 
@@ -56,7 +56,7 @@ def show_remedies(console: Console, remedies: list[Candidate]) -> None:
         console.print(f"  --set {advice.shown(remedy)}", markup=False)
 
 
-def numbers_of(plan: Plan, changes: Mapping[str, Any]) -> dict[str, Any]:
+def plan_numbers(plan: Plan, changes: Mapping[str, Any]) -> dict[str, Any]:
     """A plan for JSON: bytes, seconds and operations, per device where it is not said otherwise.
 
     Args:
@@ -79,7 +79,7 @@ def numbers_of(plan: Plan, changes: Mapping[str, Any]) -> dict[str, Any]:
         "attention": blueprint.kernel.name,
         "remat": _remat(plan),
         "parts_by_formula": plan.parts,
-        "peak_by_formula": peak_of(plan.parts),
+        "peak_by_formula": peak_bytes(plan.parts),
         "programs": {program.name: _program_numbers(program) for program in plan.planned},
         "peak": plan.peak,
         "limit": plan.limit,

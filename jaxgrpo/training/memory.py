@@ -20,7 +20,7 @@ import numpy as np
 from jax.sharding import Mesh, Sharding
 
 from jaxgrpo.config.files import Config
-from jaxgrpo.core.chips import CHIPS, chip_of
+from jaxgrpo.core.chips import CHIPS, find_chip
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.types import FIELDS, TrainState
 from jaxgrpo.models import decoder, sharding
@@ -295,7 +295,7 @@ def of_device(mesh: Mesh) -> int:
 
 
 def _published(kind: str) -> int:
-    chip = chip_of(kind)
+    chip = find_chip(kind)
     if chip is None:
         raise InputError(f"{kind}: its memory is not known; known are {', '.join(CHIPS)}")
     return chip.memory
