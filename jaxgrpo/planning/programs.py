@@ -195,7 +195,7 @@ def _sampling(run: Run, names: Collection[str]) -> Iterator[Program]:
         out = traced.lower(lowering_platforms=(lowering_platform(run),)).compile().output_shardings
         return placed(traced.out_info, out)
 
-    sizes = Sizes.of(blueprint.sampling, bins, count, width)
+    sizes = Sizes.for_prompts(blueprint.sampling, bins, count, width)
     params = laid_out(jax.jit(sampler.split), sampler_params(run))
     state = laid_out(sampler.begin, sizes, prompts, array(jnp.uint32, 2))
     shape = (bins, *chunk_shape(sizes))

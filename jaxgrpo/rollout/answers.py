@@ -28,7 +28,7 @@ MASK = "answer_mask"
 """Field [P, J] bool: the answer's tokens, the last ones of those in `FORCED`."""
 
 
-def end_of(tokenizer: Any, stop_tokens: Sequence[int]) -> list[int]:
+def answer_end_tokens(tokenizer: Any, stop_tokens: Sequence[int]) -> list[int]:
     """The token that ends a written answer as it ends a sample: the tokenizer's own, if it ends
     samples, else the first that does; [] where none does."""
     token = tokenizer.eos_token_id

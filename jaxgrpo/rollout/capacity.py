@@ -45,7 +45,7 @@ def capacity(
       prompts, width: of a call, over all bins, and the tokens that each may have.
     """
     config = model.config
-    sizes = Sizes.of(settings, sharding.num_bins(mesh), prompts, width)
+    sizes = Sizes.for_prompts(settings, sharding.num_bins(mesh), prompts, width)
     heads = config.num_kv_heads // mesh.shape["tensor"]
     longest = settings.max_completion_tokens
     platform = mesh.devices.flat[0].platform

@@ -23,7 +23,7 @@ from jaxgrpo.models.api import Constrain, Model
 from jaxgrpo.models.attention import Sharing, chunk, decode
 from jaxgrpo.models.cache import Cache, Ring, dtype_of, older_parts, settled
 from jaxgrpo.models.logprobs import confidence_of
-from jaxgrpo.rollout.drawing import Distribution, draw, logp_of
+from jaxgrpo.rollout.drawing import Distribution, draw, softmax_logp
 from jaxgrpo.rollout.state import DecodeState, Queue, Samples, SamplingSettings
 from jaxgrpo.rollout.stopping import EarlyStop
 
@@ -33,7 +33,7 @@ class Counters(NamedTuple):
 
     live: Array  # [] int32, slots in use, of the bin that has most
     drained: Array  # [] bool, no sample waits for a slot in any bin
-    done: Array  # [D, P] bool, prompts all of whose samples have ended
+    ended: Array  # [D, P] bool, prompts all of whose samples have ended
 
 
 class Engine(NamedTuple):
@@ -145,7 +145,7 @@ def segment(
     counters = Counters(
         live=state.live.sum(-1).max(),
         drained=(state.queue.next >= total).all(),
-        done=engine.constrain(ended.all(-1), (None, None)),
+        ended=engine.constrain(ended.all(-1), (None, None)),
     )
     return state, counters
 
@@ -298,7 +298,7 @@ def _written(
         return jax.vmap(write_bin)(array, value.astype(array.dtype), sample, *index)
 
     if samples.untempered is not None:
-        raw = jnp.where(drawn, logp_of(logits, token), 0)
+        raw = jnp.where(drawn, softmax_logp(logits, token), 0)
         raw = write(samples.untempered, raw, state.index)
         samples = dataclasses.replace(samples, untempered=raw)
     if settings.early_stop is not None and samples.confidence is not None:

@@ -39,7 +39,7 @@ def draw(
     logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
     if distribution.temperature == 0:
         token = logits.argmax(-1)
-        return token, logp_of(logits, token)
+        return token, softmax_logp(logits, token)
     logits = truncate(logits / distribution.temperature, *distribution[1:])
     *rows, vocab = logits.shape
     width = block_width(vocab)
@@ -74,7 +74,7 @@ def block_width(vocab: int) -> int:
     return dividing if dividing >= max(2, width // 8) else width
 
 
-def logp_of(logits: Array, token: Array) -> Array:
+def softmax_logp(logits: Array, token: Array) -> Array:
     """Log-probability of a token [*B] under softmax(logits [*B, V])."""
     return _pick(logits, token) - jax.nn.logsumexp(logits, axis=-1)
 

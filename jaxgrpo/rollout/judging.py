@@ -259,7 +259,9 @@ def merge_logs(
     return RewardLog(merged, merge_metrics(log.metrics for log in logs), failed, messages)
 
 
-def judge_of(tokenizer: Any, rewards: Sequence[Reward], rows: Sequence[Mapping[str, Any]]) -> Judge:
+def make_judge(
+    tokenizer: Any, rewards: Sequence[Reward], rows: Sequence[Mapping[str, Any]]
+) -> Judge:
     """The rewards of a run, ready to judge."""
     return Judge(
         tokenizer,
@@ -295,7 +297,7 @@ def make_rewarder(
       seed: of the run; it decides which 0/1 rewards are flipped (`flip`).
     """
     noise = {entry.name: entry.flip for entry in rewards if entry.flip}
-    judge = judge_of(tokenizer, rewards, rows)
+    judge = make_judge(tokenizer, rewards, rows)
 
     def reward(
         state: TrainState, rollouts: Rollouts, early: Sequence[Judged] = ()
@@ -303,7 +305,7 @@ def make_rewarder(
         row, tokens, mask = sharding.to_host(
             (rollouts.row, rollouts.completion_tokens, rollouts.token_mask)
         )
-        progress = trainer_state_of(rollouts, len(rows), steps)
+        progress = rollout_progress(rollouts, len(rows), steps)
         scores, log = judge.rollouts(row, tokens, mask, progress, early)
         ordinal = sharding.to_host(rollouts.ordinal)
         scores, log = flipped(scores, log, noise, seed, progress.global_step, ordinal)
@@ -321,13 +323,13 @@ def make_rewarder(
     return reward
 
 
-def trainer_state_of(rollouts: Prompts, num_rows: int, max_steps: int) -> TrainerState:
+def rollout_progress(rollouts: Prompts, num_rows: int, max_steps: int) -> TrainerState:
     """The progress of the run when these rollouts are judged."""
     step, ordinal = sharding.to_host((rollouts.step, rollouts.ordinal))
-    return progress_of(int(step), int(ordinal.min()), len(ordinal), num_rows, max_steps)
+    return step_progress(int(step), int(ordinal.min()), len(ordinal), num_rows, max_steps)
 
 
-def progress_of(
+def step_progress(
     step: int, ordinal: int, num_prompts: int, num_rows: int, max_steps: int
 ) -> TrainerState:
     """The progress of a run whose step begins with a place in the prompt stream."""

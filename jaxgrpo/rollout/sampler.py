@@ -24,14 +24,14 @@ from jaxgrpo.models.api import Model, params_per_layer
 from jaxgrpo.models.sequences import check_tokens
 from jaxgrpo.rollout import decoding, shrinking
 from jaxgrpo.rollout.decoding import Engine
-from jaxgrpo.rollout.shrinking import Price, Size, price_of, sizes_below, worthwhile
+from jaxgrpo.rollout.shrinking import Price, Size, estimate_price, sizes_below, worthwhile
 from jaxgrpo.rollout.state import DecodeState, Finished, Queue, Samples, SamplingSettings
 
 CHUNK = 64  # prompt tokens of one row that are computed at once
 CHUNK_TOKENS = 512  # of all rows of a bin
 GROUPS_PER_FETCH = 8  # groups that are fetched at once for the caller that wants finished ones
 COLUMNS = 32  # columns of the prompts' cache come in so many: unaligned rows are slow to read
-ROWS_PER_SLOT = 3  # rows of the prompts' cache, times the group size, per slot: see `Sizes.of`
+ROWS_PER_SLOT = 3  # rows of the prompts' cache, times the group size, per slot: see `for_prompts`
 
 
 class Sampler(NamedTuple):
@@ -66,7 +66,7 @@ class Sizes(NamedTuple):
     width: int  # S, its columns
 
     @classmethod
-    def of(cls, settings: SamplingSettings, bins: int, prompts: int, width: int) -> Sizes:
+    def for_prompts(cls, settings: SamplingSettings, bins: int, prompts: int, width: int) -> Sizes:
         """Sizes for `prompts` prompts of at most `width` tokens over all bins.
 
         Fewer rows than prompts are enough where samples wait for slots: the slots read some
@@ -119,7 +119,7 @@ def make_sampler(model: Model, settings: SamplingSettings, mesh: Mesh | None = N
         watch=jax.jit(lambda samples: jnp.where(_mask(samples), samples.tokens, -1)),
         cut=jax.jit(functools.partial(decoding.cut, settings), donate_argnums=0),
         finish=jax.jit(_finish),
-        price=price_of(model, settings.calls) if on_cpu and settings.calls else None,
+        price=estimate_price(model, settings.calls) if on_cpu and settings.calls else None,
         smaller={},
     )
 
@@ -159,7 +159,7 @@ def sample_counted(
     """`sample`, and its slot-steps: decoding steps times slots, over all bins."""
     bins = 1 if sampler.mesh is None else sharding.num_bins(sampler.mesh)
     number, width = prompts.prompt_tokens.shape
-    sizes = Sizes.of(sampler.settings, bins, number, width)
+    sizes = Sizes.for_prompts(sampler.settings, bins, number, width)
     _check(sampler.settings, prompts)
     if sampler.mesh is not None and getattr(key.sharding, "mesh", sampler.mesh) != sampler.mesh:
         key = jax.device_put(key, sharding.replicated(sampler.mesh))

@@ -71,7 +71,7 @@ class Price(NamedTuple):
     slot_step: float  # of a token that a slot decodes, or of an idle one, over all calls
 
 
-def price_of(model: Model, calls: int) -> Price:
+def estimate_price(model: Model, calls: int) -> Price:
     """The price of sizes for a model that is sampled from so often."""
     layers, numbers = model.config.num_layers, sum(x.size for x in jax.tree.leaves(model.shapes))
     slot_step = 2 * numbers / ARITHMETIC + OVERHEAD * layers

@@ -176,7 +176,7 @@ def with_fitting_tokens(
     each = parts.pop("activations") / blueprint.geometry.tokens
     room = int(free_beside(mesh, found.kept + sum(parts.values())) / each)
     sizes, minibatches = blueprint.geometry[:4], blueprint.geometry.minibatches
-    geometry = packing.geometry_of(sizes, mesh, None, minibatches, room)
+    geometry = packing.make_geometry(sizes, mesh, None, minibatches, room)
     return blueprint._replace(geometry=geometry)
 
 

@@ -27,7 +27,7 @@ from jaxgrpo.update.packing import Geometry
 ANSWER, MASKED = "answer_logp", "masked_answer_logp"
 
 
-def geometry_of(geometry: Geometry, longest: int, masked: bool, mesh: Mesh) -> Geometry:
+def answer_geometry(geometry: Geometry, longest: int, masked: bool, mesh: Mesh) -> Geometry:
     """The sizes of the pass: those of the update, with room for an answer behind a thought.
 
     A micro-batch has the update's tokens, or those of the longest sample if they are more.
@@ -71,7 +71,7 @@ def behind_thoughts(rollouts: Rollouts, geometry: Geometry) -> Rollouts:
     )
 
 
-def of_answers(logp: Array, rollouts: Rollouts) -> dict[str, Array]:
+def pick_answer_logp(logp: Array, rollouts: Rollouts) -> dict[str, Array]:
     """The answers' log-probs among those [P, G', T'] of `behind_thoughts`; 0 where no token is.
 
     Samples of a group with the same thought have those of the first of them, bit for bit: what

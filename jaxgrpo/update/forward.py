@@ -78,7 +78,7 @@ def forward(
     # Greedy sampling has no distribution: its ratios are those of the model itself.
     temperature = blueprint.sampling.temperature or 1.0
     logp, values = token_logprobs(
-        head_of(blueprint, params),
+        output_head(blueprint, params),
         hidden,
         flat.targets,
         temperature=temperature,
@@ -123,11 +123,11 @@ def loss_of_tokens(
     }
 
     loss, logp, entropy, sums = logprobs.loss_of_tokens(
-        head_of(blueprint, params),
+        output_head(blueprint, params),
         hidden,
         flat.targets,
         functools.partial(_cost, objective),
-        jax.tree.map(functools.partial(of_rows, flat), token_inputs),
+        jax.tree.map(functools.partial(flatten_rows, flat), token_inputs),
         states,
         temperature=blueprint.sampling.temperature or 1.0,
         entropy=objective.entropy,
@@ -161,7 +161,7 @@ def head_name(model: Model) -> str:
     return "embed" if model.config.tie_embeddings else "head"
 
 
-def head_of(blueprint: Blueprint, params: Params) -> Head:
+def output_head(blueprint: Blueprint, params: Params) -> Head:
     """The output head, gathered over fsdp in the model's dtype once for all chunks of tokens."""
     model = blueprint.model
     name = head_name(model)
@@ -272,7 +272,7 @@ def hidden_states(
     return hidden
 
 
-def of_rows(flat: Flat, values: Array) -> Array:
+def flatten_rows(flat: Flat, values: Array) -> Array:
     """Values [D, R, Q] of rows at the flat tokens [D, N]; 0 at those of prompts."""
     return _picked(values.reshape(len(values), -1), flat.origin)
 
@@ -330,14 +330,14 @@ def trained(model: Model, tree: Params) -> Params:
     return tree if model.config.lora is None else lora.split(tree)[0]
 
 
-def whole(params: Params, frozen: Mapping[str, Params]) -> Params:
+def full_params(params: Params, frozen: Mapping[str, Params]) -> Params:
     """The parameters of a policy: with adapters, those of its own and the weights of all."""
     return lora.join(params, frozen[WEIGHTS]) if WEIGHTS in frozen else params
 
 
 def params_of(state: TrainState, name: str = "trainer") -> Params:
     """The parameters of one of the policies of a state, as the model takes them."""
-    return whole(state.trainable if name == "trainer" else state.frozen[name], state.frozen)
+    return full_params(state.trainable if name == "trainer" else state.frozen[name], state.frozen)
 
 
 def read_by_update(state: TrainState, anchors: Collection[str]) -> dict[str, Params]:
@@ -393,5 +393,5 @@ def moments_layout(model: Model, mesh: AnyMesh, optimizer: optax.GradientTransfo
         jax.eval_shape(optimizer.init, shapes),
         sharding.param_shardings(mesh, axes, shapes),
         shapes,
-        others=lambda _: everywhere,
+        transform_non_params=lambda _: everywhere,
     )

@@ -112,10 +112,10 @@ def fresh_moments(optimizer: optax.GradientTransformation, params: Params, opt_s
 
     What it remembers of gradients is gone; the learning rate neither warms up nor decays again.
     """
-    return on_schedule_of(opt_state, optimizer.init(params))
+    return copy_schedule(opt_state, optimizer.init(params))
 
 
-def on_schedule_of(scheduled: Any, opt_state: Any) -> Any:
+def copy_schedule(scheduled: Any, opt_state: Any) -> Any:
     """`opt_state` at the place in the schedule of another state; its moments stay as they are."""
 
     def replace_rate(state: Any, scheduled_state: Any) -> Any:

@@ -114,14 +114,14 @@ class _Row(NamedTuple):
     tokens: int
 
 
-def geometry_of(
+def make_geometry(
     sizes: tuple[int, int, int, int],
     mesh: Mesh,
     tokens: int | None,
     minibatches: int = 1,
     room: int | None = None,
 ) -> Geometry:
-    """The sizes P, G, S, T of a run on a mesh; `tokens` = None: those of `tokens_of`.
+    """The sizes P, G, S, T of a run on a mesh; `tokens` = None: those of `default_tokens`.
 
     Args:
       room: the tokens of a micro-batch that fit into memory; None: any number.
@@ -129,11 +129,11 @@ def geometry_of(
     bins, (prompts, samples, width, steps) = sharding.num_bins(mesh), sizes
     update_sizes = (prompts // minibatches, samples, width, steps)
     most = TOKENS.get(mesh.devices.flat[0].platform, ELSEWHERE)
-    tokens = tokens or tokens_of(update_sizes, bins, most if room is None else min(most, room))
+    tokens = tokens or default_tokens(update_sizes, bins, most if room is None else min(most, room))
     return Geometry(*sizes, bins, tokens, minibatches)
 
 
-def tokens_of(sizes: tuple[int, int, int, int], bins: int, room: int) -> int:
+def default_tokens(sizes: tuple[int, int, int, int], bins: int, room: int) -> int:
     """The tokens of a micro-batch of a run that gives no number.
 
     As many whole groups as there is `room` for, or as many of the longest completions of a group
@@ -164,7 +164,7 @@ def check_geometry(geometry: Geometry) -> None:
         )
 
 
-def lengths_of(rollouts: Rollouts) -> Lengths:
+def measure_lengths(rollouts: Rollouts) -> Lengths:
     """What `plan` reads of rollouts. Forced text behind the last chosen token teaches nothing."""
     prompt = rollouts.prompt_mask.sum(-1, dtype=jnp.int32) - 1
     return Lengths(prompt, _real(rollouts.token_mask).sum(-1, dtype=jnp.int32))

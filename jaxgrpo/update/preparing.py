@@ -63,18 +63,18 @@ class Preparer:
         self.live: Jitted = jax.jit(functools.partial(_live, self.recipe, blueprint.mesh))
         self.weigh: Jitted = jax.jit(functools.partial(_weigh, blueprint))
         constrain = sharding.constrain(blueprint.mesh)
-        self.here: Jitted = jax.jit(functools.partial(_here, constrain))
+        self.move_rollouts: Jitted = jax.jit(functools.partial(_move_rollouts, constrain))
         self.gather: Jitted = jax.jit(functools.partial(packing.gather, constrain=constrain))
         self.scatter: Jitted = jax.jit(packing.scatter)
-        self.measure: Jitted = jax.jit(packing.lengths_of)
+        self.measure: Jitted = jax.jit(packing.measure_lengths)
         self.drift: Jitted = jax.jit(diagnostics.drift_metrics, static_argnums=3)
         self.behind_thoughts: Jitted = jax.jit(answers.behind_thoughts, static_argnums=1)
-        self.of_answers: Jitted = jax.jit(answers.of_answers)
+        self.pick_answer_logp: Jitted = jax.jit(answers.pick_answer_logp)
 
     def prepare(self, state: TrainState, rollouts: Rollouts) -> tuple[TrainState, Prepared]:
         compact, geometry = self.blueprint.compact, self.blueprint.geometry
         if self.blueprint.has_two_meshes:
-            rollouts = self.here(rollouts)
+            rollouts = self.move_rollouts(rollouts)
         lengths = sharding.to_host(self.measure(rollouts))
         rollouts = self.with_fields(state, rollouts, lengths, self.blueprint.chain.needs)
         advantage_state, judged, live, per_sample, metrics = self.judge(
@@ -93,7 +93,7 @@ class Preparer:
                 # Of all completions or of none: those that the loss leaves out are no random ones.
                 mask = rollouts.token_mask & bool(live.all() or not compact)
                 rows = [batch.fields[name] for batch in batches]
-                anchor_logp = self.of_samples(rows, plans, rollouts.token_mask)
+                anchor_logp = self.rows_to_samples(rows, plans, rollouts.token_mask)
                 drift = self.drift(rollouts.behavior_logp, anchor_logp, mask, FIELDS[name].policy)
                 metrics = merge(metrics, drift)
         updates = _in_order(batches, self.blueprint.num_iterations)
@@ -102,7 +102,7 @@ class Preparer:
     def live_groups(self, state: TrainState, rollouts: Rollouts) -> np.ndarray:
         """Groups [P] of which the recipe gives a token an advantage that is not 0."""
         if self.blueprint.has_two_meshes:
-            rollouts = self.here(rollouts)
+            rollouts = self.move_rollouts(rollouts)
         lengths = sharding.to_host(self.measure(rollouts))
         rollouts = self.with_fields(state, rollouts, lengths, self.recipe.needs)
         return sharding.to_host(self.live(state.advantage_state, rollouts))
@@ -118,7 +118,7 @@ class Preparer:
         fields = {}
         if names := needs & FIELDS.keys():
             geometry = self.blueprint.geometry
-            fields |= self.score_everyone(state, names, rollouts, lengths, geometry)
+            fields |= self.score_samples(state, names, rollouts, lengths, geometry)
         if needs & {answers.ANSWER, answers.MASKED}:
             fields |= self.score_answers(state, rollouts)
         return dataclasses.replace(rollouts, fields={**rollouts.fields, **fields})
@@ -127,13 +127,13 @@ class Preparer:
         """The log-probs of the reference answers, in a pass over them and the thoughts."""
         blueprint, longest = self.blueprint, rollouts.fields[FORCED].shape[1]
         masked = answers.MASKED in blueprint.chain.needs
-        geometry = answers.geometry_of(blueprint.geometry, longest, masked, blueprint.mesh)
+        geometry = answers.answer_geometry(blueprint.geometry, longest, masked, blueprint.mesh)
         longer = self.behind_thoughts(rollouts, geometry)
         lengths = sharding.to_host(self.measure(longer))
-        scored = self.score_everyone(state, {"trainer_logp"}, longer, lengths, geometry)
-        return self.of_answers(scored["trainer_logp"], rollouts)
+        scored = self.score_samples(state, {"trainer_logp"}, longer, lengths, geometry)
+        return self.pick_answer_logp(scored["trainer_logp"], rollouts)
 
-    def score_everyone(
+    def score_samples(
         self,
         state: TrainState,
         names: Collection[str],
@@ -149,11 +149,11 @@ class Preparer:
             scored.append(self.score_fields(state, names, batch, geometry))
             plans.append(plan)
         return {
-            name: self.of_samples([fields[name] for fields in scored], plans, mask)
+            name: self.rows_to_samples([fields[name] for fields in scored], plans, mask)
             for name in sorted(names)  # in the same order in every process
         }
 
-    def of_samples(
+    def rows_to_samples(
         self, rows: Sequence[Array], plans: Sequence[packing.Plan], token_mask: Array
     ) -> Array:
         """Values [K, D, R, Q] in the rows of each minibatch as those of the samples, [P, G, T]."""
@@ -214,7 +214,7 @@ class Preparer:
         return jnp.broadcast_to(value, self.sample_shape)
 
 
-def _here(constrain: Constrain, rollouts: Rollouts) -> Rollouts:
+def _move_rollouts(constrain: Constrain, rollouts: Rollouts) -> Rollouts:
     """The rollouts, which another mesh has sampled, with their prompts over the update's bins."""
 
     def move(leaf: Array) -> Array:

@@ -31,6 +31,7 @@ from jaxgrpo.update.forward import (
     Blueprint,
     as_computed,
     forward,
+    full_params,
     fullest,
     head_sums,
     loss_of_tokens,
@@ -41,9 +42,8 @@ from jaxgrpo.update.forward import (
     read_by_update,
     sampling_layout,
     trained_layout,
-    whole,
 )
-from jaxgrpo.update.optimizer import on_schedule_of
+from jaxgrpo.update.optimizer import copy_schedule
 from jaxgrpo.update.preparing import Prepared, Preparer
 
 FINITE = ("entropy", "sampling/sampling_logp_difference/mean")
@@ -64,7 +64,7 @@ Share = Callable[[str, Callable[[], Any]], Any]
 """(name, make) -> what `make` gives, or gave an earlier run that shares it"""
 
 
-def alone(name: str, make: Callable[[], Any]) -> Any:
+def share_nothing(name: str, make: Callable[[], Any]) -> Any:
     """Shares nothing."""
     return make()
 
@@ -92,7 +92,7 @@ class Steps(NamedTuple):
     objective_state, metrics) of `update`"""
 
 
-def build_steps(blueprint: Blueprint, share: Share = alone) -> Steps:
+def build_steps(blueprint: Blueprint, share: Share = share_nothing) -> Steps:
     """Jits the functions of a training step for one model, method, geometry and mesh.
 
     Args:
@@ -136,7 +136,7 @@ def _syncer(blueprint: Blueprint) -> Sync:
         sync = jax.jit(lambda params: apart(jax.lax.with_sharding_constraint(cast(params), layout)))
         return lambda state: sync(params_of(state))
     cast_adapters = jax.jit(cast, out_shardings=trained_layout(blueprint))
-    return lambda state: apart(whole(cast_adapters(state.trainable), state.frozen))
+    return lambda state: apart(full_params(cast_adapters(state.trainable), state.frozen))
 
 
 _merge = jax.jit(merge)
@@ -187,7 +187,7 @@ def _update_program(blueprint: Blueprint) -> Any:
 
         def skip(_):
             stepped = blueprint.optimizer.update(grads, opt_state, trainable)[1]
-            return trainable, on_schedule_of(stepped, opt_state), objective_state
+            return trainable, copy_schedule(stepped, opt_state), objective_state
 
         def step(_):
             updates, new_state = blueprint.optimizer.update(grads, opt_state, trainable)
@@ -294,7 +294,7 @@ def _over_devices(blueprint: Blueprint, grads: Params, head: Params) -> Params:
     return grads
 
 
-def rounding_of(blueprint: Blueprint) -> Rounding | None:
+def expected_rounding(blueprint: Blueprint) -> Rounding | None:
     """The entry of ROUNDING for a run; None where its samples come from a cut distribution."""
     sampling = blueprint.sampling
     if sampling.is_cut:  # they differ by the probability that was cut
@@ -324,7 +324,7 @@ def _loss(
     """
     objective, params, (micro, head) = (
         blueprint.objective,
-        whole(trainable, anchors),
+        full_params(trainable, anchors),
         by_bin,
     )
     if objective.per_token:
@@ -333,7 +333,7 @@ def _loss(
         loss, logp, fields, sums = loss_of_tokens(*arguments)
         return loss, (logp, fields, dict.fromkeys(head, sums))
     reference = anchors.get("reference")
-    reference = None if reference is None else whole(reference, anchors)
+    reference = None if reference is None else full_params(reference, anchors)
     passed = forward(blueprint, params, micro, objective.entropy, reference, fullest)
     tokens = _tokens(micro, *passed)
     per_token, _ = token_loss(objective.surrogate, objective.penalties, tokens, objective_state)
@@ -352,7 +352,7 @@ def _measure(
     _, metrics = token_loss(objective.surrogate, objective.penalties, tokens, objective_state)
     behavior, sampled_now = micro.fields["behavior_logp"], micro.fields["sampled_now"]
     agreement = diagnostics.agreement_metrics(
-        tokens.logp, behavior, micro.mask, sampled_now, rounding_of(blueprint)
+        tokens.logp, behavior, micro.mask, sampled_now, expected_rounding(blueprint)
     )
     # An entropy term reports the entropy itself, which then replaces ours.
     return {"entropy": mean(fields["policy_entropy"], micro.mask)} | agreement | metrics
