@@ -210,8 +210,8 @@ def suggest(name: Any, choices: Iterable[str]) -> str:
     """
     choices = sorted(choices)
     lowered = {choice.lower(): choice for choice in choices}
-    near = difflib.get_close_matches(str(name).lower(), lowered, n=1, cutoff=0.6)
-    hint = f"did you mean {lowered[near[0]]!r}? " if near else ""
+    suggestions = difflib.get_close_matches(str(name).lower(), lowered, n=1, cutoff=0.6)
+    hint = f"did you mean {lowered[suggestions[0]]!r}? " if suggestions else ""
     return f"{hint}Known: {', '.join(choices) or 'none'}"
 
 

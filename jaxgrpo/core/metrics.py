@@ -140,8 +140,8 @@ def empty_like(metrics: Mapping[str, Any]) -> Metrics:
     """
 
     def empty(metric: Any) -> Metric:
-        nothing = {Max: -jnp.inf, Min: jnp.inf}.get(type(metric), 0)
-        return jax.tree.map(lambda leaf: jnp.full((), nothing, leaf.dtype), metric)
+        identity = {Max: -jnp.inf, Min: jnp.inf}.get(type(metric), 0)
+        return jax.tree.map(lambda leaf: jnp.full((), identity, leaf.dtype), metric)
 
     return {name: empty(metric) for name, metric in metrics.items()}
 

@@ -69,8 +69,8 @@ def main(
     code = 0 if run_plan.fits else NO_FIT
     if not as_json:
         return code
-    more = {"remedies": [remedy._asdict() for remedy in remedies], "searched": searched}
-    return Document({**report.plan_numbers(run_plan, changes), **more}, code)
+    extras = {"remedies": [remedy._asdict() for remedy in remedies], "searched": searched}
+    return Document({**report.plan_numbers(run_plan, changes), **extras}, code)
 
 
 def _search(

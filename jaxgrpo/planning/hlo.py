@@ -148,10 +148,10 @@ def places(
             if loop is None:
                 continue
             count = _trips(instruction, *(bodies.get(name, ()) for name in loop.groups()))
-            inside = open_loops + (count is None)
+            inner_loops = open_loops + (count is None)
             if count is None:
                 count = unknown[min(open_loops, len(unknown) - 1)]
-            visit(loop[2], trips * count, depth + 1, inside)
+            visit(loop[2], trips * count, depth + 1, inner_loops)
 
     visit(entry, 1, 0, 0)
     return placed

@@ -104,12 +104,12 @@ def disk_line(config: Config, state: TrainState, model: Model) -> str:
     step = _bytes(parameters.without_weights(state))
     saves = -(-config.train.steps // config.checkpoint.every)
     count = min(config.checkpoint.keep + 1 + (config.checkpoint.keep_best is not None), saves)
-    written = _bytes(state.trainable)
+    model_bytes = _bytes(state.trainable)
     if model.config.lora is not None:  # merged, beside the adapters
-        written += _bytes(state.frozen[WEIGHTS])
+        model_bytes += _bytes(state.frozen[WEIGHTS])
     checkpoints = f"{count} x {memory.shown(step)} of checkpoints"
-    text = f"{memory.shown(count * step + written)} at the most: {checkpoints}, "
-    return f"{text}model {memory.shown(written)}{_free(config.run.dir)}"
+    text = f"{memory.shown(count * step + model_bytes)} at the most: {checkpoints}, "
+    return f"{text}model {memory.shown(model_bytes)}{_free(config.run.dir)}"
 
 
 def _bytes(tree: Any) -> int:

@@ -77,7 +77,7 @@ def build_run(config: Config, model: ModelConfig, mesh: Mesh) -> Run:
 
 def abstract_state(blueprint: Blueprint) -> TrainState:
     """The shapes of the state that `parameters.first_state` makes, but for what the host keeps."""
-    model, everywhere = blueprint.model, sharding.replicated(blueprint.mesh)
+    model, replicated = blueprint.model, sharding.replicated(blueprint.mesh)
     params = placed(model.shapes, param_layout(blueprint))
     trainable, frozen = params, {}
     if model.config.lora is not None:
@@ -86,8 +86,8 @@ def abstract_state(blueprint: Blueprint) -> TrainState:
     # Leaves of its own for each: a plan tells arrays apart by them.
     copies = {name: jax.tree.map(copy.copy, trainable) for name in memory.kept_policies(blueprint)}
     moments = jax.eval_shape(blueprint.optimizer.init, master)
-    small: Any = jax.ShapeDtypeStruct((), jnp.int32, sharding=everywhere)
-    key: Any = jax.ShapeDtypeStruct((2,), jnp.uint32, sharding=everywhere)
+    small: Any = jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated)
+    key: Any = jax.ShapeDtypeStruct((2,), jnp.uint32, sharding=replicated)
     remembered = jax.eval_shape(blueprint.objective.init)
     return TrainState(
         step=small,
@@ -98,7 +98,7 @@ def abstract_state(blueprint: Blueprint) -> TrainState:
         prompt_policy_state=(),
         cursor=small,
         key=key,
-        objective_state=placed(remembered, jax.tree.map(lambda _: everywhere, remembered)),
+        objective_state=placed(remembered, jax.tree.map(lambda _: replicated, remembered)),
     )
 
 
@@ -174,11 +174,11 @@ def _sampling(run: Run, names: Collection[str]) -> Iterator[Program]:
     """Prefill and decoding, or one of them."""
     blueprint, sampler = run.blueprint, run.steps.sampler
     mesh, geometry = blueprint.samples_on, blueprint.geometry
-    everywhere, bins = sharding.replicated(mesh), sharding.num_bins(mesh)
+    replicated, bins = sharding.replicated(mesh), sharding.num_bins(mesh)
     count, width = geometry.num_prompts, geometry.max_prompt_tokens
     rows = functools.partial(sharding.named, mesh)
 
-    def array(dtype: Any, *shape: int, layout: Any = everywhere) -> Any:
+    def array(dtype: Any, *shape: int, layout: Any = replicated) -> Any:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=layout)
 
     prompts = Prompts(

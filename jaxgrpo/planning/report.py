@@ -162,8 +162,8 @@ def _costs(plan: Plan) -> Table:
     )
     names = ("program", "calls", "TFLOP", "compute", "memory", "links", "network", "bound")
     for name in names:
-        left = name in ("program", "bound")
-        table.add_column(name, justify="left" if left else "right", no_wrap=True)
+        is_text = name in ("program", "bound")
+        table.add_column(name, justify="left" if is_text else "right", no_wrap=True)
     for program in plan.planned:
         seconds = (f"{value:.4f}" if value else "" for value in program.bound)
         flops = f"{program.work.calls * program.work.executed / 1e12:,.1f}"

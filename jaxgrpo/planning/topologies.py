@@ -58,8 +58,8 @@ class Topology(NamedTuple):
     def title(self) -> str:
         """In words."""
         slices = f"{self.slices} slices of " if self.slices > 1 else ""
-        each = DEVICES_PER_CHIP.get(self.chip.name, 1)
-        halves = f", {each} devices each" if each > 1 else ""
+        per_chip = DEVICES_PER_CHIP.get(self.chip.name, 1)
+        halves = f", {per_chip} devices each" if per_chip > 1 else ""
         return f"{slices}{self.name}, {self.chips} chips{halves}"
 
 
@@ -153,11 +153,11 @@ def _gpu_devices(kind: str, sizes: tuple[int, ...], slices: int) -> Any:
         raise InputError(
             f"--topology {kind}: GPUs have hosts and GPUs of each, as h100:8x8, and no slices"
         )
-    hosts, each = (1, *sizes)[-2:]
+    hosts, gpus = (1, *sizes)[-2:]
     name, memory = _GPU_KINDS[kind]
     bandwidth = int(CHIPS[kind].bandwidth)
     target = _TARGET.format(bandwidth=bandwidth, memory=memory, kind=name)
-    options = {"target_config": target, "topology": f"1x{hosts}x{each}"}
+    options = {"target_config": target, "topology": f"1x{hosts}x{gpus}"}
     return _described("cuda", kind, tuple(options.items()))
 
 

@@ -126,10 +126,10 @@ def segment(
     def running(carry: tuple[Array, DecodeState]) -> Array:
         step, state = carry
         drained = (state.queue.next >= total).all()
-        most = state.live.sum(-1).max()
-        busy = (most > 0) | waiting(state).any()
-        inside = (step == 0) | (state.clock % settings.segment_tokens != 0)
-        return inside & busy & ~(drained & (most <= enough))
+        most_live = state.live.sum(-1).max()
+        busy = (most_live > 0) | waiting(state).any()
+        in_block = (step == 0) | (state.clock % settings.segment_tokens != 0)
+        return in_block & busy & ~(drained & (most_live <= enough))
 
     def one_token(carry: tuple[Array, DecodeState]) -> tuple[Array, DecodeState]:
         step, state = carry
@@ -210,12 +210,12 @@ def _refilled(settings: SamplingSettings, state: DecodeState) -> DecodeState:
     """Free slots take the next samples of their bin's queue, in order."""
     queue, group = state.queue, settings.group_size
     free = ~state.live
-    new = queue.next[:, None] + jnp.cumsum(free, axis=-1, dtype=jnp.int32) - 1
-    fits = free & (new < queue.ready[:, None] * group)
-    prompt = jnp.where(fits, new // group, 0)
+    next_sample = queue.next[:, None] + jnp.cumsum(free, axis=-1, dtype=jnp.int32) - 1
+    fits = free & (next_sample < queue.ready[:, None] * group)
+    prompt = jnp.where(fits, next_sample // group, 0)
     return dataclasses.replace(
         state,
-        sample=jnp.where(fits, new, state.sample),
+        sample=jnp.where(fits, next_sample, state.sample),
         live=state.live | fits,
         index=jnp.where(fits, 0, state.index),
         token=jnp.where(fits, take(queue.last, prompt), state.token),
@@ -307,9 +307,11 @@ def _written(
         scaled = logits.astype(jnp.float32) / temperature
         number = min(settings.early_stop.tokens, engine.model.config.num_drawable)
         confidence = jnp.where(drawn, confidence_of(scaled, number), 0)
-        now, unsure = _summed(settings.early_stop, state, samples.confidence, confidence)
-        now = write(samples.confidence, now, state.index)
-        samples = dataclasses.replace(samples, confidence=now)
+        confidence_sum, unsure = _sum_confidence(
+            settings.early_stop, state, samples.confidence, confidence
+        )
+        confidence_sum = write(samples.confidence, confidence_sum, state.index)
+        samples = dataclasses.replace(samples, confidence=confidence_sum)
         ended = ended | (drawn & unsure)
     samples = dataclasses.replace(
         samples,
@@ -322,24 +324,24 @@ def _written(
     return samples, next_token, ended
 
 
-def _summed(
-    stop: EarlyStop, state: DecodeState, summed: Array, confidence: Array
+def _sum_confidence(
+    stop: EarlyStop, state: DecodeState, confidence_sums: Array, confidence: Array
 ) -> tuple[Array, Array]:
     """[D, N]: the confidence up to this token, and whether the last window has too little.
 
-    Shapes: summed [D, M, T], up to each token before; confidence [D, N], of this one.
+    Shapes: confidence_sums [D, M, T], up to each token before; confidence [D, N], of this one.
     """
 
     def confidence_up_to(index: Array) -> Array:
         read = jax.vmap(lambda values, sample, index: values[sample, index])
-        return jnp.where(index < 0, 0, read(summed, state.sample, index))
+        return jnp.where(index < 0, 0, read(confidence_sums, state.sample, index))
 
-    now = confidence_up_to(state.index - 1) + confidence
+    confidence_sum = confidence_up_to(state.index - 1) + confidence
     number = state.index + 1
     if state.samples.forced is not None:
         number -= (take(state.samples.forced, state.sample) >= 0).sum(-1)
-    mean = (now - confidence_up_to(state.index - stop.window)) / stop.window
-    return now, (number >= stop.window) & (mean < stop.confidence)
+    mean = (confidence_sum - confidence_up_to(state.index - stop.window)) / stop.window
+    return confidence_sum, (number >= stop.window) & (mean < stop.confidence)
 
 
 def _forced(state: DecodeState) -> Array:

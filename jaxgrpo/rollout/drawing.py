@@ -54,9 +54,9 @@ def draw(
     gumbel = noise(keys.reshape(-1)).reshape(*rows, -1)
     block_gumbel = jnp.pad(gumbel[..., :blocks], [(0, 0)] * len(rows) + [(0, divided - blocks)])
     block = (weight + block_gumbel).argmax(-1)
-    inside = jnp.take_along_axis(blocked, block[..., None, None], axis=-2)[..., 0, :]
-    token = (inside + gumbel[..., blocks:]).argmax(-1)
-    logp = _pick(inside, token) - jax.nn.logsumexp(weight, axis=-1)
+    block_logits = jnp.take_along_axis(blocked, block[..., None, None], axis=-2)[..., 0, :]
+    token = (block_logits + gumbel[..., blocks:]).argmax(-1)
+    logp = _pick(block_logits, token) - jax.nn.logsumexp(weight, axis=-1)
     return block * width + token, logp
 
 

@@ -309,14 +309,16 @@ def make_rewarder(
         scores, log = judge.rollouts(row, tokens, mask, progress, early)
         ordinal = sharding.to_host(rollouts.ordinal)
         scores, log = flipped(scores, log, noise, seed, progress.global_step, ordinal)
-        placed = {name: put_prompts(mesh, value) for name, value in scores.items()}
-        brought = {name: column[row] for name, column in columns.items()}
+        device_scores = {name: put_prompts(mesh, value) for name, value in scores.items()}
+        host_fields = {name: column[row] for name, column in columns.items()}
         if answers is not None:
             length = tokens.shape[-1]
             ids = completion_ids(tokens.reshape(-1, length), mask.reshape(-1, length))
-            brought |= answers.fields(row, ids)
-        fields = {name: put_prompts(mesh, value) for name, value in brought.items()}
-        judged = dataclasses.replace(rollouts, rewards=placed, fields={**rollouts.fields, **fields})
+            host_fields |= answers.fields(row, ids)
+        fields = {name: put_prompts(mesh, value) for name, value in host_fields.items()}
+        judged = dataclasses.replace(
+            rollouts, rewards=device_scores, fields={**rollouts.fields, **fields}
+        )
         policy_state = policy.observe(state.prompt_policy_state, judged)
         return dataclasses.replace(state, prompt_policy_state=policy_state), judged, log
 

@@ -66,7 +66,7 @@ def sample_and_judge(
         with jax.default_matmul_precision(precision) if precision else contextlib.nullcontext():
             return sample(params, prompts, key, groups.put)
 
-    def judged(finished: Finished) -> Judged:
+    def judge_groups(finished: Finished) -> Judged:
         is_local = is_own(finished.places)
         places, tokens, mask = (array[is_local] for array in finished)
         return judge.groups(judge.per_sample, places, rows[places], tokens, mask, progress)
@@ -81,7 +81,7 @@ def sample_and_judge(
                 if failed or not is_own(batch.places).any():
                     continue
                 try:
-                    early.append(judged(batch))
+                    early.append(judge_groups(batch))
                 except Exception:
                     if jax.process_count() == 1:
                         raise

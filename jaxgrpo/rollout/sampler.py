@@ -273,10 +273,11 @@ class _Call:
         for places, arrays in self.peeked:
             tokens, mask = (array[: len(places)] for array in sharding.to_host(arrays))
             self.finished(Finished(places, tokens, mask))
-        new, self.is_reported = np.flatnonzero((ended & ~self.is_reported).reshape(-1)), ended
+        new_groups = np.flatnonzero((ended & ~self.is_reported).reshape(-1))
+        self.is_reported = ended
         self.peeked = []
-        for begin in range(0, len(new), GROUPS_PER_FETCH):
-            places = new[begin : begin + GROUPS_PER_FETCH]
+        for begin in range(0, len(new_groups), GROUPS_PER_FETCH):
+            places = new_groups[begin : begin + GROUPS_PER_FETCH]
             filled = np.resize(places, GROUPS_PER_FETCH).astype(np.int32)
             self.peeked.append((places, self.sampler.peek(self.state.samples, filled)))
 
@@ -341,18 +342,18 @@ class _Call:
         order, rows = self.sampler.staying(state, size.slots, old_size.aligned)
         slot_arrays = {"sample": state.sample, "live": state.live, "index": state.index}
         slot_arrays = take({**slot_arrays, "token": state.token}, order)
-        memory, apart = list(state.memory), size.aligned
+        memory, aligned = list(state.memory), size.aligned
         state = self.state = dataclasses.replace(
             state,
             **slot_arrays,
-            row_length=take(state.row_length, rows) if apart else state.row_length,
+            row_length=take(state.row_length, rows) if aligned else state.row_length,
             memory=(),
         )
         # Layer by layer, so that the slots that leave are never in memory beside all that stay.
         for layer in range(len(memory)):
             prompts, ring = memory[layer]
             ring = self.sampler.take_slots(ring, order)
-            memory[layer] = (take(prompts, rows) if apart else prompts, ring)
+            memory[layer] = (take(prompts, rows) if aligned else prompts, ring)
             del prompts, ring
         self.state = dataclasses.replace(state, memory=tuple(memory))
         self.size = size

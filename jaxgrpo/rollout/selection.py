@@ -126,8 +126,8 @@ def row_of(
     rows = np.empty(ordinals.shape, np.int32)
     if mixture is not None:
         for block in np.unique(ordinals // BLOCK):
-            inside = ordinals // BLOCK == block
-            rows[inside] = _rows_of_block(mixture, seed, int(block))[ordinals[inside] % BLOCK]
+            in_block = ordinals // BLOCK == block
+            rows[in_block] = _rows_of_block(mixture, seed, int(block))[ordinals[in_block] % BLOCK]
         return rows
     for epoch in np.unique(ordinals // num_rows):
         in_epoch = ordinals // num_rows == epoch
@@ -256,19 +256,21 @@ def spo_priority(
     )
 
 
-def prompt_metrics(policy: PromptPolicy, before: TrainState, after: TrainState, n: int) -> Metrics:
+def prompt_metrics(
+    policy: PromptPolicy, state_before: TrainState, state_after: TrainState, n: int
+) -> Metrics:
     """What a policy that leaves rows out chose from, and how many prompts it has passed over.
 
     Args:
-      before: the state that it selected with.
-      after: the state after that, whose cursor has moved.
+      state_before: the state that it selected with.
+      state_after: the state after that, whose cursor has moved.
       n: prompts of a step.
     """
     if policy.chance is None:
         return {}
-    logged = {"prompts/eligible": policy.chance(before.prompt_policy_state, n).mean()}
-    if before.leftover is None:  # every step before has taken n
-        step, cursor = sharding.to_host((after.step, after.cursor))
+    logged = {"prompts/eligible": policy.chance(state_before.prompt_policy_state, n).mean()}
+    if state_before.leftover is None:  # every step before has taken n
+        step, cursor = sharding.to_host((state_after.step, state_after.cursor))
         logged["prompts/skipped"] = cursor - (step + 1) * n
     return {name: mean(jnp.float32(value)) for name, value in logged.items()}
 
@@ -381,10 +383,10 @@ def _thinned(
     def observe(state: dict[str, np.ndarray], rollouts: Rollouts) -> dict[str, np.ndarray]:
         row, rewards = sharding.to_host((rollouts.row, dict(rollouts.rewards)))
         rate = state["rate"].copy()
-        for place, new in zip(row, judge.rates(rewards), strict=True):
-            if np.isfinite(new):
-                old = rate[place] if np.isfinite(rate[place]) else new
-                rate[place] = judge.decay * float(old) + (1 - judge.decay) * new
+        for place, new_rate in zip(row, judge.rates(rewards), strict=True):
+            if np.isfinite(new_rate):
+                old_rate = rate[place] if np.isfinite(rate[place]) else new_rate
+                rate[place] = judge.decay * float(old_rate) + (1 - judge.decay) * new_rate
         return {**state, "rate": rate}
 
     return PromptPolicy(
@@ -413,19 +415,21 @@ def _walk(
     """
     num_rows = len(chance)
     limit = cursor + 2 * (num_rows + n)
-    accepted, passed, start, size = [], [], cursor, max(4 * n, 64)
+    accepted, rejected, start, size = [], [], cursor, max(4 * n, 64)
     while start < limit and sum(map(len, accepted)) < n:
         ordinals = np.arange(start, min(start + size, limit))
         chances = chance[row_of(ordinals, num_rows, seed, mixture)]
         hit = _draw(ordinals, seed) < chances
         accepted.append(ordinals[hit])
-        passed.append(ordinals[~hit & (chances > 0)])
+        rejected.append(ordinals[~hit & (chances > 0)])
         start, size = start + size, 2 * size
     selected = np.concatenate(accepted)[:n]
     if len(selected) < n:
-        passed_over = np.concatenate(passed)
-        chanceless = np.setdiff1d(np.arange(cursor, limit), np.concatenate([selected, passed_over]))
-        selected = np.sort(np.concatenate([selected, passed_over, chanceless])[:n])
+        rejected_ordinals = np.concatenate(rejected)
+        chanceless = np.setdiff1d(
+            np.arange(cursor, limit), np.concatenate([selected, rejected_ordinals])
+        )
+        selected = np.sort(np.concatenate([selected, rejected_ordinals, chanceless])[:n])
     return selected.astype(np.int32)
 
 

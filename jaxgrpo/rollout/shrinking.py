@@ -58,8 +58,8 @@ def sizes_below(size: Size) -> list[Size]:
     """
     below, most = [], max(size.rows, 2 * FEWEST_SLOTS)
     while slots := next_slots(size.slots):
-        apart = (size.aligned and size.slots == size.rows) or slots <= most
-        size = Size(slots, slots if apart else size.rows, apart)
+        aligned = (size.aligned and size.slots == size.rows) or slots <= most
+        size = Size(slots, slots if aligned else size.rows, aligned)
         below.append(size)
     return below
 

@@ -51,14 +51,14 @@ def behind_thoughts(rollouts: Rollouts, geometry: Geometry) -> Rollouts:
     """
     forced, thought = rollouts.fields[FORCED], rollouts.fields[THOUGHT]
     _, samples, steps = rollouts.completion_tokens.shape
-    more = geometry.group_size - samples, geometry.max_completion_tokens - steps
-    thought = jnp.pad(thought, ((0, 0), (0, more[0])))
-    completions = jnp.pad(rollouts.completion_tokens, ((0, 0), (0, more[0]), (0, more[1])))
-    behind = jnp.arange(geometry.max_completion_tokens) - thought[..., None]
-    inside = jnp.clip(behind, 0, forced.shape[1] - 1)
-    answer_tokens = jnp.take_along_axis(forced[:, None], inside, axis=2)
-    real = behind < (forced >= 0).sum(-1, dtype=jnp.int32)[:, None, None]
-    tokens = jnp.where(behind < 0, completions, answer_tokens)
+    extra = geometry.group_size - samples, geometry.max_completion_tokens - steps
+    thought = jnp.pad(thought, ((0, 0), (0, extra[0])))
+    completions = jnp.pad(rollouts.completion_tokens, ((0, 0), (0, extra[0]), (0, extra[1])))
+    offset = jnp.arange(geometry.max_completion_tokens) - thought[..., None]
+    forced_index = jnp.clip(offset, 0, forced.shape[1] - 1)
+    answer_tokens = jnp.take_along_axis(forced[:, None], forced_index, axis=2)
+    real = offset < (forced >= 0).sum(-1, dtype=jnp.int32)[:, None, None]
+    tokens = jnp.where(offset < 0, completions, answer_tokens)
     return dataclasses.replace(
         rollouts,
         completion_tokens=jnp.where(real, tokens, 0),
@@ -83,11 +83,11 @@ def pick_answer_logp(logp: Array, rollouts: Rollouts) -> dict[str, Array]:
     tokens = (forced >= 0).sum(-1, dtype=jnp.int32)  # [P]
     prefix_tokens = tokens - mask.sum(-1, dtype=jnp.int32)
     place = (thought + prefix_tokens[:, None])[..., None] + jnp.arange(mask.shape[1])
-    picked = jnp.take_along_axis(logp, jnp.minimum(place, logp.shape[2] - 1), axis=2)
-    picked = jnp.where(mask[:, None], picked, 0)
-    without_thought = {MASKED: picked[:, samples]} if logp.shape[1] > samples else {}
+    answer_logp = jnp.take_along_axis(logp, jnp.minimum(place, logp.shape[2] - 1), axis=2)
+    answer_logp = jnp.where(mask[:, None], answer_logp, 0)
+    without_thought = {MASKED: answer_logp[:, samples]} if logp.shape[1] > samples else {}
     first = _first_alike(rollouts)[..., None]
-    return {ANSWER: jnp.take_along_axis(picked, first, axis=1), **without_thought}
+    return {ANSWER: jnp.take_along_axis(answer_logp, first, axis=1), **without_thought}
 
 
 def _first_alike(rollouts: Rollouts) -> Array:

@@ -103,8 +103,8 @@ def completion_metrics(
         for kind, reduce in {"mean": mean, "min": minimum, "max": maximum}.items():
             metrics[f"completions/{kind}_{name}"] = reduce(length, sample_mask)
     if mask.shape[1] > 1:
-        shown = jnp.where(mask, tokens, -1)
-        metrics["groups/identical"] = mean((shown == shown[:, :1]).all((1, 2)))
+        unmasked_tokens = jnp.where(mask, tokens, -1)
+        metrics["groups/identical"] = mean((unmasked_tokens == unmasked_tokens[:, :1]).all((1, 2)))
     return metrics
 
 
@@ -281,9 +281,9 @@ def repetition(
     is_complete = jnp.stack([mask[..., i : i + count] for i in range(n)]).all(0)
     grams = [jnp.where(is_complete, tokens[..., i : i + count], -1) for i in range(n)]
     grams = jax.lax.sort(grams, num_keys=n)  # what is left out comes first
-    new = jnp.stack([gram[..., 1:] != gram[..., :-1] for gram in grams]).any(0)
+    is_new = jnp.stack([gram[..., 1:] != gram[..., :-1] for gram in grams]).any(0)
     real = grams[0] >= 0
-    distinct = real[..., 0].astype(jnp.int32) + (new & real[..., 1:]).sum(-1)
+    distinct = real[..., 0].astype(jnp.int32) + (is_new & real[..., 1:]).sum(-1)
     number = real.sum(-1)
     return jnp.where(number > 0, 1 - distinct / jnp.maximum(number, 1), jnp.nan)
 

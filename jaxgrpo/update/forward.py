@@ -221,8 +221,8 @@ def flatten(micro: TrainBatch, size: int) -> Flat:
     real = _joined(micro.segment > 0, position < micro.prompt_length[..., None])
     place = jnp.where(real, jnp.cumsum(real, 1, dtype=jnp.int32) - 1, size)
     indices = jnp.arange(real.shape[1], dtype=jnp.int32)
-    nowhere = jnp.full(size, real.shape[1], jnp.int32)
-    origin = jax.vmap(lambda place: nowhere.at[place].set(indices, mode="drop"))(place)
+    no_origin = jnp.full(size, real.shape[1], jnp.int32)
+    origin = jax.vmap(lambda place: no_origin.at[place].set(indices, mode="drop"))(place)
     return Flat(
         tokens=_picked(_joined(micro.tokens, micro.prompt_tokens), origin),
         position=_picked(_joined(micro.position, position), origin),
@@ -385,13 +385,13 @@ def opt_layout(blueprint: Blueprint) -> Any:
 
 def moments_layout(model: Model, mesh: AnyMesh, optimizer: optax.GradientTransformation) -> Any:
     """`opt_layout` of an optimizer for a model on a mesh."""
-    everywhere = sharding.replicated(mesh)
+    replicated = sharding.replicated(mesh)
     shapes, axes = (trained(model, tree) for tree in (model.shapes, model.axes))
     return map_params(
         optimizer,
-        lambda leaf, layout, param: layout if leaf.shape == param.shape else everywhere,
+        lambda leaf, layout, param: layout if leaf.shape == param.shape else replicated,
         jax.eval_shape(optimizer.init, shapes),
         sharding.param_shardings(mesh, axes, shapes),
         shapes,
-        transform_non_params=lambda _: everywhere,
+        transform_non_params=lambda _: replicated,
     )

@@ -185,15 +185,21 @@ def _factory(use: str) -> tuple[str, Any]:
         for name, value in members.items()
         if name[0] != "_" and not inspect.isclass(value) and _takes_rate(value)
     ]
-    near = difflib.get_close_matches(use, names, 3) or sorted(names)
-    raise InputError(f"optimizer.use = {use!r}: optax has no such optimizer; try {', '.join(near)}")
+    suggestions = difflib.get_close_matches(use, names, 3) or sorted(names)
+    raise InputError(
+        f"optimizer.use = {use!r}: optax has no such optimizer; try {', '.join(suggestions)}"
+    )
 
 
 def _check_options(where: str, options: Mapping[str, Any], accepted: Mapping[str, Any]) -> None:
     for name, value in options.items():
         if name not in accepted:
-            near = difflib.get_close_matches(name, accepted, 1)
-            hint = f"did you mean {near[0]!r}?" if near else f"it takes {', '.join(accepted)}"
+            suggestions = difflib.get_close_matches(name, accepted, 1)
+            hint = (
+                f"did you mean {suggestions[0]!r}?"
+                if suggestions
+                else f"it takes {', '.join(accepted)}"
+            )
             raise InputError(f"optimizer.{name}: {where} has no such option; {hint}")
         refuse_no_number(f"optimizer.{name}", value, accepted[name])
         limit = 1 if name in RATES else math.inf

@@ -174,8 +174,10 @@ class Preparer:
         needs, (advantage, mask, counted) = self.blueprint.objective.needs, judged
         weight = self.weigh(counted, mask, prompts)
         # As for the parts of a chain, a need may be the name of a reward.
-        brought = {**rollouts.rewards, **rollouts.fields}
-        fields = {name: self.per_token(brought[name]) for name in needs & brought.keys()}
+        available_fields = {**rollouts.rewards, **rollouts.fields}
+        fields = {
+            name: self.per_token(available_fields[name]) for name in needs & available_fields.keys()
+        }
         fields["behavior_logp"] = rollouts.behavior_logp
         fields["sampled_now"] = self.per_token(rollouts.policy_version == state.step)
         batch = self.gather(rollouts, plan, advantage, weight, mask, fields)
@@ -297,9 +299,9 @@ def _judge(
     per_sample = advantage.sum(-1) / jnp.maximum(mask.sum(-1), 1)
     # The dead are not in the metrics of the update, which penalties may remember.
     alive = mask & live[..., None]
-    everywhere = sharding.replicated(blueprint.mesh)
+    replicated = sharding.replicated(blueprint.mesh)
     state, live, per_sample, metrics = jax.lax.with_sharding_constraint(
-        (state, live, per_sample, metrics), everywhere
+        (state, live, per_sample, metrics), replicated
     )
     return state, (advantage, alive, mask), live, per_sample, metrics
 
@@ -322,10 +324,10 @@ def _in_order(batches: Sequence[TrainBatch], num_iterations: int) -> tuple[Train
     """
 
     flags = batches[0].fields["sampled_now"]
-    nowhere = sharding.put(np.zeros(flags.shape, bool), flags.sharding)
+    all_false = sharding.put(np.zeros(flags.shape, bool), flags.sharding)
 
     def later(batch: TrainBatch) -> TrainBatch:
-        return dataclasses.replace(batch, fields={**batch.fields, "sampled_now": nowhere})
+        return dataclasses.replace(batch, fields={**batch.fields, "sampled_now": all_false})
 
     first, *later_batches = batches
     later_batches = [later(batch) for batch in later_batches]
@@ -338,7 +340,7 @@ def _rollout_metrics(
 ) -> Metrics:
     """Metrics of rewards and completions, under TRL's names if TRL has one."""
     tokens, weights = rollouts.token_mask, blueprint.reward_weights
-    summed = diagnostics.as_summed(rollouts.rewards, weights, blueprint.chain)
+    summed_rewards = diagnostics.as_summed(rollouts.rewards, weights, blueprint.chain)
     metrics: Metrics = {
         "live_samples": mean(live),
         "live_groups": mean(live.any(-1)),
@@ -347,14 +349,14 @@ def _rollout_metrics(
     }
     if blueprint.sampling.temperature > 0:  # of the likeliest token alone there is no entropy
         metrics |= diagnostics.surprise_metrics(rollouts.behavior_logp, tokens)
-    metrics |= diagnostics.advantage_metrics(advantage, mask, summed, weights)
+    metrics |= diagnostics.advantage_metrics(advantage, mask, summed_rewards, weights)
     texts = rollouts.completion_tokens, tokens
     metrics |= diagnostics.completion_metrics(*texts, rollouts.truncated)
-    rare = diagnostics.rare_successes(summed, weights)
+    rare = diagnostics.rare_successes(summed_rewards, weights)
     metrics |= diagnostics.symptom_metrics(*texts, rare)
     for name in ANCHORS:
         if name in rollouts.fields:
             pair = (rollouts.behavior_logp, rollouts.fields[name])
             metrics |= diagnostics.drift_metrics(*pair, tokens, FIELDS[name].policy)
-    metrics |= diagnostics.group_metrics(summed, weights)
+    metrics |= diagnostics.group_metrics(summed_rewards, weights)
     return metrics | diagnostics.reward_metrics(rollouts.rewards)

@@ -209,8 +209,8 @@ def _update_program(blueprint: Blueprint) -> Any:
         growth = {"weights/growth": maximum(weights_after / weights_before)}
         return *new, metrics | {name: mean(value) for name, value in measured.items()} | growth
 
-    everywhere = sharding.replicated(blueprint.mesh)
-    layout = (trained_layout(blueprint), opt_layout(blueprint), everywhere, everywhere)
+    replicated = sharding.replicated(blueprint.mesh)
+    layout = (trained_layout(blueprint), opt_layout(blueprint), replicated, replicated)
     return jax.jit(run, donate_argnums=(0, 1), out_shardings=layout)
 
 
@@ -334,10 +334,10 @@ def _loss(
         return loss, (logp, fields, dict.fromkeys(head, sums))
     reference = anchors.get("reference")
     reference = None if reference is None else full_params(reference, anchors)
-    passed = forward(blueprint, params, micro, objective.entropy, reference, fullest)
-    tokens = _tokens(micro, *passed)
+    outputs = forward(blueprint, params, micro, objective.entropy, reference, fullest)
+    tokens = _tokens(micro, *outputs)
     per_token, _ = token_loss(objective.surrogate, objective.penalties, tokens, objective_state)
-    return jnp.where(micro.mask, micro.weight * per_token, 0).sum(), (*passed, head)
+    return jnp.where(micro.mask, micro.weight * per_token, 0).sum(), (*outputs, head)
 
 
 def _measure(
