@@ -426,10 +426,10 @@ def _walk(
     selected = np.concatenate(accepted)[:n]
     if len(selected) < n:
         rejected_ordinals = np.concatenate(rejected)
-        chanceless = np.setdiff1d(
+        remaining_ordinals = np.setdiff1d(
             np.arange(cursor, limit), np.concatenate([selected, rejected_ordinals])
         )
-        selected = np.sort(np.concatenate([selected, rejected_ordinals, chanceless])[:n])
+        selected = np.sort(np.concatenate([selected, rejected_ordinals, remaining_ordinals])[:n])
     return selected.astype(np.int32)
 
 
