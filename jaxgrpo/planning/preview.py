@@ -200,11 +200,8 @@ def _planned(config: Config, meta: dict[str, Any], mesh: Mesh) -> setup.Setup:
     at_start = run.policy.init(len(run.rows), config.train.seed)
     zero: Any = np.int32(0)
     state = dataclasses.replace(run.state, step=zero, cursor=zero, prompt_policy_state=at_start)
-    local_mesh, geometry = (
-        sharding.make_mesh(devices=jax.local_devices()[:1]),
-        run.blueprint.geometry,
-    )
-    sources = run.encoded, geometry, config.train.seed, run.mixture
+    local_mesh = sharding.make_mesh(devices=jax.local_devices()[:1])
+    sources = run.encoded, run.blueprint.geometry, config.train.seed, run.mixture
     select = make_selector(local_mesh, run.policy, *sources)
     return run._replace(state=state, select=select)
 

@@ -293,10 +293,7 @@ def _written(slots: list[_Slot], lengths: Lengths, num_live: int, geometry: Geom
         for index, (p, rows) in enumerate(slots[number]):
             prompt[bin_place][index] = p
             for bin_row in rows:
-                samples, size = (
-                    np.asarray(bin_row.samples),
-                    lengths.completion[p, bin_row.samples],
-                )
+                samples, size = np.asarray(bin_row.samples), lengths.completion[p, bin_row.samples]
                 row[p, samples] = place * geometry.rows + count
                 start[p, samples] = np.cumsum(size) - size
                 segment[p, samples] = np.arange(len(samples)) + 1

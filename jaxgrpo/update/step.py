@@ -322,11 +322,8 @@ def _loss(
     Args:
       by_bin: the micro-batch, and what it adds the head's gradient to, if anything: `head_sums`.
     """
-    objective, params, (micro, head) = (
-        blueprint.objective,
-        full_params(trainable, anchors),
-        by_bin,
-    )
+    objective, (micro, head) = blueprint.objective, by_bin
+    params = full_params(trainable, anchors)
     if objective.per_token:
         sums = next(iter(head.values()), None)
         arguments = (blueprint, params, micro, objective_state, fullest, sums)
