@@ -128,7 +128,7 @@ def decode_program(
 
     params = placed(jax.eval_shape(sampler.split, model.shapes))
     prompts = prompts_of(work, config.vocab_size)
-    sizes = Sizes.of(settings, 1, *prompts.prompt_tokens.shape)
+    sizes = Sizes.for_prompts(settings, 1, *prompts.prompt_tokens.shape)
     given = placed((prompts, np.zeros(2, np.uint32)))
     state = placed(jax.eval_shape(functools.partial(sampler.begin, sizes), *given))
     arguments = (sizes.aligned(settings), params, state, placed(np.int32(0)))

@@ -62,7 +62,7 @@ def blueprint_of(
         chain=advantages.build("grpo"),
         objective=losses.Objective(losses.clip(), losses.token_mean()),
         optimizer=optax.adamw(1e-6),
-        geometry=packing.geometry_of(sizes, mesh, tokens),
+        geometry=packing.make_geometry(sizes, mesh, tokens),
         sampling=SamplingSettings(work.samples, work.completion, 1.0, (), 0, work.completion),
         mesh=mesh,
     )

@@ -101,7 +101,7 @@ def moved(text: str, unknown: Sequence[int] = (1,)) -> float:
         if name in inside:
             parts = [one for one in found[name] if one.code in PARTED]
             for one in parts:  # those of a collective may stand in a loop that it is not part of
-                key = one.code, _CHANNEL.findall(one.rest)[0]
+                key = one.code, _CHANNEL.findall(one.tail)[0]
                 made = place.trips * _bytes(one.result, everywhere=True)
                 parted[key] = min(made, parted.get(key, made))
             continue
@@ -157,7 +157,7 @@ def _read(one: Instruction, place: int, found: Mapping[str, Any]) -> float:
     """Bytes that a fusion reads of one of its operands, wherever that lies."""
     body = _body(one, found)
     starts = [inner for inner in body if inner.code == "parameter"]
-    start = next((inner for inner in starts if inner.rest.startswith(f"{place})")), None)
+    start = next((inner for inner in starts if inner.tail.startswith(f"{place})")), None)
     if start is None:
         return 0
     whole = _bytes(start.result, everywhere=True)

@@ -68,10 +68,10 @@ CHIPS = {
 """By the name that a topology begins with."""
 
 
-def chip_of(kind: str) -> Chip | None:
+def find_chip(kind: str) -> Chip | None:
     """The chip that JAX calls by this kind, if it is one of CHIPS.
 
-    >>> chip_of("TPU v5 lite").name, chip_of("TPU v5").name, chip_of("cpu")
+    >>> find_chip("TPU v5 lite").name, find_chip("TPU v5").name, find_chip("cpu")
     ('v5e', 'v5p', None)
     """
     return next((chip for chip in CHIPS.values() if re.fullmatch(chip.kinds, kind)), None)

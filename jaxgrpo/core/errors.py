@@ -65,8 +65,8 @@ def pattern_problem(pattern: Any) -> str | None:
     try:
         re.compile(pattern)
     except (re.error, OverflowError, RecursionError) as error:
-        what = f"is no regular expression ({one_line(error)})"
-        return f"{what}: mend it; a character that stands for itself may need a \\ in front"
+        problem = f"is no regular expression ({one_line(error)})"
+        return f"{problem}: mend it; a character that stands for itself may need a \\ in front"
     return None
 
 
@@ -135,14 +135,16 @@ def own_line(error: BaseException) -> tuple[str, str]:
     paths = sysconfig.get_paths()
     libraries = [paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")]
     libraries.append(__file__.rpartition("core")[0])  # the package
-    own = [
+    frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)
         if not frame.filename.startswith((*libraries, "<frozen"))
     ]
-    if not own:
+    if not frames:
         return "", ""
-    return f"{own[-1].filename}:{own[-1].name}, line {own[-1].lineno}", own[-1].line or ""
+    return f"{frames[-1].filename}:{frames[-1].name}, line {frames[-1].lineno}", frames[
+        -1
+    ].line or ""
 
 
 def refuse_all(title: str, problems: Collection[str]) -> None:
@@ -174,11 +176,11 @@ def cut(text: str) -> str:
     """
     lines = text.splitlines()
     if len(lines) > LINES:
-        left = f"... ({len(lines) - LINES} lines left out)"
-        text = "\n".join([*lines[: LINES // 4], left, *lines[-(LINES - LINES // 4) :]])
+        notice = f"... ({len(lines) - LINES} lines left out)"
+        text = "\n".join([*lines[: LINES // 4], notice, *lines[-(LINES - LINES // 4) :]])
     if len(text) > CHARACTERS:
-        half, left = CHARACTERS // 2, f"({len(text) - CHARACTERS} characters left out)"
-        text = f"{text[:half]} {left} {text[-half:]}"
+        half, notice = CHARACTERS // 2, f"({len(text) - CHARACTERS} characters left out)"
+        text = f"{text[:half]} {notice} {text[-half:]}"
     return text
 
 
@@ -197,7 +199,7 @@ def no_text(value: str) -> str | None:
     return None
 
 
-def suggest(name: Any, known: Iterable[str]) -> str:
+def suggest(name: Any, choices: Iterable[str]) -> str:
     """What to say after an unknown name: the nearest known one in any case, else all of them.
 
     Args:
@@ -206,21 +208,21 @@ def suggest(name: Any, known: Iterable[str]) -> str:
     >>> suggest("GROP", ["grpo", "sign"])
     "did you mean 'grpo'? Known: grpo, sign"
     """
-    known = sorted(known)
-    lowered = {one.lower(): one for one in known}
-    near = difflib.get_close_matches(str(name).lower(), lowered, n=1, cutoff=0.6)
-    hint = f"did you mean {lowered[near[0]]!r}? " if near else ""
-    return f"{hint}Known: {', '.join(known) or 'none'}"
+    choices = sorted(choices)
+    lowered = {choice.lower(): choice for choice in choices}
+    suggestions = difflib.get_close_matches(str(name).lower(), lowered, n=1, cutoff=0.6)
+    hint = f"did you mean {lowered[suggestions[0]]!r}? " if suggestions else ""
+    return f"{hint}Known: {', '.join(choices) or 'none'}"
 
 
-def find(what: str, name: Any, table: Mapping[str, T]) -> T:
+def find(kind: str, name: Any, table: Mapping[str, T]) -> T:
     """The entry of a table. Raises: InputError naming the nearest entry."""
     if not isinstance(name, str) or name not in table:
-        raise InputError(f"unknown {what} {name!r}: {suggest(name, table)}")
+        raise InputError(f"unknown {kind} {name!r}: {suggest(name, table)}")
     return table[name]
 
 
-def build(what: str, spec: Mapping[str, Any], table: Mapping[str, Callable[..., T]]) -> T:
+def build(kind: str, spec: Mapping[str, Any], table: Mapping[str, Callable[..., T]]) -> T:
     """What {"use": name in the table or a factory of one's own, option: value, ...} makes.
 
     Raises: InputError on an unknown name or option, with the nearest known one.
@@ -229,14 +231,14 @@ def build(what: str, spec: Mapping[str, Any], table: Mapping[str, Callable[..., 
     8
     """
     if "use" not in spec:
-        raise InputError(f"{what} {dict(spec)} has no name: write {{ use = ..., ... }}")
+        raise InputError(f"{kind} {dict(spec)} has no name: write {{ use = ..., ... }}")
     use, options = spec["use"], {name: value for name, value in spec.items() if name != "use"}
-    factory = find(what, use, table) if isinstance(use, str) else use
+    factory = find(kind, use, table) if isinstance(use, str) else use
     name = use if isinstance(use, str) else getattr(use, "__name__", repr(use))
     if not callable(factory):
-        raise InputError(f"{what} {name} is neither a name nor a function")
-    made: Any = call(f"{what} {name}", factory, options)
-    return made
+        raise InputError(f"{kind} {name} is neither a name nor a function")
+    part: Any = call(f"{kind} {name}", factory, options)
+    return part
 
 
 def call(where: str, factory: Callable[..., T], options: Mapping[str, Any]) -> T:
@@ -273,5 +275,9 @@ def keywords(signature: inspect.Signature) -> tuple[dict[str, bool], bool]:
     """Arguments that may be given by keyword -> has a default, and whether any keyword is taken."""
     parameters = signature.parameters.values()
     by_keyword = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    named = {one.name: one.default is not one.empty for one in parameters if one.kind in by_keyword}
-    return named, any(one.kind is one.VAR_KEYWORD for one in parameters)
+    named = {
+        parameter.name: parameter.default is not parameter.empty
+        for parameter in parameters
+        if parameter.kind in by_keyword
+    }
+    return named, any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)

@@ -112,7 +112,8 @@ def as_metrics(where: str, reported: Any, weight: Any = 1.0) -> Metrics:
         kind = type(reported).__name__
         raise InputError(f"{where} reported {kind}, expected its metrics {{name: number}}, or {{}}")
     return {
-        name: _as_metric(f"{where}: metric {name}", one, weight) for name, one in reported.items()
+        name: _as_metric(f"{where}: metric {name}", value, weight)
+        for name, value in reported.items()
     }
 
 
@@ -138,11 +139,11 @@ def empty_like(metrics: Mapping[str, Any]) -> Metrics:
       metrics: metrics, or their shapes as `jax.eval_shape` gives them.
     """
 
-    def one(metric: Any) -> Metric:
-        nothing = {Max: -jnp.inf, Min: jnp.inf}.get(type(metric), 0)
-        return jax.tree.map(lambda leaf: jnp.full((), nothing, leaf.dtype), metric)
+    def empty(metric: Any) -> Metric:
+        identity = {Max: -jnp.inf, Min: jnp.inf}.get(type(metric), 0)
+        return jax.tree.map(lambda leaf: jnp.full((), identity, leaf.dtype), metric)
 
-    return {name: one(metric) for name, metric in metrics.items()}
+    return {name: empty(metric) for name, metric in metrics.items()}
 
 
 def merge(left: Mapping[str, Metric], right: Mapping[str, Metric]) -> Metrics:
@@ -188,9 +189,9 @@ def highest(value: Array, mask: Array) -> Reduced:
     return jnp.where(mask, value, -inf), -inf, jnp.maximum
 
 
-def reduce(*what: Reduced, axis: int) -> tuple[Array, ...]:
+def reduce(*reductions: Reduced, axis: int) -> tuple[Array, ...]:
     """Each array reduced over one axis, which is kept with size 1. No gradient flows through."""
-    arrays, first, join = zip(*what, strict=True)
+    arrays, first, join = zip(*reductions, strict=True)
     axis = axis % arrays[0].ndim
     arrays = jax.lax.stop_gradient(arrays)
 
@@ -198,10 +199,10 @@ def reduce(*what: Reduced, axis: int) -> tuple[Array, ...]:
         return tuple(f(a, b) for f, a, b in zip(join, left, right, strict=True))
 
     while arrays[0].shape[axis] > _BLOCK:
-        blocks = (_blocked(one, start, axis) for one, start in zip(arrays, first, strict=True))
+        blocks = (_blocked(array, start, axis) for array, start in zip(arrays, first, strict=True))
         arrays = jax.lax.reduce(tuple(blocks), first, joined, (axis + 1,))
     reduced = jax.lax.reduce(arrays, first, joined, (axis,))
-    return tuple(jnp.expand_dims(one, axis) for one in reduced)
+    return tuple(jnp.expand_dims(array, axis) for array in reduced)
 
 
 def _blocked(array: Array, start: Array, axis: int) -> Array:

@@ -54,7 +54,7 @@ def make_rescorer(
     Args:
       temperature: of the sampling distribution, for both policies; what top-k and top-p cut away
         is in it.
-      tokens: per bin and micro-batch, as in training. None: see `update.packing.tokens_of`.
+      tokens: per bin and micro-batch, as in training. None: see `update.packing.default_tokens`.
 
     Raises: InputError if the base has another vocabulary.
     """
@@ -67,13 +67,13 @@ def make_rescorer(
         functools.partial(_in_micro_batches, look, model.config, sharding.constrain(mesh)),
         static_argnums=4,
     )
-    measure = jax.jit(packing.lengths_of)
+    measure = jax.jit(packing.measure_lengths)
     base_params = {} if base is None else base.params
 
     def rescore(params: Params, rollouts: Rollouts) -> dict[str, Array]:
         groups, samples, steps = rollouts.token_mask.shape
         sizes = groups, samples, rollouts.prompt_tokens.shape[1], steps
-        geometry = packing.geometry_of(sizes, mesh, tokens)
+        geometry = packing.make_geometry(sizes, mesh, tokens)
         lengths = sharding.to_host(measure(rollouts))
         plan = packing.plan(lengths, np.ones((groups, samples), bool), geometry)
         return program(params, base_params, rollouts, plan, geometry.tokens)

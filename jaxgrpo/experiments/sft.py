@@ -26,7 +26,7 @@ from jaxgrpo.core.types import Rollouts, TrainState
 from jaxgrpo.models import sharding
 from jaxgrpo.models.hf import texts
 from jaxgrpo.models.sequences import token_is_likeliest
-from jaxgrpo.rollout.answers import end_of, read_answers
+from jaxgrpo.rollout.answers import answer_end_tokens, read_answers
 from jaxgrpo.rollout.judging import put_prompts
 from jaxgrpo.rollout.selection import pad_prompts, row_of
 from jaxgrpo.training import loop, memory, parameters, process
@@ -143,7 +143,7 @@ def make_answer_batches(run: Setup) -> Callable[[int], Rollouts]:
     """
     geometry, end = (
         run.blueprint.geometry,
-        end_of(run.tokenizer, run.blueprint.sampling.stop_tokens),
+        answer_end_tokens(run.tokenizer, run.blueprint.sampling.stop_tokens),
     )
     reader = "a warm start trains on the reference answer of each row"
     references = read_answers(run.tokenizer, run.rows, reader=reader)

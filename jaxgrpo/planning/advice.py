@@ -17,7 +17,7 @@ from jaxgrpo.planning.topologies import Topology
 from jaxgrpo.training import memory
 
 SECONDS = 25.0  # for what would fit: the command answers within 45
-OF_MESH = 8.0  # of them, for a mesh that fits other devices
+MESH_SECONDS = 8.0  # of them, for a mesh that fits other devices
 ROOM = 0.9
 """Of a chip's memory, what the formulas may fill: they were within 10% of the compiler for the
 programs of tests/planning."""
@@ -52,8 +52,11 @@ def by_formula(config: Config, topology: Topology) -> tuple[int, float]:
     """
     run = plan.built(config, topology)
     chip, devices = topology.chip, len(topology.devices)
-    bounds = [costs.bound_of(one, (), chip, devices, {}) for one in costs.work_of(run).values()]
-    return plan.peak_of(plan.parts_of(run)), sum(bound.seconds for bound in bounds)
+    bounds = [
+        costs.program_bound(work, (), chip, devices, {})
+        for work in costs.program_work(run).values()
+    ]
+    return plan.peak_bytes(plan.memory_parts(run)), sum(bound.seconds for bound in bounds)
 
 
 def for_devices(config: Config, topology: Topology) -> Candidate:
@@ -65,13 +68,13 @@ def for_devices(config: Config, topology: Topology) -> Candidate:
 
     Raises: InputError where the config cannot be built, whatever the mesh.
     """
-    plan.model_of(config)
-    nearest, until = None, time.monotonic() + OF_MESH
+    plan.read_model_config(config)
+    nearest, until = None, time.monotonic() + MESH_SECONDS
     shapes = sorted(_shapes(config, topology), key=lambda changes: _PROMPTS in changes)
     for changes in shapes:
         if nearest and (time.monotonic() > until or _PROMPTS in changes):
             break
-        candidate = _tried(config, topology, changes)
+        candidate = _build_candidate(config, topology, changes)
         if candidate and candidate.peak <= ROOM * topology.chip.memory:
             return candidate
         nearest = nearest or candidate
@@ -87,15 +90,15 @@ def remedies(config: Config, topology: Topology, began: float, most: int = 3) ->
     Args:
       began: a `time.monotonic()`; the search ends `SECONDS` after it.
     """
-    found: list[Candidate] = []
+    candidates: list[Candidate] = []
     until = began + SECONDS
     for changes in _changes(config, topology):
-        if len(found) == most or time.monotonic() > until:
+        if len(candidates) == most or time.monotonic() > until:
             break
-        candidate = _tried(config, topology, changes)
+        candidate = _build_candidate(config, topology, changes)
         if candidate is not None and candidate.peak <= ROOM * topology.chip.memory:
-            found.append(candidate)
-    return found
+            candidates.append(candidate)
+    return candidates
 
 
 def search(
@@ -106,12 +109,16 @@ def search(
     Args:
       telling: as of `plan.plan`.
     """
-    tried = (_tried(config, topology, changes) for changes in _meshes(config, topology, True))
+    candidates = (
+        _build_candidate(config, topology, changes) for changes in _meshes(config, topology, True)
+    )
     room = ROOM * topology.chip.memory
-    fitting = [one for one in tried if one is not None and one.peak <= room]
-    for one in sorted(fitting, key=lambda one: one.seconds)[:most]:
-        run = plan.built(changed(config, one.changes), topology)
-        yield one, plan.plan(run, topology, telling=telling)
+    fitting = [
+        candidate for candidate in candidates if candidate is not None and candidate.peak <= room
+    ]
+    for candidate in sorted(fitting, key=lambda fit: fit.seconds)[:most]:
+        run = plan.built(changed(config, candidate.changes), topology)
+        yield candidate, plan.plan(run, topology, telling=telling)
 
 
 def changed(config: Config, changes: dict[str, Any]) -> Config:
@@ -126,7 +133,9 @@ def changed(config: Config, changes: dict[str, Any]) -> Config:
     return files.from_dict(tables, source=config.source)
 
 
-def _tried(config: Config, topology: Topology, changes: dict[str, Any]) -> Candidate | None:
+def _build_candidate(
+    config: Config, topology: Topology, changes: dict[str, Any]
+) -> Candidate | None:
     """A candidate, if it can be built."""
     try:
         return Candidate(changes, *by_formula(changed(config, changes), topology))
@@ -147,59 +156,61 @@ def _changes(config: Config, topology: Topology) -> Iterator[dict[str, Any]]:
     adapters = [] if config.lora.rank or config.lora.path else [LORA]
     yield from smaller
     yield from meshes
-    yield from (one | two for one, two in itertools.product(meshes, smaller))
-    everything = {key: value for one in smaller for key, value in one.items()}
-    yield from (LORA | everything for _ in adapters)
-    yield from (one | more | everything for one, more in itertools.product(meshes, adapters))
+    yield from (mesh | change for mesh, change in itertools.product(meshes, smaller))
+    all_smaller = {key: value for change in smaller for key, value in change.items()}
+    yield from (LORA | all_smaller for _ in adapters)
+    yield from (
+        mesh | adapter | all_smaller for mesh, adapter in itertools.product(meshes, adapters)
+    )
 
 
 def _shapes(config: Config, topology: Topology) -> Iterator[dict[str, Any]]:
     """Meshes over all the devices, those nearest to the config's first, with enough prompts."""
-    of_slice, now = len(topology.devices) // topology.slices, config.mesh
-    sizes = [size for size in range(1, of_slice + 1) if of_slice % size == 0]
+    slice_devices, mesh = len(topology.devices) // topology.slices, config.mesh
+    sizes = [size for size in range(1, slice_devices + 1) if slice_devices % size == 0]
 
     def distance(shape: tuple[int, int, int]) -> list[float]:
-        pairs = zip(shape, (now.tensor, now.context, now.fsdp), strict=True)
-        return [abs(math.log(size / before)) for size, before in pairs]
+        pairs = zip(shape, (mesh.tensor, mesh.context, mesh.fsdp), strict=True)
+        return [abs(math.log(size / current)) for size, current in pairs]
 
     three = itertools.product(sizes, sizes, sizes)
     for tensor, context, fsdp in sorted(three, key=distance):
         inner = tensor * context
-        if context > now.context or of_slice % (inner * fsdp) or tensor > MOST_TENSOR:
+        if context > mesh.context or slice_devices % (inner * fsdp) or tensor > MOST_TENSOR:
             continue
         bins, prompts = len(topology.devices) // inner, config.rollout.prompts_per_step
         shape = {"data": 0, "fsdp": fsdp, "tensor": tensor, "context": context}
-        differs = {f"mesh.{key}": size for key, size in shape.items() if size != getattr(now, key)}
+        differs = {f"mesh.{key}": size for key, size in shape.items() if size != getattr(mesh, key)}
         if prompts % bins:
             differs[_PROMPTS] = bins * math.ceil(prompts / bins)
         yield differs
-        if now.sampling_tensor:
+        if mesh.sampling_tensor:
             yield {**differs, "mesh.sampling_tensor": 0}
 
 
-def _meshes(config: Config, topology: Topology, same: bool) -> Iterator[dict[str, Any]]:
+def _meshes(config: Config, topology: Topology, with_current: bool) -> Iterator[dict[str, Any]]:
     """Other meshes over the devices: those that divide the parameters most, first.
 
     Args:
-      same: with the config's own.
+      with_current: with the config's own.
     """
     count, slices = len(topology.devices), topology.slices
-    of_slice = count // slices
-    now = (config.mesh.fsdp, config.mesh.tensor)
-    sizes = [size for size in range(1, of_slice + 1) if of_slice % size == 0]
+    slice_devices = count // slices
+    current = (config.mesh.fsdp, config.mesh.tensor)
+    sizes = [size for size in range(1, slice_devices + 1) if slice_devices % size == 0]
     pairs = [
         (fsdp, tensor)
         for fsdp, tensor in itertools.product(sizes, sizes)
-        if of_slice % (fsdp * tensor * config.mesh.context) == 0 and tensor <= MOST_TENSOR
+        if slice_devices % (fsdp * tensor * config.mesh.context) == 0 and tensor <= MOST_TENSOR
     ]
     for fsdp, tensor in sorted(pairs, key=lambda pair: (-pair[0] * pair[1], pair[1])):
-        if same or (fsdp, tensor) != now:
+        if with_current or (fsdp, tensor) != current:
             yield {"mesh.data": 0, "mesh.fsdp": fsdp, "mesh.tensor": tensor}
 
 
-def blame(found: Plan) -> Sequence[tuple[str, int]]:
+def blame(run_plan: Plan) -> Sequence[tuple[str, int]]:
     """What takes most of each device's memory, by formula, the largest first."""
-    return sorted(found.parts.items(), key=lambda part: -part[1])[:4]
+    return sorted(run_plan.parts.items(), key=lambda part: -part[1])[:4]
 
 
 def _toml(value: Any) -> str:

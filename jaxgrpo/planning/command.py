@@ -51,26 +51,26 @@ def main(
     from jaxgrpo.training.console import Document
 
     console = Console(highlight=False, quiet=as_json)
-    read, began = files.load(config, overrides), time.monotonic()
-    chips = _topology(read, topology, slices)
+    settings, began = files.load(config, overrides), time.monotonic()
+    chips = _topology(settings, topology, slices)
     is_other = topology is not None or slices is not None
-    read, run, changes = _run_on(console, read, chips, chooses=is_other)
+    settings, run, changes = _run_on(console, settings, chips, chooses=is_other)
     forecast = plan.by_formula(run, chips)
     report.show_formula(console, forecast)
-    found = forecast if forecast.problem else plan.plan(run, chips, dump=dump, telling=_telling)
-    report.show_compiled(console, found)
+    run_plan = forecast if forecast.problem else plan.plan(run, chips, dump=dump, telling=_telling)
+    report.show_compiled(console, run_plan)
     remedies = []
-    if not found.fits:
+    if not run_plan.fits:
         with _telling("looking for what fits"):
-            near = advice.remedies(read, chips, began if forecast.problem else time.monotonic())
-        remedies = [one.behind(changes) for one in near]
+            near = advice.remedies(settings, chips, began if forecast.problem else time.monotonic())
+        remedies = [candidate.behind(changes) for candidate in near]
         report.show_remedies(console, remedies)
-    searched = list(_search(console, read, chips, changes)) if search else []
-    code = 0 if found.fits else NO_FIT
+    searched = list(_search(console, settings, chips, changes)) if search else []
+    code = 0 if run_plan.fits else NO_FIT
     if not as_json:
         return code
-    more = {"remedies": [one._asdict() for one in remedies], "searched": searched}
-    return Document({**report.numbers_of(found, changes), **more}, code)
+    extras = {"remedies": [remedy._asdict() for remedy in remedies], "searched": searched}
+    return Document({**report.plan_numbers(run_plan, changes), **extras}, code)
 
 
 def _search(
@@ -79,12 +79,12 @@ def _search(
     """Compiles the fastest meshes, prints what they take and gives the numbers."""
     from jaxgrpo.planning import advice, report
 
-    for candidate, found in advice.search(config, topology, _telling):
+    for candidate, run_plan in advice.search(config, topology, _telling):
         candidate = candidate.behind(changes)
         console.rule(candidate.overrides)
-        report.show_formula(console, found)
-        report.show_compiled(console, found)
-        yield report.numbers_of(found, candidate.changes)
+        report.show_formula(console, run_plan)
+        report.show_compiled(console, run_plan)
+        yield report.plan_numbers(run_plan, candidate.changes)
 
 
 def _topology(config: Config, name: str | None, slices: int | None) -> Topology:
@@ -126,7 +126,7 @@ def _run_on(
 
 
 @contextlib.contextmanager
-def _telling(what: str) -> Iterator[None]:
+def _telling(activity: str) -> Iterator[None]:
     """Says on stderr what is done, at its beginning and every few seconds."""
     from rich.console import Console
 
@@ -134,6 +134,6 @@ def _telling(what: str) -> Iterator[None]:
 
     # On a terminal too: no bar is seen there.
     console = Console(stderr=True, highlight=False, force_terminal=False)
-    console.print(what, soft_wrap=True)
-    with telling(console, what):
+    console.print(activity, soft_wrap=True)
+    with telling(console, activity):
         yield

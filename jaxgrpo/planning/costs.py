@@ -66,13 +66,13 @@ def linear_weights(config: ModelConfig) -> int:
     return config.num_layers * (attention + 3 * config.hidden_size * config.intermediate_size)
 
 
-def attention_flops(config: ModelConfig, before: int, tokens: int) -> float:
-    """Of `tokens` queries behind `before` others: 4 heads head_dim per pair that is seen.
+def attention_flops(config: ModelConfig, tokens_before: int, tokens: int) -> float:
+    """Of `tokens` queries behind `tokens_before` others: 4 heads head_dim per pair that is seen.
 
     Position p, from 0, sees p + 1 keys, or those of its window.
     """
-    seen = np.arange(before + 1, before + tokens + 1, dtype=np.float64)
-    pairs = sum(np.minimum(seen, kind.window or math.inf).sum() for kind in config.kinds)
+    visible_keys = np.arange(tokens_before + 1, tokens_before + tokens + 1, dtype=np.float64)
+    pairs = sum(np.minimum(visible_keys, kind.window or math.inf).sum() for kind in config.kinds)
     return 4.0 * config.num_heads * config.head_dim * float(pairs)
 
 
@@ -85,21 +85,21 @@ def forward_flops(config: ModelConfig, prompts: int, width: int, samples: int, s
     with L linear weights and H = hidden x vocabulary.
     """
     linear, head = linear_weights(config), config.hidden_size * config.vocab_size
-    of_prompt = 2.0 * linear * width + attention_flops(config, 0, width)
-    of_sample = 2.0 * (linear + head) * steps + attention_flops(config, width, steps)
-    return prompts * of_prompt + samples * of_sample
+    prompt_flops = 2.0 * linear * width + attention_flops(config, 0, width)
+    sample_flops = 2.0 * (linear + head) * steps + attention_flops(config, width, steps)
+    return prompts * prompt_flops + samples * sample_flops
 
 
-def work_of(run: Run) -> dict[str, Work]:
+def program_work(run: Run) -> dict[str, Work]:
     """The work of each program, by its name."""
     return {
         "sync": Work(1, 0.0, 0.0, 2.0 * memory.on_device(sampler_params(run)), (1,)),
-        **_of_sampling(run),
-        **_of_training(run),
+        **_sampling_work(run),
+        **_training_work(run),
     }
 
 
-def _of_sampling(run: Run) -> dict[str, Work]:
+def _sampling_work(run: Run) -> dict[str, Work]:
     """Decoding reads the weights at every token, but for an embedding that is not the head, and
     half of the caches, since they fill up."""
     blueprint, geometry = run.blueprint, run.blueprint.geometry
@@ -107,32 +107,32 @@ def _of_sampling(run: Run) -> dict[str, Work]:
     prompts, samples = geometry.num_prompts, geometry.num_prompts * geometry.group_size
     width, steps = geometry.max_prompt_tokens, geometry.max_completion_tokens
     mesh = blueprint.samples_on
-    sizes = Sizes.of(settings, sharding.num_bins(mesh), prompts, width)
-    read_from = sampler_params(run)
-    looked_up = 0 if config.tie_embeddings else memory.on_device(read_from["embed"])
-    weights = memory.on_device(read_from) - looked_up
+    sizes = Sizes.for_prompts(settings, sharding.num_bins(mesh), prompts, width)
+    params = sampler_params(run)
+    looked_up = 0 if config.tie_embeddings else memory.on_device(params["embed"])
+    weights = memory.on_device(params) - looked_up
     side, chunk = chunk_shape(sizes)
     prefills = math.ceil(sizes.prompts / side) * math.ceil(max(1, width - 1) / chunk)
     linear, head = linear_weights(config), config.hidden_size * config.vocab_size
-    of_prompts = prompts * (2.0 * linear * width + attention_flops(config, 0, width))
+    prompt_flops = prompts * (2.0 * linear * width + attention_flops(config, 0, width))
     tokens = steps * (linear + head)
-    of_samples = samples * (2.0 * tokens + attention_flops(config, width, steps))
+    sample_flops = samples * (2.0 * tokens + attention_flops(config, width, steps))
     state = capacity(blueprint.model, settings, mesh, prompts, width).state
     rounds = math.ceil(sizes.prompts * settings.group_size / sizes.slots) * steps
     segments = math.ceil(rounds / settings.segment_tokens)
     read = settings.segment_tokens * (weights + state / 2)
     return {
-        "prefill": _once(prefills, of_prompts, weights, 1),
-        "decode": _once(segments, of_samples, read, settings.segment_tokens),
+        "prefill": _work_computed_once(prefills, prompt_flops, weights, 1),
+        "decode": _work_computed_once(segments, sample_flops, read, settings.segment_tokens),
     }
 
 
-def _once(calls: int, flops: float, read: float, trips: int) -> Work:
+def _work_computed_once(calls: int, flops: float, read: float, trips: int) -> Work:
     """Of a program that computes nothing twice. Args: flops: of all calls; read: of one."""
     return Work(calls, flops / calls, flops / calls, float(read), (trips,))
 
 
-def _of_training(run: Run) -> dict[str, Work]:
+def _training_work(run: Run) -> dict[str, Work]:
     """An update is three forward passes: with adapters two, since the weights have no gradient.
 
     It reads the weights in each pass of a micro-batch, adds a gradient to a sum (read and written),
@@ -151,20 +151,22 @@ def _of_training(run: Run) -> dict[str, Work]:
     passes = 2 if config.lora else 3
     micro = micro_batches(geometry)
     chunks = math.ceil(geometry.tokens / chunk_tokens(config.vocab_size, geometry.tokens))
-    of_head = 2.0 * samples * geometry.max_completion_tokens * head
-    again = RECOMPUTED[remat] * (forward - of_head)
-    held = memory.on_device(run.state.trainable)
-    kept = memory.activations(config, remat) * geometry.tokens / blueprint.mesh.shape["context"]
-    of_micro = (2 + RECOMPUTED[remat]) * weights + 3 * held + 2 * kept
-    read = micro * of_micro + 2 * (held + memory.on_device(run.state.opt_state))
+    head_flops = 2.0 * samples * geometry.max_completion_tokens * head
+    recomputed = RECOMPUTED[remat] * (forward - head_flops)
+    trained_bytes = memory.on_device(run.state.trainable)
+    activation_bytes = (
+        memory.activations(config, remat) * geometry.tokens / blueprint.mesh.shape["context"]
+    )
+    micro_bytes = (2 + RECOMPUTED[remat]) * weights + 3 * trained_bytes + 2 * activation_bytes
+    read = micro * micro_bytes + 2 * (trained_bytes + memory.on_device(run.state.opt_state))
     calls = train.num_iterations * train.minibatches
     loops = (micro, chunks)
-    each = train.minibatches  # which share the step's samples
-    executed = (passes * forward + again) / each
+    minibatches = train.minibatches  # which share the step's samples
+    executed = (passes * forward + recomputed) / minibatches
     scores = train.minibatches * len({FIELDS[name].policy for name in scored(run)})
     return {
-        "score": Work(scores, forward / each, forward / each, micro * weights, loops),
-        "update": Work(calls, passes * forward / each, executed, read, loops),
+        "score": Work(scores, forward / minibatches, forward / minibatches, micro * weights, loops),
+        "update": Work(calls, passes * forward / minibatches, executed, read, loops),
     }
 
 
@@ -183,7 +185,7 @@ def micro_batches(geometry: Geometry) -> int:
     return int(packing.plan(lengths, live, geometry).num_live)
 
 
-def bound_of(
+def program_bound(
     work: Work,
     collectives: Sequence[Collective],
     chip: Chip,
@@ -196,14 +198,18 @@ def bound_of(
       islands: axis of the mesh -> how many islands (slices, or hosts of GPUs) it crosses.
     """
     links = network = 0.0
-    for one in collectives:
-        sent = one.sent * one.trips
-        crossed = math.prod(islands.get(axis, 1) for axis in one.axes)
+    for collective in collectives:
+        sent = collective.sent * collective.trips
+        crossed = math.prod(islands.get(axis, 1) for axis in collective.axes)
         if crossed > 1:
             # What all devices of an island need, or give a sum of, each sends a part of.
-            parts = one.group // crossed if one.kind in ("all-gather", "all-reduce") else 1
-            network += one._replace(group=crossed).sent * one.trips / parts
-        if one.group > crossed:
+            parts = (
+                collective.group // crossed
+                if collective.kind in ("all-gather", "all-reduce")
+                else 1
+            )
+            network += collective._replace(group=crossed).sent * collective.trips / parts
+        if collective.group > crossed:
             links += sent
     return Bound(
         compute=work.calls * work.executed / (devices * chip.flops),

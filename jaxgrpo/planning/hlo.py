@@ -50,13 +50,13 @@ class Instruction(NamedTuple):
     name: str
     result: str  # its type as HLO text
     code: str
-    rest: str  # operands and attributes
+    tail: str  # operands and attributes
     is_root: bool
 
     @property
     def arrays(self) -> list[Array]:
-        found = _ARRAY.findall(self.result)
-        return [Array(kind + bits, _numbers(sizes)) for kind, bits, sizes in found]
+        matches = _ARRAY.findall(self.result)
+        return [Array(kind + bits, _numbers(sizes)) for kind, bits, sizes in matches]
 
     @property
     def bytes(self) -> int:
@@ -66,9 +66,9 @@ class Instruction(NamedTuple):
     @property
     def called(self) -> list[str]:
         """The computations that it runs once."""
-        names = [*_BRANCHES.findall(self.rest)]
-        for one, several in _CALLED.findall(self.rest):
-            names += [one] if one else [name.strip(" %") for name in several.split(",")]
+        names = [*_BRANCHES.findall(self.tail)]
+        for callee, branches in _CALLED.findall(self.tail):
+            names += [callee] if callee else [name.strip(" %") for name in branches.split(",")]
         return names
 
 
@@ -105,17 +105,17 @@ class Collective(NamedTuple):
 
 def computations(text: str) -> tuple[dict[str, list[Instruction]], str]:
     """The instructions of each computation of a program, and the name of that it begins with."""
-    found: dict[str, list[Instruction]] = {}
+    bodies: dict[str, list[Instruction]] = {}
     body: list[Instruction] = []
     entry = ""
     for line in text.splitlines():
         if opened := _COMPUTATION.match(line):
-            body = found[opened[2]] = []
+            body = bodies[opened[2]] = []
             entry = opened[2] if opened[1] else entry
-        elif one := _INSTRUCTION.match(line):
-            root, name, result, code, rest = one.groups()
-            body.append(Instruction(name, result, code, rest, root is not None))
-    return found, entry
+        elif match := _INSTRUCTION.match(line):
+            root, name, result, code, tail = match.groups()
+            body.append(Instruction(name, result, code, tail, root is not None))
+    return bodies, entry
 
 
 class Place(NamedTuple):
@@ -126,7 +126,7 @@ class Place(NamedTuple):
 
 
 def places(
-    found: Mapping[str, Sequence[Instruction]], entry: str, unknown: Sequence[int]
+    bodies: Mapping[str, Sequence[Instruction]], entry: str, unknown: Sequence[int]
 ) -> dict[str, Place]:
     """Where each computation stands; where it is called from several places, the most trips.
 
@@ -138,20 +138,20 @@ def places(
 
     def visit(name: str, trips: int, depth: int, open_loops: int) -> None:
         old = placed.get(name)
-        if name not in found or (old is not None and old.trips >= trips):
+        if name not in bodies or (old is not None and old.trips >= trips):
             return
         placed[name] = Place(trips, depth)
-        for one in found[name]:
-            for called in one.called:
+        for instruction in bodies[name]:
+            for called in instruction.called:
                 visit(called, trips, depth, open_loops)
-            loop = _LOOP.search(one.rest) if one.code == "while" else None
+            loop = _LOOP.search(instruction.tail) if instruction.code == "while" else None
             if loop is None:
                 continue
-            count = _trips(one, *(found.get(name, ()) for name in loop.groups()))
-            inside = open_loops + (count is None)
+            count = _trips(instruction, *(bodies.get(name, ()) for name in loop.groups()))
+            inner_loops = open_loops + (count is None)
             if count is None:
                 count = unknown[min(open_loops, len(unknown) - 1)]
-            visit(loop[2], trips * count, depth + 1, inside)
+            visit(loop[2], trips * count, depth + 1, inner_loops)
 
     visit(entry, 1, 0, 0)
     return placed
@@ -161,41 +161,52 @@ def _trips(
     loop: Instruction, condition: Sequence[Instruction], body: Sequence[Instruction]
 ) -> int | None:
     """How often a loop runs that counts from 0 to a constant; None: the program computes it."""
-    if known := _TRIPS.search(loop.rest):
-        return int(known[1])
+    if match := _TRIPS.search(loop.tail):
+        return int(match[1])
     constants, root = _constants(condition), _root(condition)
-    if root is None or root.code != "compare" or "direction=LT" not in root.rest:
+    if root is None or root.code != "compare" or "direction=LT" not in root.tail:
         return None
     counter, *limit = operands(root)
     if not limit or limit[0] not in constants:
         return None
-    place = next((_INDEX.search(one.rest) for one in condition if one.name == counter), None)
+    place = next(
+        (
+            _INDEX.search(instruction.tail)
+            for instruction in condition
+            if instruction.name == counter
+        ),
+        None,
+    )
     return -(-constants[limit[0]] // _step(body, int(place[1]) if place else 0))
 
 
 def _step(body: Sequence[Instruction], place: int) -> int:
     """What the body of a loop adds to the counter, which is at a place of what it carries."""
-    root, by_name = _root(body), {one.name: one for one in body}
+    root, by_name = _root(body), {instruction.name: instruction for instruction in body}
     carried = operands(root) if root is not None and root.code == "tuple" else []
-    made = by_name.get(carried[place]) if place < len(carried) else None
+    increment = by_name.get(carried[place]) if place < len(carried) else None
     constants = _constants(body)
-    if made is None or made.code != "add":
+    if increment is None or increment.code != "add":
         return 1
-    return next((constants[name] for name in operands(made) if name in constants), 1)
+    return next((constants[name] for name in operands(increment) if name in constants), 1)
 
 
 def _constants(body: Sequence[Instruction]) -> dict[str, int]:
-    found = ((one, re.match(r"(\d+)\)", one.rest)) for one in body if one.code == "constant")
-    return {one.name: int(value[1]) for one, value in found if value}
+    matches = (
+        (instruction, re.match(r"(\d+)\)", instruction.tail))
+        for instruction in body
+        if instruction.code == "constant"
+    )
+    return {instruction.name: int(match[1]) for instruction, match in matches if match}
 
 
 def _root(body: Sequence[Instruction]) -> Instruction | None:
-    return next((one for one in body if one.is_root), None)
+    return next((instruction for instruction in body if instruction.is_root), None)
 
 
-def operands(one: Instruction) -> list[str]:
+def operands(instruction: Instruction) -> list[str]:
     """The names of what an instruction takes."""
-    return re.findall(r"%([\w.-]+)", one.rest.split(")")[0])
+    return re.findall(r"%([\w.-]+)", instruction.tail.split(")")[0])
 
 
 def collectives(
@@ -212,85 +223,89 @@ def collectives(
       axes: the mesh, name of an axis -> its size, in the order of its devices.
       unknown: as of `places`.
     """
-    found, entry = computations(text)
-    placed = places(found, entry, unknown)
-    parts = {name for body in found.values() for one in body for name in fused(one)}
-    of_channel: dict[tuple[str, str], Collective] = {}
-    rest: list[Collective] = []
+    bodies, entry = computations(text)
+    placed = places(bodies, entry, unknown)
+    parts = {
+        name for body in bodies.values() for instruction in body for name in fused(instruction)
+    }
+    by_channel: dict[tuple[str, str], Collective] = {}
+    standalone: list[Collective] = []
     for name, place in placed.items():
-        for one in found[name]:
-            kind = one.code.removesuffix("-start")
+        for instruction in bodies[name]:
+            kind = instruction.code.removesuffix("-start")
             if kind not in KINDS:
                 continue
-            group, along = _extent(one.rest, axes)
-            source = _SOURCE.search(one.rest)
-            named, given = source[1] if source else "", _given(one)
-            if kind == "all-reduce" and (kept := _kept(one, found[name])):
-                kind, given = "reduce-scatter", kept
-            made = Collective(kind, along, tuple(given), group, *place, named)
-            channel = _CHANNEL.search(one.rest)
+            group, group_axes = _extent(instruction.tail, axes)
+            source = _SOURCE.search(instruction.tail)
+            operation, outputs = source[1] if source else "", _outputs(instruction)
+            if kind == "all-reduce" and (sliced := _sliced_output(instruction, bodies[name])):
+                kind, outputs = "reduce-scatter", sliced
+            collective = Collective(kind, group_axes, tuple(outputs), group, *place, operation)
+            channel = _CHANNEL.search(instruction.tail)
             if name in parts and channel:
                 key = kind, channel[1]
-                if key not in of_channel or made.trips < of_channel[key].trips:
-                    of_channel[key] = made
+                if key not in by_channel or collective.trips < by_channel[key].trips:
+                    by_channel[key] = collective
             else:
-                rest.append(made)
-    return [one for one in (*of_channel.values(), *rest) if one.group > 1]
+                standalone.append(collective)
+    return [
+        collective for collective in (*by_channel.values(), *standalone) if collective.group > 1
+    ]
 
 
 def arrays(text: str) -> Iterator[Array]:
     """Every array that an instruction of a program gives, those inside fusions too."""
     for body in computations(text)[0].values():
-        for one in body:
-            yield from one.arrays
+        for instruction in body:
+            yield from instruction.arrays
 
 
-def fused(one: Instruction) -> list[str]:
+def fused(instruction: Instruction) -> list[str]:
     """The computation that a fusion is."""
-    return one.called if one.code == "fusion" else []
+    return instruction.called if instruction.code == "fusion" else []
 
 
-def _kept(one: Instruction, body: Sequence[Instruction]) -> list[Array]:
+def _sliced_output(instruction: Instruction, body: Sequence[Instruction]) -> list[Array]:
     """The slice of an all-reduce that its computation gives, where it gives nothing else."""
     root = _root(body)
-    if root is None or root.code != "dynamic-slice" or operands(root)[0] != one.name:
+    if root is None or root.code != "dynamic-slice" or operands(root)[0] != instruction.name:
         return []
     return root.arrays
 
 
-def _given(one: Instruction) -> list[Array]:
+def _outputs(instruction: Instruction) -> list[Array]:
     """What a collective gives. A -start gives a tuple of what it takes and then of that."""
-    if not one.code.endswith("-start") or one.code == "all-reduce-start":
-        return one.arrays
-    count = len(operands(one))
-    return one.arrays[count : 2 * count]
+    if not instruction.code.endswith("-start") or instruction.code == "all-reduce-start":
+        return instruction.arrays
+    count = len(operands(instruction))
+    return instruction.arrays[count : 2 * count]
 
 
-def _extent(rest: str, axes: Mapping[str, int]) -> tuple[int, tuple[str, ...]]:
+def _extent(attributes: str, axes: Mapping[str, int]) -> tuple[int, tuple[str, ...]]:
     """Devices of a group of a collective, and the axes of the mesh along which it extends."""
     total = math.prod(axes.values())
-    groups = _groups(rest, total)
+    groups = _groups(attributes, total)
     if not groups:
         return total, tuple(name for name, size in axes.items() if size > 1)
     grid = np.stack(np.unravel_index(np.arange(total), tuple(axes.values())), -1)
-    along = set()
+    group_axes = set()
     for group in groups:
         differs = (grid[group] != grid[group[0]]).any(0)
-        along |= {name for name, one in zip(axes, differs, strict=True) if one}
-    return max(map(len, groups)), tuple(name for name in axes if name in along)
+        group_axes |= {name for name, varies in zip(axes, differs, strict=True) if varies}
+    return max(map(len, groups)), tuple(name for name in axes if name in group_axes)
 
 
-def _groups(rest: str, total: int) -> list[list[int]]:
+def _groups(attributes: str, total: int) -> list[list[int]]:
     """The groups of devices, by their place in the mesh; none: all devices are one group."""
-    if named := _NAMED_GROUPS.search(rest):
-        sizes, shape, order, chosen = named.groups()
-        return _of_named(sizes, chosen, _counted(total, shape or str(total), order))
-    if counted := _COUNTED_GROUPS.search(rest):
-        shape, of_ids, order = counted.groups()
-        return _counted(total, of_ids, order).reshape(_numbers(shape)).tolist()
-    found = _PAIRS.search(rest) or _LISTED_GROUPS.search(rest)
-    listed = re.findall(r"\{([\d, ]+)\}", found[0]) if found else []
-    return [list(_numbers(one)) for one in listed]
+    if named := _NAMED_GROUPS.search(attributes):
+        sizes, shape, order, group_axes = named.groups()
+        return _named_groups(sizes, group_axes, _counted(total, shape or str(total), order))
+    if counted := _COUNTED_GROUPS.search(attributes):
+        shape, ids_shape, order = counted.groups()
+        return _counted(total, ids_shape, order).reshape(_numbers(shape)).tolist()
+    match = _PAIRS.search(attributes) or _LISTED_GROUPS.search(attributes)
+    listed = re.findall(r"\{([\d, ]+)\}", match[0]) if match else []
+    return [list(_numbers(group)) for group in listed]
 
 
 def _counted(total: int, shape: str, order: str | None) -> np.ndarray:
@@ -299,22 +314,22 @@ def _counted(total: int, shape: str, order: str | None) -> np.ndarray:
     return ids.transpose(_numbers(order)) if order else ids
 
 
-def _of_named(sizes: str, chosen: str, devices: np.ndarray) -> list[list[int]]:
+def _named_groups(sizes: str, group_axes: str, devices: np.ndarray) -> list[list[int]]:
     """Groups along axes of a mesh that the program names itself: 'a'=2,'b'=4 and 'b', or 'b':(1)2,
     a part of an axis: behind 1 place of it, 2."""
     shape: list[int] = []
     parts: dict[str, list[int]] = {}  # of an axis, the dimensions that it is cut into
-    asked = re.findall(r"'([^']+)'(?::\((\d+)\)(\d+))?", chosen)
+    axis_cuts = re.findall(r"'([^']+)'(?::\((\d+)\)(\d+))?", group_axes)
     for name, size in re.findall(r"'([^']+)'=(\d+)", sizes):
-        cut = next(((int(a), int(b)) for one, a, b in asked if one == name and a), None)
+        cut = next(((int(a), int(b)) for axis, a, b in axis_cuts if axis == name and a), None)
         pieces = [int(size)] if cut is None else [cut[0], cut[1], int(size) // (cut[0] * cut[1])]
         parts[name] = [len(shape) + (1 if cut else 0)]
         shape += pieces
-    inner = [dimension for name, *_ in asked for dimension in parts[name]]
+    inner = [dimension for name, *_ in axis_cuts for dimension in parts[name]]
     outer = [dimension for dimension in range(len(shape)) if dimension not in inner]
     ids = devices.reshape(shape).transpose(outer + inner)
     return ids.reshape(-1, math.prod(shape[dimension] for dimension in inner)).tolist()
 
 
 def _numbers(text: str) -> tuple[int, ...]:
-    return tuple(int(one) for one in text.split(",") if one.strip())
+    return tuple(int(number) for number in text.split(",") if number.strip())

@@ -70,7 +70,7 @@ class Plan(NamedTuple):
 
     @property
     def peak(self) -> int:
-        return max((one.peak for one in self.planned), default=0)
+        return max((program.peak for program in self.planned), default=0)
 
     @property
     def fits(self) -> bool:
@@ -79,7 +79,7 @@ class Plan(NamedTuple):
     @property
     def seconds(self) -> float:
         """Of a step at the least."""
-        return sum(one.bound.seconds for one in self.planned)
+        return sum(program.bound.seconds for program in self.planned)
 
     @property
     def tokens(self) -> int:
@@ -88,16 +88,16 @@ class Plan(NamedTuple):
         return geometry.num_prompts * geometry.group_size * geometry.max_completion_tokens
 
 
-def model_of(config: Config) -> ModelConfig:
+def read_model_config(config: Config) -> ModelConfig:
     """The model of a config without its weights, and without the network.
 
     Raises: InputError where neither a local folder nor `model.config` says what it is.
     """
-    keys, own = config.model, inputs.own_family(config)
+    keys, user_family = config.model, inputs.own_family(config)
     if keys.config:
-        stored = families.model_config(keys.config, "model.config", own, keys.ignore)
+        stored = families.model_config(keys.config, "model.config", user_family, keys.ignore)
     elif Path(keys.path).expanduser().is_dir():
-        stored = folders.read_config(keys.path, own, keys.ignore)
+        stored = folders.read_config(keys.path, user_family, keys.ignore)
     else:
         raise InputError(
             f"model.path = {keys.path!r} is no folder here, and a plan uses no network: give a "
@@ -106,7 +106,7 @@ def model_of(config: Config) -> ModelConfig:
     return parameters.chosen_config(config, stored)
 
 
-def mesh_of(config: Config, topology: Topology) -> Mesh:
+def mesh_on_topology(config: Config, topology: Topology) -> Mesh:
     """The mesh that a config asks for, on the devices of a topology."""
     sizes = config.mesh
     return sharding.make_mesh(
@@ -119,7 +119,7 @@ def built(config: Config, topology: Topology) -> Run:
 
     Raises: InputError where it cannot be built there.
     """
-    return programs.run_of(config, model_of(config), mesh_of(config, topology))
+    return programs.build_run(config, read_model_config(config), mesh_on_topology(config, topology))
 
 
 def by_formula(run: Run, topology: Topology) -> Plan:
@@ -127,10 +127,10 @@ def by_formula(run: Run, topology: Topology) -> Plan:
 
     Its `problem` says where compiling would be in vain, since the run takes far too much memory.
     """
-    parts = parts_of(run)
-    in_vain = peak_of(parts) > TOO_MUCH * topology.chip.memory
-    told = f"by formula it takes {memory.shown(peak_of(parts))}, so nothing was compiled"
-    return Plan(topology, run, parts, (), told if in_vain else "")
+    parts = memory_parts(run)
+    in_vain = peak_bytes(parts) > TOO_MUCH * topology.chip.memory
+    problem = f"by formula it takes {memory.shown(peak_bytes(parts))}, so nothing was compiled"
+    return Plan(topology, run, parts, (), problem if in_vain else "")
 
 
 def plan(
@@ -148,7 +148,7 @@ def plan(
       telling: a context round the compilation of each program, of what it does.
     """
     planned, problem = [], ""
-    names = programs.names_of(run, names)
+    names = programs.program_names(run, names)
     compiled = programs.compiled(run, names)
     try:
         for place, name in enumerate(names, start=1):
@@ -158,10 +158,10 @@ def plan(
         if not is_full(error):
             raise
         problem = one_line(error)
-    return Plan(topology, run, parts_of(run), tuple(planned), problem)
+    return Plan(topology, run, memory_parts(run), tuple(planned), problem)
 
 
-def mesh_of_program(run: Run, name: str) -> Mesh:
+def program_mesh(run: Run, name: str) -> Mesh:
     """The mesh whose devices a program's collectives count."""
     sampling = name in ("prefill", "decode")
     return run.blueprint.samples_on if sampling else run.blueprint.mesh
@@ -174,35 +174,35 @@ def is_full(error: BaseException) -> bool:
 
 def needed(problem: str) -> int | None:
     """The bytes that a compiler says a program takes, if its message tells."""
-    found = _FULL.search(problem)
-    return int(float(found[1]) * 1024 ** _POWERS[found[2]]) if found else None
+    match = _FULL.search(problem)
+    return int(float(match[1]) * 1024 ** _POWERS[match[2]]) if match else None
 
 
-def parts_of(run: Run) -> dict[str, int]:
+def memory_parts(run: Run) -> dict[str, int]:
     """What a run keeps on each device, by formula: name -> bytes."""
-    counted = memory.of_run(run.config, run.blueprint)
+    sizes = memory.of_run(run.config, run.blueprint)
     remat = decoder.choose_remat(
         run.config.train.remat, run.blueprint.mesh.devices.flat[0].platform
     )
     return {
-        "parameters": counted.parameters,
-        "frozen weights": counted.frozen,
-        "optimizer": counted.optimizer,
-        "other policies": counted.copies,
-        "sampler's weights, logits": counted.sampler,
-        "caches and samples": counted.decode,
+        "parameters": sizes.parameters,
+        "frozen weights": sizes.frozen,
+        "optimizer": sizes.optimizer,
+        "other policies": sizes.copies,
+        "sampler's weights, logits": sizes.sampler,
+        "caches and samples": sizes.decode,
         **memory.of_update(run.blueprint, remat),
     }
 
 
-KEPT = ("parameters", "frozen weights", "optimizer", "other policies")
+RESIDENT = ("parameters", "frozen weights", "optimizer", "other policies")
 SAMPLING = ("sampler's weights, logits", "caches and samples")
 
 
-def peak_of(parts: Mapping[str, int]) -> int:
+def peak_bytes(parts: Mapping[str, int]) -> int:
     """Bytes that a run takes at the most, by formula: what it keeps, and sampling or updating."""
-    kept, sampling = (sum(parts[name] for name in names) for names in (KEPT, SAMPLING))
-    return kept + max(sampling, sum(parts.values()) - kept - sampling)
+    resident, sampling = (sum(parts[name] for name in names) for names in (RESIDENT, SAMPLING))
+    return resident + max(sampling, sum(parts.values()) - resident - sampling)
 
 
 def islands(mesh: Mesh) -> dict[str, int]:
@@ -220,37 +220,41 @@ def _read(run: Run, program: Program, topology: Topology, dump: Any) -> Planned:
     if dump is not None:
         Path(dump).mkdir(parents=True, exist_ok=True)
         (Path(dump) / f"{program.name}.hlo.txt").write_text(text, encoding="utf-8")
-    found = program.compiled.memory_analysis()
-    mesh, work = mesh_of_program(run, program.name), costs.work_of(run)[program.name]
-    of_loops = tuple(hlo.collectives(text, dict(mesh.shape), work.loops))
+    analysis = program.compiled.memory_analysis()
+    mesh, work = program_mesh(run, program.name), costs.program_work(run)[program.name]
+    collectives = tuple(hlo.collectives(text, dict(mesh.shape), work.loops))
     return Planned(
         name=program.name,
-        arguments=found.argument_size_in_bytes,
-        temporaries=found.temp_size_in_bytes,
-        outputs=found.output_size_in_bytes - found.alias_size_in_bytes,
+        arguments=analysis.argument_size_in_bytes,
+        temporaries=analysis.temp_size_in_bytes,
+        outputs=analysis.output_size_in_bytes - analysis.alias_size_in_bytes,
         donated=program.donated,
-        aliased=found.alias_size_in_bytes,
+        aliased=analysis.alias_size_in_bytes,
         beside=_beside(run, program),
         seconds=program.seconds,
         work=work,
-        collectives=of_loops,
-        bound=costs.bound_of(work, of_loops, topology.chip, len(topology.devices), islands(mesh)),
+        collectives=collectives,
+        bound=costs.program_bound(
+            work, collectives, topology.chip, len(topology.devices), islands(mesh)
+        ),
     )
 
 
 def _beside(run: Run, program: Program) -> int:
     """Bytes of the run's state that a program does not read."""
-    given = program.arguments
+    arguments = program.arguments
     if program.name == "sync":  # it is given the state, and reads the policy
-        given = (run.state.trainable, run.state.frozen.get(WEIGHTS))
-    own = {id(leaf) for leaf in jax.tree.leaves(given)}
-    return memory.on_device([leaf for leaf in jax.tree.leaves(run.state) if id(leaf) not in own])
+        arguments = (run.state.trainable, run.state.frozen.get(WEIGHTS))
+    argument_ids = {id(leaf) for leaf in jax.tree.leaves(arguments)}
+    return memory.on_device(
+        [leaf for leaf in jax.tree.leaves(run.state) if id(leaf) not in argument_ids]
+    )
 
 
 def each_axis(collectives: Sequence[Collective]) -> dict[tuple[str, tuple[str, ...]], float]:
     """(kind, axes) -> bytes that a device sends in one call of a program."""
     total: dict[tuple[str, tuple[str, ...]], float] = {}
-    for one in collectives:
-        key = one.kind, one.axes
-        total[key] = total.get(key, 0.0) + one.sent * one.trips
+    for collective in collectives:
+        key = collective.kind, collective.axes
+        total[key] = total.get(key, 0.0) + collective.sent * collective.trips
     return total

@@ -38,12 +38,12 @@ def dry_run(config: Config, resume: bool = False) -> None:
     console = Console(highlight=False)
     refuse_unusable(config.run.dir, resume)
     mesh = _start(console, config)
-    before = _before(config) if resume else None
-    config, meta = (config, {}) if before is None else (before.config, before.meta)
+    earlier_run = _find_earlier_run(config) if resume else None
+    config, meta = (config, {}) if earlier_run is None else (earlier_run.config, earlier_run.meta)
     run = _set_up(config, meta, {}) if mesh is None else _planned(config, meta, mesh)
     geometry = run.blueprint.geometry
     needed = memory.of_run(config, run.blueprint)
-    needed = needed._replace(update=_of_update(run, compiles=mesh is None))
+    needed = needed._replace(update=_update_bytes(run, compiles=mesh is None))
     if mesh is None:
         copied = parameters.copied_to_save(config, run.state)
         needed = needed._replace(process=memory.of_process(run.mesh, copied))
@@ -51,7 +51,7 @@ def dry_run(config: Config, resume: bool = False) -> None:
     facts(
         console,
         {
-            **({} if before is None else {"continues": before.told}),
+            **({} if earlier_run is None else {"continues": earlier_run.summary}),
             "model": config.model.path,
             **({"  not read": unread} if unread else {}),
             "method": _method(run.blueprint),
@@ -104,12 +104,12 @@ def disk_line(config: Config, state: TrainState, model: Model) -> str:
     step = _bytes(parameters.without_weights(state))
     saves = -(-config.train.steps // config.checkpoint.every)
     count = min(config.checkpoint.keep + 1 + (config.checkpoint.keep_best is not None), saves)
-    written = _bytes(state.trainable)
+    model_bytes = _bytes(state.trainable)
     if model.config.lora is not None:  # merged, beside the adapters
-        written += _bytes(state.frozen[WEIGHTS])
+        model_bytes += _bytes(state.frozen[WEIGHTS])
     checkpoints = f"{count} x {memory.shown(step)} of checkpoints"
-    text = f"{memory.shown(count * step + written)} at the most: {checkpoints}, "
-    return f"{text}model {memory.shown(written)}{_free(config.run.dir)}"
+    text = f"{memory.shown(count * step + model_bytes)} at the most: {checkpoints}, "
+    return f"{text}model {memory.shown(model_bytes)}{_free(config.run.dir)}"
 
 
 def _bytes(tree: Any) -> int:
@@ -121,8 +121,8 @@ def _free(folder: str) -> str:
     if storage.is_url(folder):
         return ""
     path = Path(folder).absolute()
-    there = next(place for place in (path, *path.parents) if place.exists())
-    return f"; {memory.shown(shutil.disk_usage(there).free)} are free"
+    existing_path = next(place for place in (path, *path.parents) if place.exists())
+    return f"; {memory.shown(shutil.disk_usage(existing_path).free)} are free"
 
 
 def planned_mesh(config: Config) -> Mesh | None:
@@ -132,15 +132,15 @@ def planned_mesh(config: Config) -> Mesh | None:
 
     Raises: InputError where the sizes of the mesh do not fit `plan.topology`.
     """
-    sizes, here = config.mesh, jax.devices()
+    sizes, real_devices = config.mesh, jax.devices()
     axes = (sizes.data, sizes.fsdp, sizes.tensor, sizes.context)
     number = max(math.prod(size or 1 for size in axes), sizes.sampling_tensor)
-    if number <= len(here):
+    if number <= len(real_devices):
         return None
     if config.plan.topology:
         devices = topologies.stand_ins(config.plan.topology, config.plan.slices)
     else:
-        device, limit = here[0], memory.of_device(sharding.make_mesh(devices=here))
+        device, limit = real_devices[0], memory.of_device(sharding.make_mesh(devices=real_devices))
         kind = device.platform, device.device_kind, limit
         devices = [topologies.StandIn(place, *kind) for place in range(number)]
     shape = sharding.mesh_shape(*axes, len(devices))
@@ -149,15 +149,15 @@ def planned_mesh(config: Config) -> Mesh | None:
     )
 
 
-class _Before(NamedTuple):
+class _EarlierRun(NamedTuple):
     """The run that a folder holds."""
 
     config: Config  # of the run that continues it
     meta: dict[str, Any]  # of its newest checkpoint, which is compared
-    told: str
+    summary: str
 
 
-def _before(config: Config) -> _Before | None:
+def _find_earlier_run(config: Config) -> _EarlierRun | None:
     """The run that `train --resume auto` would continue; None: the folder holds none.
 
     Raises: InputError where it began with another config.
@@ -169,11 +169,13 @@ def _before(config: Config) -> _Before | None:
     with Checkpoints(place / "checkpoints", config.checkpoint.keep) as checkpoints:
         step = checkpoints.latest()
         if step is None:
-            return _Before(config, {}, f"{place}, from its beginning: it has no checkpoint")
-        told = f"{place}, from step {step}: rows, template, tokenizer, base and code are the same"
+            return _EarlierRun(config, {}, f"{place}, from its beginning: it has no checkpoint")
+        summary = (
+            f"{place}, from step {step}: rows, template, tokenizer, base and code are the same"
+        )
         if config.run.allow_changes:
-            told += f", but for {', '.join(config.run.allow_changes)}, which may change"
-        return _Before(config, checkpoints.meta(step), told)
+            summary += f", but for {', '.join(config.run.allow_changes)}, which may change"
+        return _EarlierRun(config, checkpoints.meta(step), summary)
 
 
 def _start(console: Console, config: Config) -> Mesh | None:
@@ -186,9 +188,9 @@ def _start(console: Console, config: Config) -> Mesh | None:
     return mesh
 
 
-def _set_up(config: Config, meta: dict[str, Any], given: dict[str, Any]) -> setup.Setup:
+def _set_up(config: Config, meta: dict[str, Any], options: dict[str, Any]) -> setup.Setup:
     """A run; what it reads is compared with what its checkpoint says, if there is one."""
-    return loop.set_up(config, meta, given)[0] if meta else setup.setup(config, **given)
+    return loop.set_up(config, meta, options)[0] if meta else setup.setup(config, **options)
 
 
 def _planned(config: Config, meta: dict[str, Any], mesh: Mesh) -> setup.Setup:
@@ -198,9 +200,9 @@ def _planned(config: Config, meta: dict[str, Any], mesh: Mesh) -> setup.Setup:
     at_start = run.policy.init(len(run.rows), config.train.seed)
     zero: Any = np.int32(0)
     state = dataclasses.replace(run.state, step=zero, cursor=zero, prompt_policy_state=at_start)
-    here, geometry = sharding.make_mesh(devices=jax.local_devices()[:1]), run.blueprint.geometry
-    sources = run.encoded, geometry, config.train.seed, run.mixture
-    select = make_selector(here, run.policy, *sources)
+    local_mesh = sharding.make_mesh(devices=jax.local_devices()[:1])
+    sources = run.encoded, run.blueprint.geometry, config.train.seed, run.mixture
+    select = make_selector(local_mesh, run.policy, *sources)
     return run._replace(state=state, select=select)
 
 
@@ -212,7 +214,7 @@ def _first_prompt(run: setup.Setup) -> str:
     return f"row {row}, {len(ids)} tokens: {run.tokenizer.decode(ids)!r}"
 
 
-def _of_update(run: setup.Setup, compiles: bool) -> int:
+def _update_bytes(run: setup.Setup, compiles: bool) -> int:
     """The working memory of an update: as its program is compiled, or by formula."""
     if compiles:
         return memory.plan(run.update_program, run.blueprint, run.state)
@@ -282,5 +284,8 @@ def _updates(config: Config) -> str:
 def _mesh(mesh: Mesh, sampling_mesh: Mesh) -> str:
     """The sizes of a run's mesh, and of the one that it samples on, where that is another."""
     meshes = (mesh,) if sampling_mesh == mesh else (mesh, sampling_mesh)
-    sizes = (", ".join(f"{name} {size}" for name, size in one.shape.items()) for one in meshes)
+    sizes = (
+        ", ".join(f"{name} {size}" for name, size in device_mesh.shape.items())
+        for device_mesh in meshes
+    )
     return "; samples on ".join(sizes)

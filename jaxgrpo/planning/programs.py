@@ -57,7 +57,7 @@ class Program(NamedTuple):
     donated: int  # bytes of them on each device that it may overwrite
 
 
-def run_of(config: Config, model: ModelConfig, mesh: Mesh) -> Run:
+def build_run(config: Config, model: ModelConfig, mesh: Mesh) -> Run:
     """The run of a config on a mesh, whose devices need not be here.
 
     Args:
@@ -69,58 +69,58 @@ def run_of(config: Config, model: ModelConfig, mesh: Mesh) -> Run:
     built = decoder.build(model, constrain=sharding.constrain(mesh), remat=remat)
     rewards = inputs.resolve_rewards(config, None, None)
     # Which tokens end a sample changes no shape, so no tokenizer is read.
-    found = setup.Found(mesh, Path(config.model.path), None, built)
+    model_on_mesh = setup.Found(mesh, Path(config.model.path), None, built)
     sampling = setup.settings_of(config, (0,), 0)
-    blueprint, steps = setup.method_of(config, found, rewards, sampling=sampling)
+    blueprint, steps = setup.method_of(config, model_on_mesh, rewards, sampling=sampling)
     return Run(config, blueprint, steps, abstract_state(blueprint))
 
 
 def abstract_state(blueprint: Blueprint) -> TrainState:
     """The shapes of the state that `parameters.first_state` makes, but for what the host keeps."""
-    model, everywhere = blueprint.model, sharding.replicated(blueprint.mesh)
+    model, replicated = blueprint.model, sharding.replicated(blueprint.mesh)
     params = placed(model.shapes, param_layout(blueprint))
-    own, frozen = params, {}
+    trainable, frozen = params, {}
     if model.config.lora is not None:
-        own, frozen[WEIGHTS] = lora.split(params)
-    held = jax.tree.map(lambda leaf: leaf.update(dtype=held_dtype(model)), own)
+        trainable, frozen[WEIGHTS] = lora.split(params)
+    master = jax.tree.map(lambda leaf: leaf.update(dtype=held_dtype(model)), trainable)
     # Leaves of its own for each: a plan tells arrays apart by them.
-    copies = {name: jax.tree.map(copy.copy, own) for name in memory.kept_policies(blueprint)}
-    moments = jax.eval_shape(blueprint.optimizer.init, held)
-    small: Any = jax.ShapeDtypeStruct((), jnp.int32, sharding=everywhere)
-    key: Any = jax.ShapeDtypeStruct((2,), jnp.uint32, sharding=everywhere)
+    copies = {name: jax.tree.map(copy.copy, trainable) for name in memory.kept_policies(blueprint)}
+    moments = jax.eval_shape(blueprint.optimizer.init, master)
+    small: Any = jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated)
+    key: Any = jax.ShapeDtypeStruct((2,), jnp.uint32, sharding=replicated)
     remembered = jax.eval_shape(blueprint.objective.init)
     return TrainState(
         step=small,
-        trainable=held,
+        trainable=master,
         frozen=frozen | copies,
         opt_state=placed(moments, opt_layout(blueprint)),
         advantage_state=(),
         prompt_policy_state=(),
         cursor=small,
         key=key,
-        objective_state=placed(remembered, jax.tree.map(lambda _: everywhere, remembered)),
+        objective_state=placed(remembered, jax.tree.map(lambda _: replicated, remembered)),
     )
 
 
 def placed(shapes: Any, layout: Any) -> Any:
     """A tree of shapes with the shardings of another."""
-    return jax.tree.map(lambda leaf, one: leaf.update(sharding=one), shapes, layout)
+    return jax.tree.map(lambda leaf, spec: leaf.update(sharding=spec), shapes, layout)
 
 
-def names_of(run: Run, names: Collection[str] = NAMES) -> list[str]:
+def program_names(run: Run, names: Collection[str] = NAMES) -> list[str]:
     """Those of `names` that a run has, in the order of a step."""
     absent = ("sync",) * (not is_moved(run)) + ("score",) * (not scored(run))
     return [name for name in NAMES if name in names and name not in absent]
 
 
 def compiled(run: Run, names: Collection[str] = NAMES) -> Iterator[Program]:
-    """The programs `names_of(run, names)`, compiled one after the other.
+    """The programs `program_names(run, names)`, compiled one after the other.
 
     Raises: jax.errors.JaxRuntimeError where the compiler finds no room for one.
     """
-    names = names_of(run, names)
+    names = program_names(run, names)
     if "sync" in names:
-        yield compile_one(run, "sync", jax.jit(run.steps.sync), run.state)
+        yield compile_program(run, "sync", jax.jit(run.steps.sync), run.state)
     if sampling := {"prefill", "decode"} & {*names}:
         yield from _sampling(run, sampling)
     if "score" in names:
@@ -128,19 +128,21 @@ def compiled(run: Run, names: Collection[str] = NAMES) -> Iterator[Program]:
     if "update" in names:
         arguments = memory.update_arguments(run.blueprint, run.state)
         program = run.steps.update_program
-        yield compile_one(run, "update", program, *arguments, donated=arguments[:2])
+        yield compile_program(run, "update", program, *arguments, donated=arguments[:2])
 
 
-def compile_one(run: Run, name: str, function: Any, *arguments: Any, donated: Any = ()) -> Program:
+def compile_program(
+    run: Run, name: str, function: Any, *arguments: Any, donated: Any = ()
+) -> Program:
     """Compiles a jitted function for the devices of a run."""
     began = time.perf_counter()
-    lowered = function.trace(*arguments).lower(lowering_platforms=(platform_of(run),))
+    lowered = function.trace(*arguments).lower(lowering_platforms=(lowering_platform(run),))
     program = lowered.compile()
     seconds = time.perf_counter() - began
     return Program(name, program, seconds, arguments, memory.on_device(donated))
 
 
-def platform_of(run: Run) -> str:
+def lowering_platform(run: Run) -> str:
     """The platform of a run's devices, as JAX lowers for it."""
     platform = run.blueprint.mesh.devices.flat[0].platform
     return "cuda" if platform == "gpu" else platform
@@ -155,28 +157,28 @@ def sampler_params(run: Run) -> Any:
 
 def is_moved(run: Run) -> bool:
     """Whether `sync` casts or lays out the parameters for the sampler, beside slicing them."""
-    state, given, blueprint = run.state, sampler_params(run), run.blueprint
+    state, params, blueprint = run.state, sampler_params(run), run.blueprint
     in_place = blueprint.mesh.shape["fsdp"] == 1 and not blueprint.has_two_meshes
     if blueprint.model.config.lora is not None and in_place:
-        return not _alike(lora.split(given)[0], state.trainable)
-    return not _alike(given, params_of(state))
+        return not _alike(lora.split(params)[0], state.trainable)
+    return not _alike(params, params_of(state))
 
 
-def _alike(tree: Any, other: Any) -> bool:
+def _alike(left: Any, right: Any) -> bool:
     """Whether one is the other, dtype and sharding included."""
-    same = jax.tree.map(lambda a, b: (a.dtype, a.sharding) == (b.dtype, b.sharding), tree, other)
-    return all(jax.tree.leaves(same))
+    matches = jax.tree.map(lambda a, b: (a.dtype, a.sharding) == (b.dtype, b.sharding), left, right)
+    return all(jax.tree.leaves(matches))
 
 
 def _sampling(run: Run, names: Collection[str]) -> Iterator[Program]:
     """Prefill and decoding, or one of them."""
     blueprint, sampler = run.blueprint, run.steps.sampler
     mesh, geometry = blueprint.samples_on, blueprint.geometry
-    everywhere, bins = sharding.replicated(mesh), sharding.num_bins(mesh)
+    replicated, bins = sharding.replicated(mesh), sharding.num_bins(mesh)
     count, width = geometry.num_prompts, geometry.max_prompt_tokens
     rows = functools.partial(sharding.named, mesh)
 
-    def array(dtype: Any, *shape: int, layout: Any = everywhere) -> Any:
+    def array(dtype: Any, *shape: int, layout: Any = replicated) -> Any:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=layout)
 
     prompts = Prompts(
@@ -190,21 +192,21 @@ def _sampling(run: Run, names: Collection[str]) -> Iterator[Program]:
     def laid_out(function: Any, *arguments: Any) -> Any:
         """The shapes of what a small function returns, as the compiler lays them out."""
         traced = function.trace(*arguments)
-        out = traced.lower(lowering_platforms=(platform_of(run),)).compile().output_shardings
+        out = traced.lower(lowering_platforms=(lowering_platform(run),)).compile().output_shardings
         return placed(traced.out_info, out)
 
-    sizes = Sizes.of(blueprint.sampling, bins, count, width)
+    sizes = Sizes.for_prompts(blueprint.sampling, bins, count, width)
     params = laid_out(jax.jit(sampler.split), sampler_params(run))
     state = laid_out(sampler.begin, sizes, prompts, array(jnp.uint32, 2))
     shape = (bins, *chunk_shape(sizes))
     chunk = array(jnp.int32, *shape), array(jnp.int32, *shape[:2]), array(jnp.int32, *shape[:2])
     if "prefill" in names:
-        yield compile_one(run, "prefill", sampler.prefill, params, state, *chunk, donated=state)
+        yield compile_program(run, "prefill", sampler.prefill, params, state, *chunk, donated=state)
     if "decode" not in names:
         return
     aligned = sizes.aligned(blueprint.sampling)
-    given = (aligned, params, state, array(jnp.int32))
-    yield compile_one(run, "decode", sampler.decode, *given, donated=state)
+    decode_arguments = (aligned, params, state, array(jnp.int32))
+    yield compile_program(run, "decode", sampler.decode, *decode_arguments, donated=state)
 
 
 def scored(run: Run) -> list[str]:
@@ -218,11 +220,11 @@ def _score(run: Run) -> Program:
     blueprint, state = run.blueprint, run.state
     needs = scored(run)
     policy = FIELDS[needs[0]].policy
-    asked = "value" if any(FIELDS[name].quantity == "entropy" for name in needs) else "none"
+    entropy = "value" if any(FIELDS[name].quantity == "entropy" for name in needs) else "none"
     *_, batch = memory.update_arguments(blueprint, state)
     # What the chain reads is scored before there is anything else, what the loss reads after that.
     early = blueprint.chain.needs & FIELDS.keys()
     fields = {} if early else {name: batch.fields[name] for name in batch.fields.keys() - {*needs}}
     batch = dataclasses.replace(batch, fields=fields)
-    given = (params_of(state, policy), batch, asked, blueprint.geometry)
-    return compile_one(run, "score", run.steps.score, *given)
+    arguments = (params_of(state, policy), batch, entropy, blueprint.geometry)
+    return compile_program(run, "score", run.steps.score, *arguments)

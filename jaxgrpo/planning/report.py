@@ -12,7 +12,7 @@ from jaxgrpo.config.files import Config
 from jaxgrpo.models import decoder, sharding
 from jaxgrpo.planning import advice
 from jaxgrpo.planning.advice import Candidate
-from jaxgrpo.planning.plan import Plan, Planned, each_axis, needed, peak_of
+from jaxgrpo.planning.plan import Plan, Planned, each_axis, needed, peak_bytes
 from jaxgrpo.planning.topologies import Topology
 from jaxgrpo.training.console import facts
 from jaxgrpo.training.memory import shown
@@ -31,8 +31,8 @@ def show_changes(console: Console, nearest: Candidate, config: Config, topology:
 def show_formula(console: Console, plan: Plan) -> None:
     """Prints what is known before anything is compiled."""
     facts(console, _head(plan))
-    console.print(_of_formula(plan))
-    peak = shown(peak_of(plan.parts))
+    console.print(_formula_table(plan))
+    peak = shown(peak_bytes(plan.parts))
     console.print(f"by formula each device takes {peak} of {shown(plan.limit)}", soft_wrap=True)
 
 
@@ -45,18 +45,18 @@ def show_compiled(console: Console, plan: Plan) -> None:
     _verdict(console, plan)
 
 
-def show_remedies(console: Console, found: list[Candidate]) -> None:
+def show_remedies(console: Console, remedies: list[Candidate]) -> None:
     """Prints what should fit."""
-    if not found:
+    if not remedies:
         console.print("no mesh, micro-batch, slots, remat or LoRA was found that should fit: take")
         console.print("more or larger chips, a smaller model, or shorter prompts and completions")
         return
     console.print("should fit, by formula; --search compiles:")
-    for one in found:
-        console.print(f"  --set {advice.shown(one)}", markup=False)
+    for remedy in remedies:
+        console.print(f"  --set {advice.shown(remedy)}", markup=False)
 
 
-def numbers_of(plan: Plan, changes: Mapping[str, Any]) -> dict[str, Any]:
+def plan_numbers(plan: Plan, changes: Mapping[str, Any]) -> dict[str, Any]:
     """A plan for JSON: bytes, seconds and operations, per device where it is not said otherwise.
 
     Args:
@@ -79,8 +79,8 @@ def numbers_of(plan: Plan, changes: Mapping[str, Any]) -> dict[str, Any]:
         "attention": blueprint.kernel.name,
         "remat": _remat(plan),
         "parts_by_formula": plan.parts,
-        "peak_by_formula": peak_of(plan.parts),
-        "programs": {one.name: _program(one) for one in plan.planned},
+        "peak_by_formula": peak_bytes(plan.parts),
+        "programs": {program.name: _program_numbers(program) for program in plan.planned},
         "peak": plan.peak,
         "limit": plan.limit,
         "fits": plan.fits,
@@ -89,33 +89,36 @@ def numbers_of(plan: Plan, changes: Mapping[str, Any]) -> dict[str, Any]:
             "seconds_at_least": plan.seconds,
             "completion_tokens": plan.tokens,
             "tokens_per_second_at_most": plan.tokens / plan.seconds if plan.seconds else None,
-            "collective_bytes": sum(_sent(one) for one in plan.planned),
+            "collective_bytes": sum(_sent_bytes(program) for program in plan.planned),
         },
     }
 
 
-def _program(one: Planned) -> dict[str, Any]:
+def _program_numbers(program: Planned) -> dict[str, Any]:
     return {
-        **{name: getattr(one, name) for name in ("arguments", "temporaries", "outputs", "beside")},
-        "peak": one.peak,
-        "donated": one.donated,
-        "aliased": one.aliased,
-        "calls": one.work.calls,
-        "flops_of_all_devices": one.work.flops,
-        "executed_flops_of_all_devices": one.work.executed,
+        **{
+            name: getattr(program, name)
+            for name in ("arguments", "temporaries", "outputs", "beside")
+        },
+        "peak": program.peak,
+        "donated": program.donated,
+        "aliased": program.aliased,
+        "calls": program.work.calls,
+        "flops_of_all_devices": program.work.flops,
+        "executed_flops_of_all_devices": program.work.executed,
         "collective_bytes": {
             f"{kind} over {'+'.join(axes)}": sent
-            for (kind, axes), sent in each_axis(one.collectives).items()
+            for (kind, axes), sent in each_axis(program.collectives).items()
         },
-        "bound_seconds": one.bound._asdict(),
-        "bound": one.bound.limit,
-        "compile_seconds": one.seconds,
+        "bound_seconds": program.bound._asdict(),
+        "bound": program.bound.limit,
+        "compile_seconds": program.seconds,
     }
 
 
-def _sent(one: Planned) -> float:
+def _sent_bytes(program: Planned) -> float:
     """Bytes that a device sends in a step."""
-    return one.work.calls * sum(each_axis(one.collectives).values())
+    return program.work.calls * sum(each_axis(program.collectives).values())
 
 
 def _remat(plan: Plan) -> str:
@@ -141,9 +144,15 @@ def _memory(plan: Plan) -> Table:
     table = Table(title="memory of each device, as compiled", title_justify="left")
     for name in ("program", "takes", "temporary", "gives", "beside", "peak", "compiled"):
         table.add_column(name, justify="left" if name == "program" else "right", no_wrap=True)
-    for one in plan.planned:
-        sizes = (one.arguments, one.temporaries, one.outputs, one.beside, one.peak)
-        table.add_row(one.name, *map(shown, sizes), f"{one.seconds:.0f} s")
+    for program in plan.planned:
+        sizes = (
+            program.arguments,
+            program.temporaries,
+            program.outputs,
+            program.beside,
+            program.peak,
+        )
+        table.add_row(program.name, *map(shown, sizes), f"{program.seconds:.0f} s")
     return table
 
 
@@ -153,12 +162,12 @@ def _costs(plan: Plan) -> Table:
     )
     names = ("program", "calls", "TFLOP", "compute", "memory", "links", "network", "bound")
     for name in names:
-        left = name in ("program", "bound")
-        table.add_column(name, justify="left" if left else "right", no_wrap=True)
-    for one in plan.planned:
-        seconds = (f"{value:.4f}" if value else "" for value in one.bound)
-        flops = f"{one.work.calls * one.work.executed / 1e12:,.1f}"
-        table.add_row(one.name, str(one.work.calls), flops, *seconds, one.bound.limit)
+        is_text = name in ("program", "bound")
+        table.add_column(name, justify="left" if is_text else "right", no_wrap=True)
+    for program in plan.planned:
+        seconds = (f"{value:.4f}" if value else "" for value in program.bound)
+        flops = f"{program.work.calls * program.work.executed / 1e12:,.1f}"
+        table.add_row(program.name, str(program.work.calls), flops, *seconds, program.bound.limit)
     return table
 
 
@@ -166,15 +175,15 @@ def _traffic(plan: Plan) -> Table:
     table = Table(title="bytes that each device sends in a step", title_justify="left")
     for name in ("program", "collective", "axes", "bytes"):
         table.add_column(name, justify="right" if name == "bytes" else "left")
-    for one in plan.planned:
-        for (kind, axes), sent in each_axis(one.collectives).items():
-            if sent * one.work.calls >= 2**20:
-                count = shown(int(sent * one.work.calls))
-                table.add_row(one.name, kind, " + ".join(axes), count)
+    for program in plan.planned:
+        for (kind, axes), sent in each_axis(program.collectives).items():
+            if sent * program.work.calls >= 2**20:
+                count = shown(int(sent * program.work.calls))
+                table.add_row(program.name, kind, " + ".join(axes), count)
     return table
 
 
-def _of_formula(plan: Plan) -> Table:
+def _formula_table(plan: Plan) -> Table:
     table = Table(title="what lies in memory, by formula", title_justify="left")
     table.add_column("what")
     table.add_column("each device", justify="right")
@@ -192,8 +201,10 @@ def _verdict(console: Console, plan: Plan) -> None:
             f" tokens takes {plan.seconds:.3g} s at the least, {rate:,.0f} tokens/s at the most"
         )
         return
-    asked = needed(plan.problem)
-    told = f"the compiler asks for {shown(asked)}" if asked else plan.problem or shown(plan.peak)
+    demand = needed(plan.problem)
+    reason = (
+        f"the compiler asks for {shown(demand)}" if demand else plan.problem or shown(plan.peak)
+    )
     largest = ", ".join(f"{name} {shown(size)}" for name, size in advice.blame(plan))
-    console.print(f"does not fit {shown(plan.limit)}: {told}", markup=False)
+    console.print(f"does not fit {shown(plan.limit)}: {reason}", markup=False)
     console.print(f"largest, by formula: {largest}", markup=False)

@@ -58,8 +58,8 @@ class Topology(NamedTuple):
     def title(self) -> str:
         """In words."""
         slices = f"{self.slices} slices of " if self.slices > 1 else ""
-        each = DEVICES_PER_CHIP.get(self.chip.name, 1)
-        halves = f", {each} devices each" if each > 1 else ""
+        per_chip = DEVICES_PER_CHIP.get(self.chip.name, 1)
+        halves = f", {per_chip} devices each" if per_chip > 1 else ""
         return f"{slices}{self.name}, {self.chips} chips{halves}"
 
 
@@ -74,9 +74,9 @@ def topology(name: str, slices: int = 1) -> Topology:
     Raises: InputError for what there is not, and where the compiler for it is not installed.
     """
     kind, sizes = read_name(name, slices)
-    described = _of_gpus if kind in GPUS else _of_tpus
+    describe = _gpu_devices if kind in GPUS else _tpu_devices
     try:
-        found = described(kind, sizes, slices)
+        devices = describe(kind, sizes, slices)
     except InputError:
         raise
     except Exception as error:  # RuntimeError, ValueError, and what plugins raise
@@ -84,7 +84,7 @@ def topology(name: str, slices: int = 1) -> Topology:
             f"--topology {name}: cannot be compiled for ({one_line(error)}); examples: "
             f"{_EXAMPLES}. The compilers come with jaxgrpo[plan]"
         ) from None
-    return Topology(name, CHIPS[kind], slices, tuple(found))
+    return Topology(name, CHIPS[kind], slices, tuple(devices))
 
 
 def read_name(name: str, slices: int = 1) -> tuple[str, tuple[int, ...]]:
@@ -94,10 +94,10 @@ def read_name(name: str, slices: int = 1) -> tuple[str, tuple[int, ...]]:
     """
     kind, _, shape = name.partition(":")
     if kind not in CHIPS or not re.fullmatch(r"\d+(x\d+)*", shape) or slices < 1:
-        known = suggest(kind, CHIPS)
+        hint = suggest(kind, CHIPS)
         raise InputError(
             f"--topology {name} --slices {slices}: expected a chip and sizes, as {_EXAMPLES}, and "
-            f"one slice or more; chips: {known}"
+            f"one slice or more; chips: {hint}"
         )
     return kind, tuple(map(int, shape.split("x")))
 
@@ -139,7 +139,7 @@ def quiet(environment: MutableMapping[str, str]) -> None:
     environment.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")  # nor needs CUDA
 
 
-def _of_tpus(kind: str, sizes: tuple[int, ...], slices: int) -> Any:
+def _tpu_devices(kind: str, sizes: tuple[int, ...], slices: int) -> Any:
     options: dict[str, Any] = dict(_ONE_DEVICE_PER_CHIP.get(kind, {}))
     if math.prod(sizes) == 1:
         options["chips_per_host_bounds"] = (1, 1, 1)
@@ -148,16 +148,16 @@ def _of_tpus(kind: str, sizes: tuple[int, ...], slices: int) -> Any:
     return _described("tpu", f"{kind}:{'x'.join(map(str, sizes))}", tuple(options.items()))
 
 
-def _of_gpus(kind: str, sizes: tuple[int, ...], slices: int) -> Any:
+def _gpu_devices(kind: str, sizes: tuple[int, ...], slices: int) -> Any:
     if len(sizes) > 2 or slices > 1:
         raise InputError(
             f"--topology {kind}: GPUs have hosts and GPUs of each, as h100:8x8, and no slices"
         )
-    hosts, each = (1, *sizes)[-2:]
+    hosts, gpus = (1, *sizes)[-2:]
     name, memory = _GPU_KINDS[kind]
     bandwidth = int(CHIPS[kind].bandwidth)
     target = _TARGET.format(bandwidth=bandwidth, memory=memory, kind=name)
-    options = {"target_config": target, "topology": f"1x{hosts}x{each}"}
+    options = {"target_config": target, "topology": f"1x{hosts}x{gpus}"}
     return _described("cuda", kind, tuple(options.items()))
 
 

@@ -28,7 +28,7 @@ MASK = "answer_mask"
 """Field [P, J] bool: the answer's tokens, the last ones of those in `FORCED`."""
 
 
-def end_of(tokenizer: Any, stop_tokens: Sequence[int]) -> list[int]:
+def answer_end_tokens(tokenizer: Any, stop_tokens: Sequence[int]) -> list[int]:
     """The token that ends a written answer as it ends a sample: the tokenizer's own, if it ends
     samples, else the first that does; [] where none does."""
     token = tokenizer.eos_token_id
@@ -60,7 +60,7 @@ class Answers(NamedTuple):
         forced = np.full((len(row), self.longest), -1, np.int32)
         for place, index in enumerate(row):
             forced[place, : len(self.forced[index])] = self.forced[index]
-        thoughts = np.array([self.thought(one) for one in ids], np.int32)
+        thoughts = np.array([self.thought(tokens) for tokens in ids], np.int32)
         is_token = np.arange(self.counts.max()) < self.counts[row][:, None]
         return {FORCED: forced, THOUGHT: thoughts.reshape(len(row), -1), MASK: is_token}
 
@@ -69,14 +69,14 @@ class Answers(NamedTuple):
 
         About 2 + log2(tokens) texts are written for a completion that holds the prefix.
         """
-        whole = len(ids) - (len(ids) > 0 and ids[-1] in self.ends)
-        if not self.prefix or self.prefix not in self._text(ids[:whole]):
-            return whole
+        length = len(ids) - (len(ids) > 0 and ids[-1] in self.ends)
+        if not self.prefix or self.prefix not in self._text(ids[:length]):
+            return length
 
         def is_in(count: int) -> bool:
             return self.prefix in self._text(ids[:count])
 
-        count = bisect.bisect_left(range(whole), True, key=is_in)
+        count = bisect.bisect_left(range(length), True, key=is_in)
         begin = self._text(ids[:count]).find(self.prefix)
         while len(self._text(ids[:count])) > begin:
             count -= 1
@@ -107,7 +107,7 @@ def read_answers(
     """
     if "answer" not in rows[0]:
         raise InputError(f'data.answer = "": {reader}; name the column that holds it')
-    texts = [_text_of(row["answer"]) for row in rows]
+    texts = [_answer_text(row["answer"]) for row in rows]
     written = token_ids(tokenizer, [prefix + (text or "") for text in texts], "answer")
     opening = token_ids(tokenizer, [prefix], "data.answer_prefix")[0]
     begins = [_common(opening, ids) for ids in written]
@@ -125,7 +125,7 @@ def read_answers(
     return Answers(tokenizer, prefix, ends, forced, counts, int((counts < sizes).sum()))
 
 
-def _text_of(answer: Any) -> str | None:
+def _answer_text(answer: Any) -> str | None:
     """An answer as text; None if it is none."""
     is_number = isinstance(answer, numbers.Number) and not isinstance(answer, bool)
     return text_of_value(answer) if is_number or isinstance(answer, str) else None
@@ -133,5 +133,5 @@ def _text_of(answer: Any) -> str | None:
 
 def _common(left: Sequence[int], right: Sequence[int]) -> int:
     """The number of tokens with which both begin."""
-    same = [one == other for one, other in zip(left, right, strict=False)]
-    return [*same, False].index(False)
+    equal = [left_id == right_id for left_id, right_id in zip(left, right, strict=False)]
+    return [*equal, False].index(False)

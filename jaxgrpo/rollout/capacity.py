@@ -45,24 +45,24 @@ def capacity(
       prompts, width: of a call, over all bins, and the tokens that each may have.
     """
     config = model.config
-    sizes = Sizes.of(settings, sharding.num_bins(mesh), prompts, width)
+    sizes = Sizes.for_prompts(settings, sharding.num_bins(mesh), prompts, width)
     heads = config.num_kv_heads // mesh.shape["tensor"]
     longest = settings.max_completion_tokens
     platform = mesh.devices.flat[0].platform
     size = jnp.dtype(cache_dtype(settings.kv_cache_dtype, config)).itemsize
     half = heads * config.head_dim * size  # a column of keys or values
 
-    def of(batch: int, columns: int) -> int:
-        of_keys = -(-columns // LANES) * LANES if platform == "tpu" else columns
-        return batch * half * (of_keys + columns)
+    def cache_bytes(batch: int, columns: int) -> int:
+        key_columns = -(-columns // LANES) * LANES if platform == "tpu" else columns
+        return batch * half * (key_columns + columns)
 
-    def of_ring(window: int | None) -> int:
+    def ring_bytes(window: int | None) -> int:
         block = settings.segment_tokens
         parts, columns = older_parts(min(longest, window or longest), block)
-        return of(sizes.slots, block) + parts * of(sizes.slots, columns)
+        return cache_bytes(sizes.slots, block) + parts * cache_bytes(sizes.slots, columns)
 
-    rings = [of_ring(kind.window) for kind in config.kinds]
-    shared = of(sizes.rows, sizes.width)
+    rings = [ring_bytes(kind.window) for kind in config.kinds]
+    shared = cache_bytes(sizes.rows, sizes.width)
     extra = PER_TOKEN + 4 * settings.untempered + 4 * (settings.early_stop is not None)
     samples = sizes.prompts * settings.group_size * longest * extra
     is_copied = platform in COPYING and size < 4
@@ -87,7 +87,7 @@ def fitting_slots(
     low, high = 1, min(most, SLOTS_OF_CPU) if on_cpu else most
     while low < high:
         middle = (low + high + 1) // 2
-        asked = settings._replace(slots=middle * bins)
-        fits = capacity(model, asked, mesh, prompts, width).total <= free
+        trial = settings._replace(slots=middle * bins)
+        fits = capacity(model, trial, mesh, prompts, width).total <= free
         low, high = (middle, high) if fits else (low, middle - 1)
     return low * bins

@@ -23,7 +23,7 @@ from jaxgrpo.models.api import Constrain, Model
 from jaxgrpo.models.attention import Sharing, chunk, decode
 from jaxgrpo.models.cache import Cache, Ring, cache_dtype, older_parts, settled
 from jaxgrpo.models.logprobs import confidence_from_logits
-from jaxgrpo.rollout.drawing import Distribution, draw, logp_of
+from jaxgrpo.rollout.drawing import Distribution, draw, softmax_logp
 from jaxgrpo.rollout.state import DecodeState, Queue, Samples, SamplingSettings
 from jaxgrpo.rollout.stopping import EarlyStop
 
@@ -33,7 +33,7 @@ class Counters(NamedTuple):
 
     live: Array  # [] int32, slots in use, of the bin that has most
     drained: Array  # [] bool, no sample waits for a slot in any bin
-    done: Array  # [D, P] bool, prompts all of whose samples have ended
+    ended: Array  # [D, P] bool, prompts all of whose samples have ended
 
 
 class Engine(NamedTuple):
@@ -93,10 +93,10 @@ def prefill(
     """
     length = (tokens >= 0).sum(-1, dtype=jnp.int32)
     position = start[..., None] + jnp.arange(tokens.shape[-1], dtype=jnp.int32)
-    shared, own = zip(*state.memory, strict=True)
+    shared, rings = zip(*state.memory, strict=True)
     attend = chunk(row, start, length)
     _, shared = engine.model.apply(params, jnp.maximum(tokens, 0), position, attend, shared)
-    return dataclasses.replace(state, memory=tuple(zip(shared, own, strict=True)))
+    return dataclasses.replace(state, memory=tuple(zip(shared, rings, strict=True)))
 
 
 def admit(
@@ -126,10 +126,10 @@ def segment(
     def running(carry: tuple[Array, DecodeState]) -> Array:
         step, state = carry
         drained = (state.queue.next >= total).all()
-        most = state.live.sum(-1).max()
-        busy = (most > 0) | waiting(state).any()
-        inside = (step == 0) | (state.clock % settings.segment_tokens != 0)
-        return inside & busy & ~(drained & (most <= enough))
+        most_live = state.live.sum(-1).max()
+        busy = (most_live > 0) | waiting(state).any()
+        in_block = (step == 0) | (state.clock % settings.segment_tokens != 0)
+        return in_block & busy & ~(drained & (most_live <= enough))
 
     def one_token(carry: tuple[Array, DecodeState]) -> tuple[Array, DecodeState]:
         step, state = carry
@@ -138,14 +138,14 @@ def segment(
         return step + 1, _one_token(engine, aligned, params, state)
 
     _, state = jax.lax.while_loop(running, one_token, (jnp.int32(0), state))
-    memory = tuple((prompts, settled(own, state.clock)) for prompts, own in state.memory)
+    memory = tuple((prompts, settled(ring, state.clock)) for prompts, ring in state.memory)
     state = dataclasses.replace(state, memory=memory)
     bins, prompts = state.queue.row.shape
     ended = state.samples.ended.reshape(bins, prompts, -1)
     counters = Counters(
         live=state.live.sum(-1).max(),
         drained=(state.queue.next >= total).all(),
-        done=engine.constrain(ended.all(-1), (None, None)),
+        ended=engine.constrain(ended.all(-1), (None, None)),
     )
     return state, counters
 
@@ -158,13 +158,13 @@ def staying(
     Shapes: [D, slots] each.
     """
     order = jnp.argsort(~state.live, axis=-1, stable=True)[:, :slots]
-    return order, take(_rows_of(settings, state, aligned), order)
+    return order, take(_slot_rows(settings, state, aligned), order)
 
 
 def cut(settings: SamplingSettings, state: DecodeState, length: Array) -> DecodeState:
     """Ends samples after `length` [D, M] tokens, and frees their slots; -1: not this one."""
-    samples, here = state.samples, length >= 0
-    over = here[..., None] & (jnp.arange(samples.tokens.shape[-1]) >= length[..., None])
+    samples, is_cut = state.samples, length >= 0
+    over = is_cut[..., None] & (jnp.arange(samples.tokens.shape[-1]) >= length[..., None])
 
     def without(array: Array | None) -> Array | None:
         return None if array is None else jnp.where(over, jnp.zeros((), array.dtype), array)
@@ -174,31 +174,31 @@ def cut(settings: SamplingSettings, state: DecodeState, length: Array) -> Decode
         tokens=jnp.where(over, settings.pad_token, samples.tokens),
         logp=without(samples.logp),
         untempered=without(samples.untempered),
-        length=jnp.where(here, length, samples.length),
-        stopped=samples.stopped | here,
-        ended=samples.ended | here,
+        length=jnp.where(is_cut, length, samples.length),
+        stopped=samples.stopped | is_cut,
+        ended=samples.ended | is_cut,
     )
-    live = state.live & ~take(here, state.sample)
+    live = state.live & ~take(is_cut, state.sample)
     return dataclasses.replace(state, samples=samples, live=live)
 
 
-def take(tree: Any, at: Array) -> Any:
+def take(tree: Any, places: Array) -> Any:
     """Entries [D, n, ...] of leaves [D, N, ...] at [D, n], bin by bin."""
-    return jax.tree.map(lambda leaf: jax.vmap(lambda values, at: values[at])(leaf, at), tree)
+    return jax.tree.map(lambda leaf: jax.vmap(lambda row, index: row[index])(leaf, places), tree)
 
 
 def take_slots(tree: Any, order: Array) -> Any:
     """`take` of leaves [D * N, ...]."""
     bins = len(order)
 
-    def one(leaf: Array) -> Array:
-        kept = take(leaf.reshape(bins, -1, *leaf.shape[1:]), order)
-        return kept.reshape(-1, *leaf.shape[1:])
+    def take_per_bin(leaf: Array) -> Array:
+        slots = take(leaf.reshape(bins, -1, *leaf.shape[1:]), order)
+        return slots.reshape(-1, *leaf.shape[1:])
 
-    return jax.tree.map(one, tree)
+    return jax.tree.map(take_per_bin, tree)
 
 
-def _rows_of(settings: SamplingSettings, state: DecodeState, aligned: bool) -> Array:
+def _slot_rows(settings: SamplingSettings, state: DecodeState, aligned: bool) -> Array:
     """[D, N]: the row of the prompts' cache that each slot reads."""
     if aligned:
         rows, slots = state.row_length.shape[1], state.sample.shape[1]
@@ -210,12 +210,12 @@ def _refilled(settings: SamplingSettings, state: DecodeState) -> DecodeState:
     """Free slots take the next samples of their bin's queue, in order."""
     queue, group = state.queue, settings.group_size
     free = ~state.live
-    new = queue.next[:, None] + jnp.cumsum(free, axis=-1, dtype=jnp.int32) - 1
-    fits = free & (new < queue.ready[:, None] * group)
-    prompt = jnp.where(fits, new // group, 0)
+    next_sample = queue.next[:, None] + jnp.cumsum(free, axis=-1, dtype=jnp.int32) - 1
+    fits = free & (next_sample < queue.ready[:, None] * group)
+    prompt = jnp.where(fits, next_sample // group, 0)
     return dataclasses.replace(
         state,
-        sample=jnp.where(fits, new, state.sample),
+        sample=jnp.where(fits, next_sample, state.sample),
         live=state.live | fits,
         index=jnp.where(fits, 0, state.index),
         token=jnp.where(fits, take(queue.last, prompt), state.token),
@@ -225,7 +225,7 @@ def _refilled(settings: SamplingSettings, state: DecodeState) -> DecodeState:
 
 def _one_token(engine: Engine, aligned: bool, params: Params, state: DecodeState) -> DecodeState:
     model, settings = engine.model, engine.settings
-    row = _rows_of(settings, state, aligned)
+    row = _slot_rows(settings, state, aligned)
     position = (take(state.row_length, row) + state.index)[..., None]
     sharing = Sharing(None, None) if aligned else _sharing(settings, state, row)
     # A slot without a sample reads nothing but its own last token.
@@ -253,8 +253,8 @@ def _sharing(settings: SamplingSettings, state: DecodeState, row: Array) -> Shar
     places, slots = state.row_length.shape[1] * settings.group_size, place.shape[1]
 
     def invert(place: Array, live: Array) -> Array:
-        at = jnp.where(live, place, places)
-        return jnp.full(places, slots).at[at].set(jnp.arange(slots), mode="drop")
+        target = jnp.where(live, place, places)
+        return jnp.full(places, slots).at[target].set(jnp.arange(slots), mode="drop")
 
     return Sharing(jax.vmap(invert)(place, state.live), place)
 
@@ -287,18 +287,18 @@ def _written(
     settings, samples, total = engine.settings, state.samples, state.samples.length.shape[1]
     forced = _forced(state)
     drawn = forced < 0
-    chosen = jnp.where(drawn, token, forced).astype(jnp.int32)
+    next_token = jnp.where(drawn, token, forced).astype(jnp.int32)
     stops = jnp.asarray(settings.stop_tokens, jnp.int32)
-    stopped = drawn & (chosen[..., None] == stops).any(-1)
+    stopped = drawn & (next_token[..., None] == stops).any(-1)
     sample = jnp.where(state.live, state.sample, total)  # the samples of dead slots stay
     ended = stopped | (state.index + 1 >= settings.max_completion_tokens)
 
-    def write(array: Array, value: Array, *at: Array) -> Array:
-        one = lambda array, value, *at: array.at[at].set(value, mode="drop")  # noqa: E731
-        return jax.vmap(one)(array, value.astype(array.dtype), sample, *at)
+    def write(array: Array, value: Array, *index: Array) -> Array:
+        write_bin = lambda array, value, *index: array.at[index].set(value, mode="drop")  # noqa: E731
+        return jax.vmap(write_bin)(array, value.astype(array.dtype), sample, *index)
 
     if samples.untempered is not None:
-        raw = jnp.where(drawn, logp_of(logits, token), 0)
+        raw = jnp.where(drawn, softmax_logp(logits, token), 0)
         raw = write(samples.untempered, raw, state.index)
         samples = dataclasses.replace(samples, untempered=raw)
     if settings.early_stop is not None and samples.confidence is not None:
@@ -307,46 +307,48 @@ def _written(
         scaled = logits.astype(jnp.float32) / temperature
         number = min(settings.early_stop.tokens, engine.model.config.num_drawable)
         confidence = jnp.where(drawn, confidence_from_logits(scaled, number), 0)
-        now, unsure = _summed(settings.early_stop, state, samples.confidence, confidence)
-        now = write(samples.confidence, now, state.index)
-        samples = dataclasses.replace(samples, confidence=now)
+        confidence_sum, unsure = _sum_confidence(
+            settings.early_stop, state, samples.confidence, confidence
+        )
+        confidence_sum = write(samples.confidence, confidence_sum, state.index)
+        samples = dataclasses.replace(samples, confidence=confidence_sum)
         ended = ended | (drawn & unsure)
     samples = dataclasses.replace(
         samples,
-        tokens=write(samples.tokens, chosen, state.index),
+        tokens=write(samples.tokens, next_token, state.index),
         logp=write(samples.logp, jnp.where(drawn, logp, 0), state.index),
         length=write(samples.length, state.index + 1),
         stopped=write(samples.stopped, stopped),
         ended=write(samples.ended, ended),
     )
-    return samples, chosen, ended
+    return samples, next_token, ended
 
 
-def _summed(
-    stop: EarlyStop, state: DecodeState, summed: Array, confidence: Array
+def _sum_confidence(
+    stop: EarlyStop, state: DecodeState, confidence_sums: Array, confidence: Array
 ) -> tuple[Array, Array]:
     """[D, N]: the confidence up to this token, and whether the last window has too little.
 
-    Shapes: summed [D, M, T], up to each token before; confidence [D, N], of this one.
+    Shapes: confidence_sums [D, M, T], up to each token before; confidence [D, N], of this one.
     """
 
-    def before(at: Array) -> Array:
-        read = jax.vmap(lambda values, sample, at: values[sample, at])
-        return jnp.where(at < 0, 0, read(summed, state.sample, at))
+    def confidence_up_to(index: Array) -> Array:
+        read = jax.vmap(lambda values, sample, index: values[sample, index])
+        return jnp.where(index < 0, 0, read(confidence_sums, state.sample, index))
 
-    now = before(state.index - 1) + confidence
+    confidence_sum = confidence_up_to(state.index - 1) + confidence
     number = state.index + 1
     if state.samples.forced is not None:
         number -= (take(state.samples.forced, state.sample) >= 0).sum(-1)
-    mean = (now - before(state.index - stop.window)) / stop.window
-    return now, (number >= stop.window) & (mean < stop.confidence)
+    mean = (confidence_sum - confidence_up_to(state.index - stop.window)) / stop.window
+    return confidence_sum, (number >= stop.window) & (mean < stop.confidence)
 
 
 def _forced(state: DecodeState) -> Array:
     """[D, N]: the token that each slot has to take next, -1 where it draws one."""
     if state.samples.forced is None:
         return jnp.full_like(state.token, -1)
-    read = lambda values, *at: values.at[at].get(mode="fill", fill_value=-1)  # noqa: E731
+    read = lambda values, *index: values.at[index].get(mode="fill", fill_value=-1)  # noqa: E731
     return jax.vmap(read)(state.samples.forced, state.sample, state.index)
 
 

@@ -39,7 +39,7 @@ def draw(
     logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
     if distribution.temperature == 0:
         token = logits.argmax(-1)
-        return token, logp_of(logits, token)
+        return token, softmax_logp(logits, token)
     logits = truncate(logits / distribution.temperature, *distribution[1:])
     *rows, vocab = logits.shape
     width = block_width(vocab)
@@ -52,11 +52,11 @@ def draw(
     weight = jax.nn.logsumexp(blocked, axis=-1)  # [*B, divided]
     noise = jax.vmap(lambda key: jax.random.gumbel(key, (blocks + width,), weight.dtype))
     gumbel = noise(keys.reshape(-1)).reshape(*rows, -1)
-    of_blocks = jnp.pad(gumbel[..., :blocks], [(0, 0)] * len(rows) + [(0, divided - blocks)])
-    block = (weight + of_blocks).argmax(-1)
-    inside = jnp.take_along_axis(blocked, block[..., None, None], axis=-2)[..., 0, :]
-    token = (inside + gumbel[..., blocks:]).argmax(-1)
-    logp = _chosen(inside, token) - jax.nn.logsumexp(weight, axis=-1)
+    block_gumbel = jnp.pad(gumbel[..., :blocks], [(0, 0)] * len(rows) + [(0, divided - blocks)])
+    block = (weight + block_gumbel).argmax(-1)
+    block_logits = jnp.take_along_axis(blocked, block[..., None, None], axis=-2)[..., 0, :]
+    token = (block_logits + gumbel[..., blocks:]).argmax(-1)
+    logp = _pick(block_logits, token) - jax.nn.logsumexp(weight, axis=-1)
     return block * width + token, logp
 
 
@@ -74,9 +74,9 @@ def block_width(vocab: int) -> int:
     return dividing if dividing >= max(2, width // 8) else width
 
 
-def logp_of(logits: Array, token: Array) -> Array:
+def softmax_logp(logits: Array, token: Array) -> Array:
     """Log-probability of a token [*B] under softmax(logits [*B, V])."""
-    return _chosen(logits, token) - jax.nn.logsumexp(logits, axis=-1)
+    return _pick(logits, token) - jax.nn.logsumexp(logits, axis=-1)
 
 
 def truncate(logits: Array, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> Array:
@@ -100,10 +100,10 @@ def truncate(logits: Array, top_k: int = 0, top_p: float = 1.0, min_p: float = 0
       2407.01082. The order is that of transformers' generate.
     """
     if 0 < top_k < logits.shape[-1]:
-        logits = _likeliest(logits, lambda kept: kept.sum(-1, dtype=jnp.int32) >= top_k)
+        logits = _likeliest(logits, lambda mask: mask.sum(-1, dtype=jnp.int32) >= top_k)
     if top_p < 1:
         probability = jax.nn.softmax(logits, axis=-1)
-        logits = _likeliest(logits, lambda kept: jnp.where(kept, probability, 0).sum(-1) >= top_p)
+        logits = _likeliest(logits, lambda mask: jnp.where(mask, probability, 0).sum(-1) >= top_p)
     if min_p > 0:
         lowest = logits.max(-1, keepdims=True) + math.log(min_p)
         logits = jnp.where(logits >= lowest, logits, -jnp.inf)
@@ -127,5 +127,5 @@ def _likeliest(logits: Array, is_enough: Callable[[Array], Array]) -> Array:
     return jnp.where(order >= low[..., None], logits, -jnp.inf)
 
 
-def _chosen(values: Array, token: Array) -> Array:
+def _pick(values: Array, token: Array) -> Array:
     return jnp.take_along_axis(values, token[..., None], axis=-1)[..., 0]

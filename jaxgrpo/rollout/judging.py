@@ -53,35 +53,35 @@ def make_selector(
 
     def select(state: TrainState) -> tuple[Prompts, TrainState]:
         cursor, step = sharding.to_host((state.cursor, state.step))
-        chosen = policy.select(state.prompt_policy_state, int(cursor), geometry.num_prompts)
-        ordinals = _checked_ordinals(policy.name, chosen, geometry.num_prompts)
+        selection = policy.select(state.prompt_policy_state, int(cursor), geometry.num_prompts)
+        ordinals = _checked_ordinals(policy.name, selection, geometry.num_prompts)
         rows = row_of(ordinals, len(encoded), seed, mixture)
-        chosen = [encoded[row] for row in rows]
-        prompts = pad_prompts(chosen, geometry.max_prompt_tokens, ordinals, rows, int(step))
-        after = sharding.put(np.int32(ordinals.max() + 1), sharding.replicated(mesh))
-        return put_prompts(mesh, prompts), dataclasses.replace(state, cursor=after)
+        tokens = [encoded[row] for row in rows]
+        prompts = pad_prompts(tokens, geometry.max_prompt_tokens, ordinals, rows, int(step))
+        next_cursor = sharding.put(np.int32(ordinals.max() + 1), sharding.replicated(mesh))
+        return put_prompts(mesh, prompts), dataclasses.replace(state, cursor=next_cursor)
 
     return select
 
 
-def _checked_ordinals(name: str, chosen: Any, count: int) -> np.ndarray:
+def _checked_ordinals(name: str, ordinals: Any, count: int) -> np.ndarray:
     """What a prompt policy chose, as the array of whole numbers that it has to be."""
     expected = f"expected {count} ordinals as an integer array [{count}], each 0 or more"
-    if not isinstance(chosen, np.ndarray):
+    if not isinstance(ordinals, np.ndarray):
         raise InputError(
-            f"rollout.prompts: select of {name} returned a {type(chosen).__name__}, {expected}: "
+            f"rollout.prompts: select of {name} returned a {type(ordinals).__name__}, {expected}: "
             "return np.asarray(chosen, np.int32)"
         )
-    if chosen.shape != (count,) or chosen.dtype.kind not in "iu":
-        shown = f"{chosen.dtype} {list(chosen.shape)}"
+    if ordinals.shape != (count,) or ordinals.dtype.kind not in "iu":
+        shown = f"{ordinals.dtype} {list(ordinals.shape)}"
         raise InputError(f"rollout.prompts: select of {name} returned {shown}, {expected}")
-    if chosen.min() < 0 or chosen.max() >= np.iinfo(np.int32).max:
-        lowest, highest = chosen.min(), chosen.max()
+    if ordinals.min() < 0 or ordinals.max() >= np.iinfo(np.int32).max:
+        lowest, highest = ordinals.min(), ordinals.max()
         raise InputError(
             f"rollout.prompts: select of {name} returned ordinals from {lowest} to {highest}, "
             f"{expected} and within int32"
         )
-    return chosen
+    return ordinals
 
 
 def decode_texts(tokenizer: Any, ids: Sequence[Sequence[int]]) -> list[str]:
@@ -131,12 +131,12 @@ class Judge(NamedTuple):
           rewards: the names of those to call.
         """
         _, samples, steps = tokens.shape
-        chosen = [self.rows[index] for index in row for _ in range(samples)]
+        repeated_rows = [self.rows[index] for index in row for _ in range(samples)]
         ids = completion_ids(tokens.reshape(-1, steps), mask.reshape(-1, steps))
-        prompts = [entry["prompt"] for entry in chosen]
+        prompts = [entry["prompt"] for entry in repeated_rows]
         texts = for_rewards(prompts, decode_texts(self.tokenizer, ids))
         names = [name for name in self.rows[0] if name != "prompt"]
-        columns = {name: [entry[name] for entry in chosen] for name in names}
+        columns = {name: [entry[name] for entry in repeated_rows] for name in names}
         policy = {"on_error": self.on_error, "timeout": self.timeout}
         functions = {name: self.functions[name] for name in self.functions if name in rewards}
         scores, log = call_rewards(functions, *texts, ids, columns, trainer_state=state, **policy)
@@ -166,18 +166,18 @@ class Judge(NamedTuple):
         share = np.flatnonzero(is_own(np.arange(groups)))
         calls = [([*self.functions], share)]
         if early:
-            left = np.setdiff1d(share, np.concatenate([part.places for part in early]))
-            calls = [(self.per_sample, left), (self.functions.keys() - self.per_sample, share)]
+            unjudged = np.setdiff1d(share, np.concatenate([part.places for part in early]))
+            calls = [(self.per_sample, unjudged), (self.functions.keys() - self.per_sample, share)]
 
         def call() -> list[Judged]:
             parts = list(early)
             for names, places in calls:
                 if names and (places.size or not early):
-                    chosen = (row[places], tokens[places], mask[places])
-                    parts.append(self.groups(names, places, *chosen, state))
+                    group_arrays = (row[places], tokens[places], mask[places])
+                    parts.append(self.groups(names, places, *group_arrays, state))
             return parts
 
-        parts = _everyone(call)
+        parts = _gather_judged(call)
         scores = {name: np.empty((groups, samples), np.float32) for name in self.functions}
         for part in parts:
             for name, values in part.scores.items():
@@ -204,7 +204,7 @@ def is_own(place: np.ndarray) -> np.ndarray:
     return place % jax.process_count() == jax.process_index()
 
 
-def _everyone(call: Callable[[], list[Judged]]) -> list[Judged]:
+def _gather_judged(call: Callable[[], list[Judged]]) -> list[Judged]:
     """What all processes judged; if it fails in one it fails in all: none waits."""
     if jax.process_count() == 1:
         return call()
@@ -212,10 +212,10 @@ def _everyone(call: Callable[[], list[Judged]]) -> list[Judged]:
         parts = call()
     except Exception as error:
         is_reward = isinstance(error, RewardError)
-        told = str(error) if is_reward else "".join(traceback.format_exception(error)).rstrip()
-        gather_json(told)
+        message = str(error) if is_reward else "".join(traceback.format_exception(error)).rstrip()
+        gather_json(message)
         if is_reward:
-            raise RewardError(f"process {jax.process_index()}: {told}") from error
+            raise RewardError(f"process {jax.process_index()}: {message}") from error
         raise
     shares = gather_json(
         [
@@ -246,12 +246,12 @@ def merge_logs(
     merged: dict[str, dict[str, list[Any]]] = {}
     failed: Counter[str] = Counter()
     messages: dict[str, str] = {}
-    for log, of_log in zip(logs, places, strict=True):
-        indices = (np.asarray(of_log)[:, None] * samples + np.arange(samples)).ravel()
+    for log, log_places in zip(logs, places, strict=True):
+        indices = (np.asarray(log_places)[:, None] * samples + np.arange(samples)).ravel()
         for reward, columns in log.columns.items():
             for column, values in columns.items():
-                before = merged.setdefault(reward, {})
-                entries = before.setdefault(column, [None] * (groups * samples))
+                reward_columns = merged.setdefault(reward, {})
+                entries = reward_columns.setdefault(column, [None] * (groups * samples))
                 for index, value in zip(indices, values, strict=True):
                     entries[index] = value
         failed.update(log.failed)
@@ -259,7 +259,9 @@ def merge_logs(
     return RewardLog(merged, merge_metrics(log.metrics for log in logs), failed, messages)
 
 
-def judge_of(tokenizer: Any, rewards: Sequence[Reward], rows: Sequence[Mapping[str, Any]]) -> Judge:
+def make_judge(
+    tokenizer: Any, rewards: Sequence[Reward], rows: Sequence[Mapping[str, Any]]
+) -> Judge:
     """The rewards of a run, ready to judge."""
     return Judge(
         tokenizer,
@@ -295,7 +297,7 @@ def make_rewarder(
       seed: of the run; it decides which 0/1 rewards are flipped (`flip`).
     """
     noise = {entry.name: entry.flip for entry in rewards if entry.flip}
-    judge = judge_of(tokenizer, rewards, rows)
+    judge = make_judge(tokenizer, rewards, rows)
 
     def reward(
         state: TrainState, rollouts: Rollouts, early: Sequence[Judged] = ()
@@ -303,31 +305,33 @@ def make_rewarder(
         row, tokens, mask = sharding.to_host(
             (rollouts.row, rollouts.completion_tokens, rollouts.token_mask)
         )
-        progress = trainer_state_of(rollouts, len(rows), steps)
+        progress = rollout_progress(rollouts, len(rows), steps)
         scores, log = judge.rollouts(row, tokens, mask, progress, early)
         ordinal = sharding.to_host(rollouts.ordinal)
         scores, log = flipped(scores, log, noise, seed, progress.global_step, ordinal)
-        placed = {name: put_prompts(mesh, value) for name, value in scores.items()}
-        brought = {name: column[row] for name, column in columns.items()}
+        device_scores = {name: put_prompts(mesh, value) for name, value in scores.items()}
+        host_fields = {name: column[row] for name, column in columns.items()}
         if answers is not None:
             length = tokens.shape[-1]
             ids = completion_ids(tokens.reshape(-1, length), mask.reshape(-1, length))
-            brought |= answers.fields(row, ids)
-        fields = {name: put_prompts(mesh, value) for name, value in brought.items()}
-        judged = dataclasses.replace(rollouts, rewards=placed, fields={**rollouts.fields, **fields})
-        seen = policy.observe(state.prompt_policy_state, judged)
-        return dataclasses.replace(state, prompt_policy_state=seen), judged, log
+            host_fields |= answers.fields(row, ids)
+        fields = {name: put_prompts(mesh, value) for name, value in host_fields.items()}
+        judged = dataclasses.replace(
+            rollouts, rewards=device_scores, fields={**rollouts.fields, **fields}
+        )
+        policy_state = policy.observe(state.prompt_policy_state, judged)
+        return dataclasses.replace(state, prompt_policy_state=policy_state), judged, log
 
     return reward
 
 
-def trainer_state_of(rollouts: Prompts, num_rows: int, max_steps: int) -> TrainerState:
+def rollout_progress(rollouts: Prompts, num_rows: int, max_steps: int) -> TrainerState:
     """The progress of the run when these rollouts are judged."""
     step, ordinal = sharding.to_host((rollouts.step, rollouts.ordinal))
-    return progress_of(int(step), int(ordinal.min()), len(ordinal), num_rows, max_steps)
+    return step_progress(int(step), int(ordinal.min()), len(ordinal), num_rows, max_steps)
 
 
-def progress_of(
+def step_progress(
     step: int, ordinal: int, num_prompts: int, num_rows: int, max_steps: int
 ) -> TrainerState:
     """The progress of a run whose step begins with a place in the prompt stream."""
@@ -371,17 +375,17 @@ def sample_rows(
         mixture.names[number] for number in mixture.source_of(np.asarray(host.row))
     ]
     for p, g in np.ndindex(groups, samples):
-        at = p * samples + g
-        logged = {column: values[at] for column, values in (extra or {}).items()}
+        index = p * samples + g
+        logged = {column: values[index] for column, values in (extra or {}).items()}
         yield {
             "step": number,
             "ordinal": int(host.ordinal[p]),
             "row": int(host.row[p]),
             "sample": g,
             "prompt": rows[int(host.row[p])]["prompt"],
-            "completion": texts[at],
-            "completion_ids": ids[at],
-            "logps": host.behavior_logp[p, g, : len(ids[at])],
+            "completion": texts[index],
+            "completion_ids": ids[index],
+            "logps": host.behavior_logp[p, g, : len(ids[index])],
             "rewards": {name: float(value[p, g]) for name, value in host.rewards.items()},
             "advantage": float(advantage[p, g]),
             "truncated": bool(host.truncated[p, g]),
@@ -406,5 +410,5 @@ def gather_json(value: Any) -> list[Any]:
     size = max(SMALLEST, 1 << (int(lengths.max()) - 1).bit_length())
     padded = np.zeros(size, np.uint8)
     padded[: len(data)] = data
-    everyone = np.asarray(multihost_utils.process_allgather(padded))
-    return [json.loads(row[:n].tobytes()) for row, n in zip(everyone, lengths, strict=True)]
+    gathered = np.asarray(multihost_utils.process_allgather(padded))
+    return [json.loads(row[:n].tobytes()) for row, n in zip(gathered, lengths, strict=True)]

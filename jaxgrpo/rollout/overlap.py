@@ -66,9 +66,9 @@ def sample_and_judge(
         with jax.default_matmul_precision(precision) if precision else contextlib.nullcontext():
             return sample(params, prompts, key, groups.put)
 
-    def judged(found: Finished) -> Judged:
-        own = is_own(found.places)
-        places, tokens, mask = (array[own] for array in found)
+    def judge_groups(finished: Finished) -> Judged:
+        is_local = is_own(finished.places)
+        places, tokens, mask = (array[is_local] for array in finished)
         return judge.groups(judge.per_sample, places, rows[places], tokens, mask, progress)
 
     early: list[Judged] = []
@@ -77,11 +77,11 @@ def sample_and_judge(
         future = executor.submit(run)
         future.add_done_callback(groups.end)
         try:
-            while (found := groups.items.get()) is not None:
-                if failed or not is_own(found.places).any():
+            while (batch := groups.items.get()) is not None:
+                if failed or not is_own(batch.places).any():
                     continue
                 try:
-                    early.append(judged(found))
+                    early.append(judge_groups(batch))
                 except Exception:
                     if jax.process_count() == 1:
                         raise

@@ -102,20 +102,20 @@ def fill(
         logs.append(log)
         live = np.concatenate([live, judged[-1].live])
         planned = plan(live, need)
-    sizes = [len(one.ordinal) for one in groups]
-    everything: Rollouts = jax.tree.map(_joined, *groups)
-    used = _take(everything, planned.used)
+    sizes = [len(part.ordinal) for part in groups]
+    all_groups: Rollouts = jax.tree.map(_joined, *groups)
+    used = _take(all_groups, planned.used)
     # The first groups are left over by the step before, whose logs are gone.
-    rounds_of = np.split(np.arange(sum(sizes)), np.cumsum(sizes)[:-1])[1:]
-    said = merge_logs(logs, rounds_of, sum(sizes), samples)
+    round_places = np.split(np.arange(sum(sizes)), np.cumsum(sizes)[:-1])[1:]
+    merged_log = merge_logs(logs, round_places, sum(sizes), samples)
     places = (planned.used[:, None] * samples + np.arange(samples)).ravel()
     columns = {
-        reward: {column: [values[at] for at in places] for column, values in logged.items()}
-        for reward, logged in said.columns.items()
+        reward: {column: [values[place] for place in places] for column, values in logged.items()}
+        for reward, logged in merged_log.columns.items()
     }
-    metrics = _metrics(everything, planned, sizes[0], live, judged)
-    state = dataclasses.replace(state, leftover=_stored(_take(everything, planned.leftover), need))
-    return state, used, said._replace(columns=columns), metrics
+    metrics = _metrics(all_groups, planned, sizes[0], live, judged)
+    state = dataclasses.replace(state, leftover=_stored(_take(all_groups, planned.leftover), need))
+    return state, used, merged_log._replace(columns=columns), metrics
 
 
 def no_leftover(
@@ -133,12 +133,12 @@ def no_leftover(
     """
     prompts, samples, width, tokens = geometry[:4]
     fields: Any = {
-        name: np.zeros((prompts, *one.shape[1:]), jax.dtypes.canonicalize_dtype(one.dtype))
-        for name, one in columns.items()
+        name: np.zeros((prompts, *column.shape[1:]), jax.dtypes.canonicalize_dtype(column.dtype))
+        for name, column in columns.items()
     }
     if answers is not None:
-        made = answers.fields(np.zeros(prompts, int), [[]] * (prompts * samples))
-        fields |= jax.tree.map(np.zeros_like, made)
+        answer_fields = answers.fields(np.zeros(prompts, int), [[]] * (prompts * samples))
+        fields |= jax.tree.map(np.zeros_like, answer_fields)
     zeros: Any = np.zeros
     return Rollouts(
         prompt_tokens=zeros((prompts, width), np.int32),
@@ -159,12 +159,12 @@ def no_leftover(
 def _stored(groups: Rollouts, size: int) -> Rollouts:
     """Groups in room for `size` of them, which checkpoints restore by its shape."""
 
-    def one(leaf: np.ndarray) -> np.ndarray:
+    def pad(leaf: np.ndarray) -> np.ndarray:
         if leaf.ndim == 0:
             return leaf
         return np.concatenate([leaf, np.zeros((size - len(leaf), *leaf.shape[1:]), leaf.dtype)])
 
-    stored: Any = jax.tree.map(one, groups)
+    stored: Any = jax.tree.map(pad, groups)
     is_there = np.arange(size) < len(groups.ordinal)
     return dataclasses.replace(stored, ordinal=np.where(is_there, stored.ordinal, np.int32(-1)))
 
@@ -187,13 +187,16 @@ def _checked(rollouts: Rollouts, room: Rollouts) -> Rollouts:
         }
         return {name: f"{leaf.dtype} {list(leaf.shape)}" for name, leaf in named.items()}
 
-    got, kept = shapes(rollouts), shapes(room)
-    wrong = sorted(name for name in got.keys() | kept.keys() if got.get(name) != kept.get(name))
+    actual, expected = shapes(rollouts), shapes(room)
+    wrong = sorted(
+        name for name in actual.keys() | expected.keys() if actual.get(name) != expected.get(name)
+    )
     if wrong:
-        here, there = got.get(wrong[0], "nothing"), kept.get(wrong[0], "nothing")
+        actual_array = actual.get(wrong[0], "nothing")
+        expected_array = expected.get(wrong[0], "nothing")
         raise ValueError(
-            f"rollout.refill: rollouts hold {here} as {wrong[0]}, and a state has room for {there} "
-            "there: add it to jaxgrpo.rollout.refill.no_leftover"
+            f"rollout.refill: rollouts hold {actual_array} as {wrong[0]}, and a state has room for "
+            f"{expected_array} there: add it to jaxgrpo.rollout.refill.no_leftover"
         )
     return rollouts
 
@@ -201,30 +204,30 @@ def _checked(rollouts: Rollouts, room: Rollouts) -> Rollouts:
 def _metrics(
     groups: Rollouts,
     planned: Plan,
-    before: int,
+    num_leftover: int,
     live: np.ndarray,
     judged: list[Verdict],
 ) -> Metrics:
     """What a step generated, beside what it trains on.
 
     Args:
-      before: how many of the groups the step before left over.
+      num_leftover: how many of the groups the step before left over.
       judged: of each round.
     """
     total = np.concatenate([verdict.total for verdict in judged])
     scored = np.concatenate([verdict.scored for verdict in judged])
     low = np.where(scored, total, np.inf).min(axis=1)
-    equal, some = low >= np.where(scored, total, -np.inf).max(axis=1), scored.any(axis=1)
+    equal, has_score = low >= np.where(scored, total, -np.inf).max(axis=1), scored.any(axis=1)
     counts = {
-        "num_tokens": groups.token_mask[before:].sum(),
-        "refill/groups": len(live) - before,
+        "num_tokens": groups.token_mask[num_leftover:].sum(),
+        "refill/groups": len(live) - num_leftover,
         "refill/discarded_groups": len(planned.discarded),
         "refill/discarded_tokens": groups.token_mask[planned.discarded].sum(),
         "refill/shortfall": planned.shortfall,
         "refill/leftover": len(planned.leftover),
-        "refill/older": np.mean(planned.used < before),
+        "refill/older": np.mean(planned.used < num_leftover),
     }
     metrics: Metrics = {name: mean(jnp.float32(value)) for name, value in counts.items()}
     metrics["refill/reward"] = mean(jnp.asarray(total), jnp.asarray(scored))
-    metrics["refill/frac_reward_zero_std"] = mean(jnp.asarray(equal), jnp.asarray(some))
+    metrics["refill/frac_reward_zero_std"] = mean(jnp.asarray(equal), jnp.asarray(has_score))
     return metrics

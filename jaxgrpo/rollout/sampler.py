@@ -24,14 +24,14 @@ from jaxgrpo.models.api import Model, params_per_layer
 from jaxgrpo.models.sequences import check_tokens
 from jaxgrpo.rollout import decoding, shrinking
 from jaxgrpo.rollout.decoding import Engine
-from jaxgrpo.rollout.shrinking import Price, Size, price_of, sizes_below, worthwhile
+from jaxgrpo.rollout.shrinking import Price, Size, estimate_price, sizes_below, worthwhile
 from jaxgrpo.rollout.state import DecodeState, Finished, Queue, Samples, SamplingSettings
 
 CHUNK = 64  # prompt tokens of one row that are computed at once
 CHUNK_TOKENS = 512  # of all rows of a bin
-GROUPS_TOLD = 8  # groups that are fetched at once for the caller that wants finished ones
+GROUPS_PER_FETCH = 8  # groups that are fetched at once for the caller that wants finished ones
 COLUMNS = 32  # columns of the prompts' cache come in so many: unaligned rows are slow to read
-ROWS_PER_SLOT = 3  # rows of the prompts' cache, times the group size, per slot: see `Sizes.of`
+ROWS_PER_SLOT = 3  # rows of the prompts' cache, times the group size, per slot: see `for_prompts`
 
 
 class Sampler(NamedTuple):
@@ -66,7 +66,7 @@ class Sizes(NamedTuple):
     width: int  # S, its columns
 
     @classmethod
-    def of(cls, settings: SamplingSettings, bins: int, prompts: int, width: int) -> Sizes:
+    def for_prompts(cls, settings: SamplingSettings, bins: int, prompts: int, width: int) -> Sizes:
         """Sizes for `prompts` prompts of at most `width` tokens over all bins.
 
         Fewer rows than prompts are enough where samples wait for slots: the slots read some
@@ -119,7 +119,7 @@ def make_sampler(model: Model, settings: SamplingSettings, mesh: Mesh | None = N
         watch=jax.jit(lambda samples: jnp.where(_mask(samples), samples.tokens, -1)),
         cut=jax.jit(functools.partial(decoding.cut, settings), donate_argnums=0),
         finish=jax.jit(_finish),
-        price=price_of(model, settings.calls) if on_cpu and settings.calls else None,
+        price=estimate_price(model, settings.calls) if on_cpu and settings.calls else None,
         smaller={},
     )
 
@@ -159,7 +159,7 @@ def sample_counted(
     """`sample`, and its slot-steps: decoding steps times slots, over all bins."""
     bins = 1 if sampler.mesh is None else sharding.num_bins(sampler.mesh)
     number, width = prompts.prompt_tokens.shape
-    sizes = Sizes.of(sampler.settings, bins, number, width)
+    sizes = Sizes.for_prompts(sampler.settings, bins, number, width)
     _check(sampler.settings, prompts)
     if sampler.mesh is not None and getattr(key.sharding, "mesh", sampler.mesh) != sampler.mesh:
         key = jax.device_put(key, sharding.replicated(sampler.mesh))
@@ -193,7 +193,7 @@ class _Call:
         finished: Callable[[Finished], None] | None,
     ):
         self.sampler, self.sizes, self.state, self.finished = sampler, sizes, state, finished
-        self.told = np.zeros((sizes.bins, sizes.prompts), bool)
+        self.is_reported = np.zeros((sizes.bins, sizes.prompts), bool)
         self.searched = np.zeros((sizes.bins, sizes.prompts * sampler.settings.group_size), int)
         self.peeked: list[tuple[np.ndarray, tuple[Array, Array]]] = []
         self.params = sampler.split(params)
@@ -207,7 +207,7 @@ class _Call:
         self.row_length = np.zeros((sizes.bins, sizes.rows), np.int32)
         self.ready = np.zeros(sizes.bins, np.int32)
         self.free = [list(range(sizes.rows)) for _ in range(sizes.bins)]
-        self.held: list[dict[int, int]] = [{} for _ in range(sizes.bins)]  # prompt -> row
+        self.rows_in_use: list[dict[int, int]] = [{} for _ in range(sizes.bins)]  # prompt -> row
         self.size = Size(sizes.slots, sizes.rows, sizes.aligned(sampler.settings))
         longest, price = sampler.settings.max_completion_tokens, sampler.price
         below = sizes_below(self.size)
@@ -218,23 +218,23 @@ class _Call:
     def run(self) -> DecodeState:
         """Decodes until every sample has ended."""
         self._fill()
-        before = None
+        previous = None
         while True:
             smaller = self.below[0].slots if self.below else None
             self.state, counters = self._decode(np.int32(smaller or -1))
             # The segment before the one just dispatched: the device never waits for the host.
-            if before is not None:
-                (live, drained, done), drawn = sharding.to_host(before)
+            if previous is not None:
+                (live, drained, ended), drawn = sharding.to_host(previous)
                 self._cut(drawn)
-                self._tell(done)
+                self._tell(ended)
                 if drained and live == 0:
                     break
-                self._release(done)
+                self._release(ended)
                 self._fill()
                 if drained and smaller and live <= smaller:
                     self._shrink()
-            before = counters, self._watched()
-        self._compile_the_rest()
+            previous = counters, self._watched()
+        self._compile_remaining_sizes()
         return self.state
 
     def _decode(self, enough: np.int32) -> tuple[DecodeState, decoding.Counters]:
@@ -266,25 +266,26 @@ class _Call:
             length[place] = -1 if end is None else begin + end
         self.state = self.sampler.cut(self.state, length)
 
-    def _tell(self, done: np.ndarray) -> None:
+    def _tell(self, ended: np.ndarray) -> None:
         """Passes on the groups that were fetched last time, and begins to fetch the next ones."""
         if self.finished is None:
             return
         for places, arrays in self.peeked:
             tokens, mask = (array[: len(places)] for array in sharding.to_host(arrays))
             self.finished(Finished(places, tokens, mask))
-        new, self.told = np.flatnonzero((done & ~self.told).reshape(-1)), done
+        new_groups = np.flatnonzero((ended & ~self.is_reported).reshape(-1))
+        self.is_reported = ended
         self.peeked = []
-        for begin in range(0, len(new), GROUPS_TOLD):
-            places = new[begin : begin + GROUPS_TOLD]
-            filled = np.resize(places, GROUPS_TOLD).astype(np.int32)
+        for begin in range(0, len(new_groups), GROUPS_PER_FETCH):
+            places = new_groups[begin : begin + GROUPS_PER_FETCH]
+            filled = np.resize(places, GROUPS_PER_FETCH).astype(np.int32)
             self.peeked.append((places, self.sampler.peek(self.state.samples, filled)))
 
-    def _release(self, done: np.ndarray) -> None:
+    def _release(self, ended: np.ndarray) -> None:
         """Frees the rows of prompts all of whose samples have ended."""
-        for bin_, held in enumerate(self.held):
-            for prompt in [prompt for prompt in held if done[bin_, prompt]]:
-                self.free[bin_].append(held.pop(prompt))
+        for bin_, rows in enumerate(self.rows_in_use):
+            for prompt in [prompt for prompt in rows if ended[bin_, prompt]]:
+                self.free[bin_].append(rows.pop(prompt))
 
     def _fill(self) -> None:
         """Computes as many of the next prompts as there are free rows."""
@@ -297,20 +298,22 @@ class _Call:
         side, width = chunk_shape(self.sizes)
         # Chunks of one prompt follow one another: all first ones, then all second ones.
         for level in range(max(map(len, chunks))):
-            of_level = [of_bin[level] if level < len(of_bin) else [] for of_bin in chunks]
-            for begin in range(0, max(map(len, of_level)), side):
-                batch = [of_bin[begin : begin + side] for of_bin in of_level]
+            level_chunks = [
+                bin_chunks[level] if level < len(bin_chunks) else [] for bin_chunks in chunks
+            ]
+            for begin in range(0, max(map(len, level_chunks)), side):
+                batch = [bin_chunks[begin : begin + side] for bin_chunks in level_chunks]
                 self._prefill(batch, side, width)
         # Copies: the device may read a host array after the call has returned.
-        told = (self.row.copy(), self.row_length.copy(), self.ready.copy())
-        self.state = self.sampler.admit(self.state, *told)
+        copies = (self.row.copy(), self.row_length.copy(), self.ready.copy())
+        self.state = self.sampler.admit(self.state, *copies)
 
     def _next_chunks(self, bin_: int) -> list[list[tuple[int, int, int]]]:
         """Gives the bin's next prompts rows. Returns their chunks (prompt, row, start) by level."""
         levels: list[list[tuple[int, int, int]]] = []
         while self.free[bin_] and self.ready[bin_] < self.sizes.prompts:
             prompt, row = int(self.ready[bin_]), self.free[bin_].pop(0)
-            self.held[bin_][prompt] = row
+            self.rows_in_use[bin_][prompt] = row
             length = int(self.length[bin_, prompt])
             self.row[bin_, prompt], self.row_length[bin_, row] = row, length
             self.ready[bin_] += 1
@@ -324,38 +327,38 @@ class _Call:
         tokens = np.full((*shape, width), -1, np.int32)
         row, start = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
         for bin_, chunks in enumerate(batch):
-            for place, (prompt, at, begin) in enumerate(chunks):
+            for place, (prompt, cache_row, begin) in enumerate(chunks):
                 end = min(begin + width, int(self.length[bin_, prompt]))
                 tokens[bin_, place, : end - begin] = self.tokens[bin_, prompt, begin:end]
-                row[bin_, place], start[bin_, place] = at, begin
+                row[bin_, place], start[bin_, place] = cache_row, begin
         self.state = self.sampler.prefill(self.params, self.state, tokens, row, start)
 
     def _shrink(self) -> None:
         """Goes on with the next smaller size: the slots that decode, and the rows they read."""
         if not self.programs:
             self.programs = self._smaller_programs()
-        size, was = self.below.pop(0), self.size
+        size, old_size = self.below.pop(0), self.size
         state, take = self.state, self.sampler.take
-        order, rows = self.sampler.staying(state, size.slots, was.aligned)
-        kept = {"sample": state.sample, "live": state.live, "index": state.index}
-        kept = take({**kept, "token": state.token}, order)
-        memory, apart = list(state.memory), size.aligned
+        order, rows = self.sampler.staying(state, size.slots, old_size.aligned)
+        slot_arrays = {"sample": state.sample, "live": state.live, "index": state.index}
+        slot_arrays = take({**slot_arrays, "token": state.token}, order)
+        memory, aligned = list(state.memory), size.aligned
         state = self.state = dataclasses.replace(
             state,
-            **kept,
-            row_length=take(state.row_length, rows) if apart else state.row_length,
+            **slot_arrays,
+            row_length=take(state.row_length, rows) if aligned else state.row_length,
             memory=(),
         )
         # Layer by layer, so that the slots that leave are never in memory beside all that stay.
         for layer in range(len(memory)):
-            prompts, own = memory[layer]
-            own = self.sampler.take_slots(own, order)
-            memory[layer] = (take(prompts, rows) if apart else prompts, own)
-            del prompts, own
+            prompts, ring = memory[layer]
+            ring = self.sampler.take_slots(ring, order)
+            memory[layer] = (take(prompts, rows) if aligned else prompts, ring)
+            del prompts, ring
         self.state = dataclasses.replace(state, memory=tuple(memory))
         self.size = size
 
-    def _compile_the_rest(self) -> None:
+    def _compile_remaining_sizes(self) -> None:
         """In the first call that shrinks: what sizes need that it did not come to.
 
         So that no later call compiles, whatever the lengths of its samples.
@@ -365,15 +368,15 @@ class _Call:
         while self.below:
             self._shrink()
             if self.sampler.settings.stop_strings is not None:
-                none = np.full(self.searched.shape, -1, np.int32)
-                self.state = self.sampler.cut(self.state, none)
+                no_cuts = np.full(self.searched.shape, -1, np.int32)
+                self.state = self.sampler.cut(self.state, no_cuts)
         for program in self.programs.values():
             program.result()
 
     def _smaller_programs(self) -> dict[Size, Any]:
         """The programs of all smaller sizes, which the first call that needs one compiles."""
-        given = tuple((leaf.dtype, leaf.sharding) for leaf in jax.tree.leaves(self.params))
-        key = (self.sizes, given)
+        param_layout = tuple((leaf.dtype, leaf.sharding) for leaf in jax.tree.leaves(self.params))
+        key = (self.sizes, param_layout)
         self.is_first = key not in self.sampler.smaller
         if self.is_first:
             self.sampler.smaller[key] = shrinking.compile_all(
@@ -390,7 +393,7 @@ def _begin(engine: Engine, sizes: Sizes, prompts: Prompts, key: Array) -> Decode
     shape = (bins, count * settings.group_size)
     steps = (*shape, settings.max_completion_tokens)
     forced = prompts.forced_prefix
-    none = jnp.zeros(bins, jnp.int32)
+    zero = jnp.zeros(bins, jnp.int32)
     samples = Samples(
         keys=_sample_keys(key, settings, prompts).reshape(*shape, 2),
         forced=None if forced is None else forced.reshape(*shape, -1),
@@ -403,16 +406,16 @@ def _begin(engine: Engine, sizes: Sizes, prompts: Prompts, key: Array) -> Decode
         ended=jnp.zeros(shape, bool),
     )
     row = jnp.zeros((bins, count), jnp.int32)
-    queue = Queue(row=row, last=last.reshape(bins, count), ready=none, next=none)
+    queue = Queue(row=row, last=last.reshape(bins, count), ready=zero, next=zero)
     return decoding.first_state(engine, samples, queue, sizes.rows, sizes.width, sizes.slots)
 
 
 def _sample_keys(key: Array, settings: SamplingSettings, prompts: Prompts) -> Array:
     key = jax.random.fold_in(jax.random.wrap_key_data(key), settings.purpose)
     key = jax.random.fold_in(key, prompts.step)
-    of_prompt = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, prompts.ordinal)
-    of_sample = jax.vmap(jax.random.fold_in, in_axes=(None, 0))
-    keys = jax.vmap(of_sample, in_axes=(0, None))(of_prompt, jnp.arange(settings.group_size))
+    prompt_keys = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, prompts.ordinal)
+    fold_samples = jax.vmap(jax.random.fold_in, in_axes=(None, 0))
+    keys = jax.vmap(fold_samples, in_axes=(0, None))(prompt_keys, jnp.arange(settings.group_size))
     return jax.random.key_data(keys)
 
 
@@ -435,17 +438,17 @@ def _peek(group: int, samples: Samples, places: Array) -> tuple[Array, Array]:
 
 
 def _finish(samples: Samples, prompts: Prompts) -> Rollouts:
-    def of_prompts(array: Array) -> Array:
+    def by_prompt(array: Array) -> Array:
         return array.reshape(len(prompts.ordinal), -1, *array.shape[2:])
 
     raw = samples.untempered
     return Rollouts(
         **vars(prompts),
-        completion_tokens=of_prompts(samples.tokens),
-        token_mask=of_prompts(_mask(samples)),
-        behavior_logp=of_prompts(samples.logp),
+        completion_tokens=by_prompt(samples.tokens),
+        token_mask=by_prompt(_mask(samples)),
+        behavior_logp=by_prompt(samples.logp),
         rewards={},
-        truncated=of_prompts(~samples.stopped),
-        policy_version=jnp.broadcast_to(prompts.step, of_prompts(samples.length).shape),
-        fields={} if raw is None else {"untempered_logp": of_prompts(raw)},
+        truncated=by_prompt(~samples.stopped),
+        policy_version=jnp.broadcast_to(prompts.step, by_prompt(samples.length).shape),
+        fields={} if raw is None else {"untempered_logp": by_prompt(raw)},
     )

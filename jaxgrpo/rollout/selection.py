@@ -126,12 +126,12 @@ def row_of(
     rows = np.empty(ordinals.shape, np.int32)
     if mixture is not None:
         for block in np.unique(ordinals // BLOCK):
-            inside = ordinals // BLOCK == block
-            rows[inside] = _rows_of_block(mixture, seed, int(block))[ordinals[inside] % BLOCK]
+            in_block = ordinals // BLOCK == block
+            rows[in_block] = _rows_of_block(mixture, seed, int(block))[ordinals[in_block] % BLOCK]
         return rows
     for epoch in np.unique(ordinals // num_rows):
-        here = ordinals // num_rows == epoch
-        rows[here] = _epoch_order(num_rows, seed, int(epoch))[ordinals[here] % num_rows]
+        in_epoch = ordinals // num_rows == epoch
+        rows[in_epoch] = _epoch_order(num_rows, seed, int(epoch))[ordinals[in_epoch] % num_rows]
     return rows
 
 
@@ -153,9 +153,9 @@ def pad_prompts(
     for place, ids in enumerate(tokens):
         padded[place, : len(ids)] = ids
     mask: Any = np.arange(width) < length[:, None]
-    others: dict[str, Any] = {"prompt_tokens": padded, "ordinal": ordinal, "row": row, "step": step}
-    others = {name: np.asarray(value, np.int32) for name, value in others.items()}
-    return Prompts(prompt_mask=mask, **others)
+    arrays: dict[str, Any] = {"prompt_tokens": padded, "ordinal": ordinal, "row": row, "step": step}
+    arrays = {name: np.asarray(value, np.int32) for name, value in arrays.items()}
+    return Prompts(prompt_mask=mask, **arrays)
 
 
 def no_positive_resampling(
@@ -256,19 +256,21 @@ def spo_priority(
     )
 
 
-def prompt_metrics(policy: PromptPolicy, before: TrainState, after: TrainState, n: int) -> Metrics:
+def prompt_metrics(
+    policy: PromptPolicy, state_before: TrainState, state_after: TrainState, n: int
+) -> Metrics:
     """What a policy that leaves rows out chose from, and how many prompts it has passed over.
 
     Args:
-      before: the state that it selected with.
-      after: the state after that, whose cursor has moved.
+      state_before: the state that it selected with.
+      state_after: the state after that, whose cursor has moved.
       n: prompts of a step.
     """
     if policy.chance is None:
         return {}
-    logged = {"prompts/eligible": policy.chance(before.prompt_policy_state, n).mean()}
-    if before.leftover is None:  # every step before has taken n
-        step, cursor = sharding.to_host((after.step, after.cursor))
+    logged = {"prompts/eligible": policy.chance(state_before.prompt_policy_state, n).mean()}
+    if state_before.leftover is None:  # every step before has taken n
+        step, cursor = sharding.to_host((state_after.step, state_after.cursor))
         logged["prompts/skipped"] = cursor - (step + 1) * n
     return {name: mean(jnp.float32(value)) for name, value in logged.items()}
 
@@ -318,13 +320,13 @@ def build_policy(
             )
         if use != "sequential":
             spec = {"weights": weights, "mixture": mixture, **spec}
-    made = build("prompt policy", spec, policies)
-    if not isinstance(made, PromptPolicy):
+    policy = build("prompt policy", spec, policies)
+    if not isinstance(policy, PromptPolicy):
         name = getattr(use, "__name__", repr(use))
         raise InputError(
-            f"prompt policy {name} returned {type(made).__name__}, expected a PromptPolicy"
+            f"prompt policy {name} returned {type(policy).__name__}, expected a PromptPolicy"
         )
-    return made
+    return policy
 
 
 class _Judge(NamedTuple):
@@ -381,10 +383,10 @@ def _thinned(
     def observe(state: dict[str, np.ndarray], rollouts: Rollouts) -> dict[str, np.ndarray]:
         row, rewards = sharding.to_host((rollouts.row, dict(rollouts.rewards)))
         rate = state["rate"].copy()
-        for place, new in zip(row, judge.rates(rewards), strict=True):
-            if np.isfinite(new):
-                old = rate[place] if np.isfinite(rate[place]) else new
-                rate[place] = judge.decay * float(old) + (1 - judge.decay) * new
+        for place, new_rate in zip(row, judge.rates(rewards), strict=True):
+            if np.isfinite(new_rate):
+                old_rate = rate[place] if np.isfinite(rate[place]) else new_rate
+                rate[place] = judge.decay * float(old_rate) + (1 - judge.decay) * new_rate
         return {**state, "rate": rate}
 
     return PromptPolicy(
@@ -413,20 +415,22 @@ def _walk(
     """
     num_rows = len(chance)
     limit = cursor + 2 * (num_rows + n)
-    taken, passed, start, size = [], [], cursor, max(4 * n, 64)
-    while start < limit and sum(map(len, taken)) < n:
+    accepted, rejected, start, size = [], [], cursor, max(4 * n, 64)
+    while start < limit and sum(map(len, accepted)) < n:
         ordinals = np.arange(start, min(start + size, limit))
-        here = chance[row_of(ordinals, num_rows, seed, mixture)]
-        hit = _draw(ordinals, seed) < here
-        taken.append(ordinals[hit])
-        passed.append(ordinals[~hit & (here > 0)])
+        chances = chance[row_of(ordinals, num_rows, seed, mixture)]
+        hit = _draw(ordinals, seed) < chances
+        accepted.append(ordinals[hit])
+        rejected.append(ordinals[~hit & (chances > 0)])
         start, size = start + size, 2 * size
-    found = np.concatenate(taken)[:n]
-    if len(found) < n:
-        rest = np.concatenate(passed)
-        others = np.setdiff1d(np.arange(cursor, limit), np.concatenate([found, rest]))
-        found = np.sort(np.concatenate([found, rest, others])[:n])
-    return found.astype(np.int32)
+    selected = np.concatenate(accepted)[:n]
+    if len(selected) < n:
+        rejected_ordinals = np.concatenate(rejected)
+        remaining_ordinals = np.setdiff1d(
+            np.arange(cursor, limit), np.concatenate([selected, rejected_ordinals])
+        )
+        selected = np.sort(np.concatenate([selected, rejected_ordinals, remaining_ordinals])[:n])
+    return selected.astype(np.int32)
 
 
 def _draw(ordinals: np.ndarray, seed: int) -> np.ndarray:

@@ -58,8 +58,8 @@ def sizes_below(size: Size) -> list[Size]:
     """
     below, most = [], max(size.rows, 2 * FEWEST_SLOTS)
     while slots := next_slots(size.slots):
-        apart = (size.aligned and size.slots == size.rows) or slots <= most
-        size = Size(slots, slots if apart else size.rows, apart)
+        aligned = (size.aligned and size.slots == size.rows) or slots <= most
+        size = Size(slots, slots if aligned else size.rows, aligned)
         below.append(size)
     return below
 
@@ -71,7 +71,7 @@ class Price(NamedTuple):
     slot_step: float  # of a token that a slot decodes, or of an idle one, over all calls
 
 
-def price_of(model: Model, calls: int) -> Price:
+def estimate_price(model: Model, calls: int) -> Price:
     """The price of sizes for a model that is sampled from so often."""
     layers, numbers = model.config.num_layers, sum(x.size for x in jax.tree.leaves(model.shapes))
     slot_step = 2 * numbers / ARITHMETIC + OVERHEAD * layers
@@ -118,31 +118,31 @@ def resized(state: DecodeState, size: Size) -> DecodeState:
     """
     bins, slots = state.sample.shape
 
-    def of(leaf: Any, *sizes: int) -> jax.ShapeDtypeStruct:
+    def abstract(leaf: Any, *sizes: int) -> jax.ShapeDtypeStruct:
         shape = (*sizes, *leaf.shape[len(sizes) :])
         return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=leaf.sharding)
 
-    def of_slots(leaf: Any) -> jax.ShapeDtypeStruct:
-        return of(leaf, bins, size.slots)
+    def abstract_slots(leaf: Any) -> jax.ShapeDtypeStruct:
+        return abstract(leaf, bins, size.slots)
 
-    def of_rows(leaf: Any) -> jax.ShapeDtypeStruct:
-        return of(leaf, bins, size.rows)
+    def abstract_rows(leaf: Any) -> jax.ShapeDtypeStruct:
+        return abstract(leaf, bins, size.rows)
 
-    def of_ring(leaf: Any) -> jax.ShapeDtypeStruct:
-        return of(leaf, leaf.shape[0] // slots * size.slots)
+    def abstract_ring(leaf: Any) -> jax.ShapeDtypeStruct:
+        return abstract(leaf, leaf.shape[0] // slots * size.slots)
 
     memory = [
-        (jax.tree.map(of_rows, prompts), jax.tree.map(of_ring, own))
-        for prompts, own in state.memory
+        (jax.tree.map(abstract_rows, prompts), jax.tree.map(abstract_ring, ring))
+        for prompts, ring in state.memory
     ]
-    state = jax.tree.map(of, dataclasses.replace(state, memory=()))
+    state = jax.tree.map(abstract, dataclasses.replace(state, memory=()))
     return dataclasses.replace(
         state,
-        sample=of_slots(state.sample),
-        live=of_slots(state.live),
-        index=of_slots(state.index),
-        token=of_slots(state.token),
-        row_length=of_rows(state.row_length),
+        sample=abstract_slots(state.sample),
+        live=abstract_slots(state.live),
+        index=abstract_slots(state.index),
+        token=abstract_slots(state.token),
+        row_length=abstract_rows(state.row_length),
         memory=tuple(memory),
     )
 
@@ -156,7 +156,7 @@ def compile_all(
       decode: jitted; (aligned, params, state, enough), the first one static.
       state: laid out as the programs will find theirs; of any size.
     """
-    given = jax.tree.map(lambda leaf: leaf.sharding, state)
+    layouts = jax.tree.map(lambda leaf: leaf.sharding, state)
     shapes = resized(state, Size(state.sample.shape[1], state.row_length.shape[1], False))
     # With several processes all compile in the same order. More at a time than there are cores take
     # more memory (2.4 GB instead of 1.8 for seven programs of a small model) and no less time.
@@ -167,7 +167,7 @@ def compile_all(
     def program(lowered: Any) -> Callable[..., Any]:
         compiled = lowered.compile()
         return lambda params, state, enough: compiled(
-            params, jax.tree.map(_laid_out, state, given), enough
+            params, jax.tree.map(_laid_out, state, layouts), enough
         )
 
     futures = {}
@@ -179,5 +179,5 @@ def compile_all(
 
 
 def _laid_out(leaf: jax.Array, sharding: Any) -> jax.Array:
-    same = leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
-    return leaf if same else jax.device_put(leaf, sharding)
+    is_equivalent = leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
+    return leaf if is_equivalent else jax.device_put(leaf, sharding)

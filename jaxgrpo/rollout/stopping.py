@@ -25,17 +25,17 @@ class StopStrings:
         self.strings: tuple[str, ...] = tuple(strings)
         self.bytes: int = max(len(text.encode()) for text in strings)  # no token has less than one
 
-    def end(self, tokens: np.ndarray, seen: int, fewest: int = 0) -> int | None:
+    def end(self, tokens: np.ndarray, num_searched: int, fewest: int = 0) -> int | None:
         """The number of tokens [n] after which the sample ends; None: it goes on.
 
         Args:
-          seen: of the tokens, those that an earlier call has looked at and found no end in.
+          num_searched: of the tokens, those that an earlier call has looked at and found no end in.
           fewest: tokens that a sample has at least.
         """
-        begin = max(0, seen - self.bytes - MARGIN)
+        begin = max(0, num_searched - self.bytes - MARGIN)
         if not self._is_in(tokens[begin:]):
             return None
-        for count in range(max(seen + 1, fewest), len(tokens) + 1):
+        for count in range(max(num_searched + 1, fewest), len(tokens) + 1):
             if self._is_in(tokens[begin:count]):
                 return count
         return None

@@ -30,7 +30,7 @@ from jaxgrpo.models.hf.families import Family
 from jaxgrpo.rewards.calling import RewardLog
 from jaxgrpo.rewards.protocol import Reward, RewardError, Rewards, TrainerState, check, name_of
 from jaxgrpo.rewards.registry import Preview, build, preview, with_lengths
-from jaxgrpo.rollout.answers import Answers, end_of, read_answers
+from jaxgrpo.rollout.answers import Answers, answer_end_tokens, read_answers
 from jaxgrpo.rollout.judging import decode_texts
 from jaxgrpo.training import process
 from jaxgrpo.training.console import facts
@@ -327,7 +327,7 @@ def try_rewards(
     Raises: RewardError where a reward returns the wrong number or type of values, or raises and
     does not leave its samples unscored.
     """
-    end = end_of(tokenizer, stop_tokens)
+    end = answer_end_tokens(tokenizer, stop_tokens)
     return preview(
         {reward.name: reward.function for reward in rewards},
         row,

@@ -20,7 +20,7 @@ import numpy as np
 from jax.sharding import Mesh, Sharding
 
 from jaxgrpo.config.files import Config
-from jaxgrpo.core.chips import CHIPS, chip_of
+from jaxgrpo.core.chips import CHIPS, find_chip
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.types import FIELDS, TrainState
 from jaxgrpo.models import decoder, sharding
@@ -176,7 +176,7 @@ def with_fitting_tokens(
     each = parts.pop("activations") / blueprint.geometry.tokens
     room = int(free_beside(mesh, found.kept + sum(parts.values())) / each)
     sizes, minibatches = blueprint.geometry[:4], blueprint.geometry.minibatches
-    geometry = packing.geometry_of(sizes, mesh, None, minibatches, room)
+    geometry = packing.make_geometry(sizes, mesh, None, minibatches, room)
     return blueprint._replace(geometry=geometry)
 
 
@@ -295,7 +295,7 @@ def of_device(mesh: Mesh) -> int:
 
 
 def _published(kind: str) -> int:
-    chip = chip_of(kind)
+    chip = find_chip(kind)
     if chip is None:
         raise InputError(f"{kind}: its memory is not known; known are {', '.join(CHIPS)}")
     return chip.memory

@@ -56,13 +56,13 @@ from jaxgrpo.training.setup import (
     sampling_settings,
 )
 from jaxgrpo.update.forward import (
+    full_params,
     layout_to_sample,
     param_layout,
     sampling_layout,
     trained,
-    whole,
 )
-from jaxgrpo.update.step import Share, alone
+from jaxgrpo.update.step import Share, share_nothing
 
 DTYPES = ("float32", "bfloat16")  # of exported weights
 SLOTS = 64  # samples decoded at once where no run says how many
@@ -239,7 +239,7 @@ def base_of(run: Setup) -> Base:
     model, layouts = _on(run, made.samples_on), [param_layout(made), sampling_layout(made)]
     names = ("base",) if may_reset(run.config) else ("base", "reference")
     if name := next((name for name in names if name in frozen), None):
-        params = whole(frozen[name], frozen)
+        params = full_params(frozen[name], frozen)
     elif WEIGHTS in frozen and run.config.lora.path is None:  # fresh adapters add nothing
         params, layouts = frozen[WEIGHTS], (lora.split(layouts[0])[1], lora.split(layouts[1])[1])
         constrain = sharding.constrain(made.samples_on)
@@ -261,7 +261,7 @@ def base_params(run: Setup) -> Params:
     return _policy(run.config, run).read_params()
 
 
-def evaluator_of(run: Setup, share: Share = alone) -> Evaluate:
+def evaluator_of(run: Setup, share: Share = share_nothing) -> Evaluate:
     """The evaluation that a run's config asks for; `share` as of `setup`."""
 
     def make() -> Evaluate:

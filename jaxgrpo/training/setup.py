@@ -42,7 +42,7 @@ from jaxgrpo.rewards.protocol import Reward
 from jaxgrpo.rewards.registry import Preview
 from jaxgrpo.rollout import refill
 from jaxgrpo.rollout.answers import Answers
-from jaxgrpo.rollout.judging import Judged, judge_of, progress_of, put_prompts, trainer_state_of
+from jaxgrpo.rollout.judging import Judged, make_judge, put_prompts, rollout_progress, step_progress
 from jaxgrpo.rollout.overlap import sample_and_judge
 from jaxgrpo.rollout.sampler import SamplingSettings
 from jaxgrpo.rollout.selection import PromptPolicy, prompt_metrics, source_metrics
@@ -177,7 +177,7 @@ class Setup(NamedTuple):
         """What every reward gives row 0's gold answer and the empty text, called as in step 1."""
         rows, settings = self.rows, self.blueprint.sampling
         prompts, steps = self.blueprint.geometry.num_prompts, self.config.train.steps
-        state = progress_of(0, 0, prompts, len(rows), steps)
+        state = step_progress(0, 0, prompts, len(rows), steps)
         return inputs.try_rewards(
             self.rewards, rows[0], self.tokenizer, settings.stop_tokens, state
         )
@@ -187,10 +187,10 @@ class Setup(NamedTuple):
     ) -> tuple[Rollouts, list[Judged]]:
         """Samples, and where the engine can tell, what was judged before it ended."""
         tells = "finished" in inspect.signature(self.sample).parameters
-        judge = judge_of(self.tokenizer, self.rewards, self.rows)
+        judge = make_judge(self.tokenizer, self.rewards, self.rows)
         if not (self.config.rollout.overlap_rewards and tells and judge.per_sample):
             return self.sample(params, prompts, key), []
-        progress = trainer_state_of(prompts, len(self.rows), self.config.train.steps)
+        progress = rollout_progress(prompts, len(self.rows), self.config.train.steps)
         return sample_and_judge(self.sample, params, prompts, key, judge, progress)
 
 
@@ -201,7 +201,7 @@ def setup(
     advantage: AdvantageTransform | None = None,
     dataset: Rows | None = None,
     rollouts: SavedRollouts | None = None,
-    share: step.Share = step.alone,
+    share: step.Share = step.share_nothing,
     check: Callable[[Mapping[str, Any]], None] = lambda read: None,
     mesh: Mesh | None = None,
     state_of: Callable[[Blueprint], TrainState] | None = None,
@@ -317,7 +317,7 @@ def method_of(
     found: Found,
     rewards: Sequence[Reward],
     advantage: AdvantageTransform | None = None,
-    share: step.Share = step.alone,
+    share: step.Share = step.share_nothing,
     sampling: SamplingSettings | None = None,
 ) -> tuple[Blueprint, step.Steps]:
     """The static description of a run, checked as a whole, and the functions built from it.
@@ -368,7 +368,7 @@ def _geometry(config: Config, mesh: Mesh) -> packing.Geometry:
         *(rollout.prompts_per_step, rollout.group_size),
         *(rollout.max_prompt_tokens, rollout.max_completion_tokens),
     )
-    geometry = packing.geometry_of(sizes, mesh, train.tokens_per_micro_batch, train.minibatches)
+    geometry = packing.make_geometry(sizes, mesh, train.tokens_per_micro_batch, train.minibatches)
     packing.check_geometry(geometry)
     sharding.check_divides(mesh, "train.tokens_per_micro_batch", geometry.tokens, "sequence")
     return geometry

@@ -27,7 +27,7 @@ from jaxgrpo.update.packing import Geometry
 ANSWER, MASKED = "answer_logp", "masked_answer_logp"
 
 
-def geometry_of(geometry: Geometry, longest: int, masked: bool, mesh: Mesh) -> Geometry:
+def answer_geometry(geometry: Geometry, longest: int, masked: bool, mesh: Mesh) -> Geometry:
     """The sizes of the pass: those of the update, with room for an answer behind a thought.
 
     A micro-batch has the update's tokens, or those of the longest sample if they are more.
@@ -51,14 +51,14 @@ def behind_thoughts(rollouts: Rollouts, geometry: Geometry) -> Rollouts:
     """
     forced, thought = rollouts.fields[FORCED], rollouts.fields[THOUGHT]
     _, samples, steps = rollouts.completion_tokens.shape
-    more = geometry.group_size - samples, geometry.max_completion_tokens - steps
-    thought = jnp.pad(thought, ((0, 0), (0, more[0])))
-    own = jnp.pad(rollouts.completion_tokens, ((0, 0), (0, more[0]), (0, more[1])))
-    behind = jnp.arange(geometry.max_completion_tokens) - thought[..., None]
-    inside = jnp.clip(behind, 0, forced.shape[1] - 1)
-    given = jnp.take_along_axis(forced[:, None], inside, axis=2)
-    real = behind < (forced >= 0).sum(-1, dtype=jnp.int32)[:, None, None]
-    tokens = jnp.where(behind < 0, own, given)
+    extra = geometry.group_size - samples, geometry.max_completion_tokens - steps
+    thought = jnp.pad(thought, ((0, 0), (0, extra[0])))
+    completions = jnp.pad(rollouts.completion_tokens, ((0, 0), (0, extra[0]), (0, extra[1])))
+    offset = jnp.arange(geometry.max_completion_tokens) - thought[..., None]
+    forced_index = jnp.clip(offset, 0, forced.shape[1] - 1)
+    answer_tokens = jnp.take_along_axis(forced[:, None], forced_index, axis=2)
+    real = offset < (forced >= 0).sum(-1, dtype=jnp.int32)[:, None, None]
+    tokens = jnp.where(offset < 0, completions, answer_tokens)
     return dataclasses.replace(
         rollouts,
         completion_tokens=jnp.where(real, tokens, 0),
@@ -71,7 +71,7 @@ def behind_thoughts(rollouts: Rollouts, geometry: Geometry) -> Rollouts:
     )
 
 
-def of_answers(logp: Array, rollouts: Rollouts) -> dict[str, Array]:
+def pick_answer_logp(logp: Array, rollouts: Rollouts) -> dict[str, Array]:
     """The answers' log-probs among those [P, G', T'] of `behind_thoughts`; 0 where no token is.
 
     Samples of a group with the same thought have those of the first of them, bit for bit: what
@@ -81,13 +81,13 @@ def of_answers(logp: Array, rollouts: Rollouts) -> dict[str, Array]:
     samples = thought.shape[1]
     thought = jnp.pad(thought, ((0, 0), (0, logp.shape[1] - samples)))
     tokens = (forced >= 0).sum(-1, dtype=jnp.int32)  # [P]
-    before = tokens - mask.sum(-1, dtype=jnp.int32)
-    place = (thought + before[:, None])[..., None] + jnp.arange(mask.shape[1])
-    picked = jnp.take_along_axis(logp, jnp.minimum(place, logp.shape[2] - 1), axis=2)
-    picked = jnp.where(mask[:, None], picked, 0)
-    without = {MASKED: picked[:, samples]} if logp.shape[1] > samples else {}
+    prefix_tokens = tokens - mask.sum(-1, dtype=jnp.int32)
+    place = (thought + prefix_tokens[:, None])[..., None] + jnp.arange(mask.shape[1])
+    answer_logp = jnp.take_along_axis(logp, jnp.minimum(place, logp.shape[2] - 1), axis=2)
+    answer_logp = jnp.where(mask[:, None], answer_logp, 0)
+    without_thought = {MASKED: answer_logp[:, samples]} if logp.shape[1] > samples else {}
     first = _first_alike(rollouts)[..., None]
-    return {ANSWER: jnp.take_along_axis(picked, first, axis=1), **without}
+    return {ANSWER: jnp.take_along_axis(answer_logp, first, axis=1), **without_thought}
 
 
 def _first_alike(rollouts: Rollouts) -> Array:

@@ -65,10 +65,10 @@ def group_metrics(
 
 def reward_metrics(rewards: Mapping[str, Array]) -> Metrics:
     """Each reward's rewards/NAME/mean, std and unscored, as `group_metrics` describes them."""
-    return functools.reduce(merge, [_own_metrics(*item) for item in rewards.items()])
+    return functools.reduce(merge, [_single_reward_metrics(*item) for item in rewards.items()])
 
 
-def _own_metrics(name: str, reward: Float[Array, "P G"]) -> Metrics:
+def _single_reward_metrics(name: str, reward: Float[Array, "P G"]) -> Metrics:
     scored = jnp.isfinite(reward)
     value = jnp.where(scored, reward, 0)
     flat, mask = value.reshape(1, -1), scored.reshape(1, -1)
@@ -99,12 +99,12 @@ def completion_metrics(
         "completions/clipped_ratio": mean(truncated),
         "num_tokens": Mean(total=length.sum(dtype=jnp.float32), weight=jnp.float32(1)),
     }
-    for name, chosen in {"length": None, "terminated_length": ~truncated}.items():
+    for name, sample_mask in {"length": None, "terminated_length": ~truncated}.items():
         for kind, reduce in {"mean": mean, "min": minimum, "max": maximum}.items():
-            metrics[f"completions/{kind}_{name}"] = reduce(length, chosen)
+            metrics[f"completions/{kind}_{name}"] = reduce(length, sample_mask)
     if mask.shape[1] > 1:
-        shown = jnp.where(mask, tokens, -1)
-        metrics["groups/identical"] = mean((shown == shown[:, :1]).all((1, 2)))
+        unmasked_tokens = jnp.where(mask, tokens, -1)
+        metrics["groups/identical"] = mean((unmasked_tokens == unmasked_tokens[:, :1]).all((1, 2)))
     return metrics
 
 
@@ -135,13 +135,13 @@ def advantage_metrics(
     total, scored = weighted_sum(rewards, weights)
     success = scored & (total > 0)
     alone = (stats.count(success) == 1) & (stats.count(scored) > 1)
-    owned = {
+    sample_sets = {
         "advantage/lucky_share": success & alone,
         "advantage/flat_share": scored & stats.is_flat(total, scored),
         "advantage/rare_success_mass": rare_successes(rewards, weights),
     }
     metrics: Metrics = {"advantage/abs_max": largest}
-    for name, samples in owned.items():
+    for name, samples in sample_sets.items():
         metrics[name] = Mean(total=jnp.where(samples, size, 0).sum(), weight=size.sum())
     return metrics
 
@@ -257,10 +257,10 @@ def drawn_alike(alike: Int[Array, "P"], samples: Int[Array, "P"], draws: int) ->
     if draws < 1:
         raise ValueError(f"{draws} draws: pass@k and group sizes begin at 1")
     dtype = jnp.result_type(float)
-    taken = jnp.arange(draws, dtype=alike.dtype)[None, :]
-    left = jnp.maximum(alike[:, None] - taken, 0).astype(dtype)
-    among = jnp.maximum(samples[:, None] - taken, 1).astype(dtype)
-    return jnp.where(samples >= draws, (left / among).prod(axis=1), jnp.nan)
+    previous_draws = jnp.arange(draws, dtype=alike.dtype)[None, :]
+    alike_left = jnp.maximum(alike[:, None] - previous_draws, 0).astype(dtype)
+    samples_left = jnp.maximum(samples[:, None] - previous_draws, 1).astype(dtype)
+    return jnp.where(samples >= draws, (alike_left / samples_left).prod(axis=1), jnp.nan)
 
 
 def repetition(
@@ -278,12 +278,12 @@ def repetition(
     count = tokens.shape[-1] - n + 1
     if count < 1:
         return jnp.full(tokens.shape[:-1], jnp.nan)
-    whole = jnp.stack([mask[..., i : i + count] for i in range(n)]).all(0)
-    grams = [jnp.where(whole, tokens[..., i : i + count], -1) for i in range(n)]
+    is_complete = jnp.stack([mask[..., i : i + count] for i in range(n)]).all(0)
+    grams = [jnp.where(is_complete, tokens[..., i : i + count], -1) for i in range(n)]
     grams = jax.lax.sort(grams, num_keys=n)  # what is left out comes first
-    new = jnp.stack([gram[..., 1:] != gram[..., :-1] for gram in grams]).any(0)
+    is_new = jnp.stack([gram[..., 1:] != gram[..., :-1] for gram in grams]).any(0)
     real = grams[0] >= 0
-    distinct = real[..., 0].astype(jnp.int32) + (new & real[..., 1:]).sum(-1)
+    distinct = real[..., 0].astype(jnp.int32) + (is_new & real[..., 1:]).sum(-1)
     number = real.sum(-1)
     return jnp.where(number > 0, 1 - distinct / jnp.maximum(number, 1), jnp.nan)
 
@@ -306,12 +306,12 @@ def symptom_metrics(
     Source: arXiv 2605.28388: one lucky sample shortened completions from 511 to 46 tokens.
     """
     repeated = repetition(tokens, mask)
-    known = jnp.isfinite(repeated)
+    has_ngram = jnp.isfinite(repeated)
     length = mask.sum(-1).astype(repeated.dtype)
     relative = length / jnp.maximum(jnp.median(length, axis=1, keepdims=True), 1)
     return {
-        "completions/repetition": mean(repeated, known),
-        "rare_success/repetition": mean(repeated, known & rare),
+        "completions/repetition": mean(repeated, has_ngram),
+        "rare_success/repetition": mean(repeated, has_ngram & rare),
         "rare_success/relative_length": mean(relative, rare),
     }
 

@@ -78,7 +78,7 @@ def forward(
     # Greedy sampling has no distribution: its ratios are those of the model itself.
     temperature = blueprint.sampling.temperature or 1.0
     logp, values = token_logprobs(
-        head_of(blueprint, params),
+        output_head(blueprint, params),
         hidden,
         flat.targets,
         temperature=temperature,
@@ -116,18 +116,18 @@ def loss_of_tokens(
     objective = blueprint.objective
     flat = flatten(micro, blueprint.geometry.tokens)
     hidden = hidden_states(blueprint.model, params, micro, flat, blueprint.kernel)
-    asked = sorted(objective.needs & micro.fields.keys())
-    given = {
+    names = sorted(objective.needs & micro.fields.keys())
+    token_inputs = {
         **{name: getattr(micro, name) for name in ("proximal_logp", "advantage", "mask", "weight")},
-        "fields": {name: micro.fields[name] for name in asked},
+        "fields": {name: micro.fields[name] for name in names},
     }
 
     loss, logp, entropy, sums = logprobs.loss_of_tokens(
-        head_of(blueprint, params),
+        output_head(blueprint, params),
         hidden,
         flat.targets,
         functools.partial(_cost, objective),
-        jax.tree.map(functools.partial(of_rows, flat), given),
+        jax.tree.map(functools.partial(flatten_rows, flat), token_inputs),
         states,
         temperature=blueprint.sampling.temperature or 1.0,
         entropy=objective.entropy,
@@ -140,20 +140,20 @@ def loss_of_tokens(
 
 
 def _cost(
-    objective: Objective, logp: Array, entropy: Array | None, given: Any, states: Any
+    objective: Objective, logp: Array, entropy: Array | None, token_inputs: Any, states: Any
 ) -> Array:
     """The weighted loss of each token, 0 where it does not count: `logprobs.Cost`."""
-    mask, of_pass = given["mask"], {} if entropy is None else {"policy_entropy": entropy}
+    mask, pass_fields = token_inputs["mask"], {} if entropy is None else {"policy_entropy": entropy}
     tokens = Tokens(
         logp=jnp.where(mask, logp, 0),
-        proximal_logp=given["proximal_logp"],
-        advantage=given["advantage"],
+        proximal_logp=token_inputs["proximal_logp"],
+        advantage=token_inputs["advantage"],
         mask=mask,
         segment=mask.astype(jnp.int32),
-        fields={**given["fields"], **of_pass},
+        fields={**token_inputs["fields"], **pass_fields},
     )
     per_token, _ = token_loss(objective.surrogate, objective.penalties, tokens, states)
-    return jnp.where(mask, given["weight"] * per_token, 0)
+    return jnp.where(mask, token_inputs["weight"] * per_token, 0)
 
 
 def head_name(model: Model) -> str:
@@ -161,24 +161,24 @@ def head_name(model: Model) -> str:
     return "embed" if model.config.tie_embeddings else "head"
 
 
-def head_of(blueprint: Blueprint, params: Params) -> Head:
+def output_head(blueprint: Blueprint, params: Params) -> Head:
     """The output head, gathered over fsdp in the model's dtype once for all chunks of tokens."""
     model = blueprint.model
     name = head_name(model)
-    held = param_layout(blueprint)[name]
-    gathered = param_layout(blueprint, sharding.SAMPLING)[name]
+    training_layout = param_layout(blueprint)[name]
+    gathered_layout = param_layout(blueprint, sharding.SAMPLING)[name]
 
     def as_read(weights: Params) -> Params:
         narrow = jax.tree.map(
             lambda leaf, spec: leaf.astype(spec.dtype), weights, model.shapes[name]
         )
-        return jax.lax.with_sharding_constraint(narrow, gathered)
+        return jax.lax.with_sharding_constraint(narrow, gathered_layout)
 
     return Head(
         weights=params[name],
         unembed=lambda weights, hidden: model.unembed({name: weights}, hidden),
         as_read=as_read,
-        as_held=lambda sums: jax.tree.map(sharding.sum_over_bins, sums, held),
+        as_held=lambda sums: jax.tree.map(sharding.sum_over_bins, sums, training_layout),
     )
 
 
@@ -220,9 +220,9 @@ def flatten(micro: TrainBatch, size: int) -> Flat:
     position = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32), (bins, prompts, width))
     real = _joined(micro.segment > 0, position < micro.prompt_length[..., None])
     place = jnp.where(real, jnp.cumsum(real, 1, dtype=jnp.int32) - 1, size)
-    every = jnp.arange(real.shape[1], dtype=jnp.int32)
-    nowhere = jnp.full(size, real.shape[1], jnp.int32)
-    origin = jax.vmap(lambda place: nowhere.at[place].set(every, mode="drop"))(place)
+    indices = jnp.arange(real.shape[1], dtype=jnp.int32)
+    no_origin = jnp.full(size, real.shape[1], jnp.int32)
+    origin = jax.vmap(lambda place: no_origin.at[place].set(indices, mode="drop"))(place)
     return Flat(
         tokens=_picked(_joined(micro.tokens, micro.prompt_tokens), origin),
         position=_picked(_joined(micro.position, position), origin),
@@ -251,24 +251,28 @@ def hidden_states(
     bins, prompts, width = micro.prompt_tokens.shape
     rows, places = micro.segment.shape[1:], micro.segment[0].size
     position = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32), (bins, prompts, width))
-    among = kernel.causal(position, position < micro.prompt_length[..., None])
-    inside = kernel.rows_with_prefix(
+    attend_prompts = kernel.causal(position, position < micro.prompt_length[..., None])
+    attend_rows = kernel.rows_with_prefix(
         micro.segment, micro.position, micro.row_prompt, micro.prompt_length
     )
 
     def attend(query: Array, key: Array, value: Array, memory: None, kind: LayerKind):
         spread = [moved(leaf, flat.place, flat.origin) for leaf in (query, key, value)]
-        asked = [leaf[:, places:].reshape(bins, prompts, width, *leaf.shape[2:]) for leaf in spread]
-        own = [leaf[:, :places].reshape(bins, *rows, *leaf.shape[2:]) for leaf in spread]
-        out, prefix = among(asked[0], asked[1], asked[2], memory, kind)
-        own, _ = inside(own[0], own[1], own[2], prefix, kind)
-        return moved(_joined(own, out), flat.origin, flat.place), memory
+        prompt_parts = [
+            leaf[:, places:].reshape(bins, prompts, width, *leaf.shape[2:]) for leaf in spread
+        ]
+        row_parts = [leaf[:, :places].reshape(bins, *rows, *leaf.shape[2:]) for leaf in spread]
+        prompt_out, prefix = attend_prompts(
+            prompt_parts[0], prompt_parts[1], prompt_parts[2], memory, kind
+        )
+        row_out, _ = attend_rows(row_parts[0], row_parts[1], row_parts[2], prefix, kind)
+        return moved(_joined(row_out, prompt_out), flat.origin, flat.place), memory
 
     hidden, _ = model.apply(params, flat.tokens, flat.position, attend, None)
     return hidden
 
 
-def of_rows(flat: Flat, values: Array) -> Array:
+def flatten_rows(flat: Flat, values: Array) -> Array:
     """Values [D, R, Q] of rows at the flat tokens [D, N]; 0 at those of prompts."""
     return _picked(values.reshape(len(values), -1), flat.origin)
 
@@ -298,7 +302,7 @@ moved.defvjp(_moved, lambda target, gradient: (_picked(gradient, target), None, 
 
 
 def _picked(values: Array, source: Array) -> Array:
-    return jax.vmap(lambda one, at: one.at[at].get(mode="fill", fill_value=0))(values, source)
+    return jax.vmap(lambda row, index: row.at[index].get(mode="fill", fill_value=0))(values, source)
 
 
 def _joined(rows: Array, prompts: Array) -> Array:
@@ -326,14 +330,14 @@ def trained(model: Model, tree: Params) -> Params:
     return tree if model.config.lora is None else lora.split(tree)[0]
 
 
-def whole(own: Params, frozen: Mapping[str, Params]) -> Params:
+def full_params(params: Params, frozen: Mapping[str, Params]) -> Params:
     """The parameters of a policy: with adapters, those of its own and the weights of all."""
-    return lora.join(own, frozen[WEIGHTS]) if WEIGHTS in frozen else own
+    return lora.join(params, frozen[WEIGHTS]) if WEIGHTS in frozen else params
 
 
 def params_of(state: TrainState, name: str = "trainer") -> Params:
     """The parameters of one of the policies of a state, as the model takes them."""
-    return whole(state.trainable if name == "trainer" else state.frozen[name], state.frozen)
+    return full_params(state.trainable if name == "trainer" else state.frozen[name], state.frozen)
 
 
 def read_by_update(state: TrainState, anchors: Collection[str]) -> dict[str, Params]:
@@ -345,8 +349,8 @@ def read_by_update(state: TrainState, anchors: Collection[str]) -> dict[str, Par
 def micro_batch(batch: TrainBatch, index: Array) -> TrainBatch:
     """Micro-batch `index` of a batch: every array without its leading K."""
     take = lambda leaf: jax.lax.dynamic_index_in_dim(leaf, index, keepdims=False)  # noqa: E731
-    rest = dataclasses.replace(batch, num_live=jnp.zeros(batch.tokens.shape[0], jnp.int32))
-    return jax.tree.map(take, rest)
+    sliceable = dataclasses.replace(batch, num_live=jnp.zeros(batch.tokens.shape[0], jnp.int32))
+    return jax.tree.map(take, sliceable)
 
 
 def param_layout(blueprint: Blueprint, rules: sharding.Rules = sharding.TRAINING) -> Params:
@@ -362,8 +366,8 @@ def sampling_layout(blueprint: Blueprint) -> Params:
 
 def layout_to_sample(model: Model, mesh: Mesh) -> Params:
     """`sampling_layout` of a model on the mesh that it is sampled on."""
-    given = (mesh, model.axes, model.shapes, sharding.SAMPLING)
-    return sharding.param_shardings(*given, keys="tensor, fsdp or sampling_tensor")
+    arguments = (mesh, model.axes, model.shapes, sharding.SAMPLING)
+    return sharding.param_shardings(*arguments, keys="tensor, fsdp or sampling_tensor")
 
 
 def trained_layout(blueprint: Blueprint) -> Params:
@@ -381,13 +385,13 @@ def opt_layout(blueprint: Blueprint) -> Any:
 
 def moments_layout(model: Model, mesh: AnyMesh, optimizer: optax.GradientTransformation) -> Any:
     """`opt_layout` of an optimizer for a model on a mesh."""
-    everywhere = sharding.replicated(mesh)
+    replicated = sharding.replicated(mesh)
     shapes, axes = (trained(model, tree) for tree in (model.shapes, model.axes))
     return map_params(
         optimizer,
-        lambda leaf, layout, param: layout if leaf.shape == param.shape else everywhere,
+        lambda leaf, layout, param: layout if leaf.shape == param.shape else replicated,
         jax.eval_shape(optimizer.init, shapes),
         sharding.param_shardings(mesh, axes, shapes),
         shapes,
-        others=lambda _: everywhere,
+        transform_non_params=lambda _: replicated,
     )

@@ -11,7 +11,7 @@ import optax
 from jax import Array
 
 
-class Held(NamedTuple):
+class Bfloat16State(NamedTuple):
     """The state of an optimizer whose moments are held in bfloat16."""
 
     count: Array  # [] int32, updates made since the moments were empty
@@ -31,22 +31,22 @@ def in_bfloat16(optimizer: optax.GradientTransformation) -> optax.GradientTransf
     update and the leaf, so that a resumed run makes the same ones.
     """
 
-    def init(params: Any) -> Held:
+    def init(params: Any) -> Bfloat16State:
         state = _on_moments(optimizer, _nearest, optimizer.init(params), params)
-        return Held(jnp.zeros((), jnp.int32), state)
+        return Bfloat16State(jnp.zeros((), jnp.int32), state)
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         if params is None:
             raise ValueError("in_bfloat16 needs the parameters: update(gradients, state, params)")
         wide = _on_moments(optimizer, _wide, state.inner, params)
-        updates, after = optimizer.update(updates, wide, params)
+        updates, new_state = optimizer.update(updates, wide, params)
         key, number = jax.random.fold_in(jax.random.key(0), state.count), iter(range(2**31))
 
         def narrow(leaf: Array, param: Array) -> Array:
             return _at_random(leaf, jax.random.fold_in(key, next(number)))
 
-        after = _on_moments(optimizer, narrow, after, params)
-        return updates, Held(jnp.asarray(optax.safe_increment(state.count)), after)
+        new_state = _on_moments(optimizer, narrow, new_state, params)
+        return updates, Bfloat16State(jnp.asarray(optax.safe_increment(state.count)), new_state)
 
     return optax.GradientTransformation(init, update)
 
@@ -55,17 +55,17 @@ def map_params(
     optimizer: optax.GradientTransformation,
     change: Callable[..., Any],
     state: Any,
-    *rest: Any,
-    others: Callable[[Any], Any] = lambda leaf: leaf,
+    *trees: Any,
+    transform_non_params: Callable[[Any], Any] = lambda leaf: leaf,
 ) -> Any:
-    """The state with `change` (leaf, one of each tree of rest) where it has a leaf per parameter.
+    """The state with `change` (leaf, one of each of `trees`) where it has a leaf per parameter.
 
     As `optax.tree_utils.tree_map_params`, also where a part of the optimizer, as muon's adam, has
     leaves for some parameters only.
 
     Args:
-      rest: trees as that of the parameters.
-      others: what becomes of leaves that belong to no parameter.
+      trees: each as that of the parameters.
+      transform_non_params: what becomes of leaves that belong to no parameter.
     """
 
     def is_left_out(node: Any) -> bool:
@@ -73,10 +73,10 @@ def map_params(
 
     return optax.tree_utils.tree_map_params(
         optimizer,
-        lambda leaf, *rest: leaf if is_left_out(leaf) else change(leaf, *rest),
+        lambda leaf, *leaves: leaf if is_left_out(leaf) else change(leaf, *leaves),
         state,
-        *rest,
-        transform_non_params=others,
+        *trees,
+        transform_non_params=transform_non_params,
         is_leaf=is_left_out,
     )
 
@@ -84,11 +84,11 @@ def map_params(
 def _on_moments(optimizer: optax.GradientTransformation, change: Any, state: Any, params: Any):
     """The state with `change` (leaf, parameter) of its moments."""
 
-    def one(leaf: Array, param: Array) -> Array:
+    def change_moment(leaf: Array, param: Array) -> Array:
         is_moment = leaf.shape == param.shape and jnp.issubdtype(leaf.dtype, jnp.floating)
         return change(leaf, param) if is_moment else leaf
 
-    return map_params(optimizer, one, state, params)
+    return map_params(optimizer, change_moment, state, params)
 
 
 def _nearest(leaf: Array, param: Array) -> Array:

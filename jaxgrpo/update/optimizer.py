@@ -84,11 +84,11 @@ def make_schedule(
     learning_rate: float, updates: int, warmup_steps: int, schedule: str
 ) -> optax.Schedule:
     """Warm-up, then the named decay; a function of the number of updates made."""
-    rest = max(1, updates - warmup_steps)
+    decay_updates = max(1, updates - warmup_steps)
     decays = {
         "constant": lambda: optax.constant_schedule(learning_rate),
-        "linear": lambda: optax.linear_schedule(learning_rate, 0.0, rest),
-        "cosine": lambda: optax.cosine_decay_schedule(learning_rate, rest),
+        "linear": lambda: optax.linear_schedule(learning_rate, 0.0, decay_updates),
+        "cosine": lambda: optax.cosine_decay_schedule(learning_rate, decay_updates),
     }
     if schedule not in decays:
         raise InputError(f"optimizer.schedule = {schedule!r}: use one of {', '.join(decays)}")
@@ -112,17 +112,17 @@ def fresh_moments(optimizer: optax.GradientTransformation, params: Params, opt_s
 
     What it remembers of gradients is gone; the learning rate neither warms up nor decays again.
     """
-    return on_schedule_of(opt_state, optimizer.init(params))
+    return copy_schedule(opt_state, optimizer.init(params))
 
 
-def on_schedule_of(scheduled: Any, opt_state: Any) -> Any:
+def copy_schedule(scheduled: Any, opt_state: Any) -> Any:
     """`opt_state` at the place in the schedule of another state; its moments stay as they are."""
 
-    def replace_rate(state: Any, at: Any) -> Any:
+    def replace_rate(state: Any, scheduled_state: Any) -> Any:
         if not _is_injected(state):
             return state
         return state._replace(
-            **{name: getattr(at, name) for name in state._fields if name != _INNER}
+            **{name: getattr(scheduled_state, name) for name in state._fields if name != _INNER}
         )
 
     return jax.tree.map(replace_rate, opt_state, scheduled, is_leaf=_is_injected)
@@ -151,10 +151,12 @@ def muon_dimensions(axes: Params) -> Params:
     def dimensions(names: tuple[str | None, ...]) -> Any:
         if not _is_matrix(names) or "vocab" in names:
             return None
-        side = "rank" if "rank" in names else "embed"
-        one = (names.index(side),)
-        others = tuple(at for at, name in enumerate(names) if name not in ("layers", side))
-        sides = (one, others) if one < others else (others, one)  # kernels: inputs first
+        side_name = "rank" if "rank" in names else "embed"
+        side = (names.index(side_name),)
+        opposite = tuple(
+            place for place, name in enumerate(names) if name not in ("layers", side_name)
+        )
+        sides = (side, opposite) if side < opposite else (opposite, side)  # kernels: inputs first
         return optax.contrib.MuonDimensionNumbers(*sides)
 
     return jax.tree.map(dimensions, axes, is_leaf=lambda node: isinstance(node, tuple))
@@ -163,8 +165,8 @@ def muon_dimensions(axes: Params) -> Params:
 def _by_place(dimensions: Params) -> Callable[[Any], Any]:
     """params -> the dimensions of each: a function, since optax asks for parts of a tree too."""
     is_leaf = lambda node: not isinstance(node, dict)  # noqa: E731
-    known = dict(jax.tree_util.tree_leaves_with_path(dimensions, is_leaf=is_leaf))
-    return lambda params: jax.tree_util.tree_map_with_path(lambda path, _: known[path], params)
+    by_path = dict(jax.tree_util.tree_leaves_with_path(dimensions, is_leaf=is_leaf))
+    return lambda params: jax.tree_util.tree_map_with_path(lambda path, _: by_path[path], params)
 
 
 def _is_matrix(names: tuple[str | None, ...]) -> bool:
@@ -174,24 +176,30 @@ def _is_matrix(names: tuple[str | None, ...]) -> bool:
 def _factory(use: str) -> tuple[str, Any]:
     """(its full name, the factory), of optax before optax.contrib."""
     places = {"optax": vars(optax), "optax.contrib": vars(optax.contrib)}
-    for place, found in places.items():
-        if _takes_rate(found.get(use)):
-            return f"{place}.{use}", found[use]
+    for place, members in places.items():
+        if _takes_rate(members.get(use)):
+            return f"{place}.{use}", members[use]
     names = [
         name
-        for found in places.values()
-        for name, value in found.items()
+        for members in places.values()
+        for name, value in members.items()
         if name[0] != "_" and not inspect.isclass(value) and _takes_rate(value)
     ]
-    near = difflib.get_close_matches(use, names, 3) or sorted(names)
-    raise InputError(f"optimizer.use = {use!r}: optax has no such optimizer; try {', '.join(near)}")
+    suggestions = difflib.get_close_matches(use, names, 3) or sorted(names)
+    raise InputError(
+        f"optimizer.use = {use!r}: optax has no such optimizer; try {', '.join(suggestions)}"
+    )
 
 
 def _check_options(where: str, options: Mapping[str, Any], accepted: Mapping[str, Any]) -> None:
     for name, value in options.items():
         if name not in accepted:
-            near = difflib.get_close_matches(name, accepted, 1)
-            hint = f"did you mean {near[0]!r}?" if near else f"it takes {', '.join(accepted)}"
+            suggestions = difflib.get_close_matches(name, accepted, 1)
+            hint = (
+                f"did you mean {suggestions[0]!r}?"
+                if suggestions
+                else f"it takes {', '.join(accepted)}"
+            )
             raise InputError(f"optimizer.{name}: {where} has no such option; {hint}")
         refuse_no_number(f"optimizer.{name}", value, accepted[name])
         limit = 1 if name in RATES else math.inf

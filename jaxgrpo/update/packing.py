@@ -73,9 +73,9 @@ class Geometry(NamedTuple):
         """
         share = max(0.5, min(1.0, 2 / self.group_size))
         width, steps = self.max_prompt_tokens, self.max_completion_tokens
-        whole = math.ceil((self.rows - 1) / self.group_size) + 1
+        whole_group_prompts = math.ceil((self.rows - 1) / self.group_size) + 1
         cheap = self.rows * steps * (width + steps) // (2 * width**2)
-        most = min(math.ceil(self.rows * share), max(whole, cheap))
+        most = min(math.ceil(self.rows * share), max(whole_group_prompts, cheap))
         return min(self.prompts_per_update, most)
 
     @property
@@ -114,26 +114,26 @@ class _Row(NamedTuple):
     tokens: int
 
 
-def geometry_of(
+def make_geometry(
     sizes: tuple[int, int, int, int],
     mesh: Mesh,
     tokens: int | None,
     minibatches: int = 1,
     room: int | None = None,
 ) -> Geometry:
-    """The sizes P, G, S, T of a run on a mesh; `tokens` = None: those of `tokens_of`.
+    """The sizes P, G, S, T of a run on a mesh; `tokens` = None: those of `default_tokens`.
 
     Args:
       room: the tokens of a micro-batch that fit into memory; None: any number.
     """
     bins, (prompts, samples, width, steps) = sharding.num_bins(mesh), sizes
-    of_update = (prompts // minibatches, samples, width, steps)
+    update_sizes = (prompts // minibatches, samples, width, steps)
     most = TOKENS.get(mesh.devices.flat[0].platform, ELSEWHERE)
-    tokens = tokens or tokens_of(of_update, bins, most if room is None else min(most, room))
+    tokens = tokens or default_tokens(update_sizes, bins, most if room is None else min(most, room))
     return Geometry(*sizes, bins, tokens, minibatches)
 
 
-def tokens_of(sizes: tuple[int, int, int, int], bins: int, room: int) -> int:
+def default_tokens(sizes: tuple[int, int, int, int], bins: int, room: int) -> int:
     """The tokens of a micro-batch of a run that gives no number.
 
     As many whole groups as there is `room` for, or as many of the longest completions of a group
@@ -144,10 +144,10 @@ def tokens_of(sizes: tuple[int, int, int, int], bins: int, room: int) -> int:
       sizes: P, G, S, T of an update.
     """
     prompts, samples, width, steps = sizes
-    of_group = width - 1 + samples * steps
+    group_tokens = width - 1 + samples * steps
     most = max(1, prompts // (4 * bins))
-    if of_group <= room:
-        tokens = of_group * min(room // of_group, most)
+    if group_tokens <= room:
+        tokens = group_tokens * min(room // group_tokens, most)
     else:
         tokens = width - 1 + steps * max(1, (room - width + 1) // steps)
     return -(-tokens // ROUND) * ROUND
@@ -164,7 +164,7 @@ def check_geometry(geometry: Geometry) -> None:
         )
 
 
-def lengths_of(rollouts: Rollouts) -> Lengths:
+def measure_lengths(rollouts: Rollouts) -> Lengths:
     """What `plan` reads of rollouts. Forced text behind the last chosen token teaches nothing."""
     prompt = rollouts.prompt_mask.sum(-1, dtype=jnp.int32) - 1
     return Lengths(prompt, _real(rollouts.token_mask).sum(-1, dtype=jnp.int32))
@@ -181,11 +181,11 @@ def deal(lengths: Lengths, live: np.ndarray, geometry: Geometry) -> list[np.ndar
     tokens = np.zeros(geometry.minibatches, np.int64)
     dealt: list[list[int]] = [[] for _ in tokens]
     for prompt in np.argsort(-size, kind="stable").tolist():
-        takes = [len(own) < geometry.prompts_per_update for own in dealt]
-        at = int(np.where(takes, tokens, np.iinfo(np.int64).max).argmin())
-        dealt[at].append(prompt)
-        tokens[at] += size[prompt]
-    return [np.sort(np.asarray(own, np.int32)) for own in dealt]
+        takes = [len(prompts) < geometry.prompts_per_update for prompts in dealt]
+        minibatch = int(np.where(takes, tokens, np.iinfo(np.int64).max).argmin())
+        dealt[minibatch].append(prompt)
+        tokens[minibatch] += size[prompt]
+    return [np.sort(np.asarray(prompts, np.int32)) for prompts in dealt]
 
 
 def plan(lengths: Lengths, live: np.ndarray, geometry: Geometry) -> Plan:
@@ -197,16 +197,16 @@ def plan(lengths: Lengths, live: np.ndarray, geometry: Geometry) -> Plan:
     whole where that fits, best fit by decreasing size, and in pieces where it does not; a prompt is
     computed once for each piece. Every bin gets as many micro-batches as the others, or one less.
     """
-    chosen = live & (lengths.completion > 0)
+    placeable = live & (lengths.completion > 0)
     prompts = lengths.prompt.tolist()
     groups = {
         p: sorted(
             ((int(lengths.completion[p, g]), g) for g in np.flatnonzero(row).tolist()), reverse=True
         )
-        for p, row in enumerate(chosen)
+        for p, row in enumerate(placeable)
         if row.any()
     }
-    tokens = sum(prompts[p] for p in groups) + int(lengths.completion[chosen].sum())
+    tokens = sum(prompts[p] for p in groups) + int(lengths.completion[placeable].sum())
     fewest = -(-tokens // (geometry.tokens * geometry.bins))
     for num_live in range(fewest, geometry.micro_batches + 1):
         slots = _deal(groups, prompts, num_live * geometry.bins, geometry)
@@ -247,28 +247,30 @@ def _deal(
     slots: list[_Slot] = [[] for _ in range(count)]
     tokens, width = np.full(count, geometry.tokens), geometry.max_completion_tokens
     rows = np.full(count, geometry.rows)
-    open_for = np.full(count, geometry.prompts_per_bin)
-    size = {p: prompts[p] + sum(length for length, _ in own) for p, own in groups.items()}
+    open_prompts = np.full(count, geometry.prompts_per_bin)
+    size = {p: prompts[p] + sum(length for length, _ in samples) for p, samples in groups.items()}
     for prompt in sorted(groups, key=lambda p: (-size[p], p)):
-        left = groups[prompt]
-        while left:
-            need = prompts[prompt] + sum(length for length, _ in left)
-            piece = _in_rows(left, width, need, len(left))
-            takes_any = (rows > 0) & (open_for > 0)
+        unplaced = groups[prompt]
+        while unplaced:
+            need = prompts[prompt] + sum(length for length, _ in unplaced)
+            piece = _in_rows(unplaced, width, need, len(unplaced))
+            takes_any = (rows > 0) & (open_prompts > 0)
             fits = takes_any & (tokens >= need) & (rows >= len(piece))
             if fits.any():
-                at = int(np.where(fits, tokens, geometry.tokens + 1).argmin())
+                slot = int(np.where(fits, tokens, geometry.tokens + 1).argmin())
             elif takes_any.any():
-                at = int(np.where(takes_any, tokens, -1).argmax())
-                piece = _in_rows(left, width, int(tokens[at]) - prompts[prompt], int(rows[at]))
+                slot = int(np.where(takes_any, tokens, -1).argmax())
+                piece = _in_rows(
+                    unplaced, width, int(tokens[slot]) - prompts[prompt], int(rows[slot])
+                )
             if not takes_any.any() or not piece:
                 return None
-            slots[at].append((prompt, piece))
-            tokens[at] -= _size(prompts[prompt], piece)
-            rows[at] -= len(piece)
-            open_for[at] -= 1
+            slots[slot].append((prompt, piece))
+            tokens[slot] -= _size(prompts[prompt], piece)
+            rows[slot] -= len(piece)
+            open_prompts[slot] -= 1
             placed = {sample for row in piece for sample in row.samples}
-            left = [one for one in left if one[1] not in placed]
+            unplaced = [sample for sample in unplaced if sample[1] not in placed]
     return slots
 
 
@@ -287,15 +289,15 @@ def _written(slots: list[_Slot], lengths: Lengths, num_live: int, geometry: Geom
     prompt = np.full((*shape, geometry.prompts_per_bin), -1, np.int32)
     row_prompt = np.zeros((*shape, geometry.rows), np.int32)
     for place, number in enumerate(np.argsort(-np.asarray(sizes), kind="stable")):
-        at, count = divmod(place, geometry.bins), 0
-        for index, (own, rows) in enumerate(slots[number]):
-            prompt[at][index] = own
-            for one in rows:
-                samples, size = np.asarray(one.samples), lengths.completion[own, one.samples]
-                row[own, samples] = place * geometry.rows + count
-                start[own, samples] = np.cumsum(size) - size
-                segment[own, samples] = np.arange(len(samples)) + 1
-                row_prompt[at][count] = index
+        bin_place, count = divmod(place, geometry.bins), 0
+        for index, (p, rows) in enumerate(slots[number]):
+            prompt[bin_place][index] = p
+            for bin_row in rows:
+                samples, size = np.asarray(bin_row.samples), lengths.completion[p, bin_row.samples]
+                row[p, samples] = place * geometry.rows + count
+                start[p, samples] = np.cumsum(size) - size
+                segment[p, samples] = np.arange(len(samples)) + 1
+                row_prompt[bin_place][count] = index
                 count += 1
     return Plan(row, start, segment, prompt, row_prompt, np.asarray(num_live, np.int32))
 
@@ -313,13 +315,13 @@ def work(plan: Plan, lengths: Lengths, geometry: Geometry) -> Metrics:
     positions = len(np.unique(plan.row[plan.row >= 0])) * geometry.max_completion_tokens
     real = completions + int(lengths.prompt[prompts].sum())
 
-    def of(total: int, weight: int) -> Mean:
+    def ratio(total: int, weight: int) -> Mean:
         return Mean(total=jnp.float32(total), weight=jnp.float32(weight))
 
     return {
-        "update/micro_batches": of(int(plan.num_live), 1),
-        "update/density": of(real, computed),
-        "update/row_density": of(completions, positions),
+        "update/micro_batches": ratio(int(plan.num_live), 1),
+        "update/density": ratio(real, computed),
+        "update/row_density": ratio(completions, positions),
     }
 
 
@@ -378,24 +380,24 @@ def abstract_batch(geometry: Geometry, needs: Collection[str]) -> TrainBatch:
       needs: fields that the objective reads.
     """
     sizes = geometry.micro_batches, geometry.bins
-    asked, rows = geometry.prompts_per_bin, geometry.rows
+    prompts, rows = geometry.prompts_per_bin, geometry.rows
     width, steps = geometry.max_prompt_tokens, geometry.max_completion_tokens
 
-    def of(dtype: str, *shape: int) -> jax.ShapeDtypeStruct:
+    def abstract(dtype: str, *shape: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((*sizes, *shape), jnp.dtype(dtype))
 
-    per_token = of("float32", rows, steps)
-    token, names = of("int32", rows, steps), {"behavior_logp", *needs}
-    flag = of("bool", rows, steps)
+    per_token = abstract("float32", rows, steps)
+    token, names = abstract("int32", rows, steps), {"behavior_logp", *needs}
+    flag = abstract("bool", rows, steps)
     fields = dict.fromkeys(sorted(names - OF_PASS.keys()), per_token)
     arrays: Any = {
-        "prompt_tokens": of("int32", asked, width),
-        "prompt_length": of("int32", asked),
+        "prompt_tokens": abstract("int32", prompts, width),
+        "prompt_length": abstract("int32", prompts),
         **dict.fromkeys(("tokens", "targets", "segment", "position"), token),
         **dict.fromkeys(("advantage", "weight", "proximal_logp"), per_token),
         "mask": flag,
         "fields": fields | {"sampled_now": flag},
-        "row_prompt": of("int32", rows),
+        "row_prompt": abstract("int32", rows),
         "num_live": jax.ShapeDtypeStruct((), jnp.int32),
     }
     return TrainBatch(**arrays)
@@ -420,8 +422,8 @@ def _sources(plan: Plan, token_mask: Array) -> Array:
     rows = *plan.row_prompt.shape, token_mask.shape[-1]
     source = jnp.full(math.prod(rows), -1, jnp.int32)
     place = _places(plan, _real(token_mask)).reshape(-1)
-    every = jnp.arange(place.size, dtype=jnp.int32)
-    return source.at[place].set(every, mode="drop").reshape(rows)
+    indices = jnp.arange(place.size, dtype=jnp.int32)
+    return source.at[place].set(indices, mode="drop").reshape(rows)
 
 
 def _places(plan: Plan, real: Array) -> Array:

@@ -63,36 +63,38 @@ class Preparer:
         self.live: Jitted = jax.jit(functools.partial(_live, self.recipe, blueprint.mesh))
         self.weigh: Jitted = jax.jit(functools.partial(_weigh, blueprint))
         constrain = sharding.constrain(blueprint.mesh)
-        self.here: Jitted = jax.jit(functools.partial(_here, constrain))
+        self.move_rollouts: Jitted = jax.jit(functools.partial(_move_rollouts, constrain))
         self.gather: Jitted = jax.jit(functools.partial(packing.gather, constrain=constrain))
         self.scatter: Jitted = jax.jit(packing.scatter)
-        self.measure: Jitted = jax.jit(packing.lengths_of)
+        self.measure: Jitted = jax.jit(packing.measure_lengths)
         self.drift: Jitted = jax.jit(diagnostics.drift_metrics, static_argnums=3)
         self.behind_thoughts: Jitted = jax.jit(answers.behind_thoughts, static_argnums=1)
-        self.of_answers: Jitted = jax.jit(answers.of_answers)
+        self.pick_answer_logp: Jitted = jax.jit(answers.pick_answer_logp)
 
     def prepare(self, state: TrainState, rollouts: Rollouts) -> tuple[TrainState, Prepared]:
         compact, geometry = self.blueprint.compact, self.blueprint.geometry
         if self.blueprint.has_two_meshes:
-            rollouts = self.here(rollouts)
+            rollouts = self.move_rollouts(rollouts)
         lengths = sharding.to_host(self.measure(rollouts))
         rollouts = self.with_fields(state, rollouts, lengths, self.blueprint.chain.needs)
-        after, judged, live, per_sample, metrics = self.judge(state.advantage_state, rollouts)
+        advantage_state, judged, live, per_sample, metrics = self.judge(
+            state.advantage_state, rollouts
+        )
         live = sharding.to_host(live)
         plans, batches = [], []
         planned = live if compact else np.ones_like(live)
-        for own, where in _plans(lengths, planned, geometry):
-            metrics = merge(metrics, packing.work(where, lengths, geometry))
-            batches.append(self.assemble(state, rollouts, judged, own, where))
-            plans.append(where)
-        state = dataclasses.replace(state, advantage_state=after)
+        for prompts, plan in _plans(lengths, planned, geometry):
+            metrics = merge(metrics, packing.work(plan, lengths, geometry))
+            batches.append(self.assemble(state, rollouts, judged, prompts, plan))
+            plans.append(plan)
+        state = dataclasses.replace(state, advantage_state=advantage_state)
         for name in ANCHORS:
             if name not in rollouts.fields and name in batches[0].fields:
                 # Of all completions or of none: those that the loss leaves out are no random ones.
                 mask = rollouts.token_mask & bool(live.all() or not compact)
                 rows = [batch.fields[name] for batch in batches]
-                other = self.of_samples(rows, plans, rollouts.token_mask)
-                drift = self.drift(rollouts.behavior_logp, other, mask, FIELDS[name].policy)
+                anchor_logp = self.rows_to_samples(rows, plans, rollouts.token_mask)
+                drift = self.drift(rollouts.behavior_logp, anchor_logp, mask, FIELDS[name].policy)
                 metrics = merge(metrics, drift)
         updates = _in_order(batches, self.blueprint.num_iterations)
         return state, Prepared(updates, per_sample, live, metrics)
@@ -100,7 +102,7 @@ class Preparer:
     def live_groups(self, state: TrainState, rollouts: Rollouts) -> np.ndarray:
         """Groups [P] of which the recipe gives a token an advantage that is not 0."""
         if self.blueprint.has_two_meshes:
-            rollouts = self.here(rollouts)
+            rollouts = self.move_rollouts(rollouts)
         lengths = sharding.to_host(self.measure(rollouts))
         rollouts = self.with_fields(state, rollouts, lengths, self.recipe.needs)
         return sharding.to_host(self.live(state.advantage_state, rollouts))
@@ -116,7 +118,7 @@ class Preparer:
         fields = {}
         if names := needs & FIELDS.keys():
             geometry = self.blueprint.geometry
-            fields |= self.score_everyone(state, names, rollouts, lengths, geometry)
+            fields |= self.score_samples(state, names, rollouts, lengths, geometry)
         if needs & {answers.ANSWER, answers.MASKED}:
             fields |= self.score_answers(state, rollouts)
         return dataclasses.replace(rollouts, fields={**rollouts.fields, **fields})
@@ -125,13 +127,13 @@ class Preparer:
         """The log-probs of the reference answers, in a pass over them and the thoughts."""
         blueprint, longest = self.blueprint, rollouts.fields[FORCED].shape[1]
         masked = answers.MASKED in blueprint.chain.needs
-        geometry = answers.geometry_of(blueprint.geometry, longest, masked, blueprint.mesh)
+        geometry = answers.answer_geometry(blueprint.geometry, longest, masked, blueprint.mesh)
         longer = self.behind_thoughts(rollouts, geometry)
         lengths = sharding.to_host(self.measure(longer))
-        scored = self.score_everyone(state, {"trainer_logp"}, longer, lengths, geometry)
-        return self.of_answers(scored["trainer_logp"], rollouts)
+        scored = self.score_samples(state, {"trainer_logp"}, longer, lengths, geometry)
+        return self.pick_answer_logp(scored["trainer_logp"], rollouts)
 
-    def score_everyone(
+    def score_samples(
         self,
         state: TrainState,
         names: Collection[str],
@@ -142,22 +144,21 @@ class Preparer:
         """The named fields [P, G, T] of every sample."""
         mask, plans, scored = rollouts.token_mask, [], []
         zero = jnp.zeros(mask.shape, jnp.float32)
-        for _, where in _plans(lengths, np.ones(mask.shape[:2], bool), geometry):
-            batch = self.gather(rollouts, where, zero, zero, mask, {})
+        for _, plan in _plans(lengths, np.ones(mask.shape[:2], bool), geometry):
+            batch = self.gather(rollouts, plan, zero, zero, mask, {})
             scored.append(self.score_fields(state, names, batch, geometry))
-            plans.append(where)
+            plans.append(plan)
         return {
-            name: self.of_samples([one[name] for one in scored], plans, mask)
+            name: self.rows_to_samples([fields[name] for fields in scored], plans, mask)
             for name in sorted(names)  # in the same order in every process
         }
 
-    def of_samples(
+    def rows_to_samples(
         self, rows: Sequence[Array], plans: Sequence[packing.Plan], token_mask: Array
     ) -> Array:
         """Values [K, D, R, Q] in the rows of each minibatch as those of the samples, [P, G, T]."""
         parts = (
-            self.scatter(values, where, token_mask)
-            for values, where in zip(rows, plans, strict=True)
+            self.scatter(values, plan, token_mask) for values, plan in zip(rows, plans, strict=True)
         )
         return functools.reduce(jnp.add, parts)  # no token has a place in two of them
 
@@ -166,19 +167,21 @@ class Preparer:
         state: TrainState,
         rollouts: Rollouts,
         judged: _Judged,
-        own: np.ndarray,
-        where: packing.Plan,
+        prompts: np.ndarray,
+        plan: packing.Plan,
     ) -> TrainBatch:
         """The batch of one minibatch, with what only the loss needs scored on its samples alone."""
         needs, (advantage, mask, counted) = self.blueprint.objective.needs, judged
-        weight = self.weigh(counted, mask, own)
+        weight = self.weigh(counted, mask, prompts)
         # As for the parts of a chain, a need may be the name of a reward.
-        brought = {**rollouts.rewards, **rollouts.fields}
-        known = {name: self.per_token(brought[name]) for name in needs & brought.keys()}
-        known["behavior_logp"] = rollouts.behavior_logp
-        known["sampled_now"] = self.per_token(rollouts.policy_version == state.step)
-        batch = self.gather(rollouts, where, advantage, weight, mask, known)
-        names = (needs & FIELDS.keys()) - known.keys()
+        available_fields = {**rollouts.rewards, **rollouts.fields}
+        fields = {
+            name: self.per_token(available_fields[name]) for name in needs & available_fields.keys()
+        }
+        fields["behavior_logp"] = rollouts.behavior_logp
+        fields["sampled_now"] = self.per_token(rollouts.policy_version == state.step)
+        batch = self.gather(rollouts, plan, advantage, weight, mask, fields)
+        names = (needs & FIELDS.keys()) - fields.keys()
         late = self.score_fields(state, names, batch, self.blueprint.geometry)
         batch = dataclasses.replace(batch, fields={**batch.fields, **late})
         if self.blueprint.objective.proximal == "trainer":
@@ -196,11 +199,15 @@ class Preparer:
         fields: dict[str, Array] = {}
         for policy in sorted({FIELDS[name].policy for name in names}):
             params = params_of(state, policy)
-            wanted = {name: FIELDS[name] for name in names if FIELDS[name].policy == policy}
-            asked = "value" if "entropy" in {one.quantity for one in wanted.values()} else "none"
-            logp, entropy = self.score(params, batch, asked, geometry)
+            policy_fields = {name: FIELDS[name] for name in names if FIELDS[name].policy == policy}
+            entropy_mode = (
+                "value"
+                if "entropy" in {field.quantity for field in policy_fields.values()}
+                else "none"
+            )
+            logp, entropy = self.score(params, batch, entropy_mode, geometry)
             values = {"logp": logp, "entropy": entropy}
-            fields |= {name: values[field.quantity] for name, field in wanted.items()}
+            fields |= {name: values[field.quantity] for name, field in policy_fields.items()}
         return fields
 
     def per_token(self, value: Array) -> Array:
@@ -209,7 +216,7 @@ class Preparer:
         return jnp.broadcast_to(value, self.sample_shape)
 
 
-def _here(constrain: Constrain, rollouts: Rollouts) -> Rollouts:
+def _move_rollouts(constrain: Constrain, rollouts: Rollouts) -> Rollouts:
     """The rollouts, which another mesh has sampled, with their prompts over the update's bins."""
 
     def move(leaf: Array) -> Array:
@@ -222,9 +229,9 @@ def _plans(
     lengths: packing.Lengths, live: np.ndarray, geometry: packing.Geometry
 ) -> Iterator[tuple[np.ndarray, packing.Plan]]:
     """(its prompts, the plan of their live samples) of each minibatch."""
-    for own in packing.deal(lengths, live, geometry):
-        member = np.isin(np.arange(len(live)), own)
-        yield own, packing.plan(lengths, live & member[:, None], geometry)
+    for prompts in packing.deal(lengths, live, geometry):
+        member = np.isin(np.arange(len(live)), prompts)
+        yield prompts, packing.plan(lengths, live & member[:, None], geometry)
 
 
 def _score(
@@ -246,7 +253,9 @@ def _score(
         return logp, fields.get("policy_entropy")
 
     def body(index: Array, carry: Any) -> Any:
-        return jax.tree.map(lambda whole, one: whole.at[index].set(one), carry, values(index))
+        return jax.tree.map(
+            lambda stacked, micro: stacked.at[index].set(micro), carry, values(index)
+        )
 
     shapes = jax.eval_shape(values, first)
     start = jax.tree.map(lambda leaf: jnp.zeros(batch.tokens.shape, leaf.dtype), shapes)
@@ -257,8 +266,8 @@ def _live(
     recipe: advantages.AdvantageTransform, mesh: Mesh, state: Any, rollouts: Rollouts
 ) -> Array:
     """Groups [P] with an advantage, by the beginning of a chain and the state of all of it."""
-    own = {name: state[name] for name, _ in recipe.steps}
-    signal, _, _ = recipe.update(advantages.start(rollouts), own, rollouts)
+    recipe_state = {name: state[name] for name, _ in recipe.steps}
+    signal, _, _ = recipe.update(advantages.start(rollouts), recipe_state, rollouts)
     advantage, _ = _at_tokens(signal, rollouts)
     live = (advantage != 0).any((1, 2))
     return jax.lax.with_sharding_constraint(live, sharding.replicated(mesh))
@@ -290,22 +299,22 @@ def _judge(
     per_sample = advantage.sum(-1) / jnp.maximum(mask.sum(-1), 1)
     # The dead are not in the metrics of the update, which penalties may remember.
     alive = mask & live[..., None]
-    everywhere = sharding.replicated(blueprint.mesh)
+    replicated = sharding.replicated(blueprint.mesh)
     state, live, per_sample, metrics = jax.lax.with_sharding_constraint(
-        (state, live, per_sample, metrics), everywhere
+        (state, live, per_sample, metrics), replicated
     )
     return state, (advantage, alive, mask), live, per_sample, metrics
 
 
-def _weigh(blueprint: Blueprint, counted: Array, mask: Array, own: Array) -> Array:
-    """The reduction's weights [P, G, T] for the update of the prompts `own`; 0 elsewhere.
+def _weigh(blueprint: Blueprint, counted: Array, mask: Array, prompts: Array) -> Array:
+    """The reduction's weights [P, G, T] for the update of `prompts`; 0 elsewhere.
 
     They are normalised over `counted` tokens of these prompts, the whole batch of the update. The
     dead weigh nothing and carry no penalty, so that leaving them out changes nothing.
     """
-    weight = blueprint.objective.reduction.weights(counted[own]).astype(jnp.float32)
-    alive = mask[own].any(-1, keepdims=True)
-    return jnp.zeros(mask.shape, jnp.float32).at[own].set(jnp.where(alive, weight, 0))
+    weight = blueprint.objective.reduction.weights(counted[prompts]).astype(jnp.float32)
+    alive = mask[prompts].any(-1, keepdims=True)
+    return jnp.zeros(mask.shape, jnp.float32).at[prompts].set(jnp.where(alive, weight, 0))
 
 
 def _in_order(batches: Sequence[TrainBatch], num_iterations: int) -> tuple[TrainBatch, ...]:
@@ -315,15 +324,15 @@ def _in_order(batches: Sequence[TrainBatch], num_iterations: int) -> tuple[Train
     """
 
     flags = batches[0].fields["sampled_now"]
-    nowhere = sharding.put(np.zeros(flags.shape, bool), flags.sharding)
+    all_false = sharding.put(np.zeros(flags.shape, bool), flags.sharding)
 
     def later(batch: TrainBatch) -> TrainBatch:
-        return dataclasses.replace(batch, fields={**batch.fields, "sampled_now": nowhere})
+        return dataclasses.replace(batch, fields={**batch.fields, "sampled_now": all_false})
 
-    first, *others = batches
-    others = [later(batch) for batch in others]
-    again = (later(first), *others) if num_iterations > 1 else ()
-    return (first, *others, *again * (num_iterations - 1))
+    first, *later_batches = batches
+    later_batches = [later(batch) for batch in later_batches]
+    further_iteration = (later(first), *later_batches) if num_iterations > 1 else ()
+    return (first, *later_batches, *further_iteration * (num_iterations - 1))
 
 
 def _rollout_metrics(
@@ -331,7 +340,7 @@ def _rollout_metrics(
 ) -> Metrics:
     """Metrics of rewards and completions, under TRL's names if TRL has one."""
     tokens, weights = rollouts.token_mask, blueprint.reward_weights
-    summed = diagnostics.as_summed(rollouts.rewards, weights, blueprint.chain)
+    summed_rewards = diagnostics.as_summed(rollouts.rewards, weights, blueprint.chain)
     metrics: Metrics = {
         "live_samples": mean(live),
         "live_groups": mean(live.any(-1)),
@@ -340,14 +349,14 @@ def _rollout_metrics(
     }
     if blueprint.sampling.temperature > 0:  # of the likeliest token alone there is no entropy
         metrics |= diagnostics.surprise_metrics(rollouts.behavior_logp, tokens)
-    metrics |= diagnostics.advantage_metrics(advantage, mask, summed, weights)
+    metrics |= diagnostics.advantage_metrics(advantage, mask, summed_rewards, weights)
     texts = rollouts.completion_tokens, tokens
     metrics |= diagnostics.completion_metrics(*texts, rollouts.truncated)
-    rare = diagnostics.rare_successes(summed, weights)
+    rare = diagnostics.rare_successes(summed_rewards, weights)
     metrics |= diagnostics.symptom_metrics(*texts, rare)
     for name in ANCHORS:
         if name in rollouts.fields:
             pair = (rollouts.behavior_logp, rollouts.fields[name])
             metrics |= diagnostics.drift_metrics(*pair, tokens, FIELDS[name].policy)
-    metrics |= diagnostics.group_metrics(summed, weights)
+    metrics |= diagnostics.group_metrics(summed_rewards, weights)
     return metrics | diagnostics.reward_metrics(rollouts.rewards)

@@ -31,6 +31,7 @@ from jaxgrpo.update.forward import (
     Blueprint,
     as_computed,
     forward,
+    full_params,
     fullest,
     head_sums,
     loss_of_tokens,
@@ -41,9 +42,8 @@ from jaxgrpo.update.forward import (
     read_by_update,
     sampling_layout,
     trained_layout,
-    whole,
 )
-from jaxgrpo.update.optimizer import on_schedule_of
+from jaxgrpo.update.optimizer import copy_schedule
 from jaxgrpo.update.preparing import Prepared, Preparer
 
 FINITE = ("entropy", "sampling/sampling_logp_difference/mean")
@@ -64,7 +64,7 @@ Share = Callable[[str, Callable[[], Any]], Any]
 """(name, make) -> what `make` gives, or gave an earlier run that shares it"""
 
 
-def alone(name: str, make: Callable[[], Any]) -> Any:
+def share_nothing(name: str, make: Callable[[], Any]) -> Any:
     """Shares nothing."""
     return make()
 
@@ -92,7 +92,7 @@ class Steps(NamedTuple):
     objective_state, metrics) of `update`"""
 
 
-def build_steps(blueprint: Blueprint, share: Share = alone) -> Steps:
+def build_steps(blueprint: Blueprint, share: Share = share_nothing) -> Steps:
     """Jits the functions of a training step for one model, method, geometry and mesh.
 
     Args:
@@ -135,8 +135,8 @@ def _syncer(blueprint: Blueprint) -> Sync:
         layout = sampling_layout(blueprint)
         sync = jax.jit(lambda params: apart(jax.lax.with_sharding_constraint(cast(params), layout)))
         return lambda state: sync(params_of(state))
-    of_adapters = jax.jit(cast, out_shardings=trained_layout(blueprint))
-    return lambda state: apart(whole(of_adapters(state.trainable), state.frozen))
+    cast_adapters = jax.jit(cast, out_shardings=trained_layout(blueprint))
+    return lambda state: apart(full_params(cast_adapters(state.trainable), state.frozen))
 
 
 _merge = jax.jit(merge)
@@ -175,9 +175,9 @@ def _update_program(blueprint: Blueprint) -> Any:
     def run(
         trainable: Params, opt_state: Any, objective_state: Any, anchors: Any, batch: TrainBatch
     ):
-        loss_of = functools.partial(_loss, blueprint, objective_state, anchors)
+        compute_loss = functools.partial(_loss, blueprint, objective_state, anchors)
         measure = functools.partial(_measure, blueprint, objective_state)
-        loss, grads, metrics = _accumulate(loss_of, measure, blueprint, trainable, batch)
+        loss, grads, metrics = _accumulate(compute_loss, measure, blueprint, trainable, batch)
         norm = optax.tree_utils.tree_norm(grads)
         totals = [metrics[name].total for name in FINITE]
         finite = jnp.isfinite(jnp.stack([norm, loss, *totals])).all()
@@ -187,7 +187,7 @@ def _update_program(blueprint: Blueprint) -> Any:
 
         def skip(_):
             stepped = blueprint.optimizer.update(grads, opt_state, trainable)[1]
-            return trainable, on_schedule_of(stepped, opt_state), objective_state
+            return trainable, copy_schedule(stepped, opt_state), objective_state
 
         def step(_):
             updates, new_state = blueprint.optimizer.update(grads, opt_state, trainable)
@@ -209,8 +209,8 @@ def _update_program(blueprint: Blueprint) -> Any:
         growth = {"weights/growth": maximum(weights_after / weights_before)}
         return *new, metrics | {name: mean(value) for name, value in measured.items()} | growth
 
-    everywhere = sharding.replicated(blueprint.mesh)
-    layout = (trained_layout(blueprint), opt_layout(blueprint), everywhere, everywhere)
+    replicated = sharding.replicated(blueprint.mesh)
+    layout = (trained_layout(blueprint), opt_layout(blueprint), replicated, replicated)
     return jax.jit(run, donate_argnums=(0, 1), out_shardings=layout)
 
 
@@ -219,7 +219,7 @@ def _where(condition: Array, first: Any, second: Any) -> Any:
 
 
 def _accumulate(
-    loss_of: Callable[..., Any],
+    compute_loss: Callable[..., Any],
     measure: Callable[..., Metrics],
     blueprint: Blueprint,
     trainable: Params,
@@ -235,10 +235,12 @@ def _accumulate(
     if blueprint.mesh.shape["data"] > 1:
         layout = jax.tree.map(sharding.layout_per_part, layout)
     # Jitted so that it is traced once, for its shapes and for the loop.
-    one = jax.jit(functools.partial(_micro_batch, loss_of, measure, blueprint.mesh), inline=True)
+    run_micro_batch = jax.jit(
+        functools.partial(_micro_batch, compute_loss, measure, blueprint.mesh), inline=True
+    )
 
     def body(index: Array, carry):
-        loss, grads, metrics, head = one(trainable, batch, index, carry[3])
+        loss, grads, metrics, head = run_micro_batch(trainable, batch, index, carry[3])
         summed = jax.tree.map(jnp.add, carry[1], grads)
         return carry[0] + loss, summed, merge(carry[2], metrics), head
 
@@ -247,14 +249,14 @@ def _accumulate(
         return jax.lax.with_sharding_constraint(wide, layout)
 
     head = jax.tree.map(zeros, *head_sums(blueprint))
-    loss, grads, metrics, _ = jax.eval_shape(one, trainable, batch, first, head)
+    loss, grads, metrics, _ = jax.eval_shape(run_micro_batch, trainable, batch, first, head)
     start = jnp.zeros_like(loss), jax.tree.map(zeros, grads, layout), empty_like(metrics), head
     loss, grads, metrics, head = jax.lax.fori_loop(first, batch.num_live, body, start)
     return loss, _over_devices(blueprint, grads, head), metrics
 
 
 def _micro_batch(
-    loss_of: Callable[..., Any],
+    compute_loss: Callable[..., Any],
     measure: Callable[..., Metrics],
     mesh: Mesh,
     trainable: Params,
@@ -266,14 +268,14 @@ def _micro_batch(
 
     Where the mesh has several parts of "data" gradients are [data, ...], each of one part.
     """
-    micro, with_gradient = micro_batch(batch, index), jax.value_and_grad(loss_of, has_aux=True)
+    micro, with_gradient = micro_batch(batch, index), jax.value_and_grad(compute_loss, has_aux=True)
     by_parts = mesh.shape["data"] > 1
     if by_parts:
         with_gradient = sharding.over_data(mesh, with_gradient)
-    (loss, passed), grads = with_gradient(trainable, (micro, head), fullest(micro))
+    (loss, outputs), grads = with_gradient(trainable, (micro, head), fullest(micro))
     if by_parts:  # [data, fsdp, ...] as [D, ...]
-        passed = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), passed)
-    logp, fields, head = passed
+        outputs = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), outputs)
+    logp, fields, head = outputs
     return loss.sum(), grads, measure(micro, logp, fields), head
 
 
@@ -286,13 +288,13 @@ def _over_devices(blueprint: Blueprint, grads: Params, head: Params) -> Params:
             grads,
             layout,
         )
-    for name, of_bins in head.items():
-        whole = jax.tree.map(sharding.sum_over_bins, of_bins, layout[name])
-        grads = grads | {name: jax.tree.map(jnp.add, grads[name], whole)}
+    for name, bin_sums in head.items():
+        summed = jax.tree.map(sharding.sum_over_bins, bin_sums, layout[name])
+        grads = grads | {name: jax.tree.map(jnp.add, grads[name], summed)}
     return grads
 
 
-def rounding_of(blueprint: Blueprint) -> Rounding | None:
+def expected_rounding(blueprint: Blueprint) -> Rounding | None:
     """The entry of ROUNDING for a run; None where its samples come from a cut distribution."""
     sampling = blueprint.sampling
     if sampling.is_cut:  # they differ by the probability that was cut
@@ -311,27 +313,28 @@ def _loss(
     blueprint: Blueprint,
     objective_state: dict[str, Any],
     anchors: dict[str, Params],
-    own: Params,
-    of_bins: tuple[TrainBatch, Params],
+    trainable: Params,
+    by_bin: tuple[TrainBatch, Params],
     fullest: Array,
 ) -> tuple[Array, tuple[Array, dict[str, Array], Params]]:
     """The loss of a micro-batch, and what its pass found: log-probs and fields [D, R, Q].
 
     Args:
-      of_bins: the micro-batch, and what it adds the head's gradient to, if anything: `head_sums`.
+      by_bin: the micro-batch, and what it adds the head's gradient to, if anything: `head_sums`.
     """
-    objective, params, (micro, head) = blueprint.objective, whole(own, anchors), of_bins
+    objective, (micro, head) = blueprint.objective, by_bin
+    params = full_params(trainable, anchors)
     if objective.per_token:
         sums = next(iter(head.values()), None)
-        given = (blueprint, params, micro, objective_state, fullest, sums)
-        loss, logp, fields, sums = loss_of_tokens(*given)
+        arguments = (blueprint, params, micro, objective_state, fullest, sums)
+        loss, logp, fields, sums = loss_of_tokens(*arguments)
         return loss, (logp, fields, dict.fromkeys(head, sums))
     reference = anchors.get("reference")
-    reference = None if reference is None else whole(reference, anchors)
-    passed = forward(blueprint, params, micro, objective.entropy, reference, fullest)
-    tokens = _tokens(micro, *passed)
+    reference = None if reference is None else full_params(reference, anchors)
+    outputs = forward(blueprint, params, micro, objective.entropy, reference, fullest)
+    tokens = _tokens(micro, *outputs)
     per_token, _ = token_loss(objective.surrogate, objective.penalties, tokens, objective_state)
-    return jnp.where(micro.mask, micro.weight * per_token, 0).sum(), (*passed, head)
+    return jnp.where(micro.mask, micro.weight * per_token, 0).sum(), (*outputs, head)
 
 
 def _measure(
@@ -344,9 +347,9 @@ def _measure(
     """The metrics of a micro-batch, from what its pass found."""
     objective, tokens = blueprint.objective, _tokens(micro, logp, fields)
     _, metrics = token_loss(objective.surrogate, objective.penalties, tokens, objective_state)
-    behavior, now = micro.fields["behavior_logp"], micro.fields["sampled_now"]
+    behavior, sampled_now = micro.fields["behavior_logp"], micro.fields["sampled_now"]
     agreement = diagnostics.agreement_metrics(
-        tokens.logp, behavior, micro.mask, now, rounding_of(blueprint)
+        tokens.logp, behavior, micro.mask, sampled_now, expected_rounding(blueprint)
     )
     # An entropy term reports the entropy itself, which then replaces ours.
     return {"entropy": mean(fields["policy_entropy"], micro.mask)} | agreement | metrics

@@ -54,7 +54,7 @@ def test_what_is_read_of_a_run_ignores_them(folder):
     )
     found = setup.find_model(config)
     assert setup.sampling_settings(config, found).stop_tokens == (1,)
-    assert plan.model_of(config) == found.model.config
+    assert plan.read_model_config(config) == found.model.config
     assert families.unread(found.model.config) == (
         "rotary_pct of config.json is not read (model.ignore); "
         "alibi of config.json is not read (model.ignore)"

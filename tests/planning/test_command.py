@@ -107,7 +107,7 @@ def test_what_does_not_fit_is_a_document_with_what_would_and_exit_code_1(
     small, monkeypatch, capsys
 ):
     chips = topologies.topology("v5e:2x2")
-    peak = plan.peak_of(plan.parts_of(plan.built(planned.config(), chips)))
+    peak = plan.peak_bytes(plan.memory_parts(plan.built(planned.config(), chips)))
     tiny = chips._replace(chip=chips.chip._replace(memory=int(peak / plan.TOO_MUCH) - 1))
     monkeypatch.setattr(topologies, "topology", lambda *_: tiny)
     assert main(["plan", small(), "--topology", "v5e:2x2", "--json"]) == command.NO_FIT
@@ -137,7 +137,7 @@ def test_a_mesh_for_other_devices_is_the_nearest_that_can_be_built(name):
     assert nearest.changes == OTHERS[name]
     run = plan.built(advice.changed(config, nearest.changes), chips)
     assert run.blueprint.mesh.size == len(chips.devices)
-    assert nearest.peak == plan.peak_of(plan.parts_of(run))
+    assert nearest.peak == plan.peak_bytes(plan.memory_parts(run))
 
 
 def test_a_mesh_for_other_devices_is_one_that_fits_into_their_memory_if_there_is_one():

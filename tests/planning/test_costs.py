@@ -132,7 +132,7 @@ def test_a_sample_costs_what_its_own_tokens_do_behind_a_prompt_that_is_computed_
 
 def test_an_update_is_three_passes_of_all_tokens_and_with_adapters_two():
     run = planned.run()
-    work, geometry = costs.work_of(run)["update"], run.blueprint.geometry
+    work, geometry = costs.program_work(run)["update"], run.blueprint.geometry
     config = run.blueprint.model.config
     sizes = (geometry.max_prompt_tokens, 8 * 4, geometry.max_completion_tokens)
     forward = costs.forward_flops(config, 8, *sizes)
@@ -140,16 +140,16 @@ def test_an_update_is_three_passes_of_all_tokens_and_with_adapters_two():
     head = 2 * config.hidden_size * config.vocab_size * 8 * 4 * geometry.max_completion_tokens
     assert work.executed == pytest.approx(4 * forward - head)  # layers are computed again
     adapted = planned.run(lora={"rank": 4, "alpha": 4.0})
-    assert costs.work_of(adapted)["update"].flops == pytest.approx(2 * forward)
+    assert costs.program_work(adapted)["update"].flops == pytest.approx(2 * forward)
 
 
 def test_several_updates_of_a_step_share_its_samples_or_repeat_them():
-    once = costs.work_of(planned.run())["update"]
+    once = costs.program_work(planned.run())["update"]
     in_halves: Any = {"train.minibatches": 2}
-    halves = costs.work_of(planned.run(**in_halves))["update"]
+    halves = costs.program_work(planned.run(**in_halves))["update"]
     assert (halves.calls, halves.flops) == (2, pytest.approx(once.flops / 2))
     repeated: Any = {"train.num_iterations": 2}
-    twice = costs.work_of(planned.run(**repeated))["update"]
+    twice = costs.program_work(planned.run(**repeated))["update"]
     assert (twice.calls, twice.flops) == (2, pytest.approx(once.flops))
 
 
@@ -180,7 +180,7 @@ def test_sampling_calls_its_programs_as_often_as_it_says(slots, monkeypatch):
         "rollout.slots": slots or prompts * group,
     }
     run = planned.run(devices=jax.devices()[:1], mesh={}, **changes)
-    work = costs.work_of(run)
+    work = costs.program_work(run)
     made, called = run.steps.sampler, {"prefill": 0, "decode": 0}
     # No token ends a sample, so that each is as long as it may be.
     made = sampler.make_sampler(
@@ -223,7 +223,7 @@ def test_the_bound_of_a_program_by_hand():
         collective("all-reduce", ("fsdp",), 4, 10**6, trips=7),  # 2 x 3/4 x 4e6 x 7 = 42e6
         collective("all-gather", ("tensor",), 2, 10**6),  # 1/2 x 4e6 = 2e6
     )
-    found = costs.bound_of(work, told, chip, 8, {"data": 1, "fsdp": 1})
+    found = costs.program_bound(work, told, chip, 8, {"data": 1, "fsdp": 1})
     assert found.compute == pytest.approx(3 * 2e15 / (8 * 197e12))
     assert found.memory == pytest.approx(3 * 5e9 / 819e9)
     assert found.links == pytest.approx(3 * 44e6 / 200e9)
@@ -236,11 +236,11 @@ def test_what_crosses_slices_is_bound_by_their_network():
     # Of 8 devices in 2 slices, the 4 of a slice send a part each over the network: of 4 MB that
     # two slices add up, each slice sends and gets half twice.
     across = collective("all-reduce", ("fsdp",), 8, 10**6)
-    found = costs.bound_of(work, (across,), chip, 8, {"fsdp": 2})
+    found = costs.program_bound(work, (across,), chip, 8, {"fsdp": 2})
     assert found.network == pytest.approx(4e6 / 4 / (25e9 / 8))
     assert found.links == pytest.approx(across.sent / 200e9)
     # Each slice has one device of a group: nothing stays within.
     alone = collective("all-reduce", ("data",), 2, 10**6)
-    found = costs.bound_of(work, (alone,), chip, 8, {"data": 2})
+    found = costs.program_bound(work, (alone,), chip, 8, {"data": 2})
     assert (found.network, found.links) == (pytest.approx(4e6 / (25e9 / 8)), 0)
     assert found.limit == "network"

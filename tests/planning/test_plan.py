@@ -61,7 +61,7 @@ def both(method: str, mesh: str) -> tuple[setup.Setup, Run]:
     config = planned.config(**kept, **small, **METHODS[method])
     real = setup.setup(config)
     model = parameters.chosen_config(config, folders.read_config(config.model.path))
-    return real, programs.run_of(config, model, plan.mesh_of(config, here()))
+    return real, programs.build_run(config, model, plan.mesh_on_topology(config, here()))
 
 
 def here() -> topologies.Topology:

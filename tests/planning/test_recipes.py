@@ -35,8 +35,8 @@ def test_a_recipe_fits_by_formula(name):
     """Within what the remedies of a plan would accept."""
     read = files.load(name)
     chips = topologies.topology(str(read.plan.topology), read.plan.slices)
-    parts = plan.parts_of(plan.built(read, chips))
-    assert plan.peak_of(parts) <= chips.chip.memory, parts
+    parts = plan.memory_parts(plan.built(read, chips))
+    assert plan.peak_bytes(parts) <= chips.chip.memory, parts
 
 
 SMALL = (

@@ -29,9 +29,9 @@ class Compiled(NamedTuple):
     def collectives(self) -> Iterator[tuple[str, Collective]]:
         """(program, collective) of all programs."""
         run = self.plan.run
-        work = costs.work_of(run)
+        work = costs.program_work(run)
         for name, text in self.texts.items():
-            mesh = dict(plan.mesh_of_program(run, name).shape)
+            mesh = dict(plan.program_mesh(run, name).shape)
             yield from ((name, one) for one in hlo.collectives(text, mesh, work[name].loops))
 
 

@@ -98,7 +98,7 @@ def test_what_decoding_takes_covers_what_xla_plans_and_little_more(made, slots, 
         lambda leaf: sharding.named(made.mesh, *("bins", None)[: np.ndim(leaf)]), asked
     )
     key = jax.ShapeDtypeStruct((2,), jnp.uint32, sharding=sharding.replicated(made.mesh))
-    sizes = Sizes.of(made.sampling, 2, LONG.num_prompts, LONG.max_prompt_tokens)
+    sizes = Sizes.for_prompts(made.sampling, 2, LONG.num_prompts, LONG.max_prompt_tokens)
     begin = sampler.begin.lower(sizes, on(layouts, asked), key).compile()
     shapes = jax.eval_shape(lambda *given: sampler.begin(sizes, *given), on(layouts, asked), key)
     state = on(begin.output_shardings, shapes)
@@ -144,7 +144,7 @@ def test_the_abstract_batch_is_what_gather_makes():
     def gathered():
         rollouts = tiny.rollouts(np.ones(shape), **sizes)
         zero = jnp.zeros(rollouts.token_mask.shape)
-        lengths = jax.eval_shape(packing.lengths_of, rollouts)
+        lengths = jax.eval_shape(packing.measure_lengths, rollouts)
         filled = jax.tree.map(lambda leaf: np.ones(leaf.shape, leaf.dtype), lengths)
         everyone = packing.plan(filled, np.ones(shape, bool), LONG)
         fields = {"behavior_logp": zero, "reference_logp": zero, "sampled_now": zero == 0}
@@ -278,9 +278,9 @@ def test_a_micro_batch_has_no_more_tokens_than_fit_beside_what_a_run_keeps(monke
         return memory.with_fitting_tokens(wide, (), "full").geometry.tokens
 
     monkeypatch.setitem(packing.TOKENS, "cpu", packing.ELSEWHERE)
-    assert fitting(1e6) == packing.tokens_of(sizes, 1, packing.ELSEWHERE)
-    assert fitting(5000) == packing.tokens_of(sizes, 1, 5000) < packing.ELSEWHERE
-    assert fitting(-1e3) == packing.tokens_of(sizes, 1, 0) >= wide.geometry.widest
+    assert fitting(1e6) == packing.default_tokens(sizes, 1, packing.ELSEWHERE)
+    assert fitting(5000) == packing.default_tokens(sizes, 1, 5000) < packing.ELSEWHERE
+    assert fitting(-1e3) == packing.default_tokens(sizes, 1, 0) >= wide.geometry.widest
 
 
 def test_the_dtype_of_a_runs_cache_is_that_of_its_sampler_and_of_what_is_counted(tmp_path):

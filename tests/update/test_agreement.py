@@ -22,7 +22,7 @@ from jaxgrpo.training import alarms
 from jaxgrpo.training.parameters import first_state
 from jaxgrpo.update.forward import Blueprint
 from jaxgrpo.update.packing import Geometry
-from jaxgrpo.update.step import ROUNDING, build_steps, rounding_of
+from jaxgrpo.update.step import ROUNDING, build_steps, expected_rounding
 
 MAX = "sampling/sampling_logp_difference/max"
 MEAN = "sampling/sampling_logp_difference/mean"
@@ -129,8 +129,8 @@ def test_the_drift_of_samples_of_an_older_policy_is_no_disagreement():
 
 def test_what_rounding_explains_depends_on_the_precision_and_on_the_cut():
     narrow = dataclasses.replace(tiny.UNIFORM, dtype="bfloat16")
-    assert rounding_of(blueprint()) == ROUNDING["float32"]
-    assert rounding_of(blueprint(narrow)) == ROUNDING["bfloat16"]
-    assert rounding_of(blueprint(kv_cache_dtype="bfloat16")) == ROUNDING["bfloat16"]
-    assert rounding_of(blueprint(top_k=3)) is None
-    assert rounding_of(blueprint(top_p=0.9)) is None
+    assert expected_rounding(blueprint()) == ROUNDING["float32"]
+    assert expected_rounding(blueprint(narrow)) == ROUNDING["bfloat16"]
+    assert expected_rounding(blueprint(kv_cache_dtype="bfloat16")) == ROUNDING["bfloat16"]
+    assert expected_rounding(blueprint(top_k=3)) is None
+    assert expected_rounding(blueprint(top_p=0.9)) is None

@@ -83,7 +83,7 @@ def test_prefill_and_decoding_compile(blueprint):
     params = with_layout(jax.eval_shape(sampler.split, params), split)
     prompts = placed(blueprint.mesh, tiny.prompts(4, 8), "bins", None)
     key = placed(blueprint.mesh, np.zeros(2, np.uint32), None)
-    sizes = Sizes.of(settings, sharding.num_bins(blueprint.mesh), 4, 8)
+    sizes = Sizes.for_prompts(settings, sharding.num_bins(blueprint.mesh), 4, 8)
     begin = compiled(sampler.begin, sizes, prompts, key)
     state = with_layout(jax.eval_shape(begin_of(sampler, sizes), prompts, key), begin)
     tokens = placed(blueprint.mesh, np.zeros((2, 2, 7), np.int32))
@@ -115,7 +115,7 @@ def _batch(blueprint):
 
     shape = (blueprint.geometry.num_prompts, blueprint.geometry.group_size)
     rollouts = tiny.rollouts(np.ones(shape), steps=16, width=8)
-    lengths = jax.eval_shape(packing.lengths_of, rollouts)
+    lengths = jax.eval_shape(packing.measure_lengths, rollouts)
     filled = jax.tree.map(lambda leaf: np.ones(leaf.shape, leaf.dtype), lengths)
     everyone = packing.plan(filled, np.ones(shape, bool), blueprint.geometry)
     zero = jnp.zeros(rollouts.token_mask.shape)

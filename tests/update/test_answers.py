@@ -161,10 +161,10 @@ def test_equal_thoughts_of_a_group_have_the_answers_log_probs_of_the_first_bit_f
     tokens = made.completion_tokens.at[3, 1, 0].set(made.completion_tokens[3, 0, 0])
     made = dataclasses.replace(made, completion_tokens=tokens)
     longest = made.fields[FORCED].shape[1]
-    geometry = answers.geometry_of(sizes.geometry, longest, True, sizes.mesh)
+    geometry = answers.answer_geometry(sizes.geometry, longest, True, sizes.mesh)
     shape = answers.behind_thoughts(made, geometry).token_mask.shape
     noise = np.random.default_rng(5).normal(size=shape).astype(np.float32)
-    found = np.asarray(answers.of_answers(jnp.asarray(noise), made)[answers.ANSWER])
+    found = np.asarray(answers.pick_answer_logp(jnp.asarray(noise), made)[answers.ANSWER])
     kinds = [len({tuple(sample) for sample in group.tolist()}) for group in found]
     assert kinds == [4, 1, 4, 3]  # the second group has no thoughts; two of the last are equal
     np.testing.assert_array_equal(found[3, 0], found[3, 1])
@@ -184,9 +184,9 @@ def test_meshes_of_four_devices_score_the_same():
 def test_the_pass_has_room_for_the_longest_answer_whatever_the_update_computes_at_a_time():
     mesh = sharding.make_mesh(context=4)
     small = Geometry(P, G, 8, 8, 1, 16)
-    sizes = answers.geometry_of(small, 7, True, mesh)
+    sizes = answers.answer_geometry(small, 7, True, mesh)
     assert sizes == Geometry(P, G + 1, 8, 16, 1, 24)
-    assert answers.geometry_of(small._replace(tokens=64), 8, False, mesh).tokens == 64
+    assert answers.answer_geometry(small._replace(tokens=64), 8, False, mesh).tokens == 64
 
 
 def test_a_chain_without_a_baseline_adds_no_sample():

@@ -87,7 +87,7 @@ def stepped(rewards="mixed", number=None, **options):
 
 def dealt(rewards):
     """Which prompts the two minibatches have."""
-    lengths = jax.tree.map(np.asarray, packing.lengths_of(on_policy()))
+    lengths = jax.tree.map(np.asarray, packing.measure_lengths(on_policy()))
     live = np.broadcast_to((np.ptp(rewards, axis=1) > 0)[:, None], rewards.shape)
     return packing.deal(lengths, live, Geometry(4, 4, 6, 5, 1, 100, 2))
 

@@ -14,11 +14,11 @@ from jaxgrpo.update.packing import (
     Lengths,
     check_geometry,
     deal,
+    default_tokens,
     gather,
-    lengths_of,
+    measure_lengths,
     plan,
     scatter,
-    tokens_of,
     work,
 )
 
@@ -41,7 +41,7 @@ def ragged(seed: int, sizes=RAGGED) -> Lengths:
 
 
 def measured(rollouts) -> Lengths:
-    return jax.tree.map(np.asarray, lengths_of(rollouts))
+    return jax.tree.map(np.asarray, measure_lengths(rollouts))
 
 
 CASES = {
@@ -132,7 +132,7 @@ def test_micro_batches_follow_the_live_tokens():
 
 
 def test_ragged_work_is_computed_nearly_without_padding():
-    tokens = tokens_of(RAGGED, 1, TOKENS["cpu"])
+    tokens = default_tokens(RAGGED, 1, TOKENS["cpu"])
     geometry = geometry_of(RAGGED, 1, tokens)
     assert tokens == 1280
     dense, count = [], []
@@ -161,7 +161,7 @@ def test_ragged_work_is_computed_nearly_without_padding():
     ],
 )
 def test_a_micro_batch_holds_whole_groups_where_they_fit(sizes, bins, room, want):
-    assert tokens_of(sizes, bins, room) == want
+    assert default_tokens(sizes, bins, room) == want
     check_geometry(geometry_of(sizes, bins, want))
 
 
