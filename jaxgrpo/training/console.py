@@ -118,9 +118,9 @@ class Display:
 
     def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
         low, high = metrics["accuracy/low"], metrics["accuracy/high"]
-        shown = [f"accuracy {metrics['accuracy']:.3f} (95%: {low:.3f} to {high:.3f})"]
-        shown += [f"{name} {value:.3f}" for name, value in metrics.items() if is_summary(name)]
-        self.say(f"evaluated at step {step}: {', '.join(shown)}")
+        parts = [f"accuracy {metrics['accuracy']:.3f} (95%: {low:.3f} to {high:.3f})"]
+        parts += [f"{name} {value:.3f}" for name, value in metrics.items() if is_summary(name)]
+        self.say(f"evaluated at step {step}: {', '.join(parts)}")
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """What matters first: is there reward, is there signal, does it move."""
@@ -133,9 +133,9 @@ class Display:
 
 
 @contextlib.contextmanager
-def telling(console: Console, what: str) -> Iterator[None]:
+def telling(console: Console, activity: str) -> Iterator[None]:
     """Says, while something takes long, what it is and what is compiled for it, as a log needs."""
-    display, over, began = (
+    display, is_over, began = (
         Display(0, 0, active=process.is_main()),
         threading.Event(),
         time.monotonic(),
@@ -143,15 +143,15 @@ def telling(console: Console, what: str) -> Iterator[None]:
     display.console = console
 
     def tell() -> None:
-        while not over.wait(TICK):
-            display.under_way(what, time.monotonic() - began)
+        while not is_over.wait(TICK):
+            display.under_way(activity, time.monotonic() - began)
 
     thread = threading.Thread(target=tell, name="jaxgrpo-telling", daemon=True)
     thread.start()
     try:
         yield
     finally:
-        over.set()
+        is_over.set()
         thread.join()
 
 
@@ -195,15 +195,15 @@ def show_config(console: Console, text: str) -> None:
 
 def show(console: Console, record: Record) -> None:
     """The step of the run, its warnings, evaluations and curves."""
-    of = f" of {record.steps}" if record.steps else ""
-    console.print(Text(f"{record.name}: {record.status}, step {record.step}{of}", style="bold"))
+    out_of = f" of {record.steps}" if record.steps else ""
+    console.print(Text(f"{record.name}: {record.status}, step {record.step}{out_of}", style="bold"))
     for alarm in record.warnings:
         console.print(warning(alarm.step, alarm.text), soft_wrap=True)
     if record.evaluations:
         columns = [(f"step {step}", values) for step, values in record.evaluations]
         (_, base), (_, now) = ends = columns[0], columns[-1]
-        both = (name for name in base.keys() & now.keys() if not is_end(name))
-        rows = sorted(both, key=accuracy_first)
+        shared_names = (name for name in base.keys() & now.keys() if not is_end(name))
+        rows = sorted(shared_names, key=accuracy_first)
         title = "evaluation, with 95% intervals over prompts"
         console.print(comparison(title, ends, rows, intervals=True))
     numbers = [Column(name, justify="right", no_wrap=True) for name in ("first", "now")]
